@@ -1,0 +1,121 @@
+// Value types, storage orders and the error type that every other header builds on.
+#pragma once
+
+#include <Kokkos_Core.hpp>
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+
+namespace kvzap {
+
+/// What went wrong, in which file and field, what was expected and what was found. Thrown by every
+/// public function that can fail; the driver prints what() on rank 0 and exits non-zero.
+class Error : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+namespace detail {
+KOKKOS_INLINE_FUNCTION std::uint32_t float_bits(float value) {
+  std::uint32_t bits;
+  memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+KOKKOS_INLINE_FUNCTION float bits_float(std::uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+}  // namespace detail
+
+/// 16-bit brain floating point: the upper half of an IEEE binary32. Kokkos 3.4 has no such type, and
+/// storing one never needs more than these conversions: arithmetic is done in float.
+struct bfloat16 {
+  std::uint16_t bits;
+
+  bfloat16() = default;
+  /// Rounds to nearest even; NaN stays NaN.
+  KOKKOS_INLINE_FUNCTION explicit bfloat16(float value) {
+    const std::uint32_t word = detail::float_bits(value);
+    if ((word & 0x7fffffffu) > 0x7f800000u) {
+      bits = static_cast<std::uint16_t>((word >> 16) | 0x40u);
+    } else {
+      bits = static_cast<std::uint16_t>((word + 0x7fffu + ((word >> 16) & 1u)) >> 16);
+    }
+  }
+  KOKKOS_INLINE_FUNCTION operator float() const {
+    return detail::bits_float(static_cast<std::uint32_t>(bits) << 16);
+  }
+};
+
+/// IEEE binary16 as a storage type. (Kokkos 3.4's half_t is a float on the host.)
+struct half {
+  std::uint16_t bits;
+
+  half() = default;
+  /// Rounds to nearest even; overflow gives infinity, NaN stays NaN.
+  KOKKOS_INLINE_FUNCTION explicit half(float value) {
+    const std::uint32_t word = detail::float_bits(value);
+    const std::uint32_t sign = (word >> 16) & 0x8000u;
+    const std::uint32_t magnitude = word & 0x7fffffffu;
+    if (magnitude > 0x7f800000u) {
+      bits = static_cast<std::uint16_t>(sign | 0x7e00u);
+    } else if (magnitude >= 0x477ff000u) {  // 65520 and more round to infinity
+      bits = static_cast<std::uint16_t>(sign | 0x7c00u);
+    } else if (magnitude < 0x38800000u) {  // below 2^-14: subnormal, the addition rounds it
+      const float shifted = detail::bits_float(magnitude) + 0.5f;
+      bits = static_cast<std::uint16_t>(sign | (detail::float_bits(shifted) - 0x3f000000u));
+    } else {
+      const std::uint32_t odd = (magnitude >> 13) & 1u;
+      bits = static_cast<std::uint16_t>(sign | ((magnitude - 0x38000000u + 0xfffu + odd) >> 13));
+    }
+  }
+  KOKKOS_INLINE_FUNCTION operator float() const {
+    // The exponent is moved up by a multiplication that is exact, subnormals included; infinity and
+    // NaN (all exponent bits set) need theirs filled in. Written without branches so that loops
+    // over rows vectorize.
+    const std::uint32_t sign = static_cast<std::uint32_t>(bits & 0x8000u) << 16;
+    const std::uint32_t magnitude = static_cast<std::uint32_t>(bits & 0x7fffu) << 13;
+    const std::uint32_t special = (bits & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u;
+    const float scaled = detail::bits_float(magnitude) * detail::bits_float(0x77800000u);
+    return detail::bits_float(detail::float_bits(scaled) | special | sign);
+  }
+};
+
+/// Value type of weights and of cached keys and values; arithmetic is always accumulated in float.
+enum class DType { f32, f16, bf16 };
+
+/// Bytes of one value: 4, 2 or 2.
+std::size_t size_of(DType dtype);
+/// "f32", "f16" or "bf16".
+std::string_view name_of(DType dtype);
+/// Inverse of name_of. Throws Error for any other text.
+DType dtype_from_name(std::string_view name);
+
+template <class Value>
+struct DTypeOf;
+template <>
+struct DTypeOf<float> {
+  static constexpr DType value = DType::f32;
+};
+template <>
+struct DTypeOf<half> {
+  static constexpr DType value = DType::f16;
+};
+template <>
+struct DTypeOf<bfloat16> {
+  static constexpr DType value = DType::bf16;
+};
+
+/// How the rows of one page lie in memory: row after row, or dimension after dimension.
+enum class PageOrder { token_major, dim_major };
+
+using ExecutionSpace = Kokkos::DefaultExecutionSpace;
+using MemorySpace = ExecutionSpace::memory_space;
+
+/// Token id; ids are below 2^31 in every published vocabulary.
+using TokenId = std::int32_t;
+
+}  // namespace kvzap

@@ -30,8 +30,8 @@ KOKKOS_INLINE_FUNCTION float bits_float(std::uint32_t bits) {
 }
 }  // namespace detail
 
-/// 16-bit brain floating point: the upper half of an IEEE binary32. Kokkos 3.4 has no such type, and
-/// storing one never needs more than these conversions: arithmetic is done in float.
+/// 16-bit brain floating point: the upper half of an IEEE binary32. Kokkos 3.4 has no such type,
+/// and storing one never needs more than these conversions: arithmetic is done in float.
 struct bfloat16 {
   std::uint16_t bits;
 

@@ -1,0 +1,195 @@
+// The ragged key-value cache: per sequence, layer and KV head a ring of the most recent rows, and
+// pages of the survivors among older ones.
+#pragma once
+
+#include <kvzap/page_pool.hpp>
+#include <kvzap/prune.hpp>
+#include <map>
+#include <memory>
+#include <vector>
+
+namespace kvzap {
+
+/// Extents of one rank's part of a cache.
+struct CacheShape {
+  /// KV heads that this rank owns, per layer.
+  std::vector<int> heads;
+  int head_dim = 0;
+  /// Rows of the ring: the most recent tokens, always kept.
+  int window = 128;
+  /// Rows of a page.
+  int page_rows = 64;
+};
+
+using SequenceId = int;
+
+/// One layer of one sequence as attention reads it. A head's rows are its ring rows and its
+/// survivors; their order does not matter to attention, and every pair of each row's key and value
+/// is found through row_span.
+template <class Value, PageOrder order>
+struct RaggedLayer {
+  Kokkos::View<const std::uintptr_t*, MemorySpace> addresses;          // by page id
+  Kokkos::View<const PageId**, MemorySpace> page_table;                // (head, page)
+  Kokkos::View<const std::int64_t*, MemorySpace> survivors;            // (head)
+  Kokkos::View<const Value**, Kokkos::LayoutRight, MemorySpace> ring;  // (head, 2 * window * dim)
+  std::int64_t tokens = 0;  // appended so far; the token at position p has ring slot p % window
+  int heads = 0;
+  int window = 1;
+  int page_rows = 1;
+  int head_dim = 1;
+
+  /// A run of rows with constant strides.
+  struct Span {
+    const Value* keys;
+    const Value* values;
+    std::int64_t rows;
+    std::int64_t row_stride;
+    std::int64_t dim_stride;
+  };
+
+  KOKKOS_INLINE_FUNCTION std::int64_t ring_rows() const {
+    return tokens < window ? tokens : window;
+  }
+  KOKKOS_INLINE_FUNCTION std::int64_t rows(int head) const { return survivors(head) + ring_rows(); }
+  KOKKOS_INLINE_FUNCTION std::int64_t pages(int head) const {
+    return (survivors(head) + page_rows - 1) / page_rows;
+  }
+  /// Spans 0 .. pages-1 are the pages, span `pages` is the ring (it may have no rows).
+  KOKKOS_INLINE_FUNCTION Span span(int head, std::int64_t index) const {
+    const bool is_ring = index == pages(head);
+    const int capacity = is_ring ? window : page_rows;
+    const Value* base = is_ring
+                            ? &ring(head, 0)
+                            : reinterpret_cast<const Value*>(addresses(page_table(head, index)));
+    const std::int64_t left = survivors(head) - index * page_rows;
+    const std::int64_t rows = is_ring ? ring_rows() : (left < page_rows ? left : page_rows);
+    constexpr bool by_token = order == PageOrder::token_major;
+    return {base, base + std::int64_t{capacity} * head_dim, rows, by_token ? head_dim : 1,
+            by_token ? 1 : capacity};
+  }
+};
+
+/// What an append did, summed over this rank's heads of the layer.
+struct AppendCounts {
+  std::int64_t judged = 0;      // pairs that a rule was applied to
+  std::int64_t evicted = 0;     // of those, dropped
+  std::int64_t non_finite = 0;  // of those, kept because their score is NaN or infinite
+};
+
+/// Bytes of this rank's part of a cache.
+struct CacheBytes {
+  std::size_t live = 0;       // keys and values of rows that attention can see
+  std::size_t allocated = 0;  // pages of the pool, in use or free, and rings
+  std::size_t returned = 0;   // handed back to the system by trim
+};
+
+/// A cache of any number of sequences that share one page pool.
+///
+/// Rows arrive in order of position, 0, 1, 2, …; the row at position p stays in the ring until
+/// `window` newer ones have arrived, and then is admitted to its head's pages or dropped: it is
+/// judged once and moves at most once. Keys are stored as they come (after RoPE at their own
+/// position).
+///
+/// Value: float, half or bfloat16. order: how the rows of a page, and of the ring, lie in memory.
+template <class Value, PageOrder order>
+class KVCache {
+ public:
+  /// Views of the caller, of any layout.
+  using RowsView = Kokkos::View<const Value***, Kokkos::LayoutStride, MemorySpace>;
+  using ScoresView = Kokkos::View<const float**, Kokkos::LayoutStride, MemorySpace>;
+  using Layer = RaggedLayer<Value, order>;
+
+  /// Throws Error if an extent of the shape is not positive (a rank may own no head of a layer).
+  explicit KVCache(CacheShape shape, MemoryMeter* meter = nullptr);
+  ~KVCache();
+  KVCache(const KVCache&) = delete;
+  KVCache& operator=(const KVCache&) = delete;
+
+  SequenceId add_sequence();
+  /// A second sequence with the same content: pages are shared (and copied when one of the two has
+  /// to write into them), rings are copied.
+  SequenceId fork(SequenceId source);
+  /// Frees the sequence; its pages are reusable at once.
+  void free_sequence(SequenceId sequence);
+
+  /// Appends T tokens to every head of a layer.
+  /// keys, values: (token, head, dim). scores: (head, token), the log scores of the new pairs, or
+  /// an empty view if they have none (they then count as NaN, should they be judged). Every pair
+  /// that leaves the ring through this is judged by `rule`, or admitted unjudged if the rule does
+  /// not judge. Throws Error on extents that do not fit.
+  AppendCounts append(const ExecutionSpace& exec, SequenceId sequence, int layer,
+                      const RowsView& keys, const RowsView& values, const ScoresView& scores,
+                      const EvictionRule& rule);
+
+  /// The state of a sequence to which restore returns: copies of the rings, lengths of the pages.
+  struct Checkpoint {
+    SequenceId sequence = -1;
+    struct LayerState {
+      std::int64_t tokens = 0;
+      std::vector<std::int64_t> survivors;
+      Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> ring;
+      Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> ring_scores;
+    };
+    std::vector<LayerState> layers;
+    MeteredBytes bytes;
+  };
+  Checkpoint checkpoint(SequenceId sequence) const;
+  /// Cuts the sequence back to an earlier state of itself; pages past it are freed.
+  void restore(SequenceId sequence, const Checkpoint& checkpoint);
+
+  /// Hands memory of the pool that no page needs back to the system; returns the bytes.
+  std::size_t trim();
+
+  /// For kernels; valid until the cache changes.
+  Layer layer(SequenceId sequence, int layer);
+  /// Tokens appended so far, kept or not.
+  std::int64_t tokens(SequenceId sequence, int layer) const;
+  /// Rows that head `head` (index on this rank) still has.
+  std::int64_t rows(SequenceId sequence, int layer, int head) const;
+  /// Positions of those rows, ascending.
+  std::vector<std::int64_t> positions(SequenceId sequence, int layer, int head);
+  /// Keys, values (rows x head_dim, row-major) of those rows on the host, in order of position.
+  struct HostRows {
+    std::vector<std::int64_t> positions;
+    std::vector<Value> keys;
+    std::vector<Value> values;
+  };
+  HostRows host_rows(SequenceId sequence, int layer, int head);
+
+  CacheBytes bytes() const;
+  const CacheShape& shape() const { return m_shape; }
+  const PagePool& pool() const { return m_pool; }
+  /// Page ids of a head, in order.
+  const std::vector<PageId>& page_list(SequenceId sequence, int layer, int head) const;
+  std::vector<SequenceId> sequences() const;
+
+ private:
+  struct LayerStore {
+    std::int64_t tokens = 0;
+    Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> ring;         // (head, 2*window*dim)
+    Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> ring_scores;  // (head, window)
+    std::vector<std::vector<PageId>> pages;                               // per head
+    std::vector<std::int64_t> survivors;                                  // per head
+    Kokkos::View<PageId**, MemorySpace> page_table;                       // (head, page)
+    Kokkos::View<std::int64_t*, MemorySpace> device_survivors;            // (head)
+  };
+  struct Sequence {
+    std::vector<LayerStore> layers;
+    MeteredBytes ring_bytes;
+  };
+
+  const LayerStore& store(SequenceId sequence, int layer) const;
+  LayerStore& store(SequenceId sequence, int layer);
+  Sequence make_sequence() const;
+  std::size_t ring_bytes() const;
+  void reserve(LayerStore& layer, int head, std::int64_t new_survivors);
+  void upload_tables(LayerStore& layer);
+
+  CacheShape m_shape;
+  MemoryMeter* m_meter;
+  PagePool m_pool;
+  std::map<SequenceId, Sequence> m_sequences;
+  SequenceId m_next_sequence = 0;
+};
+
+}  // namespace kvzap

@@ -1,0 +1,55 @@
+// The ranks that share one model, and how an error on one of them ends all of them.
+#pragma once
+
+#include <mpi.h>
+
+#include <cstddef>
+#include <functional>
+#include <kvzap/types.hpp>
+#include <vector>
+
+namespace kvzap {
+
+/// An error that every rank of a communicator has been told of: each throws it with the same text,
+/// so that rank 0 alone need print it and all can leave in good order.
+class AgreedError : public Error {
+ public:
+  using Error::Error;
+};
+
+/// A non-owning handle on an MPI communicator whose calls check every return code and every count.
+/// Copyable; the MPI communicator must outlive it.
+class Communicator {
+ public:
+  /// The communicator's errors are switched to MPI_ERRORS_RETURN so that they can be reported.
+  explicit Communicator(MPI_Comm comm);
+  static Communicator world() { return Communicator(MPI_COMM_WORLD); }
+
+  int rank() const { return m_rank; }
+  int size() const { return m_size; }
+  bool is_root() const { return m_rank == 0; }
+  MPI_Comm mpi() const { return m_comm; }
+  /// Ranks that run on this rank's node, this one included. Collective.
+  int ranks_on_node() const;
+
+  /// In-place sum over ranks of `count` floats in host memory; every rank gets the same bits.
+  void all_reduce_sum(float* values, std::size_t count) const;
+  std::int64_t all_reduce_sum(std::int64_t value) const;
+  std::int64_t all_reduce_max(std::int64_t value) const;
+  void broadcast(void* data, std::size_t bytes, int root) const;
+  /// Every rank's `values`, in rank order (lengths may differ), on every rank.
+  std::vector<std::vector<std::int64_t>> all_gather(const std::vector<std::int64_t>& values) const;
+  /// Concatenates every rank's `count` floats on the root; counts may differ. Empty elsewhere.
+  std::vector<float> gather(const float* values, std::size_t count, int root) const;
+
+  /// Runs `local_work`, which must not communicate, on every rank. If it throws on any rank, every
+  /// rank throws AgreedError with the text of the lowest rank that failed. Collective.
+  void agree(const std::function<void()>& local_work) const;
+
+ private:
+  MPI_Comm m_comm;
+  int m_rank = 0;
+  int m_size = 1;
+};
+
+}  // namespace kvzap

@@ -1,0 +1,46 @@
+// How much memory a model and its KV cache will take on each rank, by arithmetic alone.
+#pragma once
+
+#include <cstdint>
+#include <kvzap/model_config.hpp>
+#include <kvzap/types.hpp>
+#include <vector>
+
+namespace kvzap {
+
+/// Bytes by purpose, for each rank and in total (a replicated weight counts once per rank).
+struct MemoryPlan {
+  struct Rank {
+    /// Weights: matrices in the chosen value type, norms and biases in f32.
+    std::int64_t weights;
+    /// Keys and values of every token in every layer.
+    std::int64_t kv_full;
+    /// Keys and values that are left after pruning, without the slack of partly filled pages.
+    std::int64_t kv_kept;
+    /// Keys and values of every token in one layer: what a prefill needs beside kv_kept.
+    std::int64_t dense_layer;
+  };
+  std::vector<Rank> ranks;
+  std::int64_t weights;
+  std::int64_t kv_full;
+  std::int64_t kv_kept;
+  std::int64_t dense_layer;
+};
+
+/// Plans `config` with weights and cache in `dtype` and a sequence of `tokens` tokens on `ranks`
+/// ranks.
+///
+/// KV heads, with their query groups, are dealt evenly by count in contiguous ranges (the first
+/// ranks get one more where they do not divide evenly), and so are the MLP's intermediate
+/// dimensions and the vocabulary rows of embedding and output head (one copy if tied). Norms and
+/// the biases of o and down are on every rank.
+///
+/// Of each head's `tokens` rows, the fraction `evict_ratio` is evicted, rounded down to whole rows,
+/// but min(tokens, window) rows always stay.
+///
+/// Throws Error if evict_ratio is not in [0, 1), if ranks < 1 or ranks > KV heads, if tokens or
+/// window is negative, or if a number of bytes does not fit 64 bits.
+MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t tokens,
+                       double evict_ratio, int ranks, int window);
+
+}  // namespace kvzap

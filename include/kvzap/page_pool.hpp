@@ -1,0 +1,125 @@
+// Fixed-size, reference-counted pages from which every head, layer and sequence takes its storage.
+#pragma once
+
+#include <cstdint>
+#include <kvzap/types.hpp>
+#include <set>
+#include <vector>
+
+namespace kvzap {
+
+/// Counts the bytes that a cache and the prefill beside it hold, and the most they ever held.
+class MemoryMeter {
+ public:
+  void add(std::size_t bytes) {
+    m_current += bytes;
+    if (m_current > m_peak) m_peak = m_current;
+  }
+  void subtract(std::size_t bytes) { m_current -= bytes; }
+  std::size_t current() const { return m_current; }
+  std::size_t peak() const { return m_peak; }
+
+ private:
+  std::size_t m_current = 0;
+  std::size_t m_peak = 0;
+};
+
+/// Counts `bytes` on a meter for as long as it lives.
+class MeteredBytes {
+ public:
+  MeteredBytes() = default;
+  MeteredBytes(MemoryMeter* meter, std::size_t bytes) : m_meter(meter), m_bytes(bytes) {
+    if (m_meter) m_meter->add(m_bytes);
+  }
+  MeteredBytes(MeteredBytes&& other) noexcept { swap(other); }
+  MeteredBytes& operator=(MeteredBytes&& other) noexcept {
+    MeteredBytes(std::move(other)).swap(*this);
+    return *this;
+  }
+  ~MeteredBytes() {
+    if (m_meter) m_meter->subtract(m_bytes);
+  }
+  void swap(MeteredBytes& other) noexcept {
+    std::swap(m_meter, other.m_meter);
+    std::swap(m_bytes, other.m_bytes);
+  }
+  std::size_t bytes() const { return m_bytes; }
+
+ private:
+  MemoryMeter* m_meter = nullptr;
+  std::size_t m_bytes = 0;
+};
+
+using PageId = std::int32_t;
+
+/// Pages of one size. Memory comes in slabs that grow with the pool (a 64th of it, so that little
+/// is ever idle); a page is taken from the oldest slab that has one free, so that young slabs drain
+/// and can be handed back by trim(). allocate, retain and release cost O(log slabs).
+///
+/// Not thread-safe: one host thread drives one pool.
+class PagePool {
+ public:
+  using AddressView = Kokkos::View<std::uintptr_t*, MemorySpace>;
+
+  /// page_bytes is rounded up to a multiple of 64, so that every page is aligned to 64 bytes.
+  /// `meter`, if given, outlives the pool and is told of every slab.
+  explicit PagePool(std::size_t page_bytes, MemoryMeter* meter = nullptr);
+  ~PagePool();
+  PagePool(const PagePool&) = delete;
+  PagePool& operator=(const PagePool&) = delete;
+
+  /// A page with reference count 1 and unspecified content. Throws Error when memory is exhausted.
+  PageId allocate();
+  /// One more page list holds this page.
+  void retain(PageId page);
+  /// One page list fewer holds it; with the last one the page is free, reusable at once.
+  void release(PageId page);
+  int reference_count(PageId page) const { return m_pages[page].references; }
+
+  /// Gives slabs without a page in use back to the system. Returns their bytes.
+  std::size_t trim();
+
+  std::size_t page_bytes() const { return m_page_bytes; }
+  std::size_t pages_in_use() const { return m_in_use; }
+  std::size_t allocated_bytes() const { return m_allocated_pages * m_page_bytes; }
+  /// Bytes that trim() has given back so far.
+  std::size_t returned_bytes() const { return m_returned_bytes; }
+
+  /// Address of every page's first byte, by page id, for kernels. Valid until the next allocate or
+  /// trim.
+  AddressView addresses();
+  std::uintptr_t address(PageId page) const { return m_pages[page].address; }
+
+ private:
+  struct Page {
+    std::uintptr_t address = 0;
+    int references = 0;
+    int slab = -1;  // -1: an id without memory behind it, free for the next slab
+  };
+  struct Slab {
+    Kokkos::View<char*, MemorySpace> memory;  // empty once handed back
+    std::vector<PageId> pages;
+    std::vector<PageId> free;
+  };
+
+  void grow();
+
+  std::size_t m_page_bytes;
+  MemoryMeter* m_meter;
+  std::vector<Page> m_pages;
+  std::vector<Slab> m_slabs;
+  std::vector<PageId> m_spare_ids;
+  std::vector<int> m_spare_slabs;
+  std::set<int> m_slabs_with_free;
+  std::size_t m_in_use = 0;
+  std::size_t m_allocated_pages = 0;
+  std::size_t m_returned_bytes = 0;
+  AddressView m_addresses;
+  bool m_addresses_stale = true;
+};
+
+/// Hands memory that the host allocator holds but no longer uses back to the system (glibc keeps
+/// freed blocks otherwise). Does nothing where the C library has no such call.
+void release_unused_host_memory();
+
+}  // namespace kvzap

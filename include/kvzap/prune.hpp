@@ -1,0 +1,32 @@
+// The verdict on a key-value pair: which scores evict.
+#pragma once
+
+#include <kvzap/types.hpp>
+
+namespace kvzap {
+
+/// KVzap's rule (arXiv 2601.07891, section 3): a pair whose predicted log KVzip+ score is below the
+/// threshold is evicted once it has left the sliding window.
+struct EvictionRule {
+  /// Log score below which a pair is evicted.
+  float threshold = 0;
+  /// The first `sink` positions are never evicted (attention sinks).
+  std::int64_t sink = 0;
+  /// When false, pairs leave the window unjudged and are all kept.
+  bool judge = false;
+
+  /// Keeps every pair.
+  static EvictionRule keep_all() { return {}; }
+
+  /// Whether the pair at `position` stays. A NaN or infinite score keeps its pair: a surrogate that
+  /// breaks down must not cost the model its context.
+  KOKKOS_INLINE_FUNCTION bool keeps(float score, std::int64_t position) const {
+    return !judge || position < sink || !is_finite(score) || score >= threshold;
+  }
+
+  KOKKOS_INLINE_FUNCTION static bool is_finite(float score) {
+    return (detail::float_bits(score) & 0x7f800000u) != 0x7f800000u;
+  }
+};
+
+}  // namespace kvzap

@@ -1,0 +1,441 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <kvzap/attention.hpp>
+#include <kvzap/head_partition.hpp>
+#include <limits>
+
+#include "detail/gemm.hpp"
+#include "detail/kokkos_compat.hpp"
+#include "detail/row_kernels.hpp"
+
+namespace kvzap {
+namespace {
+
+using detail::Matrix;
+using detail::Vector;
+using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
+using HostRange =
+    Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace, Kokkos::IndexType<std::int64_t>>;
+
+constexpr bool host_accessible =
+    Kokkos::SpaceAccessibility<Kokkos::HostSpace, MemorySpace>::accessible;
+constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
+
+// Rows whose scores are held at once in the decode kernel: the running maximum is rescaled once per
+// so many.
+constexpr int block_rows = 256;
+// Tiles of the prefill kernel: query rows (tokens x group) and key rows.
+constexpr std::int64_t tile_queries = 512;
+constexpr std::int64_t tile_keys = 512;
+
+void reserve(Vector& scratch, std::int64_t count, const char* label) {
+  if (static_cast<std::int64_t>(scratch.extent(0)) < count) {
+    scratch = Vector(Kokkos::view_alloc(Kokkos::WithoutInitializing, std::string(label)), count);
+  }
+}
+
+/// target[d] = float(source[d * stride])
+template <class Value>
+KOKKOS_INLINE_FUNCTION void load_row(const Value* source, std::int64_t stride, float* target,
+                                     int dim) {
+  if constexpr (host_accessible) {
+    if (stride == 1) return detail::widen(source, target, dim);
+  }
+  for (int d = 0; d < dim; ++d) target[d] = static_cast<float>(source[d * stride]);
+}
+
+/// Running softmax of `group` query heads over the rows seen so far.
+struct Partial {
+  float* maximum;  // (group)
+  float* weight;   // (group), sum of exp(score - maximum)
+  float* sums;     // (group, dim), sum of exp(score - maximum) * value
+};
+
+template <class Value>
+void attend_span(const typename RaggedLayer<Value, PageOrder::token_major>::Span& span,
+                 const float* queries, int group, int dim, float* scores, const Partial& partial) {
+  for (std::int64_t begin = 0; begin < span.rows; begin += block_rows) {
+    const int rows = static_cast<int>(std::min<std::int64_t>(block_rows, span.rows - begin));
+    detail::score_rows(span.keys + begin * span.row_stride, span.row_stride, span.dim_stride, rows,
+                       queries, group, dim, scores, block_rows);
+    for (int q = 0; q < group; ++q) {
+      float* row = scores + q * block_rows;
+      const float maximum = std::max(partial.maximum[q], detail::max_of(row, rows));
+      if (maximum > partial.maximum[q]) {
+        const float factor = std::exp(partial.maximum[q] - maximum);
+        partial.weight[q] *= factor;
+        detail::scale(partial.sums + q * dim, dim, factor);
+        partial.maximum[q] = maximum;
+      }
+      partial.weight[q] += detail::exp_shifted(row, rows, maximum);
+    }
+    detail::accumulate_rows(span.values + begin * span.row_stride, span.row_stride,
+                            span.dim_stride, rows, scores, block_rows, group, dim, partial.sums);
+  }
+}
+
+}  // namespace
+
+template <class Value, PageOrder order>
+struct Attention<Value, order>::Scratch {
+  Vector partials;
+  Vector queries;
+  Vector keys;
+  Vector values;
+  Vector scores;
+  Vector sums;
+  Vector maximum;
+  Vector weight;
+
+  void rows(const ExecutionSpace& exec, const Layer& cached, const QueryView& queries,
+            const RowsView& chunk_keys, const RowsView& chunk_values, const OutputView& output);
+  void tiles(const ExecutionSpace& exec, const Layer& cached, const QueryView& queries,
+             const RowsView& chunk_keys, const RowsView& chunk_values, const OutputView& output);
+};
+
+namespace {
+
+// Plain two-pass softmax per (query token, query head), rows in the cache first, then the chunk's.
+template <class Value, PageOrder order>
+void attend_portable(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cached,
+                     const typename Attention<Value, order>::QueryView& queries,
+                     const typename Attention<Value, order>::RowsView& chunk_keys,
+                     const typename Attention<Value, order>::RowsView& chunk_values,
+                     const typename Attention<Value, order>::OutputView& output) {
+  const std::int64_t tokens = queries.extent(0);
+  const int heads = static_cast<int>(queries.extent(1));
+  const int dim = static_cast<int>(queries.extent(2));
+  if (cached.heads == 0) return;
+  const int group = heads / cached.heads;
+  const std::int64_t before = chunk_keys.extent(0) - tokens;
+  const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
+  using Span = typename RaggedLayer<Value, order>::Span;
+  Kokkos::parallel_for(
+      "kvzap::attention::portable", Range(exec, 0, tokens * heads), KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t token = i / heads;
+        const int head = static_cast<int>(i % heads);
+        const int kv_head = head / group;
+        const std::int64_t n_spans = cached.pages(kv_head) + 2;
+        const auto span_of = [&](std::int64_t s) -> Span {
+          if (s < n_spans - 1) return cached.span(kv_head, s);
+          return {&chunk_keys(0, kv_head, 0), &chunk_values(0, kv_head, 0), before + token + 1,
+                  static_cast<std::int64_t>(chunk_keys.stride(0)),
+                  static_cast<std::int64_t>(chunk_keys.stride(2))};
+        };
+        const auto score_of = [&](const Span& span, std::int64_t row) {
+          float score = 0;
+          for (int d = 0; d < dim; ++d) {
+            score += queries(token, head, d) *
+                     static_cast<float>(span.keys[row * span.row_stride + d * span.dim_stride]);
+          }
+          return score * scale;
+        };
+        float maximum = minus_infinity;
+        for (std::int64_t s = 0; s < n_spans; ++s) {
+          const Span span = span_of(s);
+          for (std::int64_t r = 0; r < span.rows; ++r) {
+            const float score = score_of(span, r);
+            if (score > maximum) maximum = score;
+          }
+        }
+        float weight = 0;
+        for (int d = 0; d < dim; ++d) output(token, head, d) = 0;
+        for (std::int64_t s = 0; s < n_spans; ++s) {
+          const Span span = span_of(s);
+          for (std::int64_t r = 0; r < span.rows; ++r) {
+            const float p = detail::math::exp(score_of(span, r) - maximum);
+            weight += p;
+            const Value* value = span.values + r * span.row_stride;
+            for (int d = 0; d < dim; ++d) {
+              output(token, head, d) += p * static_cast<float>(value[d * span.dim_stride]);
+            }
+          }
+        }
+        for (int d = 0; d < dim; ++d) output(token, head, d) /= weight;
+      });
+}
+
+}  // namespace
+
+// One query token. Work items are (KV head, range of spans), as many ranges as keep every thread
+// busy; their partial results merge exactly in the end.
+template <class Value, PageOrder order>
+void Attention<Value, order>::Scratch::rows(const ExecutionSpace& exec, const Layer& cached,
+                                            const QueryView& query_view, const RowsView& chunk_keys,
+                                            const RowsView& chunk_values,
+                                            const OutputView& output) {
+  const int kv_heads = cached.heads;
+  const int dim = static_cast<int>(query_view.extent(2));
+  const int group = static_cast<int>(query_view.extent(1)) / kv_heads;
+  const int threads = Kokkos::DefaultHostExecutionSpace().concurrency();
+  const int splits = threads == 1 ? 1 : (2 * threads + kv_heads - 1) / kv_heads;
+  const std::int64_t chunk_rows = chunk_keys.extent(0);
+  const float scaling = 1.0f / std::sqrt(static_cast<float>(dim));
+  const std::int64_t partial_size = std::int64_t{group} * (dim + 2);
+  const std::int64_t item_size = partial_size + std::int64_t{group} * (dim + block_rows);
+  reserve(partials, kv_heads * splits * item_size, "kvzap::attention::partials");
+  float* const base = partials.data();
+  const auto partial_of = [=](std::int64_t item) {
+    float* p = base + item * item_size;
+    return Partial{p, p + group, p + 2 * group};
+  };
+  detail::fence(exec, "kvzap::attention: host kernels read what the instance wrote");
+  Kokkos::parallel_for(
+      "kvzap::attention::rows", HostRange(0, std::int64_t{kv_heads} * splits),
+      [=](std::int64_t item) {
+        const int head = static_cast<int>(item / splits);
+        const Partial partial = partial_of(item);
+        float* queries = base + item * item_size + partial_size;
+        float* scores = queries + std::int64_t{group} * dim;
+        for (int q = 0; q < group; ++q) {
+          partial.maximum[q] = minus_infinity;
+          partial.weight[q] = 0;
+          for (int d = 0; d < dim; ++d) {
+            partial.sums[q * dim + d] = 0;
+            queries[q * dim + d] = query_view(0, head * group + q, d) * scaling;
+          }
+        }
+        const std::int64_t pages = cached.pages(head);
+        const auto [begin, end] =
+            even_range(pages + 2, splits, static_cast<int>(item % splits));
+        for (std::int64_t s = begin; s < end; ++s) {
+          if (s <= pages) {
+            const auto span = cached.span(head, s);
+            attend_span<Value>({span.keys, span.values, span.rows, span.row_stride,
+                                span.dim_stride},
+                               queries, group, dim, scores, partial);
+          } else {
+            attend_span<Value>({&chunk_keys(0, head, 0), &chunk_values(0, head, 0), chunk_rows,
+                                static_cast<std::int64_t>(chunk_keys.stride(0)),
+                                static_cast<std::int64_t>(chunk_keys.stride(2))},
+                               queries, group, dim, scores, partial);
+          }
+        }
+      });
+  Kokkos::parallel_for(
+      "kvzap::attention::merge", HostRange(0, std::int64_t{kv_heads} * group), [=](std::int64_t i) {
+        const std::int64_t head = i / group;
+        const std::int64_t q = i % group;
+        float maximum = minus_infinity;
+        for (int s = 0; s < splits; ++s) {
+          maximum = std::max(maximum, partial_of(head * splits + s).maximum[q]);
+        }
+        float weight = 0;
+        for (int d = 0; d < dim; ++d) output(0, i, d) = 0;
+        for (int s = 0; s < splits; ++s) {
+          const Partial partial = partial_of(head * splits + s);
+          if (partial.weight[q] == 0) continue;  // a range without rows
+          const float factor = std::exp(partial.maximum[q] - maximum);
+          weight += factor * partial.weight[q];
+          for (int d = 0; d < dim; ++d) output(0, i, d) += factor * partial.sums[q * dim + d];
+        }
+        for (int d = 0; d < dim; ++d) output(0, i, d) /= weight;
+      });
+}
+
+// Many query tokens. Per KV head and tile of query tokens: for each tile of rows, scores by gemm, a
+// running softmax, weighted sums by gemm. Rows are gathered into float tiles, which costs a
+// 1/tile_queries part of the arithmetic.
+template <class Value, PageOrder order>
+void Attention<Value, order>::Scratch::tiles(const ExecutionSpace& exec, const Layer& cached,
+                                             const QueryView& query_view,
+                                             const RowsView& chunk_keys,
+                                             const RowsView& chunk_values,
+                                             const OutputView& output) {
+  const std::int64_t tokens = query_view.extent(0);
+  const int kv_heads = cached.heads;
+  const int dim = static_cast<int>(query_view.extent(2));
+  const int group = static_cast<int>(query_view.extent(1)) / kv_heads;
+  const std::int64_t before = chunk_keys.extent(0) - tokens;
+  const float scaling = 1.0f / std::sqrt(static_cast<float>(dim));
+  const std::int64_t tile_tokens =
+      std::min(tokens, std::max<std::int64_t>(1, tile_queries / group));
+  const std::int64_t most_rows = tile_tokens * group;
+  reserve(queries, most_rows * dim, "kvzap::attention::queries");
+  reserve(keys, tile_keys * dim, "kvzap::attention::keys");
+  reserve(values, tile_keys * dim, "kvzap::attention::values");
+  reserve(scores, most_rows * tile_keys, "kvzap::attention::scores");
+  reserve(sums, most_rows * dim, "kvzap::attention::sums");
+  reserve(maximum, most_rows, "kvzap::attention::maximum");
+  reserve(weight, most_rows, "kvzap::attention::weight");
+  const auto row_maximum = maximum;
+  const auto row_weight = weight;
+  Kokkos::View<std::int64_t*, Kokkos::HostSpace> host_survivors("kvzap::attention::survivors",
+                                                               kv_heads);
+  Kokkos::deep_copy(host_survivors, cached.survivors);
+
+  for (int head = 0; head < kv_heads; ++head) {
+    const std::int64_t survivors = host_survivors(head);
+    const std::int64_t cached_rows = survivors + cached.ring_rows();
+    const std::int64_t pages = (survivors + cached.page_rows - 1) / cached.page_rows;
+    for (std::int64_t first = 0; first < tokens; first += tile_tokens) {
+      const std::int64_t tile = std::min(tile_tokens, tokens - first);
+      const Matrix q(queries.data(), tile * group, dim);
+      const Matrix o(sums.data(), tile * group, dim);
+      Kokkos::parallel_for(
+          "kvzap::attention::load_queries", Range(exec, 0, tile * group),
+          KOKKOS_LAMBDA(std::int64_t i) {
+            for (int d = 0; d < dim; ++d) {
+              q(i, d) = scaling * query_view(first + i / group, head * group + i % group, d);
+              o(i, d) = 0;
+            }
+            row_maximum(i) = minus_infinity;
+            row_weight(i) = 0;
+          });
+
+      // Row i of the tile is token first + i / group. It sees every cached row and the chunk's up to
+      // its own: `visible` is how many rows of a tile of rows the first token sees, each later token
+      // one more.
+      const auto attend_tile = [&](std::int64_t rows, std::int64_t visible) {
+        const Matrix k(keys.data(), rows, dim);
+        const Matrix v(values.data(), rows, dim);
+        const Matrix s(scores.data(), tile * group, rows);
+        detail::multiply_nt(exec, 1, q, k, 0, s);
+        const auto limit_of = [=] KOKKOS_FUNCTION(std::int64_t i) {
+          const std::int64_t limit = visible + i / group;
+          return limit < rows ? limit : rows;
+        };
+        if constexpr (host_accessible) {
+          detail::fence(exec, "kvzap::attention: host kernels read what the instance wrote");
+          Kokkos::parallel_for(
+              "kvzap::attention::softmax", HostRange(0, tile * group), [=](std::int64_t i) {
+                float* row = &s(i, 0);
+                const std::int64_t limit = limit_of(i);
+                if (limit > 0) {
+                  const float largest = std::max(row_maximum(i), detail::max_of(row, limit));
+                  if (largest > row_maximum(i)) {
+                    const float factor = std::exp(row_maximum(i) - largest);
+                    row_weight(i) *= factor;
+                    detail::scale(&o(i, 0), dim, factor);
+                    row_maximum(i) = largest;
+                  }
+                  row_weight(i) += detail::exp_shifted(row, limit, largest);
+                }
+                std::fill(row + std::max<std::int64_t>(0, limit), row + rows, 0.0f);
+              });
+        } else {
+          Kokkos::parallel_for(
+              "kvzap::attention::softmax", Range(exec, 0, tile * group),
+              KOKKOS_LAMBDA(std::int64_t i) {
+                const std::int64_t limit = limit_of(i);
+                float largest = row_maximum(i);
+                for (std::int64_t r = 0; r < limit; ++r) {
+                  if (s(i, r) > largest) largest = s(i, r);
+                }
+                if (largest > row_maximum(i)) {
+                  const float factor = detail::math::exp(row_maximum(i) - largest);
+                  row_weight(i) *= factor;
+                  for (int d = 0; d < dim; ++d) o(i, d) *= factor;
+                  row_maximum(i) = largest;
+                }
+                for (std::int64_t r = 0; r < rows; ++r) {
+                  s(i, r) = r < limit ? detail::math::exp(s(i, r) - largest) : 0.0f;
+                  row_weight(i) += s(i, r);
+                }
+              });
+        }
+        detail::multiply_nn(exec, 1, s, v, 1, o);
+      };
+
+      for (std::int64_t begin = 0; begin < cached_rows; begin += tile_keys) {
+        const std::int64_t rows = std::min(tile_keys, cached_rows - begin);
+        const Matrix k(keys.data(), rows, dim);
+        const Matrix v(values.data(), rows, dim);
+        Kokkos::parallel_for(
+            "kvzap::attention::load_cached", Range(exec, 0, rows), KOKKOS_LAMBDA(std::int64_t i) {
+              const std::int64_t row = begin + i;
+              const bool in_page = row < survivors;
+              const auto span = cached.span(head, in_page ? row / cached.page_rows : pages);
+              const std::int64_t offset =
+                  (in_page ? row % cached.page_rows : row - survivors) * span.row_stride;
+              load_row(span.keys + offset, span.dim_stride, &k(i, 0), dim);
+              load_row(span.values + offset, span.dim_stride, &v(i, 0), dim);
+            });
+        attend_tile(rows, rows);
+      }
+      const std::int64_t chunk_rows = before + first + tile;
+      for (std::int64_t begin = 0; begin < chunk_rows; begin += tile_keys) {
+        const std::int64_t rows = std::min(tile_keys, chunk_rows - begin);
+        const Matrix k(keys.data(), rows, dim);
+        const Matrix v(values.data(), rows, dim);
+        Kokkos::parallel_for(
+            "kvzap::attention::load_chunk", Range(exec, 0, rows), KOKKOS_LAMBDA(std::int64_t i) {
+              load_row(&chunk_keys(begin + i, head, 0), chunk_keys.stride(2), &k(i, 0), dim);
+              load_row(&chunk_values(begin + i, head, 0), chunk_values.stride(2), &v(i, 0), dim);
+            });
+        attend_tile(rows, before + first + 1 - begin);
+      }
+      Kokkos::parallel_for(
+          "kvzap::attention::store", Range(exec, 0, tile * group), KOKKOS_LAMBDA(std::int64_t i) {
+            const float inverse = 1.0f / row_weight(i);
+            for (int d = 0; d < dim; ++d) {
+              output(first + i / group, head * group + i % group, d) = o(i, d) * inverse;
+            }
+          });
+    }
+  }
+}
+
+template <class Value, PageOrder order>
+Attention<Value, order>::Attention() : m_scratch(std::make_unique<Scratch>()) {}
+
+template <class Value, PageOrder order>
+Attention<Value, order>::~Attention() = default;
+
+template <class Value, PageOrder order>
+void Attention<Value, order>::operator()(const ExecutionSpace& exec, const Layer& cached,
+                                         const QueryView& queries, const RowsView& chunk_keys,
+                                         const RowsView& chunk_values, const OutputView& output,
+                                         AttentionPath path) {
+  const auto fits = [&](const RowsView& view) {
+    return view.extent(0) >= queries.extent(0) && view.extent(0) == chunk_keys.extent(0) &&
+           static_cast<int>(view.extent(1)) == cached.heads &&
+           static_cast<int>(view.extent(2)) == cached.head_dim;
+  };
+  if (!fits(chunk_keys) || !fits(chunk_values) ||
+      static_cast<int>(queries.extent(2)) != cached.head_dim ||
+      (cached.heads > 0 ? queries.extent(1) % cached.heads != 0 || queries.extent(1) == 0
+                        : queries.extent(1) != 0)) {
+    throw Error(fmt::format(
+        "attention: queries ({}, {}, {}) and chunk rows ({}, {}, {}); expected (token, multiple of "
+        "{}, {}) and (as many tokens or more, {}, {})",
+        queries.extent(0), queries.extent(1), queries.extent(2), chunk_keys.extent(0),
+        chunk_keys.extent(1), chunk_keys.extent(2), cached.heads, cached.head_dim, cached.heads,
+        cached.head_dim));
+  }
+  for (int i = 0; i < 3; ++i) {
+    if (output.extent(i) != queries.extent(i)) {
+      throw Error(fmt::format("attention: extent {} of the output is {}; expected {} as in the queries",
+                              i, output.extent(i), queries.extent(i)));
+    }
+  }
+  if (queries.extent(0) == 0 || cached.heads == 0) return;
+  const bool single = queries.extent(0) == 1;
+  if (path == AttentionPath::automatic) {
+    path = !single ? AttentionPath::tiles
+                   : (host_accessible ? AttentionPath::rows : AttentionPath::portable);
+  }
+  if (path == AttentionPath::rows && (!single || !host_accessible)) {
+    throw Error(fmt::format("attention: the row kernel takes one query token on a host backend, not {}",
+                            queries.extent(0)));
+  }
+  switch (path) {
+    case AttentionPath::rows:
+      return m_scratch->rows(exec, cached, queries, chunk_keys, chunk_values, output);
+    case AttentionPath::tiles:
+      return m_scratch->tiles(exec, cached, queries, chunk_keys, chunk_values, output);
+    default:
+      return attend_portable<Value, order>(exec, cached, queries, chunk_keys, chunk_values, output);
+  }
+}
+
+template class Attention<float, PageOrder::token_major>;
+template class Attention<float, PageOrder::dim_major>;
+template class Attention<half, PageOrder::token_major>;
+template class Attention<half, PageOrder::dim_major>;
+template class Attention<bfloat16, PageOrder::token_major>;
+template class Attention<bfloat16, PageOrder::dim_major>;
+
+}  // namespace kvzap

@@ -1,0 +1,197 @@
+#include "detail/row_kernels.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+// One body, several instruction sets: the loader picks the widest that the processor has. Only plain
+// functions can be cloned, so each is a thin wrapper over an inlined body.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define KVZAP_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define KVZAP_CLONES
+#endif
+#define KVZAP_BODY static inline __attribute__((always_inline))
+
+namespace kvzap::detail {
+namespace {
+
+// Partial sums per dot product: enough independent chains to hide the latency of an addition, and a
+// whole number of vector registers in every instruction set.
+constexpr int lanes = 32;
+
+template <class Value>
+KVZAP_BODY float dot(const Value* a, const float* b, std::int64_t count) {
+  float partial[lanes] = {};
+  std::int64_t i = 0;
+  for (; i + lanes <= count; i += lanes) {
+    for (int l = 0; l < lanes; ++l) partial[l] += static_cast<float>(a[i + l]) * b[i + l];
+  }
+  float sum = 0;
+  for (; i < count; ++i) sum += static_cast<float>(a[i]) * b[i];
+  for (int width = lanes / 2; width > 0; width /= 2) {
+    for (int l = 0; l < width; ++l) partial[l] += partial[l + width];
+  }
+  return sum + partial[0];
+}
+
+// exp for x <= 0 by range reduction and a degree-6 polynomial (Cephes' expf); no branches, so that
+// loops over it vectorize. Below -87.3 the result would be subnormal: it is taken as that limit's.
+KVZAP_BODY float exp_nonpositive(float x) {
+  const float clamped = x < -87.3f ? -87.3f : x;
+  constexpr float round_to_integer = 12582912.0f;  // 1.5 * 2^23: adding it leaves the integer part
+  const float biased = clamped * 1.44269504f + round_to_integer;
+  const float n = biased - round_to_integer;
+  const float r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const std::uint32_t exponent = (float_bits(biased) - float_bits(round_to_integer) + 127u) << 23;
+  const float result = p * bits_float(exponent);
+  return x == x ? result : x;
+}
+
+template <class Value>
+KVZAP_BODY void widen_body(const Value* source, float* target, std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i) target[i] = static_cast<float>(source[i]);
+}
+
+template <class Value>
+KVZAP_BODY void skinny_body(const Value* weights, std::int64_t weights_stride,
+                            std::int64_t n_weights, const float* inputs,
+                            std::int64_t inputs_stride, int n_inputs, std::int64_t dim,
+                            float* output, std::int64_t output_stride) {
+  for (std::int64_t n = 0; n < n_weights; ++n) {
+    const Value* row = weights + n * weights_stride;
+    for (int m = 0; m < n_inputs; ++m) {
+      output[m * output_stride + n] = dot(row, inputs + m * inputs_stride, dim);
+    }
+  }
+}
+
+template <class Value>
+KVZAP_BODY void score_body(const Value* keys, std::int64_t row_stride, std::int64_t dim_stride,
+                           int rows, const float* queries, int n_queries, int dim, float* scores,
+                           int scores_stride) {
+  if (dim_stride == 1) {
+    for (int r = 0; r < rows; ++r) {
+      for (int q = 0; q < n_queries; ++q) {
+        scores[q * scores_stride + r] = dot(keys + r * row_stride, queries + q * dim, dim);
+      }
+    }
+    return;
+  }
+  for (int q = 0; q < n_queries; ++q) {
+    std::fill_n(scores + q * scores_stride, rows, 0.0f);
+  }
+  for (int d = 0; d < dim; ++d) {
+    const Value* column = keys + d * dim_stride;
+    for (int q = 0; q < n_queries; ++q) {
+      float* target = scores + q * scores_stride;
+      const float factor = queries[q * dim + d];
+      if (row_stride == 1) {
+        for (int r = 0; r < rows; ++r) target[r] += factor * static_cast<float>(column[r]);
+      } else {
+        for (int r = 0; r < rows; ++r) {
+          target[r] += factor * static_cast<float>(column[r * row_stride]);
+        }
+      }
+    }
+  }
+}
+
+template <class Value>
+KVZAP_BODY void accumulate_body(const Value* values, std::int64_t row_stride,
+                                std::int64_t dim_stride, int rows, const float* weights,
+                                int weights_stride, int n_queries, int dim, float* sums) {
+  if (dim_stride == 1) {
+    for (int r = 0; r < rows; ++r) {
+      const Value* row = values + r * row_stride;
+      for (int q = 0; q < n_queries; ++q) {
+        const float weight = weights[q * weights_stride + r];
+        float* target = sums + q * dim;
+        for (int d = 0; d < dim; ++d) target[d] += weight * static_cast<float>(row[d]);
+      }
+    }
+    return;
+  }
+  for (int d = 0; d < dim; ++d) {
+    const Value* column = values + d * dim_stride;
+    for (int q = 0; q < n_queries; ++q) {
+      const float* weight = weights + q * weights_stride;
+      if (row_stride == 1) {
+        sums[q * dim + d] += dot(column, weight, rows);
+      } else {
+        float sum = 0;
+        for (int r = 0; r < rows; ++r) sum += weight[r] * static_cast<float>(column[r * row_stride]);
+        sums[q * dim + d] += sum;
+      }
+    }
+  }
+}
+
+}  // namespace
+
+#define KVZAP_ROW_KERNELS(Value)                                                                   \
+  KVZAP_CLONES void widen(const Value* source, float* target, std::int64_t count) {                \
+    widen_body(source, target, count);                                                             \
+  }                                                                                                \
+  KVZAP_CLONES void skinny_product(const Value* weights, std::int64_t weights_stride,              \
+                                   std::int64_t n_weights, const float* inputs,                    \
+                                   std::int64_t inputs_stride, int n_inputs, std::int64_t dim,     \
+                                   float* output, std::int64_t output_stride) {                    \
+    skinny_body(weights, weights_stride, n_weights, inputs, inputs_stride, n_inputs, dim, output,  \
+                output_stride);                                                                    \
+  }                                                                                                \
+  KVZAP_CLONES void score_rows(const Value* keys, std::int64_t row_stride,                         \
+                               std::int64_t dim_stride, int rows, const float* queries,            \
+                               int n_queries, int dim, float* scores, int scores_stride) {         \
+    score_body(keys, row_stride, dim_stride, rows, queries, n_queries, dim, scores,                \
+               scores_stride);                                                                     \
+  }                                                                                                \
+  KVZAP_CLONES void accumulate_rows(const Value* values, std::int64_t row_stride,                  \
+                                    std::int64_t dim_stride, int rows, const float* weights,       \
+                                    int weights_stride, int n_queries, int dim, float* sums) {     \
+    accumulate_body(values, row_stride, dim_stride, rows, weights, weights_stride, n_queries, dim, \
+                    sums);                                                                         \
+  }
+
+KVZAP_ROW_KERNELS(float)
+KVZAP_ROW_KERNELS(half)
+KVZAP_ROW_KERNELS(bfloat16)
+
+KVZAP_CLONES float max_of(const float* values, std::int64_t count) {
+  float largest = values[0];
+#pragma omp simd reduction(max : largest)
+  for (std::int64_t i = 0; i < count; ++i) largest = std::max(largest, values[i]);
+  return largest;
+}
+
+KVZAP_CLONES float exp_shifted(float* values, std::int64_t count, float shift) {
+  float sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (std::int64_t i = 0; i < count; ++i) {
+    values[i] = exp_nonpositive(values[i] - shift);
+    sum += values[i];
+  }
+  return sum;
+}
+
+KVZAP_CLONES void scale(float* values, std::int64_t count, float factor) {
+  for (std::int64_t i = 0; i < count; ++i) values[i] *= factor;
+}
+
+KVZAP_CLONES void silu_times(float* gate, const float* up, std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i) {
+    // exp(-|x|) never overflows: silu(x) = x / (1 + e) for x >= 0, x * e / (1 + e) below.
+    const float x = gate[i];
+    const float e = exp_nonpositive(x < 0 ? x : -x);
+    gate[i] = x * (x < 0 ? e : 1.0f) / (1.0f + e) * up[i];
+  }
+}
+
+}  // namespace kvzap::detail

@@ -1,0 +1,54 @@
+// Inner loops over rows on the host, compiled for several instruction sets and chosen when the
+// program starts. The portable Kokkos kernels beside them do the same work on any backend.
+#pragma once
+
+#include <cstdint>
+#include <kvzap/types.hpp>
+
+namespace kvzap::detail {
+
+/// target[i] = float(source[i])
+void widen(const float* source, float* target, std::int64_t count);
+void widen(const half* source, float* target, std::int64_t count);
+void widen(const bfloat16* source, float* target, std::int64_t count);
+
+/// output[m * output_stride + n] = sum_k weights[n * weights_stride + k] * inputs[m * inputs_stride + k]
+/// for a handful of input rows m: each weight is read once from memory.
+void skinny_product(const float* weights, std::int64_t weights_stride, std::int64_t n_weights,
+                    const float* inputs, std::int64_t inputs_stride, int n_inputs, std::int64_t dim,
+                    float* output, std::int64_t output_stride);
+void skinny_product(const half* weights, std::int64_t weights_stride, std::int64_t n_weights,
+                    const float* inputs, std::int64_t inputs_stride, int n_inputs, std::int64_t dim,
+                    float* output, std::int64_t output_stride);
+void skinny_product(const bfloat16* weights, std::int64_t weights_stride, std::int64_t n_weights,
+                    const float* inputs, std::int64_t inputs_stride, int n_inputs, std::int64_t dim,
+                    float* output, std::int64_t output_stride);
+
+/// scores[q * scores_stride + r] = sum_d queries[q * dim + d] * keys[r * row_stride + d * dim_stride]
+void score_rows(const float* keys, std::int64_t row_stride, std::int64_t dim_stride, int rows,
+                const float* queries, int n_queries, int dim, float* scores, int scores_stride);
+void score_rows(const half* keys, std::int64_t row_stride, std::int64_t dim_stride, int rows,
+                const float* queries, int n_queries, int dim, float* scores, int scores_stride);
+void score_rows(const bfloat16* keys, std::int64_t row_stride, std::int64_t dim_stride, int rows,
+                const float* queries, int n_queries, int dim, float* scores, int scores_stride);
+
+/// sums[q * dim + d] += sum_r weights[q * weights_stride + r] * values[r * row_stride + d * dim_stride]
+void accumulate_rows(const float* values, std::int64_t row_stride, std::int64_t dim_stride, int rows,
+                     const float* weights, int weights_stride, int n_queries, int dim, float* sums);
+void accumulate_rows(const half* values, std::int64_t row_stride, std::int64_t dim_stride, int rows,
+                     const float* weights, int weights_stride, int n_queries, int dim, float* sums);
+void accumulate_rows(const bfloat16* values, std::int64_t row_stride, std::int64_t dim_stride,
+                     int rows, const float* weights, int weights_stride, int n_queries, int dim,
+                     float* sums);
+
+/// The largest of `count` >= 1 values.
+float max_of(const float* values, std::int64_t count);
+/// values[i] = exp(values[i] - shift), within 2 units in the last place for values[i] <= shift;
+/// returns their sum. NaN gives NaN.
+float exp_shifted(float* values, std::int64_t count, float shift);
+/// values[i] *= factor
+void scale(float* values, std::int64_t count, float factor);
+/// gate[i] = silu(gate[i]) * up[i], with silu(x) = x / (1 + exp(-x))
+void silu_times(float* gate, const float* up, std::int64_t count);
+
+}  // namespace kvzap::detail

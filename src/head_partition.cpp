@@ -1,0 +1,76 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <kvzap/head_partition.hpp>
+#include <numeric>
+
+namespace kvzap {
+
+std::pair<std::int64_t, std::int64_t> even_range(std::int64_t total, int parts, int part) {
+  const std::int64_t each = total / parts;
+  const std::int64_t rest = total % parts;
+  const std::int64_t begin = part * each + std::min<std::int64_t>(part, rest);
+  return {begin, begin + each + (part < rest ? 1 : 0)};
+}
+
+HeadPartition::HeadPartition(int n_layers, int n_kv_heads, int n_ranks)
+    : m_n_kv_heads(n_kv_heads), m_n_ranks(n_ranks) {
+  if (n_layers < 1 || n_kv_heads < 1 || n_ranks < 1) {
+    throw Error(
+        fmt::format("head partition: {} layers, {} KV heads and {} ranks; expected at least "
+                    "one of each",
+                    n_layers, n_kv_heads, n_ranks));
+  }
+  if (n_ranks > n_kv_heads) {
+    throw Error(
+        fmt::format("too many ranks: {} ranks for {} KV heads; the cache is sharded by KV "
+                    "head, so run on at most {} ranks",
+                    n_ranks, n_kv_heads, n_kv_heads));
+  }
+  m_heads.assign(n_layers, std::vector<std::vector<int>>(n_ranks));
+}
+
+HeadPartition HeadPartition::even(int n_layers, int n_kv_heads, int n_ranks) {
+  HeadPartition partition(n_layers, n_kv_heads, n_ranks);
+  for (auto& layer : partition.m_heads) {
+    for (int rank = 0; rank < n_ranks; ++rank) {
+      const auto [begin, end] = even_range(n_kv_heads, n_ranks, rank);
+      layer[rank].resize(end - begin);
+      std::iota(layer[rank].begin(), layer[rank].end(), static_cast<int>(begin));
+    }
+  }
+  return partition;
+}
+
+HeadPartition HeadPartition::balanced(const std::vector<std::vector<std::int64_t>>& kept,
+                                      int n_ranks) {
+  const int n_heads = kept.empty() ? 0 : static_cast<int>(kept.front().size());
+  HeadPartition partition(static_cast<int>(kept.size()), n_heads, n_ranks);
+  for (std::size_t layer = 0; layer < kept.size(); ++layer) {
+    if (static_cast<int>(kept[layer].size()) != n_heads) {
+      throw Error(fmt::format("kept lengths: layer {} has {} heads, layer 0 has {}", layer,
+                              kept[layer].size(), n_heads));
+    }
+    std::vector<int> order(n_heads);
+    std::iota(order.begin(), order.end(), 0);
+    for (int head : order) {
+      if (kept[layer][head] < 0) {
+        throw Error(fmt::format("kept lengths: layer {} head {} is {}; expected 0 or more", layer,
+                                head, kept[layer][head]));
+      }
+    }
+    std::stable_sort(order.begin(), order.end(),
+                     [&](int a, int b) { return kept[layer][a] > kept[layer][b]; });
+    std::vector<std::int64_t> load(n_ranks, 0);
+    for (int head : order) {
+      const auto rank = std::min_element(load.begin(), load.end()) - load.begin();
+      // The one row that an empty head counts for leaves no rank without a head.
+      load[rank] += kept[layer][head] + 1;
+      partition.m_heads[layer][rank].push_back(head);
+    }
+    for (auto& heads : partition.m_heads[layer]) std::sort(heads.begin(), heads.end());
+  }
+  return partition;
+}
+
+}  // namespace kvzap

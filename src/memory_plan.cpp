@@ -1,0 +1,115 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <initializer_list>
+#include <kvzap/memory_plan.hpp>
+
+namespace kvzap {
+
+namespace {
+
+[[noreturn]] void fail_overflow() {
+  throw Error("plan_memory: expected numbers of bytes below 2^63, found a larger one");
+}
+
+std::int64_t product(std::initializer_list<std::int64_t> factors) {
+  std::int64_t result = 1;
+  for (const std::int64_t factor : factors) {
+    if (__builtin_mul_overflow(result, factor, &result)) fail_overflow();
+  }
+  return result;
+}
+
+std::int64_t sum(std::initializer_list<std::int64_t> terms) {
+  std::int64_t result = 0;
+  for (const std::int64_t term : terms) {
+    if (__builtin_add_overflow(result, term, &result)) fail_overflow();
+  }
+  return result;
+}
+
+/// Size of part `rank` of `count` things in `ranks` contiguous parts, the first ones longer.
+std::int64_t share(std::int64_t count, int ranks, int rank) {
+  return count / ranks + (rank < count % ranks ? 1 : 0);
+}
+
+/// Rows of one head that stay of `tokens`.
+std::int64_t kept_rows(std::int64_t tokens, double evict_ratio, std::int64_t window) {
+  const auto evicted =
+      static_cast<std::int64_t>(std::floor(static_cast<double>(tokens) * evict_ratio));
+  return std::max(std::min(tokens, window), tokens - std::min(evicted, tokens));
+}
+
+std::int64_t weight_bytes(const ModelConfig& config, DType dtype, int ranks, int rank) {
+  const std::int64_t kv_heads = share(config.num_key_value_heads, ranks, rank);
+  const std::int64_t kv_dims = product({kv_heads, config.head_dim});
+  const std::int64_t query_dims = product({kv_dims, config.query_group()});
+  const std::int64_t intermediate = share(config.intermediate_size, ranks, rank);
+  const std::int64_t vocabulary = share(config.vocab_size, ranks, rank);
+
+  const std::int64_t layer_matrices =
+      product({config.hidden_size,
+               sum({product({2, query_dims}), product({2, kv_dims}), product({3, intermediate})})});
+  std::int64_t layer_vectors = product({2, config.hidden_size});
+  if (config.qk_norm) layer_vectors = sum({layer_vectors, product({2, config.head_dim})});
+  if (config.qkv_bias) layer_vectors = sum({layer_vectors, query_dims, product({2, kv_dims})});
+  if (config.o_bias) layer_vectors = sum({layer_vectors, config.hidden_size});
+  if (config.mlp_bias) {
+    layer_vectors = sum({layer_vectors, product({2, intermediate}), config.hidden_size});
+  }
+  const std::int64_t tables = config.tie_word_embeddings ? 1 : 2;
+  const std::int64_t matrices = sum({product({config.num_hidden_layers, layer_matrices}),
+                                     product({tables, vocabulary, config.hidden_size})});
+  const std::int64_t vectors =
+      sum({product({config.num_hidden_layers, layer_vectors}), config.hidden_size});
+  return sum({product({matrices, static_cast<std::int64_t>(size_of(dtype))}),
+              product({vectors, static_cast<std::int64_t>(size_of(DType::f32))})});
+}
+
+}  // namespace
+
+MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t tokens,
+                       double evict_ratio, int ranks, int window) {
+  if (!(evict_ratio >= 0 && evict_ratio < 1)) {
+    throw Error(fmt::format("plan_memory: evict_ratio: expected a number in [0, 1), found {}",
+                            evict_ratio));
+  }
+  if (ranks < 1) {
+    throw Error(fmt::format("plan_memory: ranks: expected at least 1, found {}", ranks));
+  }
+  if (ranks > config.num_key_value_heads) {
+    throw Error(fmt::format(
+        "plan_memory: ranks: expected at most one rank for each of the {} KV heads, found {} ranks",
+        config.num_key_value_heads, ranks));
+  }
+  if (tokens < 0) {
+    throw Error(fmt::format("plan_memory: tokens: expected 0 or more, found {}", tokens));
+  }
+  // Beyond 2^53 a token count is no longer exact as the double that evict_ratio multiplies.
+  if (tokens > (std::int64_t{1} << 53)) fail_overflow();
+  if (window < 0) {
+    throw Error(fmt::format("plan_memory: window: expected 0 or more, found {}", window));
+  }
+
+  const auto value_bytes = static_cast<std::int64_t>(size_of(dtype));
+  const std::int64_t kept = kept_rows(tokens, evict_ratio, window);
+  MemoryPlan plan{};
+  for (int rank = 0; rank < ranks; ++rank) {
+    const std::int64_t kv_heads = share(config.num_key_value_heads, ranks, rank);
+    const std::int64_t row_bytes = product({2, kv_heads, config.head_dim, value_bytes});
+    MemoryPlan::Rank bytes{};
+    bytes.weights = weight_bytes(config, dtype, ranks, rank);
+    bytes.kv_full = product({config.num_hidden_layers, tokens, row_bytes});
+    bytes.kv_kept = product({config.num_hidden_layers, kept, row_bytes});
+    bytes.dense_layer = product({tokens, row_bytes});
+    plan.weights = sum({plan.weights, bytes.weights});
+    plan.kv_full = sum({plan.kv_full, bytes.kv_full});
+    plan.kv_kept = sum({plan.kv_kept, bytes.kv_kept});
+    plan.dense_layer = sum({plan.dense_layer, bytes.dense_layer});
+    plan.ranks.push_back(bytes);
+  }
+  return plan;
+}
+
+}  // namespace kvzap

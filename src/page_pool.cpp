@@ -1,0 +1,144 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <kvzap/page_pool.hpp>
+#include <limits>
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
+
+namespace kvzap {
+namespace {
+constexpr std::size_t page_alignment = 64;
+constexpr std::size_t largest_slab_bytes = std::size_t{4} << 20;
+constexpr std::size_t slab_fraction = 64;
+}  // namespace
+
+PagePool::PagePool(std::size_t page_bytes, MemoryMeter* meter)
+    : m_page_bytes((page_bytes + page_alignment - 1) / page_alignment * page_alignment),
+      m_meter(meter) {
+  if (page_bytes == 0) throw Error("page pool: a page of 0 bytes");
+}
+
+PagePool::~PagePool() {
+  if (m_meter) m_meter->subtract(allocated_bytes());
+}
+
+void PagePool::grow() {
+  const std::size_t most = std::max<std::size_t>(1, largest_slab_bytes / m_page_bytes);
+  const std::size_t count = std::clamp<std::size_t>(m_allocated_pages / slab_fraction, 1, most);
+  if (m_pages.size() + count > static_cast<std::size_t>(std::numeric_limits<PageId>::max())) {
+    throw Error(fmt::format("page pool: more than {} pages; use larger pages",
+                            std::numeric_limits<PageId>::max()));
+  }
+  Slab slab;
+  const std::size_t bytes = count * m_page_bytes;
+  try {
+    // The slack lets the first page start on an aligned address whatever the allocator gives.
+    slab.memory = Kokkos::View<char*, MemorySpace>(
+        Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::page_pool::slab"),
+        bytes + page_alignment);
+  } catch (const std::exception&) {
+    throw Error(fmt::format("out of memory: the page pool holds {} bytes and could not get {} more",
+                            allocated_bytes(), bytes));
+  }
+  const auto base = reinterpret_cast<std::uintptr_t>(slab.memory.data());
+  const auto first = (base + page_alignment - 1) / page_alignment * page_alignment;
+
+  int index = static_cast<int>(m_slabs.size());
+  if (m_spare_slabs.empty()) {
+    m_slabs.emplace_back();
+  } else {
+    index = m_spare_slabs.back();
+    m_spare_slabs.pop_back();
+  }
+  for (std::size_t i = 0; i < count; ++i) {
+    PageId id = static_cast<PageId>(m_pages.size());
+    if (m_spare_ids.empty()) {
+      m_pages.emplace_back();
+    } else {
+      id = m_spare_ids.back();
+      m_spare_ids.pop_back();
+    }
+    m_pages[id] = {first + i * m_page_bytes, 0, index};
+    slab.pages.push_back(id);
+  }
+  slab.free.assign(slab.pages.rbegin(), slab.pages.rend());
+  m_slabs[index] = std::move(slab);
+  m_slabs_with_free.insert(index);
+  m_allocated_pages += count;
+  if (m_meter) m_meter->add(bytes);
+  m_addresses_stale = true;
+}
+
+PageId PagePool::allocate() {
+  if (m_slabs_with_free.empty()) grow();
+  const int index = *m_slabs_with_free.begin();
+  Slab& slab = m_slabs[index];
+  const PageId page = slab.free.back();
+  slab.free.pop_back();
+  if (slab.free.empty()) m_slabs_with_free.erase(index);
+  m_pages[page].references = 1;
+  ++m_in_use;
+  return page;
+}
+
+void PagePool::retain(PageId page) { ++m_pages[page].references; }
+
+void PagePool::release(PageId page) {
+  Page& entry = m_pages[page];
+  if (entry.references < 1) throw Error(fmt::format("page pool: page {} released twice", page));
+  if (--entry.references > 0) return;
+  m_slabs[entry.slab].free.push_back(page);
+  m_slabs_with_free.insert(entry.slab);
+  --m_in_use;
+}
+
+std::size_t PagePool::trim() {
+  std::size_t bytes = 0;
+  for (auto it = m_slabs_with_free.begin(); it != m_slabs_with_free.end();) {
+    Slab& slab = m_slabs[*it];
+    if (slab.free.size() < slab.pages.size()) {
+      ++it;
+      continue;
+    }
+    for (PageId page : slab.pages) {
+      m_pages[page] = {};
+      m_spare_ids.push_back(page);
+    }
+    bytes += slab.pages.size() * m_page_bytes;
+    m_allocated_pages -= slab.pages.size();
+    slab = {};
+    m_spare_slabs.push_back(*it);
+    it = m_slabs_with_free.erase(it);
+  }
+  if (bytes > 0) {
+    m_returned_bytes += bytes;
+    m_addresses_stale = true;
+    if (m_meter) m_meter->subtract(bytes);
+  }
+  return bytes;
+}
+
+PagePool::AddressView PagePool::addresses() {
+  if (m_addresses_stale) {
+    if (m_addresses.extent(0) < m_pages.size()) {
+      m_addresses = AddressView(
+          Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::page_pool::addresses"),
+          std::max<std::size_t>(64, m_pages.size() * 3 / 2));
+    }
+    auto host = Kokkos::create_mirror_view(m_addresses);
+    for (std::size_t i = 0; i < m_pages.size(); ++i) host(i) = m_pages[i].address;
+    Kokkos::deep_copy(m_addresses, host);
+    m_addresses_stale = false;
+  }
+  return m_addresses;
+}
+
+void release_unused_host_memory() {
+#ifdef __GLIBC__
+  malloc_trim(0);
+#endif
+}
+
+}  // namespace kvzap

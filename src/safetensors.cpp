@@ -9,11 +9,9 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <kvzap/safetensors.hpp>
 #include <limits>
 #include <optional>
-#include <set>
 #include <system_error>
 #include <utility>
 

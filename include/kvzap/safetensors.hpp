@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <kvzap/types.hpp>
 #include <map>
 #include <string>

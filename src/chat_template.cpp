@@ -1,0 +1,726 @@
+#include "kvzap/chat_template.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <fstream>
+#include <initializer_list>
+#include <iterator>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <vector>
+
+#include "kvzap/types.hpp"
+
+namespace kvzap {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr std::string_view raw_hint =
+    "; --raw feeds the prompt to the model without a chat template";
+
+[[noreturn]] void fail(const std::string& where, std::string_view expected,
+                       std::string_view found) {
+  throw Error(fmt::format("{}: expected {}, found {}{}", where, expected, found, raw_hint));
+}
+
+bool is_space(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
+bool is_name(char c) {
+  return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_';
+}
+bool starts_with(std::string_view text, std::string_view start) {
+  return text.substr(0, start.size()) == start;
+}
+bool ends_with(std::string_view text, std::string_view end) {
+  return text.size() >= end.size() && text.substr(text.size() - end.size()) == end;
+}
+bool is_one_of(std::string_view text, std::initializer_list<std::string_view> values) {
+  return std::find(values.begin(), values.end(), text) != values.end();
+}
+
+// A string literal as canonical expressions have it: double quotes; \n, \" and \\ escaped.
+std::string quoted(std::string_view text) {
+  std::string result = "\"";
+  for (const char c : text) {
+    if (c == '\n') {
+      result += "\\n";
+    } else {
+      if (c == '"' || c == '\\') result += '\\';
+      result += c;
+    }
+  }
+  return result + '"';
+}
+
+// ---- Canonical Jinja ----------------------------------------------------------------------------
+
+struct Token {
+  enum Kind { literal, name, symbol } kind;
+  std::string text;  // of a literal: the value
+};
+
+// Reads the tokens of an expression. Operators come one character at a time, `~` as `+`.
+// Returns nothing for an unclosed literal.
+std::optional<std::vector<Token>> expression_tokens(std::string_view source) {
+  std::vector<Token> tokens;
+  for (std::size_t i = 0; i < source.size();) {
+    const char c = source[i];
+    if (is_space(c)) {
+      ++i;
+    } else if (c == '"' || c == '\'') {
+      std::string value;
+      for (++i; i < source.size() && source[i] != c; ++i) {
+        if (source[i] == '\\' && i + 1 < source.size()) {
+          ++i;
+          switch (source[i]) {
+            case 'n':
+              value += '\n';
+              break;
+            case 't':
+              value += '\t';
+              break;
+            case '\\':
+            case '\'':
+            case '"':
+              value += source[i];
+              break;
+            default:
+              value += '\\';
+              value += source[i];
+          }
+        } else {
+          value += source[i];
+        }
+      }
+      if (i == source.size()) return std::nullopt;
+      ++i;
+      tokens.push_back({Token::literal, std::move(value)});
+    } else if (is_name(c)) {
+      std::size_t end = i;
+      while (end < source.size() && is_name(source[end])) ++end;
+      tokens.push_back({Token::name, std::string(source.substr(i, end - i))});
+      i = end;
+    } else {
+      tokens.push_back({Token::symbol, std::string(1, c == '~' ? '+' : c)});
+      ++i;
+    }
+  }
+  return tokens;
+}
+
+bool is_symbol(const std::vector<Token>& tokens, std::size_t index, char symbol) {
+  return index < tokens.size() && tokens[index].kind == Token::symbol &&
+         tokens[index].text[0] == symbol;
+}
+
+// Turns x["key"] into x.key and x[0] into x.0, and drops parentheses around everything.
+std::vector<Token> simplified(const std::vector<Token>& tokens) {
+  std::vector<Token> result;
+  for (std::size_t i = 0; i < tokens.size(); ++i) {
+    const bool subscript =
+        is_symbol(tokens, i, '[') && is_symbol(tokens, i + 2, ']') && !result.empty() &&
+        result.back().kind == Token::name && tokens[i + 1].kind != Token::symbol &&
+        !tokens[i + 1].text.empty() &&
+        std::all_of(tokens[i + 1].text.begin(), tokens[i + 1].text.end(), is_name);
+    if (subscript) {
+      result.push_back({Token::symbol, "."});
+      result.push_back({Token::name, tokens[i + 1].text});
+      i += 2;
+    } else {
+      result.push_back(tokens[i]);
+    }
+  }
+  const auto wrapped = [&] {
+    if (!is_symbol(result, 0, '(')) return false;
+    int depth = 0;
+    for (std::size_t i = 0; i < result.size(); ++i) {
+      if (is_symbol(result, i, '(')) ++depth;
+      if (is_symbol(result, i, ')') && --depth == 0) return i + 1 == result.size();
+    }
+    return false;
+  };
+  if (wrapped()) {
+    result.pop_back();
+    result.erase(result.begin());
+  }
+  return result;
+}
+
+std::string spelled(const std::vector<Token>& tokens) {
+  std::string result;
+  for (const Token& token : tokens) {
+    const std::string text = token.kind == Token::literal ? quoted(token.text) : token.text;
+    if (!result.empty() && is_name(result.back()) && is_name(text.front())) result += ' ';
+    result += text;
+  }
+  return result;
+}
+
+// What a template consists of: outputs (with the text between tags as literals) and statements.
+struct Node {
+  enum Kind { output, statement } kind;
+  std::vector<Token> tokens;
+};
+
+// Splits a template into nodes, with the white-space rules of transformers' environment:
+// trim_blocks and lstrip_blocks. Returns nothing for an unclosed tag.
+std::optional<std::vector<Node>> parse(std::string_view source) {
+  if (ends_with(source, "\n")) source.remove_suffix(1);
+  std::vector<Node> nodes;
+  bool strip_left = false;   // the tag before ended with -
+  bool after_block = false;  // it was a statement or comment: trim_blocks
+  bool line_start = true;    // the text begins a line
+  std::size_t position = 0;
+  while (position < source.size()) {
+    std::size_t tag = position;
+    while (tag < source.size() && !(source[tag] == '{' && tag + 1 < source.size() &&
+                                    is_one_of(source.substr(tag + 1, 1), {"{", "%", "#"}))) {
+      ++tag;
+    }
+    std::string_view text = source.substr(position, tag - position);
+    const char kind = tag < source.size() ? source[tag + 1] : '\0';
+    const char control = kind != '\0' && tag + 2 < source.size() ? source[tag + 2] : '\0';
+    if (strip_left) {
+      while (!text.empty() && is_space(text.front())) text.remove_prefix(1);
+    } else if (after_block && starts_with(text, "\n")) {
+      text.remove_prefix(1);
+      line_start = true;
+    }
+    if (control == '-') {
+      while (!text.empty() && is_space(text.back())) text.remove_suffix(1);
+    } else if ((kind == '%' || kind == '#') && control != '+') {
+      const std::size_t newline = text.rfind('\n');
+      const std::size_t begin = newline == std::string_view::npos ? 0 : newline + 1;
+      const std::string_view indent = text.substr(begin);
+      if ((begin > 0 || line_start) && std::all_of(indent.begin(), indent.end(), is_space)) {
+        text = text.substr(0, begin);
+      }
+    }
+    if (!text.empty()) nodes.push_back({Node::output, {{Token::literal, std::string(text)}}});
+    if (kind == '\0') break;
+
+    const std::string close = kind == '{' ? "}}" : std::string{kind, '}'};
+    const bool has_control = control == '-' || control == '+';
+    const std::size_t begin = tag + (has_control ? 3 : 2);
+    std::size_t end = begin;
+    for (char quote = '\0'; end < source.size(); ++end) {
+      const char c = source[end];
+      if (quote != '\0') {
+        if (c == '\\') ++end;
+        if (c == quote) quote = '\0';
+      } else if (kind != '#' && (c == '"' || c == '\'')) {
+        quote = c;
+      } else if (starts_with(source.substr(end), close)) {
+        break;
+      }
+    }
+    if (end >= source.size()) return std::nullopt;
+    std::string_view body = source.substr(begin, end - begin);
+    strip_left = ends_with(body, "-");
+    after_block = kind != '{' && !ends_with(body, "+");
+    if (strip_left || ends_with(body, "+")) body.remove_suffix(1);
+    line_start = false;
+    position = end + 2;
+    if (kind != '#') {
+      const auto tokens = expression_tokens(body);
+      if (!tokens) return std::nullopt;
+      nodes.push_back({kind == '{' ? Node::output : Node::statement, simplified(*tokens)});
+    }
+  }
+  return nodes;
+}
+
+// ---- What is put out for one user message -------------------------------------------------------
+
+enum class Truth { no, yes, unknown };
+
+Truth truth_of(bool value) { return value ? Truth::yes : Truth::no; }
+
+// A text that is known up to the user's message.
+struct Part {
+  enum Kind { literal, content, trimmed_content } kind;
+  std::string text;
+};
+
+struct Value {
+  enum Kind { unknown, boolean, messages, text } kind = unknown;
+  bool truth = false;
+  std::vector<Part> parts;
+
+  static Value of(std::string literal) {
+    return {text, false, {{Part::literal, std::move(literal)}}};
+  }
+  // The text if all of it is known.
+  std::optional<std::string> constant() const {
+    if (kind != text) return std::nullopt;
+    std::string result;
+    for (const Part& part : parts) {
+      if (part.kind != Part::literal) return std::nullopt;
+      result += part.text;
+    }
+    return result;
+  }
+};
+
+using Tokens = std::vector<Token>;
+using Iterator = Tokens::const_iterator;
+
+// Runs a template on one user message as far as its text is known. Each condition that decides
+// about output must be known too, so that nothing is ever guessed.
+class Evaluator {
+ public:
+  Evaluator(const std::vector<Node>& nodes, const std::optional<std::string>& bos_token,
+            bool thinking)
+      : m_nodes(nodes), m_thinking(thinking) {
+    if (bos_token) m_variables["bos_token"] = Value::of(*bos_token);
+    Value messages;
+    messages.kind = Value::messages;
+    m_variables["messages"] = messages;
+  }
+
+  // Nothing if something is not understood: problem() then says what.
+  std::optional<std::vector<Part>> run() {
+    for (const Node& node : m_nodes) {
+      if (node.kind == Node::output) {
+        output(node.tokens);
+      } else {
+        statement(node.tokens);
+      }
+      if (!m_problem.empty()) return std::nullopt;
+    }
+    if (!m_blocks.empty()) {
+      m_problem = "an unclosed " + m_blocks.back().keyword;
+      return std::nullopt;
+    }
+    return std::move(m_result);
+  }
+
+  const std::string& problem() const { return m_problem; }
+
+ private:
+  struct Block {
+    std::string keyword;
+    Truth runs;     // whether the current branch runs
+    Truth earlier;  // whether an earlier branch of the same if has run
+  };
+
+  Truth live() const {
+    Truth result = Truth::yes;
+    for (const Block& block : m_blocks) {
+      if (block.runs == Truth::no) return Truth::no;
+      if (block.runs == Truth::unknown) result = Truth::unknown;
+    }
+    return result;
+  }
+
+  void output(const Tokens& tokens) {
+    const Truth truth = live();
+    if (truth == Truth::no) return;
+    const Value value = evaluate(tokens.begin(), tokens.end());
+    if (truth == Truth::unknown) {
+      m_problem =
+          fmt::format("the output {} under the condition {}", spelled(tokens), m_unknown_condition);
+    } else if (value.kind != Value::text) {
+      m_problem = "the output " + spelled(tokens);
+    } else {
+      m_result.insert(m_result.end(), value.parts.begin(), value.parts.end());
+    }
+  }
+
+  void statement(const Tokens& tokens) {
+    if (tokens.empty()) {
+      m_problem = "an empty statement";
+      return;
+    }
+    const std::string& keyword = tokens[0].text;
+    const Iterator begin = tokens.begin() + 1, end = tokens.end();
+    if (keyword == "if") {
+      const Truth truth = condition(begin, end);
+      m_blocks.push_back({keyword, truth, truth});
+    } else if (keyword == "for") {
+      m_blocks.push_back({keyword, loop(Tokens(begin, end)), Truth::no});
+    } else if (keyword == "elif" || keyword == "else") {
+      if (m_blocks.empty() || m_blocks.back().keyword != "if") {
+        m_problem = fmt::format("\"{}\" outside an if", keyword);
+        return;
+      }
+      Block& block = m_blocks.back();
+      const Truth truth = keyword == "else" ? Truth::yes : condition(begin, end);
+      block.runs = both(negation(block.earlier), truth);
+      block.earlier = negation(both(negation(block.earlier), negation(truth)));
+    } else if (keyword == "endif" || keyword == "endfor") {
+      if (m_blocks.empty() || m_blocks.back().keyword != keyword.substr(3)) {
+        m_problem = fmt::format("\"{}\" without its beginning", keyword);
+        return;
+      }
+      m_blocks.pop_back();
+    } else if (live() != Truth::no) {
+      if (keyword == "set" && tokens.size() > 3) {
+        assignment(tokens);
+      } else {
+        m_problem = fmt::format("the statement \"{}\"", spelled(tokens));
+      }
+    }
+  }
+
+  // A loop over the messages runs once, for the user's.
+  Truth loop(const Tokens& tokens) {
+    const bool over_messages = tokens.size() >= 3 && tokens[0].text == "message" &&
+                               tokens[1].text == "in" &&
+                               value_of(tokens[2].text).kind == Value::messages;
+    const std::string direction =
+        spelled(Tokens(tokens.begin() + std::min<std::size_t>(3, tokens.size()), tokens.end()));
+    if (over_messages && (direction.empty() || direction == "[::-1]")) return Truth::yes;
+    m_unknown_condition = "\"for " + spelled(tokens) + "\"";
+    return Truth::unknown;
+  }
+
+  void assignment(const Tokens& tokens) {
+    // Attributes (of a namespace) are never read: values that depend on them stay unknown.
+    if (!is_symbol(tokens, 2, '=')) {
+      if (!is_symbol(tokens, 2, '.'))
+        m_problem = fmt::format("the statement \"{}\"", spelled(tokens));
+      return;
+    }
+    const std::string& name = tokens[1].text;
+    if (is_one_of(name, {"message", "messages", "loop"})) {
+      m_problem = fmt::format("the statement \"{}\"", spelled(tokens));
+      return;
+    }
+    m_variables[name] = live() == Truth::yes ? evaluate(tokens.begin() + 3, tokens.end()) : Value{};
+  }
+
+  Value value_of(const std::string& name) const {
+    const auto found = m_variables.find(name);
+    return found == m_variables.end() ? Value{} : found->second;
+  }
+
+  // A sum of texts, a boolean or the list of messages.
+  Value evaluate(Iterator begin, Iterator end) const {
+    const auto plus = [&](Iterator from) {
+      return std::find_if(from, end,
+                          [](const Token& t) { return t.kind == Token::symbol && t.text == "+"; });
+    };
+    Value sum = term(begin, plus(begin));
+    for (Iterator next = plus(begin); next != end; next = plus(next + 1)) {
+      const Value right = term(next + 1, plus(next + 1));
+      if (sum.kind != Value::text || right.kind != Value::text) return {};
+      sum.parts.insert(sum.parts.end(), right.parts.begin(), right.parts.end());
+    }
+    return sum;
+  }
+
+  Value term(Iterator begin, Iterator end) const {
+    if (end - begin == 1 && begin->kind == Token::literal) return Value::of(begin->text);
+    std::string text = spelled(Tokens(begin, end));
+    bool trim = false;
+    for (const std::string_view suffix : {"|trim", ".strip()"}) {
+      if (ends_with(text, suffix)) {
+        trim = true;
+        text.resize(text.size() - suffix.size());
+        break;
+      }
+    }
+    Value value;
+    if (is_one_of(text, {"message.content", "messages.0.content"})) {
+      value = {Value::text, false, {{Part::content, ""}}};
+    } else if (is_one_of(text, {"message.role", "messages.0.role"})) {
+      value = Value::of("user");
+    } else if (is_one_of(text, {"true", "True", "false", "False"})) {
+      value.kind = Value::boolean;
+      value.truth = is_one_of(text, {"true", "True"});
+    } else {
+      value = value_of(text);
+    }
+    if (!trim) return value;
+    if (value.kind != Value::text || value.parts.size() != 1 ||
+        value.parts[0].kind == Part::literal) {
+      return {};
+    }
+    value.parts[0].kind = Part::trimmed_content;
+    return value;
+  }
+
+  static Truth negation(Truth truth) {
+    return truth == Truth::unknown ? truth : truth_of(truth == Truth::no);
+  }
+  static Truth both(Truth a, Truth b) {
+    if (a == Truth::no || b == Truth::no) return Truth::no;
+    return a == Truth::yes && b == Truth::yes ? Truth::yes : Truth::unknown;
+  }
+
+  Truth condition(Iterator begin, Iterator end) {
+    const Truth truth = disjunction(begin, end, 0);
+    if (truth == Truth::unknown) {
+      m_unknown_condition = "\"if " + spelled(Tokens(begin, end)) + "\"";
+    }
+    return truth;
+  }
+
+  // The next token `keyword` outside parentheses, or end.
+  static Iterator find_keyword(Iterator begin, Iterator end, std::string_view keyword) {
+    int depth = 0;
+    for (; begin != end; ++begin) {
+      if (begin->kind == Token::symbol && begin->text == "(") ++depth;
+      if (begin->kind == Token::symbol && begin->text == ")") --depth;
+      if (depth == 0 && begin->kind == Token::name && begin->text == keyword) return begin;
+    }
+    return end;
+  }
+
+  Truth disjunction(Iterator begin, Iterator end, int depth) const {
+    const Iterator next = find_keyword(begin, end, "or");
+    const Truth left = conjunction(begin, next, depth);
+    if (next == end || left == Truth::yes) return left;
+    const Truth right = depth < max_depth ? disjunction(next + 1, end, depth + 1) : Truth::unknown;
+    return negation(both(negation(left), negation(right)));
+  }
+
+  Truth conjunction(Iterator begin, Iterator end, int depth) const {
+    const Iterator next = find_keyword(begin, end, "and");
+    const Truth left = inversion(begin, next, depth);
+    if (next == end || left == Truth::no) return left;
+    return both(left, depth < max_depth ? conjunction(next + 1, end, depth + 1) : Truth::unknown);
+  }
+
+  Truth inversion(Iterator begin, Iterator end, int depth) const {
+    if (begin == end || depth >= max_depth) return Truth::unknown;
+    if (begin->kind == Token::name && begin->text == "not") {
+      return negation(inversion(begin + 1, end, depth + 1));
+    }
+    const Iterator last = end - 1;
+    if (begin->text == "(" && last->text == ")" && find_closing(begin, end) == last) {
+      return disjunction(begin + 1, last, depth + 1);
+    }
+    return atom(begin, end);
+  }
+
+  static Iterator find_closing(Iterator begin, Iterator end) {
+    int depth = 0;
+    for (; begin != end; ++begin) {
+      if (begin->kind != Token::symbol) continue;
+      if (begin->text == "(") ++depth;
+      if (begin->text == ")" && --depth == 0) return begin;
+    }
+    return end;
+  }
+
+  Truth atom(Iterator begin, Iterator end) const {
+    const Tokens tokens(begin, end);
+    // Comparisons of texts.
+    for (std::size_t i = 1; i + 2 < tokens.size(); ++i) {
+      const bool equal = is_symbol(tokens, i, '=');
+      if (!(equal || is_symbol(tokens, i, '!')) || !is_symbol(tokens, i + 1, '=')) continue;
+      const auto left = evaluate(begin, begin + i).constant();
+      const auto right = evaluate(begin + i + 2, end).constant();
+      if (left && right) return truth_of((*left == *right) == equal);
+      break;
+    }
+    const std::string text = spelled(tokens);
+    const auto without = [&](std::string_view suffix) -> std::optional<std::string> {
+      if (!ends_with(text, suffix)) return std::nullopt;
+      return text.substr(0, text.size() - suffix.size());
+    };
+    if (const auto name = without(" is not defined")) return negation(is_defined(*name));
+    if (const auto name = without(" is defined")) return is_defined(*name);
+    if (is_one_of(text, {"tools is none", "not tools", "loop.first", "loop.last", "loop.index0==0",
+                         "add_generation_prompt", "message.content is string",
+                         "messages.0.content is string"})) {
+      return Truth::yes;
+    }
+    if (is_one_of(text,
+                  {"tools", "tools is not none", "message.tool_calls", "message.reasoning_content",
+                   "\"tool_calls\"in message", "message.reasoning_content is string"})) {
+      return Truth::no;
+    }
+    if (is_one_of(text, {"enable_thinking", "enable_thinking is true"})) {
+      return truth_of(m_thinking);
+    }
+    if (text == "enable_thinking is false") return truth_of(!m_thinking);
+    const Value value = value_of(text);
+    return value.kind == Value::boolean ? truth_of(value.truth) : Truth::unknown;
+  }
+
+  // transformers passes the messages, tools (none) and the settings it is called with.
+  // strftime_now, which it also passes, is taken to be missing: see ChatTemplate::parts.
+  Truth is_defined(const std::string& name) const {
+    if (name.empty() ||
+        (!std::all_of(name.begin(), name.end(), is_name) && !starts_with(name, "message."))) {
+      return Truth::unknown;
+    }
+    return truth_of(m_variables.count(name) != 0 ||
+                    is_one_of(name, {"tools", "add_generation_prompt", "enable_thinking", "message",
+                                     "message.role", "message.content"}));
+  }
+
+  static constexpr int max_depth = 64;
+
+  const std::vector<Node>& m_nodes;
+  const bool m_thinking;
+  std::map<std::string, Value> m_variables;
+  std::vector<Block> m_blocks;
+  std::vector<Part> m_result;
+  std::string m_unknown_condition;
+  std::string m_problem;
+};
+
+ChatTemplate::Parts parts_of(const std::string& where, const std::vector<Node>& nodes,
+                             const std::optional<std::string>& bos_token, bool thinking) {
+  Evaluator evaluator(nodes, bos_token, thinking);
+  const auto pieces = evaluator.run();
+  if (!pieces) fail(where, "a chat template of a known kind", evaluator.problem());
+  ChatTemplate::Parts parts;
+  bool content_seen = false;
+  for (const Part& piece : *pieces) {
+    if (piece.kind == Part::literal) {
+      (content_seen ? parts.suffix : parts.prefix) += piece.text;
+    } else if (content_seen) {
+      fail(where, "a chat template of a known kind", "one that repeats the message");
+    } else {
+      content_seen = true;
+      parts.trim_content = piece.kind == Part::trimmed_content;
+    }
+  }
+  if (!content_seen) {
+    fail(where, "a chat template of a known kind", "one that leaves the message out");
+  }
+  return parts;
+}
+
+ChatFormat format_of(const std::string& where, const ChatTemplate::Parts& thinking,
+                     const ChatTemplate::Parts& no_thinking) {
+  constexpr std::string_view chatml_prefix = "<|im_start|>user\n";
+  constexpr std::string_view chatml_suffix = "<|im_end|>\n<|im_start|>assistant\n";
+  constexpr std::string_view llama_prefix = "<|start_header_id|>user<|end_header_id|>\n\n";
+  constexpr std::string_view llama_suffix =
+      "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n";
+  if (ends_with(no_thinking.prefix, chatml_prefix) &&
+      starts_with(no_thinking.suffix, chatml_suffix)) {
+    if (no_thinking.suffix != thinking.suffix) return ChatFormat::qwen3;
+    return no_thinking.prefix == chatml_prefix ? ChatFormat::chatml : ChatFormat::qwen2;
+  }
+  if (ends_with(no_thinking.prefix, llama_prefix) && no_thinking.suffix == llama_suffix) {
+    return ChatFormat::llama3;
+  }
+  fail(where, "a ChatML, Qwen or Llama 3 template",
+       fmt::format("one that puts {} before the message and {} behind it",
+                   quoted(no_thinking.prefix), quoted(no_thinking.suffix)));
+}
+
+// ---- Files --------------------------------------------------------------------------------------
+
+std::optional<std::string> read_file(const std::filesystem::path& path) {
+  if (!std::filesystem::is_regular_file(path)) return std::nullopt;
+  std::ifstream stream(path, std::ios::binary);
+  if (!stream) throw Error(fmt::format("{}: expected a readable file, found none", path.string()));
+  return std::string(std::istreambuf_iterator<char>(stream), {});
+}
+
+const Json* member(const Json& object, const char* key) {
+  const auto found = object.find(key);
+  return found == object.end() || found->is_null() ? nullptr : &*found;
+}
+
+const std::string& string_at(const Json& value, const std::string& where) {
+  if (!value.is_string()) fail(where, "a string", value.type_name());
+  return value.get_ref<const std::string&>();
+}
+
+// The template of tokenizer_config.json, if it has one.
+std::optional<std::string> configured_template(const Json& config, const std::string& where) {
+  const Json* const field = member(config, "chat_template");
+  if (field == nullptr) return std::nullopt;
+  if (!field->is_array()) return string_at(*field, where);
+  for (const Json& entry : *field) {
+    if (!entry.is_object()) fail(where, "objects with a name and a template", entry.type_name());
+    const Json* const name = member(entry, "name");
+    const Json* const text = member(entry, "template");
+    if (name == nullptr || text == nullptr) {
+      fail(where, "objects with a name and a template", "an object without");
+    }
+    if (*name == "default") return string_at(*text, where + "[default]");
+  }
+  fail(where, "a template named \"default\"", "none");
+}
+
+// White space at both ends as Jinja's trim sees it, which is Python's str.strip().
+std::string_view trimmed(std::string_view text) {
+  constexpr std::string_view spaces[] = {" ",      "\t",     "\n",     "\v",     "\f",     "\r",
+                                         "\x1C",   "\x1D",   "\x1E",   "\x1F",   "\u0085", "\u00A0",
+                                         "\u1680", "\u2000", "\u2001", "\u2002", "\u2003", "\u2004",
+                                         "\u2005", "\u2006", "\u2007", "\u2008", "\u2009", "\u200A",
+                                         "\u2028", "\u2029", "\u202F", "\u205F", "\u3000"};
+  for (bool changed = true; changed;) {
+    changed = false;
+    for (const std::string_view space : spaces) {
+      if (starts_with(text, space)) {
+        text.remove_prefix(space.size());
+        changed = true;
+      }
+      if (ends_with(text, space)) {
+        text.remove_suffix(space.size());
+        changed = true;
+      }
+    }
+  }
+  return text;
+}
+
+}  // namespace
+
+std::string ChatTemplate::Parts::prompt(std::string_view user_text) const {
+  if (trim_content) user_text = trimmed(user_text);
+  return prefix + std::string(user_text) + suffix;
+}
+
+ChatTemplate ChatTemplate::detect(const std::filesystem::path& folder) {
+  const std::filesystem::path template_path = folder / "chat_template.jinja";
+  const std::filesystem::path config_path = folder / "tokenizer_config.json";
+
+  Json config = Json::object();
+  if (const auto text = read_file(config_path)) {
+    try {
+      config = Json::parse(*text);
+    } catch (const Json::exception& error) {
+      fail(config_path.string(), "JSON", error.what());
+    }
+    if (!config.is_object()) fail(config_path.string(), "an object", config.type_name());
+  }
+
+  std::string where = template_path.string();
+  std::optional<std::string> source = read_file(template_path);
+  if (!source) {
+    where = config_path.string() + ": chat_template";
+    source = configured_template(config, where);
+  }
+  if (!source)
+    fail(folder.string(), "chat_template.jinja or a chat_template in tokenizer_config.json",
+         "neither");
+
+  std::optional<std::string> bos_token;
+  if (const Json* field = member(config, "bos_token")) {
+    const std::string bos_where = config_path.string() + ": bos_token";
+    if (field->is_object()) {
+      const Json* const content = member(*field, "content");
+      if (content == nullptr) fail(bos_where, "a content", "none");
+      field = content;
+    }
+    bos_token = string_at(*field, bos_where);
+  }
+
+  const auto nodes = parse(*source);
+  if (!nodes) fail(where, "a Jinja template", "an unclosed tag or literal");
+  ChatTemplate result;
+  result.m_thinking = parts_of(where, *nodes, bos_token, true);
+  result.m_no_thinking = parts_of(where, *nodes, bos_token, false);
+  result.m_format = format_of(where, result.m_thinking, result.m_no_thinking);
+  return result;
+}
+
+ChatTemplate::Parts ChatTemplate::parts(bool thinking) const {
+  return thinking ? m_thinking : m_no_thinking;
+}
+
+}  // namespace kvzap

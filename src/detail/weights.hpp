@@ -1,0 +1,50 @@
+// Cuts this rank's part out of a checkpoint's tensors, or makes it up from a seed.
+#pragma once
+
+#include <kvzap/safetensors.hpp>
+#include <kvzap/types.hpp>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace kvzap::detail {
+
+/// Half-open index ranges, ascending; what a rank takes of a dimension.
+using Ranges = std::vector<std::pair<std::int64_t, std::int64_t>>;
+
+inline std::int64_t total(const Ranges& ranges) {
+  std::int64_t sum = 0;
+  for (const auto& [begin, end] : ranges) sum += end - begin;
+  return sum;
+}
+
+class WeightSource {
+ public:
+  explicit WeightSource(const SafetensorsFolder& files) : m_files(&files) {}
+  /// Normally distributed weights of standard deviation 0.02; the value at an index depends on the
+  /// seed, the tensor's name and the index alone, not on how the tensor is split.
+  explicit WeightSource(std::uint64_t seed) : m_seed(seed) {}
+
+  bool has(const std::string& name) const { return !m_files || m_files->find(name) != nullptr; }
+
+  /// Rows `row_ranges` and columns `column_ranges` of the tensor `name`, whose whole shape must be
+  /// (rows, columns), one after the other. Throws Error if a finite value overflows Value.
+  template <class Value>
+  Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> matrix(const std::string& name,
+                                                                 std::int64_t rows,
+                                                                 std::int64_t columns,
+                                                                 const Ranges& row_ranges,
+                                                                 const Ranges& column_ranges) const;
+
+  /// Elements `ranges` of the tensor `name` of shape (size), as float. `random_value` stands in for
+  /// every element when there is no checkpoint: 1 for norms, 0 for biases.
+  Kokkos::View<float*, MemorySpace> vector(const std::string& name, std::int64_t size,
+                                           const Ranges& ranges, float random_value) const;
+
+ private:
+  const SafetensorsFolder* m_files = nullptr;
+  std::uint64_t m_seed = 0;
+};
+
+}  // namespace kvzap::detail

@@ -1,0 +1,113 @@
+#include <fmt/format.h>
+
+#include <kvzap/model.hpp>
+#include <kvzap/safetensors.hpp>
+
+#include "detail/weights.hpp"
+
+namespace kvzap {
+
+template <class Value>
+Model<Value> Model<Value>::load(const std::filesystem::path& folder, const ModelConfig& config,
+                                const HeadPartition& partition, int rank,
+                                std::optional<std::uint64_t> random_seed,
+                                const ProgressCallback& progress) {
+  std::optional<SafetensorsFolder> files;
+  if (!random_seed) files = SafetensorsFolder::open(folder);
+  const detail::WeightSource source =
+      files ? detail::WeightSource(*files) : detail::WeightSource(*random_seed);
+
+  Model model(config, partition, rank);
+  const int ranks = partition.n_ranks();
+  const std::int64_t hidden = config.hidden_size;
+  const std::int64_t dim = config.head_dim;
+  const std::int64_t group = config.query_group();
+  const std::int64_t q_size = config.num_attention_heads * dim;
+  const std::int64_t kv_size = config.num_key_value_heads * dim;
+  const detail::Ranges all_hidden = {{0, hidden}};
+  const detail::Ranges intermediate = {even_range(config.intermediate_size, ranks, rank)};
+  const detail::Ranges vocabulary = {even_range(config.vocab_size, ranks, rank)};
+  const std::int64_t steps = config.num_hidden_layers + 1;
+  const auto report = [&](std::int64_t done) {
+    if (progress) progress("load", done, steps);
+  };
+  report(0);
+
+  model.m_first_token = vocabulary.front().first;
+  model.m_embedding = source.matrix<Value>("model.embed_tokens.weight", config.vocab_size, hidden,
+                                           vocabulary, all_hidden);
+  model.m_output_head = config.tie_word_embeddings
+                            ? model.m_embedding
+                            : source.matrix<Value>("lm_head.weight", config.vocab_size, hidden,
+                                                   vocabulary, all_hidden);
+  model.m_final_norm = source.vector("model.norm.weight", hidden, all_hidden, 1);
+  report(1);
+
+  for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) {
+    detail::Ranges q_rows, kv_rows;
+    for (std::int64_t head : partition.heads(static_cast<int>(l), rank)) {
+      q_rows.emplace_back(head * group * dim, (head + 1) * group * dim);
+      kv_rows.emplace_back(head * dim, (head + 1) * dim);
+    }
+    const std::string prefix = fmt::format("model.layers.{}.", l);
+    const std::string attention = prefix + "self_attn.";
+    const std::string mlp = prefix + "mlp.";
+    const std::int64_t width = config.intermediate_size;
+    Layer layer;
+    layer.input_norm = source.vector(prefix + "input_layernorm.weight", hidden, all_hidden, 1);
+    layer.attention_norm =
+        source.vector(prefix + "post_attention_layernorm.weight", hidden, all_hidden, 1);
+    layer.q = source.matrix<Value>(attention + "q_proj.weight", q_size, hidden, q_rows, all_hidden);
+    layer.k = source.matrix<Value>(attention + "k_proj.weight", kv_size, hidden, kv_rows, all_hidden);
+    layer.v = source.matrix<Value>(attention + "v_proj.weight", kv_size, hidden, kv_rows, all_hidden);
+    layer.o = source.matrix<Value>(attention + "o_proj.weight", hidden, q_size, all_hidden, q_rows);
+    if (config.qkv_bias) {
+      layer.q_bias = source.vector(attention + "q_proj.bias", q_size, q_rows, 0);
+      layer.k_bias = source.vector(attention + "k_proj.bias", kv_size, kv_rows, 0);
+      layer.v_bias = source.vector(attention + "v_proj.bias", kv_size, kv_rows, 0);
+    }
+    if (config.o_bias && rank == 0) {
+      layer.o_bias = source.vector(attention + "o_proj.bias", hidden, all_hidden, 0);
+    }
+    if (config.qk_norm) {
+      layer.q_norm = source.vector(attention + "q_norm.weight", dim, {{0, dim}}, 1);
+      layer.k_norm = source.vector(attention + "k_norm.weight", dim, {{0, dim}}, 1);
+    }
+    layer.gate = source.matrix<Value>(mlp + "gate_proj.weight", width, hidden, intermediate, all_hidden);
+    layer.up = source.matrix<Value>(mlp + "up_proj.weight", width, hidden, intermediate, all_hidden);
+    layer.down = source.matrix<Value>(mlp + "down_proj.weight", hidden, width, all_hidden, intermediate);
+    if (config.mlp_bias) {
+      layer.gate_bias = source.vector(mlp + "gate_proj.bias", width, intermediate, 0);
+      layer.up_bias = source.vector(mlp + "up_proj.bias", width, intermediate, 0);
+      if (rank == 0) layer.down_bias = source.vector(mlp + "down_proj.bias", hidden, all_hidden, 0);
+    }
+    model.m_layers.push_back(std::move(layer));
+    report(l + 2);
+  }
+  return model;
+}
+
+template <class Value>
+std::size_t Model<Value>::bytes() const {
+  std::size_t bytes = 0;
+  const auto add = [&](const auto& view) {
+    bytes += view.size() * sizeof(typename std::decay_t<decltype(view)>::value_type);
+  };
+  for (const Layer& l : m_layers) {
+    for (const Matrix& m : {l.q, l.k, l.v, l.o, l.gate, l.up, l.down}) add(m);
+    for (const Vector& v : {l.input_norm, l.attention_norm, l.q_bias, l.k_bias, l.v_bias, l.o_bias,
+                            l.q_norm, l.k_norm, l.gate_bias, l.up_bias, l.down_bias}) {
+      add(v);
+    }
+  }
+  add(m_final_norm);
+  add(m_embedding);
+  if (!m_config.tie_word_embeddings) add(m_output_head);
+  return bytes;
+}
+
+template class Model<float>;
+template class Model<half>;
+template class Model<bfloat16>;
+
+}  // namespace kvzap

@@ -71,8 +71,8 @@ void attend_span(const typename RaggedLayer<Value, PageOrder::token_major>::Span
       }
       partial.weight[q] += detail::exp_shifted(row, rows, maximum);
     }
-    detail::accumulate_rows(span.values + begin * span.row_stride, span.row_stride,
-                            span.dim_stride, rows, scores, block_rows, group, dim, partial.sums);
+    detail::accumulate_rows(span.values + begin * span.row_stride, span.row_stride, span.dim_stride,
+                            rows, scores, block_rows, group, dim, partial.sums);
   }
 }
 
@@ -198,14 +198,13 @@ void Attention<Value, order>::Scratch::rows(const ExecutionSpace& exec, const La
           }
         }
         const std::int64_t pages = cached.pages(head);
-        const auto [begin, end] =
-            even_range(pages + 2, splits, static_cast<int>(item % splits));
+        const auto [begin, end] = even_range(pages + 2, splits, static_cast<int>(item % splits));
         for (std::int64_t s = begin; s < end; ++s) {
           if (s <= pages) {
             const auto span = cached.span(head, s);
-            attend_span<Value>({span.keys, span.values, span.rows, span.row_stride,
-                                span.dim_stride},
-                               queries, group, dim, scores, partial);
+            attend_span<Value>(
+                {span.keys, span.values, span.rows, span.row_stride, span.dim_stride}, queries,
+                group, dim, scores, partial);
           } else {
             attend_span<Value>({&chunk_keys(0, head, 0), &chunk_values(0, head, 0), chunk_rows,
                                 static_cast<std::int64_t>(chunk_keys.stride(0)),
@@ -214,25 +213,26 @@ void Attention<Value, order>::Scratch::rows(const ExecutionSpace& exec, const La
           }
         }
       });
-  Kokkos::parallel_for(
-      "kvzap::attention::merge", HostRange(0, std::int64_t{kv_heads} * group), [=](std::int64_t i) {
-        const std::int64_t head = i / group;
-        const std::int64_t q = i % group;
-        float maximum = minus_infinity;
-        for (int s = 0; s < splits; ++s) {
-          maximum = std::max(maximum, partial_of(head * splits + s).maximum[q]);
-        }
-        float weight = 0;
-        for (int d = 0; d < dim; ++d) output(0, i, d) = 0;
-        for (int s = 0; s < splits; ++s) {
-          const Partial partial = partial_of(head * splits + s);
-          if (partial.weight[q] == 0) continue;  // a range without rows
-          const float factor = std::exp(partial.maximum[q] - maximum);
-          weight += factor * partial.weight[q];
-          for (int d = 0; d < dim; ++d) output(0, i, d) += factor * partial.sums[q * dim + d];
-        }
-        for (int d = 0; d < dim; ++d) output(0, i, d) /= weight;
-      });
+  Kokkos::parallel_for("kvzap::attention::merge", HostRange(0, std::int64_t{kv_heads} * group),
+                       [=](std::int64_t i) {
+                         const std::int64_t head = i / group;
+                         const std::int64_t q = i % group;
+                         float maximum = minus_infinity;
+                         for (int s = 0; s < splits; ++s) {
+                           maximum = std::max(maximum, partial_of(head * splits + s).maximum[q]);
+                         }
+                         float weight = 0;
+                         for (int d = 0; d < dim; ++d) output(0, i, d) = 0;
+                         for (int s = 0; s < splits; ++s) {
+                           const Partial partial = partial_of(head * splits + s);
+                           if (partial.weight[q] == 0) continue;  // a range without rows
+                           const float factor = std::exp(partial.maximum[q] - maximum);
+                           weight += factor * partial.weight[q];
+                           for (int d = 0; d < dim; ++d)
+                             output(0, i, d) += factor * partial.sums[q * dim + d];
+                         }
+                         for (int d = 0; d < dim; ++d) output(0, i, d) /= weight;
+                       });
 }
 
 // Many query tokens. Per KV head and tile of query tokens: for each tile of rows, scores by gemm, a
@@ -263,7 +263,7 @@ void Attention<Value, order>::Scratch::tiles(const ExecutionSpace& exec, const L
   const auto row_maximum = maximum;
   const auto row_weight = weight;
   Kokkos::View<std::int64_t*, Kokkos::HostSpace> host_survivors("kvzap::attention::survivors",
-                                                               kv_heads);
+                                                                kv_heads);
   Kokkos::deep_copy(host_survivors, cached.survivors);
 
   for (int head = 0; head < kv_heads; ++head) {
@@ -285,9 +285,9 @@ void Attention<Value, order>::Scratch::tiles(const ExecutionSpace& exec, const L
             row_weight(i) = 0;
           });
 
-      // Row i of the tile is token first + i / group. It sees every cached row and the chunk's up to
-      // its own: `visible` is how many rows of a tile of rows the first token sees, each later token
-      // one more.
+      // Row i of the tile is token first + i / group. It sees every cached row and the chunk's up
+      // to its own: `visible` is how many rows of a tile of rows the first token sees, each later
+      // token one more.
       const auto attend_tile = [&](std::int64_t rows, std::int64_t visible) {
         const Matrix k(keys.data(), rows, dim);
         const Matrix v(values.data(), rows, dim);
@@ -407,8 +407,9 @@ void Attention<Value, order>::operator()(const ExecutionSpace& exec, const Layer
   }
   for (int i = 0; i < 3; ++i) {
     if (output.extent(i) != queries.extent(i)) {
-      throw Error(fmt::format("attention: extent {} of the output is {}; expected {} as in the queries",
-                              i, output.extent(i), queries.extent(i)));
+      throw Error(
+          fmt::format("attention: extent {} of the output is {}; expected {} as in the queries", i,
+                      output.extent(i), queries.extent(i)));
     }
   }
   if (queries.extent(0) == 0 || cached.heads == 0) return;
@@ -418,8 +419,9 @@ void Attention<Value, order>::operator()(const ExecutionSpace& exec, const Layer
                    : (host_accessible ? AttentionPath::rows : AttentionPath::portable);
   }
   if (path == AttentionPath::rows && (!single || !host_accessible)) {
-    throw Error(fmt::format("attention: the row kernel takes one query token on a host backend, not {}",
-                            queries.extent(0)));
+    throw Error(
+        fmt::format("attention: the row kernel takes one query token on a host backend, not {}",
+                    queries.extent(0)));
   }
   switch (path) {
     case AttentionPath::rows:

@@ -41,7 +41,7 @@ bool is_one_of(std::string_view text, std::initializer_list<std::string_view> va
 }
 
 // A string literal as canonical expressions have it: double quotes; \n, \" and \\ escaped.
-std::string quoted(std::string_view text) {
+std::string quote_literal(std::string_view text) {
   std::string result = "\"";
   for (const char c : text) {
     if (c == '\n') {
@@ -151,7 +151,7 @@ std::vector<Token> simplified(const std::vector<Token>& tokens) {
 std::string spelled(const std::vector<Token>& tokens) {
   std::string result;
   for (const Token& token : tokens) {
-    const std::string text = token.kind == Token::literal ? quoted(token.text) : token.text;
+    const std::string text = token.kind == Token::literal ? quote_literal(token.text) : token.text;
     if (!result.empty() && is_name(result.back()) && is_name(text.front())) result += ' ';
     result += text;
   }
@@ -606,7 +606,7 @@ ChatFormat format_of(const std::string& where, const ChatTemplate::Parts& thinki
   }
   fail(where, "a ChatML, Qwen or Llama 3 template",
        fmt::format("one that puts {} before the message and {} behind it",
-                   quoted(no_thinking.prefix), quoted(no_thinking.suffix)));
+                   quote_literal(no_thinking.prefix), quote_literal(no_thinking.suffix)));
 }
 
 // ---- Files --------------------------------------------------------------------------------------

@@ -37,8 +37,8 @@ void rms_norm(const ExecutionSpace& exec, const ConstMatrix& input, const ConstV
       });
 }
 
-/// Per head: RMS norm if the model has one, then RoPE (Su et al., arXiv 2104.09864) in the layout of
-/// transformers, where dimension d is rotated with d + dim / 2. In place; (token, heads * dim).
+/// Per head: RMS norm if the model has one, then RoPE (Su et al., arXiv 2104.09864) in the layout
+/// of transformers, where dimension d is rotated with d + dim / 2. In place; (token, heads * dim).
 /// angles: (token, dim / 2, 2), cosine and sine.
 void norm_and_rotate(const ExecutionSpace& exec, const Matrix& rows, int dim,
                      const ConstVector& norm_weight, float eps,
@@ -81,9 +81,10 @@ void add(const ExecutionSpace& exec, const Matrix& target, const ConstMatrix& su
 void silu_times(const ExecutionSpace& exec, const Matrix& gate, const ConstMatrix& up) {
   const std::int64_t columns = gate.extent(1);
   if constexpr (host_accessible) {
-    Kokkos::parallel_for("kvzap::decoder::silu",
-                         Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace>(0, gate.extent(0)),
-                         [=](std::int64_t i) { detail::silu_times(&gate(i, 0), &up(i, 0), columns); });
+    Kokkos::parallel_for(
+        "kvzap::decoder::silu",
+        Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace>(0, gate.extent(0)),
+        [=](std::int64_t i) { detail::silu_times(&gate(i, 0), &up(i, 0), columns); });
   } else {
     Kokkos::parallel_for(
         "kvzap::decoder::silu", Range(exec, 0, gate.size()), KOKKOS_LAMBDA(std::int64_t i) {
@@ -120,8 +121,9 @@ struct Decoder<Value, order>::Scratch {
   Matrix matrix(int index, std::int64_t rows, std::int64_t columns) {
     Vector& buffer = buffers[index];
     if (static_cast<std::int64_t>(buffer.extent(0)) < rows * columns) {
-      buffer = Vector(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::decoder::activations"),
-                      rows * columns);
+      buffer =
+          Vector(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::decoder::activations"),
+                 rows * columns);
     }
     return Matrix(buffer.data(), rows, columns);
   }
@@ -138,8 +140,8 @@ struct Decoder<Value, order>::Scratch {
       chunk_bytes = MeteredBytes(meter, 2 * values * sizeof(Value));
     }
     if (static_cast<std::int64_t>(chunk_scores.extent(0)) < scores) {
-      chunk_scores = Vector(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::decoder::scores"),
-                            scores);
+      chunk_scores =
+          Vector(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::decoder::scores"), scores);
     }
   }
 
@@ -174,10 +176,10 @@ Decoder<Value, order>::Decoder(const Model<Value>& model, Surrogate* surrogate,
           meter),
       m_scratch(std::make_unique<Scratch>()) {
   const std::vector<float> frequencies = rope_inverse_frequencies(model.config());
-  m_scratch->inverse_frequencies = Vector("kvzap::decoder::inverse_frequencies", frequencies.size());
-  Kokkos::deep_copy(m_scratch->inverse_frequencies,
-                    Kokkos::View<const float*, Kokkos::HostSpace>(frequencies.data(),
-                                                                  frequencies.size()));
+  m_scratch->inverse_frequencies =
+      Vector("kvzap::decoder::inverse_frequencies", frequencies.size());
+  Kokkos::deep_copy(m_scratch->inverse_frequencies, Kokkos::View<const float*, Kokkos::HostSpace>(
+                                                        frequencies.data(), frequencies.size()));
 }
 
 template <class Value, PageOrder order>
@@ -199,8 +201,8 @@ std::vector<float> Decoder<Value, order>::step(SequenceId sequence,
   if (rule.score && !m_surrogate) throw Error("decoder: a step that scores needs a surrogate");
   for (std::int64_t i = 0; i < count; ++i) {
     if (tokens[i] < 0 || tokens[i] >= config.vocab_size) {
-      throw Error(fmt::format("token {} of the prompt is {}; expected an id in [0, {})", i, tokens[i],
-                              config.vocab_size));
+      throw Error(fmt::format("token {} of the prompt is {}; expected an id in [0, {})", i,
+                              tokens[i], config.vocab_size));
     }
   }
   const ExecutionSpace exec;
@@ -229,7 +231,8 @@ std::vector<float> Decoder<Value, order>::step(SequenceId sequence,
   // RoPE's angles, in float as transformers computes them.
   if (static_cast<std::int64_t>(scratch.angles.extent(0)) < count) {
     scratch.angles = decltype(scratch.angles)(
-        Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::decoder::angles"), count, dim / 2, 2);
+        Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::decoder::angles"), count, dim / 2,
+        2);
   }
   {
     const auto angles = scratch.angles;
@@ -338,8 +341,8 @@ std::vector<float> Decoder<Value, order>::step(SequenceId sequence,
     for (std::int64_t i = 0; i < count; ++i) {
       const std::vector<float> logits = logits_after(i);
       if (m_comm.is_root()) {
-        all_argmax->push_back(static_cast<TokenId>(
-            std::max_element(logits.begin(), logits.end()) - logits.begin()));
+        all_argmax->push_back(
+            static_cast<TokenId>(std::max_element(logits.begin(), logits.end()) - logits.begin()));
       }
     }
   }

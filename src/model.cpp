@@ -58,8 +58,10 @@ Model<Value> Model<Value>::load(const std::filesystem::path& folder, const Model
     layer.attention_norm =
         source.vector(prefix + "post_attention_layernorm.weight", hidden, all_hidden, 1);
     layer.q = source.matrix<Value>(attention + "q_proj.weight", q_size, hidden, q_rows, all_hidden);
-    layer.k = source.matrix<Value>(attention + "k_proj.weight", kv_size, hidden, kv_rows, all_hidden);
-    layer.v = source.matrix<Value>(attention + "v_proj.weight", kv_size, hidden, kv_rows, all_hidden);
+    layer.k =
+        source.matrix<Value>(attention + "k_proj.weight", kv_size, hidden, kv_rows, all_hidden);
+    layer.v =
+        source.matrix<Value>(attention + "v_proj.weight", kv_size, hidden, kv_rows, all_hidden);
     layer.o = source.matrix<Value>(attention + "o_proj.weight", hidden, q_size, all_hidden, q_rows);
     if (config.qkv_bias) {
       layer.q_bias = source.vector(attention + "q_proj.bias", q_size, q_rows, 0);
@@ -73,9 +75,12 @@ Model<Value> Model<Value>::load(const std::filesystem::path& folder, const Model
       layer.q_norm = source.vector(attention + "q_norm.weight", dim, {{0, dim}}, 1);
       layer.k_norm = source.vector(attention + "k_norm.weight", dim, {{0, dim}}, 1);
     }
-    layer.gate = source.matrix<Value>(mlp + "gate_proj.weight", width, hidden, intermediate, all_hidden);
-    layer.up = source.matrix<Value>(mlp + "up_proj.weight", width, hidden, intermediate, all_hidden);
-    layer.down = source.matrix<Value>(mlp + "down_proj.weight", hidden, width, all_hidden, intermediate);
+    layer.gate =
+        source.matrix<Value>(mlp + "gate_proj.weight", width, hidden, intermediate, all_hidden);
+    layer.up =
+        source.matrix<Value>(mlp + "up_proj.weight", width, hidden, intermediate, all_hidden);
+    layer.down =
+        source.matrix<Value>(mlp + "down_proj.weight", hidden, width, all_hidden, intermediate);
     if (config.mlp_bias) {
       layer.gate_bias = source.vector(mlp + "gate_proj.bias", width, intermediate, 0);
       layer.up_bias = source.vector(mlp + "up_proj.bias", width, intermediate, 0);

@@ -17,8 +17,8 @@ std::int64_t positive_integer(const nlohmann::json& json, const char* field,
                               const std::filesystem::path& file) {
   const auto found = json.find(field);
   if (found == json.end()) {
-    throw Error(fmt::format("{}: field {} is missing; expected a positive integer", file.string(),
-                            field));
+    throw Error(
+        fmt::format("{}: field {} is missing; expected a positive integer", file.string(), field));
   }
   if (!found->is_number_integer() || found->get<std::int64_t>() < 1 ||
       found->get<std::int64_t>() > std::numeric_limits<std::int32_t>::max()) {
@@ -37,9 +37,10 @@ Surrogate Surrogate::load(const std::filesystem::path& folder, const ModelConfig
   const auto expect = [&](const char* field, std::int64_t wanted, const char* of_model) {
     const std::int64_t found = positive_integer(json, field, file);
     if (found != wanted) {
-      throw Error(fmt::format("{}: field {} is {}, but the model's {} is {}: the surrogate was made "
-                              "for another model",
-                              file.string(), field, found, of_model, wanted));
+      throw Error(
+          fmt::format("{}: field {} is {}, but the model's {} is {}: the surrogate was made "
+                      "for another model",
+                      file.string(), field, found, of_model, wanted));
     }
   };
   expect("input_dim", model.hidden_size, "hidden_size");
@@ -63,14 +64,15 @@ Surrogate Surrogate::load(const std::filesystem::path& folder, const ModelConfig
     const std::string name = fmt::format("layers.{}", l);
     const std::int64_t outputs = model.num_key_value_heads;
     if (hidden_dim == 0) {
-      layer.weight = source.matrix<float>(name + ".weight", outputs, model.hidden_size, heads,
-                                          all_inputs);
+      layer.weight =
+          source.matrix<float>(name + ".weight", outputs, model.hidden_size, heads, all_inputs);
       layer.bias = source.vector(name + ".bias", outputs, heads, 0);
     } else {
       layer.hidden_weight = source.matrix<float>(name + ".0.weight", hidden_dim, model.hidden_size,
                                                  all_hidden, all_inputs);
       layer.hidden_bias = source.vector(name + ".0.bias", hidden_dim, all_hidden, 0);
-      layer.weight = source.matrix<float>(name + ".2.weight", outputs, hidden_dim, heads, all_hidden);
+      layer.weight =
+          source.matrix<float>(name + ".2.weight", outputs, hidden_dim, heads, all_hidden);
       layer.bias = source.vector(name + ".2.bias", outputs, heads, 0);
     }
     surrogate.m_layers.push_back(std::move(layer));

@@ -1,5 +1,5 @@
-// Starts MPI and Kokkos around GoogleTest. On several ranks only rank 0 prints, and a failure on any
-// rank fails the run.
+// Starts MPI and Kokkos around GoogleTest. On several ranks only rank 0 prints, and a failure on
+// any rank fails the run.
 #include <gtest/gtest.h>
 #include <mpi.h>
 

@@ -9,9 +9,9 @@ namespace kvzap {
 /// Which implementation computes attention. All give the same result up to rounding.
 enum class AttentionPath {
   automatic,  // rows for one query token, tiles for more
-  rows,       // one pass over the rows of a KV head for all query heads of its group; one query token
-  tiles,      // scores and weighted sums of tiles by gemm; any number of query tokens
-  portable    // plain loops that run on any backend; the reference of the others
+  rows,     // one pass over the rows of a KV head for all query heads of its group; one query token
+  tiles,    // scores and weighted sums of tiles by gemm; any number of query tokens
+  portable  // plain loops that run on any backend; the reference of the others
 };
 
 /// Softmax attention (scaled by 1/sqrt(head_dim)) with grouped query heads. Holds scratch space, so
@@ -27,14 +27,14 @@ class Attention {
   Attention();
   ~Attention();
 
-  /// output (token, query head, dim) = attention of M query tokens over all rows that `cached` holds
-  /// and over the `chunk` rows up to their own.
+  /// output (token, query head, dim) = attention of M query tokens over all rows that `cached`
+  /// holds and over the `chunk` rows up to their own.
   ///
   /// queries: (M, query head, dim), after RoPE, unscaled. Query head q reads KV head q / group.
-  /// chunk_keys, chunk_values: (C, KV head, dim) with C >= M; the queries belong to the last M chunk
-  /// tokens, and query i sees chunk rows 0 .. C - M + i. With C = M = 1 this is a decode step; with an
-  /// empty cache it is dense causal attention.
-  /// Throws Error on extents that do not fit, or if `path` is rows and M > 1.
+  /// chunk_keys, chunk_values: (C, KV head, dim) with C >= M; the queries belong to the last M
+  /// chunk tokens, and query i sees chunk rows 0 .. C - M + i. With C = M = 1 this is a decode
+  /// step; with an empty cache it is dense causal attention. Throws Error on extents that do not
+  /// fit, or if `path` is rows and M > 1.
   void operator()(const ExecutionSpace& exec, const Layer& cached, const QueryView& queries,
                   const RowsView& chunk_keys, const RowsView& chunk_values,
                   const OutputView& output, AttentionPath path = AttentionPath::automatic);

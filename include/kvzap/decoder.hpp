@@ -17,9 +17,10 @@ class StepObserver {
   using HiddenView = Kokkos::View<const float**, Kokkos::LayoutRight, MemorySpace>;
   using ScoresView = Kokkos::View<const float**, Kokkos::LayoutStride, MemorySpace>;
   virtual ~StepObserver() = default;
-  /// hidden (token, hidden_size) enters attention of `layer`; its first row is the token at position
-  /// `first`.
-  virtual void attention_input(int /*layer*/, std::int64_t /*first*/, const HiddenView& /*hidden*/) {}
+  /// hidden (token, hidden_size) enters attention of `layer`; its first row is the token at
+  /// position `first`.
+  virtual void attention_input(int /*layer*/, std::int64_t /*first*/,
+                               const HiddenView& /*hidden*/) {}
   /// scores (head on this rank, token) of the step's tokens, from position `first` on.
   virtual void scores(int /*layer*/, std::int64_t /*first*/, const ScoresView& /*scores*/) {}
 };

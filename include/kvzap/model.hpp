@@ -29,11 +29,11 @@ class Model {
     Vector input_norm, attention_norm;  // (hidden)
     Matrix q, k, v, o;                  // (heads * dim, hidden); o: (hidden, heads * dim)
     Vector q_bias, k_bias, v_bias;      // or empty
-    Vector o_bias;                      // on rank 0 alone: it is added once, before the sum over ranks
-    Vector q_norm, k_norm;              // (dim), or empty
-    Matrix gate, up, down;              // (intermediate, hidden); down: (hidden, intermediate)
-    Vector gate_bias, up_bias;          // or empty
-    Vector down_bias;                   // on rank 0 alone
+    Vector o_bias;              // on rank 0 alone: it is added once, before the sum over ranks
+    Vector q_norm, k_norm;      // (dim), or empty
+    Matrix gate, up, down;      // (intermediate, hidden); down: (hidden, intermediate)
+    Vector gate_bias, up_bias;  // or empty
+    Vector down_bias;           // on rank 0 alone
   };
 
   /// Reads this rank's part of `folder`'s *.safetensors, or makes weights up from `random_seed`.

@@ -20,8 +20,8 @@ class Surrogate {
   using ScoreView = Kokkos::View<float**, Kokkos::LayoutStride, MemorySpace>;
 
   /// Reads a folder as published (nvidia/KVzap-linear-…, nvidia/KVzap-mlp-…): config.json with
-  /// input_dim, output_dim, hidden_dim (null: linear) and n_modules; tensors layers.N.weight|bias, or
-  /// layers.N.0.* and layers.N.2.*. Throws Error if it does not fit the model, naming both.
+  /// input_dim, output_dim, hidden_dim (null: linear) and n_modules; tensors layers.N.weight|bias,
+  /// or layers.N.0.* and layers.N.2.*. Throws Error if it does not fit the model, naming both.
   static Surrogate load(const std::filesystem::path& folder, const ModelConfig& model,
                         const HeadPartition& partition, int rank);
 

@@ -9,8 +9,8 @@
 namespace kvzap::detail {
 namespace {
 
-// Up to this many rows a product reads its weights at the speed of memory, and a gemm that packs them
-// first would only be slower.
+// Up to this many rows a product reads its weights at the speed of memory, and a gemm that packs
+// them first would only be slower.
 constexpr std::int64_t skinny_rows = 8;
 // Widened weights of one panel: small enough to stay in the second-level cache.
 constexpr std::int64_t panel_bytes = std::int64_t{1} << 20;
@@ -18,8 +18,8 @@ constexpr std::int64_t panel_bytes = std::int64_t{1} << 20;
 constexpr bool host_accessible =
     Kokkos::SpaceAccessibility<Kokkos::HostSpace, MemorySpace>::accessible;
 
-// Kokkos Kernels 3.4 has no overload that takes an instance: its gemm runs on the default one, after
-// what was launched there before.
+// Kokkos Kernels 3.4 has no overload that takes an instance: its gemm runs on the default one,
+// after what was launched there before.
 void gemm(const ExecutionSpace& exec, const char* op_b, float alpha, const ConstMatrix& a,
           const ConstMatrix& b, float beta, const Matrix& c) {
   if (c.extent(0) == 0 || c.extent(1) == 0) return;
@@ -69,14 +69,13 @@ void skinny(const ExecutionSpace& exec, const ConstMatrix& x, const WeightMatrix
 }
 
 template <class Value>
-void widen_panel(const ExecutionSpace& exec, const WeightMatrix<Value>& weights,
-                 std::int64_t begin, std::int64_t end, const Matrix& panel) {
+void widen_panel(const ExecutionSpace& exec, const WeightMatrix<Value>& weights, std::int64_t begin,
+                 std::int64_t end, const Matrix& panel) {
   const std::int64_t dim = weights.extent(1);
   if constexpr (host_accessible) {
-    Kokkos::parallel_for(
-        "kvzap::linear::widen",
-        Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace>(begin, end),
-        [=](std::int64_t n) { widen(&weights(n, 0), &panel(n - begin, 0), dim); });
+    Kokkos::parallel_for("kvzap::linear::widen",
+                         Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace>(begin, end),
+                         [=](std::int64_t n) { widen(&weights(n, 0), &panel(n - begin, 0), dim); });
   } else {
     Kokkos::parallel_for(
         "kvzap::linear::widen",

@@ -13,11 +13,11 @@ template <class Value>
 using WeightMatrix = Kokkos::View<const Value**, Kokkos::LayoutRight, MemorySpace>;
 
 /// c (m, n) = alpha * a (m, k) * b (n, k)^T + beta * c
-void multiply_nt(const ExecutionSpace& exec, float alpha, const ConstMatrix& a, const ConstMatrix& b,
-                 float beta, const Matrix& c);
+void multiply_nt(const ExecutionSpace& exec, float alpha, const ConstMatrix& a,
+                 const ConstMatrix& b, float beta, const Matrix& c);
 /// c (m, n) = alpha * a (m, k) * b (k, n) + beta * c
-void multiply_nn(const ExecutionSpace& exec, float alpha, const ConstMatrix& a, const ConstMatrix& b,
-                 float beta, const Matrix& c);
+void multiply_nn(const ExecutionSpace& exec, float alpha, const ConstMatrix& a,
+                 const ConstMatrix& b, float beta, const Matrix& c);
 
 /// y = x W^T + bias as torch.nn.Linear has it, accumulated in float whatever W is stored in.
 /// The object keeps the scratch space in which 16-bit weights are widened panel by panel.

@@ -4,8 +4,8 @@
 #include <cmath>
 #include <vector>
 
-// One body, several instruction sets: the loader picks the widest that the processor has. Only plain
-// functions can be cloned, so each is a thin wrapper over an inlined body.
+// One body, several instruction sets: the loader picks the widest that the processor has. Only
+// plain functions can be cloned, so each is a thin wrapper over an inlined body.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define KVZAP_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
@@ -62,9 +62,9 @@ KVZAP_BODY void widen_body(const Value* source, float* target, std::int64_t coun
 
 template <class Value>
 KVZAP_BODY void skinny_body(const Value* weights, std::int64_t weights_stride,
-                            std::int64_t n_weights, const float* inputs,
-                            std::int64_t inputs_stride, int n_inputs, std::int64_t dim,
-                            float* output, std::int64_t output_stride) {
+                            std::int64_t n_weights, const float* inputs, std::int64_t inputs_stride,
+                            int n_inputs, std::int64_t dim, float* output,
+                            std::int64_t output_stride) {
   for (std::int64_t n = 0; n < n_weights; ++n) {
     const Value* row = weights + n * weights_stride;
     for (int m = 0; m < n_inputs; ++m) {
@@ -127,7 +127,8 @@ KVZAP_BODY void accumulate_body(const Value* values, std::int64_t row_stride,
         sums[q * dim + d] += dot(column, weight, rows);
       } else {
         float sum = 0;
-        for (int r = 0; r < rows; ++r) sum += weight[r] * static_cast<float>(column[r * row_stride]);
+        for (int r = 0; r < rows; ++r)
+          sum += weight[r] * static_cast<float>(column[r * row_stride]);
         sums[q * dim + d] += sum;
       }
     }

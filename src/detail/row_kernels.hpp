@@ -12,8 +12,8 @@ void widen(const float* source, float* target, std::int64_t count);
 void widen(const half* source, float* target, std::int64_t count);
 void widen(const bfloat16* source, float* target, std::int64_t count);
 
-/// output[m * output_stride + n] = sum_k weights[n * weights_stride + k] * inputs[m * inputs_stride + k]
-/// for a handful of input rows m: each weight is read once from memory.
+/// output[m * output_stride + n] = sum_k weights[n * weights_stride + k] * inputs[m * inputs_stride
+/// + k] for a handful of input rows m: each weight is read once from memory.
 void skinny_product(const float* weights, std::int64_t weights_stride, std::int64_t n_weights,
                     const float* inputs, std::int64_t inputs_stride, int n_inputs, std::int64_t dim,
                     float* output, std::int64_t output_stride);
@@ -24,7 +24,8 @@ void skinny_product(const bfloat16* weights, std::int64_t weights_stride, std::i
                     const float* inputs, std::int64_t inputs_stride, int n_inputs, std::int64_t dim,
                     float* output, std::int64_t output_stride);
 
-/// scores[q * scores_stride + r] = sum_d queries[q * dim + d] * keys[r * row_stride + d * dim_stride]
+/// scores[q * scores_stride + r] = sum_d queries[q * dim + d] * keys[r * row_stride + d *
+/// dim_stride]
 void score_rows(const float* keys, std::int64_t row_stride, std::int64_t dim_stride, int rows,
                 const float* queries, int n_queries, int dim, float* scores, int scores_stride);
 void score_rows(const half* keys, std::int64_t row_stride, std::int64_t dim_stride, int rows,
@@ -32,9 +33,11 @@ void score_rows(const half* keys, std::int64_t row_stride, std::int64_t dim_stri
 void score_rows(const bfloat16* keys, std::int64_t row_stride, std::int64_t dim_stride, int rows,
                 const float* queries, int n_queries, int dim, float* scores, int scores_stride);
 
-/// sums[q * dim + d] += sum_r weights[q * weights_stride + r] * values[r * row_stride + d * dim_stride]
-void accumulate_rows(const float* values, std::int64_t row_stride, std::int64_t dim_stride, int rows,
-                     const float* weights, int weights_stride, int n_queries, int dim, float* sums);
+/// sums[q * dim + d] += sum_r weights[q * weights_stride + r] * values[r * row_stride + d *
+/// dim_stride]
+void accumulate_rows(const float* values, std::int64_t row_stride, std::int64_t dim_stride,
+                     int rows, const float* weights, int weights_stride, int n_queries, int dim,
+                     float* sums);
 void accumulate_rows(const half* values, std::int64_t row_stride, std::int64_t dim_stride, int rows,
                      const float* weights, int weights_stride, int n_queries, int dim, float* sums);
 void accumulate_rows(const bfloat16* values, std::int64_t row_stride, std::int64_t dim_stride,

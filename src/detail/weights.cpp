@@ -48,9 +48,10 @@ void convert(const std::byte* source, Value* target, std::int64_t count,
       target[i] = Value(wide[i]);
       if constexpr (std::is_same_v<Value, half>) {
         if (std::fabs(wide[i]) >= 65520.0f && std::isfinite(wide[i])) {
-          throw Error(fmt::format("{}: tensor {}: {} overflows f16 (largest 65504); use --dtype bf16 "
-                                  "or f32",
-                                  tensor.file, tensor.name, wide[i]));
+          throw Error(
+              fmt::format("{}: tensor {}: {} overflows f16 (largest 65504); use --dtype bf16 "
+                          "or f32",
+                          tensor.file, tensor.name, wide[i]));
         }
       }
     }
@@ -79,8 +80,8 @@ View allocate(const std::string& name, std::int64_t rows, std::int64_t columns) 
     return View(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::weights::" + name), rows,
                 columns);
   } catch (const std::exception&) {
-    throw Error(fmt::format("out of memory: no room for {} ({} x {} values of {} bytes)", name, rows,
-                            columns, sizeof(typename View::value_type)));
+    throw Error(fmt::format("out of memory: no room for {} ({} x {} values of {} bytes)", name,
+                            rows, columns, sizeof(typename View::value_type)));
   }
 }
 

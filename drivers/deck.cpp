@@ -1,0 +1,59 @@
+#include <fmt/format.h>
+#include <toml++/toml.h>
+
+#include <sstream>
+
+#include "options.hpp"
+
+namespace kvzap::driver {
+namespace {
+
+std::string text_of(const toml::node& node, const std::string& where) {
+  if (const auto* text = node.as_string()) return text->get();
+  if (const auto* flag = node.as_boolean()) return flag->get() ? "true" : "false";
+  if (const auto* integer = node.as_integer()) return fmt::format("{}", integer->get());
+  if (const auto* number = node.as_floating_point()) return fmt::format("{}", number->get());
+  throw Error(where + ": expected a text, a number, true or false");
+}
+
+}  // namespace
+
+void read_deck(CLI::App& app, const std::string& file) {
+  toml::table deck;
+  try {
+    deck = toml::parse_file(file);
+  } catch (const toml::parse_error& error) {
+    throw Error(fmt::format("{}:{}: {}", file, error.source().begin.line, error.description()));
+  }
+  for (const auto& [toml_key, node] : deck) {
+    const std::string key(toml_key.str());
+    const std::string where = fmt::format("{}:{}: {}", file, node.source().begin.line, key);
+    CLI::Option* option =
+        key == "config" || key == "help" ? nullptr : app.get_option_no_throw("--" + key);
+    if (!option) {
+      const std::string nearest = nearest_option(app, key);
+      throw Error(where + ": unknown key" +
+                  (nearest.empty() ? "" : "; did you mean '" + nearest + "'?"));
+    }
+    if (option->count() > 0) continue;  // the command line overrides
+    std::vector<std::string> values;
+    if (const auto* list = node.as_array()) {
+      if (key != "question") throw Error(where + ": expected one value, found a list");
+      for (const auto& item : *list) values.push_back(text_of(item, where));
+    } else {
+      values.push_back(text_of(node, where));
+    }
+    const bool is_flag = option->get_expected_max() == 0;
+    if (is_flag != node.is_boolean()) {
+      throw Error(where + (is_flag ? ": expected true or false" : ": expected a text or a number"));
+    }
+    try {
+      for (const std::string& value : values) option->add_result(value);
+      option->run_callback();
+    } catch (const CLI::Error& error) {
+      throw Error(where + ": " + error.what());
+    }
+  }
+}
+
+}  // namespace kvzap::driver

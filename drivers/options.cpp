@@ -1,0 +1,189 @@
+#include "options.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+
+namespace kvzap::driver {
+
+void declare(CLI::App& app, RunOptions& o) {
+  const auto model = "Model";
+  app.add_option("-m,--model", o.model,
+                 "Hugging Face folder: config.json, *.safetensors, tokenizer.json")
+      ->group(model);
+  app.add_option("--surrogate", o.surrogate, "KVzap surrogate folder; without it nothing is pruned")
+      ->group(model);
+  app.add_option("--dtype", o.dtype, "value type of weights and cache: f32, bf16 or f16")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"f32", "bf16", "f16"}))
+      ->group(model);
+  app.add_option("--random-weights", o.random_weights,
+                 "make weights up from this seed; the folder then needs config.json alone")
+      ->type_name("SEED")
+      ->group(model);
+  app.add_option("--placement", o.placement,
+                 "deal KV heads to ranks by the kept rows in this --json file of an earlier run")
+      ->type_name("FILE")
+      ->group(model);
+
+  const auto prompt = "Prompt";
+  app.add_option("-p,--prompt", o.prompt, "context")->group(prompt);
+  app.add_option("-f,--file", o.file, "file with the context, taken whole; - is standard input")
+      ->group(prompt);
+  app.add_option(
+         "--question", o.questions,
+         "question that follows the context; may be repeated, each is answered from the same "
+         "pruned context")
+      ->expected(1)
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
+      ->group(prompt);
+  app.add_flag("--raw", o.raw, "no chat template; BOS only where the tokenizer adds one")
+      ->group(prompt);
+  app.add_option("--thinking", o.thinking, "let a Qwen3 model think first: on or off")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"on", "off"}))
+      ->group(prompt);
+  app.add_flag("--token-ids", o.token_ids,
+               "context and questions are token ids separated by white space, and ids are printed; "
+               "implies --raw")
+      ->group(prompt);
+  app.add_option("-c,--ctx-size", o.max_context,
+                 "longest sequence accepted, in tokens; default: the model's "
+                 "max_position_embeddings (no limit with --random-weights)")
+      ->group(prompt);
+
+  const auto pruning = "Pruning";
+  app.add_option("--threshold", o.threshold,
+                 "log score below which a pair is evicted; required with --surrogate")
+      ->group(pruning);
+  app.add_option("--prune", o.prune,
+                 "what is judged: none, prefill (the context) or always (generated tokens too); "
+                 "default: prefill with a surrogate, none without")
+      ->check(CLI::IsMember({"none", "prefill", "always"}))
+      ->group(pruning);
+  app.add_option("--window", o.window, "most recent tokens that are always kept")
+      ->capture_default_str()
+      ->group(pruning);
+  app.add_option("--sink", o.sink, "first positions that are always kept")
+      ->capture_default_str()
+      ->group(pruning);
+  app.add_option("--prefill", o.prefill,
+                 "dense: the context attends to all of itself, then is pruned; sparse: chunk by "
+                 "chunk, over what earlier chunks left")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"dense", "sparse"}))
+      ->group(pruning);
+  app.add_option("--chunk", o.chunk, "tokens of a chunk in sparse prefill")
+      ->capture_default_str()
+      ->group(pruning);
+  app.add_flag("--trim,!--no-trim", o.trim,
+               "hand unused cache memory back to the system (default on)")
+      ->group(pruning);
+  app.add_option("--page-rows", o.page_rows, "rows of a cache page")
+      ->capture_default_str()
+      ->group(pruning);
+  app.add_option("--page-order", o.page_order, "storage inside a page: token or dim major")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"token", "dim"}))
+      ->group(pruning);
+
+  const auto generation = "Generation";
+  app.add_option("-n,--n-predict", o.new_tokens, "most tokens to generate per question")
+      ->capture_default_str()
+      ->group(generation);
+  app.add_flag("--ignore-eos", o.ignore_eos, "go on after a stop id")->group(generation);
+  app.add_option("--temp", o.sampling.temperature, "sampling temperature; 0 is greedy")
+      ->capture_default_str()
+      ->group(generation);
+  app.add_option("--top-k", o.sampling.top_k, "sample from the k most likely tokens; 0: all")
+      ->capture_default_str()
+      ->group(generation);
+  app.add_option("--top-p", o.sampling.top_p,
+                 "sample from the most likely tokens whose probabilities sum to this")
+      ->capture_default_str()
+      ->group(generation);
+  app.add_option("--seed", o.sampling.seed, "seed of the sampler")
+      ->capture_default_str()
+      ->group(generation);
+
+  const auto output = "Output";
+  app.add_option("--json", o.json, "write a report to this file; - is standard output")
+      ->type_name("FILE")
+      ->group(output);
+  app.add_option("--snapshot", o.snapshot,
+                 "write the cache as it is after the context to this HDF5 file")
+      ->type_name("FILE")
+      ->group(output);
+  app.add_flag(
+         "--dry-run", o.dry_run,
+         "print how much memory each rank needs for -c tokens (default: the prompt's) and exit")
+      ->group(output);
+  app.add_option("--evict-ratio", o.evict_ratio,
+                 "evicted share of all pairs that --dry-run assumes, in [0, 1)")
+      ->capture_default_str()
+      ->group(output);
+  app.add_flag("-q,--quiet", o.quiet, "no progress and no report on standard error")->group(output);
+  app.add_option("--config", o.config,
+                 "TOML deck with any of these options under their long names; flags override it")
+      ->type_name("DECK")
+      ->group(output);
+}
+
+void validate(const RunOptions& o) {
+  const auto require = [](bool good, const std::string& message) {
+    if (!good) throw Error(message);
+  };
+  require(!o.model.empty(), "no model: give a Hugging Face folder with -m");
+  require(o.window >= 1, fmt::format("--window is {}; expected at least 1", o.window));
+  require(o.sink >= 0, fmt::format("--sink is {}; expected 0 or more", o.sink));
+  require(o.chunk >= 1, fmt::format("--chunk is {}; expected at least 1", o.chunk));
+  require(o.page_rows >= 1 && o.page_rows <= (1 << 20),
+          fmt::format("--page-rows is {}; expected 1 to {}", o.page_rows, 1 << 20));
+  require(o.window <= (1 << 24),
+          fmt::format("--window is {}; expected at most {}", o.window, 1 << 24));
+  require(o.new_tokens >= 0, fmt::format("-n is {}; expected 0 or more", o.new_tokens));
+  require(o.max_context >= 0, fmt::format("-c is {}; expected at least 1", o.max_context));
+  require(!o.threshold || !std::isnan(*o.threshold),
+          "--threshold is NaN; expected a number (no score is below NaN)");
+  require(o.evict_ratio >= 0 && o.evict_ratio < 1,
+          fmt::format("--evict-ratio is {}; expected at least 0 and less than 1", o.evict_ratio));
+  const bool pruned = o.prune.empty() ? !o.surrogate.empty() : o.prune != "none";
+  require(!pruned || !o.surrogate.empty(),
+          fmt::format("--prune {} needs --surrogate DIR", o.prune));
+  require(o.surrogate.empty() || o.threshold || o.dry_run || !pruned,
+          "--surrogate needs --threshold: the log score below which a pair is evicted");
+  Sampler checks_its_options(o.sampling);
+  if (o.dry_run) return;
+  require(o.prompt || !o.file.empty(), "no prompt: give one with -p TEXT or -f FILE");
+  require(!(o.prompt && !o.file.empty()), "-p and -f both give the prompt: give one of them");
+  require(o.json != "-" || o.snapshot != "-", "--snapshot cannot be standard output");
+}
+
+std::string nearest_option(const CLI::App& app, const std::string& name) {
+  std::string best;
+  std::size_t best_distance = std::max<std::size_t>(2, name.size() / 2);
+  for (const CLI::Option* option : app.get_options()) {
+    for (const std::string& candidate : option->get_lnames()) {
+      // Levenshtein's distance, row by row.
+      std::vector<std::size_t> row(candidate.size() + 1);
+      for (std::size_t j = 0; j <= candidate.size(); ++j) row[j] = j;
+      for (std::size_t i = 1; i <= name.size(); ++i) {
+        std::size_t diagonal = row[0];
+        row[0] = i;
+        for (std::size_t j = 1; j <= candidate.size(); ++j) {
+          const std::size_t substituted = diagonal + (name[i - 1] != candidate[j - 1]);
+          diagonal = row[j];
+          row[j] = std::min({row[j] + 1, row[j - 1] + 1, substituted});
+        }
+      }
+      if (row.back() < best_distance) {
+        best_distance = row.back();
+        best = candidate;
+      }
+    }
+  }
+  return best;
+}
+
+}  // namespace kvzap::driver

@@ -1,0 +1,63 @@
+// What `kvzap run` can be told, by flags or by a deck.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <kvzap/generate.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace kvzap::driver {
+
+struct RunOptions {
+  std::string model;
+  std::string surrogate;
+  std::optional<double> threshold;
+  int window = 128;
+  std::int64_t sink = 0;
+  std::string prune;  // empty: prefill with a surrogate, none without
+  std::string prefill = "dense";
+  std::int64_t chunk = 2048;
+  bool trim = true;
+  int page_rows = 64;
+  std::string page_order = "token";
+  std::string dtype = "bf16";
+  std::string placement;
+
+  std::optional<std::string> prompt;
+  std::string file;
+  std::vector<std::string> questions;
+  bool token_ids = false;
+  bool raw = false;
+  std::string thinking = "off";
+  std::int64_t max_context = 0;
+
+  std::int64_t new_tokens = 128;
+  bool ignore_eos = false;
+  SamplingOptions sampling;
+
+  std::optional<std::uint64_t> random_weights;
+  std::string json;
+  std::string snapshot;
+  bool dry_run = false;
+  double evict_ratio = 0;
+  bool quiet = false;
+  std::string config;
+};
+
+/// Declares every option of `kvzap run` on `app`; parsing fills `options`.
+void declare(CLI::App& app, RunOptions& options);
+
+/// Sets the options that the deck `file` (TOML) names and the command line did not. Keys are the
+/// long flags without their dashes. Throws Error naming file, line and key: for an unknown key
+/// (with the nearest valid one), a value of the wrong type or out of range, and text that is not
+/// TOML.
+void read_deck(CLI::App& app, const std::string& file);
+
+/// The long option name of `app` that is spelled most like `name`, or "" if none is near.
+std::string nearest_option(const CLI::App& app, const std::string& name);
+
+/// Throws Error, naming the flag, for options that are out of range or contradict one another.
+void validate(const RunOptions& options);
+
+}  // namespace kvzap::driver

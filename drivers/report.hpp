@@ -1,0 +1,51 @@
+// What a run has to say: tables for people, JSON for machines.
+#pragma once
+
+#include <kvzap/generate.hpp>
+#include <kvzap/memory_plan.hpp>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "options.hpp"
+
+namespace kvzap::driver {
+
+struct AnsweredQuestion {
+  std::string question;
+  std::string text;
+  Answer answer;
+};
+
+/// Everything a run measured; filled in as it goes.
+struct RunReport {
+  std::string version;
+  ModelConfig model;
+  std::string surrogate_kind;  // empty: none
+  CacheOptions cache_options;
+  int ranks = 1;
+  std::int64_t context_tokens = 0;
+  double load_seconds = 0;
+  double prefill_seconds = 0;
+  CacheReport context;
+  std::vector<AnsweredQuestion> answers;
+  std::vector<std::int64_t> weight_bytes;    // per rank
+  std::vector<std::int64_t> peak_rss_bytes;  // per rank
+};
+
+/// "335.5 GB"; decimal units.
+std::string human_bytes(std::int64_t bytes);
+
+nlohmann::ordered_json to_json(const RunReport& report, const RunOptions& options);
+std::string to_text(const RunReport& report);
+std::string to_text(const MemoryPlan& plan, const ModelConfig& model, DType dtype,
+                    std::int64_t tokens, double evict_ratio);
+nlohmann::ordered_json to_json(const MemoryPlan& plan, const RunOptions& options,
+                               std::int64_t tokens);
+
+/// Kept rows [layer][KV head] from the JSON file of an earlier run. Throws Error naming file and
+/// field if they are not there or do not fit the model.
+std::vector<std::vector<std::int64_t>> read_kept_rows(const std::string& file,
+                                                      const ModelConfig& model);
+
+}  // namespace kvzap::driver

@@ -1,0 +1,432 @@
+#include "run.hpp"
+
+#include <fmt/format.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdio>
+#include <fstream>
+#include <iostream>
+#include <kvzap/chat_template.hpp>
+#include <kvzap/generate.hpp>
+#include <kvzap/memory_plan.hpp>
+#include <kvzap/snapshot.hpp>
+#include <kvzap/tokenizer.hpp>
+#include <sstream>
+#include <thread>
+
+#include "detail/blas_threads.hpp"
+#include "progress.hpp"
+#include "report.hpp"
+
+namespace kvzap::driver {
+namespace {
+
+namespace fs = std::filesystem;
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+std::string read_whole(const std::string& file) {
+  std::ostringstream text;
+  if (file == "-") {
+    text << std::cin.rdbuf();
+  } else {
+    if (fs::is_directory(file)) throw Error(fmt::format("{}: is a folder; expected a file", file));
+    std::ifstream stream(file, std::ios::binary);
+    if (!stream) throw Error(fmt::format("{}: cannot be opened", file));
+    text << stream.rdbuf();
+    if (stream.bad()) throw Error(fmt::format("{}: cannot be read", file));
+  }
+  return text.str();
+}
+
+std::vector<TokenId> parse_ids(const std::string& text, const char* what) {
+  std::vector<TokenId> ids;
+  std::istringstream stream(text);
+  for (std::string word; stream >> word;) {
+    std::size_t used = 0;
+    long long id = -1;
+    try {
+      id = std::stoll(word, &used);
+    } catch (const std::exception&) {
+    }
+    if (used != word.size() || id < 0 || id > std::numeric_limits<TokenId>::max()) {
+      throw Error(
+          fmt::format("{}: '{}' is no token id; --token-ids expects ids separated by white "
+                      "space",
+                      what, word));
+    }
+    ids.push_back(static_cast<TokenId>(id));
+  }
+  return ids;
+}
+
+/// Token ids of the context and of each question (at least one, possibly empty).
+struct Prompt {
+  std::vector<TokenId> context;
+  std::vector<std::vector<TokenId>> questions;
+};
+
+Prompt make_prompt(const RunOptions& options, const Tokenizer* tokenizer) {
+  const std::string text = options.prompt ? *options.prompt : read_whole(options.file);
+  const char* const source = options.prompt ? "-p" : "-f";
+  if (text.empty()) throw Error(fmt::format("{}: the prompt is empty", source));
+  Prompt prompt;
+  if (options.token_ids) {
+    prompt.context = parse_ids(text, source);
+    for (const auto& question : options.questions) {
+      prompt.questions.push_back(parse_ids(question, "--question"));
+    }
+  } else if (options.raw) {
+    prompt.context = tokenizer->encode(text, true);
+    for (const auto& question : options.questions) {
+      prompt.questions.push_back(tokenizer->encode(question));
+    }
+  } else {
+    const auto parts = ChatTemplate::detect(options.model).parts(options.thinking == "on");
+    // A template that trims its message trims where the message begins; where the context ends the
+    // question goes on.
+    std::size_t begin = 0;
+    if (parts.trim_content) begin = std::min(text.find_first_not_of(" \t\r\n\v\f"), text.size());
+    prompt.context = tokenizer->encode(parts.prefix + text.substr(begin));
+    for (const auto& question : options.questions) {
+      prompt.questions.push_back(tokenizer->encode(question + parts.suffix));
+    }
+    if (options.questions.empty()) prompt.questions.push_back(tokenizer->encode(parts.suffix));
+  }
+  if (prompt.context.empty()) throw Error(fmt::format("{}: the prompt has no tokens", source));
+  if (prompt.questions.empty()) prompt.questions.emplace_back();
+  return prompt;
+}
+
+void check_prompt(const Prompt& prompt, const ModelConfig& config, std::int64_t limit) {
+  const auto check_ids = [&](const std::vector<TokenId>& ids, const char* what) {
+    for (TokenId id : ids) {
+      if (id >= config.vocab_size) {
+        throw Error(fmt::format("{}: token id {} is not in the vocabulary; expected less than {}",
+                                what, id, config.vocab_size));
+      }
+    }
+  };
+  check_ids(prompt.context, "prompt");
+  for (const auto& question : prompt.questions) {
+    check_ids(question, "--question");
+    const std::int64_t tokens = prompt.context.size() + question.size();
+    if (limit > 0 && tokens > limit) {
+      throw Error(
+          fmt::format("the prompt has {} tokens; the longest context accepted is {} (-c, or "
+                      "the model's max_position_embeddings = {})",
+                      tokens, limit, config.max_position_embeddings));
+    }
+  }
+}
+
+void broadcast(std::vector<TokenId>& ids, const Communicator& comm) {
+  std::int64_t count = ids.size();
+  comm.broadcast(&count, sizeof(count), 0);
+  ids.resize(count);
+  comm.broadcast(ids.data(), count * sizeof(TokenId), 0);
+}
+
+/// Rank 0 alone reads and tokenizes the prompt; all ranks get its ids.
+Prompt share_prompt(const RunOptions& options, const Tokenizer* tokenizer,
+                    const ModelConfig& config, std::int64_t limit, const Communicator& comm) {
+  Prompt prompt;
+  comm.agree([&] {
+    if (!comm.is_root()) return;
+    prompt = make_prompt(options, tokenizer);
+    check_prompt(prompt, config, limit);
+  });
+  broadcast(prompt.context, comm);
+  std::int64_t questions = prompt.questions.size();
+  comm.broadcast(&questions, sizeof(questions), 0);
+  prompt.questions.resize(questions);
+  for (auto& question : prompt.questions) broadcast(question, comm);
+  return prompt;
+}
+
+/// Name under which a result is written before it takes its final one.
+fs::path temporary_name(const std::string& file) {
+  return file + fmt::format(".tmp-{}", static_cast<long>(getpid()));
+}
+
+void check_writable(const std::string& file) {
+  if (file.empty() || file == "-") return;
+  if (fs::is_directory(file)) throw Error(fmt::format("--json {}: is a folder", file));
+  const fs::path probe = temporary_name(file);
+  const bool opened = std::ofstream(probe).good();
+  std::error_code ignored;
+  fs::remove(probe, ignored);
+  if (!opened) throw Error(fmt::format("--json {}: cannot be written", file));
+}
+
+/// Writes beside the target and renames: an older file stays whole if the disk is full.
+void write_whole(const std::string& file, const std::string& text) {
+  if (file == "-") {
+    std::fwrite(text.data(), 1, text.size(), stdout);
+    return;
+  }
+  const fs::path temporary = temporary_name(file);
+  std::ofstream stream(temporary, std::ios::binary);
+  stream << text;
+  stream.close();
+  std::error_code error;
+  if (stream) fs::rename(temporary, file, error);
+  if (!stream || error) {
+    std::error_code ignored;
+    fs::remove(temporary, ignored);
+    throw Error(fmt::format("--json {}: writing failed (is the disk full?)", file));
+  }
+}
+
+void flush_stdout() {
+  if (std::fflush(stdout) != 0 || std::ferror(stdout)) {
+    throw Error("standard output: writing failed (is the disk full?)");
+  }
+}
+
+std::int64_t peak_rss_bytes() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return std::int64_t{1024} * usage.ru_maxrss;
+}
+
+/// Memory that processes on this node may still take, or -1 if the system does not say.
+std::int64_t available_bytes() {
+  std::ifstream info("/proc/meminfo");
+  std::string name;
+  std::int64_t kilobytes = 0;
+  for (std::string line; std::getline(info, line);) {
+    std::istringstream words(line);
+    if (words >> name >> kilobytes && name == "MemAvailable:") return 1024 * kilobytes;
+  }
+  return -1;
+}
+
+/// Refuses what cannot fit before minutes are spent on it: the system would otherwise kill a rank
+/// without a word. Weights and what prefill needs at least; how much pruning will keep is not
+/// known.
+void check_memory(const MemoryPlan& plan, bool pruned, int ranks_on_node) {
+  if (!Kokkos::SpaceAccessibility<Kokkos::HostSpace, MemorySpace>::accessible) return;
+  std::int64_t most = 0;
+  for (const auto& rank : plan.ranks) {
+    most = std::max(most, rank.weights + (pruned ? rank.dense_layer : rank.kv_full));
+  }
+  const std::int64_t needed = most * ranks_on_node;
+  const std::int64_t available = available_bytes();
+  if (available >= 0 && needed > available) {
+    throw Error(
+        fmt::format("not enough memory: {} ranks on this node need {} for weights and cache, "
+                    "{} are available; --dry-run prints the plan",
+                    ranks_on_node, human_bytes(needed), human_bytes(available)));
+  }
+}
+
+CacheOptions cache_options(const RunOptions& options) {
+  CacheOptions cache;
+  const std::string prune =
+      !options.prune.empty() ? options.prune : (options.surrogate.empty() ? "none" : "prefill");
+  cache.prune = prune == "none"      ? PruneMode::none
+                : prune == "prefill" ? PruneMode::prefill
+                                     : PruneMode::always;
+  cache.prefill = options.prefill == "sparse" ? PrefillMode::sparse : PrefillMode::dense;
+  cache.chunk = options.chunk;
+  cache.threshold = static_cast<float>(options.threshold.value_or(0));
+  cache.window = options.window;
+  cache.sink = options.sink;
+  cache.trim = options.trim;
+  cache.page_rows = options.page_rows;
+  cache.order = options.page_order == "dim" ? PageOrder::dim_major : PageOrder::token_major;
+  return cache;
+}
+
+template <class Value>
+std::unique_ptr<Generator> make_generator(const RunOptions& options, const CacheOptions& cache,
+                                          const ModelConfig& config, const HeadPartition& partition,
+                                          const Communicator& comm,
+                                          const ProgressCallback& progress, RunReport& report) {
+  std::unique_ptr<Generator> generator;
+  std::int64_t weight_bytes = 0;
+  comm.agree([&] {
+    const auto model = std::make_shared<const Model<Value>>(Model<Value>::load(
+        options.model, config, partition, comm.rank(), options.random_weights, progress));
+    weight_bytes = model->bytes();
+    std::optional<Surrogate> surrogate;
+    if (cache.prune != PruneMode::none) {
+      surrogate = Surrogate::load(options.surrogate, config, partition, comm.rank());
+      report.surrogate_kind = surrogate->kind();
+    }
+    generator = Generator::create<Value>(model, std::move(surrogate), cache, comm);
+  });
+  for (const auto& rank : comm.all_gather({weight_bytes})) {
+    report.weight_bytes.push_back(rank.front());
+  }
+  return generator;
+}
+
+void dry_run(const RunOptions& options, const ModelConfig& config, const Tokenizer* tokenizer,
+             std::int64_t limit, const Communicator& comm) {
+  std::int64_t tokens = options.max_context;
+  if (tokens == 0 && (options.prompt || !options.file.empty())) {
+    const Prompt prompt = share_prompt(options, tokenizer, config, limit, comm);
+    for (const auto& question : prompt.questions) {
+      tokens = std::max<std::int64_t>(tokens,
+                                      prompt.context.size() + question.size() + options.new_tokens);
+    }
+  }
+  if (tokens == 0) tokens = config.max_position_embeddings;
+  const DType dtype = dtype_from_name(options.dtype);
+  MemoryPlan plan;
+  comm.agree([&] {
+    plan = plan_memory(config, dtype, tokens, options.evict_ratio, comm.size(), options.window);
+    if (!comm.is_root()) return;
+    if (options.json != "-") {
+      const std::string text = to_text(plan, config, dtype, tokens, options.evict_ratio);
+      std::fwrite(text.data(), 1, text.size(), stdout);
+    }
+    if (!options.json.empty()) {
+      write_whole(options.json, to_json(plan, options, tokens).dump(2) + "\n");
+    }
+    flush_stdout();
+  });
+}
+
+}  // namespace
+
+void run(const RunOptions& options, const Communicator& comm, const std::string& version) {
+  const bool talks = comm.is_root() && !options.quiet;
+
+  // 1. Check what can be checked before the work starts.
+  RunReport report;
+  report.version = version;
+  report.ranks = comm.size();
+  report.cache_options = cache_options(options);
+  ModelConfig& config = report.model;
+  std::optional<HeadPartition> partition;
+  std::optional<Tokenizer> tokenizer;
+  std::vector<TokenId> stop_ids;
+  std::int64_t limit = 0;
+  comm.agree([&] {
+    validate(options);
+    config = ModelConfig::load(options.model);
+    const int layers = static_cast<int>(config.num_hidden_layers);
+    const int heads = static_cast<int>(config.num_key_value_heads);
+    partition =
+        options.placement.empty()
+            ? HeadPartition::even(layers, heads, comm.size())
+            : HeadPartition::balanced(read_kept_rows(options.placement, config), comm.size());
+    limit = options.max_context;
+    if (!options.random_weights) {
+      if (limit > config.max_position_embeddings) {
+        throw Error(fmt::format("-c is {}; the model's max_position_embeddings is {}", limit,
+                                config.max_position_embeddings));
+      }
+      if (limit == 0) limit = config.max_position_embeddings;
+    }
+    if (!options.ignore_eos) stop_ids = load_stop_ids(options.model, config.vocab_size);
+    const bool has_prompt = options.prompt || !options.file.empty();
+    if (comm.is_root() && has_prompt && !options.token_ids)
+      tokenizer = Tokenizer::load(options.model);
+    if (comm.is_root()) check_writable(options.json);
+  });
+  if (talks) {
+    for (const auto& warning : config.warnings) fmt::print(stderr, "kvzap: warning: {}\n", warning);
+  }
+  const Tokenizer* const text_tokenizer = tokenizer ? &*tokenizer : nullptr;
+  if (options.dry_run) return dry_run(options, config, text_tokenizer, limit, comm);
+  if (!options.snapshot.empty()) check_snapshot_writable(options.snapshot, comm);
+  const Prompt prompt = share_prompt(options, text_tokenizer, config, limit, comm);
+  report.context_tokens = prompt.context.size();
+  const int ranks_on_node = comm.ranks_on_node();
+  comm.agree([&] {
+    check_memory(plan_memory(config, dtype_from_name(options.dtype), report.context_tokens, 0,
+                             comm.size(), options.window),
+                 report.cache_options.prune != PruneMode::none, ranks_on_node);
+  });
+  detail::set_blas_threads(
+      std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / ranks_on_node));
+
+  // 2. Load this rank's share of the weights.
+  Progress bar(talks);
+  const ProgressCallback progress = [&](std::string_view what, std::int64_t done,
+                                        std::int64_t total) { bar.update(what, done, total); };
+  auto start = Clock::now();
+  std::unique_ptr<Generator> generator;
+  switch (dtype_from_name(options.dtype)) {
+    case DType::f32:
+      generator = make_generator<float>(options, report.cache_options, config, *partition, comm,
+                                        progress, report);
+      break;
+    case DType::f16:
+      generator = make_generator<half>(options, report.cache_options, config, *partition, comm,
+                                       progress, report);
+      break;
+    case DType::bf16:
+      generator = make_generator<bfloat16>(options, report.cache_options, config, *partition, comm,
+                                           progress, report);
+      break;
+  }
+  report.load_seconds = seconds_since(start);
+
+  // 3. Prefill the context and prune it.
+  start = Clock::now();
+  generator->prefill(prompt.context, prompt.questions.size() > 1, progress);
+  report.prefill_seconds = seconds_since(start);
+  report.context = generator->report();
+  bar.clear();
+  if (!options.snapshot.empty()) generator->write_snapshot(options.snapshot, options.model);
+
+  // 4. Answer each question from the same pruned context, printing tokens as they come.
+  const bool prints = comm.is_root() && options.json != "-";
+  for (std::size_t i = 0; i < prompt.questions.size(); ++i) {
+    AnsweredQuestion answered;
+    if (!options.questions.empty()) answered.question = options.questions[i];
+    std::optional<Tokenizer::StreamDecoder> decoder;
+    if (tokenizer) decoder.emplace(*tokenizer);
+    const auto emit = [&](const std::string& piece) {
+      answered.text += piece;
+      if (!prints) return;
+      std::fwrite(piece.data(), 1, piece.size(), stdout);
+      std::fflush(stdout);
+    };
+    AnswerOptions answer_options;
+    answer_options.max_new_tokens = options.new_tokens;
+    answer_options.stop_ids = stop_ids;
+    answer_options.max_tokens = limit;
+    answer_options.sampling = options.sampling;
+    answer_options.on_token = [&](TokenId token, const std::vector<float>&) {
+      if (decoder) {
+        emit(decoder->append(token));
+      } else if (comm.is_root()) {
+        emit(fmt::format("{}{}", answered.text.empty() ? "" : " ", token));
+      }
+    };
+    answered.answer = generator->answer(prompt.questions[i], answer_options);
+    if (decoder) emit(decoder->finish());
+    if (prints) std::fwrite("\n", 1, 1, stdout);
+    report.answers.push_back(std::move(answered));
+  }
+
+  // 5. Report.
+  for (const auto& rank : comm.all_gather({peak_rss_bytes()})) {
+    report.peak_rss_bytes.push_back(rank.front());
+  }
+  comm.agree([&] {
+    if (!comm.is_root()) return;
+    flush_stdout();
+    if (talks) fmt::print(stderr, "{}", to_text(report));
+    if (!options.json.empty()) {
+      write_whole(
+          options.json,
+          to_json(report, options).dump(2, ' ', false, nlohmann::json::error_handler_t::replace) +
+              "\n");
+    }
+    flush_stdout();
+  });
+}
+
+}  // namespace kvzap::driver

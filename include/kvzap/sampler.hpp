@@ -1,0 +1,35 @@
+// From logits to the next token.
+#pragma once
+
+#include <kvzap/types.hpp>
+#include <random>
+#include <vector>
+
+namespace kvzap {
+
+struct SamplingOptions {
+  /// 0: greedy. Otherwise logits are divided by it.
+  double temperature = 0;
+  /// Keep the k most likely tokens; 0 keeps all.
+  std::int64_t top_k = 0;
+  /// Keep the smallest set of most likely tokens whose probabilities sum to at least top_p.
+  double top_p = 1;
+  std::uint64_t seed = 0;
+};
+
+/// Draws tokens; filters apply in the order temperature, top-k, top-p, as in transformers. The same
+/// seed gives the same draws on every platform.
+class Sampler {
+ public:
+  /// Throws Error if temperature < 0, top_k < 0, top_p outside (0, 1], or any is NaN.
+  explicit Sampler(const SamplingOptions& options);
+
+  /// The next token; ties go to the smaller id. Returns -1 if a logit is NaN or none is finite.
+  TokenId operator()(const std::vector<float>& logits);
+
+ private:
+  SamplingOptions m_options;
+  std::mt19937_64 m_random;
+};
+
+}  // namespace kvzap

@@ -1,0 +1,285 @@
+// End to end against transformers + kvpress in float32: same token ids in, same scores, same
+// evicted pairs, same logits and same generated ids out, for every model, case and run in
+// tests/golden, both page orders and two page sizes, at every number of ranks that the model's KV
+// heads allow.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <fstream>
+#include <kvzap/chat_template.hpp>
+#include <kvzap/generate.hpp>
+#include <kvzap/safetensors.hpp>
+#include <kvzap/tokenizer.hpp>
+#include <map>
+#include <nlohmann/json.hpp>
+
+namespace kvzap {
+namespace {
+
+constexpr double tolerance = 1e-3;
+
+const std::filesystem::path source_dir = KVZAP_SOURCE_DIR;
+const std::filesystem::path golden_dir = source_dir / "tests/golden";
+
+std::filesystem::path model_dir(const std::string& name) {
+  const auto shipped = source_dir / "inputs/models" / name;
+  return std::filesystem::exists(shipped) ? shipped : golden_dir / "models" / name;
+}
+
+template <class T>
+std::vector<T> tensor(const SafetensorsFolder& file, const std::string& name) {
+  const TensorInfo* info = file.find(name);
+  if (!info) throw Error("golden tensor missing: " + name);
+  std::vector<T> values(info->bytes / sizeof(T));
+  std::memcpy(values.data(), info->data, info->bytes);
+  return values;
+}
+
+std::vector<TokenId> ids(const SafetensorsFolder& file, const std::string& name) {
+  return tensor<TokenId>(file, name);
+}
+
+/// Collects what passes through the steps: scores of every position, attention inputs of two
+/// layers.
+class Recorder : public StepObserver {
+ public:
+  Recorder(int layers, const HeadPartition& partition, int rank)
+      : m_partition(partition), m_rank(rank), scores_of(layers), inputs_of(layers) {}
+
+  void attention_input(int layer, std::int64_t first, const HiddenView& hidden) override {
+    const auto host = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, hidden);
+    auto& target = inputs_of[layer];
+    target.resize(first * host.extent(1));
+    for (std::size_t i = 0; i < host.extent(0); ++i) {
+      for (std::size_t d = 0; d < host.extent(1); ++d) target.push_back(host(i, d));
+    }
+  }
+  void scores(int layer, std::int64_t first, const ScoresView& scores) override {
+    Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> copy("scores", scores.extent(0),
+                                                                 scores.extent(1));
+    Kokkos::deep_copy(copy, scores);
+    const auto host = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, copy);
+    for (std::size_t h = 0; h < host.extent(0); ++h) {
+      auto& target = scores_of[layer][m_partition.heads(layer, m_rank)[h]];
+      target.resize(first);
+      for (std::size_t t = 0; t < host.extent(1); ++t) target.push_back(host(h, t));
+    }
+  }
+
+ private:
+  const HeadPartition& m_partition;
+  int m_rank;
+
+ public:
+  std::vector<std::map<int, std::vector<float>>> scores_of;  // [layer][KV head], by position
+  std::vector<std::vector<float>> inputs_of;                 // [layer], (token, hidden)
+};
+
+/// Compares evicted pairs of this rank's heads with the reference (layer, head, token); a pair may
+/// differ only if its score is at the threshold. Returns how many do differ, over all ranks.
+std::int64_t compare_evicted(Generator& generator, const ModelConfig& config,
+                             const HeadPartition& partition, const Communicator& comm,
+                             const std::vector<std::uint8_t>& expected, std::int64_t tokens,
+                             const Recorder& recorder, float threshold, const std::string& what) {
+  std::int64_t different = 0;
+  for (int l = 0; l < config.num_hidden_layers; ++l) {
+    const auto& heads = partition.heads(l, comm.rank());
+    for (std::size_t h = 0; h < heads.size(); ++h) {
+      std::vector<bool> kept(tokens, false);
+      for (std::int64_t p : generator.positions(l, static_cast<int>(h))) kept.at(p) = true;
+      for (std::int64_t p = 0; p < tokens; ++p) {
+        const bool evicted =
+            expected[(l * config.num_key_value_heads + heads[h]) * tokens + p] != 0;
+        if (evicted != kept[p]) continue;
+        ++different;
+        const auto& scores = recorder.scores_of[l].at(heads[h]);
+        EXPECT_LT(std::fabs(scores.at(p) - threshold), tolerance)
+            << what << ": layer " << l << " head " << heads[h] << " position " << p
+            << (evicted ? " should be evicted" : " should be kept");
+      }
+    }
+  }
+  return comm.all_reduce_sum(different);
+}
+
+/// Logits row by row, as long as ours generated what the reference did; ids up to a step at which
+/// the reference's best two logits lie closer than the tolerance.
+void compare_generation(const std::vector<TokenId>& expected_ids,
+                        const std::vector<float>& expected_logits, const std::vector<TokenId>& ids,
+                        const std::vector<std::vector<float>>& logits, bool is_root,
+                        const std::string& what) {
+  const std::size_t vocabulary = expected_logits.size() / expected_ids.size();
+  for (std::size_t step = 0; step < expected_ids.size(); ++step) {
+    ASSERT_LT(step, ids.size()) << what << ": stopped early";
+    const float* row = expected_logits.data() + step * vocabulary;
+    float largest = 0;
+    for (std::size_t v = 0; v < vocabulary; ++v) largest = std::max(largest, std::fabs(row[v]));
+    if (is_root) {
+      double worst = 0;
+      for (std::size_t v = 0; v < vocabulary; ++v) {
+        worst = std::max<double>(worst, std::fabs(row[v] - logits[step][v]));
+      }
+      ASSERT_LT(worst, tolerance * largest) << what << ": logits of step " << step;
+    }
+    std::vector<float> sorted(row, row + vocabulary);
+    std::partial_sort(sorted.begin(), sorted.begin() + 2, sorted.end(), std::greater<>());
+    if (ids[step] != expected_ids[step] && sorted[0] - sorted[1] < tolerance * largest) return;
+    ASSERT_EQ(ids[step], expected_ids[step]) << what << ": step " << step;
+  }
+  EXPECT_EQ(ids.size(), expected_ids.size()) << what;
+}
+
+struct Variant {
+  PageOrder order;
+  int page_rows;
+  bool balanced;
+};
+
+class Golden : public ::testing::TestWithParam<std::string> {};
+
+TEST_P(Golden, TokenizerGivesTheReferenceIds) {
+  const std::string name = GetParam();
+  const Tokenizer tokenizer = Tokenizer::load(model_dir(name));
+  const auto parts = ChatTemplate::detect(model_dir(name)).parts(false);
+  for (const auto& item : nlohmann::json::parse(std::ifstream(golden_dir / (name + ".json")))) {
+    const auto file = SafetensorsFolder::open(golden_dir / item["file"].get<std::string>());
+    EXPECT_EQ(tokenizer.encode(parts.prefix + item["context"].get<std::string>()),
+              ids(file, "context_ids"));
+    EXPECT_EQ(tokenizer.encode(item["question"].get<std::string>() + parts.suffix),
+              ids(file, "question_ids"));
+    for (const auto& [run, content] : item["runs"].items()) {
+      EXPECT_EQ(tokenizer.decode(ids(file, run + ".generated")), content["text"]) << run;
+    }
+  }
+}
+
+TEST_P(Golden, EveryRun) {
+  const std::string name = GetParam();
+  const Communicator comm = Communicator::world();
+  const ModelConfig config = ModelConfig::load(model_dir(name));
+  const int heads = static_cast<int>(config.num_key_value_heads);
+  const int layers = static_cast<int>(config.num_hidden_layers);
+  if (comm.size() > heads) {
+    EXPECT_THROW(HeadPartition::even(layers, heads, comm.size()), Error);
+    return;
+  }
+  // An uneven placement, so that ranks own different numbers of heads layer by layer.
+  std::vector<std::vector<std::int64_t>> kept(layers, std::vector<std::int64_t>(heads));
+  for (int l = 0; l < layers; ++l) {
+    for (int h = 0; h < heads; ++h)
+      kept[l][h] = (l % 2 == 0 && h == 1) ? 1000 : 10 + 7 * ((l + h) % 3);
+  }
+  const auto stop_ids = load_stop_ids(model_dir(name), config.vocab_size);
+  for (const Variant& variant :
+       {Variant{PageOrder::token_major, 64, false}, Variant{PageOrder::dim_major, 16, false},
+        Variant{PageOrder::token_major, 16, true}, Variant{PageOrder::dim_major, 64, true}}) {
+    const HeadPartition partition = variant.balanced
+                                        ? HeadPartition::balanced(kept, comm.size())
+                                        : HeadPartition::even(layers, heads, comm.size());
+    const auto model = std::make_shared<const Model<float>>(
+        Model<float>::load(model_dir(name), config, partition, comm.rank()));
+    for (const auto& item : nlohmann::json::parse(std::ifstream(golden_dir / (name + ".json")))) {
+      const auto file = SafetensorsFolder::open(golden_dir / item["file"].get<std::string>());
+      const auto context = ids(file, "context_ids");
+      const auto question = ids(file, "question_ids");
+      const std::int64_t n_context = context.size();
+      for (const auto& [run, content] : item["runs"].items()) {
+        const std::string what = fmt::format(
+            "{} case {} {} pages of {} {}", name, item["case"].get<int>(), run, variant.page_rows,
+            variant.order == PageOrder::token_major ? "by token" : "by dim");
+        CacheOptions options;
+        options.page_rows = variant.page_rows;
+        options.order = variant.order;
+        std::optional<Surrogate> surrogate;
+        std::string kind;
+        if (run != "full") {
+          // kvzap-KIND.tauT.wW.MODE
+          const auto tau = run.find(".tau"), window = run.find(".w"), mode = run.rfind('.');
+          kind = run.substr(0, tau);
+          options.threshold = std::stof(run.substr(tau + 4, window - tau - 4));
+          options.window = std::stoi(run.substr(window + 2, mode - window - 2));
+          options.prune = run.substr(mode + 1) == "decode" ? PruneMode::always : PruneMode::prefill;
+          surrogate = Surrogate::load(model_dir(kind + "-" + name), config, partition, comm.rank());
+        }
+        const auto generator = Generator::create<float>(model, std::move(surrogate), options, comm);
+        Recorder recorder(layers, partition, comm.rank());
+        generator->set_observer(&recorder);
+        generator->prefill(context, false);
+
+        std::int64_t different = 0;
+        if (run != "full") {
+          const auto expected_scores = tensor<float>(file, kind + ".scores");
+          for (int l = 0; l < layers; ++l) {
+            for (int head : partition.heads(l, comm.rank())) {
+              const auto& scores = recorder.scores_of[l].at(head);
+              ASSERT_EQ(scores.size(), context.size());
+              double worst = 0;
+              for (std::int64_t p = 0; p < n_context; ++p) {
+                worst = std::max<double>(
+                    worst,
+                    std::fabs(scores[p] - expected_scores[(l * heads + head) * n_context + p]));
+              }
+              EXPECT_LT(worst, tolerance) << what << ": scores of layer " << l << " head " << head;
+            }
+          }
+          different = compare_evicted(*generator, config, partition, comm,
+                                      tensor<std::uint8_t>(file, run + ".evicted_after_prefill"),
+                                      n_context, recorder, options.threshold, what);
+          if (different == 0) {
+            EXPECT_NEAR(generator->report().evict_ratio(),
+                        content["evict_ratio_after_prefill"].get<double>(), 1e-12)
+                << what;
+          }
+        } else if (file.find("attention_input.0")) {
+          for (int l : {0, layers - 1}) {
+            const auto expected = tensor<float>(file, fmt::format("attention_input.{}", l));
+            ASSERT_EQ(recorder.inputs_of[l].size(), expected.size());
+            float largest = 0, worst = 0;
+            for (std::size_t i = 0; i < expected.size(); ++i) {
+              largest = std::max(largest, std::fabs(expected[i]));
+              worst = std::max(worst, std::fabs(expected[i] - recorder.inputs_of[l][i]));
+            }
+            EXPECT_LT(worst, tolerance * largest) << what << ": attention input of layer " << l;
+          }
+        }
+
+        std::vector<std::vector<float>> logits;
+        AnswerOptions answer_options;
+        answer_options.max_new_tokens = item["max_new_tokens"].get<std::int64_t>();
+        answer_options.stop_ids = stop_ids;
+        answer_options.on_token = [&](TokenId, const std::vector<float>& row) {
+          logits.push_back(row);
+        };
+        const Answer answer = generator->answer(question, answer_options);
+        if (file.find(run + ".evicted_at_end")) {
+          const std::int64_t tokens =
+              tensor<std::uint8_t>(file, run + ".evicted_at_end").size() / (layers * heads);
+          if (answer.cache.tokens == tokens) {
+            different += compare_evicted(*generator, config, partition, comm,
+                                         tensor<std::uint8_t>(file, run + ".evicted_at_end"),
+                                         tokens, recorder, options.threshold, what + " at the end");
+          }
+        }
+        if (different == 0) {
+          compare_generation(ids(file, run + ".generated"), tensor<float>(file, run + ".logits"),
+                             answer.tokens, logits, comm.is_root(), what);
+        }
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Models, Golden,
+                         ::testing::Values("recall-4m", "llama-random", "qwen2-random"),
+                         [](const auto& info) {
+                           std::string name = info.param;
+                           std::replace(name.begin(), name.end(), '-', '_');
+                           return name;
+                         });
+
+}  // namespace
+}  // namespace kvzap

@@ -1,0 +1,196 @@
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <cstring>
+#include <kvzap/communicator.hpp>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace {
+
+using kvzap::AgreedError;
+using kvzap::Communicator;
+using kvzap::Error;
+
+TEST(Communicator, KnowsItsPlace) {
+  const auto comm = Communicator::world();
+  int rank = -1, size = -1;
+  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  MPI_Comm_size(MPI_COMM_WORLD, &size);
+  EXPECT_EQ(comm.rank(), rank);
+  EXPECT_EQ(comm.size(), size);
+  EXPECT_EQ(comm.is_root(), rank == 0);
+  const int on_node = comm.ranks_on_node();
+  EXPECT_GE(on_node, 1);
+  EXPECT_LE(on_node, size);
+}
+
+TEST(Communicator, SumsFloatsToTheSameBitsOnEveryRank) {
+  const auto comm = Communicator::world();
+  for (std::size_t count : {std::size_t{0}, std::size_t{1}, std::size_t{7}, std::size_t{100000}}) {
+    std::vector<float> values(count + 1, -1.0f);
+    for (std::size_t i = 0; i < count; ++i) {
+      values[i] = 1.0f / static_cast<float>(i % 1000 + 1 + comm.rank());
+    }
+    comm.all_reduce_sum(values.data(), count);
+    EXPECT_EQ(values[count], -1.0f);
+    std::vector<std::int64_t> bits;
+    for (std::size_t i = 0; i < count; ++i) {
+      double expected = 0;
+      for (int rank = 0; rank < comm.size(); ++rank) expected += 1.0 / (i % 1000 + 1 + rank);
+      ASSERT_NEAR(values[i], expected, 1e-6 * expected);
+      std::int32_t word;
+      std::memcpy(&word, &values[i], sizeof(word));
+      bits.push_back(word);
+    }
+    for (const auto& theirs : comm.all_gather(bits)) EXPECT_EQ(theirs, bits);
+  }
+}
+
+TEST(Communicator, ReducesIntegers) {
+  const auto comm = Communicator::world();
+  const std::int64_t large = std::int64_t{1} << 40;
+  const std::int64_t size = comm.size();
+  EXPECT_EQ(comm.all_reduce_sum(large + comm.rank()), size * large + size * (size - 1) / 2);
+  EXPECT_EQ(comm.all_reduce_max(large - comm.rank()), large);
+  EXPECT_EQ(comm.all_reduce_max(-large - comm.rank()), -large);
+}
+
+TEST(Communicator, BroadcastsFromAnyRoot) {
+  const auto comm = Communicator::world();
+  for (int root = 0; root < comm.size(); ++root) {
+    std::vector<char> data(1001, static_cast<char>(comm.rank()));
+    comm.broadcast(data.data(), 1000, root);
+    EXPECT_EQ(std::vector<char>(data.begin(), data.end() - 1),
+              std::vector<char>(1000, static_cast<char>(root)));
+    EXPECT_EQ(data.back(), static_cast<char>(comm.rank()));
+    comm.broadcast(nullptr, 0, root);
+  }
+}
+
+TEST(Communicator, AllGathersUnequalLengths) {
+  const auto comm = Communicator::world();
+  // Rank r has r of them: rank 0 none.
+  const std::vector<std::int64_t> mine(comm.rank(), std::int64_t{1} << (33 + comm.rank()));
+  const auto all = comm.all_gather(mine);
+  ASSERT_EQ(all.size(), static_cast<std::size_t>(comm.size()));
+  for (int rank = 0; rank < comm.size(); ++rank) {
+    EXPECT_EQ(all[rank], std::vector<std::int64_t>(rank, std::int64_t{1} << (33 + rank)));
+  }
+  for (const auto& none : comm.all_gather({})) EXPECT_TRUE(none.empty());
+}
+
+TEST(Communicator, GathersUnequalCountsOnTheRoot) {
+  const auto comm = Communicator::world();
+  for (int root = 0; root < comm.size(); ++root) {
+    // The first rank has none, the others 3, 6, ...
+    std::vector<float> mine, expected;
+    for (int rank = 0; rank < comm.size(); ++rank) {
+      for (int i = 0; i < 3 * rank; ++i) {
+        const float value = 100.0f * rank + i;
+        expected.push_back(value);
+        if (rank == comm.rank()) mine.push_back(value);
+      }
+    }
+    const auto all = comm.gather(mine.data(), mine.size(), root);
+    EXPECT_EQ(all, comm.rank() == root ? expected : std::vector<float>{});
+  }
+}
+
+/// What agree() throws when `work` fails here or elsewhere; empty if it does not.
+template <class Work>
+std::string agreed_text(const Communicator& comm, Work&& work) {
+  try {
+    comm.agree(work);
+  } catch (const AgreedError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+void expect_contains(const std::string& text, const std::string& part) {
+  EXPECT_NE(text.find(part), std::string::npos) << "'" << part << "' is not in: " << text;
+}
+
+/// Every rank has the same text.
+void expect_same_everywhere(const Communicator& comm, const std::string& text) {
+  const std::vector<std::int64_t> letters(text.begin(), text.end());
+  for (const auto& theirs : comm.all_gather(letters)) EXPECT_EQ(theirs, letters);
+}
+
+TEST(Agree, RunsTheWorkOnEveryRank) {
+  const auto comm = Communicator::world();
+  int runs = 0;
+  EXPECT_EQ(agreed_text(comm, [&] { ++runs; }), "");
+  EXPECT_EQ(runs, 1);
+}
+
+TEST(Agree, OneRankFailing) {
+  const auto comm = Communicator::world();
+  for (int failing = 0; failing < comm.size(); ++failing) {
+    const std::string reason = "config.json: field a is " + std::to_string(failing);
+    const auto text = agreed_text(comm, [&] {
+      if (comm.rank() == failing) throw Error(reason);
+    });
+    expect_contains(text, reason);
+    if (comm.size() > 1) {
+      expect_contains(text,
+                      "rank " + std::to_string(failing) + " of " + std::to_string(comm.size()));
+    } else {
+      EXPECT_EQ(text, reason);
+    }
+    expect_same_everywhere(comm, text);
+  }
+}
+
+TEST(Agree, AllRanksFailing) {
+  const auto comm = Communicator::world();
+  // The lowest rank speaks for all, and as nothing points at one node, no rank is named.
+  const auto text = agreed_text(
+      comm, [&] { throw std::runtime_error("failure number " + std::to_string(comm.rank())); });
+  EXPECT_EQ(text, "failure number 0");
+  expect_same_everywhere(comm, text);
+}
+
+TEST(Agree, SomeRanksFailing) {
+  const auto comm = Communicator::world();
+  if (comm.size() < 3) GTEST_SKIP() << "needs three ranks";
+  const auto text = agreed_text(comm, [&] {
+    if (comm.rank() > 0) throw Error(std::string(comm.rank() * 5000, 'x'));
+  });
+  EXPECT_EQ(text.substr(0, 5001), std::string(5000, 'x') + " ");
+  expect_contains(text, "rank 1 of");
+  expect_same_everywhere(comm, text);
+}
+
+TEST(Agree, OutOfMemoryAndEmptyTexts) {
+  const auto comm = Communicator::world();
+  expect_contains(agreed_text(comm,
+                              [&] {
+                                if (comm.rank() == comm.size() - 1) throw std::bad_alloc();
+                              }),
+                  "out of memory");
+  EXPECT_THROW(comm.agree([&] { throw Error(""); }), AgreedError);
+}
+
+TEST(Agree, TheCommunicatorStaysUsableAfterAnError) {
+  const auto comm = Communicator::world();
+  for (int i = 0; i < 50; ++i) {
+    EXPECT_THROW(comm.agree([&] {
+      if (comm.rank() == i % comm.size()) throw Error("again");
+    }),
+                 AgreedError);
+    EXPECT_EQ(comm.all_reduce_sum(std::int64_t{1}), comm.size());
+  }
+}
+
+TEST(Agree, NestedCallsKeepTheText) {
+  const auto comm = Communicator::world();
+  // An AgreedError that leaves the work of an outer agree() is an error like any other.
+  const auto text = agreed_text(comm, [] { throw AgreedError("inner"); });
+  EXPECT_EQ(text, "inner");
+}
+
+}  // namespace

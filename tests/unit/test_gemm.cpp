@@ -1,0 +1,213 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <random>
+#include <utility>
+
+#include "detail/gemm.hpp"
+
+namespace {
+
+using kvzap::bfloat16;
+using kvzap::ExecutionSpace;
+using kvzap::half;
+using kvzap::MemorySpace;
+namespace detail = kvzap::detail;
+
+float uniform(std::mt19937& random) { return static_cast<float>(random() >> 8) * 0x1p-23f - 1.0f; }
+
+template <class Value>
+using Storage = Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace>;
+
+/// A (rows, columns) matrix inside a wider one.
+template <class Value>
+struct Part {
+  Storage<Value> whole;
+  typename Storage<Value>::HostMirror host;
+  Storage<Value> view;
+  int left;
+
+  Part(int rows, int columns, int left, int right)
+      : whole("part", rows, left + columns + right),
+        host(Kokkos::create_mirror_view(whole)),
+        view(Kokkos::subview(whole, Kokkos::ALL, std::make_pair(left, left + columns))),
+        left(left) {}
+
+  Value& at(int i, int j) const { return host(i, left + j); }
+  int rows() const { return static_cast<int>(view.extent(0)); }
+  int columns() const { return static_cast<int>(view.extent(1)); }
+  void fill(std::mt19937& random) const {
+    for (std::size_t i = 0; i < host.extent(0); ++i) {
+      for (std::size_t j = 0; j < host.extent(1); ++j) host(i, j) = Value(uniform(random));
+    }
+    Kokkos::deep_copy(whole, host);
+  }
+  void download() const { Kokkos::deep_copy(host, whole); }
+};
+
+/// Rounding of a sum of `count` products of numbers up to 1.
+double tolerance(int count) { return 1e-7 * (2 + count); }
+
+constexpr float nan_value = std::numeric_limits<float>::quiet_NaN();
+
+/// Marks everything, so that what a product must overwrite and what it must leave alone both show.
+void mark(const Part<float>& y) {
+  Kokkos::deep_copy(y.host, -777.0f);
+  for (int i = 0; i < y.rows(); ++i) {
+    for (int j = 0; j < y.columns(); ++j) y.at(i, j) = nan_value;
+  }
+  Kokkos::deep_copy(y.whole, y.host);
+}
+
+void expect_margins_untouched(const Part<float>& y) {
+  for (int i = 0; i < y.rows(); ++i) {
+    for (int j = 0; j < static_cast<int>(y.host.extent(1)); ++j) {
+      if (j < y.left || j >= y.left + y.columns()) {
+        ASSERT_EQ(y.host(i, j), -777.0f) << i << ", " << j;
+      }
+    }
+  }
+}
+
+template <class Value>
+class Linear : public ::testing::Test {
+ protected:
+  void check(int m, int n, int k, bool biased, int margin) {
+    SCOPED_TRACE("m " + std::to_string(m) + " n " + std::to_string(n) + " k " + std::to_string(k) +
+                 (biased ? " with bias" : " without bias"));
+    std::mt19937 random(800 + m + n + k);
+    const Part<float> x(m, k, margin, 2 * margin);
+    const Part<Value> weights(n, k, 3 * margin, margin);
+    const Part<float> y(m, n, margin, margin);
+    x.fill(random);
+    weights.fill(random);
+    Kokkos::View<float*, MemorySpace> bias("bias", biased ? n : 0);
+    const auto host_bias = Kokkos::create_mirror_view(bias);
+    for (int j = 0; biased && j < n; ++j) host_bias(j) = uniform(random);
+    Kokkos::deep_copy(bias, host_bias);
+    mark(y);
+    const ExecutionSpace exec;
+    m_linear(exec, detail::ConstMatrix(x.view), detail::WeightMatrix<Value>(weights.view),
+             detail::ConstVector(bias), y.view);
+    exec.fence();
+    y.download();
+    double largest = 0;
+    for (int i = 0; i < m; ++i) {
+      for (int j = 0; j < n; ++j) {
+        double expected = biased ? host_bias(j) : 0;
+        for (int l = 0; l < k; ++l) expected += double{x.at(i, l)} * weights.at(j, l);
+        const double error = std::fabs(y.at(i, j) - expected);
+        ASSERT_FALSE(std::isnan(error)) << i << ", " << j;
+        largest = std::max(largest, error);
+      }
+    }
+    EXPECT_LT(largest, tolerance(k));
+    expect_margins_untouched(y);
+  }
+
+  detail::LinearMap m_linear;  // one for all shapes: its panel must fit each
+};
+using ValueTypes = ::testing::Types<float, half, bfloat16>;
+TYPED_TEST_SUITE(Linear, ValueTypes);
+
+// Eight rows are the most that take the way without a gemm.
+TYPED_TEST(Linear, AnyShape) {
+  for (int m : {1, 2, 8, 9, 100}) {
+    for (int n : {1, 5, 63, 64, 65, 130}) {
+      for (int k : {1, 31, 80}) {
+        for (bool biased : {false, true}) this->check(m, n, k, biased, 0);
+      }
+    }
+  }
+}
+
+TYPED_TEST(Linear, PartsOfWiderMatrices) {
+  for (int m : {1, 8, 9, 100}) {
+    for (int n : {5, 130}) this->check(m, n, 33, true, 4);
+  }
+}
+
+// Panels hold 2^20 bytes of widened weights, 262 rows of 1000: the last is not full.
+TYPED_TEST(Linear, SeveralPanels) {
+  for (int m : {1, 9, 20}) {
+    for (int n : {262, 263, 600}) this->check(m, n, 1000, true, 0);
+  }
+}
+
+TYPED_TEST(Linear, NothingToMultiply) {
+  for (int m : {1, 9}) {
+    this->check(m, 7, 0, true, 0);
+    this->check(m, 7, 0, false, 2);
+    this->check(m, 0, 7, true, 0);
+  }
+  this->check(0, 7, 7, true, 0);
+}
+
+void check_multiply(int m, int n, int k, bool transposed, float alpha, float beta, int margin) {
+  SCOPED_TRACE("m " + std::to_string(m) + " n " + std::to_string(n) + " k " + std::to_string(k) +
+               (transposed ? " nt" : " nn"));
+  std::mt19937 random(900 + m + n + k);
+  const Part<float> a(m, k, margin, 2 * margin);
+  const Part<float> b(transposed ? n : k, transposed ? k : n, 2 * margin, margin);
+  const Part<float> c(m, n, margin, 3 * margin);
+  a.fill(random);
+  b.fill(random);
+  // With beta = 0 what c held does not matter, be it NaN.
+  mark(c);
+  Storage<float> before("before", m, n);
+  const auto host_before = Kokkos::create_mirror(Kokkos::HostSpace{}, before);
+  for (int i = 0; i < m; ++i) {
+    for (int j = 0; j < n; ++j) {
+      host_before(i, j) = beta == 0 ? 0 : uniform(random);
+      if (beta != 0) c.at(i, j) = host_before(i, j);
+    }
+  }
+  Kokkos::deep_copy(c.whole, c.host);
+  const ExecutionSpace exec;
+  const auto multiply = transposed ? detail::multiply_nt : detail::multiply_nn;
+  multiply(exec, alpha, detail::ConstMatrix(a.view), detail::ConstMatrix(b.view), beta, c.view);
+  exec.fence();
+  c.download();
+  double largest = 0;
+  for (int i = 0; i < m; ++i) {
+    for (int j = 0; j < n; ++j) {
+      double expected = double{beta} * host_before(i, j);
+      for (int l = 0; l < k; ++l) {
+        expected += double{alpha} * a.at(i, l) * (transposed ? b.at(j, l) : b.at(l, j));
+      }
+      const double error = std::fabs(c.at(i, j) - expected);
+      ASSERT_FALSE(std::isnan(error)) << i << ", " << j;
+      largest = std::max(largest, error);
+    }
+  }
+  EXPECT_LT(largest, tolerance(k) * std::max(1.0f, std::fabs(alpha)));
+  expect_margins_untouched(c);
+}
+
+TEST(Multiply, PartsOfWiderMatrices) {
+  for (bool transposed : {false, true}) {
+    for (int margin : {0, 3}) {
+      for (int m : {1, 9, 64}) {
+        for (int n : {1, 16, 77}) {
+          for (int k : {1, 80, 129}) {
+            check_multiply(m, n, k, transposed, 1, 0, margin);
+            check_multiply(m, n, k, transposed, 1, 1, margin);
+            check_multiply(m, n, k, transposed, -1.5f, 0.5f, margin);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Multiply, EmptyResult) {
+  for (bool transposed : {false, true}) {
+    check_multiply(0, 5, 4, transposed, 1, 0, 0);
+    check_multiply(5, 0, 4, transposed, 1, 0, 0);
+  }
+}
+
+}  // namespace

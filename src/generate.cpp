@@ -153,13 +153,13 @@ class TypedGenerator final : public Generator {
 
   void write_snapshot(const std::filesystem::path& file, const std::string& model_name) override {
     SnapshotInfo info;
-    info.attributes["model"] = model_name;
-    info.attributes["prune"] = std::string(name_of(m_options.prune));
-    info.attributes["prefill"] = std::string(name_of(m_options.prefill));
+    info.model = model_name;
+    info.prune = name_of(m_options.prune);
+    info.further["prefill"] = std::string(name_of(m_options.prefill));
     if (m_options.prune != PruneMode::none) {
-      info.attributes["surrogate"] = m_surrogate->kind();
-      info.attributes["threshold"] = static_cast<double>(m_options.threshold);
-      info.attributes["sink"] = m_options.sink;
+      info.threshold = m_options.threshold;
+      info.sink = m_options.sink;
+      info.further["surrogate"] = m_surrogate->kind();
     }
     kvzap::write_snapshot(file, m_decoder.cache(), m_sequence, m_model->partition(), m_comm, info);
   }

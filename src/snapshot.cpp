@@ -463,6 +463,10 @@ void write_layer(hid_t hdf5, const fs::path& file, KVCache<Value, order>& cache,
     type = type_in_memory(layout.dtype);
     transfer = property_list(H5P_DATASET_XFER);
     checked_hdf5(H5Pset_dxpl_mpio(transfer, H5FD_MPIO_COLLECTIVE), "H5Pset_dxpl_mpio");
+    // Each rank's rows are one run of bytes, which gathering on a few ranks would not speed up; and
+    // Open MPI's gathering writes do not tell every rank of an error, and then hang.
+    checked_hdf5(H5Pset_dxpl_mpio_collective_opt(transfer, H5FD_MPIO_INDIVIDUAL_IO),
+                 "H5Pset_dxpl_mpio_collective_opt");
   });
   const auto rounds =
       static_cast<std::size_t>(comm.all_reduce_max(static_cast<std::int64_t>(pieces.size())));

@@ -317,7 +317,7 @@ constexpr std::string_view not_space_set =
 // refused: better no tokenizer than one that splits differently.
 class PatternTranslator {
  public:
-  PatternTranslator(const Field& field) : m_field(field), m_pattern(field.string()) {}
+  explicit PatternTranslator(const Field& field) : m_field(field), m_pattern(field.string()) {}
 
   std::string translate() {
     while (m_position < m_pattern.size()) {

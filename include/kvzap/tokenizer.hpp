@@ -19,8 +19,10 @@ namespace kvzap {
 /// Supported are BPE models over the byte alphabet (merges as "a b" or ["a", "b"], ignore_merges),
 /// the normalizer NFC, the pre-tokenizers Split, Digits and a final ByteLevel, added tokens with
 /// all their flags, the post-processors ByteLevel and TemplateProcessing, the decoder ByteLevel,
-/// and Sequences of these. The truncation and padding settings of the file are ignored. Copies
-/// share one vocabulary, and all const members may be called from several threads at once.
+/// and Sequences of these. The truncation and padding settings of the file are ignored. Which
+/// characters are letters or numbers is up to the Unicode version of PCRE2, so that text in the
+/// newest scripts may be split differently. Copies share one vocabulary, and all const members may
+/// be called from several threads at once.
 class Tokenizer {
  public:
   class StreamDecoder;

@@ -156,7 +156,7 @@ TEST(Agree, AllRanksFailing) {
 
 TEST(Agree, SomeRanksFailing) {
   const auto comm = Communicator::world();
-  if (comm.size() < 3) GTEST_SKIP() << "needs three ranks";
+  if (comm.size() < 2) GTEST_SKIP() << "needs two ranks";
   const auto text = agreed_text(comm, [&] {
     if (comm.rank() > 0) throw Error(std::string(comm.rank() * 5000, 'x'));
   });
@@ -184,13 +184,6 @@ TEST(Agree, TheCommunicatorStaysUsableAfterAnError) {
                  AgreedError);
     EXPECT_EQ(comm.all_reduce_sum(std::int64_t{1}), comm.size());
   }
-}
-
-TEST(Agree, NestedCallsKeepTheText) {
-  const auto comm = Communicator::world();
-  // An AgreedError that leaves the work of an outer agree() is an error like any other.
-  const auto text = agreed_text(comm, [] { throw AgreedError("inner"); });
-  EXPECT_EQ(text, "inner");
 }
 
 }  // namespace

@@ -1,1 +1,561 @@
+// Snapshots: content against an oracle that knows nothing of the cache, at any number of ranks, and
+// what remains after a failure.
+#include <gtest/gtest.h>
+#include <hdf5.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/resource.h>
 
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <kvzap/snapshot.hpp>
+#include <limits>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+namespace kvzap {
+namespace {
+
+namespace fs = std::filesystem;
+
+/// A folder that all ranks know, removed by rank 0 once all are done with it.
+class SharedFolder {
+ public:
+  SharedFolder() {
+    std::string pattern = (fs::temp_directory_path() / "kvzap-XXXXXX").string();
+    if (m_comm.is_root() && ::mkdtemp(pattern.data()) == nullptr) pattern.clear();
+    m_comm.broadcast(pattern.data(), pattern.size(), 0);
+    m_path = pattern;
+  }
+  ~SharedFolder() {
+    MPI_Barrier(m_comm.mpi());
+    std::error_code ignored;
+    if (m_comm.is_root()) fs::remove_all(m_path, ignored);
+  }
+  SharedFolder(const SharedFolder&) = delete;
+  SharedFolder& operator=(const SharedFolder&) = delete;
+
+  fs::path operator/(const std::string& name) const { return m_path / name; }
+  std::set<std::string> names() const {
+    std::set<std::string> names;
+    for (const auto& entry : fs::directory_iterator(m_path)) {
+      names.insert(entry.path().filename().string());
+    }
+    return names;
+  }
+
+ private:
+  Communicator m_comm = Communicator::world();
+  fs::path m_path;
+};
+
+/// The first `n` ranks of the world; not usable elsewhere.
+class FirstRanks {
+ public:
+  explicit FirstRanks(int n) {
+    const Communicator world = Communicator::world();
+    MPI_Comm_split(world.mpi(), world.rank() < n ? 0 : MPI_UNDEFINED, 0, &m_comm);
+  }
+  ~FirstRanks() {
+    if (m_comm != MPI_COMM_NULL) MPI_Comm_free(&m_comm);
+  }
+  FirstRanks(const FirstRanks&) = delete;
+  FirstRanks& operator=(const FirstRanks&) = delete;
+  bool has_this_rank() const { return m_comm != MPI_COMM_NULL; }
+  Communicator communicator() const { return Communicator(m_comm); }
+
+ private:
+  MPI_Comm m_comm = MPI_COMM_NULL;
+};
+
+std::uint64_t hash(std::initializer_list<std::int64_t> parts) {
+  std::uint64_t state = 0x9e3779b97f4a7c15u;
+  for (std::int64_t part : parts) {
+    state = (state ^ static_cast<std::uint64_t>(part)) * 0xbf58476d1ce4e5b9u;
+    state ^= state >> 29;
+  }
+  return state;
+}
+
+float uniform(std::uint64_t bits) { return static_cast<float>(bits >> 40) / 8388608.0f - 1.0f; }
+
+constexpr int n_layers = 2;
+constexpr int n_heads = 5;
+constexpr int head_dim = 6;
+constexpr int window = 8;
+constexpr int silent_head = 3;  // of layer 1: nothing of it survives the ring
+const EvictionRule rule{0.1f, 0, true};
+
+/// What token `position` of text `text` is given, by global head.
+float score(int text, int layer, int head, std::int64_t position) {
+  if (layer == 1 && head == silent_head) return -100;
+  // Heads keep different shares.
+  return uniform(hash({1, text, layer, head, position})) + 0.3f * static_cast<float>(head - 2);
+}
+
+template <class Value>
+Value element(int what, int text, int layer, int head, std::int64_t position, int d) {
+  const std::uint64_t bits = hash({2, what, text, layer, head, position, d});
+  if (bits % 97 == 0) return Value(std::numeric_limits<float>::infinity());
+  if (bits % 89 == 0) return Value(-1e-6f);  // subnormal in binary16
+  return Value(3.0f * uniform(bits));
+}
+
+/// Tokens that a sequence was given: `shared` of text 0, then more of `text`.
+struct Story {
+  int text;
+  std::int64_t shared;
+  std::int64_t tokens;
+  int text_at(std::int64_t position) const { return position < shared ? 0 : text; }
+  std::vector<std::int64_t> kept(int layer, int head) const {
+    std::vector<std::int64_t> positions;
+    for (std::int64_t p = 0; p < tokens; ++p) {
+      if (p >= tokens - window || score(text_at(p), layer, head, p) >= rule.threshold) {
+        positions.push_back(p);
+      }
+    }
+    return positions;
+  }
+};
+constexpr Story original{0, 37, 48};
+constexpr Story forked{1, 37, 60};
+
+HeadPartition uneven_partition(int ranks) {
+  return HeadPartition::balanced({{9, 50, 3, 40, 8}, {1, 2, 30, 4, 100}}, ranks);
+}
+
+template <class Value, PageOrder order>
+void append(KVCache<Value, order>& cache, SequenceId sequence, const HeadPartition& partition,
+            int rank, const Story& story, std::int64_t from, std::int64_t to) {
+  for (int layer = 0; layer < n_layers; ++layer) {
+    const auto& heads = partition.heads(layer, rank);
+    Kokkos::View<Value***, Kokkos::LayoutRight, Kokkos::HostSpace> keys("k", to - from,
+                                                                        heads.size(), head_dim);
+    Kokkos::View<Value***, Kokkos::LayoutRight, Kokkos::HostSpace> values("v", to - from,
+                                                                          heads.size(), head_dim);
+    Kokkos::View<float**, Kokkos::LayoutRight, Kokkos::HostSpace> scores("s", heads.size(),
+                                                                         to - from);
+    for (std::size_t h = 0; h < heads.size(); ++h) {
+      for (std::int64_t p = from; p < to; ++p) {
+        const int text = story.text_at(p);
+        scores(h, p - from) = score(text, layer, heads[h], p);
+        for (int d = 0; d < head_dim; ++d) {
+          keys(p - from, h, d) = element<Value>(0, text, layer, heads[h], p, d);
+          values(p - from, h, d) = element<Value>(1, text, layer, heads[h], p, d);
+        }
+      }
+    }
+    const auto on_device = [](const auto& view) {
+      return Kokkos::create_mirror_view_and_copy(MemorySpace{}, view);
+    };
+    cache.append(ExecutionSpace{}, sequence, layer, on_device(keys), on_device(values),
+                 on_device(scores), rule);
+  }
+}
+
+/// A cache with a sequence, 0, and a fork of it, 1, that went on differently.
+template <class Value, PageOrder order>
+std::unique_ptr<KVCache<Value, order>> forked_cache(const HeadPartition& partition, int rank) {
+  CacheShape shape;
+  for (int layer = 0; layer < n_layers; ++layer) {
+    shape.heads.push_back(static_cast<int>(partition.heads(layer, rank).size()));
+  }
+  shape.head_dim = head_dim;
+  shape.window = window;
+  shape.page_rows = 4;
+  auto cache = std::make_unique<KVCache<Value, order>>(shape);
+  const SequenceId first = cache->add_sequence();
+  append(*cache, first, partition, rank, original, 0, original.shared);
+  const SequenceId second = cache->fork(first);
+  append(*cache, second, partition, rank, forked, forked.shared, forked.tokens);
+  append(*cache, first, partition, rank, original, original.shared, original.tokens);
+  return cache;
+}
+
+SnapshotInfo some_info() {
+  SnapshotInfo info;
+  info.model = "models/größer";
+  info.prune = "kvzap";
+  info.threshold = rule.threshold;
+  info.sink = 4;
+  info.further = {{"seed", std::int64_t{-7}}, {"wall_s", 1.5}, {"note", std::string()}};
+  return info;
+}
+
+/// Reads with the plain C interface. Rank 0 only.
+class Reader {
+ public:
+  explicit Reader(const fs::path& file)
+      : m_file(H5Fopen(file.c_str(), H5F_ACC_RDONLY, H5P_DEFAULT)) {
+    EXPECT_GE(m_file, 0);
+  }
+  ~Reader() { EXPECT_GE(H5Fclose(m_file), 0); }
+  Reader(const Reader&) = delete;
+  Reader& operator=(const Reader&) = delete;
+
+  template <class Number>
+  Number attribute(const char* name, hid_t memory_type) const {
+    Number value{};
+    const hid_t attribute = H5Aopen(m_file, name, H5P_DEFAULT);
+    EXPECT_GE(attribute, 0) << name;
+    EXPECT_GE(H5Aread(attribute, memory_type, &value), 0) << name;
+    H5Aclose(attribute);
+    return value;
+  }
+  std::int64_t integer(const char* name) const {
+    return attribute<std::int64_t>(name, H5T_NATIVE_INT64);
+  }
+  std::string text(const char* name) const {
+    const hid_t type = H5Tcopy(H5T_C_S1);
+    H5Tset_size(type, H5T_VARIABLE);
+    H5Tset_cset(type, H5T_CSET_UTF8);
+    char* const raw = attribute<char*>(name, type);
+    H5Tclose(type);
+    const std::string text = raw ? raw : "(null)";
+    H5free_memory(raw);
+    return text;
+  }
+
+  /// Elements of a data set with `extents`; memory_type -1 takes the file's own bits.
+  template <class Element>
+  std::vector<Element> data(const std::string& name, const std::vector<hsize_t>& extents,
+                            hid_t memory_type) const {
+    const hid_t set = H5Dopen2(m_file, name.c_str(), H5P_DEFAULT);
+    EXPECT_GE(set, 0) << name;
+    const hid_t space = H5Dget_space(set);
+    std::vector<hsize_t> found(H5Sget_simple_extent_ndims(space));
+    H5Sget_simple_extent_dims(space, found.data(), nullptr);
+    EXPECT_EQ(found, extents) << name;
+    const hid_t own_type = H5Dget_type(set);
+    std::vector<Element> content(H5Sget_simple_extent_npoints(space));
+    if (memory_type < 0) {
+      EXPECT_EQ(H5Tget_size(own_type), sizeof(Element));
+    }
+    EXPECT_GE(H5Dread(set, memory_type < 0 ? own_type : memory_type, H5S_ALL, H5S_ALL, H5P_DEFAULT,
+                      content.data()),
+              0);
+    H5Tclose(own_type);
+    H5Sclose(space);
+    H5Dclose(set);
+    return content;
+  }
+
+ private:
+  hid_t m_file;
+};
+
+template <class Value>
+void expect_content(const fs::path& file, const Story& story) {
+  const Reader reader(file);
+  for (int layer = 0; layer < n_layers; ++layer) {
+    SCOPED_TRACE(layer);
+    std::vector<std::int64_t> offsets{0};
+    std::vector<std::int64_t> positions;
+    std::vector<Value> elements[2];
+    for (int head = 0; head < n_heads; ++head) {
+      for (std::int64_t p : story.kept(layer, head)) {
+        positions.push_back(p);
+        for (int what : {0, 1}) {
+          for (int d = 0; d < head_dim; ++d) {
+            elements[what].push_back(element<Value>(what, story.text_at(p), layer, head, p, d));
+          }
+        }
+      }
+      offsets.push_back(static_cast<std::int64_t>(positions.size()));
+    }
+    const std::string group = "/layers/" + std::to_string(layer) + "/";
+    EXPECT_EQ(reader.data<std::int64_t>(group + "offsets", {n_heads + 1}, H5T_NATIVE_INT64),
+              offsets);
+    EXPECT_EQ(reader.data<std::int64_t>(group + "positions", {positions.size()}, H5T_NATIVE_INT64),
+              positions);
+    for (int what : {0, 1}) {
+      const std::string name = group + (what == 0 ? "keys" : "values");
+      const std::vector<hsize_t> extents{positions.size(), head_dim};
+      const auto raw = reader.data<Value>(name, extents, -1);
+      ASSERT_EQ(raw.size(), elements[what].size());
+      EXPECT_EQ(std::memcmp(raw.data(), elements[what].data(), raw.size() * sizeof(Value)), 0);
+      // HDF5 itself must understand the type.
+      const auto converted = reader.data<float>(name, extents, H5T_NATIVE_FLOAT);
+      for (std::size_t i = 0; i < raw.size(); ++i) {
+        ASSERT_EQ(converted[i], static_cast<float>(elements[what][i])) << name << " " << i;
+      }
+    }
+  }
+}
+
+void expect_attributes(const fs::path& file, const Story& story, std::string_view dtype) {
+  const Reader reader(file);
+  EXPECT_EQ(reader.integer("kvzap_format_version"), 1);
+  EXPECT_EQ(reader.integer("n_layers"), n_layers);
+  EXPECT_EQ(reader.integer("n_kv_heads"), n_heads);
+  EXPECT_EQ(reader.integer("head_dim"), head_dim);
+  EXPECT_EQ(reader.integer("window"), window);
+  EXPECT_EQ(reader.integer("page_rows"), 4);
+  EXPECT_EQ(reader.integer("tokens"), story.tokens);
+  EXPECT_EQ(reader.integer("sink"), 4);
+  EXPECT_EQ(reader.integer("seed"), -7);
+  EXPECT_EQ(reader.attribute<float>("threshold", H5T_NATIVE_FLOAT), rule.threshold);
+  EXPECT_EQ(reader.attribute<double>("wall_s", H5T_NATIVE_DOUBLE), 1.5);
+  EXPECT_EQ(reader.text("dtype"), dtype);
+  EXPECT_EQ(reader.text("model"), "models/größer");
+  EXPECT_EQ(reader.text("prune"), "kvzap");
+  EXPECT_EQ(reader.text("note"), "");
+}
+
+std::string file_bytes(const fs::path& file) {
+  std::ifstream stream(file, std::ios::binary);
+  return {std::istreambuf_iterator<char>(stream), {}};
+}
+
+/// Runs `call` and expects AgreedError with `part` in it, on this rank.
+template <class Call>
+void expect_agreed_error(Call&& call, const std::string& part) {
+  try {
+    call();
+  } catch (const AgreedError& error) {
+    EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
+    return;
+  }
+  ADD_FAILURE() << "no AgreedError was thrown; expected one with '" << part << "'";
+}
+
+template <class Value, PageOrder order>
+void check_at_every_number_of_ranks() {
+  const SharedFolder folder;
+  std::vector<std::string> bytes;
+  const int world = Communicator::world().size();
+  for (int ranks : std::set<int>{1, std::min(2, world), world}) {
+    SCOPED_TRACE(ranks);
+    const FirstRanks first(ranks);
+    if (!first.has_this_rank()) continue;
+    const Communicator comm = first.communicator();
+    const HeadPartition partition = uneven_partition(ranks);
+    const auto cache = forked_cache<Value, order>(partition, comm.rank());
+    const std::string name = std::to_string(ranks) + "-ranks.h5";
+    const std::string fork_name = std::to_string(ranks) + "-ranks-fork.h5";
+    write_snapshot(folder / name, *cache, 0, partition, comm, some_info());
+    write_snapshot(folder / fork_name, *cache, 1, partition, comm, some_info());
+    if (!comm.is_root()) continue;
+    expect_attributes(folder / name, original, name_of(DTypeOf<Value>::value));
+    expect_attributes(folder / fork_name, forked, name_of(DTypeOf<Value>::value));
+    expect_content<Value>(folder / name, original);
+    expect_content<Value>(folder / fork_name, forked);
+    bytes.push_back(file_bytes(folder / name));
+  }
+  for (const std::string& other : bytes) EXPECT_TRUE(other == bytes.front());
+}
+
+TEST(Snapshot, FloatRowsReadBack) {
+  check_at_every_number_of_ranks<float, PageOrder::token_major>();
+}
+TEST(Snapshot, HalfRowsReadBack) { check_at_every_number_of_ranks<half, PageOrder::dim_major>(); }
+TEST(Snapshot, Bfloat16RowsReadBack) {
+  check_at_every_number_of_ranks<bfloat16, PageOrder::token_major>();
+}
+
+TEST(Snapshot, SilentHeadHasItsRingOnly) {
+  EXPECT_EQ(original.kept(1, silent_head).size(), static_cast<std::size_t>(window));
+}
+
+using FloatCache = KVCache<float, PageOrder::token_major>;
+
+/// What a failure needs: a cache, and an older file that must outlive it.
+class SnapshotFailure : public ::testing::Test {
+ protected:
+  SnapshotFailure()
+      : m_partition(uneven_partition(m_comm.size())),
+        m_cache(forked_cache<float, PageOrder::token_major>(m_partition, m_comm.rank())),
+        m_file(m_folder / "cache.h5") {
+    if (m_comm.is_root()) std::ofstream(m_file) << "older";
+    MPI_Barrier(m_comm.mpi());
+  }
+  void write(const fs::path& file, const SnapshotInfo& info = some_info()) {
+    write_snapshot(file, *m_cache, 0, m_partition, m_comm, info);
+  }
+  void expect_untouched() {
+    MPI_Barrier(m_comm.mpi());
+    EXPECT_EQ(m_folder.names(), std::set<std::string>{"cache.h5"});
+    EXPECT_EQ(file_bytes(m_file), "older");
+  }
+
+  Communicator m_comm = Communicator::world();
+  SharedFolder m_folder;
+  HeadPartition m_partition;
+  std::unique_ptr<FloatCache> m_cache;
+  fs::path m_file;
+};
+
+TEST_F(SnapshotFailure, NoneReplacesTheOlderFile) {
+  write(m_file);
+  MPI_Barrier(m_comm.mpi());
+  EXPECT_EQ(m_folder.names(), std::set<std::string>{"cache.h5"});
+  if (m_comm.is_root()) expect_content<float>(m_file, original);
+}
+
+TEST_F(SnapshotFailure, SmallFilesStaySmall) {
+  // Space reserved for metadata is given back.
+  write(m_file);
+  std::uintmax_t rows = 0;
+  for (int layer = 0; layer < n_layers; ++layer) {
+    for (int head = 0; head < n_heads; ++head) rows += original.kept(layer, head).size();
+  }
+  EXPECT_LT(fs::file_size(m_file), rows * (2 * head_dim * sizeof(float) + 8) + (24u << 10));
+}
+
+TEST_F(SnapshotFailure, MissingFolder) {
+  const fs::path file = m_folder / "missing/cache.h5";
+  expect_agreed_error([&] { write(file); }, file.string());
+  expect_agreed_error([&] { check_snapshot_writable(file, m_comm); }, file.string());
+  expect_untouched();
+}
+
+TEST_F(SnapshotFailure, TargetIsNotAFile) {
+  const fs::path folder = m_file.parent_path();
+  expect_agreed_error([&] { write(folder); }, "not a regular file");
+  expect_agreed_error([&] { check_snapshot_writable("/dev/null", m_comm); }, "not a regular file");
+  expect_untouched();
+}
+
+/// Lets no file of this process grow beyond `bytes`: to a program like a full disk.
+class FileSizeLimit {
+ public:
+  explicit FileSizeLimit(rlim_t bytes) : m_handler(::signal(SIGXFSZ, SIG_IGN)) {
+    ::getrlimit(RLIMIT_FSIZE, &m_before);
+    const rlimit limit{bytes, m_before.rlim_max};
+    ::setrlimit(RLIMIT_FSIZE, &limit);
+  }
+  ~FileSizeLimit() {
+    ::setrlimit(RLIMIT_FSIZE, &m_before);
+    ::signal(SIGXFSZ, m_handler);
+  }
+  FileSizeLimit(const FileSizeLimit&) = delete;
+  FileSizeLimit& operator=(const FileSizeLimit&) = delete;
+
+ private:
+  rlimit m_before{};
+  void (*m_handler)(int);
+};
+
+TEST_F(SnapshotFailure, NoRoom) {
+  for (const rlim_t bytes : {0, 50, 1000, 20000}) {
+    SCOPED_TRACE(bytes);
+    {
+      const FileSizeLimit limit(bytes);
+      expect_agreed_error([&] { write(m_file); }, m_file.string());
+    }
+    expect_untouched();
+  }
+  // HDF5 is still in working order.
+  write(m_file);
+  if (m_comm.is_root()) expect_content<float>(m_file, original);
+}
+
+TEST_F(SnapshotFailure, AttributesThatCannotBeWritten) {
+  SnapshotInfo info = some_info();
+  info.further["head_dim"] = 1.0;
+  expect_agreed_error([&] { write(m_file, info); }, "'head_dim'");
+  info = some_info();
+  info.model = std::string("a\0b", 3);
+  expect_agreed_error([&] { write(m_file, info); }, "'model'");
+  info = some_info();
+  info.further[std::string(70000, 'x')] = 1.0;  // HDF5's limit is 64 KiB
+  expect_agreed_error([&] { write(m_file, info); }, "H5A");
+  expect_untouched();
+}
+
+TEST_F(SnapshotFailure, CacheThatDoesNotFit) {
+  const auto write_with = [&](const HeadPartition& partition, SequenceId sequence) {
+    write_snapshot(m_file, *m_cache, sequence, partition, m_comm, some_info());
+  };
+  expect_agreed_error([&] { write_with(m_partition, 99); }, "no sequence 99");
+  expect_agreed_error([&] { write_with(HeadPartition::even(3, n_heads, m_comm.size()), 0); },
+                      "3 layers");
+  expect_agreed_error(
+      [&] { write_with(HeadPartition::even(n_layers, 8 * n_heads, m_comm.size()), 0); },
+      "KV heads");
+  expect_agreed_error(
+      [&] { write_with(HeadPartition::even(n_layers, n_heads, m_comm.size() + 1), 0); }, "ranks");
+  expect_untouched();
+}
+
+TEST_F(SnapshotFailure, OfOneRankIsToldToAll) {
+  if (m_comm.size() == 1) GTEST_SKIP() << "needs two ranks";
+  // Sequence 1 is known everywhere but on the last rank.
+  if (m_comm.rank() == m_comm.size() - 1) m_cache->free_sequence(1);
+  expect_agreed_error(
+      [&] { write_snapshot(m_file, *m_cache, 1, m_partition, m_comm, some_info()); },
+      "no sequence 1");
+  // Sequence 0 has more tokens there.
+  if (m_comm.rank() == m_comm.size() - 1) {
+    append(*m_cache, 0, m_partition, m_comm.rank(), original, original.tokens, original.tokens + 1);
+  }
+  expect_agreed_error([&] { write(m_file); }, "tokens");
+  expect_untouched();
+}
+
+TEST_F(SnapshotFailure, CheckLeavesNothingBehind) {
+  check_snapshot_writable(m_file, m_comm);
+  check_snapshot_writable(m_folder / "new.h5", m_comm);
+  expect_untouched();
+}
+
+TEST(Snapshot, SequenceWithoutTokens) {
+  const SharedFolder folder;
+  const Communicator comm = Communicator::world();
+  const HeadPartition partition = uneven_partition(comm.size());
+  auto cache = forked_cache<half, PageOrder::token_major>(partition, comm.rank());
+  const SequenceId empty = cache->add_sequence();
+  write_snapshot(folder / "empty.h5", *cache, empty, partition, comm, some_info());
+  if (comm.is_root()) expect_content<half>(folder / "empty.h5", Story{0, 0, 0});
+}
+
+TEST(Snapshot, HeadsLargerThanOneTransfer) {
+  const SharedFolder folder;
+  const Communicator comm = Communicator::world();
+  // 20 MiB of keys a head; only the first rank has two heads, so that the others run out of pieces.
+  constexpr int dim = 4096;
+  constexpr std::int64_t tokens = 1280;
+  const int heads = comm.size() + 1;
+  const HeadPartition partition = HeadPartition::even(1, heads, comm.size());
+  const auto& mine = partition.heads(0, comm.rank());
+  CacheShape shape;
+  shape.heads = {static_cast<int>(mine.size())};
+  shape.head_dim = dim;
+  FloatCache cache(shape);
+  const SequenceId sequence = cache.add_sequence();
+  Kokkos::View<float***, Kokkos::LayoutRight, Kokkos::HostSpace> rows("rows", tokens, mine.size(),
+                                                                      dim);
+  const auto expected = [](int head, std::int64_t position, int d) {
+    return static_cast<float>((head * tokens + position) * 8 + d % 8);
+  };
+  for (std::int64_t p = 0; p < tokens; ++p) {
+    for (std::size_t h = 0; h < mine.size(); ++h) {
+      for (int d = 0; d < dim; ++d) rows(p, h, d) = expected(mine[h], p, d);
+    }
+  }
+  const auto device_rows = Kokkos::create_mirror_view_and_copy(MemorySpace{}, rows);
+  cache.append(ExecutionSpace{}, sequence, 0, device_rows, device_rows, {},
+               EvictionRule::keep_all());
+  write_snapshot(folder / "large.h5", cache, sequence, partition, comm, some_info());
+  if (!comm.is_root()) return;
+  const Reader reader(folder / "large.h5");
+  for (const char* name : {"/layers/0/keys", "/layers/0/values"}) {
+    const auto found = reader.data<float>(
+        name, {static_cast<hsize_t>(heads * tokens), hsize_t{dim}}, H5T_NATIVE_FLOAT);
+    std::size_t wrong = 0;
+    for (int head = 0; head < heads; ++head) {
+      for (std::int64_t p = 0; p < tokens; ++p) {
+        for (int d = 0; d < dim; ++d) {
+          wrong += found[(head * tokens + p) * dim + d] != expected(head, p, d);
+        }
+      }
+    }
+    EXPECT_EQ(wrong, 0u) << name;
+  }
+}
+
+}  // namespace
+}  // namespace kvzap

@@ -23,8 +23,12 @@ void read_deck(CLI::App& app, const std::string& file) {
   try {
     deck = toml::parse_file(file);
   } catch (const toml::parse_error& error) {
-    throw Error(fmt::format("{}:{}: {}", file, error.source().begin.line, error.description()));
+    const auto line = error.source().begin.line;  // 0 if the file could not even be read
+    throw Error(fmt::format("{}{}: {}", file, line > 0 ? fmt::format(":{}", line) : "",
+                            error.description()));
   }
+  // A prompt on the command line replaces the deck's in whichever of the two ways that gives it.
+  const bool has_prompt = app.count("--prompt") + app.count("--file") > 0;
   for (const auto& [toml_key, node] : deck) {
     const std::string key(toml_key.str());
     const std::string where = fmt::format("{}:{}: {}", file, node.source().begin.line, key);
@@ -36,6 +40,7 @@ void read_deck(CLI::App& app, const std::string& file) {
                   (nearest.empty() ? "" : "; did you mean '" + nearest + "'?"));
     }
     if (option->count() > 0) continue;  // the command line overrides
+    if (has_prompt && (key == "prompt" || key == "file")) continue;
     std::vector<std::string> values;
     if (const auto* list = node.as_array()) {
       if (key != "question") throw Error(where + ": expected one value, found a list");
@@ -48,10 +53,13 @@ void read_deck(CLI::App& app, const std::string& file) {
       throw Error(where + (is_flag ? ": expected true or false" : ": expected a text or a number"));
     }
     try {
-      for (const std::string& value : values) option->add_result(value);
+      for (const std::string& value : values) {
+        // Turns "no-trim = true" around, as the flag --no-trim does.
+        option->add_result(is_flag ? option->get_flag_value(key, value) : value);
+      }
       option->run_callback();
-    } catch (const CLI::Error& error) {
-      throw Error(where + ": " + error.what());
+    } catch (const CLI::ParseError& error) {
+      throw Error(where + ": " + explain(app, error));
     }
   }
 }

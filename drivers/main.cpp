@@ -4,7 +4,9 @@
 
 #include <CLI/CLI.hpp>
 #include <Kokkos_Core.hpp>
+#include <algorithm>
 #include <cstdio>
+#include <iostream>
 #include <kvzap/communicator.hpp>
 #include <string>
 #include <vector>
@@ -45,27 +47,36 @@ class KokkosSession {
   KokkosSession& operator=(const KokkosSession&) = delete;
 };
 
-int usage_error(const CLI::App& app, const CLI::App& run, const CLI::ParseError& error,
-                const kvzap::Communicator& comm) {
-  const bool failed = error.get_exit_code() != 0;
-  if (comm.is_root()) {
-    if (!failed) {
-      app.exit(error);  // --help or --version, on standard output
-      std::fflush(stdout);
-    } else {
-      std::string hint;
-      const std::string message = error.what();
-      const auto dashes = message.rfind("--");
-      if (dynamic_cast<const CLI::ExtrasError*>(&error) && dashes != std::string::npos) {
-        const std::string name =
-            message.substr(dashes + 2, message.find_first_of(" =", dashes) - dashes - 2);
-        const std::string nearest = kvzap::driver::nearest_option(run, name);
-        if (!nearest.empty()) hint = "; did you mean --" + nearest + "?";
-      }
-      fmt::print(stderr, "kvzap: error: {}{}\n", message, hint);
-    }
+/// What the parser could not place, or else what it says itself.
+std::string usage_message(const CLI::App& app, const CLI::App& run, const CLI::ParseError& error) {
+  const std::vector<std::string> unknown = app.remaining(true);
+  if (unknown.empty()) return kvzap::driver::explain(run, error);
+  const std::string& first = unknown.front();
+  const std::string name = first.substr(0, first.find('='));
+  if (name.rfind('-', 0) != 0) {
+    return run.parsed() ? fmt::format("unexpected argument '{}'", first)
+                        : fmt::format("unknown subcommand '{}'; expected run", first);
   }
-  return failed ? exit_usage : 0;
+  const std::string nearest =
+      kvzap::driver::nearest_option(run, name.substr(std::min(name.size(), std::size_t{2})));
+  return fmt::format(
+      "unknown option {}{}", name,
+      name.rfind("--", 0) == 0 && !nearest.empty() ? "; did you mean --" + nearest + "?" : "");
+}
+
+int usage_exit(const CLI::App& app, const CLI::App& run, const CLI::ParseError& error,
+               const kvzap::Communicator& comm) {
+  const bool failed = error.get_exit_code() != 0;
+  if (!comm.is_root()) return failed ? exit_usage : 0;
+  if (failed) {
+    fmt::print(stderr, "kvzap: error: {}\n", usage_message(app, run, error));
+    return exit_usage;
+  }
+  app.exit(error);  // --help or --version, on standard output
+  std::cout.flush();
+  if (std::cout.good()) return 0;
+  fmt::print(stderr, "kvzap: error: standard output: writing failed (is the disk full?)\n");
+  return exit_failure;
 }
 
 int run_program(int argc, char** argv, const kvzap::Communicator& comm) {
@@ -84,16 +95,21 @@ int run_program(int argc, char** argv, const kvzap::Communicator& comm) {
       "kvzap prunes the KV cache of a language model while it runs, and frees the memory.\n"
       "Flags that begin with --kokkos- are passed on to Kokkos.");
   const std::string version = KVZAP_VERSION;
-  app.set_version_flag("--version", "kvzap " + version);
+  // The options of the one subcommand are worth showing at once.
+  app.set_help_flag();
+  app.set_help_all_flag("-h,--help", "print this and exit");
+  app.set_version_flag("--version", "kvzap " + version, "print the version and exit");
   app.require_subcommand(1);
   app.name("kvzap");
   auto* run = app.add_subcommand("run", "answer questions about a long prompt with a pruned cache");
+  run->set_help_all_flag();
+  run->set_help_flag("-h,--help", "print this and exit");
   kvzap::driver::RunOptions options;
   kvzap::driver::declare(*run, options);
   try {
     app.parse(arguments);
   } catch (const CLI::ParseError& error) {
-    return usage_error(app, *run, error, comm);
+    return usage_exit(app, *run, error, comm);
   }
 
   const KokkosSession kokkos(kokkos_arguments);

@@ -6,21 +6,33 @@
 #include <cmath>
 
 namespace kvzap::driver {
+namespace {
+
+/// CLI11 takes -1 for the largest unsigned number.
+std::string not_negative(const std::string& text) {
+  return text.find('-') == std::string::npos ? "" : text + "; expected 0 or more";
+}
+
+}  // namespace
 
 void declare(CLI::App& app, RunOptions& o) {
   const auto model = "Model";
   app.add_option("-m,--model", o.model,
-                 "Hugging Face folder: config.json, *.safetensors, tokenizer.json")
+                 "Hugging Face folder: config.json, *.safetensors, tokenizer.json; required")
+      ->type_name("DIR")
       ->group(model);
   app.add_option("--surrogate", o.surrogate, "KVzap surrogate folder; without it nothing is pruned")
+      ->type_name("DIR")
       ->group(model);
-  app.add_option("--dtype", o.dtype, "value type of weights and cache: f32, bf16 or f16")
+  app.add_option("--dtype", o.dtype, "value type of weights and cache")
       ->capture_default_str()
       ->check(CLI::IsMember({"f32", "bf16", "f16"}))
       ->group(model);
   app.add_option("--random-weights", o.random_weights,
-                 "make weights up from this seed; the folder then needs config.json alone")
+                 "make weights up from this seed; with --token-ids or -c and --dry-run the folder "
+                 "then needs config.json alone")
       ->type_name("SEED")
+      ->check(not_negative)
       ->group(model);
   app.add_option("--placement", o.placement,
                  "deal KV heads to ranks by the kept rows in this --json file of an earlier run")
@@ -28,8 +40,9 @@ void declare(CLI::App& app, RunOptions& o) {
       ->group(model);
 
   const auto prompt = "Prompt";
-  app.add_option("-p,--prompt", o.prompt, "context")->group(prompt);
+  app.add_option("-p,--prompt", o.prompt, "context; either this or -f is required")->group(prompt);
   app.add_option("-f,--file", o.file, "file with the context, taken whole; - is standard input")
+      ->type_name("FILE")
       ->group(prompt);
   app.add_option(
          "--question", o.questions,
@@ -40,7 +53,7 @@ void declare(CLI::App& app, RunOptions& o) {
       ->group(prompt);
   app.add_flag("--raw", o.raw, "no chat template; BOS only where the tokenizer adds one")
       ->group(prompt);
-  app.add_option("--thinking", o.thinking, "let a Qwen3 model think first: on or off")
+  app.add_option("--thinking", o.thinking, "let a Qwen3 model think before it answers")
       ->capture_default_str()
       ->check(CLI::IsMember({"on", "off"}))
       ->group(prompt);
@@ -55,14 +68,16 @@ void declare(CLI::App& app, RunOptions& o) {
 
   const auto pruning = "Pruning";
   app.add_option("--threshold", o.threshold,
-                 "log score below which a pair is evicted; required with --surrogate")
+                 "log score below which a pair is evicted, -inf and inf included; required with "
+                 "--surrogate")
       ->group(pruning);
   app.add_option("--prune", o.prune,
-                 "what is judged: none, prefill (the context) or always (generated tokens too); "
+                 "what is judged: none, prefill (the context) or always (questions and generated "
+                 "tokens too); "
                  "default: prefill with a surrogate, none without")
       ->check(CLI::IsMember({"none", "prefill", "always"}))
       ->group(pruning);
-  app.add_option("--window", o.window, "most recent tokens that are always kept")
+  app.add_option("--window", o.window, "most recent tokens that are always kept; at least 1")
       ->capture_default_str()
       ->group(pruning);
   app.add_option("--sink", o.sink, "first positions that are always kept")
@@ -74,25 +89,27 @@ void declare(CLI::App& app, RunOptions& o) {
       ->capture_default_str()
       ->check(CLI::IsMember({"dense", "sparse"}))
       ->group(pruning);
-  app.add_option("--chunk", o.chunk, "tokens of a chunk in sparse prefill")
+  app.add_option("--chunk", o.chunk, "tokens of a chunk in sparse prefill; at least 1")
       ->capture_default_str()
       ->group(pruning);
   app.add_flag("--trim,!--no-trim", o.trim,
-               "hand unused cache memory back to the system (default on)")
+               "hand unused cache memory back to the system, or keep it (default: hand back)")
       ->group(pruning);
-  app.add_option("--page-rows", o.page_rows, "rows of a cache page")
+  app.add_option("--page-rows", o.page_rows, "rows of a cache page; 1 to 1048576")
       ->capture_default_str()
       ->group(pruning);
-  app.add_option("--page-order", o.page_order, "storage inside a page: token or dim major")
+  app.add_option("--page-order", o.page_order,
+                 "what is contiguous in a page: a token's values, or a dimension's")
       ->capture_default_str()
       ->check(CLI::IsMember({"token", "dim"}))
       ->group(pruning);
 
   const auto generation = "Generation";
-  app.add_option("-n,--n-predict", o.new_tokens, "most tokens to generate per question")
+  app.add_option("-n,--n-predict", o.new_tokens, "most tokens to generate per question; 0 or more")
       ->capture_default_str()
       ->group(generation);
-  app.add_flag("--ignore-eos", o.ignore_eos, "go on after a stop id")->group(generation);
+  app.add_flag("--ignore-eos", o.ignore_eos, "go on after a token that ends the answer")
+      ->group(generation);
   app.add_option("--temp", o.sampling.temperature, "sampling temperature; 0 is greedy")
       ->capture_default_str()
       ->group(generation);
@@ -100,11 +117,12 @@ void declare(CLI::App& app, RunOptions& o) {
       ->capture_default_str()
       ->group(generation);
   app.add_option("--top-p", o.sampling.top_p,
-                 "sample from the most likely tokens whose probabilities sum to this")
+                 "sample from the most likely tokens whose probabilities sum to this, in (0, 1]")
       ->capture_default_str()
       ->group(generation);
-  app.add_option("--seed", o.sampling.seed, "seed of the sampler")
+  app.add_option("--seed", o.sampling.seed, "seed of the sampler, the same for each question")
       ->capture_default_str()
+      ->check(not_negative)
       ->group(generation);
 
   const auto output = "Output";
@@ -117,7 +135,8 @@ void declare(CLI::App& app, RunOptions& o) {
       ->group(output);
   app.add_flag(
          "--dry-run", o.dry_run,
-         "print how much memory each rank needs for -c tokens (default: the prompt's) and exit")
+         "print how much memory each rank needs for -c tokens (default: the prompt's and -n, or "
+         "max_position_embeddings without a prompt) and exit")
       ->group(output);
   app.add_option("--evict-ratio", o.evict_ratio,
                  "evicted share of all pairs that --dry-run assumes, in [0, 1)")
@@ -143,7 +162,8 @@ void validate(const RunOptions& o) {
   require(o.window <= (1 << 24),
           fmt::format("--window is {}; expected at most {}", o.window, 1 << 24));
   require(o.new_tokens >= 0, fmt::format("-n is {}; expected 0 or more", o.new_tokens));
-  require(o.max_context >= 0, fmt::format("-c is {}; expected at least 1", o.max_context));
+  require(!o.max_context || *o.max_context >= 1,
+          fmt::format("-c is {}; expected at least 1", o.max_context.value_or(0)));
   require(!o.threshold || !std::isnan(*o.threshold),
           "--threshold is NaN; expected a number (no score is below NaN)");
   require(o.evict_ratio >= 0 && o.evict_ratio < 1,
@@ -153,16 +173,37 @@ void validate(const RunOptions& o) {
           fmt::format("--prune {} needs --surrogate DIR", o.prune));
   require(o.surrogate.empty() || o.threshold || o.dry_run || !pruned,
           "--surrogate needs --threshold: the log score below which a pair is evicted");
+  require(!o.threshold || !o.surrogate.empty(),
+          "--threshold has no effect without --surrogate: no pair has a score");
+  require(o.evict_ratio == 0 || o.dry_run, "--evict-ratio has no effect without --dry-run");
   Sampler checks_its_options(o.sampling);
+  require(!(o.prompt && !o.file.empty()), "-p and -f both give the prompt: give one of them");
+  require(o.snapshot != "-", "--snapshot cannot be standard output");
+  require(o.snapshot.empty() || o.snapshot != o.json,
+          fmt::format("--json and --snapshot both name the file {}", o.json));
   if (o.dry_run) return;
   require(o.prompt || !o.file.empty(), "no prompt: give one with -p TEXT or -f FILE");
-  require(!(o.prompt && !o.file.empty()), "-p and -f both give the prompt: give one of them");
-  require(o.json != "-" || o.snapshot != "-", "--snapshot cannot be standard output");
+}
+
+std::string explain(const CLI::App& app, const CLI::ParseError& error) {
+  const std::string message = error.what();
+  // "Could not convert: --window = 3.5"
+  const auto name = message.find("--");
+  const auto equals = message.find(" = ", name);
+  if (!dynamic_cast<const CLI::ConversionError*>(&error) || equals == std::string::npos) {
+    return message;
+  }
+  const std::string flag = message.substr(name, equals - name);
+  const CLI::Option* option = app.get_option_no_throw(flag);
+  const char* expected = "a whole number within range";
+  if (option && option->get_type_name() == "FLOAT") expected = "a number";
+  if (option && option->get_expected_max() == 0) expected = "no value, true or false";
+  return fmt::format("{} is {}; expected {}", flag, message.substr(equals + 3), expected);
 }
 
 std::string nearest_option(const CLI::App& app, const std::string& name) {
   std::string best;
-  std::size_t best_distance = std::max<std::size_t>(2, name.size() / 2);
+  std::size_t best_distance = std::max<std::size_t>(2, name.size() / 2) + 1;
   for (const CLI::Option* option : app.get_options()) {
     for (const std::string& candidate : option->get_lnames()) {
       // Levenshtein's distance, row by row.

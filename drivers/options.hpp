@@ -30,7 +30,7 @@ struct RunOptions {
   bool token_ids = false;
   bool raw = false;
   std::string thinking = "off";
-  std::int64_t max_context = 0;
+  std::optional<std::int64_t> max_context;  // absent: what the model was made for
 
   std::int64_t new_tokens = 128;
   bool ignore_eos = false;
@@ -56,6 +56,9 @@ void read_deck(CLI::App& app, const std::string& file);
 
 /// The long option name of `app` that is spelled most like `name`, or "" if none is near.
 std::string nearest_option(const CLI::App& app, const std::string& name);
+
+/// What is wrong with an option's value, and what was expected instead.
+std::string explain(const CLI::App& app, const CLI::ParseError& error);
 
 /// Throws Error, naming the flag, for options that are out of range or contradict one another.
 void validate(const RunOptions& options);

@@ -44,7 +44,7 @@ std::string read_whole(const std::string& file) {
   return text.str();
 }
 
-std::vector<TokenId> parse_ids(const std::string& text, const char* what) {
+std::vector<TokenId> parse_ids(const std::string& text, const std::string& what) {
   std::vector<TokenId> ids;
   std::istringstream stream(text);
   for (std::string word; stream >> word;) {
@@ -73,7 +73,7 @@ struct Prompt {
 
 Prompt make_prompt(const RunOptions& options, const Tokenizer* tokenizer) {
   const std::string text = options.prompt ? *options.prompt : read_whole(options.file);
-  const char* const source = options.prompt ? "-p" : "-f";
+  const std::string source = options.prompt ? "-p" : "-f " + options.file;
   if (text.empty()) throw Error(fmt::format("{}: the prompt is empty", source));
   Prompt prompt;
   if (options.token_ids) {
@@ -87,16 +87,23 @@ Prompt make_prompt(const RunOptions& options, const Tokenizer* tokenizer) {
       prompt.questions.push_back(tokenizer->encode(question));
     }
   } else {
-    const auto parts = ChatTemplate::detect(options.model).parts(options.thinking == "on");
-    // A template that trims its message trims where the message begins; where the context ends the
-    // question goes on.
-    std::size_t begin = 0;
-    if (parts.trim_content) begin = std::min(text.find_first_not_of(" \t\r\n\v\f"), text.size());
-    prompt.context = tokenizer->encode(parts.prefix + text.substr(begin));
-    for (const auto& question : options.questions) {
-      prompt.questions.push_back(tokenizer->encode(question + parts.suffix));
+    using Parts = ChatTemplate::Parts;
+    const Parts parts = ChatTemplate::detect(options.model).parts(options.thinking == "on");
+    const Parts before{parts.prefix, "", parts.trim_content};
+    const Parts after{"", parts.suffix, parts.trim_content};
+    if (options.questions.empty()) {
+      prompt.context = tokenizer->encode(before.prompt(text));
+      prompt.questions.push_back(tokenizer->encode(parts.suffix));
+    } else {
+      // A template that trims its message does so where the context begins and where the question
+      // ends. A mark stands in for the part of the message that is not there.
+      std::string context = before.prompt(text + "|");
+      context.pop_back();
+      prompt.context = tokenizer->encode(context);
+      for (const auto& question : options.questions) {
+        prompt.questions.push_back(tokenizer->encode(after.prompt("|" + question).substr(1)));
+      }
     }
-    if (options.questions.empty()) prompt.questions.push_back(tokenizer->encode(parts.suffix));
   }
   if (prompt.context.empty()) throw Error(fmt::format("{}: the prompt has no tokens", source));
   if (prompt.questions.empty()) prompt.questions.emplace_back();
@@ -154,31 +161,43 @@ fs::path temporary_name(const std::string& file) {
   return file + fmt::format(".tmp-{}", static_cast<long>(getpid()));
 }
 
-void check_writable(const std::string& file) {
-  if (file.empty() || file == "-") return;
-  if (fs::is_directory(file)) throw Error(fmt::format("--json {}: is a folder", file));
-  const fs::path probe = temporary_name(file);
-  const bool opened = std::ofstream(probe).good();
+/// Whether `file` is there and is a pipe or a device, which no new file may take the place of.
+bool is_special(const std::string& file) {
   std::error_code ignored;
-  fs::remove(probe, ignored);
-  if (!opened) throw Error(fmt::format("--json {}: cannot be written", file));
+  return fs::exists(file, ignored) && !fs::is_regular_file(file, ignored);
 }
 
-/// Writes beside the target and renames: an older file stays whole if the disk is full.
+void check_writable(const std::string& file) {
+  if (file.empty() || file == "-") return;
+  std::error_code ignored;
+  if (fs::is_directory(file, ignored)) {
+    throw Error(fmt::format("--json {}: is a folder; expected a file", file));
+  }
+  // Opening a pipe would wait for its reader.
+  if (is_special(file)) return;
+  const fs::path probe = temporary_name(file);
+  const bool opened = std::ofstream(probe).good();
+  fs::remove(probe, ignored);
+  if (!opened) throw Error(fmt::format("--json {}: no file can be created there", file));
+}
+
+/// Writes beside the target and renames: an older file stays whole if the disk is full. Devices and
+/// pipes are written to as they are.
 void write_whole(const std::string& file, const std::string& text) {
   if (file == "-") {
     std::fwrite(text.data(), 1, text.size(), stdout);
     return;
   }
-  const fs::path temporary = temporary_name(file);
+  const bool in_place = is_special(file);
+  const fs::path temporary = in_place ? fs::path(file) : temporary_name(file);
   std::ofstream stream(temporary, std::ios::binary);
   stream << text;
   stream.close();
   std::error_code error;
-  if (stream) fs::rename(temporary, file, error);
+  if (stream && !in_place) fs::rename(temporary, file, error);
   if (!stream || error) {
     std::error_code ignored;
-    fs::remove(temporary, ignored);
+    if (!in_place) fs::remove(temporary, ignored);
     throw Error(fmt::format("--json {}: writing failed (is the disk full?)", file));
   }
 }
@@ -270,7 +289,7 @@ std::unique_ptr<Generator> make_generator(const RunOptions& options, const Cache
 
 void dry_run(const RunOptions& options, const ModelConfig& config, const Tokenizer* tokenizer,
              std::int64_t limit, const Communicator& comm) {
-  std::int64_t tokens = options.max_context;
+  std::int64_t tokens = options.max_context.value_or(0);
   if (tokens == 0 && (options.prompt || !options.file.empty())) {
     const Prompt prompt = share_prompt(options, tokenizer, config, limit, comm);
     for (const auto& question : prompt.questions) {
@@ -319,7 +338,7 @@ void run(const RunOptions& options, const Communicator& comm, const std::string&
         options.placement.empty()
             ? HeadPartition::even(layers, heads, comm.size())
             : HeadPartition::balanced(read_kept_rows(options.placement, config), comm.size());
-    limit = options.max_context;
+    limit = options.max_context.value_or(0);
     if (!options.random_weights) {
       if (limit > config.max_position_embeddings) {
         throw Error(fmt::format("-c is {}; the model's max_position_embeddings is {}", limit,

@@ -36,6 +36,12 @@ void reserve(Vector& scratch, std::int64_t count, const char* label) {
   }
 }
 
+/// What is subtracted from scores before exp. When all are -infinity (overflowed keys), not their
+/// maximum: the difference would be NaN.
+KOKKOS_INLINE_FUNCTION float shift_of(float maximum) {
+  return maximum == minus_infinity ? 0.0f : maximum;
+}
+
 /// target[d] = float(source[d * stride])
 template <class Value>
 KOKKOS_INLINE_FUNCTION void load_row(const Value* source, std::int64_t stride, float* target,
@@ -69,7 +75,7 @@ void attend_span(const typename RaggedLayer<Value, PageOrder::token_major>::Span
         detail::scale(partial.sums + q * dim, dim, factor);
         partial.maximum[q] = maximum;
       }
-      partial.weight[q] += detail::exp_shifted(row, rows, maximum);
+      partial.weight[q] += detail::exp_shifted(row, rows, shift_of(maximum));
     }
     detail::accumulate_rows(span.values + begin * span.row_stride, span.row_stride, span.dim_stride,
                             rows, scores, block_rows, group, dim, partial.sums);
@@ -145,7 +151,7 @@ void attend_portable(const ExecutionSpace& exec, const RaggedLayer<Value, order>
         for (std::int64_t s = 0; s < n_spans; ++s) {
           const Span span = span_of(s);
           for (std::int64_t r = 0; r < span.rows; ++r) {
-            const float p = detail::math::exp(score_of(span, r) - maximum);
+            const float p = detail::math::exp(score_of(span, r) - shift_of(maximum));
             weight += p;
             const Value* value = span.values + r * span.row_stride;
             for (int d = 0; d < dim; ++d) {
@@ -311,7 +317,7 @@ void Attention<Value, order>::Scratch::tiles(const ExecutionSpace& exec, const L
                     detail::scale(&o(i, 0), dim, factor);
                     row_maximum(i) = largest;
                   }
-                  row_weight(i) += detail::exp_shifted(row, limit, largest);
+                  row_weight(i) += detail::exp_shifted(row, limit, shift_of(largest));
                 }
                 std::fill(row + std::max<std::int64_t>(0, limit), row + rows, 0.0f);
               });
@@ -331,7 +337,7 @@ void Attention<Value, order>::Scratch::tiles(const ExecutionSpace& exec, const L
                   row_maximum(i) = largest;
                 }
                 for (std::int64_t r = 0; r < rows; ++r) {
-                  s(i, r) = r < limit ? detail::math::exp(s(i, r) - largest) : 0.0f;
+                  s(i, r) = r < limit ? detail::math::exp(s(i, r) - shift_of(largest)) : 0.0f;
                   row_weight(i) += s(i, r);
                 }
               });

@@ -156,6 +156,15 @@ auto KVCache<Value, order>::store(SequenceId sequence, int layer) -> LayerStore&
   return const_cast<LayerStore&>(static_cast<const KVCache&>(*this).store(sequence, layer));
 }
 
+template <class Value, PageOrder order>
+int KVCache<Value, order>::checked_head(int layer, int head) const {
+  if (head < 0 || head >= m_shape.heads[layer]) {
+    throw Error(fmt::format("cache: no head {} in layer {}; it has {} on this rank", head, layer,
+                            m_shape.heads[layer]));
+  }
+  return head;
+}
+
 // Makes room for `new_survivors` more rows of a head: pages that are missing, and an own copy of
 // the last page if rows are to be written into one that another list holds too.
 template <class Value, PageOrder order>
@@ -343,7 +352,7 @@ AppendCounts KVCache<Value, order>::append(const ExecutionSpace& exec, SequenceI
 }
 
 template <class Value, PageOrder order>
-auto KVCache<Value, order>::checkpoint(SequenceId sequence) const -> Checkpoint {
+auto KVCache<Value, order>::checkpoint(SequenceId sequence) -> Checkpoint {
   store(sequence, 0);
   Checkpoint checkpoint;
   checkpoint.sequence = sequence;
@@ -362,6 +371,8 @@ auto KVCache<Value, order>::checkpoint(SequenceId sequence) const -> Checkpoint 
     checkpoint.layers.push_back(std::move(state));
   }
   checkpoint.bytes = MeteredBytes(m_meter, ring_bytes());
+  checkpoint.id = m_next_checkpoint++;
+  m_sequences.at(sequence).checkpoints.insert(checkpoint.id);
   return checkpoint;
 }
 
@@ -372,15 +383,19 @@ void KVCache<Value, order>::restore(SequenceId sequence, const Checkpoint& check
     throw Error(fmt::format("cache restore: sequence {} given a checkpoint of sequence {}",
                             sequence, checkpoint.sequence));
   }
+  // Rows that came after an earlier state are gone once the sequence has been cut back to it, and
+  // so are the checkpoints between.
+  auto& valid = m_sequences.at(sequence).checkpoints;
+  const auto found = valid.find(checkpoint.id);
+  if (found == valid.end()) {
+    throw Error(
+        fmt::format("cache restore: sequence {} was cut back past this checkpoint", sequence));
+  }
+  valid.erase(std::next(found), valid.end());
   auto& layers = m_sequences.at(sequence).layers;
   for (std::size_t l = 0; l < layers.size(); ++l) {
     LayerStore& layer = layers[l];
     const auto& state = checkpoint.layers[l];
-    if (state.tokens > layer.tokens) {
-      throw Error(
-          fmt::format("cache restore: layer {} has {} tokens, fewer than the checkpoint's {}", l,
-                      layer.tokens, state.tokens));
-    }
     layer.tokens = state.tokens;
     Kokkos::deep_copy(layer.ring, state.ring);
     Kokkos::deep_copy(layer.ring_scores, state.ring_scores);
@@ -427,14 +442,15 @@ std::int64_t KVCache<Value, order>::tokens(SequenceId sequence, int layer) const
 template <class Value, PageOrder order>
 std::int64_t KVCache<Value, order>::rows(SequenceId sequence, int layer, int head) const {
   const LayerStore& from = store(sequence, layer);
-  return from.survivors.at(head) + std::min<std::int64_t>(from.tokens, m_shape.window);
+  return from.survivors[checked_head(layer, head)] +
+         std::min<std::int64_t>(from.tokens, m_shape.window);
 }
 
 template <class Value, PageOrder order>
 auto KVCache<Value, order>::host_rows(SequenceId sequence, int layer_index, int head) -> HostRows {
   const LayerStore& from = store(sequence, layer_index);
   const std::int64_t total = rows(sequence, layer_index, head);
-  const std::int64_t survivors = from.survivors.at(head);
+  const std::int64_t survivors = from.survivors[head];
   const std::int64_t first_in_ring =
       from.tokens - std::min<std::int64_t>(from.tokens, m_shape.window);
   const int dim = m_shape.head_dim;
@@ -506,7 +522,7 @@ CacheBytes KVCache<Value, order>::bytes() const {
 template <class Value, PageOrder order>
 const std::vector<PageId>& KVCache<Value, order>::page_list(SequenceId sequence, int layer,
                                                             int head) const {
-  return store(sequence, layer).pages.at(head);
+  return store(sequence, layer).pages[checked_head(layer, head)];
 }
 
 template <class Value, PageOrder order>

@@ -124,6 +124,9 @@ void Communicator::agree(const std::function<void()>& local_work) const {
   } catch (const std::exception& error) {
     failed = true;
     message = error.what();
+  } catch (...) {
+    failed = true;
+    message = "unknown error";
   }
   int first = failed ? m_rank : m_size;
   check(MPI_Allreduce(MPI_IN_PLACE, &first, 1, MPI_INT, MPI_MIN, m_comm), "MPI_Allreduce");

@@ -83,7 +83,11 @@ PageId PagePool::allocate() {
   return page;
 }
 
-void PagePool::retain(PageId page) { ++m_pages[page].references; }
+void PagePool::retain(PageId page) {
+  Page& entry = m_pages[page];
+  if (entry.references < 1) throw Error(fmt::format("page pool: page {} retained when free", page));
+  ++entry.references;
+}
 
 void PagePool::release(PageId page) {
   Page& entry = m_pages[page];

@@ -6,6 +6,7 @@
 #include <kvzap/prune.hpp>
 #include <map>
 #include <memory>
+#include <set>
 #include <vector>
 
 namespace kvzap {
@@ -124,6 +125,7 @@ class KVCache {
   /// The state of a sequence to which restore returns: copies of the rings, lengths of the pages.
   struct Checkpoint {
     SequenceId sequence = -1;
+    std::int64_t id = -1;
     struct LayerState {
       std::int64_t tokens = 0;
       std::vector<std::int64_t> survivors;
@@ -133,8 +135,10 @@ class KVCache {
     std::vector<LayerState> layers;
     MeteredBytes bytes;
   };
-  Checkpoint checkpoint(SequenceId sequence) const;
-  /// Cuts the sequence back to an earlier state of itself; pages past it are freed.
+  Checkpoint checkpoint(SequenceId sequence);
+  /// Cuts the sequence back to an earlier state of itself, any number of times; pages past it are
+  /// freed, and checkpoints taken after it are void. Throws Error for a void checkpoint or one of
+  /// another sequence.
   void restore(SequenceId sequence, const Checkpoint& checkpoint);
 
   /// Hands memory of the pool that no page needs back to the system; returns the bytes.
@@ -176,12 +180,14 @@ class KVCache {
   struct Sequence {
     std::vector<LayerStore> layers;
     MeteredBytes ring_bytes;
+    std::set<std::int64_t> checkpoints;  // those that restore still accepts, oldest first
   };
 
   const LayerStore& store(SequenceId sequence, int layer) const;
   LayerStore& store(SequenceId sequence, int layer);
   Sequence make_sequence() const;
   std::size_t ring_bytes() const;
+  int checked_head(int layer, int head) const;
   void reserve(LayerStore& layer, int head, std::int64_t new_survivors);
   void upload_tables(LayerStore& layer);
 
@@ -190,6 +196,7 @@ class KVCache {
   PagePool m_pool;
   std::map<SequenceId, Sequence> m_sequences;
   SequenceId m_next_sequence = 0;
+  std::int64_t m_next_checkpoint = 0;
 };
 
 }  // namespace kvzap

@@ -113,8 +113,8 @@ void LinearMap::operator()(const ExecutionSpace& exec, const ConstMatrix& x,
   } else if constexpr (std::is_same_v<Value, float>) {
     multiply_nt(exec, 1, x, weights, 0, y);
   } else {
-    const std::int64_t panel_rows =
-        std::clamp<std::int64_t>(panel_bytes / (sizeof(float) * dim), 16, outputs);
+    const std::int64_t panel_rows = std::min<std::int64_t>(
+        outputs, std::max<std::int64_t>(16, panel_bytes / (sizeof(float) * dim)));
     if (static_cast<std::int64_t>(m_panel.extent(0)) < panel_rows * dim) {
       m_panel = Vector(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::linear::panel"),
                        panel_rows * dim);

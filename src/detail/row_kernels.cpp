@@ -189,7 +189,7 @@ KVZAP_CLONES void scale(float* values, std::int64_t count, float factor) {
 KVZAP_CLONES void silu_times(float* gate, const float* up, std::int64_t count) {
   for (std::int64_t i = 0; i < count; ++i) {
     // exp(-|x|) never overflows: silu(x) = x / (1 + e) for x >= 0, x * e / (1 + e) below.
-    const float x = gate[i];
+    const float x = gate[i] < -100.0f ? -100.0f : gate[i];  // its silu is 0 to within 2e-36
     const float e = exp_nonpositive(x < 0 ? x : -x);
     gate[i] = x * (x < 0 ? e : 1.0f) / (1.0f + e) * up[i];
   }

@@ -6,6 +6,7 @@
 #include <kvzap/attention.hpp>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "temporary_folder.hpp"

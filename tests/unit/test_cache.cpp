@@ -718,7 +718,7 @@ TYPED_TEST(Cache, ErrorsNameExpectedAndFound) {
   append(good, good, {}, 0);
   const auto later = cache.checkpoint(id);
   cache.restore(id, empty);
-  expect_error([&] { cache.restore(id, later); }, {"0 tokens", "5"});
+  expect_error([&] { cache.restore(id, later); }, {"sequence 0", "cut back past this checkpoint"});
   const SequenceId other = cache.fork(id);
   expect_error([&] { cache.restore(other, empty); }, {"sequence 1", "sequence 0"});
 

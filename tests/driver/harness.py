@@ -1,0 +1,148 @@
+"""Runs kvzap at any number of ranks and makes the folders and files that it reads.
+
+ctest sets KVZAP (the program), KVZAP_SOURCE_DIR, KVZAP_MPIEXEC and KVZAP_MPIEXEC_FLAGS (separated by
+blanks).
+"""
+import json
+import os
+import pathlib
+import shutil
+import struct
+import subprocess
+import tempfile
+import unittest
+
+SOURCE = pathlib.Path(os.environ.get("KVZAP_SOURCE_DIR", pathlib.Path(__file__).parents[2]))
+KVZAP = os.environ.get("KVZAP", str(SOURCE / "build" / "kvzap"))
+MPIEXEC = os.environ.get("KVZAP_MPIEXEC", "mpirun")
+FLAGS = os.environ.get(
+    "KVZAP_MPIEXEC_FLAGS", "--oversubscribe --bind-to none --allow-run-as-root"
+).split()
+MODEL = SOURCE / "inputs/models/recall-4m"
+MLP = SOURCE / "inputs/models/kvzap-mlp-recall-4m"
+LINEAR = SOURCE / "inputs/models/kvzap-linear-recall-4m"
+CASES = json.loads((SOURCE / "tests/golden/recall-4m.json").read_text())
+
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
+os.environ["OMP_NUM_THREADS"] = "1"
+
+
+class Result:
+    def __init__(self, code, out, err):
+        self.code, self.out, self.err = code, out, err
+
+    @property
+    def text(self):
+        return self.out.decode()
+
+    @property
+    def errors(self):
+        """Lines of kvzap's own errors; what mpiexec adds is left out."""
+        lines = self.err.decode(errors="replace").splitlines()
+        return [line for line in lines if line.startswith("kvzap: error:")]
+
+    def __str__(self):
+        return f"exit code {self.code}\nstdout: {self.out!r}\nstderr: {self.err.decode(errors='replace')}"
+
+
+def on_ranks(ranks, command):
+    """The command line that starts `command` on so many ranks; 0: without mpiexec."""
+    return [MPIEXEC, *FLAGS, "-n", str(ranks), *command] if ranks else list(command)
+
+
+def run_command(command, stdin=b"", timeout=60, **options):
+    done = subprocess.run(
+        [str(part) for part in command],
+        input=stdin,
+        stdout=options.pop("stdout", subprocess.PIPE),
+        stderr=subprocess.PIPE,
+        timeout=timeout,
+        **options,
+    )
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+def kvzap(*arguments, ranks=0, **options):
+    return run_command(on_ranks(ranks, [KVZAP, "run", *arguments]), **options)
+
+
+def write_safetensors(path, tensors):
+    """tensors: {name: (dtype, shape, bytes)}."""
+    header, offset = {}, 0
+    for name, (dtype, shape, data) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + len(data)]}
+        offset += len(data)
+    text = json.dumps(header).encode()
+    data = b"".join(data for _, _, data in tensors.values())
+    pathlib.Path(path).write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def read_safetensors(path):
+    raw = pathlib.Path(path).read_bytes()
+    (size,) = struct.unpack("<Q", raw[:8])
+    header, data = json.loads(raw[8 : 8 + size]), raw[8 + size :]
+    header.pop("__metadata__", None)
+    return {n: (t["dtype"], t["shape"], data[slice(*t["data_offsets"])]) for n, t in header.items()}
+
+
+def kept_rows(cache):
+    return sum(map(sum, cache["kept_rows"]))
+
+
+class TestCase(unittest.TestCase):
+    maxDiff = 2000
+
+    def setUp(self):
+        self.folder = pathlib.Path(tempfile.mkdtemp(prefix="kvzap-test-"))
+        self.addCleanup(shutil.rmtree, self.folder)
+
+    def copy(self, folder, name, **config_changes):
+        """A copy of a model folder that may be spoilt, with fields of its config.json changed."""
+        copy = self.folder / name
+        shutil.copytree(folder, copy)
+        if config_changes:
+            config = json.loads((copy / "config.json").read_text())
+            config.update(config_changes)
+            (copy / "config.json").write_text(json.dumps(config))
+        return copy
+
+    def succeed(self, *arguments, **options):
+        result = kvzap(*arguments, **options)
+        self.assertEqual(result.code, 0, result)
+        self.assertEqual(result.errors, [], result)
+        return result
+
+    def report(self, *arguments, **options):
+        """What --json says, after its sums have been checked."""
+        result = self.succeed(*arguments, "--json", "-", "-q", **options)
+        self.assertEqual(result.err, b"")
+        report = json.loads(result.out)
+        self.assertEqual(report["ranks"], max(1, options.get("ranks", 0)))
+        for cache in [report["context"], *(answer["cache"] for answer in report["answers"])]:
+            self.check_cache(report, cache)
+        return report
+
+    def check_cache(self, report, cache):
+        model, kv = report["model"], cache["kv"]
+        pairs = cache["tokens"] * model["layers"] * model["kv_heads"]
+        self.assertAlmostEqual(cache["evict_ratio"], 1 - kept_rows(cache) / pairs, places=12)
+        self.assertEqual(len(cache["kept_rows"]), model["layers"])
+        for rows, ratio in zip(cache["kept_rows"], cache["evict_ratio_per_layer"]):
+            self.assertEqual(len(rows), model["kv_heads"])
+            self.assertAlmostEqual(ratio, 1 - sum(rows) / (cache["tokens"] * len(rows)), places=12)
+        width = 4 if report["options"]["dtype"] == "f32" else 2
+        self.assertEqual(kv["full_bytes"], 2 * pairs * model["head_dim"] * width)
+        self.assertEqual(kv["live_bytes"], 2 * kept_rows(cache) * model["head_dim"] * width)
+        self.assertLessEqual(kv["live_bytes"], kv["allocated_bytes"])
+        self.assertLessEqual(kv["allocated_bytes"], kv["peak_allocated_bytes"])
+
+    def fail_with(self, result, *parts, code=None):
+        """One error line that has all the parts, nothing on standard output, not zero."""
+        self.assertNotEqual(result.code, 0, result)
+        if code is not None:
+            self.assertEqual(result.code, code, result)
+        self.assertEqual(len(result.errors), 1, result)
+        for part in parts:
+            self.assertIn(str(part), result.errors[0])
+        self.assertFalse(result.out, result)
+        return result

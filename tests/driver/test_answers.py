@@ -1,10 +1,9 @@
 """Answers, kept rows and ratios: against the golden runs, between ranks, storage orders and ways of
 prefill, and from one question to the next."""
 import json
-import math
 import unittest
 
-from harness import CASES, LINEAR, MLP, MODEL, TestCase, kept_rows
+from harness import CASES, LINEAR, MLP, MODEL, TestCase, kvzap
 
 
 def arguments(case, run="full"):
@@ -233,8 +232,6 @@ class Placement(TestCase):
         self.fail_with(self.run_failing("--placement", self.folder / "none"), "none: no such file")
 
     def run_failing(self, *more):
-        from harness import kvzap
-
         return kvzap("-m", MODEL, "-p", "x", *more)
 
 

@@ -1,0 +1,351 @@
+"""Prompts as text, ids, files and standard input; sampling; decks; dry runs; help; output files."""
+import json
+import os
+import pathlib
+import re
+import subprocess
+import unittest
+
+from harness import CASES, KVZAP, MLP, MODEL, SOURCE, TestCase, kvzap, run_command
+
+CASE = CASES[0]
+CONTEXT = CASE["context"]
+QUESTION = CASE["question"]
+GOLDEN = CASE["runs"]["full"]["text"]
+ASK = ["-m", MODEL, "-p", CONTEXT, "--question", QUESTION, "--dtype", "f32"]
+LLAMA = SOURCE / "tests/golden/models/llama-random"
+
+
+class Prompt(TestCase):
+    def tokens(self, *arguments, **options):
+        report = self.report("-m", MODEL, "-n", "1", *arguments, **options)
+        return report["context"]["tokens"], report["answers"][0]["question_tokens"]
+
+    def test_token_ids(self):
+        ids = " ".join(str(7 * i % 1000) for i in range(50))
+        text = self.report(*ASK, "-n", "16")
+        self.assertEqual(text["answers"][0]["text"], GOLDEN)
+        result = self.succeed("-m", MODEL, "--token-ids", "-p", ids, "-n", "5", "--ignore-eos", "-q")
+        printed = [int(word) for word in result.text.split()]
+        self.assertEqual(len(printed), 5)
+        file = self.folder / "ids"
+        file.write_text("\n\t " + ids.replace(" ", "\n") + "\n")
+        flags = ["-m", MODEL, "--token-ids", "-n", "5", "--ignore-eos"]
+        for ranks in (1, 2):
+            report = self.report(*flags, "-f", file, ranks=ranks)
+            self.assertEqual(report["answers"][0]["ids"], printed)
+        # The last of the ids as a question: the same positions, in two steps.
+        split = self.report(*flags, "-p", ids.rsplit(" ", 3)[0], "--question",
+                            " ".join(ids.split()[-3:]), "--dtype", "f32")
+        whole = self.report(*flags, "-p", ids, "--dtype", "f32")
+        self.assertEqual(split["answers"][0]["ids"], whole["answers"][0]["ids"])
+        self.assertEqual(split["context"]["tokens"], 47)
+        self.assertEqual(split["answers"][0]["question_tokens"], 3)
+
+    def test_round_trip_of_ids(self):
+        vocabulary = json.loads((MODEL / "tokenizer.json").read_text())["model"]["vocab"]
+        word = "ab"  # bytes stand for themselves where there is no merge
+        letters = [vocabulary[letter] for letter in word]
+        joined = vocabulary.get(word)
+        ids = [joined] if joined is not None else letters
+        by_text = self.report("-m", MODEL, "--raw", "-p", word, "-n", "8", "--dtype", "f32")
+        by_ids = self.report("-m", MODEL, "--token-ids", "-p", " ".join(map(str, ids)), "-n", "8",
+                             "--dtype", "f32")
+        self.assertEqual(by_text["answers"][0]["ids"], by_ids["answers"][0]["ids"])
+        self.assertEqual(
+            [int(word) for word in by_ids["answers"][0]["text"].split()], by_ids["answers"][0]["ids"]
+        )
+
+    def test_file_and_standard_input(self):
+        file = self.folder / "context"
+        file.write_bytes(CONTEXT.encode())
+        common = ["-m", MODEL, "--question", QUESTION, "--dtype", "f32", "-q"]
+        for ranks in (0, 2):
+            for flags, stdin in ([["-f", file], b""], [["-f", "-"], CONTEXT.encode()]):
+                result = self.succeed(*common, *flags, stdin=stdin, ranks=ranks)
+                self.assertEqual(result.text, GOLDEN + "\n")
+                self.assertEqual(result.err, b"")
+
+    def test_nothing_is_stripped(self):
+        file = self.folder / "context"
+        file.write_bytes(b"one two")
+        plain, _ = self.tokens("--raw", "-f", file)
+        for text in (b"one two\n\n", b"\n\none two", b"one two\n\n\n\n\n \t \n"):
+            file.write_bytes(text)
+            longer, _ = self.tokens("--raw", "-f", file)
+            self.assertGreater(longer, plain)
+            self.assertEqual(self.tokens("-f", file), self.tokens("-p", text.decode()))
+        file.write_bytes(b"one\0two")
+        self.assertGreaterEqual(self.tokens("--raw", "-f", file)[0], plain)
+
+    def test_raw_has_no_template(self):
+        raw, raw_question = self.tokens("--raw", "-p", "one two", "--question", "three")
+        chat, chat_question = self.tokens("-p", "one two", "--question", "three")
+        self.assertGreater(chat, raw)
+        self.assertGreater(chat_question, raw_question)
+        self.assertEqual(self.tokens("--raw", "-p", "one two"), (raw, 0))
+
+    def test_template_that_trims_its_message(self):
+        def tokens(context, *questions):
+            flags = [flag for question in questions for flag in ("--question", question)]
+            report = self.report("-m", LLAMA, "-p", context, *flags, "-n", "0")
+            return report["context"]["tokens"], report["answers"][0]["question_tokens"]
+
+        self.assertEqual(tokens(" \n one two \n"), tokens("one two"))
+        self.assertEqual(tokens("\t one two", "three \n\n"), tokens("one two", "three"))
+        self.assertNotEqual(tokens("one two \n\n", "three"), tokens("one two", "three"))
+
+    def test_invalid_utf8_becomes_replacement_characters(self):
+        file = self.folder / "context"
+        file.write_bytes(b"one \xff\xfe two \xe2\x82")
+        expected = self.tokens("-p", "one \ufffd\ufffd two \ufffd", "--raw")
+        self.assertEqual(self.tokens("-f", file, "--raw"), expected)
+        # A question's bytes are echoed in the JSON file, which must stay valid.
+        report = self.report("-m", MODEL, "-p", "one", "--question", b"two \xff", "-n", "1")
+        self.assertEqual(report["answers"][0]["question"], "two \ufffd")
+
+
+class Generation(TestCase):
+    def test_number_of_tokens(self):
+        for count in (0, 1, 3):
+            for ranks in (0, 2):
+                report = self.report(*ASK, "-n", count, ranks=ranks)
+                (answer,) = report["answers"]
+                self.assertEqual(len(answer["ids"]), count)
+                self.assertEqual(answer["new_tokens"], count)
+                self.assertEqual(answer["stop_reason"], "max_new_tokens")
+                tokens = CASE["n_context"] + answer["question_tokens"] + max(0, count - 1)
+                self.assertEqual(answer["cache"]["tokens"], tokens)
+        self.assertEqual(self.succeed(*ASK, "-n", "0").text, "\n")
+
+    def test_ignore_eos(self):
+        stopped = self.report(*ASK)["answers"][0]
+        self.assertEqual(stopped["stop_reason"], "stop_id")
+        onward = self.report(*ASK, "-n", "30", "--ignore-eos")["answers"][0]
+        self.assertEqual(onward["stop_reason"], "max_new_tokens")
+        self.assertEqual(len(onward["ids"]), 30)
+        self.assertEqual(onward["ids"][: len(stopped["ids"])], stopped["ids"])
+
+    def test_sampling(self):
+        def draw(*flags, ranks=0):
+            flags = ["--temp", "2", "-n", "12", "--ignore-eos", *flags]
+            return self.report(*ASK, *flags, ranks=ranks)["answers"][0]["ids"]
+
+        first = draw("--seed", "1")
+        self.assertEqual(draw("--seed", "1"), first)
+        self.assertEqual(draw("--seed", "1", ranks=1), first)
+        self.assertEqual(draw("--seed", "1", ranks=2), first)
+        self.assertNotEqual(draw("--seed", "2"), first)
+        greedy = self.report(*ASK, "-n", "12", "--ignore-eos")["answers"][0]["ids"]
+        self.assertEqual(draw("--top-k", "1"), greedy)
+        self.assertEqual(draw("--top-p", "1e-6"), greedy)
+
+    def test_generation_ends_where_the_context_is_full(self):
+        report = self.report(*ASK, "-n", "100", "--ignore-eos", "-c", "310")
+        self.assertEqual(report["answers"][0]["stop_reason"], "context_full")
+        self.assertEqual(report["answers"][0]["cache"]["tokens"], 310)
+
+    def test_no_limit_with_random_weights(self):
+        ids = " ".join(["1"] * 300)
+        model = self.copy(MODEL, "short", max_position_embeddings=100)
+        report = self.report("-m", model, "--random-weights", "3", "--token-ids", "-p", ids, "-n", "2")
+        self.assertEqual(report["context"]["tokens"], 300)
+        self.assertEqual(report["model"]["random_weights"], 3)
+        for file in model.iterdir():
+            if file.name != "config.json":
+                file.unlink()
+        report = self.report("-m", model, "--random-weights", "3", "--token-ids", "-p", ids, "-n", "2",
+                             ranks=2)
+        self.assertEqual(report["context"]["tokens"], 300)
+
+
+class Deck(TestCase):
+    def deck(self, text):
+        file = self.folder / "deck.toml"
+        file.write_text(text)
+        return file
+
+    def test_demo(self):
+        for ranks in (0, 2):
+            result = self.succeed("--config", "inputs/demo.toml", cwd=SOURCE, ranks=ranks)
+            self.assertEqual(result.text, "The special magic number for delta is 0507.\n")
+
+    def test_flags_override(self):
+        report = self.report("--config", "inputs/demo.toml", "--window", "77", "-n", "3",
+                             "--threshold", "-inf", "--prune=always", cwd=SOURCE)
+        self.assertEqual(report["options"]["window"], 77)
+        self.assertEqual(report["options"]["prune"], "always")
+        self.assertEqual(report["options"]["threshold"], "-inf")
+        self.assertEqual(len(report["answers"][0]["ids"]), 3)
+        # A prompt in either way replaces the deck's, a question its questions.
+        report = self.report("--config", "inputs/demo.toml", "-p", "A b c.", "--question", "d?",
+                             cwd=SOURCE)
+        self.assertLess(report["context"]["tokens"], 50)
+        self.assertEqual([a["question"] for a in report["answers"]], ["d?"])
+
+    def test_every_kind_of_value(self):
+        deck = self.deck(f"""
+            model = "{MODEL}"
+            dtype = "f32"
+            prompt = "one two three"
+            question = ["four", "five"]
+            surrogate = "{MLP}"
+            threshold = inf
+            window = 2
+            no-trim = true
+            ignore-eos = true
+            raw = false
+            seed = 7
+            temp = 0.5
+            n-predict = 2
+            """)
+        report = self.report("--config", deck)
+        options = report["options"]
+        self.assertEqual([a["question"] for a in report["answers"]], ["four", "five"])
+        self.assertEqual(options["threshold"], "inf")
+        self.assertIs(options["trim"], False)
+        self.assertEqual((options["seed"], options["temp"], options["window"]), (7, 0.5, 2))
+        self.assertEqual([len(a["ids"]) for a in report["answers"]], [2, 2])
+
+    def test_errors(self):
+        for text, *parts in [
+            ("windw = 3", ":1: windw: unknown key", "'window'"),
+            ("model = 'x'\n\nn_predict = 3", ":3: n_predict: unknown key", "'n-predict'"),
+            ("config = 'x'", "config: unknown key"),
+            ("help = true", "help: unknown key"),
+            ("[run]\nwindow = 3", "run: unknown key"),
+            ("window = 'wide'", ":1: window: ", "wide", "expected a whole number"),
+            ("window = 3.5", "3.5", "expected a whole number"),
+            ("window = [1, 2]", "expected one value, found a list"),
+            ("window = true", "expected a text or a number"),
+            ("raw = 1", "expected true or false"),
+            ("threshold = 1979-05-27", "threshold: expected a text, a number, true or false"),
+            ("prune = 'some'", "some not in {none,prefill,always}"),
+            ("seed = -1", "-1", "expected 0 or more"),
+            ("window = 3\nwindow = 4", ":2: "),
+            ("this is no TOML", ":1: "),
+            ("threshold = nan\nsurrogate = 'x'\nmodel = 'x'\nprompt = 'x'", "--threshold is NaN"),
+        ]:
+            with self.subTest(deck=text):
+                deck = self.deck(text)
+                where = [] if "NaN" in str(parts) else [deck]
+                self.fail_with(kvzap("--config", deck), *where, *parts, code=1)
+        self.fail_with(kvzap("--config", self.deck("windw = 3"), ranks=2), "unknown key")
+        self.fail_with(kvzap("--config", self.folder / "none.toml"), self.folder / "none.toml")
+
+
+class DryRun(TestCase):
+    MODEL = SOURCE / "inputs/configs/Llama-65B"
+    FLAGS = ["-m", MODEL, "--random-weights", "0", "-c", "128000", "--dry-run"]
+
+    def test_llama_65b(self):
+        for ranks in (1, 2):
+            result = self.succeed(*self.FLAGS, "--evict-ratio", "0.75", ranks=ranks)
+            lines = result.text.splitlines()
+            self.assertEqual(len(lines), 3 + ranks)
+            self.assertRegex(lines[-1], r"^ +all .* 335\.5 GB .* 83\.9 GB .* 4\.2 GB$")
+            if ranks == 2:
+                for rank in range(2):
+                    self.assertRegex(lines[2 + rank], rf"^ +{rank} .* 167\.8 GB .* 41\.9 GB .* 2\.1 GB$")
+
+    def test_json(self):
+        file = self.folder / "plan.json"
+        printed = self.succeed(*self.FLAGS, "--json", file, ranks=2)
+        self.assertIn("335.5 GB", printed.text)
+        plan = json.loads(file.read_text())
+        self.assertEqual(plan, json.loads(self.succeed(*self.FLAGS, "--json", "-", ranks=2).out))
+        self.assertEqual(plan["total"]["kv_full_bytes"], 2 * 80 * 64 * 128 * 2 * 128000)
+        self.assertEqual(plan["total"]["kv_kept_bytes"], plan["total"]["kv_full_bytes"])
+        self.assertEqual(plan["total"]["dense_layer_bytes"], plan["total"]["kv_full_bytes"] // 80)
+        self.assertEqual(len(plan["ranks"]), 2)
+        for name, total in plan["total"].items():
+            self.assertEqual(sum(rank[name] for rank in plan["ranks"]), total)
+        self.assertEqual((plan["tokens"], plan["dtype"]), (128000, "bf16"))
+
+    def test_of_a_prompt(self):
+        plan = json.loads(self.succeed(*ASK, "-n", "10", "--dry-run", "--json", "-").out)
+        question = self.report(*ASK, "-n", "0")["answers"][0]["question_tokens"]
+        self.assertEqual(plan["tokens"], CASE["n_context"] + question + 10)
+        plan = json.loads(self.succeed("-m", MODEL, "--dry-run", "--json", "-").out)
+        self.assertEqual(plan["tokens"], 4096)
+
+    def test_real_run_takes_what_was_planned(self):
+        plan = json.loads(self.succeed(*ASK, "-c", "289", "--dry-run", "--json", "-", ranks=2).out)
+        report = self.report(*ASK, ranks=2)
+        self.assertEqual(plan["total"]["kv_full_bytes"], report["context"]["kv"]["full_bytes"])
+        self.assertEqual(
+            [rank["weight_bytes"] for rank in plan["ranks"]], report["memory"]["weight_bytes_per_rank"]
+        )
+
+
+class Output(TestCase):
+    def test_json_file(self):
+        file = self.folder / "report.json"
+        file.write_text("old")
+        result = self.succeed(*ASK, "--json", file, ranks=2)
+        self.assertEqual(result.text, GOLDEN + "\n")
+        report = json.loads(file.read_text())
+        self.assertEqual((report["format"], report["format_version"]), ("kvzap.run", 1))
+        self.assertEqual(report["answers"][0]["text"], GOLDEN)
+        self.assertEqual([path.name for path in self.folder.iterdir()], ["report.json"])
+
+    def test_devices_and_pipes_are_written_in_place(self):
+        before = os.stat("/dev/null").st_rdev
+        self.succeed(*ASK, "--json", "/dev/null")
+        self.assertEqual(os.stat("/dev/null").st_rdev, before)
+        pipe = self.folder / "pipe"
+        os.mkfifo(pipe)
+        with subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE) as reader:
+            self.succeed(*ASK, "--json", pipe)
+            self.assertEqual(json.loads(reader.stdout.read())["format"], "kvzap.run")
+        self.assertTrue(pipe.is_fifo())
+
+    def test_full_standard_output(self):
+        if not pathlib.Path("/dev/full").exists():
+            self.skipTest("no /dev/full")
+        for arguments in (
+            ["run", *ASK],
+            ["run", *ASK, "--json", "-"],
+            ["run", *DryRun.FLAGS],
+            ["--help"],
+            ["--version"],
+        ):
+            with open("/dev/full", "wb") as full, self.subTest(arguments=arguments[-1]):
+                result = run_command([KVZAP, *arguments], stdout=full)
+                self.fail_with(result, "standard output: writing failed", code=1)
+
+    def test_full_report(self):
+        if pathlib.Path("/dev/full").exists():
+            result = kvzap(*ASK, "--json", "/dev/full", "-q")
+            self.assertEqual(result.code, 1)
+            self.assertIn("--json /dev/full: writing failed", result.errors[0])
+            self.assertEqual(result.text, GOLDEN + "\n")
+
+
+class Help(TestCase):
+    def test_every_option_is_there(self):
+        source = (SOURCE / "drivers/options.cpp").read_text()
+        declared = re.findall(r'add_(?:option|flag)\(\s*"([^"]+)"', source)
+        self.assertGreater(len(declared), 25)
+        names = [n.lstrip("!") for declaration in declared for n in declaration.split(",")]
+        for arguments in (["--help"], ["run", "--help"], ["run", "-h"]):
+            result = run_command([KVZAP, *arguments])
+            self.assertEqual((result.code, result.err), (0, b""), result)
+            words = set(re.findall(r"(?<![\w-])-{1,2}[a-z][a-z-]*", result.text))
+            self.assertLessEqual(set(names), words)
+            self.assertLessEqual(words, set(names) | {"-h", "--help", "--version", "--kokkos-", "-inf"})
+
+    def test_defaults(self):
+        text = run_command([KVZAP, "run", "--help"]).text
+        for part in ("=bf16", "--window INT=128", "--sink INT=0", "}=dense", "--chunk INT=2048",
+                     "--n-predict INT=128", "--temp FLOAT=0", "--page-rows INT=64", "}=token"):
+            self.assertIn(part, text)
+
+    def test_version(self):
+        declared = re.search(r"project\([^)]*VERSION\s+([\d.]+)", (SOURCE / "CMakeLists.txt").read_text())
+        result = run_command([KVZAP, "--version"])
+        self.assertEqual((result.code, result.text), (0, f"kvzap {declared.group(1)}\n"))
+
+
+if __name__ == "__main__":
+    unittest.main()

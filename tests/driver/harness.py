@@ -52,7 +52,7 @@ def on_ranks(ranks, command):
 
 def run_command(command, stdin=b"", timeout=60, **options):
     done = subprocess.run(
-        [str(part) for part in command],
+        [part if isinstance(part, bytes) else str(part) for part in command],
         input=stdin,
         stdout=options.pop("stdout", subprocess.PIPE),
         stderr=subprocess.PIPE,

@@ -18,11 +18,27 @@ constexpr std::int64_t panel_bytes = std::int64_t{1} << 20;
 constexpr bool host_accessible =
     Kokkos::SpaceAccessibility<Kokkos::HostSpace, MemorySpace>::accessible;
 
+// c (m, 1). Kokkos Kernels 4 turns such a product into a matrix-vector one that loses the stride of
+// a column in a wider matrix.
+void single_column(const ExecutionSpace& exec, bool transposed, float alpha, const ConstMatrix& a,
+                   const ConstMatrix& b, float beta, const Matrix& c) {
+  const std::int64_t dim = a.extent(1);
+  Kokkos::parallel_for(
+      "kvzap::gemm::single_column",
+      Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>(exec, 0, c.extent(0)),
+      KOKKOS_LAMBDA(std::int64_t m) {
+        float sum = 0;
+        for (std::int64_t k = 0; k < dim; ++k) sum += a(m, k) * (transposed ? b(0, k) : b(k, 0));
+        c(m, 0) = alpha * sum + (beta == 0 ? 0 : beta * c(m, 0));
+      });
+}
+
 // Kokkos Kernels 3.4 has no overload that takes an instance: its gemm runs on the default one,
 // after what was launched there before.
 void gemm(const ExecutionSpace& exec, const char* op_b, float alpha, const ConstMatrix& a,
           const ConstMatrix& b, float beta, const Matrix& c) {
   if (c.extent(0) == 0 || c.extent(1) == 0) return;
+  if (c.extent(1) == 1) return single_column(exec, *op_b == 'T', alpha, a, b, beta, c);
 #if KOKKOS_VERSION >= 40000
   KokkosBlas::gemm(exec, "N", op_b, alpha, a, b, beta, c);
 #else

@@ -1,0 +1,353 @@
+"""Bad input: one clear error, nothing on standard output, nothing lost; a failing rank ends all."""
+import json
+import math
+import os
+import pathlib
+import signal
+import struct
+import subprocess
+import time
+import unittest
+
+from harness import (CASES, FLAGS, KVZAP, LINEAR, MLP, MODEL, MPIEXEC, TestCase, kvzap, on_ranks,
+                     read_safetensors, run_command, write_safetensors)
+
+TENSOR = "model.layers.0.self_attn.q_proj.weight"
+
+
+class Checkpoint(TestCase):
+    def check(self, model, *parts, ranks=(2,)):
+        for count in ranks:
+            self.fail_with(kvzap("-m", model, "-p", "one", ranks=count), *parts, code=1)
+
+    def spoil(self, change):
+        """A model whose tensors {name: (dtype, shape, bytes)} were changed."""
+        model = self.copy(MODEL, f"model{len(list(self.folder.iterdir()))}")
+        file = model / "model.safetensors"
+        tensors = read_safetensors(file)
+        change(tensors)
+        write_safetensors(file, tensors)
+        return model, file
+
+    def with_header(self, change):
+        model = self.copy(MODEL, f"model{len(list(self.folder.iterdir()))}")
+        file = model / "model.safetensors"
+        raw = file.read_bytes()
+        (size,) = struct.unpack("<Q", raw[:8])
+        header = json.loads(raw[8 : 8 + size])
+        change(header)
+        text = json.dumps(header).encode()
+        file.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + size :])
+        return model, file
+
+    def test_missing(self):
+        model = self.copy(MODEL, "model")
+        (model / "model.safetensors").unlink()
+        self.check(model, model, "no *.safetensors file")
+        self.check(self.folder / "none", self.folder / "none" / "config.json", "no such file")
+
+    def test_truncated(self):
+        model = self.copy(MODEL, "model")
+        file = model / "model.safetensors"
+        raw = file.read_bytes()
+        for length in (len(raw) - 1, len(raw) // 2, 100):
+            file.write_bytes(raw[:length])
+            self.check(model, file, "truncated", "expected", "found", ranks=[0])
+        self.check(model, file, "truncated", ranks=[2])
+        file.write_bytes(raw[:5])
+        self.check(model, file, "expected at least 8 bytes, found 5", ranks=[0])
+        file.write_bytes(b"")
+        self.check(model, file, "empty", ranks=[0])
+
+    def test_overlapping(self):
+        def change(header):
+            begin, end = header[TENSOR]["data_offsets"]
+            header[TENSOR]["data_offsets"] = [begin - 512, end - 512]
+
+        model, file = self.with_header(change)
+        self.check(model, file, "overlap")
+
+    def test_oversized_header(self):
+        model = self.copy(MODEL, "model")
+        file = model / "model.safetensors"
+        raw = file.read_bytes()
+        for length in (2**63, 200 << 20):
+            file.write_bytes(struct.pack("<Q", length) + raw[8:])
+            self.check(model, file, "expected a header of at most", f"found a length of {length}", ranks=[0])
+
+    def test_index_naming_a_missing_file(self):
+        model = self.copy(MODEL, "model")
+        index = model / "model.safetensors.index.json"
+        index.write_text(json.dumps({"weight_map": {TENSOR: "model-7.safetensors"}}))
+        self.check(model, index, "missing file 'model-7.safetensors'")
+
+    def test_wrong_dtype(self):
+        def change(tensors):
+            dtype, shape, data = tensors[TENSOR]
+            tensors[TENSOR] = ("I16", shape, data)
+
+        model, file = self.spoil(change)
+        self.check(model, file, TENSOR, "I16", "expected F32, F16 or BF16")
+
+    def test_wrong_shape(self):
+        def change(tensors):
+            dtype, (rows, columns), data = tensors[TENSOR]
+            tensors[TENSOR] = (dtype, [rows // 2, columns * 2], data)
+
+        model, file = self.spoil(change)
+        self.check(model, file, TENSOR, "expected shape", "256", "found", "512")
+
+    def test_missing_tensor(self):
+        model, file = self.spoil(lambda tensors: tensors.pop(TENSOR))
+        self.check(model, model, TENSOR, "is missing")
+
+    def test_config(self):
+        for field, value, *parts in [
+            ("architectures", ["GPT2LMHeadModel"], "GPT2LMHeadModel"),
+            ("num_hidden_layers", "six", "six"),
+            ("num_key_value_heads", 3, "3"),
+            ("sliding_window", 512, "512") ,
+        ]:
+            changes = {field: value}
+            if field == "sliding_window":
+                changes["use_sliding_window"] = True
+            model = self.copy(MODEL, f"config-{field}", **changes)
+            self.check(model, model / "config.json", field, *parts, "expected", ranks=[0])
+        (model / "config.json").write_text("{")
+        self.check(model, model / "config.json", "not valid JSON")
+
+    def test_tokenizer(self):
+        model = self.copy(MODEL, "model")
+        file = model / "tokenizer.json"
+        tokenizer = json.loads(file.read_text())
+        del tokenizer["model"]["merges"]
+        file.write_text(json.dumps(tokenizer))
+        self.check(model, file, "merges", "expected", "found")
+        file.unlink()
+        self.check(model, file, "expected a tokenizer, found no readable file")
+
+    def test_no_chat_template(self):
+        model = self.copy(MODEL, "model")
+        (model / "chat_template.jinja").unlink()
+        config = json.loads((model / "tokenizer_config.json").read_text())
+        config.pop("chat_template", None)
+        (model / "tokenizer_config.json").write_text(json.dumps(config))
+        self.check(model, "chat_template", "--raw")
+        self.succeed("-m", model, "-p", "one", "--raw", "-n", "1")
+
+    def test_surrogate(self):
+        other = self.copy(LINEAR, "other", output_dim=8)
+        for folder, parts in [
+            (other, ["output_dim is 8", "num_key_value_heads is 4", "another model"]),
+            (self.copy(LINEAR, "wide", input_dim=512), ["input_dim is 512", "hidden_size is 256"]),
+            (self.copy(MLP, "deep", n_modules=5), ["n_modules is 5", "num_hidden_layers is 6"]),
+            (MODEL, ["input_dim is missing"]),
+        ]:
+            flags = ["-m", MODEL, "-p", "one", "--surrogate", folder, "--threshold", "0"]
+            self.fail_with(kvzap(*flags, ranks=2), folder / "config.json", *parts)
+        (other / "config.json").unlink()
+        flags = ["-m", MODEL, "-p", "one", "--surrogate", other, "--threshold", "0"]
+        self.fail_with(kvzap(*flags), other / "config.json", "no such file")
+
+
+class Options(TestCase):
+    def test_out_of_range_and_contradictory(self):
+        surrogate = ["--surrogate", MLP]
+        for flags, *parts in [
+            (["--window", "0"], "--window is 0", "at least 1"),
+            (["--window", "-3"], "--window is -3", "at least 1"),
+            (["--window", "3.5"], "--window is 3.5", "expected a whole number"),
+            (["--window", "99999999999"], "--window is 99999999999", "expected a whole number"),
+            (["--sink", "-1"], "--sink is -1", "0 or more"),
+            (["--chunk", "0"], "--chunk is 0", "at least 1"),
+            (["--page-rows", "0"], "--page-rows is 0", "1 to"),
+            (["-n", "-1"], "-n is -1", "0 or more"),
+            (["-c", "0"], "-c is 0", "at least 1"),
+            (["-c", "-5"], "-c is -5", "at least 1"),
+            (["-c", "5000"], "-c is 5000", "max_position_embeddings is 4096"),
+            ([*surrogate, "--threshold", "nan"], "--threshold is NaN"),
+            ([*surrogate, "--threshold", "low"], "--threshold is low", "expected a number"),
+            (surrogate, "--surrogate needs --threshold"),
+            (["--threshold", "-4"], "--threshold has no effect without --surrogate"),
+            (["--prune", "always"], "--prune always needs --surrogate"),
+            (["--prune", "some"], "--prune: some", "{none,prefill,always}"),
+            (["--prefill", "thin"], "--prefill: thin", "{dense,sparse}"),
+            (["--dtype", "f64"], "--dtype: f64", "{f32,bf16,f16}"),
+            (["--evict-ratio", "0.5"], "--evict-ratio has no effect without --dry-run"),
+            (["--dry-run", "--evict-ratio", "1"], "--evict-ratio is 1", "less than 1"),
+            (["--temp", "-1"], "--temp is -1", "0 or more"),
+            (["--top-k", "-1"], "--top-k is -1", "0 or more"),
+            (["--top-p", "0"], "--top-p is 0", "more than 0"),
+            (["--top-p", "1.5"], "--top-p is 1.5", "at most 1"),
+            (["--seed", "-1"], "--seed", "-1", "0 or more"),
+            (["-f", "x"], "-p and -f both"),
+            (["--snapshot", "-"], "--snapshot cannot be standard output"),
+            (["--snapshot", "x", "--json", "x"], "--json and --snapshot both name the file x"),
+            (["--wnidow", "3"], "unknown option --wnidow", "did you mean --window?"),
+            (["--treshold=3"], "unknown option --treshold", "did you mean --threshold?"),
+            (["--zzzzzz"], "unknown option --zzzzzz"),
+            (["one"], "unexpected argument 'one'"),
+            (["--window"], "--window"),
+            (["-p", "two"], "--prompt"),
+        ]:
+            with self.subTest(flags=flags):
+                self.fail_with(kvzap("-m", MODEL, "-p", "one", *flags), *parts)
+
+    def test_on_several_ranks(self):
+        for flags, part in [
+            (["--window", "0"], "--window is 0"),
+            (["--wnidow", "3"], "did you mean --window?"),
+        ]:
+            self.fail_with(kvzap("-m", MODEL, "-p", "one", *flags, ranks=3), part)
+
+    def test_nothing_to_do(self):
+        self.fail_with(run_command([KVZAP]), "subcommand")
+        self.fail_with(run_command([KVZAP, "rnu"]), "unknown subcommand 'rnu'", "expected run")
+        self.fail_with(run_command([KVZAP, "--hlep"]), "did you mean --help?")
+        self.fail_with(kvzap(), "no model", "-m")
+        self.fail_with(kvzap("-m", MODEL), "no prompt", "-p", "-f")
+
+    def test_prompt(self):
+        empty = self.folder / "empty"
+        empty.write_text("")
+        long = self.folder / "long"
+        long.write_text("5 " * 5000)
+        for flags, *parts in [
+            (["-p", ""], "-p: the prompt is empty"),
+            (["-f", empty], f"-f {empty}: the prompt is empty"),
+            (["-f", self.folder / "none"], self.folder / "none", "cannot be opened"),
+            (["-f", self.folder], self.folder, "is a folder"),
+            (["--token-ids", "-p", " \n"], "no tokens"),
+            (["--token-ids", "-p", "1 two 3"], "'two' is no token id"),
+            (["--token-ids", "-p", "1 -2"], "'-2' is no token id"),
+            (["--token-ids", "-p", "1 1024"], "token id 1024", "less than 1024"),
+            (["--token-ids", "-p", "1", "--question", "9999"], "--question: token id 9999"),
+            (["--token-ids", "-f", long], "5000 tokens", "4096", "max_position_embeddings"),
+            (["--token-ids", "-p", "1 2 3", "-c", "2"], "3 tokens", "is 2"),
+            (["--token-ids", "-p", "1 2 3", "-c", "4", "--question", "5 6"], "5 tokens", "is 4"),
+        ]:
+            with self.subTest(flags=flags):
+                self.fail_with(kvzap("-m", MODEL, *flags), *parts, code=1)
+        self.fail_with(kvzap("-m", MODEL, "-p", "", ranks=2), "-p: the prompt is empty", code=1)
+        self.fail_with(kvzap("-m", MODEL, "-f", "-"), "-f -: the prompt is empty")
+
+    def test_too_many_ranks(self):
+        result = kvzap("-m", MODEL, "-p", "one", ranks=5)
+        self.fail_with(result, "5 ranks", "4 KV heads", "at most 4 ranks")
+        result = kvzap("-m", MODEL, "-p", "one", "--dry-run", ranks=5)
+        self.fail_with(result, "5 ranks", "4 KV heads")
+
+
+class Unwritable(TestCase):
+    def test_before_the_work_starts(self):
+        # The weights are bad: the output is found out before they are looked at.
+        model = self.copy(MODEL, "model")
+        (model / "model.safetensors").write_bytes(b"bad")
+        file = self.folder / "file"
+        file.write_text("old")
+        for flag in ("--json", "--snapshot"):
+            for target in (self.folder / "none" / "x", self.folder, file / "x"):
+                for ranks in (0, 2):
+                    with self.subTest(flag=flag, target=target.name, ranks=ranks):
+                        result = kvzap("-m", model, "-p", "one", flag, target, ranks=ranks)
+                        self.fail_with(result, target, code=1)
+                        self.assertNotIn("safetensors", result.errors[0])
+        self.assertEqual(file.read_text(), "old")
+        self.assertEqual(sorted(p.name for p in self.folder.iterdir()), ["file", "model"])
+
+    def test_old_output_survives_a_failure(self):
+        model = self.copy(MODEL, "model")
+        (model / "model.safetensors").write_bytes(b"bad")
+        old = [self.folder / "report.json", self.folder / "cache.h5"]
+        for file in old:
+            file.write_text("old")
+        for ranks in (0, 2):
+            result = kvzap("-m", model, "-p", "one", "--json", old[0], "--snapshot", old[1], ranks=ranks)
+            self.fail_with(result, "model.safetensors")
+            self.assertEqual([file.read_text() for file in old], ["old", "old"])
+        self.assertEqual(len(list(self.folder.iterdir())), 3)
+
+
+class FailingRank(TestCase):
+    SECONDS = 20  # mpiexec's own start and end included
+
+    def timed(self, command):
+        start = time.monotonic()
+        result = run_command(command, timeout=60)
+        self.assertLess(time.monotonic() - start, self.SECONDS)
+        self.assertNotEqual(result.code, 0, result)
+        return result
+
+    def programs(self, *programs):
+        """mpiexec's line for one rank of each program."""
+        command = [MPIEXEC, *FLAGS]
+        for i, program in enumerate(programs):
+            command += [":"] * (i > 0) + ["-n", "1", *program]
+        return command
+
+    def test_one_rank_finds_another_checkpoint(self):
+        def program(model):
+            return [KVZAP, "run", "-m", model, "-p", "one", "-n", "2"]
+
+        bad = self.copy(MODEL, "bad")
+        (bad / "model.safetensors").write_bytes(b"bad")
+        for models in ((MODEL, bad), (bad, MODEL), (MODEL, MODEL, bad)):
+            result = self.timed(self.programs(*map(program, models)))
+            self.fail_with(result, bad / "model.safetensors", f"on rank {models.index(bad)} of")
+
+    def test_one_rank_is_short_of_memory(self):
+        # The weights of one rank take more than its limit; the other waits for it.
+        model = self.copy(MODEL, "model", intermediate_size=200000)
+        run = [KVZAP, "run", "-m", model, "--token-ids", "-p", "1 2 3", "--random-weights", "1"]
+        limited = ["sh", "-c", 'ulimit -v 700000; exec "$0" "$@"', *run]
+        result = self.timed(self.programs(run, limited))
+        self.assertEqual(len(result.errors), 1, result)
+        self.assertFalse(result.out)
+
+    def runs(self, pid):
+        """Whether there is such a process, other than as a zombie that nobody has asked about."""
+        try:
+            state = pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            return False
+        return state not in "ZX"
+
+    def test_one_rank_is_killed(self):
+        pids = self.folder / "pids"
+        pids.mkdir()
+        run = [KVZAP, "run", "-m", MODEL, "--token-ids", "-p", "1 2 3", "-n", "1000000", "--ignore-eos",
+               "--random-weights", "1"]
+        rank = ["sh", "-c", 'echo > "$0/$$"; exec "$@"', pids, *run]
+        command = [str(part) for part in on_ranks(2, rank)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as job:
+            try:
+                self.assertTrue(job.stdout.read(20))  # tokens come: it is at work
+                started = sorted(int(path.name) for path in pids.iterdir())
+                self.assertEqual(len(started), 2)
+                os.kill(started[-1], signal.SIGKILL)
+                job.communicate(timeout=self.SECONDS)
+            finally:
+                job.kill()
+        self.assertNotEqual(job.returncode, 0)
+        deadline = time.monotonic() + self.SECONDS
+        while any(map(self.runs, started)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        self.assertFalse(any(map(self.runs, started)))
+
+    def test_weights_that_overflow(self):
+        def change(tensors):
+            dtype, shape, data = tensors["model.norm.weight"]
+            tensors["model.norm.weight"] = ("F32", shape, struct.pack("<f", math.nan) * math.prod(shape))
+
+        model = self.copy(MODEL, "model")
+        tensors = read_safetensors(model / "model.safetensors")
+        change(tensors)
+        write_safetensors(model / "model.safetensors", tensors)
+        for ranks in (0, 2):
+            result = self.timed(on_ranks(ranks, [KVZAP, "run", "-m", model, "-p", "one"]))
+            self.assertEqual(len(result.errors), 1, result)
+            self.assertIn("not finite", result.errors[0])
+
+
+if __name__ == "__main__":
+    unittest.main()

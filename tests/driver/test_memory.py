@@ -1,0 +1,100 @@
+"""What a pruned cache takes: pages against rows, and what the system says about the whole process."""
+import json
+import pathlib
+import random
+import re
+import struct
+import unittest
+
+from harness import KVZAP, TestCase, run_command, write_safetensors
+
+LAYERS, HIDDEN, HEADS, DIM = 2, 128, 2, 128
+TOKENS = 8192
+
+
+class Memory(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.model = self.folder / "model"
+        self.model.mkdir()
+        (self.model / "config.json").write_text(json.dumps({
+            "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu",
+            "hidden_size": HIDDEN, "intermediate_size": 256, "num_hidden_layers": LAYERS,
+            "num_attention_heads": 2, "num_key_value_heads": HEADS, "head_dim": DIM,
+            "vocab_size": 512, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6, "tie_word_embeddings": True,
+        }))
+        numbers = random.Random(5)
+        self.surrogate = self.folder / "surrogate"
+        self.surrogate.mkdir()
+        (self.surrogate / "config.json").write_text(json.dumps({
+            "model_type": "kvzap", "input_dim": HIDDEN, "output_dim": HEADS, "n_modules": LAYERS,
+            "hidden_dim": None,
+        }))
+        tensors = {}
+        for layer in range(LAYERS):
+            values = [numbers.gauss(0, 1) for _ in range(HEADS * HIDDEN)]
+            tensors[f"layers.{layer}.weight"] = (
+                "F32", [HEADS, HIDDEN], struct.pack(f"<{len(values)}f", *values))
+            tensors[f"layers.{layer}.bias"] = ("F32", [HEADS], bytes(4 * HEADS))
+        write_safetensors(self.surrogate / "model.safetensors", tensors)
+        self.ids = self.folder / "ids"
+        self.ids.write_text(" ".join(str(numbers.randrange(512)) for _ in range(TOKENS)))
+
+    def flags(self, threshold, prefill="sparse"):
+        return ["-m", self.model, "--random-weights", "1", "--token-ids", "-f", self.ids, "-n", "4",
+                "--question", "1 2 3", "--surrogate", self.surrogate, "--threshold", threshold,
+                "--ignore-eos", "--prefill", prefill, "--chunk", "1024"]
+
+    def threshold(self, ratio):
+        """By bisection, on the first ids alone."""
+        ids, self.ids = self.ids, self.folder / "few"
+        self.ids.write_text(" ".join(ids.read_text().split()[:1024]))
+        low, high = -60.0, 60.0
+        for _ in range(12):
+            middle = (low + high) / 2
+            found = self.report(*self.flags(middle), "--window", "1")["context"]["evict_ratio"]
+            low, high = (middle, high) if found < ratio else (low, middle)
+        self.ids = ids
+        return high
+
+    def test_pages_hold_little_but_rows(self):
+        threshold = self.threshold(0.77)
+        for ranks in (1, 2):
+            for prefill, *more in (
+                ["sparse"],
+                ["dense"],
+                ["sparse", "--prune", "always"],
+                ["dense", "--page-order", "dim"],
+            ):
+                report = self.report(*self.flags(threshold, prefill), *more, ranks=ranks)
+                for cache in (report["context"], report["answers"][0]["cache"]):
+                    kv = cache["kv"]
+                    self.assertAlmostEqual(cache["evict_ratio"], 0.75, delta=0.05)
+                    self.assertLessEqual(kv["allocated_bytes"], 1.1 * kv["live_bytes"])
+                    self.assertLess(kv["peak_allocated_bytes"], kv["full_bytes"])
+
+    def test_peak_resident_memory(self):
+        timer = pathlib.Path("/usr/bin/time")
+        if not timer.exists():
+            self.skipTest("no /usr/bin/time")
+        command = [timer, "-v", KVZAP, "run", *self.flags(0), "-q", "--json", "-"]
+        result = run_command(command)
+        self.assertEqual(result.code, 0, result)
+        memory = json.loads(result.out)["memory"]
+        found = re.search(r"Maximum resident set size \(kbytes\): (\d+)", result.err.decode())
+        if not found:
+            self.skipTest("/usr/bin/time is not GNU time")
+        self.assertEqual(memory["peak_rss_bytes"], sum(memory["peak_rss_bytes_per_rank"]))
+        self.assertAlmostEqual(memory["peak_rss_bytes"] / (1024 * int(found.group(1))), 1, delta=0.1)
+
+    def test_pruning_lowers_the_peak_of_sparse_prefill(self):
+        peaks = [
+            self.report(*self.flags(threshold))["context"]["kv"]["peak_allocated_bytes"]
+            for threshold in ("-inf", "inf")
+        ]
+        self.assertLess(peaks[1], 0.3 * peaks[0])
+
+
+if __name__ == "__main__":
+    unittest.main()

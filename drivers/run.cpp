@@ -143,8 +143,7 @@ void broadcast(std::vector<TokenId>& ids, const Communicator& comm) {
 Prompt share_prompt(const RunOptions& options, const Tokenizer* tokenizer,
                     const ModelConfig& config, std::int64_t limit, const Communicator& comm) {
   Prompt prompt;
-  comm.agree([&] {
-    if (!comm.is_root()) return;
+  comm.agree_on_root([&] {
     prompt = make_prompt(options, tokenizer);
     check_prompt(prompt, config, limit);
   });
@@ -270,15 +269,17 @@ std::unique_ptr<Generator> make_generator(const RunOptions& options, const Cache
                                           const ProgressCallback& progress, RunReport& report) {
   std::unique_ptr<Generator> generator;
   std::int64_t weight_bytes = 0;
+  // The surrogate first: it is small, and whether it fits is known before minutes of loading.
+  std::optional<Surrogate> surrogate;
+  comm.agree([&] {
+    if (cache.prune == PruneMode::none) return;
+    surrogate = Surrogate::load(options.surrogate, config, partition, comm.rank());
+    report.surrogate_kind = surrogate->kind();
+  });
   comm.agree([&] {
     const auto model = std::make_shared<const Model<Value>>(Model<Value>::load(
         options.model, config, partition, comm.rank(), options.random_weights, progress));
     weight_bytes = model->bytes();
-    std::optional<Surrogate> surrogate;
-    if (cache.prune != PruneMode::none) {
-      surrogate = Surrogate::load(options.surrogate, config, partition, comm.rank());
-      report.surrogate_kind = surrogate->kind();
-    }
     generator = Generator::create<Value>(model, std::move(surrogate), cache, comm);
   });
   for (const auto& rank : comm.all_gather({weight_bytes})) {
@@ -302,7 +303,8 @@ void dry_run(const RunOptions& options, const ModelConfig& config, const Tokeniz
   MemoryPlan plan;
   comm.agree([&] {
     plan = plan_memory(config, dtype, tokens, options.evict_ratio, comm.size(), options.window);
-    if (!comm.is_root()) return;
+  });
+  comm.agree_on_root([&] {
     if (options.json != "-") {
       const std::string text = to_text(plan, config, dtype, tokens, options.evict_ratio);
       std::fwrite(text.data(), 1, text.size(), stdout);
@@ -347,10 +349,11 @@ void run(const RunOptions& options, const Communicator& comm, const std::string&
       if (limit == 0) limit = config.max_position_embeddings;
     }
     if (!options.ignore_eos) stop_ids = load_stop_ids(options.model, config.vocab_size);
+  });
+  comm.agree_on_root([&] {
     const bool has_prompt = options.prompt || !options.file.empty();
-    if (comm.is_root() && has_prompt && !options.token_ids)
-      tokenizer = Tokenizer::load(options.model);
-    if (comm.is_root()) check_writable(options.json);
+    if (has_prompt && !options.token_ids) tokenizer = Tokenizer::load(options.model);
+    check_writable(options.json);
   });
   if (talks) {
     for (const auto& warning : config.warnings) fmt::print(stderr, "kvzap: warning: {}\n", warning);
@@ -434,8 +437,7 @@ void run(const RunOptions& options, const Communicator& comm, const std::string&
   for (const auto& rank : comm.all_gather({peak_rss_bytes()})) {
     report.peak_rss_bytes.push_back(rank.front());
   }
-  comm.agree([&] {
-    if (!comm.is_root()) return;
+  comm.agree_on_root([&] {
     flush_stdout();
     if (talks) fmt::print(stderr, "{}", to_text(report));
     if (!options.json.empty()) {

@@ -84,8 +84,14 @@ void attend_span(const typename RaggedLayer<Value, PageOrder::token_major>::Span
 
 }  // namespace
 
+// Not nested in Attention: nvcc takes no kernel inside a private class.
 template <class Value, PageOrder order>
-struct Attention<Value, order>::Scratch {
+struct detail::AttentionScratch {
+  using Layer = typename Attention<Value, order>::Layer;
+  using QueryView = typename Attention<Value, order>::QueryView;
+  using RowsView = typename Attention<Value, order>::RowsView;
+  using OutputView = typename Attention<Value, order>::OutputView;
+
   Vector partials;
   Vector queries;
   Vector keys;
@@ -168,10 +174,11 @@ void attend_portable(const ExecutionSpace& exec, const RaggedLayer<Value, order>
 // One query token. Work items are (KV head, range of spans), as many ranges as keep every thread
 // busy; their partial results merge exactly in the end.
 template <class Value, PageOrder order>
-void Attention<Value, order>::Scratch::rows(const ExecutionSpace& exec, const Layer& cached,
-                                            const QueryView& query_view, const RowsView& chunk_keys,
-                                            const RowsView& chunk_values,
-                                            const OutputView& output) {
+void detail::AttentionScratch<Value, order>::rows(const ExecutionSpace& exec, const Layer& cached,
+                                                  const QueryView& query_view,
+                                                  const RowsView& chunk_keys,
+                                                  const RowsView& chunk_values,
+                                                  const OutputView& output) {
   const int kv_heads = cached.heads;
   const int dim = static_cast<int>(query_view.extent(2));
   const int group = static_cast<int>(query_view.extent(1)) / kv_heads;
@@ -245,11 +252,11 @@ void Attention<Value, order>::Scratch::rows(const ExecutionSpace& exec, const La
 // running softmax, weighted sums by gemm. Rows are gathered into float tiles, which costs a
 // 1/tile_queries part of the arithmetic.
 template <class Value, PageOrder order>
-void Attention<Value, order>::Scratch::tiles(const ExecutionSpace& exec, const Layer& cached,
-                                             const QueryView& query_view,
-                                             const RowsView& chunk_keys,
-                                             const RowsView& chunk_values,
-                                             const OutputView& output) {
+void detail::AttentionScratch<Value, order>::tiles(const ExecutionSpace& exec, const Layer& cached,
+                                                   const QueryView& query_view,
+                                                   const RowsView& chunk_keys,
+                                                   const RowsView& chunk_values,
+                                                   const OutputView& output) {
   const std::int64_t tokens = query_view.extent(0);
   const int kv_heads = cached.heads;
   const int dim = static_cast<int>(query_view.extent(2));
@@ -385,7 +392,8 @@ void Attention<Value, order>::Scratch::tiles(const ExecutionSpace& exec, const L
 }
 
 template <class Value, PageOrder order>
-Attention<Value, order>::Attention() : m_scratch(std::make_unique<Scratch>()) {}
+Attention<Value, order>::Attention()
+    : m_scratch(std::make_unique<detail::AttentionScratch<Value, order>>()) {}
 
 template <class Value, PageOrder order>
 Attention<Value, order>::~Attention() = default;

@@ -113,7 +113,14 @@ std::vector<float> Communicator::gather(const float* values, std::size_t count, 
   return all;
 }
 
-void Communicator::agree(const std::function<void()>& local_work) const {
+void Communicator::agree(const std::function<void()>& local_work) const { agree(local_work, true); }
+
+void Communicator::agree_on_root(const std::function<void()>& root_work) const {
+  agree(
+      is_root() ? root_work : [] {}, false);
+}
+
+void Communicator::agree(const std::function<void()>& local_work, bool all_work) const {
   std::string message;
   bool failed = false;
   try {
@@ -135,7 +142,7 @@ void Communicator::agree(const std::function<void()>& local_work) const {
   broadcast(&length, sizeof(length), first);
   message.resize(length);
   broadcast(message.data(), message.size(), first);
-  if (m_size > 1) {
+  if (m_size > 1 && all_work) {
     // An error of one rank alone is worth saying so: it points at that node, not at the input.
     const std::int64_t failures = all_reduce_sum(static_cast<std::int64_t>(failed));
     if (failures < m_size) message += fmt::format(" (on rank {} of {})", first, m_size);

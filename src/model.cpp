@@ -95,18 +95,14 @@ Model<Value> Model<Value>::load(const std::filesystem::path& folder, const Model
 template <class Value>
 std::size_t Model<Value>::bytes() const {
   std::size_t bytes = 0;
-  const auto add = [&](const auto& view) {
-    bytes += view.size() * sizeof(typename std::decay_t<decltype(view)>::value_type);
+  const auto add = [&](const auto&... views) {
+    ((bytes += views.size() * sizeof(typename std::decay_t<decltype(views)>::value_type)), ...);
   };
   for (const Layer& l : m_layers) {
-    for (const Matrix& m : {l.q, l.k, l.v, l.o, l.gate, l.up, l.down}) add(m);
-    for (const Vector& v : {l.input_norm, l.attention_norm, l.q_bias, l.k_bias, l.v_bias, l.o_bias,
-                            l.q_norm, l.k_norm, l.gate_bias, l.up_bias, l.down_bias}) {
-      add(v);
-    }
+    add(l.q, l.k, l.v, l.o, l.gate, l.up, l.down, l.input_norm, l.attention_norm, l.q_bias,
+        l.k_bias, l.v_bias, l.o_bias, l.q_norm, l.k_norm, l.gate_bias, l.up_bias, l.down_bias);
   }
-  add(m_final_norm);
-  add(m_embedding);
+  add(m_final_norm, m_embedding);
   if (!m_config.tie_word_embeddings) add(m_output_head);
   return bytes;
 }

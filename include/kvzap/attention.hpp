@@ -6,6 +6,11 @@
 
 namespace kvzap {
 
+namespace detail {
+template <class Value, PageOrder order>
+struct AttentionScratch;
+}
+
 /// Which implementation computes attention. All give the same result up to rounding.
 enum class AttentionPath {
   automatic,  // rows for one query token, tiles for more
@@ -40,8 +45,7 @@ class Attention {
                   const OutputView& output, AttentionPath path = AttentionPath::automatic);
 
  private:
-  struct Scratch;
-  std::unique_ptr<Scratch> m_scratch;
+  std::unique_ptr<detail::AttentionScratch<Value, order>> m_scratch;
 };
 
 }  // namespace kvzap

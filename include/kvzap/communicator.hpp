@@ -45,8 +45,12 @@ class Communicator {
   /// Runs `local_work`, which must not communicate, on every rank. If it throws on any rank, every
   /// rank throws AgreedError with the text of the lowest rank that failed. Collective.
   void agree(const std::function<void()>& local_work) const;
+  /// The same for work that rank 0 alone does.
+  void agree_on_root(const std::function<void()>& root_work) const;
 
  private:
+  void agree(const std::function<void()>& local_work, bool all_work) const;
+
   MPI_Comm m_comm;
   int m_rank = 0;
   int m_size = 1;

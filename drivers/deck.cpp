@@ -1,8 +1,6 @@
 #include <fmt/format.h>
 #include <toml++/toml.h>
 
-#include <sstream>
-
 #include "options.hpp"
 
 namespace kvzap::driver {

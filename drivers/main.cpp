@@ -6,6 +6,7 @@
 #include <Kokkos_Core.hpp>
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <iostream>
 #include <kvzap/communicator.hpp>
 #include <string>
@@ -26,7 +27,13 @@ constexpr int exit_usage = 2;
 class MpiSession {
  public:
   MpiSession(int& argc, char**& argv) {
-    if (MPI_Init(&argc, &argv) != MPI_SUCCESS) throw kvzap::Error("MPI_Init failed");
+    // Threads of Kokkos and of the BLAS exist beside the one that calls MPI.
+    int provided = MPI_THREAD_SINGLE;
+    if (MPI_Init_thread(&argc, &argv, MPI_THREAD_FUNNELED, &provided) != MPI_SUCCESS ||
+        provided < MPI_THREAD_FUNNELED) {
+      std::fprintf(stderr, "kvzap: error: MPI cannot be started beside threads\n");
+      std::exit(exit_failure);
+    }
   }
   ~MpiSession() { MPI_Finalize(); }
   MpiSession(const MpiSession&) = delete;
@@ -112,6 +119,9 @@ int run_program(int argc, char** argv, const kvzap::Communicator& comm) {
     return usage_exit(app, *run, error, comm);
   }
 
+  // Each rank would print Kokkos' warnings, all the same.
+  std::string quiet = "--kokkos-disable-warnings";
+  if (!comm.is_root()) kokkos_arguments.push_back(quiet.data());
   const KokkosSession kokkos(kokkos_arguments);
   comm.agree([&] {
     if (!options.config.empty()) kvzap::driver::read_deck(*run, options.config);
@@ -137,7 +147,8 @@ int main(int argc, char** argv) {
     return exit_failure;
   } catch (const std::exception& error) {
     // This rank's own trouble: the others wait in some collective call and must be ended.
-    const char* what = dynamic_cast<const std::bad_alloc*>(&error) ? "out of memory" : error.what();
+    std::string what = dynamic_cast<const std::bad_alloc*>(&error) ? "out of memory" : error.what();
+    std::replace(what.begin(), what.end(), '\n', ' ');  // Kokkos' message has several lines
     fmt::print(stderr, "kvzap: error: rank {}: {}\n", comm.rank(), what);
     std::fflush(stderr);
     MPI_Abort(comm.mpi(), exit_failure);

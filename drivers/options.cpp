@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 namespace kvzap::driver {
 namespace {
@@ -166,6 +167,10 @@ void validate(const RunOptions& o) {
           fmt::format("-c is {}; expected at least 1", o.max_context.value_or(0)));
   require(!o.threshold || !std::isnan(*o.threshold),
           "--threshold is NaN; expected a number (no score is below NaN)");
+  require(!o.threshold || std::isinf(*o.threshold) ||
+              std::fabs(*o.threshold) <= std::numeric_limits<float>::max(),
+          fmt::format("--threshold is {}; expected a number in the range of float, or inf or -inf",
+                      o.threshold.value_or(0)));
   require(o.evict_ratio >= 0 && o.evict_ratio < 1,
           fmt::format("--evict-ratio is {}; expected at least 0 and less than 1", o.evict_ratio));
   const bool pruned = o.prune.empty() ? !o.surrogate.empty() : o.prune != "none";

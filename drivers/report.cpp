@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 
 #include "detail/json_file.hpp"
@@ -74,7 +75,7 @@ ordered_json to_json(const RunReport& report, const RunOptions& options) {
   json["options"] = {{"dtype", options.dtype},
                      {"prune", name_of(cache.prune)},
                      {"prefill", name_of(cache.prefill)},
-                     {"window", cache.window},
+                     {"window", options.window},
                      {"sink", cache.sink},
                      {"page_rows", cache.page_rows},
                      {"page_order", options.page_order},
@@ -166,13 +167,14 @@ std::string to_text(const MemoryPlan& plan, const ModelConfig& model, DType dtyp
   std::string text = fmt::format("{}: {} layers, {} KV heads of {}, {} tokens, {}\n",
                                  model.architecture, model.num_hidden_layers,
                                  model.num_key_value_heads, model.head_dim, tokens, name_of(dtype));
-  text += fmt::format("{:>6}  {:>10}  {:>10}  {:>18}  {:>24}\n", "rank", "weights", "KV full",
-                      fmt::format("KV at {:.1f}% evicted", 100 * evict_ratio),
-                      "one layer's dense K and V");
+  text += fmt::format("{:>6}  {:>10}  {:>10}  {:>18}  {:>26}  {:>11}\n", "rank", "weights",
+                      "KV full", fmt::format("KV at {:.1f}% evicted", 100 * evict_ratio),
+                      "one layer's dense K and V", "activations");
   const auto row = [&](const std::string& name, const auto& part) {
-    text += fmt::format("{:>6}  {:>10}  {:>10}  {:>18}  {:>24}\n", name, human_bytes(part.weights),
-                        human_bytes(part.kv_full), human_bytes(part.kv_kept),
-                        human_bytes(part.dense_layer));
+    text +=
+        fmt::format("{:>6}  {:>10}  {:>10}  {:>18}  {:>26}  {:>11}\n", name,
+                    human_bytes(part.weights), human_bytes(part.kv_full), human_bytes(part.kv_kept),
+                    human_bytes(part.dense_layer), human_bytes(part.activations));
   };
   for (std::size_t r = 0; r < plan.ranks.size(); ++r) row(fmt::format("{}", r), plan.ranks[r]);
   row("all", plan);
@@ -184,7 +186,8 @@ ordered_json to_json(const MemoryPlan& plan, const RunOptions& options, std::int
     return ordered_json{{"weight_bytes", p.weights},
                         {"kv_full_bytes", p.kv_full},
                         {"kv_kept_bytes", p.kv_kept},
-                        {"dense_layer_bytes", p.dense_layer}};
+                        {"dense_layer_bytes", p.dense_layer},
+                        {"activation_bytes", p.activations}};
   };
   ordered_json json = {{"format", "kvzap.plan"}, {"format_version", 1},
                        {"model", options.model}, {"dtype", options.dtype},

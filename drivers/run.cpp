@@ -1,11 +1,13 @@
 #include "run.hpp"
 
 #include <fmt/format.h>
+#include <sched.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
 #include <chrono>
 #include <cstdio>
+#include <filesystem>
 #include <fstream>
 #include <iostream>
 #include <kvzap/chat_template.hpp>
@@ -13,10 +15,12 @@
 #include <kvzap/memory_plan.hpp>
 #include <kvzap/snapshot.hpp>
 #include <kvzap/tokenizer.hpp>
+#include <limits>
 #include <sstream>
 #include <thread>
 
 #include "detail/blas_threads.hpp"
+#include "detail/kokkos_compat.hpp"
 #include "progress.hpp"
 #include "report.hpp"
 
@@ -213,26 +217,50 @@ std::int64_t peak_rss_bytes() {
   return std::int64_t{1024} * usage.ru_maxrss;
 }
 
-/// Memory that processes on this node may still take, or -1 if the system does not say.
+/// The number in a file of one line, or -1 ("max" in a cgroup's limit is none).
+std::int64_t number_in(const fs::path& file) {
+  std::int64_t number = -1;
+  std::ifstream stream(file);
+  return stream >> number ? number : -1;
+}
+
+/// Memory that processes on this node may still take, or -1 if the system does not say: what the
+/// kernel has left, or, in a container or a batch job, what its control group has.
 std::int64_t available_bytes() {
+  std::int64_t available = -1;
   std::ifstream info("/proc/meminfo");
   std::string name;
   std::int64_t kilobytes = 0;
   for (std::string line; std::getline(info, line);) {
     std::istringstream words(line);
-    if (words >> name >> kilobytes && name == "MemAvailable:") return 1024 * kilobytes;
+    if (words >> name >> kilobytes && name == "MemAvailable:") available = 1024 * kilobytes;
   }
-  return -1;
+  std::ifstream groups("/proc/self/cgroup");
+  for (std::string line; std::getline(groups, line);) {
+    if (line.rfind("0::/", 0) != 0) continue;  // version 2's one hierarchy
+    for (fs::path group = fs::path(line.substr(3)).relative_path();; group = group.parent_path()) {
+      const fs::path folder = "/sys/fs/cgroup" / group;
+      const std::int64_t limit = number_in(folder / "memory.max");
+      const std::int64_t used = number_in(folder / "memory.current");
+      if (limit >= 0 && used >= 0) {
+        const std::int64_t left = std::max<std::int64_t>(0, limit - used);
+        available = available < 0 ? left : std::min(available, left);
+      }
+      if (group.empty()) break;
+    }
+  }
+  return available;
 }
 
 /// Refuses what cannot fit before minutes are spent on it: the system would otherwise kill a rank
-/// without a word. Weights and what prefill needs at least; how much pruning will keep is not
-/// known.
+/// without a word. Counts weights and what prefill needs at least; how much pruning will keep is
+/// not known.
 void check_memory(const MemoryPlan& plan, bool pruned, int ranks_on_node) {
-  if (!Kokkos::SpaceAccessibility<Kokkos::HostSpace, MemorySpace>::accessible) return;
+  if (!detail::runs_on_host) return;
   std::int64_t most = 0;
   for (const auto& rank : plan.ranks) {
-    most = std::max(most, rank.weights + (pruned ? rank.dense_layer : rank.kv_full));
+    most = std::max(most,
+                    rank.weights + rank.activations + (pruned ? rank.dense_layer : rank.kv_full));
   }
   const std::int64_t needed = most * ranks_on_node;
   const std::int64_t available = available_bytes();
@@ -242,6 +270,24 @@ void check_memory(const MemoryPlan& plan, bool pruned, int ranks_on_node) {
                     "{} are available; --dry-run prints the plan",
                     ranks_on_node, human_bytes(needed), human_bytes(available)));
   }
+}
+
+/// Cores that this rank may use: its own if it is bound to some, else its share of the node's.
+int cores_of_rank(int ranks_on_node) {
+  const int cores = static_cast<int>(std::thread::hardware_concurrency());
+#ifdef __linux__
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof(set), &set) == 0 && CPU_COUNT(&set) < cores) {
+    return CPU_COUNT(&set);
+  }
+#endif
+  return std::max(1, cores / ranks_on_node);
+}
+
+MemoryPlan plan(const RunOptions& options, const ModelConfig& config, std::int64_t tokens,
+                int ranks) {
+  return plan_memory(config, dtype_from_name(options.dtype), tokens, options.evict_ratio, ranks,
+                     options.window, options.prefill == "sparse" ? options.chunk : 0);
 }
 
 CacheOptions cache_options(const RunOptions& options) {
@@ -300,17 +346,15 @@ void dry_run(const RunOptions& options, const ModelConfig& config, const Tokeniz
   }
   if (tokens == 0) tokens = config.max_position_embeddings;
   const DType dtype = dtype_from_name(options.dtype);
-  MemoryPlan plan;
-  comm.agree([&] {
-    plan = plan_memory(config, dtype, tokens, options.evict_ratio, comm.size(), options.window);
-  });
+  MemoryPlan planned;
+  comm.agree([&] { planned = plan(options, config, tokens, comm.size()); });
   comm.agree_on_root([&] {
     if (options.json != "-") {
-      const std::string text = to_text(plan, config, dtype, tokens, options.evict_ratio);
+      const std::string text = to_text(planned, config, dtype, tokens, options.evict_ratio);
       std::fwrite(text.data(), 1, text.size(), stdout);
     }
     if (!options.json.empty()) {
-      write_whole(options.json, to_json(plan, options, tokens).dump(2) + "\n");
+      write_whole(options.json, to_json(planned, options, tokens).dump(2) + "\n");
     }
     flush_stdout();
   });
@@ -325,7 +369,6 @@ void run(const RunOptions& options, const Communicator& comm, const std::string&
   RunReport report;
   report.version = version;
   report.ranks = comm.size();
-  report.cache_options = cache_options(options);
   ModelConfig& config = report.model;
   std::optional<HeadPartition> partition;
   std::optional<Tokenizer> tokenizer;
@@ -333,6 +376,7 @@ void run(const RunOptions& options, const Communicator& comm, const std::string&
   std::int64_t limit = 0;
   comm.agree([&] {
     validate(options);
+    report.cache_options = cache_options(options);
     config = ModelConfig::load(options.model);
     const int layers = static_cast<int>(config.num_hidden_layers);
     const int heads = static_cast<int>(config.num_key_value_heads);
@@ -363,14 +407,20 @@ void run(const RunOptions& options, const Communicator& comm, const std::string&
   if (!options.snapshot.empty()) check_snapshot_writable(options.snapshot, comm);
   const Prompt prompt = share_prompt(options, text_tokenizer, config, limit, comm);
   report.context_tokens = prompt.context.size();
+  // A ring longer than the sequence can get would only waste memory: no pair ever leaves either.
+  std::int64_t longest = 0;
+  for (const auto& question : prompt.questions) {
+    longest = std::max<std::int64_t>(longest, question.size());
+  }
+  longest += report.context_tokens + options.new_tokens;
+  report.cache_options.window =
+      static_cast<int>(std::min<std::int64_t>(report.cache_options.window, longest));
   const int ranks_on_node = comm.ranks_on_node();
   comm.agree([&] {
-    check_memory(plan_memory(config, dtype_from_name(options.dtype), report.context_tokens, 0,
-                             comm.size(), options.window),
+    check_memory(plan(options, config, report.context_tokens, comm.size()),
                  report.cache_options.prune != PruneMode::none, ranks_on_node);
   });
-  detail::set_blas_threads(
-      std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / ranks_on_node));
+  detail::set_blas_threads(cores_of_rank(ranks_on_node));
 
   // 2. Load this rank's share of the weights.
   Progress bar(talks);

@@ -19,8 +19,6 @@ using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t
 using HostRange =
     Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace, Kokkos::IndexType<std::int64_t>>;
 
-constexpr bool host_accessible =
-    Kokkos::SpaceAccessibility<Kokkos::HostSpace, MemorySpace>::accessible;
 constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
 
 // Rows whose scores are held at once in the decode kernel: the running maximum is rescaled once per
@@ -46,7 +44,7 @@ KOKKOS_INLINE_FUNCTION float shift_of(float maximum) {
 template <class Value>
 KOKKOS_INLINE_FUNCTION void load_row(const Value* source, std::int64_t stride, float* target,
                                      int dim) {
-  if constexpr (host_accessible) {
+  if constexpr (detail::runs_on_host) {
     if (stride == 1) return detail::widen(source, target, dim);
   }
   for (int d = 0; d < dim; ++d) target[d] = static_cast<float>(source[d * stride]);
@@ -310,7 +308,7 @@ void detail::AttentionScratch<Value, order>::tiles(const ExecutionSpace& exec, c
           const std::int64_t limit = visible + i / group;
           return limit < rows ? limit : rows;
         };
-        if constexpr (host_accessible) {
+        if constexpr (detail::runs_on_host) {
           detail::fence(exec, "kvzap::attention: host kernels read what the instance wrote");
           Kokkos::parallel_for(
               "kvzap::attention::softmax", HostRange(0, tile * group), [=](std::int64_t i) {
@@ -430,9 +428,9 @@ void Attention<Value, order>::operator()(const ExecutionSpace& exec, const Layer
   const bool single = queries.extent(0) == 1;
   if (path == AttentionPath::automatic) {
     path = !single ? AttentionPath::tiles
-                   : (host_accessible ? AttentionPath::rows : AttentionPath::portable);
+                   : (detail::runs_on_host ? AttentionPath::rows : AttentionPath::portable);
   }
-  if (path == AttentionPath::rows && (!single || !host_accessible)) {
+  if (path == AttentionPath::rows && (!single || !detail::runs_on_host)) {
     throw Error(
         fmt::format("attention: the row kernel takes one query token on a host backend, not {}",
                     queries.extent(0)));

@@ -23,8 +23,9 @@ int narrow(std::size_t count, const char* call) {
   return static_cast<int>(count);
 }
 
-// Large reductions and broadcasts go in pieces, so that no count overflows MPI's int.
-constexpr std::size_t max_piece = std::size_t{1} << 28;
+// Large reductions and broadcasts go in pieces: no count overflows MPI's int, and MPI's own
+// buffers, which grow with the message, stay small (Open MPI takes half the message on each rank).
+constexpr std::size_t max_piece = std::size_t{1} << 22;
 
 }  // namespace
 

@@ -17,9 +17,6 @@ using detail::Matrix;
 using detail::Vector;
 using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
 
-constexpr bool host_accessible =
-    Kokkos::SpaceAccessibility<Kokkos::HostSpace, MemorySpace>::accessible;
-
 // Tokens whose activations exist at once. Enough to run the products at full rate, few enough that
 // activations stay small beside weights and cache.
 constexpr std::int64_t block_tokens = 512;
@@ -80,7 +77,7 @@ void add(const ExecutionSpace& exec, const Matrix& target, const ConstMatrix& su
 
 void silu_times(const ExecutionSpace& exec, const Matrix& gate, const ConstMatrix& up) {
   const std::int64_t columns = gate.extent(1);
-  if constexpr (host_accessible) {
+  if constexpr (detail::runs_on_host) {
     Kokkos::parallel_for(
         "kvzap::decoder::silu",
         Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace>(0, gate.extent(0)),
@@ -121,6 +118,7 @@ struct Decoder<Value, order>::Scratch {
   Matrix matrix(int index, std::int64_t rows, std::int64_t columns) {
     Vector& buffer = buffers[index];
     if (static_cast<std::int64_t>(buffer.extent(0)) < rows * columns) {
+      buffer = {};  // before the new one, so that both never exist together
       buffer =
           Vector(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::decoder::activations"),
                  rows * columns);
@@ -143,6 +141,12 @@ struct Decoder<Value, order>::Scratch {
       chunk_scores =
           Vector(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::decoder::scores"), scores);
     }
+  }
+
+  void release() {
+    release_chunk();
+    angles = {};
+    for (Vector& buffer : buffers) buffer = {};
   }
 
   void release_chunk() {
@@ -230,6 +234,7 @@ std::vector<float> Decoder<Value, order>::step(SequenceId sequence,
 
   // RoPE's angles, in float as transformers computes them.
   if (static_cast<std::int64_t>(scratch.angles.extent(0)) < count) {
+    scratch.angles = {};
     scratch.angles = decltype(scratch.angles)(
         Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::decoder::angles"), count, dim / 2,
         2);
@@ -321,8 +326,6 @@ std::vector<float> Decoder<Value, order>::step(SequenceId sequence,
     m_counts.evicted += counts.evicted;
     m_counts.non_finite += counts.non_finite;
   }
-  detail::fence(exec, "kvzap::decoder: a step's scratch may be handed back");
-  if (count > block_tokens) scratch.release_chunk();  // a long prefill's rows are not needed again
 
   // Output head: each rank's part of the vocabulary, gathered on rank 0.
   const std::int64_t local = m_model.output_head().extent(0);
@@ -347,7 +350,7 @@ std::vector<float> Decoder<Value, order>::step(SequenceId sequence,
     }
   }
   std::vector<float> logits = logits_after(count - 1);
-  if (count > block_tokens) scratch.buffers[0] = {};
+  if (count > block_tokens) scratch.release();  // a long prefill's memory is not needed again
   return logits;
 }
 

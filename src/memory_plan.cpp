@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <initializer_list>
+#include <kvzap/head_partition.hpp>
 #include <kvzap/memory_plan.hpp>
 
 namespace kvzap {
@@ -29,9 +30,9 @@ std::int64_t sum(std::initializer_list<std::int64_t> terms) {
   return result;
 }
 
-/// Size of part `rank` of `count` things in `ranks` contiguous parts, the first ones longer.
 std::int64_t share(std::int64_t count, int ranks, int rank) {
-  return count / ranks + (rank < count % ranks ? 1 : 0);
+  const auto [begin, end] = even_range(count, ranks, rank);
+  return end - begin;
 }
 
 /// Rows of one head that stay of `tokens`.
@@ -54,9 +55,10 @@ std::int64_t weight_bytes(const ModelConfig& config, DType dtype, int ranks, int
   std::int64_t layer_vectors = product({2, config.hidden_size});
   if (config.qk_norm) layer_vectors = sum({layer_vectors, product({2, config.head_dim})});
   if (config.qkv_bias) layer_vectors = sum({layer_vectors, query_dims, product({2, kv_dims})});
-  if (config.o_bias) layer_vectors = sum({layer_vectors, config.hidden_size});
+  if (config.o_bias && rank == 0) layer_vectors = sum({layer_vectors, config.hidden_size});
   if (config.mlp_bias) {
-    layer_vectors = sum({layer_vectors, product({2, intermediate}), config.hidden_size});
+    layer_vectors =
+        sum({layer_vectors, product({2, intermediate}), rank == 0 ? config.hidden_size : 0});
   }
   const std::int64_t tables = config.tie_word_embeddings ? 1 : 2;
   const std::int64_t matrices = sum({product({config.num_hidden_layers, layer_matrices}),
@@ -70,7 +72,7 @@ std::int64_t weight_bytes(const ModelConfig& config, DType dtype, int ranks, int
 }  // namespace
 
 MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t tokens,
-                       double evict_ratio, int ranks, int window) {
+                       double evict_ratio, int ranks, int window, std::int64_t step_tokens) {
   if (!(evict_ratio >= 0 && evict_ratio < 1)) {
     throw Error(fmt::format("plan_memory: evict_ratio: expected a number in [0, 1), found {}",
                             evict_ratio));
@@ -91,6 +93,10 @@ MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t toke
   if (window < 0) {
     throw Error(fmt::format("plan_memory: window: expected 0 or more, found {}", window));
   }
+  if (step_tokens < 0) {
+    throw Error(fmt::format("plan_memory: step_tokens: expected 0 or more, found {}", step_tokens));
+  }
+  const std::int64_t step = step_tokens == 0 ? tokens : std::min(tokens, step_tokens);
 
   const auto value_bytes = static_cast<std::int64_t>(size_of(dtype));
   const std::int64_t kept = kept_rows(tokens, evict_ratio, window);
@@ -102,11 +108,14 @@ MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t toke
     bytes.weights = weight_bytes(config, dtype, ranks, rank);
     bytes.kv_full = product({config.num_hidden_layers, tokens, row_bytes});
     bytes.kv_kept = product({config.num_hidden_layers, kept, row_bytes});
-    bytes.dense_layer = product({tokens, row_bytes});
+    bytes.dense_layer = product({step, row_bytes});
+    bytes.activations = product({step, sum({config.hidden_size, config.head_dim}),
+                                 static_cast<std::int64_t>(size_of(DType::f32))});
     plan.weights = sum({plan.weights, bytes.weights});
     plan.kv_full = sum({plan.kv_full, bytes.kv_full});
     plan.kv_kept = sum({plan.kv_kept, bytes.kv_kept});
     plan.dense_layer = sum({plan.dense_layer, bytes.dense_layer});
+    plan.activations = sum({plan.activations, bytes.activations});
     plan.ranks.push_back(bytes);
   }
   return plan;

@@ -420,6 +420,16 @@ const TensorInfo* SafetensorsFolder::find(std::string_view name) const {
   return found == m_tensors.end() ? nullptr : &found->second;
 }
 
+void SafetensorsFolder::release(const TensorInfo& tensor) const {
+  // Whole pages alone: those at the ends hold parts of neighbours.
+  const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
+  const auto begin = (reinterpret_cast<std::uintptr_t>(tensor.data) + page - 1) / page * page;
+  const auto end = (reinterpret_cast<std::uintptr_t>(tensor.data) + tensor.bytes) / page * page;
+  if (begin < end) {
+    static_cast<void>(::madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED));
+  }
+}
+
 std::vector<std::string> SafetensorsFolder::names() const {
   std::vector<std::string> names;
   names.reserve(m_tensors.size());

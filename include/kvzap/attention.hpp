@@ -19,8 +19,8 @@ enum class AttentionPath {
   portable  // plain loops that run on any backend; the reference of the others
 };
 
-/// Softmax attention (scaled by 1/sqrt(head_dim)) with grouped query heads. Holds scratch space, so
-/// that repeated calls do not allocate.
+/// Softmax attention (scaled by 1/sqrt(head_dim)) with grouped query heads. Holds scratch space
+/// that repeated calls share.
 template <class Value, PageOrder order>
 class Attention {
  public:

@@ -26,7 +26,7 @@ using SequenceId = int;
 
 /// One layer of one sequence as attention reads it. A head's rows are its ring rows and its
 /// survivors; their order does not matter to attention, and every pair of each row's key and value
-/// is found through row_span.
+/// is found through span.
 template <class Value, PageOrder order>
 struct RaggedLayer {
   Kokkos::View<const std::uintptr_t*, MemorySpace> addresses;          // by page id

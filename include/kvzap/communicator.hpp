@@ -32,7 +32,7 @@ class Communicator {
   /// Ranks that run on this rank's node, this one included. Collective.
   int ranks_on_node() const;
 
-  /// In-place sum over ranks of `count` floats in host memory; every rank gets the same bits.
+  /// In-place sum over ranks of `count` floats in host memory.
   void all_reduce_sum(float* values, std::size_t count) const;
   std::int64_t all_reduce_sum(std::int64_t value) const;
   std::int64_t all_reduce_max(std::int64_t value) const;

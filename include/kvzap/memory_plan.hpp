@@ -17,14 +17,18 @@ struct MemoryPlan {
     std::int64_t kv_full;
     /// Keys and values that are left after pruning, without the slack of partly filled pages.
     std::int64_t kv_kept;
-    /// Keys and values of every token in one layer: what a prefill needs beside kv_kept.
+    /// Keys and values of a step's tokens in one layer: what exists beside kv_kept in prefill.
     std::int64_t dense_layer;
+    /// Residual stream and RoPE angles of a step's tokens, in f32; each rank holds them whole.
+    /// Activations inside a layer are not counted: their size does not grow with the context.
+    std::int64_t activations;
   };
   std::vector<Rank> ranks;
   std::int64_t weights;
   std::int64_t kv_full;
   std::int64_t kv_kept;
   std::int64_t dense_layer;
+  std::int64_t activations;
 };
 
 /// Plans `config` with weights and cache in `dtype` and a sequence of `tokens` tokens on `ranks`
@@ -32,15 +36,18 @@ struct MemoryPlan {
 ///
 /// KV heads, with their query groups, are dealt evenly by count in contiguous ranges (the first
 /// ranks get one more where they do not divide evenly), and so are the MLP's intermediate
-/// dimensions and the vocabulary rows of embedding and output head (one copy if tied). Norms and
-/// the biases of o and down are on every rank.
+/// dimensions and the vocabulary rows of embedding and output head (one copy if tied). Norms are
+/// on every rank, the biases of o and down on rank 0.
 ///
 /// Of each head's `tokens` rows, the fraction `evict_ratio` is evicted, rounded down to whole rows,
 /// but min(tokens, window) rows always stay.
 ///
+/// `step_tokens` are the tokens of the largest step: a chunk in sparse prefill, 0 (or more than
+/// `tokens`) for all of them as in dense prefill.
+///
 /// Throws Error if evict_ratio is not in [0, 1), if ranks < 1 or ranks > KV heads, if tokens or
 /// window is negative, or if a number of bytes does not fit 64 bits.
 MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t tokens,
-                       double evict_ratio, int ranks, int window);
+                       double evict_ratio, int ranks, int window, std::int64_t step_tokens = 0);
 
 }  // namespace kvzap

@@ -85,6 +85,9 @@ class SafetensorsFolder {
                        const std::vector<std::int64_t>& expected_shape) const;
   /// The tensor called `name`, of any shape and value type, or nullptr.
   const TensorInfo* find(std::string_view name) const;
+  /// Tells the system that the tensor's pages need not stay in this process's memory. Reading it
+  /// again works, but reads the file again.
+  void release(const TensorInfo& tensor) const;
   /// Names of all tensors in lexicographic order.
   std::vector<std::string> names() const;
 

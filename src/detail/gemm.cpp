@@ -15,9 +15,6 @@ constexpr std::int64_t skinny_rows = 8;
 // Widened weights of one panel: small enough to stay in the second-level cache.
 constexpr std::int64_t panel_bytes = std::int64_t{1} << 20;
 
-constexpr bool host_accessible =
-    Kokkos::SpaceAccessibility<Kokkos::HostSpace, MemorySpace>::accessible;
-
 // c (m, 1). Kokkos Kernels 4 turns such a product into a matrix-vector one that loses the stride of
 // a column in a wider matrix.
 void single_column(const ExecutionSpace& exec, bool transposed, float alpha, const ConstMatrix& a,
@@ -53,7 +50,7 @@ void skinny(const ExecutionSpace& exec, const ConstMatrix& x, const WeightMatrix
   const std::int64_t rows = x.extent(0);
   const std::int64_t dim = x.extent(1);
   const std::int64_t outputs = weights.extent(0);
-  if constexpr (host_accessible) {
+  if constexpr (runs_on_host) {
     constexpr std::int64_t block = 64;
     Kokkos::parallel_for(
         "kvzap::linear::skinny",
@@ -88,7 +85,7 @@ template <class Value>
 void widen_panel(const ExecutionSpace& exec, const WeightMatrix<Value>& weights, std::int64_t begin,
                  std::int64_t end, const Matrix& panel) {
   const std::int64_t dim = weights.extent(1);
-  if constexpr (host_accessible) {
+  if constexpr (runs_on_host) {
     Kokkos::parallel_for("kvzap::linear::widen",
                          Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace>(begin, end),
                          [=](std::int64_t n) { widen(&weights(n, 0), &panel(n - begin, 0), dim); });

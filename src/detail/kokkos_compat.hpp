@@ -3,6 +3,7 @@
 
 #include <Kokkos_Core.hpp>
 #include <string>
+#include <type_traits>
 
 namespace kvzap::detail {
 
@@ -11,6 +12,10 @@ namespace math = Kokkos;
 #else
 namespace math = Kokkos::Experimental;
 #endif
+
+/// Whether kernels run on the host, so that they may call plain host functions.
+inline constexpr bool runs_on_host =
+    std::is_same_v<Kokkos::DefaultExecutionSpace, Kokkos::DefaultHostExecutionSpace>;
 
 /// Waits for one execution-space instance; the name says why. (Kokkos 3.4's Serial fence takes no
 /// label.)

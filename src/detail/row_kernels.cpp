@@ -6,7 +6,9 @@
 
 // One body, several instruction sets: the loader picks the widest that the processor has. Only
 // plain functions can be cloned, so each is a thin wrapper over an inlined body.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+// GCC knows these names from version 12 on, and the choice needs the C library's help (ifunc).
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && __GNUC__ >= 12 && \
+    !defined(__clang__) && !defined(__NVCOMPILER)
 #define KVZAP_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define KVZAP_CLONES

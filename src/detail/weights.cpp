@@ -111,6 +111,7 @@ Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> WeightSource::matrix(
       }
     }
   }
+  if (tensor) m_files->release(*tensor);
   Kokkos::deep_copy(view, host);
   return view;
 }

@@ -26,8 +26,6 @@ class WeightSource {
   /// seed, the tensor's name and the index alone, not on how the tensor is split.
   explicit WeightSource(std::uint64_t seed) : m_seed(seed) {}
 
-  bool has(const std::string& name) const { return !m_files || m_files->find(name) != nullptr; }
-
   /// Rows `row_ranges` and columns `column_ranges` of the tensor `name`, whose whole shape must be
   /// (rows, columns), one after the other. Throws Error if a finite value overflows Value.
   template <class Value>

@@ -11,6 +11,7 @@
 #include <fstream>
 #include <kvzap/chat_template.hpp>
 #include <kvzap/generate.hpp>
+#include <kvzap/memory_plan.hpp>
 #include <kvzap/safetensors.hpp>
 #include <kvzap/tokenizer.hpp>
 #include <map>
@@ -181,6 +182,10 @@ TEST_P(Golden, EveryRun) {
                                         : HeadPartition::even(layers, heads, comm.size());
     const auto model = std::make_shared<const Model<float>>(
         Model<float>::load(model_dir(name), config, partition, comm.rank()));
+    if (!variant.balanced) {
+      const MemoryPlan plan = plan_memory(config, DType::f32, 0, 0, comm.size(), 0);
+      EXPECT_EQ(static_cast<std::int64_t>(model->bytes()), plan.ranks[comm.rank()].weights);
+    }
     for (const auto& item : nlohmann::json::parse(std::ifstream(golden_dir / (name + ".json")))) {
       const auto file = SafetensorsFolder::open(golden_dir / item["file"].get<std::string>());
       const auto context = ids(file, "context_ids");

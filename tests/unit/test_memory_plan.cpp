@@ -91,6 +91,29 @@ TEST(MemoryPlan, BiasesAndNorms) {
   EXPECT_EQ(added([](ModelConfig& config) { config.tie_word_embeddings = true; }), -3 * 8 * 2 / 4);
 }
 
+TEST(MemoryPlan, OutputBiasesAreOnTheFirstRank) {
+  ModelConfig config = tiny();
+  const std::int64_t plain = plan_memory(config, DType::bf16, 0, 0, 3, 0).ranks[1].weights;
+  config.o_bias = true;
+  EXPECT_EQ(plan_memory(config, DType::bf16, 0, 0, 3, 0).ranks[1].weights, plain);
+}
+
+// What exists for a step's tokens alone shrinks with a sparse prefill's chunk.
+TEST(MemoryPlan, StepsLimitActivationsAndDenseRows) {
+  const MemoryPlan whole = plan_memory(tiny(), DType::f16, 100, 0, 2, 0);
+  const MemoryPlan chunks = plan_memory(tiny(), DType::f16, 100, 0, 2, 0, 25);
+  const MemoryPlan large = plan_memory(tiny(), DType::f16, 100, 0, 2, 0, 1000);
+  // Residual stream of 8 and angles of 4 floats per token, whole on both ranks.
+  EXPECT_EQ(whole.ranks[1].activations, 100 * (8 + 4) * 4);
+  EXPECT_EQ(whole.activations, 2 * whole.ranks[1].activations);
+  EXPECT_EQ(chunks.activations, whole.activations / 4);
+  EXPECT_EQ(chunks.dense_layer, whole.dense_layer / 4);
+  EXPECT_EQ(chunks.kv_full, whole.kv_full);
+  EXPECT_EQ(large.activations, whole.activations);
+  expect_error([] { plan_memory(tiny(), DType::f32, 1, 0, 1, 0, -1); },
+               {"step_tokens", "found -1"});
+}
+
 TEST(MemoryPlan, WindowStays) {
   const auto kept_rows = [](std::int64_t tokens, double ratio, int window) {
     const MemoryPlan plan = plan_memory(tiny(), DType::f32, tokens, ratio, 1, window);

@@ -256,7 +256,7 @@ class DryRun(TestCase):
             )
             if ranks == 2:
                 for rank in range(2):
-                    self.assertRegex(lines[2 + rank], rf"^ +{rank} .* 167\.8 GB .* 41\.9 GB .* 2\.1 GB$")
+                    self.assertRegex(lines[2 + rank], rf"^ +{rank} .* 167\.8 GB .* 41\.9 GB .* 2\.1 GB +4\.3 GB$")
 
     def test_json(self):
         file = self.folder / "plan.json"

@@ -1,0 +1,375 @@
+// The forward pass on shapes that the goldens lack, against a plain double-precision decoder;
+// sharded against whole; step by step against all at once; and the names of what it launches.
+#include <gtest/gtest.h>
+
+#include <Kokkos_Core.hpp>
+#include <cmath>
+#include <kvzap/decoder.hpp>
+#include <kvzap/generate.hpp>
+#include <random>
+#include <set>
+
+#include "safetensors_writer.hpp"
+#include "unit/temporary_folder.hpp"
+
+namespace kvzap {
+namespace {
+
+using test::stored_tensor;
+using test::StoredTensor;
+using test::TemporaryFolder;
+
+struct Shape {
+  const char* name;
+  int head_dim, kv_heads, group;
+  bool tied, qk_norm, qkv_bias, o_bias, mlp_bias;
+};
+
+// head_dim 64, 80, 128 and 256; groups of 1, 2, 3 and 16; sizes that no number of ranks divides.
+const Shape shapes[] = {{"dim64group1", 64, 5, 1, false, false, false, false, false},
+                        {"dim80group16", 80, 4, 16, true, true, false, false, false},
+                        {"dim128group2", 128, 4, 2, false, true, true, true, true},
+                        {"dim256group3", 256, 4, 3, true, false, true, false, false}};
+
+void PrintTo(const Shape& shape, std::ostream* stream) { *stream << shape.name; }
+
+constexpr int hidden = 48;
+constexpr int width = 67;
+constexpr int vocabulary = 103;
+constexpr int layers = 2;
+
+ModelConfig make_config(const Shape& shape) {
+  ModelConfig config{};
+  config.architecture = "LlamaForCausalLM";
+  config.hidden_size = hidden;
+  config.intermediate_size = width;
+  config.num_hidden_layers = layers;
+  config.num_attention_heads = shape.kv_heads * shape.group;
+  config.num_key_value_heads = shape.kv_heads;
+  config.head_dim = shape.head_dim;
+  config.vocab_size = vocabulary;
+  config.max_position_embeddings = 4096;
+  config.rms_norm_eps = 1e-6;
+  config.rope_theta = 10000;
+  config.tie_word_embeddings = shape.tied;
+  config.qk_norm = shape.qk_norm;
+  config.qkv_bias = shape.qkv_bias;
+  config.o_bias = shape.o_bias;
+  config.mlp_bias = shape.mlp_bias;
+  return config;
+}
+
+using Weights = std::map<std::string, std::vector<float>>;
+
+/// A checkpoint and a linear surrogate in a folder of this rank's own (the same on every rank).
+struct Checkpoint {
+  TemporaryFolder folder, surrogate;
+  Weights weights;
+
+  explicit Checkpoint(const ModelConfig& config) {
+    std::mt19937 random(4711);
+    std::map<std::string, StoredTensor> tensors;
+    const auto add = [&](std::map<std::string, StoredTensor>& target, const std::string& name,
+                         std::vector<std::int64_t> shape, float scale, float offset) {
+      std::int64_t count = 1;
+      for (std::int64_t extent : shape) count *= extent;
+      std::vector<float> values(count);
+      for (float& value : values) {
+        value = offset + scale * (static_cast<float>(random() >> 8) * 0x1p-23f - 1.0f);
+      }
+      target[name] = stored_tensor("F32", shape, values);
+      weights[name] = values;
+    };
+    const std::int64_t dim = config.head_dim;
+    const std::int64_t q = config.num_attention_heads * dim, kv = config.num_key_value_heads * dim;
+    add(tensors, "model.embed_tokens.weight", {vocabulary, hidden}, 1, 0);
+    if (!config.tie_word_embeddings) add(tensors, "lm_head.weight", {vocabulary, hidden}, 1, 0);
+    add(tensors, "model.norm.weight", {hidden}, 0.3f, 1);
+    for (int l = 0; l < layers; ++l) {
+      const std::string layer = "model.layers." + std::to_string(l) + ".";
+      const auto linear = [&](const std::string& name, std::int64_t rows, std::int64_t columns,
+                              bool bias) {
+        add(tensors, layer + name + ".weight", {rows, columns}, 2 / std::sqrt(float(columns)), 0);
+        if (bias) add(tensors, layer + name + ".bias", {rows}, 0.5f, 0);
+      };
+      add(tensors, layer + "input_layernorm.weight", {hidden}, 0.3f, 1);
+      add(tensors, layer + "post_attention_layernorm.weight", {hidden}, 0.3f, 1);
+      linear("self_attn.q_proj", q, hidden, config.qkv_bias);
+      linear("self_attn.k_proj", kv, hidden, config.qkv_bias);
+      linear("self_attn.v_proj", kv, hidden, config.qkv_bias);
+      linear("self_attn.o_proj", hidden, q, config.o_bias);
+      if (config.qk_norm) {
+        add(tensors, layer + "self_attn.q_norm.weight", {dim}, 0.3f, 1);
+        add(tensors, layer + "self_attn.k_norm.weight", {dim}, 0.3f, 1);
+      }
+      linear("mlp.gate_proj", width, hidden, config.mlp_bias);
+      linear("mlp.up_proj", width, hidden, config.mlp_bias);
+      linear("mlp.down_proj", hidden, width, config.mlp_bias);
+    }
+    test::write_safetensors(folder.path() / "model.safetensors", tensors);
+
+    std::map<std::string, StoredTensor> scores;
+    for (int l = 0; l < layers; ++l) {
+      const std::string name = "layers." + std::to_string(l);
+      add(scores, name + ".weight", {config.num_key_value_heads, hidden}, 0.5f, 0);
+      add(scores, name + ".bias", {config.num_key_value_heads}, 0.5f, 0);
+    }
+    test::write_safetensors(surrogate.path() / "model.safetensors", scores);
+    surrogate.write("config.json",
+                    "{\"input_dim\": " + std::to_string(hidden) +
+                        ", \"output_dim\": " + std::to_string(config.num_key_value_heads) +
+                        ", \"hidden_dim\": null, \"n_modules\": " + std::to_string(layers) + "}");
+  }
+};
+
+std::vector<TokenId> some_tokens(int count) {
+  std::mt19937 random(99);
+  std::vector<TokenId> tokens;
+  for (int i = 0; i < count; ++i) tokens.push_back(static_cast<TokenId>(random() % vocabulary));
+  return tokens;
+}
+
+// The textbook decoder, one token after the other, everything in double.
+class Reference {
+ public:
+  Reference(const ModelConfig& config, const Weights& weights)
+      : m_config(config), m_weights(weights) {}
+
+  std::vector<double> logits(const std::vector<TokenId>& tokens) const {
+    const int dim = static_cast<int>(m_config.head_dim);
+    const int heads = static_cast<int>(m_config.num_attention_heads);
+    const int group = static_cast<int>(m_config.query_group());
+    std::vector<std::vector<Row>> keys(layers), values(layers);  // [layer][token]
+    Row h;
+    for (std::size_t t = 0; t < tokens.size(); ++t) {
+      const auto& table = m_weights.at("model.embed_tokens.weight");
+      h.assign(table.begin() + tokens[t] * hidden, table.begin() + (tokens[t] + 1) * hidden);
+      for (int l = 0; l < layers; ++l) {
+        const std::string layer = "model.layers." + std::to_string(l) + ".";
+        const Row x = norm(h, layer + "input_layernorm.weight");
+        Row q = linear(x, layer + "self_attn.q_proj"), k = linear(x, layer + "self_attn.k_proj");
+        rotate(q, layer + "self_attn.q_norm.weight", t);
+        rotate(k, layer + "self_attn.k_norm.weight", t);
+        keys[l].push_back(k);
+        values[l].push_back(linear(x, layer + "self_attn.v_proj"));
+        Row a(heads * dim, 0.0);
+        for (int head = 0; head < heads; ++head) {
+          const int kv = head / group * dim;
+          std::vector<double> p;
+          double sum = 0;
+          for (const Row& key : keys[l]) {
+            double score = 0;
+            for (int d = 0; d < dim; ++d) score += q[head * dim + d] * key[kv + d];
+            p.push_back(std::exp(score / std::sqrt(double(dim))));
+            sum += p.back();
+          }
+          for (std::size_t j = 0; j < p.size(); ++j) {
+            for (int d = 0; d < dim; ++d) a[head * dim + d] += p[j] / sum * values[l][j][kv + d];
+          }
+        }
+        add(h, linear(a, layer + "self_attn.o_proj"));
+        const Row y = norm(h, layer + "post_attention_layernorm.weight");
+        Row gate = linear(y, layer + "mlp.gate_proj");
+        const Row up = linear(y, layer + "mlp.up_proj");
+        for (int i = 0; i < width; ++i) gate[i] *= up[i] / (1 + std::exp(-gate[i]));
+        add(h, linear(gate, layer + "mlp.down_proj"));
+      }
+    }
+    return linear(norm(h, "model.norm.weight"),
+                  m_config.tie_word_embeddings ? "model.embed_tokens" : "lm_head");
+  }
+
+ private:
+  using Row = std::vector<double>;
+
+  static void add(Row& target, const Row& summand) {
+    for (std::size_t i = 0; i < target.size(); ++i) target[i] += summand[i];
+  }
+  Row linear(const Row& x, const std::string& name) const {
+    const auto& weight = m_weights.at(name + ".weight");
+    Row y(weight.size() / x.size(), 0.0);
+    const auto bias = m_weights.find(name + ".bias");
+    for (std::size_t n = 0; n < y.size(); ++n) {
+      if (bias != m_weights.end()) y[n] = bias->second[n];
+      for (std::size_t k = 0; k < x.size(); ++k) y[n] += double(weight[n * x.size() + k]) * x[k];
+    }
+    return y;
+  }
+  Row norm(const Row& x, const std::string& name) const {
+    double sum = 0;
+    for (double value : x) sum += value * value;
+    Row y;
+    for (std::size_t i = 0; i < x.size(); ++i) {
+      y.push_back(x[i] / std::sqrt(sum / x.size() + m_config.rms_norm_eps) * m_weights.at(name)[i]);
+    }
+    return y;
+  }
+  void rotate(Row& rows, const std::string& norm_name, std::size_t position) const {
+    const int dim = static_cast<int>(m_config.head_dim);
+    for (std::size_t begin = 0; begin < rows.size(); begin += dim) {
+      Row head(rows.begin() + begin, rows.begin() + begin + dim);
+      if (m_config.qk_norm) head = norm(head, norm_name);
+      for (int d = 0; d < dim / 2; ++d) {
+        const double angle = position * std::pow(m_config.rope_theta, -2.0 * d / dim);
+        rows[begin + d] = head[d] * std::cos(angle) - head[d + dim / 2] * std::sin(angle);
+        rows[begin + d + dim / 2] = head[d + dim / 2] * std::cos(angle) + head[d] * std::sin(angle);
+      }
+    }
+  }
+
+  const ModelConfig& m_config;
+  const Weights& m_weights;
+};
+
+struct StepsResult {
+  std::vector<std::vector<float>> logits;                         // per step, on rank 0
+  std::vector<std::vector<std::vector<std::int64_t>>> positions;  // [layer][head on this rank]
+  AppendCounts counts;
+};
+
+/// Runs `tokens` in steps of the given sizes and records what they give.
+StepsResult run_steps(const ModelConfig& config, const Checkpoint& checkpoint,
+                      const Communicator& comm, const std::vector<TokenId>& tokens,
+                      const std::vector<int>& steps, bool prune, int window,
+                      AttentionPath path = AttentionPath::automatic) {
+  const auto partition =
+      HeadPartition::even(layers, static_cast<int>(config.num_key_value_heads), comm.size());
+  const auto model = Model<float>::load(checkpoint.folder.path(), config, partition, comm.rank());
+  auto surrogate = Surrogate::load(checkpoint.surrogate.path(), config, partition, comm.rank());
+  Decoder<float, PageOrder::token_major> decoder(model, &surrogate, comm, window, 4);
+  decoder.set_attention_path(path);
+  const SequenceId sequence = decoder.cache().add_sequence();
+  StepRule rule;
+  rule.score = prune;
+  rule.eviction = {0.0f, 2, prune};
+  StepsResult run;
+  std::size_t begin = 0;
+  for (int size : steps) {
+    run.logits.push_back(
+        decoder.step(sequence, {tokens.begin() + begin, tokens.begin() + begin + size}, rule));
+    begin += size;
+  }
+  EXPECT_EQ(begin, tokens.size());
+  for (int l = 0; l < layers; ++l) {
+    run.positions.emplace_back();
+    for (int h = 0; h < decoder.cache().shape().heads[l]; ++h) {
+      run.positions.back().push_back(decoder.cache().positions(sequence, l, h));
+    }
+  }
+  run.counts = decoder.counts();
+  return run;
+}
+
+double distance(const std::vector<float>& a, const std::vector<float>& b) {
+  double largest = 0, worst = 0;
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    largest = std::max<double>(largest, std::fabs(a[i]));
+    worst = std::max<double>(worst, std::fabs(a[i] - b.at(i)));
+  }
+  return worst / largest;
+}
+
+class DecoderShapes : public ::testing::TestWithParam<Shape> {};
+
+TEST_P(DecoderShapes, MatchesATextbookDecoder) {
+  const Communicator comm = Communicator::world();
+  const ModelConfig config = make_config(GetParam());
+  const Checkpoint checkpoint(config);
+  const auto tokens = some_tokens(37);
+  const StepsResult run = run_steps(config, checkpoint, comm, tokens, {37}, false, 8);
+  if (!comm.is_root()) return;
+  const auto expected = Reference(config, checkpoint.weights).logits(tokens);
+  EXPECT_LT(distance({expected.begin(), expected.end()}, run.logits.back()), 2e-5);
+}
+
+// Cutting the tokens into steps changes nothing as long as nothing is evicted, whichever kernels
+// run.
+TEST_P(DecoderShapes, StepsDoNotMatterWithTheFullCache) {
+  const Communicator comm = Communicator::world();
+  const ModelConfig config = make_config(GetParam());
+  const Checkpoint checkpoint(config);
+  const auto tokens = some_tokens(45);
+  const StepsResult whole = run_steps(config, checkpoint, comm, tokens, {45}, false, 8);
+  for (AttentionPath path :
+       {AttentionPath::automatic, AttentionPath::tiles, AttentionPath::portable}) {
+    const StepsResult steps =
+        run_steps(config, checkpoint, comm, tokens, {20, 3, 1, 1, 9, 1, 10}, false, 8, path);
+    EXPECT_EQ(steps.positions, whole.positions);
+    if (comm.is_root()) {
+      EXPECT_LT(distance(whole.logits.back(), steps.logits.back()), 1e-5);
+    }
+  }
+}
+
+// A rank's heads keep the same rows, and the logits are the same, as when one rank has all heads.
+TEST_P(DecoderShapes, RanksDoNotMatterWhenPruned) {
+  const Communicator comm = Communicator::world();
+  const ModelConfig config = make_config(GetParam());
+  const Checkpoint checkpoint(config);
+  const auto tokens = some_tokens(60);
+  const std::vector<int> steps = {30, 5, 1, 1, 1, 12, 10};
+  const StepsResult sharded = run_steps(config, checkpoint, comm, tokens, steps, true, 8);
+  const StepsResult whole =
+      run_steps(config, checkpoint, Communicator(MPI_COMM_SELF), tokens, steps, true, 8);
+  const auto partition =
+      HeadPartition::even(layers, static_cast<int>(config.num_key_value_heads), comm.size());
+  for (int l = 0; l < layers; ++l) {
+    const auto& heads = partition.heads(l, comm.rank());
+    for (std::size_t h = 0; h < heads.size(); ++h) {
+      EXPECT_EQ(sharded.positions[l][h], whole.positions[l][heads[h]]);
+    }
+  }
+  EXPECT_EQ(comm.all_reduce_sum(sharded.counts.evicted), whole.counts.evicted);
+  EXPECT_GT(whole.counts.evicted, whole.counts.judged / 5);
+  EXPECT_LT(whole.counts.evicted, whole.counts.judged * 4 / 5);
+  if (comm.is_root()) {
+    for (std::size_t s = 0; s < steps.size(); ++s) {
+      EXPECT_LT(distance(whole.logits[s], sharded.logits[s]), 1e-5) << "step " << s;
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Shapes, DecoderShapes, ::testing::ValuesIn(shapes),
+                         [](const auto& info) { return std::string(info.param.name); });
+
+// Everything that is launched or allocated says which operation it belongs to.
+std::set<std::string> unnamed;
+int named = 0;
+
+void check_label(const char* label) {
+  const std::string name = label;
+  // Kokkos' and Kokkos Kernels' own work (copies, fills, products) carries their names.
+  for (const char* prefix : {"kvzap::", "Kokkos::", "KokkosBlas::"}) {
+    if (name.rfind(prefix, 0) != 0) continue;
+    ++named;
+    return;
+  }
+  unnamed.insert(name);
+}
+
+TEST(Labels, EveryKernelAndViewIsNamed) {
+  namespace tools = Kokkos::Tools::Experimental;
+  unnamed.clear();
+  named = 0;
+  const auto on_kernel = [](const char* label, const std::uint32_t, std::uint64_t*) {
+    check_label(label);
+  };
+  tools::set_begin_parallel_for_callback(on_kernel);
+  tools::set_begin_parallel_reduce_callback(on_kernel);
+  tools::set_begin_parallel_scan_callback(on_kernel);
+  tools::set_allocate_data_callback([](const Kokkos_Profiling_SpaceHandle, const char* label,
+                                       const void*, const std::uint64_t) { check_label(label); });
+  const Communicator self(MPI_COMM_SELF);
+  const ModelConfig config = make_config(shapes[2]);
+  const Checkpoint checkpoint(config);
+  run_steps(config, checkpoint, self, some_tokens(30), {20, 9, 1}, true, 4);
+  tools::set_begin_parallel_for_callback(nullptr);
+  tools::set_begin_parallel_reduce_callback(nullptr);
+  tools::set_begin_parallel_scan_callback(nullptr);
+  tools::set_allocate_data_callback(nullptr);
+  EXPECT_GT(named, 100);  // the callbacks were called
+  for (const std::string& name : unnamed) ADD_FAILURE() << "not named: '" << name << "'";
+}
+
+}  // namespace
+}  // namespace kvzap

@@ -91,23 +91,17 @@ Prompt make_prompt(const RunOptions& options, const Tokenizer* tokenizer) {
       prompt.questions.push_back(tokenizer->encode(question));
     }
   } else {
-    using Parts = ChatTemplate::Parts;
-    const Parts parts = ChatTemplate::detect(options.model).parts(options.thinking == "on");
-    const Parts before{parts.prefix, "", parts.trim_content};
-    const Parts after{"", parts.suffix, parts.trim_content};
-    if (options.questions.empty()) {
-      prompt.context = tokenizer->encode(before.prompt(text));
-      prompt.questions.push_back(tokenizer->encode(parts.suffix));
-    } else {
-      // A template that trims its message does so where the context begins and where the question
-      // ends. A mark stands in for the part of the message that is not there.
-      std::string context = before.prompt(text + "|");
-      context.pop_back();
-      prompt.context = tokenizer->encode(context);
-      for (const auto& question : options.questions) {
-        prompt.questions.push_back(tokenizer->encode(after.prompt("|" + question).substr(1)));
-      }
+    const auto parts = ChatTemplate::detect(options.model).parts(options.thinking == "on");
+    // A template that trims its message does so where the context begins. Where the context ends
+    // the message goes on, as in kvpress: a mark stands in for what follows.
+    const ChatTemplate::Parts before{parts.prefix, "", parts.trim_content};
+    std::string context = before.prompt(text + "|");
+    context.pop_back();
+    prompt.context = tokenizer->encode(context);
+    for (const auto& question : options.questions) {
+      prompt.questions.push_back(tokenizer->encode(question + parts.suffix));
     }
+    if (options.questions.empty()) prompt.questions.push_back(tokenizer->encode(parts.suffix));
   }
   if (prompt.context.empty()) throw Error(fmt::format("{}: the prompt has no tokens", source));
   if (prompt.questions.empty()) prompt.questions.emplace_back();

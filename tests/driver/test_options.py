@@ -96,9 +96,13 @@ class Prompt(TestCase):
             report = self.report("-m", model, "-p", context, *flags, "-n", "0")
             return report["context"]["tokens"], report["answers"][0]["question_tokens"]
 
-        self.assertEqual(tokens(" \n one two \n"), tokens("one two"))
-        self.assertEqual(tokens("\t one two", "three \n\n"), tokens("one two", "three"))
+        # Only where the message begins: where the context ends the message goes on, and questions are
+        # taken as they are, as in kvpress' pipeline.
+        self.assertEqual(tokens(" \n one two"), tokens("one two"))
+        self.assertEqual(tokens("\t one two", "three"), tokens("one two", "three"))
         self.assertNotEqual(tokens("one two \n\n", "three"), tokens("one two", "three"))
+        self.assertNotEqual(tokens("one two \n\n"), tokens("one two"))
+        self.assertNotEqual(tokens("one two", "three \n\n"), tokens("one two", "three"))
 
     def test_invalid_utf8_becomes_replacement_characters(self):
         file = self.folder / "context"

@@ -401,12 +401,14 @@ void run(const RunOptions& options, const Communicator& comm, const std::string&
   if (!options.snapshot.empty()) check_snapshot_writable(options.snapshot, comm);
   const Prompt prompt = share_prompt(options, text_tokenizer, config, limit, comm);
   report.context_tokens = prompt.context.size();
-  // A ring longer than the sequence can get would only waste memory: no pair ever leaves either.
-  std::int64_t longest = 0;
+  // A ring much longer than the sequence can get would only waste memory: no pair ever leaves
+  // either.
+  constexpr std::int64_t small_ring = 1024;
+  std::int64_t longest = small_ring;
   for (const auto& question : prompt.questions) {
-    longest = std::max<std::int64_t>(longest, question.size());
+    longest = std::max<std::int64_t>(longest,
+                                     prompt.context.size() + question.size() + options.new_tokens);
   }
-  longest += report.context_tokens + options.new_tokens;
   report.cache_options.window =
       static_cast<int>(std::min<std::int64_t>(report.cache_options.window, longest));
   const int ranks_on_node = comm.ranks_on_node();

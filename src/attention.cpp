@@ -9,6 +9,7 @@
 #include "detail/gemm.hpp"
 #include "detail/kokkos_compat.hpp"
 #include "detail/row_kernels.hpp"
+#include "detail/scratch.hpp"
 
 namespace kvzap {
 namespace {
@@ -27,12 +28,6 @@ constexpr int block_rows = 256;
 // Tiles of the prefill kernel: query rows (tokens x group) and key rows.
 constexpr std::int64_t tile_queries = 512;
 constexpr std::int64_t tile_keys = 512;
-
-void reserve(Vector& scratch, std::int64_t count, const char* label) {
-  if (static_cast<std::int64_t>(scratch.extent(0)) < count) {
-    scratch = Vector(Kokkos::view_alloc(Kokkos::WithoutInitializing, std::string(label)), count);
-  }
-}
 
 /// What is subtracted from scores before exp. When all are -infinity (overflowed keys), not their
 /// maximum: the difference would be NaN.
@@ -186,7 +181,7 @@ void detail::AttentionScratch<Value, order>::rows(const ExecutionSpace& exec, co
   const float scaling = 1.0f / std::sqrt(static_cast<float>(dim));
   const std::int64_t partial_size = std::int64_t{group} * (dim + 2);
   const std::int64_t item_size = partial_size + std::int64_t{group} * (dim + block_rows);
-  reserve(partials, kv_heads * splits * item_size, "kvzap::attention::partials");
+  detail::reserve_scratch(partials, kv_heads * splits * item_size, "kvzap::attention::partials");
   float* const base = partials.data();
   const auto partial_of = [=](std::int64_t item) {
     float* p = base + item * item_size;
@@ -264,13 +259,13 @@ void detail::AttentionScratch<Value, order>::tiles(const ExecutionSpace& exec, c
   const std::int64_t tile_tokens =
       std::min(tokens, std::max<std::int64_t>(1, tile_queries / group));
   const std::int64_t most_rows = tile_tokens * group;
-  reserve(queries, most_rows * dim, "kvzap::attention::queries");
-  reserve(keys, tile_keys * dim, "kvzap::attention::keys");
-  reserve(values, tile_keys * dim, "kvzap::attention::values");
-  reserve(scores, most_rows * tile_keys, "kvzap::attention::scores");
-  reserve(sums, most_rows * dim, "kvzap::attention::sums");
-  reserve(maximum, most_rows, "kvzap::attention::maximum");
-  reserve(weight, most_rows, "kvzap::attention::weight");
+  detail::reserve_scratch(queries, most_rows * dim, "kvzap::attention::queries");
+  detail::reserve_scratch(keys, tile_keys * dim, "kvzap::attention::keys");
+  detail::reserve_scratch(values, tile_keys * dim, "kvzap::attention::values");
+  detail::reserve_scratch(scores, most_rows * tile_keys, "kvzap::attention::scores");
+  detail::reserve_scratch(sums, most_rows * dim, "kvzap::attention::sums");
+  detail::reserve_scratch(maximum, most_rows, "kvzap::attention::maximum");
+  detail::reserve_scratch(weight, most_rows, "kvzap::attention::weight");
   const auto row_maximum = maximum;
   const auto row_weight = weight;
   Kokkos::View<std::int64_t*, Kokkos::HostSpace> host_survivors("kvzap::attention::survivors",

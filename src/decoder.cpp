@@ -7,6 +7,7 @@
 #include "detail/gemm.hpp"
 #include "detail/kokkos_compat.hpp"
 #include "detail/row_kernels.hpp"
+#include "detail/scratch.hpp"
 
 namespace kvzap {
 namespace {
@@ -117,30 +118,18 @@ struct Decoder<Value, order>::Scratch {
 
   Matrix matrix(int index, std::int64_t rows, std::int64_t columns) {
     Vector& buffer = buffers[index];
-    if (static_cast<std::int64_t>(buffer.extent(0)) < rows * columns) {
-      buffer = {};  // before the new one, so that both never exist together
-      buffer =
-          Vector(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::decoder::activations"),
-                 rows * columns);
-    }
+    detail::reserve_scratch(buffer, rows * columns, "kvzap::decoder::activations");
     return Matrix(buffer.data(), rows, columns);
   }
 
   void reserve_chunk(std::int64_t values, std::int64_t scores, MemoryMeter* meter) {
     if (static_cast<std::int64_t>(chunk_keys.extent(0)) < values) {
       release_chunk();
-      const auto allocate = [values](const char* label) {
-        return Kokkos::View<Value*, MemorySpace>(
-            Kokkos::view_alloc(Kokkos::WithoutInitializing, std::string(label)), values);
-      };
-      chunk_keys = allocate("kvzap::decoder::chunk_keys");
-      chunk_values = allocate("kvzap::decoder::chunk_values");
+      detail::reserve_scratch(chunk_keys, values, "kvzap::decoder::chunk_keys");
+      detail::reserve_scratch(chunk_values, values, "kvzap::decoder::chunk_values");
       chunk_bytes = MeteredBytes(meter, 2 * values * sizeof(Value));
     }
-    if (static_cast<std::int64_t>(chunk_scores.extent(0)) < scores) {
-      chunk_scores =
-          Vector(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::decoder::scores"), scores);
-    }
+    detail::reserve_scratch(chunk_scores, scores, "kvzap::decoder::scores");
   }
 
   void release() {
@@ -193,8 +182,7 @@ template <class Value, PageOrder order>
 std::vector<float> Decoder<Value, order>::step(SequenceId sequence,
                                                const std::vector<TokenId>& tokens,
                                                const StepRule& rule,
-                                               const ProgressCallback& progress,
-                                               std::vector<TokenId>* all_argmax) {
+                                               const ProgressCallback& progress) {
   const ModelConfig& config = m_model.config();
   const std::int64_t count = tokens.size();
   const std::int64_t hidden = config.hidden_size;
@@ -329,27 +317,14 @@ std::vector<float> Decoder<Value, order>::step(SequenceId sequence,
 
   // Output head: each rank's part of the vocabulary, gathered on rank 0.
   const std::int64_t local = m_model.output_head().extent(0);
-  const auto logits_after = [&](std::int64_t token) {
-    const Matrix last = Kokkos::subview(h, std::make_pair(token, token + 1), Kokkos::ALL);
-    const Matrix x = scratch.matrix(1, 1, hidden);
-    const Matrix y = scratch.matrix(2, 1, local);
-    rms_norm(exec, last, m_model.final_norm(), eps, x);
-    scratch.linear(exec, x, detail::WeightMatrix<Value>(m_model.output_head()), ConstVector(), y);
-    detail::fence(exec, "kvzap::decoder: MPI reads the logits");
-    const auto host = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, y);
-    return m_comm.gather(host.data(), local, 0);
-  };
-  if (all_argmax) {
-    all_argmax->clear();
-    for (std::int64_t i = 0; i < count; ++i) {
-      const std::vector<float> logits = logits_after(i);
-      if (m_comm.is_root()) {
-        all_argmax->push_back(
-            static_cast<TokenId>(std::max_element(logits.begin(), logits.end()) - logits.begin()));
-      }
-    }
-  }
-  std::vector<float> logits = logits_after(count - 1);
+  const Matrix last = Kokkos::subview(h, std::make_pair(count - 1, count), Kokkos::ALL);
+  const Matrix x = scratch.matrix(1, 1, hidden);
+  const Matrix y = scratch.matrix(2, 1, local);
+  rms_norm(exec, last, m_model.final_norm(), eps, x);
+  scratch.linear(exec, x, detail::WeightMatrix<Value>(m_model.output_head()), ConstVector(), y);
+  detail::fence(exec, "kvzap::decoder: MPI reads the logits");
+  const auto host = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, y);
+  std::vector<float> logits = m_comm.gather(host.data(), local, 0);
   if (count > block_tokens) scratch.release();  // a long prefill's memory is not needed again
   return logits;
 }

@@ -8,6 +8,7 @@
 #include "detail/gemm.hpp"
 #include "detail/json_file.hpp"
 #include "detail/kokkos_compat.hpp"
+#include "detail/scratch.hpp"
 #include "detail/weights.hpp"
 
 namespace kvzap {
@@ -92,16 +93,10 @@ void Surrogate::score(const ExecutionSpace& exec, int layer_index, const InputVi
   }
   if (tokens == 0 || heads == 0) return;
   using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
-  const auto reserve = [](Vector& scratch, std::int64_t count) {
-    if (static_cast<std::int64_t>(scratch.extent(0)) < count) {
-      scratch = Vector(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::surrogate::scratch"),
-                       count);
-    }
-  };
   detail::LinearMap linear;
   InputView input = hidden;
   if (m_hidden_dim > 0) {
-    reserve(m_hidden, tokens * m_hidden_dim);
+    detail::reserve_scratch(m_hidden, tokens * m_hidden_dim, "kvzap::surrogate::hidden");
     const Matrix activation(m_hidden.data(), tokens, m_hidden_dim);
     linear(exec, hidden, detail::WeightMatrix<float>(layer.hidden_weight), layer.hidden_bias,
            activation);
@@ -114,7 +109,7 @@ void Surrogate::score(const ExecutionSpace& exec, int layer_index, const InputVi
         });
     input = activation;
   }
-  reserve(m_output, tokens * heads);
+  detail::reserve_scratch(m_output, tokens * heads, "kvzap::surrogate::output");
   const Matrix output(m_output.data(), tokens, heads);
   linear(exec, input, detail::WeightMatrix<float>(layer.weight), layer.bias, output);
   Kokkos::parallel_for(

@@ -49,12 +49,10 @@ class Decoder {
   /// Runs `tokens` (not empty) through the model, layer by layer. In each layer they attend to what
   /// the sequence's cache holds and to one another causally; then their pairs are appended under
   /// `rule`. Beside the cache, keys and values of the step's tokens exist for one layer at a time.
-  /// Returns the logits (vocab_size) after the last token on rank 0, nothing elsewhere. With
-  /// `all_argmax` (rank 0) given, it receives the most likely next token after every token.
+  /// Returns the logits (vocab_size) after the last token on rank 0, nothing elsewhere.
   /// Throws Error for a token id outside the vocabulary.
   std::vector<float> step(SequenceId sequence, const std::vector<TokenId>& tokens,
-                          const StepRule& rule, const ProgressCallback& progress = {},
-                          std::vector<TokenId>* all_argmax = nullptr);
+                          const StepRule& rule, const ProgressCallback& progress = {});
 
   Cache& cache() { return m_cache; }
   const Cache& cache() const { return m_cache; }

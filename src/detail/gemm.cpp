@@ -5,6 +5,7 @@
 
 #include "detail/kokkos_compat.hpp"
 #include "detail/row_kernels.hpp"
+#include "detail/scratch.hpp"
 
 namespace kvzap::detail {
 namespace {
@@ -128,10 +129,7 @@ void LinearMap::operator()(const ExecutionSpace& exec, const ConstMatrix& x,
   } else {
     const std::int64_t panel_rows = std::min<std::int64_t>(
         outputs, std::max<std::int64_t>(16, panel_bytes / (sizeof(float) * dim)));
-    if (static_cast<std::int64_t>(m_panel.extent(0)) < panel_rows * dim) {
-      m_panel = Vector(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::linear::panel"),
-                       panel_rows * dim);
-    }
+    reserve_scratch(m_panel, panel_rows * dim, "kvzap::linear::panel");
     for (std::int64_t begin = 0; begin < outputs; begin += panel_rows) {
       const std::int64_t end = std::min(begin + panel_rows, outputs);
       const Matrix panel(m_panel.data(), end - begin, dim);

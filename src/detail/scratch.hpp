@@ -1,0 +1,21 @@
+// Device memory that grows on demand and is kept between calls.
+#pragma once
+
+#include <Kokkos_Core.hpp>
+#include <cstdint>
+#include <string>
+
+namespace kvzap::detail {
+
+/// Makes `scratch` hold at least `count` elements, of unspecified content if it had to grow. What
+/// it held is freed before more is taken, so that both never exist together.
+template <class Value, class... Properties>
+void reserve_scratch(Kokkos::View<Value*, Properties...>& scratch, std::int64_t count,
+                     const char* label) {
+  if (static_cast<std::int64_t>(scratch.extent(0)) >= count) return;
+  scratch = {};
+  scratch = Kokkos::View<Value*, Properties...>(
+      Kokkos::view_alloc(Kokkos::WithoutInitializing, std::string(label)), count);
+}
+
+}  // namespace kvzap::detail

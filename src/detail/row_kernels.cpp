@@ -4,16 +4,7 @@
 #include <cmath>
 #include <vector>
 
-// One body, several instruction sets: the loader picks the widest that the processor has. Only
-// plain functions can be cloned, so each is a thin wrapper over an inlined body.
-// GCC knows these names from version 12 on, and the choice needs the C library's help (ifunc).
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && __GNUC__ >= 12 && \
-    !defined(__clang__) && !defined(__NVCOMPILER)
-#define KVZAP_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define KVZAP_CLONES
-#endif
-#define KVZAP_BODY static inline __attribute__((always_inline))
+#include "detail/simd.hpp"
 
 namespace kvzap::detail {
 namespace {
@@ -63,10 +54,10 @@ KVZAP_BODY void widen_body(const Value* source, float* target, std::int64_t coun
 }
 
 template <class Value>
-KVZAP_BODY void skinny_body(const Value* weights, std::int64_t weights_stride,
-                            std::int64_t n_weights, const float* inputs, std::int64_t inputs_stride,
-                            int n_inputs, std::int64_t dim, float* output,
-                            std::int64_t output_stride) {
+KVZAP_BODY void skinny_product_body(const Value* weights, std::int64_t weights_stride,
+                                    std::int64_t n_weights, const float* inputs,
+                                    std::int64_t inputs_stride, int n_inputs, std::int64_t dim,
+                                    float* output, std::int64_t output_stride) {
   for (std::int64_t n = 0; n < n_weights; ++n) {
     const Value* row = weights + n * weights_stride;
     for (int m = 0; m < n_inputs; ++m) {
@@ -76,9 +67,9 @@ KVZAP_BODY void skinny_body(const Value* weights, std::int64_t weights_stride,
 }
 
 template <class Value>
-KVZAP_BODY void score_body(const Value* keys, std::int64_t row_stride, std::int64_t dim_stride,
-                           int rows, const float* queries, int n_queries, int dim, float* scores,
-                           int scores_stride) {
+KVZAP_BODY void score_rows_body(const Value* keys, std::int64_t row_stride, std::int64_t dim_stride,
+                                int rows, const float* queries, int n_queries, int dim,
+                                float* scores, int scores_stride) {
   if (dim_stride == 1) {
     for (int r = 0; r < rows; ++r) {
       for (int q = 0; q < n_queries; ++q) {
@@ -107,9 +98,9 @@ KVZAP_BODY void score_body(const Value* keys, std::int64_t row_stride, std::int6
 }
 
 template <class Value>
-KVZAP_BODY void accumulate_body(const Value* values, std::int64_t row_stride,
-                                std::int64_t dim_stride, int rows, const float* weights,
-                                int weights_stride, int n_queries, int dim, float* sums) {
+KVZAP_BODY void accumulate_rows_body(const Value* values, std::int64_t row_stride,
+                                     std::int64_t dim_stride, int rows, const float* weights,
+                                     int weights_stride, int n_queries, int dim, float* sums) {
   if (dim_stride == 1) {
     for (int r = 0; r < rows; ++r) {
       const Value* row = values + r * row_stride;
@@ -137,44 +128,14 @@ KVZAP_BODY void accumulate_body(const Value* values, std::int64_t row_stride,
   }
 }
 
-}  // namespace
-
-#define KVZAP_ROW_KERNELS(Value)                                                                   \
-  KVZAP_CLONES void widen(const Value* source, float* target, std::int64_t count) {                \
-    widen_body(source, target, count);                                                             \
-  }                                                                                                \
-  KVZAP_CLONES void skinny_product(const Value* weights, std::int64_t weights_stride,              \
-                                   std::int64_t n_weights, const float* inputs,                    \
-                                   std::int64_t inputs_stride, int n_inputs, std::int64_t dim,     \
-                                   float* output, std::int64_t output_stride) {                    \
-    skinny_body(weights, weights_stride, n_weights, inputs, inputs_stride, n_inputs, dim, output,  \
-                output_stride);                                                                    \
-  }                                                                                                \
-  KVZAP_CLONES void score_rows(const Value* keys, std::int64_t row_stride,                         \
-                               std::int64_t dim_stride, int rows, const float* queries,            \
-                               int n_queries, int dim, float* scores, int scores_stride) {         \
-    score_body(keys, row_stride, dim_stride, rows, queries, n_queries, dim, scores,                \
-               scores_stride);                                                                     \
-  }                                                                                                \
-  KVZAP_CLONES void accumulate_rows(const Value* values, std::int64_t row_stride,                  \
-                                    std::int64_t dim_stride, int rows, const float* weights,       \
-                                    int weights_stride, int n_queries, int dim, float* sums) {     \
-    accumulate_body(values, row_stride, dim_stride, rows, weights, weights_stride, n_queries, dim, \
-                    sums);                                                                         \
-  }
-
-KVZAP_ROW_KERNELS(float)
-KVZAP_ROW_KERNELS(half)
-KVZAP_ROW_KERNELS(bfloat16)
-
-KVZAP_CLONES float max_of(const float* values, std::int64_t count) {
+KVZAP_BODY float max_of_body(const float* values, std::int64_t count) {
   float largest = values[0];
 #pragma omp simd reduction(max : largest)
   for (std::int64_t i = 0; i < count; ++i) largest = std::max(largest, values[i]);
   return largest;
 }
 
-KVZAP_CLONES float exp_shifted(float* values, std::int64_t count, float shift) {
+KVZAP_BODY float exp_shifted_body(float* values, std::int64_t count, float shift) {
   float sum = 0;
 #pragma omp simd reduction(+ : sum)
   for (std::int64_t i = 0; i < count; ++i) {
@@ -184,11 +145,11 @@ KVZAP_CLONES float exp_shifted(float* values, std::int64_t count, float shift) {
   return sum;
 }
 
-KVZAP_CLONES void scale(float* values, std::int64_t count, float factor) {
+KVZAP_BODY void scale_body(float* values, std::int64_t count, float factor) {
   for (std::int64_t i = 0; i < count; ++i) values[i] *= factor;
 }
 
-KVZAP_CLONES void silu_times(float* gate, const float* up, std::int64_t count) {
+KVZAP_BODY void silu_times_body(float* gate, const float* up, std::int64_t count) {
   for (std::int64_t i = 0; i < count; ++i) {
     // exp(-|x|) never overflows: silu(x) = x / (1 + e) for x >= 0, x * e / (1 + e) below.
     const float x = gate[i] < -100.0f ? -100.0f : gate[i];  // its silu is 0 to within 2e-36
@@ -196,5 +157,39 @@ KVZAP_CLONES void silu_times(float* gate, const float* up, std::int64_t count) {
     gate[i] = x * (x < 0 ? e : 1.0f) / (1.0f + e) * up[i];
   }
 }
+
+}  // namespace
+
+#define KVZAP_ROW_KERNELS(Value)                                                                  \
+  KVZAP_KERNEL(void, widen, (const Value* source, float* target, std::int64_t count),             \
+               (source, target, count))                                                           \
+  KVZAP_KERNEL(void, skinny_product,                                                              \
+               (const Value* weights, std::int64_t weights_stride, std::int64_t n_weights,        \
+                const float* inputs, std::int64_t inputs_stride, int n_inputs, std::int64_t dim,  \
+                float* output, std::int64_t output_stride),                                       \
+               (weights, weights_stride, n_weights, inputs, inputs_stride, n_inputs, dim, output, \
+                output_stride))                                                                   \
+  KVZAP_KERNEL(                                                                                   \
+      void, score_rows,                                                                           \
+      (const Value* keys, std::int64_t row_stride, std::int64_t dim_stride, int rows,             \
+       const float* queries, int n_queries, int dim, float* scores, int scores_stride),           \
+      (keys, row_stride, dim_stride, rows, queries, n_queries, dim, scores, scores_stride))       \
+  KVZAP_KERNEL(                                                                                   \
+      void, accumulate_rows,                                                                      \
+      (const Value* values, std::int64_t row_stride, std::int64_t dim_stride, int rows,           \
+       const float* weights, int weights_stride, int n_queries, int dim, float* sums),            \
+      (values, row_stride, dim_stride, rows, weights, weights_stride, n_queries, dim, sums))
+
+KVZAP_ROW_KERNELS(float)
+KVZAP_ROW_KERNELS(half)
+KVZAP_ROW_KERNELS(bfloat16)
+
+KVZAP_KERNEL(float, max_of, (const float* values, std::int64_t count), (values, count))
+KVZAP_KERNEL(float, exp_shifted, (float* values, std::int64_t count, float shift),
+             (values, count, shift))
+KVZAP_KERNEL(void, scale, (float* values, std::int64_t count, float factor),
+             (values, count, factor))
+KVZAP_KERNEL(void, silu_times, (float* gate, const float* up, std::int64_t count),
+             (gate, up, count))
 
 }  // namespace kvzap::detail

@@ -1,0 +1,64 @@
+// Which instruction set the explicit inner loops use, decided once when the program runs.
+//
+// A kernel's body is an always-inlined function. KVZAP_KERNEL wraps it in one plain function per
+// instruction set, each compiled for that set alone, and in a dispatcher of the kernel's name. So
+// the library runs on any processor of its architecture, and no other code is compiled for more
+// than the build's flags allow.
+#pragma once
+
+namespace kvzap::detail {
+
+/// Ascending: each level can run what those before it can.
+enum class SimdLevel {
+  baseline,    // what the build's flags allow (SSE2 on x86-64); the only one elsewhere
+  avx2,        // x86-64-v3: AVX2, FMA, F16C
+  avx512,      // x86-64-v4: AVX-512 F, BW, CD, DQ, VL
+  avx512_bf16  // and its dot product of bf16 pairs
+};
+
+/// "baseline", "avx2", "avx512" or "avx512_bf16".
+const char* name_of(SimdLevel level);
+
+/// The widest level that this processor has.
+SimdLevel simd_level_of_processor();
+
+/// The level in use: the processor's, or a lower one named by the environment variable KVZAP_SIMD
+/// when first asked. Throws Error if that names no level, or one that the processor lacks.
+SimdLevel simd_level();
+
+/// Uses another level from now on, for tests and benchmarks; not while kernels run. Throws Error if
+/// the processor lacks it.
+void set_simd_level(SimdLevel level);
+
+}  // namespace kvzap::detail
+
+#define KVZAP_BODY static inline __attribute__((always_inline))
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define KVZAP_X86 1
+#define KVZAP_TARGET_AVX2 __attribute__((target("avx2,fma,f16c,bmi,bmi2")))
+#define KVZAP_TARGET_AVX512                                                                      \
+  __attribute__((                                                                                \
+      target("avx2,fma,f16c,bmi,bmi2,avx512f,avx512bw,avx512cd,avx512dq,avx512vl,prefer-vector-" \
+             "width=512")))
+#define KVZAP_TARGET_AVX512_BF16                                                   \
+  __attribute__((                                                                  \
+      target("avx2,fma,f16c,bmi,bmi2,avx512f,avx512bw,avx512cd,avx512dq,avx512vl," \
+             "avx512bf16,prefer-vector-width=512")))
+
+/// Defines `result name parameters` over `name_body arguments`, for every instruction set.
+#define KVZAP_KERNEL(result, name, parameters, arguments)                                      \
+  KVZAP_TARGET_AVX512 static result name##_avx512 parameters { return name##_body arguments; } \
+  KVZAP_TARGET_AVX2 static result name##_avx2 parameters { return name##_body arguments; }     \
+  static result name##_baseline parameters { return name##_body arguments; }                   \
+  result name parameters {                                                                     \
+    const ::kvzap::detail::SimdLevel level = ::kvzap::detail::simd_level();                    \
+    if (level >= ::kvzap::detail::SimdLevel::avx512) return name##_avx512 arguments;           \
+    if (level == ::kvzap::detail::SimdLevel::avx2) return name##_avx2 arguments;               \
+    return name##_baseline arguments;                                                          \
+  }
+#else
+#define KVZAP_X86 0
+#define KVZAP_KERNEL(result, name, parameters, arguments) \
+  result name parameters { return name##_body arguments; }
+#endif

@@ -14,6 +14,7 @@
 #include <kvzap/generate.hpp>
 #include <kvzap/memory_plan.hpp>
 #include <kvzap/snapshot.hpp>
+#include <kvzap/surrogate.hpp>
 #include <kvzap/tokenizer.hpp>
 #include <limits>
 #include <sstream>
@@ -310,10 +311,11 @@ std::unique_ptr<Generator> make_generator(const RunOptions& options, const Cache
   std::unique_ptr<Generator> generator;
   std::int64_t weight_bytes = 0;
   // The surrogate first: it is small, and whether it fits is known before minutes of loading.
-  std::optional<Surrogate> surrogate;
+  std::shared_ptr<Surrogate> surrogate;
   comm.agree([&] {
     if (cache.prune == PruneMode::none) return;
-    surrogate = Surrogate::load(options.surrogate, config, partition, comm.rank());
+    surrogate = std::make_shared<Surrogate>(
+        Surrogate::load(options.surrogate, config, partition, comm.rank()));
     report.surrogate_kind = surrogate->kind();
   });
   comm.agree([&] {

@@ -147,11 +147,10 @@ struct Decoder<Value, order>::Scratch {
 };
 
 template <class Value, PageOrder order>
-Decoder<Value, order>::Decoder(const Model<Value>& model, Surrogate* surrogate,
-                               const Communicator& comm, int window, int page_rows,
-                               MemoryMeter* meter)
+Decoder<Value, order>::Decoder(const Model<Value>& model, Scorer* scorer, const Communicator& comm,
+                               int window, int page_rows, MemoryMeter* meter)
     : m_model(model),
-      m_surrogate(surrogate),
+      m_scorer(scorer),
       m_comm(comm),
       m_meter(meter),
       m_cache(
@@ -190,7 +189,7 @@ std::vector<float> Decoder<Value, order>::step(SequenceId sequence,
   const std::int64_t group = config.query_group();
   const float eps = static_cast<float>(config.rms_norm_eps);
   if (count == 0) throw Error("decoder: a step needs at least one token");
-  if (rule.score && !m_surrogate) throw Error("decoder: a step that scores needs a surrogate");
+  if (rule.score && !m_scorer) throw Error("decoder: a step that scores needs a scorer");
   for (std::int64_t i = 0; i < count; ++i) {
     if (tokens[i] < 0 || tokens[i] >= config.vocab_size) {
       throw Error(fmt::format("token {} of the prompt is {}; expected an id in [0, {})", i,
@@ -264,7 +263,7 @@ std::vector<float> Decoder<Value, order>::step(SequenceId sequence,
       rms_norm(exec, h_block, weights.input_norm, eps, x);
       if (m_observer) m_observer->attention_input(l, first + begin, x);
       if (rule.score) {
-        m_surrogate->score(exec, l, x, Kokkos::subview(scores, Kokkos::ALL, block));
+        m_scorer->score(exec, l, first + begin, x, Kokkos::subview(scores, Kokkos::ALL, block));
       }
 
       const Matrix q = scratch.matrix(2, m, q_heads * dim);

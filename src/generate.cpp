@@ -15,7 +15,7 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-void check(const CacheOptions& options, bool has_surrogate) {
+void check(const CacheOptions& options, bool has_scorer) {
   if (options.window < 1) {
     throw Error(fmt::format("--window is {}; expected at least 1", options.window));
   }
@@ -29,7 +29,7 @@ void check(const CacheOptions& options, bool has_surrogate) {
     if (std::isnan(options.threshold)) {
       throw Error("--threshold is NaN; expected a number (no score is below NaN)");
     }
-    if (!has_surrogate) {
+    if (!has_scorer) {
       throw Error(
           fmt::format("--prune {} needs a surrogate (--surrogate DIR)", name_of(options.prune)));
     }
@@ -39,14 +39,13 @@ void check(const CacheOptions& options, bool has_surrogate) {
 template <class Value, PageOrder order>
 class TypedGenerator final : public Generator {
  public:
-  TypedGenerator(std::shared_ptr<const Model<Value>> model, std::optional<Surrogate> surrogate,
+  TypedGenerator(std::shared_ptr<const Model<Value>> model, std::shared_ptr<Scorer> scorer,
                  const CacheOptions& options, const Communicator& comm)
       : m_options(options),
         m_comm(comm),
         m_model(std::move(model)),
-        m_surrogate(std::move(surrogate)),
-        m_decoder(*m_model, m_surrogate ? &*m_surrogate : nullptr, comm, options.window,
-                  options.page_rows, &m_meter),
+        m_scorer(std::move(scorer)),
+        m_decoder(*m_model, m_scorer.get(), comm, options.window, options.page_rows, &m_meter),
         m_sequence(m_decoder.cache().add_sequence()) {}
 
   void prefill(const std::vector<TokenId>& context, bool reusable,
@@ -159,7 +158,7 @@ class TypedGenerator final : public Generator {
     if (m_options.prune != PruneMode::none) {
       info.threshold = m_options.threshold;
       info.sink = m_options.sink;
-      info.further["surrogate"] = m_surrogate->kind();
+      info.further["surrogate"] = m_scorer->kind();
     }
     kvzap::write_snapshot(file, m_decoder.cache(), m_sequence, m_model->partition(), m_comm, info);
   }
@@ -186,7 +185,7 @@ class TypedGenerator final : public Generator {
   Communicator m_comm;
   MemoryMeter m_meter;
   std::shared_ptr<const Model<Value>> m_model;
-  std::optional<Surrogate> m_surrogate;
+  std::shared_ptr<Scorer> m_scorer;
   Decoder<Value, order> m_decoder;
   SequenceId m_sequence;
   std::optional<typename KVCache<Value, order>::Checkpoint> m_checkpoint;
@@ -241,26 +240,26 @@ double CacheReport::evict_ratio() const {
 
 template <class Value>
 std::unique_ptr<Generator> Generator::create(std::shared_ptr<const Model<Value>> model,
-                                             std::optional<Surrogate> surrogate,
+                                             std::shared_ptr<Scorer> scorer,
                                              const CacheOptions& options,
                                              const Communicator& comm) {
-  check(options, surrogate.has_value());
+  check(options, scorer != nullptr);
   if (options.order == PageOrder::dim_major) {
     return std::make_unique<TypedGenerator<Value, PageOrder::dim_major>>(
-        std::move(model), std::move(surrogate), options, comm);
+        std::move(model), std::move(scorer), options, comm);
   }
   return std::make_unique<TypedGenerator<Value, PageOrder::token_major>>(
-      std::move(model), std::move(surrogate), options, comm);
+      std::move(model), std::move(scorer), options, comm);
 }
 
 template std::unique_ptr<Generator> Generator::create(std::shared_ptr<const Model<float>>,
-                                                      std::optional<Surrogate>, const CacheOptions&,
+                                                      std::shared_ptr<Scorer>, const CacheOptions&,
                                                       const Communicator&);
 template std::unique_ptr<Generator> Generator::create(std::shared_ptr<const Model<half>>,
-                                                      std::optional<Surrogate>, const CacheOptions&,
+                                                      std::shared_ptr<Scorer>, const CacheOptions&,
                                                       const Communicator&);
 template std::unique_ptr<Generator> Generator::create(std::shared_ptr<const Model<bfloat16>>,
-                                                      std::optional<Surrogate>, const CacheOptions&,
+                                                      std::shared_ptr<Scorer>, const CacheOptions&,
                                                       const Communicator&);
 
 }  // namespace kvzap

@@ -81,8 +81,8 @@ Surrogate Surrogate::load(const std::filesystem::path& folder, const ModelConfig
   return surrogate;
 }
 
-void Surrogate::score(const ExecutionSpace& exec, int layer_index, const InputView& hidden,
-                      const ScoreView& scores) {
+void Surrogate::score(const ExecutionSpace& exec, int layer_index, std::int64_t /*first*/,
+                      const InputView& hidden, const ScoreView& scores) {
   const Layer& layer = m_layers.at(layer_index);
   const std::int64_t tokens = hidden.extent(0);
   const std::int64_t heads = layer.weight.extent(0);

@@ -5,7 +5,7 @@
 #include <kvzap/cache.hpp>
 #include <kvzap/communicator.hpp>
 #include <kvzap/model.hpp>
-#include <kvzap/surrogate.hpp>
+#include <kvzap/scorer.hpp>
 #include <memory>
 #include <vector>
 
@@ -27,7 +27,7 @@ class StepObserver {
 
 /// What is to happen to the pairs of a step's tokens and to those they push out of the ring.
 struct StepRule {
-  /// Score the new pairs with the surrogate.
+  /// Score the new pairs with the scorer.
   bool score = false;
   /// Applied, after the step's attention, to every pair that leaves the ring.
   EvictionRule eviction;
@@ -40,9 +40,9 @@ class Decoder {
  public:
   using Cache = KVCache<Value, order>;
 
-  /// `window` and `page_rows` shape the cache. The surrogate may be absent; then no step may score.
-  /// model, surrogate and meter outlive the decoder.
-  Decoder(const Model<Value>& model, Surrogate* surrogate, const Communicator& comm, int window,
+  /// `window` and `page_rows` shape the cache. The scorer may be absent; then no step may score.
+  /// model, scorer and meter outlive the decoder.
+  Decoder(const Model<Value>& model, Scorer* scorer, const Communicator& comm, int window,
           int page_rows, MemoryMeter* meter = nullptr);
   ~Decoder();
 
@@ -53,6 +53,12 @@ class Decoder {
   /// Throws Error for a token id outside the vocabulary.
   std::vector<float> step(SequenceId sequence, const std::vector<TokenId>& tokens,
                           const StepRule& rule, const ProgressCallback& progress = {});
+
+  /// One new token for each of B different sequences, whose contexts may differ in length: the
+  /// weights are read once for all of them. Otherwise as step. Returns the logits (B, vocab_size),
+  /// row after row, on rank 0.
+  std::vector<float> decode(const std::vector<SequenceId>& sequences,
+                            const std::vector<TokenId>& tokens, const StepRule& rule);
 
   Cache& cache() { return m_cache; }
   const Cache& cache() const { return m_cache; }
@@ -68,7 +74,7 @@ class Decoder {
   struct Scratch;
 
   const Model<Value>& m_model;
-  Surrogate* m_surrogate;
+  Scorer* m_scorer;
   Communicator m_comm;
   MemoryMeter* m_meter;
   Cache m_cache;

@@ -8,7 +8,7 @@
 #include <kvzap/head_partition.hpp>
 #include <kvzap/model.hpp>
 #include <kvzap/sampler.hpp>
-#include <kvzap/surrogate.hpp>
+#include <kvzap/scorer.hpp>
 #include <memory>
 #include <optional>
 #include <string>
@@ -95,11 +95,11 @@ struct Answer {
 /// ranks make the same calls in the same order.
 class Generator {
  public:
-  /// `surrogate` is needed unless options.prune is none. Weights and cache are of type Value.
-  /// Throws Error if an option is out of range.
+  /// `scorer` (as a rule a Surrogate) is needed unless options.prune is none. Weights and cache are
+  /// of type Value. Throws Error if an option is out of range.
   template <class Value>
   static std::unique_ptr<Generator> create(std::shared_ptr<const Model<Value>> model,
-                                           std::optional<Surrogate> surrogate,
+                                           std::shared_ptr<Scorer> scorer,
                                            const CacheOptions& options, const Communicator& comm);
   virtual ~Generator() = default;
 

@@ -6,6 +6,7 @@
 #include <kvzap/communicator.hpp>
 #include <kvzap/head_partition.hpp>
 #include <kvzap/model_config.hpp>
+#include <kvzap/scorer.hpp>
 #include <memory>
 #include <string>
 #include <vector>
@@ -14,11 +15,8 @@ namespace kvzap {
 
 /// One linear map, or one 2-layer MLP with exact GELU, per layer of the model (arXiv 2601.07891,
 /// section 3). A rank holds the outputs of its own KV heads, and the whole hidden layer.
-class Surrogate {
+class Surrogate final : public Scorer {
  public:
-  using InputView = Kokkos::View<const float**, Kokkos::LayoutRight, MemorySpace>;
-  using ScoreView = Kokkos::View<float**, Kokkos::LayoutStride, MemorySpace>;
-
   /// Reads a folder as published (nvidia/KVzap-linear-…, nvidia/KVzap-mlp-…): config.json with
   /// input_dim, output_dim, hidden_dim (null: linear) and n_modules; tensors layers.N.weight|bias,
   /// or layers.N.0.* and layers.N.2.*. Throws Error if it does not fit the model, naming both.
@@ -27,11 +25,11 @@ class Surrogate {
 
   /// scores (head on this rank, token) = predicted log KVzip+ scores of M tokens of a layer.
   /// hidden: (M, hidden_size), the output of the layer's input norm.
-  void score(const ExecutionSpace& exec, int layer, const InputView& hidden,
-             const ScoreView& scores);
+  void score(const ExecutionSpace& exec, int layer, std::int64_t first, const InputView& hidden,
+             const ScoreView& scores) override;
 
   /// "linear" or "mlp".
-  std::string kind() const { return m_hidden_dim == 0 ? "linear" : "mlp"; }
+  std::string kind() const override { return m_hidden_dim == 0 ? "linear" : "mlp"; }
 
  private:
   using Matrix = Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>;

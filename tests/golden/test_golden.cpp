@@ -13,6 +13,7 @@
 #include <kvzap/generate.hpp>
 #include <kvzap/memory_plan.hpp>
 #include <kvzap/safetensors.hpp>
+#include <kvzap/surrogate.hpp>
 #include <kvzap/tokenizer.hpp>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -198,7 +199,7 @@ TEST_P(Golden, EveryRun) {
         CacheOptions options;
         options.page_rows = variant.page_rows;
         options.order = variant.order;
-        std::optional<Surrogate> surrogate;
+        std::shared_ptr<Surrogate> surrogate;
         std::string kind;
         if (run != "full") {
           // kvzap-KIND.tauT.wW.MODE
@@ -207,7 +208,8 @@ TEST_P(Golden, EveryRun) {
           options.threshold = std::stof(run.substr(tau + 4, window - tau - 4));
           options.window = std::stoi(run.substr(window + 2, mode - window - 2));
           options.prune = run.substr(mode + 1) == "decode" ? PruneMode::always : PruneMode::prefill;
-          surrogate = Surrogate::load(model_dir(kind + "-" + name), config, partition, comm.rank());
+          surrogate = std::make_shared<Surrogate>(
+              Surrogate::load(model_dir(kind + "-" + name), config, partition, comm.rank()));
         }
         const auto generator = Generator::create<float>(model, std::move(surrogate), options, comm);
         Recorder recorder(layers, partition, comm.rank());

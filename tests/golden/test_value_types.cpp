@@ -6,6 +6,7 @@
 #include <fstream>
 #include <kvzap/chat_template.hpp>
 #include <kvzap/generate.hpp>
+#include <kvzap/surrogate.hpp>
 #include <kvzap/tokenizer.hpp>
 #include <nlohmann/json.hpp>
 
@@ -24,8 +25,8 @@ struct EvalPrompt {
 std::vector<EvalPrompt> eval_prompts(const Tokenizer& tokenizer) {
   const auto parts = ChatTemplate::detect(folder).parts(false);
   std::vector<EvalPrompt> prompts;
-  for (const auto& [file, count] : {std::pair{"recall-256.jsonl", 50}, {"recall-512.jsonl", 30},
-                                    {"recall-1024.jsonl", 20}}) {
+  for (const auto& [file, count] :
+       {std::pair{"recall-256.jsonl", 50}, {"recall-512.jsonl", 30}, {"recall-1024.jsonl", 20}}) {
     std::ifstream stream(inputs / "eval" / file);
     std::string line;
     for (int i = 0; i < count && std::getline(stream, line); ++i) {
@@ -42,9 +43,9 @@ template <class Value>
 std::vector<std::vector<TokenId>> answers(const std::vector<EvalPrompt>& prompts, bool pruned) {
   const Communicator comm = Communicator::world();
   const ModelConfig config = ModelConfig::load(folder);
-  const auto partition = HeadPartition::even(static_cast<int>(config.num_hidden_layers),
-                                             static_cast<int>(config.num_key_value_heads),
-                                             comm.size());
+  const auto partition =
+      HeadPartition::even(static_cast<int>(config.num_hidden_layers),
+                          static_cast<int>(config.num_key_value_heads), comm.size());
   const auto model = std::make_shared<const Model<Value>>(
       Model<Value>::load(folder, config, partition, comm.rank()));
   CacheOptions options;
@@ -53,10 +54,10 @@ std::vector<std::vector<TokenId>> answers(const std::vector<EvalPrompt>& prompts
   options.window = 32;
   std::vector<std::vector<TokenId>> all;
   for (const EvalPrompt& prompt : prompts) {
-    std::optional<Surrogate> surrogate;
+    std::shared_ptr<Surrogate> surrogate;
     if (pruned) {
-      surrogate = Surrogate::load(inputs / "models/kvzap-mlp-recall-4m", config, partition,
-                                  comm.rank());
+      surrogate = std::make_shared<Surrogate>(
+          Surrogate::load(inputs / "models/kvzap-mlp-recall-4m", config, partition, comm.rank()));
     }
     const auto generator = Generator::create<Value>(model, std::move(surrogate), options, comm);
     generator->prefill(prompt.context, false);

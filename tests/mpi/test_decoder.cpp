@@ -6,6 +6,7 @@
 #include <cmath>
 #include <kvzap/decoder.hpp>
 #include <kvzap/generate.hpp>
+#include <kvzap/surrogate.hpp>
 #include <random>
 #include <set>
 

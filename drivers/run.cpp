@@ -314,8 +314,8 @@ std::unique_ptr<Generator> make_generator(const RunOptions& options, const Cache
   std::shared_ptr<Surrogate> surrogate;
   comm.agree([&] {
     if (cache.prune == PruneMode::none) return;
-    surrogate = std::make_shared<Surrogate>(
-        Surrogate::load(options.surrogate, config, partition, comm.rank()));
+    surrogate = std::make_shared<Surrogate>(Surrogate::load(
+        options.surrogate, config, partition, comm.rank(), DTypeOf<Value>::value, comm));
     report.surrogate_kind = surrogate->kind();
   });
   comm.agree([&] {

@@ -411,11 +411,13 @@ std::vector<float> Decoder<Value, order>::forward(const SequenceId* sequences,
     if (m_observer && rule.score) m_observer->scores(l, first, scores);
     const std::int64_t each = count / static_cast<std::int64_t>(n_sequences);
     for (std::size_t i = 0; i < n_sequences; ++i) {
-      const auto rows = std::make_pair(i * each, (i + 1) * each);
+      const std::int64_t begin = static_cast<std::int64_t>(i) * each;
+      const auto rows = std::make_pair(begin, begin + each);
+      typename Cache::ScoresView new_scores = scores;
+      if (rule.score) new_scores = Kokkos::subview(scores, Kokkos::ALL, rows);
       const AppendCounts counts = m_cache.append(
           exec, sequences[i], l, Kokkos::subview(keys, rows, Kokkos::ALL, Kokkos::ALL),
-          Kokkos::subview(values, rows, Kokkos::ALL, Kokkos::ALL),
-          rule.score ? Kokkos::subview(scores, Kokkos::ALL, rows) : scores, rule.eviction);
+          Kokkos::subview(values, rows, Kokkos::ALL, Kokkos::ALL), new_scores, rule.eviction);
       m_counts.judged += counts.judged;
       m_counts.evicted += counts.evicted;
       m_counts.non_finite += counts.non_finite;

@@ -11,6 +11,7 @@
 #include "detail/gemm.hpp"
 #include "detail/json_file.hpp"
 #include "detail/kokkos_compat.hpp"
+#include "detail/row_kernels.hpp"
 #include "detail/scratch.hpp"
 #include "detail/weights.hpp"
 

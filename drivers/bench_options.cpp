@@ -19,9 +19,8 @@ constexpr std::int64_t most_sequences = 65536;
 
 [[noreturn]] void fail_entry(const char* flag, const std::string& entry,
                              const std::string& expected) {
-  throw Error(
-      fmt::format("{} has the entry '{}'; expected {}, or several of them between commas", flag,
-                  entry, expected));
+  throw Error(fmt::format("{} has the entry '{}'; expected {}, or several of them between commas",
+                          flag, entry, expected));
 }
 
 /// Entries of a list that was given in one or several parts; `usual` if it was not given.
@@ -222,12 +221,11 @@ std::vector<BenchTest> tests_of(const BenchOptions& o) {
 
   std::vector<BenchTest> tests;
   for (const double ratio : ratios) {
-    for (const double skew : skews) {
-      // All heads keep everything: further skews would only repeat the first.
-      if (ratio == 0 && &skew != &skews.front()) continue;
+    // Where all heads keep everything, skews would only repeat one another.
+    for (const double skew : ratio == 0 ? std::vector<double>{1} : skews) {
       BenchTest test{};
       if (!has_surrogate) test.evict_ratio = ratio;
-      test.skew = ratio == 0 ? 1 : skew;
+      test.skew = skew;
       test.is_sparse = o.prefill.empty() ? test.is_pruned() : o.prefill == "sparse";
       for (const std::int64_t depth : depths) {
         test.depth = depth;

@@ -120,8 +120,10 @@ class Markdown final : public BenchTable {
 
   static std::string padded(const Column& column, const std::string& text) {
     // Characters, not bytes: ± has two of these.
-    const auto length = static_cast<std::size_t>(std::count_if(
-        text.begin(), text.end(), [](char c) { return (static_cast<unsigned char>(c) >> 6) != 2; }));
+    const auto length =
+        static_cast<std::size_t>(std::count_if(text.begin(), text.end(), [](char c) {
+          return (static_cast<unsigned char>(c) >> 6) != 2;
+        }));
     const std::string blanks(column.width - std::min(column.width, length), ' ');
     return column.right ? blanks + text : text + blanks;
   }
@@ -177,7 +179,9 @@ class Csv final : public BenchTable {
         fmt::format("{}", r.kv_live_bytes),
         fmt::format("{}", r.kv_allocated_bytes),
         fmt::format("{}", r.peak_rss_bytes)};
-    return fmt::format("{}\n", fmt::join(cells, ","));
+    std::string line;
+    for (const std::string& cell : cells) line += (line.empty() ? "" : ",") + cell;
+    return line + "\n";
   }
 
  private:
@@ -250,10 +254,10 @@ class Json final : public BenchTable {
         json["surrogate"]["threshold"] = threshold > 0 ? "inf" : "-inf";
       }
     }
-    json["system"] = {{"backend", m_system.backend},   {"concurrency", m_system.concurrency},
-                      {"ranks", m_system.ranks},       {"processor", m_system.processor},
-                      {"simd", m_system.simd},         {"kokkos", m_system.kokkos},
-                      {"mpi", m_system.mpi},           {"compiler", m_system.compiler}};
+    json["system"] = {{"backend", m_system.backend}, {"concurrency", m_system.concurrency},
+                      {"ranks", m_system.ranks},     {"processor", m_system.processor},
+                      {"simd", m_system.simd},       {"kokkos", m_system.kokkos},
+                      {"mpi", m_system.mpi},         {"compiler", m_system.compiler}};
     json["options"] = {{"dtype", m_options.dtype},
                        {"window", m_options.window},
                        {"page_rows", m_options.page_rows},

@@ -48,6 +48,7 @@ void read_deck(CLI::App& app, const std::string& file) {
       if (option->get_multi_option_policy() != CLI::MultiOptionPolicy::TakeAll) {
         throw Error(where + ": expected one value, found a list");
       }
+      if (list->empty()) throw Error(where + ": the list is empty");
       for (const auto& item : *list) values.push_back(text_of(item, where));
     } else {
       values.push_back(text_of(node, where));

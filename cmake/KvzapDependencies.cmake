@@ -42,6 +42,21 @@ add_library(kvzap_hdf5 INTERFACE)
 target_include_directories(kvzap_hdf5 SYSTEM INTERFACE ${HDF5_INCLUDE_DIRS})
 target_link_libraries(kvzap_hdf5 INTERFACE ${HDF5_C_LIBRARIES})
 
+# Optional: without it the dense products go to Kokkos Kernels and the BLAS behind it.
+if(KVZAP_ENABLE_ONEDNN)
+  # Not by its own config: Debian's requires the OpenCL headers, which only GPU use needs.
+  find_path(KVZAP_ONEDNN_INCLUDE_DIR oneapi/dnnl/dnnl.hpp)
+  find_library(KVZAP_ONEDNN_LIBRARY dnnl)
+  if(KVZAP_ONEDNN_INCLUDE_DIR AND KVZAP_ONEDNN_LIBRARY)
+    add_library(kvzap_onednn INTERFACE)
+    target_include_directories(kvzap_onednn SYSTEM INTERFACE ${KVZAP_ONEDNN_INCLUDE_DIR})
+    target_link_libraries(kvzap_onednn INTERFACE ${KVZAP_ONEDNN_LIBRARY})
+    message(STATUS "kvzap: oneDNN ${KVZAP_ONEDNN_LIBRARY}")
+  else()
+    message(STATUS "kvzap: oneDNN not found; dense products by Kokkos Kernels")
+  endif()
+endif()
+
 find_package(fmt REQUIRED)
 find_package(nlohmann_json REQUIRED)
 if(KVZAP_ENABLE_DRIVERS)

@@ -267,7 +267,7 @@ void measure_all(const BenchOptions& options, const ModelSetup& setup, int windo
   std::optional<Model<Value>> model;
   comm.agree([&] {
     if (options.surrogate.empty()) return;
-    surrogate = load_surrogate(options.surrogate, setup, comm.rank());
+    surrogate = load_surrogate(options.surrogate, setup, DTypeOf<Value>::value, comm);
     system.surrogate_kind = surrogate->kind();
   });
   comm.agree([&] {

@@ -240,7 +240,7 @@ std::unique_ptr<Generator> make_generator(const RunOptions& options, const Cache
   std::shared_ptr<Surrogate> surrogate;
   comm.agree([&] {
     if (cache.prune == PruneMode::none) return;
-    surrogate = load_surrogate(options.surrogate, setup, comm.rank());
+    surrogate = load_surrogate(options.surrogate, setup, DTypeOf<Value>::value, comm);
     report.surrogate_kind = surrogate->kind();
   });
   comm.agree([&] {

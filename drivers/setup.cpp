@@ -94,11 +94,11 @@ void print_notes(const ModelSetup& setup) {
 }
 
 std::shared_ptr<Surrogate> load_surrogate(const std::string& folder, const ModelSetup& setup,
-                                          int rank) {
+                                          DType dtype, const Communicator& comm) {
   ModelConfig whole = setup.config;
   whole.num_hidden_layers = setup.all_layers;
   return std::make_shared<Surrogate>(
-      Surrogate::load(folder, whole, setup.partition_of_all_layers, rank));
+      Surrogate::load(folder, whole, setup.partition_of_all_layers, comm.rank(), dtype, comm));
 }
 
 int ring_rows(int window, std::int64_t longest) {

@@ -35,9 +35,10 @@ ModelSetup set_up_model(const std::string& folder, std::optional<std::int64_t> l
 /// Prints config.json's warnings, and that layers are left out, to standard error.
 void print_notes(const ModelSetup& setup);
 
-/// A surrogate of the whole model serves its first layers as well.
+/// This rank's part of a surrogate of the whole model, of which the first layers are used. Does not
+/// communicate.
 std::shared_ptr<Surrogate> load_surrogate(const std::string& folder, const ModelSetup& setup,
-                                          int rank);
+                                          DType dtype, const Communicator& comm);
 
 /// Rows of the ring for sequences of at most `longest` tokens: a ring much longer than a sequence
 /// would only waste memory, as no pair ever leaves either.

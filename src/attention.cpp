@@ -440,6 +440,21 @@ void Attention<Value, order>::operator()(const ExecutionSpace& exec, const Layer
   }
 }
 
+template <class Value, PageOrder order>
+void Attention<Value, order>::decode(const ExecutionSpace& exec, const std::vector<Layer>& cached,
+                                     const QueryView& queries, const RowsView& chunk_keys,
+                                     const RowsView& chunk_values, const OutputView& output,
+                                     AttentionPath path) {
+  for (std::size_t i = 0; i < cached.size(); ++i) {
+    const auto row = std::make_pair(i, i + 1);
+    const auto all = Kokkos::ALL;
+    (*this)(exec, cached[i], Kokkos::subview(queries, row, all, all),
+            Kokkos::subview(chunk_keys, row, all, all),
+            Kokkos::subview(chunk_values, row, all, all), Kokkos::subview(output, row, all, all),
+            path);
+  }
+}
+
 template class Attention<float, PageOrder::token_major>;
 template class Attention<float, PageOrder::dim_major>;
 template class Attention<half, PageOrder::token_major>;

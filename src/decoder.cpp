@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <cmath>
 #include <kvzap/decoder.hpp>
+#include <kvzap/head_partition.hpp>
 
+#include "detail/all_reduce.hpp"
 #include "detail/gemm.hpp"
 #include "detail/kokkos_compat.hpp"
 #include "detail/row_kernels.hpp"
@@ -22,67 +24,93 @@ using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t
 // activations stay small beside weights and cache.
 constexpr std::int64_t block_tokens = 512;
 
+using HostRange =
+    Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace, Kokkos::IndexType<std::int64_t>>;
+using Angles = Kokkos::View<const float***, Kokkos::LayoutRight, MemorySpace>;
+
 /// output = input / sqrt(mean(input^2) + eps) * weight, row by row; (token, hidden).
 void rms_norm(const ExecutionSpace& exec, const ConstMatrix& input, const ConstVector& weight,
               float eps, const Matrix& output) {
   const std::int64_t size = input.extent(1);
-  Kokkos::parallel_for(
-      "kvzap::decoder::rms_norm", Range(exec, 0, input.extent(0)), KOKKOS_LAMBDA(std::int64_t i) {
-        float sum = 0;
-        for (std::int64_t d = 0; d < size; ++d) sum += input(i, d) * input(i, d);
-        const float factor = 1.0f / detail::math::sqrt(sum / static_cast<float>(size) + eps);
-        for (std::int64_t d = 0; d < size; ++d) output(i, d) = input(i, d) * factor * weight(d);
-      });
+  if constexpr (detail::runs_on_host) {
+    Kokkos::parallel_for("kvzap::decoder::rms_norm", HostRange(0, input.extent(0)),
+                         [=](std::int64_t i) {
+                           detail::rms_norm(&input(i, 0), weight.data(), eps, &output(i, 0), size);
+                         });
+  } else {
+    Kokkos::parallel_for(
+        "kvzap::decoder::rms_norm", Range(exec, 0, input.extent(0)), KOKKOS_LAMBDA(std::int64_t i) {
+          float sum = 0;
+          for (std::int64_t d = 0; d < size; ++d) sum += input(i, d) * input(i, d);
+          const float factor = 1.0f / detail::math::sqrt(sum / static_cast<float>(size) + eps);
+          for (std::int64_t d = 0; d < size; ++d) output(i, d) = input(i, d) * factor * weight(d);
+        });
+  }
 }
 
 /// Per head: RMS norm if the model has one, then RoPE (Su et al., arXiv 2104.09864) in the layout
 /// of transformers, where dimension d is rotated with d + dim / 2. In place; (token, heads * dim).
 /// angles: (token, dim / 2, 2), cosine and sine.
 void norm_and_rotate(const ExecutionSpace& exec, const Matrix& rows, int dim,
-                     const ConstVector& norm_weight, float eps,
-                     const Kokkos::View<const float***, Kokkos::LayoutRight, MemorySpace>& angles,
+                     const ConstVector& norm_weight, float eps, const Angles& angles,
                      std::int64_t first) {
   const std::int64_t heads = rows.extent(1) / dim;
   if (heads == 0) return;
   const bool has_norm = norm_weight.extent(0) > 0;
   const int half_dim = dim / 2;
-  Kokkos::parallel_for(
-      "kvzap::decoder::norm_and_rotate", Range(exec, 0, rows.extent(0) * heads),
-      KOKKOS_LAMBDA(std::int64_t i) {
-        const std::int64_t token = i / heads;
-        float* x = &rows(token, (i % heads) * dim);
-        if (has_norm) {
-          float sum = 0;
-          for (int d = 0; d < dim; ++d) sum += x[d] * x[d];
-          const float factor = 1.0f / detail::math::sqrt(sum / static_cast<float>(dim) + eps);
-          for (int d = 0; d < dim; ++d) x[d] *= factor * norm_weight(d);
-        }
-        for (int d = 0; d < half_dim; ++d) {
-          const float cosine = angles(first + token, d, 0);
-          const float sine = angles(first + token, d, 1);
-          const float low = x[d];
-          const float high = x[d + half_dim];
-          x[d] = low * cosine - high * sine;
-          x[d + half_dim] = high * cosine + low * sine;
-        }
-      });
+  if constexpr (detail::runs_on_host) {
+    Kokkos::parallel_for("kvzap::decoder::norm_and_rotate", HostRange(0, rows.extent(0)),
+                         [=](std::int64_t token) {
+                           for (std::int64_t h = 0; h < heads; ++h) {
+                             float* x = &rows(token, h * dim);
+                             if (has_norm) detail::rms_norm(x, norm_weight.data(), eps, x, dim);
+                             detail::rotate(x, &angles(first + token, 0, 0), half_dim);
+                           }
+                         });
+  } else {
+    Kokkos::parallel_for(
+        "kvzap::decoder::norm_and_rotate", Range(exec, 0, rows.extent(0) * heads),
+        KOKKOS_LAMBDA(std::int64_t i) {
+          const std::int64_t token = i / heads;
+          float* x = &rows(token, (i % heads) * dim);
+          if (has_norm) {
+            float sum = 0;
+            for (int d = 0; d < dim; ++d) sum += x[d] * x[d];
+            const float factor = 1.0f / detail::math::sqrt(sum / static_cast<float>(dim) + eps);
+            for (int d = 0; d < dim; ++d) x[d] *= factor * norm_weight(d);
+          }
+          for (int d = 0; d < half_dim; ++d) {
+            const float cosine = angles(first + token, d, 0);
+            const float sine = angles(first + token, d, 1);
+            const float low = x[d];
+            const float high = x[d + half_dim];
+            x[d] = low * cosine - high * sine;
+            x[d + half_dim] = high * cosine + low * sine;
+          }
+        });
+  }
 }
 
 void add(const ExecutionSpace& exec, const Matrix& target, const ConstMatrix& summand) {
   const std::int64_t columns = target.extent(1);
-  Kokkos::parallel_for(
-      "kvzap::decoder::add", Range(exec, 0, target.extent(0)), KOKKOS_LAMBDA(std::int64_t i) {
-        for (std::int64_t d = 0; d < columns; ++d) target(i, d) += summand(i, d);
-      });
+  if constexpr (detail::runs_on_host) {
+    Kokkos::parallel_for(
+        "kvzap::decoder::add", HostRange(0, target.extent(0)),
+        [=](std::int64_t i) { detail::add(&target(i, 0), &summand(i, 0), columns); });
+  } else {
+    Kokkos::parallel_for(
+        "kvzap::decoder::add", Range(exec, 0, target.extent(0)), KOKKOS_LAMBDA(std::int64_t i) {
+          for (std::int64_t d = 0; d < columns; ++d) target(i, d) += summand(i, d);
+        });
+  }
 }
 
 void silu_times(const ExecutionSpace& exec, const Matrix& gate, const ConstMatrix& up) {
   const std::int64_t columns = gate.extent(1);
   if constexpr (detail::runs_on_host) {
-    Kokkos::parallel_for(
-        "kvzap::decoder::silu",
-        Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace>(0, gate.extent(0)),
-        [=](std::int64_t i) { detail::silu_times(&gate(i, 0), &up(i, 0), columns); });
+    Kokkos::parallel_for("kvzap::decoder::silu", HostRange(0, gate.extent(0)), [=](std::int64_t i) {
+      detail::silu_times(&gate(i, 0), &up(i, 0), columns);
+    });
   } else {
     Kokkos::parallel_for(
         "kvzap::decoder::silu", Range(exec, 0, gate.size()), KOKKOS_LAMBDA(std::int64_t i) {
@@ -92,14 +120,19 @@ void silu_times(const ExecutionSpace& exec, const Matrix& gate, const ConstMatri
   }
 }
 
-/// Sum over ranks, in place.
-void all_reduce(const ExecutionSpace& exec, const Communicator& comm, const Matrix& values) {
-  if (comm.size() == 1) return;
-  detail::fence(exec, "kvzap::decoder: MPI reads what the instance wrote");
-  auto host = Kokkos::create_mirror_view(values);
-  Kokkos::deep_copy(host, values);
-  comm.all_reduce_sum(host.data(), host.size());
-  Kokkos::deep_copy(values, host);
+/// target (row, column) = Value(source); contiguous.
+template <class Value>
+void store_rows(const ExecutionSpace& exec, const ConstMatrix& source, Value* target) {
+  const std::int64_t columns = source.extent(1);
+  if constexpr (detail::runs_on_host) {
+    Kokkos::parallel_for(
+        "kvzap::decoder::store_rows", HostRange(0, source.extent(0)),
+        [=](std::int64_t i) { detail::narrow(&source(i, 0), target + i * columns, columns); });
+  } else {
+    Kokkos::parallel_for(
+        "kvzap::decoder::store_rows", Range(exec, 0, source.size()),
+        KOKKOS_LAMBDA(std::int64_t i) { target[i] = Value(source(i / columns, i % columns)); });
+  }
 }
 
 }  // namespace
@@ -109,7 +142,10 @@ struct Decoder<Value, order>::Scratch {
   // Grown on demand, kept between steps: no step of a length seen before allocates activations.
   std::vector<Vector> buffers = std::vector<Vector>(8);
   Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace> angles;
+  Kokkos::View<TokenId*, MemorySpace> ids;
+  Kokkos::View<std::int64_t*, MemorySpace> positions;
   Vector inverse_frequencies;
+  std::vector<typename Cache::Layer> cached;  // one layer of every sequence of the step
   // Keys and values of the step's tokens, one layer's: (token, head, dim).
   Kokkos::View<Value*, MemorySpace> chunk_keys, chunk_values;
   Vector chunk_scores;
@@ -135,6 +171,8 @@ struct Decoder<Value, order>::Scratch {
   void release() {
     release_chunk();
     angles = {};
+    ids = {};
+    positions = {};
     for (Vector& buffer : buffers) buffer = {};
   }
 
@@ -182,12 +220,39 @@ std::vector<float> Decoder<Value, order>::step(SequenceId sequence,
                                                const std::vector<TokenId>& tokens,
                                                const StepRule& rule,
                                                const ProgressCallback& progress) {
+  return forward(&sequence, 1, tokens, rule, progress);
+}
+
+template <class Value, PageOrder order>
+std::vector<float> Decoder<Value, order>::decode(const std::vector<SequenceId>& sequences,
+                                                 const std::vector<TokenId>& tokens,
+                                                 const StepRule& rule) {
+  if (sequences.size() != tokens.size()) {
+    throw Error(fmt::format("decoder: {} tokens for {} sequences; expected one for each",
+                            tokens.size(), sequences.size()));
+  }
+  for (std::size_t i = 0; i < sequences.size(); ++i) {
+    if (std::find(sequences.begin() + i + 1, sequences.end(), sequences[i]) != sequences.end()) {
+      throw Error(fmt::format("decoder: sequence {} twice in one step", sequences[i]));
+    }
+  }
+  return forward(sequences.data(), sequences.size(), tokens, rule, {});
+}
+
+// Rows of the step are tokens: of one sequence, consecutive ones, or one of each of several.
+template <class Value, PageOrder order>
+std::vector<float> Decoder<Value, order>::forward(const SequenceId* sequences,
+                                                  std::size_t n_sequences,
+                                                  const std::vector<TokenId>& tokens,
+                                                  const StepRule& rule,
+                                                  const ProgressCallback& progress) {
   const ModelConfig& config = m_model.config();
   const std::int64_t count = tokens.size();
   const std::int64_t hidden = config.hidden_size;
   const int dim = static_cast<int>(config.head_dim);
   const std::int64_t group = config.query_group();
   const float eps = static_cast<float>(config.rms_norm_eps);
+  const bool many = n_sequences > 1;
   if (count == 0) throw Error("decoder: a step needs at least one token");
   if (rule.score && !m_scorer) throw Error("decoder: a step that scores needs a scorer");
   for (std::int64_t i = 0; i < count; ++i) {
@@ -198,13 +263,28 @@ std::vector<float> Decoder<Value, order>::step(SequenceId sequence,
   }
   const ExecutionSpace exec;
   Scratch& scratch = *m_scratch;
-  const std::int64_t first = m_cache.tokens(sequence, 0);
+
+  // Token ids and positions.
+  detail::reserve_scratch(scratch.ids, count, "kvzap::decoder::ids");
+  detail::reserve_scratch(scratch.positions, count, "kvzap::decoder::positions");
+  const auto ids = scratch.ids;
+  const auto positions = scratch.positions;
+  {
+    const auto host_ids = Kokkos::create_mirror_view(ids);
+    const auto host_positions = Kokkos::create_mirror_view(positions);
+    for (std::int64_t i = 0; i < count; ++i) {
+      host_ids(i) = tokens[i];
+      host_positions(i) =
+          many ? m_cache.tokens(sequences[i], 0) : m_cache.tokens(sequences[0], 0) + i;
+    }
+    Kokkos::deep_copy(ids, host_ids);
+    Kokkos::deep_copy(positions, host_positions);
+  }
+  const std::int64_t first = m_cache.tokens(sequences[0], 0);
 
   // Embed: each rank fills the rows of its part of the vocabulary, the sum brings them together.
   const Matrix h = scratch.matrix(0, count, hidden);  // (token, hidden), the residual stream
   {
-    Kokkos::View<TokenId*, MemorySpace> ids("kvzap::decoder::ids", count);
-    Kokkos::deep_copy(ids, Kokkos::View<const TokenId*, Kokkos::HostSpace>(tokens.data(), count));
     const auto embedding = m_model.embedding();
     const std::int64_t first_token = m_model.first_token();
     const std::int64_t rows = embedding.extent(0);
@@ -216,7 +296,7 @@ std::vector<float> Decoder<Value, order>::step(SequenceId sequence,
             h(i, d) = mine ? static_cast<float>(embedding(row, d)) : 0.0f;
           }
         });
-    all_reduce(exec, m_comm, h);
+    detail::all_reduce_sum(exec, m_comm, h);
   }
 
   // RoPE's angles, in float as transformers computes them.
@@ -232,7 +312,7 @@ std::vector<float> Decoder<Value, order>::step(SequenceId sequence,
     Kokkos::parallel_for(
         "kvzap::decoder::angles", Range(exec, 0, count), KOKKOS_LAMBDA(std::int64_t i) {
           for (int d = 0; d < dim / 2; ++d) {
-            const float angle = static_cast<float>(first + i) * frequencies(d);
+            const float angle = static_cast<float>(positions(i)) * frequencies(d);
             angles(i, d, 0) = detail::math::cos(angle);
             angles(i, d, 1) = detail::math::sin(angle);
           }
@@ -245,13 +325,17 @@ std::vector<float> Decoder<Value, order>::step(SequenceId sequence,
     const auto& weights = m_model.layer(l);
     const std::int64_t kv_heads = m_cache.shape().heads[l];
     const std::int64_t q_heads = kv_heads * group;
-    const std::int64_t width = weights.gate.extent(0);
+    const std::int64_t width = weights.gate.outputs();
     scratch.reserve_chunk(count * kv_heads * dim, rule.score ? count * kv_heads : 0, m_meter);
     using Rows = Kokkos::View<Value***, Kokkos::LayoutRight, MemorySpace>;
     const Rows keys(scratch.chunk_keys.data(), count, kv_heads, dim);
     const Rows values(scratch.chunk_values.data(), count, kv_heads, dim);
     const Matrix scores(scratch.chunk_scores.data(), rule.score ? kv_heads : 0,
                         rule.score ? count : 0);  // (head, token)
+    scratch.cached.clear();
+    for (std::size_t i = 0; i < n_sequences; ++i) {
+      scratch.cached.push_back(m_cache.layer(sequences[i], l));
+    }
 
     for (std::int64_t begin = 0; begin < count; begin += block_tokens) {
       const std::int64_t end = std::min(count, begin + block_tokens);
@@ -262,69 +346,116 @@ std::vector<float> Decoder<Value, order>::step(SequenceId sequence,
       const Matrix x = scratch.matrix(1, m, hidden);
       rms_norm(exec, h_block, weights.input_norm, eps, x);
       if (m_observer) m_observer->attention_input(l, first + begin, x);
-      if (rule.score) {
+      if (rule.score && !many) {
         m_scorer->score(exec, l, first + begin, x, Kokkos::subview(scores, Kokkos::ALL, block));
+      } else if (rule.score) {
+        for (std::int64_t i = 0; i < m; ++i) {
+          const auto row = std::make_pair(i, i + 1);
+          m_scorer->score(
+              exec, l, m_cache.tokens(sequences[begin + i], l),
+              Kokkos::subview(x, row, Kokkos::ALL),
+              Kokkos::subview(scores, Kokkos::ALL, std::make_pair(begin + i, begin + i + 1)));
+        }
       }
 
       const Matrix q = scratch.matrix(2, m, q_heads * dim);
       const Matrix k = scratch.matrix(3, m, kv_heads * dim);
       const Matrix v = scratch.matrix(4, m, kv_heads * dim);
-      scratch.linear(exec, x, detail::WeightMatrix<Value>(weights.q), weights.q_bias, q);
-      scratch.linear(exec, x, detail::WeightMatrix<Value>(weights.k), weights.k_bias, k);
-      scratch.linear(exec, x, detail::WeightMatrix<Value>(weights.v), weights.v_bias, v);
+      scratch.linear(exec, x, weights.q, weights.q_bias, q);
+      scratch.linear(exec, x, weights.k, weights.k_bias, k);
+      scratch.linear(exec, x, weights.v, weights.v_bias, v);
       norm_and_rotate(exec, q, dim, weights.q_norm, eps, scratch.angles, begin);
       norm_and_rotate(exec, k, dim, weights.k_norm, eps, scratch.angles, begin);
-      Kokkos::parallel_for(
-          "kvzap::decoder::store_rows", Range(exec, 0, m), KOKKOS_LAMBDA(std::int64_t i) {
-            for (std::int64_t d = 0; d < kv_heads * dim; ++d) {
-              keys(begin + i, d / dim, d % dim) = Value(k(i, d));
-              values(begin + i, d / dim, d % dim) = Value(v(i, d));
-            }
-          });
+      store_rows(exec, k, keys.data() + begin * kv_heads * dim);
+      store_rows(exec, v, values.data() + begin * kv_heads * dim);
 
       const Matrix a = scratch.matrix(5, m, q_heads * dim);
       using Heads = Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace>;
-      const auto seen = std::make_pair(std::int64_t{0}, end);
-      m_attention(exec, m_cache.layer(sequence, l), Heads(q.data(), m, q_heads, dim),
-                  Kokkos::subview(keys, seen, Kokkos::ALL, Kokkos::ALL),
-                  Kokkos::subview(values, seen, Kokkos::ALL, Kokkos::ALL),
-                  Heads(a.data(), m, q_heads, dim), m_attention_path);
+      const Heads queries(q.data(), m, q_heads, dim);
+      const Heads attended(a.data(), m, q_heads, dim);
+      if (many) {
+        // Attention's list of sequences is that of the block.
+        if (m < count) {
+          scratch.cached.clear();
+          for (std::int64_t i = begin; i < end; ++i) {
+            scratch.cached.push_back(m_cache.layer(sequences[i], l));
+          }
+        }
+        m_attention.decode(
+            exec, scratch.cached, queries, Kokkos::subview(keys, block, Kokkos::ALL, Kokkos::ALL),
+            Kokkos::subview(values, block, Kokkos::ALL, Kokkos::ALL), attended, m_attention_path);
+      } else {
+        const auto seen = std::make_pair(std::int64_t{0}, end);
+        m_attention(exec, scratch.cached.front(), queries,
+                    Kokkos::subview(keys, seen, Kokkos::ALL, Kokkos::ALL),
+                    Kokkos::subview(values, seen, Kokkos::ALL, Kokkos::ALL), attended,
+                    m_attention_path);
+      }
 
-      scratch.linear(exec, a, detail::WeightMatrix<Value>(weights.o), weights.o_bias, x);
-      all_reduce(exec, m_comm, x);
+      scratch.linear(exec, a, weights.o, weights.o_bias, x);
+      detail::all_reduce_sum(exec, m_comm, x);
       add(exec, h_block, x);
 
       rms_norm(exec, h_block, weights.attention_norm, eps, x);
       const Matrix gate = scratch.matrix(6, m, width);
       const Matrix up = scratch.matrix(7, m, width);
-      scratch.linear(exec, x, detail::WeightMatrix<Value>(weights.gate), weights.gate_bias, gate);
-      scratch.linear(exec, x, detail::WeightMatrix<Value>(weights.up), weights.up_bias, up);
+      scratch.linear(exec, x, weights.gate, weights.gate_bias, gate);
+      scratch.linear(exec, x, weights.up, weights.up_bias, up);
       silu_times(exec, gate, up);
-      scratch.linear(exec, gate, detail::WeightMatrix<Value>(weights.down), weights.down_bias, x);
-      all_reduce(exec, m_comm, x);
+      scratch.linear(exec, gate, weights.down, weights.down_bias, x);
+      detail::all_reduce_sum(exec, m_comm, x);
       add(exec, h_block, x);
       if (progress) progress("prefill", l * blocks + begin / block_tokens + 1, layers * blocks);
     }
 
     if (m_observer && rule.score) m_observer->scores(l, first, scores);
-    const AppendCounts counts =
-        m_cache.append(exec, sequence, l, keys, values, scores, rule.eviction);
-    m_counts.judged += counts.judged;
-    m_counts.evicted += counts.evicted;
-    m_counts.non_finite += counts.non_finite;
+    const std::int64_t each = count / static_cast<std::int64_t>(n_sequences);
+    for (std::size_t i = 0; i < n_sequences; ++i) {
+      const std::int64_t begin = static_cast<std::int64_t>(i) * each;
+      const auto rows = std::make_pair(begin, begin + each);
+      typename Cache::ScoresView new_scores = scores;
+      if (rule.score) new_scores = Kokkos::subview(scores, Kokkos::ALL, rows);
+      const AppendCounts counts = m_cache.append(
+          exec, sequences[i], l, Kokkos::subview(keys, rows, Kokkos::ALL, Kokkos::ALL),
+          Kokkos::subview(values, rows, Kokkos::ALL, Kokkos::ALL), new_scores, rule.eviction);
+      m_counts.judged += counts.judged;
+      m_counts.evicted += counts.evicted;
+      m_counts.non_finite += counts.non_finite;
+    }
   }
+  scratch.cached.clear();
 
-  // Output head: each rank's part of the vocabulary, gathered on rank 0.
-  const std::int64_t local = m_model.output_head().extent(0);
-  const Matrix last = Kokkos::subview(h, std::make_pair(count - 1, count), Kokkos::ALL);
-  const Matrix x = scratch.matrix(1, 1, hidden);
-  const Matrix y = scratch.matrix(2, 1, local);
+  // Output head: each rank's part of the vocabulary, gathered on rank 0, for the last token of each
+  // sequence.
+  const std::int64_t outputs = n_sequences;
+  const std::int64_t local = m_model.output_head().outputs();
+  const Matrix last = Kokkos::subview(h, std::make_pair(count - outputs, count), Kokkos::ALL);
+  const Matrix x = scratch.matrix(1, outputs, hidden);
+  const Matrix y = scratch.matrix(2, outputs, local);
   rms_norm(exec, last, m_model.final_norm(), eps, x);
-  scratch.linear(exec, x, detail::WeightMatrix<Value>(m_model.output_head()), ConstVector(), y);
+  scratch.linear(exec, x, m_model.output_head(), ConstVector(), y);
   detail::fence(exec, "kvzap::decoder: MPI reads the logits");
   const auto host = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, y);
-  std::vector<float> logits = m_comm.gather(host.data(), local, 0);
+  std::vector<float> logits = m_comm.gather(host.data(), outputs * local, 0);
+  if (many && m_comm.size() > 1 && m_comm.is_root()) logits = rows_of_ranks(logits, outputs);
   if (count > block_tokens) scratch.release();  // a long prefill's memory is not needed again
+  return logits;
+}
+
+// Gathered rank by rank, each (outputs, its part of the vocabulary); wanted: (outputs, vocab_size).
+template <class Value, PageOrder order>
+std::vector<float> Decoder<Value, order>::rows_of_ranks(const std::vector<float>& gathered,
+                                                        std::int64_t outputs) const {
+  const std::int64_t vocabulary = m_model.config().vocab_size;
+  std::vector<float> logits(gathered.size());
+  const float* source = gathered.data();
+  for (int r = 0; r < m_comm.size(); ++r) {
+    const auto [begin, end] = even_range(vocabulary, m_comm.size(), r);
+    for (std::int64_t i = 0; i < outputs; ++i) {
+      std::copy_n(source, end - begin, logits.data() + i * vocabulary + begin);
+      source += end - begin;
+    }
+  }
   return logits;
 }
 

@@ -37,8 +37,8 @@ Model<Value> Model<Value>::load(const std::filesystem::path& folder, const Model
   model.m_embedding = source.matrix<Value>("model.embed_tokens.weight", config.vocab_size, hidden,
                                            vocabulary, all_hidden);
   model.m_output_head = config.tie_word_embeddings
-                            ? model.m_embedding
-                            : source.matrix<Value>("lm_head.weight", config.vocab_size, hidden,
+                            ? Linear(model.m_embedding)
+                            : source.linear<Value>("lm_head.weight", config.vocab_size, hidden,
                                                    vocabulary, all_hidden);
   model.m_final_norm = source.vector("model.norm.weight", hidden, all_hidden, 1);
   report(1);
@@ -57,12 +57,12 @@ Model<Value> Model<Value>::load(const std::filesystem::path& folder, const Model
     layer.input_norm = source.vector(prefix + "input_layernorm.weight", hidden, all_hidden, 1);
     layer.attention_norm =
         source.vector(prefix + "post_attention_layernorm.weight", hidden, all_hidden, 1);
-    layer.q = source.matrix<Value>(attention + "q_proj.weight", q_size, hidden, q_rows, all_hidden);
+    layer.q = source.linear<Value>(attention + "q_proj.weight", q_size, hidden, q_rows, all_hidden);
     layer.k =
-        source.matrix<Value>(attention + "k_proj.weight", kv_size, hidden, kv_rows, all_hidden);
+        source.linear<Value>(attention + "k_proj.weight", kv_size, hidden, kv_rows, all_hidden);
     layer.v =
-        source.matrix<Value>(attention + "v_proj.weight", kv_size, hidden, kv_rows, all_hidden);
-    layer.o = source.matrix<Value>(attention + "o_proj.weight", hidden, q_size, all_hidden, q_rows);
+        source.linear<Value>(attention + "v_proj.weight", kv_size, hidden, kv_rows, all_hidden);
+    layer.o = source.linear<Value>(attention + "o_proj.weight", hidden, q_size, all_hidden, q_rows);
     if (config.qkv_bias) {
       layer.q_bias = source.vector(attention + "q_proj.bias", q_size, q_rows, 0);
       layer.k_bias = source.vector(attention + "k_proj.bias", kv_size, kv_rows, 0);
@@ -76,11 +76,11 @@ Model<Value> Model<Value>::load(const std::filesystem::path& folder, const Model
       layer.k_norm = source.vector(attention + "k_norm.weight", dim, {{0, dim}}, 1);
     }
     layer.gate =
-        source.matrix<Value>(mlp + "gate_proj.weight", width, hidden, intermediate, all_hidden);
+        source.linear<Value>(mlp + "gate_proj.weight", width, hidden, intermediate, all_hidden);
     layer.up =
-        source.matrix<Value>(mlp + "up_proj.weight", width, hidden, intermediate, all_hidden);
+        source.linear<Value>(mlp + "up_proj.weight", width, hidden, intermediate, all_hidden);
     layer.down =
-        source.matrix<Value>(mlp + "down_proj.weight", hidden, width, all_hidden, intermediate);
+        source.linear<Value>(mlp + "down_proj.weight", hidden, width, all_hidden, intermediate);
     if (config.mlp_bias) {
       layer.gate_bias = source.vector(mlp + "gate_proj.bias", width, intermediate, 0);
       layer.up_bias = source.vector(mlp + "up_proj.bias", width, intermediate, 0);
@@ -98,12 +98,14 @@ std::size_t Model<Value>::bytes() const {
   const auto add = [&](const auto&... views) {
     ((bytes += views.size() * sizeof(typename std::decay_t<decltype(views)>::value_type)), ...);
   };
+  const auto add_linear = [&](const auto&... weights) { ((bytes += weights.bytes()), ...); };
   for (const Layer& l : m_layers) {
-    add(l.q, l.k, l.v, l.o, l.gate, l.up, l.down, l.input_norm, l.attention_norm, l.q_bias,
-        l.k_bias, l.v_bias, l.o_bias, l.q_norm, l.k_norm, l.gate_bias, l.up_bias, l.down_bias);
+    add_linear(l.q, l.k, l.v, l.o, l.gate, l.up, l.down);
+    add(l.input_norm, l.attention_norm, l.q_bias, l.k_bias, l.v_bias, l.o_bias, l.q_norm, l.k_norm,
+        l.gate_bias, l.up_bias, l.down_bias);
   }
   add(m_final_norm, m_embedding);
-  if (!m_config.tie_word_embeddings) add(m_output_head);
+  if (!m_config.tie_word_embeddings) add_linear(m_output_head);
   return bytes;
 }
 

@@ -1,13 +1,17 @@
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <kvzap/safetensors.hpp>
 #include <kvzap/surrogate.hpp>
 #include <limits>
 #include <nlohmann/json.hpp>
+#include <numeric>
 
+#include "detail/all_reduce.hpp"
 #include "detail/gemm.hpp"
 #include "detail/json_file.hpp"
 #include "detail/kokkos_compat.hpp"
+#include "detail/row_kernels.hpp"
 #include "detail/scratch.hpp"
 #include "detail/weights.hpp"
 
@@ -31,8 +35,154 @@ std::int64_t positive_integer(const nlohmann::json& json, const char* field,
 
 }  // namespace
 
+struct Surrogate::Layers {
+  virtual ~Layers() = default;
+  virtual void score(const ExecutionSpace& exec, int layer, const InputView& hidden,
+                     const ScoreView& scores) = 0;
+  virtual bool is_mlp() const = 0;
+};
+
+namespace {
+
+using detail::ConstVector;
+using detail::Matrix;
+using detail::Vector;
+using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
+
+/// scores (selected output, token) = output (token, selection(selected output)).
+void select_heads(const ExecutionSpace& exec, const Matrix& output,
+                  const Kokkos::View<const int*, MemorySpace>& selection,
+                  const Scorer::ScoreView& scores) {
+  const std::int64_t heads = scores.extent(0);
+  Kokkos::parallel_for(
+      "kvzap::surrogate::select", Range(exec, 0, heads * scores.extent(1)),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        scores(i % heads, i / heads) = output(i / heads, selection(i % heads));
+      });
+}
+
+/// GELU in its exact form, x * Phi(x), as torch.nn.GELU computes it by default.
+void gelu(const ExecutionSpace& exec, const Matrix& values) {
+  const std::int64_t count = values.extent(1);
+  if constexpr (detail::runs_on_host) {
+    Kokkos::parallel_for(
+        "kvzap::surrogate::gelu",
+        Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace>(0, values.extent(0)),
+        [=](std::int64_t i) { detail::gelu(&values(i, 0), count); });
+  } else {
+    Kokkos::parallel_for(
+        "kvzap::surrogate::gelu", Range(exec, 0, values.size()), KOKKOS_LAMBDA(std::int64_t i) {
+          float& x = values(i / count, i % count);
+          x = 0.5f * x * (1.0f + detail::math::erf(x * 0.70710678f));
+        });
+  }
+}
+
+template <class Value>
+class TypedLayers final : public Surrogate::Layers {
+ public:
+  TypedLayers(const SafetensorsFolder& files, const ModelConfig& model,
+              const HeadPartition& partition, int rank, std::int64_t hidden_dim,
+              std::optional<Communicator> ranks)
+      : m_is_mlp(hidden_dim > 0), m_ranks(m_is_mlp ? std::move(ranks) : std::nullopt) {
+    const detail::WeightSource source(files);
+    const std::int64_t outputs = model.num_key_value_heads;
+    const detail::Ranges all_inputs = {{0, model.hidden_size}};
+    const detail::Ranges all_outputs = {{0, outputs}};
+    const detail::Ranges units = {m_ranks ? even_range(hidden_dim, m_ranks->size(), m_ranks->rank())
+                                          : std::pair(std::int64_t{0}, hidden_dim)};
+    // Every rank's partial scores are summed: the bias goes in once.
+    const bool adds_bias = !m_ranks || m_ranks->is_root();
+    for (int l = 0; l < model.num_hidden_layers; ++l) {
+      const auto& heads = partition.heads(l, rank);
+      Layer layer;
+      layer.heads = static_cast<std::int64_t>(heads.size());
+      const Kokkos::View<int*, MemorySpace> selection(
+          Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::surrogate::selection"),
+          heads.size());
+      const auto host = Kokkos::create_mirror_view(selection);
+      const std::string name = fmt::format("layers.{}", l);
+      if (m_is_mlp) {
+        std::copy(heads.begin(), heads.end(), host.data());
+        layer.hidden_weight = source.linear<Value>(name + ".0.weight", hidden_dim,
+                                                   model.hidden_size, units, all_inputs);
+        layer.hidden_bias = source.vector(name + ".0.bias", hidden_dim, units, 0);
+        layer.weight =
+            source.linear<Value>(name + ".2.weight", outputs, hidden_dim, all_outputs, units);
+        const auto bias = source.vector(name + ".2.bias", outputs, all_outputs, 0);
+        if (adds_bias) layer.bias = bias;
+      } else {
+        detail::Ranges rows;
+        for (int head : heads) rows.emplace_back(head, head + 1);
+        std::iota(host.data(), host.data() + host.size(), 0);
+        layer.weight =
+            source.linear<Value>(name + ".weight", outputs, model.hidden_size, rows, all_inputs);
+        layer.bias = source.vector(name + ".bias", outputs, rows, 0);
+      }
+      Kokkos::deep_copy(selection, host);
+      layer.selection = selection;
+      m_layers.push_back(std::move(layer));
+    }
+  }
+
+  bool is_mlp() const override { return m_is_mlp; }
+
+  void score(const ExecutionSpace& exec, int layer_index, const Scorer::InputView& hidden,
+             const Scorer::ScoreView& scores) override {
+    const Layer& layer = m_layers.at(layer_index);
+    const std::int64_t tokens = hidden.extent(0);
+    if (static_cast<std::int64_t>(scores.extent(0)) != layer.heads ||
+        static_cast<std::int64_t>(scores.extent(1)) != tokens) {
+      throw Error(fmt::format("surrogate: scores are ({}, {}); expected ({}, {}) = (head, token)",
+                              scores.extent(0), scores.extent(1), layer.heads, tokens));
+    }
+    if (tokens == 0) return;
+    const std::int64_t outputs = layer.weight.outputs();
+    detail::reserve_scratch(m_output, tokens * outputs, "kvzap::surrogate::output");
+    const Matrix output(m_output.data(), tokens, outputs);
+    if (m_is_mlp) {
+      const std::int64_t units = layer.hidden_weight.outputs();
+      detail::reserve_scratch(m_hidden, tokens * units, "kvzap::surrogate::hidden");
+      const Matrix activation(m_hidden.data(), tokens, units);
+      m_linear(exec, hidden, layer.hidden_weight, layer.hidden_bias, activation);
+      gelu(exec, activation);
+      m_linear(exec, activation, layer.weight, layer.bias, output);
+      if (m_ranks && m_ranks->size() > 1) detail::all_reduce_sum(exec, *m_ranks, output);
+    } else {
+      m_linear(exec, hidden, layer.weight, layer.bias, output);
+    }
+    select_heads(exec, output, layer.selection, scores);
+  }
+
+ private:
+  struct Layer {
+    std::int64_t heads = 0;              // of this rank
+    LinearWeights<Value> hidden_weight;  // (hidden units of this rank, input_dim), MLP only
+    ConstVector hidden_bias;             // (hidden units of this rank), MLP only
+    // MLP: (all KV heads, hidden units of this rank); linear: (heads of this rank, input_dim).
+    LinearWeights<Value> weight;
+    ConstVector bias;                                 // as many, or empty
+    Kokkos::View<const int*, MemorySpace> selection;  // output of each head of this rank
+  };
+
+  bool m_is_mlp;
+  std::optional<Communicator> m_ranks;
+  std::vector<Layer> m_layers;
+  detail::LinearMap m_linear;
+  Vector m_hidden;  // scratch
+  Vector m_output;  // scratch
+};
+
+}  // namespace
+
+Surrogate::Surrogate(std::unique_ptr<Layers> layers) : m_layers(std::move(layers)) {}
+Surrogate::Surrogate(Surrogate&&) noexcept = default;
+Surrogate& Surrogate::operator=(Surrogate&&) noexcept = default;
+Surrogate::~Surrogate() = default;
+
 Surrogate Surrogate::load(const std::filesystem::path& folder, const ModelConfig& model,
-                          const HeadPartition& partition, int rank) {
+                          const HeadPartition& partition, int rank, DType dtype,
+                          std::optional<Communicator> ranks) {
   const auto file = folder / "config.json";
   const auto json = detail::read_json_object(file);
   const auto expect = [&](const char* field, std::int64_t wanted, const char* of_model) {
@@ -48,74 +198,32 @@ Surrogate Surrogate::load(const std::filesystem::path& folder, const ModelConfig
   expect("output_dim", model.num_key_value_heads, "num_key_value_heads");
   expect("n_modules", model.num_hidden_layers, "num_hidden_layers");
 
-  Surrogate surrogate;
+  std::int64_t hidden_dim = 0;
   const auto hidden = json.find("hidden_dim");
   if (hidden != json.end() && !hidden->is_null()) {
-    surrogate.m_hidden_dim = positive_integer(json, "hidden_dim", file);
+    hidden_dim = positive_integer(json, "hidden_dim", file);
   }
   const auto files = SafetensorsFolder::open(folder);
-  const detail::WeightSource source(files);
-  const std::int64_t hidden_dim = surrogate.m_hidden_dim;
-  const detail::Ranges all_inputs = {{0, model.hidden_size}};
-  const detail::Ranges all_hidden = {{0, hidden_dim}};
-  for (int l = 0; l < model.num_hidden_layers; ++l) {
-    detail::Ranges heads;
-    for (int head : partition.heads(l, rank)) heads.emplace_back(head, head + 1);
-    Layer layer;
-    const std::string name = fmt::format("layers.{}", l);
-    const std::int64_t outputs = model.num_key_value_heads;
-    if (hidden_dim == 0) {
-      layer.weight =
-          source.matrix<float>(name + ".weight", outputs, model.hidden_size, heads, all_inputs);
-      layer.bias = source.vector(name + ".bias", outputs, heads, 0);
-    } else {
-      layer.hidden_weight = source.matrix<float>(name + ".0.weight", hidden_dim, model.hidden_size,
-                                                 all_hidden, all_inputs);
-      layer.hidden_bias = source.vector(name + ".0.bias", hidden_dim, all_hidden, 0);
-      layer.weight =
-          source.matrix<float>(name + ".2.weight", outputs, hidden_dim, heads, all_hidden);
-      layer.bias = source.vector(name + ".2.bias", outputs, heads, 0);
-    }
-    surrogate.m_layers.push_back(std::move(layer));
+  const auto make = [&](auto value) -> std::unique_ptr<Layers> {
+    return std::make_unique<TypedLayers<decltype(value)>>(files, model, partition, rank, hidden_dim,
+                                                          std::move(ranks));
+  };
+  switch (dtype) {
+    case DType::f32:
+      return Surrogate(make(float{}));
+    case DType::f16:
+      return Surrogate(make(half{}));
+    case DType::bf16:
+      return Surrogate(make(bfloat16{}));
   }
-  return surrogate;
+  throw Error("surrogate: unknown value type");
 }
 
-void Surrogate::score(const ExecutionSpace& exec, int layer_index, std::int64_t /*first*/,
+void Surrogate::score(const ExecutionSpace& exec, int layer, std::int64_t /*first*/,
                       const InputView& hidden, const ScoreView& scores) {
-  const Layer& layer = m_layers.at(layer_index);
-  const std::int64_t tokens = hidden.extent(0);
-  const std::int64_t heads = layer.weight.extent(0);
-  if (static_cast<std::int64_t>(scores.extent(0)) != heads ||
-      static_cast<std::int64_t>(scores.extent(1)) != tokens) {
-    throw Error(fmt::format("surrogate: scores are ({}, {}); expected ({}, {}) = (head, token)",
-                            scores.extent(0), scores.extent(1), heads, tokens));
-  }
-  if (tokens == 0 || heads == 0) return;
-  using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
-  detail::LinearMap linear;
-  InputView input = hidden;
-  if (m_hidden_dim > 0) {
-    detail::reserve_scratch(m_hidden, tokens * m_hidden_dim, "kvzap::surrogate::hidden");
-    const Matrix activation(m_hidden.data(), tokens, m_hidden_dim);
-    linear(exec, hidden, detail::WeightMatrix<float>(layer.hidden_weight), layer.hidden_bias,
-           activation);
-    // GELU in its exact form, x * Phi(x), as torch.nn.GELU computes it by default.
-    Kokkos::parallel_for(
-        "kvzap::surrogate::gelu", Range(exec, 0, tokens * m_hidden_dim),
-        KOKKOS_LAMBDA(std::int64_t i) {
-          float& x = activation.data()[i];
-          x = 0.5f * x * (1.0f + detail::math::erf(x * 0.70710678f));
-        });
-    input = activation;
-  }
-  detail::reserve_scratch(m_output, tokens * heads, "kvzap::surrogate::output");
-  const Matrix output(m_output.data(), tokens, heads);
-  linear(exec, input, detail::WeightMatrix<float>(layer.weight), layer.bias, output);
-  Kokkos::parallel_for(
-      "kvzap::surrogate::transpose", Range(exec, 0, tokens * heads), KOKKOS_LAMBDA(std::int64_t i) {
-        scores(i % heads, i / heads) = output(i / heads, i % heads);
-      });
+  m_layers->score(exec, layer, hidden, scores);
 }
+
+std::string Surrogate::kind() const { return m_layers->is_mlp() ? "mlp" : "linear"; }
 
 }  // namespace kvzap

@@ -44,6 +44,10 @@ class Attention {
                   const RowsView& chunk_keys, const RowsView& chunk_values,
                   const OutputView& output, AttentionPath path = AttentionPath::automatic);
 
+  void decode(const ExecutionSpace& exec, const std::vector<Layer>& cached,
+              const QueryView& queries, const RowsView& chunk_keys, const RowsView& chunk_values,
+              const OutputView& output, AttentionPath path = AttentionPath::automatic);
+
  private:
   std::unique_ptr<detail::AttentionScratch<Value, order>> m_scratch;
 };

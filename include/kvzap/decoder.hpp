@@ -73,6 +73,11 @@ class Decoder {
  private:
   struct Scratch;
 
+  std::vector<float> forward(const SequenceId* sequences, std::size_t n_sequences,
+                             const std::vector<TokenId>& tokens, const StepRule& rule,
+                             const ProgressCallback& progress);
+  std::vector<float> rows_of_ranks(const std::vector<float>& gathered, std::int64_t outputs) const;
+
   const Model<Value>& m_model;
   Scorer* m_scorer;
   Communicator m_comm;

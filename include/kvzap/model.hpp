@@ -5,6 +5,7 @@
 #include <functional>
 #include <kvzap/communicator.hpp>
 #include <kvzap/head_partition.hpp>
+#include <kvzap/linear_weights.hpp>
 #include <kvzap/model_config.hpp>
 #include <optional>
 #include <string_view>
@@ -18,20 +19,21 @@ using ProgressCallback = std::function<void(std::string_view, std::int64_t, std:
 /// Weights of one rank, split as Megatron-LM does (arXiv 1909.08053): q, k and v by rows (heads), o
 /// by columns to match, gate and up by rows, down by columns; embedding and output head by rows of
 /// the vocabulary. Norms are replicated. All matrices are (outputs, inputs), as torch.nn.Linear has
-/// them.
+/// them; those of the layers, and an output head of its own, may be packed.
 template <class Value>
 class Model {
  public:
   using Matrix = Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace>;
+  using Linear = LinearWeights<Value>;
   using Vector = Kokkos::View<float*, MemorySpace>;
 
   struct Layer {
     Vector input_norm, attention_norm;  // (hidden)
-    Matrix q, k, v, o;                  // (heads * dim, hidden); o: (hidden, heads * dim)
+    Linear q, k, v, o;                  // (heads * dim, hidden); o: (hidden, heads * dim)
     Vector q_bias, k_bias, v_bias;      // or empty
     Vector o_bias;              // on rank 0 alone: it is added once, before the sum over ranks
     Vector q_norm, k_norm;      // (dim), or empty
-    Matrix gate, up, down;      // (intermediate, hidden); down: (hidden, intermediate)
+    Linear gate, up, down;      // (intermediate, hidden); down: (hidden, intermediate)
     Vector gate_bias, up_bias;  // or empty
     Vector down_bias;           // on rank 0 alone
   };
@@ -50,9 +52,9 @@ class Model {
   const Vector& final_norm() const { return m_final_norm; }
   /// Rows first_token() .. first_token() + extent(0) of the vocabulary.
   const Matrix& embedding() const { return m_embedding; }
-  const Matrix& output_head() const { return m_output_head; }
+  const Linear& output_head() const { return m_output_head; }
   std::int64_t first_token() const { return m_first_token; }
-  /// Bytes of all views above (a tied output head counts once).
+  /// Bytes of all weights above, padding of packed ones included (a tied output head counts once).
   std::size_t bytes() const;
 
  private:
@@ -65,7 +67,7 @@ class Model {
   std::vector<Layer> m_layers;
   Vector m_final_norm;
   Matrix m_embedding;
-  Matrix m_output_head;
+  Linear m_output_head;
   std::int64_t m_first_token = 0;
 };
 

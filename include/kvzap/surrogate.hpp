@@ -8,20 +8,30 @@
 #include <kvzap/model_config.hpp>
 #include <kvzap/scorer.hpp>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 namespace kvzap {
 
 /// One linear map, or one 2-layer MLP with exact GELU, per layer of the model (arXiv 2601.07891,
-/// section 3). A rank holds the outputs of its own KV heads, and the whole hidden layer.
+/// section 3). A linear map's outputs are split over ranks as the KV heads are; of an MLP each rank
+/// has an equal part of the hidden units, and the partial scores are summed over ranks.
 class Surrogate final : public Scorer {
  public:
   /// Reads a folder as published (nvidia/KVzap-linear-…, nvidia/KVzap-mlp-…): config.json with
   /// input_dim, output_dim, hidden_dim (null: linear) and n_modules; tensors layers.N.weight|bias,
   /// or layers.N.0.* and layers.N.2.*. Throws Error if it does not fit the model, naming both.
+  ///
+  /// dtype: how the weights are held; with bf16, inputs of the products are rounded to bf16 too.
+  /// ranks: those of the partition, which then share an MLP's hidden layer, and all call score
+  /// together; without it, this rank computes the hidden layer whole.
   static Surrogate load(const std::filesystem::path& folder, const ModelConfig& model,
-                        const HeadPartition& partition, int rank);
+                        const HeadPartition& partition, int rank, DType dtype = DType::f32,
+                        std::optional<Communicator> ranks = std::nullopt);
+  Surrogate(Surrogate&&) noexcept;
+  Surrogate& operator=(Surrogate&&) noexcept;
+  ~Surrogate() override;
 
   /// scores (head on this rank, token) = predicted log KVzip+ scores of M tokens of a layer.
   /// hidden: (M, hidden_size), the output of the layer's input norm.
@@ -29,22 +39,13 @@ class Surrogate final : public Scorer {
              const ScoreView& scores) override;
 
   /// "linear" or "mlp".
-  std::string kind() const override { return m_hidden_dim == 0 ? "linear" : "mlp"; }
+  std::string kind() const override;
+
+  struct Layers;  // by value type
 
  private:
-  using Matrix = Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>;
-  using Vector = Kokkos::View<float*, MemorySpace>;
-  struct Layer {
-    Matrix hidden_weight;  // (hidden_dim, input_dim), MLP only
-    Vector hidden_bias;    // (hidden_dim), MLP only
-    Matrix weight;         // (heads on this rank, hidden_dim or input_dim)
-    Vector bias;           // (heads on this rank)
-  };
-
-  std::int64_t m_hidden_dim = 0;
-  std::vector<Layer> m_layers;
-  Vector m_hidden;  // scratch
-  Vector m_output;  // scratch
+  explicit Surrogate(std::unique_ptr<Layers> layers);
+  std::unique_ptr<Layers> m_layers;
 };
 
 }  // namespace kvzap

@@ -1,18 +1,30 @@
 #include "detail/gemm.hpp"
 
+#include <fmt/format.h>
+
 #include <KokkosBlas3_gemm.hpp>
 #include <algorithm>
+#include <cstdlib>
+#include <string_view>
 
+#include "detail/bf16_kernels.hpp"
 #include "detail/kokkos_compat.hpp"
+#include "detail/onednn.hpp"
 #include "detail/row_kernels.hpp"
 #include "detail/scratch.hpp"
+#include "detail/simd.hpp"
 
 namespace kvzap::detail {
 namespace {
 
+template <class Value>
+using Rows = typename LinearWeights<Value>::Rows;
+
 // Up to this many rows a product reads its weights at the speed of memory, and a gemm that packs
 // them first would only be slower.
 constexpr std::int64_t skinny_rows = 8;
+// The same for packed weights.
+constexpr std::int64_t skinny_rows_packed = 16;
 // Widened weights of one panel: small enough to stay in the second-level cache.
 constexpr std::int64_t panel_bytes = std::int64_t{1} << 20;
 
@@ -46,7 +58,7 @@ void gemm(const ExecutionSpace& exec, const char* op_b, float alpha, const Const
 }
 
 template <class Value>
-void skinny(const ExecutionSpace& exec, const ConstMatrix& x, const WeightMatrix<Value>& weights,
+void skinny(const ExecutionSpace& exec, const ConstMatrix& x, const Rows<Value>& weights,
             const Matrix& y) {
   const std::int64_t rows = x.extent(0);
   const std::int64_t dim = x.extent(1);
@@ -83,7 +95,7 @@ void skinny(const ExecutionSpace& exec, const ConstMatrix& x, const WeightMatrix
 }
 
 template <class Value>
-void widen_panel(const ExecutionSpace& exec, const WeightMatrix<Value>& weights, std::int64_t begin,
+void widen_panel(const ExecutionSpace& exec, const Rows<Value>& weights, std::int64_t begin,
                  std::int64_t end, const Matrix& panel) {
   const std::int64_t dim = weights.extent(1);
   if constexpr (runs_on_host) {
@@ -100,6 +112,86 @@ void widen_panel(const ExecutionSpace& exec, const WeightMatrix<Value>& weights,
   }
 }
 
+// Rounds x (m, k) to bf16 rows of `padded` values, with zeros behind the k-th.
+void round_rows(const ConstMatrix& x, std::int64_t padded, bfloat16* rounded) {
+  const std::int64_t inputs = x.extent(1);
+  Kokkos::parallel_for("kvzap::linear::round",
+                       Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace>(0, x.extent(0)),
+                       [=](std::int64_t m) {
+                         bfloat16* row = rounded + m * padded;
+                         narrow(&x(m, 0), row, inputs);
+                         std::fill(row + inputs, row + padded, bfloat16{0});
+                       });
+}
+
+// The same in float.
+void round_rows(const ExecutionSpace& exec, const ConstMatrix& x, const Matrix& rounded) {
+  Kokkos::parallel_for(
+      "kvzap::linear::round",
+      Kokkos::MDRangePolicy<ExecutionSpace, Kokkos::Rank<2>>(
+          exec, {0, 0},
+          {static_cast<std::int64_t>(x.extent(0)), static_cast<std::int64_t>(x.extent(1))}),
+      KOKKOS_LAMBDA(std::int64_t m, std::int64_t k) {
+        rounded(m, k) = static_cast<float>(bfloat16(x(m, k)));
+      });
+}
+
+// A few rows of x, rounded, by bf16 weights of either layout.
+void skinny_bf16(const bfloat16* x, std::int64_t x_stride, std::int64_t rows,
+                 const LinearWeights<bfloat16>& weights, const Matrix& y) {
+  constexpr std::int64_t block = LinearWeights<bfloat16>::block_outputs;
+  const std::int64_t outputs = weights.outputs();
+  const std::int64_t inputs = weights.inputs();
+  const std::int64_t padded = LinearWeights<bfloat16>::padded_inputs(inputs);
+  const bool packed = weights.is_packed();
+  const bfloat16* values = packed ? weights.packed().data() : weights.rows().data();
+  const std::int64_t stride = packed ? 0 : weights.rows().stride(0);
+  Kokkos::parallel_for(
+      "kvzap::linear::skinny_bf16",
+      Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace>(0, (outputs + block - 1) / block),
+      [=](std::int64_t i) {
+        const std::int64_t begin = i * block;
+        const std::int64_t count = std::min(block, outputs - begin);
+        if (packed) {
+          bf16_product_packed(x, x_stride, static_cast<int>(rows), values + begin * padded, padded,
+                              static_cast<int>(count), &y(0, begin), y.stride(0));
+        } else {
+          bf16_product_rows(x, x_stride, static_cast<int>(rows), values + begin * stride, stride,
+                            count, inputs, &y(0, begin), y.stride(0));
+        }
+      });
+}
+
+void add_bias(const ExecutionSpace& exec, const ConstVector& bias, const Matrix& y) {
+  Kokkos::parallel_for(
+      "kvzap::linear::bias",
+      Kokkos::MDRangePolicy<ExecutionSpace, Kokkos::Rank<2>>(
+          exec, {0, 0},
+          {static_cast<std::int64_t>(y.extent(0)), static_cast<std::int64_t>(y.extent(1))}),
+      KOKKOS_LAMBDA(std::int64_t m, std::int64_t n) { y(m, n) += bias(n); });
+}
+
+template <class Value>
+void by_onednn(const Value* x, std::int64_t x_stride, std::int64_t rows,
+               const LinearWeights<Value>& weights, const ConstVector& bias, const Matrix& y) {
+  onednn::Product<Value> product;
+  product.m = rows;
+  product.n = weights.outputs();
+  product.k = weights.inputs();
+  product.x = x;
+  product.x_stride = x_stride;
+  product.weights = weights.is_packed() ? weights.packed().data() : weights.rows().data();
+  product.weights_stride = weights.is_packed() ? 0 : weights.rows().stride(0);
+  product.bias = bias.extent(0) > 0 ? bias.data() : nullptr;
+  product.y = y.data();
+  product.y_stride = y.stride(0);
+  onednn::multiply(product);
+}
+
+bool has_bf16_products() {
+  return runs_on_host && has_bf16_kernels() && simd_level() >= SimdLevel::avx512_bf16;
+}
+
 }  // namespace
 
 void multiply_nt(const ExecutionSpace& exec, float alpha, const ConstMatrix& a,
@@ -113,45 +205,114 @@ void multiply_nn(const ExecutionSpace& exec, float alpha, const ConstMatrix& a,
 }
 
 template <class Value>
-void LinearMap::operator()(const ExecutionSpace& exec, const ConstMatrix& x,
-                           const WeightMatrix<Value>& weights, const ConstVector& bias,
-                           const Matrix& y) {
-  const std::int64_t rows = x.extent(0);
-  const std::int64_t outputs = weights.extent(0);
-  const std::int64_t dim = weights.extent(1);
-  if (rows == 0 || outputs == 0) return;
-  if (dim == 0) {
-    Kokkos::deep_copy(exec, y, 0.0f);  // a gemm with no inner extent leaves its result as it was
-  } else if (rows <= skinny_rows) {
-    skinny(exec, x, weights, y);
-  } else if constexpr (std::is_same_v<Value, float>) {
-    multiply_nt(exec, 1, x, weights, 0, y);
-  } else {
-    const std::int64_t panel_rows = std::min<std::int64_t>(
-        outputs, std::max<std::int64_t>(16, panel_bytes / (sizeof(float) * dim)));
-    reserve_scratch(m_panel, panel_rows * dim, "kvzap::linear::panel");
-    for (std::int64_t begin = 0; begin < outputs; begin += panel_rows) {
-      const std::int64_t end = std::min(begin + panel_rows, outputs);
-      const Matrix panel(m_panel.data(), end - begin, dim);
-      widen_panel(exec, weights, begin, end, panel);
-      const Matrix columns = Kokkos::subview(y, Kokkos::ALL, std::make_pair(begin, end));
-      multiply_nt(exec, 1, x, panel, 0, columns);
-    }
-  }
-  if (bias.extent(0) > 0) {
-    Kokkos::parallel_for(
-        "kvzap::linear::bias",
-        Kokkos::MDRangePolicy<ExecutionSpace, Kokkos::Rank<2>>(exec, {0, 0}, {rows, outputs}),
-        KOKKOS_LAMBDA(std::int64_t m, std::int64_t n) { y(m, n) += bias(n); });
+bool packs_weights() {
+  if constexpr (!std::is_same_v<Value, bfloat16>) return false;
+  const char* asked = std::getenv("KVZAP_PACK");
+  return has_bf16_products() && onednn::is_available() &&
+         !(asked && std::string_view(asked) == "off");
+}
+
+template <class Value>
+LinearWeights<Value> allocate_packed(std::int64_t outputs, std::int64_t inputs,
+                                     const std::string& label) {
+  using Packed = typename LinearWeights<Value>::Packed;
+  const std::int64_t size = LinearWeights<Value>::packed_size(outputs, inputs);
+  try {
+    return {outputs, inputs, Packed(Kokkos::view_alloc(Kokkos::WithoutInitializing, label), size)};
+  } catch (const std::exception&) {
+    throw Error(fmt::format("out of memory: no room for {} ({} values of {} bytes)", label, size,
+                            sizeof(Value)));
   }
 }
 
-template void LinearMap::operator()(const ExecutionSpace&, const ConstMatrix&,
-                                    const WeightMatrix<float>&, const ConstVector&, const Matrix&);
-template void LinearMap::operator()(const ExecutionSpace&, const ConstMatrix&,
-                                    const WeightMatrix<half>&, const ConstVector&, const Matrix&);
-template void LinearMap::operator()(const ExecutionSpace&, const ConstMatrix&,
-                                    const WeightMatrix<bfloat16>&, const ConstVector&,
-                                    const Matrix&);
+template <class Value>
+void pack_rows(const Value* rows, std::int64_t begin, std::int64_t n_rows,
+               const LinearWeights<Value>& weights) {
+  constexpr std::int64_t block = LinearWeights<Value>::block_outputs;
+  const std::int64_t inputs = weights.inputs();
+  const std::int64_t padded = LinearWeights<Value>::padded_inputs(inputs);
+  if constexpr (std::is_same_v<Value, bfloat16>) {
+    for (std::int64_t i = 0; i < n_rows; i += block) {
+      bf16_pack_block(rows + i * inputs, inputs, static_cast<int>(std::min(block, n_rows - i)),
+                      inputs, padded, weights.packed().data() + (begin + i) * padded);
+    }
+  }
+}
+
+template <class Value>
+void LinearMap::operator()(const ExecutionSpace& exec, const ConstMatrix& x,
+                           const LinearWeights<Value>& weights, const ConstVector& bias,
+                           const Matrix& y) {
+  const std::int64_t rows = x.extent(0);
+  const std::int64_t outputs = weights.outputs();
+  const std::int64_t inputs = weights.inputs();
+  if (rows == 0 || outputs == 0) return;
+  if (inputs == 0) {
+    Kokkos::deep_copy(exec, y, 0.0f);  // a gemm with no inner extent leaves its result as it was
+    if (bias.extent(0) > 0) add_bias(exec, bias, y);
+    return;
+  }
+  if constexpr (runs_on_host) {
+    fence(exec, "kvzap::linear: host kernels read what the instance wrote");
+    if constexpr (std::is_same_v<Value, bfloat16>) {
+      if (has_bf16_products()) {
+        const bool few = rows <= (weights.is_packed() ? skinny_rows_packed : skinny_rows);
+        if (few || onednn::is_available()) {
+          const std::int64_t padded = LinearWeights<Value>::padded_inputs(inputs);
+          reserve_scratch(m_bf16, rows * padded, "kvzap::linear::rounded");
+          round_rows(x, padded, m_bf16.data());
+          if (!few) return by_onednn(m_bf16.data(), padded, rows, weights, bias, y);
+          skinny_bf16(m_bf16.data(), padded, rows, weights, y);
+          if (bias.extent(0) > 0) add_bias(exec, bias, y);
+          return;
+        }
+      }
+    }
+    if constexpr (std::is_same_v<Value, float>) {
+      if (rows > skinny_rows && onednn::is_available()) {
+        return by_onednn(x.data(), x.stride(0), rows, weights, bias, y);
+      }
+    }
+  }
+  if (weights.is_packed()) {
+    throw Error("linear map: packed weights need the instruction set they were packed for");
+  }
+  ConstMatrix input = x;
+  if constexpr (std::is_same_v<Value, bfloat16>) {
+    reserve_scratch(m_widened, rows * inputs, "kvzap::linear::rounded");
+    const Matrix rounded(m_widened.data(), rows, inputs);
+    round_rows(exec, x, rounded);
+    input = rounded;
+  }
+  if (rows <= skinny_rows) {
+    skinny<Value>(exec, input, weights.rows(), y);
+  } else if constexpr (std::is_same_v<Value, float>) {
+    multiply_nt(exec, 1, input, weights.rows(), 0, y);
+  } else {
+    const std::int64_t panel_rows = std::min<std::int64_t>(
+        outputs, std::max<std::int64_t>(16, panel_bytes / (sizeof(float) * inputs)));
+    reserve_scratch(m_panel, panel_rows * inputs, "kvzap::linear::panel");
+    for (std::int64_t begin = 0; begin < outputs; begin += panel_rows) {
+      const std::int64_t end = std::min(begin + panel_rows, outputs);
+      const Matrix panel(m_panel.data(), end - begin, inputs);
+      widen_panel<Value>(exec, weights.rows(), begin, end, panel);
+      const Matrix columns = Kokkos::subview(y, Kokkos::ALL, std::make_pair(begin, end));
+      multiply_nt(exec, 1, input, panel, 0, columns);
+    }
+  }
+  if (bias.extent(0) > 0) add_bias(exec, bias, y);
+}
+
+#define KVZAP_LINEAR(Value)                                                                       \
+  template bool packs_weights<Value>();                                                           \
+  template LinearWeights<Value> allocate_packed(std::int64_t, std::int64_t, const std::string&);  \
+  template void pack_rows(const Value*, std::int64_t, std::int64_t, const LinearWeights<Value>&); \
+  template void LinearMap::operator()(const ExecutionSpace&, const ConstMatrix&,                  \
+                                      const LinearWeights<Value>&, const ConstVector&,            \
+                                      const Matrix&);
+KVZAP_LINEAR(float)
+KVZAP_LINEAR(half)
+KVZAP_LINEAR(bfloat16)
+#undef KVZAP_LINEAR
 
 }  // namespace kvzap::detail

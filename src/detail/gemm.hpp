@@ -1,6 +1,7 @@
 // The one door to matrix products: which library or kernel does the work is decided here.
 #pragma once
 
+#include <kvzap/linear_weights.hpp>
 #include <kvzap/types.hpp>
 
 namespace kvzap::detail {
@@ -9,8 +10,6 @@ using Matrix = Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>;
 using ConstMatrix = Kokkos::View<const float**, Kokkos::LayoutRight, MemorySpace>;
 using Vector = Kokkos::View<float*, MemorySpace>;
 using ConstVector = Kokkos::View<const float*, MemorySpace>;
-template <class Value>
-using WeightMatrix = Kokkos::View<const Value**, Kokkos::LayoutRight, MemorySpace>;
 
 /// c (m, n) = alpha * a (m, k) * b (n, k)^T + beta * c
 void multiply_nt(const ExecutionSpace& exec, float alpha, const ConstMatrix& a,
@@ -19,17 +18,37 @@ void multiply_nt(const ExecutionSpace& exec, float alpha, const ConstMatrix& a,
 void multiply_nn(const ExecutionSpace& exec, float alpha, const ConstMatrix& a,
                  const ConstMatrix& b, float beta, const Matrix& c);
 
-/// y = x W^T + bias as torch.nn.Linear has it, accumulated in float whatever W is stored in.
-/// The object keeps the scratch space in which 16-bit weights are widened panel by panel.
+/// Whether weights of this type are worth packing at load: bf16 on a host with its dot product and
+/// oneDNN. KVZAP_PACK=off in the environment says no, for tests and comparisons.
+template <class Value>
+bool packs_weights();
+
+/// Packed weights of extents (outputs, inputs), filled by pack_rows. Throws Error if memory is
+/// exhausted.
+template <class Value>
+LinearWeights<Value> allocate_packed(std::int64_t outputs, std::int64_t inputs,
+                                     const std::string& label);
+/// Packs rows (n_rows, inputs), one after the other, as outputs begin .. begin + n_rows of
+/// `weights`. begin is a multiple of LinearWeights::block_outputs, and so is n_rows unless these
+/// are the last ones. Host alone.
+template <class Value>
+void pack_rows(const Value* rows, std::int64_t begin, std::int64_t n_rows,
+               const LinearWeights<Value>& weights);
+
+/// y = x W^T + bias as torch.nn.Linear has it, accumulated in float whatever W is stored in. With
+/// bf16 weights x is rounded to bf16 first, on every path, as transformers has it. The object keeps
+/// scratch space and is not for two threads at a time.
 class LinearMap {
  public:
   /// x (m, k), weights (n, k), bias (n) or empty, y (m, n).
   template <class Value>
   void operator()(const ExecutionSpace& exec, const ConstMatrix& x,
-                  const WeightMatrix<Value>& weights, const ConstVector& bias, const Matrix& y);
+                  const LinearWeights<Value>& weights, const ConstVector& bias, const Matrix& y);
 
  private:
-  Vector m_panel;
+  Vector m_panel;                               // widened 16-bit weights
+  Vector m_widened;                             // x, rounded to bf16 and widened again
+  Kokkos::View<bfloat16*, MemorySpace> m_bf16;  // x, rounded, padded to block_inputs
 };
 
 }  // namespace kvzap::detail

@@ -149,6 +149,62 @@ KVZAP_BODY void scale_body(float* values, std::int64_t count, float factor) {
   for (std::int64_t i = 0; i < count; ++i) values[i] *= factor;
 }
 
+KVZAP_BODY void narrow_body(const float* source, bfloat16* target, std::int64_t count) {
+  // As bfloat16's constructor does it, without a branch, so that the loop vectorizes.
+  for (std::int64_t i = 0; i < count; ++i) {
+    const std::uint32_t word = float_bits(source[i]);
+    const std::uint32_t rounded = (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
+    const std::uint32_t quiet = (word >> 16) | 0x40u;
+    const bool is_nan = (word & 0x7fffffffu) > 0x7f800000u;
+    target[i].bits = static_cast<std::uint16_t>(is_nan ? quiet : rounded);
+  }
+}
+
+KVZAP_BODY void narrow_body(const float* source, float* target, std::int64_t count) {
+  std::copy_n(source, count, target);
+}
+
+KVZAP_BODY void narrow_body(const float* source, half* target, std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i) target[i] = half(source[i]);
+}
+
+KVZAP_BODY void gelu_body(float* values, std::int64_t count) {
+  // erf by Abramowitz and Stegun 7.1.26 (error below 1.5e-7): 1 - p(t) exp(-x^2), t = 1/(1 + px).
+  for (std::int64_t i = 0; i < count; ++i) {
+    const float x = values[i];
+    const float z = std::fabs(x) * 0.70710678f;
+    const float t = 1.0f / (1.0f + 0.3275911f * z);
+    float p = 1.061405429f;
+    p = p * t - 1.453152027f;
+    p = p * t + 1.421413741f;
+    p = p * t - 0.284496736f;
+    p = p * t + 0.254829592f;
+    const float tail = p * t * exp_nonpositive(-z * z);  // 1 - erf(|x| / sqrt(2))
+    values[i] = 0.5f * x * (x < 0 ? tail : 2.0f - tail);
+  }
+}
+
+KVZAP_BODY void rms_norm_body(const float* input, const float* weight, float eps, float* output,
+                              std::int64_t count) {
+  const float factor = 1.0f / std::sqrt(dot(input, input, count) / static_cast<float>(count) + eps);
+  for (std::int64_t i = 0; i < count; ++i) output[i] = input[i] * factor * weight[i];
+}
+
+KVZAP_BODY void add_body(float* target, const float* summand, std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i) target[i] += summand[i];
+}
+
+KVZAP_BODY void rotate_body(float* x, const float* angles, int half) {
+  for (int d = 0; d < half; ++d) {
+    const float cosine = angles[2 * d];
+    const float sine = angles[2 * d + 1];
+    const float low = x[d];
+    const float high = x[d + half];
+    x[d] = low * cosine - high * sine;
+    x[d + half] = high * cosine + low * sine;
+  }
+}
+
 KVZAP_BODY void silu_times_body(float* gate, const float* up, std::int64_t count) {
   for (std::int64_t i = 0; i < count; ++i) {
     // exp(-|x|) never overflows: silu(x) = x / (1 + e) for x >= 0, x * e / (1 + e) below.
@@ -180,6 +236,13 @@ KVZAP_BODY void silu_times_body(float* gate, const float* up, std::int64_t count
        const float* weights, int weights_stride, int n_queries, int dim, float* sums),            \
       (values, row_stride, dim_stride, rows, weights, weights_stride, n_queries, dim, sums))
 
+KVZAP_KERNEL(void, narrow, (const float* source, float* target, std::int64_t count),
+             (source, target, count))
+KVZAP_KERNEL(void, narrow, (const float* source, half* target, std::int64_t count),
+             (source, target, count))
+KVZAP_KERNEL(void, narrow, (const float* source, bfloat16* target, std::int64_t count),
+             (source, target, count))
+
 KVZAP_ROW_KERNELS(float)
 KVZAP_ROW_KERNELS(half)
 KVZAP_ROW_KERNELS(bfloat16)
@@ -189,6 +252,14 @@ KVZAP_KERNEL(float, exp_shifted, (float* values, std::int64_t count, float shift
              (values, count, shift))
 KVZAP_KERNEL(void, scale, (float* values, std::int64_t count, float factor),
              (values, count, factor))
+KVZAP_KERNEL(void, gelu, (float* values, std::int64_t count), (values, count))
+KVZAP_KERNEL(void, rms_norm,
+             (const float* input, const float* weight, float eps, float* output,
+              std::int64_t count),
+             (input, weight, eps, output, count))
+KVZAP_KERNEL(void, add, (float* target, const float* summand, std::int64_t count),
+             (target, summand, count))
+KVZAP_KERNEL(void, rotate, (float* x, const float* angles, int half), (x, angles, half))
 KVZAP_KERNEL(void, silu_times, (float* gate, const float* up, std::int64_t count),
              (gate, up, count))
 

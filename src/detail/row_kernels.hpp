@@ -12,6 +12,11 @@ void widen(const float* source, float* target, std::int64_t count);
 void widen(const half* source, float* target, std::int64_t count);
 void widen(const bfloat16* source, float* target, std::int64_t count);
 
+/// target[i] = Value(source[i]), rounded to nearest even.
+void narrow(const float* source, float* target, std::int64_t count);
+void narrow(const float* source, half* target, std::int64_t count);
+void narrow(const float* source, bfloat16* target, std::int64_t count);
+
 /// output[m * output_stride + n] = sum_k weights[n * weights_stride + k] * inputs[m * inputs_stride
 /// + k] for a handful of input rows m: each weight is read once from memory.
 void skinny_product(const float* weights, std::int64_t weights_stride, std::int64_t n_weights,
@@ -51,6 +56,18 @@ float max_of(const float* values, std::int64_t count);
 float exp_shifted(float* values, std::int64_t count, float shift);
 /// values[i] *= factor
 void scale(float* values, std::int64_t count, float factor);
+/// values[i] = x / 2 * (1 + erf(x / sqrt(2))), the exact GELU (Hendrycks and Gimpel, arXiv
+/// 1606.08415), to within 3e-7 * (1 + |x|).
+void gelu(float* values, std::int64_t count);
+/// output[i] = input[i] / sqrt(mean(input^2) + eps) * weight[i] (Zhang and Sennrich, arXiv
+/// 1910.07467); input and output may be the same.
+void rms_norm(const float* input, const float* weight, float eps, float* output,
+              std::int64_t count);
+/// target[i] += summand[i]
+void add(float* target, const float* summand, std::int64_t count);
+/// Rotates x[d] with x[d + half] by the angle of cosine angles[2 * d] and sine angles[2 * d + 1],
+/// for d < half.
+void rotate(float* x, const float* angles, int half);
 /// gate[i] = silu(gate[i]) * up[i], with silu(x) = x / (1 + exp(-x))
 void silu_times(float* gate, const float* up, std::int64_t count);
 

@@ -2,9 +2,11 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
+#include "detail/gemm.hpp"
 #include "detail/row_kernels.hpp"
 
 namespace kvzap::detail {
@@ -88,6 +90,31 @@ View allocate(const std::string& name, std::int64_t rows, std::int64_t columns) 
 }  // namespace
 
 template <class Value>
+Value* WeightSource::read_rows(const TensorInfo* tensor, std::uint64_t key, std::int64_t columns,
+                               std::int64_t row_begin, std::int64_t row_end,
+                               const Ranges& column_ranges, Value* target) const {
+  const bool whole_rows = column_ranges.size() == 1 && total(column_ranges) == columns;
+  if (tensor && whole_rows) {
+    const std::int64_t count = (row_end - row_begin) * columns;
+    read_range(*tensor, row_begin * columns, count, target);
+    return target + count;
+  }
+  for (std::int64_t row = row_begin; row < row_end; ++row) {
+    for (const auto& [begin, end] : column_ranges) {
+      if (tensor) {
+        read_range(*tensor, row * columns + begin, end - begin, target);
+      } else {
+        for (std::int64_t i = begin; i < end; ++i) {
+          target[i - begin] = Value(random_weight(key, row * columns + i));
+        }
+      }
+      target += end - begin;
+    }
+  }
+  return target;
+}
+
+template <class Value>
 Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> WeightSource::matrix(
     const std::string& name, std::int64_t rows, std::int64_t columns, const Ranges& row_ranges,
     const Ranges& column_ranges) const {
@@ -98,22 +125,45 @@ Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> WeightSource::matrix(
   auto host = Kokkos::create_mirror_view(view);
   Value* target = host.data();
   for (const auto& [row_begin, row_end] : row_ranges) {
-    for (std::int64_t row = row_begin; row < row_end; ++row) {
-      for (const auto& [begin, end] : column_ranges) {
-        if (tensor) {
-          read_range(*tensor, row * columns + begin, end - begin, target);
-        } else {
-          for (std::int64_t i = begin; i < end; ++i) {
-            target[i - begin] = Value(random_weight(key, row * columns + i));
-          }
-        }
-        target += end - begin;
-      }
-    }
+    target = read_rows(tensor, key, columns, row_begin, row_end, column_ranges, target);
   }
   if (tensor) m_files->release(*tensor);
   Kokkos::deep_copy(view, host);
   return view;
+}
+
+template <class Value>
+LinearWeights<Value> WeightSource::linear(const std::string& name, std::int64_t rows,
+                                          std::int64_t columns, const Ranges& row_ranges,
+                                          const Ranges& column_ranges) const {
+  const std::int64_t outputs = total(row_ranges);
+  const std::int64_t inputs = total(column_ranges);
+  if (!packs_weights<Value>() || outputs == 0 || inputs == 0) {
+    return LinearWeights<Value>(matrix<Value>(name, rows, columns, row_ranges, column_ranges));
+  }
+  const TensorInfo* tensor = m_files ? &m_files->at(name, {rows, columns}) : nullptr;
+  const std::uint64_t key = mix(m_seed) ^ hash_of(name);
+  auto weights = allocate_packed<Value>(outputs, inputs, "kvzap::weights::" + name);
+  // Rows pass through a buffer of one block, which stays in cache, on their way to their places.
+  constexpr std::int64_t block = LinearWeights<Value>::block_outputs;
+  std::vector<Value> buffer(block * inputs);
+  std::int64_t buffered = 0, packed = 0;
+  for (auto [begin, end] : row_ranges) {
+    while (begin < end) {
+      const std::int64_t count = std::min(block - buffered, end - begin);
+      read_rows(tensor, key, columns, begin, begin + count, column_ranges,
+                buffer.data() + buffered * inputs);
+      begin += count;
+      buffered += count;
+      if (buffered == block || packed + buffered == outputs) {
+        pack_rows(buffer.data(), packed, buffered, weights);
+        packed += buffered;
+        buffered = 0;
+      }
+    }
+  }
+  if (tensor) m_files->release(*tensor);
+  return weights;
 }
 
 Kokkos::View<float*, MemorySpace> WeightSource::vector(const std::string& name, std::int64_t size,
@@ -136,6 +186,13 @@ Kokkos::View<float*, MemorySpace> WeightSource::vector(const std::string& name, 
   return view;
 }
 
+template LinearWeights<float> WeightSource::linear(const std::string&, std::int64_t, std::int64_t,
+                                                   const Ranges&, const Ranges&) const;
+template LinearWeights<half> WeightSource::linear(const std::string&, std::int64_t, std::int64_t,
+                                                  const Ranges&, const Ranges&) const;
+template LinearWeights<bfloat16> WeightSource::linear(const std::string&, std::int64_t,
+                                                      std::int64_t, const Ranges&,
+                                                      const Ranges&) const;
 template Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> WeightSource::matrix<float>(
     const std::string&, std::int64_t, std::int64_t, const Ranges&, const Ranges&) const;
 template Kokkos::View<half**, Kokkos::LayoutRight, MemorySpace> WeightSource::matrix<half>(

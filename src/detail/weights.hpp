@@ -1,6 +1,7 @@
 // Cuts this rank's part out of a checkpoint's tensors, or makes it up from a seed.
 #pragma once
 
+#include <kvzap/linear_weights.hpp>
 #include <kvzap/safetensors.hpp>
 #include <kvzap/types.hpp>
 #include <optional>
@@ -35,12 +36,23 @@ class WeightSource {
                                                                  const Ranges& row_ranges,
                                                                  const Ranges& column_ranges) const;
 
+  /// The same, packed where that is worth it (packs_weights).
+  template <class Value>
+  LinearWeights<Value> linear(const std::string& name, std::int64_t rows, std::int64_t columns,
+                              const Ranges& row_ranges, const Ranges& column_ranges) const;
+
   /// Elements `ranges` of the tensor `name` of shape (size), as float. `random_value` stands in for
   /// every element when there is no checkpoint: 1 for norms, 0 for biases.
   Kokkos::View<float*, MemorySpace> vector(const std::string& name, std::int64_t size,
                                            const Ranges& ranges, float random_value) const;
 
  private:
+  /// Fills `target` with columns `column_ranges` of rows row_begin .. row_end; returns its end.
+  template <class Value>
+  Value* read_rows(const TensorInfo* tensor, std::uint64_t key, std::int64_t columns,
+                   std::int64_t row_begin, std::int64_t row_end, const Ranges& column_ranges,
+                   Value* target) const;
+
   const SafetensorsFolder* m_files = nullptr;
   std::uint64_t m_seed = 0;
 };

@@ -208,8 +208,8 @@ TEST_P(Golden, EveryRun) {
           options.threshold = std::stof(run.substr(tau + 4, window - tau - 4));
           options.window = std::stoi(run.substr(window + 2, mode - window - 2));
           options.prune = run.substr(mode + 1) == "decode" ? PruneMode::always : PruneMode::prefill;
-          surrogate = std::make_shared<Surrogate>(
-              Surrogate::load(model_dir(kind + "-" + name), config, partition, comm.rank()));
+          surrogate = std::make_shared<Surrogate>(Surrogate::load(
+              model_dir(kind + "-" + name), config, partition, comm.rank(), DType::f32, comm));
         }
         const auto generator = Generator::create<float>(model, std::move(surrogate), options, comm);
         Recorder recorder(layers, partition, comm.rank());

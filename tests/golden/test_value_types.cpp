@@ -56,8 +56,9 @@ std::vector<std::vector<TokenId>> answers(const std::vector<EvalPrompt>& prompts
   for (const EvalPrompt& prompt : prompts) {
     std::shared_ptr<Surrogate> surrogate;
     if (pruned) {
-      surrogate = std::make_shared<Surrogate>(
-          Surrogate::load(inputs / "models/kvzap-mlp-recall-4m", config, partition, comm.rank()));
+      surrogate = std::make_shared<Surrogate>(Surrogate::load(inputs / "models/kvzap-mlp-recall-4m",
+                                                              config, partition, comm.rank(),
+                                                              DTypeOf<Value>::value, comm));
     }
     const auto generator = Generator::create<Value>(model, std::move(surrogate), options, comm);
     generator->prefill(prompt.context, false);

@@ -236,7 +236,8 @@ StepsResult run_steps(const ModelConfig& config, const Checkpoint& checkpoint,
   const auto partition =
       HeadPartition::even(layers, static_cast<int>(config.num_key_value_heads), comm.size());
   const auto model = Model<float>::load(checkpoint.folder.path(), config, partition, comm.rank());
-  auto surrogate = Surrogate::load(checkpoint.surrogate.path(), config, partition, comm.rank());
+  auto surrogate = Surrogate::load(checkpoint.surrogate.path(), config, partition, comm.rank(),
+                                   DType::f32, comm);
   Decoder<float, PageOrder::token_major> decoder(model, &surrogate, comm, window, 4);
   decoder.set_attention_path(path);
   const SequenceId sequence = decoder.cache().add_sequence();

@@ -1,0 +1,126 @@
+#include "detail/onednn.hpp"
+
+#if KVZAP_HAVE_ONEDNN
+
+#include <fmt/format.h>
+
+#include <map>
+#include <oneapi/dnnl/dnnl.hpp>
+#include <tuple>
+
+namespace kvzap::detail::onednn {
+namespace {
+
+using dnnl::memory;
+
+template <class Value>
+constexpr memory::data_type data_type =
+    std::is_same_v<Value, float> ? memory::data_type::f32 : memory::data_type::bf16;
+
+// What a primitive is made for. Making one generates code, so each is made once.
+using Key = std::tuple<memory::data_type, std::int64_t, std::int64_t, std::int64_t, std::int64_t,
+                       std::int64_t, std::int64_t, bool>;
+
+struct Primitive {
+  memory::desc x, weights, bias, y;
+  dnnl::matmul matmul;
+};
+
+// Never destroyed: oneDNN's own globals may be gone before ours.
+struct Library {
+  dnnl::engine engine{dnnl::engine::kind::cpu, 0};
+  dnnl::stream stream{engine};
+  std::map<Key, Primitive> primitives;
+};
+
+Library& library() {
+  static Library& library = *new Library;
+  return library;
+}
+
+template <class Value>
+const Primitive& primitive_of(const Product<Value>& p) {
+  const Key key{data_type<Value>, p.m, p.n, p.k, p.x_stride, p.weights_stride, p.y_stride,
+                p.bias != nullptr};
+  auto& primitives = library().primitives;
+  const auto found = primitives.find(key);
+  if (found != primitives.end()) return found->second;
+  Primitive primitive;
+  primitive.x = memory::desc({p.m, p.k}, data_type<Value>, memory::dims{p.x_stride, 1});
+  primitive.weights =
+      p.weights_stride == 0
+          ? memory::desc({p.k, p.n}, data_type<Value>, memory::format_tag::BA16a64b2a)
+          : memory::desc({p.k, p.n}, data_type<Value>, memory::dims{1, p.weights_stride});
+  primitive.y = memory::desc({p.m, p.n}, memory::data_type::f32, memory::dims{p.y_stride, 1});
+  if (p.bias) {
+    primitive.bias = memory::desc({1, p.n}, memory::data_type::f32, memory::format_tag::ab);
+  }
+#if DNNL_VERSION_MAJOR >= 3
+  const dnnl::matmul::primitive_desc description =
+      p.bias ? dnnl::matmul::primitive_desc(library().engine, primitive.x, primitive.weights,
+                                            primitive.bias, primitive.y)
+             : dnnl::matmul::primitive_desc(library().engine, primitive.x, primitive.weights,
+                                            primitive.y);
+#else
+  const dnnl::matmul::desc operation =
+      p.bias ? dnnl::matmul::desc(primitive.x, primitive.weights, primitive.bias, primitive.y)
+             : dnnl::matmul::desc(primitive.x, primitive.weights, primitive.y);
+  const dnnl::matmul::primitive_desc description(operation, library().engine);
+#endif
+  primitive.matmul = dnnl::matmul(description);
+  return primitives.emplace(key, std::move(primitive)).first->second;
+}
+
+}  // namespace
+
+bool is_available() { return true; }
+
+const char* version() {
+  static const std::string text = [] {
+    const dnnl_version_t* v = dnnl_version();
+    return fmt::format("{}.{}.{}", v->major, v->minor, v->patch);
+  }();
+  return text.c_str();
+}
+
+template <class Value>
+void multiply(const Product<Value>& p) {
+  try {
+    const Primitive& primitive = primitive_of(p);
+    const auto operand = [](const memory::desc& desc, const void* data) {
+      return memory(desc, library().engine, const_cast<void*>(data));
+    };
+    std::unordered_map<int, memory> arguments = {
+        {DNNL_ARG_SRC, operand(primitive.x, p.x)},
+        {DNNL_ARG_WEIGHTS, operand(primitive.weights, p.weights)},
+        {DNNL_ARG_DST, operand(primitive.y, p.y)}};
+    if (p.bias) arguments.emplace(DNNL_ARG_BIAS, operand(primitive.bias, p.bias));
+    primitive.matmul.execute(library().stream, arguments);
+    library().stream.wait();
+  } catch (const dnnl::error& error) {
+    throw Error(fmt::format("oneDNN: a product of ({}, {}) by ({}, {}) failed: {}", p.m, p.k, p.n,
+                            p.k, error.what()));
+  }
+}
+
+template void multiply(const Product<float>&);
+template void multiply(const Product<bfloat16>&);
+
+}  // namespace kvzap::detail::onednn
+
+#else
+
+namespace kvzap::detail::onednn {
+
+bool is_available() { return false; }
+const char* version() { return ""; }
+template <class Value>
+void multiply(const Product<Value>&) {
+  throw Error("this build has no oneDNN");
+}
+template void multiply(const Product<float>&);
+template void multiply(const Product<bfloat16>&);
+
+}  // namespace kvzap::detail::onednn
+
+#endif

@@ -1,0 +1,31 @@
+// Dense products by oneDNN, where the build found it; on the host alone.
+#pragma once
+
+#include <cstdint>
+#include <kvzap/types.hpp>
+
+namespace kvzap::detail::onednn {
+
+/// Whether the build has oneDNN.
+bool is_available();
+/// Its version, "" without it.
+const char* version();
+
+/// Operands of y (m, n) = x (m, k) * W^T + bias, row after row.
+template <class Value>
+struct Product {
+  std::int64_t m, n, k;
+  const Value* x;
+  std::int64_t x_stride;
+  const Value* weights;         // (n, k), or as LinearWeights packs them
+  std::int64_t weights_stride;  // 0: packed (bf16 alone)
+  const float* bias;            // (n), or null
+  float* y;
+  std::int64_t y_stride;
+};
+
+/// Value: float or bfloat16. Accumulates in float. Throws Error if oneDNN refuses.
+template <class Value>
+void multiply(const Product<Value>& product);
+
+}  // namespace kvzap::detail::onednn

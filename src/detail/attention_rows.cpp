@@ -73,32 +73,39 @@ KVZAP_INLINE_AVX512 __m512 fold_all(const __m512* vectors) {
   }
 }
 
-/// What a pass over rows reads next is prefetched while it runs, row for row.
-template <class Value>
+/// Memory that is prefetched in ascending order, a share with each step of the kernels, so that
+/// what they read next is under way while they compute.
 struct Ahead {
-  const Value* rows;
-  std::int64_t stride;
-};
+  const char* next = nullptr;
+  const char* end = nullptr;
+  std::int64_t share = 0;
 
-template <class Value>
-KVZAP_INLINE_AVX512 void prefetch(const Value* p) {
-  _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
-}
+  /// `rows` rows from `begin` on, over so many steps.
+  template <class Value>
+  void set(const Value* begin, std::int64_t rows, std::int64_t stride, std::int64_t steps) {
+    next = reinterpret_cast<const char*>(begin);
+    end = reinterpret_cast<const char*>(begin + rows * stride);
+    share = (end - next + steps - 1) / steps;
+  }
+  KVZAP_TARGET_AVX512 inline __attribute__((always_inline)) void step() {
+    const char* const until = next + std::min<std::int64_t>(share, end - next);
+    for (; next < until; next += 64) _mm_prefetch(next, _MM_HINT_T0);
+  }
+};
 
 /// Scores of 1 <= rows <= block_rows rows and G query heads: lane e of vector u belongs to row
 /// u * 16 / G + e / G and query e % G. Lanes past the last row get some score of the last row.
 /// queries: [16 dims][G][16].
 template <class Ops, int G>
 KVZAP_TARGET_AVX512 void score(const typename Ops::Value* keys, std::int64_t stride, int rows,
-                               const float* queries, int dim, float* scores,
-                               const Ahead<typename Ops::Value>& ahead) {
+                               const float* queries, int dim, float* scores, Ahead& ahead) {
   constexpr int unit = 16 / G;
   const int steps = (dim + 15) / 16;
   const std::uint32_t last = 0xffffu >> (steps * 16 - dim);
   for (int first = 0; first < rows; first += unit, scores += 16) {
     const typename Ops::Value* row[unit];
     for (int i = 0; i < unit; ++i) row[i] = keys + std::min(first + i, rows - 1) * stride;
-    const typename Ops::Value* next = ahead.rows + first * ahead.stride;
+    ahead.step();
     __m512 sums[16];
     for (int e = 0; e < 16; ++e) sums[e] = _mm512_setzero_ps();
     for (int s = 0; s < steps; ++s) {
@@ -107,7 +114,6 @@ KVZAP_TARGET_AVX512 void score(const typename Ops::Value* keys, std::int64_t str
       for (int q = 0; q < G; ++q) query[q] = _mm512_load_ps(queries + (s * G + q) * 16);
       for (int i = 0; i < unit; ++i) {
         const __m512 key = Ops::load(row[i] + s * 16, mask);
-        prefetch(next + i * ahead.stride + s * 16);
         for (int q = 0; q < G; ++q) {
           sums[i * G + q] = _mm512_fmadd_ps(key, query[q], sums[i * G + q]);
         }
@@ -121,14 +127,14 @@ KVZAP_TARGET_AVX512 void score(const typename Ops::Value* keys, std::int64_t str
 template <int G>
 KVZAP_TARGET_AVX512_BF16 void score_pairs(const bfloat16* keys, std::int64_t stride, int rows,
                                           const bfloat16* queries, int dim, float* scores,
-                                          const Ahead<bfloat16>& ahead) {
+                                          Ahead& ahead) {
   constexpr int unit = 16 / G;
   const int steps = (dim + 31) / 32;
   const std::uint32_t last = 0xffffffffu >> (steps * 32 - dim);
   for (int first = 0; first < rows; first += unit, scores += 16) {
     const bfloat16* row[unit];
     for (int i = 0; i < unit; ++i) row[i] = keys + std::min(first + i, rows - 1) * stride;
-    const bfloat16* next = ahead.rows + first * ahead.stride;
+    ahead.step();
     __m512 sums[16];
     for (int e = 0; e < 16; ++e) sums[e] = _mm512_setzero_ps();
     for (int s = 0; s < steps; ++s) {
@@ -139,7 +145,6 @@ KVZAP_TARGET_AVX512_BF16 void score_pairs(const bfloat16* keys, std::int64_t str
       }
       for (int i = 0; i < unit; ++i) {
         const __m512bh key = (__m512bh)_mm512_maskz_loadu_epi16(mask, row[i] + s * 32);
-        prefetch(next + i * ahead.stride + s * 32);
         for (int q = 0; q < G; ++q) {
           sums[i * G + q] = _mm512_dpbf16_ps(sums[i * G + q], key, query[q]);
         }
@@ -246,19 +251,17 @@ KVZAP_TARGET_AVX512_BF16 void soften_pairs(float* scores, int rows, float scalin
 template <class Ops, int G, int V>
 KVZAP_TARGET_AVX512 void accumulate(const typename Ops::Value* values, std::int64_t stride,
                                     int rows, const float* weights, float* sums, int padded,
-                                    std::uint32_t last_mask,
-                                    const Ahead<typename Ops::Value>& ahead) {
+                                    std::uint32_t last_mask, Ahead& ahead) {
   __m512 sum[G][V];
   for (int q = 0; q < G; ++q) {
     for (int v = 0; v < V; ++v) sum[q][v] = _mm512_load_ps(sums + q * padded + v * 16);
   }
   for (int r = 0; r < rows; ++r) {
     const typename Ops::Value* row = values + r * stride;
-    const typename Ops::Value* next = ahead.rows + r * ahead.stride;
+    ahead.step();
     __m512 value[V];
     for (int v = 0; v < V; ++v) {
       value[v] = Ops::load(row + v * 16, v + 1 < V ? 0xffffu : last_mask);
-      prefetch(next + v * 16);
     }
     for (int q = 0; q < G; ++q) {
       const __m512 weight = _mm512_set1_ps(weights[r * G + q]);
@@ -275,8 +278,7 @@ KVZAP_TARGET_AVX512 void accumulate(const typename Ops::Value* values, std::int6
 template <int G, int V>
 KVZAP_TARGET_AVX512_BF16 void accumulate_pairs(const bfloat16* values, std::int64_t stride,
                                                int rows, const std::uint32_t* weights, float* sums,
-                                               int padded, std::uint32_t last_mask,
-                                               const Ahead<bfloat16>& ahead) {
+                                               int padded, std::uint32_t last_mask, Ahead& ahead) {
   __m512 sum[G][2 * V];
   for (int q = 0; q < G; ++q) {
     for (int v = 0; v < 2 * V; ++v) sum[q][v] = _mm512_load_ps(sums + q * padded + v * 16);
@@ -286,14 +288,12 @@ KVZAP_TARGET_AVX512_BF16 void accumulate_pairs(const bfloat16* values, std::int6
     // The pair of an odd last row has the weight 0; it must not be multiplied with what is not
     // there.
     const bfloat16* odd = r + 1 < rows ? even + stride : even;
-    const bfloat16* next = ahead.rows + r * ahead.stride;
+    ahead.step();
     __m512bh value[2 * V];
     for (int v = 0; v < V; ++v) {
       const std::uint32_t mask = v + 1 < V ? 0xffffffffu : last_mask;
       const __m512i a = _mm512_maskz_loadu_epi16(mask, even + v * 32);
       const __m512i b = _mm512_maskz_loadu_epi16(mask, odd + v * 32);
-      prefetch(next + v * 32);
-      prefetch(next + ahead.stride + v * 32);
       value[2 * v] = (__m512bh)_mm512_unpacklo_epi16(a, b);
       value[2 * v + 1] = (__m512bh)_mm512_unpackhi_epi16(a, b);
     }
@@ -313,8 +313,7 @@ constexpr int lane_of_dim(int d) { return d / 4 % 2 * 16 + d / 8 * 4 + d % 4; }
 /// Calls accumulate for all vectors of a row, V at a time.
 template <class Ops, int G, int V>
 void accumulate_all(const typename Ops::Value* values, std::int64_t stride, int rows,
-                    const float* weights, float* sums, int padded, int dim,
-                    Ahead<typename Ops::Value> ahead) {
+                    const float* weights, float* sums, int padded, int dim, Ahead& ahead) {
   const int vectors = (dim + 15) / 16;
   const std::uint32_t last = 0xffffu >> (vectors * 16 - dim);
   for (int v = 0; v < vectors;) {
@@ -324,14 +323,12 @@ void accumulate_all(const typename Ops::Value* values, std::int64_t stride, int 
     kernel(values + v * 16, stride, rows, weights, sums + v * 16, padded,
            v + taken == vectors ? last : 0xffffu, ahead);
     v += taken;
-    ahead.rows += taken * 16;
   }
 }
 
 template <int G, int V>
 void accumulate_all_pairs(const bfloat16* values, std::int64_t stride, int rows,
-                          const float* weights, float* sums, int padded, int dim,
-                          Ahead<bfloat16> ahead) {
+                          const float* weights, float* sums, int padded, int dim, Ahead& ahead) {
   const int vectors = (dim + 31) / 32;
   const std::uint32_t last = 0xffffffffu >> (vectors * 32 - dim);
   for (int v = 0; v < vectors;) {
@@ -341,7 +338,6 @@ void accumulate_all_pairs(const bfloat16* values, std::int64_t stride, int rows,
     kernel(values + v * 32, stride, rows, reinterpret_cast<const std::uint32_t*>(weights),
            sums + v * 32, padded, v + taken == vectors ? last : 0xffffffffu, ahead);
     v += taken;
-    ahead.rows += taken * 32;
   }
 }
 
@@ -363,6 +359,7 @@ template <class Value, int G, bool by_pairs>
 void attend_blocks(const Blocks<Value>& blocks, const RowRun<Value>& run,
                    const RowRun<Value>& next) {
   using Ops = OpsOf<Value>;
+  constexpr int register_dims = by_pairs ? 32 : 16;
   constexpr int wide = by_pairs ? (G == 4 ? 2 : 4) : (G == 4 ? 4 : 8);
   const int dim = blocks.dim, padded = blocks.padded;
   for (std::int64_t begin = 0; begin < run.rows; begin += block_rows) {
@@ -370,11 +367,8 @@ void attend_blocks(const Blocks<Value>& blocks, const RowRun<Value>& run,
     const Value* keys = run.keys + begin * run.row_stride;
     const Value* values = run.values + begin * run.row_stride;
     // While keys are read, the block's values are prefetched; meanwhile, the next block's keys.
-    const bool more = begin + block_rows < run.rows;
-    const Ahead<Value> ahead =
-        more ? Ahead<Value>{keys + block_rows * run.row_stride, run.row_stride}
-             : Ahead<Value>{next.keys, next.row_stride};
-    const Ahead<Value> own{values, run.row_stride};
+    Ahead ahead;
+    ahead.set(values, rows, run.row_stride, std::int64_t{blocks.count} * ((rows * G + 15) / 16));
     for (int b = 0; b < blocks.count; ++b) {
       float* scores = blocks.scores + b * G * block_rows;
       const float* queries = blocks.queries + std::int64_t{b} * G * padded;
@@ -382,10 +376,20 @@ void attend_blocks(const Blocks<Value>& blocks, const RowRun<Value>& run,
         score_pairs<G>(
             keys, run.row_stride, rows,
             reinterpret_cast<const bfloat16*>(blocks.queries) + std::int64_t{b} * G * padded, dim,
-            scores, own);
+            scores, ahead);
       } else {
-        score<Ops, G>(keys, run.row_stride, rows, queries, dim, scores, own);
+        score<Ops, G>(keys, run.row_stride, rows, queries, dim, scores, ahead);
       }
+    }
+    const std::int64_t left = run.rows - begin - block_rows;
+    const int vectors = (dim + register_dims - 1) / register_dims;
+    const std::int64_t passes = vectors / wide + vectors % wide;
+    const std::int64_t steps = blocks.count * passes * (by_pairs ? (rows + 1) / 2 : rows);
+    if (left > 0) {
+      ahead.set(keys + block_rows * run.row_stride, std::min<std::int64_t>(left, block_rows),
+                run.row_stride, steps);
+    } else {
+      ahead.set(next.keys, std::min<std::int64_t>(next.rows, block_rows), next.row_stride, steps);
     }
     for (int b = 0; b < blocks.count; ++b) {
       float* scores = blocks.scores + b * G * block_rows;

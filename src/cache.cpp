@@ -563,7 +563,7 @@ SequenceId KVCache<Value, order>::fork(SequenceId source) {
     LayerStore& to = copy.layers[l];
     to.tokens = from.tokens;
     to.pages = from.pages;
-    to.survivors = std::vector<std::int64_t>(from.survivors);
+    to.survivors = from.survivors;
     Kokkos::deep_copy(to.ring, from.ring);
     Kokkos::deep_copy(to.ring_scores, from.ring_scores);
     for (const auto& list : to.pages) {
@@ -965,9 +965,7 @@ auto KVCache<Value, order>::checkpoint(SequenceId sequence) -> Checkpoint {
   Checkpoint checkpoint;
   checkpoint.sequence = sequence;
   for (const LayerStore& layer : m_sequences.at(sequence).layers) {
-    typename Checkpoint::LayerState state;
-    state.tokens = layer.tokens;
-    state.survivors = layer.survivors;
+    typename Checkpoint::LayerState state{layer.tokens, layer.survivors, {}, {}};
     state.ring = decltype(state.ring)(
         Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::checkpoint::ring"),
         layer.ring.extent(0), layer.ring.extent(1));

@@ -11,8 +11,7 @@ void advise_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] std::size_t
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   // Whole small pages only: the system itself finds the huge ones that fit between them.
   constexpr std::uintptr_t page = 4096;
-  constexpr std::size_t huge_page = std::size_t{2} << 20;
-  if (bytes < 2 * huge_page) return;
+  if (bytes < huge_page_bytes) return;
   const auto begin = (reinterpret_cast<std::uintptr_t>(data) + page - 1) / page * page;
   const auto end = (reinterpret_cast<std::uintptr_t>(data) + bytes) / page * page;
   // A refusal costs speed alone.

@@ -406,7 +406,8 @@ TEST_P(DecoderShapes, PathsOfBf16Agree) {
   const auto expected = logits_of();
   const auto expect_close = [&](const std::string& what) {
     const auto logits = logits_of();
-    if (comm.is_root()) EXPECT_LT(distance(expected, logits), 2e-2) << what;
+    if (!comm.is_root()) return;
+    EXPECT_LT(distance(expected, logits), 2e-2) << what;
   };
   setenv("KVZAP_PACK", "off", 1);
   expect_close("rows");

@@ -202,7 +202,7 @@ bool use_portable_path() {
 }
 
 /// Whether so many bytes are worth lists of rows and non-temporal stores.
-bool use_streams(std::int64_t bytes) {
+[[maybe_unused]] bool use_streams(std::int64_t bytes) {
   const detail::RowPath path = detail::row_path();
   return path == detail::RowPath::streaming ||
          (path == detail::RowPath::automatic && bytes >= detail::streaming_bytes);
@@ -210,9 +210,10 @@ bool use_streams(std::int64_t bytes) {
 
 /// Judges `n` pairs with positions first, first + 1, …, whose scores lie `stride` apart, and adds
 /// the numbers number, number + 1, … of the kept ones to `kept`.
-std::int64_t judge_run(const float* scores, std::int64_t stride, std::int64_t n, std::int64_t first,
-                       std::int32_t number, const EvictionRule& rule, std::int32_t* kept,
-                       std::int64_t& non_finite) {
+[[maybe_unused]] std::int64_t judge_run(const float* scores, std::int64_t stride, std::int64_t n,
+                                        std::int64_t first, std::int32_t number,
+                                        const EvictionRule& rule, std::int32_t* kept,
+                                        std::int64_t& non_finite) {
   std::int64_t n_kept = 0;
   std::int64_t i = 0;
   const std::int64_t one_by_one =

@@ -28,6 +28,42 @@ using HostRange =
     Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace, Kokkos::IndexType<std::int64_t>>;
 using Angles = Kokkos::View<const float***, Kokkos::LayoutRight, MemorySpace>;
 
+// Kernels are in functions of their own: nvcc takes none inside private members.
+
+/// h (token, hidden) = rows of this rank's part of the embedding, which begins at `first_token`, or
+/// zeros for tokens of other ranks.
+template <class Value>
+void embed(const ExecutionSpace& exec, const Kokkos::View<const TokenId*, MemorySpace>& ids,
+           const Kokkos::View<const Value**, Kokkos::LayoutRight, MemorySpace>& embedding,
+           std::int64_t first_token, const Matrix& h) {
+  const std::int64_t rows = embedding.extent(0);
+  const std::int64_t hidden = h.extent(1);
+  Kokkos::parallel_for(
+      "kvzap::decoder::embed", Range(exec, 0, h.extent(0)), KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t row = ids(i) - first_token;
+        const bool mine = row >= 0 && row < rows;
+        for (std::int64_t d = 0; d < hidden; ++d) {
+          h(i, d) = mine ? static_cast<float>(embedding(row, d)) : 0.0f;
+        }
+      });
+}
+
+/// angles (token, dim / 2, 2) = cosine and sine of position times frequency.
+void fill_angles(const ExecutionSpace& exec, std::int64_t tokens,
+                 const Kokkos::View<const std::int64_t*, MemorySpace>& positions,
+                 const ConstVector& frequencies,
+                 const Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace>& angles) {
+  const std::int64_t pairs = frequencies.extent(0);
+  Kokkos::parallel_for(
+      "kvzap::decoder::angles", Range(exec, 0, tokens), KOKKOS_LAMBDA(std::int64_t i) {
+        for (std::int64_t d = 0; d < pairs; ++d) {
+          const float angle = static_cast<float>(positions(i)) * frequencies(d);
+          angles(i, d, 0) = detail::math::cos(angle);
+          angles(i, d, 1) = detail::math::sin(angle);
+        }
+      });
+}
+
 /// output = input / sqrt(mean(input^2) + eps) * weight, row by row; (token, hidden).
 void rms_norm(const ExecutionSpace& exec, const ConstMatrix& input, const ConstVector& weight,
               float eps, const Matrix& output) {
@@ -285,17 +321,7 @@ std::vector<float> Decoder<Value, order>::forward(const SequenceId* sequences,
   // Embed: each rank fills the rows of its part of the vocabulary, the sum brings them together.
   const Matrix h = scratch.matrix(0, count, hidden);  // (token, hidden), the residual stream
   {
-    const auto embedding = m_model.embedding();
-    const std::int64_t first_token = m_model.first_token();
-    const std::int64_t rows = embedding.extent(0);
-    Kokkos::parallel_for(
-        "kvzap::decoder::embed", Range(exec, 0, count), KOKKOS_LAMBDA(std::int64_t i) {
-          const std::int64_t row = ids(i) - first_token;
-          const bool mine = row >= 0 && row < rows;
-          for (std::int64_t d = 0; d < hidden; ++d) {
-            h(i, d) = mine ? static_cast<float>(embedding(row, d)) : 0.0f;
-          }
-        });
+    embed<Value>(exec, ids, m_model.embedding(), m_model.first_token(), h);
     detail::all_reduce_sum(exec, m_comm, h);
   }
 
@@ -306,18 +332,7 @@ std::vector<float> Decoder<Value, order>::forward(const SequenceId* sequences,
         Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::decoder::angles"), count, dim / 2,
         2);
   }
-  {
-    const auto angles = scratch.angles;
-    const auto frequencies = scratch.inverse_frequencies;
-    Kokkos::parallel_for(
-        "kvzap::decoder::angles", Range(exec, 0, count), KOKKOS_LAMBDA(std::int64_t i) {
-          for (int d = 0; d < dim / 2; ++d) {
-            const float angle = static_cast<float>(positions(i)) * frequencies(d);
-            angles(i, d, 0) = detail::math::cos(angle);
-            angles(i, d, 1) = detail::math::sin(angle);
-          }
-        });
-  }
+  { fill_angles(exec, count, positions, scratch.inverse_frequencies, scratch.angles); }
 
   const int layers = static_cast<int>(config.num_hidden_layers);
   const std::int64_t blocks = (count + block_tokens - 1) / block_tokens;

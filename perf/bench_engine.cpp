@@ -1,0 +1,2 @@
+#include "common.hpp"
+void kvzap::perf::register_benchmarks(const Options&) {}

@@ -149,6 +149,7 @@ int run(int argc, char** argv) {
   add_context();
   Table table(!world().is_root());
   benchmark::RunSpecifiedBenchmarks(&table);
+  benchmark::ClearRegisteredBenchmarks();  // they may hold views, which Kokkos must outlive
   return 0;
 }
 

@@ -36,10 +36,10 @@ std::vector<TokenId> Engine::tokens(std::int64_t count) const {
   return tokens;
 }
 
-double Engine::weight_bytes_of_step() const {
-  double bytes = static_cast<double>(m_model.bytes());
-  if (!m_model.config().tie_word_embeddings) {
-    bytes -= static_cast<double>(m_model.embedding().size() * sizeof(Value));
+double weight_bytes_of_step(const Model<Engine::Value>& model) {
+  double bytes = static_cast<double>(model.bytes());
+  if (!model.config().tie_word_embeddings) {
+    bytes -= static_cast<double>(model.embedding().size() * sizeof(Engine::Value));
   }
   return sum_over_ranks(bytes);
 }

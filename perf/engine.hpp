@@ -33,10 +33,6 @@ class Engine {
   /// The same tokens on all ranks.
   std::vector<TokenId> tokens(std::int64_t count) const;
 
-  /// Bytes of all ranks' weights that a step of few tokens reads: everything but an embedding table
-  /// of its own, of which it reads a row.
-  double weight_bytes_of_step() const;
-
  private:
   static ModelConfig truncated(const std::filesystem::path& folder, std::int64_t layers,
                                std::int64_t vocabulary);
@@ -44,12 +40,17 @@ class Engine {
   Model<Value> m_model;
 };
 
+/// Bytes of all ranks' weights that a step of few tokens reads: everything but an embedding table
+/// of its own, of which it reads a row. Collective.
+double weight_bytes_of_step(const Model<Engine::Value>& model);
+
 /// Bytes of keys and values of all ranks, and of the rank that has most of them.
 struct KVBytes {
   double live;
   double allocated;
   double live_of_largest_rank;
 };
+/// Collective.
 KVBytes kv_bytes(const Engine::Decoder& decoder);
 
 }  // namespace kvzap::perf

@@ -26,7 +26,11 @@ void read_deck(CLI::App& app, const std::string& file) {
                             error.description()));
   }
   // A prompt on the command line replaces the deck's in whichever of the two ways that gives it.
-  const bool has_prompt = app.count("--prompt") + app.count("--file") > 0;
+  const auto is_given = [&](const char* name) {
+    const CLI::Option* option = app.get_option_no_throw(name);
+    return option && option->count() > 0;
+  };
+  const bool has_prompt = is_given("--prompt") || is_given("--file");
   for (const auto& [toml_key, node] : deck) {
     const std::string key(toml_key.str());
     const std::string where = fmt::format("{}:{}: {}", file, node.source().begin.line, key);
@@ -41,7 +45,10 @@ void read_deck(CLI::App& app, const std::string& file) {
     if (has_prompt && (key == "prompt" || key == "file")) continue;
     std::vector<std::string> values;
     if (const auto* list = node.as_array()) {
-      if (key != "question") throw Error(where + ": expected one value, found a list");
+      if (option->get_multi_option_policy() != CLI::MultiOptionPolicy::TakeAll) {
+        throw Error(where + ": expected one value, found a list");
+      }
+      if (list->empty()) throw Error(where + ": the list is empty");
       for (const auto& item : *list) values.push_back(text_of(item, where));
     } else {
       values.push_back(text_of(node, where));

@@ -15,6 +15,7 @@
 #include <malloc.h>
 #endif
 
+#include "bench.hpp"
 #include "options.hpp"
 #include "run.hpp"
 
@@ -54,29 +55,32 @@ class KokkosSession {
   KokkosSession& operator=(const KokkosSession&) = delete;
 };
 
-/// What the parser could not place, or else what it says itself.
-std::string usage_message(const CLI::App& app, const CLI::App& run, const CLI::ParseError& error) {
+/// What the parser could not place, or else what it says itself. `command`: the subcommand that was
+/// named, or the program.
+std::string usage_message(const CLI::App& app, const CLI::App& command,
+                          const CLI::ParseError& error) {
   const std::vector<std::string> unknown = app.remaining(true);
-  if (unknown.empty()) return kvzap::driver::explain(run, error);
+  if (unknown.empty()) return kvzap::driver::explain(command, error);
   const std::string& first = unknown.front();
   const std::string name = first.substr(0, first.find('='));
   if (name.rfind('-', 0) != 0) {
-    return run.parsed() ? fmt::format("unexpected argument '{}'", first)
-                        : fmt::format("unknown subcommand '{}'; expected run", first);
+    return &command != &app ? fmt::format("unexpected argument '{}'", first)
+                            : fmt::format("unknown subcommand '{}'; expected run or bench", first);
   }
   const std::string nearest =
-      kvzap::driver::nearest_option(run, name.substr(std::min(name.size(), std::size_t{2})));
+      kvzap::driver::nearest_option(command, name.substr(std::min(name.size(), std::size_t{2})));
   return fmt::format(
       "unknown option {}{}", name,
       name.rfind("--", 0) == 0 && !nearest.empty() ? "; did you mean --" + nearest + "?" : "");
 }
 
-int usage_exit(const CLI::App& app, const CLI::App& run, const CLI::ParseError& error,
-               const kvzap::Communicator& comm) {
+int usage_exit(const CLI::App& app, const CLI::ParseError& error, const kvzap::Communicator& comm) {
   const bool failed = error.get_exit_code() != 0;
   if (!comm.is_root()) return failed ? exit_usage : 0;
   if (failed) {
-    fmt::print(stderr, "kvzap: error: {}\n", usage_message(app, run, error));
+    const auto named = app.get_subcommands();
+    const CLI::App& command = named.empty() ? app : *named.front();
+    fmt::print(stderr, "kvzap: error: {}\n", usage_message(app, command, error));
     return exit_usage;
   }
   app.exit(error);  // --help or --version, on standard output
@@ -102,31 +106,39 @@ int run_program(int argc, char** argv, const kvzap::Communicator& comm) {
       "kvzap prunes the KV cache of a language model while it runs, and frees the memory.\n"
       "Flags that begin with --kokkos- are passed on to Kokkos.");
   const std::string version = KVZAP_VERSION;
-  // The options of the one subcommand are worth showing at once.
-  app.set_help_flag();
-  app.set_help_all_flag("-h,--help", "print this and exit");
+  app.set_help_flag("-h,--help", "print this and exit");
   app.set_version_flag("--version", "kvzap " + version, "print the version and exit");
   app.require_subcommand(1);
   app.name("kvzap");
   auto* run = app.add_subcommand("run", "answer questions about a long prompt with a pruned cache");
-  run->set_help_all_flag();
-  run->set_help_flag("-h,--help", "print this and exit");
-  kvzap::driver::RunOptions options;
-  kvzap::driver::declare(*run, options);
+  kvzap::driver::RunOptions run_options;
+  kvzap::driver::declare(*run, run_options);
+  auto* bench = app.add_subcommand(
+      "bench", "measure prefill and decode at given context lengths and evict ratios");
+  kvzap::driver::BenchOptions bench_options;
+  kvzap::driver::declare(*bench, bench_options);
+  // Set last, because subcommands would inherit it.
+  app.footer("kvzap run --help and kvzap bench --help list the options of each.");
   try {
     app.parse(arguments);
   } catch (const CLI::ParseError& error) {
-    return usage_exit(app, *run, error, comm);
+    return usage_exit(app, error, comm);
   }
+  const bool is_bench = bench->parsed();
 
   // Each rank would print Kokkos' warnings, all the same.
   std::string quiet = "--kokkos-disable-warnings";
   if (!comm.is_root()) kokkos_arguments.push_back(quiet.data());
   const KokkosSession kokkos(kokkos_arguments);
   comm.agree([&] {
-    if (!options.config.empty()) kvzap::driver::read_deck(*run, options.config);
+    const std::string& deck = is_bench ? bench_options.config : run_options.config;
+    if (!deck.empty()) kvzap::driver::read_deck(is_bench ? *bench : *run, deck);
   });
-  kvzap::driver::run(options, comm, version);
+  if (is_bench) {
+    kvzap::driver::bench(bench_options, comm, version, KVZAP_REVISION);
+  } else {
+    kvzap::driver::run(run_options, comm, version);
+  }
   return 0;
 }
 

@@ -7,14 +7,10 @@
 #include <limits>
 
 namespace kvzap::driver {
-namespace {
 
-/// CLI11 takes -1 for the largest unsigned number.
 std::string not_negative(const std::string& text) {
   return text.find('-') == std::string::npos ? "" : text + "; expected 0 or more";
 }
-
-}  // namespace
 
 void declare(CLI::App& app, RunOptions& o) {
   const auto model = "Model";
@@ -34,6 +30,10 @@ void declare(CLI::App& app, RunOptions& o) {
                  "then needs config.json alone")
       ->type_name("SEED")
       ->check(not_negative)
+      ->group(model);
+  app.add_option("--layers", o.layers,
+                 "use only so many of the first layers: for trials, as a checkpoint's text then "
+                 "makes no sense; default: all")
       ->group(model);
   app.add_option("--placement", o.placement,
                  "deal KV heads to ranks by the kept rows in this --json file of an earlier run")

@@ -1,4 +1,4 @@
-// What `kvzap run` can be told, by flags or by a deck.
+// What `kvzap run` can be told, by flags or by a deck; decks and messages of every subcommand.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -23,6 +23,7 @@ struct RunOptions {
   std::string page_order = "token";
   std::string dtype = "bf16";
   std::string placement;
+  std::optional<std::int64_t> layers;  // absent: all
 
   std::optional<std::string> prompt;
   std::string file;
@@ -44,6 +45,9 @@ struct RunOptions {
   bool quiet = false;
   std::string config;
 };
+
+/// Refuses numbers below zero, as a CLI11 check: CLI11 takes -1 for the largest unsigned number.
+std::string not_negative(const std::string& text);
 
 /// Declares every option of `kvzap run` on `app`; parsing fills `options`.
 void declare(CLI::App& app, RunOptions& options);

@@ -70,6 +70,7 @@ ordered_json to_json(const RunReport& report, const RunOptions& options) {
                    {"kv_heads", report.model.num_key_value_heads},
                    {"query_heads", report.model.num_attention_heads},
                    {"head_dim", report.model.head_dim}};
+  if (options.layers) json["model"]["all_layers"] = report.all_layers;
   if (options.random_weights) json["model"]["random_weights"] = *options.random_weights;
   const CacheOptions& cache = report.cache_options;
   json["options"] = {{"dtype", options.dtype},

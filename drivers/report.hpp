@@ -21,7 +21,8 @@ struct AnsweredQuestion {
 struct RunReport {
   std::string version;
   ModelConfig model;
-  std::string surrogate_kind;  // empty: none
+  std::int64_t all_layers = 0;  // of the checkpoint; model has those in use
+  std::string surrogate_kind;   // empty: none
   CacheOptions cache_options;
   int ranks = 1;
   std::int64_t context_tokens = 0;

@@ -1,8 +1,6 @@
 #include "run.hpp"
 
 #include <fmt/format.h>
-#include <sched.h>
-#include <sys/resource.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -14,16 +12,14 @@
 #include <kvzap/generate.hpp>
 #include <kvzap/memory_plan.hpp>
 #include <kvzap/snapshot.hpp>
-#include <kvzap/surrogate.hpp>
 #include <kvzap/tokenizer.hpp>
 #include <limits>
 #include <sstream>
-#include <thread>
 
 #include "detail/blas_threads.hpp"
-#include "detail/kokkos_compat.hpp"
 #include "progress.hpp"
 #include "report.hpp"
+#include "setup.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -200,83 +196,14 @@ void write_whole(const std::string& file, const std::string& text) {
   }
 }
 
-void flush_stdout() {
-  if (std::fflush(stdout) != 0 || std::ferror(stdout)) {
-    throw Error("standard output: writing failed (is the disk full?)");
-  }
-}
-
-std::int64_t peak_rss_bytes() {
-  rusage usage{};
-  getrusage(RUSAGE_SELF, &usage);
-  return std::int64_t{1024} * usage.ru_maxrss;
-}
-
-/// The number in a file of one line, or -1 ("max" in a cgroup's limit is none).
-std::int64_t number_in(const fs::path& file) {
-  std::int64_t number = -1;
-  std::ifstream stream(file);
-  return stream >> number ? number : -1;
-}
-
-/// Memory that processes on this node may still take, or -1 if the system does not say: what the
-/// kernel has left, or, in a container or a batch job, what its control group has.
-std::int64_t available_bytes() {
-  std::int64_t available = -1;
-  std::ifstream info("/proc/meminfo");
-  std::string name;
-  std::int64_t kilobytes = 0;
-  for (std::string line; std::getline(info, line);) {
-    std::istringstream words(line);
-    if (words >> name >> kilobytes && name == "MemAvailable:") available = 1024 * kilobytes;
-  }
-  std::ifstream groups("/proc/self/cgroup");
-  for (std::string line; std::getline(groups, line);) {
-    if (line.rfind("0::/", 0) != 0) continue;  // version 2's one hierarchy
-    for (fs::path group = fs::path(line.substr(3)).relative_path();; group = group.parent_path()) {
-      const fs::path folder = "/sys/fs/cgroup" / group;
-      const std::int64_t limit = number_in(folder / "memory.max");
-      const std::int64_t used = number_in(folder / "memory.current");
-      if (limit >= 0 && used >= 0) {
-        const std::int64_t left = std::max<std::int64_t>(0, limit - used);
-        available = available < 0 ? left : std::min(available, left);
-      }
-      if (group.empty()) break;
-    }
-  }
-  return available;
-}
-
-/// Refuses what cannot fit before minutes are spent on it: the system would otherwise kill a rank
-/// without a word. Counts weights and what prefill needs at least; how much pruning will keep is
-/// not known.
-void check_memory(const MemoryPlan& plan, bool pruned, int ranks_on_node) {
-  if (!detail::runs_on_host) return;
+/// Weights and what prefill needs at least; how much pruning will keep is not known.
+std::int64_t least_bytes(const MemoryPlan& plan, bool pruned) {
   std::int64_t most = 0;
   for (const auto& rank : plan.ranks) {
     most = std::max(most,
                     rank.weights + rank.activations + (pruned ? rank.dense_layer : rank.kv_full));
   }
-  const std::int64_t needed = most * ranks_on_node;
-  const std::int64_t available = available_bytes();
-  if (available >= 0 && needed > available) {
-    throw Error(
-        fmt::format("not enough memory: {} ranks on this node need {} for weights and cache, "
-                    "{} are available; --dry-run prints the plan",
-                    ranks_on_node, human_bytes(needed), human_bytes(available)));
-  }
-}
-
-/// Cores that this rank may use: its own if it is bound to some, else its share of the node's.
-int cores_of_rank(int ranks_on_node) {
-  const int cores = static_cast<int>(std::thread::hardware_concurrency());
-#ifdef __linux__
-  cpu_set_t set;
-  if (sched_getaffinity(0, sizeof(set), &set) == 0 && CPU_COUNT(&set) < cores) {
-    return CPU_COUNT(&set);
-  }
-#endif
-  return std::max(1, cores / ranks_on_node);
+  return most;
 }
 
 MemoryPlan plan(const RunOptions& options, const ModelConfig& config, std::int64_t tokens,
@@ -305,8 +232,7 @@ CacheOptions cache_options(const RunOptions& options) {
 
 template <class Value>
 std::unique_ptr<Generator> make_generator(const RunOptions& options, const CacheOptions& cache,
-                                          const ModelConfig& config, const HeadPartition& partition,
-                                          const Communicator& comm,
+                                          const ModelSetup& setup, const Communicator& comm,
                                           const ProgressCallback& progress, RunReport& report) {
   std::unique_ptr<Generator> generator;
   std::int64_t weight_bytes = 0;
@@ -314,13 +240,13 @@ std::unique_ptr<Generator> make_generator(const RunOptions& options, const Cache
   std::shared_ptr<Surrogate> surrogate;
   comm.agree([&] {
     if (cache.prune == PruneMode::none) return;
-    surrogate = std::make_shared<Surrogate>(Surrogate::load(
-        options.surrogate, config, partition, comm.rank(), DTypeOf<Value>::value, comm));
+    surrogate = load_surrogate(options.surrogate, setup, DTypeOf<Value>::value, comm);
     report.surrogate_kind = surrogate->kind();
   });
   comm.agree([&] {
-    const auto model = std::make_shared<const Model<Value>>(Model<Value>::load(
-        options.model, config, partition, comm.rank(), options.random_weights, progress));
+    const auto model = std::make_shared<const Model<Value>>(
+        Model<Value>::load(options.model, setup.config, setup.partition, comm.rank(),
+                           options.random_weights, progress));
     weight_bytes = model->bytes();
     generator = Generator::create<Value>(model, std::move(surrogate), cache, comm);
   });
@@ -365,21 +291,15 @@ void run(const RunOptions& options, const Communicator& comm, const std::string&
   RunReport report;
   report.version = version;
   report.ranks = comm.size();
-  ModelConfig& config = report.model;
-  std::optional<HeadPartition> partition;
+  std::optional<ModelSetup> setup;
   std::optional<Tokenizer> tokenizer;
   std::vector<TokenId> stop_ids;
   std::int64_t limit = 0;
   comm.agree([&] {
     validate(options);
     report.cache_options = cache_options(options);
-    config = ModelConfig::load(options.model);
-    const int layers = static_cast<int>(config.num_hidden_layers);
-    const int heads = static_cast<int>(config.num_key_value_heads);
-    partition =
-        options.placement.empty()
-            ? HeadPartition::even(layers, heads, comm.size())
-            : HeadPartition::balanced(read_kept_rows(options.placement, config), comm.size());
+    setup = set_up_model(options.model, options.layers, options.placement, comm.size());
+    const ModelConfig& config = setup->config;
     limit = options.max_context.value_or(0);
     if (!options.random_weights) {
       if (limit > config.max_position_embeddings) {
@@ -395,28 +315,26 @@ void run(const RunOptions& options, const Communicator& comm, const std::string&
     if (has_prompt && !options.token_ids) tokenizer = Tokenizer::load(options.model);
     check_writable(options.json);
   });
-  if (talks) {
-    for (const auto& warning : config.warnings) fmt::print(stderr, "kvzap: warning: {}\n", warning);
-  }
+  const ModelConfig& config = setup->config;
+  report.model = config;
+  report.all_layers = setup->all_layers;
+  if (talks) print_notes(*setup);
   const Tokenizer* const text_tokenizer = tokenizer ? &*tokenizer : nullptr;
   if (options.dry_run) return dry_run(options, config, text_tokenizer, limit, comm);
   if (!options.snapshot.empty()) check_snapshot_writable(options.snapshot, comm);
   const Prompt prompt = share_prompt(options, text_tokenizer, config, limit, comm);
   report.context_tokens = prompt.context.size();
-  // A ring much longer than the sequence can get would only waste memory: no pair ever leaves
-  // either.
-  constexpr std::int64_t small_ring = 1024;
-  std::int64_t longest = small_ring;
+  std::int64_t longest = 0;
   for (const auto& question : prompt.questions) {
     longest = std::max<std::int64_t>(longest,
                                      prompt.context.size() + question.size() + options.new_tokens);
   }
-  report.cache_options.window =
-      static_cast<int>(std::min<std::int64_t>(report.cache_options.window, longest));
+  report.cache_options.window = ring_rows(options.window, longest);
   const int ranks_on_node = comm.ranks_on_node();
   comm.agree([&] {
-    check_memory(plan(options, config, report.context_tokens, comm.size()),
-                 report.cache_options.prune != PruneMode::none, ranks_on_node);
+    check_memory(least_bytes(plan(options, config, report.context_tokens, comm.size()),
+                             report.cache_options.prune != PruneMode::none),
+                 ranks_on_node, "weights and cache (--dry-run prints the plan)");
   });
   detail::set_blas_threads(cores_of_rank(ranks_on_node));
 
@@ -428,16 +346,16 @@ void run(const RunOptions& options, const Communicator& comm, const std::string&
   std::unique_ptr<Generator> generator;
   switch (dtype_from_name(options.dtype)) {
     case DType::f32:
-      generator = make_generator<float>(options, report.cache_options, config, *partition, comm,
-                                        progress, report);
+      generator =
+          make_generator<float>(options, report.cache_options, *setup, comm, progress, report);
       break;
     case DType::f16:
-      generator = make_generator<half>(options, report.cache_options, config, *partition, comm,
-                                       progress, report);
+      generator =
+          make_generator<half>(options, report.cache_options, *setup, comm, progress, report);
       break;
     case DType::bf16:
-      generator = make_generator<bfloat16>(options, report.cache_options, config, *partition, comm,
-                                           progress, report);
+      generator =
+          make_generator<bfloat16>(options, report.cache_options, *setup, comm, progress, report);
       break;
   }
   report.load_seconds = seconds_since(start);

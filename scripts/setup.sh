@@ -6,7 +6,7 @@ kvzap_packages=(
   libtrilinos-kokkos-dev libtrilinos-kokkos-kernels-dev
   libopenmpi-dev openmpi-bin
   libhdf5-openmpi-dev
-  libopenblas-dev
+  libopenblas-dev libdnnl-dev
   libcli11-dev libtomlplusplus-dev nlohmann-json3-dev libfmt-dev libpcre2-dev libutf8proc-dev
 )
 

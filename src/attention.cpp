@@ -1,11 +1,12 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <kvzap/attention.hpp>
-#include <kvzap/head_partition.hpp>
 #include <limits>
 
+#include "detail/attention_rows.hpp"
 #include "detail/gemm.hpp"
 #include "detail/kokkos_compat.hpp"
 #include "detail/row_kernels.hpp"
@@ -22,9 +23,9 @@ using HostRange =
 
 constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
 
-// Rows whose scores are held at once in the decode kernel: the running maximum is rescaled once per
-// so many.
-constexpr int block_rows = 256;
+// Rows of a work item of the row kernel. Fixed, so that neither the number of threads nor other
+// sequences of a batch change how sums are grouped; 512 KiB of bfloat16 keys and values of 128.
+constexpr std::int64_t item_rows = 1024;
 // Tiles of the prefill kernel: query rows (tokens x group) and key rows.
 constexpr std::int64_t tile_queries = 512;
 constexpr std::int64_t tile_keys = 512;
@@ -45,36 +46,6 @@ KOKKOS_INLINE_FUNCTION void load_row(const Value* source, std::int64_t stride, f
   for (int d = 0; d < dim; ++d) target[d] = static_cast<float>(source[d * stride]);
 }
 
-/// Running softmax of `group` query heads over the rows seen so far.
-struct Partial {
-  float* maximum;  // (group)
-  float* weight;   // (group), sum of exp(score - maximum)
-  float* sums;     // (group, dim), sum of exp(score - maximum) * value
-};
-
-template <class Value>
-void attend_span(const typename RaggedLayer<Value, PageOrder::token_major>::Span& span,
-                 const float* queries, int group, int dim, float* scores, const Partial& partial) {
-  for (std::int64_t begin = 0; begin < span.rows; begin += block_rows) {
-    const int rows = static_cast<int>(std::min<std::int64_t>(block_rows, span.rows - begin));
-    detail::score_rows(span.keys + begin * span.row_stride, span.row_stride, span.dim_stride, rows,
-                       queries, group, dim, scores, block_rows);
-    for (int q = 0; q < group; ++q) {
-      float* row = scores + q * block_rows;
-      const float maximum = std::max(partial.maximum[q], detail::max_of(row, rows));
-      if (maximum > partial.maximum[q]) {
-        const float factor = std::exp(partial.maximum[q] - maximum);
-        partial.weight[q] *= factor;
-        detail::scale(partial.sums + q * dim, dim, factor);
-        partial.maximum[q] = maximum;
-      }
-      partial.weight[q] += detail::exp_shifted(row, rows, shift_of(maximum));
-    }
-    detail::accumulate_rows(span.values + begin * span.row_stride, span.row_stride, span.dim_stride,
-                            rows, scores, block_rows, group, dim, partial.sums);
-  }
-}
-
 }  // namespace
 
 // Not nested in Attention: nvcc takes no kernel inside a private class.
@@ -85,7 +56,18 @@ struct detail::AttentionScratch {
   using RowsView = typename Attention<Value, order>::RowsView;
   using OutputView = typename Attention<Value, order>::OutputView;
 
-  Vector partials;
+  /// Rows [begin, end) of a head of a sequence, counted over pages, ring and chunk.
+  struct Item {
+    int sequence;
+    int head;
+    std::int64_t begin;
+    std::int64_t end;
+  };
+
+  std::vector<Item> items;
+  std::vector<std::int64_t> first_items;  // of each (sequence, head), and the end
+  Kokkos::View<float*, Kokkos::HostSpace> partials;
+  Kokkos::View<float*, Kokkos::HostSpace> workspaces;
   Vector queries;
   Vector keys;
   Vector values;
@@ -94,8 +76,10 @@ struct detail::AttentionScratch {
   Vector maximum;
   Vector weight;
 
-  void rows(const ExecutionSpace& exec, const Layer& cached, const QueryView& queries,
-            const RowsView& chunk_keys, const RowsView& chunk_values, const OutputView& output);
+  /// One query token for each of `sequences` layers; chunk_rows rows of the chunk for each.
+  void rows(const ExecutionSpace& exec, const Layer* cached, int sequences, std::int64_t chunk_rows,
+            const QueryView& queries, const RowsView& chunk_keys, const RowsView& chunk_values,
+            const OutputView& output);
   void tiles(const ExecutionSpace& exec, const Layer& cached, const QueryView& queries,
              const RowsView& chunk_keys, const RowsView& chunk_values, const OutputView& output);
 };
@@ -164,81 +148,115 @@ void attend_portable(const ExecutionSpace& exec, const RaggedLayer<Value, order>
 
 }  // namespace
 
-// One query token. Work items are (KV head, range of spans), as many ranges as keep every thread
-// busy; their partial results merge exactly in the end.
+// One query token per sequence. Every item's partial softmax is kept; those of a head merge exactly
+// in the end.
 template <class Value, PageOrder order>
-void detail::AttentionScratch<Value, order>::rows(const ExecutionSpace& exec, const Layer& cached,
+void detail::AttentionScratch<Value, order>::rows(const ExecutionSpace& exec, const Layer* cached,
+                                                  int sequences, std::int64_t chunk_rows,
                                                   const QueryView& query_view,
                                                   const RowsView& chunk_keys,
                                                   const RowsView& chunk_values,
                                                   const OutputView& output) {
-  const int kv_heads = cached.heads;
+  using Run = detail::RowRun<Value>;
+  const int kv_heads = cached[0].heads;
   const int dim = static_cast<int>(query_view.extent(2));
   const int group = static_cast<int>(query_view.extent(1)) / kv_heads;
-  const int threads = Kokkos::DefaultHostExecutionSpace().concurrency();
-  const int splits = threads == 1 ? 1 : (2 * threads + kv_heads - 1) / kv_heads;
-  const std::int64_t chunk_rows = chunk_keys.extent(0);
-  const float scaling = 1.0f / std::sqrt(static_cast<float>(dim));
-  const std::int64_t partial_size = std::int64_t{group} * (dim + 2);
-  const std::int64_t item_size = partial_size + std::int64_t{group} * (dim + block_rows);
-  detail::reserve_scratch(partials, kv_heads * splits * item_size, "kvzap::attention::partials");
-  float* const base = partials.data();
-  const auto partial_of = [=](std::int64_t item) {
-    float* p = base + item * item_size;
-    return Partial{p, p + group, p + 2 * group};
-  };
   detail::fence(exec, "kvzap::attention: host kernels read what the instance wrote");
+
+  items.clear();
+  first_items.clear();
+  for (int b = 0; b < sequences; ++b) {
+    for (int head = 0; head < kv_heads; ++head) {
+      first_items.push_back(static_cast<std::int64_t>(items.size()));
+      const std::int64_t rows = cached[b].rows(head) + chunk_rows;
+      for (std::int64_t begin = 0; begin < rows; begin += item_rows) {
+        items.push_back({b, head, begin, std::min(rows, begin + item_rows)});
+      }
+    }
+  }
+  const std::int64_t n_items = static_cast<std::int64_t>(items.size());
+  first_items.push_back(n_items);
+
+  const std::int64_t workers = Kokkos::DefaultHostExecutionSpace().concurrency();
+  const std::int64_t partial_size = std::int64_t{group} * (dim + 2);
+  const std::int64_t workspace_size = detail::RowAttention<Value>::scratch_size(group, dim);
+  detail::reserve_scratch(partials, n_items * partial_size, "kvzap::attention::partials");
+  detail::reserve_scratch(workspaces, workers * workspace_size, "kvzap::attention::workspaces");
+  float* const partial_base = partials.data();
+  float* const workspace_base = workspaces.data();
+  const Item* const item_list = items.data();
+  std::atomic<std::int64_t> next_item{0};
+  std::atomic<std::int64_t>* const queue = &next_item;
+  Kokkos::parallel_for("kvzap::attention::rows", HostRange(0, workers), [=](std::int64_t worker) {
+    detail::RowAttention<Value> attention(group, dim, order == PageOrder::token_major,
+                                          workspace_base + worker * workspace_size);
+    for (std::int64_t i = (*queue)++; i < n_items; i = (*queue)++) {
+      const Item& item = item_list[i];
+      const Layer& layer = cached[item.sequence];
+      const int head = item.head;
+      const std::int64_t survivors = layer.survivors(head);
+      const std::int64_t cached_rows = layer.rows(head);
+      const std::int64_t pages = layer.pages(head);
+      // The run of rows that begins at `row`.
+      const auto run_at = [&](std::int64_t row) -> Run {
+        if (row >= item.end) return {};
+        Run run;
+        std::int64_t skipped;
+        if (row < cached_rows) {
+          const bool in_page = row < survivors;
+          const std::int64_t index = in_page ? row / layer.page_rows : pages;
+          const auto span = layer.span(head, index);
+          run = {span.keys, span.values, span.rows, span.row_stride, span.dim_stride};
+          skipped = in_page ? row - index * layer.page_rows : row - survivors;
+        } else {
+          const std::int64_t first = item.sequence * chunk_rows;
+          run = {&chunk_keys(first, head, 0), &chunk_values(first, head, 0), chunk_rows,
+                 static_cast<std::int64_t>(chunk_keys.stride(0)),
+                 static_cast<std::int64_t>(chunk_keys.stride(2))};
+          skipped = row - cached_rows;
+        }
+        run.keys += skipped * run.row_stride;
+        run.values += skipped * run.row_stride;
+        run.rows = std::min(run.rows - skipped, item.end - row);
+        return run;
+      };
+      attention.begin(&query_view(item.sequence, head * group, 0), query_view.stride(1),
+                      query_view.stride(2));
+      Run run = run_at(item.begin);
+      for (std::int64_t row = item.begin; row < item.end;) {
+        row += run.rows;
+        const Run next = run_at(row);
+        attention.attend(run, next);
+        run = next;
+      }
+      float* const partial = partial_base + i * partial_size;
+      attention.finish(partial, partial + group, partial + 2 * group);
+    }
+  });
+  const std::int64_t* const first_of = first_items.data();
+  const float scaling = 1.0f / std::sqrt(static_cast<float>(dim));
   Kokkos::parallel_for(
-      "kvzap::attention::rows", HostRange(0, std::int64_t{kv_heads} * splits),
-      [=](std::int64_t item) {
-        const int head = static_cast<int>(item / splits);
-        const Partial partial = partial_of(item);
-        float* queries = base + item * item_size + partial_size;
-        float* scores = queries + std::int64_t{group} * dim;
-        for (int q = 0; q < group; ++q) {
-          partial.maximum[q] = minus_infinity;
-          partial.weight[q] = 0;
-          for (int d = 0; d < dim; ++d) {
-            partial.sums[q * dim + d] = 0;
-            queries[q * dim + d] = query_view(0, head * group + q, d) * scaling;
-          }
+      "kvzap::attention::merge", HostRange(0, std::int64_t{sequences} * kv_heads * group),
+      [=](std::int64_t i) {
+        const std::int64_t q = i % group;
+        const std::int64_t sequence = i / (std::int64_t{kv_heads} * group);
+        const std::int64_t head = i / group % kv_heads;
+        const float* const begin = partial_base + first_of[i / group] * partial_size;
+        const float* const end = partial_base + first_of[i / group + 1] * partial_size;
+        float maximum = minus_infinity;
+        for (const float* p = begin; p < end; p += partial_size) maximum = std::max(maximum, p[q]);
+        float* const result = &output(sequence, head * group + q, 0);
+        const std::int64_t stride = output.stride(2);
+        for (int d = 0; d < dim; ++d) result[d * stride] = 0;
+        float weight = 0;
+        for (const float* p = begin; p < end; p += partial_size) {
+          const float factor = std::exp((p[q] - shift_of(maximum)) * scaling);
+          weight += factor * p[group + q];
+          const float* const sums = p + 2 * group + q * dim;
+          for (int d = 0; d < dim; ++d) result[d * stride] += factor * sums[d];
         }
-        const std::int64_t pages = cached.pages(head);
-        const auto [begin, end] = even_range(pages + 2, splits, static_cast<int>(item % splits));
-        for (std::int64_t s = begin; s < end; ++s) {
-          if (s <= pages) {
-            const auto span = cached.span(head, s);
-            attend_span<Value>(
-                {span.keys, span.values, span.rows, span.row_stride, span.dim_stride}, queries,
-                group, dim, scores, partial);
-          } else {
-            attend_span<Value>({&chunk_keys(0, head, 0), &chunk_values(0, head, 0), chunk_rows,
-                                static_cast<std::int64_t>(chunk_keys.stride(0)),
-                                static_cast<std::int64_t>(chunk_keys.stride(2))},
-                               queries, group, dim, scores, partial);
-          }
-        }
+        for (int d = 0; d < dim; ++d) result[d * stride] /= weight;
       });
-  Kokkos::parallel_for("kvzap::attention::merge", HostRange(0, std::int64_t{kv_heads} * group),
-                       [=](std::int64_t i) {
-                         const std::int64_t head = i / group;
-                         const std::int64_t q = i % group;
-                         float maximum = minus_infinity;
-                         for (int s = 0; s < splits; ++s) {
-                           maximum = std::max(maximum, partial_of(head * splits + s).maximum[q]);
-                         }
-                         float weight = 0;
-                         for (int d = 0; d < dim; ++d) output(0, i, d) = 0;
-                         for (int s = 0; s < splits; ++s) {
-                           const Partial partial = partial_of(head * splits + s);
-                           if (partial.weight[q] == 0) continue;  // a range without rows
-                           const float factor = std::exp(partial.maximum[q] - maximum);
-                           weight += factor * partial.weight[q];
-                           for (int d = 0; d < dim; ++d)
-                             output(0, i, d) += factor * partial.sums[q * dim + d];
-                         }
-                         for (int d = 0; d < dim; ++d) output(0, i, d) /= weight;
-                       });
 }
 
 // Many query tokens. Per KV head and tile of query tokens: for each tile of rows, scores by gemm, a
@@ -391,11 +409,12 @@ Attention<Value, order>::Attention()
 template <class Value, PageOrder order>
 Attention<Value, order>::~Attention() = default;
 
-template <class Value, PageOrder order>
-void Attention<Value, order>::operator()(const ExecutionSpace& exec, const Layer& cached,
-                                         const QueryView& queries, const RowsView& chunk_keys,
-                                         const RowsView& chunk_values, const OutputView& output,
-                                         AttentionPath path) {
+namespace {
+
+/// Throws Error on extents that do not fit each other.
+template <class Layer, class QueryView, class RowsView, class OutputView>
+void check(const Layer& cached, const QueryView& queries, const RowsView& chunk_keys,
+           const RowsView& chunk_values, const OutputView& output) {
   const auto fits = [&](const RowsView& view) {
     return view.extent(0) >= queries.extent(0) && view.extent(0) == chunk_keys.extent(0) &&
            static_cast<int>(view.extent(1)) == cached.heads &&
@@ -419,20 +438,39 @@ void Attention<Value, order>::operator()(const ExecutionSpace& exec, const Layer
                       output.extent(i), queries.extent(i)));
     }
   }
+}
+
+/// The path that is taken; throws Error for one that cannot.
+AttentionPath resolve(AttentionPath path, bool single) {
+  if (path == AttentionPath::automatic) {
+    if (!single) return AttentionPath::tiles;
+    return detail::runs_on_host ? AttentionPath::rows : AttentionPath::portable;
+  }
+  if (path == AttentionPath::rows && !detail::runs_on_host) {
+    throw Error("attention: the row kernel runs on host backends only; expected another path");
+  }
+  return path;
+}
+
+}  // namespace
+
+template <class Value, PageOrder order>
+void Attention<Value, order>::operator()(const ExecutionSpace& exec, const Layer& cached,
+                                         const QueryView& queries, const RowsView& chunk_keys,
+                                         const RowsView& chunk_values, const OutputView& output,
+                                         AttentionPath path) {
+  check(cached, queries, chunk_keys, chunk_values, output);
   if (queries.extent(0) == 0 || cached.heads == 0) return;
   const bool single = queries.extent(0) == 1;
-  if (path == AttentionPath::automatic) {
-    path = !single ? AttentionPath::tiles
-                   : (detail::runs_on_host ? AttentionPath::rows : AttentionPath::portable);
-  }
-  if (path == AttentionPath::rows && (!single || !detail::runs_on_host)) {
+  if (path == AttentionPath::rows && !single) {
     throw Error(
-        fmt::format("attention: the row kernel takes one query token on a host backend, not {}",
-                    queries.extent(0)));
+        fmt::format("attention: the row kernel takes one query token, not {}", queries.extent(0)));
   }
+  path = resolve(path, single);
   switch (path) {
     case AttentionPath::rows:
-      return m_scratch->rows(exec, cached, queries, chunk_keys, chunk_values, output);
+      return m_scratch->rows(exec, &cached, 1, chunk_keys.extent(0), queries, chunk_keys,
+                             chunk_values, output);
     case AttentionPath::tiles:
       return m_scratch->tiles(exec, cached, queries, chunk_keys, chunk_values, output);
     default:
@@ -445,13 +483,35 @@ void Attention<Value, order>::decode(const ExecutionSpace& exec, const std::vect
                                      const QueryView& queries, const RowsView& chunk_keys,
                                      const RowsView& chunk_values, const OutputView& output,
                                      AttentionPath path) {
-  for (std::size_t i = 0; i < cached.size(); ++i) {
-    const auto row = std::make_pair(i, i + 1);
-    const auto all = Kokkos::ALL;
-    (*this)(exec, cached[i], Kokkos::subview(queries, row, all, all),
-            Kokkos::subview(chunk_keys, row, all, all),
-            Kokkos::subview(chunk_values, row, all, all), Kokkos::subview(output, row, all, all),
-            path);
+  if (queries.extent(0) != cached.size() || chunk_keys.extent(0) != cached.size() ||
+      chunk_values.extent(0) != cached.size()) {
+    throw Error(fmt::format(
+        "attention: {} query rows, {} chunk keys and {} chunk values; expected one of each for "
+        "each of {} sequences",
+        queries.extent(0), chunk_keys.extent(0), chunk_values.extent(0), cached.size()));
+  }
+  for (std::size_t b = 0; b < cached.size(); ++b) {
+    const Layer& layer = cached[b];
+    if (layer.heads != cached[0].heads || layer.head_dim != cached[0].head_dim) {
+      throw Error(fmt::format(
+          "attention: the layer of sequence {} has {} heads of {}; expected {} of {} as in the "
+          "first",
+          b, layer.heads, layer.head_dim, cached[0].heads, cached[0].head_dim));
+    }
+    check(layer, queries, chunk_keys, chunk_values, output);
+  }
+  if (cached.empty() || cached[0].heads == 0) return;
+  path = resolve(path, true);
+  if (path == AttentionPath::rows) {
+    return m_scratch->rows(exec, cached.data(), static_cast<int>(cached.size()), 1, queries,
+                           chunk_keys, chunk_values, output);
+  }
+  for (std::size_t b = 0; b < cached.size(); ++b) {
+    const auto own = std::make_pair(b, b + 1);
+    (*this)(exec, cached[b], Kokkos::subview(queries, own, Kokkos::ALL, Kokkos::ALL),
+            Kokkos::subview(chunk_keys, own, Kokkos::ALL, Kokkos::ALL),
+            Kokkos::subview(chunk_values, own, Kokkos::ALL, Kokkos::ALL),
+            Kokkos::subview(output, own, Kokkos::ALL, Kokkos::ALL), path);
   }
 }
 

@@ -4,8 +4,36 @@
 #include <mpi.h>
 
 #include <Kokkos_Core.hpp>
+#include <cstdlib>
+#include <string_view>
+
+#include "detail/simd.hpp"
+
+namespace {
+
+// ctest takes this exit status for "skipped".
+constexpr int skipped = 77;
+
+/// Whether KVZAP_SIMD names an instruction set that this processor lacks.
+bool asks_too_much() {
+  using kvzap::detail::SimdLevel;
+  const char* asked = std::getenv("KVZAP_SIMD");
+  if (!asked) return false;
+  for (SimdLevel level : {SimdLevel::avx2, SimdLevel::avx512, SimdLevel::avx512_bf16}) {
+    if (std::string_view(asked) == kvzap::detail::name_of(level)) {
+      return level > kvzap::detail::simd_level_of_processor();
+    }
+  }
+  return false;
+}
+
+}  // namespace
 
 int main(int argc, char** argv) {
+  if (asks_too_much()) {
+    std::puts("skipped: the processor lacks the instruction set that KVZAP_SIMD names");
+    return skipped;
+  }
   MPI_Init(&argc, &argv);
   ::testing::InitGoogleTest(&argc, argv);
   int rank = 0;

@@ -3,6 +3,7 @@
 
 #include <kvzap/cache.hpp>
 #include <memory>
+#include <vector>
 
 namespace kvzap {
 
@@ -44,6 +45,13 @@ class Attention {
                   const RowsView& chunk_keys, const RowsView& chunk_values,
                   const OutputView& output, AttentionPath path = AttentionPath::automatic);
 
+  /// One decode step of B sequences: row b of the output = attention of query row b over all rows
+  /// that cached[b] holds and over chunk row b, the sequence's own newest. Each row is bit for bit
+  /// what a call for its sequence alone gives with the same path.
+  ///
+  /// queries, output: (B, query head, dim). chunk_keys, chunk_values: (B, KV head, dim). The layers
+  /// have the same heads and head_dim. Throws Error on extents that do not fit, or if `path` is
+  /// rows on a backend other than the host.
   void decode(const ExecutionSpace& exec, const std::vector<Layer>& cached,
               const QueryView& queries, const RowsView& chunk_keys, const RowsView& chunk_values,
               const OutputView& output, AttentionPath path = AttentionPath::automatic);

@@ -1,9 +1,10 @@
-// Keeps a threaded BLAS from putting more threads on a node than it has cores.
+// Keeps a threaded BLAS or oneDNN from putting more threads on a node than it has cores.
 #pragma once
 
 namespace kvzap::detail {
 
-/// Sets the number of threads of the BLAS behind this process, if it is one that can be told. Does
+/// Sets the number of threads of the BLAS behind this process, if it is one that can be told, and
+/// of oneDNN, unless Kokkos itself runs several host threads (they then share its number). Does
 /// nothing if the user chose a number through OPENBLAS_NUM_THREADS, MKL_NUM_THREADS,
 /// BLIS_NUM_THREADS or OMP_NUM_THREADS.
 void set_blas_threads(int threads);

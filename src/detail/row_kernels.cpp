@@ -135,11 +135,11 @@ KVZAP_BODY float max_of_body(const float* values, std::int64_t count) {
   return largest;
 }
 
-KVZAP_BODY float exp_shifted_body(float* values, std::int64_t count, float shift) {
+KVZAP_BODY float exp_shifted_body(float* values, std::int64_t count, float shift, float scaling) {
   float sum = 0;
 #pragma omp simd reduction(+ : sum)
   for (std::int64_t i = 0; i < count; ++i) {
-    values[i] = exp_nonpositive(values[i] - shift);
+    values[i] = exp_nonpositive((values[i] - shift) * scaling);
     sum += values[i];
   }
   return sum;
@@ -248,8 +248,8 @@ KVZAP_ROW_KERNELS(half)
 KVZAP_ROW_KERNELS(bfloat16)
 
 KVZAP_KERNEL(float, max_of, (const float* values, std::int64_t count), (values, count))
-KVZAP_KERNEL(float, exp_shifted, (float* values, std::int64_t count, float shift),
-             (values, count, shift))
+KVZAP_KERNEL(float, exp_shifted, (float* values, std::int64_t count, float shift, float scaling),
+             (values, count, shift, scaling))
 KVZAP_KERNEL(void, scale, (float* values, std::int64_t count, float factor),
              (values, count, factor))
 KVZAP_KERNEL(void, gelu, (float* values, std::int64_t count), (values, count))

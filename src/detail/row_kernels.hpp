@@ -51,9 +51,9 @@ void accumulate_rows(const bfloat16* values, std::int64_t row_stride, std::int64
 
 /// The largest of `count` >= 1 values.
 float max_of(const float* values, std::int64_t count);
-/// values[i] = exp(values[i] - shift), within 2 units in the last place for values[i] <= shift;
-/// returns their sum. NaN gives NaN.
-float exp_shifted(float* values, std::int64_t count, float shift);
+/// values[i] = exp(scaling * (values[i] - shift)), for values[i] <= shift and scaling > 0 within 2
+/// units in the last place of the rounded argument's; returns their sum. NaN gives NaN.
+float exp_shifted(float* values, std::int64_t count, float shift, float scaling = 1);
 /// values[i] *= factor
 void scale(float* values, std::int64_t count, float factor);
 /// values[i] = x / 2 * (1 + erf(x / sqrt(2))), the exact GELU (Hendrycks and Gimpel, arXiv

@@ -66,6 +66,10 @@ def kvzap(*arguments, ranks=0, **options):
     return run_command(on_ranks(ranks, [KVZAP, "run", *arguments]), **options)
 
 
+def bench(*arguments, ranks=0, **options):
+    return run_command(on_ranks(ranks, [KVZAP, "bench", *arguments]), **options)
+
+
 def write_safetensors(path, tensors):
     """tensors: {name: (dtype, shape, bytes)}."""
     header, offset = {}, 0

@@ -10,6 +10,7 @@
 #include <random>
 #include <set>
 
+#include "detail/simd.hpp"
 #include "safetensors_writer.hpp"
 #include "unit/temporary_folder.hpp"
 
@@ -329,6 +330,94 @@ TEST_P(DecoderShapes, RanksDoNotMatterWhenPruned) {
       EXPECT_LT(distance(whole.logits[s], sharded.logits[s]), 1e-5) << "step " << s;
     }
   }
+}
+
+// Sequences of unlike lengths decoded together give what each gives alone: logits, kept rows.
+TEST_P(DecoderShapes, ManySequencesDoNotMatter) {
+  const Communicator comm = Communicator::world();
+  const ModelConfig config = make_config(GetParam());
+  const Checkpoint checkpoint(config);
+  const auto partition =
+      HeadPartition::even(layers, static_cast<int>(config.num_key_value_heads), comm.size());
+  const auto model = Model<float>::load(checkpoint.folder.path(), config, partition, comm.rank());
+  auto surrogate = Surrogate::load(checkpoint.surrogate.path(), config, partition, comm.rank(),
+                                   DType::f32, comm);
+  using TestDecoder = Decoder<float, PageOrder::token_major>;
+  TestDecoder alone(model, &surrogate, comm, 8, 4);
+  TestDecoder together(model, &surrogate, comm, 8, 4);
+  StepRule rule;
+  rule.score = true;
+  rule.eviction = {0.0f, 2, true};
+  const auto tokens = some_tokens(60);
+  std::vector<SequenceId> alone_ids, together_ids;
+  for (int length : {1, 5, 30, 8}) {
+    const std::vector<TokenId> context(tokens.begin(), tokens.begin() + length);
+    for (auto* decoder : {&alone, &together}) {
+      auto& ids = decoder == &alone ? alone_ids : together_ids;
+      ids.push_back(decoder->cache().add_sequence());
+      decoder->step(ids.back(), context, rule);
+    }
+  }
+  for (int step = 0; step < 15; ++step) {
+    const std::vector<TokenId> next(tokens.begin() + 30 + step, tokens.begin() + 34 + step);
+    const auto logits = together.decode(together_ids, next, rule);
+    for (std::size_t i = 0; i < alone_ids.size(); ++i) {
+      const auto expected = alone.step(alone_ids[i], {next[i]}, rule);
+      if (!comm.is_root()) continue;
+      ASSERT_EQ(logits.size(), expected.size() * alone_ids.size());
+      const auto begin = logits.begin() + static_cast<std::ptrdiff_t>(i * expected.size());
+      EXPECT_LT(distance(expected, {begin, begin + static_cast<std::ptrdiff_t>(expected.size())}),
+                1e-5);
+    }
+  }
+  for (std::size_t i = 0; i < alone_ids.size(); ++i) {
+    for (int l = 0; l < layers; ++l) {
+      for (int h = 0; h < alone.cache().shape().heads[l]; ++h) {
+        EXPECT_EQ(together.cache().positions(together_ids[i], l, h),
+                  alone.cache().positions(alone_ids[i], l, h));
+      }
+    }
+  }
+  EXPECT_EQ(together.counts().evicted, alone.counts().evicted);
+  EXPECT_THROW(together.decode({together_ids[0], together_ids[0]}, {1, 2}, rule), Error);
+  EXPECT_THROW(together.decode(together_ids, {1, 2}, rule), Error);
+}
+
+// In bf16 every instruction set and layout of weights gives the same up to the rounding of
+// activations, which a sum's last bit may tip.
+TEST_P(DecoderShapes, PathsOfBf16Agree) {
+  const Communicator comm = Communicator::world();
+  const ModelConfig config = make_config(GetParam());
+  const Checkpoint checkpoint(config);
+  const auto partition =
+      HeadPartition::even(layers, static_cast<int>(config.num_key_value_heads), comm.size());
+  const auto tokens = some_tokens(45);
+  const auto logits_of = [&] {
+    const auto model =
+        Model<bfloat16>::load(checkpoint.folder.path(), config, partition, comm.rank());
+    Decoder<bfloat16, PageOrder::token_major> decoder(model, nullptr, comm, 8, 4);
+    const SequenceId sequence = decoder.cache().add_sequence();
+    decoder.step(sequence, {tokens.begin(), tokens.begin() + 40}, {});
+    std::vector<float> logits;
+    for (int i = 40; i < 45; ++i) logits = decoder.step(sequence, {tokens[i]}, {});
+    return logits;
+  };
+  const auto widest = detail::simd_level();
+  const auto expected = logits_of();
+  const auto expect_close = [&](const std::string& what) {
+    const auto logits = logits_of();
+    if (comm.is_root()) EXPECT_LT(distance(expected, logits), 2e-2) << what;
+  };
+  setenv("KVZAP_PACK", "off", 1);
+  expect_close("rows");
+  unsetenv("KVZAP_PACK");
+  for (auto level :
+       {detail::SimdLevel::baseline, detail::SimdLevel::avx2, detail::SimdLevel::avx512}) {
+    if (level > widest) break;
+    detail::set_simd_level(level);
+    expect_close(detail::name_of(level));
+  }
+  detail::set_simd_level(widest);
 }
 
 INSTANTIATE_TEST_SUITE_P(Shapes, DecoderShapes, ::testing::ValuesIn(shapes),

@@ -7,8 +7,10 @@
 #include <random>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "detail/gemm.hpp"
+#include "detail/simd.hpp"
 
 namespace {
 
@@ -95,10 +97,32 @@ class Linear : public ::testing::Test {
     const auto host_bias = Kokkos::create_mirror_view(bias);
     for (int j = 0; biased && j < n; ++j) host_bias(j) = uniform(random);
     Kokkos::deep_copy(bias, host_bias);
+    run(x, kvzap::LinearWeights<Value>(weights.view), weights, bias, y);
+    if (!detail::packs_weights<Value>()) return;
+    SCOPED_TRACE("packed");
+    const auto packed = detail::allocate_packed<Value>(n, k, "packed");
+    Kokkos::deep_copy(packed.packed(), Value(nan_value));  // padding must be overwritten too
+    constexpr int block = kvzap::LinearWeights<Value>::block_outputs;
+    for (int begin = 0; begin < n; begin += block) {
+      std::vector<Value> rows;
+      const int end = std::min(n, begin + block);
+      for (int j = begin; j < end; ++j) {
+        for (int l = 0; l < k; ++l) rows.push_back(weights.at(j, l));
+      }
+      detail::pack_rows(rows.data(), begin, end - begin, packed);
+    }
+    run(x, packed, weights, bias, y);
+  }
+
+  void run(const Part<float>& x, const kvzap::LinearWeights<Value>& operand,
+           const Part<Value>& weights, const Kokkos::View<float*, MemorySpace>& bias,
+           const Part<float>& y) {
+    const int m = x.rows(), n = weights.rows(), k = weights.columns();
+    const bool biased = bias.extent(0) > 0;
+    const auto host_bias = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, bias);
     mark(y);
     const ExecutionSpace exec;
-    m_linear(exec, detail::ConstMatrix(x.view), kvzap::LinearWeights<Value>(weights.view),
-             detail::ConstVector(bias), y.view);
+    m_linear(exec, detail::ConstMatrix(x.view), operand, detail::ConstVector(bias), y.view);
     exec.fence();
     y.download();
     double largest = 0;
@@ -144,6 +168,25 @@ TYPED_TEST(Linear, SeveralPanels) {
   for (int m : {1, 9, 20}) {
     for (int n : {262, 263, 600}) this->check(m, n, 1000, true, 0);
   }
+}
+
+// Every number of rows that a kernel is compiled for, and the first that goes to a library.
+TYPED_TEST(Linear, FewRows) {
+  for (int m = 1; m <= 17; ++m) this->check(m, 71, 130, m % 2 == 0, 0);
+}
+
+TYPED_TEST(Linear, EveryInstructionSet) {
+  const auto widest = detail::simd_level();
+  for (auto level : {detail::SimdLevel::baseline, detail::SimdLevel::avx2,
+                     detail::SimdLevel::avx512, detail::SimdLevel::avx512_bf16}) {
+    if (level > widest) break;
+    detail::set_simd_level(level);
+    SCOPED_TRACE(detail::name_of(level));
+    for (int m : {1, 5, 20}) {
+      for (int k : {31, 100}) this->check(m, 70, k, true, 2);
+    }
+  }
+  detail::set_simd_level(widest);
 }
 
 TYPED_TEST(Linear, NothingToMultiply) {

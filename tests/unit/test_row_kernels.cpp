@@ -267,4 +267,69 @@ TEST(VectorKernels, SiluTimes) {
   EXPECT_TRUE(std::isnan(special[2]));
 }
 
+TEST(RowKernelsFloat, GeluIsExactGelu) {
+  std::vector<float> values;
+  for (float x = -12; x <= 12; x += 0.013f) values.push_back(x);
+  values.insert(values.end(), {0.0f, -0.0f, 1e-30f, 100.0f, -100.0f});
+  auto result = values;
+  detail::gelu(result.data(), result.size());
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    const double x = values[i];
+    EXPECT_NEAR(result[i], 0.5 * x * (1 + std::erf(x / std::sqrt(2.0))), 3e-7 * (1 + std::fabs(x)));
+  }
+  float bad[] = {nan_value};
+  detail::gelu(bad, 1);
+  EXPECT_TRUE(std::isnan(bad[0]));
+}
+
+TEST(RowKernelsFloat, RmsNormRotateAdd) {
+  std::mt19937 random(77);
+  for (int length : lengths) {
+    const auto x = random_values<float>(random, length);
+    const auto weight = random_values<float>(random, length);
+    double sum = 0;
+    for (float value : x) sum += double{value} * value;
+    std::vector<float> y(length);
+    detail::rms_norm(x.data(), weight.data(), 1e-3f, y.data(), length);
+    auto in_place = x;
+    detail::rms_norm(in_place.data(), weight.data(), 1e-3f, in_place.data(), length);
+    EXPECT_EQ(in_place, y);
+    for (int i = 0; i < length; ++i) {
+      EXPECT_NEAR(y[i], x[i] / std::sqrt(sum / length + 1e-3) * weight[i], 2e-6);
+    }
+    auto total = x;
+    detail::add(total.data(), weight.data(), length);
+    for (int i = 0; i < length; ++i) EXPECT_EQ(total[i], x[i] + weight[i]);
+
+    const auto rows = random_values<float>(random, 2 * length);
+    const auto angles = random_values<float>(random, 2 * length);
+    auto rotated = rows;
+    detail::rotate(rotated.data(), angles.data(), length);
+    for (int d = 0; d < length; ++d) {
+      const double c = angles[2 * d], s = angles[2 * d + 1];
+      EXPECT_NEAR(rotated[d], rows[d] * c - rows[d + length] * s, 1e-6);
+      EXPECT_NEAR(rotated[d + length], rows[d + length] * c + rows[d] * s, 1e-6);
+    }
+  }
+}
+
+TYPED_TEST(RowKernels, NarrowRoundsAsTheType) {
+  std::mt19937 random(78);
+  for (int length : lengths) {
+    auto source = random_values<float>(random, length);
+    source[0] = length % 2 ? nan_value : infinity;
+    source.back() = 1e-42f;
+    std::vector<TypeParam> target(length);
+    detail::narrow(source.data(), target.data(), length);
+    for (int i = 0; i < length; ++i) {
+      const float expected = static_cast<float>(TypeParam(source[i]));
+      if (std::isnan(expected)) {
+        EXPECT_TRUE(std::isnan(static_cast<float>(target[i])));
+      } else {
+        EXPECT_EQ(static_cast<float>(target[i]), expected);
+      }
+    }
+  }
+}
+
 }  // namespace

@@ -1,0 +1,16 @@
+// `kvzap bench`: speed and memory of prefill and decode at given context lengths and evict ratios.
+#pragma once
+
+#include <kvzap/communicator.hpp>
+#include <string>
+
+#include "bench_options.hpp"
+
+namespace kvzap::driver {
+
+/// Carries out the command on all ranks. Throws AgreedError, on every rank alike, for whatever is
+/// wrong with the input; any other exception is one rank's own.
+void bench(const BenchOptions& options, const Communicator& comm, const std::string& version,
+           const std::string& revision);
+
+}  // namespace kvzap::driver

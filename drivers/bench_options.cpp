@@ -1,0 +1,257 @@
+#include "bench_options.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+
+#include "options.hpp"
+
+namespace kvzap::driver {
+namespace {
+
+/// Enough for any context; products of two such numbers still fit.
+constexpr std::int64_t most_tokens = 1'000'000'000;
+constexpr std::int64_t most_sequences = 65536;
+
+[[noreturn]] void fail_entry(const char* flag, const std::string& entry,
+                             const std::string& expected) {
+  throw Error(fmt::format("{} has the entry '{}'; expected {}, or several of them between commas",
+                          flag, entry, expected));
+}
+
+/// Entries of a list that was given in one or several parts; `usual` if it was not given.
+std::vector<std::string> entries_of(const std::vector<std::string>& parts, const char* flag,
+                                    const char* usual) {
+  if (parts.empty()) return {usual};
+  std::vector<std::string> entries;
+  for (const std::string& part : parts) {
+    if (part.empty()) throw Error(fmt::format("{}: the list is empty", flag));
+    for (std::size_t begin = 0; begin <= part.size();) {
+      const std::size_t end = std::min(part.find(',', begin), part.size());
+      entries.push_back(part.substr(begin, end - begin));
+      begin = end + 1;
+    }
+  }
+  return entries;
+}
+
+std::vector<std::int64_t> whole_numbers(const std::vector<std::string>& parts, const char* flag,
+                                        const char* usual, std::int64_t least, std::int64_t most) {
+  std::vector<std::int64_t> numbers;
+  for (const std::string& entry : entries_of(parts, flag, usual)) {
+    std::int64_t number = 0;
+    const char* const end = entry.data() + entry.size();
+    const auto [used, error] = std::from_chars(entry.data(), end, number);
+    if (error != std::errc() || used != end || number < least || number > most) {
+      fail_entry(flag, entry, fmt::format("a whole number from {} to {}", least, most));
+    }
+    numbers.push_back(number);
+  }
+  return numbers;
+}
+
+template <class Good>
+std::vector<double> real_numbers(const std::vector<std::string>& parts, const char* flag,
+                                 const char* usual, const char* expected, const Good& is_good) {
+  std::vector<double> numbers;
+  for (const std::string& entry : entries_of(parts, flag, usual)) {
+    char* used = nullptr;
+    const double number = std::strtod(entry.c_str(), &used);
+    if (entry.empty() || *used != '\0' || !std::isfinite(number) || !is_good(number)) {
+      fail_entry(flag, entry, expected);
+    }
+    numbers.push_back(number);
+  }
+  return numbers;
+}
+
+}  // namespace
+
+std::string BenchTest::name() const {
+  return fmt::format("{}{}", kind == Kind::prefill ? "pp" : "tg", tokens);
+}
+
+void declare(CLI::App& app, BenchOptions& o) {
+  // One part per flag, so that what follows is not taken for another; a flag may be repeated.
+  const auto add_list = [&](const std::string& name, std::vector<std::string>& parts,
+                            const char* usual, const std::string& description) {
+    return app.add_option(name, parts, description)
+        ->expected(1)
+        ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
+        ->type_name("LIST")
+        ->default_str(usual);
+  };
+
+  const auto model = "Model";
+  app.add_option("-m,--model", o.model,
+                 "Hugging Face folder; without *.safetensors weights are random. Required")
+      ->type_name("DIR")
+      ->group(model);
+  app.add_option("--dtype", o.dtype, "value type of weights and cache")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"f32", "bf16", "f16"}))
+      ->group(model);
+  app.add_option("--layers", o.layers, "use only so many of the first layers; default: all")
+      ->group(model);
+  app.add_option("--random-weights", o.random_weights,
+                 "make weights up from this seed even if the folder has some; default: 0 where it "
+                 "has none")
+      ->type_name("SEED")
+      ->check(not_negative)
+      ->group(model);
+  app.add_option("--surrogate", o.surrogate,
+                 "KVzap surrogate folder: its scores decide instead of random ones, and what is "
+                 "in the cache before a test is prefilled instead of made up")
+      ->type_name("DIR")
+      ->group(model);
+
+  const auto tests = "Tests (LIST: numbers between commas; every combination is a test)";
+  add_list("-p,--n-prompt", o.prompt_tokens, "512",
+           "prefill of so many random tokens, tests pp512 etc.; 0: no such test")
+      ->group(tests);
+  add_list("-n,--n-gen", o.new_tokens, "128",
+           "decode of so many tokens, one at a time, tests tg128 etc.; 0: no such test")
+      ->group(tests);
+  add_list("-d,--n-depth", o.depths, "0", "tokens that the context has before the test")
+      ->group(tests);
+  add_list("-b,--batch", o.batches, "1", "sequences that are decoded together")->group(tests);
+  add_list("--evict-ratio", o.evict_ratios, "0",
+           "share of all pairs that random scores evict, in [0, 1)")
+      ->group(tests);
+  add_list("--skew", o.skews, "1",
+           "longest over shortest KV head of a layer after eviction, at least 1; tested once where "
+           "nothing is evicted")
+      ->group(tests);
+
+  const auto pruning = "Pruning";
+  app.add_option("--threshold", o.threshold,
+                 "log score below which a pair is evicted; required with --surrogate")
+      ->group(pruning);
+  app.add_option("--prune", o.prune,
+                 "what is judged: prefill (what is in the cache before the test, and prompts) or "
+                 "always (generated tokens too)")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"prefill", "always"}))
+      ->group(pruning);
+  app.add_option("--window", o.window, "most recent tokens that are always kept; at least 1")
+      ->capture_default_str()
+      ->group(pruning);
+  app.add_option("--prefill", o.prefill,
+                 "dense: a prompt attends to all of itself, then is pruned; sparse: chunk by "
+                 "chunk, over what earlier chunks left; default: sparse where pairs are evicted, "
+                 "else dense")
+      ->check(CLI::IsMember({"dense", "sparse"}))
+      ->group(pruning);
+  app.add_option("--chunk", o.chunk, "tokens of a chunk in sparse prefill; at least 1")
+      ->capture_default_str()
+      ->group(pruning);
+  app.add_option("--page-rows", o.page_rows, "rows of a cache page; 1 to 1048576")
+      ->capture_default_str()
+      ->group(pruning);
+
+  const auto measurement = "Measurement";
+  app.add_option("-r,--repetitions", o.repetitions,
+                 "timed repetitions of each test, each from the same cache; at least 1")
+      ->capture_default_str()
+      ->group(measurement);
+  app.add_flag("--warmup,!--no-warmup", o.warmup,
+               "run each test once untimed before, or not (default: once)")
+      ->group(measurement);
+  app.add_option("--seed", o.seed, "seed of tokens, scores and contents of the cache")
+      ->capture_default_str()
+      ->check(not_negative)
+      ->group(measurement);
+
+  const auto output = "Output";
+  app.add_option("-o,--output", o.output,
+                 "format of the results on standard output: a Markdown table, CSV or JSON")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"md", "csv", "json"}))
+      ->group(output);
+  app.add_flag("-q,--quiet", o.quiet, "no notes and no progress on standard error")->group(output);
+  app.add_option("--config", o.config,
+                 "TOML deck with any of these options under their long names, lists as lists or as "
+                 "texts; flags override it")
+      ->type_name("DECK")
+      ->group(output);
+}
+
+std::vector<BenchTest> tests_of(const BenchOptions& o) {
+  const auto require = [](bool good, const std::string& message) {
+    if (!good) throw Error(message);
+  };
+  require(!o.model.empty(), "no model: give a Hugging Face folder with -m");
+  require(o.window >= 1 && o.window <= (1 << 24),
+          fmt::format("--window is {}; expected 1 to {}", o.window, 1 << 24));
+  require(o.chunk >= 1, fmt::format("--chunk is {}; expected at least 1", o.chunk));
+  require(o.page_rows >= 1 && o.page_rows <= (1 << 20),
+          fmt::format("--page-rows is {}; expected 1 to {}", o.page_rows, 1 << 20));
+  require(o.repetitions >= 1 && o.repetitions <= 1'000'000,
+          fmt::format("-r is {}; expected 1 to 1000000", o.repetitions));
+  const bool has_surrogate = !o.surrogate.empty();
+  require(has_surrogate == o.threshold.has_value(),
+          has_surrogate ? "--surrogate needs --threshold: the log score below which a pair is "
+                          "evicted"
+                        : "--threshold has no effect without --surrogate: --evict-ratio says what "
+                          "random scores evict");
+  require(!o.threshold || !std::isnan(*o.threshold),
+          "--threshold is NaN; expected a number (no score is below NaN)");
+  require(!o.threshold || std::isinf(*o.threshold) ||
+              std::fabs(*o.threshold) <= std::numeric_limits<float>::max(),
+          fmt::format("--threshold is {}; expected a number in the range of float, or inf or -inf",
+                      o.threshold.value_or(0)));
+  require(!has_surrogate || o.evict_ratios.empty(),
+          "--evict-ratio and --surrogate: with a surrogate, --threshold decides what is evicted");
+  require(!has_surrogate || o.skews.empty(),
+          "--skew and --surrogate: the surrogate decides which heads keep more");
+
+  const auto prompts = whole_numbers(o.prompt_tokens, "-p", "512", 0, most_tokens);
+  const auto generated = whole_numbers(o.new_tokens, "-n", "128", 0, most_tokens);
+  const auto depths = whole_numbers(o.depths, "-d", "0", 0, most_tokens);
+  const auto batches = whole_numbers(o.batches, "-b", "1", 1, most_sequences);
+  const auto ratios =
+      real_numbers(o.evict_ratios, "--evict-ratio", "0", "a number of at least 0 and less than 1",
+                   [](double ratio) { return ratio >= 0 && ratio < 1; });
+  const auto skews = real_numbers(o.skews, "--skew", "1", "a number of at least 1",
+                                  [](double skew) { return skew >= 1; });
+
+  std::vector<BenchTest> tests;
+  for (const double ratio : ratios) {
+    // Where all heads keep everything, skews would only repeat one another.
+    for (const double skew : ratio == 0 ? std::vector<double>{1} : skews) {
+      BenchTest test{};
+      if (!has_surrogate) test.evict_ratio = ratio;
+      test.skew = skew;
+      test.is_sparse = o.prefill.empty() ? test.is_pruned() : o.prefill == "sparse";
+      for (const std::int64_t depth : depths) {
+        test.depth = depth;
+        test.kind = BenchTest::Kind::prefill;
+        test.batch = 1;
+        for (const std::int64_t tokens : prompts) {
+          if (tokens == 0) continue;
+          test.tokens = tokens;
+          test.step_tokens = test.is_sparse ? std::min(tokens, o.chunk) : tokens;
+          tests.push_back(test);
+        }
+        test.kind = BenchTest::Kind::decode;
+        test.step_tokens = 1;
+        for (const std::int64_t batch : batches) {
+          test.batch = static_cast<int>(batch);
+          for (const std::int64_t tokens : generated) {
+            if (tokens == 0) continue;
+            test.tokens = tokens;
+            tests.push_back(test);
+          }
+        }
+      }
+    }
+  }
+  require(!tests.empty(), "nothing to test: -p and -n are both 0");
+  return tests;
+}
+
+}  // namespace kvzap::driver

@@ -1,0 +1,71 @@
+// What `kvzap bench` can be told, by flags or by a deck.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace kvzap::driver {
+
+/// As given; lists are texts of numbers between commas.
+struct BenchOptions {
+  std::string model;
+  std::string surrogate;
+  std::optional<double> threshold;
+  std::string dtype = "bf16";
+  std::optional<std::uint64_t> random_weights;
+  std::optional<std::int64_t> layers;
+
+  std::vector<std::string> prompt_tokens;
+  std::vector<std::string> new_tokens;
+  std::vector<std::string> depths;
+  std::vector<std::string> batches;
+  std::vector<std::string> evict_ratios;
+  std::vector<std::string> skews;
+
+  std::string prune = "prefill";
+  std::string prefill;  // empty: sparse where pairs are evicted, else dense
+  std::int64_t chunk = 2048;
+  int window = 128;
+  int page_rows = 64;
+
+  std::int64_t repetitions = 5;
+  bool warmup = true;
+  std::uint64_t seed = 0;
+  std::string output = "md";
+  bool quiet = false;
+  std::string config;
+};
+
+/// One row of the result.
+struct BenchTest {
+  enum class Kind { prefill, decode };
+  Kind kind;
+  /// Of the prompt, or generated for each sequence.
+  std::int64_t tokens;
+  /// Tokens that each sequence has had before.
+  std::int64_t depth;
+  /// Sequences that are decoded together.
+  int batch;
+  /// Evicted share that random scores aim at; absent with a surrogate.
+  std::optional<double> evict_ratio;
+  double skew;
+  /// Tokens of a prompt that go through the model at once: all, or a chunk in sparse prefill.
+  bool is_sparse;
+  std::int64_t step_tokens;
+
+  bool is_pruned() const { return !evict_ratio || *evict_ratio > 0; }
+  /// "pp512" or "tg128", as in llama-bench.
+  std::string name() const;
+};
+
+/// Declares every option of `kvzap bench` on `app`; parsing fills `options`.
+void declare(CLI::App& app, BenchOptions& options);
+
+/// The tests that the options ask for, in the order in which they run. Throws Error, naming the
+/// flag, for options that are out of range or contradict one another.
+std::vector<BenchTest> tests_of(const BenchOptions& options);
+
+}  // namespace kvzap::driver

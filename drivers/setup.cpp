@@ -1,0 +1,151 @@
+#include "setup.hpp"
+
+#include <fmt/format.h>
+#include <sched.h>
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+#include <thread>
+
+#include "detail/kokkos_compat.hpp"
+#include "report.hpp"
+
+namespace kvzap::driver {
+namespace {
+
+namespace fs = std::filesystem;
+
+/// The number in a file of one line, or -1 ("max" in a cgroup's limit is none).
+std::int64_t number_in(const fs::path& file) {
+  std::int64_t number = -1;
+  std::ifstream stream(file);
+  return stream >> number ? number : -1;
+}
+
+/// Bytes of a line "name: N kB" of a file in /proc, or -1.
+std::int64_t bytes_in(const char* file, const std::string& name) {
+  std::ifstream stream(file);
+  for (std::string line; std::getline(stream, line);) {
+    std::istringstream words(line);
+    std::string word;
+    std::int64_t kilobytes = 0;
+    if (words >> word >> kilobytes && word == name + ":") return 1024 * kilobytes;
+  }
+  return -1;
+}
+
+/// Memory that processes on this node may still take, or -1 if the system does not say: what the
+/// kernel has left, or, in a container or a batch job, what its control group has.
+std::int64_t available_bytes() {
+  std::int64_t available = bytes_in("/proc/meminfo", "MemAvailable");
+  std::ifstream groups("/proc/self/cgroup");
+  for (std::string line; std::getline(groups, line);) {
+    if (line.rfind("0::/", 0) != 0) continue;  // version 2's one hierarchy
+    for (fs::path group = fs::path(line.substr(3)).relative_path();; group = group.parent_path()) {
+      const fs::path folder = "/sys/fs/cgroup" / group;
+      const std::int64_t limit = number_in(folder / "memory.max");
+      const std::int64_t used = number_in(folder / "memory.current");
+      if (limit >= 0 && used >= 0) {
+        const std::int64_t left = std::max<std::int64_t>(0, limit - used);
+        available = available < 0 ? left : std::min(available, left);
+      }
+      if (group.empty()) break;
+    }
+  }
+  return available;
+}
+
+}  // namespace
+
+ModelSetup set_up_model(const std::string& folder, std::optional<std::int64_t> layers,
+                        const std::string& placement, int ranks) {
+  ModelConfig config = ModelConfig::load(folder);
+  const std::int64_t all_layers = config.num_hidden_layers;
+  if (layers && (*layers < 1 || *layers > all_layers)) {
+    throw Error(fmt::format("--layers is {}; expected 1 to {}, the layers of {}", *layers,
+                            all_layers, folder));
+  }
+  config.num_hidden_layers = layers.value_or(all_layers);
+  const auto even = [&](std::int64_t count) {
+    return HeadPartition::even(static_cast<int>(count),
+                               static_cast<int>(config.num_key_value_heads), ranks);
+  };
+  if (placement.empty()) {
+    return {folder, config, even(config.num_hidden_layers), all_layers, even(all_layers)};
+  }
+  auto kept = read_kept_rows(placement, config);
+  HeadPartition partition = HeadPartition::balanced(kept, ranks);
+  kept.resize(all_layers, kept.back());
+  return {folder, config, std::move(partition), all_layers, HeadPartition::balanced(kept, ranks)};
+}
+
+void print_notes(const ModelSetup& setup) {
+  for (const auto& warning : setup.config.warnings) {
+    fmt::print(stderr, "kvzap: warning: {}\n", warning);
+  }
+  if (setup.is_truncated()) {
+    fmt::print(stderr, "kvzap: note: only the first {} of {} layers of {} are used\n",
+               setup.config.num_hidden_layers, setup.all_layers, setup.folder);
+  }
+}
+
+std::shared_ptr<Surrogate> load_surrogate(const std::string& folder, const ModelSetup& setup,
+                                          DType dtype, const Communicator& comm) {
+  ModelConfig whole = setup.config;
+  whole.num_hidden_layers = setup.all_layers;
+  return std::make_shared<Surrogate>(
+      Surrogate::load(folder, whole, setup.partition_of_all_layers, comm.rank(), dtype, comm));
+}
+
+int ring_rows(int window, std::int64_t longest) {
+  constexpr std::int64_t small_ring = 1024;
+  return static_cast<int>(std::min<std::int64_t>(window, std::max(small_ring, longest)));
+}
+
+void check_memory(std::int64_t bytes, int ranks_on_node, const std::string& purpose) {
+  if (!detail::runs_on_host) return;
+  const std::int64_t available = available_bytes();
+  // Divided, because the product may not fit 64 bits.
+  if (available < 0 || bytes <= available / ranks_on_node) return;
+  throw Error(fmt::format(
+      "not enough memory: {} rank{} on this node need{} {} {}for {}, {} are available",
+      ranks_on_node, ranks_on_node == 1 ? "" : "s", ranks_on_node == 1 ? "s" : "",
+      human_bytes(bytes), ranks_on_node == 1 ? "" : "each ", purpose, human_bytes(available)));
+}
+
+int cores_of_rank(int ranks_on_node) {
+  const int cores = static_cast<int>(std::thread::hardware_concurrency());
+#ifdef __linux__
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof(set), &set) == 0 && CPU_COUNT(&set) < cores) {
+    return CPU_COUNT(&set);
+  }
+#endif
+  return std::max(1, cores / ranks_on_node);
+}
+
+std::int64_t peak_rss_bytes() {
+  // getrusage remembers peaks from before a reset.
+  const std::int64_t peak = bytes_in("/proc/self/status", "VmHWM");
+  if (peak >= 0) return peak;
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return std::int64_t{1024} * usage.ru_maxrss;
+}
+
+void reset_peak_rss() {
+  // proc(5): 5 resets the peak resident set size.
+  std::ofstream("/proc/self/clear_refs") << "5\n";
+}
+
+void flush_stdout() {
+  if (std::fflush(stdout) != 0 || std::ferror(stdout)) {
+    throw Error("standard output: writing failed (is the disk full?)");
+  }
+}
+
+}  // namespace kvzap::driver

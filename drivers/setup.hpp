@@ -1,0 +1,62 @@
+// What subcommands do before their own work: which model, how it is dealt to ranks, whether it
+// fits, and what the process itself has taken.
+#pragma once
+
+#include <kvzap/communicator.hpp>
+#include <kvzap/head_partition.hpp>
+#include <kvzap/model_config.hpp>
+#include <kvzap/surrogate.hpp>
+#include <memory>
+#include <optional>
+#include <string>
+
+namespace kvzap::driver {
+
+/// A model, or the first layers of one, dealt to ranks.
+struct ModelSetup {
+  std::string folder;
+  /// num_hidden_layers is that of the layers in use.
+  ModelConfig config;
+  HeadPartition partition;
+  /// Layers that config.json declares.
+  std::int64_t all_layers;
+  /// As `partition` where that has the layer.
+  HeadPartition partition_of_all_layers;
+
+  bool is_truncated() const { return config.num_hidden_layers < all_layers; }
+};
+
+/// Reads `folder`'s config.json and deals its KV heads, evenly or by the kept rows in the file
+/// `placement` of an earlier run. With `layers`, only that many of the first ones are used. Throws
+/// Error if there are not so many.
+ModelSetup set_up_model(const std::string& folder, std::optional<std::int64_t> layers,
+                        const std::string& placement, int ranks);
+
+/// Prints config.json's warnings, and that layers are left out, to standard error.
+void print_notes(const ModelSetup& setup);
+
+/// This rank's part of a surrogate of the whole model, of which the first layers are used. Does not
+/// communicate.
+std::shared_ptr<Surrogate> load_surrogate(const std::string& folder, const ModelSetup& setup,
+                                          DType dtype, const Communicator& comm);
+
+/// Rows of the ring for sequences of at most `longest` tokens: a ring much longer than a sequence
+/// would only waste memory, as no pair ever leaves either.
+int ring_rows(int window, std::int64_t longest);
+
+/// Refuses what cannot fit before minutes are spent on it: the system would otherwise kill a rank
+/// without a word. `bytes`: what the largest rank needs for `purpose`. Throws Error.
+void check_memory(std::int64_t bytes, int ranks_on_node, const std::string& purpose);
+
+/// Cores that this rank may use: its own if it is bound to some, else its share of the node's.
+int cores_of_rank(int ranks_on_node);
+
+/// Most memory that this process ever had resident, or since reset_peak_rss if the system has that.
+std::int64_t peak_rss_bytes();
+/// Starts peak_rss_bytes anew, where the system lets a process do so.
+void reset_peak_rss();
+
+/// Throws Error if what was printed could not be written.
+void flush_stdout();
+
+}  // namespace kvzap::driver

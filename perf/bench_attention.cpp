@@ -1,0 +1,236 @@
+// Attention: decode in bytes of keys and values read per second, prefill in floating-point
+// operations per second (4 head_dim for each pair of a query and a key that it sees).
+#include <benchmark/benchmark.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <kvzap/attention.hpp>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+namespace {
+
+using kvzap::Attention;
+using kvzap::AttentionPath;
+using kvzap::bfloat16;
+using kvzap::ExecutionSpace;
+using kvzap::half;
+using kvzap::MemorySpace;
+using kvzap::PageId;
+using kvzap::PageOrder;
+
+constexpr PageOrder order = PageOrder::token_major;
+
+/// Random numbers in [-1, 1), drawn once and repeated with a period that no row length divides.
+template <class View>
+void fill(const View& view) {
+  using Value = typename View::non_const_value_type;
+  const auto host = Kokkos::create_mirror_view(view);
+  std::mt19937 random(1);
+  std::vector<Value> pattern(10007);
+  for (Value& x : pattern) x = Value(static_cast<float>(random() >> 8) * 0x1p-23f - 1.0f);
+  const std::size_t size = host.size();
+  for (std::size_t i = 0; i < size; i += pattern.size()) {
+    std::copy_n(pattern.begin(), std::min(pattern.size(), size - i), host.data() + i);
+  }
+  Kokkos::deep_copy(view, host);
+}
+
+/// A layer whose heads have the given numbers of survivors, in pages that lie scattered over one
+/// allocation, and an empty ring.
+template <class Value>
+struct PagedLayer {
+  Kokkos::View<Value*, MemorySpace> storage;
+  kvzap::RaggedLayer<Value, order> layer;
+  std::int64_t rows = 0;
+
+  PagedLayer(const std::vector<std::int64_t>& survivors, int dim, int page_rows) {
+    const int heads = static_cast<int>(survivors.size());
+    std::vector<std::int64_t> pages;
+    for (std::int64_t n : survivors) {
+      rows += n;
+      pages.push_back((n + page_rows - 1) / page_rows);
+    }
+    const std::int64_t total = std::accumulate(pages.begin(), pages.end(), std::int64_t{0});
+    const std::int64_t page_size = std::int64_t{2} * page_rows * dim;
+    storage = Kokkos::View<Value*, MemorySpace>("storage", total * page_size);
+    fill(storage);
+    Kokkos::View<std::uintptr_t*, MemorySpace> addresses("addresses", total);
+    Kokkos::View<PageId**, MemorySpace> table("table", heads,
+                                              *std::max_element(pages.begin(), pages.end()));
+    Kokkos::View<std::int64_t*, MemorySpace> counts("survivors", heads);
+    const auto host_addresses = Kokkos::create_mirror_view(addresses);
+    const auto host_table = Kokkos::create_mirror_view(table);
+    const auto host_counts = Kokkos::create_mirror_view(counts);
+    std::vector<std::int64_t> slots(total);
+    std::iota(slots.begin(), slots.end(), 0);
+    std::shuffle(slots.begin(), slots.end(), std::mt19937(2));
+    PageId id = 0;
+    for (int h = 0; h < heads; ++h) {
+      host_counts(h) = survivors[h];
+      for (std::int64_t p = 0; p < pages[h]; ++p, ++id) {
+        host_table(h, p) = id;
+        host_addresses(id) =
+            reinterpret_cast<std::uintptr_t>(storage.data() + slots[id] * page_size);
+      }
+    }
+    Kokkos::deep_copy(addresses, host_addresses);
+    Kokkos::deep_copy(table, host_table);
+    Kokkos::deep_copy(counts, host_counts);
+    layer.addresses = addresses;
+    layer.page_table = table;
+    layer.survivors = counts;
+    layer.ring = Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace>("ring", heads, 2 * dim);
+    layer.heads = heads;
+    layer.page_rows = page_rows;
+    layer.head_dim = dim;
+  }
+};
+
+/// (a, b, c), row-major, as the strided views that attention takes.
+template <class Value>
+Kokkos::View<Value***, Kokkos::LayoutStride, MemorySpace> array(std::int64_t a, std::int64_t b,
+                                                                std::int64_t c) {
+  const Kokkos::View<Value***, Kokkos::LayoutRight, MemorySpace> view("array", a, b, c);
+  fill(view);
+  return view;
+}
+
+constexpr int decode_heads = 8;
+constexpr std::int64_t decode_bytes = std::int64_t{288} << 20;
+
+enum class Lengths { uniform, skewed };
+
+/// One query token over decode_heads KV heads whose rows take decode_bytes in all.
+template <class Value>
+void decode(benchmark::State& state, int dim, int group, int page_rows, Lengths lengths) {
+  const std::int64_t row_bytes = std::int64_t{2} * dim * sizeof(Value);
+  const std::int64_t rows = decode_bytes / row_bytes / decode_heads;
+  std::vector<std::int64_t> survivors(decode_heads, rows);
+  if (lengths == Lengths::skewed) {
+    // Half of the heads have 16 times the rows of the others; as many bytes in all.
+    for (int h = 0; h < decode_heads; ++h) survivors[h] = (h % 2 ? 2 : 32) * rows / 17;
+  }
+  if (page_rows == 0) page_rows = static_cast<int>(rows);  // a page per head
+  const PagedLayer<Value> cache(survivors, dim, page_rows);
+  const auto queries = array<float>(1, decode_heads * group, dim);
+  const auto chunk = array<Value>(1, decode_heads, dim);
+  const auto output = array<float>(1, decode_heads * group, dim);
+  Attention<Value, order> attention;
+  const ExecutionSpace exec;
+  for (auto _ : state) {
+    attention(exec, cache.layer, queries, chunk, chunk, output);
+    exec.fence();
+  }
+  state.SetBytesProcessed(state.iterations() * cache.rows * row_bytes);
+}
+
+/// B sequences of equal length in one step.
+template <class Value>
+void decode_batch(benchmark::State& state, int sequences) {
+  constexpr int dim = 128, group = 4;
+  const std::int64_t row_bytes = std::int64_t{2} * dim * sizeof(Value);
+  const std::int64_t rows = decode_bytes / row_bytes / decode_heads / sequences;
+  std::vector<PagedLayer<Value>> caches;
+  std::vector<kvzap::RaggedLayer<Value, order>> layers;
+  for (int b = 0; b < sequences; ++b) {
+    caches.emplace_back(std::vector<std::int64_t>(decode_heads, rows), dim, 64);
+    layers.push_back(caches.back().layer);
+  }
+  const auto queries = array<float>(sequences, decode_heads * group, dim);
+  const auto chunk = array<Value>(sequences, decode_heads, dim);
+  const auto output = array<float>(sequences, decode_heads * group, dim);
+  Attention<Value, order> attention;
+  const ExecutionSpace exec;
+  for (auto _ : state) {
+    attention.decode(exec, layers, queries, chunk, chunk, output);
+    exec.fence();
+  }
+  state.SetBytesProcessed(state.iterations() * sequences * decode_heads * rows * row_bytes);
+}
+
+/// `tokens` queries over a cache of `cached` rows per head and, causally, over each other.
+template <class Value>
+void prefill(benchmark::State& state, int group, std::int64_t tokens, std::int64_t cached) {
+  constexpr int dim = 128, kv_heads = 2;
+  const PagedLayer<Value> cache(std::vector<std::int64_t>(kv_heads, cached), dim, 64);
+  const auto queries = array<float>(tokens, kv_heads * group, dim);
+  const auto chunk = array<Value>(tokens, kv_heads, dim);
+  const auto output = array<float>(tokens, kv_heads * group, dim);
+  Attention<Value, order> attention;
+  const ExecutionSpace exec;
+  for (auto _ : state) {
+    attention(exec, cache.layer, queries, chunk, chunk, output, AttentionPath::tiles);
+    exec.fence();
+  }
+  const double pairs = tokens * cached + 0.5 * tokens * (tokens + 1);
+  state.counters["FLOPs"] = benchmark::Counter(4.0 * dim * kv_heads * group * pairs,
+                                               benchmark::Counter::kIsIterationInvariantRate);
+}
+
+template <class Function>
+void add(const std::string& name, Function function) {
+  benchmark::RegisterBenchmark(name.c_str(), function)
+      ->Unit(benchmark::kMillisecond)
+      ->UseRealTime()
+      ->MinTime(0.3);
+}
+
+template <class Value>
+void add_decode(const std::string& type) {
+  for (int dim : {64, 80, 128, 256}) {
+    for (int group : {1, 2, 4, 8, 16}) {
+      if (dim != 128 && group != 4) continue;
+      const std::string name =
+          "decode/" + type + "/dim:" + std::to_string(dim) + "/group:" + std::to_string(group);
+      const auto with = [=](int page_rows, Lengths lengths) {
+        return
+            [=](benchmark::State& state) { decode<Value>(state, dim, group, page_rows, lengths); };
+      };
+      add(name + "/paged", with(64, Lengths::uniform));
+      if (group == 4) {
+        add(name + "/contiguous", with(0, Lengths::uniform));
+        add(name + "/skewed", with(64, Lengths::skewed));
+      }
+    }
+  }
+  for (int sequences : {4, 16}) {
+    add("decode_batch/" + type + "/sequences:" + std::to_string(sequences),
+        [=](benchmark::State& state) { decode_batch<Value>(state, sequences); });
+  }
+}
+
+template <class Value>
+void add_prefill(const std::string& type) {
+  for (int group : {2, 4}) {
+    for (int tokens : {2048, 4096, 8192, 16384}) {
+      add("prefill/" + type + "/group:" + std::to_string(group) +
+              "/tokens:" + std::to_string(tokens),
+          [=](benchmark::State& state) { prefill<Value>(state, group, tokens, 0); });
+    }
+  }
+  // A chunk over what survives of 16384 rows at three keep ratios.
+  for (int percent : {100, 50, 25}) {
+    add("prefill_sparse/" + type + "/keep_percent:" + std::to_string(percent),
+        [=](benchmark::State& state) { prefill<Value>(state, 4, 2048, 16384 * percent / 100); });
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Kokkos::initialize(argc, argv);
+  benchmark::Initialize(&argc, argv);
+  if (!benchmark::ReportUnrecognizedArguments(argc, argv)) {
+    add_decode<bfloat16>("bf16");
+    add_decode<half>("f16");
+    add_decode<float>("f32");
+    add_prefill<bfloat16>("bf16");
+    add_prefill<half>("f16");
+    add_prefill<float>("f32");
+    benchmark::RunSpecifiedBenchmarks();
+  }
+  Kokkos::finalize();
+}

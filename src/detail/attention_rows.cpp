@@ -1,0 +1,574 @@
+#include "detail/attention_rows.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <type_traits>
+
+#include "detail/attention_math.hpp"
+#include "detail/row_kernels.hpp"
+
+namespace kvzap::detail {
+namespace {
+
+// Rows whose scores are held at once: the running maximum is rescaled once per so many. With 128
+// 16-bit values per row, their keys and their values each fill half a level-1 cache.
+constexpr int block_rows = 64;
+constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
+
+constexpr std::int64_t whole(std::int64_t count, std::int64_t unit) {
+  return (count + unit - 1) / unit * unit;
+}
+
+}  // namespace
+
+#if KVZAP_X86
+namespace {
+
+// How 16 elements of a row become a register of floats.
+struct FloatOps {
+  using Value = float;
+  KVZAP_INLINE_AVX512 __m512 load(const float* p, std::uint32_t mask) {
+    return _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask), p);
+  }
+};
+
+struct HalfOps {
+  using Value = half;
+  KVZAP_INLINE_AVX512 __m512 load(const half* p, std::uint32_t mask) {
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(static_cast<__mmask16>(mask), p));
+  }
+};
+
+struct WideBfloatOps {
+  using Value = bfloat16;
+  KVZAP_INLINE_AVX512 __m512 load(const bfloat16* p, std::uint32_t mask) {
+    const __m256i bits = _mm256_maskz_loadu_epi16(static_cast<__mmask16>(mask), p);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+  }
+};
+
+/// Sums of lanes of two vectors of partial sums, interleaved: level by level, 16 vectors become one
+/// whose lane i is the sum of vector i.
+template <int level>
+KVZAP_INLINE_AVX512 __m512 fold(__m512 a, __m512 b) {
+  if constexpr (level == 1) {
+    return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  } else if constexpr (level == 2) {
+    const __m512d x = _mm512_castps_pd(a), y = _mm512_castps_pd(b);
+    return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)),
+                         _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+  } else {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  }
+}
+
+template <int level>
+KVZAP_INLINE_AVX512 __m512 fold_all(const __m512* vectors) {
+  if constexpr (level == 0) {
+    return *vectors;
+  } else {
+    return fold<level>(fold_all<level - 1>(vectors),
+                       fold_all<level - 1>(vectors + (1 << (level - 1))));
+  }
+}
+
+/// Memory that is prefetched in ascending order, a share with each step of the kernels, so that
+/// what they read next is under way while they compute.
+struct Ahead {
+  const char* next = nullptr;
+  const char* end = nullptr;
+  std::int64_t share = 0;
+
+  /// `rows` rows from `begin` on, over so many steps.
+  template <class Value>
+  void set(const Value* begin, std::int64_t rows, std::int64_t stride, std::int64_t steps) {
+    next = reinterpret_cast<const char*>(begin);
+    end = reinterpret_cast<const char*>(begin + rows * stride);
+    share = (end - next + steps - 1) / steps;
+  }
+  KVZAP_TARGET_AVX512 inline __attribute__((always_inline)) void step() {
+    const char* const until = next + std::min<std::int64_t>(share, end - next);
+    for (; next < until; next += 64) _mm_prefetch(next, _MM_HINT_T0);
+  }
+};
+
+/// Scores of 1 <= rows <= block_rows rows and G query heads: lane e of vector u belongs to row
+/// u * 16 / G + e / G and query e % G. Lanes past the last row get some score of the last row.
+/// queries: [16 dims][G][16].
+template <class Ops, int G>
+KVZAP_TARGET_AVX512 void score(const typename Ops::Value* keys, std::int64_t stride, int rows,
+                               const float* queries, int dim, float* scores, Ahead& ahead) {
+  constexpr int unit = 16 / G;
+  const int steps = (dim + 15) / 16;
+  const std::uint32_t last = 0xffffu >> (steps * 16 - dim);
+  for (int first = 0; first < rows; first += unit, scores += 16) {
+    const typename Ops::Value* row[unit];
+    for (int i = 0; i < unit; ++i) row[i] = keys + std::min(first + i, rows - 1) * stride;
+    ahead.step();
+    __m512 sums[16];
+    for (int e = 0; e < 16; ++e) sums[e] = _mm512_setzero_ps();
+    for (int s = 0; s < steps; ++s) {
+      const std::uint32_t mask = s + 1 < steps ? 0xffffu : last;
+      __m512 query[G];
+      for (int q = 0; q < G; ++q) query[q] = _mm512_load_ps(queries + (s * G + q) * 16);
+      for (int i = 0; i < unit; ++i) {
+        const __m512 key = Ops::load(row[i] + s * 16, mask);
+        for (int q = 0; q < G; ++q) {
+          sums[i * G + q] = _mm512_fmadd_ps(key, query[q], sums[i * G + q]);
+        }
+      }
+    }
+    _mm512_store_ps(scores, fold_all<4>(sums));
+  }
+}
+
+/// The same from products of bfloat16 pairs. queries: [32 dims][G][32].
+template <int G>
+KVZAP_TARGET_AVX512_BF16 void score_pairs(const bfloat16* keys, std::int64_t stride, int rows,
+                                          const bfloat16* queries, int dim, float* scores,
+                                          Ahead& ahead) {
+  constexpr int unit = 16 / G;
+  const int steps = (dim + 31) / 32;
+  const std::uint32_t last = 0xffffffffu >> (steps * 32 - dim);
+  for (int first = 0; first < rows; first += unit, scores += 16) {
+    const bfloat16* row[unit];
+    for (int i = 0; i < unit; ++i) row[i] = keys + std::min(first + i, rows - 1) * stride;
+    ahead.step();
+    __m512 sums[16];
+    for (int e = 0; e < 16; ++e) sums[e] = _mm512_setzero_ps();
+    for (int s = 0; s < steps; ++s) {
+      const std::uint32_t mask = s + 1 < steps ? 0xffffffffu : last;
+      __m512bh query[G];
+      for (int q = 0; q < G; ++q) {
+        query[q] = (__m512bh)_mm512_load_si512(queries + (s * G + q) * 32);
+      }
+      for (int i = 0; i < unit; ++i) {
+        const __m512bh key = (__m512bh)_mm512_maskz_loadu_epi16(mask, row[i] + s * 32);
+        for (int q = 0; q < G; ++q) {
+          sums[i * G + q] = _mm512_dpbf16_ps(sums[i * G + q], key, query[q]);
+        }
+      }
+    }
+    _mm512_store_ps(scores, fold_all<4>(sums));
+  }
+}
+
+/// Maximum over the lanes that belong to the same query, in each of them.
+template <int G>
+KVZAP_INLINE_AVX512 __m512 max_by_query(__m512 x) {
+  x = _mm512_max_ps(x, _mm512_shuffle_f32x4(x, x, 0x4e));
+  x = _mm512_max_ps(x, _mm512_shuffle_f32x4(x, x, 0xb1));
+  if constexpr (G <= 2) x = _mm512_max_ps(x, _mm512_permute_ps(x, 0x4e));
+  if constexpr (G == 1) x = _mm512_max_ps(x, _mm512_permute_ps(x, 0xb1));
+  return x;
+}
+
+/// Takes `rows` rows' scores into the running maximum, for which the weight and the sums are
+/// rescaled. Scores past the last row become -infinity. maximum, weight: vectors whose
+/// lane e belongs to query e % G (the weight is the sum of its lanes). sums: [G][padded].
+/// Returns what is to be subtracted from scores before exp.
+template <int G>
+KVZAP_INLINE_AVX512 __m512 raise_maximum(float* scores, int rows, float scaling, float* maximum,
+                                         float* weight, float* sums, int padded) {
+  const int units = (rows * G + 15) / 16;
+  const __mmask16 valid = static_cast<__mmask16>(0xffffu >> (units * 16 - rows * G));
+  float* const last = scores + (units - 1) * 16;
+  _mm512_store_ps(last,
+                  _mm512_mask_mov_ps(_mm512_set1_ps(minus_infinity), valid, _mm512_load_ps(last)));
+  const __m512 before = _mm512_load_ps(maximum);
+  // The second operand is the result if one is NaN: NaN never becomes the maximum.
+  __m512 largest = before;
+  for (int u = 0; u < units; ++u) {
+    largest = _mm512_max_ps(_mm512_load_ps(scores + u * 16), largest);
+  }
+  largest = max_by_query<G>(largest);
+  const __mmask16 raised = _mm512_cmp_ps_mask(largest, before, _CMP_GT_OQ);
+  if (raised) {
+    const __m512 difference = _mm512_maskz_sub_ps(raised, before, largest);
+    const __m512 factor = exp_nonpositive(_mm512_mul_ps(difference, _mm512_set1_ps(scaling)));
+    _mm512_store_ps(maximum, largest);
+    _mm512_store_ps(weight, _mm512_mul_ps(_mm512_load_ps(weight), factor));
+    alignas(64) float factors[16];
+    _mm512_store_ps(factors, factor);
+    for (int q = 0; q < G; ++q) {
+      const __m512 by = _mm512_set1_ps(factors[q]);
+      for (int d = 0; d < padded; d += 16) {
+        float* const p = sums + q * padded + d;
+        _mm512_store_ps(p, _mm512_mul_ps(_mm512_load_ps(p), by));
+      }
+    }
+  }
+  return shift_of(largest);
+}
+
+KVZAP_INLINE_AVX512 __m512 exponential(const float* scores, __m512 shift, float scaling) {
+  return exp_nonpositive(
+      _mm512_mul_ps(_mm512_sub_ps(_mm512_load_ps(scores), shift), _mm512_set1_ps(scaling)));
+}
+
+/// Replaces scores by exponentials.
+template <int G>
+KVZAP_TARGET_AVX512 void soften(float* scores, int rows, float scaling, float* maximum,
+                                float* weight, float* sums, int padded) {
+  const __m512 shift = raise_maximum<G>(scores, rows, scaling, maximum, weight, sums, padded);
+  __m512 total = _mm512_load_ps(weight);
+  const int units = (rows * G + 15) / 16;
+  for (int u = 0; u < units; ++u) {
+    const __m512 p = exponential(scores + u * 16, shift, scaling);
+    total = _mm512_add_ps(total, p);
+    _mm512_store_ps(scores + u * 16, p);
+  }
+  _mm512_store_ps(weight, total);
+}
+
+/// Replaces scores by exponentials rounded to bfloat16, as pairs of rows: [row / 2][G][row % 2].
+template <int G>
+KVZAP_TARGET_AVX512_BF16 void soften_pairs(float* scores, int rows, float scaling, float* maximum,
+                                           float* weight, float* sums, int padded) {
+  const __m512 shift = raise_maximum<G>(scores, rows, scaling, maximum, weight, sums, padded);
+  alignas(64) std::uint16_t order[32];
+  for (int w = 0; w < 32; ++w) {
+    order[w] = static_cast<std::uint16_t>((2 * (w / (2 * G)) + w % 2) * G + w / 2 % G);
+  }
+  const __m512i permutation = _mm512_load_si512(order);
+  const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
+  __m512 total = _mm512_load_ps(weight);
+  const int units = (rows * G + 15) / 16;
+  for (int u = 0; u < units; u += 2) {
+    const __m512 low = exponential(scores + u * 16, shift, scaling);
+    const __m512 high =
+        u + 1 < units ? exponential(scores + u * 16 + 16, shift, scaling) : _mm512_setzero_ps();
+    const __m512i rounded = (__m512i)_mm512_cvtne2ps_pbh(high, low);
+    const __m512i paired = G == 1 ? rounded : _mm512_permutexvar_epi16(permutation, rounded);
+    total = _mm512_dpbf16_ps(total, (__m512bh)paired, ones);
+    _mm512_store_si512(scores + u * 8, paired);
+  }
+  _mm512_store_ps(weight, total);
+}
+
+/// sums[q][16 * v ..] += weights[row][q] * values[row][16 * v ..] for V vectors of 16 dims.
+template <class Ops, int G, int V>
+KVZAP_TARGET_AVX512 void accumulate(const typename Ops::Value* values, std::int64_t stride,
+                                    int rows, const float* weights, float* sums, int padded,
+                                    std::uint32_t last_mask, Ahead& ahead) {
+  __m512 sum[G][V];
+  for (int q = 0; q < G; ++q) {
+    for (int v = 0; v < V; ++v) sum[q][v] = _mm512_load_ps(sums + q * padded + v * 16);
+  }
+  for (int r = 0; r < rows; ++r) {
+    const typename Ops::Value* row = values + r * stride;
+    ahead.step();
+    __m512 value[V];
+    for (int v = 0; v < V; ++v) {
+      value[v] = Ops::load(row + v * 16, v + 1 < V ? 0xffffu : last_mask);
+    }
+    for (int q = 0; q < G; ++q) {
+      const __m512 weight = _mm512_set1_ps(weights[r * G + q]);
+      for (int v = 0; v < V; ++v) sum[q][v] = _mm512_fmadd_ps(weight, value[v], sum[q][v]);
+    }
+  }
+  for (int q = 0; q < G; ++q) {
+    for (int v = 0; v < V; ++v) _mm512_store_ps(sums + q * padded + v * 16, sum[q][v]);
+  }
+}
+
+/// The same by products of pairs of rows, for V vectors of 32 dims. Their order in `sums` is that
+/// in which unpacking leaves them, see dim_of_pair_lane.
+template <int G, int V>
+KVZAP_TARGET_AVX512_BF16 void accumulate_pairs(const bfloat16* values, std::int64_t stride,
+                                               int rows, const std::uint32_t* weights, float* sums,
+                                               int padded, std::uint32_t last_mask, Ahead& ahead) {
+  __m512 sum[G][2 * V];
+  for (int q = 0; q < G; ++q) {
+    for (int v = 0; v < 2 * V; ++v) sum[q][v] = _mm512_load_ps(sums + q * padded + v * 16);
+  }
+  for (int r = 0; r < rows; r += 2) {
+    const bfloat16* even = values + r * stride;
+    // The pair of an odd last row has the weight 0; it must not be multiplied with what is not
+    // there.
+    const bfloat16* odd = r + 1 < rows ? even + stride : even;
+    ahead.step();
+    __m512bh value[2 * V];
+    for (int v = 0; v < V; ++v) {
+      const std::uint32_t mask = v + 1 < V ? 0xffffffffu : last_mask;
+      const __m512i a = _mm512_maskz_loadu_epi16(mask, even + v * 32);
+      const __m512i b = _mm512_maskz_loadu_epi16(mask, odd + v * 32);
+      value[2 * v] = (__m512bh)_mm512_unpacklo_epi16(a, b);
+      value[2 * v + 1] = (__m512bh)_mm512_unpackhi_epi16(a, b);
+    }
+    for (int q = 0; q < G; ++q) {
+      const __m512bh weight = (__m512bh)_mm512_set1_epi32(static_cast<int>(weights[r / 2 * G + q]));
+      for (int v = 0; v < 2 * V; ++v) sum[q][v] = _mm512_dpbf16_ps(sum[q][v], weight, value[v]);
+    }
+  }
+  for (int q = 0; q < G; ++q) {
+    for (int v = 0; v < 2 * V; ++v) _mm512_store_ps(sums + q * padded + v * 16, sum[q][v]);
+  }
+}
+
+/// Lane of a block of 32 sums in which dim d is kept: unpacking splits each 8 neighbours in two.
+constexpr int lane_of_dim(int d) { return d / 4 % 2 * 16 + d / 8 * 4 + d % 4; }
+
+/// Calls accumulate for all vectors of a row, V at a time.
+template <class Ops, int G, int V>
+void accumulate_all(const typename Ops::Value* values, std::int64_t stride, int rows,
+                    const float* weights, float* sums, int padded, int dim, Ahead& ahead) {
+  const int vectors = (dim + 15) / 16;
+  const std::uint32_t last = 0xffffu >> (vectors * 16 - dim);
+  for (int v = 0; v < vectors;) {
+    const bool wide = v + V <= vectors;
+    const int taken = wide ? V : 1;
+    const auto kernel = wide ? accumulate<Ops, G, V> : accumulate<Ops, G, 1>;
+    kernel(values + v * 16, stride, rows, weights, sums + v * 16, padded,
+           v + taken == vectors ? last : 0xffffu, ahead);
+    v += taken;
+  }
+}
+
+template <int G, int V>
+void accumulate_all_pairs(const bfloat16* values, std::int64_t stride, int rows,
+                          const float* weights, float* sums, int padded, int dim, Ahead& ahead) {
+  const int vectors = (dim + 31) / 32;
+  const std::uint32_t last = 0xffffffffu >> (vectors * 32 - dim);
+  for (int v = 0; v < vectors;) {
+    const bool wide = v + V <= vectors;
+    const int taken = wide ? V : 1;
+    const auto kernel = wide ? accumulate_pairs<G, V> : accumulate_pairs<G, 1>;
+    kernel(values + v * 32, stride, rows, reinterpret_cast<const std::uint32_t*>(weights),
+           sums + v * 32, padded, v + taken == vectors ? last : 0xffffffffu, ahead);
+    v += taken;
+  }
+}
+
+template <class Value>
+using OpsOf =
+    std::conditional_t<std::is_same_v<Value, float>, FloatOps,
+                       std::conditional_t<std::is_same_v<Value, half>, HalfOps, WideBfloatOps>>;
+
+/// State of one call of attend_blocks.
+template <class Value>
+struct Blocks {
+  int count, dim, padded;
+  float scaling;
+  const float* queries;
+  float *scores, *maximum, *weight, *sums;
+};
+
+template <class Value, int G, bool by_pairs>
+void attend_blocks(const Blocks<Value>& blocks, const RowRun<Value>& run,
+                   const RowRun<Value>& next) {
+  using Ops = OpsOf<Value>;
+  constexpr int register_dims = by_pairs ? 32 : 16;
+  constexpr int wide = by_pairs ? (G == 4 ? 2 : 4) : (G == 4 ? 4 : 8);
+  const int dim = blocks.dim, padded = blocks.padded;
+  for (std::int64_t begin = 0; begin < run.rows; begin += block_rows) {
+    const int rows = static_cast<int>(std::min<std::int64_t>(block_rows, run.rows - begin));
+    const Value* keys = run.keys + begin * run.row_stride;
+    const Value* values = run.values + begin * run.row_stride;
+    // While keys are read, the block's values are prefetched; meanwhile, the next block's keys.
+    Ahead ahead;
+    ahead.set(values, rows, run.row_stride, std::int64_t{blocks.count} * ((rows * G + 15) / 16));
+    for (int b = 0; b < blocks.count; ++b) {
+      float* scores = blocks.scores + b * G * block_rows;
+      const float* queries = blocks.queries + std::int64_t{b} * G * padded;
+      if constexpr (by_pairs) {
+        score_pairs<G>(
+            keys, run.row_stride, rows,
+            reinterpret_cast<const bfloat16*>(blocks.queries) + std::int64_t{b} * G * padded, dim,
+            scores, ahead);
+      } else {
+        score<Ops, G>(keys, run.row_stride, rows, queries, dim, scores, ahead);
+      }
+    }
+    const std::int64_t left = run.rows - begin - block_rows;
+    const int vectors = (dim + register_dims - 1) / register_dims;
+    const std::int64_t passes = vectors / wide + vectors % wide;
+    const std::int64_t steps = blocks.count * passes * (by_pairs ? (rows + 1) / 2 : rows);
+    if (left > 0) {
+      ahead.set(keys + block_rows * run.row_stride, std::min<std::int64_t>(left, block_rows),
+                run.row_stride, steps);
+    } else {
+      ahead.set(next.keys, std::min<std::int64_t>(next.rows, block_rows), next.row_stride, steps);
+    }
+    for (int b = 0; b < blocks.count; ++b) {
+      float* scores = blocks.scores + b * G * block_rows;
+      float* sums = blocks.sums + std::int64_t{b} * G * padded;
+      if constexpr (by_pairs) {
+        soften_pairs<G>(scores, rows, blocks.scaling, blocks.maximum + b * 16,
+                        blocks.weight + b * 16, sums, padded);
+        accumulate_all_pairs<G, wide>(values, run.row_stride, rows, scores, sums, padded, dim,
+                                      ahead);
+      } else {
+        soften<G>(scores, rows, blocks.scaling, blocks.maximum + b * 16, blocks.weight + b * 16,
+                  sums, padded);
+        accumulate_all<Ops, G, wide>(values, run.row_stride, rows, scores, sums, padded, dim,
+                                     ahead);
+      }
+    }
+  }
+}
+
+}  // namespace
+#endif
+
+template <class Value>
+std::int64_t RowAttention<Value>::scratch_size(int group, int dim) {
+  const std::int64_t queries = whole(group, 4);
+  const std::int64_t padded = whole(dim, 32);
+  // Queries and sums; scores; maximum and weight; copies of keys and values.
+  return 2 * queries * padded + queries * block_rows + 2 * whole(queries, 16) * 4 +
+         2 * whole(block_rows * static_cast<std::int64_t>(dim) * sizeof(Value) / sizeof(float), 16);
+}
+
+template <class Value>
+RowAttention<Value>::RowAttention(int group, int dim, bool by_row, float* scratch)
+    : m_group(group), m_dim(dim), m_scaling(1.0f / std::sqrt(static_cast<float>(dim))) {
+  m_kernels = Kernels::portable;
+#if KVZAP_X86
+  const SimdLevel level = simd_level();
+  if (by_row && level >= SimdLevel::avx512) {
+    m_kernels = std::is_same_v<Value, bfloat16> && level >= SimdLevel::avx512_bf16
+                    ? Kernels::pairs
+                    : Kernels::vectors;
+  }
+#endif
+  const bool blocked = m_kernels != Kernels::portable;
+  m_block_queries = !blocked ? group : group <= 2 ? group : 4;
+  m_blocks = (group + m_block_queries - 1) / m_block_queries;
+  m_padded_dim = blocked ? static_cast<int>(whole(dim, 32)) : dim;
+  const std::int64_t queries = whole(group, 4);
+  const std::int64_t padded = whole(dim, 32);
+  m_queries = scratch;
+  m_sums = m_queries + queries * padded;
+  m_scores = m_sums + queries * padded;
+  m_maximum = m_scores + queries * block_rows;
+  m_weight = m_maximum + whole(queries, 16) * 4;
+  m_rows = reinterpret_cast<Value*>(m_weight + whole(queries, 16) * 4);
+}
+
+template <class Value>
+void RowAttention<Value>::begin(const float* queries, std::int64_t head_stride,
+                                std::int64_t dim_stride) {
+  const int padded_group = m_blocks * m_block_queries;
+  std::fill_n(m_sums, std::int64_t{padded_group} * m_padded_dim, 0.0f);
+  const int lanes = m_kernels == Kernels::portable ? m_group : m_blocks * 16;
+  std::fill_n(m_maximum, lanes, minus_infinity);
+  std::fill_n(m_weight, lanes, 0.0f);
+  const int step = m_kernels == Kernels::portable ? m_padded_dim
+                   : m_kernels == Kernels::pairs  ? 32
+                                                  : 16;
+  for (int b = 0; b < m_blocks; ++b) {
+    for (int q = 0; q < m_block_queries; ++q) {
+      const int head = b * m_block_queries + q;
+      for (int d = 0; d < m_padded_dim; ++d) {
+        const float x =
+            head < m_group && d < m_dim ? queries[head * head_stride + d * dim_stride] : 0.0f;
+        const std::int64_t at =
+            (std::int64_t{b} * m_padded_dim + d / step * step) * m_block_queries + q * step +
+            d % step;
+        if (m_kernels == Kernels::pairs) {
+          reinterpret_cast<bfloat16*>(m_queries)[at] = bfloat16(x);
+        } else {
+          m_queries[at] = x;
+        }
+      }
+    }
+  }
+}
+
+template <class Value>
+void RowAttention<Value>::attend_portably(const RowRun<Value>& run) {
+  for (std::int64_t begin = 0; begin < run.rows; begin += block_rows) {
+    const int rows = static_cast<int>(std::min<std::int64_t>(block_rows, run.rows - begin));
+    score_rows(run.keys + begin * run.row_stride, run.row_stride, run.dim_stride, rows, m_queries,
+               m_group, m_dim, m_scores, block_rows);
+    for (int q = 0; q < m_group; ++q) {
+      float* row = m_scores + q * block_rows;
+      const float maximum = std::max(m_maximum[q], max_of(row, rows));
+      if (maximum > m_maximum[q]) {
+        const float factor = std::exp((m_maximum[q] - maximum) * m_scaling);
+        m_weight[q] *= factor;
+        scale(m_sums + q * m_dim, m_dim, factor);
+        m_maximum[q] = maximum;
+      }
+      // Where all scores are -infinity, their difference from the maximum would be NaN.
+      m_weight[q] += exp_shifted(row, rows, maximum == minus_infinity ? 0.0f : maximum, m_scaling);
+    }
+    accumulate_rows(run.values + begin * run.row_stride, run.row_stride, run.dim_stride, rows,
+                    m_scores, block_rows, m_group, m_dim, m_sums);
+  }
+}
+
+template <class Value>
+void RowAttention<Value>::attend(const RowRun<Value>& run, const RowRun<Value>& next) {
+  if (m_kernels == Kernels::portable) return attend_portably(run);
+#if KVZAP_X86
+  if (run.dim_stride != 1) {
+    Value* const keys = m_rows;
+    Value* const values = m_rows + std::int64_t{block_rows} * m_dim;
+    for (std::int64_t begin = 0; begin < run.rows; begin += block_rows) {
+      const std::int64_t rows = std::min<std::int64_t>(block_rows, run.rows - begin);
+      for (std::int64_t r = 0; r < rows; ++r) {
+        const std::int64_t row = (begin + r) * run.row_stride;
+        for (int d = 0; d < m_dim; ++d) {
+          keys[r * m_dim + d] = run.keys[row + d * run.dim_stride];
+          values[r * m_dim + d] = run.values[row + d * run.dim_stride];
+        }
+      }
+      const RowRun<Value> copied{keys, values, rows, m_dim, 1};
+      attend(copied, copied);
+    }
+    return;
+  }
+  const Blocks<Value> blocks{m_blocks, m_dim,     m_padded_dim, m_scaling, m_queries,
+                             m_scores, m_maximum, m_weight,     m_sums};
+  const RowRun<Value>& ahead = next.keys && next.dim_stride == 1 ? next : run;
+  const auto attend_with = [&](auto by_pairs) {
+    constexpr bool pairs = decltype(by_pairs)::value;
+    switch (m_block_queries) {
+      case 1:
+        return attend_blocks<Value, 1, pairs>(blocks, run, ahead);
+      case 2:
+        return attend_blocks<Value, 2, pairs>(blocks, run, ahead);
+      default:
+        return attend_blocks<Value, 4, pairs>(blocks, run, ahead);
+    }
+  };
+  if constexpr (std::is_same_v<Value, bfloat16>) {
+    if (m_kernels == Kernels::pairs) return attend_with(std::true_type());
+  }
+  attend_with(std::false_type());
+#endif
+}
+
+template <class Value>
+void RowAttention<Value>::finish(float* maximum, float* weight, float* sums) const {
+  if (m_kernels == Kernels::portable) {
+    std::copy_n(m_maximum, m_group, maximum);
+    std::copy_n(m_weight, m_group, weight);
+    std::copy_n(m_sums, std::int64_t{m_group} * m_dim, sums);
+    return;
+  }
+#if KVZAP_X86
+  for (int head = 0; head < m_group; ++head) {
+    const int block = head / m_block_queries;
+    const int q = head % m_block_queries;
+    maximum[head] = m_maximum[block * 16 + q];
+    float total = 0;
+    for (int lane = q; lane < 16; lane += m_block_queries) total += m_weight[block * 16 + lane];
+    weight[head] = total;
+    const float* own = m_sums + std::int64_t{head} * m_padded_dim;
+    for (int d = 0; d < m_dim; ++d) {
+      sums[std::int64_t{head} * m_dim + d] =
+          own[m_kernels == Kernels::pairs ? d / 32 * 32 + lane_of_dim(d % 32) : d];
+    }
+  }
+#endif
+}
+
+template class RowAttention<float>;
+template class RowAttention<half>;
+template class RowAttention<bfloat16>;
+
+}  // namespace kvzap::detail

@@ -1,0 +1,63 @@
+// Decode attention on the host: the softmax of a group of query heads over rows of their KV head,
+// in one pass over the rows.
+#pragma once
+
+#include <cstdint>
+#include <kvzap/types.hpp>
+
+namespace kvzap::detail {
+
+/// Rows with constant strides; keys + i * row_stride + d * dim_stride, values alike.
+template <class Value>
+struct RowRun {
+  const Value* keys = nullptr;
+  const Value* values = nullptr;
+  std::int64_t rows = 0;
+  std::int64_t row_stride = 0;
+  std::int64_t dim_stride = 1;
+};
+
+/// Running softmax of `group` query heads over the rows seen so far. Sums are kept in float.
+///
+/// Instruction sets from avx512 on go through kernels in which vectors of rows and query heads are
+/// blocked in registers; at avx512_bf16 with bfloat16 rows, queries and exponentials are rounded to
+/// bfloat16 (relative error 2^-9 each), and the weights that are summed are the rounded ones, so
+/// that the result is a weighted mean of the values in any case.
+template <class Value>
+class RowAttention {
+ public:
+  /// Floats of scratch space, a multiple of 16, for any storage order and instruction set.
+  static std::int64_t scratch_size(int group, int dim);
+
+  /// scratch: aligned to 64 bytes. by_row: whether most runs have dim_stride 1.
+  RowAttention(int group, int dim, bool by_row, float* scratch);
+
+  /// Forgets all rows. queries: (group, dim) with the given strides, unscaled.
+  void begin(const float* queries, std::int64_t head_stride, std::int64_t dim_stride);
+  /// Takes in rows; `next` is what the following call will read (only a hint).
+  void attend(const RowRun<Value>& run, const RowRun<Value>& next);
+  /// maximum (group): largest unscaled score; weight (group): sum of exp(scaling * (score -
+  /// maximum)); sums (group, dim): sum of the same times the value.
+  void finish(float* maximum, float* weight, float* sums) const;
+
+ private:
+  enum class Kernels { portable, vectors, pairs };
+
+  void attend_portably(const RowRun<Value>& run);
+
+  int m_group;
+  int m_dim;
+  int m_padded_dim;     // to whole vectors
+  int m_block_queries;  // query heads held in registers at once
+  int m_blocks;         // blocks of so many, the last one padded by zeros
+  Kernels m_kernels;
+  float m_scaling;
+  float* m_queries;
+  float* m_scores;
+  float* m_maximum;
+  float* m_weight;
+  float* m_sums;
+  Value* m_rows;  // copies of rows whose dim_stride is not 1
+};
+
+}  // namespace kvzap::detail

@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "detail/attention_rows.hpp"
+#include "detail/attention_tiles.hpp"
 #include "detail/gemm.hpp"
 #include "detail/kokkos_compat.hpp"
 #include "detail/row_kernels.hpp"
@@ -80,6 +81,9 @@ struct detail::AttentionScratch {
   void rows(const ExecutionSpace& exec, const Layer* cached, int sequences, std::int64_t chunk_rows,
             const QueryView& queries, const RowsView& chunk_keys, const RowsView& chunk_values,
             const OutputView& output);
+  void host_tiles(const ExecutionSpace& exec, const Layer& cached, const QueryView& queries,
+                  const RowsView& chunk_keys, const RowsView& chunk_values,
+                  const OutputView& output);
   void tiles(const ExecutionSpace& exec, const Layer& cached, const QueryView& queries,
              const RowsView& chunk_keys, const RowsView& chunk_values, const OutputView& output);
 };
@@ -148,6 +152,38 @@ void attend_portable(const ExecutionSpace& exec, const RaggedLayer<Value, order>
 
 }  // namespace
 
+namespace {
+
+// The run of rows of a head that begins at `row` and ends before `end` at the latest. Rows are
+// counted over the head's pages, the ring, and the chunk's rows from first_row on.
+template <class Value, class Layer, class RowsView>
+detail::RowRun<Value> run_of(const Layer& layer, int head, const RowsView& chunk_keys,
+                             const RowsView& chunk_values, std::int64_t first_row,
+                             std::int64_t chunk_rows, std::int64_t row, std::int64_t end) {
+  const std::int64_t survivors = layer.survivors(head);
+  const std::int64_t cached_rows = layer.rows(head);
+  detail::RowRun<Value> run;
+  std::int64_t skipped;
+  if (row < cached_rows) {
+    const bool in_page = row < survivors;
+    const std::int64_t index = in_page ? row / layer.page_rows : layer.pages(head);
+    const auto span = layer.span(head, index);
+    run = {span.keys, span.values, span.rows, span.row_stride, span.dim_stride};
+    skipped = in_page ? row - index * layer.page_rows : row - survivors;
+  } else {
+    run = {&chunk_keys(first_row, head, 0), &chunk_values(first_row, head, 0), chunk_rows,
+           static_cast<std::int64_t>(chunk_keys.stride(0)),
+           static_cast<std::int64_t>(chunk_keys.stride(2))};
+    skipped = row - cached_rows;
+  }
+  run.keys += skipped * run.row_stride;
+  run.values += skipped * run.row_stride;
+  run.rows = std::min(run.rows - skipped, end - row);
+  return run;
+}
+
+}  // namespace
+
 // One query token per sequence. Every item's partial softmax is kept; those of a head merge exactly
 // in the end.
 template <class Value, PageOrder order>
@@ -194,31 +230,10 @@ void detail::AttentionScratch<Value, order>::rows(const ExecutionSpace& exec, co
       const Item& item = item_list[i];
       const Layer& layer = cached[item.sequence];
       const int head = item.head;
-      const std::int64_t survivors = layer.survivors(head);
-      const std::int64_t cached_rows = layer.rows(head);
-      const std::int64_t pages = layer.pages(head);
-      // The run of rows that begins at `row`.
       const auto run_at = [&](std::int64_t row) -> Run {
         if (row >= item.end) return {};
-        Run run;
-        std::int64_t skipped;
-        if (row < cached_rows) {
-          const bool in_page = row < survivors;
-          const std::int64_t index = in_page ? row / layer.page_rows : pages;
-          const auto span = layer.span(head, index);
-          run = {span.keys, span.values, span.rows, span.row_stride, span.dim_stride};
-          skipped = in_page ? row - index * layer.page_rows : row - survivors;
-        } else {
-          const std::int64_t first = item.sequence * chunk_rows;
-          run = {&chunk_keys(first, head, 0), &chunk_values(first, head, 0), chunk_rows,
-                 static_cast<std::int64_t>(chunk_keys.stride(0)),
-                 static_cast<std::int64_t>(chunk_keys.stride(2))};
-          skipped = row - cached_rows;
-        }
-        run.keys += skipped * run.row_stride;
-        run.values += skipped * run.row_stride;
-        run.rows = std::min(run.rows - skipped, item.end - row);
-        return run;
+        return run_of<Value>(layer, head, chunk_keys, chunk_values, item.sequence * chunk_rows,
+                             chunk_rows, row, item.end);
       };
       attention.begin(&query_view(item.sequence, head * group, 0), query_view.stride(1),
                       query_view.stride(2));
@@ -257,6 +272,48 @@ void detail::AttentionScratch<Value, order>::rows(const ExecutionSpace& exec, co
         }
         for (int d = 0; d < dim; ++d) result[d * stride] /= weight;
       });
+}
+
+// Many query tokens on the host. Work items are (KV head, tile of query tokens); those that see the
+// most rows come first.
+template <class Value, PageOrder order>
+void detail::AttentionScratch<Value, order>::host_tiles(
+    const ExecutionSpace& exec, const Layer& cached, const QueryView& query_view,
+    const RowsView& chunk_keys, const RowsView& chunk_values, const OutputView& output) {
+  const std::int64_t tokens = query_view.extent(0);
+  const int kv_heads = cached.heads;
+  const int dim = static_cast<int>(query_view.extent(2));
+  const int group = static_cast<int>(query_view.extent(1)) / kv_heads;
+  const std::int64_t chunk_rows = chunk_keys.extent(0);
+  const std::int64_t tile = detail::TileAttention<Value>::tile_tokens(group);
+  const std::int64_t tiles = (tokens + tile - 1) / tile;
+  const std::int64_t workers = Kokkos::DefaultHostExecutionSpace().concurrency();
+  const std::int64_t workspace_size = detail::TileAttention<Value>::scratch_size(group, dim);
+  detail::reserve_scratch(workspaces, workers * workspace_size, "kvzap::attention::workspaces");
+  float* const workspace_base = workspaces.data();
+  std::atomic<std::int64_t> next_item{0};
+  std::atomic<std::int64_t>* const queue = &next_item;
+  detail::fence(exec, "kvzap::attention: host kernels read what the instance wrote");
+  Kokkos::parallel_for("kvzap::attention::tiles", HostRange(0, workers), [=](std::int64_t worker) {
+    detail::TileAttention<Value> attention(group, dim, workspace_base + worker * workspace_size);
+    for (std::int64_t i = (*queue)++; i < tiles * kv_heads; i = (*queue)++) {
+      const int head = static_cast<int>(i % kv_heads);
+      const std::int64_t first = (tiles - 1 - i / kv_heads) * tile;
+      const std::int64_t count = std::min(tile, tokens - first);
+      const std::int64_t visible = cached.rows(head) + chunk_rows - tokens + first + 1;
+      attention.begin(&query_view(first, head * group, 0), count, query_view.stride(0),
+                      query_view.stride(1), query_view.stride(2), visible);
+      const std::int64_t end = visible + count - 1;
+      for (std::int64_t row = 0; row < end;) {
+        const auto run =
+            run_of<Value>(cached, head, chunk_keys, chunk_values, 0, chunk_rows, row, end);
+        attention.attend(run);
+        row += run.rows;
+      }
+      attention.finish(&output(first, head * group, 0), output.stride(0), output.stride(1),
+                       output.stride(2));
+    }
+  });
 }
 
 // Many query tokens. Per KV head and tile of query tokens: for each tile of rows, scores by gemm, a
@@ -472,6 +529,9 @@ void Attention<Value, order>::operator()(const ExecutionSpace& exec, const Layer
       return m_scratch->rows(exec, &cached, 1, chunk_keys.extent(0), queries, chunk_keys,
                              chunk_values, output);
     case AttentionPath::tiles:
+      if (detail::runs_on_host && detail::TileAttention<Value>::available()) {
+        return m_scratch->host_tiles(exec, cached, queries, chunk_keys, chunk_values, output);
+      }
       return m_scratch->tiles(exec, cached, queries, chunk_keys, chunk_values, output);
     default:
       return attend_portable<Value, order>(exec, cached, queries, chunk_keys, chunk_values, output);

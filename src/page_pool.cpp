@@ -61,6 +61,8 @@ void PagePool::grow() {
       m_spare_ids.pop_back();
     }
     m_pages[id] = {first + i * m_page_bytes, 0, index};
+    m_first_stale = std::min<std::size_t>(m_first_stale, id);
+    m_last_stale = std::max<std::size_t>(m_last_stale, id);
     slab.pages.push_back(id);
   }
   slab.free.assign(slab.pages.rbegin(), slab.pages.rend());
@@ -68,7 +70,6 @@ void PagePool::grow() {
   m_slabs_with_free.insert(index);
   m_allocated_pages += count;
   if (m_meter) m_meter->add(bytes);
-  m_addresses_stale = true;
 }
 
 PageId PagePool::allocate() {
@@ -118,24 +119,26 @@ std::size_t PagePool::trim() {
   }
   if (bytes > 0) {
     m_returned_bytes += bytes;
-    m_addresses_stale = true;
     if (m_meter) m_meter->subtract(bytes);
   }
   return bytes;
 }
 
 PagePool::AddressView PagePool::addresses() {
-  if (m_addresses_stale) {
-    if (m_addresses.extent(0) < m_pages.size()) {
-      m_addresses = AddressView(
-          Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::page_pool::addresses"),
-          std::max<std::size_t>(64, m_pages.size() * 3 / 2));
-    }
-    auto host = Kokkos::create_mirror_view(m_addresses);
-    for (std::size_t i = 0; i < m_pages.size(); ++i) host(i) = m_pages[i].address;
-    Kokkos::deep_copy(m_addresses, host);
-    m_addresses_stale = false;
+  if (m_first_stale > m_last_stale) return m_addresses;
+  if (m_addresses.extent(0) < m_pages.size()) {
+    m_addresses =
+        AddressView(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::page_pool::addresses"),
+                    std::max<std::size_t>(64, m_pages.size() * 3 / 2));
+    m_first_stale = 0;
+    m_last_stale = m_pages.size() - 1;
   }
+  const auto stale = Kokkos::subview(m_addresses, std::make_pair(m_first_stale, m_last_stale + 1));
+  const auto host = Kokkos::create_mirror_view(stale);
+  for (std::size_t i = 0; i < host.extent(0); ++i) host(i) = m_pages[m_first_stale + i].address;
+  Kokkos::deep_copy(stale, host);
+  m_first_stale = none_stale;
+  m_last_stale = 0;
   return m_addresses;
 }
 

@@ -77,6 +77,13 @@ struct AppendCounts {
   std::int64_t non_finite = 0;  // of those, kept because their score is NaN or infinite
 };
 
+/// What a compaction did, summed over this rank's heads of the layer.
+struct CompactCounts {
+  std::int64_t judged = 0;   // survivors before
+  std::int64_t evicted = 0;  // of those, gone
+  std::int64_t moved = 0;    // of those that stayed, the rows that now lie elsewhere in their pages
+};
+
 /// Bytes of this rank's part of a cache.
 struct CacheBytes {
   std::size_t live = 0;       // keys and values of rows that attention can see
@@ -98,6 +105,7 @@ class KVCache {
   /// Views of the caller, of any layout.
   using RowsView = Kokkos::View<const Value***, Kokkos::LayoutStride, MemorySpace>;
   using ScoresView = Kokkos::View<const float**, Kokkos::LayoutStride, MemorySpace>;
+  using FlagsView = Kokkos::View<const std::uint8_t**, Kokkos::LayoutStride, MemorySpace>;
   using Layer = RaggedLayer<Value, order>;
 
   /// Throws Error if an extent of the shape is not positive (a rank may own no head of a layer).
@@ -117,10 +125,21 @@ class KVCache {
   /// keys, values: (token, head, dim). scores: (head, token), the log scores of the new pairs, or
   /// an empty view if they have none (they then count as NaN, should they be judged). Every pair
   /// that leaves the ring through this is judged by `rule`, or admitted unjudged if the rule does
-  /// not judge. Throws Error on extents that do not fit.
+  /// not judge. Throws Error on extents that do not fit, or, with the sequence as it was, when
+  /// memory is exhausted.
   AppendCounts append(const ExecutionSpace& exec, SequenceId sequence, int layer,
                       const RowsView& keys, const RowsView& values, const ScoresView& scores,
                       const EvictionRule& rule);
+
+  /// Evicts survivors of a layer a second time, in place. keep: (head, survivor), of which
+  /// keep(h, i) says whether the i-th oldest of head h's rows(…) - ring rows stays; there may be
+  /// more columns than a head has survivors. The rows that stay keep their order and positions, and
+  /// those before a head's first evicted one are not touched; the ring is left as it is. Pages that
+  /// become empty are free, and pages that another sequence holds too are copied before they are
+  /// written. Checkpoints of the sequence become void. Throws Error on extents that do not fit, or,
+  /// with the layer as it was, when memory is exhausted.
+  CompactCounts compact(const ExecutionSpace& exec, SequenceId sequence, int layer,
+                        const FlagsView& keep);
 
   /// The state of a sequence to which restore returns: copies of the rings, lengths of the pages.
   struct Checkpoint {
@@ -137,8 +156,8 @@ class KVCache {
   };
   Checkpoint checkpoint(SequenceId sequence);
   /// Cuts the sequence back to an earlier state of itself, any number of times; pages past it are
-  /// freed, and checkpoints taken after it are void. Throws Error for a void checkpoint or one of
-  /// another sequence.
+  /// freed, and checkpoints taken after it are void, as all are once a layer was compacted. Throws
+  /// Error for a void checkpoint or one of another sequence.
   void restore(SequenceId sequence, const Checkpoint& checkpoint);
 
   /// Hands memory of the pool that no page needs back to the system; returns the bytes.
@@ -168,14 +187,20 @@ class KVCache {
   std::vector<SequenceId> sequences() const;
 
  private:
+  using PageTable = Kokkos::View<PageId**, MemorySpace>;
+  using Counts = Kokkos::View<std::int64_t*, MemorySpace>;
+
   struct LayerStore {
     std::int64_t tokens = 0;
     Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> ring;         // (head, 2*window*dim)
     Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> ring_scores;  // (head, window)
     std::vector<std::vector<PageId>> pages;                               // per head
     std::vector<std::int64_t> survivors;                                  // per head
-    Kokkos::View<PageId**, MemorySpace> page_table;                       // (head, page)
-    Kokkos::View<std::int64_t*, MemorySpace> device_survivors;            // (head)
+    // The same for kernels, and what is copied there (the same memory on host backends).
+    PageTable page_table;                            // (head, page)
+    Counts device_survivors;                         // (head)
+    typename PageTable::HostMirror host_page_table;  // (head, page)
+    typename Counts::HostMirror host_survivors;      // (head)
   };
   struct Sequence {
     std::vector<LayerStore> layers;
@@ -188,7 +213,13 @@ class KVCache {
   Sequence make_sequence() const;
   std::size_t ring_bytes() const;
   int checked_head(int layer, int head) const;
+  void copy_page(PageId from, PageId to);
   void reserve(LayerStore& layer, int head, std::int64_t new_survivors);
+  void reserve_kept(int heads, std::int64_t rows);
+  void admit_counted(LayerStore& layer);
+  void set_entries(LayerStore& layer, int head, std::size_t first_page);
+  void grow_page_table(LayerStore& layer);
+  void set_all_entries(LayerStore& layer);
   void upload_tables(LayerStore& layer);
 
   CacheShape m_shape;
@@ -197,6 +228,14 @@ class KVCache {
   std::map<SequenceId, Sequence> m_sequences;
   SequenceId m_next_sequence = 0;
   std::int64_t m_next_checkpoint = 0;
+
+  // The rows that a judgement keeps: head h's are m_kept(m_begins(h)) … , m_kept_counts(h) of them.
+  // Kept between calls, so that a decode step allocates nothing.
+  Kokkos::View<std::int32_t*, MemorySpace> m_kept;
+  Counts m_begins;
+  Counts m_kept_counts;
+  Counts m_old_survivors;
+  typename Counts::HostMirror m_host_kept_counts;
 };
 
 }  // namespace kvzap

@@ -115,7 +115,10 @@ class PagePool {
   std::size_t m_allocated_pages = 0;
   std::size_t m_returned_bytes = 0;
   AddressView m_addresses;
-  bool m_addresses_stale = true;
+  // Pages whose addresses have yet to be written there.
+  static constexpr std::size_t none_stale = ~std::size_t{0};
+  std::size_t m_first_stale = none_stale;
+  std::size_t m_last_stale = 0;
 };
 
 /// Hands memory that the host allocator holds but no longer uses back to the system (glibc keeps

@@ -21,7 +21,10 @@ struct EvictionRule {
   /// Whether the pair at `position` stays. A NaN or infinite score keeps its pair: a surrogate that
   /// breaks down must not cost the model its context.
   KOKKOS_INLINE_FUNCTION bool keeps(float score, std::int64_t position) const {
-    return !judge || position < sink || !is_finite(score) || score >= threshold;
+    // Without branches: kept and evicted pairs alternate at random, and none would be predicted.
+    return static_cast<bool>(static_cast<int>(!judge) | static_cast<int>(position < sink) |
+                             static_cast<int>(!is_finite(score)) |
+                             static_cast<int>(score >= threshold));
   }
 
   KOKKOS_INLINE_FUNCTION static bool is_finite(float score) {

@@ -73,24 +73,49 @@ KVZAP_INLINE_AVX512 __m512 fold_all(const __m512* vectors) {
   }
 }
 
-/// Memory that is prefetched in ascending order, a share with each step of the kernels, so that
-/// what they read next is under way while they compute.
-struct Ahead {
-  const char* next = nullptr;
-  const char* end = nullptr;
-  std::int64_t share = 0;
+// Bytes by which prefetching is ahead of reading: many latencies of memory at its full rate. Into
+// the level-2 cache, as a level-1 cache would lose lines again in between.
+constexpr std::int64_t prefetch_distance = 16384;
 
-  /// `rows` rows from `begin` on, over so many steps.
+/// Rows that lie one behind the other, as bytes.
+struct Extent {
+  const char* begin = nullptr;
+  const char* end = nullptr;
+
   template <class Value>
-  void set(const Value* begin, std::int64_t rows, std::int64_t stride, std::int64_t steps) {
-    next = reinterpret_cast<const char*>(begin);
-    end = reinterpret_cast<const char*>(begin + rows * stride);
-    share = (end - next + steps - 1) / steps;
+  static Extent of(const Value* rows, std::int64_t count, std::int64_t stride) {
+    return {reinterpret_cast<const char*>(rows),
+            reinterpret_cast<const char*>(rows + count * stride)};
+  }
+};
+
+/// Prefetches in ascending order, a share with each step of a kernel, the memory that is read
+/// prefetch_distance later: the rest of what the kernel reads now, and the beginning of what is
+/// read next.
+class Ahead {
+ public:
+  Ahead(Extent now, Extent later, std::int64_t steps) {
+    const std::int64_t skipped = std::min<std::int64_t>(prefetch_distance, now.end - now.begin);
+    const std::int64_t more = std::min<std::int64_t>(prefetch_distance, later.end - later.begin);
+    m_now = {now.begin + skipped, now.end};
+    m_later = {later.begin, later.begin + more};
+    m_lines = static_cast<int>((m_now.end - m_now.begin + more + 64 * steps - 1) / (64 * steps));
   }
   KVZAP_TARGET_AVX512 inline __attribute__((always_inline)) void step() {
-    const char* const until = next + std::min<std::int64_t>(share, end - next);
-    for (; next < until; next += 64) _mm_prefetch(next, _MM_HINT_T0);
+    for (int i = 0; i < m_lines; ++i) {
+      if (m_now.begin >= m_now.end) {
+        m_now = m_later;
+        m_later = {};
+        if (m_now.begin >= m_now.end) return;
+      }
+      _mm_prefetch(m_now.begin, _MM_HINT_T1);
+      m_now.begin += 64;
+    }
   }
+
+ private:
+  Extent m_now, m_later;
+  int m_lines;
 };
 
 /// Scores of 1 <= rows <= block_rows rows and G query heads: lane e of vector u belongs to row
@@ -252,24 +277,32 @@ template <class Ops, int G, int V>
 KVZAP_TARGET_AVX512 void accumulate(const typename Ops::Value* values, std::int64_t stride,
                                     int rows, const float* weights, float* sums, int padded,
                                     std::uint32_t last_mask, Ahead& ahead) {
-  __m512 sum[G][V];
+  __m512 sum[G * V];
+#pragma GCC unroll 16
   for (int q = 0; q < G; ++q) {
-    for (int v = 0; v < V; ++v) sum[q][v] = _mm512_load_ps(sums + q * padded + v * 16);
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v) sum[q * V + v] = _mm512_load_ps(sums + q * padded + v * 16);
   }
   for (int r = 0; r < rows; ++r) {
     const typename Ops::Value* row = values + r * stride;
     ahead.step();
     __m512 value[V];
+#pragma GCC unroll 16
     for (int v = 0; v < V; ++v) {
       value[v] = Ops::load(row + v * 16, v + 1 < V ? 0xffffu : last_mask);
     }
+#pragma GCC unroll 16
     for (int q = 0; q < G; ++q) {
       const __m512 weight = _mm512_set1_ps(weights[r * G + q]);
-      for (int v = 0; v < V; ++v) sum[q][v] = _mm512_fmadd_ps(weight, value[v], sum[q][v]);
+#pragma GCC unroll 16
+      for (int v = 0; v < V; ++v)
+        sum[q * V + v] = _mm512_fmadd_ps(weight, value[v], sum[q * V + v]);
     }
   }
+#pragma GCC unroll 16
   for (int q = 0; q < G; ++q) {
-    for (int v = 0; v < V; ++v) _mm512_store_ps(sums + q * padded + v * 16, sum[q][v]);
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v) _mm512_store_ps(sums + q * padded + v * 16, sum[q * V + v]);
   }
 }
 
@@ -279,9 +312,11 @@ template <int G, int V>
 KVZAP_TARGET_AVX512_BF16 void accumulate_pairs(const bfloat16* values, std::int64_t stride,
                                                int rows, const std::uint32_t* weights, float* sums,
                                                int padded, std::uint32_t last_mask, Ahead& ahead) {
-  __m512 sum[G][2 * V];
+  __m512 sum[G * 2 * V];
+#pragma GCC unroll 16
   for (int q = 0; q < G; ++q) {
-    for (int v = 0; v < 2 * V; ++v) sum[q][v] = _mm512_load_ps(sums + q * padded + v * 16);
+#pragma GCC unroll 16
+    for (int v = 0; v < 2 * V; ++v) sum[q * 2 * V + v] = _mm512_load_ps(sums + q * padded + v * 16);
   }
   for (int r = 0; r < rows; r += 2) {
     const bfloat16* even = values + r * stride;
@@ -290,6 +325,7 @@ KVZAP_TARGET_AVX512_BF16 void accumulate_pairs(const bfloat16* values, std::int6
     const bfloat16* odd = r + 1 < rows ? even + stride : even;
     ahead.step();
     __m512bh value[2 * V];
+#pragma GCC unroll 16
     for (int v = 0; v < V; ++v) {
       const std::uint32_t mask = v + 1 < V ? 0xffffffffu : last_mask;
       const __m512i a = _mm512_maskz_loadu_epi16(mask, even + v * 32);
@@ -297,13 +333,18 @@ KVZAP_TARGET_AVX512_BF16 void accumulate_pairs(const bfloat16* values, std::int6
       value[2 * v] = (__m512bh)_mm512_unpacklo_epi16(a, b);
       value[2 * v + 1] = (__m512bh)_mm512_unpackhi_epi16(a, b);
     }
+#pragma GCC unroll 16
     for (int q = 0; q < G; ++q) {
       const __m512bh weight = (__m512bh)_mm512_set1_epi32(static_cast<int>(weights[r / 2 * G + q]));
-      for (int v = 0; v < 2 * V; ++v) sum[q][v] = _mm512_dpbf16_ps(sum[q][v], weight, value[v]);
+#pragma GCC unroll 16
+      for (int v = 0; v < 2 * V; ++v)
+        sum[q * 2 * V + v] = _mm512_dpbf16_ps(sum[q * 2 * V + v], weight, value[v]);
     }
   }
+#pragma GCC unroll 16
   for (int q = 0; q < G; ++q) {
-    for (int v = 0; v < 2 * V; ++v) _mm512_store_ps(sums + q * padded + v * 16, sum[q][v]);
+#pragma GCC unroll 16
+    for (int v = 0; v < 2 * V; ++v) _mm512_store_ps(sums + q * padded + v * 16, sum[q * 2 * V + v]);
   }
 }
 
@@ -366,9 +407,9 @@ void attend_blocks(const Blocks<Value>& blocks, const RowRun<Value>& run,
     const int rows = static_cast<int>(std::min<std::int64_t>(block_rows, run.rows - begin));
     const Value* keys = run.keys + begin * run.row_stride;
     const Value* values = run.values + begin * run.row_stride;
-    // While keys are read, the block's values are prefetched; meanwhile, the next block's keys.
-    Ahead ahead;
-    ahead.set(values, rows, run.row_stride, std::int64_t{blocks.count} * ((rows * G + 15) / 16));
+    const Extent key_bytes = Extent::of(keys, rows, run.row_stride);
+    const Extent value_bytes = Extent::of(values, rows, run.row_stride);
+    Ahead ahead(key_bytes, value_bytes, std::int64_t{blocks.count} * ((rows * G + 15) / 16));
     for (int b = 0; b < blocks.count; ++b) {
       float* scores = blocks.scores + b * G * block_rows;
       const float* queries = blocks.queries + std::int64_t{b} * G * padded;
@@ -382,15 +423,15 @@ void attend_blocks(const Blocks<Value>& blocks, const RowRun<Value>& run,
       }
     }
     const std::int64_t left = run.rows - begin - block_rows;
+    const Extent next_bytes =
+        left > 0
+            ? Extent::of(keys + block_rows * run.row_stride,
+                         std::min<std::int64_t>(left, block_rows), run.row_stride)
+            : Extent::of(next.keys, std::min<std::int64_t>(next.rows, block_rows), next.row_stride);
     const int vectors = (dim + register_dims - 1) / register_dims;
     const std::int64_t passes = vectors / wide + vectors % wide;
-    const std::int64_t steps = blocks.count * passes * (by_pairs ? (rows + 1) / 2 : rows);
-    if (left > 0) {
-      ahead.set(keys + block_rows * run.row_stride, std::min<std::int64_t>(left, block_rows),
-                run.row_stride, steps);
-    } else {
-      ahead.set(next.keys, std::min<std::int64_t>(next.rows, block_rows), next.row_stride, steps);
-    }
+    ahead =
+        Ahead(value_bytes, next_bytes, blocks.count * passes * (by_pairs ? (rows + 1) / 2 : rows));
     for (int b = 0; b < blocks.count; ++b) {
       float* scores = blocks.scores + b * G * block_rows;
       float* sums = blocks.sums + std::int64_t{b} * G * padded;

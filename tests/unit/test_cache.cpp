@@ -14,6 +14,9 @@
 #include <utility>
 #include <vector>
 
+#include "count_news.hpp"
+#include "detail/kokkos_compat.hpp"
+#include "detail/row_copy.hpp"
 #include "temporary_folder.hpp"
 
 namespace {
@@ -21,6 +24,7 @@ namespace {
 using kvzap::AppendCounts;
 using kvzap::bfloat16;
 using kvzap::CacheShape;
+using kvzap::CompactCounts;
 using kvzap::EvictionRule;
 using kvzap::ExecutionSpace;
 using kvzap::half;
@@ -316,6 +320,8 @@ class Run {
         m_token(CacheShape{run.heads, run.head_dim, run.window, run.page_rows}),
         m_dim(CacheShape{run.heads, run.head_dim, run.window, run.page_rows}) {}
 
+  ~Run() { kvzap::detail::set_row_path(kvzap::detail::RowPath::automatic); }
+
   void run() {
     for (int step = 0; step < m_run.operations; ++step) {
       std::string what;
@@ -333,6 +339,8 @@ class Run {
     EXPECT_GT(m_seen.judged, m_seen.evicted);
     EXPECT_GT(m_seen.non_finite, 0);
     EXPECT_GT(m_restores, 0);
+    EXPECT_GT(m_compacted.evicted, 0);
+    EXPECT_GT(m_compacted.moved, 0);
     EXPECT_EQ(m_forks > 0, m_run.forks);
   }
 
@@ -350,7 +358,8 @@ class Run {
     if (choice < 16 || tokens(id) > 12 * m_run.window + 200) return free_sequence(id);
     if (choice < 22) return checkpoint(id);
     if (choice < 28 && !m_model_checkpoints[id].empty()) return restore(id);
-    if (choice < 33) {
+    if (choice < 35) return compact(id);
+    if (choice < 40) {
       m_token.trim();
       m_dim.trim();
       return "trim";
@@ -414,6 +423,68 @@ class Run {
     return "restore of " + std::to_string(id);
   }
 
+  /// Every way to move rows must give the same cache.
+  void choose_path() {
+    using kvzap::detail::RowPath;
+    kvzap::detail::set_row_path(std::vector<RowPath>{
+        RowPath::automatic, RowPath::portable, RowPath::ordinary, RowPath::streaming}[below(4)]);
+  }
+
+  std::string compact(SequenceId id) {
+    const int layer = below(static_cast<int>(m_run.heads.size()));
+    ModelLayer& model = m_model.at(id)[layer];
+    const int heads = m_run.heads[layer];
+    std::size_t longest = 0;
+    for (const ModelHead& head : model.heads) longest = std::max(longest, head.survivors.size());
+    const std::size_t columns = longest + below(3);
+    const bool transposed = below(2) == 0;
+    const Kokkos::View<std::uint8_t*, MemorySpace> storage("keep", heads * columns + 1);
+    const auto host = Kokkos::create_mirror_view(storage);
+    const std::size_t strides[2] = {transposed ? 1 : columns, transposed ? std::size_t(heads) : 1};
+    CompactCounts expected;
+    for (int h = 0; h < heads; ++h) {
+      auto& survivors = model.heads[h].survivors;
+      // Heads that keep all, none, all from some row on, or half.
+      const int mode = below(5);
+      const int from = below(static_cast<int>(survivors.size()) + 1);
+      std::vector<ModelPair> left;
+      for (std::size_t i = 0; i < columns; ++i) {
+        const bool keep =
+            mode == 0 ||
+            (mode != 1 && ((static_cast<int>(i) < from && mode == 2) || below(2) == 0));
+        host(h * strides[0] + i * strides[1]) =
+            keep ? static_cast<std::uint8_t>(1 + below(255)) : 0;
+        if (i >= survivors.size()) continue;
+        ++expected.judged;
+        if (!keep) ++expected.evicted;
+        if (keep && left.size() < i) ++expected.moved;
+        if (keep) left.push_back(survivors[i]);
+      }
+      survivors = std::move(left);
+    }
+    Kokkos::deep_copy(storage, host);
+    const Kokkos::View<const std::uint8_t**, Kokkos::LayoutStride, MemorySpace> keep(
+        storage.data(), Kokkos::LayoutStride(heads, strides[0], columns, strides[1]));
+    m_compacted.evicted += expected.evicted;
+    m_compacted.moved += expected.moved;
+    const ExecutionSpace exec;
+    const auto check = [&](auto& checked) {
+      choose_path();
+      const CompactCounts found = checked.cache().compact(exec, id, layer, keep);
+      EXPECT_EQ(found.judged, expected.judged);
+      EXPECT_EQ(found.evicted, expected.evicted);
+      EXPECT_EQ(found.moved, expected.moved);
+      for (const auto& checkpoint : checked.checkpoints()[id]) {
+        EXPECT_THROW(checked.cache().restore(id, checkpoint), kvzap::Error);
+      }
+      checked.checkpoints()[id].clear();
+    };
+    check(m_token);
+    check(m_dim);
+    m_model_checkpoints[id].clear();
+    return "compaction of sequence " + std::to_string(id) + " layer " + std::to_string(layer);
+  }
+
   float random_score() {
     switch (below(20)) {
       case 0:
@@ -470,8 +541,10 @@ class Run {
       EXPECT_EQ(found.evicted, expected.evicted);
       EXPECT_EQ(found.non_finite, expected.non_finite);
     };
+    choose_path();
     expect_counts(
         m_token.cache().append(exec, id, layer, keys.view, values.view, score_rows.view, rule));
+    choose_path();
     expect_counts(
         m_dim.cache().append(exec, id, layer, keys.view, values.view, score_rows.view, rule));
     exec.fence();
@@ -487,6 +560,7 @@ class Run {
   std::map<SequenceId, std::vector<ModelSequence>> m_model_checkpoints;
   std::uint64_t m_next_number = 1;
   AppendCounts m_seen;
+  CompactCounts m_compacted;
   int m_forks = 0;
   int m_restores = 0;
 };
@@ -502,6 +576,8 @@ TYPED_TEST(CacheInvariants, HoldThroughRandomOperations) {
       {{2, 3}, 8, 4, 3, 3000, false, 12},      {{2, 1}, 8, 1, 1, 4000, true, 13},
       {{1, 2}, 8, 7, 16, 3000, true, 14},      {{2}, 80, 40, 16, 400, true, 15},
       {{1, 3}, 80, 5, 64, 600, true, 16},      {{2, 2}, 8, 40, 64, 1000, false, 17},
+      {{2}, 16, 9, 7, 1500, true, 18},         {{2, 1}, 64, 6, 16, 500, true, 19},
+      {{2}, 128, 20, 64, 300, true, 20},       {{1}, 7, 3, 7, 1500, true, 21},
   };
   for (const RandomRun& run : runs) {
     SCOPED_TRACE("seed " + std::to_string(run.seed));
@@ -722,11 +798,166 @@ TYPED_TEST(Cache, ErrorsNameExpectedAndFound) {
   const SequenceId other = cache.fork(id);
   expect_error([&] { cache.restore(other, empty); }, {"sequence 1", "sequence 0"});
 
+  const Kokkos::View<std::uint8_t**, Kokkos::LayoutRight, MemorySpace> keep("keep", 2, 2);
+  cache.restore(id, empty);
+  append(good, good, {}, 0);
+  append(good, good, {}, 0);
+  expect_error([&] { cache.compact(exec, id, 0, keep); }, {"(2, 2)", "(2, at least 7)"});
+  expect_error([&] { cache.compact(exec, id, 1, keep); }, {"(2, 2)", "(1, at least 0)"});
+  expect_error([&] { cache.compact(exec, id, 2, keep); }, {"no layer 2"});
+  cache.restore(id, empty);
+  cache.compact(exec, id, 0, keep);
+  expect_error([&] { cache.restore(id, empty); }, {"compacted since"});
+
   expect_error([] { Store(CacheShape{{1}, 8, 0, 4}); }, {"window 0"});
   expect_error([] { Store(CacheShape{{1}, 8, 4, 0}); }, {"page of 0 rows"});
   expect_error([] { Store(CacheShape{{1}, 0, 4, 4}); }, {"head_dim 0"});
   expect_error([] { Store(CacheShape{{}, 8, 4, 4}); }, {"0 layers"});
   expect_error([] { Store(CacheShape{{1, -2}, 8, 4, 4}); }, {"-2 heads"});
+}
+
+// A prefill that is large enough to be streamed: the same cache by every path.
+TYPED_TEST(Cache, PathsAgreeOnAPrefillAndItsCompaction) {
+  using Value = typename TestFixture::Value;
+  using kvzap::detail::RowPath;
+  constexpr int heads = 2, tokens = 1500;
+  for (const int dim : {16, 64, 80, 128}) {
+    std::mt19937 random(dim);
+    std::vector<std::vector<std::uint64_t>> numbers(tokens, std::vector<std::uint64_t>(heads));
+    std::vector<std::vector<float>> scores(heads, std::vector<float>(tokens));
+    for (auto& token : numbers) {
+      for (auto& number : token) number = random();
+    }
+    for (auto& head : scores) {
+      for (auto& score : head) score = random() % 3 ? -1.0f : 1.0f;
+    }
+    const auto keys = make_rows<Value>(numbers, heads, dim, false, Arrangement::right);
+    const auto values = make_rows<Value>(numbers, heads, dim, true, Arrangement::right);
+    const auto score_rows = make_scores(scores, Arrangement::right);
+    const Kokkos::View<std::uint8_t**, Kokkos::LayoutRight, MemorySpace> keep("keep", heads,
+                                                                              tokens);
+    const auto host_keep = Kokkos::create_mirror_view(keep);
+    for (int h = 0; h < heads; ++h) {
+      for (int i = 0; i < tokens; ++i) host_keep(h, i) = i < 30 || random() % 2;
+    }
+    Kokkos::deep_copy(keep, host_keep);
+    for (const int page_rows : {1, 7, 16, 64}) {
+      typename TestFixture::Store cache(CacheShape{{heads}, dim, 100, page_rows});
+      const ExecutionSpace exec;
+      std::vector<SequenceId> ids;
+      for (const auto path :
+           {RowPath::portable, RowPath::ordinary, RowPath::streaming, RowPath::automatic}) {
+        kvzap::detail::set_row_path(path);
+        ids.push_back(cache.add_sequence());
+        // In two calls, so that rows also come from the ring and go behind others.
+        for (const auto& range : {std::make_pair(0, 333), std::make_pair(333, tokens)}) {
+          cache.append(
+              exec, ids.back(), 0, Kokkos::subview(keys.view, range, Kokkos::ALL, Kokkos::ALL),
+              Kokkos::subview(values.view, range, Kokkos::ALL, Kokkos::ALL),
+              Kokkos::subview(score_rows.view, Kokkos::ALL, range), EvictionRule{0.0f, 3, true});
+        }
+        cache.compact(exec, ids.back(), 0, keep);
+        exec.fence();
+      }
+      kvzap::detail::set_row_path(RowPath::automatic);
+      for (int head = 0; head < heads; ++head) {
+        const auto expected = cache.host_rows(ids[0], 0, head);
+        std::vector<std::int64_t> positions;
+        int survivor = 0;
+        for (int t = 0; t < tokens; ++t) {
+          if (t < tokens - 100 && t >= 3 && scores[head][t] < 0) continue;
+          if (t < tokens - 100 && host_keep(head, survivor++) == 0) continue;
+          positions.push_back(t);
+        }
+        EXPECT_EQ(expected.positions, positions);
+        for (std::size_t i = 1; i < ids.size(); ++i) {
+          const auto found = cache.host_rows(ids[i], 0, head);
+          EXPECT_EQ(found.positions, expected.positions);
+          EXPECT_EQ(std::memcmp(found.keys.data(), expected.keys.data(),
+                                expected.keys.size() * sizeof(Value)),
+                    0);
+          EXPECT_EQ(std::memcmp(found.values.data(), expected.values.data(),
+                                expected.values.size() * sizeof(Value)),
+                    0);
+        }
+      }
+    }
+  }
+}
+
+TYPED_TEST(Cache, CompactionFreesPagesAndLeavesForksAlone) {
+  typename TestFixture::Store cache(CacheShape{{1}, 8, 1, 4});
+  const SequenceId id = cache.add_sequence();
+  this->append(cache, id, std::vector<float>(401, 1.0f), EvictionRule::keep_all());
+  const SequenceId other = cache.fork(id);
+  const auto before = cache.host_rows(other, 0, 0);
+  const Kokkos::View<std::uint8_t**, Kokkos::LayoutRight, MemorySpace> keep("keep", 1, 400);
+  const auto host = Kokkos::create_mirror_view(keep);
+  // The first 10 rows stay, then every fourth.
+  for (int i = 0; i < 400; ++i) host(0, i) = i < 10 || i % 4 == 0;
+  Kokkos::deep_copy(keep, host);
+  const CompactCounts counts = cache.compact(ExecutionSpace{}, id, 0, keep);
+  EXPECT_EQ(counts.judged, 400);
+  EXPECT_EQ(counts.moved, 97);
+  EXPECT_EQ(counts.evicted, 400 - 107);
+  EXPECT_EQ(cache.page_list(id, 0, 0).size(), 27u);
+  // Pages 0 and 1 are still shared; page 2, which is written behind its second row, is not.
+  for (int p = 0; p < 3; ++p) {
+    EXPECT_EQ(cache.page_list(id, 0, 0)[p] == cache.page_list(other, 0, 0)[p], p < 2);
+  }
+  EXPECT_EQ(cache.pool().pages_in_use(), 100u + 25u);
+  const auto after = cache.host_rows(other, 0, 0);
+  EXPECT_EQ(after.positions, before.positions);
+  EXPECT_EQ(std::memcmp(after.keys.data(), before.keys.data(),
+                        before.keys.size() * sizeof(typename TestFixture::Value)),
+            0);
+  cache.free_sequence(other);
+  EXPECT_EQ(cache.pool().pages_in_use(), 27u);
+  EXPECT_GT(cache.trim(), 0u);
+  EXPECT_EQ(cache.positions(id, 0, 0).size(), 108u);
+}
+
+// What a decode step takes from the allocators: nothing, unless a page or a slab is needed.
+std::size_t n_kokkos_allocations = 0;
+
+TYPED_TEST(Cache, DecodeStepsAllocateNothing) {
+  if (!kvzap::detail::runs_on_host) GTEST_SKIP() << "kernel launches may allocate";
+  using Value = typename TestFixture::Value;
+  constexpr int heads = 8, dim = 16, window = 32, warm_up = 240, steps = 200;
+  typename TestFixture::Store cache(CacheShape{{heads}, dim, window, 64});
+  const SequenceId id = cache.add_sequence();
+  std::vector<std::vector<std::uint64_t>> numbers(1, std::vector<std::uint64_t>(heads, 1));
+  const auto rows = make_rows<Value>(numbers, heads, dim, false, Arrangement::right);
+  const Kokkos::View<float*, MemorySpace> scores("scores", heads);
+  const ExecutionSpace exec;
+  const auto step = [&](int t) {
+    for (int h = 0; h < heads; ++h) scores(h) = (t + h) % 4 == 0 ? 1.0f : -1.0f;
+    const Scores::View view(scores.data(), Kokkos::LayoutStride(heads, 1, 1, 1));
+    cache.append(exec, id, 0, rows.view, rows.view, view, EvictionRule{0.0f, 0, true});
+  };
+  for (int t = 0; t < warm_up; ++t) step(t);
+  std::size_t steps_with_pages = 0;
+  Kokkos::Tools::Experimental::set_allocate_data_callback(
+      [](Kokkos_Profiling_SpaceHandle, const char*, const void*, std::uint64_t) {
+        ++n_kokkos_allocations;
+      });
+  for (int t = warm_up; t < warm_up + steps; ++t) {
+    const std::size_t pages = cache.pool().pages_in_use();
+    const std::size_t news = kvzap::test::n_news;
+    const std::size_t kokkos = n_kokkos_allocations;
+    step(t);
+    if (cache.pool().pages_in_use() > pages) {
+      ++steps_with_pages;
+      continue;
+    }
+    EXPECT_EQ(kvzap::test::n_news, news) << "step " << t;
+    EXPECT_EQ(n_kokkos_allocations, kokkos) << "step " << t;
+  }
+  Kokkos::Tools::Experimental::set_allocate_data_callback(nullptr);
+  EXPECT_GT(kvzap::test::n_news, 0u);
+  EXPECT_GT(n_kokkos_allocations, 0u);
+  EXPECT_GT(steps_with_pages, 0u);
+  EXPECT_LE(steps_with_pages, 8u);
 }
 
 }  // namespace

@@ -1,0 +1,260 @@
+// Speed of eviction: rows that leave the window are admitted or dropped, a decode step's single
+// row, and compaction of survivors, beside what the machine allows: a plain copy, and a bare gather
+// of the same random rows.
+//
+// Bytes are those of rows that move, read and written. One layer of 8 KV heads, head_dim 128,
+// bfloat16; with one process per core, every process measures for itself.
+#include <benchmark/benchmark.h>
+#include <mpi.h>
+
+#include <cstring>
+#include <kvzap/cache.hpp>
+#include <kvzap/synthetic.hpp>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "detail/simd.hpp"
+#if KVZAP_X86
+#include <immintrin.h>
+#endif
+
+namespace {
+
+using kvzap::bfloat16;
+using kvzap::CacheShape;
+using kvzap::EvictionRule;
+using kvzap::ExecutionSpace;
+using kvzap::HeadPartition;
+using kvzap::MemorySpace;
+using kvzap::RandomScorer;
+using kvzap::SequenceId;
+using Cache = kvzap::KVCache<bfloat16, kvzap::PageOrder::token_major>;
+
+constexpr int heads = 8;
+constexpr int dim = 128;
+constexpr int window = 128;
+constexpr std::size_t row_bytes = dim * sizeof(bfloat16);
+constexpr EvictionRule judging{0.0f, 0, true};
+
+using Bytes = Kokkos::View<char*, MemorySpace>;
+using Scores = Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>;
+
+void count_bytes(benchmark::State& state, std::size_t bytes) {
+  state.SetBytesProcessed(static_cast<std::int64_t>(bytes) * state.iterations());
+}
+
+/// Streams whole cache lines where the processor can, which is what copies of this size want.
+void stream(char* target, const char* source, std::size_t bytes) {
+#if KVZAP_X86
+  for (std::size_t i = 0; i < bytes; i += 16) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(target + i),
+                     _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i)));
+  }
+#else
+  std::memcpy(target, source, bytes);
+#endif
+}
+
+/// On a cache line, as the pages of a cache are.
+char* aligned(const Bytes& bytes) {
+  return reinterpret_cast<char*>((reinterpret_cast<std::uintptr_t>(bytes.data()) + 63) / 64 * 64);
+}
+
+/// The limit: a copy with non-temporal stores of as many bytes as an argument says.
+void StreamedCopy(benchmark::State& state) {
+  const std::size_t bytes = state.range(0);
+  const Bytes from("from", bytes + 64);
+  const Bytes to("to", bytes + 64);
+  for (auto _ : state) {
+    stream(aligned(to), aligned(from), bytes);
+#if KVZAP_X86
+    _mm_sfence();
+#endif
+    benchmark::ClobberMemory();
+  }
+  count_bytes(state, 2 * bytes);
+}
+BENCHMARK(StreamedCopy)->Arg(8 << 20)->Arg(128 << 20)->Unit(benchmark::kMicrosecond);
+
+/// Scores (head, token) of which a share `keep` is not negative.
+Scores random_scores(std::int64_t tokens, double keep) {
+  RandomScorer scorer(HeadPartition::even(1, heads, 1), 0, 1 - keep, 1, 7);
+  const Scores scores("scores", heads, tokens);
+  const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> hidden("hidden", tokens, 0);
+  scorer.score(ExecutionSpace{}, 0, 0, hidden, scores);
+  return scores;
+}
+
+/// The yardstick of admission: the rows that an append of so many tokens keeps, their numbers known
+/// beforehand, gathered into two arrays per head. Its order of tokens and the distance of its
+/// prefetches are the best of those tried.
+void BareGather(benchmark::State& state) {
+  const std::int64_t tokens = state.range(0);
+  const double keep = 1.0 / state.range(1);
+  constexpr std::int64_t token_block = 256;
+  constexpr std::int64_t ahead = 12;
+  const auto scores = random_scores(tokens, keep);
+  std::vector<std::vector<std::int32_t>> kept(heads);
+  std::size_t total = 0;
+  for (int h = 0; h < heads; ++h) {
+    for (std::int64_t t = 0; t < tokens - window; ++t) {
+      if (scores(h, t) >= 0) kept[h].push_back(static_cast<std::int32_t>(t));
+    }
+    total += kept[h].size();
+    // Past the end the last row is fetched again.
+    kept[h].resize(kept[h].size() + ahead, kept[h].empty() ? 0 : kept[h].back());
+  }
+  const std::size_t token_bytes = heads * row_bytes;
+  const Bytes keys("keys", tokens * token_bytes + 64);
+  const Bytes values("values", tokens * token_bytes + 64);
+  const Bytes target("target", 2 * total * row_bytes + 64);
+  for (auto _ : state) {
+    std::vector<std::size_t> done(heads, 0);
+    std::vector<char*> ends(heads);
+    char* end = aligned(target);
+    for (int h = 0; h < heads; ++h) {
+      ends[h] = end;
+      end += 2 * (kept[h].size() - ahead) * row_bytes;
+    }
+    for (std::int64_t block = 0; block < tokens; block += token_block) {
+      for (int h = 0; h < heads; ++h) {
+        const std::int32_t* rows = kept[h].data();
+        const std::size_t n = kept[h].size() - ahead;
+        std::size_t next = done[h];
+        while (next < n && rows[next] < block + token_block) ++next;
+        char* out = ends[h];
+        for (const char* source : {aligned(keys), aligned(values)}) {
+          const char* head = source + h * row_bytes;
+          for (std::size_t i = done[h]; i < next; ++i) {
+            const char* far = head + rows[i + ahead] * token_bytes;
+            for (std::size_t b = 0; b < row_bytes; b += 64) __builtin_prefetch(far + b, 0, 2);
+            stream(out, head + rows[i] * token_bytes, row_bytes);
+            out += row_bytes;
+          }
+        }
+        ends[h] = out;
+        done[h] = next;
+      }
+    }
+#if KVZAP_X86
+    _mm_sfence();
+#endif
+    benchmark::ClobberMemory();
+  }
+  count_bytes(state, 4 * total * row_bytes);
+}
+
+struct Prefill {
+  explicit Prefill(std::int64_t n, double keep)
+      : tokens(n), rows("rows", 2 * n * heads * dim), scores(random_scores(n, keep)) {
+    const Kokkos::LayoutStride layout(n, heads * dim, heads, dim, dim, 1);
+    keys = Cache::RowsView(rows.data(), layout);
+    values = Cache::RowsView(rows.data() + n * heads * dim, layout);
+  }
+  std::int64_t tokens;
+  Kokkos::View<bfloat16*, MemorySpace> rows;
+  Scores scores;
+  Cache::RowsView keys;
+  Cache::RowsView values;
+};
+
+std::int64_t survivors(const Cache& cache, SequenceId id) {
+  std::int64_t n = 0;
+  for (int h = 0; h < heads; ++h) {
+    n += cache.rows(id, 0, h) - std::min<std::int64_t>(cache.tokens(id, 0), window);
+  }
+  return n;
+}
+
+/// A prefill's rows leave the window. `fresh`: into memory that the pool has yet to get from the
+/// system; otherwise into pages that an earlier sequence has left.
+template <bool fresh>
+void Admission(benchmark::State& state) {
+  const Prefill prefill(state.range(0), 1.0 / state.range(1));
+  const ExecutionSpace exec;
+  auto cache = std::make_unique<Cache>(CacheShape{{heads}, dim, window, 64});
+  std::size_t bytes = 0;
+  SequenceId id = cache->add_sequence();
+  for (auto _ : state) {
+    cache->append(exec, id, 0, prefill.keys, prefill.values, prefill.scores, judging);
+    exec.fence();
+    state.PauseTiming();
+    bytes = 4 * row_bytes * survivors(*cache, id);
+    cache->free_sequence(id);
+    if (fresh) cache->trim();
+    id = cache->add_sequence();
+    state.ResumeTiming();
+  }
+  count_bytes(state, bytes);
+}
+
+/// One token for one layer, once the window is full; one in four of the rows that leave it stays.
+void DecodeAppend(benchmark::State& state) {
+  const ExecutionSpace exec;
+  Cache cache(CacheShape{{heads}, dim, window, 64});
+  const SequenceId id = cache.add_sequence();
+  constexpr std::int64_t n = 1024;
+  const Prefill prefill(n, 0.25);
+  cache.append(exec, id, 0, prefill.keys, prefill.values, prefill.scores, judging);
+  std::int64_t token = 0;
+  for (auto _ : state) {
+    const Cache::RowsView keys(&prefill.keys(token, 0, 0),
+                               Kokkos::LayoutStride(1, heads * dim, heads, dim, dim, 1));
+    const Cache::RowsView values(&prefill.values(token, 0, 0),
+                                 Kokkos::LayoutStride(1, heads * dim, heads, dim, dim, 1));
+    const Cache::ScoresView scores(&prefill.scores(0, token), Kokkos::LayoutStride(heads, n, 1, 1));
+    cache.append(exec, id, 0, keys, values, scores, judging);
+    token = (token + 1) % n;
+  }
+  state.SetItemsProcessed(state.iterations());
+}
+BENCHMARK(DecodeAppend);
+
+/// Survivors are evicted at random from a layer that keeps all its tokens.
+void Compaction(benchmark::State& state) {
+  const std::int64_t tokens = state.range(0);
+  const Prefill prefill(tokens, 1);
+  const auto scores = random_scores(tokens, 1.0 / state.range(1));
+  const Kokkos::View<std::uint8_t**, Kokkos::LayoutRight, MemorySpace> keep("keep", heads, tokens);
+  Kokkos::parallel_for(
+      "keep", Kokkos::MDRangePolicy<ExecutionSpace, Kokkos::Rank<2>>({0, 0}, {heads, tokens}),
+      KOKKOS_LAMBDA(int h, int t) { keep(h, t) = scores(h, t) >= 0 ? 1 : 0; });
+  const ExecutionSpace exec;
+  Cache cache(CacheShape{{heads}, dim, window, 64});
+  std::size_t bytes = 0;
+  for (auto _ : state) {
+    state.PauseTiming();
+    const SequenceId id = cache.add_sequence();
+    cache.append(exec, id, 0, prefill.keys, prefill.values, {}, EvictionRule::keep_all());
+    exec.fence();
+    state.ResumeTiming();
+    const auto counts = cache.compact(exec, id, 0, keep);
+    exec.fence();
+    state.PauseTiming();
+    bytes = 4 * row_bytes * counts.moved;
+    cache.free_sequence(id);
+    state.ResumeTiming();
+  }
+  count_bytes(state, bytes);
+}
+
+// (tokens, one row in how many is kept)
+#define KVZAP_PREFILLS ->ArgsProduct({{4096, 8192, 32768}, {3}})->Unit(benchmark::kMicrosecond)
+BENCHMARK(BareGather) KVZAP_PREFILLS;
+BENCHMARK(Admission<false>)->Name("Admission/reused_pages") KVZAP_PREFILLS;
+BENCHMARK(Admission<true>)->Name("Admission/fresh_memory") KVZAP_PREFILLS;
+BENCHMARK(Compaction)->ArgsProduct({{32768}, {2, 3}})->Unit(benchmark::kMicrosecond);
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  MPI_Init(&argc, &argv);
+  Kokkos::initialize(argc, argv);
+  benchmark::Initialize(&argc, argv);
+  const bool bad = benchmark::ReportUnrecognizedArguments(argc, argv);
+  if (!bad) benchmark::RunSpecifiedBenchmarks();
+  Kokkos::finalize();
+  MPI_Finalize();
+  return bad ? 1 : 0;
+}

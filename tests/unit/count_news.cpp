@@ -1,0 +1,17 @@
+#include "count_news.hpp"
+
+#include <cstdlib>
+#include <new>
+
+namespace kvzap::test {
+std::size_t n_news = 0;
+}
+
+// The other forms of new and delete, but those for over-aligned types, end here.
+void* operator new(std::size_t bytes) {
+  ++kvzap::test::n_news;
+  if (void* memory = std::malloc(bytes > 0 ? bytes : 1)) return memory;
+  throw std::bad_alloc();
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }

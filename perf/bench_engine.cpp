@@ -242,9 +242,10 @@ void write_checkpoint(const std::filesystem::path& folder, const ModelConfig& co
   for (const auto& [name, shape] : tensors) {
     std::int64_t bytes = sizeof(bfloat16);
     for (const std::int64_t extent : shape) bytes *= extent;
-    header +=
-        fmt::format("{}\"{}\":{{\"dtype\":\"BF16\",\"shape\":[{}],\"data_offsets\":[{},{}]}}",
-                    offset > 0 ? "," : "", name, fmt::join(shape, ","), offset, offset + bytes);
+    if (offset > 0) header += ',';
+    header += '"' + name + R"(":{"dtype":"BF16","shape":[)" +
+              fmt::to_string(fmt::join(shape, ",")) + R"(],"data_offsets":[)" +
+              std::to_string(offset) + ',' + std::to_string(offset + bytes) + "]}";
     offset += bytes;
   }
   header += '}';

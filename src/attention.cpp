@@ -316,9 +316,9 @@ void detail::AttentionScratch<Value, order>::host_tiles(
   });
 }
 
-// Many query tokens. Per KV head and tile of query tokens: for each tile of rows, scores by gemm, a
-// running softmax, weighted sums by gemm. Rows are gathered into float tiles, which costs a
-// 1/tile_queries part of the arithmetic.
+// Many query tokens on any backend. Per KV head and tile of query tokens: for each tile of rows,
+// scores by gemm, a running softmax, weighted sums by gemm. Rows are gathered into float tiles,
+// which costs a 1/tile_queries part of the arithmetic.
 template <class Value, PageOrder order>
 void detail::AttentionScratch<Value, order>::tiles(const ExecutionSpace& exec, const Layer& cached,
                                                    const QueryView& query_view,

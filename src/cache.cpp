@@ -213,17 +213,19 @@ bool use_streams(std::int64_t bytes) {
 std::int64_t judge_run(const float* scores, std::int64_t stride, std::int64_t n, std::int64_t first,
                        std::int32_t number, const EvictionRule& rule, std::int32_t* kept,
                        std::int64_t& non_finite) {
-  const EvictionRule local = rule;
   std::int64_t n_kept = 0;
-  std::int64_t odd = 0;
-  for (std::int64_t i = 0; i < n; ++i) {
+  std::int64_t i = 0;
+  const std::int64_t one_by_one =
+      stride == 1 ? std::clamp<std::int64_t>(rule.sink - first, 0, n) : n;
+  for (; i < one_by_one; ++i) {
     const float score = scores[i * stride];
     kept[n_kept] = number + static_cast<std::int32_t>(i);
-    n_kept += local.keeps(score, first + i) ? 1 : 0;
-    odd += EvictionRule::is_finite(score) ? 0 : 1;
+    n_kept += rule.keeps(score, first + i) ? 1 : 0;
+    non_finite += EvictionRule::is_finite(score) ? 0 : 1;
   }
-  non_finite += odd;
-  return n_kept;
+  return n_kept + detail::list_kept(scores + i * stride, n - i, rule.threshold,
+                                    number + static_cast<std::int32_t>(i), kept + n_kept,
+                                    non_finite);
 }
 
 /// Numbers of the kept exits of one head; returns how many.
@@ -963,9 +965,7 @@ auto KVCache<Value, order>::checkpoint(SequenceId sequence) -> Checkpoint {
   Checkpoint checkpoint;
   checkpoint.sequence = sequence;
   for (const LayerStore& layer : m_sequences.at(sequence).layers) {
-    typename Checkpoint::LayerState state;
-    state.tokens = layer.tokens;
-    state.survivors = layer.survivors;
+    typename Checkpoint::LayerState state{layer.tokens, layer.survivors, {}, {}};
     state.ring = decltype(state.ring)(
         Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::checkpoint::ring"),
         layer.ring.extent(0), layer.ring.extent(1));

@@ -16,12 +16,24 @@ struct AttentionScratch;
 enum class AttentionPath {
   automatic,  // rows for one query token, tiles for more
   rows,     // one pass over the rows of a KV head for all query heads of its group; one query token
-  tiles,    // scores and weighted sums of tiles by gemm; any number of query tokens
+  tiles,    // scores and weighted sums of tiles by matrix products; any number of query tokens
   portable  // plain loops that run on any backend; the reference of the others
 };
 
 /// Softmax attention (scaled by 1/sqrt(head_dim)) with grouped query heads. Holds scratch space
-/// that repeated calls share.
+/// that repeated calls share: a call allocates only if it needs more than those before it.
+///
+/// Precision, relative to the largest |value| that a query sees: products and sums are accumulated
+/// in float, exp is good to 2 units in the last place, and for scores of order 1 the result is
+/// within 1e-5 of exact arithmetic over the stored rows. For bfloat16 rows on processors with a dot
+/// product of bfloat16 pairs, the paths rows (for token-major pages) and tiles round queries and
+/// exponentials to bfloat16, each by at most 2^-9 of itself; weights are normalized by the sum of
+/// the rounded ones. The result is then within 2 (2^-9 + d), where d = 2^-9 sum_i |q_i k_i| /
+/// sqrt(head_dim) bounds how far the scores move; within 2^-7 for scores of order 1.
+///
+/// A score of -infinity weighs nothing. A NaN in a key reaches the queries that see its row. One in
+/// a value may in the path tiles also reach queries of the same tile that do not see its row, since
+/// 0 times NaN is NaN.
 template <class Value, PageOrder order>
 class Attention {
  public:

@@ -14,10 +14,6 @@ namespace kvzap::detail {
 #if KVZAP_X86
 namespace {
 
-// Weights are read once and in order: asking for them this many bytes ahead keeps the memory busy
-// across the page boundaries at which the processor's own prefetcher stops.
-constexpr std::int64_t prefetch_bytes = 4096;
-
 KVZAP_TARGET_AVX512_BF16 inline __m512bh load_bf16(const bfloat16* p) {
   return (__m512bh)_mm512_loadu_si512(p);
 }
@@ -26,56 +22,42 @@ KVZAP_TARGET_AVX512_BF16 inline __m512bh load_bf16(const bfloat16* p, std::int64
   return (__m512bh)_mm512_maskz_loadu_epi16(static_cast<__mmask32>((1ull << count) - 1), p);
 }
 
-/// A tile of Outputs x Rows dot products at once, so that each load serves several of them.
-template <int Outputs, int Rows>
-KVZAP_TARGET_AVX512_BF16 inline __attribute__((always_inline)) void dot_tile(
-    const bfloat16* x, std::int64_t x_stride, const bfloat16* weights, std::int64_t weights_stride,
-    std::int64_t inputs, float* y, std::int64_t y_stride) {
-  __m512 sums[Outputs][Rows];
-  for (int n = 0; n < Outputs; ++n) {
-    for (int m = 0; m < Rows; ++m) sums[n][m] = _mm512_setzero_ps();
-  }
-  const std::int64_t whole = inputs / 32 * 32;
-  for (std::int64_t k = 0; k < whole; k += 32) {
-    __m512bh w[Outputs];
-    for (int n = 0; n < Outputs; ++n) {
-      w[n] = load_bf16(weights + n * weights_stride + k);
-      _mm_prefetch(reinterpret_cast<const char*>(weights + (n + Outputs) * weights_stride + k),
-                   _MM_HINT_T0);
-    }
-    for (int m = 0; m < Rows; ++m) {
-      const __m512bh row = load_bf16(x + m * x_stride + k);
-      for (int n = 0; n < Outputs; ++n) sums[n][m] = _mm512_dpbf16_ps(sums[n][m], w[n], row);
-    }
-  }
-  if (whole < inputs) {
-    for (int m = 0; m < Rows; ++m) {
-      const __m512bh row = load_bf16(x + m * x_stride + whole, inputs - whole);
-      for (int n = 0; n < Outputs; ++n) {
-        sums[n][m] = _mm512_dpbf16_ps(
-            sums[n][m], load_bf16(weights + n * weights_stride + whole, inputs - whole), row);
-      }
-    }
-  }
-  for (int n = 0; n < Outputs; ++n) {
-    for (int m = 0; m < Rows; ++m) y[m * y_stride + n] = _mm512_reduce_add_ps(sums[n][m]);
-  }
-}
-
+/// One output of Rows rows. Weights are walked row by row: several rows at once would be several
+/// streams in one memory page, which the processor's prefetcher does not follow.
 template <int Rows>
 KVZAP_TARGET_AVX512_BF16 void product_rows(const bfloat16* x, std::int64_t x_stride,
                                            const bfloat16* weights, std::int64_t weights_stride,
                                            std::int64_t outputs, std::int64_t inputs, float* y,
                                            std::int64_t y_stride) {
-  constexpr int tile = Rows <= 4 ? 4 : 2;  // 16 sums fit the registers beside their operands
-  std::int64_t n = 0;
-  for (; n + tile <= outputs; n += tile) {
-    dot_tile<tile, Rows>(x, x_stride, weights + n * weights_stride, weights_stride, inputs, y + n,
-                         y_stride);
-  }
-  for (; n < outputs; ++n) {
-    dot_tile<1, Rows>(x, x_stride, weights + n * weights_stride, weights_stride, inputs, y + n,
-                      y_stride);
+  // Independent sums hide the latency of the dot product; with several rows there are enough.
+  constexpr int chains = Rows >= 4 ? 1 : (Rows >= 2 ? 2 : 4);
+  for (std::int64_t n = 0; n < outputs; ++n) {
+    const bfloat16* row = weights + n * weights_stride;
+    __m512 sums[chains][Rows];
+    for (int c = 0; c < chains; ++c) {
+      for (int m = 0; m < Rows; ++m) sums[c][m] = _mm512_setzero_ps();
+    }
+    std::int64_t k = 0;
+    for (; k + 32 * chains <= inputs; k += 32 * chains) {
+      for (int c = 0; c < chains; ++c) {
+        const __m512bh w = load_bf16(row + k + 32 * c);
+        for (int m = 0; m < Rows; ++m) {
+          sums[c][m] = _mm512_dpbf16_ps(sums[c][m], w, load_bf16(x + m * x_stride + k + 32 * c));
+        }
+      }
+    }
+    for (; k < inputs; k += 32) {
+      const std::int64_t count = std::min<std::int64_t>(32, inputs - k);
+      const __m512bh w = load_bf16(row + k, count);
+      for (int m = 0; m < Rows; ++m) {
+        sums[0][m] = _mm512_dpbf16_ps(sums[0][m], w, load_bf16(x + m * x_stride + k, count));
+      }
+    }
+    for (int m = 0; m < Rows; ++m) {
+      __m512 sum = sums[0][m];
+      for (int c = 1; c < chains; ++c) sum = _mm512_add_ps(sum, sums[c][m]);
+      y[m * y_stride + n] = _mm512_reduce_add_ps(sum);
+    }
   }
 }
 
@@ -93,7 +75,6 @@ KVZAP_TARGET_AVX512_BF16 void packed_tile(const bfloat16* x, std::int64_t x_stri
     __m512bh w[4];
     for (int j = 0; j < 4; ++j) {
       w[j] = load_bf16(source + j * 32);
-      _mm_prefetch(reinterpret_cast<const char*>(source + j * 32) + prefetch_bytes, _MM_HINT_T0);
     }
     for (int m = 0; m < Rows; ++m) {
       std::int32_t both;

@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "detail/bf16_kernels.hpp"
+#include "detail/huge_pages.hpp"
 #include "detail/kokkos_compat.hpp"
 #include "detail/onednn.hpp"
 #include "detail/row_kernels.hpp"
@@ -218,7 +219,9 @@ LinearWeights<Value> allocate_packed(std::int64_t outputs, std::int64_t inputs,
   using Packed = typename LinearWeights<Value>::Packed;
   const std::int64_t size = LinearWeights<Value>::packed_size(outputs, inputs);
   try {
-    return {outputs, inputs, Packed(Kokkos::view_alloc(Kokkos::WithoutInitializing, label), size)};
+    const Packed packed(Kokkos::view_alloc(Kokkos::WithoutInitializing, label), size);
+    if constexpr (runs_on_host) advise_huge_pages(packed.data(), size * sizeof(Value));
+    return {outputs, inputs, packed};
   } catch (const std::exception&) {
     throw Error(fmt::format("out of memory: no room for {} ({} values of {} bytes)", label, size,
                             sizeof(Value)));

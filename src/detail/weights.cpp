@@ -7,6 +7,8 @@
 #include <cstring>
 
 #include "detail/gemm.hpp"
+#include "detail/huge_pages.hpp"
+#include "detail/kokkos_compat.hpp"
 #include "detail/row_kernels.hpp"
 
 namespace kvzap::detail {
@@ -79,8 +81,12 @@ void read_range(const TensorInfo& tensor, std::int64_t first, std::int64_t count
 template <class View>
 View allocate(const std::string& name, std::int64_t rows, std::int64_t columns) {
   try {
-    return View(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::weights::" + name), rows,
-                columns);
+    const View view(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::weights::" + name),
+                    rows, columns);
+    if constexpr (runs_on_host) {
+      advise_huge_pages(view.data(), view.size() * sizeof(typename View::value_type));
+    }
+    return view;
   } catch (const std::exception&) {
     throw Error(fmt::format("out of memory: no room for {} ({} x {} values of {} bytes)", name,
                             rows, columns, sizeof(typename View::value_type)));

@@ -113,9 +113,10 @@ void run_decode(benchmark::State& state, Stage& stage, const Variant& variant,
     decoder->step(sequence, token, {});
   };
   step();
+  const Yardstick limit(Limit::read);
   const double seconds = time_iterations(state, step);
   const double weights = weight_bytes_of_step(decoder->model());
-  report_bytes(state, seconds, weights + kv.live, limits().read_bytes_per_s);
+  report_bytes(state, seconds, weights + kv.live, limit);
   report_kv(state, kv);
   state.counters["weights_MB"] = 1e-6 * weights;
   state.counters["rank_imbalance"] = kv.live_of_largest_rank * world().size() / kv.live;
@@ -153,12 +154,12 @@ void run_prefill(benchmark::State& state, Stage& stage, const Engine& engine, bo
                    rule);
     }
   };
+  const Yardstick limit(Limit::gemm_bf16);
   const double seconds = time_iterations(state, prefill, empty);
   state.counters["tokens/s"] = static_cast<double>(tokens) / seconds;
   if (!is_sparse) {
     report_flops(state, seconds,
-                 prefill_flops(engine.model().config(), static_cast<double>(tokens)),
-                 limits().bf16_flops);
+                 prefill_flops(engine.model().config(), static_cast<double>(tokens)), limit);
   }
   const KVBytes kv = kv_bytes(decoder);
   report_kv(state, kv);

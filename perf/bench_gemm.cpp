@@ -108,6 +108,9 @@ void run(benchmark::State& state, Cycle<Value>& cycle, std::int64_t rows) {
   const bool is_decode = rows <= 16;
   const double per_iteration = is_decode ? static_cast<double>(cycle.matrices().size()) : 1;
   linear(exec, x, cycle.next(), detail::ConstVector(), y);  // grows its scratch
+  const Yardstick limit(is_decode                         ? Limit::read
+                        : std::is_same_v<Value, bfloat16> ? Limit::gemm_bf16
+                                                          : Limit::gemm_f32);
   const double seconds =
       time_iterations(state,
                       [&] {
@@ -118,10 +121,9 @@ void run(benchmark::State& state, Cycle<Value>& cycle, std::int64_t rows) {
       per_iteration;
   const int ranks = world().size();
   if (is_decode) {
-    report_bytes(state, seconds, ranks * bytes, limits().read_bytes_per_s);
+    report_bytes(state, seconds, ranks * bytes, limit);
   } else {
-    report_flops(state, seconds, ranks * 2 * products,
-                 std::is_same_v<Value, bfloat16> ? limits().bf16_flops : limits().f32_flops);
+    report_flops(state, seconds, ranks * 2 * products, limit);
   }
   state.SetLabel(fmt::format("{} x {} on each rank", shape.outputs, shape.inputs));
 }

@@ -25,6 +25,7 @@ void register_benchmarks(const Options& options) {
   };
   constexpr double bytes = LimitKernels::working_set;
   limit("read/512MiB_per_rank", bytes, "GB/s", &LimitKernels::read);
+  limit("read_small_pages/512MiB_per_rank", bytes, "GB/s", &LimitKernels::read_small_pages);
   limit("copy/512MiB_per_rank", bytes, "GB/s", &LimitKernels::copy);
   limit("fresh/256MiB_per_rank", bytes / 2, "GB/s", &LimitKernels::fresh);
   limit("gemm_f32/1024x2048x2048", LimitKernels::gemm_flops, "GFLOP/s", &LimitKernels::gemm_f32);

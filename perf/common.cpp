@@ -106,12 +106,6 @@ void add_context() {
   add("ranks", std::to_string(world().size()));
   add("threads_per_rank", std::to_string(ExecutionSpace().concurrency()));
   add("onednn", detail::onednn::is_available() ? detail::onednn::version() : "none");
-  const Limits& limit = limits();
-  add("limit_read_gb_per_s", fmt::format("{:.2f}", 1e-9 * limit.read_bytes_per_s));
-  add("limit_copy_gb_per_s", fmt::format("{:.2f}", 1e-9 * limit.copy_bytes_per_s));
-  add("limit_fresh_gb_per_s", fmt::format("{:.2f}", 1e-9 * limit.fresh_bytes_per_s));
-  add("limit_f32_gflop_per_s", fmt::format("{:.1f}", 1e-9 * limit.f32_flops));
-  add("limit_bf16_gflop_per_s", fmt::format("{:.1f}", 1e-9 * limit.bf16_flops));
 }
 
 /// Takes our own options out of the arguments.
@@ -149,6 +143,7 @@ int run(int argc, char** argv) {
   add_context();
   Table table(!world().is_root());
   benchmark::RunSpecifiedBenchmarks(&table);
+  release_limits();
   benchmark::ClearRegisteredBenchmarks();  // they may hold views, which Kokkos must outlive
   return 0;
 }
@@ -198,14 +193,18 @@ double time_iterations(benchmark::State& state, const std::function<void()>& wor
   return sum / static_cast<double>(state.iterations());
 }
 
-void report_bytes(benchmark::State& state, double seconds, double bytes, double limit) {
+void report_bytes(benchmark::State& state, double seconds, double bytes, const Yardstick& limit) {
+  const double rate = limit.rate();
   state.counters["GB/s"] = 1e-9 * bytes / seconds;
-  state.counters["share"] = bytes / seconds / limit;
+  state.counters["limit"] = 1e-9 * rate;
+  state.counters["share"] = bytes / seconds / rate;
 }
 
-void report_flops(benchmark::State& state, double seconds, double flops, double limit) {
+void report_flops(benchmark::State& state, double seconds, double flops, const Yardstick& limit) {
+  const double rate = limit.rate();
   state.counters["GFLOP/s"] = 1e-9 * flops / seconds;
-  state.counters["share"] = flops / seconds / limit;
+  state.counters["limit"] = 1e-9 * rate;
+  state.counters["share"] = flops / seconds / rate;
 }
 
 std::filesystem::path model_folder(const Options& options, const std::string& name) {

@@ -43,10 +43,10 @@ void add(const std::string& name, std::int64_t iterations, int repetitions,
 double time_iterations(benchmark::State& state, const std::function<void()>& work,
                        const std::function<void()>& before = {});
 
-/// Counters of one name in all programs: GB/s or GFLOP/s (10^9, summed over ranks), and their share
-/// of the limit.
-void report_bytes(benchmark::State& state, double seconds, double bytes, double limit);
-void report_flops(benchmark::State& state, double seconds, double flops, double limit);
+/// Counters of one name in all programs: GB/s or GFLOP/s (10^9, summed over ranks), the limit in
+/// the same unit, and the share of it.
+void report_bytes(benchmark::State& state, double seconds, double bytes, const Yardstick& limit);
+void report_flops(benchmark::State& state, double seconds, double flops, const Yardstick& limit);
 
 /// The folder of a model that is named as Options has it.
 std::filesystem::path model_folder(const Options& options, const std::string& name);

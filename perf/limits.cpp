@@ -6,7 +6,9 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <kvzap/types.hpp>
+#include <numeric>
 #include <vector>
 
 #include "common.hpp"
@@ -25,24 +27,42 @@ namespace kvzap::perf {
 namespace {
 
 constexpr std::int64_t gemm_m = 1024, gemm_n = 2048, gemm_k = 2048;
+constexpr std::int64_t prefetch_floats = 1024;
 
-// Sixteen floats that the compiler keeps in as many registers as the instruction set needs.
-typedef float Lanes __attribute__((vector_size(64)));
-
-// Eight running sums hide the latency of the additions.
-KVZAP_BODY float read_all_body(const float* values, std::int64_t count) {
-  Lanes sums[8] = {};
-  const Lanes* lanes = reinterpret_cast<const Lanes*>(values);
-  for (std::int64_t i = 0; i < count / 128; ++i) {
-    for (int j = 0; j < 8; ++j) sums[j] += lanes[8 * i + j];
+// Eight running sums hide the latency of the additions. Prefetches bridge the ends of memory pages,
+// at which the processor's own stop.
+#if defined(__x86_64__)
+KVZAP_TARGET_AVX512 float read_all_avx512(const float* values, std::int64_t count) {
+  __m512 sums[8];
+  for (__m512& sum : sums) sum = _mm512_setzero_ps();
+  for (std::int64_t i = 0; i < count; i += 128) {
+    for (int j = 0; j < 8; ++j) {
+      _mm_prefetch(values + i + 16 * j + prefetch_floats, _MM_HINT_T1);
+      sums[j] = _mm512_add_ps(sums[j], _mm512_load_ps(values + i + 16 * j));
+    }
   }
-  float sum = 0;
-  for (int j = 0; j < 8; ++j) {
-    for (int lane = 0; lane < 16; ++lane) sum += sums[j][lane];
-  }
-  return sum;
+  for (int j = 1; j < 8; ++j) sums[0] = _mm512_add_ps(sums[0], sums[j]);
+  alignas(64) float lanes[16];
+  _mm512_store_ps(lanes, sums[0]);
+  return std::accumulate(std::begin(lanes), std::end(lanes), 0.0f);
 }
-KVZAP_KERNEL(float, read_all, (const float* values, std::int64_t count), (values, count))
+#endif
+
+KVZAP_BODY float read_all_portable_body(const float* values, std::int64_t count) {
+  float sums[128] = {};
+  for (std::int64_t i = 0; i < count; i += 128) {
+    for (int j = 0; j < 128; ++j) sums[j] += values[i + j];
+  }
+  return std::accumulate(std::begin(sums), std::end(sums), 0.0f);
+}
+KVZAP_KERNEL(float, read_all_portable, (const float* values, std::int64_t count), (values, count))
+
+float read_all(const float* values, std::int64_t count) {
+#if defined(__x86_64__)
+  if (detail::simd_level() >= detail::SimdLevel::avx512) return read_all_avx512(values, count);
+#endif
+  return read_all_portable(values, count);
+}
 
 #if defined(__x86_64__)
 // Streaming stores do not read the lines that they write.
@@ -74,14 +94,15 @@ void stream_copy(const char* source, char* target, std::size_t bytes) {
 }
 #endif
 
-/// Pages of the system, as large as it gives them, zeroed and therefore present.
+/// Zeroed memory of the system. `huge`: in the largest pages that it gives; reading small ones is a
+/// good deal slower, whatever the kernel. `touch`: present from the start.
 class Memory {
  public:
-  explicit Memory(std::size_t bytes, bool touch = true) : m_bytes(bytes) {
+  explicit Memory(std::size_t bytes, bool huge, bool touch) : m_bytes(bytes) {
     m_data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (m_data == MAP_FAILED) throw Error("limits: no memory for the working set");
 #ifdef MADV_HUGEPAGE
-    madvise(m_data, bytes, MADV_HUGEPAGE);
+    madvise(m_data, bytes, huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
 #endif
     if (touch) std::memset(m_data, 0, bytes);
   }
@@ -153,7 +174,8 @@ class Product {
 }  // namespace
 
 struct LimitKernels::Buffers {
-  Memory memory{working_set};
+  Memory memory{working_set, true, true};
+  std::unique_ptr<Memory> small_pages;
   std::vector<float> reduced;
 #ifdef KVZAP_HAVE_ONEDNN
   Product f32{dnnl::memory::data_type::f32};
@@ -178,6 +200,17 @@ double LimitKernels::read() {
   });
 }
 
+double LimitKernels::read_small_pages() {
+  if (!m_buffers->small_pages) {
+    m_buffers->small_pages = std::make_unique<Memory>(working_set, false, true);
+  }
+  return seconds_of([&] {
+    benchmark::DoNotOptimize(
+        read_all(reinterpret_cast<const float*>(m_buffers->small_pages->data()),
+                 working_set / sizeof(float)));
+  });
+}
+
 double LimitKernels::copy() {
   char* data = m_buffers->memory.data();
   return seconds_of([&] { stream_copy(data, data + working_set / 2, working_set / 2); });
@@ -185,7 +218,7 @@ double LimitKernels::copy() {
 
 double LimitKernels::fresh() {
   // Not touched before: the time has the system's zeroing of pages in it, as loading weights has.
-  const Memory target(working_set / 2, false);
+  const Memory target(working_set / 2, true, false);
   return seconds_of([&] { std::memcpy(target.data(), m_buffers->memory.data(), working_set / 2); });
 }
 
@@ -227,21 +260,47 @@ double LimitKernels::all_reduce(std::size_t count, int times) {
          times;
 }
 
-const Limits& limits() {
-  static const Limits measured = [] {
-    LimitKernels kernels;
-    const auto rate = [&](double work, double (LimitKernels::*pass)()) {
-      double best = 1e30;
-      for (int i = 0; i < 7; ++i) best = std::min(best, (kernels.*pass)());
-      return world().size() * work / best;
-    };
-    constexpr double bytes = LimitKernels::working_set;
-    return Limits{rate(bytes, &LimitKernels::read), rate(bytes, &LimitKernels::copy),
-                  rate(bytes / 2, &LimitKernels::fresh),
-                  rate(LimitKernels::gemm_flops, &LimitKernels::gemm_f32),
-                  rate(LimitKernels::gemm_flops, &LimitKernels::gemm_bf16)};
-  }();
-  return measured;
+namespace {
+
+std::unique_ptr<LimitKernels> the_kernels;
+
+// Work of one rank in a pass over a limit, and the pass.
+struct Pass {
+  double work;
+  double (LimitKernels::*seconds)();
+};
+
+Pass pass_of(Limit limit) {
+  constexpr double bytes = LimitKernels::working_set;
+  switch (limit) {
+    case Limit::read:
+      return {bytes, &LimitKernels::read};
+    case Limit::copy:
+      return {bytes, &LimitKernels::copy};
+    case Limit::fresh:
+      return {bytes / 2, &LimitKernels::fresh};
+    case Limit::gemm_f32:
+      return {LimitKernels::gemm_flops, &LimitKernels::gemm_f32};
+    case Limit::gemm_bf16:
+      return {LimitKernels::gemm_flops, &LimitKernels::gemm_bf16};
+  }
+  throw Error("limits: no such limit");
 }
+
+}  // namespace
+
+double measure_limit(Limit limit, int passes) {
+  if (!the_kernels) the_kernels = std::make_unique<LimitKernels>();
+  const Pass pass = pass_of(limit);
+  double best = 1e30;
+  for (int i = 0; i < passes; ++i) best = std::min(best, (the_kernels.get()->*pass.seconds)());
+  return world().size() * pass.work / best;
+}
+
+void release_limits() { the_kernels.reset(); }
+
+Yardstick::Yardstick(Limit limit) : m_limit(limit), m_before(measure_limit(limit, passes)) {}
+
+double Yardstick::rate() const { return std::max(m_before, measure_limit(m_limit, passes)); }
 
 }  // namespace kvzap::perf

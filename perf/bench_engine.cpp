@@ -1,0 +1,412 @@
+// Whole steps of a model with random weights: decoding at given depths of the cache, prefill,
+// growth with the context, many sequences, loading. What is in the cache is made up from a seed.
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <numeric>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "common.hpp"
+#include "engine.hpp"
+
+namespace kvzap::perf {
+namespace {
+
+constexpr std::int64_t chunk_tokens = 2048;  // of sparse prefill
+
+/// What has been evicted from a cache.
+struct Variant {
+  const char* name;
+  double evict_ratio;
+  double skew;
+};
+constexpr Variant full{"full", 0, 1};
+constexpr Variant evicted{"evict75", 0.75, 1};
+constexpr Variant skewed{"evict75_skew16", 0.75, 16};
+
+/// The one model and the one cache that exist at a time, made when a benchmark first needs them.
+class Stage {
+ public:
+  const Engine& engine(const std::filesystem::path& folder, std::int64_t layers,
+                       std::int64_t vocabulary = 0) {
+    const auto key = std::make_tuple(folder, layers, vocabulary);
+    if (!m_engine || key != m_engine_key) {
+      clear();
+      m_engine = std::make_unique<Engine>(folder, layers, vocabulary);
+      m_engine_key = key;
+    }
+    return *m_engine;
+  }
+
+  /// An empty decoder whose scorer evicts as `variant` has it.
+  Engine::Decoder& decoder(const Variant& variant) {
+    m_checkpoint.reset();
+    m_decoder.reset();
+    m_scorer = std::make_unique<RandomScorer>(m_engine->partition(), world().rank(),
+                                              variant.evict_ratio, variant.skew, 1);
+    m_decoder = m_engine->decoder(m_scorer.get());
+    m_variant = variant.name;
+    return *m_decoder;
+  }
+
+  /// A sequence that has seen `tokens` tokens, of which `variant` is left: the one of the call
+  /// before, if it had no more, filled up.
+  std::pair<Engine::Decoder*, SequenceId> filled(const Variant& variant, std::int64_t tokens) {
+    if (!m_checkpoint || m_variant != variant.name || m_depth > tokens) {
+      decoder(variant);
+      m_sequence = m_decoder->cache().add_sequence();
+      m_depth = 0;
+    } else {
+      m_decoder->cache().restore(m_sequence, *m_checkpoint);
+    }
+    if (!m_checkpoint || m_depth < tokens) {
+      fill(m_sequence, tokens - m_depth, variant);
+      m_depth = tokens;
+      m_checkpoint = m_decoder->cache().checkpoint(m_sequence);
+    }
+    return {m_decoder.get(), m_sequence};
+  }
+
+  void fill(SequenceId sequence, std::int64_t tokens, const Variant& variant) {
+    const bool is_judged = variant.evict_ratio > 0;
+    fill_random(m_decoder->cache(), sequence, tokens, is_judged ? m_scorer.get() : nullptr,
+                m_engine->model().config().hidden_size, EvictionRule{0, 0, is_judged}, 2);
+  }
+
+  void clear() {
+    m_checkpoint.reset();
+    m_decoder.reset();
+    m_scorer.reset();
+    m_engine.reset();
+  }
+
+ private:
+  std::unique_ptr<Engine> m_engine;
+  std::tuple<std::filesystem::path, std::int64_t, std::int64_t> m_engine_key;
+  std::unique_ptr<RandomScorer> m_scorer;
+  std::unique_ptr<Engine::Decoder> m_decoder;
+  std::optional<Engine::Decoder::Cache::Checkpoint> m_checkpoint;
+  std::string m_variant;
+  SequenceId m_sequence = 0;
+  std::int64_t m_depth = 0;
+};
+
+void report_kv(benchmark::State& state, const KVBytes& kv) {
+  state.counters["kv_live_MB"] = 1e-6 * kv.live;
+  state.counters["kv_allocated_over_live"] = kv.allocated / kv.live;
+}
+
+/// One token after another; the bound is reading all weights and the whole cache once.
+void run_decode(benchmark::State& state, Stage& stage, const Variant& variant,
+                std::int64_t context) {
+  const auto [decoder, sequence] = stage.filled(variant, context);
+  const KVBytes kv = kv_bytes(*decoder);
+  const std::vector<TokenId> token = {1};
+  const auto step = [&, decoder = decoder, sequence = sequence] {
+    decoder->step(sequence, token, {});
+  };
+  step();
+  const Yardstick limit(Limit::read);
+  const double seconds = time_iterations(state, step);
+  const double weights = weight_bytes_of_step(decoder->model());
+  report_bytes(state, seconds, weights + kv.live, limit);
+  report_kv(state, kv);
+  state.counters["weights_MB"] = 1e-6 * weights;
+  state.counters["rank_imbalance"] = kv.live_of_largest_rank * world().size() / kv.live;
+}
+
+/// Floating-point operations of a causal prefill: linear maps of all layers, and attention.
+double prefill_flops(const ModelConfig& config, double tokens) {
+  const double q = static_cast<double>(config.num_attention_heads * config.head_dim);
+  const double kv = static_cast<double>(config.num_key_value_heads * config.head_dim);
+  const double hidden = static_cast<double>(config.hidden_size);
+  const double linear =
+      hidden * (2 * q + 2 * kv + 3 * static_cast<double>(config.intermediate_size));
+  const double layer = 2 * linear * tokens + 4 * q * tokens * (tokens + 1) / 2;
+  return layer * static_cast<double>(config.num_hidden_layers);
+}
+
+void run_prefill(benchmark::State& state, Stage& stage, const Engine& engine, bool is_sparse,
+                 std::int64_t tokens) {
+  Engine::Decoder& decoder = stage.decoder(is_sparse ? evicted : full);
+  const auto ids = engine.tokens(tokens);
+  SequenceId sequence = decoder.cache().add_sequence();
+  const auto empty = [&] {
+    decoder.cache().free_sequence(sequence);
+    sequence = decoder.cache().add_sequence();
+  };
+  const auto prefill = [&] {
+    if (!is_sparse) {
+      decoder.step(sequence, ids, {});
+      return;
+    }
+    const StepRule rule{true, EvictionRule{0, 0, true}};
+    for (std::int64_t first = 0; first < tokens; first += chunk_tokens) {
+      decoder.step(sequence,
+                   {ids.begin() + first, ids.begin() + std::min(first + chunk_tokens, tokens)},
+                   rule);
+    }
+  };
+  const Yardstick limit(Limit::gemm_bf16);
+  const double seconds = time_iterations(state, prefill, empty);
+  state.counters["tokens/s"] = static_cast<double>(tokens) / seconds;
+  if (!is_sparse) {
+    report_flops(state, seconds,
+                 prefill_flops(engine.model().config(), static_cast<double>(tokens)), limit);
+  }
+  const KVBytes kv = kv_bytes(decoder);
+  report_kv(state, kv);
+}
+
+/// `sequences` sequences decode a token each in one step.
+void run_batch(benchmark::State& state, Stage& stage, const Variant& variant,
+               std::int64_t sequences, std::int64_t context) {
+  Engine::Decoder& decoder = stage.decoder(variant);
+  std::vector<SequenceId> ids;
+  for (std::int64_t i = 0; i < sequences; ++i) {
+    ids.push_back(decoder.cache().add_sequence());
+    stage.fill(ids.back(), context, variant);
+  }
+  const KVBytes kv = kv_bytes(decoder);
+  const std::vector<TokenId> tokens(sequences, 1);
+  decoder.decode(ids, tokens, {});
+  const double seconds = time_iterations(state, [&] { decoder.decode(ids, tokens, {}); });
+  state.counters["tokens/s"] = static_cast<double>(sequences) / seconds;
+  report_kv(state, kv);
+}
+
+/// How many sequences of `context` tokens fit into `budget` bytes of KV memory of all ranks.
+void run_capacity(benchmark::State& state, Stage& stage, const Variant& variant,
+                  std::int64_t context, double budget) {
+  std::int64_t fitting = 0;
+  for (auto _ : state) {
+    Engine::Decoder& decoder = stage.decoder(variant);
+    const double begin = now();
+    for (fitting = -1; kv_bytes(decoder).allocated <= budget; ++fitting) {
+      stage.fill(decoder.cache().add_sequence(), context, variant);
+      decoder.cache().trim();
+    }
+    state.SetIterationTime(max_over_ranks(now() - begin));
+  }
+  state.counters["sequences"] = static_cast<double>(fitting);
+}
+
+/// A checkpoint in bf16 of the shapes that `config` has, its values of no interest.
+void write_checkpoint(const std::filesystem::path& folder, const ModelConfig& config) {
+  std::vector<std::pair<std::string, std::vector<std::int64_t>>> tensors;
+  const std::int64_t hidden = config.hidden_size;
+  const std::int64_t q = config.num_attention_heads * config.head_dim;
+  const std::int64_t kv = config.num_key_value_heads * config.head_dim;
+  const std::int64_t wide = config.intermediate_size;
+  tensors.push_back({"model.embed_tokens.weight", {config.vocab_size, hidden}});
+  if (!config.tie_word_embeddings)
+    tensors.push_back({"lm_head.weight", {config.vocab_size, hidden}});
+  tensors.push_back({"model.norm.weight", {hidden}});
+  for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) {
+    const auto add = [&](const char* name, std::vector<std::int64_t> shape) {
+      tensors.push_back({fmt::format("model.layers.{}.{}", l, name), std::move(shape)});
+    };
+    add("input_layernorm.weight", {hidden});
+    add("post_attention_layernorm.weight", {hidden});
+    add("self_attn.q_proj.weight", {q, hidden});
+    add("self_attn.k_proj.weight", {kv, hidden});
+    add("self_attn.v_proj.weight", {kv, hidden});
+    add("self_attn.o_proj.weight", {hidden, q});
+    if (config.qkv_bias) {
+      add("self_attn.q_proj.bias", {q});
+      add("self_attn.k_proj.bias", {kv});
+      add("self_attn.v_proj.bias", {kv});
+    }
+    if (config.o_bias) add("self_attn.o_proj.bias", {hidden});
+    if (config.qk_norm) {
+      add("self_attn.q_norm.weight", {config.head_dim});
+      add("self_attn.k_norm.weight", {config.head_dim});
+    }
+    add("mlp.gate_proj.weight", {wide, hidden});
+    add("mlp.up_proj.weight", {wide, hidden});
+    add("mlp.down_proj.weight", {hidden, wide});
+    if (config.mlp_bias) {
+      add("mlp.gate_proj.bias", {wide});
+      add("mlp.up_proj.bias", {wide});
+      add("mlp.down_proj.bias", {hidden});
+    }
+  }
+  std::string header = "{";
+  std::int64_t offset = 0;
+  for (const auto& [name, shape] : tensors) {
+    std::int64_t bytes = sizeof(bfloat16);
+    for (const std::int64_t extent : shape) bytes *= extent;
+    if (offset > 0) header += ',';
+    header += '"' + name + R"(":{"dtype":"BF16","shape":[)" +
+              fmt::to_string(fmt::join(shape, ",")) + R"(],"data_offsets":[)" +
+              std::to_string(offset) + ',' + std::to_string(offset + bytes) + "]}";
+    offset += bytes;
+  }
+  header += '}';
+  while (header.size() % 8 != 0) header += ' ';
+  const std::uint64_t length = header.size();
+  char prefix[sizeof(length)];
+  std::memcpy(prefix, &length, sizeof(length));
+  std::ofstream file(folder / "model.safetensors", std::ios::binary);
+  file.write(prefix, sizeof(prefix));
+  file << header;
+  const std::vector<bfloat16> values(std::size_t{1} << 20, bfloat16(0.01f));
+  for (std::int64_t left = offset; left > 0;) {
+    const std::int64_t bytes = std::min<std::int64_t>(left, values.size() * sizeof(bfloat16));
+    file.write(reinterpret_cast<const char*>(values.data()), bytes);
+    left -= bytes;
+  }
+  if (!file.flush()) throw Error("cannot write " + (folder / "model.safetensors").string());
+}
+
+/// Reads `bytes` of a file, this rank's share of it by position, into memory never touched before:
+/// what loading cannot beat.
+void read_share(const std::filesystem::path& path, std::int64_t bytes) {
+  const int file = open(path.c_str(), O_RDONLY);
+  char* target = static_cast<char*>(std::malloc(bytes));
+  if (file < 0 || !target) throw Error("cannot read " + path.string());
+  for (std::int64_t done = 0; done < bytes;) {
+    const ssize_t count = pread(file, target + done, bytes - done, world().rank() * bytes + done);
+    if (count <= 0) throw Error("cannot read " + path.string());
+    done += count;
+  }
+  benchmark::DoNotOptimize(target[bytes - 1]);
+  std::free(target);
+  close(file);
+}
+
+/// Loading from the page cache, against reading as many bytes from it.
+void run_load(benchmark::State& state, const std::filesystem::path& config_folder,
+              const std::filesystem::path& files) {
+  const ModelConfig config = ModelConfig::load(config_folder);
+  const auto partition =
+      HeadPartition::even(static_cast<int>(config.num_hidden_layers),
+                          static_cast<int>(config.num_key_value_heads), world().size());
+  const std::int64_t share =
+      std::filesystem::file_size(files / "model.safetensors") / world().size();
+  std::optional<Model<bfloat16>> model;
+  double reference = 0;
+  const double seconds = time_iterations(
+      state,
+      [&] { model.emplace(Model<bfloat16>::load(files, config, partition, world().rank())); },
+      [&] {
+        model.reset();
+        release_unused_host_memory();
+        world_barrier();
+        const double begin = now();
+        read_share(files / "model.safetensors", share);
+        reference += max_over_ranks(now() - begin);
+      });
+  const double count = static_cast<double>(state.iterations());
+  state.counters["GB/s"] = 1e-9 * static_cast<double>(share) * world().size() / seconds;
+  state.counters["read_share_ms"] = 1e3 * reference / count;
+  state.counters["share"] = reference / count / seconds;
+}
+
+}  // namespace
+
+void register_benchmarks(const Options& options) {
+  const auto stage = std::make_shared<Stage>();
+  const std::filesystem::path folder = model_folder(options, options.config);
+  const std::string model = folder.filename().string();
+  const bool quick = options.quick;
+  const std::int64_t steps = quick ? 4 : 8;
+  const auto contexts = quick ? std::vector<std::int64_t>{1024, 4096}
+                              : std::vector<std::int64_t>{1024, 4096, 8192, 32768};
+
+  for (const Variant& variant : {full, evicted, skewed}) {
+    for (const std::int64_t context : contexts) {
+      add(fmt::format("engine/decode/{}/{}/context:{}", model, variant.name, context), steps, 5,
+          [=](benchmark::State& state) {
+            stage->engine(folder, 0);
+            run_decode(state, *stage, variant, context);
+          });
+    }
+  }
+
+  // Many sequences at once.
+  constexpr std::int64_t batch_context = 1024;
+  for (const Variant& variant : {full, evicted}) {
+    for (const std::int64_t sequences : {1, 4, 16}) {
+      add(fmt::format("engine/batch/{}/{}/context:{}/sequences:{}", model, variant.name,
+                      batch_context, sequences),
+          steps, 5, [=](benchmark::State& state) {
+            stage->engine(folder, 0);
+            run_batch(state, *stage, variant, sequences, batch_context);
+          });
+    }
+  }
+
+  const auto prefill = [&](const char* group, std::int64_t layers, bool is_sparse,
+                           std::int64_t tokens, int repetitions) {
+    add(fmt::format("engine/{}/{}{}/{}/tokens:{}", group, model,
+                    layers > 0 ? fmt::format("/layers:{}", layers) : "",
+                    is_sparse ? "sparse75" : "dense", tokens),
+        1, repetitions, [=](benchmark::State& state) {
+          run_prefill(state, *stage, stage->engine(folder, layers), is_sparse, tokens);
+        });
+  };
+  prefill("prefill", 0, false, 512, 5);
+  if (!quick) {
+    prefill("prefill", 0, false, 4096, 5);
+    prefill("prefill", 0, false, 8192, 3);
+  }
+
+  // Growth, on few layers: the times of layers add up.
+  const std::int64_t few = quick ? 2 : 4;
+  const std::int64_t longest = quick ? 4096 : 16384;
+  for (const bool is_sparse : {false, true}) {
+    for (std::int64_t tokens = 1024; tokens <= longest; tokens *= 2) {
+      prefill("growth/prefill", few, is_sparse, tokens, tokens > 8192 ? 3 : 5);
+    }
+  }
+  for (std::int64_t rows = 1024; rows <= (quick ? 16384 : 131072); rows *= 2) {
+    add(fmt::format("engine/growth/decode/{}/layers:{}/rows:{}", model, few, rows), steps, 5,
+        [=](benchmark::State& state) {
+          stage->engine(folder, few);
+          run_decode(state, *stage, full, rows);
+        });
+  }
+  for (const Variant& variant : {full, evicted}) {
+    add(fmt::format("engine/capacity/{}/layers:{}/{}/context:4096/budget_MB:1000", model, few,
+                    variant.name),
+        1, 1, [=](benchmark::State& state) {
+          stage->engine(folder, few);
+          run_capacity(state, *stage, variant, 4096, 1e9);
+        });
+  }
+
+  // One layer of larger models, without embedding and output head.
+  for (const char* name : {"Qwen3-8B", "Qwen3-32B", "Llama-3.1-8B-Instruct"}) {
+    if (quick) break;
+    const std::filesystem::path other = model_folder(options, name);
+    add(fmt::format("engine/layer/{}/decode/full/context:4096", name), steps, 5,
+        [=](benchmark::State& state) {
+          stage->engine(other, 1, 1024);
+          run_decode(state, *stage, full, 4096);
+        });
+    add(fmt::format("engine/layer/{}/prefill/dense/tokens:4096", name), 1, 5,
+        [=](benchmark::State& state) {
+          run_prefill(state, *stage, stage->engine(other, 1, 1024), false, 4096);
+        });
+  }
+
+  const auto files = std::make_shared<std::unique_ptr<TemporaryFolder>>();
+  add(fmt::format("engine/load/{}", model), 1, 5, [=](benchmark::State& state) {
+    if (!*files) {
+      stage->clear();
+      *files = std::make_unique<TemporaryFolder>();
+      world().agree_on_root([&] { write_checkpoint((*files)->path(), ModelConfig::load(folder)); });
+    }
+    run_load(state, folder, (*files)->path());
+  });
+}
+
+}  // namespace kvzap::perf

@@ -1,0 +1,185 @@
+// What scoring costs: KVzap's surrogates on one layer of Qwen3-8B, beside that layer's prefill and
+// decoding. Random weights; the vocabulary is cut, so that neither embedding nor output head weighs
+// in. A layer scored and unscored, and the scorer alone, are timed in turn.
+#include <fmt/format.h>
+
+#include <fstream>
+#include <kvzap/surrogate.hpp>
+#include <optional>
+#include <random>
+
+#include "common.hpp"
+#include "engine.hpp"
+#include "safetensors_writer.hpp"
+
+namespace kvzap::perf {
+namespace {
+
+constexpr std::int64_t vocabulary = 1024;
+
+/// A surrogate's folder as published: hidden_dim 0 for a linear one.
+void write_surrogate(const std::filesystem::path& folder, const ModelConfig& config,
+                     std::int64_t hidden_dim) {
+  std::minstd_rand draw;
+  const auto tensor = [&](std::vector<std::int64_t> shape) {
+    std::int64_t count = 1;
+    for (const std::int64_t extent : shape) count *= extent;
+    std::vector<float> values(count);
+    for (float& value : values)
+      value = 0.05f * (static_cast<float>(draw() & 0xffff) / 65536 - 0.5f);
+    return test::stored_tensor("BF16", std::move(shape), values);
+  };
+  std::map<std::string, test::StoredTensor> tensors;
+  const std::int64_t inputs = config.hidden_size;
+  const std::int64_t outputs = config.num_key_value_heads;
+  for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) {
+    const std::string name = fmt::format("layers.{}", l);
+    if (hidden_dim == 0) {
+      tensors[name + ".weight"] = tensor({outputs, inputs});
+      tensors[name + ".bias"] = tensor({outputs});
+    } else {
+      tensors[name + ".0.weight"] = tensor({hidden_dim, inputs});
+      tensors[name + ".0.bias"] = tensor({hidden_dim});
+      tensors[name + ".2.weight"] = tensor({outputs, hidden_dim});
+      tensors[name + ".2.bias"] = tensor({outputs});
+    }
+  }
+  std::filesystem::create_directory(folder);
+  test::write_safetensors(folder / "model.safetensors", tensors);
+  std::ofstream(folder / "config.json")
+      << fmt::format(R"({{"architectures": ["KVzapModel"], "input_dim": {}, "hidden_dim": {}, )"
+                     R"("output_dim": {}, "n_modules": {}}})",
+                     inputs, hidden_dim == 0 ? "null" : std::to_string(hidden_dim), outputs,
+                     config.num_hidden_layers);
+}
+
+/// One layer and both surrogates for it.
+struct Fixture {
+  explicit Fixture(const std::filesystem::path& folder) : engine(folder, 1, vocabulary) {
+    const TemporaryFolder files;
+    const ModelConfig& config = engine.model().config();
+    world().agree_on_root([&] {
+      write_surrogate(files.path() / "linear", config, 0);
+      write_surrogate(files.path() / "mlp", config, config.hidden_size / 8);
+    });
+    for (const char* kind : {"linear", "mlp"}) {
+      surrogates.push_back(Surrogate::load(files.path() / kind, config, engine.partition(),
+                                           world().rank(), DTypeOf<Engine::Value>::value, world()));
+    }
+    // Rank 0 removes the files only when all have read them.
+    world_barrier();
+  }
+
+  Engine engine;
+  std::vector<Surrogate> surrogates;
+};
+
+/// Asks for scores as the decoder does, block by block.
+class Scoring {
+ public:
+  Scoring(Surrogate& surrogate, const Engine& engine, std::int64_t tokens)
+      : m_surrogate(surrogate),
+        m_tokens(tokens),
+        m_hidden("kvzap::perf::hidden", std::min(block, tokens),
+                 engine.model().config().hidden_size),
+        m_scores("kvzap::perf::scores", engine.partition().heads(0, world().rank()).size(),
+                 std::min(block, tokens)) {
+    Kokkos::deep_copy(m_hidden, 0.5f);
+  }
+  void run() {
+    const ExecutionSpace exec;
+    for (std::int64_t first = 0; first < m_tokens; first += block) {
+      m_surrogate.score(exec, 0, first, m_hidden, m_scores);
+    }
+  }
+
+ private:
+  static constexpr std::int64_t block = 512;
+  Surrogate& m_surrogate;
+  std::int64_t m_tokens;
+  Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> m_hidden;  // (token, hidden_size)
+  Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> m_scores;  // (head, token)
+};
+
+/// Three times in turn, so that a change of the machine's speed meets all of them and each finds
+/// the caches as a layer leaves them: the layer without scores, scoring alone (which is the time of
+/// the benchmark), the layer with scores.
+void run(benchmark::State& state, Fixture& fixture, Surrogate& surrogate, std::int64_t context,
+         std::int64_t tokens) {
+  const auto plain = fixture.engine.decoder();
+  const auto scored = fixture.engine.decoder(&surrogate);
+  const auto ids = fixture.engine.tokens(tokens);
+  Scoring scoring(surrogate, fixture.engine, tokens);
+  // Nothing is evicted, so that both layers do the same but for the scores.
+  const StepRule with_scores{true, EvictionRule::keep_all()};
+  const auto filled = [&](Engine::Decoder& decoder) {
+    const SequenceId sequence = decoder.cache().add_sequence();
+    if (context > 0) {
+      fill_random(decoder.cache(), sequence, context, nullptr,
+                  fixture.engine.model().config().hidden_size, EvictionRule::keep_all(), 0);
+    }
+    return sequence;
+  };
+  const bool is_decode = tokens == 1;
+  const int times = is_decode ? 20 : 1;  // a step of decoding is short
+  SequenceId plain_sequence = filled(*plain);
+  SequenceId scored_sequence = filled(*scored);
+  double sums[3] = {};
+  for (auto _ : state) {
+    if (!is_decode) {
+      plain->cache().free_sequence(plain_sequence);
+      scored->cache().free_sequence(scored_sequence);
+      plain_sequence = filled(*plain);
+      scored_sequence = filled(*scored);
+    }
+    double seconds[3] = {};
+    const auto timed = [&](int i, const auto& work) {
+      const double begin = now();
+      work();
+      Kokkos::fence();
+      seconds[i] += now() - begin;
+    };
+    world_barrier();
+    for (int i = 0; i < times; ++i) {
+      timed(0, [&] { plain->step(plain_sequence, ids, {}); });
+      timed(1, [&] { scoring.run(); });
+      timed(2, [&] { scored->step(scored_sequence, ids, with_scores); });
+    }
+    for (int i = 0; i < 3; ++i) {
+      seconds[i] = max_over_ranks(seconds[i]) / times;
+      sums[i] += seconds[i];
+    }
+    state.SetIterationTime(seconds[1]);
+  }
+  const double count = static_cast<double>(state.iterations());
+  state.counters["layer_ms"] = 1e3 * sums[0] / count;
+  state.counters["scored_layer_ms"] = 1e3 * sums[2] / count;
+  state.counters["share_of_layer"] = sums[1] / sums[0];
+  state.counters["added_to_layer"] = sums[2] / sums[0] - 1;
+}
+
+}  // namespace
+
+void register_benchmarks(const Options& options) {
+  const auto shared = std::make_shared<std::optional<Fixture>>();
+  const std::string name = options.quick ? "Qwen3-0.6B" : "Qwen3-8B";
+  const std::filesystem::path folder = model_folder(options, name);
+  const std::int64_t context = options.quick ? 1024 : 4096;
+  const char* const kinds[] = {"linear", "mlp"};
+  for (int i = 0; i < 2; ++i) {
+    const auto fixture = [=]() -> Fixture& {
+      if (!*shared) shared->emplace(folder);
+      return **shared;
+    };
+    add(fmt::format("score/prefill/{}/{}/tokens:{}", name, kinds[i], context), 1, 5,
+        [=](benchmark::State& state) {
+          run(state, fixture(), fixture().surrogates[i], 0, context);
+        });
+    add(fmt::format("score/decode/{}/{}/context:{}", name, kinds[i], context), 5, 5,
+        [=](benchmark::State& state) {
+          run(state, fixture(), fixture().surrogates[i], context, 1);
+        });
+  }
+}
+
+}  // namespace kvzap::perf

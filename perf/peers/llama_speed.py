@@ -1,0 +1,122 @@
+#!/usr/bin/env python3
+"""Times prefill and decode in llama.cpp (llama-cpp-python) on a Qwen3 shape, bf16 random weights.
+
+The GGUF file is made from a config.json on first use. Prints one JSON object.
+"""
+import argparse
+import json
+import os
+import pathlib
+import resource
+import time
+
+import numpy as np
+
+
+def make_gguf(config_folder, path):
+    import gguf
+
+    config = json.loads((pathlib.Path(config_folder) / "config.json").read_text())
+    hidden, wide = config["hidden_size"], config["intermediate_size"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    dim, vocabulary = config["head_dim"], config["vocab_size"]
+    writer = gguf.GGUFWriter(path, "qwen3")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(wide)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(dim)
+    writer.add_value_length(dim)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_vocab_size(vocabulary)
+    writer.add_tokenizer_model("none")
+    draw = np.random.default_rng(0)
+
+    def matrix(name, rows, columns):
+        values = draw.standard_normal((rows, columns), dtype=np.float32) * 0.02
+        bits = (values.view(np.uint32) >> 16).astype(np.uint16)
+        writer.add_tensor(
+            name,
+            bits.view(np.uint8).reshape(rows, 2 * columns),
+            raw_dtype=gguf.GGMLQuantizationType.BF16,
+        )
+
+    def norm(name, size):
+        writer.add_tensor(name, np.ones(size, np.float32))
+
+    matrix("token_embd.weight", vocabulary, hidden)
+    norm("output_norm.weight", hidden)
+    if not config["tie_word_embeddings"]:
+        matrix("output.weight", vocabulary, hidden)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"blk.{layer}."
+        norm(prefix + "attn_norm.weight", hidden)
+        norm(prefix + "ffn_norm.weight", hidden)
+        norm(prefix + "attn_q_norm.weight", dim)
+        norm(prefix + "attn_k_norm.weight", dim)
+        matrix(prefix + "attn_q.weight", heads * dim, hidden)
+        matrix(prefix + "attn_k.weight", kv_heads * dim, hidden)
+        matrix(prefix + "attn_v.weight", kv_heads * dim, hidden)
+        matrix(prefix + "attn_output.weight", hidden, heads * dim)
+        matrix(prefix + "ffn_gate.weight", wide, hidden)
+        matrix(prefix + "ffn_up.weight", wide, hidden)
+        matrix(prefix + "ffn_down.weight", hidden, wide)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("config", help="folder with a config.json")
+    parser.add_argument("--gguf", required=True, help="file to use; made if it is not there")
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--new", type=int, default=16)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    options = parser.parse_args()
+    if not os.path.exists(options.gguf):
+        make_gguf(options.config, options.gguf)
+    import llama_cpp
+
+    model = llama_cpp.Llama(
+        options.gguf,
+        n_ctx=options.context + 64,
+        n_threads=options.threads,
+        n_threads_batch=options.threads,
+        n_batch=2048,
+        n_ubatch=512,
+        flash_attn=True,
+        verbose=False,
+    )
+    ids = np.random.default_rng(1).integers(0, 1000, options.context).tolist()
+    begin = time.perf_counter()
+    model.eval(ids)
+    prefill = time.perf_counter() - begin
+    model.eval([5])  # the first one warms up
+    begin = time.perf_counter()
+    for step in range(options.new):
+        model.eval([step + 7])
+    decode = (time.perf_counter() - begin) / options.new
+    print(
+        json.dumps(
+            {
+                "peer": "llama.cpp",
+                "package": "llama-cpp-python " + llama_cpp.__version__,
+                "config": os.path.basename(os.path.normpath(options.config)),
+                "dtype": "bf16 weights, f16 KV, flash attention",
+                "threads": options.threads,
+                "context": options.context,
+                "prefill_s": [prefill],
+                "decode_s_per_token": [decode],
+                "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -38,7 +38,7 @@ std::vector<Shape> shapes_of(const ModelConfig& config) {
 }
 
 template <class Value>
-LinearWeights<Value> random_weights(const Shape& shape) {
+LinearWeights<Value> random_weights(const Shape& shape, detail::PackedAllocator<Value>& allocate) {
   typename LinearWeights<Value>::Rows rows("kvzap::perf::weights", shape.outputs, shape.inputs);
   const auto host = Kokkos::create_mirror_view(rows);
   std::minstd_rand draw;
@@ -46,7 +46,7 @@ LinearWeights<Value> random_weights(const Shape& shape) {
     host.data()[i] = Value(4e-2f * (static_cast<float>(draw() & 0xffff) / 65536.0f - 0.5f));
   }
   if (detail::packs_weights<Value>()) {
-    const auto packed = detail::allocate_packed<Value>(shape.outputs, shape.inputs, "perf");
+    const auto packed = allocate(shape.outputs, shape.inputs);
     detail::pack_rows(host.data(), 0, shape.outputs, packed);
     return packed;
   }
@@ -56,9 +56,10 @@ LinearWeights<Value> random_weights(const Shape& shape) {
 
 /// The same values in memory of their own.
 template <class Value>
-LinearWeights<Value> copy_of(const LinearWeights<Value>& weights) {
+LinearWeights<Value> copy_of(const LinearWeights<Value>& weights,
+                             detail::PackedAllocator<Value>& allocate) {
   if (weights.is_packed()) {
-    const auto copy = detail::allocate_packed<Value>(weights.outputs(), weights.inputs(), "perf");
+    const auto copy = allocate(weights.outputs(), weights.inputs());
     Kokkos::deep_copy(copy.packed(), weights.packed());
     return copy;
   }
@@ -78,20 +79,24 @@ class Cycle {
     if (m_matrices.empty()) {
       const std::int64_t bytes = m_shape.outputs * m_shape.inputs * sizeof(Value);
       const std::int64_t count = std::max<std::int64_t>(2, (cycle_bytes + bytes - 1) / bytes);
-      m_matrices.push_back(random_weights<Value>(m_shape));
+      m_matrices.push_back(random_weights<Value>(m_shape, m_allocator));
       while (static_cast<std::int64_t>(m_matrices.size()) < count) {
-        m_matrices.push_back(copy_of(m_matrices.front()));
+        m_matrices.push_back(copy_of(m_matrices.front(), m_allocator));
       }
     }
     return m_matrices;
   }
   const LinearWeights<Value>& next() { return matrices()[m_next++ % matrices().size()]; }
-  void clear() { m_matrices.clear(); }
+  void clear() {
+    m_matrices.clear();
+    m_allocator = {};
+  }
   const Shape& shape() const { return m_shape; }
 
  private:
   Shape m_shape;
   std::vector<LinearWeights<Value>> m_matrices;
+  detail::PackedAllocator<Value> m_allocator;
   std::size_t m_next = 0;
 };
 

@@ -71,11 +71,8 @@ KVZAP_TARGET_AVX512_BF16 void packed_tile(const bfloat16* x, std::int64_t x_stri
     for (int j = 0; j < 4; ++j) acc[m][j] = _mm512_load_ps(sums + m * 64 + j * 16);
   }
   for (std::int64_t pair = begin; pair < end; ++pair) {
-    const bfloat16* source = block + pair * 128;
     __m512bh w[4];
-    for (int j = 0; j < 4; ++j) {
-      w[j] = load_bf16(source + j * 32);
-    }
+    for (int j = 0; j < 4; ++j) w[j] = load_bf16(block + pair * 128 + j * 32);
     for (int m = 0; m < Rows; ++m) {
       std::int32_t both;
       std::memcpy(&both, x + m * x_stride + 2 * pair, sizeof(both));
@@ -171,30 +168,39 @@ void bf16_product_rows(const bfloat16* x, std::int64_t x_stride, int n_rows,
 void bf16_product_packed(const bfloat16* x, std::int64_t x_stride, int n_rows,
                          const bfloat16* block, std::int64_t padded_inputs, int outputs, float* y,
                          std::int64_t y_stride) {
-  // A part of the block that stays in the first-level cache serves all rows, four at a time.
-  constexpr std::int64_t chunk_pairs = 64;
+  // Six rows are the most whose sums stay in registers. The first six take the weights in one
+  // uninterrupted pass from memory, which the processor's prefetcher follows at full speed (asking
+  // for lines one by one would not reach it); further rows find them in the second-level cache.
+  constexpr int group = 6;
+  constexpr std::int64_t chunk_pairs = 1024;  // 256 KiB
   alignas(64) float sums[16 * 64] = {};
   const std::int64_t pairs = padded_inputs / 2;
   for (std::int64_t begin = 0; begin < pairs; begin += chunk_pairs) {
-    const std::int64_t end = n_rows <= 4 ? pairs : std::min(pairs, begin + chunk_pairs);
-    for (int m = 0; m < n_rows; m += 4) {
-      const bfloat16* rows = x + m * x_stride;
-      float* target = sums + m * 64;
-      switch (std::min(4, n_rows - m)) {
+    const std::int64_t end = std::min(pairs, begin + chunk_pairs);
+    for (int m = 0; m < n_rows; m += group) {
+      const auto run = [&](auto tile) {
+        tile(x + m * x_stride, x_stride, block, begin, end, sums + m * 64);
+      };
+      switch (std::min(group, n_rows - m)) {
         case 1:
-          packed_tile<1>(rows, x_stride, block, begin, end, target);
+          run(packed_tile<1>);
           break;
         case 2:
-          packed_tile<2>(rows, x_stride, block, begin, end, target);
+          run(packed_tile<2>);
           break;
         case 3:
-          packed_tile<3>(rows, x_stride, block, begin, end, target);
+          run(packed_tile<3>);
+          break;
+        case 4:
+          run(packed_tile<4>);
+          break;
+        case 5:
+          run(packed_tile<5>);
           break;
         default:
-          packed_tile<4>(rows, x_stride, block, begin, end, target);
+          run(packed_tile<6>);
       }
     }
-    if (n_rows <= 4) break;
   }
   for (int m = 0; m < n_rows; ++m) std::copy_n(sums + m * 64, outputs, y + m * y_stride);
 }

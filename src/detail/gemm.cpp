@@ -214,18 +214,31 @@ bool packs_weights() {
 }
 
 template <class Value>
-LinearWeights<Value> allocate_packed(std::int64_t outputs, std::int64_t inputs,
-                                     const std::string& label) {
+LinearWeights<Value> PackedAllocator<Value>::operator()(std::int64_t outputs, std::int64_t inputs) {
   using Packed = typename LinearWeights<Value>::Packed;
+  // What of a block is never used is never touched either, and takes address space alone.
+  constexpr std::int64_t block_values = (std::int64_t{64} << 20) / sizeof(Value);
+  constexpr std::int64_t alignment = huge_page_bytes / sizeof(Value);
   const std::int64_t size = LinearWeights<Value>::packed_size(outputs, inputs);
-  try {
-    const Packed packed(Kokkos::view_alloc(Kokkos::WithoutInitializing, label), size);
-    if constexpr (runs_on_host) advise_huge_pages(packed.data(), size * sizeof(Value));
-    return {outputs, inputs, packed};
-  } catch (const std::exception&) {
-    throw Error(fmt::format("out of memory: no room for {} ({} values of {} bytes)", label, size,
-                            sizeof(Value)));
+  if (m_used + size > static_cast<std::int64_t>(m_block.extent(0))) {
+    const std::int64_t wanted = std::max(block_values, size + alignment);
+    try {
+      m_block = {};
+      m_block =
+          Packed(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::weights::packed"), wanted);
+    } catch (const std::exception&) {
+      throw Error(
+          fmt::format("out of memory: no room for {} weights of {} bytes", wanted, sizeof(Value)));
+    }
+    if constexpr (runs_on_host) advise_huge_pages(m_block.data(), wanted * sizeof(Value));
+    const auto address = reinterpret_cast<std::uintptr_t>(m_block.data());
+    m_used = static_cast<std::int64_t>((huge_page_bytes - address % huge_page_bytes) %
+                                       huge_page_bytes / sizeof(Value));
+    if (m_used + size > wanted) m_used = 0;
   }
+  const auto range = std::make_pair(m_used, m_used + size);
+  m_used += size;  // a multiple of 4 KiB: every matrix starts on a cache line
+  return {outputs, inputs, Kokkos::subview(m_block, range)};
 }
 
 template <class Value>
@@ -308,7 +321,7 @@ void LinearMap::operator()(const ExecutionSpace& exec, const ConstMatrix& x,
 
 #define KVZAP_LINEAR(Value)                                                                       \
   template bool packs_weights<Value>();                                                           \
-  template LinearWeights<Value> allocate_packed(std::int64_t, std::int64_t, const std::string&);  \
+  template class PackedAllocator<Value>;                                                          \
   template void pack_rows(const Value*, std::int64_t, std::int64_t, const LinearWeights<Value>&); \
   template void LinearMap::operator()(const ExecutionSpace&, const ConstMatrix&,                  \
                                       const LinearWeights<Value>&, const ConstVector&,            \

@@ -23,11 +23,19 @@ void multiply_nn(const ExecutionSpace& exec, float alpha, const ConstMatrix& a,
 template <class Value>
 bool packs_weights();
 
-/// Packed weights of extents (outputs, inputs), filled by pack_rows. Throws Error if memory is
-/// exhausted.
+/// Hands out memory for packed weights from large blocks on huge pages, where a matrix of a few
+/// megabytes alone would get few of them. A block lives as long as the weights in it.
 template <class Value>
-LinearWeights<Value> allocate_packed(std::int64_t outputs, std::int64_t inputs,
-                                     const std::string& label);
+class PackedAllocator {
+ public:
+  /// Weights of extents (outputs, inputs), to be filled by pack_rows. Throws Error if memory is
+  /// exhausted.
+  LinearWeights<Value> operator()(std::int64_t outputs, std::int64_t inputs);
+
+ private:
+  typename LinearWeights<Value>::Packed m_block;
+  std::int64_t m_used = 0;
+};
 /// Packs rows (n_rows, inputs), one after the other, as outputs begin .. begin + n_rows of
 /// `weights`. begin is a multiple of LinearWeights::block_outputs, and so is n_rows unless these
 /// are the last ones. Host alone.

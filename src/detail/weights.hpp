@@ -9,6 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include "detail/gemm.hpp"
+
 namespace kvzap::detail {
 
 /// Half-open index ranges, ascending; what a rank takes of a dimension.
@@ -55,6 +57,8 @@ class WeightSource {
 
   const SafetensorsFolder* m_files = nullptr;
   std::uint64_t m_seed = 0;
+  // Reading is logically const; where the next packed matrix goes is nobody's business.
+  mutable PackedAllocator<bfloat16> m_allocator;
 };
 
 }  // namespace kvzap::detail

@@ -100,7 +100,7 @@ class Linear : public ::testing::Test {
     run(x, kvzap::LinearWeights<Value>(weights.view), weights, bias, y);
     if (!detail::packs_weights<Value>()) return;
     SCOPED_TRACE("packed");
-    const auto packed = detail::allocate_packed<Value>(n, k, "packed");
+    const auto packed = detail::PackedAllocator<Value>()(n, k);
     Kokkos::deep_copy(packed.packed(), Value(nan_value));  // padding must be overwritten too
     constexpr int block = kvzap::LinearWeights<Value>::block_outputs;
     for (int begin = 0; begin < n; begin += block) {

@@ -10,6 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "detail/huge_pages.hpp"
+
 namespace {
 
 using kvzap::Attention;
@@ -38,15 +40,22 @@ void fill(const View& view) {
   Kokkos::deep_copy(view, host);
 }
 
-/// A layer whose heads have the given numbers of survivors, in pages that lie scattered over one
-/// allocation, and an empty ring.
+/// How the pages of a head lie.
+enum class Placement {
+  in_order,  // one behind the other, as a prefill takes them from the pool
+  scattered  // anywhere, as after much freeing and taking: the worst that can be
+};
+
+/// A layer whose heads have the given numbers of survivors, in pages of one allocation, and an
+/// empty ring.
 template <class Value>
 struct PagedLayer {
   Kokkos::View<Value*, MemorySpace> storage;
   kvzap::RaggedLayer<Value, order> layer;
   std::int64_t rows = 0;
 
-  PagedLayer(const std::vector<std::int64_t>& survivors, int dim, int page_rows) {
+  PagedLayer(const std::vector<std::int64_t>& survivors, int dim, int page_rows,
+             Placement placement = Placement::in_order) {
     const int heads = static_cast<int>(survivors.size());
     std::vector<std::int64_t> pages;
     for (std::int64_t n : survivors) {
@@ -55,7 +64,10 @@ struct PagedLayer {
     }
     const std::int64_t total = std::accumulate(pages.begin(), pages.end(), std::int64_t{0});
     const std::int64_t page_size = std::int64_t{2} * page_rows * dim;
-    storage = Kokkos::View<Value*, MemorySpace>("storage", total * page_size);
+    // On huge pages, as the slabs of a PagePool are.
+    storage = Kokkos::View<Value*, MemorySpace>(
+        Kokkos::view_alloc(Kokkos::WithoutInitializing, "storage"), total * page_size);
+    kvzap::detail::advise_huge_pages(storage.data(), total * page_size * sizeof(Value));
     fill(storage);
     Kokkos::View<std::uintptr_t*, MemorySpace> addresses("addresses", total);
     Kokkos::View<PageId**, MemorySpace> table("table", heads,
@@ -66,7 +78,9 @@ struct PagedLayer {
     const auto host_counts = Kokkos::create_mirror_view(counts);
     std::vector<std::int64_t> slots(total);
     std::iota(slots.begin(), slots.end(), 0);
-    std::shuffle(slots.begin(), slots.end(), std::mt19937(2));
+    if (placement == Placement::scattered) {
+      std::shuffle(slots.begin(), slots.end(), std::mt19937(2));
+    }
     PageId id = 0;
     for (int h = 0; h < heads; ++h) {
       host_counts(h) = survivors[h];
@@ -105,7 +119,8 @@ enum class Lengths { uniform, skewed };
 
 /// One query token over decode_heads KV heads whose rows take decode_bytes in all.
 template <class Value>
-void decode(benchmark::State& state, int dim, int group, int page_rows, Lengths lengths) {
+void decode(benchmark::State& state, int dim, int group, int page_rows, Lengths lengths,
+            Placement placement) {
   const std::int64_t row_bytes = std::int64_t{2} * dim * sizeof(Value);
   const std::int64_t rows = decode_bytes / row_bytes / decode_heads;
   std::vector<std::int64_t> survivors(decode_heads, rows);
@@ -114,7 +129,7 @@ void decode(benchmark::State& state, int dim, int group, int page_rows, Lengths 
     for (int h = 0; h < decode_heads; ++h) survivors[h] = (h % 2 ? 2 : 32) * rows / 17;
   }
   if (page_rows == 0) page_rows = static_cast<int>(rows);  // a page per head
-  const PagedLayer<Value> cache(survivors, dim, page_rows);
+  const PagedLayer<Value> cache(survivors, dim, page_rows, placement);
   const auto queries = array<float>(1, decode_heads * group, dim);
   const auto chunk = array<Value>(1, decode_heads, dim);
   const auto output = array<float>(1, decode_heads * group, dim);
@@ -185,14 +200,17 @@ void add_decode(const std::string& type) {
       if (dim != 128 && group != 4) continue;
       const std::string name =
           "decode/" + type + "/dim:" + std::to_string(dim) + "/group:" + std::to_string(group);
-      const auto with = [=](int page_rows, Lengths lengths) {
-        return
-            [=](benchmark::State& state) { decode<Value>(state, dim, group, page_rows, lengths); };
+      const auto with = [=](int page_rows, Lengths lengths,
+                            Placement placement = Placement::in_order) {
+        return [=](benchmark::State& state) {
+          decode<Value>(state, dim, group, page_rows, lengths, placement);
+        };
       };
       add(name + "/paged", with(64, Lengths::uniform));
       if (group == 4) {
         add(name + "/contiguous", with(0, Lengths::uniform));
         add(name + "/skewed", with(64, Lengths::skewed));
+        add(name + "/scattered", with(64, Lengths::uniform, Placement::scattered));
       }
     }
   }

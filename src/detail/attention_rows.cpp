@@ -91,7 +91,7 @@ struct Extent {
 
 /// Prefetches in ascending order, a share with each step of a kernel, the memory that is read
 /// prefetch_distance later: the rest of what the kernel reads now, and the beginning of what is
-/// read next.
+/// read next. Nothing if `steps` is 0.
 class Ahead {
  public:
   Ahead(Extent now, Extent later, std::int64_t steps) {
@@ -99,7 +99,9 @@ class Ahead {
     const std::int64_t more = std::min<std::int64_t>(prefetch_distance, later.end - later.begin);
     m_now = {now.begin + skipped, now.end};
     m_later = {later.begin, later.begin + more};
-    m_lines = static_cast<int>((m_now.end - m_now.begin + more + 64 * steps - 1) / (64 * steps));
+    if (steps > 0) {
+      m_lines = static_cast<int>((m_now.end - m_now.begin + more + 64 * steps - 1) / (64 * steps));
+    }
   }
   KVZAP_TARGET_AVX512 inline __attribute__((always_inline)) void step() {
     for (int i = 0; i < m_lines; ++i) {
@@ -115,7 +117,7 @@ class Ahead {
 
  private:
   Extent m_now, m_later;
-  int m_lines;
+  int m_lines = 0;
 };
 
 /// Scores of 1 <= rows <= block_rows rows and G query heads: lane e of vector u belongs to row
@@ -148,35 +150,71 @@ KVZAP_TARGET_AVX512 void score(const typename Ops::Value* keys, std::int64_t str
   }
 }
 
-/// The same from products of bfloat16 pairs. queries: [32 dims][G][32].
-template <int G>
-KVZAP_TARGET_AVX512_BF16 void score_pairs(const bfloat16* keys, std::int64_t stride, int rows,
-                                          const bfloat16* queries, int dim, float* scores,
-                                          Ahead& ahead) {
+/// One row's products with G queries, in vectors of 32 dims, folded to one vector. `steps`: vectors
+/// of a row, or 0 if `n_steps` says how many.
+template <int G, int steps>
+KVZAP_TARGET_AVX512_BF16 inline __attribute__((always_inline)) __m512 score_row_pairs(
+    const bfloat16* row, const bfloat16* queries, int n_steps, std::uint32_t last) {
+  __m512 sums[G];
+  for (int q = 0; q < G; ++q) sums[q] = _mm512_setzero_ps();
+  const int count = steps > 0 ? steps : n_steps;
+#pragma GCC unroll 4
+  for (int s = 0; s < count; ++s) {
+    const std::uint32_t mask = s + 1 < count ? 0xffffffffu : last;
+    const __m512bh key = (__m512bh)_mm512_maskz_loadu_epi16(mask, row + s * 32);
+#pragma GCC unroll 4
+    for (int q = 0; q < G; ++q) {
+      sums[q] =
+          _mm512_dpbf16_ps(sums[q], key, (__m512bh)_mm512_load_si512(queries + (s * G + q) * 32));
+    }
+  }
+  if constexpr (G == 1) return sums[0];
+  if constexpr (G == 2) return fold<1>(sums[0], sums[1]);
+  if constexpr (G == 4) return fold<2>(fold<1>(sums[0], sums[1]), fold<1>(sums[2], sums[3]));
+}
+
+/// Rows first .. first + 2^(level - log2 G) - 1 and their queries, folded up to `level`: depth
+/// first, so that rows are read one after the other, as they lie in memory, which is what the
+/// processor's prefetcher follows.
+template <int G, int steps, int level>
+KVZAP_TARGET_AVX512_BF16 inline __attribute__((always_inline)) __m512 score_unit_pairs(
+    const bfloat16* const* rows, const bfloat16* queries, int n_steps, std::uint32_t last) {
+  constexpr int row_level = G == 1 ? 0 : G == 2 ? 1 : 2;
+  if constexpr (level == row_level) {
+    return score_row_pairs<G, steps>(*rows, queries, n_steps, last);
+  } else {
+    const __m512 low = score_unit_pairs<G, steps, level - 1>(rows, queries, n_steps, last);
+    const __m512 high = score_unit_pairs<G, steps, level - 1>(rows + (1 << (level - 1 - row_level)),
+                                                              queries, n_steps, last);
+    return fold<level>(low, high);
+  }
+}
+
+template <int G, int steps>
+KVZAP_TARGET_AVX512_BF16 void score_pairs_of(const bfloat16* keys, std::int64_t stride, int rows,
+                                             const bfloat16* queries, int dim, float* scores,
+                                             Ahead& ahead) {
   constexpr int unit = 16 / G;
-  const int steps = (dim + 31) / 32;
-  const std::uint32_t last = 0xffffffffu >> (steps * 32 - dim);
+  const int n_steps = (dim + 31) / 32;
+  const std::uint32_t last = 0xffffffffu >> (n_steps * 32 - dim);
   for (int first = 0; first < rows; first += unit, scores += 16) {
     const bfloat16* row[unit];
     for (int i = 0; i < unit; ++i) row[i] = keys + std::min(first + i, rows - 1) * stride;
     ahead.step();
-    __m512 sums[16];
-    for (int e = 0; e < 16; ++e) sums[e] = _mm512_setzero_ps();
-    for (int s = 0; s < steps; ++s) {
-      const std::uint32_t mask = s + 1 < steps ? 0xffffffffu : last;
-      __m512bh query[G];
-      for (int q = 0; q < G; ++q) {
-        query[q] = (__m512bh)_mm512_load_si512(queries + (s * G + q) * 32);
-      }
-      for (int i = 0; i < unit; ++i) {
-        const __m512bh key = (__m512bh)_mm512_maskz_loadu_epi16(mask, row[i] + s * 32);
-        for (int q = 0; q < G; ++q) {
-          sums[i * G + q] = _mm512_dpbf16_ps(sums[i * G + q], key, query[q]);
-        }
-      }
-    }
-    _mm512_store_ps(scores, fold_all<4>(sums));
+    _mm512_store_ps(scores, score_unit_pairs<G, steps, 4>(row, queries, n_steps, last));
   }
+}
+
+/// The same from products of bfloat16 pairs. queries: [32 dims][G][32].
+template <int G>
+void score_pairs(const bfloat16* keys, std::int64_t stride, int rows, const bfloat16* queries,
+                 int dim, float* scores, Ahead& ahead) {
+  // Queries of up to 128 dims stay in registers.
+  const int steps = (dim + 31) / 32;
+  const auto kernel = steps == 4   ? score_pairs_of<G, 4>
+                      : steps == 2 ? score_pairs_of<G, 2>
+                                   : score_pairs_of<G, 0>;
+  kernel(keys, stride, rows, queries, dim, scores, ahead);
 }
 
 /// Maximum over the lanes that belong to the same query, in each of them.
@@ -273,10 +311,11 @@ KVZAP_TARGET_AVX512_BF16 void soften_pairs(float* scores, int rows, float scalin
 }
 
 /// sums[q][16 * v ..] += weights[row][q] * values[row][16 * v ..] for V vectors of 16 dims.
+/// weights: [row][stride of G or more].
 template <class Ops, int G, int V>
 KVZAP_TARGET_AVX512 void accumulate(const typename Ops::Value* values, std::int64_t stride,
-                                    int rows, const float* weights, float* sums, int padded,
-                                    std::uint32_t last_mask, Ahead& ahead) {
+                                    int rows, const float* weights, int weights_stride, float* sums,
+                                    int padded, std::uint32_t last_mask, Ahead& ahead) {
   __m512 sum[G * V];
 #pragma GCC unroll 16
   for (int q = 0; q < G; ++q) {
@@ -293,7 +332,7 @@ KVZAP_TARGET_AVX512 void accumulate(const typename Ops::Value* values, std::int6
     }
 #pragma GCC unroll 16
     for (int q = 0; q < G; ++q) {
-      const __m512 weight = _mm512_set1_ps(weights[r * G + q]);
+      const __m512 weight = _mm512_set1_ps(weights[r * weights_stride + q]);
 #pragma GCC unroll 16
       for (int v = 0; v < V; ++v)
         sum[q * V + v] = _mm512_fmadd_ps(weight, value[v], sum[q * V + v]);
@@ -308,10 +347,12 @@ KVZAP_TARGET_AVX512 void accumulate(const typename Ops::Value* values, std::int6
 
 /// The same by products of pairs of rows, for V vectors of 32 dims. Their order in `sums` is that
 /// in which unpacking leaves them, see dim_of_pair_lane.
+/// weights: [row / 2][stride of G or more][row % 2].
 template <int G, int V>
 KVZAP_TARGET_AVX512_BF16 void accumulate_pairs(const bfloat16* values, std::int64_t stride,
-                                               int rows, const std::uint32_t* weights, float* sums,
-                                               int padded, std::uint32_t last_mask, Ahead& ahead) {
+                                               int rows, const std::uint32_t* weights,
+                                               int weights_stride, float* sums, int padded,
+                                               std::uint32_t last_mask, Ahead& ahead) {
   __m512 sum[G * 2 * V];
 #pragma GCC unroll 16
   for (int q = 0; q < G; ++q) {
@@ -335,7 +376,8 @@ KVZAP_TARGET_AVX512_BF16 void accumulate_pairs(const bfloat16* values, std::int6
     }
 #pragma GCC unroll 16
     for (int q = 0; q < G; ++q) {
-      const __m512bh weight = (__m512bh)_mm512_set1_epi32(static_cast<int>(weights[r / 2 * G + q]));
+      const __m512bh weight =
+          (__m512bh)_mm512_set1_epi32(static_cast<int>(weights[r / 2 * weights_stride + q]));
 #pragma GCC unroll 16
       for (int v = 0; v < 2 * V; ++v)
         sum[q * 2 * V + v] = _mm512_dpbf16_ps(sum[q * 2 * V + v], weight, value[v]);
@@ -351,34 +393,58 @@ KVZAP_TARGET_AVX512_BF16 void accumulate_pairs(const bfloat16* values, std::int6
 /// Lane of a block of 32 sums in which dim d is kept: unpacking splits each 8 neighbours in two.
 constexpr int lane_of_dim(int d) { return d / 4 % 2 * 16 + d / 8 * 4 + d % 4; }
 
-/// Calls accumulate for all vectors of a row, V at a time.
-template <class Ops, int G, int V>
+// Rows whose values are read from memory once and then again from the level-1 cache.
+constexpr int near_rows = 16;
+
+/// Calls accumulate for all queries and vectors of a row. Whole rows are read at a time, for as
+/// many queries as the registers have room for: parts of rows are not read at the memory's full
+/// rate.
+template <class Ops, int G>
 void accumulate_all(const typename Ops::Value* values, std::int64_t stride, int rows,
                     const float* weights, float* sums, int padded, int dim, Ahead& ahead) {
+  constexpr int queries = G == 4 ? 2 : G;
+  constexpr int wide = 8;
   const int vectors = (dim + 15) / 16;
   const std::uint32_t last = 0xffffu >> (vectors * 16 - dim);
-  for (int v = 0; v < vectors;) {
-    const bool wide = v + V <= vectors;
-    const int taken = wide ? V : 1;
-    const auto kernel = wide ? accumulate<Ops, G, V> : accumulate<Ops, G, 1>;
-    kernel(values + v * 16, stride, rows, weights, sums + v * 16, padded,
-           v + taken == vectors ? last : 0xffffu, ahead);
-    v += taken;
+  for (int first = 0; first < rows; first += near_rows) {
+    const int count = std::min(near_rows, rows - first);
+    for (int v = 0; v < vectors;) {
+      const int taken = vectors - v >= wide ? wide : vectors - v >= 4 ? 4 : 1;
+      const auto kernel = taken == wide ? accumulate<Ops, queries, wide>
+                          : taken == 4  ? accumulate<Ops, queries, 4>
+                                        : accumulate<Ops, queries, 1>;
+      for (int q = 0; q < G; q += queries) {
+        kernel(values + first * stride + v * 16, stride, count, weights + first * G + q, G,
+               sums + q * padded + v * 16, padded, v + taken == vectors ? last : 0xffffu, ahead);
+      }
+      v += taken;
+    }
   }
 }
 
-template <int G, int V>
+/// The same by accumulate_pairs.
+template <int G>
 void accumulate_all_pairs(const bfloat16* values, std::int64_t stride, int rows,
                           const float* weights, float* sums, int padded, int dim, Ahead& ahead) {
+  constexpr int queries = G == 4 ? 2 : G;
+  constexpr int wide = 4;
   const int vectors = (dim + 31) / 32;
   const std::uint32_t last = 0xffffffffu >> (vectors * 32 - dim);
-  for (int v = 0; v < vectors;) {
-    const bool wide = v + V <= vectors;
-    const int taken = wide ? V : 1;
-    const auto kernel = wide ? accumulate_pairs<G, V> : accumulate_pairs<G, 1>;
-    kernel(values + v * 32, stride, rows, reinterpret_cast<const std::uint32_t*>(weights),
-           sums + v * 32, padded, v + taken == vectors ? last : 0xffffffffu, ahead);
-    v += taken;
+  for (int first = 0; first < rows; first += near_rows) {
+    const int count = std::min(near_rows, rows - first);
+    const auto* pairs = reinterpret_cast<const std::uint32_t*>(weights) + first / 2 * G;
+    for (int v = 0; v < vectors;) {
+      const int taken = vectors - v >= wide ? wide : vectors - v >= 2 ? 2 : 1;
+      const auto kernel = taken == wide ? accumulate_pairs<queries, wide>
+                          : taken == 2  ? accumulate_pairs<queries, 2>
+                                        : accumulate_pairs<queries, 1>;
+      for (int q = 0; q < G; q += queries) {
+        kernel(values + first * stride + v * 32, stride, count, pairs + q, G,
+               sums + q * padded + v * 32, padded, v + taken == vectors ? last : 0xffffffffu,
+               ahead);
+      }
+      v += taken;
+    }
   }
 }
 
@@ -396,20 +462,32 @@ struct Blocks {
   float *scores, *maximum, *weight, *sums;
 };
 
+/// Whether `next` is empty or begins where `run` ends, but for the positions at a page's end.
+template <class Value>
+bool is_behind(const RowRun<Value>& next, const RowRun<Value>& run) {
+  if (next.rows == 0) return true;
+  const auto end = reinterpret_cast<std::uintptr_t>(run.values + run.rows * run.row_stride);
+  const auto begin = reinterpret_cast<std::uintptr_t>(next.keys);
+  return begin >= end && begin - end < 4096;
+}
+
 template <class Value, int G, bool by_pairs>
 void attend_blocks(const Blocks<Value>& blocks, const RowRun<Value>& run,
                    const RowRun<Value>& next) {
   using Ops = OpsOf<Value>;
-  constexpr int register_dims = by_pairs ? 32 : 16;
-  constexpr int wide = by_pairs ? (G == 4 ? 2 : 4) : (G == 4 ? 4 : 8);
   const int dim = blocks.dim, padded = blocks.padded;
+  // Rows that are read once, in the order in which they lie, are brought by the processor's own
+  // prefetcher, at the memory's full rate, which asking for single lines does not reach. It helps
+  // where the next page lies elsewhere, or where there is more to compute than to read.
+  const bool prefetches = !by_pairs || blocks.count > 1 || !is_behind(next, run);
   for (std::int64_t begin = 0; begin < run.rows; begin += block_rows) {
     const int rows = static_cast<int>(std::min<std::int64_t>(block_rows, run.rows - begin));
     const Value* keys = run.keys + begin * run.row_stride;
     const Value* values = run.values + begin * run.row_stride;
     const Extent key_bytes = Extent::of(keys, rows, run.row_stride);
     const Extent value_bytes = Extent::of(values, rows, run.row_stride);
-    Ahead ahead(key_bytes, value_bytes, std::int64_t{blocks.count} * ((rows * G + 15) / 16));
+    Ahead ahead(key_bytes, value_bytes,
+                prefetches ? std::int64_t{blocks.count} * ((rows * G + 15) / 16) : 0);
     for (int b = 0; b < blocks.count; ++b) {
       float* scores = blocks.scores + b * G * block_rows;
       const float* queries = blocks.queries + std::int64_t{b} * G * padded;
@@ -428,23 +506,20 @@ void attend_blocks(const Blocks<Value>& blocks, const RowRun<Value>& run,
             ? Extent::of(keys + block_rows * run.row_stride,
                          std::min<std::int64_t>(left, block_rows), run.row_stride)
             : Extent::of(next.keys, std::min<std::int64_t>(next.rows, block_rows), next.row_stride);
-    const int vectors = (dim + register_dims - 1) / register_dims;
-    const std::int64_t passes = vectors / wide + vectors % wide;
-    ahead =
-        Ahead(value_bytes, next_bytes, blocks.count * passes * (by_pairs ? (rows + 1) / 2 : rows));
+    const std::int64_t passes = G == 4 ? 2 : 1;
+    ahead = Ahead(value_bytes, next_bytes,
+                  prefetches ? blocks.count * passes * (by_pairs ? (rows + 1) / 2 : rows) : 0);
     for (int b = 0; b < blocks.count; ++b) {
       float* scores = blocks.scores + b * G * block_rows;
       float* sums = blocks.sums + std::int64_t{b} * G * padded;
       if constexpr (by_pairs) {
         soften_pairs<G>(scores, rows, blocks.scaling, blocks.maximum + b * 16,
                         blocks.weight + b * 16, sums, padded);
-        accumulate_all_pairs<G, wide>(values, run.row_stride, rows, scores, sums, padded, dim,
-                                      ahead);
+        accumulate_all_pairs<G>(values, run.row_stride, rows, scores, sums, padded, dim, ahead);
       } else {
         soften<G>(scores, rows, blocks.scaling, blocks.maximum + b * 16, blocks.weight + b * 16,
                   sums, padded);
-        accumulate_all<Ops, G, wide>(values, run.row_stride, rows, scores, sums, padded, dim,
-                                     ahead);
+        accumulate_all<Ops, G>(values, run.row_stride, rows, scores, sums, padded, dim, ahead);
       }
     }
   }

@@ -463,5 +463,39 @@ TEST(Labels, EveryKernelAndViewIsNamed) {
   for (const std::string& name : unnamed) ADD_FAILURE() << "not named: '" << name << "'";
 }
 
+// What a decode step needs it has from the steps before, but for pages and their tables.
+std::set<std::string> allocated;
+
+TEST(DecodeStep, AllocatesNothingButPages) {
+  namespace tools = Kokkos::Tools::Experimental;
+  const Communicator self(MPI_COMM_SELF);
+  const ModelConfig config = make_config(shapes[2]);
+  const Checkpoint checkpoint(config);
+  const auto partition =
+      HeadPartition::even(layers, static_cast<int>(config.num_key_value_heads), 1);
+  const auto model = Model<bfloat16>::load(checkpoint.folder.path(), config, partition, 0);
+  auto surrogate =
+      Surrogate::load(checkpoint.surrogate.path(), config, partition, 0, DType::bf16, self);
+  Decoder<bfloat16, PageOrder::token_major> decoder(model, &surrogate, self, 4, 4);
+  const SequenceId sequence = decoder.cache().add_sequence();
+  StepRule rule;
+  rule.score = true;
+  rule.eviction = {0.0f, 0, true};
+  const auto tokens = some_tokens(60);
+  decoder.step(sequence, {tokens.begin(), tokens.begin() + 20}, rule);
+  decoder.step(sequence, {tokens[20]}, rule);
+  allocated.clear();
+  tools::set_allocate_data_callback([](const Kokkos_Profiling_SpaceHandle, const char* label,
+                                       const void*,
+                                       const std::uint64_t) { allocated.insert(label); });
+  for (int i = 21; i < 60; ++i) decoder.step(sequence, {tokens[i]}, rule);
+  tools::set_allocate_data_callback(nullptr);
+  for (const char* pages :
+       {"kvzap::page_pool::slab", "kvzap::page_pool::addresses", "kvzap::cache::page_table"}) {
+    allocated.erase(pages);
+  }
+  for (const std::string& label : allocated) ADD_FAILURE() << "allocated: " << label;
+}
+
 }  // namespace
 }  // namespace kvzap

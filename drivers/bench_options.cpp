@@ -6,7 +6,6 @@
 #include <charconv>
 #include <cmath>
 #include <cstdlib>
-#include <limits>
 
 #include "options.hpp"
 
@@ -181,15 +180,10 @@ void declare(CLI::App& app, BenchOptions& o) {
 }
 
 std::vector<BenchTest> tests_of(const BenchOptions& o) {
-  const auto require = [](bool good, const std::string& message) {
-    if (!good) throw Error(message);
-  };
   require(!o.model.empty(), "no model: give a Hugging Face folder with -m");
   require(o.window >= 1 && o.window <= (1 << 24),
           fmt::format("--window is {}; expected 1 to {}", o.window, 1 << 24));
-  require(o.chunk >= 1, fmt::format("--chunk is {}; expected at least 1", o.chunk));
-  require(o.page_rows >= 1 && o.page_rows <= (1 << 20),
-          fmt::format("--page-rows is {}; expected 1 to {}", o.page_rows, 1 << 20));
+  check_chunk_and_pages(o.chunk, o.page_rows);
   require(o.repetitions >= 1 && o.repetitions <= 1'000'000,
           fmt::format("-r is {}; expected 1 to 1000000", o.repetitions));
   const bool has_surrogate = !o.surrogate.empty();
@@ -198,12 +192,7 @@ std::vector<BenchTest> tests_of(const BenchOptions& o) {
                           "evicted"
                         : "--threshold has no effect without --surrogate: --evict-ratio says what "
                           "random scores evict");
-  require(!o.threshold || !std::isnan(*o.threshold),
-          "--threshold is NaN; expected a number (no score is below NaN)");
-  require(!o.threshold || std::isinf(*o.threshold) ||
-              std::fabs(*o.threshold) <= std::numeric_limits<float>::max(),
-          fmt::format("--threshold is {}; expected a number in the range of float, or inf or -inf",
-                      o.threshold.value_or(0)));
+  check_threshold(o.threshold);
   require(!has_surrogate || o.evict_ratios.empty(),
           "--evict-ratio and --surrogate: with a surrogate, --threshold decides what is evicted");
   require(!has_surrogate || o.skews.empty(),

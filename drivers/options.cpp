@@ -12,6 +12,24 @@ std::string not_negative(const std::string& text) {
   return text.find('-') == std::string::npos ? "" : text + "; expected 0 or more";
 }
 
+void require(bool good, const std::string& message) {
+  if (!good) throw Error(message);
+}
+
+void check_threshold(const std::optional<double>& threshold) {
+  if (!threshold) return;
+  require(!std::isnan(*threshold), "--threshold is NaN; expected a number (no score is below NaN)");
+  require(std::isinf(*threshold) || std::fabs(*threshold) <= std::numeric_limits<float>::max(),
+          fmt::format("--threshold is {}; expected a number in the range of float, or inf or -inf",
+                      *threshold));
+}
+
+void check_chunk_and_pages(std::int64_t chunk, int page_rows) {
+  require(chunk >= 1, fmt::format("--chunk is {}; expected at least 1", chunk));
+  require(page_rows >= 1 && page_rows <= (1 << 20),
+          fmt::format("--page-rows is {}; expected 1 to {}", page_rows, 1 << 20));
+}
+
 void declare(CLI::App& app, RunOptions& o) {
   const auto model = "Model";
   app.add_option("-m,--model", o.model,
@@ -151,26 +169,16 @@ void declare(CLI::App& app, RunOptions& o) {
 }
 
 void validate(const RunOptions& o) {
-  const auto require = [](bool good, const std::string& message) {
-    if (!good) throw Error(message);
-  };
   require(!o.model.empty(), "no model: give a Hugging Face folder with -m");
   require(o.window >= 1, fmt::format("--window is {}; expected at least 1", o.window));
   require(o.sink >= 0, fmt::format("--sink is {}; expected 0 or more", o.sink));
-  require(o.chunk >= 1, fmt::format("--chunk is {}; expected at least 1", o.chunk));
-  require(o.page_rows >= 1 && o.page_rows <= (1 << 20),
-          fmt::format("--page-rows is {}; expected 1 to {}", o.page_rows, 1 << 20));
+  check_chunk_and_pages(o.chunk, o.page_rows);
   require(o.window <= (1 << 24),
           fmt::format("--window is {}; expected at most {}", o.window, 1 << 24));
   require(o.new_tokens >= 0, fmt::format("-n is {}; expected 0 or more", o.new_tokens));
   require(!o.max_context || *o.max_context >= 1,
           fmt::format("-c is {}; expected at least 1", o.max_context.value_or(0)));
-  require(!o.threshold || !std::isnan(*o.threshold),
-          "--threshold is NaN; expected a number (no score is below NaN)");
-  require(!o.threshold || std::isinf(*o.threshold) ||
-              std::fabs(*o.threshold) <= std::numeric_limits<float>::max(),
-          fmt::format("--threshold is {}; expected a number in the range of float, or inf or -inf",
-                      o.threshold.value_or(0)));
+  check_threshold(o.threshold);
   require(o.evict_ratio >= 0 && o.evict_ratio < 1,
           fmt::format("--evict-ratio is {}; expected at least 0 and less than 1", o.evict_ratio));
   const bool pruned = o.prune.empty() ? !o.surrogate.empty() : o.prune != "none";

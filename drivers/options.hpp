@@ -49,6 +49,12 @@ struct RunOptions {
 /// Refuses numbers below zero, as a CLI11 check: CLI11 takes -1 for the largest unsigned number.
 std::string not_negative(const std::string& text);
 
+/// Throws Error with the message unless `good`.
+void require(bool good, const std::string& message);
+/// What every command asks of these options; throws Error naming the flag.
+void check_threshold(const std::optional<double>& threshold);
+void check_chunk_and_pages(std::int64_t chunk, int page_rows);
+
 /// Declares every option of `kvzap run` on `app`; parsing fills `options`.
 void declare(CLI::App& app, RunOptions& options);
 

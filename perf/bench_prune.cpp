@@ -12,8 +12,10 @@
 #include <kvzap/synthetic.hpp>
 #include <memory>
 #include <random>
+#include <string>
 #include <vector>
 
+#include "detail/huge_pages.hpp"
 #include "detail/simd.hpp"
 #if KVZAP_X86
 #include <immintrin.h>
@@ -44,16 +46,42 @@ void count_bytes(benchmark::State& state, std::size_t bytes) {
   state.SetBytesProcessed(static_cast<std::int64_t>(bytes) * state.iterations());
 }
 
-/// Streams whole cache lines where the processor can, which is what copies of this size want.
-void stream(char* target, const char* source, std::size_t bytes) {
 #if KVZAP_X86
+KVZAP_TARGET_AVX512 void stream_lines(char* target, const char* source, std::size_t bytes) {
+  for (std::size_t i = 0; i < bytes; i += 64) {
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(target + i), _mm512_loadu_si512(source + i));
+  }
+}
+void stream_pieces(char* target, const char* source, std::size_t bytes) {
   for (std::size_t i = 0; i < bytes; i += 16) {
     _mm_stream_si128(reinterpret_cast<__m128i*>(target + i),
                      _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i)));
   }
+}
+#endif
+
+/// Copies whole cache lines past the caches, which is what copies of this size want. Both begin on a
+/// line.
+void stream(char* target, const char* source, std::size_t bytes) {
+#if KVZAP_X86
+  if (kvzap::detail::simd_level() >= kvzap::detail::SimdLevel::avx512) {
+    stream_lines(target, source, bytes);
+  } else {
+    stream_pieces(target, source, bytes);
+  }
 #else
   std::memcpy(target, source, bytes);
 #endif
+}
+
+/// On huge pages, as the library's own memory of this size is.
+template <class Value>
+Kokkos::View<Value*, MemorySpace> array(const std::string& label, std::size_t count) {
+  const Kokkos::View<Value*, MemorySpace> view(
+      Kokkos::view_alloc(Kokkos::WithoutInitializing, label), count);
+  kvzap::detail::advise_huge_pages(view.data(), count * sizeof(Value));
+  Kokkos::deep_copy(view, Value(0.0f));
+  return view;
 }
 
 /// On a cache line, as the pages of a cache are.
@@ -64,8 +92,8 @@ char* aligned(const Bytes& bytes) {
 /// The limit: a copy with non-temporal stores of as many bytes as an argument says.
 void StreamedCopy(benchmark::State& state) {
   const std::size_t bytes = state.range(0);
-  const Bytes from("from", bytes + 64);
-  const Bytes to("to", bytes + 64);
+  const Bytes from = array<char>("from", bytes + 64);
+  const Bytes to = array<char>("to", bytes + 64);
   for (auto _ : state) {
     stream(aligned(to), aligned(from), bytes);
 #if KVZAP_X86
@@ -106,9 +134,9 @@ void BareGather(benchmark::State& state) {
     kept[h].resize(kept[h].size() + ahead, kept[h].empty() ? 0 : kept[h].back());
   }
   const std::size_t token_bytes = heads * row_bytes;
-  const Bytes keys("keys", tokens * token_bytes + 64);
-  const Bytes values("values", tokens * token_bytes + 64);
-  const Bytes target("target", 2 * total * row_bytes + 64);
+  const Bytes keys = array<char>("keys", tokens * token_bytes + 64);
+  const Bytes values = array<char>("values", tokens * token_bytes + 64);
+  const Bytes target = array<char>("target", 2 * total * row_bytes + 64);
   for (auto _ : state) {
     std::vector<std::size_t> done(heads, 0);
     std::vector<char*> ends(heads);
@@ -147,7 +175,7 @@ void BareGather(benchmark::State& state) {
 
 struct Prefill {
   explicit Prefill(std::int64_t n, double keep)
-      : tokens(n), rows("rows", 2 * n * heads * dim), scores(random_scores(n, keep)) {
+      : tokens(n), rows(array<bfloat16>("rows", 2 * n * heads * dim)), scores(random_scores(n, keep)) {
     const Kokkos::LayoutStride layout(n, heads * dim, heads, dim, dim, 1);
     keys = Cache::RowsView(rows.data(), layout);
     values = Cache::RowsView(rows.data() + n * heads * dim, layout);

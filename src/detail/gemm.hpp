@@ -18,8 +18,8 @@ void multiply_nt(const ExecutionSpace& exec, float alpha, const ConstMatrix& a,
 void multiply_nn(const ExecutionSpace& exec, float alpha, const ConstMatrix& a,
                  const ConstMatrix& b, float beta, const Matrix& c);
 
-/// Whether weights of this type are worth packing at load: bf16 on a host with its dot product and
-/// oneDNN. KVZAP_PACK=off in the environment says no, for tests and comparisons.
+/// Whether weights of this type are worth packing at load: on a host with oneDNN and AVX-512 (bf16:
+/// and its dot product). KVZAP_PACK=off in the environment says no, for tests and comparisons.
 template <class Value>
 bool packs_weights();
 
@@ -56,7 +56,8 @@ class LinearMap {
  private:
   Vector m_panel;                               // widened 16-bit weights
   Vector m_widened;                             // x, rounded to bf16 and widened again
-  Kokkos::View<bfloat16*, MemorySpace> m_bf16;  // x, rounded, padded to block_inputs
+  Vector m_copied;                              // a few rows of x, padded
+  Kokkos::View<bfloat16*, MemorySpace> m_bf16;  // x, rounded and padded
 };
 
 }  // namespace kvzap::detail

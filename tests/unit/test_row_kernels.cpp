@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "detail/row_kernels.hpp"
+#include "detail/row_products.hpp"
 
 namespace {
 
@@ -62,8 +63,8 @@ TYPED_TEST(RowKernels, SkinnyProduct) {
       const auto weights = random_values<TypeParam>(random, outputs * weights_stride);
       const auto x = random_values<float>(random, inputs * inputs_stride);
       std::vector<float> y(inputs * output_stride, untouched);
-      detail::skinny_product(weights.data(), weights_stride, outputs, x.data(), inputs_stride,
-                             inputs, dim, y.data(), output_stride);
+      detail::skinny_product(x.data(), inputs_stride, inputs, weights.data(), weights_stride,
+                             outputs, dim, y.data(), output_stride);
       for (int m = 0; m < inputs; ++m) {
         for (int n = 0; n < output_stride; ++n) {
           double expected = n < outputs ? 0 : untouched;

@@ -56,7 +56,7 @@ void gemm(const ExecutionSpace& exec, const char* op_b, float alpha, const Const
 #endif
 }
 
-// The way for a few rows and for narrow maps on a device.
+// A few rows on a device.
 template <class Value>
 void skinny(const ExecutionSpace& exec, const ConstMatrix& x, const Rows<Value>& weights,
             const Matrix& y) {
@@ -164,6 +164,41 @@ void few_rows(const X* x, std::int64_t x_stride, std::int64_t rows,
       });
 }
 
+// Many rows of x by few rows of weights: they change roles. x is read once, in the order in which
+// it lies, and with bf16 weights rounded on the way.
+template <class Value>
+void by_few_outputs(const ConstMatrix& x, const Rows<Value>& weights, const ConstVector& bias,
+                    Vector& scratch, const Matrix& y) {
+  using Streamed = std::conditional_t<std::is_same_v<Value, bfloat16>, RoundedFloat, float>;
+  constexpr std::int64_t block = 96;
+  const std::int64_t outputs = weights.extent(0);
+  const std::int64_t inputs = weights.extent(1);
+  const std::int64_t stride = few_rows_stride<Value, float>(inputs);
+  reserve_scratch(scratch, outputs * stride, "kvzap::linear::panel");
+  float* widened = scratch.data();
+  for (std::int64_t n = 0; n < outputs; ++n) widen(&weights(n, 0), widened + n * stride, inputs);
+  const std::int64_t rows = x.extent(0);
+  Kokkos::parallel_for(
+      "kvzap::linear::few_outputs",
+      Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace>(0, (rows + block - 1) / block),
+      [=](std::int64_t i) {
+        const std::int64_t begin = i * block;
+        const std::int64_t count = std::min(block, rows - begin);
+        float sums[few_outputs * block];
+        for (std::int64_t n = 0; n < outputs; n += skinny_product_rows) {
+          skinny_product(widened + n * stride, stride,
+                         static_cast<int>(std::min<std::int64_t>(skinny_product_rows, outputs - n)),
+                         reinterpret_cast<const Streamed*>(&x(begin, 0)), x.stride(0), count,
+                         inputs, sums + n * block, block);
+        }
+        for (std::int64_t m = 0; m < count; ++m) {
+          for (std::int64_t n = 0; n < outputs; ++n) {
+            y(begin + m, n) = sums[n * block + m] + (bias.extent(0) > 0 ? bias(n) : 0.0f);
+          }
+        }
+      });
+}
+
 void add_bias(const ExecutionSpace& exec, const ConstVector& bias, const Matrix& y) {
   Kokkos::parallel_for(
       "kvzap::linear::bias",
@@ -210,15 +245,16 @@ void by_packed_panels(const ConstMatrix& x, const LinearWeights<half>& weights,
     const half* source = weights.packed().data() + begin * padded;
     float* target = scratch.data();
     const std::int64_t piece = block * padded;
-    Kokkos::parallel_for("kvzap::linear::widen",
-                         Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace>(
-                             0, (end - begin + block - 1) / block),
-                         [=](std::int64_t i) { widen(source + i * piece, target + i * piece, piece); });
+    Kokkos::parallel_for(
+        "kvzap::linear::widen",
+        Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace>(0,
+                                                               (end - begin + block - 1) / block),
+        [=](std::int64_t i) { widen(source + i * piece, target + i * piece, piece); });
     const LinearWeights<float> panel(end - begin, inputs, scratch);
-    by_onednn(x.data(), x.stride(0), x.extent(0), panel,
-              bias.extent(0) > 0 ? ConstVector(Kokkos::subview(bias, std::make_pair(begin, end)))
-                                 : bias,
-              Kokkos::subview(y, Kokkos::ALL, std::make_pair(begin, end)));
+    by_onednn(
+        x.data(), x.stride(0), x.extent(0), panel,
+        bias.extent(0) > 0 ? ConstVector(Kokkos::subview(bias, std::make_pair(begin, end))) : bias,
+        Kokkos::subview(y, Kokkos::ALL, std::make_pair(begin, end)));
   }
 }
 
@@ -315,6 +351,10 @@ void LinearMap::operator()(const ExecutionSpace& exec, const ConstMatrix& x,
   if constexpr (runs_on_host) {
     fence(exec, "kvzap::linear: host kernels read what the instance wrote");
     const bool few = rows <= few_rows_limit(weights);
+    const bool can_stream = !std::is_same_v<Value, bfloat16> || simd_level() >= SimdLevel::avx2;
+    if (!few && outputs <= few_outputs && !weights.is_packed() && can_stream) {
+      return by_few_outputs<Value>(x, weights.rows(), bias, m_panel, y);
+    }
     if constexpr (std::is_same_v<Value, bfloat16>) {
       if (has_packed_products<Value>() && (few || onednn::is_available())) {
         const std::int64_t stride = few ? few_rows_stride<Value, bfloat16>(inputs)

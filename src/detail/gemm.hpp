@@ -23,6 +23,10 @@ void multiply_nn(const ExecutionSpace& exec, float alpha, const ConstMatrix& a,
 template <class Value>
 bool packs_weights();
 
+/// Up to this many outputs a map of many rows goes over x as it lies, by plain rows of weights:
+/// weights of such maps are not packed.
+inline constexpr std::int64_t few_outputs = 16;
+
 /// Hands out memory for packed weights from large blocks on huge pages, where a matrix of a few
 /// megabytes alone would get few of them. A block lives as long as the weights in it.
 template <class Value>
@@ -54,7 +58,7 @@ class LinearMap {
                   const LinearWeights<Value>& weights, const ConstVector& bias, const Matrix& y);
 
  private:
-  Vector m_panel;                               // widened 16-bit weights
+  Vector m_panel;                               // widened weights
   Vector m_widened;                             // x, rounded to bf16 and widened again
   Vector m_copied;                              // a few rows of x, padded
   Kokkos::View<bfloat16*, MemorySpace> m_bf16;  // x, rounded and padded

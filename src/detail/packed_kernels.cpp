@@ -57,8 +57,8 @@ KVZAP_TARGET_AVX512 void add_steps(const float* x, std::int64_t x_stride, const 
 /// The same for pairs of bf16.
 template <int Rows>
 KVZAP_TARGET_AVX512_BF16 void add_steps(const bfloat16* x, std::int64_t x_stride,
-                                        const bfloat16* block, std::int64_t begin,
-                                        std::int64_t end, float* sums) {
+                                        const bfloat16* block, std::int64_t begin, std::int64_t end,
+                                        float* sums) {
   __m512 acc[Rows][vectors];
   for (int m = 0; m < Rows; ++m) {
     for (int j = 0; j < vectors; ++j) {

@@ -203,18 +203,18 @@ KVZAP_BODY void silu_times_body(float* gate, const float* up, std::int64_t count
 
 }  // namespace
 
-#define KVZAP_ROW_KERNELS(Value)                                                                  \
-  KVZAP_KERNEL(void, widen, (const Value* source, float* target, std::int64_t count),             \
-               (source, target, count))                                                           \
-  KVZAP_KERNEL(                                                                                   \
-      void, score_rows,                                                                           \
-      (const Value* keys, std::int64_t row_stride, std::int64_t dim_stride, int rows,             \
-       const float* queries, int n_queries, int dim, float* scores, int scores_stride),           \
-      (keys, row_stride, dim_stride, rows, queries, n_queries, dim, scores, scores_stride))       \
-  KVZAP_KERNEL(                                                                                   \
-      void, accumulate_rows,                                                                      \
-      (const Value* values, std::int64_t row_stride, std::int64_t dim_stride, int rows,           \
-       const float* weights, int weights_stride, int n_queries, int dim, float* sums),            \
+#define KVZAP_ROW_KERNELS(Value)                                                            \
+  KVZAP_KERNEL(void, widen, (const Value* source, float* target, std::int64_t count),       \
+               (source, target, count))                                                     \
+  KVZAP_KERNEL(                                                                             \
+      void, score_rows,                                                                     \
+      (const Value* keys, std::int64_t row_stride, std::int64_t dim_stride, int rows,       \
+       const float* queries, int n_queries, int dim, float* scores, int scores_stride),     \
+      (keys, row_stride, dim_stride, rows, queries, n_queries, dim, scores, scores_stride)) \
+  KVZAP_KERNEL(                                                                             \
+      void, accumulate_rows,                                                                \
+      (const Value* values, std::int64_t row_stride, std::int64_t dim_stride, int rows,     \
+       const float* weights, int weights_stride, int n_queries, int dim, float* sums),      \
       (values, row_stride, dim_stride, rows, weights, weights_stride, n_queries, dim, sums))
 
 KVZAP_KERNEL(void, narrow, (const float* source, float* target, std::int64_t count),

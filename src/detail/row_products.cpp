@@ -56,6 +56,21 @@ KVZAP_TARGET_AVX512 inline __m512 load16(const bfloat16* p) {
   const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
+
+/// As bfloat16's constructor rounds.
+KVZAP_TARGET_AVX512 inline __m512 rounded(__m512 values) {
+  const __m512i bits = _mm512_castps_si512(values);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i nearest = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+  const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
+  const __mmask16 is_nan = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
+  const __m512i either = _mm512_mask_blend_epi32(is_nan, nearest, quiet);
+  return _mm512_castsi512_ps(_mm512_and_si512(either, _mm512_set1_epi32(-0x10000)));
+}
+KVZAP_TARGET_AVX512 inline __m512 load16(const RoundedFloat* p) {
+  return rounded(_mm512_loadu_ps(&p->value));
+}
+
 KVZAP_TARGET_AVX512 inline __m512 load16(const float* p, __mmask16 mask) {
   return _mm512_maskz_loadu_ps(mask, p);
 }
@@ -65,6 +80,9 @@ KVZAP_TARGET_AVX512 inline __m512 load16(const half* p, __mmask16 mask) {
 KVZAP_TARGET_AVX512 inline __m512 load16(const bfloat16* p, __mmask16 mask) {
   const __m256i bits = _mm256_maskz_loadu_epi16(mask, p);
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+KVZAP_TARGET_AVX512 inline __m512 load16(const RoundedFloat* p, __mmask16 mask) {
+  return rounded(_mm512_maskz_loadu_ps(mask, &p->value));
 }
 
 /// Outputs neighbouring outputs of Rows rows. Several outputs at once spare loads of x. But they
@@ -110,6 +128,17 @@ KVZAP_TARGET_AVX2 inline __m256 load8(const half* p) {
 KVZAP_TARGET_AVX2 inline __m256 load8(const bfloat16* p) {
   const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+KVZAP_TARGET_AVX2 inline __m256 load8(const RoundedFloat* p) {
+  const __m256 values = _mm256_loadu_ps(&p->value);
+  const __m256i bits = _mm256_castps_si256(values);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i nearest = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+  const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+  const __m256 is_nan = _mm256_cmp_ps(values, values, _CMP_UNORD_Q);
+  const __m256 either =
+      _mm256_blendv_ps(_mm256_castsi256_ps(nearest), _mm256_castsi256_ps(quiet), is_nan);
+  return _mm256_and_ps(either, _mm256_castsi256_ps(_mm256_set1_epi32(-0x10000)));
 }
 
 KVZAP_TARGET_AVX2 inline float sum_of(__m256 v) {
@@ -197,7 +226,6 @@ KVZAP_TARGET_AVX512_BF16 void bf16_products(const bfloat16* x, std::int64_t x_st
   }
 }
 
-
 #endif
 
 template <class Value>
@@ -229,10 +257,12 @@ void float_products(const float* x, std::int64_t x_stride, int n_rows, const Val
     });
   }
 #endif
-  for (std::int64_t n = 0; n < outputs; ++n) {
-    for (int m = 0; m < n_rows; ++m) {
-      score_rows(weights + n * weights_stride, weights_stride, 1, 1, x + m * x_stride, 1,
-                 static_cast<int>(inputs), y + m * y_stride + n, 1);
+  if constexpr (!std::is_same_v<Value, RoundedFloat>) {
+    for (std::int64_t n = 0; n < outputs; ++n) {
+      for (int m = 0; m < n_rows; ++m) {
+        score_rows(weights + n * weights_stride, weights_stride, 1, 1, x + m * x_stride, 1,
+                   static_cast<int>(inputs), y + m * y_stride + n, 1);
+      }
     }
   }
 }
@@ -250,6 +280,12 @@ void skinny_product(const float* x, std::int64_t x_stride, int n_rows, const hal
   float_products(x, x_stride, n_rows, weights, weights_stride, outputs, inputs, y, y_stride);
 }
 void skinny_product(const float* x, std::int64_t x_stride, int n_rows, const bfloat16* weights,
+                    std::int64_t weights_stride, std::int64_t outputs, std::int64_t inputs,
+                    float* y, std::int64_t y_stride) {
+  float_products(x, x_stride, n_rows, weights, weights_stride, outputs, inputs, y, y_stride);
+}
+
+void skinny_product(const float* x, std::int64_t x_stride, int n_rows, const RoundedFloat* weights,
                     std::int64_t weights_stride, std::int64_t outputs, std::int64_t inputs,
                     float* y, std::int64_t y_stride) {
   float_products(x, x_stride, n_rows, weights, weights_stride, outputs, inputs, y, y_stride);

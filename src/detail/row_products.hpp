@@ -23,6 +23,17 @@ void skinny_product(const float* x, std::int64_t x_stride, int n_rows, const bfl
                     std::int64_t weights_stride, std::int64_t outputs, std::int64_t inputs,
                     float* y, std::int64_t y_stride);
 
+/// A float that a product rounds to bf16 first; NaN stays NaN.
+struct RoundedFloat {
+  float value;
+  explicit operator float() const { return static_cast<float>(bfloat16(value)); }
+};
+
+/// The same with weights rounded on the way; at SimdLevel::avx2 or above alone.
+void skinny_product(const float* x, std::int64_t x_stride, int n_rows, const RoundedFloat* weights,
+                    std::int64_t weights_stride, std::int64_t outputs, std::int64_t inputs,
+                    float* y, std::int64_t y_stride);
+
 /// The same by dot products of bf16 pairs, which count subnormal values as zero; at
 /// SimdLevel::avx512_bf16 alone.
 void skinny_product(const bfloat16* x, std::int64_t x_stride, int n_rows, const bfloat16* weights,

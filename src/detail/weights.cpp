@@ -144,7 +144,7 @@ LinearWeights<Value> WeightSource::linear(const std::string& name, std::int64_t 
                                           const Ranges& column_ranges) const {
   const std::int64_t outputs = total(row_ranges);
   const std::int64_t inputs = total(column_ranges);
-  if (packs_weights<Value>() && outputs > 0 && inputs > 0) {
+  if (packs_weights<Value>() && outputs > few_outputs && inputs > 0) {
     const TensorInfo* tensor = m_files ? &m_files->at(name, {rows, columns}) : nullptr;
     const std::uint64_t key = mix(m_seed) ^ hash_of(name);
     const auto weights = std::get<PackedAllocator<Value>>(m_allocators)(outputs, inputs);

@@ -39,7 +39,7 @@ class WeightSource {
                                                                  const Ranges& row_ranges,
                                                                  const Ranges& column_ranges) const;
 
-  /// The same, packed where that is worth it (packs_weights).
+  /// The same, packed where that is worth it (packs_weights, few_outputs).
   template <class Value>
   LinearWeights<Value> linear(const std::string& name, std::int64_t rows, std::int64_t columns,
                               const Ranges& row_ranges, const Ranges& column_ranges) const;

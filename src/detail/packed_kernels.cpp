@@ -31,8 +31,9 @@ KVZAP_TARGET_AVX512 inline __m512 load(const half* p) {
 
 /// All outputs of a block for Rows rows over the steps begin .. end, added to `sums` (Rows, 64).
 template <int Rows, class Value>
-KVZAP_TARGET_AVX512 void add_steps(const float* x, std::int64_t x_stride, const Value* block,
-                                   std::int64_t begin, std::int64_t end, float* sums) {
+KVZAP_TARGET_AVX512 inline __attribute__((always_inline)) void add_steps(
+    const float* x, std::int64_t x_stride, const Value* block, std::int64_t begin, std::int64_t end,
+    float* sums) {
   __m512 acc[Rows][vectors];
   for (int m = 0; m < Rows; ++m) {
     for (int j = 0; j < vectors; ++j) {
@@ -56,9 +57,9 @@ KVZAP_TARGET_AVX512 void add_steps(const float* x, std::int64_t x_stride, const 
 
 /// The same for pairs of bf16.
 template <int Rows>
-KVZAP_TARGET_AVX512_BF16 void add_steps(const bfloat16* x, std::int64_t x_stride,
-                                        const bfloat16* block, std::int64_t begin, std::int64_t end,
-                                        float* sums) {
+KVZAP_TARGET_AVX512_BF16 inline __attribute__((always_inline)) void add_steps(
+    const bfloat16* x, std::int64_t x_stride, const bfloat16* block, std::int64_t begin,
+    std::int64_t end, float* sums) {
   __m512 acc[Rows][vectors];
   for (int m = 0; m < Rows; ++m) {
     for (int j = 0; j < vectors; ++j) {
@@ -84,6 +85,66 @@ KVZAP_TARGET_AVX512_BF16 void add_steps(const bfloat16* x, std::int64_t x_stride
   }
 }
 
+/// Steps after which groups of rows take turns; padding makes every number of steps a multiple.
+constexpr std::int64_t turn = 16;
+
+/// First rows and the Second behind them, in turns.
+template <int First, int Second, class Value>
+KVZAP_TARGET_AVX512 void add_in_turns(const float* x, std::int64_t x_stride, const Value* block,
+                                      std::int64_t begin, std::int64_t end, float* sums) {
+  for (std::int64_t k = begin; k < end; k += turn) {
+    add_steps<First>(x, x_stride, block, k, k + turn, sums);
+    add_steps<Second>(x + First * x_stride, x_stride, block, k, k + turn,
+                      sums + First * block_outputs);
+  }
+}
+template <int First, int Second>
+KVZAP_TARGET_AVX512_BF16 void add_in_turns(const bfloat16* x, std::int64_t x_stride,
+                                           const bfloat16* block, std::int64_t begin,
+                                           std::int64_t end, float* sums) {
+  for (std::int64_t k = begin; k < end; k += turn) {
+    add_steps<First>(x, x_stride, block, k, k + turn, sums);
+    add_steps<Second>(x + First * x_stride, x_stride, block, k, k + turn,
+                      sums + First * block_outputs);
+  }
+}
+
+/// The same in one go.
+template <int Rows, class Value>
+KVZAP_TARGET_AVX512 void add_at_once(const float* x, std::int64_t x_stride, const Value* block,
+                                     std::int64_t begin, std::int64_t end, float* sums) {
+  add_steps<Rows>(x, x_stride, block, begin, end, sums);
+}
+template <int Rows>
+KVZAP_TARGET_AVX512_BF16 void add_at_once(const bfloat16* x, std::int64_t x_stride,
+                                          const bfloat16* block, std::int64_t begin,
+                                          std::int64_t end, float* sums) {
+  add_steps<Rows>(x, x_stride, block, begin, end, sums);
+}
+
+template <class X, class Value>
+void add_some(const X* x, std::int64_t x_stride, int n_rows, const Value* block, std::int64_t begin,
+              std::int64_t end, float* sums) {
+  switch (n_rows) {
+    case 1:
+      return add_at_once<1>(x, x_stride, block, begin, end, sums);
+    case 2:
+      return add_at_once<2>(x, x_stride, block, begin, end, sums);
+    case 3:
+      return add_at_once<3>(x, x_stride, block, begin, end, sums);
+    case 4:
+      return add_at_once<4>(x, x_stride, block, begin, end, sums);
+    case 5:
+      return add_at_once<5>(x, x_stride, block, begin, end, sums);
+    case 6:
+      return add_at_once<6>(x, x_stride, block, begin, end, sums);
+    case 7:
+      return add_in_turns<4, 3>(x, x_stride, block, begin, end, sums);
+    case 8:
+      return add_in_turns<4, 4>(x, x_stride, block, begin, end, sums);
+  }
+}
+
 template <class X, class Value>
 void product(const X* x, std::int64_t x_stride, int n_rows, const Value* block,
              std::int64_t padded_inputs, int outputs, float* y, std::int64_t y_stride) {
@@ -93,36 +154,17 @@ void product(const X* x, std::int64_t x_stride, int n_rows, const Value* block,
   // one core do: two groups take turns after every few lines, so that neither ever waits for the
   // other. More rows are bound by arithmetic, and the fewer turns the better, as long as the next
   // group still finds the weights in the second-level cache.
-  const std::int64_t steps = padded_inputs / step_inputs<Value>;
-  const int group = n_rows == 7 || n_rows == 8 ? 4 : 6;
   constexpr std::int64_t step_bytes = block_outputs * step_inputs<Value> * sizeof(Value);
-  const std::int64_t turn = n_rows <= group ? steps : n_rows <= 8 ? 16 : (256 << 10) / step_bytes;
+  const std::int64_t steps = padded_inputs / step_inputs<Value>;
+  const int group = n_rows <= 8 ? 8 : 6;
+  const std::int64_t chunk = n_rows <= 8 ? steps : (256 << 10) / step_bytes;
   alignas(64) float sums[packed_product_rows * block_outputs];
   std::fill_n(sums, n_rows * block_outputs, 0.0f);
-  for (std::int64_t begin = 0; begin < steps; begin += turn) {
-    const std::int64_t end = std::min(steps, begin + turn);
+  for (std::int64_t begin = 0; begin < steps; begin += chunk) {
+    const std::int64_t end = std::min(steps, begin + chunk);
     for (int m = 0; m < n_rows; m += group) {
-      const X* rows = x + m * x_stride;
-      float* row_sums = sums + m * block_outputs;
-      switch (std::min(group, n_rows - m)) {
-        case 1:
-          add_steps<1>(rows, x_stride, block, begin, end, row_sums);
-          break;
-        case 2:
-          add_steps<2>(rows, x_stride, block, begin, end, row_sums);
-          break;
-        case 3:
-          add_steps<3>(rows, x_stride, block, begin, end, row_sums);
-          break;
-        case 4:
-          add_steps<4>(rows, x_stride, block, begin, end, row_sums);
-          break;
-        case 5:
-          add_steps<5>(rows, x_stride, block, begin, end, row_sums);
-          break;
-        default:
-          add_steps<6>(rows, x_stride, block, begin, end, row_sums);
-      }
+      add_some(x + m * x_stride, x_stride, std::min(group, n_rows - m), block, begin, end,
+               sums + m * block_outputs);
     }
   }
   for (int m = 0; m < n_rows; ++m) std::copy_n(sums + m * block_outputs, outputs, y + m * y_stride);

@@ -10,6 +10,8 @@
 
 #include "common.hpp"
 #include "detail/gemm.hpp"
+#include "detail/huge_pages.hpp"
+#include "detail/kokkos_compat.hpp"
 
 namespace kvzap::perf {
 namespace {
@@ -37,9 +39,20 @@ std::vector<Shape> shapes_of(const ModelConfig& config) {
           {"down", hidden, intermediate}};
 }
 
+/// As the model's loader allocates them: on huge pages.
+template <class Value>
+typename LinearWeights<Value>::Rows plain_rows(std::int64_t outputs, std::int64_t inputs) {
+  const typename LinearWeights<Value>::Rows rows(
+      Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::perf::weights"), outputs, inputs);
+  if constexpr (detail::runs_on_host) {
+    detail::advise_huge_pages(rows.data(), rows.size() * sizeof(Value));
+  }
+  return rows;
+}
+
 template <class Value>
 LinearWeights<Value> random_weights(const Shape& shape, detail::PackedAllocator<Value>& allocate) {
-  typename LinearWeights<Value>::Rows rows("kvzap::perf::weights", shape.outputs, shape.inputs);
+  const auto rows = plain_rows<Value>(shape.outputs, shape.inputs);
   const auto host = Kokkos::create_mirror_view(rows);
   std::minstd_rand draw;
   for (std::size_t i = 0; i < host.size(); ++i) {
@@ -63,8 +76,7 @@ LinearWeights<Value> copy_of(const LinearWeights<Value>& weights,
     Kokkos::deep_copy(copy.packed(), weights.packed());
     return copy;
   }
-  typename LinearWeights<Value>::Rows rows("kvzap::perf::weights", weights.outputs(),
-                                           weights.inputs());
+  const auto rows = plain_rows<Value>(weights.outputs(), weights.inputs());
   Kokkos::deep_copy(rows, weights.rows());
   return LinearWeights<Value>(rows);
 }

@@ -2,20 +2,22 @@
 #pragma once
 
 #include <kvzap/types.hpp>
+#include <type_traits>
 
 namespace kvzap {
 
 /// Weights W (outputs n, inputs k) of y = x W^T, either as torch.nn.Linear has them, row after row,
-/// or packed once at load: in blocks of 64 outputs, within a block in pairs of inputs, each pair of
-/// all 64 outputs together, padded with zeros to whole blocks of 64 outputs and 32 inputs. Products
-/// with packed weights need no rearrangement, whether for one row of x or for thousands.
+/// or packed once at load: in blocks of 64 outputs, within a block input after input (bf16: pair of
+/// inputs after pair), each of all 64 outputs together, padded with zeros to whole blocks of 64
+/// outputs and 16 inputs (bf16: 32). Products with packed weights need no rearrangement, whether
+/// for one row of x or for thousands.
 template <class Value>
 class LinearWeights {
  public:
   using Rows = Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace>;
   using Packed = Kokkos::View<Value*, MemorySpace>;
   static constexpr std::int64_t block_outputs = 64;
-  static constexpr std::int64_t block_inputs = 32;
+  static constexpr std::int64_t block_inputs = std::is_same_v<Value, bfloat16> ? 32 : 16;
 
   LinearWeights() = default;
   /// Shares `rows` (n, k).

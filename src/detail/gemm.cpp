@@ -7,11 +7,12 @@
 #include <cstdlib>
 #include <string_view>
 
-#include "detail/bf16_kernels.hpp"
 #include "detail/huge_pages.hpp"
 #include "detail/kokkos_compat.hpp"
 #include "detail/onednn.hpp"
+#include "detail/packed_kernels.hpp"
 #include "detail/row_kernels.hpp"
+#include "detail/row_products.hpp"
 #include "detail/scratch.hpp"
 #include "detail/simd.hpp"
 
@@ -21,13 +22,10 @@ namespace {
 template <class Value>
 using Rows = typename LinearWeights<Value>::Rows;
 
-// Up to this many rows a product reads its weights at the speed of memory, and a gemm that packs
-// them first would only be slower.
-constexpr std::int64_t skinny_rows = 8;
-// The same for packed weights.
-constexpr std::int64_t skinny_rows_packed = 16;
 // Widened weights of one panel: small enough to stay in the second-level cache.
 constexpr std::int64_t panel_bytes = std::int64_t{1} << 20;
+// The same of packed ones, which oneDNN takes block by block: x passes by fewer times.
+constexpr std::int64_t packed_panel_bytes = std::int64_t{8} << 20;
 
 // c (m, 1). Kokkos Kernels 4 turns such a product into a matrix-vector one that loses the stride of
 // a column in a wider matrix.
@@ -58,41 +56,28 @@ void gemm(const ExecutionSpace& exec, const char* op_b, float alpha, const Const
 #endif
 }
 
+// A few rows on a device.
 template <class Value>
 void skinny(const ExecutionSpace& exec, const ConstMatrix& x, const Rows<Value>& weights,
             const Matrix& y) {
+  using Team = Kokkos::TeamPolicy<ExecutionSpace>;
   const std::int64_t rows = x.extent(0);
   const std::int64_t dim = x.extent(1);
-  const std::int64_t outputs = weights.extent(0);
-  if constexpr (runs_on_host) {
-    constexpr std::int64_t block = 64;
-    Kokkos::parallel_for(
-        "kvzap::linear::skinny",
-        Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace>(0, (outputs + block - 1) / block),
-        [=](std::int64_t i) {
-          const std::int64_t begin = i * block;
-          skinny_product(weights.data() + begin * weights.stride(0), weights.stride(0),
-                         std::min(block, outputs - begin), x.data(), x.stride(0),
-                         static_cast<int>(rows), dim, y.data() + begin, y.stride(0));
-        });
-  } else {
-    using Team = Kokkos::TeamPolicy<ExecutionSpace>;
-    Kokkos::parallel_for(
-        "kvzap::linear::skinny", Team(exec, outputs, Kokkos::AUTO),
-        KOKKOS_LAMBDA(const typename Team::member_type& team) {
-          const std::int64_t n = team.league_rank();
-          for (std::int64_t m = 0; m < rows; ++m) {
-            float sum = 0;
-            Kokkos::parallel_reduce(
-                Kokkos::TeamThreadRange(team, dim),
-                [&](std::int64_t k, float& partial) {
-                  partial += static_cast<float>(weights(n, k)) * x(m, k);
-                },
-                sum);
-            Kokkos::single(Kokkos::PerTeam(team), [&] { y(m, n) = sum; });
-          }
-        });
-  }
+  Kokkos::parallel_for(
+      "kvzap::linear::skinny", Team(exec, weights.extent(0), Kokkos::AUTO),
+      KOKKOS_LAMBDA(const typename Team::member_type& team) {
+        const std::int64_t n = team.league_rank();
+        for (std::int64_t m = 0; m < rows; ++m) {
+          float sum = 0;
+          Kokkos::parallel_reduce(
+              Kokkos::TeamThreadRange(team, dim),
+              [&](std::int64_t k, float& partial) {
+                partial += static_cast<float>(weights(n, k)) * x(m, k);
+              },
+              sum);
+          Kokkos::single(Kokkos::PerTeam(team), [&] { y(m, n) = sum; });
+        }
+      });
 }
 
 template <class Value>
@@ -113,19 +98,20 @@ void widen_panel(const ExecutionSpace& exec, const Rows<Value>& weights, std::in
   }
 }
 
-// Rounds x (m, k) to bf16 rows of `padded` values, with zeros behind the k-th.
-void round_rows(const ConstMatrix& x, std::int64_t padded, bfloat16* rounded) {
+// Copies x (m, k), rounded if X is bf16, as rows of `stride` values, with zeros behind the k-th.
+template <class X>
+void copy_rows(const ConstMatrix& x, std::int64_t stride, X* copy) {
   const std::int64_t inputs = x.extent(1);
-  Kokkos::parallel_for("kvzap::linear::round",
+  Kokkos::parallel_for("kvzap::linear::copy",
                        Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace>(0, x.extent(0)),
                        [=](std::int64_t m) {
-                         bfloat16* row = rounded + m * padded;
+                         X* row = copy + m * stride;
                          narrow(&x(m, 0), row, inputs);
-                         std::fill(row + inputs, row + padded, bfloat16{0});
+                         std::fill(row + inputs, row + stride, X(0.0f));
                        });
 }
 
-// The same in float.
+// Rounds x to bf16 and widens it again.
 void round_rows(const ExecutionSpace& exec, const ConstMatrix& x, const Matrix& rounded) {
   Kokkos::parallel_for(
       "kvzap::linear::round",
@@ -137,28 +123,78 @@ void round_rows(const ExecutionSpace& exec, const ConstMatrix& x, const Matrix& 
       });
 }
 
-// A few rows of x, rounded, by bf16 weights of either layout.
-void skinny_bf16(const bfloat16* x, std::int64_t x_stride, std::int64_t rows,
-                 const LinearWeights<bfloat16>& weights, const Matrix& y) {
-  constexpr std::int64_t block = LinearWeights<bfloat16>::block_outputs;
+// Values from one row of x to the next for the kernels for a few rows: an odd number of cache
+// lines, so that rows, whose extent is often a power of two, do not contend for the same sets of
+// the first-level cache.
+template <class Value, class X>
+std::int64_t few_rows_stride(std::int64_t inputs) {
+  constexpr std::int64_t line = 64 / sizeof(X);
+  return ((LinearWeights<Value>::padded_inputs(inputs) + line - 1) / line | 1) * line;
+}
+
+// A few rows of x by weights of either layout.
+template <class X, class Value>
+void few_rows(const X* x, std::int64_t x_stride, std::int64_t rows,
+              const LinearWeights<Value>& weights, const Matrix& y) {
+  // A multiple of what the kernels for plain rows take at once.
+  constexpr std::int64_t plain_block = 96;
+  constexpr std::int64_t packed_block = LinearWeights<Value>::block_outputs;
+  const bool packed = weights.is_packed();
+  const std::int64_t block = packed ? packed_block : plain_block;
   const std::int64_t outputs = weights.outputs();
   const std::int64_t inputs = weights.inputs();
-  const std::int64_t padded = LinearWeights<bfloat16>::padded_inputs(inputs);
-  const bool packed = weights.is_packed();
-  const bfloat16* values = packed ? weights.packed().data() : weights.rows().data();
-  const std::int64_t stride = packed ? 0 : weights.rows().stride(0);
+  const std::int64_t padded = LinearWeights<Value>::padded_inputs(inputs);
+  const Value* values = packed ? weights.packed().data() : weights.rows().data();
+  const std::int64_t stride = packed ? padded : weights.rows().stride(0);
   Kokkos::parallel_for(
-      "kvzap::linear::skinny_bf16",
+      "kvzap::linear::few_rows",
       Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace>(0, (outputs + block - 1) / block),
       [=](std::int64_t i) {
         const std::int64_t begin = i * block;
         const std::int64_t count = std::min(block, outputs - begin);
-        if (packed) {
-          bf16_product_packed(x, x_stride, static_cast<int>(rows), values + begin * padded, padded,
-                              static_cast<int>(count), &y(0, begin), y.stride(0));
-        } else {
-          bf16_product_rows(x, x_stride, static_cast<int>(rows), values + begin * stride, stride,
-                            count, inputs, &y(0, begin), y.stride(0));
+        // bf16 weights are packed for bf16 dot products alone.
+        if constexpr (std::is_same_v<X, Value> || !std::is_same_v<Value, bfloat16>) {
+          if (packed) {
+            return packed_product(x, x_stride, static_cast<int>(rows), values + begin * stride,
+                                  padded, static_cast<int>(count), &y(0, begin), y.stride(0));
+          }
+        }
+        skinny_product(x, x_stride, static_cast<int>(rows), values + begin * stride, stride, count,
+                       inputs, &y(0, begin), y.stride(0));
+      });
+}
+
+// Many rows of x by few rows of weights: they change roles. x is read once, in the order in which
+// it lies, and with bf16 weights rounded on the way.
+template <class Value>
+void by_few_outputs(const ConstMatrix& x, const Rows<Value>& weights, const ConstVector& bias,
+                    Vector& scratch, const Matrix& y) {
+  using Streamed = std::conditional_t<std::is_same_v<Value, bfloat16>, RoundedFloat, float>;
+  constexpr std::int64_t block = 96;
+  const std::int64_t outputs = weights.extent(0);
+  const std::int64_t inputs = weights.extent(1);
+  const std::int64_t stride = few_rows_stride<Value, float>(inputs);
+  reserve_scratch(scratch, outputs * stride, "kvzap::linear::panel");
+  float* widened = scratch.data();
+  for (std::int64_t n = 0; n < outputs; ++n) widen(&weights(n, 0), widened + n * stride, inputs);
+  const std::int64_t rows = x.extent(0);
+  Kokkos::parallel_for(
+      "kvzap::linear::few_outputs",
+      Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace>(0, (rows + block - 1) / block),
+      [=](std::int64_t i) {
+        const std::int64_t begin = i * block;
+        const std::int64_t count = std::min(block, rows - begin);
+        float sums[few_outputs * block];
+        for (std::int64_t n = 0; n < outputs; n += skinny_product_rows) {
+          skinny_product(widened + n * stride, stride,
+                         static_cast<int>(std::min<std::int64_t>(skinny_product_rows, outputs - n)),
+                         reinterpret_cast<const Streamed*>(&x(begin, 0)), x.stride(0), count,
+                         inputs, sums + n * block, block);
+        }
+        for (std::int64_t m = 0; m < count; ++m) {
+          for (std::int64_t n = 0; n < outputs; ++n) {
+            y(begin + m, n) = sums[n * block + m] + (bias.extent(0) > 0 ? bias(n) : 0.0f);
+          }
         }
       });
 }
@@ -189,8 +225,52 @@ void by_onednn(const Value* x, std::int64_t x_stride, std::int64_t rows,
   onednn::multiply(product);
 }
 
-bool has_bf16_products() {
-  return runs_on_host && has_bf16_kernels() && simd_level() >= SimdLevel::avx512_bf16;
+// Widens packed weights panel by panel, in the order in which they lie, and multiplies them as
+// packed floats.
+void by_packed_panels(const ConstMatrix& x, const LinearWeights<half>& weights,
+                      const ConstVector& bias, Vector& scratch, const Matrix& y) {
+  constexpr std::int64_t block = LinearWeights<half>::block_outputs;
+  const std::int64_t outputs = weights.outputs();
+  const std::int64_t inputs = weights.inputs();
+  const std::int64_t padded = LinearWeights<half>::padded_inputs(inputs);
+  static_assert(LinearWeights<half>::block_inputs == LinearWeights<float>::block_inputs);
+  const std::int64_t block_bytes = block * padded * static_cast<std::int64_t>(sizeof(float));
+  const std::int64_t panel_outputs =
+      std::min((outputs + block - 1) / block,
+               std::max<std::int64_t>(1, packed_panel_bytes / block_bytes)) *
+      block;
+  reserve_scratch(scratch, panel_outputs * padded, "kvzap::linear::panel");
+  for (std::int64_t begin = 0; begin < outputs; begin += panel_outputs) {
+    const std::int64_t end = std::min(begin + panel_outputs, outputs);
+    const half* source = weights.packed().data() + begin * padded;
+    float* target = scratch.data();
+    const std::int64_t piece = block * padded;
+    Kokkos::parallel_for(
+        "kvzap::linear::widen",
+        Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace>(0,
+                                                               (end - begin + block - 1) / block),
+        [=](std::int64_t i) { widen(source + i * piece, target + i * piece, piece); });
+    const LinearWeights<float> panel(end - begin, inputs, scratch);
+    by_onednn(
+        x.data(), x.stride(0), x.extent(0), panel,
+        bias.extent(0) > 0 ? ConstVector(Kokkos::subview(bias, std::make_pair(begin, end))) : bias,
+        Kokkos::subview(y, Kokkos::ALL, std::make_pair(begin, end)));
+  }
+}
+
+// Whether there are kernels for packed weights; those of bf16 are its dot products.
+template <class Value>
+bool has_packed_products() {
+  constexpr SimdLevel needed =
+      std::is_same_v<Value, bfloat16> ? SimdLevel::avx512_bf16 : SimdLevel::avx512;
+  return runs_on_host && has_packed_kernels() && simd_level() >= needed;
+}
+
+// Up to this many rows a product reads its weights at the speed of memory, or nearly so, and a gemm
+// would be slower.
+template <class Value>
+std::int64_t few_rows_limit(const LinearWeights<Value>& weights) {
+  return weights.is_packed() ? packed_product_rows : skinny_product_rows;
 }
 
 }  // namespace
@@ -207,9 +287,8 @@ void multiply_nn(const ExecutionSpace& exec, float alpha, const ConstMatrix& a,
 
 template <class Value>
 bool packs_weights() {
-  if constexpr (!std::is_same_v<Value, bfloat16>) return false;
   const char* asked = std::getenv("KVZAP_PACK");
-  return has_bf16_products() && onednn::is_available() &&
+  return has_packed_products<Value>() && onednn::is_available() &&
          !(asked && std::string_view(asked) == "off");
 }
 
@@ -237,7 +316,7 @@ LinearWeights<Value> PackedAllocator<Value>::operator()(std::int64_t outputs, st
     if (m_used + size > wanted) m_used = 0;
   }
   const auto range = std::make_pair(m_used, m_used + size);
-  m_used += size;  // a multiple of 4 KiB: every matrix starts on a cache line
+  m_used += size;  // a multiple of 2 KiB: every matrix starts on a cache line
   return {outputs, inputs, Kokkos::subview(m_block, range)};
 }
 
@@ -247,11 +326,9 @@ void pack_rows(const Value* rows, std::int64_t begin, std::int64_t n_rows,
   constexpr std::int64_t block = LinearWeights<Value>::block_outputs;
   const std::int64_t inputs = weights.inputs();
   const std::int64_t padded = LinearWeights<Value>::padded_inputs(inputs);
-  if constexpr (std::is_same_v<Value, bfloat16>) {
-    for (std::int64_t i = 0; i < n_rows; i += block) {
-      bf16_pack_block(rows + i * inputs, inputs, static_cast<int>(std::min(block, n_rows - i)),
-                      inputs, padded, weights.packed().data() + (begin + i) * padded);
-    }
+  for (std::int64_t i = 0; i < n_rows; i += block) {
+    pack_block(rows + i * inputs, inputs, static_cast<int>(std::min(block, n_rows - i)), inputs,
+               padded, weights.packed().data() + (begin + i) * padded);
   }
 }
 
@@ -268,30 +345,36 @@ void LinearMap::operator()(const ExecutionSpace& exec, const ConstMatrix& x,
     if (bias.extent(0) > 0) add_bias(exec, bias, y);
     return;
   }
+  if (weights.is_packed() && !has_packed_products<Value>()) {
+    throw Error("linear map: packed weights need the instruction set they were packed for");
+  }
   if constexpr (runs_on_host) {
     fence(exec, "kvzap::linear: host kernels read what the instance wrote");
+    const bool few = rows <= few_rows_limit(weights);
+    const bool can_stream = !std::is_same_v<Value, bfloat16> || simd_level() >= SimdLevel::avx2;
+    if (!few && outputs <= few_outputs && !weights.is_packed() && can_stream) {
+      return by_few_outputs<Value>(x, weights.rows(), bias, m_panel, y);
+    }
     if constexpr (std::is_same_v<Value, bfloat16>) {
-      if (has_bf16_products()) {
-        const bool few = rows <= (weights.is_packed() ? skinny_rows_packed : skinny_rows);
-        if (few || onednn::is_available()) {
-          const std::int64_t padded = LinearWeights<Value>::padded_inputs(inputs);
-          reserve_scratch(m_bf16, rows * padded, "kvzap::linear::rounded");
-          round_rows(x, padded, m_bf16.data());
-          if (!few) return by_onednn(m_bf16.data(), padded, rows, weights, bias, y);
-          skinny_bf16(m_bf16.data(), padded, rows, weights, y);
-          if (bias.extent(0) > 0) add_bias(exec, bias, y);
-          return;
-        }
+      if (has_packed_products<Value>() && (few || onednn::is_available())) {
+        const std::int64_t stride = few ? few_rows_stride<Value, bfloat16>(inputs)
+                                        : LinearWeights<Value>::padded_inputs(inputs);
+        reserve_scratch(m_bf16, rows * stride, "kvzap::linear::rounded");
+        copy_rows(x, stride, m_bf16.data());
+        if (!few) return by_onednn(m_bf16.data(), stride, rows, weights, bias, y);
+        few_rows(m_bf16.data(), stride, rows, weights, y);
+        if (bias.extent(0) > 0) add_bias(exec, bias, y);
+        return;
       }
     }
     if constexpr (std::is_same_v<Value, float>) {
-      if (rows > skinny_rows && onednn::is_available()) {
+      if (!few && onednn::is_available()) {
         return by_onednn(x.data(), x.stride(0), rows, weights, bias, y);
       }
     }
-  }
-  if (weights.is_packed()) {
-    throw Error("linear map: packed weights need the instruction set they were packed for");
+    if constexpr (std::is_same_v<Value, half>) {
+      if (!few && weights.is_packed()) return by_packed_panels(x, weights, bias, m_panel, y);
+    }
   }
   ConstMatrix input = x;
   if constexpr (std::is_same_v<Value, bfloat16>) {
@@ -300,8 +383,15 @@ void LinearMap::operator()(const ExecutionSpace& exec, const ConstMatrix& x,
     round_rows(exec, x, rounded);
     input = rounded;
   }
-  if (rows <= skinny_rows) {
-    skinny<Value>(exec, input, weights.rows(), y);
+  if (rows <= few_rows_limit(weights)) {
+    if constexpr (runs_on_host) {
+      const std::int64_t stride = few_rows_stride<Value, float>(inputs);
+      reserve_scratch(m_copied, rows * stride, "kvzap::linear::copied");
+      copy_rows(input, stride, m_copied.data());
+      few_rows(m_copied.data(), stride, rows, weights, y);
+    } else {
+      skinny<Value>(exec, input, weights.rows(), y);
+    }
   } else if constexpr (std::is_same_v<Value, float>) {
     multiply_nt(exec, 1, input, weights.rows(), 0, y);
   } else {

@@ -18,10 +18,14 @@ void multiply_nt(const ExecutionSpace& exec, float alpha, const ConstMatrix& a,
 void multiply_nn(const ExecutionSpace& exec, float alpha, const ConstMatrix& a,
                  const ConstMatrix& b, float beta, const Matrix& c);
 
-/// Whether weights of this type are worth packing at load: bf16 on a host with its dot product and
-/// oneDNN. KVZAP_PACK=off in the environment says no, for tests and comparisons.
+/// Whether weights of this type are worth packing at load: on a host with oneDNN and AVX-512 (bf16:
+/// and its dot product). KVZAP_PACK=off in the environment says no, for tests and comparisons.
 template <class Value>
 bool packs_weights();
+
+/// Up to this many outputs a map of many rows goes over x as it lies, by plain rows of weights:
+/// weights of such maps are not packed.
+inline constexpr std::int64_t few_outputs = 16;
 
 /// Hands out memory for packed weights from large blocks on huge pages, where a matrix of a few
 /// megabytes alone would get few of them. A block lives as long as the weights in it.
@@ -54,9 +58,10 @@ class LinearMap {
                   const LinearWeights<Value>& weights, const ConstVector& bias, const Matrix& y);
 
  private:
-  Vector m_panel;                               // widened 16-bit weights
+  Vector m_panel;                               // widened weights
   Vector m_widened;                             // x, rounded to bf16 and widened again
-  Kokkos::View<bfloat16*, MemorySpace> m_bf16;  // x, rounded, padded to block_inputs
+  Vector m_copied;                              // a few rows of x, padded
+  Kokkos::View<bfloat16*, MemorySpace> m_bf16;  // x, rounded and padded
 };
 
 }  // namespace kvzap::detail

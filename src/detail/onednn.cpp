@@ -17,6 +17,11 @@ template <class Value>
 constexpr memory::data_type data_type =
     std::is_same_v<Value, float> ? memory::data_type::f32 : memory::data_type::bf16;
 
+// LinearWeights' order in oneDNN's terms.
+template <class Value>
+constexpr memory::format_tag packed_order =
+    std::is_same_v<Value, float> ? memory::format_tag::BA16a64b : memory::format_tag::BA16a64b2a;
+
 // What a primitive is made for. Making one generates code, so each is made once.
 using Key = std::tuple<memory::data_type, std::int64_t, std::int64_t, std::int64_t, std::int64_t,
                        std::int64_t, std::int64_t, bool>;
@@ -49,7 +54,7 @@ const Primitive& primitive_of(const Product<Value>& p) {
   primitive.x = memory::desc({p.m, p.k}, data_type<Value>, memory::dims{p.x_stride, 1});
   primitive.weights =
       p.weights_stride == 0
-          ? memory::desc({p.k, p.n}, data_type<Value>, memory::format_tag::BA16a64b2a)
+          ? memory::desc({p.k, p.n}, data_type<Value>, packed_order<Value>)
           : memory::desc({p.k, p.n}, data_type<Value>, memory::dims{1, p.weights_stride});
   primitive.y = memory::desc({p.m, p.n}, memory::data_type::f32, memory::dims{p.y_stride, 1});
   if (p.bias) {

@@ -18,7 +18,7 @@ struct Product {
   const Value* x;
   std::int64_t x_stride;
   const Value* weights;         // (n, k), or as LinearWeights packs them
-  std::int64_t weights_stride;  // 0: packed (bf16 alone)
+  std::int64_t weights_stride;  // 0: packed
   const float* bias;            // (n), or null
   float* y;
   std::int64_t y_stride;

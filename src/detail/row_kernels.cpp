@@ -54,19 +54,6 @@ KVZAP_BODY void widen_body(const Value* source, float* target, std::int64_t coun
 }
 
 template <class Value>
-KVZAP_BODY void skinny_product_body(const Value* weights, std::int64_t weights_stride,
-                                    std::int64_t n_weights, const float* inputs,
-                                    std::int64_t inputs_stride, int n_inputs, std::int64_t dim,
-                                    float* output, std::int64_t output_stride) {
-  for (std::int64_t n = 0; n < n_weights; ++n) {
-    const Value* row = weights + n * weights_stride;
-    for (int m = 0; m < n_inputs; ++m) {
-      output[m * output_stride + n] = dot(row, inputs + m * inputs_stride, dim);
-    }
-  }
-}
-
-template <class Value>
 KVZAP_BODY void score_rows_body(const Value* keys, std::int64_t row_stride, std::int64_t dim_stride,
                                 int rows, const float* queries, int n_queries, int dim,
                                 float* scores, int scores_stride) {
@@ -216,24 +203,18 @@ KVZAP_BODY void silu_times_body(float* gate, const float* up, std::int64_t count
 
 }  // namespace
 
-#define KVZAP_ROW_KERNELS(Value)                                                                  \
-  KVZAP_KERNEL(void, widen, (const Value* source, float* target, std::int64_t count),             \
-               (source, target, count))                                                           \
-  KVZAP_KERNEL(void, skinny_product,                                                              \
-               (const Value* weights, std::int64_t weights_stride, std::int64_t n_weights,        \
-                const float* inputs, std::int64_t inputs_stride, int n_inputs, std::int64_t dim,  \
-                float* output, std::int64_t output_stride),                                       \
-               (weights, weights_stride, n_weights, inputs, inputs_stride, n_inputs, dim, output, \
-                output_stride))                                                                   \
-  KVZAP_KERNEL(                                                                                   \
-      void, score_rows,                                                                           \
-      (const Value* keys, std::int64_t row_stride, std::int64_t dim_stride, int rows,             \
-       const float* queries, int n_queries, int dim, float* scores, int scores_stride),           \
-      (keys, row_stride, dim_stride, rows, queries, n_queries, dim, scores, scores_stride))       \
-  KVZAP_KERNEL(                                                                                   \
-      void, accumulate_rows,                                                                      \
-      (const Value* values, std::int64_t row_stride, std::int64_t dim_stride, int rows,           \
-       const float* weights, int weights_stride, int n_queries, int dim, float* sums),            \
+#define KVZAP_ROW_KERNELS(Value)                                                            \
+  KVZAP_KERNEL(void, widen, (const Value* source, float* target, std::int64_t count),       \
+               (source, target, count))                                                     \
+  KVZAP_KERNEL(                                                                             \
+      void, score_rows,                                                                     \
+      (const Value* keys, std::int64_t row_stride, std::int64_t dim_stride, int rows,       \
+       const float* queries, int n_queries, int dim, float* scores, int scores_stride),     \
+      (keys, row_stride, dim_stride, rows, queries, n_queries, dim, scores, scores_stride)) \
+  KVZAP_KERNEL(                                                                             \
+      void, accumulate_rows,                                                                \
+      (const Value* values, std::int64_t row_stride, std::int64_t dim_stride, int rows,     \
+       const float* weights, int weights_stride, int n_queries, int dim, float* sums),      \
       (values, row_stride, dim_stride, rows, weights, weights_stride, n_queries, dim, sums))
 
 KVZAP_KERNEL(void, narrow, (const float* source, float* target, std::int64_t count),

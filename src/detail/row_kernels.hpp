@@ -17,18 +17,6 @@ void narrow(const float* source, float* target, std::int64_t count);
 void narrow(const float* source, half* target, std::int64_t count);
 void narrow(const float* source, bfloat16* target, std::int64_t count);
 
-/// output[m * output_stride + n] = sum_k weights[n * weights_stride + k] * inputs[m * inputs_stride
-/// + k] for a handful of input rows m: each weight is read once from memory.
-void skinny_product(const float* weights, std::int64_t weights_stride, std::int64_t n_weights,
-                    const float* inputs, std::int64_t inputs_stride, int n_inputs, std::int64_t dim,
-                    float* output, std::int64_t output_stride);
-void skinny_product(const half* weights, std::int64_t weights_stride, std::int64_t n_weights,
-                    const float* inputs, std::int64_t inputs_stride, int n_inputs, std::int64_t dim,
-                    float* output, std::int64_t output_stride);
-void skinny_product(const bfloat16* weights, std::int64_t weights_stride, std::int64_t n_weights,
-                    const float* inputs, std::int64_t inputs_stride, int n_inputs, std::int64_t dim,
-                    float* output, std::int64_t output_stride);
-
 /// scores[q * scores_stride + r] = sum_d queries[q * dim + d] * keys[r * row_stride + d *
 /// dim_stride]
 void score_rows(const float* keys, std::int64_t row_stride, std::int64_t dim_stride, int rows,

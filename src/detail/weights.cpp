@@ -144,33 +144,31 @@ LinearWeights<Value> WeightSource::linear(const std::string& name, std::int64_t 
                                           const Ranges& column_ranges) const {
   const std::int64_t outputs = total(row_ranges);
   const std::int64_t inputs = total(column_ranges);
-  if constexpr (std::is_same_v<Value, bfloat16>) {
-    if (packs_weights<Value>() && outputs > 0 && inputs > 0) {
-      const TensorInfo* tensor = m_files ? &m_files->at(name, {rows, columns}) : nullptr;
-      const std::uint64_t key = mix(m_seed) ^ hash_of(name);
-      const auto weights = m_allocator(outputs, inputs);
-      // Rows pass through a buffer of one block, which stays in cache, on their way to their
-      // places.
-      constexpr std::int64_t block = LinearWeights<Value>::block_outputs;
-      std::vector<Value> buffer(block * inputs);
-      std::int64_t buffered = 0, packed = 0;
-      for (auto [begin, end] : row_ranges) {
-        while (begin < end) {
-          const std::int64_t count = std::min(block - buffered, end - begin);
-          read_rows(tensor, key, columns, begin, begin + count, column_ranges,
-                    buffer.data() + buffered * inputs);
-          begin += count;
-          buffered += count;
-          if (buffered == block || packed + buffered == outputs) {
-            pack_rows(buffer.data(), packed, buffered, weights);
-            packed += buffered;
-            buffered = 0;
-          }
+  if (packs_weights<Value>() && outputs > few_outputs && inputs > 0) {
+    const TensorInfo* tensor = m_files ? &m_files->at(name, {rows, columns}) : nullptr;
+    const std::uint64_t key = mix(m_seed) ^ hash_of(name);
+    const auto weights = std::get<PackedAllocator<Value>>(m_allocators)(outputs, inputs);
+    // Rows pass through a buffer of one block, which stays in cache, on their way to their
+    // places.
+    constexpr std::int64_t block = LinearWeights<Value>::block_outputs;
+    std::vector<Value> buffer(block * inputs);
+    std::int64_t buffered = 0, packed = 0;
+    for (auto [begin, end] : row_ranges) {
+      while (begin < end) {
+        const std::int64_t count = std::min(block - buffered, end - begin);
+        read_rows(tensor, key, columns, begin, begin + count, column_ranges,
+                  buffer.data() + buffered * inputs);
+        begin += count;
+        buffered += count;
+        if (buffered == block || packed + buffered == outputs) {
+          pack_rows(buffer.data(), packed, buffered, weights);
+          packed += buffered;
+          buffered = 0;
         }
       }
-      if (tensor) m_files->release(*tensor);
-      return weights;
     }
+    if (tensor) m_files->release(*tensor);
+    return weights;
   }
   return LinearWeights<Value>(matrix<Value>(name, rows, columns, row_ranges, column_ranges));
 }

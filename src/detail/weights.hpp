@@ -6,6 +6,7 @@
 #include <kvzap/types.hpp>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -38,7 +39,7 @@ class WeightSource {
                                                                  const Ranges& row_ranges,
                                                                  const Ranges& column_ranges) const;
 
-  /// The same, packed where that is worth it (packs_weights).
+  /// The same, packed where that is worth it (packs_weights, few_outputs).
   template <class Value>
   LinearWeights<Value> linear(const std::string& name, std::int64_t rows, std::int64_t columns,
                               const Ranges& row_ranges, const Ranges& column_ranges) const;
@@ -58,7 +59,8 @@ class WeightSource {
   const SafetensorsFolder* m_files = nullptr;
   std::uint64_t m_seed = 0;
   // Reading is logically const; where the next packed matrix goes is nobody's business.
-  mutable PackedAllocator<bfloat16> m_allocator;
+  mutable std::tuple<PackedAllocator<float>, PackedAllocator<half>, PackedAllocator<bfloat16>>
+      m_allocators;
 };
 
 }  // namespace kvzap::detail

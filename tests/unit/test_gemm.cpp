@@ -146,7 +146,8 @@ class Linear : public ::testing::Test {
 using ValueTypes = ::testing::Types<float, half, bfloat16>;
 TYPED_TEST_SUITE(Linear, ValueTypes);
 
-// Eight rows are the most that take the way without a gemm.
+// Eight rows (sixteen, packed) are the most that take the way without a gemm; up to sixteen outputs
+// of more rows take another.
 TYPED_TEST(Linear, AnyShape) {
   for (int m : {1, 2, 8, 9, 100}) {
     for (int n : {1, 5, 63, 64, 65, 130}) {
@@ -170,9 +171,23 @@ TYPED_TEST(Linear, SeveralPanels) {
   }
 }
 
-// Every number of rows that a kernel is compiled for, and the first that goes to a library.
+// Every number of rows that a kernel is compiled for, and the first that goes to a library; inputs
+// and outputs that fill the kernels' blocks and that do not, and long enough for several turns of
+// groups of rows.
 TYPED_TEST(Linear, FewRows) {
-  for (int m = 1; m <= 17; ++m) this->check(m, 71, 130, m % 2 == 0, 0);
+  for (int m = 1; m <= 17; ++m) {
+    this->check(m, 71, 130, m % 2 == 0, 0);
+    this->check(m, 1, 67, m % 2 == 1, 1);
+    this->check(m, 193, 15, false, 0);
+    this->check(m, 64, 2048, false, 0);
+  }
+}
+
+TYPED_TEST(Linear, FewOutputsOfManyRows) {
+  for (int n = 1; n <= 17; ++n) {
+    this->check(18, n, 33, n % 2 == 0, 3);
+    this->check(195, n, 64, n % 2 == 1, 0);
+  }
 }
 
 TYPED_TEST(Linear, EveryInstructionSet) {
@@ -182,15 +197,17 @@ TYPED_TEST(Linear, EveryInstructionSet) {
     if (level > widest) break;
     detail::set_simd_level(level);
     SCOPED_TRACE(detail::name_of(level));
+    for (int m = 1; m <= 8; ++m) this->check(m, 101, 45, true, 1);
     for (int m : {1, 5, 20}) {
       for (int k : {31, 100}) this->check(m, 70, k, true, 2);
+      this->check(m, 9, 47, true, 0);
     }
   }
   detail::set_simd_level(widest);
 }
 
 TYPED_TEST(Linear, NothingToMultiply) {
-  for (int m : {1, 9}) {
+  for (int m : {1, 9, 17}) {
     this->check(m, 7, 0, true, 0);
     this->check(m, 7, 0, false, 2);
     this->check(m, 0, 7, true, 0);

@@ -3,11 +3,14 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <random>
 #include <vector>
 
 #include "detail/row_kernels.hpp"
+#include "detail/row_products.hpp"
+#include "detail/simd.hpp"
 
 namespace {
 
@@ -57,13 +60,13 @@ TYPED_TEST(RowKernels, WidenIsExact) {
 TYPED_TEST(RowKernels, SkinnyProduct) {
   std::mt19937 random(22);
   for (int dim : lengths) {
-    for (int inputs : {1, 2, 8}) {
-      const int outputs = 5, weights_stride = dim + 3, inputs_stride = dim + 1, output_stride = 9;
+    for (int inputs = 1; inputs <= detail::skinny_product_rows; ++inputs) {
+      const int outputs = 17, weights_stride = dim + 3, inputs_stride = dim + 1, output_stride = 21;
       const auto weights = random_values<TypeParam>(random, outputs * weights_stride);
       const auto x = random_values<float>(random, inputs * inputs_stride);
       std::vector<float> y(inputs * output_stride, untouched);
-      detail::skinny_product(weights.data(), weights_stride, outputs, x.data(), inputs_stride,
-                             inputs, dim, y.data(), output_stride);
+      detail::skinny_product(x.data(), inputs_stride, inputs, weights.data(), weights_stride,
+                             outputs, dim, y.data(), output_stride);
       for (int m = 0; m < inputs; ++m) {
         for (int n = 0; n < output_stride; ++n) {
           double expected = n < outputs ? 0 : untouched;
@@ -71,6 +74,43 @@ TYPED_TEST(RowKernels, SkinnyProduct) {
             expected += double{weights[n * weights_stride + k]} * x[m * inputs_stride + k];
           }
           EXPECT_NEAR(y[m * output_stride + n], expected, tolerance(dim));
+        }
+      }
+    }
+  }
+}
+
+// Weights that are rounded to bf16 on the way give what rounded ones give.
+TEST(RowKernelsFloat, SkinnyProductRoundsOnTheWay) {
+  if (detail::simd_level() < detail::SimdLevel::avx2) GTEST_SKIP();
+  std::mt19937 random(29);
+  for (int dim : lengths) {
+    for (int inputs = 1; inputs <= detail::skinny_product_rows; ++inputs) {
+      const int outputs = 13;
+      auto weights = random_values<float>(random, outputs * dim);
+      weights[0] = infinity;
+      weights[dim] = nan_value;
+      weights[2 * dim] = 3.4e38f;                  // rounds to infinity
+      const std::uint32_t all_ones = 0x7fffffffu;  // a NaN that carries into the sign if added to
+      std::memcpy(&weights[3 * dim], &all_ones, sizeof(all_ones));
+      std::vector<detail::RoundedFloat> unrounded;
+      std::vector<float> rounded;
+      for (float weight : weights) {
+        unrounded.push_back({weight});
+        rounded.push_back(static_cast<float>(bfloat16(weight)));
+      }
+      const auto x = random_values<float>(random, inputs * dim);
+      std::vector<float> y(inputs * outputs), expected(inputs * outputs);
+      detail::skinny_product(x.data(), dim, inputs, unrounded.data(), dim, outputs, dim, y.data(),
+                             outputs);
+      detail::skinny_product(x.data(), dim, inputs, rounded.data(), dim, outputs, dim,
+                             expected.data(), outputs);
+      for (std::size_t i = 0; i < y.size(); ++i) {
+        if (std::isfinite(expected[i])) {
+          EXPECT_NEAR(y[i], expected[i], tolerance(dim));
+        } else {
+          EXPECT_EQ(std::isnan(y[i]), std::isnan(expected[i]));
+          EXPECT_FALSE(std::isfinite(y[i]));
         }
       }
     }

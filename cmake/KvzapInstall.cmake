@@ -42,12 +42,12 @@ install(FILES ${CMAKE_CURRENT_BINARY_DIR}/kvzap.pc.CXX RENAME kvzap.pc
   DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
 
 install(FILES LICENSE README.md CHANGELOG.md DESTINATION ${CMAKE_INSTALL_DOCDIR})
+# Decks name files from the folder above inputs/, in the sources as here.
+install(DIRECTORY inputs DESTINATION ${KVZAP_DATA_DIR} PATTERN eval EXCLUDE)
 install(DIRECTORY examples DESTINATION ${KVZAP_DATA_DIR})
 
 if(KVZAP_ENABLE_DRIVERS)
   install(TARGETS kvzap_driver RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
-  # Decks name files from the folder above inputs/, in the sources as here.
-  install(DIRECTORY inputs DESTINATION ${KVZAP_DATA_DIR} PATTERN eval EXCLUDE)
   if(TARGET kvzap_documents)
     # Not there if the program does not run on this machine.
     install(FILES ${kvzap_documents}/kvzap.1 DESTINATION ${CMAKE_INSTALL_MANDIR}/man1 OPTIONAL)

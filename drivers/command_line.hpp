@@ -1,5 +1,5 @@
-// Every command of the program with all its options: the one table that parsing, --help, the man page
-// and shell completion are made from.
+// Every command of the program with all its options: the one table that parsing, --help, the man
+// page and shell completion are made from.
 #pragma once
 
 #include <CLI/CLI.hpp>

@@ -183,7 +183,8 @@ std::string zsh_arguments(const CLI::App& app) {
     for (const std::string& flag : entry.flags) {
       const std::string others =
           entry.repeats ? "*" : fmt::format("({})", joined(entry.flags, " "));
-      text += fmt::format(" \\\n    '{}{}[{}]{}'", others, flag, zsh_text(entry.description), value);
+      text +=
+          fmt::format(" \\\n    '{}{}[{}]{}'", others, flag, zsh_text(entry.description), value);
     }
   }
   return text;
@@ -261,8 +262,8 @@ complete -F _kvzap kvzap
 std::string zsh_completion(const CLI::App& app) {
   std::string commands, cases;
   for (const CLI::App* command : commands_of(app)) {
-    commands += fmt::format("    '{}:{}'\n", command->get_name(),
-                            zsh_text(command->get_description()));
+    commands +=
+        fmt::format("    '{}:{}'\n", command->get_name(), zsh_text(command->get_description()));
     cases += fmt::format("    {}) _arguments{} ;;\n", command->get_name(), zsh_arguments(*command));
   }
   return fmt::format(

@@ -1,5 +1,5 @@
-// Texts about the program that are made from its own table of options, so that they cannot be out of
-// date.
+// Texts about the program that are made from its own table of options, so that they cannot be out
+// of date.
 #pragma once
 
 #include <CLI/CLI.hpp>

@@ -23,7 +23,7 @@ void check_snapshot_writable(const std::filesystem::path& file, const Communicat
   refuse(file);
 }
 
-#define KVZAP_INSTANTIATE(Value, order)                                                         \
+#define KVZAP_INSTANTIATE(Value, order)                                                          \
   template void write_snapshot(const std::filesystem::path&, KVCache<Value, order>&, SequenceId, \
                                const HeadPartition&, const Communicator&, const SnapshotInfo&);
 KVZAP_INSTANTIATE(float, PageOrder::token_major)

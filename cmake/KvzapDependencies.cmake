@@ -8,7 +8,8 @@
 #
 # In: KVZAP_WITH_MPI, KVZAP_WITH_HDF5, KVZAP_WITH_ONEDNN (OFF, ON: use it if found, REQUIRED),
 # KVZAP_WITH_PRIVATE (whether what the library alone uses is needed: not by those who link a shared
-# kvzap), KVZAP_IMPORTED_SCOPE (GLOBAL or nothing). Out: KVZAP_MISSING, one line that says what was not found, or empty.
+# kvzap), KVZAP_IMPORTED_SCOPE (GLOBAL or nothing), KVZAP_BUILT_WITH_HDF5 (libraries
+# to take if they exist). Out: KVZAP_MISSING, one line that says what was not found, or empty.
 
 set(KVZAP_MISSING "")
 
@@ -53,6 +54,25 @@ endif()
 # Headers and libraries of HDF5. Of several installations the one that fits is taken: parallel with
 # MPI, serial without (its header would want mpi.h otherwise). Debian has both side by side.
 function(kvzap_find_hdf5)
+  if(KVZAP_BUILT_WITH_HDF5)
+    set(there ON)
+    foreach(library IN LISTS KVZAP_BUILT_WITH_HDF5)
+      if(NOT EXISTS "${library}")
+        set(there OFF)
+      endif()
+    endforeach()
+    if(there)
+      if(NOT TARGET kvzap::hdf5)
+        add_library(kvzap::hdf5 INTERFACE IMPORTED)
+        target_link_libraries(kvzap::hdf5 INTERFACE ${KVZAP_BUILT_WITH_HDF5})
+      endif()
+      return()
+    endif()
+  endif()
+  if(NOT CMAKE_C_COMPILER_LOADED)
+    set(KVZAP_MISSING "HDF5 is looked for by compiling C; add C to the project's languages" PARENT_SCOPE)
+    return()
+  endif()
   set(HDF5_PREFER_PARALLEL ${KVZAP_WITH_MPI})
   find_package(HDF5 QUIET COMPONENTS C)
   if(NOT HDF5_FOUND)
@@ -69,6 +89,11 @@ function(kvzap_find_hdf5)
     target_link_libraries(kvzap::hdf5 INTERFACE ${HDF5_C_LIBRARIES})
   endif()
   set(KVZAP_HDF5_VERSION "${HDF5_VERSION}" PARENT_SCOPE)
+  # For those who link this build: they need no headers, and the same library.
+  set(KVZAP_HDF5_LIBRARIES "" PARENT_SCOPE)
+  if(NOT HDF5_C_LIBRARIES MATCHES "(^|;)[^/]")
+    set(KVZAP_HDF5_LIBRARIES "${HDF5_C_LIBRARIES}" PARENT_SCOPE)
+  endif()
 endfunction()
 if(NOT KVZAP_MISSING AND KVZAP_WITH_PRIVATE AND KVZAP_WITH_HDF5)
   kvzap_find_hdf5()

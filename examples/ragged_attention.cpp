@@ -5,6 +5,7 @@
 #include <kvzap/attention.hpp>
 #include <kvzap/cache.hpp>
 #include <random>
+#include <string>
 #include <vector>
 
 namespace {
@@ -13,7 +14,7 @@ using kvzap::MemorySpace;
 using Rows = Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace>;
 constexpr auto order = kvzap::PageOrder::token_major;
 
-Rows random_rows(const char* label, int n, int heads, int dim, std::mt19937& random) {
+Rows random_rows(const std::string& label, int n, int heads, int dim, std::mt19937& random) {
   Rows rows(label, n, heads, dim);
   auto host = Kokkos::create_mirror_view(rows);
   std::normal_distribution<float> normal;

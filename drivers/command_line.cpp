@@ -39,7 +39,7 @@ CommandLine::CommandLine()
   completion->add_option("shell", shell, "for bash: source <(kvzap completion bash)")
       ->required()
       ->check(CLI::IsMember({"bash", "zsh"}));
-  manual = app.add_subcommand("manual", "print the man page: kvzap manual | man -l -");
+  manual = app.add_subcommand("manual", "print the man page (kvzap manual | man -l -)");
   // Set last, because subcommands would inherit it.
   app.footer("kvzap run --help and kvzap bench --help list the options of each.");
 }

@@ -183,8 +183,10 @@ std::string zsh_arguments(const CLI::App& app) {
     for (const std::string& flag : entry.flags) {
       const std::string others =
           entry.repeats ? "*" : fmt::format("({})", joined(entry.flags, " "));
-      text +=
-          fmt::format(" \\\n    '{}{}[{}]{}'", others, flag, zsh_text(entry.description), value);
+      // Both --option value and --option=value.
+      const char* equals = !value.empty() && flag.rfind("--", 0) == 0 ? "=" : "";
+      text += fmt::format(" \\\n    '{}{}{}[{}]{}'", others, flag, equals,
+                          zsh_text(entry.description), value);
     }
   }
   return text;
@@ -270,7 +272,8 @@ std::string zsh_completion(const CLI::App& app) {
       R"(#compdef kvzap
 # zsh completion for kvzap. Made by kvzap completion zsh from the program's own options.
 _kvzap() {{
-  local state line
+  local curcontext=$curcontext state line
+  typeset -A opt_args
   local -a commands=(
 {}  )
   _arguments -C{} \

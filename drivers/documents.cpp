@@ -202,9 +202,9 @@ std::string man_page(const CLI::App& app, const std::string& version) {
       ".SH SYNOPSIS\n",
       version);
   for (const CLI::App* command : commands_of(app)) {
-    const bool has_argument =
-        std::any_of(command->get_options().begin(), command->get_options().end(),
-                    [](const CLI::Option* option) { return !option->nonpositional(); });
+    const std::vector<Entry> entries = entries_of(*command);
+    const bool has_argument = std::any_of(entries.begin(), entries.end(),
+                                          [](const Entry& entry) { return entry.flags.empty(); });
     text += fmt::format(".B kvzap {}\n{}\n.br\n", command->get_name(),
                         has_argument ? ".I shell" : ".RI [ options ]");
   }

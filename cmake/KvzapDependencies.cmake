@@ -1,68 +1,147 @@
-# Finds what kvzap builds on and wraps each package that has no CMake target of its own.
-#   kvzap_kokkos    Kokkos and Kokkos Kernels, either generation (see below)
-#   kvzap_hdf5      parallel HDF5
-#   kvzap_pcre2     PCRE2, 8-bit code units
-#   kvzap_utf8proc  utf8proc (Unicode normal forms)
+# Finds what kvzap builds on and gives each package one imported target of a fixed name. Included by
+# kvzap's own build and, once installed, by kvzapConfig.cmake, so that both see the same thing.
+#   kvzap::kokkos    Kokkos and Kokkos Kernels, either generation (see below)
+#   kvzap::hdf5      HDF5: parallel with MPI, serial without
+#   kvzap::pcre2     PCRE2, 8-bit code units
+#   kvzap::utf8proc  utf8proc (Unicode normal forms)
+#   kvzap::onednn    oneDNN, if it is to be used and was found
+#
+# In: KVZAP_WITH_MPI, KVZAP_WITH_HDF5, KVZAP_WITH_ONEDNN (OFF, ON: use it if found, REQUIRED),
+# KVZAP_WITH_PRIVATE (whether what the library alone uses is needed: not by those who link a shared
+# kvzap), KVZAP_IMPORTED_SCOPE (GLOBAL or nothing), KVZAP_BUILT_WITH_HDF5 (libraries
+# to take if they exist). Out: KVZAP_MISSING, one line that says what was not found, or empty.
 
-find_package(MPI REQUIRED COMPONENTS CXX)
-find_package(Threads REQUIRED)
+set(KVZAP_MISSING "")
 
 # Kokkos bridge. Kokkos Kernels 4 and newer exports Kokkos::kokkoskernels. The 3.4 of
 # Debian's and Ubuntu's Trilinos packages sets KokkosKernels_LIBRARIES and
-# KokkosKernels_INCLUDE_DIRS, and has no Kokkos::kokkos target. Its config also overwrites CMAKE
-# variables through includes, so that it is read in a function of its own.
-add_library(kvzap_kokkos INTERFACE)
-find_package(KokkosKernels REQUIRED)
-if(TARGET Kokkos::kokkoskernels)
-  target_link_libraries(kvzap_kokkos INTERFACE Kokkos::kokkoskernels Kokkos::kokkos)
-  message(STATUS "kvzap: Kokkos by its exported targets")
-else()
-  target_include_directories(kvzap_kokkos SYSTEM INTERFACE ${KokkosKernels_INCLUDE_DIRS})
-  target_link_libraries(kvzap_kokkos INTERFACE ${KokkosKernels_LIBRARIES} dl)
-  message(STATUS "kvzap: Kokkos of the distribution's Trilinos packages")
-endif()
-
-find_package(PkgConfig REQUIRED)
-
-pkg_check_modules(KVZAP_PCRE2 REQUIRED IMPORTED_TARGET libpcre2-8)
-add_library(kvzap_pcre2 INTERFACE)
-target_link_libraries(kvzap_pcre2 INTERFACE PkgConfig::KVZAP_PCRE2)
-
-pkg_check_modules(KVZAP_UTF8PROC REQUIRED IMPORTED_TARGET libutf8proc)
-add_library(kvzap_utf8proc INTERFACE)
-target_link_libraries(kvzap_utf8proc INTERFACE PkgConfig::KVZAP_UTF8PROC)
-
-set(HDF5_PREFER_PARALLEL TRUE)
-find_package(HDF5 REQUIRED COMPONENTS C)
-if(NOT HDF5_IS_PARALLEL)
-  message(FATAL_ERROR "kvzap needs a parallel HDF5 (Debian: libhdf5-openmpi-dev); "
-                      "found ${HDF5_C_LIBRARIES}")
-endif()
-add_library(kvzap_hdf5 INTERFACE)
-target_include_directories(kvzap_hdf5 SYSTEM INTERFACE ${HDF5_INCLUDE_DIRS})
-target_link_libraries(kvzap_hdf5 INTERFACE ${HDF5_C_LIBRARIES})
-
-# Optional: without it the dense products go to Kokkos Kernels and the BLAS behind it.
-if(KVZAP_ENABLE_ONEDNN)
-  # Not by its own config: Debian's requires the OpenCL headers, which only GPU use needs.
-  find_path(KVZAP_ONEDNN_INCLUDE_DIR oneapi/dnnl/dnnl.hpp)
-  find_library(KVZAP_ONEDNN_LIBRARY dnnl)
-  if(KVZAP_ONEDNN_INCLUDE_DIR AND KVZAP_ONEDNN_LIBRARY)
-    add_library(kvzap_onednn INTERFACE)
-    target_include_directories(kvzap_onednn SYSTEM INTERFACE ${KVZAP_ONEDNN_INCLUDE_DIR})
-    target_link_libraries(kvzap_onednn INTERFACE ${KVZAP_ONEDNN_LIBRARY})
-    message(STATUS "kvzap: oneDNN ${KVZAP_ONEDNN_LIBRARY}")
+# KokkosKernels_INCLUDE_DIRS, and has no Kokkos::kokkos target. Its config also sets variables that
+# are none of our business, so that it is read in a function of its own.
+function(kvzap_find_kokkos)
+  find_package(KokkosKernels QUIET)
+  if(NOT KokkosKernels_FOUND)
+    set(KVZAP_MISSING "Kokkos Kernels was not found; name its folder in KokkosKernels_ROOT"
+        PARENT_SCOPE)
+    return()
+  endif()
+  if(TARGET Kokkos::kokkoskernels)
+    set(targets Kokkos::kokkoskernels Kokkos::kokkos)
+    set(version ${Kokkos_VERSION})
+    string(REPLACE ";" ", " backends "${Kokkos_DEVICES}")
   else()
-    message(STATUS "kvzap: oneDNN not found; dense products by Kokkos Kernels")
+    set(includes ${KokkosKernels_INCLUDE_DIRS})
+    set(targets ${KokkosKernels_LIBRARIES} ${CMAKE_DL_LIBS})
+    set(version "of the distribution's Trilinos packages")
+    set(backends SERIAL)
+  endif()
+  if(NOT TARGET kvzap::kokkos)
+    add_library(kvzap::kokkos INTERFACE IMPORTED ${KVZAP_IMPORTED_SCOPE})
+    target_include_directories(kvzap::kokkos SYSTEM INTERFACE ${includes})
+    target_link_libraries(kvzap::kokkos INTERFACE ${targets})
+  endif()
+  set(KVZAP_KOKKOS_VERSION "${version}" PARENT_SCOPE)
+  set(KVZAP_KOKKOS_BACKENDS "${backends}" PARENT_SCOPE)
+endfunction()
+kvzap_find_kokkos()
+
+if(NOT KVZAP_MISSING AND KVZAP_WITH_MPI)
+  find_package(MPI QUIET COMPONENTS CXX)
+  if(NOT MPI_CXX_FOUND)
+    set(KVZAP_MISSING "MPI was not found; name its compiler in MPI_CXX_COMPILER")
   endif()
 endif()
 
-find_package(fmt REQUIRED)
-find_package(nlohmann_json REQUIRED)
-if(KVZAP_ENABLE_DRIVERS)
-  find_package(CLI11 REQUIRED)
-  find_package(tomlplusplus REQUIRED)
+# Headers and libraries of HDF5. Of several installations the one that fits is taken: parallel with
+# MPI, serial without (its header would want mpi.h otherwise). Debian has both side by side.
+function(kvzap_find_hdf5)
+  if(KVZAP_BUILT_WITH_HDF5)
+    set(there ON)
+    foreach(library IN LISTS KVZAP_BUILT_WITH_HDF5)
+      if(NOT EXISTS "${library}")
+        set(there OFF)
+      endif()
+    endforeach()
+    if(there)
+      if(NOT TARGET kvzap::hdf5)
+        add_library(kvzap::hdf5 INTERFACE IMPORTED)
+        target_link_libraries(kvzap::hdf5 INTERFACE ${KVZAP_BUILT_WITH_HDF5})
+      endif()
+      return()
+    endif()
+  endif()
+  if(NOT CMAKE_C_COMPILER_LOADED)
+    set(KVZAP_MISSING "HDF5 is looked for by compiling C; add C to the project's languages" PARENT_SCOPE)
+    return()
+  endif()
+  set(HDF5_PREFER_PARALLEL ${KVZAP_WITH_MPI})
+  find_package(HDF5 QUIET COMPONENTS C)
+  if(NOT HDF5_FOUND)
+    set(KVZAP_MISSING "HDF5 was not found; name its folder in HDF5_ROOT" PARENT_SCOPE)
+  elseif(KVZAP_WITH_MPI AND NOT HDF5_IS_PARALLEL)
+    set(KVZAP_MISSING "with MPI a parallel HDF5 is needed (Debian: libhdf5-openmpi-dev), found ${HDF5_C_LIBRARIES}"
+        PARENT_SCOPE)
+  elseif(HDF5_IS_PARALLEL AND NOT KVZAP_WITH_MPI)
+    set(KVZAP_MISSING "without MPI a serial HDF5 is needed (Debian: libhdf5-dev), found ${HDF5_C_LIBRARIES}"
+        PARENT_SCOPE)
+  elseif(NOT TARGET kvzap::hdf5)
+    add_library(kvzap::hdf5 INTERFACE IMPORTED ${KVZAP_IMPORTED_SCOPE})
+    target_include_directories(kvzap::hdf5 SYSTEM INTERFACE ${HDF5_INCLUDE_DIRS})
+    target_link_libraries(kvzap::hdf5 INTERFACE ${HDF5_C_LIBRARIES})
+  endif()
+  set(KVZAP_HDF5_VERSION "${HDF5_VERSION}" PARENT_SCOPE)
+  # For those who link this build: they need no headers, and the same library.
+  set(KVZAP_HDF5_LIBRARIES "" PARENT_SCOPE)
+  if(NOT HDF5_C_LIBRARIES MATCHES "(^|;)[^/]")
+    set(KVZAP_HDF5_LIBRARIES "${HDF5_C_LIBRARIES}" PARENT_SCOPE)
+  endif()
+endfunction()
+if(NOT KVZAP_MISSING AND KVZAP_WITH_PRIVATE AND KVZAP_WITH_HDF5)
+  kvzap_find_hdf5()
 endif()
-if(KVZAP_ENABLE_TESTS)
-  find_package(GTest REQUIRED)
+
+# Optional: without it the dense products go to Kokkos Kernels and the BLAS behind it.
+if(NOT KVZAP_MISSING AND KVZAP_WITH_PRIVATE AND KVZAP_WITH_ONEDNN)
+  # Not by its own config: Debian's requires the OpenCL headers, which only GPU use needs.
+  find_path(KVZAP_ONEDNN_INCLUDE_DIR oneapi/dnnl/dnnl.hpp)
+  find_library(KVZAP_ONEDNN_LIBRARY dnnl)
+  mark_as_advanced(KVZAP_ONEDNN_INCLUDE_DIR KVZAP_ONEDNN_LIBRARY)
+  if(KVZAP_ONEDNN_INCLUDE_DIR AND KVZAP_ONEDNN_LIBRARY)
+    if(NOT TARGET kvzap::onednn)
+      add_library(kvzap::onednn INTERFACE IMPORTED ${KVZAP_IMPORTED_SCOPE})
+      target_include_directories(kvzap::onednn SYSTEM INTERFACE ${KVZAP_ONEDNN_INCLUDE_DIR})
+      target_link_libraries(kvzap::onednn INTERFACE ${KVZAP_ONEDNN_LIBRARY})
+    endif()
+  elseif(KVZAP_WITH_ONEDNN STREQUAL "REQUIRED")
+    set(KVZAP_MISSING "oneDNN was not found; name it in KVZAP_ONEDNN_INCLUDE_DIR and KVZAP_ONEDNN_LIBRARY")
+  endif()
+endif()
+
+function(kvzap_find_by_pkg_config name module)
+  if(TARGET kvzap::${name})
+    return()
+  endif()
+  string(TOUPPER KVZAP_${name} prefix)
+  pkg_check_modules(${prefix} QUIET IMPORTED_TARGET ${KVZAP_IMPORTED_SCOPE} ${module})
+  if(NOT ${prefix}_FOUND)
+    set(KVZAP_MISSING "${module} was not found by pkg-config" PARENT_SCOPE)
+    return()
+  endif()
+  add_library(kvzap::${name} INTERFACE IMPORTED ${KVZAP_IMPORTED_SCOPE})
+  target_link_libraries(kvzap::${name} INTERFACE PkgConfig::${prefix})
+endfunction()
+if(NOT KVZAP_MISSING AND KVZAP_WITH_PRIVATE)
+  find_package(PkgConfig QUIET)
+  if(NOT PkgConfig_FOUND)
+    set(KVZAP_MISSING "pkg-config was not found")
+  else()
+    kvzap_find_by_pkg_config(pcre2 libpcre2-8)
+    kvzap_find_by_pkg_config(utf8proc libutf8proc)
+  endif()
+endif()
+
+if(NOT KVZAP_MISSING AND KVZAP_WITH_PRIVATE)
+  find_package(fmt QUIET)
+  if(NOT fmt_FOUND)
+    set(KVZAP_MISSING "fmt was not found; name its folder in fmt_ROOT")
+  endif()
 endif()

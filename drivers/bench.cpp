@@ -16,6 +16,7 @@
 
 #include "bench_report.hpp"
 #include "detail/blas_threads.hpp"
+#include "detail/build_info.hpp"
 #include "detail/simd.hpp"
 #include "progress.hpp"
 #include "setup.hpp"
@@ -62,15 +63,6 @@ std::string compiler_name() {
 #endif
 }
 
-std::string mpi_name() {
-  char text[MPI_MAX_LIBRARY_VERSION_STRING] = "";
-  int length = 0;
-  MPI_Get_library_version(text, &length);
-  // What follows the first comma or line is the package's own.
-  const std::string name(text, length);
-  return name.substr(0, name.find_first_of(",\n"));
-}
-
 BenchSystem describe_system(const ModelSetup& setup, int ranks) {
   BenchSystem system;
   system.model = name_of_model(setup.folder);
@@ -83,9 +75,8 @@ BenchSystem describe_system(const ModelSetup& setup, int ranks) {
   system.ranks = ranks;
   system.processor = processor_name();
   system.simd = detail::name_of(detail::simd_level());
-  system.kokkos = fmt::format("{}.{}.{}", KOKKOS_VERSION / 10000, KOKKOS_VERSION / 100 % 100,
-                              KOKKOS_VERSION % 100);
-  system.mpi = mpi_name();
+  system.kokkos = detail::kokkos_version();
+  system.mpi = detail::mpi_library();
   system.compiler = compiler_name();
   return system;
 }

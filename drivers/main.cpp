@@ -1,6 +1,5 @@
 // The kvzap program: starts MPI and Kokkos, reads the command line, hands over to a subcommand.
 #include <fmt/format.h>
-#include <mpi.h>
 
 #include <CLI/CLI.hpp>
 #include <Kokkos_Core.hpp>
@@ -16,30 +15,15 @@
 #endif
 
 #include "bench.hpp"
-#include "options.hpp"
+#include "command_line.hpp"
+#include "detail/mpi_session.hpp"
+#include "documents.hpp"
 #include "run.hpp"
 
 namespace {
 
 constexpr int exit_failure = 1;
 constexpr int exit_usage = 2;
-
-/// MPI from construction to destruction.
-class MpiSession {
- public:
-  MpiSession(int& argc, char**& argv) {
-    // Threads of Kokkos and of the BLAS exist beside the one that calls MPI.
-    int provided = MPI_THREAD_SINGLE;
-    if (MPI_Init_thread(&argc, &argv, MPI_THREAD_FUNNELED, &provided) != MPI_SUCCESS ||
-        provided < MPI_THREAD_FUNNELED) {
-      std::fprintf(stderr, "kvzap: error: MPI cannot be started beside threads\n");
-      std::exit(exit_failure);
-    }
-  }
-  ~MpiSession() { MPI_Finalize(); }
-  MpiSession(const MpiSession&) = delete;
-  MpiSession& operator=(const MpiSession&) = delete;
-};
 
 /// Kokkos from construction to destruction. It sees only its own flags: version 3.4 swallows --help
 /// and --threads.
@@ -74,9 +58,16 @@ std::string usage_message(const CLI::App& app, const CLI::App& command,
       name.rfind("--", 0) == 0 && !nearest.empty() ? "; did you mean --" + nearest + "?" : "");
 }
 
-int usage_exit(const CLI::App& app, const CLI::ParseError& error, const kvzap::Communicator& comm) {
+int flush_exit() {
+  std::cout.flush();
+  if (std::cout.good()) return 0;
+  fmt::print(stderr, "kvzap: error: standard output: writing failed (is the disk full?)\n");
+  return exit_failure;
+}
+
+int usage_exit(const CLI::App& app, const CLI::ParseError& error, bool is_root) {
   const bool failed = error.get_exit_code() != 0;
-  if (!comm.is_root()) return failed ? exit_usage : 0;
+  if (!is_root) return failed ? exit_usage : 0;
   if (failed) {
     const auto named = app.get_subcommands();
     const CLI::App& command = named.empty() ? app : *named.front();
@@ -84,10 +75,35 @@ int usage_exit(const CLI::App& app, const CLI::ParseError& error, const kvzap::C
     return exit_usage;
   }
   app.exit(error);  // --help or --version, on standard output
-  std::cout.flush();
-  if (std::cout.good()) return 0;
-  fmt::print(stderr, "kvzap: error: standard output: writing failed (is the disk full?)\n");
-  return exit_failure;
+  return flush_exit();
+}
+
+/// What was asked for needs neither MPI nor Kokkos: a build makes these files, also on a machine
+/// where neither can start.
+bool asks_for_document(int argc, char** argv) {
+  const std::string command = argc > 1 ? argv[1] : "";
+  return command == "completion" || command == "manual";
+}
+
+int print_document(const kvzap::driver::CommandLine& line) {
+  if (line.manual->parsed()) {
+    std::cout << kvzap::driver::man_page(line.app, kvzap::driver::version);
+  } else if (line.shell == "zsh") {
+    std::cout << kvzap::driver::zsh_completion(line.app);
+  } else {
+    std::cout << kvzap::driver::bash_completion(line.app);
+  }
+  return flush_exit();
+}
+
+int print_document(int argc, char** argv) {
+  kvzap::driver::CommandLine line;
+  try {
+    line.app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return usage_exit(line.app, error, true);
+  }
+  return print_document(line);
 }
 
 int run_program(int argc, char** argv, const kvzap::Communicator& comm) {
@@ -102,42 +118,29 @@ int run_program(int argc, char** argv, const kvzap::Communicator& comm) {
     }
   }
 
-  CLI::App app(
-      "kvzap prunes the KV cache of a language model while it runs, and frees the memory.\n"
-      "Flags that begin with --kokkos- are passed on to Kokkos.");
-  const std::string version = KVZAP_VERSION;
-  app.set_help_flag("-h,--help", "print this and exit");
-  app.set_version_flag("--version", "kvzap " + version, "print the version and exit");
-  app.require_subcommand(1);
-  app.name("kvzap");
-  auto* run = app.add_subcommand("run", "answer questions about a long prompt with a pruned cache");
-  kvzap::driver::RunOptions run_options;
-  kvzap::driver::declare(*run, run_options);
-  auto* bench = app.add_subcommand(
-      "bench", "measure prefill and decode at given context lengths and evict ratios");
-  kvzap::driver::BenchOptions bench_options;
-  kvzap::driver::declare(*bench, bench_options);
-  // Set last, because subcommands would inherit it.
-  app.footer("kvzap run --help and kvzap bench --help list the options of each.");
+  kvzap::driver::CommandLine line;
   try {
-    app.parse(arguments);
+    line.app.parse(arguments);
   } catch (const CLI::ParseError& error) {
-    return usage_exit(app, error, comm);
+    return usage_exit(line.app, error, comm.is_root());
   }
-  const bool is_bench = bench->parsed();
+  if (line.completion->parsed() || line.manual->parsed()) {
+    return comm.is_root() ? print_document(line) : 0;
+  }
+  const bool is_bench = line.bench->parsed();
 
   // Each rank would print Kokkos' warnings, all the same.
   std::string quiet = "--kokkos-disable-warnings";
   if (!comm.is_root()) kokkos_arguments.push_back(quiet.data());
   const KokkosSession kokkos(kokkos_arguments);
   comm.agree([&] {
-    const std::string& deck = is_bench ? bench_options.config : run_options.config;
-    if (!deck.empty()) kvzap::driver::read_deck(is_bench ? *bench : *run, deck);
+    const std::string& deck = is_bench ? line.bench_options.config : line.run_options.config;
+    if (!deck.empty()) kvzap::driver::read_deck(is_bench ? *line.bench : *line.run, deck);
   });
   if (is_bench) {
-    kvzap::driver::bench(bench_options, comm, version, KVZAP_REVISION);
+    kvzap::driver::bench(line.bench_options, comm, kvzap::driver::version, kvzap::driver::revision);
   } else {
-    kvzap::driver::run(run_options, comm, version);
+    kvzap::driver::run(line.run_options, comm, kvzap::driver::version);
   }
   return 0;
 }
@@ -150,7 +153,8 @@ int main(int argc, char** argv) {
   // glibc otherwise raises this limit to the largest block it has seen freed.
   mallopt(M_MMAP_THRESHOLD, 1 << 20);
 #endif
-  const MpiSession mpi(argc, argv);
+  if (asks_for_document(argc, argv)) return print_document(argc, argv);
+  const kvzap::detail::MpiSession mpi(argc, argv);
   const auto comm = kvzap::Communicator::world();
   try {
     return run_program(argc, argv, comm);
@@ -163,7 +167,6 @@ int main(int argc, char** argv) {
     std::replace(what.begin(), what.end(), '\n', ' ');  // Kokkos' message has several lines
     fmt::print(stderr, "kvzap: error: rank {}: {}\n", comm.rank(), what);
     std::fflush(stderr);
-    MPI_Abort(comm.mpi(), exit_failure);
+    comm.abort(exit_failure);
   }
-  return exit_failure;
 }

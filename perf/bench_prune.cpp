@@ -5,7 +5,6 @@
 // Bytes are those of rows that move, read and written. One layer of 8 KV heads, head_dim 128,
 // bfloat16; with one process per core, every process measures for itself.
 #include <benchmark/benchmark.h>
-#include <mpi.h>
 
 #include <cstring>
 #include <kvzap/cache.hpp>
@@ -16,6 +15,7 @@
 #include <vector>
 
 #include "detail/huge_pages.hpp"
+#include "detail/mpi_session.hpp"
 #include "detail/simd.hpp"
 #if KVZAP_X86
 #include <immintrin.h>
@@ -277,12 +277,11 @@ BENCHMARK(Compaction)->ArgsProduct({{32768}, {2, 3}})->Unit(benchmark::kMicrosec
 }  // namespace
 
 int main(int argc, char** argv) {
-  MPI_Init(&argc, &argv);
+  const kvzap::detail::MpiSession mpi(argc, argv);
   Kokkos::initialize(argc, argv);
   benchmark::Initialize(&argc, argv);
   const bool bad = benchmark::ReportUnrecognizedArguments(argc, argv);
   if (!bad) benchmark::RunSpecifiedBenchmarks();
   Kokkos::finalize();
-  MPI_Finalize();
   return bad ? 1 : 0;
 }

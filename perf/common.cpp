@@ -14,6 +14,8 @@
 #include <vector>
 
 #include "detail/blas_threads.hpp"
+#include "detail/build_info.hpp"
+#include "detail/mpi_session.hpp"
 #include "detail/onednn.hpp"
 #include "detail/simd.hpp"
 #include "revision.hpp"
@@ -81,14 +83,6 @@ std::string processor() {
   return "unknown";
 }
 
-std::string mpi_library() {
-  char text[MPI_MAX_LIBRARY_VERSION_STRING];
-  int length = 0;
-  MPI_Get_library_version(text, &length);
-  const std::string version(text, length);
-  return version.substr(0, version.find_first_of(",\n"));
-}
-
 void add_context() {
   const auto add = [](const std::string& key, const std::string& value) {
     benchmark::AddCustomContext(key, value);
@@ -100,9 +94,8 @@ void add_context() {
   add("processor", processor());
   add("processors", std::to_string(std::thread::hardware_concurrency()));
   add("instruction_set", detail::name_of(detail::simd_level()));
-  add("kokkos", fmt::format("{}.{}.{} {}", KOKKOS_VERSION / 10000, KOKKOS_VERSION / 100 % 100,
-                            KOKKOS_VERSION % 100, ExecutionSpace::name()));
-  add("mpi", mpi_library());
+  add("kokkos", fmt::format("{} {}", detail::kokkos_version(), ExecutionSpace::name()));
+  add("mpi", detail::mpi_library());
   add("ranks", std::to_string(world().size()));
   add("threads_per_rank", std::to_string(ExecutionSpace().concurrency()));
   add("onednn", detail::onednn::is_available() ? detail::onednn::version() : "none");
@@ -152,19 +145,23 @@ int run(int argc, char** argv) {
 
 const Communicator& world() { return *the_world; }
 
-void world_barrier() { MPI_Barrier(world().mpi()); }
+void world_barrier() { world().barrier(); }
 
 double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 double max_over_ranks(double value) {
+#if KVZAP_HAVE_MPI
   MPI_Allreduce(MPI_IN_PLACE, &value, 1, MPI_DOUBLE, MPI_MAX, world().mpi());
+#endif
   return value;
 }
 
 double sum_over_ranks(double value) {
+#if KVZAP_HAVE_MPI
   MPI_Allreduce(MPI_IN_PLACE, &value, 1, MPI_DOUBLE, MPI_SUM, world().mpi());
+#endif
   return value;
 }
 
@@ -233,7 +230,7 @@ TemporaryFolder::~TemporaryFolder() {
 }  // namespace kvzap::perf
 
 int main(int argc, char** argv) {
-  MPI_Init(&argc, &argv);
+  const kvzap::detail::MpiSession mpi(argc, argv);
   Kokkos::initialize(argc, argv);
   int status = 0;
   try {
@@ -242,9 +239,8 @@ int main(int argc, char** argv) {
   } catch (const std::exception& error) {
     // Others may wait for this rank.
     std::fprintf(stderr, "%s\n", error.what());
-    MPI_Abort(MPI_COMM_WORLD, 1);
+    kvzap::Communicator::world().abort(1);
   }
   Kokkos::finalize();
-  MPI_Finalize();
   return status;
 }

@@ -1,118 +1,11 @@
+// What all ranks agree on, by the calls that communicator_mpi.cpp or communicator_serial.cpp gives.
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <kvzap/communicator.hpp>
-#include <limits>
-#include <numeric>
+#include <new>
+#include <string>
 
 namespace kvzap {
-namespace {
-
-void check(int code, const char* call) {
-  if (code == MPI_SUCCESS) return;
-  char text[MPI_MAX_ERROR_STRING];
-  int length = 0;
-  MPI_Error_string(code, text, &length);
-  throw Error(fmt::format("{} failed: {}", call, std::string(text, length)));
-}
-
-int narrow(std::size_t count, const char* call) {
-  if (count > static_cast<std::size_t>(std::numeric_limits<int>::max())) {
-    throw Error(fmt::format("{}: {} elements do not fit MPI's int count", call, count));
-  }
-  return static_cast<int>(count);
-}
-
-// Large reductions and broadcasts go in pieces: no count overflows MPI's int, and MPI's own
-// buffers, which grow with the message, stay small (Open MPI takes half the message on each rank).
-constexpr std::size_t max_piece = std::size_t{1} << 22;
-
-}  // namespace
-
-Communicator::Communicator(MPI_Comm comm) : m_comm(comm) {
-  check(MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
-  check(MPI_Comm_rank(comm, &m_rank), "MPI_Comm_rank");
-  check(MPI_Comm_size(comm, &m_size), "MPI_Comm_size");
-}
-
-int Communicator::ranks_on_node() const {
-  MPI_Comm node = MPI_COMM_NULL;
-  check(MPI_Comm_split_type(m_comm, MPI_COMM_TYPE_SHARED, m_rank, MPI_INFO_NULL, &node),
-        "MPI_Comm_split_type");
-  int size = 1;
-  const int code = MPI_Comm_size(node, &size);
-  check(MPI_Comm_free(&node), "MPI_Comm_free");
-  check(code, "MPI_Comm_size");
-  return size;
-}
-
-void Communicator::all_reduce_sum(float* values, std::size_t count) const {
-  if (m_size == 1) return;
-  for (std::size_t begin = 0; begin < count; begin += max_piece) {
-    const int piece = narrow(std::min(max_piece, count - begin), "MPI_Allreduce");
-    check(MPI_Allreduce(MPI_IN_PLACE, values + begin, piece, MPI_FLOAT, MPI_SUM, m_comm),
-          "MPI_Allreduce");
-  }
-}
-
-std::int64_t Communicator::all_reduce_sum(std::int64_t value) const {
-  check(MPI_Allreduce(MPI_IN_PLACE, &value, 1, MPI_INT64_T, MPI_SUM, m_comm), "MPI_Allreduce");
-  return value;
-}
-
-std::int64_t Communicator::all_reduce_max(std::int64_t value) const {
-  check(MPI_Allreduce(MPI_IN_PLACE, &value, 1, MPI_INT64_T, MPI_MAX, m_comm), "MPI_Allreduce");
-  return value;
-}
-
-void Communicator::broadcast(void* data, std::size_t bytes, int root) const {
-  for (std::size_t begin = 0; begin < bytes; begin += max_piece) {
-    const int piece = narrow(std::min(max_piece, bytes - begin), "MPI_Bcast");
-    check(MPI_Bcast(static_cast<char*>(data) + begin, piece, MPI_BYTE, root, m_comm), "MPI_Bcast");
-  }
-}
-
-std::vector<std::vector<std::int64_t>> Communicator::all_gather(
-    const std::vector<std::int64_t>& values) const {
-  const int count = narrow(values.size(), "MPI_Allgatherv");
-  std::vector<int> counts(m_size);
-  check(MPI_Allgather(&count, 1, MPI_INT, counts.data(), 1, MPI_INT, m_comm), "MPI_Allgather");
-  std::vector<int> begins(m_size + 1, 0);
-  std::size_t total = 0;
-  for (int r = 0; r < m_size; ++r) {
-    total += counts[r];
-    begins[r + 1] = narrow(total, "MPI_Allgatherv");
-  }
-  std::vector<std::int64_t> all(total);
-  check(MPI_Allgatherv(values.data(), count, MPI_INT64_T, all.data(), counts.data(), begins.data(),
-                       MPI_INT64_T, m_comm),
-        "MPI_Allgatherv");
-  std::vector<std::vector<std::int64_t>> result(m_size);
-  for (int r = 0; r < m_size; ++r) {
-    result[r].assign(all.begin() + begins[r], all.begin() + begins[r + 1]);
-  }
-  return result;
-}
-
-std::vector<float> Communicator::gather(const float* values, std::size_t count, int root) const {
-  const int my_count = narrow(count, "MPI_Gatherv");
-  std::vector<int> counts(m_size);
-  check(MPI_Gather(&my_count, 1, MPI_INT, counts.data(), 1, MPI_INT, root, m_comm), "MPI_Gather");
-  std::vector<int> begins(m_size + 1, 0);
-  std::vector<float> all;
-  if (m_rank == root) {
-    std::size_t total = 0;
-    for (int r = 0; r < m_size; ++r) {
-      total += counts[r];
-      begins[r + 1] = narrow(total, "MPI_Gatherv");
-    }
-    all.resize(total);
-  }
-  check(MPI_Gatherv(values, my_count, MPI_FLOAT, all.data(), counts.data(), begins.data(),
-                    MPI_FLOAT, root, m_comm),
-        "MPI_Gatherv");
-  return all;
-}
 
 void Communicator::agree(const std::function<void()>& local_work) const { agree(local_work, true); }
 
@@ -136,8 +29,8 @@ void Communicator::agree(const std::function<void()>& local_work, bool all_work)
     failed = true;
     message = "unknown error";
   }
-  int first = failed ? m_rank : m_size;
-  check(MPI_Allreduce(MPI_IN_PLACE, &first, 1, MPI_INT, MPI_MIN, m_comm), "MPI_Allreduce");
+  // The lowest rank that failed, by a maximum of the negated.
+  const int first = static_cast<int>(-all_reduce_max(std::int64_t{failed ? -m_rank : -m_size}));
   if (first == m_size) return;
   std::int64_t length = static_cast<std::int64_t>(message.size());
   broadcast(&length, sizeof(length), first);

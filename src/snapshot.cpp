@@ -414,9 +414,13 @@ class SharedRows {
 Hdf5Handle open_together(const fs::path& path, const fs::path& file, const Communicator& comm) {
   CollectiveOutcome outcome;
   Hdf5Handle access;
+#if KVZAP_HAVE_MPI
   agree(comm, file, [&] { access = property_list(H5P_FILE_ACCESS); });
   outcome.note(H5Pset_fapl_mpio(access, comm.mpi(), MPI_INFO_NULL), "H5Pset_fapl_mpio");
   outcome.agree(comm, file);
+#else
+  agree(comm, file, [&] { access = serial_access(); });
+#endif
   const hid_t id = H5Fopen(path.c_str(), H5F_ACC_RDWR, access);
   outcome.note(id < 0 ? -1 : 0, "H5Fopen");
   outcome.agree(comm, file);
@@ -462,11 +466,13 @@ void write_layer(hid_t hdf5, const fs::path& file, KVCache<Value, order>& cache,
                        std::max<std::int64_t>(1, max_transfer_bytes / layout.row_bytes()));
     type = type_in_memory(layout.dtype);
     transfer = property_list(H5P_DATASET_XFER);
+#if KVZAP_HAVE_MPI
     checked_hdf5(H5Pset_dxpl_mpio(transfer, H5FD_MPIO_COLLECTIVE), "H5Pset_dxpl_mpio");
     // Each rank's rows are one run of bytes, which gathering on a few ranks would not speed up; and
     // Open MPI's gathering writes do not tell every rank of an error, and then hang.
     checked_hdf5(H5Pset_dxpl_mpio_collective_opt(transfer, H5FD_MPIO_INDIVIDUAL_IO),
                  "H5Pset_dxpl_mpio_collective_opt");
+#endif
   });
   const auto rounds =
       static_cast<std::size_t>(comm.all_reduce_max(static_cast<std::int64_t>(pieces.size())));

@@ -1,12 +1,13 @@
 // Starts MPI and Kokkos around GoogleTest. On several ranks only rank 0 prints, and a failure on
 // any rank fails the run.
 #include <gtest/gtest.h>
-#include <mpi.h>
 
 #include <Kokkos_Core.hpp>
 #include <cstdlib>
+#include <kvzap/communicator.hpp>
 #include <string_view>
 
+#include "detail/mpi_session.hpp"
 #include "detail/simd.hpp"
 
 namespace {
@@ -34,12 +35,11 @@ int main(int argc, char** argv) {
     std::puts("skipped: the processor lacks the instruction set that KVZAP_SIMD names");
     return skipped;
   }
-  MPI_Init(&argc, &argv);
+  const kvzap::detail::MpiSession mpi(argc, argv);
   ::testing::InitGoogleTest(&argc, argv);
-  int rank = 0;
-  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  const auto comm = kvzap::Communicator::world();
   Kokkos::initialize();
-  if (rank != 0) {
+  if (!comm.is_root()) {
     // Failures on other ranks must be seen too; only the listing of tests is silenced.
     auto& listeners = ::testing::UnitTest::GetInstance()->listeners();
     delete listeners.Release(listeners.default_result_printer());
@@ -53,9 +53,7 @@ int main(int argc, char** argv) {
     };
     listeners.Append(new Failures);
   }
-  int failed = RUN_ALL_TESTS();
+  const int failed = RUN_ALL_TESTS();
   Kokkos::finalize();
-  MPI_Allreduce(MPI_IN_PLACE, &failed, 1, MPI_INT, MPI_MAX, MPI_COMM_WORLD);
-  MPI_Finalize();
-  return failed;
+  return static_cast<int>(comm.all_reduce_max(failed));
 }

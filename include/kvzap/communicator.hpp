@@ -1,12 +1,15 @@
 // The ranks that share one model, and how an error on one of them ends all of them.
 #pragma once
 
-#include <mpi.h>
-
 #include <cstddef>
 #include <functional>
+#include <kvzap/config.hpp>
 #include <kvzap/types.hpp>
 #include <vector>
+
+#if KVZAP_HAVE_MPI
+#include <mpi.h>
+#endif
 
 namespace kvzap {
 
@@ -18,17 +21,23 @@ class AgreedError : public Error {
 };
 
 /// A non-owning handle on an MPI communicator whose calls check every return code and every count.
-/// Copyable; the MPI communicator must outlive it.
+/// Copyable; the MPI communicator must outlive it. Built without MPI (KVZAP_HAVE_MPI is 0) it is
+/// this process alone, and every collective call returns what one rank has.
 class Communicator {
  public:
+#if KVZAP_HAVE_MPI
   /// The communicator's errors are switched to MPI_ERRORS_RETURN so that they can be reported.
   explicit Communicator(MPI_Comm comm);
-  static Communicator world() { return Communicator(MPI_COMM_WORLD); }
+  MPI_Comm mpi() const { return m_comm; }
+#endif
+  /// All ranks that were started together.
+  static Communicator world();
+  /// This rank alone.
+  static Communicator self();
 
   int rank() const { return m_rank; }
   int size() const { return m_size; }
   bool is_root() const { return m_rank == 0; }
-  MPI_Comm mpi() const { return m_comm; }
   /// Ranks that run on this rank's node, this one included. Collective.
   int ranks_on_node() const;
 
@@ -48,10 +57,19 @@ class Communicator {
   /// The same for work that rank 0 alone does.
   void agree_on_root(const std::function<void()>& root_work) const;
 
+  /// Waits for every rank. Collective.
+  void barrier() const;
+  /// Ends every rank at once, with this exit status: for an error on one rank while others wait.
+  [[noreturn]] void abort(int status) const;
+
  private:
   void agree(const std::function<void()>& local_work, bool all_work) const;
 
+#if KVZAP_HAVE_MPI
   MPI_Comm m_comm;
+#else
+  Communicator() = default;
+#endif
   int m_rank = 0;
   int m_size = 1;
 };

@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <kvzap/cache.hpp>
 #include <kvzap/communicator.hpp>
+#include <kvzap/config.hpp>
 #include <kvzap/head_partition.hpp>
 #include <map>
 #include <string>
@@ -29,6 +30,10 @@ struct SnapshotInfo {
   /// Any further attributes, by name. A name that the format uses already is an error.
   std::map<std::string, SnapshotAttribute> further;
 };
+
+/// Whether this build can write snapshots (KVZAP_ENABLE_HDF5). If not, both functions below throw
+/// AgreedError, which says so.
+inline constexpr bool has_snapshots = KVZAP_HAVE_HDF5;
 
 /// Writes all layers of one sequence to one HDF5 file. Collective: all ranks write their own heads'
 /// rows together (MPI-IO), at most one head's rows in memory at a time. `file` and `info` of rank 0

@@ -1,7 +1,7 @@
 """Runs kvzap at any number of ranks and makes the folders and files that it reads.
 
-ctest sets KVZAP (the program), KVZAP_SOURCE_DIR, KVZAP_MPIEXEC and KVZAP_MPIEXEC_FLAGS (separated by
-blanks).
+ctest sets KVZAP (the program), KVZAP_SOURCE_DIR, KVZAP_MPIEXEC (empty: built without MPI),
+KVZAP_MPIEXEC_FLAGS (separated by blanks) and KVZAP_HAVE_HDF5.
 """
 import json
 import os
@@ -18,6 +18,7 @@ MPIEXEC = os.environ.get("KVZAP_MPIEXEC", "mpirun")
 FLAGS = os.environ.get(
     "KVZAP_MPIEXEC_FLAGS", "--oversubscribe --bind-to none --allow-run-as-root"
 ).split()
+HAVE_HDF5 = os.environ.get("KVZAP_HAVE_HDF5", "ON").upper() in ("ON", "1", "TRUE", "YES")
 MODEL = SOURCE / "inputs/models/recall-4m"
 MLP = SOURCE / "inputs/models/kvzap-mlp-recall-4m"
 LINEAR = SOURCE / "inputs/models/kvzap-linear-recall-4m"
@@ -47,7 +48,9 @@ class Result:
 
 def on_ranks(ranks, command):
     """The command line that starts `command` on so many ranks; 0: without mpiexec."""
-    return [MPIEXEC, *FLAGS, "-n", str(ranks), *command] if ranks else list(command)
+    if ranks > 1 and not MPIEXEC:
+        raise unittest.SkipTest("needs MPI")
+    return [MPIEXEC, *FLAGS, "-n", str(ranks), *command] if ranks and MPIEXEC else list(command)
 
 
 def run_command(command, stdin=b"", timeout=60, **options):

@@ -9,8 +9,8 @@ import subprocess
 import time
 import unittest
 
-from harness import (CASES, FLAGS, KVZAP, LINEAR, MLP, MODEL, MPIEXEC, TestCase, kvzap, on_ranks,
-                     read_safetensors, run_command, write_safetensors)
+from harness import (CASES, FLAGS, HAVE_HDF5, KVZAP, LINEAR, MLP, MODEL, MPIEXEC, TestCase, kvzap,
+                     on_ranks, read_safetensors, run_command, write_safetensors)
 
 TENSOR = "model.layers.0.self_attn.q_proj.weight"
 
@@ -245,7 +245,7 @@ class Unwritable(TestCase):
         (model / "model.safetensors").write_bytes(b"bad")
         file = self.folder / "file"
         file.write_text("old")
-        for flag in ("--json", "--snapshot"):
+        for flag in ("--json", "--snapshot") if HAVE_HDF5 else ("--json",):
             for target in (self.folder / "none" / "x", self.folder, file / "x"):
                 for ranks in (0, 2):
                     with self.subTest(flag=flag, target=target.name, ranks=ranks):
@@ -255,6 +255,15 @@ class Unwritable(TestCase):
         self.assertEqual(file.read_text(), "old")
         self.assertEqual(sorted(p.name for p in self.folder.iterdir()), ["file", "model"])
 
+    @unittest.skipIf(HAVE_HDF5, "this program has HDF5")
+    def test_snapshot_without_hdf5(self):
+        model = self.copy(MODEL, "model")
+        (model / "model.safetensors").write_bytes(b"bad")
+        result = kvzap("-m", model, "-p", "one", "--snapshot", self.folder / "cache.h5")
+        self.fail_with(result, "cache.h5", "built without HDF5", code=1)
+        self.assertFalse((self.folder / "cache.h5").exists())
+
+    @unittest.skipUnless(HAVE_HDF5, "needs HDF5")
     def test_old_output_survives_a_failure(self):
         model = self.copy(MODEL, "model")
         (model / "model.safetensors").write_bytes(b"bad")
@@ -280,6 +289,8 @@ class FailingRank(TestCase):
 
     def programs(self, *programs):
         """mpiexec's line for one rank of each program."""
+        if not MPIEXEC:
+            self.skipTest("needs MPI")
         command = [MPIEXEC, *FLAGS]
         for i, program in enumerate(programs):
             command += [":"] * (i > 0) + ["-n", "1", *program]

@@ -6,7 +6,8 @@ import re
 import subprocess
 import unittest
 
-from harness import CASES, KVZAP, MLP, MODEL, SOURCE, TestCase, kvzap, run_command
+from harness import (CASES, HAVE_HDF5, KVZAP, MLP, MODEL, MPIEXEC, SOURCE, TestCase, kvzap, on_ranks,
+                     run_command)
 
 CASE = CASES[0]
 CONTEXT = CASE["context"]
@@ -371,7 +372,25 @@ class Help(TestCase):
     def test_version(self):
         declared = re.search(r"project\([^)]*VERSION\s+([\d.]+)", (SOURCE / "CMakeLists.txt").read_text())
         result = run_command([KVZAP, "--version"])
-        self.assertEqual((result.code, result.text), (0, f"kvzap {declared.group(1)}\n"))
+        self.assertEqual((result.code, result.err), (0, b""), result)
+        lines = result.text.splitlines()
+        self.assertEqual(lines[0], f"kvzap {declared.group(1)}")
+        parts = {line[:16].strip(): line[17:] for line in lines[1:]}
+        self.assertEqual(list(parts), ["revision", "Kokkos", "Kokkos Kernels", "MPI", "HDF5", "BLAS",
+                                       "oneDNN", "instruction set", "compiler"])
+        for name, what in parts.items():
+            self.assertTrue(what.strip(), name)
+        self.assertRegex(parts["Kokkos"], r"^\d+\.\d+\.\d+, (\w+, )*\w+ \(default (\w+)\)$")
+        if MPIEXEC:
+            self.assertRegex(parts["MPI"], r"\d, (not )?GPU-aware$")
+        else:
+            self.assertEqual(parts["MPI"], "none, one rank")
+        hdf5 = (r"^\d+\.\d+\.\d+, " + ("parallel$" if MPIEXEC else "serial$")) if HAVE_HDF5 else "^none"
+        self.assertRegex(parts["HDF5"], hdf5)
+
+    def test_version_is_printed_once(self):
+        result = run_command(on_ranks(2, [KVZAP, "--version"]))
+        self.assertEqual((result.code, result.text.count("kvzap ")), (0, 1), result)
 
 
 if __name__ == "__main__":

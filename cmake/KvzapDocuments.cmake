@@ -1,0 +1,16 @@
+# Lets the program that was just built print its man page and completion scripts. A machine that
+# compiles for others may be unable to run it: then there are none, and the build goes on.
+#   cmake -DPROGRAM=... -DFOLDER=... -P KvzapDocuments.cmake
+foreach(document "manual|kvzap.1" "completion;bash|kvzap.bash" "completion;zsh|_kvzap")
+  string(REPLACE "|" ";" parts "${document}")
+  list(POP_BACK parts file)
+  execute_process(COMMAND ${PROGRAM} ${parts} RESULT_VARIABLE result OUTPUT_VARIABLE text
+                  ERROR_VARIABLE errors)
+  if(NOT result EQUAL 0)
+    message(WARNING "No man page and no shell completion: ${PROGRAM} does not run here. ${errors}")
+    file(REMOVE ${FOLDER}/kvzap.1 ${FOLDER}/kvzap.bash ${FOLDER}/_kvzap)
+    break()
+  endif()
+  file(WRITE ${FOLDER}/${file} "${text}")
+endforeach()
+file(WRITE ${FOLDER}/stamp "")

@@ -1,0 +1,59 @@
+# What `cmake --install` puts where.
+include(CMakePackageConfigHelpers)
+include(KvzapPkgConfig)
+
+set(KVZAP_DATA_DIR ${CMAKE_INSTALL_DATADIR}/kvzap)
+set(config_dir ${CMAKE_INSTALL_LIBDIR}/cmake/kvzap)
+
+install(TARGETS kvzap EXPORT kvzapTargets
+  ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR}
+  LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR}
+  RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+install(DIRECTORY include/kvzap ${CMAKE_CURRENT_BINARY_DIR}/include/kvzap
+  DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN "*.hpp")
+
+# CMake consumers.
+get_target_property(kvzap_type kvzap TYPE)
+set(KVZAP_CONFIG_PRIVATE ON)
+if(kvzap_type STREQUAL "SHARED_LIBRARY")
+  set(KVZAP_CONFIG_PRIVATE OFF)
+endif()
+set(KVZAP_CONFIG_ONEDNN OFF)
+if(TARGET kvzap::onednn)
+  set(KVZAP_CONFIG_ONEDNN REQUIRED)
+endif()
+configure_package_config_file(cmake/kvzapConfig.cmake.in kvzapConfig.cmake
+  INSTALL_DESTINATION ${config_dir} PATH_VARS KVZAP_DATA_DIR)
+# Before version 1 a new minor version may change the interface.
+write_basic_package_version_file(kvzapConfigVersion.cmake COMPATIBILITY SameMinorVersion)
+install(EXPORT kvzapTargets NAMESPACE kvzap:: DESTINATION ${config_dir})
+install(FILES ${CMAKE_CURRENT_BINARY_DIR}/kvzapConfig.cmake
+              ${CMAKE_CURRENT_BINARY_DIR}/kvzapConfigVersion.cmake
+              cmake/KvzapDependencies.cmake
+  DESTINATION ${config_dir})
+
+# Everybody else.
+set(pkg_config_targets ${kvzap_public_targets})
+if(KVZAP_CONFIG_PRIVATE)
+  list(APPEND pkg_config_targets ${kvzap_private_targets} ${CMAKE_DL_LIBS})
+endif()
+kvzap_write_pkg_config(${CMAKE_CURRENT_BINARY_DIR}/kvzap.pc ${pkg_config_targets})
+install(FILES ${CMAKE_CURRENT_BINARY_DIR}/kvzap.pc.CXX RENAME kvzap.pc
+  DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
+
+install(FILES LICENSE README.md CHANGELOG.md DESTINATION ${CMAKE_INSTALL_DOCDIR})
+# Decks name files from the folder above inputs/, in the sources as here.
+install(DIRECTORY inputs DESTINATION ${KVZAP_DATA_DIR} PATTERN eval EXCLUDE)
+install(DIRECTORY examples DESTINATION ${KVZAP_DATA_DIR})
+
+if(KVZAP_ENABLE_DRIVERS)
+  install(TARGETS kvzap_driver RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+  if(TARGET kvzap_documents)
+    # Not there if the program does not run on this machine.
+    install(FILES ${kvzap_documents}/kvzap.1 DESTINATION ${CMAKE_INSTALL_MANDIR}/man1 OPTIONAL)
+    install(FILES ${kvzap_documents}/kvzap.bash RENAME kvzap OPTIONAL
+      DESTINATION ${CMAKE_INSTALL_DATADIR}/bash-completion/completions)
+    install(FILES ${kvzap_documents}/_kvzap OPTIONAL
+      DESTINATION ${CMAKE_INSTALL_DATADIR}/zsh/site-functions)
+  endif()
+endif()

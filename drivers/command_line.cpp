@@ -1,0 +1,47 @@
+#include "command_line.hpp"
+
+#include <fmt/format.h>
+
+#include <kvzap/config.hpp>
+
+#include "detail/build_info.hpp"
+
+namespace kvzap::driver {
+namespace {
+
+std::string version_text() {
+  std::string text = fmt::format("kvzap {}\n{:<16} {}", version, "revision", revision);
+  for (const auto& [name, what] : detail::build_info()) {
+    text += fmt::format("\n{:<16} {}", name, what);
+  }
+  return text;
+}
+
+}  // namespace
+
+const char* const version = KVZAP_VERSION;
+const char* const revision = KVZAP_REVISION;
+
+CommandLine::CommandLine()
+    : app("kvzap prunes the KV cache of a language model while it runs, and frees the memory.\n"
+          "Flags that begin with --kokkos- are passed on to Kokkos.") {
+  app.set_help_flag("-h,--help", "print this and exit");
+  app.set_version_flag("--version", version_text,
+                       "print the version, and what this program was built with, and exit");
+  app.require_subcommand(1);
+  app.name("kvzap");
+  run = app.add_subcommand("run", "answer questions about a long prompt with a pruned cache");
+  declare(*run, run_options);
+  bench = app.add_subcommand(
+      "bench", "measure prefill and decode at given context lengths and evict ratios");
+  declare(*bench, bench_options);
+  completion = app.add_subcommand("completion", "print the completion script of a shell");
+  completion->add_option("shell", shell, "for bash: source <(kvzap completion bash)")
+      ->required()
+      ->check(CLI::IsMember({"bash", "zsh"}));
+  manual = app.add_subcommand("manual", "print the man page (kvzap manual | man -l -)");
+  // Set last, because subcommands would inherit it.
+  app.footer("kvzap run --help and kvzap bench --help list the options of each.");
+}
+
+}  // namespace kvzap::driver

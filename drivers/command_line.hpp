@@ -1,0 +1,35 @@
+// Every command of the program with all its options: the one table that parsing, --help, the man
+// page and shell completion are made from.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <string>
+
+#include "bench_options.hpp"
+#include "options.hpp"
+
+namespace kvzap::driver {
+
+struct CommandLine {
+  CommandLine();
+  CommandLine(const CommandLine&) = delete;
+  CommandLine& operator=(const CommandLine&) = delete;
+
+  CLI::App app;
+  CLI::App* run;
+  CLI::App* bench;
+  CLI::App* completion;
+  CLI::App* manual;
+
+  // What parsing fills in.
+  RunOptions run_options;
+  BenchOptions bench_options;
+  std::string shell;
+};
+
+/// "0.1.0"
+extern const char* const version;
+/// The revision of the sources as Git describes it, or "unknown".
+extern const char* const revision;
+
+}  // namespace kvzap::driver

@@ -1,0 +1,293 @@
+#include "documents.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cctype>
+#include <vector>
+
+namespace kvzap::driver {
+namespace {
+
+enum class ValueKind { none, any, choice, folder, file };
+
+/// An option as the documents show it.
+struct Entry {
+  std::vector<std::string> flags;  // "-m", "--model"; none: a positional argument
+  std::string name;                // of a positional argument
+  std::string type;                // "INT", "DIR", ...
+  std::vector<std::string> choices;
+  std::string description;
+  std::string default_text;
+  std::string group;
+  ValueKind kind = ValueKind::any;
+  bool repeats = false;
+};
+
+Entry entry_of(const CLI::Option& option) {
+  Entry entry;
+  for (const std::string& name : option.get_snames()) entry.flags.push_back("-" + name);
+  for (const std::string& name : option.get_lnames()) entry.flags.push_back("--" + name);
+  entry.name = option.get_name(true);
+  entry.description = option.get_description();
+  entry.default_text = option.get_default_str();
+  entry.group = option.get_group();
+  entry.repeats = option.get_multi_option_policy() == CLI::MultiOptionPolicy::TakeAll;
+  // "TEXT:{f32,bf16}" with what validators say of themselves
+  const std::string type = option.get_type_name();
+  entry.type = type.substr(0, type.find(':'));
+  const auto begin = type.find('{');
+  const auto end = type.find('}', begin);
+  if (option.get_expected_max() == 0) {
+    entry.kind = ValueKind::none;
+  } else if (begin != std::string::npos && end != std::string::npos) {
+    entry.kind = ValueKind::choice;
+    std::string choice;
+    for (const char c : type.substr(begin + 1, end - begin - 1) + ",") {
+      if (c == ',') {
+        entry.choices.push_back(choice);
+        choice.clear();
+      } else if (c != ' ') {
+        choice += c;
+      }
+    }
+  } else if (entry.type == "DIR") {
+    entry.kind = ValueKind::folder;
+  } else if (entry.type == "FILE" || entry.type == "DECK") {
+    entry.kind = ValueKind::file;
+  }
+  return entry;
+}
+
+std::vector<Entry> entries_of(const CLI::App& app) {
+  std::vector<Entry> entries;
+  for (const CLI::Option* option : app.get_options()) entries.push_back(entry_of(*option));
+  return entries;
+}
+
+std::vector<const CLI::App*> commands_of(const CLI::App& app) {
+  const auto any = [](const CLI::App*) { return true; };
+  return app.get_subcommands(any);
+}
+
+std::string joined(const std::vector<std::string>& parts, const std::string& separator) {
+  return fmt::format("{}", fmt::join(parts, separator));
+}
+
+std::string replaced(std::string text, const std::string& what, const std::string& by) {
+  for (auto at = text.find(what); at != std::string::npos; at = text.find(what, at + by.size())) {
+    text.replace(at, what.size(), by);
+  }
+  return text;
+}
+
+// --- roff
+
+/// Text that roff shows as it is: a minus that can be copied, no escapes, no requests.
+std::string roff(const std::string& text) {
+  std::string out = replaced(replaced(text, "\\", "\\e"), "-", "\\-");
+  if (!out.empty() && (out.front() == '.' || out.front() == '\'')) out = "\\&" + out;
+  return replaced(replaced(out, "\n.", "\n\\&."), "\n'", "\n\\&'");
+}
+
+std::string roff_option(const Entry& entry) {
+  std::vector<std::string> flags;
+  for (const std::string& flag : entry.flags) flags.push_back("\\fB" + roff(flag) + "\\fR");
+  if (flags.empty()) flags.push_back("\\fI" + roff(entry.name) + "\\fR");
+  std::string text = ".TP\n" + joined(flags, ", ");
+  if (entry.kind == ValueKind::choice) {
+    text += " \\fR" + roff(joined(entry.choices, "|"));
+  } else if (entry.kind != ValueKind::none && !entry.flags.empty()) {
+    text += " \\fI" + roff(entry.type) + "\\fR";
+  }
+  text += "\n" + roff(entry.description);
+  if (!entry.default_text.empty()) text += roff(" [" + entry.default_text + "]");
+  return text + "\n";
+}
+
+std::string roff_options(const CLI::App& app) {
+  std::vector<std::string> groups;
+  const std::vector<Entry> entries = entries_of(app);
+  for (const Entry& entry : entries) {
+    if (std::find(groups.begin(), groups.end(), entry.group) == groups.end()) {
+      groups.push_back(entry.group);
+    }
+  }
+  std::string text;
+  for (const std::string& group : groups) {
+    if (groups.size() > 1) text += ".PP\n" + roff(group) + ":\n";
+    for (const Entry& entry : entries) {
+      if (entry.group == group) text += roff_option(entry);
+    }
+  }
+  return text;
+}
+
+// --- shells
+
+/// The flags of an app, or the subcommands and flags of the program.
+std::string words_of(const CLI::App& app) {
+  std::vector<std::string> words;
+  for (const CLI::App* command : commands_of(app)) words.push_back(command->get_name());
+  for (const Entry& entry : entries_of(app)) {
+    words.insert(words.end(), entry.flags.begin(), entry.flags.end());
+    if (entry.flags.empty()) words.insert(words.end(), entry.choices.begin(), entry.choices.end());
+  }
+  return joined(words, " ");
+}
+
+std::string bash_values(const Entry& entry) {
+  switch (entry.kind) {
+    case ValueKind::choice:
+      return fmt::format("mapfile -t COMPREPLY < <(compgen -W '{}' -- \"$current\")",
+                         joined(entry.choices, " "));
+    case ValueKind::folder:
+      return "compopt -o filenames; mapfile -t COMPREPLY < <(compgen -d -- \"$current\")";
+    case ValueKind::file:
+      return "compopt -o filenames; mapfile -t COMPREPLY < <(compgen -f -- \"$current\")";
+    default:
+      return ":";
+  }
+}
+
+/// Text inside a zsh _arguments specification in single quotes.
+std::string zsh_text(std::string text) {
+  for (const char* special : {"\\", "[", "]", ":"}) {
+    text = replaced(text, special, std::string("\\") + special);
+  }
+  return replaced(replaced(text, "\n", " "), "'", "'\\''");
+}
+
+std::string zsh_action(const Entry& entry) {
+  switch (entry.kind) {
+    case ValueKind::choice:
+      return "(" + joined(entry.choices, " ") + ")";
+    case ValueKind::folder:
+      return "_files -/";
+    case ValueKind::file:
+      return "_files";
+    default:
+      return " ";
+  }
+}
+
+std::string zsh_arguments(const CLI::App& app) {
+  std::string text;
+  for (const Entry& entry : entries_of(app)) {
+    if (entry.flags.empty()) {
+      text += fmt::format(" \\\n    '1:{}:{}'", zsh_text(entry.name), zsh_action(entry));
+      continue;
+    }
+    const std::string value = entry.kind == ValueKind::none
+                                  ? ""
+                                  : fmt::format(":{}:{}", zsh_text(entry.type), zsh_action(entry));
+    for (const std::string& flag : entry.flags) {
+      const std::string others =
+          entry.repeats ? "*" : fmt::format("({})", joined(entry.flags, " "));
+      // Both --option value and --option=value.
+      const char* equals = !value.empty() && flag.rfind("--", 0) == 0 ? "=" : "";
+      text += fmt::format(" \\\n    '{}{}{}[{}]{}'", others, flag, equals,
+                          zsh_text(entry.description), value);
+    }
+  }
+  return text;
+}
+
+}  // namespace
+
+std::string man_page(const CLI::App& app, const std::string& version) {
+  std::string text = fmt::format(
+      ".\\\" Made by kvzap manual from the program's own options.\n"
+      ".TH KVZAP 1 \"\" \"kvzap {}\" \"User Commands\"\n"
+      ".SH NAME\nkvzap \\- prune the KV cache of a language model and free the memory\n"
+      ".SH SYNOPSIS\n",
+      version);
+  for (const CLI::App* command : commands_of(app)) {
+    const std::vector<Entry> entries = entries_of(*command);
+    const bool has_argument = std::any_of(entries.begin(), entries.end(),
+                                          [](const Entry& entry) { return entry.flags.empty(); });
+    text += fmt::format(".B kvzap {}\n{}\n.br\n", command->get_name(),
+                        has_argument ? ".I shell" : ".RI [ options ]");
+  }
+  text += ".B mpirun \\-n\n.I ranks\n.B kvzap run\n.RI [ options ]\n";
+  text += ".SH DESCRIPTION\n" + roff(app.get_description()) + "\n.SH OPTIONS\n" + roff_options(app);
+  for (const CLI::App* command : commands_of(app)) {
+    std::string title = "kvzap " + command->get_name();
+    std::transform(title.begin(), title.end(), title.begin(),
+                   [](unsigned char c) { return std::toupper(c); });
+    text += fmt::format(".SH {}\n{}\n{}", title, roff(command->get_description() + "."),
+                        roff_options(*command));
+  }
+  text +=
+      ".SH EXIT STATUS\n0 on success, 1 on an error, 2 on a command line that makes no sense. An "
+      "error is one line on standard error.\n"
+      ".SH EXAMPLE\n.EX\nkvzap run \\-m Qwen3\\-8B \\-\\-surrogate KVzap\\-mlp\\-Qwen3\\-8B "
+      "\\-\\-threshold \\-4 \\-f report.txt \\-\\-question \"What was decided?\"\n.EE\n";
+  return text;
+}
+
+std::string bash_completion(const CLI::App& app) {
+  std::string values, words, names;
+  for (const CLI::App* command : commands_of(app)) {
+    const std::string name = command->get_name();
+    names += (names.empty() ? "" : "|") + name;
+    words += fmt::format("    {}) words='{}' ;;\n", name, words_of(*command));
+    for (const Entry& entry : entries_of(*command)) {
+      if (entry.kind == ValueKind::none || entry.flags.empty()) continue;
+      std::vector<std::string> patterns;
+      for (const std::string& flag : entry.flags) patterns.push_back(name + "," + flag);
+      values += fmt::format("    {}) {}; return ;;\n", joined(patterns, "|"), bash_values(entry));
+    }
+  }
+  return fmt::format(
+      R"(# bash completion for kvzap. Made by kvzap completion bash from the program's own options.
+_kvzap() {{
+  local current=${{COMP_WORDS[COMP_CWORD]}} previous=${{COMP_WORDS[COMP_CWORD-1]}} command='' word words
+  COMPREPLY=()
+  # bash makes a word of the = in --option=value.
+  if [[ $previous = '=' ]]; then previous=${{COMP_WORDS[COMP_CWORD-2]}}; fi
+  if [[ $current = '=' ]]; then current=''; fi
+  for word in "${{COMP_WORDS[@]:1:COMP_CWORD-1}}"; do
+    case $word in {}) command=$word; break ;; esac
+  done
+  case $command,$previous in
+{}  esac
+  case $command in
+{}    *) words='{}' ;;
+  esac
+  mapfile -t COMPREPLY < <(compgen -W "$words" -- "$current")
+}}
+complete -F _kvzap kvzap
+)",
+      names, values, words, words_of(app));
+}
+
+std::string zsh_completion(const CLI::App& app) {
+  std::string commands, cases;
+  for (const CLI::App* command : commands_of(app)) {
+    commands +=
+        fmt::format("    '{}:{}'\n", command->get_name(), zsh_text(command->get_description()));
+    cases += fmt::format("    {}) _arguments{} ;;\n", command->get_name(), zsh_arguments(*command));
+  }
+  return fmt::format(
+      R"(#compdef kvzap
+# zsh completion for kvzap. Made by kvzap completion zsh from the program's own options.
+_kvzap() {{
+  local curcontext=$curcontext state line
+  typeset -A opt_args
+  local -a commands=(
+{}  )
+  _arguments -C{} \
+    '1: :->command' '*:: :->arguments'
+  case $state in
+    command) _describe command commands ;;
+    arguments) case $line[1] in
+{}    esac ;;
+  esac
+}}
+if [ "$funcstack[1]" = "_kvzap" ]; then _kvzap "$@"; else compdef _kvzap kvzap; fi
+)",
+      commands, zsh_arguments(app), cases);
+}
+
+}  // namespace kvzap::driver

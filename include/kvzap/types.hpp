@@ -45,6 +45,7 @@ struct bfloat16 {
       bits = static_cast<std::uint16_t>((word + 0x7fffu + ((word >> 16) & 1u)) >> 16);
     }
   }
+  // Implicit, as it loses nothing. NOLINTNEXTLINE(google-explicit-constructor)
   KOKKOS_INLINE_FUNCTION operator float() const {
     return detail::bits_float(static_cast<std::uint32_t>(bits) << 16);
   }
@@ -72,6 +73,7 @@ struct half {
       bits = static_cast<std::uint16_t>(sign | ((magnitude - 0x38000000u + 0xfffu + odd) >> 13));
     }
   }
+  // Implicit, as it loses nothing. NOLINTNEXTLINE(google-explicit-constructor)
   KOKKOS_INLINE_FUNCTION operator float() const {
     // The exponent is moved up by a multiplication that is exact, subnormals included; infinity and
     // NaN (all exponent bits set) need theirs filled in. Written without branches so that loops

@@ -8,6 +8,9 @@
 #include "detail/attention_math.hpp"
 #include "detail/row_kernels.hpp"
 
+// Within a block of rows that a kernel works on, offsets fit an int.
+// NOLINTBEGIN(bugprone-implicit-widening-of-multiplication-result)
+
 namespace kvzap::detail {
 namespace {
 
@@ -410,6 +413,7 @@ void accumulate_all(const typename Ops::Value* values, std::int64_t stride, int 
     const int count = std::min(near_rows, rows - first);
     for (int v = 0; v < vectors;) {
       const int taken = vectors - v >= wide ? wide : vectors - v >= 4 ? 4 : 1;
+      // Other numbers of vectors. NOLINTNEXTLINE(bugprone-branch-clone)
       const auto kernel = taken == wide ? accumulate<Ops, queries, wide>
                           : taken == 4  ? accumulate<Ops, queries, 4>
                                         : accumulate<Ops, queries, 1>;
@@ -540,7 +544,6 @@ std::int64_t RowAttention<Value>::scratch_size(int group, int dim) {
 template <class Value>
 RowAttention<Value>::RowAttention(int group, int dim, bool by_row, float* scratch)
     : m_group(group), m_dim(dim), m_scaling(1.0f / std::sqrt(static_cast<float>(dim))) {
-  m_kernels = Kernels::portable;
 #if KVZAP_X86
   const SimdLevel level = simd_level();
   if (by_row && level >= SimdLevel::avx512) {
@@ -688,3 +691,5 @@ template class RowAttention<half>;
 template class RowAttention<bfloat16>;
 
 }  // namespace kvzap::detail
+
+// NOLINTEND(bugprone-implicit-widening-of-multiplication-result)

@@ -9,6 +9,9 @@
 #include <immintrin.h>
 #endif
 
+// Within a block of rows that a kernel works on, offsets fit an int.
+// NOLINTBEGIN(bugprone-implicit-widening-of-multiplication-result)
+
 namespace kvzap::detail {
 
 #if KVZAP_X86
@@ -222,3 +225,5 @@ void bf16_pack_block(const bfloat16*, std::int64_t, int, std::int64_t, std::int6
 #endif
 
 }  // namespace kvzap::detail
+
+// NOLINTEND(bugprone-implicit-widening-of-multiplication-result)

@@ -70,6 +70,8 @@ class Hdf5Handle {
     std::swap(m_close, other.m_close);
   }
 
+  // HDF5's functions take the handle as it is.
+  // NOLINTNEXTLINE(google-explicit-constructor)
   operator hid_t() const { return m_id; }
   /// Closes now; negative on failure, after which the handle is given up all the same.
   herr_t close() { return m_close(std::exchange(m_id, hid_t{-1})); }

@@ -405,7 +405,7 @@ constexpr int near_rows = 16;
 template <class Ops, int G>
 void accumulate_all(const typename Ops::Value* values, std::int64_t stride, int rows,
                     const float* weights, float* sums, int padded, int dim, Ahead& ahead) {
-  constexpr int queries = G == 4 ? 2 : G;
+  constexpr int queries = G == 4 ? 2 : G;  // NOLINT(bugprone-branch-clone): G may be 2
   constexpr int wide = 8;
   const int vectors = (dim + 15) / 16;
   const std::uint32_t last = 0xffffu >> (vectors * 16 - dim);
@@ -413,7 +413,6 @@ void accumulate_all(const typename Ops::Value* values, std::int64_t stride, int 
     const int count = std::min(near_rows, rows - first);
     for (int v = 0; v < vectors;) {
       const int taken = vectors - v >= wide ? wide : vectors - v >= 4 ? 4 : 1;
-      // Other numbers of vectors. NOLINTNEXTLINE(bugprone-branch-clone)
       const auto kernel = taken == wide ? accumulate<Ops, queries, wide>
                           : taken == 4  ? accumulate<Ops, queries, 4>
                                         : accumulate<Ops, queries, 1>;
@@ -430,7 +429,7 @@ void accumulate_all(const typename Ops::Value* values, std::int64_t stride, int 
 template <int G>
 void accumulate_all_pairs(const bfloat16* values, std::int64_t stride, int rows,
                           const float* weights, float* sums, int padded, int dim, Ahead& ahead) {
-  constexpr int queries = G == 4 ? 2 : G;
+  constexpr int queries = G == 4 ? 2 : G;  // NOLINT(bugprone-branch-clone): G may be 2
   constexpr int wide = 4;
   const int vectors = (dim + 31) / 32;
   const std::uint32_t last = 0xffffffffu >> (vectors * 32 - dim);

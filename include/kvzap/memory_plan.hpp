@@ -10,6 +10,7 @@ namespace kvzap {
 
 /// Bytes by purpose, for each rank and in total (a replicated weight counts once per rank).
 struct MemoryPlan {
+  /// Bytes of one rank.
   struct Rank {
     /// Weights: matrices in the chosen value type, norms and biases in f32.
     std::int64_t weights = 0;

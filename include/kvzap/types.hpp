@@ -8,6 +8,7 @@
 #include <string>
 #include <string_view>
 
+/// A KV cache whose evicted pairs are really freed, and a decoder over it.
 namespace kvzap {
 
 /// What went wrong, in which file and field, what was expected and what was found. Thrown by every
@@ -96,16 +97,20 @@ std::string_view name_of(DType dtype);
 /// Inverse of name_of. Throws Error for any other text.
 DType dtype_from_name(std::string_view name);
 
+/// The DType of a C++ type.
 template <class Value>
 struct DTypeOf;
+/// f32
 template <>
 struct DTypeOf<float> {
   static constexpr DType value = DType::f32;
 };
+/// f16
 template <>
 struct DTypeOf<half> {
   static constexpr DType value = DType::f16;
 };
+/// bf16
 template <>
 struct DTypeOf<bfloat16> {
   static constexpr DType value = DType::bf16;
@@ -114,7 +119,9 @@ struct DTypeOf<bfloat16> {
 /// How the rows of one page lie in memory: row after row, or dimension after dimension.
 enum class PageOrder { token_major, dim_major };
 
+/// Where kernels run: Kokkos' default.
 using ExecutionSpace = Kokkos::DefaultExecutionSpace;
+/// Where weights, pages and activations are.
 using MemorySpace = ExecutionSpace::memory_space;
 
 /// Token id; ids are below 2^31 in every published vocabulary.

@@ -55,8 +55,8 @@ class Hdf5Handle {
 
   Hdf5Handle() = default;
   /// `id` is the result of `call`. Throws Error if it is negative.
-  Hdf5Handle(hid_t id, Close close, const char* call)
-      : m_id(checked_hdf5(id, call)), m_close(close) {}
+  Hdf5Handle(hid_t id, Close closer, const char* call)
+      : m_id(checked_hdf5(id, call)), m_close(closer) {}
   Hdf5Handle(Hdf5Handle&& other) noexcept { swap(other); }
   Hdf5Handle& operator=(Hdf5Handle&& other) noexcept {
     Hdf5Handle(std::move(other)).swap(*this);

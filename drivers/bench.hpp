@@ -10,7 +10,7 @@ namespace kvzap::driver {
 
 /// Carries out the command on all ranks. Throws AgreedError, on every rank alike, for whatever is
 /// wrong with the input; any other exception is one rank's own.
-void bench(const BenchOptions& options, const Communicator& comm, const std::string& version,
+void bench(const BenchOptions& given, const Communicator& comm, const std::string& version,
            const std::string& revision);
 
 }  // namespace kvzap::driver

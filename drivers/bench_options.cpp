@@ -212,7 +212,7 @@ std::vector<BenchTest> tests_of(const BenchOptions& o) {
   for (const double ratio : ratios) {
     // Where all heads keep everything, skews would only repeat one another.
     for (const double skew : ratio == 0 ? std::vector<double>{1} : skews) {
-      BenchTest test{};
+      BenchTest test;
       if (!has_surrogate) test.evict_ratio = ratio;
       test.skew = skew;
       test.is_sparse = o.prefill.empty() ? test.is_pruned() : o.prefill == "sparse";

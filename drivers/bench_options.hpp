@@ -42,19 +42,19 @@ struct BenchOptions {
 /// One row of the result.
 struct BenchTest {
   enum class Kind { prefill, decode };
-  Kind kind;
+  Kind kind = Kind::prefill;
   /// Of the prompt, or generated for each sequence.
-  std::int64_t tokens;
+  std::int64_t tokens = 0;
   /// Tokens that each sequence has had before.
-  std::int64_t depth;
+  std::int64_t depth = 0;
   /// Sequences that are decoded together.
-  int batch;
+  int batch = 1;
   /// Evicted share that random scores aim at; absent with a surrogate.
   std::optional<double> evict_ratio;
-  double skew;
+  double skew = 1;
   /// Tokens of a prompt that go through the model at once: all, or a chunk in sparse prefill.
-  bool is_sparse;
-  std::int64_t step_tokens;
+  bool is_sparse = false;
+  std::int64_t step_tokens = 0;
 
   bool is_pruned() const { return !evict_ratio || *evict_ratio > 0; }
   /// "pp512" or "tg128", as in llama-bench.

@@ -199,7 +199,7 @@ void validate(const RunOptions& o) {
 }
 
 std::string explain(const CLI::App& app, const CLI::ParseError& error) {
-  const std::string message = error.what();
+  std::string message = error.what();
   // "Could not convert: --window = 3.5"
   const auto name = message.find("--");
   const auto equals = message.find(" = ", name);

@@ -79,12 +79,12 @@ struct detail::AttentionScratch {
 
   /// One query token for each of `sequences` layers; chunk_rows rows of the chunk for each.
   void rows(const ExecutionSpace& exec, const Layer* cached, int sequences, std::int64_t chunk_rows,
-            const QueryView& queries, const RowsView& chunk_keys, const RowsView& chunk_values,
+            const QueryView& query_view, const RowsView& chunk_keys, const RowsView& chunk_values,
             const OutputView& output);
-  void host_tiles(const ExecutionSpace& exec, const Layer& cached, const QueryView& queries,
+  void host_tiles(const ExecutionSpace& exec, const Layer& cached, const QueryView& query_view,
                   const RowsView& chunk_keys, const RowsView& chunk_values,
                   const OutputView& output);
-  void tiles(const ExecutionSpace& exec, const Layer& cached, const QueryView& queries,
+  void tiles(const ExecutionSpace& exec, const Layer& cached, const QueryView& query_view,
              const RowsView& chunk_keys, const RowsView& chunk_values, const OutputView& output);
 };
 
@@ -245,7 +245,7 @@ void detail::AttentionScratch<Value, order>::rows(const ExecutionSpace& exec, co
         run = next;
       }
       float* const partial = partial_base + i * partial_size;
-      attention.finish(partial, partial + group, partial + 2 * group);
+      attention.finish(partial, partial + group, partial + 2 * std::int64_t{group});
     }
   });
   const std::int64_t* const first_of = first_items.data();
@@ -258,19 +258,19 @@ void detail::AttentionScratch<Value, order>::rows(const ExecutionSpace& exec, co
         const std::int64_t head = i / group % kv_heads;
         const float* const begin = partial_base + first_of[i / group] * partial_size;
         const float* const end = partial_base + first_of[i / group + 1] * partial_size;
-        float maximum = minus_infinity;
-        for (const float* p = begin; p < end; p += partial_size) maximum = std::max(maximum, p[q]);
+        float largest = minus_infinity;
+        for (const float* p = begin; p < end; p += partial_size) largest = std::max(largest, p[q]);
         float* const result = &output(sequence, head * group + q, 0);
         const std::int64_t stride = output.stride(2);
         for (int d = 0; d < dim; ++d) result[d * stride] = 0;
-        float weight = 0;
+        float total = 0;
         for (const float* p = begin; p < end; p += partial_size) {
-          const float factor = std::exp((p[q] - shift_of(maximum)) * scaling);
-          weight += factor * p[group + q];
-          const float* const sums = p + 2 * group + q * dim;
-          for (int d = 0; d < dim; ++d) result[d * stride] += factor * sums[d];
+          const float factor = std::exp((p[q] - shift_of(largest)) * scaling);
+          total += factor * p[group + q];
+          const float* const summand = p + 2 * std::int64_t{group} + q * dim;
+          for (int d = 0; d < dim; ++d) result[d * stride] += factor * summand[d];
         }
-        for (int d = 0; d < dim; ++d) result[d * stride] /= weight;
+        for (int d = 0; d < dim; ++d) result[d * stride] /= total;
       });
 }
 
@@ -359,7 +359,8 @@ void detail::AttentionScratch<Value, order>::tiles(const ExecutionSpace& exec, c
           "kvzap::attention::load_queries", Range(exec, 0, tile * group),
           KOKKOS_LAMBDA(std::int64_t i) {
             for (int d = 0; d < dim; ++d) {
-              q(i, d) = scaling * query_view(first + i / group, head * group + i % group, d);
+              q(i, d) = scaling *
+                        query_view(first + i / group, std::int64_t{head} * group + i % group, d);
               o(i, d) = 0;
             }
             row_maximum(i) = minus_infinity;
@@ -452,7 +453,8 @@ void detail::AttentionScratch<Value, order>::tiles(const ExecutionSpace& exec, c
           "kvzap::attention::store", Range(exec, 0, tile * group), KOKKOS_LAMBDA(std::int64_t i) {
             const float inverse = 1.0f / row_weight(i);
             for (int d = 0; d < dim; ++d) {
-              output(first + i / group, head * group + i % group, d) = o(i, d) * inverse;
+              output(first + i / group, std::int64_t{head} * group + i % group, d) =
+                  o(i, d) * inverse;
             }
           });
     }

@@ -159,7 +159,7 @@ class RowStream {
   }
 
  private:
-  struct Batch {
+  struct Batch {  // NOLINT(cppcoreguidelines-pro-type-member-init): filled before it is read
     std::int64_t first = 0;
     std::int64_t count = 0;
     // Keys, values, and the rows to fetch after them.
@@ -481,7 +481,7 @@ void compact_columns(const ExecutionSpace& exec, int heads, int page_rows, int d
           if (row == n) continue;
           const std::uintptr_t source = addresses(from(head, row / page_rows));
           const std::uintptr_t target = addresses(to(head, n / page_rows));
-          if (column == 2 * dim) {
+          if (column == 2 * std::int64_t{dim}) {
             page_positions<Value>(target, page_rows, dim)[n % page_rows] =
                 page_positions<Value>(source, page_rows, dim)[row % page_rows];
           } else {
@@ -742,7 +742,7 @@ AppendCounts KVCache<Value, order>::append(const ExecutionSpace& exec, SequenceI
                             layer.tokens + count, std::numeric_limits<std::int32_t>::max()));
   }
 
-  AppendStep step;
+  AppendStep step{};
   step.heads = heads;
   step.dim = dim;
   step.window = window;

@@ -207,8 +207,9 @@ struct Decoder<Value, order>::Scratch {
   void release() {
     release_chunk();
     angles = {};
-    ids = {};
-    positions = {};
+    // Not = {}: Clang 14 would emit no destructor for these types.
+    ids = decltype(ids)();
+    positions = decltype(positions)();
     for (Vector& buffer : buffers) buffer = {};
   }
 

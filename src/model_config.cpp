@@ -152,7 +152,8 @@ Rope parse_rope(Fields& config, const std::string& key, const json& value,
   if (!value.is_object()) config.fail(key, "an object", text_of(value));
   for (const auto& [field, nested] : value.items()) {
     if (nested.is_object()) {
-      config.fail(key + "." + field, "one set of RoPE parameters for all layers", text_of(nested));
+      config.fail(fmt::format("{}.{}", key, field), "one set of RoPE parameters for all layers",
+                  text_of(nested));
     }
   }
   Fields fields(value, config.file(), key + ".");

@@ -36,8 +36,9 @@ void PagePool::grow() {
   }
   Slab slab;
   const std::size_t bytes = count * m_page_bytes;
-  // On a host, large slabs start where a huge page can: attention then reads pages that lie scattered
-  // up to a third faster. What is only slack is never written, so it takes address space alone.
+  // On a host, large slabs start where a huge page can: attention then reads pages that lie
+  // scattered up to a third faster. What is only slack is never written, so it takes address space
+  // alone.
   const bool huge = detail::runs_on_host && bytes >= detail::huge_page_bytes;
   const std::size_t alignment = huge ? detail::huge_page_bytes : page_alignment;
   try {

@@ -46,7 +46,7 @@ class FileDescriptor {
 
 MappedFile::MappedFile(const fs::path& file) {
   const FileDescriptor descriptor(file);
-  struct stat status;
+  struct stat status = {};
   if (::fstat(descriptor.get(), &status) != 0) {
     throw Error(fmt::format("{}: cannot be read: {}", file.string(),
                             std::generic_category().message(errno)));

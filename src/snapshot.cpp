@@ -306,7 +306,7 @@ void reserve(int descriptor, std::int64_t bytes) {
     throw system_error(fmt::format("no room for {} bytes", bytes), code);
   }
 #endif
-  struct statvfs status;
+  struct statvfs status = {};
   if (::fstatvfs(descriptor, &status) != 0) return;
   const auto blocks = static_cast<std::int64_t>(status.f_bavail);
   if (blocks < bytes / static_cast<std::int64_t>(status.f_frsize)) {

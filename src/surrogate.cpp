@@ -84,7 +84,7 @@ class TypedLayers final : public Surrogate::Layers {
   TypedLayers(const SafetensorsFolder& files, const ModelConfig& model,
               const HeadPartition& partition, int rank, std::int64_t hidden_dim,
               std::optional<Communicator> ranks)
-      : m_is_mlp(hidden_dim > 0), m_ranks(m_is_mlp ? std::move(ranks) : std::nullopt) {
+      : m_is_mlp(hidden_dim > 0), m_ranks(m_is_mlp ? ranks : std::nullopt) {
     const detail::WeightSource source(files);
     const std::int64_t outputs = model.num_key_value_heads;
     const detail::Ranges all_inputs = {{0, model.hidden_size}};
@@ -206,7 +206,7 @@ Surrogate Surrogate::load(const std::filesystem::path& folder, const ModelConfig
   const auto files = SafetensorsFolder::open(folder);
   const auto make = [&](auto value) -> std::unique_ptr<Layers> {
     return std::make_unique<TypedLayers<decltype(value)>>(files, model, partition, rank, hidden_dim,
-                                                          std::move(ranks));
+                                                          ranks);
   };
   switch (dtype) {
     case DType::f32:

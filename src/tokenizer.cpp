@@ -109,7 +109,7 @@ std::pair<utf8proc_int32_t, std::size_t> last_character(std::string_view text) {
 }
 
 void append_utf8(std::string& text, utf8proc_int32_t codepoint) {
-  std::array<utf8proc_uint8_t, 4> bytes;
+  std::array<utf8proc_uint8_t, 4> bytes{};
   const auto length = utf8proc_encode_char(codepoint, bytes.data());
   text.append(reinterpret_cast<const char*>(bytes.data()), static_cast<std::size_t>(length));
 }
@@ -158,7 +158,7 @@ std::string normalize_nfc(std::string_view text) {
     const auto [codepoint, length] = first_character(text.substr(position));
     position += length;
     // No canonical decomposition is longer than 4 characters.
-    std::array<utf8proc_int32_t, 8> decomposition;
+    std::array<utf8proc_int32_t, 8> decomposition{};
     int boundary_class = 0;
     const auto count = utf8proc_decompose_char(codepoint, decomposition.data(),
                                                decomposition.size(), options, &boundary_class);

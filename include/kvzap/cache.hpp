@@ -22,6 +22,7 @@ struct CacheShape {
   int page_rows = 64;
 };
 
+/// Names a sequence of a cache; never used twice.
 using SequenceId = int;
 
 /// One layer of one sequence as attention reads it. A head's rows are its ring rows and its
@@ -145,6 +146,7 @@ class KVCache {
   struct Checkpoint {
     SequenceId sequence = -1;
     std::int64_t id = -1;
+    /// One layer of it.
     struct LayerState {
       std::int64_t tokens = 0;
       std::vector<std::int64_t> survivors;

@@ -16,6 +16,7 @@ enum class ChatFormat { chatml, qwen2, qwen3, llama3 };
 /// no tools decide its branches, and refused if that leaves anything open.
 class ChatTemplate {
  public:
+  /// What the template puts around a message.
   struct Parts {
     std::string prefix;
     std::string suffix;

@@ -29,9 +29,12 @@ enum class PrefillMode {
   sparse  // in chunks: a chunk attends to what earlier chunks left in the cache, and to itself
 };
 
+/// As the program's option --prune has it.
 std::string_view name_of(PruneMode mode);
+/// As the program's option --prefill has it.
 std::string_view name_of(PrefillMode mode);
 
+/// How the cache of a generator is filled and pruned.
 struct CacheOptions {
   PruneMode prune = PruneMode::none;
   PrefillMode prefill = PrefillMode::dense;
@@ -68,6 +71,7 @@ struct CacheReport {
   double evict_ratio() const;
 };
 
+/// How one question is answered.
 struct AnswerOptions {
   std::int64_t max_new_tokens = 128;
   /// Generation ends with one of these, which is part of the answer's tokens.
@@ -79,9 +83,12 @@ struct AnswerOptions {
   std::function<void(TokenId, const std::vector<float>&)> on_token;
 };
 
+/// Why an answer ends: an id of stop_ids, as many tokens as were asked for, or no position left.
 enum class StopReason { stop_id, max_new_tokens, context_full };
+/// "stop_id", "max_new_tokens" or "context_full".
 std::string_view name_of(StopReason reason);
 
+/// What the model said, why it stopped, and how long that took.
 struct Answer {
   std::vector<TokenId> tokens;
   StopReason stop_reason = StopReason::max_new_tokens;

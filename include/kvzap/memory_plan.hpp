@@ -10,25 +10,26 @@ namespace kvzap {
 
 /// Bytes by purpose, for each rank and in total (a replicated weight counts once per rank).
 struct MemoryPlan {
+  /// Bytes of one rank.
   struct Rank {
     /// Weights: matrices in the chosen value type, norms and biases in f32.
-    std::int64_t weights;
+    std::int64_t weights = 0;
     /// Keys and values of every token in every layer.
-    std::int64_t kv_full;
+    std::int64_t kv_full = 0;
     /// Keys and values that are left after pruning, without the slack of partly filled pages.
-    std::int64_t kv_kept;
+    std::int64_t kv_kept = 0;
     /// Keys and values of a step's tokens in one layer: what exists beside kv_kept in prefill.
-    std::int64_t dense_layer;
+    std::int64_t dense_layer = 0;
     /// Residual stream and RoPE angles of a step's tokens, in f32; each rank holds them whole.
     /// Activations inside a layer are not counted: their size does not grow with the context.
-    std::int64_t activations;
+    std::int64_t activations = 0;
   };
   std::vector<Rank> ranks;
-  std::int64_t weights;
-  std::int64_t kv_full;
-  std::int64_t kv_kept;
-  std::int64_t dense_layer;
-  std::int64_t activations;
+  std::int64_t weights = 0;
+  std::int64_t kv_full = 0;
+  std::int64_t kv_kept = 0;
+  std::int64_t dense_layer = 0;
+  std::int64_t activations = 0;
 };
 
 /// Plans `config` with weights and cache in `dtype` and a sequence of `tokens` tokens on `ranks`

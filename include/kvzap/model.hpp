@@ -27,6 +27,7 @@ class Model {
   using Linear = LinearWeights<Value>;
   using Vector = Kokkos::View<float*, MemorySpace>;
 
+  /// This rank's part of one layer's weights.
   struct Layer {
     Vector input_norm, attention_norm;  // (hidden)
     Linear q, k, v, o;                  // (heads * dim, hidden); o: (hidden, heads * dim)

@@ -25,29 +25,29 @@ struct RopeScaling {
 struct ModelConfig {
   /// "Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM" or "MistralForCausalLM".
   std::string architecture;
-  std::int64_t hidden_size;
-  std::int64_t intermediate_size;
-  std::int64_t num_hidden_layers;
-  std::int64_t num_attention_heads;
-  std::int64_t num_key_value_heads;
+  std::int64_t hidden_size = 0;
+  std::int64_t intermediate_size = 0;
+  std::int64_t num_hidden_layers = 0;
+  std::int64_t num_attention_heads = 0;
+  std::int64_t num_key_value_heads = 0;
   /// Dimensions of one head; even. Need not be hidden_size / num_attention_heads.
-  std::int64_t head_dim;
-  std::int64_t vocab_size;
-  std::int64_t max_position_embeddings;
-  double rms_norm_eps;
-  double rope_theta;
+  std::int64_t head_dim = 0;
+  std::int64_t vocab_size = 0;
+  std::int64_t max_position_embeddings = 0;
+  double rms_norm_eps = 0;
+  double rope_theta = 0;
   /// Absent: plain RoPE.
   std::optional<RopeScaling> rope_scaling;
   /// Value type the checkpoint declares (dtype or torch_dtype). The weights themselves decide.
   std::optional<DType> dtype;
   /// The output head is the embedding table; false unless config.json says otherwise.
-  bool tie_word_embeddings;
+  bool tie_word_embeddings = false;
   /// RMS norms over head_dim on queries and keys, before RoPE.
-  bool qk_norm;
-  bool qkv_bias;
-  bool o_bias;
+  bool qk_norm = false;
+  bool qkv_bias = false;
+  bool o_bias = false;
   /// Biases on gate, up and down.
-  bool mlp_bias;
+  bool mlp_bias = false;
   /// One line for each field that is not known and not known to be harmless; it was ignored.
   std::vector<std::string> warnings;
 

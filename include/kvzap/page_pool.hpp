@@ -50,6 +50,7 @@ class MeteredBytes {
   std::size_t m_bytes = 0;
 };
 
+/// Names a page of a pool; a released page's id is used again.
 using PageId = std::int32_t;
 
 /// Pages of one size. Memory comes in slabs that grow with the pool (a 64th of it, so that little

@@ -7,6 +7,7 @@
 
 namespace kvzap {
 
+/// How the next token is drawn from the logits.
 struct SamplingOptions {
   /// 0: greedy. Otherwise logits are divided by it.
   double temperature = 0;

@@ -8,6 +8,7 @@
 #include <string>
 #include <string_view>
 
+/// A KV cache whose evicted pairs are really freed, and a decoder over it.
 namespace kvzap {
 
 /// What went wrong, in which file and field, what was expected and what was found. Thrown by every
@@ -45,6 +46,7 @@ struct bfloat16 {
       bits = static_cast<std::uint16_t>((word + 0x7fffu + ((word >> 16) & 1u)) >> 16);
     }
   }
+  // Implicit, as it loses nothing. NOLINTNEXTLINE(google-explicit-constructor)
   KOKKOS_INLINE_FUNCTION operator float() const {
     return detail::bits_float(static_cast<std::uint32_t>(bits) << 16);
   }
@@ -72,6 +74,7 @@ struct half {
       bits = static_cast<std::uint16_t>(sign | ((magnitude - 0x38000000u + 0xfffu + odd) >> 13));
     }
   }
+  // Implicit, as it loses nothing. NOLINTNEXTLINE(google-explicit-constructor)
   KOKKOS_INLINE_FUNCTION operator float() const {
     // The exponent is moved up by a multiplication that is exact, subnormals included; infinity and
     // NaN (all exponent bits set) need theirs filled in. Written without branches so that loops
@@ -94,16 +97,20 @@ std::string_view name_of(DType dtype);
 /// Inverse of name_of. Throws Error for any other text.
 DType dtype_from_name(std::string_view name);
 
+/// The DType of a C++ type.
 template <class Value>
 struct DTypeOf;
+/// f32
 template <>
 struct DTypeOf<float> {
   static constexpr DType value = DType::f32;
 };
+/// f16
 template <>
 struct DTypeOf<half> {
   static constexpr DType value = DType::f16;
 };
+/// bf16
 template <>
 struct DTypeOf<bfloat16> {
   static constexpr DType value = DType::bf16;
@@ -112,7 +119,9 @@ struct DTypeOf<bfloat16> {
 /// How the rows of one page lie in memory: row after row, or dimension after dimension.
 enum class PageOrder { token_major, dim_major };
 
+/// Where kernels run: Kokkos' default.
 using ExecutionSpace = Kokkos::DefaultExecutionSpace;
+/// Where weights, pages and activations are.
 using MemorySpace = ExecutionSpace::memory_space;
 
 /// Token id; ids are below 2^31 in every published vocabulary.

@@ -4,9 +4,11 @@
 #include "detail/simd.hpp"
 
 #if KVZAP_X86
+#if !defined(__clang__)
 // GCC's own intrinsics start from variables that they leave undefined on purpose.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
 #include <immintrin.h>
 
 #define KVZAP_INLINE_AVX512 KVZAP_TARGET_AVX512 static inline __attribute__((always_inline))

@@ -8,6 +8,9 @@
 #include "detail/attention_math.hpp"
 #include "detail/row_kernels.hpp"
 
+// Within a block of rows that a kernel works on, offsets fit an int.
+// NOLINTBEGIN(bugprone-implicit-widening-of-multiplication-result)
+
 namespace kvzap::detail {
 namespace {
 
@@ -402,7 +405,7 @@ constexpr int near_rows = 16;
 template <class Ops, int G>
 void accumulate_all(const typename Ops::Value* values, std::int64_t stride, int rows,
                     const float* weights, float* sums, int padded, int dim, Ahead& ahead) {
-  constexpr int queries = G == 4 ? 2 : G;
+  constexpr int queries = G == 4 ? 2 : G;  // NOLINT(bugprone-branch-clone): G may be 2
   constexpr int wide = 8;
   const int vectors = (dim + 15) / 16;
   const std::uint32_t last = 0xffffu >> (vectors * 16 - dim);
@@ -426,7 +429,7 @@ void accumulate_all(const typename Ops::Value* values, std::int64_t stride, int 
 template <int G>
 void accumulate_all_pairs(const bfloat16* values, std::int64_t stride, int rows,
                           const float* weights, float* sums, int padded, int dim, Ahead& ahead) {
-  constexpr int queries = G == 4 ? 2 : G;
+  constexpr int queries = G == 4 ? 2 : G;  // NOLINT(bugprone-branch-clone): G may be 2
   constexpr int wide = 4;
   const int vectors = (dim + 31) / 32;
   const std::uint32_t last = 0xffffffffu >> (vectors * 32 - dim);
@@ -540,7 +543,6 @@ std::int64_t RowAttention<Value>::scratch_size(int group, int dim) {
 template <class Value>
 RowAttention<Value>::RowAttention(int group, int dim, bool by_row, float* scratch)
     : m_group(group), m_dim(dim), m_scaling(1.0f / std::sqrt(static_cast<float>(dim))) {
-  m_kernels = Kernels::portable;
 #if KVZAP_X86
   const SimdLevel level = simd_level();
   if (by_row && level >= SimdLevel::avx512) {
@@ -688,3 +690,5 @@ template class RowAttention<half>;
 template class RowAttention<bfloat16>;
 
 }  // namespace kvzap::detail
+
+// NOLINTEND(bugprone-implicit-widening-of-multiplication-result)

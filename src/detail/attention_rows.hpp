@@ -50,7 +50,7 @@ class RowAttention {
   int m_padded_dim;     // to whole vectors
   int m_block_queries;  // query heads held in registers at once
   int m_blocks;         // blocks of so many, the last one padded by zeros
-  Kernels m_kernels;
+  Kernels m_kernels = Kernels::portable;
   float m_scaling;
   float* m_queries;
   float* m_scores;

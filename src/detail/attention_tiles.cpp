@@ -9,6 +9,9 @@
 #include "detail/attention_math.hpp"
 #include "detail/row_kernels.hpp"
 
+// Within a block of rows that a kernel works on, offsets fit an int.
+// NOLINTBEGIN(bugprone-implicit-widening-of-multiplication-result)
+
 namespace kvzap::detail {
 namespace {
 
@@ -415,3 +418,5 @@ template class TileAttention<half>;
 template class TileAttention<bfloat16>;
 
 }  // namespace kvzap::detail
+
+// NOLINTEND(bugprone-implicit-widening-of-multiplication-result)

@@ -211,7 +211,7 @@ void add_bias(const ExecutionSpace& exec, const ConstVector& bias, const Matrix&
 template <class Value>
 void by_onednn(const Value* x, std::int64_t x_stride, std::int64_t rows,
                const LinearWeights<Value>& weights, const ConstVector& bias, const Matrix& y) {
-  onednn::Product<Value> product;
+  onednn::Product<Value> product{};
   product.m = rows;
   product.n = weights.outputs();
   product.k = weights.inputs();
@@ -376,6 +376,7 @@ void LinearMap::operator()(const ExecutionSpace& exec, const ConstMatrix& x,
       if (!few && weights.is_packed()) return by_packed_panels(x, weights, bias, m_panel, y);
     }
   }
+  // For bfloat16 it is replaced. NOLINTNEXTLINE(performance-unnecessary-copy-initialization)
   ConstMatrix input = x;
   if constexpr (std::is_same_v<Value, bfloat16>) {
     reserve_scratch(m_widened, rows * inputs, "kvzap::linear::rounded");

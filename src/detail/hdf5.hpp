@@ -55,8 +55,8 @@ class Hdf5Handle {
 
   Hdf5Handle() = default;
   /// `id` is the result of `call`. Throws Error if it is negative.
-  Hdf5Handle(hid_t id, Close close, const char* call)
-      : m_id(checked_hdf5(id, call)), m_close(close) {}
+  Hdf5Handle(hid_t id, Close closer, const char* call)
+      : m_id(checked_hdf5(id, call)), m_close(closer) {}
   Hdf5Handle(Hdf5Handle&& other) noexcept { swap(other); }
   Hdf5Handle& operator=(Hdf5Handle&& other) noexcept {
     Hdf5Handle(std::move(other)).swap(*this);
@@ -70,6 +70,8 @@ class Hdf5Handle {
     std::swap(m_close, other.m_close);
   }
 
+  // HDF5's functions take the handle as it is.
+  // NOLINTNEXTLINE(google-explicit-constructor)
   operator hid_t() const { return m_id; }
   /// Closes now; negative on failure, after which the handle is given up all the same.
   herr_t close() { return m_close(std::exchange(m_id, hid_t{-1})); }

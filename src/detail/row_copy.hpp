@@ -27,7 +27,7 @@ void set_row_path(RowPath path);
 
 /// Bytes from which on rows are streamed: many more than a decode step moves, and so many that the
 /// next reader would not find them in a cache near the core anyway.
-inline constexpr std::int64_t streaming_bytes = 256 * 1024;
+inline constexpr std::int64_t streaming_bytes = std::int64_t{256} * 1024;
 
 /// How many rows ahead gather_rows prefetches.
 inline constexpr int prefetch_rows = 12;

@@ -6,6 +6,9 @@
 
 #include "detail/simd.hpp"
 
+// Within a block of rows that a kernel works on, offsets fit an int.
+// NOLINTBEGIN(bugprone-implicit-widening-of-multiplication-result)
+
 namespace kvzap::detail {
 namespace {
 
@@ -115,10 +118,19 @@ KVZAP_BODY void accumulate_rows_body(const Value* values, std::int64_t row_strid
   }
 }
 
+// By lanes, as Clang takes no maximum of floats for a reduction.
 KVZAP_BODY float max_of_body(const float* values, std::int64_t count) {
+  float partial[lanes];
+  for (float& p : partial) p = values[0];
+  std::int64_t i = 0;
+  for (; i + lanes <= count; i += lanes) {
+    for (int l = 0; l < lanes; ++l) {
+      partial[l] = partial[l] < values[i + l] ? values[i + l] : partial[l];
+    }
+  }
   float largest = values[0];
-#pragma omp simd reduction(max : largest)
-  for (std::int64_t i = 0; i < count; ++i) largest = std::max(largest, values[i]);
+  for (; i < count; ++i) largest = largest < values[i] ? values[i] : largest;
+  for (float p : partial) largest = largest < p ? p : largest;
   return largest;
 }
 
@@ -245,3 +257,5 @@ KVZAP_KERNEL(void, silu_times, (float* gate, const float* up, std::int64_t count
              (gate, up, count))
 
 }  // namespace kvzap::detail
+
+// NOLINTEND(bugprone-implicit-widening-of-multiplication-result)

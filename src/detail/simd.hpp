@@ -36,15 +36,18 @@ void set_simd_level(SimdLevel level);
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define KVZAP_X86 1
-#define KVZAP_TARGET_AVX2 __attribute__((target("avx2,fma,f16c,bmi,bmi2")))
-#define KVZAP_TARGET_AVX512                                                                      \
-  __attribute__((                                                                                \
-      target("avx2,fma,f16c,bmi,bmi2,avx512f,avx512bw,avx512cd,avx512dq,avx512vl,prefer-vector-" \
-             "width=512")))
-#define KVZAP_TARGET_AVX512_BF16                                                   \
-  __attribute__((                                                                  \
-      target("avx2,fma,f16c,bmi,bmi2,avx512f,avx512bw,avx512cd,avx512dq,avx512vl," \
-             "avx512bf16,prefer-vector-width=512")))
+// Clang uses whole registers without being asked to, and ignores all of a list that asks it to.
+#if defined(__clang__)
+#define KVZAP_WHOLE_REGISTERS
+#else
+#define KVZAP_WHOLE_REGISTERS ",prefer-vector-width=512"
+#endif
+#define KVZAP_AVX2 "avx2,fma,f16c,bmi,bmi2"
+#define KVZAP_AVX512 KVZAP_AVX2 ",avx512f,avx512bw,avx512cd,avx512dq,avx512vl"
+#define KVZAP_TARGET_AVX2 __attribute__((target(KVZAP_AVX2)))
+#define KVZAP_TARGET_AVX512 __attribute__((target(KVZAP_AVX512 KVZAP_WHOLE_REGISTERS)))
+#define KVZAP_TARGET_AVX512_BF16 \
+  __attribute__((target(KVZAP_AVX512 ",avx512bf16" KVZAP_WHOLE_REGISTERS)))
 
 /// Defines `result name parameters` over `name_body arguments`, for every instruction set.
 #define KVZAP_KERNEL(result, name, parameters, arguments)                                      \

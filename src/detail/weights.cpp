@@ -81,8 +81,8 @@ void read_range(const TensorInfo& tensor, std::int64_t first, std::int64_t count
 template <class View>
 View allocate(const std::string& name, std::int64_t rows, std::int64_t columns) {
   try {
-    const View view(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::weights::" + name),
-                    rows, columns);
+    View view(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::weights::" + name), rows,
+              columns);
     if constexpr (runs_on_host) {
       advise_huge_pages(view.data(), view.size() * sizeof(typename View::value_type));
     }
@@ -147,7 +147,7 @@ LinearWeights<Value> WeightSource::linear(const std::string& name, std::int64_t 
   if (packs_weights<Value>() && outputs > few_outputs && inputs > 0) {
     const TensorInfo* tensor = m_files ? &m_files->at(name, {rows, columns}) : nullptr;
     const std::uint64_t key = mix(m_seed) ^ hash_of(name);
-    const auto weights = std::get<PackedAllocator<Value>>(m_allocators)(outputs, inputs);
+    auto weights = std::get<PackedAllocator<Value>>(m_allocators)(outputs, inputs);
     // Rows pass through a buffer of one block, which stays in cache, on their way to their
     // places.
     constexpr std::int64_t block = LinearWeights<Value>::block_outputs;

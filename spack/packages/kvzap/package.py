@@ -1,0 +1,156 @@
+# Spack recipe of kvzap. The folder spack is a package repository:
+#
+#   spack repo add path/to/kvzap/spack
+#   spack install kvzap +cuda cuda_arch=90
+#
+# By package API v1.0, since v2 wants repositories to lie in a folder spack_repo.
+import os
+
+from spack.package import *
+
+try:
+    # Since Spack 1.0 these are part of its package repository; before, of spack.package.
+    from spack_repo.builtin.build_systems.cmake import CMakePackage
+    from spack_repo.builtin.build_systems.cuda import CudaPackage
+    from spack_repo.builtin.build_systems.rocm import ROCmPackage
+except ImportError:
+    pass
+
+
+class Kvzap(CMakePackage, CudaPackage, ROCmPackage):
+    """Prunes the KV cache of a transformer while it runs and really frees the memory: a C++17
+    library and a program on Kokkos, MPI and HDF5."""
+
+    homepage = "https://arxiv.org/abs/2601.07891"
+    # The clone of kvzap that this recipe is part of.
+    git = "file://" + os.path.realpath(os.path.join(os.path.dirname(__file__), *3 * [".."]))
+
+    license("Apache-2.0")
+    test_requires_compiler = True
+
+    version("main", branch="main")
+
+    variant("mpi", default=True, description="Share a model's heads among MPI ranks")
+    variant("hdf5", default=True, description="Snapshots of the cache")
+    variant("openmp", default=True, description="Run host kernels in OpenMP threads")
+    variant("sycl", default=False, description="Run on Intel GPUs through SYCL")
+    variant("onednn", default=True, description="oneDNN for dense products on the host")
+    variant("tests", default=False, description="Build the project's own tests")
+    # cuda, cuda_arch, rocm and amdgpu_target come with CudaPackage and ROCmPackage.
+
+    depends_on("c", type="build")
+    depends_on("cxx", type="build")
+    depends_on("cmake@3.18:", type="build")
+    # Kokkos 5 itself asks for it.
+    depends_on("cmake@3.22:", type="build", when="^kokkos@5:")
+    depends_on("pkgconfig", type="build")
+
+    # Kokkos 3.4 is the oldest that the source builds with. What Kokkos demands of compilers and of
+    # CUDA, its own recipe says; the floors here are those that kvzap adds.
+    depends_on("kokkos@3.4.01:")
+    depends_on("kokkos@3.7.02:", when="+cuda")  # scans of types under 4 bytes are wrong before
+    depends_on("kokkos@4.7.01:", when="+cuda ^cuda@13:")
+    depends_on("kokkos@4.2:", when="+rocm")
+    depends_on("kokkos@4.5:", when="+sycl")
+    # Products of floats reach BLAS through Kokkos Kernels; without it they are slow.
+    depends_on("kokkos-kernels@3.4.01: +blas scalars=float,double")
+    depends_on("kokkos-kernels +cublas", when="+cuda")
+    depends_on("kokkos-kernels +rocblas", when="+rocm")
+    depends_on("blas")
+
+    # The same backends in both.
+    depends_on("kokkos +openmp", when="+openmp")
+    depends_on("kokkos-kernels +openmp", when="+openmp")
+    depends_on("kokkos +serial", when="~openmp")
+    depends_on("kokkos +sycl", when="+sycl")
+    # Lambdas in kernels are an option up to Kokkos 4, and nvcc compiles C++ through a wrapper.
+    depends_on("kokkos +cuda_lambda", when="+cuda ^kokkos@:4")
+    depends_on("kokkos +wrapper", when="+cuda %gcc")
+    for _arch in CudaPackage.cuda_arch_values:
+        for _package in ("kokkos", "kokkos-kernels"):
+            depends_on(f"{_package} +cuda cuda_arch={_arch}", when=f"+cuda cuda_arch={_arch}")
+    for _target in ROCmPackage.amdgpu_targets:
+        # Kokkos Kernels takes its target from Kokkos.
+        depends_on(f"kokkos +rocm amdgpu_target={_target}", when=f"+rocm amdgpu_target={_target}")
+
+    depends_on("mpi", when="+mpi")
+    depends_on("hdf5@1.10: +mpi", when="+hdf5 +mpi")
+    depends_on("hdf5@1.10: ~mpi", when="+hdf5 ~mpi")
+    depends_on("onednn@2.6:", when="+onednn")
+
+    depends_on("nlohmann-json@3.9:")
+    depends_on("fmt@8:")
+    depends_on("pcre2@10.36:")
+    depends_on("utf8proc@2.6:")
+    depends_on("cli11@2.1:")
+    depends_on("tomlplusplus@3.1:")
+    depends_on("googletest@1.12:", type="build", when="+tests")
+    depends_on("python@3.8:", type=("build", "run"), when="+tests")
+
+    conflicts("cuda_arch=none", when="+cuda", msg="+cuda needs a device, such as cuda_arch=90")
+    conflicts(
+        "amdgpu_target=none", when="+rocm", msg="+rocm needs a device, such as amdgpu_target=gfx942"
+    )
+    conflicts("+rocm", when="+cuda", msg="Kokkos has one device backend at a time: CUDA or HIP")
+    conflicts("+sycl", when="+cuda", msg="Kokkos has one device backend at a time: CUDA or SYCL")
+    conflicts("+sycl", when="+rocm", msg="Kokkos has one device backend at a time: HIP or SYCL")
+    conflicts("%gcc@:8", msg="std::filesystem and C++17 need GCC 9 or newer")
+    conflicts("%clang@:9", msg="std::filesystem and C++17 need Clang 10 or newer")
+
+    def cmake_args(self):
+        spec = self.spec
+        args = [
+            self.define_from_variant("KVZAP_ENABLE_MPI", "mpi"),
+            self.define_from_variant("KVZAP_ENABLE_HDF5", "hdf5"),
+            self.define_from_variant("KVZAP_ENABLE_ONEDNN", "onednn"),
+            self.define("KVZAP_ENABLE_TESTS", spec.satisfies("+tests")),
+            self.define("KVZAP_ENABLE_DRIVERS", True),
+            self.define("KVZAP_ENABLE_PERF", False),
+        ]
+        args += self.compiler_args()
+        # Kokkos 5 is C++20; the source is C++17 and compiles as both.
+        standard = "20" if spec["kokkos"].satisfies("@5:") else "17"
+        args.append(self.define("CMAKE_CXX_STANDARD", standard))
+        return args
+
+    def check(self):
+        """`spack install --test=root` runs the project's tests, if they were built."""
+        if self.spec.satisfies("+tests"):
+            with working_dir(self.build_directory):
+                ctest("--output-on-failure")
+
+    def test_version(self):
+        """the program starts and names what it was built with"""
+        kvzap = which(self.prefix.bin.kvzap)
+        output = kvzap("--version", output=str.split, error=str.split)
+        assert "kvzap" in output, output
+
+    def test_examples(self):
+        """installed examples build against the installed package and run"""
+        source = join_path(self.prefix.share, "kvzap", "examples")
+        cmake = which(self.spec["cmake"].prefix.bin.cmake)
+        with working_dir("build-examples", create=True):
+            cmake(
+                source,
+                self.define("kvzap_ROOT", self.prefix),
+                self.define("CMAKE_PREFIX_PATH", self.dependency_prefixes()),
+                *self.compiler_args(),
+            )
+            # Of the others one wants several ranks and one a model.
+            examples = ["prune_own_cache", "ragged_attention"]
+            cmake("--build", ".", "--target", *examples)
+            for example in examples:
+                which(join_path(os.getcwd(), example))()
+
+    def compiler_args(self):
+        """the compiler that Kokkos' backend asks for, if it is not Spack's own"""
+        if self.spec.satisfies("+rocm"):
+            return [self.define("CMAKE_CXX_COMPILER", self.spec["hip"].hipcc)]
+        if self.spec.satisfies("+cuda"):
+            return [self.define("CMAKE_CXX_COMPILER", self["kokkos"].kokkos_cxx)]
+        return []
+
+    def dependency_prefixes(self):
+        """where find_package finds what kvzapConfig.cmake asks for"""
+        dependencies = self.spec.traverse(root=False, deptype=("link", "run"))
+        return [dependency.prefix for dependency in dependencies]

@@ -1,0 +1,201 @@
+"""The Spack recipe against a stand-in for Spack (stand_in.py): every combination of variants, with
+several versions of Kokkos and CUDA, gives the dependencies, conflicts and CMake options that are
+written down here a second time."""
+
+import itertools
+import os
+import pathlib
+import re
+import unittest
+
+import stand_in
+
+SOURCE = pathlib.Path(__file__).resolve().parents[2]
+RECIPE = SOURCE / "spack/packages/kvzap/package.py"
+
+
+def load(build_systems_in_spack_package=False):
+    stand_in.install(build_systems_in_spack_package)
+    module = {"__file__": str(RECIPE), "__name__": "recipe"}
+    exec(compile(RECIPE.read_text(), str(RECIPE), "exec"), module)
+    return module["Kvzap"]
+
+
+DEVICES = [
+    {},
+    {"cuda": True, "cuda_arch": "none"},
+    {"cuda": True, "cuda_arch": "90"},
+    {"rocm": True, "amdgpu_target": "none"},
+    {"rocm": True, "amdgpu_target": "gfx942"},
+    {"sycl": True},
+    {"cuda": True, "cuda_arch": "90", "rocm": True, "amdgpu_target": "gfx942"},
+    {"cuda": True, "cuda_arch": "90", "sycl": True},
+    {"rocm": True, "amdgpu_target": "gfx942", "sycl": True},
+]
+
+
+def builds():
+    """Every combination, with its dependencies at several versions."""
+    flags = ("mpi", "hdf5", "openmp", "onednn", "tests")
+    for values in itertools.product((False, True), repeat=len(flags)):
+        for device, kokkos, cuda in itertools.product(
+            DEVICES, ("4.6.02", "4.7.01", "5.1.1"), ("12.6", "13.0")
+        ):
+            variants = {"cuda": False, "rocm": False, "sycl": False, **device}
+            variants.update(zip(flags, values))
+            dependencies = {}
+            for name, version in (("kokkos", kokkos), ("cuda", cuda), ("hip", "6.2")):
+                dependencies[name] = stand_in.Build({})
+                dependencies[name].version = version
+            if not variants["cuda"]:
+                del dependencies["cuda"]
+            dependencies["kokkos"].kokkos_cxx = "nvcc_wrapper"
+            dependencies["hip"].hipcc = "hipcc"
+            yield stand_in.Build(variants, dependencies)
+
+
+def required(package, build):
+    """Name -> set of everything that is asked of it."""
+    found = {}
+    for kind, (spec,), options in package.directives:
+        if kind == "depends_on" and build.satisfies(options.get("when", "")):
+            name, *rest = spec.replace("@", " @").split()
+            found.setdefault(name, set()).update(rest)
+    return found
+
+
+def conflicts(package, build):
+    return [
+        options["msg"]
+        for kind, args, options in package.directives
+        if kind == "conflicts"
+        and build.satisfies(args[0])
+        and build.satisfies(options.get("when", ""))
+    ]
+
+
+class Recipe(unittest.TestCase):
+    def setUp(self):
+        self.package = load()
+
+    def test_loads_as_older_and_newer_spack_import_it(self):
+        directives = [load(older).directives for older in (False, True)]
+        self.assertEqual(directives[0], directives[1])
+
+    def test_variants(self):
+        variants = {
+            args[0]: options for kind, args, options in self.package.directives if kind == "variant"
+        }
+        self.assertEqual(
+            set(variants),
+            {"mpi", "hdf5", "openmp", "cuda", "cuda_arch", "rocm", "amdgpu_target", "sycl", "onednn",
+             "tests"},
+        )
+        for name in ("cuda", "rocm", "sycl", "tests"):
+            self.assertIs(variants[name]["default"], False)
+
+    def test_every_condition_speaks_of_known_variants(self):
+        variants = {d[1][0] for d in self.package.directives if d[0] == "variant"}
+        for kind, args, options in self.package.directives:
+            conditions = [options.get("when", "")] + ([args[0]] if kind == "conflicts" else [])
+            for subject, literal, key, _ in itertools.chain(*map(stand_in.parse, conditions)):
+                if subject is None and literal == "variant":
+                    self.assertIn(key, variants)
+
+    def test_conflicts_have_messages(self):
+        for kind, _, options in self.package.directives:
+            if kind == "conflicts":
+                self.assertTrue(options["msg"])
+
+    def test_dependencies_of_every_combination(self):
+        for build in builds():
+            on = build.variants
+            kokkos_version = build["kokkos"].version
+            found = required(self.package, build)
+            with self.subTest(variants=on, kokkos=kokkos_version):
+                self.assertEqual("mpi" in found, on["mpi"])
+                self.assertEqual("hdf5" in found, on["hdf5"])
+                if on["hdf5"]:
+                    self.assertEqual(found["hdf5"], {"@1.10:", "+mpi" if on["mpi"] else "~mpi"})
+                self.assertEqual("onednn" in found, on["onednn"])
+                self.assertEqual("googletest" in found, on["tests"])
+                self.assertEqual("python" in found, on["tests"])
+                for name in ("nlohmann-json", "fmt", "pcre2", "utf8proc", "cli11", "tomlplusplus",
+                             "cmake", "blas", "c", "cxx", "pkgconfig"):
+                    self.assertIn(name, found)
+
+                kokkos, kernels = found["kokkos"], found["kokkos-kernels"]
+                self.assertIn("+blas", kernels)
+                for both in (kokkos, kernels):
+                    self.assertIn("@3.4.01:", both)
+                    self.assertEqual("+openmp" in both, on["openmp"])
+                    self.assertEqual("+cuda" in both, on.get("cuda_arch") == "90")
+                    self.assertEqual("cuda_arch=90" in both, on.get("cuda_arch") == "90")
+                    self.assertNotIn("cuda_arch=80", both)
+                self.assertEqual("+serial" in kokkos, not on["openmp"])
+                self.assertEqual("+sycl" in kokkos, on["sycl"])
+                self.assertEqual("+rocm" in kokkos, on.get("amdgpu_target") == "gfx942")
+                self.assertEqual("amdgpu_target=gfx942" in kokkos, "+rocm" in kokkos)
+                self.assertEqual("+cublas" in kernels, on["cuda"])
+                self.assertEqual("+rocblas" in kernels, on["rocm"])
+                self.assertEqual("+wrapper" in kokkos, on["cuda"])
+                self.assertEqual(
+                    "+cuda_lambda" in kokkos, on["cuda"] and kokkos_version.startswith("4.")
+                )
+                self.assertEqual(
+                    "@4.7.01:" in kokkos, on["cuda"] and build["cuda"].version == "13.0"
+                )
+                self.assertEqual("@4.5:" in kokkos, on["sycl"])
+
+    def test_conflicts_of_every_combination(self):
+        for build in builds():
+            on = build.variants
+            expected = []
+            if on.get("cuda_arch") == "none":
+                expected.append("cuda_arch=90")
+            if on.get("amdgpu_target") == "none":
+                expected.append("amdgpu_target=gfx942")
+            for first, second in (("CUDA", "HIP"), ("CUDA", "SYCL"), ("HIP", "SYCL")):
+                name = {"CUDA": "cuda", "HIP": "rocm", "SYCL": "sycl"}
+                if on[name[first]] and on[name[second]]:
+                    expected.append(f"{first} or {second}")
+            found = conflicts(self.package, build)
+            with self.subTest(variants=on):
+                self.assertEqual(len(found), len(expected), found)
+                for part, message in zip(expected, found):
+                    self.assertIn(part, message)
+
+    def test_old_compilers_conflict(self):
+        variants = {"cuda": False, "rocm": False, "sycl": False}
+        for compiler, bad in ((("gcc", "8.5"), 1), (("gcc", "9.4"), 0), (("clang", "9.0"), 1),
+                              (("clang", "14.0.6"), 0)):
+            build = stand_in.Build(variants, compiler=compiler)
+            self.assertEqual(len(conflicts(self.package, build)), bad, compiler)
+
+    def test_cmake_options_of_every_combination(self):
+        names = set()
+        for build in builds():
+            on = build.variants
+            given = self.package(build).cmake_args()
+            with self.subTest(variants=on, kokkos=build["kokkos"].version):
+                for name in ("MPI", "HDF5", "ONEDNN", "TESTS"):
+                    value = "ON" if on[name.lower()] else "OFF"
+                    self.assertIn(f"-DKVZAP_ENABLE_{name}:BOOL={value}", given)
+                self.assertIn("-DKVZAP_ENABLE_DRIVERS:BOOL=ON", given)
+                self.assertIn("-DKVZAP_ENABLE_PERF:BOOL=OFF", given)
+                standard = "20" if build["kokkos"].version.startswith("5") else "17"
+                self.assertIn(f"-DCMAKE_CXX_STANDARD:STRING={standard}", given)
+                compilers = [arg for arg in given if "COMPILER" in arg]
+                self.assertEqual(len(compilers), 1 if on["cuda"] or on["rocm"] else 0)
+                names |= {re.match(r"-D(\w+)", arg)[1] for arg in given}
+        options = re.findall(r"option\((KVZAP_\w+)", (SOURCE / "CMakeLists.txt").read_text())
+        self.assertLessEqual({name for name in names if name.startswith("KVZAP")}, set(options))
+
+    def test_repository(self):
+        self.assertIn("namespace: kvzap", (SOURCE / "spack/repo.yaml").read_text())
+        self.assertEqual(self.package.git, f"file://{SOURCE}")
+        self.assertTrue(os.access(RECIPE, os.R_OK))
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -60,8 +60,8 @@ void stream_pieces(char* target, const char* source, std::size_t bytes) {
 }
 #endif
 
-/// Copies whole cache lines past the caches, which is what copies of this size want. Both begin on a
-/// line.
+/// Copies whole cache lines past the caches, which is what copies of this size want. Both begin on
+/// a line.
 void stream(char* target, const char* source, std::size_t bytes) {
 #if KVZAP_X86
   if (kvzap::detail::simd_level() >= kvzap::detail::SimdLevel::avx512) {
@@ -175,7 +175,9 @@ void BareGather(benchmark::State& state) {
 
 struct Prefill {
   explicit Prefill(std::int64_t n, double keep)
-      : tokens(n), rows(array<bfloat16>("rows", 2 * n * heads * dim)), scores(random_scores(n, keep)) {
+      : tokens(n),
+        rows(array<bfloat16>("rows", 2 * n * heads * dim)),
+        scores(random_scores(n, keep)) {
     const Kokkos::LayoutStride layout(n, heads * dim, heads, dim, dim, 1);
     keys = Cache::RowsView(rows.data(), layout);
     values = Cache::RowsView(rows.data() + n * heads * dim, layout);

@@ -18,6 +18,8 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
+#include "detail/gemm.hpp"
+
 namespace kvzap {
 namespace {
 
@@ -185,7 +187,13 @@ TEST_P(Golden, EveryRun) {
         Model<float>::load(model_dir(name), config, partition, comm.rank()));
     if (!variant.balanced) {
       const MemoryPlan plan = plan_memory(config, DType::f32, 0, 0, comm.size(), 0);
-      EXPECT_EQ(static_cast<std::int64_t>(model->bytes()), plan.ranks[comm.rank()].weights);
+      // The plan knows no padding of packed weights, of which these small models have a good deal.
+      const auto bytes = static_cast<std::int64_t>(model->bytes());
+      if (detail::packs_weights<float>()) {
+        EXPECT_GE(bytes, plan.ranks[comm.rank()].weights);
+      } else {
+        EXPECT_EQ(bytes, plan.ranks[comm.rank()].weights);
+      }
     }
     for (const auto& item : nlohmann::json::parse(std::ifstream(golden_dir / (name + ".json")))) {
       const auto file = SafetensorsFolder::open(golden_dir / item["file"].get<std::string>());

@@ -96,9 +96,9 @@ void stream_copy(const char* source, char* target, std::size_t bytes) {
 
 /// Zeroed memory of the system. `huge`: in the largest pages that it gives; reading small ones is a
 /// good deal slower, whatever the kernel. `touch`: present from the start.
-class Memory {
+class SystemMemory {
  public:
-  explicit Memory(std::size_t bytes, bool huge, bool touch) : m_bytes(bytes) {
+  explicit SystemMemory(std::size_t bytes, bool huge, bool touch) : m_bytes(bytes) {
     m_data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (m_data == MAP_FAILED) throw Error("limits: no memory for the working set");
 #ifdef MADV_HUGEPAGE
@@ -106,9 +106,9 @@ class Memory {
 #endif
     if (touch) std::memset(m_data, 0, bytes);
   }
-  ~Memory() { munmap(m_data, m_bytes); }
-  Memory(const Memory&) = delete;
-  Memory& operator=(const Memory&) = delete;
+  ~SystemMemory() { munmap(m_data, m_bytes); }
+  SystemMemory(const SystemMemory&) = delete;
+  SystemMemory& operator=(const SystemMemory&) = delete;
   char* data() const { return static_cast<char*>(m_data); }
 
  private:
@@ -174,8 +174,8 @@ class Product {
 }  // namespace
 
 struct LimitKernels::Buffers {
-  Memory memory{working_set, true, true};
-  std::unique_ptr<Memory> small_pages;
+  SystemMemory memory{working_set, true, true};
+  std::unique_ptr<SystemMemory> small_pages;
   std::vector<float> reduced;
 #ifdef KVZAP_HAVE_ONEDNN
   Product f32{dnnl::memory::data_type::f32};
@@ -202,7 +202,7 @@ double LimitKernels::read() {
 
 double LimitKernels::read_small_pages() {
   if (!m_buffers->small_pages) {
-    m_buffers->small_pages = std::make_unique<Memory>(working_set, false, true);
+    m_buffers->small_pages = std::make_unique<SystemMemory>(working_set, false, true);
   }
   return seconds_of([&] {
     benchmark::DoNotOptimize(
@@ -218,7 +218,7 @@ double LimitKernels::copy() {
 
 double LimitKernels::fresh() {
   // Not touched before: the time has the system's zeroing of pages in it, as loading weights has.
-  const Memory target(working_set / 2, true, false);
+  const SystemMemory target(working_set / 2, true, false);
   return seconds_of([&] { std::memcpy(target.data(), m_buffers->memory.data(), working_set / 2); });
 }
 

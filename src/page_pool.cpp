@@ -14,7 +14,10 @@ namespace kvzap {
 namespace {
 constexpr std::size_t page_alignment = 64;
 constexpr std::size_t largest_slab_bytes = std::size_t{4} << 20;
-constexpr std::size_t slab_fraction = 64;
+// What a new slab adds to the pool, and hence the most of it that is idle while it grows. Twice as
+// much where that fills huge pages.
+constexpr std::size_t slab_fraction = 128;
+constexpr std::size_t huge_slab_fraction = 64;
 }  // namespace
 
 PagePool::PagePool(std::size_t page_bytes, MemoryMeter* meter)
@@ -29,7 +32,10 @@ PagePool::~PagePool() {
 
 void PagePool::grow() {
   const std::size_t most = std::max<std::size_t>(1, largest_slab_bytes / m_page_bytes);
-  const std::size_t count = std::clamp<std::size_t>(m_allocated_pages / slab_fraction, 1, most);
+  const bool fills_huge_pages =
+      allocated_bytes() / huge_slab_fraction >= detail::huge_page_bytes + m_page_bytes;
+  const std::size_t count = std::clamp<std::size_t>(
+      m_allocated_pages / (fills_huge_pages ? huge_slab_fraction : slab_fraction), 1, most);
   if (m_pages.size() + count > static_cast<std::size_t>(std::numeric_limits<PageId>::max())) {
     throw Error(fmt::format("page pool: more than {} pages; use larger pages",
                             std::numeric_limits<PageId>::max()));

@@ -10,6 +10,9 @@
 #include <immintrin.h>
 #endif
 
+// Within a block of rows that a kernel works on, offsets fit an int.
+// NOLINTBEGIN(bugprone-implicit-widening-of-multiplication-result)
+
 namespace kvzap::detail {
 
 #if KVZAP_X86
@@ -286,3 +289,5 @@ void pack_block(const half*, std::int64_t, int, std::int64_t, std::int64_t, half
 #endif
 
 }  // namespace kvzap::detail
+
+// NOLINTEND(bugprone-implicit-widening-of-multiplication-result)

@@ -10,6 +10,9 @@
 #include <immintrin.h>
 #endif
 
+// Within a block of rows that a kernel works on, offsets fit an int.
+// NOLINTBEGIN(bugprone-implicit-widening-of-multiplication-result)
+
 namespace kvzap::detail {
 namespace {
 
@@ -304,3 +307,5 @@ void skinny_product([[maybe_unused]] const bfloat16* x, [[maybe_unused]] std::in
 }
 
 }  // namespace kvzap::detail
+
+// NOLINTEND(bugprone-implicit-widening-of-multiplication-result)

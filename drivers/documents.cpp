@@ -235,7 +235,8 @@ std::string bash_completion(const CLI::App& app) {
     for (const Entry& entry : entries_of(*command)) {
       if (entry.kind == ValueKind::none || entry.flags.empty()) continue;
       std::vector<std::string> patterns;
-      for (const std::string& flag : entry.flags) patterns.push_back(fmt::format("{},{}", name, flag));
+      for (const std::string& flag : entry.flags)
+        patterns.push_back(fmt::format("{},{}", name, flag));
       values += fmt::format("    {}) {}; return ;;\n", joined(patterns, "|"), bash_values(entry));
     }
   }

@@ -54,8 +54,9 @@ class MeteredBytes {
 using PageId = std::int32_t;
 
 /// Pages of one size. Memory comes in slabs that grow with the pool (a 128th of it, or a 64th once
-/// that fills huge pages, so that little is ever idle); a page is taken from the oldest slab that has one free, so that young slabs drain
-/// and can be handed back by trim(). allocate, retain and release cost O(log slabs).
+/// that fills huge pages, so that little is ever idle); a page is taken from the oldest slab that
+/// has one free, so that young slabs drain and can be handed back by trim(). allocate, retain and
+/// release cost O(log slabs).
 ///
 /// Not thread-safe: one host thread drives one pool.
 class PagePool {

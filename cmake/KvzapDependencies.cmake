@@ -22,6 +22,14 @@ else()
   message(STATUS "kvzap: Kokkos of the distribution's Trilinos packages")
 endif()
 
+# Products on CUDA devices go to cuBLAS.
+if("CUDA" IN_LIST Kokkos_DEVICES)
+  find_package(CUDAToolkit REQUIRED)
+  add_library(kvzap_cublas INTERFACE)
+  target_link_libraries(kvzap_cublas INTERFACE CUDA::cublas)
+  message(STATUS "kvzap: cuBLAS of the CUDA toolkit ${CUDAToolkit_VERSION}")
+endif()
+
 find_package(PkgConfig REQUIRED)
 
 pkg_check_modules(KVZAP_PCRE2 REQUIRED IMPORTED_TARGET libpcre2-8)

@@ -4,6 +4,10 @@
 #include <kvzap/communicator.hpp>
 #include <limits>
 #include <numeric>
+// Open MPI's extensions.
+#if defined(KOKKOS_ENABLE_CUDA) && __has_include(<mpi-ext.h>)
+#include <mpi-ext.h>
+#endif
 
 namespace kvzap {
 namespace {
@@ -149,6 +153,15 @@ void Communicator::agree(const std::function<void()>& local_work, bool all_work)
     if (failures < m_size) message += fmt::format(" (on rank {} of {})", first, m_size);
   }
   throw AgreedError(message);
+}
+
+bool mpi_reads_device_memory() {
+#if defined(MPIX_CUDA_AWARE_SUPPORT)
+  static const bool answer = MPIX_Query_cuda_support() == 1;
+  return answer;
+#else
+  return false;
+#endif
 }
 
 }  // namespace kvzap

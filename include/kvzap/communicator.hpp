@@ -32,7 +32,8 @@ class Communicator {
   /// Ranks that run on this rank's node, this one included. Collective.
   int ranks_on_node() const;
 
-  /// In-place sum over ranks of `count` floats in host memory.
+  /// In-place sum over ranks of `count` floats in host memory, or in a device's where
+  /// mpi_reads_device_memory().
   void all_reduce_sum(float* values, std::size_t count) const;
   std::int64_t all_reduce_sum(std::int64_t value) const;
   std::int64_t all_reduce_max(std::int64_t value) const;
@@ -55,5 +56,9 @@ class Communicator {
   int m_rank = 0;
   int m_size = 1;
 };
+
+/// Whether this MPI takes addresses in the memory of CUDA devices; it is asked when the program runs.
+/// False where it cannot be asked, and in builds without CUDA.
+bool mpi_reads_device_memory();
 
 }  // namespace kvzap

@@ -415,31 +415,34 @@ void admit(const ExecutionSpace& exec, const AppendStep& step, std::int64_t most
            const PagePool::AddressView& addresses, const PageTable& table) {
   const Block<order> ring_block{step.window, step.dim};
   const Block<order> page_block{step.page_rows, step.dim};
+  // One dimension of a row each, so that neighbours read and write neighbouring bytes.
   Kokkos::parallel_for(
-      "kvzap::append::admit", Range(exec, 0, step.heads * most), KOKKOS_LAMBDA(std::int64_t i) {
-        const int head = static_cast<int>(i / most);
-        const std::int64_t n = i % most;
+      "kvzap::append::admit", Range(exec, 0, step.heads * most * step.dim),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const int d = static_cast<int>(i % step.dim);
+        const int head = static_cast<int>(i / step.dim / most);
+        const std::int64_t n = i / step.dim % most;
         if (n >= kept_counts(head)) return;
         const std::int64_t exit = kept(begins(head) + n);
         const std::int64_t row = old_survivors(head) + n;
         const std::uintptr_t page = addresses(table(head, row / step.page_rows));
         const std::int64_t slot = row % step.page_rows;
-        Value* page_keys = reinterpret_cast<Value*>(page) + page_block.row_offset(slot);
-        Value* page_values = page_keys + page_block.values_offset();
-        page_positions<Value>(page, step.page_rows, step.dim)[slot] =
-            static_cast<std::int32_t>(step.first + exit);
+        Value* const target = reinterpret_cast<Value*>(page) + page_block.row_offset(slot) +
+                              d * page_block.dim_stride();
+        if (d == 0) {
+          page_positions<Value>(page, step.page_rows, step.dim)[slot] =
+              static_cast<std::int32_t>(step.first + exit);
+        }
         if (exit < step.in_ring) {
-          const Value* source =
-              &ring(head, 0) + ring_block.row_offset((step.first + exit) % step.window);
-          copy_row(source, ring_block.dim_stride(), page_keys, page_block.dim_stride(), step.dim);
-          copy_row(source + ring_block.values_offset(), ring_block.dim_stride(), page_values,
-                   page_block.dim_stride(), step.dim);
+          const Value* const source = &ring(head, 0) +
+                                      ring_block.row_offset((step.first + exit) % step.window) +
+                                      d * ring_block.dim_stride();
+          target[0] = source[0];
+          target[page_block.values_offset()] = source[ring_block.values_offset()];
         } else {
           const std::int64_t token = exit - step.in_ring;
-          copy_row(&keys(token, head, 0), keys.stride(2), page_keys, page_block.dim_stride(),
-                   step.dim);
-          copy_row(&values(token, head, 0), values.stride(2), page_values, page_block.dim_stride(),
-                   step.dim);
+          target[0] = keys(token, head, d);
+          target[page_block.values_offset()] = values(token, head, d);
         }
       });
 }
@@ -542,15 +545,17 @@ void fill_ring(const ExecutionSpace& exec, const AppendStep& step, const Ring& r
   const std::int64_t entering = std::min<std::int64_t>(step.count, step.window);
   const float unscored = std::numeric_limits<float>::quiet_NaN();
   Kokkos::parallel_for(
-      "kvzap::append::ring", Range(exec, 0, step.heads * entering), KOKKOS_LAMBDA(std::int64_t i) {
-        const int head = static_cast<int>(i / entering);
-        const std::int64_t token = step.count - entering + i % entering;
+      "kvzap::append::ring", Range(exec, 0, step.heads * entering * step.dim),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const int d = static_cast<int>(i % step.dim);
+        const int head = static_cast<int>(i / step.dim / entering);
+        const std::int64_t token = step.count - entering + i / step.dim % entering;
         const std::int64_t slot = (step.old_tokens + token) % step.window;
-        Value* target = &ring(head, 0) + block.row_offset(slot);
-        copy_row(&keys(token, head, 0), keys.stride(2), target, block.dim_stride(), step.dim);
-        copy_row(&values(token, head, 0), values.stride(2), target + block.values_offset(),
-                 block.dim_stride(), step.dim);
-        ring_scores(head, slot) = step.scored ? scores(head, token) : unscored;
+        Value* const target =
+            &ring(head, 0) + block.row_offset(slot) + d * block.dim_stride();
+        target[0] = keys(token, head, d);
+        target[block.values_offset()] = values(token, head, d);
+        if (d == 0) ring_scores(head, slot) = step.scored ? scores(head, token) : unscored;
       });
 }
 

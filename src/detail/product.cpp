@@ -8,25 +8,38 @@ bool has_product_library() { return cublas::is_available; }
 
 namespace {
 
+// Columns of c that are summed up together.
+constexpr std::int64_t columns_at_once = 16;
+
 template <class Value>
 void plain_product(const ExecutionSpace& exec, const Product<Value>& p) {
+  const std::int64_t blocks = (p.n + columns_at_once - 1) / columns_at_once;
   Kokkos::parallel_for(
       "kvzap::product::plain",
       Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>(exec, 0,
-                                                                           p.batch * p.m * p.n),
+                                                                           p.batch * p.m * blocks),
       KOKKOS_LAMBDA(std::int64_t i) {
-        const std::int64_t batch = i / (p.m * p.n);
-        const std::int64_t row = i / p.n % p.m;
-        const std::int64_t column = i % p.n;
+        const std::int64_t batch = i / (p.m * blocks);
+        const std::int64_t row = i / blocks % p.m;
+        const std::int64_t first = i % blocks * columns_at_once;
+        const int count =
+            static_cast<int>(p.n - first < columns_at_once ? p.n - first : columns_at_once);
+        const std::int64_t next_column = p.transposed ? p.b_stride : 1;
+        const std::int64_t next_row = p.transposed ? 1 : p.b_stride;
         const Value* a = p.a + batch * p.a_step + row * p.a_stride;
-        const Value* b = p.b + batch * p.b_step + column * (p.transposed ? p.b_stride : 1);
-        const std::int64_t b_next = p.transposed ? 1 : p.b_stride;
-        float sum = 0;
+        const Value* b = p.b + batch * p.b_step + first * next_column;
+        float sums[columns_at_once];
+        for (float& sum : sums) sum = 0;
         for (std::int64_t k = 0; k < p.k; ++k) {
-          sum += static_cast<float>(a[k]) * static_cast<float>(b[k * b_next]);
+          const float x = static_cast<float>(a[k]);
+          for (int j = 0; j < count; ++j) {
+            sums[j] += x * static_cast<float>(b[k * next_row + j * next_column]);
+          }
         }
-        float& c = p.c[batch * p.c_step + row * p.c_stride + column];
-        c = p.alpha * sum + (p.beta == 0 ? 0 : p.beta * c);
+        float* c = p.c + batch * p.c_step + row * p.c_stride + first;
+        for (int j = 0; j < count; ++j) {
+          c[j] = p.alpha * sums[j] + (p.beta == 0 ? 0 : p.beta * c[j]);
+        }
       });
 }
 

@@ -44,6 +44,14 @@ function(kvzap_find_kokkos)
 endfunction()
 kvzap_find_kokkos()
 
+# Products on CUDA devices go to cuBLAS.
+if(NOT KVZAP_MISSING AND KVZAP_WITH_PRIVATE AND KVZAP_KOKKOS_BACKENDS MATCHES "CUDA")
+  find_package(CUDAToolkit QUIET)
+  if(NOT CUDAToolkit_FOUND)
+    set(KVZAP_MISSING "the CUDA toolkit was not found; name its folder in CUDAToolkit_ROOT")
+  endif()
+endif()
+
 if(NOT KVZAP_MISSING AND KVZAP_WITH_MPI)
   find_package(MPI QUIET COMPONENTS CXX)
   if(NOT MPI_CXX_FOUND)

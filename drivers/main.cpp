@@ -9,6 +9,7 @@
 #include <iostream>
 #include <kvzap/communicator.hpp>
 #include <string>
+#include <string_view>
 #include <vector>
 #ifdef __GLIBC__
 #include <malloc.h>
@@ -16,6 +17,7 @@
 
 #include "bench.hpp"
 #include "command_line.hpp"
+#include "detail/kokkos_compat.hpp"
 #include "detail/mpi_session.hpp"
 #include "documents.hpp"
 #include "run.hpp"
@@ -106,6 +108,23 @@ int print_document(int argc, char** argv) {
   return print_document(line);
 }
 
+/// Whether Kokkos is to be told how ranks choose devices: not on hosts, nor if the user has told
+/// it.
+bool takes_turns_on_devices([[maybe_unused]] const std::vector<char*>& kokkos_arguments) {
+#if KOKKOS_VERSION >= 30700
+  if (kvzap::detail::runs_on_host) return false;
+  for (const char* name : {"KOKKOS_DEVICE_ID", "KOKKOS_MAP_DEVICE_ID_BY"}) {
+    if (std::getenv(name)) return false;
+  }
+  return std::none_of(kokkos_arguments.begin(), kokkos_arguments.end(), [](const char* argument) {
+    const std::string_view flag = argument;
+    return flag.rfind("--kokkos-device-id", 0) == 0 || flag.rfind("--kokkos-map-device-id", 0) == 0;
+  });
+#else
+  return false;
+#endif
+}
+
 int run_program(int argc, char** argv, const kvzap::Communicator& comm) {
   std::vector<char*> kokkos_arguments = {argv[0]};
   std::vector<std::string> arguments;  // CLI11 takes them last first
@@ -129,6 +148,11 @@ int run_program(int argc, char** argv, const kvzap::Communicator& comm) {
   }
   const bool is_bench = line.bench->parsed();
 
+  // The ranks of a node take its devices in turns, unless the user says which.
+  std::string map_devices = "--kokkos-map-device-id-by=mpi_rank";
+  if (comm.size() > 1 && takes_turns_on_devices(kokkos_arguments)) {
+    kokkos_arguments.push_back(map_devices.data());
+  }
   // Each rank would print Kokkos' warnings, all the same.
   std::string quiet = "--kokkos-disable-warnings";
   if (!comm.is_root()) kokkos_arguments.push_back(quiet.data());

@@ -52,6 +52,7 @@ template <class Value>
 struct PagedLayer {
   Kokkos::View<Value*, MemorySpace> storage;
   kvzap::RaggedLayer<Value, order> layer;
+  std::vector<std::int64_t> bounds;
   std::int64_t rows = 0;
 
   PagedLayer(const std::vector<std::int64_t>& survivors, int dim, int page_rows,
@@ -70,8 +71,8 @@ struct PagedLayer {
     kvzap::detail::advise_huge_pages(storage.data(), total * page_size * sizeof(Value));
     fill(storage);
     Kokkos::View<std::uintptr_t*, MemorySpace> addresses("addresses", total);
-    Kokkos::View<PageId**, MemorySpace> table("table", heads,
-                                              *std::max_element(pages.begin(), pages.end()));
+    Kokkos::View<PageId**, Kokkos::LayoutRight, MemorySpace> table(
+        "table", heads, *std::max_element(pages.begin(), pages.end()));
     Kokkos::View<std::int64_t*, MemorySpace> counts("survivors", heads);
     const auto host_addresses = Kokkos::create_mirror_view(addresses);
     const auto host_table = Kokkos::create_mirror_view(table);
@@ -96,6 +97,8 @@ struct PagedLayer {
     layer.addresses = addresses;
     layer.page_table = table;
     layer.survivors = counts;
+    bounds = survivors;
+    layer.bounds = bounds.data();
     layer.ring = Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace>("ring", heads, 2 * dim);
     layer.heads = heads;
     layer.page_rows = page_rows;

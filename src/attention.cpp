@@ -6,8 +6,11 @@
 #include <kvzap/attention.hpp>
 #include <limits>
 
+#include "detail/attention_panels.hpp"
 #include "detail/attention_rows.hpp"
+#include "detail/attention_split.hpp"
 #include "detail/attention_tiles.hpp"
+#include "detail/device_kernels.hpp"
 #include "detail/gemm.hpp"
 #include "detail/kokkos_compat.hpp"
 #include "detail/row_kernels.hpp"
@@ -27,9 +30,6 @@ constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
 // Rows of a work item of the row kernel. Fixed, so that neither the number of threads nor other
 // sequences of a batch change how sums are grouped; 512 KiB of bfloat16 keys and values of 128.
 constexpr std::int64_t item_rows = 1024;
-// Tiles of the prefill kernel: query rows (tokens x group) and key rows.
-constexpr std::int64_t tile_queries = 512;
-constexpr std::int64_t tile_keys = 512;
 
 /// What is subtracted from scores before exp. When all are -infinity (overflowed keys), not their
 /// maximum: the difference would be NaN.
@@ -69,6 +69,8 @@ struct detail::AttentionScratch {
   std::vector<std::int64_t> first_items;  // of each (sequence, head), and the end
   Kokkos::View<float*, Kokkos::HostSpace> partials;
   Kokkos::View<float*, Kokkos::HostSpace> workspaces;
+  detail::SplitAttention<Value, order> split;
+  detail::PanelAttention<Value, order> panels;
   Vector queries;
   Vector keys;
   Vector values;
@@ -316,9 +318,9 @@ void detail::AttentionScratch<Value, order>::host_tiles(
   });
 }
 
-// Many query tokens on any backend. Per KV head and tile of query tokens: for each tile of rows,
-// scores by gemm, a running softmax, weighted sums by gemm. Rows are gathered into float tiles,
-// which costs a 1/tile_queries part of the arithmetic.
+// Many query tokens on a host without AVX-512. Per KV head and tile of query tokens: for each tile
+// of rows, scores by gemm, a running softmax, weighted sums by gemm. Rows are gathered into float
+// tiles, which costs a 1/tile_queries part of the arithmetic.
 template <class Value, PageOrder order>
 void detail::AttentionScratch<Value, order>::tiles(const ExecutionSpace& exec, const Layer& cached,
                                                    const QueryView& query_view,
@@ -331,6 +333,9 @@ void detail::AttentionScratch<Value, order>::tiles(const ExecutionSpace& exec, c
   const int group = static_cast<int>(query_view.extent(1)) / kv_heads;
   const std::int64_t before = chunk_keys.extent(0) - tokens;
   const float scaling = 1.0f / std::sqrt(static_cast<float>(dim));
+  // Query rows (tokens x group) and key rows.
+  constexpr std::int64_t tile_queries = 512;
+  constexpr std::int64_t tile_keys = 512;
   const std::int64_t tile_tokens =
       std::min(tokens, std::max<std::int64_t>(1, tile_queries / group));
   const std::int64_t most_rows = tile_tokens * group;
@@ -375,49 +380,23 @@ void detail::AttentionScratch<Value, order>::tiles(const ExecutionSpace& exec, c
         const Matrix v(values.data(), rows, dim);
         const Matrix s(scores.data(), tile * group, rows);
         detail::multiply_nt(exec, 1, q, k, 0, s);
-        const auto limit_of = [=] KOKKOS_FUNCTION(std::int64_t i) {
-          const std::int64_t limit = visible + i / group;
-          return limit < rows ? limit : rows;
-        };
-        if constexpr (detail::runs_on_host) {
-          detail::fence(exec, "kvzap::attention: host kernels read what the instance wrote");
-          Kokkos::parallel_for(
-              "kvzap::attention::softmax", HostRange(0, tile * group), [=](std::int64_t i) {
-                float* row = &s(i, 0);
-                const std::int64_t limit = limit_of(i);
-                if (limit > 0) {
-                  const float largest = std::max(row_maximum(i), detail::max_of(row, limit));
-                  if (largest > row_maximum(i)) {
-                    const float factor = std::exp(row_maximum(i) - largest);
-                    row_weight(i) *= factor;
-                    detail::scale(&o(i, 0), dim, factor);
-                    row_maximum(i) = largest;
-                  }
-                  row_weight(i) += detail::exp_shifted(row, limit, shift_of(largest));
-                }
-                std::fill(row + std::max<std::int64_t>(0, limit), row + rows, 0.0f);
-              });
-        } else {
-          Kokkos::parallel_for(
-              "kvzap::attention::softmax", Range(exec, 0, tile * group),
-              KOKKOS_LAMBDA(std::int64_t i) {
-                const std::int64_t limit = limit_of(i);
-                float largest = row_maximum(i);
-                for (std::int64_t r = 0; r < limit; ++r) {
-                  if (s(i, r) > largest) largest = s(i, r);
-                }
+        detail::fence(exec, "kvzap::attention: host kernels read what the instance wrote");
+        Kokkos::parallel_for(
+            "kvzap::attention::softmax", HostRange(0, tile * group), [=](std::int64_t i) {
+              float* row = &s(i, 0);
+              const std::int64_t limit = std::min(rows, visible + i / group);
+              if (limit > 0) {
+                const float largest = std::max(row_maximum(i), detail::max_of(row, limit));
                 if (largest > row_maximum(i)) {
-                  const float factor = detail::math::exp(row_maximum(i) - largest);
+                  const float factor = std::exp(row_maximum(i) - largest);
                   row_weight(i) *= factor;
-                  for (int d = 0; d < dim; ++d) o(i, d) *= factor;
+                  detail::scale(&o(i, 0), dim, factor);
                   row_maximum(i) = largest;
                 }
-                for (std::int64_t r = 0; r < rows; ++r) {
-                  s(i, r) = r < limit ? detail::math::exp(s(i, r) - shift_of(largest)) : 0.0f;
-                  row_weight(i) += s(i, r);
-                }
-              });
-        }
+                row_weight(i) += detail::exp_shifted(row, limit, shift_of(largest));
+              }
+              std::fill(row + std::max<std::int64_t>(0, limit), row + rows, 0.0f);
+            });
         detail::multiply_nn(exec, 1, s, v, 1, o);
       };
 
@@ -499,16 +478,12 @@ void check(const Layer& cached, const QueryView& queries, const RowsView& chunk_
   }
 }
 
-/// The path that is taken; throws Error for one that cannot.
+/// The path that is taken.
 AttentionPath resolve(AttentionPath path, bool single) {
-  if (path == AttentionPath::automatic) {
-    if (!single) return AttentionPath::tiles;
-    return detail::runs_on_host ? AttentionPath::rows : AttentionPath::portable;
-  }
-  if (path == AttentionPath::rows && !detail::runs_on_host) {
-    throw Error("attention: the row kernel runs on host backends only; expected another path");
-  }
-  return path;
+  if (path == AttentionPath::automatic) path = single ? AttentionPath::rows : AttentionPath::tiles;
+  const bool chosen = path == AttentionPath::rows || path == AttentionPath::tiles;
+  if (!chosen || (detail::runs_on_host && !detail::uses_device_kernels())) return path;
+  return path == AttentionPath::rows ? AttentionPath::split : AttentionPath::panels;
 }
 
 }  // namespace
@@ -521,23 +496,31 @@ void Attention<Value, order>::operator()(const ExecutionSpace& exec, const Layer
   check(cached, queries, chunk_keys, chunk_values, output);
   if (queries.extent(0) == 0 || cached.heads == 0) return;
   const bool single = queries.extent(0) == 1;
-  if (path == AttentionPath::rows && !single) {
+  if ((path == AttentionPath::rows || path == AttentionPath::split) && !single) {
     throw Error(
         fmt::format("attention: the row kernel takes one query token, not {}", queries.extent(0)));
   }
   path = resolve(path, single);
-  switch (path) {
-    case AttentionPath::rows:
+  if (path == AttentionPath::split) {
+    return m_scratch->split(exec, &cached, 1, chunk_keys.extent(0), queries, chunk_keys,
+                            chunk_values, output);
+  }
+  if (path == AttentionPath::panels) {
+    return m_scratch->panels(exec, cached, queries, chunk_keys, chunk_values, output);
+  }
+  if constexpr (detail::runs_on_host) {
+    if (path == AttentionPath::rows) {
       return m_scratch->rows(exec, &cached, 1, chunk_keys.extent(0), queries, chunk_keys,
                              chunk_values, output);
-    case AttentionPath::tiles:
-      if (detail::runs_on_host && detail::TileAttention<Value>::available()) {
+    }
+    if (path == AttentionPath::tiles) {
+      if (detail::TileAttention<Value>::available()) {
         return m_scratch->host_tiles(exec, cached, queries, chunk_keys, chunk_values, output);
       }
       return m_scratch->tiles(exec, cached, queries, chunk_keys, chunk_values, output);
-    default:
-      return attend_portable<Value, order>(exec, cached, queries, chunk_keys, chunk_values, output);
+    }
   }
+  attend_portable<Value, order>(exec, cached, queries, chunk_keys, chunk_values, output);
 }
 
 template <class Value, PageOrder order>
@@ -564,9 +547,15 @@ void Attention<Value, order>::decode(const ExecutionSpace& exec, const std::vect
   }
   if (cached.empty() || cached[0].heads == 0) return;
   path = resolve(path, true);
-  if (path == AttentionPath::rows) {
-    return m_scratch->rows(exec, cached.data(), static_cast<int>(cached.size()), 1, queries,
-                           chunk_keys, chunk_values, output);
+  if (path == AttentionPath::split) {
+    return m_scratch->split(exec, cached.data(), cached.size(), 1, queries, chunk_keys,
+                            chunk_values, output);
+  }
+  if constexpr (detail::runs_on_host) {
+    if (path == AttentionPath::rows) {
+      return m_scratch->rows(exec, cached.data(), static_cast<int>(cached.size()), 1, queries,
+                             chunk_keys, chunk_values, output);
+    }
   }
   for (std::size_t b = 0; b < cached.size(); ++b) {
     const auto own = std::make_pair(b, b + 1);

@@ -1,5 +1,6 @@
 #include <fmt/format.h>
 
+#include "detail/device_kernels.hpp"
 #include "detail/kokkos_compat.hpp"
 #include "detail/row_copy.hpp"
 #include "detail/scratch.hpp"
@@ -10,6 +11,7 @@
 #include <kvzap/cache.hpp>
 #include <limits>
 #include <numeric>
+#include <utility>
 
 namespace kvzap {
 namespace {
@@ -54,8 +56,10 @@ KOKKOS_INLINE_FUNCTION std::int32_t* page_positions(std::uintptr_t page, int pag
 
 using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
 using Counts = Kokkos::View<std::int64_t*, MemorySpace>;
+// Pages of a head for which a sequence has room from the start.
+constexpr int first_table_width = 16;
 using Kept = Kokkos::View<std::int32_t*, MemorySpace>;
-using PageTable = Kokkos::View<PageId**, MemorySpace>;
+using PageTable = Kokkos::View<PageId**, Kokkos::LayoutRight, MemorySpace>;
 
 /// Extents of one append. Rows that leave the ring through it have positions first .. first +
 /// exits - 1; the older ones are in the ring, the younger ones (if more than a window of rows
@@ -198,7 +202,7 @@ class RowStream {
 };
 
 bool use_portable_path() {
-  return !detail::runs_on_host || detail::row_path() == detail::RowPath::portable;
+  return detail::uses_device_kernels() || detail::row_path() == detail::RowPath::portable;
 }
 
 /// Whether so many bytes are worth lists of rows and non-temporal stores.
@@ -411,32 +415,125 @@ void admit(const ExecutionSpace& exec, const AppendStep& step, std::int64_t most
            const PagePool::AddressView& addresses, const PageTable& table) {
   const Block<order> ring_block{step.window, step.dim};
   const Block<order> page_block{step.page_rows, step.dim};
+  // One dimension of a row each, so that neighbours read and write neighbouring bytes.
   Kokkos::parallel_for(
-      "kvzap::append::admit", Range(exec, 0, step.heads * most), KOKKOS_LAMBDA(std::int64_t i) {
-        const int head = static_cast<int>(i / most);
-        const std::int64_t n = i % most;
+      "kvzap::append::admit", Range(exec, 0, step.heads * most * step.dim),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const int d = static_cast<int>(i % step.dim);
+        const int head = static_cast<int>(i / step.dim / most);
+        const std::int64_t n = i / step.dim % most;
         if (n >= kept_counts(head)) return;
         const std::int64_t exit = kept(begins(head) + n);
         const std::int64_t row = old_survivors(head) + n;
         const std::uintptr_t page = addresses(table(head, row / step.page_rows));
         const std::int64_t slot = row % step.page_rows;
-        Value* page_keys = reinterpret_cast<Value*>(page) + page_block.row_offset(slot);
-        Value* page_values = page_keys + page_block.values_offset();
-        page_positions<Value>(page, step.page_rows, step.dim)[slot] =
-            static_cast<std::int32_t>(step.first + exit);
+        Value* const target = reinterpret_cast<Value*>(page) + page_block.row_offset(slot) +
+                              d * page_block.dim_stride();
+        if (d == 0) {
+          page_positions<Value>(page, step.page_rows, step.dim)[slot] =
+              static_cast<std::int32_t>(step.first + exit);
+        }
         if (exit < step.in_ring) {
-          const Value* source =
-              &ring(head, 0) + ring_block.row_offset((step.first + exit) % step.window);
-          copy_row(source, ring_block.dim_stride(), page_keys, page_block.dim_stride(), step.dim);
-          copy_row(source + ring_block.values_offset(), ring_block.dim_stride(), page_values,
-                   page_block.dim_stride(), step.dim);
+          const Value* const source = &ring(head, 0) +
+                                      ring_block.row_offset((step.first + exit) % step.window) +
+                                      d * ring_block.dim_stride();
+          target[0] = source[0];
+          target[page_block.values_offset()] = source[ring_block.values_offset()];
         } else {
           const std::int64_t token = exit - step.in_ring;
-          copy_row(&keys(token, head, 0), keys.stride(2), page_keys, page_block.dim_stride(),
-                   step.dim);
-          copy_row(&values(token, head, 0), values.stride(2), page_values, page_block.dim_stride(),
-                   step.dim);
+          target[0] = keys(token, head, d);
+          target[page_block.values_offset()] = values(token, head, d);
         }
+      });
+}
+
+/// One token of one layer: the row that leaves the ring is judged and, if kept, moved to the end of
+/// its head's pages; the new one takes its slot. Pointers rather than views, because Kokkos passes
+/// large kernels through a buffer for which it waits.
+template <class Value, PageOrder order>
+struct StepKernel {
+  Value* ring;          // (head, 2 * window * dim)
+  float* ring_scores;   // (head, window)
+  const Value* keys;    // (head, dim) with strides
+  const Value* values;  // the same
+  const float* scores;  // (head) with a stride, or null
+  const PageId* table;  // (head, page)
+  const std::uintptr_t* addresses;
+  std::int64_t* survivors;  // (head)
+  std::int64_t* totals;     // evicted, not finite
+  std::int64_t key_head, key_dim, value_head, value_dim, score_head, table_head;
+  std::int64_t token;  // its position
+  EvictionRule rule;
+  int dim, window, page_rows;
+  bool exits;
+
+  template <class Team>
+  KOKKOS_FUNCTION void operator()(const Team& team) const {
+    const int head = team.league_rank();
+    const std::int64_t slot = token % window;
+    const std::int64_t position = token - window;  // of the row that leaves
+    const Block<order> ring_block{window, dim};
+    const Block<order> page_block{page_rows, dim};
+    const float score = exits ? ring_scores[head * window + slot] : 0.0f;
+    const bool keep = exits && rule.keeps(score, position);
+    const std::int64_t row = survivors[head];
+    const std::uintptr_t page = keep ? addresses[table[head * table_head + row / page_rows]] : 0;
+    Value* const from = ring + std::int64_t{2} * head * window * dim + ring_block.row_offset(slot);
+    Value* const to = reinterpret_cast<Value*>(page) + page_block.row_offset(row % page_rows);
+    Kokkos::parallel_for(Kokkos::TeamThreadRange(team, 2 * dim), [&](int i) {
+      const bool is_value = i >= dim;
+      const int d = is_value ? i - dim : i;
+      Value& old = from[d * ring_block.dim_stride() + (is_value ? ring_block.values_offset() : 0)];
+      if (keep) {
+        to[d * page_block.dim_stride() + (is_value ? page_block.values_offset() : 0)] = old;
+      }
+      old = is_value ? values[head * value_head + d * value_dim]
+                     : keys[head * key_head + d * key_dim];
+    });
+    team.team_barrier();
+    Kokkos::single(Kokkos::PerTeam(team), [&] {
+      ring_scores[head * window + slot] = scores ? scores[head * score_head] : bits_of_no_score();
+      if (keep) {
+        page_positions<Value>(page, page_rows, dim)[row % page_rows] =
+            static_cast<std::int32_t>(position);
+        survivors[head] = row + 1;
+      }
+      if (!exits || !rule.judge) return;
+      if (!keep) Kokkos::atomic_add(&totals[0], std::int64_t{1});
+      if (!EvictionRule::is_finite(score)) Kokkos::atomic_add(&totals[1], std::int64_t{1});
+    });
+  }
+
+  KOKKOS_INLINE_FUNCTION static float bits_of_no_score() {
+    return detail::bits_float(0x7fc00000u);  // NaN
+  }
+};
+
+template <class Value, PageOrder order>
+void append_row(const ExecutionSpace& exec, int heads, const StepKernel<Value, order>& kernel) {
+  static_assert(sizeof(kernel) <= 384);
+  Kokkos::parallel_for(
+      "kvzap::append::step",
+      Kokkos::TeamPolicy<ExecutionSpace>(exec, heads, detail::runs_on_host ? 1 : 128), kernel);
+}
+
+/// Entries of a page table that travel as arguments of a kernel.
+struct NewEntries {
+  static constexpr int most = 16;
+  struct Entry {
+    std::int32_t head;
+    std::int32_t index;
+    PageId page;
+  };
+  Entry entry[most];
+  int count = 0;
+};
+
+void write_entries(const ExecutionSpace& exec, const PageTable& table, const NewEntries& entries) {
+  Kokkos::parallel_for(
+      "kvzap::append::link", Kokkos::RangePolicy<ExecutionSpace>(exec, 0, entries.count),
+      KOKKOS_LAMBDA(int i) {
+        table(entries.entry[i].head, entries.entry[i].index) = entries.entry[i].page;
       });
 }
 
@@ -448,15 +545,16 @@ void fill_ring(const ExecutionSpace& exec, const AppendStep& step, const Ring& r
   const std::int64_t entering = std::min<std::int64_t>(step.count, step.window);
   const float unscored = std::numeric_limits<float>::quiet_NaN();
   Kokkos::parallel_for(
-      "kvzap::append::ring", Range(exec, 0, step.heads * entering), KOKKOS_LAMBDA(std::int64_t i) {
-        const int head = static_cast<int>(i / entering);
-        const std::int64_t token = step.count - entering + i % entering;
+      "kvzap::append::ring", Range(exec, 0, step.heads * entering * step.dim),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const int d = static_cast<int>(i % step.dim);
+        const int head = static_cast<int>(i / step.dim / entering);
+        const std::int64_t token = step.count - entering + i / step.dim % entering;
         const std::int64_t slot = (step.old_tokens + token) % step.window;
-        Value* target = &ring(head, 0) + block.row_offset(slot);
-        copy_row(&keys(token, head, 0), keys.stride(2), target, block.dim_stride(), step.dim);
-        copy_row(&values(token, head, 0), values.stride(2), target + block.values_offset(),
-                 block.dim_stride(), step.dim);
-        ring_scores(head, slot) = step.scored ? scores(head, token) : unscored;
+        Value* const target = &ring(head, 0) + block.row_offset(slot) + d * block.dim_stride();
+        target[0] = keys(token, head, d);
+        target[block.values_offset()] = values(token, head, d);
+        if (d == 0) ring_scores(head, slot) = step.scored ? scores(head, token) : unscored;
       });
 }
 
@@ -524,6 +622,11 @@ std::size_t KVCache<Value, order>::ring_bytes() const {
 template <class Value, PageOrder order>
 auto KVCache<Value, order>::make_sequence() const -> Sequence {
   Sequence sequence;
+  const int all_heads = std::accumulate(m_shape.heads.begin(), m_shape.heads.end(), 0);
+  sequence.lengths = Counts("kvzap::cache::lengths", all_heads + 2);
+  sequence.host_lengths = Kokkos::create_mirror_view(sequence.lengths);
+  Kokkos::deep_copy(sequence.host_lengths, 0);
+  int first_head = 0;
   for (int heads : m_shape.heads) {
     LayerStore layer;
     try {
@@ -539,10 +642,12 @@ auto KVCache<Value, order>::make_sequence() const -> Sequence {
     }
     layer.pages.resize(heads);
     layer.survivors.assign(heads, 0);
-    layer.page_table = PageTable("kvzap::cache::page_table", heads, 1);
-    layer.device_survivors = Counts("kvzap::cache::survivors", heads);
+    layer.page_table = PageTable("kvzap::cache::page_table", heads, first_table_width);
+    const auto own = std::make_pair(first_head, first_head + heads);
+    first_head += heads;
+    layer.device_survivors = Kokkos::subview(sequence.lengths, own);
     layer.host_page_table = Kokkos::create_mirror_view(layer.page_table);
-    layer.host_survivors = Kokkos::create_mirror_view(layer.device_survivors);
+    layer.host_survivors = Kokkos::subview(sequence.host_lengths, own);
     sequence.layers.push_back(std::move(layer));
   }
   sequence.ring_bytes = MeteredBytes(m_meter, ring_bytes());
@@ -557,7 +662,7 @@ SequenceId KVCache<Value, order>::add_sequence() {
 
 template <class Value, PageOrder order>
 SequenceId KVCache<Value, order>::fork(SequenceId source) {
-  store(source, 0);  // checks the id
+  settle(source);
   Sequence copy = make_sequence();
   for (std::size_t l = 0; l < copy.layers.size(); ++l) {
     const LayerStore& from = m_sequences.at(source).layers[l];
@@ -579,7 +684,7 @@ SequenceId KVCache<Value, order>::fork(SequenceId source) {
 
 template <class Value, PageOrder order>
 void KVCache<Value, order>::free_sequence(SequenceId sequence) {
-  store(sequence, 0);
+  settle(sequence);
   for (const LayerStore& layer : m_sequences.at(sequence).layers) {
     for (const auto& list : layer.pages) {
       for (PageId page : list) m_pool.release(page);
@@ -626,7 +731,8 @@ void KVCache<Value, order>::reserve(LayerStore& layer, int head, std::int64_t ne
   if (new_survivors == 0) return;
   auto& pages = layer.pages[head];
   const std::int64_t filled = layer.survivors[head] % m_shape.page_rows;
-  if (filled != 0 && m_pool.reference_count(pages.back()) > 1) {
+  // After a deferred append the last page is its own already.
+  if (!layer.deferred && filled != 0 && m_pool.reference_count(pages.back()) > 1) {
     const PageId own = m_pool.allocate();
     copy_page(pages.back(), own);
     m_pool.release(pages.back());
@@ -654,13 +760,7 @@ void KVCache<Value, order>::admit_counted(LayerStore& layer) {
     for (int h = 0; h < heads; ++h) reserve(layer, h, m_host_kept_counts(h));
     grow_page_table(layer);
   } catch (...) {
-    for (int h = 0; h < heads; ++h) {
-      const std::size_t needed = (layer.survivors[h] + m_shape.page_rows - 1) / m_shape.page_rows;
-      while (layer.pages[h].size() > needed) {
-        m_pool.release(layer.pages[h].back());
-        layer.pages[h].pop_back();
-      }
-    }
+    release_surplus(layer);
     set_all_entries(layer);
     upload_tables(layer);
     throw;
@@ -673,13 +773,26 @@ void KVCache<Value, order>::admit_counted(LayerStore& layer) {
   }
 }
 
+// Gives back pages that the survivors do not need.
+template <class Value, PageOrder order>
+void KVCache<Value, order>::release_surplus(LayerStore& layer) {
+  for (std::size_t h = 0; h < layer.pages.size(); ++h) {
+    const std::size_t needed = (layer.survivors[h] + m_shape.page_rows - 1) / m_shape.page_rows;
+    while (layer.pages[h].size() > needed) {
+      m_pool.release(layer.pages[h].back());
+      layer.pages[h].pop_back();
+    }
+  }
+}
+
 // Writes what kernels are to know of a head from page `first_page` on; upload_tables brings it to
 // where they run.
 template <class Value, PageOrder order>
 void KVCache<Value, order>::set_entries(LayerStore& layer, int head, std::size_t first_page) {
   const std::vector<PageId>& list = layer.pages[head];
   for (std::size_t p = first_page; p < list.size(); ++p) layer.host_page_table(head, p) = list[p];
-  layer.host_survivors(head) = layer.survivors[head];
+  // Between a deferred append and collect the kernels alone know how many survivors there are.
+  if (!layer.deferred) layer.host_survivors(head) = layer.survivors[head];
 }
 
 template <class Value, PageOrder order>
@@ -712,15 +825,13 @@ void KVCache<Value, order>::upload_tables([[maybe_unused]] LayerStore& layer) {
   }
 }
 
+/// Throws Error if the extents of new rows do not fit `layer_index`, or positions would overflow.
 template <class Value, PageOrder order>
-AppendCounts KVCache<Value, order>::append(const ExecutionSpace& exec, SequenceId sequence,
-                                           int layer_index, const RowsView& keys,
-                                           const RowsView& values, const ScoresView& scores,
-                                           const EvictionRule& rule) {
-  LayerStore& layer = store(sequence, layer_index);
+void KVCache<Value, order>::check_append(int layer_index, const RowsView& keys,
+                                         const RowsView& values, const ScoresView& scores,
+                                         std::int64_t tokens) const {
   const int heads = m_shape.heads[layer_index];
   const int dim = m_shape.head_dim;
-  const int window = m_shape.window;
   const std::int64_t count = keys.extent(0);
   for (const RowsView* view : {&keys, &values}) {
     if (static_cast<std::int64_t>(view->extent(0)) != count ||
@@ -731,16 +842,142 @@ AppendCounts KVCache<Value, order>::append(const ExecutionSpace& exec, SequenceI
                       view->extent(0), view->extent(1), view->extent(2), count, heads, dim));
     }
   }
-  const bool scored = scores.extent(0) > 0 && scores.extent(1) > 0;
-  if (scored && (static_cast<int>(scores.extent(0)) != heads ||
-                 static_cast<std::int64_t>(scores.extent(1)) != count)) {
+  if (scores.extent(0) > 0 && scores.extent(1) > 0 &&
+      (static_cast<int>(scores.extent(0)) != heads ||
+       static_cast<std::int64_t>(scores.extent(1)) != count)) {
     throw Error(fmt::format("cache append: scores are ({}, {}); expected ({}, {}) = (head, token)",
                             scores.extent(0), scores.extent(1), heads, count));
   }
-  if (layer.tokens + count > std::numeric_limits<std::int32_t>::max()) {
+  if (tokens + count > std::numeric_limits<std::int32_t>::max()) {
     throw Error(fmt::format("cache append: {} tokens exceed the largest position {}",
-                            layer.tokens + count, std::numeric_limits<std::int32_t>::max()));
+                            tokens + count, std::numeric_limits<std::int32_t>::max()));
   }
+}
+
+template <class Value, PageOrder order>
+void KVCache<Value, order>::append_deferred(const ExecutionSpace& exec, SequenceId id,
+                                            int layer_index, const RowsView& keys,
+                                            const RowsView& values, const ScoresView& scores,
+                                            const EvictionRule& rule) {
+  LayerStore& layer = store(id, layer_index);
+  Sequence& sequence = m_sequences.at(id);
+  const int heads = m_shape.heads[layer_index];
+  check_append(layer_index, keys, values, scores, layer.tokens);
+  if (keys.extent(0) != 1) {
+    throw Error(fmt::format("cache append: {} tokens in one step; expected 1", keys.extent(0)));
+  }
+  const bool exits = layer.tokens >= m_shape.window && heads > 0;
+  if (exits) {
+    NewEntries entries;
+    const auto link = [&] {
+      if (entries.count > 0) write_entries(exec, layer.page_table, entries);
+      entries.count = 0;
+    };
+    const std::size_t width = layer.page_table.extent(1);
+    try {
+      for (int h = 0; h < heads; ++h) {
+        const std::vector<PageId>& list = layer.pages[h];
+        const std::size_t old_size = list.size();
+        const PageId old_last = list.empty() ? -1 : list.back();
+        reserve(layer, h, 1);
+        if (list.size() == old_size && list.back() == old_last) continue;
+        const std::size_t index = list.size() - 1;
+        if (index >= width) continue;  // the whole table is written below
+        layer.host_page_table(h, index) = list.back();
+        entries.entry[entries.count++] = {h, static_cast<std::int32_t>(index), list.back()};
+        if (entries.count == NewEntries::most) link();
+      }
+      link();
+      grow_page_table(layer);
+    } catch (...) {
+      release_surplus(layer);
+      set_all_entries(layer);
+      Kokkos::deep_copy(layer.page_table, layer.host_page_table);
+      throw;
+    }
+    if (layer.page_table.extent(1) != width) {
+      Kokkos::deep_copy(layer.page_table, layer.host_page_table);
+    }
+    for (std::int64_t& bound : layer.survivors) ++bound;
+    layer.deferred = true;
+    if (rule.judge) sequence.collected.judged += heads;
+  }
+  if (heads > 0) {
+    const bool scored = scores.extent(0) > 0 && scores.extent(1) > 0;
+    StepKernel<Value, order> kernel;
+    kernel.ring = layer.ring.data();
+    kernel.ring_scores = layer.ring_scores.data();
+    kernel.keys = keys.data();
+    kernel.values = values.data();
+    kernel.scores = scored ? scores.data() : nullptr;
+    kernel.table = layer.page_table.data();
+    kernel.addresses = m_pool.addresses(exec).data();
+    kernel.survivors = layer.device_survivors.data();
+    kernel.totals = sequence.lengths.data() + sequence.lengths.extent(0) - 2;
+    kernel.key_head = keys.stride(1);
+    kernel.key_dim = keys.stride(2);
+    kernel.value_head = values.stride(1);
+    kernel.value_dim = values.stride(2);
+    kernel.score_head = scored ? scores.stride(0) : 0;
+    kernel.table_head = layer.page_table.stride(0);
+    kernel.token = layer.tokens;
+    kernel.rule = rule;
+    kernel.dim = m_shape.head_dim;
+    kernel.window = m_shape.window;
+    kernel.page_rows = m_shape.page_rows;
+    kernel.exits = exits;
+    append_row(exec, heads, kernel);
+    sequence.pending = exec;
+  }
+  ++layer.tokens;
+}
+
+// Logically nothing changes: what the kernels have decided becomes known.
+template <class Value, PageOrder order>
+void KVCache<Value, order>::settle(SequenceId id) const {
+  store(id, 0);  // checks the id
+  KVCache& self = const_cast<KVCache&>(*this);
+  Sequence& sequence = self.m_sequences.at(id);
+  if (!sequence.pending) return;
+  Kokkos::deep_copy(*sequence.pending, sequence.host_lengths, sequence.lengths);
+  detail::fence(*sequence.pending, "kvzap::collect: the host reads how many rows were kept");
+  sequence.pending.reset();
+  for (LayerStore& layer : sequence.layers) {
+    if (!layer.deferred) continue;
+    layer.deferred = false;
+    for (std::size_t h = 0; h < layer.survivors.size(); ++h) {
+      layer.survivors[h] = layer.host_survivors(h);
+    }
+    self.release_surplus(layer);
+  }
+  const std::size_t totals = sequence.lengths.extent(0) - 2;
+  const std::int64_t evicted = sequence.host_lengths(totals);
+  const std::int64_t non_finite = sequence.host_lengths(totals + 1);
+  sequence.collected.evicted += evicted - sequence.evicted_before;
+  sequence.collected.non_finite += non_finite - sequence.non_finite_before;
+  sequence.evicted_before = evicted;
+  sequence.non_finite_before = non_finite;
+}
+
+template <class Value, PageOrder order>
+AppendCounts KVCache<Value, order>::collect(SequenceId sequence) {
+  settle(sequence);
+  return std::exchange(m_sequences.at(sequence).collected, {});
+}
+
+template <class Value, PageOrder order>
+AppendCounts KVCache<Value, order>::append(const ExecutionSpace& exec, SequenceId sequence,
+                                           int layer_index, const RowsView& keys,
+                                           const RowsView& values, const ScoresView& scores,
+                                           const EvictionRule& rule) {
+  settle(sequence);
+  LayerStore& layer = store(sequence, layer_index);
+  const int heads = m_shape.heads[layer_index];
+  const int dim = m_shape.head_dim;
+  const int window = m_shape.window;
+  const std::int64_t count = keys.extent(0);
+  check_append(layer_index, keys, values, scores, layer.tokens);
+  const bool scored = scores.extent(0) > 0 && scores.extent(1) > 0;
 
   AppendStep step{};
   step.heads = heads;
@@ -831,6 +1068,7 @@ AppendCounts KVCache<Value, order>::append(const ExecutionSpace& exec, SequenceI
 template <class Value, PageOrder order>
 CompactCounts KVCache<Value, order>::compact(const ExecutionSpace& exec, SequenceId sequence,
                                              int layer_index, const FlagsView& keep) {
+  settle(sequence);
   LayerStore& layer = store(sequence, layer_index);
   const int heads = m_shape.heads[layer_index];
   const int dim = m_shape.head_dim;
@@ -962,7 +1200,7 @@ CompactCounts KVCache<Value, order>::compact(const ExecutionSpace& exec, Sequenc
 
 template <class Value, PageOrder order>
 auto KVCache<Value, order>::checkpoint(SequenceId sequence) -> Checkpoint {
-  store(sequence, 0);
+  settle(sequence);
   Checkpoint checkpoint;
   checkpoint.sequence = sequence;
   for (const LayerStore& layer : m_sequences.at(sequence).layers) {
@@ -985,7 +1223,7 @@ auto KVCache<Value, order>::checkpoint(SequenceId sequence) -> Checkpoint {
 
 template <class Value, PageOrder order>
 void KVCache<Value, order>::restore(SequenceId sequence, const Checkpoint& checkpoint) {
-  store(sequence, 0);
+  settle(sequence);
   if (checkpoint.sequence != sequence) {
     throw Error(fmt::format("cache restore: sequence {} given a checkpoint of sequence {}",
                             sequence, checkpoint.sequence));
@@ -1036,6 +1274,7 @@ auto KVCache<Value, order>::layer(SequenceId sequence, int layer_index) -> Layer
   layer.page_table = from.page_table;
   layer.survivors = from.device_survivors;
   layer.ring = from.ring;
+  layer.bounds = from.survivors.data();
   layer.tokens = from.tokens;
   layer.heads = m_shape.heads[layer_index];
   layer.window = m_shape.window;
@@ -1051,6 +1290,7 @@ std::int64_t KVCache<Value, order>::tokens(SequenceId sequence, int layer) const
 
 template <class Value, PageOrder order>
 std::int64_t KVCache<Value, order>::rows(SequenceId sequence, int layer, int head) const {
+  settle(sequence);
   const LayerStore& from = store(sequence, layer);
   return from.survivors[checked_head(layer, head)] +
          std::min<std::int64_t>(from.tokens, m_shape.window);
@@ -1058,6 +1298,7 @@ std::int64_t KVCache<Value, order>::rows(SequenceId sequence, int layer, int hea
 
 template <class Value, PageOrder order>
 auto KVCache<Value, order>::host_rows(SequenceId sequence, int layer_index, int head) -> HostRows {
+  settle(sequence);
   const LayerStore& from = store(sequence, layer_index);
   const std::int64_t total = rows(sequence, layer_index, head);
   const std::int64_t survivors = from.survivors[head];
@@ -1116,6 +1357,7 @@ CacheBytes KVCache<Value, order>::bytes() const {
   CacheBytes bytes;
   const std::size_t row = 2 * sizeof(Value) * m_shape.head_dim;
   for (const auto& [id, sequence] : m_sequences) {
+    settle(id);
     for (const LayerStore& layer : sequence.layers) {
       const std::int64_t ring = std::min<std::int64_t>(layer.tokens, m_shape.window);
       for (std::int64_t survivors : layer.survivors) bytes.live += row * (survivors + ring);
@@ -1130,6 +1372,7 @@ CacheBytes KVCache<Value, order>::bytes() const {
 template <class Value, PageOrder order>
 const std::vector<PageId>& KVCache<Value, order>::page_list(SequenceId sequence, int layer,
                                                             int head) const {
+  settle(sequence);
   return store(sequence, layer).pages[checked_head(layer, head)];
 }
 

@@ -6,6 +6,7 @@
 #include <kvzap/head_partition.hpp>
 
 #include "detail/all_reduce.hpp"
+#include "detail/device_kernels.hpp"
 #include "detail/gemm.hpp"
 #include "detail/kokkos_compat.hpp"
 #include "detail/row_kernels.hpp"
@@ -39,12 +40,10 @@ void embed(const ExecutionSpace& exec, const Kokkos::View<const TokenId*, Memory
   const std::int64_t rows = embedding.extent(0);
   const std::int64_t hidden = h.extent(1);
   Kokkos::parallel_for(
-      "kvzap::decoder::embed", Range(exec, 0, h.extent(0)), KOKKOS_LAMBDA(std::int64_t i) {
-        const std::int64_t row = ids(i) - first_token;
+      "kvzap::decoder::embed", Range(exec, 0, h.extent(0) * hidden), KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t row = ids(i / hidden) - first_token;
         const bool mine = row >= 0 && row < rows;
-        for (std::int64_t d = 0; d < hidden; ++d) {
-          h(i, d) = mine ? static_cast<float>(embedding(row, d)) : 0.0f;
-        }
+        h(i / hidden, i % hidden) = mine ? static_cast<float>(embedding(row, i % hidden)) : 0.0f;
       });
 }
 
@@ -64,24 +63,39 @@ void fill_angles(const ExecutionSpace& exec, std::int64_t tokens,
       });
 }
 
+/// Whether a step may call the host's own loops.
+bool on_host() { return detail::runs_on_host && !detail::uses_device_kernels(); }
+
+// Threads of a team that has one row, or one head of a token.
+constexpr int row_threads = detail::runs_on_host ? 1 : 256;
+constexpr int head_threads = detail::runs_on_host ? 1 : 64;
+using Team = Kokkos::TeamPolicy<ExecutionSpace>;
+using Member = typename Team::member_type;
+
 /// output = input / sqrt(mean(input^2) + eps) * weight, row by row; (token, hidden).
 void rms_norm(const ExecutionSpace& exec, const ConstMatrix& input, const ConstVector& weight,
               float eps, const Matrix& output) {
   const std::int64_t size = input.extent(1);
-  if constexpr (detail::runs_on_host) {
+  if (on_host()) {
     Kokkos::parallel_for("kvzap::decoder::rms_norm", HostRange(0, input.extent(0)),
                          [=](std::int64_t i) {
                            detail::rms_norm(&input(i, 0), weight.data(), eps, &output(i, 0), size);
                          });
-  } else {
-    Kokkos::parallel_for(
-        "kvzap::decoder::rms_norm", Range(exec, 0, input.extent(0)), KOKKOS_LAMBDA(std::int64_t i) {
-          float sum = 0;
-          for (std::int64_t d = 0; d < size; ++d) sum += input(i, d) * input(i, d);
-          const float factor = 1.0f / detail::math::sqrt(sum / static_cast<float>(size) + eps);
-          for (std::int64_t d = 0; d < size; ++d) output(i, d) = input(i, d) * factor * weight(d);
-        });
+    return;
   }
+  Kokkos::parallel_for(
+      "kvzap::decoder::rms_norm", Team(exec, static_cast<int>(input.extent(0)), row_threads),
+      KOKKOS_LAMBDA(const Member& team) {
+        const std::int64_t i = team.league_rank();
+        float sum = 0;
+        Kokkos::parallel_reduce(
+            Kokkos::TeamThreadRange(team, size),
+            [&](std::int64_t d, float& partial) { partial += input(i, d) * input(i, d); }, sum);
+        const float factor = 1.0f / detail::math::sqrt(sum / static_cast<float>(size) + eps);
+        Kokkos::parallel_for(Kokkos::TeamThreadRange(team, size), [&](std::int64_t d) {
+          output(i, d) = input(i, d) * factor * weight(d);
+        });
+      });
 }
 
 /// Per head: RMS norm if the model has one, then RoPE (Su et al., arXiv 2104.09864) in the layout
@@ -94,7 +108,7 @@ void norm_and_rotate(const ExecutionSpace& exec, const Matrix& rows, int dim,
   if (heads == 0) return;
   const bool has_norm = norm_weight.extent(0) > 0;
   const int half_dim = dim / 2;
-  if constexpr (detail::runs_on_host) {
+  if (on_host()) {
     Kokkos::parallel_for("kvzap::decoder::norm_and_rotate", HostRange(0, rows.extent(0)),
                          [=](std::int64_t token) {
                            for (std::int64_t h = 0; h < heads; ++h) {
@@ -103,72 +117,76 @@ void norm_and_rotate(const ExecutionSpace& exec, const Matrix& rows, int dim,
                              detail::rotate(x, &angles(first + token, 0, 0), half_dim);
                            }
                          });
-  } else {
-    Kokkos::parallel_for(
-        "kvzap::decoder::norm_and_rotate", Range(exec, 0, rows.extent(0) * heads),
-        KOKKOS_LAMBDA(std::int64_t i) {
-          const std::int64_t token = i / heads;
-          float* x = &rows(token, (i % heads) * dim);
-          if (has_norm) {
-            float sum = 0;
-            for (int d = 0; d < dim; ++d) sum += x[d] * x[d];
-            const float factor = 1.0f / detail::math::sqrt(sum / static_cast<float>(dim) + eps);
-            for (int d = 0; d < dim; ++d) x[d] *= factor * norm_weight(d);
-          }
-          for (int d = 0; d < half_dim; ++d) {
-            const float cosine = angles(first + token, d, 0);
-            const float sine = angles(first + token, d, 1);
-            const float low = x[d];
-            const float high = x[d + half_dim];
-            x[d] = low * cosine - high * sine;
-            x[d + half_dim] = high * cosine + low * sine;
-          }
-        });
+    return;
   }
+  Kokkos::parallel_for(
+      "kvzap::decoder::norm_and_rotate",
+      Team(exec, static_cast<int>(rows.extent(0) * heads), head_threads),
+      KOKKOS_LAMBDA(const Member& team) {
+        const std::int64_t token = team.league_rank() / heads;
+        float* const x = &rows(token, team.league_rank() % heads * dim);
+        float factor = 1;
+        if (has_norm) {
+          float sum = 0;
+          Kokkos::parallel_reduce(
+              Kokkos::TeamThreadRange(team, dim),
+              [&](int d, float& partial) { partial += x[d] * x[d]; }, sum);
+          factor = 1.0f / detail::math::sqrt(sum / static_cast<float>(dim) + eps);
+        }
+        Kokkos::parallel_for(Kokkos::TeamThreadRange(team, half_dim), [&](int d) {
+          const float cosine = angles(first + token, d, 0);
+          const float sine = angles(first + token, d, 1);
+          const float low = x[d] * (has_norm ? factor * norm_weight(d) : 1.0f);
+          const float high =
+              x[d + half_dim] * (has_norm ? factor * norm_weight(d + half_dim) : 1.0f);
+          x[d] = low * cosine - high * sine;
+          x[d + half_dim] = high * cosine + low * sine;
+        });
+      });
 }
 
 void add(const ExecutionSpace& exec, const Matrix& target, const ConstMatrix& summand) {
   const std::int64_t columns = target.extent(1);
-  if constexpr (detail::runs_on_host) {
+  if (on_host()) {
     Kokkos::parallel_for(
         "kvzap::decoder::add", HostRange(0, target.extent(0)),
         [=](std::int64_t i) { detail::add(&target(i, 0), &summand(i, 0), columns); });
-  } else {
-    Kokkos::parallel_for(
-        "kvzap::decoder::add", Range(exec, 0, target.extent(0)), KOKKOS_LAMBDA(std::int64_t i) {
-          for (std::int64_t d = 0; d < columns; ++d) target(i, d) += summand(i, d);
-        });
+    return;
   }
+  Kokkos::parallel_for(
+      "kvzap::decoder::add", Range(exec, 0, target.size()), KOKKOS_LAMBDA(std::int64_t i) {
+        target(i / columns, i % columns) += summand(i / columns, i % columns);
+      });
 }
 
 void silu_times(const ExecutionSpace& exec, const Matrix& gate, const ConstMatrix& up) {
   const std::int64_t columns = gate.extent(1);
-  if constexpr (detail::runs_on_host) {
+  if (on_host()) {
     Kokkos::parallel_for("kvzap::decoder::silu", HostRange(0, gate.extent(0)), [=](std::int64_t i) {
       detail::silu_times(&gate(i, 0), &up(i, 0), columns);
     });
-  } else {
-    Kokkos::parallel_for(
-        "kvzap::decoder::silu", Range(exec, 0, gate.size()), KOKKOS_LAMBDA(std::int64_t i) {
-          float& x = gate(i / columns, i % columns);
-          x = x / (1.0f + detail::math::exp(-x)) * up(i / columns, i % columns);
-        });
+    return;
   }
+  Kokkos::parallel_for(
+      "kvzap::decoder::silu", Range(exec, 0, gate.size()), KOKKOS_LAMBDA(std::int64_t i) {
+        float& x = gate(i / columns, i % columns);
+        x = x / (1.0f + detail::math::exp(-x)) * up(i / columns, i % columns);
+      });
 }
 
 /// target (row, column) = Value(source); contiguous.
 template <class Value>
 void store_rows(const ExecutionSpace& exec, const ConstMatrix& source, Value* target) {
   const std::int64_t columns = source.extent(1);
-  if constexpr (detail::runs_on_host) {
+  if (on_host()) {
     Kokkos::parallel_for(
         "kvzap::decoder::store_rows", HostRange(0, source.extent(0)),
         [=](std::int64_t i) { detail::narrow(&source(i, 0), target + i * columns, columns); });
-  } else {
-    Kokkos::parallel_for(
-        "kvzap::decoder::store_rows", Range(exec, 0, source.size()),
-        KOKKOS_LAMBDA(std::int64_t i) { target[i] = Value(source(i / columns, i % columns)); });
+    return;
   }
+  Kokkos::parallel_for(
+      "kvzap::decoder::store_rows", Range(exec, 0, source.size()),
+      KOKKOS_LAMBDA(std::int64_t i) { target[i] = Value(source(i / columns, i % columns)); });
 }
 
 }  // namespace
@@ -187,6 +205,7 @@ struct Decoder<Value, order>::Scratch {
   Vector chunk_scores;
   MeteredBytes chunk_bytes;
   detail::LinearMap linear;
+  detail::RankSum rank_sum;
 
   Matrix matrix(int index, std::int64_t rows, std::int64_t columns) {
     Vector& buffer = buffers[index];
@@ -323,7 +342,7 @@ std::vector<float> Decoder<Value, order>::forward(const SequenceId* sequences,
   const Matrix h = scratch.matrix(0, count, hidden);  // (token, hidden), the residual stream
   {
     embed<Value>(exec, ids, m_model.embedding(), m_model.first_token(), h);
-    detail::all_reduce_sum(exec, m_comm, h);
+    scratch.rank_sum(exec, m_comm, h);
   }
 
   // RoPE's angles, in float as transformers computes them.
@@ -335,6 +354,14 @@ std::vector<float> Decoder<Value, order>::forward(const SequenceId* sequences,
   }
   { fill_angles(exec, count, positions, scratch.inverse_frequencies, scratch.angles); }
 
+  // A decode step on a device waits once, at its end, not in every layer.
+  const bool deferred =
+      count == static_cast<std::int64_t>(n_sequences) && detail::uses_device_kernels();
+  const auto count_append = [&](const AppendCounts& counts) {
+    m_counts.judged += counts.judged;
+    m_counts.evicted += counts.evicted;
+    m_counts.non_finite += counts.non_finite;
+  };
   const int layers = static_cast<int>(config.num_hidden_layers);
   const std::int64_t blocks = (count + block_tokens - 1) / block_tokens;
   for (int l = 0; l < layers; ++l) {
@@ -409,7 +436,7 @@ std::vector<float> Decoder<Value, order>::forward(const SequenceId* sequences,
       }
 
       scratch.linear(exec, a, weights.o, weights.o_bias, x);
-      detail::all_reduce_sum(exec, m_comm, x);
+      scratch.rank_sum(exec, m_comm, x);
       add(exec, h_block, x);
 
       rms_norm(exec, h_block, weights.attention_norm, eps, x);
@@ -419,7 +446,7 @@ std::vector<float> Decoder<Value, order>::forward(const SequenceId* sequences,
       scratch.linear(exec, x, weights.up, weights.up_bias, up);
       silu_times(exec, gate, up);
       scratch.linear(exec, gate, weights.down, weights.down_bias, x);
-      detail::all_reduce_sum(exec, m_comm, x);
+      scratch.rank_sum(exec, m_comm, x);
       add(exec, h_block, x);
       if (progress) progress("prefill", l * blocks + begin / block_tokens + 1, layers * blocks);
     }
@@ -431,12 +458,15 @@ std::vector<float> Decoder<Value, order>::forward(const SequenceId* sequences,
       const auto rows = std::make_pair(begin, begin + each);
       typename Cache::ScoresView new_scores = scores;
       if (rule.score) new_scores = Kokkos::subview(scores, Kokkos::ALL, rows);
-      const AppendCounts counts = m_cache.append(
-          exec, sequences[i], l, Kokkos::subview(keys, rows, Kokkos::ALL, Kokkos::ALL),
-          Kokkos::subview(values, rows, Kokkos::ALL, Kokkos::ALL), new_scores, rule.eviction);
-      m_counts.judged += counts.judged;
-      m_counts.evicted += counts.evicted;
-      m_counts.non_finite += counts.non_finite;
+      const auto new_keys = Kokkos::subview(keys, rows, Kokkos::ALL, Kokkos::ALL);
+      const auto new_values = Kokkos::subview(values, rows, Kokkos::ALL, Kokkos::ALL);
+      if (deferred) {
+        m_cache.append_deferred(exec, sequences[i], l, new_keys, new_values, new_scores,
+                                rule.eviction);
+      } else {
+        count_append(
+            m_cache.append(exec, sequences[i], l, new_keys, new_values, new_scores, rule.eviction));
+      }
     }
   }
   scratch.cached.clear();
@@ -452,6 +482,9 @@ std::vector<float> Decoder<Value, order>::forward(const SequenceId* sequences,
   scratch.linear(exec, x, m_model.output_head(), ConstVector(), y);
   detail::fence(exec, "kvzap::decoder: MPI reads the logits");
   const auto host = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, y);
+  for (std::size_t i = 0; deferred && i < n_sequences; ++i) {
+    count_append(m_cache.collect(sequences[i]));
+  }
   std::vector<float> logits = m_comm.gather(host.data(), outputs * local, 0);
   if (many && m_comm.size() > 1 && m_comm.is_root()) logits = rows_of_ranks(logits, outputs);
   if (count > block_tokens) scratch.release();  // a long prefill's memory is not needed again

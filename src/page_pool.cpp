@@ -160,6 +160,42 @@ PagePool::AddressView PagePool::addresses() {
   return m_addresses;
 }
 
+namespace {
+
+/// Addresses that travel as arguments of a kernel.
+struct NewAddresses {
+  static constexpr int most = 16;
+  std::uintptr_t address[most];
+  std::int64_t first;
+  int count = 0;
+};
+
+void write_addresses(const ExecutionSpace& exec, const PagePool::AddressView& target,
+                     const NewAddresses& entries) {
+  Kokkos::parallel_for(
+      "kvzap::page_pool::addresses", Kokkos::RangePolicy<ExecutionSpace>(exec, 0, entries.count),
+      KOKKOS_LAMBDA(int i) { target(entries.first + i) = entries.address[i]; });
+}
+
+}  // namespace
+
+PagePool::AddressView PagePool::addresses(const ExecutionSpace& exec) {
+  if (m_first_stale > m_last_stale) return m_addresses;
+  if (m_addresses.extent(0) < m_pages.size()) return addresses();
+  NewAddresses entries;
+  entries.first = m_first_stale;
+  for (std::size_t page = m_first_stale; page <= m_last_stale; ++page) {
+    entries.address[entries.count++] = m_pages[page].address;
+    if (entries.count < NewAddresses::most && page < m_last_stale) continue;
+    write_addresses(exec, m_addresses, entries);
+    entries.first += entries.count;
+    entries.count = 0;
+  }
+  m_first_stale = none_stale;
+  m_last_stale = 0;
+  return m_addresses;
+}
+
 void release_unused_host_memory() {
 #ifdef __GLIBC__
   malloc_trim(0);

@@ -8,6 +8,7 @@
 #include <numeric>
 
 #include "detail/all_reduce.hpp"
+#include "detail/device_kernels.hpp"
 #include "detail/gemm.hpp"
 #include "detail/json_file.hpp"
 #include "detail/kokkos_compat.hpp"
@@ -64,18 +65,18 @@ void select_heads(const ExecutionSpace& exec, const Matrix& output,
 /// GELU in its exact form, x * Phi(x), as torch.nn.GELU computes it by default.
 void gelu(const ExecutionSpace& exec, const Matrix& values) {
   const std::int64_t count = values.extent(1);
-  if constexpr (detail::runs_on_host) {
+  if (detail::runs_on_host && !detail::uses_device_kernels()) {
     Kokkos::parallel_for(
         "kvzap::surrogate::gelu",
         Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace>(0, values.extent(0)),
         [=](std::int64_t i) { detail::gelu(&values(i, 0), count); });
-  } else {
-    Kokkos::parallel_for(
-        "kvzap::surrogate::gelu", Range(exec, 0, values.size()), KOKKOS_LAMBDA(std::int64_t i) {
-          float& x = values(i / count, i % count);
-          x = 0.5f * x * (1.0f + detail::math::erf(x * 0.70710678f));
-        });
+    return;
   }
+  Kokkos::parallel_for(
+      "kvzap::surrogate::gelu", Range(exec, 0, values.size()), KOKKOS_LAMBDA(std::int64_t i) {
+        float& x = values(i / count, i % count);
+        x = 0.5f * x * (1.0f + detail::math::erf(x * 0.70710678f));
+      });
 }
 
 template <class Value>
@@ -147,7 +148,7 @@ class TypedLayers final : public Surrogate::Layers {
       m_linear(exec, hidden, layer.hidden_weight, layer.hidden_bias, activation);
       gelu(exec, activation);
       m_linear(exec, activation, layer.weight, layer.bias, output);
-      if (m_ranks && m_ranks->size() > 1) detail::all_reduce_sum(exec, *m_ranks, output);
+      if (m_ranks && m_ranks->size() > 1) m_rank_sum(exec, *m_ranks, output);
     } else {
       m_linear(exec, hidden, layer.weight, layer.bias, output);
     }
@@ -169,6 +170,7 @@ class TypedLayers final : public Surrogate::Layers {
   std::optional<Communicator> m_ranks;
   std::vector<Layer> m_layers;
   detail::LinearMap m_linear;
+  detail::RankSum m_rank_sum;
   Vector m_hidden;  // scratch
   Vector m_output;  // scratch
 };

@@ -17,6 +17,8 @@ enum class AttentionPath {
   automatic,  // rows for one query token, tiles for more
   rows,     // one pass over the rows of a KV head for all query heads of its group; one query token
   tiles,    // scores and weighted sums of tiles by matrix products; any number of query tokens
+  split,    // what rows is on devices: a kernel over parts of every head's rows; any backend
+  panels,   // what tiles is on devices: batched products over all heads; any backend
   portable  // plain loops that run on any backend; the reference of the others
 };
 
@@ -31,9 +33,12 @@ enum class AttentionPath {
 /// the rounded ones. The result is then within 2 (2^-9 + d), where d = 2^-9 sum_i |q_i k_i| /
 /// sqrt(head_dim) bounds how far the scores move; within 2^-7 for scores of order 1.
 ///
+/// The path panels rounds queries and exponentials to the type of the rows: as above for bfloat16,
+/// and for half with 2^-11 instead of 2^-9. The path split rounds neither.
+///
 /// A score of -infinity weighs nothing. A NaN in a key reaches the queries that see its row. One in
-/// a value may in the path tiles also reach queries of the same tile that do not see its row, since
-/// 0 times NaN is NaN.
+/// a value may in the paths tiles and panels also reach queries of the same tile that do not see
+/// its row, since 0 times NaN is NaN.
 template <class Value, PageOrder order>
 class Attention {
  public:
@@ -52,7 +57,7 @@ class Attention {
   /// chunk_keys, chunk_values: (C, KV head, dim) with C >= M; the queries belong to the last M
   /// chunk tokens, and query i sees chunk rows 0 .. C - M + i. With C = M = 1 this is a decode
   /// step; with an empty cache it is dense causal attention. Throws Error on extents that do not
-  /// fit, or if `path` is rows and M > 1.
+  /// fit, or if `path` is rows or split and M > 1.
   void operator()(const ExecutionSpace& exec, const Layer& cached, const QueryView& queries,
                   const RowsView& chunk_keys, const RowsView& chunk_values,
                   const OutputView& output, AttentionPath path = AttentionPath::automatic);
@@ -62,8 +67,7 @@ class Attention {
   /// what a call for its sequence alone gives with the same path.
   ///
   /// queries, output: (B, query head, dim). chunk_keys, chunk_values: (B, KV head, dim). The layers
-  /// have the same heads and head_dim. Throws Error on extents that do not fit, or if `path` is
-  /// rows on a backend other than the host.
+  /// have the same heads and head_dim. Throws Error on extents that do not fit.
   void decode(const ExecutionSpace& exec, const std::vector<Layer>& cached,
               const QueryView& queries, const RowsView& chunk_keys, const RowsView& chunk_values,
               const OutputView& output, AttentionPath path = AttentionPath::automatic);

@@ -6,6 +6,7 @@
 #include <kvzap/prune.hpp>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <vector>
 
@@ -30,15 +31,17 @@ using SequenceId = int;
 /// is found through span.
 template <class Value, PageOrder order>
 struct RaggedLayer {
-  Kokkos::View<const std::uintptr_t*, MemorySpace> addresses;          // by page id
-  Kokkos::View<const PageId**, MemorySpace> page_table;                // (head, page)
-  Kokkos::View<const std::int64_t*, MemorySpace> survivors;            // (head)
+  Kokkos::View<const std::uintptr_t*, MemorySpace> addresses;                 // by page id
+  Kokkos::View<const PageId**, Kokkos::LayoutRight, MemorySpace> page_table;  // (head, page)
+  Kokkos::View<const std::int64_t*, MemorySpace> survivors;                   // (head)
   Kokkos::View<const Value**, Kokkos::LayoutRight, MemorySpace> ring;  // (head, 2 * window * dim)
   std::int64_t tokens = 0;  // appended so far; the token at position p has ring slot p % window
   int heads = 0;
   int window = 1;
   int page_rows = 1;
   int head_dim = 1;
+  /// (head), in host memory: no head has more survivors than this.
+  const std::int64_t* bounds = nullptr;
 
   /// A run of rows with constant strides.
   struct Span {
@@ -132,6 +135,17 @@ class KVCache {
                       const RowsView& keys, const RowsView& values, const ScoresView& scores,
                       const EvictionRule& rule);
 
+  /// append of one token, for devices: does not wait for `exec`. Heads that may need a page get it
+  /// ahead, and the kernels alone know which rows they kept, until collect, or any other function
+  /// that needs the lengths of the sequence's heads, brings that back. Until then all calls for the
+  /// sequence are to use one instance.
+  void append_deferred(const ExecutionSpace& exec, SequenceId sequence, int layer,
+                       const RowsView& keys, const RowsView& values, const ScoresView& scores,
+                       const EvictionRule& rule);
+  /// Waits for what append_deferred has launched, and gives pages back that were not needed after
+  /// all. Returns what those calls did, in all layers, since the last collect.
+  AppendCounts collect(SequenceId sequence);
+
   /// Evicts survivors of a layer a second time, in place. keep: (head, survivor), of which
   /// keep(h, i) says whether the i-th oldest of head h's rows(…) - ring rows stays; there may be
   /// more columns than a head has survivors. The rows that stay keep their order and positions, and
@@ -165,7 +179,8 @@ class KVCache {
   /// Hands memory of the pool that no page needs back to the system; returns the bytes.
   std::size_t trim();
 
-  /// For kernels; valid until the cache changes.
+  /// For kernels; valid until the cache changes. After append_deferred for kernels on the same
+  /// instance.
   Layer layer(SequenceId sequence, int layer);
   /// Tokens appended so far, kept or not.
   std::int64_t tokens(SequenceId sequence, int layer) const;
@@ -189,7 +204,7 @@ class KVCache {
   std::vector<SequenceId> sequences() const;
 
  private:
-  using PageTable = Kokkos::View<PageId**, MemorySpace>;
+  using PageTable = Kokkos::View<PageId**, Kokkos::LayoutRight, MemorySpace>;
   using Counts = Kokkos::View<std::int64_t*, MemorySpace>;
 
   struct LayerStore {
@@ -197,15 +212,25 @@ class KVCache {
     Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> ring;         // (head, 2*window*dim)
     Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> ring_scores;  // (head, window)
     std::vector<std::vector<PageId>> pages;                               // per head
-    std::vector<std::int64_t> survivors;                                  // per head
+    // Per head; since a deferred append, what they can be at most.
+    std::vector<std::int64_t> survivors;
+    bool deferred = false;
     // The same for kernels, and what is copied there (the same memory on host backends).
     PageTable page_table;                            // (head, page)
-    Counts device_survivors;                         // (head)
+    Counts device_survivors;                         // (head), part of Sequence::lengths
     typename PageTable::HostMirror host_page_table;  // (head, page)
-    typename Counts::HostMirror host_survivors;      // (head)
+    typename Counts::HostMirror host_survivors;      // (head), part of Sequence::host_lengths
   };
   struct Sequence {
     std::vector<LayerStore> layers;
+    // Survivors of all layers' heads, one behind the other, then how many pairs deferred appends
+    // have evicted, and how many they have kept for want of a finite score, ever.
+    Counts lengths;
+    typename Counts::HostMirror host_lengths;
+    std::int64_t evicted_before = 0;  // of those, the ones that were collected
+    std::int64_t non_finite_before = 0;
+    AppendCounts collected;                 // and not yet told
+    std::optional<ExecutionSpace> pending;  // where deferred appends run
     MeteredBytes ring_bytes;
     std::set<std::int64_t> checkpoints;  // those that restore still accepts, oldest first
   };
@@ -216,9 +241,13 @@ class KVCache {
   std::size_t ring_bytes() const;
   int checked_head(int layer, int head) const;
   void copy_page(PageId from, PageId to);
+  void check_append(int layer, const RowsView& keys, const RowsView& values,
+                    const ScoresView& scores, std::int64_t tokens) const;
+  void settle(SequenceId sequence) const;
   void reserve(LayerStore& layer, int head, std::int64_t new_survivors);
   void reserve_kept(int heads, std::int64_t rows);
   void admit_counted(LayerStore& layer);
+  void release_surplus(LayerStore& layer);
   void set_entries(LayerStore& layer, int head, std::size_t first_page);
   void grow_page_table(LayerStore& layer);
   void set_all_entries(LayerStore& layer);

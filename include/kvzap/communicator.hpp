@@ -41,7 +41,8 @@ class Communicator {
   /// Ranks that run on this rank's node, this one included. Collective.
   int ranks_on_node() const;
 
-  /// In-place sum over ranks of `count` floats in host memory.
+  /// In-place sum over ranks of `count` floats in host memory, or in a device's if
+  /// this MPI reads such memory.
   void all_reduce_sum(float* values, std::size_t count) const;
   std::int64_t all_reduce_sum(std::int64_t value) const;
   std::int64_t all_reduce_max(std::int64_t value) const;

@@ -90,6 +90,8 @@ class PagePool {
   /// Address of every page's first byte, by page id, for kernels. Valid until the next allocate or
   /// trim.
   AddressView addresses();
+  /// The same for kernels that follow on `exec`, which as a rule is not waited for.
+  AddressView addresses(const ExecutionSpace& exec);
   std::uintptr_t address(PageId page) const { return m_pages[page].address; }
 
  private:

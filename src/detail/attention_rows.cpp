@@ -541,7 +541,7 @@ std::int64_t RowAttention<Value>::scratch_size(int group, int dim) {
 }
 
 template <class Value>
-RowAttention<Value>::RowAttention(int group, int dim, bool by_row, float* scratch)
+RowAttention<Value>::RowAttention(int group, int dim, [[maybe_unused]] bool by_row, float* scratch)
     : m_group(group), m_dim(dim), m_scaling(1.0f / std::sqrt(static_cast<float>(dim))) {
 #if KVZAP_X86
   const SimdLevel level = simd_level();
@@ -619,7 +619,8 @@ void RowAttention<Value>::attend_portably(const RowRun<Value>& run) {
 }
 
 template <class Value>
-void RowAttention<Value>::attend(const RowRun<Value>& run, const RowRun<Value>& next) {
+void RowAttention<Value>::attend(const RowRun<Value>& run,
+                                 [[maybe_unused]] const RowRun<Value>& next) {
   if (m_kernels == Kernels::portable) return attend_portably(run);
 #if KVZAP_X86
   if (run.dim_stride != 1) {

@@ -29,7 +29,7 @@ constexpr std::int64_t whole(std::int64_t count, std::int64_t unit) {
 
 // Rows, and vectors of 16 columns, of the block of sums that a matrix product keeps in registers.
 constexpr int block_rows(bool pairs) { return pairs ? 6 : 12; }
-constexpr int block_vectors(bool pairs) { return pairs ? 4 : 2; }
+[[maybe_unused]] constexpr int block_vectors(bool pairs) { return pairs ? 4 : 2; }
 
 constexpr std::int64_t padded_rows(int group) {
   return whole(std::max<std::int64_t>(tile_rows, group), 12);

@@ -2,19 +2,23 @@
 
 #include <fmt/format.h>
 
-#include <KokkosBlas3_gemm.hpp>
 #include <algorithm>
 #include <cstdlib>
 #include <string_view>
 
+#include "detail/device_kernels.hpp"
 #include "detail/huge_pages.hpp"
 #include "detail/kokkos_compat.hpp"
 #include "detail/onednn.hpp"
 #include "detail/packed_kernels.hpp"
+#include "detail/product.hpp"
 #include "detail/row_kernels.hpp"
 #include "detail/row_products.hpp"
 #include "detail/scratch.hpp"
 #include "detail/simd.hpp"
+#if !defined(KOKKOS_ENABLE_CUDA)
+#include <KokkosBlas3_gemm.hpp>
+#endif
 
 namespace kvzap::detail {
 namespace {
@@ -27,6 +31,25 @@ constexpr std::int64_t panel_bytes = std::int64_t{1} << 20;
 // The same of packed ones, which oneDNN takes block by block: x passes by fewer times.
 constexpr std::int64_t packed_panel_bytes = std::int64_t{8} << 20;
 
+#if defined(KOKKOS_ENABLE_CUDA)
+void gemm(const ExecutionSpace& exec, bool transposed, float alpha, const ConstMatrix& a,
+          const ConstMatrix& b, float beta, const Matrix& c) {
+  Product<float> product;
+  product.m = c.extent(0);
+  product.n = c.extent(1);
+  product.k = a.extent(1);
+  product.a = a.data();
+  product.a_stride = a.stride(0);
+  product.b = b.data();
+  product.b_stride = b.stride(0);
+  product.transposed = transposed;
+  product.c = c.data();
+  product.c_stride = c.stride(0);
+  product.alpha = alpha;
+  product.beta = beta;
+  multiply(exec, product);
+}
+#else
 // c (m, 1). Kokkos Kernels 4 turns such a product into a matrix-vector one that loses the stride of
 // a column in a wider matrix.
 void single_column(const ExecutionSpace& exec, bool transposed, float alpha, const ConstMatrix& a,
@@ -44,10 +67,11 @@ void single_column(const ExecutionSpace& exec, bool transposed, float alpha, con
 
 // Kokkos Kernels 3.4 has no overload that takes an instance: its gemm runs on the default one,
 // after what was launched there before.
-void gemm(const ExecutionSpace& exec, const char* op_b, float alpha, const ConstMatrix& a,
+void gemm(const ExecutionSpace& exec, bool transposed, float alpha, const ConstMatrix& a,
           const ConstMatrix& b, float beta, const Matrix& c) {
   if (c.extent(0) == 0 || c.extent(1) == 0) return;
-  if (c.extent(1) == 1) return single_column(exec, *op_b == 'T', alpha, a, b, beta, c);
+  const char* const op_b = transposed ? "T" : "N";
+  if (c.extent(1) == 1) return single_column(exec, transposed, alpha, a, b, beta, c);
 #if KOKKOS_VERSION >= 40000
   KokkosBlas::gemm(exec, "N", op_b, alpha, a, b, beta, c);
 #else
@@ -55,6 +79,7 @@ void gemm(const ExecutionSpace& exec, const char* op_b, float alpha, const Const
   KokkosBlas::gemm("N", op_b, alpha, a, b, beta, c);
 #endif
 }
+#endif
 
 // A few rows on a device.
 template <class Value>
@@ -273,22 +298,85 @@ std::int64_t few_rows_limit(const LinearWeights<Value>& weights) {
   return weights.is_packed() ? packed_product_rows : skinny_product_rows;
 }
 
+// Rows of x, rounded to bf16, without padding.
+void round_rows(const ExecutionSpace& exec, const ConstMatrix& x,
+                const Kokkos::View<bfloat16*, MemorySpace>& rounded) {
+  const std::int64_t inputs = x.extent(1);
+  Kokkos::parallel_for(
+      "kvzap::linear::round",
+      Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>(exec, 0,
+                                                                           x.extent(0) * inputs),
+      KOKKOS_LAMBDA(std::int64_t i) { rounded(i) = bfloat16(x(i / inputs, i % inputs)); });
+}
+
+// Rows of x, each times a power of two that brings its largest value to at least 2^14 and below
+// 2^15, rounded to f16; unscale (rows) undoes it.
+void round_rows(const ExecutionSpace& exec, const ConstMatrix& x,
+                const Kokkos::View<half*, MemorySpace>& rounded, const Vector& unscale) {
+  const std::int64_t inputs = x.extent(1);
+  using Team = Kokkos::TeamPolicy<ExecutionSpace>;
+  Kokkos::parallel_for(
+      "kvzap::linear::round", Team(exec, static_cast<int>(x.extent(0)), Kokkos::AUTO),
+      KOKKOS_LAMBDA(const typename Team::member_type& team) {
+        const std::int64_t m = team.league_rank();
+        float largest = 0;
+        Kokkos::parallel_reduce(
+            Kokkos::TeamThreadRange(team, inputs),
+            [&](std::int64_t k, float& most) {
+              const float size = math::fabs(x(m, k));
+              if (size > most) most = size;
+            },
+            Kokkos::Max<float>(largest));
+        const int exponent = static_cast<int>((float_bits(largest) >> 23) & 0xffu) - 127;
+        // Infinity stays what it is.
+        const int shift = exponent == 128 ? 0 : (exponent < -112 ? 126 : 14 - exponent);
+        const float scale = bits_float(static_cast<std::uint32_t>(127 + shift) << 23);
+        Kokkos::parallel_for(Kokkos::TeamThreadRange(team, inputs), [&](std::int64_t k) {
+          rounded(m * inputs + k) = half(x(m, k) * scale);
+        });
+        Kokkos::single(Kokkos::PerTeam(team), [&] {
+          unscale(m) = bits_float(static_cast<std::uint32_t>(127 - shift) << 23);
+        });
+      });
+}
+
+// y (m, n) = y * unscale (m) + bias (n); either may be empty.
+void finish_rows(const ExecutionSpace& exec, const ConstVector& unscale, const ConstVector& bias,
+                 const Matrix& y) {
+  const bool scaled = unscale.extent(0) > 0;
+  const bool biased = bias.extent(0) > 0;
+  if (!scaled && !biased) return;
+  const std::int64_t columns = y.extent(1);
+  Kokkos::parallel_for(
+      "kvzap::linear::finish",
+      Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>(exec, 0,
+                                                                           y.extent(0) * columns),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        float& value = y(i / columns, i % columns);
+        value =
+            value * (scaled ? unscale(i / columns) : 1.0f) + (biased ? bias(i % columns) : 0.0f);
+      });
+}
+
+/// Whether products run on operands of the weights' type, without waiting for `exec`.
+bool keeps_type() { return has_product_library() || (runs_on_host && uses_device_kernels()); }
+
 }  // namespace
 
 void multiply_nt(const ExecutionSpace& exec, float alpha, const ConstMatrix& a,
                  const ConstMatrix& b, float beta, const Matrix& c) {
-  gemm(exec, "T", alpha, a, b, beta, c);
+  gemm(exec, true, alpha, a, b, beta, c);
 }
 
 void multiply_nn(const ExecutionSpace& exec, float alpha, const ConstMatrix& a,
                  const ConstMatrix& b, float beta, const Matrix& c) {
-  gemm(exec, "N", alpha, a, b, beta, c);
+  gemm(exec, false, alpha, a, b, beta, c);
 }
 
 template <class Value>
 bool packs_weights() {
   const char* asked = std::getenv("KVZAP_PACK");
-  return has_packed_products<Value>() && onednn::is_available() &&
+  return has_packed_products<Value>() && onednn::is_available() && !keeps_type() &&
          !(asked && std::string_view(asked) == "off");
 }
 
@@ -345,8 +433,38 @@ void LinearMap::operator()(const ExecutionSpace& exec, const ConstMatrix& x,
     if (bias.extent(0) > 0) add_bias(exec, bias, y);
     return;
   }
-  if (weights.is_packed() && !has_packed_products<Value>()) {
-    throw Error("linear map: packed weights need the instruction set they were packed for");
+  if (weights.is_packed() && (keeps_type() || !has_packed_products<Value>())) {
+    throw Error("linear map: packed weights need the kernels they were packed for");
+  }
+  if (keeps_type()) {
+    Product<Value> product;
+    product.m = rows;
+    product.n = outputs;
+    product.k = inputs;
+    product.a_stride = inputs;
+    ConstVector unscale;
+    if constexpr (std::is_same_v<Value, bfloat16>) {
+      reserve_scratch(m_bf16, rows * inputs, "kvzap::linear::rounded");
+      round_rows(exec, x, m_bf16);
+      product.a = m_bf16.data();
+    } else if constexpr (std::is_same_v<Value, half>) {
+      reserve_scratch(m_half, rows * inputs, "kvzap::linear::rounded");
+      reserve_scratch(m_unscale, rows, "kvzap::linear::unscale");
+      round_rows(exec, x, m_half, m_unscale);
+      product.a = m_half.data();
+      unscale = m_unscale;
+    } else {
+      product.a = x.data();
+      product.a_stride = x.stride(0);
+    }
+    product.b = weights.rows().data();
+    product.b_stride = weights.rows().stride(0);
+    product.transposed = true;
+    product.c = y.data();
+    product.c_stride = y.stride(0);
+    multiply(exec, product);
+    finish_rows(exec, unscale, bias, y);
+    return;
   }
   if constexpr (runs_on_host) {
     fence(exec, "kvzap::linear: host kernels read what the instance wrote");

@@ -17,6 +17,13 @@ namespace math = Kokkos::Experimental;
 inline constexpr bool runs_on_host =
     std::is_same_v<Kokkos::DefaultExecutionSpace, Kokkos::DefaultHostExecutionSpace>;
 
+/// Host memory that a device copies from and to at its full rate, without waiting for the host.
+#if defined(KOKKOS_HAS_SHARED_HOST_PINNED_SPACE)
+using StagingSpace = Kokkos::SharedHostPinnedSpace;
+#else
+using StagingSpace = Kokkos::HostSpace;
+#endif
+
 /// Waits for one execution-space instance; the name says why. (Kokkos 3.4's Serial fence takes no
 /// label.)
 template <class Exec>

@@ -113,7 +113,7 @@ RowPath row_path() { return current_path; }
 void set_row_path(RowPath path) { current_path = path; }
 
 void gather_rows(const char* const* rows, std::int64_t n, char* target, std::size_t row_bytes,
-                 bool stream) {
+                 [[maybe_unused]] bool stream) {
 #if KVZAP_X86
   if (stream) {
     const bool whole_lines =

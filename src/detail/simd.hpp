@@ -34,7 +34,9 @@ void set_simd_level(SimdLevel level);
 
 #define KVZAP_BODY static inline __attribute__((always_inline))
 
-#if defined(__x86_64__) && defined(__GNUC__)
+// CUDA compilers read neither target attributes nor all intrinsics. They are used where kernels run
+// on a device, and there is no inner loop on the host whose speed matters.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__CUDACC__)
 #define KVZAP_X86 1
 // Clang uses whole registers without being asked to, and ignores all of a list that asks it to.
 #if defined(__clang__)

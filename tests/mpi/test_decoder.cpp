@@ -10,6 +10,7 @@
 #include <random>
 #include <set>
 
+#include "detail/device_kernels.hpp"
 #include "detail/simd.hpp"
 #include "safetensors_writer.hpp"
 #include "unit/temporary_folder.hpp"
@@ -87,7 +88,7 @@ struct Checkpoint {
     add(tensors, "model.embed_tokens.weight", {vocabulary, hidden}, 1, 0);
     if (!config.tie_word_embeddings) add(tensors, "lm_head.weight", {vocabulary, hidden}, 1, 0);
     add(tensors, "model.norm.weight", {hidden}, 0.3f, 1);
-    for (int l = 0; l < layers; ++l) {
+    for (int l = 0; l < config.num_hidden_layers; ++l) {
       const std::string layer = "model.layers." + std::to_string(l) + ".";
       const auto linear = [&](const std::string& name, std::int64_t rows, std::int64_t columns,
                               bool bias) {
@@ -111,7 +112,7 @@ struct Checkpoint {
     test::write_safetensors(folder.path() / "model.safetensors", tensors);
 
     std::map<std::string, StoredTensor> scores;
-    for (int l = 0; l < layers; ++l) {
+    for (int l = 0; l < config.num_hidden_layers; ++l) {
       const std::string name = "layers." + std::to_string(l);
       add(scores, name + ".weight", {config.num_key_value_heads, hidden}, 0.5f, 0);
       add(scores, name + ".bias", {config.num_key_value_heads}, 0.5f, 0);
@@ -120,7 +121,8 @@ struct Checkpoint {
     surrogate.write("config.json",
                     "{\"input_dim\": " + std::to_string(hidden) +
                         ", \"output_dim\": " + std::to_string(config.num_key_value_heads) +
-                        ", \"hidden_dim\": null, \"n_modules\": " + std::to_string(layers) + "}");
+                        ", \"hidden_dim\": null, \"n_modules\": " +
+                        std::to_string(config.num_hidden_layers) + "}");
   }
 };
 
@@ -495,6 +497,71 @@ TEST(DecodeStep, AllocatesNothingButPages) {
     allocated.erase(pages);
   }
   for (const std::string& label : allocated) ADD_FAILURE() << "allocated: " << label;
+}
+
+// On devices a step waits, and copies between host and device, as often whatever the number of
+// layers.
+struct Waits {
+  int fences = 0;
+  int copies = 0;
+  int kernels = 0;
+};
+Waits waits;
+
+TEST(DecodeStep, WaitsAsOftenForManyLayersAsForFew) {
+  namespace tools = Kokkos::Tools::Experimental;
+  const Communicator self(MPI_COMM_SELF);
+  const bool before = detail::uses_device_kernels();
+  detail::set_device_kernels(true);
+  std::vector<Waits> of_steps;
+  for (const int n_layers : {2, 9}) {
+    ModelConfig config = make_config(shapes[2]);
+    config.num_hidden_layers = n_layers;
+    const Checkpoint checkpoint(config);
+    const auto partition =
+        HeadPartition::even(n_layers, static_cast<int>(config.num_key_value_heads), 1);
+    const auto model = Model<bfloat16>::load(checkpoint.folder.path(), config, partition, 0);
+    auto surrogate =
+        Surrogate::load(checkpoint.surrogate.path(), config, partition, 0, DType::bf16, self);
+    Decoder<bfloat16, PageOrder::token_major> decoder(model, &surrogate, self, 4, 16);
+    const SequenceId sequence = decoder.cache().add_sequence();
+    StepRule rule;
+    rule.score = true;
+    rule.eviction = {0.0f, 0, true};
+    const auto tokens = some_tokens(120);
+    decoder.step(sequence, {tokens.begin(), tokens.begin() + 60}, rule);
+    const auto on_kernel = [](const char*, const std::uint32_t, std::uint64_t*) {
+      ++waits.kernels;
+    };
+    for (int i = 60; i < 120; ++i) {
+      const std::size_t slabs = decoder.cache().pool().allocated_bytes();
+      waits = {};
+      tools::set_begin_fence_callback(
+          [](const char*, const std::uint32_t, std::uint64_t*) { ++waits.fences; });
+      tools::set_begin_deep_copy_callback([](Kokkos_Profiling_SpaceHandle, const char*, const void*,
+                                             Kokkos_Profiling_SpaceHandle, const char*, const void*,
+                                             std::uint64_t) { ++waits.copies; });
+      tools::set_begin_parallel_for_callback(on_kernel);
+      tools::set_begin_parallel_reduce_callback(on_kernel);
+      tools::set_begin_parallel_scan_callback(on_kernel);
+      decoder.step(sequence, {tokens[i]}, rule);
+      tools::set_begin_fence_callback(nullptr);
+      tools::set_begin_deep_copy_callback(nullptr);
+      tools::set_begin_parallel_for_callback(nullptr);
+      tools::set_begin_parallel_reduce_callback(nullptr);
+      tools::set_begin_parallel_scan_callback(nullptr);
+      // Not where the pool has got memory, and kernels are told of it.
+      if (decoder.cache().pool().allocated_bytes() == slabs) of_steps.push_back(waits);
+    }
+    EXPECT_GT(of_steps.back().kernels, 10 * n_layers);
+  }
+  detail::set_device_kernels(before);
+  ASSERT_GT(of_steps.size(), 60u);
+  for (const Waits& step : of_steps) {
+    EXPECT_EQ(step.copies, of_steps.front().copies);
+    EXPECT_LE(step.fences, of_steps.front().fences);
+    EXPECT_LE(step.fences, 16);
+  }
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "detail/device_kernels.hpp"
 #include "detail/simd.hpp"
 #include "temporary_folder.hpp"
 
@@ -26,9 +27,6 @@ using kvzap::KVCache;
 using kvzap::MemorySpace;
 using kvzap::PageOrder;
 using kvzap::test::expect_error;
-
-constexpr bool host_backend =
-    Kokkos::SpaceAccessibility<Kokkos::HostSpace, MemorySpace>::accessible;
 
 float uniform(std::mt19937& random) { return static_cast<float>(random() >> 8) * 0x1p-23f - 1.0f; }
 
@@ -118,9 +116,12 @@ constexpr double pair_tolerance = 0x1p-7;
 /// What a path may differ by from exact arithmetic at the level in use.
 template <class Value>
 double tolerance_of(AttentionPath path) {
-  const bool rounds = std::is_same_v<Value, bfloat16> && path != AttentionPath::portable &&
-                      kvzap::detail::simd_level() >= SimdLevel::avx512_bf16;
-  return rounds ? pair_tolerance : tolerance;
+  if (path == AttentionPath::portable || path == AttentionPath::split) return tolerance;
+  const bool panels = path == AttentionPath::panels ||
+                      (path != AttentionPath::rows && kvzap::detail::uses_device_kernels());
+  if (panels && std::is_same_v<Value, half>) return pair_tolerance / 4;
+  const bool rounds = panels || kvzap::detail::simd_level() >= SimdLevel::avx512_bf16;
+  return rounds && std::is_same_v<Value, bfloat16> ? pair_tolerance : tolerance;
 }
 
 std::vector<SimdLevel> simd_levels() {
@@ -254,12 +255,16 @@ class AttentionPaths : public ::testing::Test {
     std::vector<std::pair<const char*, AttentionPath>> paths = {
         {"automatic", AttentionPath::automatic},
         {"tiles", AttentionPath::tiles},
+        {"panels", AttentionPath::panels},
         {"portable", AttentionPath::portable}};
-    if (p.queries == 1 && host_backend) paths.push_back({"rows", AttentionPath::rows});
+    if (p.queries == 1) paths.push_back({"rows", AttentionPath::rows});
+    if (p.queries == 1) paths.push_back({"split", AttentionPath::split});
     for (const SimdLevel level : simd_levels()) {
       const LevelInUse in_use(level);
       for (const auto& [name, path] : paths) {
-        if (path == AttentionPath::portable && level != simd_levels().front()) continue;
+        const bool has_levels = path != AttentionPath::portable && path != AttentionPath::split &&
+                                path != AttentionPath::panels;
+        if (!has_levels && level != simd_levels().front()) continue;
         SCOPED_TRACE(name);
         SCOPED_TRACE(kvzap::detail::name_of(level));
         constexpr float untouched = -777.0f;
@@ -343,6 +348,23 @@ TYPED_TEST(AttentionPaths, AgreeWithDoublePrecisionForAnyCache) {
   }
 }
 
+// Heads as uneven as pruning makes them, around the 128 rows of a part of the path split, with
+// groups that it takes whole and in two.
+TYPED_TEST(AttentionPaths, PartsOfUnevenHeads) {
+  for (const auto& survivors : std::vector<std::vector<int>>{
+           {1900, 119, 0}, {118, 119, 120}, {247, 248, 0}, {0, 0, 4096}}) {
+    for (int group : {4, 16}) {
+      Problem p;
+      p.kv_heads = 3;
+      p.group = group;
+      p.survivors = survivors;
+      p.dim = 128;
+      p.page_rows = 64;
+      this->check(p, 350 + group);
+    }
+  }
+}
+
 TYPED_TEST(AttentionPaths, RingOfAnyFilling) {
   for (int ring_rows : {0, 1, 4, 5}) {
     for (int queries : {1, 2, 17}) {
@@ -422,7 +444,8 @@ TYPED_TEST(AttentionPaths, EqualScoresGiveTheMean) {
   queries.upload();
   Array<Value> chunk(1, p.kv_heads, p.dim, Arrangement::right);
   this->fill_random(chunk, 0, random);
-  for (auto path : {AttentionPath::automatic, AttentionPath::tiles, AttentionPath::portable}) {
+  for (auto path : {AttentionPath::automatic, AttentionPath::tiles, AttentionPath::split,
+                    AttentionPath::panels, AttentionPath::portable}) {
     Array<float> output(1, 4, p.dim, Arrangement::right);
     const ExecutionSpace exec;
     this->m_attention(exec, cache.layer(sequence, 0), queries.template view<const float>(),
@@ -483,8 +506,10 @@ using ValueTypes = ::testing::Types<float, half, bfloat16>;
 TYPED_TEST_SUITE(AttentionStorage, ValueTypes);
 
 TYPED_TEST(AttentionStorage, PageSizeAndOrderDoNotMatter) {
-  for (auto path : {AttentionPath::automatic, AttentionPath::tiles, AttentionPath::portable}) {
+  for (auto path : {AttentionPath::automatic, AttentionPath::tiles, AttentionPath::split,
+                    AttentionPath::panels, AttentionPath::portable}) {
     for (int queries : {1, 5}) {
+      if (path == AttentionPath::split && queries > 1) continue;
       const auto expected = attend<TypeParam, PageOrder::token_major>(64, queries, path);
       for (int page_rows : {1, 3, 16, 64, 1000}) {
         const auto token_major =
@@ -530,9 +555,9 @@ TYPED_TEST(AttentionPaths, BatchedDecodeEqualsSingleCalls) {
   this->fill_random(values, 0, random);
   std::vector<typename TestFixture::Cache::Layer> layers;
   for (int sequence : sequences) layers.push_back(cache.layer(sequence, 0));
-  std::vector<AttentionPath> paths = {AttentionPath::automatic, AttentionPath::tiles,
-                                      AttentionPath::portable};
-  if (host_backend) paths.push_back(AttentionPath::rows);
+  const AttentionPath paths[] = {AttentionPath::automatic, AttentionPath::tiles,
+                                 AttentionPath::rows,      AttentionPath::split,
+                                 AttentionPath::panels,    AttentionPath::portable};
   const ExecutionSpace exec;
   for (const SimdLevel level : simd_levels()) {
     const LevelInUse in_use(level);
@@ -576,8 +601,10 @@ TYPED_TEST(AttentionPaths, NonFiniteKeys) {
   const ExecutionSpace exec;
   for (const SimdLevel level : simd_levels()) {
     const LevelInUse in_use(level);
-    for (const AttentionPath path : {AttentionPath::automatic, AttentionPath::portable}) {
+    for (const AttentionPath path :
+         {AttentionPath::automatic, AttentionPath::split, AttentionPath::portable}) {
       for (const bool single : {true, false}) {
+        if (path == AttentionPath::split && !single) continue;
         const int count = single ? 1 : tokens;
         Array<float> queries(count, 2, dim, Arrangement::right);
         Array<Value> keys(tokens, 1, dim, Arrangement::right);

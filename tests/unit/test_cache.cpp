@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "count_news.hpp"
-#include "detail/kokkos_compat.hpp"
+#include "detail/device_kernels.hpp"
 #include "detail/row_copy.hpp"
 #include "temporary_folder.hpp"
 
@@ -339,6 +339,7 @@ class Run {
     EXPECT_GT(m_seen.judged, m_seen.evicted);
     EXPECT_GT(m_seen.non_finite, 0);
     EXPECT_GT(m_restores, 0);
+    EXPECT_GT(m_deferred, 0);
     EXPECT_GT(m_compacted.evicted, 0);
     EXPECT_GT(m_compacted.moved, 0);
     EXPECT_EQ(m_forks > 0, m_run.forks);
@@ -541,12 +542,27 @@ class Run {
       EXPECT_EQ(found.evicted, expected.evicted);
       EXPECT_EQ(found.non_finite, expected.non_finite);
     };
-    choose_path();
-    expect_counts(
-        m_token.cache().append(exec, id, layer, keys.view, values.view, score_rows.view, rule));
-    choose_path();
-    expect_counts(
-        m_dim.cache().append(exec, id, layer, keys.view, values.view, score_rows.view, rule));
+    const auto append_to = [&](auto& cache) {
+      if (below(4) != 0) {
+        choose_path();
+        return cache.append(exec, id, layer, keys.view, values.view, score_rows.view, rule);
+      }
+      // Token by token without waiting.
+      for (int t = 0; t < count; ++t) {
+        const auto own = std::make_pair(t, t + 1);
+        Scores::View own_scores;
+        if (!scores.empty()) {
+          own_scores = Kokkos::subview(score_rows.view, Kokkos::ALL, own);
+        }
+        cache.append_deferred(
+            exec, id, layer, Kokkos::subview(keys.view, own, Kokkos::ALL, Kokkos::ALL),
+            Kokkos::subview(values.view, own, Kokkos::ALL, Kokkos::ALL), own_scores, rule);
+        ++m_deferred;
+      }
+      return cache.collect(id);
+    };
+    expect_counts(append_to(m_token.cache()));
+    expect_counts(append_to(m_dim.cache()));
     exec.fence();
     return "append of " + std::to_string(count) + " to sequence " + std::to_string(id) + " layer " +
            std::to_string(layer);
@@ -563,6 +579,7 @@ class Run {
   CompactCounts m_compacted;
   int m_forks = 0;
   int m_restores = 0;
+  int m_deferred = 0;
 };
 
 template <class Value>
@@ -917,11 +934,49 @@ TYPED_TEST(Cache, CompactionFreesPagesAndLeavesForksAlone) {
   EXPECT_EQ(cache.positions(id, 0, 0).size(), 108u);
 }
 
+// Lengths become known when they are asked for, whether or not anyone collects; counts add up until
+// someone does.
+TYPED_TEST(Cache, DeferredAppendsAreSettledByThoseWhoNeedLengths) {
+  using Value = typename TestFixture::Value;
+  constexpr int dim = 8, window = 2;
+  typename TestFixture::Store cache(CacheShape{{1, 1}, dim, window, 4});
+  const SequenceId id = cache.add_sequence();
+  const ExecutionSpace exec;
+  const std::vector<std::vector<std::uint64_t>> numbers(2, std::vector<std::uint64_t>(1, 1));
+  const auto two = make_rows<Value>(numbers, 1, dim, false, Arrangement::right);
+  const auto row = Kokkos::subview(two.view, std::make_pair(0, 1), Kokkos::ALL, Kokkos::ALL);
+  const auto step = [&](float score) {
+    const auto scores = make_scores({{score}}, Arrangement::right);
+    for (int layer : {0, 1}) {
+      cache.append_deferred(exec, id, layer, row, row, scores.view, EvictionRule{0.0f, 0, true});
+    }
+  };
+  for (int t = 0; t < 20; ++t) step(t % 4 == 0 ? 1.0f : (t % 4 == 1 ? nan_score : -1.0f));
+  EXPECT_EQ(cache.tokens(id, 0), 20);
+  EXPECT_EQ(cache.pool().pages_in_use(), 10u);  // as many as 18 rows of each layer could need
+  const SequenceId other = cache.fork(id);
+  EXPECT_EQ(cache.pool().pages_in_use(), 6u);  // 10 of 18 rows were kept
+  EXPECT_EQ(cache.rows(id, 0, 0), 10 + window);
+  EXPECT_EQ(cache.positions(other, 1, 0),
+            (std::vector<std::int64_t>{0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 18, 19}));
+  for (int t = 0; t < 3; ++t) step(1.0f);  // what leaves the ring now: positions 18, 19 and 20
+  EXPECT_EQ(cache.positions(other, 1, 0).size(), 12u);
+  EXPECT_EQ(cache.positions(id, 1, 0),
+            (std::vector<std::int64_t>{0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 22}));
+  const AppendCounts counts = cache.collect(id);
+  EXPECT_EQ(counts.judged, 2 * 21);
+  EXPECT_EQ(counts.evicted, 2 * 10);
+  EXPECT_EQ(counts.non_finite, 2 * 5);
+  EXPECT_EQ(cache.collect(id).judged, 0);
+  expect_error([&] { cache.append_deferred(exec, id, 0, two.view, two.view, {}, {}); },
+               {"2 tokens", "expected 1"});
+}
+
 // What a decode step takes from the allocators: nothing, unless a page or a slab is needed.
 std::size_t n_kokkos_allocations = 0;
 
 TYPED_TEST(Cache, DecodeStepsAllocateNothing) {
-  if (!kvzap::detail::runs_on_host) GTEST_SKIP() << "kernel launches may allocate";
+  if (kvzap::detail::uses_device_kernels()) GTEST_SKIP() << "kernel launches may allocate";
   using Value = typename TestFixture::Value;
   constexpr int heads = 8, dim = 16, window = 32, warm_up = 240, steps = 200;
   typename TestFixture::Store cache(CacheShape{{heads}, dim, window, 64});

@@ -3,12 +3,14 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <iterator>
 #include <limits>
 #include <random>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "detail/device_kernels.hpp"
 #include "detail/gemm.hpp"
 #include "detail/simd.hpp"
 
@@ -75,9 +77,12 @@ void expect_margins_untouched(const Part<float>& y) {
   }
 }
 
-/// What a product with weights of type Value makes of an input.
+/// What a product with weights of type Value makes of an input, which is below 1.
 template <class Value>
 float entering(float x) {
+  if (std::is_same_v<Value, half> && (detail::uses_device_kernels())) {
+    return static_cast<float>(half(x * 0x1p14f)) * 0x1p-14f;
+  }
   return std::is_same_v<Value, bfloat16> ? static_cast<float>(bfloat16(x)) : x;
 }
 
@@ -204,6 +209,63 @@ TYPED_TEST(Linear, EveryInstructionSet) {
     }
   }
   detail::set_simd_level(widest);
+}
+
+/// The form of devices until the end of the scope.
+class DeviceKernels {
+ public:
+  DeviceKernels() : m_before(detail::uses_device_kernels()) { detail::set_device_kernels(true); }
+  ~DeviceKernels() { detail::set_device_kernels(m_before); }
+  DeviceKernels(const DeviceKernels&) = delete;
+  DeviceKernels& operator=(const DeviceKernels&) = delete;
+
+ private:
+  bool m_before;
+};
+
+TYPED_TEST(Linear, OperandsOfTheWeightsType) {
+  const DeviceKernels on_device;
+  for (int m : {1, 2, 8, 9, 100}) {
+    for (int n : {1, 64, 65}) {
+      for (int k : {0, 1, 31, 80}) {
+        for (bool biased : {false, true}) this->check(m, n, k, biased, k % 2 ? 0 : 4);
+      }
+    }
+  }
+}
+
+// Rows of half inputs are scaled on their way: neither large nor small ones are lost.
+TEST(LinearHalf, InputsOfAnySize) {
+  const DeviceKernels on_device;
+  const int k = 40;
+  const float sizes[] = {0, 1e-38f, 1e-20f, 1e-6f, 1, 7e4f, 1e20f, 1e33f};
+  const int m = std::size(sizes);
+  std::mt19937 random(950);
+  const Part<float> x(m, k, 0, 0);
+  const Part<half> weights(3, k, 0, 0);
+  const Part<float> y(m, 3, 0, 0);
+  x.fill(random);
+  weights.fill(random);
+  for (int i = 0; i < m; ++i) {
+    for (int j = 0; j < k; ++j) x.at(i, j) *= sizes[i];
+  }
+  Kokkos::deep_copy(x.whole, x.host);
+  detail::LinearMap linear;
+  const ExecutionSpace exec;
+  linear(exec, detail::ConstMatrix(x.view), kvzap::LinearWeights<half>(weights.view),
+         detail::ConstVector(), y.view);
+  exec.fence();
+  y.download();
+  for (int i = 0; i < m; ++i) {
+    for (int j = 0; j < 3; ++j) {
+      double expected = 0, size = 0;
+      for (int l = 0; l < k; ++l) {
+        expected += double{x.at(i, l)} * weights.at(j, l);
+        size += std::fabs(double{x.at(i, l)} * weights.at(j, l));
+      }
+      EXPECT_NEAR(y.at(i, j), expected, 0x1p-11 * size + 1e-44) << sizes[i];
+    }
+  }
 }
 
 TYPED_TEST(Linear, NothingToMultiply) {

@@ -1,0 +1,47 @@
+#include "toml_file.hpp"
+
+#include <fmt/format.h>
+#include <toml++/toml.h>
+
+#include <stdexcept>
+
+namespace kvzap::driver {
+namespace {
+
+std::optional<std::string> text_of(const toml::node& node) {
+  if (const auto* text = node.as_string()) return text->get();
+  if (const auto* flag = node.as_boolean()) return flag->get() ? "true" : "false";
+  if (const auto* integer = node.as_integer()) return fmt::format("{}", integer->get());
+  if (const auto* number = node.as_floating_point()) return fmt::format("{}", number->get());
+  return std::nullopt;
+}
+
+}  // namespace
+
+std::vector<TomlEntry> read_toml(const std::string& file) {
+  toml::table table;
+  try {
+    table = toml::parse_file(file);
+  } catch (const toml::parse_error& error) {
+    const auto line = error.source().begin.line;  // 0 if the file could not even be read
+    throw std::runtime_error(fmt::format("{}{}: {}", file, line > 0 ? fmt::format(":{}", line) : "",
+                                         error.description()));
+  }
+  std::vector<TomlEntry> entries;
+  for (const auto& [key, node] : table) {
+    TomlEntry entry;
+    entry.key = key.str();
+    entry.line = node.source().begin.line;
+    entry.is_flag = node.is_boolean();
+    if (const auto* list = node.as_array()) {
+      entry.is_list = true;
+      for (const auto& item : *list) entry.values.push_back(text_of(item));
+    } else {
+      entry.values.push_back(text_of(node));
+    }
+    entries.push_back(std::move(entry));
+  }
+  return entries;
+}
+
+}  // namespace kvzap::driver

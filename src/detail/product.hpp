@@ -1,0 +1,37 @@
+// Matrix products of the device: operands stay in the type in which they are stored.
+#pragma once
+
+#include <cstdint>
+#include <kvzap/types.hpp>
+
+namespace kvzap::detail {
+
+/// c (m, n) = alpha * a (m, k) * b + beta * c, `batch` times. All matrices lie row after row.
+template <class Value>
+struct Product {
+  std::int64_t m = 0, n = 0, k = 0;
+  const Value* a = nullptr;
+  std::int64_t a_stride = 0;  // elements from one row to the next; of b and c alike
+  const Value* b = nullptr;   // (n, k) if transposed, else (k, n)
+  std::int64_t b_stride = 0;
+  bool transposed = false;
+  float* c = nullptr;
+  std::int64_t c_stride = 0;
+  float alpha = 1;
+  float beta = 0;
+  std::int64_t batch = 1;
+  std::int64_t a_step = 0;  // elements from one product of the batch to the next
+  std::int64_t b_step = 0;
+  std::int64_t c_step = 0;
+};
+
+/// Runs on `exec` without waiting; sums are accumulated in float. Value: float, half or bfloat16.
+/// On CUDA by cuBLAS, where 16-bit operands use the tensor cores and float ones do not (no TF32);
+/// elsewhere by a plain kernel. With k = 0, c = beta * c. Throws Error if the library refuses.
+template <class Value>
+void multiply(const ExecutionSpace& exec, const Product<Value>& product);
+
+/// Whether a vendor's library does these products.
+bool has_product_library();
+
+}  // namespace kvzap::detail

@@ -50,8 +50,9 @@ add_library(kvzap_hdf5 INTERFACE)
 target_include_directories(kvzap_hdf5 SYSTEM INTERFACE ${HDF5_INCLUDE_DIRS})
 target_link_libraries(kvzap_hdf5 INTERFACE ${HDF5_C_LIBRARIES})
 
-# Optional: without it the dense products go to Kokkos Kernels and the BLAS behind it.
-if(KVZAP_ENABLE_ONEDNN)
+# Optional: without it the dense products go to Kokkos Kernels and the BLAS behind it. On CUDA devices
+# they go to cuBLAS.
+if(KVZAP_ENABLE_ONEDNN AND NOT TARGET kvzap_cublas)
   # Not by its own config: Debian's requires the OpenCL headers, which only GPU use needs.
   find_path(KVZAP_ONEDNN_INCLUDE_DIR oneapi/dnnl/dnnl.hpp)
   find_library(KVZAP_ONEDNN_LIBRARY dnnl)

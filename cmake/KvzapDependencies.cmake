@@ -107,8 +107,9 @@ if(NOT KVZAP_MISSING AND KVZAP_WITH_PRIVATE AND KVZAP_WITH_HDF5)
   kvzap_find_hdf5()
 endif()
 
-# Optional: without it the dense products go to Kokkos Kernels and the BLAS behind it.
-if(NOT KVZAP_MISSING AND KVZAP_WITH_PRIVATE AND KVZAP_WITH_ONEDNN)
+# Optional: without it the dense products go to Kokkos Kernels and the BLAS behind it. On CUDA devices
+# they go to cuBLAS.
+if(NOT KVZAP_MISSING AND KVZAP_WITH_PRIVATE AND KVZAP_WITH_ONEDNN AND NOT KVZAP_KOKKOS_BACKENDS MATCHES "CUDA")
   # Not by its own config: Debian's requires the OpenCL headers, which only GPU use needs.
   find_path(KVZAP_ONEDNN_INCLUDE_DIR oneapi/dnnl/dnnl.hpp)
   find_library(KVZAP_ONEDNN_LIBRARY dnnl)

@@ -452,24 +452,25 @@ void admit(const ExecutionSpace& exec, const AppendStep& step, std::int64_t most
 /// large kernels through a buffer for which it waits.
 template <class Value, PageOrder order>
 struct StepKernel {
-  Value* ring;          // (head, 2 * window * dim)
-  float* ring_scores;   // (head, window)
-  const Value* keys;    // (head, dim) with strides
-  const Value* values;  // the same
-  const float* scores;  // (head) with a stride, or null
-  const PageId* table;  // (head, page)
-  const std::uintptr_t* addresses;
-  std::int64_t* survivors;  // (head)
-  std::int64_t* totals;     // evicted, not finite
-  std::int64_t key_head, key_dim, value_head, value_dim, score_head, table_head;
-  std::int64_t token;  // its position
+  Value* ring = nullptr;          // (head, 2 * window * dim)
+  float* ring_scores = nullptr;   // (head, window)
+  const Value* keys = nullptr;    // (head, dim) with strides
+  const Value* values = nullptr;  // the same
+  const float* scores = nullptr;  // (head) with a stride, or null
+  const PageId* table = nullptr;  // (head, page)
+  const std::uintptr_t* addresses = nullptr;
+  std::int64_t* survivors = nullptr;  // (head)
+  std::int64_t* totals = nullptr;     // evicted, not finite
+  std::int64_t key_head = 0, key_dim = 0, value_head = 0, value_dim = 0, score_head = 0;
+  std::int64_t table_head = 0;
+  std::int64_t token = 0;  // its position
   EvictionRule rule;
-  int dim, window, page_rows;
-  bool exits;
+  int dim = 0, window = 1, page_rows = 1;
+  bool exits = false;
 
   template <class Team>
   KOKKOS_FUNCTION void operator()(const Team& team) const {
-    const int head = team.league_rank();
+    const std::int64_t head = team.league_rank();
     const std::int64_t slot = token % window;
     const std::int64_t position = token - window;  // of the row that leaves
     const Block<order> ring_block{window, dim};
@@ -478,7 +479,7 @@ struct StepKernel {
     const bool keep = exits && rule.keeps(score, position);
     const std::int64_t row = survivors[head];
     const std::uintptr_t page = keep ? addresses[table[head * table_head + row / page_rows]] : 0;
-    Value* const from = ring + std::int64_t{2} * head * window * dim + ring_block.row_offset(slot);
+    Value* const from = ring + 2 * head * window * dim + ring_block.row_offset(slot);
     Value* const to = reinterpret_cast<Value*>(page) + page_block.row_offset(row % page_rows);
     Kokkos::parallel_for(Kokkos::TeamThreadRange(team, 2 * dim), [&](int i) {
       const bool is_value = i >= dim;
@@ -855,12 +856,12 @@ void KVCache<Value, order>::check_append(int layer_index, const RowsView& keys,
 }
 
 template <class Value, PageOrder order>
-void KVCache<Value, order>::append_deferred(const ExecutionSpace& exec, SequenceId id,
+void KVCache<Value, order>::append_deferred(const ExecutionSpace& exec, SequenceId sequence_id,
                                             int layer_index, const RowsView& keys,
                                             const RowsView& values, const ScoresView& scores,
                                             const EvictionRule& rule) {
-  LayerStore& layer = store(id, layer_index);
-  Sequence& sequence = m_sequences.at(id);
+  LayerStore& layer = store(sequence_id, layer_index);
+  Sequence& sequence = m_sequences.at(sequence_id);
   const int heads = m_shape.heads[layer_index];
   check_append(layer_index, keys, values, scores, layer.tokens);
   if (keys.extent(0) != 1) {
@@ -934,10 +935,10 @@ void KVCache<Value, order>::append_deferred(const ExecutionSpace& exec, Sequence
 
 // Logically nothing changes: what the kernels have decided becomes known.
 template <class Value, PageOrder order>
-void KVCache<Value, order>::settle(SequenceId id) const {
-  store(id, 0);  // checks the id
+void KVCache<Value, order>::settle(SequenceId sequence_id) const {
+  store(sequence_id, 0);  // checks the id
   KVCache& self = const_cast<KVCache&>(*this);
-  Sequence& sequence = self.m_sequences.at(id);
+  Sequence& sequence = self.m_sequences.at(sequence_id);
   if (!sequence.pending) return;
   Kokkos::deep_copy(*sequence.pending, sequence.host_lengths, sequence.lengths);
   detail::fence(*sequence.pending, "kvzap::collect: the host reads how many rows were kept");

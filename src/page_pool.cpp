@@ -165,8 +165,8 @@ namespace {
 /// Addresses that travel as arguments of a kernel.
 struct NewAddresses {
   static constexpr int most = 16;
-  std::uintptr_t address[most];
-  std::int64_t first;
+  std::uintptr_t address[most] = {};
+  std::int64_t first = 0;
   int count = 0;
 };
 

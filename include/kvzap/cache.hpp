@@ -139,7 +139,7 @@ class KVCache {
   /// ahead, and the kernels alone know which rows they kept, until collect, or any other function
   /// that needs the lengths of the sequence's heads, brings that back. Until then all calls for the
   /// sequence are to use one instance.
-  void append_deferred(const ExecutionSpace& exec, SequenceId sequence, int layer,
+  void append_deferred(const ExecutionSpace& exec, SequenceId sequence_id, int layer,
                        const RowsView& keys, const RowsView& values, const ScoresView& scores,
                        const EvictionRule& rule);
   /// Waits for what append_deferred has launched, and gives pages back that were not needed after
@@ -243,7 +243,7 @@ class KVCache {
   void copy_page(PageId from, PageId to);
   void check_append(int layer, const RowsView& keys, const RowsView& values,
                     const ScoresView& scores, std::int64_t tokens) const;
-  void settle(SequenceId sequence) const;
+  void settle(SequenceId sequence_id) const;
   void reserve(LayerStore& layer, int head, std::int64_t new_survivors);
   void reserve_kept(int heads, std::int64_t rows);
   void admit_counted(LayerStore& layer);

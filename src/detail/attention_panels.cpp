@@ -242,7 +242,7 @@ void PanelAttention<Value, order>::operator()(const ExecutionSpace& exec, const 
 
   for (std::int64_t first = 0; first < tokens; first += tile) {
     const std::int64_t own = std::min(tile, tokens - first);
-    QueryRows rows;
+    QueryRows rows{};
     rows.count = own * group;
     rows.dim = dim;
     rows.maximum = m_rows.data();

@@ -148,15 +148,15 @@ struct PartScratch {
     values = keys + part_rows;
     dim_strides = reinterpret_cast<std::int64_t*>(values + part_rows);
     queries = reinterpret_cast<float*>(dim_strides + part_rows);
-    scores = queries + heads_at_once * padded;
-    sums = scores + heads_at_once * part_rows;
+    scores = queries + std::int64_t{heads_at_once} * padded;
+    sums = scores + std::int64_t{heads_at_once} * part_rows;
   }
 };
 
 /// One part per team: league rank = (sequence, head, part). G: query heads at once.
 template <class Value, int G>
 struct AttendParts {
-  SplitProblem<Value> p;
+  SplitProblem<Value> p{};
   int padded;  // dim, to whole vectors of 16 bytes
   std::size_t scratch_bytes;
 
@@ -334,7 +334,7 @@ struct AttendParts {
 /// One query head per team: league rank = (sequence, query head).
 template <class Value>
 struct MergeParts {
-  SplitProblem<Value> p;
+  SplitProblem<Value> p{};
   std::size_t scratch_bytes;
 
   KOKKOS_FUNCTION void operator()(const Member& team) const {
@@ -410,7 +410,7 @@ void SplitAttention<Value, order>::operator()(const ExecutionSpace& exec, const 
                                               const RowsView& chunk_values,
                                               const OutputView& output) {
   const Layer& any = cached[0];
-  SplitProblem<Value> p;
+  SplitProblem<Value> p{};
   p.addresses = any.addresses.data();
   p.chunk_rows = chunk_rows;
   p.heads = any.heads;

@@ -33,7 +33,7 @@ struct RowVector {
       if constexpr (std::is_same_v<Value, float>) {
         target[i] = bits_float(bytes.word[i]);
       } else {
-        Value value;
+        Value value{};
         // Every backend stores the lower half of a word first.
         value.bits = static_cast<std::uint16_t>(bytes.word[i / 2] >> (16 * (i % 2)));
         target[i] = static_cast<float>(value);

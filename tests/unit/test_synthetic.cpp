@@ -196,13 +196,13 @@ TYPED_TEST(FillRandom, LeavesWhatThePrefillOfAsManyTokensWould) {
         if (p < 4 || p >= tokens - window || scores[head][p] >= 0) expected.push_back(p);
       }
       EXPECT_EQ(rows.positions, expected);
-      for (const auto& list : {rows.keys, rows.values}) {
-        for (const Value& value : list) {
+      for (const auto* list : {&rows.keys, &rows.values}) {
+        for (const Value& value : *list) {
           const double x = static_cast<float>(value);
           sum += x;
           squares += x * x;
         }
-        values += list.size();
+        values += list->size();
       }
       // Rows of one chunk differ from one another, and keys from values.
       std::map<std::vector<float>, int> distinct;

@@ -18,8 +18,7 @@ class RankSum {
   void operator()(const ExecutionSpace& exec, const Communicator& comm, const Matrix& values) {
     if (comm.size() == 1) return;
     const std::int64_t count = values.size();
-    constexpr bool on_host =
-        Kokkos::SpaceAccessibility<Kokkos::HostSpace, MemorySpace>::accessible;
+    constexpr bool on_host = Kokkos::SpaceAccessibility<Kokkos::HostSpace, MemorySpace>::accessible;
     if (on_host || mpi_reads_device_memory()) {
       fence(exec, "kvzap::all_reduce: MPI reads what the instance wrote");
       return comm.all_reduce_sum(values.data(), count);

@@ -121,8 +121,7 @@ void gather(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cached,
         const bool whole = key && stride == 1 && d0 + width <= dim && dim % width == 0 &&
                            is_vector_aligned(key) && is_vector_aligned(value);
         if (whole) {
-          *reinterpret_cast<Bytes16*>(keys + target) =
-              *reinterpret_cast<const Bytes16*>(key + d0);
+          *reinterpret_cast<Bytes16*>(keys + target) = *reinterpret_cast<const Bytes16*>(key + d0);
           *reinterpret_cast<Bytes16*>(values + target) =
               *reinterpret_cast<const Bytes16*>(value + d0);
           return;
@@ -138,9 +137,10 @@ void gather(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cached,
 /// sums so far are scaled. The query rows of a tile's token t see the rows of the panel before
 /// survivors(head) + visible + t.
 template <class Value>
-void soften(const ExecutionSpace& exec, const Kokkos::View<const std::int64_t*, MemorySpace>& survivors,
-            int first_head, int heads, int group, std::int64_t visible, std::int64_t panel,
-            const QueryRows& rows, float* scores, Value* weights) {
+void soften(const ExecutionSpace& exec,
+            const Kokkos::View<const std::int64_t*, MemorySpace>& survivors, int first_head,
+            int heads, int group, std::int64_t visible, std::int64_t panel, const QueryRows& rows,
+            float* scores, Value* weights) {
   const int threads = runs_on_host ? 1 : 4;
   const std::int64_t total = heads * rows.count;
   Kokkos::parallel_for(
@@ -153,8 +153,8 @@ void soften(const ExecutionSpace& exec, const Kokkos::View<const std::int64_t*, 
         Kokkos::parallel_for(Kokkos::TeamThreadRange(team, own), [&](int t) {
           const std::int64_t local = first + t;
           const std::int64_t i = first_head * rows.count + local;  // among all heads' query rows
-          const std::int64_t most = survivors(first_head + local / rows.count) + visible +
-                                    local % rows.count / group;
+          const std::int64_t most =
+              survivors(first_head + local / rows.count) + visible + local % rows.count / group;
           const std::int64_t limit = most < 0 ? 0 : (most < panel ? most : panel);
           float* const score = scores + local * panel;
           Value* const weight = weights + local * panel;
@@ -287,8 +287,8 @@ void PanelAttention<Value, order>::operator()(const ExecutionSpace& exec, const 
         multiply(exec, scores);
 
         soften<Value>(exec, cached.survivors, head, heads, group,
-                      cached.ring_rows() + before + first + 1 - begin, panel, rows,
-                      m_scores.data(), weights);
+                      cached.ring_rows() + before + first + 1 - begin, panel, rows, m_scores.data(),
+                      weights);
 
         Product<Value> sums;
         sums.m = rows.count;

@@ -215,51 +215,50 @@ struct AttendParts {
       Kokkos::parallel_for(Kokkos::TeamThreadRange(team, G), [&](int g) {
         Kokkos::parallel_for(Kokkos::ThreadVectorRange(team, padded), [&](int d) {
           scratch.queries[g * padded + d] =
-              g < own && d < p.dim
-                  ? p.queries[b * p.query_strides.row +
-                              (head * p.group + first + g) * p.query_strides.head +
-                              d * p.query_strides.dim]
-                  : 0.0f;
+              g < own && d < p.dim ? p.queries[b * p.query_strides.row +
+                                               (head * p.group + first + g) * p.query_strides.head +
+                                               d * p.query_strides.dim]
+                                   : 0.0f;
         });
       });
       team.team_barrier();
 
       // Scores: a thread has some rows, its lanes their dimensions.
       using Dots = PartialDots<G * rows_at_once>;
-      Kokkos::parallel_for(
-          Kokkos::TeamThreadRange(team, (count + rows_at_once - 1) / rows_at_once), [&](int block) {
-            const int r0 = block * rows_at_once;
-            Dots dots;
-            Kokkos::parallel_reduce(
-                Kokkos::ThreadVectorRange(team, vectors),
-                [&](int v, Dots& sum) {
-                  float key[rows_at_once][width];
-                  for (int i = 0; i < rows_at_once; ++i) {
-                    const int r = r0 + i < count ? r0 + i : count - 1;
-                    load(scratch.keys[r], r, v, key[i]);
-                  }
-                  for (int g = 0; g < G; ++g) {
-                    float query[width];
-                    for (int e = 0; e < width; ++e) {
-                      query[e] = scratch.queries[g * padded + v * width + e];
-                    }
-                    for (int i = 0; i < rows_at_once; ++i) {
-                      for (int e = 0; e < width; ++e) {
-                        sum.value[g * rows_at_once + i] += query[e] * key[i][e];
-                      }
-                    }
-                  }
-                },
-                Kokkos::Sum<Dots>(dots));
-            Kokkos::single(Kokkos::PerThread(team), [&] {
-              for (int g = 0; g < G; ++g) {
-                for (int i = 0; i < rows_at_once && r0 + i < count; ++i) {
-                  scratch.scores[g * part_rows + r0 + i] =
-                      dots.value[g * rows_at_once + i] * scaling;
-                }
-              }
-            });
-          });
+      Kokkos::parallel_for(Kokkos::TeamThreadRange(team, (count + rows_at_once - 1) / rows_at_once),
+                           [&](int block) {
+                             const int r0 = block * rows_at_once;
+                             Dots dots;
+                             Kokkos::parallel_reduce(
+                                 Kokkos::ThreadVectorRange(team, vectors),
+                                 [&](int v, Dots& sum) {
+                                   float key[rows_at_once][width];
+                                   for (int i = 0; i < rows_at_once; ++i) {
+                                     const int r = r0 + i < count ? r0 + i : count - 1;
+                                     load(scratch.keys[r], r, v, key[i]);
+                                   }
+                                   for (int g = 0; g < G; ++g) {
+                                     float query[width];
+                                     for (int e = 0; e < width; ++e) {
+                                       query[e] = scratch.queries[g * padded + v * width + e];
+                                     }
+                                     for (int i = 0; i < rows_at_once; ++i) {
+                                       for (int e = 0; e < width; ++e) {
+                                         sum.value[g * rows_at_once + i] += query[e] * key[i][e];
+                                       }
+                                     }
+                                   }
+                                 },
+                                 Kokkos::Sum<Dots>(dots));
+                             Kokkos::single(Kokkos::PerThread(team), [&] {
+                               for (int g = 0; g < G; ++g) {
+                                 for (int i = 0; i < rows_at_once && r0 + i < count; ++i) {
+                                   scratch.scores[g * part_rows + r0 + i] =
+                                       dots.value[g * rows_at_once + i] * scaling;
+                                 }
+                               }
+                             });
+                           });
       team.team_barrier();
 
       // Weights, relative to the part's largest score.
@@ -344,8 +343,7 @@ struct MergeParts {
     const int b = team.league_rank() / query_heads;
     const int head = query_head / p.group;
     const int g = query_head % p.group;
-    const int parts =
-        static_cast<int>((p.rows(p.sequences[b], head) + part_rows - 1) / part_rows);
+    const int parts = static_cast<int>((p.rows(p.sequences[b], head) + part_rows - 1) / part_rows);
     const int threads = team.team_size();
     auto* const sums =
         static_cast<float*>(team.team_scratch(0).get_shmem_aligned(scratch_bytes, 16));
@@ -379,8 +377,7 @@ struct MergeParts {
     team.team_barrier();
     // No rows, or none that weighs anything: zero, not NaN. A NaN stays one.
     const float inverse = weight == 0 ? 0.0f : 1.0f / weight;
-    float* const output =
-        p.output + b * p.output_strides.row + query_head * p.output_strides.head;
+    float* const output = p.output + b * p.output_strides.row + query_head * p.output_strides.head;
     Kokkos::parallel_for(Kokkos::TeamVectorRange(team, p.dim), [&](int d) {
       float sum = 0;
       for (int t = 0; t < threads; ++t) sum += sums[t * p.dim + d];

@@ -157,8 +157,8 @@ struct PartScratch {
 template <class Value, int G>
 struct AttendParts {
   SplitProblem<Value> p{};
-  int padded;  // dim, to whole vectors of 16 bytes
-  std::size_t scratch_bytes;
+  int padded = 0;  // dim, to whole vectors of 16 bytes
+  std::size_t scratch_bytes = 0;
 
   static constexpr int width = RowVector<Value>::width;
 
@@ -335,7 +335,7 @@ struct AttendParts {
 template <class Value>
 struct MergeParts {
   SplitProblem<Value> p{};
-  std::size_t scratch_bytes;
+  std::size_t scratch_bytes = 0;
 
   KOKKOS_FUNCTION void operator()(const Member& team) const {
     const int query_heads = p.heads * p.group;

@@ -315,7 +315,7 @@ TEST_P(DecoderShapes, RanksDoNotMatterWhenPruned) {
   const std::vector<int> steps = {30, 5, 1, 1, 1, 12, 10};
   const StepsResult sharded = run_steps(config, checkpoint, comm, tokens, steps, true, 8);
   const StepsResult whole =
-      run_steps(config, checkpoint, Communicator::self(), tokens, steps, true, 8);
+      run_steps(config, checkpoint, Communicator(MPI_COMM_SELF), tokens, steps, true, 8);
   const auto partition =
       HeadPartition::even(layers, static_cast<int>(config.num_key_value_heads), comm.size());
   for (int l = 0; l < layers; ++l) {
@@ -453,7 +453,7 @@ TEST(Labels, EveryKernelAndViewIsNamed) {
   tools::set_begin_parallel_scan_callback(on_kernel);
   tools::set_allocate_data_callback([](const Kokkos_Profiling_SpaceHandle, const char* label,
                                        const void*, const std::uint64_t) { check_label(label); });
-  const Communicator self = Communicator::self();
+  const Communicator self(MPI_COMM_SELF);
   const ModelConfig config = make_config(shapes[2]);
   const Checkpoint checkpoint(config);
   run_steps(config, checkpoint, self, some_tokens(30), {20, 9, 1}, true, 4);
@@ -470,7 +470,7 @@ std::set<std::string> allocated;
 
 TEST(DecodeStep, AllocatesNothingButPages) {
   namespace tools = Kokkos::Tools::Experimental;
-  const Communicator self = Communicator::self();
+  const Communicator self(MPI_COMM_SELF);
   const ModelConfig config = make_config(shapes[2]);
   const Checkpoint checkpoint(config);
   const auto partition =
@@ -533,7 +533,7 @@ TEST(DecodeStep, WaitsAsOftenForManyLayersAsForFew) {
     const auto on_kernel = [](const char*, const std::uint32_t, std::uint64_t*) {
       ++waits.kernels;
     };
-    for (int i = 60; i < 120; ++i) {
+    for (int i = 60; i < 119; ++i) {
       const std::size_t slabs = decoder.cache().pool().allocated_bytes();
       waits = {};
       tools::set_begin_fence_callback(
@@ -541,19 +541,22 @@ TEST(DecodeStep, WaitsAsOftenForManyLayersAsForFew) {
       tools::set_begin_deep_copy_callback([](Kokkos_Profiling_SpaceHandle, const char*, const void*,
                                              Kokkos_Profiling_SpaceHandle, const char*, const void*,
                                              std::uint64_t) { ++waits.copies; });
-      tools::set_begin_parallel_for_callback(on_kernel);
-      tools::set_begin_parallel_reduce_callback(on_kernel);
-      tools::set_begin_parallel_scan_callback(on_kernel);
       decoder.step(sequence, {tokens[i]}, rule);
       tools::set_begin_fence_callback(nullptr);
       tools::set_begin_deep_copy_callback(nullptr);
-      tools::set_begin_parallel_for_callback(nullptr);
-      tools::set_begin_parallel_reduce_callback(nullptr);
-      tools::set_begin_parallel_scan_callback(nullptr);
       // Not where the pool has got memory, and kernels are told of it.
       if (decoder.cache().pool().allocated_bytes() == slabs) of_steps.push_back(waits);
     }
-    EXPECT_GT(of_steps.back().kernels, 10 * n_layers);
+    // Counted apart: Kokkos fences every kernel that it tells a tool of.
+    waits = {};
+    tools::set_begin_parallel_for_callback(on_kernel);
+    tools::set_begin_parallel_reduce_callback(on_kernel);
+    tools::set_begin_parallel_scan_callback(on_kernel);
+    decoder.step(sequence, {tokens[119]}, rule);
+    tools::set_begin_parallel_for_callback(nullptr);
+    tools::set_begin_parallel_reduce_callback(nullptr);
+    tools::set_begin_parallel_scan_callback(nullptr);
+    EXPECT_GT(waits.kernels, 10 * n_layers);
   }
   detail::set_device_kernels(before);
   ASSERT_GT(of_steps.size(), 60u);

@@ -480,7 +480,8 @@ struct StepKernel {
     const std::int64_t row = survivors[head];
     const std::uintptr_t page = keep ? addresses[table[head * table_head + row / page_rows]] : 0;
     Value* const from = ring + 2 * head * window * dim + ring_block.row_offset(slot);
-    Value* const to = reinterpret_cast<Value*>(page) + page_block.row_offset(row % page_rows);
+    Value* const to =
+        keep ? reinterpret_cast<Value*>(page) + page_block.row_offset(row % page_rows) : nullptr;
     Kokkos::parallel_for(Kokkos::TeamThreadRange(team, 2 * dim), [&](int i) {
       const bool is_value = i >= dim;
       const int d = is_value ? i - dim : i;

@@ -53,16 +53,6 @@ std::string processor_name() {
   return "unknown";
 }
 
-std::string compiler_name() {
-#if defined(__clang__)
-  return __VERSION__;
-#elif defined(__GNUC__)
-  return fmt::format("GCC {}", __VERSION__);
-#else
-  return "unknown";
-#endif
-}
-
 BenchSystem describe_system(const ModelSetup& setup, int ranks) {
   BenchSystem system;
   system.model = name_of_model(setup.folder);
@@ -77,7 +67,7 @@ BenchSystem describe_system(const ModelSetup& setup, int ranks) {
   system.simd = detail::name_of(detail::simd_level());
   system.kokkos = detail::kokkos_version();
   system.mpi = detail::mpi_library();
-  system.compiler = compiler_name();
+  system.compiler = detail::compiler_name();
   return system;
 }
 

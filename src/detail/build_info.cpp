@@ -86,7 +86,9 @@ std::string hdf5_text() {
 #endif
 }
 
-std::string compiler_text() {
+}  // namespace
+
+std::string compiler_name() {
 #if defined(__clang__)
   return __VERSION__;
 #elif defined(__GNUC__)
@@ -95,8 +97,6 @@ std::string compiler_text() {
   return "unknown";
 #endif
 }
-
-}  // namespace
 
 std::string kokkos_version() { return version_text(KOKKOS_VERSION); }
 
@@ -159,7 +159,7 @@ std::vector<std::pair<std::string, std::string>> build_info() {
       {"BLAS", blas_library()},
       {"oneDNN", onednn::is_available() ? onednn::version() : "none"},
       {"instruction set", std::string(name_of(simd_level()))},
-      {"compiler", compiler_text()},
+      {"compiler", compiler_name()},
   };
 }
 

@@ -9,6 +9,8 @@ namespace kvzap::detail {
 
 /// "3.4.1", say.
 std::string kokkos_version();
+/// Name and version of the compiler that the library was built with, or "unknown".
+std::string compiler_name();
 /// The MPI library's own name and version without the packager's additions, or "none".
 std::string mpi_library();
 /// Whether MPI says of itself that it takes addresses of GPU memory. Some libraries know it only

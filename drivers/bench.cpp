@@ -193,13 +193,13 @@ class Context {
       prefill(m_checkpoints.front().sequence, ids);
     } else if (test.batch == 1) {
       for (const TokenId id : ids) {
-        m_decoder->step(m_checkpoints.front().sequence, {id}, m_decode_rule);
+        m_decoder->step_greedy(m_checkpoints.front().sequence, {id}, m_decode_rule);
       }
     } else {
       std::vector<SequenceId> sequences;
       for (const auto& checkpoint : m_checkpoints) sequences.push_back(checkpoint.sequence);
       for (auto id = ids.begin(); id != ids.end(); id += test.batch) {
-        m_decoder->decode(sequences, {id, id + test.batch}, m_decode_rule);
+        m_decoder->decode_greedy(sequences, {id, id + test.batch}, m_decode_rule);
       }
     }
     Kokkos::fence();

@@ -386,7 +386,7 @@ void run(const RunOptions& options, const Communicator& comm, const std::string&
     answer_options.stop_ids = stop_ids;
     answer_options.max_tokens = limit;
     answer_options.sampling = options.sampling;
-    answer_options.on_token = [&](TokenId token, const std::vector<float>&) {
+    answer_options.on_token = [&](TokenId token) {
       if (decoder) {
         emit(decoder->append(token));
       } else if (comm.is_root()) {

@@ -1,7 +1,6 @@
 // Attention: decode in bytes of keys and values read per second, prefill in floating-point
-// operations per second (4 head_dim for each pair of a query and a key that it sees).
-#include <benchmark/benchmark.h>
-
+// operations per second (4 head_dim for each pair of a query and a key that it sees). Every rank
+// has a cache of its own.
 #include <algorithm>
 #include <cstdint>
 #include <kvzap/attention.hpp>
@@ -10,18 +9,11 @@
 #include <string>
 #include <vector>
 
+#include "common.hpp"
 #include "detail/huge_pages.hpp"
 
+namespace kvzap::perf {
 namespace {
-
-using kvzap::Attention;
-using kvzap::AttentionPath;
-using kvzap::bfloat16;
-using kvzap::ExecutionSpace;
-using kvzap::half;
-using kvzap::MemorySpace;
-using kvzap::PageId;
-using kvzap::PageOrder;
 
 constexpr PageOrder order = PageOrder::token_major;
 
@@ -120,6 +112,14 @@ constexpr std::int64_t decode_bytes = std::int64_t{288} << 20;
 
 enum class Lengths { uniform, skewed };
 
+/// `bytes`: read by each rank.
+void report_decode(benchmark::State& state, double bytes, const std::function<void()>& work) {
+  work();
+  const Yardstick limit(Limit::read);
+  const double seconds = time_iterations(state, work);
+  report_bytes(state, seconds, bytes * world().size(), limit);
+}
+
 /// One query token over decode_heads KV heads whose rows take decode_bytes in all.
 template <class Value>
 void decode(benchmark::State& state, int dim, int group, int page_rows, Lengths lengths,
@@ -138,11 +138,8 @@ void decode(benchmark::State& state, int dim, int group, int page_rows, Lengths 
   const auto output = array<float>(1, decode_heads * group, dim);
   Attention<Value, order> attention;
   const ExecutionSpace exec;
-  for (auto _ : state) {
-    attention(exec, cache.layer, queries, chunk, chunk, output);
-    exec.fence();
-  }
-  state.SetBytesProcessed(state.iterations() * cache.rows * row_bytes);
+  report_decode(state, static_cast<double>(cache.rows * row_bytes),
+                [&] { attention(exec, cache.layer, queries, chunk, chunk, output); });
 }
 
 /// B sequences of equal length in one step.
@@ -162,11 +159,8 @@ void decode_batch(benchmark::State& state, int sequences) {
   const auto output = array<float>(sequences, decode_heads * group, dim);
   Attention<Value, order> attention;
   const ExecutionSpace exec;
-  for (auto _ : state) {
-    attention.decode(exec, layers, queries, chunk, chunk, output);
-    exec.fence();
-  }
-  state.SetBytesProcessed(state.iterations() * sequences * decode_heads * rows * row_bytes);
+  report_decode(state, static_cast<double>(sequences * decode_heads * rows * row_bytes),
+                [&] { attention.decode(exec, layers, queries, chunk, chunk, output); });
 }
 
 /// `tokens` queries over a cache of `cached` rows per head and, causally, over each other.
@@ -179,25 +173,19 @@ void prefill(benchmark::State& state, int group, std::int64_t tokens, std::int64
   const auto output = array<float>(tokens, kv_heads * group, dim);
   Attention<Value, order> attention;
   const ExecutionSpace exec;
-  for (auto _ : state) {
+  // 16-bit floats other than bf16 are multiplied as float.
+  const Yardstick limit(std::is_same_v<Value, bfloat16> ? Limit::gemm_bf16 : Limit::gemm_f32);
+  const double seconds = time_iterations(state, [&] {
     attention(exec, cache.layer, queries, chunk, chunk, output, AttentionPath::tiles);
-    exec.fence();
-  }
-  const double pairs = tokens * cached + 0.5 * tokens * (tokens + 1);
-  state.counters["FLOPs"] = benchmark::Counter(4.0 * dim * kv_heads * group * pairs,
-                                               benchmark::Counter::kIsIterationInvariantRate);
-}
-
-template <class Function>
-void add(const std::string& name, Function function) {
-  benchmark::RegisterBenchmark(name.c_str(), function)
-      ->Unit(benchmark::kMillisecond)
-      ->UseRealTime()
-      ->MinTime(0.3);
+  });
+  const double pairs = static_cast<double>(tokens) *
+                       (static_cast<double>(cached) + 0.5 * (static_cast<double>(tokens) + 1));
+  report_flops(state, seconds, 4.0 * dim * kv_heads * group * pairs * world().size(), limit);
 }
 
 template <class Value>
-void add_decode(const std::string& type) {
+void add_decode(const std::string& type, int repetitions) {
+  constexpr std::int64_t iterations = 12;
   for (int dim : {64, 80, 128, 256}) {
     for (int group : {1, 2, 4, 8, 16}) {
       if (dim != 128 && group != 4) continue;
@@ -209,49 +197,50 @@ void add_decode(const std::string& type) {
           decode<Value>(state, dim, group, page_rows, lengths, placement);
         };
       };
-      add(name + "/paged", with(64, Lengths::uniform));
+      const auto add_case = [&](const char* suffix, const auto& body) {
+        add(name + suffix, iterations, repetitions, body);
+      };
+      add_case("/paged", with(64, Lengths::uniform));
       if (group == 4) {
-        add(name + "/contiguous", with(0, Lengths::uniform));
-        add(name + "/skewed", with(64, Lengths::skewed));
-        add(name + "/scattered", with(64, Lengths::uniform, Placement::scattered));
+        add_case("/contiguous", with(0, Lengths::uniform));
+        add_case("/skewed", with(64, Lengths::skewed));
+        add_case("/scattered", with(64, Lengths::uniform, Placement::scattered));
       }
     }
   }
   for (int sequences : {4, 16}) {
-    add("decode_batch/" + type + "/sequences:" + std::to_string(sequences),
+    add("decode_batch/" + type + "/sequences:" + std::to_string(sequences), iterations, repetitions,
         [=](benchmark::State& state) { decode_batch<Value>(state, sequences); });
   }
 }
 
 template <class Value>
-void add_prefill(const std::string& type) {
+void add_prefill(const std::string& type, int repetitions) {
   for (int group : {2, 4}) {
     for (int tokens : {2048, 4096, 8192, 16384}) {
       add("prefill/" + type + "/group:" + std::to_string(group) +
               "/tokens:" + std::to_string(tokens),
+          8192 / tokens + 1, repetitions,
           [=](benchmark::State& state) { prefill<Value>(state, group, tokens, 0); });
     }
   }
   // A chunk over what survives of 16384 rows at three keep ratios.
   for (int percent : {100, 50, 25}) {
-    add("prefill_sparse/" + type + "/keep_percent:" + std::to_string(percent),
+    add("prefill_sparse/" + type + "/keep_percent:" + std::to_string(percent), 1, repetitions,
         [=](benchmark::State& state) { prefill<Value>(state, 4, 2048, 16384 * percent / 100); });
   }
 }
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  Kokkos::initialize(argc, argv);
-  benchmark::Initialize(&argc, argv);
-  if (!benchmark::ReportUnrecognizedArguments(argc, argv)) {
-    add_decode<bfloat16>("bf16");
-    add_decode<half>("f16");
-    add_decode<float>("f32");
-    add_prefill<bfloat16>("bf16");
-    add_prefill<half>("f16");
-    add_prefill<float>("f32");
-    benchmark::RunSpecifiedBenchmarks();
-  }
-  Kokkos::finalize();
+void register_benchmarks(const Options& options) {
+  const int repetitions = options.quick ? 1 : 5;
+  add_decode<bfloat16>("bf16", repetitions);
+  add_decode<half>("f16", repetitions);
+  add_decode<float>("f32", repetitions);
+  add_prefill<bfloat16>("bf16", repetitions);
+  add_prefill<half>("f16", repetitions);
+  add_prefill<float>("f32", repetitions);
 }
+
+}  // namespace kvzap::perf

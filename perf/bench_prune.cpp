@@ -2,10 +2,8 @@
 // row, and compaction of survivors, beside what the machine allows: a plain copy, and a bare gather
 // of the same random rows.
 //
-// Bytes are those of rows that move, read and written. One layer of 8 KV heads, head_dim 128,
-// bfloat16; with one process per core, every process measures for itself.
-#include <benchmark/benchmark.h>
-
+// Bytes are those of rows that move, read and written. On each rank one layer of 8 KV heads,
+// head_dim 128, bfloat16.
 #include <cstring>
 #include <kvzap/cache.hpp>
 #include <kvzap/synthetic.hpp>
@@ -14,24 +12,17 @@
 #include <string>
 #include <vector>
 
+#include "common.hpp"
 #include "detail/huge_pages.hpp"
-#include "detail/mpi_session.hpp"
 #include "detail/simd.hpp"
 #if KVZAP_X86
 #include <immintrin.h>
 #endif
 
+namespace kvzap::perf {
 namespace {
 
-using kvzap::bfloat16;
-using kvzap::CacheShape;
-using kvzap::EvictionRule;
-using kvzap::ExecutionSpace;
-using kvzap::HeadPartition;
-using kvzap::MemorySpace;
-using kvzap::RandomScorer;
-using kvzap::SequenceId;
-using Cache = kvzap::KVCache<bfloat16, kvzap::PageOrder::token_major>;
+using Cache = KVCache<bfloat16, PageOrder::token_major>;
 
 constexpr int heads = 8;
 constexpr int dim = 128;
@@ -42,8 +33,12 @@ constexpr EvictionRule judging{0.0f, 0, true};
 using Bytes = Kokkos::View<char*, MemorySpace>;
 using Scores = Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>;
 
-void count_bytes(benchmark::State& state, std::size_t bytes) {
-  state.SetBytesProcessed(static_cast<std::int64_t>(bytes) * state.iterations());
+/// Times `work`; `bytes` are read and written by each rank.
+void time_moves(benchmark::State& state, std::size_t bytes, const std::function<void()>& work,
+                const std::function<void()>& before = {}) {
+  const Yardstick limit(Limit::copy);
+  const double seconds = time_iterations(state, work, before);
+  report_bytes(state, seconds, static_cast<double>(bytes) * world().size(), limit);
 }
 
 #if KVZAP_X86
@@ -64,7 +59,7 @@ void stream_pieces(char* target, const char* source, std::size_t bytes) {
 /// a line.
 void stream(char* target, const char* source, std::size_t bytes) {
 #if KVZAP_X86
-  if (kvzap::detail::simd_level() >= kvzap::detail::SimdLevel::avx512) {
+  if (detail::simd_level() >= detail::SimdLevel::avx512) {
     stream_lines(target, source, bytes);
   } else {
     stream_pieces(target, source, bytes);
@@ -79,7 +74,7 @@ template <class Value>
 Kokkos::View<Value*, MemorySpace> array(const std::string& label, std::size_t count) {
   const Kokkos::View<Value*, MemorySpace> view(
       Kokkos::view_alloc(Kokkos::WithoutInitializing, label), count);
-  kvzap::detail::advise_huge_pages(view.data(), count * sizeof(Value));
+  detail::advise_huge_pages(view.data(), count * sizeof(Value));
   Kokkos::deep_copy(view, Value(0.0f));
   return view;
 }
@@ -88,22 +83,6 @@ Kokkos::View<Value*, MemorySpace> array(const std::string& label, std::size_t co
 char* aligned(const Bytes& bytes) {
   return reinterpret_cast<char*>((reinterpret_cast<std::uintptr_t>(bytes.data()) + 63) / 64 * 64);
 }
-
-/// The limit: a copy with non-temporal stores of as many bytes as an argument says.
-void StreamedCopy(benchmark::State& state) {
-  const std::size_t bytes = state.range(0);
-  const Bytes from = array<char>("from", bytes + 64);
-  const Bytes to = array<char>("to", bytes + 64);
-  for (auto _ : state) {
-    stream(aligned(to), aligned(from), bytes);
-#if KVZAP_X86
-    _mm_sfence();
-#endif
-    benchmark::ClobberMemory();
-  }
-  count_bytes(state, 2 * bytes);
-}
-BENCHMARK(StreamedCopy)->Arg(8 << 20)->Arg(128 << 20)->Unit(benchmark::kMicrosecond);
 
 /// Scores (head, token) of which a share `keep` is not negative.
 Scores random_scores(std::int64_t tokens, double keep) {
@@ -117,9 +96,7 @@ Scores random_scores(std::int64_t tokens, double keep) {
 /// The yardstick of admission: the rows that an append of so many tokens keeps, their numbers known
 /// beforehand, gathered into two arrays per head. Its order of tokens and the distance of its
 /// prefetches are the best of those tried.
-void BareGather(benchmark::State& state) {
-  const std::int64_t tokens = state.range(0);
-  const double keep = 1.0 / state.range(1);
+void bare_gather(benchmark::State& state, std::int64_t tokens, double keep) {
   constexpr std::int64_t token_block = 256;
   constexpr std::int64_t ahead = 12;
   const auto scores = random_scores(tokens, keep);
@@ -137,7 +114,7 @@ void BareGather(benchmark::State& state) {
   const Bytes keys = array<char>("keys", tokens * token_bytes + 64);
   const Bytes values = array<char>("values", tokens * token_bytes + 64);
   const Bytes target = array<char>("target", 2 * total * row_bytes + 64);
-  for (auto _ : state) {
+  const auto work = [&] {
     std::vector<std::size_t> done(heads, 0);
     std::vector<char*> ends(heads);
     char* end = aligned(target);
@@ -169,8 +146,9 @@ void BareGather(benchmark::State& state) {
     _mm_sfence();
 #endif
     benchmark::ClobberMemory();
-  }
-  count_bytes(state, 4 * total * row_bytes);
+  };
+  work();
+  time_moves(state, 4 * total * row_bytes, work);
 }
 
 struct Prefill {
@@ -199,28 +177,26 @@ std::int64_t survivors(const Cache& cache, SequenceId id) {
 
 /// A prefill's rows leave the window. `fresh`: into memory that the pool has yet to get from the
 /// system; otherwise into pages that an earlier sequence has left.
-template <bool fresh>
-void Admission(benchmark::State& state) {
-  const Prefill prefill(state.range(0), 1.0 / state.range(1));
+void admission(benchmark::State& state, std::int64_t tokens, double keep, bool fresh) {
+  const Prefill prefill(tokens, keep);
   const ExecutionSpace exec;
-  auto cache = std::make_unique<Cache>(CacheShape{{heads}, dim, window, 64});
-  std::size_t bytes = 0;
-  const SequenceId id = cache->add_sequence();
-  const auto empty = cache->checkpoint(id);
-  for (auto _ : state) {
-    cache->append(exec, id, 0, prefill.keys, prefill.values, prefill.scores, judging);
-    exec.fence();
-    state.PauseTiming();
-    bytes = 4 * row_bytes * survivors(*cache, id);
-    cache->restore(id, empty);
-    if (fresh) cache->trim();
-    state.ResumeTiming();
-  }
-  count_bytes(state, bytes);
+  Cache cache(CacheShape{{heads}, dim, window, 64});
+  const SequenceId id = cache.add_sequence();
+  const auto empty = cache.checkpoint(id);
+  const auto admit = [&] {
+    cache.append(exec, id, 0, prefill.keys, prefill.values, prefill.scores, judging);
+  };
+  admit();
+  const std::size_t bytes = 4 * row_bytes * survivors(cache, id);
+  time_moves(state, bytes, admit, [&] {
+    cache.restore(id, empty);
+    if (fresh) cache.trim();
+  });
 }
 
 /// One token for one layer, once the window is full; one in four of the rows that leave it stays.
-void DecodeAppend(benchmark::State& state) {
+void decode_append(benchmark::State& state) {
+  constexpr int appends = 1000;
   const ExecutionSpace exec;
   Cache cache(CacheShape{{heads}, dim, window, 64});
   const SequenceId id = cache.add_sequence();
@@ -228,62 +204,64 @@ void DecodeAppend(benchmark::State& state) {
   const Prefill prefill(n, 0.25);
   cache.append(exec, id, 0, prefill.keys, prefill.values, prefill.scores, judging);
   std::int64_t token = 0;
-  for (auto _ : state) {
-    const Cache::RowsView keys(&prefill.keys(token, 0, 0),
-                               Kokkos::LayoutStride(1, heads * dim, heads, dim, dim, 1));
-    const Cache::RowsView values(&prefill.values(token, 0, 0),
+  const double seconds = time_iterations(state, [&] {
+    for (int i = 0; i < appends; ++i) {
+      const Cache::RowsView keys(&prefill.keys(token, 0, 0),
                                  Kokkos::LayoutStride(1, heads * dim, heads, dim, dim, 1));
-    const Cache::ScoresView scores(&prefill.scores(0, token), Kokkos::LayoutStride(heads, n, 1, 1));
-    cache.append(exec, id, 0, keys, values, scores, judging);
-    token = (token + 1) % n;
-  }
-  state.SetItemsProcessed(state.iterations());
+      const Cache::RowsView values(&prefill.values(token, 0, 0),
+                                   Kokkos::LayoutStride(1, heads * dim, heads, dim, dim, 1));
+      const Cache::ScoresView scores(&prefill.scores(0, token),
+                                     Kokkos::LayoutStride(heads, n, 1, 1));
+      cache.append(exec, id, 0, keys, values, scores, judging);
+      token = (token + 1) % n;
+    }
+  });
+  state.counters["append_ns"] = 1e9 * seconds / appends;
 }
-BENCHMARK(DecodeAppend);
 
 /// Survivors are evicted at random from a layer that keeps all its tokens.
-void Compaction(benchmark::State& state) {
-  const std::int64_t tokens = state.range(0);
+void compaction(benchmark::State& state, std::int64_t tokens, double keep_ratio) {
   const Prefill prefill(tokens, 1);
-  const auto scores = random_scores(tokens, 1.0 / state.range(1));
+  const auto scores = random_scores(tokens, keep_ratio);
   const Kokkos::View<std::uint8_t**, Kokkos::LayoutRight, MemorySpace> keep("keep", heads, tokens);
   Kokkos::parallel_for(
       "keep", Kokkos::MDRangePolicy<ExecutionSpace, Kokkos::Rank<2>>({0, 0}, {heads, tokens}),
       KOKKOS_LAMBDA(int h, int t) { keep(h, t) = scores(h, t) >= 0 ? 1 : 0; });
   const ExecutionSpace exec;
   Cache cache(CacheShape{{heads}, dim, window, 64});
-  std::size_t bytes = 0;
-  for (auto _ : state) {
-    state.PauseTiming();
-    const SequenceId id = cache.add_sequence();
+  SequenceId id = cache.add_sequence();
+  const auto refill = [&] {
+    cache.free_sequence(id);
+    id = cache.add_sequence();
     cache.append(exec, id, 0, prefill.keys, prefill.values, {}, EvictionRule::keep_all());
     exec.fence();
-    state.ResumeTiming();
-    const auto counts = cache.compact(exec, id, 0, keep);
-    exec.fence();
-    state.PauseTiming();
-    bytes = 4 * row_bytes * counts.moved;
-    cache.free_sequence(id);
-    state.ResumeTiming();
-  }
-  count_bytes(state, bytes);
+  };
+  refill();
+  const std::size_t bytes = 4 * row_bytes * cache.compact(exec, id, 0, keep).moved;
+  time_moves(
+      state, bytes, [&] { cache.compact(exec, id, 0, keep); }, refill);
 }
-
-// (tokens, one row in how many is kept)
-#define KVZAP_PREFILLS ->ArgsProduct({{4096, 8192, 32768}, {3}})->Unit(benchmark::kMicrosecond)
-BENCHMARK(BareGather) KVZAP_PREFILLS;
-BENCHMARK(Admission<false>)->Name("Admission/reused_pages") KVZAP_PREFILLS;
-BENCHMARK(Admission<true>)->Name("Admission/fresh_memory") KVZAP_PREFILLS;
-BENCHMARK(Compaction)->ArgsProduct({{32768}, {2, 3}})->Unit(benchmark::kMicrosecond);
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  const kvzap::detail::MpiSession mpi(argc, argv);
-  Kokkos::initialize(argc, argv);
-  benchmark::Initialize(&argc, argv);
-  const bool bad = benchmark::ReportUnrecognizedArguments(argc, argv);
-  if (!bad) benchmark::RunSpecifiedBenchmarks();
-  Kokkos::finalize();
-  return bad ? 1 : 0;
+void register_benchmarks(const Options& options) {
+  const int repetitions = options.quick ? 1 : 5;
+  constexpr double keep = 1.0 / 3;
+  for (const std::int64_t tokens : {4096, 8192, 32768}) {
+    const std::int64_t iterations = 400 * 1024 / tokens;
+    const std::string size = "/" + std::to_string(tokens) + "/3";
+    add("bare_gather" + size, iterations, repetitions,
+        [=](benchmark::State& state) { bare_gather(state, tokens, keep); });
+    for (const bool fresh : {false, true}) {
+      add((fresh ? "admission/fresh_memory" : "admission/reused_pages") + size, iterations,
+          repetitions, [=](benchmark::State& state) { admission(state, tokens, keep, fresh); });
+    }
+  }
+  add("decode_append", 20, repetitions, decode_append);
+  for (const int one_in : {2, 3}) {
+    add("compaction/32768/" + std::to_string(one_in), 8, repetitions,
+        [=](benchmark::State& state) { compaction(state, 32768, 1.0 / one_in); });
+  }
 }
+
+}  // namespace kvzap::perf

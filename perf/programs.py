@@ -9,24 +9,18 @@ import subprocess
 import sys
 import tempfile
 
-# Programs that know nothing of ranks: every rank measures for itself while the others do the same, and the
-# figures are one rank's times the number of ranks.
-INDEPENDENT = {"bench_attention", "bench_prune"}
 # The programs' own suffixes of a name say how it was measured, not what.
 SUFFIX = re.compile(r"/(iterations|repeats|min_time|min_warmup_time|manual_time|real_time)\b.*")
 SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-# Counters of the independent programs -> (ours, factor).
-RATES = {"bytes_per_second": ("GB/s", 1e-9), "FLOPs": ("GFLOP/s", 1e-9)}
+
 
 def summary(values):
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "n": len(values)}
 
 
-def condensed(raw, ranks):
-    """Google Benchmark's JSON as {context, benchmarks: [{name, label, seconds, counters}]}, over repetitions.
-
-    Rates of one of `ranks` independent ranks become those of all."""
+def condensed(raw):
+    """Google Benchmark's JSON as {context, benchmarks: [{name, label, seconds, counters}]}, over repetitions."""
     fields = {
         "name", "run_name", "run_type", "family_index", "per_family_instance_index", "repetitions", "threads",
         "repetition_index", "iterations", "real_time", "cpu_time", "time_unit", "label", "error_occurred",
@@ -42,9 +36,6 @@ def condensed(raw, ranks):
         for key, value in run.items():
             if key in fields or not isinstance(value, (int, float)):
                 continue
-            if key in RATES:
-                key, factor = RATES[key]
-                value *= factor * ranks
             entry["counters"].setdefault(key, []).append(value)
     return {
         "context": raw["context"],
@@ -62,20 +53,12 @@ def condensed(raw, ranks):
 
 def run(path, ranks, mpirun_flags, arguments):
     """Runs a program; returns its condensed results and the command as one would type it."""
-    is_independent = path.name in INDEPENDENT
     command = [str(path)] + arguments
     shown = shlex.join(["mpirun", "-n", str(ranks)] + command)
     print("$", shown, file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder) / "out.json"
-        if is_independent:
-            # Every rank writes a file of its own, and the first alone prints.
-            line = shlex.join(command) + f' --benchmark_out_format=json --benchmark_out={out}."$rank"'
-            rank = 'rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-0}}; [ "$rank" = 0 ] || exec >/dev/null 2>&1; exec '
-            command = ["sh", "-c", rank + line]
-            out = pathlib.Path(f"{out}.0")
-        else:
-            command += [f"--benchmark_out={out}", "--benchmark_out_format=json"]
+        command += [f"--benchmark_out={out}", "--benchmark_out_format=json"]
         command = ["mpirun", "-n", str(ranks)] + mpirun_flags.split() + command
         subprocess.run(command, check=True, stdout=sys.stderr, env={**os.environ, **ENVIRONMENT})
-        return condensed(json.loads(out.read_text()), ranks if is_independent else 1), shown
+        return condensed(json.loads(out.read_text())), shown

@@ -73,8 +73,15 @@ std::int64_t Communicator::all_reduce_sum(std::int64_t value) const {
 }
 
 std::int64_t Communicator::all_reduce_max(std::int64_t value) const {
-  check(MPI_Allreduce(MPI_IN_PLACE, &value, 1, MPI_INT64_T, MPI_MAX, m_comm), "MPI_Allreduce");
+  all_reduce_max(&value, 1);
   return value;
+}
+
+void Communicator::all_reduce_max(std::int64_t* values, std::size_t count) const {
+  if (m_size == 1) return;
+  check(MPI_Allreduce(MPI_IN_PLACE, values, narrow(count, "MPI_Allreduce"), MPI_INT64_T, MPI_MAX,
+                      m_comm),
+        "MPI_Allreduce");
 }
 
 void Communicator::broadcast(void* data, std::size_t bytes, int root) const {

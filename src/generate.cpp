@@ -81,11 +81,27 @@ class TypedGenerator final : public Generator {
     }
     Sampler sampler(options.sampling);
     const StepRule step_rule = rule(m_options.prune == PruneMode::always);
+    // On all ranks; -1 if there is none.
+    const auto draw = [&](const std::vector<float>& logits) {
+      if (options.on_logits) options.on_logits(logits);
+      TokenId token = m_comm.is_root() ? sampler(logits) : 0;
+      m_comm.broadcast(&token, sizeof(token), 0);
+      return token;
+    };
+    const bool greedy = options.sampling.temperature == 0 && !options.on_logits;
+    const auto next = [&](const std::vector<TokenId>& tokens) {
+      return greedy ? m_decoder.step_greedy(m_sequence, tokens, step_rule)
+                    : draw(m_decoder.step(m_sequence, tokens, step_rule));
+    };
     Answer answer;
     answer.question_tokens = question.size();
     auto start = Clock::now();
-    std::vector<float> logits =
-        question.empty() ? m_context_logits : m_decoder.step(m_sequence, question, step_rule);
+    TokenId token = 0;
+    if (!question.empty()) {
+      token = next(question);
+    } else if (options.max_new_tokens > 0) {
+      token = draw(m_context_logits);
+    }
     answer.question_seconds = seconds_since(start);
     start = Clock::now();
     while (static_cast<std::int64_t>(answer.tokens.size()) < options.max_new_tokens) {
@@ -96,16 +112,14 @@ class TypedGenerator final : public Generator {
         answer.stop_reason = StopReason::context_full;
         break;
       }
-      if (feeds) logits = m_decoder.step(m_sequence, {answer.tokens.back()}, step_rule);
-      TokenId token = m_comm.is_root() ? sampler(logits) : 0;
-      m_comm.broadcast(&token, sizeof(token), 0);
+      if (feeds) token = next({answer.tokens.back()});
       if (token < 0) {
         throw AgreedError(
             "the logits are not finite: weights or activations overflow (try --dtype "
             "bf16 or f32, or check the checkpoint)");
       }
       answer.tokens.push_back(token);
-      if (options.on_token) options.on_token(token, logits);
+      if (options.on_token) options.on_token(token);
       if (std::find(options.stop_ids.begin(), options.stop_ids.end(), token) !=
           options.stop_ids.end()) {
         answer.stop_reason = StopReason::stop_id;

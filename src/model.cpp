@@ -34,57 +34,58 @@ Model<Value> Model<Value>::load(const std::filesystem::path& folder, const Model
   report(0);
 
   model.m_first_token = vocabulary.front().first;
-  model.m_embedding = source.matrix<Value>("model.embed_tokens.weight", config.vocab_size, hidden,
-                                           vocabulary, all_hidden);
-  model.m_output_head = config.tie_word_embeddings
-                            ? Linear(model.m_embedding)
-                            : source.linear<Value>("lm_head.weight", config.vocab_size, hidden,
-                                                   vocabulary, all_hidden);
-  model.m_final_norm = source.vector("model.norm.weight", hidden, all_hidden, 1);
+  const std::vector<detail::TensorRows> embedding = {
+      {"model.embed_tokens.weight", config.vocab_size, vocabulary}};
+  const std::vector<detail::TensorRows> head = {{"lm_head.weight", config.vocab_size, vocabulary}};
+  model.m_embedding = source.matrix<Value>(embedding, hidden, all_hidden);
+  model.m_output_head = config.tie_word_embeddings ? Linear(model.m_embedding)
+                                                   : source.linear<Value>(head, hidden, all_hidden);
+  model.m_final_norm = source.vector({{"model.norm.weight", hidden, all_hidden}}, 1);
   report(1);
 
   for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) {
     detail::Ranges q_rows, kv_rows;
-    for (std::int64_t head : partition.heads(static_cast<int>(l), rank)) {
-      q_rows.emplace_back(head * group * dim, (head + 1) * group * dim);
-      kv_rows.emplace_back(head * dim, (head + 1) * dim);
+    for (std::int64_t kv_head : partition.heads(static_cast<int>(l), rank)) {
+      q_rows.emplace_back(kv_head * group * dim, (kv_head + 1) * group * dim);
+      kv_rows.emplace_back(kv_head * dim, (kv_head + 1) * dim);
     }
     const std::string prefix = fmt::format("model.layers.{}.", l);
     const std::string attention = prefix + "self_attn.";
     const std::string mlp = prefix + "mlp.";
     const std::int64_t width = config.intermediate_size;
+    // Of each map of a group, in order: weights or biases by `what`.
+    const auto qkv = [&](const char* what) -> std::vector<detail::TensorRows> {
+      return {{attention + "q_proj." + what, q_size, q_rows},
+              {attention + "k_proj." + what, kv_size, kv_rows},
+              {attention + "v_proj." + what, kv_size, kv_rows}};
+    };
+    const auto gate_up = [&](const char* what) -> std::vector<detail::TensorRows> {
+      return {{mlp + "gate_proj." + what, width, intermediate},
+              {mlp + "up_proj." + what, width, intermediate}};
+    };
     Layer layer;
-    layer.input_norm = source.vector(prefix + "input_layernorm.weight", hidden, all_hidden, 1);
+    layer.input_norm = source.vector({{prefix + "input_layernorm.weight", hidden, all_hidden}}, 1);
     layer.attention_norm =
-        source.vector(prefix + "post_attention_layernorm.weight", hidden, all_hidden, 1);
-    layer.q = source.linear<Value>(attention + "q_proj.weight", q_size, hidden, q_rows, all_hidden);
-    layer.k =
-        source.linear<Value>(attention + "k_proj.weight", kv_size, hidden, kv_rows, all_hidden);
-    layer.v =
-        source.linear<Value>(attention + "v_proj.weight", kv_size, hidden, kv_rows, all_hidden);
-    layer.o = source.linear<Value>(attention + "o_proj.weight", hidden, q_size, all_hidden, q_rows);
-    if (config.qkv_bias) {
-      layer.q_bias = source.vector(attention + "q_proj.bias", q_size, q_rows, 0);
-      layer.k_bias = source.vector(attention + "k_proj.bias", kv_size, kv_rows, 0);
-      layer.v_bias = source.vector(attention + "v_proj.bias", kv_size, kv_rows, 0);
-    }
+        source.vector({{prefix + "post_attention_layernorm.weight", hidden, all_hidden}}, 1);
+    layer.qkv = source.linear<Value>(qkv("weight"), hidden, all_hidden);
+    layer.o =
+        source.linear<Value>({{attention + "o_proj.weight", hidden, all_hidden}}, q_size, q_rows);
+    if (config.qkv_bias) layer.qkv_bias = source.vector(qkv("bias"), 0);
     if (config.o_bias && rank == 0) {
-      layer.o_bias = source.vector(attention + "o_proj.bias", hidden, all_hidden, 0);
+      layer.o_bias = source.vector({{attention + "o_proj.bias", hidden, all_hidden}}, 0);
     }
     if (config.qk_norm) {
-      layer.q_norm = source.vector(attention + "q_norm.weight", dim, {{0, dim}}, 1);
-      layer.k_norm = source.vector(attention + "k_norm.weight", dim, {{0, dim}}, 1);
+      layer.q_norm = source.vector({{attention + "q_norm.weight", dim, {{0, dim}}}}, 1);
+      layer.k_norm = source.vector({{attention + "k_norm.weight", dim, {{0, dim}}}}, 1);
     }
-    layer.gate =
-        source.linear<Value>(mlp + "gate_proj.weight", width, hidden, intermediate, all_hidden);
-    layer.up =
-        source.linear<Value>(mlp + "up_proj.weight", width, hidden, intermediate, all_hidden);
+    layer.gate_up = source.linear<Value>(gate_up("weight"), hidden, all_hidden);
     layer.down =
-        source.linear<Value>(mlp + "down_proj.weight", hidden, width, all_hidden, intermediate);
+        source.linear<Value>({{mlp + "down_proj.weight", hidden, all_hidden}}, width, intermediate);
     if (config.mlp_bias) {
-      layer.gate_bias = source.vector(mlp + "gate_proj.bias", width, intermediate, 0);
-      layer.up_bias = source.vector(mlp + "up_proj.bias", width, intermediate, 0);
-      if (rank == 0) layer.down_bias = source.vector(mlp + "down_proj.bias", hidden, all_hidden, 0);
+      layer.gate_up_bias = source.vector(gate_up("bias"), 0);
+      if (rank == 0) {
+        layer.down_bias = source.vector({{mlp + "down_proj.bias", hidden, all_hidden}}, 0);
+      }
     }
     model.m_layers.push_back(std::move(layer));
     report(l + 2);
@@ -100,9 +101,9 @@ std::size_t Model<Value>::bytes() const {
   };
   const auto add_linear = [&](const auto&... weights) { ((bytes += weights.bytes()), ...); };
   for (const Layer& l : m_layers) {
-    add_linear(l.q, l.k, l.v, l.o, l.gate, l.up, l.down);
-    add(l.input_norm, l.attention_norm, l.q_bias, l.k_bias, l.v_bias, l.o_bias, l.q_norm, l.k_norm,
-        l.gate_bias, l.up_bias, l.down_bias);
+    add_linear(l.qkv, l.o, l.gate_up, l.down);
+    add(l.input_norm, l.attention_norm, l.qkv_bias, l.o_bias, l.q_norm, l.k_norm, l.gate_up_bias,
+        l.down_bias);
   }
   add(m_final_norm, m_embedding);
   if (!m_config.tie_word_embeddings) add_linear(m_output_head);

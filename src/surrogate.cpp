@@ -50,15 +50,16 @@ using detail::Matrix;
 using detail::Vector;
 using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
 
-/// scores (selected output, token) = output (token, selection(selected output)).
+/// scores (selected output, token) = output (token, selection(selected output)) + its bias.
 void select_heads(const ExecutionSpace& exec, const Matrix& output,
-                  const Kokkos::View<const int*, MemorySpace>& selection,
+                  const Kokkos::View<const int*, MemorySpace>& selection, const ConstVector& bias,
                   const Scorer::ScoreView& scores) {
   const std::int64_t heads = scores.extent(0);
   Kokkos::parallel_for(
       "kvzap::surrogate::select", Range(exec, 0, heads * scores.extent(1)),
       KOKKOS_LAMBDA(std::int64_t i) {
-        scores(i % heads, i / heads) = output(i / heads, selection(i % heads));
+        const int selected = selection(i % heads);
+        scores(i % heads, i / heads) = output(i / heads, selected) + bias(selected);
       });
 }
 
@@ -92,8 +93,6 @@ class TypedLayers final : public Surrogate::Layers {
     const detail::Ranges all_outputs = {{0, outputs}};
     const detail::Ranges units = {m_ranks ? even_range(hidden_dim, m_ranks->size(), m_ranks->rank())
                                           : std::pair(std::int64_t{0}, hidden_dim)};
-    // Every rank's partial scores are summed: the bias goes in once.
-    const bool adds_bias = !m_ranks || m_ranks->is_root();
     for (int l = 0; l < model.num_hidden_layers; ++l) {
       const auto& heads = partition.heads(l, rank);
       Layer layer;
@@ -105,20 +104,19 @@ class TypedLayers final : public Surrogate::Layers {
       const std::string name = fmt::format("layers.{}", l);
       if (m_is_mlp) {
         std::copy(heads.begin(), heads.end(), host.data());
-        layer.hidden_weight = source.linear<Value>(name + ".0.weight", hidden_dim,
-                                                   model.hidden_size, units, all_inputs);
-        layer.hidden_bias = source.vector(name + ".0.bias", hidden_dim, units, 0);
+        layer.hidden_weight = source.linear<Value>({{name + ".0.weight", hidden_dim, units}},
+                                                   model.hidden_size, all_inputs);
+        layer.hidden_bias = source.vector({{name + ".0.bias", hidden_dim, units}}, 0);
         layer.weight =
-            source.linear<Value>(name + ".2.weight", outputs, hidden_dim, all_outputs, units);
-        const auto bias = source.vector(name + ".2.bias", outputs, all_outputs, 0);
-        if (adds_bias) layer.bias = bias;
+            source.linear<Value>({{name + ".2.weight", outputs, all_outputs}}, hidden_dim, units);
+        layer.bias = source.vector({{name + ".2.bias", outputs, all_outputs}}, 0);
       } else {
         detail::Ranges rows;
         for (int head : heads) rows.emplace_back(head, head + 1);
         std::iota(host.data(), host.data() + host.size(), 0);
-        layer.weight =
-            source.linear<Value>(name + ".weight", outputs, model.hidden_size, rows, all_inputs);
-        layer.bias = source.vector(name + ".bias", outputs, rows, 0);
+        layer.weight = source.linear<Value>({{name + ".weight", outputs, rows}}, model.hidden_size,
+                                            all_inputs);
+        layer.bias = source.vector({{name + ".bias", outputs, rows}}, 0);
       }
       Kokkos::deep_copy(selection, host);
       layer.selection = selection;
@@ -147,12 +145,12 @@ class TypedLayers final : public Surrogate::Layers {
       const Matrix activation(m_hidden.data(), tokens, units);
       m_linear(exec, hidden, layer.hidden_weight, layer.hidden_bias, activation);
       gelu(exec, activation);
-      m_linear(exec, activation, layer.weight, layer.bias, output);
+      m_linear(exec, activation, layer.weight, ConstVector(), output);
       if (m_ranks && m_ranks->size() > 1) m_rank_sum(exec, *m_ranks, output);
     } else {
-      m_linear(exec, hidden, layer.weight, layer.bias, output);
+      m_linear(exec, hidden, layer.weight, ConstVector(), output);
     }
-    select_heads(exec, output, layer.selection, scores);
+    select_heads(exec, output, layer.selection, layer.bias, scores);
   }
 
  private:
@@ -162,7 +160,7 @@ class TypedLayers final : public Surrogate::Layers {
     ConstVector hidden_bias;             // (hidden units of this rank), MLP only
     // MLP: (all KV heads, hidden units of this rank); linear: (heads of this rank, input_dim).
     LinearWeights<Value> weight;
-    ConstVector bias;                                 // as many, or empty
+    ConstVector bias;                                 // as many as outputs of weight
     Kokkos::View<const int*, MemorySpace> selection;  // output of each head of this rank
   };
 

@@ -60,6 +60,14 @@ class Decoder {
   std::vector<float> decode(const std::vector<SequenceId>& sequences,
                             const std::vector<TokenId>& tokens, const StepRule& rule);
 
+  /// As step and decode, but returns the likeliest next tokens (the smaller id of equal ones), on
+  /// every rank, or -1 where a logit is NaN or none is finite. The logits stay where they are:
+  /// these tokens are all that a device sends back and that ranks exchange.
+  TokenId step_greedy(SequenceId sequence, const std::vector<TokenId>& tokens, const StepRule& rule,
+                      const ProgressCallback& progress = {});
+  std::vector<TokenId> decode_greedy(const std::vector<SequenceId>& sequences,
+                                     const std::vector<TokenId>& tokens, const StepRule& rule);
+
   Cache& cache() { return m_cache; }
   const Cache& cache() const { return m_cache; }
   const Model<Value>& model() const { return m_model; }
@@ -75,7 +83,7 @@ class Decoder {
 
   std::vector<float> forward(const SequenceId* sequences, std::size_t n_sequences,
                              const std::vector<TokenId>& tokens, const StepRule& rule,
-                             const ProgressCallback& progress);
+                             const ProgressCallback& progress, std::vector<TokenId>* likeliest);
   std::vector<float> rows_of_ranks(const std::vector<float>& gathered, std::int64_t outputs) const;
 
   const Model<Value>& m_model;

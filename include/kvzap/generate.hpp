@@ -79,8 +79,11 @@ struct AnswerOptions {
   /// Positions that may be used at all; generation ends there. 0: no limit.
   std::int64_t max_tokens = 0;
   SamplingOptions sampling;
-  /// Called on every rank for each new token; logits (vocab_size) are given on rank 0 alone.
-  std::function<void(TokenId, const std::vector<float>&)> on_token;
+  /// Called on every rank for each new token.
+  std::function<void(TokenId)> on_token;
+  /// Called before that with the logits (vocab_size) that the token was drawn from, on rank 0; with
+  /// none elsewhere. Greedy answers are faster without: then no step hands out logits.
+  std::function<void(const std::vector<float>&)> on_logits;
 };
 
 /// Why an answer ends: an id of stop_ids, as many tokens as were asked for, or no position left.

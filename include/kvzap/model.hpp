@@ -19,7 +19,8 @@ using ProgressCallback = std::function<void(std::string_view, std::int64_t, std:
 /// Weights of one rank, split as Megatron-LM does (arXiv 1909.08053): q, k and v by rows (heads), o
 /// by columns to match, gate and up by rows, down by columns; embedding and output head by rows of
 /// the vocabulary. Norms are replicated. All matrices are (outputs, inputs), as torch.nn.Linear has
-/// them; those of the layers, and an output head of its own, may be packed.
+/// them; those of the layers, and an output head of its own, may be packed. Maps of the same input
+/// are one matrix, so that a step takes one product for them.
 template <class Value>
 class Model {
  public:
@@ -30,13 +31,17 @@ class Model {
   /// This rank's part of one layer's weights.
   struct Layer {
     Vector input_norm, attention_norm;  // (hidden)
-    Linear q, k, v, o;                  // (heads * dim, hidden); o: (hidden, heads * dim)
-    Vector q_bias, k_bias, v_bias;      // or empty
-    Vector o_bias;              // on rank 0 alone: it is added once, before the sum over ranks
-    Vector q_norm, k_norm;      // (dim), or empty
-    Linear gate, up, down;      // (intermediate, hidden); down: (hidden, intermediate)
-    Vector gate_bias, up_bias;  // or empty
-    Vector down_bias;           // on rank 0 alone
+    // Outputs of q, then of k, then of v: ((query heads + 2 KV heads) * dim, hidden), and their
+    // biases, or empty.
+    Linear qkv;
+    Vector qkv_bias;
+    Linear o;               // (hidden, query heads * dim)
+    Vector o_bias;          // on rank 0 alone: it is added once, before the sum over ranks
+    Vector q_norm, k_norm;  // (dim), or empty
+    Linear gate_up;         // (2 * intermediate, hidden): gate, then up
+    Vector gate_up_bias;    // or empty
+    Linear down;            // (hidden, intermediate)
+    Vector down_bias;       // on rank 0 alone
   };
 
   /// Reads this rank's part of `folder`'s *.safetensors, or makes weights up from `random_seed`.

@@ -7,6 +7,7 @@
 
 #include "detail/kokkos_compat.hpp"
 #include "detail/product.hpp"
+#include "detail/rounded_rows.hpp"
 #include "detail/row_vector.hpp"
 #include "detail/scratch.hpp"
 
@@ -66,10 +67,9 @@ void load_queries(const ExecutionSpace& exec, const QueryView& queries, int kv_h
                 if (size > most) most = size;
               },
               Kokkos::Max<float>(largest));
-          const int exponent = static_cast<int>((float_bits(largest) >> 23) & 0xffu) - 127;
-          shift = exponent == 128 ? 0 : (exponent < -112 ? 126 : 14 - exponent);
+          shift = half_shift(largest);
         }
-        const float scale = bits_float(static_cast<std::uint32_t>(127 + shift) << 23);
+        const float scale = power_of_two(shift);
         Kokkos::parallel_for(Kokkos::TeamVectorRange(team, dim), [&](int d) {
           target[i * dim + d] = Value(queries(token, head, d) * scale);
           rows.sums[i * dim + d] = 0;
@@ -77,7 +77,7 @@ void load_queries(const ExecutionSpace& exec, const QueryView& queries, int kv_h
         Kokkos::single(Kokkos::PerTeam(team), [&] {
           rows.maximum[i] = minus_infinity;
           rows.weight[i] = 0;
-          rows.unscale[i] = bits_float(static_cast<std::uint32_t>(127 - shift) << 23);
+          rows.unscale[i] = power_of_two(-shift);
         });
       });
 }

@@ -298,46 +298,25 @@ std::int64_t few_rows_limit(const LinearWeights<Value>& weights) {
   return weights.is_packed() ? packed_product_rows : skinny_product_rows;
 }
 
-// Rows of x, rounded to bf16, without padding.
+template <class Value>
 void round_rows(const ExecutionSpace& exec, const ConstMatrix& x,
-                const Kokkos::View<bfloat16*, MemorySpace>& rounded) {
+                const RoundedRows<Value>& rounded) {
   const std::int64_t inputs = x.extent(1);
-  Kokkos::parallel_for(
-      "kvzap::linear::round",
-      Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>(exec, 0,
-                                                                           x.extent(0) * inputs),
-      KOKKOS_LAMBDA(std::int64_t i) { rounded(i) = bfloat16(x(i / inputs, i % inputs)); });
-}
-
-// Rows of x, each times a power of two that brings its largest value to at least 2^14 and below
-// 2^15, rounded to f16; unscale (rows) undoes it.
-void round_rows(const ExecutionSpace& exec, const ConstMatrix& x,
-                const Kokkos::View<half*, MemorySpace>& rounded, const Vector& unscale) {
-  const std::int64_t inputs = x.extent(1);
-  using Team = Kokkos::TeamPolicy<ExecutionSpace>;
-  Kokkos::parallel_for(
-      "kvzap::linear::round", Team(exec, static_cast<int>(x.extent(0)), Kokkos::AUTO),
-      KOKKOS_LAMBDA(const typename Team::member_type& team) {
-        const std::int64_t m = team.league_rank();
-        float largest = 0;
-        Kokkos::parallel_reduce(
-            Kokkos::TeamThreadRange(team, inputs),
-            [&](std::int64_t k, float& most) {
-              const float size = math::fabs(x(m, k));
-              if (size > most) most = size;
-            },
-            Kokkos::Max<float>(largest));
-        const int exponent = static_cast<int>((float_bits(largest) >> 23) & 0xffu) - 127;
-        // Infinity stays what it is.
-        const int shift = exponent == 128 ? 0 : (exponent < -112 ? 126 : 14 - exponent);
-        const float scale = bits_float(static_cast<std::uint32_t>(127 + shift) << 23);
-        Kokkos::parallel_for(Kokkos::TeamThreadRange(team, inputs), [&](std::int64_t k) {
-          rounded(m * inputs + k) = half(x(m, k) * scale);
+  if constexpr (RoundedRows<Value>::is_scaled) {
+    using Team = Kokkos::TeamPolicy<ExecutionSpace>;
+    Kokkos::parallel_for(
+        "kvzap::linear::round", Team(exec, static_cast<int>(x.extent(0)), Kokkos::AUTO),
+        KOKKOS_LAMBDA(const typename Team::member_type& team) {
+          const std::int64_t m = team.league_rank();
+          rounded.store(team, m, inputs, [&](std::int64_t k) { return x(m, k); });
         });
-        Kokkos::single(Kokkos::PerTeam(team), [&] {
-          unscale(m) = bits_float(static_cast<std::uint32_t>(127 - shift) << 23);
-        });
-      });
+  } else {
+    Kokkos::parallel_for(
+        "kvzap::linear::round",
+        Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>(exec, 0,
+                                                                             x.extent(0) * inputs),
+        KOKKOS_LAMBDA(std::int64_t i) { rounded.values[i] = Value(x(i / inputs, i % inputs)); });
+  }
 }
 
 // y (m, n) = y * unscale (m) + bias (n); either may be empty.
@@ -421,9 +400,25 @@ void pack_rows(const Value* rows, std::int64_t begin, std::int64_t n_rows,
 }
 
 template <class Value>
+RoundedRows<Value> LinearMap::room_for_rounded(std::int64_t m, std::int64_t k) {
+  RoundedRows<Value> room;
+  if (!keeps_type()) return room;
+  if constexpr (std::is_same_v<Value, bfloat16>) {
+    reserve_scratch(m_bf16, m * k, "kvzap::linear::rounded");
+    room.values = m_bf16.data();
+  } else if constexpr (std::is_same_v<Value, half>) {
+    reserve_scratch(m_half, m * k, "kvzap::linear::rounded");
+    reserve_scratch(m_unscale, m, "kvzap::linear::unscale");
+    room.values = m_half.data();
+    room.unscale = m_unscale.data();
+  }
+  return room;
+}
+
+template <class Value>
 void LinearMap::operator()(const ExecutionSpace& exec, const ConstMatrix& x,
-                           const LinearWeights<Value>& weights, const ConstVector& bias,
-                           const Matrix& y) {
+                           const RoundedRows<Value>& rounded, const LinearWeights<Value>& weights,
+                           const ConstVector& bias, const Matrix& y) {
   const std::int64_t rows = x.extent(0);
   const std::int64_t outputs = weights.outputs();
   const std::int64_t inputs = weights.inputs();
@@ -442,20 +437,16 @@ void LinearMap::operator()(const ExecutionSpace& exec, const ConstMatrix& x,
     product.n = outputs;
     product.k = inputs;
     product.a_stride = inputs;
-    ConstVector unscale;
-    if constexpr (std::is_same_v<Value, bfloat16>) {
-      reserve_scratch(m_bf16, rows * inputs, "kvzap::linear::rounded");
-      round_rows(exec, x, m_bf16);
-      product.a = m_bf16.data();
-    } else if constexpr (std::is_same_v<Value, half>) {
-      reserve_scratch(m_half, rows * inputs, "kvzap::linear::rounded");
-      reserve_scratch(m_unscale, rows, "kvzap::linear::unscale");
-      round_rows(exec, x, m_half, m_unscale);
-      product.a = m_half.data();
-      unscale = m_unscale;
-    } else {
+    if constexpr (std::is_same_v<Value, float>) {
       product.a = x.data();
       product.a_stride = x.stride(0);
+    } else {
+      RoundedRows<Value> operand = rounded;
+      if (!rounded.exist()) {
+        operand = room_for_rounded<Value>(rows, inputs);
+        round_rows(exec, x, operand);
+      }
+      product.a = operand.values;
     }
     product.b = weights.rows().data();
     product.b_stride = weights.rows().stride(0);
@@ -463,7 +454,8 @@ void LinearMap::operator()(const ExecutionSpace& exec, const ConstMatrix& x,
     product.c = y.data();
     product.c_stride = y.stride(0);
     multiply(exec, product);
-    finish_rows(exec, unscale, bias, y);
+    finish_rows(exec, RoundedRows<Value>::is_scaled ? ConstVector(m_unscale) : ConstVector(), bias,
+                y);
     return;
   }
   if constexpr (runs_on_host) {
@@ -498,9 +490,9 @@ void LinearMap::operator()(const ExecutionSpace& exec, const ConstMatrix& x,
   ConstMatrix input = x;
   if constexpr (std::is_same_v<Value, bfloat16>) {
     reserve_scratch(m_widened, rows * inputs, "kvzap::linear::rounded");
-    const Matrix rounded(m_widened.data(), rows, inputs);
-    round_rows(exec, x, rounded);
-    input = rounded;
+    const Matrix widened(m_widened.data(), rows, inputs);
+    round_rows(exec, x, widened);
+    input = widened;
   }
   if (rows <= few_rows_limit(weights)) {
     if constexpr (runs_on_host) {
@@ -532,9 +524,10 @@ void LinearMap::operator()(const ExecutionSpace& exec, const ConstMatrix& x,
   template bool packs_weights<Value>();                                                           \
   template class PackedAllocator<Value>;                                                          \
   template void pack_rows(const Value*, std::int64_t, std::int64_t, const LinearWeights<Value>&); \
+  template RoundedRows<Value> LinearMap::room_for_rounded(std::int64_t, std::int64_t);            \
   template void LinearMap::operator()(const ExecutionSpace&, const ConstMatrix&,                  \
-                                      const LinearWeights<Value>&, const ConstVector&,            \
-                                      const Matrix&);
+                                      const RoundedRows<Value>&, const LinearWeights<Value>&,     \
+                                      const ConstVector&, const Matrix&);
 KVZAP_LINEAR(float)
 KVZAP_LINEAR(half)
 KVZAP_LINEAR(bfloat16)

@@ -4,6 +4,8 @@
 #include <kvzap/linear_weights.hpp>
 #include <kvzap/types.hpp>
 
+#include "detail/rounded_rows.hpp"
+
 namespace kvzap::detail {
 
 using Matrix = Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>;
@@ -58,7 +60,20 @@ class LinearMap {
   /// x (m, k), weights (n, k), bias (n) or empty, y (m, n).
   template <class Value>
   void operator()(const ExecutionSpace& exec, const ConstMatrix& x,
-                  const LinearWeights<Value>& weights, const ConstVector& bias, const Matrix& y);
+                  const LinearWeights<Value>& weights, const ConstVector& bias, const Matrix& y) {
+    (*this)(exec, x, RoundedRows<Value>(), weights, bias, y);
+  }
+  /// The same where kernels before have rounded x already: `rounded` is x in the room that
+  /// room_for_rounded gave, or empty.
+  template <class Value>
+  void operator()(const ExecutionSpace& exec, const ConstMatrix& x,
+                  const RoundedRows<Value>& rounded, const LinearWeights<Value>& weights,
+                  const ConstVector& bias, const Matrix& y);
+
+  /// Where the kernel that makes x (m, k) may leave its rounded rows beside it, which spares a
+  /// kernel of their own; empty where products take x otherwise. Good for one x at a time.
+  template <class Value>
+  RoundedRows<Value> room_for_rounded(std::int64_t m, std::int64_t k);
 
  private:
   Vector m_panel;                               // widened weights

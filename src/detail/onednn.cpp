@@ -4,9 +4,12 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <map>
 #include <oneapi/dnnl/dnnl.hpp>
+#include <string_view>
 #include <tuple>
+#include <vector>
 
 namespace kvzap::detail::onednn {
 namespace {
@@ -29,6 +32,7 @@ using Key = std::tuple<memory::data_type, std::int64_t, std::int64_t, std::int64
 struct Primitive {
   memory::desc x, weights, bias, y;
   dnnl::matmul matmul;
+  bool is_reference = false;  // one of oneDNN's plain loops, a thousand times as slow
 };
 
 // Never destroyed: oneDNN's own globals may be gone before ours.
@@ -36,6 +40,8 @@ struct Library {
   dnnl::engine engine{dnnl::engine::kind::cpu, 0};
   dnnl::stream stream{engine};
   std::map<Key, Primitive> primitives;
+  std::vector<std::byte> compact_x;
+  std::vector<float> compact_y;
 };
 
 Library& library() {
@@ -73,12 +79,71 @@ const Primitive& primitive_of(const Product<Value>& p) {
   const dnnl::matmul::primitive_desc description(operation, library().engine);
 #endif
   primitive.matmul = dnnl::matmul(description);
+  primitive.is_reference = std::string_view(description.impl_info_str()).rfind("ref", 0) == 0;
   return primitives.emplace(key, std::move(primitive)).first->second;
+}
+
+template <class Value>
+void execute(const Primitive& primitive, const Product<Value>& p) {
+  const auto operand = [](const memory::desc& desc, const void* data) {
+    return memory(desc, library().engine, const_cast<void*>(data));
+  };
+  std::unordered_map<int, memory> arguments = {
+      {DNNL_ARG_SRC, operand(primitive.x, p.x)},
+      {DNNL_ARG_WEIGHTS, operand(primitive.weights, p.weights)},
+      {DNNL_ARG_DST, operand(primitive.y, p.y)}};
+  if (p.bias) arguments.emplace(DNNL_ARG_BIAS, operand(primitive.bias, p.bias));
+  primitive.matmul.execute(library().stream, arguments);
+  library().stream.wait();
+}
+
+/// The same product with the rows of x and y one behind the other.
+template <class Value>
+Product<Value> compacted(Product<Value> p) {
+  p.x_stride = p.k;
+  p.y_stride = p.n;
+  return p;
+}
+
+/// Whether rows are to be copied together first: oneDNN 2.6 has fast kernels for packed weights
+/// only where those of y, at least, lie one behind the other.
+template <class Value>
+bool is_better_compacted(const Product<Value>& p) {
+  return (p.x_stride != p.k || p.y_stride != p.n) && primitive_of(p).is_reference &&
+         !primitive_of(compacted(p)).is_reference;
+}
+
+template <class Value>
+void multiply_compacted(const Product<Value>& p) {
+  auto& [engine, stream, primitives, x, y] = library();
+  Product<Value> compact = compacted(p);
+  if (p.x_stride != p.k) {
+    x.resize(p.m * p.k * sizeof(Value));
+    auto* const target = reinterpret_cast<Value*>(x.data());
+    for (std::int64_t i = 0; i < p.m; ++i) {
+      std::copy_n(p.x + i * p.x_stride, p.k, target + i * p.k);
+    }
+    compact.x = target;
+  }
+  const bool copies_y = p.y_stride != p.n;
+  if (copies_y) {
+    y.resize(p.m * p.n);
+    compact.y = y.data();
+  }
+  execute(primitive_of(compact), compact);
+  for (std::int64_t i = 0; copies_y && i < p.m; ++i) {
+    std::copy_n(compact.y + i * p.n, p.n, p.y + i * p.y_stride);
+  }
 }
 
 }  // namespace
 
 bool is_available() { return true; }
+
+template <class Value>
+bool has_fast_product(const Product<Value>& p) {
+  return !primitive_of(p).is_reference || is_better_compacted(p);
+}
 
 const char* version() {
   static const std::string text = [] {
@@ -91,17 +156,11 @@ const char* version() {
 template <class Value>
 void multiply(const Product<Value>& p) {
   try {
-    const Primitive& primitive = primitive_of(p);
-    const auto operand = [](const memory::desc& desc, const void* data) {
-      return memory(desc, library().engine, const_cast<void*>(data));
-    };
-    std::unordered_map<int, memory> arguments = {
-        {DNNL_ARG_SRC, operand(primitive.x, p.x)},
-        {DNNL_ARG_WEIGHTS, operand(primitive.weights, p.weights)},
-        {DNNL_ARG_DST, operand(primitive.y, p.y)}};
-    if (p.bias) arguments.emplace(DNNL_ARG_BIAS, operand(primitive.bias, p.bias));
-    primitive.matmul.execute(library().stream, arguments);
-    library().stream.wait();
+    if (is_better_compacted(p)) {
+      multiply_compacted(p);
+    } else {
+      execute(primitive_of(p), p);
+    }
   } catch (const dnnl::error& error) {
     throw Error(fmt::format("oneDNN: a product of ({}, {}) by ({}, {}) failed: {}", p.m, p.k, p.n,
                             p.k, error.what()));
@@ -110,6 +169,8 @@ void multiply(const Product<Value>& p) {
 
 template void multiply(const Product<float>&);
 template void multiply(const Product<bfloat16>&);
+template bool has_fast_product(const Product<float>&);
+template bool has_fast_product(const Product<bfloat16>&);
 
 }  // namespace kvzap::detail::onednn
 
@@ -123,8 +184,14 @@ template <class Value>
 void multiply(const Product<Value>&) {
   throw Error("this build has no oneDNN");
 }
+template <class Value>
+bool has_fast_product(const Product<Value>&) {
+  return false;
+}
 template void multiply(const Product<float>&);
 template void multiply(const Product<bfloat16>&);
+template bool has_fast_product(const Product<float>&);
+template bool has_fast_product(const Product<bfloat16>&);
 
 }  // namespace kvzap::detail::onednn
 

@@ -24,8 +24,13 @@ struct Product {
   std::int64_t y_stride;
 };
 
-/// Value: float or bfloat16. Accumulates in float. Throws Error if oneDNN refuses.
+/// Value: float or bfloat16. Accumulates in float. Not for two threads at a time. Throws Error if
+/// oneDNN refuses.
 template <class Value>
 void multiply(const Product<Value>& product);
+
+/// Whether that takes a kernel made for the processor, not oneDNN's plain loops; for tests.
+template <class Value>
+bool has_fast_product(const Product<Value>& product);
 
 }  // namespace kvzap::detail::onednn

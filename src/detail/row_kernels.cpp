@@ -204,12 +204,13 @@ KVZAP_BODY void rotate_body(float* x, const float* angles, int half) {
   }
 }
 
-KVZAP_BODY void silu_times_body(float* gate, const float* up, std::int64_t count) {
+KVZAP_BODY void silu_times_body(const float* gate, const float* up, float* target,
+                                std::int64_t count) {
   for (std::int64_t i = 0; i < count; ++i) {
     // exp(-|x|) never overflows: silu(x) = x / (1 + e) for x >= 0, x * e / (1 + e) below.
     const float x = gate[i] < -100.0f ? -100.0f : gate[i];  // its silu is 0 to within 2e-36
     const float e = exp_nonpositive(x < 0 ? x : -x);
-    gate[i] = x * (x < 0 ? e : 1.0f) / (1.0f + e) * up[i];
+    target[i] = x * (x < 0 ? e : 1.0f) / (1.0f + e) * up[i];
   }
 }
 
@@ -253,8 +254,9 @@ KVZAP_KERNEL(void, rms_norm,
 KVZAP_KERNEL(void, add, (float* target, const float* summand, std::int64_t count),
              (target, summand, count))
 KVZAP_KERNEL(void, rotate, (float* x, const float* angles, int half), (x, angles, half))
-KVZAP_KERNEL(void, silu_times, (float* gate, const float* up, std::int64_t count),
-             (gate, up, count))
+KVZAP_KERNEL(void, silu_times,
+             (const float* gate, const float* up, float* target, std::int64_t count),
+             (gate, up, target, count))
 
 }  // namespace kvzap::detail
 

@@ -56,7 +56,7 @@ void add(float* target, const float* summand, std::int64_t count);
 /// Rotates x[d] with x[d + half] by the angle of cosine angles[2 * d] and sine angles[2 * d + 1],
 /// for d < half.
 void rotate(float* x, const float* angles, int half);
-/// gate[i] = silu(gate[i]) * up[i], with silu(x) = x / (1 + exp(-x))
-void silu_times(float* gate, const float* up, std::int64_t count);
+/// target[i] = silu(gate[i]) * up[i], with silu(x) = x / (1 + exp(-x))
+void silu_times(const float* gate, const float* up, float* target, std::int64_t count);
 
 }  // namespace kvzap::detail

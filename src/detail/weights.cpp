@@ -120,40 +120,59 @@ Value* WeightSource::read_rows(const TensorInfo* tensor, std::uint64_t key, std:
   return target;
 }
 
+namespace {
+
+/// What the tensors are called together, in messages.
+std::string names_of(const std::vector<TensorRows>& parts) {
+  std::string names;
+  for (const TensorRows& part : parts) names += (names.empty() ? "" : " + ") + part.name;
+  return names;
+}
+
+std::int64_t total(const std::vector<TensorRows>& parts) {
+  std::int64_t sum = 0;
+  for (const TensorRows& part : parts) sum += detail::total(part.ranges);
+  return sum;
+}
+
+}  // namespace
+
 template <class Value>
 Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> WeightSource::matrix(
-    const std::string& name, std::int64_t rows, std::int64_t columns, const Ranges& row_ranges,
-    const Ranges& column_ranges) const {
+    const std::vector<TensorRows>& parts, std::int64_t columns, const Ranges& column_ranges) const {
   using View = Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace>;
-  const TensorInfo* tensor = m_files ? &m_files->at(name, {rows, columns}) : nullptr;
-  const std::uint64_t key = mix(m_seed) ^ hash_of(name);
-  View view = allocate<View>(name, total(row_ranges), total(column_ranges));
+  View view = allocate<View>(names_of(parts), total(parts), total(column_ranges));
   auto host = Kokkos::create_mirror_view(view);
   Value* target = host.data();
-  for (const auto& [row_begin, row_end] : row_ranges) {
-    target = read_rows(tensor, key, columns, row_begin, row_end, column_ranges, target);
+  for (const TensorRows& part : parts) {
+    const TensorInfo* tensor = m_files ? &m_files->at(part.name, {part.extent, columns}) : nullptr;
+    const std::uint64_t key = mix(m_seed) ^ hash_of(part.name);
+    for (const auto& [begin, end] : part.ranges) {
+      target = read_rows(tensor, key, columns, begin, end, column_ranges, target);
+    }
+    if (tensor) m_files->release(*tensor);
   }
-  if (tensor) m_files->release(*tensor);
   Kokkos::deep_copy(view, host);
   return view;
 }
 
 template <class Value>
-LinearWeights<Value> WeightSource::linear(const std::string& name, std::int64_t rows,
-                                          std::int64_t columns, const Ranges& row_ranges,
-                                          const Ranges& column_ranges) const {
-  const std::int64_t outputs = total(row_ranges);
+LinearWeights<Value> WeightSource::linear(const std::vector<TensorRows>& parts,
+                                          std::int64_t columns, const Ranges& column_ranges) const {
+  const std::int64_t outputs = total(parts);
   const std::int64_t inputs = total(column_ranges);
-  if (packs_weights<Value>() && outputs > few_outputs && inputs > 0) {
-    const TensorInfo* tensor = m_files ? &m_files->at(name, {rows, columns}) : nullptr;
-    const std::uint64_t key = mix(m_seed) ^ hash_of(name);
-    auto weights = std::get<PackedAllocator<Value>>(m_allocators)(outputs, inputs);
-    // Rows pass through a buffer of one block, which stays in cache, on their way to their
-    // places.
-    constexpr std::int64_t block = LinearWeights<Value>::block_outputs;
-    std::vector<Value> buffer(block * inputs);
-    std::int64_t buffered = 0, packed = 0;
-    for (auto [begin, end] : row_ranges) {
+  if (!packs_weights<Value>() || outputs <= few_outputs || inputs == 0) {
+    return LinearWeights<Value>(matrix<Value>(parts, columns, column_ranges));
+  }
+  auto weights = std::get<PackedAllocator<Value>>(m_allocators)(outputs, inputs);
+  // Rows pass through a buffer of one block, which stays in cache, on their way to their places.
+  constexpr std::int64_t block = LinearWeights<Value>::block_outputs;
+  std::vector<Value> buffer(block * inputs);
+  std::int64_t buffered = 0, packed = 0;
+  for (const TensorRows& part : parts) {
+    const TensorInfo* tensor = m_files ? &m_files->at(part.name, {part.extent, columns}) : nullptr;
+    const std::uint64_t key = mix(m_seed) ^ hash_of(part.name);
+    for (auto [begin, end] : part.ranges) {
       while (begin < end) {
         const std::int64_t count = std::min(block - buffered, end - begin);
         read_rows(tensor, key, columns, begin, begin + count, column_ranges,
@@ -168,43 +187,40 @@ LinearWeights<Value> WeightSource::linear(const std::string& name, std::int64_t 
       }
     }
     if (tensor) m_files->release(*tensor);
-    return weights;
   }
-  return LinearWeights<Value>(matrix<Value>(name, rows, columns, row_ranges, column_ranges));
+  return weights;
 }
 
-Kokkos::View<float*, MemorySpace> WeightSource::vector(const std::string& name, std::int64_t size,
-                                                       const Ranges& ranges,
+Kokkos::View<float*, MemorySpace> WeightSource::vector(const std::vector<TensorRows>& parts,
                                                        float random_value) const {
-  const TensorInfo* tensor = m_files ? &m_files->at(name, {size}) : nullptr;
   Kokkos::View<float*, MemorySpace> view(
-      Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::weights::" + name), total(ranges));
+      Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::weights::" + names_of(parts)),
+      total(parts));
   auto host = Kokkos::create_mirror_view(view);
   float* target = host.data();
-  for (const auto& [begin, end] : ranges) {
-    if (tensor) {
-      read_range(*tensor, begin, end - begin, target);
-    } else {
-      std::fill_n(target, end - begin, random_value);
+  for (const TensorRows& part : parts) {
+    const TensorInfo* tensor = m_files ? &m_files->at(part.name, {part.extent}) : nullptr;
+    for (const auto& [begin, end] : part.ranges) {
+      if (tensor) {
+        read_range(*tensor, begin, end - begin, target);
+      } else {
+        std::fill_n(target, end - begin, random_value);
+      }
+      target += end - begin;
     }
-    target += end - begin;
   }
   Kokkos::deep_copy(view, host);
   return view;
 }
 
-template LinearWeights<float> WeightSource::linear(const std::string&, std::int64_t, std::int64_t,
-                                                   const Ranges&, const Ranges&) const;
-template LinearWeights<half> WeightSource::linear(const std::string&, std::int64_t, std::int64_t,
-                                                  const Ranges&, const Ranges&) const;
-template LinearWeights<bfloat16> WeightSource::linear(const std::string&, std::int64_t,
-                                                      std::int64_t, const Ranges&,
-                                                      const Ranges&) const;
-template Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> WeightSource::matrix<float>(
-    const std::string&, std::int64_t, std::int64_t, const Ranges&, const Ranges&) const;
-template Kokkos::View<half**, Kokkos::LayoutRight, MemorySpace> WeightSource::matrix<half>(
-    const std::string&, std::int64_t, std::int64_t, const Ranges&, const Ranges&) const;
-template Kokkos::View<bfloat16**, Kokkos::LayoutRight, MemorySpace> WeightSource::matrix<bfloat16>(
-    const std::string&, std::int64_t, std::int64_t, const Ranges&, const Ranges&) const;
+#define KVZAP_WEIGHTS(Value)                                                                       \
+  template LinearWeights<Value> WeightSource::linear(const std::vector<TensorRows>&, std::int64_t, \
+                                                     const Ranges&) const;                         \
+  template Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> WeightSource::matrix<Value>(    \
+      const std::vector<TensorRows>&, std::int64_t, const Ranges&) const;
+KVZAP_WEIGHTS(float)
+KVZAP_WEIGHTS(half)
+KVZAP_WEIGHTS(bfloat16)
+#undef KVZAP_WEIGHTS
 
 }  // namespace kvzap::detail

@@ -17,6 +17,13 @@ namespace kvzap::detail {
 /// Half-open index ranges, ascending; what a rank takes of a dimension.
 using Ranges = std::vector<std::pair<std::int64_t, std::int64_t>>;
 
+/// What a rank takes of the first dimension of a tensor.
+struct TensorRows {
+  std::string name;
+  std::int64_t extent = 0;  // of the whole tensor
+  Ranges ranges;
+};
+
 inline std::int64_t total(const Ranges& ranges) {
   std::int64_t sum = 0;
   for (const auto& [begin, end] : ranges) sum += end - begin;
@@ -30,24 +37,22 @@ class WeightSource {
   /// seed, the tensor's name and the index alone, not on how the tensor is split.
   explicit WeightSource(std::uint64_t seed) : m_seed(seed) {}
 
-  /// Rows `row_ranges` and columns `column_ranges` of the tensor `name`, whose whole shape must be
-  /// (rows, columns), one after the other. Throws Error if a finite value overflows Value.
+  /// Rows of one tensor after another's, of each the columns `column_ranges`. The whole shape of
+  /// each must be (extent, columns). Throws Error if a finite value overflows Value.
   template <class Value>
-  Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> matrix(const std::string& name,
-                                                                 std::int64_t rows,
-                                                                 std::int64_t columns,
-                                                                 const Ranges& row_ranges,
-                                                                 const Ranges& column_ranges) const;
+  Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> matrix(
+      const std::vector<TensorRows>& parts, std::int64_t columns,
+      const Ranges& column_ranges) const;
 
   /// The same, packed where that is worth it (packs_weights, few_outputs).
   template <class Value>
-  LinearWeights<Value> linear(const std::string& name, std::int64_t rows, std::int64_t columns,
-                              const Ranges& row_ranges, const Ranges& column_ranges) const;
+  LinearWeights<Value> linear(const std::vector<TensorRows>& parts, std::int64_t columns,
+                              const Ranges& column_ranges) const;
 
-  /// Elements `ranges` of the tensor `name` of shape (size), as float. `random_value` stands in for
-  /// every element when there is no checkpoint: 1 for norms, 0 for biases.
-  Kokkos::View<float*, MemorySpace> vector(const std::string& name, std::int64_t size,
-                                           const Ranges& ranges, float random_value) const;
+  /// Elements of one tensor after another's, each of shape (extent), as float. `random_value`
+  /// stands in for every element when there is no checkpoint: 1 for norms, 0 for biases.
+  Kokkos::View<float*, MemorySpace> vector(const std::vector<TensorRows>& parts,
+                                           float random_value) const;
 
  private:
   /// Fills `target` with columns `column_ranges` of rows row_begin .. row_end; returns its end.

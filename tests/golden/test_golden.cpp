@@ -265,9 +265,7 @@ TEST_P(Golden, EveryRun) {
         AnswerOptions answer_options;
         answer_options.max_new_tokens = item["max_new_tokens"].get<std::int64_t>();
         answer_options.stop_ids = stop_ids;
-        answer_options.on_token = [&](TokenId, const std::vector<float>& row) {
-          logits.push_back(row);
-        };
+        answer_options.on_logits = [&](const std::vector<float>& row) { logits.push_back(row); };
         const Answer answer = generator->answer(question, answer_options);
         if (file.find(run + ".evicted_at_end")) {
           const std::int64_t tokens =

@@ -12,6 +12,7 @@
 
 #include "detail/device_kernels.hpp"
 #include "detail/gemm.hpp"
+#include "detail/onednn.hpp"
 #include "detail/simd.hpp"
 
 namespace {
@@ -264,6 +265,28 @@ TEST(LinearHalf, InputsOfAnySize) {
         size += std::fabs(double{x.at(i, l)} * weights.at(j, l));
       }
       EXPECT_NEAR(y.at(i, j), expected, 0x1p-11 * size + 1e-44) << sizes[i];
+    }
+  }
+}
+
+// Columns of a wider y, as panels of weights write them, and rows of a wider x must not end in
+// oneDNN's plain loops.
+TEST(OneDNN, TakesFastKernelsForPackedWeights) {
+  namespace onednn = detail::onednn;
+  if (!detail::packs_weights<float>()) GTEST_SKIP() << "weights are not packed here";
+  const auto expect_fast = [](auto value, std::int64_t x_stride, std::int64_t y_stride) {
+    onednn::Product<decltype(value)> product{};
+    product.m = 48;
+    product.n = 128;
+    product.k = 96;
+    product.x_stride = x_stride;
+    product.y_stride = y_stride;
+    EXPECT_TRUE(onednn::has_fast_product(product)) << x_stride << " " << y_stride;
+  };
+  for (const std::int64_t x_stride : {96, 200}) {
+    for (const std::int64_t y_stride : {128, 300}) {
+      expect_fast(float{}, x_stride, y_stride);
+      if (detail::packs_weights<bfloat16>()) expect_fast(bfloat16{}, x_stride, y_stride);
     }
   }
 }

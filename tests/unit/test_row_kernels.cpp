@@ -291,7 +291,7 @@ TEST(VectorKernels, SiluTimes) {
   }
   for (std::size_t length : {std::size_t{1}, std::size_t{7}, std::size_t{33}, gate.size()}) {
     auto result = gate;
-    detail::silu_times(result.data(), up.data(), static_cast<std::int64_t>(length));
+    detail::silu_times(gate.data(), up.data(), result.data(), static_cast<std::int64_t>(length));
     for (std::size_t i = 0; i < gate.size(); ++i) {
       const double expected =
           i < length ? double{gate[i]} / (1 + std::exp(-double{gate[i]})) * up[i] : gate[i];
@@ -301,7 +301,7 @@ TEST(VectorKernels, SiluTimes) {
   }
   std::vector<float> special = {nan_value, infinity, 1.0f};
   const std::vector<float> factors = {1, 1, nan_value};
-  detail::silu_times(special.data(), factors.data(), 3);
+  detail::silu_times(special.data(), factors.data(), special.data(), 3);
   EXPECT_TRUE(std::isnan(special[0]));
   EXPECT_EQ(special[1], infinity);
   EXPECT_TRUE(std::isnan(special[2]));

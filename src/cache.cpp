@@ -228,7 +228,7 @@ bool use_portable_path() {
     n_kept += rule.keeps(score, first + i) ? 1 : 0;
     non_finite += EvictionRule::is_finite(score) ? 0 : 1;
   }
-  return n_kept + detail::list_kept(scores + i * stride, n - i, rule.threshold,
+  return n_kept + detail::list_survivors(scores + i * stride, n - i, rule.threshold,
                                     number + static_cast<std::int32_t>(i), kept + n_kept,
                                     non_finite);
 }

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "detail/hdf5.hpp"
+#include "detail/instantiate.hpp"
 
 namespace kvzap {
 namespace {
@@ -606,12 +607,7 @@ void check_snapshot_writable(const fs::path& file, const Communicator& comm) {
 #define KVZAP_INSTANTIATE(Value, order)                                             \
   template void write_snapshot(const fs::path&, KVCache<Value, order>&, SequenceId, \
                                const HeadPartition&, const Communicator&, const SnapshotInfo&);
-KVZAP_INSTANTIATE(float, PageOrder::token_major)
-KVZAP_INSTANTIATE(float, PageOrder::dim_major)
-KVZAP_INSTANTIATE(half, PageOrder::token_major)
-KVZAP_INSTANTIATE(half, PageOrder::dim_major)
-KVZAP_INSTANTIATE(bfloat16, PageOrder::token_major)
-KVZAP_INSTANTIATE(bfloat16, PageOrder::dim_major)
+KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

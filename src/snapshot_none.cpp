@@ -3,6 +3,8 @@
 
 #include <kvzap/snapshot.hpp>
 
+#include "detail/instantiate.hpp"
+
 namespace kvzap {
 namespace {
 
@@ -26,12 +28,7 @@ void check_snapshot_writable(const std::filesystem::path& file, const Communicat
 #define KVZAP_INSTANTIATE(Value, order)                                                          \
   template void write_snapshot(const std::filesystem::path&, KVCache<Value, order>&, SequenceId, \
                                const HeadPartition&, const Communicator&, const SnapshotInfo&);
-KVZAP_INSTANTIATE(float, PageOrder::token_major)
-KVZAP_INSTANTIATE(float, PageOrder::dim_major)
-KVZAP_INSTANTIATE(half, PageOrder::token_major)
-KVZAP_INSTANTIATE(half, PageOrder::dim_major)
-KVZAP_INSTANTIATE(bfloat16, PageOrder::token_major)
-KVZAP_INSTANTIATE(bfloat16, PageOrder::dim_major)
+KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

@@ -1,5 +1,6 @@
 #include <fmt/format.h>
 
+#include "detail/instantiate.hpp"
 #include "detail/kokkos_compat.hpp"
 
 #include <algorithm>
@@ -205,12 +206,7 @@ void fill_random(KVCache<Value, order>& cache, SequenceId sequence, std::int64_t
   template void fill_random<Value, order>(KVCache<Value, order>&, SequenceId, std::int64_t, \
                                           Scorer*, std::int64_t, const EvictionRule&,       \
                                           std::uint64_t);
-KVZAP_INSTANTIATE(float, PageOrder::token_major)
-KVZAP_INSTANTIATE(float, PageOrder::dim_major)
-KVZAP_INSTANTIATE(half, PageOrder::token_major)
-KVZAP_INSTANTIATE(half, PageOrder::dim_major)
-KVZAP_INSTANTIATE(bfloat16, PageOrder::token_major)
-KVZAP_INSTANTIATE(bfloat16, PageOrder::dim_major)
+KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

@@ -8,6 +8,7 @@
 
 #include "detail/device_kernels.hpp"
 #include "detail/huge_pages.hpp"
+#include "detail/instantiate.hpp"
 #include "detail/kokkos_compat.hpp"
 #include "detail/onednn.hpp"
 #include "detail/packed_kernels.hpp"
@@ -528,9 +529,7 @@ void LinearMap::operator()(const ExecutionSpace& exec, const ConstMatrix& x,
   template void LinearMap::operator()(const ExecutionSpace&, const ConstMatrix&,                  \
                                       const RoundedRows<Value>&, const LinearWeights<Value>&,     \
                                       const ConstVector&, const Matrix&);
-KVZAP_LINEAR(float)
-KVZAP_LINEAR(half)
-KVZAP_LINEAR(bfloat16)
+KVZAP_FOR_EACH_VALUE(KVZAP_LINEAR)
 #undef KVZAP_LINEAR
 
 }  // namespace kvzap::detail

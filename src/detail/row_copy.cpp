@@ -31,7 +31,7 @@ void gather_stored(const char* const* rows, std::int64_t n, char* target, std::s
 }
 
 // From score i on, behind n_kept numbers.
-KVZAP_BODY std::int64_t list_kept_from(std::int64_t i, const float* scores, std::int64_t n,
+KVZAP_BODY std::int64_t list_survivors_from(std::int64_t i, const float* scores, std::int64_t n,
                                        float threshold, std::int32_t first, std::int32_t* kept,
                                        std::int64_t n_kept, std::int64_t& non_finite) {
   const EvictionRule rule{threshold, 0, true};
@@ -46,7 +46,7 @@ KVZAP_BODY std::int64_t list_kept_from(std::int64_t i, const float* scores, std:
 }
 
 #if KVZAP_X86
-KVZAP_TARGET_AVX512 std::int64_t list_kept_avx512(const float* scores, std::int64_t n,
+KVZAP_TARGET_AVX512 std::int64_t list_survivors_avx512(const float* scores, std::int64_t n,
                                                   float threshold, std::int32_t first,
                                                   std::int32_t* kept, std::int64_t& non_finite) {
   const __m512i exponent = _mm512_set1_epi32(0x7f800000);
@@ -69,7 +69,7 @@ KVZAP_TARGET_AVX512 std::int64_t list_kept_avx512(const float* scores, std::int6
     numbers = _mm512_add_epi32(numbers, _mm512_set1_epi32(16));
   }
   non_finite += odd_scores;
-  return list_kept_from(i, scores, n, threshold, first, kept, n_kept, non_finite);
+  return list_survivors_from(i, scores, n, threshold, first, kept, n_kept, non_finite);
 }
 
 void gather_streamed_sse2(const char* const* rows, std::int64_t n, char* target,
@@ -99,14 +99,14 @@ KVZAP_TARGET_AVX512 void gather_streamed_avx512(const char* const* rows, std::in
 
 }  // namespace
 
-std::int64_t list_kept(const float* scores, std::int64_t n, float threshold, std::int32_t first,
+std::int64_t list_survivors(const float* scores, std::int64_t n, float threshold, std::int32_t first,
                        std::int32_t* kept, std::int64_t& non_finite) {
 #if KVZAP_X86
   if (simd_level() >= SimdLevel::avx512) {
-    return list_kept_avx512(scores, n, threshold, first, kept, non_finite);
+    return list_survivors_avx512(scores, n, threshold, first, kept, non_finite);
   }
 #endif
-  return list_kept_from(0, scores, n, threshold, first, kept, 0, non_finite);
+  return list_survivors_from(0, scores, n, threshold, first, kept, 0, non_finite);
 }
 
 RowPath row_path() { return current_path; }

@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "detail/device_kernels.hpp"
+#include "detail/instantiate.hpp"
 #include "detail/kokkos_compat.hpp"
 #include "detail/row_kernels.hpp"
 
@@ -254,9 +255,7 @@ TokenId token_of_key(std::int64_t key) {
                              std::int64_t, Value*, Value*);                                        \
   template void silu_times(const ExecutionSpace&, const ConstMatrix&, const Matrix&,               \
                            const RoundedRows<Value>&);
-KVZAP_STEP(float)
-KVZAP_STEP(half)
-KVZAP_STEP(bfloat16)
+KVZAP_FOR_EACH_VALUE(KVZAP_STEP)
 #undef KVZAP_STEP
 
 }  // namespace kvzap::detail

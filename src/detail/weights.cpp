@@ -8,6 +8,7 @@
 
 #include "detail/gemm.hpp"
 #include "detail/huge_pages.hpp"
+#include "detail/instantiate.hpp"
 #include "detail/kokkos_compat.hpp"
 #include "detail/row_kernels.hpp"
 
@@ -218,9 +219,7 @@ Kokkos::View<float*, MemorySpace> WeightSource::vector(const std::vector<TensorR
                                                      const Ranges&) const;                         \
   template Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> WeightSource::matrix<Value>(    \
       const std::vector<TensorRows>&, std::int64_t, const Ranges&) const;
-KVZAP_WEIGHTS(float)
-KVZAP_WEIGHTS(half)
-KVZAP_WEIGHTS(bfloat16)
+KVZAP_FOR_EACH_VALUE(KVZAP_WEIGHTS)
 #undef KVZAP_WEIGHTS
 
 }  // namespace kvzap::detail

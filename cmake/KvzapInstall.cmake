@@ -48,6 +48,7 @@ install(DIRECTORY examples DESTINATION ${KVZAP_DATA_DIR})
 
 if(KVZAP_ENABLE_DRIVERS)
   install(TARGETS kvzap_driver RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+  install(PROGRAMS drivers/kvzap_plot.py RENAME kvzap-plot DESTINATION ${CMAKE_INSTALL_BINDIR})
   if(TARGET kvzap_documents)
     # Not there if the program does not run on this machine.
     install(FILES ${kvzap_documents}/kvzap.1 DESTINATION ${CMAKE_INSTALL_MANDIR}/man1 OPTIONAL)

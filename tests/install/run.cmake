@@ -59,6 +59,7 @@ if(STEP STREQUAL "package")
     expect_file(share/bash-completion/completions/kvzap)
     expect_file(share/zsh/site-functions/_kvzap)
     run(${prefix}/bin/kvzap --version)
+    run(${prefix}/bin/kvzap-plot --help)
     # A deck's paths begin where inputs/ is.
     run(${CMAKE_COMMAND} -E chdir ${prefix}/share/kvzap
         ${prefix}/bin/kvzap run --config inputs/demo.toml)

@@ -4,7 +4,9 @@
 Needs matplotlib, and h5py for snapshots (Debian: python3-matplotlib, python3-h5py).
 """
 import argparse
+import contextlib
 import json
+import logging
 import math
 import os
 import pathlib
@@ -43,10 +45,12 @@ def kept_shares(file, when):
     """Kept rows over tokens, (layer, KV head), after the context or at the end of the last answer."""
     report = read_report(file, "kvzap.run")
     answers = report.get("answers")
+    expect(isinstance(answers, list) and all(isinstance(a, dict) for a in answers), file, "answers",
+           "a list of objects", json.dumps(answers)[:60])
     cache = report.get("context") if when == "context" or not answers else answers[-1].get("cache")
     expect(isinstance(cache, dict), file, when, "an object", type(cache).__name__)
     rows, tokens = cache.get("kept_rows"), cache.get("tokens")
-    expect(isinstance(tokens, int) and tokens > 0, file, "tokens", "a positive integer", json.dumps(tokens))
+    expect(integers([tokens]) and tokens > 0, file, "tokens", "a positive integer", json.dumps(tokens))
     expect(isinstance(rows, list) and rows and all(integers(r) and len(r) == len(rows[0]) > 0 for r in rows), file,
            "kept_rows", "a list of integers for each layer, of one length", json.dumps(rows)[:60])
     return [[row / tokens for row in heads] for heads in rows], tokens
@@ -86,10 +90,14 @@ def read_positions(file, bins):
             edges = numpy.linspace(0, tokens, min(bins, tokens) + 1).round()
             shares = numpy.empty((layers, len(edges) - 1))
             for layer in range(layers):
-                positions = snapshot[f"layers/{layer}/positions"][...]
-                expect(len(positions) == 0 or (positions.min() >= 0 and positions.max() < tokens), file,
-                       f"layers/{layer}/positions", f"positions from 0 to {tokens - 1}",
-                       f"{positions.min() if len(positions) else ''} to {positions.max() if len(positions) else ''}")
+                positions = snapshot[f"layers/{layer}/positions"]
+                expect(isinstance(positions, h5py.Dataset) and positions.ndim == 1, file,
+                       f"layers/{layer}/positions", "a data set of one dimension", positions)
+                positions = positions[...]
+                if len(positions) > 0:
+                    least, most = positions.min(), positions.max()
+                    expect(least >= 0 and most < tokens, file, f"layers/{layer}/positions",
+                           f"positions from 0 to {tokens - 1}", f"{least} to {most}")
                 shares[layer] = numpy.histogram(positions, edges)[0] / (heads * numpy.diff(edges))
             return shares, tokens
     except (OSError, KeyError) as error:
@@ -169,7 +177,8 @@ def parser():
     kept = add("kept", plot_kept, "share of rows that every KV head of every layer kept", "RUN.json")
     kept.add_argument("--when", choices=("context", "end"), default="context",
                       help="after the context, or after the last answer (default: %(default)s)")
-    positions = add("positions", plot_positions, "which positions of the text each layer kept, as the share of its KV heads that did", "CACHE.h5")
+    positions = add("positions", plot_positions,
+                    "which positions of the text each layer kept, as the share of its KV heads that did", "CACHE.h5")
     positions.add_argument("--bins", type=int, default=400, help="columns of the image (default: %(default)s)")
     add("bench", plot_bench, "tokens per second against the tokens in the cache, a line for each evict ratio",
         "BENCH.json")
@@ -183,6 +192,7 @@ def main():
             import matplotlib
         except ImportError:
             raise PlotError("plots need matplotlib: apt-get install python3-matplotlib, or pip install matplotlib")
+        logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it tells of its font cache otherwise
         matplotlib.use("agg")
         matplotlib.rcParams["svg.hashsalt"] = "kvzap"  # the same file for the same figures
         from matplotlib import pyplot
@@ -200,7 +210,8 @@ def main():
         except OSError as error:
             raise PlotError(f"{options.output}: {error.strerror or error}") from None
         finally:
-            pathlib.Path(unfinished).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                os.unlink(unfinished)
     except PlotError as error:
         print(f"kvzap-plot: error: {error}", file=sys.stderr)
         return 1

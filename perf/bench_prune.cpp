@@ -7,7 +7,6 @@
 #include <cstring>
 #include <kvzap/cache.hpp>
 #include <kvzap/synthetic.hpp>
-#include <memory>
 #include <random>
 #include <string>
 #include <vector>

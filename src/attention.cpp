@@ -12,6 +12,7 @@
 #include "detail/attention_tiles.hpp"
 #include "detail/device_kernels.hpp"
 #include "detail/gemm.hpp"
+#include "detail/instantiate.hpp"
 #include "detail/kokkos_compat.hpp"
 #include "detail/row_kernels.hpp"
 #include "detail/scratch.hpp"
@@ -29,7 +30,7 @@ constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
 
 // Rows of a work item of the row kernel. Fixed, so that neither the number of threads nor other
 // sequences of a batch change how sums are grouped; 512 KiB of bfloat16 keys and values of 128.
-constexpr std::int64_t item_rows = 1024;
+[[maybe_unused]] constexpr std::int64_t item_rows = 1024;
 
 /// What is subtracted from scores before exp. When all are -infinity (overflowed keys), not their
 /// maximum: the difference would be NaN.
@@ -566,11 +567,8 @@ void Attention<Value, order>::decode(const ExecutionSpace& exec, const std::vect
   }
 }
 
-template class Attention<float, PageOrder::token_major>;
-template class Attention<float, PageOrder::dim_major>;
-template class Attention<half, PageOrder::token_major>;
-template class Attention<half, PageOrder::dim_major>;
-template class Attention<bfloat16, PageOrder::token_major>;
-template class Attention<bfloat16, PageOrder::dim_major>;
+#define KVZAP_INSTANTIATE(Value, order) template class Attention<Value, order>;
+KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

@@ -1,6 +1,7 @@
 #include <fmt/format.h>
 
 #include "detail/device_kernels.hpp"
+#include "detail/instantiate.hpp"
 #include "detail/kokkos_compat.hpp"
 #include "detail/row_copy.hpp"
 #include "detail/scratch.hpp"
@@ -229,8 +230,8 @@ bool use_portable_path() {
     non_finite += EvictionRule::is_finite(score) ? 0 : 1;
   }
   return n_kept + detail::list_survivors(scores + i * stride, n - i, rule.threshold,
-                                    number + static_cast<std::int32_t>(i), kept + n_kept,
-                                    non_finite);
+                                         number + static_cast<std::int32_t>(i), kept + n_kept,
+                                         non_finite);
 }
 
 /// Numbers of the kept exits of one head; returns how many.
@@ -1385,11 +1386,8 @@ std::vector<SequenceId> KVCache<Value, order>::sequences() const {
   return ids;
 }
 
-template class KVCache<float, PageOrder::token_major>;
-template class KVCache<float, PageOrder::dim_major>;
-template class KVCache<half, PageOrder::token_major>;
-template class KVCache<half, PageOrder::dim_major>;
-template class KVCache<bfloat16, PageOrder::token_major>;
-template class KVCache<bfloat16, PageOrder::dim_major>;
+#define KVZAP_INSTANTIATE(Value, order) template class KVCache<Value, order>;
+KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

@@ -8,6 +8,7 @@
 #include "detail/all_reduce.hpp"
 #include "detail/device_kernels.hpp"
 #include "detail/gemm.hpp"
+#include "detail/instantiate.hpp"
 #include "detail/kokkos_compat.hpp"
 #include "detail/scratch.hpp"
 #include "detail/step_kernels.hpp"
@@ -347,11 +348,11 @@ std::vector<float> Decoder<Value, order>::forward(
   if (likeliest) {
     // The tokens alone leave the device.
     detail::reserve_scratch(scratch.likeliest, outputs, "kvzap::decoder::likeliest");
-    detail::likeliest(exec, y, m_model.first_token(), scratch.likeliest);
+    const auto found = Kokkos::subview(scratch.likeliest, std::make_pair(std::int64_t{0}, outputs));
+    detail::likeliest(exec, y, m_model.first_token(), found);
     std::vector<std::int64_t> keys(outputs);
     detail::fence(exec, "kvzap::decoder: the host reads the tokens");
-    Kokkos::deep_copy(Kokkos::View<std::int64_t*, Kokkos::HostSpace>(keys.data(), outputs),
-                      Kokkos::subview(scratch.likeliest, std::make_pair(std::int64_t{0}, outputs)));
+    Kokkos::deep_copy(Kokkos::View<std::int64_t*, Kokkos::HostSpace>(keys.data(), outputs), found);
     m_comm.all_reduce_max(keys.data(), keys.size());
     likeliest->resize(outputs);
     std::transform(keys.begin(), keys.end(), likeliest->begin(), detail::token_of_key);
@@ -385,11 +386,8 @@ std::vector<float> Decoder<Value, order>::rows_of_ranks(const std::vector<float>
   return logits;
 }
 
-template class Decoder<float, PageOrder::token_major>;
-template class Decoder<float, PageOrder::dim_major>;
-template class Decoder<half, PageOrder::token_major>;
-template class Decoder<half, PageOrder::dim_major>;
-template class Decoder<bfloat16, PageOrder::token_major>;
-template class Decoder<bfloat16, PageOrder::dim_major>;
+#define KVZAP_INSTANTIATE(Value, order) template class Decoder<Value, order>;
+KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

@@ -88,7 +88,9 @@ class TypedGenerator final : public Generator {
       m_comm.broadcast(&token, sizeof(token), 0);
       return token;
     };
-    const bool greedy = options.sampling.temperature == 0 && !options.on_logits;
+    // Any rank may want to see logits; all take part in bringing them together.
+    const bool greedy =
+        m_comm.all_reduce_max(options.on_logits ? 1 : 0) == 0 && options.sampling.temperature == 0;
     const auto next = [&](const std::vector<TokenId>& tokens) {
       return greedy ? m_decoder.step_greedy(m_sequence, tokens, step_rule)
                     : draw(m_decoder.step(m_sequence, tokens, step_rule));
@@ -97,10 +99,10 @@ class TypedGenerator final : public Generator {
     answer.question_tokens = question.size();
     auto start = Clock::now();
     TokenId token = 0;
-    if (!question.empty()) {
-      token = next(question);
-    } else if (options.max_new_tokens > 0) {
-      token = draw(m_context_logits);
+    if (options.max_new_tokens < 1) {
+      if (!question.empty()) m_decoder.step_greedy(m_sequence, question, step_rule);
+    } else {
+      token = question.empty() ? draw(m_context_logits) : next(question);
     }
     answer.question_seconds = seconds_since(start);
     start = Clock::now();

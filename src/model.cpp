@@ -3,6 +3,7 @@
 #include <kvzap/model.hpp>
 #include <kvzap/safetensors.hpp>
 
+#include "detail/instantiate.hpp"
 #include "detail/weights.hpp"
 
 namespace kvzap {
@@ -110,8 +111,8 @@ std::size_t Model<Value>::bytes() const {
   return bytes;
 }
 
-template class Model<float>;
-template class Model<half>;
-template class Model<bfloat16>;
+#define KVZAP_INSTANTIATE(Value) template class Model<Value>;
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
+#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

@@ -61,8 +61,8 @@ class Decoder {
                             const std::vector<TokenId>& tokens, const StepRule& rule);
 
   /// As step and decode, but returns the likeliest next tokens (the smaller id of equal ones), on
-  /// every rank, or -1 where a logit is NaN or none is finite. The logits stay where they are:
-  /// these tokens are all that a device sends back and that ranks exchange.
+  /// every rank, or -1 where a logit is NaN or the largest is not finite. The logits stay where
+  /// they are: these tokens are all that a device sends back and that ranks exchange.
   TokenId step_greedy(SequenceId sequence, const std::vector<TokenId>& tokens, const StepRule& rule,
                       const ProgressCallback& progress = {});
   std::vector<TokenId> decode_greedy(const std::vector<SequenceId>& sequences,

@@ -81,8 +81,9 @@ struct AnswerOptions {
   SamplingOptions sampling;
   /// Called on every rank for each new token.
   std::function<void(TokenId)> on_token;
-  /// Called before that with the logits (vocab_size) that the token was drawn from, on rank 0; with
-  /// none elsewhere. Greedy answers are faster without: then no step hands out logits.
+  /// Called before that with the logits (vocab_size) that the token is drawn from, on rank 0; with
+  /// none elsewhere. May be set on some ranks alone. Greedy answers are faster if none has it: then
+  /// no step hands out logits.
   std::function<void(const std::vector<float>&)> on_logits;
 };
 

@@ -25,7 +25,8 @@ class Sampler {
   /// Throws Error if temperature < 0, top_k < 0, top_p outside (0, 1], or any is NaN.
   explicit Sampler(const SamplingOptions& options);
 
-  /// The next token; ties go to the smaller id. Returns -1 if a logit is NaN or none is finite.
+  /// The next token; ties go to the smaller id. Returns -1 if a logit is NaN or the largest is not
+  /// finite.
   TokenId operator()(const std::vector<float>& logits);
 
  private:

@@ -5,6 +5,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "detail/instantiate.hpp"
 #include "detail/kokkos_compat.hpp"
 #include "detail/product.hpp"
 #include "detail/rounded_rows.hpp"
@@ -313,11 +314,8 @@ void PanelAttention<Value, order>::operator()(const ExecutionSpace& exec, const 
   }
 }
 
-template class PanelAttention<float, PageOrder::token_major>;
-template class PanelAttention<float, PageOrder::dim_major>;
-template class PanelAttention<half, PageOrder::token_major>;
-template class PanelAttention<half, PageOrder::dim_major>;
-template class PanelAttention<bfloat16, PageOrder::token_major>;
-template class PanelAttention<bfloat16, PageOrder::dim_major>;
+#define KVZAP_INSTANTIATE(Value, order) template class PanelAttention<Value, order>;
+KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap::detail

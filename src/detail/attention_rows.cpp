@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "detail/attention_math.hpp"
+#include "detail/instantiate.hpp"
 #include "detail/row_kernels.hpp"
 
 // Within a block of rows that a kernel works on, offsets fit an int.
@@ -686,9 +687,9 @@ void RowAttention<Value>::finish(float* maximum, float* weight, float* sums) con
 #endif
 }
 
-template class RowAttention<float>;
-template class RowAttention<half>;
-template class RowAttention<bfloat16>;
+#define KVZAP_INSTANTIATE(Value) template class RowAttention<Value>;
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
+#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap::detail
 

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "detail/instantiate.hpp"
 #include "detail/kokkos_compat.hpp"
 #include "detail/row_vector.hpp"
 #include "detail/scratch.hpp"
@@ -468,11 +469,8 @@ void SplitAttention<Value, order>::operator()(const ExecutionSpace& exec, const 
   }
 }
 
-template class SplitAttention<float, PageOrder::token_major>;
-template class SplitAttention<float, PageOrder::dim_major>;
-template class SplitAttention<half, PageOrder::token_major>;
-template class SplitAttention<half, PageOrder::dim_major>;
-template class SplitAttention<bfloat16, PageOrder::token_major>;
-template class SplitAttention<bfloat16, PageOrder::dim_major>;
+#define KVZAP_INSTANTIATE(Value, order) template class SplitAttention<Value, order>;
+KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap::detail

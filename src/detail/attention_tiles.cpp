@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "detail/attention_math.hpp"
+#include "detail/instantiate.hpp"
 #include "detail/row_kernels.hpp"
 
 // Within a block of rows that a kernel works on, offsets fit an int.
@@ -413,9 +414,9 @@ void TileAttention<Value>::finish(float* output, std::int64_t token_stride,
   }
 }
 
-template class TileAttention<float>;
-template class TileAttention<half>;
-template class TileAttention<bfloat16>;
+#define KVZAP_INSTANTIATE(Value) template class TileAttention<Value>;
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
+#undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap::detail
 

@@ -253,8 +253,8 @@ void by_onednn(const Value* x, std::int64_t x_stride, std::int64_t rows,
 
 // Widens packed weights panel by panel, in the order in which they lie, and multiplies them as
 // packed floats.
-void by_packed_panels(const ConstMatrix& x, const LinearWeights<half>& weights,
-                      const ConstVector& bias, Vector& scratch, const Matrix& y) {
+[[maybe_unused]] void by_packed_panels(const ConstMatrix& x, const LinearWeights<half>& weights,
+                                       const ConstVector& bias, Vector& scratch, const Matrix& y) {
   constexpr std::int64_t block = LinearWeights<half>::block_outputs;
   const std::int64_t outputs = weights.outputs();
   const std::int64_t inputs = weights.inputs();
@@ -438,6 +438,7 @@ void LinearMap::operator()(const ExecutionSpace& exec, const ConstMatrix& x,
     product.n = outputs;
     product.k = inputs;
     product.a_stride = inputs;
+    ConstVector unscale;
     if constexpr (std::is_same_v<Value, float>) {
       product.a = x.data();
       product.a_stride = x.stride(0);
@@ -448,6 +449,7 @@ void LinearMap::operator()(const ExecutionSpace& exec, const ConstMatrix& x,
         round_rows(exec, x, operand);
       }
       product.a = operand.values;
+      if constexpr (RoundedRows<Value>::is_scaled) unscale = ConstVector(operand.unscale, rows);
     }
     product.b = weights.rows().data();
     product.b_stride = weights.rows().stride(0);
@@ -455,8 +457,7 @@ void LinearMap::operator()(const ExecutionSpace& exec, const ConstMatrix& x,
     product.c = y.data();
     product.c_stride = y.stride(0);
     multiply(exec, product);
-    finish_rows(exec, RoundedRows<Value>::is_scaled ? ConstVector(m_unscale) : ConstVector(), bias,
-                y);
+    finish_rows(exec, unscale, bias, y);
     return;
   }
   if constexpr (runs_on_host) {

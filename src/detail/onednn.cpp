@@ -97,39 +97,37 @@ void execute(const Primitive& primitive, const Product<Value>& p) {
   library().stream.wait();
 }
 
-/// The same product with the rows of x and y one behind the other.
+/// A product whose primitive is not one of the plain loops, if there is any: `p` itself, or with
+/// the rows of y, or of x and y, one behind the other. (oneDNN 2.6 has fast kernels for packed
+/// weights only where y's are.)
 template <class Value>
-Product<Value> compacted(Product<Value> p) {
-  p.x_stride = p.k;
-  p.y_stride = p.n;
-  return p;
+Product<Value> best_of(const Product<Value>& p) {
+  Product<Value> best = p;
+  if (!primitive_of(best).is_reference) return best;
+  best.y_stride = p.n;
+  if (!primitive_of(best).is_reference) return best;
+  best.x_stride = p.k;
+  return primitive_of(best).is_reference ? p : best;
 }
 
-/// Whether rows are to be copied together first: oneDNN 2.6 has fast kernels for packed weights
-/// only where those of y, at least, lie one behind the other.
-template <class Value>
-bool is_better_compacted(const Product<Value>& p) {
-  return (p.x_stride != p.k || p.y_stride != p.n) && primitive_of(p).is_reference &&
-         !primitive_of(compacted(p)).is_reference;
+/// Grows only: a vector that grows again clears what is new.
+template <class Element>
+Element* reserve(std::vector<Element>& buffer, std::int64_t count) {
+  if (static_cast<std::int64_t>(buffer.size()) < count) buffer.resize(count);
+  return buffer.data();
 }
 
+/// Does `p` as `compact`, which differs in strides.
 template <class Value>
-void multiply_compacted(const Product<Value>& p) {
-  auto& [engine, stream, primitives, x, y] = library();
-  Product<Value> compact = compacted(p);
-  if (p.x_stride != p.k) {
-    x.resize(p.m * p.k * sizeof(Value));
-    auto* const target = reinterpret_cast<Value*>(x.data());
-    for (std::int64_t i = 0; i < p.m; ++i) {
-      std::copy_n(p.x + i * p.x_stride, p.k, target + i * p.k);
-    }
-    compact.x = target;
+void multiply_compacted(const Product<Value>& p, Product<Value> compact) {
+  if (compact.x_stride != p.x_stride) {
+    auto* const x = reinterpret_cast<Value*>(
+        reserve(library().compact_x, p.m * p.k * static_cast<std::int64_t>(sizeof(Value))));
+    for (std::int64_t i = 0; i < p.m; ++i) std::copy_n(p.x + i * p.x_stride, p.k, x + i * p.k);
+    compact.x = x;
   }
-  const bool copies_y = p.y_stride != p.n;
-  if (copies_y) {
-    y.resize(p.m * p.n);
-    compact.y = y.data();
-  }
+  const bool copies_y = compact.y_stride != p.y_stride;
+  if (copies_y) compact.y = reserve(library().compact_y, p.m * p.n);
   execute(primitive_of(compact), compact);
   for (std::int64_t i = 0; copies_y && i < p.m; ++i) {
     std::copy_n(compact.y + i * p.n, p.n, p.y + i * p.y_stride);
@@ -142,7 +140,7 @@ bool is_available() { return true; }
 
 template <class Value>
 bool has_fast_product(const Product<Value>& p) {
-  return !primitive_of(p).is_reference || is_better_compacted(p);
+  return !primitive_of(best_of(p)).is_reference;
 }
 
 const char* version() {
@@ -156,10 +154,11 @@ const char* version() {
 template <class Value>
 void multiply(const Product<Value>& p) {
   try {
-    if (is_better_compacted(p)) {
-      multiply_compacted(p);
-    } else {
+    const Product<Value> best = best_of(p);
+    if (best.x_stride == p.x_stride && best.y_stride == p.y_stride) {
       execute(primitive_of(p), p);
+    } else {
+      multiply_compacted(p, best);
     }
   } catch (const dnnl::error& error) {
     throw Error(fmt::format("oneDNN: a product of ({}, {}) by ({}, {}) failed: {}", p.m, p.k, p.n,

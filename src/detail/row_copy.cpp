@@ -32,8 +32,8 @@ void gather_stored(const char* const* rows, std::int64_t n, char* target, std::s
 
 // From score i on, behind n_kept numbers.
 KVZAP_BODY std::int64_t list_survivors_from(std::int64_t i, const float* scores, std::int64_t n,
-                                       float threshold, std::int32_t first, std::int32_t* kept,
-                                       std::int64_t n_kept, std::int64_t& non_finite) {
+                                            float threshold, std::int32_t first, std::int32_t* kept,
+                                            std::int64_t n_kept, std::int64_t& non_finite) {
   const EvictionRule rule{threshold, 0, true};
   std::int64_t odd = 0;
   for (; i < n; ++i) {
@@ -47,8 +47,9 @@ KVZAP_BODY std::int64_t list_survivors_from(std::int64_t i, const float* scores,
 
 #if KVZAP_X86
 KVZAP_TARGET_AVX512 std::int64_t list_survivors_avx512(const float* scores, std::int64_t n,
-                                                  float threshold, std::int32_t first,
-                                                  std::int32_t* kept, std::int64_t& non_finite) {
+                                                       float threshold, std::int32_t first,
+                                                       std::int32_t* kept,
+                                                       std::int64_t& non_finite) {
   const __m512i exponent = _mm512_set1_epi32(0x7f800000);
   const __m512 limit = _mm512_set1_ps(threshold);
   __m512i numbers =
@@ -99,8 +100,8 @@ KVZAP_TARGET_AVX512 void gather_streamed_avx512(const char* const* rows, std::in
 
 }  // namespace
 
-std::int64_t list_survivors(const float* scores, std::int64_t n, float threshold, std::int32_t first,
-                       std::int32_t* kept, std::int64_t& non_finite) {
+std::int64_t list_survivors(const float* scores, std::int64_t n, float threshold,
+                            std::int32_t first, std::int32_t* kept, std::int64_t& non_finite) {
 #if KVZAP_X86
   if (simd_level() >= SimdLevel::avx512) {
     return list_survivors_avx512(scores, n, threshold, first, kept, non_finite);

@@ -10,8 +10,8 @@ namespace kvzap::detail {
 /// Writes the numbers first, first + 1, … of those of `n` scores that keep their pair to `kept`,
 /// which has room for n, and returns how many: scores of at least `threshold`, and those that are
 /// NaN or infinite, which are added to non_finite (EvictionRule::keeps behind the sink).
-std::int64_t list_survivors(const float* scores, std::int64_t n, float threshold, std::int32_t first,
-                       std::int32_t* kept, std::int64_t& non_finite);
+std::int64_t list_survivors(const float* scores, std::int64_t n, float threshold,
+                            std::int32_t first, std::int32_t* kept, std::int64_t& non_finite);
 
 /// How a cache moves rows on a host backend.
 enum class RowPath {

@@ -1,6 +1,5 @@
 #include "detail/step_kernels.hpp"
 
-#include <algorithm>
 #include <limits>
 
 #include "detail/device_kernels.hpp"
@@ -28,6 +27,7 @@ bool on_host() { return runs_on_host && !uses_device_kernels(); }
 constexpr int token_bits = 31;
 constexpr std::int64_t largest_token = (std::int64_t{1} << token_bits) - 1;
 constexpr std::int64_t nan_key = std::numeric_limits<std::int64_t>::max();
+constexpr std::int64_t no_key = std::numeric_limits<std::int64_t>::min();
 
 KOKKOS_INLINE_FUNCTION std::int64_t key_of(float logit, std::int64_t token) {
   if (logit != logit) return nan_key;
@@ -224,16 +224,29 @@ void silu_times(const ExecutionSpace& exec, const ConstMatrix& gate_up, const Ma
 
 void likeliest(const ExecutionSpace& exec, const ConstMatrix& y, std::int64_t first_token,
                const Kokkos::View<std::int64_t*, MemorySpace>& keys) {
-  for (std::size_t row = 0; row < y.extent(0); ++row) {
-    const Kokkos::View<std::int64_t, MemorySpace> key = Kokkos::subview(keys, row);
-    Kokkos::parallel_reduce(
-        "kvzap::step::likeliest", Range(exec, 0, y.extent(1)),
-        KOKKOS_LAMBDA(std::int64_t i, std::int64_t & most) {
-          const std::int64_t own = key_of(y(row, i), first_token + i);
-          if (own > most) most = own;
-        },
-        Kokkos::Max<std::int64_t, MemorySpace>(key));
-  }
+  const std::int64_t rows = y.extent(0);
+  const std::int64_t count = y.extent(1);
+  // Parts of a row, so that one row fills a device too.
+  constexpr std::int64_t part = 4096;
+  const std::int64_t parts = (count + part - 1) / part;
+  Kokkos::deep_copy(exec, keys, no_key);
+  if (rows * parts == 0) return;
+  Kokkos::parallel_for(
+      "kvzap::step::likeliest", Team(exec, static_cast<int>(rows * parts), row_threads),
+      KOKKOS_LAMBDA(const Member& team) {
+        const std::int64_t row = team.league_rank() / parts;
+        const std::int64_t begin = team.league_rank() % parts * part;
+        const std::int64_t end = begin + part < count ? begin + part : count;
+        std::int64_t most = no_key;
+        Kokkos::parallel_reduce(
+            Kokkos::TeamThreadRange(team, begin, end),
+            [&](std::int64_t i, std::int64_t& largest) {
+              const std::int64_t own = key_of(y(row, i), first_token + i);
+              if (own > largest) largest = own;
+            },
+            Kokkos::Max<std::int64_t>(most));
+        Kokkos::single(Kokkos::PerTeam(team), [&] { Kokkos::atomic_fetch_max(&keys(row), most); });
+      });
 }
 
 TokenId token_of_key(std::int64_t key) {

@@ -45,7 +45,7 @@ void finish_heads(const ExecutionSpace& exec, const Matrix& qkv, int dim, std::i
                   const Angles& angles, std::int64_t first, Value* keys, Value* values);
 
 /// gated (token, width) = silu(gate) * up of gate_up (token, 2 * width), with silu(x) = x / (1 +
-/// exp(-x)). Where `rounded` exists the result is there alone.
+/// exp(-x)). Where `rounded` exists the result is there, and what `gated` holds is unspecified.
 template <class Value>
 void silu_times(const ExecutionSpace& exec, const ConstMatrix& gate_up, const Matrix& gated,
                 const RoundedRows<Value>& rounded);

@@ -96,6 +96,9 @@ class Plots(TestCase):
         expect("format_version", "2", format_version=2)
         expect("context", context=None)
         expect("tokens", "0", context={"tokens": 0, "kept_rows": [[1]]})
+        expect("tokens", "true", context={"tokens": True, "kept_rows": [[1]]})
+        expect("answers", answers={"0": 1})
+        expect("answers", answers=[1])
         expect("kept_rows", context={"tokens": 10, "kept_rows": [[1, 2], [3]]})
         expect("kept_rows", context={"tokens": 10, "kept_rows": [[1, "x"]]})
         self.expect_error("No such file", arguments=["kept", self.folder / "none.json"])
@@ -106,6 +109,8 @@ class Plots(TestCase):
         result = plot("kept", report, "-o", self.folder / "no" / "kept.svg")
         self.assertEqual(result.code, 1, result)
         self.assertIn(b"No such file", result.err)
+        result = plot("kept", report, "-o", report / "kept.svg")
+        self.assertEqual((result.code, len(result.err.splitlines())), (1, 1), result)
 
 
 if __name__ == "__main__":

@@ -387,15 +387,14 @@ TEST_P(DecoderShapes, ManySequencesDoNotMatter) {
   EXPECT_THROW(together.decode(together_ids, {1, 2}, rule), Error);
 }
 
-// The token that a greedy step names is what the sampler makes of the logits, on every rank.
-TEST_P(DecoderShapes, GreedyStepsNameTheLikeliestToken) {
+/// Greedy steps beside steps with logits, in one and the same form of the kernels.
+template <class Value>
+void compare_greedy_steps(const ModelConfig& config, const Checkpoint& checkpoint) {
   const Communicator comm = Communicator::world();
-  const ModelConfig config = make_config(GetParam());
-  const Checkpoint checkpoint(config);
   const auto partition =
       HeadPartition::even(layers, static_cast<int>(config.num_key_value_heads), comm.size());
-  const auto model = Model<float>::load(checkpoint.folder.path(), config, partition, comm.rank());
-  Decoder<float, PageOrder::token_major> decoder(model, nullptr, comm, 8, 4);
+  const auto model = Model<Value>::load(checkpoint.folder.path(), config, partition, comm.rank());
+  Decoder<Value, PageOrder::token_major> decoder(model, nullptr, comm, 8, 4);
   Sampler sampler({});
   const auto tokens = some_tokens(60);
   std::vector<SequenceId> with_logits, greedy;
@@ -419,6 +418,52 @@ TEST_P(DecoderShapes, GreedyStepsNameTheLikeliestToken) {
       const auto row = logits.begin() + static_cast<std::ptrdiff_t>(i * config.vocab_size);
       EXPECT_EQ(likeliest[i], sampler({row, row + static_cast<std::ptrdiff_t>(config.vocab_size)}));
     }
+  }
+}
+
+// The token that a greedy step names is what the sampler makes of the logits, on every rank.
+TEST_P(DecoderShapes, GreedyStepsNameTheLikeliestToken) {
+  const ModelConfig config = make_config(GetParam());
+  const Checkpoint checkpoint(config);
+  const bool before = detail::uses_device_kernels();
+  for (const bool device : {false, true}) {
+    detail::set_device_kernels(device);
+    SCOPED_TRACE(detail::uses_device_kernels() ? "device" : "host");
+    compare_greedy_steps<float>(config, checkpoint);
+    compare_greedy_steps<half>(config, checkpoint);
+    compare_greedy_steps<bfloat16>(config, checkpoint);
+  }
+  detail::set_device_kernels(before);
+}
+
+// More sequences than go through a layer at once.
+TEST(ManySequences, MoreThanABlock) {
+  const Communicator comm = Communicator::world();
+  const ModelConfig config = make_config(shapes[0]);
+  const Checkpoint checkpoint(config);
+  const auto partition =
+      HeadPartition::even(layers, static_cast<int>(config.num_key_value_heads), comm.size());
+  const auto model = Model<float>::load(checkpoint.folder.path(), config, partition, comm.rank());
+  Decoder<float, PageOrder::token_major> decoder(model, nullptr, comm, 2, 4);
+  constexpr int count = 515;
+  const auto tokens = some_tokens(2 * count);
+  std::vector<SequenceId> ids, twins;
+  for (int i = 0; i < count; ++i) {
+    for (auto* list : {&ids, &twins}) {
+      if (list == &twins && i % 57 != 0 && i < 510) continue;
+      list->push_back(decoder.cache().add_sequence());
+      decoder.step_greedy(list->back(), {tokens[i]}, {});
+    }
+  }
+  const auto logits = decoder.decode(ids, {tokens.begin() + count, tokens.end()}, {});
+  std::size_t twin = 0;
+  for (int i = 0; i < count; ++i) {
+    if (i % 57 != 0 && i < 510) continue;
+    const auto expected = decoder.step(twins[twin++], {tokens[count + i]}, {});
+    if (!comm.is_root()) continue;
+    const auto row = logits.begin() + static_cast<std::ptrdiff_t>(i * config.vocab_size);
+    EXPECT_LT(distance(expected, {row, row + static_cast<std::ptrdiff_t>(config.vocab_size)}), 1e-5)
+        << i;
   }
 }
 
@@ -600,9 +645,9 @@ TEST(DecodeStep, WaitsAsOftenForManyLayersAsForFew) {
   }
   detail::set_device_kernels(before);
   // A launch takes longer than many of these kernels. Per layer: two norms, each with the sum
-  // before it; rounding, product and bias of the score; a product for q, k and v, and a kernel that
-  // finishes them; two for attention; rounding and product of its output; gate and up, what joins
-  // them, down; the cache's own. And this model's four biases.
+  // before it; rounding, product and selection of the score; a product for q, k and v, and a kernel
+  // that finishes them; two for attention; rounding and product of its output; gate and up, what
+  // joins them, down; the cache's own. And this model's four biases.
   EXPECT_EQ(kernels_of[1] - kernels_of[0], (15 + 4) * 7);
   ASSERT_GT(of_steps.size(), 60u);
   for (const Waits& step : of_steps) {

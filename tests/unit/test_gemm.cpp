@@ -269,6 +269,48 @@ TEST(LinearHalf, InputsOfAnySize) {
   }
 }
 
+/// What kernels before a product do. (A function of its own: nvcc takes no kernel inside a test.)
+template <class Value>
+void store_rounded(const ExecutionSpace& exec, const detail::ConstMatrix& x,
+                   const detail::RoundedRows<Value>& rounded) {
+  using Team = Kokkos::TeamPolicy<ExecutionSpace>;
+  const std::int64_t size = x.extent(1);
+  Kokkos::parallel_for(
+      "round", Team(exec, static_cast<int>(x.extent(0)), Kokkos::AUTO),
+      KOKKOS_LAMBDA(const typename Team::member_type& team) {
+        const std::int64_t i = team.league_rank();
+        rounded.store(team, i, size, [&](std::int64_t d) { return x(i, d); });
+      });
+}
+
+// Rows that the kernel before has rounded are taken as if the map had rounded them.
+TYPED_TEST(Linear, RowsRoundedBefore) {
+  const DeviceKernels on_device;
+  std::mt19937 random(5);
+  detail::LinearMap linear;
+  const ExecutionSpace exec;
+  for (const int m : {7, 2, 19}) {  // the room shrinks and grows
+    constexpr int n = 33, k = 50;
+    const Part<float> x(m, k, 0, 0);
+    const Part<TypeParam> rows(n, k, 0, 0);
+    x.fill(random);
+    rows.fill(random);
+    const kvzap::LinearWeights<TypeParam> weights(rows.view);
+    const detail::Matrix alone("alone", m, n), prepared("prepared", m, n);
+    linear(exec, x.view, weights, {}, alone);
+    const auto rounded = linear.template room_for_rounded<TypeParam>(m, k);
+    EXPECT_EQ(rounded.exist(), !(std::is_same_v<TypeParam, float>));
+    store_rounded(exec, x.view, rounded);
+    linear(exec, x.view, rounded, weights, {}, prepared);
+    exec.fence();
+    const auto a = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, alone);
+    const auto b = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, prepared);
+    for (int i = 0; i < m; ++i) {
+      for (int j = 0; j < n; ++j) ASSERT_EQ(a(i, j), b(i, j)) << i << ", " << j;
+    }
+  }
+}
+
 // Columns of a wider y, as panels of weights write them, and rows of a wider x must not end in
 // oneDNN's plain loops.
 TEST(OneDNN, TakesFastKernelsForPackedWeights) {

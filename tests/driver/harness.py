@@ -26,6 +26,8 @@ CASES = json.loads((SOURCE / "tests/golden/recall-4m.json").read_text())
 
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
+# Tests start more ranks than there are cores, of which some of Kokkos' backends warn.
+os.environ["KOKKOS_DISABLE_WARNINGS"] = "1"
 
 
 class Result:

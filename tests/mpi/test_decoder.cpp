@@ -590,8 +590,21 @@ struct Waits {
 };
 Waits waits;
 
+void on_fence(const char*, const std::uint32_t, std::uint64_t*) { ++waits.fences; }
+
+/// Whether every kernel waits by itself, as those of Kokkos' Threads do.
+bool kernels_wait() {
+  waits = {};
+  Kokkos::Tools::Experimental::set_begin_fence_callback(on_fence);
+  Kokkos::parallel_for("kernels_wait", Kokkos::RangePolicy<ExecutionSpace>(0, 1),
+                       KOKKOS_LAMBDA(int){});
+  Kokkos::Tools::Experimental::set_begin_fence_callback(nullptr);
+  return waits.fences > 0;
+}
+
 TEST(DecodeStep, WaitsAsOftenForManyLayersAsForFew) {
   namespace tools = Kokkos::Tools::Experimental;
+  if (kernels_wait()) GTEST_SKIP() << "every kernel of this backend waits";
   const Communicator self(MPI_COMM_SELF);
   const bool before = detail::uses_device_kernels();
   detail::set_device_kernels(true);
@@ -621,8 +634,7 @@ TEST(DecodeStep, WaitsAsOftenForManyLayersAsForFew) {
     for (int i = 60; i < 119; ++i) {
       const std::size_t slabs = decoder.cache().pool().allocated_bytes();
       waits = {};
-      tools::set_begin_fence_callback(
-          [](const char*, const std::uint32_t, std::uint64_t*) { ++waits.fences; });
+      tools::set_begin_fence_callback(on_fence);
       tools::set_begin_deep_copy_callback([](Kokkos_Profiling_SpaceHandle, const char*, const void*,
                                              Kokkos_Profiling_SpaceHandle, const char*, const void*,
                                              std::uint64_t) { ++waits.copies; });

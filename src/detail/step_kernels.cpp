@@ -257,6 +257,7 @@ TokenId token_of_key(std::int64_t key) {
   return is_finite ? static_cast<TokenId>(largest_token - (key & largest_token)) : -1;
 }
 
+// Value is a type. NOLINTBEGIN(bugprone-macro-parentheses)
 #define KVZAP_STEP(Value)                                                                          \
   template void embed(const ExecutionSpace&, const Kokkos::View<const TokenId*, MemorySpace>&,     \
                       const Kokkos::View<const Value**, Kokkos::LayoutRight, MemorySpace>&,        \
@@ -268,6 +269,7 @@ TokenId token_of_key(std::int64_t key) {
                              std::int64_t, Value*, Value*);                                        \
   template void silu_times(const ExecutionSpace&, const ConstMatrix&, const Matrix&,               \
                            const RoundedRows<Value>&);
+// NOLINTEND(bugprone-macro-parentheses)
 KVZAP_FOR_EACH_VALUE(KVZAP_STEP)
 #undef KVZAP_STEP
 

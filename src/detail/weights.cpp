@@ -214,11 +214,13 @@ Kokkos::View<float*, MemorySpace> WeightSource::vector(const std::vector<TensorR
   return view;
 }
 
+// Value is a type. NOLINTBEGIN(bugprone-macro-parentheses)
 #define KVZAP_WEIGHTS(Value)                                                                       \
   template LinearWeights<Value> WeightSource::linear(const std::vector<TensorRows>&, std::int64_t, \
                                                      const Ranges&) const;                         \
   template Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> WeightSource::matrix<Value>(    \
       const std::vector<TensorRows>&, std::int64_t, const Ranges&) const;
+// NOLINTEND(bugprone-macro-parentheses)
 KVZAP_FOR_EACH_VALUE(KVZAP_WEIGHTS)
 #undef KVZAP_WEIGHTS
 

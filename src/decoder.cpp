@@ -75,8 +75,8 @@ struct Decoder<Value, order>::Scratch {
 
   void release() {
     release_chunk();
-    angles = {};
     // Not = {}: Clang 14 would emit no destructor for these types.
+    angles = decltype(angles)();
     ids = decltype(ids)();
     positions = decltype(positions)();
     for (Vector& buffer : buffers) buffer = {};
@@ -203,7 +203,7 @@ std::vector<float> Decoder<Value, order>::forward(
 
   // RoPE's angles, in float as transformers computes them.
   if (static_cast<std::int64_t>(scratch.angles.extent(0)) < count) {
-    scratch.angles = {};
+    scratch.angles = decltype(scratch.angles)();
     scratch.angles = decltype(scratch.angles)(
         Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::decoder::angles"), count, dim / 2,
         2);

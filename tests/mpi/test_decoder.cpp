@@ -317,7 +317,7 @@ TEST_P(DecoderShapes, RanksDoNotMatterWhenPruned) {
   const std::vector<int> steps = {30, 5, 1, 1, 1, 12, 10};
   const StepsResult sharded = run_steps(config, checkpoint, comm, tokens, steps, true, 8);
   const StepsResult whole =
-      run_steps(config, checkpoint, Communicator(MPI_COMM_SELF), tokens, steps, true, 8);
+      run_steps(config, checkpoint, Communicator::self(), tokens, steps, true, 8);
   const auto partition =
       HeadPartition::even(layers, static_cast<int>(config.num_key_value_heads), comm.size());
   for (int l = 0; l < layers; ++l) {
@@ -535,7 +535,7 @@ TEST(Labels, EveryKernelAndViewIsNamed) {
   tools::set_begin_parallel_scan_callback(on_kernel);
   tools::set_allocate_data_callback([](const Kokkos_Profiling_SpaceHandle, const char* label,
                                        const void*, const std::uint64_t) { check_label(label); });
-  const Communicator self(MPI_COMM_SELF);
+  const Communicator self = Communicator::self();
   const ModelConfig config = make_config(shapes[2]);
   const Checkpoint checkpoint(config);
   run_steps(config, checkpoint, self, some_tokens(30), {20, 9, 1}, true, 4);
@@ -552,7 +552,7 @@ std::set<std::string> allocated;
 
 TEST(DecodeStep, AllocatesNothingButPages) {
   namespace tools = Kokkos::Tools::Experimental;
-  const Communicator self(MPI_COMM_SELF);
+  const Communicator self = Communicator::self();
   const ModelConfig config = make_config(shapes[2]);
   const Checkpoint checkpoint(config);
   const auto partition =
@@ -605,7 +605,7 @@ bool kernels_wait() {
 TEST(DecodeStep, WaitsAsOftenForManyLayersAsForFew) {
   namespace tools = Kokkos::Tools::Experimental;
   if (kernels_wait()) GTEST_SKIP() << "every kernel of this backend waits";
-  const Communicator self(MPI_COMM_SELF);
+  const Communicator self = Communicator::self();
   const bool before = detail::uses_device_kernels();
   detail::set_device_kernels(true);
   std::vector<Waits> of_steps;

@@ -14,10 +14,10 @@
 #include <random>
 #include <tuple>
 
+#include "base/build_info.hpp"
+#include "base/simd.hpp"
 #include "bench_report.hpp"
-#include "detail/blas_threads.hpp"
-#include "detail/build_info.hpp"
-#include "detail/simd.hpp"
+#include "linalg/host/blas_threads.hpp"
 #include "progress.hpp"
 #include "setup.hpp"
 

@@ -4,7 +4,7 @@
 
 #include <kvzap/config.hpp>
 
-#include "detail/build_info.hpp"
+#include "base/build_info.hpp"
 
 namespace kvzap::driver {
 namespace {

@@ -15,11 +15,11 @@
 #include <malloc.h>
 #endif
 
+#include "base/kokkos_compat.hpp"
 #include "bench.hpp"
 #include "command_line.hpp"
-#include "detail/kokkos_compat.hpp"
-#include "detail/mpi_session.hpp"
 #include "documents.hpp"
+#include "parallel/mpi_session.hpp"
 #include "run.hpp"
 
 namespace {

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <numeric>
 
-#include "detail/json_file.hpp"
+#include "base/json_file.hpp"
 
 namespace kvzap::driver {
 namespace {

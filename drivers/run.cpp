@@ -16,7 +16,7 @@
 #include <limits>
 #include <sstream>
 
-#include "detail/blas_threads.hpp"
+#include "linalg/host/blas_threads.hpp"
 #include "progress.hpp"
 #include "report.hpp"
 #include "setup.hpp"

@@ -11,7 +11,7 @@
 #include <sstream>
 #include <thread>
 
-#include "detail/kokkos_compat.hpp"
+#include "base/kokkos_compat.hpp"
 #include "report.hpp"
 
 namespace kvzap::driver {

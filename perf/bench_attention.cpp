@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "base/huge_pages.hpp"
 #include "common.hpp"
-#include "detail/huge_pages.hpp"
 
 namespace kvzap::perf {
 namespace {
@@ -38,20 +38,19 @@ enum class Placement {
   scattered  // anywhere, as after much freeing and taking: the worst that can be
 };
 
-/// A layer whose heads have the given numbers of survivors, in pages of one allocation, and an
+/// A layer whose heads have the given numbers of retained rows, in pages of one allocation, and an
 /// empty ring.
 template <class Value>
 struct PagedLayer {
   Kokkos::View<Value*, MemorySpace> storage;
-  kvzap::RaggedLayer<Value, order> layer;
-  std::vector<std::int64_t> bounds;
+  kvzap::CachedLayer<Value, order> layer;
   std::int64_t rows = 0;
 
-  PagedLayer(const std::vector<std::int64_t>& survivors, int dim, int page_rows,
+  PagedLayer(const std::vector<std::int64_t>& retained, int dim, int page_rows,
              Placement placement = Placement::in_order) {
-    const int heads = static_cast<int>(survivors.size());
+    const int heads = static_cast<int>(retained.size());
     std::vector<std::int64_t> pages;
-    for (std::int64_t n : survivors) {
+    for (std::int64_t n : retained) {
       rows += n;
       pages.push_back((n + page_rows - 1) / page_rows);
     }
@@ -65,7 +64,7 @@ struct PagedLayer {
     Kokkos::View<std::uintptr_t*, MemorySpace> addresses("addresses", total);
     Kokkos::View<PageId**, Kokkos::LayoutRight, MemorySpace> table(
         "table", heads, *std::max_element(pages.begin(), pages.end()));
-    Kokkos::View<std::int64_t*, MemorySpace> counts("survivors", heads);
+    Kokkos::View<std::int64_t*, MemorySpace> counts("retained", heads);
     const auto host_addresses = Kokkos::create_mirror_view(addresses);
     const auto host_table = Kokkos::create_mirror_view(table);
     const auto host_counts = Kokkos::create_mirror_view(counts);
@@ -76,7 +75,7 @@ struct PagedLayer {
     }
     PageId id = 0;
     for (int h = 0; h < heads; ++h) {
-      host_counts(h) = survivors[h];
+      host_counts(h) = retained[h];
       for (std::int64_t p = 0; p < pages[h]; ++p, ++id) {
         host_table(h, p) = id;
         host_addresses(id) =
@@ -88,9 +87,10 @@ struct PagedLayer {
     Kokkos::deep_copy(counts, host_counts);
     layer.addresses = addresses;
     layer.page_table = table;
-    layer.survivors = counts;
-    bounds = survivors;
-    layer.bounds = bounds.data();
+    layer.retained = counts;
+    const Kokkos::View<std::int64_t*, Kokkos::HostSpace> bounds("bounds", heads);
+    std::copy(retained.begin(), retained.end(), bounds.data());
+    layer.bounds = bounds;
     layer.ring = Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace>("ring", heads, 2 * dim);
     layer.heads = heads;
     layer.page_rows = page_rows;
@@ -126,13 +126,13 @@ void decode(benchmark::State& state, int dim, int group, int page_rows, Lengths 
             Placement placement) {
   const std::int64_t row_bytes = std::int64_t{2} * dim * sizeof(Value);
   const std::int64_t rows = decode_bytes / row_bytes / decode_heads;
-  std::vector<std::int64_t> survivors(decode_heads, rows);
+  std::vector<std::int64_t> retained(decode_heads, rows);
   if (lengths == Lengths::skewed) {
     // Half of the heads have 16 times the rows of the others; as many bytes in all.
-    for (int h = 0; h < decode_heads; ++h) survivors[h] = (h % 2 ? 2 : 32) * rows / 17;
+    for (int h = 0; h < decode_heads; ++h) retained[h] = (h % 2 ? 2 : 32) * rows / 17;
   }
   if (page_rows == 0) page_rows = static_cast<int>(rows);  // a page per head
-  const PagedLayer<Value> cache(survivors, dim, page_rows, placement);
+  const PagedLayer<Value> cache(retained, dim, page_rows, placement);
   const auto queries = array<float>(1, decode_heads * group, dim);
   const auto chunk = array<Value>(1, decode_heads, dim);
   const auto output = array<float>(1, decode_heads * group, dim);
@@ -149,7 +149,7 @@ void decode_batch(benchmark::State& state, int sequences) {
   const std::int64_t row_bytes = std::int64_t{2} * dim * sizeof(Value);
   const std::int64_t rows = decode_bytes / row_bytes / decode_heads / sequences;
   std::vector<PagedLayer<Value>> caches;
-  std::vector<kvzap::RaggedLayer<Value, order>> layers;
+  std::vector<kvzap::CachedLayer<Value, order>> layers;
   for (int b = 0; b < sequences; ++b) {
     caches.emplace_back(std::vector<std::int64_t>(decode_heads, rows), dim, 64);
     layers.push_back(caches.back().layer);
@@ -174,7 +174,7 @@ void prefill(benchmark::State& state, int group, std::int64_t tokens, std::int64
   Attention<Value, order> attention;
   const ExecutionSpace exec;
   const auto work = [&] {
-    attention(exec, cache.layer, queries, chunk, chunk, output, AttentionPath::tiles);
+    attention(exec, cache.layer, queries, chunk, chunk, output, AttentionPath::flash_prefill);
   };
   work();
   // 16-bit floats other than bf16 are multiplied as float.

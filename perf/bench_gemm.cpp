@@ -8,10 +8,10 @@
 #include <random>
 #include <vector>
 
+#include "base/huge_pages.hpp"
+#include "base/kokkos_compat.hpp"
 #include "common.hpp"
-#include "detail/gemm.hpp"
-#include "detail/huge_pages.hpp"
-#include "detail/kokkos_compat.hpp"
+#include "linalg/gemm.hpp"
 
 namespace kvzap::perf {
 namespace {

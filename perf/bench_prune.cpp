@@ -1,6 +1,6 @@
 // Speed of eviction: rows that leave the window are admitted or dropped, a decode step's single
-// row, and compaction of survivors, beside what the machine allows: a plain copy, and a bare gather
-// of the same random rows.
+// row, and compaction of retained rows, beside what the machine allows: a plain copy, and a bare
+// gather of the same random rows.
 //
 // Bytes are those of rows that move, read and written. On each rank one layer of 8 KV heads,
 // head_dim 128, bfloat16.
@@ -11,9 +11,9 @@
 #include <string>
 #include <vector>
 
+#include "base/huge_pages.hpp"
+#include "base/simd.hpp"
 #include "common.hpp"
-#include "detail/huge_pages.hpp"
-#include "detail/simd.hpp"
 #if KVZAP_X86
 #include <immintrin.h>
 #endif
@@ -166,7 +166,7 @@ struct Prefill {
   Cache::RowsView values;
 };
 
-std::int64_t survivors(const Cache& cache, SequenceId id) {
+std::int64_t retained(const Cache& cache, SequenceId id) {
   std::int64_t n = 0;
   for (int h = 0; h < heads; ++h) {
     n += cache.rows(id, 0, h) - std::min<std::int64_t>(cache.tokens(id, 0), window);
@@ -186,7 +186,7 @@ void admission(benchmark::State& state, std::int64_t tokens, double keep, bool f
     cache.append(exec, id, 0, prefill.keys, prefill.values, prefill.scores, judging);
   };
   admit();
-  const std::size_t bytes = 4 * row_bytes * survivors(cache, id);
+  const std::size_t bytes = 4 * row_bytes * retained(cache, id);
   time_moves(state, bytes, admit, [&] {
     cache.restore(id, empty);
     if (fresh) cache.trim();
@@ -218,7 +218,7 @@ void decode_append(benchmark::State& state) {
   state.counters["append_ns"] = 1e9 * seconds / appends;
 }
 
-/// Survivors are evicted at random from a layer that keeps all its tokens.
+/// Retained rows are evicted at random from a layer that keeps all its tokens.
 void compaction(benchmark::State& state, std::int64_t tokens, double keep_ratio) {
   const Prefill prefill(tokens, 1);
   const auto scores = random_scores(tokens, keep_ratio);

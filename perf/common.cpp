@@ -13,11 +13,11 @@
 #include <utility>
 #include <vector>
 
-#include "detail/blas_threads.hpp"
-#include "detail/build_info.hpp"
-#include "detail/mpi_session.hpp"
-#include "detail/onednn.hpp"
-#include "detail/simd.hpp"
+#include "base/build_info.hpp"
+#include "base/simd.hpp"
+#include "linalg/host/blas_threads.hpp"
+#include "linalg/host/onednn.hpp"
+#include "parallel/mpi_session.hpp"
 #include "revision.hpp"
 
 namespace kvzap::perf {

@@ -11,10 +11,10 @@
 #include <numeric>
 #include <vector>
 
+#include "base/kokkos_compat.hpp"
+#include "base/simd.hpp"
 #include "common.hpp"
-#include "detail/gemm.hpp"
-#include "detail/kokkos_compat.hpp"
-#include "detail/simd.hpp"
+#include "linalg/gemm.hpp"
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif

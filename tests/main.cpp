@@ -7,8 +7,8 @@
 #include <kvzap/communicator.hpp>
 #include <string_view>
 
-#include "detail/mpi_session.hpp"
-#include "detail/simd.hpp"
+#include "base/simd.hpp"
+#include "parallel/mpi_session.hpp"
 
 namespace {
 

@@ -1,5 +1,5 @@
 // The ragged key-value cache: per sequence, layer and KV head a ring of the most recent rows, and
-// pages of the survivors among older ones.
+// pages of the retained rows among older ones.
 #pragma once
 
 #include <kvzap/page_pool.hpp>
@@ -27,21 +27,19 @@ struct CacheShape {
 using SequenceId = int;
 
 /// One layer of one sequence as attention reads it. A head's rows are its ring rows and its
-/// survivors; their order does not matter to attention, and every pair of each row's key and value
-/// is found through span.
+/// retained rows; their order does not matter to attention, and every pair of each row's key and
+/// value is found through span.
 template <class Value, PageOrder order>
 struct RaggedLayer {
   Kokkos::View<const std::uintptr_t*, MemorySpace> addresses;                 // by page id
   Kokkos::View<const PageId**, Kokkos::LayoutRight, MemorySpace> page_table;  // (head, page)
-  Kokkos::View<const std::int64_t*, MemorySpace> survivors;                   // (head)
+  Kokkos::View<const std::int64_t*, MemorySpace> retained;                    // (head)
   Kokkos::View<const Value**, Kokkos::LayoutRight, MemorySpace> ring;  // (head, 2 * window * dim)
   std::int64_t tokens = 0;  // appended so far; the token at position p has ring slot p % window
   int heads = 0;
   int window = 1;
   int page_rows = 1;
   int head_dim = 1;
-  /// (head), in host memory: no head has more survivors than this.
-  const std::int64_t* bounds = nullptr;
 
   /// A run of rows with constant strides.
   struct Span {
@@ -55,9 +53,9 @@ struct RaggedLayer {
   KOKKOS_INLINE_FUNCTION std::int64_t ring_rows() const {
     return tokens < window ? tokens : window;
   }
-  KOKKOS_INLINE_FUNCTION std::int64_t rows(int head) const { return survivors(head) + ring_rows(); }
+  KOKKOS_INLINE_FUNCTION std::int64_t rows(int head) const { return retained(head) + ring_rows(); }
   KOKKOS_INLINE_FUNCTION std::int64_t pages(int head) const {
-    return (survivors(head) + page_rows - 1) / page_rows;
+    return (retained(head) + page_rows - 1) / page_rows;
   }
   /// Spans 0 .. pages-1 are the pages, span `pages` is the ring (it may have no rows).
   KOKKOS_INLINE_FUNCTION Span span(int head, std::int64_t index) const {
@@ -66,12 +64,19 @@ struct RaggedLayer {
     const Value* base = is_ring
                             ? &ring(head, 0)
                             : reinterpret_cast<const Value*>(addresses(page_table(head, index)));
-    const std::int64_t left = survivors(head) - index * page_rows;
+    const std::int64_t left = retained(head) - index * page_rows;
     const std::int64_t rows = is_ring ? ring_rows() : (left < page_rows ? left : page_rows);
     constexpr bool by_token = order == PageOrder::token_major;
     return {base, base + std::int64_t{capacity} * head_dim, rows, by_token ? head_dim : 1,
             by_token ? 1 : capacity};
   }
+};
+
+/// What the host knows of such a layer without waiting for kernels; those get the base alone.
+template <class Value, PageOrder order>
+struct CachedLayer : RaggedLayer<Value, order> {
+  /// (head): no head has more retained rows than this.
+  Kokkos::View<const std::int64_t*, Kokkos::HostSpace> bounds;
 };
 
 /// What an append did, summed over this rank's heads of the layer.
@@ -83,7 +88,7 @@ struct AppendCounts {
 
 /// What a compaction did, summed over this rank's heads of the layer.
 struct CompactCounts {
-  std::int64_t judged = 0;   // survivors before
+  std::int64_t judged = 0;   // retained rows before
   std::int64_t evicted = 0;  // of those, gone
   std::int64_t moved = 0;    // of those that stayed, the rows that now lie elsewhere in their pages
 };
@@ -110,7 +115,7 @@ class KVCache {
   using RowsView = Kokkos::View<const Value***, Kokkos::LayoutStride, MemorySpace>;
   using ScoresView = Kokkos::View<const float**, Kokkos::LayoutStride, MemorySpace>;
   using FlagsView = Kokkos::View<const std::uint8_t**, Kokkos::LayoutStride, MemorySpace>;
-  using Layer = RaggedLayer<Value, order>;
+  using Layer = CachedLayer<Value, order>;
 
   /// Throws Error if an extent of the shape is not positive (a rank may own no head of a layer).
   explicit KVCache(CacheShape shape, MemoryMeter* meter = nullptr);
@@ -146,13 +151,13 @@ class KVCache {
   /// all. Returns what those calls did, in all layers, since the last collect.
   AppendCounts collect(SequenceId sequence);
 
-  /// Evicts survivors of a layer a second time, in place. keep: (head, survivor), of which
+  /// Evicts retained rows of a layer a second time, in place. keep: (head, retained row), of which
   /// keep(h, i) says whether the i-th oldest of head h's rows(…) - ring rows stays; there may be
-  /// more columns than a head has survivors. The rows that stay keep their order and positions, and
-  /// those before a head's first evicted one are not touched; the ring is left as it is. Pages that
-  /// become empty are free, and pages that another sequence holds too are copied before they are
-  /// written. Checkpoints of the sequence become void. Throws Error on extents that do not fit, or,
-  /// with the layer as it was, when memory is exhausted.
+  /// more columns than a head has retained rows. The rows that stay keep their order and positions,
+  /// and those before a head's first evicted one are not touched; the ring is left as it is. Pages
+  /// that become empty are free, and pages that another sequence holds too are copied before they
+  /// are written. Checkpoints of the sequence become void. Throws Error on extents that do not fit,
+  /// or, with the layer as it was, when memory is exhausted.
   CompactCounts compact(const ExecutionSpace& exec, SequenceId sequence, int layer,
                         const FlagsView& keep);
 
@@ -163,7 +168,7 @@ class KVCache {
     /// One layer of it.
     struct LayerState {
       std::int64_t tokens = 0;
-      std::vector<std::int64_t> survivors;
+      std::vector<std::int64_t> retained;
       Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> ring;
       Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> ring_scores;
     };
@@ -213,18 +218,18 @@ class KVCache {
     Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> ring_scores;  // (head, window)
     std::vector<std::vector<PageId>> pages;                               // per head
     // Per head; since a deferred append, what they can be at most.
-    std::vector<std::int64_t> survivors;
+    std::vector<std::int64_t> retained;
     bool deferred = false;
     // The same for kernels, and what is copied there (the same memory on host backends).
     PageTable page_table;                            // (head, page)
-    Counts device_survivors;                         // (head), part of Sequence::lengths
+    Counts device_retained;                          // (head), part of Sequence::lengths
     typename PageTable::HostMirror host_page_table;  // (head, page)
-    typename Counts::HostMirror host_survivors;      // (head), part of Sequence::host_lengths
+    typename Counts::HostMirror host_retained;       // (head), part of Sequence::host_lengths
   };
   struct Sequence {
     std::vector<LayerStore> layers;
-    // Survivors of all layers' heads, one behind the other, then how many pairs deferred appends
-    // have evicted, and how many they have kept for want of a finite score, ever.
+    // Retained rows of all layers' heads, one behind the other, then how many pairs deferred
+    // appends have evicted, and how many they have kept for want of a finite score, ever.
     Counts lengths;
     typename Counts::HostMirror host_lengths;
     std::int64_t evicted_before = 0;  // of those, the ones that were collected
@@ -244,7 +249,7 @@ class KVCache {
   void check_append(int layer, const RowsView& keys, const RowsView& values,
                     const ScoresView& scores, std::int64_t tokens) const;
   void settle(SequenceId sequence_id) const;
-  void reserve(LayerStore& layer, int head, std::int64_t new_survivors);
+  void reserve(LayerStore& layer, int head, std::int64_t new_retained);
   void reserve_kept(int heads, std::int64_t rows);
   void admit_counted(LayerStore& layer);
   void release_surplus(LayerStore& layer);
@@ -265,7 +270,7 @@ class KVCache {
   Kokkos::View<std::int32_t*, MemorySpace> m_kept;
   Counts m_begins;
   Counts m_kept_counts;
-  Counts m_old_survivors;
+  Counts m_old_retained;
   typename Counts::HostMirror m_host_kept_counts;
 };
 

@@ -60,7 +60,7 @@ class Decoder {
   std::vector<float> decode(const std::vector<SequenceId>& sequences,
                             const std::vector<TokenId>& tokens, const StepRule& rule);
 
-  /// As step and decode, but returns the likeliest next tokens (the smaller id of equal ones), on
+  /// As step and decode, but returns the argmax next tokens (the smaller id of equal ones), on
   /// every rank, or -1 where a logit is NaN or the largest is not finite. The logits stay where
   /// they are: these tokens are all that a device sends back and that ranks exchange.
   TokenId step_greedy(SequenceId sequence, const std::vector<TokenId>& tokens, const StepRule& rule,
@@ -83,7 +83,7 @@ class Decoder {
 
   std::vector<float> forward(const SequenceId* sequences, std::size_t n_sequences,
                              const std::vector<TokenId>& tokens, const StepRule& rule,
-                             const ProgressCallback& progress, std::vector<TokenId>* likeliest);
+                             const ProgressCallback& progress, std::vector<TokenId>* argmax);
   std::vector<float> rows_of_ranks(const std::vector<float>& gathered, std::int64_t outputs) const;
 
   const Model<Value>& m_model;

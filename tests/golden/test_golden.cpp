@@ -18,7 +18,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
-#include "detail/gemm.hpp"
+#include "linalg/gemm.hpp"
 
 namespace kvzap {
 namespace {

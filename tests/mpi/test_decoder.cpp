@@ -12,8 +12,8 @@
 #include <set>
 #include <string_view>
 
-#include "detail/device_kernels.hpp"
-#include "detail/simd.hpp"
+#include "base/device_kernels.hpp"
+#include "base/simd.hpp"
 #include "safetensors_writer.hpp"
 #include "unit/temporary_folder.hpp"
 
@@ -298,7 +298,7 @@ TEST_P(DecoderShapes, StepsDoNotMatterWithTheFullCache) {
   const auto tokens = some_tokens(45);
   const StepsResult whole = run_steps(config, checkpoint, comm, tokens, {45}, false, 8);
   for (AttentionPath path :
-       {AttentionPath::automatic, AttentionPath::tiles, AttentionPath::portable}) {
+       {AttentionPath::automatic, AttentionPath::flash_prefill, AttentionPath::portable}) {
     const StepsResult steps =
         run_steps(config, checkpoint, comm, tokens, {20, 3, 1, 1, 9, 1, 10}, false, 8, path);
     EXPECT_EQ(steps.positions, whole.positions);
@@ -412,11 +412,11 @@ void compare_greedy_steps(const ModelConfig& config, const Checkpoint& checkpoin
   for (int step = 0; step < 10; ++step) {
     const std::vector<TokenId> next(tokens.begin() + 30 + step, tokens.begin() + 33 + step);
     const auto logits = decoder.decode(with_logits, next, {});
-    const auto likeliest = decoder.decode_greedy(greedy, next, {});
-    ASSERT_EQ(likeliest.size(), greedy.size());
+    const auto argmax = decoder.decode_greedy(greedy, next, {});
+    ASSERT_EQ(argmax.size(), greedy.size());
     for (std::size_t i = 0; comm.is_root() && i < greedy.size(); ++i) {
       const auto row = logits.begin() + static_cast<std::ptrdiff_t>(i * config.vocab_size);
-      EXPECT_EQ(likeliest[i], sampler({row, row + static_cast<std::ptrdiff_t>(config.vocab_size)}));
+      EXPECT_EQ(argmax[i], sampler({row, row + static_cast<std::ptrdiff_t>(config.vocab_size)}));
     }
   }
 }

@@ -1,4 +1,4 @@
-#include "count_news.hpp"
+#include "unit/count_news.hpp"
 
 #include <cstdlib>
 #include <new>

@@ -1,0 +1,697 @@
+#include "attention/host/decode_rows.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <type_traits>
+
+#include "attention/host/vector_math.hpp"
+#include "base/instantiate.hpp"
+#include "linalg/host/row_kernels.hpp"
+
+// Within a block of rows that a kernel works on, offsets fit an int.
+// NOLINTBEGIN(bugprone-implicit-widening-of-multiplication-result)
+
+namespace kvzap::detail {
+namespace {
+
+// Rows whose scores are held at once: the running maximum is rescaled once per so many. With 128
+// 16-bit values per row, their keys and their values each fill half a level-1 cache.
+constexpr int block_rows = 64;
+constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
+
+constexpr std::int64_t whole(std::int64_t count, std::int64_t unit) {
+  return (count + unit - 1) / unit * unit;
+}
+
+}  // namespace
+
+#if KVZAP_X86
+namespace {
+
+// How 16 elements of a row become a register of floats.
+struct FloatOps {
+  using Value = float;
+  KVZAP_INLINE_AVX512 __m512 load(const float* p, std::uint32_t mask) {
+    return _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask), p);
+  }
+};
+
+struct HalfOps {
+  using Value = half;
+  KVZAP_INLINE_AVX512 __m512 load(const half* p, std::uint32_t mask) {
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(static_cast<__mmask16>(mask), p));
+  }
+};
+
+struct WideBfloatOps {
+  using Value = bfloat16;
+  KVZAP_INLINE_AVX512 __m512 load(const bfloat16* p, std::uint32_t mask) {
+    const __m256i bits = _mm256_maskz_loadu_epi16(static_cast<__mmask16>(mask), p);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+  }
+};
+
+/// Sums of lanes of two vectors of partial sums, interleaved: level by level, 16 vectors become one
+/// whose lane i is the sum of vector i.
+template <int level>
+KVZAP_INLINE_AVX512 __m512 fold(__m512 a, __m512 b) {
+  if constexpr (level == 1) {
+    return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  } else if constexpr (level == 2) {
+    const __m512d x = _mm512_castps_pd(a), y = _mm512_castps_pd(b);
+    return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)),
+                         _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+  } else {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  }
+}
+
+template <int level>
+KVZAP_INLINE_AVX512 __m512 fold_all(const __m512* vectors) {
+  if constexpr (level == 0) {
+    return *vectors;
+  } else {
+    return fold<level>(fold_all<level - 1>(vectors),
+                       fold_all<level - 1>(vectors + (1 << (level - 1))));
+  }
+}
+
+// Bytes by which prefetching is ahead of reading: many latencies of memory at its full rate. Into
+// the level-2 cache, as a level-1 cache would lose lines again in between.
+constexpr std::int64_t prefetch_distance = 16384;
+
+/// Rows that lie one behind the other, as bytes.
+struct Extent {
+  const char* begin = nullptr;
+  const char* end = nullptr;
+
+  template <class Value>
+  static Extent of(const Value* rows, std::int64_t count, std::int64_t stride) {
+    return {reinterpret_cast<const char*>(rows),
+            reinterpret_cast<const char*>(rows + count * stride)};
+  }
+};
+
+/// Prefetches in ascending order, a share with each step of a kernel, the memory that is read
+/// prefetch_distance later: the rest of what the kernel reads now, and the beginning of what is
+/// read next. Nothing if `steps` is 0.
+class Ahead {
+ public:
+  Ahead(Extent now, Extent later, std::int64_t steps) {
+    const std::int64_t skipped = std::min<std::int64_t>(prefetch_distance, now.end - now.begin);
+    const std::int64_t more = std::min<std::int64_t>(prefetch_distance, later.end - later.begin);
+    m_now = {now.begin + skipped, now.end};
+    m_later = {later.begin, later.begin + more};
+    if (steps > 0) {
+      m_lines = static_cast<int>((m_now.end - m_now.begin + more + 64 * steps - 1) / (64 * steps));
+    }
+  }
+  KVZAP_TARGET_AVX512 inline __attribute__((always_inline)) void step() {
+    for (int i = 0; i < m_lines; ++i) {
+      if (m_now.begin >= m_now.end) {
+        m_now = m_later;
+        m_later = {};
+        if (m_now.begin >= m_now.end) return;
+      }
+      _mm_prefetch(m_now.begin, _MM_HINT_T1);
+      m_now.begin += 64;
+    }
+  }
+
+ private:
+  Extent m_now, m_later;
+  int m_lines = 0;
+};
+
+/// Scores of 1 <= rows <= block_rows rows and G query heads: lane e of vector u belongs to row
+/// u * 16 / G + e / G and query e % G. Lanes past the last row get some score of the last row.
+/// queries: [16 dims][G][16].
+template <class Ops, int G>
+KVZAP_TARGET_AVX512 void score(const typename Ops::Value* keys, std::int64_t stride, int rows,
+                               const float* queries, int dim, float* scores, Ahead& ahead) {
+  constexpr int unit = 16 / G;
+  const int steps = (dim + 15) / 16;
+  const std::uint32_t last = 0xffffu >> (steps * 16 - dim);
+  for (int first = 0; first < rows; first += unit, scores += 16) {
+    const typename Ops::Value* row[unit];
+    for (int i = 0; i < unit; ++i) row[i] = keys + std::min(first + i, rows - 1) * stride;
+    ahead.step();
+    __m512 sums[16];
+    for (int e = 0; e < 16; ++e) sums[e] = _mm512_setzero_ps();
+    for (int s = 0; s < steps; ++s) {
+      const std::uint32_t mask = s + 1 < steps ? 0xffffu : last;
+      __m512 query[G];
+      for (int q = 0; q < G; ++q) query[q] = _mm512_load_ps(queries + (s * G + q) * 16);
+      for (int i = 0; i < unit; ++i) {
+        const __m512 key = Ops::load(row[i] + s * 16, mask);
+        for (int q = 0; q < G; ++q) {
+          sums[i * G + q] = _mm512_fmadd_ps(key, query[q], sums[i * G + q]);
+        }
+      }
+    }
+    _mm512_store_ps(scores, fold_all<4>(sums));
+  }
+}
+
+/// One row's products with G queries, in vectors of 32 dims, folded to one vector. `steps`: vectors
+/// of a row, or 0 if `n_steps` says how many.
+template <int G, int steps>
+KVZAP_TARGET_AVX512_BF16 inline __attribute__((always_inline)) __m512 score_row_pairs(
+    const bfloat16* row, const bfloat16* queries, int n_steps, std::uint32_t last) {
+  __m512 sums[G];
+  for (int q = 0; q < G; ++q) sums[q] = _mm512_setzero_ps();
+  const int count = steps > 0 ? steps : n_steps;
+#pragma GCC unroll 4
+  for (int s = 0; s < count; ++s) {
+    const std::uint32_t mask = s + 1 < count ? 0xffffffffu : last;
+    const __m512bh key = (__m512bh)_mm512_maskz_loadu_epi16(mask, row + s * 32);
+#pragma GCC unroll 4
+    for (int q = 0; q < G; ++q) {
+      sums[q] =
+          _mm512_dpbf16_ps(sums[q], key, (__m512bh)_mm512_load_si512(queries + (s * G + q) * 32));
+    }
+  }
+  if constexpr (G == 1) return sums[0];
+  if constexpr (G == 2) return fold<1>(sums[0], sums[1]);
+  if constexpr (G == 4) return fold<2>(fold<1>(sums[0], sums[1]), fold<1>(sums[2], sums[3]));
+}
+
+/// Rows first .. first + 2^(level - log2 G) - 1 and their queries, folded up to `level`: depth
+/// first, so that rows are read one after the other, as they lie in memory, which is what the
+/// processor's prefetcher follows.
+template <int G, int steps, int level>
+KVZAP_TARGET_AVX512_BF16 inline __attribute__((always_inline)) __m512 score_unit_pairs(
+    const bfloat16* const* rows, const bfloat16* queries, int n_steps, std::uint32_t last) {
+  constexpr int row_level = G == 1 ? 0 : G == 2 ? 1 : 2;
+  if constexpr (level == row_level) {
+    return score_row_pairs<G, steps>(*rows, queries, n_steps, last);
+  } else {
+    const __m512 low = score_unit_pairs<G, steps, level - 1>(rows, queries, n_steps, last);
+    const __m512 high = score_unit_pairs<G, steps, level - 1>(rows + (1 << (level - 1 - row_level)),
+                                                              queries, n_steps, last);
+    return fold<level>(low, high);
+  }
+}
+
+template <int G, int steps>
+KVZAP_TARGET_AVX512_BF16 void score_pairs_of(const bfloat16* keys, std::int64_t stride, int rows,
+                                             const bfloat16* queries, int dim, float* scores,
+                                             Ahead& ahead) {
+  constexpr int unit = 16 / G;
+  const int n_steps = (dim + 31) / 32;
+  const std::uint32_t last = 0xffffffffu >> (n_steps * 32 - dim);
+  for (int first = 0; first < rows; first += unit, scores += 16) {
+    const bfloat16* row[unit];
+    for (int i = 0; i < unit; ++i) row[i] = keys + std::min(first + i, rows - 1) * stride;
+    ahead.step();
+    _mm512_store_ps(scores, score_unit_pairs<G, steps, 4>(row, queries, n_steps, last));
+  }
+}
+
+/// The same from products of bfloat16 pairs. queries: [32 dims][G][32].
+template <int G>
+void score_pairs(const bfloat16* keys, std::int64_t stride, int rows, const bfloat16* queries,
+                 int dim, float* scores, Ahead& ahead) {
+  // Queries of up to 128 dims stay in registers.
+  const int steps = (dim + 31) / 32;
+  const auto kernel = steps == 4   ? score_pairs_of<G, 4>
+                      : steps == 2 ? score_pairs_of<G, 2>
+                                   : score_pairs_of<G, 0>;
+  kernel(keys, stride, rows, queries, dim, scores, ahead);
+}
+
+/// Maximum over the lanes that belong to the same query, in each of them.
+template <int G>
+KVZAP_INLINE_AVX512 __m512 max_by_query(__m512 x) {
+  x = _mm512_max_ps(x, _mm512_shuffle_f32x4(x, x, 0x4e));
+  x = _mm512_max_ps(x, _mm512_shuffle_f32x4(x, x, 0xb1));
+  if constexpr (G <= 2) x = _mm512_max_ps(x, _mm512_permute_ps(x, 0x4e));
+  if constexpr (G == 1) x = _mm512_max_ps(x, _mm512_permute_ps(x, 0xb1));
+  return x;
+}
+
+/// Takes `rows` rows' scores into the running maximum, for which the weight and the sums are
+/// rescaled. Scores past the last row become -infinity. maximum, weight: vectors whose
+/// lane e belongs to query e % G (the weight is the sum of its lanes). sums: [G][padded].
+/// Returns what is to be subtracted from scores before exp.
+template <int G>
+KVZAP_INLINE_AVX512 __m512 raise_maximum(float* scores, int rows, float scaling, float* maximum,
+                                         float* weight, float* sums, int padded) {
+  const int units = (rows * G + 15) / 16;
+  const __mmask16 valid = static_cast<__mmask16>(0xffffu >> (units * 16 - rows * G));
+  float* const last = scores + (units - 1) * 16;
+  _mm512_store_ps(last,
+                  _mm512_mask_mov_ps(_mm512_set1_ps(minus_infinity), valid, _mm512_load_ps(last)));
+  const __m512 before = _mm512_load_ps(maximum);
+  // The second operand is the result if one is NaN: NaN never becomes the maximum.
+  __m512 largest = before;
+  for (int u = 0; u < units; ++u) {
+    largest = _mm512_max_ps(_mm512_load_ps(scores + u * 16), largest);
+  }
+  largest = max_by_query<G>(largest);
+  const __mmask16 raised = _mm512_cmp_ps_mask(largest, before, _CMP_GT_OQ);
+  if (raised) {
+    const __m512 difference = _mm512_maskz_sub_ps(raised, before, largest);
+    const __m512 factor = exp_nonpositive(_mm512_mul_ps(difference, _mm512_set1_ps(scaling)));
+    _mm512_store_ps(maximum, largest);
+    _mm512_store_ps(weight, _mm512_mul_ps(_mm512_load_ps(weight), factor));
+    alignas(64) float factors[16];
+    _mm512_store_ps(factors, factor);
+    for (int q = 0; q < G; ++q) {
+      const __m512 by = _mm512_set1_ps(factors[q]);
+      for (int d = 0; d < padded; d += 16) {
+        float* const p = sums + q * padded + d;
+        _mm512_store_ps(p, _mm512_mul_ps(_mm512_load_ps(p), by));
+      }
+    }
+  }
+  return shift_of(largest);
+}
+
+KVZAP_INLINE_AVX512 __m512 exponential(const float* scores, __m512 shift, float scaling) {
+  return exp_nonpositive(
+      _mm512_mul_ps(_mm512_sub_ps(_mm512_load_ps(scores), shift), _mm512_set1_ps(scaling)));
+}
+
+/// Replaces scores by exponentials.
+template <int G>
+KVZAP_TARGET_AVX512 void online_softmax(float* scores, int rows, float scaling, float* maximum,
+                                        float* weight, float* sums, int padded) {
+  const __m512 shift = raise_maximum<G>(scores, rows, scaling, maximum, weight, sums, padded);
+  __m512 total = _mm512_load_ps(weight);
+  const int units = (rows * G + 15) / 16;
+  for (int u = 0; u < units; ++u) {
+    const __m512 p = exponential(scores + u * 16, shift, scaling);
+    total = _mm512_add_ps(total, p);
+    _mm512_store_ps(scores + u * 16, p);
+  }
+  _mm512_store_ps(weight, total);
+}
+
+/// Replaces scores by exponentials rounded to bfloat16, as pairs of rows: [row / 2][G][row % 2].
+template <int G>
+KVZAP_TARGET_AVX512_BF16 void online_softmax_pairs(float* scores, int rows, float scaling,
+                                                   float* maximum, float* weight, float* sums,
+                                                   int padded) {
+  const __m512 shift = raise_maximum<G>(scores, rows, scaling, maximum, weight, sums, padded);
+  alignas(64) std::uint16_t order[32];
+  for (int w = 0; w < 32; ++w) {
+    order[w] = static_cast<std::uint16_t>((2 * (w / (2 * G)) + w % 2) * G + w / 2 % G);
+  }
+  const __m512i permutation = _mm512_load_si512(order);
+  const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
+  __m512 total = _mm512_load_ps(weight);
+  const int units = (rows * G + 15) / 16;
+  for (int u = 0; u < units; u += 2) {
+    const __m512 low = exponential(scores + u * 16, shift, scaling);
+    const __m512 high =
+        u + 1 < units ? exponential(scores + u * 16 + 16, shift, scaling) : _mm512_setzero_ps();
+    const __m512i rounded = (__m512i)_mm512_cvtne2ps_pbh(high, low);
+    const __m512i paired = G == 1 ? rounded : _mm512_permutexvar_epi16(permutation, rounded);
+    total = _mm512_dpbf16_ps(total, (__m512bh)paired, ones);
+    _mm512_store_si512(scores + u * 8, paired);
+  }
+  _mm512_store_ps(weight, total);
+}
+
+/// sums[q][16 * v ..] += weights[row][q] * values[row][16 * v ..] for V vectors of 16 dims.
+/// weights: [row][stride of G or more].
+template <class Ops, int G, int V>
+KVZAP_TARGET_AVX512 void accumulate(const typename Ops::Value* values, std::int64_t stride,
+                                    int rows, const float* weights, int weights_stride, float* sums,
+                                    int padded, std::uint32_t last_mask, Ahead& ahead) {
+  __m512 sum[G * V];
+#pragma GCC unroll 16
+  for (int q = 0; q < G; ++q) {
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v) sum[q * V + v] = _mm512_load_ps(sums + q * padded + v * 16);
+  }
+  for (int r = 0; r < rows; ++r) {
+    const typename Ops::Value* row = values + r * stride;
+    ahead.step();
+    __m512 value[V];
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v) {
+      value[v] = Ops::load(row + v * 16, v + 1 < V ? 0xffffu : last_mask);
+    }
+#pragma GCC unroll 16
+    for (int q = 0; q < G; ++q) {
+      const __m512 weight = _mm512_set1_ps(weights[r * weights_stride + q]);
+#pragma GCC unroll 16
+      for (int v = 0; v < V; ++v)
+        sum[q * V + v] = _mm512_fmadd_ps(weight, value[v], sum[q * V + v]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int q = 0; q < G; ++q) {
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v) _mm512_store_ps(sums + q * padded + v * 16, sum[q * V + v]);
+  }
+}
+
+/// The same by products of pairs of rows, for V vectors of 32 dims. Their order in `sums` is that
+/// in which unpacking leaves them, see dim_of_pair_lane.
+/// weights: [row / 2][stride of G or more][row % 2].
+template <int G, int V>
+KVZAP_TARGET_AVX512_BF16 void accumulate_pairs(const bfloat16* values, std::int64_t stride,
+                                               int rows, const std::uint32_t* weights,
+                                               int weights_stride, float* sums, int padded,
+                                               std::uint32_t last_mask, Ahead& ahead) {
+  __m512 sum[G * 2 * V];
+#pragma GCC unroll 16
+  for (int q = 0; q < G; ++q) {
+#pragma GCC unroll 16
+    for (int v = 0; v < 2 * V; ++v) sum[q * 2 * V + v] = _mm512_load_ps(sums + q * padded + v * 16);
+  }
+  for (int r = 0; r < rows; r += 2) {
+    const bfloat16* even = values + r * stride;
+    // The pair of an odd last row has the weight 0; it must not be multiplied with what is not
+    // there.
+    const bfloat16* odd = r + 1 < rows ? even + stride : even;
+    ahead.step();
+    __m512bh value[2 * V];
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v) {
+      const std::uint32_t mask = v + 1 < V ? 0xffffffffu : last_mask;
+      const __m512i a = _mm512_maskz_loadu_epi16(mask, even + v * 32);
+      const __m512i b = _mm512_maskz_loadu_epi16(mask, odd + v * 32);
+      value[2 * v] = (__m512bh)_mm512_unpacklo_epi16(a, b);
+      value[2 * v + 1] = (__m512bh)_mm512_unpackhi_epi16(a, b);
+    }
+#pragma GCC unroll 16
+    for (int q = 0; q < G; ++q) {
+      const __m512bh weight =
+          (__m512bh)_mm512_set1_epi32(static_cast<int>(weights[r / 2 * weights_stride + q]));
+#pragma GCC unroll 16
+      for (int v = 0; v < 2 * V; ++v)
+        sum[q * 2 * V + v] = _mm512_dpbf16_ps(sum[q * 2 * V + v], weight, value[v]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int q = 0; q < G; ++q) {
+#pragma GCC unroll 16
+    for (int v = 0; v < 2 * V; ++v) _mm512_store_ps(sums + q * padded + v * 16, sum[q * 2 * V + v]);
+  }
+}
+
+/// Lane of a block of 32 sums in which dim d is kept: unpacking splits each 8 neighbours in two.
+constexpr int lane_of_dim(int d) { return d / 4 % 2 * 16 + d / 8 * 4 + d % 4; }
+
+// Rows whose values are read from memory once and then again from the level-1 cache.
+constexpr int near_rows = 16;
+
+/// Calls accumulate for all queries and vectors of a row. Whole rows are read at a time, for as
+/// many queries as the registers have room for: parts of rows are not read at the memory's full
+/// rate.
+template <class Ops, int G>
+void accumulate_all(const typename Ops::Value* values, std::int64_t stride, int rows,
+                    const float* weights, float* sums, int padded, int dim, Ahead& ahead) {
+  constexpr int queries = G == 4 ? 2 : G;  // NOLINT(bugprone-branch-clone): G may be 2
+  constexpr int wide = 8;
+  const int vectors = (dim + 15) / 16;
+  const std::uint32_t last = 0xffffu >> (vectors * 16 - dim);
+  for (int first = 0; first < rows; first += near_rows) {
+    const int count = std::min(near_rows, rows - first);
+    for (int v = 0; v < vectors;) {
+      const int taken = vectors - v >= wide ? wide : vectors - v >= 4 ? 4 : 1;
+      const auto kernel = taken == wide ? accumulate<Ops, queries, wide>
+                          : taken == 4  ? accumulate<Ops, queries, 4>
+                                        : accumulate<Ops, queries, 1>;
+      for (int q = 0; q < G; q += queries) {
+        kernel(values + first * stride + v * 16, stride, count, weights + first * G + q, G,
+               sums + q * padded + v * 16, padded, v + taken == vectors ? last : 0xffffu, ahead);
+      }
+      v += taken;
+    }
+  }
+}
+
+/// The same by accumulate_pairs.
+template <int G>
+void accumulate_all_pairs(const bfloat16* values, std::int64_t stride, int rows,
+                          const float* weights, float* sums, int padded, int dim, Ahead& ahead) {
+  constexpr int queries = G == 4 ? 2 : G;  // NOLINT(bugprone-branch-clone): G may be 2
+  constexpr int wide = 4;
+  const int vectors = (dim + 31) / 32;
+  const std::uint32_t last = 0xffffffffu >> (vectors * 32 - dim);
+  for (int first = 0; first < rows; first += near_rows) {
+    const int count = std::min(near_rows, rows - first);
+    const auto* pairs = reinterpret_cast<const std::uint32_t*>(weights) + first / 2 * G;
+    for (int v = 0; v < vectors;) {
+      const int taken = vectors - v >= wide ? wide : vectors - v >= 2 ? 2 : 1;
+      const auto kernel = taken == wide ? accumulate_pairs<queries, wide>
+                          : taken == 2  ? accumulate_pairs<queries, 2>
+                                        : accumulate_pairs<queries, 1>;
+      for (int q = 0; q < G; q += queries) {
+        kernel(values + first * stride + v * 32, stride, count, pairs + q, G,
+               sums + q * padded + v * 32, padded, v + taken == vectors ? last : 0xffffffffu,
+               ahead);
+      }
+      v += taken;
+    }
+  }
+}
+
+template <class Value>
+using OpsOf =
+    std::conditional_t<std::is_same_v<Value, float>, FloatOps,
+                       std::conditional_t<std::is_same_v<Value, half>, HalfOps, WideBfloatOps>>;
+
+/// State of one call of attend_blocks.
+template <class Value>
+struct Blocks {
+  int count, dim, padded;
+  float scaling;
+  const float* queries;
+  float *scores, *maximum, *weight, *sums;
+};
+
+/// Whether `next` is empty or begins where `run` ends, but for the positions at a page's end.
+template <class Value>
+bool is_behind(const RowRun<Value>& next, const RowRun<Value>& run) {
+  if (next.rows == 0) return true;
+  const auto end = reinterpret_cast<std::uintptr_t>(run.values + run.rows * run.row_stride);
+  const auto begin = reinterpret_cast<std::uintptr_t>(next.keys);
+  return begin >= end && begin - end < 4096;
+}
+
+template <class Value, int G, bool by_pairs>
+void attend_blocks(const Blocks<Value>& blocks, const RowRun<Value>& run,
+                   const RowRun<Value>& next) {
+  using Ops = OpsOf<Value>;
+  const int dim = blocks.dim, padded = blocks.padded;
+  // Rows that are read once, in the order in which they lie, are brought by the processor's own
+  // prefetcher, at the memory's full rate, which asking for single lines does not reach. It helps
+  // where the next page lies elsewhere, or where there is more to compute than to read.
+  const bool prefetches = !by_pairs || blocks.count > 1 || !is_behind(next, run);
+  for (std::int64_t begin = 0; begin < run.rows; begin += block_rows) {
+    const int rows = static_cast<int>(std::min<std::int64_t>(block_rows, run.rows - begin));
+    const Value* keys = run.keys + begin * run.row_stride;
+    const Value* values = run.values + begin * run.row_stride;
+    const Extent key_bytes = Extent::of(keys, rows, run.row_stride);
+    const Extent value_bytes = Extent::of(values, rows, run.row_stride);
+    Ahead ahead(key_bytes, value_bytes,
+                prefetches ? std::int64_t{blocks.count} * ((rows * G + 15) / 16) : 0);
+    for (int b = 0; b < blocks.count; ++b) {
+      float* scores = blocks.scores + b * G * block_rows;
+      const float* queries = blocks.queries + std::int64_t{b} * G * padded;
+      if constexpr (by_pairs) {
+        score_pairs<G>(
+            keys, run.row_stride, rows,
+            reinterpret_cast<const bfloat16*>(blocks.queries) + std::int64_t{b} * G * padded, dim,
+            scores, ahead);
+      } else {
+        score<Ops, G>(keys, run.row_stride, rows, queries, dim, scores, ahead);
+      }
+    }
+    const std::int64_t left = run.rows - begin - block_rows;
+    const Extent next_bytes =
+        left > 0
+            ? Extent::of(keys + block_rows * run.row_stride,
+                         std::min<std::int64_t>(left, block_rows), run.row_stride)
+            : Extent::of(next.keys, std::min<std::int64_t>(next.rows, block_rows), next.row_stride);
+    const std::int64_t passes = G == 4 ? 2 : 1;
+    ahead = Ahead(value_bytes, next_bytes,
+                  prefetches ? blocks.count * passes * (by_pairs ? (rows + 1) / 2 : rows) : 0);
+    for (int b = 0; b < blocks.count; ++b) {
+      float* scores = blocks.scores + b * G * block_rows;
+      float* sums = blocks.sums + std::int64_t{b} * G * padded;
+      if constexpr (by_pairs) {
+        online_softmax_pairs<G>(scores, rows, blocks.scaling, blocks.maximum + b * 16,
+                                blocks.weight + b * 16, sums, padded);
+        accumulate_all_pairs<G>(values, run.row_stride, rows, scores, sums, padded, dim, ahead);
+      } else {
+        online_softmax<G>(scores, rows, blocks.scaling, blocks.maximum + b * 16,
+                          blocks.weight + b * 16, sums, padded);
+        accumulate_all<Ops, G>(values, run.row_stride, rows, scores, sums, padded, dim, ahead);
+      }
+    }
+  }
+}
+
+}  // namespace
+#endif
+
+template <class Value>
+std::int64_t RowAttention<Value>::scratch_size(int group, int dim) {
+  const std::int64_t queries = whole(group, 4);
+  const std::int64_t padded = whole(dim, 32);
+  // Queries and sums; scores; maximum and weight; copies of keys and values.
+  return 2 * queries * padded + queries * block_rows + 2 * whole(queries, 16) * 4 +
+         2 * whole(block_rows * static_cast<std::int64_t>(dim) * sizeof(Value) / sizeof(float), 16);
+}
+
+template <class Value>
+RowAttention<Value>::RowAttention(int group, int dim, [[maybe_unused]] bool by_row, float* scratch)
+    : m_group(group), m_dim(dim), m_scaling(1.0f / std::sqrt(static_cast<float>(dim))) {
+#if KVZAP_X86
+  const SimdLevel level = simd_level();
+  if (by_row && level >= SimdLevel::avx512) {
+    m_kernels = std::is_same_v<Value, bfloat16> && level >= SimdLevel::avx512_bf16
+                    ? Kernels::pairs
+                    : Kernels::vectors;
+  }
+#endif
+  const bool blocked = m_kernels != Kernels::portable;
+  m_block_queries = !blocked ? group : group <= 2 ? group : 4;
+  m_blocks = (group + m_block_queries - 1) / m_block_queries;
+  m_padded_dim = blocked ? static_cast<int>(whole(dim, 32)) : dim;
+  const std::int64_t queries = whole(group, 4);
+  const std::int64_t padded = whole(dim, 32);
+  m_queries = scratch;
+  m_sums = m_queries + queries * padded;
+  m_scores = m_sums + queries * padded;
+  m_maximum = m_scores + queries * block_rows;
+  m_weight = m_maximum + whole(queries, 16) * 4;
+  m_rows = reinterpret_cast<Value*>(m_weight + whole(queries, 16) * 4);
+}
+
+template <class Value>
+void RowAttention<Value>::begin(const float* queries, std::int64_t head_stride,
+                                std::int64_t dim_stride) {
+  const int padded_group = m_blocks * m_block_queries;
+  std::fill_n(m_sums, std::int64_t{padded_group} * m_padded_dim, 0.0f);
+  const int lanes = m_kernels == Kernels::portable ? m_group : m_blocks * 16;
+  std::fill_n(m_maximum, lanes, minus_infinity);
+  std::fill_n(m_weight, lanes, 0.0f);
+  const int step = m_kernels == Kernels::portable ? m_padded_dim
+                   : m_kernels == Kernels::pairs  ? 32
+                                                  : 16;
+  for (int b = 0; b < m_blocks; ++b) {
+    for (int q = 0; q < m_block_queries; ++q) {
+      const int head = b * m_block_queries + q;
+      for (int d = 0; d < m_padded_dim; ++d) {
+        const float x =
+            head < m_group && d < m_dim ? queries[head * head_stride + d * dim_stride] : 0.0f;
+        const std::int64_t at =
+            (std::int64_t{b} * m_padded_dim + d / step * step) * m_block_queries + q * step +
+            d % step;
+        if (m_kernels == Kernels::pairs) {
+          reinterpret_cast<bfloat16*>(m_queries)[at] = bfloat16(x);
+        } else {
+          m_queries[at] = x;
+        }
+      }
+    }
+  }
+}
+
+template <class Value>
+void RowAttention<Value>::attend_portably(const RowRun<Value>& run) {
+  for (std::int64_t begin = 0; begin < run.rows; begin += block_rows) {
+    const int rows = static_cast<int>(std::min<std::int64_t>(block_rows, run.rows - begin));
+    score_rows(run.keys + begin * run.row_stride, run.row_stride, run.dim_stride, rows, m_queries,
+               m_group, m_dim, m_scores, block_rows);
+    for (int q = 0; q < m_group; ++q) {
+      float* row = m_scores + q * block_rows;
+      const float maximum = std::max(m_maximum[q], max_of(row, rows));
+      if (maximum > m_maximum[q]) {
+        const float factor = std::exp((m_maximum[q] - maximum) * m_scaling);
+        m_weight[q] *= factor;
+        scale(m_sums + q * m_dim, m_dim, factor);
+        m_maximum[q] = maximum;
+      }
+      // Where all scores are -infinity, their difference from the maximum would be NaN.
+      m_weight[q] += exp_shifted(row, rows, maximum == minus_infinity ? 0.0f : maximum, m_scaling);
+    }
+    accumulate_rows(run.values + begin * run.row_stride, run.row_stride, run.dim_stride, rows,
+                    m_scores, block_rows, m_group, m_dim, m_sums);
+  }
+}
+
+template <class Value>
+void RowAttention<Value>::attend(const RowRun<Value>& run,
+                                 [[maybe_unused]] const RowRun<Value>& next) {
+  if (m_kernels == Kernels::portable) return attend_portably(run);
+#if KVZAP_X86
+  if (run.dim_stride != 1) {
+    Value* const keys = m_rows;
+    Value* const values = m_rows + std::int64_t{block_rows} * m_dim;
+    for (std::int64_t begin = 0; begin < run.rows; begin += block_rows) {
+      const std::int64_t rows = std::min<std::int64_t>(block_rows, run.rows - begin);
+      for (std::int64_t r = 0; r < rows; ++r) {
+        const std::int64_t row = (begin + r) * run.row_stride;
+        for (int d = 0; d < m_dim; ++d) {
+          keys[r * m_dim + d] = run.keys[row + d * run.dim_stride];
+          values[r * m_dim + d] = run.values[row + d * run.dim_stride];
+        }
+      }
+      const RowRun<Value> copied{keys, values, rows, m_dim, 1};
+      attend(copied, copied);
+    }
+    return;
+  }
+  const Blocks<Value> blocks{m_blocks, m_dim,     m_padded_dim, m_scaling, m_queries,
+                             m_scores, m_maximum, m_weight,     m_sums};
+  const RowRun<Value>& ahead = next.keys && next.dim_stride == 1 ? next : run;
+  const auto attend_with = [&](auto by_pairs) {
+    constexpr bool pairs = decltype(by_pairs)::value;
+    switch (m_block_queries) {
+      case 1:
+        return attend_blocks<Value, 1, pairs>(blocks, run, ahead);
+      case 2:
+        return attend_blocks<Value, 2, pairs>(blocks, run, ahead);
+      default:
+        return attend_blocks<Value, 4, pairs>(blocks, run, ahead);
+    }
+  };
+  if constexpr (std::is_same_v<Value, bfloat16>) {
+    if (m_kernels == Kernels::pairs) return attend_with(std::true_type());
+  }
+  attend_with(std::false_type());
+#endif
+}
+
+template <class Value>
+void RowAttention<Value>::finish(float* maximum, float* weight, float* sums) const {
+  if (m_kernels == Kernels::portable) {
+    std::copy_n(m_maximum, m_group, maximum);
+    std::copy_n(m_weight, m_group, weight);
+    std::copy_n(m_sums, std::int64_t{m_group} * m_dim, sums);
+    return;
+  }
+#if KVZAP_X86
+  for (int head = 0; head < m_group; ++head) {
+    const int block = head / m_block_queries;
+    const int q = head % m_block_queries;
+    maximum[head] = m_maximum[block * 16 + q];
+    float total = 0;
+    for (int lane = q; lane < 16; lane += m_block_queries) total += m_weight[block * 16 + lane];
+    weight[head] = total;
+    const float* own = m_sums + std::int64_t{head} * m_padded_dim;
+    for (int d = 0; d < m_dim; ++d) {
+      sums[std::int64_t{head} * m_dim + d] =
+          own[m_kernels == Kernels::pairs ? d / 32 * 32 + lane_of_dim(d % 32) : d];
+    }
+  }
+#endif
+}
+
+#define KVZAP_INSTANTIATE(Value) template class RowAttention<Value>;
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
+#undef KVZAP_INSTANTIATE
+
+}  // namespace kvzap::detail
+
+// NOLINTEND(bugprone-implicit-widening-of-multiplication-result)

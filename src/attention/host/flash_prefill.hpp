@@ -1,0 +1,62 @@
+// Prefill attention on the host: tiles of query tokens against tiles of rows, by matrix products
+// that are blocked for registers and caches.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/host/decode_rows.hpp"
+
+namespace kvzap::detail {
+
+/// Running softmax of a tile of query tokens, each with the `group` query heads of one KV head,
+/// over rows of that head. Needs the instruction set avx512.
+///
+/// At avx512_bf16 with bfloat16 rows, queries and exponentials are rounded to bfloat16 (relative
+/// error 2^-9 each) and multiplied in pairs; the weights that are summed are the rounded ones.
+/// Otherwise rows are widened to float. Sums are kept in float.
+template <class Value>
+class FlashPrefill {
+ public:
+  /// Whether the instruction set in use suffices.
+  static bool available();
+  /// Query tokens of a tile.
+  static std::int64_t tile_tokens(int group);
+  /// Floats of scratch space, a multiple of 16.
+  static std::int64_t scratch_size(int group, int dim);
+
+  /// scratch: aligned to 64 bytes.
+  FlashPrefill(int group, int dim, float* scratch);
+
+  /// Forgets all rows. queries: (token, group, dim) with the given strides, unscaled; at most
+  /// tile_tokens. Token i sees the first visible + i of the rows that follow.
+  void begin(const float* queries, std::int64_t tokens, std::int64_t token_stride,
+             std::int64_t head_stride, std::int64_t dim_stride, std::int64_t visible);
+  void attend(const RowRun<Value>& run);
+  /// Writes (token, group, dim) after the last row.
+  void finish(float* output, std::int64_t token_stride, std::int64_t head_stride,
+              std::int64_t dim_stride);
+
+ private:
+  void attend_staged();
+
+  int m_group;
+  int m_dim;
+  bool m_pairs;
+  int m_words;    // 32-bit words of a row of queries or keys, a multiple of 16
+  int m_columns;  // of the sums, a multiple of 16
+  std::int64_t m_tokens = 0;
+  std::int64_t m_visible = 0;
+  int m_staged = 0;         // rows that wait for their tile to be full
+  float* m_queries;         // [row][word]
+  float* m_scores;          // [row][key]
+  float* m_sums;            // [row][column]
+  float* m_maximum;         // [row]
+  float* m_weight;          // [row]
+  float* m_factor;          // [row]
+  float* m_staging_keys;    // [key][word]
+  float* m_staging_values;  // [key][column]
+  float* m_keys;            // [panel][word][key]
+  float* m_values;          // [panel][key or pair][column]
+};
+
+}  // namespace kvzap::detail

@@ -1,0 +1,46 @@
+// Vector pieces that the attention kernels share: exp, and lanes that belong to different queries.
+#pragma once
+
+#include "base/simd.hpp"
+
+#if KVZAP_X86
+#if !defined(__clang__)
+// GCC's own intrinsics start from variables that they leave undefined on purpose.
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
+#include <immintrin.h>
+
+#define KVZAP_INLINE_AVX512 KVZAP_TARGET_AVX512 static inline __attribute__((always_inline))
+#define KVZAP_INLINE_AVX512_BF16 \
+  KVZAP_TARGET_AVX512_BF16 static inline __attribute__((always_inline))
+
+namespace kvzap::detail {
+
+/// exp(x) for x <= 0 within 2 units in the last place (Cephes' expf); 0 where it would be
+/// subnormal, NaN for NaN.
+KVZAP_INLINE_AVX512 __m512 exp_nonpositive(__m512 x) {
+  const __m512 lowest = _mm512_set1_ps(-87.3f);
+  const __mmask16 normal = _mm512_cmp_ps_mask(x, lowest, _CMP_NLT_UQ);  // NaN counts
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)),
+                                        _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+  r = _mm512_fmadd_ps(n, _mm512_set1_ps(2.12194440e-4f), r);
+  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
+  p = _mm512_fmadd_ps(_mm512_mul_ps(p, r), r, _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+  return _mm512_maskz_scalef_ps(normal, p, n);
+}
+
+/// What is subtracted from scores before exp: their maximum, but 0 where all scores are -infinity.
+KVZAP_INLINE_AVX512 __m512 shift_of(__m512 maximum) {
+  const __m512 none = _mm512_set1_ps(-__builtin_inff());
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(maximum, none, _CMP_NEQ_UQ), maximum);
+}
+
+}  // namespace kvzap::detail
+#endif

@@ -1,0 +1,35 @@
+#include "base/device_kernels.hpp"
+
+#include <fmt/format.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <kvzap/types.hpp>
+#include <string_view>
+
+#include "base/kokkos_compat.hpp"
+
+namespace kvzap::detail {
+namespace {
+
+bool initial() {
+  const char* asked = std::getenv("KVZAP_KERNELS");
+  const std::string_view name = asked ? asked : "";
+  if (!name.empty() && name != "device" && name != "host") {
+    throw Error(fmt::format("KVZAP_KERNELS is \"{}\"; expected host or device", name));
+  }
+  return name == "device";
+}
+
+std::atomic<bool>& forced() {
+  static std::atomic<bool> device{initial()};
+  return device;
+}
+
+}  // namespace
+
+bool uses_device_kernels() { return !runs_on_host || forced().load(std::memory_order_relaxed); }
+
+void set_device_kernels(bool device) { forced() = device; }
+
+}  // namespace kvzap::detail

@@ -1,0 +1,22 @@
+#include "base/huge_pages.hpp"
+
+#include <cstdint>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace kvzap::detail {
+
+void advise_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] std::size_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  // Whole small pages only: the system itself finds the huge ones that fit between them.
+  constexpr std::uintptr_t page = 4096;
+  if (bytes < huge_page_bytes) return;
+  const auto begin = (reinterpret_cast<std::uintptr_t>(data) + page - 1) / page * page;
+  const auto end = (reinterpret_cast<std::uintptr_t>(data) + bytes) / page * page;
+  // A refusal costs speed alone.
+  (void)madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
+}  // namespace kvzap::detail

@@ -1,0 +1,205 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <kvzap/page_pool.hpp>
+#include <limits>
+
+#include "base/huge_pages.hpp"
+#include "base/kokkos_compat.hpp"
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
+
+namespace kvzap {
+namespace {
+constexpr std::size_t page_alignment = 64;
+constexpr std::size_t largest_slab_bytes = std::size_t{4} << 20;
+// What a new slab adds to the pool, and hence the most of it that is idle while it grows. Twice as
+// much where that fills huge pages.
+constexpr std::size_t slab_fraction = 128;
+constexpr std::size_t huge_slab_fraction = 64;
+}  // namespace
+
+PagePool::PagePool(std::size_t page_bytes, MemoryMeter* meter)
+    : m_page_bytes((page_bytes + page_alignment - 1) / page_alignment * page_alignment),
+      m_meter(meter) {
+  if (page_bytes == 0) throw Error("page pool: a page of 0 bytes");
+}
+
+PagePool::~PagePool() {
+  if (m_meter) m_meter->subtract(allocated_bytes());
+}
+
+void PagePool::grow() {
+  const std::size_t most = std::max<std::size_t>(1, largest_slab_bytes / m_page_bytes);
+  const bool fills_huge_pages =
+      allocated_bytes() / huge_slab_fraction >= detail::huge_page_bytes + m_page_bytes;
+  const std::size_t count = std::clamp<std::size_t>(
+      m_allocated_pages / (fills_huge_pages ? huge_slab_fraction : slab_fraction), 1, most);
+  if (m_pages.size() + count > static_cast<std::size_t>(std::numeric_limits<PageId>::max())) {
+    throw Error(fmt::format("page pool: more than {} pages; use larger pages",
+                            std::numeric_limits<PageId>::max()));
+  }
+  Slab slab;
+  const std::size_t bytes = count * m_page_bytes;
+  // On a host, large slabs start where a huge page can: attention then reads pages that lie
+  // scattered up to a third faster. What is only slack is never written, so it takes address space
+  // alone.
+  const bool huge = detail::runs_on_host && bytes >= detail::huge_page_bytes;
+  const std::size_t alignment = huge ? detail::huge_page_bytes : page_alignment;
+  try {
+    // The slack lets the first page start on an aligned address whatever the allocator gives.
+    slab.memory = Kokkos::View<char*, MemorySpace>(
+        Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::page_pool::slab"),
+        bytes + (huge ? 2 : 1) * alignment);
+  } catch (const std::exception&) {
+    throw Error(fmt::format("out of memory: the page pool holds {} bytes and could not get {} more",
+                            allocated_bytes(), bytes));
+  }
+  const auto base = reinterpret_cast<std::uintptr_t>(slab.memory.data());
+  const auto first = (base + alignment - 1) / alignment * alignment;
+  if (huge) {
+    detail::advise_huge_pages(reinterpret_cast<void*>(first),
+                              (bytes + alignment - 1) / alignment * alignment);
+  }
+
+  int index = static_cast<int>(m_slabs.size());
+  if (m_spare_slabs.empty()) {
+    m_slabs.emplace_back();
+  } else {
+    index = m_spare_slabs.back();
+    m_spare_slabs.pop_back();
+  }
+  for (std::size_t i = 0; i < count; ++i) {
+    PageId id = static_cast<PageId>(m_pages.size());
+    if (m_spare_ids.empty()) {
+      m_pages.emplace_back();
+    } else {
+      id = m_spare_ids.back();
+      m_spare_ids.pop_back();
+    }
+    m_pages[id] = {first + i * m_page_bytes, 0, index};
+    m_first_stale = std::min<std::size_t>(m_first_stale, id);
+    m_last_stale = std::max<std::size_t>(m_last_stale, id);
+    slab.pages.push_back(id);
+  }
+  slab.free.assign(slab.pages.rbegin(), slab.pages.rend());
+  m_slabs[index] = std::move(slab);
+  m_slabs_with_free.insert(index);
+  m_allocated_pages += count;
+  if (m_meter) m_meter->add(bytes);
+}
+
+PageId PagePool::allocate() {
+  if (m_slabs_with_free.empty()) grow();
+  const int index = *m_slabs_with_free.begin();
+  Slab& slab = m_slabs[index];
+  const PageId page = slab.free.back();
+  slab.free.pop_back();
+  if (slab.free.empty()) m_slabs_with_free.erase(index);
+  m_pages[page].references = 1;
+  ++m_in_use;
+  return page;
+}
+
+void PagePool::retain(PageId page) {
+  Page& entry = m_pages[page];
+  if (entry.references < 1) throw Error(fmt::format("page pool: page {} retained when free", page));
+  ++entry.references;
+}
+
+void PagePool::release(PageId page) {
+  Page& entry = m_pages[page];
+  if (entry.references < 1) throw Error(fmt::format("page pool: page {} released twice", page));
+  if (--entry.references > 0) return;
+  m_slabs[entry.slab].free.push_back(page);
+  m_slabs_with_free.insert(entry.slab);
+  --m_in_use;
+}
+
+std::size_t PagePool::trim() {
+  std::size_t bytes = 0;
+  for (auto it = m_slabs_with_free.begin(); it != m_slabs_with_free.end();) {
+    Slab& slab = m_slabs[*it];
+    if (slab.free.size() < slab.pages.size()) {
+      ++it;
+      continue;
+    }
+    for (PageId page : slab.pages) {
+      m_pages[page] = {};
+      m_spare_ids.push_back(page);
+    }
+    bytes += slab.pages.size() * m_page_bytes;
+    m_allocated_pages -= slab.pages.size();
+    slab = {};
+    m_spare_slabs.push_back(*it);
+    it = m_slabs_with_free.erase(it);
+  }
+  if (bytes > 0) {
+    m_returned_bytes += bytes;
+    if (m_meter) m_meter->subtract(bytes);
+  }
+  return bytes;
+}
+
+PagePool::AddressView PagePool::addresses() {
+  if (m_first_stale > m_last_stale) return m_addresses;
+  if (m_addresses.extent(0) < m_pages.size()) {
+    m_addresses =
+        AddressView(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::page_pool::addresses"),
+                    std::max<std::size_t>(64, m_pages.size() * 3 / 2));
+    m_first_stale = 0;
+    m_last_stale = m_pages.size() - 1;
+  }
+  const auto stale = Kokkos::subview(m_addresses, std::make_pair(m_first_stale, m_last_stale + 1));
+  const auto host = Kokkos::create_mirror_view(stale);
+  for (std::size_t i = 0; i < host.extent(0); ++i) host(i) = m_pages[m_first_stale + i].address;
+  Kokkos::deep_copy(stale, host);
+  m_first_stale = none_stale;
+  m_last_stale = 0;
+  return m_addresses;
+}
+
+namespace {
+
+/// Addresses that travel as arguments of a kernel.
+struct NewAddresses {
+  static constexpr int most = 16;
+  std::uintptr_t address[most] = {};
+  std::int64_t first = 0;
+  int count = 0;
+};
+
+void write_addresses(const ExecutionSpace& exec, const PagePool::AddressView& target,
+                     const NewAddresses& entries) {
+  Kokkos::parallel_for(
+      "kvzap::page_pool::addresses", Kokkos::RangePolicy<ExecutionSpace>(exec, 0, entries.count),
+      KOKKOS_LAMBDA(int i) { target(entries.first + i) = entries.address[i]; });
+}
+
+}  // namespace
+
+PagePool::AddressView PagePool::addresses(const ExecutionSpace& exec) {
+  if (m_first_stale > m_last_stale) return m_addresses;
+  if (m_addresses.extent(0) < m_pages.size()) return addresses();
+  NewAddresses entries;
+  entries.first = m_first_stale;
+  for (std::size_t page = m_first_stale; page <= m_last_stale; ++page) {
+    entries.address[entries.count++] = m_pages[page].address;
+    if (entries.count < NewAddresses::most && page < m_last_stale) continue;
+    write_addresses(exec, m_addresses, entries);
+    entries.first += entries.count;
+    entries.count = 0;
+  }
+  m_first_stale = none_stale;
+  m_last_stale = 0;
+  return m_addresses;
+}
+
+void release_unused_host_memory() {
+#ifdef __GLIBC__
+  malloc_trim(0);
+#endif
+}
+
+}  // namespace kvzap

@@ -1,0 +1,276 @@
+#include "engine/step_kernels.hpp"
+
+#include <limits>
+
+#include "base/device_kernels.hpp"
+#include "base/instantiate.hpp"
+#include "base/kokkos_compat.hpp"
+#include "linalg/host/row_kernels.hpp"
+
+namespace kvzap::detail {
+namespace {
+
+using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
+using HostRange =
+    Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace, Kokkos::IndexType<std::int64_t>>;
+using Team = Kokkos::TeamPolicy<ExecutionSpace>;
+using Member = typename Team::member_type;
+
+// Threads of a team that has one row, or one head of a token.
+constexpr int row_threads = runs_on_host ? 1 : 256;
+constexpr int head_threads = runs_on_host ? 1 : 64;
+
+/// Whether a step may call the host's own loops.
+bool on_host() { return runs_on_host && !uses_device_kernels(); }
+
+// Keys of logits: the order of floats as that of integers, above the token, which counts down.
+constexpr int token_bits = 31;
+constexpr std::int64_t largest_token = (std::int64_t{1} << token_bits) - 1;
+constexpr std::int64_t nan_key = std::numeric_limits<std::int64_t>::max();
+constexpr std::int64_t no_key = std::numeric_limits<std::int64_t>::min();
+
+KOKKOS_INLINE_FUNCTION std::int64_t key_of(float logit, std::int64_t token) {
+  if (logit != logit) return nan_key;
+  const std::uint32_t bits = float_bits(logit + 0.0f);  // -0 becomes 0
+  const std::uint32_t ordered = (bits >> 31) != 0 ? ~bits : bits | 0x80000000u;
+  return (std::int64_t{ordered} << token_bits) | (largest_token - token);
+}
+
+}  // namespace
+
+template <class Value>
+void embed(const ExecutionSpace& exec, const Kokkos::View<const TokenId*, MemorySpace>& ids,
+           const Kokkos::View<const Value**, Kokkos::LayoutRight, MemorySpace>& embedding,
+           std::int64_t first_token, const Matrix& h) {
+  const std::int64_t rows = embedding.extent(0);
+  const std::int64_t hidden = h.extent(1);
+  Kokkos::parallel_for(
+      "kvzap::step::embed", Range(exec, 0, h.extent(0) * hidden), KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t row = ids(i / hidden) - first_token;
+        const bool mine = row >= 0 && row < rows;
+        h(i / hidden, i % hidden) = mine ? static_cast<float>(embedding(row, i % hidden)) : 0.0f;
+      });
+}
+
+void fill_angles(const ExecutionSpace& exec, std::int64_t tokens,
+                 const Kokkos::View<const std::int64_t*, MemorySpace>& positions,
+                 const ConstVector& frequencies,
+                 const Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace>& angles) {
+  const std::int64_t pairs = frequencies.extent(0);
+  Kokkos::parallel_for(
+      "kvzap::step::angles", Range(exec, 0, tokens * pairs), KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t token = i / pairs;
+        const std::int64_t d = i % pairs;
+        const float angle = static_cast<float>(positions(token)) * frequencies(d);
+        angles(token, d, 0) = math::cos(angle);
+        angles(token, d, 1) = math::sin(angle);
+      });
+}
+
+template <class Value>
+void add_and_norm(const ExecutionSpace& exec, const Matrix& h, const ConstMatrix& summand,
+                  const ConstVector& weight, float eps, const Matrix& x,
+                  const RoundedRows<Value>& rounded) {
+  const std::int64_t size = h.extent(1);
+  const bool adds = summand.extent(0) > 0;
+  if (on_host()) {
+    Kokkos::parallel_for("kvzap::step::add_and_norm", HostRange(0, h.extent(0)),
+                         [=](std::int64_t i) {
+                           if (adds) add(&h(i, 0), &summand(i, 0), size);
+                           rms_norm(&h(i, 0), weight.data(), eps, &x(i, 0), size);
+                         });
+    return;
+  }
+  Kokkos::parallel_for(
+      "kvzap::step::add_and_norm", Team(exec, static_cast<int>(h.extent(0)), row_threads),
+      KOKKOS_LAMBDA(const Member& team) {
+        const std::int64_t i = team.league_rank();
+        float sum = 0;
+        Kokkos::parallel_reduce(
+            Kokkos::TeamThreadRange(team, size),
+            [&](std::int64_t d, float& partial) {
+              const float value = h(i, d) + (adds ? summand(i, d) : 0.0f);
+              h(i, d) = value;
+              partial += value * value;
+            },
+            sum);
+        const float factor = 1.0f / math::sqrt(sum / static_cast<float>(size) + eps);
+        const auto normed = [&](std::int64_t d) { return h(i, d) * factor * weight(d); };
+        Kokkos::parallel_for(Kokkos::TeamThreadRange(team, size),
+                             [&](std::int64_t d) { x(i, d) = normed(d); });
+        rounded.store(team, i, size, normed);
+      });
+}
+
+void add(const ExecutionSpace& exec, const Matrix& h, const ConstMatrix& summand) {
+  const std::int64_t columns = h.extent(1);
+  if (on_host()) {
+    Kokkos::parallel_for("kvzap::step::add", HostRange(0, h.extent(0)),
+                         [=](std::int64_t i) { add(&h(i, 0), &summand(i, 0), columns); });
+    return;
+  }
+  Kokkos::parallel_for(
+      "kvzap::step::add", Range(exec, 0, h.size()), KOKKOS_LAMBDA(std::int64_t i) {
+        h(i / columns, i % columns) += summand(i / columns, i % columns);
+      });
+}
+
+template <class Value>
+void qk_norm_and_rope(const ExecutionSpace& exec, const Matrix& qkv, int dim, std::int64_t kv_heads,
+                      const ConstVector& q_norm, const ConstVector& k_norm, float eps,
+                      const Angles& angles, std::int64_t first, Value* keys, Value* values) {
+  const std::int64_t heads = qkv.extent(1) / dim;
+  const std::int64_t q_heads = heads - 2 * kv_heads;
+  const std::int64_t kv_size = kv_heads * dim;
+  const int half_dim = dim / 2;
+  if (heads == 0) return;
+  if (on_host()) {
+    Kokkos::parallel_for(
+        "kvzap::step::qk_norm_and_rope", HostRange(0, qkv.extent(0)), [=](std::int64_t token) {
+          float* const row = &qkv(token, 0);
+          for (std::int64_t h = 0; h < q_heads + kv_heads; ++h) {
+            const ConstVector& norm = h < q_heads ? q_norm : k_norm;
+            if (norm.extent(0) > 0) {
+              rms_norm(row + h * dim, norm.data(), eps, row + h * dim, dim);
+            }
+            rotate(row + h * dim, &angles(first + token, 0, 0), half_dim);
+          }
+          narrow(row + q_heads * dim, keys + token * kv_size, kv_size);
+          narrow(row + (q_heads + kv_heads) * dim, values + token * kv_size, kv_size);
+        });
+    return;
+  }
+  Kokkos::parallel_for(
+      "kvzap::step::qk_norm_and_rope",
+      Team(exec, static_cast<int>(qkv.extent(0) * heads), head_threads),
+      KOKKOS_LAMBDA(const Member& team) {
+        const std::int64_t token = team.league_rank() / heads;
+        const std::int64_t head = team.league_rank() % heads;
+        float* const x = &qkv(token, head * dim);
+        const std::int64_t kv_head =
+            head < q_heads + kv_heads ? head - q_heads : head - q_heads - kv_heads;
+        const std::int64_t target = token * kv_size + kv_head * dim;  // of k and v
+        if (head >= q_heads + kv_heads) {
+          Kokkos::parallel_for(Kokkos::TeamThreadRange(team, dim),
+                               [&](int d) { values[target + d] = Value(x[d]); });
+          return;
+        }
+        const ConstVector& norm = head < q_heads ? q_norm : k_norm;
+        const bool has_norm = norm.extent(0) > 0;
+        float factor = 1;
+        if (has_norm) {
+          float sum = 0;
+          Kokkos::parallel_reduce(
+              Kokkos::TeamThreadRange(team, dim),
+              [&](int d, float& partial) { partial += x[d] * x[d]; }, sum);
+          factor = 1.0f / math::sqrt(sum / static_cast<float>(dim) + eps);
+        }
+        Kokkos::parallel_for(Kokkos::TeamThreadRange(team, half_dim), [&](int d) {
+          const int e = d + half_dim;
+          const float cosine = angles(first + token, d, 0);
+          const float sine = angles(first + token, d, 1);
+          const float low = x[d] * (has_norm ? factor * norm(d) : 1.0f);
+          const float high = x[e] * (has_norm ? factor * norm(e) : 1.0f);
+          const float new_low = low * cosine - high * sine;
+          const float new_high = high * cosine + low * sine;
+          if (head < q_heads) {
+            x[d] = new_low;
+            x[e] = new_high;
+          } else {
+            keys[target + d] = Value(new_low);
+            keys[target + e] = Value(new_high);
+          }
+        });
+      });
+}
+
+template <class Value>
+void silu_times(const ExecutionSpace& exec, const ConstMatrix& gate_up, const Matrix& gated,
+                const RoundedRows<Value>& rounded) {
+  const std::int64_t rows = gated.extent(0);
+  const std::int64_t width = gated.extent(1);
+  if (on_host()) {
+    Kokkos::parallel_for("kvzap::step::silu", HostRange(0, rows), [=](std::int64_t i) {
+      silu_times(&gate_up(i, 0), &gate_up(i, width), &gated(i, 0), width);
+    });
+    return;
+  }
+  const auto value_at = KOKKOS_LAMBDA(std::int64_t i, std::int64_t d) {
+    const float gate = gate_up(i, d);
+    return gate / (1.0f + math::exp(-gate)) * gate_up(i, width + d);
+  };
+  if (RoundedRows<Value>::is_scaled && rounded.exist()) {
+    Kokkos::parallel_for(
+        "kvzap::step::silu", Team(exec, static_cast<int>(rows), row_threads),
+        KOKKOS_LAMBDA(const Member& team) {
+          const std::int64_t i = team.league_rank();
+          Kokkos::parallel_for(Kokkos::TeamThreadRange(team, width),
+                               [&](std::int64_t d) { gated(i, d) = value_at(i, d); });
+          team.team_barrier();
+          rounded.store(team, i, width, [&](std::int64_t d) { return gated(i, d); });
+        });
+    return;
+  }
+  Kokkos::parallel_for(
+      "kvzap::step::silu", Range(exec, 0, rows * width), KOKKOS_LAMBDA(std::int64_t i) {
+        const float value = value_at(i / width, i % width);
+        if (rounded.exist()) {
+          rounded.values[i] = Value(value);
+        } else {
+          gated(i / width, i % width) = value;
+        }
+      });
+}
+
+void argmax(const ExecutionSpace& exec, const ConstMatrix& y, std::int64_t first_token,
+            const Kokkos::View<std::int64_t*, MemorySpace>& keys) {
+  const std::int64_t rows = y.extent(0);
+  const std::int64_t count = y.extent(1);
+  // Parts of a row, so that one row fills a device too.
+  constexpr std::int64_t part = 4096;
+  const std::int64_t parts = (count + part - 1) / part;
+  Kokkos::deep_copy(exec, keys, no_key);
+  if (rows * parts == 0) return;
+  Kokkos::parallel_for(
+      "kvzap::step::argmax", Team(exec, static_cast<int>(rows * parts), row_threads),
+      KOKKOS_LAMBDA(const Member& team) {
+        const std::int64_t row = team.league_rank() / parts;
+        const std::int64_t begin = team.league_rank() % parts * part;
+        const std::int64_t end = begin + part < count ? begin + part : count;
+        std::int64_t most = no_key;
+        Kokkos::parallel_reduce(
+            Kokkos::TeamThreadRange(team, begin, end),
+            [&](std::int64_t i, std::int64_t& largest) {
+              const std::int64_t own = key_of(y(row, i), first_token + i);
+              if (own > largest) largest = own;
+            },
+            Kokkos::Max<std::int64_t>(most));
+        Kokkos::single(Kokkos::PerTeam(team), [&] { Kokkos::atomic_fetch_max(&keys(row), most); });
+      });
+}
+
+TokenId token_of_key(std::int64_t key) {
+  if (key < 0 || key == nan_key) return -1;
+  const auto ordered = static_cast<std::uint32_t>(key >> token_bits);
+  const std::uint32_t bits = (ordered >> 31) != 0 ? ordered & 0x7fffffffu : ~ordered;
+  const bool is_finite = (bits & 0x7f800000u) != 0x7f800000u;
+  return is_finite ? static_cast<TokenId>(largest_token - (key & largest_token)) : -1;
+}
+
+// Value is a type. NOLINTBEGIN(bugprone-macro-parentheses)
+#define KVZAP_STEP(Value)                                                                          \
+  template void embed(const ExecutionSpace&, const Kokkos::View<const TokenId*, MemorySpace>&,     \
+                      const Kokkos::View<const Value**, Kokkos::LayoutRight, MemorySpace>&,        \
+                      std::int64_t, const Matrix&);                                                \
+  template void add_and_norm(const ExecutionSpace&, const Matrix&, const ConstMatrix&,             \
+                             const ConstVector&, float, const Matrix&, const RoundedRows<Value>&); \
+  template void qk_norm_and_rope(const ExecutionSpace&, const Matrix&, int, std::int64_t,          \
+                                 const ConstVector&, const ConstVector&, float, const Angles&,     \
+                                 std::int64_t, Value*, Value*);                                    \
+  template void silu_times(const ExecutionSpace&, const ConstMatrix&, const Matrix&,               \
+                           const RoundedRows<Value>&);
+// NOLINTEND(bugprone-macro-parentheses)
+KVZAP_FOR_EACH_VALUE(KVZAP_STEP)
+#undef KVZAP_STEP
+
+}  // namespace kvzap::detail

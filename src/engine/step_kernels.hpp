@@ -1,0 +1,62 @@
+// What a decoder's step does between products and attention: each kernel in a form of its own for
+// hosts, row by row, and in one for devices.
+#pragma once
+
+#include <kvzap/types.hpp>
+
+#include "linalg/gemm.hpp"
+
+namespace kvzap::detail {
+
+using Angles = Kokkos::View<const float***, Kokkos::LayoutRight, MemorySpace>;
+
+/// h (token, hidden) = rows of this rank's part of the embedding, which begins at `first_token`, or
+/// zeros for tokens of other ranks.
+template <class Value>
+void embed(const ExecutionSpace& exec, const Kokkos::View<const TokenId*, MemorySpace>& ids,
+           const Kokkos::View<const Value**, Kokkos::LayoutRight, MemorySpace>& embedding,
+           std::int64_t first_token, const Matrix& h);
+
+/// angles (token, dim / 2, 2) = cosine and sine of position times frequency (dim / 2).
+void fill_angles(const ExecutionSpace& exec, std::int64_t tokens,
+                 const Kokkos::View<const std::int64_t*, MemorySpace>& positions,
+                 const ConstVector& frequencies,
+                 const Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace>& angles);
+
+/// h (token, hidden) += summand, unless that is empty; x = h / sqrt(mean(h^2) + eps) * weight, row
+/// by row (Zhang and Sennrich, arXiv 1910.07467), and `rounded` the same where it exists. x and
+/// summand may be the same.
+template <class Value>
+void add_and_norm(const ExecutionSpace& exec, const Matrix& h, const ConstMatrix& summand,
+                  const ConstVector& weight, float eps, const Matrix& x,
+                  const RoundedRows<Value>& rounded);
+
+/// h += summand
+void add(const ExecutionSpace& exec, const Matrix& h, const ConstMatrix& summand);
+
+/// Turns what the projections gave into queries, keys and values. qkv (token, (query heads + 2 KV
+/// heads) * dim): every head of q and k gets an RMS norm if the model has one, then RoPE (Su et
+/// al., arXiv 2104.09864) in the layout of transformers, where dimension d is rotated with d + dim
+/// / 2; q in place. keys, values: (token, KV head, dim), one after the other. Row i takes the
+/// angles of first + i.
+template <class Value>
+void qk_norm_and_rope(const ExecutionSpace& exec, const Matrix& qkv, int dim, std::int64_t kv_heads,
+                      const ConstVector& q_norm, const ConstVector& k_norm, float eps,
+                      const Angles& angles, std::int64_t first, Value* keys, Value* values);
+
+/// gated (token, width) = silu(gate) * up of gate_up (token, 2 * width), with silu(x) = x / (1 +
+/// exp(-x)). Where `rounded` exists the result is there, and what `gated` holds is unspecified.
+template <class Value>
+void silu_times(const ExecutionSpace& exec, const ConstMatrix& gate_up, const Matrix& gated,
+                const RoundedRows<Value>& rounded);
+
+/// keys (row) = a number that grows with the largest logit of y (row, token) and, among equal ones,
+/// falls with the token, so that the largest over ranks names the token: see token_of_key. The
+/// rows' first token is `first_token`.
+void argmax(const ExecutionSpace& exec, const ConstMatrix& y, std::int64_t first_token,
+            const Kokkos::View<std::int64_t*, MemorySpace>& keys);
+
+/// The token of a key, or -1 if a logit was NaN or the largest is not finite.
+TokenId token_of_key(std::int64_t key);
+
+}  // namespace kvzap::detail

@@ -1,0 +1,18 @@
+// Matrix products by cuBLAS, on the stream of a Kokkos instance.
+#pragma once
+
+#include "linalg/product.hpp"
+
+namespace kvzap::detail::cublas {
+
+#if defined(KOKKOS_ENABLE_CUDA)
+inline constexpr bool is_available = true;
+
+/// As detail::multiply; k > 0. Throws Error if cuBLAS refuses.
+template <class Value>
+void multiply(const Kokkos::Cuda& exec, const Product<Value>& product);
+#else
+inline constexpr bool is_available = false;
+#endif
+
+}  // namespace kvzap::detail::cublas

@@ -1,0 +1,536 @@
+#include "linalg/gemm.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <string_view>
+
+#include "base/device_kernels.hpp"
+#include "base/huge_pages.hpp"
+#include "base/instantiate.hpp"
+#include "base/kokkos_compat.hpp"
+#include "base/scratch.hpp"
+#include "base/simd.hpp"
+#include "linalg/host/onednn.hpp"
+#include "linalg/host/packed_kernels.hpp"
+#include "linalg/host/row_kernels.hpp"
+#include "linalg/host/row_products.hpp"
+#include "linalg/product.hpp"
+#if !defined(KOKKOS_ENABLE_CUDA)
+#include <KokkosBlas3_gemm.hpp>
+#endif
+
+namespace kvzap::detail {
+namespace {
+
+template <class Value>
+using Rows = typename LinearWeights<Value>::Rows;
+
+// Widened weights of one panel: small enough to stay in the second-level cache.
+constexpr std::int64_t panel_bytes = std::int64_t{1} << 20;
+// The same of packed ones, which oneDNN takes block by block: x passes by fewer times.
+constexpr std::int64_t packed_panel_bytes = std::int64_t{8} << 20;
+
+#if defined(KOKKOS_ENABLE_CUDA)
+void gemm(const ExecutionSpace& exec, bool transposed, float alpha, const ConstMatrix& a,
+          const ConstMatrix& b, float beta, const Matrix& c) {
+  Product<float> product;
+  product.m = c.extent(0);
+  product.n = c.extent(1);
+  product.k = a.extent(1);
+  product.a = a.data();
+  product.a_stride = a.stride(0);
+  product.b = b.data();
+  product.b_stride = b.stride(0);
+  product.transposed = transposed;
+  product.c = c.data();
+  product.c_stride = c.stride(0);
+  product.alpha = alpha;
+  product.beta = beta;
+  multiply(exec, product);
+}
+#else
+// c (m, 1). Kokkos Kernels 4 turns such a product into a matrix-vector one that loses the stride of
+// a column in a wider matrix.
+void single_column(const ExecutionSpace& exec, bool transposed, float alpha, const ConstMatrix& a,
+                   const ConstMatrix& b, float beta, const Matrix& c) {
+  const std::int64_t dim = a.extent(1);
+  Kokkos::parallel_for(
+      "kvzap::gemm::single_column",
+      Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>(exec, 0, c.extent(0)),
+      KOKKOS_LAMBDA(std::int64_t m) {
+        float sum = 0;
+        for (std::int64_t k = 0; k < dim; ++k) sum += a(m, k) * (transposed ? b(0, k) : b(k, 0));
+        c(m, 0) = alpha * sum + (beta == 0 ? 0 : beta * c(m, 0));
+      });
+}
+
+// Kokkos Kernels 3.4 has no overload that takes an instance: its gemm runs on the default one,
+// after what was launched there before.
+void gemm(const ExecutionSpace& exec, bool transposed, float alpha, const ConstMatrix& a,
+          const ConstMatrix& b, float beta, const Matrix& c) {
+  if (c.extent(0) == 0 || c.extent(1) == 0) return;
+  const char* const op_b = transposed ? "T" : "N";
+  if (c.extent(1) == 1) return single_column(exec, transposed, alpha, a, b, beta, c);
+#if KOKKOS_VERSION >= 40000
+  KokkosBlas::gemm(exec, "N", op_b, alpha, a, b, beta, c);
+#else
+  fence(exec, "kvzap::gemm: the library's gemm does not run on the caller's instance");
+  KokkosBlas::gemm("N", op_b, alpha, a, b, beta, c);
+#endif
+}
+#endif
+
+// A few rows on a device.
+template <class Value>
+void skinny(const ExecutionSpace& exec, const ConstMatrix& x, const Rows<Value>& weights,
+            const Matrix& y) {
+  using Team = Kokkos::TeamPolicy<ExecutionSpace>;
+  const std::int64_t rows = x.extent(0);
+  const std::int64_t dim = x.extent(1);
+  Kokkos::parallel_for(
+      "kvzap::linear::skinny", Team(exec, weights.extent(0), Kokkos::AUTO),
+      KOKKOS_LAMBDA(const typename Team::member_type& team) {
+        const std::int64_t n = team.league_rank();
+        for (std::int64_t m = 0; m < rows; ++m) {
+          float sum = 0;
+          Kokkos::parallel_reduce(
+              Kokkos::TeamThreadRange(team, dim),
+              [&](std::int64_t k, float& partial) {
+                partial += static_cast<float>(weights(n, k)) * x(m, k);
+              },
+              sum);
+          Kokkos::single(Kokkos::PerTeam(team), [&] { y(m, n) = sum; });
+        }
+      });
+}
+
+template <class Value>
+void widen_panel(const ExecutionSpace& exec, const Rows<Value>& weights, std::int64_t begin,
+                 std::int64_t end, const Matrix& panel) {
+  const std::int64_t dim = weights.extent(1);
+  if constexpr (runs_on_host) {
+    Kokkos::parallel_for("kvzap::linear::widen",
+                         Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace>(begin, end),
+                         [=](std::int64_t n) { widen(&weights(n, 0), &panel(n - begin, 0), dim); });
+  } else {
+    Kokkos::parallel_for(
+        "kvzap::linear::widen",
+        Kokkos::MDRangePolicy<ExecutionSpace, Kokkos::Rank<2>>(exec, {begin, 0}, {end, dim}),
+        KOKKOS_LAMBDA(std::int64_t n, std::int64_t k) {
+          panel(n - begin, k) = static_cast<float>(weights(n, k));
+        });
+  }
+}
+
+// Copies x (m, k), rounded if X is bf16, as rows of `stride` values, with zeros behind the k-th.
+template <class X>
+void copy_rows(const ConstMatrix& x, std::int64_t stride, X* copy) {
+  const std::int64_t inputs = x.extent(1);
+  Kokkos::parallel_for("kvzap::linear::copy",
+                       Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace>(0, x.extent(0)),
+                       [=](std::int64_t m) {
+                         X* row = copy + m * stride;
+                         narrow(&x(m, 0), row, inputs);
+                         std::fill(row + inputs, row + stride, X(0.0f));
+                       });
+}
+
+// Rounds x to bf16 and widens it again.
+void round_rows(const ExecutionSpace& exec, const ConstMatrix& x, const Matrix& rounded) {
+  Kokkos::parallel_for(
+      "kvzap::linear::round",
+      Kokkos::MDRangePolicy<ExecutionSpace, Kokkos::Rank<2>>(
+          exec, {0, 0},
+          {static_cast<std::int64_t>(x.extent(0)), static_cast<std::int64_t>(x.extent(1))}),
+      KOKKOS_LAMBDA(std::int64_t m, std::int64_t k) {
+        rounded(m, k) = static_cast<float>(bfloat16(x(m, k)));
+      });
+}
+
+// Values from one row of x to the next for the kernels for a few rows: an odd number of cache
+// lines, so that rows, whose extent is often a power of two, do not contend for the same sets of
+// the first-level cache.
+template <class Value, class X>
+std::int64_t few_rows_stride(std::int64_t inputs) {
+  constexpr std::int64_t line = 64 / sizeof(X);
+  return ((LinearWeights<Value>::padded_inputs(inputs) + line - 1) / line | 1) * line;
+}
+
+// A few rows of x by weights of either layout.
+template <class X, class Value>
+void few_rows(const X* x, std::int64_t x_stride, std::int64_t rows,
+              const LinearWeights<Value>& weights, const Matrix& y) {
+  // A multiple of what the kernels for plain rows take at once.
+  constexpr std::int64_t plain_block = 96;
+  constexpr std::int64_t packed_block = LinearWeights<Value>::block_outputs;
+  const bool packed = weights.is_packed();
+  const std::int64_t block = packed ? packed_block : plain_block;
+  const std::int64_t outputs = weights.outputs();
+  const std::int64_t inputs = weights.inputs();
+  const std::int64_t padded = LinearWeights<Value>::padded_inputs(inputs);
+  const Value* values = packed ? weights.packed().data() : weights.rows().data();
+  const std::int64_t stride = packed ? padded : weights.rows().stride(0);
+  Kokkos::parallel_for(
+      "kvzap::linear::few_rows",
+      Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace>(0, (outputs + block - 1) / block),
+      [=](std::int64_t i) {
+        const std::int64_t begin = i * block;
+        const std::int64_t count = std::min(block, outputs - begin);
+        // bf16 weights are packed for bf16 dot products alone.
+        if constexpr (std::is_same_v<X, Value> || !std::is_same_v<Value, bfloat16>) {
+          if (packed) {
+            return packed_product(x, x_stride, static_cast<int>(rows), values + begin * stride,
+                                  padded, static_cast<int>(count), &y(0, begin), y.stride(0));
+          }
+        }
+        skinny_product(x, x_stride, static_cast<int>(rows), values + begin * stride, stride, count,
+                       inputs, &y(0, begin), y.stride(0));
+      });
+}
+
+// Many rows of x by few rows of weights: they change roles. x is read once, in the order in which
+// it lies, and with bf16 weights rounded on the way.
+template <class Value>
+void by_few_outputs(const ConstMatrix& x, const Rows<Value>& weights, const ConstVector& bias,
+                    Vector& scratch, const Matrix& y) {
+  using Streamed = std::conditional_t<std::is_same_v<Value, bfloat16>, RoundedFloat, float>;
+  constexpr std::int64_t block = 96;
+  const std::int64_t outputs = weights.extent(0);
+  const std::int64_t inputs = weights.extent(1);
+  const std::int64_t stride = few_rows_stride<Value, float>(inputs);
+  reserve_scratch(scratch, outputs * stride, "kvzap::linear::panel");
+  float* widened = scratch.data();
+  for (std::int64_t n = 0; n < outputs; ++n) widen(&weights(n, 0), widened + n * stride, inputs);
+  const std::int64_t rows = x.extent(0);
+  Kokkos::parallel_for(
+      "kvzap::linear::few_outputs",
+      Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace>(0, (rows + block - 1) / block),
+      [=](std::int64_t i) {
+        const std::int64_t begin = i * block;
+        const std::int64_t count = std::min(block, rows - begin);
+        float sums[few_outputs * block];
+        for (std::int64_t n = 0; n < outputs; n += skinny_product_rows) {
+          skinny_product(widened + n * stride, stride,
+                         static_cast<int>(std::min<std::int64_t>(skinny_product_rows, outputs - n)),
+                         reinterpret_cast<const Streamed*>(&x(begin, 0)), x.stride(0), count,
+                         inputs, sums + n * block, block);
+        }
+        for (std::int64_t m = 0; m < count; ++m) {
+          for (std::int64_t n = 0; n < outputs; ++n) {
+            y(begin + m, n) = sums[n * block + m] + (bias.extent(0) > 0 ? bias(n) : 0.0f);
+          }
+        }
+      });
+}
+
+void add_bias(const ExecutionSpace& exec, const ConstVector& bias, const Matrix& y) {
+  Kokkos::parallel_for(
+      "kvzap::linear::bias",
+      Kokkos::MDRangePolicy<ExecutionSpace, Kokkos::Rank<2>>(
+          exec, {0, 0},
+          {static_cast<std::int64_t>(y.extent(0)), static_cast<std::int64_t>(y.extent(1))}),
+      KOKKOS_LAMBDA(std::int64_t m, std::int64_t n) { y(m, n) += bias(n); });
+}
+
+template <class Value>
+void by_onednn(const Value* x, std::int64_t x_stride, std::int64_t rows,
+               const LinearWeights<Value>& weights, const ConstVector& bias, const Matrix& y) {
+  onednn::Product<Value> product{};
+  product.m = rows;
+  product.n = weights.outputs();
+  product.k = weights.inputs();
+  product.x = x;
+  product.x_stride = x_stride;
+  product.weights = weights.is_packed() ? weights.packed().data() : weights.rows().data();
+  product.weights_stride = weights.is_packed() ? 0 : weights.rows().stride(0);
+  product.bias = bias.extent(0) > 0 ? bias.data() : nullptr;
+  product.y = y.data();
+  product.y_stride = y.stride(0);
+  onednn::multiply(product);
+}
+
+// Widens packed weights panel by panel, in the order in which they lie, and multiplies them as
+// packed floats.
+[[maybe_unused]] void by_packed_panels(const ConstMatrix& x, const LinearWeights<half>& weights,
+                                       const ConstVector& bias, Vector& scratch, const Matrix& y) {
+  constexpr std::int64_t block = LinearWeights<half>::block_outputs;
+  const std::int64_t outputs = weights.outputs();
+  const std::int64_t inputs = weights.inputs();
+  const std::int64_t padded = LinearWeights<half>::padded_inputs(inputs);
+  static_assert(LinearWeights<half>::block_inputs == LinearWeights<float>::block_inputs);
+  const std::int64_t block_bytes = block * padded * static_cast<std::int64_t>(sizeof(float));
+  const std::int64_t panel_outputs =
+      std::min((outputs + block - 1) / block,
+               std::max<std::int64_t>(1, packed_panel_bytes / block_bytes)) *
+      block;
+  reserve_scratch(scratch, panel_outputs * padded, "kvzap::linear::panel");
+  for (std::int64_t begin = 0; begin < outputs; begin += panel_outputs) {
+    const std::int64_t end = std::min(begin + panel_outputs, outputs);
+    const half* source = weights.packed().data() + begin * padded;
+    float* target = scratch.data();
+    const std::int64_t piece = block * padded;
+    Kokkos::parallel_for(
+        "kvzap::linear::widen",
+        Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace>(0,
+                                                               (end - begin + block - 1) / block),
+        [=](std::int64_t i) { widen(source + i * piece, target + i * piece, piece); });
+    const LinearWeights<float> panel(end - begin, inputs, scratch);
+    by_onednn(
+        x.data(), x.stride(0), x.extent(0), panel,
+        bias.extent(0) > 0 ? ConstVector(Kokkos::subview(bias, std::make_pair(begin, end))) : bias,
+        Kokkos::subview(y, Kokkos::ALL, std::make_pair(begin, end)));
+  }
+}
+
+// Whether there are kernels for packed weights; those of bf16 are its dot products.
+template <class Value>
+bool has_packed_products() {
+  constexpr SimdLevel needed =
+      std::is_same_v<Value, bfloat16> ? SimdLevel::avx512_bf16 : SimdLevel::avx512;
+  return runs_on_host && has_packed_kernels() && simd_level() >= needed;
+}
+
+// Up to this many rows a product reads its weights at the speed of memory, or nearly so, and a gemm
+// would be slower.
+template <class Value>
+std::int64_t few_rows_limit(const LinearWeights<Value>& weights) {
+  return weights.is_packed() ? packed_product_rows : skinny_product_rows;
+}
+
+template <class Value>
+void round_rows(const ExecutionSpace& exec, const ConstMatrix& x,
+                const RoundedRows<Value>& rounded) {
+  const std::int64_t inputs = x.extent(1);
+  if constexpr (RoundedRows<Value>::is_scaled) {
+    using Team = Kokkos::TeamPolicy<ExecutionSpace>;
+    Kokkos::parallel_for(
+        "kvzap::linear::round", Team(exec, static_cast<int>(x.extent(0)), Kokkos::AUTO),
+        KOKKOS_LAMBDA(const typename Team::member_type& team) {
+          const std::int64_t m = team.league_rank();
+          rounded.store(team, m, inputs, [&](std::int64_t k) { return x(m, k); });
+        });
+  } else {
+    Kokkos::parallel_for(
+        "kvzap::linear::round",
+        Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>(exec, 0,
+                                                                             x.extent(0) * inputs),
+        KOKKOS_LAMBDA(std::int64_t i) { rounded.values[i] = Value(x(i / inputs, i % inputs)); });
+  }
+}
+
+// y (m, n) = y * unscale (m) + bias (n); either may be empty.
+void finish_rows(const ExecutionSpace& exec, const ConstVector& unscale, const ConstVector& bias,
+                 const Matrix& y) {
+  const bool scaled = unscale.extent(0) > 0;
+  const bool biased = bias.extent(0) > 0;
+  if (!scaled && !biased) return;
+  const std::int64_t columns = y.extent(1);
+  Kokkos::parallel_for(
+      "kvzap::linear::finish",
+      Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>(exec, 0,
+                                                                           y.extent(0) * columns),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        float& value = y(i / columns, i % columns);
+        value =
+            value * (scaled ? unscale(i / columns) : 1.0f) + (biased ? bias(i % columns) : 0.0f);
+      });
+}
+
+/// Whether products run on operands of the weights' type, without waiting for `exec`.
+bool keeps_type() { return has_product_library() || (runs_on_host && uses_device_kernels()); }
+
+}  // namespace
+
+void multiply_nt(const ExecutionSpace& exec, float alpha, const ConstMatrix& a,
+                 const ConstMatrix& b, float beta, const Matrix& c) {
+  gemm(exec, true, alpha, a, b, beta, c);
+}
+
+void multiply_nn(const ExecutionSpace& exec, float alpha, const ConstMatrix& a,
+                 const ConstMatrix& b, float beta, const Matrix& c) {
+  gemm(exec, false, alpha, a, b, beta, c);
+}
+
+template <class Value>
+bool packs_weights() {
+  const char* asked = std::getenv("KVZAP_PACK");
+  return has_packed_products<Value>() && onednn::is_available() && !keeps_type() &&
+         !(asked && std::string_view(asked) == "off");
+}
+
+template <class Value>
+LinearWeights<Value> PackedAllocator<Value>::operator()(std::int64_t outputs, std::int64_t inputs) {
+  using Packed = typename LinearWeights<Value>::Packed;
+  // What of a block is never used is never touched either, and takes address space alone.
+  constexpr std::int64_t block_values = (std::int64_t{64} << 20) / sizeof(Value);
+  constexpr std::int64_t alignment = huge_page_bytes / sizeof(Value);
+  const std::int64_t size = LinearWeights<Value>::packed_size(outputs, inputs);
+  if (m_used + size > static_cast<std::int64_t>(m_block.extent(0))) {
+    const std::int64_t wanted = std::max(block_values, size + alignment);
+    try {
+      m_block = {};
+      m_block =
+          Packed(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::weights::packed"), wanted);
+    } catch (const std::exception&) {
+      throw Error(
+          fmt::format("out of memory: no room for {} weights of {} bytes", wanted, sizeof(Value)));
+    }
+    if constexpr (runs_on_host) advise_huge_pages(m_block.data(), wanted * sizeof(Value));
+    const auto address = reinterpret_cast<std::uintptr_t>(m_block.data());
+    m_used = static_cast<std::int64_t>((huge_page_bytes - address % huge_page_bytes) %
+                                       huge_page_bytes / sizeof(Value));
+    if (m_used + size > wanted) m_used = 0;
+  }
+  const auto range = std::make_pair(m_used, m_used + size);
+  m_used += size;  // a multiple of 2 KiB: every matrix starts on a cache line
+  return {outputs, inputs, Kokkos::subview(m_block, range)};
+}
+
+template <class Value>
+void pack_rows(const Value* rows, std::int64_t begin, std::int64_t n_rows,
+               const LinearWeights<Value>& weights) {
+  constexpr std::int64_t block = LinearWeights<Value>::block_outputs;
+  const std::int64_t inputs = weights.inputs();
+  const std::int64_t padded = LinearWeights<Value>::padded_inputs(inputs);
+  for (std::int64_t i = 0; i < n_rows; i += block) {
+    pack_block(rows + i * inputs, inputs, static_cast<int>(std::min(block, n_rows - i)), inputs,
+               padded, weights.packed().data() + (begin + i) * padded);
+  }
+}
+
+template <class Value>
+RoundedRows<Value> LinearMap::room_for_rounded(std::int64_t m, std::int64_t k) {
+  RoundedRows<Value> room;
+  if (!keeps_type()) return room;
+  if constexpr (std::is_same_v<Value, bfloat16>) {
+    reserve_scratch(m_bf16, m * k, "kvzap::linear::rounded");
+    room.values = m_bf16.data();
+  } else if constexpr (std::is_same_v<Value, half>) {
+    reserve_scratch(m_half, m * k, "kvzap::linear::rounded");
+    reserve_scratch(m_unscale, m, "kvzap::linear::unscale");
+    room.values = m_half.data();
+    room.unscale = m_unscale.data();
+  }
+  return room;
+}
+
+template <class Value>
+void LinearMap::operator()(const ExecutionSpace& exec, const ConstMatrix& x,
+                           const RoundedRows<Value>& rounded, const LinearWeights<Value>& weights,
+                           const ConstVector& bias, const Matrix& y) {
+  const std::int64_t rows = x.extent(0);
+  const std::int64_t outputs = weights.outputs();
+  const std::int64_t inputs = weights.inputs();
+  if (rows == 0 || outputs == 0) return;
+  if (inputs == 0) {
+    Kokkos::deep_copy(exec, y, 0.0f);  // a gemm with no inner extent leaves its result as it was
+    if (bias.extent(0) > 0) add_bias(exec, bias, y);
+    return;
+  }
+  if (weights.is_packed() && (keeps_type() || !has_packed_products<Value>())) {
+    throw Error("linear map: packed weights need the kernels they were packed for");
+  }
+  if (keeps_type()) {
+    Product<Value> product;
+    product.m = rows;
+    product.n = outputs;
+    product.k = inputs;
+    product.a_stride = inputs;
+    ConstVector unscale;
+    if constexpr (std::is_same_v<Value, float>) {
+      product.a = x.data();
+      product.a_stride = x.stride(0);
+    } else {
+      RoundedRows<Value> operand = rounded;
+      if (!rounded.exist()) {
+        operand = room_for_rounded<Value>(rows, inputs);
+        round_rows(exec, x, operand);
+      }
+      product.a = operand.values;
+      if constexpr (RoundedRows<Value>::is_scaled) unscale = ConstVector(operand.unscale, rows);
+    }
+    product.b = weights.rows().data();
+    product.b_stride = weights.rows().stride(0);
+    product.transposed = true;
+    product.c = y.data();
+    product.c_stride = y.stride(0);
+    multiply(exec, product);
+    finish_rows(exec, unscale, bias, y);
+    return;
+  }
+  if constexpr (runs_on_host) {
+    fence(exec, "kvzap::linear: host kernels read what the instance wrote");
+    const bool few = rows <= few_rows_limit(weights);
+    const bool can_stream = !std::is_same_v<Value, bfloat16> || simd_level() >= SimdLevel::avx2;
+    if (!few && outputs <= few_outputs && !weights.is_packed() && can_stream) {
+      return by_few_outputs<Value>(x, weights.rows(), bias, m_panel, y);
+    }
+    if constexpr (std::is_same_v<Value, bfloat16>) {
+      if (has_packed_products<Value>() && (few || onednn::is_available())) {
+        const std::int64_t stride = few ? few_rows_stride<Value, bfloat16>(inputs)
+                                        : LinearWeights<Value>::padded_inputs(inputs);
+        reserve_scratch(m_bf16, rows * stride, "kvzap::linear::rounded");
+        copy_rows(x, stride, m_bf16.data());
+        if (!few) return by_onednn(m_bf16.data(), stride, rows, weights, bias, y);
+        few_rows(m_bf16.data(), stride, rows, weights, y);
+        if (bias.extent(0) > 0) add_bias(exec, bias, y);
+        return;
+      }
+    }
+    if constexpr (std::is_same_v<Value, float>) {
+      if (!few && onednn::is_available()) {
+        return by_onednn(x.data(), x.stride(0), rows, weights, bias, y);
+      }
+    }
+    if constexpr (std::is_same_v<Value, half>) {
+      if (!few && weights.is_packed()) return by_packed_panels(x, weights, bias, m_panel, y);
+    }
+  }
+  // For bfloat16 it is replaced. NOLINTNEXTLINE(performance-unnecessary-copy-initialization)
+  ConstMatrix input = x;
+  if constexpr (std::is_same_v<Value, bfloat16>) {
+    reserve_scratch(m_widened, rows * inputs, "kvzap::linear::rounded");
+    const Matrix widened(m_widened.data(), rows, inputs);
+    round_rows(exec, x, widened);
+    input = widened;
+  }
+  if (rows <= few_rows_limit(weights)) {
+    if constexpr (runs_on_host) {
+      const std::int64_t stride = few_rows_stride<Value, float>(inputs);
+      reserve_scratch(m_copied, rows * stride, "kvzap::linear::copied");
+      copy_rows(input, stride, m_copied.data());
+      few_rows(m_copied.data(), stride, rows, weights, y);
+    } else {
+      skinny<Value>(exec, input, weights.rows(), y);
+    }
+  } else if constexpr (std::is_same_v<Value, float>) {
+    multiply_nt(exec, 1, input, weights.rows(), 0, y);
+  } else {
+    const std::int64_t panel_rows = std::min<std::int64_t>(
+        outputs, std::max<std::int64_t>(16, panel_bytes / (sizeof(float) * inputs)));
+    reserve_scratch(m_panel, panel_rows * inputs, "kvzap::linear::panel");
+    for (std::int64_t begin = 0; begin < outputs; begin += panel_rows) {
+      const std::int64_t end = std::min(begin + panel_rows, outputs);
+      const Matrix panel(m_panel.data(), end - begin, inputs);
+      widen_panel<Value>(exec, weights.rows(), begin, end, panel);
+      const Matrix columns = Kokkos::subview(y, Kokkos::ALL, std::make_pair(begin, end));
+      multiply_nt(exec, 1, input, panel, 0, columns);
+    }
+  }
+  if (bias.extent(0) > 0) add_bias(exec, bias, y);
+}
+
+#define KVZAP_LINEAR(Value)                                                                       \
+  template bool packs_weights<Value>();                                                           \
+  template class PackedAllocator<Value>;                                                          \
+  template void pack_rows(const Value*, std::int64_t, std::int64_t, const LinearWeights<Value>&); \
+  template RoundedRows<Value> LinearMap::room_for_rounded(std::int64_t, std::int64_t);            \
+  template void LinearMap::operator()(const ExecutionSpace&, const ConstMatrix&,                  \
+                                      const RoundedRows<Value>&, const LinearWeights<Value>&,     \
+                                      const ConstVector&, const Matrix&);
+KVZAP_FOR_EACH_VALUE(KVZAP_LINEAR)
+#undef KVZAP_LINEAR
+
+}  // namespace kvzap::detail

@@ -1,0 +1,197 @@
+#include "linalg/host/onednn.hpp"
+
+#if KVZAP_HAVE_ONEDNN
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <map>
+#include <oneapi/dnnl/dnnl.hpp>
+#include <string_view>
+#include <tuple>
+#include <vector>
+
+namespace kvzap::detail::onednn {
+namespace {
+
+using dnnl::memory;
+
+template <class Value>
+constexpr memory::data_type data_type =
+    std::is_same_v<Value, float> ? memory::data_type::f32 : memory::data_type::bf16;
+
+// LinearWeights' order in oneDNN's terms.
+template <class Value>
+constexpr memory::format_tag packed_order =
+    std::is_same_v<Value, float> ? memory::format_tag::BA16a64b : memory::format_tag::BA16a64b2a;
+
+// What a primitive is made for. Making one generates code, so each is made once.
+using Key = std::tuple<memory::data_type, std::int64_t, std::int64_t, std::int64_t, std::int64_t,
+                       std::int64_t, std::int64_t, bool>;
+
+struct Primitive {
+  memory::desc x, weights, bias, y;
+  dnnl::matmul matmul;
+  bool is_reference = false;  // one of oneDNN's plain loops, a thousand times as slow
+};
+
+// Never destroyed: oneDNN's own globals may be gone before ours.
+struct Library {
+  dnnl::engine engine{dnnl::engine::kind::cpu, 0};
+  dnnl::stream stream{engine};
+  std::map<Key, Primitive> primitives;
+  std::vector<std::byte> compact_x;
+  std::vector<float> compact_y;
+};
+
+Library& library() {
+  static Library& library = *new Library;
+  return library;
+}
+
+template <class Value>
+const Primitive& primitive_of(const Product<Value>& p) {
+  const Key key{data_type<Value>, p.m, p.n, p.k, p.x_stride, p.weights_stride, p.y_stride,
+                p.bias != nullptr};
+  auto& primitives = library().primitives;
+  const auto found = primitives.find(key);
+  if (found != primitives.end()) return found->second;
+  Primitive primitive;
+  primitive.x = memory::desc({p.m, p.k}, data_type<Value>, memory::dims{p.x_stride, 1});
+  primitive.weights =
+      p.weights_stride == 0
+          ? memory::desc({p.k, p.n}, data_type<Value>, packed_order<Value>)
+          : memory::desc({p.k, p.n}, data_type<Value>, memory::dims{1, p.weights_stride});
+  primitive.y = memory::desc({p.m, p.n}, memory::data_type::f32, memory::dims{p.y_stride, 1});
+  if (p.bias) {
+    primitive.bias = memory::desc({1, p.n}, memory::data_type::f32, memory::format_tag::ab);
+  }
+#if DNNL_VERSION_MAJOR >= 3
+  const dnnl::matmul::primitive_desc description =
+      p.bias ? dnnl::matmul::primitive_desc(library().engine, primitive.x, primitive.weights,
+                                            primitive.bias, primitive.y)
+             : dnnl::matmul::primitive_desc(library().engine, primitive.x, primitive.weights,
+                                            primitive.y);
+#else
+  const dnnl::matmul::desc operation =
+      p.bias ? dnnl::matmul::desc(primitive.x, primitive.weights, primitive.bias, primitive.y)
+             : dnnl::matmul::desc(primitive.x, primitive.weights, primitive.y);
+  const dnnl::matmul::primitive_desc description(operation, library().engine);
+#endif
+  primitive.matmul = dnnl::matmul(description);
+  primitive.is_reference = std::string_view(description.impl_info_str()).rfind("ref", 0) == 0;
+  return primitives.emplace(key, std::move(primitive)).first->second;
+}
+
+template <class Value>
+void execute(const Primitive& primitive, const Product<Value>& p) {
+  const auto operand = [](const memory::desc& desc, const void* data) {
+    return memory(desc, library().engine, const_cast<void*>(data));
+  };
+  std::unordered_map<int, memory> arguments = {
+      {DNNL_ARG_SRC, operand(primitive.x, p.x)},
+      {DNNL_ARG_WEIGHTS, operand(primitive.weights, p.weights)},
+      {DNNL_ARG_DST, operand(primitive.y, p.y)}};
+  if (p.bias) arguments.emplace(DNNL_ARG_BIAS, operand(primitive.bias, p.bias));
+  primitive.matmul.execute(library().stream, arguments);
+  library().stream.wait();
+}
+
+/// A product whose primitive is not one of the plain loops, if there is any: `p` itself, or with
+/// the rows of y, or of x and y, one behind the other. (oneDNN 2.6 has fast kernels for packed
+/// weights only where y's are.)
+template <class Value>
+Product<Value> best_of(const Product<Value>& p) {
+  Product<Value> best = p;
+  if (!primitive_of(best).is_reference) return best;
+  best.y_stride = p.n;
+  if (!primitive_of(best).is_reference) return best;
+  best.x_stride = p.k;
+  return primitive_of(best).is_reference ? p : best;
+}
+
+/// Grows only: a vector that grows again clears what is new.
+template <class Element>
+Element* reserve(std::vector<Element>& buffer, std::int64_t count) {
+  if (static_cast<std::int64_t>(buffer.size()) < count) buffer.resize(count);
+  return buffer.data();
+}
+
+/// Does `p` as `compact`, which differs in strides.
+template <class Value>
+void multiply_compacted(const Product<Value>& p, Product<Value> compact) {
+  if (compact.x_stride != p.x_stride) {
+    auto* const x = reinterpret_cast<Value*>(
+        reserve(library().compact_x, p.m * p.k * static_cast<std::int64_t>(sizeof(Value))));
+    for (std::int64_t i = 0; i < p.m; ++i) std::copy_n(p.x + i * p.x_stride, p.k, x + i * p.k);
+    compact.x = x;
+  }
+  const bool copies_y = compact.y_stride != p.y_stride;
+  if (copies_y) compact.y = reserve(library().compact_y, p.m * p.n);
+  execute(primitive_of(compact), compact);
+  for (std::int64_t i = 0; copies_y && i < p.m; ++i) {
+    std::copy_n(compact.y + i * p.n, p.n, p.y + i * p.y_stride);
+  }
+}
+
+}  // namespace
+
+bool is_available() { return true; }
+
+template <class Value>
+bool has_fast_product(const Product<Value>& p) {
+  return !primitive_of(best_of(p)).is_reference;
+}
+
+const char* version() {
+  static const std::string text = [] {
+    const dnnl_version_t* v = dnnl_version();
+    return fmt::format("{}.{}.{}", v->major, v->minor, v->patch);
+  }();
+  return text.c_str();
+}
+
+template <class Value>
+void multiply(const Product<Value>& p) {
+  try {
+    const Product<Value> best = best_of(p);
+    if (best.x_stride == p.x_stride && best.y_stride == p.y_stride) {
+      execute(primitive_of(p), p);
+    } else {
+      multiply_compacted(p, best);
+    }
+  } catch (const dnnl::error& error) {
+    throw Error(fmt::format("oneDNN: a product of ({}, {}) by ({}, {}) failed: {}", p.m, p.k, p.n,
+                            p.k, error.what()));
+  }
+}
+
+template void multiply(const Product<float>&);
+template void multiply(const Product<bfloat16>&);
+template bool has_fast_product(const Product<float>&);
+template bool has_fast_product(const Product<bfloat16>&);
+
+}  // namespace kvzap::detail::onednn
+
+#else
+
+namespace kvzap::detail::onednn {
+
+bool is_available() { return false; }
+const char* version() { return ""; }
+template <class Value>
+void multiply(const Product<Value>&) {
+  throw Error("this build has no oneDNN");
+}
+template <class Value>
+bool has_fast_product(const Product<Value>&) {
+  return false;
+}
+template void multiply(const Product<float>&);
+template void multiply(const Product<bfloat16>&);
+template bool has_fast_product(const Product<float>&);
+template bool has_fast_product(const Product<bfloat16>&);
+
+}  // namespace kvzap::detail::onednn
+
+#endif

@@ -1,0 +1,263 @@
+#include "linalg/host/row_kernels.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "base/simd.hpp"
+
+// Within a block of rows that a kernel works on, offsets fit an int.
+// NOLINTBEGIN(bugprone-implicit-widening-of-multiplication-result)
+
+namespace kvzap::detail {
+namespace {
+
+// Partial sums per dot product: enough independent chains to hide the latency of an addition, and a
+// whole number of vector registers in every instruction set.
+constexpr int lanes = 32;
+
+template <class Value>
+KVZAP_BODY float dot(const Value* a, const float* b, std::int64_t count) {
+  float partial[lanes] = {};
+  std::int64_t i = 0;
+  for (; i + lanes <= count; i += lanes) {
+    for (int l = 0; l < lanes; ++l) partial[l] += static_cast<float>(a[i + l]) * b[i + l];
+  }
+  float sum = 0;
+  for (; i < count; ++i) sum += static_cast<float>(a[i]) * b[i];
+  for (int width = lanes / 2; width > 0; width /= 2) {
+    for (int l = 0; l < width; ++l) partial[l] += partial[l + width];
+  }
+  return sum + partial[0];
+}
+
+// exp for x <= 0 by range reduction and a degree-6 polynomial (Cephes' expf); no branches, so that
+// loops over it vectorize. Below -87.3 the result would be subnormal: it is taken as that limit's.
+KVZAP_BODY float exp_nonpositive(float x) {
+  const float clamped = x < -87.3f ? -87.3f : x;
+  constexpr float round_to_integer = 12582912.0f;  // 1.5 * 2^23: adding it leaves the integer part
+  const float biased = clamped * 1.44269504f + round_to_integer;
+  const float n = biased - round_to_integer;
+  const float r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const std::uint32_t exponent = (float_bits(biased) - float_bits(round_to_integer) + 127u) << 23;
+  const float result = p * bits_float(exponent);
+  return x == x ? result : x;
+}
+
+template <class Value>
+KVZAP_BODY void widen_body(const Value* source, float* target, std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i) target[i] = static_cast<float>(source[i]);
+}
+
+template <class Value>
+KVZAP_BODY void score_rows_body(const Value* keys, std::int64_t row_stride, std::int64_t dim_stride,
+                                int rows, const float* queries, int n_queries, int dim,
+                                float* scores, int scores_stride) {
+  if (dim_stride == 1) {
+    for (int r = 0; r < rows; ++r) {
+      for (int q = 0; q < n_queries; ++q) {
+        scores[q * scores_stride + r] = dot(keys + r * row_stride, queries + q * dim, dim);
+      }
+    }
+    return;
+  }
+  for (int q = 0; q < n_queries; ++q) {
+    std::fill_n(scores + q * scores_stride, rows, 0.0f);
+  }
+  for (int d = 0; d < dim; ++d) {
+    const Value* column = keys + d * dim_stride;
+    for (int q = 0; q < n_queries; ++q) {
+      float* target = scores + q * scores_stride;
+      const float factor = queries[q * dim + d];
+      if (row_stride == 1) {
+        for (int r = 0; r < rows; ++r) target[r] += factor * static_cast<float>(column[r]);
+      } else {
+        for (int r = 0; r < rows; ++r) {
+          target[r] += factor * static_cast<float>(column[r * row_stride]);
+        }
+      }
+    }
+  }
+}
+
+template <class Value>
+KVZAP_BODY void accumulate_rows_body(const Value* values, std::int64_t row_stride,
+                                     std::int64_t dim_stride, int rows, const float* weights,
+                                     int weights_stride, int n_queries, int dim, float* sums) {
+  if (dim_stride == 1) {
+    for (int r = 0; r < rows; ++r) {
+      const Value* row = values + r * row_stride;
+      for (int q = 0; q < n_queries; ++q) {
+        const float weight = weights[q * weights_stride + r];
+        float* target = sums + q * dim;
+        for (int d = 0; d < dim; ++d) target[d] += weight * static_cast<float>(row[d]);
+      }
+    }
+    return;
+  }
+  for (int d = 0; d < dim; ++d) {
+    const Value* column = values + d * dim_stride;
+    for (int q = 0; q < n_queries; ++q) {
+      const float* weight = weights + q * weights_stride;
+      if (row_stride == 1) {
+        sums[q * dim + d] += dot(column, weight, rows);
+      } else {
+        float sum = 0;
+        for (int r = 0; r < rows; ++r)
+          sum += weight[r] * static_cast<float>(column[r * row_stride]);
+        sums[q * dim + d] += sum;
+      }
+    }
+  }
+}
+
+// By lanes, as Clang takes no maximum of floats for a reduction.
+KVZAP_BODY float max_of_body(const float* values, std::int64_t count) {
+  float partial[lanes];
+  for (float& p : partial) p = values[0];
+  std::int64_t i = 0;
+  for (; i + lanes <= count; i += lanes) {
+    for (int l = 0; l < lanes; ++l) {
+      partial[l] = partial[l] < values[i + l] ? values[i + l] : partial[l];
+    }
+  }
+  float largest = values[0];
+  for (; i < count; ++i) largest = largest < values[i] ? values[i] : largest;
+  for (float p : partial) largest = largest < p ? p : largest;
+  return largest;
+}
+
+KVZAP_BODY float exp_shifted_body(float* values, std::int64_t count, float shift, float scaling) {
+  float sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (std::int64_t i = 0; i < count; ++i) {
+    values[i] = exp_nonpositive((values[i] - shift) * scaling);
+    sum += values[i];
+  }
+  return sum;
+}
+
+KVZAP_BODY void scale_body(float* values, std::int64_t count, float factor) {
+  for (std::int64_t i = 0; i < count; ++i) values[i] *= factor;
+}
+
+KVZAP_BODY void narrow_body(const float* source, bfloat16* target, std::int64_t count) {
+  // As bfloat16's constructor does it, without a branch, so that the loop vectorizes.
+  for (std::int64_t i = 0; i < count; ++i) {
+    const std::uint32_t word = float_bits(source[i]);
+    const std::uint32_t rounded = (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
+    const std::uint32_t quiet = (word >> 16) | 0x40u;
+    const bool is_nan = (word & 0x7fffffffu) > 0x7f800000u;
+    target[i].bits = static_cast<std::uint16_t>(is_nan ? quiet : rounded);
+  }
+}
+
+KVZAP_BODY void narrow_body(const float* source, float* target, std::int64_t count) {
+  std::copy_n(source, count, target);
+}
+
+KVZAP_BODY void narrow_body(const float* source, half* target, std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i) target[i] = half(source[i]);
+}
+
+KVZAP_BODY void gelu_body(float* values, std::int64_t count) {
+  // erf by Abramowitz and Stegun 7.1.26 (error below 1.5e-7): 1 - p(t) exp(-x^2), t = 1/(1 + px).
+  for (std::int64_t i = 0; i < count; ++i) {
+    const float x = values[i];
+    const float z = std::fabs(x) * 0.70710678f;
+    const float t = 1.0f / (1.0f + 0.3275911f * z);
+    float p = 1.061405429f;
+    p = p * t - 1.453152027f;
+    p = p * t + 1.421413741f;
+    p = p * t - 0.284496736f;
+    p = p * t + 0.254829592f;
+    const float tail = p * t * exp_nonpositive(-z * z);  // 1 - erf(|x| / sqrt(2))
+    values[i] = 0.5f * x * (x < 0 ? tail : 2.0f - tail);
+  }
+}
+
+KVZAP_BODY void rms_norm_body(const float* input, const float* weight, float eps, float* output,
+                              std::int64_t count) {
+  const float factor = 1.0f / std::sqrt(dot(input, input, count) / static_cast<float>(count) + eps);
+  for (std::int64_t i = 0; i < count; ++i) output[i] = input[i] * factor * weight[i];
+}
+
+KVZAP_BODY void add_body(float* target, const float* summand, std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i) target[i] += summand[i];
+}
+
+KVZAP_BODY void rotate_body(float* x, const float* angles, int half) {
+  for (int d = 0; d < half; ++d) {
+    const float cosine = angles[2 * d];
+    const float sine = angles[2 * d + 1];
+    const float low = x[d];
+    const float high = x[d + half];
+    x[d] = low * cosine - high * sine;
+    x[d + half] = high * cosine + low * sine;
+  }
+}
+
+KVZAP_BODY void silu_times_body(const float* gate, const float* up, float* target,
+                                std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i) {
+    // exp(-|x|) never overflows: silu(x) = x / (1 + e) for x >= 0, x * e / (1 + e) below.
+    const float x = gate[i] < -100.0f ? -100.0f : gate[i];  // its silu is 0 to within 2e-36
+    const float e = exp_nonpositive(x < 0 ? x : -x);
+    target[i] = x * (x < 0 ? e : 1.0f) / (1.0f + e) * up[i];
+  }
+}
+
+}  // namespace
+
+#define KVZAP_ROW_KERNELS(Value)                                                            \
+  KVZAP_KERNEL(void, widen, (const Value* source, float* target, std::int64_t count),       \
+               (source, target, count))                                                     \
+  KVZAP_KERNEL(                                                                             \
+      void, score_rows,                                                                     \
+      (const Value* keys, std::int64_t row_stride, std::int64_t dim_stride, int rows,       \
+       const float* queries, int n_queries, int dim, float* scores, int scores_stride),     \
+      (keys, row_stride, dim_stride, rows, queries, n_queries, dim, scores, scores_stride)) \
+  KVZAP_KERNEL(                                                                             \
+      void, accumulate_rows,                                                                \
+      (const Value* values, std::int64_t row_stride, std::int64_t dim_stride, int rows,     \
+       const float* weights, int weights_stride, int n_queries, int dim, float* sums),      \
+      (values, row_stride, dim_stride, rows, weights, weights_stride, n_queries, dim, sums))
+
+KVZAP_KERNEL(void, narrow, (const float* source, float* target, std::int64_t count),
+             (source, target, count))
+KVZAP_KERNEL(void, narrow, (const float* source, half* target, std::int64_t count),
+             (source, target, count))
+KVZAP_KERNEL(void, narrow, (const float* source, bfloat16* target, std::int64_t count),
+             (source, target, count))
+
+KVZAP_ROW_KERNELS(float)
+KVZAP_ROW_KERNELS(half)
+KVZAP_ROW_KERNELS(bfloat16)
+
+KVZAP_KERNEL(float, max_of, (const float* values, std::int64_t count), (values, count))
+KVZAP_KERNEL(float, exp_shifted, (float* values, std::int64_t count, float shift, float scaling),
+             (values, count, shift, scaling))
+KVZAP_KERNEL(void, scale, (float* values, std::int64_t count, float factor),
+             (values, count, factor))
+KVZAP_KERNEL(void, gelu, (float* values, std::int64_t count), (values, count))
+KVZAP_KERNEL(void, rms_norm,
+             (const float* input, const float* weight, float eps, float* output,
+              std::int64_t count),
+             (input, weight, eps, output, count))
+KVZAP_KERNEL(void, add, (float* target, const float* summand, std::int64_t count),
+             (target, summand, count))
+KVZAP_KERNEL(void, rotate, (float* x, const float* angles, int half), (x, angles, half))
+KVZAP_KERNEL(void, silu_times,
+             (const float* gate, const float* up, float* target, std::int64_t count),
+             (gate, up, target, count))
+
+}  // namespace kvzap::detail
+
+// NOLINTEND(bugprone-implicit-widening-of-multiplication-result)

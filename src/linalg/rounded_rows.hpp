@@ -1,0 +1,60 @@
+// Rows of activations in the form in which a device's products take them.
+#pragma once
+
+#include <kvzap/types.hpp>
+#include <type_traits>
+
+#include "base/kokkos_compat.hpp"
+
+namespace kvzap::detail {
+
+/// The power of two that brings `largest`, the largest magnitude of a row, to at least 2^14 and
+/// below 2^15, near the largest of f16; 0 for infinity and NaN, which stay what they are.
+KOKKOS_INLINE_FUNCTION int half_shift(float largest) {
+  const int exponent = static_cast<int>((float_bits(largest) >> 23) & 0xffu) - 127;
+  return exponent == 128 ? 0 : (exponent < -112 ? 126 : 14 - exponent);
+}
+
+/// 2^exponent, for -126 <= exponent <= 127.
+KOKKOS_INLINE_FUNCTION float power_of_two(int exponent) {
+  return bits_float(static_cast<std::uint32_t>(127 + exponent) << 23);
+}
+
+/// Rows of x (m, k), rounded to Value, one after the other: made once, for all products that read
+/// them. Rows of half are scaled by a power of two each, so that none overflows. May be empty:
+/// products then take x itself. There are none for float.
+template <class Value>
+struct RoundedRows {
+  Value* values = nullptr;   // (m, k)
+  float* unscale = nullptr;  // (m), half alone: undoes each row's scaling
+
+  static constexpr bool is_scaled = std::is_same_v<Value, half>;
+  KOKKOS_INLINE_FUNCTION bool exist() const { return values != nullptr; }
+
+  /// Rounds a row of `size` values, x(k), by all threads of a team, which call this together after
+  /// what x(k) reads has been written.
+  template <class Member, class Row>
+  KOKKOS_INLINE_FUNCTION void store(const Member& team, std::int64_t row, std::int64_t size,
+                                    const Row& x) const {
+    if (!exist()) return;
+    Value* const target = values + row * size;
+    float scale = 1;
+    if constexpr (is_scaled) {
+      float largest = 0;
+      Kokkos::parallel_reduce(
+          Kokkos::TeamThreadRange(team, size),
+          [&](std::int64_t k, float& most) {
+            const float magnitude = math::fabs(x(k));
+            if (magnitude > most) most = magnitude;
+          },
+          Kokkos::Max<float>(largest));
+      const int shift = half_shift(largest);
+      scale = power_of_two(shift);
+      Kokkos::single(Kokkos::PerTeam(team), [&] { unscale[row] = power_of_two(-shift); });
+    }
+    Kokkos::parallel_for(Kokkos::TeamThreadRange(team, size),
+                         [&](std::int64_t k) { target[k] = Value(x(k) * scale); });
+  }
+};
+
+}  // namespace kvzap::detail

@@ -1,0 +1,549 @@
+#include "base/json_file.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <kvzap/model_config.hpp>
+#include <set>
+#include <string_view>
+#include <system_error>
+#include <utility>
+
+namespace kvzap {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+
+namespace {
+
+// Bounds far above any published model. They keep a hostile file from asking for absurd amounts of
+// memory before its weights are looked at.
+constexpr std::int64_t max_size = 2147483647;
+constexpr std::int64_t max_count = 65536;
+
+/// A value as a message shows it: JSON, cut to a readable length.
+std::string text_of(const json& value) {
+  constexpr std::size_t longest = 80;
+  std::string text = value.dump(-1, ' ', true);
+  if (text.size() > longest) text = text.substr(0, longest) + "...";
+  return text;
+}
+
+/// One JSON object of a file. Remembers which fields were looked at, so that the rest can be
+/// reported.
+class Fields {
+ public:
+  /// `prefix` is put before field names in messages, e.g. "rope_scaling.".
+  Fields(const json& object, std::string file, std::string prefix = "")
+      : m_object(object), m_file(std::move(file)), m_prefix(std::move(prefix)) {}
+
+  [[noreturn]] void fail(std::string_view field, std::string_view expected,
+                         std::string_view found) const {
+    throw Error(
+        fmt::format("{}: {}{}: expected {}, found {}", m_file, m_prefix, field, expected, found));
+  }
+
+  const std::string& file() const { return m_file; }
+
+  /// The field's value; nullptr if it is absent or null, which mean the same in these files.
+  const json* get(const std::string& field) {
+    m_seen.insert(field);
+    const auto found = m_object.find(field);
+    return found == m_object.end() || found->is_null() ? nullptr : &*found;
+  }
+
+  bool has_key(const std::string& field) const { return m_object.contains(field); }
+
+  /// A whole number in [1, bound].
+  std::optional<std::int64_t> find_size(const std::string& field, std::int64_t bound) {
+    const json* const value = get(field);
+    if (value == nullptr) return std::nullopt;
+    const bool is_valid = value->is_number_unsigned() && value->get<std::uint64_t>() >= 1 &&
+                          value->get<std::uint64_t>() <= static_cast<std::uint64_t>(bound);
+    if (!is_valid) fail(field, fmt::format("a whole number from 1 to {}", bound), text_of(*value));
+    return value->get<std::int64_t>();
+  }
+
+  std::int64_t size(const std::string& field, std::int64_t bound) {
+    const auto value = find_size(field, bound);
+    if (!value) fail(field, fmt::format("a whole number from 1 to {}", bound), "none");
+    return *value;
+  }
+
+  /// A number above zero.
+  std::optional<double> find_positive(const std::string& field) {
+    const json* const value = get(field);
+    if (value == nullptr) return std::nullopt;
+    if (!value->is_number() || !std::isfinite(value->get<double>()) ||
+        !(value->get<double>() > 0)) {
+      fail(field, "a number above 0", text_of(*value));
+    }
+    return value->get<double>();
+  }
+
+  double positive(const std::string& field) {
+    const auto value = find_positive(field);
+    if (!value) fail(field, "a number above 0", "none");
+    return *value;
+  }
+
+  bool flag(const std::string& field, bool fallback) {
+    const json* const value = get(field);
+    if (value == nullptr) return fallback;
+    if (!value->is_boolean()) fail(field, "true or false", text_of(*value));
+    return value->get<bool>();
+  }
+
+  std::optional<std::string> find_text(const std::string& field) {
+    const json* const value = get(field);
+    if (value == nullptr) return std::nullopt;
+    if (!value->is_string()) fail(field, "a string", text_of(*value));
+    return value->get<std::string>();
+  }
+
+  /// The field may only be absent, null or equal to `neutral`.
+  void require(const std::string& field, const json& neutral) {
+    const json* const value = get(field);
+    if (value != nullptr && *value != neutral) fail(field, text_of(neutral), text_of(*value));
+  }
+
+  /// The field may only be absent or null.
+  void require_none(const std::string& field) {
+    const json* const value = get(field);
+    if (value != nullptr) fail(field, "none (it is not supported)", text_of(*value));
+  }
+
+  /// Adds a warning for every field that was not looked at and is not in `harmless`.
+  void warn_unknown(const std::set<std::string_view>& harmless,
+                    std::vector<std::string>& warnings) const {
+    for (const auto& [field, value] : m_object.items()) {
+      if (value.is_null() || m_seen.count(field) != 0 || harmless.count(field) != 0) continue;
+      warnings.push_back(fmt::format("{}: {}{}: unknown field is ignored, found {}", m_file,
+                                     m_prefix, field, text_of(value)));
+    }
+  }
+
+ private:
+  const json& m_object;
+  std::string m_file;
+  std::string m_prefix;
+  std::set<std::string> m_seen;
+};
+
+/// What one of the two dialects says about RoPE.
+struct Rope {
+  std::optional<double> theta;
+  std::optional<RopeScaling> scaling;
+};
+
+bool same(const std::optional<RopeScaling>& left, const std::optional<RopeScaling>& right) {
+  if (left.has_value() != right.has_value()) return false;
+  return !left ||
+         (left->factor == right->factor && left->low_freq_factor == right->low_freq_factor &&
+          left->high_freq_factor == right->high_freq_factor &&
+          left->original_max_position_embeddings == right->original_max_position_embeddings);
+}
+
+/// Reads the object `key`: "rope_scaling" (older files) or "rope_parameters" (transformers 5).
+Rope parse_rope(Fields& config, const std::string& key, const json& value,
+                std::vector<std::string>& warnings) {
+  if (!value.is_object()) config.fail(key, "an object", text_of(value));
+  for (const auto& [field, nested] : value.items()) {
+    if (nested.is_object()) {
+      config.fail(fmt::format("{}.{}", key, field), "one set of RoPE parameters for all layers",
+                  text_of(nested));
+    }
+  }
+  Fields fields(value, config.file(), key + ".");
+  const auto current_type = fields.find_text("rope_type");
+  const auto older_type = fields.find_text("type");
+  if (!current_type && !older_type && fields.has_key("factor")) {
+    fields.fail("rope_type", "default or llama3", "none");
+  }
+  const std::string type = current_type ? *current_type : older_type.value_or("default");
+
+  Rope rope;
+  rope.theta = fields.find_positive("rope_theta");
+  fields.require("partial_rotary_factor", 1);
+  if (type == "llama3") {
+    RopeScaling scaling{};
+    scaling.factor = fields.positive("factor");
+    scaling.low_freq_factor = fields.positive("low_freq_factor");
+    scaling.high_freq_factor = fields.positive("high_freq_factor");
+    scaling.original_max_position_embeddings =
+        fields.size("original_max_position_embeddings", max_size);
+    if (!(scaling.high_freq_factor > scaling.low_freq_factor)) {
+      fields.fail("high_freq_factor",
+                  fmt::format("more than low_freq_factor ({})", scaling.low_freq_factor),
+                  fmt::format("{}", scaling.high_freq_factor));
+    }
+    rope.scaling = scaling;
+  } else if (type != "default") {
+    fields.fail(current_type ? "rope_type" : "type", "default or llama3", "\"" + type + "\"");
+  }
+  fields.warn_unknown({}, warnings);
+  return rope;
+}
+
+void read_rope(Fields& fields, ModelConfig& config) {
+  const auto theta = fields.find_positive("rope_theta");
+  const json* const older = fields.get("rope_scaling");
+  const json* const current = fields.get("rope_parameters");
+  Rope rope;
+  if (older != nullptr) rope = parse_rope(fields, "rope_scaling", *older, config.warnings);
+  if (current != nullptr) {
+    const Rope parsed = parse_rope(fields, "rope_parameters", *current, config.warnings);
+    if (older != nullptr && !same(rope.scaling, parsed.scaling)) {
+      fields.fail("rope_parameters", "the same as rope_scaling", text_of(*current));
+    }
+    if (rope.theta && parsed.theta && *rope.theta != *parsed.theta) {
+      fields.fail("rope_parameters.rope_theta", fmt::format("{} as in rope_scaling", *rope.theta),
+                  fmt::format("{}", *parsed.theta));
+    }
+    rope.scaling = parsed.scaling;
+    if (parsed.theta) rope.theta = parsed.theta;
+  }
+  if (theta && rope.theta && *theta != *rope.theta) {
+    fields.fail("rope_theta", fmt::format("{} as in the RoPE parameters", *rope.theta),
+                fmt::format("{}", *theta));
+  }
+  constexpr double default_theta = 10000.0;
+  config.rope_theta = rope.theta.value_or(theta.value_or(default_theta));
+  config.rope_scaling = rope.scaling;
+}
+
+/// What differs between the supported architectures.
+struct Architecture {
+  std::string_view name;
+  std::string_view model_type;
+  bool qk_norm;
+  bool always_qkv_bias;
+  bool has_attention_bias_field;
+  bool has_mlp_bias_field;
+  /// What an absent field means to transformers; 0: derived from the other sizes, as null is.
+  std::int64_t default_key_value_heads;
+  std::int64_t default_head_dim;
+};
+
+constexpr std::array<Architecture, 4> architectures = {{
+    {"Qwen3ForCausalLM", "qwen3", true, false, true, false, 32, 128},
+    {"Qwen2ForCausalLM", "qwen2", false, true, false, false, 32, 0},
+    {"LlamaForCausalLM", "llama", false, false, true, true, 0, 0},
+    {"MistralForCausalLM", "mistral", false, false, false, false, 8, 0},
+}};
+
+const Architecture& read_architecture(Fields& fields) {
+  constexpr std::string_view expected =
+      "one of Qwen3ForCausalLM, Qwen2ForCausalLM, LlamaForCausalLM and MistralForCausalLM";
+  const json* const value = fields.get("architectures");
+  if (value == nullptr) fields.fail("architectures", expected, "none");
+  if (!value->is_array() || value->size() != 1 || !value->front().is_string()) {
+    fields.fail("architectures", expected, text_of(*value));
+  }
+  const auto& name = value->front().get_ref<const std::string&>();
+  const auto found = std::find_if(architectures.begin(), architectures.end(),
+                                  [&](const Architecture& known) { return known.name == name; });
+  if (found == architectures.end()) fields.fail("architectures", expected, text_of(*value));
+  fields.require("model_type", std::string(found->model_type));
+  return *found;
+}
+
+void read_sizes(Fields& fields, const Architecture& architecture, ModelConfig& config) {
+  config.hidden_size = fields.size("hidden_size", max_size);
+  config.intermediate_size = fields.size("intermediate_size", max_size);
+  config.num_hidden_layers = fields.size("num_hidden_layers", max_count);
+  config.num_attention_heads = fields.size("num_attention_heads", max_count);
+  config.vocab_size = fields.size("vocab_size", max_size);
+  config.max_position_embeddings = fields.size("max_position_embeddings", max_size);
+
+  const auto absent_or = [&](const char* field, std::int64_t class_default, std::int64_t derived) {
+    return class_default != 0 && !fields.has_key(field) ? class_default : derived;
+  };
+  config.num_key_value_heads =
+      fields.find_size("num_key_value_heads", max_count)
+          .value_or(absent_or("num_key_value_heads", architecture.default_key_value_heads,
+                              config.num_attention_heads));
+  if (config.num_attention_heads % config.num_key_value_heads != 0) {
+    fields.fail("num_key_value_heads",
+                fmt::format("a divisor of num_attention_heads ({})", config.num_attention_heads),
+                fmt::format("{}", config.num_key_value_heads));
+  }
+  const auto head_dim = fields.find_size("head_dim", max_count);
+  if (head_dim) {
+    config.head_dim = *head_dim;
+  } else {
+    config.head_dim = absent_or("head_dim", architecture.default_head_dim, 0);
+    if (config.head_dim == 0) {
+      if (config.hidden_size % config.num_attention_heads != 0) {
+        fields.fail("hidden_size",
+                    fmt::format("a multiple of num_attention_heads ({}), as there is no head_dim",
+                                config.num_attention_heads),
+                    fmt::format("{}", config.hidden_size));
+      }
+      config.head_dim = config.hidden_size / config.num_attention_heads;
+    }
+  }
+  if (config.head_dim % 2 != 0 || config.head_dim > max_count) {
+    fields.fail("head_dim", fmt::format("an even number up to {}", max_count),
+                fmt::format("{}", config.head_dim));
+  }
+}
+
+/// Transformers ignores a bias field its class does not have. A file that sets one was probably
+/// written for other code, so it is worth a warning.
+bool read_bias(Fields& fields, const std::string& field, bool is_supported, ModelConfig& config) {
+  const bool value = fields.flag(field, false);
+  if (value && !is_supported) {
+    config.warnings.push_back(fmt::format("{}: {}: {} has no such field, true is ignored",
+                                          fields.file(), field, config.architecture));
+  }
+  return value && is_supported;
+}
+
+void read_dtype(Fields& fields, ModelConfig& config) {
+  const bool is_current = fields.has_key("dtype");
+  const std::string field = is_current ? "dtype" : "torch_dtype";
+  const auto name = fields.find_text(field);
+  fields.get("torch_dtype");
+  if (!name) return;
+  if (*name == "float32") {
+    config.dtype = DType::f32;
+  } else if (*name == "float16") {
+    config.dtype = DType::f16;
+  } else if (*name == "bfloat16") {
+    config.dtype = DType::bf16;
+  } else {
+    fields.fail(field, "float32, float16 or bfloat16", "\"" + *name + "\"");
+  }
+}
+
+void refuse_sliding_windows(Fields& fields, const ModelConfig& config) {
+  const bool is_mistral = config.architecture == "MistralForCausalLM";
+  const bool is_qwen =
+      config.architecture == "Qwen2ForCausalLM" || config.architecture == "Qwen3ForCausalLM";
+  if (is_mistral) {
+    fields.require_none("sliding_window");
+    if (!fields.has_key("sliding_window")) {
+      fields.fail("sliding_window", "null", "none (which means a window of 4096)");
+    }
+  }
+  // Llama has no such field; there a stray sliding_window stays among the unknown ones.
+  if (is_qwen && fields.flag("use_sliding_window", false)) {
+    fields.require_none("sliding_window");
+    if (!fields.has_key("sliding_window")) {
+      fields.fail("use_sliding_window", "false", "true");
+    }
+  }
+  if (is_qwen) fields.get("sliding_window");
+
+  if (const json* const types = fields.get("layer_types")) {
+    if (!types->is_array() || types->size() != static_cast<std::size_t>(config.num_hidden_layers)) {
+      fields.fail("layer_types", fmt::format("an array of {} names", config.num_hidden_layers),
+                  text_of(*types));
+    }
+    for (const json& type : *types) {
+      if (type != "full_attention") {
+        fields.fail("layer_types", "only \"full_attention\"", text_of(type));
+      }
+    }
+  }
+}
+
+/// Features of related architectures. Where a file sets one, the weights expect it.
+void refuse_unsupported(Fields& fields) {
+  fields.require("hidden_act", "silu");
+  for (const char* field : {"hidden_activation", "activation_function"}) {
+    fields.require(field, "silu");
+  }
+  for (const char* field :
+       {"partial_rotary_factor", "embedding_multiplier", "logits_scaling", "residual_multiplier",
+        "attention_multiplier", "logit_scale", "scale_emb"}) {
+    fields.require(field, 1);
+  }
+  for (const char* field : {"num_experts", "num_local_experts", "n_routed_experts"}) {
+    fields.require(field, 0);
+  }
+  for (const char* field : {"quantization_config", "compression_config", "attn_logit_softcapping",
+                            "final_logit_softcapping", "query_pre_attn_scalar"}) {
+    fields.require_none(field);
+  }
+  for (const char* field : {"is_encoder_decoder", "add_cross_attention", "use_qk_norm",
+                            "qk_layernorm", "parallel_attn"}) {
+    fields.require(field, false);
+  }
+}
+
+/// Fields that name, document or train a model, or tell other programs how to run it.
+const std::set<std::string_view>& harmless_fields() {
+  static const std::set<std::string_view> fields = {
+      "_attn_implementation",
+      "_attn_implementation_autoset",
+      "_commit_hash",
+      "_name_or_path",
+      "attention_dropout",
+      "attn_implementation",
+      "bad_words_ids",
+      "begin_suppress_tokens",
+      "bos_token_id",
+      "chunk_size_feed_forward",
+      "classifier_dropout",
+      "cross_attention_hidden_size",
+      "decoder_start_token_id",
+      "diversity_penalty",
+      "do_sample",
+      "early_stopping",
+      "encoder_no_repeat_ngram_size",
+      "eos_token_id",
+      "exponential_decay_length_penalty",
+      "finetuning_task",
+      "forced_bos_token_id",
+      "forced_eos_token_id",
+      "id2label",
+      "initializer_range",
+      "is_decoder",
+      "label2id",
+      "length_penalty",
+      "max_length",
+      "max_window_layers",
+      "min_length",
+      "no_repeat_ngram_size",
+      "num_beam_groups",
+      "num_beams",
+      "num_return_sequences",
+      "output_attentions",
+      "output_hidden_states",
+      "output_scores",
+      "pad_token_id",
+      "prefix",
+      "pretraining_tp",
+      "problem_type",
+      "pruned_heads",
+      "remove_invalid_values",
+      "repetition_penalty",
+      "return_dict",
+      "return_dict_in_generate",
+      "sep_token_id",
+      "suppress_tokens",
+      "task_specific_params",
+      "temperature",
+      "tf_legacy_loss",
+      "tie_encoder_decoder",
+      "tokenizer_class",
+      "top_k",
+      "top_p",
+      "torchscript",
+      "transformers_version",
+      "transformers.js_config",
+      "typical_p",
+      "unsloth_fixed",
+      "unsloth_version",
+      "use_bfloat16",
+      "use_cache",
+  };
+  return fields;
+}
+
+/// Appends the ids of `fields`' eos_token_id; false if it has none.
+bool read_stop_ids(Fields& fields, std::int64_t vocab_size, std::vector<TokenId>& ids) {
+  const json* const value = fields.get("eos_token_id");
+  if (value == nullptr) return false;
+  const auto append = [&](const json& id) {
+    if (!id.is_number_unsigned() ||
+        id.get<std::uint64_t>() >= static_cast<std::uint64_t>(vocab_size)) {
+      fields.fail("eos_token_id", fmt::format("a whole number from 0 to {}", vocab_size - 1),
+                  text_of(id));
+    }
+    const auto token = id.get<TokenId>();
+    if (std::find(ids.begin(), ids.end(), token) == ids.end()) ids.push_back(token);
+  };
+  if (value->is_array()) {
+    for (const json& id : *value) append(id);
+  } else {
+    append(*value);
+  }
+  return true;
+}
+
+}  // namespace
+
+ModelConfig ModelConfig::load(const fs::path& folder) {
+  const fs::path file = folder / "config.json";
+  const json object = detail::read_json_object(file);
+  Fields fields(object, file.string());
+
+  ModelConfig config{};
+  const Architecture& architecture = read_architecture(fields);
+  config.architecture = architecture.name;
+  read_sizes(fields, architecture, config);
+  config.rms_norm_eps = fields.find_positive("rms_norm_eps").value_or(1e-6);
+  read_rope(fields, config);
+  read_dtype(fields, config);
+  config.tie_word_embeddings = fields.flag("tie_word_embeddings", false);
+  config.qk_norm = architecture.qk_norm;
+  const bool attention_bias =
+      read_bias(fields, "attention_bias",
+                architecture.has_attention_bias_field || architecture.always_qkv_bias, config);
+  config.qkv_bias = attention_bias || architecture.always_qkv_bias;
+  config.o_bias = attention_bias && architecture.has_attention_bias_field;
+  config.mlp_bias = read_bias(fields, "mlp_bias", architecture.has_mlp_bias_field, config);
+  refuse_sliding_windows(fields, config);
+  refuse_unsupported(fields);
+  fields.warn_unknown(harmless_fields(), config.warnings);
+  return config;
+}
+
+std::vector<TokenId> load_stop_ids(const fs::path& folder, std::int64_t vocab_size) {
+  if (vocab_size < 1 || vocab_size > max_size) {
+    throw Error(
+        fmt::format("load_stop_ids: vocab_size: expected a whole number from 1 to {}, found {}",
+                    max_size, vocab_size));
+  }
+  std::vector<TokenId> ids;
+  for (const char* name : {"generation_config.json", "config.json"}) {
+    const fs::path file = folder / name;
+    std::error_code status;
+    if (!fs::exists(file, status)) continue;
+    const json object = detail::read_json_object(file);
+    Fields fields(object, file.string());
+    if (read_stop_ids(fields, vocab_size, ids)) break;
+  }
+  return ids;
+}
+
+std::vector<float> rope_inverse_frequencies(const ModelConfig& config) {
+  const auto count = static_cast<std::size_t>(config.head_dim / 2);
+  const auto base = static_cast<float>(config.rope_theta);
+  const auto dim = static_cast<float>(config.head_dim);
+  std::vector<float> frequencies(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    // Rounding the double power gives the correctly rounded float, which library powf may miss.
+    const float exponent = static_cast<float>(2 * i) / dim;
+    frequencies[i] = 1.0f / static_cast<float>(
+                                std::pow(static_cast<double>(base), static_cast<double>(exponent)));
+  }
+  if (!config.rope_scaling) return frequencies;
+
+  const RopeScaling& scaling = *config.rope_scaling;
+  const auto original = static_cast<double>(scaling.original_max_position_embeddings);
+  const auto low_freq_wavelen = static_cast<float>(original / scaling.low_freq_factor);
+  const auto high_freq_wavelen = static_cast<float>(original / scaling.high_freq_factor);
+  const auto factor = static_cast<float>(scaling.factor);
+  const auto low = static_cast<float>(scaling.low_freq_factor);
+  const auto span = static_cast<float>(scaling.high_freq_factor - scaling.low_freq_factor);
+  constexpr auto two_pi = static_cast<float>(6.283185307179586);
+  for (float& frequency : frequencies) {
+    // A number divided by a tensor is the tensor's reciprocal times that number, in torch.
+    const float wavelen = (1.0f / frequency) * two_pi;
+    if (wavelen > low_freq_wavelen) {
+      frequency = frequency / factor;
+    } else if (wavelen >= high_freq_wavelen) {
+      const float smooth = ((1.0f / wavelen) * static_cast<float>(original) - low) / span;
+      frequency = (1.0f - smooth) * frequency / factor + smooth * frequency;
+    }
+  }
+  return frequencies;
+}
+
+}  // namespace kvzap

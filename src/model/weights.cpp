@@ -1,0 +1,227 @@
+#include "model/weights.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "base/huge_pages.hpp"
+#include "base/instantiate.hpp"
+#include "base/kokkos_compat.hpp"
+#include "linalg/gemm.hpp"
+#include "linalg/host/row_kernels.hpp"
+
+namespace kvzap::detail {
+namespace {
+
+// splitmix64's finalizer: a cheap hash whose output bits are all usable.
+std::uint64_t mix(std::uint64_t x) {
+  x += 0x9e3779b97f4a7c15ull;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+  return x ^ (x >> 31);
+}
+
+std::uint64_t hash_of(const std::string& text) {
+  std::uint64_t hash = 0xcbf29ce484222325ull;
+  for (unsigned char c : text) hash = (hash ^ c) * 0x100000001b3ull;
+  return hash;
+}
+
+// The sum of four uniform 16-bit numbers is close enough to a normal one for weights.
+float random_weight(std::uint64_t key, std::uint64_t index) {
+  const std::uint64_t bits = mix(key ^ index);
+  const int sum = static_cast<int>(bits & 0xffff) + static_cast<int>((bits >> 16) & 0xffff) +
+                  static_cast<int>((bits >> 32) & 0xffff) + static_cast<int>(bits >> 48);
+  constexpr float standard_deviation = 37837.0f;  // sqrt(4 / 12) * 65536
+  return static_cast<float>(sum - 2 * 65535) * (0.02f / standard_deviation);
+}
+
+template <class Stored, class Value>
+void convert(const std::byte* source, Value* target, std::int64_t count,
+             std::vector<Stored>& buffer, std::vector<float>& wide, const TensorInfo& tensor) {
+  if constexpr (std::is_same_v<Stored, Value>) {
+    std::memcpy(target, source, count * sizeof(Value));
+  } else {
+    // The file promises no alignment.
+    buffer.resize(count);
+    std::memcpy(buffer.data(), source, count * sizeof(Stored));
+    wide.resize(count);
+    widen(buffer.data(), wide.data(), count);
+    for (std::int64_t i = 0; i < count; ++i) {
+      target[i] = Value(wide[i]);
+      if constexpr (std::is_same_v<Value, half>) {
+        if (std::fabs(wide[i]) >= 65520.0f && std::isfinite(wide[i])) {
+          throw Error(
+              fmt::format("{}: tensor {}: {} overflows f16 (largest 65504); use --dtype bf16 "
+                          "or f32",
+                          tensor.file, tensor.name, wide[i]));
+        }
+      }
+    }
+  }
+}
+
+template <class Value>
+void read_range(const TensorInfo& tensor, std::int64_t first, std::int64_t count, Value* target) {
+  thread_local std::vector<float> buffer_f32, wide;
+  thread_local std::vector<half> buffer_f16;
+  thread_local std::vector<bfloat16> buffer_bf16;
+  const std::byte* source = tensor.data + first * size_of(tensor.dtype);
+  switch (tensor.dtype) {
+    case DType::f32:
+      return convert(source, target, count, buffer_f32, wide, tensor);
+    case DType::f16:
+      return convert(source, target, count, buffer_f16, wide, tensor);
+    case DType::bf16:
+      return convert(source, target, count, buffer_bf16, wide, tensor);
+  }
+}
+
+template <class View>
+View allocate(const std::string& name, std::int64_t rows, std::int64_t columns) {
+  try {
+    View view(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::weights::" + name), rows,
+              columns);
+    if constexpr (runs_on_host) {
+      advise_huge_pages(view.data(), view.size() * sizeof(typename View::value_type));
+    }
+    return view;
+  } catch (const std::exception&) {
+    throw Error(fmt::format("out of memory: no room for {} ({} x {} values of {} bytes)", name,
+                            rows, columns, sizeof(typename View::value_type)));
+  }
+}
+
+}  // namespace
+
+template <class Value>
+Value* WeightSource::read_rows(const TensorInfo* tensor, std::uint64_t key, std::int64_t columns,
+                               std::int64_t row_begin, std::int64_t row_end,
+                               const Ranges& column_ranges, Value* target) const {
+  const bool whole_rows = column_ranges.size() == 1 && total(column_ranges) == columns;
+  if (tensor && whole_rows) {
+    const std::int64_t count = (row_end - row_begin) * columns;
+    read_range(*tensor, row_begin * columns, count, target);
+    return target + count;
+  }
+  for (std::int64_t row = row_begin; row < row_end; ++row) {
+    for (const auto& [begin, end] : column_ranges) {
+      if (tensor) {
+        read_range(*tensor, row * columns + begin, end - begin, target);
+      } else {
+        for (std::int64_t i = begin; i < end; ++i) {
+          target[i - begin] = Value(random_weight(key, row * columns + i));
+        }
+      }
+      target += end - begin;
+    }
+  }
+  return target;
+}
+
+namespace {
+
+/// What the tensors are called together, in messages.
+std::string names_of(const std::vector<TensorRows>& parts) {
+  std::string names;
+  for (const TensorRows& part : parts) names += (names.empty() ? "" : " + ") + part.name;
+  return names;
+}
+
+std::int64_t total(const std::vector<TensorRows>& parts) {
+  std::int64_t sum = 0;
+  for (const TensorRows& part : parts) sum += detail::total(part.ranges);
+  return sum;
+}
+
+}  // namespace
+
+template <class Value>
+Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> WeightSource::matrix(
+    const std::vector<TensorRows>& parts, std::int64_t columns, const Ranges& column_ranges) const {
+  using View = Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace>;
+  View view = allocate<View>(names_of(parts), total(parts), total(column_ranges));
+  auto host = Kokkos::create_mirror_view(view);
+  Value* target = host.data();
+  for (const TensorRows& part : parts) {
+    const TensorInfo* tensor = m_files ? &m_files->at(part.name, {part.extent, columns}) : nullptr;
+    const std::uint64_t key = mix(m_seed) ^ hash_of(part.name);
+    for (const auto& [begin, end] : part.ranges) {
+      target = read_rows(tensor, key, columns, begin, end, column_ranges, target);
+    }
+    if (tensor) m_files->release(*tensor);
+  }
+  Kokkos::deep_copy(view, host);
+  return view;
+}
+
+template <class Value>
+LinearWeights<Value> WeightSource::linear(const std::vector<TensorRows>& parts,
+                                          std::int64_t columns, const Ranges& column_ranges) const {
+  const std::int64_t outputs = total(parts);
+  const std::int64_t inputs = total(column_ranges);
+  if (!packs_weights<Value>() || outputs <= few_outputs || inputs == 0) {
+    return LinearWeights<Value>(matrix<Value>(parts, columns, column_ranges));
+  }
+  auto weights = std::get<PackedAllocator<Value>>(m_allocators)(outputs, inputs);
+  // Rows pass through a buffer of one block, which stays in cache, on their way to their places.
+  constexpr std::int64_t block = LinearWeights<Value>::block_outputs;
+  std::vector<Value> buffer(block * inputs);
+  std::int64_t buffered = 0, packed = 0;
+  for (const TensorRows& part : parts) {
+    const TensorInfo* tensor = m_files ? &m_files->at(part.name, {part.extent, columns}) : nullptr;
+    const std::uint64_t key = mix(m_seed) ^ hash_of(part.name);
+    for (auto [begin, end] : part.ranges) {
+      while (begin < end) {
+        const std::int64_t count = std::min(block - buffered, end - begin);
+        read_rows(tensor, key, columns, begin, begin + count, column_ranges,
+                  buffer.data() + buffered * inputs);
+        begin += count;
+        buffered += count;
+        if (buffered == block || packed + buffered == outputs) {
+          pack_rows(buffer.data(), packed, buffered, weights);
+          packed += buffered;
+          buffered = 0;
+        }
+      }
+    }
+    if (tensor) m_files->release(*tensor);
+  }
+  return weights;
+}
+
+Kokkos::View<float*, MemorySpace> WeightSource::vector(const std::vector<TensorRows>& parts,
+                                                       float random_value) const {
+  Kokkos::View<float*, MemorySpace> view(
+      Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::weights::" + names_of(parts)),
+      total(parts));
+  auto host = Kokkos::create_mirror_view(view);
+  float* target = host.data();
+  for (const TensorRows& part : parts) {
+    const TensorInfo* tensor = m_files ? &m_files->at(part.name, {part.extent}) : nullptr;
+    for (const auto& [begin, end] : part.ranges) {
+      if (tensor) {
+        read_range(*tensor, begin, end - begin, target);
+      } else {
+        std::fill_n(target, end - begin, random_value);
+      }
+      target += end - begin;
+    }
+  }
+  Kokkos::deep_copy(view, host);
+  return view;
+}
+
+// Value is a type. NOLINTBEGIN(bugprone-macro-parentheses)
+#define KVZAP_WEIGHTS(Value)                                                                       \
+  template LinearWeights<Value> WeightSource::linear(const std::vector<TensorRows>&, std::int64_t, \
+                                                     const Ranges&) const;                         \
+  template Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> WeightSource::matrix<Value>(    \
+      const std::vector<TensorRows>&, std::int64_t, const Ranges&) const;
+// NOLINTEND(bugprone-macro-parentheses)
+KVZAP_FOR_EACH_VALUE(KVZAP_WEIGHTS)
+#undef KVZAP_WEIGHTS
+
+}  // namespace kvzap::detail

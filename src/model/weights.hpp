@@ -1,0 +1,71 @@
+// Cuts this rank's part out of a checkpoint's tensors, or makes it up from a seed.
+#pragma once
+
+#include <kvzap/linear_weights.hpp>
+#include <kvzap/safetensors.hpp>
+#include <kvzap/types.hpp>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "linalg/gemm.hpp"
+
+namespace kvzap::detail {
+
+/// Half-open index ranges, ascending; what a rank takes of a dimension.
+using Ranges = std::vector<std::pair<std::int64_t, std::int64_t>>;
+
+/// What a rank takes of the first dimension of a tensor.
+struct TensorRows {
+  std::string name;
+  std::int64_t extent = 0;  // of the whole tensor
+  Ranges ranges;
+};
+
+inline std::int64_t total(const Ranges& ranges) {
+  std::int64_t sum = 0;
+  for (const auto& [begin, end] : ranges) sum += end - begin;
+  return sum;
+}
+
+class WeightSource {
+ public:
+  explicit WeightSource(const SafetensorsFolder& files) : m_files(&files) {}
+  /// Normally distributed weights of standard deviation 0.02; the value at an index depends on the
+  /// seed, the tensor's name and the index alone, not on how the tensor is split.
+  explicit WeightSource(std::uint64_t seed) : m_seed(seed) {}
+
+  /// Rows of one tensor after another's, of each the columns `column_ranges`. The whole shape of
+  /// each must be (extent, columns). Throws Error if a finite value overflows Value.
+  template <class Value>
+  Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> matrix(
+      const std::vector<TensorRows>& parts, std::int64_t columns,
+      const Ranges& column_ranges) const;
+
+  /// The same, packed where that is worth it (packs_weights, few_outputs).
+  template <class Value>
+  LinearWeights<Value> linear(const std::vector<TensorRows>& parts, std::int64_t columns,
+                              const Ranges& column_ranges) const;
+
+  /// Elements of one tensor after another's, each of shape (extent), as float. `random_value`
+  /// stands in for every element when there is no checkpoint: 1 for norms, 0 for biases.
+  Kokkos::View<float*, MemorySpace> vector(const std::vector<TensorRows>& parts,
+                                           float random_value) const;
+
+ private:
+  /// Fills `target` with columns `column_ranges` of rows row_begin .. row_end; returns its end.
+  template <class Value>
+  Value* read_rows(const TensorInfo* tensor, std::uint64_t key, std::int64_t columns,
+                   std::int64_t row_begin, std::int64_t row_end, const Ranges& column_ranges,
+                   Value* target) const;
+
+  const SafetensorsFolder* m_files = nullptr;
+  std::uint64_t m_seed = 0;
+  // Reading is logically const; where the next packed matrix goes is nobody's business.
+  mutable std::tuple<PackedAllocator<float>, PackedAllocator<half>, PackedAllocator<bfloat16>>
+      m_allocators;
+};
+
+}  // namespace kvzap::detail

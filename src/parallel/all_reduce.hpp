@@ -1,0 +1,42 @@
+// Sums over ranks of what lies in execution-space memory.
+#pragma once
+
+#include <kvzap/communicator.hpp>
+
+#include "base/build_info.hpp"
+#include "base/kokkos_compat.hpp"
+#include "base/scratch.hpp"
+#include "linalg/gemm.hpp"
+
+namespace kvzap::detail {
+
+/// Sums over ranks, with the host memory that they go through where MPI cannot read a device's. The
+/// memory is kept between calls.
+class RankSum {
+ public:
+  /// values = sum of every rank's values, in place; contiguous. Collective. Later work on `exec`
+  /// sees the sums.
+  void operator()(const ExecutionSpace& exec, const Communicator& comm, const Matrix& values) {
+    if (comm.size() == 1) return;
+    const std::int64_t count = values.size();
+    constexpr bool on_host = Kokkos::SpaceAccessibility<Kokkos::HostSpace, MemorySpace>::accessible;
+    static const bool takes_device_memory = on_host || mpi_is_gpu_aware();
+    if (takes_device_memory) {
+      fence(exec, "kvzap::all_reduce: MPI reads what the instance wrote");
+      return comm.all_reduce_sum(values.data(), count);
+    }
+    using Unmanaged = Kokkos::MemoryTraits<Kokkos::Unmanaged>;
+    reserve_scratch(m_staging, count, "kvzap::all_reduce::staging");
+    const Kokkos::View<float*, StagingSpace, Unmanaged> host(m_staging.data(), count);
+    const Kokkos::View<float*, MemorySpace, Unmanaged> device(values.data(), count);
+    Kokkos::deep_copy(exec, host, device);
+    fence(exec, "kvzap::all_reduce: MPI reads the copy on the host");
+    comm.all_reduce_sum(host.data(), count);
+    Kokkos::deep_copy(exec, device, host);
+  }
+
+ private:
+  Kokkos::View<float*, StagingSpace> m_staging;
+};
+
+}  // namespace kvzap::detail

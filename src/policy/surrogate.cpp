@@ -1,0 +1,229 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <kvzap/safetensors.hpp>
+#include <kvzap/surrogate.hpp>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <numeric>
+
+#include "base/device_kernels.hpp"
+#include "base/json_file.hpp"
+#include "base/kokkos_compat.hpp"
+#include "base/scratch.hpp"
+#include "linalg/gemm.hpp"
+#include "linalg/host/row_kernels.hpp"
+#include "model/weights.hpp"
+#include "parallel/all_reduce.hpp"
+
+namespace kvzap {
+namespace {
+
+std::int64_t positive_integer(const nlohmann::json& json, const char* field,
+                              const std::filesystem::path& file) {
+  const auto found = json.find(field);
+  if (found == json.end()) {
+    throw Error(
+        fmt::format("{}: field {} is missing; expected a positive integer", file.string(), field));
+  }
+  if (!found->is_number_integer() || found->get<std::int64_t>() < 1 ||
+      found->get<std::int64_t>() > std::numeric_limits<std::int32_t>::max()) {
+    throw Error(fmt::format("{}: field {} is {}; expected a positive integer", file.string(), field,
+                            found->dump()));
+  }
+  return found->get<std::int64_t>();
+}
+
+}  // namespace
+
+struct Surrogate::Layers {
+  virtual ~Layers() = default;
+  virtual void score(const ExecutionSpace& exec, int layer, const InputView& hidden,
+                     const ScoreView& scores) = 0;
+  virtual bool is_mlp() const = 0;
+};
+
+namespace {
+
+using detail::ConstVector;
+using detail::Matrix;
+using detail::Vector;
+using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
+
+/// scores (selected output, token) = output (token, selection(selected output)) + its bias.
+void select_heads(const ExecutionSpace& exec, const Matrix& output,
+                  const Kokkos::View<const int*, MemorySpace>& selection, const ConstVector& bias,
+                  const Scorer::ScoreView& scores) {
+  const std::int64_t heads = scores.extent(0);
+  Kokkos::parallel_for(
+      "kvzap::surrogate::select", Range(exec, 0, heads * scores.extent(1)),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const int selected = selection(i % heads);
+        scores(i % heads, i / heads) = output(i / heads, selected) + bias(selected);
+      });
+}
+
+/// GELU in its exact form, x * Phi(x), as torch.nn.GELU computes it by default.
+void gelu(const ExecutionSpace& exec, const Matrix& values) {
+  const std::int64_t count = values.extent(1);
+  if (detail::runs_on_host && !detail::uses_device_kernels()) {
+    Kokkos::parallel_for(
+        "kvzap::surrogate::gelu",
+        Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace>(0, values.extent(0)),
+        [=](std::int64_t i) { detail::gelu(&values(i, 0), count); });
+    return;
+  }
+  Kokkos::parallel_for(
+      "kvzap::surrogate::gelu", Range(exec, 0, values.size()), KOKKOS_LAMBDA(std::int64_t i) {
+        float& x = values(i / count, i % count);
+        x = 0.5f * x * (1.0f + detail::math::erf(x * 0.70710678f));
+      });
+}
+
+template <class Value>
+class TypedLayers final : public Surrogate::Layers {
+ public:
+  TypedLayers(const SafetensorsFolder& files, const ModelConfig& model,
+              const HeadPartition& partition, int rank, std::int64_t hidden_dim,
+              std::optional<Communicator> ranks)
+      : m_is_mlp(hidden_dim > 0), m_ranks(m_is_mlp ? ranks : std::nullopt) {
+    const detail::WeightSource source(files);
+    const std::int64_t outputs = model.num_key_value_heads;
+    const detail::Ranges all_inputs = {{0, model.hidden_size}};
+    const detail::Ranges all_outputs = {{0, outputs}};
+    const detail::Ranges units = {m_ranks ? even_range(hidden_dim, m_ranks->size(), m_ranks->rank())
+                                          : std::pair(std::int64_t{0}, hidden_dim)};
+    for (int l = 0; l < model.num_hidden_layers; ++l) {
+      const auto& heads = partition.heads(l, rank);
+      Layer layer;
+      layer.heads = static_cast<std::int64_t>(heads.size());
+      const Kokkos::View<int*, MemorySpace> selection(
+          Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::surrogate::selection"),
+          heads.size());
+      const auto host = Kokkos::create_mirror_view(selection);
+      const std::string name = fmt::format("layers.{}", l);
+      if (m_is_mlp) {
+        std::copy(heads.begin(), heads.end(), host.data());
+        layer.hidden_weight = source.linear<Value>({{name + ".0.weight", hidden_dim, units}},
+                                                   model.hidden_size, all_inputs);
+        layer.hidden_bias = source.vector({{name + ".0.bias", hidden_dim, units}}, 0);
+        layer.weight =
+            source.linear<Value>({{name + ".2.weight", outputs, all_outputs}}, hidden_dim, units);
+        layer.bias = source.vector({{name + ".2.bias", outputs, all_outputs}}, 0);
+      } else {
+        detail::Ranges rows;
+        for (int head : heads) rows.emplace_back(head, head + 1);
+        std::iota(host.data(), host.data() + host.size(), 0);
+        layer.weight = source.linear<Value>({{name + ".weight", outputs, rows}}, model.hidden_size,
+                                            all_inputs);
+        layer.bias = source.vector({{name + ".bias", outputs, rows}}, 0);
+      }
+      Kokkos::deep_copy(selection, host);
+      layer.selection = selection;
+      m_layers.push_back(std::move(layer));
+    }
+  }
+
+  bool is_mlp() const override { return m_is_mlp; }
+
+  void score(const ExecutionSpace& exec, int layer_index, const Scorer::InputView& hidden,
+             const Scorer::ScoreView& scores) override {
+    const Layer& layer = m_layers.at(layer_index);
+    const std::int64_t tokens = hidden.extent(0);
+    if (static_cast<std::int64_t>(scores.extent(0)) != layer.heads ||
+        static_cast<std::int64_t>(scores.extent(1)) != tokens) {
+      throw Error(fmt::format("surrogate: scores are ({}, {}); expected ({}, {}) = (head, token)",
+                              scores.extent(0), scores.extent(1), layer.heads, tokens));
+    }
+    if (tokens == 0) return;
+    const std::int64_t outputs = layer.weight.outputs();
+    detail::reserve_scratch(m_output, tokens * outputs, "kvzap::surrogate::output");
+    const Matrix output(m_output.data(), tokens, outputs);
+    if (m_is_mlp) {
+      const std::int64_t units = layer.hidden_weight.outputs();
+      detail::reserve_scratch(m_hidden, tokens * units, "kvzap::surrogate::hidden");
+      const Matrix activation(m_hidden.data(), tokens, units);
+      m_linear(exec, hidden, layer.hidden_weight, layer.hidden_bias, activation);
+      gelu(exec, activation);
+      m_linear(exec, activation, layer.weight, ConstVector(), output);
+      if (m_ranks && m_ranks->size() > 1) m_rank_sum(exec, *m_ranks, output);
+    } else {
+      m_linear(exec, hidden, layer.weight, ConstVector(), output);
+    }
+    select_heads(exec, output, layer.selection, layer.bias, scores);
+  }
+
+ private:
+  struct Layer {
+    std::int64_t heads = 0;              // of this rank
+    LinearWeights<Value> hidden_weight;  // (hidden units of this rank, input_dim), MLP only
+    ConstVector hidden_bias;             // (hidden units of this rank), MLP only
+    // MLP: (all KV heads, hidden units of this rank); linear: (heads of this rank, input_dim).
+    LinearWeights<Value> weight;
+    ConstVector bias;                                 // as many as outputs of weight
+    Kokkos::View<const int*, MemorySpace> selection;  // output of each head of this rank
+  };
+
+  bool m_is_mlp;
+  std::optional<Communicator> m_ranks;
+  std::vector<Layer> m_layers;
+  detail::LinearMap m_linear;
+  detail::RankSum m_rank_sum;
+  Vector m_hidden;  // scratch
+  Vector m_output;  // scratch
+};
+
+}  // namespace
+
+Surrogate::Surrogate(std::unique_ptr<Layers> layers) : m_layers(std::move(layers)) {}
+Surrogate::Surrogate(Surrogate&&) noexcept = default;
+Surrogate& Surrogate::operator=(Surrogate&&) noexcept = default;
+Surrogate::~Surrogate() = default;
+
+Surrogate Surrogate::load(const std::filesystem::path& folder, const ModelConfig& model,
+                          const HeadPartition& partition, int rank, DType dtype,
+                          std::optional<Communicator> ranks) {
+  const auto file = folder / "config.json";
+  const auto json = detail::read_json_object(file);
+  const auto expect = [&](const char* field, std::int64_t wanted, const char* of_model) {
+    const std::int64_t found = positive_integer(json, field, file);
+    if (found != wanted) {
+      throw Error(
+          fmt::format("{}: field {} is {}, but the model's {} is {}: the surrogate was made "
+                      "for another model",
+                      file.string(), field, found, of_model, wanted));
+    }
+  };
+  expect("input_dim", model.hidden_size, "hidden_size");
+  expect("output_dim", model.num_key_value_heads, "num_key_value_heads");
+  expect("n_modules", model.num_hidden_layers, "num_hidden_layers");
+
+  std::int64_t hidden_dim = 0;
+  const auto hidden = json.find("hidden_dim");
+  if (hidden != json.end() && !hidden->is_null()) {
+    hidden_dim = positive_integer(json, "hidden_dim", file);
+  }
+  const auto files = SafetensorsFolder::open(folder);
+  const auto make = [&](auto value) -> std::unique_ptr<Layers> {
+    return std::make_unique<TypedLayers<decltype(value)>>(files, model, partition, rank, hidden_dim,
+                                                          ranks);
+  };
+  switch (dtype) {
+    case DType::f32:
+      return Surrogate(make(float{}));
+    case DType::f16:
+      return Surrogate(make(half{}));
+    case DType::bf16:
+      return Surrogate(make(bfloat16{}));
+  }
+  throw Error("surrogate: unknown value type");
+}
+
+void Surrogate::score(const ExecutionSpace& exec, int layer, std::int64_t /*first*/,
+                      const InputView& hidden, const ScoreView& scores) {
+  m_layers->score(exec, layer, hidden, scores);
+}
+
+std::string Surrogate::kind() const { return m_layers->is_mlp() ? "mlp" : "linear"; }
+
+}  // namespace kvzap

@@ -1,0 +1,283 @@
+// A decoder's kernels beside products and attention, in both forms, against plain loops.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <kvzap/sampler.hpp>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "base/device_kernels.hpp"
+#include "engine/step_kernels.hpp"
+
+namespace {
+
+using kvzap::bfloat16;
+using kvzap::ExecutionSpace;
+using kvzap::half;
+using kvzap::MemorySpace;
+using kvzap::TokenId;
+namespace detail = kvzap::detail;
+using detail::Matrix;
+using detail::Vector;
+
+constexpr float infinity = std::numeric_limits<float>::infinity();
+constexpr float nan_value = std::numeric_limits<float>::quiet_NaN();
+
+class Numbers {
+ public:
+  explicit Numbers(unsigned seed) : m_random(seed) {}
+  float operator()() { return static_cast<float>(m_random() >> 8) * 0x1p-23f - 1.0f; }
+  std::vector<float> operator()(std::int64_t count) {
+    std::vector<float> numbers(count);
+    for (float& number : numbers) number = (*this)();
+    return numbers;
+  }
+
+ private:
+  std::mt19937 m_random;
+};
+
+template <class View>
+View on_device(const std::vector<float>& values, std::int64_t rows, std::int64_t columns) {
+  View view("view", rows, columns);
+  const auto host = Kokkos::create_mirror_view(view);
+  std::copy(values.begin(), values.end(), host.data());
+  Kokkos::deep_copy(view, host);
+  return view;
+}
+
+Vector on_device(const std::vector<float>& values) {
+  Vector view("view", values.size());
+  const auto host = Kokkos::create_mirror_view(view);
+  std::copy(values.begin(), values.end(), host.data());
+  Kokkos::deep_copy(view, host);
+  return view;
+}
+
+template <class View>
+auto on_host(const View& view) {
+  Kokkos::fence();
+  return Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, view);
+}
+
+/// Both forms where there are two, each with the state before it put back.
+template <class Work>
+void in_each_form(const Work& work) {
+  const bool before = detail::uses_device_kernels();
+  for (const bool device : {false, true}) {
+    detail::set_device_kernels(device);
+    SCOPED_TRACE(detail::uses_device_kernels() ? "device" : "host");
+    work(detail::uses_device_kernels());
+  }
+  detail::set_device_kernels(before);
+}
+
+/// Room for rounded rows where kernels of devices make them.
+template <class Value>
+struct Rounded {
+  Kokkos::View<Value*, MemorySpace> values;
+  Vector unscale;
+  detail::RoundedRows<Value> rows;
+
+  Rounded(bool device, std::int64_t m, std::int64_t k) : values("values", m * k), unscale("u", m) {
+    if (!device || std::is_same_v<Value, float>) return;
+    rows = {values.data(), unscale.data()};
+  }
+
+  /// Each row must be what rounding `x` gives, up to half a unit of its last place.
+  void expect(const std::vector<float>& x, std::int64_t k) const {
+    if (!rows.exist()) return;
+    const auto found = on_host(values);
+    const auto factors = on_host(unscale);
+    for (std::size_t i = 0; i < x.size(); ++i) {
+      const float factor = detail::RoundedRows<Value>::is_scaled ? factors(i / k) : 1.0f;
+      const float unit = std::is_same_v<Value, half> ? 0x1p-11f : 0x1p-8f;
+      EXPECT_NEAR(static_cast<float>(found(i)) * factor, x[i], unit * std::fabs(x[i]) + 1e-7f);
+    }
+  }
+};
+
+template <class Value>
+class StepKernels : public ::testing::Test {};
+using ValueTypes = ::testing::Types<float, half, bfloat16>;
+TYPED_TEST_SUITE(StepKernels, ValueTypes);
+
+TYPED_TEST(StepKernels, AddAndNorm) {
+  for (const std::int64_t size : {3, 48, 129}) {
+    for (const bool adds : {false, true}) {
+      in_each_form([&](bool device) {
+        constexpr std::int64_t tokens = 5;
+        constexpr float eps = 1e-5f;
+        Numbers numbers(7);
+        const auto before = numbers(tokens * size), summand = numbers(tokens * size),
+                   weight = numbers(size);
+        const auto h = on_device<Matrix>(before, tokens, size);
+        // The result takes the place of the summand, as in the decoder.
+        const auto x = on_device<Matrix>(summand, tokens, size);
+        const Rounded<TypeParam> rounded(device, tokens, size);
+        detail::add_and_norm(ExecutionSpace{}, h, adds ? x : Matrix(), on_device(weight), eps, x,
+                             rounded.rows);
+        const auto new_h = on_host(h), new_x = on_host(x);
+        std::vector<float> normed(tokens * size);
+        for (std::int64_t t = 0; t < tokens; ++t) {
+          double squares = 0;
+          for (std::int64_t d = 0; d < size; ++d) {
+            const std::int64_t i = t * size + d;
+            const float sum = before[i] + (adds ? summand[i] : 0.0f);
+            EXPECT_EQ(new_h(t, d), sum);
+            squares += static_cast<double>(sum) * sum;
+          }
+          const double factor = 1 / std::sqrt(squares / static_cast<double>(size) + eps);
+          for (std::int64_t d = 0; d < size; ++d) {
+            const double expected = new_h(t, d) * factor * weight[d];
+            EXPECT_NEAR(new_x(t, d), expected, 2e-6);
+            normed[t * size + d] = new_x(t, d);
+          }
+        }
+        rounded.expect(normed, size);
+      });
+    }
+  }
+}
+
+TYPED_TEST(StepKernels, FinishHeads) {
+  struct Case {
+    int dim;
+    std::int64_t q_heads, kv_heads;
+    bool q_norm, k_norm;
+  };
+  for (const Case& c : {Case{64, 4, 2, true, true}, Case{80, 5, 5, false, false},
+                        Case{6, 3, 1, false, true}, Case{128, 0, 0, false, false}}) {
+    in_each_form([&](bool) {
+      constexpr std::int64_t tokens = 3, first = 2;
+      constexpr float eps = 1e-6f;
+      const std::int64_t heads = c.q_heads + 2 * c.kv_heads;
+      const int half_dim = c.dim / 2;
+      Numbers numbers(9);
+      const auto before = numbers(tokens * heads * c.dim);
+      const auto q_norm = numbers(c.q_norm ? c.dim : 0), k_norm = numbers(c.k_norm ? c.dim : 0);
+      const Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace> angles(
+          "angles", first + tokens, half_dim, 2);
+      const auto host_angles = Kokkos::create_mirror_view(angles);
+      for (std::int64_t t = 0; t < first + tokens; ++t) {
+        for (int d = 0; d < half_dim; ++d) {
+          const float angle = 3 * numbers();
+          host_angles(t, d, 0) = std::cos(angle);
+          host_angles(t, d, 1) = std::sin(angle);
+        }
+      }
+      Kokkos::deep_copy(angles, host_angles);
+      const auto qkv = on_device<Matrix>(before, tokens, heads * c.dim);
+      const std::int64_t kv_size = c.kv_heads * c.dim;
+      const Kokkos::View<TypeParam*, MemorySpace> keys("keys", tokens * kv_size),
+          values("values", tokens * kv_size);
+      detail::qk_norm_and_rope(ExecutionSpace{}, qkv, c.dim, c.kv_heads, on_device(q_norm),
+                               on_device(k_norm), eps, angles, first, keys.data(), values.data());
+      const auto new_q = on_host(qkv);
+      const auto new_k = on_host(keys), new_v = on_host(values);
+      const double unit = std::is_same_v<TypeParam, float>  ? 2e-6
+                          : std::is_same_v<TypeParam, half> ? 0x1p-10
+                                                            : 0x1p-7;
+      for (std::int64_t t = 0; t < tokens; ++t) {
+        for (std::int64_t head = 0; head < c.q_heads + c.kv_heads; ++head) {
+          const bool is_query = head < c.q_heads;
+          const auto& norm = is_query ? q_norm : k_norm;
+          std::vector<double> x(c.dim);
+          double squares = 0;
+          for (int d = 0; d < c.dim; ++d) {
+            x[d] = before[(t * heads + head) * c.dim + d];
+            squares += x[d] * x[d];
+          }
+          for (int d = 0; d < c.dim && !norm.empty(); ++d) {
+            x[d] *= norm[d] / std::sqrt(squares / c.dim + eps);
+          }
+          for (int d = 0; d < c.dim; ++d) {
+            const int pair = d % half_dim;
+            const double cosine = host_angles(first + t, pair, 0);
+            const double sine = host_angles(first + t, pair, 1);
+            const double expected = d < half_dim ? x[d] * cosine - x[d + half_dim] * sine
+                                                 : x[d] * cosine + x[d - half_dim] * sine;
+            if (is_query) {
+              EXPECT_NEAR(new_q(t, head * c.dim + d), expected, 2e-6);
+            } else {
+              const std::int64_t place = t * kv_size + (head - c.q_heads) * c.dim + d;
+              EXPECT_NEAR(static_cast<float>(new_k(place)), expected,
+                          unit * (1 + std::fabs(expected)));
+            }
+          }
+        }
+        for (std::int64_t i = 0; i < kv_size; ++i) {
+          const std::int64_t source = (t * heads + c.q_heads + c.kv_heads) * c.dim + i;
+          EXPECT_EQ(static_cast<float>(new_v(t * kv_size + i)),
+                    static_cast<float>(TypeParam(before[source])));
+        }
+      }
+    });
+  }
+}
+
+TYPED_TEST(StepKernels, SiluTimes) {
+  in_each_form([&](bool device) {
+    constexpr std::int64_t tokens = 4, width = 67;
+    Numbers numbers(3);
+    const auto before = numbers(tokens * 2 * width);
+    const auto gate_up = on_device<Matrix>(before, tokens, 2 * width);
+    const Rounded<TypeParam> rounded(device, tokens, width);
+    const Matrix gated("gated", tokens, width);
+    detail::silu_times(ExecutionSpace{}, gate_up, gated, rounded.rows);
+    std::vector<float> expected(tokens * width);
+    for (std::int64_t i = 0; i < tokens * width; ++i) {
+      const double gate = before[i / width * 2 * width + i % width];
+      const double up = before[i / width * 2 * width + width + i % width];
+      expected[i] = static_cast<float>(gate / (1 + std::exp(-gate)) * up);
+    }
+    rounded.expect(expected, width);
+    if (rounded.rows.exist()) return;
+    const auto found = on_host(gated);
+    for (std::int64_t i = 0; i < tokens * width; ++i) {
+      EXPECT_NEAR(found(i / width, i % width), expected[i], 1e-6);
+    }
+  });
+}
+
+/// What the decoder makes of a row of logits that `ranks` ranks hold a part of each.
+TokenId argmax(const std::vector<float>& logits, std::int64_t ranks) {
+  const std::int64_t count = logits.size();
+  std::int64_t most = std::numeric_limits<std::int64_t>::min();
+  for (std::int64_t r = 0; r < ranks; ++r) {
+    const std::int64_t begin = count * r / ranks, end = count * (r + 1) / ranks;
+    const auto y =
+        on_device<Matrix>({logits.begin() + begin, logits.begin() + end}, 1, end - begin);
+    const Kokkos::View<std::int64_t*, MemorySpace> keys("keys", 1);
+    detail::argmax(ExecutionSpace{}, y, begin, keys);
+    most = std::max(most, on_host(keys)(0));
+  }
+  return detail::token_of_key(most);
+}
+
+TEST(Likeliest, AgreesWithTheSampler) {
+  kvzap::Sampler sampler({});
+  Numbers numbers(5);
+  for (int round = 0; round < 50; ++round) {
+    auto logits = numbers(1 + round * 7);
+    if (round % 3 == 0) {
+      for (float& logit : logits) logit = -std::fabs(logit);  // none above zero
+    }
+    if (round % 4 == 1) logits.push_back(*std::max_element(logits.begin(), logits.end()));  // a tie
+    if (round % 5 == 2) logits[logits.size() / 2] = -infinity;
+    if (round % 7 == 6) logits[logits.size() / 3] = nan_value;
+    if (round % 7 == 5) logits[logits.size() / 3] = -nan_value;
+    if (round % 7 == 4) logits[logits.size() / 3] = infinity;
+    for (const std::int64_t ranks : {1, 3}) {
+      EXPECT_EQ(argmax(logits, ranks), sampler(logits)) << "round " << round;
+    }
+  }
+  EXPECT_EQ(argmax({0.0f, -0.0f}, 1), 0);
+  EXPECT_EQ(argmax({-0.0f, 0.0f}, 1), 0);
+  EXPECT_EQ(argmax({-infinity, -infinity}, 2), -1);
+  EXPECT_EQ(argmax({}, 1), -1);
+}
+
+}  // namespace

@@ -1,0 +1,409 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <iterator>
+#include <limits>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/device_kernels.hpp"
+#include "base/simd.hpp"
+#include "linalg/gemm.hpp"
+#include "linalg/host/onednn.hpp"
+
+namespace {
+
+using kvzap::bfloat16;
+using kvzap::ExecutionSpace;
+using kvzap::half;
+using kvzap::MemorySpace;
+namespace detail = kvzap::detail;
+
+float uniform(std::mt19937& random) { return static_cast<float>(random() >> 8) * 0x1p-23f - 1.0f; }
+
+template <class Value>
+using Storage = Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace>;
+
+/// A (rows, columns) matrix inside a wider one.
+template <class Value>
+struct Part {
+  Storage<Value> whole;
+  typename Storage<Value>::HostMirror host;
+  Storage<Value> view;
+  int left;
+
+  Part(int rows, int columns, int left, int right)
+      : whole("part", rows, left + columns + right),
+        host(Kokkos::create_mirror_view(whole)),
+        view(Kokkos::subview(whole, Kokkos::ALL, std::make_pair(left, left + columns))),
+        left(left) {}
+
+  Value& at(int i, int j) const { return host(i, left + j); }
+  int rows() const { return static_cast<int>(view.extent(0)); }
+  int columns() const { return static_cast<int>(view.extent(1)); }
+  void fill(std::mt19937& random) const {
+    for (std::size_t i = 0; i < host.extent(0); ++i) {
+      for (std::size_t j = 0; j < host.extent(1); ++j) host(i, j) = Value(uniform(random));
+    }
+    Kokkos::deep_copy(whole, host);
+  }
+  void download() const { Kokkos::deep_copy(host, whole); }
+};
+
+/// Rounding of a sum of `count` products of numbers up to 1.
+double tolerance(int count) { return 1e-7 * (2 + count); }
+
+constexpr float nan_value = std::numeric_limits<float>::quiet_NaN();
+
+/// Marks everything, so that what a product must overwrite and what it must leave alone both show.
+void mark(const Part<float>& y) {
+  Kokkos::deep_copy(y.host, -777.0f);
+  for (int i = 0; i < y.rows(); ++i) {
+    for (int j = 0; j < y.columns(); ++j) y.at(i, j) = nan_value;
+  }
+  Kokkos::deep_copy(y.whole, y.host);
+}
+
+void expect_margins_untouched(const Part<float>& y) {
+  for (int i = 0; i < y.rows(); ++i) {
+    for (int j = 0; j < static_cast<int>(y.host.extent(1)); ++j) {
+      if (j < y.left || j >= y.left + y.columns()) {
+        ASSERT_EQ(y.host(i, j), -777.0f) << i << ", " << j;
+      }
+    }
+  }
+}
+
+/// What a product with weights of type Value makes of an input, which is below 1.
+template <class Value>
+float entering(float x) {
+  if (std::is_same_v<Value, half> && (detail::uses_device_kernels())) {
+    return static_cast<float>(half(x * 0x1p14f)) * 0x1p-14f;
+  }
+  return std::is_same_v<Value, bfloat16> ? static_cast<float>(bfloat16(x)) : x;
+}
+
+template <class Value>
+class Linear : public ::testing::Test {
+ protected:
+  void check(int m, int n, int k, bool biased, int margin) {
+    SCOPED_TRACE("m " + std::to_string(m) + " n " + std::to_string(n) + " k " + std::to_string(k) +
+                 (biased ? " with bias" : " without bias"));
+    std::mt19937 random(800 + m + n + k);
+    const Part<float> x(m, k, margin, 2 * margin);
+    const Part<Value> weights(n, k, 3 * margin, margin);
+    const Part<float> y(m, n, margin, margin);
+    x.fill(random);
+    weights.fill(random);
+    Kokkos::View<float*, MemorySpace> bias("bias", biased ? n : 0);
+    const auto host_bias = Kokkos::create_mirror_view(bias);
+    for (int j = 0; biased && j < n; ++j) host_bias(j) = uniform(random);
+    Kokkos::deep_copy(bias, host_bias);
+    run(x, kvzap::LinearWeights<Value>(weights.view), weights, bias, y);
+    if (!detail::packs_weights<Value>()) return;
+    SCOPED_TRACE("packed");
+    const auto packed = detail::PackedAllocator<Value>()(n, k);
+    Kokkos::deep_copy(packed.packed(), Value(nan_value));  // padding must be overwritten too
+    constexpr int block = kvzap::LinearWeights<Value>::block_outputs;
+    for (int begin = 0; begin < n; begin += block) {
+      std::vector<Value> rows;
+      const int end = std::min(n, begin + block);
+      for (int j = begin; j < end; ++j) {
+        for (int l = 0; l < k; ++l) rows.push_back(weights.at(j, l));
+      }
+      detail::pack_rows(rows.data(), begin, end - begin, packed);
+    }
+    run(x, packed, weights, bias, y);
+  }
+
+  void run(const Part<float>& x, const kvzap::LinearWeights<Value>& operand,
+           const Part<Value>& weights, const Kokkos::View<float*, MemorySpace>& bias,
+           const Part<float>& y) {
+    const int m = x.rows(), n = weights.rows(), k = weights.columns();
+    const bool biased = bias.extent(0) > 0;
+    const auto host_bias = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, bias);
+    mark(y);
+    const ExecutionSpace exec;
+    m_linear(exec, detail::ConstMatrix(x.view), operand, detail::ConstVector(bias), y.view);
+    exec.fence();
+    y.download();
+    double largest = 0;
+    for (int i = 0; i < m; ++i) {
+      for (int j = 0; j < n; ++j) {
+        double expected = biased ? host_bias(j) : 0;
+        for (int l = 0; l < k; ++l) {
+          expected += double{entering<Value>(x.at(i, l))} * weights.at(j, l);
+        }
+        const double error = std::fabs(y.at(i, j) - expected);
+        ASSERT_FALSE(std::isnan(error)) << i << ", " << j;
+        largest = std::max(largest, error);
+      }
+    }
+    EXPECT_LT(largest, tolerance(k));
+    expect_margins_untouched(y);
+  }
+
+  detail::LinearMap m_linear;  // one for all shapes: its panel must fit each
+};
+using ValueTypes = ::testing::Types<float, half, bfloat16>;
+TYPED_TEST_SUITE(Linear, ValueTypes);
+
+// Eight rows (sixteen, packed) are the most that take the way without a gemm; up to sixteen outputs
+// of more rows take another.
+TYPED_TEST(Linear, AnyShape) {
+  for (int m : {1, 2, 8, 9, 100}) {
+    for (int n : {1, 5, 63, 64, 65, 130}) {
+      for (int k : {1, 31, 80}) {
+        for (bool biased : {false, true}) this->check(m, n, k, biased, 0);
+      }
+    }
+  }
+}
+
+TYPED_TEST(Linear, PartsOfWiderMatrices) {
+  for (int m : {1, 8, 9, 100}) {
+    for (int n : {5, 130}) this->check(m, n, 33, true, 4);
+  }
+}
+
+// Panels hold 2^20 bytes of widened weights, 262 rows of 1000: the last is not full.
+TYPED_TEST(Linear, SeveralPanels) {
+  for (int m : {1, 9, 20}) {
+    for (int n : {262, 263, 600}) this->check(m, n, 1000, true, 0);
+  }
+}
+
+// Every number of rows that a kernel is compiled for, and the first that goes to a library; inputs
+// and outputs that fill the kernels' blocks and that do not, and long enough for several turns of
+// groups of rows.
+TYPED_TEST(Linear, FewRows) {
+  for (int m = 1; m <= 17; ++m) {
+    this->check(m, 71, 130, m % 2 == 0, 0);
+    this->check(m, 1, 67, m % 2 == 1, 1);
+    this->check(m, 193, 15, false, 0);
+    this->check(m, 64, 2048, false, 0);
+  }
+}
+
+TYPED_TEST(Linear, FewOutputsOfManyRows) {
+  for (int n = 1; n <= 17; ++n) {
+    this->check(18, n, 33, n % 2 == 0, 3);
+    this->check(195, n, 64, n % 2 == 1, 0);
+  }
+}
+
+TYPED_TEST(Linear, EveryInstructionSet) {
+  const auto widest = detail::simd_level();
+  for (auto level : {detail::SimdLevel::baseline, detail::SimdLevel::avx2,
+                     detail::SimdLevel::avx512, detail::SimdLevel::avx512_bf16}) {
+    if (level > widest) break;
+    detail::set_simd_level(level);
+    SCOPED_TRACE(detail::name_of(level));
+    for (int m = 1; m <= 8; ++m) this->check(m, 101, 45, true, 1);
+    for (int m : {1, 5, 20}) {
+      for (int k : {31, 100}) this->check(m, 70, k, true, 2);
+      this->check(m, 9, 47, true, 0);
+    }
+  }
+  detail::set_simd_level(widest);
+}
+
+/// The form of devices until the end of the scope.
+class DeviceKernels {
+ public:
+  DeviceKernels() : m_before(detail::uses_device_kernels()) { detail::set_device_kernels(true); }
+  ~DeviceKernels() { detail::set_device_kernels(m_before); }
+  DeviceKernels(const DeviceKernels&) = delete;
+  DeviceKernels& operator=(const DeviceKernels&) = delete;
+
+ private:
+  bool m_before;
+};
+
+TYPED_TEST(Linear, OperandsOfTheWeightsType) {
+  const DeviceKernels on_device;
+  for (int m : {1, 2, 8, 9, 100}) {
+    for (int n : {1, 64, 65}) {
+      for (int k : {0, 1, 31, 80}) {
+        for (bool biased : {false, true}) this->check(m, n, k, biased, k % 2 ? 0 : 4);
+      }
+    }
+  }
+}
+
+// Rows of half inputs are scaled on their way: neither large nor small ones are lost.
+TEST(LinearHalf, InputsOfAnySize) {
+  const DeviceKernels on_device;
+  const int k = 40;
+  const float sizes[] = {0, 1e-38f, 1e-20f, 1e-6f, 1, 7e4f, 1e20f, 1e33f};
+  const int m = std::size(sizes);
+  std::mt19937 random(950);
+  const Part<float> x(m, k, 0, 0);
+  const Part<half> weights(3, k, 0, 0);
+  const Part<float> y(m, 3, 0, 0);
+  x.fill(random);
+  weights.fill(random);
+  for (int i = 0; i < m; ++i) {
+    for (int j = 0; j < k; ++j) x.at(i, j) *= sizes[i];
+  }
+  Kokkos::deep_copy(x.whole, x.host);
+  detail::LinearMap linear;
+  const ExecutionSpace exec;
+  linear(exec, detail::ConstMatrix(x.view), kvzap::LinearWeights<half>(weights.view),
+         detail::ConstVector(), y.view);
+  exec.fence();
+  y.download();
+  for (int i = 0; i < m; ++i) {
+    for (int j = 0; j < 3; ++j) {
+      double expected = 0, size = 0;
+      for (int l = 0; l < k; ++l) {
+        expected += double{x.at(i, l)} * weights.at(j, l);
+        size += std::fabs(double{x.at(i, l)} * weights.at(j, l));
+      }
+      EXPECT_NEAR(y.at(i, j), expected, 0x1p-11 * size + 1e-44) << sizes[i];
+    }
+  }
+}
+
+/// What kernels before a product do. (A function of its own: nvcc takes no kernel inside a test.)
+template <class Value>
+void store_rounded(const ExecutionSpace& exec, const detail::ConstMatrix& x,
+                   const detail::RoundedRows<Value>& rounded) {
+  using Team = Kokkos::TeamPolicy<ExecutionSpace>;
+  const std::int64_t size = x.extent(1);
+  Kokkos::parallel_for(
+      "round", Team(exec, static_cast<int>(x.extent(0)), Kokkos::AUTO),
+      KOKKOS_LAMBDA(const typename Team::member_type& team) {
+        const std::int64_t i = team.league_rank();
+        rounded.store(team, i, size, [&](std::int64_t d) { return x(i, d); });
+      });
+}
+
+// Rows that the kernel before has rounded are taken as if the map had rounded them.
+TYPED_TEST(Linear, RowsRoundedBefore) {
+  const DeviceKernels on_device;
+  std::mt19937 random(5);
+  detail::LinearMap linear;
+  const ExecutionSpace exec;
+  for (const int m : {7, 2, 19}) {  // the room shrinks and grows
+    constexpr int n = 33, k = 50;
+    const Part<float> x(m, k, 0, 0);
+    const Part<TypeParam> rows(n, k, 0, 0);
+    x.fill(random);
+    rows.fill(random);
+    const kvzap::LinearWeights<TypeParam> weights(rows.view);
+    const detail::Matrix alone("alone", m, n), prepared("prepared", m, n);
+    linear(exec, x.view, weights, {}, alone);
+    const auto rounded = linear.template room_for_rounded<TypeParam>(m, k);
+    EXPECT_EQ(rounded.exist(), !(std::is_same_v<TypeParam, float>));
+    store_rounded(exec, x.view, rounded);
+    linear(exec, x.view, rounded, weights, {}, prepared);
+    exec.fence();
+    const auto a = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, alone);
+    const auto b = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, prepared);
+    for (int i = 0; i < m; ++i) {
+      for (int j = 0; j < n; ++j) ASSERT_EQ(a(i, j), b(i, j)) << i << ", " << j;
+    }
+  }
+}
+
+// Columns of a wider y, as panels of weights write them, and rows of a wider x must not end in
+// oneDNN's plain loops.
+TEST(OneDNN, TakesFastKernelsForPackedWeights) {
+  namespace onednn = detail::onednn;
+  if (!detail::packs_weights<float>()) GTEST_SKIP() << "weights are not packed here";
+  const auto expect_fast = [](auto value, std::int64_t x_stride, std::int64_t y_stride) {
+    onednn::Product<decltype(value)> product{};
+    product.m = 48;
+    product.n = 128;
+    product.k = 96;
+    product.x_stride = x_stride;
+    product.y_stride = y_stride;
+    EXPECT_TRUE(onednn::has_fast_product(product)) << x_stride << " " << y_stride;
+  };
+  for (const std::int64_t x_stride : {96, 200}) {
+    for (const std::int64_t y_stride : {128, 300}) {
+      expect_fast(float{}, x_stride, y_stride);
+      if (detail::packs_weights<bfloat16>()) expect_fast(bfloat16{}, x_stride, y_stride);
+    }
+  }
+}
+
+TYPED_TEST(Linear, NothingToMultiply) {
+  for (int m : {1, 9, 17}) {
+    this->check(m, 7, 0, true, 0);
+    this->check(m, 7, 0, false, 2);
+    this->check(m, 0, 7, true, 0);
+  }
+  this->check(0, 7, 7, true, 0);
+}
+
+void check_multiply(int m, int n, int k, bool transposed, float alpha, float beta, int margin) {
+  SCOPED_TRACE("m " + std::to_string(m) + " n " + std::to_string(n) + " k " + std::to_string(k) +
+               (transposed ? " nt" : " nn"));
+  std::mt19937 random(900 + m + n + k);
+  const Part<float> a(m, k, margin, 2 * margin);
+  const Part<float> b(transposed ? n : k, transposed ? k : n, 2 * margin, margin);
+  const Part<float> c(m, n, margin, 3 * margin);
+  a.fill(random);
+  b.fill(random);
+  // With beta = 0 what c held does not matter, be it NaN.
+  mark(c);
+  Storage<float> before("before", m, n);
+  const auto host_before = Kokkos::create_mirror(Kokkos::HostSpace{}, before);
+  for (int i = 0; i < m; ++i) {
+    for (int j = 0; j < n; ++j) {
+      host_before(i, j) = beta == 0 ? 0 : uniform(random);
+      if (beta != 0) c.at(i, j) = host_before(i, j);
+    }
+  }
+  Kokkos::deep_copy(c.whole, c.host);
+  const ExecutionSpace exec;
+  const auto multiply = transposed ? detail::multiply_nt : detail::multiply_nn;
+  multiply(exec, alpha, detail::ConstMatrix(a.view), detail::ConstMatrix(b.view), beta, c.view);
+  exec.fence();
+  c.download();
+  double largest = 0;
+  for (int i = 0; i < m; ++i) {
+    for (int j = 0; j < n; ++j) {
+      double expected = double{beta} * host_before(i, j);
+      for (int l = 0; l < k; ++l) {
+        expected += double{alpha} * a.at(i, l) * (transposed ? b.at(j, l) : b.at(l, j));
+      }
+      const double error = std::fabs(c.at(i, j) - expected);
+      ASSERT_FALSE(std::isnan(error)) << i << ", " << j;
+      largest = std::max(largest, error);
+    }
+  }
+  EXPECT_LT(largest, tolerance(k) * std::max(1.0f, std::fabs(alpha)));
+  expect_margins_untouched(c);
+}
+
+TEST(Multiply, PartsOfWiderMatrices) {
+  for (bool transposed : {false, true}) {
+    for (int margin : {0, 3}) {
+      for (int m : {1, 9, 64}) {
+        for (int n : {1, 16, 77}) {
+          for (int k : {1, 80, 129}) {
+            check_multiply(m, n, k, transposed, 1, 0, margin);
+            check_multiply(m, n, k, transposed, 1, 1, margin);
+            check_multiply(m, n, k, transposed, -1.5f, 0.5f, margin);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Multiply, EmptyResult) {
+  for (bool transposed : {false, true}) {
+    check_multiply(0, 5, 4, transposed, 1, 0, 0);
+    check_multiply(5, 0, 4, transposed, 1, 0, 0);
+  }
+}
+
+}  // namespace

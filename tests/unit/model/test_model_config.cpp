@@ -1,0 +1,407 @@
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <kvzap/model_config.hpp>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "unit/temporary_folder.hpp"
+
+namespace {
+
+using kvzap::load_stop_ids;
+using kvzap::ModelConfig;
+using kvzap::rope_inverse_frequencies;
+using kvzap::TokenId;
+using kvzap::test::expect_error;
+using kvzap::test::TemporaryFolder;
+
+/// config.json with the essential sizes and `extra`, a list of further fields.
+std::string config_text(const std::string& architecture, const std::string& extra) {
+  return R"({"architectures":[")" + architecture +
+         R"("],"hidden_size":64,"intermediate_size":96,"num_hidden_layers":2,)"
+         R"("num_attention_heads":4,"num_key_value_heads":2,"vocab_size":100,)"
+         R"("max_position_embeddings":512)" +
+         (extra.empty() ? "" : "," + extra) + "}";
+}
+
+ModelConfig load_text(const std::string& text) {
+  TemporaryFolder folder;
+  folder.write("config.json", text);
+  return ModelConfig::load(folder.path());
+}
+
+ModelConfig load(const std::string& architecture, const std::string& extra = "") {
+  return load_text(config_text(architecture, extra));
+}
+
+void expect_load_error(const std::string& architecture, const std::string& extra,
+                       std::initializer_list<std::string_view> parts) {
+  const auto call = [&] { load(architecture, extra); };
+  expect_error(call, {"config.json", "expected", "found"});
+  expect_error(call, parts);
+}
+
+ModelConfig load_repository(const std::string& name) {
+  return ModelConfig::load(std::string(KVZAP_SOURCE_DIR) + "/inputs/configs/" + name);
+}
+
+constexpr const char* llama = "LlamaForCausalLM";
+constexpr const char* mistral = "MistralForCausalLM";
+constexpr const char* qwen2 = "Qwen2ForCausalLM";
+constexpr const char* qwen3 = "Qwen3ForCausalLM";
+
+TEST(ModelConfig, ReadsPublishedConfigs) {
+  const ModelConfig small = load_repository("Qwen3-0.6B");
+  EXPECT_EQ(small.architecture, qwen3);
+  EXPECT_EQ(small.hidden_size, 1024);
+  EXPECT_EQ(small.head_dim, 128);
+  EXPECT_EQ(small.query_group(), 2);
+  EXPECT_EQ(small.rope_theta, 1e6);
+  EXPECT_EQ(small.rms_norm_eps, 1e-6);
+  EXPECT_EQ(small.dtype, kvzap::DType::bf16);
+  EXPECT_TRUE(small.tie_word_embeddings);
+  EXPECT_TRUE(small.qk_norm);
+  EXPECT_FALSE(small.qkv_bias);
+  EXPECT_FALSE(small.rope_scaling);
+
+  const ModelConfig large = load_repository("Llama-65B");
+  EXPECT_EQ(large.head_dim, 128);
+  EXPECT_EQ(large.query_group(), 1);
+  EXPECT_FALSE(large.tie_word_embeddings);
+  EXPECT_FALSE(large.qk_norm);
+
+  const ModelConfig scaled = load_repository("Llama-3.1-8B-Instruct");
+  ASSERT_TRUE(scaled.rope_scaling);
+  EXPECT_EQ(scaled.rope_scaling->factor, 8);
+  EXPECT_EQ(scaled.rope_scaling->low_freq_factor, 1);
+  EXPECT_EQ(scaled.rope_scaling->high_freq_factor, 4);
+  EXPECT_EQ(scaled.rope_scaling->original_max_position_embeddings, 8192);
+
+  for (const char* name :
+       {"Qwen3-0.6B", "Qwen3-8B", "Qwen3-32B", "Llama-65B", "Llama-3.1-8B-Instruct"}) {
+    EXPECT_TRUE(load_repository(name).warnings.empty()) << load_repository(name).warnings.front();
+  }
+}
+
+TEST(ModelConfig, DefaultsAreThoseOfTransformers) {
+  const ModelConfig config =
+      load_text(R"({"architectures":["LlamaForCausalLM"],"hidden_size":64,"intermediate_size":96,)"
+                R"("num_hidden_layers":2,"num_attention_heads":4,"vocab_size":100,)"
+                R"("max_position_embeddings":512})");
+  EXPECT_EQ(config.num_key_value_heads, 4);
+  EXPECT_EQ(config.head_dim, 16);
+  EXPECT_EQ(config.rms_norm_eps, 1e-6);
+  EXPECT_EQ(config.rope_theta, 10000.0);
+  EXPECT_FALSE(config.tie_word_embeddings);
+  EXPECT_FALSE(config.dtype);
+}
+
+TEST(ModelConfig, NullMeansDerivedSizes) {
+  const ModelConfig config = load(qwen3, R"("head_dim":null)");
+  EXPECT_EQ(config.head_dim, 16);
+  EXPECT_EQ(load(qwen3).head_dim, 128);
+}
+
+TEST(ModelConfig, BiasesByArchitecture) {
+  const auto biases = [](const ModelConfig& config) {
+    return std::vector<bool>{config.qkv_bias, config.o_bias, config.mlp_bias};
+  };
+  const std::string both = R"("attention_bias":true,"mlp_bias":true)";
+  EXPECT_EQ(biases(load(llama, both)), (std::vector<bool>{true, true, true}));
+  EXPECT_EQ(biases(load(llama)), (std::vector<bool>{false, false, false}));
+  EXPECT_EQ(biases(load(qwen3, R"("attention_bias":true)")),
+            (std::vector<bool>{true, true, false}));
+  EXPECT_EQ(biases(load(qwen2)), (std::vector<bool>{true, false, false}));
+  EXPECT_EQ(biases(load(mistral, R"("sliding_window":null)")),
+            (std::vector<bool>{false, false, false}));
+  const ModelConfig ignored = load(mistral, R"("sliding_window":null,)" + both);
+  EXPECT_EQ(biases(ignored), (std::vector<bool>{false, false, false}));
+  EXPECT_EQ(ignored.warnings.size(), 2u);
+}
+
+TEST(ModelConfig, BothRopeDialectsAgree) {
+  const std::string values = R"("factor":8.0,"low_freq_factor":1.0,"high_freq_factor":4.0,)"
+                             R"("original_max_position_embeddings":64)";
+  const ModelConfig older =
+      load(llama, R"("rope_theta":500000.0,"rope_scaling":{"rope_type":"llama3",)" + values + "}");
+  const ModelConfig oldest =
+      load(llama, R"("rope_theta":500000,"rope_scaling":{"type":"llama3",)" + values + "}");
+  const ModelConfig current = load(
+      llama, R"("rope_parameters":{"rope_theta":500000.0,"rope_type":"llama3",)" + values + "}");
+  for (const ModelConfig& config : {older, oldest, current}) {
+    EXPECT_EQ(config.rope_theta, 500000.0);
+    ASSERT_TRUE(config.rope_scaling);
+    EXPECT_EQ(config.rope_scaling->original_max_position_embeddings, 64);
+    EXPECT_TRUE(config.warnings.empty());
+  }
+  EXPECT_EQ(rope_inverse_frequencies(older), rope_inverse_frequencies(current));
+  const ModelConfig plain =
+      load(llama, R"("rope_parameters":{"rope_theta":77.0,"rope_type":"default"})");
+  EXPECT_EQ(plain.rope_theta, 77.0);
+  EXPECT_FALSE(plain.rope_scaling);
+}
+
+TEST(ModelConfig, UnknownFieldsAreWarnings) {
+  const ModelConfig config =
+      load(llama, R"("use_cache":true,"bos_token_id":1,"flux_capacitance":1.21,"unset":null)");
+  ASSERT_EQ(config.warnings.size(), 1u);
+  EXPECT_NE(config.warnings[0].find("config.json: flux_capacitance"), std::string::npos);
+  EXPECT_NE(config.warnings[0].find("1.21"), std::string::npos);
+}
+
+TEST(ModelConfig, NeutralValuesOfUnsupportedFieldsAreAccepted) {
+  const ModelConfig config =
+      load(qwen2, R"("partial_rotary_factor":1.0,"logits_scaling":1,"num_experts":0,)"
+                  R"("quantization_config":null,"sliding_window":4096,"use_sliding_window":false,)"
+                  R"("layer_types":["full_attention","full_attention"],"model_type":"qwen2")");
+  EXPECT_TRUE(config.warnings.empty());
+}
+
+struct Refusal {
+  const char* architecture;
+  const char* extra;
+  const char* field;
+  const char* expected;
+  const char* found;
+};
+
+class Refused : public testing::TestWithParam<Refusal> {};
+
+TEST_P(Refused, NamesFieldExpectedAndFound) {
+  const Refusal& refusal = GetParam();
+  expect_load_error(refusal.architecture, refusal.extra,
+                    {std::string(": ") + refusal.field + ": expected", refusal.expected,
+                     std::string("found ") + refusal.found});
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    ModelConfig, Refused,
+    testing::Values(
+        Refusal{"GPT2LMHeadModel", "", "architectures", "LlamaForCausalLM",
+                "[\"GPT2LMHeadModel\"]"},
+        Refusal{llama, R"("model_type":"granite")", "model_type", "\"llama\"", "\"granite\""},
+        Refusal{llama, R"("hidden_act":"gelu")", "hidden_act", "\"silu\"", "\"gelu\""},
+        Refusal{llama, R"("rope_scaling":{"rope_type":"yarn","factor":4.0})",
+                "rope_scaling.rope_type", "default or llama3", "\"yarn\""},
+        Refusal{llama, R"("rope_scaling":{"type":"linear","factor":4.0})", "rope_scaling.type",
+                "default or llama3", "\"linear\""},
+        Refusal{llama, R"("rope_scaling":{"type":"dynamic","factor":4.0})", "rope_scaling.type",
+                "default or llama3", "\"dynamic\""},
+        Refusal{llama, R"("rope_parameters":{"rope_type":"longrope"})", "rope_parameters.rope_type",
+                "default or llama3", "\"longrope\""},
+        Refusal{llama, R"("rope_scaling":{"factor":4.0})", "rope_scaling.rope_type",
+                "default or llama3", "none"},
+        Refusal{llama, R"("rope_scaling":{"rope_type":"llama3"})", "rope_scaling.factor",
+                "a number above 0", "none"},
+        Refusal{llama,
+                R"("rope_scaling":{"rope_type":"llama3","factor":8,"low_freq_factor":4,)"
+                R"("high_freq_factor":4,"original_max_position_embeddings":64})",
+                "rope_scaling.high_freq_factor", "more than low_freq_factor (4)", "4"},
+        Refusal{llama, R"("rope_scaling":[1])", "rope_scaling", "an object", "[1]"},
+        Refusal{llama, R"("rope_parameters":{"full_attention":{"rope_type":"default"}})",
+                "rope_parameters.full_attention", "all layers", "{"},
+        Refusal{llama, R"("rope_theta":5.0,"rope_parameters":{"rope_theta":6.0})", "rope_theta",
+                "6", "5"},
+        Refusal{llama,
+                R"("rope_scaling":{"rope_type":"default"},"rope_parameters":{"rope_type":"llama3",)"
+                R"("factor":8,"low_freq_factor":1,"high_freq_factor":4,)"
+                R"("original_max_position_embeddings":64})",
+                "rope_parameters", "the same as rope_scaling", "{"},
+        Refusal{llama, R"("rope_theta":0)", "rope_theta", "a number above 0", "0"},
+        Refusal{llama, R"("partial_rotary_factor":0.5)", "partial_rotary_factor", "1", "0.5"},
+        Refusal{llama, R"("rope_parameters":{"partial_rotary_factor":0.25})",
+                "rope_parameters.partial_rotary_factor", "1", "0.25"},
+        Refusal{mistral, R"("sliding_window":4096)", "sliding_window", "none", "4096"},
+        Refusal{mistral, "", "sliding_window", "null", "none"},
+        Refusal{qwen2, R"("use_sliding_window":true,"sliding_window":64)", "sliding_window", "none",
+                "64"},
+        Refusal{qwen3, R"("use_sliding_window":true)", "use_sliding_window", "false", "true"},
+        Refusal{qwen3, R"("layer_types":["full_attention","sliding_attention"])", "layer_types",
+                "full_attention", "\"sliding_attention\""},
+        Refusal{qwen3, R"("layer_types":["full_attention"])", "layer_types", "array of 2", "["},
+        Refusal{llama, R"("quantization_config":{"bits":4})", "quantization_config", "none", "{"},
+        Refusal{llama, R"("attn_logit_softcapping":50.0)", "attn_logit_softcapping", "none", "50"},
+        Refusal{llama, R"("final_logit_softcapping":30.0)", "final_logit_softcapping", "none",
+                "30"},
+        Refusal{llama, R"("embedding_multiplier":12.0)", "embedding_multiplier", "1", "12"},
+        Refusal{llama, R"("logits_scaling":8.0)", "logits_scaling", "1", "8"},
+        Refusal{llama, R"("residual_multiplier":0.22)", "residual_multiplier", "1", "0.22"},
+        Refusal{llama, R"("attention_multiplier":0.015)", "attention_multiplier", "1", "0.015"},
+        Refusal{llama, R"("logit_scale":0.5)", "logit_scale", "1", "0.5"},
+        Refusal{qwen3, R"("num_experts":128)", "num_experts", "0", "128"},
+        Refusal{mistral, R"("sliding_window":null,"num_local_experts":8)", "num_local_experts", "0",
+                "8"},
+        Refusal{llama, R"("head_dim":15)", "head_dim", "an even number", "15"},
+        Refusal{llama, R"("head_dim":0)", "head_dim", "a whole number from 1", "0"},
+        Refusal{llama, R"("head_dim":1000000)", "head_dim", "a whole number from 1", "1000000"},
+        Refusal{llama, R"("rms_norm_eps":-1e-6)", "rms_norm_eps", "a number above 0", "-1e-06"},
+        Refusal{llama, R"("rms_norm_eps":"small")", "rms_norm_eps", "a number above 0",
+                "\"small\""},
+        Refusal{llama, R"("tie_word_embeddings":"yes")", "tie_word_embeddings", "true or false",
+                "\"yes\""},
+        Refusal{llama, R"("attention_bias":1)", "attention_bias", "true or false", "1"},
+        Refusal{llama, R"("torch_dtype":"float64")", "torch_dtype", "bfloat16", "\"float64\""},
+        Refusal{llama, R"("dtype":16)", "dtype", "a string", "16"}));
+
+TEST(ModelConfig, EssentialSizesAreRequiredAndBounded) {
+  for (const char* field : {"hidden_size", "intermediate_size", "num_hidden_layers",
+                            "num_attention_heads", "vocab_size", "max_position_embeddings"}) {
+    const std::string text = config_text(llama, "");
+    const std::string key = "\"" + std::string(field) + "\":";
+    const std::size_t begin = text.find(key) + key.size();
+    const std::size_t end = text.find_first_of(",}", begin);
+    for (const auto& [value, found] :
+         std::vector<std::pair<std::string, std::string>>{{"null", "none"},
+                                                          {"0", "0"},
+                                                          {"-5", "-5"},
+                                                          {"2.5", "2.5"},
+                                                          {"\"8\"", "\"8\""},
+                                                          {"99999999999", "99999999999"},
+                                                          {"1e300", "1e+300"},
+                                                          {"[1]", "[1]"}}) {
+      std::string changed = text;
+      changed.replace(begin, end - begin, value);
+      expect_error([&] { load_text(changed); },
+                   {"config.json: " + std::string(field) + ": expected a whole number from 1",
+                    "found " + found});
+    }
+  }
+}
+
+TEST(ModelConfig, KvHeadsMustDivideHeads) {
+  std::string text = config_text(llama, "");
+  const std::string key = "\"num_key_value_heads\":2";
+  text.replace(text.find(key), key.size(), "\"num_key_value_heads\":3");
+  expect_error([&] { load_text(text); },
+               {"config.json: num_key_value_heads: expected a divisor of num_attention_heads (4)",
+                "found 3"});
+}
+
+TEST(ModelConfig, HiddenSizeMustDivideWithoutHeadDim) {
+  std::string text = config_text(llama, "");
+  const std::string key = "\"hidden_size\":64";
+  text.replace(text.find(key), key.size(), "\"hidden_size\":66");
+  expect_error([&] { load_text(text); },
+               {"hidden_size: expected a multiple of", "(4)", "found 66"});
+}
+
+TEST(ModelConfig, MissingFile) {
+  TemporaryFolder folder;
+  expect_error([&] { ModelConfig::load(folder.path()); },
+               {(folder.path() / "config.json").string(), "no such file"});
+}
+
+TEST(ModelConfig, NotJson) {
+  expect_error([] { load_text("{\"hidden_size\": }"); }, {"config.json", "not valid JSON"});
+  expect_error([] { load_text(""); }, {"config.json", "not valid JSON"});
+  expect_error([] { load_text("{\"rope_theta\": 1e999}"); }, {"config.json", "not valid JSON"});
+}
+
+TEST(ModelConfig, NotAnObject) {
+  expect_error([] { load_text("[]"); }, {"config.json", "expected a JSON object", "found array"});
+}
+
+TEST(ModelConfig, DeepNesting) {
+  expect_error([] { load_text("{\"a\":" + std::string(1000000, '[')); },
+               {"config.json", "nested too deeply"});
+}
+
+TEST(ModelConfig, RepeatedKey) {
+  expect_error([] { load(llama, R"("hidden_size":65)"); },
+               {"config.json", "'hidden_size'", "more than once"});
+}
+
+TEST(ModelConfig, ArchitecturesOfWrongForm) {
+  for (const char* value : {"\"LlamaForCausalLM\"", "[]", "[1]",
+                            "[\"LlamaForCausalLM\",\"MistralForCausalLM\"]", "null"}) {
+    const auto call = [&] { load_text("{\"architectures\":" + std::string(value) + "}"); };
+    expect_error(call, {"config.json: architectures: expected one of", "found "});
+  }
+}
+
+TEST(StopIds, GenerationConfigComesFirst) {
+  TemporaryFolder folder;
+  folder.write("config.json", R"({"eos_token_id":3})");
+  EXPECT_EQ(load_stop_ids(folder.path(), 10), std::vector<TokenId>{3});
+  folder.write("generation_config.json", R"({"eos_token_id":[9,0,9]})");
+  EXPECT_EQ(load_stop_ids(folder.path(), 10), (std::vector<TokenId>{9, 0}));
+  folder.write("generation_config.json", R"({"eos_token_id":null})");
+  EXPECT_EQ(load_stop_ids(folder.path(), 10), std::vector<TokenId>{3});
+}
+
+TEST(StopIds, NoneIsEmpty) {
+  TemporaryFolder folder;
+  EXPECT_TRUE(load_stop_ids(folder.path(), 10).empty());
+  folder.write("config.json", "{}");
+  EXPECT_TRUE(load_stop_ids(folder.path(), 10).empty());
+}
+
+TEST(StopIds, BadIdsAreRefused) {
+  for (const char* value : {"10", "-1", "2.0", "\"</s>\"", "[1,10]", "[[1]]", "true"}) {
+    TemporaryFolder folder;
+    folder.write("generation_config.json", "{\"eos_token_id\":" + std::string(value) + "}");
+    expect_error(
+        [&] { load_stop_ids(folder.path(), 10); },
+        {"generation_config.json: eos_token_id: expected a whole number from 0 to 9", "found "});
+  }
+  TemporaryFolder folder;
+  expect_error([&] { load_stop_ids(folder.path(), 0); }, {"vocab_size", "found 0"});
+}
+
+void expect_near_relative(float found, double expected) {
+  EXPECT_NEAR(found / expected, 1.0, 1e-6) << found << " instead of " << expected;
+}
+
+TEST(Rope, PlainFrequencies) {
+  const ModelConfig config = load(llama, R"("rope_theta":100)");
+  const std::vector<float> found = rope_inverse_frequencies(config);
+  const std::vector<double> expected = {
+      1.0, 0.5623413251903491,  0.31622776601683794, 0.1778279410038923,
+      0.1, 0.05623413251903491, 0.03162277660168379, 0.01778279410038923};
+  ASSERT_EQ(found.size(), expected.size());
+  for (std::size_t i = 0; i < found.size(); ++i) expect_near_relative(found[i], expected[i]);
+}
+
+// The expected values of both tests come from a double precision evaluation of the formula in a
+// separate program. They cover all three branches: kept, interpolated, divided.
+TEST(Rope, Llama3FrequenciesOfASmallModel) {
+  const ModelConfig config =
+      load(llama, R"("rope_parameters":{"rope_theta":500000.0,"rope_type":"llama3","factor":8.0,)"
+                  R"("low_freq_factor":1.0,"high_freq_factor":4.0,)"
+                  R"("original_max_position_embeddings":512})");
+  const std::vector<float> found = rope_inverse_frequencies(config);
+  const std::vector<double> expected = {1.0,
+                                        0.19392274474868576,
+                                        0.0273441373147213,
+                                        0.0009115830921521387,
+                                        0.00017677669529663688,
+                                        3.428102195952591e-05,
+                                        6.647869871181235e-06,
+                                        1.2891731721515574e-06};
+  ASSERT_EQ(found.size(), expected.size());
+  for (std::size_t i = 0; i < found.size(); ++i) expect_near_relative(found[i], expected[i]);
+}
+
+TEST(Rope, Llama3FrequenciesOfLlama31) {
+  const std::vector<float> found =
+      rope_inverse_frequencies(load_repository("Llama-3.1-8B-Instruct"));
+  ASSERT_EQ(found.size(), 64u);
+  const std::vector<std::pair<std::size_t, double>> expected = {{0, 1},
+                                                                {1, 0.814617234},
+                                                                {20, 0.0165604401},
+                                                                {28, 0.00321144599},
+                                                                {29, 0.00216657076},
+                                                                {30, 0.00137189357},
+                                                                {31, 0.000856751413},
+                                                                {32, 0.000524846161},
+                                                                {33, 0.00031269375},
+                                                                {34, 0.000178507813},
+                                                                {35, 9.55621235e-05},
+                                                                {36, 7.78465527e-05},
+                                                                {63, 3.06892599e-07}};
+  for (const auto& [index, value] : expected) expect_near_relative(found[index], value);
+}
+
+}  // namespace

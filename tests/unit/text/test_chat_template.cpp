@@ -1,0 +1,241 @@
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <initializer_list>
+#include <kvzap/chat_template.hpp>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <string_view>
+
+#include "unit/temporary_folder.hpp"
+
+namespace {
+
+using kvzap::ChatFormat;
+using kvzap::ChatTemplate;
+using kvzap::test::expect_error;
+using kvzap::test::TemporaryFolder;
+using Json = nlohmann::json;
+
+const Json& golden_cases() {
+  static const Json cases = [] {
+    std::ifstream stream(std::filesystem::path(KVZAP_SOURCE_DIR) /
+                         "tests/golden/tokenizer/templates.json");
+    return Json::parse(stream)["cases"];
+  }();
+  return cases;
+}
+
+const Json bos_config = {{"bos_token", "<|begin_of_text|>"}};
+
+ChatTemplate detect(const std::string& source, const Json& config = bos_config) {
+  const TemporaryFolder folder;
+  folder.write("chat_template.jinja", source);
+  folder.write("tokenizer_config.json", config.dump());
+  return ChatTemplate::detect(folder.path());
+}
+
+void expect_refused(const std::string& source, std::initializer_list<std::string_view> parts = {}) {
+  expect_error([&] { detect(source); }, {"chat_template.jinja", "--raw", "expected", "found"});
+  expect_error([&] { detect(source); }, parts);
+}
+
+std::string replaced(std::string text, const std::string& from, const std::string& to) {
+  const std::size_t position = text.find(from);
+  EXPECT_NE(position, std::string::npos) << from;
+  return position == std::string::npos ? text : text.replace(position, from.size(), to);
+}
+
+const std::string chatml =
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
+    "+ '<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ "
+    "'<|im_start|>assistant\n' "
+    "}}{% endif %}";
+
+TEST(ChatTemplate, MatchesReferenceForPublishedFamilies) {
+  const std::map<std::string, ChatFormat> formats = {{"chatml", ChatFormat::chatml},
+                                                     {"qwen2", ChatFormat::qwen2},
+                                                     {"qwen3", ChatFormat::qwen3},
+                                                     {"llama3", ChatFormat::llama3}};
+  ASSERT_EQ(golden_cases().size(), 8u);
+  for (const Json& golden : golden_cases()) {
+    SCOPED_TRACE(golden["template"].get<std::string>());
+    const ChatTemplate chat_template = detect(golden["template"]);
+    EXPECT_EQ(chat_template.format(), formats.at(golden["format"]));
+    for (const bool thinking : {true, false}) {
+      const ChatTemplate::Parts parts = chat_template.parts(thinking);
+      const Json& expected = golden[thinking ? "thinking" : "no_thinking"];
+      EXPECT_EQ(parts.prefix, expected[0].get<std::string>());
+      EXPECT_EQ(parts.suffix, expected[1].get<std::string>());
+      EXPECT_EQ(parts.trim_content, golden["format"] == "llama3");
+    }
+    EXPECT_EQ(chat_template.parts(false).prompt(golden["padded"].get<std::string>()),
+              golden["padded_prompt"].get<std::string>());
+  }
+}
+
+TEST(ChatTemplate, ReadsTokenizerConfig) {
+  const TemporaryFolder folder;
+  const Json bos = {{"content", "<s>"}, {"special", true}};
+  const std::string llama3 = golden_cases()[5]["template"];
+  Json config = {{"chat_template", llama3}, {"bos_token", bos}};
+  folder.write("tokenizer_config.json", config.dump());
+  EXPECT_EQ(ChatTemplate::detect(folder.path()).parts(true).prefix,
+            "<s><|start_header_id|>user<|end_header_id|>\n\n");
+
+  config["chat_template"] = {{{"name", "tool_use"}, {"template", "{{ tools }}"}},
+                             {{"name", "default"}, {"template", llama3}}};
+  folder.write("tokenizer_config.json", config.dump());
+  EXPECT_EQ(ChatTemplate::detect(folder.path()).format(), ChatFormat::llama3);
+
+  // The file of its own takes precedence.
+  folder.write("chat_template.jinja", chatml);
+  EXPECT_EQ(ChatTemplate::detect(folder.path()).format(), ChatFormat::chatml);
+}
+
+TEST(ChatTemplate, NeedsNoTokenizerConfig) {
+  const TemporaryFolder folder;
+  folder.write("chat_template.jinja", chatml);
+  EXPECT_EQ(ChatTemplate::detect(folder.path()).parts(true).prefix, "<|im_start|>user\n");
+}
+
+TEST(ChatTemplate, TakesVariantsOfSpelling) {
+  for (const std::string& source :
+       {replaced(chatml, "message['content']", "message.content"),
+        replaced(chatml, "message['content']", "messages[0][\"content\"]"),
+        replaced(chatml, "{% for message in messages %}",
+                 "{% set loop_messages = messages %}{% for message in loop_messages %}"),
+        replaced(chatml, "'<|im_start|>' +", "\"<|im_start|>\" ~"), chatml + "\n",
+        "{# a comment with ' and {{ #}" + chatml,
+        replaced(chatml, "{% if add_generation_prompt %}",
+                 "{% if add_generation_prompt is defined and add_generation_prompt %}"),
+        replaced(chatml, "{{ '<|im_start|>'",
+                 "{% if not (message.role == 'tool' or message['role'] == 'assistant') and "
+                 "(tools is not defined or not tools) %}{% endif %}{{ '<|im_start|>'")}) {
+    SCOPED_TRACE(source);
+    const ChatTemplate chat_template = detect(source);
+    EXPECT_EQ(chat_template.format(), ChatFormat::chatml);
+    EXPECT_EQ(chat_template.parts(false).prompt(" X "),
+              "<|im_start|>user\n X <|im_end|>\n<|im_start|>assistant\n");
+  }
+  const ChatTemplate always_thinks =
+      detect(replaced(chatml, "assistant\n'", "assistant\n<think>\n'"));
+  EXPECT_EQ(always_thinks.parts(false).suffix, "<|im_end|>\n<|im_start|>assistant\n<think>\n");
+  EXPECT_TRUE(detect(replaced(chatml, "message['content']", "message['content']|trim"))
+                  .parts(false)
+                  .trim_content);
+}
+
+TEST(ChatTemplate, RefusesMissingTemplates) {
+  const TemporaryFolder folder;
+  expect_error([&] { ChatTemplate::detect(folder.path()); },
+               {"chat_template.jinja", "tokenizer_config.json", "--raw"});
+  folder.write("tokenizer_config.json", "{}");
+  expect_error([&] { ChatTemplate::detect(folder.path()); }, {"neither", "--raw"});
+}
+
+TEST(ChatTemplate, RefusesBrokenConfigs) {
+  const TemporaryFolder folder;
+  for (const std::string_view content :
+       {"{", "[]", "\xff", R"({"chat_template": 3})", R"({"chat_template": [3]})",
+        R"({"chat_template": [{"name": "default"}]})",
+        R"({"chat_template": [{"name": "rag", "template": "x"}]})",
+        R"({"chat_template": [{"name": "default", "template": 5}]})",
+        R"({"chat_template": "x", "bos_token": 5})",
+        R"({"chat_template": "x", "bos_token": {"special": true}})"}) {
+    folder.write("tokenizer_config.json", content);
+    expect_error([&] { ChatTemplate::detect(folder.path()); }, {"tokenizer_config.json", "--raw"});
+  }
+}
+
+TEST(ChatTemplate, RefusesLlama3WithoutBosToken) {
+  const std::string llama3 = golden_cases()[5]["template"];
+  expect_error([&] { detect(llama3, Json::object()); }, {"--raw"});
+}
+
+TEST(ChatTemplate, RefusesOtherFamilies) {
+  // Mistral, Llama 2, Gemma, Phi, Zephyr.
+  expect_refused(
+      "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ '[INST] ' "
+      "+ "
+      "message['content'] + ' [/INST]' }}{% endif %}{% endfor %}",
+      {"[INST]"});
+  expect_refused(
+      "{{ bos_token + '[INST] <<SYS>>\nBe nice.\n<</SYS>>\n\n' + messages[0]['content'] + ' "
+      "[/INST]' }}",
+      {"SYS"});
+  expect_refused(
+      "{{ bos_token }}{% for message in messages %}{{ '<start_of_turn>' + message['role'] + '\n' + "
+      "message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt "
+      "%}{{'<start_of_turn>model\n'}}{% endif %}",
+      {"start_of_turn"});
+  expect_refused(
+      "{% for message in messages %}{{'<|' + message['role'] + '|>' + '\n' + message['content'] + "
+      "'<|end|>\n' }}{% endfor %}{{ '<|assistant|>\n' }}",
+      {"<|end|>"});
+  expect_refused("plain text", {"leaves the message out"});
+  expect_refused("", {"leaves the message out"});
+}
+
+TEST(ChatTemplate, RefusesWhatItCannotFollow) {
+  for (const std::string& source : {
+           replaced(chatml, "message['content']", "message['content']|upper"),
+           replaced(chatml, "message['content']", "message['content'].replace('a', 'b')"),
+           replaced(chatml, "message['content']", "message['content'][:100]"),
+           replaced(chatml, "message['content']", "message['content'] + message['content']"),
+           replaced(chatml, "message['content']", "message['content'] * 2"),
+           replaced(chatml, "message['content']", "('x' if true else message['content'])"),
+           replaced(chatml, "{% endfor %}", "{% if message.content %}!{% endif %}{% endfor %}"),
+           replaced(chatml, "{% endfor %}", "{% if today == 'Monday' %}!{% endif %}{% endfor %}"),
+           replaced(chatml, "in messages %}", "in messages[1:] %}"),
+           replaced(chatml, "{% for", "{% set messages = [] %}{% for"),
+           replaced(chatml, "{% for", "{% if x > 1 %}{% set y = '?' %}{% endif %}{{ y }}{% for"),
+           replaced(chatml, "{% for", "{% set x %}text{% endset %}{% for"),
+           replaced(chatml, "{% for", "{% macro f() %}{% endmacro %}{% for"),
+           replaced(chatml, "{% for", "{% raw %}{% for"),
+           replaced(chatml, "{% for", "{{ strftime_now('%Y') }}{% for"),
+           replaced(chatml, "{% for", "{{ raise_exception('no') }}{% for"),
+           replaced(chatml, "{% for", "Hello {% for") + "{{ eos_token }}",
+           replaced(chatml, "'<|im_start|>assistant\n'", "'<|im_start|>model\n'"),
+       }) {
+    SCOPED_TRACE(source);
+    expect_refused(source);
+  }
+}
+
+TEST(ChatTemplate, RefusesBrokenJinja) {
+  for (const std::string& source :
+       {std::string("{{ 'a"),
+        std::string("{{ 'a' "),
+        std::string("{% if"),
+        std::string("{# a"),
+        std::string("{{"),
+        std::string("{% %}"),
+        std::string("{% endif %}"),
+        std::string("{% else %}"),
+        std::string("{% if add_generation_prompt %}"),
+        std::string("{% for message in messages %}{% else %}{% endfor %}"),
+        std::string("{% if true %}{% endfor %}"),
+        std::string("{{ }}"),
+        std::string("{{ + }}"),
+        std::string("{{ messages }}"),
+        std::string("{% for %}{% endfor %}"),
+        std::string("{% set %}"),
+        std::string("{{ '\\"),
+        std::string("{% if not %}a{% endif %}"),
+        "{% if " + std::string(100000, '(') + " %}a{% endif %}",
+        "{% if " +
+            [] {
+              std::string s;
+              for (int i = 0; i < 50000; ++i) s += "not ";
+              return s;
+            }() +
+            "true %}a{% endif %}"}) {
+    SCOPED_TRACE(source.substr(0, 100));
+    expect_refused(source);
+  }
+}
+
+}  // namespace

@@ -880,10 +880,10 @@ TYPED_TEST(Cache, PathsAgreeOnAPrefillAndItsCompaction) {
       for (int head = 0; head < heads; ++head) {
         const auto expected = cache.host_rows(ids[0], 0, head);
         std::vector<std::int64_t> positions;
-        int retained row = 0;
+        int retained = 0;
         for (int t = 0; t < tokens; ++t) {
           if (t < tokens - 100 && t >= 3 && scores[head][t] < 0) continue;
-          if (t < tokens - 100 && host_keep(head, retained row++) == 0) continue;
+          if (t < tokens - 100 && host_keep(head, retained++) == 0) continue;
           positions.push_back(t);
         }
         EXPECT_EQ(expected.positions, positions);

@@ -158,7 +158,8 @@ class Context {
     const std::int64_t count = ids.size();
     for (std::int64_t begin = 0; begin < count;) {
       const std::int64_t end = begin + std::min(m_chunk, count - begin);
-      m_decoder->step(sequence, {ids.begin() + begin, ids.begin() + end}, m_judged);
+      m_decoder->step(StepBatch(sequence, {ids.begin() + begin, ids.begin() + end}, m_judged,
+                                end == count ? StepOutput::logits : StepOutput::none));
       begin = end;
     }
   }
@@ -191,15 +192,14 @@ class Context {
     const auto start = Clock::now();
     if (test.kind == BenchTest::Kind::prefill) {
       prefill(m_checkpoints.front().sequence, ids);
-    } else if (test.batch == 1) {
-      for (const TokenId id : ids) {
-        m_decoder->step_greedy(m_checkpoints.front().sequence, {id}, m_decode_rule);
-      }
     } else {
-      std::vector<SequenceId> sequences;
-      for (const auto& checkpoint : m_checkpoints) sequences.push_back(checkpoint.sequence);
-      for (auto id = ids.begin(); id != ids.end(); id += test.batch) {
-        m_decoder->decode_greedy(sequences, {id, id + test.batch}, m_decode_rule);
+      StepBatch batch;
+      for (auto id = ids.begin(); id != ids.end();) {
+        batch.clear();
+        for (const auto& checkpoint : m_checkpoints) {
+          batch.add(checkpoint.sequence, {*id++}, m_decode_rule, StepOutput::argmax);
+        }
+        m_decoder->step(batch);
       }
     }
     Kokkos::fence();

@@ -17,15 +17,16 @@ namespace {
 /// the token before, the same for all KV heads.
 class Novelty final : public kvzap::Scorer {
  public:
-  void score(const kvzap::ExecutionSpace& exec, int /*layer*/, std::int64_t /*first*/,
+  void score(const kvzap::ExecutionSpace& exec, int /*layer*/, const PositionView& positions,
              const InputView& hidden, const ScoreView& scores) override {
     const auto heads = scores.extent(0);
     const auto width = hidden.extent(1);
     Kokkos::parallel_for(
         "novelty::score", Kokkos::RangePolicy<kvzap::ExecutionSpace>(exec, 0, hidden.extent(0)),
         KOKKOS_LAMBDA(std::int64_t token) {
-          float novelty = 1;  // the first of a block has nothing before it
-          if (token > 0) {
+          float novelty =
+              1;  // the first of a block, or of a sequence's part, has nothing before it
+          if (token > 0 && positions(token) == positions(token - 1) + 1) {
             float dot = 0, mine = 0, theirs = 0;
             for (std::size_t i = 0; i < width; ++i) {
               dot += hidden(token, i) * hidden(token - 1, i);

@@ -108,10 +108,8 @@ void run_decode(benchmark::State& state, Stage& stage, const Variant& variant,
                 std::int64_t context) {
   const auto [decoder, sequence] = stage.filled(variant, context);
   const KVBytes kv = kv_bytes(*decoder);
-  const std::vector<TokenId> token = {1};
-  const auto step = [&, decoder = decoder, sequence = sequence] {
-    decoder->step_greedy(sequence, token, {});
-  };
+  const StepBatch batch(sequence, {1}, {}, StepOutput::argmax);
+  const auto step = [&, decoder = decoder] { decoder->step(batch); };
   step();
   const Yardstick limit(Limit::read);
   const double seconds = time_iterations(state, step);
@@ -144,14 +142,14 @@ void run_prefill(benchmark::State& state, Stage& stage, const Engine& engine, bo
   };
   const auto prefill = [&] {
     if (!is_sparse) {
-      decoder.step(sequence, ids, {});
+      decoder.step(StepBatch(sequence, ids, {}, StepOutput::logits));
       return;
     }
     const StepRule rule{true, EvictionRule{0, 0, true}};
     for (std::int64_t first = 0; first < tokens; first += chunk_tokens) {
-      decoder.step(sequence,
-                   {ids.begin() + first, ids.begin() + std::min(first + chunk_tokens, tokens)},
-                   rule);
+      const std::int64_t end = std::min(first + chunk_tokens, tokens);
+      decoder.step(StepBatch(sequence, {ids.begin() + first, ids.begin() + end}, rule,
+                             end == tokens ? StepOutput::logits : StepOutput::none));
     }
   };
   const Yardstick limit(Limit::gemm_bf16);
@@ -175,8 +173,9 @@ void run_batch(benchmark::State& state, Stage& stage, const Variant& variant,
     stage.fill(ids.back(), context, variant);
   }
   const KVBytes kv = kv_bytes(decoder);
-  const std::vector<TokenId> tokens(sequences, 1);
-  const auto step = [&] { decoder.decode_greedy(ids, tokens, {}); };
+  StepBatch batch;
+  for (const SequenceId id : ids) batch.add(id, {1}, {}, StepOutput::argmax);
+  const auto step = [&] { decoder.step(batch); };
   step();
   const double seconds = time_iterations(state, step);
   state.counters["tokens/s"] = static_cast<double>(sequences) / seconds;

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <kvzap/cache.hpp>
 #include <kvzap/synthetic.hpp>
+#include <numeric>
 #include <random>
 #include <string>
 #include <vector>
@@ -88,7 +89,11 @@ Scores random_scores(std::int64_t tokens, double keep) {
   RandomScorer scorer(HeadPartition::even(1, heads, 1), 0, 1 - keep, 1, 7);
   const Scores scores("scores", heads, tokens);
   const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> hidden("hidden", tokens, 0);
-  scorer.score(ExecutionSpace{}, 0, 0, hidden, scores);
+  const Kokkos::View<std::int64_t*, MemorySpace> positions("positions", tokens);
+  const auto host = Kokkos::create_mirror_view(positions);
+  std::iota(host.data(), host.data() + tokens, 0);
+  Kokkos::deep_copy(positions, host);
+  scorer.score(ExecutionSpace{}, 0, positions, hidden, scores);
   return scores;
 }
 

@@ -82,6 +82,7 @@ class Scoring {
         m_tokens(tokens),
         m_hidden("kvzap::perf::hidden", std::min(block, tokens),
                  engine.model().config().hidden_size),
+        m_positions("kvzap::perf::positions", m_hidden.extent(0)),
         m_scores("kvzap::perf::scores", engine.partition().heads(0, world().rank()).size(),
                  std::min(block, tokens)) {
     Kokkos::deep_copy(m_hidden, 0.5f);
@@ -89,7 +90,7 @@ class Scoring {
   void run() {
     const ExecutionSpace exec;
     for (std::int64_t first = 0; first < m_tokens; first += block) {
-      m_surrogate.score(exec, 0, first, m_hidden, m_scores);
+      m_surrogate.score(exec, 0, m_positions, m_hidden, m_scores);
     }
   }
 
@@ -98,6 +99,7 @@ class Scoring {
   Surrogate& m_surrogate;
   std::int64_t m_tokens;
   Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> m_hidden;  // (token, hidden_size)
+  Kokkos::View<std::int64_t*, MemorySpace> m_positions;              // (token)
   Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> m_scores;  // (head, token)
 };
 
@@ -141,9 +143,11 @@ void run(benchmark::State& state, Fixture& fixture, Surrogate& surrogate, std::i
     };
     world_barrier();
     for (int i = 0; i < times; ++i) {
-      timed(0, [&] { plain->step(plain_sequence, ids, {}); });
+      timed(0, [&] { plain->step(StepBatch(plain_sequence, ids, {}, StepOutput::logits)); });
       timed(1, [&] { scoring.run(); });
-      timed(2, [&] { scored->step(scored_sequence, ids, with_scores); });
+      timed(2, [&] {
+        scored->step(StepBatch(scored_sequence, ids, with_scores, StepOutput::logits));
+      });
     }
     for (int i = 0; i < 3; ++i) {
       seconds[i] = max_over_ranks(seconds[i]) / times;

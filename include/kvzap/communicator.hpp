@@ -54,6 +54,11 @@ class Communicator {
   /// Concatenates every rank's `count` floats on the root; counts may differ. Empty elsewhere.
   std::vector<float> gather(const float* values, std::size_t count, int root) const;
 
+  /// The same where every rank knows all counts: into `all` on the root, which has room for them,
+  /// and without taking memory.
+  void gather(const float* values, const std::vector<std::int64_t>& counts, float* all,
+              int root) const;
+
   /// Runs `local_work`, which must not communicate, on every rank. If it throws on any rank, every
   /// rank throws AgreedError with the text of the lowest rank that failed. Collective.
   void agree(const std::function<void()>& local_work) const;

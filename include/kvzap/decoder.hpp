@@ -1,11 +1,13 @@
 // One step of the transformer: new tokens through all layers, their pairs into the cache.
 #pragma once
 
+#include <exception>
 #include <kvzap/attention.hpp>
 #include <kvzap/cache.hpp>
 #include <kvzap/communicator.hpp>
 #include <kvzap/model.hpp>
 #include <kvzap/scorer.hpp>
+#include <kvzap/step_batch.hpp>
 #include <memory>
 #include <vector>
 
@@ -17,20 +19,20 @@ class StepObserver {
   using HiddenView = Kokkos::View<const float**, Kokkos::LayoutRight, MemorySpace>;
   using ScoresView = Kokkos::View<const float**, Kokkos::LayoutStride, MemorySpace>;
   virtual ~StepObserver() = default;
-  /// hidden (token, hidden_size) enters attention of `layer`; its first row is the token at
-  /// position `first`.
-  virtual void attention_input(int /*layer*/, std::int64_t /*first*/,
+  /// hidden (token, hidden_size) enters attention of `layer`: consecutive tokens of one sequence,
+  /// of which the first has position `first`.
+  virtual void attention_input(SequenceId /*sequence*/, int /*layer*/, std::int64_t /*first*/,
                                const HiddenView& /*hidden*/) {}
-  /// scores (head on this rank, token) of the step's tokens, from position `first` on.
-  virtual void scores(int /*layer*/, std::int64_t /*first*/, const ScoresView& /*scores*/) {}
+  /// scores (head on this rank, token) of a span's tokens, from position `first` on.
+  virtual void scores(SequenceId /*sequence*/, int /*layer*/, std::int64_t /*first*/,
+                      const ScoresView& /*scores*/) {}
 };
 
-/// What is to happen to the pairs of a step's tokens and to those they push out of the ring.
-struct StepRule {
-  /// Score the new pairs with the scorer.
-  bool score = false;
-  /// Applied, after the step's attention, to every pair that leaves the ring.
-  EvictionRule eviction;
+/// A rank had no memory for a step; every rank throws this, and no sequence has changed anywhere.
+/// The step can be tried again once memory has been freed: a sequence, or pages by eviction.
+class StepOutOfMemory : public AgreedError {
+ public:
+  using AgreedError::AgreedError;
 };
 
 /// The forward pass of Qwen3, Qwen2, Llama and Mistral decoders over a ragged cache, on one rank's
@@ -46,27 +48,18 @@ class Decoder {
           int page_rows, MemoryMeter* meter = nullptr);
   ~Decoder();
 
-  /// Runs `tokens` (not empty) through the model, layer by layer. In each layer they attend to what
-  /// the sequence's cache holds and to one another causally; then their pairs are appended under
-  /// `rule`. Beside the cache, keys and values of the step's tokens exist for one layer at a time.
-  /// Returns the logits (vocab_size) after the last token on rank 0, nothing elsewhere.
-  /// Throws Error for a token id outside the vocabulary.
-  std::vector<float> step(SequenceId sequence, const std::vector<TokenId>& tokens,
-                          const StepRule& rule, const ProgressCallback& progress = {});
-
-  /// One new token for each of B different sequences, whose contexts may differ in length: the
-  /// weights are read once for all of them. Otherwise as step. Returns the logits (B, vocab_size),
-  /// row after row, on rank 0.
-  std::vector<float> decode(const std::vector<SequenceId>& sequences,
-                            const std::vector<TokenId>& tokens, const StepRule& rule);
-
-  /// As step and decode, but returns the argmax next tokens (the smaller id of equal ones), on
-  /// every rank, or -1 where a logit is NaN or the largest is not finite. The logits stay where
-  /// they are: these tokens are all that a device sends back and that ranks exchange.
-  TokenId step_greedy(SequenceId sequence, const std::vector<TokenId>& tokens, const StepRule& rule,
-                      const ProgressCallback& progress = {});
-  std::vector<TokenId> decode_greedy(const std::vector<SequenceId>& sequences,
-                                     const std::vector<TokenId>& tokens, const StepRule& rule);
+  /// Runs the batch's tokens through the model, layer by layer. In each layer the tokens of a span
+  /// attend to what their sequence's cache holds and to one another causally; then their pairs are
+  /// appended under the span's rule. Beside the cache, keys and values of the step's tokens exist
+  /// for one layer at a time. What a span gets does not depend on the other spans but for the order
+  /// of sums in products. Returns one result for each span.
+  ///
+  /// Memory is reserved before the first layer, for all of them, but for the kept rows of spans
+  /// longer than the window, whose number is known layer by layer. Throws StepOutOfMemory if a rank
+  /// has none, and Error for an empty batch, a token id outside the vocabulary or a span that
+  /// scores without a scorer. After an error, on any rank, the sequences are as they were before
+  /// the step, on every rank.
+  std::vector<StepResult> step(const StepBatch& batch, const ProgressCallback& progress = {});
 
   Cache& cache() { return m_cache; }
   const Cache& cache() const { return m_cache; }
@@ -74,17 +67,33 @@ class Decoder {
   const Communicator& communicator() const { return m_comm; }
   void set_observer(StepObserver* observer) { m_observer = observer; }
   void set_attention_path(AttentionPath path) { m_attention_path = path; }
-  /// Sums over this rank's heads, layers and all steps so far.
-  const AppendCounts& counts() const { return m_counts; }
-  void set_counts(const AppendCounts& counts) { m_counts = counts; }
 
  private:
   struct Scratch;
+  struct Rows;
+  using Activations = Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>;
 
-  std::vector<float> forward(const SequenceId* sequences, std::size_t n_sequences,
-                             const std::vector<TokenId>& tokens, const StepRule& rule,
-                             const ProgressCallback& progress, std::vector<TokenId>* argmax);
-  std::vector<float> rows_of_ranks(const std::vector<float>& gathered, std::int64_t outputs) const;
+  void check(const StepBatch& batch) const;
+  void reserve(const StepBatch& batch);
+  void begin_cache_step(const StepBatch& batch);
+  void place_rows(const StepBatch& batch);
+  void embed();
+  void attention_block(const StepBatch& batch, int layer, const Rows& rows);
+  void score(const StepBatch& batch, int layer, const Rows& rows, const Activations& x);
+  void feed_forward_block(int layer, const Rows& rows, bool is_whole);
+  void append(const StepBatch& batch, int layer);
+  void output_head(const StepBatch& batch);
+  void gather_logits();
+
+  Activations new_scores(const StepBatch& batch, int layer) const;
+  bool outputs_lie_together() const;
+  template <class Visit>
+  static void for_each_span(const StepBatch& batch, const Rows& rows, const Visit& visit);
+
+  template <class Work>
+  void locally(const Work& work);
+  void agree_on_failure();
+  void throw_if(std::int64_t worst);
 
   const Model<Value>& m_model;
   Scorer* m_scorer;
@@ -94,8 +103,8 @@ class Decoder {
   Attention<Value, order> m_attention;
   AttentionPath m_attention_path = AttentionPath::automatic;
   StepObserver* m_observer = nullptr;
-  AppendCounts m_counts;
   std::unique_ptr<Scratch> m_scratch;
+  std::exception_ptr m_failure;  // of this rank, in the step under way
 };
 
 }  // namespace kvzap

@@ -3,73 +3,13 @@
 
 #include <filesystem>
 #include <functional>
-#include <kvzap/communicator.hpp>
-#include <kvzap/decoder.hpp>
-#include <kvzap/head_partition.hpp>
-#include <kvzap/model.hpp>
+#include <kvzap/engine.hpp>
 #include <kvzap/sampler.hpp>
-#include <kvzap/scorer.hpp>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
 namespace kvzap {
-
-/// Which pairs are judged.
-enum class PruneMode {
-  none,     // full cache
-  prefill,  // those of the context, once, all but its last `window`
-  always    // also those of questions and generated tokens, as they leave the window
-};
-
-/// How the context is processed.
-enum class PrefillMode {
-  dense,  // one step: every token attends to the whole context before it, then pairs are judged
-  sparse  // in chunks: a chunk attends to what earlier chunks left in the cache, and to itself
-};
-
-/// As the program's option --prune has it.
-std::string_view name_of(PruneMode mode);
-/// As the program's option --prefill has it.
-std::string_view name_of(PrefillMode mode);
-
-/// How the cache of a generator is filled and pruned.
-struct CacheOptions {
-  PruneMode prune = PruneMode::none;
-  PrefillMode prefill = PrefillMode::dense;
-  /// Tokens of a chunk in sparse prefill.
-  std::int64_t chunk = 2048;
-  /// Log score below which a pair is evicted.
-  float threshold = 0;
-  /// Most recent tokens that are always kept.
-  int window = 128;
-  /// First positions that are always kept.
-  std::int64_t sink = 0;
-  /// Hand unused pool memory back to the system after the context and after each answer.
-  bool trim = true;
-  int page_rows = 64;
-  PageOrder order = PageOrder::token_major;
-};
-
-/// State of the whole cache, over all ranks. Complete on every rank.
-struct CacheReport {
-  std::int64_t tokens = 0;                      // seen so far, kept or not
-  std::vector<std::vector<std::int64_t>> kept;  // rows, [layer][KV head]
-  std::int64_t non_finite_scores = 0;  // judged pairs kept because their score is no number
-  // Bytes, summed over ranks.
-  std::int64_t full_bytes = 0;       // keys and values, had none been evicted
-  std::int64_t live_bytes = 0;       // keys and values of kept rows
-  std::int64_t allocated_bytes = 0;  // pages, in use or free, and rings
-  std::int64_t returned_bytes = 0;   // handed back to the system so far
-  std::int64_t peak_allocated_bytes =
-      0;  // most at any time, prefill's dense keys and values included
-
-  /// Evicted pairs / pairs had none been evicted.
-  double evict_ratio(int layer) const;
-  /// Mean over layers.
-  double evict_ratio() const;
-};
 
 /// How one question is answered.
 struct AnswerOptions {
@@ -102,32 +42,46 @@ struct Answer {
   CacheReport cache;          // at the end
 };
 
-/// A model with a cache: prefill once, then answer any number of questions about the context. All
-/// ranks make the same calls in the same order.
+/// One sequence of an engine: prefill once, then answer any number of questions about the context.
+/// All ranks make the same calls in the same order.
 class Generator {
  public:
-  /// `scorer` (as a rule a Surrogate) is needed unless options.prune is none. Weights and cache are
-  /// of type Value. Throws Error if an option is out of range.
+  explicit Generator(std::unique_ptr<Engine> engine);
+  /// With an engine of its own, as Engine::create.
   template <class Value>
   static std::unique_ptr<Generator> create(std::shared_ptr<const Model<Value>> model,
                                            std::shared_ptr<Scorer> scorer,
-                                           const CacheOptions& options, const Communicator& comm);
-  virtual ~Generator() = default;
+                                           const CacheOptions& options, const Communicator& comm) {
+    return std::make_unique<Generator>(
+        Engine::create<Value>(std::move(model), std::move(scorer), options, comm));
+  }
 
   /// Runs the context and prunes. With `reusable`, its state is kept so that every answer starts
   /// from it; otherwise only one question may follow. Called once.
-  virtual void prefill(const std::vector<TokenId>& context, bool reusable,
-                       const ProgressCallback& progress = {}) = 0;
+  void prefill(const std::vector<TokenId>& context, bool reusable,
+               const ProgressCallback& progress = {});
   /// Runs the question (possibly empty: the answer then continues the context) and generates.
-  virtual Answer answer(const std::vector<TokenId>& question, const AnswerOptions& options) = 0;
+  Answer answer(const std::vector<TokenId>& question, const AnswerOptions& options);
 
-  virtual CacheReport report() = 0;
-  /// Writes keys, values and positions of all ranks to one HDF5 file; see snapshot.hpp.
-  virtual void write_snapshot(const std::filesystem::path& file, const std::string& model_name) = 0;
-  /// Positions of the rows that a head on this rank still has, ascending; for tests and analyses.
-  virtual std::vector<std::int64_t> positions(int layer, int head_on_rank) = 0;
-  virtual void set_observer(StepObserver* observer) = 0;
-  virtual void set_attention_path(AttentionPath path) = 0;
+  CacheReport report() { return m_engine->report(m_sequence); }
+  void write_snapshot(const std::filesystem::path& file, const std::string& model_name) {
+    m_engine->write_snapshot(file, model_name, m_sequence);
+  }
+  std::vector<std::int64_t> positions(int layer, int head_on_rank) {
+    return m_engine->positions(m_sequence, layer, head_on_rank);
+  }
+  void set_observer(StepObserver* observer) { m_engine->set_observer(observer); }
+  void set_attention_path(AttentionPath path) { m_engine->set_attention_path(path); }
+  Engine& engine() { return *m_engine; }
+
+ private:
+  void trim();
+
+  std::unique_ptr<Engine> m_engine;
+  SequenceId m_sequence;
+  std::unique_ptr<Engine::Checkpoint> m_checkpoint;
+  std::vector<float> m_context_logits;
+  int m_answers = 0;
 };
 
 }  // namespace kvzap

@@ -35,8 +35,10 @@ class Surrogate final : public Scorer {
 
   /// scores (head on this rank, token) = predicted log KVzip+ scores of M tokens of a layer.
   /// hidden: (M, hidden_size), the output of the layer's input norm.
-  void score(const ExecutionSpace& exec, int layer, std::int64_t first, const InputView& hidden,
-             const ScoreView& scores) override;
+  void score(const ExecutionSpace& exec, int layer, const PositionView& positions,
+             const InputView& hidden, const ScoreView& scores) override;
+
+  void reserve(std::int64_t tokens) override;
 
   /// "linear" or "mlp".
   std::string kind() const override;

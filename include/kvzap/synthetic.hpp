@@ -23,8 +23,8 @@ class RandomScorer final : public Scorer {
   /// Throws Error as head_keep_ratios does, or if the partition has no such rank.
   RandomScorer(const HeadPartition& partition, int rank, double evict_ratio, double skew,
                std::uint64_t seed);
-  void score(const ExecutionSpace& exec, int layer, std::int64_t first, const InputView& hidden,
-             const ScoreView& scores) override;
+  void score(const ExecutionSpace& exec, int layer, const PositionView& positions,
+             const InputView& hidden, const ScoreView& scores) override;
   std::string kind() const override { return "random"; }
   /// Keep ratio of a KV head of the model. Throws Error if there is no such layer or head.
   double keep_ratio(int layer, int kv_head) const;

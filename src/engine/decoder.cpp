@@ -4,6 +4,8 @@
 #include <cmath>
 #include <kvzap/decoder.hpp>
 #include <kvzap/head_partition.hpp>
+#include <new>
+#include <numeric>
 
 #include "base/device_kernels.hpp"
 #include "base/instantiate.hpp"
@@ -21,72 +23,109 @@ using detail::ConstVector;
 using detail::Matrix;
 using detail::Vector;
 
-/// One token for each of different sequences. Throws Error otherwise.
-void check_sequences(const std::vector<SequenceId>& sequences, const std::vector<TokenId>& tokens) {
-  if (sequences.size() != tokens.size()) {
-    throw Error(fmt::format("decoder: {} tokens for {} sequences; expected one for each",
-                            tokens.size(), sequences.size()));
-  }
-  for (std::size_t i = 0; i < sequences.size(); ++i) {
-    if (std::find(sequences.begin() + i + 1, sequences.end(), sequences[i]) != sequences.end()) {
-      throw Error(fmt::format("decoder: sequence {} twice in one step", sequences[i]));
-    }
-  }
-}
-
 // Tokens whose activations exist at once. Enough to run the products at full rate, few enough that
 // activations stay small beside weights and cache.
 constexpr std::int64_t block_tokens = 512;
 
+/// What a step has come to, over ranks the worst.
+enum Outcome : std::int64_t { done = 0, out_of_memory = 1, failed = 2 };
+
+Outcome outcome_of(const std::exception_ptr& failure) {
+  if (!failure) return done;
+  try {
+    std::rethrow_exception(failure);
+  } catch (const std::bad_alloc&) {
+    return out_of_memory;
+  } catch (const OutOfMemory&) {
+    return out_of_memory;
+  } catch (...) {
+    return failed;
+  }
+}
+
+std::pair<std::int64_t, std::int64_t> range(std::int64_t begin, std::int64_t end) {
+  return {begin, end};
+}
+
 }  // namespace
+
+/// Rows of the step that go through a layer at once.
+template <class Value, PageOrder order>
+struct Decoder<Value, order>::Rows {
+  std::int64_t begin;
+  std::int64_t end;
+  std::int64_t count() const { return end - begin; }
+};
 
 template <class Value, PageOrder order>
 struct Decoder<Value, order>::Scratch {
-  // Grown on demand, kept between steps: no step of a length seen before allocates activations.
-  std::vector<Vector> buffers = std::vector<Vector>(5);
+  // Buffers of activations. Grown on demand, kept between steps: no step of a length seen before
+  // allocates any.
+  enum Buffer { residual, normed, projected, attended, gates, last_rows, last_added, n_buffers };
+  std::vector<Vector> buffers = std::vector<Vector>(n_buffers);
   Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace> angles;
   Kokkos::View<TokenId*, MemorySpace> ids;
   Kokkos::View<std::int64_t*, MemorySpace> positions;
   Vector inverse_frequencies;
-  std::vector<typename Cache::Layer> cached;  // one layer of every sequence of the step
   // Keys and values of the step's tokens, one layer's: (token, head, dim).
   Kokkos::View<Value*, MemorySpace> new_keys, new_values;
-  Vector chunk_scores;
-  MeteredBytes chunk_bytes;
-  Kokkos::View<std::int64_t*, MemorySpace> argmax;  // (output)
+  Vector new_scores;  // (head, token)
+  MeteredBytes new_bytes;
   detail::LinearMap linear;
   detail::RankSum rank_sum;
+  std::vector<std::int64_t> logit_counts;  // of each rank
 
-  Matrix matrix(int index, std::int64_t rows, std::int64_t columns) {
-    Vector& buffer = buffers[index];
-    detail::reserve_scratch(buffer, rows * columns, "kvzap::decoder::activations");
-    return Matrix(buffer.data(), rows, columns);
+  // The step under way.
+  ExecutionSpace exec;
+  Matrix h;               // (token, hidden), the residual stream
+  Matrix pending;         // what the last layer adds to it, if that is left to the next kernel
+  bool scores = false;    // some span's tokens are scored
+  bool deferred = false;  // the cache does not wait for its kernels in each layer
+  std::vector<std::int64_t> first_positions;  // of each span
+  std::vector<AttentionSpan<Value, order>> attention_spans;
+  std::vector<AppendSpan> append_spans;
+  std::vector<SequenceId> sequences;
+  // Outputs: rows of the last tokens of the spans that want one, those that want the argmax first.
+  std::vector<std::int64_t> output_spans, output_rows;
+  std::int64_t n_argmax = 0;
+  Kokkos::View<std::int64_t*, MemorySpace> device_rows, argmax;
+  std::vector<std::int64_t> argmax_keys;  // (output), and the step's outcome
+  std::vector<float> local_logits, gathered_logits;
+  std::vector<StepResult> results;
+
+  Matrix matrix(Buffer index, std::int64_t rows, std::int64_t columns) {
+    return Matrix(buffers[index].data(), rows, columns);
+  }
+  void reserve(Buffer index, std::int64_t count) {
+    detail::reserve_scratch(buffers[index], count, "kvzap::decoder::activations");
   }
 
-  void reserve_chunk(std::int64_t values, std::int64_t scores, MemoryMeter* meter) {
+  void reserve_new_rows(std::int64_t values, std::int64_t n_scores, MemoryMeter* meter) {
     if (static_cast<std::int64_t>(new_keys.extent(0)) < values) {
-      release_chunk();
+      release_new_rows();
       detail::reserve_scratch(new_keys, values, "kvzap::decoder::new_keys");
       detail::reserve_scratch(new_values, values, "kvzap::decoder::new_values");
-      chunk_bytes = MeteredBytes(meter, 2 * values * sizeof(Value));
+      new_bytes = MeteredBytes(meter, 2 * values * sizeof(Value));
     }
-    detail::reserve_scratch(chunk_scores, scores, "kvzap::decoder::scores");
+    detail::reserve_scratch(new_scores, n_scores, "kvzap::decoder::scores");
   }
 
   void release() {
-    release_chunk();
+    release_new_rows();
     // Not = {}: Clang 14 would emit no destructor for these types.
     angles = decltype(angles)();
     ids = decltype(ids)();
     positions = decltype(positions)();
+    h = Matrix();
+    pending = Matrix();
     for (Vector& buffer : buffers) buffer = {};
   }
 
-  void release_chunk() {
+  void release_new_rows() {
     new_keys = {};
     new_values = {};
-    chunk_scores = {};
-    chunk_bytes = {};
+    new_scores = {};
+    new_bytes = {};
   }
 };
 
@@ -121,269 +160,494 @@ Decoder<Value, order>::Decoder(const Model<Value>& model, Scorer* scorer, const 
 template <class Value, PageOrder order>
 Decoder<Value, order>::~Decoder() = default;
 
+// Work of this rank alone. After an error in it the ranks go on side by side to where they next
+// agree: a rank that left would let the others wait for it in a sum.
 template <class Value, PageOrder order>
-std::vector<float> Decoder<Value, order>::step(SequenceId sequence,
-                                               const std::vector<TokenId>& tokens,
-                                               const StepRule& rule,
-                                               const ProgressCallback& progress) {
-  return forward(&sequence, 1, tokens, rule, progress, nullptr);
+template <class Work>
+void Decoder<Value, order>::locally(const Work& work) {
+  if (m_failure) return;
+  try {
+    work();
+  } catch (...) {
+    m_failure = std::current_exception();
+  }
+}
+
+// Throws on all ranks if one of them has failed.
+template <class Value, PageOrder order>
+void Decoder<Value, order>::agree_on_failure() {
+  throw_if(m_comm.all_reduce_max(outcome_of(m_failure)));
 }
 
 template <class Value, PageOrder order>
-TokenId Decoder<Value, order>::step_greedy(SequenceId sequence, const std::vector<TokenId>& tokens,
-                                           const StepRule& rule, const ProgressCallback& progress) {
-  std::vector<TokenId> argmax;
-  forward(&sequence, 1, tokens, rule, progress, &argmax);
-  return argmax.front();
+void Decoder<Value, order>::throw_if(std::int64_t worst) {
+  if (worst == done) return;
+  const std::exception_ptr failure = std::exchange(m_failure, nullptr);
+  if (m_comm.size() == 1 && worst == failed) std::rethrow_exception(failure);
+  try {
+    m_comm.agree([&] {
+      if (failure) std::rethrow_exception(failure);
+    });
+  } catch (const AgreedError& error) {
+    if (worst == out_of_memory) throw StepOutOfMemory(error.what());
+    throw;
+  }
 }
 
 template <class Value, PageOrder order>
-std::vector<float> Decoder<Value, order>::decode(const std::vector<SequenceId>& sequences,
-                                                 const std::vector<TokenId>& tokens,
-                                                 const StepRule& rule) {
-  check_sequences(sequences, tokens);
-  return forward(sequences.data(), sequences.size(), tokens, rule, {}, nullptr);
+std::vector<StepResult> Decoder<Value, order>::step(const StepBatch& batch,
+                                                    const ProgressCallback& progress) {
+  check(batch);
+  m_failure = nullptr;
+  bool begun = false;
+  try {
+    locally([&] {
+      reserve(batch);
+      begin_cache_step(batch);
+      begun = true;
+    });
+    agree_on_failure();
+
+    const std::int64_t count = batch.tokens().size();
+    const int layers = static_cast<int>(m_model.config().num_hidden_layers);
+    const std::int64_t blocks = (count + block_tokens - 1) / block_tokens;
+    // Only spans longer than the window can run out of memory after begin_step, and only they last
+    // long enough for an early end to matter.
+    const bool agrees_often = std::any_of(
+        batch.spans().begin(), batch.spans().end(),
+        [&](const StepBatch::Span& span) { return span.count > m_cache.shape().window; });
+    place_rows(batch);
+    embed();
+    for (int l = 0; l < layers; ++l) {
+      for (std::int64_t b = 0; b < blocks; ++b) {
+        const Rows rows{b * block_tokens, std::min(count, (b + 1) * block_tokens)};
+        attention_block(batch, l, rows);
+        feed_forward_block(l, rows, blocks == 1);
+        if (progress) progress("prefill", l * blocks + b + 1, layers * blocks);
+      }
+      append(batch, l);
+      if (agrees_often) agree_on_failure();
+    }
+    output_head(batch);
+  } catch (...) {
+    if (begun) m_cache.cancel_step();
+    m_scratch->release();
+    throw;
+  }
+  m_cache.end_step();
+  m_scratch->pending = Matrix();
+  if (static_cast<std::int64_t>(batch.tokens().size()) > block_tokens) {
+    m_scratch->release();  // a long prefill's memory is not needed again
+  }
+  return std::move(m_scratch->results);
 }
 
+/// Throws Error for what no rank can run.
 template <class Value, PageOrder order>
-std::vector<TokenId> Decoder<Value, order>::decode_greedy(const std::vector<SequenceId>& sequences,
-                                                          const std::vector<TokenId>& tokens,
-                                                          const StepRule& rule) {
-  check_sequences(sequences, tokens);
-  std::vector<TokenId> argmax;
-  forward(sequences.data(), sequences.size(), tokens, rule, {}, &argmax);
-  return argmax;
-}
-
-// Rows of the step are tokens: of one sequence, consecutive ones, or one of each of several.
-template <class Value, PageOrder order>
-std::vector<float> Decoder<Value, order>::forward(
-    const SequenceId* sequences, std::size_t n_sequences, const std::vector<TokenId>& tokens,
-    const StepRule& rule, const ProgressCallback& progress, std::vector<TokenId>* argmax) {
+void Decoder<Value, order>::check(const StepBatch& batch) const {
   const ModelConfig& config = m_model.config();
-  const std::int64_t count = tokens.size();
-  const std::int64_t hidden = config.hidden_size;
-  const int dim = static_cast<int>(config.head_dim);
-  const std::int64_t group = config.query_group();
-  const float eps = static_cast<float>(config.rms_norm_eps);
-  const bool many = n_sequences > 1;
-  if (count == 0) throw Error("decoder: a step needs at least one token");
-  if (rule.score && !m_scorer) throw Error("decoder: a step that scores needs a scorer");
-  for (std::int64_t i = 0; i < count; ++i) {
-    if (tokens[i] < 0 || tokens[i] >= config.vocab_size) {
-      throw Error(fmt::format("token {} of the prompt is {}; expected an id in [0, {})", i,
-                              tokens[i], config.vocab_size));
+  if (batch.spans().empty()) throw Error("decoder: a step needs at least one token");
+  for (const StepBatch::Span& span : batch.spans()) {
+    m_cache.tokens(span.sequence, 0);  // throws if there is no such sequence
+    if (span.rule.score && !m_scorer) {
+      throw Error("decoder: a step that scores needs a scorer");
+    }
+    for (std::int64_t i = 0; i < span.count; ++i) {
+      const TokenId token = batch.tokens()[span.first + i];
+      if (token < 0 || token >= config.vocab_size) {
+        throw Error(fmt::format("token {} of the prompt is {}; expected an id in [0, {})", i, token,
+                                config.vocab_size));
+      }
     }
   }
-  const ExecutionSpace exec;
-  Scratch& scratch = *m_scratch;
+}
 
-  // Token ids and positions.
+// All memory that this step takes, but for scratch space of products and the kept rows of long
+// spans.
+template <class Value, PageOrder order>
+void Decoder<Value, order>::reserve(const StepBatch& batch) {
+  Scratch& scratch = *m_scratch;
+  const ModelConfig& config = m_model.config();
+  const std::int64_t count = batch.tokens().size();
+  const std::int64_t hidden = config.hidden_size;
+  const std::int64_t dim = config.head_dim;
+  const std::int64_t m = std::min(count, block_tokens);
+  const std::int64_t n_spans = batch.spans().size();
+  scratch.scores = std::any_of(batch.spans().begin(), batch.spans().end(),
+                               [](const StepBatch::Span& span) { return span.rule.score; });
+  // A decode step on a device waits once, at its end, not in every layer.
+  scratch.deferred = count == n_spans && detail::uses_device_kernels();
+
+  std::int64_t kv_heads = 0, projected = 0, attended = 0, gates = 0;
+  for (int l = 0; l < static_cast<int>(config.num_hidden_layers); ++l) {
+    const std::int64_t own = m_cache.shape().heads[l];
+    const std::int64_t gate_up = m_model.layer(l).gate_up.outputs();
+    kv_heads = std::max(kv_heads, own);
+    attended = std::max(attended, own * config.query_group() * dim);
+    projected = std::max({projected, own * (config.query_group() + 2) * dim, gate_up / 2});
+    gates = std::max(gates, gate_up);
+  }
+
+  scratch.output_spans.clear();
+  scratch.output_rows.clear();
+  for (const StepOutput wanted : {StepOutput::argmax, StepOutput::logits}) {
+    for (std::int64_t s = 0; s < n_spans; ++s) {
+      const StepBatch::Span& span = batch.spans()[s];
+      if (span.output != wanted) continue;
+      scratch.output_spans.push_back(s);
+      scratch.output_rows.push_back(span.first + span.count - 1);
+    }
+    if (wanted == StepOutput::argmax) scratch.n_argmax = scratch.output_rows.size();
+  }
+  const std::int64_t outputs = scratch.output_rows.size();
+  const std::int64_t n_logits = outputs - scratch.n_argmax;
+  const std::int64_t local = m_model.output_head().outputs();
+
+  scratch.reserve(Scratch::residual, count * hidden);
+  scratch.reserve(Scratch::normed, m * hidden);
+  scratch.reserve(Scratch::projected, std::max(m * projected, outputs * local));
+  scratch.reserve(Scratch::attended, std::max(m * attended, outputs * hidden));
+  scratch.reserve(Scratch::gates, m * gates);
+  scratch.reserve_new_rows(count * kv_heads * dim, scratch.scores ? count * kv_heads : 0, m_meter);
   detail::reserve_scratch(scratch.ids, count, "kvzap::decoder::ids");
   detail::reserve_scratch(scratch.positions, count, "kvzap::decoder::positions");
-  const auto ids = scratch.ids;
-  const auto positions = scratch.positions;
-  {
-    const auto host_ids = Kokkos::create_mirror_view(ids);
-    const auto host_positions = Kokkos::create_mirror_view(positions);
-    for (std::int64_t i = 0; i < count; ++i) {
-      host_ids(i) = tokens[i];
-      host_positions(i) =
-          many ? m_cache.tokens(sequences[i], 0) : m_cache.tokens(sequences[0], 0) + i;
-    }
-    Kokkos::deep_copy(ids, host_ids);
-    Kokkos::deep_copy(positions, host_positions);
-  }
-  const std::int64_t first = m_cache.tokens(sequences[0], 0);
-
-  // Embed: each rank fills the rows of its part of the vocabulary, the sum brings them together.
-  const Matrix h = scratch.matrix(0, count, hidden);  // (token, hidden), the residual stream
-  detail::embed<Value>(exec, ids, m_model.embedding(), m_model.first_token(), h);
-  scratch.rank_sum(exec, m_comm, h);
-
-  // RoPE's angles, in float as transformers computes them.
   if (static_cast<std::int64_t>(scratch.angles.extent(0)) < count) {
     scratch.angles = decltype(scratch.angles)();
     scratch.angles = decltype(scratch.angles)(
         Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::decoder::angles"), count, dim / 2,
         2);
   }
-  detail::fill_angles(exec, count, positions, scratch.inverse_frequencies, scratch.angles);
-
-  // A decode step on a device waits once, at its end, not in every layer.
-  const bool deferred =
-      count == static_cast<std::int64_t>(n_sequences) && detail::uses_device_kernels();
-  const auto count_append = [&](const AppendCounts& counts) {
-    m_counts.judged += counts.judged;
-    m_counts.evicted += counts.evicted;
-    m_counts.non_finite += counts.non_finite;
-  };
-  const int layers = static_cast<int>(config.num_hidden_layers);
-  const std::int64_t blocks = (count + block_tokens - 1) / block_tokens;
-  // What a layer adds to the residual stream, if that is left to the next layer's first kernel.
-  Matrix pending;
-  for (int l = 0; l < layers; ++l) {
-    const auto& weights = m_model.layer(l);
-    const std::int64_t kv_heads = m_cache.shape().heads[l];
-    const std::int64_t q_heads = kv_heads * group;
-    const std::int64_t width = weights.gate_up.outputs() / 2;
-    scratch.reserve_chunk(count * kv_heads * dim, rule.score ? count * kv_heads : 0, m_meter);
-    using Rows = Kokkos::View<Value***, Kokkos::LayoutRight, MemorySpace>;
-    const Rows keys(scratch.new_keys.data(), count, kv_heads, dim);
-    const Rows values(scratch.new_values.data(), count, kv_heads, dim);
-    const Matrix scores(scratch.chunk_scores.data(), rule.score ? kv_heads : 0,
-                        rule.score ? count : 0);  // (head, token)
-    scratch.cached.clear();
-    for (std::size_t i = 0; i < n_sequences; ++i) {
-      scratch.cached.push_back(m_cache.layer(sequences[i], l));
-    }
-
-    for (std::int64_t begin = 0; begin < count; begin += block_tokens) {
-      const std::int64_t end = std::min(count, begin + block_tokens);
-      const std::int64_t m = end - begin;
-      const auto block = std::make_pair(begin, end);
-      const Matrix h_block = Kokkos::subview(h, block, Kokkos::ALL);
-
-      const Matrix x = scratch.matrix(1, m, hidden);
-      auto rounded = scratch.linear.template room_for_rounded<Value>(m, hidden);
-      detail::add_and_norm(exec, h_block, pending, weights.input_norm, eps, x, rounded);
-      if (m_observer) m_observer->attention_input(l, first + begin, x);
-      if (rule.score && !many) {
-        m_scorer->score(exec, l, first + begin, x, Kokkos::subview(scores, Kokkos::ALL, block));
-      } else if (rule.score) {
-        for (std::int64_t i = 0; i < m; ++i) {
-          const auto row = std::make_pair(i, i + 1);
-          m_scorer->score(
-              exec, l, m_cache.tokens(sequences[begin + i], l),
-              Kokkos::subview(x, row, Kokkos::ALL),
-              Kokkos::subview(scores, Kokkos::ALL, std::make_pair(begin + i, begin + i + 1)));
-        }
-      }
-
-      const Matrix qkv = scratch.matrix(2, m, (q_heads + 2 * kv_heads) * dim);
-      scratch.linear(exec, x, rounded, weights.qkv, weights.qkv_bias, qkv);
-      detail::qk_norm_and_rope(exec, qkv, dim, kv_heads, weights.q_norm, weights.k_norm, eps,
-                               scratch.angles, begin, keys.data() + begin * kv_heads * dim,
-                               values.data() + begin * kv_heads * dim);
-
-      const Matrix a = scratch.matrix(3, m, q_heads * dim);
-      using Queries = typename Attention<Value, order>::QueryView;
-      using Heads = Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace>;
-      const Queries queries(qkv.data(),
-                            Kokkos::LayoutStride(m, qkv.extent(1), q_heads, dim, dim, 1));
-      const Heads attended(a.data(), m, q_heads, dim);
-      if (many) {
-        // Attention's list of sequences is that of the block.
-        if (m < count) {
-          scratch.cached.clear();
-          for (std::int64_t i = begin; i < end; ++i) {
-            scratch.cached.push_back(m_cache.layer(sequences[i], l));
-          }
-        }
-        m_attention.decode(
-            exec, scratch.cached, queries, Kokkos::subview(keys, block, Kokkos::ALL, Kokkos::ALL),
-            Kokkos::subview(values, block, Kokkos::ALL, Kokkos::ALL), attended, m_attention_path);
-      } else {
-        const auto seen = std::make_pair(std::int64_t{0}, end);
-        m_attention(exec, scratch.cached.front(), queries,
-                    Kokkos::subview(keys, seen, Kokkos::ALL, Kokkos::ALL),
-                    Kokkos::subview(values, seen, Kokkos::ALL, Kokkos::ALL), attended,
-                    m_attention_path);
-      }
-
-      scratch.linear(exec, a, weights.o, weights.o_bias, x);
-      scratch.rank_sum(exec, m_comm, x);
-
-      rounded = scratch.linear.template room_for_rounded<Value>(m, hidden);
-      detail::add_and_norm(exec, h_block, x, weights.attention_norm, eps, x, rounded);
-      const Matrix gate_up = scratch.matrix(4, m, 2 * width);
-      scratch.linear(exec, x, rounded, weights.gate_up, weights.gate_up_bias, gate_up);
-      rounded = scratch.linear.template room_for_rounded<Value>(m, width);
-      const Matrix gated = scratch.matrix(2, m, width);  // q, k and v have been used
-      detail::silu_times(exec, gate_up, gated, rounded);
-      scratch.linear(exec, gated, rounded, weights.down, weights.down_bias, x);
-      scratch.rank_sum(exec, m_comm, x);
-      if (blocks == 1) {
-        pending = x;  // which stays as it is until then
-      } else {
-        detail::add(exec, h_block, x);
-      }
-      if (progress) progress("prefill", l * blocks + begin / block_tokens + 1, layers * blocks);
-    }
-
-    if (m_observer && rule.score) m_observer->scores(l, first, scores);
-    const std::int64_t each = count / static_cast<std::int64_t>(n_sequences);
-    for (std::size_t i = 0; i < n_sequences; ++i) {
-      const std::int64_t begin = static_cast<std::int64_t>(i) * each;
-      const auto rows = std::make_pair(begin, begin + each);
-      typename Cache::ScoresView new_scores = scores;
-      if (rule.score) new_scores = Kokkos::subview(scores, Kokkos::ALL, rows);
-      const auto appended_keys = Kokkos::subview(keys, rows, Kokkos::ALL, Kokkos::ALL);
-      const auto appended_values = Kokkos::subview(values, rows, Kokkos::ALL, Kokkos::ALL);
-      if (deferred) {
-        m_cache.append_deferred(exec, sequences[i], l, appended_keys, appended_values, new_scores,
-                                rule.eviction);
-      } else {
-        count_append(m_cache.append(exec, sequences[i], l, appended_keys, appended_values,
-                                    new_scores, rule.eviction));
-      }
-    }
+  if (!outputs_lie_together()) {
+    scratch.reserve(Scratch::last_rows, outputs * hidden);
+    scratch.reserve(Scratch::last_added, outputs * hidden);
+    detail::reserve_scratch(scratch.device_rows, outputs, "kvzap::decoder::output_rows");
   }
-  scratch.cached.clear();
-
-  // Output head: each rank's part of the vocabulary, gathered on rank 0, for the last token of each
-  // sequence.
-  const std::int64_t outputs = n_sequences;
-  const std::int64_t local = m_model.output_head().outputs();
-  const Matrix last = Kokkos::subview(h, std::make_pair(count - outputs, count), Kokkos::ALL);
-  if (pending.extent(0) > 0) {
-    pending = Kokkos::subview(pending, std::make_pair(count - outputs, count), Kokkos::ALL);
+  detail::reserve_scratch(scratch.argmax, scratch.n_argmax, "kvzap::decoder::argmax");
+  scratch.argmax_keys.resize(scratch.n_argmax + 1);
+  scratch.local_logits.resize(n_logits * local);
+  if (m_comm.is_root()) {
+    scratch.gathered_logits.resize(m_comm.size() > 1 ? n_logits * config.vocab_size : 0);
   }
-  const Matrix x = scratch.matrix(3, outputs, hidden);
-  const Matrix y = scratch.matrix(2, outputs, local);
-  const auto rounded = scratch.linear.template room_for_rounded<Value>(outputs, hidden);
-  detail::add_and_norm(exec, last, pending, m_model.final_norm(), eps, x, rounded);
-  scratch.linear(exec, x, rounded, m_model.output_head(), ConstVector(), y);
-  std::vector<float> logits;
-  if (argmax) {
-    // The tokens alone leave the device.
-    detail::reserve_scratch(scratch.argmax, outputs, "kvzap::decoder::argmax");
-    const auto found = Kokkos::subview(scratch.argmax, std::make_pair(std::int64_t{0}, outputs));
-    detail::argmax(exec, y, m_model.first_token(), found);
-    std::vector<std::int64_t> keys(outputs);
-    detail::fence(exec, "kvzap::decoder: the host reads the tokens");
-    Kokkos::deep_copy(Kokkos::View<std::int64_t*, Kokkos::HostSpace>(keys.data(), outputs), found);
-    m_comm.all_reduce_max(keys.data(), keys.size());
-    argmax->resize(outputs);
-    std::transform(keys.begin(), keys.end(), argmax->begin(), detail::token_of_key);
-  } else {
-    detail::fence(exec, "kvzap::decoder: MPI reads the logits");
-    const auto host = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, y);
-    logits = m_comm.gather(host.data(), outputs * local, 0);
-    if (many && m_comm.size() > 1 && m_comm.is_root()) logits = rows_of_ranks(logits, outputs);
+  scratch.logit_counts.resize(m_comm.size());
+  for (int r = 0; r < m_comm.size(); ++r) {
+    const auto [begin, end] = even_range(config.vocab_size, m_comm.size(), r);
+    scratch.logit_counts[r] = n_logits * (end - begin);
   }
-  for (std::size_t i = 0; deferred && i < n_sequences; ++i) {
-    count_append(m_cache.collect(sequences[i]));
+  scratch.results.clear();
+  scratch.results.resize(n_spans);
+  for (std::int64_t o = scratch.n_argmax; o < outputs && m_comm.is_root(); ++o) {
+    scratch.results[scratch.output_spans[o]].logits.resize(config.vocab_size);
   }
-  if (count > block_tokens) scratch.release();  // a long prefill's memory is not needed again
-  return logits;
+  scratch.rank_sum.reserve(m_comm, count * hidden);
+  if (scratch.scores) m_scorer->reserve(m);
+  scratch.attention_spans.reserve(n_spans);
+  scratch.append_spans.clear();
+  scratch.sequences.clear();
+  scratch.first_positions.clear();
+  for (const StepBatch::Span& span : batch.spans()) {
+    scratch.append_spans.push_back(
+        {span.sequence, span.first, span.count, span.rule.eviction, span.rule.score});
+    scratch.sequences.push_back(span.sequence);
+    scratch.first_positions.push_back(m_cache.tokens(span.sequence, 0));
+  }
 }
 
-// Gathered rank by rank, each (outputs, its part of the vocabulary); wanted: (outputs, vocab_size).
+/// Whether the rows of the outputs are consecutive, as they are for one span and for single tokens.
 template <class Value, PageOrder order>
-std::vector<float> Decoder<Value, order>::rows_of_ranks(const std::vector<float>& gathered,
-                                                        std::int64_t outputs) const {
+bool Decoder<Value, order>::outputs_lie_together() const {
+  const auto& rows = m_scratch->output_rows;
+  for (std::size_t i = 1; i < rows.size(); ++i) {
+    if (rows[i] != rows[0] + static_cast<std::int64_t>(i)) return false;
+  }
+  return true;
+}
+
+template <class Value, PageOrder order>
+void Decoder<Value, order>::begin_cache_step(const StepBatch& batch) {
+  std::vector<StepSpan> spans;
+  spans.reserve(batch.spans().size());
+  for (const StepBatch::Span& span : batch.spans()) spans.push_back({span.sequence, span.count});
+  m_cache.begin_step(m_scratch->exec, spans);
+}
+
+// Token ids and positions, and with these RoPE's angles, in float as transformers computes them.
+template <class Value, PageOrder order>
+void Decoder<Value, order>::place_rows(const StepBatch& batch) {
+  Scratch& scratch = *m_scratch;
+  const std::int64_t count = batch.tokens().size();
+  locally([&] {
+    const auto host_ids = Kokkos::create_mirror_view(scratch.ids);
+    const auto host_positions = Kokkos::create_mirror_view(scratch.positions);
+    std::copy(batch.tokens().begin(), batch.tokens().end(), host_ids.data());
+    for (std::size_t s = 0; s < batch.spans().size(); ++s) {
+      const StepBatch::Span& span = batch.spans()[s];
+      std::int64_t* const own = host_positions.data() + span.first;
+      std::iota(own, own + span.count, scratch.first_positions[s]);
+    }
+    Kokkos::deep_copy(scratch.ids, host_ids);
+    Kokkos::deep_copy(scratch.positions, host_positions);
+    detail::fill_angles(scratch.exec, count, scratch.positions, scratch.inverse_frequencies,
+                        scratch.angles);
+  });
+  scratch.h = scratch.matrix(Scratch::residual, count, m_model.config().hidden_size);
+  scratch.pending = Matrix();
+}
+
+// Each rank fills the rows of its part of the vocabulary, the sum brings them together.
+template <class Value, PageOrder order>
+void Decoder<Value, order>::embed() {
+  Scratch& scratch = *m_scratch;
+  locally([&] {
+    detail::embed<Value>(scratch.exec, scratch.ids, m_model.embedding(), m_model.first_token(),
+                         scratch.h);
+  });
+  scratch.rank_sum(scratch.exec, m_comm, scratch.h);
+}
+
+// Calls visit(span, first row, end row) for the part of each span that lies among `rows`.
+template <class Value, PageOrder order>
+template <class Visit>
+void Decoder<Value, order>::for_each_span(const StepBatch& batch, const Rows& rows,
+                                          const Visit& visit) {
+  for (std::size_t s = 0; s < batch.spans().size(); ++s) {
+    const StepBatch::Span& span = batch.spans()[s];
+    const std::int64_t begin = std::max(rows.begin, span.first);
+    const std::int64_t end = std::min(rows.end, span.first + span.count);
+    if (begin < end) visit(s, begin, end);
+  }
+}
+
+// Scores of the rows from the first to the last one of spans that are scored: one call, whatever
+// the number of sequences.
+template <class Value, PageOrder order>
+void Decoder<Value, order>::score(const StepBatch& batch, int layer, const Rows& rows,
+                                  const Matrix& x) {
+  Scratch& scratch = *m_scratch;
+  std::int64_t begin = rows.end, end = rows.begin;
+  for_each_span(batch, rows, [&](std::size_t s, std::int64_t first, std::int64_t last) {
+    if (!batch.spans()[s].rule.score) return;
+    begin = std::min(begin, first);
+    end = std::max(end, last);
+  });
+  if (begin >= end) return;
+  const auto own = range(begin, end);
+  const Matrix scores = new_scores(batch, layer);
+  // Not by `locally`: a scorer that communicates has to be called on all ranks.
+  try {
+    m_scorer->score(scratch.exec, layer, Kokkos::subview(scratch.positions, own),
+                    Kokkos::subview(x, range(begin - rows.begin, end - rows.begin), Kokkos::ALL),
+                    Kokkos::subview(scores, Kokkos::ALL, own));
+  } catch (...) {
+    if (!m_failure) m_failure = std::current_exception();
+  }
+}
+
+/// (head, token) of a layer.
+template <class Value, PageOrder order>
+auto Decoder<Value, order>::new_scores(const StepBatch& batch, int layer) const -> Activations {
+  const bool exist = m_scratch->scores;
+  return Activations(m_scratch->new_scores.data(), exist ? m_cache.shape().heads[layer] : 0,
+                     exist ? batch.tokens().size() : 0);
+}
+
+// norm → score → q, k, v → norm and RoPE → attention → o → sum over ranks
+template <class Value, PageOrder order>
+void Decoder<Value, order>::attention_block(const StepBatch& batch, int layer, const Rows& rows) {
+  Scratch& scratch = *m_scratch;
+  const ExecutionSpace& exec = scratch.exec;
+  const ModelConfig& config = m_model.config();
+  const auto& weights = m_model.layer(layer);
+  const float eps = static_cast<float>(config.rms_norm_eps);
+  const std::int64_t m = rows.count();
+  const std::int64_t count = batch.tokens().size();
+  const int dim = static_cast<int>(config.head_dim);
+  const std::int64_t kv_heads = m_cache.shape().heads[layer];
+  const std::int64_t q_heads = kv_heads * config.query_group();
+  const Matrix h = Kokkos::subview(scratch.h, range(rows.begin, rows.end), Kokkos::ALL);
+  const Matrix x = scratch.matrix(Scratch::normed, m, config.hidden_size);
+  auto rounded = decltype(scratch.linear.template room_for_rounded<Value>(1, 1))();
+  locally([&] {
+    rounded = scratch.linear.template room_for_rounded<Value>(m, config.hidden_size);
+    detail::add_and_norm(exec, h, scratch.pending, weights.input_norm, eps, x, rounded);
+    if (!m_observer) return;
+    for_each_span(batch, rows, [&](std::size_t s, std::int64_t begin, std::int64_t end) {
+      const StepBatch::Span& span = batch.spans()[s];
+      m_observer->attention_input(
+          span.sequence, layer, scratch.first_positions[s] + begin - span.first,
+          Kokkos::subview(x, range(begin - rows.begin, end - rows.begin), Kokkos::ALL));
+    });
+  });
+  if (scratch.scores) score(batch, layer, rows, x);
+
+  locally([&] {
+    using NewRows = Kokkos::View<Value***, Kokkos::LayoutRight, MemorySpace>;
+    const NewRows keys(scratch.new_keys.data(), count, kv_heads, dim);
+    const NewRows values(scratch.new_values.data(), count, kv_heads, dim);
+    const Matrix qkv = scratch.matrix(Scratch::projected, m, (q_heads + 2 * kv_heads) * dim);
+    scratch.linear(exec, x, rounded, weights.qkv, weights.qkv_bias, qkv);
+    detail::qk_norm_and_rope(exec, qkv, dim, kv_heads, weights.q_norm, weights.k_norm, eps,
+                             scratch.angles, rows.begin, keys.data() + rows.begin * kv_heads * dim,
+                             values.data() + rows.begin * kv_heads * dim);
+
+    const Matrix a = scratch.matrix(Scratch::attended, m, q_heads * dim);
+    using Queries = typename Attention<Value, order>::QueryView;
+    using Heads = Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace>;
+    const Queries queries(qkv.data(), Kokkos::LayoutStride(m, qkv.extent(1), q_heads, dim, dim, 1));
+    const Heads attended(a.data(), m, q_heads, dim);
+    scratch.attention_spans.clear();
+    for_each_span(batch, rows, [&](std::size_t s, std::int64_t begin, std::int64_t end) {
+      const StepBatch::Span& span = batch.spans()[s];
+      scratch.attention_spans.push_back({m_cache.layer(span.sequence, layer), begin - rows.begin,
+                                         end - begin, span.first, end - span.first});
+    });
+    m_attention(exec, scratch.attention_spans, queries, keys, values, attended, m_attention_path);
+    scratch.linear(exec, a, weights.o, weights.o_bias, x);
+  });
+  scratch.rank_sum(exec, m_comm, x);
+}
+
+// norm → gate, up → SiLU → down → sum over ranks
+template <class Value, PageOrder order>
+void Decoder<Value, order>::feed_forward_block(int layer, const Rows& rows, bool is_whole) {
+  Scratch& scratch = *m_scratch;
+  const ExecutionSpace& exec = scratch.exec;
+  const ModelConfig& config = m_model.config();
+  const auto& weights = m_model.layer(layer);
+  const std::int64_t m = rows.count();
+  const std::int64_t width = weights.gate_up.outputs() / 2;
+  const Matrix h = Kokkos::subview(scratch.h, range(rows.begin, rows.end), Kokkos::ALL);
+  const Matrix x = scratch.matrix(Scratch::normed, m, config.hidden_size);
+  locally([&] {
+    auto rounded = scratch.linear.template room_for_rounded<Value>(m, config.hidden_size);
+    detail::add_and_norm(exec, h, x, weights.attention_norm,
+                         static_cast<float>(config.rms_norm_eps), x, rounded);
+    const Matrix gate_up = scratch.matrix(Scratch::gates, m, 2 * width);
+    scratch.linear(exec, x, rounded, weights.gate_up, weights.gate_up_bias, gate_up);
+    rounded = scratch.linear.template room_for_rounded<Value>(m, width);
+    const Matrix gated = scratch.matrix(Scratch::projected, m, width);
+    detail::silu_times(exec, gate_up, gated, rounded);
+    scratch.linear(exec, gated, rounded, weights.down, weights.down_bias, x);
+  });
+  scratch.rank_sum(exec, m_comm, x);
+  if (is_whole) {
+    scratch.pending = x;  // which stays as it is until the next norm takes it along
+  } else {
+    locally([&] { detail::add(exec, h, x); });
+  }
+}
+
+template <class Value, PageOrder order>
+void Decoder<Value, order>::append(const StepBatch& batch, int layer) {
+  locally([&] {
+    Scratch& scratch = *m_scratch;
+    const std::int64_t count = batch.tokens().size();
+    const std::int64_t kv_heads = m_cache.shape().heads[layer];
+    const std::int64_t dim = m_model.config().head_dim;
+    using NewRows = Kokkos::View<Value***, Kokkos::LayoutRight, MemorySpace>;
+    const NewRows keys(scratch.new_keys.data(), count, kv_heads, dim);
+    const NewRows values(scratch.new_values.data(), count, kv_heads, dim);
+    const Activations scores = new_scores(batch, layer);
+    if (m_observer) {
+      for (std::size_t s = 0; s < batch.spans().size(); ++s) {
+        const StepBatch::Span& span = batch.spans()[s];
+        if (!span.rule.score) continue;
+        m_observer->scores(
+            span.sequence, layer, scratch.first_positions[s],
+            Kokkos::subview(scores, Kokkos::ALL, range(span.first, span.first + span.count)));
+      }
+    }
+    if (scratch.deferred) {
+      m_cache.append_deferred(scratch.exec, scratch.append_spans, layer, keys, values, scores);
+    } else {
+      m_cache.append(scratch.exec, scratch.append_spans, layer, keys, values, scores);
+    }
+  });
+}
+
+// Each rank's part of the vocabulary for the last token of every span that wants to know. Tokens
+// leave a device alone; logits are gathered on rank 0.
+template <class Value, PageOrder order>
+void Decoder<Value, order>::output_head(const StepBatch& batch) {
+  Scratch& scratch = *m_scratch;
+  const ExecutionSpace& exec = scratch.exec;
+  const ModelConfig& config = m_model.config();
+  const std::int64_t outputs = scratch.output_rows.size();
+  const std::int64_t n_argmax = scratch.n_argmax;
+  const std::int64_t n_logits = outputs - n_argmax;
+  const std::int64_t local = m_model.output_head().outputs();
+  locally([&] {
+    if (outputs == 0) return;
+    Matrix last, added;
+    if (outputs_lie_together()) {
+      const auto rows = range(scratch.output_rows.front(), scratch.output_rows.front() + outputs);
+      last = Kokkos::subview(scratch.h, rows, Kokkos::ALL);
+      if (scratch.pending.extent(0) > 0) {
+        added = Kokkos::subview(scratch.pending, rows, Kokkos::ALL);
+      }
+    } else {
+      Kokkos::deep_copy(Kokkos::subview(scratch.device_rows, range(0, outputs)),
+                        Kokkos::View<const std::int64_t*, Kokkos::HostSpace>(
+                            scratch.output_rows.data(), outputs));
+      last = scratch.matrix(Scratch::last_rows, outputs, config.hidden_size);
+      detail::gather_rows(exec, scratch.h, scratch.device_rows, last);
+      if (scratch.pending.extent(0) > 0) {
+        added = scratch.matrix(Scratch::last_added, outputs, config.hidden_size);
+        detail::gather_rows(exec, scratch.pending, scratch.device_rows, added);
+      }
+    }
+    const Matrix x = scratch.matrix(Scratch::attended, outputs, config.hidden_size);
+    const Matrix y = scratch.matrix(Scratch::projected, outputs, local);
+    const auto rounded =
+        scratch.linear.template room_for_rounded<Value>(outputs, config.hidden_size);
+    detail::add_and_norm(exec, last, added, m_model.final_norm(),
+                         static_cast<float>(config.rms_norm_eps), x, rounded);
+    scratch.linear(exec, x, rounded, m_model.output_head(), ConstVector(), y);
+    if (n_argmax > 0) {
+      detail::argmax(exec, Kokkos::subview(y, range(0, n_argmax), Kokkos::ALL),
+                     m_model.first_token(), Kokkos::subview(scratch.argmax, range(0, n_argmax)));
+    }
+    detail::fence(exec, "kvzap::decoder: the host reads tokens and logits");
+    Kokkos::deep_copy(
+        Kokkos::View<std::int64_t*, Kokkos::HostSpace>(scratch.argmax_keys.data(), n_argmax),
+        Kokkos::subview(scratch.argmax, range(0, n_argmax)));
+    if (n_logits > 0) {
+      Kokkos::deep_copy(Kokkos::View<float**, Kokkos::LayoutRight, Kokkos::HostSpace>(
+                            scratch.local_logits.data(), n_logits, local),
+                        Kokkos::subview(y, range(n_argmax, outputs), Kokkos::ALL));
+    }
+  });
+  if (scratch.deferred) locally([&] { m_cache.collect(scratch.sequences); });
+
+  // Whether the step has come to its end everywhere travels with the tokens.
+  scratch.argmax_keys[n_argmax] = outcome_of(m_failure);
+  m_comm.all_reduce_max(scratch.argmax_keys.data(), n_argmax + 1);
+  throw_if(scratch.argmax_keys[n_argmax]);
+  for (std::int64_t o = 0; o < n_argmax; ++o) {
+    scratch.results[scratch.output_spans[o]].argmax = detail::token_of_key(scratch.argmax_keys[o]);
+  }
+  if (n_logits > 0) gather_logits();
+}
+
+// Each rank has (output, its part of the vocabulary); wanted on rank 0: the vocabulary of each.
+template <class Value, PageOrder order>
+void Decoder<Value, order>::gather_logits() {
+  Scratch& scratch = *m_scratch;
   const std::int64_t vocabulary = m_model.config().vocab_size;
-  std::vector<float> logits(gathered.size());
-  const float* source = gathered.data();
+  const std::int64_t outputs = scratch.output_rows.size() - scratch.n_argmax;
+  const float* source = scratch.local_logits.data();
+  if (m_comm.size() > 1) {
+    m_comm.gather(source, scratch.logit_counts, scratch.gathered_logits.data(), 0);
+    source = scratch.gathered_logits.data();
+  }
+  if (!m_comm.is_root()) return;
   for (int r = 0; r < m_comm.size(); ++r) {
     const auto [begin, end] = even_range(vocabulary, m_comm.size(), r);
-    for (std::int64_t i = 0; i < outputs; ++i) {
-      std::copy_n(source, end - begin, logits.data() + i * vocabulary + begin);
+    for (std::int64_t o = 0; o < outputs; ++o) {
+      const std::int64_t span = scratch.output_spans[scratch.n_argmax + o];
+      std::copy_n(source, end - begin, scratch.results[span].logits.data() + begin);
       source += end - begin;
     }
   }
-  return logits;
 }
 
 #define KVZAP_INSTANTIATE(Value, order) template class Decoder<Value, order>;

@@ -52,6 +52,16 @@ void embed(const ExecutionSpace& exec, const Kokkos::View<const TokenId*, Memory
       });
 }
 
+void gather_rows(const ExecutionSpace& exec, const ConstMatrix& source,
+                 const Kokkos::View<const std::int64_t*, MemorySpace>& rows, const Matrix& target) {
+  const std::int64_t columns = target.extent(1);
+  Kokkos::parallel_for(
+      "kvzap::step::gather_rows", Range(exec, 0, target.extent(0) * columns),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        target(i / columns, i % columns) = source(rows(i / columns), i % columns);
+      });
+}
+
 void fill_angles(const ExecutionSpace& exec, std::int64_t tokens,
                  const Kokkos::View<const std::int64_t*, MemorySpace>& positions,
                  const ConstVector& frequencies,

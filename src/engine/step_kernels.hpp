@@ -17,6 +17,10 @@ void embed(const ExecutionSpace& exec, const Kokkos::View<const TokenId*, Memory
            const Kokkos::View<const Value**, Kokkos::LayoutRight, MemorySpace>& embedding,
            std::int64_t first_token, const Matrix& h);
 
+/// target (i, column) = source (rows(i), column) for as many rows as target has.
+void gather_rows(const ExecutionSpace& exec, const ConstMatrix& source,
+                 const Kokkos::View<const std::int64_t*, MemorySpace>& rows, const Matrix& target);
+
 /// angles (token, dim / 2, 2) = cosine and sine of position times frequency (dim / 2).
 void fill_angles(const ExecutionSpace& exec, std::int64_t tokens,
                  const Kokkos::View<const std::int64_t*, MemorySpace>& positions,

@@ -49,6 +49,14 @@ Kokkos::View<Value*, MemorySpace> normal_values(std::int64_t count, std::uint64_
   return values;
 }
 
+void fill_positions(const ExecutionSpace& exec, std::int64_t first, std::int64_t count,
+                    const Kokkos::View<std::int64_t*, MemorySpace>& positions) {
+  Kokkos::parallel_for(
+      "kvzap::fill_random::positions",
+      Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>(exec, 0, count),
+      KOKKOS_LAMBDA(std::int64_t i) { positions(i) = first + i; });
+}
+
 }  // namespace
 
 std::vector<double> head_keep_ratios(int n_heads, double evict_ratio, double skew) {
@@ -116,7 +124,7 @@ RandomScorer::RandomScorer(const HeadPartition& partition, int rank, double evic
   Kokkos::deep_copy(m_local_keys, keys);
 }
 
-void RandomScorer::score(const ExecutionSpace& exec, int layer, std::int64_t first,
+void RandomScorer::score(const ExecutionSpace& exec, int layer, const PositionView& positions,
                          const InputView& hidden, const ScoreView& scores) {
   if (layer < 0 || layer >= m_partition.n_layers()) {
     throw Error(
@@ -124,6 +132,10 @@ void RandomScorer::score(const ExecutionSpace& exec, int layer, std::int64_t fir
   }
   const std::size_t heads = m_partition.heads(layer, m_rank).size();
   const std::size_t tokens = hidden.extent(0);
+  if (positions.extent(0) != tokens) {
+    throw Error(fmt::format("random scorer: {} positions for {} tokens; expected one for each",
+                            positions.extent(0), tokens));
+  }
   if (scores.extent(0) != heads || scores.extent(1) != tokens) {
     throw Error(
         fmt::format("random scorer: scores are ({}, {}); expected ({}, {}) = (KV head on "
@@ -140,7 +152,7 @@ void RandomScorer::score(const ExecutionSpace& exec, int layer, std::int64_t fir
       KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t head = i / count;
         const std::int64_t token = i % count;
-        const std::uint64_t position = static_cast<std::uint64_t>(first + token);
+        const std::uint64_t position = static_cast<std::uint64_t>(positions(token));
         // Negative, hence evicted at threshold 0, with probability 1 - keep.
         scores(head, token) = keep(layer, head) - uniform(mix(keys(layer, head) + position));
       });
@@ -175,6 +187,8 @@ void fill_random(KVCache<Value, order>& cache, SequenceId sequence, std::int64_t
   if (scorer) hidden = decltype(hidden)("kvzap::fill_random::hidden", chunk, hidden_size);
   Kokkos::View<float*, MemorySpace> scores("kvzap::fill_random::scores",
                                            scorer ? most_heads * chunk : 0);
+  Kokkos::View<std::int64_t*, MemorySpace> positions("kvzap::fill_random::positions",
+                                                     scorer ? chunk : 0);
   const ExecutionSpace exec;
   using Rows = typename KVCache<Value, order>::RowsView;
   using Range = std::pair<std::int64_t, std::int64_t>;
@@ -193,8 +207,9 @@ void fill_random(KVCache<Value, order>& cache, SequenceId sequence, std::int64_t
       Scorer::ScoreView judged;
       if (scorer) {
         judged = Scorer::ScoreView(scores.data(), Kokkos::LayoutStride(heads, count, count, 1));
-        scorer->score(exec, layer, first, Kokkos::subview(hidden, Range(0, count), Kokkos::ALL),
-                      judged);
+        fill_positions(exec, first, count, positions);
+        scorer->score(exec, layer, Kokkos::subview(positions, Range(0, count)),
+                      Kokkos::subview(hidden, Range(0, count), Kokkos::ALL), judged);
       }
       cache.append(exec, sequence, layer, keys, values, judged, rule);
     }

@@ -19,9 +19,7 @@ class RankSum {
   void operator()(const ExecutionSpace& exec, const Communicator& comm, const Matrix& values) {
     if (comm.size() == 1) return;
     const std::int64_t count = values.size();
-    constexpr bool on_host = Kokkos::SpaceAccessibility<Kokkos::HostSpace, MemorySpace>::accessible;
-    static const bool takes_device_memory = on_host || mpi_is_gpu_aware();
-    if (takes_device_memory) {
+    if (takes_device_memory()) {
       fence(exec, "kvzap::all_reduce: MPI reads what the instance wrote");
       return comm.all_reduce_sum(values.data(), count);
     }
@@ -35,7 +33,20 @@ class RankSum {
     Kokkos::deep_copy(exec, device, host);
   }
 
+  /// Takes the host memory for sums of up to `count` values, so that those take none.
+  void reserve(const Communicator& comm, std::int64_t count) {
+    if (comm.size() > 1 && !takes_device_memory()) {
+      reserve_scratch(m_staging, count, "kvzap::all_reduce::staging");
+    }
+  }
+
  private:
+  static bool takes_device_memory() {
+    constexpr bool on_host = Kokkos::SpaceAccessibility<Kokkos::HostSpace, MemorySpace>::accessible;
+    static const bool takes = on_host || mpi_is_gpu_aware();
+    return takes;
+  }
+
   Kokkos::View<float*, StagingSpace> m_staging;
 };
 

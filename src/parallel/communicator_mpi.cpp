@@ -133,4 +133,23 @@ std::vector<float> Communicator::gather(const float* values, std::size_t count, 
   return all;
 }
 
+void Communicator::gather(const float* values, const std::vector<std::int64_t>& counts, float* all,
+                          int root) const {
+  constexpr int tag = 4711;
+  for (int r = 0; r < m_size; ++r) {
+    const std::size_t count = counts.at(r);
+    if (r == root && m_rank == root) std::copy_n(values, count, all);
+    for (std::size_t begin = 0; r != root && begin < count; begin += max_piece) {
+      const int piece = narrow(std::min(max_piece, count - begin), "MPI_Send");
+      if (m_rank == root) {
+        check(MPI_Recv(all + begin, piece, MPI_FLOAT, r, tag, m_comm, MPI_STATUS_IGNORE),
+              "MPI_Recv");
+      } else if (m_rank == r) {
+        check(MPI_Send(values + begin, piece, MPI_FLOAT, root, tag, m_comm), "MPI_Send");
+      }
+    }
+    if (m_rank == root) all += count;
+  }
+}
+
 }  // namespace kvzap

@@ -1,6 +1,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <exception>
 #include <kvzap/safetensors.hpp>
 #include <kvzap/surrogate.hpp>
 #include <limits>
@@ -40,6 +41,7 @@ struct Surrogate::Layers {
   virtual ~Layers() = default;
   virtual void score(const ExecutionSpace& exec, int layer, const InputView& hidden,
                      const ScoreView& scores) = 0;
+  virtual void reserve(std::int64_t tokens) = 0;
   virtual bool is_mlp() const = 0;
 };
 
@@ -136,21 +138,33 @@ class TypedLayers final : public Surrogate::Layers {
                               scores.extent(0), scores.extent(1), layer.heads, tokens));
     }
     if (tokens == 0) return;
-    const std::int64_t outputs = layer.weight.outputs();
-    detail::reserve_scratch(m_output, tokens * outputs, "kvzap::surrogate::output");
-    const Matrix output(m_output.data(), tokens, outputs);
-    if (m_is_mlp) {
-      const std::int64_t units = layer.hidden_weight.outputs();
-      detail::reserve_scratch(m_hidden, tokens * units, "kvzap::surrogate::hidden");
-      const Matrix activation(m_hidden.data(), tokens, units);
-      m_linear(exec, hidden, layer.hidden_weight, layer.hidden_bias, activation);
-      gelu(exec, activation);
-      m_linear(exec, activation, layer.weight, ConstVector(), output);
-      if (m_ranks && m_ranks->size() > 1) m_rank_sum(exec, *m_ranks, output);
+    reserve(tokens);
+    const Matrix output(m_output.data(), tokens, layer.weight.outputs());
+    if (m_is_mlp && m_ranks && m_ranks->size() > 1) {
+      // All ranks take part in the sum, also one whose summand has failed.
+      std::exception_ptr failure;
+      try {
+        multiply(exec, layer, hidden, output);
+      } catch (...) {
+        failure = std::current_exception();
+      }
+      m_rank_sum(exec, *m_ranks, output);
+      if (failure) std::rethrow_exception(failure);
     } else {
-      m_linear(exec, hidden, layer.weight, ConstVector(), output);
+      multiply(exec, layer, hidden, output);
     }
     select_heads(exec, output, layer.selection, layer.bias, scores);
+  }
+
+  void reserve(std::int64_t tokens) override {
+    std::int64_t outputs = 0, units = 0;
+    for (const Layer& layer : m_layers) {
+      outputs = std::max(outputs, layer.weight.outputs());
+      if (m_is_mlp) units = std::max(units, layer.hidden_weight.outputs());
+    }
+    detail::reserve_scratch(m_output, tokens * outputs, "kvzap::surrogate::output");
+    detail::reserve_scratch(m_hidden, tokens * units, "kvzap::surrogate::hidden");
+    if (m_ranks) m_rank_sum.reserve(*m_ranks, tokens * outputs);
   }
 
  private:
@@ -163,6 +177,15 @@ class TypedLayers final : public Surrogate::Layers {
     ConstVector bias;                                 // as many as outputs of weight
     Kokkos::View<const int*, MemorySpace> selection;  // output of each head of this rank
   };
+
+  void multiply(const ExecutionSpace& exec, const Layer& layer, const Scorer::InputView& hidden,
+                const Matrix& output) {
+    if (!m_is_mlp) return m_linear(exec, hidden, layer.weight, ConstVector(), output);
+    const Matrix activation(m_hidden.data(), hidden.extent(0), layer.hidden_weight.outputs());
+    m_linear(exec, hidden, layer.hidden_weight, layer.hidden_bias, activation);
+    gelu(exec, activation);
+    m_linear(exec, activation, layer.weight, ConstVector(), output);
+  }
 
   bool m_is_mlp;
   std::optional<Communicator> m_ranks;
@@ -219,10 +242,12 @@ Surrogate Surrogate::load(const std::filesystem::path& folder, const ModelConfig
   throw Error("surrogate: unknown value type");
 }
 
-void Surrogate::score(const ExecutionSpace& exec, int layer, std::int64_t /*first*/,
+void Surrogate::score(const ExecutionSpace& exec, int layer, const PositionView& /*positions*/,
                       const InputView& hidden, const ScoreView& scores) {
   m_layers->score(exec, layer, hidden, scores);
 }
+
+void Surrogate::reserve(std::int64_t tokens) { m_layers->reserve(tokens); }
 
 std::string Surrogate::kind() const { return m_layers->is_mlp() ? "mlp" : "linear"; }
 

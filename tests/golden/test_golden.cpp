@@ -53,7 +53,8 @@ class Recorder : public StepObserver {
   Recorder(int layers, const HeadPartition& partition, int rank)
       : m_partition(partition), m_rank(rank), scores_of(layers), inputs_of(layers) {}
 
-  void attention_input(int layer, std::int64_t first, const HiddenView& hidden) override {
+  void attention_input(SequenceId /*sequence*/, int layer, std::int64_t first,
+                       const HiddenView& hidden) override {
     const auto host = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, hidden);
     auto& target = inputs_of[layer];
     target.resize(first * host.extent(1));
@@ -61,7 +62,8 @@ class Recorder : public StepObserver {
       for (std::size_t d = 0; d < host.extent(1); ++d) target.push_back(host(i, d));
     }
   }
-  void scores(int layer, std::int64_t first, const ScoresView& scores) override {
+  void scores(SequenceId /*sequence*/, int layer, std::int64_t first,
+              const ScoresView& scores) override {
     Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> copy("scores", scores.extent(0),
                                                                  scores.extent(1));
     Kokkos::deep_copy(copy, scores);

@@ -15,11 +15,15 @@
 #include "base/device_kernels.hpp"
 #include "base/simd.hpp"
 #include "safetensors_writer.hpp"
+#include "steps.hpp"
 #include "unit/temporary_folder.hpp"
 
 namespace kvzap {
 namespace {
 
+using test::single_tokens;
+using test::step_argmax;
+using test::step_logits;
 using test::stored_tensor;
 using test::StoredTensor;
 using test::TemporaryFolder;
@@ -252,8 +256,8 @@ StepsResult run_steps(const ModelConfig& config, const Checkpoint& checkpoint,
   StepsResult run;
   std::size_t begin = 0;
   for (int size : steps) {
-    run.logits.push_back(
-        decoder.step(sequence, {tokens.begin() + begin, tokens.begin() + begin + size}, rule));
+    run.logits.push_back(step_logits(
+        decoder, sequence, {tokens.begin() + begin, tokens.begin() + begin + size}, rule));
     begin += size;
   }
   EXPECT_EQ(begin, tokens.size());
@@ -263,7 +267,7 @@ StepsResult run_steps(const ModelConfig& config, const Checkpoint& checkpoint,
       run.positions.back().push_back(decoder.cache().positions(sequence, l, h));
     }
   }
-  run.counts = decoder.counts();
+  run.counts = decoder.cache().counts(sequence);
   return run;
 }
 
@@ -359,19 +363,18 @@ TEST_P(DecoderShapes, ManySequencesDoNotMatter) {
     for (auto* decoder : {&alone, &together}) {
       auto& ids = decoder == &alone ? alone_ids : together_ids;
       ids.push_back(decoder->cache().add_sequence());
-      decoder->step(ids.back(), context, rule);
+      step_argmax(*decoder, ids.back(), context, rule);
     }
   }
   for (int step = 0; step < 15; ++step) {
     const std::vector<TokenId> next(tokens.begin() + 30 + step, tokens.begin() + 34 + step);
-    const auto logits = together.decode(together_ids, next, rule);
+    const auto results = together.step(single_tokens(together_ids, next, rule, StepOutput::logits));
+    ASSERT_EQ(results.size(), alone_ids.size());
     for (std::size_t i = 0; i < alone_ids.size(); ++i) {
-      const auto expected = alone.step(alone_ids[i], {next[i]}, rule);
-      if (!comm.is_root()) continue;
-      ASSERT_EQ(logits.size(), expected.size() * alone_ids.size());
-      const auto begin = logits.begin() + static_cast<std::ptrdiff_t>(i * expected.size());
-      EXPECT_LT(distance(expected, {begin, begin + static_cast<std::ptrdiff_t>(expected.size())}),
-                1e-5);
+      const auto expected = step_logits(alone, alone_ids[i], {next[i]}, rule);
+      if (comm.is_root()) {
+        EXPECT_LT(distance(expected, results[i].logits), 1e-5);
+      }
     }
   }
   for (std::size_t i = 0; i < alone_ids.size(); ++i) {
@@ -382,9 +385,13 @@ TEST_P(DecoderShapes, ManySequencesDoNotMatter) {
       }
     }
   }
-  EXPECT_EQ(together.counts().evicted, alone.counts().evicted);
-  EXPECT_THROW(together.decode({together_ids[0], together_ids[0]}, {1, 2}, rule), Error);
-  EXPECT_THROW(together.decode(together_ids, {1, 2}, rule), Error);
+  for (std::size_t i = 0; i < alone_ids.size(); ++i) {
+    EXPECT_EQ(together.cache().counts(together_ids[i]).evicted,
+              alone.cache().counts(alone_ids[i]).evicted);
+  }
+  StepBatch twice(together_ids[0], {1}, rule, StepOutput::argmax);
+  EXPECT_THROW(twice.add(together_ids[0], {2}, rule, StepOutput::argmax), Error);
+  EXPECT_THROW(twice.add(together_ids[1], {}, rule, StepOutput::argmax), Error);
 }
 
 /// Greedy steps beside steps with logits, in one and the same form of the kernels.
@@ -402,8 +409,8 @@ void compare_greedy_steps(const ModelConfig& config, const Checkpoint& checkpoin
     const std::vector<TokenId> context(tokens.begin(), tokens.begin() + length);
     with_logits.push_back(decoder.cache().add_sequence());
     greedy.push_back(decoder.cache().add_sequence());
-    const auto logits = decoder.step(with_logits.back(), context, {});
-    const TokenId token = decoder.step_greedy(greedy.back(), context, {});
+    const auto logits = step_logits(decoder, with_logits.back(), context);
+    const TokenId token = step_argmax(decoder, greedy.back(), context);
     if (comm.is_root()) {
       EXPECT_EQ(token, sampler(logits));
     }
@@ -411,12 +418,11 @@ void compare_greedy_steps(const ModelConfig& config, const Checkpoint& checkpoin
   }
   for (int step = 0; step < 10; ++step) {
     const std::vector<TokenId> next(tokens.begin() + 30 + step, tokens.begin() + 33 + step);
-    const auto logits = decoder.decode(with_logits, next, {});
-    const auto argmax = decoder.decode_greedy(greedy, next, {});
+    const auto logits = decoder.step(single_tokens(with_logits, next, {}, StepOutput::logits));
+    const auto argmax = decoder.step(single_tokens(greedy, next, {}, StepOutput::argmax));
     ASSERT_EQ(argmax.size(), greedy.size());
     for (std::size_t i = 0; comm.is_root() && i < greedy.size(); ++i) {
-      const auto row = logits.begin() + static_cast<std::ptrdiff_t>(i * config.vocab_size);
-      EXPECT_EQ(argmax[i], sampler({row, row + static_cast<std::ptrdiff_t>(config.vocab_size)}));
+      EXPECT_EQ(argmax[i].argmax, sampler(logits[i].logits));
     }
   }
 }
@@ -452,18 +458,17 @@ TEST(ManySequences, MoreThanABlock) {
     for (auto* list : {&ids, &twins}) {
       if (list == &twins && i % 57 != 0 && i < 510) continue;
       list->push_back(decoder.cache().add_sequence());
-      decoder.step_greedy(list->back(), {tokens[i]}, {});
+      step_argmax(decoder, list->back(), {tokens[i]});
     }
   }
-  const auto logits = decoder.decode(ids, {tokens.begin() + count, tokens.end()}, {});
+  const auto results = decoder.step(
+      single_tokens(ids, {tokens.begin() + count, tokens.end()}, {}, StepOutput::logits));
   std::size_t twin = 0;
   for (int i = 0; i < count; ++i) {
     if (i % 57 != 0 && i < 510) continue;
-    const auto expected = decoder.step(twins[twin++], {tokens[count + i]}, {});
+    const auto expected = step_logits(decoder, twins[twin++], {tokens[count + i]});
     if (!comm.is_root()) continue;
-    const auto row = logits.begin() + static_cast<std::ptrdiff_t>(i * config.vocab_size);
-    EXPECT_LT(distance(expected, {row, row + static_cast<std::ptrdiff_t>(config.vocab_size)}), 1e-5)
-        << i;
+    EXPECT_LT(distance(expected, results[i].logits), 1e-5) << i;
   }
 }
 
@@ -481,9 +486,9 @@ TEST_P(DecoderShapes, PathsOfBf16Agree) {
         Model<bfloat16>::load(checkpoint.folder.path(), config, partition, comm.rank());
     Decoder<bfloat16, PageOrder::token_major> decoder(model, nullptr, comm, 8, 4);
     const SequenceId sequence = decoder.cache().add_sequence();
-    decoder.step(sequence, {tokens.begin(), tokens.begin() + 40}, {});
+    step_argmax(decoder, sequence, {tokens.begin(), tokens.begin() + 40});
     std::vector<float> logits;
-    for (int i = 40; i < 45; ++i) logits = decoder.step(sequence, {tokens[i]}, {});
+    for (int i = 40; i < 45; ++i) logits = step_logits(decoder, sequence, {tokens[i]});
     return logits;
   };
   const auto widest = detail::simd_level();
@@ -566,13 +571,13 @@ TEST(DecodeStep, AllocatesNothingButPages) {
   rule.score = true;
   rule.eviction = {0.0f, 0, true};
   const auto tokens = some_tokens(60);
-  decoder.step(sequence, {tokens.begin(), tokens.begin() + 20}, rule);
-  decoder.step(sequence, {tokens[20]}, rule);
+  step_logits(decoder, sequence, {tokens.begin(), tokens.begin() + 20}, rule);
+  step_logits(decoder, sequence, {tokens[20]}, rule);
   allocated.clear();
   tools::set_allocate_data_callback([](const Kokkos_Profiling_SpaceHandle, const char* label,
                                        const void*,
                                        const std::uint64_t) { allocated.insert(label); });
-  for (int i = 21; i < 60; ++i) decoder.step(sequence, {tokens[i]}, rule);
+  for (int i = 21; i < 60; ++i) step_logits(decoder, sequence, {tokens[i]}, rule);
   tools::set_allocate_data_callback(nullptr);
   for (const char* pages :
        {"kvzap::page_pool::slab", "kvzap::page_pool::addresses", "kvzap::cache::page_table"}) {
@@ -625,7 +630,7 @@ TEST(DecodeStep, WaitsAsOftenForManyLayersAsForFew) {
     rule.score = true;
     rule.eviction = {0.0f, 0, true};
     const auto tokens = some_tokens(120);
-    decoder.step(sequence, {tokens.begin(), tokens.begin() + 60}, rule);
+    step_argmax(decoder, sequence, {tokens.begin(), tokens.begin() + 60}, rule);
     const auto on_kernel = [](const char* label, const std::uint32_t, std::uint64_t*) {
       // Not those for pages that heads happen to need.
       const std::string_view name = label;
@@ -638,7 +643,7 @@ TEST(DecodeStep, WaitsAsOftenForManyLayersAsForFew) {
       tools::set_begin_deep_copy_callback([](Kokkos_Profiling_SpaceHandle, const char*, const void*,
                                              Kokkos_Profiling_SpaceHandle, const char*, const void*,
                                              std::uint64_t) { ++waits.copies; });
-      decoder.step_greedy(sequence, {tokens[i]}, rule);
+      step_argmax(decoder, sequence, {tokens[i]}, rule);
       tools::set_begin_fence_callback(nullptr);
       tools::set_begin_deep_copy_callback(nullptr);
       // Not where the pool has got memory, and kernels are told of it.
@@ -649,7 +654,7 @@ TEST(DecodeStep, WaitsAsOftenForManyLayersAsForFew) {
     tools::set_begin_parallel_for_callback(on_kernel);
     tools::set_begin_parallel_reduce_callback(on_kernel);
     tools::set_begin_parallel_scan_callback(on_kernel);
-    decoder.step_greedy(sequence, {tokens[119]}, rule);
+    step_argmax(decoder, sequence, {tokens[119]}, rule);
     tools::set_begin_parallel_for_callback(nullptr);
     tools::set_begin_parallel_reduce_callback(nullptr);
     tools::set_begin_parallel_scan_callback(nullptr);

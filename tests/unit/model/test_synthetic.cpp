@@ -75,8 +75,12 @@ std::vector<std::vector<float>> scores_of(Scorer& scorer, int layer, std::int64_
                                           std::int64_t count, std::int64_t heads) {
   const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> hidden("hidden", count, 3);
   const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> scores("scores", heads, count);
+  const Kokkos::View<std::int64_t*, MemorySpace> positions("positions", count);
+  const auto host_positions = Kokkos::create_mirror_view(positions);
+  std::iota(host_positions.data(), host_positions.data() + count, first);
+  Kokkos::deep_copy(positions, host_positions);
   const ExecutionSpace exec;
-  scorer.score(exec, layer, first, hidden, scores);
+  scorer.score(exec, layer, positions, hidden, scores);
   exec.fence();
   const auto host = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, scores);
   std::vector<std::vector<float>> result(heads, std::vector<float>(count));

@@ -129,8 +129,8 @@ void expect_scores(const Folder& folder, const HeadPartition& partition, int tok
       Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> right("right", heads.size(), tokens);
       Kokkos::View<float**, Kokkos::LayoutLeft, MemorySpace> left("left", heads.size(), tokens);
       const ExecutionSpace exec;
-      surrogate.score(exec, layer, 0, hidden, right);
-      surrogate.score(exec, layer, 0, hidden, left);
+      surrogate.score(exec, layer, {}, hidden, right);
+      surrogate.score(exec, layer, {}, hidden, left);
       exec.fence();
       const auto host_right = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, right);
       const auto host_left = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, left);
@@ -232,8 +232,8 @@ TEST(Surrogate, ScoresMustFitTheHiddenStates) {
   const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> all_heads("scores", kv_heads, 4);
   const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> few_tokens("scores", 2, 3);
   const ExecutionSpace exec;
-  expect_error([&] { surrogate.score(exec, 0, 0, hidden, all_heads); }, {"(5, 4)", "(2, 4)"});
-  expect_error([&] { surrogate.score(exec, 0, 0, hidden, few_tokens); }, {"(2, 3)", "(2, 4)"});
+  expect_error([&] { surrogate.score(exec, 0, {}, hidden, all_heads); }, {"(5, 4)", "(2, 4)"});
+  expect_error([&] { surrogate.score(exec, 0, {}, hidden, few_tokens); }, {"(2, 3)", "(2, 4)"});
 }
 
 }  // namespace

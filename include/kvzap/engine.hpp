@@ -1,0 +1,141 @@
+// A model with its cache and what prunes it, for any number of sequences.
+#pragma once
+
+#include <filesystem>
+#include <kvzap/communicator.hpp>
+#include <kvzap/decoder.hpp>
+#include <kvzap/head_partition.hpp>
+#include <kvzap/model.hpp>
+#include <kvzap/scorer.hpp>
+#include <kvzap/step_batch.hpp>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace kvzap {
+
+/// Which pairs are judged.
+enum class PruneMode {
+  none,     // full cache
+  prefill,  // those of the context, once, all but its last `window`
+  always    // also those of questions and generated tokens, as they leave the window
+};
+
+/// How the context is processed.
+enum class PrefillMode {
+  dense,  // one step: every token attends to the whole context before it, then pairs are judged
+  sparse  // in chunks: a chunk attends to what earlier chunks left in the cache, and to itself
+};
+
+/// As the program's option --prune has it.
+std::string_view name_of(PruneMode mode);
+/// As the program's option --prefill has it.
+std::string_view name_of(PrefillMode mode);
+
+/// How the cache of a generator is filled and pruned.
+struct CacheOptions {
+  PruneMode prune = PruneMode::none;
+  PrefillMode prefill = PrefillMode::dense;
+  /// Tokens of a chunk in sparse prefill.
+  std::int64_t chunk = 2048;
+  /// Log score below which a pair is evicted.
+  float threshold = 0;
+  /// Most recent tokens that are always kept.
+  int window = 128;
+  /// First positions that are always kept.
+  std::int64_t sink = 0;
+  /// Hand unused pool memory back to the system after the context and after each answer.
+  bool trim = true;
+  int page_rows = 64;
+  PageOrder order = PageOrder::token_major;
+  /// Bytes that rings and pages of this rank may take at most; 0: as many as there are.
+  std::size_t kv_limit = 0;
+};
+
+/// State of the whole cache, over all ranks. Complete on every rank.
+struct CacheReport {
+  std::int64_t tokens = 0;                      // seen so far, kept or not
+  std::vector<std::vector<std::int64_t>> kept;  // rows, [layer][KV head]
+  std::int64_t non_finite_scores = 0;  // judged pairs kept because their score is no number
+  // Bytes, summed over ranks.
+  std::int64_t full_bytes = 0;       // keys and values, had none been evicted
+  std::int64_t live_bytes = 0;       // keys and values of kept rows
+  std::int64_t allocated_bytes = 0;  // pages, in use or free, and rings
+  std::int64_t returned_bytes = 0;   // handed back to the system so far
+  std::int64_t peak_allocated_bytes =
+      0;  // most at any time, prefill's dense keys and values included
+
+  /// Evicted pairs / pairs had none been evicted.
+  double evict_ratio(int layer) const;
+  /// Mean over layers.
+  double evict_ratio() const;
+};
+
+/// Drives a decoder whose types of values and pages are chosen at run time: sequences come and go,
+/// each step takes any mix of them through the model. What a Generator and a server stand on. All
+/// ranks make the same calls in the same order.
+class Engine {
+ public:
+  /// A state of a sequence to which it can be cut back.
+  class Checkpoint {
+   public:
+    Checkpoint() = default;
+    Checkpoint(const Checkpoint&) = delete;
+    Checkpoint& operator=(const Checkpoint&) = delete;
+    virtual ~Checkpoint() = default;
+  };
+
+  /// `scorer` (as a rule a Surrogate) is needed unless options.prune is none. Weights and cache are
+  /// of type Value. Throws Error if an option is out of range.
+  template <class Value>
+  static std::unique_ptr<Engine> create(std::shared_ptr<const Model<Value>> model,
+                                        std::shared_ptr<Scorer> scorer, const CacheOptions& options,
+                                        const Communicator& comm);
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+  virtual ~Engine() = default;
+
+  const CacheOptions& options() const { return m_options; }
+  const Communicator& communicator() const { return m_comm; }
+  virtual const ModelConfig& config() const = 0;
+  /// Scores and judges by the options, or does neither.
+  StepRule rule(bool judges) const;
+
+  /// An empty sequence. Throws Error, as fork and checkpoint do, on every rank if one of them has
+  /// no memory.
+  virtual SequenceId add_sequence() = 0;
+  /// A second sequence with the same content, whose pages are shared.
+  virtual SequenceId fork(SequenceId source) = 0;
+  virtual void free_sequence(SequenceId sequence) = 0;
+  virtual std::unique_ptr<Checkpoint> checkpoint(SequenceId sequence) = 0;
+  /// As KVCache::restore.
+  virtual void restore(SequenceId sequence, const Checkpoint& checkpoint) = 0;
+  /// Tokens of a sequence so far, kept or not.
+  virtual std::int64_t tokens(SequenceId sequence) const = 0;
+
+  /// As Decoder::step.
+  virtual std::vector<StepResult> step(const StepBatch& batch,
+                                       const ProgressCallback& progress = {}) = 0;
+
+  /// Hands unused pool memory back to the system; returns this rank's bytes.
+  virtual std::size_t trim() = 0;
+  /// Kept rows of a sequence; bytes of the whole cache. Collective.
+  virtual CacheReport report(SequenceId sequence) = 0;
+  /// Writes keys, values and positions of all ranks to one HDF5 file; see snapshot.hpp.
+  virtual void write_snapshot(const std::filesystem::path& file, const std::string& model_name,
+                              SequenceId sequence) = 0;
+  /// Positions of the rows that a head on this rank still has, ascending; for tests and analyses.
+  virtual std::vector<std::int64_t> positions(SequenceId sequence, int layer, int head_on_rank) = 0;
+  virtual void set_observer(StepObserver* observer) = 0;
+  virtual void set_attention_path(AttentionPath path) = 0;
+
+ protected:
+  Engine(const CacheOptions& options, const Communicator& comm)
+      : m_options(options), m_comm(comm) {}
+
+ private:
+  CacheOptions m_options;
+  Communicator m_comm;
+};
+
+}  // namespace kvzap

@@ -1,0 +1,32 @@
+#include <fmt/format.h>
+
+#include <kvzap/step_batch.hpp>
+
+namespace kvzap {
+
+void StepBatch::add(SequenceId sequence, const std::vector<TokenId>& tokens, const StepRule& rule,
+                    StepOutput output) {
+  if (tokens.empty()) {
+    throw Error(fmt::format("step: no tokens for sequence {}; expected at least one", sequence));
+  }
+  for (const Span& span : m_spans) {
+    if (span.sequence == sequence) {
+      throw Error(fmt::format("step: sequence {} twice in one step", sequence));
+    }
+  }
+  m_spans.push_back({sequence, static_cast<std::int64_t>(m_tokens.size()),
+                     static_cast<std::int64_t>(tokens.size()), rule, output});
+  try {
+    m_tokens.insert(m_tokens.end(), tokens.begin(), tokens.end());
+  } catch (...) {
+    m_spans.pop_back();
+    throw;
+  }
+}
+
+void StepBatch::clear() {
+  m_spans.clear();
+  m_tokens.clear();
+}
+
+}  // namespace kvzap

@@ -5,7 +5,6 @@
 #include <kvzap/page_pool.hpp>
 #include <kvzap/prune.hpp>
 #include <map>
-#include <memory>
 #include <optional>
 #include <set>
 #include <vector>
@@ -35,7 +34,10 @@ struct RaggedLayer {
   Kokkos::View<const PageId**, Kokkos::LayoutRight, MemorySpace> page_table;  // (head, page)
   Kokkos::View<const std::int64_t*, MemorySpace> retained;                    // (head)
   Kokkos::View<const Value**, Kokkos::LayoutRight, MemorySpace> ring;  // (head, 2 * window * dim)
-  std::int64_t tokens = 0;  // appended so far; the token at position p has ring slot p % window
+  std::int64_t tokens = 0;  // appended so far
+  // The ring holds no position below this: 0, or the tokens when `evict` last emptied it. Position
+  // p has ring slot (p - ring_first) % window, so that slots 0 … ring_rows() - 1 are in use.
+  std::int64_t ring_first = 0;
   int heads = 0;
   int window = 1;
   int page_rows = 1;
@@ -51,7 +53,8 @@ struct RaggedLayer {
   };
 
   KOKKOS_INLINE_FUNCTION std::int64_t ring_rows() const {
-    return tokens < window ? tokens : window;
+    const std::int64_t since = tokens - ring_first;
+    return since < window ? since : window;
   }
   KOKKOS_INLINE_FUNCTION std::int64_t rows(int head) const { return retained(head) + ring_rows(); }
   KOKKOS_INLINE_FUNCTION std::int64_t pages(int head) const {
@@ -88,10 +91,39 @@ struct AppendCounts {
 
 /// What a compaction did, summed over this rank's heads of the layer.
 struct CompactCounts {
-  std::int64_t judged = 0;   // retained rows before
-  std::int64_t evicted = 0;  // of those, gone
-  std::int64_t moved = 0;    // of those that stayed, the rows that now lie elsewhere in their pages
+  std::int64_t judged = 0;      // rows before
+  std::int64_t evicted = 0;     // of those, gone
+  std::int64_t moved = 0;       // of those that stayed, the rows that now lie elsewhere
+  std::int64_t non_finite = 0;  // of those that stayed, the rows whose score is NaN or infinite;
+                                // counted by evict alone
 };
+
+/// What one sequence gets of the rows of an append.
+struct AppendSpan {
+  SequenceId sequence = -1;
+  /// Rows first_row … first_row + rows - 1 of keys and values, and such columns of scores.
+  std::int64_t first_row = 0;
+  std::int64_t rows = 1;
+  /// Judges the pairs that leave the ring.
+  EvictionRule rule;
+  /// Whether the scores are these rows'; otherwise they have none (NaN).
+  bool scored = false;
+};
+
+/// How many tokens a step is to append to a sequence, in every layer.
+struct StepSpan {
+  SequenceId sequence = -1;
+  std::int64_t tokens = 1;
+};
+
+/// Bytes of a row in a page: key, value, position and score.
+constexpr std::size_t page_row_bytes(int head_dim, std::size_t value_bytes) {
+  return 2 * value_bytes * head_dim + sizeof(std::int32_t) + sizeof(float);
+}
+/// Bytes of a row in a ring, which needs no position.
+constexpr std::size_t ring_row_bytes(int head_dim, std::size_t value_bytes) {
+  return 2 * value_bytes * head_dim + sizeof(float);
+}
 
 /// Bytes of this rank's part of a cache.
 struct CacheBytes {
@@ -100,12 +132,24 @@ struct CacheBytes {
   std::size_t returned = 0;   // handed back to the system by trim
 };
 
+namespace detail {
+struct AppendStep;
+}
+
 /// A cache of any number of sequences that share one page pool.
 ///
 /// Rows arrive in order of position, 0, 1, 2, …; the row at position p stays in the ring until
 /// `window` newer ones have arrived, and then is admitted to its head's pages or dropped: it is
 /// judged once and moves at most once. Keys are stored as they come (after RoPE at their own
-/// position).
+/// position). The score of a row stays with it: in place beside the ring, then in its page.
+///
+/// Execution-space instances: a function that takes one does its work there, after all that the
+/// cache did for the sequence on another one (it waits for that one if it has to) and before
+/// pages that it frees are written on another one. Kernels of the caller that read a layer are
+/// ordered with all this if they run on the instance of the next call for the sequence. A function
+/// that takes none uses ExecutionSpace().
+///
+/// A function that throws leaves the cache as it was.
 ///
 /// Value: float, half or bfloat16. order: how the rows of a page, and of the ring, lie in memory.
 template <class Value, PageOrder order>
@@ -115,41 +159,75 @@ class KVCache {
   using RowsView = Kokkos::View<const Value***, Kokkos::LayoutStride, MemorySpace>;
   using ScoresView = Kokkos::View<const float**, Kokkos::LayoutStride, MemorySpace>;
   using FlagsView = Kokkos::View<const std::uint8_t**, Kokkos::LayoutStride, MemorySpace>;
+  using ScoresOut = Kokkos::View<float**, Kokkos::LayoutStride, MemorySpace>;
+  using PositionsOut = Kokkos::View<std::int64_t**, Kokkos::LayoutStride, MemorySpace>;
   using Layer = CachedLayer<Value, order>;
 
-  /// Throws Error if an extent of the shape is not positive (a rank may own no head of a layer).
-  explicit KVCache(CacheShape shape, MemoryMeter* meter = nullptr);
+  /// `limit`: see set_limit. Throws Error if an extent of the shape is not positive (a rank may own
+  /// no head of a layer).
+  explicit KVCache(CacheShape shape, MemoryMeter* meter = nullptr, std::size_t limit = 0);
   ~KVCache();
   KVCache(const KVCache&) = delete;
   KVCache& operator=(const KVCache&) = delete;
 
+  /// An empty sequence. Throws OutOfMemory.
   SequenceId add_sequence();
   /// A second sequence with the same content: pages are shared (and copied when one of the two has
-  /// to write into them), rings are copied.
-  SequenceId fork(SequenceId source);
+  /// to write into them), rings are copied. Throws OutOfMemory.
+  SequenceId fork(const ExecutionSpace& exec, SequenceId source);
+  SequenceId fork(SequenceId source) { return fork(ExecutionSpace(), source); }
   /// Frees the sequence; its pages are reusable at once.
-  void free_sequence(SequenceId sequence);
+  void free_sequence(const ExecutionSpace& exec, SequenceId sequence);
+  void free_sequence(SequenceId sequence) { free_sequence(ExecutionSpace(), sequence); }
 
-  /// Appends T tokens to every head of a layer.
-  /// keys, values: (token, head, dim). scores: (head, token), the log scores of the new pairs, or
-  /// an empty view if they have none (they then count as NaN, should they be judged). Every pair
-  /// that leaves the ring through this is judged by `rule`, or admitted unjudged if the rule does
-  /// not judge. Throws Error on extents that do not fit, or, with the sequence as it was, when
-  /// memory is exhausted.
+  /// Pages and rings together take at most so many bytes from now on; 0: no limit.
+  void set_limit(std::size_t bytes) { m_pool.set_limit(bytes); }
+
+  /// Begins a step that appends spans[i].tokens rows to every layer of spans[i].sequence, each
+  /// sequence once, by any number of calls of append and append_deferred per layer. Memory that
+  /// these need is taken now, for all layers: in the step no append can fail for want of it, unless
+  /// more than `window` rows per head leave a sequence's ring; for such a span append takes pages
+  /// when it knows how many rows stay. Until end_step or cancel_step the sequences cannot be
+  /// forked, freed, checkpointed, restored, compacted or evicted from. Throws OutOfMemory; Error
+  /// within another step, or for spans that make no sense.
+  void begin_step(const ExecutionSpace& exec, const std::vector<StepSpan>& spans);
+  /// Ends the step; pages that were not needed are free. Does not wait.
+  void end_step();
+  /// Ends the step with all of its sequences as they were when it began, whatever was appended.
+  void cancel_step();
+  bool in_step() const { return m_in_step; }
+
+  /// Appends rows to every head of a layer of any number of sequences, each at most once.
+  /// keys, values: (row, head, dim). scores: (head, row), the log scores of the new pairs; may be
+  /// empty if no span has any (they then count as NaN, should they be judged). Every pair that
+  /// leaves a ring through this is judged by its span's rule, or admitted unjudged if the rule does
+  /// not judge. Returns the sum over spans. Throws Error on extents that do not fit, OutOfMemory,
+  /// with all sequences as they were.
+  AppendCounts append(const ExecutionSpace& exec, const std::vector<AppendSpan>& spans, int layer,
+                      const RowsView& keys, const RowsView& values, const ScoresView& scores);
+  /// The same for all rows and one sequence; these are scored unless `scores` is empty.
   AppendCounts append(const ExecutionSpace& exec, SequenceId sequence, int layer,
                       const RowsView& keys, const RowsView& values, const ScoresView& scores,
                       const EvictionRule& rule);
 
-  /// append of one token, for devices: does not wait for `exec`. Heads that may need a page get it
-  /// ahead, and the kernels alone know which rows they kept, until collect, or any other function
-  /// that needs the lengths of the sequence's heads, brings that back. Until then all calls for the
-  /// sequence are to use one instance.
-  void append_deferred(const ExecutionSpace& exec, SequenceId sequence_id, int layer,
+  /// append of one token to each sequence, for devices: one kernel for all of them, and no wait for
+  /// `exec`. Heads that may need a page get it ahead, and the kernels alone know which rows they
+  /// kept, until collect, or any other function that needs the lengths of a sequence's heads,
+  /// brings that back. Where the last append of a sequence ran on another instance, that one is
+  /// waited for first.
+  void append_deferred(const ExecutionSpace& exec, const std::vector<AppendSpan>& spans, int layer,
+                       const RowsView& keys, const RowsView& values, const ScoresView& scores);
+  void append_deferred(const ExecutionSpace& exec, SequenceId sequence, int layer,
                        const RowsView& keys, const RowsView& values, const ScoresView& scores,
                        const EvictionRule& rule);
-  /// Waits for what append_deferred has launched, and gives pages back that were not needed after
-  /// all. Returns what those calls did, in all layers, since the last collect.
+  /// Waits, once, for what append_deferred has launched, and gives pages back that were not needed
+  /// after all. Returns what those calls did, in all layers, since the last collect.
+  AppendCounts collect(const std::vector<SequenceId>& sequences);
   AppendCounts collect(SequenceId sequence);
+
+  /// What all appends to the sequence did; a fork goes on from its source's, restore from the
+  /// checkpoint's. Valid until the sequence is freed.
+  const AppendCounts& counts(SequenceId sequence) const;
 
   /// Evicts retained rows of a layer a second time, in place. keep: (head, retained row), of which
   /// keep(h, i) says whether the i-th oldest of head h's rows(…) - ring rows stays; there may be
@@ -157,35 +235,56 @@ class KVCache {
   /// and those before a head's first evicted one are not touched; the ring is left as it is. Pages
   /// that become empty are free, and pages that another sequence holds too are copied before they
   /// are written. Checkpoints of the sequence become void. Throws Error on extents that do not fit,
-  /// or, with the layer as it was, when memory is exhausted.
+  /// OutOfMemory.
   CompactCounts compact(const ExecutionSpace& exec, SequenceId sequence, int layer,
                         const FlagsView& keep);
 
+  /// The same by scores, for pages and ring: of head h stays what cutoffs[h] says; the `ties`
+  /// oldest are those of all its rows, whether or not `options` keeps them. If rows of the ring go,
+  /// in any head, all of its rows that stay move into pages, and the ring begins anew, so that no
+  /// later append judges them. Throws Error if there is not one cutoff for each head, OutOfMemory.
+  CompactCounts evict(const ExecutionSpace& exec, SequenceId sequence, int layer,
+                      const std::vector<Cutoff>& cutoffs, const EvictOptions& options = {});
+
+  /// Writes the scores of head h's rows(…), in order of position, to scores(h, 0), scores(h, 1), …,
+  /// and their positions likewise, unless that view is empty. Does not wait. Throws Error if there
+  /// is not a row for each head and a column for each of the longest head's rows.
+  void row_scores(const ExecutionSpace& exec, SequenceId sequence, int layer,
+                  const ScoresOut& scores, const PositionsOut& positions = {});
+  /// The inverse: gives rows new scores. Pages that another sequence holds too are copied first.
+  /// Throws Error on extents that do not fit, OutOfMemory.
+  void set_row_scores(const ExecutionSpace& exec, SequenceId sequence, int layer,
+                      const ScoresView& scores);
+
   /// The state of a sequence to which restore returns: copies of the rings, lengths of the pages.
+  /// (Scores that set_row_scores has changed in pages since stay changed.)
   struct Checkpoint {
     SequenceId sequence = -1;
     std::int64_t id = -1;
-    /// One layer of it.
-    struct LayerState {
-      std::int64_t tokens = 0;
-      std::vector<std::int64_t> retained;
-      Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> ring;
-      Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> ring_scores;
-    };
-    std::vector<LayerState> layers;
+    std::vector<std::int64_t> tokens;      // (layer)
+    std::vector<std::int64_t> ring_first;  // (layer)
+    std::vector<std::int64_t> retained;    // (head of any layer)
+    Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> rings;
+    Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> ring_scores;
+    AppendCounts counts;
     MeteredBytes bytes;
   };
-  Checkpoint checkpoint(SequenceId sequence);
+  /// Throws OutOfMemory.
+  Checkpoint checkpoint(const ExecutionSpace& exec, SequenceId sequence);
+  Checkpoint checkpoint(SequenceId sequence) { return checkpoint(ExecutionSpace(), sequence); }
   /// Cuts the sequence back to an earlier state of itself, any number of times; pages past it are
   /// freed, and checkpoints taken after it are void, as all are once a layer was compacted. Throws
   /// Error for a void checkpoint or one of another sequence.
-  void restore(SequenceId sequence, const Checkpoint& checkpoint);
+  void restore(const ExecutionSpace& exec, SequenceId sequence, const Checkpoint& checkpoint);
+  void restore(SequenceId sequence, const Checkpoint& checkpoint) {
+    restore(ExecutionSpace(), sequence, checkpoint);
+  }
 
   /// Hands memory of the pool that no page needs back to the system; returns the bytes.
   std::size_t trim();
 
-  /// For kernels; valid until the cache changes. After append_deferred for kernels on the same
-  /// instance.
+  /// For kernels; valid until the cache changes (what it refers to stays readable even then). After
+  /// append_deferred for kernels on the same instance.
   Layer layer(SequenceId sequence, int layer);
   /// Tokens appended so far, kept or not.
   std::int64_t tokens(SequenceId sequence, int layer) const;
@@ -193,70 +292,131 @@ class KVCache {
   std::int64_t rows(SequenceId sequence, int layer, int head) const;
   /// Positions of those rows, ascending.
   std::vector<std::int64_t> positions(SequenceId sequence, int layer, int head);
-  /// Keys, values (rows x head_dim, row-major) of those rows on the host, in order of position.
+  /// Keys, values (rows x head_dim, row-major) and scores (NaN: none) of those rows on the host, in
+  /// order of position.
   struct HostRows {
     std::vector<std::int64_t> positions;
     std::vector<Value> keys;
     std::vector<Value> values;
+    std::vector<float> scores;
   };
   HostRows host_rows(SequenceId sequence, int layer, int head);
 
   CacheBytes bytes() const;
   const CacheShape& shape() const { return m_shape; }
   const PagePool& pool() const { return m_pool; }
-  /// Page ids of a head, in order.
+  /// Page ids of a head, in order. Within a step there may be more than the rows need.
   const std::vector<PageId>& page_list(SequenceId sequence, int layer, int head) const;
   std::vector<SequenceId> sequences() const;
 
  private:
   using PageTable = Kokkos::View<PageId**, Kokkos::LayoutRight, MemorySpace>;
   using Counts = Kokkos::View<std::int64_t*, MemorySpace>;
+  using HostCounts = Kokkos::View<std::int64_t*, Kokkos::HostSpace>;
+  using Rings = Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace>;
+  using RingScores = Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>;
 
+  // Heads of all layers are numbered through: the layer's head h is head first_head + h.
   struct LayerStore {
     std::int64_t tokens = 0;
-    Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> ring;         // (head, 2*window*dim)
-    Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> ring_scores;  // (head, window)
-    std::vector<std::vector<PageId>> pages;                               // per head
-    // Per head; since a deferred append, what they can be at most.
-    std::vector<std::int64_t> retained;
+    std::int64_t ring_first = 0;
+    std::vector<std::vector<PageId>> pages;  // per head
     bool deferred = false;
-    // The same for kernels, and what is copied there (the same memory on host backends).
-    PageTable page_table;                            // (head, page)
-    Counts device_retained;                          // (head), part of Sequence::lengths
-    typename PageTable::HostMirror host_page_table;  // (head, page)
-    typename Counts::HostMirror host_retained;       // (head), part of Sequence::host_lengths
+    int first_head = 0;
+    // Parts of the sequence's, for this layer's heads.
+    HostCounts retained;
+    Rings ring;
+    RingScores ring_scores;
+    Counts device_retained;
+    typename Counts::HostMirror host_retained;
   };
   struct Sequence {
     std::vector<LayerStore> layers;
-    // Retained rows of all layers' heads, one behind the other, then how many pairs deferred
-    // appends have evicted, and how many they have kept for want of a finite score, ever.
+    Rings rings;             // (head, 2 * window * dim)
+    RingScores ring_scores;  // (head, window)
+    // Retained rows per head; since a deferred append, what they can be at most.
+    HostCounts retained;
+    // The same for kernels, and what is copied there (the same memory on host backends): page table
+    // (head, page); retained rows per head, then how many pairs deferred appends have evicted, and
+    // how many they have kept for want of a finite score, ever.
+    PageTable table;
+    typename PageTable::HostMirror host_table;
     Counts lengths;
     typename Counts::HostMirror host_lengths;
     std::int64_t evicted_before = 0;  // of those, the ones that were collected
     std::int64_t non_finite_before = 0;
-    AppendCounts collected;                 // and not yet told
-    std::optional<ExecutionSpace> pending;  // where deferred appends run
+    AppendCounts collected;             // and not yet told
+    AppendCounts total;                 // of all appends, deferred ones once collected
+    bool pending = false;               // deferred appends have not been collected
+    std::optional<ExecutionSpace> last;  // where the cache last worked on the sequence
+    std::int64_t call = -1;              // the last call of append or begin_step that named it
+    int step = -1;                       // its index in m_step
     MeteredBytes ring_bytes;
     std::set<std::int64_t> checkpoints;  // those that restore still accepts, oldest first
   };
+  // What cancel_step needs to know of a sequence, and append of its share of the step.
+  struct StepState {
+    SequenceId id = -1;
+    std::int64_t rows = 0;
+    bool reserved = true;                // the pages, for as many rows as can leave the ring
+    std::vector<std::int64_t> tokens;    // (layer)
+    std::vector<std::int64_t> retained;  // (head)
+    AppendCounts total;
+    AppendCounts collected;
+    // Rows that leave the ring are saved first: head h's are rows first_saved + h * saved_rows, …
+    std::int64_t first_saved = 0;
+    std::int64_t saved_rows = 0;
+  };
+  // A page that a step has replaced by an own copy.
+  struct Replaced {
+    int step;
+    int layer;
+    int head;
+    PageId page;
+  };
 
+  const Sequence& sequence_at(SequenceId sequence) const;
+  Sequence& sequence_at(SequenceId sequence);
   const LayerStore& store(SequenceId sequence, int layer) const;
   LayerStore& store(SequenceId sequence, int layer);
   Sequence make_sequence() const;
+  SequenceId insert(Sequence&& sequence);
+  int all_heads() const;
   std::size_t ring_bytes() const;
   int checked_head(int layer, int head) const;
-  void copy_page(PageId from, PageId to);
-  void check_append(int layer, const RowsView& keys, const RowsView& values,
-                    const ScoresView& scores, std::int64_t tokens) const;
-  void settle(SequenceId sequence_id) const;
-  void reserve(LayerStore& layer, int head, std::int64_t new_retained);
-  void reserve_kept(int heads, std::int64_t rows);
-  void admit_counted(LayerStore& layer);
+  void check_rows(int layer, const RowsView& keys, const RowsView& values) const;
+  void check_spans(const AppendSpan* spans, std::size_t n, int layer, const RowsView& keys,
+                   const RowsView& values, const ScoresView& scores);
+  void check_outside_step(SequenceId sequence, const char* what) const;
+  AppendCounts append_spans(const ExecutionSpace& exec, const AppendSpan* spans, std::size_t n,
+                            int layer, const RowsView& keys, const RowsView& values,
+                            const ScoresView& scores);
+  void defer_spans(const ExecutionSpace& exec, const AppendSpan* spans, std::size_t n, int layer,
+                   const RowsView& keys, const RowsView& values, const ScoresView& scores);
+  detail::AppendStep step_of(const LayerStore& layer, const Sequence& sequence, int layer_index,
+                             const AppendSpan& span) const;
+  void enter(const ExecutionSpace& exec, Sequence& sequence);
+  void order_releases(const ExecutionSpace& exec);
+  void settle(SequenceId sequence) const;
+  void settle(Sequence& sequence);
+  void take_lengths(Sequence& sequence);
+  void copy_page(const ExecutionSpace& exec, PageId from, PageId to);
+  bool shares_last_page(const LayerStore& layer, int head) const;
+  std::size_t missing_pages(const LayerStore& layer, int head, std::int64_t more_rows) const;
+  void reserve_lists(LayerStore& layer, int head, std::int64_t more_rows);
+  void take_pages(const ExecutionSpace& exec, Sequence& sequence, int layer, int head,
+                  std::int64_t more_rows, std::vector<PageId>& from);
+  void stock_up(std::size_t pages);
+  void reserve_kept(std::int64_t rows, std::int64_t counts);
   void release_surplus(LayerStore& layer);
-  void set_entries(LayerStore& layer, int head, std::size_t first_page);
-  void grow_page_table(LayerStore& layer);
-  void set_all_entries(LayerStore& layer);
-  void upload_tables(LayerStore& layer);
+  void write_entries(Sequence& sequence, const LayerStore& layer, int head, std::size_t first_page);
+  void widen_table(const ExecutionSpace& exec, Sequence& sequence, std::size_t pages);
+  void upload_layer(const ExecutionSpace& exec, Sequence& sequence, LayerStore& layer);
+  void upload_all(const ExecutionSpace& exec, Sequence& sequence);
+  CompactCounts rearrange(const ExecutionSpace& exec, SequenceId sequence, int layer,
+                          const FlagsView& keep, bool with_ring);
+  void own_pages(const ExecutionSpace& exec, Sequence& sequence, int layer);
+  void close_step();
 
   CacheShape m_shape;
   MemoryMeter* m_meter;
@@ -264,14 +424,32 @@ class KVCache {
   std::map<SequenceId, Sequence> m_sequences;
   SequenceId m_next_sequence = 0;
   std::int64_t m_next_checkpoint = 0;
+  std::int64_t m_calls = 0;
+  // Where pages were released that kernels there may still read.
+  std::optional<ExecutionSpace> m_released_on;
 
-  // The rows that a judgement keeps: head h's are m_kept(m_begins(h)) … , m_kept_counts(h) of them.
-  // Kept between calls, so that a decode step allocates nothing.
+  // What follows is kept between calls, so that a decode step allocates nothing.
+  bool m_in_step = false;
+  std::size_t m_n_step = 0;         // sequences of the step
+  std::vector<StepState> m_step;    // their states, and those of earlier steps
+  std::vector<PageId> m_stock;      // pages taken for the step, next one last
+  std::vector<Replaced> m_replaced;  // each still holds its page
+  Kokkos::View<Value*, MemorySpace> m_saved;        // (row, 2 * dim)
+  Kokkos::View<float*, MemorySpace> m_saved_scores;  // (row)
+  std::vector<PageId> m_fresh;
+  std::vector<detail::AppendStep> m_append_steps;
+  // The rows that a judgement keeps: those of entry e, a head of a span, are m_kept(m_begins(e)) … ,
+  // m_kept_counts(e) of them (on hosts they begin where the entry's rows would if all were kept).
+  // Behind the counts are those of scores that are not finite, per span.
   Kokkos::View<std::int32_t*, MemorySpace> m_kept;
   Counts m_begins;
   Counts m_kept_counts;
   Counts m_old_retained;
   typename Counts::HostMirror m_host_kept_counts;
+  // Arguments of the kernel of append_deferred, on the device and as they were last written there.
+  Kokkos::View<char*, MemorySpace> m_span_args;
+  std::vector<char> m_host_span_args;
+  std::optional<ExecutionSpace> m_span_args_on;
 };
 
 }  // namespace kvzap

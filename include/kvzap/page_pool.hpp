@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <kvzap/types.hpp>
 #include <set>
+#include <string>
 #include <vector>
 
 namespace kvzap {
@@ -50,13 +51,25 @@ class MeteredBytes {
   std::size_t m_bytes = 0;
 };
 
+/// There is no memory, or the limit that the caller has set leaves none: something can be freed, and
+/// the call be made again. What threw it has changed nothing.
+class OutOfMemory : public Error {
+ public:
+  OutOfMemory(const std::string& what, std::size_t wanted, std::size_t free)
+      : Error(what), bytes_wanted(wanted), bytes_free(free) {}
+  /// What was asked for.
+  std::size_t bytes_wanted;
+  /// What pages without an owner and the limit leave; without a limit the pages alone.
+  std::size_t bytes_free;
+};
+
 /// Names a page of a pool; a released page's id is used again.
 using PageId = std::int32_t;
 
 /// Pages of one size. Memory comes in slabs that grow with the pool (a 128th of it, or a 64th once
 /// that fills huge pages, so that little is ever idle); a page is taken from the oldest slab that
 /// has one free, so that young slabs drain and can be handed back by trim(). allocate, retain and
-/// release cost O(log slabs).
+/// release cost O(log slabs); only allocate takes memory, so that only it can run out of it.
 ///
 /// Not thread-safe: one host thread drives one pool.
 class PagePool {
@@ -64,19 +77,32 @@ class PagePool {
   using AddressView = Kokkos::View<std::uintptr_t*, MemorySpace>;
 
   /// page_bytes is rounded up to a multiple of 64, so that every page is aligned to 64 bytes.
-  /// `meter`, if given, outlives the pool and is told of every slab.
-  explicit PagePool(std::size_t page_bytes, MemoryMeter* meter = nullptr);
+  /// `meter`, if given, outlives the pool and is told of every slab. `limit`: see set_limit.
+  explicit PagePool(std::size_t page_bytes, MemoryMeter* meter = nullptr, std::size_t limit = 0);
   ~PagePool();
   PagePool(const PagePool&) = delete;
   PagePool& operator=(const PagePool&) = delete;
 
-  /// A page with reference count 1 and unspecified content. Throws Error when memory is exhausted.
+  /// A page with reference count 1 and unspecified content. Throws OutOfMemory.
   PageId allocate();
+  /// Adds `count` such pages to the end of `pages`, in the order in which allocate would give them.
+  /// Throws OutOfMemory with pool and `pages` as they were.
+  void allocate(std::size_t count, std::vector<PageId>& pages);
   /// One more page list holds this page.
   void retain(PageId page);
   /// One page list fewer holds it; with the last one the page is free, reusable at once.
   void release(PageId page);
   int reference_count(PageId page) const { return m_pages[page].references; }
+
+  /// Slabs and what claim has taken never exceed so many bytes; 0: no limit. What is there already
+  /// stays.
+  void set_limit(std::size_t bytes) { m_limit = bytes; }
+  std::size_t limit() const { return m_limit; }
+  /// Counts memory beside the pool towards its limit. Throws OutOfMemory.
+  void claim(std::size_t bytes);
+  void unclaim(std::size_t bytes) { m_claimed -= bytes; }
+  /// What can be had within the limit: bytes of free pages, and of new ones if there is a limit.
+  std::size_t free_bytes() const;
 
   /// Gives slabs without a page in use back to the system. Returns their bytes.
   std::size_t trim();
@@ -104,12 +130,19 @@ class PagePool {
     Kokkos::View<char*, MemorySpace> memory;  // empty once handed back
     std::vector<PageId> pages;
     std::vector<PageId> free;
+    // This slab's entry in m_slabs_with_free while it has none, so that no release allocates.
+    std::set<int>::node_type entry;
   };
 
-  void grow();
+  int grow(std::size_t wanted_bytes);
+  PageId take();
+  std::size_t drop(int slab);
+  std::size_t room() const;
 
   std::size_t m_page_bytes;
   MemoryMeter* m_meter;
+  std::size_t m_limit = 0;
+  std::size_t m_claimed = 0;
   std::vector<Page> m_pages;
   std::vector<Slab> m_slabs;
   std::vector<PageId> m_spare_ids;

@@ -82,7 +82,7 @@ class Decoder {
   void score(const StepBatch& batch, int layer, const Rows& rows, const Activations& x);
   void feed_forward_block(int layer, const Rows& rows, bool is_whole);
   void append(const StepBatch& batch, int layer);
-  void output_head(const StepBatch& batch);
+  void output_head();
   void gather_logits();
 
   Activations new_scores(const StepBatch& batch, int layer) const;

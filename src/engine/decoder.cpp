@@ -228,7 +228,7 @@ std::vector<StepResult> Decoder<Value, order>::step(const StepBatch& batch,
       append(batch, l);
       if (agrees_often) agree_on_failure();
     }
-    output_head(batch);
+    output_head();
   } catch (...) {
     if (begun) m_cache.cancel_step();
     m_scratch->release();
@@ -567,7 +567,7 @@ void Decoder<Value, order>::append(const StepBatch& batch, int layer) {
 // Each rank's part of the vocabulary for the last token of every span that wants to know. Tokens
 // leave a device alone; logits are gathered on rank 0.
 template <class Value, PageOrder order>
-void Decoder<Value, order>::output_head(const StepBatch& batch) {
+void Decoder<Value, order>::output_head() {
   Scratch& scratch = *m_scratch;
   const ExecutionSpace& exec = scratch.exec;
   const ModelConfig& config = m_model.config();

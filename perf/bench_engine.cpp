@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <kvzap/surrogate.hpp>
 #include <numeric>
 #include <optional>
 #include <string>
@@ -80,9 +81,35 @@ class Stage {
                 m_engine->model().config().hidden_size, EvictionRule{0, 0, is_judged}, 2);
   }
 
+  /// A decoder that scores by an MLP, and `sequences` of them that have seen `tokens` tokens, of
+  /// which `variant` is left.
+  std::pair<Engine::Decoder*, std::vector<SequenceId>> served(const Variant& variant, int sequences,
+                                                              std::int64_t tokens) {
+    m_checkpoint.reset();
+    m_decoder.reset();
+    m_scorer = std::make_unique<RandomScorer>(m_engine->partition(), world().rank(),
+                                              variant.evict_ratio, variant.skew, 1);
+    const TemporaryFolder files;
+    const ModelConfig& config = m_engine->model().config();
+    world().agree_on_root(
+        [&] { write_surrogate(files.path() / "mlp", config, config.hidden_size / 8); });
+    m_surrogate = std::make_unique<Surrogate>(
+        Surrogate::load(files.path() / "mlp", config, m_engine->partition(), world().rank(),
+                        DTypeOf<Engine::Value>::value, world()));
+    world_barrier();  // rank 0 removes the files when all have read them
+    m_decoder = m_engine->decoder(m_surrogate.get());
+    std::vector<SequenceId> ids;
+    for (int i = 0; i < sequences; ++i) {
+      ids.push_back(m_decoder->cache().add_sequence());
+      if (tokens > 0) fill(ids.back(), tokens, variant);
+    }
+    return {m_decoder.get(), ids};
+  }
+
   void clear() {
     m_checkpoint.reset();
     m_decoder.reset();
+    m_surrogate.reset();
     m_scorer.reset();
     m_engine.reset();
   }
@@ -91,6 +118,7 @@ class Stage {
   std::unique_ptr<Engine> m_engine;
   std::tuple<std::filesystem::path, std::int64_t, std::int64_t> m_engine_key;
   std::unique_ptr<RandomScorer> m_scorer;
+  std::unique_ptr<Surrogate> m_surrogate;
   std::unique_ptr<Engine::Decoder> m_decoder;
   std::optional<Engine::Decoder::Cache::Checkpoint> m_checkpoint;
   std::string m_variant;
@@ -180,6 +208,66 @@ void run_batch(benchmark::State& state, Stage& stage, const Variant& variant,
   const double seconds = time_iterations(state, step);
   state.counters["tokens/s"] = static_cast<double>(sequences) / seconds;
   report_kv(state, kv);
+}
+
+/// What a server does: `sequences` of them decode a token each in one step, scored by an MLP and
+/// judged.
+void run_served(benchmark::State& state, Stage& stage, int sequences, std::int64_t context) {
+  const auto [decoder, ids] = stage.served(evicted, sequences, context);
+  const StepRule rule{true, EvictionRule{0, 0, true}};
+  StepBatch batch;
+  for (const SequenceId id : ids) batch.add(id, {1}, rule, StepOutput::argmax);
+  const auto step = [&, decoder = decoder] { decoder->step(batch); };
+  step();
+  const double seconds = time_iterations(state, step);
+  state.counters["tokens/s"] = static_cast<double>(sequences) / seconds;
+  report_kv(state, kv_bytes(*decoder));
+}
+
+/// A chunk of a prompt beside sequences that decode, in one step, against the two apart. The bound
+/// of a mixed step: the chunk alone, and the products of the decoding rows, which is what a step of
+/// as many sequences takes whose contexts are short.
+void run_mixed(benchmark::State& state, Stage& stage, int sequences, std::int64_t chunk,
+               std::int64_t context) {
+  auto [decoder, ids] = stage.served(evicted, sequences + 1, context);
+  const StepRule rule{true, EvictionRule{0, 0, true}};
+  const SequenceId prompt = ids.back();
+  ids.pop_back();
+  std::vector<SequenceId> fresh;
+  StepBatch decoding, products, prefilling, mixed;
+  for (const SequenceId id : ids) {
+    fresh.push_back(decoder->cache().add_sequence());
+    decoding.add(id, {1}, rule, StepOutput::argmax);
+    products.add(fresh.back(), {1}, rule, StepOutput::argmax);
+    mixed.add(id, {1}, rule, StepOutput::argmax);
+  }
+  const std::vector<TokenId> tokens(chunk, 2);
+  prefilling.add(prompt, tokens, rule, StepOutput::none);
+  mixed.add(prompt, tokens, rule, StepOutput::none);
+  const auto checkpoint = decoder->cache().checkpoint(prompt);
+  double sums[4] = {};
+  for (auto _ : state) {
+    double seconds[4] = {};
+    int i = 0;
+    for (const StepBatch* batch : {&mixed, &prefilling, &decoding, &products}) {
+      decoder->cache().restore(prompt, checkpoint);
+      world_barrier();
+      const double begin = now();
+      decoder->step(*batch);
+      seconds[i++] = now() - begin;
+    }
+    for (int k = 0; k < 4; ++k) {
+      seconds[k] = max_over_ranks(seconds[k]);
+      sums[k] += seconds[k];
+    }
+    state.SetIterationTime(seconds[0]);
+  }
+  const double count = static_cast<double>(state.iterations());
+  state.counters["chunk_ms"] = 1e3 * sums[1] / count;
+  state.counters["decode_ms"] = 1e3 * sums[2] / count;
+  state.counters["products_ms"] = 1e3 * sums[3] / count;
+  state.counters["over_chunk_and_products"] = sums[0] / (sums[1] + sums[3]);
+  state.counters["over_chunk_and_decode"] = sums[0] / (sums[1] + sums[2]);
 }
 
 /// How many sequences of `context` tokens fit into `budget` bytes of KV memory of all ranks.
@@ -343,6 +431,23 @@ void register_benchmarks(const Options& options) {
           });
     }
   }
+
+  // What a server's steps are made of.
+  const std::int64_t served_context = quick ? 1024 : 4096;
+  for (const int sequences : {1, 16}) {
+    add(fmt::format("engine/served/{}/evict75/mlp/context:{}/sequences:{}", model, served_context,
+                    sequences),
+        steps, 5, [=](benchmark::State& state) {
+          stage->engine(folder, 0);
+          run_served(state, *stage, sequences, served_context);
+        });
+  }
+  add(fmt::format("engine/mixed/{}/evict75/mlp/context:{}/sequences:15/chunk:256", model,
+                  served_context),
+      3, 3, [=](benchmark::State& state) {
+        stage->engine(folder, 0);
+        run_mixed(state, *stage, 15, 256, served_context);
+      });
 
   const auto prefill = [&](const char* group, std::int64_t layers, bool is_sparse,
                            std::int64_t tokens, int repetitions) {

@@ -3,55 +3,16 @@
 // in. A layer scored and unscored, and the scorer alone, are timed in turn.
 #include <fmt/format.h>
 
-#include <fstream>
 #include <kvzap/surrogate.hpp>
 #include <optional>
-#include <random>
 
 #include "common.hpp"
 #include "engine.hpp"
-#include "safetensors_writer.hpp"
 
 namespace kvzap::perf {
 namespace {
 
 constexpr std::int64_t vocabulary = 1024;
-
-/// A surrogate's folder as published: hidden_dim 0 for a linear one.
-void write_surrogate(const std::filesystem::path& folder, const ModelConfig& config,
-                     std::int64_t hidden_dim) {
-  std::minstd_rand draw;
-  const auto tensor = [&](std::vector<std::int64_t> shape) {
-    std::int64_t count = 1;
-    for (const std::int64_t extent : shape) count *= extent;
-    std::vector<float> values(count);
-    for (float& value : values)
-      value = 0.05f * (static_cast<float>(draw() & 0xffff) / 65536 - 0.5f);
-    return test::stored_tensor("BF16", std::move(shape), values);
-  };
-  std::map<std::string, test::StoredTensor> tensors;
-  const std::int64_t inputs = config.hidden_size;
-  const std::int64_t outputs = config.num_key_value_heads;
-  for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) {
-    const std::string name = fmt::format("layers.{}", l);
-    if (hidden_dim == 0) {
-      tensors[name + ".weight"] = tensor({outputs, inputs});
-      tensors[name + ".bias"] = tensor({outputs});
-    } else {
-      tensors[name + ".0.weight"] = tensor({hidden_dim, inputs});
-      tensors[name + ".0.bias"] = tensor({hidden_dim});
-      tensors[name + ".2.weight"] = tensor({outputs, hidden_dim});
-      tensors[name + ".2.bias"] = tensor({outputs});
-    }
-  }
-  std::filesystem::create_directory(folder);
-  test::write_safetensors(folder / "model.safetensors", tensors);
-  std::ofstream(folder / "config.json")
-      << fmt::format(R"({{"architectures": ["KVzapModel"], "input_dim": {}, "hidden_dim": {}, )"
-                     R"("output_dim": {}, "n_modules": {}}})",
-                     inputs, hidden_dim == 0 ? "null" : std::to_string(hidden_dim), outputs,
-                     config.num_hidden_layers);
-}
 
 /// One layer and both surrogates for it.
 struct Fixture {

@@ -40,6 +40,10 @@ class Engine {
   Model<Value> m_model;
 };
 
+/// Writes a surrogate of small random weights as published: hidden_dim 0 for a linear one.
+void write_surrogate(const std::filesystem::path& folder, const ModelConfig& config,
+                     std::int64_t hidden_dim);
+
 /// Bytes of all ranks' weights that a step of few tokens reads: everything but an embedding table
 /// of its own, of which it reads a row. Collective.
 double weight_bytes_of_step(const Model<Engine::Value>& model);

@@ -394,6 +394,145 @@ TEST_P(DecoderShapes, ManySequencesDoNotMatter) {
   EXPECT_THROW(twice.add(together_ids[1], {}, rule, StepOutput::argmax), Error);
 }
 
+/// What each span of a step asks of it, and its sequence in two decoders.
+struct MixedSpan {
+  int begin, count;  // of the test's tokens
+  bool judged;
+  StepOutput output;
+  SequenceId alone = -1, together = -1;
+};
+
+// Chunks of prompts beside single tokens, scored or not, that want logits, a token or nothing: each
+// gets what it gets in a step of its own. More rows than go through a layer at once, so that a span
+// is cut.
+TEST_P(DecoderShapes, MixesOfSpansDoNotMatter) {
+  const Communicator comm = Communicator::world();
+  const ModelConfig config = make_config(GetParam());
+  const Checkpoint checkpoint(config);
+  const auto partition =
+      HeadPartition::even(layers, static_cast<int>(config.num_key_value_heads), comm.size());
+  const auto model = Model<float>::load(checkpoint.folder.path(), config, partition, comm.rank());
+  auto surrogate = Surrogate::load(checkpoint.surrogate.path(), config, partition, comm.rank(),
+                                   DType::f32, comm);
+  using TestDecoder = Decoder<float, PageOrder::token_major>;
+  TestDecoder alone(model, &surrogate, comm, 8, 4);
+  TestDecoder together(model, &surrogate, comm, 8, 4);
+  const auto tokens = some_tokens(900);
+  const auto of = [&](int begin, int count) {
+    return std::vector<TokenId>(tokens.begin() + begin, tokens.begin() + begin + count);
+  };
+  const auto rule_of = [](bool judged) {
+    StepRule rule;
+    rule.score = judged;
+    rule.eviction = {0.0f, 2, judged};
+    return rule;
+  };
+  constexpr auto none = StepOutput::none;
+  constexpr auto argmax = StepOutput::argmax;
+  constexpr auto logits = StepOutput::logits;
+  const std::vector<std::vector<MixedSpan>> steps = {
+      {{0, 30, true, logits}, {5, 1, false, argmax}, {40, 17, true, none}, {60, 3, false, argmax}},
+      {{30, 1, true, argmax},
+       {6, 1, true, logits},
+       {57, 540, true, logits},
+       {63, 1, false, argmax}},
+      {{31, 1, true, logits}, {7, 9, false, logits}, {597, 1, true, argmax}, {64, 2, true, none}},
+      {{32, 1, true, argmax},
+       {16, 1, true, argmax},
+       {598, 1, true, argmax},
+       {66, 1, true, argmax}}};
+  std::vector<SequenceId> alone_ids, together_ids;
+  for (std::size_t i = 0; i < steps[0].size(); ++i) {
+    alone_ids.push_back(alone.cache().add_sequence());
+    together_ids.push_back(together.cache().add_sequence());
+  }
+  Sampler sampler({});
+  for (const auto& spans : steps) {
+    StepBatch batch;
+    for (std::size_t i = 0; i < spans.size(); ++i) {
+      batch.add(together_ids[i], of(spans[i].begin, spans[i].count), rule_of(spans[i].judged),
+                spans[i].output);
+    }
+    const auto results = together.step(batch);
+    ASSERT_EQ(results.size(), spans.size());
+    for (std::size_t i = 0; i < spans.size(); ++i) {
+      const auto expected = step_logits(alone, alone_ids[i], of(spans[i].begin, spans[i].count),
+                                        rule_of(spans[i].judged));
+      if (comm.is_root() && spans[i].output == logits) {
+        EXPECT_LT(distance(expected, results[i].logits), 1e-5);
+      } else {
+        EXPECT_TRUE(results[i].logits.empty());
+      }
+      if (comm.is_root() && spans[i].output == argmax) {
+        EXPECT_EQ(results[i].argmax, sampler(expected));
+      }
+      EXPECT_EQ(comm.all_reduce_max(results[i].argmax), results[i].argmax);
+    }
+  }
+  for (std::size_t i = 0; i < alone_ids.size(); ++i) {
+    for (int l = 0; l < layers; ++l) {
+      for (int h = 0; h < alone.cache().shape().heads[l]; ++h) {
+        EXPECT_EQ(together.cache().positions(together_ids[i], l, h),
+                  alone.cache().positions(alone_ids[i], l, h));
+      }
+    }
+    const AppendCounts& counts = together.cache().counts(together_ids[i]);
+    EXPECT_EQ(counts.judged, alone.cache().counts(alone_ids[i]).judged);
+    EXPECT_EQ(counts.evicted, alone.cache().counts(alone_ids[i]).evicted);
+  }
+}
+
+/// Where the rows that a step shows stand in their sequences.
+class PositionRecorder final : public StepObserver {
+ public:
+  struct Rows {
+    SequenceId sequence;
+    std::int64_t first, count;
+    bool operator==(const Rows& other) const {
+      return sequence == other.sequence && first == other.first && count == other.count;
+    }
+  };
+  void attention_input(SequenceId sequence, int layer, std::int64_t first,
+                       const HiddenView& hidden) override {
+    if (layer == 1) inputs.push_back({sequence, first, std::int64_t(hidden.extent(0))});
+  }
+  void scores(SequenceId sequence, int layer, std::int64_t first,
+              const ScoresView& scores) override {
+    if (layer == 1) scored.push_back({sequence, first, std::int64_t(scores.extent(1))});
+  }
+  std::vector<Rows> inputs, scored;
+};
+
+// An observer gets the rows of each sequence apart, at that sequence's positions.
+TEST(Observer, SeesEachSequenceAtItsOwnPositions) {
+  const Communicator comm = Communicator::world();
+  const ModelConfig config = make_config(shapes[0]);
+  const Checkpoint checkpoint(config);
+  const auto partition =
+      HeadPartition::even(layers, static_cast<int>(config.num_key_value_heads), comm.size());
+  const auto model = Model<float>::load(checkpoint.folder.path(), config, partition, comm.rank());
+  auto surrogate = Surrogate::load(checkpoint.surrogate.path(), config, partition, comm.rank(),
+                                   DType::f32, comm);
+  Decoder<float, PageOrder::token_major> decoder(model, &surrogate, comm, 8, 4);
+  const auto tokens = some_tokens(600);
+  const SequenceId a = decoder.cache().add_sequence(), b = decoder.cache().add_sequence();
+  StepRule scored;
+  scored.score = true;
+  step_argmax(decoder, b, {tokens.begin(), tokens.begin() + 20});
+  PositionRecorder recorder;
+  decoder.set_observer(&recorder);
+  StepBatch batch(a, {tokens.begin(), tokens.begin() + 510}, scored, StepOutput::none);
+  batch.add(b, {tokens.begin(), tokens.begin() + 5}, scored, StepOutput::none);
+  decoder.step(batch);
+  decoder.step(single_tokens({b, a}, {1, 2}, {}, StepOutput::argmax));
+  // Blocks of 512 rows.
+  const std::vector<PositionRecorder::Rows> inputs = {
+      {a, 0, 510}, {b, 20, 2}, {b, 22, 3}, {b, 25, 1}, {a, 510, 1}};
+  const std::vector<PositionRecorder::Rows> scores = {{a, 0, 510}, {b, 20, 5}};
+  EXPECT_EQ(recorder.inputs, inputs);
+  EXPECT_EQ(recorder.scored, scores);
+}
+
 /// Greedy steps beside steps with logits, in one and the same form of the kernels.
 template <class Value>
 void compare_greedy_steps(const ModelConfig& config, const Checkpoint& checkpoint) {

@@ -70,8 +70,8 @@ class LinearMap {
                   const RoundedRows<Value>& rounded, const LinearWeights<Value>& weights,
                   const ConstVector& bias, const Matrix& y);
 
-  /// Where the kernel that makes x (m, k) may leave its rounded rows beside it, which spares a
-  /// kernel of their own; empty where products take x otherwise. Good for one x at a time.
+  /// Where the kernel that makes x (m, k) may leave its rounded rows beside it, so that no further
+  /// kernel has to round them; empty where products take x otherwise. Good for one x at a time.
   template <class Value>
   RoundedRows<Value> room_for_rounded(std::int64_t m, std::int64_t k);
 

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "attention/device/row_vector.hpp"
+#include "attention/device/team.hpp"
 #include "base/instantiate.hpp"
 #include "base/kokkos_compat.hpp"
 #include "base/scratch.hpp"
@@ -26,12 +27,9 @@ constexpr std::int64_t most_rows = 512;
 constexpr std::int64_t most_scores = std::int64_t{1} << 22;
 
 using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
-using Policy = Kokkos::TeamPolicy<ExecutionSpace>;
-using Member = typename Policy::member_type;
 
-KOKKOS_INLINE_FUNCTION float shift_of(float maximum) {
-  return maximum == minus_infinity ? 0.0f : maximum;
-}
+// Teams on a device.
+constexpr TeamShape row_team{4, 32};
 
 /// Arrays over the query rows of a tile, (head, query row).
 struct QueryRows {
@@ -43,18 +41,33 @@ struct QueryRows {
   int dim;
 };
 
+/// The values of a tile's own tokens, the only rows that some of its queries see and others do not.
+template <class Value>
+struct OwnValues {
+  const Value* values;  // of the tile's first token
+  std::int64_t row_stride, head_stride, dim_stride;
+  std::int64_t count;
+  int* flags;  // (head, own token): whether one of its values is not finite
+  int* any;    // (head): whether one of those is
+
+  KOKKOS_INLINE_FUNCTION float at(int head, std::int64_t own, int d) const {
+    return static_cast<float>(values[own * row_stride + head * head_stride + d * dim_stride]);
+  }
+};
+
 /// Tokens first .. first + count / group - 1 of the queries into a tile, rounded to Value.
 template <class Value, class QueryView>
 void load_queries(const ExecutionSpace& exec, const QueryView& queries, int kv_heads,
-                  std::int64_t first, const QueryRows& rows, Value* target) {
+                  std::int64_t first, const QueryRows& rows, int* any, Value* target) {
   const int dim = rows.dim;
   const std::int64_t count = rows.count;
   const int group = static_cast<int>(queries.extent(1)) / kv_heads;
   const bool scales = std::is_same_v<Value, half>;
+  const TeamShape shape = team_shape(row_team);
   Kokkos::parallel_for(
       "kvzap::attention::load_queries",
-      Policy(exec, static_cast<int>(kv_heads * count), runs_on_host ? 1 : 4, runs_on_host ? 1 : 32),
-      KOKKOS_LAMBDA(const Member& team) {
+      TeamPolicy(exec, static_cast<int>(kv_heads * count), shape.threads, shape.lanes),
+      KOKKOS_LAMBDA(const TeamMember& team) {
         const std::int64_t i = team.league_rank();
         const std::int64_t token = first + i % count / group;
         const int head = static_cast<int>(i / count) * group + static_cast<int>(i % count % group);
@@ -79,16 +92,36 @@ void load_queries(const ExecutionSpace& exec, const QueryView& queries, int kv_h
           rows.maximum[i] = minus_infinity;
           rows.weight[i] = 0;
           rows.unscale[i] = power_of_two(-shift);
+          if (i % count == 0) any[i / count] = 0;
         });
       });
 }
 
+/// Notes which of a tile's own tokens have a value that is not finite.
+template <class Value>
+void flag_values(const ExecutionSpace& exec, int kv_heads, int dim, const OwnValues<Value>& own) {
+  Kokkos::parallel_for(
+      "kvzap::attention::flag_values", Range(exec, 0, kv_heads * own.count),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const int head = static_cast<int>(i / own.count);
+        int found = 0;
+        for (int d = 0; d < dim; ++d) {
+          const float x = own.at(head, i % own.count, d);
+          if ((float_bits(x) & 0x7f800000u) == 0x7f800000u) found = 1;
+        }
+        own.flags[i] = found;
+        if (found != 0) Kokkos::atomic_fetch_add(own.any + head, 1);
+      });
+}
+
 /// Rows begin .. begin + panel - 1 of `heads` heads from `first_head` on, counted over pages, ring
-/// and chunk; zeros behind a head's last one. keys, values: (head, row, dim).
+/// and new rows; zeros behind a head's last one, and instead of flagged values of the tile's own
+/// tokens, the new rows from first_own on. keys, values: (head, row, dim).
 template <class Value, PageOrder order, class RowsView>
 void gather(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cached,
             const RowsView& new_keys, const RowsView& new_values, int first_head, int heads,
-            std::int64_t begin, std::int64_t panel, Value* keys, Value* values) {
+            std::int64_t begin, std::int64_t panel, std::int64_t first_own, std::int64_t own_count,
+            const int* flags, Value* keys, Value* values) {
   constexpr int width = RowVector<Value>::width;
   const int dim = cached.head_dim;
   const std::int64_t new_rows = new_keys.extent(0);
@@ -119,7 +152,11 @@ void gather(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cached,
           value = &new_values(row - cached_rows, head, 0);
           stride = new_keys.stride(2);
         }
-        const bool whole = key && stride == 1 && d0 + width <= dim && dim % width == 0 &&
+        const std::int64_t own = row - cached_rows - first_own;
+        // (No query of the tile sees what comes after its own tokens.)
+        const bool dropped =
+            own >= 0 && (own >= own_count || flags[head * own_count + own] != 0);
+        const bool whole = key && !dropped && stride == 1 && d0 + width <= dim && dim % width == 0 &&
                            is_vector_aligned(key) && is_vector_aligned(value);
         if (whole) {
           *reinterpret_cast<Bytes16*>(keys + target) = *reinterpret_cast<const Bytes16*>(key + d0);
@@ -129,33 +166,35 @@ void gather(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cached,
         }
         for (int e = 0; e < width && d0 + e < dim; ++e) {
           keys[target + e] = key ? key[(d0 + e) * stride] : Value(0.0f);
-          values[target + e] = key ? value[(d0 + e) * stride] : Value(0.0f);
+          values[target + e] = key && !dropped ? value[(d0 + e) * stride] : Value(0.0f);
         }
       });
 }
 
 /// Scores (head, query row, panel) into weights, relative to the largest score so far, by which the
-/// sums so far are scaled. The query rows of a tile's token t see the rows of the panel before
-/// retained(head) + visible + t.
+/// sums so far are scaled; flagged values of the tile's own tokens are added to those sums. The query
+/// rows of a tile's token t see the rows of the panel before retained(head) + visible + t, the last
+/// of which is the token's own.
 template <class Value>
 void online_softmax(const ExecutionSpace& exec,
                     const Kokkos::View<const std::int64_t*, MemorySpace>& retained, int first_head,
                     int heads, int group, std::int64_t visible, std::int64_t panel,
-                    const QueryRows& rows, float* scores, Value* weights) {
-  const int threads = runs_on_host ? 1 : 4;
+                    const QueryRows& rows, const OwnValues<Value>& own_values, float* scores,
+                    Value* weights) {
+  const TeamShape shape = team_shape(row_team);
+  const int threads = shape.threads;
   const std::int64_t total = heads * rows.count;
   Kokkos::parallel_for(
       "kvzap::attention::softmax",
-      Policy(exec, static_cast<int>((total + threads - 1) / threads), threads,
-             runs_on_host ? 1 : 32),
-      KOKKOS_LAMBDA(const Member& team) {
+      TeamPolicy(exec, static_cast<int>((total + threads - 1) / threads), threads, shape.lanes),
+      KOKKOS_LAMBDA(const TeamMember& team) {
         const std::int64_t first = std::int64_t{team.league_rank()} * threads;
         const int own = static_cast<int>(total - first < threads ? total - first : threads);
         Kokkos::parallel_for(Kokkos::TeamThreadRange(team, own), [&](int t) {
           const std::int64_t local = first + t;
           const std::int64_t i = first_head * rows.count + local;  // among all heads' query rows
-          const std::int64_t most =
-              retained(first_head + local / rows.count) + visible + local % rows.count / group;
+          const int head = first_head + static_cast<int>(local / rows.count);
+          const std::int64_t most = retained(head) + visible + local % rows.count / group;
           const std::int64_t limit = most < 0 ? 0 : (most < panel ? most : panel);
           float* const score = scores + local * panel;
           Value* const weight = weights + local * panel;
@@ -185,6 +224,16 @@ void online_softmax(const ExecutionSpace& exec,
             Kokkos::parallel_for(Kokkos::ThreadVectorRange(team, rows.dim),
                                  [&](int d) { rows.sums[i * rows.dim + d] *= factor; });
           }
+          if (own_values.any[head] != 0) {
+            const std::int64_t first_own = retained(head) + visible - 1;
+            for (std::int64_t r = first_own < 0 ? 0 : first_own; r < limit; ++r) {
+              if (own_values.flags[head * own_values.count + r - first_own] == 0) continue;
+              const float w = static_cast<float>(weight[r]);
+              Kokkos::parallel_for(Kokkos::ThreadVectorRange(team, rows.dim), [&](int d) {
+                rows.sums[i * rows.dim + d] += w * own_values.at(head, r - first_own, d);
+              });
+            }
+          }
           Kokkos::single(Kokkos::PerThread(team), [&] {
             rows.maximum[i] = largest;
             rows.weight[i] = rows.weight[i] * factor + sum;
@@ -202,38 +251,89 @@ void store(const ExecutionSpace& exec, int kv_heads, std::int64_t first, const Q
       KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t row = i / rows.dim;
         const std::int64_t own = row % rows.count;
-        const float weight = rows.weight[row];
         output(first + own / group, row / rows.count * group + own % group, i % rows.dim) =
-            rows.sums[i] * (weight == 0 ? 0.0f : 1.0f / weight);
+            rows.sums[i] * inverse_of(rows.weight[row]);
       });
 }
+
+void store_lse(const ExecutionSpace& exec, int kv_heads, int group, std::int64_t first,
+               const QueryRows& rows, const LogSumExpView& lse) {
+  Kokkos::parallel_for(
+      "kvzap::attention::store_lse", Range(exec, 0, kv_heads * rows.count),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t own = i % rows.count;
+        lse(first + own / group, i / rows.count * group + own % group) =
+            log_sum_exp(rows.maximum[i], rows.weight[i]);
+      });
+}
+
+/// Elements of each buffer, enough for any number of KV heads, query heads and tokens up to these.
+struct PanelSizes {
+  std::int64_t queries, keys, scores, rows, flags;
+
+  PanelSizes(int kv_heads, int group, int dim, std::int64_t tokens) {
+    const std::int64_t tile = std::min(tokens, tile_tokens);
+    const std::int64_t query_rows = kv_heads * tile * group;
+    queries = query_rows * dim;
+    keys = kv_heads * most_rows * dim;
+    scores = std::max(std::min(most_scores, query_rows * most_rows), query_rows * least_rows);
+    rows = 3 * query_rows;
+    flags = kv_heads * (tile + 1);
+  }
+};
 
 }  // namespace
 
 template <class Value, PageOrder order>
-void PanelAttention<Value, order>::operator()(const ExecutionSpace& exec, const Layer& cached,
-                                              const QueryView& queries, const RowsView& new_keys,
-                                              const RowsView& new_values,
-                                              const OutputView& output) {
-  const std::int64_t tokens = queries.extent(0);
-  const int kv_heads = cached.heads;
-  const int dim = cached.head_dim;
-  const int group = static_cast<int>(queries.extent(1)) / kv_heads;
-  const std::int64_t before = new_keys.extent(0) - tokens;
+std::size_t PanelAttention<Value, order>::scratch_bytes(int kv_heads, int group, int dim,
+                                                        std::int64_t tokens) {
+  const PanelSizes sizes(kv_heads, group, dim, tokens);
+  constexpr std::size_t weight = std::is_same_v<Value, float> ? 0 : sizeof(Value);
+  return (sizes.queries + 2 * sizes.keys) * sizeof(Value) +
+         (sizes.queries + sizes.rows) * sizeof(float) + sizes.scores * (sizeof(float) + weight) +
+         sizes.flags * sizeof(int);
+}
+
+template <class Value, PageOrder order>
+void PanelAttention<Value, order>::reserve(int kv_heads, int group, int dim, std::int64_t tokens) {
+  const PanelSizes sizes(kv_heads, group, dim, tokens);
+  reserve_scratch(m_queries, sizes.queries, "kvzap::attention::queries");
+  reserve_scratch(m_keys, sizes.keys, "kvzap::attention::keys");
+  reserve_scratch(m_values, sizes.keys, "kvzap::attention::values");
+  reserve_scratch(m_scores, sizes.scores, "kvzap::attention::scores");
+  reserve_scratch(m_sums, sizes.queries, "kvzap::attention::sums");
+  reserve_scratch(m_rows, sizes.rows, "kvzap::attention::rows");
+  reserve_scratch(m_flags, sizes.flags, "kvzap::attention::flags");
+  if constexpr (!std::is_same_v<Value, float>) {
+    reserve_scratch(m_weights, sizes.scores, "kvzap::attention::weights");
+  }
+}
+
+template <class Value, PageOrder order>
+void PanelAttention<Value, order>::operator()(const ExecutionSpace& exec, const Span& span,
+                                              const AttentionCall<Value, order>& call) {
+  const auto part = [](const auto& view, std::int64_t begin, std::int64_t count) {
+    return Kokkos::subview(view, std::make_pair(begin, begin + count), Kokkos::ALL, Kokkos::ALL);
+  };
+  const typename Attention<Value, order>::QueryView queries =
+      part(call.queries, span.first_query, span.queries);
+  const typename Attention<Value, order>::OutputView output =
+      part(call.output, span.first_query, span.queries);
+  const typename Attention<Value, order>::RowsView new_keys =
+      part(call.new_keys, span.first_new, span.new_rows);
+  const typename Attention<Value, order>::RowsView new_values =
+      part(call.new_values, span.first_new, span.new_rows);
+  const auto& cached = span.cached;
+  const std::int64_t tokens = span.queries;
+  const int kv_heads = call.kv_heads;
+  const int dim = call.dim;
+  const int group = call.group;
+  const std::int64_t before = span.new_rows - tokens;
   const std::int64_t tile = std::min(tokens, tile_tokens);
   const std::int64_t most_query_rows = kv_heads * tile * group;
   const std::int64_t panel =
       std::clamp(most_scores / most_query_rows / least_rows * least_rows, least_rows, most_rows);
-
-  reserve_scratch(m_queries, most_query_rows * dim, "kvzap::attention::queries");
-  reserve_scratch(m_keys, kv_heads * panel * dim, "kvzap::attention::keys");
-  reserve_scratch(m_values, kv_heads * panel * dim, "kvzap::attention::values");
-  reserve_scratch(m_scores, most_query_rows * panel, "kvzap::attention::scores");
-  reserve_scratch(m_sums, most_query_rows * dim, "kvzap::attention::sums");
-  reserve_scratch(m_rows, 3 * most_query_rows, "kvzap::attention::rows");
-  if constexpr (!std::is_same_v<Value, float>) {
-    reserve_scratch(m_weights, most_query_rows * panel, "kvzap::attention::weights");
-  }
+  reserve(kv_heads, group, dim, tokens);
   Value* weights;
   if constexpr (std::is_same_v<Value, float>) {
     weights = m_scores.data();  // a weight takes its score's place
@@ -250,9 +350,18 @@ void PanelAttention<Value, order>::operator()(const ExecutionSpace& exec, const 
     rows.weight = m_rows.data() + most_query_rows;
     rows.unscale = m_rows.data() + 2 * most_query_rows;
     rows.sums = m_sums.data();
-    load_queries<Value>(exec, queries, kv_heads, first, rows, m_queries.data());
+    OwnValues<Value> own_values{};
+    own_values.values = new_values.data() + (before + first) * new_values.stride(0);
+    own_values.row_stride = new_values.stride(0);
+    own_values.head_stride = new_values.stride(1);
+    own_values.dim_stride = new_values.stride(2);
+    own_values.count = own;
+    own_values.flags = m_flags.data();
+    own_values.any = m_flags.data() + kv_heads * own;
+    load_queries<Value>(exec, queries, kv_heads, first, rows, own_values.any, m_queries.data());
+    flag_values(exec, kv_heads, dim, own_values);
 
-    // A head's rows are its retained rows, its ring and the chunk's rows that the last token sees.
+    // A head's rows are its retained rows, its ring and the new rows that the last token sees.
     const std::int64_t others = cached.ring_rows() + before + first + own;
     std::int64_t longest = 0;
     for (int h = 0; h < kv_heads; ++h) longest = std::max(longest, cached.bounds(h) + others);
@@ -267,7 +376,8 @@ void PanelAttention<Value, order>::operator()(const ExecutionSpace& exec, const 
         while (end < kv_heads && cached.bounds(end) + others > begin) ++end;
         const int heads = end - head;
         gather<Value, order>(exec, cached, new_keys, new_values, head, heads, begin, panel,
-                             m_keys.data(), m_values.data());
+                             before + first, own, own_values.flags, m_keys.data(),
+                             m_values.data());
 
         Product<Value> scores;
         scores.m = rows.count;
@@ -289,7 +399,7 @@ void PanelAttention<Value, order>::operator()(const ExecutionSpace& exec, const 
 
         online_softmax<Value>(exec, cached.retained, head, heads, group,
                               cached.ring_rows() + before + first + 1 - begin, panel, rows,
-                              m_scores.data(), weights);
+                              own_values, m_scores.data(), weights);
 
         Product<Value> sums;
         sums.m = rows.count;
@@ -311,6 +421,9 @@ void PanelAttention<Value, order>::operator()(const ExecutionSpace& exec, const 
       }
     }
     store(exec, kv_heads, first, rows, output);
+    if (call.wants_lse()) {
+      store_lse(exec, kv_heads, group, span.first_query + first, rows, call.lse);
+    }
   }
 }
 

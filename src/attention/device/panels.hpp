@@ -1,8 +1,7 @@
 // Prefill attention on a device: matrix products over all heads at once.
 #pragma once
 
-#include <kvzap/attention.hpp>
-
+#include "attention/call.hpp"
 #include "linalg/gemm.hpp"
 
 namespace kvzap::detail {
@@ -11,19 +10,21 @@ namespace kvzap::detail {
 /// every head after the other: gather the panel's keys and values, scores by one batched product, a
 /// running softmax, weighted sums by another. Operands are of type Value (16-bit ones use tensor
 /// cores), so that queries and exponentials are rounded to it; rows of half queries are scaled by
-/// powers of two first, as LinearMap does. Scratch space does not grow with the number of rows or
+/// powers of two first, as LinearMap does. Rows of values that are not finite and that some queries of
+/// a tile do not see are kept out of the product and added for those that do. Scratch space does not grow with the number of rows or
 /// tokens. Runs on any backend, and waits for nothing.
 template <class Value, PageOrder order>
 class PanelAttention {
  public:
-  using Layer = typename Attention<Value, order>::Layer;
-  using QueryView = typename Attention<Value, order>::QueryView;
-  using RowsView = typename Attention<Value, order>::RowsView;
-  using OutputView = typename Attention<Value, order>::OutputView;
+  using Span = AttentionSpan<Value, order>;
 
-  /// As Attention::operator(), with at least one query token and one KV head.
-  void operator()(const ExecutionSpace& exec, const Layer& cached, const QueryView& queries,
-                  const RowsView& new_keys, const RowsView& new_values, const OutputView& output);
+  /// One span of any number of query tokens.
+  void operator()(const ExecutionSpace& exec, const Span& span,
+                  const AttentionCall<Value, order>& call);
+
+  /// For spans of up to `tokens` query tokens.
+  void reserve(int kv_heads, int group, int dim, std::int64_t tokens);
+  static std::size_t scratch_bytes(int kv_heads, int group, int dim, std::int64_t tokens);
 
  private:
   using Values = Kokkos::View<Value*, MemorySpace>;
@@ -34,6 +35,8 @@ class PanelAttention {
   Vector m_scores;   // (head, query row, row)
   Vector m_sums;     // (head, query row, dim)
   Vector m_rows;     // of each query row: maximum, weight, and what undoes its scaling
+  // (head, own token): whether a value is not finite; then (head): whether one of its values is.
+  Kokkos::View<int*, MemorySpace> m_flags;
 };
 
 }  // namespace kvzap::detail

@@ -1,12 +1,10 @@
 #include "attention/device/split_kv.hpp"
 
-#include <algorithm>
 #include <cmath>
-#include <limits>
 
 #include "attention/device/row_vector.hpp"
+#include "attention/device/team.hpp"
 #include "base/instantiate.hpp"
-#include "base/kokkos_compat.hpp"
 #include "base/scratch.hpp"
 
 namespace kvzap::detail {
@@ -36,170 +34,256 @@ namespace {
 
 constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
 
-// Rows of a part: few, so that few heads fill a device, and many enough that what a part leaves
-// behind is small beside its rows.
-constexpr int part_rows = 128;
-// Sequences whose whereabouts fit into one kernel's arguments. (Kokkos passes large ones through a
-// buffer, for which it waits.)
-constexpr int most_sequences = 4;
+// Rows that a team has at once: few, so that few heads fill a device, and many enough that what
+// they leave behind is small beside them.
+constexpr int block_rows = 128;
+// Parts of a head: enough for a few heads to fill a device. Bounds the memory for parts.
+constexpr int most_parts = 512;
+// Spans whose whereabouts fit into one kernel's arguments. (Kokkos passes large ones through a
+// buffer, for which it waits.) A table in memory holds those of more, brought there by kernels whose
+// arguments are nothing else.
+constexpr int spans_in_arguments = 4;
+constexpr int spans_in_upload = 6;
+// Above this size a kernel's arguments go through that buffer.
+constexpr std::size_t most_arguments = 384;
+// Spans whose parts need more than this in all take several launches.
+constexpr std::int64_t most_floats = std::int64_t{16} << 20;
 // Rows whose keys are multiplied at once, so that several loads are on their way.
 constexpr int rows_at_once = 4;
-// Threads of a team on a device.
-constexpr int team_threads = runs_on_host ? 1 : 128;
-
-using Policy = Kokkos::TeamPolicy<ExecutionSpace>;
-using Member = typename Policy::member_type;
+// Threads and lanes of a team on a device.
+constexpr int team_threads = 128;
+constexpr TeamShape merge_shape{8, 32};
 
 /// The largest power of two up to 32 that `count` needs.
 int lanes_for(int count) {
   int lanes = 1;
   while (lanes < count && lanes < 32) lanes *= 2;
-  return runs_on_host ? 1 : lanes;
+  return lanes;
 }
 
-KOKKOS_INLINE_FUNCTION float shift_of(float maximum) {
-  return maximum == minus_infinity ? 0.0f : maximum;
+/// Rows of each part of a head of `rows` rows.
+KOKKOS_INLINE_FUNCTION std::int64_t rows_of_part(std::int64_t rows) {
+  const std::int64_t blocks = (rows + block_rows - 1) / block_rows;
+  return (blocks + most_parts - 1) / most_parts * block_rows;
+}
+/// No head of up to `rows` rows has more parts.
+std::int64_t parts_bound(std::int64_t rows) {
+  return std::min<std::int64_t>(most_parts, (rows + block_rows - 1) / block_rows);
 }
 
-/// What both kernels know: where everything lies.
+/// Where a span lies.
 template <class Value>
-struct SplitKVProblem {
-  struct Sequence {
-    const PageId* table;           // (head, page), row after row
-    const std::int64_t* retained;  // (head)
-    const Value* ring;
-    std::int32_t table_stride;
-    std::int32_t tokens;
-  };
-  struct Strides {
-    std::int64_t row, head, dim;
-  };
+struct SplitSpan {
+  const PageId* table;           // (head, page), row after row
+  const std::int64_t* retained;  // (head)
+  const Value* ring;
+  std::int64_t first_new;
+  std::int32_t table_stride;
+  std::int32_t ring_rows;
+  std::int32_t new_rows;
+  std::int32_t query;
+  std::int32_t parts;       // no head has more
+  std::int32_t first_part;  // before it, all parts of the launch's other spans
 
-  Sequence sequences[most_sequences];
+  KOKKOS_INLINE_FUNCTION std::int64_t rows(int head) const {
+    return retained[head] + ring_rows + new_rows;
+  }
+};
+
+/// The spans of a launch, and what both kernels know of them.
+template <class Value>
+struct SplitSpans {
+  SplitSpan<Value> few[spans_in_arguments];
+  const SplitSpan<Value>* many;  // instead of them, unless null
+  float* partials;
+  std::int32_t count;
+  std::int32_t heads, group, dim;
+
+  KOKKOS_INLINE_FUNCTION const SplitSpan<Value>& operator[](int i) const {
+    return many ? many[i] : few[i];
+  }
+  /// The span that a part belongs to, counted over all spans and heads.
+  KOKKOS_INLINE_FUNCTION int span_of(int part) const {
+    int first = 0, last = count - 1;
+    while (first < last) {
+      const int middle = (first + last + 1) / 2;
+      if ((*this)[middle].first_part <= part) {
+        first = middle;
+      } else {
+        last = middle - 1;
+      }
+    }
+    return first;
+  }
+  /// Of a part: maximum (group), weight (group), sums (group, dim).
+  KOKKOS_INLINE_FUNCTION float* partial(std::int64_t part) const {
+    return partials + part * group * (dim + 2);
+  }
+};
+
+template <class Value>
+struct SpanUpload {
+  SplitSpan<Value> spans[spans_in_upload];
+  SplitSpan<Value>* target;
+
+  KOKKOS_FUNCTION void operator()(int i) const { target[i] = spans[i]; }
+};
+
+struct Strides {
+  std::int64_t row, head, dim;
+};
+
+/// Team memory of the first kernel.
+template <class Value>
+struct PartScratch {
+  const Value** keys;         // (block_rows)
+  const Value** values;       // (block_rows)
+  std::int64_t* dim_strides;  // (block_rows)
+  float* queries;             // (heads at once, padded dim)
+  float* scores;              // (heads at once, block_rows)
+  float* maximum;             // (heads at once), so far
+  float* weight;              // (heads at once)
+  float* factor;              // (heads at once): of earlier weights and sums
+  float* sums;                // (thread, heads at once, padded dim)
+
+  static std::size_t bytes(int heads_at_once, int padded, int threads) {
+    return block_rows * (2 * sizeof(const Value*) + sizeof(std::int64_t)) +
+           sizeof(float) * heads_at_once *
+               (std::size_t(padded) + block_rows + 3 + std::size_t(threads) * padded);
+  }
+  KOKKOS_FUNCTION PartScratch(char* base, int heads_at_once, int padded) {
+    keys = reinterpret_cast<const Value**>(base);
+    values = keys + block_rows;
+    dim_strides = reinterpret_cast<std::int64_t*>(values + block_rows);
+    queries = reinterpret_cast<float*>(dim_strides + block_rows);
+    scores = queries + std::int64_t{heads_at_once} * padded;
+    maximum = scores + std::int64_t{heads_at_once} * block_rows;
+    weight = maximum + heads_at_once;
+    factor = weight + heads_at_once;
+    sums = factor + heads_at_once;
+  }
+};
+
+/// One part per team. G: query heads at once.
+template <class Value, int G>
+struct AttendParts {
+  SplitSpans<Value> spans;
   const std::uintptr_t* addresses;  // by page id
   const float* queries;
   const Value* new_keys;
   const Value* new_values;
-  float* output;
-  float* partials;
-  Strides query_strides, output_strides, new_strides;
-  std::int64_t new_rows;
-  int heads, group, dim, window, page_rows;
-  int parts;  // no head has more
+  Strides query_strides, new_strides;
+  std::int32_t window, page_rows;
+  std::int32_t scratch_bytes;
+  std::int16_t padded;  // dim, to whole vectors of 16 bytes
   bool by_token;
 
-  KOKKOS_INLINE_FUNCTION std::int64_t ring_rows(const Sequence& sequence) const {
-    return sequence.tokens < window ? sequence.tokens : window;
-  }
-  KOKKOS_INLINE_FUNCTION std::int64_t rows(const Sequence& sequence, int head) const {
-    return sequence.retained[head] + ring_rows(sequence) + new_rows;
-  }
-  /// Of a part: maximum (group), weight (group), sums (group, dim).
-  KOKKOS_INLINE_FUNCTION float* partial(int sequence, int head, std::int64_t part) const {
-    return partials + ((std::int64_t{sequence} * heads + head) * parts + part) * group * (dim + 2);
-  }
+  static constexpr int width = RowVector<Value>::width;
 
   struct Row {
     const Value* key;
     const Value* value;
     std::int64_t dim_stride;
   };
-  /// Row `row` of a head: pages, then ring, then the sequence's rows of the chunk.
-  KOKKOS_INLINE_FUNCTION Row row_at(int b, int head, std::int64_t row) const {
-    const Sequence& sequence = sequences[b];
-    const std::int64_t retained = sequence.retained[head];
-    const std::int64_t cached = retained + ring_rows(sequence);
+  /// Row `row` of a head: pages, then ring, then the span's new rows.
+  KOKKOS_INLINE_FUNCTION Row row_at(const SplitSpan<Value>& span, int head,
+                                    std::int64_t row) const {
+    const std::int64_t retained = span.retained[head];
+    const std::int64_t cached = retained + span.ring_rows;
     if (row >= cached) {
       const std::int64_t offset =
-          (b * new_rows + row - cached) * new_strides.row + head * new_strides.head;
+          (span.first_new + row - cached) * new_strides.row + head * new_strides.head;
       return {new_keys + offset, new_values + offset, new_strides.dim};
     }
-    const Value* base = sequence.ring + std::int64_t{2} * head * window * dim;
+    const Value* base = span.ring + std::int64_t{2} * head * window * spans.dim;
     std::int64_t slot = row - retained;
     int capacity = window;
     if (row < retained) {
-      const PageId page =
-          sequence.table[std::int64_t{head} * sequence.table_stride + row / page_rows];
+      const PageId page = span.table[std::int64_t{head} * span.table_stride + row / page_rows];
       base = reinterpret_cast<const Value*>(addresses[page]);
       slot = row % page_rows;
       capacity = page_rows;
     }
-    const Value* key = base + slot * (by_token ? dim : 1);
-    return {key, key + std::int64_t{capacity} * dim, by_token ? 1 : capacity};
+    const Value* key = base + slot * (by_token ? spans.dim : 1);
+    return {key, key + std::int64_t{capacity} * spans.dim, by_token ? 1 : capacity};
   }
-};
 
-/// Team memory of the first kernel.
-template <class Value>
-struct PartScratch {
-  const Value** keys;         // (part_rows)
-  const Value** values;       // (part_rows)
-  std::int64_t* dim_strides;  // (part_rows)
-  float* queries;             // (heads at once, padded dim)
-  float* scores;              // (heads at once, part_rows)
-  float* sums;                // (thread, heads at once, padded dim)
-
-  static std::size_t bytes(int heads_at_once, int padded, int threads) {
-    return part_rows * (2 * sizeof(const Value*) + sizeof(std::int64_t)) +
-           sizeof(float) * heads_at_once *
-               (std::size_t(padded) + part_rows + std::size_t(threads) * padded);
-  }
-  KOKKOS_FUNCTION PartScratch(char* base, int heads_at_once, int padded) {
-    keys = reinterpret_cast<const Value**>(base);
-    values = keys + part_rows;
-    dim_strides = reinterpret_cast<std::int64_t*>(values + part_rows);
-    queries = reinterpret_cast<float*>(dim_strides + part_rows);
-    scores = queries + std::int64_t{heads_at_once} * padded;
-    sums = scores + std::int64_t{heads_at_once} * part_rows;
-  }
-};
-
-/// One part per team: league rank = (sequence, head, part). G: query heads at once.
-template <class Value, int G>
-struct AttendParts {
-  SplitKVProblem<Value> p{};
-  int padded = 0;  // dim, to whole vectors of 16 bytes
-  std::size_t scratch_bytes = 0;
-
-  static constexpr int width = RowVector<Value>::width;
-
-  KOKKOS_FUNCTION void operator()(const Member& team) const {
-    const int part = team.league_rank() % p.parts;
-    const int head = team.league_rank() / p.parts % p.heads;
-    const int b = team.league_rank() / p.parts / p.heads;
-    const std::int64_t rows = p.rows(p.sequences[b], head);
-    const std::int64_t begin = std::int64_t{part} * part_rows;
+  KOKKOS_FUNCTION void operator()(const TeamMember& team) const {
+    const int rank = team.league_rank();
+    const SplitSpan<Value>& span = spans[spans.span_of(rank)];
+    const int head = (rank - span.first_part) / span.parts;
+    const std::int64_t part = (rank - span.first_part) % span.parts;
+    const std::int64_t rows = span.rows(head);
+    const std::int64_t begin = part * rows_of_part(rows);
     if (begin >= rows) return;
-    const int count = static_cast<int>(rows - begin < part_rows ? rows - begin : part_rows);
+    const std::int64_t end =
+        begin + rows_of_part(rows) < rows ? begin + rows_of_part(rows) : rows;
     const PartScratch<Value> scratch(
         static_cast<char*>(team.team_scratch(0).get_shmem_aligned(scratch_bytes, 16)), G, padded);
-    int scattered = 0;
-    Kokkos::parallel_reduce(
-        Kokkos::TeamThreadRange(team, count),
-        [&](int r, int& sum) {
-          const auto row = p.row_at(b, head, begin + r);
-          scratch.keys[r] = row.key;
-          scratch.values[r] = row.value;
-          scratch.dim_strides[r] = row.dim_stride;
-          if (row.dim_stride != 1 || !is_vector_aligned(row.key) || !is_vector_aligned(row.value)) {
-            ++sum;
-          }
-        },
-        scattered);
-    if (scattered == 0 && p.dim % width == 0) {
-      attend<true>(team, b, head, part, count, scratch);
-    } else {
-      attend<false>(team, b, head, part, count, scratch);
+    const int group = spans.group;
+    const int dim = spans.dim;
+    float* const partial = spans.partial(rank);
+    const int threads = team.team_size();
+    for (int first = 0; first < group; first += G) {
+      const int own = group - first < G ? group - first : G;
+      Kokkos::parallel_for(Kokkos::TeamThreadRange(team, G), [&](int g) {
+        Kokkos::parallel_for(Kokkos::ThreadVectorRange(team, padded), [&](int d) {
+          scratch.queries[g * padded + d] =
+              g < own && d < dim ? queries[span.query * query_strides.row +
+                                           (head * group + first + g) * query_strides.head +
+                                           d * query_strides.dim]
+                                 : 0.0f;
+        });
+      });
+      for (std::int64_t row = begin; row < end; row += block_rows) {
+        const int count = static_cast<int>(end - row < block_rows ? end - row : block_rows);
+        int scattered = 0;
+        Kokkos::parallel_reduce(
+            Kokkos::TeamThreadRange(team, count),
+            [&](int r, int& sum) {
+              const Row at = row_at(span, head, row + r);
+              scratch.keys[r] = at.key;
+              scratch.values[r] = at.value;
+              scratch.dim_strides[r] = at.dim_stride;
+              if (at.dim_stride != 1 || !is_vector_aligned(at.key) ||
+                  !is_vector_aligned(at.value)) {
+                ++sum;
+              }
+            },
+            scattered);
+        // Queries and whereabouts are there for all threads.
+        team.team_barrier();
+        if (scattered == 0 && dim % width == 0) {
+          attend<true>(team, own, count, row == begin, scratch);
+        } else {
+          attend<false>(team, own, count, row == begin, scratch);
+        }
+        // Sums are complete, and what they were made from may be written again.
+        team.team_barrier();
+      }
+      Kokkos::parallel_for(Kokkos::TeamThreadRange(team, own), [&](int g) {
+        Kokkos::single(Kokkos::PerThread(team), [&] {
+          partial[first + g] = scratch.maximum[g];
+          partial[group + first + g] = scratch.weight[g];
+        });
+        Kokkos::parallel_for(Kokkos::ThreadVectorRange(team, dim), [&](int d) {
+          float sum = 0;
+          for (int t = 0; t < threads; ++t) sum += scratch.sums[(t * G + g) * padded + d];
+          partial[2 * group + (first + g) * dim + d] = sum;
+        });
+      });
+      // The next query heads write over what these were made from.
+      team.team_barrier();
     }
   }
 
-  /// whole: every row is a sequence of aligned vectors.
+  /// Takes `count` rows into maximum, weight and sums. whole: every row is a sequence of aligned
+  /// vectors. is_first: there were none before.
   template <bool whole>
-  KOKKOS_INLINE_FUNCTION void attend(const Member& team, int b, int head, int part, int count,
+  KOKKOS_INLINE_FUNCTION void attend(const TeamMember& team, int own, int count, bool is_first,
                                      const PartScratch<Value>& scratch) const {
     const int vectors = padded / width;
-    const float scaling = 1.0f / math::sqrt(static_cast<float>(p.dim));
-    float* const partial = p.partial(b, head, part);
+    const float scaling = 1.0f / math::sqrt(static_cast<float>(spans.dim));
     const auto load = [&](const Value* row, int r, int v, float* target) {
       if constexpr (whole) {
         RowVector<Value>::load(row + v * width, target);
@@ -207,144 +291,139 @@ struct AttendParts {
         const std::int64_t stride = scratch.dim_strides[r];
         for (int e = 0; e < width; ++e) {
           const int d = v * width + e;
-          target[e] = d < p.dim ? static_cast<float>(row[d * stride]) : 0.0f;
+          target[e] = d < spans.dim ? static_cast<float>(row[d * stride]) : 0.0f;
         }
       }
     };
-    for (int first = 0; first < p.group; first += G) {
-      const int own = p.group - first < G ? p.group - first : G;
-      Kokkos::parallel_for(Kokkos::TeamThreadRange(team, G), [&](int g) {
-        Kokkos::parallel_for(Kokkos::ThreadVectorRange(team, padded), [&](int d) {
-          scratch.queries[g * padded + d] =
-              g < own && d < p.dim ? p.queries[b * p.query_strides.row +
-                                               (head * p.group + first + g) * p.query_strides.head +
-                                               d * p.query_strides.dim]
-                                   : 0.0f;
-        });
-      });
-      team.team_barrier();
 
-      // Scores: a thread has some rows, its lanes their dimensions.
-      using Dots = PartialDots<G * rows_at_once>;
-      Kokkos::parallel_for(Kokkos::TeamThreadRange(team, (count + rows_at_once - 1) / rows_at_once),
-                           [&](int block) {
-                             const int r0 = block * rows_at_once;
-                             Dots dots;
-                             Kokkos::parallel_reduce(
-                                 Kokkos::ThreadVectorRange(team, vectors),
-                                 [&](int v, Dots& sum) {
-                                   float key[rows_at_once][width];
-                                   for (int i = 0; i < rows_at_once; ++i) {
-                                     const int r = r0 + i < count ? r0 + i : count - 1;
-                                     load(scratch.keys[r], r, v, key[i]);
-                                   }
-                                   for (int g = 0; g < G; ++g) {
-                                     float query[width];
-                                     for (int e = 0; e < width; ++e) {
-                                       query[e] = scratch.queries[g * padded + v * width + e];
-                                     }
-                                     for (int i = 0; i < rows_at_once; ++i) {
-                                       for (int e = 0; e < width; ++e) {
-                                         sum.value[g * rows_at_once + i] += query[e] * key[i][e];
-                                       }
-                                     }
-                                   }
-                                 },
-                                 Kokkos::Sum<Dots>(dots));
-                             Kokkos::single(Kokkos::PerThread(team), [&] {
-                               for (int g = 0; g < G; ++g) {
-                                 for (int i = 0; i < rows_at_once && r0 + i < count; ++i) {
-                                   scratch.scores[g * part_rows + r0 + i] =
-                                       dots.value[g * rows_at_once + i] * scaling;
-                                 }
-                               }
-                             });
-                           });
-      team.team_barrier();
-
-      // Weights, relative to the part's largest score.
-      Kokkos::parallel_for(Kokkos::TeamThreadRange(team, own), [&](int g) {
-        float* const scores = scratch.scores + g * part_rows;
-        float maximum = minus_infinity;
-        Kokkos::parallel_reduce(
-            Kokkos::ThreadVectorRange(team, count),
-            [&](int r, float& most) {
-              if (scores[r] > most) most = scores[r];
-            },
-            Kokkos::Max<float>(maximum));
-        const float shift = shift_of(maximum);
-        float weight = 0;
-        Kokkos::parallel_reduce(
-            Kokkos::ThreadVectorRange(team, count),
-            [&](int r, float& sum) {
-              scores[r] = math::exp(scores[r] - shift);
-              sum += scores[r];
-            },
-            weight);
-        Kokkos::single(Kokkos::PerThread(team), [&] {
-          partial[first + g] = maximum;
-          partial[p.group + first + g] = weight;
-        });
-      });
-      team.team_barrier();
-
-      // Weighted sums: every thread takes each so-manieth row, every lane its dimensions.
-      const int threads = team.team_size();
-      Kokkos::parallel_for(Kokkos::TeamThreadRange(team, threads), [&](int t) {
-        Kokkos::parallel_for(Kokkos::ThreadVectorRange(team, vectors), [&](int v) {
-          float sums[G][width];
-          for (int g = 0; g < G; ++g) {
-            for (int e = 0; e < width; ++e) sums[g][e] = 0;
-          }
-          const auto add = [&](int r) {
-            float value[width];
-            load(scratch.values[r], r, v, value);
+    // Scores: a thread has some rows, its lanes their dimensions.
+    using Dots = PartialDots<G * rows_at_once>;
+    Kokkos::parallel_for(
+        Kokkos::TeamThreadRange(team, (count + rows_at_once - 1) / rows_at_once), [&](int block) {
+          const int r0 = block * rows_at_once;
+          Dots dots;
+          Kokkos::parallel_reduce(
+              Kokkos::ThreadVectorRange(team, vectors),
+              [&](int v, Dots& sum) {
+                float key[rows_at_once][width];
+                for (int i = 0; i < rows_at_once; ++i) {
+                  const int r = r0 + i < count ? r0 + i : count - 1;
+                  load(scratch.keys[r], r, v, key[i]);
+                }
+                for (int g = 0; g < G; ++g) {
+                  float query[width];
+                  for (int e = 0; e < width; ++e) {
+                    query[e] = scratch.queries[g * padded + v * width + e];
+                  }
+                  for (int i = 0; i < rows_at_once; ++i) {
+                    for (int e = 0; e < width; ++e) {
+                      sum.value[g * rows_at_once + i] += query[e] * key[i][e];
+                    }
+                  }
+                }
+              },
+              Kokkos::Sum<Dots>(dots));
+          Kokkos::single(Kokkos::PerThread(team), [&] {
             for (int g = 0; g < G; ++g) {
-              const float weight = g < own ? scratch.scores[g * part_rows + r] : 0.0f;
-              for (int e = 0; e < width; ++e) sums[g][e] += weight * value[e];
+              for (int i = 0; i < rows_at_once && r0 + i < count; ++i) {
+                scratch.scores[g * block_rows + r0 + i] =
+                    dots.value[g * rows_at_once + i] * scaling;
+              }
             }
-          };
-          int r = t;
-          for (; r + 3 * threads < count; r += 4 * threads) {
-            add(r);
-            add(r + threads);
-            add(r + 2 * threads);
-            add(r + 3 * threads);
+          });
+        });
+    team.team_barrier();
+
+    // Weights, relative to the part's largest score so far.
+    Kokkos::parallel_for(Kokkos::TeamThreadRange(team, own), [&](int g) {
+      float* const scores = scratch.scores + g * block_rows;
+      const float before = is_first ? minus_infinity : scratch.maximum[g];
+      const float weight_before = is_first ? 0.0f : scratch.weight[g];
+      float maximum = minus_infinity;
+      Kokkos::parallel_reduce(
+          Kokkos::ThreadVectorRange(team, count),
+          [&](int r, float& most) {
+            if (scores[r] > most) most = scores[r];
+          },
+          Kokkos::Max<float>(maximum));
+      if (before > maximum) maximum = before;
+      const float shift = shift_of(maximum);
+      float weight = 0;
+      Kokkos::parallel_reduce(
+          Kokkos::ThreadVectorRange(team, count),
+          [&](int r, float& sum) {
+            scores[r] = math::exp(scores[r] - shift);
+            sum += scores[r];
+          },
+          weight);
+      Kokkos::single(Kokkos::PerThread(team), [&] {
+        const float factor = math::exp(before - shift);
+        scratch.maximum[g] = maximum;
+        scratch.weight[g] = is_first ? weight : weight_before * factor + weight;
+        scratch.factor[g] = factor;
+      });
+    });
+    team.team_barrier();
+
+    // Weighted sums: thread t of T takes rows t, t + T, t + 2 T …, every lane its dimensions.
+    const int threads = team.team_size();
+    Kokkos::parallel_for(Kokkos::TeamThreadRange(team, threads), [&](int t) {
+      Kokkos::parallel_for(Kokkos::ThreadVectorRange(team, vectors), [&](int v) {
+        float sums[G][width];
+        for (int g = 0; g < G; ++g) {
+          const float* const before = scratch.sums + (t * G + g) * padded + v * width;
+          for (int e = 0; e < width; ++e) {
+            sums[g][e] = is_first || g >= own ? 0.0f : before[e] * scratch.factor[g];
           }
-          for (; r < count; r += threads) add(r);
+        }
+        const auto add = [&](int r) {
+          float value[width];
+          load(scratch.values[r], r, v, value);
           for (int g = 0; g < G; ++g) {
-            for (int e = 0; e < width; ++e) {
-              scratch.sums[(t * G + g) * padded + v * width + e] = sums[g][e];
-            }
+            const float weight = g < own ? scratch.scores[g * block_rows + r] : 0.0f;
+            for (int e = 0; e < width; ++e) sums[g][e] += weight * value[e];
           }
-        });
+        };
+        int r = t;
+        for (; r + 3 * threads < count; r += 4 * threads) {
+          add(r);
+          add(r + threads);
+          add(r + 2 * threads);
+          add(r + 3 * threads);
+        }
+        for (; r < count; r += threads) add(r);
+        for (int g = 0; g < G; ++g) {
+          for (int e = 0; e < width; ++e) {
+            scratch.sums[(t * G + g) * padded + v * width + e] = sums[g][e];
+          }
+        }
       });
-      team.team_barrier();
-      Kokkos::parallel_for(Kokkos::TeamThreadRange(team, own), [&](int g) {
-        Kokkos::parallel_for(Kokkos::ThreadVectorRange(team, p.dim), [&](int d) {
-          float sum = 0;
-          for (int t = 0; t < threads; ++t) sum += scratch.sums[(t * G + g) * padded + d];
-          partial[2 * p.group + (first + g) * p.dim + d] = sum;
-        });
-      });
-      team.team_barrier();
-    }
+    });
   }
 };
 
-/// One query head per team: league rank = (sequence, query head).
+/// One query head per team: league rank = (span, query head).
 template <class Value>
 struct MergeParts {
-  SplitKVProblem<Value> p{};
-  std::size_t scratch_bytes = 0;
+  SplitSpans<Value> spans;
+  float* output;
+  float* lse;  // may be null
+  Strides output_strides;
+  std::int64_t lse_row_stride, lse_head_stride;
+  std::size_t scratch_bytes;
 
-  KOKKOS_FUNCTION void operator()(const Member& team) const {
-    const int query_heads = p.heads * p.group;
+  KOKKOS_FUNCTION void operator()(const TeamMember& team) const {
+    const int group = spans.group;
+    const int dim = spans.dim;
+    const int query_heads = spans.heads * group;
     const int query_head = team.league_rank() % query_heads;
-    const int b = team.league_rank() / query_heads;
-    const int head = query_head / p.group;
-    const int g = query_head % p.group;
-    const int parts = static_cast<int>((p.rows(p.sequences[b], head) + part_rows - 1) / part_rows);
+    const SplitSpan<Value>& span = spans[team.league_rank() / query_heads];
+    const int head = query_head / group;
+    const int g = query_head % group;
+    const std::int64_t rows = span.rows(head);
+    const std::int64_t own = rows_of_part(rows);
+    const int parts = static_cast<int>((rows + own - 1) / own);
+    const int first_part = span.first_part + head * span.parts;
     const int threads = team.team_size();
     auto* const sums =
         static_cast<float*>(team.team_scratch(0).get_shmem_aligned(scratch_bytes, 16));
@@ -352,8 +431,8 @@ struct MergeParts {
     Kokkos::parallel_reduce(
         Kokkos::TeamThreadRange(team, parts),
         [&](int part, float& most) {
-          const float own = p.partial(b, head, part)[g];
-          if (own > most) most = own;
+          const float largest = spans.partial(first_part + part)[g];
+          if (largest > most) most = largest;
         },
         Kokkos::Max<float>(maximum));
     const float shift = shift_of(maximum);
@@ -361,110 +440,209 @@ struct MergeParts {
     Kokkos::parallel_reduce(
         Kokkos::TeamThreadRange(team, parts),
         [&](int part, float& sum) {
-          const float* const partial = p.partial(b, head, part);
-          sum += math::exp(partial[g] - shift) * partial[p.group + g];
+          const float* const partial = spans.partial(first_part + part);
+          sum += math::exp(partial[g] - shift) * partial[group + g];
         },
         weight);
     Kokkos::parallel_for(Kokkos::TeamThreadRange(team, threads), [&](int t) {
-      Kokkos::parallel_for(Kokkos::ThreadVectorRange(team, p.dim), [&](int d) {
+      Kokkos::parallel_for(Kokkos::ThreadVectorRange(team, dim), [&](int d) {
         float sum = 0;
         for (int part = t; part < parts; part += threads) {
-          const float* const partial = p.partial(b, head, part);
-          sum += math::exp(partial[g] - shift) * partial[2 * p.group + g * p.dim + d];
+          const float* const partial = spans.partial(first_part + part);
+          sum += math::exp(partial[g] - shift) * partial[2 * group + g * dim + d];
         }
-        sums[t * p.dim + d] = sum;
+        sums[t * dim + d] = sum;
       });
     });
     team.team_barrier();
-    // No rows, or none that weighs anything: zero, not NaN. A NaN stays one.
-    const float inverse = weight == 0 ? 0.0f : 1.0f / weight;
-    float* const output = p.output + b * p.output_strides.row + query_head * p.output_strides.head;
-    Kokkos::parallel_for(Kokkos::TeamVectorRange(team, p.dim), [&](int d) {
+    const float inverse = inverse_of(weight);
+    float* const result =
+        output + span.query * output_strides.row + query_head * output_strides.head;
+    Kokkos::parallel_for(Kokkos::TeamVectorRange(team, dim), [&](int d) {
       float sum = 0;
-      for (int t = 0; t < threads; ++t) sum += sums[t * p.dim + d];
-      output[d * p.output_strides.dim] = sum * inverse;
+      for (int t = 0; t < threads; ++t) sum += sums[t * dim + d];
+      result[d * output_strides.dim] = sum * inverse;
     });
+    if (lse) {
+      Kokkos::single(Kokkos::PerTeam(team), [&] {
+        lse[span.query * lse_row_stride + query_head * lse_head_stride] =
+            log_sum_exp(maximum, weight);
+      });
+    }
   }
 };
 
-template <class Value, int G>
-void attend_parts(const ExecutionSpace& exec, const SplitKVProblem<Value>& problem, int sequences) {
+template <class View>
+Strides strides_of(const View& view) {
+  return {static_cast<std::int64_t>(view.stride(0)), static_cast<std::int64_t>(view.stride(1)),
+          static_cast<std::int64_t>(view.stride(2))};
+}
+
+template <class Value, int G, PageOrder order>
+void attend_parts(const ExecutionSpace& exec, const SplitSpans<Value>& spans, std::int64_t parts,
+                  const CachedLayer<Value, order>& cached,
+                  const AttentionCall<Value, order>& call) {
   constexpr int width = RowVector<Value>::width;
-  const int vectors = (problem.dim + width - 1) / width;
+  const int vectors = (spans.dim + width - 1) / width;
+  const int padded = vectors * width;
+  if constexpr (G > 1) {
+    if (PartScratch<Value>::bytes(G, padded, 1) > team_scratch_limit()) {
+      return attend_parts<Value, G / 2>(exec, spans, parts, cached, call);
+    }
+  }
+  AttendParts<Value, G> kernel{spans,
+                               cached.addresses.data(),
+                               call.queries.data(),
+                               call.new_keys.data(),
+                               call.new_values.data(),
+                               strides_of(call.queries),
+                               strides_of(call.new_keys),
+                               cached.window,
+                               cached.page_rows,
+                               0,
+                               static_cast<std::int16_t>(padded),
+                               order == PageOrder::token_major};
+  static_assert(sizeof(kernel) <= most_arguments);
   const int lanes = lanes_for(vectors);
-  const int threads = std::max(1, team_threads / lanes);
-  const std::size_t bytes = PartScratch<Value>::bytes(G, vectors * width, threads);
-  const AttendParts<Value, G> kernel{problem, vectors * width, bytes};
-  // Above this size a kernel's arguments go through a buffer that the host has to wait for.
-  static_assert(sizeof(kernel) <= 384);
-  const Policy policy(exec, sequences * problem.heads * problem.parts, threads, lanes);
-  Kokkos::parallel_for("kvzap::attention::split",
-                       Policy(policy).set_scratch_size(0, Kokkos::PerTeam(bytes + 16)), kernel);
+  const auto bytes = [&](int threads) { return PartScratch<Value>::bytes(G, padded, threads); };
+  const TeamPolicy policy =
+      team_policy(exec, parts, {std::max(1, team_threads / lanes), lanes}, kernel, bytes);
+  kernel.scratch_bytes = static_cast<std::int32_t>(bytes(policy.team_size()));
+  Kokkos::parallel_for("kvzap::attention::split", policy, kernel);
 }
 
 }  // namespace
 
 template <class Value, PageOrder order>
-void SplitKV<Value, order>::operator()(const ExecutionSpace& exec, const Layer* cached,
-                                       std::int64_t sequences, std::int64_t new_rows,
-                                       const QueryView& queries, const RowsView& new_keys,
-                                       const RowsView& new_values, const OutputView& output) {
-  const Layer& any = cached[0];
-  SplitKVProblem<Value> p{};
-  p.addresses = any.addresses.data();
-  p.new_rows = new_rows;
-  p.heads = any.heads;
-  p.group = static_cast<int>(queries.extent(1)) / any.heads;
-  p.dim = any.head_dim;
-  p.window = any.window;
-  p.page_rows = any.page_rows;
-  p.by_token = order == PageOrder::token_major;
-  const auto strides_of = [](const auto& view) {
-    return typename SplitKVProblem<Value>::Strides{static_cast<std::int64_t>(view.stride(0)),
-                                                   static_cast<std::int64_t>(view.stride(1)),
-                                                   static_cast<std::int64_t>(view.stride(2))};
-  };
-  p.query_strides = strides_of(queries);
-  p.output_strides = strides_of(output);
-  p.new_strides = strides_of(new_keys);
-  for (std::int64_t begin = 0; begin < sequences; begin += most_sequences) {
-    const int count = static_cast<int>(std::min<std::int64_t>(most_sequences, sequences - begin));
+std::size_t SplitKV<Value, order>::scratch_bytes(const AttentionExtents& extents) {
+  const std::int64_t part = std::int64_t{extents.group} * (extents.head_dim + 2);
+  const std::int64_t all =
+      (extents.single_rows / block_rows + extents.spans * extents.kv_heads) * part;
+  const std::int64_t one = extents.kv_heads * parts_bound(extents.longest_single) * part;
+  const bool needs_table = extents.spans > spans_in_arguments;
+  return sizeof(float) * std::min(all, std::max(one, most_floats)) +
+         (needs_table ? extents.spans * sizeof(SplitSpan<Value>) : 0);
+}
+
+template <class Value, PageOrder order>
+void SplitKV<Value, order>::reserve(const AttentionExtents& extents) {
+  const std::size_t table =
+      extents.spans > spans_in_arguments ? extents.spans * sizeof(SplitSpan<Value>) : 0;
+  reserve_scratch(m_table, static_cast<std::int64_t>(table), "kvzap::attention::split_spans");
+  reserve_scratch(m_partials,
+                  static_cast<std::int64_t>((scratch_bytes(extents) - table) / sizeof(float)),
+                  "kvzap::attention::partials");
+}
+
+template <class Value, PageOrder order>
+void SplitKV<Value, order>::operator()(const ExecutionSpace& exec, const std::vector<Span>& spans,
+                                       const AttentionCall<Value, order>& call) {
+  const std::int64_t part_size = std::int64_t{call.group} * (call.dim + 2);
+  const auto parts_of = [&](const Span& span) {
     std::int64_t longest = 0;
-    for (int i = 0; i < count; ++i) {
-      const Layer& layer = cached[begin + i];
-      p.sequences[i] = {layer.page_table.data(), layer.retained.data(), layer.ring.data(),
-                        static_cast<std::int32_t>(layer.page_table.stride(0)),
-                        static_cast<std::int32_t>(layer.tokens)};
-      for (int h = 0; h < layer.heads; ++h) {
-        longest = std::max(longest, layer.bounds(h) + layer.ring_rows() + new_rows);
+    for (int h = 0; h < call.kv_heads; ++h) longest = std::max(longest, span.cached.bounds(h));
+    return parts_bound(longest + span.cached.ring_rows() + span.new_rows);
+  };
+  const auto same_cache = [](const Span& a, const Span& b) {
+    return a.cached.addresses.data() == b.cached.addresses.data() &&
+           a.cached.window == b.cached.window && a.cached.page_rows == b.cached.page_rows;
+  };
+  const auto n_spans = static_cast<int>(spans.size());
+  const auto next_single = [&](int i) {
+    while (i < n_spans && spans[i].queries != 1) ++i;
+    return i;
+  };
+  for (int begin = next_single(0); begin < n_spans;) {
+    // As many spans as have room for their parts.
+    std::int64_t parts = 0;
+    int count = 0;
+    int end = begin;
+    while (end < n_spans && same_cache(spans[end], spans[begin])) {
+      const std::int64_t own = call.kv_heads * parts_of(spans[end]);
+      if (count > 0 && (parts + own) * part_size > most_floats) break;
+      parts += own;
+      ++count;
+      end = next_single(end + 1);
+    }
+    const auto room = static_cast<std::int64_t>(m_partials.extent(0));
+    if (parts * part_size > room) {
+      // Twice as much at least: heads grow in every step, and taking memory waits for the device.
+      reserve_scratch(m_partials,
+                      std::max(parts * part_size, std::min(2 * room, most_floats)),
+                      "kvzap::attention::partials");
+    }
+    SplitSpans<Value> launch{};
+    launch.partials = m_partials.data();
+    launch.count = count;
+    launch.heads = call.kv_heads;
+    launch.group = call.group;
+    launch.dim = call.dim;
+    SplitSpan<Value>* table = nullptr;
+    if (count > spans_in_arguments) {
+      const auto bytes = static_cast<std::int64_t>(sizeof(SplitSpan<Value>));
+      const auto old = static_cast<std::int64_t>(m_table.extent(0)) / bytes;
+      if (count > old) {
+        reserve_scratch(m_table, bytes * std::max<std::int64_t>(count, 2 * old),
+                        "kvzap::attention::split_spans");
+      }
+      table = reinterpret_cast<SplitSpan<Value>*>(m_table.data());
+    }
+    SpanUpload<Value> upload{};
+    static_assert(sizeof(upload) <= most_arguments);
+    std::int64_t first_part = 0;
+    int i = 0;
+    for (int s = begin; s < end; s = next_single(s + 1), ++i) {
+      const Span& span = spans[s];
+      const auto own = static_cast<std::int32_t>(parts_of(span));
+      const SplitSpan<Value> at{span.cached.page_table.data(),
+                                span.cached.retained.data(),
+                                span.cached.ring.data(),
+                                span.first_new,
+                                static_cast<std::int32_t>(span.cached.page_table.stride(0)),
+                                static_cast<std::int32_t>(span.cached.ring_rows()),
+                                static_cast<std::int32_t>(span.new_rows),
+                                static_cast<std::int32_t>(span.first_query),
+                                own,
+                                static_cast<std::int32_t>(first_part)};
+      first_part += std::int64_t{call.kv_heads} * own;
+      if (!table) {
+        launch.few[i] = at;
+        continue;
+      }
+      upload.spans[i % spans_in_upload] = at;
+      if (i % spans_in_upload == spans_in_upload - 1 || i == count - 1) {
+        const int first = i / spans_in_upload * spans_in_upload;
+        upload.target = table + first;
+        Kokkos::parallel_for("kvzap::attention::split_spans",
+                             Kokkos::RangePolicy<ExecutionSpace>(exec, 0, i + 1 - first), upload);
       }
     }
-    p.parts = static_cast<int>((longest + part_rows - 1) / part_rows);
-    p.queries = queries.data() + begin * p.query_strides.row;
-    p.output = output.data() + begin * p.output_strides.row;
-    p.new_keys = new_keys.data() + begin * new_rows * p.new_strides.row;
-    p.new_values = new_values.data() + begin * new_rows * p.new_strides.row;
-    const std::int64_t partial_size = std::int64_t{p.group} * (p.dim + 2);
-    reserve_scratch(m_partials, most_sequences * std::int64_t{p.heads} * p.parts * partial_size,
-                    "kvzap::attention::partials");
-    p.partials = m_partials.data();
+    launch.many = table;
 
-    if (p.group == 1) {
-      attend_parts<Value, 1>(exec, p, count);
-    } else if (p.group == 2) {
-      attend_parts<Value, 2>(exec, p, count);
-    } else if (p.group <= 4) {
-      attend_parts<Value, 4>(exec, p, count);
+    const auto& cached = spans[begin].cached;
+    if (call.group == 1) {
+      attend_parts<Value, 1>(exec, launch, parts, cached, call);
+    } else if (call.group == 2) {
+      attend_parts<Value, 2>(exec, launch, parts, cached, call);
+    } else if (call.group <= 4) {
+      attend_parts<Value, 4>(exec, launch, parts, cached, call);
     } else {
-      attend_parts<Value, 8>(exec, p, count);
+      attend_parts<Value, 8>(exec, launch, parts, cached, call);
     }
-    const int lanes = lanes_for(32);
-    const int threads = runs_on_host ? 1 : 8;
-    const std::size_t bytes = sizeof(float) * threads * p.dim;
-    const MergeParts<Value> merge{p, bytes};
-    const Policy policy(exec, count * p.heads * p.group, threads, lanes);
-    Kokkos::parallel_for("kvzap::attention::merge",
-                         Policy(policy).set_scratch_size(0, Kokkos::PerTeam(bytes + 16)), merge);
+    MergeParts<Value> merge{launch,
+                            call.output.data(),
+                            call.wants_lse() ? call.lse.data() : nullptr,
+                            strides_of(call.output),
+                            static_cast<std::int64_t>(call.lse.stride(0)),
+                            static_cast<std::int64_t>(call.lse.stride(1)),
+                            0};
+    static_assert(sizeof(merge) <= most_arguments);
+    const auto bytes = [&](int threads) { return sizeof(float) * threads * call.dim; };
+    const TeamPolicy policy =
+        team_policy(exec, std::int64_t{count} * call.kv_heads * call.group, merge_shape, merge, bytes);
+    merge.scratch_bytes = bytes(policy.team_size());
+    Kokkos::parallel_for("kvzap::attention::merge", policy, merge);
+    begin = end;
   }
 }
 

@@ -1,36 +1,36 @@
-// Decode attention on a device: one query token per sequence, the rows of every head split over
-// teams.
+// Decode attention on a device: one query token per span, the rows of every head split over teams.
 #pragma once
 
-#include <kvzap/attention.hpp>
-
+#include "attention/call.hpp"
 #include "linalg/gemm.hpp"
 
 namespace kvzap::detail {
 
-/// Softmax attention of one query token for each of several sequences, in two kernels. In the first
-/// a team has a part of 128 rows of one KV head, reads each of their keys and values once for all
-/// query heads of the group (up to 8 at a time), and leaves their largest score, the sum of their
-/// weights and the weighted sums of values. The second merges the parts of each query head,
-/// exactly. Parts depend on the head's own length alone, so a sequence's result does not depend on
-/// others. Queries, exponentials and sums are float. Runs on any backend, and waits for nothing.
+/// Softmax attention of all spans of one query token, in two kernels. In the first a team has a part
+/// of the rows of one KV head, reads each of their keys and values once for all query heads of the
+/// group (up to 8 at a time), and leaves their largest score, the sum of their weights and the
+/// weighted sums of values. The second merges the parts of each query head, exactly. A part has 128
+/// rows, or, of heads of more than 65,536 rows, the multiple of that with which 512 parts suffice:
+/// the head's own length alone decides, so a span's result does not depend on others. Queries,
+/// exponentials and sums are float. Runs on any backend, and waits for nothing, unless its room for
+/// parts has to grow.
 template <class Value, PageOrder order>
 class SplitKV {
  public:
-  using Layer = typename Attention<Value, order>::Layer;
-  using QueryView = typename Attention<Value, order>::QueryView;
-  using RowsView = typename Attention<Value, order>::RowsView;
-  using OutputView = typename Attention<Value, order>::OutputView;
+  using Span = AttentionSpan<Value, order>;
 
-  /// queries, output: (sequence, query head, dim). Sequence b sees all rows of cached[b], and rows
-  /// b * new_rows .. (b + 1) * new_rows - 1 of new_keys and new_values, (row, KV head,
-  /// dim). At least one sequence and one KV head.
-  void operator()(const ExecutionSpace& exec, const Layer* cached, std::int64_t sequences,
-                  std::int64_t new_rows, const QueryView& queries, const RowsView& new_keys,
-                  const RowsView& new_values, const OutputView& output);
+  /// Attends the spans of one query token and passes over the others.
+  void operator()(const ExecutionSpace& exec, const std::vector<Span>& spans,
+                  const AttentionCall<Value, order>& call);
+
+  /// With an upper bound that does not depend on the heads' lengths: some 64 MiB, or what one span
+  /// needs (2 KiB x query heads x (head_dim + 2) at most).
+  void reserve(const AttentionExtents& extents);
+  static std::size_t scratch_bytes(const AttentionExtents& extents);
 
  private:
   Vector m_partials;
+  Kokkos::View<char*, MemorySpace> m_table;  // where spans lie, if a kernel's arguments hold not all
 };
 
 }  // namespace kvzap::detail

@@ -6,6 +6,9 @@
 #include <limits>
 #include <type_traits>
 
+#include "attention/call.hpp"
+#include "attention/host/finite.hpp"
+#include "attention/host/tile_products.hpp"
 #include "attention/host/vector_math.hpp"
 #include "base/instantiate.hpp"
 #include "linalg/host/row_kernels.hpp"
@@ -23,14 +26,6 @@ constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
 // half a level-1 cache.
 constexpr std::int64_t tile_rows = 264;
 constexpr int tile_keys = 128;
-
-constexpr std::int64_t whole(std::int64_t count, std::int64_t unit) {
-  return (count + unit - 1) / unit * unit;
-}
-
-// Rows, and vectors of 16 columns, of the block of sums that a matrix product keeps in registers.
-constexpr int block_rows(bool pairs) { return pairs ? 6 : 12; }
-[[maybe_unused]] constexpr int block_vectors(bool pairs) { return pairs ? 4 : 2; }
 
 constexpr std::int64_t padded_rows(int group) {
   return whole(std::max<std::int64_t>(tile_rows, group), 12);
@@ -57,122 +52,6 @@ std::int64_t FlashPrefill<Value>::scratch_size(int group, int dim) {
 
 #if KVZAP_X86
 namespace {
-
-template <int R, int V>
-KVZAP_INLINE_AVX512 void load_block(__m512* sum, const float* c, std::int64_t c_stride,
-                                    const float* factor) {
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 16
-    for (int v = 0; v < V; ++v) {
-      sum[r * V + v] = factor ? _mm512_mul_ps(_mm512_load_ps(c + r * c_stride + v * 16),
-                                              _mm512_set1_ps(factor[r]))
-                              : _mm512_setzero_ps();
-    }
-  }
-}
-
-template <int R, int V>
-KVZAP_INLINE_AVX512 void store_block(const __m512* sum, float* c, std::int64_t c_stride) {
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 16
-    for (int v = 0; v < V; ++v) _mm512_store_ps(c + r * c_stride + v * 16, sum[r * V + v]);
-  }
-}
-
-/// c (R, 16 V) = factor * c + a (R, steps) * b (steps, 16 V); factor[r] for row r, 0 if null.
-template <int R, int V>
-KVZAP_TARGET_AVX512 void multiply(int steps, const float* a, std::int64_t a_stride, const float* b,
-                                  float* c, std::int64_t c_stride, const float* factor) {
-  __m512 sum[R * V];
-  load_block<R, V>(sum, c, c_stride, factor);
-  for (int s = 0; s < steps; ++s, b += 16 * V) {
-    __m512 column[V];
-#pragma GCC unroll 16
-    for (int v = 0; v < V; ++v) column[v] = _mm512_load_ps(b + v * 16);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      const __m512 x = _mm512_set1_ps(a[r * a_stride + s]);
-#pragma GCC unroll 16
-      for (int v = 0; v < V; ++v) sum[r * V + v] = _mm512_fmadd_ps(x, column[v], sum[r * V + v]);
-    }
-  }
-  store_block<R, V>(sum, c, c_stride);
-}
-
-/// The same where words of a and b are pairs of bfloat16.
-template <int R, int V>
-KVZAP_TARGET_AVX512_BF16 void multiply_pairs(int steps, const float* a, std::int64_t a_stride,
-                                             const float* b, float* c, std::int64_t c_stride,
-                                             const float* factor) {
-  __m512 sum[R * V];
-  load_block<R, V>(sum, c, c_stride, factor);
-  for (int s = 0; s < steps; ++s, b += 16 * V) {
-    __m512bh column[V];
-#pragma GCC unroll 16
-    for (int v = 0; v < V; ++v) column[v] = (__m512bh)_mm512_load_ps(b + v * 16);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      const __m512bh x = (__m512bh)_mm512_set1_ps(a[r * a_stride + s]);
-#pragma GCC unroll 16
-      for (int v = 0; v < V; ++v) {
-        sum[r * V + v] = _mm512_dpbf16_ps(sum[r * V + v], x, column[v]);
-      }
-    }
-  }
-  store_block<R, V>(sum, c, c_stride);
-}
-
-/// target[j * target_stride + i] = source[i * source_stride + j] for 16 x 16 words.
-KVZAP_TARGET_AVX512 void transpose(const float* source, std::int64_t source_stride, float* target,
-                                   std::int64_t target_stride) {
-  __m512 a[16], b[16];
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) a[i] = _mm512_load_ps(source + i * source_stride);
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; i += 2) {
-    b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
-    b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; i += 4) {
-    for (int h = 0; h < 2; ++h) {
-      const __m512d x = _mm512_castps_pd(b[i + h]), y = _mm512_castps_pd(b[i + 2 + h]);
-      a[i + 2 * h] = _mm512_castpd_ps(_mm512_unpacklo_pd(x, y));
-      a[i + 2 * h + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(x, y));
-    }
-  }
-  // a[4 g + k], 128-bit lane l: words 4 l + k of rows 4 g .. 4 g + 3.
-#pragma GCC unroll 16
-  for (int k = 0; k < 4; ++k) {
-    b[k] = _mm512_shuffle_f32x4(a[k], a[4 + k], 0x88);
-    b[4 + k] = _mm512_shuffle_f32x4(a[8 + k], a[12 + k], 0x88);
-    b[8 + k] = _mm512_shuffle_f32x4(a[k], a[4 + k], 0xdd);
-    b[12 + k] = _mm512_shuffle_f32x4(a[8 + k], a[12 + k], 0xdd);
-  }
-#pragma GCC unroll 16
-  for (int k = 0; k < 4; ++k) {
-    _mm512_store_ps(target + k * target_stride, _mm512_shuffle_f32x4(b[k], b[4 + k], 0x88));
-    _mm512_store_ps(target + (8 + k) * target_stride, _mm512_shuffle_f32x4(b[k], b[4 + k], 0xdd));
-    _mm512_store_ps(target + (4 + k) * target_stride,
-                    _mm512_shuffle_f32x4(b[8 + k], b[12 + k], 0x88));
-    _mm512_store_ps(target + (12 + k) * target_stride,
-                    _mm512_shuffle_f32x4(b[8 + k], b[12 + k], 0xdd));
-  }
-}
-
-/// target[c] = source (even row)[c] and (odd row)[c] as a pair.
-KVZAP_TARGET_AVX512 void interleave(const std::uint16_t* even, const std::uint16_t* odd,
-                                    float* target, int columns) {
-  for (int c = 0; c < columns; c += 16) {
-    const __m512i low =
-        _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(even + c)));
-    const __m512i high =
-        _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(odd + c)));
-    _mm512_store_si512(target + c, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
-  }
-}
 
 /// Takes `count` >= 1 scores into the running maximum of a row. Returns what is to be subtracted
 /// from scores before exp; factor: that of earlier weights and sums.
@@ -324,6 +203,34 @@ void FlashPrefill<Value>::attend(const RowRun<Value>& run) {
 }
 
 template <class Value>
+bool FlashPrefill<Value>::finite_values(int begin, int end) const {
+  const float* const values = m_staging_values + std::int64_t{begin} * m_columns;
+  const std::int64_t words = std::int64_t{end - begin} * m_columns;
+  if (!m_pairs) return all_finite(values, words);
+  return all_finite(reinterpret_cast<const bfloat16*>(values), 2 * words);
+}
+
+template <class Value>
+void FlashPrefill<Value>::add_values(std::int64_t row, int limit) {
+  if (limit == 0) return;
+  float* const sums = m_sums + row * m_columns;
+  const float* const weights = m_scores + row * tile_keys;
+  for (int d = 0; d < m_dim; ++d) {
+    float sum = sums[d] * m_factor[row];
+    for (int k = 0; k < limit; ++k) {
+      const float* const values = m_staging_values + std::int64_t{k} * m_columns;
+      if (m_pairs) {
+        sum += static_cast<float>(reinterpret_cast<const bfloat16*>(weights)[k]) *
+               static_cast<float>(reinterpret_cast<const bfloat16*>(values)[d]);
+      } else {
+        sum += weights[k] * values[d];
+      }
+    }
+    sums[d] = sum;
+  }
+}
+
+template <class Value>
 void FlashPrefill<Value>::attend_staged() {
 #if KVZAP_X86
   const int keys = m_staged;
@@ -335,12 +242,7 @@ void FlashPrefill<Value>::attend_staged() {
     std::fill_n(m_staging_keys + std::int64_t{k} * m_words, m_words, 0.0f);
     std::fill_n(m_staging_values + std::int64_t{k} * m_columns, m_columns, 0.0f);
   }
-  for (int k = 0; k < padded_keys; k += 16) {
-    float* const panel = m_keys + std::int64_t{k / width * width} * m_words + k % width;
-    for (int w = 0; w < m_words; w += 16) {
-      transpose(m_staging_keys + std::int64_t{k} * m_words + w, m_words, panel + w * width, width);
-    }
-  }
+  pack_keys(m_staging_keys, padded_keys, m_words, width, m_keys);
   const int steps_of_values = m_pairs ? padded_keys / 2 : padded_keys;
   // Full panels first, the rest in panels of one vector.
   const auto width_at = [&](int column) { return column + width <= m_columns ? width : 16; };
@@ -366,7 +268,7 @@ void FlashPrefill<Value>::attend_staged() {
     return static_cast<int>(std::clamp<std::int64_t>(m_visible + row / m_group, 0, keys));
   };
   const auto last_limit = [&](std::int64_t row) { return limit_of(std::min(row + R, rows) - 1); };
-  const auto product_of_scores = m_pairs ? multiply_pairs<6, 4> : multiply<12, 2>;
+  const auto product_of_scores = m_pairs ? multiply_pairs<6, 4> : multiply_floats<12, 2>;
   for (int k = 0; k < padded_keys; k += width) {
     for (std::int64_t row = 0; row < rows; row += R) {
       if (last_limit(row) <= k) continue;
@@ -389,9 +291,17 @@ void FlashPrefill<Value>::attend_staged() {
                      m_factor + row);
     }
   }
+  // The products multiply values that a row does not see by 0, which must give 0.
+  const int seen_by_all = limit_of(0);
+  if (seen_by_all < keys && !finite_values(seen_by_all, keys)) {
+    for (std::int64_t row = 0; row < rows; ++row) add_values(row, limit_of(row));
+    m_visible -= keys;
+    m_staged = 0;
+    return;
+  }
   for (int c = 0; c < m_columns; c += width_at(c)) {
-    const auto product = width_at(c) == width ? (m_pairs ? multiply_pairs<6, 4> : multiply<12, 2>)
-                                              : (m_pairs ? multiply_pairs<6, 1> : multiply<12, 1>);
+    const auto product = width_at(c) == width ? (m_pairs ? multiply_pairs<6, 4> : multiply_floats<12, 2>)
+                                              : (m_pairs ? multiply_pairs<6, 1> : multiply_floats<12, 1>);
     for (std::int64_t row = 0; row < rows; row += R) {
       const int limit = last_limit(row);
       if (limit == 0) continue;
@@ -407,12 +317,20 @@ void FlashPrefill<Value>::attend_staged() {
 
 template <class Value>
 void FlashPrefill<Value>::finish(float* output, std::int64_t token_stride, std::int64_t head_stride,
-                                 std::int64_t dim_stride) {
+                                 std::int64_t dim_stride, float* lse, std::int64_t lse_token_stride,
+                                 std::int64_t lse_head_stride) {
   if (m_staged > 0) attend_staged();
+  const float scaling = 1.0f / std::sqrt(static_cast<float>(m_dim));
   for (std::int64_t row = 0; row < m_tokens * m_group; ++row) {
-    float* const target = output + row / m_group * token_stride + row % m_group * head_stride;
-    const float inverse = 1.0f / m_weight[row];
+    const std::int64_t token = row / m_group;
+    const std::int64_t head = row % m_group;
+    float* const target = output + token * token_stride + head * head_stride;
+    const float inverse = inverse_of(m_weight[row]);
     for (int d = 0; d < m_dim; ++d) target[d * dim_stride] = m_sums[row * m_columns + d] * inverse;
+    if (lse) {
+      lse[token * lse_token_stride + head * lse_head_stride] =
+          log_sum_exp(m_maximum[row] * scaling, m_weight[row]);
+    }
   }
 }
 

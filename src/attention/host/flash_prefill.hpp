@@ -32,12 +32,17 @@ class FlashPrefill {
   void begin(const float* queries, std::int64_t tokens, std::int64_t token_stride,
              std::int64_t head_stride, std::int64_t dim_stride, std::int64_t visible);
   void attend(const RowRun<Value>& run);
-  /// Writes (token, group, dim) after the last row.
+  /// Writes (token, group, dim) after the last row, and the log-sum-exp (token, group) unless `lse`
+  /// is null.
   void finish(float* output, std::int64_t token_stride, std::int64_t head_stride,
-              std::int64_t dim_stride);
+              std::int64_t dim_stride, float* lse = nullptr, std::int64_t lse_token_stride = 0,
+              std::int64_t lse_head_stride = 0);
 
  private:
   void attend_staged();
+  bool finite_values(int begin, int end) const;
+  /// Weighted sums of a row over exactly the staged values that it sees.
+  void add_values(std::int64_t row, int limit);
 
   int m_group;
   int m_dim;

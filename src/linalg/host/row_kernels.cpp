@@ -32,7 +32,7 @@ KVZAP_BODY float dot(const Value* a, const float* b, std::int64_t count) {
 }
 
 // exp for x <= 0 by range reduction and a degree-6 polynomial (Cephes' expf); no branches, so that
-// loops over it vectorize. Below -87.3 the result would be subnormal: it is taken as that limit's.
+// loops over it vectorize. Below -87.3, where the result would be subnormal, it is 0.
 KVZAP_BODY float exp_nonpositive(float x) {
   const float clamped = x < -87.3f ? -87.3f : x;
   constexpr float round_to_integer = 12582912.0f;  // 1.5 * 2^23: adding it leaves the integer part
@@ -48,7 +48,7 @@ KVZAP_BODY float exp_nonpositive(float x) {
   p = p * r * r + r + 1.0f;
   const std::uint32_t exponent = (float_bits(biased) - float_bits(round_to_integer) + 127u) << 23;
   const float result = p * bits_float(exponent);
-  return x == x ? result : x;
+  return x == x ? (x < -87.3f ? 0.0f : result) : x;
 }
 
 template <class Value>

@@ -1,0 +1,38 @@
+#include "attention/device/team.hpp"
+
+#include <fmt/format.h>
+
+#include <cstdio>
+#include <cstdlib>
+
+namespace kvzap::detail {
+namespace {
+
+TeamShape initial() {
+  const char* asked = std::getenv("KVZAP_TEAM");
+  if (!asked || !*asked) return {0, 0};
+  TeamShape shape;
+  char rest = 0;
+  // NOLINTNEXTLINE(cert-err34-c): what does not convert is refused
+  if (std::sscanf(asked, "%d,%d%c", &shape.threads, &shape.lanes, &rest) != 2 ||
+      shape.threads < 1 || shape.lanes < 1) {
+    throw Error(fmt::format("KVZAP_TEAM is \"{}\"; expected threads,lanes such as 4,1", asked));
+  }
+  return shape;
+}
+
+TeamShape& forced() {
+  static TeamShape shape = initial();
+  return shape;
+}
+
+}  // namespace
+
+TeamShape team_shape(TeamShape wanted) {
+  if (forced().threads > 0) return forced();
+  return runs_on_host ? TeamShape{1, 1} : wanted;
+}
+
+void set_team_shape(TeamShape shape) { forced() = shape; }
+
+}  // namespace kvzap::detail

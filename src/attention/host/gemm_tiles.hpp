@@ -1,0 +1,33 @@
+// Prefill attention on hosts whose processor has no AVX-512: tiles of scores by gemm.
+#pragma once
+
+#include "attention/call.hpp"
+#include "linalg/gemm.hpp"
+
+namespace kvzap::detail {
+
+/// Attention of one span of any number of query tokens: per KV head and tile of query tokens, for
+/// each tile of rows, scores by gemm, an online softmax, weighted sums by gemm. Rows are gathered
+/// into tiles of float, which costs a 1/512 part of the arithmetic. Kernels run one after the other,
+/// each on all threads.
+template <class Value, PageOrder order>
+class GemmTiles {
+ public:
+  void operator()(const ExecutionSpace& exec, const AttentionSpan<Value, order>& span,
+                  const AttentionCall<Value, order>& call);
+
+  /// For spans of up to `tokens` query tokens.
+  void reserve(int group, int dim, std::int64_t tokens);
+  static std::size_t scratch_bytes(int group, int dim, std::int64_t tokens);
+
+ private:
+  Vector m_queries;  // (query row, dim): query rows are tokens x query heads of the group
+  Vector m_keys;     // (row, dim)
+  Vector m_values;   // (row, dim)
+  Vector m_scores;   // (query row, row)
+  Vector m_sums;     // (query row, dim)
+  Vector m_maximum;  // (query row)
+  Vector m_weight;   // (query row)
+};
+
+}  // namespace kvzap::detail

@@ -1,0 +1,213 @@
+#include "attention/host/host_attention.hpp"
+
+#include <atomic>
+#include <cmath>
+
+#include "attention/host/flash_prefill.hpp"
+#include "attention/host/head_rows.hpp"
+#include "base/instantiate.hpp"
+#include "base/scratch.hpp"
+
+namespace kvzap::detail {
+namespace {
+
+using HostRange =
+    Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace, Kokkos::IndexType<std::int64_t>>;
+
+// Rows of a work item. Fixed, so that neither the number of threads nor other spans change how sums
+// are grouped; 512 KiB of bfloat16 keys and values of 128.
+constexpr std::int64_t item_rows = 1024;
+
+std::int64_t workers() { return Kokkos::DefaultHostExecutionSpace().concurrency(); }
+
+/// Floats that one thread needs for items of either kind.
+template <class Value>
+std::int64_t workspace_size(int group, int dim, bool rows, bool tiles) {
+  return (rows ? RowAttention<Value>::scratch_size(group, dim) : 0) +
+         (tiles ? FlashPrefill<Value>::scratch_size(group, dim) : 0);
+}
+
+}  // namespace
+
+template <class Value, PageOrder order>
+typename HostAttention<Value, order>::Sizes HostAttention<Value, order>::sizes_of(
+    const AttentionExtents& extents, bool by_tiles) {
+  const std::int64_t tile = FlashPrefill<Value>::tile_tokens(extents.group);
+  Sizes sizes{};
+  sizes.singles = by_tiles ? 0 : extents.spans;
+  sizes.row_items =
+      by_tiles ? 0 : extents.single_rows / item_rows + extents.spans * extents.kv_heads;
+  sizes.tiles = (extents.tokens / tile + extents.spans) * extents.kv_heads;
+  sizes.partials = sizes.row_items * partial_size(extents.group, extents.head_dim);
+  sizes.workspaces =
+      workers() * workspace_size<Value>(extents.group, extents.head_dim, !by_tiles, true);
+  return sizes;
+}
+
+template <class Value, PageOrder order>
+std::size_t HostAttention<Value, order>::scratch_bytes(const AttentionExtents& extents,
+                                                       bool by_tiles) {
+  const Sizes sizes = sizes_of(extents, by_tiles);
+  return (sizes.partials + sizes.workspaces) * sizeof(float) + sizes.tiles * sizeof(Tile) +
+         sizes.row_items * sizeof(RowItem) + sizes.singles * sizeof(int) +
+         (sizes.singles * extents.kv_heads + 1) * sizeof(std::int64_t);
+}
+
+template <class Value, PageOrder order>
+void HostAttention<Value, order>::reserve(const AttentionExtents& extents, bool by_tiles) {
+  const Sizes sizes = sizes_of(extents, by_tiles);
+  m_tiles.reserve(sizes.tiles);
+  m_row_items.reserve(sizes.row_items);
+  m_singles.reserve(sizes.singles);
+  m_first_items.reserve(sizes.singles * extents.kv_heads + 1);
+  reserve_scratch(m_partials, sizes.partials, "kvzap::attention::partials");
+  reserve_scratch(m_workspaces, sizes.workspaces, "kvzap::attention::workspaces");
+}
+
+template <class Value, PageOrder order>
+void HostAttention<Value, order>::operator()(const ExecutionSpace& exec,
+                                             const std::vector<Span>& spans,
+                                             const AttentionCall<Value, order>& call,
+                                             bool by_tiles) {
+  const int kv_heads = call.kv_heads;
+  const int group = call.group;
+  const int dim = call.dim;
+  fence(exec, "kvzap::attention: host kernels read what the instance wrote");
+
+  m_tiles.clear();
+  m_row_items.clear();
+  m_singles.clear();
+  m_first_items.clear();
+  const std::int64_t tile_tokens = FlashPrefill<Value>::tile_tokens(group);
+  for (int s = 0; s < static_cast<int>(spans.size()); ++s) {
+    const Span& span = spans[s];
+    if (!by_tiles && span.queries == 1) {
+      m_singles.push_back(s);
+      for (int head = 0; head < kv_heads; ++head) {
+        m_first_items.push_back(static_cast<std::int64_t>(m_row_items.size()));
+        const std::int64_t rows = span.cached.rows(head) + span.new_rows;
+        for (std::int64_t begin = 0; begin < rows; begin += item_rows) {
+          m_row_items.push_back({begin, std::min(rows, begin + item_rows), s, head});
+        }
+      }
+    } else if (FlashPrefill<Value>::available()) {
+      for (int head = 0; head < kv_heads; ++head) {
+        const std::int64_t before = span.cached.rows(head) + span.new_rows - span.queries;
+        for (std::int64_t first = 0; first < span.queries; first += tile_tokens) {
+          const std::int64_t count = std::min(tile_tokens, span.queries - first);
+          m_tiles.push_back({before + first + count, first, count, s, head});
+        }
+      }
+    }
+  }
+  m_first_items.push_back(static_cast<std::int64_t>(m_row_items.size()));
+  std::sort(m_tiles.begin(), m_tiles.end(), [](const Tile& a, const Tile& b) {
+    return a.rows * a.tokens > b.rows * b.tokens;
+  });
+
+  const std::int64_t n_tiles = static_cast<std::int64_t>(m_tiles.size());
+  const std::int64_t n_rows = static_cast<std::int64_t>(m_row_items.size());
+  const std::int64_t row_space = n_rows > 0 ? RowAttention<Value>::scratch_size(group, dim) : 0;
+  const std::int64_t space = workspace_size<Value>(group, dim, n_rows > 0, n_tiles > 0);
+  const std::int64_t partial = partial_size(group, dim);
+  const auto n_partials = static_cast<std::int64_t>(m_partials.extent(0));
+  if (n_rows * partial > n_partials) {
+    // More at once than is needed now: heads grow in every step.
+    reserve_scratch(m_partials, std::max(n_rows * partial, n_partials + n_partials / 2),
+                    "kvzap::attention::partials");
+  }
+  reserve_scratch(m_workspaces, workers() * space, "kvzap::attention::workspaces");
+  float* const partials = m_partials.data();
+  float* const workspaces = m_workspaces.data();
+  const Span* const span_list = spans.data();
+  const Tile* const tiles = m_tiles.data();
+  const RowItem* const row_items = m_row_items.data();
+  std::atomic<std::int64_t> next_item{0};
+  std::atomic<std::int64_t>* const queue = &next_item;
+  const auto attend_tile = [=](FlashPrefill<Value>& attention, const Tile& tile) {
+    const Span& span = span_list[tile.span];
+    const std::int64_t first = span.first_query + tile.first_token;
+    attention.begin(&call.queries(first, tile.head * group, 0), tile.tokens, call.queries.stride(0),
+                    call.queries.stride(1), call.queries.stride(2), tile.rows - tile.tokens + 1);
+    for (std::int64_t row = 0; row < tile.rows;) {
+      const auto run = run_of(span, tile.head, call.new_keys, call.new_values, row, tile.rows);
+      attention.attend(run);
+      row += run.rows;
+    }
+    attention.finish(&call.output(first, tile.head * group, 0), call.output.stride(0),
+                     call.output.stride(1), call.output.stride(2),
+                     call.wants_lse() ? &call.lse(first, tile.head * group) : nullptr,
+                     call.lse.stride(0), call.lse.stride(1));
+  };
+  const auto attend_rows = [=](RowAttention<Value>& attention, std::int64_t i) {
+    const RowItem& item = row_items[i];
+    const Span& span = span_list[item.span];
+    attention.begin(&call.queries(span.first_query, item.head * group, 0), call.queries.stride(1),
+                    call.queries.stride(2));
+    const auto run_at = [&](std::int64_t row) {
+      return run_of(span, item.head, call.new_keys, call.new_values, row, item.end);
+    };
+    auto run = run_at(item.begin);
+    for (std::int64_t row = item.begin; row < item.end;) {
+      row += run.rows;
+      const auto next = run_at(row);
+      attention.attend(run, next);
+      run = next;
+    }
+    float* const result = partials + i * partial;
+    attention.finish(result, result + group, result + 2 * std::int64_t{group});
+  };
+  Kokkos::parallel_for("kvzap::attention::items", HostRange(0, workers()),
+                       [=](std::int64_t worker) {
+                         float* const workspace = workspaces + worker * space;
+                         std::int64_t i = (*queue)++;
+                         if (i < n_tiles) {
+                           FlashPrefill<Value> attention(group, dim, workspace + row_space);
+                           for (; i < n_tiles; i = (*queue)++) attend_tile(attention, tiles[i]);
+                         }
+                         if (i >= n_tiles + n_rows) return;
+                         RowAttention<Value> attention(group, dim, order == PageOrder::token_major,
+                                                       workspace);
+                         for (; i < n_tiles + n_rows; i = (*queue)++) {
+                           attend_rows(attention, i - n_tiles);
+                         }
+                       });
+  if (n_rows == 0) return;
+
+  const std::int64_t* const first_of = m_first_items.data();
+  const int* const singles = m_singles.data();
+  const float scaling = 1.0f / std::sqrt(static_cast<float>(dim));
+  Kokkos::parallel_for(
+      "kvzap::attention::merge",
+      HostRange(0, static_cast<std::int64_t>(m_singles.size()) * kv_heads * group),
+      [=](std::int64_t i) {
+        const std::int64_t q = i % group;
+        const std::int64_t query = span_list[singles[i / group / kv_heads]].first_query;
+        const std::int64_t head = i / group % kv_heads;
+        const float* const begin = partials + first_of[i / group] * partial;
+        const float* const end = partials + first_of[i / group + 1] * partial;
+        float largest = -std::numeric_limits<float>::infinity();
+        for (const float* p = begin; p < end; p += partial) largest = std::max(largest, p[q]);
+        float* const result = &call.output(query, head * group + q, 0);
+        const std::int64_t stride = call.output.stride(2);
+        for (int d = 0; d < dim; ++d) result[d * stride] = 0;
+        float total = 0;
+        for (const float* p = begin; p < end; p += partial) {
+          const float factor = std::exp((p[q] - shift_of(largest)) * scaling);
+          total += factor * p[group + q];
+          const float* const summand = p + 2 * std::int64_t{group} + q * dim;
+          for (int d = 0; d < dim; ++d) result[d * stride] += factor * summand[d];
+        }
+        const float inverse = inverse_of(total);
+        for (int d = 0; d < dim; ++d) result[d * stride] *= inverse;
+        if (call.wants_lse()) {
+          call.lse(query, head * group + q) = log_sum_exp(largest * scaling, total);
+        }
+      });
+}
+
+#define KVZAP_INSTANTIATE(Value, order) template class HostAttention<Value, order>;
+KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#undef KVZAP_INSTANTIATE
+
+}  // namespace kvzap::detail

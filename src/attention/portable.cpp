@@ -1,0 +1,84 @@
+#include "attention/portable.hpp"
+
+#include <cmath>
+
+#include "base/instantiate.hpp"
+
+namespace kvzap::detail {
+
+template <class Value, PageOrder order>
+void attend_portable(const ExecutionSpace& exec, const AttentionSpan<Value, order>& span,
+                     const AttentionCall<Value, order>& call) {
+  using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
+  using Run = typename RaggedLayer<Value, order>::Span;
+  const RaggedLayer<Value, order> cached = span.cached;
+  const auto queries = call.queries;
+  const auto new_keys = call.new_keys;
+  const auto new_values = call.new_values;
+  const auto output = call.output;
+  const auto lse = call.lse;
+  const bool wants_lse = call.wants_lse();
+  const int group = call.group;
+  const int heads = call.kv_heads * group;
+  const int dim = call.dim;
+  const std::int64_t first_query = span.first_query;
+  const std::int64_t first_new = span.first_new;
+  const std::int64_t before = span.new_rows - span.queries;
+  const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
+  Kokkos::parallel_for(
+      "kvzap::attention::portable", Range(exec, 0, span.queries * heads),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t token = first_query + i / heads;
+        const std::int64_t visible_new = before + i / heads + 1;
+        const int head = static_cast<int>(i % heads);
+        const int kv_head = head / group;
+        // Pages, ring, new rows.
+        const std::int64_t n_runs = cached.pages(kv_head) + 2;
+        const auto run_of = [&](std::int64_t s) -> Run {
+          if (s < n_runs - 1) return cached.span(kv_head, s);
+          return {&new_keys(first_new, kv_head, 0), &new_values(first_new, kv_head, 0), visible_new,
+                  static_cast<std::int64_t>(new_keys.stride(0)),
+                  static_cast<std::int64_t>(new_keys.stride(2))};
+        };
+        const auto score_of = [&](const Run& run, std::int64_t row) {
+          float score = 0;
+          for (int d = 0; d < dim; ++d) {
+            score += queries(token, head, d) *
+                     static_cast<float>(run.keys[row * run.row_stride + d * run.dim_stride]);
+          }
+          return score * scale;
+        };
+        float maximum = -std::numeric_limits<float>::infinity();
+        for (std::int64_t s = 0; s < n_runs; ++s) {
+          const Run run = run_of(s);
+          for (std::int64_t r = 0; r < run.rows; ++r) {
+            const float score = score_of(run, r);
+            if (score > maximum) maximum = score;
+          }
+        }
+        float weight = 0;
+        for (int d = 0; d < dim; ++d) output(token, head, d) = 0;
+        for (std::int64_t s = 0; s < n_runs; ++s) {
+          const Run run = run_of(s);
+          for (std::int64_t r = 0; r < run.rows; ++r) {
+            const float p = math::exp(score_of(run, r) - shift_of(maximum));
+            weight += p;
+            const Value* value = run.values + r * run.row_stride;
+            for (int d = 0; d < dim; ++d) {
+              output(token, head, d) += p * static_cast<float>(value[d * run.dim_stride]);
+            }
+          }
+        }
+        const float inverse = inverse_of(weight);
+        for (int d = 0; d < dim; ++d) output(token, head, d) *= inverse;
+        if (wants_lse) lse(token, head) = log_sum_exp(maximum, weight);
+      });
+}
+
+#define KVZAP_INSTANTIATE(Value, order)                                                         \
+  template void attend_portable(const ExecutionSpace&, const AttentionSpan<Value, order>&,      \
+                                const AttentionCall<Value, order>&);
+KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#undef KVZAP_INSTANTIATE
+
+}  // namespace kvzap::detail

@@ -1,0 +1,13 @@
+// Attention by plain loops on any backend: the reference of the other implementations.
+#pragma once
+
+#include "attention/call.hpp"
+
+namespace kvzap::detail {
+
+/// A two-pass softmax per (query token, query head) of one span, in float. Waits for nothing.
+template <class Value, PageOrder order>
+void attend_portable(const ExecutionSpace& exec, const AttentionSpan<Value, order>& span,
+                     const AttentionCall<Value, order>& call);
+
+}  // namespace kvzap::detail

@@ -14,6 +14,7 @@
 
 #include "base/device_kernels.hpp"
 #include "base/simd.hpp"
+#include "failing_memory.hpp"
 #include "safetensors_writer.hpp"
 #include "steps.hpp"
 #include "unit/temporary_folder.hpp"
@@ -567,7 +568,7 @@ void compare_greedy_steps(const ModelConfig& config, const Checkpoint& checkpoin
 }
 
 // The token that a greedy step names is what the sampler makes of the logits, on every rank.
-TEST_P(DecoderShapes, GreedyStepsNameTheLikeliestToken) {
+TEST_P(DecoderShapes, GreedyStepsNameTheArgmax) {
   const ModelConfig config = make_config(GetParam());
   const Checkpoint checkpoint(config);
   const bool before = detail::uses_device_kernels();
@@ -647,6 +648,150 @@ TEST_P(DecoderShapes, PathsOfBf16Agree) {
     expect_close(detail::name_of(level));
   }
   detail::set_simd_level(widest);
+}
+
+/// All that a step can change.
+struct State {
+  std::vector<std::vector<std::vector<std::int64_t>>> positions;  // [sequence][layer and head]
+  std::vector<std::int64_t> tokens, evicted;
+  std::int64_t pages = 0;
+  bool operator==(const State& other) const {
+    return positions == other.positions && tokens == other.tokens && evicted == other.evicted &&
+           pages == other.pages;
+  }
+};
+
+template <class Decoder>
+State state_of(Decoder& decoder, const std::vector<SequenceId>& sequences) {
+  auto& cache = decoder.cache();
+  State state;
+  for (const SequenceId sequence : sequences) {
+    state.positions.emplace_back();
+    for (int l = 0; l < layers; ++l) {
+      for (int h = 0; h < cache.shape().heads[l]; ++h) {
+        state.positions.back().push_back(cache.positions(sequence, l, h));
+      }
+      state.tokens.push_back(cache.tokens(sequence, l));
+    }
+    state.evicted.push_back(cache.counts(sequence).evicted);
+  }
+  state.pages = cache.pool().pages_in_use();
+  return state;
+}
+
+/// Whether `step` comes to its end with the n-th allocation of this rank failing. If not, it is to
+/// say that memory is exhausted.
+template <class Step>
+bool survives(const Step& step, std::int64_t n) {
+  try {
+    const test::FailingAllocation failing(n);
+    step();
+  } catch (const StepOutOfMemory&) {
+    return false;
+  }
+  return true;
+}
+
+// Whichever allocation of a step fails, on whichever rank: every rank is told, nothing has changed,
+// and the step can be done again.
+TEST(StepOutOfMemory, LeavesAllSequencesAsTheyWere) {
+  const Communicator comm = Communicator::world();
+  ModelConfig config = make_config(shapes[2]);
+  const Checkpoint checkpoint(config);
+  const auto partition =
+      HeadPartition::even(layers, static_cast<int>(config.num_key_value_heads), comm.size());
+  const auto tokens = some_tokens(100);
+  const auto of = [&](int begin, int count) {
+    return std::vector<TokenId>(tokens.begin() + begin, tokens.begin() + begin + count);
+  };
+  StepRule rule;
+  rule.score = true;
+  rule.eviction = {0.0f, 0, true};
+  const auto model = Model<float>::load(checkpoint.folder.path(), config, partition, comm.rank());
+  const bool before = detail::uses_device_kernels();
+  for (const bool device : {false, true}) {
+    detail::set_device_kernels(device);
+    for (int failing_rank = 0; failing_rank < std::min(comm.size(), 2); ++failing_rank) {
+      auto surrogate = Surrogate::load(checkpoint.surrogate.path(), config, partition, comm.rank(),
+                                       DType::f32, comm);
+      using TestDecoder = Decoder<float, PageOrder::token_major>;
+      TestDecoder decoder(model, &surrogate, comm, 8, 4),
+          undisturbed(model, &surrogate, comm, 8, 4);
+      std::vector<SequenceId> ids, twins;
+      for (int i = 0; i < 3; ++i) {
+        ids.push_back(decoder.cache().add_sequence());
+        twins.push_back(undisturbed.cache().add_sequence());
+      }
+      std::int64_t failures = 0;
+      // A context longer than the window, whose pages are taken layer by layer; a chunk beside a
+      // short prompt; single tokens; chunks and tokens mixed, after rows have left every ring.
+      using Spans = std::vector<std::tuple<int, int, int>>;  // sequence, first token, count
+      for (const Spans& spans :
+           {Spans{{0, 0, 40}}, Spans{{1, 0, 13}, {2, 0, 3}}, Spans{{0, 40, 1}, {1, 13, 1}},
+            Spans{{0, 41, 1}, {1, 14, 21}, {2, 3, 1}}, Spans{{2, 4, 1}, {0, 42, 1}, {1, 35, 1}}}) {
+        const auto batch_of = [&](const std::vector<SequenceId>& sequences) {
+          StepBatch batch;
+          for (const auto& [i, begin, count] : spans) {
+            batch.add(sequences[i], of(begin, count), rule,
+                      i == 1 ? StepOutput::logits : StepOutput::argmax);
+          }
+          return batch;
+        };
+        const StepBatch batch = batch_of(ids);
+        const auto expected = undisturbed.step(batch_of(twins));
+        std::vector<StepResult> results;
+        const auto step = [&] { results = decoder.step(batch); };
+        const State state = state_of(decoder, ids);
+        for (std::int64_t n = 0;; ++n) {
+          if (survives(step, comm.rank() == failing_rank ? n : -1)) break;
+          ++failures;
+          ASSERT_EQ(state_of(decoder, ids), state) << "allocation " << n;
+          ASSERT_LT(n, 2000);
+        }
+        ASSERT_EQ(results.size(), expected.size());
+        for (std::size_t i = 0; i < results.size(); ++i) {
+          EXPECT_EQ(results[i].argmax, expected[i].argmax);
+          EXPECT_EQ(results[i].logits, expected[i].logits);
+        }
+      }
+      EXPECT_GT(failures, 50);
+      for (int i = 0; i < 3; ++i) {
+        for (int l = 0; l < layers; ++l) {
+          for (int h = 0; h < decoder.cache().shape().heads[l]; ++h) {
+            EXPECT_EQ(decoder.cache().positions(ids[i], l, h),
+                      undisturbed.cache().positions(twins[i], l, h));
+          }
+        }
+      }
+    }
+  }
+  detail::set_device_kernels(before);
+}
+
+// A limit on one rank's cache ends the step on all; freeing a sequence makes room for it.
+TEST(StepOutOfMemory, GoesAwayWhenASequenceIsFreed) {
+  const Communicator comm = Communicator::world();
+  const ModelConfig config = make_config(shapes[2]);
+  const Checkpoint checkpoint(config);
+  const auto partition =
+      HeadPartition::even(layers, static_cast<int>(config.num_key_value_heads), comm.size());
+  const auto model = Model<float>::load(checkpoint.folder.path(), config, partition, comm.rank());
+  Decoder<float, PageOrder::token_major> decoder(model, nullptr, comm, 8, 4);
+  auto& cache = decoder.cache();
+  const auto tokens = some_tokens(60);
+  const SequenceId first = cache.add_sequence();
+  step_argmax(decoder, first, {tokens.begin(), tokens.begin() + 50});
+  const SequenceId second = cache.add_sequence();
+  if (comm.rank() == comm.size() - 1) cache.set_limit(cache.bytes().allocated + 3000);
+  for (const int count : {50, 12}) {  // taken layer by layer, reserved at once
+    const StepBatch batch(second, {tokens.begin(), tokens.begin() + count}, {}, StepOutput::argmax);
+    EXPECT_THROW(decoder.step(batch), StepOutOfMemory);
+    EXPECT_EQ(cache.tokens(second, 0), 0);
+    EXPECT_EQ(cache.tokens(second, layers - 1), 0);
+  }
+  cache.free_sequence(first);
+  step_argmax(decoder, second, {tokens.begin(), tokens.begin() + 50});
+  EXPECT_EQ(cache.tokens(second, layers - 1), 50);
 }
 
 INSTANTIATE_TEST_SUITE_P(Shapes, DecoderShapes, ::testing::ValuesIn(shapes),

@@ -154,10 +154,9 @@ void gather(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cached,
         }
         const std::int64_t own = row - cached_rows - first_own;
         // (No query of the tile sees what comes after its own tokens.)
-        const bool dropped =
-            own >= 0 && (own >= own_count || flags[head * own_count + own] != 0);
-        const bool whole = key && !dropped && stride == 1 && d0 + width <= dim && dim % width == 0 &&
-                           is_vector_aligned(key) && is_vector_aligned(value);
+        const bool dropped = own >= 0 && (own >= own_count || flags[head * own_count + own] != 0);
+        const bool whole = key && !dropped && stride == 1 && d0 + width <= dim &&
+                           dim % width == 0 && is_vector_aligned(key) && is_vector_aligned(value);
         if (whole) {
           *reinterpret_cast<Bytes16*>(keys + target) = *reinterpret_cast<const Bytes16*>(key + d0);
           *reinterpret_cast<Bytes16*>(values + target) =
@@ -172,9 +171,9 @@ void gather(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cached,
 }
 
 /// Scores (head, query row, panel) into weights, relative to the largest score so far, by which the
-/// sums so far are scaled; flagged values of the tile's own tokens are added to those sums. The query
-/// rows of a tile's token t see the rows of the panel before retained(head) + visible + t, the last
-/// of which is the token's own.
+/// sums so far are scaled; flagged values of the tile's own tokens are added to those sums. The
+/// query rows of a tile's token t see the rows of the panel before retained(head) + visible + t,
+/// the last of which is the token's own.
 template <class Value>
 void online_softmax(const ExecutionSpace& exec,
                     const Kokkos::View<const std::int64_t*, MemorySpace>& retained, int first_head,
@@ -376,8 +375,7 @@ void PanelAttention<Value, order>::operator()(const ExecutionSpace& exec, const 
         while (end < kv_heads && cached.bounds(end) + others > begin) ++end;
         const int heads = end - head;
         gather<Value, order>(exec, cached, new_keys, new_values, head, heads, begin, panel,
-                             before + first, own, own_values.flags, m_keys.data(),
-                             m_values.data());
+                             before + first, own, own_values.flags, m_keys.data(), m_values.data());
 
         Product<Value> scores;
         scores.m = rows.count;

@@ -87,7 +87,7 @@ std::int64_t bytes_of(const BenchTest& test, const BenchOptions& options, const 
   std::int64_t most = 0;
   for (int r = 0; r < ranks; ++r) {
     const MemoryPlan::Rank& rank = contents.ranks[r];
-    most = std::max(most, rank.weights + rank.activations + rank.dense_layer +
+    most = std::max(most, rank.weights + rank.activations + rank.attention + rank.dense_layer +
                               (test.evict_ratio ? rank.kv_kept : 0) + copies.ranks[r].kv_full);
   }
   return most;

@@ -168,14 +168,14 @@ std::string to_text(const MemoryPlan& plan, const ModelConfig& model, DType dtyp
   std::string text = fmt::format("{}: {} layers, {} KV heads of {}, {} tokens, {}\n",
                                  model.architecture, model.num_hidden_layers,
                                  model.num_key_value_heads, model.head_dim, tokens, name_of(dtype));
-  text += fmt::format("{:>6}  {:>10}  {:>10}  {:>18}  {:>26}  {:>11}\n", "rank", "weights",
-                      "KV full", fmt::format("KV at {:.1f}% evicted", 100 * evict_ratio),
-                      "one layer's dense K and V", "activations");
+  constexpr const char* line = "{:>6}  {:>10}  {:>10}  {:>18}  {:>26}  {:>11}  {:>9}\n";
+  text += fmt::format(line, "rank", "weights", "KV full",
+                      fmt::format("KV at {:.1f}% evicted", 100 * evict_ratio),
+                      "one layer's dense K and V", "activations", "attention");
   const auto row = [&](const std::string& name, const auto& part) {
-    text +=
-        fmt::format("{:>6}  {:>10}  {:>10}  {:>18}  {:>26}  {:>11}\n", name,
-                    human_bytes(part.weights), human_bytes(part.kv_full), human_bytes(part.kv_kept),
-                    human_bytes(part.dense_layer), human_bytes(part.activations));
+    text += fmt::format(line, name, human_bytes(part.weights), human_bytes(part.kv_full),
+                        human_bytes(part.kv_kept), human_bytes(part.dense_layer),
+                        human_bytes(part.activations), human_bytes(part.attention));
   };
   for (std::size_t r = 0; r < plan.ranks.size(); ++r) row(fmt::format("{}", r), plan.ranks[r]);
   row("all", plan);
@@ -184,11 +184,9 @@ std::string to_text(const MemoryPlan& plan, const ModelConfig& model, DType dtyp
 
 ordered_json to_json(const MemoryPlan& plan, const RunOptions& options, std::int64_t tokens) {
   const auto part = [](const auto& p) {
-    return ordered_json{{"weight_bytes", p.weights},
-                        {"kv_full_bytes", p.kv_full},
-                        {"kv_kept_bytes", p.kv_kept},
-                        {"dense_layer_bytes", p.dense_layer},
-                        {"activation_bytes", p.activations}};
+    return ordered_json{{"weight_bytes", p.weights},         {"kv_full_bytes", p.kv_full},
+                        {"kv_kept_bytes", p.kv_kept},        {"dense_layer_bytes", p.dense_layer},
+                        {"activation_bytes", p.activations}, {"attention_bytes", p.attention}};
   };
   ordered_json json = {{"format", "kvzap.plan"}, {"format_version", 1},
                        {"model", options.model}, {"dtype", options.dtype},

@@ -200,8 +200,8 @@ void write_whole(const std::string& file, const std::string& text) {
 std::int64_t least_bytes(const MemoryPlan& plan, bool pruned) {
   std::int64_t most = 0;
   for (const auto& rank : plan.ranks) {
-    most = std::max(most,
-                    rank.weights + rank.activations + (pruned ? rank.dense_layer : rank.kv_full));
+    most = std::max(most, rank.weights + rank.activations + rank.attention +
+                              (pruned ? rank.dense_layer : rank.kv_full));
   }
   return most;
 }

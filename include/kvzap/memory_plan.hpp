@@ -1,4 +1,4 @@
-// How much memory a model and its KV cache will take on each rank, by arithmetic alone.
+// How much memory a model and its KV cache will take on each rank, before anything is loaded.
 #pragma once
 
 #include <cstdint>
@@ -21,8 +21,10 @@ struct MemoryPlan {
     /// Keys and values of a step's tokens in one layer: what exists beside kv_kept in prefill.
     std::int64_t dense_layer = 0;
     /// Residual stream and RoPE angles of a step's tokens, in f32; each rank holds them whole.
-    /// Activations inside a layer are not counted: their size does not grow with the context.
+    /// Other activations inside a layer are not counted: their size does not grow with the context.
     std::int64_t activations = 0;
+    /// Scratch space of attention: parts of a decode step's softmax, tiles of a prefill's.
+    std::int64_t attention = 0;
   };
   std::vector<Rank> ranks;
   std::int64_t weights = 0;
@@ -30,6 +32,7 @@ struct MemoryPlan {
   std::int64_t kv_kept = 0;
   std::int64_t dense_layer = 0;
   std::int64_t activations = 0;
+  std::int64_t attention = 0;
 };
 
 /// Plans `config` with weights and cache in `dtype` and a sequence of `tokens` tokens on `ranks`
@@ -45,6 +48,9 @@ struct MemoryPlan {
 ///
 /// `step_tokens` are the tokens of the largest step: a chunk in sparse prefill, 0 (or more than
 /// `tokens`) for all of them as in dense prefill.
+///
+/// Attention's scratch space is that of this machine's kernels, for one sequence; Kokkos has to be
+/// initialized.
 ///
 /// Throws Error if evict_ratio is not in [0, 1), if ranks < 1 or ranks > KV heads, if tokens or
 /// window is negative, or if a number of bytes does not fit 64 bits.

@@ -3,12 +3,16 @@
 #include <algorithm>
 #include <cmath>
 #include <initializer_list>
+#include <kvzap/attention.hpp>
 #include <kvzap/head_partition.hpp>
 #include <kvzap/memory_plan.hpp>
 
 namespace kvzap {
 
 namespace {
+
+// Tokens that a decoder takes through attention at once.
+constexpr std::int64_t largest_block = 512;
 
 [[noreturn]] void fail_overflow() {
   throw Error("plan_memory: expected numbers of bytes below 2^63, found a larger one");
@@ -69,6 +73,19 @@ std::int64_t weight_bytes(const ModelConfig& config, DType dtype, int ranks, int
               product({vectors, static_cast<std::int64_t>(size_of(DType::f32))})});
 }
 
+std::int64_t attention_bytes(const AttentionExtents& extents, DType dtype) {
+  constexpr PageOrder order = PageOrder::token_major;  // it takes as much in the other one
+  switch (dtype) {
+    case DType::f32:
+      return Attention<float, order>::scratch_bytes(extents);
+    case DType::f16:
+      return Attention<half, order>::scratch_bytes(extents);
+    case DType::bf16:
+      return Attention<bfloat16, order>::scratch_bytes(extents);
+  }
+  throw Error("plan_memory: unknown value type");
+}
+
 }  // namespace
 
 MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t tokens,
@@ -111,11 +128,21 @@ MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t toke
     bytes.dense_layer = product({step, row_bytes});
     bytes.activations = product({step, sum({config.hidden_size, config.head_dim}),
                                  static_cast<std::int64_t>(size_of(DType::f32))});
+    AttentionExtents extents;
+    extents.kv_heads = static_cast<int>(kv_heads);
+    extents.group = static_cast<int>(config.query_group());
+    extents.head_dim = static_cast<int>(config.head_dim);
+    extents.spans = 1;
+    extents.tokens = std::min(step, largest_block);
+    extents.longest_single = kept;
+    extents.single_rows = product({kv_heads, kept});
+    bytes.attention = attention_bytes(extents, dtype);
     plan.weights = sum({plan.weights, bytes.weights});
     plan.kv_full = sum({plan.kv_full, bytes.kv_full});
     plan.kv_kept = sum({plan.kv_kept, bytes.kv_kept});
     plan.dense_layer = sum({plan.dense_layer, bytes.dense_layer});
     plan.activations = sum({plan.activations, bytes.activations});
+    plan.attention = sum({plan.attention, bytes.attention});
     plan.ranks.push_back(bytes);
   }
   return plan;

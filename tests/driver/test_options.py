@@ -257,11 +257,11 @@ class DryRun(TestCase):
             activations = {1: r"4\.3", 2: r"8\.5"}[ranks]
             self.assertRegex(
                 lines[-1],
-                r"^ +all .* 335\.5 GB .* 83\.9 GB .* 4\.2 GB +" + activations + r" GB$",
+                r"^ +all .* 335\.5 GB .* 83\.9 GB .* 4\.2 GB +" + activations + r" GB +[\d.]+ [kM]B$",
             )
             if ranks == 2:
                 for rank in range(2):
-                    self.assertRegex(lines[2 + rank], rf"^ +{rank} .* 167\.8 GB .* 41\.9 GB .* 2\.1 GB +4\.3 GB$")
+                    self.assertRegex(lines[2 + rank], rf"^ +{rank} .* 167\.8 GB .* 41\.9 GB .* 2\.1 GB +4\.3 GB +[\d.]+ [kM]B$")
 
     def test_json(self):
         file = self.folder / "plan.json"

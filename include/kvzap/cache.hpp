@@ -393,8 +393,9 @@ class KVCache {
                             const ScoresView& scores);
   void defer_spans(const ExecutionSpace& exec, const AppendSpan* spans, std::size_t n, int layer,
                    const RowsView& keys, const RowsView& values, const ScoresView& scores);
-  detail::AppendStep step_of(const LayerStore& layer, const Sequence& sequence, int layer_index,
-                             const AppendSpan& span) const;
+  detail::AppendStep step_of(const LayerStore& layer, int layer_index, std::int64_t rows) const;
+  void reserve_args(std::size_t n);
+  void write_args(const ExecutionSpace& exec, std::size_t n);
   void enter(const ExecutionSpace& exec, Sequence& sequence);
   void order_releases(const ExecutionSpace& exec);
   void settle(SequenceId sequence) const;
@@ -406,15 +407,19 @@ class KVCache {
   void reserve_lists(LayerStore& layer, int head, std::int64_t more_rows);
   void take_pages(const ExecutionSpace& exec, Sequence& sequence, int layer, int head,
                   std::int64_t more_rows, std::vector<PageId>& from);
-  void stock_up(std::size_t pages);
+  void stock_up(const ExecutionSpace& exec, std::size_t pages);
   void reserve_kept(std::int64_t rows, std::int64_t counts);
   void release_surplus(LayerStore& layer);
   void write_entries(Sequence& sequence, const LayerStore& layer, int head, std::size_t first_page);
   void widen_table(const ExecutionSpace& exec, Sequence& sequence, std::size_t pages);
-  void upload_layer(const ExecutionSpace& exec, Sequence& sequence, LayerStore& layer);
+  void upload_table(const ExecutionSpace& exec, Sequence& sequence, const LayerStore& layer);
+  void upload_lengths(const ExecutionSpace& exec, LayerStore& layer);
   void upload_all(const ExecutionSpace& exec, Sequence& sequence);
-  CompactCounts rearrange(const ExecutionSpace& exec, SequenceId sequence, int layer,
-                          const FlagsView& keep, bool with_ring);
+  std::int64_t saved_row(const Sequence& sequence, const LayerStore& layer, int layer_index) const;
+  CompactCounts rearrange(const ExecutionSpace& exec, Sequence& sequence, int layer,
+                          const FlagsView& keep, const FlagsView& keep_of_ring);
+  std::int64_t check_row_scores(SequenceId sequence, int layer, std::size_t heads,
+                                std::size_t columns);
   void own_pages(const ExecutionSpace& exec, Sequence& sequence, int layer);
   void close_step();
 
@@ -444,11 +449,14 @@ class KVCache {
   Kokkos::View<std::int32_t*, MemorySpace> m_kept;
   Counts m_begins;
   Counts m_kept_counts;
-  Counts m_old_retained;
+  Counts m_firsts;
   typename Counts::HostMirror m_host_kept_counts;
-  // Arguments of the kernel of append_deferred, on the device and as they were last written there.
+  // Arguments of the kernel of append_deferred: on the device, as they were last written there, and
+  // those of the current call.
   Kokkos::View<char*, MemorySpace> m_span_args;
-  std::vector<char> m_host_span_args;
+  std::vector<char> m_written_args;
+  std::size_t m_n_written = 0;  // sequences
+  std::vector<char> m_new_args;
   std::optional<ExecutionSpace> m_span_args_on;
 };
 

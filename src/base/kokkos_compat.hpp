@@ -35,4 +35,25 @@ void fence(const Exec& exec, [[maybe_unused]] const char* name) {
 #endif
 }
 
+template <class Exec>
+auto equal_instances(const Exec& a, const Exec& b, int) -> decltype(static_cast<bool>(a == b)) {
+  return a == b;
+}
+template <class Exec>
+auto equal_instances(const Exec& a, const Exec& b, long)
+    -> decltype(a.cuda_stream() == b.cuda_stream()) {
+  return a.cuda_stream() == b.cuda_stream();
+}
+template <class Exec>
+bool equal_instances(const Exec& a, const Exec& b, ...) {
+  return a.impl_instance_id() == b.impl_instance_id();
+}
+
+/// Whether kernels of one instance run after those that the other got earlier. (Kokkos 3.4 cannot
+/// compare them.)
+template <class Exec>
+bool same_instance(const Exec& a, const Exec& b) {
+  return equal_instances(a, b, 0);
+}
+
 }  // namespace kvzap::detail

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <Kokkos_Core.hpp>
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <type_traits>
@@ -9,6 +11,27 @@
 #include "base/huge_pages.hpp"
 
 namespace kvzap::detail {
+
+/// Called with the number of bytes before a cache or its scratch memory takes some; may throw what
+/// an allocation throws. For tests, which let any allocation fail; not while other threads allocate.
+using AllocationHook = void (*)(std::size_t bytes);
+inline AllocationHook allocation_hook = nullptr;
+
+inline void before_allocation(std::size_t bytes) {
+  if (allocation_hook) allocation_hook(bytes);
+}
+
+/// Makes room for `size` elements in all, more than it takes if it has to grow.
+template <class Vector>
+void reserve_room(Vector& vector, std::size_t size) {
+  if (vector.capacity() < size) vector.reserve(std::max(size, 2 * vector.capacity()));
+}
+
+/// Makes room for `count` more elements.
+template <class Vector>
+void reserve_more(Vector& vector, std::size_t count) {
+  reserve_room(vector, vector.size() + count);
+}
 
 /// Makes `scratch` hold at least `count` elements, of unspecified content if it had to grow. What
 /// it held is freed before more is taken, so that both never exist together. On the host, much of
@@ -18,6 +41,7 @@ void reserve_scratch(Kokkos::View<Value*, Properties...>& scratch, std::int64_t 
                      const char* label) {
   if (static_cast<std::int64_t>(scratch.extent(0)) >= count) return;
   scratch = {};
+  before_allocation(count * sizeof(Value));
   scratch = Kokkos::View<Value*, Properties...>(
       Kokkos::view_alloc(Kokkos::WithoutInitializing, std::string(label)), count);
   if constexpr (std::is_same_v<typename Kokkos::View<Value*, Properties...>::memory_space,

@@ -6,6 +6,7 @@
 
 #include "base/huge_pages.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/scratch.hpp"
 #ifdef __GLIBC__
 #include <malloc.h>
 #endif
@@ -20,9 +21,10 @@ constexpr std::size_t slab_fraction = 128;
 constexpr std::size_t huge_slab_fraction = 64;
 }  // namespace
 
-PagePool::PagePool(std::size_t page_bytes, MemoryMeter* meter)
+PagePool::PagePool(std::size_t page_bytes, MemoryMeter* meter, std::size_t limit)
     : m_page_bytes((page_bytes + page_alignment - 1) / page_alignment * page_alignment),
-      m_meter(meter) {
+      m_meter(meter),
+      m_limit(limit) {
   if (page_bytes == 0) throw Error("page pool: a page of 0 bytes");
 }
 
@@ -30,12 +32,43 @@ PagePool::~PagePool() {
   if (m_meter) m_meter->subtract(allocated_bytes());
 }
 
-void PagePool::grow() {
+std::size_t PagePool::room() const {
+  if (m_limit == 0) return std::numeric_limits<std::size_t>::max();
+  const std::size_t used = allocated_bytes() + m_claimed;
+  return used < m_limit ? m_limit - used : 0;
+}
+
+std::size_t PagePool::free_bytes() const {
+  const std::size_t idle = (m_allocated_pages - m_in_use) * m_page_bytes;
+  return m_limit == 0 ? idle : idle + room() / m_page_bytes * m_page_bytes;
+}
+
+void PagePool::claim(std::size_t bytes) {
+  if (bytes > room()) {
+    throw OutOfMemory(
+        fmt::format("out of memory: {} bytes wanted; pages and rings hold {} of at most {} bytes",
+                    bytes, allocated_bytes() + m_claimed, m_limit),
+        bytes, room());
+  }
+  m_claimed += bytes;
+}
+
+// Adds a slab of as many pages as suit, and returns its index. The caller needs `wanted_bytes`.
+int PagePool::grow(std::size_t wanted_bytes) {
   const std::size_t most = std::max<std::size_t>(1, largest_slab_bytes / m_page_bytes);
   const bool fills_huge_pages =
       allocated_bytes() / huge_slab_fraction >= detail::huge_page_bytes + m_page_bytes;
-  const std::size_t count = std::clamp<std::size_t>(
-      m_allocated_pages / (fills_huge_pages ? huge_slab_fraction : slab_fraction), 1, most);
+  const std::size_t count = std::min(
+      std::clamp<std::size_t>(
+          m_allocated_pages / (fills_huge_pages ? huge_slab_fraction : slab_fraction), 1, most),
+      room() / m_page_bytes);
+  if (count == 0) {
+    throw OutOfMemory(
+        fmt::format("out of memory: the page pool holds {} bytes, beside {} of rings, of at most "
+                    "{}; {} more wanted",
+                    allocated_bytes(), m_claimed, m_limit, wanted_bytes),
+        wanted_bytes, free_bytes());
+  }
   if (m_pages.size() + count > static_cast<std::size_t>(std::numeric_limits<PageId>::max())) {
     throw Error(fmt::format("page pool: more than {} pages; use larger pages",
                             std::numeric_limits<PageId>::max()));
@@ -48,13 +81,26 @@ void PagePool::grow() {
   const bool huge = detail::runs_on_host && bytes >= detail::huge_page_bytes;
   const std::size_t alignment = huge ? detail::huge_page_bytes : page_alignment;
   try {
+    detail::before_allocation(bytes);
     // The slack lets the first page start on an aligned address whatever the allocator gives.
     slab.memory = Kokkos::View<char*, MemorySpace>(
         Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::page_pool::slab"),
         bytes + (huge ? 2 : 1) * alignment);
+    // All that can fail comes before anything is changed; trim and release need room in these.
+    slab.pages.reserve(count);
+    slab.free.reserve(count);
+    detail::reserve_more(m_pages, count);
+    detail::reserve_room(m_spare_ids, m_pages.size() + count);
+    detail::reserve_more(m_slabs, 1);
+    detail::reserve_room(m_spare_slabs, m_slabs.size() + 1);
+    std::set<int> entry;
+    entry.insert(0);
+    slab.entry = entry.extract(entry.begin());
   } catch (const std::exception&) {
-    throw Error(fmt::format("out of memory: the page pool holds {} bytes and could not get {} more",
-                            allocated_bytes(), bytes));
+    throw OutOfMemory(
+        fmt::format("out of memory: the page pool holds {} bytes and could not get {} more",
+                    allocated_bytes(), bytes),
+        wanted_bytes, free_bytes());
   }
   const auto base = reinterpret_cast<std::uintptr_t>(slab.memory.data());
   const auto first = (base + alignment - 1) / alignment * alignment;
@@ -84,22 +130,65 @@ void PagePool::grow() {
     slab.pages.push_back(id);
   }
   slab.free.assign(slab.pages.rbegin(), slab.pages.rend());
+  slab.entry.value() = index;
+  m_slabs_with_free.insert(std::move(slab.entry));
   m_slabs[index] = std::move(slab);
-  m_slabs_with_free.insert(index);
   m_allocated_pages += count;
   if (m_meter) m_meter->add(bytes);
+  return index;
 }
 
-PageId PagePool::allocate() {
-  if (m_slabs_with_free.empty()) grow();
-  const int index = *m_slabs_with_free.begin();
-  Slab& slab = m_slabs[index];
+// A page of the oldest slab that has one free; there is one.
+PageId PagePool::take() {
+  const auto oldest = m_slabs_with_free.begin();
+  Slab& slab = m_slabs[*oldest];
   const PageId page = slab.free.back();
   slab.free.pop_back();
-  if (slab.free.empty()) m_slabs_with_free.erase(index);
+  if (slab.free.empty()) slab.entry = m_slabs_with_free.extract(oldest);
   m_pages[page].references = 1;
   ++m_in_use;
   return page;
+}
+
+PageId PagePool::allocate() {
+  if (m_slabs_with_free.empty()) grow(m_page_bytes);
+  return take();
+}
+
+void PagePool::allocate(std::size_t count, std::vector<PageId>& pages) {
+  if (count == 0) return;
+  const std::size_t wanted = count * m_page_bytes;
+  const std::size_t idle = m_allocated_pages - m_in_use;
+  if (count > idle && (count - idle) > room() / m_page_bytes) {
+    throw OutOfMemory(fmt::format("out of memory: {} bytes of pages wanted, {} can be had of at "
+                                  "most {} for pages and rings",
+                                  wanted, free_bytes(), m_limit),
+                      wanted, free_bytes());
+  }
+  try {
+    detail::reserve_more(pages, count);
+  } catch (const std::bad_alloc&) {
+    throw OutOfMemory("out of memory: no room for a list of pages", wanted, free_bytes());
+  }
+  // The pages that are free already are taken first: no new slab has one then but at the end.
+  const std::size_t before = pages.size();
+  const PageId* const first_new = pages.data() + before;
+  try {
+    while (pages.size() < before + count) pages.push_back(allocate());
+  } catch (...) {
+    // Slabs that were added for this go again. Only full ones, all of whose pages are ours, can
+    // have been, so that they are found by their pages.
+    const std::size_t taken = pages.size() - before;
+    for (std::size_t i = 0; i < taken; ++i) release(first_new[i]);
+    for (std::size_t i = idle; i < taken; ++i) {
+      const int slab = m_pages[first_new[i]].slab;
+      if (slab < 0) continue;  // with an earlier page
+      const std::size_t bytes = drop(slab);
+      if (m_meter) m_meter->subtract(bytes);
+    }
+    pages.resize(before);
+    throw;
+  }
 }
 
 void PagePool::retain(PageId page) {
@@ -112,28 +201,32 @@ void PagePool::release(PageId page) {
   Page& entry = m_pages[page];
   if (entry.references < 1) throw Error(fmt::format("page pool: page {} released twice", page));
   if (--entry.references > 0) return;
-  m_slabs[entry.slab].free.push_back(page);
-  m_slabs_with_free.insert(entry.slab);
+  Slab& slab = m_slabs[entry.slab];
+  slab.free.push_back(page);
+  if (!slab.entry.empty()) m_slabs_with_free.insert(std::move(slab.entry));
   --m_in_use;
+}
+
+// Gives a slab without a page in use back to the system; returns its bytes.
+std::size_t PagePool::drop(int index) {
+  Slab& slab = m_slabs[index];
+  for (PageId page : slab.pages) {
+    m_pages[page] = {};
+    m_spare_ids.push_back(page);
+  }
+  const std::size_t bytes = slab.pages.size() * m_page_bytes;
+  m_allocated_pages -= slab.pages.size();
+  slab = {};
+  m_spare_slabs.push_back(index);
+  m_slabs_with_free.erase(index);
+  return bytes;
 }
 
 std::size_t PagePool::trim() {
   std::size_t bytes = 0;
   for (auto it = m_slabs_with_free.begin(); it != m_slabs_with_free.end();) {
-    Slab& slab = m_slabs[*it];
-    if (slab.free.size() < slab.pages.size()) {
-      ++it;
-      continue;
-    }
-    for (PageId page : slab.pages) {
-      m_pages[page] = {};
-      m_spare_ids.push_back(page);
-    }
-    bytes += slab.pages.size() * m_page_bytes;
-    m_allocated_pages -= slab.pages.size();
-    slab = {};
-    m_spare_slabs.push_back(*it);
-    it = m_slabs_with_free.erase(it);
+    const int index = *it++;
+    if (m_slabs[index].free.size() == m_slabs[index].pages.size()) bytes += drop(index);
   }
   if (bytes > 0) {
     m_returned_bytes += bytes;
@@ -145,9 +238,15 @@ std::size_t PagePool::trim() {
 PagePool::AddressView PagePool::addresses() {
   if (m_first_stale > m_last_stale) return m_addresses;
   if (m_addresses.extent(0) < m_pages.size()) {
-    m_addresses =
-        AddressView(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::page_pool::addresses"),
-                    std::max<std::size_t>(64, m_pages.size() * 3 / 2));
+    try {
+      const std::size_t size = std::max<std::size_t>(64, m_pages.size() * 3 / 2);
+      detail::before_allocation(size * sizeof(std::uintptr_t));
+      m_addresses = AddressView(
+          Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::page_pool::addresses"), size);
+    } catch (const std::exception&) {
+      throw OutOfMemory("out of memory: no room for the addresses of pages",
+                        m_pages.size() * sizeof(std::uintptr_t), free_bytes());
+    }
     m_first_stale = 0;
     m_last_stale = m_pages.size() - 1;
   }

@@ -1,0 +1,377 @@
+// What the host knows of a cache: sequences, page lists and tables, lengths, and the order of
+// instances.
+#include <numeric>
+
+#include "cache/cache_impl.hpp"
+
+namespace kvzap {
+
+using detail::allocate_view;
+
+template <class Value, PageOrder order>
+auto KVCache<Value, order>::sequence_at(SequenceId sequence) const -> const Sequence& {
+  const auto found = m_sequences.find(sequence);
+  if (found == m_sequences.end()) throw Error(fmt::format("cache: no sequence {}", sequence));
+  return found->second;
+}
+
+template <class Value, PageOrder order>
+auto KVCache<Value, order>::sequence_at(SequenceId sequence) -> Sequence& {
+  return const_cast<Sequence&>(static_cast<const KVCache&>(*this).sequence_at(sequence));
+}
+
+template <class Value, PageOrder order>
+auto KVCache<Value, order>::store(SequenceId sequence, int layer) const -> const LayerStore& {
+  const Sequence& found = sequence_at(sequence);
+  if (layer < 0 || layer >= static_cast<int>(m_shape.heads.size())) {
+    throw Error(fmt::format("cache: no layer {}; it has {}", layer, m_shape.heads.size()));
+  }
+  return found.layers[layer];
+}
+
+template <class Value, PageOrder order>
+auto KVCache<Value, order>::store(SequenceId sequence, int layer) -> LayerStore& {
+  return const_cast<LayerStore&>(static_cast<const KVCache&>(*this).store(sequence, layer));
+}
+
+template <class Value, PageOrder order>
+int KVCache<Value, order>::all_heads() const {
+  return std::accumulate(m_shape.heads.begin(), m_shape.heads.end(), 0);
+}
+
+template <class Value, PageOrder order>
+int KVCache<Value, order>::checked_head(int layer, int head) const {
+  if (head < 0 || head >= m_shape.heads[layer]) {
+    throw Error(fmt::format("cache: no head {} in layer {}; it has {} on this rank", head, layer,
+                            m_shape.heads[layer]));
+  }
+  return head;
+}
+
+template <class Value, PageOrder order>
+void KVCache<Value, order>::check_outside_step(SequenceId sequence, const char* what) const {
+  if (sequence_at(sequence).step >= 0) {
+    throw Error(fmt::format("cache {}: sequence {} is in a step", what, sequence));
+  }
+}
+
+// What is launched on `exec` from now on follows what other instances do with the sequence, and with
+// pages that were released.
+template <class Value, PageOrder order>
+void KVCache<Value, order>::enter(const ExecutionSpace& exec, Sequence& sequence) {
+  order_releases(exec);
+  if (sequence.last) {
+    detail::follow(*sequence.last, exec, "kvzap::cache: the sequence was last used elsewhere");
+  }
+  sequence.last = exec;
+}
+
+template <class Value, PageOrder order>
+void KVCache<Value, order>::order_releases(const ExecutionSpace& exec) {
+  if (!m_released_on) return;
+  detail::follow(*m_released_on, exec, "kvzap::cache: pages were released elsewhere");
+  m_released_on.reset();
+}
+
+// -------------------------------------------------------------------------------------------------
+// Lengths that kernels alone know.
+
+// Logically nothing changes: what the kernels have decided becomes known.
+template <class Value, PageOrder order>
+void KVCache<Value, order>::settle(SequenceId sequence) const {
+  KVCache& self = const_cast<KVCache&>(*this);
+  self.settle(self.sequence_at(sequence));
+}
+
+template <class Value, PageOrder order>
+void KVCache<Value, order>::settle(Sequence& sequence) {
+  if (!sequence.pending) return;
+  Kokkos::deep_copy(*sequence.last, sequence.host_lengths, sequence.lengths);
+  detail::fence(*sequence.last, "kvzap::collect: the host reads how many rows were kept");
+  take_lengths(sequence);
+}
+
+// Of lengths that have arrived on the host.
+template <class Value, PageOrder order>
+void KVCache<Value, order>::take_lengths(Sequence& sequence) {
+  sequence.pending = false;
+  for (LayerStore& layer : sequence.layers) {
+    if (!layer.deferred) continue;
+    layer.deferred = false;
+    for (std::size_t h = 0; h < layer.pages.size(); ++h) {
+      layer.retained(h) = layer.host_retained(h);
+    }
+    // In a step these pages may be needed yet.
+    if (sequence.step < 0 || !m_step[sequence.step].reserved) {
+      release_surplus(layer);
+      continue;
+    }
+    for (std::size_t h = 0; h < layer.pages.size(); ++h) {
+      const std::size_t needed = (layer.retained(h) + m_shape.page_rows - 1) / m_shape.page_rows;
+      while (layer.pages[h].size() > needed) {
+        m_stock.push_back(layer.pages[h].back());
+        layer.pages[h].pop_back();
+      }
+    }
+  }
+  const std::size_t totals = sequence.lengths.extent(0) - 2;
+  const std::int64_t evicted = sequence.host_lengths(totals) - sequence.evicted_before;
+  const std::int64_t non_finite = sequence.host_lengths(totals + 1) - sequence.non_finite_before;
+  for (AppendCounts* counts : {&sequence.collected, &sequence.total}) {
+    counts->evicted += evicted;
+    counts->non_finite += non_finite;
+  }
+  sequence.evicted_before += evicted;
+  sequence.non_finite_before += non_finite;
+}
+
+template <class Value, PageOrder order>
+AppendCounts KVCache<Value, order>::collect(const std::vector<SequenceId>& sequences) {
+  for (SequenceId id : sequences) {
+    Sequence& sequence = sequence_at(id);
+    if (sequence.pending) {
+      Kokkos::deep_copy(*sequence.last, sequence.host_lengths, sequence.lengths);
+    }
+  }
+  const ExecutionSpace* waited = nullptr;
+  AppendCounts counts;
+  for (SequenceId id : sequences) {
+    Sequence& sequence = sequence_at(id);
+    if (sequence.pending) {
+      if (!waited || !detail::same_instance(*waited, *sequence.last)) {
+        waited = &*sequence.last;
+        detail::fence(*waited, "kvzap::collect: the host reads how many rows were kept");
+      }
+      take_lengths(sequence);
+    }
+    const AppendCounts own = std::exchange(sequence.collected, {});
+    counts.judged += own.judged;
+    counts.evicted += own.evicted;
+    counts.non_finite += own.non_finite;
+  }
+  return counts;
+}
+
+template <class Value, PageOrder order>
+AppendCounts KVCache<Value, order>::collect(SequenceId sequence) {
+  settle(sequence);
+  return std::exchange(sequence_at(sequence).collected, {});
+}
+
+template <class Value, PageOrder order>
+const AppendCounts& KVCache<Value, order>::counts(SequenceId sequence) const {
+  settle(sequence);
+  return sequence_at(sequence).total;
+}
+
+// -------------------------------------------------------------------------------------------------
+// Pages.
+
+template <class Value, PageOrder order>
+void KVCache<Value, order>::copy_page(const ExecutionSpace& exec, PageId from, PageId to) {
+  detail::copy_elements(exec, reinterpret_cast<char*>(m_pool.address(to)),
+                        reinterpret_cast<const char*>(m_pool.address(from)), m_pool.page_bytes());
+}
+
+// Whether the next row of a head would go into a page that another list holds too.
+template <class Value, PageOrder order>
+bool KVCache<Value, order>::shares_last_page(const LayerStore& layer, int head) const {
+  // After a deferred append the last page is its own already.
+  return !layer.deferred && layer.retained(head) % m_shape.page_rows != 0 &&
+         m_pool.reference_count(layer.pages[head].back()) > 1;
+}
+
+// Pages that a head takes for `more_rows` more rows: those that its list lacks, and an own copy of
+// the last one.
+template <class Value, PageOrder order>
+std::size_t KVCache<Value, order>::missing_pages(const LayerStore& layer, int head,
+                                                 std::int64_t more_rows) const {
+  if (more_rows == 0) return 0;
+  const std::int64_t rows = layer.retained(head) + more_rows;
+  const std::size_t needed = (rows + m_shape.page_rows - 1) / m_shape.page_rows;
+  const std::size_t have = layer.pages[head].size();
+  return (needed > have ? needed - have : 0) + (shares_last_page(layer, head) ? 1 : 0);
+}
+
+template <class Value, PageOrder order>
+void KVCache<Value, order>::reserve_lists(LayerStore& layer, int head, std::int64_t more_rows) {
+  const std::int64_t rows = layer.retained(head) + more_rows;
+  detail::reserve_room(layer.pages[head], (rows + m_shape.page_rows - 1) / m_shape.page_rows);
+}
+
+// Gives a head those pages, from the end of `from`. Cannot fail on hosts.
+template <class Value, PageOrder order>
+void KVCache<Value, order>::take_pages(const ExecutionSpace& exec, Sequence& sequence,
+                                       int layer_index, int head, std::int64_t more_rows,
+                                       std::vector<PageId>& from) {
+  if (more_rows == 0) return;
+  LayerStore& layer = sequence.layers[layer_index];
+  auto& pages = layer.pages[head];
+  if (shares_last_page(layer, head)) {
+    const PageId own = from.back();
+    from.pop_back();
+    copy_page(exec, pages.back(), own);
+    if (sequence.step >= 0) {
+      m_replaced.push_back({sequence.step, layer_index, head, pages.back()});
+    } else {
+      m_pool.release(pages.back());
+    }
+    pages.back() = own;
+  }
+  const std::int64_t rows = layer.retained(head) + more_rows;
+  const std::size_t needed = (rows + m_shape.page_rows - 1) / m_shape.page_rows;
+  while (pages.size() < needed) {
+    pages.push_back(from.back());
+    from.pop_back();
+  }
+}
+
+// Puts that many new pages into m_fresh, the next one last.
+template <class Value, PageOrder order>
+void KVCache<Value, order>::stock_up(const ExecutionSpace& exec, std::size_t pages) {
+  m_fresh.clear();
+  m_pool.allocate(pages, m_fresh);
+  std::reverse(m_fresh.begin(), m_fresh.end());
+  try {
+    m_pool.addresses(exec);
+  } catch (...) {
+    for (PageId page : m_fresh) m_pool.release(page);
+    m_fresh.clear();
+    throw;
+  }
+}
+
+// Room to list so many rows that a judgement keeps, and so many counts of them.
+template <class Value, PageOrder order>
+void KVCache<Value, order>::reserve_kept(std::int64_t rows, std::int64_t counts) {
+  detail::reserve_scratch(m_kept, rows, "kvzap::cache::kept");
+  if (static_cast<std::int64_t>(m_kept_counts.extent(0)) >= counts) return;
+  // Together, so that all have room once the last one has.
+  m_kept_counts = {};
+  m_host_kept_counts = {};
+  detail::reserve_scratch(m_begins, counts, "kvzap::cache::begins");
+  detail::reserve_scratch(m_firsts, counts, "kvzap::cache::firsts");
+  Counts grown;
+  detail::reserve_scratch(grown, counts, "kvzap::cache::kept_counts");
+  m_host_kept_counts = Kokkos::create_mirror_view(grown);
+  m_kept_counts = grown;
+}
+
+// Gives back pages that the retained rows do not need.
+template <class Value, PageOrder order>
+void KVCache<Value, order>::release_surplus(LayerStore& layer) {
+  for (std::size_t h = 0; h < layer.pages.size(); ++h) {
+    const std::size_t needed = (layer.retained(h) + m_shape.page_rows - 1) / m_shape.page_rows;
+    while (layer.pages[h].size() > needed) {
+      m_pool.release(layer.pages[h].back());
+      layer.pages[h].pop_back();
+    }
+  }
+}
+
+// -------------------------------------------------------------------------------------------------
+// What kernels are to know of page lists and lengths.
+
+// Writes a head's pages from page `first_page` on to the host's copy of the table.
+template <class Value, PageOrder order>
+void KVCache<Value, order>::write_entries(Sequence& sequence, const LayerStore& layer, int head,
+                                          std::size_t first_page) {
+  const std::vector<PageId>& list = layer.pages[head];
+  for (std::size_t p = first_page; p < list.size(); ++p) {
+    sequence.host_table(layer.first_head + head, p) = list[p];
+  }
+}
+
+// Makes room for so many pages of a head.
+template <class Value, PageOrder order>
+void KVCache<Value, order>::widen_table(const ExecutionSpace& exec, Sequence& sequence,
+                                        std::size_t pages) {
+  if (sequence.table.extent(1) >= pages) return;
+  const auto table = allocate_view<PageTable>("kvzap::cache::page_table",
+                                              sequence.table.extent(0), pages + pages / 2);
+  const auto host = Kokkos::create_mirror_view(table);
+  if constexpr (!detail::runs_on_host) {
+    detail::fence(exec, "kvzap::cache: kernels may still read the table that is replaced");
+  }
+  sequence.table = table;
+  sequence.host_table = host;
+  for (const LayerStore& layer : sequence.layers) {
+    for (std::size_t h = 0; h < layer.pages.size(); ++h) {
+      write_entries(sequence, layer, static_cast<int>(h), 0);
+    }
+  }
+  if constexpr (!detail::runs_on_host) Kokkos::deep_copy(exec, table, host);
+}
+
+template <class Value, PageOrder order>
+void KVCache<Value, order>::upload_table([[maybe_unused]] const ExecutionSpace& exec,
+                                         [[maybe_unused]] Sequence& sequence,
+                                         [[maybe_unused]] const LayerStore& layer) {
+  if constexpr (!detail::runs_on_host) {
+    const auto own = std::make_pair(layer.first_head,
+                                    layer.first_head + static_cast<int>(layer.pages.size()));
+    Kokkos::deep_copy(exec, Kokkos::subview(sequence.table, own, Kokkos::ALL),
+                      Kokkos::subview(sequence.host_table, own, Kokkos::ALL));
+  }
+}
+
+template <class Value, PageOrder order>
+void KVCache<Value, order>::upload_lengths([[maybe_unused]] const ExecutionSpace& exec,
+                                           LayerStore& layer) {
+  for (std::size_t h = 0; h < layer.pages.size(); ++h) layer.host_retained(h) = layer.retained(h);
+  if constexpr (!detail::runs_on_host) {
+    Kokkos::deep_copy(exec, layer.device_retained, layer.host_retained);
+  }
+}
+
+template <class Value, PageOrder order>
+void KVCache<Value, order>::upload_all([[maybe_unused]] const ExecutionSpace& exec,
+                                       Sequence& sequence) {
+  for (LayerStore& layer : sequence.layers) {
+    for (std::size_t h = 0; h < layer.pages.size(); ++h) {
+      write_entries(sequence, layer, static_cast<int>(h), 0);
+      layer.host_retained(h) = layer.retained(h);
+    }
+  }
+  if constexpr (!detail::runs_on_host) {
+    Kokkos::deep_copy(exec, sequence.table, sequence.host_table);
+    Kokkos::deep_copy(exec, sequence.lengths, sequence.host_lengths);
+  }
+}
+
+#define KVZAP_INSTANTIATE(Value, order)                                                           \
+  template auto KVCache<Value, order>::sequence_at(SequenceId) const -> const Sequence&;           \
+  template auto KVCache<Value, order>::sequence_at(SequenceId) -> Sequence&;                       \
+  template auto KVCache<Value, order>::store(SequenceId, int) const -> const LayerStore&;          \
+  template auto KVCache<Value, order>::store(SequenceId, int) -> LayerStore&;                      \
+  template int KVCache<Value, order>::all_heads() const;                                           \
+  template int KVCache<Value, order>::checked_head(int, int) const;                                \
+  template void KVCache<Value, order>::check_outside_step(SequenceId, const char*) const;          \
+  template void KVCache<Value, order>::enter(const ExecutionSpace&, Sequence&);                    \
+  template void KVCache<Value, order>::order_releases(const ExecutionSpace&);                      \
+  template void KVCache<Value, order>::settle(SequenceId) const;                                   \
+  template void KVCache<Value, order>::settle(Sequence&);                                          \
+  template AppendCounts KVCache<Value, order>::collect(const std::vector<SequenceId>&);            \
+  template AppendCounts KVCache<Value, order>::collect(SequenceId);                                \
+  template const AppendCounts& KVCache<Value, order>::counts(SequenceId) const;                    \
+  template void KVCache<Value, order>::copy_page(const ExecutionSpace&, PageId, PageId);           \
+  template bool KVCache<Value, order>::shares_last_page(const LayerStore&, int) const;             \
+  template std::size_t KVCache<Value, order>::missing_pages(const LayerStore&, int, std::int64_t)  \
+      const;                                                                                       \
+  template void KVCache<Value, order>::reserve_lists(LayerStore&, int, std::int64_t);              \
+  template void KVCache<Value, order>::take_pages(const ExecutionSpace&, Sequence&, int, int,      \
+                                                  std::int64_t, std::vector<PageId>&);             \
+  template void KVCache<Value, order>::stock_up(const ExecutionSpace&, std::size_t);               \
+  template void KVCache<Value, order>::reserve_kept(std::int64_t, std::int64_t);                   \
+  template void KVCache<Value, order>::release_surplus(LayerStore&);                               \
+  template void KVCache<Value, order>::write_entries(Sequence&, const LayerStore&, int,            \
+                                                     std::size_t);                                 \
+  template void KVCache<Value, order>::widen_table(const ExecutionSpace&, Sequence&, std::size_t); \
+  template void KVCache<Value, order>::upload_table(const ExecutionSpace&, Sequence&,              \
+                                                    const LayerStore&);                            \
+  template void KVCache<Value, order>::upload_lengths(const ExecutionSpace&, LayerStore&);         \
+  template void KVCache<Value, order>::upload_all(const ExecutionSpace&, Sequence&);
+KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#undef KVZAP_INSTANTIATE
+
+}  // namespace kvzap

@@ -1,0 +1,185 @@
+// What a cache shows of its rows: to kernels, to the host, and their scores.
+#include "cache/cache_impl.hpp"
+#include "cache/layer_rows.hpp"
+
+namespace kvzap {
+
+using detail::LayerRows;
+using detail::Range;
+
+namespace {
+
+/// Rows of one head, one behind the other.
+template <class Value>
+struct Gathered {
+  Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> keys;
+  Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> values;
+  Kokkos::View<std::int64_t*, MemorySpace> positions;
+  Kokkos::View<float*, MemorySpace> scores;
+};
+
+template <class Value>
+Gathered<Value> gather(const ExecutionSpace& exec, const LayerRows<Value>& rows, int head,
+                       std::int64_t total) {
+  const auto keys =
+      detail::allocate_view<decltype(Gathered<Value>::keys)>("kvzap::host_rows::keys", total,
+                                                             std::int64_t{rows.dim});
+  const auto values =
+      detail::allocate_view<decltype(Gathered<Value>::values)>("kvzap::host_rows::values", total,
+                                                               std::int64_t{rows.dim});
+  const auto positions = detail::allocate_view<decltype(Gathered<Value>::positions)>(
+      "kvzap::host_rows::positions", total);
+  const auto scores =
+      detail::allocate_view<decltype(Gathered<Value>::scores)>("kvzap::host_rows::scores", total);
+  Kokkos::parallel_for(
+      "kvzap::host_rows::gather", Range(exec, 0, total), KOKKOS_LAMBDA(std::int64_t row) {
+        const auto found = rows.at(head, row);
+        positions(row) = found.position;
+        scores(row) = *found.score;
+        for (int d = 0; d < rows.dim; ++d) {
+          keys(row, d) = found.key[d * found.dim_stride];
+          values(row, d) = found.value[d * found.dim_stride];
+        }
+      });
+  return {keys, values, positions, scores};
+}
+
+template <class View, class Vector>
+void bring(const View& view, Vector& vector) {
+  const auto host = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, view);
+  vector.assign(host.data(), host.data() + host.size());
+}
+
+template <class Value, class Scores, class Positions>
+void copy_scores(const ExecutionSpace& exec, const LayerRows<Value>& rows, int heads,
+                 std::int64_t longest, const Scores& scores, const Positions& positions) {
+  const bool with_positions = positions.extent(1) > 0;
+  Kokkos::parallel_for(
+      "kvzap::row_scores", Range(exec, 0, heads * longest), KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t head = i / longest;
+        const std::int64_t row = i % longest;
+        if (row >= rows.count(head)) return;
+        const auto found = rows.at(head, row);
+        scores(head, row) = *found.score;
+        if (with_positions) positions(head, row) = found.position;
+      });
+}
+
+template <class Value, class Scores>
+void change_scores(const ExecutionSpace& exec, const LayerRows<Value>& rows, int heads,
+                   std::int64_t longest, const Scores& scores) {
+  Kokkos::parallel_for(
+      "kvzap::set_row_scores", Range(exec, 0, heads * longest), KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t head = i / longest;
+        const std::int64_t row = i % longest;
+        if (row < rows.count(head)) *rows.at(head, row).score = scores(head, row);
+      });
+}
+
+}  // namespace
+
+template <class Value, PageOrder order>
+auto KVCache<Value, order>::layer(SequenceId sequence, int layer_index) -> Layer {
+  const LayerStore& from = store(sequence, layer_index);
+  const int heads = m_shape.heads[layer_index];
+  Layer layer;
+  layer.addresses = m_pool.addresses();
+  layer.page_table =
+      Kokkos::subview(sequence_at(sequence).table,
+                      std::make_pair(from.first_head, from.first_head + heads), Kokkos::ALL);
+  layer.retained = from.device_retained;
+  layer.ring = from.ring;
+  layer.bounds = from.retained;
+  layer.tokens = from.tokens;
+  layer.ring_first = from.ring_first;
+  layer.heads = heads;
+  layer.window = m_shape.window;
+  layer.page_rows = m_shape.page_rows;
+  layer.head_dim = m_shape.head_dim;
+  return layer;
+}
+
+template <class Value, PageOrder order>
+auto KVCache<Value, order>::host_rows(SequenceId sequence, int layer_index, int head) -> HostRows {
+  const std::int64_t total = rows(sequence, layer_index, head);
+  const LayerStore& from = store(sequence, layer_index);
+  const ExecutionSpace exec;
+  enter(exec, sequence_at(sequence));
+  const auto source =
+      LayerRows<Value>::of(layer(sequence, layer_index), from.ring_scores.data(), order);
+  const Gathered<Value> gathered = gather(exec, source, head, total);
+  detail::fence(exec, "kvzap::host_rows: the host reads the gathered rows");
+  HostRows host;
+  bring(gathered.keys, host.keys);
+  bring(gathered.values, host.values);
+  bring(gathered.positions, host.positions);
+  bring(gathered.scores, host.scores);
+  return host;
+}
+
+template <class Value, PageOrder order>
+std::vector<std::int64_t> KVCache<Value, order>::positions(SequenceId sequence, int layer,
+                                                           int head) {
+  return host_rows(sequence, layer, head).positions;
+}
+
+template <class Value, PageOrder order>
+std::int64_t KVCache<Value, order>::check_row_scores(SequenceId sequence, int layer_index,
+                                                     std::size_t heads, std::size_t columns) {
+  std::int64_t longest = 0;
+  store(sequence, layer_index);
+  for (int h = 0; h < m_shape.heads[layer_index]; ++h) {
+    longest = std::max(longest, rows(sequence, layer_index, h));
+  }
+  if (static_cast<int>(heads) != m_shape.heads[layer_index] ||
+      static_cast<std::int64_t>(columns) < longest) {
+    throw Error(
+        fmt::format("cache: scores or positions are ({}, {}); expected ({}, at least {}) = (head, "
+                    "row)",
+                    heads, columns, m_shape.heads[layer_index], longest));
+  }
+  return longest;
+}
+
+template <class Value, PageOrder order>
+void KVCache<Value, order>::row_scores(const ExecutionSpace& exec, SequenceId sequence,
+                                       int layer_index, const ScoresOut& scores,
+                                       const PositionsOut& positions) {
+  const std::int64_t longest =
+      check_row_scores(sequence, layer_index, scores.extent(0), scores.extent(1));
+  if (positions.extent(1) > 0) {
+    check_row_scores(sequence, layer_index, positions.extent(0), positions.extent(1));
+  }
+  if (longest == 0) return;
+  enter(exec, sequence_at(sequence));
+  const auto rows = LayerRows<Value>::of(layer(sequence, layer_index),
+                                         store(sequence, layer_index).ring_scores.data(), order);
+  copy_scores(exec, rows, m_shape.heads[layer_index], longest, scores, positions);
+}
+
+template <class Value, PageOrder order>
+void KVCache<Value, order>::set_row_scores(const ExecutionSpace& exec, SequenceId sequence,
+                                           int layer_index, const ScoresView& scores) {
+  check_outside_step(sequence, "set_row_scores");
+  const std::int64_t longest =
+      check_row_scores(sequence, layer_index, scores.extent(0), scores.extent(1));
+  if (longest == 0) return;
+  enter(exec, sequence_at(sequence));
+  own_pages(exec, sequence_at(sequence), layer_index);
+  const auto rows = LayerRows<Value>::of(layer(sequence, layer_index),
+                                         store(sequence, layer_index).ring_scores.data(), order);
+  change_scores(exec, rows, m_shape.heads[layer_index], longest, scores);
+}
+
+#define KVZAP_INSTANTIATE(Value, order)                                                           \
+  template auto KVCache<Value, order>::layer(SequenceId, int)->Layer;                             \
+  template auto KVCache<Value, order>::host_rows(SequenceId, int, int)->HostRows;                 \
+  template std::vector<std::int64_t> KVCache<Value, order>::positions(SequenceId, int, int);      \
+  template void KVCache<Value, order>::row_scores(const ExecutionSpace&, SequenceId, int,         \
+                                                  const ScoresOut&, const PositionsOut&);         \
+  template void KVCache<Value, order>::set_row_scores(const ExecutionSpace&, SequenceId, int,     \
+                                                      const ScoresView&);
+KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#undef KVZAP_INSTANTIATE
+
+}  // namespace kvzap

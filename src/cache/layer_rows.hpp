@@ -1,0 +1,71 @@
+// The rows of a layer one by one, in order of position, for kernels that are not about speed.
+#pragma once
+
+#include "cache/cache_impl.hpp"
+
+namespace kvzap::detail {
+
+/// Pages, then ring, of every head.
+template <class Value>
+struct LayerRows {
+  const std::uintptr_t* addresses = nullptr;
+  const PageId* table = nullptr;
+  const std::int64_t* retained = nullptr;
+  Value* ring = nullptr;
+  float* ring_scores = nullptr;
+  std::int64_t table_stride = 0;
+  std::int64_t tokens = 0;
+  std::int64_t ring_first = 0;
+  std::int64_t in_ring = 0;
+  int window = 1, page_rows = 1, dim = 1;
+  bool token_major = true;
+
+  /// ring_scores: (head, window) of the same layer.
+  template <class Layer>
+  static LayerRows of(const Layer& layer, float* ring_scores, PageOrder order) {
+    LayerRows rows;
+    rows.addresses = layer.addresses.data();
+    rows.table = layer.page_table.data();
+    rows.retained = layer.retained.data();
+    rows.ring = const_cast<Value*>(layer.ring.data());
+    rows.ring_scores = ring_scores;
+    rows.table_stride = layer.page_table.stride(0);
+    rows.tokens = layer.tokens;
+    rows.ring_first = layer.ring_first;
+    rows.in_ring = layer.ring_rows();
+    rows.window = layer.window;
+    rows.page_rows = layer.page_rows;
+    rows.dim = layer.head_dim;
+    rows.token_major = order == PageOrder::token_major;
+    return rows;
+  }
+
+  struct Row {
+    const Value* key;
+    const Value* value;
+    std::int64_t dim_stride;
+    std::int64_t position;
+    float* score;
+  };
+
+  KOKKOS_INLINE_FUNCTION std::int64_t count(std::int64_t head) const {
+    return retained[head] + in_ring;
+  }
+  KOKKOS_INLINE_FUNCTION Row at(std::int64_t head, std::int64_t row) const {
+    const bool in_page = row < retained[head];
+    const std::int64_t position = tokens - in_ring + row - retained[head];  // in the ring
+    const std::int64_t slot = in_page ? row % page_rows : (position - ring_first) % window;
+    const std::int64_t capacity = in_page ? page_rows : window;
+    const std::uintptr_t page =
+        in_page ? addresses[table[head * table_stride + row / page_rows]] : 0;
+    const Value* base =
+        in_page ? reinterpret_cast<const Value*>(page) : ring + 2 * head * window * dim;
+    const Value* key = base + (token_major ? slot * dim : slot);
+    return {key, key + capacity * dim, token_major ? 1 : capacity,
+            in_page ? page_positions<Value>(page, page_rows, dim)[slot] : position,
+            in_page ? page_scores<Value>(page, page_rows, dim) + slot
+                    : ring_scores + head * window + slot};
+  }
+};
+
+}  // namespace kvzap::detail

@@ -1,0 +1,306 @@
+// Sequences of a cache: added, forked, freed, checkpointed and restored; what the cache holds.
+#include <numeric>
+
+#include "cache/cache_impl.hpp"
+
+namespace kvzap {
+namespace {
+
+// Pages of a head for which a sequence has room from the start.
+constexpr std::size_t first_table_width = 16;
+
+const CacheShape& checked(const CacheShape& shape) {
+  if (shape.heads.empty() || shape.head_dim < 1 || shape.window < 1 || shape.page_rows < 1) {
+    throw Error(
+        fmt::format("cache: {} layers, head_dim {}, window {}, page of {} rows; expected at "
+                    "least 1 of each",
+                    shape.heads.size(), shape.head_dim, shape.window, shape.page_rows));
+  }
+  for (int heads : shape.heads) {
+    if (heads < 0) throw Error(fmt::format("cache: a layer with {} heads", heads));
+  }
+  return shape;
+}
+
+}  // namespace
+
+using detail::allocate_view;
+using detail::copy_elements;
+
+template <class Value, PageOrder order>
+KVCache<Value, order>::KVCache(CacheShape shape, MemoryMeter* meter, std::size_t limit)
+    : m_shape(checked(shape)),
+      m_meter(meter),
+      m_pool(m_shape.page_rows * page_row_bytes(m_shape.head_dim, sizeof(Value)), meter, limit) {}
+
+template <class Value, PageOrder order>
+KVCache<Value, order>::~KVCache() {}  // NOLINT(modernize-use-equals-default): is instantiated below
+
+template <class Value, PageOrder order>
+std::size_t KVCache<Value, order>::ring_bytes() const {
+  return std::size_t(all_heads()) * m_shape.window *
+         ring_row_bytes(m_shape.head_dim, sizeof(Value));
+}
+
+template <class Value, PageOrder order>
+auto KVCache<Value, order>::make_sequence() const -> Sequence {
+  Sequence sequence;
+  const std::size_t heads = all_heads();
+  try {
+    sequence.rings = allocate_view<Rings>("kvzap::cache::rings", heads,
+                                          std::size_t{2} * m_shape.window * m_shape.head_dim);
+    sequence.ring_scores = allocate_view<RingScores>("kvzap::cache::ring_scores", heads,
+                                                     std::size_t(m_shape.window));
+    detail::before_allocation(heads * sizeof(std::int64_t));
+    sequence.retained = HostCounts("kvzap::cache::retained", heads);
+    detail::before_allocation(heads * sizeof(std::int64_t));
+    sequence.lengths = Counts("kvzap::cache::lengths", heads + 2);
+    sequence.host_lengths = Kokkos::create_mirror_view(sequence.lengths);
+    sequence.table = allocate_view<PageTable>("kvzap::cache::page_table", heads, first_table_width);
+    sequence.host_table = Kokkos::create_mirror_view(sequence.table);
+    sequence.layers.resize(m_shape.heads.size());
+    for (std::size_t l = 0; l < sequence.layers.size(); ++l) {
+      sequence.layers[l].pages.resize(m_shape.heads[l]);
+    }
+  } catch (const std::exception&) {
+    throw OutOfMemory(fmt::format("out of memory: no room for {} bytes of rings (window {})",
+                                  ring_bytes(), m_shape.window),
+                      ring_bytes(), m_pool.free_bytes());
+  }
+  Kokkos::deep_copy(sequence.host_lengths, 0);
+  int first_head = 0;
+  for (LayerStore& layer : sequence.layers) {
+    const int own_heads = static_cast<int>(layer.pages.size());
+    const auto own = std::make_pair(first_head, first_head + own_heads);
+    layer.first_head = first_head;
+    layer.retained = Kokkos::subview(sequence.retained, own);
+    layer.ring = Kokkos::subview(sequence.rings, own, Kokkos::ALL);
+    layer.ring_scores = Kokkos::subview(sequence.ring_scores, own, Kokkos::ALL);
+    layer.device_retained = Kokkos::subview(sequence.lengths, own);
+    layer.host_retained = Kokkos::subview(sequence.host_lengths, own);
+    first_head += own_heads;
+  }
+  return sequence;
+}
+
+// Takes a new sequence in, with what it holds counted.
+template <class Value, PageOrder order>
+SequenceId KVCache<Value, order>::insert(Sequence&& sequence) {
+  m_pool.claim(ring_bytes());
+  try {
+    m_sequences.emplace(m_next_sequence, std::move(sequence));
+  } catch (...) {
+    m_pool.unclaim(ring_bytes());
+    throw;
+  }
+  m_sequences.at(m_next_sequence).ring_bytes = MeteredBytes(m_meter, ring_bytes());
+  return m_next_sequence++;
+}
+
+template <class Value, PageOrder order>
+SequenceId KVCache<Value, order>::add_sequence() {
+  return detail::or_out_of_memory("a sequence", ring_bytes(), m_pool,
+                                  [&] { return insert(make_sequence()); });
+}
+
+template <class Value, PageOrder order>
+SequenceId KVCache<Value, order>::fork(const ExecutionSpace& exec, SequenceId source) {
+  check_outside_step(source, "fork");
+  settle(source);
+  return detail::or_out_of_memory("a fork", ring_bytes(), m_pool, [&] {
+    Sequence& from = sequence_at(source);
+    enter(exec, from);
+    Sequence copy = make_sequence();
+    std::size_t longest = 0;
+    for (std::size_t l = 0; l < copy.layers.size(); ++l) {
+      LayerStore& layer = copy.layers[l];
+      layer.tokens = from.layers[l].tokens;
+      layer.ring_first = from.layers[l].ring_first;
+      layer.pages = from.layers[l].pages;
+      for (const auto& list : layer.pages) longest = std::max(longest, list.size());
+    }
+    copy.last = exec;
+    copy.total = from.total;
+    std::copy_n(from.retained.data(), from.retained.extent(0), copy.retained.data());
+    widen_table(exec, copy, longest);
+    upload_all(exec, copy);
+    copy_elements(exec, copy.rings.data(), from.rings.data(), from.rings.size());
+    copy_elements(exec, copy.ring_scores.data(), from.ring_scores.data(), from.ring_scores.size());
+    const SequenceId id = insert(std::move(copy));
+    // Nothing can fail any more.
+    for (const LayerStore& layer : from.layers) {
+      for (const auto& list : layer.pages) {
+        for (PageId page : list) m_pool.retain(page);
+      }
+    }
+    return id;
+  });
+}
+
+template <class Value, PageOrder order>
+void KVCache<Value, order>::free_sequence(const ExecutionSpace& exec, SequenceId sequence) {
+  check_outside_step(sequence, "free_sequence");
+  Sequence& found = sequence_at(sequence);
+  enter(exec, found);
+  for (const LayerStore& layer : found.layers) {
+    for (const auto& list : layer.pages) {
+      for (PageId page : list) m_pool.release(page);
+    }
+  }
+  m_released_on = exec;
+  m_pool.unclaim(ring_bytes());
+  m_sequences.erase(sequence);
+}
+
+template <class Value, PageOrder order>
+auto KVCache<Value, order>::checkpoint(const ExecutionSpace& exec, SequenceId id) -> Checkpoint {
+  check_outside_step(id, "checkpoint");
+  settle(id);
+  return detail::or_out_of_memory("a checkpoint", ring_bytes(), m_pool, [&] {
+    Sequence& sequence = sequence_at(id);
+    enter(exec, sequence);
+    Checkpoint checkpoint;
+    checkpoint.sequence = id;
+    for (const LayerStore& layer : sequence.layers) {
+      checkpoint.tokens.push_back(layer.tokens);
+      checkpoint.ring_first.push_back(layer.ring_first);
+    }
+    checkpoint.retained.assign(sequence.retained.data(),
+                               sequence.retained.data() + sequence.retained.extent(0));
+    checkpoint.counts = sequence.total;
+    checkpoint.rings = allocate_view<Rings>("kvzap::checkpoint::rings", sequence.rings.extent(0),
+                                            sequence.rings.extent(1));
+    checkpoint.ring_scores =
+        allocate_view<RingScores>("kvzap::checkpoint::ring_scores", sequence.ring_scores.extent(0),
+                                  sequence.ring_scores.extent(1));
+    copy_elements(exec, checkpoint.rings.data(), sequence.rings.data(), sequence.rings.size());
+    copy_elements(exec, checkpoint.ring_scores.data(), sequence.ring_scores.data(),
+                  sequence.ring_scores.size());
+    sequence.checkpoints.insert(m_next_checkpoint);
+    checkpoint.id = m_next_checkpoint++;
+    checkpoint.bytes = MeteredBytes(m_meter, ring_bytes());
+    return checkpoint;
+  });
+}
+
+template <class Value, PageOrder order>
+void KVCache<Value, order>::restore(const ExecutionSpace& exec, SequenceId id,
+                                    const Checkpoint& checkpoint) {
+  check_outside_step(id, "restore");
+  settle(id);
+  if (checkpoint.sequence != id) {
+    throw Error(fmt::format("cache restore: sequence {} given a checkpoint of sequence {}", id,
+                            checkpoint.sequence));
+  }
+  Sequence& sequence = sequence_at(id);
+  // Rows that came after an earlier state are gone once the sequence has been cut back to it, and
+  // so are the checkpoints between.
+  auto& valid = sequence.checkpoints;
+  const auto found = valid.find(checkpoint.id);
+  if (found == valid.end()) {
+    throw Error(
+        fmt::format("cache restore: sequence {} was cut back past this checkpoint, or compacted "
+                    "since",
+                    id));
+  }
+  enter(exec, sequence);
+  copy_elements(exec, sequence.rings.data(), checkpoint.rings.data(), sequence.rings.size());
+  copy_elements(exec, sequence.ring_scores.data(), checkpoint.ring_scores.data(),
+                sequence.ring_scores.size());
+  valid.erase(std::next(found), valid.end());
+  for (std::size_t l = 0; l < sequence.layers.size(); ++l) {
+    LayerStore& layer = sequence.layers[l];
+    layer.tokens = checkpoint.tokens[l];
+    layer.ring_first = checkpoint.ring_first[l];
+    for (std::size_t h = 0; h < layer.pages.size(); ++h) {
+      layer.retained(h) = checkpoint.retained[layer.first_head + h];
+      layer.host_retained(h) = layer.retained(h);
+    }
+    release_surplus(layer);
+  }
+  sequence.total = checkpoint.counts;
+  m_released_on = exec;
+  if constexpr (!detail::runs_on_host) {
+    Kokkos::deep_copy(exec, sequence.lengths, sequence.host_lengths);
+  }
+}
+
+template <class Value, PageOrder order>
+std::size_t KVCache<Value, order>::trim() {
+  if (m_released_on) {
+    detail::fence(*m_released_on, "kvzap::trim: kernels may still read released pages");
+    m_released_on.reset();
+  }
+  const std::size_t bytes = m_pool.trim();
+  release_unused_host_memory();
+  return bytes;
+}
+
+template <class Value, PageOrder order>
+CacheBytes KVCache<Value, order>::bytes() const {
+  CacheBytes bytes;
+  const std::size_t row = 2 * sizeof(Value) * m_shape.head_dim;
+  for (const auto& [id, sequence] : m_sequences) {
+    settle(id);
+    for (const LayerStore& layer : sequence.layers) {
+      const std::int64_t ring =
+          std::min<std::int64_t>(layer.tokens - layer.ring_first, m_shape.window);
+      for (std::size_t h = 0; h < layer.pages.size(); ++h) {
+        bytes.live += row * (layer.retained(h) + ring);
+      }
+    }
+    bytes.allocated += sequence.ring_bytes.bytes();
+  }
+  bytes.allocated += m_pool.allocated_bytes();
+  bytes.returned = m_pool.returned_bytes();
+  return bytes;
+}
+
+template <class Value, PageOrder order>
+std::int64_t KVCache<Value, order>::tokens(SequenceId sequence, int layer) const {
+  return store(sequence, layer).tokens;
+}
+
+template <class Value, PageOrder order>
+std::int64_t KVCache<Value, order>::rows(SequenceId sequence, int layer, int head) const {
+  settle(sequence);
+  const LayerStore& from = store(sequence, layer);
+  return from.retained(checked_head(layer, head)) +
+         std::min<std::int64_t>(from.tokens - from.ring_first, m_shape.window);
+}
+
+template <class Value, PageOrder order>
+const std::vector<PageId>& KVCache<Value, order>::page_list(SequenceId sequence, int layer,
+                                                            int head) const {
+  settle(sequence);
+  return store(sequence, layer).pages[checked_head(layer, head)];
+}
+
+template <class Value, PageOrder order>
+std::vector<SequenceId> KVCache<Value, order>::sequences() const {
+  std::vector<SequenceId> ids;
+  for (const auto& entry : m_sequences) ids.push_back(entry.first);
+  return ids;
+}
+
+#define KVZAP_INSTANTIATE(Value, order)                                                           \
+  template KVCache<Value, order>::KVCache(CacheShape, MemoryMeter*, std::size_t);                 \
+  template KVCache<Value, order>::~KVCache();                                                     \
+  template std::size_t KVCache<Value, order>::ring_bytes() const;                                 \
+  template SequenceId KVCache<Value, order>::add_sequence();                                      \
+  template SequenceId KVCache<Value, order>::fork(const ExecutionSpace&, SequenceId);             \
+  template void KVCache<Value, order>::free_sequence(const ExecutionSpace&, SequenceId);          \
+  template auto KVCache<Value, order>::checkpoint(const ExecutionSpace&, SequenceId)->Checkpoint; \
+  template void KVCache<Value, order>::restore(const ExecutionSpace&, SequenceId,                 \
+                                               const Checkpoint&);                                \
+  template std::size_t KVCache<Value, order>::trim();                                             \
+  template CacheBytes KVCache<Value, order>::bytes() const;                                       \
+  template std::int64_t KVCache<Value, order>::tokens(SequenceId, int) const;                     \
+  template std::int64_t KVCache<Value, order>::rows(SequenceId, int, int) const;                  \
+  template const std::vector<PageId>& KVCache<Value, order>::page_list(SequenceId, int, int)      \
+      const;                                                                                      \
+  template std::vector<SequenceId> KVCache<Value, order>::sequences() const;
+KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#undef KVZAP_INSTANTIATE
+
+}  // namespace kvzap

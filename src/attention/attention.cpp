@@ -38,12 +38,14 @@ std::int64_t extent(const View& view, int i) {
   return static_cast<std::int64_t>(view.extent(i));
 }
 
-/// Throws Error on views that do not fit each other and a layer's heads.
+/// Throws Error on views that do not fit each other and a layer's heads, or with fewer new rows
+/// than least_rows.
 template <class Layer, class QueryView, class RowsView, class OutputView>
 void check_views(const Layer& cached, const QueryView& queries, const RowsView& new_keys,
-                 const RowsView& new_values, const OutputView& output, const LogSumExpView& lse) {
+                 const RowsView& new_values, const OutputView& output, const LogSumExpView& lse,
+                 std::int64_t least_rows = 0) {
   const auto fits = [&](const RowsView& view) {
-    return view.extent(0) == new_keys.extent(0) && extent(view, 1) == cached.heads &&
+    return extent(view, 0) >= least_rows && view.extent(0) == new_keys.extent(0) && extent(view, 1) == cached.heads &&
            extent(view, 2) == cached.head_dim;
   };
   if (!fits(new_keys) || !fits(new_values) || extent(queries, 2) != cached.head_dim ||
@@ -51,10 +53,11 @@ void check_views(const Layer& cached, const QueryView& queries, const RowsView& 
                         : queries.extent(1) != 0)) {
     throw Error(fmt::format(
         "attention: queries ({}, {}, {}), new keys ({}, {}, {}) and new values ({}, {}, {}); "
-        "expected (token, multiple of {}, {}) and (as many rows in both, {}, {})",
+        "expected (token, multiple of {}, {}) and ({} rows or more, {}, {})",
         queries.extent(0), queries.extent(1), queries.extent(2), new_keys.extent(0),
         new_keys.extent(1), new_keys.extent(2), new_values.extent(0), new_values.extent(1),
-        new_values.extent(2), cached.heads, cached.head_dim, cached.heads, cached.head_dim));
+        new_values.extent(2), cached.heads, cached.head_dim, least_rows, cached.heads,
+        cached.head_dim));
   }
   for (int i = 0; i < 3; ++i) {
     if (new_keys.extent(i) > 1 && new_keys.stride(i) != new_values.stride(i)) {
@@ -209,6 +212,7 @@ void Attention<Value, order>::operator()(const ExecutionSpace& exec, const Layer
                                          const QueryView& queries, const RowsView& new_keys,
                                          const RowsView& new_values, const OutputView& output,
                                          AttentionPath path, const LogSumExpView& lse) {
+  check_views(cached, queries, new_keys, new_values, output, lse, extent(queries, 0));
   const Emptied emptied(m_scratch->spans);
   m_scratch->spans.push_back({cached, 0, extent(queries, 0), 0, extent(new_keys, 0)});
   (*this)(exec, m_scratch->spans, queries, new_keys, new_values, output, path, lse);

@@ -5,41 +5,18 @@
 #include <limits>
 #include <type_traits>
 
-#include "attention/device/row_vector.hpp"
-#include "attention/device/team.hpp"
+#include "attention/device/panel_rows.hpp"
 #include "base/instantiate.hpp"
 #include "base/kokkos_compat.hpp"
 #include "base/scratch.hpp"
 #include "linalg/product.hpp"
-#include "linalg/rounded_rows.hpp"
 
 namespace kvzap::detail {
 namespace {
 
 constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
 
-// Query tokens of a tile: as many as a decoder takes through a layer at once.
-constexpr std::int64_t tile_tokens = 512;
-// Rows of a panel. The fewer query rows there are, the more, up to where a panel's scores (4 bytes)
-// and weights (2) still fit a large second-level cache.
-constexpr std::int64_t least_rows = 64;
-constexpr std::int64_t most_rows = 512;
-constexpr std::int64_t most_scores = std::int64_t{1} << 22;
-
-using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
-
-// Teams on a device.
-constexpr TeamShape row_team{4, 32};
-
-/// Arrays over the query rows of a tile, (head, query row).
-struct QueryRows {
-  float* maximum;
-  float* weight;
-  float* unscale;
-  float* sums;  // (head, query row, dim)
-  std::int64_t count;
-  int dim;
-};
+using Range = DeviceRange;
 
 /// The values of a tile's own tokens, the only rows that some of its queries see and others do not.
 template <class Value>
@@ -54,48 +31,6 @@ struct OwnValues {
     return static_cast<float>(values[own * row_stride + head * head_stride + d * dim_stride]);
   }
 };
-
-/// Tokens first .. first + count / group - 1 of the queries into a tile, rounded to Value.
-template <class Value, class QueryView>
-void load_queries(const ExecutionSpace& exec, const QueryView& queries, int kv_heads,
-                  std::int64_t first, const QueryRows& rows, int* any, Value* target) {
-  const int dim = rows.dim;
-  const std::int64_t count = rows.count;
-  const int group = static_cast<int>(queries.extent(1)) / kv_heads;
-  const bool scales = std::is_same_v<Value, half>;
-  const TeamShape shape = team_shape(row_team);
-  Kokkos::parallel_for(
-      "kvzap::attention::load_queries",
-      TeamPolicy(exec, static_cast<int>(kv_heads * count), shape.threads, shape.lanes),
-      KOKKOS_LAMBDA(const TeamMember& team) {
-        const std::int64_t i = team.league_rank();
-        const std::int64_t token = first + i % count / group;
-        const int head = static_cast<int>(i / count) * group + static_cast<int>(i % count % group);
-        int shift = 0;
-        if (scales) {
-          float largest = 0;
-          Kokkos::parallel_reduce(
-              Kokkos::TeamThreadRange(team, dim),
-              [&](int d, float& most) {
-                const float size = math::fabs(queries(token, head, d));
-                if (size > most) most = size;
-              },
-              Kokkos::Max<float>(largest));
-          shift = half_shift(largest);
-        }
-        const float scale = power_of_two(shift);
-        Kokkos::parallel_for(Kokkos::TeamVectorRange(team, dim), [&](int d) {
-          target[i * dim + d] = Value(queries(token, head, d) * scale);
-          rows.sums[i * dim + d] = 0;
-        });
-        Kokkos::single(Kokkos::PerTeam(team), [&] {
-          rows.maximum[i] = minus_infinity;
-          rows.weight[i] = 0;
-          rows.unscale[i] = power_of_two(-shift);
-          if (i % count == 0) any[i / count] = 0;
-        });
-      });
-}
 
 /// Notes which of a tile's own tokens have a value that is not finite.
 template <class Value>
@@ -114,66 +49,10 @@ void flag_values(const ExecutionSpace& exec, int kv_heads, int dim, const OwnVal
       });
 }
 
-/// Rows begin .. begin + panel - 1 of `heads` heads from `first_head` on, counted over pages, ring
-/// and new rows; zeros behind a head's last one, and instead of flagged values of the tile's own
-/// tokens, the new rows from first_own on. keys, values: (head, row, dim).
-template <class Value, PageOrder order, class RowsView>
-void gather(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cached,
-            const RowsView& new_keys, const RowsView& new_values, int first_head, int heads,
-            std::int64_t begin, std::int64_t panel, std::int64_t first_own, std::int64_t own_count,
-            const int* flags, Value* keys, Value* values) {
-  constexpr int width = RowVector<Value>::width;
-  const int dim = cached.head_dim;
-  const std::int64_t new_rows = new_keys.extent(0);
-  const std::int64_t vectors = (dim + width - 1) / width;
-  Kokkos::parallel_for(
-      "kvzap::attention::gather", Range(exec, 0, heads * panel * vectors),
-      KOKKOS_LAMBDA(std::int64_t i) {
-        const int d0 = static_cast<int>(i % vectors) * width;
-        const std::int64_t target = i / vectors * dim + d0;
-        const std::int64_t row = begin + i / vectors % panel;
-        const int head = first_head + static_cast<int>(i / vectors / panel);
-        const std::int64_t retained = cached.retained(head);
-        const std::int64_t cached_rows = retained + cached.ring_rows();
-        const Value* key = nullptr;
-        const Value* value = nullptr;
-        std::int64_t stride = 1;
-        if (row < cached_rows) {
-          const bool in_page = row < retained;
-          const auto span =
-              cached.span(head, in_page ? row / cached.page_rows : cached.pages(head));
-          const std::int64_t offset =
-              (in_page ? row % cached.page_rows : row - retained) * span.row_stride;
-          key = span.keys + offset;
-          value = span.values + offset;
-          stride = span.dim_stride;
-        } else if (row < cached_rows + new_rows) {
-          key = &new_keys(row - cached_rows, head, 0);
-          value = &new_values(row - cached_rows, head, 0);
-          stride = new_keys.stride(2);
-        }
-        const std::int64_t own = row - cached_rows - first_own;
-        // (No query of the tile sees what comes after its own tokens.)
-        const bool dropped = own >= 0 && (own >= own_count || flags[head * own_count + own] != 0);
-        const bool whole = key && !dropped && stride == 1 && d0 + width <= dim &&
-                           dim % width == 0 && is_vector_aligned(key) && is_vector_aligned(value);
-        if (whole) {
-          *reinterpret_cast<Bytes16*>(keys + target) = *reinterpret_cast<const Bytes16*>(key + d0);
-          *reinterpret_cast<Bytes16*>(values + target) =
-              *reinterpret_cast<const Bytes16*>(value + d0);
-          return;
-        }
-        for (int e = 0; e < width && d0 + e < dim; ++e) {
-          keys[target + e] = key ? key[(d0 + e) * stride] : Value(0.0f);
-          values[target + e] = key && !dropped ? value[(d0 + e) * stride] : Value(0.0f);
-        }
-      });
-}
-
 /// Scores (head, query row, panel) into weights, relative to the largest score so far, by which the
-/// sums so far are scaled; flagged values of the tile's own tokens are added to those sums. The
-/// query rows of a tile's token t see the rows of the panel before retained(head) + visible + t,
-/// the last of which is the token's own.
+/// sums so far are scaled; flagged values of the tile's own tokens are added to those sums. The query
+/// rows of a tile's token t see the rows of the panel before retained(head) + visible + t, the last
+/// of which is the token's own.
 template <class Value>
 void online_softmax(const ExecutionSpace& exec,
                     const Kokkos::View<const std::int64_t*, MemorySpace>& retained, int first_head,
@@ -375,7 +254,8 @@ void PanelAttention<Value, order>::operator()(const ExecutionSpace& exec, const 
         while (end < kv_heads && cached.bounds(end) + others > begin) ++end;
         const int heads = end - head;
         gather<Value, order>(exec, cached, new_keys, new_values, head, heads, begin, panel,
-                             before + first, own, own_values.flags, m_keys.data(), m_values.data());
+                             before + first, own, own_values.flags, m_keys.data(),
+                             m_values.data());
 
         Product<Value> scores;
         scores.m = rows.count;

@@ -10,8 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/device_kernels.hpp"
-#include "base/simd.hpp"
+#include "unit/attention/cases.hpp"
 #include "unit/temporary_folder.hpp"
 
 namespace {
@@ -26,50 +25,8 @@ using kvzap::half;
 using kvzap::KVCache;
 using kvzap::MemorySpace;
 using kvzap::PageOrder;
+using namespace kvzap::test::attention;
 using kvzap::test::expect_error;
-
-float uniform(std::mt19937& random) { return static_cast<float>(random() >> 8) * 0x1p-23f - 1.0f; }
-
-/// A rank-3 array on the device and the host, in one of three layouts.
-enum class Arrangement { right, left, strided };
-
-template <class T>
-struct Array {
-  Kokkos::View<T*, MemorySpace> storage;
-  typename Kokkos::View<T*, MemorySpace>::HostMirror host;
-  std::size_t extents[3];
-  std::size_t strides[3];
-  std::size_t offset = 0;
-
-  Array(std::size_t a, std::size_t b, std::size_t c, Arrangement arrangement)
-      : extents{a, b, c}, strides{b * c, c, 1} {
-    if (arrangement == Arrangement::left) {
-      strides[0] = 1;
-      strides[1] = a;
-      strides[2] = a * b;
-    } else if (arrangement == Arrangement::strided) {
-      strides[2] = 2;
-      strides[1] = 2 * c + 3;
-      strides[0] = strides[1] * b + 1;
-      offset = 5;
-    }
-    std::size_t size = offset + 1;
-    for (int i = 0; i < 3; ++i) size += extents[i] * strides[i];
-    storage = Kokkos::View<T*, MemorySpace>("array", size);
-    host = Kokkos::create_mirror_view(storage);
-  }
-  T& at(std::size_t i, std::size_t j, std::size_t k) const {
-    return host(offset + i * strides[0] + j * strides[1] + k * strides[2]);
-  }
-  template <class Element>
-  Kokkos::View<Element***, Kokkos::LayoutStride, MemorySpace> view() const {
-    return Kokkos::View<Element***, Kokkos::LayoutStride, MemorySpace>(
-        storage.data() + offset, Kokkos::LayoutStride(extents[0], strides[0], extents[1],
-                                                      strides[1], extents[2], strides[2]));
-  }
-  void upload() const { Kokkos::deep_copy(storage, host); }
-  void download() const { Kokkos::deep_copy(host, storage); }
-};
 
 struct Problem {
   int dim = 64;
@@ -98,55 +55,6 @@ std::string describe(const Problem& p) {
   return text;
 }
 
-template <class ValueType, PageOrder page_order>
-struct Combination {
-  using Value = ValueType;
-  static constexpr PageOrder order = page_order;
-};
-
-using kvzap::detail::SimdLevel;
-
-/// Relative to the largest |value|: a softmax is a mean of values, its weights good to a few units
-/// in the last place of scores of order 1.
-constexpr double tolerance = 1e-5;
-/// Where queries and weights are rounded to bfloat16: 2^-8 for the weights, and as much again for
-/// scores of order 1, whose terms' errors are independent.
-constexpr double pair_tolerance = 0x1p-7;
-
-/// What a path may differ by from exact arithmetic at the level in use.
-template <class Value>
-double tolerance_of(AttentionPath path) {
-  if (path == AttentionPath::portable || path == AttentionPath::split_kv) return tolerance;
-  const bool panels = path == AttentionPath::panels ||
-                      (path != AttentionPath::rows && kvzap::detail::uses_device_kernels());
-  if (panels && std::is_same_v<Value, half>) return pair_tolerance / 4;
-  const bool rounds = panels || kvzap::detail::simd_level() >= SimdLevel::avx512_bf16;
-  return rounds && std::is_same_v<Value, bfloat16> ? pair_tolerance : tolerance;
-}
-
-std::vector<SimdLevel> simd_levels() {
-  std::vector<SimdLevel> levels;
-  for (SimdLevel level :
-       {SimdLevel::avx512_bf16, SimdLevel::avx512, SimdLevel::avx2, SimdLevel::baseline}) {
-    if (level <= kvzap::detail::simd_level_of_processor()) levels.push_back(level);
-  }
-  return levels;
-}
-
-/// Uses a level until the end of the scope.
-class LevelInUse {
- public:
-  explicit LevelInUse(SimdLevel level) : m_before(kvzap::detail::simd_level()) {
-    kvzap::detail::set_simd_level(level);
-  }
-  ~LevelInUse() { kvzap::detail::set_simd_level(m_before); }
-  LevelInUse(const LevelInUse&) = delete;
-  LevelInUse& operator=(const LevelInUse&) = delete;
-
- private:
-  SimdLevel m_before;
-};
-
 template <class Parameter>
 class AttentionPaths : public ::testing::Test {
  protected:
@@ -154,46 +62,8 @@ class AttentionPaths : public ::testing::Test {
   static constexpr PageOrder order = Parameter::order;
   using Cache = KVCache<Value, order>;
 
-  /// A random cache with exactly the wanted rows: scores decide which pairs survive.
   void fill(Cache& cache, int sequence, const Problem& p, std::mt19937& random) {
-    const int most = *std::max_element(p.retained.begin(), p.retained.end());
-    // Half as many again, so that retained rows are scattered among evicted ones.
-    const int exits = most + most / 2;
-    const int tokens = exits + p.ring_rows;
-    if (tokens == 0) return;
-    Array<Value> keys(tokens, p.kv_heads, p.dim, Arrangement::right);
-    Array<Value> values(tokens, p.kv_heads, p.dim, Arrangement::right);
-    fill_random(keys, p.integers, random);
-    fill_random(values, 0, random);
-    Kokkos::View<float**, MemorySpace> scores("scores", p.kv_heads, tokens);
-    const auto host_scores = Kokkos::create_mirror_view(scores);
-    for (int h = 0; h < p.kv_heads; ++h) {
-      int wanted = p.retained[h];
-      for (int t = 0; t < tokens; ++t) {
-        const int left = exits - t;
-        const bool keep = left > 0 && static_cast<int>(random() % left) < wanted;
-        host_scores(h, t) = keep ? 1.0f : -1.0f;
-        if (keep) --wanted;
-      }
-    }
-    Kokkos::deep_copy(scores, host_scores);
-    const ExecutionSpace exec;
-    cache.append(exec, sequence, 0, keys.template view<const Value>(),
-                 values.template view<const Value>(), scores, EvictionRule{0.0f, 0, true});
-    exec.fence();
-  }
-
-  template <class T>
-  static void fill_random(const Array<T>& array, int integers, std::mt19937& random) {
-    for (std::size_t i = 0; i < array.extents[0]; ++i) {
-      for (std::size_t j = 0; j < array.extents[1]; ++j) {
-        for (std::size_t k = 0; k < array.extents[2]; ++k) {
-          const float x = uniform(random);
-          array.at(i, j, k) = T(integers ? std::nearbyint(x * integers) : x);
-        }
-      }
-    }
-    array.upload();
+    fill_cache(cache, sequence, p.dim, p.retained, p.ring_rows, p.integers, random);
   }
 
   /// All paths against softmax attention in double precision. Agreement with it within `tolerance`
@@ -303,10 +173,6 @@ class AttentionPaths : public ::testing::Test {
   Attention<Value, order> m_attention;  // one for all problems: its scratch space must fit each
 };
 
-using Combinations = ::testing::Types<
-    Combination<float, PageOrder::token_major>, Combination<float, PageOrder::dim_major>,
-    Combination<half, PageOrder::token_major>, Combination<half, PageOrder::dim_major>,
-    Combination<bfloat16, PageOrder::token_major>, Combination<bfloat16, PageOrder::dim_major>>;
 TYPED_TEST_SUITE(AttentionPaths, Combinations);
 
 TYPED_TEST(AttentionPaths, AgreeWithDoublePrecisionForAnyHead) {
@@ -443,7 +309,7 @@ TYPED_TEST(AttentionPaths, EqualScoresGiveTheMean) {
   Array<float> queries(1, 4, p.dim, Arrangement::right);  // all zero
   queries.upload();
   Array<Value> chunk(1, p.kv_heads, p.dim, Arrangement::right);
-  this->fill_random(chunk, 0, random);
+  fill_random(chunk, 0, random);
   for (auto path : {AttentionPath::automatic, AttentionPath::flash_prefill, AttentionPath::split_kv,
                     AttentionPath::panels, AttentionPath::portable}) {
     Array<float> output(1, 4, p.dim, Arrangement::right);
@@ -550,9 +416,9 @@ TYPED_TEST(AttentionPaths, BatchedDecodeEqualsSingleCalls) {
   Array<float> queries(count, heads, p.dim, Arrangement::strided);
   Array<Value> keys(count, p.kv_heads, p.dim, Arrangement::right);
   Array<Value> values(count, p.kv_heads, p.dim, Arrangement::right);
-  this->fill_random(queries, 0, random);
-  this->fill_random(keys, 0, random);
-  this->fill_random(values, 0, random);
+  fill_random(queries, 0, random);
+  fill_random(keys, 0, random);
+  fill_random(values, 0, random);
   std::vector<typename TestFixture::Cache::Layer> layers;
   for (int sequence : sequences) layers.push_back(cache.layer(sequence, 0));
   const AttentionPath paths[] = {AttentionPath::automatic, AttentionPath::flash_prefill,
@@ -609,9 +475,9 @@ TYPED_TEST(AttentionPaths, NonFiniteKeys) {
         Array<float> queries(count, 2, dim, Arrangement::right);
         Array<Value> keys(tokens, 1, dim, Arrangement::right);
         Array<Value> values(tokens, 1, dim, Arrangement::right);
-        this->fill_random(queries, 0, random);
-        this->fill_random(keys, 0, random);
-        this->fill_random(values, 0, random);
+        fill_random(queries, 0, random);
+        fill_random(keys, 0, random);
+        fill_random(values, 0, random);
         for (int t = 0; t < count; ++t) queries.at(t, 0, 0) = queries.at(t, 1, 0) = 0.5f;
         queries.upload();
         const auto attend = [&] {
@@ -689,12 +555,12 @@ TEST(AttentionErrors, BatchedDecodeNamesExpectedAndFound) {
   call(Layers{layer, layer}, 2, 2);
   call(Layers{}, 0, 0);
   expect_error([&] { call(Layers{layer, layer}, 3, 3); }, {"3 query rows", "2 sequences"});
-  expect_error([&] { call(Layers{layer, layer}, 2, 1); }, {"1 chunk keys", "2 sequences"});
+  expect_error([&] { call(Layers{layer, layer}, 2, 1); }, {"1 new keys", "2 sequences"});
   expect_error(
       [&] {
         call(Layers{layer, other.layer(other.add_sequence(), 0)}, 2, 2);
       },
-      {"sequence 1 has 1 heads", "expected 2"});
+      {"span 1 has 1 heads", "expected 2"});
 }
 
 TEST(AttentionErrors, ARankWithoutHeadsHasNothingToDo) {

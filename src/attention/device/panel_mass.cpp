@@ -1,0 +1,176 @@
+#include "attention/device/panel_mass.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+#include "attention/device/panel_rows.hpp"
+#include "base/instantiate.hpp"
+#include "base/scratch.hpp"
+#include "linalg/product.hpp"
+
+namespace kvzap::detail {
+namespace {
+
+// Query rows that one thread reduces.
+constexpr std::int64_t slice_rows = 64;
+
+/// One panel of some heads against one tile of query tokens.
+struct PanelOfMass {
+  const std::int64_t* retained;
+  const float* scores;   // (own head, query row, panel)
+  const float* unscale;  // (head, query row)
+  float* partial;        // (slice, own head, panel)
+  std::int64_t rows;     // query rows
+  std::int64_t panel;
+  std::int64_t begin;    // row of the panel's first column
+  std::int64_t visible;  // of a head: retained rows and so many are seen by the tile's first token
+  std::int64_t first_token;
+  int first_head, heads, group;
+  bool is_max, has_row_factors, has_query_factors;
+
+  KOKKOS_INLINE_FUNCTION std::int64_t slices() const {
+    return (rows + slice_rows - 1) / slice_rows;
+  }
+};
+
+void reduce_slices(const ExecutionSpace& exec, const PanelOfMass& p, const LogSumExpView& lse,
+                   const MassFactors& factors) {
+  Kokkos::parallel_for(
+      "kvzap::mass::slices", DeviceRange(exec, 0, p.slices() * p.heads * p.panel),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t column = i % p.panel;
+        const int own_head = static_cast<int>(i / p.panel % p.heads);
+        const int head = p.first_head + own_head;
+        const std::int64_t from = i / p.panel / p.heads * slice_rows;
+        const std::int64_t to = from + slice_rows < p.rows ? from + slice_rows : p.rows;
+        const std::int64_t row = p.begin + column;
+        float mass = 0;
+        for (std::int64_t q = from; q < to; ++q) {
+          const std::int64_t token = q / p.group;
+          if (row >= p.retained[head] + p.visible + token) continue;
+          const int query_head = head * p.group + static_cast<int>(q % p.group);
+          const float shift = lse(p.first_token + token, query_head);
+          if (shift == -std::numeric_limits<float>::infinity()) continue;
+          const float score = p.scores[(own_head * p.rows + q) * p.panel + column] *
+                              p.unscale[head * p.rows + q];
+          float probability = math::exp(score - shift);
+          if (p.has_query_factors) probability *= factors.queries(p.first_token + token);
+          if (p.has_row_factors) probability *= factors.rows(query_head, row);
+          take_mass(probability, p.is_max, mass);
+        }
+        p.partial[i] = mass;
+      });
+}
+
+template <class MassView>
+void reduce_panel(const ExecutionSpace& exec, const PanelOfMass& p, const MassView& mass) {
+  Kokkos::parallel_for(
+      "kvzap::mass::reduce", DeviceRange(exec, 0, p.heads * p.panel),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const int head = p.first_head + static_cast<int>(i / p.panel);
+        const std::int64_t row = p.begin + i % p.panel;
+        const std::int64_t seen_by_last = p.retained[head] + p.visible + p.rows / p.group - 1;
+        if (row >= seen_by_last) return;
+        for (std::int64_t slice = 0; slice < p.slices(); ++slice) {
+          take_mass(p.partial[slice * p.heads * p.panel + i], p.is_max, mass(head, row));
+        }
+      });
+}
+
+}  // namespace
+
+template <class Value, PageOrder order>
+void PanelMass<Value, order>::operator()(const ExecutionSpace& exec,
+                                         const AttentionSpan<Value, order>& span,
+                                         const MassCall<Value, order>& call) {
+  using RowsView = typename AttentionMass<Value, order>::RowsView;
+  const auto& cached = span.cached;
+  const int kv_heads = call.kv_heads;
+  const int dim = call.dim;
+  const int group = call.group;
+  const RowsView new_keys =
+      Kokkos::subview(call.new_keys, std::make_pair(span.first_new, span.first_new + span.new_rows),
+                      Kokkos::ALL, Kokkos::ALL);
+  const std::int64_t before = span.new_rows - span.queries;
+  const std::int64_t tile = std::min(span.queries, tile_tokens);
+  const std::int64_t most_query_rows = kv_heads * tile * group;
+  const std::int64_t panel =
+      std::clamp(most_scores / most_query_rows / least_rows * least_rows, least_rows, most_rows);
+  const std::int64_t slices = (tile * group + slice_rows - 1) / slice_rows;
+  reserve_scratch(m_queries, most_query_rows * dim, "kvzap::mass::queries");
+  reserve_scratch(m_keys, kv_heads * panel * dim, "kvzap::mass::keys");
+  reserve_scratch(m_scores, most_query_rows * panel, "kvzap::mass::scores");
+  reserve_scratch(m_unscale, most_query_rows, "kvzap::mass::unscale");
+  reserve_scratch(m_partial, slices * kv_heads * panel, "kvzap::mass::partial");
+
+  for (std::int64_t first = 0; first < span.queries; first += tile) {
+    const std::int64_t own = std::min(tile, span.queries - first);
+    QueryRows rows{};
+    rows.unscale = m_unscale.data();
+    rows.count = own * group;
+    rows.dim = dim;
+    load_queries<Value>(exec, call.queries, kv_heads, span.first_query + first, rows, nullptr,
+                        m_queries.data());
+    const std::int64_t others = cached.ring_rows() + before + first + own;
+    for (std::int64_t begin = 0;; begin += panel) {
+      bool found = false;
+      // Runs of heads that still have rows.
+      for (int head = 0; head < kv_heads;) {
+        if (cached.bounds(head) + others <= begin) {
+          ++head;
+          continue;
+        }
+        found = true;
+        int end = head + 1;
+        while (end < kv_heads && cached.bounds(end) + others > begin) ++end;
+        const int heads = end - head;
+        gather<Value, order>(exec, cached, new_keys, new_keys, head, heads, begin, panel, 0, 0,
+                             nullptr, m_keys.data(), nullptr);
+        Product<Value> scores;
+        scores.m = rows.count;
+        scores.n = panel;
+        scores.k = dim;
+        scores.a = m_queries.data() + head * rows.count * dim;
+        scores.a_stride = dim;
+        scores.a_step = rows.count * dim;
+        scores.b = m_keys.data();
+        scores.b_stride = dim;
+        scores.b_step = panel * dim;
+        scores.transposed = true;
+        scores.c = m_scores.data();
+        scores.c_stride = panel;
+        scores.c_step = rows.count * panel;
+        scores.alpha = 1.0f / std::sqrt(static_cast<float>(dim));
+        scores.batch = heads;
+        multiply(exec, scores);
+
+        PanelOfMass p{};
+        p.retained = cached.retained.data();
+        p.scores = m_scores.data();
+        p.unscale = m_unscale.data();
+        p.partial = m_partial.data();
+        p.rows = rows.count;
+        p.panel = panel;
+        p.begin = begin;
+        p.visible = cached.ring_rows() + before + first + 1;
+        p.first_token = span.first_query + first;
+        p.first_head = head;
+        p.heads = heads;
+        p.group = group;
+        p.is_max = call.reduction == MassReduction::max;
+        p.has_row_factors = call.factors.rows.extent(0) > 0;
+        p.has_query_factors = call.factors.queries.extent(0) > 0;
+        reduce_slices(exec, p, call.lse, call.factors);
+        reduce_panel(exec, p, call.mass);
+        head = end;
+      }
+      if (!found) break;
+    }
+  }
+}
+
+#define KVZAP_INSTANTIATE(Value, order) template class PanelMass<Value, order>;
+KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#undef KVZAP_INSTANTIATE
+
+}  // namespace kvzap::detail

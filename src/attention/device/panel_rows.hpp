@@ -1,0 +1,138 @@
+// Tiles of queries and panels of rows as batched products take them.
+#pragma once
+
+#include <limits>
+#include <type_traits>
+
+#include "attention/call.hpp"
+#include "attention/device/row_vector.hpp"
+#include "attention/device/team.hpp"
+#include "attention/ring_order.hpp"
+#include "linalg/rounded_rows.hpp"
+
+namespace kvzap::detail {
+
+// Query tokens of a tile: as many as a decoder takes through a layer at once.
+inline constexpr std::int64_t tile_tokens = 512;
+// Rows of a panel. The fewer query rows there are, the more, up to where a panel's scores (4 bytes)
+// and weights (2) still fit a large second-level cache.
+inline constexpr std::int64_t least_rows = 64;
+inline constexpr std::int64_t most_rows = 512;
+inline constexpr std::int64_t most_scores = std::int64_t{1} << 22;
+
+// Teams on a device.
+inline constexpr TeamShape row_team{4, 32};
+
+using DeviceRange = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
+
+/// Arrays over the query rows of a tile, (head, query row).
+struct QueryRows {
+  float* maximum;
+  float* weight;
+  float* unscale;
+  float* sums;  // (head, query row, dim); null where there are none
+  std::int64_t count;
+  int dim;
+};
+
+/// Tokens first .. first + count / group - 1 of the queries into a tile, rounded to Value. any: (head), set to 0
+/// if there are sums.
+template <class Value, class QueryView>
+void load_queries(const ExecutionSpace& exec, const QueryView& queries, int kv_heads,
+                  std::int64_t first, const QueryRows& rows, int* any, Value* target) {
+  const int dim = rows.dim;
+  const std::int64_t count = rows.count;
+  const int group = static_cast<int>(queries.extent(1)) / kv_heads;
+  const bool scales = std::is_same_v<Value, half>;
+  const TeamShape shape = team_shape(row_team);
+  Kokkos::parallel_for(
+      "kvzap::attention::load_queries",
+      TeamPolicy(exec, static_cast<int>(kv_heads * count), shape.threads, shape.lanes),
+      KOKKOS_LAMBDA(const TeamMember& team) {
+        const std::int64_t i = team.league_rank();
+        const std::int64_t token = first + i % count / group;
+        const int head = static_cast<int>(i / count) * group + static_cast<int>(i % count % group);
+        int shift = 0;
+        if (scales) {
+          float largest = 0;
+          Kokkos::parallel_reduce(
+              Kokkos::TeamThreadRange(team, dim),
+              [&](int d, float& most) {
+                const float size = math::fabs(queries(token, head, d));
+                if (size > most) most = size;
+              },
+              Kokkos::Max<float>(largest));
+          shift = half_shift(largest);
+        }
+        const float scale = power_of_two(shift);
+        Kokkos::parallel_for(Kokkos::TeamVectorRange(team, dim), [&](int d) {
+          target[i * dim + d] = Value(queries(token, head, d) * scale);
+          if (rows.sums) rows.sums[i * dim + d] = 0;
+        });
+        Kokkos::single(Kokkos::PerTeam(team), [&] {
+          rows.unscale[i] = power_of_two(-shift);
+          if (!rows.sums) return;
+          rows.maximum[i] = -std::numeric_limits<float>::infinity();
+          rows.weight[i] = 0;
+          if (i % count == 0) any[i / count] = 0;
+        });
+      });
+}
+
+/// Rows begin .. begin + panel - 1 of `heads` heads from `first_head` on, in order of position
+/// over cache and new rows; zeros behind a head's last one, and instead of flagged values of the tile's own
+/// tokens, the new rows from first_own on. keys, values: (head, row, dim); values
+/// may be null.
+template <class Value, PageOrder order, class RowsView>
+void gather(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cached,
+            const RowsView& new_keys, const RowsView& new_values, int first_head, int heads,
+            std::int64_t begin, std::int64_t panel, std::int64_t first_own, std::int64_t own_count,
+            const int* flags, Value* keys, Value* values) {
+  constexpr int width = RowVector<Value>::width;
+  const int dim = cached.head_dim;
+  const std::int64_t new_rows = new_keys.extent(0);
+  const std::int64_t vectors = (dim + width - 1) / width;
+  Kokkos::parallel_for(
+      "kvzap::attention::gather", DeviceRange(exec, 0, heads * panel * vectors),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const int d0 = static_cast<int>(i % vectors) * width;
+        const std::int64_t target = i / vectors * dim + d0;
+        const std::int64_t row = begin + i / vectors % panel;
+        const int head = first_head + static_cast<int>(i / vectors / panel);
+        const std::int64_t cached_rows = cached.rows(head);
+        const Value* key = nullptr;
+        const Value* value = nullptr;
+        std::int64_t stride = 1;
+        if (row < cached_rows) {
+          const RowPlace<Value> place = cached_row(cached, head, row);
+          key = place.key;
+          value = place.value;
+          stride = place.dim_stride;
+        } else if (row < cached_rows + new_rows) {
+          key = &new_keys(row - cached_rows, head, 0);
+          if (values) value = &new_values(row - cached_rows, head, 0);
+          stride = new_keys.stride(2);
+        }
+        const std::int64_t own = row - cached_rows - first_own;
+        // (No query of the tile sees what comes after its own tokens.)
+        const bool dropped =
+            values && own >= 0 && (own >= own_count || flags[head * own_count + own] != 0);
+        const bool whole = key && !dropped && stride == 1 && d0 + width <= dim && dim % width == 0 &&
+                           is_vector_aligned(key) &&
+                           (!values || is_vector_aligned(value));
+        if (whole) {
+          *reinterpret_cast<Bytes16*>(keys + target) = *reinterpret_cast<const Bytes16*>(key + d0);
+          if (values) {
+            *reinterpret_cast<Bytes16*>(values + target) =
+                *reinterpret_cast<const Bytes16*>(value + d0);
+          }
+          return;
+        }
+        for (int e = 0; e < width && d0 + e < dim; ++e) {
+          keys[target + e] = key ? key[(d0 + e) * stride] : Value(0.0f);
+          if (values) values[target + e] = key && !dropped ? value[(d0 + e) * stride] : Value(0.0f);
+        }
+      });
+}
+
+}  // namespace kvzap::detail

@@ -1,0 +1,179 @@
+#include "attention/host/host_mass.hpp"
+
+#include <atomic>
+#include <cmath>
+
+#include "attention/host/load_row.hpp"
+#include "attention/host/tile_mass.hpp"
+#include "attention/ring_order.hpp"
+#include "base/instantiate.hpp"
+#include "base/scratch.hpp"
+#include "linalg/host/row_kernels.hpp"
+
+namespace kvzap::detail {
+namespace {
+
+using HostRange =
+    Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace, Kokkos::IndexType<std::int64_t>>;
+
+constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
+
+// Query rows and rows of a tile of the gemm form, and columns that one thread reduces.
+constexpr std::int64_t gemm_tile = 512;
+constexpr std::int64_t columns_at_once = 64;
+
+/// Where row `row` of a head lies, in order of position over cache and new rows.
+template <class Value, PageOrder order>
+RowPlace<Value> key_of(const AttentionSpan<Value, order>& span, const MassCall<Value, order>& call,
+                       int head, std::int64_t row) {
+  const RaggedLayer<Value, order>& layer = span.cached;
+  const std::int64_t cached_rows = layer.rows(head);
+  if (row < cached_rows) return cached_row(layer, head, row);
+  return {&call.new_keys(span.first_new + row - cached_rows, head, 0), nullptr,
+          static_cast<std::int64_t>(call.new_keys.stride(2))};
+}
+
+}  // namespace
+
+template <class Value, PageOrder order>
+void HostMass<Value, order>::operator()(const ExecutionSpace& exec,
+                                        const AttentionSpan<Value, order>& span,
+                                        const MassCall<Value, order>& call) {
+  fence(exec, "kvzap::mass: host kernels read what the instance wrote");
+  if (TileMass<Value>::available()) {
+    by_tiles(span, call);
+  } else {
+    by_gemm(exec, span, call);
+  }
+}
+
+template <class Value, PageOrder order>
+void HostMass<Value, order>::by_tiles(const AttentionSpan<Value, order>& span,
+                                      const MassCall<Value, order>& call) {
+  constexpr std::int64_t tile = TileMass<Value>::tile_keys;
+  const int kv_heads = call.kv_heads;
+  std::int64_t longest = 0;
+  for (int h = 0; h < kv_heads; ++h) longest = std::max(longest, span.cached.rows(h));
+  const std::int64_t items = (longest + span.new_rows + tile - 1) / tile * kv_heads;
+  const std::int64_t workers = Kokkos::DefaultHostExecutionSpace().concurrency();
+  const std::int64_t space = TileMass<Value>::scratch_size(call.dim);
+  reserve_scratch(m_workspaces, workers * space, "kvzap::mass::workspaces");
+  float* const workspaces = m_workspaces.data();
+  const AttentionSpan<Value, order>* const of = &span;
+  const bool is_max = call.reduction == MassReduction::max;
+  const bool has_row_factors = call.factors.rows.extent(0) > 0;
+  const bool has_query_factors = call.factors.queries.extent(0) > 0;
+  std::atomic<std::int64_t> next_item{0};
+  std::atomic<std::int64_t>* const queue = &next_item;
+  Kokkos::parallel_for("kvzap::mass::tiles", HostRange(0, workers), [=](std::int64_t worker) {
+    TileMass<Value> mass(call.dim, is_max, workspaces + worker * space);
+    // Rows that many queries see come first.
+    for (std::int64_t i = (*queue)++; i < items; i = (*queue)++) {
+      const int head = static_cast<int>(i % kv_heads);
+      const std::int64_t begin = i / kv_heads * tile;
+      const std::int64_t rows = of->cached.rows(head) + of->new_rows;
+      if (begin >= rows) continue;
+      const std::int64_t count = std::min(tile, rows - begin);
+      mass.begin();
+      for (std::int64_t r = 0; r < count; ++r) {
+        const auto row = key_of(*of, call, head, begin + r);
+        mass.add_key(row.key, row.dim_stride);
+      }
+      mass.pack();
+      // Rows of this tile that the span's first token sees; each later one sees one more.
+      const std::int64_t visible = rows - of->queries + 1 - begin;
+      for (std::int64_t t = std::max<std::int64_t>(0, 1 - visible); t < of->queries; ++t) {
+        const std::int64_t token = of->first_query + t;
+        const float factor = has_query_factors ? call.factors.queries(token) : 1.0f;
+        for (int g = 0; g < call.group; ++g) {
+          const std::int64_t q = std::int64_t{head} * call.group + g;
+          mass.add_query(&call.queries(token, q, 0), call.queries.stride(2),
+                         static_cast<int>(std::min(count, visible + t)), call.lse(token, q), factor,
+                         has_row_factors ? &call.factors.rows(q, begin) : nullptr);
+        }
+      }
+      const float* const found = mass.finish();
+      for (std::int64_t r = 0; r < count; ++r) {
+        take_mass(found[r], is_max, call.mass(head, begin + r));
+      }
+    }
+  });
+}
+
+template <class Value, PageOrder order>
+void HostMass<Value, order>::by_gemm(const ExecutionSpace& exec,
+                                     const AttentionSpan<Value, order>& span,
+                                     const MassCall<Value, order>& call) {
+  const int dim = call.dim;
+  const int group = call.group;
+  const bool is_max = call.reduction == MassReduction::max;
+  const bool has_row_factors = call.factors.rows.extent(0) > 0;
+  const bool has_query_factors = call.factors.queries.extent(0) > 0;
+  const float scaling = 1.0f / std::sqrt(static_cast<float>(dim));
+  const std::int64_t tile_tokens =
+      std::min(span.queries, std::max<std::int64_t>(1, gemm_tile / group));
+  reserve_scratch(m_queries, tile_tokens * group * dim, "kvzap::mass::queries");
+  reserve_scratch(m_keys, gemm_tile * dim, "kvzap::mass::keys");
+  reserve_scratch(m_scores, tile_tokens * group * gemm_tile, "kvzap::mass::scores");
+  const AttentionSpan<Value, order>* const of = &span;
+  for (int head = 0; head < call.kv_heads; ++head) {
+    const std::int64_t rows = span.cached.rows(head) + span.new_rows;
+    for (std::int64_t begin = 0; begin < rows; begin += gemm_tile) {
+      const std::int64_t count = std::min(gemm_tile, rows - begin);
+      const Matrix k(m_keys.data(), count, dim);
+      Kokkos::parallel_for("kvzap::mass::load_keys", HostRange(0, count), [=](std::int64_t r) {
+        const auto row = key_of(*of, call, head, begin + r);
+        load_row(row.key, row.dim_stride, &k(r, 0), dim);
+      });
+      const std::int64_t first_seeing =
+          std::max<std::int64_t>(0, begin - (rows - span.queries));
+      for (std::int64_t first = first_seeing; first < span.queries; first += tile_tokens) {
+        const std::int64_t tile = std::min(tile_tokens, span.queries - first);
+        const std::int64_t visible = rows - span.queries + first + 1 - begin;
+        const Matrix q(m_queries.data(), tile * group, dim);
+        const Matrix s(m_scores.data(), tile * group, count);
+        const std::int64_t first_token = span.first_query + first;
+        Kokkos::parallel_for(
+            "kvzap::mass::load_queries", HostRange(0, tile * group), [=](std::int64_t i) {
+              for (int d = 0; d < dim; ++d) {
+                q(i, d) = scaling * call.queries(first_token + i / group,
+                                                 std::int64_t{head} * group + i % group, d);
+              }
+            });
+        multiply_nt(exec, 1, q, k, 0, s);
+        fence(exec, "kvzap::mass: host kernels read what the instance wrote");
+        Kokkos::parallel_for(
+            "kvzap::mass::reduce", HostRange(0, (count + columns_at_once - 1) / columns_at_once),
+            [=](std::int64_t block) {
+              const std::int64_t from = block * columns_at_once;
+              float found[columns_at_once] = {};
+              for (std::int64_t i = 0; i < tile * group; ++i) {
+                const std::int64_t token = first_token + i / group;
+                const std::int64_t query_head = std::int64_t{head} * group + i % group;
+                const std::int64_t limit =
+                    std::min({columns_at_once, count - from, visible + i / group - from});
+                const float lse = call.lse(token, query_head);
+                if (limit <= 0 || lse == minus_infinity) continue;
+                float* const p = &s(i, from);
+                exp_shifted(p, limit, lse);
+                const float factor = has_query_factors ? call.factors.queries(token) : 1.0f;
+                for (std::int64_t r = 0; r < limit; ++r) {
+                  const float by =
+                      has_row_factors ? call.factors.rows(query_head, begin + from + r) : 1.0f;
+                  take_mass(p[r] * factor * by, is_max, found[r]);
+                }
+              }
+              for (std::int64_t r = 0; r < std::min(columns_at_once, count - from); ++r) {
+                take_mass(found[r], is_max, call.mass(head, begin + from + r));
+              }
+            });
+      }
+    }
+  }
+}
+
+#define KVZAP_INSTANTIATE(Value, order) template class HostMass<Value, order>;
+KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#undef KVZAP_INSTANTIATE
+
+}  // namespace kvzap::detail

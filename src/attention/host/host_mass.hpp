@@ -1,0 +1,29 @@
+// Attention mass on the host.
+#pragma once
+
+#include "attention/mass_call.hpp"
+#include "linalg/gemm.hpp"
+
+namespace kvzap::detail {
+
+/// Work items are tiles of a KV head's keys, each of which sees all queries go by: by TileMass, or,
+/// without AVX-512, by gemm, one tile after the other. Results do not depend on the number of
+/// threads. Waits for `exec` at the start.
+template <class Value, PageOrder order>
+class HostMass {
+ public:
+  void operator()(const ExecutionSpace& exec, const AttentionSpan<Value, order>& span,
+                  const MassCall<Value, order>& call);
+
+ private:
+  void by_tiles(const AttentionSpan<Value, order>& span, const MassCall<Value, order>& call);
+  void by_gemm(const ExecutionSpace& exec, const AttentionSpan<Value, order>& span,
+               const MassCall<Value, order>& call);
+
+  Kokkos::View<float*, Kokkos::HostSpace> m_workspaces;
+  Vector m_queries;  // (query row, dim)
+  Vector m_keys;     // (row, dim)
+  Vector m_scores;   // (query row, row)
+};
+
+}  // namespace kvzap::detail

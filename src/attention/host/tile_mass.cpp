@@ -1,0 +1,193 @@
+#include "attention/host/tile_mass.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+#include "attention/host/tile_products.hpp"
+#include "base/instantiate.hpp"
+#include "linalg/host/row_kernels.hpp"
+
+// Within a block of rows that a kernel works on, offsets fit an int.
+// NOLINTBEGIN(bugprone-implicit-widening-of-multiplication-result)
+
+namespace kvzap::detail {
+
+#if KVZAP_X86
+namespace {
+
+/// mass[k] = sum or maximum of itself and factor * row_factors[k] * exp(scaling * scores[k] - lse)
+/// for k < count. A NaN stays.
+KVZAP_TARGET_AVX512 void take_row(const float* scores, int count, float scaling, float lse,
+                                  float factor, const float* row_factors, bool is_max,
+                                  float* mass) {
+  const __m512 by = _mm512_set1_ps(scaling);
+  const __m512 shift = _mm512_set1_ps(lse);
+  const __m512 weight = _mm512_set1_ps(factor);
+  for (int k = 0; k < count; k += 16) {
+    const __mmask16 mask =
+        static_cast<__mmask16>(count - k >= 16 ? 0xffffu : 0xffffu >> (16 - (count - k)));
+    const __m512 score = _mm512_load_ps(scores + k);
+    __m512 p = _mm512_mul_ps(exp_nonpositive(_mm512_fmsub_ps(score, by, shift)), weight);
+    if (row_factors) p = _mm512_mul_ps(p, _mm512_maskz_loadu_ps(mask, row_factors + k));
+    const __m512 before = _mm512_load_ps(mass + k);
+    __m512 now;
+    if (is_max) {
+      // The second operand is the result if one is NaN.
+      now = _mm512_mask_mov_ps(_mm512_max_ps(p, before), _mm512_cmp_ps_mask(p, p, _CMP_UNORD_Q), p);
+    } else {
+      now = _mm512_add_ps(before, p);
+    }
+    _mm512_store_ps(mass + k, _mm512_mask_mov_ps(before, mask, now));
+  }
+}
+
+KVZAP_TARGET_AVX512 void take_tile(const float* tile, int count, bool is_max, float* mass) {
+  for (int k = 0; k < count; k += 16) {
+    const __m512 p = _mm512_load_ps(tile + k);
+    const __m512 before = _mm512_load_ps(mass + k);
+    const __m512 largest =
+        _mm512_mask_mov_ps(_mm512_max_ps(p, before), _mm512_cmp_ps_mask(p, p, _CMP_UNORD_Q), p);
+    _mm512_store_ps(mass + k, is_max ? largest : _mm512_add_ps(before, p));
+  }
+}
+
+}  // namespace
+#endif
+
+template <class Value>
+bool TileMass<Value>::available() {
+  return KVZAP_X86 && simd_level() >= SimdLevel::avx512;
+}
+
+template <class Value>
+std::int64_t TileMass<Value>::scratch_size(int dim) {
+  const std::int64_t words = whole(dim, 16);
+  return tile_rows * (words + tile_keys) + 2 * tile_keys * words + 2 * tile_keys;
+}
+
+template <class Value>
+TileMass<Value>::TileMass(int dim, bool is_max, float* scratch)
+    : m_dim(dim),
+      m_is_max(is_max),
+      m_pairs(std::is_same_v<Value, bfloat16> && simd_level() >= SimdLevel::avx512_bf16),
+      m_words(static_cast<int>(m_pairs ? whole(whole(dim, 2) / 2, 16) : whole(dim, 16))) {
+  const auto take = [&](std::int64_t count) {
+    float* const taken = scratch;
+    scratch += count;
+    return taken;
+  };
+  m_queries = take(tile_rows * m_words);
+  m_scores = take(tile_rows * tile_keys);
+  m_rows = take(tile_keys * m_words);
+  m_keys = take(tile_keys * m_words);
+  m_tile_mass = take(tile_keys);
+  m_mass = take(tile_keys);
+}
+
+template <class Value>
+void TileMass<Value>::begin() {
+  m_count = 0;
+  m_waiting = 0;
+  std::fill_n(m_mass, tile_keys, 0.0f);
+}
+
+template <class Value>
+void TileMass<Value>::add_key(const Value* key, std::int64_t dim_stride) {
+  float* const target = m_rows + std::int64_t{m_count++} * m_words;
+  if (m_pairs) {
+    Value* const row = reinterpret_cast<Value*>(target);
+    if (dim_stride == 1) {
+      std::memcpy(row, key, m_dim * sizeof(Value));
+    } else {
+      for (int d = 0; d < m_dim; ++d) row[d] = key[d * dim_stride];
+    }
+    std::memset(row + m_dim, 0, m_words * sizeof(float) - m_dim * sizeof(Value));
+    return;
+  }
+  if (dim_stride == 1) {
+    widen(key, target, m_dim);
+  } else {
+    for (int d = 0; d < m_dim; ++d) target[d] = static_cast<float>(key[d * dim_stride]);
+  }
+  std::fill(target + m_dim, target + m_words, 0.0f);
+}
+
+template <class Value>
+void TileMass<Value>::pack() {
+#if KVZAP_X86
+  const int width = block_vectors(m_pairs) * 16;
+  const int padded = static_cast<int>(whole(m_count, width));
+  std::fill(m_rows + std::int64_t{m_count} * m_words, m_rows + std::int64_t{padded} * m_words,
+            0.0f);
+  pack_keys(m_rows, padded, m_words, width, m_keys);
+#endif
+}
+
+template <class Value>
+void TileMass<Value>::add_query(const float* query, std::int64_t dim_stride, int limit, float lse,
+                                float factor, const float* row_factors) {
+  // Where nothing weighs anything there are no probabilities.
+  if (limit <= 0 || lse == -std::numeric_limits<float>::infinity()) return;
+  float* const target = m_queries + std::int64_t{m_waiting} * m_words;
+  if (m_pairs) {
+    bfloat16* const row = reinterpret_cast<bfloat16*>(target);
+    if (dim_stride == 1) {
+      narrow(query, row, m_dim);
+    } else {
+      for (int d = 0; d < m_dim; ++d) row[d] = bfloat16(query[d * dim_stride]);
+    }
+    std::memset(row + m_dim, 0, m_words * sizeof(float) - m_dim * sizeof(bfloat16));
+  } else {
+    for (int d = 0; d < m_dim; ++d) target[d] = query[d * dim_stride];
+    std::fill(target + m_dim, target + m_words, 0.0f);
+  }
+  m_seen[m_waiting++] = {limit, lse, factor, row_factors};
+  if (m_waiting == tile_rows) reduce_queries();
+}
+
+template <class Value>
+void TileMass<Value>::reduce_queries() {
+#if KVZAP_X86
+  const int R = block_rows(m_pairs);
+  const int width = block_vectors(m_pairs) * 16;
+  const int words = m_pairs ? (m_dim + 1) / 2 : m_dim;
+  const int rows = static_cast<int>(whole(m_waiting, R));
+  std::fill(m_queries + std::int64_t{m_waiting} * m_words, m_queries + std::int64_t{rows} * m_words,
+            0.0f);
+  const auto product = m_pairs ? multiply_pairs<6, 4> : multiply_floats<12, 2>;
+  for (int k = 0; k < m_count; k += width) {
+    for (int row = 0; row < rows; row += R) {
+      // Later rows see more.
+      if (m_seen[std::min(row + R, m_waiting) - 1].limit <= k) continue;
+      product(words, m_queries + row * m_words, m_words, m_keys + std::int64_t{k} * m_words,
+              m_scores + row * tile_keys + k, tile_keys, nullptr);
+    }
+  }
+  const float scaling = 1.0f / std::sqrt(static_cast<float>(m_dim));
+  std::fill_n(m_tile_mass, tile_keys, 0.0f);
+  for (int row = 0; row < m_waiting; ++row) {
+    const Row& seen = m_seen[row];
+    take_row(m_scores + row * tile_keys, seen.limit, scaling, seen.lse, seen.factor,
+             seen.row_factors, m_is_max, m_tile_mass);
+  }
+  take_tile(m_tile_mass, m_count, m_is_max, m_mass);
+#endif
+  m_waiting = 0;
+}
+
+template <class Value>
+const float* TileMass<Value>::finish() {
+  if (m_waiting > 0) reduce_queries();
+  return m_mass;
+}
+
+#define KVZAP_INSTANTIATE(Value) template class TileMass<Value>;
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
+#undef KVZAP_INSTANTIATE
+
+}  // namespace kvzap::detail
+
+// NOLINTEND(bugprone-implicit-widening-of-multiplication-result)

@@ -1,0 +1,60 @@
+// Probabilities of tiles of queries for tiles of keys on the host, reduced over the queries.
+#pragma once
+
+#include <cstdint>
+#include <kvzap/types.hpp>
+
+namespace kvzap::detail {
+
+/// The mass that a tile of one KV head's keys gets from any number of queries. Needs the instruction
+/// set avx512; multiplies what FlashPrefill multiplies.
+template <class Value>
+class TileMass {
+ public:
+  static bool available();
+  /// Keys, and query rows (tokens times group), of a tile.
+  static constexpr int tile_keys = 512;
+  static constexpr int tile_rows = 96;
+  /// Floats of scratch space, a multiple of 16.
+  static std::int64_t scratch_size(int dim);
+
+  /// scratch: aligned to 64 bytes.
+  TileMass(int dim, bool is_max, float* scratch);
+
+  /// Forgets all keys.
+  void begin();
+  /// One more key, dim values that are dim_stride apart; at most tile_keys.
+  void add_key(const Value* key, std::int64_t dim_stride);
+  /// After the last key.
+  void pack();
+  /// Takes in one query row, which sees the first `limit` keys. row_factors: of the keys, next to
+  /// each other, or null for 1.
+  void add_query(const float* query, std::int64_t dim_stride, int limit, float lse, float factor,
+                 const float* row_factors);
+  /// Mass of the keys.
+  const float* finish();
+
+ private:
+  void reduce_queries();
+
+  int m_dim;
+  bool m_is_max;
+  bool m_pairs;
+  int m_words;         // 32-bit words of a row of queries or keys, a multiple of 16
+  int m_count = 0;     // keys
+  int m_waiting = 0;   // query rows whose tile is not full
+  float* m_queries;    // [row][word]
+  float* m_scores;     // [row][key]
+  float* m_rows;       // [key][word]
+  float* m_keys;       // [panel][word][key]
+  float* m_tile_mass;  // [key], of a tile of queries
+  float* m_mass;       // [key]
+  struct Row {
+    int limit;
+    float lse, factor;
+    const float* row_factors;
+  };
+  Row m_seen[tile_rows];
+};
+
+}  // namespace kvzap::detail

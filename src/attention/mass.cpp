@@ -1,0 +1,108 @@
+#include <fmt/format.h>
+
+#include <kvzap/attention_mass.hpp>
+
+#include "attention/device/panel_mass.hpp"
+#include "attention/host/host_mass.hpp"
+#include "attention/mass_call.hpp"
+#include "base/device_kernels.hpp"
+#include "base/instantiate.hpp"
+
+namespace kvzap {
+
+template <class Value, PageOrder order>
+struct detail::MassScratch {
+  detail::HostMass<Value, order> host;
+  detail::PanelMass<Value, order> panels;
+};
+
+template <class Value, PageOrder order>
+AttentionMass<Value, order>::AttentionMass()
+    : m_scratch(std::make_unique<detail::MassScratch<Value, order>>()) {}
+
+template <class Value, PageOrder order>
+AttentionMass<Value, order>::~AttentionMass() = default;
+
+namespace {
+
+/// Throws Error on extents that do not fit each other.
+template <class Value, PageOrder order>
+void check(const AttentionSpan<Value, order>& span, const detail::MassCall<Value, order>& call) {
+  const auto extent = [](const auto& view, int i) {
+    return static_cast<std::int64_t>(view.extent(i));
+  };
+  const auto& layer = span.cached;
+  const std::int64_t tokens = extent(call.queries, 0);
+  const std::int64_t heads = extent(call.queries, 1);
+  if (heads == 0 || heads % layer.heads != 0 || extent(call.queries, 2) != layer.head_dim ||
+      extent(call.new_keys, 1) != layer.heads || extent(call.new_keys, 2) != layer.head_dim) {
+    throw Error(fmt::format(
+        "attention mass: queries ({}, {}, {}) and new keys ({}, {}, {}); expected (token, multiple "
+        "of {}, {}) and (row, {}, {})",
+        tokens, heads, call.queries.extent(2), call.new_keys.extent(0), call.new_keys.extent(1),
+        call.new_keys.extent(2), layer.heads, layer.head_dim, layer.heads, layer.head_dim));
+  }
+  if (span.first_query < 0 || span.queries < 0 || span.first_query + span.queries > tokens ||
+      span.first_new < 0 || span.new_rows < span.queries ||
+      span.first_new + span.new_rows > extent(call.new_keys, 0)) {
+    throw Error(fmt::format("attention mass: a span of {} query tokens from row {} on and {} new "
+                            "rows from row {} on; expected no more query tokens than new rows, "
+                            "and both within {} and {}",
+                            span.queries, span.first_query, span.new_rows, span.first_new, tokens,
+                            call.new_keys.extent(0)));
+  }
+  if (extent(call.lse, 0) != tokens || extent(call.lse, 1) != heads) {
+    throw Error(fmt::format(
+        "attention mass: log-sum-exp ({}, {}); expected ({}, {}) as the queries have it",
+        call.lse.extent(0), call.lse.extent(1), tokens, heads));
+  }
+  std::int64_t longest = 0;
+  for (int h = 0; h < layer.heads; ++h) longest = std::max(longest, layer.bounds(h));
+  longest += layer.ring_rows() + span.new_rows;
+  if (extent(call.mass, 0) != layer.heads || extent(call.mass, 1) < longest) {
+    throw Error(fmt::format("attention mass: a mass of ({}, {}); expected ({}, {} or more)",
+                            call.mass.extent(0), call.mass.extent(1), layer.heads, longest));
+  }
+  const auto& factors = call.factors;
+  if (factors.rows.extent(0) > 0 &&
+      (extent(factors.rows, 0) != heads || extent(factors.rows, 1) < longest)) {
+    throw Error(fmt::format("attention mass: factors of rows ({}, {}); expected ({}, {} or more)",
+                            factors.rows.extent(0), factors.rows.extent(1), heads, longest));
+  }
+  if (factors.queries.extent(0) > 0 && extent(factors.queries, 0) != tokens) {
+    throw Error(fmt::format("attention mass: {} factors of queries; expected {}",
+                            factors.queries.extent(0), tokens));
+  }
+}
+
+}  // namespace
+
+template <class Value, PageOrder order>
+void AttentionMass<Value, order>::operator()(const ExecutionSpace& exec, const Span& span,
+                                             const QueryView& queries, const RowsView& new_keys,
+                                             const LogSumExpView& lse, MassReduction reduction,
+                                             const MassView& mass, const MassFactors& factors) {
+  const int heads = span.cached.heads;
+  if (heads == 0) return;
+  const detail::MassCall<Value, order> call{queries,
+                                            new_keys,
+                                            lse,
+                                            mass,
+                                            factors,
+                                            reduction,
+                                            heads,
+                                            static_cast<int>(queries.extent(1)) / heads,
+                                            span.cached.head_dim};
+  check(span, call);
+  if (span.queries == 0) return;
+  if constexpr (detail::runs_on_host) {
+    if (!detail::uses_device_kernels()) return m_scratch->host(exec, span, call);
+  }
+  m_scratch->panels(exec, span, call);
+}
+
+#define KVZAP_INSTANTIATE(Value, order) template class AttentionMass<Value, order>;
+KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#undef KVZAP_INSTANTIATE
+
+}  // namespace kvzap

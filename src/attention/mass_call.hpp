@@ -1,0 +1,33 @@
+// What the implementations of AttentionMass share.
+#pragma once
+
+#include <kvzap/attention_mass.hpp>
+
+#include "attention/call.hpp"
+
+namespace kvzap::detail {
+
+/// The views of one call, whose extents fit each other, and what follows from them.
+template <class Value, PageOrder order>
+struct MassCall {
+  typename AttentionMass<Value, order>::QueryView queries;
+  typename AttentionMass<Value, order>::RowsView new_keys;
+  LogSumExpView lse;
+  typename AttentionMass<Value, order>::MassView mass;
+  MassFactors factors;
+  MassReduction reduction;
+  int kv_heads;  // > 0
+  int group;
+  int dim;
+};
+
+/// Takes `p` into `mass`. A NaN stays.
+KOKKOS_INLINE_FUNCTION void take_mass(float p, bool is_max, float& mass) {
+  if (!is_max) {
+    mass += p;
+  } else if (p > mass || p != p) {
+    mass = p;
+  }
+}
+
+}  // namespace kvzap::detail

@@ -32,6 +32,9 @@ class Sampler {
  private:
   SamplingOptions m_options;
   std::mt19937_64 m_random;
+  // Of one call; kept because they are as long as the vocabulary.
+  std::vector<TokenId> m_order;
+  std::vector<double> m_cumulative;
 };
 
 }  // namespace kvzap

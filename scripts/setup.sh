@@ -9,6 +9,7 @@ kvzap_packages=(
   libopenblas-dev libdnnl-dev
   libcli11-dev libtomlplusplus-dev nlohmann-json3-dev libfmt-dev libpcre2-dev libutf8proc-dev
 )
+kvzap_sanitizer_packages=(clang-14 libclang-rt-14-dev)
 
 # kvzap_install PACKAGE...: installs those that are missing, or says which line does and stops.
 kvzap_install() {

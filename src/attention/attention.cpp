@@ -45,8 +45,8 @@ void check_views(const Layer& cached, const QueryView& queries, const RowsView& 
                  const RowsView& new_values, const OutputView& output, const LogSumExpView& lse,
                  std::int64_t least_rows = 0) {
   const auto fits = [&](const RowsView& view) {
-    return extent(view, 0) >= least_rows && view.extent(0) == new_keys.extent(0) && extent(view, 1) == cached.heads &&
-           extent(view, 2) == cached.head_dim;
+    return extent(view, 0) >= least_rows && view.extent(0) == new_keys.extent(0) &&
+           extent(view, 1) == cached.heads && extent(view, 2) == cached.head_dim;
   };
   if (!fits(new_keys) || !fits(new_values) || extent(queries, 2) != cached.head_dim ||
       (cached.heads > 0 ? queries.extent(1) % cached.heads != 0 || queries.extent(1) == 0

@@ -65,8 +65,9 @@ void KVCache<Value, order>::check_spans(const AppendSpan* spans, std::size_t n, 
                               span.rows, span.first_row, count));
     }
     if (span.scored && span.rows > 0 && heads > 0 && !has_scores(scores)) {
-      throw Error(fmt::format("cache append: scores are ({}, {}); expected ({}, {}) = (head, token)",
-                              scores.extent(0), scores.extent(1), heads, count));
+      throw Error(
+          fmt::format("cache append: scores are ({}, {}); expected ({}, {}) = (head, token)",
+                      scores.extent(0), scores.extent(1), heads, count));
     }
     if (layer.tokens + span.rows > std::numeric_limits<std::int32_t>::max()) {
       throw Error(fmt::format("cache append: {} tokens exceed the largest position {}",
@@ -76,8 +77,8 @@ void KVCache<Value, order>::check_spans(const AppendSpan* spans, std::size_t n, 
     const StepState& state = m_step[sequence.step];
     if (layer.tokens + span.rows > state.tokens[layer_index] + state.rows) {
       throw Error(fmt::format("cache append: sequence {} gets {} tokens in a step begun with {}",
-                              span.sequence,
-                              layer.tokens + span.rows - state.tokens[layer_index], state.rows));
+                              span.sequence, layer.tokens + span.rows - state.tokens[layer_index],
+                              state.rows));
     }
   }
 }
@@ -154,20 +155,19 @@ AppendCounts KVCache<Value, order>::append_spans(const ExecutionSpace& exec,
         Kokkos::deep_copy(exec, Kokkos::subview(m_kept_counts, entries + i), std::int64_t{0});
         continue;
       }
-      detail::judge(exec, step, layer.ring_scores.data(), own_scores, spans[i].rule,
-                    Kokkos::subview(m_kept,
-                                    std::make_pair(first_kept, first_kept + heads * step.exits)),
-                    Kokkos::subview(m_begins, own), Kokkos::subview(m_kept_counts, own),
-                    Kokkos::subview(m_kept_counts, entries + i));
+      detail::judge(
+          exec, step, layer.ring_scores.data(), own_scores, spans[i].rule,
+          Kokkos::subview(m_kept, std::make_pair(first_kept, first_kept + heads * step.exits)),
+          Kokkos::subview(m_begins, own), Kokkos::subview(m_kept_counts, own),
+          Kokkos::subview(m_kept_counts, entries + i));
     } else if constexpr (detail::runs_on_host) {
       std::int64_t non_finite = 0;
       for (int h = 0; h < heads; ++h) {
         m_host_kept_counts(first_entry + h) =
-            step.exits == 0
-                ? 0
-                : detail::judge_on_host(step, h, layer.ring_scores.data(), own_scores,
-                                        spans[i].rule, m_kept.data() + first_kept + h * step.exits,
-                                        non_finite);
+            step.exits == 0 ? 0
+                            : detail::judge_on_host(
+                                  step, h, layer.ring_scores.data(), own_scores, spans[i].rule,
+                                  m_kept.data() + first_kept + h * step.exits, non_finite);
       }
       m_host_kept_counts(entries + i) = non_finite;
     }
@@ -199,8 +199,8 @@ AppendCounts KVCache<Value, order>::append_spans(const ExecutionSpace& exec,
           reserve_lists(layer, h, kept);
           missing += missing_pages(layer, h, kept);
           const std::int64_t rows = layer.retained(h) + kept;
-          longest = std::max<std::size_t>(longest,
-                                          (rows + m_shape.page_rows - 1) / m_shape.page_rows);
+          longest =
+              std::max<std::size_t>(longest, (rows + m_shape.page_rows - 1) / m_shape.page_rows);
         }
         widen_table(exec, sequence, longest);
       }
@@ -246,10 +246,9 @@ AppendCounts KVCache<Value, order>::append_spans(const ExecutionSpace& exec,
           upload_table(exec, sequence, layer);
           detail::admit<Value, order>(
               exec, step, most, ring, own_keys, own_values, own_scores,
-              Kokkos::subview(m_kept,
-                              std::make_pair(first_kept, first_kept + heads * step.exits)),
+              Kokkos::subview(m_kept, std::make_pair(first_kept, first_kept + heads * step.exits)),
               Kokkos::subview(m_begins, own), Kokkos::subview(m_kept_counts, own),
-              layer.device_retained, m_pool.addresses(exec), 
+              layer.device_retained, m_pool.addresses(exec),
               Kokkos::subview(sequence.table,
                               std::make_pair(layer.first_head, layer.first_head + heads),
                               Kokkos::ALL));
@@ -331,20 +330,18 @@ AppendCounts KVCache<Value, order>::append(const ExecutionSpace& exec, SequenceI
   return append_spans(exec, &span, 1, layer, keys, values, scores);
 }
 
-#define KVZAP_INSTANTIATE(Value, order)                                                          \
-  template void KVCache<Value, order>::check_spans(const AppendSpan*, std::size_t, int,          \
-                                                   const RowsView&, const RowsView&,             \
-                                                   const ScoresView&);                           \
-  template AppendStep KVCache<Value, order>::step_of(const LayerStore&, int, std::int64_t)       \
-      const;                                                                                     \
-  template std::int64_t KVCache<Value, order>::saved_row(const Sequence&, const LayerStore&,     \
-                                                         int) const;                             \
-  template AppendCounts KVCache<Value, order>::append(                                           \
-      const ExecutionSpace&, const std::vector<AppendSpan>&, int, const RowsView&,               \
-      const RowsView&, const ScoresView&);                                                       \
-  template AppendCounts KVCache<Value, order>::append(                                           \
-      const ExecutionSpace&, SequenceId, int, const RowsView&, const RowsView&,                  \
-      const ScoresView&, const EvictionRule&);
+#define KVZAP_INSTANTIATE(Value, order)                                                           \
+  template void KVCache<Value, order>::check_spans(                                               \
+      const AppendSpan*, std::size_t, int, const RowsView&, const RowsView&, const ScoresView&);  \
+  template AppendStep KVCache<Value, order>::step_of(const LayerStore&, int, std::int64_t) const; \
+  template std::int64_t KVCache<Value, order>::saved_row(const Sequence&, const LayerStore&, int) \
+      const;                                                                                      \
+  template AppendCounts KVCache<Value, order>::append(                                            \
+      const ExecutionSpace&, const std::vector<AppendSpan>&, int, const RowsView&,                \
+      const RowsView&, const ScoresView&);                                                        \
+  template AppendCounts KVCache<Value, order>::append(const ExecutionSpace&, SequenceId, int,     \
+                                                      const RowsView&, const RowsView&,           \
+                                                      const ScoresView&, const EvictionRule&);
 KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 

@@ -5,6 +5,7 @@
 #include "base/device_kernels.hpp"
 #include "base/instantiate.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/team.hpp"
 #include "linalg/host/row_kernels.hpp"
 
 namespace kvzap::detail {
@@ -17,8 +18,13 @@ using Team = Kokkos::TeamPolicy<ExecutionSpace>;
 using Member = typename Team::member_type;
 
 // Threads of a team that has one row, or one head of a token.
-constexpr int row_threads = runs_on_host ? 1 : 256;
-constexpr int head_threads = runs_on_host ? 1 : 64;
+constexpr int row_threads = 256;
+constexpr int head_threads = 64;
+
+Team teams_of(const ExecutionSpace& exec, std::int64_t count, int threads) {
+  const TeamShape shape = team_shape({threads, 1});
+  return Team(exec, static_cast<int>(count), shape.threads, shape.lanes);
+}
 
 /// Whether a step may call the host's own loops.
 bool on_host() { return runs_on_host && !uses_device_kernels(); }
@@ -92,7 +98,7 @@ void add_and_norm(const ExecutionSpace& exec, const Matrix& h, const ConstMatrix
     return;
   }
   Kokkos::parallel_for(
-      "kvzap::step::add_and_norm", Team(exec, static_cast<int>(h.extent(0)), row_threads),
+      "kvzap::step::add_and_norm", teams_of(exec, h.extent(0), row_threads),
       KOKKOS_LAMBDA(const Member& team) {
         const std::int64_t i = team.league_rank();
         float sum = 0;
@@ -151,8 +157,7 @@ void qk_norm_and_rope(const ExecutionSpace& exec, const Matrix& qkv, int dim, st
     return;
   }
   Kokkos::parallel_for(
-      "kvzap::step::qk_norm_and_rope",
-      Team(exec, static_cast<int>(qkv.extent(0) * heads), head_threads),
+      "kvzap::step::qk_norm_and_rope", teams_of(exec, qkv.extent(0) * heads, head_threads),
       KOKKOS_LAMBDA(const Member& team) {
         const std::int64_t token = team.league_rank() / heads;
         const std::int64_t head = team.league_rank() % heads;
@@ -211,8 +216,7 @@ void silu_times(const ExecutionSpace& exec, const ConstMatrix& gate_up, const Ma
   };
   if (RoundedRows<Value>::is_scaled && rounded.exist()) {
     Kokkos::parallel_for(
-        "kvzap::step::silu", Team(exec, static_cast<int>(rows), row_threads),
-        KOKKOS_LAMBDA(const Member& team) {
+        "kvzap::step::silu", teams_of(exec, rows, row_threads), KOKKOS_LAMBDA(const Member& team) {
           const std::int64_t i = team.league_rank();
           Kokkos::parallel_for(Kokkos::TeamThreadRange(team, width),
                                [&](std::int64_t d) { gated(i, d) = value_at(i, d); });
@@ -242,7 +246,7 @@ void argmax(const ExecutionSpace& exec, const ConstMatrix& y, std::int64_t first
   Kokkos::deep_copy(exec, keys, no_key);
   if (rows * parts == 0) return;
   Kokkos::parallel_for(
-      "kvzap::step::argmax", Team(exec, static_cast<int>(rows * parts), row_threads),
+      "kvzap::step::argmax", teams_of(exec, rows * parts, row_threads),
       KOKKOS_LAMBDA(const Member& team) {
         const std::int64_t row = team.league_rank() / parts;
         const std::int64_t begin = team.league_rank() % parts * part;

@@ -3,9 +3,9 @@
 #include <cmath>
 
 #include "attention/device/row_vector.hpp"
-#include "attention/device/team.hpp"
 #include "base/instantiate.hpp"
 #include "base/scratch.hpp"
+#include "base/team.hpp"
 
 namespace kvzap::detail {
 

@@ -1,9 +1,10 @@
-#include "attention/device/team.hpp"
+#include "base/team.hpp"
 
 #include <fmt/format.h>
 
 #include <cstdio>
 #include <cstdlib>
+#include <type_traits>
 
 namespace kvzap::detail {
 namespace {
@@ -29,6 +30,9 @@ TeamShape& forced() {
 }  // namespace
 
 TeamShape team_shape(TeamShape wanted) {
+#ifdef KOKKOS_ENABLE_SERIAL
+  if constexpr (std::is_same_v<ExecutionSpace, Kokkos::Serial>) return {1, 1};
+#endif
   if (forced().threads > 0) return forced();
   return runs_on_host ? TeamShape{1, 1} : wanted;
 }

@@ -16,7 +16,8 @@ struct TeamShape {
 
 /// What teams have: on a device `wanted`, on a host one thread of one lane, and on either what
 /// KVZAP_TEAM=threads,lanes in the environment says when first asked, so that tests can run teams
-/// of several on hosts. Throws Error if the variable is not two positive numbers.
+/// of several on hosts; always one of one on Kokkos' Serial backend, which has no others. Throws
+/// Error if the variable is not two positive numbers.
 TeamShape team_shape(TeamShape wanted);
 /// The same shape for all kernels from now on, for tests; {0, 0}: no longer. Not while kernels run.
 void set_team_shape(TeamShape shape);

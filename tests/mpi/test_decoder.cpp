@@ -696,7 +696,7 @@ bool survives(const Step& step, std::int64_t n) {
 // and the step can be done again.
 TEST(StepOutOfMemory, LeavesAllSequencesAsTheyWere) {
   const Communicator comm = Communicator::world();
-  ModelConfig config = make_config(shapes[2]);
+  const ModelConfig config = make_config(shapes[2]);
   const Checkpoint checkpoint(config);
   const auto partition =
       HeadPartition::even(layers, static_cast<int>(config.num_key_value_heads), comm.size());
@@ -707,10 +707,10 @@ TEST(StepOutOfMemory, LeavesAllSequencesAsTheyWere) {
   StepRule rule;
   rule.score = true;
   rule.eviction = {0.0f, 0, true};
-  const auto model = Model<float>::load(checkpoint.folder.path(), config, partition, comm.rank());
   const bool before = detail::uses_device_kernels();
   for (const bool device : {false, true}) {
     detail::set_device_kernels(device);
+    const auto model = Model<float>::load(checkpoint.folder.path(), config, partition, comm.rank());
     for (int failing_rank = 0; failing_rank < std::min(comm.size(), 2); ++failing_rank) {
       auto surrogate = Surrogate::load(checkpoint.surrogate.path(), config, partition, comm.rank(),
                                        DType::f32, comm);

@@ -289,6 +289,9 @@ AppendCounts KVCache<Value, order>::append_spans(const ExecutionSpace& exec,
     m_fresh.clear();
     throw;
   }
+  // Two sequences that shared a page do not both need a copy of it.
+  for (PageId page : m_fresh) m_pool.release(page);
+  m_fresh.clear();
 
   for (std::size_t i = 0; i < n; ++i) {
     Sequence& sequence = sequence_at(spans[i].sequence);

@@ -34,7 +34,7 @@ struct RaggedLayer {
   Kokkos::View<const PageId**, Kokkos::LayoutRight, MemorySpace> page_table;  // (head, page)
   Kokkos::View<const std::int64_t*, MemorySpace> retained;                    // (head)
   Kokkos::View<const Value**, Kokkos::LayoutRight, MemorySpace> ring;  // (head, 2 * window * dim)
-  std::int64_t tokens = 0;  // appended so far
+  std::int64_t tokens = 0;                                             // appended so far
   // The ring holds no position below this: 0, or the tokens when `evict` last emptied it. Position
   // p has ring slot (p - ring_first) % window, so that slots 0 … ring_rows() - 1 are in use.
   std::int64_t ring_first = 0;
@@ -345,9 +345,9 @@ class KVCache {
     typename Counts::HostMirror host_lengths;
     std::int64_t evicted_before = 0;  // of those, the ones that were collected
     std::int64_t non_finite_before = 0;
-    AppendCounts collected;             // and not yet told
-    AppendCounts total;                 // of all appends, deferred ones once collected
-    bool pending = false;               // deferred appends have not been collected
+    AppendCounts collected;              // and not yet told
+    AppendCounts total;                  // of all appends, deferred ones once collected
+    bool pending = false;                // deferred appends have not been collected
     std::optional<ExecutionSpace> last;  // where the cache last worked on the sequence
     std::int64_t call = -1;              // the last call of append or begin_step that named it
     int step = -1;                       // its index in m_step
@@ -435,16 +435,16 @@ class KVCache {
 
   // What follows is kept between calls, so that a decode step allocates nothing.
   bool m_in_step = false;
-  std::size_t m_n_step = 0;         // sequences of the step
-  std::vector<StepState> m_step;    // their states, and those of earlier steps
-  std::vector<PageId> m_stock;      // pages taken for the step, next one last
-  std::vector<Replaced> m_replaced;  // each still holds its page
-  Kokkos::View<Value*, MemorySpace> m_saved;        // (row, 2 * dim)
+  std::size_t m_n_step = 0;                          // sequences of the step
+  std::vector<StepState> m_step;                     // their states, and those of earlier steps
+  std::vector<PageId> m_stock;                       // pages taken for the step, next one last
+  std::vector<Replaced> m_replaced;                  // each still holds its page
+  Kokkos::View<Value*, MemorySpace> m_saved;         // (row, 2 * dim)
   Kokkos::View<float*, MemorySpace> m_saved_scores;  // (row)
   std::vector<PageId> m_fresh;
   std::vector<detail::AppendStep> m_append_steps;
-  // The rows that a judgement keeps: those of entry e, a head of a span, are m_kept(m_begins(e)) … ,
-  // m_kept_counts(e) of them (on hosts they begin where the entry's rows would if all were kept).
+  // The rows that a judgement keeps: those of entry e, a head of a span, are m_kept(m_begins(e)) …
+  // , m_kept_counts(e) of them (on hosts they begin where the entry's rows would if all were kept).
   // Behind the counts are those of scores that are not finite, per span.
   Kokkos::View<std::int32_t*, MemorySpace> m_kept;
   Counts m_begins;

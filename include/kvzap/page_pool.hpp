@@ -51,8 +51,8 @@ class MeteredBytes {
   std::size_t m_bytes = 0;
 };
 
-/// There is no memory, or the limit that the caller has set leaves none: something can be freed, and
-/// the call be made again. What threw it has changed nothing.
+/// There is no memory, or the limit that the caller has set leaves none: something can be freed,
+/// and the call be made again. What threw it has changed nothing.
 class OutOfMemory : public Error {
  public:
   OutOfMemory(const std::string& what, std::size_t wanted, std::size_t free)

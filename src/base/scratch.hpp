@@ -13,7 +13,8 @@
 namespace kvzap::detail {
 
 /// Called with the number of bytes before a cache or its scratch memory takes some; may throw what
-/// an allocation throws. For tests, which let any allocation fail; not while other threads allocate.
+/// an allocation throws. For tests, which let any allocation fail; not while other threads
+/// allocate.
 using AllocationHook = void (*)(std::size_t bytes);
 inline AllocationHook allocation_hook = nullptr;
 

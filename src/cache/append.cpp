@@ -65,8 +65,9 @@ void KVCache<Value, order>::check_spans(const AppendSpan* spans, std::size_t n, 
                               span.rows, span.first_row, count));
     }
     if (span.scored && span.rows > 0 && heads > 0 && !has_scores(scores)) {
-      throw Error(fmt::format("cache append: scores are ({}, {}); expected ({}, {}) = (head, token)",
-                              scores.extent(0), scores.extent(1), heads, count));
+      throw Error(
+          fmt::format("cache append: scores are ({}, {}); expected ({}, {}) = (head, token)",
+                      scores.extent(0), scores.extent(1), heads, count));
     }
     if (layer.tokens + span.rows > std::numeric_limits<std::int32_t>::max()) {
       throw Error(fmt::format("cache append: {} tokens exceed the largest position {}",
@@ -76,8 +77,8 @@ void KVCache<Value, order>::check_spans(const AppendSpan* spans, std::size_t n, 
     const StepState& state = m_step[sequence.step];
     if (layer.tokens + span.rows > state.tokens[layer_index] + state.rows) {
       throw Error(fmt::format("cache append: sequence {} gets {} tokens in a step begun with {}",
-                              span.sequence,
-                              layer.tokens + span.rows - state.tokens[layer_index], state.rows));
+                              span.sequence, layer.tokens + span.rows - state.tokens[layer_index],
+                              state.rows));
     }
   }
 }
@@ -122,8 +123,12 @@ AppendCounts KVCache<Value, order>::append_spans(const ExecutionSpace& exec,
   if (n == 0) return sum;
   const int heads = m_shape.heads[layer_index];
   const bool portable = detail::use_portable_path();
+  Sequence& only = sequence_at(spans[0].sequence);
+  const auto sequence_of = [&](std::size_t span) -> Sequence& {
+    return n == 1 ? only : sequence_at(spans[span].sequence);
+  };
   for (std::size_t i = 0; i < n; ++i) {
-    Sequence& sequence = sequence_at(spans[i].sequence);
+    Sequence& sequence = sequence_of(i);
     settle(sequence);
     enter(exec, sequence);
   }
@@ -135,7 +140,7 @@ AppendCounts KVCache<Value, order>::append_spans(const ExecutionSpace& exec,
     m_append_steps.clear();
     detail::reserve_room(m_append_steps, n);
     for (std::size_t i = 0; i < n; ++i) {
-      const LayerStore& layer = sequence_at(spans[i].sequence).layers[layer_index];
+      const LayerStore& layer = sequence_of(i).layers[layer_index];
       m_append_steps.push_back(step_of(layer, layer_index, spans[i].rows));
       exits += m_append_steps[i].exits * heads;
     }
@@ -145,7 +150,7 @@ AppendCounts KVCache<Value, order>::append_spans(const ExecutionSpace& exec,
   for (std::size_t i = 0; i < n && exits > 0; ++i) {
     const AppendStep& step = m_append_steps[i];
     const std::int64_t first_entry = static_cast<std::int64_t>(i) * heads;
-    const LayerStore& layer = sequence_at(spans[i].sequence).layers[layer_index];
+    const LayerStore& layer = sequence_of(i).layers[layer_index];
     const ScoresRef own_scores = ScoresRef::of(scores, spans[i].first_row, spans[i].scored);
     if (portable) {
       const auto own = std::make_pair(first_entry, first_entry + heads);
@@ -154,20 +159,19 @@ AppendCounts KVCache<Value, order>::append_spans(const ExecutionSpace& exec,
         Kokkos::deep_copy(exec, Kokkos::subview(m_kept_counts, entries + i), std::int64_t{0});
         continue;
       }
-      detail::judge(exec, step, layer.ring_scores.data(), own_scores, spans[i].rule,
-                    Kokkos::subview(m_kept,
-                                    std::make_pair(first_kept, first_kept + heads * step.exits)),
-                    Kokkos::subview(m_begins, own), Kokkos::subview(m_kept_counts, own),
-                    Kokkos::subview(m_kept_counts, entries + i));
+      detail::judge(
+          exec, step, layer.ring_scores.data(), own_scores, spans[i].rule,
+          Kokkos::subview(m_kept, std::make_pair(first_kept, first_kept + heads * step.exits)),
+          Kokkos::subview(m_begins, own), Kokkos::subview(m_kept_counts, own),
+          Kokkos::subview(m_kept_counts, entries + i));
     } else if constexpr (detail::runs_on_host) {
       std::int64_t non_finite = 0;
       for (int h = 0; h < heads; ++h) {
         m_host_kept_counts(first_entry + h) =
-            step.exits == 0
-                ? 0
-                : detail::judge_on_host(step, h, layer.ring_scores.data(), own_scores,
-                                        spans[i].rule, m_kept.data() + first_kept + h * step.exits,
-                                        non_finite);
+            step.exits == 0 ? 0
+                            : detail::judge_on_host(
+                                  step, h, layer.ring_scores.data(), own_scores, spans[i].rule,
+                                  m_kept.data() + first_kept + h * step.exits, non_finite);
       }
       m_host_kept_counts(entries + i) = non_finite;
     }
@@ -179,8 +183,9 @@ AppendCounts KVCache<Value, order>::append_spans(const ExecutionSpace& exec,
   }
 
   // Take memory for all spans before anything changes.
+  const std::int64_t* const all_kept = m_host_kept_counts.data();
   const auto kept_of = [&](std::size_t span, int head) {
-    return exits == 0 ? 0 : m_host_kept_counts(static_cast<std::int64_t>(span) * heads + head);
+    return exits == 0 ? 0 : all_kept[static_cast<std::int64_t>(span) * heads + head];
   };
   const auto from_stock = [&](const Sequence& sequence) {
     return sequence.step >= 0 && m_step[sequence.step].reserved;
@@ -189,7 +194,7 @@ AppendCounts KVCache<Value, order>::append_spans(const ExecutionSpace& exec,
     detail::or_out_of_memory("an append", 0, m_pool, [&] {
       std::size_t missing = 0;
       for (std::size_t i = 0; i < n; ++i) {
-        Sequence& sequence = sequence_at(spans[i].sequence);
+        Sequence& sequence = sequence_of(i);
         LayerStore& layer = sequence.layers[layer_index];
         if (from_stock(sequence)) continue;
         std::size_t longest = 0;
@@ -199,8 +204,8 @@ AppendCounts KVCache<Value, order>::append_spans(const ExecutionSpace& exec,
           reserve_lists(layer, h, kept);
           missing += missing_pages(layer, h, kept);
           const std::int64_t rows = layer.retained(h) + kept;
-          longest = std::max<std::size_t>(longest,
-                                          (rows + m_shape.page_rows - 1) / m_shape.page_rows);
+          longest =
+              std::max<std::size_t>(longest, (rows + m_shape.page_rows - 1) / m_shape.page_rows);
         }
         widen_table(exec, sequence, longest);
       }
@@ -213,7 +218,7 @@ AppendCounts KVCache<Value, order>::append_spans(const ExecutionSpace& exec,
   first_kept = 0;
   try {
     for (std::size_t i = 0; i < n; ++i) {
-      Sequence& sequence = sequence_at(spans[i].sequence);
+      Sequence& sequence = sequence_of(i);
       LayerStore& layer = sequence.layers[layer_index];
       const AppendStep& step = m_append_steps[i];
       const std::int64_t first_entry = static_cast<std::int64_t>(i) * heads;
@@ -246,10 +251,9 @@ AppendCounts KVCache<Value, order>::append_spans(const ExecutionSpace& exec,
           upload_table(exec, sequence, layer);
           detail::admit<Value, order>(
               exec, step, most, ring, own_keys, own_values, own_scores,
-              Kokkos::subview(m_kept,
-                              std::make_pair(first_kept, first_kept + heads * step.exits)),
+              Kokkos::subview(m_kept, std::make_pair(first_kept, first_kept + heads * step.exits)),
               Kokkos::subview(m_begins, own), Kokkos::subview(m_kept_counts, own),
-              layer.device_retained, m_pool.addresses(exec), 
+              layer.device_retained, m_pool.addresses(exec),
               Kokkos::subview(sequence.table,
                               std::make_pair(layer.first_head, layer.first_head + heads),
                               Kokkos::ALL));
@@ -270,7 +274,7 @@ AppendCounts KVCache<Value, order>::append_spans(const ExecutionSpace& exec,
     for (std::size_t i = 0; i < n && heads > 0; ++i) {
       const AppendStep& step = m_append_steps[i];
       if (step.count == 0) continue;
-      const LayerStore& layer = sequence_at(spans[i].sequence).layers[layer_index];
+      const LayerStore& layer = sequence_of(i).layers[layer_index];
       const RingRef<Value> ring{layer.ring.data(), layer.ring_scores.data()};
       const auto own_keys = RowsRef<Value>::of(keys, spans[i].first_row);
       const auto own_values = RowsRef<Value>::of(values, spans[i].first_row);
@@ -283,7 +287,7 @@ AppendCounts KVCache<Value, order>::append_spans(const ExecutionSpace& exec,
     }
   } catch (...) {
     for (std::size_t i = 0; i < n; ++i) {
-      release_surplus(sequence_at(spans[i].sequence).layers[layer_index]);
+      release_surplus(sequence_of(i).layers[layer_index]);
     }
     for (PageId page : m_fresh) m_pool.release(page);
     m_fresh.clear();
@@ -294,7 +298,7 @@ AppendCounts KVCache<Value, order>::append_spans(const ExecutionSpace& exec,
   m_fresh.clear();
 
   for (std::size_t i = 0; i < n; ++i) {
-    Sequence& sequence = sequence_at(spans[i].sequence);
+    Sequence& sequence = sequence_of(i);
     LayerStore& layer = sequence.layers[layer_index];
     const AppendStep& step = m_append_steps[i];
     layer.tokens += step.count;
@@ -334,20 +338,18 @@ AppendCounts KVCache<Value, order>::append(const ExecutionSpace& exec, SequenceI
   return append_spans(exec, &span, 1, layer, keys, values, scores);
 }
 
-#define KVZAP_INSTANTIATE(Value, order)                                                          \
-  template void KVCache<Value, order>::check_spans(const AppendSpan*, std::size_t, int,          \
-                                                   const RowsView&, const RowsView&,             \
-                                                   const ScoresView&);                           \
-  template AppendStep KVCache<Value, order>::step_of(const LayerStore&, int, std::int64_t)       \
-      const;                                                                                     \
-  template std::int64_t KVCache<Value, order>::saved_row(const Sequence&, const LayerStore&,     \
-                                                         int) const;                             \
-  template AppendCounts KVCache<Value, order>::append(                                           \
-      const ExecutionSpace&, const std::vector<AppendSpan>&, int, const RowsView&,               \
-      const RowsView&, const ScoresView&);                                                       \
-  template AppendCounts KVCache<Value, order>::append(                                           \
-      const ExecutionSpace&, SequenceId, int, const RowsView&, const RowsView&,                  \
-      const ScoresView&, const EvictionRule&);
+#define KVZAP_INSTANTIATE(Value, order)                                                           \
+  template void KVCache<Value, order>::check_spans(                                               \
+      const AppendSpan*, std::size_t, int, const RowsView&, const RowsView&, const ScoresView&);  \
+  template AppendStep KVCache<Value, order>::step_of(const LayerStore&, int, std::int64_t) const; \
+  template std::int64_t KVCache<Value, order>::saved_row(const Sequence&, const LayerStore&, int) \
+      const;                                                                                      \
+  template AppendCounts KVCache<Value, order>::append(                                            \
+      const ExecutionSpace&, const std::vector<AppendSpan>&, int, const RowsView&,                \
+      const RowsView&, const ScoresView&);                                                        \
+  template AppendCounts KVCache<Value, order>::append(const ExecutionSpace&, SequenceId, int,     \
+                                                      const RowsView&, const RowsView&,           \
+                                                      const ScoresView&, const EvictionRule&);
 KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 

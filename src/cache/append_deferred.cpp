@@ -9,15 +9,15 @@ namespace {
 /// numbered through.
 template <class Value>
 struct SpanArgs {
-  Value* rings;                // (head, 2 * window * dim)
-  float* ring_scores;          // (head, window)
-  const PageId* table;         // (head, page)
-  std::int64_t* retained;      // (head)
-  std::int64_t* totals;        // evicted, not finite
-  Value* saved;                // (head * saved_rows, 2 * dim), or null
-  float* saved_scores;         // (head * saved_rows)
-  std::int64_t table_stride;   // of heads
-  std::int64_t row;            // of keys, values and scores
+  Value* rings;               // (head, 2 * window * dim)
+  float* ring_scores;         // (head, window)
+  const PageId* table;        // (head, page)
+  std::int64_t* retained;     // (head)
+  std::int64_t* totals;       // evicted, not finite
+  Value* saved;               // (head * saved_rows, 2 * dim), or null
+  float* saved_scores;        // (head * saved_rows)
+  std::int64_t table_stride;  // of heads
+  std::int64_t row;           // of keys, values and scores
   std::int32_t saved_rows;
   std::int32_t token;  // its position
   std::int32_t ring_first;
@@ -26,10 +26,10 @@ struct SpanArgs {
   std::uint8_t judge, exits, scored;
 };
 
-/// One token of one layer for each of several sequences: the row that leaves the ring is judged and,
-/// if kept, moved to the end of its head's pages; the new one takes its slot. Pointers rather than
-/// views, because Kokkos passes large kernels through a buffer for which it waits; more than a few
-/// sequences are read from memory.
+/// One token of one layer for each of several sequences: the row that leaves the ring is judged
+/// and, if kept, moved to the end of its head's pages; the new one takes its slot. Pointers rather
+/// than views, because Kokkos passes large kernels through a buffer for which it waits; more than a
+/// few sequences are read from memory.
 template <class Value, PageOrder order>
 struct StepKernel {
   static constexpr int most_own = 2;
@@ -82,8 +82,8 @@ struct StepKernel {
     team.team_barrier();
     Kokkos::single(Kokkos::PerTeam(team), [&] {
       if (saved) span.saved_scores[head * span.saved_rows] = score;
-      *ring_score = span.scored ? scores[local * score_head + span.row * score_row]
-                                : detail::no_score();
+      *ring_score =
+          span.scored ? scores[local * score_head + span.row * score_row] : detail::no_score();
       if (keep) {
         detail::page_positions<Value>(page, page_rows, dim)[row % page_rows] =
             static_cast<std::int32_t>(position);
@@ -101,10 +101,10 @@ template <class Value, PageOrder order>
 void launch(const ExecutionSpace& exec, int spans, const StepKernel<Value, order>& kernel) {
   static_assert(sizeof(kernel) <= 384);
   const detail::TeamShape team = detail::team_shape(detail::runs_on_host ? 1 : 128, 1);
-  Kokkos::parallel_for("kvzap::append::step",
-                       Kokkos::TeamPolicy<ExecutionSpace>(exec, spans * kernel.heads, team.threads,
-                                                          team.lanes),
-                       kernel);
+  Kokkos::parallel_for(
+      "kvzap::append::step",
+      Kokkos::TeamPolicy<ExecutionSpace>(exec, spans * kernel.heads, team.threads, team.lanes),
+      kernel);
 }
 
 /// Writes arguments for the kernel, which travel as those of another one: nothing waits.
@@ -129,8 +129,8 @@ struct NewEntries {
 
   void link(const ExecutionSpace& exec) {
     if (count == 0) return;
-    Kokkos::parallel_for("kvzap::append::link",
-                         Kokkos::RangePolicy<ExecutionSpace>(exec, 0, count), *this);
+    Kokkos::parallel_for("kvzap::append::link", Kokkos::RangePolicy<ExecutionSpace>(exec, 0, count),
+                         *this);
     count = 0;
   }
 };
@@ -225,8 +225,8 @@ void KVCache<Value, order>::defer_spans(const ExecutionSpace& exec, const Append
         const StepState& state = m_step[sequence.step];
         // Rows that came within the step need no copy.
         if (layer.tokens - m_shape.window < state.tokens[layer_index]) {
-          const std::int64_t row = saved_row(sequence, layer, layer_index) -
-                                   layer.first_head * state.saved_rows;
+          const std::int64_t row =
+              saved_row(sequence, layer, layer_index) - layer.first_head * state.saved_rows;
           args.saved = m_saved.data() + 2 * row * m_shape.head_dim;
           args.saved_scores = m_saved_scores.data() + row;
           args.saved_rows = static_cast<std::int32_t>(state.saved_rows);
@@ -318,9 +318,9 @@ void KVCache<Value, order>::write_args(const ExecutionSpace& exec, std::size_t n
     std::memcpy(static_cast<void*>(write.args), m_new_args.data() + i * sizeof(Args),
                 count * sizeof(Args));
     write.target = target + i;
-    Kokkos::parallel_for(
-        "kvzap::append::span_args",
-        Kokkos::RangePolicy<ExecutionSpace>(exec, 0, static_cast<int>(count)), write);
+    Kokkos::parallel_for("kvzap::append::span_args",
+                         Kokkos::RangePolicy<ExecutionSpace>(exec, 0, static_cast<int>(count)),
+                         write);
   }
   std::memcpy(m_written_args.data(), m_new_args.data(), bytes);
   m_n_written = n;
@@ -348,9 +348,9 @@ void KVCache<Value, order>::append_deferred(const ExecutionSpace& exec, Sequence
   template void KVCache<Value, order>::append_deferred(                                        \
       const ExecutionSpace&, const std::vector<AppendSpan>&, int, const RowsView&,             \
       const RowsView&, const ScoresView&);                                                     \
-  template void KVCache<Value, order>::append_deferred(                                        \
-      const ExecutionSpace&, SequenceId, int, const RowsView&, const RowsView&,                \
-      const ScoresView&, const EvictionRule&);
+  template void KVCache<Value, order>::append_deferred(const ExecutionSpace&, SequenceId, int, \
+                                                       const RowsView&, const RowsView&,       \
+                                                       const ScoresView&, const EvictionRule&);
 KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 

@@ -55,8 +55,8 @@ void KVCache<Value, order>::check_outside_step(SequenceId sequence, const char* 
   }
 }
 
-// What is launched on `exec` from now on follows what other instances do with the sequence, and with
-// pages that were released.
+// What is launched on `exec` from now on follows what other instances do with the sequence, and
+// with pages that were released.
 template <class Value, PageOrder order>
 void KVCache<Value, order>::enter(const ExecutionSpace& exec, Sequence& sequence) {
   order_releases(exec);
@@ -287,8 +287,8 @@ template <class Value, PageOrder order>
 void KVCache<Value, order>::widen_table(const ExecutionSpace& exec, Sequence& sequence,
                                         std::size_t pages) {
   if (sequence.table.extent(1) >= pages) return;
-  const auto table = allocate_view<PageTable>("kvzap::cache::page_table",
-                                              sequence.table.extent(0), pages + pages / 2);
+  const auto table = allocate_view<PageTable>("kvzap::cache::page_table", sequence.table.extent(0),
+                                              pages + pages / 2);
   const auto host = Kokkos::create_mirror_view(table);
   if constexpr (!detail::runs_on_host) {
     detail::fence(exec, "kvzap::cache: kernels may still read the table that is replaced");
@@ -308,8 +308,8 @@ void KVCache<Value, order>::upload_table([[maybe_unused]] const ExecutionSpace& 
                                          [[maybe_unused]] Sequence& sequence,
                                          [[maybe_unused]] const LayerStore& layer) {
   if constexpr (!detail::runs_on_host) {
-    const auto own = std::make_pair(layer.first_head,
-                                    layer.first_head + static_cast<int>(layer.pages.size()));
+    const auto own =
+        std::make_pair(layer.first_head, layer.first_head + static_cast<int>(layer.pages.size()));
     Kokkos::deep_copy(exec, Kokkos::subview(sequence.table, own, Kokkos::ALL),
                       Kokkos::subview(sequence.host_table, own, Kokkos::ALL));
   }
@@ -339,11 +339,11 @@ void KVCache<Value, order>::upload_all([[maybe_unused]] const ExecutionSpace& ex
   }
 }
 
-#define KVZAP_INSTANTIATE(Value, order)                                                           \
-  template auto KVCache<Value, order>::sequence_at(SequenceId) const -> const Sequence&;           \
-  template auto KVCache<Value, order>::sequence_at(SequenceId) -> Sequence&;                       \
-  template auto KVCache<Value, order>::store(SequenceId, int) const -> const LayerStore&;          \
-  template auto KVCache<Value, order>::store(SequenceId, int) -> LayerStore&;                      \
+#define KVZAP_INSTANTIATE(Value, order)                                                            \
+  template auto KVCache<Value, order>::sequence_at(SequenceId) const->const Sequence&;             \
+  template auto KVCache<Value, order>::sequence_at(SequenceId)->Sequence&;                         \
+  template auto KVCache<Value, order>::store(SequenceId, int) const->const LayerStore&;            \
+  template auto KVCache<Value, order>::store(SequenceId, int)->LayerStore&;                        \
   template int KVCache<Value, order>::all_heads() const;                                           \
   template int KVCache<Value, order>::checked_head(int, int) const;                                \
   template void KVCache<Value, order>::check_outside_step(SequenceId, const char*) const;          \

@@ -90,9 +90,9 @@ struct ScoresRef {
   }
 };
 
-/// Extents of one span's append to a layer. Rows that leave the ring through it have positions first
-/// … first + exits - 1; the older ones are in the ring, the younger ones (if more than a window of
-/// rows arrive at once) only pass by.
+/// Extents of one span's append to a layer. Rows that leave the ring through it have positions
+/// first … first + exits - 1; the older ones are in the ring, the younger ones (if more than a
+/// window of rows arrive at once) only pass by.
 struct AppendStep {
   int heads = 0;
   int dim = 0;
@@ -137,9 +137,7 @@ struct PageLists {
 };
 
 /// Whether rows are moved by Kokkos kernels rather than by the host's own loops.
-inline bool use_portable_path() {
-  return uses_device_kernels() || row_path() == RowPath::portable;
-}
+inline bool use_portable_path() { return uses_device_kernels() || row_path() == RowPath::portable; }
 
 /// Copies memory of the backend, without waiting on a device. Cannot fail on hosts.
 template <class T>
@@ -163,8 +161,8 @@ View allocate_view(const char* label, Extents... extents) {
 
 /// Calls work(); memory that it could not get makes it throw OutOfMemory.
 template <class Work>
-auto or_out_of_memory(const char* what, std::size_t wanted, const PagePool& pool,
-                      const Work& work) -> decltype(work()) {
+auto or_out_of_memory(const char* what, std::size_t wanted, const PagePool& pool, const Work& work)
+    -> decltype(work()) {
   try {
     return work();
   } catch (const Error&) {

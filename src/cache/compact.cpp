@@ -16,8 +16,8 @@ template <class Value>
 struct JudgeAgain {
   detail::LayerRows<Value> rows;
   Kokkos::View<const Cutoff*, MemorySpace> cutoffs;
-  Flags keep_page;  // (head, row)
-  Flags keep_ring;  // (head, row)
+  Flags keep_page;        // (head, row)
+  Flags keep_ring;        // (head, row)
   detail::Counts totals;  // dropped from the ring, not finite
   std::int64_t sink;
   std::int64_t first_recent;  // position
@@ -27,26 +27,25 @@ struct JudgeAgain {
     const int head = team.league_rank();
     const Cutoff cutoff = cutoffs(head);
     const std::int64_t retained = rows.retained[head];
-    Kokkos::parallel_scan(
-        Kokkos::TeamThreadRange(team, static_cast<int>(rows.count(head))),
-        [&](int row, std::int64_t& ties, bool final) {
-          const auto found = rows.at(head, row);
-          const bool tie = *found.score == cutoff.score;
-          if (final) {
-            const bool finite = EvictionRule::is_finite(*found.score);
-            const bool keep = !finite || *found.score > cutoff.score ||
-                              found.position < sink || found.position >= first_recent ||
-                              (tie && ties < cutoff.ties);
-            if (row < retained) {
-              keep_page(head, row) = keep ? 1 : 0;
-            } else {
-              keep_ring(head, row - retained) = keep ? 1 : 0;
-              if (!keep) Kokkos::atomic_add(&totals(0), std::int64_t{1});
-            }
-            if (!finite) Kokkos::atomic_add(&totals(1), std::int64_t{1});
-          }
-          if (tie) ++ties;
-        });
+    Kokkos::parallel_scan(Kokkos::TeamThreadRange(team, static_cast<int>(rows.count(head))),
+                          [&](int row, std::int64_t& ties, bool final) {
+                            const auto found = rows.at(head, row);
+                            const bool tie = *found.score == cutoff.score;
+                            if (final) {
+                              const bool finite = EvictionRule::is_finite(*found.score);
+                              const bool keep =
+                                  !finite || *found.score > cutoff.score || found.position < sink ||
+                                  found.position >= first_recent || (tie && ties < cutoff.ties);
+                              if (row < retained) {
+                                keep_page(head, row) = keep ? 1 : 0;
+                              } else {
+                                keep_ring(head, row - retained) = keep ? 1 : 0;
+                                if (!keep) Kokkos::atomic_add(&totals(0), std::int64_t{1});
+                              }
+                              if (!finite) Kokkos::atomic_add(&totals(1), std::int64_t{1});
+                            }
+                            if (tie) ++ties;
+                          });
   }
 };
 
@@ -133,21 +132,19 @@ CompactCounts KVCache<Value, order>::evict(const ExecutionSpace& exec, SequenceI
       for (int h = 0; h < heads; ++h) host_cutoffs(h) = cutoffs[h];
       Kokkos::deep_copy(exec, device_cutoffs, host_cutoffs);
       kernel.cutoffs = device_cutoffs;
-      kernel.keep_page = allocate_view<Flags>("kvzap::evict::keep_page", std::size_t(heads),
-                                              std::size_t(longest));
-      kernel.keep_ring = allocate_view<Flags>("kvzap::evict::keep_ring", std::size_t(heads),
-                                              std::size_t(in_ring));
+      kernel.keep_page =
+          allocate_view<Flags>("kvzap::evict::keep_page", std::size_t(heads), std::size_t(longest));
+      kernel.keep_ring =
+          allocate_view<Flags>("kvzap::evict::keep_ring", std::size_t(heads), std::size_t(in_ring));
       kernel.totals = allocate_view<detail::Counts>("kvzap::evict::totals", std::size_t{2});
       Kokkos::deep_copy(exec, kernel.totals, std::int64_t{0});
       kernel.sink = options.sink;
       kernel.first_recent = layer.tokens - options.recent;
-      const detail::TeamShape team = detail::team_shape(detail::runs_on_host ? 1 : 128, 1);
-      Kokkos::parallel_for(
-          "kvzap::evict::judge",
-          Kokkos::TeamPolicy<ExecutionSpace>(exec, heads, team.threads, team.lanes), kernel);
+      const int threads = detail::team_shape(detail::runs_on_host ? 1 : 128, 1).threads;
+      Kokkos::parallel_for("kvzap::evict::judge",
+                           Kokkos::TeamPolicy<ExecutionSpace>(exec, heads, threads), kernel);
       detail::fence(exec, "kvzap::evict: the host reads whether rows of the ring go");
-      const auto totals =
-          Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, kernel.totals);
+      const auto totals = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, kernel.totals);
       CompactCounts done;
       if (totals(0) > 0) {
         done = rearrange(exec, sequence, layer_index, kernel.keep_page, kernel.keep_ring);
@@ -186,8 +183,8 @@ CompactCounts KVCache<Value, order>::rearrange(const ExecutionSpace& exec, Seque
   std::vector<std::int64_t> first(heads, 0);  // evicted row of each head, or its end
   const auto pages_part = std::make_pair(0, heads);
   const auto ring_part = std::make_pair(heads, 2 * heads);
-  const auto ring_kept = Kokkos::subview(
-      m_kept, std::make_pair(ring_kept_at, ring_kept_at + heads * ring_step.exits));
+  const auto ring_kept =
+      Kokkos::subview(m_kept, std::make_pair(ring_kept_at, ring_kept_at + heads * ring_step.exits));
   if (portable) {
     Kokkos::deep_copy(exec, m_kept_counts, std::int64_t{0});
     Kokkos::deep_copy(exec, m_firsts, std::int64_t{0});
@@ -212,8 +209,8 @@ CompactCounts KVCache<Value, order>::rearrange(const ExecutionSpace& exec, Seque
   } else if constexpr (detail::runs_on_host) {
     for (int h = 0; h < heads; ++h) {
       std::int64_t unused = 0;
-      m_host_kept_counts(h) = list_flagged(keep, h, layer.retained(h),
-                                           m_kept.data() + h * longest, first[h]);
+      m_host_kept_counts(h) =
+          list_flagged(keep, h, layer.retained(h), m_kept.data() + h * longest, first[h]);
       m_host_kept_counts(heads + h) =
           list_flagged(keep_of_ring, h, ring_step.exits,
                        m_kept.data() + ring_kept_at + h * ring_step.exits, unused);
@@ -229,8 +226,7 @@ CompactCounts KVCache<Value, order>::rearrange(const ExecutionSpace& exec, Seque
   std::size_t widest = 0;
   std::int64_t most_of_ring = 0;
   const auto is_replaced = [&](int head, std::size_t page) {
-    return page >= layer.pages[head].size() ||
-           m_pool.reference_count(layer.pages[head][page]) > 1;
+    return page >= layer.pages[head].size() || m_pool.reference_count(layer.pages[head][page]) > 1;
   };
   for (int h = 0; h < heads; ++h) {
     const std::int64_t kept = m_host_kept_counts(h);
@@ -290,8 +286,8 @@ CompactCounts KVCache<Value, order>::rearrange(const ExecutionSpace& exec, Seque
     if (most_of_ring > 0) {
       detail::admit<Value, order>(exec, ring_step, most_of_ring, ring, {}, {}, {}, ring_kept,
                                   Kokkos::subview(m_begins, ring_part),
-                                  Kokkos::subview(m_kept_counts, ring_part), kept_counts,
-                                  addresses, target_table);
+                                  Kokkos::subview(m_kept_counts, ring_part), kept_counts, addresses,
+                                  target_table);
     }
     detail::fence(exec, "kvzap::compact: the pages that rows have left can be taken by others");
   } else if constexpr (detail::runs_on_host) {
@@ -302,10 +298,9 @@ CompactCounts KVCache<Value, order>::rearrange(const ExecutionSpace& exec, Seque
         exec, heads, detail::Block<order>{m_shape.page_rows, dim}, moved, longest, m_kept.data(),
         first.data(), m_host_kept_counts.data(), detail::PageLists{&m_pool, &layer.pages}, targets);
     if (most_of_ring > 0) {
-      detail::admit_on_host<Value, order>(exec, ring_step, ring, {}, {}, {},
-                                          m_kept.data() + ring_kept_at,
-                                          m_host_kept_counts.data() + heads,
-                                          m_host_kept_counts.data(), targets);
+      detail::admit_on_host<Value, order>(
+          exec, ring_step, ring, {}, {}, {}, m_kept.data() + ring_kept_at,
+          m_host_kept_counts.data() + heads, m_host_kept_counts.data(), targets);
     }
   }
 
@@ -350,12 +345,11 @@ void KVCache<Value, order>::own_pages(const ExecutionSpace& exec, Sequence& sequ
   upload_table(exec, sequence, layer);
 }
 
-#define KVZAP_INSTANTIATE(Value, order)                                                      \
-  template CompactCounts KVCache<Value, order>::compact(const ExecutionSpace&, SequenceId,   \
-                                                        int, const FlagsView&);              \
-  template CompactCounts KVCache<Value, order>::evict(const ExecutionSpace&, SequenceId,     \
-                                                      int, const std::vector<Cutoff>&,       \
-                                                      const EvictOptions&);                  \
+#define KVZAP_INSTANTIATE(Value, order)                                                         \
+  template CompactCounts KVCache<Value, order>::compact(const ExecutionSpace&, SequenceId, int, \
+                                                        const FlagsView&);                      \
+  template CompactCounts KVCache<Value, order>::evict(                                          \
+      const ExecutionSpace&, SequenceId, int, const std::vector<Cutoff>&, const EvictOptions&); \
   template void KVCache<Value, order>::own_pages(const ExecutionSpace&, Sequence&, int);
 KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE

@@ -21,12 +21,10 @@ struct Gathered {
 template <class Value>
 Gathered<Value> gather(const ExecutionSpace& exec, const LayerRows<Value>& rows, int head,
                        std::int64_t total) {
-  const auto keys =
-      detail::allocate_view<decltype(Gathered<Value>::keys)>("kvzap::host_rows::keys", total,
-                                                             std::int64_t{rows.dim});
-  const auto values =
-      detail::allocate_view<decltype(Gathered<Value>::values)>("kvzap::host_rows::values", total,
-                                                               std::int64_t{rows.dim});
+  const auto keys = detail::allocate_view<decltype(Gathered<Value>::keys)>(
+      "kvzap::host_rows::keys", total, std::int64_t{rows.dim});
+  const auto values = detail::allocate_view<decltype(Gathered<Value>::values)>(
+      "kvzap::host_rows::values", total, std::int64_t{rows.dim});
   const auto positions = detail::allocate_view<decltype(Gathered<Value>::positions)>(
       "kvzap::host_rows::positions", total);
   const auto scores =
@@ -171,13 +169,13 @@ void KVCache<Value, order>::set_row_scores(const ExecutionSpace& exec, SequenceI
   change_scores(exec, rows, m_shape.heads[layer_index], longest, scores);
 }
 
-#define KVZAP_INSTANTIATE(Value, order)                                                           \
-  template auto KVCache<Value, order>::layer(SequenceId, int)->Layer;                             \
-  template auto KVCache<Value, order>::host_rows(SequenceId, int, int)->HostRows;                 \
-  template std::vector<std::int64_t> KVCache<Value, order>::positions(SequenceId, int, int);      \
-  template void KVCache<Value, order>::row_scores(const ExecutionSpace&, SequenceId, int,         \
-                                                  const ScoresOut&, const PositionsOut&);         \
-  template void KVCache<Value, order>::set_row_scores(const ExecutionSpace&, SequenceId, int,     \
+#define KVZAP_INSTANTIATE(Value, order)                                                       \
+  template auto KVCache<Value, order>::layer(SequenceId, int)->Layer;                         \
+  template auto KVCache<Value, order>::host_rows(SequenceId, int, int)->HostRows;             \
+  template std::vector<std::int64_t> KVCache<Value, order>::positions(SequenceId, int, int);  \
+  template void KVCache<Value, order>::row_scores(const ExecutionSpace&, SequenceId, int,     \
+                                                  const ScoresOut&, const PositionsOut&);     \
+  template void KVCache<Value, order>::set_row_scores(const ExecutionSpace&, SequenceId, int, \
                                                       const ScoresView&);
 KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE

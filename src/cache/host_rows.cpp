@@ -10,7 +10,7 @@ namespace {
 
 template <class Value>
 void copy_strided(const Value* source, std::int64_t source_stride, Value* target,
-                                     std::int64_t target_stride, int dim) {
+                  std::int64_t target_stride, int dim) {
   if (source_stride == 1 && target_stride == 1) {
     for (int d = 0; d < dim; ++d) target[d] = source[d];
   } else {
@@ -126,7 +126,7 @@ class RowStream {
         Value* target =
             page + m_block.row_offset(slot) + (values ? m_block.values_offset() : std::int64_t{0});
         gather_rows(batch.rows.data() + (values ? batch.count : 0) + r, n,
-                            reinterpret_cast<char*>(target), m_row_bytes, m_stream);
+                    reinterpret_cast<char*>(target), m_row_bytes, m_stream);
         if (!values) {
           const std::uintptr_t address = batch.pages[p];
           std::memcpy(page_positions<Value>(address, m_block.capacity, m_block.dim) + slot,
@@ -149,16 +149,14 @@ class RowStream {
 /// Whether so many bytes are worth lists of rows and non-temporal stores.
 bool use_streams(std::int64_t bytes) {
   const RowPath path = row_path();
-  return path == RowPath::streaming ||
-         (path == RowPath::automatic && bytes >= streaming_bytes);
+  return path == RowPath::streaming || (path == RowPath::automatic && bytes >= streaming_bytes);
 }
 
 /// Judges `n` pairs with positions first, first + 1, …, whose scores lie `stride` apart, and adds
 /// the numbers number, number + 1, … of the kept ones to `kept`.
-std::int64_t judge_run(const float* scores, std::int64_t stride, std::int64_t n,
-                                        std::int64_t first, std::int32_t number,
-                                        const EvictionRule& rule, std::int32_t* kept,
-                                        std::int64_t& non_finite) {
+std::int64_t judge_run(const float* scores, std::int64_t stride, std::int64_t n, std::int64_t first,
+                       std::int32_t number, const EvictionRule& rule, std::int32_t* kept,
+                       std::int64_t& non_finite) {
   std::int64_t n_kept = 0;
   std::int64_t i = 0;
   const std::int64_t one_by_one =
@@ -170,8 +168,7 @@ std::int64_t judge_run(const float* scores, std::int64_t stride, std::int64_t n,
     non_finite += EvictionRule::is_finite(score) ? 0 : 1;
   }
   return n_kept + list_retained(scores + i * stride, n - i, rule.threshold,
-                                        number + static_cast<std::int32_t>(i), kept + n_kept,
-                                        non_finite);
+                                number + static_cast<std::int32_t>(i), kept + n_kept, non_finite);
 }
 
 }  // namespace
@@ -234,8 +231,12 @@ void admit_on_host(const ExecutionSpace& exec, const AppendStep& step, const Rin
                                 head_scores[slot]};
       }
       const std::int64_t token = exit - step.in_ring;
-      return MovingRow<Value>{keys.at(token, head), values.at(token, head), keys.dim_stride,
-                              values.dim_stride,    position,               scores(head, token)};
+      return MovingRow<Value>{keys.at(token, head),
+                              values.at(token, head),
+                              keys.dim_stride,
+                              values.dim_stride,
+                              position,
+                              scores(head, token)};
     };
   };
   if constexpr (order == PageOrder::token_major) {
@@ -251,8 +252,7 @@ void admit_on_host(const ExecutionSpace& exec, const AppendStep& step, const Rin
             const std::int64_t old = retained[h];
             stream.move(old + b * Stream::batch_rows,
                         old + std::min((b + 1) * Stream::batch_rows, kept_counts[h]),
-                        row_of(h, old),
-                        [&](std::int64_t p) { return pages(h, p); });
+                        row_of(h, old), [&](std::int64_t p) { return pages(h, p); });
           }
         }
       };
@@ -328,7 +328,9 @@ void compact_on_host(const ExecutionSpace& exec, int heads, const Block<order>& 
       const std::int32_t slot = row % block.capacity;
       const std::uintptr_t page = from(head, row / block.capacity);
       const Value* key = reinterpret_cast<const Value*>(page) + block.row_offset(slot);
-      return MovingRow<Value>{key, key + block.values_offset(), block.dim_stride(),
+      return MovingRow<Value>{key,
+                              key + block.values_offset(),
+                              block.dim_stride(),
                               block.dim_stride(),
                               page_positions<Value>(page, block.capacity, block.dim)[slot],
                               page_scores<Value>(page, block.capacity, block.dim)[slot]};
@@ -351,21 +353,20 @@ void compact_on_host(const ExecutionSpace& exec, int heads, const Block<order>& 
                        [&](std::int64_t head) { move_head(static_cast<int>(head)); });
 }
 
-
-#define KVZAP_INSTANTIATE(Value, order)                                                          \
-  template void admit_on_host<Value, order>(                                                     \
-      const ExecutionSpace&, const AppendStep&, const RingRef<Value>&, const RowsRef<Value>&,     \
-      const RowsRef<Value>&, const ScoresRef&, const std::int32_t*, const std::int64_t*,         \
-      const std::int64_t*, const PageLists&);                                                    \
-  template void save_on_host<Value, order>(const AppendStep&, const RingRef<Value>&,             \
-                                           const SavedRows<Value>&, bool);                       \
-  template void fill_ring_on_host<Value, order>(const AppendStep&, const RingRef<Value>&,        \
-                                                const RowsRef<Value>&, const RowsRef<Value>&,    \
-                                                const ScoresRef&);                               \
-  template void compact_on_host<Value, order>(                                                   \
-      const ExecutionSpace&, int, const Block<order>&, std::int64_t, std::int64_t,               \
-      const std::int32_t*, const std::int64_t*, const std::int64_t*, const PageLists&,           \
-      const PageLists&);
+#define KVZAP_INSTANTIATE(Value, order)                                                        \
+  template void admit_on_host<Value, order>(                                                   \
+      const ExecutionSpace&, const AppendStep&, const RingRef<Value>&, const RowsRef<Value>&,  \
+      const RowsRef<Value>&, const ScoresRef&, const std::int32_t*, const std::int64_t*,       \
+      const std::int64_t*, const PageLists&);                                                  \
+  template void save_on_host<Value, order>(const AppendStep&, const RingRef<Value>&,           \
+                                           const SavedRows<Value>&, bool);                     \
+  template void fill_ring_on_host<Value, order>(const AppendStep&, const RingRef<Value>&,      \
+                                                const RowsRef<Value>&, const RowsRef<Value>&,  \
+                                                const ScoresRef&);                             \
+  template void compact_on_host<Value, order>(const ExecutionSpace&, int, const Block<order>&, \
+                                              std::int64_t, std::int64_t, const std::int32_t*, \
+                                              const std::int64_t*, const std::int64_t*,        \
+                                              const PageLists&, const PageLists&);
 KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 

@@ -49,8 +49,8 @@ auto KVCache<Value, order>::make_sequence() const -> Sequence {
   try {
     sequence.rings = allocate_view<Rings>("kvzap::cache::rings", heads,
                                           std::size_t{2} * m_shape.window * m_shape.head_dim);
-    sequence.ring_scores = allocate_view<RingScores>("kvzap::cache::ring_scores", heads,
-                                                     std::size_t(m_shape.window));
+    sequence.ring_scores =
+        allocate_view<RingScores>("kvzap::cache::ring_scores", heads, std::size_t(m_shape.window));
     detail::before_allocation(heads * sizeof(std::int64_t));
     sequence.retained = HostCounts("kvzap::cache::retained", heads);
     detail::before_allocation(heads * sizeof(std::int64_t));

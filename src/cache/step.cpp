@@ -15,8 +15,8 @@ void KVCache<Value, order>::begin_step(const ExecutionSpace& exec,
     }
     sequence.call = m_calls;
     if (span.tokens < 0) {
-      throw Error(fmt::format("cache begin_step: {} tokens for sequence {}", span.tokens,
-                              span.sequence));
+      throw Error(
+          fmt::format("cache begin_step: {} tokens for sequence {}", span.tokens, span.sequence));
     }
   }
   for (const StepSpan& span : spans) {
@@ -66,8 +66,8 @@ void KVCache<Value, order>::begin_step(const ExecutionSpace& exec,
             reserve_lists(layer, h, exits);
             missing += missing_pages(layer, h, exits);
             const std::int64_t rows = layer.retained(h) + exits;
-            longest = std::max<std::size_t>(longest,
-                                            (rows + m_shape.page_rows - 1) / m_shape.page_rows);
+            longest =
+                std::max<std::size_t>(longest, (rows + m_shape.page_rows - 1) / m_shape.page_rows);
           }
         }
         widen_table(exec, sequence, longest);
@@ -161,8 +161,7 @@ void KVCache<Value, order>::cancel_step() {
   }
   for (const Replaced& replaced : m_replaced) {
     LayerStore& layer = sequence_at(m_step[replaced.step].id).layers[replaced.layer];
-    PageId& page =
-        layer.pages[replaced.head][layer.retained(replaced.head) / m_shape.page_rows];
+    PageId& page = layer.pages[replaced.head][layer.retained(replaced.head) / m_shape.page_rows];
     m_pool.release(page);
     page = replaced.page;
   }
@@ -174,10 +173,10 @@ void KVCache<Value, order>::cancel_step() {
   close_step();
 }
 
-#define KVZAP_INSTANTIATE(Value, order)                                             \
-  template void KVCache<Value, order>::begin_step(const ExecutionSpace&,            \
-                                                  const std::vector<StepSpan>&);    \
-  template void KVCache<Value, order>::end_step();                                  \
+#define KVZAP_INSTANTIATE(Value, order)                                          \
+  template void KVCache<Value, order>::begin_step(const ExecutionSpace&,         \
+                                                  const std::vector<StepSpan>&); \
+  template void KVCache<Value, order>::end_step();                               \
   template void KVCache<Value, order>::cancel_step();
 KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE

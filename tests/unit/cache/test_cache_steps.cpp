@@ -245,9 +245,9 @@ class World {
       if (below(2) == 0) return;
       EXPECT_TRUE(equal(m_cache.collect(ids), expected));
     } else {
-      EXPECT_TRUE(equal(m_cache.append(exec, spans, layer, rows_of.keys, rows_of.values,
-                                       rows_of.scores),
-                        expected));
+      EXPECT_TRUE(
+          equal(m_cache.append(exec, spans, layer, rows_of.keys, rows_of.values, rows_of.scores),
+                expected));
     }
   }
 
@@ -438,8 +438,7 @@ class World {
     }
     std::size_t heads = 0;
     for (int n : shape.heads) heads += n;
-    const std::size_t rings =
-        heads * shape.window * ring_row_bytes(shape.head_dim, sizeof(Value));
+    const std::size_t rings = heads * shape.window * ring_row_bytes(shape.head_dim, sizeof(Value));
     std::size_t checkpoints = 0;
     for (const auto& [id, list] : m_saved) checkpoints += list.size();
     const CacheBytes bytes = m_cache.bytes();
@@ -562,8 +561,8 @@ int fail_everywhere(bool news, const std::function<void()>& operation,
 TYPED_TEST(CacheSteps, ExhaustionLeavesEverythingAsItWas) {
   using Value = typename TypeParam::Value;
   // Kernel launches take memory for their labels, some after others have run.
-  const std::vector<bool> kinds = detail::uses_device_kernels() ? std::vector<bool>{false}
-                                                                : std::vector<bool>{false, true};
+  const std::vector<bool> kinds =
+      detail::uses_device_kernels() ? std::vector<bool>{false} : std::vector<bool>{false, true};
   for (const bool news : kinds) {
     World<TypeParam> world(CacheShape{{2, 1}, 4, 3, 2}, 7);
     auto& cache = world.cache();
@@ -581,8 +580,7 @@ TYPED_TEST(CacheSteps, ExhaustionLeavesEverythingAsItWas) {
       const std::vector<AppendSpan> spans = {{first, 0, rows, {-1.0f, 0, true}, true},
                                              {second, rows, rows, {1.0f, 2, true}, true}};
       failures += fail_everywhere(
-          news,
-          [&] { cache.append(exec, spans, layer, batch.keys, batch.values, batch.scores); },
+          news, [&] { cache.append(exec, spans, layer, batch.keys, batch.values, batch.scores); },
           verify);
       for (const auto& span : spans) world.append_to_model(span, layer, batch);
       verify();
@@ -593,7 +591,8 @@ TYPED_TEST(CacheSteps, ExhaustionLeavesEverythingAsItWas) {
     }
     // A step's memory is taken before it, and after that nothing needs any.
     const std::vector<StepSpan> step = {{first, 2}, {second, 3}};
-    failures += fail_everywhere(news, [&] { cache.begin_step(exec, step); }, verify);
+    failures += fail_everywhere(
+        news, [&] { cache.begin_step(exec, step); }, verify);
     EXPECT_TRUE(cache.in_step());
     for (int l : {0, 1}) {
       const auto batch = world.batch(l, 5);
@@ -601,8 +600,7 @@ TYPED_TEST(CacheSteps, ExhaustionLeavesEverythingAsItWas) {
                                              {second, 2, 3, EvictionRule::keep_all(), true}};
       detail::allocation_hook = always_fail;
       if (news) kvzap::test::news_until_failure = 1;
-      ASSERT_NO_THROW(
-          cache.append(exec, spans, l, batch.keys, batch.values, batch.scores));
+      ASSERT_NO_THROW(cache.append(exec, spans, l, batch.keys, batch.values, batch.scores));
       EXPECT_EQ(std::exchange(kvzap::test::news_until_failure, 0), news ? 1u : 0u);
       detail::allocation_hook = nullptr;
       for (const auto& span : spans) world.append_to_model(span, l, batch);
@@ -611,11 +609,13 @@ TYPED_TEST(CacheSteps, ExhaustionLeavesEverythingAsItWas) {
     verify();
 
     SequenceId third = -1;
-    failures += fail_everywhere(news, [&] { third = cache.fork(first); }, verify);
+    failures += fail_everywhere(
+        news, [&] { third = cache.fork(first); }, verify);
     world.model()[third] = world.model().at(first);
     verify();
     typename KVCache<Value, TypeParam::order>::Checkpoint checkpoint;
-    failures += fail_everywhere(news, [&] { checkpoint = cache.checkpoint(third); }, verify);
+    failures += fail_everywhere(
+        news, [&] { checkpoint = cache.checkpoint(third); }, verify);
     world.saved()[third].emplace_back(std::move(checkpoint), world.model().at(third));
     verify();
     fail_everywhere(
@@ -630,7 +630,8 @@ TYPED_TEST(CacheSteps, ExhaustionLeavesEverythingAsItWas) {
       for (int i = 0; i < 400; ++i) flags(h, i) = i < 3 || i % 3 != 0;
     }
     Kokkos::deep_copy(keep, flags);
-    failures += fail_everywhere(news, [&] { cache.compact(exec, third, 0, keep); }, verify);
+    failures += fail_everywhere(
+        news, [&] { cache.compact(exec, third, 0, keep); }, verify);
     world.saved().clear();
     for (ModelHead& head : world.model().at(third).layers[0].heads) {
       std::vector<Pair> left;
@@ -641,7 +642,11 @@ TYPED_TEST(CacheSteps, ExhaustionLeavesEverythingAsItWas) {
     }
     verify();
     failures += fail_everywhere(
-        news, [&] { cache.evict(exec, second, 0, {{-1.5f, 0}, {5.0f, 0}}); }, verify);
+        news,
+        [&] {
+          cache.evict(exec, second, 0, {{-1.5f, 0}, {5.0f, 0}});
+        },
+        verify);
     auto& layer = world.model().at(second).layers[0];
     for (int h : {0, 1}) {
       ModelHead& head = layer.heads[h];
@@ -657,7 +662,8 @@ TYPED_TEST(CacheSteps, ExhaustionLeavesEverythingAsItWas) {
     }
     verify();
     SequenceId fourth = -1;
-    failures += fail_everywhere(news, [&] { fourth = cache.add_sequence(); }, verify);
+    failures += fail_everywhere(
+        news, [&] { fourth = cache.add_sequence(); }, verify);
     EXPECT_GT(failures, 20);
   }
 }
@@ -843,8 +849,10 @@ TYPED_TEST(CacheSteps, InstancesFollowOneAnother) {
   SequenceId copy = -1;
   EXPECT_GT(waits([&] { copy = cache.fork(exec, first); }), 0);
   world.model()[copy] = world.model().at(first);
-  EXPECT_GT(waits([&] { world.saved()[first].emplace_back(cache.checkpoint(exec, first),
-                                                          world.model().at(first)); }),
+  EXPECT_GT(waits([&] {
+              world.saved()[first].emplace_back(cache.checkpoint(exec, first),
+                                                world.model().at(first));
+            }),
             0);
   deferred(first);
   EXPECT_GT(waits([&] { world.restore(first); }), 0);

@@ -123,8 +123,12 @@ AppendCounts KVCache<Value, order>::append_spans(const ExecutionSpace& exec,
   if (n == 0) return sum;
   const int heads = m_shape.heads[layer_index];
   const bool portable = detail::use_portable_path();
+  Sequence& only = sequence_at(spans[0].sequence);
+  const auto sequence_of = [&](std::size_t span) -> Sequence& {
+    return n == 1 ? only : sequence_at(spans[span].sequence);
+  };
   for (std::size_t i = 0; i < n; ++i) {
-    Sequence& sequence = sequence_at(spans[i].sequence);
+    Sequence& sequence = sequence_of(i);
     settle(sequence);
     enter(exec, sequence);
   }
@@ -136,7 +140,7 @@ AppendCounts KVCache<Value, order>::append_spans(const ExecutionSpace& exec,
     m_append_steps.clear();
     detail::reserve_room(m_append_steps, n);
     for (std::size_t i = 0; i < n; ++i) {
-      const LayerStore& layer = sequence_at(spans[i].sequence).layers[layer_index];
+      const LayerStore& layer = sequence_of(i).layers[layer_index];
       m_append_steps.push_back(step_of(layer, layer_index, spans[i].rows));
       exits += m_append_steps[i].exits * heads;
     }
@@ -146,7 +150,7 @@ AppendCounts KVCache<Value, order>::append_spans(const ExecutionSpace& exec,
   for (std::size_t i = 0; i < n && exits > 0; ++i) {
     const AppendStep& step = m_append_steps[i];
     const std::int64_t first_entry = static_cast<std::int64_t>(i) * heads;
-    const LayerStore& layer = sequence_at(spans[i].sequence).layers[layer_index];
+    const LayerStore& layer = sequence_of(i).layers[layer_index];
     const ScoresRef own_scores = ScoresRef::of(scores, spans[i].first_row, spans[i].scored);
     if (portable) {
       const auto own = std::make_pair(first_entry, first_entry + heads);
@@ -179,8 +183,9 @@ AppendCounts KVCache<Value, order>::append_spans(const ExecutionSpace& exec,
   }
 
   // Take memory for all spans before anything changes.
+  const std::int64_t* const all_kept = m_host_kept_counts.data();
   const auto kept_of = [&](std::size_t span, int head) {
-    return exits == 0 ? 0 : m_host_kept_counts(static_cast<std::int64_t>(span) * heads + head);
+    return exits == 0 ? 0 : all_kept[static_cast<std::int64_t>(span) * heads + head];
   };
   const auto from_stock = [&](const Sequence& sequence) {
     return sequence.step >= 0 && m_step[sequence.step].reserved;
@@ -189,7 +194,7 @@ AppendCounts KVCache<Value, order>::append_spans(const ExecutionSpace& exec,
     detail::or_out_of_memory("an append", 0, m_pool, [&] {
       std::size_t missing = 0;
       for (std::size_t i = 0; i < n; ++i) {
-        Sequence& sequence = sequence_at(spans[i].sequence);
+        Sequence& sequence = sequence_of(i);
         LayerStore& layer = sequence.layers[layer_index];
         if (from_stock(sequence)) continue;
         std::size_t longest = 0;
@@ -213,7 +218,7 @@ AppendCounts KVCache<Value, order>::append_spans(const ExecutionSpace& exec,
   first_kept = 0;
   try {
     for (std::size_t i = 0; i < n; ++i) {
-      Sequence& sequence = sequence_at(spans[i].sequence);
+      Sequence& sequence = sequence_of(i);
       LayerStore& layer = sequence.layers[layer_index];
       const AppendStep& step = m_append_steps[i];
       const std::int64_t first_entry = static_cast<std::int64_t>(i) * heads;
@@ -269,7 +274,7 @@ AppendCounts KVCache<Value, order>::append_spans(const ExecutionSpace& exec,
     for (std::size_t i = 0; i < n && heads > 0; ++i) {
       const AppendStep& step = m_append_steps[i];
       if (step.count == 0) continue;
-      const LayerStore& layer = sequence_at(spans[i].sequence).layers[layer_index];
+      const LayerStore& layer = sequence_of(i).layers[layer_index];
       const RingRef<Value> ring{layer.ring.data(), layer.ring_scores.data()};
       const auto own_keys = RowsRef<Value>::of(keys, spans[i].first_row);
       const auto own_values = RowsRef<Value>::of(values, spans[i].first_row);
@@ -282,15 +287,18 @@ AppendCounts KVCache<Value, order>::append_spans(const ExecutionSpace& exec,
     }
   } catch (...) {
     for (std::size_t i = 0; i < n; ++i) {
-      release_surplus(sequence_at(spans[i].sequence).layers[layer_index]);
+      release_surplus(sequence_of(i).layers[layer_index]);
     }
     for (PageId page : m_fresh) m_pool.release(page);
     m_fresh.clear();
     throw;
   }
+  // Two sequences that shared a page do not both need a copy of it.
+  for (PageId page : m_fresh) m_pool.release(page);
+  m_fresh.clear();
 
   for (std::size_t i = 0; i < n; ++i) {
-    Sequence& sequence = sequence_at(spans[i].sequence);
+    Sequence& sequence = sequence_of(i);
     LayerStore& layer = sequence.layers[layer_index];
     const AppendStep& step = m_append_steps[i];
     layer.tokens += step.count;

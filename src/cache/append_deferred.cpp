@@ -265,6 +265,9 @@ void KVCache<Value, order>::defer_spans(const ExecutionSpace& exec, const Append
     m_fresh.clear();
     throw;
   }
+  // Two sequences that shared a page do not both need a copy of it.
+  for (PageId page : m_fresh) m_pool.release(page);
+  m_fresh.clear();
 
   for (std::size_t i = 0; i < n; ++i) {
     Sequence& sequence = sequence_at(spans[i].sequence);

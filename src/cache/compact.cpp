@@ -141,10 +141,9 @@ CompactCounts KVCache<Value, order>::evict(const ExecutionSpace& exec, SequenceI
       Kokkos::deep_copy(exec, kernel.totals, std::int64_t{0});
       kernel.sink = options.sink;
       kernel.first_recent = layer.tokens - options.recent;
-      const detail::TeamShape team = detail::team_shape({128, 1});
-      Kokkos::parallel_for(
-          "kvzap::evict::judge",
-          Kokkos::TeamPolicy<ExecutionSpace>(exec, heads, team.threads, team.lanes), kernel);
+      const int threads = detail::team_shape({128, 1}).threads;
+      Kokkos::parallel_for("kvzap::evict::judge",
+                           Kokkos::TeamPolicy<ExecutionSpace>(exec, heads, threads), kernel);
       detail::fence(exec, "kvzap::evict: the host reads whether rows of the ring go");
       const auto totals = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, kernel.totals);
       CompactCounts done;

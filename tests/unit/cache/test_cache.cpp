@@ -280,10 +280,14 @@ class Checked {
     ASSERT_EQ(found.positions.size(), rows);
     ASSERT_EQ(found.keys.size(), rows * dim);
     ASSERT_EQ(found.values.size(), rows * dim);
+    ASSERT_EQ(found.scores.size(), rows);
     for (std::size_t r = 0; r < rows; ++r) {
       const ModelPair& pair =
           r < model.retained.size() ? model.retained[r] : model.recent[r - model.retained.size()];
       ASSERT_EQ(found.positions[r], pair.position) << "row " << r;
+      ASSERT_TRUE(found.scores[r] == pair.score ||
+                  (std::isnan(found.scores[r]) && std::isnan(pair.score)))
+          << "row " << r << ": " << found.scores[r] << " instead of " << pair.score;
       for (int d = 0; d < dim; ++d) {
         ASSERT_TRUE(same_bits(found.keys[r * dim + d], content<Value>(pair.number, d, false)) &&
                     same_bits(found.values[r * dim + d], content<Value>(pair.number, d, true)))

@@ -1,0 +1,900 @@
+// Steps over several sequences, second decisions, and what happens when memory runs out.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <iterator>
+#include <kvzap/cache.hpp>
+#include <limits>
+#include <map>
+#include <new>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/device_kernels.hpp"
+#include "base/scratch.hpp"
+#include "cache/instances.hpp"
+#include "cache/row_copy.hpp"
+#include "unit/count_news.hpp"
+#include "unit/temporary_folder.hpp"
+
+namespace {
+
+using namespace kvzap;
+using kvzap::detail::RowPath;
+using kvzap::test::expect_error;
+
+constexpr float nan_score = std::numeric_limits<float>::quiet_NaN();
+
+/// Small whole numbers, which every value type holds.
+float content(std::uint64_t pair, int dim, bool is_value) {
+  return static_cast<float>((pair * 7 + dim * 3 + (is_value ? 101 : 0)) % 251);
+}
+
+bool same(float a, float b) { return a == b || (std::isnan(a) && std::isnan(b)); }
+
+// ---------------------------------------------------------------------------------------------
+// What the cache promises, row by row.
+
+struct Pair {
+  std::int64_t position;
+  std::uint64_t number;
+  float score;
+};
+
+struct ModelHead {
+  std::vector<Pair> retained;
+  std::deque<Pair> ring;
+};
+
+struct ModelLayer {
+  std::int64_t tokens = 0;
+  std::vector<ModelHead> heads;
+};
+
+struct Model {
+  std::vector<ModelLayer> layers;
+  AppendCounts counts;
+};
+
+void add(AppendCounts& sum, const AppendCounts& counts) {
+  sum.judged += counts.judged;
+  sum.evicted += counts.evicted;
+  sum.non_finite += counts.non_finite;
+}
+
+bool equal(const AppendCounts& a, const AppendCounts& b) {
+  return a.judged == b.judged && a.evicted == b.evicted && a.non_finite == b.non_finite;
+}
+
+/// Rows for an append, (row, head), and their content in views.
+template <class Value>
+struct Batch {
+  using View = Kokkos::View<Value***, Kokkos::LayoutRight, MemorySpace>;
+  std::vector<std::vector<std::uint64_t>> numbers;
+  std::vector<std::vector<float>> values_of_scores;
+  View keys, values;
+  Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> scores;  // (head, row)
+};
+
+template <class ValueType, PageOrder page_order>
+struct Combination {
+  using Value = ValueType;
+  static constexpr PageOrder order = page_order;
+};
+
+/// One cache beside its model.
+template <class Parameter>
+class World {
+ public:
+  using Value = typename Parameter::Value;
+  using Cache = KVCache<Value, Parameter::order>;
+
+  World(CacheShape shape, unsigned seed) : m_cache(shape, &m_meter), m_random(seed) {}
+  ~World() {
+    detail::set_row_path(RowPath::automatic);
+    m_saved.clear();
+  }
+
+  Cache& cache() { return m_cache; }
+  std::map<SequenceId, Model>& model() { return m_model; }
+  int below(int bound) { return static_cast<int>(m_random() % static_cast<unsigned>(bound)); }
+  int layers() const { return static_cast<int>(m_cache.shape().heads.size()); }
+
+  SequenceId add_sequence() {
+    const SequenceId id = m_cache.add_sequence();
+    Model model;
+    for (int heads : m_cache.shape().heads) {
+      model.layers.push_back({0, std::vector<ModelHead>(heads)});
+    }
+    m_model[id] = model;
+    return id;
+  }
+
+  Batch<Value> batch(int layer, std::int64_t rows) {
+    const int heads = m_cache.shape().heads[layer];
+    const int dim = m_cache.shape().head_dim;
+    Batch<Value> batch;
+    batch.keys = typename Batch<Value>::View("keys", rows, heads, dim);
+    batch.values = typename Batch<Value>::View("values", rows, heads, dim);
+    batch.scores = decltype(batch.scores)("scores", heads, rows);
+    const auto keys = Kokkos::create_mirror_view(batch.keys);
+    const auto values = Kokkos::create_mirror_view(batch.values);
+    const auto scores = Kokkos::create_mirror_view(batch.scores);
+    for (std::int64_t r = 0; r < rows; ++r) {
+      batch.numbers.emplace_back();
+      batch.values_of_scores.emplace_back();
+      for (int h = 0; h < heads; ++h) {
+        batch.numbers[r].push_back(m_next_number++);
+        batch.values_of_scores[r].push_back(random_score());
+        scores(h, r) = batch.values_of_scores[r][h];
+        for (int d = 0; d < dim; ++d) {
+          keys(r, h, d) = Value(content(batch.numbers[r][h], d, false));
+          values(r, h, d) = Value(content(batch.numbers[r][h], d, true));
+        }
+      }
+    }
+    Kokkos::deep_copy(batch.keys, keys);
+    Kokkos::deep_copy(batch.values, values);
+    Kokkos::deep_copy(batch.scores, scores);
+    return batch;
+  }
+
+  /// Few values, so that ties are many.
+  float random_score() {
+    const int choice = below(20);
+    if (choice == 0) return nan_score;
+    if (choice == 1) return std::numeric_limits<float>::infinity();
+    return static_cast<float>(below(6)) - 3.0f;
+  }
+
+  EvictionRule random_rule() {
+    if (below(5) == 0) return EvictionRule::keep_all();
+    return {static_cast<float>(below(4)) - 2.0f, below(3), true};
+  }
+
+  AppendCounts append_to_model(const AppendSpan& span, int layer_index, const Batch<Value>& batch) {
+    Model& model = m_model.at(span.sequence);
+    ModelLayer& layer = model.layers[layer_index];
+    AppendCounts counts;
+    for (std::int64_t r = span.first_row; r < span.first_row + span.rows; ++r) {
+      for (std::size_t h = 0; h < layer.heads.size(); ++h) {
+        ModelHead& head = layer.heads[h];
+        head.ring.push_back({layer.tokens, batch.numbers[r][h],
+                             span.scored ? batch.values_of_scores[r][h] : nan_score});
+        if (head.ring.size() <= static_cast<std::size_t>(m_cache.shape().window)) continue;
+        const Pair pair = head.ring.front();
+        head.ring.pop_front();
+        bool evicted = false;
+        if (span.rule.judge) {
+          ++counts.judged;
+          if (!std::isfinite(pair.score)) {
+            ++counts.non_finite;
+          } else if (pair.position >= span.rule.sink && pair.score < span.rule.threshold) {
+            evicted = true;
+            ++counts.evicted;
+          }
+        }
+        if (!evicted) head.retained.push_back(pair);
+      }
+      ++layer.tokens;
+    }
+    add(model.counts, counts);
+    return counts;
+  }
+
+  /// Sequences in random order, each at most once.
+  std::vector<SequenceId> some_sequences() {
+    std::vector<SequenceId> ids;
+    for (const auto& entry : m_model) ids.push_back(entry.first);
+    std::shuffle(ids.begin(), ids.end(), m_random);
+    ids.resize(1 + below(static_cast<int>(ids.size())));
+    return ids;
+  }
+
+  /// Spans with gaps between their rows.
+  std::vector<AppendSpan> spans_of(const std::vector<SequenceId>& ids,
+                                   const std::vector<std::int64_t>& rows, std::int64_t& total) {
+    std::vector<AppendSpan> spans;
+    total = 0;
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      total += below(2);
+      spans.push_back({ids[i], total, rows[i], random_rule(), below(4) != 0});
+      total += rows[i];
+    }
+    return spans;
+  }
+
+  std::int64_t random_rows() {
+    const int window = m_cache.shape().window;
+    const int choice = below(10);
+    return choice < 5 ? 1 : choice < 8 ? below(window + 2) : below(3 * window);
+  }
+
+  void choose_path() {
+    detail::set_row_path(std::vector<RowPath>{RowPath::automatic, RowPath::portable,
+                                              RowPath::ordinary, RowPath::streaming}[below(4)]);
+  }
+
+  void append_batch() {
+    const auto ids = some_sequences();
+    std::vector<std::int64_t> rows(ids.size());
+    for (auto& n : rows) n = random_rows();
+    append_layer(below(layers()), ids, rows);
+  }
+
+  /// Appends in one of the possible ways.
+  void append_layer(int layer, const std::vector<SequenceId>& ids,
+                    const std::vector<std::int64_t>& rows) {
+    choose_path();
+    const ExecutionSpace exec;
+    std::int64_t total = 0;
+    const auto spans = spans_of(ids, rows, total);
+    const auto rows_of = batch(layer, total);
+    AppendCounts expected;
+    for (const auto& span : spans) add(expected, append_to_model(span, layer, rows_of));
+    const bool defers = std::all_of(rows.begin(), rows.end(), [](auto n) { return n == 1; });
+    if (defers && below(2) == 0) {
+      m_cache.collect(ids);
+      m_cache.append_deferred(exec, spans, layer, rows_of.keys, rows_of.values, rows_of.scores);
+      if (below(2) == 0) return;
+      EXPECT_TRUE(equal(m_cache.collect(ids), expected));
+    } else {
+      EXPECT_TRUE(
+          equal(m_cache.append(exec, spans, layer, rows_of.keys, rows_of.values, rows_of.scores),
+                expected));
+    }
+  }
+
+  void step(bool cancel) {
+    const auto ids = some_sequences();
+    const auto before = m_model;
+    std::vector<std::int64_t> rows(ids.size());
+    std::vector<StepSpan> spans;
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      rows[i] = random_rows();
+      spans.push_back({ids[i], rows[i]});
+    }
+    const std::size_t pages = (settle(), m_cache.pool().pages_in_use());
+    m_cache.begin_step(ExecutionSpace(), spans);
+    const int cut = cancel ? below(layers() + 1) : layers();
+    for (int l = 0; l < cut; ++l) {
+      // All at once, or in two calls.
+      std::vector<std::int64_t> now(rows), then(rows.size(), 0);
+      if (below(3) == 0) {
+        for (std::size_t i = 0; i < rows.size(); ++i) {
+          then[i] = below(static_cast<int>(rows[i]) + 1);
+          now[i] -= then[i];
+        }
+      }
+      append_layer(l, ids, now);
+      if (now != rows) append_layer(l, ids, then);
+    }
+    if (cancel) {
+      m_cache.cancel_step();
+      m_model = before;
+      EXPECT_EQ(m_cache.pool().pages_in_use(), pages);
+    } else {
+      m_cache.end_step();
+    }
+  }
+
+  void settle() {
+    for (const auto& entry : m_model) m_cache.collect(entry.first);
+  }
+
+  void evict(SequenceId id, int layer_index) {
+    ModelLayer& layer = m_model.at(id).layers[layer_index];
+    const EvictOptions options{below(3), below(4)};
+    std::vector<Cutoff> cutoffs;
+    CompactCounts expected;
+    std::vector<std::vector<bool>> keeps;
+    bool ring_goes = false;
+    for (ModelHead& head : layer.heads) {
+      const float score = static_cast<float>(below(6)) - 3.5f + (below(3) != 0 ? 0.5f : 0.0f);
+      cutoffs.push_back({score, below(4)});
+      std::int64_t ties = 0;
+      std::vector<bool> keep;
+      const auto judge = [&](const Pair& pair) {
+        const bool tie = pair.score == score;
+        const bool finite = std::isfinite(pair.score);
+        keep.push_back(!finite || pair.score > score || pair.position < options.sink ||
+                       pair.position >= layer.tokens - options.recent ||
+                       (tie && ties < cutoffs.back().ties));
+        ties += tie ? 1 : 0;
+        ++expected.judged;
+        expected.evicted += keep.back() ? 0 : 1;
+        expected.non_finite += finite ? 0 : 1;
+        return keep.back();
+      };
+      for (const Pair& pair : head.retained) judge(pair);
+      for (const Pair& pair : head.ring) ring_goes = !judge(pair) || ring_goes;
+      keeps.push_back(keep);
+    }
+    for (std::size_t h = 0; h < layer.heads.size(); ++h) {
+      ModelHead& head = layer.heads[h];
+      std::vector<Pair> left;
+      for (std::size_t i = 0; i < head.retained.size(); ++i) {
+        if (keeps[h][i]) left.push_back(head.retained[i]);
+      }
+      if (ring_goes) {
+        for (std::size_t i = 0; i < head.ring.size(); ++i) {
+          if (keeps[h][head.retained.size() + i]) left.push_back(head.ring[i]);
+        }
+        head.ring.clear();
+      }
+      head.retained = left;
+    }
+    m_rings_cut += ring_goes ? 1 : 0;
+    choose_path();
+    const CompactCounts found = m_cache.evict(ExecutionSpace(), id, layer_index, cutoffs, options);
+    EXPECT_EQ(found.judged, expected.judged);
+    EXPECT_EQ(found.evicted, expected.evicted);
+    EXPECT_EQ(found.non_finite, expected.non_finite);
+    m_evicted += expected.evicted;
+    m_saved.erase(id);
+  }
+
+  void set_scores(SequenceId id, int layer_index) {
+    ModelLayer& layer = m_model.at(id).layers[layer_index];
+    std::size_t longest = 0;
+    for (const auto& head : layer.heads) {
+      longest = std::max(longest, head.retained.size() + head.ring.size());
+    }
+    const Kokkos::View<float**, Kokkos::LayoutLeft, MemorySpace> scores(
+        "scores", layer.heads.size(), longest + 2);
+    const auto host = Kokkos::create_mirror_view(scores);
+    for (std::size_t h = 0; h < layer.heads.size(); ++h) {
+      std::size_t i = 0;
+      for (Pair& pair : layer.heads[h].retained) host(h, i++) = pair.score = random_score();
+      for (Pair& pair : layer.heads[h].ring) host(h, i++) = pair.score = random_score();
+    }
+    Kokkos::deep_copy(scores, host);
+    m_cache.set_row_scores(ExecutionSpace(), id, layer_index, scores);
+    m_saved.erase(id);  // whose model has the old scores
+  }
+
+  void restore(SequenceId id) {
+    auto& saved = m_saved[id];
+    const std::size_t index = below(static_cast<int>(saved.size()));
+    m_cache.restore(ExecutionSpace(), id, saved[index].first);
+    m_model.at(id) = saved[index].second;
+    while (saved.size() > index + 1) saved.pop_back();
+  }
+
+  std::string operate() {
+    if (m_model.empty()) return add_sequence(), "add";
+    auto it = m_model.begin();
+    std::advance(it, below(static_cast<int>(m_model.size())));
+    const SequenceId id = it->first;
+    const int layer = below(layers());
+    const int choice = below(100);
+    if (choice < 4 && m_model.size() < 5) return add_sequence(), "add";
+    if (choice < 10 && m_model.size() < 6) {
+      const SequenceId copy = m_cache.fork(id);
+      const Model model = m_model.at(id);
+      return m_model[copy] = model, "fork";
+    }
+    if (choice < 15 || it->second.layers[0].tokens > 120) {
+      m_cache.free_sequence(id);
+      m_saved.erase(id);
+      m_model.erase(id);
+      return "free";
+    }
+    if (choice < 22) {
+      m_saved[id].emplace_back(m_cache.checkpoint(id), m_model.at(id));
+      return "checkpoint";
+    }
+    if (choice < 28 && !m_saved[id].empty()) return restore(id), "restore";
+    if (choice < 38) return evict(id, layer), "evict";
+    if (choice < 42) return set_scores(id, layer), "set scores";
+    if (choice < 62) return step(false), "step";
+    if (choice < 76) return step(true), "cancelled step";
+    if (choice < 78) return m_cache.trim(), "trim";
+    return append_batch(), "append";
+  }
+
+  void verify() {
+    const CacheShape& shape = m_cache.shape();
+    std::map<PageId, int> holders;
+    std::size_t live = 0;
+    for (const auto& [id, model] : m_model) {
+      ASSERT_TRUE(equal(m_cache.counts(id), model.counts));
+      for (int l = 0; l < layers(); ++l) {
+        const ModelLayer& layer = model.layers[l];
+        ASSERT_EQ(m_cache.tokens(id, l), layer.tokens);
+        for (std::size_t h = 0; h < layer.heads.size(); ++h) {
+          const ModelHead& head = layer.heads[h];
+          const auto& list = m_cache.page_list(id, l, static_cast<int>(h));
+          ASSERT_EQ(list.size(), (head.retained.size() + shape.page_rows - 1) / shape.page_rows);
+          for (PageId page : list) ++holders[page];
+          const auto found = m_cache.host_rows(id, l, static_cast<int>(h));
+          std::vector<Pair> pairs(head.retained);
+          pairs.insert(pairs.end(), head.ring.begin(), head.ring.end());
+          live += pairs.size() * 2 * sizeof(Value) * shape.head_dim;
+          ASSERT_EQ(found.positions.size(), pairs.size());
+          ASSERT_EQ(m_cache.rows(id, l, static_cast<int>(h)), std::int64_t(pairs.size()));
+          for (std::size_t r = 0; r < pairs.size(); ++r) {
+            ASSERT_EQ(found.positions[r], pairs[r].position) << "row " << r;
+            ASSERT_TRUE(same(found.scores[r], pairs[r].score)) << "row " << r;
+            for (int d = 0; d < shape.head_dim; ++d) {
+              const std::size_t at = r * shape.head_dim + d;
+              ASSERT_EQ(float(found.keys[at]), content(pairs[r].number, d, false));
+              ASSERT_EQ(float(found.values[at]), content(pairs[r].number, d, true));
+            }
+          }
+        }
+        ASSERT_NO_FATAL_FAILURE(verify_scores(id, l, layer));
+      }
+    }
+    ASSERT_EQ(holders.size(), m_cache.pool().pages_in_use());
+    for (const auto& [page, count] : holders) {
+      ASSERT_EQ(m_cache.pool().reference_count(page), count) << "page " << page;
+    }
+    std::size_t heads = 0;
+    for (int n : shape.heads) heads += n;
+    const std::size_t rings = heads * shape.window * ring_row_bytes(shape.head_dim, sizeof(Value));
+    std::size_t checkpoints = 0;
+    for (const auto& [id, list] : m_saved) checkpoints += list.size();
+    const CacheBytes bytes = m_cache.bytes();
+    ASSERT_EQ(bytes.live, live);
+    ASSERT_EQ(bytes.allocated, m_cache.pool().allocated_bytes() + m_model.size() * rings);
+    ASSERT_EQ(m_meter.current(), bytes.allocated + checkpoints * rings);
+  }
+
+  void verify_scores(SequenceId id, int layer_index, const ModelLayer& layer) {
+    std::size_t longest = 0;
+    for (const auto& head : layer.heads) {
+      longest = std::max(longest, head.retained.size() + head.ring.size());
+    }
+    if (longest == 0) return;
+    const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> scores(
+        "scores", layer.heads.size(), longest);
+    const Kokkos::View<std::int64_t**, Kokkos::LayoutLeft, MemorySpace> positions(
+        "positions", layer.heads.size(), longest);
+    const ExecutionSpace exec;
+    m_cache.row_scores(exec, id, layer_index, scores, positions);
+    exec.fence();
+    const auto host = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, scores);
+    const auto at = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, positions);
+    for (std::size_t h = 0; h < layer.heads.size(); ++h) {
+      std::size_t i = 0;
+      const auto check = [&](const Pair& pair) {
+        ASSERT_TRUE(same(host(h, i), pair.score));
+        ASSERT_EQ(at(h, i), pair.position);
+        ++i;
+      };
+      for (const Pair& pair : layer.heads[h].retained) ASSERT_NO_FATAL_FAILURE(check(pair));
+      for (const Pair& pair : layer.heads[h].ring) ASSERT_NO_FATAL_FAILURE(check(pair));
+    }
+  }
+
+  int rings_cut() const { return m_rings_cut; }
+  std::int64_t evicted() const { return m_evicted; }
+  std::map<SequenceId, std::vector<std::pair<typename Cache::Checkpoint, Model>>>& saved() {
+    return m_saved;
+  }
+
+ private:
+  MemoryMeter m_meter;
+  Cache m_cache;
+  std::mt19937 m_random;
+  std::map<SequenceId, Model> m_model;
+  std::map<SequenceId, std::vector<std::pair<typename Cache::Checkpoint, Model>>> m_saved;
+  std::uint64_t m_next_number = 1;
+  int m_rings_cut = 0;
+  std::int64_t m_evicted = 0;
+};
+
+template <class Parameter>
+class CacheSteps : public ::testing::Test {};
+using Combinations = ::testing::Types<Combination<float, PageOrder::token_major>,
+                                      Combination<bfloat16, PageOrder::dim_major>>;
+TYPED_TEST_SUITE(CacheSteps, Combinations);
+
+TYPED_TEST(CacheSteps, RandomOperationsAgreeWithAModel) {
+  const CacheShape shapes[] = {{{2, 0, 1}, 4, 3, 2}, {{1, 2}, 5, 5, 4}, {{3}, 4, 1, 1}};
+  unsigned seed = 40;
+  for (const CacheShape& shape : shapes) {
+    World<TypeParam> world(shape, ++seed);
+    for (int i = 0; i < 700; ++i) {
+      std::string what;
+      ASSERT_NO_THROW(what = world.operate()) << "operation " << i;
+      // Not always, so that deferred appends meet operations before anyone has asked for lengths.
+      if (i % 3 != 0) continue;
+      SCOPED_TRACE("after operation " + std::to_string(i) + ", " + what);
+      ASSERT_NO_FATAL_FAILURE(world.verify());
+    }
+    EXPECT_GT(world.rings_cut(), 0);
+    EXPECT_GT(world.evicted(), 0);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------
+// Memory runs out at the n-th allocation, for every n.
+
+std::size_t allocations_until_failure = 0;
+
+void count_down(std::size_t) {
+  if (allocations_until_failure > 0 && --allocations_until_failure == 0) throw std::bad_alloc();
+}
+
+void always_fail(std::size_t) { throw std::bad_alloc(); }
+
+/// Calls `operation` with the first, the second, … allocation failing, until none does; `verify`
+/// after each failure. Returns how many there were.
+int fail_everywhere(bool news, const std::function<void()>& operation,
+                    const std::function<void()>& verify) {
+  for (int n = 1; n < 3000; ++n) {
+    bool done = false;
+    detail::allocation_hook = news ? nullptr : count_down;
+    (news ? kvzap::test::news_until_failure : allocations_until_failure) = n;
+    try {
+      operation();
+      done = true;
+    } catch (const std::exception&) {
+    }
+    const bool failed = (news ? kvzap::test::news_until_failure : allocations_until_failure) == 0;
+    kvzap::test::news_until_failure = 0;
+    allocations_until_failure = 0;
+    detail::allocation_hook = nullptr;
+    EXPECT_TRUE(done || failed);
+    if (done && !failed) return n - 1;
+    // It can have found a way around, but not have done half of it.
+    if (done) {
+      ADD_FAILURE() << "allocation " << n << " failed, and nobody noticed";
+      return n;
+    }
+    SCOPED_TRACE("allocation " + std::to_string(n) + (news ? " of operator new" : ""));
+    verify();
+    if (::testing::Test::HasFailure()) return n;
+  }
+  ADD_FAILURE() << "never succeeds";
+  return 0;
+}
+
+TYPED_TEST(CacheSteps, ExhaustionLeavesEverythingAsItWas) {
+  using Value = typename TypeParam::Value;
+  // Kernel launches take memory for their labels, some after others have run.
+  const std::vector<bool> kinds =
+      detail::uses_device_kernels() ? std::vector<bool>{false} : std::vector<bool>{false, true};
+  for (const bool news : kinds) {
+    World<TypeParam> world(CacheShape{{2, 1}, 4, 3, 2}, 7);
+    auto& cache = world.cache();
+    const ExecutionSpace exec;
+    const SequenceId first = world.add_sequence();
+    for (int l : {0, 1}) world.append_layer(l, {first}, {40});
+    SequenceId second = cache.fork(first);
+    world.model()[second] = world.model().at(first);
+    detail::set_row_path(RowPath::automatic);
+    const auto verify = [&] { ASSERT_NO_FATAL_FAILURE(world.verify()); };
+    verify();
+    int failures = 0;
+    const auto append = [&](int layer, std::int64_t rows) {
+      const auto batch = world.batch(layer, 2 * rows);
+      const std::vector<AppendSpan> spans = {{first, 0, rows, {-1.0f, 0, true}, true},
+                                             {second, rows, rows, {1.0f, 2, true}, true}};
+      failures += fail_everywhere(
+          news, [&] { cache.append(exec, spans, layer, batch.keys, batch.values, batch.scores); },
+          verify);
+      for (const auto& span : spans) world.append_to_model(span, layer, batch);
+      verify();
+    };
+    // Rows into pages that the two share, many rows, and one.
+    for (const std::int64_t rows : {30, 1, 200}) {
+      for (int l : {0, 1}) append(l, rows);
+    }
+    // A step's memory is taken before it, and after that nothing needs any.
+    const std::vector<StepSpan> step = {{first, 2}, {second, 3}};
+    failures += fail_everywhere(
+        news, [&] { cache.begin_step(exec, step); }, verify);
+    EXPECT_TRUE(cache.in_step());
+    for (int l : {0, 1}) {
+      const auto batch = world.batch(l, 5);
+      const std::vector<AppendSpan> spans = {{first, 0, 2, EvictionRule::keep_all(), true},
+                                             {second, 2, 3, EvictionRule::keep_all(), true}};
+      detail::allocation_hook = always_fail;
+      if (news) kvzap::test::news_until_failure = 1;
+      ASSERT_NO_THROW(cache.append(exec, spans, l, batch.keys, batch.values, batch.scores));
+      EXPECT_EQ(std::exchange(kvzap::test::news_until_failure, 0), news ? 1u : 0u);
+      detail::allocation_hook = nullptr;
+      for (const auto& span : spans) world.append_to_model(span, l, batch);
+    }
+    cache.end_step();
+    verify();
+
+    SequenceId third = -1;
+    failures += fail_everywhere(
+        news, [&] { third = cache.fork(first); }, verify);
+    world.model()[third] = world.model().at(first);
+    verify();
+    typename KVCache<Value, TypeParam::order>::Checkpoint checkpoint;
+    failures += fail_everywhere(
+        news, [&] { checkpoint = cache.checkpoint(third); }, verify);
+    world.saved()[third].emplace_back(std::move(checkpoint), world.model().at(third));
+    verify();
+    fail_everywhere(
+        news, [&] { cache.restore(third, world.saved()[third].back().first); }, verify);
+    verify();
+
+    // Pages are shared, so that every change needs others.
+    std::vector<std::vector<std::size_t>> sizes;
+    const Kokkos::View<std::uint8_t**, Kokkos::LayoutRight, MemorySpace> keep("keep", 2, 400);
+    const auto flags = Kokkos::create_mirror_view(keep);
+    for (int h : {0, 1}) {
+      for (int i = 0; i < 400; ++i) flags(h, i) = i < 3 || i % 3 != 0;
+    }
+    Kokkos::deep_copy(keep, flags);
+    failures += fail_everywhere(
+        news, [&] { cache.compact(exec, third, 0, keep); }, verify);
+    world.saved().clear();
+    for (ModelHead& head : world.model().at(third).layers[0].heads) {
+      std::vector<Pair> left;
+      for (std::size_t i = 0; i < head.retained.size(); ++i) {
+        if (i < 3 || i % 3 != 0) left.push_back(head.retained[i]);
+      }
+      head.retained = left;
+    }
+    verify();
+    failures += fail_everywhere(
+        news,
+        [&] {
+          cache.evict(exec, second, 0, {{-1.5f, 0}, {5.0f, 0}});
+        },
+        verify);
+    auto& layer = world.model().at(second).layers[0];
+    for (int h : {0, 1}) {
+      ModelHead& head = layer.heads[h];
+      head.retained.insert(head.retained.end(), head.ring.begin(), head.ring.end());
+      head.ring.clear();
+      auto& rows = head.retained;
+      rows.erase(std::remove_if(rows.begin(), rows.end(),
+                                [&](const Pair& pair) {
+                                  return std::isfinite(pair.score) &&
+                                         pair.score <= (h == 0 ? -1.5f : 5.0f);
+                                }),
+                 rows.end());
+    }
+    verify();
+    SequenceId fourth = -1;
+    failures += fail_everywhere(
+        news, [&] { fourth = cache.add_sequence(); }, verify);
+    EXPECT_GT(failures, 20);
+  }
+}
+
+TYPED_TEST(CacheSteps, ALimitHoldsAndCanBeActedOn) {
+  World<TypeParam> world(CacheShape{{2}, 4, 2, 2}, 3);
+  auto& cache = world.cache();
+  const ExecutionSpace exec;
+  const SequenceId first = world.add_sequence();
+  const SequenceId second = world.add_sequence();
+  for (SequenceId id : {first, second}) world.append_layer(0, {id}, {40});
+  world.verify();
+  const std::size_t before = cache.bytes().allocated;
+  cache.set_limit(before);
+  try {
+    cache.begin_step(exec, {{first, 2}, {second, 2}});
+    // Some pages were free.
+    cache.cancel_step();
+  } catch (const OutOfMemory&) {
+  }
+  for (int l = 0; l < 1; ++l) {
+    const auto batch = world.batch(0, 100);
+    const std::vector<AppendSpan> spans = {{first, 0, 100, EvictionRule::keep_all(), false}};
+    try {
+      cache.append(exec, spans, 0, batch.keys, batch.values, batch.scores);
+      FAIL() << "beyond the limit";
+    } catch (const OutOfMemory& error) {
+      EXPECT_GE(error.bytes_wanted, 90 * cache.pool().page_bytes());
+      EXPECT_LT(error.bytes_free, error.bytes_wanted);
+    }
+    world.verify();
+    EXPECT_EQ(cache.bytes().allocated, before);
+    EXPECT_THROW(cache.add_sequence(), OutOfMemory);
+    EXPECT_THROW(cache.fork(first), OutOfMemory);
+    world.verify();
+    // What a caller can do: free, or raise the limit.
+    cache.set_limit(2 * before + 200 * cache.pool().page_bytes());
+    cache.append(exec, spans, 0, batch.keys, batch.values, batch.scores);
+    world.append_to_model(spans[0], 0, batch);
+    world.verify();
+  }
+  cache.set_limit(cache.bytes().allocated);
+  EXPECT_THROW(cache.add_sequence(), OutOfMemory);
+  cache.free_sequence(second);
+  world.model().erase(second);
+  EXPECT_NO_THROW(world.add_sequence());
+  world.verify();
+}
+
+TYPED_TEST(CacheSteps, StepsRefuseWhatTheyCannotDo) {
+  World<TypeParam> world(CacheShape{{2}, 4, 2, 2}, 3);
+  auto& cache = world.cache();
+  const ExecutionSpace exec;
+  const SequenceId id = world.add_sequence();
+  expect_error([&] { cache.end_step(); }, {"no step"});
+  expect_error([&] { cache.cancel_step(); }, {"no step"});
+  expect_error([&] { cache.begin_step(exec, {{id, 1}, {id, 1}}); }, {"sequence 0 twice"});
+  expect_error([&] { cache.begin_step(exec, {{9, 1}}); }, {"no sequence 9"});
+  world.saved()[id].emplace_back(cache.checkpoint(id), world.model().at(id));
+  const auto& saved = world.saved()[id].front().first;
+  cache.begin_step(exec, {{id, 2}});
+  expect_error([&] { cache.begin_step(exec, {{id, 1}}); }, {"not been ended"});
+  expect_error([&] { cache.fork(id); }, {"fork", "in a step"});
+  expect_error([&] { cache.free_sequence(id); }, {"free_sequence", "in a step"});
+  expect_error([&] { cache.restore(id, saved); }, {"restore", "in a step"});
+  expect_error([&] { cache.checkpoint(id); }, {"checkpoint", "in a step"});
+  expect_error([&] { cache.evict(exec, id, 0, {{}, {}}); }, {"evict", "in a step"});
+  const auto batch = world.batch(0, 3);
+  expect_error([&] { cache.append(exec, id, 0, batch.keys, batch.values, {}, {}); },
+               {"3 tokens", "begun with 2"});
+  expect_error(
+      [&] {
+        cache.append(exec, {{id, 2, 2, {}, false}}, 0, batch.keys, batch.values, batch.scores);
+      },
+      {"2 rows from row 2", "3"});
+  expect_error(
+      [&] {
+        cache.append(exec, {{id, 0, 1, {}, false}, {id, 1, 1, {}, false}}, 0, batch.keys,
+                     batch.values, batch.scores);
+      },
+      {"sequence 0 twice"});
+  cache.cancel_step();
+  expect_error([&] { cache.evict(exec, id, 0, {{}}); }, {"1 cutoffs", "2 heads"});
+  expect_error([&] { cache.evict(exec, id, 0, {{nan_score, 0}, {}}); }, {"not a number"});
+  world.verify();
+}
+
+// ---------------------------------------------------------------------------------------------
+
+TYPED_TEST(CacheSteps, BatchedDecodeStepsAllocateNothing) {
+  if (detail::uses_device_kernels()) GTEST_SKIP() << "kernel launches may allocate";
+  World<TypeParam> world(CacheShape{{2, 3}, 8, 4, 64}, 5);
+  auto& cache = world.cache();
+  const ExecutionSpace exec;
+  std::vector<AppendSpan> spans;
+  std::vector<StepSpan> step;
+  for (int i = 0; i < 5; ++i) {
+    const SequenceId id = world.add_sequence();
+    for (int l : {0, 1}) world.append_layer(l, {id}, {70});
+    spans.push_back({id, i, 1, {0.0f, 0, true}, true});
+    step.push_back({id, 1});
+  }
+  detail::set_row_path(RowPath::automatic);
+  world.settle();
+  const Batch<typename TypeParam::Value> batches[] = {world.batch(0, 5), world.batch(1, 5)};
+  using Cache = typename World<TypeParam>::Cache;
+  std::size_t quiet = 0;
+  for (int t = 0; t < 40; ++t) {
+    const std::size_t slabs = cache.pool().allocated_bytes();
+    const std::size_t news = kvzap::test::n_news;
+    cache.begin_step(exec, step);
+    for (int l : {0, 1}) {
+      const typename Cache::RowsView keys(batches[l].keys), values(batches[l].values);
+      const typename Cache::ScoresView scores(batches[l].scores);
+      cache.append(exec, spans, l, keys, values, scores);
+    }
+    cache.end_step();
+    // The first step takes what all share; pages need slabs now and then, and lists grow with them.
+    if (t > 0 && cache.pool().allocated_bytes() == slabs && kvzap::test::n_news == news) ++quiet;
+  }
+  EXPECT_GE(quiet, 30u);
+}
+
+int n_step_kernels = 0;
+
+TYPED_TEST(CacheSteps, OneKernelAppendsToAllSequences) {
+  World<TypeParam> world(CacheShape{{2, 3}, 8, 4, 4}, 5);
+  auto& cache = world.cache();
+  std::vector<SequenceId> ids;
+  std::vector<AppendSpan> spans;
+  for (int i = 0; i < 16; ++i) {
+    ids.push_back(world.add_sequence());
+    for (int l : {0, 1}) world.append_layer(l, {ids.back()}, {i + 1});
+    spans.push_back({ids.back(), 15 - i, 1, {-0.5f * i, i % 3, i != 5}, i != 6});
+  }
+  world.settle();
+  n_step_kernels = 0;
+  Kokkos::Tools::Experimental::set_begin_parallel_for_callback(
+      [](const char* label, const std::uint32_t, std::uint64_t*) {
+        const std::string name = label;
+        n_step_kernels += name == "kvzap::append::step" || name == "kvzap::append::span_args";
+      });
+  const int before = detail::instance_waits;
+  for (int t = 0; t < 3; ++t) {
+    for (int l : {0, 1}) {
+      const auto batch = world.batch(l, 16);
+      for (const auto& span : spans) world.append_to_model(span, l, batch);
+      cache.append_deferred(ExecutionSpace(), spans, l, batch.keys, batch.values, batch.scores);
+    }
+  }
+  Kokkos::Tools::Experimental::set_begin_parallel_for_callback(nullptr);
+  EXPECT_EQ(detail::instance_waits, before);
+  // Arguments once a step, three sequences a launch, which not all layers need; one kernel a layer.
+  EXPECT_LE(n_step_kernels, 3 * (2 + 2 * 6));
+  world.verify();
+}
+
+// Another instance that takes over waits for the one before, whatever the two do.
+TYPED_TEST(CacheSteps, InstancesFollowOneAnother) {
+  World<TypeParam> world(CacheShape{{2}, 4, 2, 2}, 3);
+  auto& cache = world.cache();
+  const ExecutionSpace exec;
+  const SequenceId first = world.add_sequence();
+  const SequenceId second = world.add_sequence();
+  for (SequenceId id : {first, second}) world.append_layer(0, {id}, {9});
+  world.settle();
+  const auto waits = [&](const std::function<void()>& work) {
+    detail::instance_waits = 0;
+    detail::instances_differ = true;
+    work();
+    detail::instances_differ = false;
+    return detail::instance_waits;
+  };
+  const auto deferred = [&](SequenceId id) {
+    const auto batch = world.batch(0, 1);
+    const AppendSpan span{id, 0, 1, {0.0f, 0, true}, true};
+    world.append_to_model(span, 0, batch);
+    cache.append_deferred(exec, {span}, 0, batch.keys, batch.values, batch.scores);
+  };
+  deferred(first);
+  EXPECT_GT(waits([&] { deferred(first); }), 0);  // the first one still counts
+  world.verify();
+  SequenceId copy = -1;
+  EXPECT_GT(waits([&] { copy = cache.fork(exec, first); }), 0);
+  world.model()[copy] = world.model().at(first);
+  EXPECT_GT(waits([&] {
+              world.saved()[first].emplace_back(cache.checkpoint(exec, first),
+                                                world.model().at(first));
+            }),
+            0);
+  deferred(first);
+  EXPECT_GT(waits([&] { world.restore(first); }), 0);
+  world.verify();
+  EXPECT_GT(waits([&] { cache.free_sequence(exec, copy); }), 0);
+  world.model().erase(copy);
+  // Its pages are not written before what reads them is done.
+  cache.free_sequence(exec, first);
+  world.model().erase(first);
+  world.saved().clear();
+  EXPECT_GT(waits([&] { deferred(second); }), 0);
+  world.verify();
+  // On one instance nobody waits.
+  detail::instance_waits = 0;
+  for (int i = 0; i < 5; ++i) deferred(second);
+  copy = cache.fork(exec, second);
+  cache.free_sequence(exec, copy);
+  deferred(second);
+  EXPECT_EQ(detail::instance_waits, 0);
+  world.verify();
+}
+
+TYPED_TEST(CacheSteps, WhatALayerRefersToOutlivesItsSequence) {
+  World<TypeParam> world(CacheShape{{2}, 4, 2, 2}, 3);
+  auto& cache = world.cache();
+  const SequenceId id = world.add_sequence();
+  world.append_layer(0, {id}, {9});
+  world.settle();
+  const auto layer = cache.layer(id, 0);
+  const std::int64_t rows = cache.rows(id, 0, 1) - layer.ring_rows();
+  cache.free_sequence(id);
+  // Held by the view itself, not by the sequence.
+  EXPECT_GE(layer.bounds.use_count(), 1);
+  EXPECT_EQ(layer.bounds(1), rows);
+}
+
+TYPED_TEST(CacheSteps, ScoresTakeLittle) {
+  using Value = typename TypeParam::Value;
+  EXPECT_EQ(page_row_bytes(128, 2), 2u * 128 * 2 + 4 + 4);
+  EXPECT_LT(4.0 / static_cast<double>(page_row_bytes(128, 2)), 0.01);
+  KVCache<Value, TypeParam::order> cache(CacheShape{{1}, 16, 2, 8});
+  EXPECT_EQ(cache.pool().page_bytes(), (8 * page_row_bytes(16, sizeof(Value)) + 63) / 64 * 64);
+}
+
+}  // namespace

@@ -72,8 +72,8 @@ struct AttentionExtents {
 /// its log-sum-exp. A score that is NaN or +infinity makes output and log-sum-exp of its query head
 /// NaN: a NaN in a query reaches that query head's output, one in a key every query that sees its
 /// row, and no other. Values are multiplied by their weights even where those are 0: a NaN in a
-/// value reaches exactly the queries that see its row, in its dimension, and an infinite value makes
-/// the same elements infinite or NaN.
+/// value reaches exactly the queries that see its row, in its dimension, and an infinite value
+/// makes the same elements infinite or NaN.
 template <class Value, PageOrder order>
 class Attention {
  public:
@@ -103,8 +103,8 @@ class Attention {
                   const OutputView& output, AttentionPath path = AttentionPath::automatic,
                   const LogSumExpView& lse = {});
 
-  /// The same for one span: M query tokens over all rows that `cached` holds and over the C new rows
-  /// up to their own; the queries belong to the last M of these, C >= M.
+  /// The same for one span: M query tokens over all rows that `cached` holds and over the C new
+  /// rows up to their own; the queries belong to the last M of these, C >= M.
   void operator()(const ExecutionSpace& exec, const Layer& cached, const QueryView& queries,
                   const RowsView& new_keys, const RowsView& new_values, const OutputView& output,
                   AttentionPath path = AttentionPath::automatic, const LogSumExpView& lse = {});

@@ -48,10 +48,10 @@ class AttentionMass {
   /// come in the same order: by position (its retained rows, those of the ring, then the span's new
   /// rows). Columns behind a head's rows are left alone.
   ///
-  /// queries: (M, query head, dim), as in Attention. To choose tokens that are not the last ones, let
-  /// the span end with the last of them. new_keys: (C, KV head, dim). lse: (M, query head), from
-  /// Attention. Does not wait for `exec` on devices. Throws Error on extents that do not fit, such as
-  /// a mass with fewer columns than the longest head may have rows.
+  /// queries: (M, query head, dim), as in Attention. To choose tokens that are not the last ones,
+  /// let the span end with the last of them. new_keys: (C, KV head, dim). lse: (M, query head),
+  /// from Attention. Does not wait for `exec` on devices. Throws Error on extents that do not fit,
+  /// such as a mass with fewer columns than the longest head may have rows.
   void operator()(const ExecutionSpace& exec, const Span& span, const QueryView& queries,
                   const RowsView& new_keys, const LogSumExpView& lse, MassReduction reduction,
                   const MassView& mass, const MassFactors& factors = {});

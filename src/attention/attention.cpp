@@ -45,8 +45,8 @@ void check_views(const Layer& cached, const QueryView& queries, const RowsView& 
                  const RowsView& new_values, const OutputView& output, const LogSumExpView& lse,
                  std::int64_t least_rows = 0) {
   const auto fits = [&](const RowsView& view) {
-    return extent(view, 0) >= least_rows && view.extent(0) == new_keys.extent(0) && extent(view, 1) == cached.heads &&
-           extent(view, 2) == cached.head_dim;
+    return extent(view, 0) >= least_rows && view.extent(0) == new_keys.extent(0) &&
+           extent(view, 1) == cached.heads && extent(view, 2) == cached.head_dim;
   };
   if (!fits(new_keys) || !fits(new_values) || extent(queries, 2) != cached.head_dim ||
       (cached.heads > 0 ? queries.extent(1) % cached.heads != 0 || queries.extent(1) == 0
@@ -71,8 +71,7 @@ void check_views(const Layer& cached, const QueryView& queries, const RowsView& 
                       output.extent(i), queries.extent(i)));
     }
   }
-  if (lse.data() &&
-      (lse.extent(0) != queries.extent(0) || lse.extent(1) != queries.extent(1))) {
+  if (lse.data() && (lse.extent(0) != queries.extent(0) || lse.extent(1) != queries.extent(1))) {
     throw Error(fmt::format(
         "attention: log-sum-exp ({}, {}); expected ({}, {}) as the queries have it, or none",
         lse.extent(0), lse.extent(1), queries.extent(0), queries.extent(1)));
@@ -91,16 +90,17 @@ void check_span(const Span& span, std::size_t index, const Span& first, const Qu
   }
   if (span.first_query < 0 || span.queries < 0 ||
       span.first_query + span.queries > extent(queries, 0)) {
-    throw Error(fmt::format("attention: span {} has {} query tokens from row {} on; expected rows "
-                            "below {}",
-                            index, span.queries, span.first_query, queries.extent(0)));
+    throw Error(
+        fmt::format("attention: span {} has {} query tokens from row {} on; expected rows "
+                    "below {}",
+                    index, span.queries, span.first_query, queries.extent(0)));
   }
   if (span.first_new < 0 || span.new_rows < span.queries ||
       span.first_new + span.new_rows > extent(new_keys, 0)) {
-    throw Error(fmt::format("attention: span {} has {} new rows from row {} on; expected at least "
-                            "as many as its {} query tokens, and rows below {}",
-                            index, span.new_rows, span.first_new, span.queries,
-                            new_keys.extent(0)));
+    throw Error(
+        fmt::format("attention: span {} has {} new rows from row {} on; expected at least "
+                    "as many as its {} query tokens, and rows below {}",
+                    index, span.new_rows, span.first_new, span.queries, new_keys.extent(0)));
   }
 }
 
@@ -175,12 +175,14 @@ void Attention<Value, order>::operator()(const ExecutionSpace& exec, const std::
     }
   }
   if (queries.extent(0) == 0 || any.heads == 0) return;
-  const detail::AttentionCall<Value, order> call{
-      queries,    new_keys,
-      new_values, output,
-      lse,        any.heads,
-      static_cast<int>(queries.extent(1)) / any.heads,
-      any.head_dim};
+  const detail::AttentionCall<Value, order> call{queries,
+                                                 new_keys,
+                                                 new_values,
+                                                 output,
+                                                 lse,
+                                                 any.heads,
+                                                 static_cast<int>(queries.extent(1)) / any.heads,
+                                                 any.head_dim};
   const Implementations which = implementations(path);
   if constexpr (detail::runs_on_host) {
     if (which.host) {

@@ -35,9 +35,7 @@ KOKKOS_INLINE_FUNCTION float shift_of(float maximum) {
 
 /// What a query's weighted sums are multiplied by in the end. Where no row weighs anything, the
 /// result is 0, not NaN; a NaN stays one.
-KOKKOS_INLINE_FUNCTION float inverse_of(float weight) {
-  return weight == 0 ? 0.0f : 1.0f / weight;
-}
+KOKKOS_INLINE_FUNCTION float inverse_of(float weight) { return weight == 0 ? 0.0f : 1.0f / weight; }
 
 /// maximum: largest scaled score; weight: sum of exp(score - shift_of(maximum)).
 KOKKOS_INLINE_FUNCTION float log_sum_exp(float maximum, float weight) {

@@ -45,11 +45,12 @@ void check(const AttentionSpan<Value, order>& span, const detail::MassCall<Value
   if (span.first_query < 0 || span.queries < 0 || span.first_query + span.queries > tokens ||
       span.first_new < 0 || span.new_rows < span.queries ||
       span.first_new + span.new_rows > extent(call.new_keys, 0)) {
-    throw Error(fmt::format("attention mass: a span of {} query tokens from row {} on and {} new "
-                            "rows from row {} on; expected no more query tokens than new rows, "
-                            "and both within {} and {}",
-                            span.queries, span.first_query, span.new_rows, span.first_new, tokens,
-                            call.new_keys.extent(0)));
+    throw Error(
+        fmt::format("attention mass: a span of {} query tokens from row {} on and {} new "
+                    "rows from row {} on; expected no more query tokens than new rows, "
+                    "and both within {} and {}",
+                    span.queries, span.first_query, span.new_rows, span.first_new, tokens,
+                    call.new_keys.extent(0)));
   }
   if (extent(call.lse, 0) != tokens || extent(call.lse, 1) != heads) {
     throw Error(fmt::format(

@@ -75,8 +75,8 @@ void attend_portable(const ExecutionSpace& exec, const AttentionSpan<Value, orde
       });
 }
 
-#define KVZAP_INSTANTIATE(Value, order)                                                         \
-  template void attend_portable(const ExecutionSpace&, const AttentionSpan<Value, order>&,      \
+#define KVZAP_INSTANTIATE(Value, order)                                                    \
+  template void attend_portable(const ExecutionSpace&, const AttentionSpan<Value, order>&, \
                                 const AttentionCall<Value, order>&);
 KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE

@@ -51,8 +51,8 @@ void reduce_slices(const ExecutionSpace& exec, const PanelOfMass& p, const LogSu
           const int query_head = head * p.group + static_cast<int>(q % p.group);
           const float shift = lse(p.first_token + token, query_head);
           if (shift == -std::numeric_limits<float>::infinity()) continue;
-          const float score = p.scores[(own_head * p.rows + q) * p.panel + column] *
-                              p.unscale[head * p.rows + q];
+          const float score =
+              p.scores[(own_head * p.rows + q) * p.panel + column] * p.unscale[head * p.rows + q];
           float probability = math::exp(score - shift);
           if (p.has_query_factors) probability *= factors.queries(p.first_token + token);
           if (p.has_row_factors) probability *= factors.rows(query_head, row);

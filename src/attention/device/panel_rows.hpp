@@ -35,8 +35,8 @@ struct QueryRows {
   int dim;
 };
 
-/// Tokens first .. first + count / group - 1 of the queries into a tile, rounded to Value. any: (head), set to 0
-/// if there are sums.
+/// Tokens first .. first + count / group - 1 of the queries into a tile, rounded to Value. any:
+/// (head), set to 0 if there are sums.
 template <class Value, class QueryView>
 void load_queries(const ExecutionSpace& exec, const QueryView& queries, int kv_heads,
                   std::int64_t first, const QueryRows& rows, int* any, Value* target) {
@@ -80,9 +80,9 @@ void load_queries(const ExecutionSpace& exec, const QueryView& queries, int kv_h
 }
 
 /// Rows begin .. begin + panel - 1 of `heads` heads from `first_head` on, in order of position
-/// over cache and new rows; zeros behind a head's last one, and instead of flagged values of the tile's own
-/// tokens, the new rows from first_own on. keys, values: (head, row, dim); values
-/// may be null.
+/// over cache and new rows; zeros behind a head's last one, and instead of flagged values of the
+/// tile's own tokens, the new rows from first_own on. keys, values: (head, row, dim); values may be
+/// null.
 template <class Value, PageOrder order, class RowsView>
 void gather(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cached,
             const RowsView& new_keys, const RowsView& new_values, int first_head, int heads,
@@ -117,8 +117,8 @@ void gather(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cached,
         // (No query of the tile sees what comes after its own tokens.)
         const bool dropped =
             values && own >= 0 && (own >= own_count || flags[head * own_count + own] != 0);
-        const bool whole = key && !dropped && stride == 1 && d0 + width <= dim && dim % width == 0 &&
-                           is_vector_aligned(key) &&
+        const bool whole = key && !dropped && stride == 1 && d0 + width <= dim &&
+                           dim % width == 0 && is_vector_aligned(key) &&
                            (!values || is_vector_aligned(value));
         if (whole) {
           *reinterpret_cast<Bytes16*>(keys + target) = *reinterpret_cast<const Bytes16*>(key + d0);

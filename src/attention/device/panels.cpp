@@ -50,9 +50,9 @@ void flag_values(const ExecutionSpace& exec, int kv_heads, int dim, const OwnVal
 }
 
 /// Scores (head, query row, panel) into weights, relative to the largest score so far, by which the
-/// sums so far are scaled; flagged values of the tile's own tokens are added to those sums. The query
-/// rows of a tile's token t see the rows of the panel before retained(head) + visible + t, the last
-/// of which is the token's own.
+/// sums so far are scaled; flagged values of the tile's own tokens are added to those sums. The
+/// query rows of a tile's token t see the rows of the panel before retained(head) + visible + t,
+/// the last of which is the token's own.
 template <class Value>
 void online_softmax(const ExecutionSpace& exec,
                     const Kokkos::View<const std::int64_t*, MemorySpace>& retained, int first_head,
@@ -254,8 +254,7 @@ void PanelAttention<Value, order>::operator()(const ExecutionSpace& exec, const 
         while (end < kv_heads && cached.bounds(end) + others > begin) ++end;
         const int heads = end - head;
         gather<Value, order>(exec, cached, new_keys, new_values, head, heads, begin, panel,
-                             before + first, own, own_values.flags, m_keys.data(),
-                             m_values.data());
+                             before + first, own, own_values.flags, m_keys.data(), m_values.data());
 
         Product<Value> scores;
         scores.m = rows.count;

@@ -10,9 +10,9 @@ namespace kvzap::detail {
 /// every head after the other: gather the panel's keys and values, scores by one batched product, a
 /// running softmax, weighted sums by another. Operands are of type Value (16-bit ones use tensor
 /// cores), so that queries and exponentials are rounded to it; rows of half queries are scaled by
-/// powers of two first, as LinearMap does. Rows of values that are not finite and that some queries of
-/// a tile do not see are kept out of the product and added for those that do. Scratch space does not grow with the number of rows or
-/// tokens. Runs on any backend, and waits for nothing.
+/// powers of two first, as LinearMap does. Rows of values that are not finite and that some queries
+/// of a tile do not see are kept out of the product and added for those that do. Scratch space does
+/// not grow with the number of rows or tokens. Runs on any backend, and waits for nothing.
 template <class Value, PageOrder order>
 class PanelAttention {
  public:

@@ -40,8 +40,8 @@ constexpr int block_rows = 128;
 // Parts of a head: enough for a few heads to fill a device. Bounds the memory for parts.
 constexpr int most_parts = 512;
 // Spans whose whereabouts fit into one kernel's arguments. (Kokkos passes large ones through a
-// buffer, for which it waits.) A table in memory holds those of more, brought there by kernels whose
-// arguments are nothing else.
+// buffer, for which it waits.) A table in memory holds those of more, brought there by kernels
+// whose arguments are nothing else.
 constexpr int spans_in_arguments = 4;
 constexpr int spans_in_upload = 6;
 // Above this size a kernel's arguments go through that buffer.
@@ -216,8 +216,7 @@ struct AttendParts {
     const std::int64_t rows = span.rows(head);
     const std::int64_t begin = part * rows_of_part(rows);
     if (begin >= rows) return;
-    const std::int64_t end =
-        begin + rows_of_part(rows) < rows ? begin + rows_of_part(rows) : rows;
+    const std::int64_t end = begin + rows_of_part(rows) < rows ? begin + rows_of_part(rows) : rows;
     const PartScratch<Value> scratch(
         static_cast<char*>(team.team_scratch(0).get_shmem_aligned(scratch_bytes, 16)), G, padded);
     const int group = spans.group;
@@ -229,10 +228,10 @@ struct AttendParts {
       Kokkos::parallel_for(Kokkos::TeamThreadRange(team, G), [&](int g) {
         Kokkos::parallel_for(Kokkos::ThreadVectorRange(team, padded), [&](int d) {
           scratch.queries[g * padded + d] =
-              g < own && d < dim ? queries[span.query * query_strides.row +
-                                           (head * group + first + g) * query_strides.head +
-                                           d * query_strides.dim]
-                                 : 0.0f;
+              g < own && d < dim
+                  ? queries[span.query * query_strides.row +
+                            (head * group + first + g) * query_strides.head + d * query_strides.dim]
+                  : 0.0f;
         });
       });
       for (std::int64_t row = begin; row < end; row += block_rows) {
@@ -298,40 +297,40 @@ struct AttendParts {
 
     // Scores: a thread has some rows, its lanes their dimensions.
     using Dots = PartialDots<G * rows_at_once>;
-    Kokkos::parallel_for(
-        Kokkos::TeamThreadRange(team, (count + rows_at_once - 1) / rows_at_once), [&](int block) {
-          const int r0 = block * rows_at_once;
-          Dots dots;
-          Kokkos::parallel_reduce(
-              Kokkos::ThreadVectorRange(team, vectors),
-              [&](int v, Dots& sum) {
-                float key[rows_at_once][width];
-                for (int i = 0; i < rows_at_once; ++i) {
-                  const int r = r0 + i < count ? r0 + i : count - 1;
-                  load(scratch.keys[r], r, v, key[i]);
-                }
-                for (int g = 0; g < G; ++g) {
-                  float query[width];
-                  for (int e = 0; e < width; ++e) {
-                    query[e] = scratch.queries[g * padded + v * width + e];
-                  }
-                  for (int i = 0; i < rows_at_once; ++i) {
-                    for (int e = 0; e < width; ++e) {
-                      sum.value[g * rows_at_once + i] += query[e] * key[i][e];
-                    }
-                  }
-                }
-              },
-              Kokkos::Sum<Dots>(dots));
-          Kokkos::single(Kokkos::PerThread(team), [&] {
-            for (int g = 0; g < G; ++g) {
-              for (int i = 0; i < rows_at_once && r0 + i < count; ++i) {
-                scratch.scores[g * block_rows + r0 + i] =
-                    dots.value[g * rows_at_once + i] * scaling;
-              }
-            }
-          });
-        });
+    Kokkos::parallel_for(Kokkos::TeamThreadRange(team, (count + rows_at_once - 1) / rows_at_once),
+                         [&](int block) {
+                           const int r0 = block * rows_at_once;
+                           Dots dots;
+                           Kokkos::parallel_reduce(
+                               Kokkos::ThreadVectorRange(team, vectors),
+                               [&](int v, Dots& sum) {
+                                 float key[rows_at_once][width];
+                                 for (int i = 0; i < rows_at_once; ++i) {
+                                   const int r = r0 + i < count ? r0 + i : count - 1;
+                                   load(scratch.keys[r], r, v, key[i]);
+                                 }
+                                 for (int g = 0; g < G; ++g) {
+                                   float query[width];
+                                   for (int e = 0; e < width; ++e) {
+                                     query[e] = scratch.queries[g * padded + v * width + e];
+                                   }
+                                   for (int i = 0; i < rows_at_once; ++i) {
+                                     for (int e = 0; e < width; ++e) {
+                                       sum.value[g * rows_at_once + i] += query[e] * key[i][e];
+                                     }
+                                   }
+                                 }
+                               },
+                               Kokkos::Sum<Dots>(dots));
+                           Kokkos::single(Kokkos::PerThread(team), [&] {
+                             for (int g = 0; g < G; ++g) {
+                               for (int i = 0; i < rows_at_once && r0 + i < count; ++i) {
+                                 scratch.scores[g * block_rows + r0 + i] =
+                                     dots.value[g * rows_at_once + i] * scaling;
+                               }
+                             }
+                           });
+                         });
     team.team_barrier();
 
     // Weights, relative to the part's largest score so far.
@@ -567,8 +566,7 @@ void SplitKV<Value, order>::operator()(const ExecutionSpace& exec, const std::ve
     const auto room = static_cast<std::int64_t>(m_partials.extent(0));
     if (parts * part_size > room) {
       // Twice as much at least: heads grow in every step, and taking memory waits for the device.
-      reserve_scratch(m_partials,
-                      std::max(parts * part_size, std::min(2 * room, most_floats)),
+      reserve_scratch(m_partials, std::max(parts * part_size, std::min(2 * room, most_floats)),
                       "kvzap::attention::partials");
     }
     SplitSpans<Value> launch{};
@@ -638,8 +636,8 @@ void SplitKV<Value, order>::operator()(const ExecutionSpace& exec, const std::ve
                             0};
     static_assert(sizeof(merge) <= most_arguments);
     const auto bytes = [&](int threads) { return sizeof(float) * threads * call.dim; };
-    const TeamPolicy policy =
-        team_policy(exec, std::int64_t{count} * call.kv_heads * call.group, merge_shape, merge, bytes);
+    const TeamPolicy policy = team_policy(exec, std::int64_t{count} * call.kv_heads * call.group,
+                                          merge_shape, merge, bytes);
     merge.scratch_bytes = bytes(policy.team_size());
     Kokkos::parallel_for("kvzap::attention::merge", policy, merge);
     begin = end;

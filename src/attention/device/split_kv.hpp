@@ -6,9 +6,9 @@
 
 namespace kvzap::detail {
 
-/// Softmax attention of all spans of one query token, in two kernels. In the first a team has a part
-/// of the rows of one KV head, reads each of their keys and values once for all query heads of the
-/// group (up to 8 at a time), and leaves their largest score, the sum of their weights and the
+/// Softmax attention of all spans of one query token, in two kernels. In the first a team has a
+/// part of the rows of one KV head, reads each of their keys and values once for all query heads of
+/// the group (up to 8 at a time), and leaves their largest score, the sum of their weights and the
 /// weighted sums of values. The second merges the parts of each query head, exactly. A part has 128
 /// rows, or, of heads of more than 65,536 rows, the multiple of that with which 512 parts suffice:
 /// the head's own length alone decides, so a span's result does not depend on others. Queries,
@@ -30,7 +30,8 @@ class SplitKV {
 
  private:
   Vector m_partials;
-  Kokkos::View<char*, MemorySpace> m_table;  // where spans lie, if a kernel's arguments hold not all
+  Kokkos::View<char*, MemorySpace>
+      m_table;  // where spans lie, if a kernel's arguments hold not all
 };
 
 }  // namespace kvzap::detail

@@ -300,8 +300,9 @@ void FlashPrefill<Value>::attend_staged() {
     return;
   }
   for (int c = 0; c < m_columns; c += width_at(c)) {
-    const auto product = width_at(c) == width ? (m_pairs ? multiply_pairs<6, 4> : multiply_floats<12, 2>)
-                                              : (m_pairs ? multiply_pairs<6, 1> : multiply_floats<12, 1>);
+    const auto product = width_at(c) == width
+                             ? (m_pairs ? multiply_pairs<6, 4> : multiply_floats<12, 2>)
+                             : (m_pairs ? multiply_pairs<6, 1> : multiply_floats<12, 1>);
     for (std::int64_t row = 0; row < rows; row += R) {
       const int limit = last_limit(row);
       if (limit == 0) continue;

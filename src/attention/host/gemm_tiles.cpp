@@ -98,33 +98,33 @@ void GemmTiles<Value, order>::operator()(const ExecutionSpace& exec,
         const Matrix s(m_scores.data(), tile * group, rows);
         multiply_nt(exec, 1, q, k, 0, s);
         fence(exec, "kvzap::attention: host kernels read what the instance wrote");
-        Kokkos::parallel_for(
-            "kvzap::attention::softmax", HostRange(0, tile * group), [=](std::int64_t i) {
-              float* row = &s(i, 0);
-              const std::int64_t limit = std::min(rows, visible + i / group);
-              if (limit > 0) {
-                const float largest = std::max(row_maximum(i), max_of(row, limit));
-                if (largest > row_maximum(i)) {
-                  const float factor = std::exp(row_maximum(i) - largest);
-                  row_weight(i) *= factor;
-                  scale(&o(i, 0), dim, factor);
-                  row_maximum(i) = largest;
-                }
-                row_weight(i) += exp_shifted(row, limit, shift_of(largest));
-              }
-              std::fill(row + std::max<std::int64_t>(0, limit), row + rows, 0.0f);
-            });
+        Kokkos::parallel_for("kvzap::attention::softmax", HostRange(0, tile * group),
+                             [=](std::int64_t i) {
+                               float* row = &s(i, 0);
+                               const std::int64_t limit = std::min(rows, visible + i / group);
+                               if (limit > 0) {
+                                 const float largest = std::max(row_maximum(i), max_of(row, limit));
+                                 if (largest > row_maximum(i)) {
+                                   const float factor = std::exp(row_maximum(i) - largest);
+                                   row_weight(i) *= factor;
+                                   scale(&o(i, 0), dim, factor);
+                                   row_maximum(i) = largest;
+                                 }
+                                 row_weight(i) += exp_shifted(row, limit, shift_of(largest));
+                               }
+                               std::fill(row + std::max<std::int64_t>(0, limit), row + rows, 0.0f);
+                             });
         // The product multiplies values that a token does not see by 0, which must give 0.
         const std::int64_t seen_by_all = std::clamp<std::int64_t>(visible, 0, rows);
         if (seen_by_all < rows &&
             !all_finite(v.data() + seen_by_all * dim, (rows - seen_by_all) * dim)) {
-          Kokkos::parallel_for(
-              "kvzap::attention::finite_sums", HostRange(0, tile * group), [=](std::int64_t i) {
-                const std::int64_t limit = std::min(rows, visible + i / group);
-                for (std::int64_t r = 0; r < limit; ++r) {
-                  for (int d = 0; d < dim; ++d) o(i, d) += s(i, r) * v(r, d);
-                }
-              });
+          Kokkos::parallel_for("kvzap::attention::finite_sums", HostRange(0, tile * group),
+                               [=](std::int64_t i) {
+                                 const std::int64_t limit = std::min(rows, visible + i / group);
+                                 for (std::int64_t r = 0; r < limit; ++r) {
+                                   for (int d = 0; d < dim; ++d) o(i, d) += s(i, r) * v(r, d);
+                                 }
+                               });
           return;
         }
         multiply_nn(exec, 1, s, v, 1, o);

@@ -8,8 +8,8 @@ namespace kvzap::detail {
 
 /// Attention of one span of any number of query tokens: per KV head and tile of query tokens, for
 /// each tile of rows, scores by gemm, an online softmax, weighted sums by gemm. Rows are gathered
-/// into tiles of float, which costs a 1/512 part of the arithmetic. Kernels run one after the other,
-/// each on all threads.
+/// into tiles of float, which costs a 1/512 part of the arithmetic. Kernels run one after the
+/// other, each on all threads.
 template <class Value, PageOrder order>
 class GemmTiles {
  public:

@@ -9,7 +9,8 @@
 namespace kvzap::detail {
 
 /// The run of rows of a head that begins at `row` and ends before `end` at the latest. Rows are
-/// counted over the head's pages, the ring as it lies, and the span's new rows. Empty from `end` on.
+/// counted over the head's pages, the ring as it lies, and the span's new rows. Empty from `end`
+/// on.
 template <class Value, PageOrder order>
 RowRun<Value> run_of(const AttentionSpan<Value, order>& span, int head,
                      const typename Attention<Value, order>::RowsView& new_keys,

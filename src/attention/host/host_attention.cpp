@@ -101,9 +101,8 @@ void HostAttention<Value, order>::operator()(const ExecutionSpace& exec,
     }
   }
   m_first_items.push_back(static_cast<std::int64_t>(m_row_items.size()));
-  std::sort(m_tiles.begin(), m_tiles.end(), [](const Tile& a, const Tile& b) {
-    return a.rows * a.tokens > b.rows * b.tokens;
-  });
+  std::sort(m_tiles.begin(), m_tiles.end(),
+            [](const Tile& a, const Tile& b) { return a.rows * a.tokens > b.rows * b.tokens; });
 
   const std::int64_t n_tiles = static_cast<std::int64_t>(m_tiles.size());
   const std::int64_t n_rows = static_cast<std::int64_t>(m_row_items.size());
@@ -157,21 +156,20 @@ void HostAttention<Value, order>::operator()(const ExecutionSpace& exec,
     float* const result = partials + i * partial;
     attention.finish(result, result + group, result + 2 * std::int64_t{group});
   };
-  Kokkos::parallel_for("kvzap::attention::items", HostRange(0, workers()),
-                       [=](std::int64_t worker) {
-                         float* const workspace = workspaces + worker * space;
-                         std::int64_t i = (*queue)++;
-                         if (i < n_tiles) {
-                           FlashPrefill<Value> attention(group, dim, workspace + row_space);
-                           for (; i < n_tiles; i = (*queue)++) attend_tile(attention, tiles[i]);
-                         }
-                         if (i >= n_tiles + n_rows) return;
-                         RowAttention<Value> attention(group, dim, order == PageOrder::token_major,
-                                                       workspace);
-                         for (; i < n_tiles + n_rows; i = (*queue)++) {
-                           attend_rows(attention, i - n_tiles);
-                         }
-                       });
+  Kokkos::parallel_for(
+      "kvzap::attention::items", HostRange(0, workers()), [=](std::int64_t worker) {
+        float* const workspace = workspaces + worker * space;
+        std::int64_t i = (*queue)++;
+        if (i < n_tiles) {
+          FlashPrefill<Value> attention(group, dim, workspace + row_space);
+          for (; i < n_tiles; i = (*queue)++) attend_tile(attention, tiles[i]);
+        }
+        if (i >= n_tiles + n_rows) return;
+        RowAttention<Value> attention(group, dim, order == PageOrder::token_major, workspace);
+        for (; i < n_tiles + n_rows; i = (*queue)++) {
+          attend_rows(attention, i - n_tiles);
+        }
+      });
   if (n_rows == 0) return;
 
   const std::int64_t* const first_of = m_first_items.data();

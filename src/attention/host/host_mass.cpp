@@ -125,8 +125,7 @@ void HostMass<Value, order>::by_gemm(const ExecutionSpace& exec,
         const auto row = key_of(*of, call, head, begin + r);
         load_row(row.key, row.dim_stride, &k(r, 0), dim);
       });
-      const std::int64_t first_seeing =
-          std::max<std::int64_t>(0, begin - (rows - span.queries));
+      const std::int64_t first_seeing = std::max<std::int64_t>(0, begin - (rows - span.queries));
       for (std::int64_t first = first_seeing; first < span.queries; first += tile_tokens) {
         const std::int64_t tile = std::min(tile_tokens, span.queries - first);
         const std::int64_t visible = rows - span.queries + first + 1 - begin;

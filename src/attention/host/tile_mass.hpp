@@ -6,8 +6,8 @@
 
 namespace kvzap::detail {
 
-/// The mass that a tile of one KV head's keys gets from any number of queries. Needs the instruction
-/// set avx512; multiplies what FlashPrefill multiplies.
+/// The mass that a tile of one KV head's keys gets from any number of queries. Needs the
+/// instruction set avx512; multiplies what FlashPrefill multiplies.
 template <class Value>
 class TileMass {
  public:

@@ -48,8 +48,9 @@ KVZAP_INLINE_AVX512 void store_block(const __m512* sum, float* c, std::int64_t c
 
 /// c (R, 16 V) = factor * c + a (R, steps) * b (steps, 16 V); factor[r] for row r, 0 if null.
 template <int R, int V>
-KVZAP_TARGET_AVX512 void multiply_floats(int steps, const float* a, std::int64_t a_stride, const float* b,
-                                         float* c, std::int64_t c_stride, const float* factor) {
+KVZAP_TARGET_AVX512 void multiply_floats(int steps, const float* a, std::int64_t a_stride,
+                                         const float* b, float* c, std::int64_t c_stride,
+                                         const float* factor) {
   __m512 sum[R * V];
   load_block<R, V>(sum, c, c_stride, factor);
   for (int s = 0; s < steps; ++s, b += 16 * V) {
@@ -90,8 +91,8 @@ KVZAP_TARGET_AVX512_BF16 void multiply_pairs(int steps, const float* a, std::int
 }
 
 /// target[j * target_stride + i] = source[i * source_stride + j] for 16 x 16 words.
-KVZAP_TARGET_AVX512 inline void transpose(const float* source, std::int64_t source_stride, float* target,
-                                   std::int64_t target_stride) {
+KVZAP_TARGET_AVX512 inline void transpose(const float* source, std::int64_t source_stride,
+                                          float* target, std::int64_t target_stride) {
   __m512 a[16], b[16];
 #pragma GCC unroll 16
   for (int i = 0; i < 16; ++i) a[i] = _mm512_load_ps(source + i * source_stride);
@@ -129,7 +130,7 @@ KVZAP_TARGET_AVX512 inline void transpose(const float* source, std::int64_t sour
 
 /// target[c] = source (even row)[c] and (odd row)[c] as a pair.
 KVZAP_TARGET_AVX512 inline void interleave(const std::uint16_t* even, const std::uint16_t* odd,
-                                    float* target, int columns) {
+                                           float* target, int columns) {
   for (int c = 0; c < columns; c += 16) {
     const __m512i low =
         _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(even + c)));

@@ -19,7 +19,9 @@
 
 namespace kvzap::test::attention {
 
-inline float uniform(std::mt19937& random) { return static_cast<float>(random() >> 8) * 0x1p-23f - 1.0f; }
+inline float uniform(std::mt19937& random) {
+  return static_cast<float>(random() >> 8) * 0x1p-23f - 1.0f;
+}
 
 /// A rank-3 array on the device and the host, in one of three layouts.
 enum class Arrangement { right, left, strided };

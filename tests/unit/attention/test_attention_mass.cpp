@@ -41,8 +41,7 @@ class Mass : public ::testing::Test {
         kvzap::detail::set_device_kernels(device);
         // The path whose products have the same operands.
         const auto path = device ? AttentionPath::panels : AttentionPath::flash_prefill;
-        const double within =
-            tolerance_of<Value>(path) == tolerance ? 1e-4 : 2 * pair_tolerance;
+        const double within = tolerance_of<Value>(path) == tolerance ? 1e-4 : 2 * pair_tolerance;
         const auto attended = batch.attend(m_attention, batch.spans, path);
         for (std::size_t s = 0; s < batch.spans.size(); ++s) {
           for (const auto reduction : {MassReduction::sum, MassReduction::max}) {
@@ -60,8 +59,7 @@ class Mass : public ::testing::Test {
                const typename Batch<Value, order>::Result& attended, int blocks,
                const MassFactors& factors, double within) {
     const auto& span = batch.spans[s];
-    const auto& expected =
-        reduction == MassReduction::sum ? batch.mass_sum[s] : batch.mass_max[s];
+    const auto& expected = reduction == MassReduction::sum ? batch.mass_sum[s] : batch.mass_max[s];
     std::size_t longest = 0;
     for (const auto& rows : expected) longest = std::max(longest, rows.size());
     const MassArray mass("mass", batch.kv_heads, longest + 3);

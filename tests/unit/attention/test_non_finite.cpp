@@ -33,7 +33,8 @@ class NonFinite : public ::testing::Test {
   static constexpr int paged = 21, ring = 9;
 
   /// Every path against the reference. cached: rows in the cache, of which the first get what
-  /// `spoil` puts into keys and values (row, KV head, dim); all rows are given to it, new ones last.
+  /// `spoil` puts into keys and values (row, KV head, dim); all rows are given to it, new ones
+  /// last.
   template <class Spoil, class SpoilQueries>
   void check(const char* what, bool is_cached, int queries, int new_rows, const Spoil& spoil,
              const SpoilQueries& spoil_queries) {
@@ -60,12 +61,11 @@ class NonFinite : public ::testing::Test {
     if (is_cached) {
       const auto head = std::make_pair(0, cached);
       const ExecutionSpace exec;
-      batch.cache.append(exec, batch.sequences[0], 0,
-                         Kokkos::subview(keys.template view<const Value>(), head, Kokkos::ALL,
-                                         Kokkos::ALL),
-                         Kokkos::subview(values.template view<const Value>(), head, Kokkos::ALL,
-                                         Kokkos::ALL),
-                         {}, EvictionRule{});
+      batch.cache.append(
+          exec, batch.sequences[0], 0,
+          Kokkos::subview(keys.template view<const Value>(), head, Kokkos::ALL, Kokkos::ALL),
+          Kokkos::subview(values.template view<const Value>(), head, Kokkos::ALL, Kokkos::ALL), {},
+          EvictionRule{});
       exec.fence();
     }
     auto& span = batch.spans[0];
@@ -114,8 +114,8 @@ class NonFinite : public ::testing::Test {
                           int head) {
     if (std::isnan(expected)) {
       // What becomes of an infinite value depends on when its weight is rounded to 0.
-      EXPECT_TRUE(std::isnan(found)) << what << " of token " << token << " head " << head << " is "
-                                     << found;
+      EXPECT_TRUE(std::isnan(found))
+          << what << " of token " << token << " head " << head << " is " << found;
     } else if (std::isinf(expected)) {
       EXPECT_EQ(found, static_cast<float>(expected)) << what << " of token " << token;
     } else {
@@ -205,7 +205,8 @@ TYPED_TEST(NonFinite, AnInfiniteValueReachesThoseThatSeeIt) {
 // NaN in rows that no query of the span sees: new rows of other spans, and unused slots.
 TYPED_TEST(NonFinite, RowsOfNoSpanDoNotMatter) {
   using Value = typename TestFixture::Value;
-  Batch<Value, TestFixture::order> batch(64, 2, 8, 16, {{{5, 0}, 8, 9, 11}, {{0, 0}, 0, 1, 1}}, 300);
+  Batch<Value, TestFixture::order> batch(64, 2, 8, 16, {{{5, 0}, 8, 9, 11}, {{0, 0}, 0, 1, 1}},
+                                         300);
   for (std::size_t r = 0; r < batch.new_keys.extents[0]; ++r) {
     bool owned = false;
     for (const auto& s : batch.spans) {
@@ -226,8 +227,7 @@ TYPED_TEST(NonFinite, RowsOfNoSpanDoNotMatter) {
       for (int t = 0; t < span.queries; ++t) {
         for (int h = 0; h < batch.heads; ++h) {
           const std::size_t row = span.first_query + t;
-          EXPECT_NEAR(found.output.at(row, h, 0),
-                      batch.output[(row * batch.heads + h) * batch.dim],
+          EXPECT_NEAR(found.output.at(row, h, 0), batch.output[(row * batch.heads + h) * batch.dim],
                       tolerance_of<Value>(path));
         }
       }

@@ -58,13 +58,13 @@ class AttentionSpans : public ::testing::Test {
           }
           continue;
         }
-        lse = std::max(lse, std::fabs(found.lse.at(t, h, 0) - batch.lse[i]) /
-                                (1 + std::fabs(batch.lse[i])));
+        lse = std::max(
+            lse, std::fabs(found.lse.at(t, h, 0) - batch.lse[i]) / (1 + std::fabs(batch.lse[i])));
         ASSERT_TRUE(std::isfinite(found.lse.at(t, h, 0)));
         for (int d = 0; d < batch.dim; ++d) {
           ASSERT_TRUE(std::isfinite(found.output.at(t, h, d)));
-          output = std::max(
-              output, std::fabs(found.output.at(t, h, d) - batch.output[i * batch.dim + d]));
+          output = std::max(output,
+                            std::fabs(found.output.at(t, h, d) - batch.output[i * batch.dim + d]));
         }
       }
     }
@@ -104,8 +104,8 @@ TYPED_TEST_SUITE(AttentionSpans, Combinations);
 
 /// Decode rows and chunks, with and without a cache, uneven heads, and a span without queries.
 std::vector<SpanCase> mixed(int window) {
-  return {{{37, 5}, window, 1, 1}, {{0, 0}, 0, 17, 17}, {{0, 90}, window, 5, 9},
-          {{1100, 3}, window, 1, 1}, {{0, 0}, 0, 1, 1}, {{8, 9}, window, 0, 2},
+  return {{{37, 5}, window, 1, 1},    {{0, 0}, 0, 17, 17},      {{0, 90}, window, 5, 9},
+          {{1100, 3}, window, 1, 1},  {{0, 0}, 0, 1, 1},        {{8, 9}, window, 0, 2},
           {{0, 0}, window - 1, 1, 4}, {{2, 64}, window, 40, 40}};
 }
 
@@ -124,7 +124,8 @@ TYPED_TEST(AttentionSpans, AnyMixAgreesWithDoublePrecision) {
 TYPED_TEST(AttentionSpans, SingleQueriesAgreeWithDoublePrecision) {
   // More spans than a kernel's arguments hold.
   std::vector<SpanCase> cases;
-  for (int s = 0; s < 9; ++s) cases.push_back({{s * 37 % 200, s * 150}, s == 4 ? 0 : 8, 1, 1 + s % 3});
+  for (int s = 0; s < 9; ++s)
+    cases.push_back({{s * 37 % 200, s * 150}, s == 4 ? 0 : 8, 1, 1 + s % 3});
   cases[4].retained = {0, 0};
   this->check(64, 5, 8, 7, cases, 200);
   cases.resize(4);
@@ -176,8 +177,7 @@ TYPED_TEST(AttentionSpans, PartsOfManyBlocks) {
     Batch<Value, TestFixture::order> batch(
         16, group, 8, 64, {{{70000}, 8, 1, 1}, {{300}, 8, 1, 1}, {{131072}, 8, 1, 1}}, 400);
     batch.solve();
-    this->compare(batch,
-                  batch.attend(this->m_attention, batch.spans, AttentionPath::split_kv),
+    this->compare(batch, batch.attend(this->m_attention, batch.spans, AttentionPath::split_kv),
                   tolerance);
   }
 }
@@ -308,14 +308,18 @@ TEST(AttentionSpanErrors, NameExpectedAndFound) {
   call({});
   call({{layer, 0, 5, 0, 6}});
   call({{layer, 5, 0, 6, 0}, {layer, 2, 1, 5, 1}});
-  expect_error([&] { call({{layer, 0, 1, 0, 1}, {layer, 3, 3, 0, 3}}); },
-               {"span 1", "3 query tokens", "row 3", "below 5"});
+  expect_error(
+      [&] {
+        call({{layer, 0, 1, 0, 1}, {layer, 3, 3, 0, 3}});
+      },
+      {"span 1", "3 query tokens", "row 3", "below 5"});
   expect_error([&] { call({{layer, -1, 1, 0, 1}}); }, {"span 0", "row -1"});
   expect_error([&] { call({{layer, 0, 3, 0, 2}}); }, {"span 0", "2 new rows", "3 query tokens"});
   expect_error([&] { call({{layer, 0, 1, 5, 2}}); }, {"span 0", "row 5", "below 6"});
   expect_error(
       [&] {
-        call({{layer, 0, 1, 0, 1}}, kvzap::LogSumExpView(Kokkos::View<float**, MemorySpace>("lse", 5, 3)));
+        call({{layer, 0, 1, 0, 1}},
+             kvzap::LogSumExpView(Kokkos::View<float**, MemorySpace>("lse", 5, 3)));
       },
       {"(5, 3)", "(5, 4)"});
   expect_error([&] { call({{layer, 0, 1, 0, 1}}, {}, false); }, {"stride 0"});

@@ -29,7 +29,9 @@ TeamShape& forced() {
 }  // namespace
 
 TeamShape team_shape(TeamShape wanted) {
-  if (forced().threads > 0) return forced();
+  if (forced().threads > 0) {
+    return {std::min(forced().threads, ExecutionSpace().concurrency()), forced().lanes};
+  }
   return runs_on_host ? TeamShape{1, 1} : wanted;
 }
 

@@ -1,9 +1,10 @@
 // Attention: decode in bytes of keys and values read per second, prefill in floating-point
-// operations per second (4 head_dim for each pair of a query and a key that it sees). Every rank
-// has a cache of its own.
+// operations per second (4 head_dim for each pair of a query and a key that it sees; 2 head_dim for
+// the mass of attention). Every rank has a cache of its own.
 #include <algorithm>
 #include <cstdint>
 #include <kvzap/attention.hpp>
+#include <kvzap/attention_mass.hpp>
 #include <numeric>
 #include <random>
 #include <string>
@@ -185,6 +186,32 @@ void prefill(benchmark::State& state, int group, std::int64_t tokens, std::int64
   report_flops(state, seconds, 4.0 * dim * kv_heads * group * pairs * world().size(), limit);
 }
 
+/// The mass that `tokens` queries give a cache of `cached` rows per head and each other.
+template <class Value>
+void mass(benchmark::State& state, std::int64_t tokens, std::int64_t cached) {
+  constexpr int dim = 128, kv_heads = 2, group = 4;
+  const PagedLayer<Value> cache(std::vector<std::int64_t>(kv_heads, cached), dim, 64);
+  const auto queries = array<float>(tokens, kv_heads * group, dim);
+  const auto chunk = array<Value>(tokens, kv_heads, dim);
+  const auto output = array<float>(tokens, kv_heads * group, dim);
+  const Kokkos::View<float**, MemorySpace> lse("lse", tokens, kv_heads * group);
+  const Kokkos::View<float**, MemorySpace> result("mass", kv_heads, cached + tokens);
+  Attention<Value, order> attention;
+  AttentionMass<Value, order> attention_mass;
+  const ExecutionSpace exec;
+  attention(exec, cache.layer, queries, chunk, chunk, output, AttentionPath::flash_prefill, lse);
+  const AttentionSpan<Value, order> span{cache.layer, 0, tokens, 0, tokens};
+  const auto work = [&] {
+    attention_mass(exec, span, queries, chunk, lse, MassReduction::sum, result);
+  };
+  work();
+  const Yardstick limit(std::is_same_v<Value, bfloat16> ? Limit::gemm_bf16 : Limit::gemm_f32);
+  const double seconds = time_iterations(state, work);
+  const double pairs = static_cast<double>(tokens) *
+                       (static_cast<double>(cached) + 0.5 * (static_cast<double>(tokens) + 1));
+  report_flops(state, seconds, 2.0 * dim * kv_heads * group * pairs * world().size(), limit);
+}
+
 template <class Value>
 void add_decode(const std::string& type, int repetitions) {
   constexpr std::int64_t iterations = 12;
@@ -226,6 +253,8 @@ void add_prefill(const std::string& type, int repetitions) {
           [=](benchmark::State& state) { prefill<Value>(state, group, tokens, 0); });
     }
   }
+  add("mass/" + type + "/tokens:512/cached:8192", 4, repetitions,
+      [=](benchmark::State& state) { mass<Value>(state, 512, 8192); });
   // A chunk over what survives of 16384 rows at three keep ratios.
   for (int percent : {100, 50, 25}) {
     add("prefill_sparse/" + type + "/keep_percent:" + std::to_string(percent), 1, repetitions,

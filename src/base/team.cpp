@@ -30,10 +30,9 @@ TeamShape& forced() {
 }  // namespace
 
 TeamShape team_shape(TeamShape wanted) {
-#ifdef KOKKOS_ENABLE_SERIAL
-  if constexpr (std::is_same_v<ExecutionSpace, Kokkos::Serial>) return {1, 1};
-#endif
-  if (forced().threads > 0) return forced();
+  if (forced().threads > 0) {
+    return {std::min(forced().threads, ExecutionSpace().concurrency()), forced().lanes};
+  }
   return runs_on_host ? TeamShape{1, 1} : wanted;
 }
 

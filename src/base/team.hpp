@@ -15,9 +15,9 @@ struct TeamShape {
 };
 
 /// What teams have: on a device `wanted`, on a host one thread of one lane, and on either what
-/// KVZAP_TEAM=threads,lanes in the environment says when first asked, so that tests can run teams
-/// of several on hosts; always one of one on Kokkos' Serial backend, which has no others. Throws
-/// Error if the variable is not two positive numbers.
+/// KVZAP_TEAM=threads,lanes in the environment says when first asked (no more threads than there
+/// are), so that tests can run teams of several on hosts. Throws Error if the variable is not two
+/// positive numbers.
 TeamShape team_shape(TeamShape wanted);
 /// The same shape for all kernels from now on, for tests; {0, 0}: no longer. Not while kernels run.
 void set_team_shape(TeamShape shape);
@@ -40,7 +40,7 @@ TeamPolicy team_policy(const ExecutionSpace& exec, std::int64_t teams, TeamShape
   if (threads > 1) {
     const TeamPolicy one = policy_of(1);
     threads = std::min(threads, one.team_size_max(kernel, Kokkos::ParallelForTag()));
-    const auto most = static_cast<std::size_t>(one.scratch_size_max(0));
+    const auto most = static_cast<std::size_t>(TeamPolicy::scratch_size_max(0));
     while (threads > 1 && bytes(threads) + 16 > most) threads /= 2;
   }
   return policy_of(threads);
@@ -48,7 +48,7 @@ TeamPolicy team_policy(const ExecutionSpace& exec, std::int64_t teams, TeamShape
 
 /// Bytes of team scratch of level 0 that are safe to ask for.
 inline std::size_t team_scratch_limit() {
-  return static_cast<std::size_t>(TeamPolicy(1, 1).scratch_size_max(0)) - 16;
+  return static_cast<std::size_t>(TeamPolicy::scratch_size_max(0)) - 16;
 }
 
 }  // namespace kvzap::detail

@@ -1,0 +1,93 @@
+#include "text/pattern.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+
+#include "text/pattern_translator.hpp"
+#include "text/utf8.hpp"
+
+namespace kvzap::detail {
+namespace {
+
+struct Deleter {
+  void operator()(pcre2_compile_context* p) const { pcre2_compile_context_free(p); }
+  void operator()(pcre2_match_data* p) const { pcre2_match_data_free(p); }
+  void operator()(pcre2_match_context* p) const { pcre2_match_context_free(p); }
+  void operator()(pcre2_jit_stack* p) const { pcre2_jit_stack_free(p); }
+};
+template <class T>
+using Owned = std::unique_ptr<T, Deleter>;
+
+std::string pcre2_message(int code) {
+  std::array<PCRE2_UCHAR, 256> buffer{};
+  pcre2_get_error_message(code, buffer.data(), buffer.size());
+  return reinterpret_cast<const char*>(buffer.data());
+}
+
+}  // namespace
+
+Pattern::Pattern(const std::string& text, std::uint32_t options, std::string where)
+    : m_where(std::move(where)) {
+  Owned<pcre2_compile_context> context(pcre2_compile_context_create(nullptr));
+  pcre2_set_newline(context.get(), PCRE2_NEWLINE_LF);
+  int code = 0;
+  PCRE2_SIZE offset = 0;
+  m_code.reset(pcre2_compile(reinterpret_cast<PCRE2_SPTR>(text.data()), text.size(),
+                             options | PCRE2_UTF | PCRE2_NO_UTF_CHECK, &code, &offset,
+                             context.get()));
+  if (!m_code) {
+    throw_unexpected(
+        m_where, "a regular expression",
+        fmt::format("\"{}\" at offset {} of {}", pcre2_message(code), offset, abbreviated(text)));
+  }
+  // Where there is no just-in-time compiler, PCRE2 interprets.
+  pcre2_jit_compile(m_code.get(), PCRE2_JIT_COMPLETE);
+}
+
+std::vector<Match> Pattern::find(std::string_view text) const {
+  Owned<pcre2_match_data> data(pcre2_match_data_create_from_pattern(m_code.get(), nullptr));
+  Owned<pcre2_match_context> context(pcre2_match_context_create(nullptr));
+  Owned<pcre2_jit_stack> stack(pcre2_jit_stack_create(32 << 10, 16 << 20, nullptr));
+  pcre2_jit_stack_assign(context.get(), nullptr, stack.get());
+  // A run as long as the text is backtracked over once per alternative: no default limit may
+  // fail that, but exponential patterns must still end.
+  constexpr std::size_t base_limit = 10000000, per_byte = 64, highest = 4000000000u;
+  pcre2_set_match_limit(context.get(), static_cast<std::uint32_t>(
+                                           std::min(base_limit + per_byte * text.size(), highest)));
+  const PCRE2_SIZE* const span = pcre2_get_ovector_pointer(data.get());
+  std::vector<Match> pieces;
+  std::size_t covered = 0;
+  std::size_t position = 0;
+  bool any = false;
+  while (position <= text.size()) {
+    const int code =
+        pcre2_match(m_code.get(), reinterpret_cast<PCRE2_SPTR>(text.data()), text.size(), position,
+                    PCRE2_NO_UTF_CHECK, data.get(), context.get());
+    if (code == PCRE2_ERROR_NOMATCH) break;
+    if (code < 0) {
+      throw_unexpected(m_where, fmt::format("to match a text of {} bytes", text.size()),
+                       fmt::format("PCRE2's error \"{}\"", pcre2_message(code)));
+    }
+    const std::size_t begin = span[0], end = span[1];
+    if (begin == end && any && end == covered) {
+      // An empty match right after the previous one: go on behind the next character.
+      if (position == text.size()) break;
+      position += first_character(text.substr(position)).second;
+      continue;
+    }
+    if (covered != begin) pieces.push_back({covered, begin, false});
+    pieces.push_back({begin, end, true});
+    covered = position = end;
+    any = true;
+  }
+  if (covered != text.size()) pieces.push_back({covered, text.size(), false});
+  return pieces;
+}
+
+Pattern translated_pattern(const JsonField& field) {
+  return {translate_pattern(field), PCRE2_UCP | PCRE2_MULTILINE, field.where()};
+}
+
+}  // namespace kvzap::detail

@@ -1,0 +1,46 @@
+// A compiled regular expression.
+#pragma once
+
+#define PCRE2_CODE_UNIT_WIDTH 8
+#include <pcre2.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "text/json_field.hpp"
+
+namespace kvzap::detail {
+
+/// A piece of a text, in bytes: a match, or what lies between two.
+struct Match {
+  std::size_t begin, end;
+  bool is_match;
+};
+
+class Pattern {
+ public:
+  /// `options` are PCRE2's; `where` names the pattern in messages. Throws Error if PCRE2 refuses
+  /// it.
+  Pattern(const std::string& text, std::uint32_t options, std::string where);
+
+  /// Cuts text (valid UTF-8) into the matches and what lies between them. Throws Error if PCRE2's
+  /// limits are exceeded.
+  std::vector<Match> find(std::string_view text) const;
+
+ private:
+  struct Deleter {
+    void operator()(pcre2_code* code) const { pcre2_code_free(code); }
+  };
+
+  std::string m_where;
+  std::unique_ptr<pcre2_code, Deleter> m_code;
+};
+
+/// The pattern that a field of tokenizer.json holds in Oniguruma's syntax.
+Pattern translated_pattern(const JsonField& field);
+
+}  // namespace kvzap::detail

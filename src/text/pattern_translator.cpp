@@ -1,0 +1,209 @@
+#include "text/pattern_translator.hpp"
+
+#define PCRE2_CODE_UNIT_WIDTH 8
+#include <fmt/format.h>
+#include <pcre2.h>
+
+#include <algorithm>
+#include <string_view>
+#include <unordered_set>
+
+namespace kvzap::detail {
+namespace {
+
+// White_Space and its complement as the inside of a PCRE2 class: under UCP, PCRE2's own \s also
+// matches U+180E. Both end with a range, after which a hyphen is literal as it is after \s.
+constexpr std::string_view space_set =
+    R"(\x{9}-\x{d}\x{20}\x{85}\x{a0}\x{1680}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}\x{2000}-\x{200a})";
+constexpr std::string_view not_space_set =
+    R"(\x{0}-\x{8}\x{e}-\x{1f}\x{21}-\x{84}\x{86}-\x{9f}\x{a1}-\x{167f}\x{1681}-\x{1fff})"
+    R"(\x{200b}-\x{2027}\x{202a}-\x{202e}\x{2030}-\x{205e}\x{2060}-\x{2fff}\x{3001}-\x{10ffff})";
+
+class PatternTranslator {
+ public:
+  explicit PatternTranslator(const JsonField& field) : m_field(field), m_pattern(field.string()) {}
+
+  std::string translate() {
+    while (m_position < m_pattern.size()) {
+      const char c = m_pattern[m_position];
+      if (c == '\\') {
+        escape(false);
+      } else if (c == '[') {
+        character_class();
+      } else if (c == '(') {
+        group();
+      } else if (c == '{') {
+        interval();
+      } else {
+        copy(1);
+      }
+    }
+    return m_result;
+  }
+
+ private:
+  [[noreturn]] void refuse(std::string_view construct) const {
+    throw_unexpected(m_field.where(), "a regular expression in the supported syntax",
+                     fmt::format("{} in {}", construct, abbreviated(m_pattern)));
+  }
+  std::string_view rest() const { return std::string_view(m_pattern).substr(m_position); }
+  bool at(std::string_view text) const { return rest().substr(0, text.size()) == text; }
+  void copy(std::size_t count) {
+    m_result.append(rest().substr(0, count));
+    m_position += count;
+  }
+  void replace(std::size_t count, std::string_view text) {
+    m_result.append(text);
+    m_position += count;
+  }
+
+  void escape(bool in_class) {
+    if (rest().size() < 2) refuse("a final backslash");
+    const char c = m_pattern[m_position + 1];
+    switch (c) {
+      case 's':
+      case 'S': {
+        const std::string_view set = c == 's' ? space_set : not_space_set;
+        return replace(2, in_class ? std::string(set) : fmt::format("[{}]", set));
+      }
+      case 'd':
+        return replace(2, "\\p{Nd}");
+      case 'D':
+        return replace(2, "\\P{Nd}");
+      case 'v':  // the vertical tab; for PCRE2 it is a class
+        return replace(2, "\\x{b}");
+      case 'p':
+      case 'P':
+        return property();
+      case 'u':
+      case 'x':
+        return hexadecimal();
+      case 'r':
+      case 'n':
+      case 't':
+      case 'f':
+      case 'a':
+      case 'e':
+        return copy(2);
+      default:
+        if ((c >= '0' && c <= '9') || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z')) {
+          refuse(fmt::format("\\{}", c));
+        }
+        // The escaped character may be of several bytes; the others follow as ordinary ones.
+        return copy(2);
+    }
+  }
+
+  // \p{L}, \p{Lu}, \p{^L}, \p{Han}. A script means its Script property, which PCRE2 10.40 and newer
+  // must be told; before, it knew no other.
+  void property() {
+    const std::size_t end = rest().find('}');
+    if (rest().size() < 3 || rest()[2] != '{' || end == std::string_view::npos) {
+      refuse("a malformed \\p");
+    }
+    std::string name(rest().substr(3, end - 3));
+    const bool negated = !name.empty() && name[0] == '^';
+    if (negated) name.erase(0, 1);
+    for (const char c : name) {
+      if (!((c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_')) {
+        refuse(fmt::format("\\p{{{}}}", name));
+      }
+    }
+    static const std::unordered_set<std::string> categories = {
+        "L",  "Lu", "Ll", "Lt", "Lm", "Lo", "M",  "Mn", "Mc", "Me", "N",  "Nd",
+        "Nl", "No", "P",  "Pc", "Pd", "Ps", "Pe", "Pi", "Pf", "Po", "S",  "Sm",
+        "Sc", "Sk", "So", "Z",  "Zs", "Zl", "Zp", "C",  "Cc", "Cf", "Co", "Cn"};
+    if (categories.count(name) == 0) {
+#if PCRE2_MAJOR > 10 || PCRE2_MINOR >= 40
+      name = "sc:" + name;
+#endif
+    }
+    const char letter = m_pattern[m_position + 1];
+    replace(end + 1, fmt::format("\\{}{{{}{}}}", letter, negated ? "^" : "", name));
+  }
+
+  // \x{...}, \xHH and \uHHHH.
+  void hexadecimal() {
+    const bool braces = at("\\x{");
+    std::size_t begin = braces ? 3 : 2;
+    const std::size_t most = braces ? 8 : (at("\\u") ? 4 : 2);
+    std::size_t end = begin;
+    const auto is_digit = [&](char c) {
+      return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f') || (c >= 'A' && c <= 'F');
+    };
+    while (end < rest().size() && end - begin < most && is_digit(rest()[end])) ++end;
+    const bool complete =
+        braces ? end > begin && end < rest().size() && rest()[end] == '}' : end - begin == most;
+    if (!complete) refuse("a malformed \\x or \\u");
+    // Without braces, Oniguruma's \x80 and above are bytes, not characters.
+    if (at("\\x") && !braces && rest()[begin] >= '8') refuse("\\x with a byte above 7f");
+    const std::string digits(rest().substr(begin, end - begin));
+    replace(end + (braces ? 1 : 0), fmt::format("\\x{{{}}}", digits));
+  }
+
+  void character_class() {
+    copy(1);
+    if (at("^")) copy(1);
+    if (at("]")) refuse("a class that starts with ]");
+    while (!at("]")) {
+      if (rest().empty()) refuse("an unclosed class");
+      if (at("[")) refuse("a class within a class");
+      if (at("&&")) refuse("an intersection of classes");
+      if (at("\\")) {
+        escape(true);
+      } else {
+        copy(1);
+      }
+    }
+    copy(1);
+  }
+
+  void group() {
+    if (!at("(?")) {
+      if (at("(*")) refuse("a verb");
+      return copy(1);
+    }
+    for (const std::string_view opening : {"(?:", "(?=", "(?!", "(?<=", "(?<!", "(?>", "(?i:"}) {
+      if (at(opening)) return copy(opening.size());
+    }
+    // Elsewhere than at the start, the reach of (?i) differs across the alternatives.
+    if (m_position == 0 && at("(?i)")) return copy(4);
+    refuse(fmt::format("the group {}", rest().substr(0, 4)));
+  }
+
+  // {n}, {n,}, {n,m} and Oniguruma's {,m}. A + after one makes it possessive for PCRE2 but repeats
+  // it for Oniguruma; a ? after {n} makes it optional for Oniguruma.
+  void interval() {
+    const std::size_t end = rest().find('}');
+    if (end == std::string_view::npos) refuse("an unclosed {");
+    const std::string_view body = rest().substr(1, end - 1);
+    const std::size_t comma = body.find(',');
+    const auto is_number = [](std::string_view digits) {
+      return digits.size() <= 5 &&
+             std::all_of(digits.begin(), digits.end(), [](char c) { return c >= '0' && c <= '9'; });
+    };
+    const std::string_view low = body.substr(0, comma);
+    const bool exact = comma == std::string_view::npos;
+    const std::string_view high = exact ? low : body.substr(comma + 1);
+    if (!is_number(low) || !is_number(high) || (low.empty() && high.empty())) {
+      refuse("a { that is not a repetition");
+    }
+    const std::string_view after = rest().substr(end + 1, 1);
+    if (after == "+" || (after == "?" && exact)) refuse("a modifier after {...}");
+    if (low.empty()) return replace(end + 1, fmt::format("{{0,{}}}", high));
+    copy(end + 1);
+  }
+
+  const JsonField& m_field;
+  const std::string& m_pattern;
+  std::size_t m_position = 0;
+  std::string m_result;
+};
+
+}  // namespace
+
+std::string translate_pattern(const JsonField& field) {
+  return PatternTranslator(field).translate();
+}
+
+}  // namespace kvzap::detail

@@ -1,0 +1,73 @@
+// A tokenizer's tables; read by tokenizer_data.cpp, used by tokenizer.cpp.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <kvzap/tokenizer.hpp>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "text/added_tokens.hpp"
+#include "text/bpe.hpp"
+#include "text/json_field.hpp"
+#include "text/pre_tokenizer.hpp"
+
+namespace kvzap {
+
+/// What tokenizer.json says, and the way of a text through it.
+struct Tokenizer::Data {
+  using JsonField = detail::JsonField;
+
+  // Tokens in the byte alphabet, added ones as they are written.
+  std::unordered_map<std::string, TokenId> vocabulary;
+  // What each token decodes to.
+  std::unordered_map<TokenId, std::string> bytes;
+  std::unordered_set<TokenId> special;
+  std::size_t size = 0;
+
+  std::unordered_map<std::string, TokenId> added;
+  detail::AddedTokenMatcher raw_matcher;         // added tokens sought in the text as it is
+  detail::AddedTokenMatcher normalized_matcher;  // those sought in the normalized text
+
+  bool nfc = false;
+  std::vector<detail::Splitter> splitters;
+  bool add_prefix_space = false;
+  std::optional<detail::Splitter> byte_level_splitter;
+
+  std::array<TokenId, 256> byte_ids{};
+  detail::MergeTable merges;
+  bool ignore_merges = false;
+
+  std::vector<TokenId> prefix, suffix;
+
+  /// From the whole of a tokenizer.json.
+  explicit Data(const JsonField& root);
+
+  void read_model(const JsonField& model);
+  void read_vocabulary(const JsonField& field);
+  void read_merges(const JsonField& field);
+  void read_normalizer(const JsonField& field, int depth);
+  void read_added_tokens(const JsonField& field);
+  void read_pre_tokenizers(const JsonField& field);
+  bool read_pre_tokenizer(const JsonField& field, bool is_last, int depth);
+  void read_post_processor(const JsonField& field, int depth);
+  void read_template(const JsonField& field);
+  void read_decoder(const JsonField& field);
+
+  using Cache = std::unordered_map<std::string, std::vector<TokenId>>;
+  void encode_text(std::string_view text, Cache& cache, std::vector<TokenId>& ids) const;
+  void encode_pre_token(std::string_view text, Cache& cache, std::vector<TokenId>& ids) const;
+
+  // Bytes that a token adds to the decoded text.
+  std::string_view decoded(TokenId id, bool skip_special_tokens) const {
+    const auto found = bytes.find(id);
+    if (found == bytes.end() || (skip_special_tokens && special.count(id) != 0)) return {};
+    return found->second;
+  }
+};
+
+}  // namespace kvzap

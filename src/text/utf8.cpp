@@ -1,0 +1,161 @@
+#include "text/utf8.hpp"
+
+#include <algorithm>
+#include <array>
+#include <vector>
+
+namespace kvzap::detail {
+namespace {
+
+constexpr std::string_view replacement_character = "\xEF\xBF\xBD";
+
+struct Utf8Step {
+  std::size_t length;
+  enum { valid, invalid, truncated } status;
+};
+
+// The character, or the maximal subpart of an ill-formed one, that bytes (not empty) starts with:
+// Unicode's table 3-7. `truncated` is an ill-formed subpart that more bytes could complete.
+Utf8Step utf8_step(std::string_view bytes) {
+  const auto at = [&](std::size_t i) { return static_cast<unsigned char>(bytes[i]); };
+  const unsigned char lead = at(0);
+  std::size_t length = 0;
+  unsigned char low = 0x80, high = 0xBF;
+  if (lead < 0x80) {
+    return {1, Utf8Step::valid};
+  } else if (lead >= 0xC2 && lead <= 0xDF) {
+    length = 2;
+  } else if (lead >= 0xE0 && lead <= 0xEF) {
+    length = 3;
+    if (lead == 0xE0) low = 0xA0;
+    if (lead == 0xED) high = 0x9F;
+  } else if (lead >= 0xF0 && lead <= 0xF4) {
+    length = 4;
+    if (lead == 0xF0) low = 0x90;
+    if (lead == 0xF4) high = 0x8F;
+  } else {
+    return {1, Utf8Step::invalid};
+  }
+  for (std::size_t i = 1; i < length; ++i) {
+    if (i == bytes.size()) return {i, Utf8Step::truncated};
+    if (at(i) < low || at(i) > high) return {i, Utf8Step::invalid};
+    low = 0x80;
+    high = 0xBF;
+  }
+  return {length, Utf8Step::valid};
+}
+
+}  // namespace
+
+std::size_t append_lossy(std::string& text, std::string_view bytes, bool at_end) {
+  std::size_t position = 0;
+  while (position < bytes.size()) {
+    const Utf8Step step = utf8_step(bytes.substr(position));
+    if (step.status == Utf8Step::truncated && !at_end) break;
+    text.append(step.status == Utf8Step::valid ? bytes.substr(position, step.length)
+                                               : replacement_character);
+    position += step.length;
+  }
+  return position;
+}
+
+bool is_valid_utf8(std::string_view bytes) {
+  for (std::size_t position = 0; position < bytes.size();) {
+    const Utf8Step step = utf8_step(bytes.substr(position));
+    if (step.status != Utf8Step::valid) return false;
+    position += step.length;
+  }
+  return true;
+}
+
+std::pair<utf8proc_int32_t, std::size_t> first_character(std::string_view text) {
+  utf8proc_int32_t codepoint = 0;
+  const auto length = utf8proc_iterate(reinterpret_cast<const utf8proc_uint8_t*>(text.data()),
+                                       static_cast<utf8proc_ssize_t>(text.size()), &codepoint);
+  return {codepoint, static_cast<std::size_t>(length)};
+}
+
+std::pair<utf8proc_int32_t, std::size_t> last_character(std::string_view text) {
+  std::size_t start = text.size() - 1;
+  while (start > 0 && (static_cast<unsigned char>(text[start]) & 0xC0) == 0x80) --start;
+  return first_character(text.substr(start));
+}
+
+void append_utf8(std::string& text, utf8proc_int32_t codepoint) {
+  std::array<utf8proc_uint8_t, 4> bytes{};
+  const auto length = utf8proc_encode_char(codepoint, bytes.data());
+  text.append(reinterpret_cast<const char*>(bytes.data()), static_cast<std::size_t>(length));
+}
+
+bool is_white_space(utf8proc_int32_t c) {
+  return (c >= 0x09 && c <= 0x0D) || c == 0x20 || c == 0x85 || c == 0xA0 || c == 0x1680 ||
+         (c >= 0x2000 && c <= 0x200A) || c == 0x2028 || c == 0x2029 || c == 0x202F || c == 0x205F ||
+         c == 0x3000;
+}
+
+bool is_word(utf8proc_int32_t c) {
+  switch (utf8proc_category(c)) {
+    case UTF8PROC_CATEGORY_LU:
+    case UTF8PROC_CATEGORY_LL:
+    case UTF8PROC_CATEGORY_LT:
+    case UTF8PROC_CATEGORY_LM:
+    case UTF8PROC_CATEGORY_LO:
+    case UTF8PROC_CATEGORY_MN:
+    case UTF8PROC_CATEGORY_MC:
+    case UTF8PROC_CATEGORY_ME:
+    case UTF8PROC_CATEGORY_ND:
+    case UTF8PROC_CATEGORY_NL:
+    case UTF8PROC_CATEGORY_PC:
+      return true;
+    default:
+      // Join controls and the circled and squared letters, which are Alphabetic symbols.
+      return c == 0x200C || c == 0x200D || (c >= 0x24B6 && c <= 0x24E9) ||
+             (c >= 0x1F130 && c <= 0x1F149) || (c >= 0x1F150 && c <= 0x1F169) ||
+             (c >= 0x1F170 && c <= 0x1F189);
+  }
+}
+
+// utf8proc_map would do it all, but puts marks in canonical order by a sort that takes quadratic
+// time on long runs of them.
+std::string normalize_nfc(std::string_view text) {
+  if (std::all_of(text.begin(), text.end(),
+                  [](char c) { return static_cast<unsigned char>(c) < 0x80; })) {
+    return std::string(text);
+  }
+  constexpr auto options = static_cast<utf8proc_option_t>(UTF8PROC_STABLE | UTF8PROC_COMPOSE);
+  std::vector<utf8proc_int32_t> codepoints;
+  codepoints.reserve(text.size());
+  for (std::size_t position = 0; position < text.size();) {
+    const auto [codepoint, length] = first_character(text.substr(position));
+    position += length;
+    // No canonical decomposition is longer than 4 characters.
+    std::array<utf8proc_int32_t, 8> decomposition{};
+    int boundary_class = 0;
+    const auto count = utf8proc_decompose_char(codepoint, decomposition.data(),
+                                               decomposition.size(), options, &boundary_class);
+    codepoints.insert(codepoints.end(), decomposition.begin(), decomposition.begin() + count);
+  }
+  const auto combining_class = [](utf8proc_int32_t c) {
+    return utf8proc_get_property(c)->combining_class;
+  };
+  for (auto run = codepoints.begin(); run != codepoints.end();) {
+    if (combining_class(*run) == 0) {
+      ++run;
+      continue;
+    }
+    const auto end = std::find_if(run, codepoints.end(),
+                                  [&](utf8proc_int32_t c) { return combining_class(c) == 0; });
+    std::stable_sort(run, end, [&](utf8proc_int32_t a, utf8proc_int32_t b) {
+      return combining_class(a) < combining_class(b);
+    });
+    run = end;
+  }
+  const auto count = utf8proc_normalize_utf32(
+      codepoints.data(), static_cast<utf8proc_ssize_t>(codepoints.size()), options);
+  std::string result;
+  result.reserve(text.size());
+  for (utf8proc_ssize_t i = 0; i < count; ++i) append_utf8(result, codepoints[i]);
+  return result;
+}
+
+}  // namespace kvzap::detail

@@ -1,0 +1,34 @@
+// UTF-8: well-formed and not, and the properties of characters that the tokenizer asks for.
+#pragma once
+
+#include <utf8proc.h>
+
+#include <cstddef>
+#include <string>
+#include <string_view>
+#include <utility>
+
+namespace kvzap::detail {
+
+/// Appends bytes to text with U+FFFD for what is ill-formed. Unless this is the end of the input,
+/// an incomplete last character is left alone. Returns the number of bytes consumed.
+std::size_t append_lossy(std::string& text, std::string_view bytes, bool at_end);
+
+bool is_valid_utf8(std::string_view bytes);
+
+/// First (last) character of valid UTF-8 (not empty) and its length in bytes.
+std::pair<utf8proc_int32_t, std::size_t> first_character(std::string_view text);
+std::pair<utf8proc_int32_t, std::size_t> last_character(std::string_view text);
+
+void append_utf8(std::string& text, utf8proc_int32_t codepoint);
+
+/// Unicode's White_Space property.
+bool is_white_space(utf8proc_int32_t c);
+
+/// Unicode's \w (UTS #18): Alphabetic, marks, decimal numbers, connectors, join controls.
+bool is_word(utf8proc_int32_t c);
+
+/// Normal form C of valid UTF-8.
+std::string normalize_nfc(std::string_view text);
+
+}  // namespace kvzap::detail

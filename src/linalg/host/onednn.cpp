@@ -5,11 +5,12 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <map>
 #include <oneapi/dnnl/dnnl.hpp>
 #include <string_view>
 #include <tuple>
 #include <vector>
+
+#include "base/lru_cache.hpp"
 
 namespace kvzap::detail::onednn {
 namespace {
@@ -25,7 +26,7 @@ template <class Value>
 constexpr memory::format_tag packed_order =
     std::is_same_v<Value, float> ? memory::format_tag::BA16a64b : memory::format_tag::BA16a64b2a;
 
-// What a primitive is made for. Making one generates code, so each is made once.
+// What a plan is made for.
 using Key = std::tuple<memory::data_type, std::int64_t, std::int64_t, std::int64_t, std::int64_t,
                        std::int64_t, std::int64_t, bool>;
 
@@ -35,11 +36,19 @@ struct Primitive {
   bool is_reference = false;  // one of oneDNN's plain loops, a thousand times as slow
 };
 
+// How a product is done: by a primitive whose rows of x and y may lie one behind the other where
+// those of the product do not.
+struct Plan {
+  Primitive primitive;
+  bool copies_x = false, copies_y = false;
+};
+
 // Never destroyed: oneDNN's own globals may be gone before ours.
 struct Library {
   dnnl::engine engine{dnnl::engine::kind::cpu, 0};
   dnnl::stream stream{engine};
-  std::map<Key, Primitive> primitives;
+  LruCache<Key, Plan> plans{static_cast<std::size_t>(max_plans)};
+  std::int64_t look_ups = 0;
   std::vector<std::byte> compact_x;
   std::vector<float> compact_y;
 };
@@ -50,12 +59,7 @@ Library& library() {
 }
 
 template <class Value>
-const Primitive& primitive_of(const Product<Value>& p) {
-  const Key key{data_type<Value>, p.m, p.n, p.k, p.x_stride, p.weights_stride, p.y_stride,
-                p.bias != nullptr};
-  auto& primitives = library().primitives;
-  const auto found = primitives.find(key);
-  if (found != primitives.end()) return found->second;
+Primitive make_primitive(const Product<Value>& p) {
   Primitive primitive;
   primitive.x = memory::desc({p.m, p.k}, data_type<Value>, memory::dims{p.x_stride, 1});
   primitive.weights =
@@ -80,7 +84,7 @@ const Primitive& primitive_of(const Product<Value>& p) {
 #endif
   primitive.matmul = dnnl::matmul(description);
   primitive.is_reference = std::string_view(description.impl_info_str()).rfind("ref", 0) == 0;
-  return primitives.emplace(key, std::move(primitive)).first->second;
+  return primitive;
 }
 
 template <class Value>
@@ -97,17 +101,29 @@ void execute(const Primitive& primitive, const Product<Value>& p) {
   library().stream.wait();
 }
 
-/// A product whose primitive is not one of the plain loops, if there is any: `p` itself, or with
-/// the rows of y, or of x and y, one behind the other. (oneDNN 2.6 has fast kernels for packed
-/// weights only where y's are.)
+/// A plan without plain loops, if there is any: of `p` as it is, or with the rows of y, or of x and
+/// y, one behind the other. (oneDNN 2.6 has fast kernels for packed weights only where y's are.)
 template <class Value>
-Product<Value> best_of(const Product<Value>& p) {
-  Product<Value> best = p;
-  if (!primitive_of(best).is_reference) return best;
-  best.y_stride = p.n;
-  if (!primitive_of(best).is_reference) return best;
-  best.x_stride = p.k;
-  return primitive_of(best).is_reference ? p : best;
+Plan make_plan(const Product<Value>& p) {
+  Plan as_it_is{make_primitive(p)};
+  if (!as_it_is.primitive.is_reference) return as_it_is;
+  Product<Value> compact = p;
+  compact.y_stride = p.n;
+  for (const std::int64_t x_stride : {p.x_stride, p.k}) {
+    compact.x_stride = x_stride;
+    Plan plan{make_primitive(compact), x_stride != p.x_stride, compact.y_stride != p.y_stride};
+    if (!plan.primitive.is_reference) return plan;
+  }
+  return as_it_is;
+}
+
+/// Making a plan generates code, so plans are kept. Valid until the next call.
+template <class Value>
+const Plan& plan_of(const Product<Value>& p) {
+  const Key key{data_type<Value>, p.m, p.n, p.k, p.x_stride, p.weights_stride, p.y_stride,
+                p.bias != nullptr};
+  ++library().look_ups;
+  return library().plans.get(key, [&] { return make_plan(p); });
 }
 
 /// Grows only: a vector that grows again clears what is new.
@@ -117,20 +133,19 @@ Element* reserve(std::vector<Element>& buffer, std::int64_t count) {
   return buffer.data();
 }
 
-/// Does `p` as `compact`, which differs in strides.
 template <class Value>
-void multiply_compacted(const Product<Value>& p, Product<Value> compact) {
-  if (compact.x_stride != p.x_stride) {
+void multiply_by(const Plan& plan, const Product<Value>& p) {
+  Product<Value> operands = p;
+  if (plan.copies_x) {
     auto* const x = reinterpret_cast<Value*>(
         reserve(library().compact_x, p.m * p.k * static_cast<std::int64_t>(sizeof(Value))));
     for (std::int64_t i = 0; i < p.m; ++i) std::copy_n(p.x + i * p.x_stride, p.k, x + i * p.k);
-    compact.x = x;
+    operands.x = x;
   }
-  const bool copies_y = compact.y_stride != p.y_stride;
-  if (copies_y) compact.y = reserve(library().compact_y, p.m * p.n);
-  execute(primitive_of(compact), compact);
-  for (std::int64_t i = 0; copies_y && i < p.m; ++i) {
-    std::copy_n(compact.y + i * p.n, p.n, p.y + i * p.y_stride);
+  if (plan.copies_y) operands.y = reserve(library().compact_y, p.m * p.n);
+  execute(plan.primitive, operands);
+  for (std::int64_t i = 0; plan.copies_y && i < p.m; ++i) {
+    std::copy_n(operands.y + i * p.n, p.n, p.y + i * p.y_stride);
   }
 }
 
@@ -140,7 +155,11 @@ bool is_available() { return true; }
 
 template <class Value>
 bool has_fast_product(const Product<Value>& p) {
-  return !primitive_of(best_of(p)).is_reference;
+  return !plan_of(p).primitive.is_reference;
+}
+
+CacheUse cache_use() {
+  return {static_cast<std::int64_t>(library().plans.size()), library().look_ups};
 }
 
 const char* version() {
@@ -154,12 +173,7 @@ const char* version() {
 template <class Value>
 void multiply(const Product<Value>& p) {
   try {
-    const Product<Value> best = best_of(p);
-    if (best.x_stride == p.x_stride && best.y_stride == p.y_stride) {
-      execute(primitive_of(p), p);
-    } else {
-      multiply_compacted(p, best);
-    }
+    multiply_by(plan_of(p), p);
   } catch (const dnnl::error& error) {
     throw Error(fmt::format("oneDNN: a product of ({}, {}) by ({}, {}) failed: {}", p.m, p.k, p.n,
                             p.k, error.what()));
@@ -179,6 +193,7 @@ namespace kvzap::detail::onednn {
 
 bool is_available() { return false; }
 const char* version() { return ""; }
+CacheUse cache_use() { return {0, 0}; }
 template <class Value>
 void multiply(const Product<Value>&) {
   throw Error("this build has no oneDNN");

@@ -33,4 +33,18 @@ void multiply(const Product<Value>& product);
 template <class Value>
 bool has_fast_product(const Product<Value>& product);
 
+/// Plans (oneDNN's primitives, and what is copied for them) are kept, at most so many: those of the
+/// products that were done last. A layer has about six products, each with the rows of a full block
+/// of tokens, of a last block, and of decode steps, so that a run comes back to some dozens;
+/// prompts of any length and a server's chunks would add six for each number of rows that ever
+/// comes up. (The number of rows is part of a primitive: oneDNN 2.6 takes one that is known only
+/// later, but then has no fast kernel; and rounding it up would mean copying x and y.)
+inline constexpr std::int64_t max_plans = 128;
+
+/// Plans kept now, and how often one was looked up so far; for tests.
+struct CacheUse {
+  std::int64_t plans, look_ups;
+};
+CacheUse cache_use();
+
 }  // namespace kvzap::detail::onednn

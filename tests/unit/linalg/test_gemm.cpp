@@ -333,6 +333,33 @@ TEST(OneDNN, TakesFastKernelsForPackedWeights) {
   }
 }
 
+// A server meets any number of rows.
+TEST(OneDnn, KeepsAsManyPlansAsItSays) {
+  namespace onednn = detail::onednn;
+  if (!onednn::is_available()) GTEST_SKIP() << "this build has no oneDNN";
+  constexpr int n = 5, k = 3, stride = 7;
+  const int most_rows = static_cast<int>(onednn::max_plans) + 40;
+  std::mt19937 random(1);
+  std::vector<float> x(most_rows * k), weights(n * k), y(most_rows * stride);
+  for (float& value : x) value = uniform(random);
+  for (float& value : weights) value = uniform(random);
+  // Twice: the plans of the first round are gone in the second.
+  for (int m = 1; m <= 2 * most_rows; ++m) {
+    const int rows = (m - 1) % most_rows + 1;
+    const onednn::Product<float> product{rows,           n, k,       x.data(), k,
+                                         weights.data(), k, nullptr, y.data(), stride};
+    const std::int64_t look_ups = onednn::cache_use().look_ups;
+    onednn::multiply(product);
+    EXPECT_EQ(onednn::cache_use().look_ups, look_ups + 1);
+    ASSERT_LE(onednn::cache_use().plans, onednn::max_plans) << m;
+    for (int j = 0; j < n; ++j) {
+      float expected = 0;
+      for (int i = 0; i < k; ++i) expected += x[(rows - 1) * k + i] * weights[j * k + i];
+      ASSERT_NEAR(y[(rows - 1) * stride + j], expected, 1e-5f) << rows << " rows";
+    }
+  }
+}
+
 TYPED_TEST(Linear, NothingToMultiply) {
   for (int m : {1, 9, 17}) {
     this->check(m, 7, 0, true, 0);

@@ -12,14 +12,10 @@
 
 #include "base/simd.hpp"
 #include "linalg/host/onednn.hpp"
+#include "parallel/gpu_aware.hpp"
 
 #if KVZAP_HAVE_MPI
 #include <mpi.h>
-#if defined(OPEN_MPI) || defined(MPICH) || defined(MVAPICH2_VERSION)
-#if __has_include(<mpi-ext.h>)
-#include <mpi-ext.h>
-#endif
-#endif
 #endif
 #if KVZAP_HAVE_HDF5
 #include <hdf5.h>
@@ -110,23 +106,6 @@ std::string mpi_library() {
   return name.substr(0, name.find_first_of(",\n"));
 #else
   return "none";
-#endif
-}
-
-bool mpi_is_gpu_aware() {
-#if KVZAP_HAVE_MPI && defined(KOKKOS_ENABLE_HIP) && defined(MPIX_ROCM_AWARE_SUPPORT)
-  return MPIX_Query_rocm_support() == 1;
-#elif KVZAP_HAVE_MPI && defined(MPIX_CUDA_AWARE_SUPPORT)
-  return MPIX_Query_cuda_support() == 1;
-#elif KVZAP_HAVE_MPI
-  // Cray's and older MPICH's only sign is the variable that switches it on.
-  for (const char* name : {"MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA"}) {
-    const char* value = std::getenv(name);
-    if (value && std::string(value) == "1") return true;
-  }
-  return false;
-#else
-  return false;
 #endif
 }
 

@@ -13,9 +13,6 @@ std::string kokkos_version();
 std::string compiler_name();
 /// The MPI library's own name and version without the packager's additions, or "none".
 std::string mpi_library();
-/// Whether MPI says of itself that it takes addresses of GPU memory. Some libraries know it only
-/// after MPI has been started.
-bool mpi_is_gpu_aware();
 /// Which library does the host's dense products, as it is found at run time, or "none".
 std::string blas_library();
 

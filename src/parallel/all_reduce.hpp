@@ -3,10 +3,10 @@
 
 #include <kvzap/communicator.hpp>
 
-#include "base/build_info.hpp"
 #include "base/kokkos_compat.hpp"
 #include "base/scratch.hpp"
 #include "linalg/gemm.hpp"
+#include "parallel/gpu_aware.hpp"
 
 namespace kvzap::detail {
 

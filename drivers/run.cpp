@@ -321,7 +321,11 @@ void run(const RunOptions& options, const Communicator& comm, const std::string&
   if (talks) print_notes(*setup);
   const Tokenizer* const text_tokenizer = tokenizer ? &*tokenizer : nullptr;
   if (options.dry_run) return dry_run(options, config, text_tokenizer, limit, comm);
-  if (!options.snapshot.empty()) check_snapshot_writable(options.snapshot, comm);
+  if (!options.snapshot.empty()) {
+    for (const std::string& note : check_snapshot_writable(options.snapshot, comm)) {
+      fmt::print(stderr, "warning: snapshot: {}\n", note);
+    }
+  }
   const Prompt prompt = share_prompt(options, text_tokenizer, config, limit, comm);
   report.context_tokens = prompt.context.size();
   std::int64_t longest = 0;

@@ -11,6 +11,7 @@
 #include <map>
 #include <string>
 #include <variant>
+#include <vector>
 
 namespace kvzap {
 
@@ -42,16 +43,26 @@ inline constexpr bool has_snapshots = KVZAP_HAVE_HDF5;
 ///
 /// Every rank throws AgreedError, naming the file, if the partition does not describe this cache,
 /// if ranks or layers disagree on extents or on the number of tokens, or if anything cannot be
-/// written; an older file is then still whole, and the unfinished one (FILE.tmp-…) is gone.
+/// written; an older file is then still whole, and the unfinished one (FILE.tmp-…) is gone. (The
+/// one exception is that the folder cannot be brought to the disk: the new file is then in its
+/// place, but need not be after a power failure.)
+///
+/// A run that is killed while it writes leaves FILE.tmp-…, which takes the space of a whole
+/// snapshot. The next one that writes or checks the same file removes it, unless its run may be
+/// alive. Returns what there is to say of such files, a sentence for each, on rank 0; nothing on
+/// other ranks.
 template <class Value, PageOrder order>
-void write_snapshot(const std::filesystem::path& file, KVCache<Value, order>& cache,
-                    SequenceId sequence, const HeadPartition& partition, const Communicator& comm,
-                    const SnapshotInfo& info);
+std::vector<std::string> write_snapshot(const std::filesystem::path& file,
+                                        KVCache<Value, order>& cache, SequenceId sequence,
+                                        const HeadPartition& partition, const Communicator& comm,
+                                        const SnapshotInfo& info);
 
 /// Tries whether a snapshot can be created at `file` (rank 0's counts) and seen by all ranks, so
 /// that a long run does not find out at its end. Leaves an existing file untouched and nothing
 /// behind. Collective; every rank throws AgreedError, naming the file, if it cannot. Does not know
-/// how much space the snapshot will need.
-void check_snapshot_writable(const std::filesystem::path& file, const Communicator& comm);
+/// how much space the snapshot will need. Removes what killed runs left there, and returns what
+/// there is to say of it, as write_snapshot does.
+std::vector<std::string> check_snapshot_writable(const std::filesystem::path& file,
+                                                 const Communicator& comm);
 
 }  // namespace kvzap

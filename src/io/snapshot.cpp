@@ -15,37 +15,24 @@
 
 #include "base/instantiate.hpp"
 #include "io/hdf5.hpp"
+#include "io/temporary_file.hpp"
 
 namespace kvzap {
 namespace {
 
 namespace fs = std::filesystem;
+using detail::agree_on_file;
 using detail::checked_hdf5;
+using detail::FileDescriptor;
 using detail::Hdf5Handle;
+using detail::system_error;
+using detail::TemporaryFile;
 
 constexpr std::int64_t format_version = 1;
 
 // Keys (or values) that one rank hands to one collective write. Bounds what MPI-IO buffers, and
 // keeps byte counts far from MPI's int.
 constexpr std::int64_t max_transfer_bytes = std::int64_t{16} << 20;
-
-Error system_error(const std::string& what, int code) {
-  return Error(fmt::format("{}: {}", what, std::generic_category().message(code)));
-}
-
-// Communicator::agree with the file in the message.
-void agree(const Communicator& comm, const fs::path& file,
-           const std::function<void()>& local_work) {
-  comm.agree([&] {
-    try {
-      local_work();
-    } catch (const std::bad_alloc&) {
-      throw Error(fmt::format("snapshot {}: out of memory", file.string()));
-    } catch (const std::exception& error) {
-      throw Error(fmt::format("snapshot {}: {}", file.string(), error.what()));
-    }
-  });
-}
 
 // Outcome of collective HDF5 calls. Every rank makes each of them whatever came of the one before,
 // and the ranks compare notes afterwards.
@@ -55,96 +42,13 @@ class CollectiveOutcome {
     if (code < 0 && m_failure.empty()) m_failure = detail::hdf5_failure(call);
   }
   void agree(const Communicator& comm, const fs::path& file) const {
-    kvzap::agree(comm, file, [&] {
+    agree_on_file(comm, file, [&] {
       if (!m_failure.empty()) throw Error(m_failure);
     });
   }
 
  private:
   std::string m_failure;
-};
-
-class FileDescriptor {
- public:
-  FileDescriptor(const fs::path& file, int flags)
-      : m_descriptor(::open(file.c_str(), flags, 0666)) {}
-  ~FileDescriptor() {
-    if (m_descriptor >= 0) ::close(m_descriptor);
-  }
-  FileDescriptor(const FileDescriptor&) = delete;
-  FileDescriptor& operator=(const FileDescriptor&) = delete;
-  int get() const { return m_descriptor; }
-
- private:
-  int m_descriptor;
-};
-
-// A new, empty file next to the target, removed unless it is moved there. All ranks know its name.
-class TemporaryFile {
- public:
-  TemporaryFile(const fs::path& target, const Communicator& comm)
-      : m_target(target), m_comm(comm) {}
-  ~TemporaryFile() {
-    if (!m_exists) return;
-    std::error_code ignored;
-    fs::remove(m_path, ignored);
-  }
-  TemporaryFile(const TemporaryFile&) = delete;
-  TemporaryFile& operator=(const TemporaryFile&) = delete;
-
-  // Collective. MPI_File_open may hang if it fails on some ranks only, so that each rank tries
-  // first, by itself, whether it can open the file.
-  void create() {
-    std::string name;
-    agree(m_comm, m_target, [&] {
-      if (!m_comm.is_root()) return;
-      create_on_root();
-      name = m_path.string();
-    });
-    std::int64_t length = static_cast<std::int64_t>(name.size());
-    m_comm.broadcast(&length, sizeof(length), 0);
-    name.resize(static_cast<std::size_t>(length));
-    m_comm.broadcast(name.data(), name.size(), 0);
-    m_path = name;
-    agree(m_comm, m_target, [&] {
-      const FileDescriptor descriptor(m_path, O_RDWR | O_CLOEXEC);
-      if (descriptor.get() < 0) throw system_error("the new file cannot be opened", errno);
-    });
-  }
-
-  const fs::path& path() const { return m_path; }
-
-  // Rank 0 only.
-  void move_to_target() {
-    fs::rename(m_path, fs::absolute(m_target));
-    m_exists = false;
-  }
-
- private:
-  void create_on_root() {
-    const fs::path target = fs::absolute(m_target);
-    const fs::file_status status = fs::status(target);
-    // Renaming onto a device would replace it.
-    if (fs::exists(status) && !fs::is_regular_file(status)) {
-      throw Error("cannot be written: it exists and is not a regular file");
-    }
-    constexpr int max_attempts = 100;
-    for (int attempt = 0;; ++attempt) {
-      m_path = target;
-      m_path += fmt::format(".tmp-{}-{}", ::getpid(), attempt);
-      const FileDescriptor descriptor(m_path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC);
-      if (descriptor.get() >= 0) break;
-      if (errno != EEXIST || attempt == max_attempts) {
-        throw system_error("no file can be created in its folder", errno);
-      }
-    }
-    m_exists = true;
-  }
-
-  fs::path m_target;
-  const Communicator& m_comm;
-  fs::path m_path;
-  bool m_exists = false;  // on rank 0, which alone creates and removes it
 };
 
 // Extents of the whole sequence, over all ranks.
@@ -416,11 +320,11 @@ Hdf5Handle open_together(const fs::path& path, const fs::path& file, const Commu
   CollectiveOutcome outcome;
   Hdf5Handle access;
 #if KVZAP_HAVE_MPI
-  agree(comm, file, [&] { access = property_list(H5P_FILE_ACCESS); });
+  agree_on_file(comm, file, [&] { access = property_list(H5P_FILE_ACCESS); });
   outcome.note(H5Pset_fapl_mpio(access, comm.mpi(), MPI_INFO_NULL), "H5Pset_fapl_mpio");
   outcome.agree(comm, file);
 #else
-  agree(comm, file, [&] { access = serial_access(); });
+  agree_on_file(comm, file, [&] { access = serial_access(); });
 #endif
   const hid_t id = H5Fopen(path.c_str(), H5F_ACC_RDWR, access);
   outcome.note(id < 0 ? -1 : 0, "H5Fopen");
@@ -459,7 +363,7 @@ void write_layer(hid_t hdf5, const fs::path& file, KVCache<Value, order>& cache,
   std::vector<Piece> pieces;
   Hdf5Handle type;
   Hdf5Handle transfer;
-  agree(comm, file, [&] {
+  agree_on_file(comm, file, [&] {
     for (const char* name : {"positions", "keys", "values"}) {
       sets.emplace_back(hdf5, layer_name(layer) + "/" + name);
     }
@@ -481,7 +385,7 @@ void write_layer(hid_t hdf5, const fs::path& file, KVCache<Value, order>& cache,
   for (std::size_t round = 0; round < rounds; ++round) {
     // A rank with fewer pieces than another takes part with no rows.
     Piece piece{0, 0, 0, 0};
-    agree(comm, file, [&] {
+    agree_on_file(comm, file, [&] {
       if (round < pieces.size()) {
         piece = pieces[round];
         if (piece.first == 0) {
@@ -536,7 +440,7 @@ Layout describe(const fs::path& file, const KVCache<Value, order>& cache, Sequen
   const CacheShape& shape = cache.shape();
   constexpr std::size_t n_extents = 4;
   std::vector<std::int64_t> mine;  // the extents, then the rows of each head, layer by layer
-  agree(comm, file, [&] {
+  agree_on_file(comm, file, [&] {
     check_partition(cache, sequence, partition, comm);
     mine = {shape.head_dim, shape.window, shape.page_rows, cache.tokens(sequence, 0)};
     for (int layer = 0; layer < partition.n_layers(); ++layer) {
@@ -548,7 +452,7 @@ Layout describe(const fs::path& file, const KVCache<Value, order>& cache, Sequen
   const std::vector<std::vector<std::int64_t>> all = comm.all_gather(mine);
   Layout layout{DTypeOf<Value>::value,  mine[0], mine[1], mine[2], mine[3],
                 partition.n_kv_heads(), {}};
-  agree(comm, file, [&] {
+  agree_on_file(comm, file, [&] {
     if (!std::equal(mine.begin(), mine.begin() + n_extents, all[0].begin())) {
       throw Error(fmt::format(
           "head_dim, window, page_rows, tokens are {}, {}, {}, {}; on rank 0 they are "
@@ -573,14 +477,16 @@ Layout describe(const fs::path& file, const KVCache<Value, order>& cache, Sequen
 }  // namespace
 
 template <class Value, PageOrder order>
-void write_snapshot(const fs::path& file, KVCache<Value, order>& cache, SequenceId sequence,
-                    const HeadPartition& partition, const Communicator& comm,
-                    const SnapshotInfo& info) {
+std::vector<std::string> write_snapshot(const fs::path& file, KVCache<Value, order>& cache,
+                                        SequenceId sequence, const HeadPartition& partition,
+                                        const Communicator& comm, const SnapshotInfo& info) {
   const detail::QuietHdf5 quiet;
   const Layout layout = describe(file, cache, sequence, partition, comm);
   TemporaryFile temporary(file, comm);
   temporary.create();
-  agree(comm, file, [&] {
+  std::vector<std::string> notes;
+  agree_on_file(comm, file, [&] { notes = temporary.remove_leftovers(); });
+  agree_on_file(comm, file, [&] {
     if (comm.is_root()) write_structure(temporary.path(), layout, info);
   });
   {
@@ -588,25 +494,27 @@ void write_snapshot(const fs::path& file, KVCache<Value, order>& cache, Sequence
     for (int layer = 0; layer < partition.n_layers(); ++layer) {
       write_layer(hdf5, file, cache, sequence, layer, partition, layout, comm);
     }
-    // The flush reaches the disk, so that an error of a delayed write is seen before the rename.
     CollectiveOutcome outcome;
     outcome.note(H5Fflush(hdf5, H5F_SCOPE_GLOBAL), "H5Fflush");
     outcome.note(hdf5.close(), "H5Fclose");
     outcome.agree(comm, file);
   }
-  agree(comm, file, [&] {
-    if (comm.is_root()) temporary.move_to_target();
-  });
+  temporary.move_to_target();
+  return notes;
 }
 
-void check_snapshot_writable(const fs::path& file, const Communicator& comm) {
+std::vector<std::string> check_snapshot_writable(const fs::path& file, const Communicator& comm) {
   TemporaryFile temporary(file, comm);
   temporary.create();
+  std::vector<std::string> notes;
+  agree_on_file(comm, file, [&] { notes = temporary.remove_leftovers(); });
+  return notes;
 }
 
-#define KVZAP_INSTANTIATE(Value, order)                                             \
-  template void write_snapshot(const fs::path&, KVCache<Value, order>&, SequenceId, \
-                               const HeadPartition&, const Communicator&, const SnapshotInfo&);
+#define KVZAP_INSTANTIATE(Value, order)                                                     \
+  template std::vector<std::string> write_snapshot(const fs::path&, KVCache<Value, order>&, \
+                                                   SequenceId, const HeadPartition&,        \
+                                                   const Communicator&, const SnapshotInfo&);
 KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 

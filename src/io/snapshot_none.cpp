@@ -16,18 +16,21 @@ namespace {
 }  // namespace
 
 template <class Value, PageOrder order>
-void write_snapshot(const std::filesystem::path& file, KVCache<Value, order>&, SequenceId,
-                    const HeadPartition&, const Communicator&, const SnapshotInfo&) {
+std::vector<std::string> write_snapshot(const std::filesystem::path& file, KVCache<Value, order>&,
+                                        SequenceId, const HeadPartition&, const Communicator&,
+                                        const SnapshotInfo&) {
   refuse(file);
 }
 
-void check_snapshot_writable(const std::filesystem::path& file, const Communicator&) {
+std::vector<std::string> check_snapshot_writable(const std::filesystem::path& file,
+                                                 const Communicator&) {
   refuse(file);
 }
 
-#define KVZAP_INSTANTIATE(Value, order)                                                          \
-  template void write_snapshot(const std::filesystem::path&, KVCache<Value, order>&, SequenceId, \
-                               const HeadPartition&, const Communicator&, const SnapshotInfo&);
+#define KVZAP_INSTANTIATE(Value, order)                                                       \
+  template std::vector<std::string> write_snapshot(                                           \
+      const std::filesystem::path&, KVCache<Value, order>&, SequenceId, const HeadPartition&, \
+      const Communicator&, const SnapshotInfo&);
 KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 

@@ -1,0 +1,85 @@
+// A file that appears under its name only once it is complete and on the disk.
+#pragma once
+
+#include <filesystem>
+#include <functional>
+#include <kvzap/communicator.hpp>
+#include <string>
+#include <vector>
+
+namespace kvzap::detail {
+
+/// "what: the system's words for the error `code`".
+Error system_error(const std::string& what, int code);
+
+/// Communicator::agree with the snapshot's file in the message.
+void agree_on_file(const Communicator& comm, const std::filesystem::path& file,
+                   const std::function<void()>& local_work);
+
+/// An open file, closed at the end.
+class FileDescriptor {
+ public:
+  /// Of open(2); what it creates, the user's mask decides on. `get()` is negative, and errno says
+  /// why, if it failed.
+  FileDescriptor(const std::filesystem::path& file, int flags);
+  ~FileDescriptor();
+  FileDescriptor(const FileDescriptor&) = delete;
+  FileDescriptor& operator=(const FileDescriptor&) = delete;
+  int get() const { return m_descriptor; }
+
+ private:
+  int m_descriptor;
+};
+
+/// The calls that make a file last. They throw if they fail; tests put others in their place.
+struct DurableCalls {
+  /// Brings what this node has written to a file to the disk.
+  std::function<void(const std::filesystem::path&)> sync_file;
+  std::function<void(const std::filesystem::path& from, const std::filesystem::path& to)> rename;
+  /// The same for the names in a folder.
+  std::function<void(const std::filesystem::path&)> sync_folder;
+
+  /// Those of the system.
+  static DurableCalls of_system();
+};
+
+/// A new, empty file next to the target, removed unless it is moved there. All ranks know its name:
+/// TARGET.tmp-NODE-PROCESS-NUMBER, with the names of rank 0's node (node_name) and process.
+class TemporaryFile {
+ public:
+  TemporaryFile(const std::filesystem::path& target, const Communicator& comm,
+                DurableCalls calls = DurableCalls::of_system());
+  ~TemporaryFile();
+  TemporaryFile(const TemporaryFile&) = delete;
+  TemporaryFile& operator=(const TemporaryFile&) = delete;
+
+  /// Collective. Throws AgreedError if the file cannot be created, or not be opened by every rank.
+  void create();
+
+  const std::filesystem::path& path() const { return m_path; }
+
+  /// Removes what runs that were killed have left of the same target, and tells it on rank 0: a
+  /// sentence for each file that was removed, or that could not be, or of which nobody can tell
+  /// here whether its run is alive. Files of processes that are alive are left alone. After
+  /// create(); throws nothing but for lack of memory.
+  std::vector<std::string> remove_leftovers() const;
+
+  /// Moves the file, which all ranks have closed, to the target, so that it is there after a power
+  /// failure too: brings it to the disk, renames it, and brings the name to the disk. Collective;
+  /// throws AgreedError if any of this fails, until the name has changed with the target as it was.
+  void move_to_target();
+
+ private:
+  void create_on_root();
+
+  std::filesystem::path m_target;
+  const Communicator& m_comm;
+  DurableCalls m_calls;
+  std::filesystem::path m_path;
+  bool m_exists = false;  // on rank 0, which alone creates and removes it
+};
+
+/// What names this node, and on it the set of processes that process ids belong to.
+std::string node_name();
+
+}  // namespace kvzap::detail

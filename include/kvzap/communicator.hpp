@@ -45,6 +45,8 @@ class Communicator {
   /// this MPI reads such memory.
   void all_reduce_sum(float* values, std::size_t count) const;
   std::int64_t all_reduce_sum(std::int64_t value) const;
+  /// In place, each of `count` values in host memory by itself.
+  void all_reduce_sum(std::int64_t* values, std::size_t count) const;
   std::int64_t all_reduce_max(std::int64_t value) const;
   /// In place, each of `count` values by itself.
   void all_reduce_max(std::int64_t* values, std::size_t count) const;

@@ -32,4 +32,19 @@ struct EvictionRule {
   }
 };
 
+/// A second verdict on the rows of a head, by what they score: those that score above `score` stay;
+/// of those equal to it the `ties` oldest; NaN and infinite scores stay (and are counted).
+struct Cutoff {
+  float score = 0;
+  std::int64_t ties = 0;
+};
+
+/// Rows that no cutoff evicts.
+struct EvictOptions {
+  /// Positions below this stay.
+  std::int64_t sink = 0;
+  /// The so many newest tokens stay.
+  std::int64_t recent = 0;
+};
+
 }  // namespace kvzap

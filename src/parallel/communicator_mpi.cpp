@@ -29,6 +29,16 @@ int narrow(std::size_t count, const char* call) {
 // buffers, which grow with the message, stay small (Open MPI takes half the message on each rank).
 constexpr std::size_t max_piece = std::size_t{1} << 22;
 
+template <class Value>
+void sum_in_pieces(Value* values, std::size_t count, MPI_Datatype type, const Communicator& comm) {
+  if (comm.size() == 1) return;
+  for (std::size_t begin = 0; begin < count; begin += max_piece) {
+    const int piece = narrow(std::min(max_piece, count - begin), "MPI_Allreduce");
+    check(MPI_Allreduce(MPI_IN_PLACE, values + begin, piece, type, MPI_SUM, comm.mpi()),
+          "MPI_Allreduce");
+  }
+}
+
 }  // namespace
 
 Communicator::Communicator(MPI_Comm comm) : m_comm(comm) {
@@ -59,12 +69,11 @@ int Communicator::ranks_on_node() const {
 }
 
 void Communicator::all_reduce_sum(float* values, std::size_t count) const {
-  if (m_size == 1) return;
-  for (std::size_t begin = 0; begin < count; begin += max_piece) {
-    const int piece = narrow(std::min(max_piece, count - begin), "MPI_Allreduce");
-    check(MPI_Allreduce(MPI_IN_PLACE, values + begin, piece, MPI_FLOAT, MPI_SUM, m_comm),
-          "MPI_Allreduce");
-  }
+  sum_in_pieces(values, count, MPI_FLOAT, *this);
+}
+
+void Communicator::all_reduce_sum(std::int64_t* values, std::size_t count) const {
+  sum_in_pieces(values, count, MPI_INT64_T, *this);
 }
 
 std::int64_t Communicator::all_reduce_sum(std::int64_t value) const {

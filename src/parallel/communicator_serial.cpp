@@ -13,6 +13,7 @@ int Communicator::ranks_on_node() const { return 1; }
 
 void Communicator::all_reduce_sum(float*, std::size_t) const {}
 std::int64_t Communicator::all_reduce_sum(std::int64_t value) const { return value; }
+void Communicator::all_reduce_sum(std::int64_t*, std::size_t) const {}
 std::int64_t Communicator::all_reduce_max(std::int64_t value) const { return value; }
 void Communicator::all_reduce_max(std::int64_t*, std::size_t) const {}
 void Communicator::broadcast(void*, std::size_t, int) const {}

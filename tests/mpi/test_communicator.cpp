@@ -58,6 +58,9 @@ TEST(Communicator, ReducesIntegers) {
   EXPECT_EQ(comm.all_reduce_sum(large + comm.rank()), size * large + size * (size - 1) / 2);
   EXPECT_EQ(comm.all_reduce_max(large - comm.rank()), large);
   EXPECT_EQ(comm.all_reduce_max(-large - comm.rank()), -large);
+  std::vector<std::int64_t> sums = {comm.rank(), large, -1, 7};
+  comm.all_reduce_sum(sums.data(), 3);
+  EXPECT_EQ(sums, (std::vector<std::int64_t>{size * (size - 1) / 2, size * large, -size, 7}));
   std::vector<std::int64_t> each = {comm.rank(), large - comm.rank(), -3};
   comm.all_reduce_max(each.data(), each.size());
   EXPECT_EQ(each, (std::vector<std::int64_t>{size - 1, large, -3}));

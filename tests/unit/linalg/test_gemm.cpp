@@ -338,13 +338,13 @@ TEST(OneDnn, KeepsAsManyPlansAsItSays) {
   namespace onednn = detail::onednn;
   if (!onednn::is_available()) GTEST_SKIP() << "this build has no oneDNN";
   constexpr int n = 5, k = 3, stride = 7;
-  const int most_rows = static_cast<int>(onednn::max_plans) + 40;
+  constexpr int most_rows = static_cast<int>(onednn::max_plans) + 8;
   std::mt19937 random(1);
   std::vector<float> x(most_rows * k), weights(n * k), y(most_rows * stride);
   for (float& value : x) value = uniform(random);
   for (float& value : weights) value = uniform(random);
-  // Twice: the plans of the first round are gone in the second.
-  for (int m = 1; m <= 2 * most_rows; ++m) {
+  // The plans of the first products are gone when they come again.
+  for (int m = 1; m <= most_rows + 4; ++m) {
     const int rows = (m - 1) % most_rows + 1;
     const onednn::Product<float> product{rows,           n, k,       x.data(), k,
                                          weights.data(), k, nullptr, y.data(), stride};

@@ -1,0 +1,185 @@
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <kvzap/tokenizer.hpp>
+#include <string>
+#include <string_view>
+
+#include "unit/temporary_folder.hpp"
+#include "unit/text/tokenizer_files.hpp"
+
+namespace {
+
+using kvzap::Tokenizer;
+using kvzap::test::byte_level;
+using kvzap::test::expect_error;
+using kvzap::test::expect_load_error;
+using kvzap::test::golden_tokenizer;
+using kvzap::test::Json;
+using kvzap::test::load;
+using kvzap::test::TemporaryFolder;
+
+TEST(Tokenizer, ReadsTheOlderForms) {
+  Json root = golden_tokenizer("gpt2");
+  const Tokenizer reference = load(root);
+  root["model"].erase("type");
+  root["model"].erase("ignore_merges");
+  root["model"]["dropout"] = 0.0;
+  root["model"]["continuing_subword_prefix"] = "";
+  root["model"]["end_of_word_suffix"] = "";
+  root.erase("post_processor");
+  root.erase("normalizer");
+  root["pre_tokenizer"].erase("use_regex");
+  root["decoder"] = {{"type", "Sequence"}, {"decoders", {root["decoder"]}}};
+  const std::string text = "It's 2024, the older forms.  Done";
+  EXPECT_EQ(load(root).encode(text), reference.encode(text));
+}
+
+TEST(Tokenizer, RefusesMissingOrBrokenFiles) {
+  const TemporaryFolder folder;
+  expect_error([&] { Tokenizer::load(folder.path()); }, {"tokenizer.json", "no readable file"});
+  expect_error([&] { Tokenizer::load(folder.path() / "none"); }, {"none", "tokenizer.json"});
+  for (const std::string_view content : {"", "{", "[1,", "\xff", "{\"model\": \"\xff\"}"}) {
+    folder.write("tokenizer.json", content);
+    expect_error([&] { Tokenizer::load(folder.path()); }, {"tokenizer.json", "JSON"});
+  }
+  folder.write("tokenizer.json", std::string(100000, '['));
+  expect_error([&] { Tokenizer::load(folder.path()); }, {"tokenizer.json", "JSON"});
+  for (const std::string_view content : {"[]", "1", "null", "\"x\""}) {
+    folder.write("tokenizer.json", content);
+    expect_error([&] { Tokenizer::load(folder.path()); }, {"tokenizer.json", "an object"});
+  }
+  folder.write("tokenizer.json", "{}");
+  expect_error([&] { Tokenizer::load(folder.path()); }, {"model", "an object", "null"});
+  const TemporaryFolder directory;
+  std::filesystem::create_directory(directory.path() / "tokenizer.json");
+  expect_error([&] { Tokenizer::load(directory.path()); }, {"tokenizer.json", "no readable file"});
+}
+
+struct Defect {
+  const char* pointer;  // where in the file
+  const char* value;    // JSON
+  const char* message;
+};
+
+class DefectiveTokenizer : public testing::TestWithParam<Defect> {};
+
+TEST_P(DefectiveTokenizer, IsRefusedByName) {
+  Json root = golden_tokenizer("llama3");
+  root[Json::json_pointer(GetParam().pointer)] = Json::parse(GetParam().value);
+  expect_load_error(root, {GetParam().message, "expected", "found"});
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Model, DefectiveTokenizer,
+    testing::Values(Defect{"/model/type", R"("Unigram")", "model.type"},
+                    Defect{"/model/type", "3", "model.type"},
+                    Defect{"/model/byte_fallback", "true", "model.byte_fallback"},
+                    Defect{"/model/byte_fallback", R"("no")", "model.byte_fallback"},
+                    Defect{"/model/dropout", "0.1", "model.dropout"},
+                    Defect{"/model/dropout", R"("0")", "model.dropout"},
+                    Defect{"/model/continuing_subword_prefix", R"("##")",
+                           "model.continuing_subword_prefix"},
+                    Defect{"/model/end_of_word_suffix", R"("</w>")", "model.end_of_word_suffix"},
+                    Defect{"/model/ignore_merges", "1", "model.ignore_merges"},
+                    Defect{"/model/vocab", "null", "model.vocab"},
+                    Defect{"/model/vocab", "[]", "model.vocab"},
+                    Defect{"/model/vocab", "{}", "a token for each byte"},
+                    Defect{"/model/vocab/new", "-1", "model.vocab.new"},
+                    Defect{"/model/vocab/new", "2147483648", "model.vocab.new"},
+                    Defect{"/model/vocab/new", "18446744073709551615", "model.vocab.new"},
+                    Defect{"/model/vocab/new", "1e30", "model.vocab.new"},
+                    Defect{"/model/vocab/new", "1.5", "model.vocab.new"},
+                    Defect{"/model/vocab/new", R"("7")", "model.vocab.new"},
+                    Defect{"/model/vocab/zzz", "5", "an id that no other token has"},
+                    Defect{"/model/merges", "null", "model.merges"},
+                    Defect{"/model/merges", "[]", "model.merges"},
+                    Defect{"/model/merges", R"("a b")", "model.merges"},
+                    Defect{"/model/merges/3", R"("ab")", "model.merges[3]"},
+                    Defect{"/model/merges/3", R"("a b c")", "model.merges[3]"},
+                    Defect{"/model/merges/3", R"(["a"])", "model.merges[3]"},
+                    Defect{"/model/merges/3", R"(["a", 1])", "model.merges[3][1]"},
+                    Defect{"/model/merges/3", "7", "model.merges[3]"},
+                    Defect{"/model/merges/3", R"("a qqqq")", "qqqq"},
+                    Defect{"/model/merges/3", R"("! !")", "\"!!\""}));
+
+INSTANTIATE_TEST_SUITE_P(
+    Pipeline, DefectiveTokenizer,
+    testing::Values(
+        Defect{"/normalizer", R"({"type":"Prepend","prepend":"_"})", "normalizer.type"},
+        Defect{"/normalizer", R"({"type":"NFKC"})", "normalizer.type"},
+        Defect{"/normalizer", R"({"type":"Sequence","normalizers":[{"type":"Replace"}]})",
+               "normalizer.normalizers[0].type"},
+        Defect{"/normalizer", R"({"type":"Sequence"})", "normalizer.normalizers"},
+        Defect{"/normalizer", R"("NFC")", "normalizer"},
+        Defect{"/pre_tokenizer", "null", "a ByteLevel pre-tokenizer"},
+        Defect{"/pre_tokenizer", R"({"type":"Metaspace"})", "pre_tokenizer.type"},
+        Defect{"/pre_tokenizer", R"({"type":"Digits"})", "a ByteLevel pre-tokenizer"},
+        Defect{"/pre_tokenizer", R"({"type":"ByteLevel"})", "pre_tokenizer.add_prefix_space"},
+        Defect{"/pre_tokenizer", R"({"type":"Sequence","pretokenizers":[]})",
+               "a ByteLevel pre-tokenizer"},
+        Defect{"/pre_tokenizer/pretokenizers/0", R"({"type":"ByteLevel","add_prefix_space":false})",
+               "pre_tokenizer.pretokenizers[0].type"},
+        Defect{"/pre_tokenizer/pretokenizers/0/behavior", R"("Merged")", "behavior"},
+        Defect{"/pre_tokenizer/pretokenizers/0/pattern", R"({"Glob":"*"})", "pattern"},
+        Defect{"/pre_tokenizer/pretokenizers/0/pattern", R"("x")", "pattern"},
+        Defect{"/pre_tokenizer/pretokenizers/0/pattern", R"({"Regex":7})", "pattern.Regex"},
+        Defect{"/post_processor", R"({"type":"BertProcessing"})", "post_processor.type"},
+        Defect{"/post_processor/processors/1/single", "[]", "the sequence A once"},
+        Defect{"/post_processor/processors/1/single", R"([{"Sequence":{"id":"B"}}])",
+               "the sequence A once"},
+        Defect{"/post_processor/processors/1/single/0", R"({"SpecialToken":{"id":"?"}})",
+               "special_tokens.?"},
+        Defect{"/post_processor/processors/1/single/0", R"({"Other":1})", "SpecialToken"},
+        Defect{"/post_processor/processors/1/special_tokens/<|begin_of_text|>/ids", "[99999]",
+               "ids[0]"},
+        Defect{"/decoder", "null", "decoder"},
+        Defect{"/decoder", R"({"type":"Metaspace"})", "decoder.type"},
+        Defect{"/decoder", R"({"type":"Sequence","decoders":[]})", "decoder.decoders"},
+        Defect{"/decoder", R"({"type":"Sequence","decoders":[{"type":"Fuse"}]})",
+               "decoder.decoders[0].type"}));
+
+INSTANTIATE_TEST_SUITE_P(
+    AddedTokens, DefectiveTokenizer,
+    testing::Values(Defect{"/added_tokens", "{}", "added_tokens"},
+                    Defect{"/added_tokens/0", "5", "added_tokens[0]"},
+                    Defect{"/added_tokens/0/id", "-5", "added_tokens[0].id"},
+                    Defect{"/added_tokens/0/id", "3", "added_tokens[0].id"},
+                    Defect{"/added_tokens/0/id", "null", "added_tokens[0].id"},
+                    Defect{"/added_tokens/0/content", R"("")", "added_tokens[0].content"},
+                    Defect{"/added_tokens/0/content", R"("!")", "the id in model.vocab"},
+                    Defect{"/added_tokens/0/content", R"("<|eot_id|>")", "listed before"},
+                    Defect{"/added_tokens/0/content", "null", "added_tokens[0].content"},
+                    Defect{"/added_tokens/0/special", "1", "added_tokens[0].special"},
+                    Defect{"/added_tokens/0/lstrip", R"("x")", "added_tokens[0].lstrip"}));
+
+TEST(Tokenizer, RefusesEndlessNesting) {
+  Json normalizer = {{"type", "NFC"}}, pre_tokenizer = byte_level(true), processor;
+  processor = {{"type", "ByteLevel"}};
+  for (int i = 0; i < 1000; ++i) {
+    normalizer = {{"type", "Sequence"}, {"normalizers", Json::array({normalizer})}};
+    pre_tokenizer = {{"type", "Sequence"}, {"pretokenizers", Json::array({pre_tokenizer})}};
+    processor = {{"type", "Sequence"}, {"processors", Json::array({processor})}};
+  }
+  const auto with = [](const char* key, const Json& value) {
+    Json root = golden_tokenizer("gpt2");
+    root[key] = value;
+    return root;
+  };
+  expect_load_error(with("normalizer", normalizer), {"normalizer"});
+  expect_load_error(with("pre_tokenizer", pre_tokenizer), {"pre_tokenizer"});
+  expect_load_error(with("post_processor", processor), {"post_processor"});
+}
+
+TEST(Tokenizer, RefusesTokensThatNormalizeAlike) {
+  Json root = golden_tokenizer("qwen2");
+  for (const char* const content : {"\u00e9x", "e\u0301x"}) {
+    root["added_tokens"].push_back({{"id", 1000 + root["added_tokens"].size()},
+                                    {"content", content},
+                                    {"normalized", true},
+                                    {"special", false}});
+  }
+  expect_load_error(root, {"normalizes like no other"});
+}
+
+}  // namespace

@@ -16,6 +16,8 @@
 #include <string>
 #include <vector>
 
+#include "io/temporary_file.hpp"
+
 namespace kvzap {
 namespace {
 
@@ -512,6 +514,31 @@ TEST_F(SnapshotFailure, CheckLeavesNothingBehind) {
   check_snapshot_writable(m_file, m_comm);
   check_snapshot_writable(m_folder / "new.h5", m_comm);
   expect_untouched();
+}
+
+// What a killed run left: no process has this number.
+TEST_F(SnapshotFailure, RemovesLeftovers) {
+  const fs::path left = m_folder / ("cache.h5.tmp-" + detail::node_name() + "-99999999-0");
+  const auto leave = [&] {
+    m_comm.barrier();
+    if (m_comm.is_root()) std::ofstream(left) << "unfinished";
+    m_comm.barrier();
+  };
+  const auto expect_told = [&](const std::vector<std::string>& notes) {
+    EXPECT_EQ(notes.size(), m_comm.is_root() ? 1u : 0u);
+    for (const std::string& note : notes) {
+      EXPECT_NE(note.find("removed " + left.string()), std::string::npos) << note;
+    }
+  };
+  leave();
+  expect_told(check_snapshot_writable(m_file, m_comm));
+  expect_untouched();
+  leave();
+  expect_told(write_snapshot(m_file, *m_cache, 0, m_partition, m_comm, some_info()));
+  m_comm.barrier();
+  EXPECT_EQ(m_folder.names(), std::set<std::string>{"cache.h5"});
+  m_comm.barrier();
+  EXPECT_TRUE(check_snapshot_writable(m_file, m_comm).empty());
 }
 
 TEST(Snapshot, SequenceWithoutTokens) {

@@ -323,7 +323,7 @@ void run(const RunOptions& options, const Communicator& comm, const std::string&
   if (options.dry_run) return dry_run(options, config, text_tokenizer, limit, comm);
   if (!options.snapshot.empty()) {
     for (const std::string& note : check_snapshot_writable(options.snapshot, comm)) {
-      fmt::print(stderr, "warning: snapshot: {}\n", note);
+      if (talks) fmt::print(stderr, "kvzap: warning: {}\n", note);
     }
   }
   const Prompt prompt = share_prompt(options, text_tokenizer, config, limit, comm);

@@ -2,12 +2,12 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
-#include <signal.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <array>
 #include <cerrno>
+#include <csignal>
 #include <cstdint>
 #include <limits>
 #include <new>
@@ -22,7 +22,7 @@ namespace fs = std::filesystem;
 
 // Without a write for so long, a file that another node's run has begun is a leftover: a run that
 // is alive writes at least every few seconds.
-constexpr std::int64_t seconds_of_day = 24 * 60 * 60;
+constexpr std::int64_t seconds_of_day = std::int64_t{24} * 60 * 60;
 
 void file_to_disk(const fs::path& file) {
   // MPI-IO and HDF5 leave data in the caches of the node that wrote it.

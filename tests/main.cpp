@@ -15,8 +15,8 @@ namespace {
 // ctest takes this exit status for "skipped".
 constexpr int skipped = 77;
 
-/// Whether KVZAP_SIMD names an instruction set that this processor lacks; or, if KVZAP_SIMD_NARROWER
-/// is set, the one that would be used anyway.
+/// Whether KVZAP_SIMD names an instruction set that this processor lacks; or, if
+/// KVZAP_SIMD_NARROWER is set, the one that would be used anyway.
 bool nothing_to_run() {
   using kvzap::detail::SimdLevel;
   const char* asked = std::getenv("KVZAP_SIMD");
@@ -35,7 +35,8 @@ bool nothing_to_run() {
 
 int main(int argc, char** argv) {
   if (nothing_to_run()) {
-    std::puts("skipped: the processor lacks the instruction set that KVZAP_SIMD names, or has no wider");
+    std::puts(
+        "skipped: the processor lacks the instruction set that KVZAP_SIMD names, or has no wider");
     return skipped;
   }
   const kvzap::detail::MpiSession mpi(argc, argv);

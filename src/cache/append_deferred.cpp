@@ -34,7 +34,7 @@ struct SpanArgs {
 template <class Value, PageOrder order>
 struct StepKernel {
   static constexpr int most_own = 2;
-  SpanArgs<Value> own[most_own];
+  SpanArgs<Value> own[most_own] = {};
   const SpanArgs<Value>* shared = nullptr;
   const Value* keys = nullptr;    // (row, head, dim) with strides
   const Value* values = nullptr;  // the same
@@ -112,8 +112,8 @@ void launch(const ExecutionSpace& exec, int spans, const StepKernel<Value, order
 template <class Value>
 struct WriteArgs {
   static constexpr int most = 3;
-  SpanArgs<Value> args[most];
-  SpanArgs<Value>* target;
+  SpanArgs<Value> args[most] = {};
+  SpanArgs<Value>* target = nullptr;
   KOKKOS_FUNCTION void operator()(int i) const { target[i] = args[i]; }
 };
 
@@ -124,7 +124,7 @@ struct NewEntries {
     PageId* target;
     PageId page;
   };
-  Entry entry[most];
+  Entry entry[most] = {};
   int count = 0;
   KOKKOS_FUNCTION void operator()(int i) const { *entry[i].target = entry[i].page; }
 

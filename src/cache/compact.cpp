@@ -20,8 +20,8 @@ struct JudgeAgain {
   Flags keep_page;        // (head, row)
   Flags keep_ring;        // (head, row)
   detail::Counts totals;  // dropped from the ring, not finite
-  std::int64_t sink;
-  std::int64_t first_recent;  // position
+  std::int64_t sink = 0;
+  std::int64_t first_recent = 0;  // position
 
   template <class Team>
   KOKKOS_FUNCTION void operator()(const Team& team) const {

@@ -304,11 +304,11 @@ void fill_ring_on_host(const AppendStep& step, const RingRef<Value>& ring,
                        const ScoresRef& scores) {
   const Block<order> block{step.window, step.dim};
   const std::int64_t entering = std::min<std::int64_t>(step.count, step.window);
-  for (int h = 0; h < step.heads; ++h) {
-    for (std::int64_t token = step.count - entering; token < step.count; ++token) {
-      const std::int64_t slot = step.slot(step.old_tokens + token);
-      Value* target =
-          ring.rows + 2 * std::int64_t{h} * step.window * step.dim + block.row_offset(slot);
+  const std::int64_t ring_values = 2 * std::int64_t{step.window} * step.dim;
+  for (std::int64_t token = step.count - entering; token < step.count; ++token) {
+    const std::int64_t slot = step.slot(step.old_tokens + token);
+    Value* target = ring.rows + block.row_offset(slot);
+    for (int h = 0; h < step.heads; ++h, target += ring_values) {
       copy_row_on_host(keys.at(token, h), keys.dim_stride, target, block.dim_stride(), step.dim);
       copy_row_on_host(values.at(token, h), values.dim_stride, target + block.values_offset(),
                        block.dim_stride(), step.dim);

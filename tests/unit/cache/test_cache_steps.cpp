@@ -25,7 +25,27 @@
 
 namespace {
 
-using namespace kvzap;
+namespace detail = kvzap::detail;
+using kvzap::AppendCounts;
+using kvzap::AppendSpan;
+using kvzap::bfloat16;
+using kvzap::CacheBytes;
+using kvzap::CacheShape;
+using kvzap::CompactCounts;
+using kvzap::Cutoff;
+using kvzap::EvictionRule;
+using kvzap::EvictOptions;
+using kvzap::ExecutionSpace;
+using kvzap::KVCache;
+using kvzap::MemoryMeter;
+using kvzap::MemorySpace;
+using kvzap::OutOfMemory;
+using kvzap::page_row_bytes;
+using kvzap::PageId;
+using kvzap::PageOrder;
+using kvzap::ring_row_bytes;
+using kvzap::SequenceId;
+using kvzap::StepSpan;
 using kvzap::detail::RowPath;
 using kvzap::test::expect_error;
 
@@ -502,7 +522,7 @@ TYPED_TEST(CacheSteps, RandomOperationsAgreeWithAModel) {
   unsigned seed = 40;
   for (const CacheShape& shape : shapes) {
     World<TypeParam> world(shape, ++seed);
-    for (int i = 0; i < 700; ++i) {
+    for (int i = 0; i < 4000; ++i) {
       std::string what;
       ASSERT_NO_THROW(what = world.operate()) << "operation " << i;
       // Not always, so that deferred appends meet operations before anyone has asked for lengths.

@@ -44,7 +44,7 @@ using LogSumExpView = Kokkos::View<float**, Kokkos::LayoutStride, MemorySpace>;
 struct AttentionExtents {
   int kv_heads = 0;                 // of any layer
   int group = 1;                    // query heads of a KV head
-  int head_dim = 1;                 //
+  int head_dim = 1;                 // dimensions of a head
   std::int64_t spans = 0;           // of one call
   std::int64_t tokens = 0;          // query tokens of one call's spans together
   std::int64_t single_rows = 0;     // rows that all heads of all spans of one query token see

@@ -20,9 +20,9 @@ struct AttentionCall {
   typename Attention<Value, order>::RowsView new_values;
   typename Attention<Value, order>::OutputView output;
   LogSumExpView lse;  // may be empty
-  int kv_heads;       // > 0
-  int group;
-  int dim;
+  int kv_heads = 0;   // > 0
+  int group = 1;
+  int dim = 1;
 
   bool wants_lse() const { return lse.extent(0) > 0; }
 };

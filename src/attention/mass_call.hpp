@@ -15,10 +15,10 @@ struct MassCall {
   LogSumExpView lse;
   typename AttentionMass<Value, order>::MassView mass;
   MassFactors factors;
-  MassReduction reduction;
-  int kv_heads;  // > 0
-  int group;
-  int dim;
+  MassReduction reduction = MassReduction::sum;
+  int kv_heads = 0;  // > 0
+  int group = 1;
+  int dim = 1;
 };
 
 /// Takes `p` into `mass`. A NaN stays.

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <type_traits>
 
 #include "attention/device/panel_rows.hpp"
@@ -13,8 +12,6 @@
 
 namespace kvzap::detail {
 namespace {
-
-constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
 
 using Range = DeviceRange;
 

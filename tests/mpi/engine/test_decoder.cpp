@@ -12,9 +12,9 @@
 #include <set>
 #include <string_view>
 
+#include "allocations.hpp"
 #include "base/device_kernels.hpp"
 #include "base/simd.hpp"
-#include "failing_memory.hpp"
 #include "safetensors_writer.hpp"
 #include "steps.hpp"
 #include "unit/temporary_folder.hpp"

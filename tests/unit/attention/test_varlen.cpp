@@ -4,8 +4,8 @@
 #include <memory>
 #include <string>
 
+#include "allocations.hpp"
 #include "unit/attention/cases.hpp"
-#include "unit/count_news.hpp"
 #include "unit/temporary_folder.hpp"
 
 namespace {

@@ -14,9 +14,9 @@
 #include <utility>
 #include <vector>
 
+#include "allocations.hpp"
 #include "base/device_kernels.hpp"
 #include "cache/row_copy.hpp"
-#include "unit/count_news.hpp"
 #include "unit/temporary_folder.hpp"
 
 namespace {

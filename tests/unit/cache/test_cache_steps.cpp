@@ -16,11 +16,11 @@
 #include <utility>
 #include <vector>
 
+#include "allocations.hpp"
 #include "base/device_kernels.hpp"
 #include "base/scratch.hpp"
 #include "cache/instances.hpp"
 #include "cache/row_copy.hpp"
-#include "unit/count_news.hpp"
 #include "unit/temporary_folder.hpp"
 
 namespace {

@@ -1,28 +1,41 @@
-#include "unit/count_news.hpp"
+#include "allocations.hpp"
 
 #include <cstdlib>
 #include <new>
 
+#include "base/scratch.hpp"
+
 namespace kvzap::test {
+
 std::size_t n_news = 0;
 std::size_t news_until_failure = 0;
-}  // namespace kvzap::test
 
 namespace {
 
 /// Whether this call is the one that is to fail.
-bool fails() {
-  using kvzap::test::news_until_failure;
-  return news_until_failure > 0 && --news_until_failure == 0;
-}
+bool fails() { return news_until_failure > 0 && --news_until_failure == 0; }
 
 }  // namespace
+
+FailingAllocation::FailingAllocation(std::int64_t n) {
+  news_until_failure = n < 0 ? 0 : static_cast<std::size_t>(n) + 1;
+  detail::allocation_hook = [](std::size_t) {
+    if (fails()) throw std::bad_alloc();
+  };
+}
+
+FailingAllocation::~FailingAllocation() {
+  news_until_failure = 0;
+  detail::allocation_hook = nullptr;
+}
+
+}  // namespace kvzap::test
 
 // The other forms of new and delete, but those for over-aligned types, end here. The one that does
 // not throw would do so by itself, were it not that sanitizers bring their own.
 void* operator new(std::size_t bytes) {
   ++kvzap::test::n_news;
-  if (fails()) throw std::bad_alloc();
+  if (kvzap::test::fails()) throw std::bad_alloc();
   if (void* memory = std::malloc(bytes > 0 ? bytes : 1)) return memory;
   throw std::bad_alloc();
 }

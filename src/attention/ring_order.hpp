@@ -9,7 +9,7 @@ namespace kvzap::detail {
 template <class Value, PageOrder order>
 KOKKOS_INLINE_FUNCTION std::int64_t ring_slot(const RaggedLayer<Value, order>& layer,
                                               std::int64_t i) {
-  return (layer.tokens - layer.ring_rows() + i) % layer.window;
+  return (layer.tokens - layer.ring_first - layer.ring_rows() + i) % layer.window;
 }
 
 /// Where a row lies.

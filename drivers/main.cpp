@@ -171,7 +171,7 @@ int run_program(int argc, char** argv, const kvzap::Communicator& comm) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
+int main(int argc, char** argv) try {
 #ifdef M_MMAP_THRESHOLD
   // Large blocks keep coming from mmap, so that what is freed goes back to the system at once:
   // glibc otherwise raises this limit to the largest block it has seen freed.
@@ -193,4 +193,8 @@ int main(int argc, char** argv) {
     std::fflush(stderr);
     comm.abort(exit_failure);
   }
+} catch (...) {
+  // Before there are ranks, or where even the message cannot be written.
+  std::fputs("kvzap: error: it ended before it could say why\n", stderr);
+  return exit_failure;
 }

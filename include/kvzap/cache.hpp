@@ -165,7 +165,7 @@ class KVCache {
 
   /// `limit`: see set_limit. Throws Error if an extent of the shape is not positive (a rank may own
   /// no head of a layer).
-  explicit KVCache(CacheShape shape, MemoryMeter* meter = nullptr, std::size_t limit = 0);
+  explicit KVCache(const CacheShape& shape, MemoryMeter* meter = nullptr, std::size_t limit = 0);
   ~KVCache();
   KVCache(const KVCache&) = delete;
   KVCache& operator=(const KVCache&) = delete;
@@ -241,14 +241,14 @@ class KVCache {
   /// that become empty are free, and pages that another sequence holds too are copied before they
   /// are written. Checkpoints of the sequence become void. Throws Error on extents that do not fit,
   /// OutOfMemory.
-  CompactCounts compact(const ExecutionSpace& exec, SequenceId sequence, int layer,
+  CompactCounts compact(const ExecutionSpace& exec, SequenceId id, int layer,
                         const FlagsView& keep);
 
   /// The same by scores, for pages and ring: of head h stays what cutoffs[h] says; the `ties`
   /// oldest are those of all its rows, whether or not `options` keeps them. If rows of the ring go,
   /// in any head, all of its rows that stay move into pages, and the ring begins anew, so that no
   /// later append judges them. Throws Error if there is not one cutoff for each head, OutOfMemory.
-  CompactCounts evict(const ExecutionSpace& exec, SequenceId sequence, int layer,
+  CompactCounts evict(const ExecutionSpace& exec, SequenceId id, int layer,
                       const std::vector<Cutoff>& cutoffs, const EvictOptions& options = {});
 
   /// Writes the scores of head h's rows(…), in order of position, to scores(h, 0), scores(h, 1), …,
@@ -275,13 +275,13 @@ class KVCache {
     MeteredBytes bytes;
   };
   /// Throws OutOfMemory.
-  Checkpoint checkpoint(const ExecutionSpace& exec, SequenceId sequence);
+  Checkpoint checkpoint(const ExecutionSpace& exec, SequenceId id);
   /// checkpoint on ExecutionSpace().
   Checkpoint checkpoint(SequenceId sequence) { return checkpoint(ExecutionSpace(), sequence); }
   /// Cuts the sequence back to an earlier state of itself, any number of times; pages past it are
   /// freed, and checkpoints taken after it are void, as all are once a layer was compacted. Throws
   /// Error for a void checkpoint or one of another sequence.
-  void restore(const ExecutionSpace& exec, SequenceId sequence, const Checkpoint& checkpoint);
+  void restore(const ExecutionSpace& exec, SequenceId id, const Checkpoint& checkpoint);
   /// restore on ExecutionSpace().
   void restore(SequenceId sequence, const Checkpoint& checkpoint) {
     restore(ExecutionSpace(), sequence, checkpoint);

@@ -138,7 +138,7 @@ class PagePool {
 
   int grow(std::size_t wanted_bytes);
   PageId take();
-  std::size_t drop(int slab);
+  std::size_t drop(int index);
   std::size_t room() const;
 
   std::size_t m_page_bytes;

@@ -11,7 +11,8 @@ void attend_portable(const ExecutionSpace& exec, const AttentionSpan<Value, orde
                      const AttentionCall<Value, order>& call) {
   using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
   using Run = typename RaggedLayer<Value, order>::Span;
-  const RaggedLayer<Value, order> cached = span.cached;
+  // Kernels get the base alone.
+  const RaggedLayer<Value, order> cached = span.cached;  // NOLINT(cppcoreguidelines-slicing)
   const auto queries = call.queries;
   const auto new_keys = call.new_keys;
   const auto new_values = call.new_values;

@@ -22,7 +22,9 @@ struct LayerRows {
 
   /// ring_scores: (head, window) of the same layer.
   template <class Layer>
-  static LayerRows of(const Layer& layer, float* ring_scores, PageOrder order) {
+  static LayerRows of(const Layer& layer,
+                      float* ring_scores,  // NOLINT(readability-non-const-parameter): kept
+                      PageOrder order) {
     LayerRows rows;
     rows.addresses = layer.addresses.data();
     rows.table = layer.page_table.data();

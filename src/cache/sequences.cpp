@@ -28,7 +28,7 @@ using detail::allocate_view;
 using detail::copy_elements;
 
 template <class Value, PageOrder order>
-KVCache<Value, order>::KVCache(CacheShape shape, MemoryMeter* meter, std::size_t limit)
+KVCache<Value, order>::KVCache(const CacheShape& shape, MemoryMeter* meter, std::size_t limit)
     : m_shape(checked(shape)),
       m_meter(meter),
       m_pool(m_shape.page_rows * page_row_bytes(m_shape.head_dim, sizeof(Value)), meter, limit) {}

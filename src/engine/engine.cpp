@@ -200,11 +200,13 @@ std::unique_ptr<Engine> Engine::create(std::shared_ptr<const Model<Value>> model
       std::move(model), std::move(scorer), options, comm);
 }
 
+// NOLINTBEGIN(bugprone-macro-parentheses): a type takes none
 #define KVZAP_INSTANTIATE(Value)                                                                \
   template std::unique_ptr<Engine> Engine::create(std::shared_ptr<const Model<Value>>,          \
                                                   std::shared_ptr<Scorer>, const CacheOptions&, \
                                                   const Communicator&);
 KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
+// NOLINTEND(bugprone-macro-parentheses)
 
 }  // namespace kvzap

@@ -30,7 +30,7 @@ std::int64_t tile_tokens_of(int group, std::int64_t tokens) {
 template <class Value, PageOrder order>
 std::size_t GemmTiles<Value, order>::scratch_bytes(int group, int dim, std::int64_t tokens) {
   const std::int64_t rows = tile_tokens_of(group, tokens) * group;
-  return sizeof(float) * (rows * (2 * dim + tile_keys + 2) + 2 * tile_keys * dim);
+  return sizeof(float) * (rows * (2 * std::int64_t{dim} + tile_keys + 2) + 2 * tile_keys * dim);
 }
 
 template <class Value, PageOrder order>
@@ -52,7 +52,7 @@ void GemmTiles<Value, order>::operator()(const ExecutionSpace& exec,
   const std::int64_t tokens = span.queries;
   const int dim = call.dim;
   const int group = call.group;
-  const RaggedLayer<Value, order> cached = span.cached;
+  const RaggedLayer<Value, order> cached = span.cached;  // NOLINT(cppcoreguidelines-slicing)
   const auto query_view = call.queries;
   const auto new_keys = call.new_keys;
   const auto new_values = call.new_values;

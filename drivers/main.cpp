@@ -193,8 +193,10 @@ int main(int argc, char** argv) try {
     std::fflush(stderr);
     comm.abort(exit_failure);
   }
+} catch (const std::exception& error) {
+  // Before there are ranks, or where the message above could not be written.
+  std::fprintf(stderr, "kvzap: error: %s\n", error.what());
+  return exit_failure;
 } catch (...) {
-  // Before there are ranks, or where even the message cannot be written.
-  std::fputs("kvzap: error: it ended before it could say why\n", stderr);
   return exit_failure;
 }

@@ -284,7 +284,7 @@ std::vector<SequenceId> KVCache<Value, order>::sequences() const {
 }
 
 #define KVZAP_INSTANTIATE(Value, order)                                                           \
-  template KVCache<Value, order>::KVCache(CacheShape, MemoryMeter*, std::size_t);                 \
+  template KVCache<Value, order>::KVCache(const CacheShape&, MemoryMeter*, std::size_t);          \
   template KVCache<Value, order>::~KVCache();                                                     \
   template std::size_t KVCache<Value, order>::ring_bytes() const;                                 \
   template SequenceId KVCache<Value, order>::add_sequence();                                      \

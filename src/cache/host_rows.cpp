@@ -146,6 +146,15 @@ class RowStream {
   std::array<Batch, 2> m_batches;
 };
 
+/// Kokkos' parallel_for of a loop that only a host can run. This file is compiled for devices too,
+/// whose compilers take no such lambda for a kernel of theirs.
+template <class Work>
+void parallel_on_host([[maybe_unused]] const char* label,
+                      [[maybe_unused]] const ExecutionSpace& exec, [[maybe_unused]] std::int64_t n,
+                      [[maybe_unused]] const Work& work) {
+  if constexpr (runs_on_host) Kokkos::parallel_for(label, Range(exec, 0, n), work);
+}
+
 /// Whether so many bytes are worth lists of rows and non-temporal stores.
 bool use_streams(std::int64_t bytes) {
   const RowPath path = row_path();
@@ -258,9 +267,9 @@ void admit_on_host(const ExecutionSpace& exec, const AppendStep& step, const Rin
       };
       const std::int64_t n_batches = (most + Stream::batch_rows - 1) / Stream::batch_rows;
       const std::int64_t workers = std::min<std::int64_t>(n_batches, exec.concurrency());
-      Kokkos::parallel_for(
-          "kvzap::append::admit_streamed", Range(exec, 0, workers),
-          [&](std::int64_t w) { batches(n_batches * w / workers, n_batches * (w + 1) / workers); });
+      parallel_on_host("kvzap::append::admit_streamed", exec, workers, [&](std::int64_t w) {
+        batches(n_batches * w / workers, n_batches * (w + 1) / workers);
+      });
       return;
     }
   }
@@ -349,8 +358,8 @@ void compact_on_host(const ExecutionSpace& exec, int heads, const Block<order>& 
     }
     move_rows<Value>(first[head], kept_counts[head], block, row_of, page_of);
   };
-  Kokkos::parallel_for("kvzap::compact::heads", Range(exec, 0, heads),
-                       [&](std::int64_t head) { move_head(static_cast<int>(head)); });
+  parallel_on_host("kvzap::compact::heads", exec, heads,
+                   [&](std::int64_t head) { move_head(static_cast<int>(head)); });
 }
 
 #define KVZAP_INSTANTIATE(Value, order)                                                        \

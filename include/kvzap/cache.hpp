@@ -170,7 +170,8 @@ class KVCache {
   KVCache(const KVCache&) = delete;
   KVCache& operator=(const KVCache&) = delete;
 
-  /// An empty sequence. Throws OutOfMemory.
+  /// An empty sequence. Throws OutOfMemory; as with fork, the call has used up an id even then, so
+  /// that ids stay the same on ranks that make the same calls, whichever of them has no memory.
   SequenceId add_sequence();
   /// A second sequence with the same content: pages are shared (and copied when one of the two has
   /// to write into them), rings are copied. Throws OutOfMemory.
@@ -387,9 +388,10 @@ class KVCache {
   const LayerStore& store(SequenceId sequence, int layer) const;
   LayerStore& store(SequenceId sequence, int layer);
   Sequence make_sequence() const;
-  SequenceId insert(Sequence&& sequence);
+  void insert(SequenceId id, Sequence&& sequence);
   int all_heads() const;
   std::size_t ring_bytes() const;
+  void check_layer(int layer) const;
   int checked_head(int layer, int head) const;
   void check_rows(int layer, const RowsView& keys, const RowsView& values) const;
   void check_spans(const AppendSpan* spans, std::size_t n, int layer, const RowsView& keys,
@@ -405,6 +407,7 @@ class KVCache {
   void write_args(const ExecutionSpace& exec, std::size_t n);
   void enter(const ExecutionSpace& exec, Sequence& sequence);
   void order_releases(const ExecutionSpace& exec);
+  void note_releases(const ExecutionSpace& exec);
   void settle(SequenceId sequence) const;
   void settle(Sequence& sequence);
   void take_lengths(Sequence& sequence);
@@ -449,6 +452,7 @@ class KVCache {
   Kokkos::View<Value*, MemorySpace> m_saved;         // (row, 2 * dim)
   Kokkos::View<float*, MemorySpace> m_saved_scores;  // (row)
   std::vector<PageId> m_fresh;
+  std::vector<Sequence*> m_called;  // sequences of the spans of the current call
   std::vector<detail::AppendStep> m_append_steps;
   // The rows that a judgement keeps: those of entry e, a head of a span, are m_kept(m_begins(e)) …
   // , m_kept_counts(e) of them (on hosts they begin where the entry's rows would if all were kept).

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <kvzap/types.hpp>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -118,7 +119,8 @@ class PagePool {
   /// Address of every page's first byte, by page id, for kernels. Valid until the next allocate or
   /// trim.
   AddressView addresses();
-  /// The same for kernels that follow on `exec`, which as a rule is not waited for.
+  /// The same for kernels that follow on `exec`, which as a rule is not waited for; but for another
+  /// instance that has written addresses since.
   AddressView addresses(const ExecutionSpace& exec);
   std::uintptr_t address(PageId page) const { return m_pages[page].address; }
 
@@ -154,6 +156,7 @@ class PagePool {
   std::size_t m_allocated_pages = 0;
   std::size_t m_returned_bytes = 0;
   AddressView m_addresses;
+  std::optional<ExecutionSpace> m_addresses_on;  // where they were last written, unless waited for
   // Pages whose addresses have yet to be written there.
   static constexpr std::size_t none_stale = ~std::size_t{0};
   std::size_t m_first_stale = none_stale;

@@ -35,19 +35,21 @@ void KVCache<Value, order>::check_rows(int layer, const RowsView& keys,
   }
 }
 
-// Throws Error if spans do not fit the extents of the rows, each other, or the step, or positions
-// would overflow.
+// Notes the sequences of the spans in m_called. Throws Error if spans do not fit the extents of the
+// rows, each other, or the step, or positions would overflow.
 template <class Value, PageOrder order>
 void KVCache<Value, order>::check_spans(const AppendSpan* spans, std::size_t n, int layer_index,
                                         const RowsView& keys, const RowsView& values,
                                         const ScoresView& scores) {
-  if (n > 0) store(spans[0].sequence, layer_index);  // checks the layer
-  if (n > 0) check_rows(layer_index, keys, values);
-  const int heads = m_shape.heads[n > 0 ? layer_index : 0];
+  m_called.clear();
+  if (n == 0) return;
+  detail::or_out_of_memory("an append", 0, m_pool, [&] { detail::reserve_room(m_called, n); });
+  check_layer(layer_index);
+  check_rows(layer_index, keys, values);
+  const int heads = m_shape.heads[layer_index];
   const std::int64_t count = keys.extent(0);
-  if (n > 0 && has_scores(scores) &&
-      (static_cast<int>(scores.extent(0)) != heads ||
-       static_cast<std::int64_t>(scores.extent(1)) != count)) {
+  if (has_scores(scores) && (static_cast<int>(scores.extent(0)) != heads ||
+                             static_cast<std::int64_t>(scores.extent(1)) != count)) {
     throw Error(fmt::format("cache append: scores are ({}, {}); expected ({}, {}) = (head, token)",
                             scores.extent(0), scores.extent(1), heads, count));
   }
@@ -55,6 +57,7 @@ void KVCache<Value, order>::check_spans(const AppendSpan* spans, std::size_t n, 
   for (std::size_t i = 0; i < n; ++i) {
     const AppendSpan& span = spans[i];
     Sequence& sequence = sequence_at(span.sequence);
+    m_called.push_back(&sequence);
     const LayerStore& layer = sequence.layers[layer_index];
     if (sequence.call == m_calls) {
       throw Error(fmt::format("cache append: sequence {} twice in one call", span.sequence));
@@ -123,10 +126,7 @@ AppendCounts KVCache<Value, order>::append_spans(const ExecutionSpace& exec,
   if (n == 0) return sum;
   const int heads = m_shape.heads[layer_index];
   const bool portable = detail::use_portable_path();
-  Sequence& only = sequence_at(spans[0].sequence);
-  const auto sequence_of = [&](std::size_t span) -> Sequence& {
-    return n == 1 ? only : sequence_at(spans[span].sequence);
-  };
+  const auto sequence_of = [&](std::size_t span) -> Sequence& { return *m_called[span]; };
   for (std::size_t i = 0; i < n; ++i) {
     Sequence& sequence = sequence_of(i);
     settle(sequence);

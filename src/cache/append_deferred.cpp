@@ -153,7 +153,7 @@ void KVCache<Value, order>::defer_spans(const ExecutionSpace& exec, const Append
   const int heads = m_shape.heads[layer_index];
   if (heads == 0) {
     for (std::size_t i = 0; i < n; ++i) {
-      ++sequence_at(spans[i].sequence).layers[layer_index].tokens;
+      ++m_called[i]->layers[layer_index].tokens;
     }
     return;
   }
@@ -163,12 +163,12 @@ void KVCache<Value, order>::defer_spans(const ExecutionSpace& exec, const Append
   const auto from_stock = [&](const Sequence& sequence) {
     return sequence.step >= 0 && m_step[sequence.step].reserved;
   };
-  for (std::size_t i = 0; i < n; ++i) enter(exec, sequence_at(spans[i].sequence));
+  for (std::size_t i = 0; i < n; ++i) enter(exec, *m_called[i]);
 
   detail::or_out_of_memory("an append", 0, m_pool, [&] {
     std::size_t missing = 0;
     for (std::size_t i = 0; i < n; ++i) {
-      Sequence& sequence = sequence_at(spans[i].sequence);
+      Sequence& sequence = *m_called[i];
       LayerStore& layer = sequence.layers[layer_index];
       if (!exits(layer) || from_stock(sequence)) continue;
       std::int64_t longest = 0;
@@ -191,7 +191,7 @@ void KVCache<Value, order>::defer_spans(const ExecutionSpace& exec, const Append
   try {
     NewEntries entries;
     for (std::size_t i = 0; i < n; ++i) {
-      Sequence& sequence = sequence_at(spans[i].sequence);
+      Sequence& sequence = *m_called[i];
       LayerStore& layer = sequence.layers[layer_index];
       const std::int64_t stride = sequence.table.stride(0);
       for (int h = 0; h < heads && exits(layer); ++h) {
@@ -252,14 +252,14 @@ void KVCache<Value, order>::defer_spans(const ExecutionSpace& exec, const Append
     kernel.score_head = scores.stride(0);
     kernel.score_row = scores.stride(1);
     kernel.heads = heads;
-    kernel.first_head = sequence_at(spans[0].sequence).layers[layer_index].first_head;
+    kernel.first_head = m_called[0]->layers[layer_index].first_head;
     kernel.dim = m_shape.head_dim;
     kernel.window = m_shape.window;
     kernel.page_rows = m_shape.page_rows;
     launch(exec, static_cast<int>(n), kernel);
   } catch (...) {
     for (std::size_t i = 0; i < n; ++i) {
-      release_surplus(sequence_at(spans[i].sequence).layers[layer_index]);
+      release_surplus(m_called[i]->layers[layer_index]);
     }
     for (PageId page : m_fresh) m_pool.release(page);
     m_fresh.clear();
@@ -270,7 +270,7 @@ void KVCache<Value, order>::defer_spans(const ExecutionSpace& exec, const Append
   m_fresh.clear();
 
   for (std::size_t i = 0; i < n; ++i) {
-    Sequence& sequence = sequence_at(spans[i].sequence);
+    Sequence& sequence = *m_called[i];
     LayerStore& layer = sequence.layers[layer_index];
     if (exits(layer)) {
       for (int h = 0; h < heads; ++h) ++layer.retained(h);

@@ -23,9 +23,7 @@ auto KVCache<Value, order>::sequence_at(SequenceId sequence) -> Sequence& {
 template <class Value, PageOrder order>
 auto KVCache<Value, order>::store(SequenceId sequence, int layer) const -> const LayerStore& {
   const Sequence& found = sequence_at(sequence);
-  if (layer < 0 || layer >= static_cast<int>(m_shape.heads.size())) {
-    throw Error(fmt::format("cache: no layer {}; it has {}", layer, m_shape.heads.size()));
-  }
+  check_layer(layer);
   return found.layers[layer];
 }
 
@@ -37,6 +35,13 @@ auto KVCache<Value, order>::store(SequenceId sequence, int layer) -> LayerStore&
 template <class Value, PageOrder order>
 int KVCache<Value, order>::all_heads() const {
   return std::accumulate(m_shape.heads.begin(), m_shape.heads.end(), 0);
+}
+
+template <class Value, PageOrder order>
+void KVCache<Value, order>::check_layer(int layer) const {
+  if (layer < 0 || layer >= static_cast<int>(m_shape.heads.size())) {
+    throw Error(fmt::format("cache: no layer {}; it has {}", layer, m_shape.heads.size()));
+  }
 }
 
 template <class Value, PageOrder order>
@@ -61,6 +66,7 @@ template <class Value, PageOrder order>
 void KVCache<Value, order>::enter(const ExecutionSpace& exec, Sequence& sequence) {
   order_releases(exec);
   if (sequence.last) {
+    if (detail::in_order(*sequence.last, exec)) return;
     detail::follow(*sequence.last, exec, "kvzap::cache: the sequence was last used elsewhere");
   }
   sequence.last = exec;
@@ -71,6 +77,14 @@ void KVCache<Value, order>::order_releases(const ExecutionSpace& exec) {
   if (!m_released_on) return;
   detail::follow(*m_released_on, exec, "kvzap::cache: pages were released elsewhere");
   m_released_on.reset();
+}
+
+// Pages have been released that kernels on `exec` may still read. One instance is remembered.
+template <class Value, PageOrder order>
+void KVCache<Value, order>::note_releases(const ExecutionSpace& exec) {
+  if (m_released_on && detail::in_order(*m_released_on, exec)) return;
+  order_releases(exec);
+  m_released_on = exec;
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -214,7 +228,9 @@ void KVCache<Value, order>::take_pages(const ExecutionSpace& exec, Sequence& seq
     if (sequence.step >= 0) {
       m_replaced.push_back({sequence.step, layer_index, head, pages.back()});
     } else {
+      // The list that keeps it may change it in place from now on.
       m_pool.release(pages.back());
+      note_releases(exec);
     }
     pages.back() = own;
   }
@@ -345,10 +361,12 @@ void KVCache<Value, order>::upload_all([[maybe_unused]] const ExecutionSpace& ex
   template auto KVCache<Value, order>::store(SequenceId, int) const->const LayerStore&;            \
   template auto KVCache<Value, order>::store(SequenceId, int)->LayerStore&;                        \
   template int KVCache<Value, order>::all_heads() const;                                           \
+  template void KVCache<Value, order>::check_layer(int) const;                                     \
   template int KVCache<Value, order>::checked_head(int, int) const;                                \
   template void KVCache<Value, order>::check_outside_step(SequenceId, const char*) const;          \
   template void KVCache<Value, order>::enter(const ExecutionSpace&, Sequence&);                    \
   template void KVCache<Value, order>::order_releases(const ExecutionSpace&);                      \
+  template void KVCache<Value, order>::note_releases(const ExecutionSpace&);                       \
   template void KVCache<Value, order>::settle(SequenceId) const;                                   \
   template void KVCache<Value, order>::settle(Sequence&);                                          \
   template AppendCounts KVCache<Value, order>::collect(const std::vector<SequenceId>&);            \

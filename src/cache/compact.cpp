@@ -314,7 +314,7 @@ CompactCounts KVCache<Value, order>::rearrange(const ExecutionSpace& exec, Seque
   }
   layer.pages.swap(lists);
   if (with_ring) layer.ring_first = layer.tokens;
-  m_released_on = exec;
+  note_releases(exec);
   for (int h = 0; h < heads; ++h) write_entries(sequence, layer, h, 0);
   upload_table(exec, sequence, layer);
   upload_lengths(exec, layer);
@@ -342,7 +342,7 @@ void KVCache<Value, order>::own_pages(const ExecutionSpace& exec, Sequence& sequ
     }
     write_entries(sequence, layer, static_cast<int>(h), 0);
   }
-  m_released_on = exec;
+  note_releases(exec);
   upload_table(exec, sequence, layer);
 }
 

@@ -146,11 +146,23 @@ class RowStream {
   std::array<Batch, 2> m_batches;
 };
 
+/// Kokkos' parallel_for of a loop that only a host can run. This file is compiled for devices too,
+/// whose compilers take no such lambda for a kernel of theirs.
+template <class Work>
+void parallel_on_host([[maybe_unused]] const char* label,
+                      [[maybe_unused]] const ExecutionSpace& exec, [[maybe_unused]] std::int64_t n,
+                      [[maybe_unused]] const Work& work) {
+  if constexpr (runs_on_host) Kokkos::parallel_for(label, Range(exec, 0, n), work);
+}
+
 /// Whether so many bytes are worth lists of rows and non-temporal stores.
 bool use_streams(std::int64_t bytes) {
   const RowPath path = row_path();
   return path == RowPath::streaming || (path == RowPath::automatic && bytes >= streaming_bytes);
 }
+
+// Scores of consecutive rows from which on they are judged as a list: what a vector holds.
+constexpr std::int64_t least_listed = 16;
 
 /// Judges `n` pairs with positions first, first + 1, …, whose scores lie `stride` apart, and adds
 /// the numbers number, number + 1, … of the kept ones to `kept`.
@@ -159,14 +171,16 @@ std::int64_t judge_run(const float* scores, std::int64_t stride, std::int64_t n,
                        std::int64_t& non_finite) {
   std::int64_t n_kept = 0;
   std::int64_t i = 0;
+  // A few scores, as in a decode step, are not worth a call.
   const std::int64_t one_by_one =
-      stride == 1 ? std::clamp<std::int64_t>(rule.sink - first, 0, n) : n;
+      stride == 1 && n >= least_listed ? std::clamp<std::int64_t>(rule.sink - first, 0, n) : n;
   for (; i < one_by_one; ++i) {
     const float score = scores[i * stride];
     kept[n_kept] = number + static_cast<std::int32_t>(i);
     n_kept += rule.keeps(score, first + i) ? 1 : 0;
     non_finite += EvictionRule::is_finite(score) ? 0 : 1;
   }
+  if (i == n) return n_kept;
   return n_kept + list_retained(scores + i * stride, n - i, rule.threshold,
                                 number + static_cast<std::int32_t>(i), kept + n_kept, non_finite);
 }
@@ -258,9 +272,9 @@ void admit_on_host(const ExecutionSpace& exec, const AppendStep& step, const Rin
       };
       const std::int64_t n_batches = (most + Stream::batch_rows - 1) / Stream::batch_rows;
       const std::int64_t workers = std::min<std::int64_t>(n_batches, exec.concurrency());
-      Kokkos::parallel_for(
-          "kvzap::append::admit_streamed", Range(exec, 0, workers),
-          [&](std::int64_t w) { batches(n_batches * w / workers, n_batches * (w + 1) / workers); });
+      parallel_on_host("kvzap::append::admit_streamed", exec, workers, [&](std::int64_t w) {
+        batches(n_batches * w / workers, n_batches * (w + 1) / workers);
+      });
       return;
     }
   }
@@ -277,14 +291,15 @@ void save_on_host(const AppendStep& step, const RingRef<Value>& ring, const Save
                   bool back) {
   const Block<order> block{step.window, step.dim};
   const std::int64_t stride = block.dim_stride();
-  for (int h = 0; h < step.heads; ++h) {
-    for (std::int64_t i = 0; i < saved.count; ++i) {
-      const std::int64_t slot = step.slot(step.first + i);
-      Value* row =
-          ring.rows + 2 * std::int64_t{h} * step.window * step.dim + block.row_offset(slot);
-      Value* copy = saved.rows + 2 * (h * saved.head_rows + i) * step.dim;
+  const std::int64_t ring_values = 2 * std::int64_t{step.window} * step.dim;
+  for (std::int64_t i = 0; i < saved.count; ++i) {
+    const std::int64_t slot = step.slot(step.first + i);
+    Value* row = ring.rows + block.row_offset(slot);
+    for (int h = 0; h < step.heads; ++h, row += ring_values) {
+      const std::int64_t saved_row = h * saved.head_rows + i;
+      Value* copy = saved.rows + 2 * saved_row * step.dim;
       float* score = ring.scores + std::int64_t{h} * step.window + slot;
-      float* score_copy = saved.scores + h * saved.head_rows + i;
+      float* score_copy = saved.scores + saved_row;
       if (back) {
         copy_row_on_host(copy, 1, row, stride, step.dim);
         copy_row_on_host(copy + step.dim, 1, row + block.values_offset(), stride, step.dim);
@@ -349,8 +364,8 @@ void compact_on_host(const ExecutionSpace& exec, int heads, const Block<order>& 
     }
     move_rows<Value>(first[head], kept_counts[head], block, row_of, page_of);
   };
-  Kokkos::parallel_for("kvzap::compact::heads", Range(exec, 0, heads),
-                       [&](std::int64_t head) { move_head(static_cast<int>(head)); });
+  parallel_on_host("kvzap::compact::heads", exec, heads,
+                   [&](std::int64_t head) { move_head(static_cast<int>(head)); });
 }
 
 #define KVZAP_INSTANTIATE(Value, order)                                                        \

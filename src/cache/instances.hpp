@@ -12,9 +12,14 @@ inline int instance_waits = 0;
 /// Lets every instance count as another one, for tests: some backends have only one.
 inline bool instances_differ = false;
 
+/// Whether what follows on `next` runs after what was launched on `last` anyway.
+inline bool in_order(const ExecutionSpace& last, const ExecutionSpace& next) {
+  return !instances_differ && same_instance(last, next);
+}
+
 /// Has what follows on `next` run after what was launched on `last`.
 inline void follow(const ExecutionSpace& last, const ExecutionSpace& next, const char* name) {
-  if (!instances_differ && same_instance(last, next)) return;
+  if (in_order(last, next)) return;
   ++instance_waits;
   fence(last, name);
 }

@@ -7,6 +7,7 @@
 #include "base/huge_pages.hpp"
 #include "base/kokkos_compat.hpp"
 #include "base/scratch.hpp"
+#include "cache/instances.hpp"
 #ifdef __GLIBC__
 #include <malloc.h>
 #endif
@@ -279,8 +280,13 @@ void write_addresses(const ExecutionSpace& exec, const PagePool::AddressView& ta
 }  // namespace
 
 PagePool::AddressView PagePool::addresses(const ExecutionSpace& exec) {
+  if (m_addresses_on && !detail::in_order(*m_addresses_on, exec)) {
+    detail::follow(*m_addresses_on, exec, "kvzap::page_pool: addresses were written elsewhere");
+    m_addresses_on.reset();
+  }
   if (m_first_stale > m_last_stale) return m_addresses;
   if (m_addresses.extent(0) < m_pages.size()) return addresses();
+  m_addresses_on = exec;
   NewAddresses entries;
   entries.first = m_first_stale;
   for (std::size_t page = m_first_stale; page <= m_last_stale; ++page) {

@@ -85,29 +85,31 @@ auto KVCache<Value, order>::make_sequence() const -> Sequence {
 
 // Takes a new sequence in, with what it holds counted.
 template <class Value, PageOrder order>
-SequenceId KVCache<Value, order>::insert(Sequence&& sequence) {
+void KVCache<Value, order>::insert(SequenceId id, Sequence&& sequence) {
   m_pool.claim(ring_bytes());
   try {
-    m_sequences.emplace(m_next_sequence, std::move(sequence));
+    m_sequences.emplace(id, std::move(sequence));
   } catch (...) {
     m_pool.unclaim(ring_bytes());
     throw;
   }
-  m_sequences.at(m_next_sequence).ring_bytes = MeteredBytes(m_meter, ring_bytes());
-  return m_next_sequence++;
+  m_sequences.at(id).ring_bytes = MeteredBytes(m_meter, ring_bytes());
 }
 
 template <class Value, PageOrder order>
 SequenceId KVCache<Value, order>::add_sequence() {
-  return detail::or_out_of_memory("a sequence", ring_bytes(), m_pool,
-                                  [&] { return insert(make_sequence()); });
+  const SequenceId id = m_next_sequence++;
+  detail::or_out_of_memory("a sequence", ring_bytes(), m_pool,
+                           [&] { insert(id, make_sequence()); });
+  return id;
 }
 
 template <class Value, PageOrder order>
 SequenceId KVCache<Value, order>::fork(const ExecutionSpace& exec, SequenceId source) {
   check_outside_step(source, "fork");
   settle(source);
-  return detail::or_out_of_memory("a fork", ring_bytes(), m_pool, [&] {
+  const SequenceId id = m_next_sequence++;
+  detail::or_out_of_memory("a fork", ring_bytes(), m_pool, [&] {
     Sequence& from = sequence_at(source);
     enter(exec, from);
     Sequence copy = make_sequence();
@@ -126,15 +128,15 @@ SequenceId KVCache<Value, order>::fork(const ExecutionSpace& exec, SequenceId so
     upload_all(exec, copy);
     copy_elements(exec, copy.rings.data(), from.rings.data(), from.rings.size());
     copy_elements(exec, copy.ring_scores.data(), from.ring_scores.data(), from.ring_scores.size());
-    const SequenceId id = insert(std::move(copy));
+    insert(id, std::move(copy));
     // Nothing can fail any more.
     for (const LayerStore& layer : from.layers) {
       for (const auto& list : layer.pages) {
         for (PageId page : list) m_pool.retain(page);
       }
     }
-    return id;
   });
+  return id;
 }
 
 template <class Value, PageOrder order>
@@ -147,7 +149,7 @@ void KVCache<Value, order>::free_sequence(const ExecutionSpace& exec, SequenceId
       for (PageId page : list) m_pool.release(page);
     }
   }
-  m_released_on = exec;
+  note_releases(exec);
   m_pool.unclaim(ring_bytes());
   m_sequences.erase(sequence);
 }
@@ -219,7 +221,7 @@ void KVCache<Value, order>::restore(const ExecutionSpace& exec, SequenceId id,
     release_surplus(layer);
   }
   sequence.total = checkpoint.counts;
-  m_released_on = exec;
+  note_releases(exec);
   if constexpr (!detail::runs_on_host) {
     Kokkos::deep_copy(exec, sequence.lengths, sequence.host_lengths);
   }

@@ -8,8 +8,12 @@ void KVCache<Value, order>::begin_step(const ExecutionSpace& exec,
                                        const std::vector<StepSpan>& spans) {
   if (m_in_step) throw Error("cache begin_step: the step before has not been ended");
   ++m_calls;
+  m_called.clear();
+  detail::or_out_of_memory("a step", 0, m_pool,
+                           [&] { detail::reserve_room(m_called, spans.size()); });
   for (const StepSpan& span : spans) {
     Sequence& sequence = sequence_at(span.sequence);
+    m_called.push_back(&sequence);
     if (sequence.call == m_calls) {
       throw Error(fmt::format("cache begin_step: sequence {} twice in one step", span.sequence));
     }
@@ -19,10 +23,9 @@ void KVCache<Value, order>::begin_step(const ExecutionSpace& exec,
           fmt::format("cache begin_step: {} tokens for sequence {}", span.tokens, span.sequence));
     }
   }
-  for (const StepSpan& span : spans) {
-    Sequence& sequence = sequence_at(span.sequence);
-    settle(sequence);
-    enter(exec, sequence);
+  for (Sequence* sequence : m_called) {
+    settle(*sequence);
+    enter(exec, *sequence);
   }
 
   const std::size_t n = spans.size();
@@ -35,7 +38,7 @@ void KVCache<Value, order>::begin_step(const ExecutionSpace& exec,
       std::int64_t saved = 0;
       if (m_step.size() < n) m_step.resize(n);
       for (std::size_t i = 0; i < n; ++i) {
-        Sequence& sequence = sequence_at(spans[i].sequence);
+        Sequence& sequence = *m_called[i];
         StepState& state = m_step[i];
         state.id = spans[i].sequence;
         state.rows = spans[i].tokens;
@@ -77,7 +80,7 @@ void KVCache<Value, order>::begin_step(const ExecutionSpace& exec,
       for (int l = 0; l < n_layers; ++l) {
         std::int64_t exits = 0;
         for (std::size_t i = 0; i < n; ++i) {
-          exits += step_of(sequence_at(spans[i].sequence).layers[l], l, m_step[i].rows).exits;
+          exits += step_of(m_called[i]->layers[l], l, m_step[i].rows).exits;
         }
         most_exits = std::max(most_exits, exits * m_shape.heads[l]);
         most_heads = std::max<std::int64_t>(most_heads, m_shape.heads[l]);
@@ -99,7 +102,7 @@ void KVCache<Value, order>::begin_step(const ExecutionSpace& exec,
     throw;
   }
   std::reverse(m_stock.begin(), m_stock.end());
-  for (std::size_t i = 0; i < n; ++i) sequence_at(spans[i].sequence).step = static_cast<int>(i);
+  for (std::size_t i = 0; i < n; ++i) m_called[i]->step = static_cast<int>(i);
   m_n_step = n;
   m_in_step = true;
 }
@@ -117,8 +120,7 @@ void KVCache<Value, order>::close_step() {
   for (std::size_t i = 0; i < m_n_step; ++i) {
     Sequence& sequence = sequence_at(m_step[i].id);
     sequence.step = -1;
-    // Kernels there may still read what was released.
-    m_released_on = sequence.last;
+    note_releases(*sequence.last);
   }
   m_replaced.clear();
   m_stock.clear();

@@ -202,7 +202,15 @@ std::vector<StepResult> Decoder<Value, order>::step(const StepBatch& batch,
   bool begun = false;
   try {
     locally([&] {
-      reserve(batch);
+      try {
+        reserve(batch);
+      } catch (const Error&) {
+        throw;
+      } catch (const std::exception& error) {
+        // Kokkos' own allocations throw a runtime_error or bad_alloc, depending on its version.
+        throw OutOfMemory(fmt::format("out of memory: a step ({})", error.what()), 0,
+                          m_cache.pool().free_bytes());
+      }
       begin_cache_step(batch);
       begun = true;
     });
@@ -223,7 +231,7 @@ std::vector<StepResult> Decoder<Value, order>::step(const StepBatch& batch,
         const Rows rows{b * block_tokens, std::min(count, (b + 1) * block_tokens)};
         attention_block(batch, l, rows);
         feed_forward_block(l, rows, blocks == 1);
-        if (progress) progress("prefill", l * blocks + b + 1, layers * blocks);
+        if (progress) locally([&] { progress("prefill", l * blocks + b + 1, layers * blocks); });
       }
       append(batch, l);
       if (agrees_often) agree_on_failure();

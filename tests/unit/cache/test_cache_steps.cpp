@@ -842,6 +842,15 @@ TYPED_TEST(CacheSteps, OneKernelAppendsToAllSequences) {
 }
 
 // Another instance that takes over waits for the one before, whatever the two do.
+/// How often work() waits if every call has an instance of its own.
+int waits(const std::function<void()>& work) {
+  detail::instance_waits = 0;
+  detail::instances_differ = true;
+  work();
+  detail::instances_differ = false;
+  return detail::instance_waits;
+}
+
 TYPED_TEST(CacheSteps, InstancesFollowOneAnother) {
   World<TypeParam> world(CacheShape{{2}, 4, 2, 2}, 3);
   auto& cache = world.cache();
@@ -850,13 +859,6 @@ TYPED_TEST(CacheSteps, InstancesFollowOneAnother) {
   const SequenceId second = world.add_sequence();
   for (SequenceId id : {first, second}) world.append_layer(0, {id}, {9});
   world.settle();
-  const auto waits = [&](const std::function<void()>& work) {
-    detail::instance_waits = 0;
-    detail::instances_differ = true;
-    work();
-    detail::instances_differ = false;
-    return detail::instance_waits;
-  };
   const auto deferred = [&](SequenceId id) {
     const auto batch = world.batch(0, 1);
     const AppendSpan span{id, 0, 1, {0.0f, 0, true}, true};
@@ -893,6 +895,42 @@ TYPED_TEST(CacheSteps, InstancesFollowOneAnother) {
   deferred(second);
   EXPECT_EQ(detail::instance_waits, 0);
   world.verify();
+}
+
+// Sequences on instances of their own still share pages, and the list of their addresses.
+TYPED_TEST(CacheSteps, NewSequencesFollowThoseTheyShareMemoryWith) {
+  World<TypeParam> world(CacheShape{{2}, 4, 2, 2}, 3);
+  auto& cache = world.cache();
+  const ExecutionSpace exec;
+  const auto append = [&](SequenceId id, std::int64_t rows) {
+    const auto batch = world.batch(0, rows);
+    const AppendSpan span{id, 0, rows, EvictionRule::keep_all(), true};
+    world.append_to_model(span, 0, batch);
+    cache.append(exec, {span}, 0, batch.keys, batch.values, batch.scores);
+  };
+  const SequenceId first = world.add_sequence();
+  append(first, 5);
+  const SequenceId copy = cache.fork(exec, first);
+  world.model()[copy] = world.model().at(first);
+  append(copy, 1);  // into an own copy of the last page
+  SequenceId added = world.add_sequence();
+  EXPECT_GT(waits([&] { append(added, 1); }), 0);
+  append(first, 4);  // into new pages
+  added = world.add_sequence();
+  EXPECT_GT(waits([&] { append(added, 3); }), 0);
+  world.verify();
+}
+
+// Ranks that make the same calls have the same ids, whichever of them has no memory.
+TYPED_TEST(CacheSteps, CallsThatFailUseUpIds) {
+  World<TypeParam> world(CacheShape{{2}, 4, 2, 2}, 3);
+  auto& cache = world.cache();
+  const SequenceId first = cache.add_sequence();
+  cache.set_limit(1);
+  EXPECT_THROW(cache.add_sequence(), OutOfMemory);
+  EXPECT_THROW(cache.fork(first), OutOfMemory);
+  cache.set_limit(0);
+  EXPECT_EQ(cache.add_sequence(), first + 3);
 }
 
 TYPED_TEST(CacheSteps, WhatALayerRefersToOutlivesItsSequence) {

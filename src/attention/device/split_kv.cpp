@@ -515,8 +515,11 @@ void attend_parts(const ExecutionSpace& exec, const SplitSpans<Value>& spans, st
 template <class Value, PageOrder order>
 std::size_t SplitKV<Value, order>::scratch_bytes(const AttentionExtents& extents) {
   const std::int64_t part = std::int64_t{extents.group} * (extents.head_dim + 2);
-  const std::int64_t all =
-      (extents.single_rows / block_rows + extents.spans * extents.kv_heads) * part;
+  // Every head of a span has room for as many parts as the span's longest.
+  const std::int64_t head_parts =
+      std::min(extents.single_rows / block_rows + extents.spans,
+               extents.spans * parts_bound(extents.longest_single));
+  const std::int64_t all = extents.kv_heads * head_parts * part;
   const std::int64_t one = extents.kv_heads * parts_bound(extents.longest_single) * part;
   const bool needs_table = extents.spans > spans_in_arguments;
   return sizeof(float) * std::min(all, std::max(one, most_floats)) +

@@ -103,7 +103,8 @@ TYPED_TEST(Mass, AgreesWithDoublePrecision) {
   const int pages[] = {1, 7, 64};
   for (int group : {1, 2, 3, 5, 8, 16}) {
     SCOPED_TRACE("group " + std::to_string(group));
-    // Chunks over uneven heads; tokens of the ring in an order that is not that of their slots.
+    // Spans of several queries over uneven heads; tokens of the ring in an order that is not that
+    // of their slots.
     B batch(dims[i % 5], group, 8, pages[i % 3],
             {{{37, 5}, 8, 33, 40}, {{0, 0}, 0, 17, 17}, {{0, 90}, 8, 1, 5}}, 100 + i,
             static_cast<Arrangement>(i % 3));

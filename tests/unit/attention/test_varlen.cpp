@@ -102,7 +102,8 @@ class AttentionSpans : public ::testing::Test {
 };
 TYPED_TEST_SUITE(AttentionSpans, Combinations);
 
-/// Decode rows and chunks, with and without a cache, uneven heads, and a span without queries.
+/// Spans of one query and of several, with and without a cache, uneven heads, and a span without
+/// queries.
 std::vector<SpanCase> mixed(int window) {
   return {{{37, 5}, window, 1, 1},    {{0, 0}, 0, 17, 17},      {{0, 90}, window, 5, 9},
           {{1100, 3}, window, 1, 1},  {{0, 0}, 0, 1, 1},        {{8, 9}, window, 0, 2},

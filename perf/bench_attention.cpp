@@ -135,12 +135,12 @@ void decode(benchmark::State& state, int dim, int group, int page_rows, Lengths 
   if (page_rows == 0) page_rows = static_cast<int>(rows);  // a page per head
   const PagedLayer<Value> cache(retained, dim, page_rows, placement);
   const auto queries = array<float>(1, decode_heads * group, dim);
-  const auto chunk = array<Value>(1, decode_heads, dim);
+  const auto new_rows = array<Value>(1, decode_heads, dim);
   const auto output = array<float>(1, decode_heads * group, dim);
   Attention<Value, order> attention;
   const ExecutionSpace exec;
   report_decode(state, static_cast<double>(cache.rows * row_bytes),
-                [&] { attention(exec, cache.layer, queries, chunk, chunk, output); });
+                [&] { attention(exec, cache.layer, queries, new_rows, new_rows, output); });
 }
 
 /// B sequences of equal length in one step.
@@ -156,12 +156,12 @@ void decode_batch(benchmark::State& state, int sequences) {
     layers.push_back(caches.back().layer);
   }
   const auto queries = array<float>(sequences, decode_heads * group, dim);
-  const auto chunk = array<Value>(sequences, decode_heads, dim);
+  const auto new_rows = array<Value>(sequences, decode_heads, dim);
   const auto output = array<float>(sequences, decode_heads * group, dim);
   Attention<Value, order> attention;
   const ExecutionSpace exec;
   report_decode(state, static_cast<double>(sequences * decode_heads * rows * row_bytes),
-                [&] { attention.decode(exec, layers, queries, chunk, chunk, output); });
+                [&] { attention.decode(exec, layers, queries, new_rows, new_rows, output); });
 }
 
 /// `tokens` queries over a cache of `cached` rows per head and, causally, over each other.
@@ -170,12 +170,12 @@ void prefill(benchmark::State& state, int group, std::int64_t tokens, std::int64
   constexpr int dim = 128, kv_heads = 2;
   const PagedLayer<Value> cache(std::vector<std::int64_t>(kv_heads, cached), dim, 64);
   const auto queries = array<float>(tokens, kv_heads * group, dim);
-  const auto chunk = array<Value>(tokens, kv_heads, dim);
+  const auto new_rows = array<Value>(tokens, kv_heads, dim);
   const auto output = array<float>(tokens, kv_heads * group, dim);
   Attention<Value, order> attention;
   const ExecutionSpace exec;
   const auto work = [&] {
-    attention(exec, cache.layer, queries, chunk, chunk, output, AttentionPath::flash_prefill);
+    attention(exec, cache.layer, queries, new_rows, new_rows, output, AttentionPath::flash_prefill);
   };
   work();
   // 16-bit floats other than bf16 are multiplied as float.
@@ -192,17 +192,18 @@ void mass(benchmark::State& state, std::int64_t tokens, std::int64_t cached) {
   constexpr int dim = 128, kv_heads = 2, group = 4;
   const PagedLayer<Value> cache(std::vector<std::int64_t>(kv_heads, cached), dim, 64);
   const auto queries = array<float>(tokens, kv_heads * group, dim);
-  const auto chunk = array<Value>(tokens, kv_heads, dim);
+  const auto new_rows = array<Value>(tokens, kv_heads, dim);
   const auto output = array<float>(tokens, kv_heads * group, dim);
   const Kokkos::View<float**, MemorySpace> lse("lse", tokens, kv_heads * group);
   const Kokkos::View<float**, MemorySpace> result("mass", kv_heads, cached + tokens);
   Attention<Value, order> attention;
   AttentionMass<Value, order> attention_mass;
   const ExecutionSpace exec;
-  attention(exec, cache.layer, queries, chunk, chunk, output, AttentionPath::flash_prefill, lse);
+  attention(exec, cache.layer, queries, new_rows, new_rows, output, AttentionPath::flash_prefill,
+            lse);
   const AttentionSpan<Value, order> span{cache.layer, 0, tokens, 0, tokens};
   const auto work = [&] {
-    attention_mass(exec, span, queries, chunk, lse, MassReduction::sum, result);
+    attention_mass(exec, span, queries, new_rows, lse, MassReduction::sum, result);
   };
   work();
   const Yardstick limit(std::is_same_v<Value, bfloat16> ? Limit::gemm_bf16 : Limit::gemm_f32);
@@ -255,7 +256,7 @@ void add_prefill(const std::string& type, int repetitions) {
   }
   add("mass/" + type + "/tokens:512/cached:8192", 4, repetitions,
       [=](benchmark::State& state) { mass<Value>(state, 512, 8192); });
-  // A chunk over what survives of 16384 rows at three keep ratios.
+  // A chunk of a sparse prefill over what is retained of 16384 rows, at three keep ratios.
   for (int percent : {100, 50, 25}) {
     add("prefill_sparse/" + type + "/keep_percent:" + std::to_string(percent), 1, repetitions,
         [=](benchmark::State& state) { prefill<Value>(state, 4, 2048, 16384 * percent / 100); });

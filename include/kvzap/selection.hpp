@@ -33,10 +33,10 @@ struct ScoreSegment {
 /// include those of a smaller one.
 ///
 /// Returns a Cutoff for each of `mine`; where no finite score stays, it is {infinity, 0}.
-/// Collective, with the same `keep_of_pool` on every rank; a rank may have no segments. A pool
-/// whose segments all lie on one rank costs no communication but one exchange of extents for the
-/// whole call. Waits for `exec`. Throws AgreedError if `keep_of_pool` differs over ranks or is not
-/// within [0, rows of the pool], a pool is not in it, or two segments of a pool have the same
+/// Collective, with the same `keep_of_pool` on every rank; a rank may have no segments. Pools
+/// whose segments all lie on one rank cost no communication but the call's exchange of extents and
+/// one agreement. Waits for `exec`. Throws AgreedError if `keep_of_pool` differs over ranks or is
+/// not within [0, rows of the pool], a pool is not in it, or two segments of a pool have the same
 /// order.
 std::vector<Cutoff> select_top(const ExecutionSpace& exec, const Communicator& comm,
                                const std::vector<ScoreSegment>& mine,

@@ -1,12 +1,11 @@
-// What the implementations of attention share: the views of a call, where a head's rows lie, and
-// what a softmax gives where nothing is visible.
+// What the implementations of attention share: the views of a call, and what a softmax is where
+// nothing is visible.
 #pragma once
 
 #include <algorithm>
 #include <kvzap/attention.hpp>
-#include <limits>
 
-#include "base/kokkos_compat.hpp"
+#include "attention/softmax.hpp"
 
 namespace kvzap::detail {
 
@@ -26,21 +25,5 @@ struct AttentionCall {
 
   bool wants_lse() const { return lse.extent(0) > 0; }
 };
-
-/// What is subtracted from scores before exp: their maximum, but 0 where all are -infinity, as the
-/// difference would be NaN.
-KOKKOS_INLINE_FUNCTION float shift_of(float maximum) {
-  return maximum == -std::numeric_limits<float>::infinity() ? 0.0f : maximum;
-}
-
-/// What a query's weighted sums are multiplied by in the end. Where no row weighs anything, the
-/// result is 0, not NaN; a NaN stays one.
-KOKKOS_INLINE_FUNCTION float inverse_of(float weight) { return weight == 0 ? 0.0f : 1.0f / weight; }
-
-/// maximum: largest scaled score; weight: sum of exp(score - shift_of(maximum)).
-KOKKOS_INLINE_FUNCTION float log_sum_exp(float maximum, float weight) {
-  return weight == 0 ? -std::numeric_limits<float>::infinity()
-                     : shift_of(maximum) + math::log(weight);
-}
 
 }  // namespace kvzap::detail

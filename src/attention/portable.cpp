@@ -49,7 +49,7 @@ void attend_portable(const ExecutionSpace& exec, const AttentionSpan<Value, orde
           }
           return score * scale;
         };
-        float maximum = -std::numeric_limits<float>::infinity();
+        float maximum = minus_infinity;
         for (std::int64_t s = 0; s < n_runs; ++s) {
           const Run run = run_of(s);
           for (std::int64_t r = 0; r < run.rows; ++r) {

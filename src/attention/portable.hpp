@@ -5,7 +5,8 @@
 
 namespace kvzap::detail {
 
-/// A two-pass softmax per (query token, query head) of one span, in float. Waits for nothing.
+/// A two-pass softmax per (query token, query head) of one span, in float. Does not wait for
+/// its end.
 template <class Value, PageOrder order>
 void attend_portable(const ExecutionSpace& exec, const AttentionSpan<Value, order>& span,
                      const AttentionCall<Value, order>& call);

@@ -22,6 +22,11 @@ TeamShape team_shape(TeamShape wanted);
 /// The same shape for all kernels from now on, for tests; {0, 0}: no longer. Not while kernels run.
 void set_team_shape(TeamShape shape);
 
+/// Bytes of a kernel's own that Kokkos still passes as arguments: with its policy they are at most
+/// 512. More go through a buffer on the device, before each of whose uses the host waits for the
+/// one before.
+inline constexpr std::size_t most_arguments = 384;
+
 using TeamPolicy = Kokkos::TeamPolicy<ExecutionSpace>;
 using TeamMember = typename TeamPolicy::member_type;
 

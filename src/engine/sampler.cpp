@@ -44,7 +44,7 @@ TokenId Sampler::operator()(const std::vector<float>& logits) {
   std::iota(m_order.begin(), m_order.end(), 0);
   const bool limited =
       m_options.top_k > 0 && m_options.top_k < static_cast<std::int64_t>(m_order.size());
-  // The likeliest tokens in order, as many as it takes, and the sums of their weights. Few hold
+  // The most probable tokens in order, as many as it takes, and the sums of their weights. Few hold
   // nearly all of the probability, so that sorting the others would be most of the work.
   m_cumulative.clear();
   const auto sort_up_to = [&](std::size_t count) {

@@ -35,31 +35,32 @@ struct PanelOfMass {
 
 void reduce_slices(const ExecutionSpace& exec, const PanelOfMass& p, const LogSumExpView& lse,
                    const MassFactors& factors) {
-  Kokkos::parallel_for(
-      "kvzap::mass::slices", DeviceRange(exec, 0, p.slices() * p.heads * p.panel),
-      KOKKOS_LAMBDA(std::int64_t i) {
-        const std::int64_t column = i % p.panel;
-        const int own_head = static_cast<int>(i / p.panel % p.heads);
-        const int head = p.first_head + own_head;
-        const std::int64_t from = i / p.panel / p.heads * slice_rows;
-        const std::int64_t to = from + slice_rows < p.rows ? from + slice_rows : p.rows;
-        const std::int64_t row = p.begin + column;
-        float mass = 0;
-        for (std::int64_t q = from; q < to; ++q) {
-          const std::int64_t token = q / p.group;
-          if (row >= p.retained[head] + p.visible + token) continue;
-          const int query_head = head * p.group + static_cast<int>(q % p.group);
-          const float shift = lse(p.first_token + token, query_head);
-          if (shift == -std::numeric_limits<float>::infinity()) continue;
-          const float score =
-              p.scores[(own_head * p.rows + q) * p.panel + column] * p.unscale[head * p.rows + q];
-          float probability = math::exp(score - shift);
-          if (p.has_query_factors) probability *= factors.queries(p.first_token + token);
-          if (p.has_row_factors) probability *= factors.rows(query_head, row);
-          take_mass(probability, p.is_max, mass);
-        }
-        p.partial[i] = mass;
-      });
+  const auto kernel = KOKKOS_LAMBDA(std::int64_t i) {
+    const std::int64_t column = i % p.panel;
+    const int own_head = static_cast<int>(i / p.panel % p.heads);
+    const int head = p.first_head + own_head;
+    const std::int64_t from = i / p.panel / p.heads * slice_rows;
+    const std::int64_t to = from + slice_rows < p.rows ? from + slice_rows : p.rows;
+    const std::int64_t row = p.begin + column;
+    float mass = 0;
+    for (std::int64_t q = from; q < to; ++q) {
+      const std::int64_t token = q / p.group;
+      if (row >= p.retained[head] + p.visible + token) continue;
+      const int query_head = head * p.group + static_cast<int>(q % p.group);
+      const float shift = lse(p.first_token + token, query_head);
+      if (shift == minus_infinity) continue;
+      const float score =
+          p.scores[(own_head * p.rows + q) * p.panel + column] * p.unscale[head * p.rows + q];
+      float probability = math::exp(score - shift);
+      if (p.has_query_factors) probability *= factors.queries(p.first_token + token);
+      if (p.has_row_factors) probability *= factors.rows(query_head, row);
+      take_mass(probability, p.is_max, mass);
+    }
+    p.partial[i] = mass;
+  };
+  static_assert(sizeof(kernel) <= most_arguments, "Kokkos would wait");
+  Kokkos::parallel_for("kvzap::mass::slices", DeviceRange(exec, 0, p.slices() * p.heads * p.panel),
+                       kernel);
 }
 
 template <class MassView>

@@ -1,7 +1,6 @@
 // Tiles of queries and panels of rows as batched products take them.
 #pragma once
 
-#include <limits>
 #include <type_traits>
 
 #include "attention/call.hpp"
@@ -72,7 +71,7 @@ void load_queries(const ExecutionSpace& exec, const QueryView& queries, int kv_h
         Kokkos::single(Kokkos::PerTeam(team), [&] {
           rows.unscale[i] = power_of_two(-shift);
           if (!rows.sums) return;
-          rows.maximum[i] = -std::numeric_limits<float>::infinity();
+          rows.maximum[i] = minus_infinity;
           rows.weight[i] = 0;
           if (i % count == 0) any[i / count] = 0;
         });
@@ -92,47 +91,47 @@ void gather(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cached,
   const int dim = cached.head_dim;
   const std::int64_t new_rows = new_keys.extent(0);
   const std::int64_t vectors = (dim + width - 1) / width;
-  Kokkos::parallel_for(
-      "kvzap::attention::gather", DeviceRange(exec, 0, heads * panel * vectors),
-      KOKKOS_LAMBDA(std::int64_t i) {
-        const int d0 = static_cast<int>(i % vectors) * width;
-        const std::int64_t target = i / vectors * dim + d0;
-        const std::int64_t row = begin + i / vectors % panel;
-        const int head = first_head + static_cast<int>(i / vectors / panel);
-        const std::int64_t cached_rows = cached.rows(head);
-        const Value* key = nullptr;
-        const Value* value = nullptr;
-        std::int64_t stride = 1;
-        if (row < cached_rows) {
-          const RowPlace<Value> place = cached_row(cached, head, row);
-          key = place.key;
-          value = place.value;
-          stride = place.dim_stride;
-        } else if (row < cached_rows + new_rows) {
-          key = &new_keys(row - cached_rows, head, 0);
-          if (values) value = &new_values(row - cached_rows, head, 0);
-          stride = new_keys.stride(2);
-        }
-        const std::int64_t own = row - cached_rows - first_own;
-        // (No query of the tile sees what comes after its own tokens.)
-        const bool dropped =
-            values && own >= 0 && (own >= own_count || flags[head * own_count + own] != 0);
-        const bool whole = key && !dropped && stride == 1 && d0 + width <= dim &&
-                           dim % width == 0 && is_vector_aligned(key) &&
-                           (!values || is_vector_aligned(value));
-        if (whole) {
-          *reinterpret_cast<Bytes16*>(keys + target) = *reinterpret_cast<const Bytes16*>(key + d0);
-          if (values) {
-            *reinterpret_cast<Bytes16*>(values + target) =
-                *reinterpret_cast<const Bytes16*>(value + d0);
-          }
-          return;
-        }
-        for (int e = 0; e < width && d0 + e < dim; ++e) {
-          keys[target + e] = key ? key[(d0 + e) * stride] : Value(0.0f);
-          if (values) values[target + e] = key && !dropped ? value[(d0 + e) * stride] : Value(0.0f);
-        }
-      });
+  const auto kernel = KOKKOS_LAMBDA(std::int64_t i) {
+    const int d0 = static_cast<int>(i % vectors) * width;
+    const std::int64_t target = i / vectors * dim + d0;
+    const std::int64_t row = begin + i / vectors % panel;
+    const int head = first_head + static_cast<int>(i / vectors / panel);
+    const std::int64_t cached_rows = cached.rows(head);
+    const Value* key = nullptr;
+    const Value* value = nullptr;
+    std::int64_t stride = 1;
+    if (row < cached_rows) {
+      const RowPlace<Value> place = cached_row(cached, head, row);
+      key = place.key;
+      value = place.value;
+      stride = place.dim_stride;
+    } else if (row < cached_rows + new_rows) {
+      key = &new_keys(row - cached_rows, head, 0);
+      if (values) value = &new_values(row - cached_rows, head, 0);
+      stride = new_keys.stride(2);
+    }
+    const std::int64_t own = row - cached_rows - first_own;
+    // (No query of the tile sees what comes after its own tokens.)
+    const bool dropped =
+        values && own >= 0 && (own >= own_count || flags[head * own_count + own] != 0);
+    const bool whole = key && !dropped && stride == 1 && d0 + width <= dim && dim % width == 0 &&
+                       is_vector_aligned(key) && (!values || is_vector_aligned(value));
+    if (whole) {
+      *reinterpret_cast<Bytes16*>(keys + target) = *reinterpret_cast<const Bytes16*>(key + d0);
+      if (values) {
+        *reinterpret_cast<Bytes16*>(values + target) =
+            *reinterpret_cast<const Bytes16*>(value + d0);
+      }
+      return;
+    }
+    for (int e = 0; e < width && d0 + e < dim; ++e) {
+      keys[target + e] = key ? key[(d0 + e) * stride] : Value(0.0f);
+      if (values) values[target + e] = key && !dropped ? value[(d0 + e) * stride] : Value(0.0f);
+    }
+  };
+  static_assert(sizeof(kernel) <= most_arguments, "Kokkos would wait");
+  Kokkos::parallel_for("kvzap::attention::gather", DeviceRange(exec, 0, heads * panel * vectors),
+                       kernel);
 }
 
 }  // namespace kvzap::detail

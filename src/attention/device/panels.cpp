@@ -13,8 +13,6 @@
 namespace kvzap::detail {
 namespace {
 
-using Range = DeviceRange;
-
 /// The values of a tile's own tokens, the only rows that some of its queries see and others do not.
 template <class Value>
 struct OwnValues {
@@ -33,7 +31,7 @@ struct OwnValues {
 template <class Value>
 void flag_values(const ExecutionSpace& exec, int kv_heads, int dim, const OwnValues<Value>& own) {
   Kokkos::parallel_for(
-      "kvzap::attention::flag_values", Range(exec, 0, kv_heads * own.count),
+      "kvzap::attention::flag_values", DeviceRange(exec, 0, kv_heads * own.count),
       KOKKOS_LAMBDA(std::int64_t i) {
         const int head = static_cast<int>(i / own.count);
         int found = 0;
@@ -99,6 +97,11 @@ void online_softmax(const ExecutionSpace& exec,
             Kokkos::parallel_for(Kokkos::ThreadVectorRange(team, rows.dim),
                                  [&](int d) { rows.sums[i * rows.dim + d] *= factor; });
           }
+          // (After this, all lanes see the weights that the others have written.)
+          Kokkos::single(Kokkos::PerThread(team), [&] {
+            rows.maximum[i] = largest;
+            rows.weight[i] = rows.weight[i] * factor + sum;
+          });
           if (own_values.any[head] != 0) {
             const std::int64_t first_own = retained(head) + visible - 1;
             for (std::int64_t r = first_own < 0 ? 0 : first_own; r < limit; ++r) {
@@ -109,10 +112,6 @@ void online_softmax(const ExecutionSpace& exec,
               });
             }
           }
-          Kokkos::single(Kokkos::PerThread(team), [&] {
-            rows.maximum[i] = largest;
-            rows.weight[i] = rows.weight[i] * factor + sum;
-          });
         });
       });
 }
@@ -122,7 +121,7 @@ void store(const ExecutionSpace& exec, int kv_heads, std::int64_t first, const Q
            const OutputView& output) {
   const int group = static_cast<int>(output.extent(1)) / kv_heads;
   Kokkos::parallel_for(
-      "kvzap::attention::store", Range(exec, 0, kv_heads * rows.count * rows.dim),
+      "kvzap::attention::store", DeviceRange(exec, 0, kv_heads * rows.count * rows.dim),
       KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t row = i / rows.dim;
         const std::int64_t own = row % rows.count;
@@ -134,7 +133,7 @@ void store(const ExecutionSpace& exec, int kv_heads, std::int64_t first, const Q
 void store_lse(const ExecutionSpace& exec, int kv_heads, int group, std::int64_t first,
                const QueryRows& rows, const LogSumExpView& lse) {
   Kokkos::parallel_for(
-      "kvzap::attention::store_lse", Range(exec, 0, kv_heads * rows.count),
+      "kvzap::attention::store_lse", DeviceRange(exec, 0, kv_heads * rows.count),
       KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t own = i % rows.count;
         lse(first + own / group, i / rows.count * group + own % group) =

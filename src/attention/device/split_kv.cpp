@@ -32,20 +32,15 @@ struct Kokkos::reduction_identity<kvzap::detail::PartialDots<count>> {
 namespace kvzap::detail {
 namespace {
 
-constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
-
 // Rows that a team has at once: few, so that few heads fill a device, and many enough that what
 // they leave behind is small beside them.
 constexpr int block_rows = 128;
 // Parts of a head: enough for a few heads to fill a device. Bounds the memory for parts.
 constexpr int most_parts = 512;
-// Spans whose whereabouts fit into one kernel's arguments. (Kokkos passes large ones through a
-// buffer, for which it waits.) A table in memory holds those of more, brought there by kernels
-// whose arguments are nothing else.
+// Spans that a kernel's arguments describe. More are described by a table in device memory, which
+// kernels write that have a part of it as their arguments.
 constexpr int spans_in_arguments = 4;
 constexpr int spans_in_upload = 6;
-// Above this size a kernel's arguments go through that buffer.
-constexpr std::size_t most_arguments = 384;
 // Spans whose parts need more than this in all take several launches.
 constexpr std::int64_t most_floats = std::int64_t{16} << 20;
 // Rows whose keys are multiplied at once, so that several loads are on their way.
@@ -250,7 +245,7 @@ struct AttendParts {
               }
             },
             scattered);
-        // Queries and whereabouts are there for all threads.
+        // Queries and addresses of rows are there for all threads.
         team.team_barrier();
         if (scattered == 0 && dim % width == 0) {
           attend<true>(team, own, count, row == begin, scratch);
@@ -336,7 +331,8 @@ struct AttendParts {
     // Weights, relative to the part's largest score so far.
     Kokkos::parallel_for(Kokkos::TeamThreadRange(team, own), [&](int g) {
       float* const scores = scratch.scores + g * block_rows;
-      const float before = is_first ? minus_infinity : scratch.maximum[g];
+      float before = minus_infinity;
+      if (!is_first) before = scratch.maximum[g];
       const float weight_before = is_first ? 0.0f : scratch.weight[g];
       float maximum = minus_infinity;
       Kokkos::parallel_reduce(
@@ -501,7 +497,7 @@ void attend_parts(const ExecutionSpace& exec, const SplitSpans<Value>& spans, st
                                0,
                                static_cast<std::int16_t>(padded),
                                order == PageOrder::token_major};
-  static_assert(sizeof(kernel) <= most_arguments);
+  static_assert(sizeof(kernel) <= most_arguments, "Kokkos would wait");
   const int lanes = lanes_for(vectors);
   const auto bytes = [&](int threads) { return PartScratch<Value>::bytes(G, padded, threads); };
   const TeamPolicy policy =
@@ -515,8 +511,10 @@ void attend_parts(const ExecutionSpace& exec, const SplitSpans<Value>& spans, st
 template <class Value, PageOrder order>
 std::size_t SplitKV<Value, order>::scratch_bytes(const AttentionExtents& extents) {
   const std::int64_t part = std::int64_t{extents.group} * (extents.head_dim + 2);
-  const std::int64_t all =
-      (extents.single_rows / block_rows + extents.spans * extents.kv_heads) * part;
+  // Every head of a span has room for as many parts as the span's longest.
+  const std::int64_t head_parts = std::min(extents.single_rows / block_rows + extents.spans,
+                                           extents.spans * parts_bound(extents.longest_single));
+  const std::int64_t all = extents.kv_heads * head_parts * part;
   const std::int64_t one = extents.kv_heads * parts_bound(extents.longest_single) * part;
   const bool needs_table = extents.spans > spans_in_arguments;
   return sizeof(float) * std::min(all, std::max(one, most_floats)) +
@@ -586,7 +584,7 @@ void SplitKV<Value, order>::operator()(const ExecutionSpace& exec, const std::ve
       table = reinterpret_cast<SplitSpan<Value>*>(m_table.data());
     }
     SpanUpload<Value> upload{};
-    static_assert(sizeof(upload) <= most_arguments);
+    static_assert(sizeof(upload) <= most_arguments, "Kokkos would wait");
     std::int64_t first_part = 0;
     int i = 0;
     for (int s = begin; s < end; s = next_single(s + 1), ++i) {
@@ -634,7 +632,7 @@ void SplitKV<Value, order>::operator()(const ExecutionSpace& exec, const std::ve
                             static_cast<std::int64_t>(call.lse.stride(0)),
                             static_cast<std::int64_t>(call.lse.stride(1)),
                             0};
-    static_assert(sizeof(merge) <= most_arguments);
+    static_assert(sizeof(merge) <= most_arguments, "Kokkos would wait");
     const auto bytes = [&](int threads) { return sizeof(float) * threads * call.dim; };
     const TeamPolicy policy = team_policy(exec, std::int64_t{count} * call.kv_heads * call.group,
                                           merge_shape, merge, bytes);

@@ -30,8 +30,8 @@ class SplitKV {
 
  private:
   Vector m_partials;
-  Kokkos::View<char*, MemorySpace>
-      m_table;  // where spans lie, if a kernel's arguments hold not all
+  // Where spans lie, if they are too many for a kernel's arguments.
+  Kokkos::View<char*, MemorySpace> m_table;
 };
 
 }  // namespace kvzap::detail

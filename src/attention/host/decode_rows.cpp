@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <type_traits>
 
 #include "attention/host/vector_math.hpp"
+#include "attention/softmax.hpp"
 #include "base/instantiate.hpp"
 #include "linalg/host/row_kernels.hpp"
 
@@ -18,11 +18,6 @@ namespace {
 // Rows whose scores are held at once: the running maximum is rescaled once per so many. With 128
 // 16-bit values per row, their keys and their values each fill half a level-1 cache.
 constexpr int block_rows = 64;
-constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
-
-constexpr std::int64_t whole(std::int64_t count, std::int64_t unit) {
-  return (count + unit - 1) / unit * unit;
-}
 
 }  // namespace
 
@@ -612,8 +607,7 @@ void RowAttention<Value>::attend_portably(const RowRun<Value>& run) {
         scale(m_sums + q * m_dim, m_dim, factor);
         m_maximum[q] = maximum;
       }
-      // Where all scores are -infinity, their difference from the maximum would be NaN.
-      m_weight[q] += exp_shifted(row, rows, maximum == minus_infinity ? 0.0f : maximum, m_scaling);
+      m_weight[q] += exp_shifted(row, rows, shift_of(maximum), m_scaling);
     }
     accumulate_rows(run.values + begin * run.row_stride, run.row_stride, run.dim_stride, rows,
                     m_scores, block_rows, m_group, m_dim, m_sums);

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <limits>
 #include <type_traits>
 
 #include "attention/call.hpp"
@@ -18,8 +17,6 @@
 
 namespace kvzap::detail {
 namespace {
-
-constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
 
 // Rows of a tile (query tokens times group) and keys of a tile. With 128 dimensions, queries,
 // scores, sums and packed keys and values take half a level-2 cache of 1 MiB, and one packed panel

@@ -15,8 +15,6 @@ using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t
 using HostRange =
     Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace, Kokkos::IndexType<std::int64_t>>;
 
-constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
-
 // Query rows and rows of a tile.
 constexpr std::int64_t tile_queries = 512;
 constexpr std::int64_t tile_keys = 512;

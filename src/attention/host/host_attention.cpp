@@ -184,7 +184,7 @@ void HostAttention<Value, order>::operator()(const ExecutionSpace& exec,
         const std::int64_t head = i / group % kv_heads;
         const float* const begin = partials + first_of[i / group] * partial;
         const float* const end = partials + first_of[i / group + 1] * partial;
-        float largest = -std::numeric_limits<float>::infinity();
+        float largest = minus_infinity;
         for (const float* p = begin; p < end; p += partial) largest = std::max(largest, p[q]);
         float* const result = &call.output(query, head * group + q, 0);
         const std::int64_t stride = call.output.stride(2);

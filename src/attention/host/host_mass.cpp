@@ -16,8 +16,6 @@ namespace {
 using HostRange =
     Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace, Kokkos::IndexType<std::int64_t>>;
 
-constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
-
 // Query rows and rows of a tile of the gemm form, and columns that one thread reduces.
 constexpr std::int64_t gemm_tile = 512;
 constexpr std::int64_t columns_at_once = 64;

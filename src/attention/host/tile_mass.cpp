@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <limits>
 #include <type_traits>
 
 #include "attention/host/tile_products.hpp"
+#include "attention/softmax.hpp"
 #include "base/instantiate.hpp"
 #include "linalg/host/row_kernels.hpp"
 
@@ -130,7 +130,7 @@ template <class Value>
 void TileMass<Value>::add_query(const float* query, std::int64_t dim_stride, int limit, float lse,
                                 float factor, const float* row_factors) {
   // Where nothing weighs anything there are no probabilities.
-  if (limit <= 0 || lse == -std::numeric_limits<float>::infinity()) return;
+  if (limit <= 0 || lse == minus_infinity) return;
   float* const target = m_queries + std::int64_t{m_waiting} * m_words;
   if (m_pairs) {
     bfloat16* const row = reinterpret_cast<bfloat16*>(target);

@@ -10,10 +10,6 @@
 
 namespace kvzap::detail {
 
-constexpr std::int64_t whole(std::int64_t count, std::int64_t unit) {
-  return (count + unit - 1) / unit * unit;
-}
-
 // Rows, and vectors of 16 columns, of the block of sums that a matrix product keeps in registers.
 constexpr int block_rows(bool pairs) { return pairs ? 6 : 12; }
 constexpr int block_vectors(bool pairs) { return pairs ? 4 : 2; }

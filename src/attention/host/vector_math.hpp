@@ -1,7 +1,18 @@
-// Vector pieces that the attention kernels share: exp, and lanes that belong to different queries.
+// Pieces that the vectorized attention kernels share: padding, exp, what a softmax subtracts.
 #pragma once
 
+#include <cstdint>
+
 #include "base/simd.hpp"
+
+namespace kvzap::detail {
+
+/// `count` rounded up to a multiple of `unit`.
+constexpr std::int64_t whole(std::int64_t count, std::int64_t unit) {
+  return (count + unit - 1) / unit * unit;
+}
+
+}  // namespace kvzap::detail
 
 #if KVZAP_X86
 #if !defined(__clang__)
@@ -36,7 +47,7 @@ KVZAP_INLINE_AVX512 __m512 exp_nonpositive(__m512 x) {
   return _mm512_maskz_scalef_ps(normal, p, n);
 }
 
-/// What is subtracted from scores before exp: their maximum, but 0 where all scores are -infinity.
+/// The same as of one float (attention/softmax.hpp).
 KVZAP_INLINE_AVX512 __m512 shift_of(__m512 maximum) {
   const __m512 none = _mm512_set1_ps(-__builtin_inff());
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(maximum, none, _CMP_NEQ_UQ), maximum);

@@ -165,7 +165,7 @@ void fill_random(const Array<T>& array, int integers, std::mt19937& random) {
 }
 
 /// A random sequence with exactly the wanted rows, retained ones per KV head: scores decide which
-/// pairs survive. integers: as in fill_random, for keys.
+/// pairs are kept. integers: as in fill_random, for keys.
 template <class Value, PageOrder order>
 void fill_cache(KVCache<Value, order>& cache, int sequence, int dim,
                 const std::vector<int>& retained, int ring_rows, int integers,

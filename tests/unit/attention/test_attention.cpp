@@ -39,7 +39,7 @@ struct Problem {
   /// Rows in pages, per KV head.
   std::vector<int> retained = {0, 0};
   int queries = 1;
-  int chunk = 1;
+  int new_rows = 1;
   /// Queries and keys are integers up to this, so that scores are exact in every path however
   /// large; 0: random numbers in [-1, 1).
   int integers = 0;
@@ -50,7 +50,7 @@ std::string describe(const Problem& p) {
   std::string text = "dim " + std::to_string(p.dim) + " group " + std::to_string(p.group) +
                      " pages of " + std::to_string(p.page_rows) + " ring " +
                      std::to_string(p.ring_rows) + " M " + std::to_string(p.queries) + " C " +
-                     std::to_string(p.chunk) + " retained";
+                     std::to_string(p.new_rows) + " retained";
   for (int n : p.retained) text += " " + std::to_string(n);
   return text;
 }
@@ -76,8 +76,8 @@ class AttentionPaths : public ::testing::Test {
     fill(cache, sequence, p, random);
     const int heads = p.kv_heads * p.group;
     Array<float> queries(p.queries, heads, p.dim, p.arrangement);
-    Array<Value> new_keys(p.chunk, p.kv_heads, p.dim, p.arrangement);
-    Array<Value> new_values(p.chunk, p.kv_heads, p.dim, p.arrangement);
+    Array<Value> new_keys(p.new_rows, p.kv_heads, p.dim, p.arrangement);
+    Array<Value> new_values(p.new_rows, p.kv_heads, p.dim, p.arrangement);
     fill_random(queries, p.integers, random);
     fill_random(new_keys, p.integers, random);
     fill_random(new_values, 0, random);
@@ -92,14 +92,14 @@ class AttentionPaths : public ::testing::Test {
         keys.push_back(cached.keys[i]);
         values.push_back(cached.values[i]);
       }
-      for (int r = 0; r < p.chunk; ++r) {
+      for (int r = 0; r < p.new_rows; ++r) {
         for (int d = 0; d < p.dim; ++d) {
           keys.push_back(new_keys.at(r, kv_head, d));
           values.push_back(new_values.at(r, kv_head, d));
         }
       }
       for (int token = 0; token < p.queries; ++token) {
-        const std::size_t visible = n + p.chunk - p.queries + token + 1;
+        const std::size_t visible = n + p.new_rows - p.queries + token + 1;
         for (int g = 0; g < p.group; ++g) {
           const int head = kv_head * p.group + g;
           std::vector<double> weights(visible);
@@ -184,7 +184,7 @@ TYPED_TEST(AttentionPaths, AgreeWithDoublePrecisionForAnyHead) {
         p.group = group;
         p.retained = {37, 5};
         p.queries = queries;
-        p.chunk = queries;
+        p.new_rows = queries;
         this->check(p, 100 + dim + group);
       }
     }
@@ -205,7 +205,7 @@ TYPED_TEST(AttentionPaths, AgreeWithDoublePrecisionForAnyCache) {
           p.page_rows = page;
           p.retained = retained;
           p.queries = queries;
-          p.chunk = queries + older;
+          p.new_rows = queries + older;
           p.arrangement = static_cast<Arrangement>((queries + older) % 3);
           this->check(p, 200 + page + queries + older);
         }
@@ -239,9 +239,9 @@ TYPED_TEST(AttentionPaths, RingOfAnyFilling) {
       p.window = 5;
       p.ring_rows = ring_rows;
       p.queries = queries;
-      p.chunk = queries;
+      p.new_rows = queries;
       this->check(p, 300 + ring_rows);  // with no rows at all: dense causal attention
-      p.chunk = queries + 3;
+      p.new_rows = queries + 3;
       this->check(p, 310 + ring_rows);
     }
   }
@@ -250,7 +250,7 @@ TYPED_TEST(AttentionPaths, RingOfAnyFilling) {
   p.window = p.ring_rows = 530;
   p.retained = {3, 40};
   this->check(p, 320);
-  p.queries = p.chunk = 2;
+  p.queries = p.new_rows = 2;
   this->check(p, 321);
   // Pages and rings of one row.
   p.window = p.ring_rows = p.page_rows = 1;
@@ -260,19 +260,19 @@ TYPED_TEST(AttentionPaths, RingOfAnyFilling) {
 TYPED_TEST(AttentionPaths, LongChunksCrossTiles) {
   Problem p;
   p.queries = 700;
-  p.chunk = 700;
+  p.new_rows = 700;
   p.retained = {70, 0};
   p.kv_heads = 2;
   p.group = 1;
   this->check(p, 400);
   p.group = 3;  // tiles of 170 tokens: the boundaries of query and key tiles do not meet
   p.dim = 16;
-  p.chunk = 733;
+  p.new_rows = 733;
   p.arrangement = Arrangement::strided;
   this->check(p, 401);
   p.group = 1;
   for (int tokens : {511, 512, 513}) {
-    p.queries = p.chunk = tokens;
+    p.queries = p.new_rows = tokens;
     p.retained = {tokens - 8, tokens - 9};
     this->check(p, 402);
   }
@@ -288,7 +288,7 @@ TYPED_TEST(AttentionPaths, LargeScoresDoNotOverflow) {
         p.dim = dim;
         p.integers = integers;
         p.retained = {300, 20};
-        p.queries = p.chunk = queries;
+        p.queries = p.new_rows = queries;
         this->check(p, 500 + dim + integers);
       }
     }
@@ -308,21 +308,21 @@ TYPED_TEST(AttentionPaths, EqualScoresGiveTheMean) {
   this->fill(cache, sequence, p, random);
   Array<float> queries(1, 4, p.dim, Arrangement::right);  // all zero
   queries.upload();
-  Array<Value> chunk(1, p.kv_heads, p.dim, Arrangement::right);
-  fill_random(chunk, 0, random);
+  Array<Value> new_rows(1, p.kv_heads, p.dim, Arrangement::right);
+  fill_random(new_rows, 0, random);
   for (auto path : {AttentionPath::automatic, AttentionPath::flash_prefill, AttentionPath::split_kv,
                     AttentionPath::panels, AttentionPath::portable}) {
     Array<float> output(1, 4, p.dim, Arrangement::right);
     const ExecutionSpace exec;
     this->m_attention(exec, cache.layer(sequence, 0), queries.template view<const float>(),
-                      chunk.template view<const Value>(), chunk.template view<const Value>(),
+                      new_rows.template view<const Value>(), new_rows.template view<const Value>(),
                       output.template view<float>(), path);
     exec.fence();
     output.download();
     for (int head = 0; head < 4; ++head) {
       const auto rows = cache.host_rows(sequence, 0, head / 2);
       for (int d = 0; d < p.dim; ++d) {
-        double sum = chunk.at(0, head / 2, d);
+        double sum = new_rows.at(0, head / 2, d);
         const std::size_t n = rows.positions.size();
         for (std::size_t r = 0; r < n; ++r) sum += rows.values[r * p.dim + d];
         EXPECT_NEAR(output.at(0, head, d), sum / (n + 1), tolerance);  // 1 is exact in any type
@@ -353,13 +353,14 @@ std::vector<float> attend(int page_rows, int queries, AttentionPath path) {
   Array<float> query(queries, 3 * kv_heads, dim, Arrangement::right);
   for (std::size_t i = 0; i < query.host.extent(0); ++i) query.host(i) = uniform(random);
   query.upload();
-  Array<Value> chunk(queries, kv_heads, dim, Arrangement::right);
-  for (std::size_t i = 0; i < chunk.host.extent(0); ++i) chunk.host(i) = Value(uniform(random));
-  chunk.upload();
+  Array<Value> new_rows(queries, kv_heads, dim, Arrangement::right);
+  for (std::size_t i = 0; i < new_rows.host.extent(0); ++i)
+    new_rows.host(i) = Value(uniform(random));
+  new_rows.upload();
   Array<float> output(queries, 3 * kv_heads, dim, Arrangement::right);
   Attention<Value, order> attention;
   attention(exec, cache.layer(sequence, 0), query.template view<const float>(),
-            chunk.template view<const Value>(), chunk.template view<const Value>(),
+            new_rows.template view<const Value>(), new_rows.template view<const Value>(),
             output.template view<float>(), path);
   exec.fence();
   output.download();
@@ -517,14 +518,15 @@ TEST(AttentionErrors, NameExpectedAndFound) {
   const auto call = [&](int q0, int q1, int q2, int c0, int c1, int c2, int o0, int o1, int o2,
                         AttentionPath path = AttentionPath::automatic) {
     const Array<float> queries(q0, q1, q2, Arrangement::right);
-    const Array<float> chunk(c0, c1, c2, Arrangement::right);
+    const Array<float> new_rows(c0, c1, c2, Arrangement::right);
     const Array<float> output(o0, o1, o2, Arrangement::right);
     attention(ExecutionSpace{}, cache.layer(sequence, 0), queries.view<const float>(),
-              chunk.view<const float>(), chunk.view<const float>(), output.view<float>(), path);
+              new_rows.view<const float>(), new_rows.view<const float>(), output.view<float>(),
+              path);
   };
   call(3, 4, 16, 3, 2, 16, 3, 4, 16);
   call(0, 4, 16, 0, 2, 16, 0, 4, 16);  // nothing to do
-  // Fewer chunk rows than queries, KV heads or dimensions that are not the cache's, and query heads
+  // Fewer new rows than queries, KV heads or dimensions that are not the cache's, and query heads
   // that do not split evenly.
   expect_error([&] { call(3, 4, 16, 2, 2, 16, 3, 4, 16); }, {"(3, 4, 16)", "(2, 2, 16)"});
   expect_error([&] { call(3, 4, 16, 3, 1, 16, 3, 4, 16); }, {"(3, 1, 16)", "2, 16)"});
@@ -545,9 +547,9 @@ TEST(AttentionErrors, BatchedDecodeNamesExpectedAndFound) {
   KVCache<float, PageOrder::token_major> other(CacheShape{{1}, 16, 4, 4});
   const auto layer = cache.layer(cache.add_sequence(), 0);
   Attention<float, PageOrder::token_major> attention;
-  const auto call = [&](const auto& layers, int queries, int chunk) {
+  const auto call = [&](const auto& layers, int queries, int new_rows) {
     const Array<float> q(queries, 4, 16, Arrangement::right);
-    const Array<float> c(chunk, 2, 16, Arrangement::right);
+    const Array<float> c(new_rows, 2, 16, Arrangement::right);
     attention.decode(ExecutionSpace{}, layers, q.view<const float>(), c.view<const float>(),
                      c.view<const float>(), q.view<float>());
   };

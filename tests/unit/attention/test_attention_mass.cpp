@@ -103,7 +103,8 @@ TYPED_TEST(Mass, AgreesWithDoublePrecision) {
   const int pages[] = {1, 7, 64};
   for (int group : {1, 2, 3, 5, 8, 16}) {
     SCOPED_TRACE("group " + std::to_string(group));
-    // Chunks over uneven heads; tokens of the ring in an order that is not that of their slots.
+    // Spans of several queries over uneven heads; tokens of the ring in an order that is not that
+    // of their slots.
     B batch(dims[i % 5], group, 8, pages[i % 3],
             {{{37, 5}, 8, 33, 40}, {{0, 0}, 0, 17, 17}, {{0, 90}, 8, 1, 5}}, 100 + i,
             static_cast<Arrangement>(i % 3));
@@ -142,6 +143,34 @@ TYPED_TEST(Mass, FactorsOfRowsAndQueries) {
   Kokkos::deep_copy(by_row, host_rows);
   Kokkos::deep_copy(by_query, host_queries);
   this->check(batch, 1, MassFactors{by_row, by_query});
+}
+
+// Once `evict` has emptied the ring, its slots count from where it began anew.
+TYPED_TEST(Mass, OrderOfARingThatBeganAnew) {
+  using Value = typename TestFixture::Value;
+  using B = Batch<Value, TestFixture::order>;
+  constexpr int window = 8;
+  for (const int appended : {5, 11}) {  // less than a ring, and one that wraps
+    SCOPED_TRACE(std::to_string(appended) + " tokens since");
+    B batch(64, 2, window, 16, {{{37, 5}, window, 9, 12}}, 500);
+    const ExecutionSpace exec;
+    const int sequence = batch.sequences[0];
+    // Rows of the ring score -1. Of head 0's three stay, of head 1's all.
+    batch.cache.evict(exec, sequence, 0, {{-1.0f, 3}, {-2.0f, 0}});
+    std::mt19937 random(501);
+    const Array<Value> keys(appended, 2, 64, Arrangement::right);
+    const Array<Value> values(appended, 2, 64, Arrangement::right);
+    fill_random(keys, 0, random);
+    fill_random(values, 0, random);
+    batch.cache.append(exec, sequence, 0, keys.template view<const Value>(),
+                       values.template view<const Value>(), {}, kvzap::EvictionRule{});
+    auto& layer = batch.spans[0].cached;
+    layer = batch.cache.layer(sequence, 0);
+    // Otherwise slots would be the same as in a ring that began with the sequence.
+    ASSERT_NE(layer.ring_first % window, 0);
+    ASSERT_EQ(layer.ring_rows(), std::min(appended, window));
+    this->check(batch);
+  }
 }
 
 // A query whose scores are all -infinity contributes nothing, one with a NaN makes the rows that it

@@ -257,7 +257,7 @@ TokenId argmax(const std::vector<float>& logits, std::int64_t ranks) {
   return detail::token_of_key(most);
 }
 
-TEST(Likeliest, AgreesWithTheSampler) {
+TEST(Argmax, AgreesWithTheSampler) {
   kvzap::Sampler sampler({});
   Numbers numbers(5);
   for (int round = 0; round < 50; ++round) {

@@ -383,6 +383,14 @@ class KVCache {
     PageId page;
   };
 
+  // What more rows of a head take.
+  struct PageNeeds {
+    std::size_t listed;  // pages of its list then
+    std::size_t
+        missing;       // those to be taken: what the list lacks, and an own copy of its last page
+    bool shares_last;  // whether it needs that copy
+  };
+
   const Sequence& sequence_at(SequenceId sequence) const;
   Sequence& sequence_at(SequenceId sequence);
   const LayerStore& store(SequenceId sequence, int layer) const;
@@ -413,8 +421,7 @@ class KVCache {
   void take_lengths(Sequence& sequence);
   void copy_page(const ExecutionSpace& exec, PageId from, PageId to);
   bool shares_last_page(const LayerStore& layer, int head) const;
-  std::size_t missing_pages(const LayerStore& layer, int head, std::int64_t more_rows) const;
-  void reserve_lists(LayerStore& layer, int head, std::int64_t more_rows);
+  PageNeeds list_room(LayerStore& layer, int head, std::int64_t more_rows) const;
   void take_pages(const ExecutionSpace& exec, Sequence& sequence, int layer, int head,
                   std::int64_t more_rows, std::vector<PageId>& from);
   void stock_up(const ExecutionSpace& exec, std::size_t pages);

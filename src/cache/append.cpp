@@ -201,11 +201,9 @@ AppendCounts KVCache<Value, order>::append_spans(const ExecutionSpace& exec,
         for (int h = 0; h < heads; ++h) {
           const std::int64_t kept = kept_of(i, h);
           if (kept == 0) continue;
-          reserve_lists(layer, h, kept);
-          missing += missing_pages(layer, h, kept);
-          const std::int64_t rows = layer.retained(h) + kept;
-          longest =
-              std::max<std::size_t>(longest, (rows + m_shape.page_rows - 1) / m_shape.page_rows);
+          const PageNeeds needs = list_room(layer, h, kept);
+          missing += needs.missing;
+          longest = std::max(longest, needs.listed);
         }
         widen_table(exec, sequence, longest);
       }

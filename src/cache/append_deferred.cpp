@@ -171,13 +171,13 @@ void KVCache<Value, order>::defer_spans(const ExecutionSpace& exec, const Append
       Sequence& sequence = *m_called[i];
       LayerStore& layer = sequence.layers[layer_index];
       if (!exits(layer) || from_stock(sequence)) continue;
-      std::int64_t longest = 0;
+      std::size_t longest = 0;
       for (int h = 0; h < heads; ++h) {
-        reserve_lists(layer, h, 1);
-        missing += missing_pages(layer, h, 1);
-        longest = std::max(longest, layer.retained(h));
+        const PageNeeds needs = list_room(layer, h, 1);
+        missing += needs.missing;
+        longest = std::max(longest, needs.listed);
       }
-      widen_table(exec, sequence, longest / m_shape.page_rows + 1);
+      widen_table(exec, sequence, longest);
     }
     reserve_args(n);
     stock_up(exec, missing);

@@ -195,22 +195,18 @@ bool KVCache<Value, order>::shares_last_page(const LayerStore& layer, int head) 
          m_pool.reference_count(layer.pages[head].back()) > 1;
 }
 
-// Pages that a head takes for `more_rows` more rows: those that its list lacks, and an own copy of
-// the last one.
+// What `more_rows` more rows of a head take, with room for it in its page list.
 template <class Value, PageOrder order>
-std::size_t KVCache<Value, order>::missing_pages(const LayerStore& layer, int head,
-                                                 std::int64_t more_rows) const {
-  if (more_rows == 0) return 0;
+auto KVCache<Value, order>::list_room(LayerStore& layer, int head, std::int64_t more_rows) const
+    -> PageNeeds {
+  std::vector<PageId>& pages = layer.pages[head];
+  if (more_rows == 0) return {pages.size(), 0, false};
   const std::int64_t rows = layer.retained(head) + more_rows;
   const std::size_t needed = (rows + m_shape.page_rows - 1) / m_shape.page_rows;
-  const std::size_t have = layer.pages[head].size();
-  return (needed > have ? needed - have : 0) + (shares_last_page(layer, head) ? 1 : 0);
-}
-
-template <class Value, PageOrder order>
-void KVCache<Value, order>::reserve_lists(LayerStore& layer, int head, std::int64_t more_rows) {
-  const std::int64_t rows = layer.retained(head) + more_rows;
-  detail::reserve_room(layer.pages[head], (rows + m_shape.page_rows - 1) / m_shape.page_rows);
+  detail::reserve_room(pages, needed);
+  const bool shares_last = shares_last_page(layer, head);
+  const std::size_t lacking = needed > pages.size() ? needed - pages.size() : 0;
+  return {needed, lacking + (shares_last ? 1 : 0), shares_last};
 }
 
 // Gives a head those pages, from the end of `from`. Cannot fail on hosts.
@@ -374,9 +370,7 @@ void KVCache<Value, order>::upload_all([[maybe_unused]] const ExecutionSpace& ex
   template const AppendCounts& KVCache<Value, order>::counts(SequenceId) const;                    \
   template void KVCache<Value, order>::copy_page(const ExecutionSpace&, PageId, PageId);           \
   template bool KVCache<Value, order>::shares_last_page(const LayerStore&, int) const;             \
-  template std::size_t KVCache<Value, order>::missing_pages(const LayerStore&, int, std::int64_t)  \
-      const;                                                                                       \
-  template void KVCache<Value, order>::reserve_lists(LayerStore&, int, std::int64_t);              \
+  template auto KVCache<Value, order>::list_room(LayerStore&, int, std::int64_t) const->PageNeeds; \
   template void KVCache<Value, order>::take_pages(const ExecutionSpace&, Sequence&, int, int,      \
                                                   std::int64_t, std::vector<PageId>&);             \
   template void KVCache<Value, order>::stock_up(const ExecutionSpace&, std::size_t);               \

@@ -161,9 +161,6 @@ bool use_streams(std::int64_t bytes) {
   return path == RowPath::streaming || (path == RowPath::automatic && bytes >= streaming_bytes);
 }
 
-// Scores of consecutive rows from which on they are judged as a list: what a vector holds.
-constexpr std::int64_t least_listed = 16;
-
 /// Judges `n` pairs with positions first, first + 1, …, whose scores lie `stride` apart, and adds
 /// the numbers number, number + 1, … of the kept ones to `kept`.
 std::int64_t judge_run(const float* scores, std::int64_t stride, std::int64_t n, std::int64_t first,
@@ -171,16 +168,14 @@ std::int64_t judge_run(const float* scores, std::int64_t stride, std::int64_t n,
                        std::int64_t& non_finite) {
   std::int64_t n_kept = 0;
   std::int64_t i = 0;
-  // A few scores, as in a decode step, are not worth a call.
   const std::int64_t one_by_one =
-      stride == 1 && n >= least_listed ? std::clamp<std::int64_t>(rule.sink - first, 0, n) : n;
+      stride == 1 ? std::clamp<std::int64_t>(rule.sink - first, 0, n) : n;
   for (; i < one_by_one; ++i) {
     const float score = scores[i * stride];
     kept[n_kept] = number + static_cast<std::int32_t>(i);
     n_kept += rule.keeps(score, first + i) ? 1 : 0;
     non_finite += EvictionRule::is_finite(score) ? 0 : 1;
   }
-  if (i == n) return n_kept;
   return n_kept + list_retained(scores + i * stride, n - i, rule.threshold,
                                 number + static_cast<std::int32_t>(i), kept + n_kept, non_finite);
 }
@@ -197,8 +192,13 @@ std::int64_t judge_on_host(const AppendStep& step, int head, const float* ring_s
   // The ring's rows that leave lie in one or two runs of slots.
   const std::int64_t from_ring = std::min(step.exits, step.in_ring);
   const std::int64_t slot = step.slot(step.first);
-  const std::int64_t before_end = std::min<std::int64_t>(from_ring, step.window - slot);
   const float* ring = ring_scores + std::int64_t{head} * step.window;
+  if (step.exits == 1 && from_ring == 1) {  // a decode step's
+    kept[0] = 0;
+    non_finite += EvictionRule::is_finite(ring[slot]) ? 0 : 1;
+    return rule.keeps(ring[slot], step.first) ? 1 : 0;
+  }
+  const std::int64_t before_end = std::min<std::int64_t>(from_ring, step.window - slot);
   std::int64_t n = 0;
   n += judge_run(ring + slot, 1, before_end, step.first, 0, rule, kept, non_finite);
   n += judge_run(ring, 1, from_ring - before_end, step.first + before_end,

@@ -64,13 +64,14 @@ void KVCache<Value, order>::begin_step(const ExecutionSpace& exec,
           const std::int64_t exits = step_of(layer, l, state.rows).exits;
           if (exits == 0) continue;
           for (int h = 0; h < m_shape.heads[l]; ++h) {
-            shared += shares_last_page(layer, h) ? 1 : 0;
-            if (!state.reserved) continue;
-            reserve_lists(layer, h, exits);
-            missing += missing_pages(layer, h, exits);
-            const std::int64_t rows = layer.retained(h) + exits;
-            longest =
-                std::max<std::size_t>(longest, (rows + m_shape.page_rows - 1) / m_shape.page_rows);
+            if (!state.reserved) {
+              shared += shares_last_page(layer, h) ? 1 : 0;
+              continue;
+            }
+            const PageNeeds needs = list_room(layer, h, exits);
+            shared += needs.shares_last ? 1 : 0;
+            missing += needs.missing;
+            longest = std::max(longest, needs.listed);
           }
         }
         widen_table(exec, sequence, longest);

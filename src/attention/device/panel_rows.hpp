@@ -89,6 +89,12 @@ void gather(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cached,
             const int* flags, Value* keys, Value* values) {
   constexpr int width = RowVector<Value>::width;
   const int dim = cached.head_dim;
+  // Pointers and strides, as views would make the kernel's arguments large.
+  const Value* const first_key = new_keys.data();
+  const Value* const first_value = new_values.data();
+  const std::int64_t row_stride = new_keys.stride(0);
+  const std::int64_t head_stride = new_keys.stride(1);
+  const std::int64_t dim_stride = new_keys.stride(2);
   const std::int64_t new_rows = new_keys.extent(0);
   const std::int64_t vectors = (dim + width - 1) / width;
   const auto kernel = KOKKOS_LAMBDA(std::int64_t i) {
@@ -106,9 +112,10 @@ void gather(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cached,
       value = place.value;
       stride = place.dim_stride;
     } else if (row < cached_rows + new_rows) {
-      key = &new_keys(row - cached_rows, head, 0);
-      if (values) value = &new_values(row - cached_rows, head, 0);
-      stride = new_keys.stride(2);
+      const std::int64_t offset = (row - cached_rows) * row_stride + head * head_stride;
+      key = first_key + offset;
+      value = first_value + offset;
+      stride = dim_stride;
     }
     const std::int64_t own = row - cached_rows - first_own;
     // (No query of the tile sees what comes after its own tokens.)

@@ -160,11 +160,11 @@ void product(const X* x, std::int64_t x_stride, int n_rows, const Value* block,
   constexpr std::int64_t step_bytes = block_outputs * step_inputs<Value> * sizeof(Value);
   const std::int64_t steps = padded_inputs / step_inputs<Value>;
   const int group = n_rows <= 8 ? 8 : 6;
-  const std::int64_t chunk = n_rows <= 8 ? steps : (256 << 10) / step_bytes;
+  const std::int64_t slice = n_rows <= 8 ? steps : (256 << 10) / step_bytes;
   alignas(64) float sums[packed_product_rows * block_outputs];
   std::fill_n(sums, n_rows * block_outputs, 0.0f);
-  for (std::int64_t begin = 0; begin < steps; begin += chunk) {
-    const std::int64_t end = std::min(steps, begin + chunk);
+  for (std::int64_t begin = 0; begin < steps; begin += slice) {
+    const std::int64_t end = std::min(steps, begin + slice);
     for (int m = 0; m < n_rows; m += group) {
       add_some(x + m * x_stride, x_stride, std::min(group, n_rows - m), block, begin, end,
                sums + m * block_outputs);

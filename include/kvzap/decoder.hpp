@@ -85,6 +85,7 @@ class Decoder {
   void output_head();
   void gather_logits();
 
+  AttentionExtents attention_extents(const StepBatch& batch, int kv_heads) const;
   Activations new_scores(const StepBatch& batch, int layer) const;
   bool outputs_lie_together() const;
   template <class Visit>

@@ -100,7 +100,7 @@ struct StepKernel {
 
 template <class Value, PageOrder order>
 void launch(const ExecutionSpace& exec, int spans, const StepKernel<Value, order>& kernel) {
-  static_assert(sizeof(kernel) <= 384);
+  static_assert(sizeof(kernel) <= detail::most_arguments);
   const detail::TeamShape team = detail::team_shape({128, 1});
   Kokkos::parallel_for(
       "kvzap::append::step",

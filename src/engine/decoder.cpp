@@ -43,6 +43,12 @@ Outcome outcome_of(const std::exception_ptr& failure) {
   }
 }
 
+std::int64_t next_power_of_two(std::int64_t count) {
+  std::int64_t power = 1;
+  while (power < count) power *= 2;
+  return power;
+}
+
 std::pair<std::int64_t, std::int64_t> range(std::int64_t begin, std::int64_t end) {
   return {begin, end};
 }
@@ -348,6 +354,7 @@ void Decoder<Value, order>::reserve(const StepBatch& batch) {
   }
   scratch.rank_sum.reserve(m_comm, count * hidden);
   if (scratch.scores) m_scorer->reserve(m);
+  m_attention.reserve(attention_extents(batch, static_cast<int>(kv_heads)), m_attention_path);
   scratch.attention_spans.reserve(n_spans);
   scratch.append_spans.clear();
   scratch.sequences.clear();
@@ -358,6 +365,29 @@ void Decoder<Value, order>::reserve(const StepBatch& batch) {
     scratch.sequences.push_back(span.sequence);
     scratch.first_positions.push_back(m_cache.tokens(span.sequence, 0));
   }
+}
+
+/// At most what this step's calls of attention have, as if nothing had been evicted.
+template <class Value, PageOrder order>
+AttentionExtents Decoder<Value, order>::attention_extents(const StepBatch& batch,
+                                                          int kv_heads) const {
+  const ModelConfig& config = m_model.config();
+  AttentionExtents extents;
+  extents.kv_heads = kv_heads;
+  extents.group = static_cast<int>(config.query_group());
+  extents.head_dim = static_cast<int>(config.head_dim);
+  extents.spans = batch.spans().size();
+  extents.tokens = std::min<std::int64_t>(batch.tokens().size(), block_tokens);
+  std::int64_t all = 0;
+  for (const StepBatch::Span& span : batch.spans()) {
+    const std::int64_t rows = m_cache.tokens(span.sequence, 0) + span.count;
+    all += rows;
+    extents.longest_single = std::max(extents.longest_single, rows);
+  }
+  // Not more room every few tokens, but twice as much now and then.
+  extents.longest_single = next_power_of_two(extents.longest_single);
+  extents.single_rows = kv_heads * next_power_of_two(all);
+  return extents;
 }
 
 /// Whether the rows of the outputs are consecutive, as they are for one span and for single tokens.

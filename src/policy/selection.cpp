@@ -126,7 +126,7 @@ void count_on_device(const ExecutionSpace& exec, const Tiles& tiles, const Keys&
         auto* const counts =
             static_cast<std::uint32_t*>(team.team_scratch(0).get_shmem_aligned(scratch_bytes, 16));
         // (Over threads and lanes: over threads alone, each lane would count.)
-        Kokkos::parallel_for(Kokkos::TeamVectorRange(team, n_bins),
+        Kokkos::parallel_for(Kokkos::TeamVectorRange(team, int{n_bins}),
                              [&](int bin) { counts[bin] = 0; });
         team.team_barrier();  // before others count
         Kokkos::parallel_for(Kokkos::TeamVectorRange(team, tile.rows), [&](std::int32_t row) {
@@ -136,7 +136,7 @@ void count_on_device(const ExecutionSpace& exec, const Tiles& tiles, const Keys&
           }
         });
         team.team_barrier();  // all have counted
-        Kokkos::parallel_for(Kokkos::TeamVectorRange(team, n_bins), [&](int bin) {
+        Kokkos::parallel_for(Kokkos::TeamVectorRange(team, int{n_bins}), [&](int bin) {
           if (counts[bin] != 0) {
             Kokkos::atomic_add(&histograms(tile.slot, bin), static_cast<std::int64_t>(counts[bin]));
           }

@@ -4,8 +4,12 @@
 //
 // Bytes are those of rows that move, read and written. On each rank one layer of 8 KV heads,
 // head_dim 128, bfloat16.
+#include <algorithm>
 #include <cstring>
+#include <functional>
 #include <kvzap/cache.hpp>
+#include <kvzap/communicator.hpp>
+#include <kvzap/selection.hpp>
 #include <kvzap/synthetic.hpp>
 #include <numeric>
 #include <random>
@@ -246,6 +250,31 @@ void compaction(benchmark::State& state, std::int64_t tokens, double keep_ratio)
       state, bytes, [&] { cache.compact(exec, id, 0, keep); }, refill);
 }
 
+/// Cutoffs that keep a quarter of 36 layers' 8 heads of `tokens` tokens, all together or each head
+/// by itself, beside std::nth_element over as many scores.
+void selection(benchmark::State& state, std::int64_t tokens, bool of_heads) {
+  constexpr std::int64_t n_heads = 36 * 8;
+  const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> all("scores", n_heads, tokens);
+  const auto host = Kokkos::create_mirror_view(all);
+  std::mt19937 random(1);
+  std::normal_distribution<float> normal(-6, 2);
+  std::generate_n(host.data(), n_heads * tokens, [&] { return normal(random); });
+  Kokkos::deep_copy(all, host);
+  std::vector<ScoreSegment> segments;
+  for (int head = 0; head < n_heads; ++head) {
+    segments.push_back({Kokkos::subview(all, head, Kokkos::ALL), of_heads ? head : 0, head});
+  }
+  const std::vector<std::int64_t> keep(of_heads ? n_heads : 1,
+                                       tokens * (of_heads ? 1 : n_heads) / 4);
+  const double begin = now();
+  std::vector<float> copy(host.data(), host.data() + n_heads * tokens);
+  std::nth_element(copy.begin(), copy.begin() + n_heads * tokens / 4, copy.end(), std::greater<>());
+  const double yardstick = now() - begin;
+  const double seconds = time_iterations(
+      state, [&] { select_top(ExecutionSpace(), Communicator::self(), segments, keep); });
+  state.counters["over_nth_element"] = seconds / max_over_ranks(yardstick);
+}
+
 }  // namespace
 
 void register_benchmarks(const Options& options) {
@@ -262,6 +291,10 @@ void register_benchmarks(const Options& options) {
     }
   }
   add("decode_append", 20, repetitions, decode_append);
+  for (const bool of_heads : {false, true}) {
+    add(std::string("select/36x8x16384/") + (of_heads ? "each_head" : "all_together"), 3,
+        repetitions, [=](benchmark::State& state) { selection(state, 16384, of_heads); });
+  }
   for (const int one_in : {2, 3}) {
     add("compaction/32768/" + std::to_string(one_in), 8, repetitions,
         [=](benchmark::State& state) { compaction(state, 32768, 1.0 / one_in); });

@@ -1,10 +1,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <functional>
-#include <iostream>
 #include <kvzap/selection.hpp>
 #include <limits>
 #include <random>
@@ -213,49 +211,6 @@ TEST_P(Selection, RefusesWhatDoesNotFit) {
   refuse(heads, {3}, {"pool 1", "one of 1"});
   refuse({{{1}, -1, 0}}, {1}, {"pool -1"});
   refuse({{{1}, 0, 5}, {{1}, 0, 5}}, {1}, {"pool 0", "order 5"});
-}
-
-// 36 layers of 8 heads with 16k scores each, as one pool and each head as its own: next to nothing
-// beside a prefill of that length. Prints how long it took; the standard library's selection from
-// all of them on one core, measured in the same run, is the yardstick.
-TEST(SelectionTime, SixteenThousandTokensOfAllHeads) {
-  constexpr int n_heads = 36 * 8;
-  constexpr std::int64_t rows = 16384;
-  const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> scores("scores", n_heads, rows);
-  const auto host = Kokkos::create_mirror_view(scores);
-  std::mt19937 random(1);
-  std::normal_distribution<float> normal(-6, 2);
-  for (int head = 0; head < n_heads; ++head) {
-    for (std::int64_t row = 0; row < rows; ++row) host(head, row) = normal(random);
-  }
-  Kokkos::deep_copy(scores, host);
-  const auto fastest = [](const auto& work) {
-    double seconds = infinity;
-    for (int i = 0; i < 3; ++i) {
-      const auto start = std::chrono::steady_clock::now();
-      work();
-      const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start;
-      seconds = std::min(seconds, taken.count());
-    }
-    return seconds;
-  };
-  const double yardstick = fastest([&] {
-    std::vector<float> copy(host.data(), host.data() + n_heads * rows);
-    std::nth_element(copy.begin(), copy.begin() + n_heads * rows / 4, copy.end(), std::greater<>());
-  });
-  for (const bool of_heads : {false, true}) {
-    std::vector<ScoreSegment> segments;
-    for (int head = 0; head < n_heads; ++head) {
-      segments.push_back({Kokkos::subview(scores, head, Kokkos::ALL), of_heads ? head : 0, head});
-    }
-    const std::vector<std::int64_t> keep(of_heads ? n_heads : 1,
-                                         rows * (of_heads ? 1 : n_heads) / 4);
-    const double seconds =
-        fastest([&] { select_top(ExecutionSpace(), Communicator::self(), segments, keep); });
-    std::cout << (of_heads ? "each head: " : "all heads together: ") << 1e3 * seconds
-              << " ms; nth_element: " << 1e3 * yardstick << " ms\n";
-    EXPECT_LT(seconds, 3 * yardstick);
-  }
 }
 
 }  // namespace

@@ -48,7 +48,11 @@ int run() {
 
   // 1. Scores, (KV head, token): the predicted log KVzip+ score of each pair.
   Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> scores("scores", heads, tokens);
-  surrogate.score(exec, layer, /*first position*/ 0, hidden, scores);
+  Kokkos::View<std::int64_t*, MemorySpace> positions("positions", tokens);
+  Kokkos::parallel_for(
+      "positions", Kokkos::RangePolicy<kvzap::ExecutionSpace>(exec, 0, tokens),
+      KOKKOS_LAMBDA(std::int64_t token) { positions(token) = token; });
+  surrogate.score(exec, layer, positions, hidden, scores);
   const auto host_scores = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, scores);
 
   // 2. Which pairs stay. The threshold is one that evicts three quarters of these.

@@ -86,7 +86,7 @@ class Engine {
   };
 
   /// `scorer` (as a rule a Surrogate) is needed unless options.prune is none. Weights and cache are
-  /// of type Value. Throws Error if an option is out of range.
+  /// of type Value. Does not communicate. Throws Error if an option is out of range.
   template <class Value>
   static std::unique_ptr<Engine> create(std::shared_ptr<const Model<Value>> model,
                                         std::shared_ptr<Scorer> scorer, const CacheOptions& options,
@@ -101,8 +101,8 @@ class Engine {
   /// Scores and judges by the options, or does neither.
   StepRule rule(bool judges) const;
 
-  /// An empty sequence. Throws Error, as fork and checkpoint do, on every rank if one of them has
-  /// no memory.
+  /// An empty sequence. Collective, as fork and checkpoint are. Throws Error, as fork and
+  /// checkpoint do, on every rank if one of them has no memory.
   virtual SequenceId add_sequence() = 0;
   /// A second sequence with the same content, whose pages are shared.
   virtual SequenceId fork(SequenceId source) = 0;

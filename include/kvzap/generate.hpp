@@ -46,6 +46,7 @@ struct Answer {
 /// All ranks make the same calls in the same order.
 class Generator {
  public:
+  /// Does not communicate.
   explicit Generator(std::unique_ptr<Engine> engine);
   /// With an engine of its own, as Engine::create.
   template <class Value>
@@ -78,7 +79,7 @@ class Generator {
   void trim();
 
   std::unique_ptr<Engine> m_engine;
-  SequenceId m_sequence;
+  SequenceId m_sequence = -1;  // until prefill
   std::unique_ptr<Engine::Checkpoint> m_checkpoint;
   std::vector<float> m_context_logits;
   int m_answers = 0;

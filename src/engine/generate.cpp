@@ -13,27 +13,34 @@ double seconds_since(Clock::time_point start) {
 
 }  // namespace
 
-Generator::Generator(std::unique_ptr<Engine> engine)
-    : m_engine(std::move(engine)), m_sequence(m_engine->add_sequence()) {}
+Generator::Generator(std::unique_ptr<Engine> engine) : m_engine(std::move(engine)) {}
 
 void Generator::prefill(const std::vector<TokenId>& context, bool reusable,
                         const ProgressCallback& progress) {
   if (context.empty()) throw Error("the context is empty; expected at least one token");
-  if (m_engine->tokens(m_sequence) != 0) throw Error("prefill was called twice");
+  if (m_sequence >= 0) throw Error("prefill was called twice");
   const CacheOptions& options = m_engine->options();
   const std::int64_t count = context.size();
   const std::int64_t chunk =
       options.prefill == PrefillMode::sparse ? std::min(options.chunk, count) : count;
   const StepRule rule = m_engine->rule(options.prune != PruneMode::none);
-  for (std::int64_t begin = 0; begin < count; begin += chunk) {
-    const std::int64_t end = std::min(count, begin + chunk);
-    const auto chunk_progress = [&](std::string_view what, std::int64_t done, std::int64_t total) {
-      // In tokens, so that chunks add up whatever their inner steps.
-      if (progress) progress(what, begin + (end - begin) * done / total, count);
-    };
-    const StepBatch batch(m_sequence, {context.begin() + begin, context.begin() + end}, rule,
-                          end == count ? StepOutput::logits : StepOutput::none);
-    m_context_logits = std::move(m_engine->step(batch, chunk_progress).front().logits);
+  m_sequence = m_engine->add_sequence();
+  try {
+    for (std::int64_t begin = 0; begin < count; begin += chunk) {
+      const std::int64_t end = std::min(count, begin + chunk);
+      const auto chunk_progress = [&](std::string_view what, std::int64_t done,
+                                      std::int64_t total) {
+        // In tokens, so that chunks add up whatever their inner steps.
+        if (progress) progress(what, begin + (end - begin) * done / total, count);
+      };
+      const StepBatch batch(m_sequence, {context.begin() + begin, context.begin() + end}, rule,
+                            end == count ? StepOutput::logits : StepOutput::none);
+      m_context_logits = std::move(m_engine->step(batch, chunk_progress).front().logits);
+    }
+  } catch (...) {
+    m_engine->free_sequence(m_sequence);  // so that prefill can be tried again
+    m_sequence = -1;
+    throw;
   }
   trim();
   if (reusable) m_checkpoint = m_engine->checkpoint(m_sequence);

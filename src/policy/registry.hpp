@@ -1,0 +1,45 @@
+// The functions that describe each policy and modifier; one line for each in registry.cpp's lists.
+#pragma once
+
+#include <kvzap/policies.hpp>
+
+namespace kvzap::policy {
+
+// From keys, values and positions.
+PolicyInfo knorm();
+PolicyInfo random();
+PolicyInfo streaming_llm();
+PolicyInfo keydiff();
+PolicyInfo lagkv();
+PolicyInfo leverage();
+PolicyInfo cur();
+PolicyInfo compactor();
+PolicyInfo qfilter();
+PolicyInfo cap();
+// From attention.
+PolicyInfo snapkv();
+PolicyInfo tova();
+PolicyInfo h2o();
+PolicyInfo scissorhands();
+PolicyInfo pyramidkv();
+PolicyInfo expected_attention();
+PolicyInfo non_causal();
+PolicyInfo simlayerkv();
+PolicyInfo finch();
+// Learned or given.
+PolicyInfo kvzap();
+PolicyInfo fastkvzip();
+PolicyInfo duo_attention();
+
+// Modifiers.
+ModifierInfo ada();
+ModifierInfo pyramid();
+ModifierInfo global();
+ModifierInfo per_layer();
+ModifierInfo critical();
+ModifierInfo chunk();
+ModifierInfo chunkkv();
+ModifierInfo dms();
+ModifierInfo rerotate();
+
+}  // namespace kvzap::policy

@@ -47,9 +47,11 @@ class Communicator {
   std::int64_t all_reduce_sum(std::int64_t value) const;
   /// In place, each of `count` values in host memory by itself.
   void all_reduce_sum(std::int64_t* values, std::size_t count) const;
+  void all_reduce_sum(double* values, std::size_t count) const;
   std::int64_t all_reduce_max(std::int64_t value) const;
   /// In place, each of `count` values by itself.
   void all_reduce_max(std::int64_t* values, std::size_t count) const;
+  void all_reduce_max(double* values, std::size_t count) const;
   void broadcast(void* data, std::size_t bytes, int root) const;
   /// Every rank's `values`, in rank order (lengths may differ), on every rank.
   std::vector<std::vector<std::int64_t>> all_gather(const std::vector<std::int64_t>& values) const;

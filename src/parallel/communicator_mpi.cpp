@@ -76,6 +76,10 @@ void Communicator::all_reduce_sum(std::int64_t* values, std::size_t count) const
   sum_in_pieces(values, count, MPI_INT64_T, *this);
 }
 
+void Communicator::all_reduce_sum(double* values, std::size_t count) const {
+  sum_in_pieces(values, count, MPI_DOUBLE, *this);
+}
+
 std::int64_t Communicator::all_reduce_sum(std::int64_t value) const {
   check(MPI_Allreduce(MPI_IN_PLACE, &value, 1, MPI_INT64_T, MPI_SUM, m_comm), "MPI_Allreduce");
   return value;
@@ -89,6 +93,13 @@ std::int64_t Communicator::all_reduce_max(std::int64_t value) const {
 void Communicator::all_reduce_max(std::int64_t* values, std::size_t count) const {
   if (m_size == 1) return;
   check(MPI_Allreduce(MPI_IN_PLACE, values, narrow(count, "MPI_Allreduce"), MPI_INT64_T, MPI_MAX,
+                      m_comm),
+        "MPI_Allreduce");
+}
+
+void Communicator::all_reduce_max(double* values, std::size_t count) const {
+  if (m_size == 1) return;
+  check(MPI_Allreduce(MPI_IN_PLACE, values, narrow(count, "MPI_Allreduce"), MPI_DOUBLE, MPI_MAX,
                       m_comm),
         "MPI_Allreduce");
 }

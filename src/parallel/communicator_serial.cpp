@@ -17,6 +17,8 @@ std::int64_t Communicator::all_reduce_sum(std::int64_t value) const { return val
 void Communicator::all_reduce_sum(std::int64_t*, std::size_t) const {}
 std::int64_t Communicator::all_reduce_max(std::int64_t value) const { return value; }
 void Communicator::all_reduce_max(std::int64_t*, std::size_t) const {}
+void Communicator::all_reduce_sum(double*, std::size_t) const {}
+void Communicator::all_reduce_max(double*, std::size_t) const {}
 void Communicator::broadcast(void*, std::size_t, int) const {}
 
 std::vector<std::vector<std::int64_t>> Communicator::all_gather(

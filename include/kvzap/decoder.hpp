@@ -6,6 +6,7 @@
 #include <kvzap/cache.hpp>
 #include <kvzap/communicator.hpp>
 #include <kvzap/model.hpp>
+#include <kvzap/policy_step.hpp>
 #include <kvzap/scorer.hpp>
 #include <kvzap/step_batch.hpp>
 #include <memory>
@@ -57,8 +58,9 @@ class Decoder {
   /// Memory is reserved before the first layer, for all of them, but for the kept rows of spans
   /// longer than the window, whose number is known layer by layer. Throws StepOutOfMemory if a rank
   /// has none, and Error for an empty batch, a token id outside the vocabulary or a span that
-  /// scores without a scorer. After an error, on any rank, the sequences are as they were before
-  /// the step, on every rank.
+  /// scores without a scorer. A span whose rule has a policy: its rows are scored, and if the
+  /// policy chooses, those that stay are all that is stored of the layer. After an error, on any
+  /// rank, the sequences are as they were before the step, on every rank.
   std::vector<StepResult> step(const StepBatch& batch, const ProgressCallback& progress = {});
 
   Cache& cache() { return m_cache; }
@@ -67,10 +69,15 @@ class Decoder {
   const Communicator& communicator() const { return m_comm; }
   void set_observer(StepObserver* observer) { m_observer = observer; }
   void set_attention_path(AttentionPath path) { m_attention_path = path; }
+  /// Of all steps so far.
+  const PruneSeconds& seconds() const { return m_seconds; }
+  /// RoPE's (head_dim / 2): angle of dimensions (i, i + head_dim/2) per position.
+  Kokkos::View<const float*, MemorySpace> inverse_frequencies() const;
 
  private:
   struct Scratch;
   struct Rows;
+  struct Policies;
   using Activations = Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>;
 
   void check(const StepBatch& batch) const;
@@ -81,6 +88,11 @@ class Decoder {
   void attention_block(const StepBatch& batch, int layer, const Rows& rows);
   void score(const StepBatch& batch, int layer, const Rows& rows, const Activations& x);
   void feed_forward_block(int layer, const Rows& rows, bool is_whole);
+  void begin_policies(const StepBatch& batch);
+  void show_layer(const StepBatch& batch, int layer);
+  bool keeps_lse() const;
+  void observe(const StepBatch& batch, int layer, const Rows& rows);
+  void apply_policies(const StepBatch& batch, int layer);
   void append(const StepBatch& batch, int layer);
   void output_head();
   void gather_logits();
@@ -105,6 +117,8 @@ class Decoder {
   AttentionPath m_attention_path = AttentionPath::automatic;
   StepObserver* m_observer = nullptr;
   std::unique_ptr<Scratch> m_scratch;
+  std::unique_ptr<Policies> m_policies;
+  PruneSeconds m_seconds;
   std::exception_ptr m_failure;  // of this rank, in the step under way
 };
 

@@ -6,6 +6,7 @@
 #include <kvzap/decoder.hpp>
 #include <kvzap/head_partition.hpp>
 #include <kvzap/model.hpp>
+#include <kvzap/policies.hpp>
 #include <kvzap/scorer.hpp>
 #include <kvzap/step_batch.hpp>
 #include <memory>
@@ -20,6 +21,12 @@ enum class PruneMode {
   prefill,  // those of the context, once, all but its last `window`
   always    // also those of questions and generated tokens, as they leave the window
 };
+
+/// When a policy with a budget chooses.
+enum class PruneMoment {
+  context,
+  question
+};  // after the context, or after context and question together (query-aware)
 
 /// How the context is processed.
 enum class PrefillMode {
@@ -50,6 +57,14 @@ struct CacheOptions {
   PageOrder order = PageOrder::token_major;
   /// Bytes that rings and pages of this rank may take at most; 0: as many as there are.
   std::size_t kv_limit = 0;
+  /// The policy that scores; empty (make == nullptr): the Scorer alone, with `threshold`.
+  std::shared_ptr<const PolicyChoice> policy;
+  PruneMoment prune_after = PruneMoment::context;
+  /// Every so many steps after the context the cache is cut again, to decode_keep rows per head or,
+  /// if that is 0, to 1 - decode_evict_ratio of the tokens so far; 0: never.
+  std::int64_t decode_every = 0;
+  std::int64_t decode_keep = 0;
+  double decode_evict_ratio = 0;
 };
 
 /// State of the whole cache, over all ranks. Complete on every rank.
@@ -64,6 +79,9 @@ struct CacheReport {
   std::int64_t returned_bytes = 0;   // handed back to the system so far
   std::int64_t peak_allocated_bytes =
       0;  // most at any time, prefill's dense keys and values included
+  // Seconds so far of the whole engine, of the slowest rank.
+  double score_seconds = 0;  // scoring pairs
+  double prune_seconds = 0;  // choosing those that stay, and storing what was judged
 
   /// Evicted pairs / pairs had none been evicted.
   double evict_ratio(int layer) const;
@@ -100,6 +118,8 @@ class Engine {
   virtual const ModelConfig& config() const = 0;
   /// Scores and judges by the options, or does neither.
   StepRule rule(bool judges) const;
+  /// What the options have done to such tokens. `question`: see StepRule.
+  StepRule rule(StepPart part, std::int64_t question = 0) const;
 
   /// An empty sequence. Collective, as fork and checkpoint are. Throws Error, as fork and
   /// checkpoint do, on every rank if one of them has no memory.
@@ -110,12 +130,16 @@ class Engine {
   virtual std::unique_ptr<Checkpoint> checkpoint(SequenceId sequence) = 0;
   /// As KVCache::restore.
   virtual void restore(SequenceId sequence, const Checkpoint& checkpoint) = 0;
-  /// Tokens of a sequence so far, kept or not.
+  /// Positions of a sequence so far, kept or not: its tokens, unless a policy has closed up its
+  /// positions.
   virtual std::int64_t tokens(SequenceId sequence) const = 0;
 
   /// As Decoder::step.
   virtual std::vector<StepResult> step(const StepBatch& batch,
                                        const ProgressCallback& progress = {}) = 0;
+
+  /// The context has been run, whole or in chunks: does what a policy does then. Collective.
+  virtual void end_context(SequenceId sequence) = 0;
 
   /// Hands unused pool memory back to the system; returns this rank's bytes.
   virtual std::size_t trim() = 0;

@@ -39,6 +39,7 @@ struct Answer {
   std::int64_t question_tokens = 0;
   double question_seconds = 0;
   double decode_seconds = 0;  // of the steps after the question's
+  CacheReport pruned;         // before the first generated token
   CacheReport cache;          // at the end
 };
 
@@ -58,13 +59,15 @@ class Generator {
   }
 
   /// Runs the context and prunes. With `reusable`, its state is kept so that every answer starts
-  /// from it; otherwise only one question may follow. Called once.
+  /// from it; otherwise only one question may follow. With PruneMoment::question nothing runs yet:
+  /// every answer runs the context together with its question. Called once.
   void prefill(const std::vector<TokenId>& context, bool reusable,
                const ProgressCallback& progress = {});
   /// Runs the question (possibly empty: the answer then continues the context) and generates.
   Answer answer(const std::vector<TokenId>& question, const AnswerOptions& options);
 
-  CacheReport report() { return m_engine->report(m_sequence); }
+  /// Empty as long as no sequence has been run.
+  CacheReport report() { return m_sequence >= 0 ? m_engine->report(m_sequence) : CacheReport(); }
   void write_snapshot(const std::filesystem::path& file, const std::string& model_name) {
     m_engine->write_snapshot(file, model_name, m_sequence);
   }
@@ -77,9 +80,13 @@ class Generator {
 
  private:
   void trim();
+  void begin_answer();
+  std::vector<StepResult> run_whole(const std::vector<TokenId>& question, StepOutput output);
 
   std::unique_ptr<Engine> m_engine;
-  SequenceId m_sequence = -1;  // until prefill
+  SequenceId m_sequence = -1;      // until prefill
+  SequenceId m_pristine = -1;      // the context's, of which every answer is a fork
+  std::vector<TokenId> m_context;  // if it runs with each question
   std::unique_ptr<Engine::Checkpoint> m_checkpoint;
   std::vector<float> m_context_logits;
   int m_answers = 0;

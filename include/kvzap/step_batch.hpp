@@ -7,12 +7,28 @@
 
 namespace kvzap {
 
+struct PolicyStep;
+
+/// Which part of a sequence's life a span is; an engine with a policy acts by it.
+enum class StepPart {
+  other,      // the policy has no part in it
+  context,    // the context, or a chunk of it
+  question,   // a question about a context that was pruned before
+  generated,  // a token that the model has generated
+  whole       // context and question in one; see StepRule::question
+};
+
 /// What is to happen to the pairs of a span's tokens and to those they push out of the ring.
 struct StepRule {
   /// Score the new pairs with the scorer.
   bool score = false;
   /// Applied, after the step's attention, to every pair that leaves the ring.
   EvictionRule eviction;
+  StepPart part = StepPart::other;
+  /// Tokens of the question at the end of the span, for StepPart::whole.
+  std::int64_t question = 0;
+  /// What a policy does to the sequence; set by the engine. Outlives the step.
+  PolicyStep* policy = nullptr;
 };
 
 /// What a span asks of the token that follows its last one.
@@ -47,6 +63,8 @@ class StepBatch {
   /// there are none.
   void add(SequenceId sequence, const std::vector<TokenId>& tokens, const StepRule& rule,
            StepOutput output);
+  /// Gives a span's rule a policy.
+  void set_policy(std::size_t span, PolicyStep* policy) { m_spans.at(span).rule.policy = policy; }
   /// Forgets all spans and keeps their memory.
   void clear();
 

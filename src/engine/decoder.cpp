@@ -1,6 +1,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <kvzap/decoder.hpp>
 #include <kvzap/head_partition.hpp>
@@ -11,6 +12,7 @@
 #include "base/instantiate.hpp"
 #include "base/kokkos_compat.hpp"
 #include "base/scratch.hpp"
+#include "engine/policy_layer.hpp"
 #include "engine/step_kernels.hpp"
 #include "linalg/gemm.hpp"
 #include "parallel/all_reduce.hpp"
@@ -48,6 +50,26 @@ std::int64_t next_power_of_two(std::int64_t count) {
   while (power < count) power *= 2;
   return power;
 }
+
+/// Whether the span's new pairs get scores, by the scorer or a policy.
+bool is_scored(const StepRule& rule) {
+  return rule.score || (rule.policy && !rule.policy->only_watches);
+}
+
+/// Adds the seconds until its end to a sum.
+class Stopwatch {
+ public:
+  explicit Stopwatch(double& sum) : m_sum(sum) {}
+  Stopwatch(const Stopwatch&) = delete;
+  Stopwatch& operator=(const Stopwatch&) = delete;
+  ~Stopwatch() {
+    m_sum += std::chrono::duration<double>(std::chrono::steady_clock::now() - m_start).count();
+  }
+
+ private:
+  double& m_sum;
+  std::chrono::steady_clock::time_point m_start = std::chrono::steady_clock::now();
+};
 
 std::pair<std::int64_t, std::int64_t> range(std::int64_t begin, std::int64_t end) {
   return {begin, end};
@@ -135,6 +157,22 @@ struct Decoder<Value, order>::Scratch {
   }
 };
 
+/// Spans of the step under way whose rules have a policy.
+template <class Value, PageOrder order>
+struct Decoder<Value, order>::Policies {
+  using Layer = detail::DecoderLayer<Value, order>;
+
+  // Of each span of the step: null where the rule has no policy.
+  std::vector<PolicyStep*> steps;
+  std::vector<std::unique_ptr<Layer>> layers;
+  std::vector<PolicyNeeds> needs;
+  bool any = false;
+  bool log_sum_exp = false;
+  // Rows of spans that no policy has chosen from: what append takes.
+  std::vector<AppendSpan> append_spans;
+  detail::PolicyScratch<Value, order> scratch;
+};
+
 template <class Value, PageOrder order>
 Decoder<Value, order>::Decoder(const Model<Value>& model, Scorer* scorer, const Communicator& comm,
                                int window, int page_rows, MemoryMeter* meter)
@@ -155,7 +193,8 @@ Decoder<Value, order>::Decoder(const Model<Value>& model, Scorer* scorer, const 
             return shape;
           }(),
           meter),
-      m_scratch(std::make_unique<Scratch>()) {
+      m_scratch(std::make_unique<Scratch>()),
+      m_policies(std::make_unique<Policies>()) {
   const std::vector<float> frequencies = rope_inverse_frequencies(model.config());
   m_scratch->inverse_frequencies =
       Vector("kvzap::decoder::inverse_frequencies", frequencies.size());
@@ -165,6 +204,11 @@ Decoder<Value, order>::Decoder(const Model<Value>& model, Scorer* scorer, const 
 
 template <class Value, PageOrder order>
 Decoder<Value, order>::~Decoder() = default;
+
+template <class Value, PageOrder order>
+Kokkos::View<const float*, MemorySpace> Decoder<Value, order>::inverse_frequencies() const {
+  return m_scratch->inverse_frequencies;
+}
 
 // Work of this rank alone. After an error in it the ranks go on side by side to where they next
 // agree: a rank that left would let the others wait for it in a sum.
@@ -227,18 +271,22 @@ std::vector<StepResult> Decoder<Value, order>::step(const StepBatch& batch,
     const std::int64_t blocks = (count + block_tokens - 1) / block_tokens;
     // Only spans longer than the window can run out of memory after begin_step, and only they last
     // long enough for an early end to matter.
-    const bool agrees_often = std::any_of(
-        batch.spans().begin(), batch.spans().end(),
-        [&](const StepBatch::Span& span) { return span.count > m_cache.shape().window; });
+    const bool agrees_often =
+        m_policies->any ||
+        std::any_of(batch.spans().begin(), batch.spans().end(), [&](const StepBatch::Span& span) {
+          return span.count > m_cache.shape().window;
+        });
     place_rows(batch);
     embed();
     for (int l = 0; l < layers; ++l) {
+      if (m_policies->any) show_layer(batch, l);
       for (std::int64_t b = 0; b < blocks; ++b) {
         const Rows rows{b * block_tokens, std::min(count, (b + 1) * block_tokens)};
         attention_block(batch, l, rows);
         feed_forward_block(l, rows, blocks == 1);
         if (progress) locally([&] { progress("prefill", l * blocks + b + 1, layers * blocks); });
       }
+      if (m_policies->any) apply_policies(batch, l);
       append(batch, l);
       if (agrees_often) agree_on_failure();
     }
@@ -246,9 +294,11 @@ std::vector<StepResult> Decoder<Value, order>::step(const StepBatch& batch,
   } catch (...) {
     if (begun) m_cache.cancel_step();
     m_scratch->release();
+    m_policies->layers.clear();
     throw;
   }
   m_cache.end_step();
+  m_policies->layers.clear();
   m_scratch->pending = Matrix();
   if (static_cast<std::int64_t>(batch.tokens().size()) > block_tokens) {
     m_scratch->release();  // a long prefill's memory is not needed again
@@ -265,6 +315,12 @@ void Decoder<Value, order>::check(const StepBatch& batch) const {
     m_cache.tokens(span.sequence, 0);  // throws if there is no such sequence
     if (span.rule.score && !m_scorer) {
       throw Error("decoder: a step that scores needs a scorer");
+    }
+    if (span.rule.policy && span.rule.score) {
+      throw Error("decoder: a span has either a policy or the scorer");
+    }
+    if (span.rule.policy && span.rule.policy->chooses && m_cache.tokens(span.sequence, 0) > 0) {
+      throw Error("decoder: a policy chooses within a step only from a sequence's first rows");
     }
     for (std::int64_t i = 0; i < span.count; ++i) {
       const TokenId token = batch.tokens()[span.first + i];
@@ -288,9 +344,10 @@ void Decoder<Value, order>::reserve(const StepBatch& batch) {
   const std::int64_t m = std::min(count, block_tokens);
   const std::int64_t n_spans = batch.spans().size();
   scratch.scores = std::any_of(batch.spans().begin(), batch.spans().end(),
-                               [](const StepBatch::Span& span) { return span.rule.score; });
+                               [](const StepBatch::Span& span) { return is_scored(span.rule); });
+  begin_policies(batch);
   // A decode step on a device waits once, at its end, not in every layer.
-  scratch.deferred = count == n_spans && detail::uses_device_kernels();
+  scratch.deferred = count == n_spans && detail::uses_device_kernels() && !m_policies->any;
 
   std::int64_t kv_heads = 0, projected = 0, attended = 0, gates = 0;
   for (int l = 0; l < static_cast<int>(config.num_hidden_layers); ++l) {
@@ -353,7 +410,10 @@ void Decoder<Value, order>::reserve(const StepBatch& batch) {
     scratch.results[scratch.output_spans[o]].logits.resize(config.vocab_size);
   }
   scratch.rank_sum.reserve(m_comm, count * hidden);
-  if (scratch.scores) m_scorer->reserve(m);
+  if (std::any_of(batch.spans().begin(), batch.spans().end(),
+                  [](const StepBatch::Span& span) { return span.rule.score; })) {
+    m_scorer->reserve(m);
+  }
   m_attention.reserve(attention_extents(batch, static_cast<int>(kv_heads)), m_attention_path);
   scratch.attention_spans.reserve(n_spans);
   scratch.append_spans.clear();
@@ -361,7 +421,7 @@ void Decoder<Value, order>::reserve(const StepBatch& batch) {
   scratch.first_positions.clear();
   for (const StepBatch::Span& span : batch.spans()) {
     scratch.append_spans.push_back(
-        {span.sequence, span.first, span.count, span.rule.eviction, span.rule.score});
+        {span.sequence, span.first, span.count, span.rule.eviction, is_scored(span.rule)});
     scratch.sequences.push_back(span.sequence);
     scratch.first_positions.push_back(m_cache.tokens(span.sequence, 0));
   }
@@ -471,6 +531,7 @@ void Decoder<Value, order>::score(const StepBatch& batch, int layer, const Rows&
   const auto own = range(begin, end);
   const Matrix scores = new_scores(batch, layer);
   // Not by `locally`: a scorer that communicates has to be called on all ranks.
+  const Stopwatch watch(m_seconds.scoring);
   try {
     m_scorer->score(scratch.exec, layer, Kokkos::subview(scratch.positions, own),
                     Kokkos::subview(x, range(begin - rows.begin, end - rows.begin), Kokkos::ALL),
@@ -538,8 +599,19 @@ void Decoder<Value, order>::attention_block(const StepBatch& batch, int layer, c
       scratch.attention_spans.push_back({m_cache.layer(span.sequence, layer), begin - rows.begin,
                                          end - begin, span.first, end - span.first});
     });
-    m_attention(exec, scratch.attention_spans, queries, keys, values, attended, m_attention_path);
-    scratch.linear(exec, a, weights.o, weights.o_bias, x);
+    LogSumExpView lse;
+    if (keeps_lse()) {
+      const Matrix kept(m_policies->scratch.lse.data(), m, q_heads);
+      lse = kept;
+    }
+    m_attention(exec, scratch.attention_spans, queries, keys, values, attended, m_attention_path,
+                lse);
+  });
+  // Before the next product takes the place of the hidden states.
+  if (m_policies->any) observe(batch, layer, rows);
+  locally([&] {
+    scratch.linear(exec, scratch.matrix(Scratch::attended, m, q_heads * dim), weights.o,
+                   weights.o_bias, x);
   });
   scratch.rank_sum(exec, m_comm, x);
 }
@@ -574,8 +646,170 @@ void Decoder<Value, order>::feed_forward_block(int layer, const Rows& rows, bool
   }
 }
 
+// Which spans have a policy, and what these ask for.
+template <class Value, PageOrder order>
+void Decoder<Value, order>::begin_policies(const StepBatch& batch) {
+  Policies& policies = *m_policies;
+  policies.steps.clear();
+  policies.layers.clear();
+  policies.needs.clear();
+  policies.append_spans.clear();
+  policies.any = std::any_of(batch.spans().begin(), batch.spans().end(),
+                             [](const StepBatch::Span& span) { return span.rule.policy; });
+  policies.log_sum_exp = false;
+  if (!policies.any) return;
+  for (const StepBatch::Span& span : batch.spans()) {
+    PolicyStep* const step = span.rule.policy;
+    policies.steps.push_back(step);
+    policies.needs.push_back(step ? step->policy->needs() : PolicyNeeds());
+    policies.log_sum_exp = policies.log_sum_exp || policies.needs.back().log_sum_exp;
+    policies.layers.emplace_back();
+    if (!step) continue;
+    policies.layers.back() = std::make_unique<typename Policies::Layer>(
+        m_scratch->exec, m_comm, m_model, m_cache, policies.scratch,
+        m_scratch->inverse_frequencies);
+    step->scores.clear();
+  }
+  if (policies.log_sum_exp) {
+    const auto& heads = m_cache.shape().heads;
+    const std::int64_t most = *std::max_element(heads.begin(), heads.end());
+    detail::reserve_scratch(policies.scratch.lse,
+                            std::min<std::int64_t>(batch.tokens().size(), block_tokens) * most *
+                                m_model.config().query_group(),
+                            "kvzap::policy::log_sum_exp");
+  }
+}
+
+template <class Value, PageOrder order>
+bool Decoder<Value, order>::keeps_lse() const {
+  return m_policies->any && m_policies->log_sum_exp;
+}
+
+template <class Value, PageOrder order>
+void Decoder<Value, order>::show_layer(const StepBatch& batch, int layer) {
+  using NewRows = Kokkos::View<Value***, Kokkos::LayoutRight, MemorySpace>;
+  Scratch& scratch = *m_scratch;
+  const std::int64_t count = batch.tokens().size();
+  const std::int64_t kv_heads = m_cache.shape().heads[layer];
+  const std::int64_t dim = m_model.config().head_dim;
+  const NewRows keys(scratch.new_keys.data(), count, kv_heads, dim);
+  const NewRows values(scratch.new_values.data(), count, kv_heads, dim);
+  for (std::size_t s = 0; s < batch.spans().size(); ++s) {
+    const StepBatch::Span& span = batch.spans()[s];
+    if (!span.rule.policy) continue;
+    const auto own = range(span.first, span.first + span.count);
+    m_policies->layers[s]->show(*span.rule.policy, span.sequence, layer, span.count);
+    m_policies->layers[s]->set_new_rows(Kokkos::subview(keys, own, Kokkos::ALL, Kokkos::ALL),
+                                        Kokkos::subview(values, own, Kokkos::ALL, Kokkos::ALL));
+  }
+}
+
+// Shows a block to the policies that ask for it, and keeps the queries of the newest tokens.
+template <class Value, PageOrder order>
+void Decoder<Value, order>::observe(const StepBatch& batch, int layer, const Rows& rows) {
+  Scratch& scratch = *m_scratch;
+  const Stopwatch watch(m_seconds.scoring);
+  const std::int64_t m = rows.count();
+  const std::int64_t kv_heads = m_cache.shape().heads[layer];
+  const std::int64_t q_heads = kv_heads * m_model.config().query_group();
+  const std::int64_t dim = m_model.config().head_dim;
+  const std::int64_t columns = q_heads + 2 * kv_heads;
+  const Matrix x = scratch.matrix(Scratch::normed, m, m_model.config().hidden_size);
+  const Kokkos::View<const float***, Kokkos::LayoutRight, MemorySpace> qkv(
+      scratch.buffers[Scratch::projected].data(), m, columns, dim);
+  const Matrix lse(m_policies->scratch.lse.data(), keeps_lse() ? m : 0, q_heads);
+  for_each_span(batch, rows, [&](std::size_t s, std::int64_t begin, std::int64_t end) {
+    PolicyStep* const step = m_policies->steps[s];
+    if (!step) return;
+    const PolicyNeeds& needs = m_policies->needs[s];
+    const auto own = range(begin - rows.begin, end - rows.begin);
+    TokenBlock block;
+    block.first = scratch.first_positions[s] + begin - batch.spans()[s].first;
+    block.count = end - begin;
+    block.hidden = Kokkos::subview(x, own, Kokkos::ALL);
+    block.queries = Kokkos::subview(qkv, own, range(0, q_heads), Kokkos::ALL);
+    if (needs.log_sum_exp) block.log_sum_exp = Kokkos::subview(lse, own, Kokkos::ALL);
+    if (step->recent) {
+      locally([&] { step->recent->take(scratch.exec, layer, block); });
+    }
+    // Not by `locally`: it may communicate.
+    if (needs.blocks && !step->only_watches) step->policy->observe(*m_policies->layers[s], block);
+  });
+}
+
+// Scores, and where a policy chooses, which rows stay.
+template <class Value, PageOrder order>
+void Decoder<Value, order>::apply_policies(const StepBatch& batch, int layer) {
+  Scratch& scratch = *m_scratch;
+  Policies& policies = *m_policies;
+  const ExecutionSpace& exec = scratch.exec;
+  const int heads = m_cache.shape().heads[layer];
+  const Activations all_scores = new_scores(batch, layer);
+  policies.append_spans.clear();
+  for (std::size_t s = 0; s < batch.spans().size(); ++s) {
+    const StepBatch::Span& span = batch.spans()[s];
+    PolicyStep* const step = policies.steps[s];
+    if (!step || !step->chooses) policies.append_spans.push_back(scratch.append_spans[s]);
+    if (!step || step->only_watches) continue;
+    auto& shown = *policies.layers[s];
+    const std::int64_t most = shown.most_rows();
+    const auto own = range(span.first, span.first + span.count);
+    Activations scores;
+    {
+      const Stopwatch watch(m_seconds.scoring);
+      if (step->keeps_scores) {
+        scores = Activations(
+            Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::policy::step_scores"), heads,
+            most);
+        step->scores.push_back(scores);
+      } else {
+        detail::reserve_scratch(policies.scratch.scores, heads * most, "kvzap::policy::scores");
+        scores = Activations(policies.scratch.scores.data(), heads, most);
+      }
+      // Not by `locally`, as in `score`: it may communicate, with whatever the buffers hold.
+      step->policy->score(shown, scores);
+      locally([&] {
+        for (int h = 0; h < heads; ++h) {
+          const std::int64_t rows = shown.rows(h);
+          Kokkos::deep_copy(exec, Kokkos::subview(all_scores, h, own),
+                            Kokkos::subview(scores, h, range(rows - span.count, rows)));
+        }
+      });
+      detail::fence(exec, "kvzap::policy: scoring is timed");
+    }
+    if (!step->chooses) continue;
+    const Stopwatch choosing(m_seconds.pruning);
+    detail::reserve_scratch(policies.scratch.keep, heads * most, "kvzap::policy::keep");
+    ScoredLayer scored;
+    scored.layer = layer;
+    scored.heads = shown.extents().heads;
+    scored.rows = shown.extents().rows;
+    scored.scores = scores;
+    scored.keep = decltype(scored.keep)(policies.scratch.keep.data(), heads, most);
+    step->budget->choose(exec, m_comm, detail::budget_model<Value>(m_model.config()),
+                         shown.extents().tokens, {scored});
+    // At once: the next span's choice takes the same room.
+    locally([&] {
+      using NewRows = Kokkos::View<Value***, Kokkos::LayoutRight, MemorySpace>;
+      const std::int64_t count = batch.tokens().size();
+      const std::int64_t dim = m_model.config().head_dim;
+      const NewRows keys(scratch.new_keys.data(), count, heads, dim);
+      const NewRows values(scratch.new_values.data(), count, heads, dim);
+      m_cache.append_kept(exec, span.sequence, layer,
+                          Kokkos::subview(keys, own, Kokkos::ALL, Kokkos::ALL),
+                          Kokkos::subview(values, own, Kokkos::ALL, Kokkos::ALL),
+                          Kokkos::subview(all_scores, Kokkos::ALL, own), scored.keep);
+    });
+  }
+}
+
 template <class Value, PageOrder order>
 void Decoder<Value, order>::append(const StepBatch& batch, int layer) {
+  const bool judges =
+      std::any_of(batch.spans().begin(), batch.spans().end(),
+                  [](const StepBatch::Span& span) { return span.rule.eviction.judge; });
+  double unjudged = 0;
+  const Stopwatch watch(judges ? m_seconds.pruning : unjudged);
   locally([&] {
     Scratch& scratch = *m_scratch;
     const std::int64_t count = batch.tokens().size();
@@ -588,16 +822,18 @@ void Decoder<Value, order>::append(const StepBatch& batch, int layer) {
     if (m_observer) {
       for (std::size_t s = 0; s < batch.spans().size(); ++s) {
         const StepBatch::Span& span = batch.spans()[s];
-        if (!span.rule.score) continue;
+        if (!is_scored(span.rule)) continue;
         m_observer->scores(
             span.sequence, layer, scratch.first_positions[s],
             Kokkos::subview(scores, Kokkos::ALL, range(span.first, span.first + span.count)));
       }
     }
+    const auto& spans = m_policies->any ? m_policies->append_spans : scratch.append_spans;
+    if (spans.empty()) return;
     if (scratch.deferred) {
-      m_cache.append_deferred(scratch.exec, scratch.append_spans, layer, keys, values, scores);
+      m_cache.append_deferred(scratch.exec, spans, layer, keys, values, scores);
     } else {
-      m_cache.append(scratch.exec, scratch.append_spans, layer, keys, values, scores);
+      m_cache.append(scratch.exec, spans, layer, keys, values, scores);
     }
   });
 }

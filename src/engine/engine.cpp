@@ -1,14 +1,69 @@
 #include <fmt/format.h>
 
+#include <array>
+#include <chrono>
 #include <cmath>
 #include <kvzap/engine.hpp>
 #include <kvzap/snapshot.hpp>
+#include <map>
 #include <optional>
 
 #include "base/instantiate.hpp"
+#include "engine/policy_layer.hpp"
 
 namespace kvzap {
 namespace {
+
+/// Whether a policy scores rows; with a threshold alone a scorer does what its policy would.
+bool uses_policy(const CacheOptions& options) {
+  return options.prune != PruneMode::none && options.policy && options.policy->make &&
+         !(options.policy->scorer && !options.policy->budget.has_amount() &&
+           options.decode_every == 0);
+}
+
+void check_policy(const CacheOptions& options) {
+  const PolicyChoice& choice = *options.policy;
+  const bool has_budget = choice.budget.has_amount();
+  const auto refuse = [&](const std::string& what) {
+    throw Error(fmt::format("--policy {}: {}", choice.name, what));
+  };
+  if (options.decode_every < 0 || options.decode_keep < 0) {
+    refuse("--decode-every and --decode-keep are 0 or more");
+  }
+  if (!(options.decode_evict_ratio >= 0 && options.decode_evict_ratio < 1)) {
+    refuse(fmt::format("--decode-evict-ratio is {}; expected a number in [0, 1)",
+                       options.decode_evict_ratio));
+  }
+  if (options.decode_every > 0 && !choice.info->scores_again) {
+    refuse("--decode-every needs a policy that can score again while the model generates");
+  }
+  if (options.decode_every > 0 && choice.info->has_own_budget) {
+    refuse("--decode-every needs a policy without a budget of its own");
+  }
+  if (options.prune == PruneMode::always && options.decode_every == 0) {
+    if (has_budget || choice.info->has_own_budget) {
+      refuse(
+          "--prune always judges pairs by a threshold as they leave the window; a budget is kept "
+          "to while the model generates with --decode-every");
+    }
+    if (!choice.info->judges_tokens) {
+      refuse(
+          "--prune always needs a policy that judges a new token from its own key, value and "
+          "hidden state; cut the cache every n tokens with --decode-every instead");
+    }
+  }
+  if (choice.info->needs_question && options.prune_after != PruneMoment::question) {
+    refuse("it scores by the question: --prune-after question");
+  }
+  if (options.prefill == PrefillMode::sparse) {
+    if (options.prune_after == PruneMoment::question) {
+      refuse("--prune-after question runs context and question as one step: --prefill dense");
+    }
+    if (!choice.info->scores_again || choice.info->has_own_budget) {
+      refuse("--prefill sparse needs a policy that can score again after each chunk");
+    }
+  }
+}
 
 void check(const CacheOptions& options, bool has_scorer) {
   if (options.window < 1) {
@@ -24,7 +79,9 @@ void check(const CacheOptions& options, bool has_scorer) {
     if (std::isnan(options.threshold)) {
       throw Error("--threshold is NaN; expected a number (no score is below NaN)");
     }
-    if (!has_scorer) {
+    if (uses_policy(options)) {
+      check_policy(options);
+    } else if (!has_scorer) {
       throw Error(
           fmt::format("--prune {} needs a surrogate (--surrogate DIR)", name_of(options.prune)));
     }
@@ -39,34 +96,77 @@ class TypedEngine final : public Engine {
       : Engine(options, comm),
         m_model(std::move(model)),
         m_scorer(std::move(scorer)),
-        m_decoder(*m_model, m_scorer.get(), comm, options.window, options.page_rows, &m_meter) {
+        m_decoder(*m_model, m_scorer.get(), comm, options.window, options.page_rows, &m_meter),
+        m_uses_policy(uses_policy(options)) {
     m_decoder.cache().set_limit(options.kv_limit);
   }
 
   const ModelConfig& config() const override { return m_model->config(); }
 
   SequenceId add_sequence() override {
-    return on_all_ranks([&] { return m_decoder.cache().add_sequence(); });
+    return on_all_ranks([&] {
+      Life life = new_life();
+      const SequenceId sequence = m_decoder.cache().add_sequence();
+      m_lives[sequence] = std::move(life);
+      return sequence;
+    });
   }
   SequenceId fork(SequenceId source) override {
-    return on_all_ranks([&] { return m_decoder.cache().fork(source); });
+    return on_all_ranks([&] {
+      Life life = m_lives.at(source).copy(new_life());
+      const SequenceId sequence = m_decoder.cache().fork(source);
+      m_lives[sequence] = std::move(life);
+      return sequence;
+    });
   }
-  void free_sequence(SequenceId sequence) override { m_decoder.cache().free_sequence(sequence); }
+  void free_sequence(SequenceId sequence) override {
+    m_lives.erase(sequence);
+    m_decoder.cache().free_sequence(sequence);
+  }
 
   std::unique_ptr<Checkpoint> checkpoint(SequenceId sequence) override {
     auto taken = std::make_unique<TypedCheckpoint>();
-    communicator().agree([&] { taken->state = m_decoder.cache().checkpoint(sequence); });
+    communicator().agree([&] {
+      taken->state = m_decoder.cache().checkpoint(sequence);
+      taken->life = m_lives.at(sequence).copy({});
+    });
     return taken;
   }
   void restore(SequenceId sequence, const Checkpoint& checkpoint) override {
-    m_decoder.cache().restore(sequence, dynamic_cast<const TypedCheckpoint&>(checkpoint).state);
+    const auto& taken = dynamic_cast<const TypedCheckpoint&>(checkpoint);
+    m_decoder.cache().restore(sequence, taken.state);
+    Life& life = m_lives.at(sequence);
+    Life again = taken.life.copy({});
+    again.policy = std::move(life.policy);
+    life = std::move(again);
   }
   std::int64_t tokens(SequenceId sequence) const override {
     return m_decoder.cache().tokens(sequence, 0);
   }
 
   std::vector<StepResult> step(const StepBatch& batch, const ProgressCallback& progress) override {
-    return m_decoder.step(batch, progress);
+    if (!m_uses_policy) return m_decoder.step(batch, progress);
+    m_batch = batch;
+    for (std::size_t s = 0; s < batch.spans().size(); ++s) plan(s);
+    auto results = m_decoder.step(m_batch, progress);
+    for (const StepBatch::Span& span : m_batch.spans()) {
+      if (span.rule.policy) finish(span);
+    }
+    return results;
+  }
+
+  void end_context(SequenceId sequence) override {
+    if (!m_uses_policy) return;
+    Life& life = m_lives.at(sequence);
+    life.steps = 0;
+    if (!options().policy->rerotate) return;
+    auto& cache = m_decoder.cache();
+    const std::int64_t before = cache.tokens(sequence, 0);
+    communicator().agree(
+        [&] { cache.close_up(ExecutionSpace(), sequence, m_decoder.inverse_frequencies()); });
+    life.closed_up += before - cache.tokens(sequence, 0);
+    // Their queries have been turned to positions that are no more.
+    if (life.recent) life.recent->restart(cache.tokens(sequence, 0));
   }
 
   std::size_t trim() override { return m_decoder.cache().trim(); }
@@ -76,7 +176,7 @@ class TypedEngine final : public Engine {
     const ModelConfig& config = m_model->config();
     const HeadPartition& partition = m_model->partition();
     CacheReport report;
-    report.tokens = cache.tokens(sequence, 0);
+    report.tokens = cache.tokens(sequence, 0) + m_lives.at(sequence).closed_up;
     std::vector<std::int64_t> mine;
     for (int l = 0; l < partition.n_layers(); ++l) {
       for (int h = 0; h < cache.shape().heads[l]; ++h) mine.push_back(cache.rows(sequence, l, h));
@@ -100,6 +200,11 @@ class TypedEngine final : public Engine {
     report.allocated_bytes = sum(bytes.allocated);
     report.returned_bytes = sum(bytes.returned);
     report.peak_allocated_bytes = sum(m_meter.peak());
+    std::array<double, 2> seconds = {m_decoder.seconds().scoring,
+                                     m_decoder.seconds().pruning + m_evict_seconds};
+    communicator().all_reduce_max(seconds.data(), seconds.size());
+    report.score_seconds = seconds[0];
+    report.prune_seconds = seconds[1];
     return report;
   }
 
@@ -112,7 +217,11 @@ class TypedEngine final : public Engine {
     if (options().prune != PruneMode::none) {
       info.threshold = options().threshold;
       info.sink = options().sink;
-      info.further["surrogate"] = m_scorer->kind();
+      if (m_uses_policy) {
+        info.further["policy"] = options().policy->name;
+      } else {
+        info.further["surrogate"] = m_scorer->kind();
+      }
     }
     kvzap::write_snapshot(file, m_decoder.cache(), sequence, m_model->partition(), communicator(),
                           info);
@@ -125,9 +234,159 @@ class TypedEngine final : public Engine {
   void set_attention_path(AttentionPath path) override { m_decoder.set_attention_path(path); }
 
  private:
+  /// What a policy keeps of a sequence between steps.
+  struct Life {
+    std::unique_ptr<Policy> policy;
+    std::optional<RecentQueries> recent;
+    std::int64_t steps = 0;      // since the context, or since the last cut
+    std::int64_t closed_up = 0;  // positions fewer than tokens
+    // Of the step under way.
+    PolicyStep step;
+    Budget budget;
+    bool cuts = false;  // choose when it is over
+
+    /// With another policy object: one serves one sequence.
+    Life copy(Life into) const {
+      if (recent) into.recent = recent->clone();
+      into.steps = steps;
+      into.closed_up = closed_up;
+      return into;
+    }
+  };
+
   struct TypedCheckpoint final : Checkpoint {
     typename KVCache<Value, order>::Checkpoint state;
+    Life life;
   };
+
+  Life new_life() const {
+    Life life;
+    if (!m_uses_policy) return life;
+    life.policy = options().policy->make();
+    const PolicyNeeds needs = life.policy->needs();
+    if (needs.recent > 0) {
+      const int group = static_cast<int>(m_model->config().query_group());
+      std::vector<int> query_heads;
+      for (const int heads : m_decoder.cache().shape().heads) query_heads.push_back(heads * group);
+      life.recent.emplace(needs.recent, query_heads, static_cast<int>(m_model->config().head_dim),
+                          later_steps_score());
+    }
+    return life;
+  }
+
+  /// Whether rows are scored in several steps, so that the newest tokens of a step are too few.
+  bool later_steps_score() const {
+    return options().decode_every > 0 || options().prefill == PrefillMode::sparse;
+  }
+
+  /// Rows per head that a cut leaves after `tokens` tokens. A question as long as this is a reason
+  /// to cut at once, as in kvpress' DecodingPress.
+  std::int64_t decode_target(std::int64_t tokens) const {
+    if (options().decode_keep > 0) return options().decode_keep;
+    return std::max<std::int64_t>(
+        1, static_cast<std::int64_t>(tokens * (1 - options().decode_evict_ratio)));
+  }
+
+  /// What the policy does to a span of m_batch.
+  void plan(std::size_t index) {
+    const StepBatch::Span& span = m_batch.spans()[index];
+    const PolicyChoice& choice = *options().policy;
+    if (span.rule.part == StepPart::other) return;
+    Life& life = m_lives.at(span.sequence);
+    const PolicyNeeds needs = life.policy->needs();
+    const std::int64_t before = m_decoder.cache().tokens(span.sequence, 0);
+    PolicyStep& step = life.step;
+    step = PolicyStep();
+    step.policy = life.policy.get();
+    step.recent = life.recent ? &*life.recent : nullptr;
+    step.question = span.rule.question;
+    life.cuts = false;
+    const bool is_context =
+        span.rule.part == StepPart::context || span.rule.part == StepPart::whole;
+    if (is_context && (choice.budget.has_amount() || choice.info->has_own_budget)) {
+      life.budget = choice.budget;
+      step.budget = &life.budget;
+      step.chooses = before == 0 && life.budget.by_layer();
+      life.cuts = !step.chooses;
+    } else if (is_context) {
+      step.scores_all = !choice.info->judges_tokens;
+    } else {
+      const std::int64_t tokens = before + life.closed_up + span.count;
+      ++life.steps;
+      life.budget = choice.budget;
+      life.budget.amount =
+          options().decode_keep > 0 ? Budget::Amount::keep_tokens : Budget::Amount::evict_ratio;
+      life.budget.keep_tokens = options().decode_keep;
+      life.budget.evict_ratio = options().decode_evict_ratio;
+      life.budget.layer_ratios.clear();
+      step.budget = &life.budget;
+      life.cuts = options().decode_every > 0 &&
+                  (life.steps >= options().decode_every || span.count >= decode_target(tokens));
+      if (!life.cuts && span.rule.eviction.judge) {
+        step.scores_all = false;
+      } else if (!life.cuts && !(needs.every_step && options().decode_every > 0)) {
+        if (!step.recent || !later_steps_score()) return;
+        step.only_watches = true;
+      }
+    }
+    // Cached rows get new scores when the step is over.
+    step.keeps_scores =
+        !step.only_watches && step.scores_all && !step.chooses && (before > 0 || life.cuts);
+    m_batch.set_policy(index, &step);
+  }
+
+  /// Gives rows the scores that a step has left, and cuts the sequence if it is time.
+  void finish(const StepBatch::Span& span) {
+    Life& life = m_lives.at(span.sequence);
+    if (!life.step.keeps_scores) return;
+    const auto start = std::chrono::steady_clock::now();
+    auto& cache = m_decoder.cache();
+    const ExecutionSpace exec;
+    const int layers = static_cast<int>(life.step.scores.size());
+    communicator().agree([&] {
+      for (int l = 0; l < layers; ++l) {
+        cache.set_row_scores(exec, span.sequence, l, life.step.scores[l]);
+      }
+    });
+    if (life.cuts) cut(span.sequence);
+    life.step.scores.clear();
+    m_evict_seconds +=
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  }
+
+  void cut(SequenceId sequence) {
+    Life& life = m_lives.at(sequence);
+    life.steps = 0;
+    auto& cache = m_decoder.cache();
+    const ExecutionSpace exec;
+    std::vector<ScoredLayer> layers(life.step.scores.size());
+    communicator().agree([&] {
+      for (std::size_t l = 0; l < layers.size(); ++l) {
+        layers[l].layer = static_cast<int>(l);
+        layers[l].heads = m_model->partition().heads(static_cast<int>(l), m_model->rank());
+        layers[l].scores = life.step.scores[l];
+        for (std::size_t h = 0; h < layers[l].heads.size(); ++h) {
+          layers[l].rows.push_back(cache.rows(sequence, static_cast<int>(l), static_cast<int>(h)));
+        }
+        layers[l].keep = decltype(layers[l].keep)("kvzap::policy::keep", layers[l].heads.size(),
+                                                  life.step.scores[l].extent(1));
+      }
+    });
+    const Budget::Model model = detail::budget_model<Value>(m_model->config());
+    const std::int64_t tokens = cache.tokens(sequence, 0) + life.closed_up;
+    if (life.budget.by_layer()) {
+      for (const ScoredLayer& layer : layers) {
+        life.budget.choose(exec, communicator(), model, tokens, {layer});
+      }
+    } else {
+      life.budget.choose(exec, communicator(), model, tokens, layers);
+    }
+    communicator().agree([&] {
+      for (const ScoredLayer& layer : layers) {
+        cache.evict(exec, sequence, layer.layer, layer.keep);
+      }
+    });
+  }
 
   // A new sequence on every rank, or, with an error, on none.
   template <class Make>
@@ -136,7 +395,7 @@ class TypedEngine final : public Engine {
     try {
       communicator().agree([&] { made = make(); });
     } catch (...) {
-      if (made) m_decoder.cache().free_sequence(*made);
+      if (made) free_sequence(*made);
       throw;
     }
     return *made;
@@ -146,6 +405,10 @@ class TypedEngine final : public Engine {
   std::shared_ptr<const Model<Value>> m_model;
   std::shared_ptr<Scorer> m_scorer;
   Decoder<Value, order> m_decoder;
+  bool m_uses_policy;
+  std::map<SequenceId, Life> m_lives;
+  StepBatch m_batch;
+  double m_evict_seconds = 0;
 };
 
 }  // namespace
@@ -184,6 +447,21 @@ StepRule Engine::rule(bool judges) const {
   StepRule rule;
   rule.score = judges;
   rule.eviction = {m_options.threshold, m_options.sink, judges};
+  return rule;
+}
+
+StepRule Engine::rule(StepPart part, std::int64_t question) const {
+  const bool is_context = part == StepPart::context || part == StepPart::whole;
+  const bool judges =
+      m_options.prune == PruneMode::always || (is_context && m_options.prune == PruneMode::prefill);
+  if (!uses_policy(m_options)) return rule(judges);
+  const PolicyChoice& choice = *m_options.policy;
+  StepRule rule;
+  rule.part = part;
+  rule.question = question;
+  // Without a budget a threshold decides, as pairs leave the window.
+  rule.eviction = {static_cast<float>(choice.threshold), m_options.sink,
+                   judges && !choice.budget.has_amount() && !choice.info->has_own_budget};
   return rule;
 }
 

@@ -1,0 +1,71 @@
+// What an eviction policy does in a step of one sequence.
+#pragma once
+
+#include <kvzap/budget.hpp>
+#include <kvzap/policy.hpp>
+#include <vector>
+
+namespace kvzap {
+
+/// Queries of the newest tokens of one sequence. Kept from step to step for all layers, or, where
+/// no later step asks for them, for the layer at hand alone.
+class RecentQueries {
+ public:
+  /// `tokens` newest tokens; query_heads: of each layer, on this rank.
+  RecentQueries(std::int64_t tokens, const std::vector<int>& query_heads, int head_dim,
+                bool every_layer);
+  /// A copy with memory of its own, for a fork or a checkpoint.
+  RecentQueries clone() const;
+
+  std::int64_t capacity() const { return m_capacity; }
+  /// Takes those of a block, whose tokens follow the ones taken before.
+  void take(const ExecutionSpace& exec, int layer, const TokenBlock& block);
+  /// The newest ones of a sequence of `tokens` tokens; valid until the next call.
+  TokenBlock newest(const ExecutionSpace& exec, int layer, std::int64_t tokens);
+  /// Forgets all; the next token taken has this position.
+  void restart(std::int64_t position) { m_begin = position; }
+
+ private:
+  using Queries = Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace>;
+  Queries& of(int layer) { return m_queries[m_queries.size() == 1 ? 0 : layer]; }
+
+  std::int64_t m_capacity;
+  std::vector<int> m_query_heads;
+  int m_head_dim;
+  std::int64_t m_begin = 0;  // no position below this has been taken
+  // (slot, query head, dim) of each layer, or of the one at hand; position p has slot p % capacity.
+  std::vector<Queries> m_queries;
+  Queries m_ordered;
+};
+
+/// A policy's part in a step of one sequence, as a span of a StepBatch names it. The engine makes
+/// it, the decoder carries it out.
+struct PolicyStep {
+  Policy* policy = nullptr;
+  /// Only keep the queries of the newest tokens, for a later step.
+  bool only_watches = false;
+  /// Which rows are scored: all that the sequence has, or the step's alone.
+  bool scores_all = true;
+  /// The budget that the policy sees in PolicyLayer::Extents; may be null.
+  const Budget* budget = nullptr;
+  /// Choose by `budget` in each layer, before the next one runs: rows that do not stay are never
+  /// stored. The sequence has no rows yet, and `budget` is by_layer().
+  bool chooses = false;
+  /// Tokens of the question at the end of the step.
+  std::int64_t question = 0;
+  /// Where queries of the newest tokens are kept; null if the policy needs none.
+  RecentQueries* recent = nullptr;
+  /// Keep `scores` of all layers, to choose by after the step.
+  bool keeps_scores = false;
+
+  /// Left by the step if keeps_scores: (head on this rank, row) of each layer, rows by position.
+  std::vector<Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>> scores;
+};
+
+/// Seconds spent so far on this rank, the host's.
+struct PruneSeconds {
+  double scoring = 0;  // by a scorer or policy
+  double pruning = 0;  // choosing rows, and appending those that a rule judges
+};
+
+}  // namespace kvzap

@@ -1,0 +1,142 @@
+#include "engine/policy_layer.hpp"
+
+#include <algorithm>
+
+#include "base/instantiate.hpp"
+#include "base/kokkos_compat.hpp"
+
+namespace kvzap {
+
+std::int64_t PolicyLayer::most_rows() const {
+  const auto& rows = m_extents.rows;
+  return rows.empty() ? 0 : *std::max_element(rows.begin(), rows.end());
+}
+
+namespace detail {
+namespace {
+
+std::pair<std::int64_t, std::int64_t> range(std::int64_t begin, std::int64_t end) {
+  return {begin, end};
+}
+
+// Row i of the (n, columns) matrix has a 1 in column first + i.
+void fill_identity(const ExecutionSpace& exec, std::int64_t first, const Matrix& x) {
+  Kokkos::deep_copy(exec, x, 0.0F);
+  Kokkos::parallel_for(
+      "kvzap::policy::identity", Kokkos::RangePolicy<ExecutionSpace>(exec, 0, x.extent(0)),
+      KOKKOS_LAMBDA(const std::int64_t i) { x(i, first + i) = 1; });
+}
+
+}  // namespace
+
+template <class Value, PageOrder order>
+void DecoderLayer<Value, order>::show(const PolicyStep& step, SequenceId sequence, int layer,
+                                      std::int64_t new_tokens) {
+  m_step = &step;
+  m_sequence = sequence;
+  m_has_scores = false;
+  m_first_new = m_cache.tokens(sequence, layer);
+  const std::vector<int>& heads = m_model.partition().heads(layer, m_model.rank());
+  m_extents.layer = layer;
+  m_extents.heads = heads;
+  m_extents.tokens = m_first_new + new_tokens;
+  m_extents.new_tokens = new_tokens;
+  m_extents.question = step.question;
+  m_extents.rows.resize(heads.size());
+  for (int h = 0; h < static_cast<int>(heads.size()); ++h) {
+    m_extents.rows[h] = (step.scores_all ? m_cache.rows(sequence, layer, h) : 0) + new_tokens;
+  }
+  m_extents.keep = m_extents.tokens;
+  m_extents.evict_ratio = 0;
+  if (step.budget && step.budget->has_amount()) {
+    const Budget& budget = *step.budget;
+    m_extents.keep =
+        budget.rows_per_head(budget_model<Value>(m_model.config()), layer, m_extents.tokens);
+    m_extents.evict_ratio =
+        budget.amount == Budget::Amount::evict_ratio && !budget.pyramid
+            ? (budget.layer_ratios.empty() ? budget.evict_ratio : budget.layer_ratios.at(layer))
+            : 1 - static_cast<double>(m_extents.keep) / m_extents.tokens;
+  }
+}
+
+template <class Value, PageOrder order>
+auto DecoderLayer<Value, order>::gather(int head, std::int64_t begin, std::int64_t count,
+                                        bool values, Vector& room) -> RowsView {
+  const int dim = m_extents.head_dim;
+  reserve_scratch(room, count * dim, "kvzap::policy::rows");
+  const Matrix out(room.data(), count, dim);
+  // Rows that are not shown come before all others.
+  const std::int64_t hidden = m_step->scores_all ? 0 : m_cache.rows(m_sequence, layer(), head);
+  gather_rows<Value, order>(exec(), m_cache.layer(m_sequence, layer()), head,
+                            values ? m_new_values : m_new_keys, hidden + begin, count, values, out);
+  return out;
+}
+
+template <class Value, PageOrder order>
+auto DecoderLayer<Value, order>::positions(int head, std::int64_t begin, std::int64_t count)
+    -> PositionView {
+  reserve_scratch(m_scratch.positions, count, "kvzap::policy::positions");
+  const Kokkos::View<std::int64_t*, MemorySpace> out(m_scratch.positions.data(), count);
+  const std::int64_t hidden = m_step->scores_all ? 0 : m_cache.rows(m_sequence, layer(), head);
+  gather_positions<Value, order>(exec(), m_cache.layer(m_sequence, layer()), head, m_first_new,
+                                 hidden + begin, count, out);
+  return out;
+}
+
+template <class Value, PageOrder order>
+auto DecoderLayer<Value, order>::cached_scores(int head)
+    -> Kokkos::View<const float*, MemorySpace> {
+  const std::int64_t most = std::max<std::int64_t>(0, most_rows() - m_extents.new_tokens);
+  if (!m_has_scores && m_step->scores_all) {
+    reserve_scratch(m_scratch.cached_scores, heads() * most, "kvzap::policy::cached_scores");
+    m_cache.row_scores(exec(), m_sequence, layer(),
+                       Matrix(m_scratch.cached_scores.data(), heads(), most));
+    m_has_scores = true;
+  }
+  return Kokkos::View<const float*, MemorySpace>(m_scratch.cached_scores.data() + head * most,
+                                                 m_step->scores_all ? cached_rows(head) : 0);
+}
+
+template <class Value, PageOrder order>
+TokenBlock DecoderLayer<Value, order>::recent() {
+  if (!m_step->recent) throw Error("policy: it asks for recent tokens without needing them");
+  return m_step->recent->newest(exec(), layer(), m_extents.tokens);
+}
+
+template <class Value, PageOrder order>
+void DecoderLayer<Value, order>::attention_mass(const TokenBlock& queries, MassReduction reduction,
+                                                const MassView& mass, const MassFactors& factors) {
+  if (!m_step->scores_all) {
+    throw Error("policy: attention over all rows, where it is to judge new tokens by themselves");
+  }
+  const std::int64_t seen = queries.first + queries.count - m_first_new;
+  AttentionSpan<Value, order> span;
+  span.cached = m_cache.layer(m_sequence, layer());
+  span.queries = queries.count;
+  span.new_rows = seen;
+  m_scratch.mass(exec(), span, queries.queries,
+                 Kokkos::subview(m_new_keys, range(0, seen), Kokkos::ALL, Kokkos::ALL),
+                 queries.log_sum_exp, reduction, mass, factors);
+}
+
+template <class Value, PageOrder order>
+auto DecoderLayer<Value, order>::output_weights(int query_head) -> RowsView {
+  const auto& weights = m_model.layer(layer()).o;
+  const std::int64_t dim = m_extents.head_dim;
+  reserve_scratch(m_scratch.identity, dim * weights.inputs(), "kvzap::policy::identity");
+  reserve_scratch(m_scratch.output_weights, dim * weights.outputs(),
+                  "kvzap::policy::output_weights");
+  // Weights may be packed: a product with the identity unpacks them, exactly.
+  const Matrix x(m_scratch.identity.data(), dim, weights.inputs());
+  const Matrix y(m_scratch.output_weights.data(), dim, weights.outputs());
+  fill_identity(exec(), query_head * dim, x);
+  m_scratch.linear(exec(), x, weights, ConstVector(), y);
+  return y;
+}
+
+#define KVZAP_INSTANTIATE(Value, order) template class DecoderLayer<Value, order>;
+KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#undef KVZAP_INSTANTIATE
+
+}  // namespace detail
+}  // namespace kvzap

@@ -1,0 +1,95 @@
+// A layer of one sequence as the decoder shows it to a policy.
+#pragma once
+
+#include <kvzap/cache.hpp>
+#include <kvzap/model.hpp>
+#include <kvzap/policy_step.hpp>
+
+#include "base/scratch.hpp"
+#include "cache/gather_rows.hpp"
+#include "linalg/gemm.hpp"
+
+namespace kvzap::detail {
+
+/// What a budget's counts are made of.
+template <class Value>
+Budget::Model budget_model(const ModelConfig& config) {
+  return {
+      static_cast<int>(config.num_hidden_layers), static_cast<int>(config.num_key_value_heads),
+      2 * static_cast<std::int64_t>(config.head_dim) * static_cast<std::int64_t>(sizeof(Value))};
+}
+
+/// Memory that the layers of all spans share, one after the other.
+template <class Value, PageOrder order>
+struct PolicyScratch {
+  Vector keys, values;
+  Kokkos::View<std::int64_t*, MemorySpace> positions;
+  Vector cached_scores;  // (head, row)
+  Vector scores;         // (head, row)
+  Vector lse;            // (token, query head) of a block
+  Vector identity, output_weights;
+  Kokkos::View<std::uint8_t*, MemorySpace> keep;  // (head, row)
+  AttentionMass<Value, order> mass;
+  LinearMap linear;
+};
+
+template <class Value, PageOrder order>
+class DecoderLayer final : public PolicyLayer {
+ public:
+  using Cache = KVCache<Value, order>;
+  using NewRows = Kokkos::View<Value***, Kokkos::LayoutRight, MemorySpace>;
+
+  DecoderLayer(const ExecutionSpace& exec, const Communicator& comm, const Model<Value>& model,
+               Cache& cache, PolicyScratch<Value, order>& scratch, const Vector& frequencies)
+      : PolicyLayer(exec, comm),
+        m_model(model),
+        m_cache(cache),
+        m_scratch(scratch),
+        m_frequencies(frequencies) {
+    const ModelConfig& config = model.config();
+    m_extents.layers = static_cast<int>(config.num_hidden_layers);
+    m_extents.kv_heads = static_cast<int>(config.num_key_value_heads);
+    m_extents.group = static_cast<int>(config.query_group());
+    m_extents.head_dim = static_cast<int>(config.head_dim);
+    m_extents.hidden_size = config.hidden_size;
+  }
+
+  /// Shows a layer: `step` is what happens there to `sequence`, to which new_tokens are added.
+  void show(const PolicyStep& step, SequenceId sequence, int layer, std::int64_t new_tokens);
+  /// (token of the span, head, dim) of the layer.
+  void set_new_rows(const NewRows& keys, const NewRows& values) {
+    m_new_keys = keys;
+    m_new_values = values;
+  }
+
+  PositionView positions(int head, std::int64_t begin, std::int64_t count) override;
+  RowsView keys(int head, std::int64_t begin, std::int64_t count) override {
+    return gather(head, begin, count, false, m_scratch.keys);
+  }
+  RowsView values(int head, std::int64_t begin, std::int64_t count) override {
+    return gather(head, begin, count, true, m_scratch.values);
+  }
+  Kokkos::View<const float*, MemorySpace> cached_scores(int head) override;
+  TokenBlock recent() override;
+  void attention_mass(const TokenBlock& queries, MassReduction reduction, const MassView& mass,
+                      const MassFactors& factors) override;
+  RowsView output_weights(int query_head) override;
+  Kokkos::View<const float*, MemorySpace> inverse_frequencies() override { return m_frequencies; }
+
+ private:
+  /// Of a head, before this step's: 0 where they are not shown.
+  std::int64_t cached_rows(int head) const { return rows(head) - m_extents.new_tokens; }
+  RowsView gather(int head, std::int64_t begin, std::int64_t count, bool values, Vector& room);
+
+  const Model<Value>& m_model;
+  Cache& m_cache;
+  PolicyScratch<Value, order>& m_scratch;
+  Vector m_frequencies;
+  const PolicyStep* m_step = nullptr;
+  SequenceId m_sequence = -1;
+  std::int64_t m_first_new = 0;  // position
+  bool m_has_scores = false;     // of this layer's cached rows
+  NewRows m_new_keys, m_new_values;
+};
+
+}  // namespace kvzap::detail

@@ -1,0 +1,84 @@
+#include <algorithm>
+#include <kvzap/policy_step.hpp>
+
+namespace kvzap {
+namespace {
+
+using Queries = Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace>;
+
+// (slot, element) of `to` = (row, element) of the block, or the other way round with `ordered`.
+void store(const ExecutionSpace& exec, const TokenBlock& block, std::int64_t begin,
+           std::int64_t capacity, int head_dim, const Queries& to) {
+  const auto queries = block.queries;
+  const std::int64_t first = block.first;
+  const int heads = static_cast<int>(queries.extent(1));
+  Kokkos::parallel_for(
+      "kvzap::policy::keep_queries", Kokkos::RangePolicy<ExecutionSpace>(exec, begin, block.count),
+      KOKKOS_LAMBDA(const std::int64_t i) {
+        for (int h = 0; h < heads; ++h) {
+          for (int d = 0; d < head_dim; ++d) to((first + i) % capacity, h, d) = queries(i, h, d);
+        }
+      });
+}
+
+void put_in_order(const ExecutionSpace& exec, const Queries& from, std::int64_t first,
+                  std::int64_t count, int heads, int head_dim, const Queries& to) {
+  const std::int64_t capacity = from.extent(0);
+  Kokkos::parallel_for(
+      "kvzap::policy::order_queries", Kokkos::RangePolicy<ExecutionSpace>(exec, 0, count),
+      KOKKOS_LAMBDA(const std::int64_t i) {
+        for (int h = 0; h < heads; ++h) {
+          for (int d = 0; d < head_dim; ++d) to(i, h, d) = from((first + i) % capacity, h, d);
+        }
+      });
+}
+
+Queries make(const char* label, std::int64_t tokens, int heads, int head_dim) {
+  return Queries(Kokkos::view_alloc(Kokkos::WithoutInitializing, std::string(label)), tokens, heads,
+                 head_dim);
+}
+
+}  // namespace
+
+RecentQueries::RecentQueries(std::int64_t tokens, const std::vector<int>& query_heads, int head_dim,
+                             bool every_layer)
+    : m_capacity(tokens), m_query_heads(query_heads), m_head_dim(head_dim) {
+  const int most = *std::max_element(query_heads.begin(), query_heads.end());
+  if (every_layer) {
+    for (const int heads : query_heads) {
+      m_queries.push_back(make("kvzap::policy::recent", tokens, heads, head_dim));
+    }
+  } else {
+    m_queries.push_back(make("kvzap::policy::recent", tokens, most, head_dim));
+  }
+  m_ordered = make("kvzap::policy::recent_in_order", tokens, most, head_dim);
+}
+
+RecentQueries RecentQueries::clone() const {
+  RecentQueries copy(m_capacity, m_query_heads, m_head_dim, m_queries.size() > 1);
+  copy.m_begin = m_begin;
+  for (std::size_t l = 0; l < m_queries.size(); ++l) {
+    Kokkos::deep_copy(copy.m_queries[l], m_queries[l]);
+  }
+  return copy;
+}
+
+void RecentQueries::take(const ExecutionSpace& exec, int layer, const TokenBlock& block) {
+  store(exec, block, std::max<std::int64_t>(0, block.count - m_capacity), m_capacity, m_head_dim,
+        of(layer));
+}
+
+TokenBlock RecentQueries::newest(const ExecutionSpace& exec, int layer, std::int64_t tokens) {
+  TokenBlock block;
+  block.count = std::min(m_capacity, tokens - m_begin);
+  block.first = tokens - block.count;
+  const int heads = m_query_heads[layer];
+  // Of as many heads as the layer has: ranks may own more of one layer than of another.
+  const Queries ordered(m_ordered.data(), m_capacity, heads, m_head_dim);
+  put_in_order(exec, of(layer), block.first, block.count, heads, m_head_dim, ordered);
+  block.queries = Kokkos::subview(ordered, std::pair<std::int64_t, std::int64_t>(0, block.count),
+                                  Kokkos::ALL, Kokkos::ALL);
+  return block;
+}
+
+}  // namespace kvzap

@@ -77,6 +77,8 @@ class Generator {
   void set_observer(StepObserver* observer) { m_engine->set_observer(observer); }
   void set_attention_path(AttentionPath path) { m_engine->set_attention_path(path); }
   Engine& engine() { return *m_engine; }
+  /// The sequence of the last answer, or of the context.
+  SequenceId sequence() const { return m_sequence; }
 
  private:
   void trim();

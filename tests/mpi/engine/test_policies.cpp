@@ -1,0 +1,492 @@
+// What policies see of a step, when they choose, and that what they choose is what is left: with
+// scores that depend on (layer, head, position) alone, so that every outcome is known beforehand.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <kvzap/generate.hpp>
+#include <map>
+#include <numeric>
+#include <tuple>
+
+namespace kvzap {
+namespace {
+
+constexpr int layers = 3;
+constexpr int kv_heads = 5;
+constexpr int group = 2;
+constexpr int dim = 16;
+constexpr int vocabulary = 61;
+
+ModelConfig make_config() {
+  ModelConfig config{};
+  config.architecture = "LlamaForCausalLM";
+  config.hidden_size = 40;
+  config.intermediate_size = 32;
+  config.num_hidden_layers = layers;
+  config.num_attention_heads = kv_heads * group;
+  config.num_key_value_heads = kv_heads;
+  config.head_dim = dim;
+  config.vocab_size = vocabulary;
+  config.max_position_embeddings = 4096;
+  config.rms_norm_eps = 1e-6;
+  config.rope_theta = 10000;
+  return config;
+}
+
+std::vector<TokenId> some_tokens(int count, int seed = 0) {
+  std::vector<TokenId> tokens(count);
+  for (int i = 0; i < count; ++i) tokens[i] = (7 * i + i * i / 3 + 11 * seed) % vocabulary;
+  return tokens;
+}
+
+float made_up_score(int layer, int head, std::int64_t position) {
+  std::uint64_t x = (static_cast<std::uint64_t>(layer) << 40) ^
+                    (static_cast<std::uint64_t>(head) << 32) ^ static_cast<std::uint64_t>(position);
+  x = (x ^ (x >> 31)) * 0x9e3779b97f4a7c15u;
+  x = (x ^ (x >> 27)) * 0xbf58476d1ce4e5b9u;
+  return static_cast<float>((x >> 40) % 500);  // many ties
+}
+
+template <class View>
+auto on_host(const View& view) {
+  return Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), view);
+}
+
+/// What the policies of a test have seen.
+struct Seen {
+  int scored = 0;           // calls of score
+  int observed_tokens = 0;  // in layer 0
+  std::vector<std::int64_t> recent_first, recent_count;
+  double worst_mass = 0, worst_query = 0, worst_cached = 0;
+};
+
+/// Scores by made_up_score, and checks everything else that it is shown.
+class Probe final : public Policy {
+ public:
+  Probe(const PolicyNeeds& needs, Seen* seen) : m_needs(needs), m_seen(seen) {}
+  PolicyNeeds needs() const override { return m_needs; }
+
+  void observe(PolicyLayer& layer, const TokenBlock& block) override {
+    if (layer.layer() == 0) m_seen->observed_tokens += static_cast<int>(block.count);
+    EXPECT_EQ(block.hidden.extent(0), block.count);
+    EXPECT_EQ(block.queries.extent(1), layer.heads() * group);
+    const auto queries = on_host(block.queries);
+    for (std::int64_t i = 0; i < block.count; ++i) {
+      for (int q = 0; q < layer.heads() * group; ++q) {
+        m_queries[{layer.layer(), block.first + i, q}] = queries(i, q, dim - 1);
+      }
+    }
+    if (!m_needs.log_sum_exp) return;
+    if (block.first == layer.extents().tokens - layer.extents().new_tokens) {
+      m_mass = Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>("mass", layer.heads(),
+                                                                       layer.most_rows());
+    }
+    layer.attention_mass(block, MassReduction::sum, m_mass);
+  }
+
+  void score(PolicyLayer& layer, const ScoreView& scores) override {
+    ++m_seen->scored;
+    const auto& extents = layer.extents();
+    const auto out = Kokkos::create_mirror_view(scores);
+    EXPECT_GE(scores.extent(1), layer.most_rows());
+    for (int h = 0; h < layer.heads(); ++h) {
+      const std::int64_t rows = layer.rows(h);
+      const auto positions = on_host(layer.positions(h));
+      const auto keys = on_host(layer.keys(h));
+      const auto part = on_host(layer.values(h, rows - 1, 1));
+      const auto values = on_host(layer.values(h));
+      EXPECT_EQ(part(0, 3), values(rows - 1, 3));
+      EXPECT_EQ(positions(rows - 1), extents.tokens - 1);
+      for (std::int64_t i = 0; i < rows; ++i) {
+        if (i > 0) {
+          EXPECT_LT(positions(i - 1), positions(i));
+        }
+        out(h, i) = made_up_score(layer.layer(), extents.heads[h], positions(i));
+        // A row is the same whenever it is shown.
+        const auto key = std::make_tuple(layer.layer(), extents.heads[h], positions(i));
+        const std::vector<float> row = {keys(i, 0), keys(i, dim - 1), values(i, 1)};
+        const auto [known, is_new] = m_rows.emplace(key, row);
+        if (!is_new) {
+          EXPECT_EQ(known->second, row);
+        }
+      }
+      const auto cached = on_host(layer.cached_scores(h));
+      EXPECT_LE(cached.extent(0), rows - extents.new_tokens);
+      for (std::size_t i = 0; i < cached.extent(0); ++i) {
+        m_seen->worst_cached =
+            std::max<double>(m_seen->worst_cached, std::abs(cached(i) - out(h, i)));
+      }
+      if (m_needs.log_sum_exp) {
+        // Probabilities of a query head sum to 1.
+        const auto mass = on_host(m_mass);
+        double sum = 0;
+        for (std::int64_t i = 0; i < rows; ++i) sum += mass(h, i);
+        m_seen->worst_mass =
+            std::max(m_seen->worst_mass, std::abs(sum / (group * extents.new_tokens) - 1));
+      }
+    }
+    if (m_needs.recent > 0) {
+      const TokenBlock recent = layer.recent();
+      if (layer.layer() == 0) {
+        m_seen->recent_first.push_back(recent.first);
+        m_seen->recent_count.push_back(recent.count);
+      }
+      const auto queries = on_host(recent.queries);
+      for (std::int64_t i = 0; i < recent.count && m_needs.blocks; ++i) {
+        for (int q = 0; q < layer.heads() * group; ++q) {
+          const auto known = m_queries.find({layer.layer(), recent.first + i, q});
+          if (known == m_queries.end()) continue;
+          m_seen->worst_query = std::max<double>(m_seen->worst_query,
+                                                 std::abs(queries(i, q, dim - 1) - known->second));
+        }
+      }
+    }
+    Kokkos::deep_copy(scores, out);
+  }
+
+ private:
+  PolicyNeeds m_needs;
+  Seen* m_seen;
+  Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> m_mass;
+  std::map<std::tuple<int, std::int64_t, int>, float> m_queries;
+  std::map<std::tuple<int, int, std::int64_t>, std::vector<float>> m_rows;
+};
+
+const PolicyInfo& probe_info() {
+  static const PolicyInfo info = [] {
+    PolicyInfo made;
+    made.name = "probe";
+    made.judges_tokens = true;
+    return made;
+  }();
+  return info;
+}
+
+std::shared_ptr<const PolicyChoice> probe(const Budget& budget, Seen* seen,
+                                          const PolicyNeeds& needs = {}) {
+  auto choice = std::make_shared<PolicyChoice>();
+  choice->name = "probe";
+  choice->info = &probe_info();
+  choice->budget = budget;
+  choice->make = [=] { return std::make_unique<Probe>(needs, seen); };
+  return choice;
+}
+
+Budget by_ratio(double ratio, Budget::Pool pool = Budget::Pool::head) {
+  Budget budget;
+  budget.amount = Budget::Amount::evict_ratio;
+  budget.evict_ratio = ratio;
+  budget.pool = pool;
+  budget.safeguard = 0;
+  return budget;
+}
+
+class Policies : public testing::Test {
+ protected:
+  Policies()
+      : comm(Communicator::world()),
+        partition(HeadPartition::even(layers, kv_heads, comm.size())),
+        model(std::make_shared<const Model<float>>(
+            Model<float>::load("", config, partition, comm.rank(), 3))) {
+    options.prune = PruneMode::prefill;
+    options.window = 8;
+    options.page_rows = 4;
+  }
+
+  std::unique_ptr<Generator> generator() {
+    return Generator::create<float>(model, nullptr, options, comm);
+  }
+
+  /// Positions of this rank's heads by (layer, head of the model).
+  std::map<std::pair<int, int>, std::vector<std::int64_t>> kept(Engine& engine,
+                                                                SequenceId sequence) {
+    std::map<std::pair<int, int>, std::vector<std::int64_t>> positions;
+    for (int l = 0; l < layers; ++l) {
+      const auto& heads = partition.heads(l, comm.rank());
+      for (std::size_t h = 0; h < heads.size(); ++h) {
+        positions[{l, heads[h]}] = engine.positions(sequence, l, static_cast<int>(h));
+      }
+    }
+    return positions;
+  }
+  std::map<std::pair<int, int>, std::vector<std::int64_t>> kept(Generator& from) {
+    return kept(from.engine(), from.sequence());
+  }
+
+  /// The best `keep` of a pool, by (score, order, position).
+  static std::map<std::pair<int, int>, std::vector<std::int64_t>> best(
+      const std::map<std::pair<int, int>, std::vector<std::int64_t>>& rows, std::int64_t keep) {
+    std::vector<std::tuple<float, int, int, std::int64_t>> all;
+    for (const auto& [place, positions] : rows) {
+      for (const std::int64_t p : positions) {
+        all.emplace_back(-made_up_score(place.first, place.second, p), place.first, place.second,
+                         p);
+      }
+    }
+    std::sort(all.begin(), all.end());
+    std::map<std::pair<int, int>, std::vector<std::int64_t>> result;
+    for (const auto& [place, positions] : rows) result[place];
+    for (std::int64_t i = 0; i < keep; ++i) {
+      const auto& [score, layer, head, position] = all[i];
+      result[{layer, head}].push_back(position);
+    }
+    for (auto& [place, positions] : result) std::sort(positions.begin(), positions.end());
+    return result;
+  }
+
+  static std::vector<std::int64_t> up_to(std::int64_t tokens) {
+    std::vector<std::int64_t> positions(tokens);
+    std::iota(positions.begin(), positions.end(), 0);
+    return positions;
+  }
+
+  /// What a budget leaves of heads that hold `rows` each, after `tokens` tokens.
+  std::map<std::pair<int, int>, std::vector<std::int64_t>> chosen(
+      const std::map<std::pair<int, int>, std::vector<std::int64_t>>& rows, const Budget& budget,
+      std::int64_t tokens) const {
+    const std::int64_t n =
+        std::max<std::int64_t>(1, static_cast<std::int64_t>(tokens * (1 - budget.evict_ratio)));
+    std::map<std::pair<int, int>, std::vector<std::int64_t>> result;
+    if (budget.pool == Budget::Pool::model) return best(rows, n * layers * kv_heads);
+    for (int l = 0; l < layers; ++l) {
+      std::map<std::pair<int, int>, std::vector<std::int64_t>> of_layer;
+      for (int h = 0; h < kv_heads; ++h) {
+        const auto& own = rows.at({l, h});
+        if (budget.pool == Budget::Pool::head) {
+          result.merge(best({{{l, h}, own}},
+                            std::min<std::int64_t>(n, static_cast<std::int64_t>(own.size()))));
+        } else {
+          of_layer[{l, h}] = own;
+        }
+      }
+      if (budget.pool == Budget::Pool::layer) result.merge(best(of_layer, n * kv_heads));
+    }
+    return result;
+  }
+
+  std::map<std::pair<int, int>, std::vector<std::int64_t>> everything(std::int64_t tokens) const {
+    std::map<std::pair<int, int>, std::vector<std::int64_t>> rows;
+    for (int l = 0; l < layers; ++l) {
+      for (int h = 0; h < kv_heads; ++h) rows[{l, h}] = up_to(tokens);
+    }
+    return rows;
+  }
+
+  /// This rank's part.
+  std::map<std::pair<int, int>, std::vector<std::int64_t>> mine(
+      const std::map<std::pair<int, int>, std::vector<std::int64_t>>& all) const {
+    std::map<std::pair<int, int>, std::vector<std::int64_t>> result;
+    for (int l = 0; l < layers; ++l) {
+      for (const int h : partition.heads(l, comm.rank())) result[{l, h}] = all.at({l, h});
+    }
+    return result;
+  }
+
+  Communicator comm;
+  ModelConfig config = make_config();
+  HeadPartition partition;
+  std::shared_ptr<const Model<float>> model;
+  CacheOptions options;
+  Seen seen;
+};
+
+// More than a block of tokens, so that blocks meet; every pool; a page order each.
+TEST_F(Policies, ChooseAfterTheContext) {
+  const int tokens = 700;
+  for (const auto pool : {Budget::Pool::head, Budget::Pool::layer, Budget::Pool::model}) {
+    for (const auto order : {PageOrder::token_major, PageOrder::dim_major}) {
+      const Budget budget = by_ratio(0.6, pool);
+      PolicyNeeds needs;
+      needs.blocks = needs.log_sum_exp = order == PageOrder::token_major;
+      needs.recent = 20;
+      options.policy = probe(budget, &seen, needs);
+      options.order = order;
+      const auto run = generator();
+      run->prefill(some_tokens(tokens), false);
+      EXPECT_EQ(kept(*run), mine(chosen(everything(tokens), budget, tokens)));
+      const CacheReport report = run->report();
+      EXPECT_EQ(report.tokens, tokens);
+      EXPECT_NEAR(report.evict_ratio(), 0.6, 1e-9);
+      EXPECT_GE(report.score_seconds, 0);
+    }
+  }
+  EXPECT_EQ(seen.scored, 6 * layers);
+  EXPECT_EQ(seen.observed_tokens, 3 * tokens);
+  EXPECT_LT(seen.worst_mass, 1e-4);
+  EXPECT_EQ(seen.worst_query, 0);
+  EXPECT_EQ(seen.recent_first, std::vector<std::int64_t>(6, tokens - 20));
+}
+
+// Shorter than the window: rows of the ring go too.
+TEST_F(Policies, ChooseFromShortContexts) {
+  const Budget budget = by_ratio(0.5);
+  options.policy = probe(budget, &seen);
+  for (const int tokens : {1, 2, 7}) {
+    const auto run = generator();
+    run->prefill(some_tokens(tokens), false);
+    EXPECT_EQ(kept(*run), mine(chosen(everything(tokens), budget, tokens))) << tokens;
+  }
+}
+
+// True blocks: after each chunk the pool is cut to its share of the tokens so far.
+TEST_F(Policies, ChooseAfterEachChunk) {
+  options.prefill = PrefillMode::sparse;
+  options.chunk = 37;
+  const int tokens = 150;
+  for (const auto pool : {Budget::Pool::head, Budget::Pool::layer, Budget::Pool::model}) {
+    const Budget budget = by_ratio(0.7, pool);
+    PolicyNeeds needs;
+    needs.recent = 50;
+    needs.blocks = true;
+    seen = Seen();
+    options.policy = probe(budget, &seen, needs);
+    const auto run = generator();
+    run->prefill(some_tokens(tokens), false);
+    auto rows = everything(0);
+    for (std::int64_t begin = 0; begin < tokens; begin += options.chunk) {
+      const std::int64_t end = std::min<std::int64_t>(tokens, begin + options.chunk);
+      for (auto& [place, positions] : rows) {
+        for (std::int64_t p = begin; p < end; ++p) positions.push_back(p);
+      }
+      rows = chosen(rows, budget, end);
+    }
+    EXPECT_EQ(kept(*run), mine(rows));
+    EXPECT_EQ(seen.worst_cached, 0);
+    EXPECT_EQ(seen.worst_query, 0);
+    EXPECT_EQ(seen.recent_first, (std::vector<std::int64_t>{0, 24, 61, 98, 100}));
+  }
+}
+
+// Every n steps after the context, of which the question is one.
+TEST_F(Policies, ChooseWhileGenerating) {
+  const int tokens = 60, question = 5, new_tokens = 12;
+  options.decode_every = 4;
+  for (const bool by_count : {true, false}) {
+    options.decode_keep = by_count ? 20 : 0;
+    options.decode_evict_ratio = by_count ? 0 : 0.75;
+    PolicyNeeds needs;
+    needs.recent = 9;
+    seen = Seen();
+    options.policy = probe(by_ratio(0), &seen, needs);
+    const auto run = generator();
+    run->prefill(some_tokens(tokens), true);
+    std::map<std::pair<int, int>, std::vector<std::int64_t>> first;
+    for (int answer = 0; answer < 2; ++answer) {
+      AnswerOptions how;
+      how.max_new_tokens = new_tokens;
+      const Answer got = run->answer(some_tokens(question, 1), how);
+      auto rows = everything(tokens);
+      std::int64_t now = tokens;
+      // The last token is generated from, and not fed back.
+      for (int step = 1; step <= new_tokens; ++step) {
+        const std::int64_t end = now + (step == 1 ? question : 1);
+        for (auto& [place, positions] : rows) {
+          for (std::int64_t p = now; p < end; ++p) positions.push_back(p);
+        }
+        now = end;
+        if (step % 4 != 0) continue;
+        Budget budget = by_ratio(0.75);
+        // By a count: as many of now.
+        if (by_count) budget.evict_ratio = 1 - (20 + 0.5) / static_cast<double>(now);
+        rows = chosen(rows, budget, now);
+      }
+      EXPECT_EQ(kept(*run), mine(rows)) << by_count << " answer " << answer;
+      EXPECT_EQ(got.cache.tokens, now);
+    }
+    EXPECT_EQ(seen.worst_cached, 0);
+  }
+}
+
+// A threshold: rows are judged as they leave the window, those of generated tokens too.
+TEST_F(Policies, JudgeByAThreshold) {
+  const int tokens = 100, new_tokens = 20;
+  Budget none;
+  for (const bool always : {false, true}) {
+    auto choice = std::make_shared<PolicyChoice>(*probe(none, &seen));
+    choice->threshold = 250;
+    options.policy = choice;
+    options.prune = always ? PruneMode::always : PruneMode::prefill;
+    const auto run = generator();
+    run->prefill(some_tokens(tokens), false);
+    AnswerOptions how;
+    how.max_new_tokens = new_tokens;
+    run->answer({}, how);
+    const std::int64_t end = tokens + new_tokens - 1;
+    for (const auto& [place, positions] : kept(*run)) {
+      std::vector<std::int64_t> expected;
+      for (std::int64_t p = 0; p < end; ++p) {
+        const bool judged = p < (always ? end : tokens) - options.window;
+        if (!judged || made_up_score(place.first, place.second, p) >= 250) expected.push_back(p);
+      }
+      EXPECT_EQ(positions, expected) << always;
+    }
+  }
+}
+
+// Query-aware: context and question are one step.
+TEST_F(Policies, ChooseAfterTheQuestion) {
+  options.prune_after = PruneMoment::question;
+  const Budget budget = by_ratio(0.5, Budget::Pool::layer);
+  options.policy = probe(budget, &seen);
+  const auto run = generator();
+  run->prefill(some_tokens(50), true);
+  EXPECT_EQ(run->report().tokens, 0);
+  std::vector<TokenId> first;
+  for (int i = 0; i < 3; ++i) {
+    AnswerOptions how;
+    how.max_new_tokens = 3;
+    const Answer answer = run->answer(some_tokens(9, i % 2), how);
+    EXPECT_EQ(answer.pruned.tokens, 59);
+    EXPECT_NEAR(answer.pruned.evict_ratio(), 1 - 29.0 / 59, 1e-9);
+    if (i == 0) first = answer.tokens;
+    if (i == 2) {
+      EXPECT_EQ(answer.tokens, first);
+    }
+  }
+  EXPECT_EQ(seen.scored, 3 * layers);
+}
+
+// Sequences of one step do not see one another, whatever becomes of each.
+TEST_F(Policies, ServeSequencesSideBySide) {
+  const Budget budget = by_ratio(0.6);
+  options.policy = probe(budget, &seen);
+  const auto engine = Engine::create<float>(model, nullptr, options, comm);
+  const SequenceId a = engine->add_sequence(), b = engine->add_sequence();
+  StepBatch batch;
+  batch.add(a, some_tokens(300), engine->rule(StepPart::context), StepOutput::argmax);
+  batch.add(b, some_tokens(40, 5), engine->rule(StepPart::context), StepOutput::argmax);
+  engine->step(batch);
+  EXPECT_EQ(kept(*engine, a), mine(chosen(everything(300), budget, 300)));
+  EXPECT_EQ(kept(*engine, b), mine(chosen(everything(40), budget, 40)));
+  const SequenceId c = engine->fork(a);
+  engine->free_sequence(a);
+  engine->step(StepBatch(c, some_tokens(3), engine->rule(StepPart::question), StepOutput::none));
+  EXPECT_EQ(engine->tokens(c), 303);
+}
+
+TEST_F(Policies, AreRefusedWhereTheyHaveNoMeaning) {
+  const auto refused = [&] {
+    try {
+      Engine::create<float>(model, nullptr, options, comm);
+    } catch (const Error& error) {
+      return std::string(error.what());
+    }
+    return std::string();
+  };
+  options.policy = probe(by_ratio(0.5), &seen);
+  EXPECT_EQ(refused(), "");
+  options.prune = PruneMode::always;
+  EXPECT_NE(refused().find("--decode-every"), std::string::npos);
+  options.decode_every = 3;
+  EXPECT_EQ(refused(), "");
+  options.decode_evict_ratio = 1;
+  EXPECT_NE(refused().find("[0, 1)"), std::string::npos);
+  options.decode_evict_ratio = 0.5;
+  options.prefill = PrefillMode::sparse;
+  options.prune_after = PruneMoment::question;
+  EXPECT_NE(refused().find("dense"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace kvzap

@@ -1,0 +1,213 @@
+// What eviction policies cost beside the dense prefill that they prune: scoring, choosing and
+// storing what stays, memory beyond it. Some layers of a model with random weights; all have the
+// same cost.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <fstream>
+#include <kvzap/engine.hpp>
+#include <kvzap/surrogate.hpp>
+#include <map>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "common.hpp"
+#include "engine.hpp"
+#include "safetensors_writer.hpp"
+
+namespace kvzap::perf {
+namespace {
+
+constexpr int n_layers = 2;
+constexpr std::int64_t vocabulary = 1024;
+
+struct Case {
+  std::string label;
+  std::string spec;
+  PruneMoment after = PruneMoment::context;
+};
+
+/// Files that some policies want, of random numbers.
+struct Files {
+  TemporaryFolder folder;
+
+  explicit Files(const ModelConfig& config) {
+    world().agree_on_root([&] {
+      write_surrogate(path("linear"), config, 0);
+      write_surrogate(path("mlp"), config, config.hidden_size / 8);
+      test::write_safetensors(
+          path("filters.safetensors"),
+          {{"q_filters", random({n_layers, config.num_key_value_heads, config.head_dim})}});
+      std::map<std::string, test::StoredTensor> gates;
+      const std::int64_t kv = config.num_key_value_heads, q = config.num_attention_heads;
+      constexpr std::int64_t width = 16, sink = 16;
+      for (int l = 0; l < n_layers; ++l) {
+        const auto add = [&](const std::string& name, const std::vector<std::int64_t>& shape) {
+          gates[fmt::format("{}.{}", l, name)] = random(shape);
+        };
+        add("q_proj.weight", {q * width, config.hidden_size});
+        add("q_proj.bias", {q * width});
+        add("k_proj.weight", {kv * width, config.hidden_size});
+        add("q_norm.weight", {width});
+        add("k_norm.weight", {width});
+        add("k_base", {kv, 1, sink, width});
+        add("b", {kv, 1, q / kv});
+      }
+      test::write_safetensors(path("gates.safetensors"), gates);
+    });
+    world_barrier();
+  }
+  ~Files() { world_barrier(); }
+  Files(const Files&) = delete;
+  Files& operator=(const Files&) = delete;
+
+  std::filesystem::path path(const std::string& name) const { return folder.path() / name; }
+
+ private:
+  std::minstd_rand m_draw;
+
+  test::StoredTensor random(const std::vector<std::int64_t>& shape) {
+    std::int64_t count = 1;
+    for (const std::int64_t extent : shape) count *= extent;
+    std::vector<float> values(count);
+    for (float& value : values) value = static_cast<float>(m_draw() & 0xffff) / 65536 - 0.5f;
+    return test::stored_tensor("F32", shape, values);
+  }
+};
+
+/// Bytes that this process has held at most since reset_peak; 0 where the system does not tell.
+double peak_bytes() {
+  std::ifstream status("/proc/self/status");
+  std::string line;
+  while (std::getline(status, line)) {
+    double kilobytes = 0;
+    if (std::sscanf(line.c_str(), "VmHWM: %lf kB", &kilobytes) == 1) return 1024 * kilobytes;
+  }
+  return 0;
+}
+void reset_peak() { std::ofstream("/proc/self/clear_refs") << "5"; }
+
+struct Cost {
+  double seconds = 0, scoring = 0, pruning = 0, peak = 0;
+};
+
+class Bench {
+ public:
+  explicit Bench(const std::filesystem::path& folder) {
+    ModelConfig config = ModelConfig::load(folder);
+    config.num_hidden_layers = n_layers;
+    config.vocab_size = std::min(config.vocab_size, vocabulary);
+    m_partition =
+        HeadPartition::even(n_layers, static_cast<int>(config.num_key_value_heads), world().size());
+    m_model = std::make_shared<const Model<bfloat16>>(
+        Model<bfloat16>::load(folder, config, m_partition, world().rank(), 0));
+    m_files = std::make_unique<Files>(config);
+    m_folder = folder;
+  }
+
+  const Files& files() const { return *m_files; }
+
+  Cost run(const std::string& spec, PruneMoment after, std::int64_t tokens) const {
+    CacheOptions options;
+    options.prune = spec.empty() ? PruneMode::none : PruneMode::prefill;
+    options.prune_after = after;
+    if (!spec.empty()) {
+      Budget budget;
+      const PolicySpec parsed = parse_policy(spec);
+      if (!parsed.info->has_own_budget) {
+        budget.amount = Budget::Amount::evict_ratio;
+        budget.evict_ratio = 0.5;
+      }
+      const PolicySetup setup{m_model->config(), m_partition, DType::bf16, m_folder, world()};
+      options.policy =
+          std::make_shared<const PolicyChoice>(make_policy(parsed, budget, std::nullopt, setup));
+    }
+    const auto engine = ::kvzap::Engine::create<bfloat16>(m_model, nullptr, options, world());
+    const SequenceId sequence = engine->add_sequence();
+    std::vector<TokenId> ids(tokens);
+    for (std::int64_t i = 0; i < tokens; ++i) ids[i] = static_cast<TokenId>(i * 7 % 1000);
+    reset_peak();
+    const double held = peak_bytes();
+    world_barrier();
+    const double start = now();
+    const bool whole = after == PruneMoment::question;
+    engine->step(StepBatch(
+        sequence, ids, engine->rule(whole ? StepPart::whole : StepPart::context, whole ? 64 : 0),
+        StepOutput::argmax));
+    Cost cost;
+    cost.seconds = max_over_ranks(now() - start);
+    cost.peak = sum_over_ranks(peak_bytes() - held);
+    const CacheReport report = engine->report(sequence);
+    cost.scoring = report.score_seconds;
+    cost.pruning = report.prune_seconds;
+    return cost;
+  }
+
+ private:
+  std::filesystem::path m_folder;
+  HeadPartition m_partition = HeadPartition::even(1, 1, 1);
+  std::shared_ptr<const Model<bfloat16>> m_model;
+  std::unique_ptr<Files> m_files;
+};
+
+// Dense prefill right before, so that both meet the machine in the same state.
+void measure(benchmark::State& state, const Bench& bench, const Case& which, std::int64_t tokens) {
+  std::vector<Cost> dense, pruned;
+  for (auto _ : state) {
+    dense.push_back(bench.run("", PruneMoment::context, tokens));
+    pruned.push_back(bench.run(which.spec, which.after, tokens));
+    state.SetIterationTime(pruned.back().seconds);
+  }
+  const auto median = [](const std::vector<Cost>& costs, auto part) {
+    std::vector<double> values;
+    for (const Cost& cost : costs) values.push_back(part(cost));
+    std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
+    return values[values.size() / 2];
+  };
+  const auto seconds = [](const Cost& cost) { return cost.seconds; };
+  const double base = median(dense, seconds);
+  const double scoring = median(pruned, [](const Cost& cost) { return cost.scoring; });
+  const double pruning = median(pruned, [](const Cost& cost) { return cost.pruning; });
+  const auto peak = [](const Cost& cost) { return cost.peak; };
+  state.counters["score_ms_per_1k"] = 1e6 * scoring / tokens / n_layers;
+  state.counters["prune_ms_per_1k"] = 1e6 * pruning / tokens / n_layers;
+  state.counters["score_share"] = scoring / base;
+  state.counters["prune_share"] = pruning / base;
+  state.counters["over_dense"] = median(pruned, seconds) / base;
+  state.counters["extra_MB"] = 1e-6 * (median(pruned, peak) - median(dense, peak));
+}
+
+}  // namespace
+
+void register_benchmarks(const Options& options) {
+  const auto bench = std::make_shared<Bench>(model_folder(options, options.config));
+  const auto file = [&](const char* name) { return bench->files().path(name).string(); };
+  std::vector<Case> cases;
+  for (const char* name :
+       {"knorm", "random", "streaming-llm", "keydiff", "lagkv", "cur", "leverage", "compactor",
+        "cap", "snapkv", "tova", "pyramidkv", "scissorhands", "expected-attention", "non-causal",
+        "simlayerkv", "h2o"}) {
+    cases.push_back({name, name});
+  }
+  cases.push_back({"finch", "finch", PruneMoment::question});
+  cases.push_back({"qfilter", "qfilter:filters=" + file("filters.safetensors")});
+  cases.push_back({"kvzap-linear", "kvzap:surrogate=" + file("linear")});
+  cases.push_back({"kvzap-mlp", "kvzap:surrogate=" + file("mlp")});
+  cases.push_back({"fastkvzip", "fastkvzip:gates=" + file("gates.safetensors")});
+  cases.push_back({"snapkv+ada", "snapkv+ada"});
+  cases.push_back({"snapkv+global", "snapkv+global"});
+  cases.push_back({"snapkv+critical", "snapkv+critical"});
+  cases.push_back({"snapkv+chunkkv", "snapkv+chunkkv"});
+  const std::vector<std::int64_t> lengths =
+      options.quick ? std::vector<std::int64_t>{1024} : std::vector<std::int64_t>{4096, 16384};
+  for (const std::int64_t tokens : lengths) {
+    for (const Case& which : cases) {
+      add(fmt::format("policies/{}/{}", which.label, tokens), 1, options.quick ? 1 : 3,
+          [=](benchmark::State& state) { measure(state, *bench, which, tokens); });
+    }
+  }
+}
+
+}  // namespace kvzap::perf

@@ -63,17 +63,12 @@ AppendCounts KVCache<Value, order>::append_kept(const ExecutionSpace& exec, Sequ
   const bool portable = detail::use_portable_path();
   const ScoresRef own_scores = ScoresRef::of(scores, 0, scored);
   const auto heads_part = std::make_pair(0, heads);
-  // What a step has set aside for this layer, but for what its later rows may need: they are in no
-  // ring before they have left the new one.
+  // A step has set aside what the layer needs if all rows that can leave the ring stay. If later
+  // rows of the step can leave the new ring, then those pages have room for these rows too.
   std::size_t from_stock = 0;
   if (sequence.step >= 0 && m_step[sequence.step].reserved) {
-    const auto pages_for = [&](std::int64_t tokens) {
-      const std::int64_t exits = std::max<std::int64_t>(0, tokens - m_shape.window);
-      return static_cast<std::size_t>(heads *
-                                      ((exits + m_shape.page_rows - 1) / m_shape.page_rows));
-    };
-    from_stock =
-        pages_for(m_step[sequence.step].rows) - pages_for(m_step[sequence.step].rows - rows);
+    const std::int64_t exits = step_of(layer, layer_index, m_step[sequence.step].rows).exits;
+    from_stock = heads * ((exits + m_shape.page_rows - 1) / m_shape.page_rows);
   }
   detail::or_out_of_memory("an append", 0, m_pool, [&] {
     reserve_kept(heads * rows, std::int64_t{heads} + 1);

@@ -84,9 +84,9 @@ struct CachedLayer : RaggedLayer<Value, order> {
 
 /// What an append did, summed over this rank's heads of the layer.
 struct AppendCounts {
-  std::int64_t judged = 0;      // pairs that a rule was applied to
+  std::int64_t judged = 0;      // pairs that a rule, or the caller's flags, decided upon
   std::int64_t evicted = 0;     // of those, dropped
-  std::int64_t non_finite = 0;  // of those, kept because their score is NaN or infinite
+  std::int64_t non_finite = 0;  // of those, kept although their score is NaN or infinite
 };
 
 /// What a compaction did, summed over this rank's heads of the layer.
@@ -190,9 +190,9 @@ class KVCache {
   /// sequence once, by any number of calls of append and append_deferred per layer. Memory that
   /// these need is taken now, for all layers: in the step no append can fail for want of it, unless
   /// more than `window` rows per head leave a sequence's ring; for such a span append takes pages
-  /// when it knows how many rows stay. Until end_step or cancel_step the sequences cannot be
-  /// forked, freed, checkpointed, restored, compacted or evicted from. Throws OutOfMemory; Error
-  /// within another step, or for spans that make no sense.
+  /// when it knows how many rows stay, as append_kept always does. Until end_step or cancel_step
+  /// the sequences cannot be forked, freed, checkpointed, restored, compacted or evicted from.
+  /// Throws OutOfMemory; Error within another step, or for spans that make no sense.
   void begin_step(const ExecutionSpace& exec, const std::vector<StepSpan>& spans);
   /// Ends the step; pages that were not needed are free. Does not wait.
   void end_step();
@@ -213,6 +213,17 @@ class KVCache {
   AppendCounts append(const ExecutionSpace& exec, SequenceId sequence, int layer,
                       const RowsView& keys, const RowsView& values, const ScoresView& scores,
                       const EvictionRule& rule);
+
+  /// The rows of a sequence that has had none in this layer, of which keep(h, r), (head, row), says
+  /// whether row r of head h stays. Those that stay go straight into pages, with their positions
+  /// and scores, and the others are never copied. The ring is empty afterwards and begins anew, so
+  /// that no later append judges these rows. In a step the pages are taken when it is known how
+  /// many rows stay, beyond those that the step has. Returns all pairs as judged, and the scores of
+  /// those that stay as non-finite where they are; none are if `scores` is empty. Throws Error on
+  /// extents that do not fit or if the layer has had rows, OutOfMemory.
+  AppendCounts append_kept(const ExecutionSpace& exec, SequenceId sequence, int layer,
+                           const RowsView& keys, const RowsView& values, const ScoresView& scores,
+                           const FlagsView& keep);
 
   /// append of one token to each sequence, for devices: one kernel for all of them, and no wait for
   /// `exec`. Heads that may need a page get it ahead, and the kernels alone know which rows they
@@ -251,6 +262,24 @@ class KVCache {
   /// later append judges them. Throws Error if there is not one cutoff for each head, OutOfMemory.
   CompactCounts evict(const ExecutionSpace& exec, SequenceId id, int layer,
                       const std::vector<Cutoff>& cutoffs, const EvictOptions& options = {});
+  /// The same by flags: keep(h, i) says whether the i-th of head h's rows(…) stays, in order of
+  /// position; there may be more columns. Throws Error on extents that do not fit, OutOfMemory.
+  CompactCounts evict(const ExecutionSpace& exec, SequenceId id, int layer, const FlagsView& keep);
+
+  /// Gives the rows that are left the positions 0, 1, 2, … in all layers: row i of every head turns
+  /// by RoPE's angles from its old position p to i, (i - p) * inverse_frequencies(j) for dimensions
+  /// j and j + head_dim / 2. (As in FINCH, Corallo and Papotti, arXiv 2408.00167, section 3.2, and
+  /// kvpress' KeyRerotationPress; computed in float from the key as it is stored, and rounded
+  /// once.) Every head of every layer must have the same number of rows, n, none of them in a ring
+  /// (as after append_kept, or an eviction that took rows of the ring). The next token's position
+  /// is n, and `tokens` becomes n: who asks it how many tokens the sequence was given, as for the
+  /// bytes of an unpruned cache, must have asked before. `rows`, if not negative, is what n must
+  /// be; a rank without any heads cannot know it otherwise. Pages that another sequence holds too
+  /// are copied first. Checkpoints of the sequence become void. Returns n. Throws Error if heads
+  /// differ, a ring has rows, or the frequencies are not head_dim / 2; OutOfMemory.
+  std::int64_t close_up(const ExecutionSpace& exec, SequenceId id,
+                        const Kokkos::View<const float*, MemorySpace>& inverse_frequencies,
+                        std::int64_t rows = -1);
 
   /// Writes the scores of head h's rows(…), in order of position, to scores(h, 0), scores(h, 1), …,
   /// and their positions likewise, unless that view is empty. Does not wait. Throws Error if there
@@ -294,7 +323,7 @@ class KVCache {
   /// For kernels; valid until the cache changes (what it refers to stays readable even then). After
   /// append_deferred for kernels on the same instance.
   Layer layer(SequenceId sequence, int layer);
-  /// Tokens appended so far, kept or not.
+  /// Tokens appended so far, kept or not; since close_up, counted from the rows that were left.
   std::int64_t tokens(SequenceId sequence, int layer) const;
   /// Rows that head `head` (index on this rank) still has.
   std::int64_t rows(SequenceId sequence, int layer, int head) const;
@@ -366,9 +395,10 @@ class KVCache {
   struct StepState {
     SequenceId id = -1;
     std::int64_t rows = 0;
-    bool reserved = true;                // the pages, for as many rows as can leave the ring
-    std::vector<std::int64_t> tokens;    // (layer)
-    std::vector<std::int64_t> retained;  // (head)
+    bool reserved = true;                  // the pages, for as many rows as can leave the ring
+    std::vector<std::int64_t> tokens;      // (layer)
+    std::vector<std::int64_t> ring_first;  // (layer)
+    std::vector<std::int64_t> retained;    // (head)
     AppendCounts total;
     AppendCounts collected;
     // Rows that leave the ring are saved first: head h's are rows first_saved + h * saved_rows, …
@@ -435,6 +465,9 @@ class KVCache {
   std::int64_t saved_row(const Sequence& sequence, const LayerStore& layer, int layer_index) const;
   CompactCounts rearrange(const ExecutionSpace& exec, Sequence& sequence, int layer,
                           const FlagsView& keep, const FlagsView& keep_of_ring);
+  CompactCounts rearrange_judged(const ExecutionSpace& exec, Sequence& sequence, int layer,
+                                 const FlagsView& keep, const FlagsView& keep_of_ring,
+                                 const Counts& totals);
   std::int64_t check_row_scores(SequenceId sequence, int layer, std::size_t heads,
                                 std::size_t columns);
   void own_pages(const ExecutionSpace& exec, Sequence& sequence, int layer);

@@ -181,6 +181,11 @@ std::int64_t judge_on_host(const AppendStep& step, int head, const float* ring_s
                            const ScoresRef& scores, const EvictionRule& rule, std::int32_t* kept,
                            std::int64_t& non_finite);
 
+/// Lists the flagged ones of a head's first `rows` rows, keep(head, row), in `kept`, which has room
+/// for all; returns how many, and the first row without a flag, or their end, in `first`.
+std::int64_t list_flagged(const FlagsView& keep, int head, std::int64_t rows, std::int32_t* kept,
+                          std::int64_t& first);
+
 /// Moves the kept exits of all heads behind their retained rows. kept: (head, exit).
 template <class Value, PageOrder order>
 void admit_on_host(const ExecutionSpace& exec, const AppendStep& step, const RingRef<Value>& ring,

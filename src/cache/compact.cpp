@@ -50,24 +50,27 @@ struct JudgeAgain {
   }
 };
 
-/// Lists the flagged rows of a head; returns how many, and the first unflagged row in `first`.
-template <class Keep>
-[[maybe_unused]] std::int64_t list_flagged(const Keep& keep, int head, std::int64_t rows,
-                                           std::int32_t* kept, std::int64_t& first) {
-  std::int64_t n = 0;
-  if (rows > 0) {
-    const std::int64_t stride = keep.stride(1);
-    const std::uint8_t* flags = &keep(head, 0);
-    for (std::int64_t row = 0; row < rows; ++row) {
-      kept[n] = static_cast<std::int32_t>(row);
-      n += flags[row * stride] != 0 ? 1 : 0;
-    }
-  }
-  // Rows before the first evicted one are their own numbers.
-  first = std::partition_point(kept, kept + n,
-                               [&](const std::int32_t& row) { return row == &row - kept; }) -
-          kept;
-  return n;
+/// The flags of the ring's rows, which lie behind those of retained rows, for themselves, and what
+/// goes of it.
+template <class Value, class Keep>
+void split_flags(const ExecutionSpace& exec, const detail::LayerRows<Value>& rows, int heads,
+                 std::int64_t most, const Keep& keep, const Flags& keep_ring,
+                 const detail::Counts& totals) {
+  Kokkos::parallel_for(
+      "kvzap::evict::split_flags", detail::Range(exec, 0, heads * most),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t head = i / most;
+        const std::int64_t row = i % most;
+        if (row >= rows.count(head)) return;
+        const bool stays = keep(head, row) != 0;
+        if (row >= rows.retained[head]) {
+          keep_ring(head, row - rows.retained[head]) = stays ? 1 : 0;
+          if (!stays) Kokkos::atomic_add(&totals(0), std::int64_t{1});
+        }
+        if (stays && !EvictionRule::is_finite(*rows.at(head, row).score)) {
+          Kokkos::atomic_add(&totals(1), std::int64_t{1});
+        }
+      });
 }
 
 }  // namespace
@@ -144,21 +147,74 @@ CompactCounts KVCache<Value, order>::evict(const ExecutionSpace& exec, SequenceI
       const int threads = detail::team_shape({128, 1}).threads;
       Kokkos::parallel_for("kvzap::evict::judge",
                            Kokkos::TeamPolicy<ExecutionSpace>(exec, heads, threads), kernel);
-      detail::fence(exec, "kvzap::evict: the host reads whether rows of the ring go");
-      const auto totals = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, kernel.totals);
-      CompactCounts done;
-      if (totals(0) > 0) {
-        done = rearrange(exec, sequence, layer_index, kernel.keep_page, kernel.keep_ring);
-      } else if (longest > 0) {
-        done = rearrange(exec, sequence, layer_index, kernel.keep_page, FlagsView());
-      }
-      if (totals(0) == 0) done.judged += heads * in_ring;
-      done.non_finite = totals(1);
-      return done;
+      return rearrange_judged(exec, sequence, layer_index, kernel.keep_page, kernel.keep_ring,
+                              kernel.totals);
     });
   }
   sequence.checkpoints.clear();
   return counts;
+}
+
+template <class Value, PageOrder order>
+CompactCounts KVCache<Value, order>::evict(const ExecutionSpace& exec, SequenceId id,
+                                           int layer_index, const FlagsView& keep) {
+  check_outside_step(id, "evict");
+  settle(id);
+  const LayerStore& layer = store(id, layer_index);
+  const int heads = m_shape.heads[layer_index];
+  std::int64_t longest = 0;
+  for (int h = 0; h < heads; ++h) longest = std::max(longest, layer.retained(h));
+  const std::int64_t in_ring =
+      std::min<std::int64_t>(layer.tokens - layer.ring_first, m_shape.window);
+  if (static_cast<int>(keep.extent(0)) != heads ||
+      (heads > 0 && static_cast<std::int64_t>(keep.extent(1)) < longest + in_ring)) {
+    throw Error(
+        fmt::format("cache evict: keep is ({}, {}); expected ({}, at least {}) = (head, row)",
+                    keep.extent(0), keep.extent(1), heads, longest + in_ring));
+  }
+  Sequence& sequence = sequence_at(id);
+  CompactCounts counts;
+  if (heads > 0 && longest + in_ring > 0) {
+    enter(exec, sequence);
+    counts = detail::or_out_of_memory("an eviction", 0, m_pool, [&] {
+      const auto keep_ring =
+          allocate_view<Flags>("kvzap::evict::keep_ring", std::size_t(heads), std::size_t(in_ring));
+      const auto totals = allocate_view<detail::Counts>("kvzap::evict::totals", std::size_t{2});
+      Kokkos::deep_copy(exec, totals, std::int64_t{0});
+      split_flags(exec,
+                  detail::LayerRows<Value>::of(this->layer(id, layer_index),
+                                               layer.ring_scores.data(), order),
+                  heads, longest + in_ring, keep, keep_ring, totals);
+      return rearrange_judged(exec, sequence, layer_index, keep, keep_ring, totals);
+    });
+  }
+  sequence.checkpoints.clear();
+  return counts;
+}
+
+// rearrange, where kernels have decided what stays: of the ring all, unless totals(0) of its rows
+// go. totals(1) of all rows that stay have no finite score.
+template <class Value, PageOrder order>
+CompactCounts KVCache<Value, order>::rearrange_judged(const ExecutionSpace& exec,
+                                                      Sequence& sequence, int layer_index,
+                                                      const FlagsView& keep,
+                                                      const FlagsView& keep_of_ring,
+                                                      const Counts& totals) {
+  detail::fence(exec, "kvzap::evict: the host reads whether rows of the ring go");
+  const auto host_totals = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, totals);
+  const LayerStore& layer = sequence.layers[layer_index];
+  const std::int64_t heads = m_shape.heads[layer_index];
+  bool any = false;
+  for (int h = 0; h < heads; ++h) any = any || layer.retained(h) > 0;
+  CompactCounts done;
+  if (host_totals(0) > 0) {
+    done = rearrange(exec, sequence, layer_index, keep, keep_of_ring);
+  } else {
+    if (any) done = rearrange(exec, sequence, layer_index, keep, FlagsView());
+    done.judged += heads * step_of(layer, layer_index, 0).in_ring;
+  }
+  done.non_finite = host_totals(1);
+  return done;
 }
 
 // Keeps what is flagged of a layer's retained rows and, if there are flags for them, of its ring's
@@ -211,10 +267,10 @@ CompactCounts KVCache<Value, order>::rearrange(const ExecutionSpace& exec, Seque
     for (int h = 0; h < heads; ++h) {
       std::int64_t unused = 0;
       m_host_kept_counts(h) =
-          list_flagged(keep, h, layer.retained(h), m_kept.data() + h * longest, first[h]);
+          detail::list_flagged(keep, h, layer.retained(h), m_kept.data() + h * longest, first[h]);
       m_host_kept_counts(heads + h) =
-          list_flagged(keep_of_ring, h, ring_step.exits,
-                       m_kept.data() + ring_kept_at + h * ring_step.exits, unused);
+          detail::list_flagged(keep_of_ring, h, ring_step.exits,
+                               m_kept.data() + ring_kept_at + h * ring_step.exits, unused);
     }
   }
 
@@ -351,6 +407,8 @@ void KVCache<Value, order>::own_pages(const ExecutionSpace& exec, Sequence& sequ
                                                         const FlagsView&);                      \
   template CompactCounts KVCache<Value, order>::evict(                                          \
       const ExecutionSpace&, SequenceId, int, const std::vector<Cutoff>&, const EvictOptions&); \
+  template CompactCounts KVCache<Value, order>::evict(const ExecutionSpace&, SequenceId, int,   \
+                                                      const FlagsView&);                        \
   template void KVCache<Value, order>::own_pages(const ExecutionSpace&, Sequence&, int);
 KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE

@@ -213,6 +213,24 @@ std::int64_t judge_on_host(const AppendStep& step, int head, const float* ring_s
   return n;
 }
 
+std::int64_t list_flagged(const FlagsView& keep, int head, std::int64_t rows, std::int32_t* kept,
+                          std::int64_t& first) {
+  std::int64_t n = 0;
+  if (rows > 0) {
+    const std::int64_t stride = keep.stride(1);
+    const std::uint8_t* flags = keep.data() + head * static_cast<std::int64_t>(keep.stride(0));
+    for (std::int64_t row = 0; row < rows; ++row) {
+      kept[n] = static_cast<std::int32_t>(row);
+      n += flags[row * stride] != 0 ? 1 : 0;
+    }
+  }
+  // Rows before the first evicted one are their own numbers.
+  first = std::partition_point(kept, kept + n,
+                               [&](const std::int32_t& row) { return row == &row - kept; }) -
+          kept;
+  return n;
+}
+
 template <class Value, PageOrder order>
 void admit_on_host(const ExecutionSpace& exec, const AppendStep& step, const RingRef<Value>& ring,
                    const RowsRef<Value>& keys, const RowsRef<Value>& values,

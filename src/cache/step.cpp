@@ -44,6 +44,7 @@ void KVCache<Value, order>::begin_step(const ExecutionSpace& exec,
         state.rows = spans[i].tokens;
         state.reserved = true;
         state.tokens.resize(n_layers);
+        state.ring_first.resize(n_layers);
         state.retained.assign(sequence.retained.data(),
                               sequence.retained.data() + sequence.retained.extent(0));
         state.total = sequence.total;
@@ -52,6 +53,7 @@ void KVCache<Value, order>::begin_step(const ExecutionSpace& exec,
         for (int l = 0; l < n_layers; ++l) {
           const detail::AppendStep step = step_of(sequence.layers[l], l, state.rows);
           state.tokens[l] = step.old_tokens;
+          state.ring_first[l] = step.ring_first;
           if (step.heads == 0) continue;
           state.saved_rows = std::max(state.saved_rows, std::min(step.exits, step.in_ring));
           if (step.exits > m_shape.window) state.reserved = false;
@@ -142,6 +144,7 @@ void KVCache<Value, order>::cancel_step() {
       LayerStore& layer = sequence.layers[l];
       const std::int64_t appended = layer.tokens - state.tokens[l];
       layer.tokens = state.tokens[l];
+      layer.ring_first = state.ring_first[l];
       detail::AppendStep step = step_of(layer, static_cast<int>(l), appended);
       const detail::RingRef<Value> ring{layer.ring.data(), layer.ring_scores.data()};
       const std::int64_t first = state.first_saved + layer.first_head * state.saved_rows;

@@ -66,7 +66,7 @@ struct Layout {
   // Bytes of all data sets. Throws Error if they do not fit a file offset.
   std::int64_t data_bytes() const {
     const std::int64_t bytes_of_row =
-        2 * row_bytes() + static_cast<std::int64_t>(sizeof(std::int64_t));
+        2 * row_bytes() + static_cast<std::int64_t>(sizeof(std::int64_t) + sizeof(float));
     std::int64_t bytes = 0;
     for (const auto& layer : offsets) {
       const std::int64_t left = std::numeric_limits<std::int64_t>::max() / 2 - bytes;
@@ -271,6 +271,7 @@ void write_structure(const fs::path& path, const Layout& layout, const SnapshotI
                  "H5Dwrite");
     const auto rows = static_cast<hsize_t>(offsets.back());
     data_set(layer, "positions", H5T_STD_I64LE, {rows});
+    data_set(layer, "scores", H5T_IEEE_F32LE, {rows});
     data_set(layer, "keys", type, {rows, dim});
     data_set(layer, "values", type, {rows, dim});
   }
@@ -359,12 +360,12 @@ template <class Value, PageOrder order>
 void write_layer(hid_t hdf5, const fs::path& file, KVCache<Value, order>& cache,
                  SequenceId sequence, int layer, const HeadPartition& partition,
                  const Layout& layout, const Communicator& comm) {
-  std::vector<SharedRows> sets;  // positions, keys, values
+  std::vector<SharedRows> sets;  // positions, scores, keys, values
   std::vector<Piece> pieces;
   Hdf5Handle type;
   Hdf5Handle transfer;
   agree_on_file(comm, file, [&] {
-    for (const char* name : {"positions", "keys", "values"}) {
+    for (const char* name : {"positions", "scores", "keys", "values"}) {
       sets.emplace_back(hdf5, layer_name(layer) + "/" + name);
     }
     pieces = pieces_of(partition.heads(layer, comm.rank()), layout.offsets[layer],
@@ -394,15 +395,18 @@ void write_layer(hid_t hdf5, const fs::path& file, KVCache<Value, order>& cache,
         }
       }
       sets[0].select(piece.target, piece.rows, 0);
-      sets[1].select(piece.target, piece.rows, layout.head_dim);
+      sets[1].select(piece.target, piece.rows, 0);
       sets[2].select(piece.target, piece.rows, layout.head_dim);
+      sets[3].select(piece.target, piece.rows, layout.head_dim);
     });
     const std::int64_t first_value = piece.first * layout.head_dim;
     CollectiveOutcome outcome;
     outcome.note(sets[0].write(H5T_NATIVE_INT64, transfer, rows.positions.data() + piece.first),
                  "H5Dwrite of positions");
-    outcome.note(sets[1].write(type, transfer, rows.keys.data() + first_value), "H5Dwrite of keys");
-    outcome.note(sets[2].write(type, transfer, rows.values.data() + first_value),
+    outcome.note(sets[1].write(H5T_NATIVE_FLOAT, transfer, rows.scores.data() + piece.first),
+                 "H5Dwrite of scores");
+    outcome.note(sets[2].write(type, transfer, rows.keys.data() + first_value), "H5Dwrite of keys");
+    outcome.note(sets[3].write(type, transfer, rows.values.data() + first_value),
                  "H5Dwrite of values");
     outcome.agree(comm, file);
   }

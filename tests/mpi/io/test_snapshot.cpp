@@ -266,10 +266,12 @@ void expect_content(const fs::path& file, const Story& story) {
     SCOPED_TRACE(layer);
     std::vector<std::int64_t> offsets{0};
     std::vector<std::int64_t> positions;
+    std::vector<float> scores;
     std::vector<Value> elements[2];
     for (int head = 0; head < n_heads; ++head) {
       for (std::int64_t p : story.kept(layer, head)) {
         positions.push_back(p);
+        scores.push_back(score(story.text_at(p), layer, head, p));
         for (int what : {0, 1}) {
           for (int d = 0; d < head_dim; ++d) {
             elements[what].push_back(element<Value>(what, story.text_at(p), layer, head, p, d));
@@ -283,6 +285,7 @@ void expect_content(const fs::path& file, const Story& story) {
               offsets);
     EXPECT_EQ(reader.data<std::int64_t>(group + "positions", {positions.size()}, H5T_NATIVE_INT64),
               positions);
+    EXPECT_EQ(reader.data<float>(group + "scores", {positions.size()}, H5T_NATIVE_FLOAT), scores);
     for (int what : {0, 1}) {
       const std::string name = group + (what == 0 ? "keys" : "values");
       const std::vector<hsize_t> extents{positions.size(), head_dim};
@@ -376,6 +379,58 @@ TEST(Snapshot, SilentHeadHasItsRingOnly) {
 
 using FloatCache = KVCache<float, PageOrder::token_major>;
 
+// Bit by bit what the cache has, also for pairs that have none, or one that is not finite.
+TEST(Snapshot, ScoresAreTheCaches) {
+  const SharedFolder folder;
+  const Communicator world = Communicator::world();
+  for (int ranks : std::set<int>{1, std::min(2, world.size())}) {
+    SCOPED_TRACE(ranks);
+    const FirstRanks first(ranks);
+    if (!first.has_this_rank()) continue;
+    const Communicator comm = first.communicator();
+    const HeadPartition partition = uneven_partition(ranks);
+    const auto cache = forked_cache<float, PageOrder::token_major>(partition, comm.rank());
+    for (int layer = 0; layer < n_layers; ++layer) {
+      const auto& heads = partition.heads(layer, comm.rank());
+      std::int64_t longest = 0;
+      for (std::size_t h = 0; h < heads.size(); ++h) {
+        longest = std::max(longest, cache->rows(0, layer, static_cast<int>(h)));
+      }
+      const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> scores("scores", heads.size(),
+                                                                           longest);
+      const auto host = Kokkos::create_mirror_view(scores);
+      for (std::size_t h = 0; h < heads.size(); ++h) {
+        for (std::int64_t r = 0; r < longest; ++r) {
+          const auto bits = hash({3, layer, heads[h], r});
+          host(h, r) = bits % 5 == 0   ? std::numeric_limits<float>::quiet_NaN()
+                       : bits % 5 == 1 ? -std::numeric_limits<float>::infinity()
+                                       : uniform(bits);
+        }
+      }
+      Kokkos::deep_copy(scores, host);
+      cache->set_row_scores(ExecutionSpace(), 0, layer, scores);
+    }
+    const fs::path file = folder / (std::to_string(ranks) + ".h5");
+    write_snapshot(file, *cache, 0, partition, comm, some_info());
+    // Each rank looks at its own heads: the file is complete for all once it is written.
+    const Reader reader(file);
+    for (int layer = 0; layer < n_layers; ++layer) {
+      const std::string group = "/layers/" + std::to_string(layer) + "/";
+      const auto offsets =
+          reader.data<std::int64_t>(group + "offsets", {n_heads + 1}, H5T_NATIVE_INT64);
+      const auto found =
+          reader.data<std::uint32_t>(group + "scores", {hsize_t(offsets.back())}, -1);
+      const auto& heads = partition.heads(layer, comm.rank());
+      for (std::size_t h = 0; h < heads.size(); ++h) {
+        const auto held = cache->host_rows(0, layer, static_cast<int>(h)).scores;
+        const std::int64_t begin = offsets[heads[h]];
+        ASSERT_EQ(static_cast<std::int64_t>(held.size()), offsets[heads[h] + 1] - begin);
+        EXPECT_EQ(std::memcmp(held.data(), found.data() + begin, held.size() * sizeof(float)), 0);
+      }
+    }
+  }
+}
+
 /// What a failure needs: a cache, and an older file that must outlive it.
 class SnapshotFailure : public ::testing::Test {
  protected:
@@ -416,7 +471,7 @@ TEST_F(SnapshotFailure, SmallFilesStaySmall) {
   for (int layer = 0; layer < n_layers; ++layer) {
     for (int head = 0; head < n_heads; ++head) rows += original.kept(layer, head).size();
   }
-  EXPECT_LT(fs::file_size(m_file), rows * (2 * head_dim * sizeof(float) + 8) + (24u << 10));
+  EXPECT_LT(fs::file_size(m_file), rows * (2 * head_dim * sizeof(float) + 8 + 4) + (24u << 10));
 }
 
 TEST_F(SnapshotFailure, MissingFolder) {

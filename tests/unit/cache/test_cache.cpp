@@ -344,6 +344,7 @@ class Run {
     EXPECT_GT(m_seen.non_finite, 0);
     EXPECT_GT(m_restores, 0);
     EXPECT_GT(m_deferred, 0);
+    EXPECT_GT(m_kept_appends, 0);
     EXPECT_GT(m_compacted.evicted, 0);
     EXPECT_GT(m_compacted.moved, 0);
     EXPECT_EQ(m_forks > 0, m_run.forks);
@@ -435,18 +436,32 @@ class Run {
         RowPath::automatic, RowPath::portable, RowPath::ordinary, RowPath::streaming}[below(4)]);
   }
 
+  /// Of the retained rows, or of those and the ring's.
   std::string compact(SequenceId id) {
     const int layer = below(static_cast<int>(m_run.heads.size()));
     ModelLayer& model = m_model.at(id)[layer];
     const int heads = m_run.heads[layer];
+    const bool evicts = below(3) == 0;
     std::size_t longest = 0;
-    for (const ModelHead& head : model.heads) longest = std::max(longest, head.retained.size());
+    for (const ModelHead& head : model.heads) {
+      longest = std::max(longest, head.retained.size() + (evicts ? head.recent.size() : 0));
+    }
     const std::size_t columns = longest + below(3);
     const bool transposed = below(2) == 0;
     const Kokkos::View<std::uint8_t*, MemorySpace> storage("keep", heads * columns + 1);
     const auto host = Kokkos::create_mirror_view(storage);
     const std::size_t strides[2] = {transposed ? 1 : columns, transposed ? std::size_t(heads) : 1};
     CompactCounts expected;
+    std::vector<std::size_t> old_sizes;
+    if (evicts) {
+      for (ModelHead& head : model.heads) {
+        old_sizes.push_back(head.retained.size());
+        head.retained.insert(head.retained.end(), head.recent.begin(), head.recent.end());
+        head.recent.clear();
+      }
+    }
+    bool ring_goes = false;
+    std::vector<std::size_t> left_of_ring(heads, 0);
     for (int h = 0; h < heads; ++h) {
       auto& retained = model.heads[h].retained;
       // Heads that keep all, none, all from some row on, or half.
@@ -462,10 +477,24 @@ class Run {
         if (i >= retained.size()) continue;
         ++expected.judged;
         if (!keep) ++expected.evicted;
-        if (keep && left.size() < i) ++expected.moved;
+        const bool in_ring = evicts && i >= old_sizes[h];
+        if (in_ring && keep) ++left_of_ring[h];
+        if (in_ring && !keep) ring_goes = true;
+        if (keep && left.size() < i && !in_ring) ++expected.moved;
+        if (evicts && keep && !std::isfinite(retained[i].score)) ++expected.non_finite;
         if (keep) left.push_back(retained[i]);
       }
       retained = std::move(left);
+    }
+    for (int h = 0; evicts && h < heads; ++h) {
+      auto& [retained, recent] = model.heads[h];
+      if (ring_goes) {
+        expected.moved += static_cast<std::int64_t>(left_of_ring[h]);
+      } else {
+        recent.assign(retained.end() - static_cast<std::ptrdiff_t>(left_of_ring[h]),
+                      retained.end());
+        retained.resize(retained.size() - left_of_ring[h]);
+      }
     }
     Kokkos::deep_copy(storage, host);
     const Kokkos::View<const std::uint8_t**, Kokkos::LayoutStride, MemorySpace> keep(
@@ -475,7 +504,9 @@ class Run {
     const ExecutionSpace exec;
     const auto check = [&](auto& checked) {
       choose_path();
-      const CompactCounts found = checked.cache().compact(exec, id, layer, keep);
+      const CompactCounts found = evicts ? checked.cache().evict(exec, id, layer, keep)
+                                         : checked.cache().compact(exec, id, layer, keep);
+      EXPECT_EQ(found.non_finite, expected.non_finite);
       EXPECT_EQ(found.judged, expected.judged);
       EXPECT_EQ(found.evicted, expected.evicted);
       EXPECT_EQ(found.moved, expected.moved);
@@ -535,6 +566,9 @@ class Run {
     const auto values =
         make_rows<Value>(numbers, heads, m_run.head_dim, true, static_cast<Arrangement>(below(3)));
     const auto score_rows = make_scores(scores, arrangement);
+    if (m_model.at(id)[layer].tokens == 0 && below(2) == 0) {
+      return append_kept(id, layer, numbers, scores, keys, values, score_rows);
+    }
     const AppendCounts expected =
         append_to_model(m_model.at(id)[layer], m_run.window, numbers, scores, rule);
     m_seen.judged += expected.judged;
@@ -572,6 +606,47 @@ class Run {
            std::to_string(layer);
   }
 
+  /// The first rows of a layer, with flags for them.
+  std::string append_kept(SequenceId id, int layer,
+                          const std::vector<std::vector<std::uint64_t>>& numbers,
+                          const std::vector<std::vector<float>>& scores, const Rows<Value>& keys,
+                          const Rows<Value>& values, const Scores& score_rows) {
+    ModelLayer& model = m_model.at(id)[layer];
+    const std::size_t heads = model.heads.size();
+    model.tokens = static_cast<std::int64_t>(numbers.size());
+    const Kokkos::View<std::uint8_t**, Kokkos::LayoutLeft, MemorySpace> keep("keep", heads,
+                                                                             numbers.size());
+    const auto host = Kokkos::create_mirror_view(keep);
+    AppendCounts expected;
+    for (std::size_t h = 0; h < heads; ++h) {
+      const int mode = below(4);
+      for (std::size_t t = 0; t < numbers.size(); ++t) {
+        host(h, t) = static_cast<std::uint8_t>(mode == 0 ? 0 : mode == 1 ? 1 : below(3));
+        ++expected.judged;
+        if (host(h, t) == 0) ++expected.evicted;
+        if (host(h, t) == 0) continue;
+        const float score = scores.empty() ? nan_score : scores[h][t];
+        if (!scores.empty() && !std::isfinite(score)) ++expected.non_finite;
+        model.heads[h].retained.push_back({static_cast<std::int64_t>(t), numbers[t][h], score});
+      }
+    }
+    Kokkos::deep_copy(keep, host);
+    const auto append_to = [&](auto& cache) {
+      choose_path();
+      const AppendCounts found = cache.append_kept(ExecutionSpace(), id, layer, keys.view,
+                                                   values.view, score_rows.view, keep);
+      EXPECT_EQ(found.judged, expected.judged);
+      EXPECT_EQ(found.evicted, expected.evicted);
+      EXPECT_EQ(found.non_finite, expected.non_finite);
+    };
+    append_to(m_token.cache());
+    append_to(m_dim.cache());
+    ExecutionSpace().fence();
+    ++m_kept_appends;
+    return "append of kept rows of " + std::to_string(numbers.size()) + " to sequence " +
+           std::to_string(id) + " layer " + std::to_string(layer);
+  }
+
   RandomRun m_run;
   std::mt19937 m_random;
   Checked<Value, PageOrder::token_major> m_token;
@@ -584,6 +659,7 @@ class Run {
   int m_forks = 0;
   int m_restores = 0;
   int m_deferred = 0;
+  int m_kept_appends = 0;
 };
 
 template <class Value>
@@ -835,6 +911,96 @@ TYPED_TEST(Cache, ErrorsNameExpectedAndFound) {
   expect_error([] { Store(CacheShape{{1}, 0, 4, 4}); }, {"head_dim 0"});
   expect_error([] { Store(CacheShape{{}, 8, 4, 4}); }, {"0 layers"});
   expect_error([] { Store(CacheShape{{1, -2}, 8, 4, 4}); }, {"-2 heads"});
+}
+
+// The keys of a context without gaps, and what follows it.
+TYPED_TEST(Cache, ClosingUpGivesNewPositionsAndTurnsKeys) {
+  using Value = typename TestFixture::Value;
+  constexpr int heads = 2, dim = 8, tokens = 50;
+  typename TestFixture::Store cache(CacheShape{{heads, 0, heads}, dim, 6, 4});
+  const ExecutionSpace exec;
+  const SequenceId id = cache.add_sequence();
+  std::mt19937 random(3);
+  const auto random_rows = [&](int n, int n_heads) {
+    const Kokkos::View<Value***, Kokkos::LayoutRight, MemorySpace> rows("rows", n, n_heads, dim);
+    const auto host = Kokkos::create_mirror_view(rows);
+    for (std::size_t i = 0; i < host.size(); ++i) {
+      host.data()[i] = Value(static_cast<float>(random() >> 8) * 0x1p-23f - 1.0f);
+    }
+    Kokkos::deep_copy(rows, host);
+    return rows;
+  };
+  const Kokkos::View<float*, MemorySpace> frequencies("frequencies", dim / 2);
+  const auto host_frequencies = Kokkos::create_mirror_view(frequencies);
+  for (int j = 0; j < dim / 2; ++j) host_frequencies(j) = std::pow(10000.0f, -2.0f * j / dim);
+  Kokkos::deep_copy(frequencies, host_frequencies);
+  // Every head loses ten rows, some of its own.
+  const Kokkos::View<std::uint8_t**, Kokkos::LayoutRight, MemorySpace> keep("keep", heads, tokens);
+  const auto flags = Kokkos::create_mirror_view(keep);
+  for (int h = 0; h < heads; ++h) {
+    for (int t = 0; t < tokens; ++t) flags(h, t) = t % 5 != h + 1;
+  }
+  Kokkos::deep_copy(keep, flags);
+  for (int l : {0, 1, 2}) {
+    const auto rows = random_rows(tokens, cache.shape().heads[l]);
+    if (l == 1) {
+      cache.append(exec, id, l, rows, rows, {}, EvictionRule::keep_all());
+    } else {
+      cache.append_kept(exec, id, l, rows, rows, {}, keep);
+    }
+  }
+  const auto checkpoint = cache.checkpoint(id);
+  const SequenceId other = cache.fork(id);
+  expect_error([&] { cache.close_up(exec, id, frequencies, 41); }, {"head 0", "40 rows", "41"});
+  EXPECT_EQ(cache.close_up(exec, id, frequencies), 40);
+  expect_error([&] { cache.restore(id, checkpoint); }, {"compacted since"});
+  for (int l : {0, 1, 2}) EXPECT_EQ(cache.tokens(id, l), 40);
+  for (int l : {0, 2}) {
+    for (int h = 0; h < heads; ++h) {
+      const auto before = cache.host_rows(other, l, h);
+      const auto after = cache.host_rows(id, l, h);
+      ASSERT_EQ(after.positions.size(), 40u);
+      for (int r = 0; r < 40; ++r) {
+        EXPECT_EQ(before.positions[r], 5 * (r / 4) + r % 4 + (r % 4 > h ? 1 : 0));
+        EXPECT_EQ(after.positions[r], r);
+        for (int d = 0; d < dim; ++d) {
+          const int at = r * dim + d;
+          EXPECT_TRUE(same_bits(after.values[at], before.values[at]));
+          const int j = d % (dim / 2);
+          const auto angle = static_cast<double>(r - before.positions[r]) * host_frequencies(j);
+          const double x = static_cast<float>(before.keys[r * dim + j]);
+          const double y = static_cast<float>(before.keys[r * dim + j + dim / 2]);
+          const double turned = d < dim / 2 ? x * std::cos(angle) - y * std::sin(angle)
+                                            : y * std::cos(angle) + x * std::sin(angle);
+          const double error = sizeof(Value) == 4 ? 3e-7 : 0.0079 / 2;
+          EXPECT_NEAR(static_cast<float>(after.keys[at]), turned, error) << l << h << r << d;
+        }
+      }
+    }
+  }
+  // What comes then stands behind them, in a ring that judges nobody before.
+  for (int l : {0, 1, 2}) {
+    const int n_heads = cache.shape().heads[l];
+    const auto rows = random_rows(7, n_heads);
+    const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> scores("scores", n_heads, 7);
+    const auto counts = cache.append(exec, id, l, rows, rows, scores, EvictionRule{1.0f, 0, true});
+    EXPECT_EQ(counts.evicted, n_heads);
+  }
+  const auto positions = cache.positions(id, 2, 1);
+  ASSERT_EQ(positions.size(), 46u);
+  EXPECT_EQ(positions[39], 39);
+  EXPECT_EQ(positions[40], 41);
+  expect_error([&] { cache.close_up(exec, id, frequencies); }, {"ring of layer 0"});
+  // A rank without heads is told how many rows there are.
+  typename TestFixture::Store none(CacheShape{{0, 0}, dim, 6, 4});
+  const SequenceId empty = none.add_sequence();
+  for (int l : {0, 1}) {
+    const auto rows = random_rows(9, 0);
+    none.append(exec, empty, l, rows, rows, {}, EvictionRule::keep_all());
+  }
+  expect_error([&] { none.close_up(exec, empty, frequencies); }, {"no heads"});
+  EXPECT_EQ(none.close_up(exec, empty, frequencies, 5), 5);
+  EXPECT_EQ(none.tokens(empty, 1), 5);
 }
 
 // A prefill that is large enough to be streamed: the same cache by every path.

@@ -1,0 +1,203 @@
+#include "cache/gather_rows.hpp"
+
+#include "cache/cache_impl.hpp"
+#include "linalg/host/row_kernels.hpp"
+
+namespace kvzap::detail {
+namespace {
+
+/// Rows of a head one by one, and as runs that lie with constant strides.
+template <class Value, PageOrder order>
+struct HeadRows {
+  const std::uintptr_t* addresses;
+  const PageId* pages;
+  const std::int64_t* retained;
+  const Value* ring;
+  const Value* fresh;  // the first new row
+  std::int64_t fresh_row_stride, fresh_dim_stride;
+  std::int64_t in_ring, ring_slot;  // slot of the oldest
+  Block<order> page_block, ring_block;
+  bool values;
+
+  /// Row `row` and those behind it, at most `left`, that have its strides.
+  struct Run {
+    const Value* data;
+    std::int64_t rows, row_stride, dim_stride;
+  };
+  KOKKOS_INLINE_FUNCTION Run run(std::int64_t row, std::int64_t left) const {
+    constexpr bool by_token = order == PageOrder::token_major;
+    const std::int64_t behind = row - *retained;
+    if (behind >= in_ring) {
+      return {fresh + (behind - in_ring) * fresh_row_stride, left, fresh_row_stride,
+              fresh_dim_stride};
+    }
+    const bool in_page = behind < 0;
+    const Block<order> block = in_page ? page_block : ring_block;
+    std::int64_t slot = row % page_block.capacity;
+    if (!in_page) {
+      slot = ring_slot + behind;
+      if (slot >= ring_block.capacity) slot -= ring_block.capacity;
+    }
+    const Value* base =
+        in_page ? reinterpret_cast<const Value*>(addresses[pages[row / page_block.capacity]])
+                : ring;
+    // Pages are full but for the last one, and the ring from its oldest row to its end.
+    std::int64_t rows = block.capacity - slot;
+    const std::int64_t until_end = in_page ? -behind : in_ring - behind;
+    rows = rows < until_end ? rows : until_end;
+    return {base + block.row_offset(slot) + (values ? block.values_offset() : std::int64_t{0}),
+            rows < left ? rows : left, by_token ? std::int64_t{block.dim} : std::int64_t{1},
+            block.dim_stride()};
+  }
+};
+
+template <class Value, PageOrder order, class NewRows>
+HeadRows<Value, order> rows_of(const RaggedLayer<Value, order>& cached, int head,
+                               const NewRows& new_rows, bool values) {
+  HeadRows<Value, order> rows;
+  rows.addresses = cached.addresses.data();
+  rows.pages =
+      cached.page_table.data() + head * static_cast<std::int64_t>(cached.page_table.stride(0));
+  rows.retained = cached.retained.data() + head;
+  rows.ring = cached.ring.data() + head * static_cast<std::int64_t>(cached.ring.stride(0));
+  rows.fresh = nullptr;
+  rows.fresh_row_stride = rows.fresh_dim_stride = 0;
+  if (new_rows.extent(0) > 0) {
+    rows.fresh = new_rows.data() + head * static_cast<std::int64_t>(new_rows.stride(1));
+    rows.fresh_row_stride = new_rows.stride(0);
+    rows.fresh_dim_stride = new_rows.stride(2);
+  }
+  rows.in_ring = cached.ring_rows();
+  rows.ring_slot = (cached.tokens - rows.in_ring - cached.ring_first) % cached.window;
+  rows.page_block = {cached.page_rows, cached.head_dim};
+  rows.ring_block = {cached.window, cached.head_dim};
+  rows.values = values;
+  return rows;
+}
+
+template <class Value, PageOrder order>
+void gather_by_kernel(const ExecutionSpace& exec, const HeadRows<Value, order>& rows,
+                      std::int64_t begin, std::int64_t count, std::int64_t dim,
+                      const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>& out) {
+  // One dimension of a row each, so that neighbours read and write neighbouring bytes.
+  Kokkos::parallel_for(
+      "kvzap::gather_rows", Range(exec, 0, count * dim), KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t row = i / dim;
+        const std::int64_t d = i % dim;
+        const auto run = rows.run(begin + row, 1);
+        out(row, d) = static_cast<float>(run.data[d * run.dim_stride]);
+      });
+}
+
+/// Rows of a run where a dimension's rows are neighbours: a few rows at a time, whose part of the
+/// target stays in the nearest cache, are read along their dimensions.
+template <class Value>
+[[maybe_unused]] void transpose(const Value* source, std::int64_t dim_stride, std::int64_t rows,
+                                std::int64_t dim, float* target) {
+  constexpr std::int64_t block = 16;
+  float widened[block];
+  for (std::int64_t r = 0; r < rows; r += block) {
+    const std::int64_t n = std::min(block, rows - r);
+    for (std::int64_t d = 0; d < dim; ++d) {
+      widen(source + d * dim_stride + r, widened, n);
+      for (std::int64_t i = 0; i < n; ++i) target[(r + i) * dim + d] = widened[i];
+    }
+  }
+}
+
+template <class Value, PageOrder order>
+[[maybe_unused]] void gather_on_host(const HeadRows<Value, order>& rows, std::int64_t begin,
+                                     std::int64_t end, std::int64_t dim, float* target) {
+  for (std::int64_t row = begin; row < end;) {
+    const auto run = rows.run(row, end - row);
+    if (run.dim_stride != 1 && run.row_stride == 1) {
+      transpose(run.data, run.dim_stride, run.rows, dim, target);
+    } else if (run.dim_stride == 1 && run.row_stride == dim) {
+      widen(run.data, target, run.rows * dim);
+    } else {
+      for (std::int64_t r = 0; r < run.rows; ++r) {
+        const Value* source = run.data + r * run.row_stride;
+        if (run.dim_stride == 1) {
+          widen(source, target + r * dim, dim);
+        } else {
+          for (std::int64_t d = 0; d < dim; ++d) {
+            target[r * dim + d] = static_cast<float>(source[d * run.dim_stride]);
+          }
+        }
+      }
+    }
+    target += run.rows * dim;
+    row += run.rows;
+  }
+}
+
+}  // namespace
+
+template <class Value, PageOrder order>
+void gather_rows(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cached, int head,
+                 const Kokkos::View<const Value***, Kokkos::LayoutStride, MemorySpace>& new_rows,
+                 std::int64_t begin, std::int64_t count, bool values,
+                 const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>& out) {
+  const std::int64_t dim = cached.head_dim;
+  if (static_cast<std::int64_t>(out.extent(0)) < count ||
+      static_cast<std::int64_t>(out.extent(1)) != dim) {
+    throw Error(fmt::format("gather_rows: out is ({}, {}); expected (at least {}, {}) = (row, dim)",
+                            out.extent(0), out.extent(1), count, dim));
+  }
+  if (count <= 0) return;
+  const HeadRows<Value, order> rows = rows_of(cached, head, new_rows, values);
+  if constexpr (runs_on_host) {
+    if (!use_portable_path()) {
+      constexpr std::int64_t piece = 256;  // rows
+      const std::int64_t pieces = (count + piece - 1) / piece;
+      float* const target = out.data();
+      Kokkos::parallel_for("kvzap::gather_rows", Range(exec, 0, pieces), [=](std::int64_t p) {
+        const std::int64_t first = p * piece;
+        gather_on_host(rows, begin + first, begin + std::min(first + piece, count), dim,
+                       target + first * dim);
+      });
+      return;
+    }
+  }
+  gather_by_kernel(exec, rows, begin, count, dim, out);
+}
+
+template <class Value, PageOrder order>
+void gather_positions(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cached, int head,
+                      std::int64_t first_new_position, std::int64_t begin, std::int64_t count,
+                      const Kokkos::View<std::int64_t*, MemorySpace>& out) {
+  if (static_cast<std::int64_t>(out.extent(0)) < count) {
+    throw Error(fmt::format("gather_positions: out has {} elements; expected at least {}",
+                            out.extent(0), count));
+  }
+  const std::int64_t in_ring = cached.ring_rows();
+  const std::int64_t first_in_ring = cached.tokens - in_ring;
+  Kokkos::parallel_for(
+      "kvzap::gather_positions", Range(exec, 0, count), KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t row = begin + i;
+        const std::int64_t behind = row - cached.retained(head);
+        if (behind >= in_ring) {
+          out(i) = first_new_position + behind - in_ring;
+        } else if (behind >= 0) {
+          out(i) = first_in_ring + behind;
+        } else {
+          const std::uintptr_t page =
+              cached.addresses(cached.page_table(head, row / cached.page_rows));
+          out(i) = page_positions<Value>(page, cached.page_rows,
+                                         cached.head_dim)[row % cached.page_rows];
+        }
+      });
+}
+
+#define KVZAP_INSTANTIATE(Value, order)                                                         \
+  template void gather_rows<Value, order>(                                                      \
+      const ExecutionSpace&, const RaggedLayer<Value, order>&, int,                             \
+      const Kokkos::View<const Value***, Kokkos::LayoutStride, MemorySpace>&, std::int64_t,     \
+      std::int64_t, bool, const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>&);      \
+  template void gather_positions<Value, order>(                                                 \
+      const ExecutionSpace&, const RaggedLayer<Value, order>&, int, std::int64_t, std::int64_t, \
+      std::int64_t, const Kokkos::View<std::int64_t*, MemorySpace>&);
+KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#undef KVZAP_INSTANTIATE
+
+}  // namespace kvzap::detail

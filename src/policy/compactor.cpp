@@ -1,0 +1,134 @@
+#include <algorithm>
+
+#include "base/scratch.hpp"
+#include "policy/leverage.hpp"
+#include "policy/non_causal.hpp"
+#include "policy/registry.hpp"
+
+namespace kvzap::policy {
+namespace {
+
+// scores += factor * summands (a head's row of a matrix)
+void add_scaled(const ExecutionSpace& exec, const Policy::ScoreView& summands, double factor,
+                int head, const detail::RowPart& part, const Policy::ScoreView& scores) {
+  Kokkos::parallel_for(
+      "kvzap::policy::compactor", detail::PolicyRange(exec, part.begin, part.begin + part.count),
+      KOKKOS_LAMBDA(std::int64_t r) {
+        scores(head, r) += static_cast<float>(factor) * summands(head, r);
+      });
+}
+
+/// Leverage of keys and attention within chunks together: blending * leverage + non-causal, each
+/// standardized over all heads of the layer, of all tokens but the first 8 and the last 4, which
+/// have the largest score of the layer (Chari and Van Durme: "Compactor", arXiv 2507.08143). See
+/// policies leverage and non-causal.
+///
+/// The cost of both, and a float per row of a layer.
+///
+/// kvpress, as here: blending is the evict ratio where the paper has a constant (blending=0.35).
+/// Where tokens come in several steps, those of a step are scored by themselves, its last 4 tokens
+/// have the largest score, and rows keep the score of their step; tokens that came one by one have
+/// the largest score there is.
+class Compactor final : public Policy {
+ public:
+  struct Options {
+    std::int64_t sink_start = 8;
+    std::int64_t sink_end = 4;
+    std::int64_t chunk = 256;
+    bool scaled = false;
+    double blending = -1;  // the evict ratio if negative
+  };
+
+  Compactor(const Options& options, std::shared_ptr<detail::Sketches> sketches)
+      : m_options(options),
+        m_leverage(std::move(sketches)),
+        m_attention(options.chunk, options.scaled) {}
+
+  PolicyNeeds needs() const override {
+    PolicyNeeds needs;
+    needs.blocks = true;
+    return needs;
+  }
+
+  void observe(PolicyLayer& layer, const TokenBlock& block) override {
+    m_attention.observe(layer, block, tokens_of(layer));
+  }
+
+  void score(PolicyLayer& layer, const ScoreView& scores) override {
+    detail::TokenRange tokens = tokens_of(layer);
+    if (tokens.count() > 1 && m_attention.is_complete(layer, tokens)) {
+      const auto parts = m_attention.parts(layer);
+      m_attention.scores(layer, scores);
+      detail::standardize(layer, parts, scores);
+      const double blending =
+          m_options.blending < 0 ? layer.extents().evict_ratio : m_options.blending;
+      if (blending != 0) add_leverage(layer, parts, blending, scores);
+    } else {
+      tokens.end = tokens.begin;
+    }
+    detail::complete_scores(layer, tokens, scores);
+  }
+
+ private:
+  /// Of the step's tokens, those that are not protected.
+  detail::TokenRange tokens_of(const PolicyLayer& layer) const {
+    const auto& extents = layer.extents();
+    const std::int64_t first = extents.tokens - extents.new_tokens;
+    const std::int64_t begin = std::clamp(m_options.sink_start, first, extents.tokens);
+    return {begin, std::max(begin, extents.tokens - m_options.sink_end)};
+  }
+
+  void add_leverage(PolicyLayer& layer, const std::vector<detail::RowPart>& parts, double blending,
+                    const ScoreView& scores) {
+    const auto heads = static_cast<std::int64_t>(scores.extent(0));
+    const auto columns = static_cast<std::int64_t>(scores.extent(1));
+    detail::reserve_scratch(m_summands, heads * columns, "kvzap::policy::compactor");
+    const ScoreView summands(m_summands.data(),
+                             Kokkos::LayoutStride(heads, columns, columns, std::int64_t{1}));
+    m_leverage(layer, parts, summands);
+    detail::standardize(layer, parts, summands);
+    for (int h = 0; h < layer.heads(); ++h) {
+      add_scaled(layer.exec(), summands, blending, h, parts[h], scores);
+    }
+  }
+
+  Options m_options;
+  detail::LeverageScores m_leverage;
+  detail::ChunkAttention m_attention;
+  Kokkos::View<float*, MemorySpace> m_summands;
+};
+
+}  // namespace
+
+PolicyInfo compactor() {
+  using Kind = PolicyParameter::Kind;
+  PolicyInfo info;
+  info.name = "compactor";
+  info.paper = "Compactor, arXiv 2507.08143";
+  info.formula = "blending * leverage + non-causal";
+  info.needs = "queries, keys, values, the budget";
+  info.cost = "O(rows * (group * chunk * head_dim + k * (head_dim + k))), k floats per row";
+  info.parameters = {
+      {"sink-start", Kind::integer, "8", 0, 1e9, {}, "first tokens that stay"},
+      {"sink-end", Kind::integer, "4", 0, 1e9, {}, "last tokens that stay"},
+      {"chunk", Kind::integer, "256", 1, 65536, {}, "tokens that see one another"},
+      {"sketch-dimension", Kind::integer, "48", 1, 4096, {}, "columns of the random matrix"},
+      {"blending", Kind::number, "-1", -1, 1e6, {}, "weight of leverage; below 0: the evict ratio"},
+      {"scaled", Kind::flag, "off", 0, 0, {}, "divide products by sqrt(head_dim)"},
+      {"seed", Kind::integer, "0", 0, 4294967295.0, {}, "of the random matrix"}};
+  info.make = [](const PolicyArguments& arguments, const PolicySetup&) -> PolicyMaker {
+    Compactor::Options options;
+    options.sink_start = arguments.integer("sink-start");
+    options.sink_end = arguments.integer("sink-end");
+    options.chunk = arguments.integer("chunk");
+    options.scaled = arguments.flag("scaled");
+    options.blending = arguments.number("blending");
+    const auto sketches =
+        std::make_shared<detail::Sketches>(arguments.integer("sketch-dimension"),
+                                           static_cast<std::uint32_t>(arguments.integer("seed")));
+    return [=] { return std::make_unique<Compactor>(options, sketches); };
+  };
+  return info;
+}
+
+}  // namespace kvzap::policy

@@ -1,0 +1,212 @@
+#include <algorithm>
+#include <cmath>
+#include <map>
+
+#include "base/scratch.hpp"
+#include "linalg/gemm.hpp"
+#include "policy/registry.hpp"
+#include "policy/rows.hpp"
+#include "policy/torch_random.hpp"
+
+namespace kvzap::policy {
+namespace {
+
+using Floats = Kokkos::View<float*, MemorySpace>;
+using Total = Kokkos::View<double, MemorySpace>;
+
+enum class Combination { key, value, mean, product };
+
+// Dimensions of the random projection.
+constexpr std::int64_t projected = 20;
+
+void squared_norms(const ExecutionSpace& exec, const PolicyLayer::RowsView& rows,
+                   const Floats& squares) {
+  const std::int64_t dim = rows.extent(1);
+  Kokkos::parallel_for(
+      "kvzap::policy::cur_norms", detail::PolicyRange(exec, 0, rows.extent(0)),
+      KOKKOS_LAMBDA(std::int64_t r) { squares(r) = detail::dot(&rows(r, 0), &rows(r, 0), dim); });
+}
+
+// Divides by the sum over windows of `window` rows; a window of zeros stays one.
+void normalize_windows(const ExecutionSpace& exec, std::int64_t rows, std::int64_t window,
+                       const Floats& squares) {
+  Kokkos::parallel_for(
+      "kvzap::policy::cur_windows", detail::PolicyRange(exec, 0, (rows + window - 1) / window),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t end = (i + 1) * window < rows ? (i + 1) * window : rows;
+        double sum = 0;
+        for (std::int64_t r = i * window; r < end; ++r) sum += squares(r);
+        if (sum == 0) return;
+        for (std::int64_t r = i * window; r < end; ++r) {
+          squares(r) = static_cast<float>(squares(r) / sum);
+        }
+      });
+}
+
+void combine(const ExecutionSpace& exec, std::int64_t rows, Combination combination,
+             const Floats& key, const Floats& value, int head, const Policy::ScoreView& scores,
+             const Total& total) {
+  Kokkos::parallel_reduce(
+      "kvzap::policy::cur_combine", detail::PolicyRange(exec, 0, rows),
+      KOKKOS_LAMBDA(std::int64_t r, double& sum) {
+        const float score = combination == Combination::key     ? key(r)
+                            : combination == Combination::value ? value(r)
+                            : combination == Combination::mean  ? 0.5f * (key(r) + value(r))
+                                                                : key(r) * value(r);
+        scores(head, r) = score;
+        sum += score;
+      },
+      total);
+}
+
+void finish(const ExecutionSpace& exec, std::int64_t rows, std::int64_t sink, const Total& total,
+            int head, const Policy::ScoreView& scores) {
+  Kokkos::parallel_for(
+      "kvzap::policy::cur_finish", detail::PolicyRange(exec, 0, rows),
+      KOKKOS_LAMBDA(std::int64_t r) {
+        if (r < sink) {
+          scores(head, r) = 1;
+        } else if (total() != 0) {
+          scores(head, r) = static_cast<float>(scores(head, r) / total());
+        }
+      });
+}
+
+/// What policies of several sequences share: the projection of each layer.
+class Projections {
+ public:
+  explicit Projections(std::uint32_t seed) : m_normals(seed) {}
+
+  /// (projected, head_dim): the transposed projection, the same for all heads, keys and values.
+  detail::Matrix of_layer(int layer, std::int64_t head_dim) {
+    detail::Matrix& projection = m_layers[layer];
+    if (projection.extent(0) == 0) {
+      const std::vector<float> normals = m_normals.draw(layer, head_dim * projected);
+      projection = detail::Matrix("kvzap::policy::cur_projection", projected, head_dim);
+      const auto host = Kokkos::create_mirror_view(projection);
+      for (std::int64_t d = 0; d < head_dim; ++d) {
+        for (std::int64_t j = 0; j < projected; ++j) {
+          host(j, d) = normals[d * projected + j] / std::sqrt(static_cast<float>(projected));
+        }
+      }
+      Kokkos::deep_copy(projection, host);
+    }
+    return projection;
+  }
+
+ private:
+  detail::LayerNormals m_normals;
+  std::map<int, detail::Matrix> m_layers;
+};
+
+/// The leverage of a row in a CUR decomposition, taken from norms: k² = ||k||² and v² = ||v||²,
+/// each divided by its sum over the window of rows around it, multiplied, and divided by the sum
+/// over all rows of the head. The first `sink` rows have the score 1 (Sengupta, Chaudhary,
+/// Chakraborty: "CurDKV", arXiv 2509.15038).
+///
+/// One pass over keys and values, (rows, head_dim) of each head; two floats per row. With the
+/// random projection 40 * head_dim operations of a row and 20 floats more.
+///
+/// kvpress: windows (on by default) are its own, and the paper's Gaussian projection is off by
+/// default; `random-leverage=on,local=off` is the paper's way. Its random numbers are those that
+/// kvpress draws after torch.manual_seed(seed). Windows and sinks count rows that are there.
+class Cur final : public Policy {
+ public:
+  struct Options {
+    std::int64_t sink = 4;
+    Combination combination = Combination::product;
+    bool projects = false;
+    bool local = true;
+    std::int64_t window = 16;
+  };
+
+  Cur(const Options& options, std::shared_ptr<Projections> projections)
+      : m_options(options),
+        m_projections(std::move(projections)),
+        m_total("kvzap::policy::cur_total") {}
+
+  void score(PolicyLayer& layer, const ScoreView& scores) override {
+    const ExecutionSpace& exec = layer.exec();
+    const Combination combination = m_options.combination;
+    for (int h = 0; h < layer.heads(); ++h) {
+      const std::int64_t rows = layer.rows(h);
+      if (rows == 0) continue;
+      detail::reserve_scratch(m_key, rows, "kvzap::policy::cur_keys");
+      detail::reserve_scratch(m_value, rows, "kvzap::policy::cur_values");
+      if (combination != Combination::value) measure(layer, layer.keys(h), m_key);
+      if (combination != Combination::key) measure(layer, layer.values(h), m_value);
+      combine(exec, rows, combination, m_key, m_value, h, scores, m_total);
+      finish(exec, rows, m_options.sink, m_total, h, scores);
+    }
+  }
+
+ private:
+  void measure(PolicyLayer& layer, const PolicyLayer::RowsView& rows, const Floats& squares) {
+    const ExecutionSpace& exec = layer.exec();
+    const std::int64_t count = rows.extent(0);
+    if (m_options.projects) {
+      detail::reserve_scratch(m_projected, count * projected, "kvzap::policy::cur_projected");
+      const detail::Matrix output(m_projected.data(), count, projected);
+      const detail::Matrix projection =
+          m_projections->of_layer(layer.layer(), layer.extents().head_dim);
+      detail::multiply_nt(exec, 1, rows, projection, 0, output);
+      squared_norms(exec, output, squares);
+    } else {
+      squared_norms(exec, rows, squares);
+    }
+    if (m_options.local) normalize_windows(exec, count, m_options.window, squares);
+  }
+
+  Options m_options;
+  std::shared_ptr<Projections> m_projections;
+  Total m_total;
+  Floats m_key;    // (row)
+  Floats m_value;  // (row)
+  Floats m_projected;
+};
+
+Combination combination_of(const std::string& name) {
+  if (name == "key") return Combination::key;
+  if (name == "value") return Combination::value;
+  return name == "kv-avg" ? Combination::mean : Combination::product;
+}
+
+}  // namespace
+
+PolicyInfo cur() {
+  using Kind = PolicyParameter::Kind;
+  PolicyInfo info;
+  info.name = "cur";
+  info.paper = "CurDKV, arXiv 2509.15038";
+  info.formula = "||k||^2 ||v||^2, each over its sum in a window";
+  info.needs = "keys, values";
+  info.cost = "O(rows * head_dim), two floats per row";
+  info.parameters = {
+      {"sink", Kind::integer, "4", 0, 1e9, {}, "first tokens that stay"},
+      {"leverage-type",
+       Kind::text,
+       "kv-product",
+       0,
+       0,
+       {"key", "value", "kv-avg", "kv-product"},
+       "what is taken into account"},
+      {"random-leverage", Kind::flag, "off", 0, 0, {}, "project rows by a random matrix first"},
+      {"local", Kind::flag, "on", 0, 0, {}, "divide by sums over windows"},
+      {"window", Kind::integer, "16", 1, 1e9, {}, "tokens of such a window"},
+      {"seed", Kind::integer, "0", 0, 4294967295.0, {}, "of the random matrix"}};
+  info.scores_parts = true;
+  info.make = [](const PolicyArguments& arguments, const PolicySetup&) -> PolicyMaker {
+    Cur::Options options;
+    options.sink = arguments.integer("sink");
+    options.combination = combination_of(arguments.text("leverage-type"));
+    options.projects = arguments.flag("random-leverage");
+    options.local = arguments.flag("local");
+    options.window = arguments.integer("window");
+    const auto projections =
+        std::make_shared<Projections>(static_cast<std::uint32_t>(arguments.integer("seed")));
+    return [=] { return std::make_unique<Cur>(options, projections); };
+  };
+  return info;
+}
+
+}  // namespace kvzap::policy

@@ -1,0 +1,48 @@
+#include "policy/registry.hpp"
+#include "policy/rows.hpp"
+
+namespace kvzap::policy {
+namespace {
+
+void negative_norms(const ExecutionSpace& exec, const PolicyLayer::RowsView& keys, int head,
+                    const Policy::ScoreView& scores) {
+  const std::int64_t dim = keys.extent(1);
+  Kokkos::parallel_for(
+      "kvzap::policy::knorm", detail::PolicyRange(exec, 0, keys.extent(0)),
+      KOKKOS_LAMBDA(std::int64_t r) { scores(head, r) = -detail::norm(&keys(r, 0), dim); });
+}
+
+/// Keys of small norm get much attention: the score of a row is the negative Euclidean norm of its
+/// key (Devoto, Zhao, Scardapane and Minervini, arXiv 2406.11430). RoPE leaves norms alone.
+///
+/// One pass over the keys, (rows, head_dim) of each head; no extra memory.
+///
+/// The paper leaves the first two layers whole; kvpress does not, and neither does this (modifier
+/// per-layer gives them ratios of their own).
+class KeyNorm final : public Policy {
+ public:
+  void score(PolicyLayer& layer, const ScoreView& scores) override {
+    for (int h = 0; h < layer.heads(); ++h) {
+      negative_norms(layer.exec(), layer.keys(h), h, scores);
+    }
+  }
+};
+
+}  // namespace
+
+PolicyInfo knorm() {
+  PolicyInfo info;
+  info.name = "knorm";
+  info.paper = "Devoto et al., arXiv 2406.11430";
+  info.formula = "-||k||";
+  info.needs = "keys";
+  info.cost = "O(rows * head_dim), no memory";
+  info.judges_tokens = true;
+  info.scores_parts = true;
+  info.make = [](const PolicyArguments&, const PolicySetup&) -> PolicyMaker {
+    return [] { return std::make_unique<KeyNorm>(); };
+  };
+  return info;
+}
+
+}  // namespace kvzap::policy

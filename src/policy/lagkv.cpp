@@ -1,0 +1,210 @@
+#include <algorithm>
+
+#include "base/scratch.hpp"
+#include "policy/registry.hpp"
+#include "policy/rows.hpp"
+
+namespace kvzap::policy {
+namespace {
+
+using Floats = Kokkos::View<float*, MemorySpace>;
+using Rows = PolicyLayer::RowsView;
+
+/// Partitions of `lag` rows each, behind the sink.
+struct Partitions {
+  std::int64_t sink = 0;
+  std::int64_t lag = 1;
+  std::int64_t count = 0;
+};
+
+// ranges (partition, 2, dim): least and largest value of each dimension in partitions 1 … count
+// - 1.
+void value_ranges(const ExecutionSpace& exec, const Rows& rows, const Partitions& p,
+                  const Floats& ranges) {
+  const std::int64_t dim = rows.extent(1);
+  const std::int64_t items = (dim + detail::columns_per_item - 1) / detail::columns_per_item;
+  Kokkos::parallel_for(
+      "kvzap::policy::lagkv_ranges", detail::PolicyRange(exec, 0, (p.count - 1) * items),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t partition = i / items + 1;
+        const std::int64_t first = i % items * detail::columns_per_item;
+        const std::int64_t width =
+            dim - first < detail::columns_per_item ? dim - first : detail::columns_per_item;
+        const std::int64_t begin = p.sink + partition * p.lag;
+        float* const least = &ranges(partition * 2 * dim + first);
+        float* const largest = least + dim;
+        for (std::int64_t d = 0; d < width; ++d) least[d] = largest[d] = rows(begin, first + d);
+        for (std::int64_t r = begin + 1; r < begin + p.lag; ++r) {
+          const float* const row = &rows(r, first);
+          for (std::int64_t d = 0; d < width; ++d) {
+            least[d] = row[d] < least[d] ? row[d] : least[d];
+            largest[d] = row[d] > largest[d] ? row[d] : largest[d];
+          }
+        }
+      });
+}
+
+// deviations(row behind the sink): of a row's values on the scale of the next partition's ranges,
+// over dimensions, as of a sample. A dimension in which the next partition has one value alone has
+// no scale and counts as 0, where kvpress would divide by 0.
+void deviations(const ExecutionSpace& exec, const Rows& rows, const Partitions& p,
+                const Floats& ranges, const Floats& result) {
+  const std::int64_t dim = rows.extent(1);
+  Kokkos::parallel_for(
+      "kvzap::policy::lagkv_deviations", detail::PolicyRange(exec, 0, (p.count - 1) * p.lag),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const float* const row = &rows(p.sink + i, 0);
+        const float* const least = &ranges((i / p.lag + 1) * 2 * dim);
+        const float* const largest = least + dim;
+        double sum = 0, squares = 0;
+        for (std::int64_t d = 0; d < dim; ++d) {
+          const float width = largest[d] - least[d];
+          const double x = width > 0 ? (row[d] - least[d]) / width : 0.0f;
+          sum += x;
+          squares += x * x;
+        }
+        const double variance = dim > 1 ? (squares - sum * sum / dim) / (dim - 1) : 0.0;
+        result(i) = static_cast<float>(detail::math::sqrt(variance > 0 ? variance : 0.0));
+      });
+}
+
+// scores += softmax of a partition's deviations / 2
+void add_softmax(const ExecutionSpace& exec, const Partitions& p, const Floats& x, int head,
+                 const Policy::ScoreView& scores) {
+  Kokkos::parallel_for(
+      "kvzap::policy::lagkv_softmax", detail::PolicyRange(exec, 0, p.count - 1),
+      KOKKOS_LAMBDA(std::int64_t partition) {
+        const std::int64_t begin = partition * p.lag;
+        float largest = x(begin);
+        for (std::int64_t i = begin + 1; i < begin + p.lag; ++i) {
+          if (x(i) > largest) largest = x(i);
+        }
+        double sum = 0;
+        for (std::int64_t i = begin; i < begin + p.lag; ++i) {
+          sum += detail::math::exp(x(i) - largest);
+        }
+        for (std::int64_t i = begin; i < begin + p.lag; ++i) {
+          scores(head, p.sink + i) +=
+              0.5f * static_cast<float>(detail::math::exp(x(i) - largest) / sum);
+        }
+      });
+}
+
+// scores = place of each score in its partition, the least first and equal ones by position, over
+// the size of a partition.
+void rank_in_partitions(const ExecutionSpace& exec, const Partitions& p, const Floats& copy,
+                        int head, const Policy::ScoreView& scores) {
+  const std::int64_t rows = (p.count - 1) * p.lag;
+  Kokkos::parallel_for(
+      "kvzap::policy::lagkv_copy", detail::PolicyRange(exec, 0, rows),
+      KOKKOS_LAMBDA(std::int64_t i) { copy(i) = scores(head, p.sink + i); });
+  Kokkos::parallel_for(
+      "kvzap::policy::lagkv_ranks", detail::PolicyRange(exec, 0, rows),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t begin = i / p.lag * p.lag;
+        const float x = copy(i);
+        int below = 0;
+        for (std::int64_t j = begin; j < i; ++j) below += copy(j) <= x;
+        for (std::int64_t j = i + 1; j < begin + p.lag; ++j) below += copy(j) < x;
+        scores(head, p.sink + i) = static_cast<float>(below) / static_cast<float>(p.lag);
+      });
+}
+
+// 0 in the partitions that are judged, 1 elsewhere.
+void fill_ends(const ExecutionSpace& exec, const Partitions& p, std::int64_t rows, int head,
+               const Policy::ScoreView& scores) {
+  const std::int64_t end = p.sink + (p.count - 1) * p.lag;
+  Kokkos::parallel_for(
+      "kvzap::policy::lagkv_ends", detail::PolicyRange(exec, 0, rows),
+      KOKKOS_LAMBDA(std::int64_t r) { scores(head, r) = r >= p.sink && r < end ? 0.0f : 1.0f; });
+}
+
+// Too few rows to judge: 1 in the sink, then rising from 0 so that the newest stay.
+void fill_short(const ExecutionSpace& exec, std::int64_t sink, std::int64_t rows, int head,
+                const Policy::ScoreView& scores) {
+  Kokkos::parallel_for(
+      "kvzap::policy::lagkv_short", detail::PolicyRange(exec, 0, rows),
+      KOKKOS_LAMBDA(std::int64_t r) {
+        scores(head, r) =
+            r < sink ? 1.0f : static_cast<float>(r - sink) / static_cast<float>(rows - sink);
+      });
+}
+
+/// How far a row's key and value stand out when the partition of rows that follows gives the scale
+/// (Liang et al.: "LagKV", arXiv 2504.04704). Rows behind the first `sink` ones form partitions of
+/// `lag`. A dimension x of a row is brought to (x - min) / (max - min), with the least and largest
+/// value that the next partition has there; the standard deviation over dimensions goes through a
+/// softmax over the partition's rows, and the mean of that of keys and that of values is a row's
+/// score. With cross-scoring off, its rank in its partition over `lag` takes its place, so that
+/// each partition loses as many. Sink, the last partition and the rows behind it have the score 1;
+/// if there are not two partitions, the newest rows are kept (rising scores).
+///
+/// Two passes over keys and values, (rows, head_dim) of each head, and lag comparisons of a row;
+/// three floats per row and 2 * head_dim per partition.
+///
+/// kvpress: cross-scoring is its own addition; ranks of equal scores are in no certain order there
+/// (here: by position).
+class LagKv final : public Policy {
+ public:
+  LagKv(std::int64_t sink, std::int64_t lag, bool cross_scoring)
+      : m_sink(sink), m_lag(lag), m_cross_scoring(cross_scoring) {}
+
+  void score(PolicyLayer& layer, const ScoreView& scores) override {
+    const ExecutionSpace& exec = layer.exec();
+    for (int h = 0; h < layer.heads(); ++h) {
+      const std::int64_t rows = layer.rows(h);
+      if (rows < m_sink + 2 * m_lag) {
+        fill_short(exec, m_sink, rows, h, scores);
+        continue;
+      }
+      const Partitions p = {m_sink, m_lag, (rows - m_sink) / m_lag};
+      detail::reserve_scratch(m_ranges, p.count * 2 * layer.extents().head_dim,
+                              "kvzap::policy::lagkv_ranges");
+      detail::reserve_scratch(m_rows, (p.count - 1) * p.lag, "kvzap::policy::lagkv_rows");
+      fill_ends(exec, p, rows, h, scores);
+      add(exec, layer.keys(h), p, h, scores);
+      add(exec, layer.values(h), p, h, scores);
+      if (!m_cross_scoring) rank_in_partitions(exec, p, m_rows, h, scores);
+    }
+  }
+
+ private:
+  void add(const ExecutionSpace& exec, const Rows& rows, const Partitions& p, int head,
+           const ScoreView& scores) {
+    value_ranges(exec, rows, p, m_ranges);
+    deviations(exec, rows, p, m_ranges, m_rows);
+    add_softmax(exec, p, m_rows, head, scores);
+  }
+
+  std::int64_t m_sink;
+  std::int64_t m_lag;
+  bool m_cross_scoring;
+  Floats m_ranges;
+  Floats m_rows;
+};
+
+}  // namespace
+
+PolicyInfo lagkv() {
+  using Kind = PolicyParameter::Kind;
+  PolicyInfo info;
+  info.name = "lagkv";
+  info.paper = "LagKV, arXiv 2504.04704";
+  info.formula = "rank of softmax(std((x - min) / (max - min))), range of the next partition";
+  info.needs = "keys, values";
+  info.cost = "O(rows * (head_dim + lag)), a float per row";
+  info.parameters = {
+      {"sink", Kind::integer, "4", 0, 1e9, {}, "first tokens that stay"},
+      {"lag", Kind::integer, "128", 1, 1e9, {}, "tokens of a partition"},
+      {"cross-scoring", Kind::flag, "off", 0, 0, {}, "partitions compete with one another"}};
+  info.scores_parts = true;
+  info.make = [](const PolicyArguments& arguments, const PolicySetup&) -> PolicyMaker {
+    const std::int64_t sink = arguments.integer("sink");
+    const std::int64_t lag = arguments.integer("lag");
+    const bool cross_scoring = arguments.flag("cross-scoring");
+    return [=] { return std::make_unique<LagKv>(sink, lag, cross_scoring); };
+  };
+  return info;
+}
+
+}  // namespace kvzap::policy

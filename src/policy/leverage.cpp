@@ -1,0 +1,304 @@
+#include "policy/leverage.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "base/scratch.hpp"
+#include "policy/registry.hpp"
+
+namespace kvzap::detail {
+namespace {
+
+using Floats = Kokkos::View<float*, MemorySpace>;
+using Positions = PolicyLayer::PositionView;
+using Rows = PolicyLayer::RowsView;
+
+// Positions between two coarse ones.
+constexpr std::int64_t fine_positions = 128;
+
+// Cosine and sine, (position, pair, 2), of positions first, first + step, …
+void fill_turns(const ExecutionSpace& exec, std::int64_t count, std::int64_t step,
+                const Kokkos::View<const float*, MemorySpace>& frequencies, float* turns) {
+  const std::int64_t pairs = frequencies.extent(0);
+  Kokkos::parallel_for(
+      "kvzap::policy::leverage_turns", PolicyRange(exec, 0, count * pairs),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const double angle =
+            static_cast<double>(i / pairs * step) * static_cast<double>(frequencies(i % pairs));
+        turns[i / pairs * 2 * pairs + i % pairs] = static_cast<float>(math::cos(angle));
+        turns[i / pairs * 2 * pairs + pairs + i % pairs] = static_cast<float>(math::sin(angle));
+      });
+}
+
+// rows = keys, turned back by their positions. The angle is the float that RoPE computes, position
+// * frequency: sine and cosine of the exact product come from those of its coarse and its fine
+// part, and what rounding does to the angle, a small turn, is added.
+void turn_back(const ExecutionSpace& exec, const Rows& keys, const Positions& positions,
+               const Kokkos::View<const float*, MemorySpace>& frequencies, const float* coarse,
+               const float* fine, const Matrix& rows) {
+  const std::int64_t pairs = frequencies.extent(0);
+  const std::int64_t items = (pairs + columns_per_item - 1) / columns_per_item;
+  Kokkos::parallel_for(
+      "kvzap::policy::leverage_turn_back", PolicyRange(exec, 0, keys.extent(0) * items),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t r = i / items;
+        const std::int64_t first = i % items * columns_per_item;
+        const std::int64_t width =
+            pairs - first < columns_per_item ? pairs - first : columns_per_item;
+        const std::int64_t position = positions(r);
+        const float* const a = coarse + position / fine_positions * 2 * pairs + first;
+        const float* const b = fine + position % fine_positions * 2 * pairs + first;
+        const float* const frequency = &frequencies(first);
+        const float* const key = &keys(r, first);
+        float* const row = &rows(r, first);
+        const auto at = static_cast<float>(position);
+        for (std::int64_t d = 0; d < width; ++d) {
+          const float angle = at * frequency[d];
+          const auto error = static_cast<float>(static_cast<double>(angle) -
+                                                static_cast<double>(at) * frequency[d]);
+          const float exact_cosine = a[d] * b[d] - a[pairs + d] * b[pairs + d];
+          const float exact_sine = a[pairs + d] * b[d] + a[d] * b[pairs + d];
+          const float cosine = exact_cosine - error * exact_sine;
+          const float sine = exact_sine + error * exact_cosine;
+          row[d] = key[d] * cosine + key[pairs + d] * sine;
+          row[pairs + d] = key[pairs + d] * cosine - key[d] * sine;
+        }
+      });
+}
+
+void subtract_mean(const ExecutionSpace& exec, const ColumnSums::Sums& sums, const Matrix& rows) {
+  const std::int64_t columns = rows.extent(1);
+  const auto count = static_cast<double>(rows.extent(0));
+  const std::int64_t items = (columns + columns_per_item - 1) / columns_per_item;
+  Kokkos::parallel_for(
+      "kvzap::policy::leverage_center", PolicyRange(exec, 0, rows.extent(0) * items),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t first = i % items * columns_per_item;
+        const std::int64_t end =
+            first + columns_per_item < columns ? first + columns_per_item : columns;
+        float* const row = &rows(i / items, 0);
+        for (std::int64_t d = first; d < end; ++d) row[d] -= static_cast<float>(sums(d) / count);
+      });
+}
+
+// scores(head, begin + r) = sum_k x(k, r)^2
+void sum_squares(const ExecutionSpace& exec, const ConstMatrix& x, int head, std::int64_t begin,
+                 const Policy::ScoreView& scores) {
+  const std::int64_t dimension = x.extent(0);
+  const std::int64_t rows = x.extent(1);
+  Kokkos::parallel_for(
+      "kvzap::policy::leverage_squares",
+      PolicyRange(exec, 0, (rows + columns_per_item - 1) / columns_per_item),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t first = i * columns_per_item;
+        const std::int64_t width =
+            rows - first < columns_per_item ? rows - first : columns_per_item;
+        float sums[columns_per_item];
+        for (float& sum : sums) sum = 0;
+        for (std::int64_t k = 0; k < dimension; ++k) {
+          const float* const values = &x(k, first);
+          for (std::int64_t r = 0; r < width; ++r) sums[r] += values[r] * values[r];
+        }
+        for (std::int64_t r = 0; r < width; ++r) scores(head, begin + first + r) = sums[r];
+      });
+}
+
+// Inverts the Cholesky factor L of `gram` + jitter * I: inverse (n, n) = L⁻¹, row after row.
+// Returns whether there is such a factor.
+bool invert_factor(const float* gram, std::int64_t n, double jitter, std::vector<double>& factor,
+                   float* inverse) {
+  factor.assign(n * n, 0.0);
+  for (std::int64_t i = 0; i < n; ++i) {
+    for (std::int64_t j = 0; j <= i; ++j) {
+      double sum = 0.5 * (static_cast<double>(gram[i * n + j]) + gram[j * n + i]);
+      if (i == j) sum += jitter;
+      for (std::int64_t k = 0; k < j; ++k) sum -= factor[i * n + k] * factor[j * n + k];
+      if (i != j) {
+        factor[i * n + j] = sum / factor[j * n + j];
+      } else if (sum > 0 && std::isfinite(sum)) {
+        factor[i * n + i] = std::sqrt(sum);
+      } else {
+        return false;
+      }
+    }
+  }
+  std::vector<double> column(n);
+  for (std::int64_t j = 0; j < n; ++j) {
+    for (std::int64_t i = 0; i < n; ++i) {
+      double sum = i == j ? 1.0 : 0.0;
+      for (std::int64_t k = j; k < i; ++k) sum -= factor[i * n + k] * column[k];
+      column[i] = i < j ? 0.0 : sum / factor[i * n + i];
+      inverse[i * n + j] = static_cast<float>(column[i]);
+    }
+  }
+  return true;
+}
+
+// For each of `heads` Gram matrices (n, n) one after the other the inverse factor, with the same
+// jitter for all of the layer. Collective.
+std::vector<float> invert_factors(const Communicator& comm, const std::vector<float>& grams,
+                                  std::int64_t n) {
+  std::vector<float> inverses(grams.size());
+  std::vector<double> factor;
+  const auto is_finite = [&](std::size_t begin) {
+    return std::all_of(&grams[begin], &grams[begin] + n * n,
+                       [](float x) { return std::isfinite(x); });
+  };
+  const double first = 1e-2;
+  // Floats have no room for more tries.
+  for (double jitter = first; jitter < 1e38; jitter *= 10) {
+    std::int64_t failed = 0;
+    for (std::size_t begin = 0; begin < grams.size(); begin += n * n) {
+      if (!is_finite(begin)) {
+        // Nothing helps; the others go on without it.
+        std::fill_n(&inverses[begin], n * n, std::numeric_limits<float>::quiet_NaN());
+      } else if (!invert_factor(&grams[begin], n, jitter, factor, &inverses[begin])) {
+        failed = 1;
+        break;
+      }
+    }
+    if (comm.all_reduce_max(failed) == 0) break;
+  }
+  return inverses;
+}
+
+}  // namespace
+
+const std::vector<Matrix>& Sketches::of_layer(const PolicyLayer::Extents& extents) {
+  OfLayer& layer = m_layers[extents.layer];
+  if (layer.heads == extents.heads && layer.sketches.size() == extents.heads.size()) {
+    return layer.sketches;
+  }
+  const std::int64_t dim = extents.head_dim;
+  const std::vector<float> normals =
+      m_normals.draw(extents.layer, extents.kv_heads * dim * m_dimension);
+  const auto scale = static_cast<float>(1 / std::sqrt(static_cast<double>(m_dimension)));
+  layer.heads = extents.heads;
+  layer.sketches.clear();
+  for (int head : extents.heads) {
+    const Matrix sketch("kvzap::policy::leverage_sketch", m_dimension, dim);
+    const auto host = Kokkos::create_mirror_view(sketch);
+    for (std::int64_t d = 0; d < dim; ++d) {
+      for (std::int64_t k = 0; k < m_dimension; ++k) {
+        host(k, d) = normals[(head * dim + d) * m_dimension + k] * scale;
+      }
+    }
+    Kokkos::deep_copy(sketch, host);
+    layer.sketches.push_back(sketch);
+  }
+  return layer.sketches;
+}
+
+void LeverageScores::operator()(PolicyLayer& layer, const std::vector<RowPart>& parts,
+                                const Policy::ScoreView& scores) {
+  const ExecutionSpace& exec = layer.exec();
+  const std::int64_t dim = layer.extents().head_dim;
+  const std::int64_t n = m_sketches->dimension();
+  const std::vector<Matrix>& sketches = m_sketches->of_layer(layer.extents());
+  std::int64_t all = 0, most = 0;
+  for (const RowPart& part : parts) {
+    all += part.count;
+    most = std::max(most, part.count);
+  }
+  std::vector<float> grams(layer.heads() * n * n);
+  const Kokkos::View<float*, MemorySpace> device_grams("kvzap::policy::leverage_grams",
+                                                       grams.size());
+  const Kokkos::View<float*, Kokkos::HostSpace, Kokkos::MemoryUnmanaged> host_grams(grams.data(),
+                                                                                    grams.size());
+  if (all > 0) {
+    const auto frequencies = layer.inverse_frequencies();
+    const std::int64_t coarse = layer.extents().tokens / fine_positions + 1;
+    reserve_scratch(m_turns, (coarse + fine_positions) * dim, "kvzap::policy::leverage_turns");
+    reserve_scratch(m_keys, most * dim, "kvzap::policy::leverage_keys");
+    reserve_scratch(m_projected, all * n, "kvzap::policy::leverage_projected");
+    reserve_scratch(m_solved, most * n, "kvzap::policy::leverage_solved");
+    float* const fine_turns = m_turns.data() + coarse * dim;
+    fill_turns(exec, coarse, fine_positions, frequencies, m_turns.data());
+    fill_turns(exec, fine_positions, 1, frequencies, fine_turns);
+    float* projected = m_projected.data();
+    for (int h = 0; h < layer.heads(); ++h) {
+      const auto [begin, count] = parts[h];
+      if (count == 0) continue;
+      const Matrix keys(m_keys.data(), count, dim);
+      turn_back(exec, layer.keys(h, begin, count), layer.positions(h, begin, count), frequencies,
+                m_turns.data(), fine_turns, keys);
+      subtract_mean(exec, m_sums(exec, keys), keys);
+      const Matrix x(projected, n, count);
+      multiply_nt(exec, 1, sketches[h], keys, 0, x);
+      multiply_nt(exec, 1, x, x, 0, Matrix(device_grams.data() + h * n * n, n, n));
+      projected += n * count;
+    }
+    fence(exec, "kvzap::policy::leverage: the host factorizes");
+    Kokkos::deep_copy(host_grams, device_grams);
+  }
+  const std::vector<float> inverses = invert_factors(layer.comm(), grams, n);
+  if (all == 0) return;
+  Kokkos::deep_copy(device_grams,
+                    Kokkos::View<const float*, Kokkos::HostSpace, Kokkos::MemoryUnmanaged>(
+                        inverses.data(), inverses.size()));
+  const float* projected = m_projected.data();
+  for (int h = 0; h < layer.heads(); ++h) {
+    const auto [begin, count] = parts[h];
+    if (count == 0) continue;
+    const Matrix solved(m_solved.data(), n, count);
+    multiply_nn(exec, 1, ConstMatrix(device_grams.data() + h * n * n, n, n),
+                ConstMatrix(projected, n, count), 0, solved);
+    sum_squares(exec, solved, h, begin, scores);
+    projected += n * count;
+  }
+}
+
+}  // namespace kvzap::detail
+
+namespace kvzap::policy {
+namespace {
+
+/// Rows whose keys, before RoPE, stand out from the others of the head: approximate leverage scores
+/// (detail::LeverageScores), standardized over all heads of the layer (Chari and Van Durme:
+/// "Compactor", arXiv 2507.08143).
+///
+/// 2 * k * (head_dim + 2 k) operations of a row for a sketch of dimension k; head_dim + k floats
+/// for each row of one head and k for each row of all heads of a layer.
+///
+/// kvpress, as here: a Cholesky factorization with 0.01 on the diagonal in place of the paper's
+/// decomposition; in float32 it gives these scores after torch.manual_seed(seed). It takes keys
+/// from hidden states; here they are those of the cache, turned back, so that rows can be scored at
+/// any time.
+class Leverage final : public Policy {
+ public:
+  explicit Leverage(std::shared_ptr<detail::Sketches> sketches) : m_leverage(std::move(sketches)) {}
+
+  void score(PolicyLayer& layer, const ScoreView& scores) override {
+    const auto parts = detail::whole_heads(layer);
+    m_leverage(layer, parts, scores);
+    detail::standardize(layer, parts, scores);
+  }
+
+ private:
+  detail::LeverageScores m_leverage;
+};
+
+}  // namespace
+
+PolicyInfo leverage() {
+  using Kind = PolicyParameter::Kind;
+  PolicyInfo info;
+  info.name = "leverage";
+  info.paper = "Compactor, arXiv 2507.08143";
+  info.formula = "diag(X (X'X)^-1 X'), X = centered keys before RoPE times a random matrix";
+  info.needs = "keys";
+  info.cost = "O(rows * k * (head_dim + k)), k floats per row of a layer";
+  info.parameters = {
+      {"sketch-dimension", Kind::integer, "48", 1, 4096, {}, "columns of the random matrix"},
+      {"seed", Kind::integer, "0", 0, 4294967295.0, {}, "of the random matrix"}};
+  info.make = [](const PolicyArguments& arguments, const PolicySetup&) -> PolicyMaker {
+    const auto sketches =
+        std::make_shared<detail::Sketches>(arguments.integer("sketch-dimension"),
+                                           static_cast<std::uint32_t>(arguments.integer("seed")));
+    return [sketches] { return std::make_unique<Leverage>(sketches); };
+  };
+  return info;
+}
+
+}  // namespace kvzap::policy

@@ -1,0 +1,61 @@
+// Approximate leverage scores of keys, for the policies leverage and compactor.
+#pragma once
+
+#include <kvzap/policy.hpp>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "linalg/gemm.hpp"
+#include "policy/rows.hpp"
+#include "policy/torch_random.hpp"
+
+namespace kvzap::detail {
+
+/// The Gaussian sketches of all layers, which policies of several sequences share. Not for two
+/// threads at a time.
+class Sketches {
+ public:
+  /// `dimension`: columns of a sketch.
+  Sketches(std::int64_t dimension, std::uint32_t seed) : m_dimension(dimension), m_normals(seed) {}
+
+  std::int64_t dimension() const { return m_dimension; }
+  /// (head on this rank)(dimension, head_dim): the transposed sketch of each head of a layer, of
+  /// variance 1 / dimension. They are those of torch.randn(1, KV heads, head_dim, dimension), drawn
+  /// layer by layer after torch.manual_seed(seed), whatever heads this rank has.
+  const std::vector<Matrix>& of_layer(const PolicyLayer::Extents& extents);
+
+ private:
+  struct OfLayer {
+    std::vector<int> heads;
+    std::vector<Matrix> sketches;
+  };
+
+  std::int64_t m_dimension;
+  LayerNormals m_normals;
+  std::map<int, OfLayer> m_layers;
+};
+
+/// Leverage of rows of keys before RoPE: with X the keys of a head less their mean, times a
+/// Gaussian sketch Φ, diag(X (XᵀX + εI)⁻¹ Xᵀ) (Chari and Van Durme: "Compactor", arXiv 2507.08143).
+class LeverageScores {
+ public:
+  explicit LeverageScores(std::shared_ptr<Sketches> sketches) : m_sketches(std::move(sketches)) {}
+
+  /// Fills scores(head, row) of the parts, each taken for all rows that there are. Keys are turned
+  /// back by their position. ε is 0.01, and ten times as much as long as a Cholesky factorization
+  /// fails in any head of the layer on any rank (kvpress gives up after the fifth time). Keys that
+  /// are not finite give NaN. Collective; waits for the layer's exec.
+  void operator()(PolicyLayer& layer, const std::vector<RowPart>& parts,
+                  const Policy::ScoreView& scores);
+
+ private:
+  std::shared_ptr<Sketches> m_sketches;
+  ColumnSums m_sums;
+  Kokkos::View<float*, MemorySpace> m_turns;      // sines and cosines of coarse and fine positions
+  Kokkos::View<float*, MemorySpace> m_keys;       // (row, head_dim): before RoPE, less their mean
+  Kokkos::View<float*, MemorySpace> m_projected;  // of all heads: (dimension, row)
+  Kokkos::View<float*, MemorySpace> m_solved;     // (dimension, row)
+};
+
+}  // namespace kvzap::detail

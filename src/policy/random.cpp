@@ -1,0 +1,68 @@
+#include "policy/registry.hpp"
+#include "policy/rows.hpp"
+
+namespace kvzap::policy {
+namespace {
+
+/// The finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): a bijection whose outputs look
+/// random.
+KOKKOS_INLINE_FUNCTION std::uint64_t mix(std::uint64_t x) {
+  x += 0x9e3779b97f4a7c15u;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+void hash_positions(const ExecutionSpace& exec, const PolicyLayer::PositionView& positions,
+                    std::uint64_t stream, int head, const Policy::ScoreView& scores) {
+  Kokkos::parallel_for(
+      "kvzap::policy::random", detail::PolicyRange(exec, 0, positions.extent(0)),
+      KOKKOS_LAMBDA(std::int64_t r) {
+        const std::uint64_t bits = mix(stream ^ static_cast<std::uint64_t>(positions(r)));
+        scores(head, r) = static_cast<float>(bits >> 40) * 0x1p-24f;
+      });
+}
+
+/// Every row gets a number in [0, 1) that depends on the seed, the layer, the head's number in the
+/// model and the row's position alone: the same on any number of ranks, and in every step.
+///
+/// One pass over positions, no extra memory.
+///
+/// kvpress draws from torch's generator, whose numbers these are not.
+class Random final : public Policy {
+ public:
+  explicit Random(std::int64_t seed) : m_seed(static_cast<std::uint64_t>(seed)) {}
+
+  void score(PolicyLayer& layer, const ScoreView& scores) override {
+    const std::uint64_t of_layer = mix(mix(m_seed) ^ static_cast<std::uint64_t>(layer.layer()));
+    for (int h = 0; h < layer.heads(); ++h) {
+      const auto head = static_cast<std::uint64_t>(layer.extents().heads[h]);
+      hash_positions(layer.exec(), layer.positions(h), mix(of_layer ^ head), h, scores);
+    }
+  }
+
+ private:
+  std::uint64_t m_seed;
+};
+
+}  // namespace
+
+PolicyInfo random() {
+  PolicyInfo info;
+  info.name = "random";
+  info.paper = "none: a baseline";
+  info.formula = "hash of (seed, layer, head, position)";
+  info.needs = "positions";
+  info.cost = "O(rows), no memory";
+  info.parameters = {
+      {"seed", PolicyParameter::Kind::integer, "0", 0, 4294967295.0, {}, "of the random numbers"}};
+  info.judges_tokens = true;
+  info.scores_parts = true;
+  info.make = [](const PolicyArguments& arguments, const PolicySetup&) -> PolicyMaker {
+    const std::int64_t seed = arguments.integer("seed");
+    return [seed] { return std::make_unique<Random>(seed); };
+  };
+  return info;
+}
+
+}  // namespace kvzap::policy

@@ -1,0 +1,69 @@
+// What several policies do with the rows of a head: norms, sums over many rows, z-scores.
+#pragma once
+
+#include <kvzap/policy.hpp>
+#include <vector>
+
+#include "base/kokkos_compat.hpp"
+
+namespace kvzap::detail {
+
+using PolicyRange = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
+
+/// Rows begin … begin + count - 1 of a head.
+struct RowPart {
+  std::int64_t begin = 0;
+  std::int64_t count = 0;
+};
+
+/// All rows of the heads on this rank.
+std::vector<RowPart> whole_heads(const PolicyLayer& layer);
+
+/// Columns that one work item goes over: a host's takes a run of them that vectorizes, on a device
+/// each thread has one, so that neighbours read neighbouring values.
+inline constexpr std::int64_t columns_per_item = runs_on_host ? 64 : 1;
+
+/// sum_d a[d] * b[d]. The lanes let a compiler vectorize a sum that it may not reorder.
+KOKKOS_INLINE_FUNCTION float dot(const float* a, const float* b, std::int64_t dim) {
+  constexpr int lanes = 16;
+  float sums[lanes];
+  for (float& sum : sums) sum = 0;
+  std::int64_t d = 0;
+  for (; d + lanes <= dim; d += lanes) {
+    for (int lane = 0; lane < lanes; ++lane) sums[lane] += a[d + lane] * b[d + lane];
+  }
+  float rest = 0;
+  for (; d < dim; ++d) rest += a[d] * b[d];
+  for (int half = lanes / 2; half > 0; half /= 2) {
+    for (int lane = 0; lane < half; ++lane) sums[lane] += sums[lane + half];
+  }
+  return sums[0] + rest;
+}
+
+KOKKOS_INLINE_FUNCTION float norm(const float* x, std::int64_t dim) {
+  return math::sqrt(dot(x, x, dim));
+}
+
+/// Sums over the rows of a head. Keeps scratch space.
+class ColumnSums {
+ public:
+  using Sums = Kokkos::View<const double*, MemorySpace>;
+
+  /// (columns): sum_r factors(r) * rows(r, column), in double; without factors (an empty view), of
+  /// the rows themselves. Valid until the next call.
+  Sums operator()(const ExecutionSpace& exec, const PolicyLayer::RowsView& rows,
+                  const Kokkos::View<const float*, MemorySpace>& factors = {});
+
+ private:
+  Kokkos::View<double*, MemorySpace> m_partial;  // (block of rows, column)
+  Kokkos::View<double*, MemorySpace> m_sums;
+};
+
+/// scores = (scores - mean) / max(standard deviation, 1e-6), over the parts of all heads of the
+/// layer on all ranks together; the deviation is that of a sample (n - 1, as torch has it) and 0
+/// for fewer than two rows. The same for any number of ranks. Collective; waits for the layer's
+/// exec.
+void standardize(const PolicyLayer& layer, const std::vector<RowPart>& parts,
+                 const Policy::ScoreView& scores);
+
+}  // namespace kvzap::detail

@@ -27,16 +27,14 @@ struct Parameters {
 };
 
 // weights(r) = tau * (k_r . mu), of unit vectors if `normalizes`; `weights` has k_r . mu before.
-void align(const ExecutionSpace& exec, std::int64_t rows, const float* mean, std::int64_t dim,
-           float tau, bool normalizes, const RowVector& key_norms, const RowVector& weights) {
+void align(const ExecutionSpace& exec, std::int64_t rows, const float* mean_norm, float tau,
+           bool normalizes, const RowVector& key_norms, const RowVector& weights) {
   Kokkos::parallel_for(
       "kvzap::cap::align", RowRange(exec, 0, rows), KOKKOS_LAMBDA(std::int64_t r) {
         float product = weights(r);
         if (normalizes) {
           constexpr float least = 1e-12f;
-          float square = 0;
-          for (std::int64_t d = 0; d < dim; ++d) square += mean[d] * mean[d];
-          const float norm = detail::math::sqrt(square);
+          const float norm = *mean_norm;
           product /= (key_norms(r) > least ? key_norms(r) : least) * (norm > least ? norm : least);
           product = product > 1 ? 1 : (product < -1 ? -1 : product);
         }
@@ -143,6 +141,8 @@ class Cap final : public Policy {
     m_statistics.finish(layer);
     m_rope.prepare(layer, m_statistics.end(), m_parameters.future_positions);
     m_rope.turn(layer.exec(), m_statistics.means());
+    detail::reserve_scratch(m_mean_norms, m_statistics.means().extent(0), "kvzap::cap::mean_norms");
+    row_norms(layer.exec(), m_statistics.means(), m_mean_norms.data());
     std::vector<Rows> protected_rows;
     for (int h = 0; h < layer.heads(); ++h) {
       const std::int64_t first = rows_before(layer, h, m_parameters.sink);
@@ -176,8 +176,8 @@ class Cap final : public Policy {
     for (int g = 0; g < group; ++g) {
       const float* const mean = m_statistics.means().data() + (head * group + g) * dim;
       row_products(exec, keys, nullptr, 0, mean, 1, m_weights.data());
-      align(exec, rows, mean, dim, static_cast<float>(m_parameters.tau), m_parameters.normalizes,
-            m_key_norms, m_weights);
+      align(exec, rows, m_mean_norms.data() + head * group + g,
+            static_cast<float>(m_parameters.tau), m_parameters.normalizes, m_key_norms, m_weights);
       exponentials(exec, rows, m_weights);
       Kokkos::deep_copy(exec, m_capacity, 0.0f);
       for (std::int64_t begin = 0; begin < rows; begin += tile_rows) {
@@ -211,7 +211,8 @@ class Cap final : public Policy {
   Parameters m_parameters;
   QueryStatistics m_statistics;
   AverageRope m_rope;
-  RowVector m_weights;    // (row)
+  RowVector m_mean_norms;  // (query head)
+  RowVector m_weights;     // (row)
   RowVector m_key_norms;  // (row)
   RowVector m_norms;      // (row): of L^-1 v
   RowVector m_tile;       // (row of a tile, head_dim)

@@ -63,7 +63,7 @@ class PolicyLayer {
     std::int64_t hidden_size = 1;
     std::int64_t tokens = 0;         // of the sequence, this step's included, kept or not
     std::int64_t new_tokens = 0;     // of this step
-    std::int64_t question = 0;       // of those, the question\'s, at the end; 0 if there is none
+    std::int64_t question = 0;       // of these the last so many are the question's
     std::vector<std::int64_t> rows;  // (head on this rank): cached ones, then the step's
     /// Rows of each head that the budget will keep (the mean over heads where heads compete), and
     /// the evict ratio that this amounts to; all rows and 0 if a threshold decides.

@@ -33,12 +33,13 @@ constexpr std::int64_t panel_bytes = std::int64_t{1} << 20;
 constexpr std::int64_t packed_panel_bytes = std::int64_t{8} << 20;
 
 #if defined(KOKKOS_ENABLE_CUDA)
-void gemm(const ExecutionSpace& exec, bool transposed, float alpha, const ConstMatrix& a,
-          const ConstMatrix& b, float beta, const Matrix& c) {
+void gemm(const ExecutionSpace& exec, bool a_transposed, bool transposed, float alpha,
+          const ConstMatrix& a, const ConstMatrix& b, float beta, const Matrix& c) {
   Product<float> product;
   product.m = c.extent(0);
   product.n = c.extent(1);
-  product.k = a.extent(1);
+  product.k = a.extent(a_transposed ? 0 : 1);
+  product.a_transposed = a_transposed;
   product.a = a.data();
   product.a_stride = a.stride(0);
   product.b = b.data();
@@ -53,31 +54,34 @@ void gemm(const ExecutionSpace& exec, bool transposed, float alpha, const ConstM
 #else
 // c (m, 1). Kokkos Kernels 4 turns such a product into a matrix-vector one that loses the stride of
 // a column in a wider matrix.
-void single_column(const ExecutionSpace& exec, bool transposed, float alpha, const ConstMatrix& a,
-                   const ConstMatrix& b, float beta, const Matrix& c) {
-  const std::int64_t dim = a.extent(1);
+void single_column(const ExecutionSpace& exec, bool a_transposed, bool transposed, float alpha,
+                   const ConstMatrix& a, const ConstMatrix& b, float beta, const Matrix& c) {
+  const std::int64_t dim = a.extent(a_transposed ? 0 : 1);
   Kokkos::parallel_for(
       "kvzap::gemm::single_column",
       Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>(exec, 0, c.extent(0)),
       KOKKOS_LAMBDA(std::int64_t m) {
         float sum = 0;
-        for (std::int64_t k = 0; k < dim; ++k) sum += a(m, k) * (transposed ? b(0, k) : b(k, 0));
+        for (std::int64_t k = 0; k < dim; ++k) {
+          sum += (a_transposed ? a(k, m) : a(m, k)) * (transposed ? b(0, k) : b(k, 0));
+        }
         c(m, 0) = alpha * sum + (beta == 0 ? 0 : beta * c(m, 0));
       });
 }
 
 // Kokkos Kernels 3.4 has no overload that takes an instance: its gemm runs on the default one,
 // after what was launched there before.
-void gemm(const ExecutionSpace& exec, bool transposed, float alpha, const ConstMatrix& a,
-          const ConstMatrix& b, float beta, const Matrix& c) {
+void gemm(const ExecutionSpace& exec, bool a_transposed, bool transposed, float alpha,
+          const ConstMatrix& a, const ConstMatrix& b, float beta, const Matrix& c) {
   if (c.extent(0) == 0 || c.extent(1) == 0) return;
+  const char* const op_a = a_transposed ? "T" : "N";
   const char* const op_b = transposed ? "T" : "N";
-  if (c.extent(1) == 1) return single_column(exec, transposed, alpha, a, b, beta, c);
+  if (c.extent(1) == 1) return single_column(exec, a_transposed, transposed, alpha, a, b, beta, c);
 #if KOKKOS_VERSION >= 40000
-  KokkosBlas::gemm(exec, "N", op_b, alpha, a, b, beta, c);
+  KokkosBlas::gemm(exec, op_a, op_b, alpha, a, b, beta, c);
 #else
   fence(exec, "kvzap::gemm: the library's gemm does not run on the caller's instance");
-  KokkosBlas::gemm("N", op_b, alpha, a, b, beta, c);
+  KokkosBlas::gemm(op_a, op_b, alpha, a, b, beta, c);
 #endif
 }
 #endif
@@ -345,12 +349,17 @@ bool keeps_type() { return has_product_library() || (runs_on_host && uses_device
 
 void multiply_nt(const ExecutionSpace& exec, float alpha, const ConstMatrix& a,
                  const ConstMatrix& b, float beta, const Matrix& c) {
-  gemm(exec, true, alpha, a, b, beta, c);
+  gemm(exec, false, true, alpha, a, b, beta, c);
 }
 
 void multiply_nn(const ExecutionSpace& exec, float alpha, const ConstMatrix& a,
                  const ConstMatrix& b, float beta, const Matrix& c) {
-  gemm(exec, false, alpha, a, b, beta, c);
+  gemm(exec, false, false, alpha, a, b, beta, c);
+}
+
+void multiply_tn(const ExecutionSpace& exec, float alpha, const ConstMatrix& a,
+                 const ConstMatrix& b, float beta, const Matrix& c) {
+  gemm(exec, true, false, alpha, a, b, beta, c);
 }
 
 template <class Value>

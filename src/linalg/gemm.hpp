@@ -19,6 +19,9 @@ void multiply_nt(const ExecutionSpace& exec, float alpha, const ConstMatrix& a,
 /// c (m, n) = alpha * a (m, k) * b (k, n) + beta * c
 void multiply_nn(const ExecutionSpace& exec, float alpha, const ConstMatrix& a,
                  const ConstMatrix& b, float beta, const Matrix& c);
+/// c (m, n) = alpha * a (k, m)^T * b (k, n) + beta * c
+void multiply_tn(const ExecutionSpace& exec, float alpha, const ConstMatrix& a,
+                 const ConstMatrix& b, float beta, const Matrix& c);
 
 /// Whether weights of this type are worth packing at load: on a host with oneDNN and AVX-512 (bf16:
 /// and its dot product). KVZAP_PACK=off in the environment says no, for tests and comparisons.

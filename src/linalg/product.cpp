@@ -26,12 +26,13 @@ void plain_product(const ExecutionSpace& exec, const Product<Value>& p) {
             static_cast<int>(p.n - first < columns_at_once ? p.n - first : columns_at_once);
         const std::int64_t next_column = p.transposed ? p.b_stride : 1;
         const std::int64_t next_row = p.transposed ? 1 : p.b_stride;
-        const Value* a = p.a + batch * p.a_step + row * p.a_stride;
+        const std::int64_t next_a = p.a_transposed ? p.a_stride : 1;
+        const Value* a = p.a + batch * p.a_step + row * (p.a_transposed ? 1 : p.a_stride);
         const Value* b = p.b + batch * p.b_step + first * next_column;
         float sums[columns_at_once];
         for (float& sum : sums) sum = 0;
         for (std::int64_t k = 0; k < p.k; ++k) {
-          const float x = static_cast<float>(a[k]);
+          const float x = static_cast<float>(a[k * next_a]);
           for (int j = 0; j < count; ++j) {
             sums[j] += x * static_cast<float>(b[k * next_row + j * next_column]);
           }

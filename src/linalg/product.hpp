@@ -6,12 +6,13 @@
 
 namespace kvzap::detail {
 
-/// c (m, n) = alpha * a (m, k) * b + beta * c, `batch` times. All matrices lie row after row.
+/// c (m, n) = alpha * a * b + beta * c, `batch` times. All matrices lie row after row.
 template <class Value>
 struct Product {
   std::int64_t m = 0, n = 0, k = 0;
-  const Value* a = nullptr;
+  const Value* a = nullptr;   // (k, m) if a_transposed, else (m, k)
   std::int64_t a_stride = 0;  // elements from one row to the next; of b and c alike
+  bool a_transposed = false;
   const Value* b = nullptr;   // (n, k) if transposed, else (k, n)
   std::int64_t b_stride = 0;
   bool transposed = false;

@@ -81,18 +81,19 @@ constexpr cudaDataType_t type_of() {
 template <class Value>
 void multiply(const Kokkos::Cuda& exec, const Product<Value>& p) {
   const cublasHandle_t handle = handle_of(exec.cuda_stream());
+  const auto op_a = p.a_transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
   const auto op_b = p.transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
   const int m = narrow(p.m), n = narrow(p.n), k = narrow(p.k);
   const int a_stride = narrow(p.a_stride), b_stride = narrow(p.b_stride),
             c_stride = narrow(p.c_stride);
   constexpr cudaDataType_t type = type_of<Value>();
   if (p.batch == 1) {
-    check(cublasGemmEx(handle, op_b, CUBLAS_OP_N, n, m, k, &p.alpha, p.b, type, b_stride, p.a, type,
+    check(cublasGemmEx(handle, op_b, op_a, n, m, k, &p.alpha, p.b, type, b_stride, p.a, type,
                        a_stride, &p.beta, p.c, CUDA_R_32F, c_stride, CUBLAS_COMPUTE_32F,
                        CUBLAS_GEMM_DEFAULT),
           "cublasGemmEx");
   } else {
-    check(cublasGemmStridedBatchedEx(handle, op_b, CUBLAS_OP_N, n, m, k, &p.alpha, p.b, type,
+    check(cublasGemmStridedBatchedEx(handle, op_b, op_a, n, m, k, &p.alpha, p.b, type,
                                      b_stride, p.b_step, p.a, type, a_stride, p.a_step, &p.beta,
                                      p.c, CUDA_R_32F, c_stride, p.c_step, narrow(p.batch),
                                      CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT),

@@ -26,6 +26,7 @@ struct LayerData {
   std::int64_t hidden_size = 1;
   std::int64_t tokens = 0;
   std::int64_t new_tokens = 0;
+  std::int64_t question = 0;
   std::int64_t keep = 0;
   double evict_ratio = 0;
 
@@ -153,6 +154,7 @@ class FakeLayer final : public PolicyLayer {
     m_extents.hidden_size = data.hidden_size;
     m_extents.tokens = data.tokens;
     m_extents.new_tokens = data.new_tokens;
+    m_extents.question = data.question;
     m_extents.keep = data.keep;
     m_extents.evict_ratio = data.evict_ratio;
     for (int head : heads) m_extents.rows.push_back(data.rows(head));

@@ -1,0 +1,254 @@
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "base/scratch.hpp"
+#include "linalg/gemm.hpp"
+#include "policy/query_statistics.hpp"
+#include "policy/registry.hpp"
+#include "policy/row_tools.hpp"
+
+namespace kvzap::policy {
+namespace {
+
+using detail::ConstMatrix;
+using detail::Matrix;
+
+// Rows whose weighted values exist at a time.
+constexpr std::int64_t tile_rows = 1024;
+
+struct Parameters {
+  double tau = 5;
+  std::int64_t future_positions = 512;
+  std::int64_t sink = 4;
+  double epsilon = 1e-6;
+  bool normalizes = true;
+  std::int64_t history = 256;
+};
+
+// weights(r) = tau * (k_r . mu), of unit vectors if `normalizes`; `weights` has k_r . mu before.
+void align(const ExecutionSpace& exec, std::int64_t rows, const float* mean_norm, float tau,
+           bool normalizes, const RowVector& key_norms, const RowVector& weights) {
+  Kokkos::parallel_for(
+      "kvzap::cap::align", RowRange(exec, 0, rows), KOKKOS_LAMBDA(std::int64_t r) {
+        float product = weights(r);
+        if (normalizes) {
+          constexpr float least = 1e-12f;
+          const float norm = *mean_norm;
+          product /= (key_norms(r) > least ? key_norms(r) : least) * (norm > least ? norm : least);
+          product = product > 1 ? 1 : (product < -1 ? -1 : product);
+        }
+        weights(r) = tau * product;
+      });
+}
+
+// weights = exp(weights - their largest)
+void exponentials(const ExecutionSpace& exec, std::int64_t rows, const RowVector& weights) {
+  float largest = 0;
+  Kokkos::parallel_reduce(
+      "kvzap::cap::largest", RowRange(exec, 0, rows),
+      KOKKOS_LAMBDA(std::int64_t r, float& most) {
+        if (weights(r) > most) most = weights(r);
+      },
+      Kokkos::Max<float>(largest));
+  Kokkos::parallel_for(
+      "kvzap::cap::exp", RowRange(exec, 0, rows),
+      KOKKOS_LAMBDA(std::int64_t r) { weights(r) = detail::math::exp(weights(r) - largest); });
+}
+
+// weighted(r, d) = (weights(first + r) + epsilon) * values(r, d)
+void weigh_values(const ExecutionSpace& exec, const ConstMatrix& values, const RowVector& weights,
+                  std::int64_t first, float epsilon, const Matrix& weighted) {
+  const auto dim = static_cast<std::int64_t>(values.extent(1));
+  Kokkos::parallel_for(
+      "kvzap::cap::weigh", RowRange(exec, 0, static_cast<std::int64_t>(values.extent(0))),
+      KOKKOS_LAMBDA(std::int64_t r) {
+        const float weight = weights(first + r) + epsilon;
+        for (std::int64_t d = 0; d < dim; ++d) weighted(r, d) = weight * values(r, d);
+      });
+}
+
+// scores(head, first + r) += by * weights(r) * norms(r)^2, or = where `begins`.
+void add_scores(const ExecutionSpace& exec, std::int64_t rows, const RowVector& norms,
+                const RowVector& weights, std::int64_t first, float by, bool begins, int head,
+                const Policy::ScoreView& scores) {
+  Kokkos::parallel_for(
+      "kvzap::cap::scores", RowRange(exec, 0, rows), KOKKOS_LAMBDA(std::int64_t r) {
+        const float score = by * weights(r) * norms(r) * norms(r);
+        scores(head, first + r) = begins ? score : scores(head, first + r) + score;
+      });
+}
+
+/// Replaces a symmetric matrix (dim, dim) whose eigenvalues are at least 1 by L^-1, with L L^T the
+/// matrix plus the identity: Cholesky's factorisation, then the triangle's inverse, in double.
+void invert_factor(float* matrix, std::int64_t dim) {
+  std::vector<double> factor(dim * dim);
+  std::vector<double> inverse(dim * dim);
+  for (std::int64_t i = 0; i < dim; ++i) {
+    for (std::int64_t j = 0; j <= i; ++j) {
+      double sum = static_cast<double>(matrix[i * dim + j]) + (i == j ? 1.0 : 0.0);
+      for (std::int64_t k = 0; k < j; ++k) sum -= factor[i * dim + k] * factor[j * dim + k];
+      // The identity keeps pivots at 1 and above, but for the rounding of the sums.
+      factor[i * dim + j] = i == j ? std::sqrt(std::max(sum, 1.0)) : sum / factor[j * dim + j];
+    }
+  }
+  // Row i of the inverse from the rows above it, so that the inner loops run along rows.
+  for (std::int64_t i = 0; i < dim; ++i) {
+    double* const row = &inverse[i * dim];
+    for (std::int64_t k = 0; k < i; ++k) {
+      const double by = factor[i * dim + k];
+      const double* const above = &inverse[k * dim];
+      for (std::int64_t j = 0; j <= k; ++j) row[j] -= by * above[j];
+    }
+    row[i] = 1;
+    for (std::int64_t j = 0; j <= i; ++j) row[j] /= factor[i * dim + i];
+  }
+  for (std::int64_t i = 0; i < dim * dim; ++i) matrix[i] = static_cast<float>(inverse[i]);
+}
+
+/// CapKV (arXiv 2604.25975): rows are kept for the capacity that they add, the volume that the
+/// weighted values span.
+///
+///   s(r) = mean over the group of w_r v_r' A^-1 v_r,  A = I + sum_r (w_r + epsilon) v_r v_r',
+///   w_r = exp(tau (cos(k_r, mu) - max_r cos(k_r, mu)))
+///
+/// with mu the mean query without the first `sink` tokens, turned by RoPE's rotation averaged over
+/// the next `future-positions` positions. Rows of the first `sink` positions are left out and get
+/// the layer's largest score + 1. Shapes: A (query heads, head_dim, head_dim). Cost per query head:
+/// 4 rows head_dim^2 operations and head_dim^3 for A's factor (in double, on the host); memory
+/// O(rows).
+///
+/// As kvpress has it. The paper takes k . mu where kvpress takes their cosine (`normalize=off`), a
+/// mean query without averaged RoPE, and no 1 more for the first rows. In steps that bring fewer
+/// than `history` tokens to a sequence that has more, the newest `history` tokens give mu.
+class Cap final : public Policy {
+ public:
+  explicit Cap(const Parameters& parameters)
+      : m_parameters(parameters), m_statistics(false, parameters.sink, parameters.history) {}
+
+  PolicyNeeds needs() const override {
+    PolicyNeeds needs;
+    needs.blocks = true;
+    needs.recent = m_parameters.history;
+    return needs;
+  }
+
+  void observe(PolicyLayer& layer, const TokenBlock& block) override {
+    m_statistics.observe(layer, block);
+  }
+
+  void score(PolicyLayer& layer, const ScoreView& scores) override {
+    m_statistics.finish(layer);
+    m_rope.prepare(layer, m_statistics.end(), m_parameters.future_positions);
+    m_rope.turn(layer.exec(), m_statistics.means());
+    detail::reserve_scratch(m_mean_norms, m_statistics.means().extent(0), "kvzap::cap::mean_norms");
+    row_norms(layer.exec(), m_statistics.means(), m_mean_norms.data());
+    std::vector<Rows> protected_rows;
+    for (int h = 0; h < layer.heads(); ++h) {
+      const std::int64_t first = rows_before(layer, h, m_parameters.sink);
+      protected_rows.emplace_back(0, first);
+      const std::int64_t rows = layer.rows(h) - first;
+      if (rows > 0) score_head(layer, h, first, rows, scores);
+    }
+    protect_rows(layer, scores, protected_rows);
+  }
+
+ private:
+  void score_head(PolicyLayer& layer, int head, std::int64_t first, std::int64_t rows,
+                  const ScoreView& scores) {
+    const ExecutionSpace& exec = layer.exec();
+    const int group = layer.extents().group;
+    const std::int64_t dim = layer.extents().head_dim;
+    detail::reserve_scratch(m_weights, rows, "kvzap::cap::weights");
+    detail::reserve_scratch(m_key_norms, rows, "kvzap::cap::key_norms");
+    detail::reserve_scratch(m_norms, rows, "kvzap::cap::norms");
+    detail::reserve_scratch(m_tile, std::min(rows, tile_rows) * dim, "kvzap::cap::tile");
+    if (static_cast<std::int64_t>(m_capacity.extent(0)) != dim) {
+      m_capacity = Matrix("kvzap::cap::capacity", dim, dim);
+    }
+    const PolicyLayer::RowsView keys = layer.keys(head, first, rows);
+    const PolicyLayer::RowsView values = layer.values(head, first, rows);
+    const auto tile_of = [&](std::int64_t begin) -> ConstMatrix {
+      return Kokkos::subview(values, std::make_pair(begin, std::min(rows, begin + tile_rows)),
+                             Kokkos::ALL);
+    };
+    row_norms(exec, keys, m_key_norms.data());
+    for (int g = 0; g < group; ++g) {
+      const float* const mean = m_statistics.means().data() + (head * group + g) * dim;
+      row_products(exec, keys, nullptr, 0, mean, 1, m_weights.data());
+      align(exec, rows, m_mean_norms.data() + head * group + g,
+            static_cast<float>(m_parameters.tau), m_parameters.normalizes, m_key_norms, m_weights);
+      exponentials(exec, rows, m_weights);
+      Kokkos::deep_copy(exec, m_capacity, 0.0f);
+      for (std::int64_t begin = 0; begin < rows; begin += tile_rows) {
+        const ConstMatrix tile = tile_of(begin);
+        const Matrix weighted(m_tile.data(), tile.extent(0), dim);
+        weigh_values(exec, tile, m_weights, begin, static_cast<float>(m_parameters.epsilon),
+                     weighted);
+        detail::multiply_tn(exec, 1, weighted, tile, 1, m_capacity);
+      }
+      invert_capacity(exec);
+      for (std::int64_t begin = 0; begin < rows; begin += tile_rows) {
+        const ConstMatrix tile = tile_of(begin);
+        const Matrix solved(m_tile.data(), tile.extent(0), dim);
+        detail::multiply_nt(exec, 1, tile, m_capacity, 0, solved);
+        row_norms(exec, solved, m_norms.data() + begin);
+      }
+      add_scores(exec, rows, m_norms, m_weights, first, 1.0f / static_cast<float>(group), g == 0,
+                 head, scores);
+    }
+  }
+
+  void invert_capacity(const ExecutionSpace& exec) {
+    const auto host = Kokkos::create_mirror_view(m_capacity);
+    Kokkos::deep_copy(exec, host, m_capacity);
+    detail::fence(exec, "kvzap::cap: the host factorizes");
+    invert_factor(host.data(), static_cast<std::int64_t>(host.extent(0)));
+    Kokkos::deep_copy(exec, m_capacity, host);
+    detail::fence(exec, "kvzap::cap: the copy on the host ends here");
+  }
+
+  Parameters m_parameters;
+  QueryStatistics m_statistics;
+  AverageRope m_rope;
+  RowVector m_mean_norms;  // (query head)
+  RowVector m_weights;     // (row)
+  RowVector m_key_norms;  // (row)
+  RowVector m_norms;      // (row): of L^-1 v
+  RowVector m_tile;       // (row of a tile, head_dim)
+  Matrix m_capacity;      // A - I, then the inverse of A's factor
+};
+
+}  // namespace
+
+PolicyInfo cap() {
+  using Kind = PolicyParameter::Kind;
+  PolicyInfo info;
+  info.name = "cap";
+  info.paper = "CapKV, arXiv 2604.25975";
+  info.formula = "leverage of a row's value, weighted by its key's likeness to the mean query";
+  info.needs = "all queries, keys, values";
+  info.cost = "time O(rows d^2) per query head; memory O(rows)";
+  info.parameters = {
+      {"tau", Kind::number, "5", 0, 1e6, {}, "sharpness of the weights"},
+      {"future-positions", Kind::integer, "512", 1, 1 << 24, {},
+       "positions to come over which RoPE is averaged"},
+      {"sink", Kind::integer, "4", 0, 1 << 30, {}, "first positions, which stay and are left out"},
+      {"epsilon", Kind::number, "1e-6", 0, 1, {}, "added to the weights in A"},
+      {"normalize", Kind::flag, "on", 0, 0, {}, "whether keys and mean query have unit length"},
+      {"history", Kind::integer, "256", 1, 1 << 20, {},
+       "newest tokens that give the mean query while the model generates"}};
+  info.make = [](const PolicyArguments& arguments, const PolicySetup&) -> PolicyMaker {
+    Parameters parameters;
+    parameters.tau = arguments.number("tau");
+    parameters.future_positions = arguments.integer("future-positions");
+    parameters.sink = arguments.integer("sink");
+    parameters.epsilon = arguments.number("epsilon");
+    parameters.normalizes = arguments.flag("normalize");
+    parameters.history = arguments.integer("history");
+    return [=] { return std::make_unique<Cap>(parameters); };
+  };
+  return info;
+}
+
+}  // namespace kvzap::policy

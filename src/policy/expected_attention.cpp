@@ -1,0 +1,349 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <kvzap/safetensors.hpp>
+#include <memory>
+
+#include "base/device_kernels.hpp"
+#include "base/scratch.hpp"
+#include "linalg/gemm.hpp"
+#include "linalg/host/row_kernels.hpp"
+#include "policy/query_statistics.hpp"
+#include "policy/registry.hpp"
+#include "policy/row_tools.hpp"
+
+namespace kvzap::policy {
+namespace {
+
+using detail::ConstMatrix;
+using detail::Matrix;
+using HostRange =
+    Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace, Kokkos::IndexType<std::int64_t>>;
+
+// Rows whose products with the covariances of a group exist at a time.
+constexpr std::int64_t tile_rows = 512;
+
+bool on_host() { return detail::runs_on_host && !detail::uses_device_kernels(); }
+
+struct Parameters {
+  std::int64_t future_positions = 512;
+  std::int64_t sink = 4;
+  bool has_covariance = true;
+  bool has_vnorm = true;
+  double epsilon = 0;
+  std::int64_t history = 256;
+};
+
+/// Statistics that were gathered before, as kvpress' ExpectedAttentionStats saves them.
+class QueryStatisticsFile {
+ public:
+  QueryStatisticsFile(const std::string& file, const ModelConfig& config)
+      : m_tensors(SafetensorsFolder::open(file)),
+        m_heads(config.num_attention_heads),
+        m_dim(config.head_dim),
+        m_mean(m_tensors.at("query_mean", {config.num_hidden_layers, m_heads, m_dim})),
+        m_covariance(
+            m_tensors.at("query_cov", {config.num_hidden_layers, m_heads, m_dim, m_dim})) {}
+
+  /// The query heads of the layer's KV heads on this rank.
+  void read(const PolicyLayer& layer, const Matrix& means,
+            const QueryStatistics::Covariances& covariances) const {
+    const auto host_means = Kokkos::create_mirror_view(means);
+    const auto host_covariances = Kokkos::create_mirror_view(covariances);
+    const int group = layer.extents().group;
+    for (int h = 0; h < layer.heads(); ++h) {
+      for (int g = 0; g < group; ++g) {
+        const std::int64_t local = std::int64_t{h} * group + g;
+        const std::int64_t head =
+            layer.layer() * m_heads + std::int64_t{layer.extents().heads[h]} * group + g;
+        read(m_mean, head * m_dim, m_dim, host_means.data() + local * m_dim);
+        if (covariances.size() == 0) continue;
+        read(m_covariance, head * m_dim * m_dim, m_dim * m_dim,
+             host_covariances.data() + local * m_dim * m_dim);
+      }
+    }
+    Kokkos::deep_copy(layer.exec(), means, host_means);
+    Kokkos::deep_copy(layer.exec(), covariances, host_covariances);
+    detail::fence(layer.exec(), "kvzap::expected_attention: the copies on the host end here");
+  }
+
+ private:
+  template <class Value>
+  static void read_as(const std::byte* source, std::int64_t count, float* target) {
+    for (std::int64_t i = 0; i < count; ++i) {
+      Value value;
+      std::memcpy(&value, source + i * sizeof(Value), sizeof(Value));
+      target[i] = static_cast<float>(value);
+    }
+  }
+  static void read(const TensorInfo& tensor, std::int64_t first, std::int64_t count,
+                   float* target) {
+    const std::byte* const source =
+        tensor.data + first * static_cast<std::int64_t>(size_of(tensor.dtype));
+    switch (tensor.dtype) {
+      case DType::f32: return read_as<float>(source, count, target);
+      case DType::f16: return read_as<half>(source, count, target);
+      case DType::bf16: return read_as<bfloat16>(source, count, target);
+    }
+  }
+
+  SafetensorsFolder m_tensors;
+  std::int64_t m_heads;
+  std::int64_t m_dim;
+  const TensorInfo& m_mean;
+  const TensorInfo& m_covariance;
+};
+
+// forms (d, group * d): the covariance over 2 d of each query head of KV head `head`, side by side.
+void fill_forms(const ExecutionSpace& exec, const QueryStatistics::Covariances& covariances,
+                int head, int group, const Matrix& forms) {
+  const auto dim = static_cast<std::int64_t>(forms.extent(0));
+  const float by = 0.5f / static_cast<float>(dim);
+  Kokkos::parallel_for(
+      "kvzap::expected_attention::forms", RowRange(exec, 0, group * dim * dim),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t g = i / (dim * dim);
+        const std::int64_t row = i / dim % dim;
+        const std::int64_t column = i % dim;
+        forms(row, g * dim + column) = by * covariances(head * group + g, row, column);
+      });
+}
+
+// Turns the logits of each query head (group, rows) into exponentials, and gives the factor that
+// makes them probabilities, over the group's size.
+void soften(const ExecutionSpace& exec, float* logits, std::int64_t rows, int group,
+            const RowVector& factors) {
+  if (on_host()) {
+    float* const of_heads = factors.data();
+    Kokkos::parallel_for("kvzap::expected_attention::softmax", HostRange(0, group),
+                         [=](std::int64_t g) {
+                           constexpr std::int64_t slice = 1024;
+                           float* const of_head = logits + g * rows;
+                           const float largest = detail::max_of(of_head, rows);
+                           double sum = 0;
+                           for (std::int64_t r = 0; r < rows; r += slice) {
+                             sum += detail::exp_shifted(of_head + r, std::min(slice, rows - r),
+                                                        largest);
+                           }
+                           of_heads[g] = static_cast<float>(1 / (sum * group));
+                         });
+    return;
+  }
+  using Team = Kokkos::TeamPolicy<ExecutionSpace>;
+  Kokkos::parallel_for(
+      "kvzap::expected_attention::softmax", Team(exec, group, Kokkos::AUTO),
+      KOKKOS_LAMBDA(const typename Team::member_type& team) {
+        const int g = team.league_rank();
+        float* const of_head = logits + g * rows;
+        float largest = 0;
+        Kokkos::parallel_reduce(
+            Kokkos::TeamThreadRange(team, rows),
+            [&](std::int64_t r, float& most) {
+              if (of_head[r] > most) most = of_head[r];
+            },
+            Kokkos::Max<float>(largest));
+        double sum = 0;
+        Kokkos::parallel_reduce(
+            Kokkos::TeamThreadRange(team, rows),
+            [&](std::int64_t r, double& partial) {
+              of_head[r] = detail::math::exp(of_head[r] - largest);
+              partial += static_cast<double>(of_head[r]);
+            },
+            sum);
+        Kokkos::single(Kokkos::PerTeam(team),
+                       [&] { factors(g) = static_cast<float>(1 / (sum * group)); });
+      });
+}
+
+void write_scores(const ExecutionSpace& exec, const float* probabilities, std::int64_t rows,
+                  const RowVector& factors, int group, float epsilon, bool has_norms,
+                  const RowVector& norms, std::int64_t first, int head,
+                  const Policy::ScoreView& scores) {
+  Kokkos::parallel_for(
+      "kvzap::expected_attention::scores", RowRange(exec, 0, rows), KOKKOS_LAMBDA(std::int64_t r) {
+        float score = 0;
+        for (int g = 0; g < group; ++g) score += factors(g) * probabilities[g * rows + r];
+        if (has_norms) score = (score + epsilon) * norms(r);
+        scores(head, first + r) = score;
+      });
+}
+
+/// Expected attention (Devoto et al., arXiv 2510.00636): queries to come are like those that were,
+/// normally distributed before RoPE, so that the attention they will pay to a row is known.
+///
+///   s(r) = (mean over the group of softmax_r(mu . k_r / sqrt(d) + k_r' C k_r / (2 d)) + epsilon)
+///          * |v_r|
+///
+/// mu and C are the mean and covariance of the queries before RoPE without the first `sink` tokens,
+/// turned by RoPE's rotation averaged over the next `future-positions` positions; d is head_dim.
+/// Rows of the first `sink` positions are left out and get the layer's largest score + 1. Shapes:
+/// mu (query heads, head_dim), C (query heads, head_dim, head_dim). Cost per query head: 2 tokens
+/// d^2 operations for the statistics and 2 rows d^2 for the scores; memory O(rows * group + heads
+/// d^2).
+///
+/// In steps that bring fewer than `history` tokens to a sequence that has more, the newest `history`
+/// tokens give the statistics, as in kvpress' DecodingPress; but its averaged rotation then begins
+/// at the number of those tokens, here at the next token's position, and it leaves out the first
+/// `sink` of the newest tokens too.
+///
+/// With `statistics` mu and C before RoPE come from a file (query_mean: layers, query heads, d;
+/// query_cov: layers, query heads, d, d), as kvpress' ExpectedAttentionStats has them. kvpress
+/// rounds them to the model's type; here they stay as they are.
+class ExpectedAttention final : public Policy {
+ public:
+  ExpectedAttention(const Parameters& parameters, std::shared_ptr<const QueryStatisticsFile> file)
+      : m_parameters(parameters),
+        m_file(std::move(file)),
+        m_statistics(parameters.has_covariance, parameters.sink, parameters.history) {}
+
+  PolicyNeeds needs() const override {
+    PolicyNeeds needs;
+    needs.blocks = !m_file;
+    needs.recent = m_file ? 1 : m_parameters.history;
+    return needs;
+  }
+
+  void observe(PolicyLayer& layer, const TokenBlock& block) override {
+    if (!m_file) m_statistics.observe(layer, block);
+  }
+
+  void score(PolicyLayer& layer, const ScoreView& scores) override {
+    const ExecutionSpace& exec = layer.exec();
+    prepare(layer);
+    std::vector<Rows> protected_rows;
+    for (int h = 0; h < layer.heads(); ++h) {
+      const std::int64_t first = rows_before(layer, h, m_parameters.sink);
+      protected_rows.emplace_back(0, first);
+      const std::int64_t rows = layer.rows(h) - first;
+      if (rows > 0) score_head(layer, h, first, rows, scores);
+    }
+    detail::fence(exec, "kvzap::expected_attention: statistics of the next layer may follow");
+    protect_rows(layer, scores, protected_rows);
+  }
+
+ private:
+  // The layer's mean and covariance of queries to come.
+  void prepare(PolicyLayer& layer) {
+    const ExecutionSpace& exec = layer.exec();
+    std::int64_t end = 0;
+    if (m_file) {
+      const TokenBlock newest = layer.recent();
+      end = newest.first + newest.count;
+      const auto& extents = layer.extents();
+      const std::int64_t heads = std::int64_t{layer.heads()} * extents.group;
+      const std::int64_t dim = extents.head_dim;
+      if (static_cast<std::int64_t>(m_means.extent(0)) != heads) {
+        m_means = Matrix("kvzap::expected_attention::means", heads, dim);
+        if (m_parameters.has_covariance) {
+          m_covariances = QueryStatistics::Covariances("kvzap::expected_attention::covariances",
+                                                       heads, dim, dim);
+        }
+      }
+      m_file->read(layer, m_means, m_covariances);
+    } else {
+      m_statistics.finish(layer);
+      m_means = m_statistics.means();
+      m_covariances = m_statistics.covariances();
+      end = m_statistics.end();
+    }
+    m_rope.prepare(layer, end, m_parameters.future_positions);
+    m_rope.turn(exec, m_means);
+    if (m_parameters.has_covariance) m_rope.turn(exec, m_covariances);
+  }
+
+  void score_head(PolicyLayer& layer, int head, std::int64_t first, std::int64_t rows,
+                  const ScoreView& scores) {
+    const ExecutionSpace& exec = layer.exec();
+    const int group = layer.extents().group;
+    const std::int64_t dim = layer.extents().head_dim;
+    const std::int64_t columns = group * dim;
+    const float by = 1.0f / std::sqrt(static_cast<float>(dim));
+    detail::reserve_scratch(m_logits, group * rows, "kvzap::expected_attention::logits");
+    detail::reserve_scratch(m_factors, group, "kvzap::expected_attention::factors");
+    Matrix forms;
+    if (m_parameters.has_covariance) {
+      detail::reserve_scratch(m_forms, dim * columns, "kvzap::expected_attention::forms");
+      detail::reserve_scratch(m_products, tile_rows * columns,
+                              "kvzap::expected_attention::products");
+      forms = Matrix(m_forms.data(), dim, columns);
+      fill_forms(exec, m_covariances, head, group, forms);
+    }
+    const PolicyLayer::RowsView keys = layer.keys(head, first, rows);
+    for (std::int64_t begin = 0; begin < rows; begin += tile_rows) {
+      const std::int64_t end = std::min(rows, begin + tile_rows);
+      const ConstMatrix tile = Kokkos::subview(keys, std::make_pair(begin, end), Kokkos::ALL);
+      Matrix products;
+      if (m_parameters.has_covariance) {
+        products = Matrix(m_products.data(), end - begin, columns);
+        detail::multiply_nn(exec, 1, tile, forms, 0, products);
+      }
+      for (int g = 0; g < group; ++g) {
+        row_products(exec, tile, m_parameters.has_covariance ? products.data() + g * dim : nullptr,
+                     columns, m_means.data() + (head * group + g) * dim, by,
+                     m_logits.data() + g * rows + begin);
+      }
+    }
+    soften(exec, m_logits.data(), rows, group, m_factors);
+    if (m_parameters.has_vnorm) {
+      detail::reserve_scratch(m_norms, rows, "kvzap::expected_attention::norms");
+      row_norms(exec, layer.values(head, first, rows), m_norms.data());
+    }
+    write_scores(exec, m_logits.data(), rows, m_factors, group,
+                 static_cast<float>(m_parameters.epsilon), m_parameters.has_vnorm, m_norms, first,
+                 head, scores);
+  }
+
+  Parameters m_parameters;
+  std::shared_ptr<const QueryStatisticsFile> m_file;
+  QueryStatistics m_statistics;
+  AverageRope m_rope;
+  Matrix m_means;
+  QueryStatistics::Covariances m_covariances;
+  RowVector m_forms;     // (head_dim, query head of the group, head_dim)
+  RowVector m_products;  // (row of a tile, query head of the group, head_dim)
+  RowVector m_logits;    // (query head of the group, row)
+  RowVector m_factors;   // (query head of the group)
+  RowVector m_norms;     // (row)
+};
+
+}  // namespace
+
+PolicyInfo expected_attention() {
+  using Kind = PolicyParameter::Kind;
+  PolicyInfo info;
+  info.name = "expected-attention";
+  info.paper = "Expected Attention, arXiv 2510.00636";
+  info.formula = "attention of normally distributed queries to come, times |v|";
+  info.needs = "all queries or their statistics from a file, keys, values";
+  info.cost = "time O((tokens + rows) d^2) per query head; memory O(rows)";
+  info.parameters = {
+      {"future-positions", Kind::integer, "512", 1, 1 << 24, {},
+       "positions to come over which RoPE is averaged"},
+      {"sink", Kind::integer, "4", 0, 1 << 30, {}, "first positions, which stay and are left out"},
+      {"covariance", Kind::flag, "on", 0, 0, {}, "whether the queries' covariance counts"},
+      {"vnorm", Kind::flag, "on", 0, 0, {}, "whether scores are multiplied by |v|"},
+      {"epsilon", Kind::number, "0", 0, 1e6, {}, "added to scores before that"},
+      {"history", Kind::integer, "256", 1, 1 << 20, {},
+       "newest tokens that give the statistics while the model generates"},
+      {"statistics", Kind::file, "none", 0, 0, {},
+       "safetensors file with query_mean and query_cov; none: from this sequence"}};
+  info.make = [](const PolicyArguments& arguments, const PolicySetup& setup) -> PolicyMaker {
+    Parameters parameters;
+    parameters.future_positions = arguments.integer("future-positions");
+    parameters.sink = arguments.integer("sink");
+    parameters.has_covariance = arguments.flag("covariance");
+    parameters.has_vnorm = arguments.flag("vnorm");
+    parameters.epsilon = arguments.number("epsilon");
+    parameters.history = arguments.integer("history");
+    std::shared_ptr<const QueryStatisticsFile> file;
+    if (arguments.text("statistics") != "none") {
+      file = std::make_shared<QueryStatisticsFile>(arguments.text("statistics"), setup.config);
+    }
+    return [=] { return std::make_unique<ExpectedAttention>(parameters, file); };
+  };
+  return info;
+}
+
+}  // namespace kvzap::policy

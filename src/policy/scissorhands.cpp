@@ -1,0 +1,85 @@
+#include <algorithm>
+
+#include "base/scratch.hpp"
+#include "policy/registry.hpp"
+#include "policy/row_tools.hpp"
+#include "policy/window_attention.hpp"
+
+namespace kvzap::policy {
+namespace {
+
+void write_scores(const ExecutionSpace& exec, const RowVector& counts, std::int64_t rows,
+                  std::int64_t window, float group, int head, const Policy::ScoreView& scores) {
+  Kokkos::parallel_for(
+      "kvzap::scissorhands::scores", RowRange(exec, 0, rows), KOKKOS_LAMBDA(std::int64_t r) {
+        scores(head, r) = r + window >= rows ? 1.0f : -counts(r) / group;
+      });
+}
+
+/// Scissorhands (Liu et al., arXiv 2305.17118, algorithm 2): importance persists, so a row that the
+/// queries of a history window paid little attention to can go.
+///
+///   s(r) = -mean over the group of #{q in history : q sees r and p(q, r) < 1 / t(q)}
+///
+/// with p the softmax probabilities over the t(q) rows that a query sees: a row counts against
+/// itself whenever it gets less than the average. The newest `window` rows have the score 1, above
+/// all others. Shapes: queries (history, query heads, head_dim). Cost: 2 history rows head_dim
+/// operations per query head, twice that where the logits of a head are too many to be kept
+/// (WindowAttention).
+///
+/// The history has 400 tokens and the window 10, as in the paper's experiments. It keeps the
+/// probabilities that the history's queries had when they were computed; here they are computed
+/// from the rows that are there when scores are needed, the same as long as nothing was evicted
+/// within the history. It decides for each query head; a group shares its pairs here, so that
+/// counts are averaged. The share of the budget that it drops at a time (m = 0.5 B) is the budget's
+/// matter: --decode-every. kvpress has no such press.
+class Scissorhands final : public Policy {
+ public:
+  Scissorhands(std::int64_t history, std::int64_t window) : m_history(history), m_window(window) {}
+
+  PolicyNeeds needs() const override {
+    PolicyNeeds needs;
+    needs.recent = m_history;
+    return needs;
+  }
+
+  void score(PolicyLayer& layer, const ScoreView& scores) override {
+    const TokenBlock history = layer.recent();
+    for (int h = 0; h < layer.heads(); ++h) {
+      detail::reserve_scratch(m_counts, layer.rows(h), "kvzap::scissorhands::counts");
+      m_attention.count_below_mean(layer, h, history, m_counts);
+      write_scores(layer.exec(), m_counts, layer.rows(h), m_window,
+                   static_cast<float>(layer.extents().group), h, scores);
+    }
+    if (layer.layer() + 1 == layer.extents().layers) m_attention.release();
+  }
+
+ private:
+  std::int64_t m_history;
+  std::int64_t m_window;
+  WindowAttention m_attention;
+  RowVector m_counts;
+};
+
+}  // namespace
+
+PolicyInfo scissorhands() {
+  using Kind = PolicyParameter::Kind;
+  PolicyInfo info;
+  info.name = "scissorhands";
+  info.paper = "Scissorhands, arXiv 2305.17118";
+  info.formula = "minus the number of queries in a history that paid less than average attention";
+  info.needs = "queries of the newest tokens, keys";
+  info.cost = "time O(history d rows) per query head; memory O(rows), at most 16 MiB more";
+  info.parameters = {
+      {"history", Kind::integer, "400", 1, 1 << 20, {}, "newest tokens whose queries count"},
+      {"window", Kind::integer, "10", 0, 1 << 30, {}, "newest rows that stay"}};
+  info.make = [](const PolicyArguments& arguments, const PolicySetup&) -> PolicyMaker {
+    const std::int64_t history = arguments.integer("history");
+    const std::int64_t window = arguments.integer("window");
+    return [=] { return std::make_unique<Scissorhands>(history, window); };
+  };
+  return info;
+}
+
+}  // namespace kvzap::policy

@@ -1,0 +1,135 @@
+#include "policy/snapkv.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "base/scratch.hpp"
+#include "policy/registry.hpp"
+#include "policy/row_tools.hpp"
+#include "policy/window_attention.hpp"
+
+namespace kvzap::policy {
+namespace {
+
+struct Pooling {
+  std::int64_t kernel = 5;
+  bool is_max = false;
+};
+
+// scores(head, r) = factor * mass(r), pooled over the rows around r of those below `rows`.
+void pool_rows(const ExecutionSpace& exec, const RowVector& mass, std::int64_t rows, float factor,
+               const Pooling& pooling, int head, const Policy::ScoreView& scores) {
+  const std::int64_t reach = pooling.kernel / 2;
+  const bool is_max = pooling.is_max;
+  if (!is_max) factor /= static_cast<float>(pooling.kernel);
+  Kokkos::parallel_for(
+      "kvzap::snapkv::pool", RowRange(exec, 0, rows), KOKKOS_LAMBDA(std::int64_t r) {
+        const std::int64_t begin = r < reach ? 0 : r - reach;
+        const std::int64_t end = r + reach < rows ? r + reach + 1 : rows;
+        float pooled = 0;
+        for (std::int64_t i = begin; i < end; ++i) {
+          const float x = mass(i);
+          pooled = is_max ? (x > pooled ? x : pooled) : pooled + x;
+        }
+        scores(head, r) = factor * pooled;
+      });
+}
+
+/// SnapKV (Li et al., arXiv 2404.14469): what the newest w tokens, the observation window, look at
+/// is what later tokens will look at.
+///
+///   s(r) = pool_k(mean over window and group of p(q, r)),  r a row before the window
+///
+/// with p the softmax probabilities of the query over all rows that it sees, and pool_k the mean
+/// over k rows around r (zeros beyond the ends). The window's own rows have the layer's largest
+/// score + 1. Shapes: queries (w, query heads, head_dim), one score per row of each head. Cost: 2 w
+/// g rows head_dim operations per KV head of g query heads; see WindowAttention for memory.
+///
+/// As kvpress has it: the mean over the group is taken before rows are chosen, where the paper
+/// chooses for each query head apart (pairs are shared by a group here). The paper pools with a
+/// maximum in its retrieval test (`pooling=max`; of the group's mean here) and a mean elsewhere;
+/// its windows have 16 to 32 tokens, its kernels 5 to 7.
+///
+/// kvpress refuses sequences that are not longer than the window; here their window is the newer
+/// half of the sequence.
+class SnapKV final : public Policy {
+ public:
+  SnapKV(std::int64_t window, const Pooling& pooling) : m_window(window), m_pooling(pooling) {}
+
+  PolicyNeeds needs() const override {
+    PolicyNeeds needs;
+    needs.recent = m_window;
+    return needs;
+  }
+
+  void score(PolicyLayer& layer, const ScoreView& scores) override {
+    TokenBlock window = layer.recent();
+    const std::int64_t end = window.first + window.count;
+    if (end <= m_window) shorten(window, std::max<std::int64_t>(1, end / 2));
+    const auto queries = static_cast<float>(window.count * layer.extents().group);
+    std::vector<Rows> protected_rows;
+    for (int h = 0; h < layer.heads(); ++h) {
+      const std::int64_t rows = layer.rows(h);
+      const std::int64_t before = rows_before(layer, h, window.first);
+      detail::reserve_scratch(m_mass, rows, "kvzap::snapkv::mass");
+      m_attention.sum(layer, h, window, WindowAttention::Factor::one, m_mass);
+      pool_rows(layer.exec(), m_mass, before, 1 / queries, m_pooling, h, scores);
+      protected_rows.emplace_back(before, rows);
+    }
+    protect_rows(layer, scores, protected_rows);
+    if (layer.layer() + 1 == layer.extents().layers) m_attention.release();
+  }
+
+ private:
+  // Leaves the newest `count` tokens.
+  static void shorten(TokenBlock& window, std::int64_t count) {
+    const std::int64_t from = window.count - std::min(count, window.count);
+    window.queries = Kokkos::subview(window.queries, std::make_pair(from, window.count),
+                                     Kokkos::ALL, Kokkos::ALL);
+    window.first += from;
+    window.count -= from;
+  }
+
+  std::int64_t m_window;
+  Pooling m_pooling;
+  WindowAttention m_attention;
+  RowVector m_mass;
+};
+
+}  // namespace
+
+std::vector<PolicyParameter> snapkv_parameters() {
+  using Kind = PolicyParameter::Kind;
+  return {{"window", Kind::integer, "64", 1, 1 << 20, {}, "tokens whose queries are looked at"},
+          {"kernel", Kind::integer, "5", 1, 1 << 20, {}, "rows that are pooled, an odd number"},
+          {"pooling", Kind::text, "mean", 0, 0, {"mean", "max"}, "how rows are pooled"}};
+}
+
+PolicyMaker make_snapkv(const PolicyArguments& arguments) {
+  Pooling pooling;
+  pooling.kernel = arguments.integer("kernel");
+  pooling.is_max = arguments.text("pooling") == "max";
+  if (pooling.kernel % 2 == 0) {
+    throw Error(fmt::format("kernel={}: the rows pooled around a row are an odd number",
+                            pooling.kernel));
+  }
+  const std::int64_t window = arguments.integer("window");
+  return [=] { return std::make_unique<SnapKV>(window, pooling); };
+}
+
+PolicyInfo snapkv() {
+  PolicyInfo info;
+  info.name = "snapkv";
+  info.paper = "SnapKV, arXiv 2404.14469";
+  info.formula = "mean attention of the newest w queries, pooled over k neighbouring rows";
+  info.needs = "queries of the newest w tokens, keys";
+  info.cost = "time O(w d rows) per query head; memory O(rows), at most 16 MiB more";
+  info.parameters = snapkv_parameters();
+  info.make = [](const PolicyArguments& arguments, const PolicySetup&) {
+    return make_snapkv(arguments);
+  };
+  return info;
+}
+
+}  // namespace kvzap::policy

@@ -1,0 +1,13 @@
+// SnapKV's scores, which PyramidKV has too.
+#pragma once
+
+#include <kvzap/policies.hpp>
+
+namespace kvzap::policy {
+
+/// The parameters window, kernel and pooling.
+std::vector<PolicyParameter> snapkv_parameters();
+/// Makes policies with SnapKV's scores. Throws Error if the kernel's width is even.
+PolicyMaker make_snapkv(const PolicyArguments& arguments);
+
+}  // namespace kvzap::policy

@@ -1,0 +1,311 @@
+#include "policy/window_attention.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "base/device_kernels.hpp"
+#include "base/scratch.hpp"
+#include "base/simd.hpp"
+#include "linalg/host/row_kernels.hpp"
+
+namespace kvzap::policy {
+namespace {
+
+using detail::ConstMatrix;
+using detail::Matrix;
+using Seen = Kokkos::View<std::int64_t*, MemorySpace>;
+using HostRange =
+    Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace, Kokkos::IndexType<std::int64_t>>;
+
+// Logits of a tile: what stays in a second-level cache.
+constexpr std::int64_t tile_logits = std::int64_t{1} << 17;
+constexpr std::int64_t least_tile_rows = 128;
+constexpr std::int64_t most_tile_rows = 4096;
+// Rows that one work item reduces on a host.
+constexpr std::int64_t slice_rows = 256;
+
+bool on_host() { return detail::runs_on_host && !detail::uses_device_kernels(); }
+
+/// One tile of rows against all queries of a group.
+struct Tile {
+  float* logits;   // (query, row); probabilities times what `largest` hides, later
+  float* largest;  // (query)
+  float* sums;     // (query)
+  const std::int64_t* seen;  // (token)
+  std::int64_t queries;
+  std::int64_t begin;
+  std::int64_t rows;
+  int group;
+
+  /// Rows of the tile that a query sees.
+  KOKKOS_INLINE_FUNCTION std::int64_t seen_by(std::int64_t query) const {
+    const std::int64_t count = seen[query / group] - begin;
+    return count < 0 ? 0 : (count < rows ? count : rows);
+  }
+};
+
+void pack_queries(const ExecutionSpace& exec, const TokenBlock::QueryView& queries, int head,
+                  int group, float scale, const Matrix& packed) {
+  const auto dim = static_cast<std::int64_t>(packed.extent(1));
+  Kokkos::parallel_for(
+      "kvzap::window_attention::pack",
+      RowRange(exec, 0, static_cast<std::int64_t>(packed.extent(0)) * dim),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t query = i / dim;
+        packed(query, i % dim) = scale * queries(query / group, head * group + query % group, i % dim);
+      });
+}
+
+// seen(token) = rows at positions up to the token's own.
+void find_seen(const ExecutionSpace& exec, const PolicyLayer::PositionView& positions,
+               std::int64_t rows, std::int64_t first, std::int64_t count, const Seen& seen) {
+  Kokkos::parallel_for(
+      "kvzap::window_attention::seen", RowRange(exec, 0, count), KOKKOS_LAMBDA(std::int64_t t) {
+        std::int64_t begin = 0;
+        std::int64_t end = rows;
+        while (begin < end) {
+          const std::int64_t middle = begin + (end - begin) / 2;
+          if (positions(middle) <= first + t) {
+            begin = middle + 1;
+          } else {
+            end = middle;
+          }
+        }
+        seen(t) = begin;
+      });
+}
+
+// Turns logits into exp(logit - largest of the tile), 0 where a row is not seen.
+void exponentials(const ExecutionSpace& exec, const Tile& tile) {
+  if (on_host()) {
+    Kokkos::parallel_for("kvzap::window_attention::exp", HostRange(0, tile.queries),
+                         [=](std::int64_t q) {
+                           float* const logits = tile.logits + q * tile.rows;
+                           const std::int64_t count = tile.seen_by(q);
+                           float largest = -std::numeric_limits<float>::infinity();
+                           float sum = 0;
+                           if (count > 0) {
+                             largest = detail::max_of(logits, count);
+                             sum = detail::exp_shifted(logits, count, largest);
+                           }
+                           std::fill(logits + count, logits + tile.rows, 0.0f);
+                           tile.largest[q] = largest;
+                           tile.sums[q] = sum;
+                         });
+    return;
+  }
+  using Team = Kokkos::TeamPolicy<ExecutionSpace>;
+  Kokkos::parallel_for(
+      "kvzap::window_attention::exp", Team(exec, static_cast<int>(tile.queries), Kokkos::AUTO),
+      KOKKOS_LAMBDA(const typename Team::member_type& team) {
+        const std::int64_t q = team.league_rank();
+        float* const logits = tile.logits + q * tile.rows;
+        const std::int64_t count = tile.seen_by(q);
+        float largest = 0;
+        Kokkos::parallel_reduce(
+            Kokkos::TeamThreadRange(team, count),
+            [&](std::int64_t r, float& most) {
+              if (logits[r] > most) most = logits[r];
+            },
+            Kokkos::Max<float>(largest));
+        float sum = 0;
+        Kokkos::parallel_reduce(
+            Kokkos::TeamThreadRange(team, tile.rows),
+            [&](std::int64_t r, float& partial) {
+              const float e = r < count ? detail::math::exp(logits[r] - largest) : 0.0f;
+              logits[r] = e;
+              partial += e;
+            },
+            sum);
+        Kokkos::single(Kokkos::PerTeam(team), [&] {
+          tile.largest[q] = count > 0 ? largest : -INFINITY;
+          tile.sums[q] = sum;
+        });
+      });
+}
+
+// Turns the largest logits (tile, query) into what a tile's exponentials have to be multiplied by;
+// or, if these are to be counted, into what they have to stay below.
+void finish_factors(const ExecutionSpace& exec, std::int64_t tiles, std::int64_t queries, int group,
+                    const Seen& seen, bool counts, bool by_rows_before, const float* sums,
+                    float* largest) {
+  Kokkos::parallel_for(
+      "kvzap::window_attention::factors", RowRange(exec, 0, queries),
+      KOKKOS_LAMBDA(std::int64_t q) {
+        const std::int64_t rows = seen(q / group);
+        float most = -INFINITY;
+        for (std::int64_t t = 0; t < tiles; ++t) {
+          if (largest[t * queries + q] > most) most = largest[t * queries + q];
+        }
+        double sum = 0;
+        for (std::int64_t t = 0; t < tiles; ++t) {
+          const float of_tile = largest[t * queries + q];
+          if (of_tile > -INFINITY) {
+            sum += static_cast<double>(sums[t * queries + q]) *
+                   detail::math::exp(static_cast<double>(of_tile) - most);
+          }
+        }
+        for (std::int64_t t = 0; t < tiles; ++t) {
+          float& of_tile = largest[t * queries + q];
+          if (of_tile == -INFINITY) {
+            of_tile = 0;
+          } else if (counts) {
+            of_tile = static_cast<float>(
+                sum / static_cast<double>(rows) *
+                detail::math::exp(static_cast<double>(most) - static_cast<double>(of_tile)));
+          } else {
+            of_tile = static_cast<float>(
+                (by_rows_before ? static_cast<double>(rows - 1) : 1.0) / sum *
+                detail::math::exp(static_cast<double>(of_tile) - static_cast<double>(most)));
+          }
+        }
+      });
+}
+
+// result[r] += sum_q factors[q] * values[q * stride + r]
+KVZAP_BODY void add_weighted_body(const float* values, std::int64_t stride, const float* factors,
+                                  std::int64_t queries, int count, float* result) {
+  float sums[slice_rows];
+  for (int r = 0; r < count; ++r) sums[r] = 0;
+  std::int64_t q = 0;
+  // Several queries at a time: each sum is read and written once for all of them.
+  for (; q + 4 <= queries; q += 4) {
+    const float* const a = values + q * stride;
+    const float* const b = a + stride;
+    const float* const c = b + stride;
+    const float* const d = c + stride;
+    const float fa = factors[q], fb = factors[q + 1], fc = factors[q + 2], fd = factors[q + 3];
+    for (int r = 0; r < count; ++r) {
+      sums[r] += (fa * a[r] + fb * b[r]) + (fc * c[r] + fd * d[r]);
+    }
+  }
+  for (; q < queries; ++q) {
+    const float* const a = values + q * stride;
+    for (int r = 0; r < count; ++r) sums[r] += factors[q] * a[r];
+  }
+  for (int r = 0; r < count; ++r) result[r] = sums[r];
+}
+KVZAP_KERNEL(void, add_weighted,
+             (const float* values, std::int64_t stride, const float* factors, std::int64_t queries,
+              int count, float* result),
+             (values, stride, factors, queries, count, result))
+
+// result[r] = number of q with values[q * stride + r] < limits[q]
+KVZAP_BODY void count_below_body(const float* values, float limit, std::int64_t count,
+                                 float* result) {
+  for (std::int64_t r = 0; r < count; ++r) result[r] += values[r] < limit ? 1.0f : 0.0f;
+}
+KVZAP_KERNEL(void, count_below,
+             (const float* values, float limit, std::int64_t count, float* result),
+             (values, limit, count, result))
+
+// result(row) of the tile's rows: the sum of factor * exponential, or how many are below it.
+void reduce_tile(const ExecutionSpace& exec, const Tile& tile, bool counts, float* result) {
+  const float* const factors = tile.largest;
+  if (on_host()) {
+    Kokkos::parallel_for(
+        "kvzap::window_attention::reduce",
+        HostRange(0, (tile.rows + slice_rows - 1) / slice_rows), [=](std::int64_t slice) {
+          const std::int64_t first = slice * slice_rows;
+          const auto count = static_cast<int>(std::min(slice_rows, tile.rows - first));
+          const float* const values = tile.logits + first;
+          float* const target = result + tile.begin + first;
+          if (!counts) return add_weighted(values, tile.rows, factors, tile.queries, count, target);
+          std::fill_n(target, count, 0.0f);
+          for (std::int64_t q = 0; q < tile.queries; ++q) {
+            const std::int64_t seen = std::min<std::int64_t>(count, tile.seen_by(q) - first);
+            if (seen > 0) count_below(values + q * tile.rows, factors[q], seen, target);
+          }
+        });
+    return;
+  }
+  Kokkos::parallel_for(
+      "kvzap::window_attention::reduce", RowRange(exec, 0, tile.rows),
+      KOKKOS_LAMBDA(std::int64_t r) {
+        float sum = 0;
+        for (std::int64_t q = 0; q < tile.queries; ++q) {
+          const float e = tile.logits[q * tile.rows + r];
+          if (!counts) {
+            sum += factors[q] * e;
+          } else if (r < tile.seen_by(q) && e < factors[q]) {
+            sum += 1;
+          }
+        }
+        result[tile.begin + r] = sum;
+      });
+}
+
+}  // namespace
+
+void WindowAttention::sum(PolicyLayer& layer, int head, const TokenBlock& queries, Factor factor,
+                          const RowVector& mass) {
+  reduce(layer, head, queries, Reduction::sum, factor, mass);
+}
+
+void WindowAttention::count_below_mean(PolicyLayer& layer, int head, const TokenBlock& queries,
+                                       const RowVector& counts) {
+  reduce(layer, head, queries, Reduction::count, Factor::one, counts);
+}
+
+void WindowAttention::reduce(PolicyLayer& layer, int head, const TokenBlock& block,
+                             Reduction reduction, Factor factor, const RowVector& result) {
+  const ExecutionSpace& exec = layer.exec();
+  const int group = layer.extents().group;
+  const std::int64_t dim = layer.extents().head_dim;
+  const std::int64_t rows = layer.rows(head);
+  const std::int64_t queries = block.count * group;
+  if (rows == 0) return;
+  const std::int64_t tile_rows = std::min(
+      rows, std::clamp(tile_logits / std::max<std::int64_t>(queries, 1), least_tile_rows,
+                       most_tile_rows));
+  const std::int64_t tiles = (rows + tile_rows - 1) / tile_rows;
+  const bool stored = queries * rows <= most_stored;
+  detail::reserve_scratch(m_queries, queries * dim, "kvzap::window_attention::queries");
+  detail::reserve_scratch(m_seen, block.count, "kvzap::window_attention::seen");
+  detail::reserve_scratch(m_logits, queries * (stored ? rows : tile_rows),
+                          "kvzap::window_attention::logits");
+  detail::reserve_scratch(m_largest, tiles * queries, "kvzap::window_attention::largest");
+  detail::reserve_scratch(m_sums, tiles * queries, "kvzap::window_attention::sums");
+
+  const PolicyLayer::RowsView keys = layer.keys(head);
+  const Matrix packed(m_queries.data(), queries, dim);
+  pack_queries(exec, block.queries, head, group, 1.0f / std::sqrt(static_cast<float>(dim)), packed);
+  find_seen(exec, layer.positions(head), rows, block.first, block.count, m_seen);
+
+  const auto tile_at = [&](std::int64_t t) {
+    Tile tile{};
+    tile.begin = t * tile_rows;
+    tile.rows = std::min(tile_rows, rows - tile.begin);
+    tile.logits = m_logits.data() + (stored ? queries * tile.begin : 0);
+    tile.largest = m_largest.data() + t * queries;
+    tile.sums = m_sums.data() + t * queries;
+    tile.seen = m_seen.data();
+    tile.queries = queries;
+    tile.group = group;
+    return tile;
+  };
+  const auto multiply = [&](const Tile& tile) {
+    const ConstMatrix part =
+        Kokkos::subview(keys, std::make_pair(tile.begin, tile.begin + tile.rows), Kokkos::ALL);
+    detail::multiply_nt(exec, 1, packed, part, 0, Matrix(tile.logits, queries, tile.rows));
+    exponentials(exec, tile);
+  };
+  const bool counts = reduction == Reduction::count;
+  for (std::int64_t t = 0; t < tiles; ++t) multiply(tile_at(t));
+  finish_factors(exec, tiles, queries, group, m_seen, counts, factor == Factor::rows_before,
+                 m_sums.data(), m_largest.data());
+  for (std::int64_t t = 0; t < tiles; ++t) {
+    Tile tile = tile_at(t);
+    if (!stored) {
+      // The same exponentials again; what the first pass made of their largest stays.
+      tile.largest = m_sums.data();
+      tile.sums = m_sums.data();
+      multiply(tile);
+      tile.largest = m_largest.data() + t * queries;
+    }
+    reduce_tile(exec, tile, counts, result.data());
+  }
+}
+
+}  // namespace kvzap::policy

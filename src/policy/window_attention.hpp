@@ -1,0 +1,55 @@
+// How much attention the newest queries pay to each row of a KV head, normalised over the rows that
+// the head has now.
+#pragma once
+
+#include <kvzap/policy.hpp>
+
+#include "linalg/gemm.hpp"
+#include "policy/row_tools.hpp"
+
+namespace kvzap::policy {
+
+/// The probabilities that some queries, in all query heads of a KV head's group, give each row of
+/// that head: softmax(q . k / sqrt(head_dim)) over the rows at positions up to the query's own, in
+/// float. They are made tile by tile from the head's keys: with w queries and g query heads in a
+/// group the logits of a head are kept if they are few (w * g * rows <= most_stored), and made
+/// twice otherwise, so that extra memory is at most 16 MiB and a few numbers per query and tile,
+/// beside the head's keys. Cost: 2 * w * g * rows * head_dim operations per KV head (twice that if
+/// made twice) and as many exponentials as logits.
+///
+/// Keeps scratch space between calls.
+class WindowAttention {
+ public:
+  /// Logits of one head that are kept between the two passes.
+  static constexpr std::int64_t most_stored = std::int64_t{1} << 22;
+
+  /// What a query's probabilities are multiplied by before they are summed.
+  enum class Factor {
+    one,
+    rows_before  // rows that it sees before its own: FINCH's normalisation
+  };
+
+  /// mass(r) = the sum over queries and the group's query heads of factor * probability, for the
+  /// rows r of `head` (on this rank); `mass` has at least rows(head) elements.
+  void sum(PolicyLayer& layer, int head, const TokenBlock& queries, Factor factor,
+           const RowVector& mass);
+  /// counts(r) = in how many (query, query head) pairs the row is seen and its probability is below
+  /// 1 / (rows that the query sees).
+  void count_below_mean(PolicyLayer& layer, int head, const TokenBlock& queries,
+                        const RowVector& counts);
+  /// Frees the scratch space.
+  void release() { *this = {}; }
+
+ private:
+  enum class Reduction { sum, count };
+  void reduce(PolicyLayer& layer, int head, const TokenBlock& queries, Reduction reduction,
+              Factor factor, const RowVector& result);
+
+  detail::Vector m_queries;                           // (query, head_dim), scaled
+  Kokkos::View<std::int64_t*, MemorySpace> m_seen;    // (token)
+  detail::Vector m_logits;                            // (tile, query, row of it)
+  detail::Vector m_largest;                           // (tile, query)
+  detail::Vector m_sums;                              // (tile, query)
+};
+
+}  // namespace kvzap::policy

@@ -136,8 +136,10 @@ void check(const std::string& what, const PolicyParameter& parameter, const std:
     throw Error(fmt::format("{}: {} is \"{}\"; expected {}", what, parameter.name, value,
                             expected(parameter)));
   }
+  // (A file that need not be given has a standard value such as "none".)
   std::error_code ignored;
-  if (parameter.kind == Kind::file && !std::filesystem::exists(value, ignored)) {
+  if (parameter.kind == Kind::file && value != parameter.standard &&
+      !std::filesystem::exists(value, ignored)) {
     throw Error(
         fmt::format("{}: {} is \"{}\", and there is no such file", what, parameter.name, value));
   }

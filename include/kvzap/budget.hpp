@@ -38,8 +38,12 @@ struct Budget {
   std::int64_t keep_tokens = 0;  // rows per head
   std::int64_t bytes = 0;        // of keys and values, over all layers and ranks
   Pool pool = Pool::head;
-  /// Pool::layer, Pool::model: every head keeps at least this share of what Pool::head would keep.
+  /// Pool::layer, Pool::model: every head keeps at least this share of what Pool::head would keep,
+  /// and one row if the share is not 0.
   double safeguard = 0.2;
+  /// Pool::layer, Pool::model: the evict ratio is of the pool's rows, of which floor(rows * ratio)
+  /// go (kvpress' KVzip and FastKVzip), instead of heads times what a head would keep (its AdaKV).
+  bool counts_pools = false;
   /// Evict ratio of each layer; empty: the same for all ("per-layer").
   std::vector<double> layer_ratios;
   /// Whether the budget falls with depth ("pyramid", arXiv 2406.02069), from 1 - 1/beta above the
@@ -64,14 +68,24 @@ struct Budget {
   /// Whether a layer's rows can be chosen without the others' scores.
   bool by_layer() const { return pool != Pool::model; }
   /// Rows that a head of `layer` keeps of the `tokens` that its sequence has seen (the mean over
-  /// heads where they compete); not more than that. Throws Error if the budget is below the least
-  /// possible, naming it.
+  /// heads where they compete, rounded down); not more than that. Throws Error if the budget is
+  /// below the least possible, naming it.
   std::int64_t rows_per_head(const Model& model, int layer, std::int64_t tokens) const;
+  /// Of the rows [begin, end) of a head's `rows` (one part of them, see `chunk`), how many stay.
+  std::int64_t rows_of_part(const Model& model, int layer, std::int64_t tokens, std::int64_t rows,
+                            std::int64_t begin, std::int64_t end) const;
+  /// Rows that stay in any case of a head that would keep `rows` if it had not to compete.
+  std::int64_t safe_rows(std::int64_t rows) const;
 
   /// Fills `keep` of all layers: one layer if by_layer(), else all of the model. Exact, by order of
   /// (score, head, position), the oldest of equal ones first; the same for any number of ranks and
-  /// any placement of heads. Scores that are NaN or infinite stay, even beyond the budget.
-  /// Collective. Waits for `exec`.
+  /// any placement of heads. Scores that are NaN or infinite stay, even beyond the budget. A head
+  /// or pool that has fewer rows than the budget allows, since some of the sequence's went before,
+  /// keeps them all. What stands behind a head's rows in `keep` is not written.
+  ///
+  /// Collective, with the same layers on every rank, unless heads do not compete (Pool::head
+  /// without `group`): then nothing is communicated. Waits for `exec`. Throws Error if the budget
+  /// is below the least possible or parts of it contradict each other.
   void choose(const ExecutionSpace& exec, const Communicator& comm, const Model& model,
               std::int64_t tokens, const std::vector<ScoredLayer>& layers) const;
 };

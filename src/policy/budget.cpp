@@ -1,0 +1,394 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <kvzap/budget.hpp>
+#include <limits>
+
+#include "base/kokkos_compat.hpp"
+#include "policy/segments.hpp"
+
+namespace kvzap {
+namespace {
+
+using detail::judge;
+using detail::Segment;
+using detail::select_alone;
+
+using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
+
+// As Python's int(n * (1 - ratio)): kvpress' counts have to come out.
+std::int64_t kept_share(std::int64_t n, double ratio) {
+  return static_cast<std::int64_t>(static_cast<double>(n) * (1 - ratio));
+}
+
+// One, unless there is none to keep.
+std::int64_t at_least_one(std::int64_t kept, std::int64_t n) {
+  return std::min(n, std::max<std::int64_t>(1, kept));
+}
+
+double ratio_of(const Budget& budget, int layer) {
+  return budget.layer_ratios.empty() ? budget.evict_ratio
+                                     : budget.layer_ratios.at(static_cast<std::size_t>(layer));
+}
+
+std::int64_t rows_of_bytes(const Budget& budget, const Budget::Model& model) {
+  return budget.bytes / model.row_bytes;
+}
+
+std::int64_t heads_of(const Budget::Model& model) {
+  return static_cast<std::int64_t>(model.layers) * model.kv_heads;
+}
+
+// Rows of a head where nothing but the amount is looked at; a fraction of one for `pyramid`, which
+// rounds later.
+double mean_rows(const Budget& budget, const Budget::Model& model, int layer, std::int64_t tokens) {
+  const auto n = static_cast<double>(tokens);
+  switch (budget.amount) {
+    case Budget::Amount::none:
+      return n;
+    case Budget::Amount::evict_ratio:
+      return n * (1 - ratio_of(budget, layer));
+    case Budget::Amount::keep_tokens:
+      return static_cast<double>(std::min(tokens, budget.keep_tokens));
+    case Budget::Amount::bytes: {
+      const std::int64_t rows = rows_of_bytes(budget, model) / heads_of(model);
+      if (rows < 1) {
+        throw Error(
+            fmt::format("the budget of {} bytes is below the least possible, {}: a row of {} bytes "
+                        "in each of {} "
+                        "heads of {} layers",
+                        budget.bytes, heads_of(model) * model.row_bytes, model.row_bytes,
+                        model.kv_heads, model.layers));
+      }
+      return static_cast<double>(std::min(tokens, rows));
+    }
+  }
+  return n;
+}
+
+// See policy::pyramid.
+std::int64_t pyramid_rows(const Budget& budget, const Budget::Model& model, int layer,
+                          std::int64_t tokens) {
+  const double mean = mean_rows(budget, model, layer, tokens);
+  const auto round = [&](double rows) {
+    // To even, as Python does. A size in bytes is not to be exceeded.
+    const double whole =
+        budget.amount == Budget::Amount::bytes ? std::floor(rows) : std::nearbyint(rows);
+    return at_least_one(static_cast<std::int64_t>(whole), tokens);
+  };
+  const auto n = static_cast<double>(tokens);
+  const auto window = static_cast<double>(budget.pyramid_window);
+  const double capacity = window + mean;
+  double least = (capacity - window) / budget.pyramid_beta;
+  double most = (capacity - window) * 2 - least;
+  if (most >= n - window) {
+    most = n - window;
+    least = (capacity - window) * 2 - most;
+  }
+  if (!(n >= most && most >= least && least >= window)) return round(mean);
+  const double step = model.layers > 1 ? (most - least) / (model.layers - 1) : 0;
+  return round(most - layer * step);
+}
+
+// The counts of a pool of `pool_rows` rows are made of its own size.
+std::int64_t kept_of_pool(const Budget& budget, int layer, std::int64_t pool_rows) {
+  const double evicted = static_cast<double>(pool_rows) * ratio_of(budget, layer);
+  return pool_rows - static_cast<std::int64_t>(evicted);
+}
+
+// Of groups of rows that stay or go together, how many stay.
+std::int64_t groups_kept(const Budget& budget, const Budget::Model& model, int layer,
+                         std::int64_t tokens) {
+  const std::int64_t groups = (tokens + budget.group - 1) / budget.group;
+  if (budget.amount == Budget::Amount::evict_ratio && !budget.pyramid) {
+    return at_least_one(kept_share(groups, ratio_of(budget, layer)), groups);
+  }
+  const std::int64_t rows =
+      budget.pyramid ? pyramid_rows(budget, model, layer, tokens)
+                     : static_cast<std::int64_t>(mean_rows(budget, model, layer, tokens));
+  if (rows >= tokens) return groups;
+  if (rows < budget.group && !budget.pyramid) {
+    const bool in_bytes = budget.amount == Budget::Amount::bytes;
+    throw Error(fmt::format(
+        "the budget of {} is below the least possible, {}: rows stay or go in groups of {}",
+        in_bytes ? fmt::format("{} bytes", budget.bytes) : fmt::format("{} tokens", rows),
+        in_bytes ? budget.group * heads_of(model) * model.row_bytes : budget.group, budget.group));
+  }
+  return at_least_one(rows / budget.group, groups);
+}
+
+void check(const Budget& budget) {
+  const bool competes = budget.pool != Budget::Pool::head;
+  if (!budget.has_amount()) throw Error("budget: it has no amount");
+  if (competes && (budget.chunk != 0 || budget.group != 0)) {
+    throw Error("budget: heads cannot compete where parts of the sequence have their own budgets");
+  }
+  if (budget.chunk != 0 && budget.group != 0) {
+    throw Error("budget: groups cannot compete within parts of the sequence");
+  }
+  if (!budget.by_layer() && (budget.pyramid || !budget.layer_ratios.empty())) {
+    throw Error("budget: layers that compete cannot have budgets of their own");
+  }
+}
+
+Segment segment_of(const ScoredLayer& layer, int head, std::int64_t begin, std::int64_t end) {
+  Segment segment;
+  segment.rows = end - begin;
+  segment.stride = static_cast<std::int64_t>(layer.scores.stride(1));
+  if (segment.rows == 0) return segment;
+  const auto head_offset = static_cast<std::int64_t>(layer.scores.stride(0)) * head;
+  segment.scores = layer.scores.data() + head_offset + begin * segment.stride;
+  segment.keep = layer.keep.data() + static_cast<std::int64_t>(layer.keep.stride(0)) * head + begin;
+  return segment;
+}
+
+// Every head, or every part of one, by itself.
+void choose_by_head(const ExecutionSpace& exec, const Budget& budget, const Budget::Model& model,
+                    std::int64_t tokens, const std::vector<ScoredLayer>& layers) {
+  std::vector<Segment> segments;
+  std::vector<std::int64_t> keep;
+  for (const ScoredLayer& layer : layers) {
+    const std::int64_t rows_per_head = budget.rows_per_head(model, layer.layer, tokens);
+    for (std::size_t h = 0; h < layer.heads.size(); ++h) {
+      const std::int64_t rows = layer.rows[h];
+      const std::int64_t part = budget.chunk != 0 ? budget.chunk : rows;
+      for (std::int64_t begin = 0; begin < rows; begin += part) {
+        const std::int64_t end = std::min(rows, begin + part);
+        segments.push_back(segment_of(layer, static_cast<int>(h), begin, end));
+        keep.push_back(budget.chunk != 0
+                           ? budget.rows_of_part(model, layer.layer, tokens, rows, begin, end)
+                           : std::min(rows, rows_per_head));
+      }
+    }
+  }
+  select_alone(exec, keep, segments);
+  judge(exec, segments);
+}
+
+// Heads of a layer, or of the model, compete.
+void choose_by_pool(const ExecutionSpace& exec, const Communicator& comm, const Budget& budget,
+                    const Budget::Model& model, std::int64_t tokens,
+                    const std::vector<ScoredLayer>& layers) {
+  const bool by_layer = budget.by_layer();
+  std::vector<std::int64_t> rows_of_pool(by_layer ? layers.size() : 1, 0);
+  std::vector<Segment> segments;
+  std::vector<std::int64_t> pools, orders, safe;
+  std::int64_t all_rows = 0;
+  for (std::size_t l = 0; l < layers.size(); ++l) {
+    const ScoredLayer& layer = layers[l];
+    const std::int64_t rows_per_head = budget.rows_per_head(model, layer.layer, tokens);
+    for (std::size_t h = 0; h < layer.heads.size(); ++h) {
+      const std::int64_t rows = layer.rows[h];
+      segments.push_back(segment_of(layer, static_cast<int>(h), 0, rows));
+      pools.push_back(by_layer ? static_cast<std::int64_t>(l) : 0);
+      orders.push_back(static_cast<std::int64_t>(layer.layer) * model.kv_heads + layer.heads[h]);
+      safe.push_back(std::min(rows, budget.safe_rows(rows_per_head)));
+      rows_of_pool[static_cast<std::size_t>(pools.back())] += rows;
+      all_rows += rows;
+    }
+  }
+  comm.all_reduce_sum(rows_of_pool.data(), rows_of_pool.size());
+
+  std::vector<std::int64_t> keep;
+  for (std::size_t pool = 0; pool < rows_of_pool.size(); ++pool) {
+    const int layer = by_layer ? layers[pool].layer : 0;
+    const std::int64_t heads = by_layer ? model.kv_heads : heads_of(model);
+    std::int64_t rows = heads * budget.rows_per_head(model, layer, tokens);
+    if (budget.counts_pools && budget.amount == Budget::Amount::evict_ratio) {
+      rows = kept_of_pool(budget, layer, heads * tokens);
+    } else if (!by_layer && budget.amount == Budget::Amount::bytes) {
+      rows = rows_of_bytes(budget, model);
+    }
+    keep.push_back(std::min(rows, rows_of_pool[pool]));
+  }
+
+  // What is safe counts as larger than all others: as infinite, in a copy.
+  Kokkos::View<float*, MemorySpace> marked;
+  if (budget.safeguard > 0) {
+    marked = Kokkos::View<float*, MemorySpace>(
+        Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::budget::marked"), all_rows);
+    std::vector<Segment> marking = segments;
+    select_alone(exec, safe, marking);
+    float* target = marked.data();
+    for (std::size_t i = 0; i < segments.size(); ++i) {
+      marking[i].keep = nullptr;
+      marking[i].marked = target;
+      marking[i].mark = std::numeric_limits<float>::infinity();
+      segments[i].scores = target;
+      segments[i].stride = 1;
+      target += segments[i].rows;
+    }
+    judge(exec, marking);
+  }
+  detail::select(exec, comm, pools, orders, keep, segments);
+  judge(exec, segments);
+}
+
+using Sums = Kokkos::View<double**, Kokkos::LayoutRight, MemorySpace>;
+
+// sums(head on this rank, group) = scores of the group's rows.
+void sum_groups(const ExecutionSpace& exec, const ScoredLayer& layer, std::int64_t group,
+                const Kokkos::View<const std::int64_t*, MemorySpace>& rows, const Sums& sums) {
+  const auto scores = layer.scores;
+  const auto groups = static_cast<std::int64_t>(sums.extent(1));
+  Kokkos::parallel_for(
+      "kvzap::budget::sum_groups",
+      Range(exec, 0, static_cast<std::int64_t>(sums.extent(0)) * groups),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t head = i / groups, begin = i % groups * group;
+        const std::int64_t end = begin + group < rows(head) ? begin + group : rows(head);
+        double sum = 0;
+        for (std::int64_t row = begin; row < end; ++row) sum += scores(head, row);
+        sums(head, i % groups) = sum;
+      });
+}
+
+void keep_groups(const ExecutionSpace& exec, const ScoredLayer& layer, std::int64_t group,
+                 const Kokkos::View<const std::int64_t*, MemorySpace>& rows, std::int64_t most_rows,
+                 const Kokkos::View<const std::uint8_t*, MemorySpace>& flags) {
+  const auto keep = layer.keep;
+  Kokkos::parallel_for(
+      "kvzap::budget::keep_groups",
+      Range(exec, 0, static_cast<std::int64_t>(layer.heads.size()) * most_rows),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t head = i / most_rows, row = i % most_rows;
+        if (row < rows(head)) keep(head, row) = flags(row / group);
+      });
+}
+
+// Groups of rows of a layer, the same in all heads. The sums of single heads are what ranks
+// exchange, so that they are added up in one order everywhere.
+void choose_groups(const ExecutionSpace& exec, const Communicator& comm, const Budget& budget,
+                   const Budget::Model& model, std::int64_t tokens, const ScoredLayer& layer) {
+  std::int64_t most_rows = 0;
+  for (const std::int64_t rows : layer.rows) most_rows = std::max(most_rows, rows);
+  most_rows = comm.all_reduce_max(most_rows);
+  if (most_rows < budget.group) {
+    Budget plain = budget;
+    plain.group = 0;
+    return choose_by_head(exec, plain, model, tokens, {layer});
+  }
+  const std::int64_t groups = (most_rows + budget.group - 1) / budget.group;
+  const auto n_heads = layer.heads.size();
+
+  const Kokkos::View<std::int64_t*, MemorySpace> rows(
+      Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::budget::rows"), n_heads);
+  const auto host_rows = Kokkos::create_mirror_view(rows);
+  std::copy(layer.rows.begin(), layer.rows.end(), host_rows.data());
+  Kokkos::deep_copy(exec, rows, host_rows);
+  const Sums sums(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::budget::sums"), n_heads,
+                  groups);
+  sum_groups(exec, layer, budget.group, rows, sums);
+  const auto host_sums = Kokkos::create_mirror_view(sums);
+  Kokkos::deep_copy(exec, host_sums, sums);
+  detail::fence(exec, "kvzap::budget: ranks exchange sums of groups");
+  std::vector<double> of_heads(static_cast<std::size_t>(model.kv_heads * groups), 0.0);
+  for (std::size_t h = 0; h < n_heads; ++h) {
+    for (std::int64_t g = 0; g < groups; ++g) {
+      of_heads[static_cast<std::size_t>(layer.heads[h] * groups + g)] = host_sums(h, g);
+    }
+  }
+  comm.all_reduce_sum(of_heads.data(), of_heads.size());
+
+  struct Group {
+    double score;
+    std::int64_t index;
+  };
+  std::vector<Group> order;
+  for (std::int64_t g = 0; g < groups; ++g) {
+    double sum = 0;
+    for (int head = 0; head < model.kv_heads; ++head) {
+      sum += of_heads[static_cast<std::size_t>(head * groups + g)];
+    }
+    const std::int64_t length = std::min(budget.group, most_rows - g * budget.group);
+    order.push_back({sum / static_cast<double>(length), g});
+  }
+  std::sort(order.begin(), order.end(), [](const Group& a, const Group& b) {
+    const bool a_is_finite = std::isfinite(a.score), b_is_finite = std::isfinite(b.score);
+    if (a_is_finite != b_is_finite) return b_is_finite;
+    return a_is_finite && a.score != b.score ? a.score > b.score : a.index < b.index;
+  });
+  const std::int64_t kept = std::min(groups, groups_kept(budget, model, layer.layer, tokens));
+  const Kokkos::View<std::uint8_t*, MemorySpace> flags("kvzap::budget::flags", groups);
+  const auto host_flags = Kokkos::create_mirror_view(flags);
+  for (std::int64_t k = 0; k < groups; ++k) {
+    const Group& group = order[static_cast<std::size_t>(k)];
+    host_flags(group.index) = k < kept || !std::isfinite(group.score) ? 1 : 0;
+  }
+  Kokkos::deep_copy(exec, flags, host_flags);
+  keep_groups(exec, layer, budget.group, rows, most_rows, flags);
+  detail::fence(exec, "kvzap::budget: verdicts are there");
+}
+
+void check_layer(const ScoredLayer& layer) {
+  const std::size_t heads = layer.heads.size();
+  std::int64_t most_rows = 0;
+  for (const std::int64_t rows : layer.rows) most_rows = std::max(most_rows, rows);
+  const auto fits = [&](const auto& view) {
+    return view.extent(0) >= heads && static_cast<std::int64_t>(view.extent(1)) >= most_rows;
+  };
+  if (layer.rows.size() != heads || !fits(layer.scores) || !fits(layer.keep)) {
+    throw Error(
+        fmt::format("budget: layer {} has {} heads of up to {} rows; scores are ({}, {}), "
+                    "verdicts ({}, {})",
+                    layer.layer, heads, most_rows, layer.scores.extent(0), layer.scores.extent(1),
+                    layer.keep.extent(0), layer.keep.extent(1)));
+  }
+  if (most_rows > std::numeric_limits<std::int32_t>::max()) throw Error("budget: too many rows");
+}
+
+}  // namespace
+
+std::int64_t Budget::rows_per_head(const Model& model, int layer, std::int64_t tokens) const {
+  if (tokens <= 0) return 0;
+  if (group != 0 && tokens >= group) {
+    return std::min(tokens, groups_kept(*this, model, layer, tokens) * group);
+  }
+  if (pyramid) return pyramid_rows(*this, model, layer, tokens);
+  if (amount == Amount::evict_ratio && chunk != 0) {
+    const double ratio = ratio_of(*this, layer);
+    const std::int64_t last = tokens % chunk;
+    return tokens / chunk * at_least_one(kept_share(chunk, ratio), chunk) +
+           at_least_one(kept_share(last, ratio), last);
+  }
+  if (amount == Amount::evict_ratio && pool != Pool::head && counts_pools) {
+    const std::int64_t heads = by_layer() ? model.kv_heads : heads_of(model);
+    return kept_of_pool(*this, layer, heads * tokens) / heads;
+  }
+  const auto rows = static_cast<std::int64_t>(mean_rows(*this, model, layer, tokens));
+  return at_least_one(rows, tokens);
+}
+
+std::int64_t Budget::rows_of_part(const Model& model, int layer, std::int64_t tokens,
+                                  std::int64_t rows, std::int64_t begin, std::int64_t end) const {
+  if (rows <= 0 || end <= begin) return 0;
+  if (rows == tokens && amount == Amount::evict_ratio && !pyramid) {
+    return at_least_one(kept_share(end - begin, ratio_of(*this, layer)), end - begin);
+  }
+  // Even shares that add up to what the head keeps.
+  const std::int64_t kept = std::min(rows, rows_per_head(model, layer, tokens));
+  return kept * end / rows - kept * begin / rows;
+}
+
+std::int64_t Budget::safe_rows(std::int64_t rows) const {
+  if (safeguard <= 0) return 0;
+  return at_least_one(static_cast<std::int64_t>(static_cast<double>(rows) * safeguard), rows);
+}
+
+void Budget::choose(const ExecutionSpace& exec, const Communicator& comm, const Model& model,
+                    std::int64_t tokens, const std::vector<ScoredLayer>& layers) const {
+  check(*this);
+  for (const ScoredLayer& layer : layers) check_layer(layer);
+  if (group != 0) {
+    for (const ScoredLayer& layer : layers) {
+      choose_groups(exec, comm, *this, model, tokens, layer);
+    }
+  } else if (pool == Pool::head) {
+    choose_by_head(exec, *this, model, tokens, layers);
+  } else {
+    choose_by_pool(exec, comm, *this, model, tokens, layers);
+  }
+}
+
+}  // namespace kvzap

@@ -1,0 +1,290 @@
+// Modifiers that change how many rows stay, and which compete: ada, global, pyramid, per-layer,
+// chunkkv, dms; and rerotate, which changes what becomes of those that stay.
+#include <fmt/format.h>
+
+#include <cmath>
+#include <fstream>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "base/json_file.hpp"
+#include "policy/registry.hpp"
+
+namespace kvzap::policy {
+namespace {
+
+using Kind = PolicyParameter::Kind;
+
+void need_budget(const PolicyChoice& choice, const char* name, const char* why) {
+  if (choice.budget.has_amount()) return;
+  throw Error(
+      fmt::format("{} {}; give an evict ratio, a number of tokens or a size instead of a threshold",
+                  name, why));
+}
+
+// The word for what two modifiers cannot both set.
+void refuse(bool condition, const char* name, const std::string& why) {
+  if (condition) throw Error(fmt::format("{} has no meaning here: {}", name, why));
+}
+
+// Ratios of a text file, one per line, or of a JSON list.
+std::vector<double> read_ratios(const std::string& file, std::int64_t layers) {
+  std::ifstream stream(file);
+  std::stringstream content;
+  content << stream.rdbuf();
+  if (!stream) throw Error(fmt::format("{}: cannot be read", file));
+  const std::string text = content.str();
+  std::vector<double> ratios;
+  const std::size_t first = text.find_first_not_of(" \t\r\n");
+  if (first != std::string::npos && text[first] == '[') {
+    const nlohmann::json list = detail::parse_json(text, file);
+    for (const auto& entry : list) {
+      if (!entry.is_number()) {
+        throw Error(fmt::format("{}: entry {} is {}; expected a number", file, ratios.size(),
+                                entry.dump()));
+      }
+      ratios.push_back(entry.get<double>());
+    }
+  } else {
+    std::istringstream words(text);
+    words.imbue(std::locale::classic());
+    for (std::string word; words >> word;) {
+      std::istringstream number(word);
+      number.imbue(std::locale::classic());
+      double ratio = 0;
+      if (!(number >> ratio) || number.peek() != std::istringstream::traits_type::eof()) {
+        throw Error(
+            fmt::format("{}: entry {} is \"{}\"; expected a number", file, ratios.size(), word));
+      }
+      ratios.push_back(ratio);
+    }
+  }
+  for (std::size_t i = 0; i < ratios.size(); ++i) {
+    if (!(ratios[i] >= 0 && ratios[i] < 1)) {
+      throw Error(
+          fmt::format("{}: the evict ratio of layer {} is {}; expected at least 0 and less "
+                      "than 1",
+                      file, i, ratios[i]));
+    }
+  }
+  if (static_cast<std::int64_t>(ratios.size()) != layers) {
+    throw Error(
+        fmt::format("{}: {} evict ratios; the model has {} layers", file, ratios.size(), layers));
+  }
+  return ratios;
+}
+
+}  // namespace
+
+/// AdaKV (arXiv 2407.11550): the rows of all heads of a layer compete for kv_heads times what a
+/// head would keep; in each head the best max(1, floor(alpha * that)) are safe (none if alpha is
+/// 0). As kvpress has it. With `pyramid`, which goes before, the layer's mean falls with depth (the
+/// paper's Ada-PyramidKV). Cost: two selections instead of one; a copy of the layer's scores.
+ModifierInfo ada() {
+  ModifierInfo info;
+  info.name = "ada";
+  info.paper = "AdaKV, arXiv 2407.11550";
+  info.effect = "the heads of a layer compete for its budget";
+  info.parameters = {{"alpha",
+                      Kind::number,
+                      "0.2",
+                      0,
+                      1,
+                      {},
+                      "share of a head's even budget that each head keeps in any case"}};
+  info.apply = [](PolicyChoice& choice, const PolicyArguments& arguments, const PolicySetup&) {
+    need_budget(choice, "ada", "shares a budget out over heads");
+    choice.budget.pool = Budget::Pool::layer;
+    choice.budget.counts_pools = false;
+    choice.budget.safeguard = arguments.number("alpha");
+  };
+  return info;
+}
+
+/// All heads of all layers compete: what kvpress does for KVzip and FastKVzip. Of the model's rows
+/// floor(rows * ratio) go. kvpress has no safeguard there, so alpha is 0 by default; else as in
+/// `ada`. Scores must be comparable over layers, which those of policies that normalize by layer
+/// are not. Cost: the cache is whole until the last layer has its scores.
+ModifierInfo global() {
+  ModifierInfo info;
+  info.name = "global";
+  info.paper = "as in KVzip, arXiv 2505.23416";
+  info.effect = "the heads of all layers compete for the model's budget";
+  info.parameters = {{"alpha",
+                      Kind::number,
+                      "0",
+                      0,
+                      1,
+                      {},
+                      "share of a head's even budget that each head keeps in any case"}};
+  info.apply = [](PolicyChoice& choice, const PolicyArguments& arguments, const PolicySetup&) {
+    need_budget(choice, "global", "shares a budget out over layers");
+    refuse(choice.budget.pool == Budget::Pool::layer && !choice.budget.counts_pools, "global",
+           "with ada the heads of a layer compete, with global those of all layers; give one");
+    refuse(choice.budget.pyramid, "global",
+           "what a layer keeps follows from its scores, so its budget cannot fall with depth too");
+    refuse(!choice.budget.layer_ratios.empty(), "global",
+           "what a layer keeps follows from its scores, so it cannot have a ratio of its own too");
+    choice.budget.pool = Budget::Pool::model;
+    choice.budget.counts_pools = true;
+    choice.budget.safeguard = arguments.number("alpha");
+  };
+  return info;
+}
+
+/// PyramidKV's budget (arXiv 2406.02069) for any policy's scores, in kvpress' form: layer l of L
+/// keeps round(max - l (max - min) / (L - 1)) rows, where m = tokens (1 - ratio), min = m / beta,
+/// max = 2 m - min; if max exceeds tokens - window it is that, and min = 2 m - max. Where min is
+/// below the window or the order of these is broken, every layer keeps round(m).
+///
+/// kvpress differs from the paper in applying the ratio to prompts of any length, and in counting
+/// the window as part of it. PyramidKV's own policy has this budget without being asked, except
+/// under modifiers that kvpress implements as presses which take its scores alone (ada, global,
+/// critical, chunk, chunkkv, rerotate): there add `pyramid`.
+ModifierInfo pyramid() {
+  ModifierInfo info;
+  info.name = "pyramid";
+  info.paper = "PyramidKV, arXiv 2406.02069";
+  info.effect = "early layers keep more than late ones";
+  info.parameters = {{"window",
+                      Kind::integer,
+                      "64",
+                      0,
+                      1 << 24,
+                      {},
+                      "no layer keeps fewer rows than this, or the budget does not fall (rows)"},
+                     {"beta",
+                      Kind::number,
+                      "20",
+                      1,
+                      1e6,
+                      {},
+                      "how steep: the last layer keeps 1/beta of the mean"}};
+  info.apply = [](PolicyChoice& choice, const PolicyArguments& arguments, const PolicySetup&) {
+    need_budget(choice, "pyramid", "shares a budget out over layers");
+    refuse(choice.budget.pool == Budget::Pool::model, "pyramid",
+           fmt::format("in policy {} all layers compete for one budget", choice.info->name));
+    refuse(!choice.budget.layer_ratios.empty(), "pyramid",
+           "per-layer gives every layer a ratio already");
+    refuse(choice.budget.counts_pools, "pyramid",
+           fmt::format("the budget of policy {} is of whole layers, as many rows in each",
+                       choice.info->name));
+    choice.budget.pyramid = true;
+    choice.budget.pyramid_window = arguments.integer("window");
+    choice.budget.pyramid_beta = arguments.number("beta");
+  };
+  return info;
+}
+
+/// An evict ratio for each layer (kvpress' PerLayerCompressionPress), from a file: one ratio in
+/// [0, 1) a line, or a JSON list; as many as the model has layers. They are the budget, so none is
+/// given beside them.
+ModifierInfo per_layer() {
+  ModifierInfo info;
+  info.name = "per-layer";
+  info.paper = "kvpress' PerLayerCompressionPress";
+  info.effect = "every layer has an evict ratio of its own";
+  info.parameters = {{"ratios",
+                      Kind::file,
+                      "",
+                      0,
+                      0,
+                      {},
+                      "file of one evict ratio per layer, a line each or a JSON list"}};
+  info.apply = [](PolicyChoice& choice, const PolicyArguments& arguments,
+                  const PolicySetup& setup) {
+    refuse(choice.budget.has_amount() || !std::isnan(choice.threshold), "per-layer",
+           "its file gives the evict ratios; give neither a threshold nor another budget");
+    refuse(choice.budget.pyramid, "per-layer",
+           fmt::format("the budget of policy {} falls with depth already", choice.info->name));
+    refuse(choice.budget.pool != Budget::Pool::head || choice.budget.counts_pools, "per-layer",
+           fmt::format("policy {} has a budget over many heads; it takes one ratio for all",
+                       choice.info->name));
+    choice.budget.layer_ratios =
+        read_ratios(arguments.text("ratios"), setup.config.num_hidden_layers);
+    choice.budget.amount = Budget::Amount::evict_ratio;
+    double sum = 0;
+    for (const double ratio : choice.budget.layer_ratios) sum += ratio;
+    choice.budget.evict_ratio = sum / static_cast<double>(choice.budget.layer_ratios.size());
+  };
+  return info;
+}
+
+/// ChunkKV (arXiv 2502.00299) as kvpress has it: groups of `length` consecutive rows stay or go
+/// together, in all heads of a layer. A group's score is the mean over its rows of the sum over the
+/// layer's heads; of G groups (the last may be shorter) max(1, floor(G (1 - ratio))) stay. A
+/// sequence without one whole group is pruned row by row. kvpress leaves out the paper's reuse of
+/// indices over layers, and so does this.
+ModifierInfo chunkkv() {
+  ModifierInfo info;
+  info.name = "chunkkv";
+  info.paper = "ChunkKV, arXiv 2502.00299";
+  info.effect = "groups of consecutive tokens stay or go together, in all heads of a layer";
+  info.parameters = {
+      {"length", Kind::integer, "20", 1, 1 << 24, {}, "tokens that stay or go together"}};
+  info.apply = [](PolicyChoice& choice, const PolicyArguments& arguments, const PolicySetup&) {
+    need_budget(choice, "chunkkv", "keeps a number of groups of tokens");
+    refuse(choice.budget.pool != Budget::Pool::head, "chunkkv",
+           "all heads of a layer keep the same tokens, so that heads cannot compete (ada, global, "
+           "fastkvzip)");
+    refuse(
+        choice.budget.chunk != 0, "chunkkv",
+        "chunk gives every part of the sequence a budget of its own, chunkkv lets parts compete");
+    refuse(choice.scores_are_marked, "chunkkv",
+           "critical marks the rows of its first stage with the largest number there is, of which "
+           "no mean over a group can be taken");
+    choice.budget.group = arguments.integer("length");
+  };
+  return info;
+}
+
+/// A threshold over any policy's scores (kvpress' DMSPress; inference of Dynamic Memory
+/// Sparsification, arXiv 2506.05345, without its trained scores): a row whose score is below it
+/// goes once it has left the window. The same as giving a threshold with the policy alone.
+ModifierInfo dms() {
+  ModifierInfo info;
+  info.name = "dms";
+  info.paper = "DMS, arXiv 2506.05345";
+  info.effect = "a threshold over the policy's scores decides";
+  PolicyParameter threshold{
+      "threshold", Kind::number, "", 0, 0, {}, "score below which a row is evicted"};
+  threshold.least = std::numeric_limits<double>::lowest();
+  threshold.most = std::numeric_limits<double>::max();
+  threshold.optional = true;
+  info.parameters = {threshold};
+  info.apply = [](PolicyChoice& choice, const PolicyArguments& arguments, const PolicySetup&) {
+    refuse(choice.budget.has_amount(), "dms",
+           "it judges each row by a threshold, and a budget is given");
+    if (!arguments.has("threshold")) return;
+    refuse(!std::isnan(choice.threshold), "dms:threshold", "another threshold is given beside it");
+    choice.threshold = arguments.number("threshold");
+  };
+  return info;
+}
+
+/// Closes up the positions of the rows that stay and turns their keys to the new ones (kvpress'
+/// KeyRerotationPress; FINCH, TACL 2024). Every head of every layer must keep as many rows, since a
+/// sequence has one length: so it goes with budgets of heads alone.
+ModifierInfo rerotate() {
+  ModifierInfo info;
+  info.name = "rerotate";
+  info.paper = "FINCH, TACL 2024 (kvpress' KeyRerotationPress)";
+  info.effect = "positions of what stays are closed up, keys turned to them";
+  info.apply = [](PolicyChoice& choice, const PolicyArguments&, const PolicySetup&) {
+    need_budget(choice, "rerotate",
+                "needs as many rows in every head, which a threshold does not give");
+    refuse(choice.budget.pool != Budget::Pool::head, "rerotate",
+           "heads that compete (ada, global, fastkvzip) keep different numbers of rows, and a "
+           "sequence has one length");
+    refuse(choice.budget.pyramid || !choice.budget.layer_ratios.empty(), "rerotate",
+           "layers keep different numbers of rows (pyramid, per-layer), and a sequence has one "
+           "length");
+    refuse(choice.budget.group != 0, "rerotate",
+           "chunkkv may keep a shorter last group in one layer and not in another");
+    choice.rerotate = true;
+  };
+  return info;
+}
+
+}  // namespace kvzap::policy

@@ -1,0 +1,243 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "base/kokkos_compat.hpp"
+#include "base/scratch.hpp"
+#include "linalg/gemm.hpp"
+#include "policy/registry.hpp"
+#include "policy/segments.hpp"
+
+namespace kvzap::policy {
+namespace {
+
+using detail::Matrix;
+using detail::Segment;
+using detail::Vector;
+using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
+using Flags = Kokkos::View<std::uint8_t**, Kokkos::LayoutRight, MemorySpace>;
+
+constexpr float largest = std::numeric_limits<float>::max();
+// Rows of values that go through W_O at a time.
+constexpr std::int64_t tile_rows = 512;
+
+// norms(first + row) += scale * sum of |projected(row, ·)|
+void add_norms(const ExecutionSpace& exec, const Matrix& projected, std::int64_t first, float scale,
+               const Vector& norms) {
+  const auto columns = static_cast<std::int64_t>(projected.extent(1));
+  Kokkos::parallel_for(
+      "kvzap::critical::norms", Range(exec, 0, static_cast<std::int64_t>(projected.extent(0))),
+      KOKKOS_LAMBDA(std::int64_t row) {
+        // Several sums, so that they vectorize.
+        constexpr int n_sums = 16;
+        float sums[n_sums] = {};
+        const float* const values = &projected(row, 0);
+        std::int64_t i = 0;
+        for (; i + n_sums <= columns; i += n_sums) {
+          for (int k = 0; k < n_sums; ++k) sums[k] += detail::math::fabs(values[i + k]);
+        }
+        float sum = 0;
+        for (; i < columns; ++i) sum += detail::math::fabs(values[i]);
+        for (int k = 0; k < n_sums; ++k) sum += sums[k];
+        norms(first + row) += scale * sum;
+      });
+}
+
+// scores = largest where flagged, else (score + epsilon) * norm. What is not finite stays so.
+void weigh(const ExecutionSpace& exec, const Flags& flags, int head, std::int64_t rows,
+           float epsilon, const Vector& norms, const Policy::ScoreView& scores) {
+  Kokkos::parallel_for(
+      "kvzap::critical::weigh", Range(exec, 0, rows), KOKKOS_LAMBDA(std::int64_t row) {
+        const float score = scores(head, row);
+        if (!EvictionRule::is_finite(score)) return;
+        const float weighed = flags(head, row) != 0 ? largest : (score + epsilon) * norms(row);
+        // It may overflow, and what is infinite would stay.
+        scores(head, row) = weighed > largest ? largest : weighed < -largest ? -largest : weighed;
+      });
+}
+
+// scores = largest where flagged and finite.
+void mark(const ExecutionSpace& exec, const Flags& flags, int head, std::int64_t rows,
+          const Policy::ScoreView& scores) {
+  Kokkos::parallel_for(
+      "kvzap::critical::mark", Range(exec, 0, rows), KOKKOS_LAMBDA(std::int64_t row) {
+        if (flags(head, row) != 0 && EvictionRule::is_finite(scores(head, row))) {
+          scores(head, row) = largest;
+        }
+      });
+}
+
+std::int64_t count_flags(const ExecutionSpace& exec, const Flags& flags, int head,
+                         std::int64_t rows) {
+  std::int64_t count = 0;
+  Kokkos::parallel_reduce(
+      "kvzap::critical::count", Range(exec, 0, rows),
+      KOKKOS_LAMBDA(std::int64_t row, std::int64_t & sum) { sum += flags(head, row); }, count);
+  return count;
+}
+
+struct Options {
+  double epsilon = 1e-4;
+  double first = 0.5;
+  bool heads_compete = false;  // CriticalAda
+  double safeguard = 0;        // then
+};
+
+class Critical final : public Policy {
+ public:
+  Critical(std::unique_ptr<Policy> inner, const Options& options)
+      : m_inner(std::move(inner)), m_options(options) {}
+
+  PolicyNeeds needs() const override { return m_inner->needs(); }
+  void observe(PolicyLayer& layer, const TokenBlock& block) override {
+    m_inner->observe(layer, block);
+  }
+
+  void score(PolicyLayer& layer, const ScoreView& scores) override {
+    m_inner->score(layer, scores);
+    const Flags flags(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::critical::flags"),
+                      layer.heads(), scores.extent(1));
+    std::vector<std::int64_t> budgets;  // of heads that compete
+    std::vector<std::int64_t> first;
+    if (m_options.heads_compete) {
+      Budget even;
+      even.amount = Budget::Amount::keep_tokens;
+      even.keep_tokens = std::max<std::int64_t>(1, layer.extents().keep);
+      even.pool = Budget::Pool::layer;
+      even.safeguard = m_options.safeguard;
+      const Budget::Model model = {layer.extents().layers, layer.extents().kv_heads, 1};
+      const ScoredLayer scored = {layer.layer(), layer.extents().heads, layer.extents().rows,
+                                  scores, flags};
+      even.choose(layer.exec(), layer.comm(), model, layer.extents().tokens, {scored});
+      const std::int64_t safe = even.safe_rows(layer.extents().keep);
+      for (int head = 0; head < layer.heads(); ++head) {
+        budgets.push_back(count_flags(layer.exec(), flags, head, layer.rows(head)));
+        first.push_back(std::max(std::min(safe, budgets.back()), first_rows(budgets.back())));
+      }
+    } else {
+      const std::int64_t least = m_options.first > 0 ? 1 : 0;
+      for (int head = 0; head < layer.heads(); ++head) {
+        first.push_back(
+            std::min(layer.rows(head), std::max(least, first_rows(layer.extents().keep))));
+      }
+    }
+    select(layer, scores, first, flags);
+    for (int head = 0; head < layer.heads(); ++head) {
+      const std::int64_t rows = layer.rows(head);
+      if (rows == 0) continue;
+      project(layer, head);
+      weigh(layer.exec(), flags, head, rows, static_cast<float>(m_options.epsilon), m_norms,
+            scores);
+    }
+    if (m_options.heads_compete) {
+      select(layer, scores, budgets, flags);
+      for (int head = 0; head < layer.heads(); ++head) {
+        mark(layer.exec(), flags, head, layer.rows(head), scores);
+      }
+    }
+    // The flags go.
+    detail::fence(layer.exec(), "kvzap::critical: scores are there");
+  }
+
+ private:
+  std::int64_t first_rows(std::int64_t rows) const {
+    return static_cast<std::int64_t>(static_cast<double>(rows) * m_options.first);
+  }
+
+  // flags = 1 for the best keep(head) rows of each head.
+  static void select(PolicyLayer& layer, const ScoreView& scores,
+                     const std::vector<std::int64_t>& keep, const Flags& flags) {
+    std::vector<Segment> segments;
+    for (int head = 0; head < layer.heads(); ++head) {
+      Segment segment;
+      segment.rows = layer.rows(head);
+      segment.stride = static_cast<std::int64_t>(scores.stride(1));
+      segment.scores = scores.data() + static_cast<std::int64_t>(scores.stride(0)) * head;
+      segment.keep = flags.data() + static_cast<std::int64_t>(flags.stride(0)) * head;
+      segments.push_back(segment);
+    }
+    detail::select_alone(layer.exec(), keep, segments);
+    detail::judge(layer.exec(), segments);
+  }
+
+  // m_norms(row) = mean over the query heads of the group of the 1-norm of W_O v.
+  void project(PolicyLayer& layer, int head) {
+    const PolicyLayer::RowsView values = layer.values(head);
+    const auto rows = static_cast<std::int64_t>(values.extent(0));
+    const std::int64_t hidden = layer.extents().hidden_size;
+    const int group = layer.extents().group;
+    detail::reserve_scratch(m_norms, rows, "kvzap::critical::norms");
+    detail::reserve_scratch(m_projected, std::min(rows, tile_rows) * hidden,
+                            "kvzap::critical::projected");
+    Kokkos::deep_copy(layer.exec(), m_norms, 0.0f);
+    for (int member = 0; member < group; ++member) {
+      const PolicyLayer::RowsView weights = layer.output_weights(head * group + member);
+      for (std::int64_t begin = 0; begin < rows; begin += tile_rows) {
+        const std::int64_t count = std::min(tile_rows, rows - begin);
+        const PolicyLayer::RowsView tile =
+            Kokkos::subview(values, std::make_pair(begin, begin + count), Kokkos::ALL);
+        const Matrix projected(m_projected.data(), count, hidden);
+        detail::multiply_nn(layer.exec(), 1, tile, weights, 0, projected);
+        add_norms(layer.exec(), projected, begin, 1.0f / static_cast<float>(group), m_norms);
+      }
+    }
+  }
+
+  std::unique_ptr<Policy> m_inner;
+  Options m_options;
+  Vector m_norms;      // scratch
+  Vector m_projected;  // scratch
+};
+
+}  // namespace
+
+/// CriticalKV (arXiv 2502.03805) over any policy's scores, as kvpress has it: in each head the best
+/// max(1, floor(first * budget)) rows stay by their scores alone (they get the largest float);
+/// the others get (score + epsilon) * mean over the group's query heads of the 1-norm of W_O v.
+///
+/// With `ada` (kvpress' CriticalAdaKVPress): a head's budget is what it would keep when heads
+/// compete by the policy's scores, with ada's safeguard; the first stage is that share of it, and
+/// the second fills it up. With `global` the first stage takes its share of the even budget.
+///
+/// Cost: what the output projection of all rows takes; 512 * hidden_size floats.
+ModifierInfo critical() {
+  using Kind = PolicyParameter::Kind;
+  ModifierInfo info;
+  info.name = "critical";
+  info.paper = "CriticalKV, arXiv 2502.03805";
+  info.effect = "a second stage weighs scores by the 1-norm of W_O v";
+  info.parameters = {
+      {"epsilon", Kind::number, "1e-4", 0, 1e6, {}, "added to scores before they are weighed"},
+      {"first", Kind::number, "0.5", 0, 1, {}, "share of the budget that goes by scores alone"}};
+  info.apply = [](PolicyChoice& choice, const PolicyArguments& arguments, const PolicySetup&) {
+    if (!choice.budget.has_amount()) {
+      throw Error(
+          "critical has no meaning with a threshold: its first stage is a share of a budget; give "
+          "an evict ratio, a number of tokens or a size");
+    }
+    Options options;
+    options.epsilon = arguments.number("epsilon");
+    options.first = arguments.number("first");
+    if (choice.budget.pool == Budget::Pool::layer) {
+      if (choice.budget.counts_pools) {
+        throw Error(
+            fmt::format("critical has no meaning here: the budget of policy {} is of whole "
+                        "layers; add ada, whose heads compete by kvpress' counts",
+                        choice.info->name));
+      }
+      options.heads_compete = true;
+      options.safeguard = choice.budget.safeguard;
+      // The scores bring it with them.
+      choice.budget.safeguard = 0;
+    }
+    choice.scores_are_marked = true;
+    choice.scorer = nullptr;
+    choice.make = [inner = choice.make, options] {
+      return std::make_unique<Critical>(inner(), options);
+    };
+  };
+  return info;
+}
+
+}  // namespace kvzap::policy

@@ -1,0 +1,173 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <numeric>
+#include <sstream>
+
+#include "base/json_file.hpp"
+#include "policy/registry.hpp"
+
+namespace kvzap::policy {
+namespace {
+
+using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
+
+// What a pattern and a ratio come to.
+struct Pattern {
+  std::vector<std::vector<bool>> streaming;  // (layer, KV head)
+  std::int64_t sink = 0;
+  std::int64_t recent = 0;
+};
+
+std::int64_t size_field(const nlohmann::json& json, const char* field, const std::string& file) {
+  const auto found = json.find(field);
+  if (found == json.end() || !found->is_number_integer() || found->get<std::int64_t>() < 0) {
+    throw Error(fmt::format("{}: field {} is {}; expected a whole number of at least 0", file,
+                            field, found == json.end() ? "missing" : found->dump()));
+  }
+  return found->get<std::int64_t>();
+}
+
+// (layer, KV head): the shares of full attention of a file of tab-separated numbers, a line for
+// each layer.
+std::vector<std::vector<double>> read_shares(const std::filesystem::path& file) {
+  std::ifstream stream(file);
+  if (!stream) throw Error(fmt::format("{}: cannot be read", file.string()));
+  std::vector<std::vector<double>> shares;
+  std::size_t number = 0;
+  for (std::string line; std::getline(stream, line);) {
+    ++number;
+    std::vector<double> row;
+    std::istringstream words(line);
+    for (std::string word; words >> word;) {
+      double share = 0;
+      const char* const end = word.data() + word.size();
+      const auto [used, error] = std::from_chars(word.data(), end, share);
+      if (error != std::errc() || used != end || !std::isfinite(share)) {
+        throw Error(
+            fmt::format("{}: line {} has \"{}\"; expected a number", file.string(), number, word));
+      }
+      row.push_back(std::clamp(share, 0.0, 1.0));
+    }
+    if (!row.empty()) shares.push_back(std::move(row));
+  }
+  return shares;
+}
+
+Pattern read_pattern(const std::filesystem::path& path, double ratio, const ModelConfig& model) {
+  const auto folder = std::filesystem::is_directory(path) ? path : path.parent_path();
+  const auto file = std::filesystem::is_directory(path) ? path / "full_attention_heads.tsv" : path;
+  const auto config_file = folder / "config.json";
+  const nlohmann::json json = detail::read_json_object(config_file);
+  Pattern pattern;
+  pattern.sink = size_field(json, "sink_size", config_file.string());
+  pattern.recent = size_field(json, "recent_size", config_file.string());
+
+  const std::vector<std::vector<double>> shares = read_shares(file);
+  const auto heads = static_cast<std::size_t>(model.num_key_value_heads);
+  for (std::size_t l = 0; l < shares.size(); ++l) {
+    if (shares[l].size() != heads) {
+      throw Error(
+          fmt::format("{}: layer {} has {} heads, but the model's num_key_value_heads is "
+                      "{}: the pattern was made for another model",
+                      file.string(), l, shares[l].size(), heads));
+    }
+  }
+  if (static_cast<std::int64_t>(shares.size()) != model.num_hidden_layers) {
+    throw Error(
+        fmt::format("{}: {} layers, but the model's num_hidden_layers is {}: the pattern "
+                    "was made for another model",
+                    file.string(), shares.size(), model.num_hidden_layers));
+  }
+  // The heads with the least shares, in order of (share, layer, head), stream.
+  std::vector<std::size_t> order(shares.size() * heads);
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
+    return shares[a / heads][a % heads] < shares[b / heads][b % heads];
+  });
+  // (To even, as Python rounds.)
+  const auto count =
+      static_cast<std::size_t>(std::nearbyint(static_cast<double>(order.size()) * ratio));
+  pattern.streaming.assign(shares.size(), std::vector<bool>(heads, false));
+  for (std::size_t i = 0; i < count; ++i) {
+    pattern.streaming[order[i] / heads][order[i] % heads] = true;
+  }
+  return pattern;
+}
+
+// scores(head, row) = 1 before `sink` and from first_recent on, else 0.
+void score_streaming(const ExecutionSpace& exec, const PolicyLayer::PositionView& positions,
+                     int head, std::int64_t sink, std::int64_t first_recent,
+                     const Policy::ScoreView& scores) {
+  Kokkos::parallel_for(
+      "kvzap::duo_attention", Range(exec, 0, static_cast<std::int64_t>(positions.extent(0))),
+      KOKKOS_LAMBDA(std::int64_t row) {
+        const std::int64_t position = positions(row);
+        scores(head, row) = position < sink || position >= first_recent ? 1.0f : 0.0f;
+      });
+}
+
+class DuoAttention final : public Policy {
+ public:
+  explicit DuoAttention(std::shared_ptr<const Pattern> pattern) : m_pattern(std::move(pattern)) {}
+
+  void score(PolicyLayer& layer, const ScoreView& scores) override {
+    const auto& streaming = m_pattern->streaming.at(static_cast<std::size_t>(layer.layer()));
+    for (int head = 0; head < layer.heads(); ++head) {
+      const auto number = static_cast<std::size_t>(layer.extents().heads[head]);
+      if (streaming.at(number)) {
+        score_streaming(layer.exec(), layer.positions(head), head, m_pattern->sink,
+                        layer.extents().tokens - m_pattern->recent, scores);
+      } else {
+        Kokkos::deep_copy(layer.exec(), Kokkos::subview(scores, head, Kokkos::ALL), 1.0f);
+      }
+    }
+  }
+
+ private:
+  std::shared_ptr<const Pattern> m_pattern;
+};
+
+}  // namespace
+
+/// DuoAttention (arXiv 2410.10819): retrieval heads keep every row, streaming heads the first
+/// `sink_size` positions and the last `recent_size`. Which heads stream is learned and published as
+/// a pattern: shares of full attention (layer, KV head), of which the least round(heads * ratio)
+/// stream; shares that are equal go by (layer, head), where kvpress leaves the order to numpy's
+/// sort.
+///
+/// Scores (head, row) are 1 for rows that stay and 0 for others. Where the paper splits heads at a
+/// share of 0.5 or by a quantile, this has kvpress' number of them. Cost: a pass over positions.
+PolicyInfo duo_attention() {
+  using Kind = PolicyParameter::Kind;
+  PolicyInfo info;
+  info.name = "duo-attention";
+  info.paper = "DuoAttention, arXiv 2410.10819";
+  info.formula = "1 in retrieval heads and for sinks and recent rows of streaming heads, else 0";
+  info.needs = "positions; a pattern of heads";
+  info.cost = "O(rows)";
+  info.parameters = {
+      {"pattern",
+       Kind::file,
+       "",
+       0,
+       0,
+       {},
+       "folder with full_attention_heads.tsv and config.json (sink_size, recent_size), or that "
+       ".tsv "
+       "with the config.json beside it"},
+      {"head-evict-ratio", Kind::number, "0", 0, 1, {}, "share of KV heads that stream"}};
+  info.has_own_budget = true;
+  info.make = [](const PolicyArguments& arguments, const PolicySetup& setup) -> PolicyMaker {
+    const auto pattern = std::make_shared<const Pattern>(read_pattern(
+        arguments.text("pattern"), arguments.number("head-evict-ratio"), setup.config));
+    return [pattern] { return std::make_unique<DuoAttention>(pattern); };
+  };
+  return info;
+}
+
+}  // namespace kvzap::policy

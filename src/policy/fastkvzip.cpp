@@ -1,0 +1,388 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+#include <kvzap/safetensors.hpp>
+
+#include "base/kokkos_compat.hpp"
+#include "base/scratch.hpp"
+#include "linalg/gemm.hpp"
+#include "model/weights.hpp"
+#include "policy/new_scores.hpp"
+#include "policy/registry.hpp"
+
+namespace kvzap::policy {
+namespace {
+
+using detail::ConstVector;
+using detail::Matrix;
+using detail::Vector;
+using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
+using ScoreView = Policy::ScoreView;
+
+// Of torch's Qwen3RMSNorm.
+constexpr float norm_epsilon = 1e-6f;
+
+// Extents of a gate.
+struct GateShape {
+  std::int64_t heads = 0;  // of the model
+  std::int64_t group = 0;  // queries of a head
+  std::int64_t dim = 0;    // of a query and a key
+  std::int64_t sink = 0;   // learned keys beside the token's own
+};
+
+// What a gate's kernel reads, of this rank's heads.
+struct GateViews {
+  Matrix queries;              // (token, (head, query, dim))
+  Matrix keys;                 // (token, (head, dim))
+  ConstVector q_norm, k_norm;  // (dim)
+  ConstVector base;            // (head, sink, dim)
+  ConstVector bias;            // (head, query)
+};
+
+KOKKOS_INLINE_FUNCTION float inverse_norm(const float* values, int dim) {
+  float sum = 0;
+  for (int i = 0; i < dim; ++i) sum += values[i] * values[i];
+  return 1.0f / detail::math::sqrt(sum / static_cast<float>(dim) + norm_epsilon);
+}
+
+// scores(head, token) = mean over queries of 1 / (1 + sum over sinks of exp(base - own))
+void score_gate(const ExecutionSpace& exec, const GateViews& views, const GateShape& shape,
+                const ScoreView& scores) {
+  const auto heads = static_cast<std::int64_t>(scores.extent(0));
+  const int group = static_cast<int>(shape.group), dim = static_cast<int>(shape.dim);
+  const int sink = static_cast<int>(shape.sink);
+  const float scale = 1.0f / detail::math::sqrt(static_cast<float>(dim));
+  const Matrix queries = views.queries, keys = views.keys;
+  const ConstVector q_norm = views.q_norm, k_norm = views.k_norm, bases = views.base;
+  const ConstVector biases = views.bias;
+  Kokkos::parallel_for(
+      "kvzap::fastkvzip::score",
+      Range(exec, 0, heads * static_cast<std::int64_t>(scores.extent(1))),
+      KOKKOS_LAMBDA(std::int64_t item) {
+        const std::int64_t token = item / heads, head = item % heads;
+        const float* const key = &keys(token, head * dim);
+        const float* const base = bases.data() + head * sink * dim;
+        const float key_scale = scale * inverse_norm(key, dim);
+        float score = 0;
+        for (int g = 0; g < group; ++g) {
+          const float* const query = &queries(token, (head * group + g) * dim);
+          const float query_scale = inverse_norm(query, dim);
+          float own = 0;
+          for (int i = 0; i < dim; ++i) own += key[i] * k_norm(i) * (query[i] * q_norm(i));
+          own = own * key_scale * query_scale + biases(head * group + g);
+          float others = 0;
+          for (int s = 0; s < sink; ++s) {
+            float dot = 0;
+            for (int i = 0; i < dim; ++i) dot += base[s * dim + i] * (query[i] * q_norm(i));
+            others += detail::math::exp(dot * scale * query_scale - own);
+          }
+          score += 1.0f / (1.0f + others);
+        }
+        scores(head, token) = score / static_cast<float>(group);
+      });
+}
+
+// Gates of all layers, of this rank's heads.
+class Gates {
+ public:
+  virtual ~Gates() = default;
+  /// scores (head on this rank, token) of hidden (token, hidden_size).
+  virtual void score(const ExecutionSpace& exec, int layer, const detail::ConstMatrix& hidden,
+                     const ScoreView& scores) = 0;
+};
+
+std::vector<float> floats_of(const TensorInfo& tensor) {
+  std::vector<float> values(tensor.bytes / size_of(tensor.dtype));
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    const std::byte* const from = tensor.data + i * size_of(tensor.dtype);
+    if (tensor.dtype == DType::f32) {
+      std::memcpy(&values[i], from, sizeof(float));
+    } else {
+      std::uint16_t bits = 0;
+      std::memcpy(&bits, from, sizeof(bits));
+      half as_half;
+      as_half.bits = bits;
+      bfloat16 as_bfloat16;
+      as_bfloat16.bits = bits;
+      values[i] = tensor.dtype == DType::f16 ? float{as_half} : float{as_bfloat16};
+    }
+  }
+  return values;
+}
+
+// Of a tensor whose first extent is the model's heads, the parts of `heads`.
+ConstVector of_heads(const TensorInfo& tensor, const std::vector<int>& heads, const char* label) {
+  const std::vector<float> all = floats_of(tensor);
+  const std::size_t part = all.size() / static_cast<std::size_t>(tensor.shape[0]);
+  const Vector device(Kokkos::view_alloc(Kokkos::WithoutInitializing, std::string(label)),
+                      heads.size() * part);
+  const auto host = Kokkos::create_mirror_view(device);
+  for (std::size_t h = 0; h < heads.size(); ++h) {
+    std::copy_n(all.data() + static_cast<std::size_t>(heads[h]) * part, part,
+                host.data() + h * part);
+  }
+  Kokkos::deep_copy(device, host);
+  return device;
+}
+
+GateShape shape_of(const SafetensorsFolder& files, const std::string& path,
+                   const ModelConfig& model) {
+  const auto extents = [&](const char* name, std::size_t rank) {
+    const TensorInfo* const tensor = files.find(name);
+    if (!tensor || tensor->shape.size() != rank ||
+        std::find(tensor->shape.begin(), tensor->shape.end(), 0) != tensor->shape.end()) {
+      throw Error(
+          fmt::format("{}: no tensor {} of {} dimensions; expected gates of Fast KVzip as "
+                      "LAYER.q_proj.weight, .q_proj.bias, .k_proj.weight, .q_norm.weight, "
+                      ".k_norm.weight, .k_base and .b",
+                      path, name, rank));
+    }
+    return tensor->shape;
+  };
+  const auto base = extents("0.k_base", 4);
+  GateShape shape;
+  shape.heads = base[0];
+  shape.sink = base[2];
+  shape.dim = base[3];
+  shape.group = extents("0.b", 3)[2];
+  const std::int64_t inputs = extents("0.q_proj.weight", 2)[1];
+  const auto refuse = [&](const char* what, std::int64_t found, const char* field,
+                          std::int64_t wanted) {
+    if (found == wanted) return;
+    throw Error(
+        fmt::format("{}: gates of {} {}, but the model's {} is {}: they were made for "
+                    "another model",
+                    path, found, what, field, wanted));
+  };
+  refuse("KV heads", shape.heads, "num_key_value_heads", model.num_key_value_heads);
+  refuse("inputs", inputs, "hidden_size", model.hidden_size);
+  std::int64_t layers = 0;
+  while (files.find(fmt::format("{}.q_proj.weight", layers))) ++layers;
+  refuse("layers", layers, "num_hidden_layers", model.num_hidden_layers);
+  return shape;
+}
+
+template <class Value>
+class TypedGates final : public Gates {
+ public:
+  TypedGates(const SafetensorsFolder& files, const std::string& path, const PolicySetup& setup)
+      : m_shape(shape_of(files, path, setup.config)) {
+    const detail::WeightSource source(files);
+    const std::int64_t dim = m_shape.dim, group = m_shape.group;
+    const detail::Ranges inputs = {{0, setup.config.hidden_size}};
+    const detail::Ranges dims = {{0, dim}};
+    for (int l = 0; l < static_cast<int>(setup.config.num_hidden_layers); ++l) {
+      const auto& heads = setup.partition.heads(l, setup.comm.rank());
+      detail::Ranges of_queries, of_keys;
+      for (const int head : heads) {
+        of_queries.emplace_back(head * group * dim, (head + 1) * group * dim);
+        of_keys.emplace_back(head * dim, (head + 1) * dim);
+      }
+      const std::string name = fmt::format("{}.", l);
+      const std::int64_t queries = m_shape.heads * group * dim, keys = m_shape.heads * dim;
+      Layer layer;
+      layer.q = source.linear<Value>({{name + "q_proj.weight", queries, of_queries}},
+                                     setup.config.hidden_size, inputs);
+      layer.q_bias = source.vector({{name + "q_proj.bias", queries, of_queries}}, 0);
+      layer.k = source.linear<Value>({{name + "k_proj.weight", keys, of_keys}},
+                                     setup.config.hidden_size, inputs);
+      layer.q_norm = source.vector({{name + "q_norm.weight", dim, dims}}, 1);
+      layer.k_norm = source.vector({{name + "k_norm.weight", dim, dims}}, 1);
+      layer.base = of_heads(files.at(name + "k_base", {m_shape.heads, 1, m_shape.sink, dim}), heads,
+                            "kvzap::fastkvzip::base");
+      layer.bias = of_heads(files.at(name + "b", {m_shape.heads, 1, group}), heads,
+                            "kvzap::fastkvzip::bias");
+      m_layers.push_back(std::move(layer));
+    }
+  }
+
+  void score(const ExecutionSpace& exec, int layer_index, const detail::ConstMatrix& hidden,
+             const ScoreView& scores) override {
+    if (scores.extent(0) == 0 || scores.extent(1) == 0) return;
+    const Layer& layer = m_layers.at(static_cast<std::size_t>(layer_index));
+    const auto tokens = static_cast<std::int64_t>(hidden.extent(0));
+    detail::reserve_scratch(m_queries, tokens * layer.q.outputs(), "kvzap::fastkvzip::queries");
+    detail::reserve_scratch(m_keys, tokens * layer.k.outputs(), "kvzap::fastkvzip::keys");
+    const Matrix queries(m_queries.data(), tokens, layer.q.outputs());
+    const Matrix keys(m_keys.data(), tokens, layer.k.outputs());
+    m_linear(exec, hidden, layer.q, layer.q_bias, queries);
+    m_linear(exec, hidden, layer.k, ConstVector(), keys);
+    score_gate(exec, {queries, keys, layer.q_norm, layer.k_norm, layer.base, layer.bias}, m_shape,
+               scores);
+  }
+
+ private:
+  struct Layer {
+    LinearWeights<Value> q, k;
+    ConstVector q_bias, q_norm, k_norm, base, bias;
+  };
+
+  GateShape m_shape;
+  std::vector<Layer> m_layers;
+  detail::LinearMap m_linear;
+  Vector m_queries, m_keys;  // scratch
+};
+
+std::shared_ptr<Gates> load(const std::string& path, const PolicySetup& setup) {
+  const auto files = SafetensorsFolder::open(path);
+  switch (setup.dtype) {
+    case DType::f32:
+      return std::make_shared<TypedGates<float>>(files, path, setup);
+    case DType::f16:
+      return std::make_shared<TypedGates<half>>(files, path, setup);
+    case DType::bf16:
+      return std::make_shared<TypedGates<bfloat16>>(files, path, setup);
+  }
+  throw Error("fastkvzip: unknown value type");
+}
+
+// What the gates gave the newest positions of a layer: score() overwrites it with 1 there, and in a
+// later step these are no longer the newest.
+struct Tail {
+  Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> scores;  // (head, position - first)
+  std::int64_t first = 0;
+};
+
+// Puts back what `old` knows of a head's rows, notes what `fresh` is to know, and protects rows at
+// positions before `sink` and from fresh.first on.
+void protect(const ExecutionSpace& exec, const PolicyLayer::PositionView& positions, int head,
+             const Tail& old, const Tail& fresh, std::int64_t sink, const ScoreView& scores) {
+  const auto old_scores = old.scores;
+  const auto fresh_scores = fresh.scores;
+  const std::int64_t old_first = old.first, fresh_first = fresh.first;
+  const std::int64_t old_end = old_first + static_cast<std::int64_t>(old_scores.extent(1));
+  const std::int64_t fresh_end = fresh_first + static_cast<std::int64_t>(fresh_scores.extent(1));
+  Kokkos::parallel_for(
+      "kvzap::fastkvzip::protect", Range(exec, 0, static_cast<std::int64_t>(positions.extent(0))),
+      KOKKOS_LAMBDA(std::int64_t row) {
+        const std::int64_t position = positions(row);
+        float score = scores(head, row);
+        if (position >= old_first && position < old_end) {
+          score = old_scores(head, position - old_first);
+        }
+        if (position >= fresh_first && position < fresh_end) {
+          fresh_scores(head, position - fresh_first) = score;
+          score = 1;
+        }
+        scores(head, row) = position < sink ? 1.0f : score;
+      });
+}
+
+struct Options {
+  std::int64_t sink = 4;
+  std::int64_t window = 4096;
+  double window_ratio = 0.02;
+};
+
+class FastKvzip final : public Policy {
+ public:
+  FastKvzip(std::shared_ptr<Gates> gates, const Options& options)
+      : m_gates(std::move(gates)), m_options(options) {}
+
+  PolicyNeeds needs() const override {
+    PolicyNeeds needs;
+    needs.blocks = true;
+    return needs;
+  }
+
+  void observe(PolicyLayer& layer, const TokenBlock& block) override {
+    m_gates->score(layer.exec(), layer.layer(),
+                   detail::packed_hidden(layer.exec(), block, m_hidden),
+                   m_scores.block(layer, block));
+  }
+
+  void score(PolicyLayer& layer, const ScoreView& scores) override {
+    m_scores.fill(layer, scores);
+    const std::int64_t tokens = layer.extents().tokens;
+    m_tails.resize(static_cast<std::size_t>(layer.extents().layers));
+    Tail& old = m_tails.at(static_cast<std::size_t>(layer.layer()));
+    // What the previous step made its newest is old here, except for what this step repeats.
+    Tail fresh;
+    fresh.first = std::max<std::int64_t>(0, tokens - window_of(tokens));
+    fresh.scores =
+        decltype(fresh.scores)("kvzap::fastkvzip::tail", layer.heads(), tokens - fresh.first);
+    cut(old, tokens - layer.extents().new_tokens);
+    for (int head = 0; head < layer.heads(); ++head) {
+      protect(layer.exec(), layer.positions(head), head, old, fresh, m_options.sink, scores);
+    }
+    detail::fence(layer.exec(), "kvzap::fastkvzip: the old tail goes");
+    old = fresh;
+  }
+
+ private:
+  static constexpr std::int64_t long_context = 32000;
+
+  std::int64_t window_of(std::int64_t tokens) const {
+    if (tokens >= long_context) return m_options.window;
+    return std::max<std::int64_t>(
+        1, static_cast<std::int64_t>(static_cast<double>(tokens) * m_options.window_ratio));
+  }
+
+  // Forgets positions from `end` on, which are new.
+  static void cut(Tail& tail, std::int64_t end) {
+    const auto count = static_cast<std::int64_t>(tail.scores.extent(1));
+    const std::int64_t known = std::clamp<std::int64_t>(end - tail.first, 0, count);
+    if (known == count) return;
+    tail.scores = Kokkos::subview(tail.scores, Kokkos::ALL, std::make_pair(std::int64_t{0}, known));
+  }
+
+  std::shared_ptr<Gates> m_gates;
+  Options m_options;
+  detail::NewScores m_scores;
+  std::vector<Tail> m_tails;  // (layer)
+  Vector m_hidden;            // scratch
+};
+
+}  // namespace
+
+/// Fast KVzip (arXiv 2601.17668): a gate for each KV head, made of the hidden state x that enters
+/// attention: q_g = norm(Q_g x + c_g) for each of its queries g, k = norm(K x), and
+///   score = mean over g of 1 / (1 + sum over s of exp((b_s . q_g - k . q_g) / sqrt(d) - bias_g))
+/// with learned keys b_s. The first `sink` positions and the newest rows get 1: max(1, floor(T *
+/// window-ratio)) of T tokens, from 32000 tokens on `window`. As kvpress has it, the heads of all
+/// layers compete and floor(rows * ratio) rows go; with layerwise=on those of a layer.
+///
+/// `gates`: the published weights, converted once by
+///   layers = torch.load("q4_dim16_sink16.pt", weights_only=False)["module"]
+///   tensors = {f"{i}.{k}": v.contiguous() for i, layer in enumerate(layers) for k, v in
+///   layer.items()} safetensors.torch.save_file(tensors, "gates.safetensors")
+/// Shapes: q_proj (heads * g * d, hidden_size), k_proj (heads * d, hidden_size), k_base (heads, 1,
+/// sinks, d), b (heads, 1, g).
+///
+/// Cost: products of hidden states with heads * (g + 1) * d outputs, O(heads * g * sinks * d) a
+/// token; 4 bytes a row of the step, and of the newest.
+PolicyInfo fastkvzip() {
+  using Kind = PolicyParameter::Kind;
+  PolicyInfo info;
+  info.name = "fastkvzip";
+  info.paper = "Fast KVzip, arXiv 2601.17668";
+  info.formula = "mean over queries of a sigmoid-like gate of the hidden state";
+  info.needs = "hidden states; trained gates";
+  info.cost = "a product of hidden states with KV heads x (queries + 1) x 16 outputs";
+  info.parameters = {
+      {"gates", Kind::file, "", 0, 0, {}, "safetensors file of the gates"},
+      {"layerwise", Kind::flag, "off", 0, 0, {}, "every layer keeps as many rows"},
+      {"sink", Kind::integer, "4", 0, 1 << 24, {}, "first tokens that stay"},
+      {"window", Kind::integer, "4096", 1, 1 << 24, {}, "newest tokens that stay, from 32000 on"},
+      {"window-ratio", Kind::number, "0.02", 0, 1, {}, "the same as a share, below 32000 tokens"}};
+  info.make = [](const PolicyArguments& arguments, const PolicySetup& setup) -> PolicyMaker {
+    const std::shared_ptr<Gates> gates = load(arguments.text("gates"), setup);
+    Options options;
+    options.sink = arguments.integer("sink");
+    options.window = arguments.integer("window");
+    options.window_ratio = arguments.number("window-ratio");
+    return [gates, options] { return std::make_unique<FastKvzip>(gates, options); };
+  };
+  info.set_up = [make = info.make](PolicyChoice& choice, const PolicyArguments& arguments,
+                                   const PolicySetup& setup) {
+    choice.make = make(arguments, setup);
+    if (!choice.budget.has_amount()) return;
+    choice.budget.pool = arguments.flag("layerwise") ? Budget::Pool::layer : Budget::Pool::model;
+    choice.budget.counts_pools = true;
+    choice.budget.safeguard = 0;
+  };
+  return info;
+}
+
+}  // namespace kvzap::policy

@@ -1,0 +1,91 @@
+#include <kvzap/surrogate.hpp>
+
+#include "base/scratch.hpp"
+#include "policy/new_scores.hpp"
+#include "policy/registry.hpp"
+
+namespace kvzap::policy {
+namespace {
+
+using Positions = Kokkos::View<std::int64_t*, MemorySpace>;
+
+void number_from(const ExecutionSpace& exec, std::int64_t first, const Positions& positions) {
+  Kokkos::parallel_for(
+      "kvzap::policy::number", Kokkos::RangePolicy<ExecutionSpace>(exec, 0, positions.extent(0)),
+      KOKKOS_LAMBDA(std::int64_t i) { positions(i) = first + i; });
+}
+
+class Kvzap final : public Policy {
+ public:
+  explicit Kvzap(std::shared_ptr<Scorer> scorer) : m_scorer(std::move(scorer)) {}
+
+  PolicyNeeds needs() const override {
+    PolicyNeeds needs;
+    needs.blocks = true;
+    return needs;
+  }
+
+  void observe(PolicyLayer& layer, const TokenBlock& block) override {
+    const ExecutionSpace& exec = layer.exec();
+    detail::reserve_scratch(m_positions, block.count, "kvzap::policy::positions");
+    const auto positions =
+        Kokkos::subview(m_positions, std::make_pair(std::int64_t{0}, block.count));
+    number_from(exec, block.first, positions);
+    m_scorer->score(exec, layer.layer(), positions, detail::packed_hidden(exec, block, m_hidden),
+                    m_scores.block(layer, block));
+  }
+
+  void score(PolicyLayer& layer, const ScoreView& scores) override { m_scores.fill(layer, scores); }
+
+ private:
+  std::shared_ptr<Scorer> m_scorer;
+  detail::NewScores m_scores;
+  Positions m_positions;                       // scratch
+  Kokkos::View<float*, MemorySpace> m_hidden;  // scratch
+};
+
+std::shared_ptr<Scorer> load(const PolicyArguments& arguments, const PolicySetup& setup) {
+  return std::make_shared<Surrogate>(Surrogate::load(arguments.text("surrogate"), setup.config,
+                                                     setup.partition, setup.comm.rank(),
+                                                     setup.dtype, setup.comm));
+}
+
+PolicyMaker maker_of(const std::shared_ptr<Scorer>& scorer) {
+  return [scorer] { return std::make_unique<Kvzap>(scorer); };
+}
+
+}  // namespace
+
+/// KVzap (arXiv 2601.07891): log KVzip+ scores as a linear map or a 2-layer MLP of the hidden state
+/// that enters attention predicts them, a row's once and for all; see Surrogate. With a threshold
+/// rows are judged as they leave the window, as in the paper; with budgets as kvpress' KVzapPress.
+/// Cost: the product of hidden states (M, hidden_size) with the surrogate's weights; 4 bytes a row
+/// of the step.
+PolicyInfo kvzap() {
+  PolicyInfo info;
+  info.name = "kvzap";
+  info.paper = "KVzap, arXiv 2601.07891";
+  info.formula = "a linear map or MLP of the hidden state";
+  info.needs = "hidden states";
+  info.cost =
+      "a product of hidden states with hidden_size x KV heads (linear) or the MLP's weights";
+  info.parameters = {{"surrogate",
+                      PolicyParameter::Kind::file,
+                      "",
+                      0,
+                      0,
+                      {},
+                      "folder of a surrogate as published (config.json, *.safetensors)"}};
+  info.judges_tokens = true;
+  info.make = [](const PolicyArguments& arguments, const PolicySetup& setup) {
+    return maker_of(load(arguments, setup));
+  };
+  info.set_up = [](PolicyChoice& choice, const PolicyArguments& arguments,
+                   const PolicySetup& setup) {
+    choice.scorer = load(arguments, setup);
+    choice.make = maker_of(choice.scorer);
+  };
+  return info;
+}
+
+}  // namespace kvzap::policy

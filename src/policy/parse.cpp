@@ -1,0 +1,248 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <kvzap/policies.hpp>
+#include <optional>
+#include <string_view>
+
+#include "base/nearest.hpp"
+
+namespace kvzap {
+namespace {
+
+using Kind = PolicyParameter::Kind;
+
+template <class Number>
+std::optional<Number> read_number(std::string_view text) {
+  Number number{};
+  const char* const end = text.data() + text.size();
+  const auto [used, error] = std::from_chars(text.data(), end, number);
+  if (error != std::errc() || used != end) return std::nullopt;
+  return number;
+}
+
+// "a, b, c"
+std::string list_of(const std::vector<std::string>& names) {
+  std::string list;
+  for (const std::string& name : names) list += (list.empty() ? "" : ", ") + name;
+  return list;
+}
+
+// The end of a sentence.
+std::string did_you_mean(std::string_view name, const std::vector<std::string>& names) {
+  const std::string nearest = detail::nearest_name(name, names);
+  return nearest.empty() ? "." : fmt::format("; did you mean {}?", nearest);
+}
+
+template <class Infos>
+std::vector<std::string> names_of(const Infos& infos) {
+  std::vector<std::string> names;
+  for (const auto& info : infos) names.push_back(info.name);
+  return names;
+}
+
+template <class Info>
+const Info* find(const std::vector<Info>& infos, std::string_view name) {
+  const auto found =
+      std::find_if(infos.begin(), infos.end(), [&](const Info& info) { return info.name == name; });
+  return found == infos.end() ? nullptr : &*found;
+}
+
+// Parts between separators; one after a backslash belongs to its part. Backslashes stay, since
+// parts are split again.
+std::vector<std::string> split(const std::string& text, char separator) {
+  std::vector<std::string> parts(1);
+  for (std::size_t i = 0; i < text.size(); ++i) {
+    if (text[i] == '\\' && i + 1 < text.size()) {
+      parts.back() += text[i];
+      parts.back() += text[++i];
+    } else if (text[i] == separator) {
+      parts.emplace_back();
+    } else {
+      parts.back() += text[i];
+    }
+  }
+  return parts;
+}
+
+// Without the backslashes that `split` has seen.
+std::string without_escapes(const std::string& text) {
+  std::string plain;
+  for (std::size_t i = 0; i < text.size(); ++i) {
+    const bool escapes =
+        text[i] == '\\' && i + 1 < text.size() && (text[i + 1] == ',' || text[i + 1] == '+');
+    if (!escapes) plain += text[i];
+  }
+  return plain;
+}
+
+// What values a parameter takes, for messages: "a whole number from 1 to 64".
+std::string expected(const PolicyParameter& parameter) {
+  const bool at_least = std::isfinite(parameter.least) && parameter.least > -1e300;
+  const bool at_most = std::isfinite(parameter.most) && parameter.most < 1e300;
+  std::string range;
+  if (at_least && at_most) {
+    range = fmt::format(" from {:.12g} to {:.12g}", parameter.least, parameter.most);
+  } else if (at_least) {
+    range = fmt::format(" of at least {:.12g}", parameter.least);
+  } else if (at_most) {
+    range = fmt::format(" of at most {:.12g}", parameter.most);
+  }
+  switch (parameter.kind) {
+    case Kind::integer:
+      return "a whole number" + range;
+    case Kind::number:
+      return "a number" + range;
+    case Kind::flag:
+      return "on or off";
+    case Kind::text:
+      return "one of " + list_of(parameter.choices);
+    case Kind::file:
+      return "a file or folder";
+  }
+  return "";
+}
+
+bool is_valid(const PolicyParameter& parameter, const std::string& value) {
+  const auto within = [&](double number) {
+    // (False for NaN.)
+    return number >= parameter.least && number <= parameter.most && std::isfinite(number);
+  };
+  switch (parameter.kind) {
+    case Kind::integer: {
+      const auto number = read_number<std::int64_t>(value);
+      return number && within(static_cast<double>(*number));
+    }
+    case Kind::number: {
+      const auto number = read_number<double>(value);
+      return number && within(*number);
+    }
+    case Kind::flag:
+      return value == "on" || value == "off";
+    case Kind::text:
+      return parameter.choices.empty() ||
+             std::find(parameter.choices.begin(), parameter.choices.end(), value) !=
+                 parameter.choices.end();
+    case Kind::file:
+      return !value.empty();
+  }
+  return false;
+}
+
+void check(const std::string& what, const PolicyParameter& parameter, const std::string& value) {
+  if (!is_valid(parameter, value)) {
+    throw Error(fmt::format("{}: {} is \"{}\"; expected {}", what, parameter.name, value,
+                            expected(parameter)));
+  }
+  // (A file that need not be given has a standard value such as "none".)
+  std::error_code ignored;
+  if (parameter.kind == Kind::file && value != parameter.standard &&
+      !std::filesystem::exists(value, ignored)) {
+    throw Error(
+        fmt::format("{}: {} is \"{}\", and there is no such file", what, parameter.name, value));
+  }
+}
+
+// `part` is "name" or "name:key=value,…"; `what` names it in messages.
+PolicyArguments read_arguments(const std::string& part, const std::string& what,
+                               const std::vector<PolicyParameter>& parameters) {
+  std::map<std::string, std::string> values;
+  const std::size_t colon = part.find(':');
+  if (colon != std::string::npos) {
+    for (const std::string& pair : split(part.substr(colon + 1), ',')) {
+      const std::size_t equals = pair.find('=');
+      if (equals == std::string::npos) {
+        throw Error(fmt::format("{}: \"{}\" is not key=value", what, pair));
+      }
+      const std::string key = pair.substr(0, equals);
+      const PolicyParameter* const parameter = find(parameters, key);
+      if (!parameter) {
+        if (parameters.empty()) {
+          throw Error(fmt::format("{} has no parameter \"{}\", nor any other", what, key));
+        }
+        const std::vector<std::string> keys = names_of(parameters);
+        throw Error(fmt::format("{} has no parameter \"{}\"{} It has {}", what, key,
+                                did_you_mean(key, keys), list_of(keys)));
+      }
+      const std::string value = without_escapes(pair.substr(equals + 1));
+      check(what, *parameter, value);
+      if (!values.emplace(key, value).second) {
+        throw Error(fmt::format("{}: {} is given twice", what, key));
+      }
+    }
+  }
+  for (const PolicyParameter& parameter : parameters) {
+    if (values.count(parameter.name) != 0) continue;
+    if (parameter.standard.empty() && !parameter.optional) {
+      throw Error(fmt::format("{0} needs {1}: {2} ({1}={3})", what, parameter.name, parameter.help,
+                              parameter.kind == Kind::file ? "FILE" : "VALUE"));
+    }
+    values.emplace(parameter.name, parameter.standard);
+  }
+  return PolicyArguments(std::move(values));
+}
+
+}  // namespace
+
+const std::string& PolicyArguments::text(const std::string& name) const {
+  const auto found = m_values.find(name);
+  if (found == m_values.end()) throw Error(fmt::format("policy: no parameter {} here", name));
+  return found->second;
+}
+
+std::int64_t PolicyArguments::integer(const std::string& name) const {
+  const auto number = read_number<std::int64_t>(text(name));
+  if (!number) throw Error(fmt::format("policy: {} is \"{}\"", name, text(name)));
+  return *number;
+}
+
+double PolicyArguments::number(const std::string& name) const {
+  const auto number = read_number<double>(text(name));
+  if (!number) throw Error(fmt::format("policy: {} is \"{}\"", name, text(name)));
+  return *number;
+}
+
+bool PolicyArguments::flag(const std::string& name) const { return text(name) == "on"; }
+
+PolicySpec parse_policy(const std::string& text) {
+  PolicySpec spec;
+  spec.text = text;
+  const std::vector<std::string> parts = split(text, '+');
+  const auto name_of = [](const std::string& part) { return part.substr(0, part.find(':')); };
+  const std::string name = name_of(parts[0]);
+  spec.info = find(policies(), name);
+  if (!spec.info) {
+    if (find(modifiers(), name)) {
+      throw Error(fmt::format("{0} is a modifier, not a policy: write POLICY+{0}", name));
+    }
+    const std::vector<std::string> names = names_of(policies());
+    throw Error(fmt::format("there is no policy \"{}\"{} Policies: {}", name,
+                            did_you_mean(name, names), list_of(names)));
+  }
+  spec.arguments = read_arguments(parts[0], "policy " + name, spec.info->parameters);
+  for (std::size_t i = 1; i < parts.size(); ++i) {
+    const std::string modifier = name_of(parts[i]);
+    const ModifierInfo* const info = find(modifiers(), modifier);
+    if (!info) {
+      if (find(policies(), modifier)) {
+        throw Error(fmt::format("{} and {} are both policies: give one", name, modifier));
+      }
+      const std::vector<std::string> names = names_of(modifiers());
+      throw Error(fmt::format("there is no modifier \"{}\"{} Modifiers: {}", modifier,
+                              did_you_mean(modifier, names), list_of(names)));
+    }
+    for (const auto& [other, arguments] : spec.modifiers) {
+      if (other == info) throw Error(fmt::format("modifier {} is given twice", modifier));
+    }
+    spec.modifiers.emplace_back(info,
+                                read_arguments(parts[i], "modifier " + modifier, info->parameters));
+  }
+  // (Infos lie in one vector.)
+  std::sort(spec.modifiers.begin(), spec.modifiers.end(),
+            [](const auto& a, const auto& b) { return a.first < b.first; });
+  return spec;
+}
+
+}  // namespace kvzap

@@ -1,0 +1,131 @@
+#include "policy/registry.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace kvzap {
+
+const std::vector<PolicyInfo>& policies() {
+  static const std::vector<PolicyInfo> all = {
+      policy::knorm(),         policy::random(),
+      policy::streaming_llm(), policy::keydiff(),
+      policy::lagkv(),         policy::leverage(),
+      policy::cur(),           policy::compactor(),
+      policy::qfilter(),       policy::cap(),
+      policy::snapkv(),        policy::tova(),
+      policy::h2o(),           policy::scissorhands(),
+      policy::pyramidkv(),     policy::expected_attention(),
+      policy::non_causal(),    policy::simlayerkv(),
+      policy::finch(),         policy::kvzap(),
+      policy::fastkvzip(),     policy::duo_attention(),
+  };
+  return all;
+}
+
+const std::vector<ModifierInfo>& modifiers() {
+  // First what the amount is, then who shares it, then what changes scores, last what becomes of
+  // the rows: each looks at what those before it have set.
+  static const std::vector<ModifierInfo> all = {
+      policy::dms(),      policy::per_layer(), policy::pyramid(),  //
+      policy::ada(),      policy::global(),                        //
+      policy::critical(), policy::chunk(),     policy::chunkkv(),  //
+      policy::rerotate(),
+  };
+  return all;
+}
+
+namespace {
+
+void check_amount(const Budget& budget) {
+  if (budget.amount == Budget::Amount::evict_ratio &&
+      !(budget.evict_ratio >= 0 && budget.evict_ratio < 1)) {
+    throw Error(fmt::format("the evict ratio is {}; expected at least 0 and less than 1",
+                            budget.evict_ratio));
+  }
+  if (budget.amount == Budget::Amount::keep_tokens && budget.keep_tokens < 1) {
+    throw Error(fmt::format("{} tokens are to be kept; expected at least 1", budget.keep_tokens));
+  }
+  if (budget.amount == Budget::Amount::bytes && budget.bytes < 1) {
+    throw Error(fmt::format("the budget is {} bytes; expected at least 1", budget.bytes));
+  }
+}
+
+// In kvpress PyramidKV's budget is a part of how it compresses, and what wraps it takes its scores
+// alone and compresses in a way of its own; `+pyramid` says that the budget is to fall there too.
+bool keeps_pyramid(const PolicySpec& spec) {
+  return std::all_of(spec.modifiers.begin(), spec.modifiers.end(), [](const auto& modifier) {
+    const std::string& name = modifier.first->name;
+    return name == "dms" || name == "per-layer" || name == "pyramid";
+  });
+}
+
+}  // namespace
+
+PolicyChoice make_policy(const PolicySpec& spec, const Budget& budget,
+                         std::optional<double> threshold, const PolicySetup& setup) {
+  const PolicyInfo& info = *spec.info;
+  check_amount(budget);
+  if (threshold && !std::isfinite(*threshold)) {
+    throw Error(fmt::format("the threshold is {}; expected a number", *threshold));
+  }
+  if (threshold && budget.has_amount()) {
+    throw Error(
+        "a threshold and a budget are given: a threshold judges each pair by itself, a budget "
+        "keeps "
+        "a number of them; give one of the two");
+  }
+  if (info.has_own_budget) {
+    if (threshold || budget.has_amount()) {
+      throw Error(fmt::format(
+          "policy {} decides by itself how many rows stay: give neither a threshold nor an evict "
+          "ratio, a number of tokens or a size",
+          info.name));
+    }
+    if (!spec.modifiers.empty()) {
+      throw Error(fmt::format(
+          "policy {} decides by itself which rows stay, as scores of 1 and 0: modifier {} has "
+          "nothing to change",
+          info.name, spec.modifiers[0].first->name));
+    }
+  }
+
+  PolicyChoice choice;
+  choice.name = spec.text;
+  choice.info = &info;
+  choice.budget = budget;
+  choice.threshold = threshold.value_or(std::numeric_limits<double>::quiet_NaN());
+  if (info.set_up) {
+    info.set_up(choice, spec.arguments, setup);
+  } else {
+    choice.make = info.make(spec.arguments, setup);
+  }
+  if (info.name == "pyramidkv" && keeps_pyramid(spec)) {
+    choice.budget.pyramid = true;
+    choice.budget.pyramid_window = spec.arguments.integer("window");
+    choice.budget.pyramid_beta = spec.arguments.number("beta");
+  }
+  for (const auto& [modifier, arguments] : spec.modifiers) {
+    try {
+      modifier->apply(choice, arguments, setup);
+    } catch (const AgreedError&) {
+      throw;
+    } catch (const Error& error) {
+      throw Error(fmt::format("{}: {}", spec.text, error.what()));
+    }
+  }
+  if (info.has_own_budget) choice.threshold = 0.5;
+  if (!choice.budget.has_amount() && std::isnan(choice.threshold)) {
+    throw Error(
+        fmt::format("policy {} needs one of: a threshold, an evict ratio, a number of tokens to "
+                    "keep, or a size "
+                    "for the KV cache",
+                    info.name));
+  }
+  if (choice.budget.has_amount()) choice.threshold = 0;
+  return choice;
+}
+
+}  // namespace kvzap

@@ -1,0 +1,36 @@
+// Runs of scores that compete with one another, and the verdict on each row: what is around
+// select_top.
+#pragma once
+
+#include <kvzap/communicator.hpp>
+#include <kvzap/selection.hpp>
+#include <vector>
+
+namespace kvzap::detail {
+
+/// Consecutive rows of a head. One of `keep` and `marked` says where the verdict goes.
+struct Segment {
+  const float* scores = nullptr;  // (row)
+  std::int64_t stride = 1;        // floats from one row to the next
+  std::int64_t rows = 0;
+  Cutoff cutoff = {};
+  std::uint8_t* keep = nullptr;  // (row): 1 if it stays, else 0
+  float* marked = nullptr;       // (row): `mark` if it stays, else its score
+  float mark = 0;
+};
+
+/// Fills the segments' cutoffs by select_top, which see: pools and orders (segment), keep_of_pool
+/// (pool). Collective.
+void select(const ExecutionSpace& exec, const Communicator& comm,
+            const std::vector<std::int64_t>& pools, const std::vector<std::int64_t>& orders,
+            const std::vector<std::int64_t>& keep_of_pool, std::vector<Segment>& segments);
+
+/// The same where every segment is a pool by itself, of which keep (segment) rows stay: nothing is
+/// communicated.
+void select_alone(const ExecutionSpace& exec, const std::vector<std::int64_t>& keep,
+                  std::vector<Segment>& segments);
+
+/// Writes the verdicts that follow from the cutoffs. Waits for `exec`.
+void judge(const ExecutionSpace& exec, const std::vector<Segment>& segments);
+
+}  // namespace kvzap::detail

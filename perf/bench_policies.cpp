@@ -91,6 +91,7 @@ void reset_peak() { std::ofstream("/proc/self/clear_refs") << "5"; }
 
 struct Cost {
   double seconds = 0, scoring = 0, pruning = 0, peak = 0;
+  double allocated_over_live = 0, evict_ratio = 0;
 };
 
 class Bench {
@@ -139,9 +140,12 @@ class Bench {
     Cost cost;
     cost.seconds = max_over_ranks(now() - start);
     cost.peak = sum_over_ranks(peak_bytes() - held);
+    engine->trim();
     const CacheReport report = engine->report(sequence);
     cost.scoring = report.score_seconds;
     cost.pruning = report.prune_seconds;
+    cost.allocated_over_live = static_cast<double>(report.allocated_bytes) / report.live_bytes;
+    cost.evict_ratio = report.evict_ratio();
     return cost;
   }
 
@@ -176,6 +180,8 @@ void measure(benchmark::State& state, const Bench& bench, const Case& which, std
   state.counters["score_share"] = scoring / base;
   state.counters["prune_share"] = pruning / base;
   state.counters["over_dense"] = median(pruned, seconds) / base;
+  state.counters["allocated_over_live"] = pruned.back().allocated_over_live;
+  state.counters["evict_ratio"] = pruned.back().evict_ratio;
   state.counters["extra_MB"] = 1e-6 * (median(pruned, peak) - median(dense, peak));
 }
 

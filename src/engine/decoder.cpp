@@ -786,8 +786,8 @@ void Decoder<Value, order>::apply_policies(const StepBatch& batch, int layer) {
     scored.rows = shown.extents().rows;
     scored.scores = scores;
     scored.keep = decltype(scored.keep)(policies.scratch.keep.data(), heads, most);
-    step->budget->choose(exec, m_comm, detail::budget_model<Value>(m_model.config()),
-                         shown.extents().tokens, {scored});
+    detail::choose_rows(exec, m_comm, *step->budget, detail::budget_model<Value>(m_model.config()),
+                        shown.extents().tokens, {scored});
     // At once: the next span's choice takes the same room.
     locally([&] {
       using NewRows = Kokkos::View<Value***, Kokkos::LayoutRight, MemorySpace>;

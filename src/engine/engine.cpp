@@ -376,10 +376,10 @@ class TypedEngine final : public Engine {
     const std::int64_t tokens = cache.tokens(sequence, 0) + life.closed_up;
     if (life.budget.by_layer()) {
       for (const ScoredLayer& layer : layers) {
-        life.budget.choose(exec, communicator(), model, tokens, {layer});
+        detail::choose_rows(exec, communicator(), life.budget, model, tokens, {layer});
       }
     } else {
-      life.budget.choose(exec, communicator(), model, tokens, layers);
+      detail::choose_rows(exec, communicator(), life.budget, model, tokens, layers);
     }
     communicator().agree([&] {
       for (const ScoredLayer& layer : layers) {

@@ -27,7 +27,28 @@ void fill_identity(const ExecutionSpace& exec, std::int64_t first, const Matrix&
       KOKKOS_LAMBDA(const std::int64_t i) { x(i, first + i) = 1; });
 }
 
+void keep_marked(const ExecutionSpace& exec, const ScoredLayer& layer) {
+  const auto scores = layer.scores;
+  const auto keep = layer.keep;
+  const std::int64_t columns = keep.extent(1);
+  Kokkos::parallel_for(
+      "kvzap::policy::keep_marked",
+      Kokkos::RangePolicy<ExecutionSpace>(exec, 0, keep.extent(0) * columns),
+      KOKKOS_LAMBDA(const std::int64_t i) {
+        const float score = scores(i / columns, i % columns);
+        keep(i / columns, i % columns) =
+            static_cast<std::uint8_t>(score > 0 || !EvictionRule::is_finite(score));
+      });
+}
+
 }  // namespace
+
+void choose_rows(const ExecutionSpace& exec, const Communicator& comm, const Budget& budget,
+                 const Budget::Model& model, std::int64_t tokens,
+                 const std::vector<ScoredLayer>& layers) {
+  if (budget.has_amount()) return budget.choose(exec, comm, model, tokens, layers);
+  for (const ScoredLayer& layer : layers) keep_marked(exec, layer);
+}
 
 template <class Value, PageOrder order>
 void DecoderLayer<Value, order>::show(const PolicyStep& step, SequenceId sequence, int layer,

@@ -19,6 +19,12 @@ Budget::Model budget_model(const ModelConfig& config) {
       2 * static_cast<std::int64_t>(config.head_dim) * static_cast<std::int64_t>(sizeof(Value))};
 }
 
+/// Fills `keep` of the layers as `budget` has it; without an amount the policy has chosen by
+/// itself, and rows that score above 0 stay. Collective.
+void choose_rows(const ExecutionSpace& exec, const Communicator& comm, const Budget& budget,
+                 const Budget::Model& model, std::int64_t tokens,
+                 const std::vector<ScoredLayer>& layers);
+
 /// Memory that the layers of all spans share, one after the other.
 template <class Value, PageOrder order>
 struct PolicyScratch {

@@ -155,7 +155,8 @@ void finish_moments(const ExecutionSpace& exec, std::int64_t count, const Matrix
           const std::int64_t row = i % dim;
           const float mean = means(head, row) * by;
           for (std::int64_t d = 0; d < dim; ++d) {
-            covariances(head, row, d) = covariances(head, row, d) * by - mean * (means(head, d) * by);
+            covariances(head, row, d) =
+                covariances(head, row, d) * by - mean * (means(head, d) * by);
           }
         });
   }

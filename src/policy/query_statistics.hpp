@@ -50,8 +50,8 @@ class QueryStatistics {
   bool m_started = false;
   std::int64_t m_count = 0;  // queries so far
   std::int64_t m_end = 0;
-  detail::Matrix m_shift;    // (query head, head_dim): what is subtracted from each query
-  Means m_means;             // sums of what is left; at the end the means
+  detail::Matrix m_shift;     // (query head, head_dim): what is subtracted from each query
+  Means m_means;              // sums of what is left; at the end the means
   Covariances m_covariances;  // sums of its products; at the end the covariances
   Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace> m_angles;  // (token, pair, cos and sin)
   RowVector m_queries;  // (query head, token, head_dim)

@@ -31,13 +31,13 @@ class PartLayer final : public PolicyLayer {
   using PolicyLayer::positions;
   using PolicyLayer::values;
   PositionView positions(int head, std::int64_t begin, std::int64_t count) override {
-    return m_whole->positions(head, m_begin + begin, count);
+    return m_whole->positions(head, row_of(head, begin), count);
   }
   RowsView keys(int head, std::int64_t begin, std::int64_t count) override {
-    return m_whole->keys(head, m_begin + begin, count);
+    return m_whole->keys(head, row_of(head, begin), count);
   }
   RowsView values(int head, std::int64_t begin, std::int64_t count) override {
-    return m_whole->values(head, m_begin + begin, count);
+    return m_whole->values(head, row_of(head, begin), count);
   }
   Kokkos::View<const float*, MemorySpace> cached_scores(int head) override {
     const auto all = m_whole->cached_scores(head);
@@ -57,6 +57,11 @@ class PartLayer final : public PolicyLayer {
   }
 
  private:
+  // (A head may end before the part begins.)
+  std::int64_t row_of(int head, std::int64_t row) const {
+    return std::min(m_begin + row, m_whole->rows(head));
+  }
+
   PolicyLayer* m_whole;
   std::int64_t m_begin;
 };

@@ -136,6 +136,18 @@ TEST_F(LearnedPolicies, FastKvzipIsThatOfKvpress) {
   expect_near(layer.run(*policy), expected);
 }
 
+TEST_F(LearnedPolicies, FastKvzipOfSomeHeads) {
+  write_gates();
+  // The longest head goes to rank 0.
+  m_partition = HeadPartition::balanced({{1, 5}, {1, 5}}, 2);
+  const auto policy =
+      make(policy::fastkvzip(), {{"gates", file("gates.safetensors")}, {"sink", "0"}});
+  FakeLayer layer(make_layer(10), {1}, Communicator::self());
+  Scores expected = {gate_scores[1]};
+  expected[0][9] = 1;
+  expect_near(layer.run(*policy, 4), expected);
+}
+
 TEST_F(LearnedPolicies, FastKvzipRemembersWhatItProtected) {
   write_gates();
   const auto policy =

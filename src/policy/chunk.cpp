@@ -31,13 +31,13 @@ class PartLayer final : public PolicyLayer {
   using PolicyLayer::positions;
   using PolicyLayer::values;
   PositionView positions(int head, std::int64_t begin, std::int64_t count) override {
-    return m_whole->positions(head, m_begin + begin, count);
+    return m_whole->positions(head, row_of(head, begin), count);
   }
   RowsView keys(int head, std::int64_t begin, std::int64_t count) override {
-    return m_whole->keys(head, m_begin + begin, count);
+    return m_whole->keys(head, row_of(head, begin), count);
   }
   RowsView values(int head, std::int64_t begin, std::int64_t count) override {
-    return m_whole->values(head, m_begin + begin, count);
+    return m_whole->values(head, row_of(head, begin), count);
   }
   Kokkos::View<const float*, MemorySpace> cached_scores(int head) override {
     const auto all = m_whole->cached_scores(head);
@@ -57,6 +57,11 @@ class PartLayer final : public PolicyLayer {
   }
 
  private:
+  // (A head may end before the part begins.)
+  std::int64_t row_of(int head, std::int64_t row) const {
+    return std::min(m_begin + row, m_whole->rows(head));
+  }
+
   PolicyLayer* m_whole;
   std::int64_t m_begin;
 };
@@ -129,23 +134,15 @@ ModifierInfo chunk() {
           "chunk has no meaning here: it gives every part of a head a budget of its own, so that "
           "heads cannot compete (ada, global, fastkvzip)");
     }
-    if (!policy.scores_parts && !policy.judges_tokens) {
-      throw Error(
-          fmt::format("chunk has no meaning here: policy {} cannot score a part of the sequence "
-                      "alone, since it "
-                      "looks at queries or rows of the whole",
-                      policy.name));
-    }
     choice.budget.chunk = arguments.integer("length");
     // Scores that follow from a row alone are the same in a part.
-    if (policy.judges_tokens) {
-      if (choice.scores_are_marked) {
-        throw Error(
-            fmt::format("chunk has no meaning here: with policy {} critical's first stage "
-                        "goes over the whole sequence",
-                        policy.name));
-      }
-      return;
+    if (policy.judges_tokens && !choice.scores_are_marked) return;
+    if (!policy.scores_parts) {
+      throw Error(fmt::format(
+          "chunk has no meaning here: policy {} cannot score a part of the sequence alone{}",
+          policy.name,
+          policy.judges_tokens ? ", as critical's first stage needs it"
+                               : ", since it looks at queries or rows of the whole"));
     }
     choice.make = [inner = choice.make, budget = choice.budget] {
       return std::make_unique<Chunked>(inner(), budget);

@@ -283,6 +283,8 @@ class FastKvzip final : public Policy {
   PolicyNeeds needs() const override {
     PolicyNeeds needs;
     needs.blocks = true;
+    // Hidden states are gone once a step is done: who scores again needs the scores of all tokens.
+    needs.every_step = true;
     return needs;
   }
 

@@ -22,6 +22,8 @@ class Kvzap final : public Policy {
   PolicyNeeds needs() const override {
     PolicyNeeds needs;
     needs.blocks = true;
+    // Hidden states are gone once a step is done: who scores again needs the scores of all tokens.
+    needs.every_step = true;
     return needs;
   }
 

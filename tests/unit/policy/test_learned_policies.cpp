@@ -1,0 +1,302 @@
+// Policies whose scores come from files: kvzap, fastkvzip, duo-attention.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <kvzap/surrogate.hpp>
+#include <string>
+#include <vector>
+
+#include "policy/registry.hpp"
+#include "safetensors_writer.hpp"
+#include "unit/policy/fake_layer.hpp"
+#include "unit/temporary_folder.hpp"
+
+namespace kvzap {
+namespace {
+
+using test::FakeLayer;
+using test::LayerData;
+using Scores = std::vector<std::vector<float>>;  // (head, row)
+
+/// Values that kvpress' run shares.
+std::vector<float> waves(std::size_t count, double phase, double scale = 1, double base = 0) {
+  std::vector<float> values;
+  for (std::size_t i = 0; i < count; ++i) {
+    values.push_back(
+        static_cast<float>(base + scale * std::sin(0.7 * static_cast<double>(i) + phase)));
+  }
+  return values;
+}
+
+constexpr int layers = 2;
+constexpr int kv_heads = 2;
+constexpr int hidden_size = 8;
+
+class LearnedPolicies : public ::testing::Test {
+ protected:
+  LearnedPolicies() : m_partition(HeadPartition::even(layers, kv_heads, 1)) {
+    m_config.num_hidden_layers = layers;
+    m_config.num_key_value_heads = kv_heads;
+    m_config.hidden_size = hidden_size;
+  }
+
+  PolicySetup setup() const {
+    return {m_config, m_partition, DType::f32, {}, Communicator::self()};
+  }
+  std::string file(const char* name) const { return (m_folder.path() / name).string(); }
+
+  std::unique_ptr<Policy> make(const PolicyInfo& info,
+                               std::map<std::string, std::string> values) const {
+    for (const PolicyParameter& parameter : info.parameters) {
+      values.emplace(parameter.name, parameter.standard);
+    }
+    return info.make(PolicyArguments(values), setup())();
+  }
+
+  /// Of layer 0, all tokens new.
+  static LayerData make_layer(std::int64_t tokens) {
+    LayerData data;
+    data.layers = layers;
+    data.kv_heads = kv_heads;
+    data.hidden_size = hidden_size;
+    data.tokens = data.new_tokens = tokens;
+    data.keep = tokens;
+    for (int h = 0; h < kv_heads; ++h) {
+      data.positions.emplace_back();
+      for (std::int64_t t = 0; t < tokens; ++t) data.positions.back().push_back(t);
+    }
+    data.cached_scores.resize(kv_heads);
+    data.hidden = waves(static_cast<std::size_t>(tokens * hidden_size), 0.5);
+    data.queries.resize(static_cast<std::size_t>(tokens) * kv_heads);
+    return data;
+  }
+
+  void write_gates(int n_layers = layers) const {
+    constexpr int group = 3, dim = 4, sink = 5;
+    const auto tensor = [](std::vector<std::int64_t> shape, double phase, double scale = 1,
+                           double base = 0) {
+      std::int64_t count = 1;
+      for (const std::int64_t extent : shape) count *= extent;
+      return test::stored_tensor("F32", shape,
+                                 waves(static_cast<std::size_t>(count), phase, scale, base));
+    };
+    std::map<std::string, test::StoredTensor> tensors;
+    for (int l = 0; l < n_layers; ++l) {
+      const std::string name = std::to_string(l) + ".";
+      tensors[name + "q_proj.weight"] = tensor({kv_heads * group * dim, hidden_size}, 1);
+      tensors[name + "q_proj.bias"] = tensor({kv_heads * group * dim}, 2);
+      tensors[name + "k_proj.weight"] = tensor({kv_heads * dim, hidden_size}, 3);
+      tensors[name + "q_norm.weight"] = tensor({dim}, 4, 0.3, 1);
+      tensors[name + "k_norm.weight"] = tensor({dim}, 5, 0.3, 1);
+      tensors[name + "k_base"] = tensor({kv_heads, 1, sink, dim}, 6);
+      tensors[name + "b"] = tensor({kv_heads, 1, group}, 7);
+    }
+    test::write_safetensors(m_folder.path() / "gates.safetensors", tensors);
+  }
+
+  ModelConfig m_config;
+  HeadPartition m_partition;
+  test::TemporaryFolder m_folder;
+};
+
+// FastKVzipGate of kvpress 0.5.5.
+const Scores gate_scores = {{0.2986591f, 0.2739298f, 0.243663f, 0.2772845f, 0.3301834f, 0.3285809f,
+                             0.2675532f, 0.256503f, 0.2857954f, 0.2994921f},
+                            {0.164704f, 0.1322674f, 0.1306466f, 0.1846038f, 0.2076854f, 0.1867503f,
+                             0.1719479f, 0.1830102f, 0.1953594f, 0.1720237f}};
+
+void expect_near(const Scores& found, const Scores& expected) {
+  ASSERT_EQ(found.size(), expected.size());
+  for (std::size_t h = 0; h < found.size(); ++h) {
+    ASSERT_EQ(found[h].size(), expected[h].size());
+    for (std::size_t row = 0; row < found[h].size(); ++row) {
+      EXPECT_NEAR(found[h][row], expected[h][row], 2e-6) << "head " << h << ", row " << row;
+    }
+  }
+}
+
+TEST_F(LearnedPolicies, FastKvzipIsThatOfKvpress) {
+  write_gates();
+  for (const std::int64_t block : {0, 3}) {
+    // The newest row and no first ones are protected.
+    const auto policy =
+        make(policy::fastkvzip(), {{"gates", file("gates.safetensors")}, {"sink", "0"}});
+    FakeLayer layer(make_layer(10));
+    Scores expected = gate_scores;
+    for (auto& head : expected) head[9] = 1;
+    expect_near(layer.run(*policy, block), expected);
+  }
+  const auto policy =
+      make(policy::fastkvzip(), {{"gates", file("gates.safetensors")}, {"window-ratio", "0.3"}});
+  FakeLayer layer(make_layer(10));
+  Scores expected = gate_scores;
+  for (auto& head : expected) {
+    for (const std::size_t row : {0, 1, 2, 3, 7, 8, 9}) head[row] = 1;
+  }
+  expect_near(layer.run(*policy), expected);
+}
+
+TEST_F(LearnedPolicies, FastKvzipOfSomeHeads) {
+  write_gates();
+  // The longest head goes to rank 0.
+  m_partition = HeadPartition::balanced({{1, 5}, {1, 5}}, 2);
+  const auto policy =
+      make(policy::fastkvzip(), {{"gates", file("gates.safetensors")}, {"sink", "0"}});
+  FakeLayer layer(make_layer(10), {1}, Communicator::self());
+  Scores expected = {gate_scores[1]};
+  expected[0][9] = 1;
+  expect_near(layer.run(*policy, 4), expected);
+}
+
+TEST_F(LearnedPolicies, FastKvzipRemembersWhatItProtected) {
+  write_gates();
+  const auto policy =
+      make(policy::fastkvzip(),
+           {{"gates", file("gates.safetensors")}, {"sink", "1"}, {"window-ratio", "0.4"}});
+  FakeLayer first(make_layer(5));
+  const Scores before = first.run(*policy);
+  EXPECT_EQ(before[0][3], 1.0f);
+  // Five more; of head 1 the second row went.
+  LayerData data = make_layer(10);
+  data.new_tokens = 5;
+  data.cached_scores[0] = before[0];
+  data.positions[1].erase(data.positions[1].begin() + 1);
+  data.cached_scores[1] = before[1];
+  data.cached_scores[1].erase(data.cached_scores[1].begin() + 1);
+  FakeLayer second(data);
+  Scores expected = gate_scores;
+  for (auto& head : expected) {
+    for (const std::size_t row : {0, 6, 7, 8, 9}) head[row] = 1;
+  }
+  expected[1].erase(expected[1].begin() + 1);
+  expect_near(second.run(*policy), expected);
+}
+
+TEST_F(LearnedPolicies, FastKvzipHasABudgetOverAllLayers) {
+  write_gates();
+  const PolicyInfo info = policy::fastkvzip();
+  for (const std::string layerwise : {"off", "on"}) {
+    std::map<std::string, std::string> values = {{"gates", file("gates.safetensors")},
+                                                 {"layerwise", layerwise}};
+    for (const PolicyParameter& parameter : info.parameters) {
+      values.emplace(parameter.name, parameter.standard);
+    }
+    PolicyChoice choice;
+    choice.info = &info;
+    choice.budget.amount = Budget::Amount::evict_ratio;
+    choice.budget.evict_ratio = 0.3;
+    info.set_up(choice, PolicyArguments(values), setup());
+    EXPECT_TRUE(choice.make);
+    EXPECT_EQ(choice.budget.pool, layerwise == "on" ? Budget::Pool::layer : Budget::Pool::model);
+    EXPECT_TRUE(choice.budget.counts_pools);
+    EXPECT_EQ(choice.budget.safeguard, 0);
+  }
+}
+
+TEST_F(LearnedPolicies, GatesOfAnotherModel) {
+  const auto expect = [&](const char* text) {
+    test::expect_error(
+        [&] {
+          make(policy::fastkvzip(), {{"gates", file("gates.safetensors")}});
+        },
+        {"gates.safetensors", text});
+  };
+  write_gates(3);
+  expect("gates of 3 layers, but the model's num_hidden_layers is 2");
+  write_gates();
+  m_config.num_key_value_heads = 4;
+  expect("gates of 2 KV heads, but the model's num_key_value_heads is 4");
+  test::write_safetensors(m_folder.path() / "gates.safetensors",
+                          {{"weights", test::stored_tensor("F32", {1}, {1})}});
+  expect("no tensor 0.k_base");
+}
+
+TEST_F(LearnedPolicies, KvzapIsItsSurrogate) {
+  m_folder.write("config.json",
+                 R"({"input_dim": 8, "output_dim": 2, "hidden_dim": null, "n_modules": 2})");
+  std::map<std::string, test::StoredTensor> tensors;
+  for (int l = 0; l < layers; ++l) {
+    const std::string name = "layers." + std::to_string(l) + ".";
+    tensors[name + "weight"] = test::stored_tensor("F32", {2, 8}, waves(16, l));
+    tensors[name + "bias"] = test::stored_tensor("F32", {2}, {0.5f, -1});
+  }
+  test::write_safetensors(m_folder.path() / "model.safetensors", tensors);
+  LayerData data = make_layer(11);
+  const auto expected_score = [&](std::size_t head, std::int64_t token) {
+    const std::vector<float> weights = waves(16, 0);
+    double sum = head == 0 ? 0.5 : -1;
+    for (std::size_t i = 0; i < 8; ++i) {
+      sum += static_cast<double>(weights[8 * head + i]) *
+             data.hidden[static_cast<std::size_t>(token) * 8 + i];
+    }
+    return static_cast<float>(sum);
+  };
+  const auto policy = make(policy::kvzap(), {{"surrogate", m_folder.path().string()}});
+  Scores expected(2);
+  for (std::size_t h = 0; h < 2; ++h) {
+    for (std::int64_t t = 0; t < 11; ++t) expected[h].push_back(expected_score(h, t));
+  }
+  FakeLayer whole(data);
+  expect_near(whole.run(*policy), expected);
+  expect_near(whole.run(*policy, 4), expected);
+  // Cached rows keep the scores they have.
+  data.new_tokens = 2;
+  data.positions[0] = {0, 5, 9, 10};
+  data.cached_scores[0] = {7, 8};
+  data.positions[1] = {3, 9, 10};
+  data.cached_scores[1] = {-3};
+  FakeLayer later(data);
+  expect_near(later.run(*policy, 1),
+              {{7, 8, expected[0][9], expected[0][10]}, {-3, expected[1][9], expected[1][10]}});
+}
+
+TEST_F(LearnedPolicies, DuoAttentionHasRetrievalAndStreamingHeads) {
+  m_folder.write("config.json", R"({"sink_size": 2, "recent_size": 3})");
+  m_folder.write("full_attention_heads.tsv", "0.9\t0.1\n-2\t1.7\n");
+  const Scores streaming = {{1, 1, 0, 0, 0, 0, 0, 1, 1, 1}};
+  const std::vector<float> all(10, 1.0f);
+  // Of four heads: none, the lowest, the two lowest, all.
+  const std::vector<std::pair<const char*, std::vector<std::vector<bool>>>> cases = {
+      {"0", {{0, 0}, {0, 0}}},
+      {"0.25", {{0, 0}, {1, 0}}},
+      {"0.375", {{0, 1}, {1, 0}}},  // 1.5 is rounded to even
+      {"0.5", {{0, 1}, {1, 0}}},
+      {"1", {{1, 1}, {1, 1}}}};
+  for (const auto& [ratio, is_streaming] : cases) {
+    const auto policy = make(policy::duo_attention(),
+                             {{"pattern", m_folder.path().string()}, {"head-evict-ratio", ratio}});
+    for (int l = 0; l < layers; ++l) {
+      LayerData data = make_layer(10);
+      data.layer = l;
+      FakeLayer layer(data);
+      const Scores found = layer.run(*policy);
+      for (std::size_t h = 0; h < 2; ++h) {
+        EXPECT_EQ(found[h], is_streaming[static_cast<std::size_t>(l)][h] ? streaming[0] : all)
+            << ratio << ", layer " << l << ", head " << h;
+      }
+    }
+  }
+}
+
+TEST_F(LearnedPolicies, PatternsThatDoNotFit) {
+  const auto expect = [&](const char* text) {
+    test::expect_error(
+        [&] {
+          make(policy::duo_attention(), {{"pattern", m_folder.path().string()}});
+        },
+        {text});
+  };
+  m_folder.write("full_attention_heads.tsv", "0.9\t0.1\n0.2\t0.7\n");
+  m_folder.write("config.json", R"({"sink_size": 2})");
+  expect("recent_size is missing");
+  m_folder.write("config.json", R"({"sink_size": 2, "recent_size": 3})");
+  m_folder.write("full_attention_heads.tsv", "0.9\t0.1\n");
+  expect("1 layers, but the model's num_hidden_layers is 2");
+  m_folder.write("full_attention_heads.tsv", "0.9\n0.1\n");
+  expect("1 heads, but the model's num_key_value_heads is 2");
+  m_folder.write("full_attention_heads.tsv", "0.9\tx\n0.1\t0.2\n");
+  expect("line 1 has \"x\"");
+}
+
+}  // namespace
+}  // namespace kvzap

@@ -6,6 +6,7 @@
 #include <kvzap/decoder.hpp>
 #include <kvzap/head_partition.hpp>
 #include <kvzap/model.hpp>
+#include <kvzap/policies.hpp>
 #include <kvzap/scorer.hpp>
 #include <kvzap/step_batch.hpp>
 #include <memory>
@@ -25,6 +26,12 @@ enum class PruneMode {
 enum class PrefillMode {
   dense,  // one step: every token attends to the whole context before it, then pairs are judged
   sparse  // in chunks: a chunk attends to what earlier chunks left in the cache, and to itself
+};
+
+/// When a policy with a budget chooses.
+enum class PruneMoment {
+  context,  // after the context
+  question  // after context and question together (query-aware)
 };
 
 /// As the program's option --prune has it.
@@ -50,6 +57,14 @@ struct CacheOptions {
   PageOrder order = PageOrder::token_major;
   /// Bytes that rings and pages of this rank may take at most; 0: as many as there are.
   std::size_t kv_limit = 0;
+  /// The policy that scores; empty (make == nullptr): the Scorer alone, with `threshold`.
+  std::shared_ptr<const PolicyChoice> policy;
+  PruneMoment prune_after = PruneMoment::context;
+  /// Every so many steps after the context the cache is cut again, to decode_keep rows per head or,
+  /// if that is 0, to 1 - decode_evict_ratio of the tokens so far; 0: never.
+  std::int64_t decode_every = 0;
+  std::int64_t decode_keep = 0;
+  double decode_evict_ratio = 0;
 };
 
 /// State of the whole cache, over all ranks. Complete on every rank.
@@ -64,6 +79,8 @@ struct CacheReport {
   std::int64_t returned_bytes = 0;   // handed back to the system so far
   std::int64_t peak_allocated_bytes =
       0;  // most at any time, prefill's dense keys and values included
+  // Seconds of scoring and of choosing and evicting so far, of the slowest rank.
+  double score_seconds = 0, prune_seconds = 0;
 
   /// Evicted pairs / pairs had none been evicted.
   double evict_ratio(int layer) const;

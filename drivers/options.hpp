@@ -12,7 +12,15 @@ namespace kvzap::driver {
 struct RunOptions {
   std::string model;
   std::string surrogate;
+  std::string policy;
   std::optional<double> threshold;
+  std::optional<double> evict_ratio;  // of the budget; without a policy what --dry-run assumes
+  std::optional<std::int64_t> keep_tokens;
+  std::string kv_budget;
+  std::string prune_after = "context";
+  std::int64_t decode_every = 0;
+  std::optional<std::int64_t> decode_keep;
+  std::optional<double> decode_evict_ratio;
   int window = 128;
   std::int64_t sink = 0;
   std::string prune;  // empty: prefill with a surrogate, none without
@@ -40,8 +48,8 @@ struct RunOptions {
   std::optional<std::uint64_t> random_weights;
   std::string json;
   std::string snapshot;
+  std::string dump;
   bool dry_run = false;
-  double evict_ratio = 0;
   bool quiet = false;
   std::string config;
 };
@@ -63,6 +71,9 @@ void declare(CLI::App& app, RunOptions& options);
 /// (with the nearest valid one), a value of the wrong type or out of range, and text that is not
 /// TOML.
 void read_deck(CLI::App& app, const std::string& file);
+
+/// The one of `names` that is spelled most like `name`, or "" if none is near.
+std::string nearest_name(const std::vector<std::string>& names, const std::string& name);
 
 /// The long option name of `app` that is spelled most like `name`, or "" if none is near.
 std::string nearest_option(const CLI::App& app, const std::string& name);

@@ -38,8 +38,12 @@ struct Budget {
   std::int64_t keep_tokens = 0;  // rows per head
   std::int64_t bytes = 0;        // of keys and values, over all layers and ranks
   Pool pool = Pool::head;
-  /// Pool::layer, Pool::model: every head keeps at least this share of what Pool::head would keep.
+  /// Pool::layer, Pool::model: every head keeps at least this share of what Pool::head would keep,
+  /// and one row if the share is not 0.
   double safeguard = 0.2;
+  /// Pool::layer, Pool::model: the evict ratio is of the pool's rows, of which floor(rows * ratio)
+  /// go (kvpress' KVzip and FastKVzip), instead of heads times what a head would keep (its AdaKV).
+  bool counts_pools = false;
   /// Evict ratio of each layer; empty: the same for all ("per-layer").
   std::vector<double> layer_ratios;
   /// Whether the budget falls with depth ("pyramid", arXiv 2406.02069), from 1 - 1/beta above the

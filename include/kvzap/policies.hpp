@@ -9,6 +9,7 @@
 #include <kvzap/scorer.hpp>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -21,11 +22,13 @@ struct PolicyParameter {
 
   std::string name;  // as in name:key=value
   Kind kind = Kind::number;
-  std::string standard;  // its value if none is given; empty for a file: it must be given
+  std::string standard;  // its value if none is given; empty: it must be given
   double least = 0;      // integer and number: the valid range
   double most = 0;
   std::vector<std::string> choices;  // text: the valid values
   std::string help;                  // what it is, with its unit
+  /// May be left out although it has no standard value; its text is empty then.
+  bool optional = false;
 };
 
 /// Values of a policy's parameters, all of them present and valid.
@@ -34,6 +37,8 @@ class PolicyArguments {
   PolicyArguments() = default;
   explicit PolicyArguments(std::map<std::string, std::string> values)
       : m_values(std::move(values)) {}
+  /// Whether an optional parameter was given.
+  bool has(const std::string& name) const { return !text(name).empty(); }
   std::int64_t integer(const std::string& name) const;
   double number(const std::string& name) const;
   bool flag(const std::string& name) const;
@@ -43,7 +48,8 @@ class PolicyArguments {
   std::map<std::string, std::string> m_values;
 };
 
-/// What a factory may want to know: the model, and which part of it this rank has.
+/// What a factory may want to know: the whole model (all its layers, even if fewer are run), and
+/// which part of it this rank has.
 struct PolicySetup {
   const ModelConfig& config;
   const HeadPartition& partition;
@@ -51,6 +57,8 @@ struct PolicySetup {
   std::filesystem::path model;  // its folder
   Communicator comm;
 };
+
+struct PolicyChoice;
 
 /// A policy as `kvzap policies` lists it: one file of src/policy, one line in policies().
 struct PolicyInfo {
@@ -74,7 +82,12 @@ struct PolicyInfo {
   /// It decides which rows stay by scores of 1 and 0 and a budget of its own: no --evict-ratio,
   /// --keep-tokens or --kv-budget fits it.
   bool has_own_budget = false;
+  /// Loads what the policy needs, once for all sequences.
   std::function<PolicyMaker(const PolicyArguments&, const PolicySetup&)> make;
+  /// For policies that bring more than scores (a budget's shape, a scorer): called in place of
+  /// `make`, with a choice that has its budget's amount, and sets PolicyChoice::make too. Modifiers
+  /// come after it. May be empty.
+  std::function<void(PolicyChoice&, const PolicyArguments&, const PolicySetup&)> set_up;
 };
 
 /// All policies, in the order in which `kvzap policies` lists them.
@@ -87,13 +100,15 @@ struct PolicyChoice {
   PolicyMaker make;
   Budget budget;
   /// Scores below which a pair is evicted as it leaves the window; used if the budget has no
-  /// amount.
+  /// amount. While modifiers are applied: NaN if none was given.
   double threshold = 0;
   /// Close positions up after the context is pruned, and turn keys to their new ones.
   bool rerotate = false;
   /// For policies that judge new tokens from hidden states alone, in one call for all sequences of
   /// a step (kvzap): the decoder's fast path with a threshold.
   std::shared_ptr<Scorer> scorer;
+  /// Some rows have the largest finite score, to mark them (critical).
+  bool scores_are_marked = false;
 };
 
 /// What changes a policy's scores, its budget or what becomes of the rows that stay; combined by +.
@@ -119,13 +134,16 @@ struct PolicySpec {
       modifiers;  // in order of modifiers()
 };
 
-/// Reads "name:key=value,key=value+modifier:key=value+…". Throws Error for an unknown name or key
-/// (with the nearest one), a value out of its range or a file that is missing.
+/// Reads "name:key=value,key=value+modifier:key=value+…"; a backslash before , or + makes it part
+/// of a value. Throws Error for an unknown name or key (with the nearest one), a value out of its
+/// range or a file that is missing.
 PolicySpec parse_policy(const std::string& text);
 
-/// Loads what the policy needs. `budget` has the amount that the user gave, or none with a
-/// threshold. Throws Error for files that do not fit the model and combinations without meaning.
-PolicyChoice make_policy(const PolicySpec& spec, const Budget& budget, double threshold,
-                         const PolicySetup& setup);
+/// Loads what the policy needs. `budget` has the amount that the user gave, `threshold` what was
+/// given instead: one of the two, unless the policy or a modifier has its own. Throws Error for
+/// files that do not fit the model and combinations without meaning, saying why. Called on every
+/// rank.
+PolicyChoice make_policy(const PolicySpec& spec, const Budget& budget,
+                         std::optional<double> threshold, const PolicySetup& setup);
 
 }  // namespace kvzap

@@ -22,16 +22,16 @@ enum class PruneMode {
   always    // also those of questions and generated tokens, as they leave the window
 };
 
+/// When a policy with a budget chooses.
+enum class PruneMoment {
+  context,
+  question
+};  // after the context, or after context and question together (query-aware)
+
 /// How the context is processed.
 enum class PrefillMode {
   dense,  // one step: every token attends to the whole context before it, then pairs are judged
   sparse  // in chunks: a chunk attends to what earlier chunks left in the cache, and to itself
-};
-
-/// When a policy with a budget chooses.
-enum class PruneMoment {
-  context,  // after the context
-  question  // after context and question together (query-aware)
 };
 
 /// As the program's option --prune has it.
@@ -79,8 +79,9 @@ struct CacheReport {
   std::int64_t returned_bytes = 0;   // handed back to the system so far
   std::int64_t peak_allocated_bytes =
       0;  // most at any time, prefill's dense keys and values included
-  // Seconds of scoring and of choosing and evicting so far, of the slowest rank.
-  double score_seconds = 0, prune_seconds = 0;
+  // Seconds so far of the whole engine, of the slowest rank.
+  double score_seconds = 0;  // scoring pairs
+  double prune_seconds = 0;  // choosing those that stay, and storing what was judged
 
   /// Evicted pairs / pairs had none been evicted.
   double evict_ratio(int layer) const;

@@ -39,6 +39,7 @@ struct Answer {
   std::int64_t question_tokens = 0;
   double question_seconds = 0;
   double decode_seconds = 0;  // of the steps after the question's
+  CacheReport pruned;         // before the first generated token
   CacheReport cache;          // at the end
 };
 

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 
+#include "base/nearest.hpp"
 #include "policy_options.hpp"
 
 namespace kvzap::driver {
@@ -130,9 +131,8 @@ void declare(CLI::App& app, RunOptions& o) {
                  "evicted share of all tokens so far after --decode-every has cut, in [0, 1)")
       ->group(pruning);
   app.add_option("--prune", o.prune,
-                 "what is judged: none, prefill (the context) or always (questions and generated "
-                 "tokens too); default: none without a policy, always with --decode-every, else "
-                 "prefill")
+                 "what is judged: none, prefill (the context) or always (by a threshold, questions "
+                 "and generated tokens too); default: prefill with a policy, none without")
       ->check(CLI::IsMember({"none", "prefill", "always"}))
       ->group(pruning);
   app.add_option("--window", o.window,
@@ -253,36 +253,12 @@ std::string explain(const CLI::App& app, const CLI::ParseError& error) {
   return fmt::format("{} is {}; expected {}", flag, message.substr(equals + 3), expected);
 }
 
-std::string nearest_name(const std::vector<std::string>& names, const std::string& name) {
-  std::string best;
-  std::size_t best_distance = std::max<std::size_t>(2, name.size() / 2) + 1;
-  for (const std::string& candidate : names) {
-    // Levenshtein's distance, row by row.
-    std::vector<std::size_t> row(candidate.size() + 1);
-    for (std::size_t j = 0; j <= candidate.size(); ++j) row[j] = j;
-    for (std::size_t i = 1; i <= name.size(); ++i) {
-      std::size_t diagonal = row[0];
-      row[0] = i;
-      for (std::size_t j = 1; j <= candidate.size(); ++j) {
-        const std::size_t substituted = diagonal + (name[i - 1] != candidate[j - 1]);
-        diagonal = row[j];
-        row[j] = std::min({row[j] + 1, row[j - 1] + 1, substituted});
-      }
-    }
-    if (row.back() < best_distance) {
-      best_distance = row.back();
-      best = candidate;
-    }
-  }
-  return best;
-}
-
 std::string nearest_option(const CLI::App& app, const std::string& name) {
   std::vector<std::string> names;
   for (const CLI::Option* option : app.get_options()) {
     names.insert(names.end(), option->get_lnames().begin(), option->get_lnames().end());
   }
-  return nearest_name(names, name);
+  return detail::nearest_name(name, names);
 }
 
 }  // namespace kvzap::driver

@@ -72,9 +72,6 @@ void declare(CLI::App& app, RunOptions& options);
 /// TOML.
 void read_deck(CLI::App& app, const std::string& file);
 
-/// The one of `names` that is spelled most like `name`, or "" if none is near.
-std::string nearest_name(const std::vector<std::string>& names, const std::string& name);
-
 /// The long option name of `app` that is spelled most like `name`, or "" if none is near.
 std::string nearest_option(const CLI::App& app, const std::string& name);
 

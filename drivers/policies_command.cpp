@@ -6,7 +6,7 @@
 #include <cmath>
 #include <limits>
 
-#include "options.hpp"
+#include "base/nearest.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -54,7 +54,7 @@ bool is_bound(double value) { return std::fabs(value) < 1e15; }
 std::string values_text(const PolicyParameter& p) {
   if (p.kind == Kind::flag) return "on or off";
   if (p.kind == Kind::text) return fmt::format("{}", fmt::join(p.choices, ", "));
-  if (p.kind == Kind::file) return p.standard.empty() ? "file, must be given" : "file";
+  if (p.kind == Kind::file) return "file or folder";
   const std::string kind = p.kind == Kind::integer ? "whole number" : "number";
   if (is_bound(p.least) && is_bound(p.most)) {
     return fmt::format("{}, {:.15g} to {:.15g}", kind, p.least, p.most);
@@ -66,29 +66,37 @@ std::string row(const std::string& name, const std::string& text, int width) {
   return text.empty() ? "" : fmt::format("  {:<{}} {}\n", name, width, text);
 }
 
+/// "window=64", "surrogate=FILE" if it must be given, "[file=FILE]" if it may be left out.
+std::string assignment(const PolicyParameter& p) {
+  const std::string value =
+      !p.standard.empty() ? p.standard : (p.kind == Kind::file ? "FILE" : "VALUE");
+  const std::string text = p.name + "=" + value;
+  return p.standard.empty() && p.optional ? "[" + text + "]" : text;
+}
+
 std::string parameter_rows(const std::vector<PolicyParameter>& parameters) {
   std::string text;
   for (const PolicyParameter& p : parameters) {
     text += row(text.empty() ? "keys" : "",
-                fmt::format("{}={} ({}): {}", p.name, p.standard.empty() ? "FILE" : p.standard,
-                            values_text(p), p.help),
-                8);
+                fmt::format("{} ({}): {}", assignment(p), values_text(p), p.help), 8);
   }
   return text;
 }
 
 std::string amounts_text(const PolicyInfo& info) {
-  if (info.has_own_budget) return "its own: no --evict-ratio, --keep-tokens or --kv-budget";
+  if (info.has_own_budget)
+    return "its own: no --threshold, --evict-ratio, --keep-tokens or --kv-budget";
   return info.judges_tokens ? "--threshold, --evict-ratio, --keep-tokens or --kv-budget"
                             : "--evict-ratio, --keep-tokens or --kv-budget; --threshold with +dms";
 }
 
 std::string decode_text(const PolicyInfo& info) {
-  if (info.judges_tokens && info.scores_again) {
-    return "--prune always with --threshold, or --decode-every";
+  const bool cuts = info.scores_again && !info.has_own_budget;
+  if (info.judges_tokens) {
+    return cuts ? "--prune always with --threshold, or --decode-every"
+                : "--prune always with --threshold";
   }
-  if (info.judges_tokens) return "--prune always with --threshold";
-  return info.scores_again ? "--decode-every" : "generated tokens all stay";
+  return cuts ? "--decode-every" : "generated tokens all stay";
 }
 
 std::string in_full(const PolicyInfo& info) {
@@ -108,8 +116,8 @@ ordered_json to_json(const std::vector<PolicyParameter>& parameters) {
   ordered_json list = ordered_json::array();
   for (const PolicyParameter& p : parameters) {
     ordered_json json = {{"name", p.name}, {"kind", name_of(p.kind)}};
-    // Null: it must be given.
     json["default"] = p.standard.empty() ? ordered_json() : ordered_json(p.standard);
+    json["required"] = p.standard.empty() && !p.optional;
     if (has_range(p)) {
       // JSON has no infinity: null is no bound.
       json["least"] = is_bound(p.least) ? ordered_json(p.least) : ordered_json();
@@ -158,7 +166,7 @@ std::string known_policy(const std::string& name) {
   if (find(policies(), name) || find(modifiers(), plain(name))) return "";
   std::vector<std::string> names = policy_names();
   for (const std::string& modifier : modifier_names()) names.push_back(modifier);
-  const std::string nearest = nearest_name(names, plain(name));
+  const std::string nearest = detail::nearest_name(plain(name), names);
   return fmt::format(
       "'{}' is no policy or modifier{}", name,
       nearest.empty() ? "; kvzap policies lists them" : "; did you mean " + nearest + "?");
@@ -167,7 +175,7 @@ std::string known_policy(const std::string& name) {
 std::string parameters_text(const std::vector<PolicyParameter>& parameters) {
   std::vector<std::string> parts;
   for (const PolicyParameter& p : parameters) {
-    parts.push_back(p.name + "=" + (p.standard.empty() ? "FILE" : p.standard));
+    parts.push_back(assignment(p));
   }
   return fmt::format("{}", fmt::join(parts, ","));
 }

@@ -30,6 +30,11 @@ std::vector<std::string> amounts(const RunOptions& o) {
                     {"--kv-budget", !o.kv_budget.empty()}});
 }
 
+/// The surrogate's scores as they are.
+bool is_plain_kvzap(const RunOptions& o) {
+  return !o.surrogate.empty() && (o.policy.empty() || o.policy == "kvzap");
+}
+
 void check_ratio(const std::optional<double>& ratio, const char* flag) {
   // Written so that NaN does not pass.
   require(!ratio || (*ratio >= 0 && *ratio < 1),
@@ -66,10 +71,8 @@ void check_decode(const RunOptions& o) {
   require(o.decode_every > 0 || !has_target,
           fmt::format("{} has no effect without --decode-every",
                       o.decode_keep ? "--decode-keep" : "--decode-evict-ratio"));
-  require(o.decode_every == 0 || o.prune.empty() || o.prune == "always",
-          fmt::format("--decode-every prunes generated tokens too, --prune {} does not: give "
-                      "--prune always or leave it out",
-                      o.prune));
+  require(o.decode_every == 0 || o.prune != "none",
+          "--decode-every has no effect with --prune none");
 }
 
 }  // namespace
@@ -110,11 +113,6 @@ bool prunes(const RunOptions& o) {
   return o.prune.empty() ? !o.surrogate.empty() || !o.policy.empty() : o.prune != "none";
 }
 
-PruneMode prune_mode(const RunOptions& o) {
-  if (!prunes(o)) return PruneMode::none;
-  return o.prune == "always" || o.decode_every > 0 ? PruneMode::always : PruneMode::prefill;
-}
-
 Budget budget_of(const RunOptions& o) {
   Budget budget;
   if (o.evict_ratio) {
@@ -142,51 +140,63 @@ std::string policy_text(const RunOptions& o) {
           fmt::format("--surrogate is for --policy kvzap; --policy {} has no use for it", name));
   require(text.find("surrogate=") == std::string::npos,
           "--surrogate and --policy both name a surrogate: give one of them");
-  require(
-      o.surrogate.find_first_of(",+") == std::string::npos,
-      fmt::format("--surrogate {}: a policy's text has no place for ',' and '+' in a name; give "
-                  "the folder another one, or a link to it",
-                  o.surrogate));
+  std::string folder;
+  for (const char c : o.surrogate) {
+    if (c == ',' || c == '+') folder += '\\';  // part of the name
+    folder += c;
+  }
   const bool has_arguments = text.compare(name.size(), 1, ":") == 0;
   text.replace(name.size(), has_arguments ? 1 : 0,
-               fmt::format(":surrogate={}{}", o.surrogate, has_arguments ? "," : ""));
+               fmt::format(":surrogate={}{}", folder, has_arguments ? "," : ""));
   return text;
 }
 
 std::optional<PolicySpec> policy_spec(const RunOptions& o) {
   const bool has_policy = !o.policy.empty() || !o.surrogate.empty();
-  const bool is_plain_kvzap = !o.surrogate.empty() && (o.policy.empty() || o.policy == "kvzap");
-  if (!has_policy || (is_plain_kvzap && amounts(o).empty() && o.decode_every == 0)) return {};
+  if (!has_policy || (is_plain_kvzap(o) && amounts(o).empty() && o.decode_every == 0)) return {};
   PolicySpec spec = parse_policy(policy_text(o));
   const PolicyInfo& info = *spec.info;
   const std::vector<std::string> given = amounts(o);
+  const std::string name = "--policy " + info.name;
+  const auto refuse_if = [&](bool wrong, const std::string& message) { require(!wrong, message); };
   if (info.has_own_budget) {
-    require(given.empty(),
-            fmt::format("{} does not go with --policy {}, which decides itself how much it evicts",
-                        given.empty() ? "" : given.front(), info.name));
+    const std::string flag = !given.empty() ? given.front() : "--threshold";
+    refuse_if(
+        o.threshold || !given.empty(),
+        fmt::format("{} does not go with {}, which decides itself how much stays", flag, name));
+    refuse_if(o.decode_every > 0, fmt::format("--decode-every does not go with {}, which decides "
+                                              "itself how much stays",
+                                              name));
   } else {
-    require(!given.empty() || o.threshold || o.dry_run || !prunes(o),
-            fmt::format("--policy {} needs one of --threshold, --evict-ratio, --keep-tokens and "
-                        "--kv-budget: how much is evicted",
-                        info.name));
+    // A modifier may bring its threshold; make_policy knows.
+    refuse_if(prunes(o) && !o.dry_run && !o.threshold && given.empty() && spec.modifiers.empty(),
+              fmt::format("{} needs one of --threshold, --evict-ratio, --keep-tokens and "
+                          "--kv-budget: how much is evicted",
+                          name));
   }
-  require(!info.needs_question || o.prune_after == "question" || o.dry_run || !prunes(o),
-          fmt::format("--policy {} needs --prune-after question: the question decides its scores",
-                      info.name));
-  require(o.decode_every == 0 || info.scores_again,
-          fmt::format("--decode-every does not go with --policy {}, which cannot score again while "
-                      "the model generates",
-                      info.name));
-  if (o.prune == "always" && o.decode_every == 0) {
-    require(
-        info.judges_tokens,
-        fmt::format("--prune always does not go with --policy {}, which cannot judge new tokens "
-                    "one by one: give --decode-every N, or --prune prefill",
-                    info.name));
-    require(given.empty(),
-            fmt::format("--prune always needs --decode-every N with {}: a budget is met at its "
-                        "moments alone",
-                        given.empty() ? "" : given.front()));
+  if (o.dry_run || !prunes(o)) return spec;
+  refuse_if(info.needs_question && o.prune_after != "question",
+            fmt::format("{} needs --prune-after question: the question decides its scores", name));
+  refuse_if(o.decode_every > 0 && !info.scores_again,
+            fmt::format("--decode-every does not go with {}, which cannot score again while the "
+                        "model generates",
+                        name));
+  refuse_if(o.prefill == "sparse" && (!info.scores_again || info.has_own_budget),
+            fmt::format("--prefill sparse does not go with {}, which cannot score again after each "
+                        "chunk",
+                        name));
+  if (o.prune == "always") {
+    const bool has_budget = !given.empty() || info.has_own_budget;
+    refuse_if(
+        !has_budget && !info.judges_tokens,
+        fmt::format("--prune always does not go with {}, which cannot judge new tokens one by "
+                    "one: leave it out, and cut the cache with --decode-every N instead",
+                    name));
+    refuse_if(
+        has_budget && o.decode_every == 0,
+        fmt::format("--prune always needs a threshold, which judges each pair as it leaves the "
+                    "window; while the model generates {} is met with --decode-every N",
+                    given.empty() ? "a budget" : given.front()));
   }
   return spec;
 }
@@ -204,8 +214,7 @@ void check_policy_options(const RunOptions& o) {
   require(has_policy || given.empty() || o.dry_run,
           fmt::format("{} has no effect without --dry-run, --policy or --surrogate",
                       given.empty() ? "" : given.front()));
-  require(!prunes(o) || o.dry_run || !o.policy.empty() || o.surrogate.empty() || o.threshold ||
-              !given.empty(),
+  require(!prunes(o) || o.dry_run || !is_plain_kvzap(o) || o.threshold || !given.empty(),
           "--surrogate needs --threshold, the log score below which a pair is evicted, or one of "
           "--evict-ratio, --keep-tokens and --kv-budget");
   require(o.decode_every == 0 || has_policy,
@@ -216,6 +225,9 @@ void check_policy_options(const RunOptions& o) {
             "--prune-after question needs a budget, one of --evict-ratio, --keep-tokens and "
             "--kv-budget: with --threshold each pair is judged by itself");
     require(!o.questions.empty() || o.dry_run, "--prune-after question needs --question");
+    require(o.prefill == "dense",
+            "--prune-after question runs context and question as one step: it needs --prefill "
+            "dense");
   }
   policy_text(o);  // throws if --policy and --surrogate do not go together
 }

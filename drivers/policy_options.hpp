@@ -16,8 +16,6 @@ std::int64_t parse_bytes(const std::string& text, const std::string& flag);
 
 /// Whether anything is to be pruned: --prune, or, without it, whether there is a policy.
 bool prunes(const RunOptions& options);
-/// What --prune says or, without it, what the other flags come to.
-PruneMode prune_mode(const RunOptions& options);
 
 /// The amount that the flags give, or none.
 Budget budget_of(const RunOptions& options);

@@ -146,14 +146,17 @@ ordered_json to_json(const RunReport& report, const RunOptions& options) {
   json["ranks"] = report.ranks;
   json["context"] = cache_json(report.context);
   json["context"]["prefill_seconds"] = report.prefill_seconds;
-  // Parts of the prefill's.
+  // Parts of the prefill's; after the question of the first answer's.
   json["context"]["scoring_seconds"] = report.context.score_seconds;
   json["context"]["pruning_seconds"] = report.context.prune_seconds;
   if (!report.policy.empty()) json["context"]["kv"]["full_at_first"] = report.is_full_at_first;
   json["context"]["prefill_tokens_per_second"] =
       per_second(report.context_tokens, report.prefill_seconds);
   json["answers"] = ordered_json::array();
-  const CacheReport* before = &report.context;
+  // After the question: what was spent on the first context is part of the first answer.
+  const CacheReport nothing;
+  const bool is_after_question = cache.prune_after == PruneMoment::question;
+  const CacheReport* before = is_after_question ? &nothing : &report.context;
   for (const AnsweredQuestion& item : report.answers) {
     ordered_json answer = {{"question", item.question},
                            {"text", item.text},
@@ -214,9 +217,14 @@ std::string to_text(const RunReport& report, const RunOptions& options) {
   line(fmt::format("memory: {} of weights, peak resident {} on {} rank{}",
                    human_bytes(sum(report.weight_bytes)), human_bytes(sum(report.peak_rss_bytes)),
                    report.ranks, report.ranks == 1 ? "" : "s"));
-  line(fmt::format("time: load {:.2f} s, context of {} tokens {:.2f} s ({:.0f} tokens/s)",
-                   report.load_seconds, report.context_tokens, report.prefill_seconds,
-                   per_second(report.context_tokens, report.prefill_seconds)));
+  if (report.cache_options.prune_after == PruneMoment::question) {
+    line(fmt::format("time: load {:.2f} s; the context of {} tokens runs with each question",
+                     report.load_seconds, report.context_tokens));
+  } else {
+    line(fmt::format("time: load {:.2f} s, context of {} tokens {:.2f} s ({:.0f} tokens/s)",
+                     report.load_seconds, report.context_tokens, report.prefill_seconds,
+                     per_second(report.context_tokens, report.prefill_seconds)));
+  }
   if (!report.policy.empty()) {
     line(fmt::format("      of that scoring {:.3f} s, choosing and evicting {:.3f} s",
                      report.context.score_seconds, report.context.prune_seconds));

@@ -217,7 +217,9 @@ MemoryPlan plan(const RunOptions& options, const ModelConfig& config, std::int64
 
 CacheOptions cache_options(const RunOptions& options) {
   CacheOptions cache;
-  cache.prune = prune_mode(options);
+  cache.prune = !prunes(options)            ? PruneMode::none
+                : options.prune == "always" ? PruneMode::always
+                                            : PruneMode::prefill;
   cache.prefill = options.prefill == "sparse" ? PrefillMode::sparse : PrefillMode::dense;
   cache.chunk = options.chunk;
   cache.threshold = static_cast<float>(options.threshold.value_or(0));
@@ -248,10 +250,8 @@ std::shared_ptr<Scorer> load_policy(const RunOptions& options,
   ModelConfig whole = setup.config;
   whole.num_hidden_layers = setup.all_layers;
   const PolicySetup policy_setup{whole, setup.partition_of_all_layers, dtype, options.model, comm};
-  // Policies that decide themselves give 1 to what stays and 0 to the rest.
-  const double threshold = options.threshold.value_or(spec->info->has_own_budget ? 0.5 : 0);
   auto choice = std::make_shared<const PolicyChoice>(
-      make_policy(*spec, budget_of(options), threshold, policy_setup));
+      make_policy(*spec, budget_of(options), options.threshold, policy_setup));
   if (choice->budget.has_amount()) {
     const Budget::Model model = budget_model(setup.config, dtype);
     for (int layer = 0; layer < model.layers; ++layer) {
@@ -259,13 +259,15 @@ std::shared_ptr<Scorer> load_policy(const RunOptions& options,
     }
   }
   cache.policy = choice;
+  if (!choice->budget.has_amount()) cache.threshold = static_cast<float>(choice->threshold);
   return choice->scorer;
 }
 
 /// Whether the cache is whole before anything is evicted of it.
 bool is_full_at_first(const CacheOptions& cache) {
   return cache.prune == PruneMode::none || cache.prune_after == PruneMoment::question ||
-         (cache.policy && cache.policy->budget.has_amount() && !cache.policy->budget.by_layer());
+         (cache.prefill == PrefillMode::dense && cache.policy &&
+          cache.policy->budget.has_amount() && !cache.policy->budget.by_layer());
 }
 
 template <class Value>
@@ -423,11 +425,20 @@ void run(const RunOptions& options, const Communicator& comm, const std::string&
   }
   start = Clock::now();
   generator->prefill(prompt.context, prompt.questions.size() > 1, progress);
-  report.prefill_seconds = seconds_since(start);
-  report.context = generator->report();
+  // What is pruned after the question runs together with it.
+  const bool is_after_question = report.cache_options.prune_after == PruneMoment::question;
+  if (!is_after_question) {
+    report.prefill_seconds = seconds_since(start);
+    report.context = generator->report();
+  }
   bar.clear();
   if (dump) dump->take_prefill(*generator);
-  if (!options.snapshot.empty()) generator->write_snapshot(options.snapshot, options.model);
+  bool is_snapshot_due = !options.snapshot.empty();
+  const auto write_snapshot = [&] {
+    if (is_snapshot_due) generator->write_snapshot(options.snapshot, options.model);
+    is_snapshot_due = false;
+  };
+  if (!is_after_question) write_snapshot();
 
   // 4. Answer each question from the same pruned context, printing tokens as they come.
   const bool prints = comm.is_root() && options.json != "-";
@@ -448,6 +459,7 @@ void run(const RunOptions& options, const Communicator& comm, const std::string&
     answer_options.max_tokens = limit;
     answer_options.sampling = options.sampling;
     answer_options.on_token = [&](TokenId token) {
+      write_snapshot();
       if (decoder) {
         emit(decoder->append(token));
       } else if (comm.is_root()) {
@@ -456,7 +468,9 @@ void run(const RunOptions& options, const Communicator& comm, const std::string&
     };
     if (dump) dump->begin_answer(prompt.questions[i], *generator, answer_options);
     answered.answer = generator->answer(prompt.questions[i], answer_options);
+    write_snapshot();  // if there was no token
     if (dump) dump->end_answer(*generator, answered.answer);
+    if (is_after_question && i == 0) report.context = answered.answer.pruned;
     if (decoder) emit(decoder->finish());
     if (prints) std::fwrite("\n", 1, 1, stdout);
     report.answers.push_back(std::move(answered));

@@ -483,7 +483,7 @@ void run(const RunOptions& options, const Communicator& comm, const std::string&
                                {"kvzap", version},
                                {"model", options.model},
                                {"dtype", options.dtype},
-                               {"policy", report.policy}});
+                               {"policy", report.policy.empty() ? "none" : report.policy}});
   }
   for (const auto& rank : comm.all_gather({peak_rss_bytes()})) {
     report.peak_rss_bytes.push_back(rank.front());

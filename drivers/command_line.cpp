@@ -5,6 +5,7 @@
 #include <kvzap/config.hpp>
 
 #include "base/build_info.hpp"
+#include "policies_command.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -35,6 +36,14 @@ CommandLine::CommandLine()
   bench = app.add_subcommand(
       "bench", "measure prefill and decode at given context lengths and evict ratios");
   declare(*bench, bench_options);
+  policies = app.add_subcommand(
+      "policies", "list the eviction policies of run --policy, with their parameters");
+  policies
+      ->add_option("name", policy,
+                   "tell this policy or modifier in full; default: list all of them")
+      ->type_name("POLICY")
+      ->check(known_policy);
+  policies->add_flag("--json", policies_as_json, "as JSON");
   completion = app.add_subcommand("completion", "print the completion script of a shell");
   completion->add_option("shell", shell, "for bash: source <(kvzap completion bash)")
       ->required()

@@ -18,6 +18,7 @@ struct CommandLine {
   CLI::App app;
   CLI::App* run;
   CLI::App* bench;
+  CLI::App* policies;
   CLI::App* completion;
   CLI::App* manual;
 
@@ -25,6 +26,8 @@ struct CommandLine {
   RunOptions run_options;
   BenchOptions bench_options;
   std::string shell;
+  std::string policy;  // that `policies` is to tell about; empty: all
+  bool policies_as_json = false;
 };
 
 /// "0.1.0"

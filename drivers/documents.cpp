@@ -6,10 +6,12 @@
 #include <cctype>
 #include <vector>
 
+#include "policies_command.hpp"
+
 namespace kvzap::driver {
 namespace {
 
-enum class ValueKind { none, any, choice, folder, file };
+enum class ValueKind { none, any, choice, policy, folder, file };
 
 /// An option as the documents show it.
 struct Entry {
@@ -22,6 +24,7 @@ struct Entry {
   std::string group;
   ValueKind kind = ValueKind::any;
   bool repeats = false;
+  bool is_required = false;
 };
 
 Entry entry_of(const CLI::Option& option) {
@@ -33,6 +36,7 @@ Entry entry_of(const CLI::Option& option) {
   entry.default_text = option.get_default_str();
   entry.group = option.get_group();
   entry.repeats = option.get_multi_option_policy() == CLI::MultiOptionPolicy::TakeAll;
+  entry.is_required = option.get_required();
   // "TEXT:{f32,bf16}" with what validators say of themselves
   const std::string type = option.get_type_name();
   entry.type = type.substr(0, type.find(':'));
@@ -50,6 +54,13 @@ Entry entry_of(const CLI::Option& option) {
       } else if (c != ' ') {
         choice += c;
       }
+    }
+  } else if (entry.type == "POLICY") {
+    // What a policy's text begins with.
+    entry.kind = ValueKind::policy;
+    entry.choices = policy_names();
+    if (entry.flags.empty()) {
+      for (const std::string& name : modifier_names()) entry.choices.push_back(name);
     }
   } else if (entry.type == "DIR") {
     entry.kind = ValueKind::folder;
@@ -123,6 +134,25 @@ std::string roff_options(const CLI::App& app) {
   return text;
 }
 
+/// Each with its paper, what it needs or does, and its keys.
+std::string roff_policies() {
+  std::string text;
+  const auto add = [&](const std::string& name, const std::string& paper, const std::string& what,
+                       const std::vector<PolicyParameter>& parameters) {
+    text += ".TP\n\\fB" + roff(name) + "\\fR\n";
+    if (!paper.empty()) text += roff(paper) + ".\n";
+    text += roff(what) + ".\n";
+    if (!parameters.empty()) text += "Keys: " + roff(parameters_text(parameters)) + ".\n";
+  };
+  for (const PolicyInfo& info : policies()) {
+    add(info.name, info.paper, "Needs " + info.needs, info.parameters);
+  }
+  for (const ModifierInfo& info : modifiers()) {
+    add("+" + info.name, info.paper, info.effect, info.parameters);
+  }
+  return text;
+}
+
 // --- shells
 
 /// The flags of an app, or the subcommands and flags of the program.
@@ -139,6 +169,7 @@ std::string words_of(const CLI::App& app) {
 std::string bash_values(const Entry& entry) {
   switch (entry.kind) {
     case ValueKind::choice:
+    case ValueKind::policy:
       return fmt::format("mapfile -t COMPREPLY < <(compgen -W '{}' -- \"$current\")",
                          joined(entry.choices, " "));
     case ValueKind::folder:
@@ -161,6 +192,7 @@ std::string zsh_text(std::string text) {
 std::string zsh_action(const Entry& entry) {
   switch (entry.kind) {
     case ValueKind::choice:
+    case ValueKind::policy:
       return "(" + joined(entry.choices, " ") + ")";
     case ValueKind::folder:
       return "_files -/";
@@ -175,7 +207,8 @@ std::string zsh_arguments(const CLI::App& app) {
   std::string text;
   for (const Entry& entry : entries_of(app)) {
     if (entry.flags.empty()) {
-      text += fmt::format(" \\\n    '1:{}:{}'", zsh_text(entry.name), zsh_action(entry));
+      text += fmt::format(" \\\n    '1:{}{}:{}'", entry.is_required ? "" : ":",
+                          zsh_text(entry.name), zsh_action(entry));
       continue;
     }
     const std::string value = entry.kind == ValueKind::none
@@ -203,11 +236,13 @@ std::string man_page(const CLI::App& app, const std::string& version) {
       ".SH SYNOPSIS\n",
       version);
   for (const CLI::App* command : commands_of(app)) {
-    const std::vector<Entry> entries = entries_of(*command);
-    const bool has_argument = std::any_of(entries.begin(), entries.end(),
-                                          [](const Entry& entry) { return entry.flags.empty(); });
-    text += fmt::format(".B kvzap {}\n{}\n.br\n", command->get_name(),
-                        has_argument ? ".I shell" : ".RI [ options ]");
+    std::string arguments;
+    for (const Entry& entry : entries_of(*command)) {
+      if (!entry.flags.empty()) continue;
+      arguments += entry.is_required ? "\n.I " + entry.name : "\n.RI [ " + entry.name + " ]";
+    }
+    if (arguments.empty() || command->get_name() == "policies") arguments += "\n.RI [ options ]";
+    text += fmt::format(".B kvzap {}{}\n.br\n", command->get_name(), arguments);
   }
   text += ".B mpirun \\-n\n.I ranks\n.B kvzap run\n.RI [ options ]\n";
   text += ".SH DESCRIPTION\n" + roff(app.get_description()) + "\n.SH OPTIONS\n" + roff_options(app);
@@ -218,6 +253,10 @@ std::string man_page(const CLI::App& app, const std::string& version) {
     text += fmt::format(".SH {}\n{}\n{}", title, roff(command->get_description() + "."),
                         roff_options(*command));
   }
+  text +=
+      ".SH POLICIES\nOf \\fBrun \\-\\-policy\\fR; \\fBkvzap policies\\fR \\fINAME\\fR tells one in "
+      "full.\n" +
+      roff_policies();
   text +=
       ".SH EXIT STATUS\n0 on success, 1 on an error, 2 on a command line that makes no sense. An "
       "error is one line on standard error.\n"

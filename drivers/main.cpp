@@ -20,6 +20,7 @@
 #include "command_line.hpp"
 #include "documents.hpp"
 #include "parallel/mpi_session.hpp"
+#include "policies_command.hpp"
 #include "run.hpp"
 
 namespace {
@@ -50,8 +51,9 @@ std::string usage_message(const CLI::App& app, const CLI::App& command,
   const std::string& first = unknown.front();
   const std::string name = first.substr(0, first.find('='));
   if (name.rfind('-', 0) != 0) {
-    return &command != &app ? fmt::format("unexpected argument '{}'", first)
-                            : fmt::format("unknown subcommand '{}'; expected run or bench", first);
+    return &command != &app
+               ? fmt::format("unexpected argument '{}'", first)
+               : fmt::format("unknown subcommand '{}'; expected run, bench or policies", first);
   }
   const std::string nearest =
       kvzap::driver::nearest_option(command, name.substr(std::min(name.size(), std::size_t{2})));
@@ -80,16 +82,20 @@ int usage_exit(const CLI::App& app, const CLI::ParseError& error, bool is_root) 
   return flush_exit();
 }
 
-/// What was asked for needs neither MPI nor Kokkos: a build makes these files, also on a machine
-/// where neither can start.
+/// What was asked for needs neither MPI nor Kokkos: a build makes the man page and the completion
+/// scripts, also on a machine where neither can start.
 bool asks_for_document(int argc, char** argv) {
   const std::string command = argc > 1 ? argv[1] : "";
-  return command == "completion" || command == "manual";
+  return command == "policies" || command == "completion" || command == "manual";
 }
 
 int print_document(const kvzap::driver::CommandLine& line) {
   if (line.manual->parsed()) {
     std::cout << kvzap::driver::man_page(line.app, kvzap::driver::version);
+  } else if (line.policies->parsed() && line.policies_as_json) {
+    std::cout << kvzap::driver::policies_json(line.policy).dump(2) << "\n";
+  } else if (line.policies->parsed()) {
+    std::cout << kvzap::driver::policies_text(line.policy);
   } else if (line.shell == "zsh") {
     std::cout << kvzap::driver::zsh_completion(line.app);
   } else {
@@ -143,7 +149,7 @@ int run_program(int argc, char** argv, const kvzap::Communicator& comm) {
   } catch (const CLI::ParseError& error) {
     return usage_exit(line.app, error, comm.is_root());
   }
-  if (line.completion->parsed() || line.manual->parsed()) {
+  if (line.policies->parsed() || line.completion->parsed() || line.manual->parsed()) {
     return comm.is_root() ? print_document(line) : 0;
   }
   const bool is_bench = line.bench->parsed();

@@ -6,6 +6,9 @@
 #include <cmath>
 #include <limits>
 
+#include "base/nearest.hpp"
+#include "policy_options.hpp"
+
 namespace kvzap::driver {
 
 std::string not_negative(const std::string& text) {
@@ -36,7 +39,9 @@ void declare(CLI::App& app, RunOptions& o) {
                  "Hugging Face folder: config.json, *.safetensors, tokenizer.json; required")
       ->type_name("DIR")
       ->group(model);
-  app.add_option("--surrogate", o.surrogate, "KVzap surrogate folder; without it nothing is pruned")
+  app.add_option("--surrogate", o.surrogate,
+                 "KVzap surrogate folder: the policy is kvzap; without it and --policy nothing is "
+                 "pruned")
       ->type_name("DIR")
       ->group(model);
   app.add_option("--dtype", o.dtype, "value type of weights and cache")
@@ -86,17 +91,52 @@ void declare(CLI::App& app, RunOptions& o) {
       ->group(prompt);
 
   const auto pruning = "Pruning";
+  app.add_option(
+         "--policy", o.policy,
+         "what gives pairs their scores, NAME[:key=value,...][+MODIFIER[:key=value,...]...]; "
+         "kvzap policies lists names and keys. How much is evicted, exactly one of the next "
+         "four says")
+      ->type_name("POLICY")
+      ->group(pruning);
   app.add_option("--threshold", o.threshold,
-                 "log score below which a pair is evicted, -inf and inf included; required with "
-                 "--surrogate")
+                 "score below which a pair is evicted, -inf and inf included (kvzap: log score)")
+      ->group(pruning);
+  app.add_option("--evict-ratio", o.evict_ratio,
+                 "budget: evicted share of all pairs, in [0, 1); without a policy what --dry-run "
+                 "assumes")
+      ->group(pruning);
+  app.add_option(
+         "--keep-tokens", o.keep_tokens,
+         "budget: rows that each KV head keeps (on average, where heads compete); at least 1")
+      ->group(pruning);
+  app.add_option(
+         "--kv-budget", o.kv_budget,
+         "budget: bytes of keys and values over all layers and ranks, as 512M, 2GB or 1.5GiB")
+      ->type_name("SIZE")
+      ->group(pruning);
+  app.add_option("--prune-after", o.prune_after,
+                 "when a budget is met: after the context, or after context and question together, "
+                 "which then decides what stays; the cache is full until then")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"context", "question"}))
+      ->group(pruning);
+  app.add_option("--decode-every", o.decode_every,
+                 "cut the cache again after every so many tokens that follow the context; 0: never")
+      ->capture_default_str()
+      ->group(pruning);
+  app.add_option("--decode-keep", o.decode_keep,
+                 "rows per KV head that --decode-every leaves; at least 1")
+      ->group(pruning);
+  app.add_option("--decode-evict-ratio", o.decode_evict_ratio,
+                 "evicted share of all tokens so far after --decode-every has cut, in [0, 1)")
       ->group(pruning);
   app.add_option("--prune", o.prune,
-                 "what is judged: none, prefill (the context) or always (questions and generated "
-                 "tokens too); "
-                 "default: prefill with a surrogate, none without")
+                 "what is judged: none, prefill (the context) or always (by a threshold, questions "
+                 "and generated tokens too); default: prefill with a policy, none without")
       ->check(CLI::IsMember({"none", "prefill", "always"}))
       ->group(pruning);
-  app.add_option("--window", o.window, "most recent tokens that are always kept; at least 1")
+  app.add_option("--window", o.window,
+                 "most recent tokens that a threshold always keeps; at least 1")
       ->capture_default_str()
       ->group(pruning);
   app.add_option("--sink", o.sink, "first positions that are always kept")
@@ -152,14 +192,15 @@ void declare(CLI::App& app, RunOptions& o) {
                  "write the cache as it is after the context to this HDF5 file")
       ->type_name("FILE")
       ->group(output);
+  app.add_option("--dump", o.dump,
+                 "write token ids, the scores of the context, what was evicted and all logits to "
+                 "this safetensors file")
+      ->type_name("FILE")
+      ->group(output);
   app.add_flag(
          "--dry-run", o.dry_run,
          "print how much memory each rank needs for -c tokens (default: the prompt's and -n, or "
          "max_position_embeddings without a prompt) and exit")
-      ->group(output);
-  app.add_option("--evict-ratio", o.evict_ratio,
-                 "evicted share of all pairs that --dry-run assumes, in [0, 1)")
-      ->capture_default_str()
       ->group(output);
   app.add_flag("-q,--quiet", o.quiet, "no progress and no report on standard error")->group(output);
   app.add_option("--config", o.config,
@@ -178,22 +219,20 @@ void validate(const RunOptions& o) {
   require(o.new_tokens >= 0, fmt::format("-n is {}; expected 0 or more", o.new_tokens));
   require(!o.max_context || *o.max_context >= 1,
           fmt::format("-c is {}; expected at least 1", o.max_context.value_or(0)));
-  check_threshold(o.threshold);
-  require(o.evict_ratio >= 0 && o.evict_ratio < 1,
-          fmt::format("--evict-ratio is {}; expected at least 0 and less than 1", o.evict_ratio));
-  const bool pruned = o.prune.empty() ? !o.surrogate.empty() : o.prune != "none";
-  require(!pruned || !o.surrogate.empty(),
-          fmt::format("--prune {} needs --surrogate DIR", o.prune));
-  require(o.surrogate.empty() || o.threshold || o.dry_run || !pruned,
-          "--surrogate needs --threshold: the log score below which a pair is evicted");
-  require(!o.threshold || !o.surrogate.empty(),
-          "--threshold has no effect without --surrogate: no pair has a score");
-  require(o.evict_ratio == 0 || o.dry_run, "--evict-ratio has no effect without --dry-run");
+  check_policy_options(o);
   Sampler checks_its_options(o.sampling);
   require(!(o.prompt && !o.file.empty()), "-p and -f both give the prompt: give one of them");
   require(o.snapshot != "-", "--snapshot cannot be standard output");
-  require(o.snapshot.empty() || o.snapshot != o.json,
-          fmt::format("--json and --snapshot both name the file {}", o.json));
+  require(o.dump != "-", "--dump cannot be standard output");
+  const std::pair<const char*, const std::string*> outputs[] = {
+      {"--json", &o.json}, {"--snapshot", &o.snapshot}, {"--dump", &o.dump}};
+  for (const auto& [flag, file] : outputs) {
+    for (const auto& [other_flag, other] : outputs) {
+      if (file == other) break;  // each pair once
+      require(file->empty() || *file != *other,
+              fmt::format("{} and {} both name the file {}", other_flag, flag, *file));
+    }
+  }
   if (o.dry_run) return;
   require(o.prompt || !o.file.empty(), "no prompt: give one with -p TEXT or -f FILE");
 }
@@ -215,29 +254,11 @@ std::string explain(const CLI::App& app, const CLI::ParseError& error) {
 }
 
 std::string nearest_option(const CLI::App& app, const std::string& name) {
-  std::string best;
-  std::size_t best_distance = std::max<std::size_t>(2, name.size() / 2) + 1;
+  std::vector<std::string> names;
   for (const CLI::Option* option : app.get_options()) {
-    for (const std::string& candidate : option->get_lnames()) {
-      // Levenshtein's distance, row by row.
-      std::vector<std::size_t> row(candidate.size() + 1);
-      for (std::size_t j = 0; j <= candidate.size(); ++j) row[j] = j;
-      for (std::size_t i = 1; i <= name.size(); ++i) {
-        std::size_t diagonal = row[0];
-        row[0] = i;
-        for (std::size_t j = 1; j <= candidate.size(); ++j) {
-          const std::size_t substituted = diagonal + (name[i - 1] != candidate[j - 1]);
-          diagonal = row[j];
-          row[j] = std::min({row[j] + 1, row[j - 1] + 1, substituted});
-        }
-      }
-      if (row.back() < best_distance) {
-        best_distance = row.back();
-        best = candidate;
-      }
-    }
+    names.insert(names.end(), option->get_lnames().begin(), option->get_lnames().end());
   }
-  return best;
+  return detail::nearest_name(name, names);
 }
 
 }  // namespace kvzap::driver

@@ -12,7 +12,15 @@ namespace kvzap::driver {
 struct RunOptions {
   std::string model;
   std::string surrogate;
+  std::string policy;
   std::optional<double> threshold;
+  std::optional<double> evict_ratio;  // of the budget; without a policy what --dry-run assumes
+  std::optional<std::int64_t> keep_tokens;
+  std::string kv_budget;
+  std::string prune_after = "context";
+  std::int64_t decode_every = 0;
+  std::optional<std::int64_t> decode_keep;
+  std::optional<double> decode_evict_ratio;
   int window = 128;
   std::int64_t sink = 0;
   std::string prune;  // empty: prefill with a surrogate, none without
@@ -40,8 +48,8 @@ struct RunOptions {
   std::optional<std::uint64_t> random_weights;
   std::string json;
   std::string snapshot;
+  std::string dump;
   bool dry_run = false;
-  double evict_ratio = 0;
   bool quiet = false;
   std::string config;
 };

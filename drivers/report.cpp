@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "base/json_file.hpp"
+#include "policy_options.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -25,6 +26,46 @@ std::vector<double> evict_ratios(const CacheReport& cache) {
   return ratios;
 }
 
+/// How much is evicted, and when again.
+void add_budget(ordered_json& json, const RunOptions& options) {
+  // JSON has no infinity; a threshold of plus or minus infinity is written as text.
+  if (options.threshold && std::isfinite(static_cast<float>(*options.threshold))) {
+    json["threshold"] = *options.threshold;
+  } else if (options.threshold) {
+    json["threshold"] = *options.threshold > 0 ? "inf" : "-inf";
+  }
+  if (options.evict_ratio) json["evict_ratio"] = *options.evict_ratio;
+  if (options.keep_tokens) json["keep_tokens"] = *options.keep_tokens;
+  if (!options.kv_budget.empty()) {
+    json["kv_budget_bytes"] = parse_bytes(options.kv_budget, "--kv-budget");
+  }
+  if (options.decode_every > 0) json["decode_every"] = options.decode_every;
+  if (options.decode_keep) json["decode_keep"] = *options.decode_keep;
+  if (options.decode_evict_ratio) json["decode_evict_ratio"] = *options.decode_evict_ratio;
+}
+
+/// The same for people; empty without a budget.
+std::string budget_text(const RunOptions& options) {
+  std::string text;
+  const auto add = [&](const std::string& part) { text += (text.empty() ? "" : ", ") + part; };
+  if (options.threshold) add(fmt::format("threshold {}", *options.threshold));
+  if (options.evict_ratio) add(fmt::format("evict ratio {}", *options.evict_ratio));
+  if (options.keep_tokens) add(fmt::format("{} rows a head", *options.keep_tokens));
+  if (!options.kv_budget.empty()) {
+    add(human_bytes(parse_bytes(options.kv_budget, "--kv-budget")) + " of KV");
+  }
+  if (options.prune_after == "question") add("after the question");
+  if (options.decode_keep) {
+    add(fmt::format("every {} tokens to {} rows a head", options.decode_every,
+                    *options.decode_keep));
+  }
+  if (options.decode_evict_ratio) {
+    add(fmt::format("every {} tokens to an evict ratio of {}", options.decode_every,
+                    *options.decode_evict_ratio));
+  }
+  return text;
+}
+
 ordered_json cache_json(const CacheReport& cache) {
   return {{"tokens", cache.tokens},
           {"evict_ratio", cache.evict_ratio()},
@@ -40,6 +81,14 @@ ordered_json cache_json(const CacheReport& cache) {
 }
 
 double per_second(std::int64_t count, double seconds) { return seconds > 0 ? count / seconds : 0; }
+
+// Reports have the seconds since the beginning.
+double scoring_seconds(const CacheReport& cache, const CacheReport& before) {
+  return std::max(0.0, cache.score_seconds - before.score_seconds);
+}
+double pruning_seconds(const CacheReport& cache, const CacheReport& before) {
+  return std::max(0.0, cache.prune_seconds - before.prune_seconds);
+}
 
 // The first new token comes from the question's step; only the later ones are decode steps.
 double decode_ms(const Answer& answer) {
@@ -76,6 +125,7 @@ ordered_json to_json(const RunReport& report, const RunOptions& options) {
   json["options"] = {{"dtype", options.dtype},
                      {"prune", name_of(cache.prune)},
                      {"prefill", name_of(cache.prefill)},
+                     {"prune_after", options.prune_after},
                      {"window", options.window},
                      {"sink", cache.sink},
                      {"page_rows", cache.page_rows},
@@ -88,20 +138,25 @@ ordered_json to_json(const RunReport& report, const RunOptions& options) {
   if (cache.prefill == PrefillMode::sparse) json["options"]["chunk"] = cache.chunk;
   if (!report.surrogate_kind.empty()) {
     json["surrogate"] = {{"path", options.surrogate}, {"kind", report.surrogate_kind}};
-    // JSON has no infinity; a threshold of plus or minus infinity is written as text.
-    const double threshold = cache.threshold;
-    if (std::isfinite(threshold)) {
-      json["options"]["threshold"] = options.threshold.value_or(threshold);
-    } else {
-      json["options"]["threshold"] = threshold > 0 ? "inf" : "-inf";
-    }
+  }
+  if (!report.policy.empty()) {
+    json["policy"] = report.policy;
+    add_budget(json["options"], options);
   }
   json["ranks"] = report.ranks;
   json["context"] = cache_json(report.context);
   json["context"]["prefill_seconds"] = report.prefill_seconds;
+  // Parts of the prefill's; after the question of the first answer's.
+  json["context"]["scoring_seconds"] = report.context.score_seconds;
+  json["context"]["pruning_seconds"] = report.context.prune_seconds;
+  if (!report.policy.empty()) json["context"]["kv"]["full_at_first"] = report.is_full_at_first;
   json["context"]["prefill_tokens_per_second"] =
       per_second(report.context_tokens, report.prefill_seconds);
   json["answers"] = ordered_json::array();
+  // After the question: what was spent on the first context is part of the first answer.
+  const CacheReport nothing;
+  const bool is_after_question = cache.prune_after == PruneMoment::question;
+  const CacheReport* before = is_after_question ? &nothing : &report.context;
   for (const AnsweredQuestion& item : report.answers) {
     ordered_json answer = {{"question", item.question},
                            {"text", item.text},
@@ -112,8 +167,11 @@ ordered_json to_json(const RunReport& report, const RunOptions& options) {
                            {"question_seconds", item.answer.question_seconds},
                            {"decode_seconds", item.answer.decode_seconds},
                            {"decode_ms_per_token", decode_ms(item.answer)},
+                           {"scoring_seconds", scoring_seconds(item.answer.cache, *before)},
+                           {"pruning_seconds", pruning_seconds(item.answer.cache, *before)},
                            {"cache", cache_json(item.answer.cache)}};
     json["answers"].push_back(std::move(answer));
+    before = &item.answer.cache;
   }
   json["memory"] = {{"weight_bytes", sum(report.weight_bytes)},
                     {"weight_bytes_per_rank", report.weight_bytes},
@@ -123,13 +181,15 @@ ordered_json to_json(const RunReport& report, const RunOptions& options) {
   return json;
 }
 
-std::string to_text(const RunReport& report) {
+std::string to_text(const RunReport& report, const RunOptions& options) {
   std::string text;
   const auto line = [&](const std::string& what) { text += what + "\n"; };
   const CacheReport& end =
       report.answers.empty() ? report.context : report.answers.back().answer.cache;
   line("");
   if (report.cache_options.prune != PruneMode::none) {
+    const std::string budget = budget_text(options);
+    line(fmt::format("policy: {}{}{}", report.policy, budget.empty() ? "" : "; ", budget));
     line("layer  evicted after context  evicted at end  kept rows (shortest - longest head)");
     for (std::size_t l = 0; l < end.kept.size(); ++l) {
       const auto [least, most] = std::minmax_element(end.kept[l].begin(), end.kept[l].end());
@@ -145,6 +205,11 @@ std::string to_text(const RunReport& report) {
       "peak",
       human_bytes(end.full_bytes), human_bytes(end.live_bytes), human_bytes(end.allocated_bytes),
       human_bytes(end.returned_bytes), human_bytes(end.peak_allocated_bytes)));
+  if (!report.policy.empty() && report.is_full_at_first) {
+    line(
+        "note: what stays is chosen over all layers or after the question, so that the peak is the "
+        "full cache");
+  }
   if (end.non_finite_scores > 0) {
     line(fmt::format("warning: {} pairs have a score that is NaN or infinite; they were kept",
                      end.non_finite_scores));
@@ -152,9 +217,18 @@ std::string to_text(const RunReport& report) {
   line(fmt::format("memory: {} of weights, peak resident {} on {} rank{}",
                    human_bytes(sum(report.weight_bytes)), human_bytes(sum(report.peak_rss_bytes)),
                    report.ranks, report.ranks == 1 ? "" : "s"));
-  line(fmt::format("time: load {:.2f} s, context of {} tokens {:.2f} s ({:.0f} tokens/s)",
-                   report.load_seconds, report.context_tokens, report.prefill_seconds,
-                   per_second(report.context_tokens, report.prefill_seconds)));
+  if (report.cache_options.prune_after == PruneMoment::question) {
+    line(fmt::format("time: load {:.2f} s; the context of {} tokens runs with each question",
+                     report.load_seconds, report.context_tokens));
+  } else {
+    line(fmt::format("time: load {:.2f} s, context of {} tokens {:.2f} s ({:.0f} tokens/s)",
+                     report.load_seconds, report.context_tokens, report.prefill_seconds,
+                     per_second(report.context_tokens, report.prefill_seconds)));
+  }
+  if (!report.policy.empty()) {
+    line(fmt::format("      of that scoring {:.3f} s, choosing and evicting {:.3f} s",
+                     report.context.score_seconds, report.context.prune_seconds));
+  }
   for (const AnsweredQuestion& item : report.answers) {
     line(fmt::format("      question of {} tokens {:.3f} s, {} new tokens, {:.2f} ms each",
                      item.answer.question_tokens, item.answer.question_seconds,
@@ -182,7 +256,8 @@ std::string to_text(const MemoryPlan& plan, const ModelConfig& model, DType dtyp
   return text;
 }
 
-ordered_json to_json(const MemoryPlan& plan, const RunOptions& options, std::int64_t tokens) {
+ordered_json to_json(const MemoryPlan& plan, const RunOptions& options, std::int64_t tokens,
+                     double evict_ratio) {
   const auto part = [](const auto& p) {
     return ordered_json{{"weight_bytes", p.weights},         {"kv_full_bytes", p.kv_full},
                         {"kv_kept_bytes", p.kv_kept},        {"dense_layer_bytes", p.dense_layer},
@@ -190,7 +265,7 @@ ordered_json to_json(const MemoryPlan& plan, const RunOptions& options, std::int
   };
   ordered_json json = {{"format", "kvzap.plan"}, {"format_version", 1},
                        {"model", options.model}, {"dtype", options.dtype},
-                       {"tokens", tokens},       {"evict_ratio", options.evict_ratio},
+                       {"tokens", tokens},       {"evict_ratio", evict_ratio},
                        {"total", part(plan)},    {"ranks", ordered_json::array()}};
   for (const auto& rank : plan.ranks) json["ranks"].push_back(part(rank));
   return json;

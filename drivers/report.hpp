@@ -21,8 +21,10 @@ struct AnsweredQuestion {
 struct RunReport {
   std::string version;
   ModelConfig model;
-  std::int64_t all_layers = 0;  // of the checkpoint; model has those in use
-  std::string surrogate_kind;   // empty: none
+  std::int64_t all_layers = 0;   // of the checkpoint; model has those in use
+  std::string surrogate_kind;    // empty: none
+  std::string policy;            // as parse_policy takes it; empty: nothing is pruned
+  bool is_full_at_first = true;  // nothing is evicted before the whole cache has been there
   CacheOptions cache_options;
   int ranks = 1;
   std::int64_t context_tokens = 0;
@@ -38,11 +40,11 @@ struct RunReport {
 std::string human_bytes(std::int64_t bytes);
 
 nlohmann::ordered_json to_json(const RunReport& report, const RunOptions& options);
-std::string to_text(const RunReport& report);
+std::string to_text(const RunReport& report, const RunOptions& options);
 std::string to_text(const MemoryPlan& plan, const ModelConfig& model, DType dtype,
                     std::int64_t tokens, double evict_ratio);
 nlohmann::ordered_json to_json(const MemoryPlan& plan, const RunOptions& options,
-                               std::int64_t tokens);
+                               std::int64_t tokens, double evict_ratio);
 
 /// Kept rows [layer][KV head] from the JSON file of an earlier run. Throws Error naming file and
 /// field if they are not there or do not fit the model.

@@ -16,7 +16,10 @@
 #include <limits>
 #include <sstream>
 
+#include "dump.hpp"
 #include "linalg/host/blas_threads.hpp"
+#include "model/safetensors_writer.hpp"
+#include "policy_options.hpp"
 #include "progress.hpp"
 #include "report.hpp"
 #include "setup.hpp"
@@ -207,18 +210,16 @@ std::int64_t least_bytes(const MemoryPlan& plan, bool pruned) {
 }
 
 MemoryPlan plan(const RunOptions& options, const ModelConfig& config, std::int64_t tokens,
-                int ranks) {
-  return plan_memory(config, dtype_from_name(options.dtype), tokens, options.evict_ratio, ranks,
-                     options.window, options.prefill == "sparse" ? options.chunk : 0);
+                int ranks, const PlannedEviction& eviction) {
+  return plan_memory(config, dtype_from_name(options.dtype), tokens, eviction.ratio, ranks,
+                     eviction.window, options.prefill == "sparse" ? options.chunk : 0);
 }
 
 CacheOptions cache_options(const RunOptions& options) {
   CacheOptions cache;
-  const std::string prune =
-      !options.prune.empty() ? options.prune : (options.surrogate.empty() ? "none" : "prefill");
-  cache.prune = prune == "none"      ? PruneMode::none
-                : prune == "prefill" ? PruneMode::prefill
-                                     : PruneMode::always;
+  cache.prune = !prunes(options)            ? PruneMode::none
+                : options.prune == "always" ? PruneMode::always
+                                            : PruneMode::prefill;
   cache.prefill = options.prefill == "sparse" ? PrefillMode::sparse : PrefillMode::dense;
   cache.chunk = options.chunk;
   cache.threshold = static_cast<float>(options.threshold.value_or(0));
@@ -227,28 +228,61 @@ CacheOptions cache_options(const RunOptions& options) {
   cache.trim = options.trim;
   cache.page_rows = options.page_rows;
   cache.order = options.page_order == "dim" ? PageOrder::dim_major : PageOrder::token_major;
+  cache.prune_after =
+      options.prune_after == "question" ? PruneMoment::question : PruneMoment::context;
+  cache.decode_every = options.decode_every;
+  cache.decode_keep = options.decode_keep.value_or(0);
+  cache.decode_evict_ratio = options.decode_evict_ratio.value_or(0);
   return cache;
+}
+
+/// Loads what scores, before the weights: it is small, and whether it fits the model and its budget
+/// the context of `tokens` tokens is known before minutes of loading. Returns the scorer, if there
+/// is one; a policy goes into `cache`. Does not communicate.
+std::shared_ptr<Scorer> load_policy(const RunOptions& options,
+                                    const std::optional<PolicySpec>& spec, const ModelSetup& setup,
+                                    std::int64_t tokens, const Communicator& comm,
+                                    CacheOptions& cache) {
+  if (cache.prune == PruneMode::none) return nullptr;
+  const DType dtype = dtype_from_name(options.dtype);
+  if (!spec) return load_surrogate(options.surrogate, setup, dtype, comm);
+  // Files are of the whole model, of which the first layers are used.
+  ModelConfig whole = setup.config;
+  whole.num_hidden_layers = setup.all_layers;
+  const PolicySetup policy_setup{whole, setup.partition_of_all_layers, dtype, options.model, comm};
+  auto choice = std::make_shared<const PolicyChoice>(
+      make_policy(*spec, budget_of(options), options.threshold, policy_setup));
+  if (choice->budget.has_amount()) {
+    const Budget::Model model = budget_model(setup.config, dtype);
+    for (int layer = 0; layer < model.layers; ++layer) {
+      choice->budget.rows_per_head(model, layer, tokens);  // throws if it is too small
+    }
+  }
+  cache.policy = choice;
+  if (!choice->budget.has_amount()) cache.threshold = static_cast<float>(choice->threshold);
+  return choice->scorer;
+}
+
+/// Whether the cache is whole before anything is evicted of it.
+bool is_full_at_first(const CacheOptions& cache) {
+  return cache.prune == PruneMode::none || cache.prune_after == PruneMoment::question ||
+         (cache.prefill == PrefillMode::dense && cache.policy &&
+          cache.policy->budget.has_amount() && !cache.policy->budget.by_layer());
 }
 
 template <class Value>
 std::unique_ptr<Generator> make_generator(const RunOptions& options, const CacheOptions& cache,
-                                          const ModelSetup& setup, const Communicator& comm,
+                                          std::shared_ptr<Scorer> scorer, const ModelSetup& setup,
+                                          const Communicator& comm,
                                           const ProgressCallback& progress, RunReport& report) {
   std::unique_ptr<Generator> generator;
   std::int64_t weight_bytes = 0;
-  // The surrogate first: it is small, and whether it fits is known before minutes of loading.
-  std::shared_ptr<Surrogate> surrogate;
-  comm.agree([&] {
-    if (cache.prune == PruneMode::none) return;
-    surrogate = load_surrogate(options.surrogate, setup, DTypeOf<Value>::value, comm);
-    report.surrogate_kind = surrogate->kind();
-  });
   comm.agree([&] {
     const auto model = std::make_shared<const Model<Value>>(
         Model<Value>::load(options.model, setup.config, setup.partition, comm.rank(),
                            options.random_weights, progress));
     weight_bytes = model->bytes();
-    generator = Generator::create<Value>(model, std::move(surrogate), cache, comm);
+    generator = Generator::create<Value>(model, std::move(scorer), cache, comm);
   });
   for (const auto& rank : comm.all_gather({weight_bytes})) {
     report.weight_bytes.push_back(rank.front());
@@ -269,14 +303,18 @@ void dry_run(const RunOptions& options, const ModelConfig& config, const Tokeniz
   if (tokens == 0) tokens = config.max_position_embeddings;
   const DType dtype = dtype_from_name(options.dtype);
   MemoryPlan planned;
-  comm.agree([&] { planned = plan(options, config, tokens, comm.size()); });
+  PlannedEviction eviction;
+  comm.agree([&] {
+    eviction = planned_eviction(options, config, tokens);
+    planned = plan(options, config, tokens, comm.size(), eviction);
+  });
   comm.agree_on_root([&] {
     if (options.json != "-") {
-      const std::string text = to_text(planned, config, dtype, tokens, options.evict_ratio);
+      const std::string text = to_text(planned, config, dtype, tokens, eviction.ratio);
       std::fwrite(text.data(), 1, text.size(), stdout);
     }
     if (!options.json.empty()) {
-      write_whole(options.json, to_json(planned, options, tokens).dump(2) + "\n");
+      write_whole(options.json, to_json(planned, options, tokens, eviction.ratio).dump(2) + "\n");
     }
     flush_stdout();
   });
@@ -295,8 +333,10 @@ void run(const RunOptions& options, const Communicator& comm, const std::string&
   std::optional<Tokenizer> tokenizer;
   std::vector<TokenId> stop_ids;
   std::int64_t limit = 0;
+  std::optional<PolicySpec> spec;
   comm.agree([&] {
     validate(options);
+    spec = policy_spec(options);
     report.cache_options = cache_options(options);
     setup = set_up_model(options.model, options.layers, options.placement, comm.size());
     const ModelConfig& config = setup->config;
@@ -321,6 +361,13 @@ void run(const RunOptions& options, const Communicator& comm, const std::string&
   if (talks) print_notes(*setup);
   const Tokenizer* const text_tokenizer = tokenizer ? &*tokenizer : nullptr;
   if (options.dry_run) return dry_run(options, config, text_tokenizer, limit, comm);
+  if (!options.dump.empty()) {
+    comm.agree_on_root([&] {
+      for (const auto& note : detail::check_safetensors_writable(options.dump, "--dump")) {
+        if (talks) fmt::print(stderr, "kvzap: warning: {}\n", note);
+      }
+    });
+  }
   if (!options.snapshot.empty()) {
     for (const std::string& note : check_snapshot_writable(options.snapshot, comm)) {
       if (talks) fmt::print(stderr, "kvzap: warning: {}\n", note);
@@ -335,11 +382,16 @@ void run(const RunOptions& options, const Communicator& comm, const std::string&
   }
   report.cache_options.window = ring_rows(options.window, longest);
   const int ranks_on_node = comm.ranks_on_node();
+  std::shared_ptr<Scorer> scorer;
   comm.agree([&] {
-    check_memory(least_bytes(plan(options, config, report.context_tokens, comm.size()),
-                             report.cache_options.prune != PruneMode::none),
-                 ranks_on_node, "weights and cache (--dry-run prints the plan)");
+    scorer = load_policy(options, spec, *setup, report.context_tokens, comm, report.cache_options);
+    report.is_full_at_first = is_full_at_first(report.cache_options);
+    const MemoryPlan planned = plan(options, config, report.context_tokens, comm.size(), {});
+    check_memory(least_bytes(planned, !report.is_full_at_first), ranks_on_node,
+                 "weights and cache (--dry-run prints the plan)");
   });
+  if (report.cache_options.prune != PruneMode::none) report.policy = policy_text(options);
+  if (scorer && !options.surrogate.empty()) report.surrogate_kind = scorer->kind();
   detail::set_blas_threads(cores_of_rank(ranks_on_node));
 
   // 2. Load this rank's share of the weights.
@@ -350,27 +402,43 @@ void run(const RunOptions& options, const Communicator& comm, const std::string&
   std::unique_ptr<Generator> generator;
   switch (dtype_from_name(options.dtype)) {
     case DType::f32:
-      generator =
-          make_generator<float>(options, report.cache_options, *setup, comm, progress, report);
+      generator = make_generator<float>(options, report.cache_options, scorer, *setup, comm,
+                                        progress, report);
       break;
     case DType::f16:
-      generator =
-          make_generator<half>(options, report.cache_options, *setup, comm, progress, report);
+      generator = make_generator<half>(options, report.cache_options, scorer, *setup, comm,
+                                       progress, report);
       break;
     case DType::bf16:
-      generator =
-          make_generator<bfloat16>(options, report.cache_options, *setup, comm, progress, report);
+      generator = make_generator<bfloat16>(options, report.cache_options, scorer, *setup, comm,
+                                           progress, report);
       break;
   }
   report.load_seconds = seconds_since(start);
 
   // 3. Prefill the context and prune it.
+  std::optional<Dump> dump;
+  if (!options.dump.empty()) {
+    dump.emplace(prompt.context, prompt.questions.size(), report.cache_options, setup->partition,
+                 comm);
+    generator->set_observer(&*dump);
+  }
   start = Clock::now();
   generator->prefill(prompt.context, prompt.questions.size() > 1, progress);
-  report.prefill_seconds = seconds_since(start);
-  report.context = generator->report();
+  // What is pruned after the question runs together with it.
+  const bool is_after_question = report.cache_options.prune_after == PruneMoment::question;
+  if (!is_after_question) {
+    report.prefill_seconds = seconds_since(start);
+    report.context = generator->report();
+  }
   bar.clear();
-  if (!options.snapshot.empty()) generator->write_snapshot(options.snapshot, options.model);
+  if (dump) dump->take_prefill(*generator);
+  bool is_snapshot_due = !options.snapshot.empty();
+  const auto write_snapshot = [&] {
+    if (is_snapshot_due) generator->write_snapshot(options.snapshot, options.model);
+    is_snapshot_due = false;
+  };
+  if (!is_after_question) write_snapshot();
 
   // 4. Answer each question from the same pruned context, printing tokens as they come.
   const bool prints = comm.is_root() && options.json != "-";
@@ -391,25 +459,38 @@ void run(const RunOptions& options, const Communicator& comm, const std::string&
     answer_options.max_tokens = limit;
     answer_options.sampling = options.sampling;
     answer_options.on_token = [&](TokenId token) {
+      write_snapshot();
       if (decoder) {
         emit(decoder->append(token));
       } else if (comm.is_root()) {
         emit(fmt::format("{}{}", answered.text.empty() ? "" : " ", token));
       }
     };
+    if (dump) dump->begin_answer(prompt.questions[i], *generator, answer_options);
     answered.answer = generator->answer(prompt.questions[i], answer_options);
+    write_snapshot();  // if there was no token
+    if (dump) dump->end_answer(*generator, answered.answer);
+    if (is_after_question && i == 0) report.context = answered.answer.pruned;
     if (decoder) emit(decoder->finish());
     if (prints) std::fwrite("\n", 1, 1, stdout);
     report.answers.push_back(std::move(answered));
   }
 
   // 5. Report.
+  if (dump) {
+    dump->write(options.dump, {{"format", "kvzap.dump"},
+                               {"format_version", "1"},
+                               {"kvzap", version},
+                               {"model", options.model},
+                               {"dtype", options.dtype},
+                               {"policy", report.policy.empty() ? "none" : report.policy}});
+  }
   for (const auto& rank : comm.all_gather({peak_rss_bytes()})) {
     report.peak_rss_bytes.push_back(rank.front());
   }
   comm.agree_on_root([&] {
     flush_stdout();
-    if (talks) fmt::print(stderr, "{}", to_text(report));
+    if (talks) fmt::print(stderr, "{}", to_text(report, options));
     if (!options.json.empty()) {
       write_whole(
           options.json,

@@ -98,14 +98,14 @@ Error system_error(const std::string& what, int code) {
 }
 
 void agree_on_file(const Communicator& comm, const fs::path& file,
-                   const std::function<void()>& local_work) {
+                   const std::function<void()>& local_work, const std::string& kind) {
   comm.agree([&] {
     try {
       local_work();
     } catch (const std::bad_alloc&) {
-      throw Error(fmt::format("snapshot {}: out of memory", file.string()));
+      throw Error(fmt::format("{} {}: out of memory", kind, file.string()));
     } catch (const std::exception& error) {
-      throw Error(fmt::format("snapshot {}: {}", file.string(), error.what()));
+      throw Error(fmt::format("{} {}: {}", kind, file.string(), error.what()));
     }
   });
 }
@@ -144,8 +144,9 @@ std::string node_name() {
   return name;
 }
 
-TemporaryFile::TemporaryFile(const fs::path& target, const Communicator& comm, DurableCalls calls)
-    : m_target(target), m_comm(comm), m_calls(std::move(calls)) {}
+TemporaryFile::TemporaryFile(const fs::path& target, const Communicator& comm, DurableCalls calls,
+                             std::string kind)
+    : m_target(target), m_comm(comm), m_calls(std::move(calls)), m_kind(std::move(kind)) {}
 
 TemporaryFile::~TemporaryFile() {
   if (!m_exists) return;
@@ -157,20 +158,26 @@ TemporaryFile::~TemporaryFile() {
 // whether it can open the file.
 void TemporaryFile::create() {
   std::string name;
-  agree_on_file(m_comm, m_target, [&] {
-    if (!m_comm.is_root()) return;
-    create_on_root();
-    name = m_path.string();
-  });
+  agree_on_file(
+      m_comm, m_target,
+      [&] {
+        if (!m_comm.is_root()) return;
+        create_on_root();
+        name = m_path.string();
+      },
+      m_kind);
   std::int64_t length = static_cast<std::int64_t>(name.size());
   m_comm.broadcast(&length, sizeof(length), 0);
   name.resize(static_cast<std::size_t>(length));
   m_comm.broadcast(name.data(), name.size(), 0);
   m_path = name;
-  agree_on_file(m_comm, m_target, [&] {
-    const FileDescriptor descriptor(m_path, O_RDWR | O_CLOEXEC);
-    if (descriptor.get() < 0) throw system_error("the new file cannot be opened", errno);
-  });
+  agree_on_file(
+      m_comm, m_target,
+      [&] {
+        const FileDescriptor descriptor(m_path, O_RDWR | O_CLOEXEC);
+        if (descriptor.get() < 0) throw system_error("the new file cannot be opened", errno);
+      },
+      m_kind);
 }
 
 void TemporaryFile::create_on_root() {
@@ -249,13 +256,17 @@ std::vector<std::string> TemporaryFile::remove_leftovers() const {
 
 void TemporaryFile::move_to_target() {
   // Each node has written a part.
-  agree_on_file(m_comm, m_target, [&] { m_calls.sync_file(m_path); });
-  agree_on_file(m_comm, m_target, [&] {
-    if (!m_comm.is_root()) return;
-    m_calls.rename(m_path, fs::absolute(m_target));
-    m_exists = false;
-    m_calls.sync_folder(m_path.parent_path());
-  });
+  agree_on_file(
+      m_comm, m_target, [&] { m_calls.sync_file(m_path); }, m_kind);
+  agree_on_file(
+      m_comm, m_target,
+      [&] {
+        if (!m_comm.is_root()) return;
+        m_calls.rename(m_path, fs::absolute(m_target));
+        m_exists = false;
+        m_calls.sync_folder(m_path.parent_path());
+      },
+      m_kind);
 }
 
 }  // namespace kvzap::detail

@@ -12,9 +12,9 @@ namespace kvzap::detail {
 /// "what: the system's words for the error `code`".
 Error system_error(const std::string& what, int code);
 
-/// Communicator::agree with the snapshot's file in the message.
+/// Communicator::agree with "KIND FILE: " in front of the message.
 void agree_on_file(const Communicator& comm, const std::filesystem::path& file,
-                   const std::function<void()>& local_work);
+                   const std::function<void()>& local_work, const std::string& kind = "snapshot");
 
 /// An open file, closed at the end.
 class FileDescriptor {
@@ -47,8 +47,9 @@ struct DurableCalls {
 /// TARGET.tmp-NODE-PROCESS-NUMBER, with the names of rank 0's node (node_name) and process.
 class TemporaryFile {
  public:
+  /// `kind` is what messages call the file.
   TemporaryFile(const std::filesystem::path& target, const Communicator& comm,
-                DurableCalls calls = DurableCalls::of_system());
+                DurableCalls calls = DurableCalls::of_system(), std::string kind = "snapshot");
   ~TemporaryFile();
   TemporaryFile(const TemporaryFile&) = delete;
   TemporaryFile& operator=(const TemporaryFile&) = delete;
@@ -75,6 +76,7 @@ class TemporaryFile {
   std::filesystem::path m_target;
   const Communicator& m_comm;
   DurableCalls m_calls;
+  std::string m_kind;
   std::filesystem::path m_path;
   bool m_exists = false;  // on rank 0, which alone creates and removes it
 };

@@ -22,12 +22,17 @@ class Manual(TestCase):
 
     def test_has_every_option(self):
         plain = self.page.replace("\\-", "-")
-        for command in ("run", "bench"):
+        for command in ("run", "bench", "policies"):
             section = plain.split(f"\n.SH KVZAP {command.upper()}\n")[1].split("\n.SH ")[0]
             flags = set(re.findall(r"\\fB(--[a-z-]+)", section))
             self.assertEqual(flags, long_flags(command))
-        for name in ("NAME", "SYNOPSIS", "DESCRIPTION", "OPTIONS", "EXIT STATUS", "EXAMPLE"):
+        for name in ("NAME", "SYNOPSIS", "DESCRIPTION", "OPTIONS", "POLICIES", "EXIT STATUS", "EXAMPLE"):
             self.assertIn(f"\n.SH {name}\n", plain)
+
+    def test_has_every_policy(self):
+        section = self.page.replace("\\-", "-").split("\n.SH POLICIES\n")[1].split("\n.SH ")[0]
+        for name in ("snapkv", "streaming-llm", "+ada"):
+            self.assertIn(f"\n.TP\n\\fB{name}\\fR\n", section)
 
     def test_formats_without_warnings(self):
         groff = shutil.which("groff")
@@ -71,9 +76,17 @@ class Completion(TestCase):
         self.assertEqual(self.complete("kvzap", "completion", "b"), {"bash"})
 
     def test_options(self):
-        for command in ("run", "bench"):
+        for command in ("run", "bench"):  # `policies` takes a name too
             self.assertEqual(self.complete("kvzap", command, "--"), long_flags(command))
         self.assertEqual(self.complete("kvzap", "run", "--raw", "--thr"), {"--threshold"})
+
+    def test_policies(self):
+        names = self.complete("kvzap", "run", "--policy", "")
+        self.assertLessEqual({"knorm", "snapkv", "kvzap"}, names)
+        self.assertNotIn("ada", names)
+        self.assertEqual(self.complete("kvzap", "run", "--policy", "snap"), {"snapkv"})
+        self.assertLessEqual({"knorm", "ada", "--json"}, self.complete("kvzap", "policies", ""))
+        self.assertEqual(self.complete("kvzap", "policies", "snap"), {"snapkv"})
 
     def test_values(self):
         dtypes = {"f32", "bf16", "f16"}

@@ -361,6 +361,7 @@ class Help(TestCase):
             self.assertEqual((result.code, result.err), (0, b""), result)
             self.assertRegex(result.text, r"(?m)^  run  ")
             self.assertRegex(result.text, r"(?m)^  bench  ")
+            self.assertRegex(result.text, r"(?m)^  policies  ")
             self.assertIn("--version", result.text)
 
     def test_defaults(self):

@@ -1,0 +1,260 @@
+#include "policy_options.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <vector>
+
+namespace kvzap::driver {
+namespace {
+
+/// The name in front of "name:key=value+modifier".
+std::string name_in(const std::string& policy) {
+  return policy.substr(0, policy.find_first_of(":+"));
+}
+
+/// The flags of `given` that are set.
+std::vector<std::string> set_flags(const std::vector<std::pair<const char*, bool>>& given) {
+  std::vector<std::string> flags;
+  for (const auto& [flag, is_set] : given) {
+    if (is_set) flags.emplace_back(flag);
+  }
+  return flags;
+}
+
+std::vector<std::string> amounts(const RunOptions& o) {
+  return set_flags({{"--evict-ratio", o.evict_ratio.has_value()},
+                    {"--keep-tokens", o.keep_tokens.has_value()},
+                    {"--kv-budget", !o.kv_budget.empty()}});
+}
+
+/// The surrogate's scores as they are.
+bool is_plain_kvzap(const RunOptions& o) {
+  return !o.surrogate.empty() && (o.policy.empty() || o.policy == "kvzap");
+}
+
+void check_ratio(const std::optional<double>& ratio, const char* flag) {
+  // Written so that NaN does not pass.
+  require(!ratio || (*ratio >= 0 && *ratio < 1),
+          fmt::format("{} is {}; expected at least 0 and less than 1", flag, ratio.value_or(0)));
+}
+
+void check_amounts(const RunOptions& o) {
+  check_ratio(o.evict_ratio, "--evict-ratio");
+  require(!o.keep_tokens || *o.keep_tokens >= 1,
+          fmt::format("--keep-tokens is {}; expected at least 1", o.keep_tokens.value_or(0)));
+  if (!o.kv_budget.empty()) parse_bytes(o.kv_budget, "--kv-budget");
+  std::vector<std::string> given = amounts(o);
+  // A plan has no use for the threshold.
+  if (o.threshold && !o.dry_run) given.insert(given.begin(), "--threshold");
+  require(given.size() < 2,
+          given.size() < 2
+              ? ""
+              : fmt::format("{} and {} each say how much is evicted: give one of "
+                            "--threshold, --evict-ratio, --keep-tokens and --kv-budget",
+                            given[0], given[1]));
+}
+
+void check_decode(const RunOptions& o) {
+  require(o.decode_every >= 0,
+          fmt::format("--decode-every is {}; expected 0 or more", o.decode_every));
+  require(!o.decode_keep || *o.decode_keep >= 1,
+          fmt::format("--decode-keep is {}; expected at least 1", o.decode_keep.value_or(0)));
+  check_ratio(o.decode_evict_ratio, "--decode-evict-ratio");
+  require(!(o.decode_keep && o.decode_evict_ratio),
+          "--decode-keep and --decode-evict-ratio each say how much stays: give one of them");
+  const bool has_target = o.decode_keep || o.decode_evict_ratio;
+  require(o.decode_every == 0 || has_target,
+          "--decode-every needs --decode-keep or --decode-evict-ratio: how much stays");
+  require(o.decode_every > 0 || !has_target,
+          fmt::format("{} has no effect without --decode-every",
+                      o.decode_keep ? "--decode-keep" : "--decode-evict-ratio"));
+  require(o.decode_every == 0 || o.prune != "none",
+          "--decode-every has no effect with --prune none");
+}
+
+}  // namespace
+
+std::int64_t parse_bytes(const std::string& text, const std::string& flag) {
+  const auto fail = [&] {
+    throw Error(
+        fmt::format("{} is '{}'; expected bytes, as 512M, 2GB (powers of 1000) or 1.5GiB "
+                    "(of 1024)",
+                    flag, text));
+  };
+  // No sign, no "inf", no hexadecimal number.
+  if (text.empty() || text.front() < '0' || text.front() > '9') fail();
+  if (text.find_first_of("xX") != std::string::npos) fail();
+  char* used = nullptr;
+  double bytes = std::strtod(text.c_str(), &used);
+  std::string unit = used;
+  unit.erase(0, std::min(unit.find_first_not_of(' '), unit.size()));
+  if (!unit.empty() && (unit.back() == 'B' || unit.back() == 'b')) unit.pop_back();
+  double base = 1000;
+  if (unit.size() == 2 && unit.back() == 'i') {
+    base = 1024;
+    unit.pop_back();
+  }
+  if (!unit.empty()) {
+    const auto power = std::string("KMGTP").find(unit == "k" ? 'K' : unit.front());
+    if (unit.size() > 1 || power == std::string::npos) fail();
+    bytes *= std::pow(base, static_cast<double>(power + 1));
+  } else if (base != 1000) {
+    fail();
+  }
+  constexpr double most = 9.2e18;  // of 64 bits
+  if (!(bytes >= 1 && bytes <= most)) fail();
+  return static_cast<std::int64_t>(bytes);
+}
+
+bool prunes(const RunOptions& o) {
+  return o.prune.empty() ? !o.surrogate.empty() || !o.policy.empty() : o.prune != "none";
+}
+
+Budget budget_of(const RunOptions& o) {
+  Budget budget;
+  if (o.evict_ratio) {
+    budget.amount = Budget::Amount::evict_ratio;
+    budget.evict_ratio = *o.evict_ratio;
+  } else if (o.keep_tokens) {
+    budget.amount = Budget::Amount::keep_tokens;
+    budget.keep_tokens = *o.keep_tokens;
+  } else if (!o.kv_budget.empty()) {
+    budget.amount = Budget::Amount::bytes;
+    budget.bytes = parse_bytes(o.kv_budget, "--kv-budget");
+  }
+  return budget;
+}
+
+std::string policy_text(const RunOptions& o) {
+  if (o.surrogate.empty()) {
+    require(name_in(o.policy) != "kvzap" || o.policy.find("surrogate=") != std::string::npos,
+            "--policy kvzap needs --surrogate DIR");
+    return o.policy;
+  }
+  std::string text = o.policy.empty() ? "kvzap" : o.policy;
+  const std::string name = name_in(text);
+  require(name == "kvzap",
+          fmt::format("--surrogate is for --policy kvzap; --policy {} has no use for it", name));
+  require(text.find("surrogate=") == std::string::npos,
+          "--surrogate and --policy both name a surrogate: give one of them");
+  std::string folder;
+  for (const char c : o.surrogate) {
+    if (c == ',' || c == '+') folder += '\\';  // part of the name
+    folder += c;
+  }
+  const bool has_arguments = text.compare(name.size(), 1, ":") == 0;
+  text.replace(name.size(), has_arguments ? 1 : 0,
+               fmt::format(":surrogate={}{}", folder, has_arguments ? "," : ""));
+  return text;
+}
+
+std::optional<PolicySpec> policy_spec(const RunOptions& o) {
+  const bool has_policy = !o.policy.empty() || !o.surrogate.empty();
+  if (!has_policy || (is_plain_kvzap(o) && amounts(o).empty() && o.decode_every == 0)) return {};
+  PolicySpec spec = parse_policy(policy_text(o));
+  const PolicyInfo& info = *spec.info;
+  const std::vector<std::string> given = amounts(o);
+  const std::string name = "--policy " + info.name;
+  const auto refuse_if = [&](bool wrong, const std::string& message) { require(!wrong, message); };
+  if (info.has_own_budget) {
+    const std::string flag = !given.empty() ? given.front() : "--threshold";
+    refuse_if(
+        o.threshold || !given.empty(),
+        fmt::format("{} does not go with {}, which decides itself how much stays", flag, name));
+    refuse_if(o.decode_every > 0, fmt::format("--decode-every does not go with {}, which decides "
+                                              "itself how much stays",
+                                              name));
+  } else {
+    // A modifier may bring its threshold; make_policy knows.
+    refuse_if(prunes(o) && !o.dry_run && !o.threshold && given.empty() && spec.modifiers.empty(),
+              fmt::format("{} needs one of --threshold, --evict-ratio, --keep-tokens and "
+                          "--kv-budget: how much is evicted",
+                          name));
+  }
+  if (o.dry_run || !prunes(o)) return spec;
+  refuse_if(info.needs_question && o.prune_after != "question",
+            fmt::format("{} needs --prune-after question: the question decides its scores", name));
+  refuse_if(o.decode_every > 0 && !info.scores_again,
+            fmt::format("--decode-every does not go with {}, which cannot score again while the "
+                        "model generates",
+                        name));
+  refuse_if(o.prefill == "sparse" && (!info.scores_again || info.has_own_budget),
+            fmt::format("--prefill sparse does not go with {}, which cannot score again after each "
+                        "chunk",
+                        name));
+  if (o.prune == "always") {
+    const bool has_budget = !given.empty() || info.has_own_budget;
+    refuse_if(
+        !has_budget && !info.judges_tokens,
+        fmt::format("--prune always does not go with {}, which cannot judge new tokens one by "
+                    "one: leave it out, and cut the cache with --decode-every N instead",
+                    name));
+    refuse_if(
+        has_budget && o.decode_every == 0,
+        fmt::format("--prune always needs a threshold, which judges each pair as it leaves the "
+                    "window; while the model generates {} is met with --decode-every N",
+                    given.empty() ? "a budget" : given.front()));
+  }
+  return spec;
+}
+
+void check_policy_options(const RunOptions& o) {
+  check_threshold(o.threshold);
+  check_amounts(o);
+  check_decode(o);
+  const bool has_policy = !o.policy.empty() || !o.surrogate.empty();
+  const std::vector<std::string> given = amounts(o);
+  require(!prunes(o) || has_policy,
+          fmt::format("--prune {} needs --surrogate DIR or --policy NAME", o.prune));
+  require(has_policy || !o.threshold,
+          "--threshold has no effect without --surrogate or --policy: no pair has a score");
+  require(has_policy || given.empty() || o.dry_run,
+          fmt::format("{} has no effect without --dry-run, --policy or --surrogate",
+                      given.empty() ? "" : given.front()));
+  require(!prunes(o) || o.dry_run || !is_plain_kvzap(o) || o.threshold || !given.empty(),
+          "--surrogate needs --threshold, the log score below which a pair is evicted, or one of "
+          "--evict-ratio, --keep-tokens and --kv-budget");
+  require(o.decode_every == 0 || has_policy,
+          "--decode-every has no effect without --policy or --surrogate");
+  if (o.prune_after == "question") {
+    require(prunes(o), "--prune-after question has no effect without --policy or --surrogate");
+    require(!o.threshold || o.dry_run,
+            "--prune-after question needs a budget, one of --evict-ratio, --keep-tokens and "
+            "--kv-budget: with --threshold each pair is judged by itself");
+    require(!o.questions.empty() || o.dry_run, "--prune-after question needs --question");
+    require(o.prefill == "dense",
+            "--prune-after question runs context and question as one step: it needs --prefill "
+            "dense");
+  }
+  policy_text(o);  // throws if --policy and --surrogate do not go together
+}
+
+Budget::Model budget_model(const ModelConfig& config, DType dtype) {
+  Budget::Model model;
+  model.layers = static_cast<int>(config.num_hidden_layers);
+  model.kv_heads = static_cast<int>(config.num_key_value_heads);
+  model.row_bytes = 2 * config.head_dim * static_cast<std::int64_t>(size_of(dtype));
+  return model;
+}
+
+PlannedEviction planned_eviction(const RunOptions& o, const ModelConfig& config,
+                                 std::int64_t tokens) {
+  const Budget budget = budget_of(o);
+  const bool has_policy = !o.policy.empty() || !o.surrogate.empty();
+  const bool is_plain_ratio = budget.amount == Budget::Amount::evict_ratio && !has_policy;
+  if (!budget.has_amount() || is_plain_ratio || tokens == 0) return {budget.evict_ratio, o.window};
+  // A budget's choice reaches the rows of the window too.
+  const std::int64_t rows =
+      budget.rows_per_head(budget_model(config, dtype_from_name(o.dtype)), 0, tokens);
+  const auto evicted = static_cast<double>(tokens - rows);
+  double ratio = evicted / static_cast<double>(tokens);
+  // The plan rounds down to whole rows, and the quotient may be a little too small.
+  while (std::floor(ratio * static_cast<double>(tokens)) < evicted)
+    ratio = std::nextafter(ratio, 1.0);
+  return {ratio, 0};
+}
+
+}  // namespace kvzap::driver

@@ -1,0 +1,48 @@
+// What the flags of `kvzap run` say of its eviction policy: --policy and --surrogate, the budget
+// and its moments.
+#pragma once
+
+#include <kvzap/policies.hpp>
+#include <optional>
+#include <string>
+
+#include "options.hpp"
+
+namespace kvzap::driver {
+
+/// Bytes of "512M", "1.5GiB", "2 GB" or "4096": k, M, G, T and P are powers of 1000, Ki, Mi, … of
+/// 1024, a B may follow. Throws Error naming `flag` for anything else and for less than 1 byte.
+std::int64_t parse_bytes(const std::string& text, const std::string& flag);
+
+/// Whether anything is to be pruned: --prune, or, without it, whether there is a policy.
+bool prunes(const RunOptions& options);
+
+/// The amount that the flags give, or none.
+Budget budget_of(const RunOptions& options);
+
+/// The policy as parse_policy takes it, with the folder of --surrogate put in; empty without
+/// --policy and --surrogate. Throws Error if the two do not go together.
+std::string policy_text(const RunOptions& options);
+
+/// The policy that is to be made for this run. None without one, if nothing is pruned, and where
+/// the surrogate alone scores: kvzap with a threshold and without modifiers. Checks what options
+/// and policy ask of one another; throws Error naming the flag.
+std::optional<PolicySpec> policy_spec(const RunOptions& options);
+
+/// Throws Error, naming the flag, for options of this header that are out of range or contradict
+/// one another, whatever the policy.
+void check_policy_options(const RunOptions& options);
+
+/// The share of a sequence's pairs that a plan takes as evicted.
+struct PlannedEviction {
+  double ratio = 0;
+  /// Most recent tokens that stay whatever the ratio.
+  int window = 0;
+};
+PlannedEviction planned_eviction(const RunOptions& options, const ModelConfig& config,
+                                 std::int64_t tokens);
+
+/// What rows are made of, for budgets.
+Budget::Model budget_model(const ModelConfig& config, DType dtype);
+
+}  // namespace kvzap::driver

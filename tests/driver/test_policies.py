@@ -1,0 +1,469 @@
+"""Eviction policies as the program names them: their list, options and errors, budgets, the dump."""
+import array
+import json
+import math
+import os
+import re
+import unittest
+
+from harness import (CASES, HAVE_HDF5, KVZAP, LINEAR, MLP, MODEL, SOURCE, TestCase, kept_rows, kvzap,
+                     read_safetensors, run_command)
+
+CASE = CASES[0]
+TOKENS = CASE["n_context"]
+LAYERS, HEADS, HEAD_DIM, VOCABULARY = 6, 4, 32, 1024
+ASK = ["-m", MODEL, "-p", CASE["context"], "--question", CASE["question"]]
+
+# Of the issue that asked for them; `kvzap policies` may list more.
+POLICIES = {
+    "knorm", "random", "streaming-llm", "keydiff", "lagkv", "leverage", "cur", "compactor", "qfilter", "cap",
+    "snapkv", "tova", "h2o", "scissorhands", "pyramidkv", "expected-attention", "non-causal", "simlayerkv",
+    "finch", "kvzap", "fastkvzip", "duo-attention",
+}
+MODIFIERS = {"ada", "pyramid", "global", "per-layer", "critical", "chunk", "chunkkv", "dms", "rerotate"}
+
+
+def policies(*arguments, **options):
+    return run_command([KVZAP, "policies", *arguments], **options)
+
+
+class Listing(TestCase):
+    def listed(self, *arguments):
+        result = policies(*arguments)
+        self.assertEqual((result.code, result.err), (0, b""), result)
+        return result.text
+
+    def test_names(self):
+        text = self.listed()
+        for name in POLICIES:
+            self.assertRegex(text, rf"(?m)^  {name} ")
+        for name in MODIFIERS:
+            self.assertRegex(text, rf"(?m)^  \+{name} ")
+        self.assertIn("arXiv 2404.14469", text)
+        self.assertFalse([line for line in text.splitlines() if line != line.rstrip()])
+
+    def test_json(self):
+        whole = json.loads(self.listed("--json"))
+        self.assertEqual((whole["format"], whole["format_version"]), ("kvzap.policies", 1))
+        by_name = {policy["name"]: policy for policy in whole["policies"]}
+        self.assertLessEqual(POLICIES, set(by_name))
+        self.assertLessEqual(MODIFIERS, {modifier["name"] for modifier in whole["modifiers"]})
+        for policy in whole["policies"]:
+            for key in ("paper", "formula", "needs", "cost"):
+                self.assertTrue(policy[key], (policy["name"], key))
+        for info in whole["policies"] + whole["modifiers"]:
+            for parameter in info["parameters"]:
+                with self.subTest(of=info["name"], parameter=parameter["name"]):
+                    self.check_parameter(parameter)
+        self.assertTrue(by_name["finch"]["needs_question"])
+        self.assertTrue(by_name["simlayerkv"]["has_own_budget"])
+        self.assertTrue(by_name["knorm"]["judges_tokens"])
+        self.assertEqual(json.loads(self.listed("snapkv", "--json")), by_name["snapkv"])
+
+    def check_parameter(self, parameter):
+        self.assertTrue(parameter["help"])
+        self.assertIn(parameter["kind"], ("integer", "number", "flag", "text", "file"))
+        self.assertFalse(parameter["required"] and parameter["default"])
+        default = parameter["default"]
+        if default is None:
+            return
+        if parameter["kind"] in ("integer", "number"):
+            value = int(default) if parameter["kind"] == "integer" else float(default)
+            least, most = parameter["least"], parameter["most"]
+            self.assertGreaterEqual(value, -math.inf if least is None else least)
+            self.assertLessEqual(value, math.inf if most is None else most)
+        if parameter["kind"] == "flag":
+            self.assertIn(default, ("on", "off"))
+        if parameter["kind"] == "text" and parameter["choices"]:
+            self.assertIn(default, parameter["choices"])
+
+    def test_one_in_full(self):
+        text = self.listed("snapkv")
+        self.assertTrue(text.startswith("snapkv\n"))
+        for part in ("paper ", "score ", "needs ", "cost ", "budget ", "decode ", "window=", "whole number"):
+            self.assertIn(part, text)
+        self.assertTrue(self.listed("ada").startswith("+ada\n"))
+        self.assertEqual(self.listed("+ada"), self.listed("ada"))
+
+    def test_unknown(self):
+        self.fail_with(policies("snpkv"), "'snpkv' is no policy or modifier", "did you mean snapkv?", code=2)
+        self.fail_with(policies("zzzzzzzzzzz"), "kvzap policies lists them", code=2)
+
+    def test_needs_nothing_to_be_started(self):
+        environment = {**os.environ, "OMPI_MCA_btl": "none", "PMIX_MCA_gds": "none"}
+        self.assertEqual(policies(env=environment).code, 0)
+
+
+class Documents(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.page = (SOURCE / "docs/policies.md").read_text()
+
+    def test_has_every_policy(self):
+        listed = json.loads(policies("--json").text)
+        for heading, kind, mark in (("Policies", "policies", ""), ("Modifiers", "modifiers", "+")):
+            section = self.page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+            names = re.findall(r"(?m)^\| `([^`]+)` \|", section)
+            self.assertEqual(names, [mark + info["name"] for info in listed[kind]])
+
+    def test_shows_the_example(self):
+        code = (SOURCE / "examples/custom_policy.cpp").read_text().split("// [policy]\n")[1]
+        self.assertIn(f"```cpp\n{code}```\n", self.page)
+
+
+class Options(TestCase):
+    def test_errors(self):
+        """Before weights are loaded, which this model does not have."""
+        model = self.copy(MODEL, "model")
+        (model / "model.safetensors").write_bytes(b"bad")
+        snapkv = ["--policy", "snapkv"]
+        half = ["--evict-ratio", "0.5"]
+        every = ["--decode-every", "4"]
+        for flags, *parts in [
+            (["--policy", "snpkv", *half], "snpkv", "did you mean snapkv?"),
+            (["--policy", "snapkv:windw=3", *half], "windw", "did you mean window?"),
+            (["--policy", "snapkv:window=0", *half], "window", '"0"', "from 1"),
+            (["--policy", "snapkv:window=wide", *half], "window", '"wide"', "whole number"),
+            (["--policy", "snapkv+adda", *half], "adda", "did you mean ada?"),
+            (["--policy", "ada", *half], "ada is a modifier"),
+            (["--policy", "snapkv+tova", *half], "snapkv and tova are both policies"),
+            (["--policy", "qfilter", *half], "qfilter needs"),
+            (["--policy", f"qfilter:filters={self.folder}/none", *half], "no such file"),
+            (snapkv, "--policy snapkv needs one of --threshold, --evict-ratio, --keep-tokens and --kv-budget"),
+            ([*snapkv, "--evict-ratio", "1"], "--evict-ratio is 1", "less than 1"),
+            ([*snapkv, "--evict-ratio", "-0.1"], "--evict-ratio is -0.1", "at least 0"),
+            ([*snapkv, "--evict-ratio", "nan"], "--evict-ratio is nan", "at least 0"),
+            ([*snapkv, "--evict-ratio", "half"], "--evict-ratio is half", "expected a number"),
+            ([*snapkv, "--keep-tokens", "0"], "--keep-tokens is 0", "at least 1"),
+            ([*snapkv, "--keep-tokens", "-5"], "--keep-tokens is -5", "at least 1"),
+            ([*snapkv, "--kv-budget", "much"], "--kv-budget is 'much'", "1.5GiB"),
+            ([*snapkv, "--kv-budget", "-5M"], "--kv-budget is '-5M'"),
+            ([*snapkv, "--kv-budget", "5X"], "--kv-budget is '5X'"),
+            ([*snapkv, "--kv-budget", "0"], "--kv-budget is '0'"),
+            ([*snapkv, "--kv-budget", "0x10"], "--kv-budget is '0x10'"),
+            ([*snapkv, "--kv-budget", "100"], "100 bytes", "below the least possible", "3072"),
+            ([*snapkv, *half, "--keep-tokens", "5"], "--evict-ratio and --keep-tokens", "give one of"),
+            ([*snapkv, *half, "--threshold", "5"], "--threshold and --evict-ratio", "give one of"),
+            ([*snapkv, "--keep-tokens", "5", "--kv-budget", "5M"], "--keep-tokens and --kv-budget"),
+            (half, "--evict-ratio has no effect without --dry-run, --policy or --surrogate"),
+            (["--keep-tokens", "5"], "--keep-tokens has no effect without"),
+            (["--kv-budget", "5M"], "--kv-budget has no effect without"),
+            (["--policy", "kvzap", *half], "--policy kvzap needs --surrogate DIR"),
+            ([*snapkv, *half, "--surrogate", MLP], "--surrogate is for --policy kvzap"),
+            (["--policy", f"kvzap:surrogate={MLP}", *half, "--surrogate", MLP], "both name a surrogate"),
+            (["--policy", "kvzap", "--surrogate", MLP], "--surrogate needs --threshold"),
+            ([*snapkv, *half, "--prune-after", "answer"], "answer", "{context,question}"),
+            (["--policy", "finch", *half], "--policy finch needs --prune-after question"),
+            (["--prune-after", "question"], "--prune-after question has no effect without --policy"),
+            (["--policy", "knorm", "--threshold", "-3", "--prune-after", "question"],
+             "--prune-after question needs a budget"),
+            ([*snapkv, *half, "--prune-after", "question", "--prefill", "sparse"], "--prefill dense"),
+            ([*snapkv, *half, *every], "--decode-every needs --decode-keep or --decode-evict-ratio"),
+            ([*snapkv, *half, *every, "--decode-keep", "0"], "--decode-keep is 0", "at least 1"),
+            ([*snapkv, *half, *every, "--decode-evict-ratio", "1"], "--decode-evict-ratio is 1", "less than 1"),
+            ([*snapkv, *half, *every, "--decode-keep", "9", "--decode-evict-ratio", "0.5"], "give one of them"),
+            ([*snapkv, *half, "--decode-keep", "9"], "--decode-keep has no effect without --decode-every"),
+            ([*snapkv, *half, "--decode-every", "-1", "--decode-keep", "9"], "--decode-every is -1"),
+            ([*snapkv, *half, *every, "--decode-keep", "9", "--prune", "none"], "no effect with --prune none"),
+            ([*every, "--decode-keep", "9"], "--decode-every has no effect without --policy"),
+            (["--policy", "snapkv+dms", "--threshold", "0.1", "--prune", "always"],
+             "--prune always does not go with --policy snapkv", "--decode-every"),
+            ([*snapkv, *half, "--prune", "always"], "--prune always needs a threshold", "--decode-every"),
+            (["--policy", "simlayerkv", *half], "--evict-ratio does not go with --policy simlayerkv"),
+            (["--dump", "-"], "--dump cannot be standard output"),
+            (["--dump", "x", "--json", "x"], "--json and --dump both name the file x"),
+            (["--dump", "x", "--snapshot", "x"], "--snapshot and --dump both name the file x"),
+        ]:
+            with self.subTest(flags=flags):
+                result = kvzap("-m", model, "-p", "one two three", "--question", "four", *flags)
+                self.assertNotIn("model.safetensors", str(result))
+                self.fail_with(result, *parts, code=1 if "expected a number" not in str(parts)
+                               and "{context" not in str(parts) else 2)
+        self.fail_with(kvzap("-m", model, "-p", "one", *snapkv, *half, "--prune-after", "question"),
+                       "--prune-after question needs --question")
+        for ranks in (2, 3):
+            self.fail_with(kvzap("-m", model, "-p", "one", "--policy", "snpkv", *half, ranks=ranks), "snapkv")
+
+    def test_file_of_another_model(self):
+        model = self.copy(MODEL, "model")
+        (model / "model.safetensors").write_bytes(b"bad")
+        other = self.copy(LINEAR, "other", output_dim=8)
+        for ranks in (0, 2):
+            result = kvzap("-m", model, "-p", "one", "--surrogate", other, "--evict-ratio", "0.5", ranks=ranks)
+            self.fail_with(result, other / "config.json", "output_dim is 8", "another model", code=1)
+
+    def test_deck(self):
+        deck = self.folder / "deck.toml"
+        deck.write_text(f"""
+            model = "{MODEL}"
+            prompt = "one two three four five six seven eight"
+            question = "nine"
+            policy = "streaming-llm:sink=2"
+            keep-tokens = 5
+            prune-after = "context"
+            decode-every = 3
+            decode-keep = 4
+            n-predict = 6
+            ignore-eos = true
+            """)
+        report = self.report("--config", deck)
+        self.assertEqual(report["policy"], "streaming-llm:sink=2")
+        self.assertEqual({rows for layer in report["context"]["kept_rows"] for rows in layer}, {5})
+        options = report["options"]
+        self.assertEqual((options["keep_tokens"], options["decode_every"], options["decode_keep"]), (5, 3, 4))
+        deck.write_text('policy = "snapkv"\nevict-ratio = 1.5\nmodel = "x"')
+        self.fail_with(kvzap("--config", deck), "--evict-ratio is 1.5")
+        deck.write_text('polcy = "snapkv"')
+        self.fail_with(kvzap("--config", deck), ":1: polcy: unknown key", "'policy'")
+
+    def test_dry_run(self):
+        def plan(*flags):
+            flags = ["-m", MODEL, "-c", "1000", "--dry-run", "--json", "-", *flags]
+            return json.loads(self.succeed(*flags).out)
+
+        row = 2 * HEAD_DIM * 2 * LAYERS * HEADS
+        full = plan()["total"]["kv_kept_bytes"]
+        self.assertEqual(full, 1000 * row)
+        # Without a policy the window stays.
+        self.assertEqual(plan("--evict-ratio", "0.95")["total"]["kv_kept_bytes"], 128 * row)
+        self.assertEqual(plan("--policy", "knorm", "--evict-ratio", "0.95")["total"]["kv_kept_bytes"], 50 * row)
+        for keep in (1, 33, 333, 999, 1000, 5000):
+            planned = plan("--policy", "knorm", "--keep-tokens", keep)
+            self.assertEqual(planned["total"]["kv_kept_bytes"], min(1000, keep) * row)
+            self.assertAlmostEqual(planned["evict_ratio"], 1 - min(1000, keep) / 1000)
+        for size, rows in ((str(100 * row), 100), (f"{7 * row / 1024}KiB", 7), (f"{77.9 * row / 1e6}MB", 77)):
+            self.assertEqual(plan("--policy", "knorm", "--kv-budget", size)["total"]["kv_kept_bytes"], rows * row)
+            self.assertEqual(plan("--kv-budget", size)["total"]["kv_kept_bytes"], rows * row)
+        result = kvzap("-m", MODEL, "-c", "1000", "--dry-run", "--kv-budget", "5k")
+        self.assertEqual(result.code, 0, result)
+        self.fail_with(kvzap("-m", MODEL, "-c", "1000", "--dry-run", "--kv-budget", "3k"), "least possible")
+
+
+class Budgets(TestCase):
+    def rows(self, report, cache=None):
+        return {rows for layer in (cache or report["context"])["kept_rows"] for rows in layer}
+
+    def test_amounts(self):
+        row = 2 * HEAD_DIM * 2 * LAYERS * HEADS  # in bf16
+        for ranks in (0, 2):
+            for flags, rows, key, value in [
+                (["--evict-ratio", "0.5"], TOKENS // 2, "evict_ratio", 0.5),
+                (["--keep-tokens", "37"], 37, "keep_tokens", 37),
+                (["--kv-budget", str(41 * row + 1)], 41, "kv_budget_bytes", 41 * row + 1),
+            ]:
+                report = self.report(*ASK, "--policy", "knorm", *flags, ranks=ranks)
+                self.assertEqual(self.rows(report), {rows})
+                self.assertEqual(report["policy"], "knorm")
+                self.assertEqual(report["options"][key], value)
+                self.assertEqual({"evict_ratio", "keep_tokens", "kv_budget_bytes", "threshold"}
+                                 & set(report["options"]), {key})
+                self.assertFalse(report["context"]["kv"]["full_at_first"])
+
+    def test_surrogate_is_policy_kvzap(self):
+        short = self.report(*ASK, "--surrogate", MLP, "--evict-ratio", "0.5", "--dtype", "f32")
+        named = self.report(*ASK, "--policy", "kvzap", "--surrogate", MLP, "--evict-ratio", "0.5", "--dtype", "f32")
+        whole = self.report(*ASK, "--policy", f"kvzap:surrogate={MLP}", "--evict-ratio", "0.5", "--dtype", "f32",
+                            ranks=2)
+        self.assertEqual(short["policy"], f"kvzap:surrogate={MLP}")
+        self.assertEqual(short["surrogate"], {"path": str(MLP), "kind": "mlp"})
+        for report in (named, whole):
+            self.assertEqual(report["policy"], short["policy"])
+            self.assertEqual(report["context"]["kept_rows"], short["context"]["kept_rows"])
+            self.assertEqual(report["answers"][0]["ids"], short["answers"][0]["ids"])
+        # A folder's name with what separates parts of a policy.
+        odd = self.copy(MLP, "a,b+c")
+        report = self.report(*ASK, "--surrogate", odd, "--evict-ratio", "0.5", "--dtype", "f32")
+        self.assertEqual(report["context"]["kept_rows"], short["context"]["kept_rows"])
+
+    def test_threshold_as_before(self):
+        flags = ["--threshold", "-3.4", "--window", "32", "--dtype", "f32"]
+        old = self.report(*ASK, "--surrogate", MLP, *flags)
+        new = self.report(*ASK, "--policy", "kvzap", "--surrogate", MLP, *flags)
+        self.assertEqual(new["context"]["kept_rows"], old["context"]["kept_rows"])
+        self.assertEqual(new["answers"][0]["ids"], old["answers"][0]["ids"])
+        self.assertEqual(new["policy"], old["policy"])
+        self.assertEqual(old["options"]["threshold"], -3.4)
+
+    def test_seconds(self):
+        report = self.report(*ASK, "--policy", "h2o", "--evict-ratio", "0.5")
+        context = report["context"]
+        self.assertGreater(context["scoring_seconds"], 0)
+        self.assertGreater(context["pruning_seconds"], 0)
+        self.assertLess(context["scoring_seconds"] + context["pruning_seconds"], context["prefill_seconds"])
+        text = self.succeed(*ASK, "--policy", "h2o", "--evict-ratio", "0.5").err.decode()
+        self.assertIn("policy: h2o; evict ratio 0.5", text)
+        self.assertRegex(text, r"of that scoring \d+\.\d+ s, choosing and evicting \d+\.\d+ s")
+        self.assertNotIn("the peak is the full cache", text)
+
+    def test_over_all_layers(self):
+        flags = ["--policy", "knorm+global", "--evict-ratio", "0.5"]
+        report = self.report(*ASK, *flags, ranks=2)
+        self.assertTrue(report["context"]["kv"]["full_at_first"])
+        self.assertGreater(len(self.rows(report)), 1)
+        self.assertIn("the peak is the full cache", self.succeed(*ASK, *flags).err.decode())
+
+    def test_after_the_question(self):
+        flags = ["--policy", "snapkv:window=8", "--keep-tokens", "60", "--dtype", "f32"]
+        after = self.report(*ASK, *flags, "--prune-after", "question", "--question", "What is it about?", ranks=2)
+        self.assertEqual(self.rows(after), {60})
+        question = after["answers"][0]["question_tokens"]
+        self.assertEqual(after["context"]["tokens"], TOKENS + question)
+        self.assertEqual(after["options"]["prune_after"], "question")
+        self.assertTrue(after["context"]["kv"]["full_at_first"])
+        for answer in after["answers"]:
+            added = max(0, answer["new_tokens"] - 1)
+            self.assertEqual(self.rows(after, answer["cache"]), {60 + added})
+            self.assertEqual(answer["cache"]["tokens"], TOKENS + answer["question_tokens"] + added)
+
+    @unittest.skipUnless(HAVE_HDF5, "needs HDF5")
+    def test_snapshot_after_the_question(self):
+        for count in ("0", "2"):
+            file = self.folder / f"{count}.h5"
+            self.succeed(*ASK, "--policy", "finch", "--keep-tokens", "60", "--prune-after", "question", "-n", count,
+                         "--snapshot", file)
+            self.assertGreater(file.stat().st_size, 60 * 2 * HEAD_DIM * 2 * LAYERS * HEADS)
+
+    def test_decode_every(self):
+        flags = ["--policy", "knorm", "--evict-ratio", "0.5", "-n", "30", "--ignore-eos", "--decode-every", "5"]
+        for ranks in (0, 2):
+            report = self.report(*ASK, *flags, "--decode-keep", "50", ranks=ranks)
+            self.assertEqual(self.rows(report), {TOKENS // 2})
+            for rows in self.rows(report, report["answers"][0]["cache"]):
+                self.assertTrue(50 <= rows < 55, rows)
+        report = self.report(*ASK, *flags, "--decode-evict-ratio", "0.9")
+        end = report["answers"][0]["cache"]
+        least = int(end["tokens"] * (1 - 0.9)) - 1
+        for rows in self.rows(report, end):
+            self.assertTrue(least <= rows < least + 6, rows)
+
+
+class Dump(TestCase):
+    def dump(self, *flags, ranks=0, report=True):
+        file = self.folder / "dump.safetensors"
+        flags = [*flags, "--dump", file]
+        said = self.report(*flags, ranks=ranks) if report else self.succeed(*flags, ranks=ranks)
+        self.assertEqual([path.name for path in self.folder.iterdir() if path.suffix != ".h5"],
+                         ["dump.safetensors"])
+        return said, {name: self.unpack(*tensor) for name, tensor in read_safetensors(file).items()}
+
+    def unpack(self, dtype, shape, data):
+        values = array.array({"F32": "f", "I32": "i", "U8": "B"}[dtype], data)
+        self.assertEqual(len(values), math.prod(shape))
+        return dtype, shape, values
+
+    def check(self, report, tensors, suffix="", context_suffix="", answer=0):
+        """Shapes and types, and what the report says of the same run."""
+        said = report["answers"][answer]
+        end = said["cache"]
+        for name, dtype, shape in [
+            ("context_ids", "I32", [TOKENS]),
+            ("question_ids" + suffix, "I32", [said["question_tokens"]]),
+            ("scores" + context_suffix, "F32", [LAYERS, HEADS, TOKENS]),
+            ("evicted_after_prefill" + context_suffix, "U8", [LAYERS, HEADS, TOKENS]),
+            ("evicted_at_end" + suffix, "U8", [LAYERS, HEADS, end["tokens"]]),
+            ("generated" + suffix, "I32", [said["new_tokens"]]),
+            ("logits" + suffix, "F32", [said["new_tokens"], VOCABULARY]),
+        ]:
+            self.assertEqual(tensors[name][:2], (dtype, shape), name)
+        self.assertEqual(list(tensors["generated" + suffix][2]), said["ids"])
+        logits = tensors["logits" + suffix][2]
+        for i, token in enumerate(said["ids"]):
+            row = logits[i * VOCABULARY : (i + 1) * VOCABULARY]
+            self.assertEqual(row[token], max(row))
+        self.check_evicted(tensors["evicted_at_end" + suffix], end)
+
+    def check_evicted(self, tensor, cache):
+        _, shape, flags = tensor
+        tokens = shape[2]
+        for layer in range(LAYERS):
+            for head in range(HEADS):
+                row = flags[(layer * HEADS + head) * tokens : (layer * HEADS + head + 1) * tokens]
+                self.assertLessEqual(set(row), {0, 1})
+                self.assertEqual(tokens - sum(row), cache["kept_rows"][layer][head])
+
+    def test_surrogate_against_goldens(self):
+        golden = {name: self.unpack(*tensor) for name, tensor in
+                  read_safetensors(SOURCE / "tests/golden/recall-4m.case0.safetensors").items()}
+        run = "kvzap-linear.tau-3.4.w128.decode"
+        flags = [*ASK, "--surrogate", LINEAR, "--threshold", "-3.4", "--prune", "always", "--dtype", "f32"]
+        for ranks in (0, 1, 2, 3):
+            report, tensors = self.dump(*flags, ranks=ranks)
+            self.check(report, tensors)
+            self.check_evicted(tensors["evicted_after_prefill"], report["context"])
+            self.assertEqual(tensors["context_ids"], golden["context_ids"])
+            for name in ("evicted_after_prefill", "evicted_at_end", "generated"):
+                self.assertEqual(tensors[name], golden[f"{run}.{name}"], (ranks, name))
+            for name, key in (("scores", "kvzap-linear.scores"), ("logits", f"{run}.logits")):
+                _, shape, values = tensors[name]
+                self.assertEqual(shape, golden[key][1])
+                for found, expected in zip(values, golden[key][2]):
+                    self.assertAlmostEqual(found, expected, delta=2e-3)
+
+    def test_full_cache(self):
+        report, tensors = self.dump(*ASK, ranks=2)
+        self.check(report, tensors)
+        self.assertTrue(all(map(math.isnan, tensors["scores"][2])))
+        self.assertEqual(sum(tensors["evicted_at_end"][2]), 0)
+
+    def test_policies(self):
+        """What stays has the largest scores."""
+        for policy in ("knorm", "snapkv", "h2o", "keydiff", "tova"):
+            outcomes = []
+            for ranks in (0, 2, 3):
+                with self.subTest(policy=policy, ranks=ranks):
+                    report, tensors = self.dump(*ASK, "--policy", policy, "--evict-ratio", "0.75", "--dtype", "f32",
+                                                ranks=ranks)
+                    self.check(report, tensors)
+                    self.check_evicted(tensors["evicted_after_prefill"], report["context"])
+                    kept = int(TOKENS * (1 - 0.75))
+                    scores, evicted = tensors["scores"][2], tensors["evicted_after_prefill"][2]
+                    self.assertFalse(any(map(math.isnan, scores)))
+                    for begin in range(0, len(scores), TOKENS):
+                        gone = [scores[i] for i in range(begin, begin + TOKENS) if evicted[i]]
+                        stays = [scores[i] for i in range(begin, begin + TOKENS) if not evicted[i]]
+                        self.assertEqual(len(stays), kept)
+                        self.assertGreaterEqual(min(stays), max(gone))
+                    outcomes.append(tensors["generated"])
+            self.assertEqual(outcomes, outcomes[:1] * 3)
+
+    def test_several_questions(self):
+        flags = [*ASK, "--question", "What is the text about?", "--policy", "snapkv:window=8", "--evict-ratio", "0.5"]
+        report, tensors = self.dump(*flags, ranks=2)
+        self.assertEqual(set(tensors), {"context_ids", "scores", "evicted_after_prefill"} | {
+            f"{name}.{i}" for name in ("question_ids", "evicted_at_end", "generated", "logits") for i in (1, 2)})
+        for i in range(2):
+            self.check(report, tensors, f".{i + 1}", answer=i)
+        report, tensors = self.dump(*flags, "--prune-after", "question", ranks=2)
+        for i in range(2):
+            self.check(report, tensors, f".{i + 1}", f".{i + 1}", answer=i)
+        self.assertNotIn("scores", tensors)
+        self.assertNotEqual(tensors["scores.1"], tensors["scores.2"])
+
+    def test_closed_up_positions(self):
+        _, tensors = self.dump(*ASK, "--policy", "knorm+rerotate", "--evict-ratio", "0.5")
+        self.assertEqual(set(tensors), {"context_ids", "question_ids", "scores", "generated", "logits"})
+
+    def test_nothing_generated(self):
+        _, tensors = self.dump(*ASK, "-n", "0", report=False)
+        self.assertEqual(tensors["generated"][1], [0])
+        self.assertEqual(tensors["logits"][1], [0, 0])
+
+    def test_old_dump_survives_a_failure(self):
+        model = self.copy(MODEL, "model")
+        (model / "model.safetensors").write_bytes(b"bad")
+        old = self.folder / "dump"
+        old.write_text("old")
+        for ranks in (0, 2):
+            result = kvzap("-m", model, "-p", "one", "--dump", old, ranks=ranks)
+            self.fail_with(result, "model.safetensors")
+        self.assertEqual(old.read_text(), "old")
+        for target in (self.folder / "none" / "x", self.folder, old / "x"):
+            for ranks in (0, 2):
+                result = kvzap("-m", model, "-p", "one", "--dump", target, ranks=ranks)
+                self.fail_with(result, f"--dump {target}", code=1)
+                self.assertNotIn("model.safetensors", result.errors[0])
+        self.assertEqual(sorted(path.name for path in self.folder.iterdir()), ["dump", "model"])
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <fstream>
 #include <kvzap/chat_template.hpp>
 #include <kvzap/config.hpp>
@@ -19,33 +18,18 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
+#include "golden/golden_files.hpp"
 #include "linalg/gemm.hpp"
 
 namespace kvzap {
 namespace {
 
+using golden::golden_dir;
+using golden::ids;
+using golden::model_dir;
+using golden::tensor;
+
 constexpr double tolerance = 1e-3;
-
-const std::filesystem::path source_dir = KVZAP_SOURCE_DIR;
-const std::filesystem::path golden_dir = source_dir / "tests/golden";
-
-std::filesystem::path model_dir(const std::string& name) {
-  const auto shipped = source_dir / "inputs/models" / name;
-  return std::filesystem::exists(shipped) ? shipped : golden_dir / "models" / name;
-}
-
-template <class T>
-std::vector<T> tensor(const SafetensorsFolder& file, const std::string& name) {
-  const TensorInfo* info = file.find(name);
-  if (!info) throw Error("golden tensor missing: " + name);
-  std::vector<T> values(info->bytes / sizeof(T));
-  std::memcpy(values.data(), info->data, info->bytes);
-  return values;
-}
-
-std::vector<TokenId> ids(const SafetensorsFolder& file, const std::string& name) {
-  return tensor<TokenId>(file, name);
-}
 
 /// Collects what passes through the steps: scores of every position, attention inputs of two
 /// layers.
@@ -205,16 +189,11 @@ TEST_P(Golden, EveryRun) {
     EXPECT_THROW(HeadPartition::even(layers, heads, comm.size()), Error);
     return;
   }
-  // An uneven placement, so that ranks own different numbers of heads layer by layer.
-  std::vector<std::vector<std::int64_t>> kept(layers, std::vector<std::int64_t>(heads));
-  for (int l = 0; l < layers; ++l) {
-    for (int h = 0; h < heads; ++h)
-      kept[l][h] = (l % 2 == 0 && h == 1) ? 1000 : 10 + 7 * ((l + h) % 3);
-  }
   const auto stop_ids = load_stop_ids(model_dir(name), config.vocab_size);
   std::vector<Placed> placed;  // evenly, balanced
-  for (const auto& partition : {HeadPartition::even(layers, heads, comm.size()),
-                                HeadPartition::balanced(kept, comm.size())}) {
+  for (const auto& partition :
+       {HeadPartition::even(layers, heads, comm.size()),
+        HeadPartition::balanced(golden::uneven_rows(layers, heads), comm.size())}) {
     placed.push_back({partition,
                       std::make_shared<const Model<float>>(
                           Model<float>::load(model_dir(name), config, partition, comm.rank())),

@@ -101,9 +101,9 @@ std::vector<float> floats_of(const TensorInfo& tensor) {
     } else {
       std::uint16_t bits = 0;
       std::memcpy(&bits, from, sizeof(bits));
-      half as_half;
+      half as_half{};
       as_half.bits = bits;
-      bfloat16 as_bfloat16;
+      bfloat16 as_bfloat16{};
       as_bfloat16.bits = bits;
       values[i] = tensor.dtype == DType::f16 ? float{as_half} : float{as_bfloat16};
     }

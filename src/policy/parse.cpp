@@ -39,6 +39,7 @@ std::string did_you_mean(std::string_view name, const std::vector<std::string>& 
 template <class Infos>
 std::vector<std::string> names_of(const Infos& infos) {
   std::vector<std::string> names;
+  names.reserve(infos.size());
   for (const auto& info : infos) names.push_back(info.name);
   return names;
 }

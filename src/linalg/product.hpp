@@ -13,7 +13,7 @@ struct Product {
   const Value* a = nullptr;   // (k, m) if a_transposed, else (m, k)
   std::int64_t a_stride = 0;  // elements from one row to the next; of b and c alike
   bool a_transposed = false;
-  const Value* b = nullptr;   // (n, k) if transposed, else (k, n)
+  const Value* b = nullptr;  // (n, k) if transposed, else (k, n)
   std::int64_t b_stride = 0;
   bool transposed = false;
   float* c = nullptr;

@@ -213,10 +213,10 @@ class Cap final : public Policy {
   AverageRope m_rope;
   RowVector m_mean_norms;  // (query head)
   RowVector m_weights;     // (row)
-  RowVector m_key_norms;  // (row)
-  RowVector m_norms;      // (row): of L^-1 v
-  RowVector m_tile;       // (row of a tile, head_dim)
-  Matrix m_capacity;      // A - I, then the inverse of A's factor
+  RowVector m_key_norms;   // (row)
+  RowVector m_norms;       // (row): of L^-1 v
+  RowVector m_tile;        // (row of a tile, head_dim)
+  Matrix m_capacity;       // A - I, then the inverse of A's factor
 };
 
 }  // namespace
@@ -231,12 +231,22 @@ PolicyInfo cap() {
   info.cost = "time O(rows d^2) per query head; memory O(rows)";
   info.parameters = {
       {"tau", Kind::number, "5", 0, 1e6, {}, "sharpness of the weights"},
-      {"future-positions", Kind::integer, "512", 1, 1 << 24, {},
+      {"future-positions",
+       Kind::integer,
+       "512",
+       1,
+       1 << 24,
+       {},
        "positions to come over which RoPE is averaged"},
       {"sink", Kind::integer, "4", 0, 1 << 30, {}, "first positions, which stay and are left out"},
       {"epsilon", Kind::number, "1e-6", 0, 1, {}, "added to the weights in A"},
       {"normalize", Kind::flag, "on", 0, 0, {}, "whether keys and mean query have unit length"},
-      {"history", Kind::integer, "256", 1, 1 << 20, {},
+      {"history",
+       Kind::integer,
+       "256",
+       1,
+       1 << 20,
+       {},
        "newest tokens that give the mean query while the model generates"}};
   info.make = [](const PolicyArguments& arguments, const PolicySetup&) -> PolicyMaker {
     Parameters parameters;

@@ -44,8 +44,8 @@ class QueryStatisticsFile {
         m_heads(config.num_attention_heads),
         m_dim(config.head_dim),
         m_mean(m_tensors.at("query_mean", {config.num_hidden_layers, m_heads, m_dim})),
-        m_covariance(
-            m_tensors.at("query_cov", {config.num_hidden_layers, m_heads, m_dim, m_dim})) {}
+        m_covariance(m_tensors.at("query_cov", {config.num_hidden_layers, m_heads, m_dim, m_dim})) {
+  }
 
   /// The query heads of the layer's KV heads on this rank.
   void read(const PolicyLayer& layer, const Matrix& means,
@@ -83,9 +83,12 @@ class QueryStatisticsFile {
     const std::byte* const source =
         tensor.data + first * static_cast<std::int64_t>(size_of(tensor.dtype));
     switch (tensor.dtype) {
-      case DType::f32: return read_as<float>(source, count, target);
-      case DType::f16: return read_as<half>(source, count, target);
-      case DType::bf16: return read_as<bfloat16>(source, count, target);
+      case DType::f32:
+        return read_as<float>(source, count, target);
+      case DType::f16:
+        return read_as<half>(source, count, target);
+      case DType::bf16:
+        return read_as<bfloat16>(source, count, target);
     }
   }
 
@@ -134,18 +137,17 @@ void soften(const ExecutionSpace& exec, float* logits, std::int64_t rows, int gr
             const RowVector& factors) {
   if (on_host()) {
     float* const of_heads = factors.data();
-    Kokkos::parallel_for("kvzap::expected_attention::softmax", HostRange(0, group),
-                         [=](std::int64_t g) {
-                           constexpr std::int64_t slice = 1024;
-                           float* const of_head = logits + g * rows;
-                           const float largest = detail::max_of(of_head, rows);
-                           double sum = 0;
-                           for (std::int64_t r = 0; r < rows; r += slice) {
-                             sum += detail::exp_shifted(of_head + r, std::min(slice, rows - r),
-                                                        largest);
-                           }
-                           of_heads[g] = static_cast<float>(1 / (sum * group));
-                         });
+    Kokkos::parallel_for(
+        "kvzap::expected_attention::softmax", HostRange(0, group), [=](std::int64_t g) {
+          constexpr std::int64_t slice = 1024;
+          float* const of_head = logits + g * rows;
+          const float largest = detail::max_of(of_head, rows);
+          double sum = 0;
+          for (std::int64_t r = 0; r < rows; r += slice) {
+            sum += detail::exp_shifted(of_head + r, std::min(slice, rows - r), largest);
+          }
+          of_heads[g] = static_cast<float>(1 / (sum * group));
+        });
     return;
   }
   using Team = Kokkos::TeamPolicy<ExecutionSpace>;
@@ -197,13 +199,13 @@ void write_scores(const ExecutionSpace& exec, const float* probabilities, std::i
 /// turned by RoPE's rotation averaged over the next `future-positions` positions; d is head_dim.
 /// Rows of the first `sink` positions are left out and get the layer's largest score + 1. Shapes:
 /// mu (query heads, head_dim), C (query heads, head_dim, head_dim). Cost per query head: 1.5
-/// tokens d^2 operations for the statistics and 1.5 rows d^2 for the scores; memory O(rows * group + heads
-/// d^2).
+/// tokens d^2 operations for the statistics and 1.5 rows d^2 for the scores; memory O(rows * group
+/// + heads d^2).
 ///
-/// In steps that bring fewer than `history` tokens to a sequence that has more, the newest `history`
-/// tokens give the statistics, as in kvpress' DecodingPress; but its averaged rotation then begins
-/// at the number of those tokens, here at the next token's position, and it leaves out the first
-/// `sink` of the newest tokens too.
+/// In steps that bring fewer than `history` tokens to a sequence that has more, the newest
+/// `history` tokens give the statistics, as in kvpress' DecodingPress; but its averaged rotation
+/// then begins at the number of those tokens, here at the next token's position, and it leaves out
+/// the first `sink` of the newest tokens too.
 ///
 /// With `statistics` mu and C before RoPE come from a file (query_mean: layers, query heads, d;
 /// query_cov: layers, query heads, d, d), as kvpress' ExpectedAttentionStats has them. kvpress
@@ -340,15 +342,30 @@ PolicyInfo expected_attention() {
   info.needs = "all queries or their statistics from a file, keys, values";
   info.cost = "time O((tokens + rows) d^2) per query head; memory O(rows)";
   info.parameters = {
-      {"future-positions", Kind::integer, "512", 1, 1 << 24, {},
+      {"future-positions",
+       Kind::integer,
+       "512",
+       1,
+       1 << 24,
+       {},
        "positions to come over which RoPE is averaged"},
       {"sink", Kind::integer, "4", 0, 1 << 30, {}, "first positions, which stay and are left out"},
       {"covariance", Kind::flag, "on", 0, 0, {}, "whether the queries' covariance counts"},
       {"vnorm", Kind::flag, "on", 0, 0, {}, "whether scores are multiplied by |v|"},
       {"epsilon", Kind::number, "0", 0, 1e6, {}, "added to scores before that"},
-      {"history", Kind::integer, "256", 1, 1 << 20, {},
+      {"history",
+       Kind::integer,
+       "256",
+       1,
+       1 << 20,
+       {},
        "newest tokens that give the statistics while the model generates"},
-      {"statistics", Kind::file, "none", 0, 0, {},
+      {"statistics",
+       Kind::file,
+       "none",
+       0,
+       0,
+       {},
        "safetensors file with query_mean and query_cov; none: from this sequence"}};
   info.make = [](const PolicyArguments& arguments, const PolicySetup& setup) -> PolicyMaker {
     Parameters parameters;

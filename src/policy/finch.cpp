@@ -91,8 +91,8 @@ class Finch final : public Policy {
     question.first = m_first;
     question.count = extents.question;
     question.queries = m_queries;
-    const auto factor = m_normalizes ? WindowAttention::Factor::rows_before
-                                     : WindowAttention::Factor::one;
+    const auto factor =
+        m_normalizes ? WindowAttention::Factor::rows_before : WindowAttention::Factor::one;
     std::vector<Rows> protected_rows;
     for (int h = 0; h < layer.heads(); ++h) {
       const std::int64_t rows = layer.rows(h);
@@ -109,9 +109,9 @@ class Finch final : public Policy {
 
  private:
   bool m_normalizes;
-  Queries m_queries;              // of the question
-  std::int64_t m_first = 0;       // its position
-  std::int64_t m_observed = 0;    // tokens of this step in this layer
+  Queries m_queries;            // of the question
+  std::int64_t m_first = 0;     // its position
+  std::int64_t m_observed = 0;  // tokens of this step in this layer
   WindowAttention m_attention;
   RowVector m_mass;
 };
@@ -126,11 +126,20 @@ PolicyInfo finch() {
   info.formula = "mean attention of the question's queries, times the rows before each";
   info.needs = "queries of the question, keys";
   info.cost = "time O(question d rows) per query head; memory O(rows), at most 16 MiB more";
-  info.parameters = {
-      {"normalize", Kind::flag, "on", 0, 0, {},
-       "whether a query's attention is multiplied by the rows before it"},
-      {"chunk", Kind::integer, "0", 0, 1 << 30, {},
-       "rows of a part of the context with a budget of its own; 0: all in one"}};
+  info.parameters = {{"normalize",
+                      Kind::flag,
+                      "on",
+                      0,
+                      0,
+                      {},
+                      "whether a query's attention is multiplied by the rows before it"},
+                     {"chunk",
+                      Kind::integer,
+                      "0",
+                      0,
+                      1 << 30,
+                      {},
+                      "rows of a part of the context with a budget of its own; 0: all in one"}};
   info.needs_question = true;
   info.make = [](const PolicyArguments& arguments, const PolicySetup&) -> PolicyMaker {
     const bool normalizes = arguments.flag("normalize");

@@ -15,8 +15,8 @@ constexpr float least_protected = 4294967296.0f;       // 2^32: no sum of probab
 /// How sums become scores, and scores sums again.
 struct H2OScore {
   bool normalizes = true;
-  std::int64_t tokens_before = 0;  // position of the step's first token
-  std::int64_t tokens = 0;         // and behind its last one
+  std::int64_t tokens_before = 0;    // position of the step's first token
+  std::int64_t tokens = 0;           // and behind its last one
   std::int64_t first_protected = 0;  // row
   float group = 1;
 
@@ -44,8 +44,7 @@ void write_scores(const ExecutionSpace& exec, const H2OScore& score,
   Kokkos::parallel_for(
       "kvzap::h2o::scores", RowRange(exec, 0, rows), KOKKOS_LAMBDA(std::int64_t r) {
         const std::int64_t position = positions(r);
-        const float before =
-            r < n_cached && position < score.tokens_before ? cached(r) : NAN;
+        const float before = r < n_cached && position < score.tokens_before ? cached(r) : NAN;
         scores(head, r) = score(mass(head, r), before, position, r);
       });
 }
@@ -53,7 +52,8 @@ void write_scores(const ExecutionSpace& exec, const H2OScore& score,
 /// H2O (Zhang et al., arXiv 2306.14048), as kvpress' ObservedAttentionPress has it: rows that got
 /// much attention from all queries so far, heavy hitters, stay.
 ///
-///   s(r) = mean over the group of (sum over all queries q that see r of p(q, r)) / (number of them)
+///   s(r) = mean over the group of (sum over all queries q that see r of p(q, r)) / (number of
+///   them)
 ///
 /// with p the softmax probabilities over the rows that were there when q was computed. The number
 /// of queries that see a row is that of tokens from its own on. Later steps go on from the scores
@@ -137,7 +137,12 @@ PolicyInfo h2o() {
   info.needs = "attention of all queries";
   info.cost = "time O(tokens d rows) per query head, as attention itself; memory O(rows)";
   info.parameters = {
-      {"normalize", Kind::flag, "on", 0, 0, {},
+      {"normalize",
+       Kind::flag,
+       "on",
+       0,
+       0,
+       {},
        "whether sums are divided by the number of queries that see the row"},
       {"local", Kind::flag, "off", 0, 0, {}, "whether half of the budget is for the newest rows"}};
   info.make = [](const PolicyArguments& arguments, const PolicySetup&) -> PolicyMaker {

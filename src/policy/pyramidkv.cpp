@@ -21,13 +21,14 @@ PolicyInfo pyramidkv() {
   info.needs = "queries of the newest w tokens, keys";
   info.cost = "time O(w d rows) per query head; memory O(rows), at most 16 MiB more";
   info.parameters = snapkv_parameters();
-  info.parameters.push_back({"beta",
-                             PolicyParameter::Kind::number,
-                             "20",
-                             1,
-                             1e6,
-                             {},
-                             "the last layer keeps 1/beta of the mean budget, the first one the rest"});
+  info.parameters.push_back(
+      {"beta",
+       PolicyParameter::Kind::number,
+       "20",
+       1,
+       1e6,
+       {},
+       "the last layer keeps 1/beta of the mean budget, the first one the rest"});
   info.make = [](const PolicyArguments& arguments, const PolicySetup&) {
     return make_snapkv(arguments);
   };

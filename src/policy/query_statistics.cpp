@@ -79,9 +79,9 @@ KVZAP_BODY void turn_back_body(const float* query, std::int64_t head_stride, std
   }
 }
 KVZAP_KERNEL(void, turn_back,
-             (const float* query, std::int64_t head_stride, std::int64_t heads,
-              const float* angles, const float* shift, std::int64_t half, float* target,
-              std::int64_t target_stride, float* sums),
+             (const float* query, std::int64_t head_stride, std::int64_t heads, const float* angles,
+              const float* shift, std::int64_t half, float* target, std::int64_t target_stride,
+              float* sums),
              (query, head_stride, heads, angles, shift, half, target, target_stride, sums))
 
 /// Queries of a block, by query head.
@@ -112,9 +112,9 @@ void turn_queries(const ExecutionSpace& exec, const TokenBlock::QueryView& queri
           std::fill_n(of_slice, size, 0.0f);
           const std::int64_t end = std::min(turned.count, (slice + 1) * slice_tokens);
           for (std::int64_t t = slice * slice_tokens; t < end; ++t) {
-            turn_back(&queries(t, 0, 0), static_cast<std::int64_t>(queries.stride(1)),
-                      turned.heads, &angles(t, 0, 0), shift.data(), half,
-                      turned.values + t * turned.dim, turned.count * turned.dim, of_slice);
+            turn_back(&queries(t, 0, 0), static_cast<std::int64_t>(queries.stride(1)), turned.heads,
+                      &angles(t, 0, 0), shift.data(), half, turned.values + t * turned.dim,
+                      turned.count * turned.dim, of_slice);
           }
         });
     Kokkos::parallel_for("kvzap::query_statistics::sum", HostRange(0, size), [=](std::int64_t i) {
@@ -196,8 +196,7 @@ void finish_moments(const ExecutionSpace& exec, std::int64_t count, const Matrix
           const float mean = means(head, row) * by;
           // A row of the lower half goes to the upper right quarter too.
           for (std::int64_t d = 0; d < (row < dim / 2 ? dim / 2 : dim); ++d) {
-            const float covariance =
-                covariances(head, row, d) * by - mean * (means(head, d) * by);
+            const float covariance = covariances(head, row, d) * by - mean * (means(head, d) * by);
             covariances(head, row, d) = covariance;
             if (row >= dim / 2 && d < dim / 2) covariances(head, d, row) = covariance;
           }

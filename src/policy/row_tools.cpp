@@ -19,8 +19,8 @@ constexpr std::int64_t slice_rows = 128;
 bool on_host() { return detail::runs_on_host && !detail::uses_device_kernels(); }
 
 KVZAP_BODY void products_of_rows_body(const float* a, std::int64_t a_stride, const float* b,
-                              std::int64_t b_stride, const float* v, float by, std::int64_t dim,
-                              std::int64_t rows, float* products) {
+                                      std::int64_t b_stride, const float* v, float by,
+                                      std::int64_t dim, std::int64_t rows, float* products) {
   for (std::int64_t r = 0; r < rows; ++r) {
     const float* const row = a + r * a_stride;
     float sum = 0;
@@ -41,7 +41,7 @@ KVZAP_KERNEL(void, products_of_rows,
              (a, a_stride, b, b_stride, v, by, dim, rows, products))
 
 KVZAP_BODY void norms_of_rows_body(const float* a, std::int64_t stride, std::int64_t dim,
-                           std::int64_t rows, float* norms) {
+                                   std::int64_t rows, float* norms) {
   for (std::int64_t r = 0; r < rows; ++r) {
     const float* const row = a + r * stride;
     float sum = 0;

@@ -1,4 +1,5 @@
-// What several policies do with rows once they are scored: find those of a window, and protect them.
+// What several policies do with rows once they are scored: find those of a window, and protect
+// them.
 #pragma once
 
 #include <kvzap/policy.hpp>

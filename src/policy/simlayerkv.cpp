@@ -112,7 +112,12 @@ PolicyInfo simlayerkv() {
   info.needs = "queries of the newest tokens, keys";
   info.cost = "time O(last d rows) per query head; memory O(rows)";
   info.parameters = {
-      {"lazy-threshold", Kind::number, "1", 0, 1, {},
+      {"lazy-threshold",
+       Kind::number,
+       "1",
+       0,
+       1,
+       {},
        "attention to first and newest rows above which a layer is lazy; 1: none is"},
       {"last", Kind::integer, "1", 1, most, {}, "newest tokens whose queries are looked at"},
       {"recent", Kind::integer, "1024", 2, most, {}, "newest rows that count, and stay but `last`"},

@@ -111,8 +111,8 @@ PolicyMaker make_snapkv(const PolicyArguments& arguments) {
   pooling.kernel = arguments.integer("kernel");
   pooling.is_max = arguments.text("pooling") == "max";
   if (pooling.kernel % 2 == 0) {
-    throw Error(fmt::format("kernel={}: the rows pooled around a row are an odd number",
-                            pooling.kernel));
+    throw Error(
+        fmt::format("kernel={}: the rows pooled around a row are an odd number", pooling.kernel));
   }
   const std::int64_t window = arguments.integer("window");
   return [=] { return std::make_unique<SnapKV>(window, pooling); };

@@ -60,12 +60,14 @@ class Tova final : public Policy {
     }
     sum_over_ranks(layer, sums);
 
-    const double query_heads = static_cast<double>(layer.extents().kv_heads) * layer.extents().group;
+    const double query_heads =
+        static_cast<double>(layer.extents().kv_heads) * layer.extents().group;
     std::vector<Rows> protected_rows;
     for (int h = 0; h < layer.heads(); ++h) {
       take_by_position(layer.exec(), layer.positions(h), layer.rows(h), sums, query_heads, h,
                        scores);
-      if (m_protects) protected_rows.emplace_back(rows_before(layer, h, newest.first), layer.rows(h));
+      if (m_protects)
+        protected_rows.emplace_back(rows_before(layer, h, newest.first), layer.rows(h));
     }
     if (m_protects) protect_rows(layer, scores, protected_rows);
     if (layer.layer() + 1 == layer.extents().layers) m_attention.release();

@@ -29,9 +29,9 @@ bool on_host() { return detail::runs_on_host && !detail::uses_device_kernels(); 
 
 /// One tile of rows against all queries of a group.
 struct Tile {
-  float* logits;   // (query, row); probabilities times what `largest` hides, later
-  float* largest;  // (query)
-  float* sums;     // (query)
+  float* logits;             // (query, row); probabilities times what `largest` hides, later
+  float* largest;            // (query)
+  float* sums;               // (query)
   const std::int64_t* seen;  // (token)
   std::int64_t queries;
   std::int64_t begin;
@@ -53,7 +53,8 @@ void pack_queries(const ExecutionSpace& exec, const TokenBlock::QueryView& queri
       RowRange(exec, 0, static_cast<std::int64_t>(packed.extent(0)) * dim),
       KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t query = i / dim;
-        packed(query, i % dim) = scale * queries(query / group, head * group + query % group, i % dim);
+        packed(query, i % dim) =
+            scale * queries(query / group, head * group + query % group, i % dim);
       });
 }
 
@@ -207,8 +208,8 @@ void reduce_tile(const ExecutionSpace& exec, const Tile& tile, bool counts, bool
   const float* const factors = tile.largest;
   if (on_host()) {
     Kokkos::parallel_for(
-        "kvzap::window_attention::reduce",
-        HostRange(0, (tile.rows + slice_rows - 1) / slice_rows), [=](std::int64_t slice) {
+        "kvzap::window_attention::reduce", HostRange(0, (tile.rows + slice_rows - 1) / slice_rows),
+        [=](std::int64_t slice) {
           const std::int64_t first = slice * slice_rows;
           const auto count = static_cast<int>(std::min(slice_rows, tile.rows - first));
           const float* const values = tile.logits + first;
@@ -275,8 +276,8 @@ void WindowAttention::reduce_some(PolicyLayer& layer, const PolicyLayer::RowsVie
   const std::int64_t rows = layer.rows(head);
   const std::int64_t queries = count * group;
   const auto tokens = std::make_pair(first, first + count);
-  const std::int64_t tile_rows = std::min(
-      rows, std::clamp(tile_logits / queries, least_tile_rows, most_tile_rows));
+  const std::int64_t tile_rows =
+      std::min(rows, std::clamp(tile_logits / queries, least_tile_rows, most_tile_rows));
   const std::int64_t tiles = (rows + tile_rows - 1) / tile_rows;
   const bool stored = queries * rows <= most_stored;
   detail::reserve_scratch(m_queries, queries * dim, "kvzap::window_attention::queries");

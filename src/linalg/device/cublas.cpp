@@ -93,9 +93,9 @@ void multiply(const Kokkos::Cuda& exec, const Product<Value>& p) {
                        CUBLAS_GEMM_DEFAULT),
           "cublasGemmEx");
   } else {
-    check(cublasGemmStridedBatchedEx(handle, op_b, op_a, n, m, k, &p.alpha, p.b, type,
-                                     b_stride, p.b_step, p.a, type, a_stride, p.a_step, &p.beta,
-                                     p.c, CUDA_R_32F, c_stride, p.c_step, narrow(p.batch),
+    check(cublasGemmStridedBatchedEx(handle, op_b, op_a, n, m, k, &p.alpha, p.b, type, b_stride,
+                                     p.b_step, p.a, type, a_stride, p.a_step, &p.beta, p.c,
+                                     CUDA_R_32F, c_stride, p.c_step, narrow(p.batch),
                                      CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT),
           "cublasGemmStridedBatchedEx");
   }

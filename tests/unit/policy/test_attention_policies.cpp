@@ -182,8 +182,7 @@ TEST(SnapKV, MeanOverWindowAndGroupPooled) {
     const LayerData data = random_layer(shape, 1);
     in_all_forms([&] {
       FakeLayer layer(data);
-      expect_scores(layer.run(*make(kvzap::policy::snapkv())),
-                    expected_snapkv(data, 64, 5, false));
+      expect_scores(layer.run(*make(kvzap::policy::snapkv())), expected_snapkv(data, 64, 5, false));
       expect_scores(layer.run(*make(kvzap::policy::snapkv(),
                                     {{"window", "16"}, {"kernel", "7"}, {"pooling", "max"}})),
                     expected_snapkv(data, 16, 7, true));
@@ -466,8 +465,7 @@ std::vector<double> average_rope(const LayerData& data, std::int64_t begin, int 
   for (int i = 0; i < half; ++i) {
     std::complex<double> mean = 0;
     for (int t = 0; t < count; ++t) {
-      mean += std::polar(1.0 / count,
-                         static_cast<double>(begin + t) * data.inverse_frequencies[i]);
+      mean += std::polar(1.0 / count, static_cast<double>(begin + t) * data.inverse_frequencies[i]);
     }
     result[i * dim + i] = result[(i + half) * dim + i + half] = mean.real();
     result[i * dim + i + half] = -mean.imag();
@@ -494,8 +492,8 @@ std::vector<double> product(const std::vector<double>& a, const std::vector<doub
 void turn(const LayerData& data, int future, Moments& moments) {
   const auto rope = average_rope(data, data.tokens, future);
   moments.mean = product(rope, moments.mean, data.head_dim, false);
-  moments.covariance = product(product(rope, moments.covariance, data.head_dim, false), rope,
-                               data.head_dim, true);
+  moments.covariance =
+      product(product(rope, moments.covariance, data.head_dim, false), rope, data.head_dim, true);
 }
 
 struct Expected {
@@ -552,8 +550,8 @@ Scores expected_attention(const LayerData& data, std::vector<Moments> moments,
 /// The first token whose query counts.
 std::int64_t first_counted(const LayerData& data, std::int64_t sink, std::int64_t history) {
   const bool newest = data.new_tokens < std::min(history, data.tokens);
-  const std::int64_t first = newest ? data.tokens - std::min(history, data.tokens)
-                                    : data.tokens - data.new_tokens;
+  const std::int64_t first =
+      newest ? data.tokens - std::min(history, data.tokens) : data.tokens - data.new_tokens;
   return std::max(first, sink);
 }
 
@@ -568,8 +566,7 @@ void shift_queries(LayerData& data) {
   const int half = data.head_dim / 2;
   for (std::int64_t token = 0; token < data.tokens; ++token) {
     for (int q = 0; q < data.query_heads(); ++q) {
-      float* const query =
-          &data.queries[(token * data.query_heads() + q) * data.head_dim];
+      float* const query = &data.queries[(token * data.query_heads() + q) * data.head_dim];
       for (int i = 0; i < half; ++i) {
         const std::complex<double> mean(std::sin(q + i), std::cos(2 * q + i));
         const auto turned =
@@ -601,21 +598,19 @@ TEST(ExpectedAttention, OfNormalQueriesToCome) {
     options.sink = 2;
     options.covariance = false;
     options.vnorm = false;
-    expect_scores(FakeLayer(data).run(*make(kvzap::policy::expected_attention(),
-                                            {{"future-positions", "3"},
-                                             {"sink", "2"},
-                                             {"covariance", "off"},
-                                             {"vnorm", "off"}})),
-                  expected_attention(data, all_moments(data, first_counted(data, 2, 256)), options),
-                  1e-4);
+    expect_scores(
+        FakeLayer(data).run(*make(
+            kvzap::policy::expected_attention(),
+            {{"future-positions", "3"}, {"sink", "2"}, {"covariance", "off"}, {"vnorm", "off"}})),
+        expected_attention(data, all_moments(data, first_counted(data, 2, 256)), options), 1e-4);
     options.vnorm = true;
     options.epsilon = 0.01;
     expect_scores(
         FakeLayer(data).run(*make(kvzap::policy::expected_attention(), {{"future-positions", "3"},
-                                                                       {"sink", "2"},
-                                                                       {"covariance", "off"},
-                                                                       {"epsilon", "0.01"},
-                                                                       {"history", "20"}})),
+                                                                        {"sink", "2"},
+                                                                        {"covariance", "off"},
+                                                                        {"epsilon", "0.01"},
+                                                                        {"history", "20"}})),
         expected_attention(data, all_moments(data, first_counted(data, 2, 20)), options), 1e-4);
   }
 }
@@ -660,8 +655,8 @@ TEST(ExpectedAttention, StatisticsFromAFile) {
   const auto second = FakeLayer(data, {1}, kvzap::Communicator::self()).run(*policy);
   const std::int64_t sinks = rows_before(data, 1, 4);
   for (std::int64_t r = sinks; r < data.rows(1); ++r) {
-    EXPECT_NEAR(second[0][r], scores[1][r], 1e-4 * *std::max_element(second[0].begin() + sinks,
-                                                                     second[0].end()));
+    EXPECT_NEAR(second[0][r], scores[1][r],
+                1e-4 * *std::max_element(second[0].begin() + sinks, second[0].end()));
   }
 
   config.head_dim = dim + 2;
@@ -737,9 +732,9 @@ TEST(Cap, WeightedLeverage) {
       }
       protect(scores, sinks);
       in_all_forms([&] {
-        expect_scores(FakeLayer(data).run(*make(kvzap::policy::cap(),
-                                                {{"tau", normalizes ? "5" : "0.3"},
-                                                 {"normalize", normalizes ? "on" : "off"}})),
+        expect_scores(FakeLayer(data).run(
+                          *make(kvzap::policy::cap(), {{"tau", normalizes ? "5" : "0.3"},
+                                                       {"normalize", normalizes ? "on" : "off"}})),
                       scores, 1e-4);
       });
     }

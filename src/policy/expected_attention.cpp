@@ -99,7 +99,9 @@ class QueryStatisticsFile {
   const TensorInfo& m_covariance;
 };
 
-// forms (d, group * d): the covariance over 2 d of each query head of KV head `head`, side by side.
+// forms (d, group * d): the covariance over 2 d of each query head of KV head `head`, side by side,
+// the lower left quarter of each added to the upper right one: k' F k is the same, and the lower
+// left quarter need not be multiplied.
 void fill_forms(const ExecutionSpace& exec, const QueryStatistics::Covariances& covariances,
                 int head, int group, const Matrix& forms) {
   const auto dim = static_cast<std::int64_t>(forms.extent(0));
@@ -110,8 +112,23 @@ void fill_forms(const ExecutionSpace& exec, const QueryStatistics::Covariances& 
         const std::int64_t g = i / (dim * dim);
         const std::int64_t row = i / dim % dim;
         const std::int64_t column = i % dim;
-        forms(row, g * dim + column) = by * covariances(head * group + g, row, column);
+        float form = covariances(head * group + g, row, column);
+        if (row < dim / 2 && column >= dim / 2) form += covariances(head * group + g, column, row);
+        forms(row, g * dim + column) = by * form;
       });
+}
+
+// products = keys * form, where form's lower left quarter counts as 0.
+void multiply_form(const ExecutionSpace& exec, const ConstMatrix& keys, const Matrix& form,
+                   const Matrix& products) {
+  const auto dim = static_cast<std::int64_t>(keys.extent(1));
+  const auto left = std::make_pair(std::int64_t{0}, dim / 2);
+  const auto right = std::make_pair(dim / 2, dim);
+  detail::multiply_nn(exec, 1, Kokkos::subview(keys, Kokkos::ALL, left),
+                      Kokkos::subview(form, left, left), 0,
+                      Kokkos::subview(products, Kokkos::ALL, left));
+  detail::multiply_nn(exec, 1, keys, Kokkos::subview(form, Kokkos::ALL, right), 0,
+                      Kokkos::subview(products, Kokkos::ALL, right));
 }
 
 // Turns the logits of each query head (group, rows) into exponentials, and gives the factor that
@@ -181,9 +198,9 @@ void write_scores(const ExecutionSpace& exec, const float* probabilities, std::i
 /// mu and C are the mean and covariance of the queries before RoPE without the first `sink` tokens,
 /// turned by RoPE's rotation averaged over the next `future-positions` positions; d is head_dim.
 /// Rows of the first `sink` positions are left out and get the layer's largest score + 1. Shapes:
-/// mu (query heads, head_dim), C (query heads, head_dim, head_dim). Cost per query head: 2 tokens
-/// d^2 operations for the statistics and 2 rows d^2 for the scores; memory O(rows * group + heads
-/// d^2).
+/// mu (query heads, head_dim), C (query heads, head_dim, head_dim). Cost per query head: 1.5
+/// tokens d^2 operations for the statistics and 1.5 rows d^2 for the scores; memory O(rows * group
+/// + heads d^2).
 ///
 /// In steps that bring fewer than `history` tokens to a sequence that has more, the newest
 /// `history` tokens give the statistics, as in kvpress' DecodingPress; but its averaged rotation
@@ -279,7 +296,11 @@ class ExpectedAttention final : public Policy {
       Matrix products;
       if (m_parameters.has_covariance) {
         products = Matrix(m_products.data(), end - begin, columns);
-        detail::multiply_nn(exec, 1, tile, forms, 0, products);
+        for (int g = 0; g < group; ++g) {
+          const auto of_head = std::make_pair(g * dim, (g + 1) * dim);
+          multiply_form(exec, tile, Kokkos::subview(forms, Kokkos::ALL, of_head),
+                        Kokkos::subview(products, Kokkos::ALL, of_head));
+        }
       }
       for (int g = 0; g < group; ++g) {
         row_products(exec, tile, m_parameters.has_covariance ? products.data() + g * dim : nullptr,

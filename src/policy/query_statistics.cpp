@@ -16,59 +16,73 @@ using Covariances = QueryStatistics::Covariances;
 using HostRange =
     Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace, Kokkos::IndexType<std::int64_t>>;
 
-// Tokens whose angles come from that of the first by one rotation each: sines are dear, and each
-// rotation adds but a rounding error.
+// Tokens whose angles are one token's and then a step that all runs share: sines are dear.
 constexpr std::int64_t run = 32;
 
 bool on_host() { return detail::runs_on_host && !detail::uses_device_kernels(); }
 
-// angles(t, d) = cosine and sine of (first + t) * frequencies(d), each half of a row together.
-void fill_angles(const ExecutionSpace& exec, std::int64_t first, std::int64_t count,
-                 const Frequencies& frequencies, const Angles& angles) {
+// turns(t, :, d) = cosine and sine of (first + stride * t) * frequencies(d).
+void fill_turns(const ExecutionSpace& exec, std::int64_t first, std::int64_t stride,
+                const Frequencies& frequencies, const Angles& turns) {
   const auto pairs = static_cast<std::int64_t>(frequencies.extent(0));
-  const std::int64_t runs = (count + run - 1) / run;
   Kokkos::parallel_for(
-      "kvzap::query_statistics::angles", RowRange(exec, 0, runs * pairs),
+      "kvzap::query_statistics::turns",
+      RowRange(exec, 0, static_cast<std::int64_t>(turns.extent(0)) * pairs),
       KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t t = i / pairs;
         const std::int64_t d = i % pairs;
-        const std::int64_t begin = i / pairs * run;
-        const std::int64_t end = begin + run < count ? begin + run : count;
-        const auto frequency = static_cast<double>(frequencies(d));
-        const double angle = static_cast<double>(first + begin) * frequency;
-        double cosine = detail::math::cos(angle);
-        double sine = detail::math::sin(angle);
-        const double step_cosine = detail::math::cos(frequency);
-        const double step_sine = detail::math::sin(frequency);
-        for (std::int64_t t = begin; t < end; ++t) {
-          angles(t, 0, d) = static_cast<float>(cosine);
-          angles(t, 1, d) = static_cast<float>(sine);
-          const double next = cosine * step_cosine - sine * step_sine;
-          sine = sine * step_cosine + cosine * step_sine;
-          cosine = next;
+        const double angle =
+            static_cast<double>(first + stride * t) * static_cast<double>(frequencies(d));
+        turns(t, 0, d) = static_cast<float>(detail::math::cos(angle));
+        turns(t, 1, d) = static_cast<float>(detail::math::sin(angle));
+      });
+}
+
+// angles(t, :, d): the turn of t's run and then that of t within it.
+void combine_turns(const ExecutionSpace& exec, std::int64_t count, const Angles& runs,
+                   const Angles& within, const Angles& angles) {
+  const auto pairs = static_cast<std::int64_t>(angles.extent(2));
+  Kokkos::parallel_for(
+      "kvzap::query_statistics::angles", RowRange(exec, 0, count), KOKKOS_LAMBDA(std::int64_t t) {
+        const float* const a = &runs(t / run, 0, 0);
+        const float* const b = &within(t % run, 0, 0);
+        float* const angle = &angles(t, 0, 0);
+        for (std::int64_t d = 0; d < pairs; ++d) {
+          angle[d] = a[d] * b[d] - a[pairs + d] * b[pairs + d];
+          angle[pairs + d] = a[pairs + d] * b[d] + a[d] * b[pairs + d];
         }
       });
 }
 
-// target = query turned back by its angle - shift; sums += target.
-KVZAP_BODY void turn_back_body(const float* query, const float* angles, const float* shift,
-                               int half, float* target, float* sums) {
+// target = query turned back by its angle - shift, for each query head of a token; sums += target.
+KVZAP_BODY void turn_back_body(const float* query, std::int64_t head_stride, std::int64_t heads,
+                               const float* angles, const float* shift, std::int64_t half,
+                               float* target, std::int64_t target_stride, float* sums) {
   const float* const cosines = angles;
   const float* const sines = angles + half;
-  for (int d = 0; d < half; ++d) {
-    const float x = query[d];
-    const float y = query[d + half];
-    const float a = x * cosines[d] + y * sines[d] - shift[d];
-    const float b = y * cosines[d] - x * sines[d] - shift[d + half];
-    target[d] = a;
-    target[d + half] = b;
-    sums[d] += a;
-    sums[d + half] += b;
+  for (std::int64_t head = 0; head < heads; ++head) {
+#pragma omp simd
+    for (std::int64_t d = 0; d < half; ++d) {
+      const float x = query[d];
+      const float y = query[d + half];
+      const float a = x * cosines[d] + y * sines[d] - shift[d];
+      const float b = y * cosines[d] - x * sines[d] - shift[d + half];
+      target[d] = a;
+      target[d + half] = b;
+      sums[d] += a;
+      sums[d + half] += b;
+    }
+    query += head_stride;
+    target += target_stride;
+    shift += 2 * half;
+    sums += 2 * half;
   }
 }
 KVZAP_KERNEL(void, turn_back,
-             (const float* query, const float* angles, const float* shift, int half, float* target,
+             (const float* query, std::int64_t head_stride, std::int64_t heads, const float* angles,
+              const float* shift, std::int64_t half, float* target, std::int64_t target_stride,
               float* sums),
-             (query, angles, shift, half, target, sums))
+             (query, head_stride, heads, angles, shift, half, target, target_stride, sums))
 
 /// Queries of a block, by query head.
 struct Turned {
@@ -78,21 +92,36 @@ struct Turned {
   std::int64_t dim;
 };
 
-// values = queries turned back - shift, sums(head, d) += their sum over tokens.
+// Tokens whose sums are one work item's of a host.
+constexpr std::int64_t slice_tokens = 64;
+
+std::int64_t slices(std::int64_t count) { return (count + slice_tokens - 1) / slice_tokens; }
+
+// values = queries turned back - shift, sums(head, d) += their sum over tokens. partial has
+// slices(count) * heads * dim elements.
 void turn_queries(const ExecutionSpace& exec, const TokenBlock::QueryView& queries,
                   const Angles& angles, const Matrix& shift, const Turned& turned,
-                  const Matrix& sums) {
+                  const RowVector& partial, const Matrix& sums) {
   const std::int64_t half = turned.dim / 2;
+  const std::int64_t size = turned.heads * turned.dim;
   if (on_host() && queries.stride(2) == 1) {
-    Kokkos::parallel_for("kvzap::query_statistics::turn", HostRange(0, turned.heads),
-                         [=](std::int64_t head) {
-                           float* target = turned.values + head * turned.count * turned.dim;
-                           for (std::int64_t t = 0; t < turned.count; ++t) {
-                             turn_back(&queries(t, head, 0), &angles(t, 0, 0), &shift(head, 0),
-                                       static_cast<int>(half), target, &sums(head, 0));
-                             target += turned.dim;
-                           }
-                         });
+    Kokkos::parallel_for(
+        "kvzap::query_statistics::turn", HostRange(0, slices(turned.count)),
+        [=](std::int64_t slice) {
+          float* const of_slice = partial.data() + slice * size;
+          std::fill_n(of_slice, size, 0.0f);
+          const std::int64_t end = std::min(turned.count, (slice + 1) * slice_tokens);
+          for (std::int64_t t = slice * slice_tokens; t < end; ++t) {
+            turn_back(&queries(t, 0, 0), static_cast<std::int64_t>(queries.stride(1)), turned.heads,
+                      &angles(t, 0, 0), shift.data(), half, turned.values + t * turned.dim,
+                      turned.count * turned.dim, of_slice);
+          }
+        });
+    Kokkos::parallel_for("kvzap::query_statistics::sum", HostRange(0, size), [=](std::int64_t i) {
+      for (std::int64_t slice = 0; slice < slices(turned.count); ++slice) {
+        sums.data()[i] += partial(slice * size + i);
+      }
+    });
     return;
   }
   Kokkos::parallel_for(
@@ -110,8 +139,7 @@ void turn_queries(const ExecutionSpace& exec, const TokenBlock::QueryView& queri
         target[d + half] = y * cosine - x * sine - shift(head, d + half);
       });
   Kokkos::parallel_for(
-      "kvzap::query_statistics::sum", RowRange(exec, 0, turned.heads * turned.dim),
-      KOKKOS_LAMBDA(std::int64_t i) {
+      "kvzap::query_statistics::sum", RowRange(exec, 0, size), KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t head = i / turned.dim;
         const std::int64_t d = i % turned.dim;
         const float* const values = turned.values + head * turned.count * turned.dim + d;
@@ -119,6 +147,18 @@ void turn_queries(const ExecutionSpace& exec, const TokenBlock::QueryView& queri
         for (std::int64_t t = 0; t < turned.count; ++t) sum += values[t * turned.dim];
         sums(head, d) += sum;
       });
+}
+
+// products += x^T x for x (count, dim), but for the upper right quarter, which follows from the
+// lower left one.
+void add_products(const ExecutionSpace& exec, const Matrix& x, const Matrix& products) {
+  const auto dim = static_cast<std::int64_t>(x.extent(1));
+  const auto left = std::make_pair(std::int64_t{0}, dim / 2);
+  const auto right = std::make_pair(dim / 2, dim);
+  const Matrix x_left = Kokkos::subview(x, Kokkos::ALL, left);
+  const Matrix x_right = Kokkos::subview(x, Kokkos::ALL, right);
+  detail::multiply_tn(exec, 1, x_left, x_left, 1, Kokkos::subview(products, left, left));
+  detail::multiply_tn(exec, 1, x_right, x, 1, Kokkos::subview(products, right, Kokkos::ALL));
 }
 
 // Moves what is subtracted to the mean of the first block.
@@ -154,9 +194,11 @@ void finish_moments(const ExecutionSpace& exec, std::int64_t count, const Matrix
           const std::int64_t head = i / dim;
           const std::int64_t row = i % dim;
           const float mean = means(head, row) * by;
-          for (std::int64_t d = 0; d < dim; ++d) {
-            covariances(head, row, d) =
-                covariances(head, row, d) * by - mean * (means(head, d) * by);
+          // A row of the lower half goes to the upper right quarter too.
+          for (std::int64_t d = 0; d < (row < dim / 2 ? dim / 2 : dim); ++d) {
+            const float covariance = covariances(head, row, d) * by - mean * (means(head, d) * by);
+            covariances(head, row, d) = covariance;
+            if (row >= dim / 2 && d < dim / 2) covariances(head, d, row) = covariance;
           }
         });
   }
@@ -230,20 +272,29 @@ void QueryStatistics::add(PolicyLayer& layer, const TokenBlock& block) {
   detail::reserve_scratch(m_queries, turned.heads * count * dim,
                           "kvzap::query_statistics::queries");
   turned.values = m_queries.data();
+  detail::reserve_scratch(m_partial, slices(count) * turned.heads * dim,
+                          "kvzap::query_statistics::partial");
+  const auto frequencies = layer.inverse_frequencies();
+  if (m_within.size() == 0) {
+    m_within = Angles("kvzap::query_statistics::within", run, 2, dim / 2);
+    fill_turns(exec, 0, 1, frequencies, m_within);
+  }
   if (static_cast<std::int64_t>(m_angles.extent(0)) < count) {
     m_angles = {};
     m_angles = Angles("kvzap::query_statistics::angles", count, 2, dim / 2);
+    m_runs = Angles("kvzap::query_statistics::runs", (count + run - 1) / run, 2, dim / 2);
   }
-  fill_angles(exec, block.first + skipped, count, layer.inverse_frequencies(), m_angles);
+  fill_turns(exec, block.first + skipped, run, frequencies, m_runs);
+  combine_turns(exec, count, m_runs, m_within, m_angles);
   const TokenBlock::QueryView queries = Kokkos::subview(
       block.queries, std::make_pair(skipped, block.count), Kokkos::ALL, Kokkos::ALL);
-  turn_queries(exec, queries, m_angles, m_shift, turned, m_means);
+  turn_queries(exec, queries, m_angles, m_shift, turned, m_partial, m_means);
   if (m_has_covariance) {
     if (m_count == 0) shift_to_mean(exec, turned, m_shift, m_means);
     for (std::int64_t head = 0; head < turned.heads; ++head) {
       const Matrix of_head(turned.values + head * count * dim, count, dim);
       const Matrix products(m_covariances.data() + head * dim * dim, dim, dim);
-      detail::multiply_tn(exec, 1, of_head, of_head, 1, products);
+      add_products(exec, of_head, products);
     }
   }
   m_count += count;

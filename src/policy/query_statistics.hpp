@@ -16,8 +16,8 @@ namespace kvzap::policy {
 /// position's angle.
 ///
 /// Sums are taken in float around the first block's mean, so that nothing cancels. Cost per query
-/// head: 2 tokens head_dim^2 operations with the covariance, else a pass over the queries. Memory:
-/// (query heads, head_dim, head_dim) sums and a copy of one block's queries.
+/// head: 1.5 tokens head_dim^2 operations with the covariance, else a pass over the queries.
+/// Memory: (query heads, head_dim, head_dim) sums and a copy of one block's queries.
 class QueryStatistics {
  public:
   using Means = detail::Matrix;  // (query head, head_dim)
@@ -53,8 +53,11 @@ class QueryStatistics {
   detail::Matrix m_shift;     // (query head, head_dim): what is subtracted from each query
   Means m_means;              // sums of what is left; at the end the means
   Covariances m_covariances;  // sums of its products; at the end the covariances
-  Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace> m_angles;  // (token, pair, cos and sin)
+  // (token, cosine or sine, pair): RoPE's angles of a block, of every so many of its tokens, and of
+  // the tokens between.
+  Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace> m_angles, m_runs, m_within;
   RowVector m_queries;  // (query head, token, head_dim)
+  RowVector m_partial;  // (slice of tokens, query head, head_dim)
 };
 
 /// RoPE's rotation averaged over positions: it takes dimensions (i, i + head_dim/2) = (x, y) to

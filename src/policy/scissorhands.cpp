@@ -24,8 +24,7 @@ void write_scores(const ExecutionSpace& exec, const RowVector& counts, std::int6
 /// with p the softmax probabilities over the t(q) rows that a query sees: a row counts against
 /// itself whenever it gets less than the average. The newest `window` rows have the score 1, above
 /// all others. Shapes: queries (history, query heads, head_dim). Cost: 2 history rows head_dim
-/// operations per query head, twice that where the logits of a head are too many to be kept
-/// (WindowAttention).
+/// operations per query head; see WindowAttention for memory.
 ///
 /// The history has 400 tokens and the window 10, as in the paper's experiments. It keeps the
 /// probabilities that the history's queries had when they were computed; here they are computed

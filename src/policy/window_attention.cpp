@@ -185,7 +185,7 @@ KVZAP_BODY void add_weighted_body(const float* values, std::int64_t stride, cons
     const float* const a = values + q * stride;
     for (int r = 0; r < count; ++r) sums[r] += factors[q] * a[r];
   }
-  for (int r = 0; r < count; ++r) result[r] = sums[r];
+  for (int r = 0; r < count; ++r) result[r] += sums[r];
 }
 KVZAP_KERNEL(void, add_weighted,
              (const float* values, std::int64_t stride, const float* factors, std::int64_t queries,
@@ -201,8 +201,10 @@ KVZAP_KERNEL(void, count_below,
              (const float* values, float limit, std::int64_t count, float* result),
              (values, limit, count, result))
 
-// result(row) of the tile's rows: the sum of factor * exponential, or how many are below it.
-void reduce_tile(const ExecutionSpace& exec, const Tile& tile, bool counts, float* result) {
+// result(row) += the sum of factor * exponential, or how many are below it, for the tile's rows;
+// = where `begins`.
+void reduce_tile(const ExecutionSpace& exec, const Tile& tile, bool counts, bool begins,
+                 float* result) {
   const float* const factors = tile.largest;
   if (on_host()) {
     Kokkos::parallel_for(
@@ -212,8 +214,8 @@ void reduce_tile(const ExecutionSpace& exec, const Tile& tile, bool counts, floa
           const auto count = static_cast<int>(std::min(slice_rows, tile.rows - first));
           const float* const values = tile.logits + first;
           float* const target = result + tile.begin + first;
+          if (begins) std::fill_n(target, count, 0.0f);
           if (!counts) return add_weighted(values, tile.rows, factors, tile.queries, count, target);
-          std::fill_n(target, count, 0.0f);
           for (std::int64_t q = 0; q < tile.queries; ++q) {
             const std::int64_t seen = std::min<std::int64_t>(count, tile.seen_by(q) - first);
             if (seen > 0) count_below(values + q * tile.rows, factors[q], seen, target);
@@ -233,7 +235,7 @@ void reduce_tile(const ExecutionSpace& exec, const Tile& tile, bool counts, floa
             sum += 1;
           }
         }
-        result[tile.begin + r] = sum;
+        result[tile.begin + r] = begins ? sum : result[tile.begin + r] + sum;
       });
 }
 
@@ -251,28 +253,43 @@ void WindowAttention::count_below_mean(PolicyLayer& layer, int head, const Token
 
 void WindowAttention::reduce(PolicyLayer& layer, int head, const TokenBlock& block,
                              Reduction reduction, Factor factor, const RowVector& result) {
+  const std::int64_t rows = layer.rows(head);
+  if (rows == 0) return;
+  const std::int64_t group = layer.extents().group;
+  const std::int64_t queries = std::max(most_stored / rows, least_queries);
+  const std::int64_t tokens = std::max<std::int64_t>(1, queries / group);
+  const PolicyLayer::RowsView keys = layer.keys(head);
+  detail::reserve_scratch(m_seen, block.count, "kvzap::window_attention::seen");
+  find_seen(layer.exec(), layer.positions(head), rows, block.first, block.count, m_seen);
+  for (std::int64_t first = 0; first < block.count; first += tokens) {
+    reduce_some(layer, keys, head, block, first, std::min(tokens, block.count - first), reduction,
+                factor, result);
+  }
+}
+
+void WindowAttention::reduce_some(PolicyLayer& layer, const PolicyLayer::RowsView& keys, int head,
+                                  const TokenBlock& block, std::int64_t first, std::int64_t count,
+                                  Reduction reduction, Factor factor, const RowVector& result) {
   const ExecutionSpace& exec = layer.exec();
   const int group = layer.extents().group;
   const std::int64_t dim = layer.extents().head_dim;
   const std::int64_t rows = layer.rows(head);
-  const std::int64_t queries = block.count * group;
-  if (rows == 0) return;
+  const std::int64_t queries = count * group;
+  const auto tokens = std::make_pair(first, first + count);
   const std::int64_t tile_rows =
-      std::min(rows, std::clamp(tile_logits / std::max<std::int64_t>(queries, 1), least_tile_rows,
-                                most_tile_rows));
+      std::min(rows, std::clamp(tile_logits / queries, least_tile_rows, most_tile_rows));
   const std::int64_t tiles = (rows + tile_rows - 1) / tile_rows;
   const bool stored = queries * rows <= most_stored;
   detail::reserve_scratch(m_queries, queries * dim, "kvzap::window_attention::queries");
-  detail::reserve_scratch(m_seen, block.count, "kvzap::window_attention::seen");
   detail::reserve_scratch(m_logits, queries * (stored ? rows : tile_rows),
                           "kvzap::window_attention::logits");
   detail::reserve_scratch(m_largest, tiles * queries, "kvzap::window_attention::largest");
   detail::reserve_scratch(m_sums, tiles * queries, "kvzap::window_attention::sums");
 
-  const PolicyLayer::RowsView keys = layer.keys(head);
   const Matrix packed(m_queries.data(), queries, dim);
-  pack_queries(exec, block.queries, head, group, 1.0f / std::sqrt(static_cast<float>(dim)), packed);
-  find_seen(exec, layer.positions(head), rows, block.first, block.count, m_seen);
+  pack_queries(exec, Kokkos::subview(block.queries, tokens, Kokkos::ALL, Kokkos::ALL), head, group,
+               1.0f / std::sqrt(static_cast<float>(dim)), packed);
+  const Seen seen = Kokkos::subview(m_seen, tokens);
 
   const auto tile_at = [&](std::int64_t t) {
     Tile tile{};
@@ -281,7 +298,7 @@ void WindowAttention::reduce(PolicyLayer& layer, int head, const TokenBlock& blo
     tile.logits = m_logits.data() + (stored ? queries * tile.begin : 0);
     tile.largest = m_largest.data() + t * queries;
     tile.sums = m_sums.data() + t * queries;
-    tile.seen = m_seen.data();
+    tile.seen = seen.data();
     tile.queries = queries;
     tile.group = group;
     return tile;
@@ -294,7 +311,7 @@ void WindowAttention::reduce(PolicyLayer& layer, int head, const TokenBlock& blo
   };
   const bool counts = reduction == Reduction::count;
   for (std::int64_t t = 0; t < tiles; ++t) multiply(tile_at(t));
-  finish_factors(exec, tiles, queries, group, m_seen, counts, factor == Factor::rows_before,
+  finish_factors(exec, tiles, queries, group, seen, counts, factor == Factor::rows_before,
                  m_sums.data(), m_largest.data());
   for (std::int64_t t = 0; t < tiles; ++t) {
     Tile tile = tile_at(t);
@@ -305,7 +322,7 @@ void WindowAttention::reduce(PolicyLayer& layer, int head, const TokenBlock& blo
       multiply(tile);
       tile.largest = m_largest.data() + t * queries;
     }
-    reduce_tile(exec, tile, counts, result.data());
+    reduce_tile(exec, tile, counts, first == 0, result.data());
   }
 }
 

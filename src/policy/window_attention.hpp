@@ -11,17 +11,19 @@ namespace kvzap::policy {
 
 /// The probabilities that some queries, in all query heads of a KV head's group, give each row of
 /// that head: softmax(q . k / sqrt(head_dim)) over the rows at positions up to the query's own, in
-/// float. They are made tile by tile from the head's keys: with w queries and g query heads in a
-/// group the logits of a head are kept if they are few (w * g * rows <= most_stored), and made
-/// twice otherwise, so that extra memory is at most 16 MiB and a few numbers per query and tile,
-/// beside the head's keys. Cost: 2 * w * g * rows * head_dim operations per KV head (twice that if
-/// made twice) and as many exponentials as logits.
+/// float. They are made tile by tile from the head's keys, for as many queries at a time as have
+/// room for their logits (most_stored), and twice for rows so many that this would be but a few
+/// queries; so that extra memory is at most 16 MiB and a few numbers per query and tile, beside the
+/// head's keys. Cost: 2 * w * g * rows * head_dim operations per KV head for w queries and g query
+/// heads in a group, and as many exponentials as logits.
 ///
 /// Keeps scratch space between calls.
 class WindowAttention {
  public:
-  /// Logits of one head that are kept between the two passes.
+  /// Logits that are kept at a time.
   static constexpr std::int64_t most_stored = std::int64_t{1} << 22;
+  /// Queries of a product, at least: with fewer of them products are slow.
+  static constexpr std::int64_t least_queries = 64;
 
   /// What a query's probabilities are multiplied by before they are summed.
   enum class Factor {
@@ -44,6 +46,9 @@ class WindowAttention {
   enum class Reduction { sum, count };
   void reduce(PolicyLayer& layer, int head, const TokenBlock& queries, Reduction reduction,
               Factor factor, const RowVector& result);
+  void reduce_some(PolicyLayer& layer, const PolicyLayer::RowsView& keys, int head,
+                   const TokenBlock& queries, std::int64_t first, std::int64_t count,
+                   Reduction reduction, Factor factor, const RowVector& result);
 
   detail::Vector m_queries;                         // (query, head_dim), scaled
   Kokkos::View<std::int64_t*, MemorySpace> m_seen;  // (token)

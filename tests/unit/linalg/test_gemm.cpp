@@ -369,11 +369,18 @@ TYPED_TEST(Linear, NothingToMultiply) {
   this->check(0, 7, 7, true, 0);
 }
 
-void check_multiply(int m, int n, int k, bool transposed, float alpha, float beta, int margin) {
+/// Which of the operands is transposed.
+enum class Form { nt, nn, tn };
+
+void check_multiply(int m, int n, int k, Form form, float alpha, float beta, int margin) {
   SCOPED_TRACE("m " + std::to_string(m) + " n " + std::to_string(n) + " k " + std::to_string(k) +
-               (transposed ? " nt" : " nn"));
+               (form == Form::nt   ? " nt"
+                : form == Form::nn ? " nn"
+                                   : " tn"));
   std::mt19937 random(900 + m + n + k);
-  const Part<float> a(m, k, margin, 2 * margin);
+  const bool a_transposed = form == Form::tn;
+  const bool transposed = form == Form::nt;
+  const Part<float> a(a_transposed ? k : m, a_transposed ? m : k, margin, 2 * margin);
   const Part<float> b(transposed ? n : k, transposed ? k : n, 2 * margin, margin);
   const Part<float> c(m, n, margin, 3 * margin);
   a.fill(random);
@@ -390,7 +397,9 @@ void check_multiply(int m, int n, int k, bool transposed, float alpha, float bet
   }
   Kokkos::deep_copy(c.whole, c.host);
   const ExecutionSpace exec;
-  const auto multiply = transposed ? detail::multiply_nt : detail::multiply_nn;
+  const auto multiply = a_transposed ? detail::multiply_tn
+                        : transposed ? detail::multiply_nt
+                                     : detail::multiply_nn;
   multiply(exec, alpha, detail::ConstMatrix(a.view), detail::ConstMatrix(b.view), beta, c.view);
   exec.fence();
   c.download();
@@ -399,7 +408,8 @@ void check_multiply(int m, int n, int k, bool transposed, float alpha, float bet
     for (int j = 0; j < n; ++j) {
       double expected = double{beta} * host_before(i, j);
       for (int l = 0; l < k; ++l) {
-        expected += double{alpha} * a.at(i, l) * (transposed ? b.at(j, l) : b.at(l, j));
+        expected += double{alpha} * (a_transposed ? a.at(l, i) : a.at(i, l)) *
+                    (transposed ? b.at(j, l) : b.at(l, j));
       }
       const double error = std::fabs(c.at(i, j) - expected);
       ASSERT_FALSE(std::isnan(error)) << i << ", " << j;
@@ -411,14 +421,14 @@ void check_multiply(int m, int n, int k, bool transposed, float alpha, float bet
 }
 
 TEST(Multiply, PartsOfWiderMatrices) {
-  for (bool transposed : {false, true}) {
+  for (Form form : {Form::nt, Form::nn, Form::tn}) {
     for (int margin : {0, 3}) {
       for (int m : {1, 9, 64}) {
         for (int n : {1, 16, 77}) {
           for (int k : {1, 80, 129}) {
-            check_multiply(m, n, k, transposed, 1, 0, margin);
-            check_multiply(m, n, k, transposed, 1, 1, margin);
-            check_multiply(m, n, k, transposed, -1.5f, 0.5f, margin);
+            check_multiply(m, n, k, form, 1, 0, margin);
+            check_multiply(m, n, k, form, 1, 1, margin);
+            check_multiply(m, n, k, form, -1.5f, 0.5f, margin);
           }
         }
       }
@@ -427,9 +437,9 @@ TEST(Multiply, PartsOfWiderMatrices) {
 }
 
 TEST(Multiply, EmptyResult) {
-  for (bool transposed : {false, true}) {
-    check_multiply(0, 5, 4, transposed, 1, 0, 0);
-    check_multiply(5, 0, 4, transposed, 1, 0, 0);
+  for (Form form : {Form::nt, Form::nn, Form::tn}) {
+    check_multiply(0, 5, 4, form, 1, 0, 0);
+    check_multiply(5, 0, 4, form, 1, 0, 0);
   }
 }
 

@@ -193,6 +193,18 @@ TEST(SnapKV, MeanOverWindowAndGroupPooled) {
   EXPECT_THROW(make(kvzap::policy::snapkv(), {{"kernel", "4"}}), Error);
 }
 
+// So many that logits are made twice.
+TEST(SnapKV, ManyRows) {
+  LayerShape shape;
+  shape.kv_heads = shape.group = 1;
+  shape.hidden_size = 1;
+  shape.head_dim = 8;
+  shape.tokens = shape.new_tokens = 70000;
+  const LayerData data = random_layer(shape, 13);
+  const Scores scores = expected_snapkv(data, 64, 5, false);
+  in_all_forms([&] { expect_scores(FakeLayer(data).run(*make(kvzap::policy::snapkv())), scores); });
+}
+
 TEST(Tova, MeanOverAllHeads) {
   for (const LayerShape& shape : shapes()) {
     SCOPED_TRACE(name_of(shape));

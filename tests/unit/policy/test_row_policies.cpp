@@ -280,6 +280,26 @@ TEST(LagKv, TiesAreRankedByPosition) {
   for (int r = 0; r < 8; ++r) EXPECT_EQ(scores[0][r], static_cast<float>(r) / 8);
 }
 
+TEST(LagKv, DimensionsWithoutARangeCountAsZero) {
+  LayerShape shape;
+  shape.kv_heads = 1;
+  shape.tokens = shape.new_tokens = 16;
+  LayerData data = test::random_layer(shape, 6);
+  const auto policy = [&] {
+    return make_policy(policy::lagkv(), data,
+                       {{"lag", "8"}, {"sink", "0"}, {"cross-scoring", "on"}});
+  };
+  // In the second partition all values of dimension 2 are the same.
+  for (int r = 8; r < 16; ++r) data.keys[0][r * data.head_dim + 2] = 1;
+  const Scores scores = FakeLayer(data).run(*policy());
+  double sum = 0;
+  for (int r = 0; r < 8; ++r) sum += scores[0][r];
+  EXPECT_NEAR(sum, 1, 1e-6);
+  // What the rows before have there makes no difference.
+  for (int r = 0; r < 8; ++r) data.keys[0][r * data.head_dim + 2] *= 5;
+  EXPECT_EQ(FakeLayer(data).run(*policy()), scores);
+}
+
 TEST_P(RowPolicies, Cur) {
   for (const std::string type : {"kv-product", "kv-avg", "key", "value"}) {
     for (const bool local : {true, false}) {

@@ -47,6 +47,8 @@ class Compactor final : public Policy {
   PolicyNeeds needs() const override {
     PolicyNeeds needs;
     needs.blocks = true;
+    // A step's queries are gone after it.
+    needs.every_step = true;
     return needs;
   }
 

@@ -1,4 +1,4 @@
-#include <algorithm>
+#include <limits>
 
 #include "base/scratch.hpp"
 #include "policy/registry.hpp"
@@ -21,6 +21,7 @@ struct Partitions {
 // - 1.
 void value_ranges(const ExecutionSpace& exec, const Rows& rows, const Partitions& p,
                   const Floats& ranges) {
+  const float infinity = std::numeric_limits<float>::infinity();
   const std::int64_t dim = rows.extent(1);
   const std::int64_t items = (dim + detail::columns_per_item - 1) / detail::columns_per_item;
   Kokkos::parallel_for(
@@ -41,30 +42,48 @@ void value_ranges(const ExecutionSpace& exec, const Rows& rows, const Partitions
             largest[d] = row[d] > largest[d] ? row[d] : largest[d];
           }
         }
+        for (std::int64_t d = 0; d < width; ++d) {
+          const float range = largest[d] - least[d];
+          largest[d] = range == 0 ? infinity : range;
+        }
       });
 }
 
 // deviations(row behind the sink): of a row's values on the scale of the next partition's ranges,
-// over dimensions, as of a sample. A dimension in which the next partition has one value alone has
-// no scale and counts as 0, where kvpress would divide by 0.
+// over dimensions, as of a sample.
 void deviations(const ExecutionSpace& exec, const Rows& rows, const Partitions& p,
                 const Floats& ranges, const Floats& result) {
+  constexpr int lanes = 8;
   const std::int64_t dim = rows.extent(1);
   Kokkos::parallel_for(
       "kvzap::policy::lagkv_deviations", detail::PolicyRange(exec, 0, (p.count - 1) * p.lag),
       KOKKOS_LAMBDA(std::int64_t i) {
         const float* const row = &rows(p.sink + i, 0);
         const float* const least = &ranges((i / p.lag + 1) * 2 * dim);
-        const float* const largest = least + dim;
-        double sum = 0, squares = 0;
-        for (std::int64_t d = 0; d < dim; ++d) {
-          const float width = largest[d] - least[d];
-          const double x = width > 0 ? (row[d] - least[d]) / width : 0.0f;
-          sum += x;
-          squares += x * x;
+        const float* const range = least + dim;
+        double sums[lanes], squares[lanes];
+        for (int lane = 0; lane < lanes; ++lane) sums[lane] = squares[lane] = 0;
+        std::int64_t d = 0;
+        for (; d + lanes <= dim; d += lanes) {
+          for (int lane = 0; lane < lanes; ++lane) {
+            const double x = (row[d + lane] - least[d + lane]) / range[d + lane];
+            sums[lane] += x;
+            squares[lane] += x * x;
+          }
         }
-        const double variance = dim > 1 ? (squares - sum * sum / dim) / (dim - 1) : 0.0;
-        result(i) = static_cast<float>(detail::math::sqrt(variance > 0 ? variance : 0.0));
+        for (; d < dim; ++d) {
+          const double x = (row[d] - least[d]) / range[d];
+          sums[0] += x;
+          squares[0] += x * x;
+        }
+        double sum = 0, square = 0;
+        for (int lane = 0; lane < lanes; ++lane) {
+          sum += sums[lane];
+          square += squares[lane];
+        }
+        const double variance = dim > 1 ? (square - sum * sum / dim) / (dim - 1) : 0.0;
+        // Rounding may bring it below 0; NaN stays NaN.
+        result(i) = static_cast<float>(detail::math::sqrt(variance < 0 ? 0.0 : variance));
       });
 }
 

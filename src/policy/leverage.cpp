@@ -229,14 +229,15 @@ void LeverageScores::operator()(PolicyLayer& layer, const std::vector<RowPart>& 
       multiply_nt(exec, 1, x, x, 0, Matrix(device_grams.data() + h * n * n, n, n));
       projected += n * count;
     }
+    Kokkos::deep_copy(exec, host_grams, device_grams);
     fence(exec, "kvzap::policy::leverage: the host factorizes");
-    Kokkos::deep_copy(host_grams, device_grams);
   }
   const std::vector<float> inverses = invert_factors(layer.comm(), grams, n);
   if (all == 0) return;
-  Kokkos::deep_copy(device_grams,
+  Kokkos::deep_copy(exec, device_grams,
                     Kokkos::View<const float*, Kokkos::HostSpace, Kokkos::MemoryUnmanaged>(
                         inverses.data(), inverses.size()));
+  fence(exec, "kvzap::policy::leverage: the copy's source is about to go");
   const float* projected = m_projected.data();
   for (int h = 0; h < layer.heads(); ++h) {
     const auto [begin, count] = parts[h];

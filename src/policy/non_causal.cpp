@@ -295,6 +295,8 @@ class NonCausal final : public Policy {
   PolicyNeeds needs() const override {
     PolicyNeeds needs;
     needs.blocks = true;
+    // A step's queries are gone after it.
+    needs.every_step = true;
     return needs;
   }
 

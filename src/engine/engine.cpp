@@ -162,8 +162,14 @@ class TypedEngine final : public Engine {
     if (!options().policy->rerotate) return;
     auto& cache = m_decoder.cache();
     const std::int64_t before = cache.tokens(sequence, 0);
+    // Every head has as many rows; a rank without any head cannot know how many.
+    std::int64_t rows = 0;
+    for (int l = 0; l < static_cast<int>(cache.shape().heads.size()); ++l) {
+      if (cache.shape().heads[l] > 0) rows = cache.rows(sequence, l, 0);
+    }
+    rows = communicator().all_reduce_max(rows);
     communicator().agree(
-        [&] { cache.close_up(ExecutionSpace(), sequence, m_decoder.inverse_frequencies()); });
+        [&] { cache.close_up(ExecutionSpace(), sequence, m_decoder.inverse_frequencies(), rows); });
     life.closed_up += before - cache.tokens(sequence, 0);
     // Their queries have been turned to positions that are no more.
     if (life.recent) life.recent->restart(cache.tokens(sequence, 0));

@@ -145,6 +145,11 @@ PolicyInfo finch() {
     const bool normalizes = arguments.flag("normalize");
     return [=] { return std::make_unique<Finch>(normalizes); };
   };
+  info.set_up = [make = info.make](PolicyChoice& choice, const PolicyArguments& arguments,
+                                   const PolicySetup& setup) {
+    choice.make = make(arguments, setup);
+    choice.budget.chunk = arguments.integer("chunk");
+  };
   return info;
 }
 

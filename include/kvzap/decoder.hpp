@@ -89,6 +89,7 @@ class Decoder {
   void score(const StepBatch& batch, int layer, const Rows& rows, const Activations& x);
   void feed_forward_block(int layer, const Rows& rows, bool is_whole);
   void begin_policies(const StepBatch& batch);
+  void reserve_scores(const StepBatch::Span& span);
   void show_layer(const StepBatch& batch, int layer);
   bool keeps_lse() const;
   void observe(const StepBatch& batch, int layer, const Rows& rows);
@@ -105,6 +106,8 @@ class Decoder {
 
   template <class Work>
   void locally(const Work& work);
+  template <class Work>
+  void by_policy(const Work& work);
   void agree_on_failure();
   void throw_if(std::int64_t worst);
 

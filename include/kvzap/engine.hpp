@@ -134,7 +134,10 @@ class Engine {
   /// positions.
   virtual std::int64_t tokens(SequenceId sequence) const = 0;
 
-  /// As Decoder::step.
+  /// As Decoder::step. Where a policy cuts a sequence after the step, that can fail for lack of
+  /// memory to copy pages shared with a fork: every rank throws an AgreedError that is no
+  /// StepOutOfMemory, and the step's tokens stay in the sequence, whose layers have been cut or
+  /// not. It is to be freed.
   virtual std::vector<StepResult> step(const StepBatch& batch,
                                        const ProgressCallback& progress = {}) = 0;
 

@@ -129,6 +129,9 @@ class PolicyLayer {
 /// one sequence and sees the layers of a step one after the other: in each, `observe` for all
 /// blocks of its tokens, if it needs them, then `score`.
 ///
+/// What it holds serves one step: forks, checkpoints and failed steps go on with a new object. What
+/// lasts is in cached_scores and recent.
+///
 /// Both are called on every rank, in the same order, also where it owns no head of the layer; a
 /// policy that compares over heads or layers communicates on every rank. An exception that leaves
 /// it on one rank alone ends the program if it communicates.

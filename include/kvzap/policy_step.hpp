@@ -18,23 +18,29 @@ class RecentQueries {
   RecentQueries clone() const;
 
   std::int64_t capacity() const { return m_capacity; }
-  /// Takes those of a block, whose tokens follow the ones taken before.
+  /// Takes those of a block. Where tokens between it and the ones taken before are missing, those
+  /// before are forgotten; where it goes back (a step is tried again), what it replaces is.
   void take(const ExecutionSpace& exec, int layer, const TokenBlock& block);
-  /// The newest ones of a sequence of `tokens` tokens; valid until the next call.
+  /// The newest ones of a sequence of `tokens` tokens, as many as have been taken without a gap;
+  /// valid until the next call.
   TokenBlock newest(const ExecutionSpace& exec, int layer, std::int64_t tokens);
   /// Forgets all; the next token taken has this position.
-  void restart(std::int64_t position) { m_begin = position; }
+  void restart(std::int64_t position);
 
  private:
   using Queries = Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace>;
-  Queries& of(int layer) { return m_queries[m_queries.size() == 1 ? 0 : layer]; }
+  /// Of one layer, or of the one at hand.
+  struct Taken {
+    Queries queries;                  // (slot, query head, dim); position p has slot p % capacity
+    int layer = -1;                   // whose they are
+    std::int64_t begin = 0, end = 0;  // positions that are there, of them the newest `capacity`
+  };
+  Taken& of(int layer) { return m_taken[m_taken.size() == 1 ? 0 : layer]; }
 
   std::int64_t m_capacity;
   std::vector<int> m_query_heads;
   int m_head_dim;
-  std::int64_t m_begin = 0;  // no position below this has been taken
-  // (slot, query head, dim) of each layer, or of the one at hand; position p has slot p % capacity.
-  std::vector<Queries> m_queries;
+  std::vector<Taken> m_taken;
   Queries m_ordered;
 };
 
@@ -51,6 +57,8 @@ struct PolicyStep {
   /// Choose by `budget` in each layer, before the next one runs: rows that do not stay are never
   /// stored. The sequence has no rows yet, and `budget` is by_layer().
   bool chooses = false;
+  /// Positions fewer than tokens that the sequence has seen (+rerotate), which budgets count.
+  std::int64_t closed_up = 0;
   /// Tokens of the question at the end of the step.
   std::int64_t question = 0;
   /// Where queries of the newest tokens are kept; null if the policy needs none.

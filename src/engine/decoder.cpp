@@ -171,6 +171,16 @@ struct Decoder<Value, order>::Policies {
   // Rows of spans that no policy has chosen from: what append takes.
   std::vector<AppendSpan> append_spans;
   detail::PolicyScratch<Value, order> scratch;
+
+  /// After a step that has failed: also what it has left to choose by.
+  void release() {
+    layers.clear();
+    scratch.release();
+    for (PolicyStep* step : steps) {
+      if (step) step->scores.clear();
+    }
+    steps.clear();
+  }
 };
 
 template <class Value, PageOrder order>
@@ -221,6 +231,15 @@ void Decoder<Value, order>::locally(const Work& work) {
   } catch (...) {
     m_failure = std::current_exception();
   }
+}
+
+// Work that may communicate, and is therefore done after an error too, with whatever the buffers
+// hold. Among several ranks its own errors end the program: whether the others wait is not known.
+template <class Value, PageOrder order>
+template <class Work>
+void Decoder<Value, order>::by_policy(const Work& work) {
+  if (m_comm.size() == 1) return locally(work);
+  work();
 }
 
 // Throws on all ranks if one of them has failed.
@@ -294,14 +313,16 @@ std::vector<StepResult> Decoder<Value, order>::step(const StepBatch& batch,
   } catch (...) {
     if (begun) m_cache.cancel_step();
     m_scratch->release();
-    m_policies->layers.clear();
+    m_policies->release();
     throw;
   }
   m_cache.end_step();
   m_policies->layers.clear();
+  m_policies->steps.clear();
   m_scratch->pending = Matrix();
   if (static_cast<std::int64_t>(batch.tokens().size()) > block_tokens) {
     m_scratch->release();  // a long prefill's memory is not needed again
+    m_policies->scratch.release();
   }
   return std::move(m_scratch->results);
 }
@@ -658,6 +679,7 @@ void Decoder<Value, order>::begin_policies(const StepBatch& batch) {
                              [](const StepBatch::Span& span) { return span.rule.policy; });
   policies.log_sum_exp = false;
   if (!policies.any) return;
+  policies.append_spans.reserve(batch.spans().size());
   for (const StepBatch::Span& span : batch.spans()) {
     PolicyStep* const step = span.rule.policy;
     policies.steps.push_back(step);
@@ -669,6 +691,7 @@ void Decoder<Value, order>::begin_policies(const StepBatch& batch) {
         m_scratch->exec, m_comm, m_model, m_cache, policies.scratch,
         m_scratch->inverse_frequencies);
     step->scores.clear();
+    reserve_scores(batch.spans()[policies.steps.size() - 1]);
   }
   if (policies.log_sum_exp) {
     const auto& heads = m_cache.shape().heads;
@@ -678,6 +701,36 @@ void Decoder<Value, order>::begin_policies(const StepBatch& batch) {
                                 m_model.config().query_group(),
                             "kvzap::policy::log_sum_exp");
   }
+}
+
+// What apply_policies writes: nothing is taken there, where ranks are between sums. Throws if the
+// budget cannot be met, too.
+template <class Value, PageOrder order>
+void Decoder<Value, order>::reserve_scores(const StepBatch::Span& span) {
+  PolicyStep& step = *span.rule.policy;
+  if (step.only_watches) return;
+  const auto model = detail::budget_model<Value>(m_model.config());
+  const std::int64_t tokens = m_cache.tokens(span.sequence, 0) + step.closed_up + span.count;
+  std::int64_t largest = 0;
+  for (int l = 0; l < static_cast<int>(m_cache.shape().heads.size()); ++l) {
+    if (step.budget && step.budget->has_amount()) step.budget->rows_per_head(model, l, tokens);
+    const int heads = m_cache.shape().heads[l];
+    std::int64_t most = 0;
+    for (int h = 0; h < heads; ++h) {
+      most = std::max(most, step.scores_all ? m_cache.rows(span.sequence, l, h) : 0);
+    }
+    if (heads > 0) most += span.count;
+    largest = std::max(largest, heads * most);
+    if (!step.keeps_scores) continue;
+    detail::before_allocation(heads * most * sizeof(float));
+    step.scores.emplace_back(
+        Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::policy::step_scores"), heads, most);
+  }
+  auto& scratch = m_policies->scratch;
+  if (!step.keeps_scores) {
+    detail::reserve_scratch(scratch.scores, largest, "kvzap::policy::scores");
+  }
+  if (step.chooses) detail::reserve_scratch(scratch.keep, largest, "kvzap::policy::keep");
 }
 
 template <class Value, PageOrder order>
@@ -732,8 +785,9 @@ void Decoder<Value, order>::observe(const StepBatch& batch, int layer, const Row
     if (step->recent) {
       locally([&] { step->recent->take(scratch.exec, layer, block); });
     }
-    // Not by `locally`: it may communicate.
-    if (needs.blocks && !step->only_watches) step->policy->observe(*m_policies->layers[s], block);
+    if (needs.blocks && !step->only_watches) {
+      by_policy([&] { step->policy->observe(*m_policies->layers[s], block); });
+    }
   });
 }
 
@@ -746,6 +800,7 @@ void Decoder<Value, order>::apply_policies(const StepBatch& batch, int layer) {
   const int heads = m_cache.shape().heads[layer];
   const Activations all_scores = new_scores(batch, layer);
   policies.append_spans.clear();
+  detail::fence(exec, "kvzap::policy: only scoring is timed");
   for (std::size_t s = 0; s < batch.spans().size(); ++s) {
     const StepBatch::Span& span = batch.spans()[s];
     PolicyStep* const step = policies.steps[s];
@@ -754,20 +809,12 @@ void Decoder<Value, order>::apply_policies(const StepBatch& batch, int layer) {
     auto& shown = *policies.layers[s];
     const std::int64_t most = shown.most_rows();
     const auto own = range(span.first, span.first + span.count);
-    Activations scores;
+    const Activations scores = step->keeps_scores
+                                   ? step->scores[layer]
+                                   : Activations(policies.scratch.scores.data(), heads, most);
     {
       const Stopwatch watch(m_seconds.scoring);
-      if (step->keeps_scores) {
-        scores = Activations(
-            Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::policy::step_scores"), heads,
-            most);
-        step->scores.push_back(scores);
-      } else {
-        detail::reserve_scratch(policies.scratch.scores, heads * most, "kvzap::policy::scores");
-        scores = Activations(policies.scratch.scores.data(), heads, most);
-      }
-      // Not by `locally`, as in `score`: it may communicate, with whatever the buffers hold.
-      step->policy->score(shown, scores);
+      by_policy([&] { step->policy->score(shown, scores); });
       locally([&] {
         for (int h = 0; h < heads; ++h) {
           const std::int64_t rows = shown.rows(h);
@@ -779,15 +826,18 @@ void Decoder<Value, order>::apply_policies(const StepBatch& batch, int layer) {
     }
     if (!step->chooses) continue;
     const Stopwatch choosing(m_seconds.pruning);
-    detail::reserve_scratch(policies.scratch.keep, heads * most, "kvzap::policy::keep");
-    ScoredLayer scored;
-    scored.layer = layer;
-    scored.heads = shown.extents().heads;
-    scored.rows = shown.extents().rows;
-    scored.scores = scores;
-    scored.keep = decltype(scored.keep)(policies.scratch.keep.data(), heads, most);
-    detail::choose_rows(exec, m_comm, *step->budget, detail::budget_model<Value>(m_model.config()),
-                        shown.extents().tokens, {scored});
+    const decltype(ScoredLayer::keep) keep(policies.scratch.keep.data(), heads, most);
+    const auto choose = [&] {
+      const ScoredLayer scored = {layer, shown.extents().heads, shown.extents().rows, scores, keep};
+      detail::choose_rows(exec, m_comm, *step->budget,
+                          detail::budget_model<Value>(m_model.config()),
+                          shown.extents().tokens + step->closed_up, {scored});
+    };
+    if (detail::choice_communicates(*step->budget)) {
+      by_policy(choose);
+    } else {
+      locally(choose);
+    }
     // At once: the next span's choice takes the same room.
     locally([&] {
       using NewRows = Kokkos::View<Value***, Kokkos::LayoutRight, MemorySpace>;
@@ -798,7 +848,7 @@ void Decoder<Value, order>::apply_policies(const StepBatch& batch, int layer) {
       m_cache.append_kept(exec, span.sequence, layer,
                           Kokkos::subview(keys, own, Kokkos::ALL, Kokkos::ALL),
                           Kokkos::subview(values, own, Kokkos::ALL, Kokkos::ALL),
-                          Kokkos::subview(all_scores, Kokkos::ALL, own), scored.keep);
+                          Kokkos::subview(all_scores, Kokkos::ALL, own), keep);
     });
   }
 }

@@ -52,6 +52,13 @@ void check_policy(const CacheOptions& options) {
           "hidden state; cut the cache every n tokens with --decode-every instead");
     }
   }
+  if (options.prune == PruneMode::always && options.decode_every > 0 && !has_budget &&
+      !choice.info->has_own_budget) {
+    // Which rows a cut moves out of the ring, unjudged, depends on the heads of the rank.
+    refuse(
+        "--prune always judges new tokens by the threshold, --decode-every cuts by rank: one of "
+        "the two (--prune prefill leaves new tokens to --decode-every)");
+  }
   if (choice.info->needs_question && options.prune_after != PruneMoment::question) {
     refuse("it scores by the question: --prune-after question");
   }
@@ -134,9 +141,9 @@ class TypedEngine final : public Engine {
   }
   void restore(SequenceId sequence, const Checkpoint& checkpoint) override {
     const auto& taken = dynamic_cast<const TypedCheckpoint&>(checkpoint);
-    m_decoder.cache().restore(sequence, taken.state);
     Life& life = m_lives.at(sequence);
     Life again = taken.life.copy({});
+    m_decoder.cache().restore(sequence, taken.state);
     again.policy = std::move(life.policy);
     life = std::move(again);
   }
@@ -148,8 +155,20 @@ class TypedEngine final : public Engine {
     if (!m_uses_policy) return m_decoder.step(batch, progress);
     m_batch = batch;
     for (std::size_t s = 0; s < batch.spans().size(); ++s) plan(s);
-    auto results = m_decoder.step(m_batch, progress);
+    std::vector<StepResult> results;
+    try {
+      results = m_decoder.step(m_batch, progress);
+    } catch (...) {
+      // In the middle of a layer a policy may have begun to sum up. Between steps it holds nothing.
+      for (const StepBatch::Span& span : m_batch.spans()) {
+        if (span.rule.policy) m_lives.at(span.sequence).policy = options().policy->make();
+      }
+      throw;
+    }
     for (const StepBatch::Span& span : m_batch.spans()) {
+      if (span.rule.part == StepPart::question || span.rule.part == StepPart::generated) {
+        ++m_lives.at(span.sequence).steps;
+      }
       if (span.rule.policy) finish(span);
     }
     return results;
@@ -251,7 +270,7 @@ class TypedEngine final : public Engine {
     Budget budget;
     bool cuts = false;  // choose when it is over
 
-    /// With another policy object: one serves one sequence.
+    /// With another policy object: one serves one sequence, and holds nothing between steps.
     Life copy(Life into) const {
       if (recent) into.recent = recent->clone();
       into.steps = steps;
@@ -259,6 +278,8 @@ class TypedEngine final : public Engine {
       return into;
     }
   };
+
+  using LayerScores = decltype(PolicyStep::scores);
 
   struct TypedCheckpoint final : Checkpoint {
     typename KVCache<Value, order>::Checkpoint state;
@@ -306,6 +327,7 @@ class TypedEngine final : public Engine {
     step.policy = life.policy.get();
     step.recent = life.recent ? &*life.recent : nullptr;
     step.question = span.rule.question;
+    step.closed_up = life.closed_up;
     life.cuts = false;
     const bool is_context =
         span.rule.part == StepPart::context || span.rule.part == StepPart::whole;
@@ -318,7 +340,6 @@ class TypedEngine final : public Engine {
       step.scores_all = !choice.info->judges_tokens;
     } else {
       const std::int64_t tokens = before + life.closed_up + span.count;
-      ++life.steps;
       life.budget = choice.budget;
       life.budget.amount =
           options().decode_keep > 0 ? Budget::Amount::keep_tokens : Budget::Amount::evict_ratio;
@@ -327,17 +348,19 @@ class TypedEngine final : public Engine {
       life.budget.layer_ratios.clear();
       step.budget = &life.budget;
       life.cuts = options().decode_every > 0 &&
-                  (life.steps >= options().decode_every || span.count >= decode_target(tokens));
+                  (life.steps + 1 >= options().decode_every || span.count >= decode_target(tokens));
       if (!life.cuts && span.rule.eviction.judge) {
         step.scores_all = false;
       } else if (!life.cuts && !(needs.every_step && options().decode_every > 0)) {
-        if (!step.recent || !later_steps_score()) return;
+        // Without a cut to come no one asks for their queries.
+        if (!step.recent || options().decode_every == 0) return;
         step.only_watches = true;
       }
     }
-    // Cached rows get new scores when the step is over.
-    step.keeps_scores =
-        !step.only_watches && step.scores_all && !step.chooses && (before > 0 || life.cuts);
+    // Cached rows get new scores when the step is over. With a threshold they keep the one that
+    // they got in their own step, by which they are judged once.
+    step.keeps_scores = !step.only_watches && step.scores_all && !step.chooses &&
+                        (life.cuts || (before > 0 && !m_batch.spans()[index].rule.eviction.judge));
     m_batch.set_policy(index, &step);
   }
 
@@ -346,52 +369,59 @@ class TypedEngine final : public Engine {
     Life& life = m_lives.at(span.sequence);
     if (!life.step.keeps_scores) return;
     const auto start = std::chrono::steady_clock::now();
+    const auto scores = std::move(life.step.scores);  // which go in any case
+    life.step.scores.clear();
     auto& cache = m_decoder.cache();
     const ExecutionSpace exec;
-    const int layers = static_cast<int>(life.step.scores.size());
+    const int layers = static_cast<int>(scores.size());
     communicator().agree([&] {
       for (int l = 0; l < layers; ++l) {
-        cache.set_row_scores(exec, span.sequence, l, life.step.scores[l]);
+        cache.set_row_scores(exec, span.sequence, l, scores[l]);
       }
     });
-    if (life.cuts) cut(span.sequence);
-    life.step.scores.clear();
+    if (life.cuts) cut(span.sequence, scores);
     m_evict_seconds +=
         std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   }
 
-  void cut(SequenceId sequence) {
+  void cut(SequenceId sequence, const LayerScores& scores) {
     Life& life = m_lives.at(sequence);
-    life.steps = 0;
     auto& cache = m_decoder.cache();
     const ExecutionSpace exec;
-    std::vector<ScoredLayer> layers(life.step.scores.size());
+    std::vector<ScoredLayer> layers(scores.size());
     communicator().agree([&] {
       for (std::size_t l = 0; l < layers.size(); ++l) {
         layers[l].layer = static_cast<int>(l);
         layers[l].heads = m_model->partition().heads(static_cast<int>(l), m_model->rank());
-        layers[l].scores = life.step.scores[l];
+        layers[l].scores = scores[l];
         for (std::size_t h = 0; h < layers[l].heads.size(); ++h) {
           layers[l].rows.push_back(cache.rows(sequence, static_cast<int>(l), static_cast<int>(h)));
         }
         layers[l].keep = decltype(layers[l].keep)("kvzap::policy::keep", layers[l].heads.size(),
-                                                  life.step.scores[l].extent(1));
+                                                  scores[l].extent(1));
       }
     });
     const Budget::Model model = detail::budget_model<Value>(m_model->config());
     const std::int64_t tokens = cache.tokens(sequence, 0) + life.closed_up;
-    if (life.budget.by_layer()) {
+    const auto choose = [&] {
+      if (!life.budget.by_layer()) {
+        return detail::choose_rows(exec, communicator(), life.budget, model, tokens, layers);
+      }
       for (const ScoredLayer& layer : layers) {
         detail::choose_rows(exec, communicator(), life.budget, model, tokens, {layer});
       }
+    };
+    if (detail::choice_communicates(life.budget)) {
+      choose();
     } else {
-      detail::choose_rows(exec, communicator(), life.budget, model, tokens, layers);
+      communicator().agree(choose);
     }
     communicator().agree([&] {
       for (const ScoredLayer& layer : layers) {
         cache.evict(exec, sequence, layer.layer, layer.keep);
       }
     });
+    life.steps = 0;
   }
 
   // A new sequence on every rank, or, with an error, on none.

@@ -59,11 +59,16 @@ void Generator::prefill(const std::vector<TokenId>& context, bool reusable,
 // The sequence as it was after the context.
 void Generator::begin_answer() {
   const bool is_first = m_answers++ == 0;
+  // Without memory for the new sequence the old one is gone all the same.
+  const auto leave = [&](SequenceId rest) {
+    if (m_sequence != rest) m_engine->free_sequence(m_sequence);
+    m_sequence = rest;
+  };
   if (!m_context.empty()) {
-    if (!is_first) m_engine->free_sequence(m_sequence);
+    leave(-1);
     m_sequence = m_engine->add_sequence();
   } else if (m_pristine >= 0) {
-    if (m_sequence != m_pristine) m_engine->free_sequence(m_sequence);
+    leave(m_pristine);
     m_sequence = m_engine->fork(m_pristine);
   } else if (!is_first) {
     if (!m_checkpoint) throw Error("a second question needs a prefill that is reusable");

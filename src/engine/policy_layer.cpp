@@ -71,12 +71,12 @@ void DecoderLayer<Value, order>::show(const PolicyStep& step, SequenceId sequenc
   m_extents.evict_ratio = 0;
   if (step.budget && step.budget->has_amount()) {
     const Budget& budget = *step.budget;
-    m_extents.keep =
-        budget.rows_per_head(budget_model<Value>(m_model.config()), layer, m_extents.tokens);
+    const std::int64_t tokens = m_extents.tokens + step.closed_up;
+    m_extents.keep = budget.rows_per_head(budget_model<Value>(m_model.config()), layer, tokens);
     m_extents.evict_ratio =
         budget.amount == Budget::Amount::evict_ratio && !budget.pyramid
             ? (budget.layer_ratios.empty() ? budget.evict_ratio : budget.layer_ratios.at(layer))
-            : 1 - static_cast<double>(m_extents.keep) / m_extents.tokens;
+            : 1 - static_cast<double>(m_extents.keep) / tokens;
   }
 }
 
@@ -108,11 +108,13 @@ template <class Value, PageOrder order>
 auto DecoderLayer<Value, order>::cached_scores(int head)
     -> Kokkos::View<const float*, MemorySpace> {
   const std::int64_t most = std::max<std::int64_t>(0, most_rows() - m_extents.new_tokens);
-  if (!m_has_scores && m_step->scores_all) {
+  // (Layers of other sequences share the room.)
+  if ((!m_has_scores || m_scratch.cached_scores_of != this) && m_step->scores_all) {
     reserve_scratch(m_scratch.cached_scores, heads() * most, "kvzap::policy::cached_scores");
     m_cache.row_scores(exec(), m_sequence, layer(),
                        Matrix(m_scratch.cached_scores.data(), heads(), most));
     m_has_scores = true;
+    m_scratch.cached_scores_of = this;
   }
   return Kokkos::View<const float*, MemorySpace>(m_scratch.cached_scores.data() + head * most,
                                                  m_step->scores_all ? cached_rows(head) : 0);

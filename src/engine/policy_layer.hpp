@@ -20,10 +20,15 @@ Budget::Model budget_model(const ModelConfig& config) {
 }
 
 /// Fills `keep` of the layers as `budget` has it; without an amount the policy has chosen by
-/// itself, and rows that score above 0 stay. Collective.
+/// itself, and rows that score above 0 stay. Collective if choice_communicates.
 void choose_rows(const ExecutionSpace& exec, const Communicator& comm, const Budget& budget,
                  const Budget::Model& model, std::int64_t tokens,
                  const std::vector<ScoredLayer>& layers);
+
+/// Whether choose_rows exchanges anything between ranks.
+inline bool choice_communicates(const Budget& budget) {
+  return budget.has_amount() && (budget.pool != Budget::Pool::head || budget.group != 0);
+}
 
 /// Memory that the layers of all spans share, one after the other.
 template <class Value, PageOrder order>
@@ -31,12 +36,23 @@ struct PolicyScratch {
   Vector keys, values;
   Kokkos::View<std::int64_t*, MemorySpace> positions;
   Vector cached_scores;  // (head, row)
-  Vector scores;         // (head, row)
-  Vector lse;            // (token, query head) of a block
+  const void* cached_scores_of = nullptr;
+  Vector scores;  // (head, row)
+  Vector lse;     // (token, query head) of a block
   Vector identity, output_weights;
   Kokkos::View<std::uint8_t*, MemorySpace> keep;  // (head, row)
   AttentionMass<Value, order> mass;
   LinearMap linear;
+
+  /// What grows with the tokens.
+  void release() {
+    keys = {};
+    values = {};
+    positions = {};
+    cached_scores = {};
+    scores = {};
+    keep = {};
+  }
 };
 
 template <class Value, PageOrder order>
@@ -58,6 +74,9 @@ class DecoderLayer final : public PolicyLayer {
     m_extents.group = static_cast<int>(config.query_group());
     m_extents.head_dim = static_cast<int>(config.head_dim);
     m_extents.hidden_size = config.hidden_size;
+    // So that show takes no memory.
+    m_extents.heads.reserve(m_extents.kv_heads);
+    m_extents.rows.reserve(m_extents.kv_heads);
   }
 
   /// Shows a layer: `step` is what happens there to `sequence`, to which new_tokens are added.

@@ -46,36 +46,53 @@ RecentQueries::RecentQueries(std::int64_t tokens, const std::vector<int>& query_
   const int most = *std::max_element(query_heads.begin(), query_heads.end());
   if (every_layer) {
     for (const int heads : query_heads) {
-      m_queries.push_back(make("kvzap::policy::recent", tokens, heads, head_dim));
+      m_taken.push_back({make("kvzap::policy::recent", tokens, heads, head_dim)});
     }
   } else {
-    m_queries.push_back(make("kvzap::policy::recent", tokens, most, head_dim));
+    m_taken.push_back({make("kvzap::policy::recent", tokens, most, head_dim)});
   }
   m_ordered = make("kvzap::policy::recent_in_order", tokens, most, head_dim);
 }
 
 RecentQueries RecentQueries::clone() const {
-  RecentQueries copy(m_capacity, m_query_heads, m_head_dim, m_queries.size() > 1);
-  copy.m_begin = m_begin;
-  for (std::size_t l = 0; l < m_queries.size(); ++l) {
-    Kokkos::deep_copy(copy.m_queries[l], m_queries[l]);
+  RecentQueries copy(m_capacity, m_query_heads, m_head_dim, m_taken.size() > 1);
+  for (std::size_t l = 0; l < m_taken.size(); ++l) {
+    const Queries queries = copy.m_taken[l].queries;
+    Kokkos::deep_copy(queries, m_taken[l].queries);
+    copy.m_taken[l] = m_taken[l];
+    copy.m_taken[l].queries = queries;
   }
   return copy;
 }
 
 void RecentQueries::take(const ExecutionSpace& exec, int layer, const TokenBlock& block) {
+  Taken& taken = of(layer);
+  if (taken.layer != layer || block.first > taken.end) {
+    taken.begin = block.first;
+  } else if (block.first < taken.end) {
+    // A step that came to nothing has taken the slots of the oldest ones.
+    taken.begin = std::min(block.first, std::max(taken.begin, taken.end - m_capacity));
+  }
+  taken.layer = layer;
+  taken.end = block.first + block.count;
   store(exec, block, std::max<std::int64_t>(0, block.count - m_capacity), m_capacity, m_head_dim,
-        of(layer));
+        taken.queries);
+}
+
+void RecentQueries::restart(std::int64_t position) {
+  for (Taken& taken : m_taken) taken.begin = taken.end = position;
 }
 
 TokenBlock RecentQueries::newest(const ExecutionSpace& exec, int layer, std::int64_t tokens) {
+  const Taken& taken = of(layer);
   TokenBlock block;
-  block.count = std::min(m_capacity, tokens - m_begin);
+  // At least the last token: policies go on beside a rank that has failed to take it.
+  block.count = std::max<std::int64_t>(1, std::min(m_capacity, tokens - taken.begin));
   block.first = tokens - block.count;
   const int heads = m_query_heads[layer];
   // Of as many heads as the layer has: ranks may own more of one layer than of another.
   const Queries ordered(m_ordered.data(), m_capacity, heads, m_head_dim);
-  put_in_order(exec, of(layer), block.first, block.count, heads, m_head_dim, ordered);
+  put_in_order(exec, taken.queries, block.first, block.count, heads, m_head_dim, ordered);
   block.queries = Kokkos::subview(ordered, std::pair<std::int64_t, std::int64_t>(0, block.count),
                                   Kokkos::ALL, Kokkos::ALL);
   return block;

@@ -367,10 +367,15 @@ std::vector<Cutoff> select_top(const ExecutionSpace& exec, const Communicator& c
   std::vector<Pool> pools = describe(comm, mine, keep_of_pool);
   std::vector<Group> groups;
   std::optional<Buffers> buffers;
-  comm.agree([&] {
+  const auto take_memory = [&] {
     groups = groups_of(pools, mine, comm.rank());
     buffers.emplace(groups, static_cast<std::int64_t>(mine.size()));
-  });
+  };
+  if (comm.size() > 1) {
+    comm.agree(take_memory);
+  } else {
+    take_memory();  // no other rank knows of its error
+  }
   Kokkos::deep_copy(exec, buffers->ties, std::int64_t{0});
   for (const Group& group : groups) find_keys(exec, comm, group, *buffers);
   Kokkos::deep_copy(exec, buffers->host_ties, buffers->ties);

@@ -7,7 +7,10 @@
 #include <kvzap/generate.hpp>
 #include <map>
 #include <numeric>
+#include <optional>
 #include <tuple>
+
+#include "allocations.hpp"
 
 namespace kvzap {
 namespace {
@@ -153,14 +156,15 @@ class Probe final : public Policy {
   std::map<std::tuple<int, int, std::int64_t>, std::vector<float>> m_rows;
 };
 
-const PolicyInfo& probe_info() {
-  static const PolicyInfo info = [] {
+const PolicyInfo& probe_info(bool judges_tokens = true) {
+  const auto make = [](bool judges) {
     PolicyInfo made;
     made.name = "probe";
-    made.judges_tokens = true;
+    made.judges_tokens = judges;
     return made;
-  }();
-  return info;
+  };
+  static const PolicyInfo judge = make(true), scorer_of_all = make(false);
+  return judges_tokens ? judge : scorer_of_all;
 }
 
 std::shared_ptr<const PolicyChoice> probe(const Budget& budget, Seen* seen,
@@ -424,6 +428,29 @@ TEST_F(Policies, JudgeByAThreshold) {
   }
 }
 
+// A policy that scores all rows: each is judged by the score that it has, wherever others went.
+TEST_F(Policies, JudgeByAThresholdInChunks) {
+  const int tokens = 150;
+  options.prefill = PrefillMode::sparse;
+  options.chunk = 5;
+  for (const bool judges_tokens : {true, false}) {
+    auto choice = std::make_shared<PolicyChoice>(*probe(Budget(), &seen));
+    choice->info = &probe_info(judges_tokens);
+    choice->threshold = 250;
+    options.policy = choice;
+    const auto run = generator();
+    run->prefill(some_tokens(tokens), false);
+    for (const auto& [place, positions] : kept(*run)) {
+      std::vector<std::int64_t> expected;
+      for (std::int64_t p = 0; p < tokens; ++p) {
+        const bool judged = p < tokens - options.window;
+        if (!judged || made_up_score(place.first, place.second, p) >= 250) expected.push_back(p);
+      }
+      EXPECT_EQ(positions, expected) << judges_tokens;
+    }
+  }
+}
+
 // Query-aware: context and question are one step.
 TEST_F(Policies, ChooseAfterTheQuestion) {
   options.prune_after = PruneMoment::question;
@@ -465,6 +492,173 @@ TEST_F(Policies, ServeSequencesSideBySide) {
   EXPECT_EQ(engine->tokens(c), 303);
 }
 
+// What is called recent is so: of this layer, and without a gap.
+TEST_F(Policies, KnowWhichQueriesAreRecent) {
+  PolicyNeeds needs;
+  needs.recent = 30;
+  needs.blocks = true;
+  Budget none;
+  options.decode_every = 1;
+  options.decode_keep = 1000;
+  for (const bool every_layer : {false, true}) {
+    options.decode_every = every_layer ? 1 : 0;
+    seen = Seen();
+    auto choice = std::make_shared<PolicyChoice>(*probe(by_ratio(0.1), &seen, needs));
+    options.policy = choice;
+    const auto engine = Engine::create<float>(model, nullptr, options, comm);
+    const SequenceId sequence = engine->add_sequence();
+    const auto run = [&](int count, StepPart part) {
+      engine->step(StepBatch(sequence, some_tokens(count), engine->rule(part), StepOutput::none));
+    };
+    run(40, StepPart::context);
+    run(10, StepPart::context);
+    run(5, StepPart::other);
+    run(7, StepPart::context);
+    EXPECT_EQ(seen.worst_query, 0);
+    EXPECT_EQ(seen.recent_first, every_layer ? (std::vector<std::int64_t>{10, 20, 55})
+                                             : (std::vector<std::int64_t>{10, 40, 55}));
+    EXPECT_EQ(seen.recent_count, every_layer ? (std::vector<std::int64_t>{30, 30, 7})
+                                             : (std::vector<std::int64_t>{30, 10, 7}));
+  }
+}
+
+// A limit on one rank's cache ends the step on all; it can be done again, whole or in part.
+TEST_F(Policies, LeaveSequencesAsTheyWereWithoutMemory) {
+  PolicyNeeds needs;
+  needs.recent = 30;
+  needs.blocks = needs.log_sum_exp = true;
+  options.policy = probe(by_ratio(0.1), &seen, needs);
+  options.decode_every = 2;
+  options.decode_keep = 1000;
+  const auto undisturbed = Engine::create<float>(model, nullptr, options, comm);
+  const SequenceId twin = undisturbed->add_sequence();
+  const auto step = [&](Engine& engine, SequenceId sequence, int count, StepPart part) {
+    return engine
+        .step(StepBatch(sequence, some_tokens(count), engine.rule(part), StepOutput::argmax))
+        .front()
+        .argmax;
+  };
+  const TokenId first = step(*undisturbed, twin, 50, StepPart::context);
+  // On the last rank, for each head: two rings, another sequence's pages and half of its own.
+  std::size_t heads = 0;
+  for (int l = 0; l < layers; ++l) heads += partition.heads(l, comm.size() - 1).size();
+  const std::size_t ring = options.window * (2 * dim + 1) * sizeof(float);
+  const std::size_t page = options.page_rows * (2 * dim + 2) * sizeof(float);
+  if (comm.rank() == comm.size() - 1) options.kv_limit = heads * (2 * ring + (9 + 6) * page);
+  const auto engine = Engine::create<float>(model, nullptr, options, comm);
+  const SequenceId other = engine->add_sequence(), own = engine->add_sequence();
+  step(*engine, other, 40, StepPart::context);
+  const auto before = kept(*engine, own);
+  EXPECT_THROW(step(*engine, own, 50, StepPart::context), StepOutOfMemory);
+  EXPECT_EQ(engine->tokens(own), 0);
+  EXPECT_EQ(kept(*engine, own), before);
+  engine->free_sequence(other);
+  EXPECT_EQ(step(*engine, own, 50, StepPart::context), first);
+  EXPECT_EQ(kept(*engine, own), kept(*undisturbed, twin));
+  // A question that does not fit, then a part of it.
+  EXPECT_THROW(step(*engine, own, 60, StepPart::question), StepOutOfMemory);
+  EXPECT_EQ(engine->tokens(own), 50);
+  EXPECT_EQ(kept(*engine, own), kept(*undisturbed, twin));
+  seen.recent_count.clear();
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_EQ(step(*engine, own, 3, StepPart::question),
+              step(*undisturbed, twin, 3, StepPart::question));
+  }
+  EXPECT_EQ(kept(*engine, own), kept(*undisturbed, twin));
+  EXPECT_EQ(seen.worst_query, 0);
+  EXPECT_EQ(seen.recent_count.size(), 2u);
+}
+
+/// After scoring the last layer, one rank's n-th allocation fails.
+class Exhausting final : public Policy {
+ public:
+  using Failing = std::optional<test::FailingAllocation>;
+  Exhausting(Failing* failing, const std::int64_t* n) : m_failing(failing), m_n(n) {}
+  void score(PolicyLayer& layer, const ScoreView& scores) override {
+    Kokkos::deep_copy(scores, 1.0F);
+    if (*m_n >= 0 && layer.layer() + 1 == layers) m_failing->emplace(*m_n);
+  }
+
+ private:
+  Failing* m_failing;
+  const std::int64_t* m_n;
+};
+
+// Where rows are chosen and stored, a rank that fails tells the others.
+TEST_F(Policies, ChooseOnEveryRankOrOnNone) {
+  Exhausting::Failing failing;
+  std::int64_t n = -1;
+  auto choice = std::make_shared<PolicyChoice>(*probe(by_ratio(0.5), &seen));
+  choice->make = [&] { return std::make_unique<Exhausting>(&failing, &n); };
+  options.policy = choice;
+  const auto engine = Engine::create<float>(model, nullptr, options, comm);
+  const SequenceId sequence = engine->add_sequence();
+  const StepBatch batch(sequence, some_tokens(40), engine->rule(StepPart::context),
+                        StepOutput::argmax);
+  int failures = 0;
+  for (std::int64_t tried = 0;; ++tried, ++failures) {
+    n = comm.rank() == comm.size() - 1 ? tried : -1;
+    bool done = true;
+    try {
+      engine->step(batch);
+    } catch (const StepOutOfMemory&) {
+      done = false;
+    }
+    failing.reset();
+    if (done) break;
+    ASSERT_EQ(engine->tokens(sequence), 0);
+    ASSERT_LT(tried, 500);
+  }
+  EXPECT_GT(failures, 5);
+  for (const auto& [place, positions] : kept(*engine, sequence)) EXPECT_EQ(positions, up_to(20));
+}
+
+// Whichever allocation fails, those of a policy among them. (Among several ranks a policy's own
+// failure ends the program.)
+TEST_F(Policies, FailAsAWhole) {
+  const auto alone = Communicator::self();
+  const auto whole = HeadPartition::even(layers, kv_heads, 1);
+  const auto small =
+      std::make_shared<const Model<float>>(Model<float>::load("", config, whole, 0, 3));
+  const PolicySetup setup{config, whole, DType::f32, {}, alone};
+  for (const char* name : {"h2o", "snapkv", "non-causal"}) {
+    options.policy = std::make_shared<PolicyChoice>(
+        make_policy(parse_policy(name), by_ratio(0.5), std::nullopt, setup));
+    const auto engine = Engine::create<float>(small, nullptr, options, alone);
+    const auto undisturbed = Engine::create<float>(small, nullptr, options, alone);
+    const SequenceId own = engine->add_sequence(), twin = undisturbed->add_sequence();
+    const auto batch = [&](SequenceId sequence) {
+      return StepBatch(sequence, some_tokens(70), engine->rule(StepPart::context),
+                       StepOutput::argmax);
+    };
+    const TokenId expected = undisturbed->step(batch(twin)).front().argmax;
+    const StepBatch tried = batch(own);
+    std::int64_t failures = 0;
+    for (std::int64_t n = 0;; ++n) {
+      std::optional<TokenId> got;
+      try {
+        const test::FailingAllocation failing(n);
+        got = engine->step(tried).front().argmax;
+      } catch (const StepOutOfMemory&) {
+        ++failures;
+      } catch (const std::bad_alloc&) {  // before the step has begun
+      }
+      if (got) {
+        EXPECT_EQ(*got, expected);
+        break;
+      }
+      ASSERT_EQ(engine->tokens(own), 0) << name << " allocation " << n;
+      ASSERT_LT(n, 5000);
+    }
+    EXPECT_GT(failures, 20) << name;
+    for (int l = 0; l < layers; ++l) {
+      for (int h = 0; h < kv_heads; ++h) {
+        EXPECT_EQ(engine->positions(own, l, h), undisturbed->positions(twin, l, h)) << name;
+      }
+    }
+  }
+}
+
 TEST_F(Policies, AreRefusedWhereTheyHaveNoMeaning) {
   const auto refused = [&] {
     try {
@@ -480,6 +674,9 @@ TEST_F(Policies, AreRefusedWhereTheyHaveNoMeaning) {
   EXPECT_NE(refused().find("--decode-every"), std::string::npos);
   options.decode_every = 3;
   EXPECT_EQ(refused(), "");
+  options.policy = probe(Budget(), &seen);
+  EXPECT_NE(refused().find("--prune prefill"), std::string::npos);
+  options.policy = probe(by_ratio(0.5), &seen);
   options.decode_evict_ratio = 1;
   EXPECT_NE(refused().find("[0, 1)"), std::string::npos);
   options.decode_evict_ratio = 0.5;

@@ -234,7 +234,6 @@ void QueryStatistics::begin(PolicyLayer& layer) {
   const auto& extents = layer.extents();
   const std::int64_t heads = std::int64_t{layer.heads()} * extents.group;
   const std::int64_t dim = extents.head_dim;
-  m_started = true;
   m_count = 0;
   m_end = 0;
   if (static_cast<std::int64_t>(m_means.extent(0)) != heads ||
@@ -251,8 +250,9 @@ void QueryStatistics::begin(PolicyLayer& layer) {
 }
 
 void QueryStatistics::observe(PolicyLayer& layer, const TokenBlock& block) {
-  if (!m_started) begin(layer);
   const auto& extents = layer.extents();
+  // Not by what `finish` has left: a step that failed may not have come so far.
+  if (block.first == extents.tokens - extents.new_tokens) begin(layer);
   m_end = block.first + block.count;
   // finish takes the newest tokens instead.
   if (extents.new_tokens < std::min(m_history, extents.tokens)) return;
@@ -301,7 +301,6 @@ void QueryStatistics::add(PolicyLayer& layer, const TokenBlock& block) {
 }
 
 void QueryStatistics::finish(PolicyLayer& layer) {
-  if (!m_started) begin(layer);
   const auto& extents = layer.extents();
   if (extents.new_tokens < std::min(m_history, extents.tokens)) {
     const TokenBlock newest = layer.recent();
@@ -309,7 +308,6 @@ void QueryStatistics::finish(PolicyLayer& layer) {
     add(layer, newest);
   }
   finish_moments(layer.exec(), m_count, m_shift, m_means, m_covariances);
-  m_started = false;
 }
 
 void AverageRope::prepare(PolicyLayer& layer, std::int64_t begin, std::int64_t count) {

@@ -158,14 +158,15 @@ void fill_rows(const ExecutionSpace& exec, const Policy::ScoreView& scores, int 
 
 void protect_rows(PolicyLayer& layer, const Policy::ScoreView& scores,
                   const std::vector<Rows>& rows) {
-  constexpr double none = -std::numeric_limits<double>::infinity();
-  double largest = none;
+  double largest = -std::numeric_limits<double>::infinity();
   for (int h = 0; h < layer.heads(); ++h) {
     max_of_rows(layer.exec(), scores, h, {0, rows[h].first}, largest);
     max_of_rows(layer.exec(), scores, h, {rows[h].second, layer.rows(h)}, largest);
   }
   layer.comm().all_reduce_max(&largest, 1);
-  const auto value = static_cast<float>((largest == none ? 0 : largest) + 1);
+  // What a maximum over no score at all is, or over NaN alone.
+  if (largest <= std::numeric_limits<float>::lowest()) largest = 0;
+  const auto value = static_cast<float>(largest + 1);
   for (int h = 0; h < layer.heads(); ++h) fill_rows(layer.exec(), scores, h, rows[h], value);
 }
 

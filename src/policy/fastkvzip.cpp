@@ -2,15 +2,15 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <kvzap/safetensors.hpp>
 
-#include "base/kokkos_compat.hpp"
 #include "base/scratch.hpp"
 #include "linalg/gemm.hpp"
 #include "model/weights.hpp"
 #include "policy/new_scores.hpp"
 #include "policy/registry.hpp"
+#include "policy/rows.hpp"
+#include "policy/tensor_floats.hpp"
 
 namespace kvzap::policy {
 namespace {
@@ -18,7 +18,7 @@ namespace {
 using detail::ConstVector;
 using detail::Matrix;
 using detail::Vector;
-using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
+using Range = detail::PolicyRange;
 using ScoreView = Policy::ScoreView;
 
 // Of torch's Qwen3RMSNorm.
@@ -93,35 +93,16 @@ class Gates {
                      const ScoreView& scores) = 0;
 };
 
-std::vector<float> floats_of(const TensorInfo& tensor) {
-  std::vector<float> values(tensor.bytes / size_of(tensor.dtype));
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    const std::byte* const from = tensor.data + i * size_of(tensor.dtype);
-    if (tensor.dtype == DType::f32) {
-      std::memcpy(&values[i], from, sizeof(float));
-    } else {
-      std::uint16_t bits = 0;
-      std::memcpy(&bits, from, sizeof(bits));
-      half as_half{};
-      as_half.bits = bits;
-      bfloat16 as_bfloat16{};
-      as_bfloat16.bits = bits;
-      values[i] = tensor.dtype == DType::f16 ? float{as_half} : float{as_bfloat16};
-    }
-  }
-  return values;
-}
-
 // Of a tensor whose first extent is the model's heads, the parts of `heads`.
 ConstVector of_heads(const TensorInfo& tensor, const std::vector<int>& heads, const char* label) {
-  const std::vector<float> all = floats_of(tensor);
-  const std::size_t part = all.size() / static_cast<std::size_t>(tensor.shape[0]);
+  const std::size_t part =
+      tensor.bytes / size_of(tensor.dtype) / static_cast<std::size_t>(tensor.shape[0]);
   const Vector device(Kokkos::view_alloc(Kokkos::WithoutInitializing, std::string(label)),
                       heads.size() * part);
   const auto host = Kokkos::create_mirror_view(device);
   for (std::size_t h = 0; h < heads.size(); ++h) {
-    std::copy_n(all.data() + static_cast<std::size_t>(heads[h]) * part, part,
-                host.data() + h * part);
+    detail::floats_of(tensor, heads[h] * static_cast<std::int64_t>(part),
+                      static_cast<std::int64_t>(part), host.data() + h * part);
   }
   Kokkos::deep_copy(device, host);
   return device;

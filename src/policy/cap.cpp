@@ -4,6 +4,7 @@
 
 #include "base/scratch.hpp"
 #include "linalg/gemm.hpp"
+#include "policy/inverse_factor.hpp"
 #include "policy/query_statistics.hpp"
 #include "policy/registry.hpp"
 #include "policy/row_tools.hpp"
@@ -77,33 +78,6 @@ void add_scores(const ExecutionSpace& exec, std::int64_t rows, const RowVector& 
         const float score = by * weights(r) * norms(r) * norms(r);
         scores(head, first + r) = begins ? score : scores(head, first + r) + score;
       });
-}
-
-/// Replaces a symmetric matrix (dim, dim) whose eigenvalues are at least 1 by L^-1, with L L^T the
-/// matrix plus the identity: Cholesky's factorisation, then the triangle's inverse, in double.
-void invert_factor(float* matrix, std::int64_t dim) {
-  std::vector<double> factor(dim * dim);
-  std::vector<double> inverse(dim * dim);
-  for (std::int64_t i = 0; i < dim; ++i) {
-    for (std::int64_t j = 0; j <= i; ++j) {
-      double sum = static_cast<double>(matrix[i * dim + j]) + (i == j ? 1.0 : 0.0);
-      for (std::int64_t k = 0; k < j; ++k) sum -= factor[i * dim + k] * factor[j * dim + k];
-      // The identity keeps pivots at 1 and above, but for the rounding of the sums.
-      factor[i * dim + j] = i == j ? std::sqrt(std::max(sum, 1.0)) : sum / factor[j * dim + j];
-    }
-  }
-  // Row i of the inverse from the rows above it, so that the inner loops run along rows.
-  for (std::int64_t i = 0; i < dim; ++i) {
-    double* const row = &inverse[i * dim];
-    for (std::int64_t k = 0; k < i; ++k) {
-      const double by = factor[i * dim + k];
-      const double* const above = &inverse[k * dim];
-      for (std::int64_t j = 0; j <= k; ++j) row[j] -= by * above[j];
-    }
-    row[i] = 1;
-    for (std::int64_t j = 0; j <= i; ++j) row[j] /= factor[i * dim + i];
-  }
-  for (std::int64_t i = 0; i < dim * dim; ++i) matrix[i] = static_cast<float>(inverse[i]);
 }
 
 /// CapKV (arXiv 2604.25975): rows are kept for the capacity that they add, the volume that the
@@ -203,7 +177,12 @@ class Cap final : public Policy {
     const auto host = Kokkos::create_mirror_view(m_capacity);
     Kokkos::deep_copy(exec, host, m_capacity);
     detail::fence(exec, "kvzap::cap: the host factorizes");
-    invert_factor(host.data(), static_cast<std::int64_t>(host.extent(0)));
+    // The identity keeps pivots at 1 and above, but for the rounding of the sums.
+    if (!detail::invert_factor(host.data(), static_cast<std::int64_t>(host.extent(0)), 1, 1,
+                               m_factor, host.data())) {
+      // Values that are not finite: their rows are kept.
+      std::fill_n(host.data(), host.size(), std::nanf(""));
+    }
     Kokkos::deep_copy(exec, m_capacity, host);
     detail::fence(exec, "kvzap::cap: the copy on the host ends here");
   }
@@ -216,7 +195,8 @@ class Cap final : public Policy {
   RowVector m_key_norms;   // (row)
   RowVector m_norms;       // (row): of L^-1 v
   RowVector m_tile;        // (row of a tile, head_dim)
-  Matrix m_capacity;       // A - I, then the inverse of A's factor
+  std::vector<double> m_factor;
+  Matrix m_capacity;  // A - I, then the inverse of A's factor
 };
 
 }  // namespace

@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <limits>
 
-#include "base/kokkos_compat.hpp"
 #include "base/scratch.hpp"
 #include "linalg/gemm.hpp"
 #include "policy/registry.hpp"
+#include "policy/rows.hpp"
 #include "policy/segments.hpp"
 
 namespace kvzap::policy {
@@ -15,7 +15,7 @@ namespace {
 using detail::Matrix;
 using detail::Segment;
 using detail::Vector;
-using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
+using Range = detail::PolicyRange;
 using Flags = Kokkos::View<std::uint8_t**, Kokkos::LayoutRight, MemorySpace>;
 
 constexpr float largest = std::numeric_limits<float>::max();

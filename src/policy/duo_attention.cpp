@@ -10,11 +10,12 @@
 
 #include "base/json_file.hpp"
 #include "policy/registry.hpp"
+#include "policy/rows.hpp"
 
 namespace kvzap::policy {
 namespace {
 
-using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
+using Range = detail::PolicyRange;
 
 // What a pattern and a ratio come to.
 struct Pattern {

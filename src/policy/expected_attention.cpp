@@ -2,30 +2,25 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <kvzap/safetensors.hpp>
 #include <memory>
 
-#include "base/device_kernels.hpp"
 #include "base/scratch.hpp"
 #include "linalg/gemm.hpp"
 #include "linalg/host/row_kernels.hpp"
 #include "policy/query_statistics.hpp"
 #include "policy/registry.hpp"
 #include "policy/row_tools.hpp"
+#include "policy/tensor_floats.hpp"
 
 namespace kvzap::policy {
 namespace {
 
 using detail::ConstMatrix;
 using detail::Matrix;
-using HostRange =
-    Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace, Kokkos::IndexType<std::int64_t>>;
 
 // Rows whose products with the covariances of a group exist at a time.
 constexpr std::int64_t tile_rows = 512;
-
-bool on_host() { return detail::runs_on_host && !detail::uses_device_kernels(); }
 
 struct Parameters {
   std::int64_t future_positions = 512;
@@ -58,10 +53,10 @@ class QueryStatisticsFile {
         const std::int64_t local = std::int64_t{h} * group + g;
         const std::int64_t head =
             layer.layer() * m_heads + std::int64_t{layer.extents().heads[h]} * group + g;
-        read(m_mean, head * m_dim, m_dim, host_means.data() + local * m_dim);
+        detail::floats_of(m_mean, head * m_dim, m_dim, host_means.data() + local * m_dim);
         if (covariances.size() == 0) continue;
-        read(m_covariance, head * m_dim * m_dim, m_dim * m_dim,
-             host_covariances.data() + local * m_dim * m_dim);
+        detail::floats_of(m_covariance, head * m_dim * m_dim, m_dim * m_dim,
+                          host_covariances.data() + local * m_dim * m_dim);
       }
     }
     Kokkos::deep_copy(layer.exec(), means, host_means);
@@ -70,28 +65,6 @@ class QueryStatisticsFile {
   }
 
  private:
-  template <class Value>
-  static void read_as(const std::byte* source, std::int64_t count, float* target) {
-    for (std::int64_t i = 0; i < count; ++i) {
-      Value value;
-      std::memcpy(&value, source + i * sizeof(Value), sizeof(Value));
-      target[i] = static_cast<float>(value);
-    }
-  }
-  static void read(const TensorInfo& tensor, std::int64_t first, std::int64_t count,
-                   float* target) {
-    const std::byte* const source =
-        tensor.data + first * static_cast<std::int64_t>(size_of(tensor.dtype));
-    switch (tensor.dtype) {
-      case DType::f32:
-        return read_as<float>(source, count, target);
-      case DType::f16:
-        return read_as<half>(source, count, target);
-      case DType::bf16:
-        return read_as<bfloat16>(source, count, target);
-    }
-  }
-
   SafetensorsFolder m_tensors;
   std::int64_t m_heads;
   std::int64_t m_dim;
@@ -135,7 +108,7 @@ void multiply_form(const ExecutionSpace& exec, const ConstMatrix& keys, const Ma
 // makes them probabilities, over the group's size.
 void soften(const ExecutionSpace& exec, float* logits, std::int64_t rows, int group,
             const RowVector& factors) {
-  if (on_host()) {
+  if (detail::uses_host_kernels()) {
     float* const of_heads = factors.data();
     Kokkos::parallel_for(
         "kvzap::expected_attention::softmax", HostRange(0, group), [=](std::int64_t g) {

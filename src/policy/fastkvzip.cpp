@@ -1,15 +1,16 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cstring>
+#include <cmath>
 #include <kvzap/safetensors.hpp>
 
-#include "base/kokkos_compat.hpp"
 #include "base/scratch.hpp"
 #include "linalg/gemm.hpp"
 #include "model/weights.hpp"
 #include "policy/new_scores.hpp"
 #include "policy/registry.hpp"
+#include "policy/rows.hpp"
+#include "policy/tensor_floats.hpp"
 
 namespace kvzap::policy {
 namespace {
@@ -17,7 +18,7 @@ namespace {
 using detail::ConstVector;
 using detail::Matrix;
 using detail::Vector;
-using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
+using Range = detail::PolicyRange;
 using ScoreView = Policy::ScoreView;
 
 // Of torch's Qwen3RMSNorm.
@@ -92,35 +93,16 @@ class Gates {
                      const ScoreView& scores) = 0;
 };
 
-std::vector<float> floats_of(const TensorInfo& tensor) {
-  std::vector<float> values(tensor.bytes / size_of(tensor.dtype));
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    const std::byte* const from = tensor.data + i * size_of(tensor.dtype);
-    if (tensor.dtype == DType::f32) {
-      std::memcpy(&values[i], from, sizeof(float));
-    } else {
-      std::uint16_t bits = 0;
-      std::memcpy(&bits, from, sizeof(bits));
-      half as_half{};
-      as_half.bits = bits;
-      bfloat16 as_bfloat16{};
-      as_bfloat16.bits = bits;
-      values[i] = tensor.dtype == DType::f16 ? float{as_half} : float{as_bfloat16};
-    }
-  }
-  return values;
-}
-
 // Of a tensor whose first extent is the model's heads, the parts of `heads`.
 ConstVector of_heads(const TensorInfo& tensor, const std::vector<int>& heads, const char* label) {
-  const std::vector<float> all = floats_of(tensor);
-  const std::size_t part = all.size() / static_cast<std::size_t>(tensor.shape[0]);
+  const std::size_t part =
+      tensor.bytes / size_of(tensor.dtype) / static_cast<std::size_t>(tensor.shape[0]);
   const Vector device(Kokkos::view_alloc(Kokkos::WithoutInitializing, std::string(label)),
                       heads.size() * part);
   const auto host = Kokkos::create_mirror_view(device);
   for (std::size_t h = 0; h < heads.size(); ++h) {
-    std::copy_n(all.data() + static_cast<std::size_t>(heads[h]) * part, part,
-                host.data() + h * part);
+    detail::floats_of(tensor, heads[h] * static_cast<std::int64_t>(part),
+                      static_cast<std::int64_t>(part), host.data() + h * part);
   }
   Kokkos::deep_copy(device, host);
   return device;
@@ -237,33 +219,70 @@ std::shared_ptr<Gates> load(const std::string& path, const PolicySetup& setup) {
   throw Error("fastkvzip: unknown value type");
 }
 
-// What the gates gave the newest positions of a layer: score() overwrites it with 1 there, and in a
-// later step these are no longer the newest.
-struct Tail {
-  Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> scores;  // (head, position - first)
+// What the gates gave the rows that score() gave 1 for being the newest: in a later step these are
+// no longer. By position, so that a step may begin again after one that failed, or from a
+// checkpoint.
+struct Protected {
+  Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>
+      gates;  // (head, position - first): or NaN
   std::int64_t first = 0;
 };
 
-// Puts back what `old` knows of a head's rows, notes what `fresh` is to know, and protects rows at
-// positions before `sink` and from fresh.first on.
+// Room for positions from `first` to `end` - 1, with what there is.
+void grow(const ExecutionSpace& exec, std::int64_t heads, std::int64_t first, std::int64_t end,
+          Protected& rows) {
+  const auto known = static_cast<std::int64_t>(rows.gates.extent(1));
+  if (known == 0) rows.first = first;
+  first = std::min(first, rows.first);
+  end = std::max(end, rows.first + known);
+  if (first == rows.first && end == rows.first + known) return;
+  // (Half as much again, so that a token at a time does not copy all each time.)
+  const std::int64_t columns = std::max(end - first, known + known / 2);
+  const decltype(rows.gates) gates("kvzap::fastkvzip::protected", heads, columns);
+  Kokkos::deep_copy(exec, gates, std::nanf(""));
+  if (known > 0) {
+    const auto begin = rows.first - first;
+    Kokkos::deep_copy(exec,
+                      Kokkos::subview(gates, Kokkos::ALL, std::make_pair(begin, begin + known)),
+                      rows.gates);
+    detail::fence(exec, "kvzap::fastkvzip: the smaller copy goes");
+  }
+  rows.gates = gates;
+  rows.first = first;
+}
+
+// Forgets the positions from `begin` to `end` - 1.
+void forget(const ExecutionSpace& exec, std::int64_t begin, std::int64_t end,
+            const Protected& rows) {
+  const auto gates = rows.gates;
+  begin = std::max<std::int64_t>(0, begin - rows.first);
+  const std::int64_t count = std::max<std::int64_t>(0, end - rows.first - begin);
+  const float nan = std::nanf("");
+  Kokkos::parallel_for(
+      "kvzap::fastkvzip::forget",
+      Range(exec, 0, static_cast<std::int64_t>(gates.extent(0)) * count),
+      KOKKOS_LAMBDA(std::int64_t i) { gates(i / count, begin + i % count) = nan; });
+}
+
+// Puts back what the gates gave a head's rows, and protects those at positions before `sink` and
+// from `newest` on.
 void protect(const ExecutionSpace& exec, const PolicyLayer::PositionView& positions, int head,
-             const Tail& old, const Tail& fresh, std::int64_t sink, const ScoreView& scores) {
-  const auto old_scores = old.scores;
-  const auto fresh_scores = fresh.scores;
-  const std::int64_t old_first = old.first, fresh_first = fresh.first;
-  const std::int64_t old_end = old_first + static_cast<std::int64_t>(old_scores.extent(1));
-  const std::int64_t fresh_end = fresh_first + static_cast<std::int64_t>(fresh_scores.extent(1));
+             const Protected& rows, std::int64_t sink, std::int64_t newest,
+             const ScoreView& scores) {
+  const auto gates = rows.gates;
+  const std::int64_t first = rows.first;
   Kokkos::parallel_for(
       "kvzap::fastkvzip::protect", Range(exec, 0, static_cast<std::int64_t>(positions.extent(0))),
       KOKKOS_LAMBDA(std::int64_t row) {
         const std::int64_t position = positions(row);
         float score = scores(head, row);
-        if (position >= old_first && position < old_end) {
-          score = old_scores(head, position - old_first);
-        }
-        if (position >= fresh_first && position < fresh_end) {
-          fresh_scores(head, position - fresh_first) = score;
-          score = 1;
+        if (position >= first) {
+          float& gate = gates(head, position - first);
+          if (gate == gate) score = gate;
+          if (position >= newest) {
+            gate = score;
+            score = 1;
+          }
         }
         scores(head, row) = position < sink ? 1.0f : score;
       });
@@ -297,19 +316,15 @@ class FastKvzip final : public Policy {
   void score(PolicyLayer& layer, const ScoreView& scores) override {
     m_scores.fill(layer, scores);
     const std::int64_t tokens = layer.extents().tokens;
-    m_tails.resize(static_cast<std::size_t>(layer.extents().layers));
-    Tail& old = m_tails.at(static_cast<std::size_t>(layer.layer()));
-    // What the previous step made its newest is old here, except for what this step repeats.
-    Tail fresh;
-    fresh.first = std::max<std::int64_t>(0, tokens - window_of(tokens));
-    fresh.scores =
-        decltype(fresh.scores)("kvzap::fastkvzip::tail", layer.heads(), tokens - fresh.first);
-    cut(old, tokens - layer.extents().new_tokens);
+    const std::int64_t newest = std::max<std::int64_t>(0, tokens - window_of(tokens));
+    m_protected.resize(static_cast<std::size_t>(layer.extents().layers));
+    Protected& rows = m_protected.at(static_cast<std::size_t>(layer.layer()));
+    grow(layer.exec(), layer.heads(), newest, tokens, rows);
+    // (Another token may have been there before.)
+    forget(layer.exec(), tokens - layer.extents().new_tokens, tokens, rows);
     for (int head = 0; head < layer.heads(); ++head) {
-      protect(layer.exec(), layer.positions(head), head, old, fresh, m_options.sink, scores);
+      protect(layer.exec(), layer.positions(head), head, rows, m_options.sink, newest, scores);
     }
-    detail::fence(layer.exec(), "kvzap::fastkvzip: the old tail goes");
-    old = fresh;
   }
 
  private:
@@ -321,19 +336,11 @@ class FastKvzip final : public Policy {
         1, static_cast<std::int64_t>(static_cast<double>(tokens) * m_options.window_ratio));
   }
 
-  // Forgets positions from `end` on, which are new.
-  static void cut(Tail& tail, std::int64_t end) {
-    const auto count = static_cast<std::int64_t>(tail.scores.extent(1));
-    const std::int64_t known = std::clamp<std::int64_t>(end - tail.first, 0, count);
-    if (known == count) return;
-    tail.scores = Kokkos::subview(tail.scores, Kokkos::ALL, std::make_pair(std::int64_t{0}, known));
-  }
-
   std::shared_ptr<Gates> m_gates;
   Options m_options;
   detail::NewScores m_scores;
-  std::vector<Tail> m_tails;  // (layer)
-  Vector m_hidden;            // scratch
+  std::vector<Protected> m_protected;  // (layer)
+  Vector m_hidden;                     // scratch
 };
 
 }  // namespace
@@ -353,7 +360,7 @@ class FastKvzip final : public Policy {
 /// sinks, d), b (heads, 1, g).
 ///
 /// Cost: products of hidden states with heads * (g + 1) * d outputs, O(heads * g * sinks * d) a
-/// token; 4 bytes a row of the step, and of the newest.
+/// token; 4 bytes a row of the step, and of those that were among the newest of a step.
 PolicyInfo fastkvzip() {
   using Kind = PolicyParameter::Kind;
   PolicyInfo info;

@@ -62,7 +62,9 @@ class Finch final : public Policy {
   void observe(PolicyLayer& layer, const TokenBlock& block) override {
     const auto& extents = layer.extents();
     if (extents.question == 0) return;
-    if (m_observed == 0) {
+    // Not by what `score` has left: a step that failed may not have come so far.
+    if (block.first == extents.tokens - extents.new_tokens) {
+      m_observed = 0;
       m_queries = {};
       m_queries = Queries(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::finch::queries"),
                           extents.question, layer.heads() * extents.group, extents.head_dim);
@@ -80,7 +82,6 @@ class Finch final : public Policy {
 
   void score(PolicyLayer& layer, const ScoreView& scores) override {
     const auto& extents = layer.extents();
-    m_observed = 0;
     if (extents.question == 0) {
       for (int h = 0; h < layer.heads(); ++h) {
         fill_rows(layer.exec(), scores, h, {0, layer.rows(h)}, 0);
@@ -141,6 +142,8 @@ PolicyInfo finch() {
                       {},
                       "rows of a part of the context with a budget of its own; 0: all in one"}};
   info.needs_question = true;
+  // While the model generates there is no question to score by.
+  info.scores_again = false;
   info.make = [](const PolicyArguments& arguments, const PolicySetup&) -> PolicyMaker {
     const bool normalizes = arguments.flag("normalize");
     return [=] { return std::make_unique<Finch>(normalizes); };

@@ -78,13 +78,14 @@ class H2O final : public Policy {
   }
 
   void observe(PolicyLayer& layer, const TokenBlock& block) override {
-    if (!m_started) start(layer, block);
+    const auto& extents = layer.extents();
+    // Not by what `score` has left: a step that failed may not have come so far.
+    if (block.first == extents.tokens - extents.new_tokens) start(layer, block);
     m_end = block.first + block.count;
     if (layer.heads() > 0) layer.attention_mass(block, MassReduction::sum, m_mass);
   }
 
   void score(PolicyLayer& layer, const ScoreView& scores) override {
-    m_started = false;
     H2OScore score;
     score.normalizes = m_normalizes;
     score.tokens_before = m_first;
@@ -100,7 +101,6 @@ class H2O final : public Policy {
 
  private:
   void start(PolicyLayer& layer, const TokenBlock& block) {
-    m_started = true;
     m_first = block.first;
     // Whether the layer's rows are those up to this block or up to the step's end.
     const std::int64_t columns = layer.heads() > 0 ? most_rows(layer) : 0;
@@ -119,7 +119,6 @@ class H2O final : public Policy {
 
   bool m_normalizes;
   bool m_local;
-  bool m_started = false;
   std::int64_t m_first = 0;  // position of the step's first token
   std::int64_t m_end = 0;    // and behind its last one
   RowVector m_sums;

@@ -159,7 +159,7 @@ void fill_short(const ExecutionSpace& exec, std::int64_t sink, std::int64_t rows
 /// if there are not two partitions, the newest rows are kept (rising scores).
 ///
 /// Two passes over keys and values, (rows, head_dim) of each head, and lag comparisons of a row;
-/// three floats per row and 2 * head_dim per partition.
+/// a float per row and 2 * head_dim per partition.
 ///
 /// kvpress: cross-scoring is its own addition; ranks of equal scores are in no certain order there
 /// (here: by position).

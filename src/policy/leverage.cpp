@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "base/scratch.hpp"
+#include "policy/inverse_factor.hpp"
 #include "policy/registry.hpp"
 
 namespace kvzap::detail {
@@ -16,20 +17,6 @@ using Rows = PolicyLayer::RowsView;
 
 // Positions between two coarse ones.
 constexpr std::int64_t fine_positions = 128;
-
-// Cosine and sine, (position, pair, 2), of positions first, first + step, …
-void fill_turns(const ExecutionSpace& exec, std::int64_t count, std::int64_t step,
-                const Kokkos::View<const float*, MemorySpace>& frequencies, float* turns) {
-  const std::int64_t pairs = frequencies.extent(0);
-  Kokkos::parallel_for(
-      "kvzap::policy::leverage_turns", PolicyRange(exec, 0, count * pairs),
-      KOKKOS_LAMBDA(std::int64_t i) {
-        const double angle =
-            static_cast<double>(i / pairs * step) * static_cast<double>(frequencies(i % pairs));
-        turns[i / pairs * 2 * pairs + i % pairs] = static_cast<float>(math::cos(angle));
-        turns[i / pairs * 2 * pairs + pairs + i % pairs] = static_cast<float>(math::sin(angle));
-      });
-}
 
 // rows = keys, turned back by their positions. The angle is the float that RoPE computes, position
 // * frequency: sine and cosine of the exact product come from those of its coarse and its fine
@@ -104,37 +91,6 @@ void sum_squares(const ExecutionSpace& exec, const ConstMatrix& x, int head, std
       });
 }
 
-// Inverts the Cholesky factor L of `gram` + jitter * I: inverse (n, n) = L⁻¹, row after row.
-// Returns whether there is such a factor.
-bool invert_factor(const float* gram, std::int64_t n, double jitter, std::vector<double>& factor,
-                   float* inverse) {
-  factor.assign(n * n, 0.0);
-  for (std::int64_t i = 0; i < n; ++i) {
-    for (std::int64_t j = 0; j <= i; ++j) {
-      double sum = 0.5 * (static_cast<double>(gram[i * n + j]) + gram[j * n + i]);
-      if (i == j) sum += jitter;
-      for (std::int64_t k = 0; k < j; ++k) sum -= factor[i * n + k] * factor[j * n + k];
-      if (i != j) {
-        factor[i * n + j] = sum / factor[j * n + j];
-      } else if (sum > 0 && std::isfinite(sum)) {
-        factor[i * n + i] = std::sqrt(sum);
-      } else {
-        return false;
-      }
-    }
-  }
-  std::vector<double> column(n);
-  for (std::int64_t j = 0; j < n; ++j) {
-    for (std::int64_t i = 0; i < n; ++i) {
-      double sum = i == j ? 1.0 : 0.0;
-      for (std::int64_t k = j; k < i; ++k) sum -= factor[i * n + k] * column[k];
-      column[i] = i < j ? 0.0 : sum / factor[i * n + i];
-      inverse[i * n + j] = static_cast<float>(column[i]);
-    }
-  }
-  return true;
-}
-
 // For each of `heads` Gram matrices (n, n) one after the other the inverse factor, with the same
 // jitter for all of the layer. Collective.
 std::vector<float> invert_factors(const Communicator& comm, const std::vector<float>& grams,
@@ -153,7 +109,7 @@ std::vector<float> invert_factors(const Communicator& comm, const std::vector<fl
       if (!is_finite(begin)) {
         // Nothing helps; the others go on without it.
         std::fill_n(&inverses[begin], n * n, std::numeric_limits<float>::quiet_NaN());
-      } else if (!invert_factor(&grams[begin], n, jitter, factor, &inverses[begin])) {
+      } else if (!invert_factor(&grams[begin], n, jitter, 0, factor, &inverses[begin])) {
         failed = 1;
         break;
       }
@@ -214,8 +170,8 @@ void LeverageScores::operator()(PolicyLayer& layer, const std::vector<RowPart>& 
     reserve_scratch(m_projected, all * n, "kvzap::policy::leverage_projected");
     reserve_scratch(m_solved, most * n, "kvzap::policy::leverage_solved");
     float* const fine_turns = m_turns.data() + coarse * dim;
-    fill_turns(exec, coarse, fine_positions, frequencies, m_turns.data());
-    fill_turns(exec, fine_positions, 1, frequencies, fine_turns);
+    fill_turns(exec, 0, fine_positions, coarse, frequencies, m_turns.data());
+    fill_turns(exec, 0, 1, fine_positions, frequencies, fine_turns);
     float* projected = m_projected.data();
     for (int h = 0; h < layer.heads(); ++h) {
       const auto [begin, count] = parts[h];

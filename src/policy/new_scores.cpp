@@ -6,11 +6,12 @@
 #include <cmath>
 
 #include "base/scratch.hpp"
+#include "policy/rows.hpp"
 
 namespace kvzap::detail {
 namespace {
 
-using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
+using Range = PolicyRange;
 
 // scores(head, row) of a head's cached rows and new ones.
 void join(const ExecutionSpace& exec, const Kokkos::View<const float*, MemorySpace>& cached,

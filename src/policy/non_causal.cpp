@@ -39,10 +39,9 @@ void copy_queries(const ExecutionSpace& exec, const TokenBlock::QueryView& queri
 void exponentials(const ExecutionSpace& exec, const Matrix& products, std::int64_t padded,
                   const Floats& inverse) {
   const std::int64_t keys = products.extent(1);
-  if (runs_on_host && !uses_device_kernels()) {
+  if (uses_host_kernels()) {
     Kokkos::parallel_for("kvzap::policy::non_causal_softmax",
-                         Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace>(
-                             0, static_cast<std::int64_t>(products.extent(0))),
+                         PolicyHostRange(0, static_cast<std::int64_t>(products.extent(0))),
                          [=](std::int64_t q) {
                            float* const row = &products(q, 0);
                            float largest = max_of(row, keys);

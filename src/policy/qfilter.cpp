@@ -1,23 +1,14 @@
-#include <cstring>
 #include <kvzap/safetensors.hpp>
 
 #include "policy/registry.hpp"
 #include "policy/rows.hpp"
+#include "policy/tensor_floats.hpp"
 
 namespace kvzap::policy {
 namespace {
 
 /// (layer, KV head of the model, head_dim), one after the other.
 using Filters = Kokkos::View<const float*, MemorySpace>;
-
-template <class Value>
-void widen_all(const std::byte* bytes, std::size_t count, float* target) {
-  for (std::size_t i = 0; i < count; ++i) {
-    Value value;
-    std::memcpy(&value, bytes + i * sizeof(Value), sizeof(Value));
-    target[i] = static_cast<float>(value);
-  }
-}
 
 Filters load(const std::string& file, const ModelConfig& config) {
   const auto folder = SafetensorsFolder::open(file);
@@ -26,17 +17,7 @@ Filters load(const std::string& file, const ModelConfig& config) {
   const std::size_t count = tensor.bytes / size_of(tensor.dtype);
   const Kokkos::View<float*, MemorySpace> filters("kvzap::policy::qfilter", count);
   const auto host = Kokkos::create_mirror_view(filters);
-  switch (tensor.dtype) {
-    case DType::f32:
-      widen_all<float>(tensor.data, count, host.data());
-      break;
-    case DType::f16:
-      widen_all<half>(tensor.data, count, host.data());
-      break;
-    case DType::bf16:
-      widen_all<bfloat16>(tensor.data, count, host.data());
-      break;
-  }
+  detail::floats_of(tensor, 0, static_cast<std::int64_t>(count), host.data());
   Kokkos::deep_copy(filters, host);
   return filters;
 }

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "base/device_kernels.hpp"
 #include "base/scratch.hpp"
 #include "base/simd.hpp"
 
@@ -13,30 +12,9 @@ using detail::Matrix;
 using Angles = Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace>;
 using Frequencies = Kokkos::View<const float*, MemorySpace>;
 using Covariances = QueryStatistics::Covariances;
-using HostRange =
-    Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace, Kokkos::IndexType<std::int64_t>>;
 
 // Tokens whose angles are one token's and then a step that all runs share: sines are dear.
 constexpr std::int64_t run = 32;
-
-bool on_host() { return detail::runs_on_host && !detail::uses_device_kernels(); }
-
-// turns(t, :, d) = cosine and sine of (first + stride * t) * frequencies(d).
-void fill_turns(const ExecutionSpace& exec, std::int64_t first, std::int64_t stride,
-                const Frequencies& frequencies, const Angles& turns) {
-  const auto pairs = static_cast<std::int64_t>(frequencies.extent(0));
-  Kokkos::parallel_for(
-      "kvzap::query_statistics::turns",
-      RowRange(exec, 0, static_cast<std::int64_t>(turns.extent(0)) * pairs),
-      KOKKOS_LAMBDA(std::int64_t i) {
-        const std::int64_t t = i / pairs;
-        const std::int64_t d = i % pairs;
-        const double angle =
-            static_cast<double>(first + stride * t) * static_cast<double>(frequencies(d));
-        turns(t, 0, d) = static_cast<float>(detail::math::cos(angle));
-        turns(t, 1, d) = static_cast<float>(detail::math::sin(angle));
-      });
-}
 
 // angles(t, :, d): the turn of t's run and then that of t within it.
 void combine_turns(const ExecutionSpace& exec, std::int64_t count, const Angles& runs,
@@ -104,7 +82,7 @@ void turn_queries(const ExecutionSpace& exec, const TokenBlock::QueryView& queri
                   const RowVector& partial, const Matrix& sums) {
   const std::int64_t half = turned.dim / 2;
   const std::int64_t size = turned.heads * turned.dim;
-  if (on_host() && queries.stride(2) == 1) {
+  if (detail::uses_host_kernels() && queries.stride(2) == 1) {
     Kokkos::parallel_for(
         "kvzap::query_statistics::turn", HostRange(0, slices(turned.count)),
         [=](std::int64_t slice) {
@@ -234,7 +212,6 @@ void QueryStatistics::begin(PolicyLayer& layer) {
   const auto& extents = layer.extents();
   const std::int64_t heads = std::int64_t{layer.heads()} * extents.group;
   const std::int64_t dim = extents.head_dim;
-  m_started = true;
   m_count = 0;
   m_end = 0;
   if (static_cast<std::int64_t>(m_means.extent(0)) != heads ||
@@ -251,8 +228,9 @@ void QueryStatistics::begin(PolicyLayer& layer) {
 }
 
 void QueryStatistics::observe(PolicyLayer& layer, const TokenBlock& block) {
-  if (!m_started) begin(layer);
   const auto& extents = layer.extents();
+  // Not by what `finish` has left: a step that failed may not have come so far.
+  if (block.first == extents.tokens - extents.new_tokens) begin(layer);
   m_end = block.first + block.count;
   // finish takes the newest tokens instead.
   if (extents.new_tokens < std::min(m_history, extents.tokens)) return;
@@ -277,14 +255,15 @@ void QueryStatistics::add(PolicyLayer& layer, const TokenBlock& block) {
   const auto frequencies = layer.inverse_frequencies();
   if (m_within.size() == 0) {
     m_within = Angles("kvzap::query_statistics::within", run, 2, dim / 2);
-    fill_turns(exec, 0, 1, frequencies, m_within);
+    detail::fill_turns(exec, 0, 1, run, frequencies, m_within.data());
   }
   if (static_cast<std::int64_t>(m_angles.extent(0)) < count) {
     m_angles = {};
     m_angles = Angles("kvzap::query_statistics::angles", count, 2, dim / 2);
     m_runs = Angles("kvzap::query_statistics::runs", (count + run - 1) / run, 2, dim / 2);
   }
-  fill_turns(exec, block.first + skipped, run, frequencies, m_runs);
+  detail::fill_turns(exec, block.first + skipped, run, (count + run - 1) / run, frequencies,
+                     m_runs.data());
   combine_turns(exec, count, m_runs, m_within, m_angles);
   const TokenBlock::QueryView queries = Kokkos::subview(
       block.queries, std::make_pair(skipped, block.count), Kokkos::ALL, Kokkos::ALL);
@@ -301,7 +280,6 @@ void QueryStatistics::add(PolicyLayer& layer, const TokenBlock& block) {
 }
 
 void QueryStatistics::finish(PolicyLayer& layer) {
-  if (!m_started) begin(layer);
   const auto& extents = layer.extents();
   if (extents.new_tokens < std::min(m_history, extents.tokens)) {
     const TokenBlock newest = layer.recent();
@@ -309,7 +287,6 @@ void QueryStatistics::finish(PolicyLayer& layer) {
     add(layer, newest);
   }
   finish_moments(layer.exec(), m_count, m_shift, m_means, m_covariances);
-  m_started = false;
 }
 
 void AverageRope::prepare(PolicyLayer& layer, std::int64_t begin, std::int64_t count) {

@@ -47,7 +47,6 @@ class QueryStatistics {
   bool m_has_covariance;
   std::int64_t m_sink;
   std::int64_t m_history;
-  bool m_started = false;
   std::int64_t m_count = 0;  // queries so far
   std::int64_t m_end = 0;
   detail::Matrix m_shift;     // (query head, head_dim): what is subtracted from each query

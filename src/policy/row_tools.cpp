@@ -3,20 +3,15 @@
 #include <algorithm>
 #include <limits>
 
-#include "base/device_kernels.hpp"
 #include "base/simd.hpp"
 
 namespace kvzap::policy {
 namespace {
 
 using detail::ConstMatrix;
-using HostRange =
-    Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace, Kokkos::IndexType<std::int64_t>>;
 
 // Rows that one work item of a host reads.
 constexpr std::int64_t slice_rows = 128;
-
-bool on_host() { return detail::runs_on_host && !detail::uses_device_kernels(); }
 
 KVZAP_BODY void products_of_rows_body(const float* a, std::int64_t a_stride, const float* b,
                                       std::int64_t b_stride, const float* v, float by,
@@ -100,7 +95,7 @@ void row_products(const ExecutionSpace& exec, const ConstMatrix& a, const float*
   const auto dim = static_cast<std::int64_t>(a.extent(1));
   const auto stride = static_cast<std::int64_t>(a.stride(0));
   const float* const first = a.data();
-  if (on_host()) {
+  if (detail::uses_host_kernels()) {
     Kokkos::parallel_for("kvzap::policy::row_products",
                          HostRange(0, (rows + slice_rows - 1) / slice_rows), [=](std::int64_t i) {
                            const std::int64_t begin = i * slice_rows;
@@ -126,7 +121,7 @@ void row_norms(const ExecutionSpace& exec, const ConstMatrix& a, float* norms) {
   const auto dim = static_cast<std::int64_t>(a.extent(1));
   const auto stride = static_cast<std::int64_t>(a.stride(0));
   const float* const first = a.data();
-  if (on_host()) {
+  if (detail::uses_host_kernels()) {
     Kokkos::parallel_for("kvzap::policy::row_norms",
                          HostRange(0, (rows + slice_rows - 1) / slice_rows), [=](std::int64_t i) {
                            const std::int64_t begin = i * slice_rows;
@@ -158,14 +153,15 @@ void fill_rows(const ExecutionSpace& exec, const Policy::ScoreView& scores, int 
 
 void protect_rows(PolicyLayer& layer, const Policy::ScoreView& scores,
                   const std::vector<Rows>& rows) {
-  constexpr double none = -std::numeric_limits<double>::infinity();
-  double largest = none;
+  double largest = -std::numeric_limits<double>::infinity();
   for (int h = 0; h < layer.heads(); ++h) {
     max_of_rows(layer.exec(), scores, h, {0, rows[h].first}, largest);
     max_of_rows(layer.exec(), scores, h, {rows[h].second, layer.rows(h)}, largest);
   }
   layer.comm().all_reduce_max(&largest, 1);
-  const auto value = static_cast<float>((largest == none ? 0 : largest) + 1);
+  // What a maximum over no score at all is, or over NaN alone.
+  if (largest <= std::numeric_limits<float>::lowest()) largest = 0;
+  const auto value = static_cast<float>(largest + 1);
   for (int h = 0; h < layer.heads(); ++h) fill_rows(layer.exec(), scores, h, rows[h], value);
 }
 

@@ -6,12 +6,13 @@
 #include <utility>
 #include <vector>
 
-#include "base/kokkos_compat.hpp"
 #include "linalg/gemm.hpp"
+#include "policy/rows.hpp"
 
 namespace kvzap::policy {
 
-using RowRange = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
+using RowRange = detail::PolicyRange;
+using HostRange = detail::PolicyHostRange;
 /// One number per row of a head.
 using RowVector = Kokkos::View<float*, MemorySpace>;
 

@@ -90,6 +90,21 @@ void shift_and_scale(const ExecutionSpace& exec, const Policy::ScoreView& scores
 
 }  // namespace
 
+void fill_turns(const ExecutionSpace& exec, std::int64_t first, std::int64_t stride,
+                std::int64_t count, const Kokkos::View<const float*, MemorySpace>& frequencies,
+                float* turns) {
+  const std::int64_t pairs = frequencies.extent(0);
+  Kokkos::parallel_for(
+      "kvzap::policy::turns", PolicyRange(exec, 0, count * pairs), KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t t = i / pairs;
+        const std::int64_t d = i % pairs;
+        const double angle =
+            static_cast<double>(first + stride * t) * static_cast<double>(frequencies(d));
+        turns[t * 2 * pairs + d] = static_cast<float>(math::cos(angle));
+        turns[t * 2 * pairs + pairs + d] = static_cast<float>(math::sin(angle));
+      });
+}
+
 std::vector<RowPart> whole_heads(const PolicyLayer& layer) {
   std::vector<RowPart> parts;
   for (int h = 0; h < layer.heads(); ++h) parts.push_back({0, layer.rows(h)});

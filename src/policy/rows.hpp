@@ -4,11 +4,17 @@
 #include <kvzap/policy.hpp>
 #include <vector>
 
+#include "base/device_kernels.hpp"
 #include "base/kokkos_compat.hpp"
 
 namespace kvzap::detail {
 
 using PolicyRange = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
+/// For kernels in a form of hosts' own.
+using PolicyHostRange =
+    Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace, Kokkos::IndexType<std::int64_t>>;
+/// Whether kernels that have such a form run in it.
+inline bool uses_host_kernels() { return runs_on_host && !uses_device_kernels(); }
 
 /// Rows begin … begin + count - 1 of a head.
 struct RowPart {
@@ -43,6 +49,12 @@ KOKKOS_INLINE_FUNCTION float dot(const float* a, const float* b, std::int64_t di
 KOKKOS_INLINE_FUNCTION float norm(const float* x, std::int64_t dim) {
   return math::sqrt(dot(x, x, dim));
 }
+
+/// Cosines and sines of RoPE, turns (count, 2, pairs): of the angles (first + stride * t) *
+/// frequencies(d), in double.
+void fill_turns(const ExecutionSpace& exec, std::int64_t first, std::int64_t stride,
+                std::int64_t count, const Kokkos::View<const float*, MemorySpace>& frequencies,
+                float* turns);
 
 /// Sums over the rows of a head. Keeps scratch space.
 class ColumnSums {

@@ -4,7 +4,6 @@
 #include <cmath>
 #include <limits>
 
-#include "base/device_kernels.hpp"
 #include "base/scratch.hpp"
 #include "base/simd.hpp"
 #include "linalg/host/row_kernels.hpp"
@@ -15,8 +14,6 @@ namespace {
 using detail::ConstMatrix;
 using detail::Matrix;
 using Seen = Kokkos::View<std::int64_t*, MemorySpace>;
-using HostRange =
-    Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace, Kokkos::IndexType<std::int64_t>>;
 
 // Logits of a tile: what stays in a second-level cache.
 constexpr std::int64_t tile_logits = std::int64_t{1} << 17;
@@ -24,8 +21,6 @@ constexpr std::int64_t least_tile_rows = 128;
 constexpr std::int64_t most_tile_rows = 4096;
 // Rows that one work item reduces on a host.
 constexpr std::int64_t slice_rows = 256;
-
-bool on_host() { return detail::runs_on_host && !detail::uses_device_kernels(); }
 
 /// One tile of rows against all queries of a group.
 struct Tile {
@@ -79,7 +74,7 @@ void find_seen(const ExecutionSpace& exec, const PolicyLayer::PositionView& posi
 
 // Turns logits into exp(logit - largest of the tile), 0 where a row is not seen.
 void exponentials(const ExecutionSpace& exec, const Tile& tile) {
-  if (on_host()) {
+  if (detail::uses_host_kernels()) {
     Kokkos::parallel_for("kvzap::window_attention::exp", HostRange(0, tile.queries),
                          [=](std::int64_t q) {
                            float* const logits = tile.logits + q * tile.rows;
@@ -206,7 +201,7 @@ KVZAP_KERNEL(void, count_below,
 void reduce_tile(const ExecutionSpace& exec, const Tile& tile, bool counts, bool begins,
                  float* result) {
   const float* const factors = tile.largest;
-  if (on_host()) {
+  if (detail::uses_host_kernels()) {
     Kokkos::parallel_for(
         "kvzap::window_attention::reduce", HostRange(0, (tile.rows + slice_rows - 1) / slice_rows),
         [=](std::int64_t slice) {

@@ -230,18 +230,15 @@ class FakeLayer final : public PolicyLayer {
         m_data.inverse_frequencies.data(), m_data.inverse_frequencies.size());
   }
 
+  /// A step that fails once so many of its new tokens have been shown, in one block.
+  void fail(Policy& policy, std::int64_t shown) {
+    show(policy, shown, m_data.tokens - m_data.new_tokens + shown);
+  }
+
   /// Does what a decoder does in a step: blocks of so many of the new tokens (0: all in one), then
   /// scores. Gives those of each head on this rank, of rows(head) rows.
   std::vector<std::vector<float>> run(Policy& policy, std::int64_t block_tokens = 0) {
-    m_needs = policy.needs();
-    if (m_needs.blocks) {
-      const std::int64_t step = block_tokens > 0 ? block_tokens : m_data.new_tokens;
-      for (std::int64_t t = m_data.tokens - m_data.new_tokens; t < m_data.tokens; t += step) {
-        const std::int64_t count = std::min(step, m_data.tokens - t);
-        m_seen = t + count;
-        policy.observe(*this, block(t, count));
-      }
-    }
+    show(policy, block_tokens > 0 ? block_tokens : m_data.new_tokens, m_data.tokens);
     m_seen = m_data.tokens;
     const auto& all_rows = extents().rows;
     const std::int64_t most =
@@ -269,6 +266,17 @@ class FakeLayer final : public PolicyLayer {
     return heads;
   }
   int number(int head) const { return m_extents.heads.at(head); }
+
+  /// Blocks of so many of the new tokens, up to position `end`.
+  void show(Policy& policy, std::int64_t step, std::int64_t end) {
+    m_needs = policy.needs();
+    if (!m_needs.blocks) return;
+    for (std::int64_t t = m_data.tokens - m_data.new_tokens; t < end; t += step) {
+      const std::int64_t count = std::min(step, end - t);
+      m_seen = t + count;
+      policy.observe(*this, block(t, count));
+    }
+  }
 
   /// Throws if the rows are not all there: of the step, up to the block that is observed.
   void check(int head, std::int64_t begin, std::int64_t count) const {

@@ -753,4 +753,46 @@ TEST(Cap, WeightedLeverage) {
   }
 }
 
+// An object goes on after a step that failed: nothing of that step is in the next one's scores, and
+// what it has room for is that of the next one.
+TEST(AttentionPolicies, ForgetAStepThatFailed) {
+  LayerShape shape;
+  shape.tokens = 90;
+  shape.new_tokens = 60;
+  LayerData failed = random_layer(shape, 20);
+  failed.question = 20;
+  shape.tokens = 700;
+  shape.new_tokens = 600;
+  LayerData data = random_layer(shape, 21);
+  data.question = 50;
+  for (const PolicyInfo& info : {kvzap::policy::h2o(), kvzap::policy::finch(), kvzap::policy::cap(),
+                                 kvzap::policy::expected_attention()}) {
+    SCOPED_TRACE(info.name);
+    const auto expected = FakeLayer(data).run(*make(info), 256);
+    for (std::int64_t shown : {25, 60}) {
+      const auto policy = make(info);
+      FakeLayer(failed).fail(*policy, shown);
+      EXPECT_EQ(FakeLayer(data).run(*policy, 256), expected);
+    }
+  }
+}
+
+// Rows that are NaN are kept; protected ones are not to go in their place.
+TEST(AttentionPolicies, ProtectedRowsBesideNothingButNaN) {
+  LayerShape shape;
+  shape.kv_heads = 1;
+  shape.tokens = shape.new_tokens = 40;
+  LayerData data = random_layer(shape, 22);
+  for (float& x : data.queries) x = std::nanf("");
+  const auto scores =
+      FakeLayer(data).run(*make(kvzap::policy::snapkv(), {{"window", "8"}, {"kernel", "1"}}));
+  EXPECT_TRUE(std::isnan(scores[0][0]));
+  for (std::int64_t r = 32; r < 40; ++r) EXPECT_EQ(scores[0][r], 1.0f);
+}
+
+TEST(Finch, NeedsAQuestion) {
+  EXPECT_TRUE(kvzap::policy::finch().needs_question);
+  EXPECT_FALSE(kvzap::policy::finch().scores_again);
+}
+
 }  // namespace

@@ -170,6 +170,24 @@ TEST_F(LearnedPolicies, FastKvzipRemembersWhatItProtected) {
   }
   expected[1].erase(expected[1].begin() + 1);
   expect_near(second.run(*policy), expected);
+  // The step once more, as after one that failed in a later layer, or from a checkpoint.
+  expect_near(second.run(*policy), expected);
+  // And token by token, of which one at a time is the newest fourth to first.
+  for (std::int64_t tokens = 6; tokens <= 10; ++tokens) {
+    LayerData one = make_layer(tokens);
+    one.new_tokens = 1;
+    one.cached_scores = tokens == 6 ? before : one.cached_scores;
+    for (auto& head : one.cached_scores) head.resize(static_cast<std::size_t>(tokens - 1), 1.0f);
+    const Scores found = FakeLayer(one).run(*policy);
+    const auto newest =
+        std::max<std::int64_t>(1, static_cast<std::int64_t>(static_cast<double>(tokens) * 0.4));
+    for (std::size_t h = 0; h < 2; ++h) {
+      for (std::int64_t t = 3; t < tokens; ++t) {
+        EXPECT_NEAR(found[h][t], t >= tokens - newest ? 1 : gate_scores[h][t], 2e-6)
+            << tokens << " tokens, position " << t;
+      }
+    }
+  }
 }
 
 TEST_F(LearnedPolicies, FastKvzipHasABudgetOverAllLayers) {

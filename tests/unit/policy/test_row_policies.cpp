@@ -734,6 +734,25 @@ TEST_P(RowPolicies, FewRowsAreScored) {
   }
 }
 
+TEST_P(RowPolicies, AStepThatFailedIsForgotten) {
+  LayerShape shape;
+  shape.tokens = 90;
+  shape.new_tokens = 60;
+  const LayerData failed = test::random_layer(shape, 51);
+  shape.tokens = 300;
+  shape.new_tokens = 260;
+  const LayerData data = test::random_layer(shape, 52);
+  for (const PolicyInfo& info : {policy::non_causal(), policy::compactor()}) {
+    SCOPED_TRACE(info.name);
+    const Scores expected = FakeLayer(data).run(*make_policy(info, data), 100);
+    for (const std::int64_t shown : {25, 60}) {
+      const auto policy = make_policy(info, data);
+      FakeLayer(failed).fail(*policy, shown);
+      EXPECT_EQ(FakeLayer(data).run(*policy, 100), expected);
+    }
+  }
+}
+
 TEST_P(RowPolicies, HeadsAreScoredApart) {
   const LayerData data = layers()[1];
   for (const PolicyInfo& info : infos()) {

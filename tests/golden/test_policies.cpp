@@ -32,7 +32,7 @@ using golden::tensor;
 constexpr double tolerance = 1e-3;
 
 /// Of scores of heads, which lie between 0 and 1.
-constexpr double head_tolerance = 1e-4;
+constexpr double head_tolerance = 1e-5;
 
 /// Scores that kvpress has set to the largest float: pairs of CriticalKV's first stage.
 constexpr float beyond_scores = 1e30f;

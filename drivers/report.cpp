@@ -178,6 +178,9 @@ ordered_json to_json(const RunReport& report, const RunOptions& options) {
                     {"peak_rss_bytes", sum(report.peak_rss_bytes)},
                     {"peak_rss_bytes_per_rank", report.peak_rss_bytes}};
   json["load_seconds"] = report.load_seconds;
+  if (report.texts > 0) {
+    json["texts"] = {{"count", report.texts}, {"seconds", report.texts_seconds}};
+  }
   return json;
 }
 
@@ -228,6 +231,10 @@ std::string to_text(const RunReport& report, const RunOptions& options) {
   if (!report.policy.empty()) {
     line(fmt::format("      of that scoring {:.3f} s, choosing and evicting {:.3f} s",
                      report.context.score_seconds, report.context.prune_seconds));
+  }
+  if (report.texts > 0) {
+    line(fmt::format("      before the context the policy's {} text{} {:.2f} s", report.texts,
+                     report.texts == 1 ? "" : "s", report.texts_seconds));
   }
   for (const AnsweredQuestion& item : report.answers) {
     line(fmt::format("      question of {} tokens {:.3f} s, {} new tokens, {:.2f} ms each",

@@ -29,6 +29,8 @@ struct RunReport {
   int ranks = 1;
   std::int64_t context_tokens = 0;
   double load_seconds = 0;
+  std::int64_t texts = 0;  // from which the policy has learned
+  double texts_seconds = 0;
   double prefill_seconds = 0;
   CacheReport context;
   std::vector<AnsweredQuestion> answers;

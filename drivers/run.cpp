@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <fstream>
 #include <iostream>
+#include <kvzap/calibrate.hpp>
 #include <kvzap/chat_template.hpp>
 #include <kvzap/generate.hpp>
 #include <kvzap/memory_plan.hpp>
@@ -270,15 +271,47 @@ bool is_full_at_first(const CacheOptions& cache) {
           cache.policy->budget.has_amount() && !cache.policy->budget.by_layer());
 }
 
+/// Token ids of texts.
+using Texts = std::vector<std::vector<TokenId>>;
+
+/// The texts from which the policy learns, if it does.
+Texts load_texts(const RunOptions& options, const CacheOptions& cache, const Tokenizer* tokenizer,
+                 const ModelConfig& config, const Communicator& comm) {
+  if (!cache.policy || !cache.policy->calibration) return {};
+  const fs::path file = cache.policy->calibration->texts();
+  std::optional<Tokenizer> own;
+  comm.agree_on_root([&] {
+    if (tokenizer) return;  // else the prompt is token ids
+    try {
+      own = Tokenizer::load(options.model);
+    } catch (const Error& error) {
+      throw Error(fmt::format("{}: these texts need the model's tokenizer: {}", file.string(),
+                              error.what()));
+    }
+  });
+  Texts texts = read_texts(file, own ? &*own : tokenizer, config, comm);
+  if (options.quiet || !comm.is_root()) return texts;
+  for (std::size_t i = 0; i < texts.size(); ++i) {
+    if (static_cast<std::int64_t>(texts[i].size()) <= config.max_position_embeddings) continue;
+    fmt::print(stderr,
+               "kvzap: warning: {}: text {} has {} tokens, more than the model's "
+               "max_position_embeddings = {}\n",
+               file.string(), i + 1, texts[i].size(), config.max_position_embeddings);
+  }
+  return texts;
+}
+
 template <class Value>
 std::unique_ptr<Generator> make_generator(const RunOptions& options, const CacheOptions& cache,
-                                          std::shared_ptr<Scorer> scorer, const ModelSetup& setup,
-                                          const Communicator& comm,
+                                          std::shared_ptr<Scorer> scorer, const Texts& texts,
+                                          const ModelSetup& setup, const Communicator& comm,
                                           const ProgressCallback& progress, RunReport& report) {
+  auto start = Clock::now();
   std::unique_ptr<Generator> generator;
+  std::shared_ptr<const Model<Value>> model;
   std::int64_t weight_bytes = 0;
   comm.agree([&] {
-    const auto model = std::make_shared<const Model<Value>>(
+    model = std::make_shared<const Model<Value>>(
         Model<Value>::load(options.model, setup.config, setup.partition, comm.rank(),
                            options.random_weights, progress));
     weight_bytes = model->bytes();
@@ -286,6 +319,13 @@ std::unique_ptr<Generator> make_generator(const RunOptions& options, const Cache
   });
   for (const auto& rank : comm.all_gather({weight_bytes})) {
     report.weight_bytes.push_back(rank.front());
+  }
+  report.load_seconds = seconds_since(start);
+  if (!texts.empty()) {
+    start = Clock::now();
+    calibrate<Value>(model, *cache.policy, texts, comm, progress);
+    report.texts_seconds = seconds_since(start);
+    report.texts = static_cast<std::int64_t>(texts.size());
   }
   return generator;
 }
@@ -386,35 +426,43 @@ void run(const RunOptions& options, const Communicator& comm, const std::string&
   comm.agree([&] {
     scorer = load_policy(options, spec, *setup, report.context_tokens, comm, report.cache_options);
     report.is_full_at_first = is_full_at_first(report.cache_options);
+  });
+  const Texts texts = load_texts(options, report.cache_options, text_tokenizer, config, comm);
+  comm.agree([&] {
     const MemoryPlan planned = plan(options, config, report.context_tokens, comm.size(), {});
     check_memory(least_bytes(planned, !report.is_full_at_first), ranks_on_node,
                  "weights and cache (--dry-run prints the plan)");
+    std::size_t most = 0;
+    for (const auto& text : texts) most = std::max(most, text.size());
+    if (most == 0) return;
+    const MemoryPlan of_texts =
+        plan(options, config, static_cast<std::int64_t>(most), comm.size(), {});
+    check_memory(least_bytes(of_texts, true), ranks_on_node,
+                 fmt::format("weights and the longest of the policy's texts, {} tokens", most));
   });
   if (report.cache_options.prune != PruneMode::none) report.policy = policy_text(options);
   if (scorer && !options.surrogate.empty()) report.surrogate_kind = scorer->kind();
   detail::set_blas_threads(cores_of_rank(ranks_on_node));
 
-  // 2. Load this rank's share of the weights.
+  // 2. Load this rank's share of the weights, and let the policy learn from its texts.
   Progress bar(talks);
   const ProgressCallback progress = [&](std::string_view what, std::int64_t done,
                                         std::int64_t total) { bar.update(what, done, total); };
-  auto start = Clock::now();
   std::unique_ptr<Generator> generator;
   switch (dtype_from_name(options.dtype)) {
     case DType::f32:
-      generator = make_generator<float>(options, report.cache_options, scorer, *setup, comm,
+      generator = make_generator<float>(options, report.cache_options, scorer, texts, *setup, comm,
                                         progress, report);
       break;
     case DType::f16:
-      generator = make_generator<half>(options, report.cache_options, scorer, *setup, comm,
+      generator = make_generator<half>(options, report.cache_options, scorer, texts, *setup, comm,
                                        progress, report);
       break;
     case DType::bf16:
-      generator = make_generator<bfloat16>(options, report.cache_options, scorer, *setup, comm,
-                                           progress, report);
+      generator = make_generator<bfloat16>(options, report.cache_options, scorer, texts, *setup,
+                                           comm, progress, report);
       break;
   }
-  report.load_seconds = seconds_since(start);
 
   // 3. Prefill the context and prune it.
   std::optional<Dump> dump;
@@ -423,7 +471,7 @@ void run(const RunOptions& options, const Communicator& comm, const std::string&
                  comm);
     generator->set_observer(&*dump);
   }
-  start = Clock::now();
+  const auto start = Clock::now();
   generator->prefill(prompt.context, prompt.questions.size() > 1, progress);
   // What is pruned after the question runs together with it.
   const bool is_after_question = report.cache_options.prune_after == PruneMoment::question;

@@ -93,6 +93,25 @@ struct PolicyInfo {
 /// All policies, in the order in which `kvzap policies` lists them.
 const std::vector<PolicyInfo>& policies();
 
+/// What a policy learns from texts before its first sequence; kvzap::calibrate runs them.
+class Calibration {
+ public:
+  Calibration() = default;
+  Calibration(const Calibration&) = delete;
+  Calibration& operator=(const Calibration&) = delete;
+  virtual ~Calibration() = default;
+
+  /// File of the texts, for read_texts.
+  virtual const std::filesystem::path& texts() const = 0;
+  /// Forgets what was learned before.
+  virtual void begin() = 0;
+  /// Makes what watches the next text, which it sees as one step of a sequence of its own. Nothing
+  /// follows: rows that score above 0 stay, and one is enough. This object outlives it.
+  virtual std::unique_ptr<Policy> watch() = 0;
+  /// All texts have been seen. Collective; every rank then knows the same.
+  virtual void finish(const Communicator& comm) = 0;
+};
+
 /// A policy with its modifiers and its budget, ready to run.
 struct PolicyChoice {
   std::string name;  // as it was given: "snapkv:window=32+ada"
@@ -107,6 +126,8 @@ struct PolicyChoice {
   /// For policies that judge new tokens from hidden states alone, in one call for all sequences of
   /// a step (kvzap): the decoder's fast path with a threshold.
   std::shared_ptr<Scorer> scorer;
+  /// What `make` waits for, if there is something: calibrate() before the first sequence.
+  std::shared_ptr<Calibration> calibration;
   /// Some rows have the largest finite score, to mark them (critical).
   bool scores_are_marked = false;
 };

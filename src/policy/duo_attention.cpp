@@ -9,6 +9,7 @@
 #include <sstream>
 
 #include "base/json_file.hpp"
+#include "policy/mean_attention.hpp"
 #include "policy/registry.hpp"
 #include "policy/rows.hpp"
 
@@ -59,6 +60,25 @@ std::vector<std::vector<double>> read_shares(const std::filesystem::path& file) 
   return shares;
 }
 
+// The heads with the least shares (layer, KV head), in order of (share, layer, head), stream.
+std::vector<std::vector<bool>> streaming_heads(const std::vector<std::vector<double>>& shares,
+                                               double ratio) {
+  const std::size_t heads = shares.at(0).size();
+  std::vector<std::size_t> order(shares.size() * heads);
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
+    return shares[a / heads][a % heads] < shares[b / heads][b % heads];
+  });
+  // (To even, as Python rounds.)
+  const auto count =
+      static_cast<std::size_t>(std::nearbyint(static_cast<double>(order.size()) * ratio));
+  std::vector<std::vector<bool>> streaming(shares.size(), std::vector<bool>(heads, false));
+  for (std::size_t i = 0; i < count; ++i) {
+    streaming[order[i] / heads][order[i] % heads] = true;
+  }
+  return streaming;
+}
+
 Pattern read_pattern(const std::filesystem::path& path, double ratio, const ModelConfig& model) {
   const auto folder = std::filesystem::is_directory(path) ? path : path.parent_path();
   const auto file = std::filesystem::is_directory(path) ? path / "full_attention_heads.tsv" : path;
@@ -84,19 +104,7 @@ Pattern read_pattern(const std::filesystem::path& path, double ratio, const Mode
                     "was made for another model",
                     file.string(), shares.size(), model.num_hidden_layers));
   }
-  // The heads with the least shares, in order of (share, layer, head), stream.
-  std::vector<std::size_t> order(shares.size() * heads);
-  std::iota(order.begin(), order.end(), std::size_t{0});
-  std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
-    return shares[a / heads][a % heads] < shares[b / heads][b % heads];
-  });
-  // (To even, as Python rounds.)
-  const auto count =
-      static_cast<std::size_t>(std::nearbyint(static_cast<double>(order.size()) * ratio));
-  pattern.streaming.assign(shares.size(), std::vector<bool>(heads, false));
-  for (std::size_t i = 0; i < count; ++i) {
-    pattern.streaming[order[i] / heads][order[i] % heads] = true;
-  }
+  pattern.streaming = streaming_heads(shares, ratio);
   return pattern;
 }
 
@@ -133,6 +141,39 @@ class DuoAttention final : public Policy {
   std::shared_ptr<const Pattern> m_pattern;
 };
 
+void set_up_duo_attention(PolicyChoice& choice, const PolicyArguments& arguments,
+                          const PolicySetup& setup) {
+  if (arguments.has("pattern") == arguments.has("texts")) {
+    throw Error(
+        fmt::format("policy duo-attention needs {} of pattern=FILE, which heads stream, and "
+                    "texts=FILE, from which to find out",
+                    arguments.has("texts") ? "only one" : "one"));
+  }
+  const double ratio = arguments.number("head-evict-ratio");
+  if (arguments.has("pattern")) {
+    const auto pattern = std::make_shared<const Pattern>(
+        read_pattern(arguments.text("pattern"), ratio, setup.config));
+    choice.make = [pattern] { return std::make_unique<DuoAttention>(pattern); };
+    return;
+  }
+  const auto attention =
+      std::make_shared<MeanAttention>(arguments.text("texts"), arguments.integer("tokens"));
+  choice.calibration = attention;
+  choice.make = [attention, ratio]() -> std::unique_ptr<Policy> {
+    if (attention->scores().empty()) {
+      throw Error(
+          "policy duo-attention: its texts have not been run; kvzap::calibrate does that before "
+          "the first sequence");
+    }
+    auto pattern = std::make_shared<Pattern>();
+    pattern->streaming = streaming_heads(attention->scores(), ratio);
+    // As kvpress has it.
+    pattern->sink = 128;
+    pattern->recent = 256;
+    return std::make_unique<DuoAttention>(std::move(pattern));
+  };
+}
+
 }  // namespace
 
 /// DuoAttention (arXiv 2410.10819): retrieval heads keep every row, streaming heads the first
@@ -141,16 +182,23 @@ class DuoAttention final : public Policy {
 /// stream; shares that are equal go by (layer, head), where kvpress leaves the order to numpy's
 /// sort.
 ///
+/// With `texts` in place of a pattern, MeanAttention's scores, which the model gives its heads in
+/// running some texts, take the place of the shares, and streaming heads have 128 and 256
+/// positions: kvpress' on_the_fly_scoring, which the paper does not have. kvpress takes 50 chapters
+/// of BookSum; here the texts are the user's. Like kvpress it uses all of a text, however long, and
+/// the layers that are run.
+///
 /// Scores (head, row) are 1 for rows that stay and 0 for others. Where the paper splits heads at a
-/// share of 0.5 or by a quantile, this has kvpress' number of them. Cost: a pass over positions.
+/// share of 0.5 or by a quantile, this has kvpress' number of them. Cost: a pass over positions;
+/// with texts, a prefill of each of them before.
 PolicyInfo duo_attention() {
   using Kind = PolicyParameter::Kind;
   PolicyInfo info;
   info.name = "duo-attention";
   info.paper = "DuoAttention, arXiv 2410.10819";
   info.formula = "1 in retrieval heads and for sinks and recent rows of streaming heads, else 0";
-  info.needs = "positions; a pattern of heads";
-  info.cost = "O(rows)";
+  info.needs = "positions; a pattern of heads, or texts to find it";
+  info.cost = "O(rows); with texts, a prefill of each before the context's";
   info.parameters = {
       {"pattern",
        Kind::file,
@@ -159,14 +207,31 @@ PolicyInfo duo_attention() {
        0,
        {},
        "folder with full_attention_heads.tsv and config.json (sink_size, recent_size), or that "
-       ".tsv "
-       "with the config.json beside it"},
+       ".tsv with the config.json beside it",
+       true},
+      {"texts",
+       Kind::file,
+       "",
+       0,
+       0,
+       {},
+       "in place of pattern: texts that tell how far back each head looks, one per line, or JSON "
+       "objects with a field \"text\", one per line",
+       true},
+      {"tokens",
+       Kind::integer,
+       "500",
+       1,
+       1e6,
+       {},
+       "with texts: positions at which a head's mean query and key are looked at"},
       {"head-evict-ratio", Kind::number, "0", 0, 1, {}, "share of KV heads that stream"}};
   info.has_own_budget = true;
+  info.set_up = set_up_duo_attention;
   info.make = [](const PolicyArguments& arguments, const PolicySetup& setup) -> PolicyMaker {
-    const auto pattern = std::make_shared<const Pattern>(read_pattern(
-        arguments.text("pattern"), arguments.number("head-evict-ratio"), setup.config));
-    return [pattern] { return std::make_unique<DuoAttention>(pattern); };
+    PolicyChoice choice;
+    set_up_duo_attention(choice, arguments, setup);
+    return choice.make;
   };
   return info;
 }

@@ -184,6 +184,30 @@ class Options(TestCase):
         for ranks in (2, 3):
             self.fail_with(kvzap("-m", model, "-p", "one", "--policy", "snpkv", *half, ranks=ranks), "snapkv")
 
+    def test_texts_to_learn_from(self):
+        """Before weights are loaded, too."""
+        model = self.copy(MODEL, "model")
+        (model / "model.safetensors").write_bytes(b"bad")
+        file = self.folder / "texts"
+
+        def refuse(text, *parts, flags=("-p", "one"), ranks=0, more=""):
+            file.write_text(text)
+            result = kvzap("-m", model, *flags, "--policy", f"duo-attention:texts={file}{more}", ranks=ranks)
+            self.assertNotIn("model.safetensors", str(result))
+            self.fail_with(result, *parts, code=1)
+
+        for ranks in (0, 2):
+            refuse("\n", file, "there is no text in it", ranks=ranks)
+        refuse('{"text": "one"}\n{"words": "two"}\n', f"{file}: line 2: no field \"text\"")
+        refuse("one", "tokens", '"0"', "from 1", more=",tokens=0")
+        refuse("one", "needs only one of pattern=FILE", "texts=FILE", more=f",pattern={model}")
+        self.fail_with(kvzap("-m", model, "-p", "one", "--policy", "duo-attention"), "pattern=FILE", "texts=FILE")
+        self.fail_with(kvzap("-m", model, "-p", "one", "--policy", "duo-attention:texts=none"), "no such file")
+        (model / "tokenizer.json").unlink()
+        for ranks in (0, 2):
+            refuse("one", file, "need the model's tokenizer", "tokenizer.json", flags=("--token-ids", "-p", "1 2"),
+                   ranks=ranks)
+
     def test_file_of_another_model(self):
         model = self.copy(MODEL, "model")
         (model / "model.safetensors").write_bytes(b"bad")
@@ -258,6 +282,30 @@ class Budgets(TestCase):
                 self.assertEqual({"evict_ratio", "keep_tokens", "kv_budget_bytes", "threshold"}
                                  & set(report["options"]), {key})
                 self.assertFalse(report["context"]["kv"]["full_at_first"])
+
+    def test_texts_to_learn_from(self):
+        file = SOURCE / "tests/golden/policies/texts.jsonl"
+        plain = self.folder / "texts"
+        texts = [json.loads(line)["text"] for line in file.read_text().splitlines()]
+        plain.write_text("".join(text.replace("\n", " ") + "\n" for text in texts))
+        case = CASES[1]
+        ask = ["-m", MODEL, "-p", case["context"], "--question", case["question"], "--dtype", "f32"]
+        tokens = case["n_context"]
+        reports = [self.report(*ask, "--policy", f"duo-attention:texts={name},head-evict-ratio=0.5", ranks=ranks)
+                   for name, ranks in ((file, 0), (file, 2), (file, 3), (plain, 0))]
+        for report in reports:
+            rows = [rows for layer in report["context"]["kept_rows"] for rows in layer]
+            self.assertEqual(sorted(rows), [128 + 256] * 12 + [tokens] * 12)
+            self.assertEqual(report["texts"]["count"], len(texts))
+            self.assertGreater(report["texts"]["seconds"], 0)
+        for report in reports[1:3]:
+            self.assertEqual(report["context"]["kept_rows"], reports[0]["context"]["kept_rows"])
+            self.assertEqual(report["answers"][0]["ids"], reports[0]["answers"][0]["ids"])
+        # The prompt's token ids need no tokenizer; texts do.
+        self.assertNotIn("texts", self.report(*ask, "--policy", "knorm", "--evict-ratio", "0.5"))
+        policy = f"duo-attention:texts={file},head-evict-ratio=0.5"
+        text = self.succeed("-m", MODEL, "--token-ids", "-p", "5 6 7", "-n", "1", "--policy", policy).err.decode()
+        self.assertIn(f"the policy's {len(texts)} texts", text)
 
     def test_surrogate_is_policy_kvzap(self):
         short = self.report(*ASK, "--surrogate", MLP, "--evict-ratio", "0.5", "--dtype", "f32")

@@ -18,6 +18,7 @@ evicted pairs a weight of exactly zero, and of equal scores the oldest is kept.
     MODEL.statistics.safetensors      mean and covariance of queries
     MODEL.duo/                        a pattern of retrieval heads, in the form of published ones
     MODEL.ratios.json                 an evict ratio for each layer
+    texts.jsonl                       texts from which DuoAttention learns which heads stream
 """
 
 import argparse
@@ -25,8 +26,10 @@ import contextlib
 import json
 import logging
 import pathlib
+from unittest import mock
 
 import numpy
+import pandas
 import safetensors.torch
 import torch
 import transformers
@@ -63,6 +66,7 @@ from kvpress import (
     StreamingLLMPress,
     TOVAPress,
 )
+from kvpress.presses import duo_attention_press
 from kvpress.presses.base_press import BasePress
 from kvpress.presses.cap_press import CapPress
 from kvpress.presses.compression_ratio_decoding_press import CompressionRatioDecodingPress
@@ -388,6 +392,24 @@ def make_pattern(model, name, sink=8, recent=32):
     return sink, recent, scores
 
 
+def make_texts():
+    """Of different lengths; the last is longer than the 500 positions of kvpress' scores."""
+    first = "The harbour was empty when the ship came in, and nobody had lit the lamp on the pier."
+    second = "Seventeen crates of oranges (and one of lemons!) stood where the captain had left them in 1893."
+    third = "\u201cWho pays for this?\u201d asked the clerk. \u2014 \u201cYou do,\u201d said the captain, \u201cas always.\u201d"
+    texts = [first, " ".join([second, third, first]), third + "\n\n" + second, " ".join(6 * [first, second, third])]
+    (OUT / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return texts
+
+
+def score_heads(model, texts):
+    """kvpress' scores of heads, with these texts in place of those that it loads."""
+    dataset = mock.Mock()
+    dataset.to_pandas.return_value = pandas.DataFrame({"chapter": texts})
+    with mock.patch.object(duo_attention_press, "load_dataset", return_value=dataset):
+        return duo_attention_press.duo_attention_on_the_fly(model, num_samples=len(texts))
+
+
 def make_ratios(model, name):
     layers = model.config.num_hidden_layers
     ratios = [round(0.2 + 0.6 * layer / (layers - 1), 3) for layer in range(layers)]
@@ -553,6 +575,22 @@ def key_norms(model, context):
     return torch.stack([torch.linalg.vector_norm(layer.keys, dim=-1) for layer in cache.layers])
 
 
+def on_the_fly(share, head_scores):
+    """DuoAttention with scores that have been computed before."""
+
+    def make(ratio):
+        press = DuoAttentionPress(share, on_the_fly_scoring=True)
+
+        def post_init_from_model(model):
+            with mock.patch.object(duo_attention_press, "duo_attention_on_the_fly", return_value=head_scores):
+                DuoAttentionPress.post_init_from_model(press, model)
+
+        press.post_init_from_model = post_init_from_model
+        return press, None
+
+    return make
+
+
 def all_runs(model, name, files, context, question, n_case):
     """Descriptions of runs: what goes into the index, and how to make the presses.
 
@@ -582,6 +620,11 @@ def all_runs(model, name, files, context, question, n_case):
         if ":" not in policy:
             add(policy, scored(make), protected, 0.5, True, **more)
     if n_case > 0:
+        # The context is longer than the 128 + 256 positions that streaming heads keep.
+        for share in RATIOS:
+            more = {"amount": "own", "head_scores": files["head_scores"].tolist()}
+            policy = f"duo-attention:head-evict-ratio={share},texts={{folder}}/texts.jsonl"
+            add(policy, on_the_fly(share, files["head_scores"]), **more)
         return runs
     for policy, make, protected, more in modified_runs():
         for ratio in RATIOS:
@@ -783,6 +826,7 @@ def make(folder, only):
         "statistics": make_statistics(model, name, texts[1][0]),
         "pattern": make_pattern(model, name),
         "ratios": make_ratios(model, name),
+        "head_scores": score_heads(model, make_texts()),
     }
     index = []
     for n_case in (0, 1):

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <fstream>
+#include <kvzap/calibrate.hpp>
 #include <kvzap/chat_template.hpp>
 #include <kvzap/generate.hpp>
 #include <kvzap/policies.hpp>
@@ -17,6 +18,7 @@
 #include <optional>
 
 #include "golden/golden_files.hpp"
+#include "policy/mean_attention.hpp"
 
 namespace kvzap {
 namespace {
@@ -28,6 +30,9 @@ using golden::tensor;
 
 /// Of the largest score of a layer, and of the largest logit.
 constexpr double tolerance = 1e-3;
+
+/// Of scores of heads, which lie between 0 and 1.
+constexpr double head_tolerance = 1e-5;
 
 /// Scores that kvpress has set to the largest float: pairs of CriticalKV's first stage.
 constexpr float beyond_scores = 1e30f;
@@ -376,6 +381,25 @@ struct Outcome {
   bool other_id = false;     // of logits as large
 };
 
+/// Runs the texts from which the policy learns.
+void learn(const PolicyRun& run, const Placed& placed, const PolicyChoice& choice,
+           const std::string& model_name, const Communicator& comm) {
+  const Tokenizer tokenizer = Tokenizer::load(model_dir(model_name));
+  const auto texts =
+      read_texts(choice.calibration->texts(), &tokenizer, placed.model->config(), comm);
+  calibrate<float>(placed.model, choice, texts, comm);
+  const auto expected = run.entry["head_scores"].get<std::vector<std::vector<double>>>();
+  const auto scores = dynamic_cast<const policy::MeanAttention&>(*choice.calibration).scores();
+  ASSERT_EQ(scores.size(), expected.size()) << run.what;
+  for (std::size_t l = 0; l < expected.size(); ++l) {
+    ASSERT_EQ(scores[l].size(), expected[l].size()) << run.what;
+    for (std::size_t h = 0; h < expected[l].size(); ++h) {
+      EXPECT_NEAR(scores[l][h], expected[l][h], head_tolerance)
+          << run.what << ": layer " << l << " head " << h;
+    }
+  }
+}
+
 Outcome compare(const PolicyRun& run, const Case& texts, const Placed& placed,
                 const Variant& variant, const ModelConfig& config, const std::string& model_name,
                 const Communicator& comm) {
@@ -383,6 +407,7 @@ Outcome compare(const PolicyRun& run, const Case& texts, const Placed& placed,
   const auto choice =
       make_choice(run, {config, partition, DType::f32, model_dir(model_name), comm});
   if (!choice) return {};
+  if (choice->calibration) learn(run, placed, *choice, model_name, comm);
   const auto generator = Generator::create<float>(placed.model, choice->scorer,
                                                   cache_options(run, variant, choice), comm);
   ScoreRecorder recorder(texts.layers, partition, comm.rank());

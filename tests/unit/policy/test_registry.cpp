@@ -238,6 +238,15 @@ TEST_F(MakePolicy, WithABudgetOrAThreshold) {
   EXPECT_EQ(choice.threshold, 0.5);
 }
 
+TEST_F(MakePolicy, ThatLearnsFromTextsFirst) {
+  EXPECT_FALSE(make(m_duo, {}).calibration);
+  const auto file = m_folder.path() / "ratios";
+  const PolicyChoice choice = make("duo-attention:texts=" + file.string(), {});
+  ASSERT_TRUE(choice.calibration);
+  EXPECT_EQ(choice.calibration->texts(), file);
+  expect_error([&] { choice.make(); }, {"its texts have not been run", "calibrate"});
+}
+
 TEST_F(MakePolicy, ModifiersSetTheBudget) {
   EXPECT_EQ(make("knorm+ada:alpha=0.4", half()).budget.pool, Budget::Pool::layer);
   EXPECT_EQ(make("knorm+ada:alpha=0.4", half()).budget.safeguard, 0.4);
@@ -272,6 +281,9 @@ TEST_F(MakePolicy, AmountsThatAreMissingOrTooMany) {
   refuse("knorm+dms:threshold=1", {}, 2, {"another threshold is given"});
   refuse("knorm" + m_ratios, half(), {}, {"per-layer has no meaning", "its file gives"});
   refuse("knorm" + m_ratios, {}, 1, {"per-layer has no meaning"});
+  refuse("duo-attention", {}, {}, {"duo-attention needs one of pattern=FILE", "texts=FILE"});
+  refuse(m_duo + ",texts=" + (m_folder.path() / "ratios").string(), {}, {},
+         {"duo-attention needs only one of pattern=FILE", "texts=FILE"});
   refuse(m_duo, half(), {}, {"duo-attention decides by itself how many rows stay"});
   refuse(m_duo, {}, 1, {"duo-attention decides by itself how many rows stay"});
   refuse(m_duo + "+ada", {}, {}, {"duo-attention decides by itself", "modifier ada"});

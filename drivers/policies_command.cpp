@@ -86,8 +86,7 @@ std::string parameter_rows(const std::vector<PolicyParameter>& parameters) {
 std::string amounts_text(const PolicyInfo& info) {
   if (info.has_own_budget)
     return "its own: no --threshold, --evict-ratio, --keep-tokens or --kv-budget";
-  return info.judges_tokens ? "--threshold, --evict-ratio, --keep-tokens or --kv-budget"
-                            : "--evict-ratio, --keep-tokens or --kv-budget; --threshold with +dms";
+  return "--threshold, --evict-ratio, --keep-tokens or --kv-budget";
 }
 
 std::string decode_text(const PolicyInfo& info) {

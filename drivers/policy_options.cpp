@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <limits>
 #include <vector>
 
 namespace kvzap::driver {
@@ -28,6 +29,30 @@ std::vector<std::string> amounts(const RunOptions& o) {
   return set_flags({{"--evict-ratio", o.evict_ratio.has_value()},
                     {"--keep-tokens", o.keep_tokens.has_value()},
                     {"--kv-budget", !o.kv_budget.empty()}});
+}
+
+/// Whether a threshold decides, given by its flag or with +dms.
+bool has_threshold(const RunOptions& o, const PolicySpec& spec) {
+  return o.threshold ||
+         std::any_of(spec.modifiers.begin(), spec.modifiers.end(),
+                     [](const auto& modifier) { return modifier.first->name == "dms"; });
+}
+
+/// The budget of the flags with what modifiers that say how much stays make of it. (What others do
+/// is in whose favour rows go, or may need weights.)
+Budget planned_budget(const RunOptions& o, const std::optional<PolicySpec>& spec,
+                      const PolicySetup& setup) {
+  PolicyChoice choice;
+  choice.budget = budget_of(o);
+  if (!spec) return choice.budget;
+  choice.info = spec->info;
+  choice.threshold = std::numeric_limits<double>::quiet_NaN();
+  for (const auto& [modifier, arguments] : spec->modifiers) {
+    const bool changes = modifier->name == "per-layer" ||
+                         (modifier->name == "chunkkv" && choice.budget.has_amount());
+    if (changes) modifier->apply(choice, arguments, setup);
+  }
+  return choice.budget;
 }
 
 /// The surrogate's scores as they are.
@@ -177,6 +202,10 @@ std::optional<PolicySpec> policy_spec(const RunOptions& o) {
   if (o.dry_run || !prunes(o)) return spec;
   refuse_if(info.needs_question && o.prune_after != "question",
             fmt::format("{} needs --prune-after question: the question decides its scores", name));
+  refuse_if(o.prune_after == "question" && info.judges_tokens && has_threshold(o, spec),
+            "--prune-after question needs a budget, one of --evict-ratio, --keep-tokens and "
+            "--kv-budget: " +
+                name + " judges each pair by itself, whatever the question");
   refuse_if(o.decode_every > 0 && !info.scores_again,
             fmt::format("--decode-every does not go with {}, which cannot score again while the "
                         "model generates",
@@ -186,17 +215,21 @@ std::optional<PolicySpec> policy_spec(const RunOptions& o) {
                         "chunk",
                         name));
   if (o.prune == "always") {
-    const bool has_budget = !given.empty() || info.has_own_budget;
     refuse_if(
-        !has_budget && !info.judges_tokens,
+        info.has_own_budget,
+        fmt::format("--prune always does not go with {}, which decides itself how much of the "
+                    "context stays",
+                    name));
+    refuse_if(
+        given.empty() && !info.judges_tokens,
         fmt::format("--prune always does not go with {}, which cannot judge new tokens one by "
                     "one: leave it out, and cut the cache with --decode-every N instead",
                     name));
     refuse_if(
-        has_budget && o.decode_every == 0,
+        !given.empty() && o.decode_every == 0,
         fmt::format("--prune always needs a threshold, which judges each pair as it leaves the "
                     "window; while the model generates {} is met with --decode-every N",
-                    given.empty() ? "a budget" : given.front()));
+                    given.empty() ? "" : given.front()));
   }
   return spec;
 }
@@ -221,7 +254,7 @@ void check_policy_options(const RunOptions& o) {
           "--decode-every has no effect without --policy or --surrogate");
   if (o.prune_after == "question") {
     require(prunes(o), "--prune-after question has no effect without --policy or --surrogate");
-    require(!o.threshold || o.dry_run,
+    require(!o.threshold || o.dry_run || !is_plain_kvzap(o),
             "--prune-after question needs a budget, one of --evict-ratio, --keep-tokens and "
             "--kv-budget: with --threshold each pair is judged by itself");
     require(!o.questions.empty() || o.dry_run, "--prune-after question needs --question");
@@ -240,15 +273,20 @@ Budget::Model budget_model(const ModelConfig& config, DType dtype) {
   return model;
 }
 
-PlannedEviction planned_eviction(const RunOptions& o, const ModelConfig& config,
+PlannedEviction planned_eviction(const RunOptions& o, const std::optional<PolicySpec>& spec,
+                                 const PolicySetup& setup, const ModelConfig& config,
                                  std::int64_t tokens) {
-  const Budget budget = budget_of(o);
+  const Budget budget = planned_budget(o, spec, setup);
   const bool has_policy = !o.policy.empty() || !o.surrogate.empty();
   const bool is_plain_ratio = budget.amount == Budget::Amount::evict_ratio && !has_policy;
   if (!budget.has_amount() || is_plain_ratio || tokens == 0) return {budget.evict_ratio, o.window};
   // A budget's choice reaches the rows of the window too.
-  const std::int64_t rows =
-      budget.rows_per_head(budget_model(config, dtype_from_name(o.dtype)), 0, tokens);
+  const Budget::Model model = budget_model(config, setup.dtype);
+  std::int64_t rows = 0;
+  for (int layer = 0; layer < model.layers; ++layer) {
+    rows += budget.rows_per_head(model, layer, tokens);
+  }
+  rows = (rows + model.layers - 1) / model.layers;  // on average
   const auto evicted = static_cast<double>(tokens - rows);
   double ratio = evicted / static_cast<double>(tokens);
   // The plan rounds down to whole rows, and the quotient may be a little too small.

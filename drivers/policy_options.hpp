@@ -39,7 +39,9 @@ struct PlannedEviction {
   /// Most recent tokens that stay whatever the ratio.
   int window = 0;
 };
-PlannedEviction planned_eviction(const RunOptions& options, const ModelConfig& config,
+/// `config` is of the layers in use, that of `setup` of the whole model.
+PlannedEviction planned_eviction(const RunOptions& options, const std::optional<PolicySpec>& spec,
+                                 const PolicySetup& setup, const ModelConfig& config,
                                  std::int64_t tokens);
 
 /// What rows are made of, for budgets.

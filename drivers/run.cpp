@@ -237,6 +237,13 @@ CacheOptions cache_options(const RunOptions& options) {
   return cache;
 }
 
+/// Of all layers, of which the first are used: that is what a policy's files are for.
+ModelConfig whole_config(const ModelSetup& setup) {
+  ModelConfig whole = setup.config;
+  whole.num_hidden_layers = setup.all_layers;
+  return whole;
+}
+
 /// Loads what scores, before the weights: it is small, and whether it fits the model and its budget
 /// the context of `tokens` tokens is known before minutes of loading. Returns the scorer, if there
 /// is one; a policy goes into `cache`. Does not communicate.
@@ -247,9 +254,7 @@ std::shared_ptr<Scorer> load_policy(const RunOptions& options,
   if (cache.prune == PruneMode::none) return nullptr;
   const DType dtype = dtype_from_name(options.dtype);
   if (!spec) return load_surrogate(options.surrogate, setup, dtype, comm);
-  // Files are of the whole model, of which the first layers are used.
-  ModelConfig whole = setup.config;
-  whole.num_hidden_layers = setup.all_layers;
+  const ModelConfig whole = whole_config(setup);
   const PolicySetup policy_setup{whole, setup.partition_of_all_layers, dtype, options.model, comm};
   auto choice = std::make_shared<const PolicyChoice>(
       make_policy(*spec, budget_of(options), options.threshold, policy_setup));
@@ -266,7 +271,7 @@ std::shared_ptr<Scorer> load_policy(const RunOptions& options,
 
 /// Whether the cache is whole before anything is evicted of it.
 bool is_full_at_first(const CacheOptions& cache) {
-  return cache.prune == PruneMode::none || cache.prune_after == PruneMoment::question ||
+  return cache.prune == PruneMode::none ||
          (cache.prefill == PrefillMode::dense && cache.policy &&
           cache.policy->budget.has_amount() && !cache.policy->budget.by_layer());
 }
@@ -330,8 +335,10 @@ std::unique_ptr<Generator> make_generator(const RunOptions& options, const Cache
   return generator;
 }
 
-void dry_run(const RunOptions& options, const ModelConfig& config, const Tokenizer* tokenizer,
-             std::int64_t limit, const Communicator& comm) {
+void dry_run(const RunOptions& options, const std::optional<PolicySpec>& spec,
+             const ModelSetup& setup, const Tokenizer* tokenizer, std::int64_t limit,
+             const Communicator& comm) {
+  const ModelConfig& config = setup.config;
   std::int64_t tokens = options.max_context.value_or(0);
   if (tokens == 0 && (options.prompt || !options.file.empty())) {
     const Prompt prompt = share_prompt(options, tokenizer, config, limit, comm);
@@ -342,10 +349,12 @@ void dry_run(const RunOptions& options, const ModelConfig& config, const Tokeniz
   }
   if (tokens == 0) tokens = config.max_position_embeddings;
   const DType dtype = dtype_from_name(options.dtype);
+  const ModelConfig whole = whole_config(setup);
+  const PolicySetup policy_setup{whole, setup.partition_of_all_layers, dtype, options.model, comm};
   MemoryPlan planned;
   PlannedEviction eviction;
   comm.agree([&] {
-    eviction = planned_eviction(options, config, tokens);
+    eviction = planned_eviction(options, spec, policy_setup, config, tokens);
     planned = plan(options, config, tokens, comm.size(), eviction);
   });
   comm.agree_on_root([&] {
@@ -400,7 +409,7 @@ void run(const RunOptions& options, const Communicator& comm, const std::string&
   report.all_layers = setup->all_layers;
   if (talks) print_notes(*setup);
   const Tokenizer* const text_tokenizer = tokenizer ? &*tokenizer : nullptr;
-  if (options.dry_run) return dry_run(options, config, text_tokenizer, limit, comm);
+  if (options.dry_run) return dry_run(options, spec, *setup, text_tokenizer, limit, comm);
   if (!options.dump.empty()) {
     comm.agree_on_root([&] {
       for (const auto& note : detail::check_safetensors_writable(options.dump, "--dump")) {

@@ -157,6 +157,12 @@ class Options(TestCase):
             (["--prune-after", "question"], "--prune-after question has no effect without --policy"),
             (["--policy", "knorm", "--threshold", "-3", "--prune-after", "question"],
              "--prune-after question needs a budget"),
+            (["--policy", "knorm+dms:threshold=-3", "--prune-after", "question"],
+             "--prune-after question needs a budget"),
+            (["--surrogate", MLP, "--threshold", "-3", "--prune-after", "question"],
+             "--prune-after question needs a budget"),
+            (["--policy", "simlayerkv", "--prune", "always"],
+             "--prune always does not go with --policy simlayerkv", "decides itself"),
             ([*snapkv, *half, "--prune-after", "question", "--prefill", "sparse"], "--prefill dense"),
             ([*snapkv, *half, *every], "--decode-every needs --decode-keep or --decode-evict-ratio"),
             ([*snapkv, *half, *every, "--decode-keep", "0"], "--decode-keep is 0", "at least 1"),
@@ -261,6 +267,14 @@ class Options(TestCase):
         result = kvzap("-m", MODEL, "-c", "1000", "--dry-run", "--kv-budget", "5k")
         self.assertEqual(result.code, 0, result)
         self.fail_with(kvzap("-m", MODEL, "-c", "1000", "--dry-run", "--kv-budget", "3k"), "least possible")
+        # Modifiers that say how much stays.
+        ratios = self.folder / "ratios"
+        ratios.write_text("0.9 0.9 0.9 0.1 0.1 0.1")
+        self.assertEqual(plan("--policy", f"snapkv+per-layer:ratios={ratios}")["total"]["kv_kept_bytes"], 500 * row)
+        planned = plan("--policy", "snapkv+chunkkv:length=100", "--keep-tokens", "199")
+        self.assertEqual(planned["total"]["kv_kept_bytes"], 100 * row)
+        self.fail_with(kvzap("-m", MODEL, "-c", "1000", "--dry-run", "--policy", "snapkv+chunkkv:length=100",
+                             "--keep-tokens", "99"), "least possible, 100")
 
 
 class Budgets(TestCase):
@@ -362,6 +376,14 @@ class Budgets(TestCase):
             added = max(0, answer["new_tokens"] - 1)
             self.assertEqual(self.rows(after, answer["cache"]), {60 + added})
             self.assertEqual(answer["cache"]["tokens"], TOKENS + answer["question_tokens"] + added)
+
+    def test_threshold_after_the_question(self):
+        """Of a policy that looks at the question, by its flag and with +dms alike."""
+        flags = [*ASK, "--prune-after", "question", "--dtype", "f32", "--window", "8"]
+        plain = self.report(*flags, "--policy", "finch", "--threshold", "0.001")
+        named = self.report(*flags, "--policy", "finch+dms:threshold=0.001", ranks=2)
+        self.assertEqual(plain["context"]["kept_rows"], named["context"]["kept_rows"])
+        self.assertTrue(0 < plain["context"]["evict_ratio"] < 1)
 
     @unittest.skipUnless(HAVE_HDF5, "needs HDF5")
     def test_snapshot_after_the_question(self):

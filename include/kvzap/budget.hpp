@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <kvzap/communicator.hpp>
 #include <kvzap/types.hpp>
+#include <string>
 #include <vector>
 
 namespace kvzap {
@@ -65,6 +66,8 @@ struct Budget {
   };
 
   bool has_amount() const { return amount != Amount::none; }
+  /// "evict ratio 0.5", "1024 tokens", "1000000 bytes", or "own".
+  std::string text() const;
   /// Whether a layer's rows can be chosen without the others' scores.
   bool by_layer() const { return pool != Pool::model; }
   /// Rows that a head of `layer` keeps of the `tokens` that its sequence has seen (the mean over

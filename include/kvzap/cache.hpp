@@ -264,7 +264,9 @@ class KVCache {
                       const std::vector<Cutoff>& cutoffs, const EvictOptions& options = {});
   /// The same by flags: keep(h, i) says whether the i-th of head h's rows(…) stays, in order of
   /// position; there may be more columns. Throws Error on extents that do not fit, OutOfMemory.
-  CompactCounts evict(const ExecutionSpace& exec, SequenceId id, int layer, const FlagsView& keep);
+  /// With `empties_ring` the rows that stay leave the ring for pages even if none of it goes.
+  CompactCounts evict(const ExecutionSpace& exec, SequenceId id, int layer, const FlagsView& keep,
+                      bool empties_ring = false);
 
   /// Gives the rows that are left the positions 0, 1, 2, … in all layers: row i of every head turns
   /// by RoPE's angles from its old position p to i, (i - p) * inverse_frequencies(j) for dimensions
@@ -467,7 +469,7 @@ class KVCache {
                           const FlagsView& keep, const FlagsView& keep_of_ring);
   CompactCounts rearrange_judged(const ExecutionSpace& exec, Sequence& sequence, int layer,
                                  const FlagsView& keep, const FlagsView& keep_of_ring,
-                                 const Counts& totals);
+                                 const Counts& totals, bool empties_ring = false);
   std::int64_t check_row_scores(SequenceId sequence, int layer, std::size_t heads,
                                 std::size_t columns);
   void own_pages(const ExecutionSpace& exec, Sequence& sequence, int layer);

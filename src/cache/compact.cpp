@@ -157,7 +157,8 @@ CompactCounts KVCache<Value, order>::evict(const ExecutionSpace& exec, SequenceI
 
 template <class Value, PageOrder order>
 CompactCounts KVCache<Value, order>::evict(const ExecutionSpace& exec, SequenceId id,
-                                           int layer_index, const FlagsView& keep) {
+                                           int layer_index, const FlagsView& keep,
+                                           bool empties_ring) {
   check_outside_step(id, "evict");
   settle(id);
   const LayerStore& layer = store(id, layer_index);
@@ -185,21 +186,22 @@ CompactCounts KVCache<Value, order>::evict(const ExecutionSpace& exec, SequenceI
                   detail::LayerRows<Value>::of(this->layer(id, layer_index),
                                                layer.ring_scores.data(), order),
                   heads, longest + in_ring, keep, keep_ring, totals);
-      return rearrange_judged(exec, sequence, layer_index, keep, keep_ring, totals);
+      return rearrange_judged(exec, sequence, layer_index, keep, keep_ring, totals,
+                              empties_ring && in_ring > 0);
     });
   }
   sequence.checkpoints.clear();
   return counts;
 }
 
-// rearrange, where kernels have decided what stays: of the ring all, unless totals(0) of its rows
-// go. totals(1) of all rows that stay have no finite score.
+// rearrange, where kernels have decided what stays: the ring as it is, unless totals(0) of its rows
+// go or it is to be emptied. totals(1) of all rows that stay have no finite score.
 template <class Value, PageOrder order>
 CompactCounts KVCache<Value, order>::rearrange_judged(const ExecutionSpace& exec,
                                                       Sequence& sequence, int layer_index,
                                                       const FlagsView& keep,
                                                       const FlagsView& keep_of_ring,
-                                                      const Counts& totals) {
+                                                      const Counts& totals, bool empties_ring) {
   detail::fence(exec, "kvzap::evict: the host reads whether rows of the ring go");
   const auto host_totals = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, totals);
   const LayerStore& layer = sequence.layers[layer_index];
@@ -207,7 +209,7 @@ CompactCounts KVCache<Value, order>::rearrange_judged(const ExecutionSpace& exec
   bool any = false;
   for (int h = 0; h < heads; ++h) any = any || layer.retained(h) > 0;
   CompactCounts done;
-  if (host_totals(0) > 0) {
+  if (host_totals(0) > 0 || empties_ring) {
     done = rearrange(exec, sequence, layer_index, keep, keep_of_ring);
   } else {
     if (any) done = rearrange(exec, sequence, layer_index, keep, FlagsView());
@@ -408,7 +410,7 @@ void KVCache<Value, order>::own_pages(const ExecutionSpace& exec, Sequence& sequ
   template CompactCounts KVCache<Value, order>::evict(                                          \
       const ExecutionSpace&, SequenceId, int, const std::vector<Cutoff>&, const EvictOptions&); \
   template CompactCounts KVCache<Value, order>::evict(const ExecutionSpace&, SequenceId, int,   \
-                                                      const FlagsView&);                        \
+                                                      const FlagsView&, bool);                  \
   template void KVCache<Value, order>::own_pages(const ExecutionSpace&, Sequence&, int);
 KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE

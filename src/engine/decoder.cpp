@@ -829,9 +829,9 @@ void Decoder<Value, order>::apply_policies(const StepBatch& batch, int layer) {
     const decltype(ScoredLayer::keep) keep(policies.scratch.keep.data(), heads, most);
     const auto choose = [&] {
       const ScoredLayer scored = {layer, shown.extents().heads, shown.extents().rows, scores, keep};
-      detail::choose_rows(exec, m_comm, *step->budget,
-                          detail::budget_model<Value>(m_model.config()),
-                          shown.extents().tokens + step->closed_up, {scored});
+      detail::choose_rows(
+          exec, m_comm, *step->budget, detail::budget_model<Value>(m_model.config()),
+          shown.extents().tokens + step->closed_up, span.rule.eviction.sink, {scored}, {scores});
     };
     if (detail::choice_communicates(*step->budget)) {
       by_policy(choose);

@@ -214,7 +214,8 @@ class TypedEngine final : public Engine {
         for (int head : partition.heads(l, r)) report.kept[l][head] = *rows++;
       }
     }
-    report.non_finite_scores = communicator().all_reduce_sum(cache.counts(sequence).non_finite);
+    report.non_finite_scores = communicator().all_reduce_sum(cache.counts(sequence).non_finite +
+                                                             m_lives.at(sequence).non_finite);
     report.full_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * report.tokens *
                         config.head_dim * static_cast<std::int64_t>(sizeof(Value));
     const CacheBytes bytes = cache.bytes();
@@ -240,10 +241,13 @@ class TypedEngine final : public Engine {
     info.prune = name_of(options().prune);
     info.further["prefill"] = std::string(name_of(options().prefill));
     if (options().prune != PruneMode::none) {
-      info.threshold = options().threshold;
       info.sink = options().sink;
+      const bool has_budget = m_uses_policy && (options().policy->budget.has_amount() ||
+                                                options().policy->info->has_own_budget);
+      if (!has_budget) info.threshold = rule(StepPart::context).eviction.threshold;
       if (m_uses_policy) {
         info.further["policy"] = options().policy->name;
+        if (has_budget) info.further["budget"] = options().policy->budget.text();
       } else {
         info.further["surrogate"] = m_scorer->kind();
       }
@@ -263,8 +267,9 @@ class TypedEngine final : public Engine {
   struct Life {
     std::unique_ptr<Policy> policy;
     std::optional<RecentQueries> recent;
-    std::int64_t steps = 0;      // since the context, or since the last cut
-    std::int64_t closed_up = 0;  // positions fewer than tokens
+    std::int64_t steps = 0;       // since the context, or since the last cut
+    std::int64_t closed_up = 0;   // positions fewer than tokens
+    std::int64_t non_finite = 0;  // rows that the last cut has kept for want of a finite score
     // Of the step under way.
     PolicyStep step;
     Budget budget;
@@ -275,6 +280,7 @@ class TypedEngine final : public Engine {
       if (recent) into.recent = recent->clone();
       into.steps = steps;
       into.closed_up = closed_up;
+      into.non_finite = non_finite;
       return into;
     }
   };
@@ -405,10 +411,12 @@ class TypedEngine final : public Engine {
     const std::int64_t tokens = cache.tokens(sequence, 0) + life.closed_up;
     const auto choose = [&] {
       if (!life.budget.by_layer()) {
-        return detail::choose_rows(exec, communicator(), life.budget, model, tokens, layers);
+        return detail::choose_rows(exec, communicator(), life.budget, model, tokens, options().sink,
+                                   layers, scores);
       }
       for (const ScoredLayer& layer : layers) {
-        detail::choose_rows(exec, communicator(), life.budget, model, tokens, {layer});
+        detail::choose_rows(exec, communicator(), life.budget, model, tokens, options().sink,
+                            {layer}, {scores[layer.layer]});
       }
     };
     if (detail::choice_communicates(life.budget)) {
@@ -417,8 +425,12 @@ class TypedEngine final : public Engine {
       communicator().agree(choose);
     }
     communicator().agree([&] {
+      life.non_finite = 0;
       for (const ScoredLayer& layer : layers) {
-        cache.evict(exec, sequence, layer.layer, layer.keep);
+        // Positions can only be closed up where no row waits in a ring.
+        const bool empties_ring = options().policy->rerotate;
+        life.non_finite +=
+            cache.evict(exec, sequence, layer.layer, layer.keep, empties_ring).non_finite;
       }
     });
     life.steps = 0;

@@ -1,6 +1,7 @@
 #include "engine/policy_layer.hpp"
 
 #include <algorithm>
+#include <cfloat>
 
 #include "base/instantiate.hpp"
 #include "base/kokkos_compat.hpp"
@@ -41,11 +42,23 @@ void keep_marked(const ExecutionSpace& exec, const ScoredLayer& layer) {
       });
 }
 
+// Rows are in order of position, and these have never been evicted: they are the first ones.
+void mark_sinks(const ExecutionSpace& exec, std::int64_t sink, const Matrix& scores) {
+  const std::int64_t count = std::min<std::int64_t>(sink, scores.extent(1));
+  Kokkos::parallel_for(
+      "kvzap::policy::mark_sinks",
+      Kokkos::RangePolicy<ExecutionSpace>(exec, 0, scores.extent(0) * count),
+      KOKKOS_LAMBDA(const std::int64_t i) { scores(i / count, i % count) = FLT_MAX; });
+}
+
 }  // namespace
 
 void choose_rows(const ExecutionSpace& exec, const Communicator& comm, const Budget& budget,
-                 const Budget::Model& model, std::int64_t tokens,
-                 const std::vector<ScoredLayer>& layers) {
+                 const Budget::Model& model, std::int64_t tokens, std::int64_t sink,
+                 const std::vector<ScoredLayer>& layers, const std::vector<Matrix>& scores) {
+  if (sink > 0) {
+    for (const Matrix& of_layer : scores) mark_sinks(exec, sink, of_layer);
+  }
   if (budget.has_amount()) return budget.choose(exec, comm, model, tokens, layers);
   for (const ScoredLayer& layer : layers) keep_marked(exec, layer);
 }

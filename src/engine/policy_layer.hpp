@@ -20,10 +20,12 @@ Budget::Model budget_model(const ModelConfig& config) {
 }
 
 /// Fills `keep` of the layers as `budget` has it; without an amount the policy has chosen by
-/// itself, and rows that score above 0 stay. Collective if choice_communicates.
+/// itself, and rows that score above 0 stay. The first `sink` positions come before all others,
+/// whatever they score: `scores`, those of `layers`, are overwritten there. Collective if
+/// choice_communicates.
 void choose_rows(const ExecutionSpace& exec, const Communicator& comm, const Budget& budget,
-                 const Budget::Model& model, std::int64_t tokens,
-                 const std::vector<ScoredLayer>& layers);
+                 const Budget::Model& model, std::int64_t tokens, std::int64_t sink,
+                 const std::vector<ScoredLayer>& layers, const std::vector<Matrix>& scores);
 
 /// Whether choose_rows exchanges anything between ranks.
 inline bool choice_communicates(const Budget& budget) {

@@ -340,6 +340,20 @@ void check_layer(const ScoredLayer& layer) {
 
 }  // namespace
 
+std::string Budget::text() const {
+  switch (amount) {
+    case Amount::none:
+      return "own";
+    case Amount::evict_ratio:
+      return fmt::format("evict ratio {:g}", evict_ratio);
+    case Amount::keep_tokens:
+      return fmt::format("{} tokens", keep_tokens);
+    case Amount::bytes:
+      return fmt::format("{} bytes", bytes);
+  }
+  return "unknown";
+}
+
 std::int64_t Budget::rows_per_head(const Model& model, int layer, std::int64_t tokens) const {
   if (tokens <= 0) return 0;
   if (group != 0 && tokens >= group) {

@@ -68,7 +68,7 @@ PolicyChoice make_policy(const PolicySpec& spec, const Budget& budget,
                          std::optional<double> threshold, const PolicySetup& setup) {
   const PolicyInfo& info = *spec.info;
   check_amount(budget);
-  if (threshold && !std::isfinite(*threshold)) {
+  if (threshold && std::isnan(*threshold)) {
     throw Error(fmt::format("the threshold is {}; expected a number", *threshold));
   }
   if (threshold && budget.has_amount()) {

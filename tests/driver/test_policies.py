@@ -371,7 +371,7 @@ class Budgets(TestCase):
         question = after["answers"][0]["question_tokens"]
         self.assertEqual(after["context"]["tokens"], TOKENS + question)
         self.assertEqual(after["options"]["prune_after"], "question")
-        self.assertTrue(after["context"]["kv"]["full_at_first"])
+        self.assertFalse(after["context"]["kv"]["full_at_first"])
         for answer in after["answers"]:
             added = max(0, answer["new_tokens"] - 1)
             self.assertEqual(self.rows(after, answer["cache"]), {60 + added})

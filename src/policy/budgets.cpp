@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <cmath>
+#include <filesystem>
 #include <fstream>
 #include <limits>
 #include <nlohmann/json.hpp>
@@ -30,6 +31,10 @@ void refuse(bool condition, const char* name, const std::string& why) {
 
 // Ratios of a text file, one per line, or of a JSON list.
 std::vector<double> read_ratios(const std::string& file, std::int64_t layers) {
+  if (std::filesystem::is_directory(file)) {
+    throw Error(
+        fmt::format("{}: is a folder; expected a file with an evict ratio per layer", file));
+  }
   std::ifstream stream(file);
   std::stringstream content;
   content << stream.rdbuf();

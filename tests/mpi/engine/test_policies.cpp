@@ -474,6 +474,76 @@ TEST_F(Policies, ChooseAfterTheQuestion) {
   EXPECT_EQ(seen.scored, 3 * layers);
 }
 
+// The first `sink` positions stay, and count.
+TEST_F(Policies, KeepSinks) {
+  options.sink = 5;
+  const Budget budget = by_ratio(0.9);
+  for (const bool is_sparse : {false, true}) {
+    options.prefill = is_sparse ? PrefillMode::sparse : PrefillMode::dense;
+    options.chunk = 30;
+    options.policy = probe(budget, &seen);
+    const auto run = generator();
+    run->prefill(some_tokens(100), false);
+    for (const auto& [place, positions] : kept(*run)) {
+      ASSERT_EQ(positions.size(), 10U);
+      for (int p = 0; p < 5; ++p) EXPECT_EQ(positions[p], p);
+    }
+  }
+}
+
+class Misbehaves final : public Policy {
+ public:
+  void score(PolicyLayer& layer, const ScoreView& scores) override {
+    const auto out = Kokkos::create_mirror_view(scores);
+    for (int h = 0; h < layer.heads(); ++h) {
+      for (std::int64_t i = 0; i < layer.rows(h); ++i) {
+        out(h, i) = i == 13 ? std::nanf("") : static_cast<float>(i);
+      }
+    }
+    Kokkos::deep_copy(scores, out);
+  }
+};
+
+// What has no finite score stays and is counted, at whatever moment rows are chosen.
+TEST_F(Policies, CountScoresThatAreNoNumbers) {
+  for (const auto pool : {Budget::Pool::head, Budget::Pool::model}) {
+    auto choice = std::make_shared<PolicyChoice>(*probe(by_ratio(0.8, pool), &seen));
+    choice->make = [] { return std::make_unique<Misbehaves>(); };
+    options.policy = choice;
+    const auto run = generator();
+    run->prefill(some_tokens(100), false);
+    EXPECT_EQ(run->report().non_finite_scores, layers * kv_heads);
+    for (const auto& [place, positions] : kept(*run)) EXPECT_EQ(positions.front(), 13);
+  }
+}
+
+// Newest rows score best, so that no cut takes any of the ring.
+TEST_F(Policies, CloseUpPositionsAfterChunks) {
+  options.prefill = PrefillMode::sparse;
+  options.chunk = 40;
+  auto choice = std::make_shared<PolicyChoice>(*probe(by_ratio(0.5), &seen));
+  struct Newest final : Policy {
+    void score(PolicyLayer& layer, const ScoreView& scores) override {
+      const auto out = Kokkos::create_mirror_view(scores);
+      for (int h = 0; h < layer.heads(); ++h) {
+        for (std::int64_t i = 0; i < layer.rows(h); ++i) out(h, i) = static_cast<float>(i);
+      }
+      Kokkos::deep_copy(scores, out);
+    }
+  };
+  choice->make = [] { return std::make_unique<Newest>(); };
+  choice->rerotate = true;
+  options.policy = choice;
+  const auto run = generator();
+  run->prefill(some_tokens(100), true);
+  for (const auto& [place, positions] : kept(*run)) EXPECT_EQ(positions, up_to(50));
+  EXPECT_EQ(run->engine().tokens(run->sequence()), 50);
+  EXPECT_EQ(run->report().tokens, 100);
+  AnswerOptions how;
+  how.max_new_tokens = 3;
+  EXPECT_EQ(run->answer(some_tokens(4, 2), how).cache.tokens, 106);
+}
+
 // Sequences of one step do not see one another, whatever becomes of each.
 TEST_F(Policies, ServeSequencesSideBySide) {
   const Budget budget = by_ratio(0.6);

@@ -220,6 +220,10 @@ std::optional<PolicySpec> policy_spec(const RunOptions& o) {
         fmt::format("--prune always does not go with {}, which decides itself how much of the "
                     "context stays",
                     name));
+    refuse_if(given.empty() && o.decode_every > 0,
+              fmt::format("--prune always judges each pair by the threshold of {}, --decode-every "
+                          "cuts to a number of them: give one of the two",
+                          name));
     refuse_if(
         given.empty() && !info.judges_tokens,
         fmt::format("--prune always does not go with {}, which cannot judge new tokens one by "

@@ -24,6 +24,7 @@ const Info* find(const std::vector<Info>& infos, const std::string& name) {
 template <class Info>
 std::vector<std::string> names_of(const std::vector<Info>& infos) {
   std::vector<std::string> names;
+  names.reserve(infos.size());
   for (const Info& info : infos) names.push_back(info.name);
   return names;
 }
@@ -173,6 +174,7 @@ std::string known_policy(const std::string& name) {
 
 std::string parameters_text(const std::vector<PolicyParameter>& parameters) {
   std::vector<std::string> parts;
+  parts.reserve(parameters.size());
   for (const PolicyParameter& p : parameters) {
     parts.push_back(assignment(p));
   }

@@ -221,7 +221,7 @@ class KVCache {
   /// many rows stay, beyond those that the step has. Returns all pairs as judged, and the scores of
   /// those that stay as non-finite where they are; none are if `scores` is empty. Throws Error on
   /// extents that do not fit or if the layer has had rows, OutOfMemory.
-  AppendCounts append_kept(const ExecutionSpace& exec, SequenceId sequence, int layer,
+  AppendCounts append_kept(const ExecutionSpace& exec, SequenceId id, int layer,
                            const RowsView& keys, const RowsView& values, const ScoresView& scores,
                            const FlagsView& keep);
 

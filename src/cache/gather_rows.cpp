@@ -54,7 +54,7 @@ struct HeadRows {
 template <class Value, PageOrder order, class NewRows>
 HeadRows<Value, order> rows_of(const RaggedLayer<Value, order>& cached, int head,
                                const NewRows& new_rows, bool values) {
-  HeadRows<Value, order> rows;
+  HeadRows<Value, order> rows = {};
   rows.addresses = cached.addresses.data();
   rows.pages =
       cached.page_table.data() + head * static_cast<std::int64_t>(cached.page_table.stride(0));

@@ -39,6 +39,7 @@ std::size_t bytes_of(const SafetensorsEntry& tensor) {
 /// In descending order of value size every tensor is aligned if the first one is.
 std::vector<const SafetensorsEntry*> by_value_size(const std::vector<SafetensorsEntry>& tensors) {
   std::vector<const SafetensorsEntry*> order;
+  order.reserve(tensors.size());
   for (const SafetensorsEntry& tensor : tensors) order.push_back(&tensor);
   std::stable_sort(order.begin(), order.end(), [](const auto* a, const auto* b) {
     return value_bytes(a->dtype) > value_bytes(b->dtype);

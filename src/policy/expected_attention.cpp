@@ -77,6 +77,7 @@ class QueryStatisticsFile {
 // left quarter need not be multiplied.
 void fill_forms(const ExecutionSpace& exec, const QueryStatistics::Covariances& covariances,
                 int head, int group, const Matrix& forms) {
+  const std::int64_t first = static_cast<std::int64_t>(head) * group;
   const auto dim = static_cast<std::int64_t>(forms.extent(0));
   const float by = 0.5f / static_cast<float>(dim);
   Kokkos::parallel_for(
@@ -85,8 +86,8 @@ void fill_forms(const ExecutionSpace& exec, const QueryStatistics::Covariances& 
         const std::int64_t g = i / (dim * dim);
         const std::int64_t row = i / dim % dim;
         const std::int64_t column = i % dim;
-        float form = covariances(head * group + g, row, column);
-        if (row < dim / 2 && column >= dim / 2) form += covariances(head * group + g, column, row);
+        float form = covariances(first + g, row, column);
+        if (row < dim / 2 && column >= dim / 2) form += covariances(first + g, column, row);
         forms(row, g * dim + column) = by * form;
       });
 }

@@ -67,7 +67,8 @@ class Finch final : public Policy {
       m_observed = 0;
       m_queries = {};
       m_queries = Queries(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::finch::queries"),
-                          extents.question, layer.heads() * extents.group, extents.head_dim);
+                          extents.question, static_cast<std::size_t>(layer.heads()) * extents.group,
+                          extents.head_dim);
     }
     // Of the step's tokens the question has the last.
     const std::int64_t context = extents.new_tokens - extents.question;

@@ -234,6 +234,7 @@ bool ChunkAttention::is_complete(const PolicyLayer& layer, const TokenRange& tok
 
 std::vector<RowPart> ChunkAttention::parts(const PolicyLayer& layer) const {
   std::vector<RowPart> parts;
+  parts.reserve(layer.heads());
   for (int h = 0; h < layer.heads(); ++h) {
     parts.push_back({row_of(layer, h, m_tokens.begin), m_tokens.count()});
   }

@@ -107,6 +107,7 @@ void fill_turns(const ExecutionSpace& exec, std::int64_t first, std::int64_t str
 
 std::vector<RowPart> whole_heads(const PolicyLayer& layer) {
   std::vector<RowPart> parts;
+  parts.reserve(layer.heads());
   for (int h = 0; h < layer.heads(); ++h) parts.push_back({0, layer.rows(h)});
   return parts;
 }

@@ -10,7 +10,7 @@ namespace kvzap::detail {
 template <class Value>
 void floats_as(const std::byte* source, std::int64_t count, float* target) {
   for (std::int64_t i = 0; i < count; ++i) {
-    Value value;
+    Value value = {};
     // (The file promises no alignment.)
     std::memcpy(&value, source + i * sizeof(Value), sizeof(Value));
     target[i] = static_cast<float>(value);

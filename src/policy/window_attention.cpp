@@ -42,14 +42,14 @@ struct Tile {
 
 void pack_queries(const ExecutionSpace& exec, const TokenBlock::QueryView& queries, int head,
                   int group, float scale, const Matrix& packed) {
+  const std::int64_t first = static_cast<std::int64_t>(head) * group;
   const auto dim = static_cast<std::int64_t>(packed.extent(1));
   Kokkos::parallel_for(
       "kvzap::window_attention::pack",
       RowRange(exec, 0, static_cast<std::int64_t>(packed.extent(0)) * dim),
       KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t query = i / dim;
-        packed(query, i % dim) =
-            scale * queries(query / group, head * group + query % group, i % dim);
+        packed(query, i % dim) = scale * queries(query / group, first + query % group, i % dim);
       });
 }
 
@@ -125,7 +125,7 @@ void exponentials(const ExecutionSpace& exec, const Tile& tile) {
 // or, if these are to be counted, into what they have to stay below.
 void finish_factors(const ExecutionSpace& exec, std::int64_t tiles, std::int64_t queries, int group,
                     const Seen& seen, bool counts, bool by_rows_before, const float* sums,
-                    float* largest) {
+                    float* largest) {  // NOLINT(readability-non-const-parameter): written
   Kokkos::parallel_for(
       "kvzap::window_attention::factors", RowRange(exec, 0, queries),
       KOKKOS_LAMBDA(std::int64_t q) {

@@ -44,10 +44,10 @@ class WindowAttention {
 
  private:
   enum class Reduction { sum, count };
-  void reduce(PolicyLayer& layer, int head, const TokenBlock& queries, Reduction reduction,
+  void reduce(PolicyLayer& layer, int head, const TokenBlock& block, Reduction reduction,
               Factor factor, const RowVector& result);
   void reduce_some(PolicyLayer& layer, const PolicyLayer::RowsView& keys, int head,
-                   const TokenBlock& queries, std::int64_t first, std::int64_t count,
+                   const TokenBlock& block, std::int64_t first, std::int64_t count,
                    Reduction reduction, Factor factor, const RowVector& result);
 
   detail::Vector m_queries;                         // (query, head_dim), scaled

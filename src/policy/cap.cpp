@@ -149,9 +149,9 @@ class Cap final : public Policy {
     row_norms(exec, keys, m_key_norms.data());
     for (int g = 0; g < group; ++g) {
       const float* const mean =
-          m_statistics.means().data() + static_cast<std::int64_t>(head * group + g) * dim;
+          m_statistics.means().data() + (static_cast<std::int64_t>(head) * group + g) * dim;
       row_products(exec, keys, nullptr, 0, mean, 1, m_weights.data());
-      align(exec, rows, m_mean_norms.data() + head * group + g,
+      align(exec, rows, m_mean_norms.data() + static_cast<std::int64_t>(head) * group + g,
             static_cast<float>(m_parameters.tau), m_parameters.normalizes, m_key_norms, m_weights);
       exponentials(exec, rows, m_weights);
       Kokkos::deep_copy(exec, m_capacity, 0.0f);

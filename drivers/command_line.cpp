@@ -36,8 +36,8 @@ CommandLine::CommandLine()
   bench = app.add_subcommand(
       "bench", "measure prefill and decode at given context lengths and evict ratios");
   declare(*bench, bench_options);
-  policies = app.add_subcommand(
-      "policies", "list the eviction policies of run --policy, with their parameters");
+  policies =
+      app.add_subcommand("policies", "list the eviction policies of a run, with their parameters");
   policies
       ->add_option("name", policy,
                    "tell this policy or modifier in full; default: list all of them")

@@ -142,7 +142,10 @@ std::string roff_policies() {
     text += ".TP\n\\fB" + roff(name) + "\\fR\n";
     if (!paper.empty()) text += roff(paper) + ".\n";
     text += roff(what) + ".\n";
-    if (!parameters.empty()) text += "Keys: " + roff(parameters_text(parameters)) + ".\n";
+    // Lines may end behind a comma, and are not stretched.
+    if (!parameters.empty()) {
+      text += ".na\nKeys: " + replaced(roff(parameters_text(parameters)), ",", ",\\:") + ".\n.ad\n";
+    }
   };
   for (const PolicyInfo& info : policies()) {
     add(info.name, info.paper, "Needs " + info.needs, info.parameters);

@@ -246,8 +246,11 @@ void admit_on_host(const ExecutionSpace& exec, const AppendStep& step, const Rin
     most = std::max(most, kept_counts[h]);
   }
   const auto row_of = [&](int head, std::int64_t old) {
-    const Value* head_ring = ring.rows + 2 * std::int64_t{head} * step.window * step.dim;
-    const float* head_scores = ring.scores + std::int64_t{head} * step.window;
+    // Rows that are appended straight into pages have no ring behind them.
+    const Value* head_ring =
+        ring.rows ? ring.rows + 2 * std::int64_t{head} * step.window * step.dim : nullptr;
+    const float* head_scores =
+        ring.scores ? ring.scores + std::int64_t{head} * step.window : nullptr;
     const std::int32_t* head_kept = kept + head * step.exits;
     return [=, &step, &keys, &values, &scores](std::int64_t r) {
       const std::int64_t exit = head_kept[r - old];

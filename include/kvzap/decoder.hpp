@@ -78,6 +78,7 @@ class Decoder {
   struct Scratch;
   struct Rows;
   struct Policies;
+  using NewRows = Kokkos::View<Value***, Kokkos::LayoutRight, MemorySpace>;
   using Activations = Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>;
 
   void check(const StepBatch& batch) const;
@@ -91,7 +92,6 @@ class Decoder {
   void begin_policies(const StepBatch& batch);
   void reserve_scores(const StepBatch::Span& span);
   void show_layer(const StepBatch& batch, int layer);
-  bool keeps_lse() const;
   void observe(const StepBatch& batch, int layer, const Rows& rows);
   void apply_policies(const StepBatch& batch, int layer);
   void append(const StepBatch& batch, int layer);
@@ -99,6 +99,8 @@ class Decoder {
   void gather_logits();
 
   AttentionExtents attention_extents(const StepBatch& batch, int kv_heads) const;
+  NewRows new_rows(const Kokkos::View<Value*, MemorySpace>& rows, const StepBatch& batch,
+                   int layer) const;
   Activations new_scores(const StepBatch& batch, int layer) const;
   bool outputs_lie_together() const;
   template <class Visit>

@@ -1,7 +1,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <kvzap/decoder.hpp>
 #include <kvzap/head_partition.hpp>
@@ -12,6 +11,7 @@
 #include "base/instantiate.hpp"
 #include "base/kokkos_compat.hpp"
 #include "base/scratch.hpp"
+#include "base/stopwatch.hpp"
 #include "engine/policy_layer.hpp"
 #include "engine/step_kernels.hpp"
 #include "linalg/gemm.hpp"
@@ -55,21 +55,6 @@ std::int64_t next_power_of_two(std::int64_t count) {
 bool is_scored(const StepRule& rule) {
   return rule.score || (rule.policy && !rule.policy->only_watches);
 }
-
-/// Adds the seconds until its end to a sum.
-class Stopwatch {
- public:
-  explicit Stopwatch(double& sum) : m_sum(sum) {}
-  Stopwatch(const Stopwatch&) = delete;
-  Stopwatch& operator=(const Stopwatch&) = delete;
-  ~Stopwatch() {
-    m_sum += std::chrono::duration<double>(std::chrono::steady_clock::now() - m_start).count();
-  }
-
- private:
-  double& m_sum;
-  std::chrono::steady_clock::time_point m_start = std::chrono::steady_clock::now();
-};
 
 std::pair<std::int64_t, std::int64_t> range(std::int64_t begin, std::int64_t end) {
   return {begin, end};
@@ -552,7 +537,7 @@ void Decoder<Value, order>::score(const StepBatch& batch, int layer, const Rows&
   const auto own = range(begin, end);
   const Matrix scores = new_scores(batch, layer);
   // Not by `locally`: a scorer that communicates has to be called on all ranks.
-  const Stopwatch watch(m_seconds.scoring);
+  const detail::Stopwatch watch(m_seconds.scoring);
   try {
     m_scorer->score(scratch.exec, layer, Kokkos::subview(scratch.positions, own),
                     Kokkos::subview(x, range(begin - rows.begin, end - rows.begin), Kokkos::ALL),
@@ -560,6 +545,14 @@ void Decoder<Value, order>::score(const StepBatch& batch, int layer, const Rows&
   } catch (...) {
     if (!m_failure) m_failure = std::current_exception();
   }
+}
+
+/// Keys or values of the step's tokens in a layer: (token, head, dim).
+template <class Value, PageOrder order>
+auto Decoder<Value, order>::new_rows(const Kokkos::View<Value*, MemorySpace>& rows,
+                                     const StepBatch& batch, int layer) const -> NewRows {
+  return NewRows(rows.data(), batch.tokens().size(), m_cache.shape().heads[layer],
+                 m_model.config().head_dim);
 }
 
 /// (head, token) of a layer.
@@ -579,7 +572,6 @@ void Decoder<Value, order>::attention_block(const StepBatch& batch, int layer, c
   const auto& weights = m_model.layer(layer);
   const float eps = static_cast<float>(config.rms_norm_eps);
   const std::int64_t m = rows.count();
-  const std::int64_t count = batch.tokens().size();
   const int dim = static_cast<int>(config.head_dim);
   const std::int64_t kv_heads = m_cache.shape().heads[layer];
   const std::int64_t q_heads = kv_heads * config.query_group();
@@ -600,9 +592,8 @@ void Decoder<Value, order>::attention_block(const StepBatch& batch, int layer, c
   if (scratch.scores) score(batch, layer, rows, x);
 
   locally([&] {
-    using NewRows = Kokkos::View<Value***, Kokkos::LayoutRight, MemorySpace>;
-    const NewRows keys(scratch.new_keys.data(), count, kv_heads, dim);
-    const NewRows values(scratch.new_values.data(), count, kv_heads, dim);
+    const NewRows keys = new_rows(scratch.new_keys, batch, layer);
+    const NewRows values = new_rows(scratch.new_values, batch, layer);
     const Matrix qkv = scratch.matrix(Scratch::projected, m, (q_heads + 2 * kv_heads) * dim);
     scratch.linear(exec, x, rounded, weights.qkv, weights.qkv_bias, qkv);
     detail::qk_norm_and_rope(exec, qkv, dim, kv_heads, weights.q_norm, weights.k_norm, eps,
@@ -621,7 +612,7 @@ void Decoder<Value, order>::attention_block(const StepBatch& batch, int layer, c
                                          end - begin, span.first, end - span.first});
     });
     LogSumExpView lse;
-    if (keeps_lse()) {
+    if (m_policies->log_sum_exp) {
       const Matrix kept(m_policies->scratch.lse.data(), m, q_heads);
       lse = kept;
     }
@@ -691,7 +682,7 @@ void Decoder<Value, order>::begin_policies(const StepBatch& batch) {
         m_scratch->exec, m_comm, m_model, m_cache, policies.scratch,
         m_scratch->inverse_frequencies);
     step->scores.clear();
-    reserve_scores(batch.spans()[policies.steps.size() - 1]);
+    reserve_scores(span);
   }
   if (policies.log_sum_exp) {
     const auto& heads = m_cache.shape().heads;
@@ -734,19 +725,9 @@ void Decoder<Value, order>::reserve_scores(const StepBatch::Span& span) {
 }
 
 template <class Value, PageOrder order>
-bool Decoder<Value, order>::keeps_lse() const {
-  return m_policies->any && m_policies->log_sum_exp;
-}
-
-template <class Value, PageOrder order>
 void Decoder<Value, order>::show_layer(const StepBatch& batch, int layer) {
-  using NewRows = Kokkos::View<Value***, Kokkos::LayoutRight, MemorySpace>;
-  Scratch& scratch = *m_scratch;
-  const std::int64_t count = batch.tokens().size();
-  const std::int64_t kv_heads = m_cache.shape().heads[layer];
-  const std::int64_t dim = m_model.config().head_dim;
-  const NewRows keys(scratch.new_keys.data(), count, kv_heads, dim);
-  const NewRows values(scratch.new_values.data(), count, kv_heads, dim);
+  const NewRows keys = new_rows(m_scratch->new_keys, batch, layer);
+  const NewRows values = new_rows(m_scratch->new_values, batch, layer);
   for (std::size_t s = 0; s < batch.spans().size(); ++s) {
     const StepBatch::Span& span = batch.spans()[s];
     if (!span.rule.policy) continue;
@@ -761,7 +742,7 @@ void Decoder<Value, order>::show_layer(const StepBatch& batch, int layer) {
 template <class Value, PageOrder order>
 void Decoder<Value, order>::observe(const StepBatch& batch, int layer, const Rows& rows) {
   Scratch& scratch = *m_scratch;
-  const Stopwatch watch(m_seconds.scoring);
+  const detail::Stopwatch watch(m_seconds.scoring);
   const std::int64_t m = rows.count();
   const std::int64_t kv_heads = m_cache.shape().heads[layer];
   const std::int64_t q_heads = kv_heads * m_model.config().query_group();
@@ -770,7 +751,7 @@ void Decoder<Value, order>::observe(const StepBatch& batch, int layer, const Row
   const Matrix x = scratch.matrix(Scratch::normed, m, m_model.config().hidden_size);
   const Kokkos::View<const float***, Kokkos::LayoutRight, MemorySpace> qkv(
       scratch.buffers[Scratch::projected].data(), m, columns, dim);
-  const Matrix lse(m_policies->scratch.lse.data(), keeps_lse() ? m : 0, q_heads);
+  const Matrix lse(m_policies->scratch.lse.data(), m_policies->log_sum_exp ? m : 0, q_heads);
   for_each_span(batch, rows, [&](std::size_t s, std::int64_t begin, std::int64_t end) {
     PolicyStep* const step = m_policies->steps[s];
     if (!step) return;
@@ -813,7 +794,7 @@ void Decoder<Value, order>::apply_policies(const StepBatch& batch, int layer) {
                                    ? step->scores[layer]
                                    : Activations(policies.scratch.scores.data(), heads, most);
     {
-      const Stopwatch watch(m_seconds.scoring);
+      const detail::Stopwatch watch(m_seconds.scoring);
       by_policy([&] { step->policy->score(shown, scores); });
       locally([&] {
         for (int h = 0; h < heads; ++h) {
@@ -825,7 +806,7 @@ void Decoder<Value, order>::apply_policies(const StepBatch& batch, int layer) {
       detail::fence(exec, "kvzap::policy: scoring is timed");
     }
     if (!step->chooses) continue;
-    const Stopwatch choosing(m_seconds.pruning);
+    const detail::Stopwatch choosing(m_seconds.pruning);
     const decltype(ScoredLayer::keep) keep(policies.scratch.keep.data(), heads, most);
     const auto choose = [&] {
       const ScoredLayer scored = {layer, shown.extents().heads, shown.extents().rows, scores, keep};
@@ -840,11 +821,8 @@ void Decoder<Value, order>::apply_policies(const StepBatch& batch, int layer) {
     }
     // At once: the next span's choice takes the same room.
     locally([&] {
-      using NewRows = Kokkos::View<Value***, Kokkos::LayoutRight, MemorySpace>;
-      const std::int64_t count = batch.tokens().size();
-      const std::int64_t dim = m_model.config().head_dim;
-      const NewRows keys(scratch.new_keys.data(), count, heads, dim);
-      const NewRows values(scratch.new_values.data(), count, heads, dim);
+      const NewRows keys = new_rows(scratch.new_keys, batch, layer);
+      const NewRows values = new_rows(scratch.new_values, batch, layer);
       m_cache.append_kept(exec, span.sequence, layer,
                           Kokkos::subview(keys, own, Kokkos::ALL, Kokkos::ALL),
                           Kokkos::subview(values, own, Kokkos::ALL, Kokkos::ALL),
@@ -859,15 +837,11 @@ void Decoder<Value, order>::append(const StepBatch& batch, int layer) {
       std::any_of(batch.spans().begin(), batch.spans().end(),
                   [](const StepBatch::Span& span) { return span.rule.eviction.judge; });
   double unjudged = 0;
-  const Stopwatch watch(judges ? m_seconds.pruning : unjudged);
+  const detail::Stopwatch watch(judges ? m_seconds.pruning : unjudged);
   locally([&] {
     Scratch& scratch = *m_scratch;
-    const std::int64_t count = batch.tokens().size();
-    const std::int64_t kv_heads = m_cache.shape().heads[layer];
-    const std::int64_t dim = m_model.config().head_dim;
-    using NewRows = Kokkos::View<Value***, Kokkos::LayoutRight, MemorySpace>;
-    const NewRows keys(scratch.new_keys.data(), count, kv_heads, dim);
-    const NewRows values(scratch.new_values.data(), count, kv_heads, dim);
+    const NewRows keys = new_rows(scratch.new_keys, batch, layer);
+    const NewRows values = new_rows(scratch.new_values, batch, layer);
     const Activations scores = new_scores(batch, layer);
     if (m_observer) {
       for (std::size_t s = 0; s < batch.spans().size(); ++s) {

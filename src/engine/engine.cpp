@@ -1,7 +1,6 @@
 #include <fmt/format.h>
 
 #include <array>
-#include <chrono>
 #include <cmath>
 #include <kvzap/engine.hpp>
 #include <kvzap/snapshot.hpp>
@@ -9,6 +8,7 @@
 #include <optional>
 
 #include "base/instantiate.hpp"
+#include "base/stopwatch.hpp"
 #include "engine/policy_layer.hpp"
 
 namespace kvzap {
@@ -21,9 +21,13 @@ bool uses_policy(const CacheOptions& options) {
            options.decode_every == 0);
 }
 
+/// Whether rows are chosen, by a budget or the policy itself, and not judged by a threshold.
+bool chooses_rows(const PolicyChoice& choice) {
+  return choice.budget.has_amount() || choice.info->has_own_budget;
+}
+
 void check_policy(const CacheOptions& options) {
   const PolicyChoice& choice = *options.policy;
-  const bool has_budget = choice.budget.has_amount();
   const auto refuse = [&](const std::string& what) {
     throw Error(fmt::format("--policy {}: {}", choice.name, what));
   };
@@ -41,7 +45,7 @@ void check_policy(const CacheOptions& options) {
     refuse("--decode-every needs a policy without a budget of its own");
   }
   if (options.prune == PruneMode::always && options.decode_every == 0) {
-    if (has_budget || choice.info->has_own_budget) {
+    if (chooses_rows(choice)) {
       refuse(
           "--prune always judges pairs by a threshold as they leave the window; a budget is kept "
           "to while the model generates with --decode-every");
@@ -52,8 +56,7 @@ void check_policy(const CacheOptions& options) {
           "hidden state; cut the cache every n tokens with --decode-every instead");
     }
   }
-  if (options.prune == PruneMode::always && options.decode_every > 0 && !has_budget &&
-      !choice.info->has_own_budget) {
+  if (options.prune == PruneMode::always && options.decode_every > 0 && !chooses_rows(choice)) {
     // Which rows a cut moves out of the ring, unjudged, depends on the heads of the rank.
     refuse(
         "--prune always judges new tokens by the threshold, --decode-every cuts by rank: one of "
@@ -242,8 +245,7 @@ class TypedEngine final : public Engine {
     info.further["prefill"] = std::string(name_of(options().prefill));
     if (options().prune != PruneMode::none) {
       info.sink = options().sink;
-      const bool has_budget = m_uses_policy && (options().policy->budget.has_amount() ||
-                                                options().policy->info->has_own_budget);
+      const bool has_budget = m_uses_policy && chooses_rows(*options().policy);
       if (!has_budget) info.threshold = rule(StepPart::context).eviction.threshold;
       if (m_uses_policy) {
         info.further["policy"] = options().policy->name;
@@ -337,7 +339,7 @@ class TypedEngine final : public Engine {
     life.cuts = false;
     const bool is_context =
         span.rule.part == StepPart::context || span.rule.part == StepPart::whole;
-    if (is_context && (choice.budget.has_amount() || choice.info->has_own_budget)) {
+    if (is_context && chooses_rows(choice)) {
       life.budget = choice.budget;
       step.budget = &life.budget;
       step.chooses = before == 0 && life.budget.by_layer();
@@ -366,7 +368,7 @@ class TypedEngine final : public Engine {
     // Cached rows get new scores when the step is over. With a threshold they keep the one that
     // they got in their own step, by which they are judged once.
     step.keeps_scores = !step.only_watches && step.scores_all && !step.chooses &&
-                        (life.cuts || (before > 0 && !m_batch.spans()[index].rule.eviction.judge));
+                        (life.cuts || (before > 0 && !span.rule.eviction.judge));
     m_batch.set_policy(index, &step);
   }
 
@@ -374,7 +376,7 @@ class TypedEngine final : public Engine {
   void finish(const StepBatch::Span& span) {
     Life& life = m_lives.at(span.sequence);
     if (!life.step.keeps_scores) return;
-    const auto start = std::chrono::steady_clock::now();
+    const detail::Stopwatch watch(m_evict_seconds);
     const auto scores = std::move(life.step.scores);  // which go in any case
     life.step.scores.clear();
     auto& cache = m_decoder.cache();
@@ -386,8 +388,6 @@ class TypedEngine final : public Engine {
       }
     });
     if (life.cuts) cut(span.sequence, scores);
-    m_evict_seconds +=
-        std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   }
 
   void cut(SequenceId sequence, const LayerScores& scores) {
@@ -509,7 +509,7 @@ StepRule Engine::rule(StepPart part, std::int64_t question) const {
   rule.question = question;
   // Without a budget a threshold decides, as pairs leave the window.
   rule.eviction = {static_cast<float>(choice.threshold), m_options.sink,
-                   judges && !choice.budget.has_amount() && !choice.info->has_own_budget};
+                   judges && !chooses_rows(choice)};
   return rule;
 }
 

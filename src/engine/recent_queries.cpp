@@ -6,7 +6,7 @@ namespace {
 
 using Queries = Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace>;
 
-// (slot, element) of `to` = (row, element) of the block, or the other way round with `ordered`.
+// to(slot of the block's token i, head, dim) = its query, from token `begin` on.
 void store(const ExecutionSpace& exec, const TokenBlock& block, std::int64_t begin,
            std::int64_t capacity, int head_dim, const Queries& to) {
   const auto queries = block.queries;

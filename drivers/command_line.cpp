@@ -36,6 +36,15 @@ CommandLine::CommandLine()
   bench = app.add_subcommand(
       "bench", "measure prefill and decode at given context lengths and evict ratios");
   declare(*bench, bench_options);
+  collect = app.add_subcommand(
+      "collect",
+      "gather training data of surrogates: hidden states and the oracle's scores of texts");
+  declare(*collect, collect_options);
+  train = app.add_subcommand("train", "train a surrogate on what collect has gathered");
+  declare(*train, train_options);
+  calibrate = app.add_subcommand(
+      "calibrate", "find the thresholds at which a surrogate reaches given evict ratios on texts");
+  declare(*calibrate, calibrate_options);
   policies =
       app.add_subcommand("policies", "list the eviction policies of a run, with their parameters");
   policies
@@ -50,7 +59,7 @@ CommandLine::CommandLine()
       ->check(CLI::IsMember({"bash", "zsh"}));
   manual = app.add_subcommand("manual", "print the man page (kvzap manual | man -l -)");
   // Set last, because subcommands would inherit it.
-  app.footer("kvzap run --help and kvzap bench --help list the options of each.");
+  app.footer("kvzap COMMAND --help lists the options of each.");
 }
 
 }  // namespace kvzap::driver

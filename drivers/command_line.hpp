@@ -6,7 +6,10 @@
 #include <string>
 
 #include "bench_options.hpp"
+#include "calibrate.hpp"
+#include "collect.hpp"
 #include "options.hpp"
+#include "train.hpp"
 
 namespace kvzap::driver {
 
@@ -18,6 +21,9 @@ struct CommandLine {
   CLI::App app;
   CLI::App* run;
   CLI::App* bench;
+  CLI::App* collect;
+  CLI::App* train;
+  CLI::App* calibrate;
   CLI::App* policies;
   CLI::App* completion;
   CLI::App* manual;
@@ -25,6 +31,9 @@ struct CommandLine {
   // What parsing fills in.
   RunOptions run_options;
   BenchOptions bench_options;
+  CollectOptions collect_options;
+  TrainOptions train_options;
+  CalibrateOptions calibrate_options;
   std::string shell;
   std::string policy;  // that `policies` is to tell about; empty: all
   bool policies_as_json = false;

@@ -51,9 +51,11 @@ std::string usage_message(const CLI::App& app, const CLI::App& command,
   const std::string& first = unknown.front();
   const std::string name = first.substr(0, first.find('='));
   if (name.rfind('-', 0) != 0) {
-    return &command != &app
-               ? fmt::format("unexpected argument '{}'", first)
-               : fmt::format("unknown subcommand '{}'; expected run, bench or policies", first);
+    return &command != &app ? fmt::format("unexpected argument '{}'", first)
+                            : fmt::format(
+                                  "unknown subcommand '{}'; expected run, bench, collect, train, "
+                                  "calibrate or policies",
+                                  first);
   }
   const std::string nearest =
       kvzap::driver::nearest_option(command, name.substr(std::min(name.size(), std::size_t{2})));
@@ -152,7 +154,11 @@ int run_program(int argc, char** argv, const kvzap::Communicator& comm) {
   if (line.policies->parsed() || line.completion->parsed() || line.manual->parsed()) {
     return comm.is_root() ? print_document(line) : 0;
   }
-  const bool is_bench = line.bench->parsed();
+  const auto read_deck_of = [&](CLI::App& command, const std::string& deck) {
+    comm.agree([&] {
+      if (!deck.empty()) kvzap::driver::read_deck(command, deck);
+    });
+  };
 
   // The ranks of a node take its devices in turns, unless the user says which.
   std::string map_devices = "--kokkos-map-device-id-by=mpi_rank";
@@ -163,14 +169,22 @@ int run_program(int argc, char** argv, const kvzap::Communicator& comm) {
   std::string quiet = "--kokkos-disable-warnings";
   if (!comm.is_root()) kokkos_arguments.push_back(quiet.data());
   const KokkosSession kokkos(kokkos_arguments);
-  comm.agree([&] {
-    const std::string& deck = is_bench ? line.bench_options.config : line.run_options.config;
-    if (!deck.empty()) kvzap::driver::read_deck(is_bench ? *line.bench : *line.run, deck);
-  });
-  if (is_bench) {
-    kvzap::driver::bench(line.bench_options, comm, kvzap::driver::version, kvzap::driver::revision);
+  using namespace kvzap::driver;
+  if (line.bench->parsed()) {
+    read_deck_of(*line.bench, line.bench_options.config);
+    bench(line.bench_options, comm, version, revision);
+  } else if (line.collect->parsed()) {
+    read_deck_of(*line.collect, line.collect_options.config);
+    collect(line.collect_options, comm, version);
+  } else if (line.train->parsed()) {
+    read_deck_of(*line.train, line.train_options.config);
+    train(line.train_options, comm, version);
+  } else if (line.calibrate->parsed()) {
+    read_deck_of(*line.calibrate, line.calibrate_options.config);
+    calibrate(line.calibrate_options, comm, version);
   } else {
-    kvzap::driver::run(line.run_options, comm, kvzap::driver::version);
+    read_deck_of(*line.run, line.run_options.config);
+    run(line.run_options, comm, version);
   }
   return 0;
 }

@@ -1,0 +1,21 @@
+// `kvzap collect`: hidden states and oracle scores of texts, from which surrogates are trained.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <kvzap/communicator.hpp>
+#include <string>
+
+namespace kvzap::driver {
+
+struct CollectOptions {
+  std::string config;
+};
+
+/// Declares every option of the command on `app`; parsing fills `options`.
+void declare(CLI::App& app, CollectOptions& options);
+
+/// Carries out the command on all ranks. Throws AgreedError, on every rank alike, for whatever is
+/// wrong with the input; any other exception is one rank's own.
+void collect(const CollectOptions& options, const Communicator& comm, const std::string& version);
+
+}  // namespace kvzap::driver

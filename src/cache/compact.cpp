@@ -73,6 +73,14 @@ void split_flags(const ExecutionSpace& exec, const detail::LayerRows<Value>& row
       });
 }
 
+/// Of the head with the most retained rows.
+template <class Layer>
+std::int64_t most_retained(const Layer& layer, int heads) {
+  std::int64_t most = 0;
+  for (int h = 0; h < heads; ++h) most = std::max(most, layer.retained(h));
+  return most;
+}
+
 }  // namespace
 
 template <class Value, PageOrder order>
@@ -82,8 +90,7 @@ CompactCounts KVCache<Value, order>::compact(const ExecutionSpace& exec, Sequenc
   settle(id);
   const LayerStore& layer = store(id, layer_index);
   const int heads = m_shape.heads[layer_index];
-  std::int64_t longest = 0;
-  for (int h = 0; h < heads; ++h) longest = std::max(longest, layer.retained(h));
+  const std::int64_t longest = most_retained(layer, heads);
   if (static_cast<int>(keep.extent(0)) != heads ||
       static_cast<std::int64_t>(keep.extent(1)) < longest) {
     throw Error(
@@ -119,8 +126,7 @@ CompactCounts KVCache<Value, order>::evict(const ExecutionSpace& exec, SequenceI
     if (cutoff.score != cutoff.score) throw Error("cache evict: a cutoff is not a number");
   }
   Sequence& sequence = sequence_at(id);
-  std::int64_t longest = 0;
-  for (int h = 0; h < heads; ++h) longest = std::max(longest, layer.retained(h));
+  const std::int64_t longest = most_retained(layer, heads);
   const std::int64_t in_ring =
       std::min<std::int64_t>(layer.tokens - layer.ring_first, m_shape.window);
   CompactCounts counts;
@@ -163,8 +169,7 @@ CompactCounts KVCache<Value, order>::evict(const ExecutionSpace& exec, SequenceI
   settle(id);
   const LayerStore& layer = store(id, layer_index);
   const int heads = m_shape.heads[layer_index];
-  std::int64_t longest = 0;
-  for (int h = 0; h < heads; ++h) longest = std::max(longest, layer.retained(h));
+  const std::int64_t longest = most_retained(layer, heads);
   const std::int64_t in_ring =
       std::min<std::int64_t>(layer.tokens - layer.ring_first, m_shape.window);
   if (static_cast<int>(keep.extent(0)) != heads ||
@@ -230,8 +235,7 @@ CompactCounts KVCache<Value, order>::rearrange(const ExecutionSpace& exec, Seque
   const int dim = m_shape.head_dim;
   const std::int64_t page_rows = m_shape.page_rows;
   const bool with_ring = keep_of_ring.extent(1) > 0;
-  std::int64_t longest = 0;
-  for (int h = 0; h < heads; ++h) longest = std::max(longest, layer.retained(h));
+  const std::int64_t longest = most_retained(layer, heads);
   // The ring's rows that stay are admitted as by an append of no tokens through which all leave.
   AppendStep ring_step = step_of(layer, layer_index, 0);
   ring_step.exits = with_ring ? ring_step.in_ring : 0;

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Runs clang-tidy over many sources at once: those of one folder as one translation unit, because
-nearly all of a file's time goes into the headers of Kokkos and the standard library. Used by
-scripts/tidy, which see. A file whose names collide with another's of its folder is taken out and
-checked alone; that takes longer, and nothing else.
+"""Runs clang-tidy over many sources at once: those of one or several folders as one translation unit,
+because nearly all of a file's time goes into the headers of Kokkos and the standard library. Used by
+scripts/tidy, which see. A file whose names collide with another's of its unit is taken out and checked
+alone; that takes longer, and nothing else.
 
 Usage: tidy_batches.py CLANG_TIDY BUILD_FOLDER JOBS FILE...
 """
@@ -18,6 +18,10 @@ import tempfile
 # Kokkos marks functions for the static analyzer with attributes that do not fit lambdas; the options
 # may be GCC's.
 EXTRA = ["-U__clang_analyzer__", "-Wno-unknown-warning-option"]
+
+# Folders of src that are one unit, as are the folders below each of them; any other folder is one on its
+# own. No larger, so that several processors have work and names need not differ everywhere.
+TOGETHER = [("base", "parallel", "linalg"), ("model", "text"), ("cache", "io", "engine"), ("policy", "train")]
 
 
 def commands(build):
@@ -52,7 +56,8 @@ def tidy(program, name, sources, flags):
             unit = os.path.join(folder, name.replace("/", "_") + ".cpp")
             lines = (f'#include "{source}"  // NOLINT(bugprone-suspicious-include)\n' for source in sources)
             pathlib.Path(unit).write_text("".join(lines))
-        arguments = list(dict.fromkeys(flag for source in sources for flag in flags[source]))
+        # A local name may be one of another file's namespace: -Wshadow is for the compilers, file by file.
+        arguments = [*dict.fromkeys(flag for source in sources for flag in flags[source]), "-Wno-shadow"]
         if len(sources) == 1:
             arguments = flags[unit]
         database = [{"directory": os.getcwd(), "file": unit, "arguments": ["c++", *arguments, "-c", unit]}]
@@ -83,6 +88,14 @@ def check(program, name, sources, flags):
     return "".join(outputs) + (check(program, name, rest, flags) if rest else "")
 
 
+def unit_of(file):
+    """The unit's name, such as "src/model+text"."""
+    top, *below = os.path.dirname(os.path.relpath(file)).split(os.sep)
+    if not below:
+        return top
+    return os.path.join(top, "+".join(next((unit for unit in TOGETHER if below[0] in unit), below[:1])))
+
+
 def main():
     program, build, jobs, *files = sys.argv[1:]
     flags = commands(pathlib.Path(build).resolve())
@@ -90,7 +103,7 @@ def main():
     for file in files:
         path = os.path.realpath(file)
         if path in flags:  # else it stands for another one, where an option is off
-            batches.setdefault(os.path.dirname(file), []).append(path)
+            batches.setdefault(unit_of(file), []).append(path)
     largest_first = sorted(batches.items(), key=lambda item: -sum(map(os.path.getsize, item[1])))
     with concurrent.futures.ThreadPoolExecutor(int(jobs)) as pool:
         outputs = list(pool.map(lambda item: check(program, *item, flags), largest_first))

@@ -12,7 +12,7 @@
 namespace kvzap::detail {
 namespace {
 
-bool initial() {
+bool device_at_start() {
   const char* asked = std::getenv("KVZAP_KERNELS");
   const std::string_view name = asked ? asked : "";
   if (!name.empty() && name != "device" && name != "host") {
@@ -21,15 +21,17 @@ bool initial() {
   return name == "device";
 }
 
-std::atomic<bool>& forced() {
-  static std::atomic<bool> device{initial()};
+std::atomic<bool>& device_forced() {
+  static std::atomic<bool> device{device_at_start()};
   return device;
 }
 
 }  // namespace
 
-bool uses_device_kernels() { return !runs_on_host || forced().load(std::memory_order_relaxed); }
+bool uses_device_kernels() {
+  return !runs_on_host || device_forced().load(std::memory_order_relaxed);
+}
 
-void set_device_kernels(bool device) { forced() = device; }
+void set_device_kernels(bool device) { device_forced() = device; }
 
 }  // namespace kvzap::detail

@@ -9,7 +9,7 @@
 namespace kvzap::detail {
 namespace {
 
-TeamShape initial() {
+TeamShape initial_shape() {
   const char* asked = std::getenv("KVZAP_TEAM");
   if (!asked || !*asked) return {0, 0};
   TeamShape shape;
@@ -22,20 +22,20 @@ TeamShape initial() {
   return shape;
 }
 
-TeamShape& forced() {
-  static TeamShape shape = initial();
+TeamShape& forced_shape() {
+  static TeamShape shape = initial_shape();
   return shape;
 }
 
 }  // namespace
 
 TeamShape team_shape(TeamShape wanted) {
-  if (forced().threads > 0) {
-    return {std::min(forced().threads, ExecutionSpace().concurrency()), forced().lanes};
+  if (forced_shape().threads > 0) {
+    return {std::min(forced_shape().threads, ExecutionSpace().concurrency()), forced_shape().lanes};
   }
   return runs_on_host ? TeamShape{1, 1} : wanted;
 }
 
-void set_team_shape(TeamShape shape) { forced() = shape; }
+void set_team_shape(TeamShape shape) { forced_shape() = shape; }
 
 }  // namespace kvzap::detail

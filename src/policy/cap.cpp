@@ -16,9 +16,9 @@ using detail::ConstMatrix;
 using detail::Matrix;
 
 // Rows whose weighted values exist at a time.
-constexpr std::int64_t tile_rows = 1024;
+constexpr std::int64_t cap_tile_rows = 1024;
 
-struct Parameters {
+struct CapParameters {
   double tau = 5;
   std::int64_t future_positions = 512;
   std::int64_t sink = 4;
@@ -97,7 +97,7 @@ void add_scores(const ExecutionSpace& exec, std::int64_t rows, const RowVector& 
 /// than `history` tokens to a sequence that has more, the newest `history` tokens give mu.
 class Cap final : public Policy {
  public:
-  explicit Cap(const Parameters& parameters)
+  explicit Cap(const CapParameters& parameters)
       : m_parameters(parameters), m_statistics(false, parameters.sink, parameters.history) {}
 
   PolicyNeeds needs() const override {
@@ -136,14 +136,14 @@ class Cap final : public Policy {
     detail::reserve_scratch(m_weights, rows, "kvzap::cap::weights");
     detail::reserve_scratch(m_key_norms, rows, "kvzap::cap::key_norms");
     detail::reserve_scratch(m_norms, rows, "kvzap::cap::norms");
-    detail::reserve_scratch(m_tile, std::min(rows, tile_rows) * dim, "kvzap::cap::tile");
+    detail::reserve_scratch(m_tile, std::min(rows, cap_tile_rows) * dim, "kvzap::cap::tile");
     if (static_cast<std::int64_t>(m_capacity.extent(0)) != dim) {
       m_capacity = Matrix("kvzap::cap::capacity", dim, dim);
     }
     const PolicyLayer::RowsView keys = layer.keys(head, first, rows);
     const PolicyLayer::RowsView values = layer.values(head, first, rows);
     const auto tile_of = [&](std::int64_t begin) -> ConstMatrix {
-      return Kokkos::subview(values, std::make_pair(begin, std::min(rows, begin + tile_rows)),
+      return Kokkos::subview(values, std::make_pair(begin, std::min(rows, begin + cap_tile_rows)),
                              Kokkos::ALL);
     };
     row_norms(exec, keys, m_key_norms.data());
@@ -155,7 +155,7 @@ class Cap final : public Policy {
             static_cast<float>(m_parameters.tau), m_parameters.normalizes, m_key_norms, m_weights);
       exponentials(exec, rows, m_weights);
       Kokkos::deep_copy(exec, m_capacity, 0.0f);
-      for (std::int64_t begin = 0; begin < rows; begin += tile_rows) {
+      for (std::int64_t begin = 0; begin < rows; begin += cap_tile_rows) {
         const ConstMatrix tile = tile_of(begin);
         const Matrix weighted(m_tile.data(), tile.extent(0), dim);
         weigh_values(exec, tile, m_weights, begin, static_cast<float>(m_parameters.epsilon),
@@ -163,7 +163,7 @@ class Cap final : public Policy {
         detail::multiply_tn(exec, 1, weighted, tile, 1, m_capacity);
       }
       invert_capacity(exec);
-      for (std::int64_t begin = 0; begin < rows; begin += tile_rows) {
+      for (std::int64_t begin = 0; begin < rows; begin += cap_tile_rows) {
         const ConstMatrix tile = tile_of(begin);
         const Matrix solved(m_tile.data(), tile.extent(0), dim);
         detail::multiply_nt(exec, 1, tile, m_capacity, 0, solved);
@@ -188,7 +188,7 @@ class Cap final : public Policy {
     detail::fence(exec, "kvzap::cap: the copy on the host ends here");
   }
 
-  Parameters m_parameters;
+  CapParameters m_parameters;
   QueryStatistics m_statistics;
   AverageRope m_rope;
   RowVector m_mean_norms;  // (query head)
@@ -230,7 +230,7 @@ PolicyInfo cap() {
        {},
        "newest tokens that give the mean query while the model generates"}};
   info.make = [](const PolicyArguments& arguments, const PolicySetup&) -> PolicyMaker {
-    Parameters parameters;
+    CapParameters parameters;
     parameters.tau = arguments.number("tau");
     parameters.future_positions = arguments.integer("future-positions");
     parameters.sink = arguments.integer("sink");

@@ -20,7 +20,7 @@ using Flags = Kokkos::View<std::uint8_t**, Kokkos::LayoutRight, MemorySpace>;
 
 constexpr float largest = std::numeric_limits<float>::max();
 // Rows of values that go through W_O at a time.
-constexpr std::int64_t tile_rows = 512;
+constexpr std::int64_t critical_tile_rows = 512;
 
 // norms(first + row) += scale * sum of |projected(row, ·)|
 void add_norms(const ExecutionSpace& exec, const Matrix& projected, std::int64_t first, float scale,
@@ -77,7 +77,7 @@ std::int64_t count_flags(const ExecutionSpace& exec, const Flags& flags, int hea
   return count;
 }
 
-struct Options {
+struct CriticalOptions {
   double epsilon = 1e-4;
   double first = 0.5;
   bool heads_compete = false;  // CriticalAda
@@ -86,7 +86,7 @@ struct Options {
 
 class Critical final : public Policy {
  public:
-  Critical(std::unique_ptr<Policy> inner, const Options& options)
+  Critical(std::unique_ptr<Policy> inner, const CriticalOptions& options)
       : m_inner(std::move(inner)), m_options(options) {}
 
   PolicyNeeds needs() const override { return m_inner->needs(); }
@@ -168,13 +168,13 @@ class Critical final : public Policy {
     const std::int64_t hidden = layer.extents().hidden_size;
     const int group = layer.extents().group;
     detail::reserve_scratch(m_norms, rows, "kvzap::critical::norms");
-    detail::reserve_scratch(m_projected, std::min(rows, tile_rows) * hidden,
+    detail::reserve_scratch(m_projected, std::min(rows, critical_tile_rows) * hidden,
                             "kvzap::critical::projected");
     Kokkos::deep_copy(layer.exec(), m_norms, 0.0f);
     for (int member = 0; member < group; ++member) {
       const PolicyLayer::RowsView weights = layer.output_weights(head * group + member);
-      for (std::int64_t begin = 0; begin < rows; begin += tile_rows) {
-        const std::int64_t count = std::min(tile_rows, rows - begin);
+      for (std::int64_t begin = 0; begin < rows; begin += critical_tile_rows) {
+        const std::int64_t count = std::min(critical_tile_rows, rows - begin);
         const PolicyLayer::RowsView tile =
             Kokkos::subview(values, std::make_pair(begin, begin + count), Kokkos::ALL);
         const Matrix projected(m_projected.data(), count, hidden);
@@ -185,7 +185,7 @@ class Critical final : public Policy {
   }
 
   std::unique_ptr<Policy> m_inner;
-  Options m_options;
+  CriticalOptions m_options;
   Vector m_norms;      // scratch
   Vector m_projected;  // scratch
 };
@@ -216,7 +216,7 @@ ModifierInfo critical() {
           "critical has no meaning with a threshold: its first stage is a share of a budget; give "
           "an evict ratio, a number of tokens or a size");
     }
-    Options options;
+    CriticalOptions options;
     options.epsilon = arguments.number("epsilon");
     options.first = arguments.number("first");
     if (choice.budget.pool == Budget::Pool::layer) {

@@ -20,9 +20,9 @@ using detail::ConstMatrix;
 using detail::Matrix;
 
 // Rows whose products with the covariances of a group exist at a time.
-constexpr std::int64_t tile_rows = 512;
+constexpr std::int64_t expected_tile_rows = 512;
 
-struct Parameters {
+struct ExpectedParameters {
   std::int64_t future_positions = 512;
   std::int64_t sink = 4;
   bool has_covariance = true;
@@ -186,7 +186,8 @@ void write_scores(const ExecutionSpace& exec, const float* probabilities, std::i
 /// rounds them to the model's type; here they stay as they are.
 class ExpectedAttention final : public Policy {
  public:
-  ExpectedAttention(const Parameters& parameters, std::shared_ptr<const QueryStatisticsFile> file)
+  ExpectedAttention(const ExpectedParameters& parameters,
+                    std::shared_ptr<const QueryStatisticsFile> file)
       : m_parameters(parameters),
         m_file(std::move(file)),
         m_statistics(parameters.has_covariance, parameters.sink, parameters.history) {}
@@ -258,14 +259,14 @@ class ExpectedAttention final : public Policy {
     Matrix forms;
     if (m_parameters.has_covariance) {
       detail::reserve_scratch(m_forms, dim * columns, "kvzap::expected_attention::forms");
-      detail::reserve_scratch(m_products, tile_rows * columns,
+      detail::reserve_scratch(m_products, expected_tile_rows * columns,
                               "kvzap::expected_attention::products");
       forms = Matrix(m_forms.data(), dim, columns);
       fill_forms(exec, m_covariances, head, group, forms);
     }
     const PolicyLayer::RowsView keys = layer.keys(head, first, rows);
-    for (std::int64_t begin = 0; begin < rows; begin += tile_rows) {
-      const std::int64_t end = std::min(rows, begin + tile_rows);
+    for (std::int64_t begin = 0; begin < rows; begin += expected_tile_rows) {
+      const std::int64_t end = std::min(rows, begin + expected_tile_rows);
       const ConstMatrix tile = Kokkos::subview(keys, std::make_pair(begin, end), Kokkos::ALL);
       Matrix products;
       if (m_parameters.has_covariance) {
@@ -292,7 +293,7 @@ class ExpectedAttention final : public Policy {
                  head, scores);
   }
 
-  Parameters m_parameters;
+  ExpectedParameters m_parameters;
   std::shared_ptr<const QueryStatisticsFile> m_file;
   QueryStatistics m_statistics;
   AverageRope m_rope;
@@ -342,7 +343,7 @@ PolicyInfo expected_attention() {
        {},
        "safetensors file with query_mean and query_cov; none: from this sequence"}};
   info.make = [](const PolicyArguments& arguments, const PolicySetup& setup) -> PolicyMaker {
-    Parameters parameters;
+    ExpectedParameters parameters;
     parameters.future_positions = arguments.integer("future-positions");
     parameters.sink = arguments.integer("sink");
     parameters.has_covariance = arguments.flag("covariance");

@@ -288,7 +288,7 @@ void protect(const ExecutionSpace& exec, const PolicyLayer::PositionView& positi
       });
 }
 
-struct Options {
+struct FastKvzipOptions {
   std::int64_t sink = 4;
   std::int64_t window = 4096;
   double window_ratio = 0.02;
@@ -296,7 +296,7 @@ struct Options {
 
 class FastKvzip final : public Policy {
  public:
-  FastKvzip(std::shared_ptr<Gates> gates, const Options& options)
+  FastKvzip(std::shared_ptr<Gates> gates, const FastKvzipOptions& options)
       : m_gates(std::move(gates)), m_options(options) {}
 
   PolicyNeeds needs() const override {
@@ -337,7 +337,7 @@ class FastKvzip final : public Policy {
   }
 
   std::shared_ptr<Gates> m_gates;
-  Options m_options;
+  FastKvzipOptions m_options;
   detail::NewScores m_scores;
   std::vector<Protected> m_protected;  // (layer)
   Vector m_hidden;                     // scratch
@@ -377,7 +377,7 @@ PolicyInfo fastkvzip() {
       {"window-ratio", Kind::number, "0.02", 0, 1, {}, "the same as a share, below 32000 tokens"}};
   info.make = [](const PolicyArguments& arguments, const PolicySetup& setup) -> PolicyMaker {
     const std::shared_ptr<Gates> gates = load(arguments.text("gates"), setup);
-    Options options;
+    FastKvzipOptions options;
     options.sink = arguments.integer("sink");
     options.window = arguments.integer("window");
     options.window_ratio = arguments.number("window-ratio");

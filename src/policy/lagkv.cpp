@@ -8,7 +8,7 @@ namespace kvzap::policy {
 namespace {
 
 using Floats = Kokkos::View<float*, MemorySpace>;
-using Rows = PolicyLayer::RowsView;
+using LagRows = PolicyLayer::RowsView;
 
 /// Partitions of `lag` rows each, behind the sink.
 struct Partitions {
@@ -19,7 +19,7 @@ struct Partitions {
 
 // ranges (partition, 2, dim): least and largest value of each dimension in partitions 1 … count
 // - 1.
-void value_ranges(const ExecutionSpace& exec, const Rows& rows, const Partitions& p,
+void value_ranges(const ExecutionSpace& exec, const LagRows& rows, const Partitions& p,
                   const Floats& ranges) {
   const float infinity = std::numeric_limits<float>::infinity();
   const std::int64_t dim = rows.extent(1);
@@ -51,7 +51,7 @@ void value_ranges(const ExecutionSpace& exec, const Rows& rows, const Partitions
 
 // deviations(row behind the sink): of a row's values on the scale of the next partition's ranges,
 // over dimensions, as of a sample.
-void deviations(const ExecutionSpace& exec, const Rows& rows, const Partitions& p,
+void deviations(const ExecutionSpace& exec, const LagRows& rows, const Partitions& p,
                 const Floats& ranges, const Floats& result) {
   constexpr int lanes = 8;
   const std::int64_t dim = rows.extent(1);
@@ -188,7 +188,7 @@ class LagKv final : public Policy {
   }
 
  private:
-  void add(const ExecutionSpace& exec, const Rows& rows, const Partitions& p, int head,
+  void add(const ExecutionSpace& exec, const LagRows& rows, const Partitions& p, int head,
            const ScoreView& scores) {
     value_ranges(exec, rows, p, m_ranges);
     deviations(exec, rows, p, m_ranges, m_rows);

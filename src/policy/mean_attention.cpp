@@ -12,7 +12,7 @@ namespace {
 using Partial = Kokkos::View<double**, Kokkos::LayoutRight, MemorySpace>;
 
 // Rows that one work item adds up.
-constexpr std::int64_t slice_rows = 256;
+constexpr std::int64_t summed_rows = 256;
 
 // partial(slice, :) = the sum over the slice's rows of keys (row, dim) before RoPE, where row r has
 // position r.
@@ -30,8 +30,8 @@ void sum_turned_back(const ExecutionSpace& exec, const PolicyLayer::RowsView& ke
       KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t slice = i / pairs;
         const std::int64_t d = i % pairs;
-        const std::int64_t begin = slice * slice_rows;
-        const std::int64_t end = begin + slice_rows < rows ? begin + slice_rows : rows;
+        const std::int64_t begin = slice * summed_rows;
+        const std::int64_t end = begin + summed_rows < rows ? begin + summed_rows : rows;
         const auto angle = static_cast<double>(frequencies(d));
         const double cosine = detail::math::cos(angle);
         const double sine = detail::math::sin(angle);
@@ -117,7 +117,7 @@ class MeanAttention::Watcher final : public Policy {
 
 std::vector<double> MeanAttention::Watcher::mean_key(PolicyLayer& layer, int head) {
   const std::int64_t rows = layer.rows(head);
-  const std::int64_t slices = (rows + slice_rows - 1) / slice_rows;
+  const std::int64_t slices = (rows + summed_rows - 1) / summed_rows;
   const std::int64_t dim = layer.extents().head_dim;
   if (static_cast<std::int64_t>(m_partial.extent(0)) != slices) {
     m_partial = Partial("kvzap::mean_attention::partial", slices, dim);

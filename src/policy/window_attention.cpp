@@ -20,7 +20,7 @@ constexpr std::int64_t tile_logits = std::int64_t{1} << 17;
 constexpr std::int64_t least_tile_rows = 128;
 constexpr std::int64_t most_tile_rows = 4096;
 // Rows that one work item reduces on a host.
-constexpr std::int64_t slice_rows = 256;
+constexpr std::int64_t reduced_rows = 256;
 
 /// One tile of rows against all queries of a group.
 struct Tile {
@@ -162,7 +162,7 @@ void finish_factors(const ExecutionSpace& exec, std::int64_t tiles, std::int64_t
 // result[r] += sum_q factors[q] * values[q * stride + r]
 KVZAP_BODY void add_weighted_body(const float* values, std::int64_t stride, const float* factors,
                                   std::int64_t queries, int count, float* result) {
-  float sums[slice_rows];
+  float sums[reduced_rows];
   for (int r = 0; r < count; ++r) sums[r] = 0;
   std::int64_t q = 0;
   // Several queries at a time: each sum is read and written once for all of them.
@@ -203,10 +203,10 @@ void reduce_tile(const ExecutionSpace& exec, const Tile& tile, bool counts, bool
   const float* const factors = tile.largest;
   if (detail::uses_host_kernels()) {
     Kokkos::parallel_for(
-        "kvzap::window_attention::reduce", HostRange(0, (tile.rows + slice_rows - 1) / slice_rows),
-        [=](std::int64_t slice) {
-          const std::int64_t first = slice * slice_rows;
-          const auto count = static_cast<int>(std::min(slice_rows, tile.rows - first));
+        "kvzap::window_attention::reduce",
+        HostRange(0, (tile.rows + reduced_rows - 1) / reduced_rows), [=](std::int64_t slice) {
+          const std::int64_t first = slice * reduced_rows;
+          const auto count = static_cast<int>(std::min(reduced_rows, tile.rows - first));
           const float* const values = tile.logits + first;
           float* const target = result + tile.begin + first;
           if (begins) std::fill_n(target, count, 0.0f);

@@ -34,7 +34,7 @@ namespace {
 
 // Rows that a team has at once: few, so that few heads fill a device, and many enough that what
 // they leave behind is small beside them.
-constexpr int block_rows = 128;
+constexpr int split_block_rows = 128;
 // Parts of a head: enough for a few heads to fill a device. Bounds the memory for parts.
 constexpr int most_parts = 512;
 // Spans that a kernel's arguments describe. More are described by a table in device memory, which
@@ -58,12 +58,12 @@ int lanes_for(int count) {
 
 /// Rows of each part of a head of `rows` rows.
 KOKKOS_INLINE_FUNCTION std::int64_t rows_of_part(std::int64_t rows) {
-  const std::int64_t blocks = (rows + block_rows - 1) / block_rows;
-  return (blocks + most_parts - 1) / most_parts * block_rows;
+  const std::int64_t blocks = (rows + split_block_rows - 1) / split_block_rows;
+  return (blocks + most_parts - 1) / most_parts * split_block_rows;
 }
 /// No head of up to `rows` rows has more parts.
 std::int64_t parts_bound(std::int64_t rows) {
-  return std::min<std::int64_t>(most_parts, (rows + block_rows - 1) / block_rows);
+  return std::min<std::int64_t>(most_parts, (rows + split_block_rows - 1) / split_block_rows);
 }
 
 /// Where a span lies.
@@ -131,28 +131,28 @@ struct Strides {
 /// Team memory of the first kernel.
 template <class Value>
 struct PartScratch {
-  const Value** keys;         // (block_rows)
-  const Value** values;       // (block_rows)
-  std::int64_t* dim_strides;  // (block_rows)
+  const Value** keys;         // (split_block_rows)
+  const Value** values;       // (split_block_rows)
+  std::int64_t* dim_strides;  // (split_block_rows)
   float* queries;             // (heads at once, padded dim)
-  float* scores;              // (heads at once, block_rows)
+  float* scores;              // (heads at once, split_block_rows)
   float* maximum;             // (heads at once), so far
   float* weight;              // (heads at once)
   float* factor;              // (heads at once): of earlier weights and sums
   float* sums;                // (thread, heads at once, padded dim)
 
   static std::size_t bytes(int heads_at_once, int padded, int threads) {
-    return block_rows * (2 * sizeof(const Value*) + sizeof(std::int64_t)) +
+    return split_block_rows * (2 * sizeof(const Value*) + sizeof(std::int64_t)) +
            sizeof(float) * heads_at_once *
-               (std::size_t(padded) + block_rows + 3 + std::size_t(threads) * padded);
+               (std::size_t(padded) + split_block_rows + 3 + std::size_t(threads) * padded);
   }
   KOKKOS_FUNCTION PartScratch(char* base, int heads_at_once, int padded) {
     keys = reinterpret_cast<const Value**>(base);
-    values = keys + block_rows;
-    dim_strides = reinterpret_cast<std::int64_t*>(values + block_rows);
-    queries = reinterpret_cast<float*>(dim_strides + block_rows);
+    values = keys + split_block_rows;
+    dim_strides = reinterpret_cast<std::int64_t*>(values + split_block_rows);
+    queries = reinterpret_cast<float*>(dim_strides + split_block_rows);
     scores = queries + std::int64_t{heads_at_once} * padded;
-    maximum = scores + std::int64_t{heads_at_once} * block_rows;
+    maximum = scores + std::int64_t{heads_at_once} * split_block_rows;
     weight = maximum + heads_at_once;
     factor = weight + heads_at_once;
     sums = factor + heads_at_once;
@@ -229,8 +229,9 @@ struct AttendParts {
                   : 0.0f;
         });
       });
-      for (std::int64_t row = begin; row < end; row += block_rows) {
-        const int count = static_cast<int>(end - row < block_rows ? end - row : block_rows);
+      for (std::int64_t row = begin; row < end; row += split_block_rows) {
+        const int count =
+            static_cast<int>(end - row < split_block_rows ? end - row : split_block_rows);
         int scattered = 0;
         Kokkos::parallel_reduce(
             Kokkos::TeamThreadRange(team, count),
@@ -320,7 +321,7 @@ struct AttendParts {
                            Kokkos::single(Kokkos::PerThread(team), [&] {
                              for (int g = 0; g < G; ++g) {
                                for (int i = 0; i < rows_at_once && r0 + i < count; ++i) {
-                                 scratch.scores[g * block_rows + r0 + i] =
+                                 scratch.scores[g * split_block_rows + r0 + i] =
                                      dots.value[g * rows_at_once + i] * scaling;
                                }
                              }
@@ -330,7 +331,7 @@ struct AttendParts {
 
     // Weights, relative to the part's largest score so far.
     Kokkos::parallel_for(Kokkos::TeamThreadRange(team, own), [&](int g) {
-      float* const scores = scratch.scores + g * block_rows;
+      float* const scores = scratch.scores + g * split_block_rows;
       float before = minus_infinity;
       if (!is_first) before = scratch.maximum[g];
       const float weight_before = is_first ? 0.0f : scratch.weight[g];
@@ -375,7 +376,7 @@ struct AttendParts {
           float value[width];
           load(scratch.values[r], r, v, value);
           for (int g = 0; g < G; ++g) {
-            const float weight = g < own ? scratch.scores[g * block_rows + r] : 0.0f;
+            const float weight = g < own ? scratch.scores[g * split_block_rows + r] : 0.0f;
             for (int e = 0; e < width; ++e) sums[g][e] += weight * value[e];
           }
         };
@@ -512,7 +513,7 @@ template <class Value, PageOrder order>
 std::size_t SplitKV<Value, order>::scratch_bytes(const AttentionExtents& extents) {
   const std::int64_t part = std::int64_t{extents.group} * (extents.head_dim + 2);
   // Every head of a span has room for as many parts as the span's longest.
-  const std::int64_t head_parts = std::min(extents.single_rows / block_rows + extents.spans,
+  const std::int64_t head_parts = std::min(extents.single_rows / split_block_rows + extents.spans,
                                            extents.spans * parts_bound(extents.longest_single));
   const std::int64_t all = extents.kv_heads * head_parts * part;
   const std::int64_t one = extents.kv_heads * parts_bound(extents.longest_single) * part;

@@ -17,7 +17,7 @@ namespace {
 
 // Rows whose scores are held at once: the running maximum is rescaled once per so many. With 128
 // 16-bit values per row, their keys and their values each fill half a level-1 cache.
-constexpr int block_rows = 64;
+constexpr int decode_block_rows = 64;
 
 }  // namespace
 
@@ -119,8 +119,8 @@ class Ahead {
   int m_lines = 0;
 };
 
-/// Scores of 1 <= rows <= block_rows rows and G query heads: lane e of vector u belongs to row
-/// u * 16 / G + e / G and query e % G. Lanes past the last row get some score of the last row.
+/// Scores of 1 <= rows <= decode_block_rows rows and G query heads: lane e of vector u belongs to
+/// row u * 16 / G + e / G and query e % G. Lanes past the last row get some score of the last row.
 /// queries: [16 dims][G][16].
 template <class Ops, int G>
 KVZAP_TARGET_AVX512 void score(const typename Ops::Value* keys, std::int64_t stride, int rows,
@@ -480,8 +480,8 @@ void attend_blocks(const Blocks<Value>& blocks, const RowRun<Value>& run,
   // prefetcher, at the memory's full rate, which asking for single lines does not reach. It helps
   // where the next page lies elsewhere, or where there is more to compute than to read.
   const bool prefetches = !by_pairs || blocks.count > 1 || !is_behind(next, run);
-  for (std::int64_t begin = 0; begin < run.rows; begin += block_rows) {
-    const int rows = static_cast<int>(std::min<std::int64_t>(block_rows, run.rows - begin));
+  for (std::int64_t begin = 0; begin < run.rows; begin += decode_block_rows) {
+    const int rows = static_cast<int>(std::min<std::int64_t>(decode_block_rows, run.rows - begin));
     const Value* keys = run.keys + begin * run.row_stride;
     const Value* values = run.values + begin * run.row_stride;
     const Extent key_bytes = Extent::of(keys, rows, run.row_stride);
@@ -489,7 +489,7 @@ void attend_blocks(const Blocks<Value>& blocks, const RowRun<Value>& run,
     Ahead ahead(key_bytes, value_bytes,
                 prefetches ? std::int64_t{blocks.count} * ((rows * G + 15) / 16) : 0);
     for (int b = 0; b < blocks.count; ++b) {
-      float* scores = blocks.scores + b * G * block_rows;
+      float* scores = blocks.scores + b * G * decode_block_rows;
       const float* queries = blocks.queries + std::int64_t{b} * G * padded;
       if constexpr (by_pairs) {
         score_pairs<G>(
@@ -500,17 +500,17 @@ void attend_blocks(const Blocks<Value>& blocks, const RowRun<Value>& run,
         score<Ops, G>(keys, run.row_stride, rows, queries, dim, scores, ahead);
       }
     }
-    const std::int64_t left = run.rows - begin - block_rows;
+    const std::int64_t left = run.rows - begin - decode_block_rows;
     const Extent next_bytes =
-        left > 0
-            ? Extent::of(keys + block_rows * run.row_stride,
-                         std::min<std::int64_t>(left, block_rows), run.row_stride)
-            : Extent::of(next.keys, std::min<std::int64_t>(next.rows, block_rows), next.row_stride);
+        left > 0 ? Extent::of(keys + decode_block_rows * run.row_stride,
+                              std::min<std::int64_t>(left, decode_block_rows), run.row_stride)
+                 : Extent::of(next.keys, std::min<std::int64_t>(next.rows, decode_block_rows),
+                              next.row_stride);
     const std::int64_t passes = G == 4 ? 2 : 1;
     ahead = Ahead(value_bytes, next_bytes,
                   prefetches ? blocks.count * passes * (by_pairs ? (rows + 1) / 2 : rows) : 0);
     for (int b = 0; b < blocks.count; ++b) {
-      float* scores = blocks.scores + b * G * block_rows;
+      float* scores = blocks.scores + b * G * decode_block_rows;
       float* sums = blocks.sums + std::int64_t{b} * G * padded;
       if constexpr (by_pairs) {
         online_softmax_pairs<G>(scores, rows, blocks.scaling, blocks.maximum + b * 16,
@@ -533,8 +533,10 @@ std::int64_t RowAttention<Value>::scratch_size(int group, int dim) {
   const std::int64_t queries = whole(group, 4);
   const std::int64_t padded = whole(dim, 32);
   // Queries and sums; scores; maximum and weight; copies of keys and values.
-  return 2 * queries * padded + queries * block_rows + 2 * whole(queries, 16) * 4 +
-         2 * whole(block_rows * static_cast<std::int64_t>(dim) * sizeof(Value) / sizeof(float), 16);
+  return 2 * queries * padded + queries * decode_block_rows + 2 * whole(queries, 16) * 4 +
+         2 * whole(
+                 decode_block_rows * static_cast<std::int64_t>(dim) * sizeof(Value) / sizeof(float),
+                 16);
 }
 
 template <class Value>
@@ -557,7 +559,7 @@ RowAttention<Value>::RowAttention(int group, int dim, [[maybe_unused]] bool by_r
   m_queries = scratch;
   m_sums = m_queries + queries * padded;
   m_scores = m_sums + queries * padded;
-  m_maximum = m_scores + queries * block_rows;
+  m_maximum = m_scores + queries * decode_block_rows;
   m_weight = m_maximum + whole(queries, 16) * 4;
   m_rows = reinterpret_cast<Value*>(m_weight + whole(queries, 16) * 4);
 }
@@ -594,12 +596,12 @@ void RowAttention<Value>::begin(const float* queries, std::int64_t head_stride,
 
 template <class Value>
 void RowAttention<Value>::attend_portably(const RowRun<Value>& run) {
-  for (std::int64_t begin = 0; begin < run.rows; begin += block_rows) {
-    const int rows = static_cast<int>(std::min<std::int64_t>(block_rows, run.rows - begin));
+  for (std::int64_t begin = 0; begin < run.rows; begin += decode_block_rows) {
+    const int rows = static_cast<int>(std::min<std::int64_t>(decode_block_rows, run.rows - begin));
     score_rows(run.keys + begin * run.row_stride, run.row_stride, run.dim_stride, rows, m_queries,
-               m_group, m_dim, m_scores, block_rows);
+               m_group, m_dim, m_scores, decode_block_rows);
     for (int q = 0; q < m_group; ++q) {
-      float* row = m_scores + q * block_rows;
+      float* row = m_scores + q * decode_block_rows;
       const float maximum = std::max(m_maximum[q], max_of(row, rows));
       if (maximum > m_maximum[q]) {
         const float factor = std::exp((m_maximum[q] - maximum) * m_scaling);
@@ -610,7 +612,7 @@ void RowAttention<Value>::attend_portably(const RowRun<Value>& run) {
       m_weight[q] += exp_shifted(row, rows, shift_of(maximum), m_scaling);
     }
     accumulate_rows(run.values + begin * run.row_stride, run.row_stride, run.dim_stride, rows,
-                    m_scores, block_rows, m_group, m_dim, m_sums);
+                    m_scores, decode_block_rows, m_group, m_dim, m_sums);
   }
 }
 
@@ -621,9 +623,9 @@ void RowAttention<Value>::attend(const RowRun<Value>& run,
 #if KVZAP_X86
   if (run.dim_stride != 1) {
     Value* const keys = m_rows;
-    Value* const values = m_rows + std::int64_t{block_rows} * m_dim;
-    for (std::int64_t begin = 0; begin < run.rows; begin += block_rows) {
-      const std::int64_t rows = std::min<std::int64_t>(block_rows, run.rows - begin);
+    Value* const values = m_rows + std::int64_t{decode_block_rows} * m_dim;
+    for (std::int64_t begin = 0; begin < run.rows; begin += decode_block_rows) {
+      const std::int64_t rows = std::min<std::int64_t>(decode_block_rows, run.rows - begin);
       for (std::int64_t r = 0; r < rows; ++r) {
         const std::int64_t row = (begin + r) * run.row_stride;
         for (int d = 0; d < m_dim; ++d) {

@@ -17,7 +17,7 @@ using HostRange =
 
 // Query rows and rows of a tile.
 constexpr std::int64_t tile_queries = 512;
-constexpr std::int64_t tile_keys = 512;
+constexpr std::int64_t gemm_tile_keys = 512;
 
 std::int64_t tile_tokens_of(int group, std::int64_t tokens) {
   return std::min(tokens, std::max<std::int64_t>(1, tile_queries / group));
@@ -28,16 +28,17 @@ std::int64_t tile_tokens_of(int group, std::int64_t tokens) {
 template <class Value, PageOrder order>
 std::size_t GemmTiles<Value, order>::scratch_bytes(int group, int dim, std::int64_t tokens) {
   const std::int64_t rows = tile_tokens_of(group, tokens) * group;
-  return sizeof(float) * (rows * (2 * std::int64_t{dim} + tile_keys + 2) + 2 * tile_keys * dim);
+  return sizeof(float) *
+         (rows * (2 * std::int64_t{dim} + gemm_tile_keys + 2) + 2 * gemm_tile_keys * dim);
 }
 
 template <class Value, PageOrder order>
 void GemmTiles<Value, order>::reserve(int group, int dim, std::int64_t tokens) {
   const std::int64_t rows = tile_tokens_of(group, tokens) * group;
   reserve_scratch(m_queries, rows * dim, "kvzap::attention::queries");
-  reserve_scratch(m_keys, tile_keys * dim, "kvzap::attention::keys");
-  reserve_scratch(m_values, tile_keys * dim, "kvzap::attention::values");
-  reserve_scratch(m_scores, rows * tile_keys, "kvzap::attention::scores");
+  reserve_scratch(m_keys, gemm_tile_keys * dim, "kvzap::attention::keys");
+  reserve_scratch(m_values, gemm_tile_keys * dim, "kvzap::attention::values");
+  reserve_scratch(m_scores, rows * gemm_tile_keys, "kvzap::attention::scores");
   reserve_scratch(m_sums, rows * dim, "kvzap::attention::sums");
   reserve_scratch(m_maximum, rows, "kvzap::attention::maximum");
   reserve_scratch(m_weight, rows, "kvzap::attention::weight");
@@ -128,8 +129,8 @@ void GemmTiles<Value, order>::operator()(const ExecutionSpace& exec,
         multiply_nn(exec, 1, s, v, 1, o);
       };
 
-      for (std::int64_t begin = 0; begin < cached_rows; begin += tile_keys) {
-        const std::int64_t rows = std::min(tile_keys, cached_rows - begin);
+      for (std::int64_t begin = 0; begin < cached_rows; begin += gemm_tile_keys) {
+        const std::int64_t rows = std::min(gemm_tile_keys, cached_rows - begin);
         const Matrix k(m_keys.data(), rows, dim);
         const Matrix v(m_values.data(), rows, dim);
         Kokkos::parallel_for(
@@ -145,8 +146,8 @@ void GemmTiles<Value, order>::operator()(const ExecutionSpace& exec,
         attend_tile(rows, rows);
       }
       const std::int64_t new_rows = before + first + tile;
-      for (std::int64_t begin = 0; begin < new_rows; begin += tile_keys) {
-        const std::int64_t rows = std::min(tile_keys, new_rows - begin);
+      for (std::int64_t begin = 0; begin < new_rows; begin += gemm_tile_keys) {
+        const std::int64_t rows = std::min(gemm_tile_keys, new_rows - begin);
         const Matrix k(m_keys.data(), rows, dim);
         const Matrix v(m_values.data(), rows, dim);
         Kokkos::parallel_for(

@@ -146,8 +146,16 @@ std::shared_ptr<const PolicyChoice> make_choice(const PolicyRun& run, const Poli
   std::optional<double> threshold;
   if (run.has_threshold()) threshold = run.number();
   try {
-    return std::make_shared<const PolicyChoice>(
-        make_policy(parse_policy(policy_text(run.entry)), budget, threshold, setup));
+    PolicyChoice choice =
+        make_policy(parse_policy(policy_text(run.entry)), budget, threshold, setup);
+    if (choice.info->repeats_context) {
+      const ChatTemplate::Parts parts = ChatTemplate::detect(setup.model).parts(false);
+      const std::int64_t chunk = choice.repeat.chunk;
+      choice.repeat =
+          make_repeat_prompt(Tokenizer::load(setup.model), parts.prefix, parts.suffix);
+      choice.repeat.chunk = chunk;
+    }
+    return std::make_shared<const PolicyChoice>(std::move(choice));
   } catch (const Error& error) {
     ADD_FAILURE() << run.what << ": " << error.what();
     return nullptr;
@@ -256,7 +264,8 @@ void expect_ties(const PolicyRun& run, const std::vector<Difference>& all) {
   const std::string policy = run.entry["policy"];
   const bool is_layerwise = policy.find("layerwise=on") != std::string::npos;
   const bool by_layer = is_layerwise || policy.find("+ada") != std::string::npos;
-  const bool by_model = !is_layerwise && policy.rfind("fastkvzip", 0) == 0;
+  const bool by_model =
+      !is_layerwise && (policy.rfind("fastkvzip", 0) == 0 || policy.rfind("kvzip", 0) == 0);
   std::map<std::pair<int, int>, std::vector<Difference>> pools;
   for (const Difference& d : all) {
     pools[{by_model ? 0 : d.layer, by_model || by_layer ? 0 : d.head}].push_back(d);

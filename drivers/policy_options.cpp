@@ -75,11 +75,11 @@ std::string with_layerwise(const RunOptions& o, const std::string& policy) {
     if (has) takers += (takers.empty() ? "" : ", ") + info.name;
     takes = takes || (has && info.name == name);
   }
-  require(takes, policy.empty() ? fmt::format("--layerwise has no effect without --policy ({})",
-                                              takers)
-                                : fmt::format("--layerwise does not go with --policy {}; it is for "
-                                              "{}",
-                                              name, takers));
+  require(takes, policy.empty()
+                     ? fmt::format("--layerwise has no effect without --policy ({})", takers)
+                     : fmt::format("--layerwise does not go with --policy {}; it is for "
+                                   "{}",
+                                   name, takers));
   require(policy.find("layerwise=") == std::string::npos,
           fmt::format("--layerwise and --policy {} both say whether layers share a budget: give "
                       "one of them",
@@ -238,9 +238,9 @@ std::optional<PolicySpec> policy_spec(const RunOptions& o) {
               fmt::format("--prune-after question does not go with {}: the model repeats the "
                           "context before any question",
                           name));
-    refuse_if(o.prune == "always",
-              fmt::format("--prune always does not go with {}, which scores the context alone",
-                          name));
+    refuse_if(
+        o.prune == "always",
+        fmt::format("--prune always does not go with {}, which scores the context alone", name));
   }
   refuse_if(info.needs_question && o.prune_after != "question",
             fmt::format("{} needs --prune-after question: the question decides its scores", name));

@@ -286,18 +286,20 @@ std::optional<RepeatPrompt> share_repeat_prompt(const RunOptions& options,
       try {
         own = Tokenizer::load(options.model);
       } catch (const Error& error) {
-        throw Error(fmt::format("--policy {}: the model is asked to repeat the context in words, "
-                                "which needs its tokenizer: {}",
-                                spec->info->name, error.what()));
+        throw Error(
+            fmt::format("--policy {}: the model is asked to repeat the context in words, "
+                        "which needs its tokenizer: {}",
+                        spec->info->name, error.what()));
       }
     }
     repeat = repeat_prompt(options, own ? *own : *tokenizer, prompt.context);
     for (const auto* ids : {&repeat.first, &repeat.later, &repeat.suffix}) {
       for (const TokenId id : *ids) {
         if (id < config.vocab_size) continue;
-        throw Error(fmt::format("--policy {}: token id {} of the prompt that repeats the context "
-                                "is not in the vocabulary; expected less than {}",
-                                spec->info->name, id, config.vocab_size));
+        throw Error(
+            fmt::format("--policy {}: token id {} of the prompt that repeats the context "
+                        "is not in the vocabulary; expected less than {}",
+                        spec->info->name, id, config.vocab_size));
       }
     }
     repeat_steps(prompt.context, repeat);  // throws if there is nothing to repeat

@@ -61,9 +61,9 @@ class PolicyLayer {
     int group = 1;           // query heads of a KV head
     int head_dim = 1;
     std::int64_t hidden_size = 1;
-    std::int64_t tokens = 0;         // of the sequence, this step's included, kept or not
-    std::int64_t new_tokens = 0;     // of this step
-    std::int64_t question = 0;       // of these the last so many are the question's
+    std::int64_t tokens = 0;      // of the sequence, this step's included, kept or not
+    std::int64_t new_tokens = 0;  // of this step
+    std::int64_t question = 0;    // of these the last so many are the question's
     /// Positions that the step repeats, for policies that look at how the model does that
     /// (PolicyInfo::repeats_context): from repeats_begin to before repeats_end.
     std::int64_t repeats_begin = 0, repeats_end = 0;

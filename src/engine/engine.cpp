@@ -289,9 +289,9 @@ class TypedEngine final : public Engine {
   struct Life {
     std::unique_ptr<Policy> policy;
     std::optional<RecentQueries> recent;
-    std::int64_t steps = 0;       // since the context, or since the last cut
-    std::int64_t closed_up = 0;   // positions fewer than tokens
-    std::int64_t non_finite = 0;  // rows that the last cut has kept for want of a finite score
+    std::int64_t steps = 0;        // since the context, or since the last cut
+    std::int64_t closed_up = 0;    // positions fewer than tokens
+    std::int64_t non_finite = 0;   // rows that the last cut has kept for want of a finite score
     std::vector<TokenId> context;  // that a policy will want repeated
     // Of the step under way.
     PolicyStep step;

@@ -34,10 +34,10 @@ struct KvzipTile {
   const float* scales;  // (query): what probabilities are multiplied by
   std::int64_t queries;
   std::int64_t columns;
-  std::int64_t seen;      // columns that the first query sees; each one later sees one more
-  std::int64_t begin;     // first column of the chunk
-  std::int64_t chunk;     // columns of the chunk
-  float scaling;          // of logits
+  std::int64_t seen;   // columns that the first query sees; each one later sees one more
+  std::int64_t begin;  // first column of the chunk
+  std::int64_t chunk;  // columns of the chunk
+  float scaling;       // of logits
 };
 
 // packed(i, ·) = queries(first + i, head, ·)
@@ -45,8 +45,7 @@ void kvzip_pack(const ExecutionSpace& exec, const TokenBlock::QueryView& queries
                 std::int64_t first, std::int64_t head, const Matrix& packed) {
   const auto dim = static_cast<std::int64_t>(packed.extent(1));
   Kokkos::parallel_for(
-      "kvzap::kvzip::pack",
-      KvzipRange(exec, 0, static_cast<std::int64_t>(packed.extent(0)) * dim),
+      "kvzap::kvzip::pack", KvzipRange(exec, 0, static_cast<std::int64_t>(packed.extent(0)) * dim),
       KOKKOS_LAMBDA(std::int64_t i) {
         packed(i / dim, i % dim) = queries(first + i / dim, head, i % dim);
       });
@@ -98,14 +97,13 @@ void kvzip_copy(const ExecutionSpace& exec, const PolicyLayer::RowsView& rows, s
 void kvzip_exponentials(const ExecutionSpace& exec, const KvzipTile& tile) {
   if (detail::uses_host_kernels()) {
     detail::fence(exec, "kvzap::kvzip: host kernels read logits");
-    Kokkos::parallel_for("kvzap::kvzip::exp", KvzipHostRange(0, tile.queries),
-                         [=](std::int64_t q) {
-                           float* const logits = tile.logits + q * tile.columns;
-                           const std::int64_t count = tile.seen + q;
-                           const float sum = detail::exp_shifted(
-                               logits, count, detail::max_of(logits, count), tile.scaling);
-                           tile.factors[q] = tile.scales[q] / sum;
-                         });
+    Kokkos::parallel_for("kvzap::kvzip::exp", KvzipHostRange(0, tile.queries), [=](std::int64_t q) {
+      float* const logits = tile.logits + q * tile.columns;
+      const std::int64_t count = tile.seen + q;
+      const float sum =
+          detail::exp_shifted(logits, count, detail::max_of(logits, count), tile.scaling);
+      tile.factors[q] = tile.scales[q] / sum;
+    });
     return;
   }
   using Team = Kokkos::TeamPolicy<ExecutionSpace>;
@@ -185,8 +183,7 @@ void kvzip_merge(const ExecutionSpace& exec, const Matrix& largest, const Matrix
                  bool has_norms, int head, std::int64_t begin, const Matrix& scores) {
   const auto group = static_cast<std::int64_t>(largest.extent(0));
   Kokkos::parallel_for(
-      "kvzap::kvzip::merge",
-      KvzipRange(exec, 0, static_cast<std::int64_t>(largest.extent(1))),
+      "kvzap::kvzip::merge", KvzipRange(exec, 0, static_cast<std::int64_t>(largest.extent(1))),
       KOKKOS_LAMBDA(std::int64_t c) {
         float most = scores(head, begin + c);
         for (std::int64_t g = 0; g < group; ++g) {
@@ -263,8 +260,9 @@ class Kvzip final : public Policy {
     throw Error("policy kvzip: it scores when the context has been repeated");
   }
 
-  Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> context_scores(
-      const ExecutionSpace& exec, const Communicator& comm, int layer) override {
+  Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> context_scores(const ExecutionSpace& exec,
+                                                                         const Communicator& comm,
+                                                                         int layer) override {
     if (!m_has_first) {
       // The first positions score more than all others.
       double largest = 0;
@@ -276,8 +274,7 @@ class Kvzip final : public Policy {
         const std::int64_t first =
             std::min<std::int64_t>(m_options.sink, static_cast<std::int64_t>(scores.extent(1)));
         Kokkos::deep_copy(
-            exec,
-            Kokkos::subview(scores, Kokkos::ALL, std::make_pair(std::int64_t{0}, first)),
+            exec, Kokkos::subview(scores, Kokkos::ALL, std::make_pair(std::int64_t{0}, first)),
             static_cast<float>(largest) + 1);
       }
       m_has_first = true;
@@ -312,8 +309,8 @@ class Kvzip final : public Policy {
     const PolicyLayer::Extents& extents = layer.extents();
     const std::int64_t dim = extents.head_dim;
     const std::int64_t chunk = extents.repeats_end - extents.repeats_begin;
-    const std::int64_t most = std::min(
-        block.count, std::max(kvzip_least_queries, kvzip_tile_logits / columns));
+    const std::int64_t most =
+        std::min(block.count, std::max(kvzip_least_queries, kvzip_tile_logits / columns));
     detail::reserve_scratch(m_queries, most * dim, "kvzap::kvzip::queries");
     detail::reserve_scratch(m_logits, most * columns, "kvzap::kvzip::logits");
     detail::reserve_scratch(m_factors, most, "kvzap::kvzip::factors");
@@ -418,8 +415,8 @@ PolicyInfo kvzip_info(bool plus) {
 
 /// KVzip (arXiv 2505.23416) as kvpress has it: once the context is there, the model repeats it, in
 /// chunks (see repeat_steps). A repeat's queries attend, with a softmax of their own, to the first
-/// `sink` positions (as far as they lie before the chunk), the chunk's rows and the repeat itself up
-/// to the query, and
+/// `sink` positions (as far as they lie before the chunk), the chunk's rows and the repeat itself
+/// up to the query, and
 ///   score = max over all positions of the repeat and the query heads of the group of p.
 /// The first `sink` positions get the largest of all scores plus 1; those of a chat template's
 /// prefix behind them are not repeated and score 0. The heads of all layers compete, and floor(rows
@@ -428,7 +425,8 @@ PolicyInfo kvzip_info(bool plus) {
 /// Products are those of attention: of bf16 values where the cache has them. Logits exist for a few
 /// dozen queries at a time; scores are 4 bytes a row and head.
 ///
-/// Cost: a forward pass over the repeat, and per query head a product of its queries with up to sink
+/// Cost: a forward pass over the repeat, and per query head a product of its queries with up to
+/// sink
 /// + chunk + repeat keys.
 PolicyInfo kvzip() { return kvzip_info(false); }
 

@@ -27,9 +27,10 @@ std::vector<RepeatStep> repeat_steps(const std::vector<TokenId>& context,
                                      const RepeatPrompt& prompt) {
   const auto tokens = static_cast<std::int64_t>(context.size());
   if (prompt.chunk < 1 || prompt.overlap < 0 || prompt.prefix < 0) {
-    throw Error(fmt::format("repeat of the context: chunks of {} tokens, {} of the chunk before, a "
-                            "prefix of {}; expected at least 1, 0 and 0",
-                            prompt.chunk, prompt.overlap, prompt.prefix));
+    throw Error(
+        fmt::format("repeat of the context: chunks of {} tokens, {} of the chunk before, a "
+                    "prefix of {}; expected at least 1, 0 and 0",
+                    prompt.chunk, prompt.overlap, prompt.prefix));
   }
   if (tokens <= prompt.prefix) {
     throw Error(
@@ -62,8 +63,7 @@ std::int64_t longest_repeat(std::int64_t context, const RepeatPrompt& prompt) {
     words = std::max(words, static_cast<std::int64_t>(prompt.later.size()) +
                                 std::min(prompt.overlap, prompt.chunk));
   }
-  return words + static_cast<std::int64_t>(prompt.suffix.size()) +
-         std::min(repeated, prompt.chunk);
+  return words + static_cast<std::int64_t>(prompt.suffix.size()) + std::min(repeated, prompt.chunk);
 }
 
 }  // namespace kvzap

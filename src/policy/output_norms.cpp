@@ -1,10 +1,18 @@
 #include "policy/output_norms.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
-#include <cmath>
 
 #include "base/scratch.hpp"
 #include "policy/rows.hpp"
+
+extern "C" {
+// LAPACK: QR of a general matrix.
+// NOLINTNEXTLINE(readability-identifier-naming): a Fortran name
+void dgeqrf_(const int* m, const int* n, double* a, const int* lda, double* tau, double* work,
+             const int* lwork, int* info);
+}
 
 namespace kvzap::policy {
 namespace {
@@ -16,43 +24,24 @@ using Range = detail::PolicyRange;
 // Rows of values that are multiplied at a time.
 constexpr std::int64_t norms_tile_rows = 512;
 
-// a[i] . b[i]; several sums, so that they vectorize.
-double wide_dot(const double* a, const double* b, std::int64_t count) {
-  constexpr int lanes = 8;
-  double sums[lanes] = {};
-  std::int64_t i = 0;
-  for (; i + lanes <= count; i += lanes) {
-    for (int k = 0; k < lanes; ++k) sums[k] += a[i + k] * b[i + k];
-  }
-  double sum = 0;
-  for (; i < count; ++i) sum += a[i] * b[i];
-  for (int k = 0; k < lanes; ++k) sum += sums[k];
-  return sum;
-}
-
 // r (min(columns, length), columns) = R of the QR decomposition of the transpose of a (columns,
-// length), by Householder reflections. Columns of the matrix that is decomposed are rows of `a`,
-// which is overwritten.
+// length): its columns lie one after the other, as LAPACK has them. Overwrites `a`.
 void triangular_factor(std::vector<double>& a, std::int64_t columns, std::int64_t length,
-                       float* r) {
+                       std::vector<double>& work, float* r) {
+  const int m = static_cast<int>(length), n = static_cast<int>(columns);
   const std::int64_t rank = std::min(columns, length);
-  for (std::int64_t j = 0; j < rank; ++j) {
-    double* const pivot = &a[j * length + j];
-    const std::int64_t rest = length - j;
-    const double size = std::sqrt(wide_dot(pivot, pivot, rest));
-    const double diagonal = pivot[0] > 0 ? -size : size;
-    // The reflection is 1 - v v^T / (size * |v_0|) with v = pivot - diagonal * e_0.
-    pivot[0] -= diagonal;
-    const double scale = size * std::abs(pivot[0]);
-    if (scale != 0) {
-      for (std::int64_t k = j + 1; k < columns; ++k) {
-        double* const other = &a[k * length + j];
-        const double by = wide_dot(pivot, other, rest) / scale;
-        for (std::int64_t i = 0; i < rest; ++i) other[i] -= by * pivot[i];
-      }
-    }
-    for (std::int64_t k = 0; k < columns; ++k) {
-      r[j * columns + k] = k < j ? 0.0f : static_cast<float>(k == j ? diagonal : a[k * length + j]);
+  std::vector<double> reflections(rank);
+  int info = 0;
+  double size = 0;
+  int ask = -1;
+  dgeqrf_(&m, &n, a.data(), &m, reflections.data(), &size, &ask, &info);
+  work.resize(std::max(work.size(), static_cast<std::size_t>(size)));
+  ask = static_cast<int>(work.size());
+  dgeqrf_(&m, &n, a.data(), &m, reflections.data(), work.data(), &ask, &info);
+  if (info != 0) throw Error(fmt::format("LAPACK's dgeqrf refuses its argument {}", -info));
+  for (std::int64_t i = 0; i < rank; ++i) {
+    for (std::int64_t j = 0; j < columns; ++j) {
+      r[i * columns + j] = j < i ? 0.0f : static_cast<float>(a[j * length + i]);
     }
   }
 }
@@ -86,7 +75,7 @@ const OutputNorms::Factor& OutputNorms::factor(PolicyLayer& layer, int head) {
   const std::int64_t rank = std::min(dim, hidden);
   Factor made("kvzap::output_norms::factor", extents.group * rank, dim);
   const auto host = Kokkos::create_mirror_view(made);
-  std::vector<double> columns(dim * hidden);
+  std::vector<double> columns(dim * hidden), work;
   for (int member = 0; member < extents.group; ++member) {
     const PolicyLayer::RowsView weights = layer.output_weights(head * extents.group + member);
     const auto of_member =
@@ -94,7 +83,7 @@ const OutputNorms::Factor& OutputNorms::factor(PolicyLayer& layer, int head) {
     for (std::int64_t d = 0; d < dim; ++d) {
       for (std::int64_t i = 0; i < hidden; ++i) columns[d * hidden + i] = of_member(d, i);
     }
-    triangular_factor(columns, dim, hidden, &host(member * rank, 0));
+    triangular_factor(columns, dim, hidden, work, &host(member * rank, 0));
   }
   Kokkos::deep_copy(made, host);
   result = made;

@@ -114,6 +114,10 @@ void declare(CLI::App& app, RunOptions& o) {
          "budget: bytes of keys and values over all layers and ranks, as 512M, 2GB or 1.5GiB")
       ->type_name("SIZE")
       ->group(pruning);
+  app.add_flag("--layerwise", o.layerwise,
+               "with kvzip, kvzip-plus and fastkvzip: the budget is met in each layer, instead of "
+               "over all layers together")
+      ->group(pruning);
   app.add_option("--prune-after", o.prune_after,
                  "when a budget is met: after the context, or after context and question together, "
                  "which then decides what stays; the cache is full until then")

@@ -17,6 +17,7 @@ struct RunOptions {
   std::optional<double> evict_ratio;  // of the budget; without a policy what --dry-run assumes
   std::optional<std::int64_t> keep_tokens;
   std::string kv_budget;
+  bool layerwise = false;
   std::string prune_after = "context";
   std::int64_t decode_every = 0;
   std::optional<std::int64_t> decode_keep;

@@ -87,6 +87,7 @@ std::string parameter_rows(const std::vector<PolicyParameter>& parameters) {
 std::string amounts_text(const PolicyInfo& info) {
   if (info.has_own_budget)
     return "its own: no --threshold, --evict-ratio, --keep-tokens or --kv-budget";
+  if (info.repeats_context) return "--evict-ratio, --keep-tokens or --kv-budget";
   return "--threshold, --evict-ratio, --keep-tokens or --kv-budget";
 }
 
@@ -140,6 +141,7 @@ ordered_json to_json(const PolicyInfo& info) {
           {"scores_parts", info.scores_parts},
           {"scores_again", info.scores_again},
           {"needs_question", info.needs_question},
+          {"repeats_context", info.repeats_context},
           {"has_own_budget", info.has_own_budget},
           {"parameters", to_json(info.parameters)}};
 }

@@ -55,6 +55,38 @@ Budget planned_budget(const RunOptions& o, const std::optional<PolicySpec>& spec
   return choice.budget;
 }
 
+/// "name:key=value+modifier" with another key and value.
+std::string with_argument(std::string policy, const std::string& argument) {
+  const std::size_t name = name_in(policy).size();
+  const bool has_arguments = policy.compare(name, 1, ":") == 0;
+  policy.replace(name, has_arguments ? 1 : 0, ":" + argument + (has_arguments ? "," : ""));
+  return policy;
+}
+
+/// The policy's text with what --layerwise adds to it.
+std::string with_layerwise(const RunOptions& o, const std::string& policy) {
+  if (!o.layerwise) return policy;
+  const std::string name = name_in(policy);
+  std::string takers;
+  bool takes = false;
+  for (const PolicyInfo& info : policies()) {
+    const bool has = std::any_of(info.parameters.begin(), info.parameters.end(),
+                                 [](const auto& p) { return p.name == "layerwise"; });
+    if (has) takers += (takers.empty() ? "" : ", ") + info.name;
+    takes = takes || (has && info.name == name);
+  }
+  require(takes, policy.empty()
+                     ? fmt::format("--layerwise has no effect without --policy ({})", takers)
+                     : fmt::format("--layerwise does not go with --policy {}; it is for "
+                                   "{}",
+                                   name, takers));
+  require(policy.find("layerwise=") == std::string::npos,
+          fmt::format("--layerwise and --policy {} both say whether layers share a budget: give "
+                      "one of them",
+                      policy));
+  return with_argument(policy, "layerwise=on");
+}
+
 /// The surrogate's scores as they are.
 bool is_plain_kvzap(const RunOptions& o) {
   return !o.surrogate.empty() && (o.policy.empty() || o.policy == "kvzap");
@@ -157,7 +189,7 @@ std::string policy_text(const RunOptions& o) {
   if (o.surrogate.empty()) {
     require(name_in(o.policy) != "kvzap" || o.policy.find("surrogate=") != std::string::npos,
             "--policy kvzap needs --surrogate DIR");
-    return o.policy;
+    return with_layerwise(o, o.policy);
   }
   std::string text = o.policy.empty() ? "kvzap" : o.policy;
   const std::string name = name_in(text);
@@ -170,10 +202,7 @@ std::string policy_text(const RunOptions& o) {
     if (c == ',' || c == '+') folder += '\\';  // part of the name
     folder += c;
   }
-  const bool has_arguments = text.compare(name.size(), 1, ":") == 0;
-  text.replace(name.size(), has_arguments ? 1 : 0,
-               fmt::format(":surrogate={}{}", folder, has_arguments ? "," : ""));
-  return text;
+  return with_argument(with_layerwise(o, text), "surrogate=" + folder);
 }
 
 std::optional<PolicySpec> policy_spec(const RunOptions& o) {
@@ -200,6 +229,19 @@ std::optional<PolicySpec> policy_spec(const RunOptions& o) {
                           name));
   }
   if (o.dry_run || !prunes(o)) return spec;
+  if (info.repeats_context) {
+    refuse_if(o.threshold.has_value(),
+              fmt::format("--threshold does not go with {}, which keeps a share of all pairs, "
+                          "whatever their scores: give --evict-ratio, --keep-tokens or --kv-budget",
+                          name));
+    refuse_if(o.prune_after == "question",
+              fmt::format("--prune-after question does not go with {}: the model repeats the "
+                          "context before any question",
+                          name));
+    refuse_if(
+        o.prune == "always",
+        fmt::format("--prune always does not go with {}, which scores the context alone", name));
+  }
   refuse_if(info.needs_question && o.prune_after != "question",
             fmt::format("{} needs --prune-after question: the question decides its scores", name));
   refuse_if(o.prune_after == "question" && info.judges_tokens && has_threshold(o, spec),

@@ -210,8 +210,8 @@ std::string to_text(const RunReport& report, const RunOptions& options) {
       human_bytes(end.returned_bytes), human_bytes(end.peak_allocated_bytes)));
   if (!report.policy.empty() && report.is_full_at_first) {
     line(
-        "note: what stays is chosen over all layers or after the question, so that the peak is the "
-        "full cache");
+        "note: what stays is chosen over all layers, after the question or after a repeat, so that "
+        "the peak is the full cache");
   }
   if (end.non_finite_scores > 0) {
     line(fmt::format("warning: {} pairs have a score that is NaN or infinite; they were kept",

@@ -80,7 +80,7 @@ struct CacheReport {
   std::int64_t peak_allocated_bytes =
       0;  // most at any time, prefill's dense keys and values included
   // Seconds so far of the whole engine, of the slowest rank.
-  double score_seconds = 0;  // scoring pairs
+  double score_seconds = 0;  // scoring pairs, and the steps of a repeated context
   double prune_seconds = 0;  // choosing those that stay, and storing what was judged
 
   /// Evicted pairs / pairs had none been evicted.
@@ -141,8 +141,10 @@ class Engine {
   virtual std::vector<StepResult> step(const StepBatch& batch,
                                        const ProgressCallback& progress = {}) = 0;
 
-  /// The context has been run, whole or in chunks: does what a policy does then. Collective.
-  virtual void end_context(SequenceId sequence) = 0;
+  /// The context has been run, whole or in chunks: does what a policy does then. Collective. Where
+  /// the policy has the model repeat the context, what Engine::step says of errors holds, and
+  /// `progress` gets "repeat" and tokens.
+  virtual void end_context(SequenceId sequence, const ProgressCallback& progress = {}) = 0;
 
   /// Hands unused pool memory back to the system; returns this rank's bytes.
   virtual std::size_t trim() = 0;

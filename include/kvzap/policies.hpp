@@ -5,6 +5,7 @@
 #include <kvzap/budget.hpp>
 #include <kvzap/head_partition.hpp>
 #include <kvzap/model_config.hpp>
+#include <kvzap/oracle.hpp>
 #include <kvzap/policy.hpp>
 #include <kvzap/scorer.hpp>
 #include <map>
@@ -82,6 +83,9 @@ struct PolicyInfo {
   /// It decides which rows stay by scores of 1 and 0 and a budget of its own: no --evict-ratio,
   /// --keep-tokens or --kv-budget fits it.
   bool has_own_budget = false;
+  /// It scores the context by how the model repeats it, in steps of their own once all of it has
+  /// been run: PolicyChoice::repeat, Policy::context_scores.
+  bool repeats_context = false;
   /// Loads what the policy needs, once for all sequences.
   std::function<PolicyMaker(const PolicyArguments&, const PolicySetup&)> make;
   /// For policies that bring more than scores (a budget's shape, a scorer): called in place of
@@ -128,6 +132,9 @@ struct PolicyChoice {
   std::shared_ptr<Scorer> scorer;
   /// What `make` waits for, if there is something: calibrate() before the first sequence.
   std::shared_ptr<Calibration> calibration;
+  /// How a policy with PolicyInfo::repeats_context asks the model to repeat the context. The policy
+  /// sets the chunk's length, who makes the engine the rest: make_repeat_prompt.
+  RepeatPrompt repeat;
   /// Some rows have the largest finite score, to mark them (critical).
   bool scores_are_marked = false;
 };

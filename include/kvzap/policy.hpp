@@ -61,9 +61,12 @@ class PolicyLayer {
     int group = 1;           // query heads of a KV head
     int head_dim = 1;
     std::int64_t hidden_size = 1;
-    std::int64_t tokens = 0;         // of the sequence, this step's included, kept or not
-    std::int64_t new_tokens = 0;     // of this step
-    std::int64_t question = 0;       // of these the last so many are the question's
+    std::int64_t tokens = 0;      // of the sequence, this step's included, kept or not
+    std::int64_t new_tokens = 0;  // of this step
+    std::int64_t question = 0;    // of these the last so many are the question's
+    /// Positions that the step repeats, for policies that look at how the model does that
+    /// (PolicyInfo::repeats_context): from repeats_begin to before repeats_end.
+    std::int64_t repeats_begin = 0, repeats_end = 0;
     std::vector<std::int64_t> rows;  // (head on this rank): cached ones, then the step's
     /// Rows of each head that the budget will keep (the mean over heads where heads compete), and
     /// the evict ratio that this amounts to; all rows and 0 if a threshold decides.
@@ -150,6 +153,13 @@ class Policy {
   virtual void observe(PolicyLayer& /*layer*/, const TokenBlock& /*block*/) {}
   /// A score that is NaN or infinite keeps its row, and is counted.
   virtual void score(PolicyLayer& layer, const ScoreView& scores) = 0;
+
+  /// Scores (head on this rank, position) of a layer's rows of the context, once `observe` has seen
+  /// all steps that repeat it; only for policies with PolicyInfo::repeats_context, whose objects
+  /// live as long as those steps and are never asked to `score`. Collective; the layers come one
+  /// after the other, each once.
+  virtual Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> context_scores(
+      const ExecutionSpace& exec, const Communicator& comm, int layer);
 };
 
 /// Makes a policy for a new sequence; several may share what it has loaded.

@@ -50,6 +50,8 @@ struct PolicyStep {
   Policy* policy = nullptr;
   /// Only keep the queries of the newest tokens, for a later step.
   bool only_watches = false;
+  /// Only show it the step's blocks: it scores later, outside of steps (Policy::context_scores).
+  bool only_observes = false;
   /// Which rows are scored: all that the sequence has, or the step's alone.
   bool scores_all = true;
   /// The budget that the policy sees in PolicyLayer::Extents; may be null.
@@ -61,10 +63,15 @@ struct PolicyStep {
   std::int64_t closed_up = 0;
   /// Tokens of the question at the end of the step.
   std::int64_t question = 0;
+  /// See PolicyLayer::Extents.
+  std::int64_t repeats_begin = 0, repeats_end = 0;
   /// Where queries of the newest tokens are kept; null if the policy needs none.
   RecentQueries* recent = nullptr;
   /// Keep `scores` of all layers, to choose by after the step.
   bool keeps_scores = false;
+
+  /// Whether the policy scores rows in this step.
+  bool scores_rows() const { return !only_watches && !only_observes; }
 
   /// Left by the step if keeps_scores: (head on this rank, row) of each layer, rows by position.
   std::vector<Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>> scores;

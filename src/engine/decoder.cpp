@@ -53,7 +53,7 @@ std::int64_t next_power_of_two(std::int64_t count) {
 
 /// Whether the span's new pairs get scores, by the scorer or a policy.
 bool is_scored(const StepRule& rule) {
-  return rule.score || (rule.policy && !rule.policy->only_watches);
+  return rule.score || (rule.policy && rule.policy->scores_rows());
 }
 
 std::pair<std::int64_t, std::int64_t> range(std::int64_t begin, std::int64_t end) {
@@ -699,7 +699,7 @@ void Decoder<Value, order>::begin_policies(const StepBatch& batch) {
 template <class Value, PageOrder order>
 void Decoder<Value, order>::reserve_scores(const StepBatch::Span& span) {
   PolicyStep& step = *span.rule.policy;
-  if (step.only_watches) return;
+  if (!step.scores_rows()) return;
   const auto model = detail::budget_model<Value>(m_model.config());
   const std::int64_t tokens = m_cache.tokens(span.sequence, 0) + step.closed_up + span.count;
   std::int64_t largest = 0;
@@ -786,7 +786,7 @@ void Decoder<Value, order>::apply_policies(const StepBatch& batch, int layer) {
     const StepBatch::Span& span = batch.spans()[s];
     PolicyStep* const step = policies.steps[s];
     if (!step || !step->chooses) policies.append_spans.push_back(scratch.append_spans[s]);
-    if (!step || step->only_watches) continue;
+    if (!step || !step->scores_rows()) continue;
     auto& shown = *policies.layers[s];
     const std::int64_t most = shown.most_rows();
     const auto own = range(span.first, span.first + span.count);

@@ -38,6 +38,17 @@ void check_policy(const CacheOptions& options) {
     refuse(fmt::format("--decode-evict-ratio is {}; expected a number in [0, 1)",
                        options.decode_evict_ratio));
   }
+  if (choice.info->repeats_context) {
+    if (options.prune_after == PruneMoment::question) {
+      refuse("the model repeats the context before any question: --prune-after context");
+    }
+    if (options.prune == PruneMode::always) {
+      refuse("the model repeats the context alone: --prune prefill");
+    }
+    if (choice.repeat.first.empty() || choice.repeat.later.empty()) {
+      refuse("nothing asks the model to repeat the context (PolicyChoice::repeat is empty)");
+    }
+  }
   if (options.decode_every > 0 && !choice.info->scores_again) {
     refuse("--decode-every needs a policy that can score again while the model generates");
   }
@@ -169,6 +180,11 @@ class TypedEngine final : public Engine {
       throw;
     }
     for (const StepBatch::Span& span : m_batch.spans()) {
+      if (span.rule.part == StepPart::context && options().policy->info->repeats_context) {
+        auto& context = m_lives.at(span.sequence).context;
+        const auto first = m_batch.tokens().begin() + span.first;
+        context.insert(context.end(), first, first + span.count);
+      }
       if (span.rule.part == StepPart::question || span.rule.part == StepPart::generated) {
         ++m_lives.at(span.sequence).steps;
       }
@@ -177,10 +193,11 @@ class TypedEngine final : public Engine {
     return results;
   }
 
-  void end_context(SequenceId sequence) override {
+  void end_context(SequenceId sequence, const ProgressCallback& progress) override {
     if (!m_uses_policy) return;
     Life& life = m_lives.at(sequence);
     life.steps = 0;
+    if (options().policy->info->repeats_context) repeat_context(sequence, progress);
     if (!options().policy->rerotate) return;
     auto& cache = m_decoder.cache();
     const std::int64_t before = cache.tokens(sequence, 0);
@@ -229,7 +246,7 @@ class TypedEngine final : public Engine {
     report.allocated_bytes = sum(bytes.allocated);
     report.returned_bytes = sum(bytes.returned);
     report.peak_allocated_bytes = sum(m_meter.peak());
-    std::array<double, 2> seconds = {m_decoder.seconds().scoring,
+    std::array<double, 2> seconds = {m_decoder.seconds().scoring + m_repeat_seconds,
                                      m_decoder.seconds().pruning + m_evict_seconds};
     communicator().all_reduce_max(seconds.data(), seconds.size());
     report.score_seconds = seconds[0];
@@ -261,7 +278,10 @@ class TypedEngine final : public Engine {
   std::vector<std::int64_t> positions(SequenceId sequence, int layer, int head_on_rank) override {
     return m_decoder.cache().positions(sequence, layer, head_on_rank);
   }
-  void set_observer(StepObserver* observer) override { m_decoder.set_observer(observer); }
+  void set_observer(StepObserver* observer) override {
+    m_observer = observer;
+    m_decoder.set_observer(observer);
+  }
   void set_attention_path(AttentionPath path) override { m_decoder.set_attention_path(path); }
 
  private:
@@ -269,9 +289,10 @@ class TypedEngine final : public Engine {
   struct Life {
     std::unique_ptr<Policy> policy;
     std::optional<RecentQueries> recent;
-    std::int64_t steps = 0;       // since the context, or since the last cut
-    std::int64_t closed_up = 0;   // positions fewer than tokens
-    std::int64_t non_finite = 0;  // rows that the last cut has kept for want of a finite score
+    std::int64_t steps = 0;        // since the context, or since the last cut
+    std::int64_t closed_up = 0;    // positions fewer than tokens
+    std::int64_t non_finite = 0;   // rows that the last cut has kept for want of a finite score
+    std::vector<TokenId> context;  // that a policy will want repeated
     // Of the step under way.
     PolicyStep step;
     Budget budget;
@@ -283,6 +304,7 @@ class TypedEngine final : public Engine {
       into.steps = steps;
       into.closed_up = closed_up;
       into.non_finite = non_finite;
+      into.context = context;
       return into;
     }
   };
@@ -326,7 +348,7 @@ class TypedEngine final : public Engine {
   void plan(std::size_t index) {
     const StepBatch::Span& span = m_batch.spans()[index];
     const PolicyChoice& choice = *options().policy;
-    if (span.rule.part == StepPart::other) return;
+    if (span.rule.part == StepPart::other || choice.info->repeats_context) return;
     Life& life = m_lives.at(span.sequence);
     const PolicyNeeds needs = life.policy->needs();
     const std::int64_t before = m_decoder.cache().tokens(span.sequence, 0);
@@ -388,6 +410,62 @@ class TypedEngine final : public Engine {
       }
     });
     if (life.cuts) cut(span.sequence, scores);
+  }
+
+  /// Lets the model repeat the context, which leaves nothing in the sequence but the scores of its
+  /// rows, and cuts by them.
+  void repeat_context(SequenceId sequence, const ProgressCallback& progress) {
+    Life& life = m_lives.at(sequence);
+    const PolicyChoice& choice = *options().policy;
+    auto& cache = m_decoder.cache();
+    const ExecutionSpace exec;
+    const std::vector<RepeatStep> steps = repeat_steps(life.context, choice.repeat);
+    std::int64_t all = 0;
+    for (const RepeatStep& repeat : steps) all += static_cast<std::int64_t>(repeat.tokens.size());
+    // The policy's own time in these steps is counted by the decoder.
+    const double scoring_before = m_decoder.seconds().scoring;
+    double seconds = 0;
+    LayerScores scores;
+    {
+      const detail::Stopwatch watch(seconds);
+      typename KVCache<Value, order>::Checkpoint before;
+      std::unique_ptr<Policy> policy;
+      communicator().agree([&] {
+        policy = choice.make();
+        before = cache.checkpoint(sequence);
+      });
+      std::int64_t done = 0;
+      for (const RepeatStep& repeat : steps) {
+        PolicyStep step;
+        step.policy = policy.get();
+        step.only_observes = true;
+        step.repeats_begin = repeat.begin;
+        step.repeats_end = repeat.end;
+        const auto count = static_cast<std::int64_t>(repeat.tokens.size());
+        StepBatch batch(sequence, repeat.tokens, rule(StepPart::other), StepOutput::none);
+        batch.set_policy(0, &step);
+        m_decoder.step(batch, [&](std::string_view, std::int64_t part, std::int64_t parts) {
+          if (progress) progress("repeat", done + count * part / parts, all);
+        });
+        cache.restore(sequence, before);
+        done += count;
+      }
+      for (int l = 0; l < static_cast<int>(cache.shape().heads.size()); ++l) {
+        scores.push_back(policy->context_scores(exec, communicator(), l));
+        if (m_observer) m_observer->scores(sequence, l, 0, scores.back());
+      }
+      detail::fence(exec, "kvzap::engine: the repeat is timed");
+    }
+    m_repeat_seconds += seconds - (m_decoder.seconds().scoring - scoring_before);
+    const detail::Stopwatch watch(m_evict_seconds);
+    communicator().agree([&] {
+      for (std::size_t l = 0; l < scores.size(); ++l) {
+        cache.set_row_scores(exec, sequence, static_cast<int>(l), scores[l]);
+      }
+    });
+    life.budget = choice.budget;
+    cut(sequence, scores);
+    life.context = {};
   }
 
   void cut(SequenceId sequence, const LayerScores& scores) {
@@ -456,7 +534,9 @@ class TypedEngine final : public Engine {
   bool m_uses_policy;
   std::map<SequenceId, Life> m_lives;
   StepBatch m_batch;
+  StepObserver* m_observer = nullptr;
   double m_evict_seconds = 0;
+  double m_repeat_seconds = 0;  // of the model, in steps that repeat contexts
 };
 
 }  // namespace

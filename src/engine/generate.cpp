@@ -41,7 +41,7 @@ void Generator::prefill(const std::vector<TokenId>& context, bool reusable,
                             end == count ? StepOutput::logits : StepOutput::none);
       m_context_logits = std::move(m_engine->step(batch, chunk_progress).front().logits);
     }
-    m_engine->end_context(m_sequence);
+    m_engine->end_context(m_sequence, progress);
   } catch (...) {
     m_engine->free_sequence(m_sequence);  // so that prefill can be tried again
     m_sequence = -1;

@@ -13,6 +13,11 @@ std::int64_t PolicyLayer::most_rows() const {
   return rows.empty() ? 0 : *std::max_element(rows.begin(), rows.end());
 }
 
+Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> Policy::context_scores(
+    const ExecutionSpace& /*exec*/, const Communicator& /*comm*/, int /*layer*/) {
+  throw Error("policy: it does not look at how the context is repeated");
+}
+
 namespace detail {
 namespace {
 
@@ -76,6 +81,8 @@ void DecoderLayer<Value, order>::show(const PolicyStep& step, SequenceId sequenc
   m_extents.tokens = m_first_new + new_tokens;
   m_extents.new_tokens = new_tokens;
   m_extents.question = step.question;
+  m_extents.repeats_begin = step.repeats_begin;
+  m_extents.repeats_end = step.repeats_end;
   m_extents.rows.resize(heads.size());
   for (int h = 0; h < static_cast<int>(heads.size()); ++h) {
     m_extents.rows[h] = (step.scores_all ? m_cache.rows(sequence, layer, h) : 0) + new_tokens;

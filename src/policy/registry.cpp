@@ -21,6 +21,7 @@ const std::vector<PolicyInfo>& policies() {
       policy::non_causal(),    policy::simlayerkv(),
       policy::finch(),         policy::kvzap(),
       policy::fastkvzip(),     policy::duo_attention(),
+      policy::kvzip(),         policy::kvzip_plus(),
   };
   return all;
 }
@@ -90,6 +91,13 @@ PolicyChoice make_policy(const PolicySpec& spec, const Budget& budget,
           "nothing to change",
           info.name, spec.modifiers[0].first->name));
     }
+  }
+
+  if (info.repeats_context && !spec.modifiers.empty()) {
+    throw Error(fmt::format(
+        "policy {} scores the context when it has been repeated, and its budget is of all layers "
+        "or of each one (layerwise=on): modifier {} does not go with it",
+        info.name, spec.modifiers[0].first->name));
   }
 
   PolicyChoice choice;

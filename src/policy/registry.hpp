@@ -30,6 +30,9 @@ PolicyInfo finch();
 PolicyInfo kvzap();
 PolicyInfo fastkvzip();
 PolicyInfo duo_attention();
+// From how the model repeats the context.
+PolicyInfo kvzip();
+PolicyInfo kvzip_plus();
 
 // Modifiers.
 ModifierInfo ada();

@@ -22,6 +22,7 @@ evicted pairs a weight of exactly zero, and of equal scores the oldest is kept.
 """
 
 import argparse
+import collections
 import contextlib
 import json
 import logging
@@ -54,6 +55,7 @@ from kvpress import (
     KeyDiffPress,
     KeyRerotationPress,
     KnormPress,
+    KVzipPress,
     LagKVPress,
     LeverageScorePress,
     NonCausalAttnPress,
@@ -236,6 +238,20 @@ class NoisyGate(torch.nn.Module):
         return scores + NOISE * (2 * torch.rand(scores.shape, generator=self.noise) - 1)
 
 
+def watched_oracle(press, result, noise):
+    """press.compress_post; hands the scores that it has chosen by to the result."""
+    compress_post = press.compress_post
+
+    def wrapper(model):
+        if noise is not None:
+            largest = press.score_val.max()
+            press.score_val += NOISE * largest * (2 * torch.rand(press.score_val.shape, generator=noise) - 1)
+        compress_post(model)
+        result.scores = press.score_val[:, 0].clone()
+
+    return wrapper
+
+
 class Result:
     scores = None  # (layer, head, token)
     kept = None  # after the context, or the question
@@ -282,6 +298,8 @@ def run(model, context, question, max_new_tokens, run, noise=None):
     IN_ORDER = decoding is not None
     torch.manual_seed(0)
     result = Result()
+    if isinstance(press, KVzipPress):
+        press.compress_post = watched_oracle(press, result, noise)
     with stable_selection(), rows.rotations():
         with enter(press, model) if press is not None else contextlib.nullcontext():
             logits = model(torch.tensor([prompt]), past_key_values=cache, logits_to_keep=1).logits
@@ -610,6 +628,19 @@ def all_runs(model, name, files, context, question, n_case):
     def scored(make):
         return lambda ratio: (make(ratio),) * 2
 
+    def oracle(**fields):
+        return lambda ratio: (KVzipPress(ratio, **fields), None)
+
+    for policy, plus in (("kvzip", False), ("kvzip-plus", True)):
+        press = {"kvzip_plus_normalization": plus}
+        add(policy, oracle(**press), (4, 0), 0.5, True)
+        if n_case > 0:
+            add(policy + ":chunk=100,sink=9", oracle(chunk_size=100, n_sink=9, **press), (9, 0), 0.5)
+            continue
+        for ratio in RATIOS:
+            add(policy, oracle(**press), (4, 0), ratio)
+            add(policy + ":chunk=64", oracle(chunk_size=64, **press), (4, 0), ratio)
+            add(policy + ":layerwise=on", oracle(layerwise=True, **press), (4, 0), ratio)
     for policy, make, protected, more in simple_runs(model, name, files):
         if n_case > 0:
             if ":" not in policy:
@@ -811,7 +842,16 @@ def run_name(run):
     return name
 
 
-def make(folder, only):
+def unchanged(name, n_case, update):
+    """Runs of an index that is there, and their tensors, without those that are made anew."""
+    runs = json.loads((OUT / f"{name}.json").read_text())[n_case]["runs"]
+    runs = [run for run in runs if not run["policy"].startswith(update)]
+    used = {run[key] for run in runs for key in ("scores", "kept", "kept_at_end", "generated") if key in run}
+    tensors = load_file(OUT / f"{name}.case{n_case}.safetensors")
+    return runs, {key: tensor for key, tensor in tensors.items() if key in used}
+
+
+def make(folder, only, update):
     name = folder.name
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="exact")
     model.eval()
@@ -820,7 +860,8 @@ def make(folder, only):
     cases = json.loads((HERE / f"{name}.json").read_text())
     tensors = [load_file(HERE / case["file"]) for case in cases]
     texts = [(t["context_ids"].tolist(), t["question_ids"].tolist()) for t in tensors]
-    files = {
+    # What other policies read stays as it is if they are not made anew.
+    files = collections.defaultdict(lambda: torch.zeros(0)) if update else {
         "filters": make_filters(model, name),
         "gates": make_gates(model, name),
         "statistics": make_statistics(model, name, texts[1][0]),
@@ -842,8 +883,12 @@ def make(folder, only):
                 stored[key] = tensor.contiguous()
             return distinct[identity]
 
+        if update:
+            entries, old = unchanged(name, n_case, update)
+            for key, tensor in old.items():
+                store(key, tensor)
         for described in all_runs(model, name, files, context, question, n_case):
-            if only and only not in described["policy"]:
+            if only not in described["policy"] or not described["policy"].startswith(update):
                 continue
             most = cases[n_case]["max_new_tokens"]
             ratio, tie = choose_ratio(model, texts[n_case], described, most)
@@ -892,13 +937,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", type=pathlib.Path, help="folders of models with goldens here")
     parser.add_argument("--only", default="", help="show policies whose names have this part, and write no results")
+    parser.add_argument("--update", default="", help="make runs of policies whose names begin so, keep the rest")
     arguments = parser.parse_args()
     logging.getLogger("kvpress").setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
     AttentionInterface.register("exact", exact_attention)
     OUT.mkdir(exist_ok=True)
     for folder in arguments.models:
-        make(folder.resolve(), arguments.only)
+        make(folder.resolve(), arguments.only, arguments.update)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ using golden::ids;
 using golden::model_dir;
 using golden::tensor;
 
-/// Of the largest score of a layer, and of the largest logit.
+/// Of the largest score of a layer (KVzip's and KVzip+'s: of each score), and of the largest logit.
 constexpr double tolerance = 1e-3;
 
 /// Of scores of heads, which lie between 0 and 1.
@@ -117,6 +117,7 @@ struct PolicyRun {
   bool has_ratio() const { return amount().rfind("evict-ratio ", 0) == 0; }
   bool is_tie() const { return entry.value("tie", false); }
   bool rerotated() const { return entry.value("rerotated", false); }
+  bool repeats_context() const { return entry["policy"].get<std::string>().rfind("kvzip", 0) == 0; }
   bool after_question() const { return entry.value("prune_after", "context") == "question"; }
 };
 
@@ -146,8 +147,15 @@ std::shared_ptr<const PolicyChoice> make_choice(const PolicyRun& run, const Poli
   std::optional<double> threshold;
   if (run.has_threshold()) threshold = run.number();
   try {
-    return std::make_shared<const PolicyChoice>(
-        make_policy(parse_policy(policy_text(run.entry)), budget, threshold, setup));
+    PolicyChoice choice =
+        make_policy(parse_policy(policy_text(run.entry)), budget, threshold, setup);
+    if (choice.info->repeats_context) {
+      const ChatTemplate::Parts parts = ChatTemplate::detect(setup.model).parts(false);
+      const std::int64_t chunk = choice.repeat.chunk;
+      choice.repeat = make_repeat_prompt(Tokenizer::load(setup.model), parts.prefix, parts.suffix);
+      choice.repeat.chunk = chunk;
+    }
+    return std::make_shared<const PolicyChoice>(std::move(choice));
   } catch (const Error& error) {
     ADD_FAILURE() << run.what << ": " << error.what();
     return nullptr;
@@ -171,7 +179,9 @@ void compare_scores(const PolicyRun& run, const ScoreRecorder& recorder,
       for (std::int64_t p = 0; p < tokens; ++p) {
         // Constants above the scores, "the largest of all plus 1", are measured by themselves, and
         // "the largest number there is" has to be above the scores.
-        const double size = std::max<double>(run.largest[l], std::fabs(expected[p]));
+        const double size = run.repeats_context()
+                                ? std::fabs(expected[p])
+                                : std::max<double>(run.largest[l], std::fabs(expected[p]));
         double off = std::fabs(static_cast<double>((*ours)[p]) - expected[p]);
         if (off > 0) off /= size;
         if (expected[p] > beyond_scores && (*ours)[p] >= run.largest[l]) off = 0;
@@ -256,7 +266,8 @@ void expect_ties(const PolicyRun& run, const std::vector<Difference>& all) {
   const std::string policy = run.entry["policy"];
   const bool is_layerwise = policy.find("layerwise=on") != std::string::npos;
   const bool by_layer = is_layerwise || policy.find("+ada") != std::string::npos;
-  const bool by_model = !is_layerwise && policy.rfind("fastkvzip", 0) == 0;
+  const bool by_model =
+      !is_layerwise && (policy.rfind("fastkvzip", 0) == 0 || run.repeats_context());
   std::map<std::pair<int, int>, std::vector<Difference>> pools;
   for (const Difference& d : all) {
     pools[{by_model ? 0 : d.layer, by_model || by_layer ? 0 : d.head}].push_back(d);

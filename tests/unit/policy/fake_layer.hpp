@@ -29,6 +29,7 @@ struct LayerData {
   std::int64_t question = 0;
   std::int64_t keep = 0;
   double evict_ratio = 0;
+  std::int64_t repeats_begin = 0, repeats_end = 0;
 
   std::vector<std::vector<std::int64_t>> positions;  // (KV head)(row)
   std::vector<std::vector<float>> keys;              // (KV head)(row, head_dim): after RoPE
@@ -157,6 +158,8 @@ class FakeLayer final : public PolicyLayer {
     m_extents.question = data.question;
     m_extents.keep = data.keep;
     m_extents.evict_ratio = data.evict_ratio;
+    m_extents.repeats_begin = data.repeats_begin;
+    m_extents.repeats_end = data.repeats_end;
     for (int head : heads) m_extents.rows.push_back(data.rows(head));
     m_extents.heads = std::move(heads);
   }
@@ -233,6 +236,11 @@ class FakeLayer final : public PolicyLayer {
   /// A step that fails once so many of its new tokens have been shown, in one block.
   void fail(Policy& policy, std::int64_t shown) {
     show(policy, shown, m_data.tokens - m_data.new_tokens + shown);
+  }
+
+  /// A step in which a policy is only shown blocks of so many of the new tokens.
+  void observe(Policy& policy, std::int64_t block_tokens) {
+    show(policy, block_tokens, m_data.tokens);
   }
 
   /// Does what a decoder does in a step: blocks of so many of the new tokens (0: all in one), then

@@ -135,8 +135,9 @@ class MlpTrainer {
   /// Bytes of memory that a layer of `info` takes, all pairs of it in use.
   static std::int64_t bytes(const PairsInfo& info, const MlpOptions& options);
 
+  struct Impl;  // for each value type
+
  private:
-  struct Impl;
   std::unique_ptr<Impl> m_impl;
 };
 

@@ -95,6 +95,9 @@ std::optional<TrainedLayer> train_ridge(const PairSource& source, int layer, con
                                         const RidgeOptions& options, const StopRequest& stop = {},
                                         const LayerProgress& progress = {});
 
+/// Bytes of memory that train_ridge takes for a layer of `info`.
+std::int64_t ridge_bytes(const PairsInfo& info);
+
 /// Training of one layer's MLP by AdamW (Loshchilov and Hutter, arXiv 1711.05101) as torch's
 /// defaults have it; mean squared error over the batch and the layer's KV heads. The gradient is
 /// clipped by the layer's norm, where kvpress' trainer clips by that of all layers together: so
@@ -149,7 +152,8 @@ struct TrainingOptions {
   double validation = 0.05;
   std::uint64_t seed = 0;    // of the split; of an MLP too
   DType dtype = DType::f32;  // of the published weights: f32 or bf16
-  std::string pairs_file;    // for messages and the model card
+  std::string pairs_file;    // for the model card
+  std::string model_name;    // for the model card; empty: as the pairs have it
   std::string command;       // for the model card
   std::string version;
   bool resume = false;     // go on from the checkpoint in the folder, if there is one

@@ -243,6 +243,14 @@ std::optional<TrainedLayer> train_typed(const PairSource& source, int layer, con
 
 }  // namespace
 
+std::int64_t ridge_bytes(const PairsInfo& info) {
+  const std::int64_t columns = info.hidden_size + info.kv_heads + 1;
+  const auto pair = static_cast<std::int64_t>(size_of(info.dtype)) * info.hidden_size;
+  return static_cast<std::int64_t>(sizeof(double)) * columns * columns +
+         static_cast<std::int64_t>(sizeof(float)) * NormalEquations::block_rows * columns +
+         std::min(detail::pairs_of_block(info), info.pairs) * pair;
+}
+
 std::optional<TrainedLayer> train_ridge(const PairSource& source, int layer, const PairSplit& split,
                                         const RidgeOptions& options, const StopRequest& stop,
                                         const LayerProgress& progress) {

@@ -117,7 +117,17 @@ function(kvzap_find_lapack)
     set(KVZAP_MISSING "LAPACK is looked for by compiling C; add C to the project's languages" PARENT_SCOPE)
     return()
   endif()
-  find_package(LAPACK QUIET)
+  # liblapack.so first: distributions let the user choose what is behind that name, as behind the
+  # libblas.so of Kokkos Kernels.
+  set(vendor "${BLA_VENDOR}")
+  if(vendor STREQUAL "")
+    set(BLA_VENDOR Generic)
+    find_package(LAPACK QUIET)
+    set(BLA_VENDOR All)
+  endif()
+  if(NOT LAPACK_FOUND)
+    find_package(LAPACK QUIET)
+  endif()
   if(NOT LAPACK_FOUND)
     set(KVZAP_MISSING "LAPACK was not found (Debian: libopenblas-dev); name its folder in CMAKE_PREFIX_PATH"
         PARENT_SCOPE)

@@ -53,9 +53,11 @@ std::vector<std::int64_t> whole_numbers(const std::vector<std::string>& parts, c
   return numbers;
 }
 
-template <class Good>
+}  // namespace
+
 std::vector<double> real_numbers(const std::vector<std::string>& parts, const char* flag,
-                                 const char* usual, const char* expected, const Good& is_good) {
+                                 const char* usual, const char* expected,
+                                 const std::function<bool(double)>& is_good) {
   std::vector<double> numbers;
   for (const std::string& entry : entries_of(parts, flag, usual)) {
     char* used = nullptr;
@@ -67,8 +69,6 @@ std::vector<double> real_numbers(const std::vector<std::string>& parts, const ch
   }
   return numbers;
 }
-
-}  // namespace
 
 std::string BenchTest::name() const {
   return fmt::format("{}{}", kind == Kind::prefill ? "pp" : "tg", tokens);

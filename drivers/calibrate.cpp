@@ -230,7 +230,8 @@ void declare(CLI::App& app, CalibrateOptions& o) {
                  "folder, where kvzap run --evict-ratio looks them up")
       ->type_name("FILE")
       ->group(output);
-  app.add_flag("!--no-store", o.store, "print the thresholds, and store them nowhere")
+  app.add_flag("--store,!--no-store", o.store,
+               "store the thresholds, or only print them (default: store)")
       ->group(output);
   app.add_option("--json", o.json,
                  "write a report, with the evict ratios of every text, to this file; - is standard "

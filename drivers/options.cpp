@@ -102,7 +102,8 @@ void declare(CLI::App& app, RunOptions& o) {
                  "score below which a pair is evicted, -inf and inf included (kvzap: log score)")
       ->group(pruning);
   app.add_option("--evict-ratio", o.evict_ratio,
-                 "budget: evicted share of all pairs, in [0, 1); without a policy what --dry-run "
+                 "budget: evicted share of all pairs, in [0, 1); with --surrogate and without --policy "
+                 "the threshold that kvzap calibrate has found for it; without either what --dry-run "
                  "assumes")
       ->group(pruning);
   app.add_option(

@@ -431,6 +431,14 @@ class TypedEngine final : public Engine {
       typename KVCache<Value, order>::Checkpoint before;
       std::unique_ptr<Policy> policy;
       communicator().agree([&] {
+        const auto context = static_cast<std::int64_t>(life.context.size());
+        for (int l = 0; l < static_cast<int>(cache.shape().heads.size()); ++l) {
+          for (int h = 0; h < cache.shape().heads[l]; ++h) {
+            if (cache.rows(sequence, l, h) == context) continue;
+            throw Error(fmt::format("policy {}: sequence {} does not have all rows of its context",
+                                    choice.name, sequence));
+          }
+        }
         policy = choice.make();
         before = cache.checkpoint(sequence);
       });

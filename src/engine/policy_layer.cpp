@@ -25,12 +25,33 @@ std::pair<std::int64_t, std::int64_t> range(std::int64_t begin, std::int64_t end
   return {begin, end};
 }
 
-// Row i of the (n, columns) matrix has a 1 in column first + i.
-void fill_identity(const ExecutionSpace& exec, std::int64_t first, const Matrix& x) {
-  Kokkos::deep_copy(exec, x, 0.0F);
+// y(i, output) = weights(output, first + i).
+template <class Value>
+void take_inputs(const ExecutionSpace& exec, const LinearWeights<Value>& weights,
+                 std::int64_t first, const Matrix& y) {
+  const Kokkos::RangePolicy<ExecutionSpace> range(exec, 0, y.size());
+  const std::int64_t outputs = weights.outputs();
+  if (!weights.is_packed()) {
+    const auto rows = weights.rows();
+    Kokkos::parallel_for(
+        "kvzap::policy::output_weights", range, KOKKOS_LAMBDA(const std::int64_t i) {
+          y(i / outputs, i % outputs) = static_cast<float>(rows(i % outputs, first + i / outputs));
+        });
+    return;
+  }
+  // See LinearWeights.
+  constexpr std::int64_t block = LinearWeights<Value>::block_outputs;
+  constexpr std::int64_t together = std::is_same_v<Value, bfloat16> ? 2 : 1;
+  const std::int64_t padded = LinearWeights<Value>::padded_inputs(weights.inputs());
+  const auto packed = weights.packed();
   Kokkos::parallel_for(
-      "kvzap::policy::identity", Kokkos::RangePolicy<ExecutionSpace>(exec, 0, x.extent(0)),
-      KOKKOS_LAMBDA(const std::int64_t i) { x(i, first + i) = 1; });
+      "kvzap::policy::output_weights", range, KOKKOS_LAMBDA(const std::int64_t i) {
+        const std::int64_t output = i % outputs;
+        const std::int64_t input = first + i / outputs;
+        const std::int64_t group = (output / block * padded + input / together * together) * block;
+        y(i / outputs, output) =
+            static_cast<float>(packed(group + output % block * together + input % together));
+      });
 }
 
 void keep_marked(const ExecutionSpace& exec, const ScoredLayer& layer) {
@@ -166,14 +187,10 @@ template <class Value, PageOrder order>
 auto DecoderLayer<Value, order>::output_weights(int query_head) -> RowsView {
   const auto& weights = m_model.layer(layer()).o;
   const std::int64_t dim = m_extents.head_dim;
-  reserve_scratch(m_scratch.identity, dim * weights.inputs(), "kvzap::policy::identity");
   reserve_scratch(m_scratch.output_weights, dim * weights.outputs(),
                   "kvzap::policy::output_weights");
-  // Weights may be packed: a product with the identity unpacks them, exactly.
-  const Matrix x(m_scratch.identity.data(), dim, weights.inputs());
   const Matrix y(m_scratch.output_weights.data(), dim, weights.outputs());
-  fill_identity(exec(), query_head * dim, x);
-  m_scratch.linear(exec(), x, weights, ConstVector(), y);
+  take_inputs(exec(), weights, query_head * dim, y);
   return y;
 }
 

@@ -41,10 +41,9 @@ struct PolicyScratch {
   const void* cached_scores_of = nullptr;
   Vector scores;  // (head, row)
   Vector lse;     // (token, query head) of a block
-  Vector identity, output_weights;
+  Vector output_weights;
   Kokkos::View<std::uint8_t*, MemorySpace> keep;  // (head, row)
   AttentionMass<Value, order> mass;
-  LinearMap linear;
 
   /// What grows with the tokens.
   void release() {

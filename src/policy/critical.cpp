@@ -77,7 +77,19 @@ std::int64_t count_flags(const ExecutionSpace& exec, const Flags& flags, int hea
   return count;
 }
 
+// turned(i, d) = weights(d, i), which bf16 holds exactly.
+void turn_weights(const ExecutionSpace& exec, const PolicyLayer::RowsView& weights,
+                  const LinearWeights<bfloat16>::Rows& turned) {
+  const auto dim = static_cast<std::int64_t>(turned.extent(1));
+  Kokkos::parallel_for(
+      "kvzap::critical::turn", Range(exec, 0, static_cast<std::int64_t>(turned.size())),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        turned(i / dim, i % dim) = static_cast<bfloat16>(weights(i % dim, i / dim));
+      });
+}
+
 struct CriticalOptions {
+  bool in_bf16 = false;  // values and W_O are
   double epsilon = 1e-4;
   double first = 0.5;
   bool heads_compete = false;  // CriticalAda
@@ -171,14 +183,25 @@ class Critical final : public Policy {
     detail::reserve_scratch(m_projected, std::min(rows, critical_tile_rows) * hidden,
                             "kvzap::critical::projected");
     Kokkos::deep_copy(layer.exec(), m_norms, 0.0f);
+    const auto dim = static_cast<std::int64_t>(values.extent(1));
+    if (m_options.in_bf16) {
+      detail::reserve_scratch(m_turned, hidden * dim, "kvzap::critical::turned");
+    }
+    const LinearWeights<bfloat16>::Rows turned(m_turned.data(), hidden, dim);
     for (int member = 0; member < group; ++member) {
       const PolicyLayer::RowsView weights = layer.output_weights(head * group + member);
+      if (m_options.in_bf16) turn_weights(layer.exec(), weights, turned);
       for (std::int64_t begin = 0; begin < rows; begin += critical_tile_rows) {
         const std::int64_t count = std::min(critical_tile_rows, rows - begin);
         const PolicyLayer::RowsView tile =
             Kokkos::subview(values, std::make_pair(begin, begin + count), Kokkos::ALL);
         const Matrix projected(m_projected.data(), count, hidden);
-        detail::multiply_nn(layer.exec(), 1, tile, weights, 0, projected);
+        if (m_options.in_bf16) {
+          m_product(layer.exec(), tile, LinearWeights<bfloat16>(turned), detail::ConstVector(),
+                    projected);
+        } else {
+          detail::multiply_nn(layer.exec(), 1, tile, weights, 0, projected);
+        }
         add_norms(layer.exec(), projected, begin, 1.0f / static_cast<float>(group), m_norms);
       }
     }
@@ -186,8 +209,10 @@ class Critical final : public Policy {
 
   std::unique_ptr<Policy> m_inner;
   CriticalOptions m_options;
-  Vector m_norms;      // scratch
-  Vector m_projected;  // scratch
+  Vector m_norms;                                 // scratch
+  Vector m_projected;                             // scratch
+  Kokkos::View<bfloat16*, MemorySpace> m_turned;  // scratch
+  detail::LinearMap m_product;
 };
 
 }  // namespace
@@ -210,13 +235,15 @@ ModifierInfo critical() {
   info.parameters = {
       {"epsilon", Kind::number, "1e-4", 0, 1e6, {}, "added to scores before they are weighed"},
       {"first", Kind::number, "0.5", 0, 1, {}, "share of the budget that goes by scores alone"}};
-  info.apply = [](PolicyChoice& choice, const PolicyArguments& arguments, const PolicySetup&) {
+  info.apply = [](PolicyChoice& choice, const PolicyArguments& arguments,
+                  const PolicySetup& setup) {
     if (!choice.budget.has_amount()) {
       throw Error(
           "critical has no meaning with a threshold: its first stage is a share of a budget; give "
           "an evict ratio, a number of tokens or a size");
     }
     CriticalOptions options;
+    options.in_bf16 = setup.dtype == DType::bf16;
     options.epsilon = arguments.number("epsilon");
     options.first = arguments.number("first");
     if (choice.budget.pool == Budget::Pool::layer) {

@@ -44,6 +44,16 @@ struct KvzipTile {
 void kvzip_pack(const ExecutionSpace& exec, const TokenBlock::QueryView& queries,
                 std::int64_t first, std::int64_t head, const Matrix& packed) {
   const auto dim = static_cast<std::int64_t>(packed.extent(1));
+  if (detail::uses_host_kernels() && queries.stride(2) == 1) {
+    const float* const source =
+        queries.data() + first * queries.stride(0) + head * queries.stride(1);
+    const auto stride = static_cast<std::int64_t>(queries.stride(0));
+    float* const to = packed.data();
+    Kokkos::parallel_for(
+        "kvzap::kvzip::pack", KvzipHostRange(0, static_cast<std::int64_t>(packed.extent(0))),
+        [=](std::int64_t i) { std::copy_n(source + i * stride, dim, to + i * dim); });
+    return;
+  }
   Kokkos::parallel_for(
       "kvzap::kvzip::pack", KvzipRange(exec, 0, static_cast<std::int64_t>(packed.extent(0)) * dim),
       KOKKOS_LAMBDA(std::int64_t i) {

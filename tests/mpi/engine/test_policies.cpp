@@ -11,6 +11,7 @@
 #include <tuple>
 
 #include "allocations.hpp"
+#include "linalg/gemm.hpp"
 
 namespace kvzap {
 namespace {
@@ -681,6 +682,61 @@ TEST_F(Policies, ChooseOnEveryRankOrOnNone) {
   }
   EXPECT_GT(failures, 5);
   for (const auto& [place, positions] : kept(*engine, sequence)) EXPECT_EQ(positions, up_to(20));
+}
+
+/// Compares output_weights with what a product with a row of the identity gives.
+template <class Value>
+class WeightReader final : public Policy {
+ public:
+  explicit WeightReader(std::shared_ptr<const Model<Value>> model) : m_model(std::move(model)) {}
+  void score(PolicyLayer& layer, const ScoreView& scores) override {
+    Kokkos::deep_copy(scores, 1.0F);
+    const LinearWeights<Value>& whole = m_model->layer(layer.layer()).o;
+    for (int q = 0; q < layer.heads() * group; ++q) {
+      const auto found = on_host(layer.output_weights(q));
+      const detail::Matrix x("kvzap::test::identity", dim, whole.inputs());
+      const auto identity = Kokkos::create_mirror_view(x);
+      for (int d = 0; d < dim; ++d) identity(d, q * dim + d) = 1;
+      Kokkos::deep_copy(x, identity);
+      const detail::Matrix y("kvzap::test::product", dim, whole.outputs());
+      detail::LinearMap()(layer.exec(), x, whole, detail::ConstVector(), y);
+      layer.exec().fence();
+      const auto expected = on_host(y);
+      for (int d = 0; d < dim; ++d) {
+        for (std::int64_t i = 0; i < whole.outputs(); ++i) {
+          ASSERT_EQ(found(d, i), expected(d, i)) << "query head " << q;
+        }
+      }
+    }
+  }
+
+ private:
+  std::shared_ptr<const Model<Value>> m_model;
+};
+
+template <class Value>
+void read_output_weights(CacheOptions options, const ModelConfig& config,
+                         const HeadPartition& partition, const Communicator& comm) {
+  const auto model = std::make_shared<const Model<Value>>(
+      Model<Value>::load("", config, partition, comm.rank(), 3));
+  auto choice = std::make_shared<PolicyChoice>();
+  choice->name = "probe";
+  choice->info = &probe_info();
+  choice->budget = by_ratio(0.5);
+  choice->make = [=] { return std::make_unique<WeightReader<Value>>(model); };
+  options.policy = choice;
+  const auto engine = Engine::create<Value>(model, nullptr, options, comm);
+  engine->step(StepBatch(engine->add_sequence(), some_tokens(9), engine->rule(StepPart::context),
+                         StepOutput::none));
+}
+
+TEST_F(Policies, SeeTheOutputWeights) {
+  for (const std::int64_t hidden : {40, 130}) {
+    config.hidden_size = hidden;
+    read_output_weights<float>(options, config, partition, comm);
+    read_output_weights<half>(options, config, partition, comm);
+    read_output_weights<bfloat16>(options, config, partition, comm);
+  }
 }
 
 // Whichever allocation fails, those of a policy among them. (Among several ranks a policy's own

@@ -71,6 +71,9 @@ TEST(ChatTemplate, MatchesReferenceForPublishedFamilies) {
       EXPECT_EQ(parts.suffix, expected[1].get<std::string>());
       EXPECT_EQ(parts.trim_content, golden["format"] == "llama3");
     }
+    const std::string padded = golden["padded"];
+    const std::string whole = chat_template.parts(false).prompt(padded + "|");
+    EXPECT_EQ(chat_template.parts(false).context(padded), whole.substr(0, whole.rfind('|')));
     EXPECT_EQ(chat_template.parts(false).prompt(golden["padded"].get<std::string>()),
               golden["padded_prompt"].get<std::string>());
   }

@@ -72,8 +72,9 @@ TEST(ChatTemplate, MatchesReferenceForPublishedFamilies) {
       EXPECT_EQ(parts.trim_content, golden["format"] == "llama3");
     }
     const std::string padded = golden["padded"];
-    const std::string whole = chat_template.parts(false).prompt(padded + "|");
-    EXPECT_EQ(chat_template.parts(false).context(padded), whole.substr(0, whole.rfind('|')));
+    const ChatTemplate::Parts parts = chat_template.parts(false);
+    const std::string whole = parts.prompt(padded + "and more");
+    EXPECT_EQ(whole, parts.context(padded) + "and more" + parts.suffix);
     EXPECT_EQ(chat_template.parts(false).prompt(golden["padded"].get<std::string>()),
               golden["padded_prompt"].get<std::string>());
   }

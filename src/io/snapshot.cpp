@@ -1,7 +1,5 @@
 #include <fcntl.h>
 #include <fmt/format.h>
-#include <sys/stat.h>
-#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,7 +12,7 @@
 #include <vector>
 
 #include "base/instantiate.hpp"
-#include "io/hdf5.hpp"
+#include "io/hdf5_objects.hpp"
 #include "io/temporary_file.hpp"
 
 namespace kvzap {
@@ -23,33 +21,26 @@ namespace {
 namespace fs = std::filesystem;
 using detail::agree_on_file;
 using detail::checked_hdf5;
+using detail::CollectiveOutcome;
 using detail::FileDescriptor;
 using detail::Hdf5Handle;
+using detail::open_together;
+using detail::property_list;
+using detail::reserve;
+using detail::serial_access;
+using detail::simple_space;
 using detail::system_error;
 using detail::TemporaryFile;
+using detail::transfer_together;
+using detail::type_in_file;
+using detail::type_in_memory;
+using detail::write_attribute;
 
 constexpr std::int64_t format_version = 1;
 
 // Keys (or values) that one rank hands to one collective write. Bounds what MPI-IO buffers, and
 // keeps byte counts far from MPI's int.
 constexpr std::int64_t max_transfer_bytes = std::int64_t{16} << 20;
-
-// Outcome of collective HDF5 calls. Every rank makes each of them whatever came of the one before,
-// and the ranks compare notes afterwards.
-class CollectiveOutcome {
- public:
-  void note(herr_t code, const char* call) {
-    if (code < 0 && m_failure.empty()) m_failure = detail::hdf5_failure(call);
-  }
-  void agree(const Communicator& comm, const fs::path& file) const {
-    agree_on_file(comm, file, [&] {
-      if (!m_failure.empty()) throw Error(m_failure);
-    });
-  }
-
- private:
-  std::string m_failure;
-};
 
 // Extents of the whole sequence, over all ranks.
 struct Layout {
@@ -77,72 +68,6 @@ struct Layout {
     return bytes;
   }
 };
-
-Hdf5Handle simple_space(const std::vector<hsize_t>& extents) {
-  return {H5Screate_simple(static_cast<int>(extents.size()), extents.data(), nullptr), H5Sclose,
-          "H5Screate_simple"};
-}
-
-Hdf5Handle property_list(hid_t kind) { return {H5Pcreate(kind), H5Pclose, "H5Pcreate"}; }
-
-// HDF5 has no predefined 16-bit floating-point types (before version 2), but any layout of bits can
-// be described.
-Hdf5Handle float_type(DType dtype, H5T_order_t byte_order) {
-  Hdf5Handle type(H5Tcopy(H5T_IEEE_F32LE), H5Tclose, "H5Tcopy");
-  if (dtype != DType::f32) {
-    const std::size_t mantissa = dtype == DType::f16 ? 10 : 7;
-    const std::size_t exponent = 15 - mantissa;
-    const std::size_t bias = (std::size_t{1} << (exponent - 1)) - 1;
-    // Fields first: they must lie within the precision at every step.
-    checked_hdf5(H5Tset_fields(type, 15, mantissa, exponent, 0, mantissa), "H5Tset_fields");
-    checked_hdf5(H5Tset_precision(type, 16), "H5Tset_precision");
-    checked_hdf5(H5Tset_ebias(type, bias), "H5Tset_ebias");
-    checked_hdf5(H5Tset_size(type, size_of(dtype)), "H5Tset_size");
-  }
-  checked_hdf5(H5Tset_order(type, byte_order), "H5Tset_order");
-  return type;
-}
-
-Hdf5Handle type_in_file(DType dtype) { return float_type(dtype, H5T_ORDER_LE); }
-Hdf5Handle type_in_memory(DType dtype) { return float_type(dtype, H5Tget_order(H5T_NATIVE_FLOAT)); }
-
-void write_attribute(hid_t object, const std::string& name, hid_t file_type, hid_t memory_type,
-                     const void* value) {
-  if (name.empty() || name.find('\0') != std::string::npos) {
-    throw Error("an attribute's name is empty or has a NUL in it");
-  }
-  if (checked_hdf5(H5Aexists(object, name.c_str()), "H5Aexists") > 0) {
-    throw Error(fmt::format("attribute '{}' is given by the caller and by the format", name));
-  }
-  const Hdf5Handle space(H5Screate(H5S_SCALAR), H5Sclose, "H5Screate");
-  const Hdf5Handle attribute(
-      H5Acreate2(object, name.c_str(), file_type, space, H5P_DEFAULT, H5P_DEFAULT), H5Aclose,
-      "H5Acreate2");
-  checked_hdf5(H5Awrite(attribute, memory_type, value), "H5Awrite");
-}
-
-void write_attribute(hid_t object, const std::string& name, std::int64_t value) {
-  write_attribute(object, name, H5T_STD_I64LE, H5T_NATIVE_INT64, &value);
-}
-
-void write_attribute(hid_t object, const std::string& name, float value) {
-  write_attribute(object, name, H5T_IEEE_F32LE, H5T_NATIVE_FLOAT, &value);
-}
-
-void write_attribute(hid_t object, const std::string& name, double value) {
-  write_attribute(object, name, H5T_IEEE_F64LE, H5T_NATIVE_DOUBLE, &value);
-}
-
-void write_attribute(hid_t object, const std::string& name, const std::string& value) {
-  if (value.find('\0') != std::string::npos) {
-    throw Error(fmt::format("attribute '{}' has a NUL in its text", name));
-  }
-  const Hdf5Handle type(H5Tcopy(H5T_C_S1), H5Tclose, "H5Tcopy");
-  checked_hdf5(H5Tset_size(type, H5T_VARIABLE), "H5Tset_size");
-  checked_hdf5(H5Tset_cset(type, H5T_CSET_UTF8), "H5Tset_cset");
-  const char* const text = value.c_str();
-  write_attribute(object, name, type, type, &text);
-}
 
 void write_attributes(hid_t root, const Layout& layout, const SnapshotInfo& info) {
   write_attribute(root, "kvzap_format_version", format_version);
@@ -174,15 +99,6 @@ std::int64_t metadata_bytes_at_most(const Layout& layout, const SnapshotInfo& in
   return static_cast<std::int64_t>(bytes);
 }
 
-Hdf5Handle serial_access() {
-  Hdf5Handle access = property_list(H5P_FILE_ACCESS);
-#if H5_VERSION_GE(1, 12, 1) || (H5_VERSION_GE(1, 10, 7) && !H5_VERSION_GE(1, 12, 0))
-  // Nobody else knows the file yet, and many parallel file systems have no locks.
-  checked_hdf5(H5Pset_file_locking(access, false, true), "H5Pset_file_locking");
-#endif
-  return access;
-}
-
 // Content of an HDF5 file with nothing in it.
 std::vector<char> empty_hdf5_image() {
   const Hdf5Handle access = property_list(H5P_FILE_ACCESS);
@@ -197,34 +113,12 @@ std::vector<char> empty_hdf5_image() {
   return image;
 }
 
-// Takes the space on the disk before anything is written. A full disk must not be found out later:
-// HDF5 cannot close a file whose metadata it fails to write (the identifier is left dangling), and
-// a collective write that fails on one rank may leave the others waiting.
-void reserve(int descriptor, std::int64_t bytes) {
-#ifdef __linux__
-  int code = 0;
-  do {
-    code = ::fallocate(descriptor, 0, 0, bytes) == 0 ? 0 : errno;
-  } while (code == EINTR);
-  if (code == 0) return;
-  if (code != EOPNOTSUPP && code != ENOSYS) {
-    throw system_error(fmt::format("no room for {} bytes", bytes), code);
-  }
-#endif
-  struct statvfs status = {};
-  if (::fstatvfs(descriptor, &status) != 0) return;
-  const auto blocks = static_cast<std::int64_t>(status.f_bavail);
-  if (blocks < bytes / static_cast<std::int64_t>(status.f_frsize)) {
-    throw system_error(fmt::format("no room for {} bytes", bytes), ENOSPC);
-  }
-}
-
 // Reserves the file's space and makes it an HDF5 file with nothing in it.
 void start_file(const fs::path& path, std::int64_t bytes) {
   const std::vector<char> image = empty_hdf5_image();
   const FileDescriptor descriptor(path, O_RDWR | O_CLOEXEC);
   if (descriptor.get() < 0) throw system_error("cannot be opened", errno);
-  reserve(descriptor.get(), bytes);
+  reserve(descriptor.get(), 0, bytes);
   const ssize_t written = ::pwrite(descriptor.get(), image.data(), image.size(), 0);
   if (written < 0) throw system_error("cannot be written", errno);
   if (static_cast<std::size_t>(written) != image.size()) {
@@ -316,23 +210,6 @@ class SharedRows {
   Hdf5Handle m_memory;
 };
 
-// Collective.
-Hdf5Handle open_together(const fs::path& path, const fs::path& file, const Communicator& comm) {
-  CollectiveOutcome outcome;
-  Hdf5Handle access;
-#if KVZAP_HAVE_MPI
-  agree_on_file(comm, file, [&] { access = property_list(H5P_FILE_ACCESS); });
-  outcome.note(H5Pset_fapl_mpio(access, comm.mpi(), MPI_INFO_NULL), "H5Pset_fapl_mpio");
-  outcome.agree(comm, file);
-#else
-  agree_on_file(comm, file, [&] { access = serial_access(); });
-#endif
-  const hid_t id = H5Fopen(path.c_str(), H5F_ACC_RDWR, access);
-  outcome.note(id < 0 ? -1 : 0, "H5Fopen");
-  outcome.agree(comm, file);
-  return Hdf5Handle(id, H5Fclose, "H5Fopen");
-}
-
 // Rows of one head that go into one collective write.
 struct Piece {
   int local_head;
@@ -371,9 +248,8 @@ void write_layer(hid_t hdf5, const fs::path& file, KVCache<Value, order>& cache,
     pieces = pieces_of(partition.heads(layer, comm.rank()), layout.offsets[layer],
                        std::max<std::int64_t>(1, max_transfer_bytes / layout.row_bytes()));
     type = type_in_memory(layout.dtype);
-    transfer = property_list(H5P_DATASET_XFER);
+    transfer = transfer_together();
 #if KVZAP_HAVE_MPI
-    checked_hdf5(H5Pset_dxpl_mpio(transfer, H5FD_MPIO_COLLECTIVE), "H5Pset_dxpl_mpio");
     // Each rank's rows are one run of bytes, which gathering on a few ranks would not speed up; and
     // Open MPI's gathering writes do not tell every rank of an error, and then hang.
     checked_hdf5(H5Pset_dxpl_mpio_collective_opt(transfer, H5FD_MPIO_INDIVIDUAL_IO),

@@ -1,0 +1,152 @@
+#include "io/hdf5_objects.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include <cerrno>
+
+#include "io/temporary_file.hpp"
+
+namespace kvzap::detail {
+namespace {
+
+// HDF5 has no predefined 16-bit floating-point types (before version 2), but any layout of bits can
+// be described.
+Hdf5Handle float_type(DType dtype, H5T_order_t byte_order) {
+  Hdf5Handle type(H5Tcopy(H5T_IEEE_F32LE), H5Tclose, "H5Tcopy");
+  if (dtype != DType::f32) {
+    const std::size_t mantissa = dtype == DType::f16 ? 10 : 7;
+    const std::size_t exponent = 15 - mantissa;
+    const std::size_t bias = (std::size_t{1} << (exponent - 1)) - 1;
+    // Fields first: they must lie within the precision at every step.
+    checked_hdf5(H5Tset_fields(type, 15, mantissa, exponent, 0, mantissa), "H5Tset_fields");
+    checked_hdf5(H5Tset_precision(type, 16), "H5Tset_precision");
+    checked_hdf5(H5Tset_ebias(type, bias), "H5Tset_ebias");
+    checked_hdf5(H5Tset_size(type, size_of(dtype)), "H5Tset_size");
+  }
+  checked_hdf5(H5Tset_order(type, byte_order), "H5Tset_order");
+  return type;
+}
+
+void write_attribute(hid_t object, const std::string& name, hid_t file_type, hid_t memory_type,
+                     const void* value) {
+  if (name.empty() || name.find('\0') != std::string::npos) {
+    throw Error("an attribute's name is empty or has a NUL in it");
+  }
+  if (checked_hdf5(H5Aexists(object, name.c_str()), "H5Aexists") > 0) {
+    throw Error(fmt::format("attribute '{}' is given by the caller and by the format", name));
+  }
+  const Hdf5Handle space(H5Screate(H5S_SCALAR), H5Sclose, "H5Screate");
+  const Hdf5Handle attribute(
+      H5Acreate2(object, name.c_str(), file_type, space, H5P_DEFAULT, H5P_DEFAULT), H5Aclose,
+      "H5Acreate2");
+  checked_hdf5(H5Awrite(attribute, memory_type, value), "H5Awrite");
+}
+
+}  // namespace
+
+Hdf5Handle simple_space(const std::vector<hsize_t>& extents) {
+  return {H5Screate_simple(static_cast<int>(extents.size()), extents.data(), nullptr), H5Sclose,
+          "H5Screate_simple"};
+}
+
+Hdf5Handle property_list(hid_t kind) { return {H5Pcreate(kind), H5Pclose, "H5Pcreate"}; }
+
+Hdf5Handle type_in_file(DType dtype) { return float_type(dtype, H5T_ORDER_LE); }
+Hdf5Handle type_in_memory(DType dtype) { return float_type(dtype, H5Tget_order(H5T_NATIVE_FLOAT)); }
+
+void write_attribute(hid_t object, const std::string& name, std::int64_t value) {
+  write_attribute(object, name, H5T_STD_I64LE, H5T_NATIVE_INT64, &value);
+}
+
+void write_attribute(hid_t object, const std::string& name, float value) {
+  write_attribute(object, name, H5T_IEEE_F32LE, H5T_NATIVE_FLOAT, &value);
+}
+
+void write_attribute(hid_t object, const std::string& name, double value) {
+  write_attribute(object, name, H5T_IEEE_F64LE, H5T_NATIVE_DOUBLE, &value);
+}
+
+void write_attribute(hid_t object, const std::string& name, const std::string& value) {
+  if (value.find('\0') != std::string::npos) {
+    throw Error(fmt::format("attribute '{}' has a NUL in its text", name));
+  }
+  const Hdf5Handle type(H5Tcopy(H5T_C_S1), H5Tclose, "H5Tcopy");
+  checked_hdf5(H5Tset_size(type, H5T_VARIABLE), "H5Tset_size");
+  checked_hdf5(H5Tset_cset(type, H5T_CSET_UTF8), "H5Tset_cset");
+  const char* const text = value.c_str();
+  write_attribute(object, name, type, type, &text);
+}
+
+Hdf5Handle serial_access() {
+  Hdf5Handle access = property_list(H5P_FILE_ACCESS);
+#if H5_VERSION_GE(1, 12, 1) || (H5_VERSION_GE(1, 10, 7) && !H5_VERSION_GE(1, 12, 0))
+  // Nobody else knows the file yet, and many parallel file systems have no locks.
+  checked_hdf5(H5Pset_file_locking(access, false, true), "H5Pset_file_locking");
+#endif
+  return access;
+}
+
+void CollectiveOutcome::note(herr_t code, const char* call) {
+  if (code < 0 && m_failure.empty()) m_failure = hdf5_failure(call);
+}
+
+void CollectiveOutcome::agree(const Communicator& comm, const std::filesystem::path& file,
+                              const std::string& kind) const {
+  agree_on_file(
+      comm, file,
+      [&] {
+        if (!m_failure.empty()) throw Error(m_failure);
+      },
+      kind);
+}
+
+Hdf5Handle open_together(const std::filesystem::path& path, const std::filesystem::path& file,
+                         const Communicator& comm, const std::string& kind) {
+  CollectiveOutcome outcome;
+  Hdf5Handle access;
+#if KVZAP_HAVE_MPI
+  agree_on_file(
+      comm, file, [&] { access = property_list(H5P_FILE_ACCESS); }, kind);
+  outcome.note(H5Pset_fapl_mpio(access, comm.mpi(), MPI_INFO_NULL), "H5Pset_fapl_mpio");
+  outcome.agree(comm, file, kind);
+#else
+  agree_on_file(
+      comm, file, [&] { access = serial_access(); }, kind);
+#endif
+  const hid_t id = H5Fopen(path.c_str(), H5F_ACC_RDWR, access);
+  outcome.note(id < 0 ? -1 : 0, "H5Fopen");
+  outcome.agree(comm, file, kind);
+  return Hdf5Handle(id, H5Fclose, "H5Fopen");
+}
+
+Hdf5Handle transfer_together() {
+  Hdf5Handle transfer = property_list(H5P_DATASET_XFER);
+#if KVZAP_HAVE_MPI
+  checked_hdf5(H5Pset_dxpl_mpio(transfer, H5FD_MPIO_COLLECTIVE), "H5Pset_dxpl_mpio");
+#endif
+  return transfer;
+}
+
+void reserve(int descriptor, std::int64_t begin, std::int64_t bytes) {
+#ifdef __linux__
+  int code = 0;
+  do {
+    code = ::fallocate(descriptor, 0, begin, bytes) == 0 ? 0 : errno;
+  } while (code == EINTR);
+  if (code == 0) return;
+  if (code != EOPNOTSUPP && code != ENOSYS) {
+    throw system_error(fmt::format("no room for {} bytes", bytes), code);
+  }
+#endif
+  struct statvfs status = {};
+  if (::fstatvfs(descriptor, &status) != 0) return;
+  const auto blocks = static_cast<std::int64_t>(status.f_bavail);
+  if (blocks < bytes / static_cast<std::int64_t>(status.f_frsize)) {
+    throw system_error(fmt::format("no room for {} bytes", bytes), ENOSPC);
+  }
+}
+
+}  // namespace kvzap::detail

@@ -1,0 +1,122 @@
+#include "policy/output_norms.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+#include "base/scratch.hpp"
+#include "policy/rows.hpp"
+
+namespace kvzap::policy {
+namespace {
+
+using detail::ConstMatrix;
+using detail::Matrix;
+using Range = detail::PolicyRange;
+
+// Rows of values that are multiplied at a time.
+constexpr std::int64_t norms_tile_rows = 512;
+
+// a[i] . b[i]; several sums, so that they vectorize.
+double wide_dot(const double* a, const double* b, std::int64_t count) {
+  constexpr int lanes = 8;
+  double sums[lanes] = {};
+  std::int64_t i = 0;
+  for (; i + lanes <= count; i += lanes) {
+    for (int k = 0; k < lanes; ++k) sums[k] += a[i + k] * b[i + k];
+  }
+  double sum = 0;
+  for (; i < count; ++i) sum += a[i] * b[i];
+  for (int k = 0; k < lanes; ++k) sum += sums[k];
+  return sum;
+}
+
+// r (min(columns, length), columns) = R of the QR decomposition of the transpose of a (columns,
+// length), by Householder reflections. Columns of the matrix that is decomposed are rows of `a`,
+// which is overwritten.
+void triangular_factor(std::vector<double>& a, std::int64_t columns, std::int64_t length,
+                       float* r) {
+  const std::int64_t rank = std::min(columns, length);
+  for (std::int64_t j = 0; j < rank; ++j) {
+    double* const pivot = &a[j * length + j];
+    const std::int64_t rest = length - j;
+    const double size = std::sqrt(wide_dot(pivot, pivot, rest));
+    const double diagonal = pivot[0] > 0 ? -size : size;
+    // The reflection is 1 - v v^T / (size * |v_0|) with v = pivot - diagonal * e_0.
+    pivot[0] -= diagonal;
+    const double scale = size * std::abs(pivot[0]);
+    if (scale != 0) {
+      for (std::int64_t k = j + 1; k < columns; ++k) {
+        double* const other = &a[k * length + j];
+        const double by = wide_dot(pivot, other, rest) / scale;
+        for (std::int64_t i = 0; i < rest; ++i) other[i] -= by * pivot[i];
+      }
+    }
+    for (std::int64_t k = 0; k < columns; ++k) {
+      r[j * columns + k] = k < j ? 0.0f : static_cast<float>(k == j ? diagonal : a[k * length + j]);
+    }
+  }
+}
+
+// norms(member, first + row) = norm of products(row, member's part).
+void find_norms(const ExecutionSpace& exec, const Matrix& products, std::int64_t first,
+                const Matrix& norms) {
+  const auto group = static_cast<std::int64_t>(norms.extent(0));
+  const std::int64_t columns = static_cast<std::int64_t>(products.extent(1)) / group;
+  Kokkos::parallel_for(
+      "kvzap::output_norms::norms",
+      Range(exec, 0, static_cast<std::int64_t>(products.extent(0)) * group),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t row = i / group;
+        const std::int64_t member = i % group;
+        norms(member, first + row) = detail::norm(&products(row, member * columns), columns);
+      });
+}
+
+}  // namespace
+
+const OutputNorms::Factor& OutputNorms::factor(PolicyLayer& layer, int head) {
+  const PolicyLayer::Extents& extents = layer.extents();
+  m_factors.resize(std::max<std::size_t>(m_factors.size(), layer.layer() + 1));
+  auto& of_layer = m_factors[layer.layer()];
+  of_layer.resize(layer.heads());
+  Factor& result = of_layer.at(head);
+  if (result.size() > 0) return result;
+  const std::int64_t dim = extents.head_dim;
+  const std::int64_t hidden = extents.hidden_size;
+  const std::int64_t rank = std::min(dim, hidden);
+  Factor made("kvzap::output_norms::factor", extents.group * rank, dim);
+  const auto host = Kokkos::create_mirror_view(made);
+  std::vector<double> columns(dim * hidden);
+  for (int member = 0; member < extents.group; ++member) {
+    const PolicyLayer::RowsView weights = layer.output_weights(head * extents.group + member);
+    const auto of_member =
+        Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), (layer.exec().fence(), weights));
+    for (std::int64_t d = 0; d < dim; ++d) {
+      for (std::int64_t i = 0; i < hidden; ++i) columns[d * hidden + i] = of_member(d, i);
+    }
+    triangular_factor(columns, dim, hidden, &host(member * rank, 0));
+  }
+  Kokkos::deep_copy(made, host);
+  result = made;
+  return result;
+}
+
+void OutputNorms::operator()(PolicyLayer& layer, int head, std::int64_t begin, std::int64_t count,
+                             const detail::Matrix& norms) {
+  if (count == 0) return;
+  const Factor& of_group = factor(layer, head);
+  const auto columns = static_cast<std::int64_t>(of_group.extent(0));
+  detail::reserve_scratch(m_products, std::min(count, norms_tile_rows) * columns,
+                          "kvzap::output_norms::products");
+  const PolicyLayer::RowsView values = layer.values(head, begin, count);
+  for (std::int64_t first = 0; first < count; first += norms_tile_rows) {
+    const std::int64_t rows = std::min(norms_tile_rows, count - first);
+    const ConstMatrix tile =
+        Kokkos::subview(values, std::make_pair(first, first + rows), Kokkos::ALL);
+    const Matrix products(m_products.data(), rows, columns);
+    detail::multiply_nt(layer.exec(), 1, tile, of_group, 0, products);
+    find_norms(layer.exec(), products, first, norms);
+  }
+}
+
+}  // namespace kvzap::policy

@@ -1,0 +1,49 @@
+// The HDF5 objects of a file of pairs, as the reader and the writer know them;
+// docs/pairs-format.md tells users.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <kvzap/pairs.hpp>
+#include <string>
+#include <vector>
+
+#include "io/hdf5_objects.hpp"
+
+namespace kvzap::detail {
+
+constexpr std::int64_t pairs_version = 1;
+/// What messages call such a file.
+constexpr const char* pairs_kind = "pairs file";
+
+/// What a file says of itself, checked.
+struct PairsLayout {
+  PairsInfo info;
+  /// Pairs that are in the file, in whole chunks (and the last one); those of the last ones may be
+  /// of a text that is not finished.
+  std::int64_t written = 0;
+  /// Bytes at the beginning of the file that hold everything but data: all that changes in place.
+  std::int64_t metadata_bytes = 0;
+  /// Extents of a chunk of hidden states; 0 if they are not in chunks.
+  std::int64_t chunk_pairs = 0;
+  std::int64_t chunk_columns = 0;
+  /// Without positions.
+  std::vector<PairsPlan::Text> texts;
+};
+
+/// Reads and checks everything but pairs. `file_bytes`: size of the file. Throws Error.
+PairsLayout read_pairs_layout(hid_t file, std::int64_t file_bytes);
+
+/// "/layers/N/hidden" or "/layers/N/scores".
+std::string pairs_data_set(int layer, const char* name);
+
+/// A data set of whole numbers, elements begin … begin + count - 1.
+std::vector<std::int64_t> read_integers(hid_t file, const std::string& name, std::int64_t begin,
+                                        std::int64_t count);
+
+/// Rows begin … begin + rows - 1 (and columns first … first + columns - 1, if the data set has
+/// two extents and `columns` is not 0) of a data set's space, selected.
+void select_rows(hid_t space, std::int64_t begin, std::int64_t rows, std::int64_t first,
+                 std::int64_t columns);
+
+}  // namespace kvzap::detail

@@ -1,0 +1,741 @@
+#include <fcntl.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <kvzap/head_partition.hpp>
+#include <kvzap/pairs.hpp>
+#include <nlohmann/json.hpp>
+#include <numeric>
+#include <optional>
+
+#include "base/fnv.hpp"
+#include "io/temporary_file.hpp"
+#include "train/pairs_layout.hpp"
+#include "train/pairs_recovery.hpp"
+
+namespace kvzap {
+namespace {
+
+namespace fs = std::filesystem;
+using detail::checked_hdf5;
+using detail::CollectiveOutcome;
+using detail::Hdf5Handle;
+using detail::pairs_data_set;
+using detail::pairs_kind;
+using detail::property_list;
+using detail::simple_space;
+using detail::write_attribute;
+using Clock = std::chrono::steady_clock;
+
+constexpr std::int64_t standard_chunk_pairs = 1024;
+// A chunk is packed by one rank: a row of chunks keeps several of them busy.
+constexpr std::int64_t standard_chunk_columns = 512;
+// Of hidden states that one rank hands to one collective write: bounds what MPI-IO and the filters
+// buffer.
+constexpr std::int64_t max_transfer_bytes = std::int64_t{16} << 20;
+// Data sets whose space is taken when they are written, behind everything that changes in place.
+constexpr const char* fixed_data_sets[] = {"/id",         "/positions",    "/texts/begin",
+                                           "/texts/line", "/texts/tokens", "/texts/subset"};
+
+std::vector<std::int64_t> text_begins(const PairsPlan& plan) {
+  std::vector<std::int64_t> begins{0};
+  for (const auto& text : plan.texts) {
+    begins.push_back(begins.back() + static_cast<std::int64_t>(text.positions.size()));
+  }
+  return begins;
+}
+
+std::string command_text(const PairsPlan& plan) {
+  return nlohmann::json(plan.command)
+      .dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+}
+
+// ---- Making the file: rank 0 alone --------------------------------------------------------------
+
+// Without version 3 of the superblock, which would mark the file as open for as long as a process
+// that was killed did not close it.
+Hdf5Handle creation_access() {
+  Hdf5Handle access = detail::serial_access();
+  checked_hdf5(H5Pset_libver_bounds(access, H5F_LIBVER_V18, H5F_LIBVER_LATEST),
+               "H5Pset_libver_bounds");
+  return access;
+}
+
+// With the index of chunks that is as long as it will ever be from the beginning.
+Hdf5Handle structure_access() {
+  Hdf5Handle access = detail::serial_access();
+  checked_hdf5(H5Pset_libver_bounds(access, H5F_LIBVER_V110, H5F_LIBVER_LATEST),
+               "H5Pset_libver_bounds");
+  return access;
+}
+
+Hdf5Handle create_data_set(hid_t file, const char* name, hid_t type,
+                           const std::vector<hsize_t>& extents, hid_t create) {
+  const Hdf5Handle space = simple_space(extents);
+  return {H5Dcreate2(file, name, type, space, H5P_DEFAULT, create, H5P_DEFAULT), H5Dclose,
+          "H5Dcreate2"};
+}
+
+Hdf5Handle subset_type(const PairsPlan& plan) {
+  std::size_t size = 1;
+  for (const auto& text : plan.texts) size = std::max(size, text.subset.size());
+  Hdf5Handle type(H5Tcopy(H5T_C_S1), H5Tclose, "H5Tcopy");
+  checked_hdf5(H5Tset_size(type, size), "H5Tset_size");
+  checked_hdf5(H5Tset_cset(type, H5T_CSET_UTF8), "H5Tset_cset");
+  checked_hdf5(H5Tset_strpad(type, H5T_STR_NULLPAD), "H5Tset_strpad");
+  return type;
+}
+
+struct Chunk {
+  std::int64_t pairs;
+  std::int64_t columns;
+};
+
+Chunk chunk_of(const PairsPlan& plan, std::int64_t planned_pairs) {
+  std::int64_t pairs = plan.chunk_pairs, columns = plan.chunk_columns;
+  if (pairs == 0) {
+    // A chunk for each text where texts have the same number of pairs.
+    for (const auto& text : plan.texts) {
+      pairs = std::max(pairs, static_cast<std::int64_t>(text.positions.size()));
+    }
+    constexpr std::int64_t least = 64;
+    pairs = std::clamp(pairs, least, standard_chunk_pairs);
+  }
+  if (columns == 0) columns = standard_chunk_columns;
+  return {std::min(pairs, planned_pairs), std::min(columns, plan.hidden_size)};
+}
+
+void write_attributes(hid_t file, const PairsPlan& plan, std::int64_t pairs) {
+  const Hdf5Handle root(H5Gopen2(file, "/", H5P_DEFAULT), H5Gclose, "H5Gopen2");
+  write_attribute(root, "kvzap_pairs_version", detail::pairs_version);
+  write_attribute(root, "model", plan.model);
+  write_attribute(root, "dtype", std::string(name_of(plan.dtype)));
+  write_attribute(root, "hidden_size", plan.hidden_size);
+  write_attribute(root, "layers", static_cast<std::int64_t>(plan.layers));
+  write_attribute(root, "kv_heads", static_cast<std::int64_t>(plan.kv_heads));
+  write_attribute(root, "planned_pairs", pairs);
+  write_attribute(root, "planned_texts", static_cast<std::int64_t>(plan.texts.size()));
+  write_attribute(root, "command", command_text(plan));
+  for (const char* name : {"pairs", "texts", "written", "metadata_bytes"}) {
+    write_attribute(root, name, std::int64_t{0});
+  }
+}
+
+// One chunk of zeros makes HDF5 set up the index of all chunks.
+void write_first_chunk(hid_t data_set, hid_t memory_type, std::size_t value_size,
+                       const std::vector<hsize_t>& extents) {
+  const std::vector<char> zeros(static_cast<std::size_t>(extents[0] * extents[1]) * value_size);
+  const Hdf5Handle space(H5Dget_space(data_set), H5Sclose, "H5Dget_space");
+  detail::select_rows(space, 0, static_cast<std::int64_t>(extents[0]), 0,
+                      static_cast<std::int64_t>(extents[1]));
+  const Hdf5Handle memory = simple_space(extents);
+  checked_hdf5(H5Dwrite(data_set, memory_type, memory, space, H5P_DEFAULT, zeros.data()),
+               "H5Dwrite");
+}
+
+void write_objects(hid_t file, const PairsPlan& plan, std::int64_t pairs) {
+  const Chunk chunk = chunk_of(plan, pairs);
+  const auto group = [&](const std::string& name) {
+    Hdf5Handle(H5Gcreate2(file, name.c_str(), H5P_DEFAULT, H5P_DEFAULT, H5P_DEFAULT), H5Gclose,
+               "H5Gcreate2");
+  };
+  const auto creation = [] {
+    Hdf5Handle create = property_list(H5P_DATASET_CREATE);
+    // The same pairs give the same bytes.
+    checked_hdf5(H5Pset_obj_track_times(create, false), "H5Pset_obj_track_times");
+    return create;
+  };
+  const auto chunked = [&](const std::vector<hsize_t>& extents) {
+    Hdf5Handle create = creation();
+    checked_hdf5(H5Pset_chunk(create, static_cast<int>(extents.size()), extents.data()),
+                 "H5Pset_chunk");
+    if (plan.compression > 0) checked_hdf5(H5Pset_shuffle(create), "H5Pset_shuffle");
+    // Level 0 stores. A filter all the same: without one HDF5 takes the space of all chunks at
+    // once.
+    checked_hdf5(H5Pset_deflate(create, static_cast<unsigned>(plan.compression)), "H5Pset_deflate");
+    return create;
+  };
+  const Hdf5Handle plain = creation();
+  checked_hdf5(H5Pset_layout(plain, H5D_CONTIGUOUS), "H5Pset_layout");
+  checked_hdf5(H5Pset_alloc_time(plain, H5D_ALLOC_TIME_LATE), "H5Pset_alloc_time");
+  checked_hdf5(H5Pset_fill_time(plain, H5D_FILL_TIME_NEVER), "H5Pset_fill_time");
+  const auto texts = static_cast<hsize_t>(plan.texts.size());
+  group("/texts");
+  create_data_set(file, "/id", H5T_STD_I64LE, {1}, plain);
+  create_data_set(file, "/positions", H5T_STD_I64LE, {static_cast<hsize_t>(pairs)}, plain);
+  create_data_set(file, "/texts/begin", H5T_STD_I64LE, {texts + 1}, plain);
+  create_data_set(file, "/texts/line", H5T_STD_I64LE, {texts}, plain);
+  create_data_set(file, "/texts/tokens", H5T_STD_I64LE, {texts}, plain);
+  create_data_set(file, "/texts/subset", subset_type(plan), {texts}, plain);
+
+  const Hdf5Handle hidden_type = detail::type_in_file(plan.dtype);
+  const Hdf5Handle hidden_memory = detail::type_in_memory(plan.dtype);
+  const std::vector<hsize_t> hidden_chunk{static_cast<hsize_t>(chunk.pairs),
+                                          static_cast<hsize_t>(chunk.columns)};
+  const std::vector<hsize_t> score_chunk{static_cast<hsize_t>(chunk.pairs),
+                                         static_cast<hsize_t>(plan.kv_heads)};
+  const Hdf5Handle hidden_creation = chunked(hidden_chunk);
+  const Hdf5Handle score_creation = chunked(score_chunk);
+  group("/layers");
+  for (int l = 0; l < plan.layers; ++l) {
+    group(fmt::format("/layers/{}", l));
+    const Hdf5Handle hidden = create_data_set(
+        file, pairs_data_set(l, "hidden").c_str(), hidden_type,
+        {static_cast<hsize_t>(pairs), static_cast<hsize_t>(plan.hidden_size)}, hidden_creation);
+    const Hdf5Handle scores = create_data_set(
+        file, pairs_data_set(l, "scores").c_str(), H5T_IEEE_F32LE,
+        {static_cast<hsize_t>(pairs), static_cast<hsize_t>(plan.kv_heads)}, score_creation);
+    write_first_chunk(hidden, hidden_memory, size_of(plan.dtype), hidden_chunk);
+    write_first_chunk(scores, H5T_NATIVE_FLOAT, sizeof(float), score_chunk);
+  }
+}
+
+void write_integers(hid_t file, const char* name, const std::vector<std::int64_t>& values) {
+  const Hdf5Handle data_set(H5Dopen2(file, name, H5P_DEFAULT), H5Dclose, "H5Dopen2");
+  checked_hdf5(H5Dwrite(data_set, H5T_NATIVE_INT64, H5S_ALL, H5S_ALL, H5P_DEFAULT, values.data()),
+               "H5Dwrite");
+}
+
+void set_attribute(hid_t object, const char* name, std::int64_t value) {
+  const Hdf5Handle attribute(H5Aopen(object, name, H5P_DEFAULT), H5Aclose, "H5Aopen");
+  checked_hdf5(H5Awrite(attribute, H5T_NATIVE_INT64, &value), "H5Awrite");
+}
+
+// What tells this file's content from that of others.
+std::int64_t id_of(const PairsPlan& plan) {
+  std::uint64_t hash = detail::fnv1a(command_text(plan));
+  hash = detail::fnv1a(
+      fmt::format("{} {} {} {}", name_of(plan.dtype), plan.hidden_size, plan.layers, plan.kv_heads),
+      hash);
+  std::int64_t id = 0;
+  std::memcpy(&id, &hash, sizeof(id));
+  return id;
+}
+
+void write_fixed_data(hid_t file, const PairsPlan& plan, const std::vector<std::int64_t>& begins) {
+  std::vector<std::int64_t> positions, lines, tokens;
+  const Hdf5Handle type = subset_type(plan);
+  const std::size_t size = H5Tget_size(type);
+  std::string subsets;
+  for (const auto& text : plan.texts) {
+    positions.insert(positions.end(), text.positions.begin(), text.positions.end());
+    lines.push_back(text.line);
+    tokens.push_back(text.tokens);
+    subsets += text.subset;
+    subsets.resize((subsets.size() + size - text.subset.size()), '\0');
+  }
+  write_integers(file, "/id", {id_of(plan)});
+  write_integers(file, "/positions", positions);
+  write_integers(file, "/texts/begin", begins);
+  write_integers(file, "/texts/line", lines);
+  write_integers(file, "/texts/tokens", tokens);
+  const Hdf5Handle data_set(H5Dopen2(file, "/texts/subset", H5P_DEFAULT), H5Dclose, "H5Dopen2");
+  checked_hdf5(H5Dwrite(data_set, type, H5S_ALL, H5S_ALL, H5P_DEFAULT, subsets.data()), "H5Dwrite");
+}
+
+// Room for everything but the chunks.
+void reserve_structure(const fs::path& path, const PairsPlan& plan, std::int64_t pairs) {
+  const Chunk chunk = chunk_of(plan, pairs);
+  const std::int64_t chunks = (pairs / chunk.pairs + 1) * (plan.hidden_size / chunk.columns + 2);
+  std::int64_t bytes = (std::int64_t{1} << 18) + pairs * std::int64_t{8};
+  bytes += plan.layers * (chunks * std::int64_t{32} + (std::int64_t{1} << 14));
+  bytes += static_cast<std::int64_t>(plan.texts.size()) *
+           (std::int64_t{24} + static_cast<std::int64_t>(H5Tget_size(subset_type(plan))));
+  const detail::FileDescriptor descriptor(path, O_RDWR | O_CLOEXEC);
+  if (descriptor.get() < 0) throw detail::system_error("cannot be opened", errno);
+  detail::reserve(descriptor.get(), 0, bytes);
+}
+
+void write_structure(const fs::path& path, const PairsPlan& plan) {
+  const std::vector<std::int64_t> begins = text_begins(plan);
+  reserve_structure(path, plan, begins.back());
+  {
+    Hdf5Handle file(H5Fcreate(path.c_str(), H5F_ACC_TRUNC, H5P_DEFAULT, creation_access()),
+                    H5Fclose, "H5Fcreate");
+    write_attributes(file, plan, begins.back());
+    checked_hdf5(file.close(), "H5Fclose");
+  }
+  {
+    Hdf5Handle file(H5Fopen(path.c_str(), H5F_ACC_RDWR, structure_access()), H5Fclose, "H5Fopen");
+    write_objects(file, plan, begins.back());
+    checked_hdf5(file.close(), "H5Fclose");
+  }
+  const auto metadata_bytes = static_cast<std::int64_t>(fs::file_size(path));
+  Hdf5Handle file(H5Fopen(path.c_str(), H5F_ACC_RDWR, detail::serial_access()), H5Fclose,
+                  "H5Fopen");
+  write_fixed_data(file, plan, begins);
+  {
+    const Hdf5Handle root(H5Gopen2(file, "/", H5P_DEFAULT), H5Gclose, "H5Gopen2");
+    set_attribute(root, "metadata_bytes", metadata_bytes);
+  }
+  checked_hdf5(file.close(), "H5Fclose");
+}
+
+// ---- Going on with a file: rank 0 alone ---------------------------------------------------------
+
+// Throws Error with what differs between the file and what is to be made.
+void compare(const detail::PairsLayout& layout, hid_t file, const PairsPlan& plan) {
+  const PairsInfo& info = layout.info;
+  std::vector<std::string> differences;
+  const auto differ = [&](const std::string& what, const std::string& there,
+                          const std::string& here) {
+    if (there != here) differences.push_back(fmt::format("{} is {}, now {}", what, there, here));
+  };
+  auto names = plan.command;
+  names.insert(info.command.begin(), info.command.end());
+  for (const auto& [name, ignored] : names) {
+    const auto value = [&name = name](const std::map<std::string, std::string>& command) {
+      const auto found = command.find(name);
+      return found == command.end() ? std::string("not set") : found->second;
+    };
+    differ(name, value(info.command), value(plan.command));
+  }
+  differ("dtype", std::string(name_of(info.dtype)), std::string(name_of(plan.dtype)));
+  differ("hidden_size", std::to_string(info.hidden_size), std::to_string(plan.hidden_size));
+  differ("layers", std::to_string(info.layers), std::to_string(plan.layers));
+  differ("kv_heads", std::to_string(info.kv_heads), std::to_string(plan.kv_heads));
+  differ("the number of texts", std::to_string(info.planned_texts),
+         std::to_string(plan.texts.size()));
+  const std::vector<std::int64_t> begins = text_begins(plan);
+  differ("the number of pairs", std::to_string(info.planned_pairs), std::to_string(begins.back()));
+  if (differences.empty()) {
+    std::vector<std::int64_t> positions;
+    for (std::size_t t = 0; t < plan.texts.size(); ++t) {
+      const auto& there = layout.texts[t];
+      const auto& here = plan.texts[t];
+      if (there.line != here.line || there.tokens != here.tokens || there.subset != here.subset) {
+        differences.push_back(fmt::format("text {} is another one", t + 1));
+        break;
+      }
+      positions.insert(positions.end(), here.positions.begin(), here.positions.end());
+    }
+    if (differences.empty() &&
+        detail::read_integers(file, "/positions", 0, info.planned_pairs) != positions) {
+      differences.emplace_back("positions are others (was it made by another version of kvzap?)");
+    }
+  }
+  if (!differences.empty()) {
+    throw Error(fmt::format(
+        "it exists and was made by another command: {}; name another file, or move it away",
+        fmt::join(differences, "; ")));
+  }
+}
+
+// Where the data begin and end that were written with the structure.
+struct FixedRegion {
+  std::int64_t begin;
+  std::int64_t end;
+};
+
+FixedRegion fixed_region(hid_t file) {
+  FixedRegion region{std::numeric_limits<std::int64_t>::max(), 0};
+  for (const char* name : fixed_data_sets) {
+    const Hdf5Handle data_set(H5Dopen2(file, name, H5P_DEFAULT), H5Dclose, "H5Dopen2");
+    const haddr_t offset = H5Dget_offset(data_set);
+    if (offset == HADDR_UNDEF) throw Error(fmt::format("'{}' has no place in the file", name));
+    const auto begin = static_cast<std::int64_t>(offset);
+    region.begin = std::min(region.begin, begin);
+    region.end =
+        std::max(region.end, begin + static_cast<std::int64_t>(H5Dget_storage_size(data_set)));
+  }
+  return region;
+}
+
+// ---- Appending: all ranks -----------------------------------------------------------------------
+
+class Hdf5PairsWriter final : public PairsWriter {
+ public:
+  Hdf5PairsWriter(const fs::path& file, const PairsPlan& plan,
+                  const std::vector<std::vector<int>>& heads, const Communicator& comm)
+      : m_path(file), m_comm(comm), m_recovery(file), m_heads(heads), m_seconds(plan.safe_seconds) {
+    const detail::QuietHdf5 quiet;
+    std::int64_t exists = 0;
+    agree([&] {
+      if (!m_comm.is_root()) return;
+      const fs::file_status status = fs::status(m_path);
+      exists = fs::exists(status) ? 1 : 0;
+      if (exists != 0 && !fs::is_regular_file(status)) {
+        throw Error("it exists and is not a regular file");
+      }
+    });
+    m_comm.broadcast(&exists, sizeof(exists), 0);
+    if (exists == 0) create(plan);
+    go_on(plan, exists != 0);
+    if (m_texts < m_planned_texts) open_all();
+  }
+
+  ~Hdf5PairsWriter() override {
+    // Closing is collective, and whoever ends here early may be alone. What HDF5 still writes when
+    // the program ends, the recovery file undoes.
+    if (!m_file || m_comm.size() == 1) return;
+    new Files(std::move(*m_file));  // NOLINT(cppcoreguidelines-owning-memory): see above
+  }
+
+  std::int64_t texts() const override { return m_texts; }
+  std::int64_t safe_texts() const override { return m_safe_texts; }
+  std::int64_t planned_texts() const override { return m_planned_texts; }
+  std::int64_t bytes() const override { return m_bytes; }
+  const std::vector<std::string>& notes() const override { return m_notes; }
+
+  void append(const TextPairs& text) override {
+    const detail::QuietHdf5 quiet;
+    const std::int64_t pairs = m_text_begin[m_texts + 1] - m_text_begin[m_texts];
+    std::vector<float> scores;
+    agree([&] {
+      check(text, pairs);
+      scores = spread_scores(text, pairs);
+    });
+    m_comm.all_reduce_sum(scores.data(), scores.size());
+    agree([&] { keep(text, scores, pairs); });
+    ++m_texts;
+    write_chunks();
+    double seconds = std::chrono::duration<double>(Clock::now() - m_flushed).count();
+    m_comm.broadcast(&seconds, sizeof(seconds), 0);
+    if (seconds >= m_seconds) flush();
+  }
+
+  void close() override {
+    if (!m_file) return;
+    const detail::QuietHdf5 quiet;
+    flush();
+    CollectiveOutcome outcome;
+    outcome.note(m_file->close(), "closing");
+    m_file.reset();
+    outcome.agree(m_comm, m_path, pairs_kind);
+    agree([&] { m_calls.sync_file(m_path); });
+    agree([&] {
+      if (!m_comm.is_root()) return;
+      if (m_safe_texts == m_planned_texts) m_recovery.remove();
+      m_bytes = static_cast<std::int64_t>(fs::file_size(m_path));
+    });
+    m_comm.broadcast(&m_bytes, sizeof(m_bytes), 0);
+  }
+
+ private:
+  // What HDF5 has open.
+  struct Files {
+    Hdf5Handle file;
+    Hdf5Handle root;
+    Hdf5Handle transfer;
+    Hdf5Handle hidden_type;
+
+    herr_t close() {
+      const herr_t closed = root.close();
+      return std::min(closed, file.close());
+    }
+  };
+
+  // Pairs of a layer that are not in a whole chunk yet: those from m_written on.
+  struct Pending {
+    std::int64_t first_column = 0;
+    std::int64_t columns = 0;
+    std::vector<char> hidden;   // (pair, columns of this rank)
+    std::vector<float> scores;  // (pair, KV head), on the rank that writes them
+  };
+
+  void agree(const std::function<void()>& work) const {
+    detail::agree_on_file(m_comm, m_path, work, pairs_kind);
+  }
+
+  // Collective.
+  void create(const PairsPlan& plan) {
+    detail::TemporaryFile temporary(m_path, m_comm, m_calls, pairs_kind);
+    temporary.create();
+    agree([&] {
+      if (!m_comm.is_root()) return;
+      m_notes = temporary.remove_leftovers();
+      write_structure(temporary.path(), plan);
+      FixedRegion region{};
+      {
+        const Hdf5Handle hdf5(
+            H5Fopen(temporary.path().c_str(), H5F_ACC_RDONLY, detail::serial_access()), H5Fclose,
+            "H5Fopen");
+        region = fixed_region(hdf5);
+      }
+      m_recovery.save(temporary.path(), region.begin, region.end);
+    });
+    temporary.move_to_target();
+  }
+
+  // Brings the file to the state after its last finished text and tells all ranks of it.
+  // Collective.
+  void go_on(const PairsPlan& plan, bool is_old) {
+    std::vector<std::int64_t> numbers;
+    agree([&] {
+      if (!m_comm.is_root()) return;
+      m_claim.emplace(m_path);
+      const bool restored = m_recovery.restore();
+      const Hdf5Handle hdf5(H5Fopen(m_path.c_str(), H5F_ACC_RDONLY, detail::serial_access()),
+                            H5Fclose, "H5Fopen");
+      const auto size = static_cast<std::int64_t>(fs::file_size(m_path));
+      const detail::PairsLayout layout = detail::read_pairs_layout(hdf5, size);
+      compare(layout, hdf5, plan);
+      const FixedRegion region = fixed_region(hdf5);
+      if (!layout.info.is_complete() &&
+          (region.begin != layout.metadata_bytes || layout.chunk_pairs == 0)) {
+        throw Error("another program has rewritten it; it can be read but not continued");
+      }
+      if (is_old) {
+        m_notes.push_back(fmt::format("{} has {} of {} texts{}", m_path.string(), layout.info.texts,
+                                      layout.info.planned_texts,
+                                      layout.info.is_complete() ? ": there is nothing to do"
+                                      : restored
+                                          ? "; going on after what was finished when its run ended"
+                                          : "; going on"));
+      }
+      if (layout.info.is_complete()) m_recovery.remove();
+      numbers = {layout.info.texts,
+                 layout.written,
+                 layout.chunk_pairs,
+                 layout.chunk_columns,
+                 region.begin,
+                 region.end,
+                 size};
+      const std::vector<std::int64_t> begins = text_begins(plan);
+      numbers.insert(numbers.end(), begins.begin(), begins.end());
+    });
+    auto count = static_cast<std::int64_t>(numbers.size());
+    m_comm.broadcast(&count, sizeof(count), 0);
+    numbers.resize(static_cast<std::size_t>(count));
+    m_comm.broadcast(numbers.data(), numbers.size() * sizeof(std::int64_t), 0);
+    constexpr std::size_t extents = 7;
+    m_texts = m_safe_texts = numbers[0];
+    m_written = numbers[1];
+    m_chunk_pairs = std::max<std::int64_t>(1, numbers[2]);
+    m_chunk_columns = std::max<std::int64_t>(1, numbers[3]);
+    m_metadata_bytes = numbers[4];
+    m_fixed_bytes = numbers[5];
+    m_bytes = numbers[6];
+    m_text_begin.assign(numbers.begin() + extents, numbers.end());
+    m_planned_texts = static_cast<std::int64_t>(m_text_begin.size()) - 1;
+    m_dtype = plan.dtype;
+    m_hidden_size = plan.hidden_size;
+    m_kv_heads = plan.kv_heads;
+    deal_columns(plan.layers);
+  }
+
+  // A row of chunks is dealt to ranks evenly; where it has fewer chunks than there are ranks,
+  // layers take turns.
+  void deal_columns(int layers) {
+    const std::int64_t chunks = (m_hidden_size + m_chunk_columns - 1) / m_chunk_columns;
+    for (int l = 0; l < layers; ++l) {
+      const auto [begin, end] =
+          even_range(chunks, m_comm.size(), (m_comm.rank() + l) % m_comm.size());
+      Pending pending;
+      pending.first_column = std::min(begin * m_chunk_columns, m_hidden_size);
+      pending.columns = std::min(end * m_chunk_columns, m_hidden_size) - pending.first_column;
+      m_pending.push_back(std::move(pending));
+    }
+  }
+
+  bool writes_scores(std::size_t layer) const {
+    return static_cast<int>(layer % static_cast<std::size_t>(m_comm.size())) == m_comm.rank();
+  }
+
+  // Collective.
+  void open_all() {
+    m_file.emplace();
+    m_file->file = detail::open_together(m_path, m_path, m_comm, pairs_kind);
+    agree([&] {
+      m_file->root = Hdf5Handle(H5Gopen2(m_file->file, "/", H5P_DEFAULT), H5Gclose, "H5Gopen2");
+      m_file->transfer = detail::transfer_together();
+      m_file->hidden_type = detail::type_in_memory(m_dtype);
+    });
+    m_flushed = Clock::now();
+  }
+
+  void check(const TextPairs& text, std::int64_t pairs) const {
+    if (!m_file || m_texts == m_planned_texts) throw Error("there is no further text to append");
+    if (text.layers.size() != m_pending.size()) {
+      throw Error(
+          fmt::format("the text has {} layers; expected {}", text.layers.size(), m_pending.size()));
+    }
+    const std::size_t bytes = static_cast<std::size_t>(pairs * m_hidden_size) * size_of(m_dtype);
+    const std::size_t scores = static_cast<std::size_t>(pairs) * m_heads[m_comm.rank()].size();
+    for (const auto& layer : text.layers) {
+      if (layer.hidden.size() != bytes || layer.scores.size() != scores) {
+        throw Error(
+            fmt::format("a layer has {} bytes of hidden states and {} scores; expected {} "
+                        "and {}",
+                        layer.hidden.size(), layer.scores.size(), bytes, scores));
+      }
+    }
+  }
+
+  // (layer, pair, KV head): this rank's scores, zeros elsewhere, to be added up.
+  std::vector<float> spread_scores(const TextPairs& text, std::int64_t pairs) const {
+    std::vector<float> all(m_pending.size() * static_cast<std::size_t>(pairs * m_kv_heads), 0.0F);
+    const std::vector<int>& heads = m_heads[m_comm.rank()];
+    for (std::size_t l = 0; l < m_pending.size(); ++l) {
+      for (std::int64_t p = 0; p < pairs; ++p) {
+        float* const row = all.data() + (static_cast<std::int64_t>(l) * pairs + p) * m_kv_heads;
+        for (std::size_t h = 0; h < heads.size(); ++h) {
+          row[heads[h]] = text.layers[l].scores[static_cast<std::size_t>(p) * heads.size() + h];
+        }
+      }
+    }
+    return all;
+  }
+
+  // Adds a text's pairs to those that wait, but for those that are in the file already.
+  void keep(const TextPairs& text, const std::vector<float>& scores, std::int64_t pairs) {
+    const std::int64_t skip = std::clamp<std::int64_t>(m_written - m_text_begin[m_texts], 0, pairs);
+    const auto value = static_cast<std::int64_t>(size_of(m_dtype));
+    for (std::size_t l = 0; l < m_pending.size(); ++l) {
+      Pending& pending = m_pending[l];
+      for (std::int64_t p = skip; p < pairs && pending.columns > 0; ++p) {
+        const auto begin =
+            text.layers[l].hidden.begin() + (p * m_hidden_size + pending.first_column) * value;
+        pending.hidden.insert(pending.hidden.end(), begin, begin + pending.columns * value);
+      }
+      if (writes_scores(l)) {
+        const auto begin = scores.begin() + static_cast<std::int64_t>(l) * pairs * m_kv_heads;
+        pending.scores.insert(pending.scores.end(), begin + skip * m_kv_heads,
+                              begin + pairs * m_kv_heads);
+      }
+    }
+  }
+
+  // Writes whole chunks and, after the last text, the rest. Collective.
+  void write_chunks() {
+    const std::int64_t last = m_text_begin[m_texts];
+    const std::int64_t end =
+        m_texts == m_planned_texts ? last : last / m_chunk_pairs * m_chunk_pairs;
+    if (end <= m_written) return;
+    const std::int64_t row_bytes = m_hidden_size * static_cast<std::int64_t>(size_of(m_dtype));
+    const std::int64_t most =
+        std::max<std::int64_t>(1, max_transfer_bytes / (row_bytes * m_chunk_pairs)) * m_chunk_pairs;
+    reserve(end - m_written);
+    const std::int64_t begin = m_written;
+    for (std::int64_t first = begin; first < end; first += most) {
+      // The first rows fill up a chunk that a text before has begun.
+      const std::int64_t rows = std::min(most, end - first);
+      for (std::size_t l = 0; l < m_pending.size(); ++l) write_layer(l, first, rows, first - begin);
+    }
+    for (std::size_t l = 0; l < m_pending.size(); ++l) {
+      drop(m_pending[l].hidden,
+           (end - begin) * m_pending[l].columns * static_cast<std::int64_t>(size_of(m_dtype)));
+      if (writes_scores(l)) drop(m_pending[l].scores, (end - begin) * m_kv_heads);
+    }
+    m_written = end;
+  }
+
+  template <class Value>
+  static void drop(std::vector<Value>& values, std::int64_t count) {
+    values.erase(values.begin(), values.begin() + count);
+  }
+
+  // Room for pairs as large as they are unpacked. Collective.
+  void reserve(std::int64_t pairs) const {
+    agree([&] {
+      if (!m_comm.is_root()) return;
+      const std::int64_t row = m_hidden_size * static_cast<std::int64_t>(size_of(m_dtype)) +
+                               m_kv_heads * static_cast<std::int64_t>(sizeof(float));
+      const std::int64_t data = row * pairs * static_cast<std::int64_t>(m_pending.size());
+      const detail::FileDescriptor descriptor(m_path, O_RDWR | O_CLOEXEC);
+      if (descriptor.get() < 0) throw detail::system_error("cannot be opened", errno);
+      constexpr std::int64_t packed_worse = 500;  // deflate adds 5 bytes to 16 KiB at worst
+      detail::reserve(descriptor.get(), static_cast<std::int64_t>(fs::file_size(m_path)),
+                      data + data / packed_worse + (std::int64_t{1} << 16));
+    });
+  }
+
+  // Rows first … first + rows - 1 of the file, from row `offset` of those that wait. Collective.
+  void write_layer(std::size_t layer, std::int64_t first, std::int64_t rows, std::int64_t offset) {
+    const Pending& pending = m_pending[layer];
+    const bool has_scores = writes_scores(layer);
+    const auto value = static_cast<std::int64_t>(size_of(m_dtype));
+    const int number = static_cast<int>(layer);
+    write_rows(pairs_data_set(number, "hidden"), m_file->hidden_type, first,
+               pending.columns > 0 ? rows : 0, pending.first_column, pending.columns,
+               pending.hidden.data() + offset * pending.columns * value);
+    write_rows(pairs_data_set(number, "scores"), H5T_NATIVE_FLOAT, first, has_scores ? rows : 0, 0,
+               m_kv_heads, pending.scores.data() + (has_scores ? offset * m_kv_heads : 0));
+  }
+
+  // Collective; a rank without rows takes part with nothing.
+  void write_rows(const std::string& name, hid_t type, std::int64_t first, std::int64_t rows,
+                  std::int64_t first_column, std::int64_t columns, const void* data) {
+    Hdf5Handle data_set, space, memory;
+    agree([&] {
+      data_set =
+          Hdf5Handle(H5Dopen2(m_file->file, name.c_str(), H5P_DEFAULT), H5Dclose, "H5Dopen2");
+      space = Hdf5Handle(H5Dget_space(data_set), H5Sclose, "H5Dget_space");
+      detail::select_rows(space, first, rows, first_column, columns);
+      memory = simple_space({static_cast<hsize_t>(std::max<std::int64_t>(rows, 1)),
+                             static_cast<hsize_t>(std::max<std::int64_t>(columns, 1))});
+      if (rows == 0) checked_hdf5(H5Sselect_none(memory), "H5Sselect_none");
+    });
+    CollectiveOutcome outcome;
+    outcome.note(H5Dwrite(data_set, type, memory, space, m_file->transfer, data), "H5Dwrite");
+    outcome.agree(m_comm, m_path, pairs_kind);
+  }
+
+  // Makes what is written last. Collective.
+  void flush() {
+    std::int64_t texts = m_safe_texts;
+    while (texts < m_texts && m_text_begin[texts + 1] <= m_written) ++texts;
+    if (texts == m_safe_texts) return;
+    CollectiveOutcome outcome;
+    const auto note = [&](const char* name, std::int64_t value) {
+      const hid_t attribute = H5Aopen(m_file->root, name, H5P_DEFAULT);
+      outcome.note(attribute < 0 ? -1 : 0, "H5Aopen");
+      if (attribute < 0) return;
+      outcome.note(H5Awrite(attribute, H5T_NATIVE_INT64, &value), "H5Awrite");
+      outcome.note(H5Aclose(attribute), "H5Aclose");
+    };
+    note("texts", texts);
+    note("pairs", m_text_begin[texts]);
+    note("written", m_written);
+    outcome.note(H5Fflush(m_file->file, H5F_SCOPE_GLOBAL), "H5Fflush");
+    outcome.agree(m_comm, m_path, pairs_kind);
+    // Each node has written a part.
+    agree([&] { m_calls.sync_file(m_path); });
+    agree([&] {
+      if (!m_comm.is_root()) return;
+      m_recovery.save(m_path, m_metadata_bytes, m_fixed_bytes);
+      m_bytes = static_cast<std::int64_t>(fs::file_size(m_path));
+    });
+    m_comm.broadcast(&m_bytes, sizeof(m_bytes), 0);
+    m_safe_texts = texts;
+    m_flushed = Clock::now();
+  }
+
+  fs::path m_path;
+  Communicator m_comm;
+  detail::DurableCalls m_calls = detail::DurableCalls::of_system();
+  detail::PairsRecovery m_recovery;  // of rank 0, as the claim
+  std::optional<detail::PairsClaim> m_claim;
+  std::vector<std::vector<int>> m_heads;
+  double m_seconds;
+  std::vector<std::string> m_notes;
+  std::optional<Files> m_file;
+  DType m_dtype = DType::bf16;
+  std::int64_t m_hidden_size = 0;
+  std::int64_t m_kv_heads = 0;
+  std::int64_t m_chunk_pairs = 1;
+  std::int64_t m_chunk_columns = 1;
+  std::int64_t m_metadata_bytes = 0;
+  std::int64_t m_fixed_bytes = 0;
+  std::int64_t m_bytes = 0;
+  std::int64_t m_texts = 0;       // appended
+  std::int64_t m_safe_texts = 0;  // of which so many are finished for good
+  std::int64_t m_planned_texts = 0;
+  std::int64_t m_written = 0;  // pairs
+  std::vector<std::int64_t> m_text_begin;
+  std::vector<Pending> m_pending;
+  Clock::time_point m_flushed;
+};
+
+}  // namespace
+
+std::unique_ptr<PairsWriter> PairsWriter::open(const fs::path& file, const PairsPlan& plan,
+                                               const std::vector<std::vector<int>>& heads,
+                                               const Communicator& comm) {
+  return std::make_unique<Hdf5PairsWriter>(file, plan, heads, comm);
+}
+
+}  // namespace kvzap

@@ -4,6 +4,7 @@
 #   kvzap::hdf5      HDF5: parallel with MPI, serial without
 #   kvzap::pcre2     PCRE2, 8-bit code units
 #   kvzap::utf8proc  utf8proc (Unicode normal forms)
+#   kvzap::lapack    LAPACK: Cholesky factors of training, on the host
 #   kvzap::onednn    oneDNN, if it is to be used and was found
 #
 # In: KVZAP_WITH_MPI, KVZAP_WITH_HDF5, KVZAP_WITH_ONEDNN (OFF, ON: use it if found, REQUIRED),
@@ -105,6 +106,41 @@ function(kvzap_find_hdf5)
 endfunction()
 if(NOT KVZAP_MISSING AND KVZAP_WITH_PRIVATE AND KVZAP_WITH_HDF5)
   kvzap_find_hdf5()
+endif()
+
+# LAPACK by its Fortran names, and what it needs. OpenBLAS, MKL and others bring it along.
+function(kvzap_find_lapack)
+  if(TARGET kvzap::lapack)
+    return()
+  endif()
+  if(NOT CMAKE_C_COMPILER_LOADED)
+    set(KVZAP_MISSING "LAPACK is looked for by compiling C; add C to the project's languages" PARENT_SCOPE)
+    return()
+  endif()
+  # liblapack.so first: distributions let the user choose what is behind that name, as behind the
+  # libblas.so of Kokkos Kernels.
+  set(vendor "${BLA_VENDOR}")
+  if(vendor STREQUAL "")
+    set(BLA_VENDOR Generic)
+    find_package(LAPACK QUIET)
+    set(BLA_VENDOR All)
+  endif()
+  if(NOT LAPACK_FOUND)
+    find_package(LAPACK QUIET)
+  endif()
+  if(NOT LAPACK_FOUND)
+    set(KVZAP_MISSING "LAPACK was not found (Debian: libopenblas-dev); name its folder in CMAKE_PREFIX_PATH"
+        PARENT_SCOPE)
+    return()
+  endif()
+  add_library(kvzap::lapack INTERFACE IMPORTED ${KVZAP_IMPORTED_SCOPE})
+  target_link_libraries(kvzap::lapack INTERFACE ${LAPACK_LIBRARIES})
+  if(LAPACK_LINKER_FLAGS)
+    target_link_options(kvzap::lapack INTERFACE ${LAPACK_LINKER_FLAGS})
+  endif()
+endfunction()
+if(NOT KVZAP_MISSING AND KVZAP_WITH_PRIVATE)
+  kvzap_find_lapack()
 endif()
 
 # Optional: without it the dense products go to Kokkos Kernels and the BLAS behind it. On CUDA devices

@@ -178,7 +178,7 @@ int run_program(int argc, char** argv, const kvzap::Communicator& comm) {
     collect(line.collect_options, comm, version);
   } else if (line.train->parsed()) {
     read_deck_of(*line.train, line.train_options.config);
-    train(line.train_options, comm, version);
+    return train(line.train_options, comm, version);
   } else if (line.calibrate->parsed()) {
     read_deck_of(*line.calibrate, line.calibrate_options.config);
     calibrate(line.calibrate_options, comm, version);

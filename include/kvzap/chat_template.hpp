@@ -28,6 +28,10 @@ class ChatTemplate {
     /// prefix, then the message (trimmed if trim_content), then suffix. Encode it without
     /// add_special_tokens: where the template wants a beginning-of-text token, prefix has it.
     std::string prompt(std::string_view user_text) const;
+
+    /// The beginning of prompt() for a message that goes on behind user_text, as a context does
+    /// before its question: prefix, then the text, trimmed at its beginning alone if trim_content.
+    std::string context(std::string_view user_text) const;
   };
 
   /// A user's message and the assistant's answer, as the template writes them, and where they are

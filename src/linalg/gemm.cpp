@@ -362,6 +362,34 @@ void multiply_tn(const ExecutionSpace& exec, float alpha, const ConstMatrix& a,
   gemm(exec, true, false, alpha, a, b, beta, c);
 }
 
+void multiply_large(const ExecutionSpace& exec, Op op_a, const ConstMatrix& a, Op op_b,
+                    const ConstMatrix& b, float beta, const Matrix& c) {
+  const bool a_transposed = op_a == Op::transposed;
+  const bool b_transposed = op_b == Op::transposed;
+  if constexpr (runs_on_host) {
+    if (onednn::is_available() && c.extent(0) > 0 && c.extent(1) > 0) {
+      fence(exec, "kvzap::gemm: the library's gemm does not run on the caller's instance");
+      onednn::Gemm product;
+      product.m = c.extent(0);
+      product.n = c.extent(1);
+      product.k = a.extent(a_transposed ? 0 : 1);
+      product.alpha = 1;
+      product.a = a.data();
+      product.a_stride = a.stride(0);
+      product.a_transposed = a_transposed;
+      product.b = b.data();
+      product.b_stride = b.stride(0);
+      product.b_transposed = b_transposed;
+      product.beta = beta;
+      product.c = c.data();
+      product.c_stride = c.stride(0);
+      onednn::multiply(product);
+      return;
+    }
+  }
+  gemm(exec, a_transposed, b_transposed, 1, a, b, beta, c);
+}
+
 template <class Value>
 bool packs_weights() {
   const char* asked = std::getenv("KVZAP_PACK");

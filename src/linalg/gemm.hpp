@@ -23,6 +23,13 @@ void multiply_nn(const ExecutionSpace& exec, float alpha, const ConstMatrix& a,
 void multiply_tn(const ExecutionSpace& exec, float alpha, const ConstMatrix& a,
                  const ConstMatrix& b, float beta, const Matrix& c);
 
+/// c (m, n) = op(a) (m, k) * op(b) (k, n) + beta * c for products of millions of operations, as
+/// training has them: on hosts by oneDNN where the build has it, whose kernels use the widest
+/// instructions of processors that an older BLAS does not know; else as above.
+enum class Op { plain, transposed };
+void multiply_large(const ExecutionSpace& exec, Op op_a, const ConstMatrix& a, Op op_b,
+                    const ConstMatrix& b, float beta, const Matrix& c);
+
 /// Whether weights of this type are worth packing at load: on a host with oneDNN and AVX-512 (bf16:
 /// and its dot product). KVZAP_PACK=off in the environment says no, for tests and comparisons.
 template <class Value>

@@ -675,6 +675,15 @@ std::string ChatTemplate::Parts::prompt(std::string_view user_text) const {
   return prefix + std::string(user_text) + suffix;
 }
 
+std::string ChatTemplate::Parts::context(std::string_view user_text) const {
+  // A template that trims its message does so where the context begins. Where the context ends the
+  // message goes on, as in kvpress: a mark stands in for what follows.
+  const Parts before{prefix, "", trim_content};
+  std::string context = before.prompt(std::string(user_text) + "|");
+  context.pop_back();
+  return context;
+}
+
 ChatTemplate ChatTemplate::detect(const std::filesystem::path& folder) {
   const std::filesystem::path template_path = folder / "chat_template.jinja";
   const std::filesystem::path config_path = folder / "tokenizer_config.json";

@@ -121,7 +121,7 @@ class Recipe(unittest.TestCase):
                 self.assertEqual("googletest" in found, on["tests"])
                 self.assertEqual("python" in found, on["tests"])
                 for name in ("nlohmann-json", "fmt", "pcre2", "utf8proc", "cli11", "tomlplusplus",
-                             "cmake", "blas", "c", "cxx", "pkgconfig"):
+                             "cmake", "blas", "lapack", "c", "cxx", "pkgconfig"):
                     self.assertIn(name, found)
 
                 kokkos, kernels = found["kokkos"], found["kokkos-kernels"]

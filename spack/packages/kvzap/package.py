@@ -57,6 +57,7 @@ class Kvzap(CMakePackage, CudaPackage, ROCmPackage):
     depends_on("kokkos-kernels +cublas", when="+cuda")
     depends_on("kokkos-kernels +rocblas", when="+rocm")
     depends_on("blas")
+    depends_on("lapack")
 
     # The same backends in both.
     depends_on("kokkos +openmp", when="+openmp")

@@ -4,6 +4,7 @@
 
 #include <fmt/format.h>
 
+#include <oneapi/dnnl/dnnl_debug.h>
 #include <algorithm>
 #include <oneapi/dnnl/dnnl.hpp>
 #include <string_view>
@@ -185,6 +186,15 @@ template void multiply(const Product<bfloat16>&);
 template bool has_fast_product(const Product<float>&);
 template bool has_fast_product(const Product<bfloat16>&);
 
+void multiply(const Gemm& g) {
+  const dnnl_status_t status =
+      dnnl_sgemm(g.a_transposed ? 'T' : 'N', g.b_transposed ? 'T' : 'N', g.m, g.n, g.k, g.alpha,
+                 g.a, g.a_stride, g.b, g.b_stride, g.beta, g.c, g.c_stride);
+  if (status == dnnl_success) return;
+  throw Error(fmt::format("oneDNN: a gemm of ({}, {}) by ({}, {}) failed: {}", g.m, g.k, g.k, g.n,
+                          dnnl_status2str(status)));
+}
+
 }  // namespace kvzap::detail::onednn
 
 #else
@@ -198,6 +208,7 @@ template <class Value>
 void multiply(const Product<Value>&) {
   throw Error("this build has no oneDNN");
 }
+void multiply(const Gemm&) { throw Error("this build has no oneDNN"); }
 template <class Value>
 bool has_fast_product(const Product<Value>&) {
   return false;

@@ -33,6 +33,24 @@ void multiply(const Product<Value>& product);
 template <class Value>
 bool has_fast_product(const Product<Value>& product);
 
+/// c (m, n) = alpha * op(a) * op(b) + beta * c in float, row after row, by the kernels that oneDNN
+/// has for a BLAS; op(a) (m, k) is the transpose of `a` if a_transposed. Nothing is kept. Throws
+/// Error if oneDNN refuses.
+struct Gemm {
+  std::int64_t m, n, k;
+  float alpha;
+  const float* a;
+  std::int64_t a_stride;
+  bool a_transposed;
+  const float* b;
+  std::int64_t b_stride;
+  bool b_transposed;
+  float beta;
+  float* c;
+  std::int64_t c_stride;
+};
+void multiply(const Gemm& gemm);
+
 /// Plans (oneDNN's primitives, and what is copied for them) are kept, at most so many: those of the
 /// products that were done last. A layer has about six products, each with the rows of a full block
 /// of tokens, of a last block, and of decode steps, so that a run comes back to some dozens;

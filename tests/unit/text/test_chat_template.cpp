@@ -71,6 +71,10 @@ TEST(ChatTemplate, MatchesReferenceForPublishedFamilies) {
       EXPECT_EQ(parts.suffix, expected[1].get<std::string>());
       EXPECT_EQ(parts.trim_content, golden["format"] == "llama3");
     }
+    const std::string padded = golden["padded"];
+    const ChatTemplate::Parts parts = chat_template.parts(false);
+    const std::string whole = parts.prompt(padded + "and more");
+    EXPECT_EQ(whole, parts.context(padded) + "and more" + parts.suffix);
     EXPECT_EQ(chat_template.parts(false).prompt(golden["padded"].get<std::string>()),
               golden["padded_prompt"].get<std::string>());
     const auto exchange = chat_template.exchange("Read this.", "That.");

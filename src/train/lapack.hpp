@@ -1,0 +1,21 @@
+// Cholesky factors by LAPACK, on the host.
+#pragma once
+
+#include <cstdint>
+
+namespace kvzap::detail {
+
+/// What became of a system.
+struct CholeskyResult {
+  std::int64_t failed_pivot = 0;  // 1-based; 0: none
+  double condition = 0;           // estimate, 1-norm; infinite if the factor is singular
+};
+
+/// Solves a X = b for the symmetric positive definite `a` (n, n), row after row with `stride`, of
+/// which the upper triangle is read and replaced by the factor. b (rows, n), row after row: row r
+/// is replaced by the solution of its right-hand side. If a pivot fails, b is left as it is. Throws
+/// Error for n beyond LAPACK's integers.
+CholeskyResult solve_cholesky(double* a, std::int64_t n, std::int64_t stride, double* b,
+                              std::int64_t rows);
+
+}  // namespace kvzap::detail

@@ -1,0 +1,25 @@
+// The finite pairs of a layer where kernels run: what an MLP trains on, epoch after epoch.
+#pragma once
+
+#include <cstdint>
+#include <kvzap/train.hpp>
+#include <vector>
+
+#include "train/mlp_kernels.hpp"
+
+namespace kvzap::detail {
+
+template <class Value>
+struct LayerPairs {
+  Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> hidden;  // (rows, inputs), as stored
+  Matrix scores;                                                   // (rows, heads)
+  std::vector<std::int64_t> training, validation;                  // rows, ascending
+  std::vector<float> validation_scores;                            // (validation, heads)
+  std::int64_t dropped = 0;
+};
+
+/// Reads them. Throws Error if memory is exhausted, and what PairSource::read throws.
+template <class Value>
+LayerPairs<Value> read_layer(const PairSource& source, int layer, const PairSplit& split);
+
+}  // namespace kvzap::detail

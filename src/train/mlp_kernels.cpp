@@ -1,0 +1,202 @@
+#include "train/mlp_kernels.hpp"
+
+#include <algorithm>
+
+#include "base/device_kernels.hpp"
+#include "base/instantiate.hpp"
+#include "base/kokkos_compat.hpp"
+#include "linalg/host/row_kernels.hpp"
+
+namespace kvzap::detail {
+namespace {
+
+using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
+using HostRange =
+    Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace, Kokkos::IndexType<std::int64_t>>;
+
+// Values of a part of a vector: their order of summation is the same whatever runs the parts.
+constexpr std::int64_t part_length = 4096;
+// Columns that one host thread sums over all rows: a few cache lines of each row.
+constexpr std::int64_t column_block = 64;
+
+bool by_host_loops() { return runs_on_host && !uses_device_kernels(); }
+
+}  // namespace
+
+template <class Value>
+void gather_rows(const ExecutionSpace& exec, const StoredRows<Value>& source, const Order& order,
+                 std::int64_t begin, const Matrix& target) {
+  const std::int64_t rows = target.extent(0), columns = target.extent(1);
+  if (by_host_loops()) {
+    Kokkos::parallel_for("kvzap::train::gather", HostRange(0, rows), [=](std::int64_t i) {
+      widen(&source(order(begin + i), 0), &target(i, 0), columns);
+    });
+    return;
+  }
+  Kokkos::parallel_for(
+      "kvzap::train::gather", Range(exec, 0, rows * columns), KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t row = i / columns, column = i % columns;
+        target(row, column) = static_cast<float>(source(order(begin + row), column));
+      });
+}
+
+void gelu_with_slope(const ExecutionSpace& exec, const Matrix& values, const ConstVector& bias,
+                     const Matrix& activation) {
+  const std::int64_t rows = values.extent(0), columns = values.extent(1);
+  if (by_host_loops()) {
+    Kokkos::parallel_for("kvzap::train::gelu", HostRange(0, rows), [=](std::int64_t i) {
+      gelu_and_slope(&values(i, 0), bias.data(), &activation(i, 0), columns);
+    });
+    return;
+  }
+  Kokkos::parallel_for(
+      "kvzap::train::gelu", Range(exec, 0, rows * columns), KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t row = i / columns, column = i % columns;
+        const float x = values(row, column) + bias(column);
+        const float phi = 0.5f * (1.0f + math::erf(x * 0.70710678f));
+        activation(row, column) = x * phi;
+        values(row, column) = phi + x * (0.39894228f * math::exp(-0.5f * x * x));
+      });
+}
+
+void residual(const ExecutionSpace& exec, const Matrix& output, const ConstVector& bias,
+              const ConstMatrix& scores, const Order& order, std::int64_t begin, float factor,
+              const Doubles& row_loss) {
+  const std::int64_t heads = output.extent(1);
+  Kokkos::parallel_for(
+      "kvzap::train::residual", Range(exec, 0, output.extent(0)), KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t row = order(begin + i);
+        double loss = 0;
+        for (std::int64_t h = 0; h < heads; ++h) {
+          const float difference = output(i, h) + bias(h) - scores(row, h);
+          loss += static_cast<double>(difference) * difference;
+          output(i, h) = difference * factor;
+        }
+        row_loss(i) = loss;
+      });
+}
+
+void times_with_sums(const ExecutionSpace& exec, const Matrix& values, const ConstMatrix& factors,
+                     const Vector& sums) {
+  const std::int64_t rows = values.extent(0), columns = values.extent(1);
+  if (by_host_loops()) {
+    const std::int64_t blocks = (columns + column_block - 1) / column_block;
+    Kokkos::parallel_for("kvzap::train::times", HostRange(0, blocks), [=](std::int64_t b) {
+      const std::int64_t begin = b * column_block;
+      const std::int64_t count = std::min(column_block, columns - begin);
+      std::fill_n(&sums(begin), count, 0.0f);
+      for (std::int64_t i = 0; i < rows; ++i) {
+        times_and_sum(&values(i, begin), &factors(i, begin), &sums(begin), count);
+      }
+    });
+    return;
+  }
+  Kokkos::parallel_for(
+      "kvzap::train::times", Range(exec, 0, columns), KOKKOS_LAMBDA(std::int64_t c) {
+        float sum = 0;
+        for (std::int64_t i = 0; i < rows; ++i) {
+          values(i, c) *= factors(i, c);
+          sum += values(i, c);
+        }
+        sums(c) = sum;
+      });
+}
+
+void sum_rows(const ExecutionSpace& exec, const ConstMatrix& values, const Vector& sums) {
+  const std::int64_t rows = values.extent(0);
+  Kokkos::parallel_for(
+      "kvzap::train::sum_rows", Range(exec, 0, values.extent(1)), KOKKOS_LAMBDA(std::int64_t c) {
+        float sum = 0;
+        for (std::int64_t i = 0; i < rows; ++i) sum += values(i, c);
+        sums(c) = sum;
+      });
+}
+
+void add_bias_rows(const ExecutionSpace& exec, const Matrix& output, const ConstVector& bias) {
+  const std::int64_t columns = output.extent(1);
+  Kokkos::parallel_for(
+      "kvzap::train::bias", Range(exec, 0, output.extent(0) * columns),
+      KOKKOS_LAMBDA(std::int64_t i) { output(i / columns, i % columns) += bias(i % columns); });
+}
+
+void add_sum(const ExecutionSpace& exec, const Doubles& values, std::int64_t count,
+             const Doubles& total) {
+  Kokkos::parallel_for(
+      "kvzap::train::add_sum", Range(exec, 0, 1), KOKKOS_LAMBDA(std::int64_t) {
+        double sum = 0;
+        for (std::int64_t i = 0; i < count; ++i) sum += values(i);
+        total(0) += sum;
+      });
+}
+
+std::int64_t parts_of(std::int64_t length) { return (length + part_length - 1) / part_length; }
+
+std::int64_t square_parts(const ExecutionSpace& exec, const ConstVector& values,
+                          const Doubles& partial) {
+  const std::int64_t length = values.extent(0), parts = parts_of(length);
+  if (by_host_loops()) {
+    Kokkos::parallel_for("kvzap::train::squares", HostRange(0, parts), [=](std::int64_t p) {
+      const std::int64_t begin = p * part_length;
+      partial(p) = sum_of_squares(&values(begin), std::min(part_length, length - begin));
+    });
+    return parts;
+  }
+  using Team = Kokkos::TeamPolicy<ExecutionSpace>;
+  Kokkos::parallel_for(
+      "kvzap::train::squares", Team(exec, static_cast<int>(parts), Kokkos::AUTO),
+      KOKKOS_LAMBDA(const typename Team::member_type& team) {
+        const std::int64_t begin = team.league_rank() * part_length;
+        const std::int64_t rest = length - begin;
+        const std::int64_t count = rest < part_length ? rest : part_length;
+        double sum = 0;
+        Kokkos::parallel_reduce(
+            Kokkos::TeamThreadRange(team, count),
+            [&](std::int64_t i, double& value) {
+              value += static_cast<double>(values(begin + i)) * values(begin + i);
+            },
+            sum);
+        Kokkos::single(Kokkos::PerTeam(team), [&] { partial(team.league_rank()) = sum; });
+      });
+  return parts;
+}
+
+void adamw_step(const ExecutionSpace& exec, const Vector& parameters, const ConstVector& gradient,
+                const Vector& first, const Vector& second, const Doubles& squares,
+                std::int64_t n_parts, double clip, const AdamStep& step) {
+  const std::int64_t length = parameters.extent(0);
+  // squares(0) becomes the factor for the gradient, where the kernel after this one finds it.
+  Kokkos::parallel_for(
+      "kvzap::train::clip", Range(exec, 0, 1), KOKKOS_LAMBDA(std::int64_t) {
+        double sum = 0;
+        for (std::int64_t i = 0; i < n_parts; ++i) sum += squares(i);
+        const double factor = clip / (math::sqrt(sum) + 1e-6);
+        squares(0) = clip > 0 && factor < 1 ? factor : 1.0;
+      });
+  if (by_host_loops()) {
+    Kokkos::parallel_for(
+        "kvzap::train::adamw", HostRange(0, parts_of(length)), [=](std::int64_t p) {
+          const std::int64_t begin = p * part_length;
+          adamw(&parameters(begin), &gradient(begin), static_cast<float>(squares(0)), &first(begin),
+                &second(begin), step, std::min(part_length, length - begin));
+        });
+    return;
+  }
+  Kokkos::parallel_for(
+      "kvzap::train::adamw", Range(exec, 0, length), KOKKOS_LAMBDA(std::int64_t i) {
+        const float g = gradient(i) * static_cast<float>(squares(0));
+        const float m = first(i) + (1.0f - step.beta1) * (g - first(i));
+        const float v = step.beta2 * second(i) + (1.0f - step.beta2) * g * g;
+        first(i) = m;
+        second(i) = v;
+        parameters(i) =
+            parameters(i) * step.decay - step.rate * m / (math::sqrt(v) * step.root + step.epsilon);
+      });
+}
+
+#define KVZAP_GATHER(Value)                                                                \
+  template void gather_rows(const ExecutionSpace&, const StoredRows<Value>&, const Order&, \
+                            std::int64_t, const Matrix&);
+KVZAP_FOR_EACH_VALUE(KVZAP_GATHER)
+#undef KVZAP_GATHER
+
+}  // namespace kvzap::detail

@@ -1,0 +1,65 @@
+// One layer's MLP, its gradient and its optimizer.
+#pragma once
+
+#include <cstdint>
+#include <kvzap/train.hpp>
+
+#include "train/mlp_kernels.hpp"
+
+namespace kvzap::detail {
+
+/// The parameters of Linear(inputs, hidden), Linear(hidden, heads) and what a step of training
+/// needs beside them, for batches of up to `rows`. Parameters, gradient and moments are vectors of
+/// one order: weight1 (hidden, inputs), bias1 (hidden), weight2 (heads, hidden), bias2 (heads).
+class MlpStep {
+ public:
+  /// Everything 0. Throws what an allocation throws.
+  MlpStep(std::int64_t inputs, std::int64_t hidden, std::int64_t heads, std::int64_t rows);
+
+  std::int64_t size() const { return static_cast<std::int64_t>(m_parameters.extent(0)); }
+  const Vector& parameters() const { return m_parameters; }
+  const Vector& gradient() const { return m_gradient; }
+  const Vector& first_moment() const { return m_first; }
+  const Vector& second_moment() const { return m_second; }
+
+  /// Gradient of the mean, over `count` rows and all heads, of squared errors; the errors' sum is
+  /// added to loss(). Rows order(begin) .. order(begin + count - 1) of hidden states and scores.
+  template <class Value>
+  void differentiate(const ExecutionSpace& exec, const StoredRows<Value>& hidden,
+                     const ConstMatrix& scores, const Order& order, std::int64_t begin,
+                     std::int64_t count);
+  /// One step along the gradient.
+  void update(const ExecutionSpace& exec, double clip, const AdamStep& step);
+  /// Outputs (count, heads) of rows order(begin) …; valid until the next call.
+  template <class Value>
+  ConstMatrix predict(const ExecutionSpace& exec, const StoredRows<Value>& hidden,
+                      const Order& order, std::int64_t begin, std::int64_t count);
+
+  /// (1): sum of squared errors of all calls of differentiate since it was last set.
+  const Doubles& loss() const { return m_loss; }
+
+  /// Bytes of all of that.
+  static std::int64_t bytes(std::int64_t inputs, std::int64_t hidden, std::int64_t heads,
+                            std::int64_t rows);
+
+ private:
+  struct Parts {
+    Matrix weight1, weight2;
+    Vector bias1, bias2;
+  };
+  Parts parts_of_vector(const Vector& all) const;
+  template <class Value>
+  Matrix forward(const ExecutionSpace& exec, const StoredRows<Value>& hidden, const Order& order,
+                 std::int64_t begin, std::int64_t count);
+
+  std::int64_t m_inputs, m_hidden, m_heads;
+  Vector m_parameters, m_gradient, m_first, m_second;
+  Matrix m_x;           // (rows, inputs): the batch, widened
+  Matrix m_slope;       // (rows, hidden): before GELU, then its slope there
+  Matrix m_activation;  // (rows, hidden)
+  Matrix m_back;        // (rows, hidden): gradient by the activation, then by what is before it
+  Matrix m_output;      // (rows, heads), then the gradient by it
+  Doubles m_row_loss, m_loss, m_squares;
+};
+
+}  // namespace kvzap::detail

@@ -1,0 +1,137 @@
+#include "train/normal_equations.hpp"
+
+#include <algorithm>
+
+#include "base/device_kernels.hpp"
+#include "base/huge_pages.hpp"
+#include "base/instantiate.hpp"
+#include "base/kokkos_compat.hpp"
+#include "linalg/host/row_kernels.hpp"
+
+namespace kvzap::detail {
+namespace {
+
+using NormalRange = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
+using NormalHostRange =
+    Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace, Kokkos::IndexType<std::int64_t>>;
+using DoubleMatrix = Kokkos::View<double**, Kokkos::LayoutRight, MemorySpace>;
+
+// z (rows, inputs + heads + 1), see NormalEquations.
+template <class Value>
+void normal_rows(const ExecutionSpace& exec, const StoredRows<Value>& hidden,
+                 const ConstMatrix& scores, const Order& rows, const ConstVector& shift,
+                 const Matrix& z) {
+  const std::int64_t count = z.extent(0), inputs = hidden.extent(1), heads = scores.extent(1);
+  if (runs_on_host && !uses_device_kernels()) {
+    Kokkos::parallel_for("kvzap::ridge::rows", NormalHostRange(0, count), [=](std::int64_t i) {
+      float* const row = &z(i, 0);
+      widen(&hidden(rows(i), 0), row, inputs);
+      subtract(row, shift.data(), inputs);
+      for (std::int64_t h = 0; h < heads; ++h) {
+        row[inputs + h] = scores(rows(i), h) - shift(inputs + h);
+      }
+      row[inputs + heads] = 1;
+    });
+    return;
+  }
+  const std::int64_t columns = inputs + heads + 1;
+  Kokkos::parallel_for(
+      "kvzap::ridge::rows", NormalRange(exec, 0, count * columns), KOKKOS_LAMBDA(std::int64_t n) {
+        const std::int64_t i = n / columns, c = n % columns;
+        float value = 1;
+        if (c < inputs) {
+          value = static_cast<float>(hidden(rows(i), c)) - shift(c);
+        } else if (c < inputs + heads) {
+          value = scores(rows(i), c - inputs) - shift(c);
+        }
+        z(i, c) = value;
+      });
+}
+
+// sums (row + i, column + j) += products (i, j)
+void add_tile(const ExecutionSpace& exec, const ConstMatrix& products, std::int64_t row,
+              std::int64_t column, const DoubleMatrix& sums) {
+  const std::int64_t count = products.extent(0), columns = products.extent(1);
+  if (runs_on_host && !uses_device_kernels()) {
+    Kokkos::parallel_for("kvzap::ridge::add", NormalHostRange(0, count), [=](std::int64_t i) {
+      add_to_double(&products(i, 0), &sums(row + i, column), columns);
+    });
+    return;
+  }
+  Kokkos::parallel_for(
+      "kvzap::ridge::add", NormalRange(exec, 0, count * columns), KOKKOS_LAMBDA(std::int64_t n) {
+        sums(row + n / columns, column + n % columns) += products(n / columns, n % columns);
+      });
+}
+
+// Not a multiple of a memory page: columns of such a matrix share few sets of a cache.
+std::int64_t padded_columns(std::int64_t columns) { return (columns + 15) / 16 * 16; }
+
+}  // namespace
+
+NormalEquations::NormalEquations(std::int64_t inputs, std::int64_t heads,
+                                 const std::vector<float>& shift)
+    : m_inputs(inputs),
+      m_heads(heads),
+      m_shift("kvzap::ridge::shift", inputs + heads),
+      m_z("kvzap::ridge::z", block_rows, padded_columns(columns())),
+      m_tile("kvzap::ridge::tile", tile * std::max(tile, heads + 1)),
+      m_sums("kvzap::ridge::sums", columns(), columns()) {
+  if constexpr (runs_on_host) {
+    advise_huge_pages(m_z.data(), m_z.size() * sizeof(float));
+    advise_huge_pages(m_sums.data(), m_sums.size() * sizeof(double));
+  }
+  using Host =
+      Kokkos::View<const float*, Kokkos::HostSpace, Kokkos::MemoryTraits<Kokkos::Unmanaged>>;
+  Kokkos::deep_copy(m_shift, Host(shift.data(), shift.size()));
+}
+
+template <class Value>
+void NormalEquations::add(const ExecutionSpace& exec, const StoredRows<Value>& hidden,
+                          const ConstMatrix& scores, const Order& rows) {
+  const auto total = static_cast<std::int64_t>(rows.extent(0));
+  for (std::int64_t begin = 0; begin < total; begin += block_rows) {
+    const std::int64_t count = std::min(block_rows, total - begin);
+    const Order part = Kokkos::subview(rows, std::make_pair(begin, begin + count));
+    const Matrix z(m_z.data(), count, m_z.extent(1));
+    normal_rows<Value>(exec, hidden, scores, part, m_shift, z);
+    const auto columns_of = [&](std::int64_t first, std::int64_t end) {
+      return Matrix(Kokkos::subview(z, Kokkos::ALL, std::make_pair(first, end)));
+    };
+    // The inputs in tiles; scores and the one are the last tile, a narrow one.
+    for (std::int64_t row = 0; row < columns();) {
+      const std::int64_t row_end = row < m_inputs ? std::min(row + tile, m_inputs) : columns();
+      for (std::int64_t column = row; column < columns();) {
+        const std::int64_t end = column < m_inputs ? std::min(column + tile, m_inputs) : columns();
+        const Matrix products(m_tile.data(), row_end - row, end - column);
+        multiply_large(exec, Op::transposed, columns_of(row, row_end), Op::plain,
+                       columns_of(column, end), 0, products);
+        add_tile(exec, products, row, column, m_sums);
+        column = end;
+      }
+      row = row_end;
+    }
+  }
+}
+
+Kokkos::View<double**, Kokkos::LayoutRight, Kokkos::HostSpace> NormalEquations::sums() const {
+  return Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), m_sums);
+}
+
+double NormalEquations::flops(std::int64_t rows) const {
+  double products = 0;
+  for (std::int64_t row = 0; row < columns();) {
+    const std::int64_t end = row < m_inputs ? std::min(row + tile, m_inputs) : columns();
+    products += static_cast<double>(end - row) * static_cast<double>(columns() - row);
+    row = end;
+  }
+  return 2 * products * static_cast<double>(rows);
+}
+
+#define KVZAP_NORMAL(Value)                                                           \
+  template void NormalEquations::add(const ExecutionSpace&, const StoredRows<Value>&, \
+                                     const ConstMatrix&, const Order&);
+KVZAP_FOR_EACH_VALUE(KVZAP_NORMAL)
+#undef KVZAP_NORMAL
+
+}  // namespace kvzap::detail

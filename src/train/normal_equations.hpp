@@ -1,0 +1,46 @@
+// Sums of products of hidden states and scores, from which ridge regression is solved.
+#pragma once
+
+#include <cstdint>
+#include <kvzap/train.hpp>
+#include <vector>
+
+#include "train/mlp_kernels.hpp"
+
+namespace kvzap::detail {
+
+/// Z^T Z for rows z = (hidden state - shift, scores - their shift, 1): X^T X, X^T y, y^T y and all
+/// sums at once. A block's products are float, sums of blocks double. The shift takes away most of
+/// the means, which would otherwise cost the digits of the covariances.
+class NormalEquations {
+ public:
+  /// Rows of a block at most.
+  static constexpr std::int64_t block_rows = 4096;
+  /// Columns of a tile: only tiles on and above the diagonal are computed.
+  static constexpr std::int64_t tile = 512;
+
+  /// shift (inputs + heads). Throws what an allocation throws.
+  NormalEquations(std::int64_t inputs, std::int64_t heads, const std::vector<float>& shift);
+
+  /// Adds the `rows` of a block, which lies where kernels run.
+  template <class Value>
+  void add(const ExecutionSpace& exec, const StoredRows<Value>& hidden, const ConstMatrix& scores,
+           const Order& rows);
+
+  /// Columns: inputs + heads + 1.
+  std::int64_t columns() const { return m_inputs + m_heads + 1; }
+  /// (columns, columns), row after row; its upper triangle is meaningful. On the host.
+  Kokkos::View<double**, Kokkos::LayoutRight, Kokkos::HostSpace> sums() const;
+
+  /// Floating-point operations of a block of so many rows, as computed.
+  double flops(std::int64_t rows) const;
+
+ private:
+  std::int64_t m_inputs, m_heads;
+  Vector m_shift;  // (inputs + heads)
+  Matrix m_z;      // (block_rows, columns, padded)
+  Vector m_tile;   // scratch of a tile's products
+  Kokkos::View<double**, Kokkos::LayoutRight, MemorySpace> m_sums;
+};
+
+}  // namespace kvzap::detail

@@ -1,0 +1,15 @@
+// How good predictions are.
+#pragma once
+
+#include <cstdint>
+#include <kvzap/train.hpp>
+#include <vector>
+
+namespace kvzap::detail {
+
+/// Fills in r2, mse_of_head, mse, validation, oracle and predicted of `report` from scores and
+/// predictions, both (pairs, heads).
+void judge(const std::vector<float>& oracle, const std::vector<float>& predicted,
+           std::int64_t heads, LayerReport& report);
+
+}  // namespace kvzap::detail

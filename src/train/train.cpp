@@ -1,0 +1,212 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <kvzap/train.hpp>
+#include <nlohmann/json.hpp>
+#include <system_error>
+
+#include "base/json_file.hpp"
+#include "io/temporary_file.hpp"
+#include "train/checkpoint.hpp"
+#include "train/clock.hpp"
+#include "train/surrogate_folder.hpp"
+
+namespace kvzap {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+using nlohmann::ordered_json;
+
+fs::path description_file(const fs::path& folder) {
+  return detail::checkpoint_folder(folder) / "training.json";
+}
+
+// A checkpoint is of the same training, or an Error says where it differs.
+void check_same_training(const fs::path& folder, const std::string& here) {
+  const fs::path file = description_file(folder);
+  const std::vector<std::string> found =
+      detail::differences(ordered_json(detail::read_json_object(file)), ordered_json::parse(here));
+  if (found.empty()) return;
+  std::string list;
+  for (const std::string& difference : found) list += (list.empty() ? "" : ", ") + difference;
+  throw Error(fmt::format("{}: the checkpoint is of another training: {}; --overwrite begins anew",
+                          file.string(), list));
+}
+
+void begin_folder(const fs::path& folder, const TrainingOptions& options,
+                  const std::string& description) {
+  const std::string name = folder.string();
+  std::error_code error;
+  const fs::file_status status = fs::status(folder, error);
+  if (fs::exists(status) && !fs::is_directory(status)) {
+    throw Error(fmt::format("{}: exists and is not a folder", name));
+  }
+  const bool has_checkpoint = fs::exists(description_file(folder), error);
+  const bool is_empty = !fs::exists(status) || fs::is_empty(folder);
+  if (options.resume && has_checkpoint) return check_same_training(folder, description);
+  if (!is_empty && !options.overwrite) {
+    if (options.resume) {
+      throw Error(
+          fmt::format("{}: there is no checkpoint to go on from, but the folder is not "
+                      "empty; --overwrite begins anew",
+                      name));
+    }
+    throw Error(has_checkpoint
+                    ? fmt::format("{}: an earlier training has left a checkpoint; --resume goes on "
+                                  "from it, --overwrite begins anew",
+                                  name)
+                    : fmt::format("{}: the folder is not empty; --overwrite replaces the surrogate "
+                                  "in it once the new one is complete",
+                                  name));
+  }
+  fs::remove_all(detail::checkpoint_folder(folder), error);
+  if (!error) fs::create_directories(detail::checkpoint_folder(folder), error);
+  if (error) {
+    throw Error(fmt::format("{}: cannot be prepared: {}", name, error.message()));
+  }
+  detail::write_text(description_file(folder), description);
+}
+
+// Trains a layer from its checkpoint on, or from the start. Nothing if it was stopped.
+std::optional<TrainedLayer> train_layer(const PairSource& source, int layer, const PairSplit& split,
+                                        const TrainingOptions& options, const fs::path& folder,
+                                        const StopRequest& stop, const LayerProgress& progress) {
+  const detail::LayerCheckpoint checkpoint = detail::read_checkpoint(folder, layer);
+  if (checkpoint.trained) return checkpoint.trained;
+  std::optional<TrainedLayer> trained;
+  if (!options.mlp) {
+    trained = train_ridge(source, layer, split, options.ridge, stop, progress);
+    if (!trained) return std::nullopt;
+  } else {
+    if (stop && stop()) return std::nullopt;
+    MlpTrainer trainer(source, layer, split, options.mlp_options);
+    if (checkpoint.state) trainer.restore(*checkpoint.state);
+    while (!trainer.is_done()) {
+      const bool is_whole = trainer.run_epoch(stop, progress);
+      if (!trainer.is_done()) detail::write_checkpoint(folder, layer, trainer.state());
+      if (!is_whole || (!trainer.is_done() && stop && stop())) return std::nullopt;
+    }
+    trained = trainer.result();
+  }
+  detail::write_checkpoint(folder, layer, *trained);
+  return trained;
+}
+
+void broadcast_floats(std::vector<float>& values, int owner, const Communicator& comm) {
+  auto count = static_cast<std::int64_t>(values.size());
+  comm.broadcast(&count, sizeof(count), owner);
+  values.resize(static_cast<std::size_t>(count));
+  comm.broadcast(values.data(), values.size() * sizeof(float), owner);
+}
+
+// Gives all ranks what `owner` has. Collective.
+void share_layer(TrainedLayer& trained, int owner, const Communicator& comm) {
+  SurrogateLayer& s = trained.surrogate;
+  std::int64_t extents[] = {s.inputs, s.hidden, s.outputs};
+  comm.broadcast(extents, sizeof(extents), owner);
+  s.inputs = extents[0];
+  s.hidden = extents[1];
+  s.outputs = extents[2];
+  for (auto* values : {&s.weight1, &s.bias1, &s.weight2, &s.bias2}) {
+    broadcast_floats(*values, owner, comm);
+  }
+  std::string text;
+  if (comm.rank() == owner) text = detail::report_json(trained.report).dump();
+  auto length = static_cast<std::int64_t>(text.size());
+  comm.broadcast(&length, sizeof(length), owner);
+  text.resize(static_cast<std::size_t>(length));
+  comm.broadcast(text.data(), text.size(), owner);
+  if (comm.rank() != owner) trained.report = detail::report_from_json(json::parse(text));
+}
+
+std::vector<std::string> warnings_of(const std::vector<LayerReport>& layers,
+                                     const PairsInfo& info) {
+  std::vector<std::string> warnings;
+  std::int64_t dropped = 0;
+  for (const LayerReport& layer : layers) {
+    dropped += layer.dropped;
+    if (layer.condition > ill_conditioned) {
+      warnings.push_back(fmt::format(
+          "layer {}: the system is ill-conditioned (condition number {:.1e}): its coefficients may "
+          "have few correct digits; a larger --ridge helps",
+          layer.layer, layer.condition));
+    }
+  }
+  if (dropped > 0) {
+    warnings.push_back(fmt::format(
+        "{} of {} pairs (over all layers) have a value that is not finite and were left out",
+        dropped, info.pairs * static_cast<std::int64_t>(layers.size())));
+  }
+  if (!info.is_complete()) {
+    warnings.push_back(fmt::format("the pairs are of {} of {} texts: collecting has not finished",
+                                   info.texts, info.planned_texts));
+  }
+  return warnings;
+}
+
+}  // namespace
+
+TrainingReport train_surrogate(const PairSource& source, const TrainingOptions& options,
+                               const fs::path& folder, const Communicator& comm,
+                               const StopRequest& stop, const TrainingProgress& progress) {
+  const detail::Clock clock;
+  const PairsInfo& info = source.info();
+  TrainingOptions own = options;
+  own.mlp_options.seed = own.seed;
+  PairSplit split;
+  comm.agree([&] {
+    if (own.dtype == DType::f16) throw Error("training: dtype is f16; expected f32 or bf16");
+    split = split_pairs(info, own.validation, own.seed);
+  });
+  comm.agree_on_root([&] { begin_folder(folder, own, detail::describe_training(own, info)); });
+
+  TrainingReport report;
+  report.training = split.training;
+  report.validation = split.validation;
+  report.split_by_text = split.by_text;
+  std::vector<SurrogateLayer> surrogates;
+  // A round is a layer on each rank: they take the same time, as layers are of one size.
+  const int rounds = (info.layers + comm.size() - 1) / comm.size();
+  for (int round = 0; round < rounds; ++round) {
+    const int first = round * comm.size();
+    const int layer = first + comm.rank();
+    std::optional<TrainedLayer> trained;
+    comm.agree([&] {
+      if (layer >= info.layers) return;
+      const LayerProgress share = [&](double part) {
+        if (progress.update) progress.update(round, rounds, part);
+      };
+      trained = train_layer(source, layer, split, own, folder, stop, share);
+    });
+    // One rank that has a layer left, or was told to stop while rounds are left, stops them all.
+    const bool is_unfinished = layer < info.layers && !trained;
+    const bool is_told = round + 1 < rounds && stop && stop();
+    report.stopped = comm.all_reduce_max(std::int64_t{is_unfinished || is_told ? 1 : 0}) > 0;
+    if (report.stopped) break;
+    for (int l = first; l < std::min(first + comm.size(), info.layers); ++l) {
+      TrainedLayer shared;
+      if (l == layer) shared = std::move(*trained);
+      share_layer(shared, l - first, comm);
+      report.layers.push_back(std::move(shared.report));
+      if (comm.is_root()) surrogates.push_back(std::move(shared.surrogate));
+    }
+  }
+  report.seconds = clock.seconds();
+  report.warnings = warnings_of(report.layers, info);
+  if (report.stopped) return report;
+  comm.agree_on_root([&] {
+    detail::write_surrogate_folder(folder, surrogates, report, own, info);
+    std::error_code error;
+    fs::remove_all(detail::checkpoint_folder(folder), error);
+    if (error) {
+      throw Error(
+          fmt::format("{}: the surrogate is complete, but its checkpoint cannot be "
+                      "removed: {}",
+                      folder.string(), error.message()));
+    }
+  });
+  return report;
+}
+
+}  // namespace kvzap

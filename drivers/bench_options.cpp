@@ -25,9 +25,9 @@ constexpr std::int64_t most_sequences = 65536;
 /// Entries of a list that was given in one or several parts; `usual` if it was not given.
 std::vector<std::string> entries_of(const std::vector<std::string>& parts, const char* flag,
                                     const char* usual) {
-  if (parts.empty()) return {usual};
+  const std::vector<std::string> standard = {usual};
   std::vector<std::string> entries;
-  for (const std::string& part : parts) {
+  for (const std::string& part : parts.empty() ? standard : parts) {
     if (part.empty()) throw Error(fmt::format("{}: the list is empty", flag));
     for (std::size_t begin = 0; begin <= part.size();) {
       const std::size_t end = std::min(part.find(',', begin), part.size());
@@ -53,9 +53,11 @@ std::vector<std::int64_t> whole_numbers(const std::vector<std::string>& parts, c
   return numbers;
 }
 
-template <class Good>
+}  // namespace
+
 std::vector<double> real_numbers(const std::vector<std::string>& parts, const char* flag,
-                                 const char* usual, const char* expected, const Good& is_good) {
+                                 const char* usual, const char* expected,
+                                 const std::function<bool(double)>& is_good) {
   std::vector<double> numbers;
   for (const std::string& entry : entries_of(parts, flag, usual)) {
     char* used = nullptr;
@@ -67,8 +69,6 @@ std::vector<double> real_numbers(const std::vector<std::string>& parts, const ch
   }
   return numbers;
 }
-
-}  // namespace
 
 std::string BenchTest::name() const {
   return fmt::format("{}{}", kind == Kind::prefill ? "pp" : "tg", tokens);

@@ -3,6 +3,7 @@
 
 #include <CLI/CLI.hpp>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -60,6 +61,12 @@ struct BenchTest {
   /// "pp512" or "tg128", as in llama-bench.
   std::string name() const;
 };
+
+/// Numbers between commas, given in one or several parts, or those of `usual` if there are none.
+/// Throws Error, naming the flag, for an entry that is no finite number or not good.
+std::vector<double> real_numbers(const std::vector<std::string>& parts, const char* flag,
+                                 const char* usual, const char* expected,
+                                 const std::function<bool(double)>& is_good);
 
 /// Declares every option of `kvzap bench` on `app`; parsing fills `options`.
 void declare(CLI::App& app, BenchOptions& options);

@@ -2,12 +2,33 @@
 #pragma once
 
 #include <CLI/CLI.hpp>
+#include <cstdint>
 #include <kvzap/communicator.hpp>
+#include <optional>
 #include <string>
+#include <vector>
 
 namespace kvzap::driver {
 
 struct CalibrateOptions {
+  std::string model;
+  std::string surrogate;
+  std::string dtype = "bf16";
+  std::optional<std::uint64_t> random_weights;
+
+  std::string file;
+  std::optional<std::int64_t> max_texts;  // absent: all
+  bool raw = false;
+  std::optional<std::int64_t> max_context;  // absent: what the model was made for
+
+  std::vector<std::string> evict_ratios;  // as given: numbers between commas
+  int window = 128;
+  std::int64_t sink = 0;
+
+  std::string output;  // empty: thresholds.json in the surrogate's folder
+  bool store = true;
+  std::string json;
+  bool quiet = false;
   std::string config;
 };
 

@@ -14,7 +14,10 @@ struct RunOptions {
   std::string surrogate;
   std::string policy;
   std::optional<double> threshold;
-  std::optional<double> evict_ratio;  // of the budget; without a policy what --dry-run assumes
+  // Of the budget; with a surrogate alone what its threshold is looked up for; without a policy
+  // what
+  // --dry-run assumes.
+  std::optional<double> evict_ratio;
   std::optional<std::int64_t> keep_tokens;
   std::string kv_budget;
   std::string prune_after = "context";

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <filesystem>
+#include <kvzap/thresholds.hpp>
 #include <limits>
 #include <vector>
 
@@ -134,6 +136,41 @@ std::int64_t parse_bytes(const std::string& text, const std::string& flag) {
   return static_cast<std::int64_t>(bytes);
 }
 
+bool looks_up_threshold(const RunOptions& o) {
+  return o.evict_ratio && !o.surrogate.empty() && o.policy.empty();
+}
+
+LookedUpThreshold look_up_threshold(const RunOptions& o) {
+  const std::filesystem::path file = ThresholdTable::file_in(o.surrogate);
+  std::error_code ignored;
+  if (!std::filesystem::exists(file, ignored)) {
+    throw Error(fmt::format(
+        "--evict-ratio {}: {} is not there, which says by what threshold the surrogate reaches it: "
+        "kvzap calibrate makes it; or give --threshold, or --policy kvzap, which takes an evict "
+        "ratio as a budget",
+        *o.evict_ratio, file.string()));
+  }
+  const ThresholdTable table = ThresholdTable::load(file);
+  LookedUpThreshold found;
+  found.evict_ratio = *o.evict_ratio;
+  found.file = file.string();
+  try {
+    // As the cache compares.
+    found.threshold = static_cast<float>(table.threshold(*o.evict_ratio));
+  } catch (const Error& error) {
+    throw Error(fmt::format("--evict-ratio: {}: {}", found.file, error.what()));
+  }
+  const auto differs = [&](const char* flag, std::int64_t of_table, std::int64_t of_run) {
+    if (of_table == of_run) return;
+    found.warnings.push_back(
+        fmt::format("{} was calibrated with {} {}, and {} is {}: another share will be evicted",
+                    found.file, flag, of_table, flag, of_run));
+  };
+  differs("--window", table.window, o.window);
+  differs("--sink", table.sink, o.sink);
+  return found;
+}
+
 bool prunes(const RunOptions& o) {
   return o.prune.empty() ? !o.surrogate.empty() || !o.policy.empty() : o.prune != "none";
 }
@@ -178,7 +215,8 @@ std::string policy_text(const RunOptions& o) {
 
 std::optional<PolicySpec> policy_spec(const RunOptions& o) {
   const bool has_policy = !o.policy.empty() || !o.surrogate.empty();
-  if (!has_policy || (is_plain_kvzap(o) && amounts(o).empty() && o.decode_every == 0)) return {};
+  const bool is_judged = amounts(o).empty() || looks_up_threshold(o);
+  if (!has_policy || (is_plain_kvzap(o) && is_judged && o.decode_every == 0)) return {};
   PolicySpec spec = parse_policy(policy_text(o));
   const PolicyInfo& info = *spec.info;
   const std::vector<std::string> given = amounts(o);
@@ -252,12 +290,15 @@ void check_policy_options(const RunOptions& o) {
           fmt::format("{} has no effect without --dry-run, --policy or --surrogate",
                       given.empty() ? "" : given.front()));
   require(!prunes(o) || o.dry_run || !is_plain_kvzap(o) || o.threshold || !given.empty(),
-          "--surrogate needs --threshold, the log score below which a pair is evicted, or one of "
-          "--evict-ratio, --keep-tokens and --kv-budget");
+          "--surrogate needs --threshold, the log score below which a pair is evicted, or "
+          "--evict-ratio, for which one is looked up, or one of --keep-tokens and --kv-budget");
   require(o.decode_every == 0 || has_policy,
           "--decode-every has no effect without --policy or --surrogate");
   if (o.prune_after == "question") {
     require(prunes(o), "--prune-after question has no effect without --policy or --surrogate");
+    require(!looks_up_threshold(o) || o.dry_run,
+            "--prune-after question needs a budget: with --surrogate alone --evict-ratio is "
+            "reached by a threshold, with --policy kvzap it is a budget");
     require(!o.threshold || o.dry_run || !is_plain_kvzap(o),
             "--prune-after question needs a budget, one of --evict-ratio, --keep-tokens and "
             "--kv-budget: with --threshold each pair is judged by itself");
@@ -282,7 +323,8 @@ PlannedEviction planned_eviction(const RunOptions& o, const std::optional<Policy
                                  std::int64_t tokens) {
   const Budget budget = planned_budget(o, spec, setup);
   const bool has_policy = !o.policy.empty() || !o.surrogate.empty();
-  const bool is_plain_ratio = budget.amount == Budget::Amount::evict_ratio && !has_policy;
+  const bool is_plain_ratio =
+      budget.amount == Budget::Amount::evict_ratio && (!has_policy || looks_up_threshold(o));
   if (!budget.has_amount() || is_plain_ratio || tokens == 0) return {budget.evict_ratio, o.window};
   // A budget's choice reaches the rows of the window too.
   const Budget::Model model = budget_model(config, setup.dtype);

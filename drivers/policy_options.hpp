@@ -5,6 +5,7 @@
 #include <kvzap/policies.hpp>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "options.hpp"
 
@@ -16,6 +17,22 @@ std::int64_t parse_bytes(const std::string& text, const std::string& flag);
 
 /// Whether anything is to be pruned: --prune, or, without it, whether there is a policy.
 bool prunes(const RunOptions& options);
+
+/// Whether --evict-ratio is reached by a threshold that `kvzap calibrate` has stored beside the
+/// surrogate: with --surrogate and without --policy.
+bool looks_up_threshold(const RunOptions& options);
+
+/// A threshold that was looked up.
+struct LookedUpThreshold {
+  double evict_ratio = 0;  // that was asked for
+  double threshold = 0;
+  std::string file;
+  /// For the user: where the table was made for another run than this.
+  std::vector<std::string> warnings;
+};
+/// For options that look_up_threshold is true of. One process alone. Throws Error, which has the
+/// table or how to make one.
+LookedUpThreshold look_up_threshold(const RunOptions& options);
 
 /// The amount that the flags give, or none.
 Budget budget_of(const RunOptions& options);

@@ -7,7 +7,6 @@
 #include <numeric>
 
 #include "base/json_file.hpp"
-#include "policy_options.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -142,6 +141,10 @@ ordered_json to_json(const RunReport& report, const RunOptions& options) {
   if (!report.policy.empty()) {
     json["policy"] = report.policy;
     add_budget(json["options"], options);
+    if (report.looked_up) {
+      json["options"]["evict_ratio"] = report.looked_up->evict_ratio;
+      json["options"]["thresholds_file"] = report.looked_up->file;
+    }
   }
   json["ranks"] = report.ranks;
   json["context"] = cache_json(report.context);
@@ -191,7 +194,11 @@ std::string to_text(const RunReport& report, const RunOptions& options) {
       report.answers.empty() ? report.context : report.answers.back().answer.cache;
   line("");
   if (report.cache_options.prune != PruneMode::none) {
-    const std::string budget = budget_text(options);
+    std::string budget = budget_text(options);
+    if (report.looked_up) {
+      budget += fmt::format(" for an evict ratio of {}, by {}", report.looked_up->evict_ratio,
+                            report.looked_up->file);
+    }
     line(fmt::format("policy: {}{}{}", report.policy, budget.empty() ? "" : "; ", budget));
     line("layer  evicted after context  evicted at end  kept rows (shortest - longest head)");
     for (std::size_t l = 0; l < end.kept.size(); ++l) {

@@ -1,7 +1,6 @@
 #include "run.hpp"
 
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include <chrono>
 #include <cstdio>
@@ -93,12 +92,7 @@ Prompt make_prompt(const RunOptions& options, const Tokenizer* tokenizer) {
     }
   } else {
     const auto parts = ChatTemplate::detect(options.model).parts(options.thinking == "on");
-    // A template that trims its message does so where the context begins. Where the context ends
-    // the message goes on, as in kvpress: a mark stands in for what follows.
-    const ChatTemplate::Parts before{parts.prefix, "", parts.trim_content};
-    std::string context = before.prompt(text + "|");
-    context.pop_back();
-    prompt.context = tokenizer->encode(context);
+    prompt.context = tokenizer->encode(parts.context(text));
     for (const auto& question : options.questions) {
       prompt.questions.push_back(tokenizer->encode(question + parts.suffix));
     }
@@ -154,50 +148,15 @@ Prompt share_prompt(const RunOptions& options, const Tokenizer* tokenizer,
   return prompt;
 }
 
-/// Name under which a result is written before it takes its final one.
-fs::path temporary_name(const std::string& file) {
-  return file + fmt::format(".tmp-{}", static_cast<long>(getpid()));
-}
-
-/// Whether `file` is there and is a pipe or a device, which no new file may take the place of.
-bool is_special(const std::string& file) {
-  std::error_code ignored;
-  return fs::exists(file, ignored) && !fs::is_regular_file(file, ignored);
-}
-
-void check_writable(const std::string& file) {
-  if (file.empty() || file == "-") return;
-  std::error_code ignored;
-  if (fs::is_directory(file, ignored)) {
-    throw Error(fmt::format("--json {}: is a folder; expected a file", file));
-  }
-  // Opening a pipe would wait for its reader.
-  if (is_special(file)) return;
-  const fs::path probe = temporary_name(file);
-  const bool opened = std::ofstream(probe).good();
-  fs::remove(probe, ignored);
-  if (!opened) throw Error(fmt::format("--json {}: no file can be created there", file));
-}
-
-/// Writes beside the target and renames: an older file stays whole if the disk is full. Devices and
-/// pipes are written to as they are.
-void write_whole(const std::string& file, const std::string& text) {
-  if (file == "-") {
-    std::fwrite(text.data(), 1, text.size(), stdout);
-    return;
-  }
-  const bool in_place = is_special(file);
-  const fs::path temporary = in_place ? fs::path(file) : temporary_name(file);
-  std::ofstream stream(temporary, std::ios::binary);
-  stream << text;
-  stream.close();
-  std::error_code error;
-  if (stream && !in_place) fs::rename(temporary, file, error);
-  if (!stream || error) {
-    std::error_code ignored;
-    if (!in_place) fs::remove(temporary, ignored);
-    throw Error(fmt::format("--json {}: writing failed (is the disk full?)", file));
-  }
+/// The threshold that reaches --evict-ratio. Rank 0 alone reads the table, so that no rank has
+/// another threshold while somebody replaces the file.
+LookedUpThreshold share_threshold(const RunOptions& options, bool talks, const Communicator& comm) {
+  LookedUpThreshold found;
+  comm.agree_on_root([&] { found = look_up_threshold(options); });
+  comm.broadcast(&found.threshold, sizeof(found.threshold), 0);
+  if (!talks) return found;
+  for (const auto& warning : found.warnings) fmt::print(stderr, "kvzap: warning: {}\n", warning);
+  return found;
 }
 
 /// Weights and what prefill needs at least; how much pruning will keep is not known.
@@ -371,7 +330,8 @@ void dry_run(const RunOptions& options, const std::optional<PolicySpec>& spec,
 
 }  // namespace
 
-void run(const RunOptions& options, const Communicator& comm, const std::string& version) {
+void run(const RunOptions& given, const Communicator& comm, const std::string& version) {
+  RunOptions options = given;
   const bool talks = comm.is_root() && !options.quiet;
 
   // 1. Check what can be checked before the work starts.
@@ -383,8 +343,13 @@ void run(const RunOptions& options, const Communicator& comm, const std::string&
   std::vector<TokenId> stop_ids;
   std::int64_t limit = 0;
   std::optional<PolicySpec> spec;
+  comm.agree([&] { validate(options); });
+  if (looks_up_threshold(options) && prunes(options) && !options.dry_run) {
+    report.looked_up = share_threshold(options, talks, comm);
+    options.threshold = report.looked_up->threshold;
+    options.evict_ratio.reset();  // which is no budget
+  }
   comm.agree([&] {
-    validate(options);
     spec = policy_spec(options);
     report.cache_options = cache_options(options);
     setup = set_up_model(options.model, options.layers, options.placement, comm.size());

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <sched.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -57,6 +58,17 @@ std::int64_t available_bytes() {
     }
   }
   return available;
+}
+
+/// Name under which a result is written before it takes its final one.
+fs::path temporary_name(const std::string& file) {
+  return file + fmt::format(".tmp-{}", static_cast<long>(getpid()));
+}
+
+/// Whether `file` is there and is a pipe or a device, which no new file may take the place of.
+bool is_special(const std::string& file) {
+  std::error_code ignored;
+  return fs::exists(file, ignored) && !fs::is_regular_file(file, ignored);
 }
 
 }  // namespace
@@ -140,6 +152,39 @@ std::int64_t peak_rss_bytes() {
 void reset_peak_rss() {
   // proc(5): 5 resets the peak resident set size.
   std::ofstream("/proc/self/clear_refs") << "5\n";
+}
+
+void check_writable(const std::string& file) {
+  if (file.empty() || file == "-") return;
+  std::error_code ignored;
+  if (fs::is_directory(file, ignored)) {
+    throw Error(fmt::format("--json {}: is a folder; expected a file", file));
+  }
+  // Opening a pipe would wait for its reader.
+  if (is_special(file)) return;
+  const fs::path probe = temporary_name(file);
+  const bool opened = std::ofstream(probe).good();
+  fs::remove(probe, ignored);
+  if (!opened) throw Error(fmt::format("--json {}: no file can be created there", file));
+}
+
+void write_whole(const std::string& file, const std::string& text) {
+  if (file == "-") {
+    std::fwrite(text.data(), 1, text.size(), stdout);
+    return;
+  }
+  const bool in_place = is_special(file);
+  const fs::path temporary = in_place ? fs::path(file) : temporary_name(file);
+  std::ofstream stream(temporary, std::ios::binary);
+  stream << text;
+  stream.close();
+  std::error_code error;
+  if (stream && !in_place) fs::rename(temporary, file, error);
+  if (!stream || error) {
+    std::error_code ignored;
+    if (!in_place) fs::remove(temporary, ignored);
+    throw Error(fmt::format("--json {}: writing failed (is the disk full?)", file));
+  }
 }
 
 void flush_stdout() {

@@ -56,6 +56,13 @@ std::int64_t peak_rss_bytes();
 /// Starts peak_rss_bytes anew, where the system lets a process do so.
 void reset_peak_rss();
 
+/// Tries whether the report can be written to the file that --json names ("-" is standard output,
+/// "" none). Throws Error.
+void check_writable(const std::string& file);
+/// Writes a report there: beside the target, which it then replaces, so that an older file stays
+/// whole if the disk is full. Devices and pipes are written to as they are. Throws Error.
+void write_whole(const std::string& file, const std::string& text);
+
 /// Throws Error if what was printed could not be written.
 void flush_stdout();
 

@@ -2,9 +2,11 @@
 #pragma once
 
 #include <filesystem>
+#include <functional>
 #include <kvzap/engine.hpp>
 #include <kvzap/tokenizer.hpp>
 #include <memory>
+#include <string>
 #include <vector>
 
 namespace kvzap {
@@ -20,6 +22,14 @@ namespace kvzap {
 std::vector<std::vector<TokenId>> read_texts(const std::filesystem::path& file,
                                              const Tokenizer* tokenizer, const ModelConfig& config,
                                              const Communicator& comm);
+
+/// What makes token ids of a text.
+using TextEncoder = std::function<std::vector<TokenId>(const std::string& text)>;
+/// The same with ids of the caller's making, on rank 0. `most`: only so many texts from the
+/// beginning of the file; 0: all.
+std::vector<std::vector<TokenId>> read_texts(const std::filesystem::path& file,
+                                             const TextEncoder& encode, const ModelConfig& config,
+                                             const Communicator& comm, std::int64_t most = 0);
 
 /// Runs each text through the model, one after the other, as `choice.calibration` wants to see it;
 /// does nothing if the choice has none. To be called before the first sequence of an engine that

@@ -1,6 +1,7 @@
 // The prompt text around a user's message, from the chat template of a Hugging Face model folder.
 #pragma once
 
+#include <cstddef>
 #include <filesystem>
 #include <string>
 #include <string_view>
@@ -27,6 +28,18 @@ class ChatTemplate {
     /// prefix, then the message (trimmed if trim_content), then suffix. Encode it without
     /// add_special_tokens: where the template wants a beginning-of-text token, prefix has it.
     std::string prompt(std::string_view user_text) const;
+
+    /// The beginning of prompt() for a message that goes on behind user_text, as a context does
+    /// before its question: prefix, then the text, trimmed at its beginning alone if trim_content.
+    std::string context(std::string_view user_text) const;
+  };
+
+  /// A user's message and the assistant's answer, as the template writes them, and where they are
+  /// in the text, in bytes.
+  struct Exchange {
+    std::string text;
+    std::size_t user = 0;
+    std::size_t assistant = 0;
   };
 
   /// Reads folder/chat_template.jinja, or else chat_template in folder/tokenizer_config.json: a
@@ -41,6 +54,12 @@ class ChatTemplate {
   /// gets the date it falls back to, 26 Jul 2024 in the published ones, so that prompts stay the
   /// same from day to day.
   Parts parts(bool thinking) const;
+
+  /// An exchange without generation prompt. What stands between and behind the messages is that of
+  /// the format's published templates (Qwen3: with the empty block of thoughts that its template
+  /// puts before an answer without any). `user` and `assistant` must have no white space at their
+  /// ends, which some templates strip. Encode it without add_special_tokens.
+  Exchange exchange(std::string_view user, std::string_view assistant) const;
 
  private:
   ChatFormat m_format = ChatFormat::chatml;

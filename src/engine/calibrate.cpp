@@ -28,11 +28,8 @@ std::string text_of(const std::string& line, const std::string& where) {
 
 // Of each text in the file.
 std::vector<std::vector<TokenId>> tokenize(const std::filesystem::path& file,
-                                           const Tokenizer* tokenizer, const ModelConfig& config) {
-  if (!tokenizer) {
-    throw Error(fmt::format("{}: these texts need the model's tokenizer, and there is none",
-                            file.string()));
-  }
+                                           const TextEncoder& encode, const ModelConfig& config,
+                                           std::int64_t most) {
   std::ifstream stream(file, std::ios::binary);
   if (!stream || std::filesystem::is_directory(file)) {
     throw Error(fmt::format("{}: cannot be read; expected a file of texts", file.string()));
@@ -42,13 +39,14 @@ std::vector<std::vector<TokenId>> tokenize(const std::filesystem::path& file,
   bool is_json = false;
   std::int64_t number = 0;
   for (std::string line; std::getline(stream, line);) {
+    if (most > 0 && static_cast<std::int64_t>(texts.size()) == most) break;
     ++number;
     if (!line.empty() && line.back() == '\r') line.pop_back();
     const std::size_t begin = line.find_first_not_of(blanks);
     if (begin == std::string::npos) continue;
     const std::string where = fmt::format("{}: line {}", file.string(), number);
     if (texts.empty()) is_json = line[begin] == '{';
-    std::vector<TokenId> ids = tokenizer->encode(is_json ? text_of(line, where) : line, true);
+    std::vector<TokenId> ids = encode(is_json ? text_of(line, where) : line);
     if (ids.empty()) throw Error(fmt::format("{}: the text has no tokens", where));
     for (const TokenId id : ids) {
       if (id >= config.vocab_size) {
@@ -81,8 +79,21 @@ const PolicyInfo& watching() {
 std::vector<std::vector<TokenId>> read_texts(const std::filesystem::path& file,
                                              const Tokenizer* tokenizer, const ModelConfig& config,
                                              const Communicator& comm) {
+  const auto encode = [&](const std::string& text) {
+    if (!tokenizer) {
+      throw Error(fmt::format("{}: these texts need the model's tokenizer, and there is none",
+                              file.string()));
+    }
+    return tokenizer->encode(text, true);
+  };
+  return read_texts(file, encode, config, comm);
+}
+
+std::vector<std::vector<TokenId>> read_texts(const std::filesystem::path& file,
+                                             const TextEncoder& encode, const ModelConfig& config,
+                                             const Communicator& comm, std::int64_t most) {
   std::vector<std::vector<TokenId>> texts;
-  comm.agree_on_root([&] { texts = tokenize(file, tokenizer, config); });
+  comm.agree_on_root([&] { texts = tokenize(file, encode, config, most); });
   auto count = static_cast<std::int64_t>(texts.size());
   comm.broadcast(&count, sizeof(count), 0);
   texts.resize(static_cast<std::size_t>(count));

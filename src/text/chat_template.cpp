@@ -675,6 +675,15 @@ std::string ChatTemplate::Parts::prompt(std::string_view user_text) const {
   return prefix + std::string(user_text) + suffix;
 }
 
+std::string ChatTemplate::Parts::context(std::string_view user_text) const {
+  // A template that trims its message does so where the context begins. Where the context ends the
+  // message goes on, as in kvpress: a mark stands in for what follows.
+  const Parts before{prefix, "", trim_content};
+  std::string context = before.prompt(std::string(user_text) + "|");
+  context.pop_back();
+  return context;
+}
+
 ChatTemplate ChatTemplate::detect(const std::filesystem::path& folder) {
   const std::filesystem::path template_path = folder / "chat_template.jinja";
   const std::filesystem::path config_path = folder / "tokenizer_config.json";
@@ -721,6 +730,27 @@ ChatTemplate ChatTemplate::detect(const std::filesystem::path& folder) {
 
 ChatTemplate::Parts ChatTemplate::parts(bool thinking) const {
   return thinking ? m_thinking : m_no_thinking;
+}
+
+ChatTemplate::Exchange ChatTemplate::exchange(std::string_view user,
+                                              std::string_view assistant) const {
+  std::string between = "<|im_end|>\n<|im_start|>assistant\n";
+  std::string end = "<|im_end|>\n";
+  if (m_format == ChatFormat::qwen3) {
+    between += "<think>\n\n</think>\n\n";
+  } else if (m_format == ChatFormat::llama3) {
+    between = "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n";
+    end = "<|eot_id|>";
+  }
+  Exchange result;
+  result.text = m_no_thinking.prefix;
+  result.user = result.text.size();
+  result.text += user;
+  result.text += between;
+  result.assistant = result.text.size();
+  result.text += assistant;
+  result.text += end;
+  return result;
 }
 
 }  // namespace kvzap

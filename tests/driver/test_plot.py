@@ -82,6 +82,56 @@ class Plots(TestCase):
         self.assertIn(b"<svg", self.expect_image("bench.svg", "bench", report))
         self.expect_error("bench.json", '"kvzap.run"', '"kvzap.bench"', arguments=["kept", report])
 
+    TRAINING = {"format": "kvzap.training", "format_version": 1, "layers": [
+        {"r2": [0.5, None], "sample": {"oracle": [[-4, -3], [-2, -1.5]], "predicted": [[-4.1, -3], [-2, -1]]}},
+        {"r2": [0.7, 0.25], "sample": {"oracle": [], "predicted": []}},
+        {"r2": [0.7, 0.25], "sample": {"oracle": [[-1, -2]], "predicted": [[-2, -2]]}}]}
+
+    def test_training(self):
+        report = self.folder / "training.json"
+        report.write_text(json.dumps(self.TRAINING))
+        svg = self.expect_image("training.svg", "train", report)
+        self.assertIn(b"<svg", svg)
+        self.assertEqual(svg, self.expect_image("again.svg", "train", report))
+        self.assertNotEqual(svg, self.expect_image("layers.svg", "train", report, "--by-layer"))
+        self.assertTrue(self.expect_image("two.png", "train", report, report).startswith(b"\x89PNG"))
+
+        def expect(*parts, layer):
+            layers = [*self.TRAINING["layers"], layer]
+            report.write_text(json.dumps({**self.TRAINING, "layers": layers}))
+            self.expect_error("training.json", *parts, arguments=["train", report])
+
+        sample = {"oracle": [[1, 2]], "predicted": [[1, 2]]}
+        expect("layers:", "a list of objects", layer=3)
+        expect("layers[3].r2", layer={"sample": sample})
+        expect("layers[3].r2", "2 numbers", layer={"r2": [0.5], "sample": sample})
+        expect("layers[3].r2", layer={"r2": [0.5, "x"], "sample": sample})
+        expect("layers[3].sample", layer={"r2": [0.5, 0.5]})
+        expect("layers[3].sample.oracle", layer={"r2": [0.5, 0.5], "sample": {**sample, "oracle": [[1]]}})
+        expect("layers[3].sample.predicted", layer={"r2": [0.5, 0.5], "sample": {**sample, "predicted": None}})
+        expect("layers[3].sample.predicted", layer={"r2": [0.5, 0.5], "sample": {**sample, "predicted": []}})
+        report.write_text(json.dumps({**self.TRAINING, "layers": []}))
+        self.expect_error("layers", arguments=["train", report])
+
+    def test_thresholds(self):
+        texts = self.folder / "texts.txt"
+        texts.write_text("".join("The key of the red door is 4711. " * n + "\n" for n in (20, 30, 40)))
+        table = self.folder / "thresholds.json"
+        result = run_command([KVZAP, "calibrate", "-m", MODEL, "--surrogate", LINEAR, "-f", texts, "--window", "32",
+                              "--evict-ratio", "0.2,0.4", "-o", table])
+        self.assertEqual(result.code, 0, result)
+        svg = self.expect_image("thresholds.svg", "thresholds", table)
+        self.assertIn(b"<svg", svg)
+        self.expect_image("two.svg", "thresholds", table, table)
+        good = json.loads(table.read_text())
+        for name in ("threshold", "mean", "deviation", "least", "most"):
+            rows = [dict(good["rows"][0]), {**good["rows"][1], name: "x"}]
+            table.write_text(json.dumps({**good, "rows": rows}))
+            self.expect_error("thresholds.json", f"rows[1].{name}", "a number", arguments=["thresholds", table])
+        table.write_text(json.dumps({**good, "rows": []}))
+        self.expect_error("rows", arguments=["thresholds", table])
+        self.expect_error("kvzap.training", "kvzap.thresholds", arguments=["train", table])
+
     def test_bad_files(self):
         good = {"format": "kvzap.run", "format_version": 1, "answers": [],
                 "context": {"tokens": 10, "kept_rows": [[1, 2], [3, 4]]}}

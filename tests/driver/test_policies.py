@@ -219,7 +219,7 @@ class Options(TestCase):
         (model / "model.safetensors").write_bytes(b"bad")
         other = self.copy(LINEAR, "other", output_dim=8)
         for ranks in (0, 2):
-            result = kvzap("-m", model, "-p", "one", "--surrogate", other, "--evict-ratio", "0.5", ranks=ranks)
+            result = kvzap("-m", model, "-p", "one", "--surrogate", other, "--keep-tokens", "5", ranks=ranks)
             self.fail_with(result, other / "config.json", "output_dim is 8", "another model", code=1)
 
     def test_deck(self):
@@ -322,10 +322,10 @@ class Budgets(TestCase):
         self.assertIn(f"the policy's {len(texts)} texts", text)
 
     def test_surrogate_is_policy_kvzap(self):
-        short = self.report(*ASK, "--surrogate", MLP, "--evict-ratio", "0.5", "--dtype", "f32")
-        named = self.report(*ASK, "--policy", "kvzap", "--surrogate", MLP, "--evict-ratio", "0.5", "--dtype", "f32")
-        whole = self.report(*ASK, "--policy", f"kvzap:surrogate={MLP}", "--evict-ratio", "0.5", "--dtype", "f32",
-                            ranks=2)
+        half = ["--keep-tokens", str(TOKENS // 2), "--dtype", "f32"]  # (for an evict ratio it would look a threshold up)
+        short = self.report(*ASK, "--surrogate", MLP, *half)
+        named = self.report(*ASK, "--policy", "kvzap", "--surrogate", MLP, *half)
+        whole = self.report(*ASK, "--policy", f"kvzap:surrogate={MLP}", *half, ranks=2)
         self.assertEqual(short["policy"], f"kvzap:surrogate={MLP}")
         self.assertEqual(short["surrogate"], {"path": str(MLP), "kind": "mlp"})
         for report in (named, whole):
@@ -334,7 +334,7 @@ class Budgets(TestCase):
             self.assertEqual(report["answers"][0]["ids"], short["answers"][0]["ids"])
         # A folder's name with what separates parts of a policy.
         odd = self.copy(MLP, "a,b+c")
-        report = self.report(*ASK, "--surrogate", odd, "--evict-ratio", "0.5", "--dtype", "f32")
+        report = self.report(*ASK, "--surrogate", odd, *half)
         self.assertEqual(report["context"]["kept_rows"], short["context"]["kept_rows"])
 
     def test_threshold_as_before(self):

@@ -1,0 +1,259 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <kvzap/calibrate_thresholds.hpp>
+#include <limits>
+#include <numeric>
+#include <utility>
+
+#include "base/instantiate.hpp"
+
+namespace kvzap {
+namespace {
+
+// Floats numbered in ascending order, so that a search can halve any range of them.
+std::uint32_t place_of_float(float value) {
+  std::uint32_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
+}
+
+float float_at_place(std::uint32_t place) {
+  const std::uint32_t bits = (place & 0x80000000u) != 0 ? place & 0x7fffffffu : ~place;
+  float value = 0;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+double mean_of(const std::vector<double>& values) {
+  return std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
+}
+
+// Takes the scores of one text's judged pairs.
+class JudgedScores final : public StepObserver {
+ public:
+  explicit JudgedScores(const JudgedPairs& judged) : m_judged(judged) {}
+
+  void begin_text(std::int64_t tokens) { m_end = tokens - m_judged.window; }
+  std::vector<float> take() { return std::exchange(m_scores, {}); }
+  std::int64_t non_finite() const { return m_non_finite; }
+
+  void scores(SequenceId /*sequence*/, int /*layer*/, std::int64_t first,
+              const ScoresView& scores) override {
+    const std::int64_t begin = std::max<std::int64_t>(0, m_judged.sink - first);
+    const std::int64_t end = std::min(static_cast<std::int64_t>(scores.extent(1)), m_end - first);
+    if (begin >= end) return;
+    // Packed first: other memory takes copies of what lies together alone.
+    const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> packed(
+        Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::calibrate::scores"),
+        scores.extent(0), scores.extent(1));
+    Kokkos::deep_copy(packed, scores);
+    const auto host = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), packed);
+    for (std::size_t head = 0; head < host.extent(0); ++head) {
+      for (std::int64_t t = begin; t < end; ++t) {
+        const float score = host(head, t);
+        if (std::isfinite(score)) {
+          m_scores.push_back(score);
+        } else {
+          ++m_non_finite;
+        }
+      }
+    }
+  }
+
+ private:
+  JudgedPairs m_judged;
+  std::int64_t m_end = 0;
+  std::vector<float> m_scores;
+  std::int64_t m_non_finite = 0;
+};
+
+}  // namespace
+
+EvictRatioCurves::EvictRatioCurves(std::int64_t pairs_per_token, const Communicator& comm,
+                                   std::int64_t most_scores)
+    : m_pairs_per_token(pairs_per_token),
+      m_comm(comm),
+      m_most_scores(std::max<std::int64_t>(2, most_scores)) {}
+
+// How many scores of the text come before the i-th that is kept, in their order.
+std::int64_t EvictRatioCurves::Text::rank_of(std::size_t i) const {
+  const auto kept = static_cast<std::int64_t>(scores.size());
+  if (kept == count) return static_cast<std::int64_t>(i);
+  // The first and the last are kept. (Split, because the product may not fit 64 bits.)
+  const std::int64_t steps = kept - 1, last = count - 1, place = static_cast<std::int64_t>(i);
+  return place * (last / steps) + place * (last % steps) / steps;
+}
+
+void EvictRatioCurves::add_text(std::int64_t tokens, std::vector<float> scores) {
+  if (tokens < 1) throw Error("thresholds: a text has no tokens");
+  Text text;
+  text.tokens = tokens;
+  text.count = static_cast<std::int64_t>(scores.size());
+  std::sort(scores.begin(), scores.end());
+  if (text.count <= m_most_scores) {
+    scores.shrink_to_fit();
+    text.scores = std::move(scores);
+  } else {
+    text.scores.resize(static_cast<std::size_t>(m_most_scores));
+    for (std::size_t i = 0; i < text.scores.size(); ++i) text.scores[i] = scores[text.rank_of(i)];
+  }
+  m_texts.push_back(std::move(text));
+}
+
+std::int64_t EvictRatioCurves::tokens() const {
+  std::int64_t sum = 0;
+  for (const Text& text : m_texts) sum += text.tokens;
+  return sum;
+}
+
+// How many of this rank's scores are below the threshold.
+std::int64_t EvictRatioCurves::Text::below(float threshold) const {
+  const auto found = std::lower_bound(scores.begin(), scores.end(), threshold);
+  if (found == scores.end()) return count;
+  const auto i = static_cast<std::size_t>(found - scores.begin());
+  if (i == 0) return 0;
+  // scores[i - 1] < threshold <= scores[i]; those between the two are taken as evenly spread.
+  const std::int64_t before = rank_of(i - 1) + 1;
+  const std::int64_t between = rank_of(i) - before;
+  if (between == 0) return before;
+  const double low = scores[i - 1], high = scores[i];
+  return before +
+         static_cast<std::int64_t>(static_cast<double>(between) * (threshold - low) / (high - low));
+}
+
+// Pairs of each text over all ranks. Whole numbers, whose sum is the same on every rank.
+std::vector<std::int64_t> EvictRatioCurves::evicted(float threshold) const {
+  std::vector<std::int64_t> counts;
+  counts.reserve(m_texts.size());
+  for (const Text& text : m_texts) counts.push_back(text.below(threshold));
+  m_comm.all_reduce_sum(counts.data(), counts.size());
+  return counts;
+}
+
+std::vector<double> EvictRatioCurves::evict_ratios(float threshold) const {
+  const std::vector<std::int64_t> counts = evicted(threshold);
+  std::vector<double> ratios;
+  ratios.reserve(counts.size());
+  for (std::size_t i = 0; i < counts.size(); ++i) {
+    ratios.push_back(static_cast<double>(counts[i]) / (static_cast<double>(m_pairs_per_token) *
+                                                       static_cast<double>(m_texts[i].tokens)));
+  }
+  return ratios;
+}
+
+double EvictRatioCurves::mean(float threshold) const { return mean_of(evict_ratios(threshold)); }
+
+double EvictRatioCurves::largest() const { return mean(std::numeric_limits<float>::infinity()); }
+
+ThresholdTable::Row EvictRatioCurves::row(double evict_ratio) const {
+  if (m_texts.empty()) throw AgreedError("thresholds: there are no texts");
+  if (!(evict_ratio > 0 && evict_ratio < 1)) {
+    throw AgreedError(
+        fmt::format("evict ratio {}: expected a number above 0 and below 1", evict_ratio));
+  }
+  constexpr float last = std::numeric_limits<float>::max();
+  const std::uint32_t lowest = place_of_float(-last), highest = place_of_float(last);
+  const auto mean_at = [&](std::uint32_t place) { return mean(float_at_place(place)); };
+  // The lowest place where `reached` holds, which holds from there on to the highest.
+  const auto first_where = [&](const auto& reached) {
+    std::uint32_t low = lowest, high = highest;
+    while (low < high) {
+      const std::uint32_t middle = low + (high - low) / 2;
+      if (reached(mean_at(middle))) {
+        high = middle;
+      } else {
+        low = middle + 1;
+      }
+    }
+    return low;
+  };
+  if (evict_ratio > mean_at(highest)) {
+    throw AgreedError(fmt::format(
+        "an evict ratio of {} cannot be reached: {:.4f} is the largest on these texts, whose "
+        "windows and sinks stay; ask for less, give longer texts or a smaller --window",
+        evict_ratio, largest()));
+  }
+  std::uint32_t low = first_where([&](double mean) { return mean >= evict_ratio; });
+  double reached = mean_at(low);
+  if (low > lowest && evict_ratio - mean_at(low - 1) < reached - evict_ratio) {
+    reached = mean_at(low - 1);
+    low = first_where([&](double mean) { return mean >= reached; });
+  }
+  // In the middle of the thresholds that all evict the same, so that scores that differ in their
+  // last bits, as they do between numbers of ranks, are judged alike.
+  const std::uint32_t above = first_where([&](double mean) { return mean > reached; });
+  const std::uint32_t high = mean_at(above) > reached ? above - 1 : highest;
+  ThresholdTable::Row row;
+  row.evict_ratio = evict_ratio;
+  if (low == lowest || high == highest) {
+    row.threshold = float_at_place(low == lowest ? high : low);
+  } else {
+    row.threshold = static_cast<float>(0.5 * (static_cast<double>(float_at_place(low)) +
+                                              static_cast<double>(float_at_place(high))));
+  }
+  const std::vector<double> ratios = evict_ratios(static_cast<float>(row.threshold));
+  row.mean = mean_of(ratios);
+  double squares = 0;
+  for (const double ratio : ratios) squares += (ratio - row.mean) * (ratio - row.mean);
+  if (ratios.size() > 1)
+    row.deviation = std::sqrt(squares / static_cast<double>(ratios.size() - 1));
+  const auto [least, most] = std::minmax_element(ratios.begin(), ratios.end());
+  row.least = *least;
+  row.most = *most;
+  return row;
+}
+
+template <class Value>
+ScoredTexts score_texts(const std::shared_ptr<const Model<Value>>& model,
+                        const std::shared_ptr<Scorer>& scorer,
+                        const std::vector<std::vector<TokenId>>& texts, const JudgedPairs& judged,
+                        const Communicator& comm, const ProgressCallback& progress) {
+  std::int64_t tokens = 0;
+  for (const auto& text : texts) {
+    if (text.empty()) throw Error("thresholds: a text has no tokens");
+    tokens += static_cast<std::int64_t>(text.size());
+  }
+  // Whatever leaves the ring goes at once: no more than one layer's pairs are ever there.
+  CacheOptions options;
+  options.prune = PruneMode::prefill;
+  options.window = 1;
+  options.threshold = std::numeric_limits<float>::infinity();
+  const auto engine = Engine::create<Value>(model, scorer, options, comm);
+  JudgedScores observer(judged);
+  engine->set_observer(&observer);
+
+  const ModelConfig& config = engine->config();
+  ScoredTexts scored{EvictRatioCurves(config.num_hidden_layers * config.num_key_value_heads, comm),
+                     0};
+  std::int64_t before = 0;
+  for (const auto& text : texts) {
+    const auto count = static_cast<std::int64_t>(text.size());
+    const auto of_text = [&](std::string_view /*what*/, std::int64_t done, std::int64_t total) {
+      if (progress) progress("texts", before + count * done / total, tokens);
+    };
+    observer.begin_text(count);
+    const SequenceId sequence = engine->add_sequence();
+    engine->step(StepBatch(sequence, text, engine->rule(StepPart::context), StepOutput::none),
+                 of_text);
+    engine->free_sequence(sequence);
+    scored.curves.add_text(count, observer.take());
+    before += count;
+  }
+  scored.non_finite_scores = comm.all_reduce_sum(observer.non_finite());
+  return scored;
+}
+
+// NOLINTBEGIN(bugprone-macro-parentheses): a type takes none
+#define KVZAP_INSTANTIATE(Value)                                                                 \
+  template ScoredTexts score_texts(const std::shared_ptr<const Model<Value>>&,                   \
+                                   const std::shared_ptr<Scorer>&,                               \
+                                   const std::vector<std::vector<TokenId>>&, const JudgedPairs&, \
+                                   const Communicator&, const ProgressCallback&);
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
+#undef KVZAP_INSTANTIATE
+// NOLINTEND(bugprone-macro-parentheses)
+
+}  // namespace kvzap

@@ -1,0 +1,238 @@
+"""kvzap calibrate, and the thresholds that a run looks up."""
+import json
+import shutil
+import unittest
+
+from harness import CASES, KVZAP, LINEAR, MLP, MODEL, TestCase, kvzap, on_ranks, run_command
+
+WINDOW = ["--window", "32"]
+EXACT = ["--dtype", "f32", *WINDOW]
+CONTEXTS = [case["context"] for case in CASES[:3]]
+
+
+def calibrate(*arguments, ranks=0, **options):
+    return run_command(on_ranks(ranks, [KVZAP, "calibrate", *arguments]), **options)
+
+
+class WithSurrogate(TestCase):
+    """A surrogate whose folder may be written to, and texts."""
+
+    def setUp(self):
+        super().setUp()
+        self.surrogate = self.folder / "surrogate"
+        shutil.copytree(LINEAR, self.surrogate)
+        self.stored = self.surrogate / "thresholds.json"
+        self.texts = self.folder / "texts.jsonl"
+        self.texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in CONTEXTS))
+        self.given = ["-m", MODEL, "--surrogate", self.surrogate]
+        self.asked = [*self.given, "-f", self.texts]
+
+    def calibrated(self, *arguments, **options):
+        result = calibrate(*self.asked, *EXACT, *arguments, **options)
+        self.assertEqual((result.code, result.errors), (0, []), result)
+        return result
+
+
+class Thresholds(WithSurrogate):
+    def test_runs_evict_what_it_says(self):
+        result = self.calibrated("--evict-ratio", "0.6,0.3", "--json", self.folder / "report.json")
+        table = json.loads(self.stored.read_text())
+        report = json.loads((self.folder / "report.json").read_text())
+        self.assertEqual((table["format"], table["format_version"]), ("kvzap.thresholds", 1))
+        self.assertEqual((report["format"], report["format_version"]), ("kvzap.calibration", 1))
+        self.assertEqual((table["dtype"], table["window"], table["sink"]), ("f32", 32, 0))
+        self.assertEqual((table["texts"], table["chat_template"]), (3, True))
+        self.assertEqual([row["evict_ratio"] for row in table["rows"]], [0.3, 0.6])
+        self.assertEqual(report["rows"], table["rows"])
+        self.assertEqual(table["tokens"], sum(text["tokens"] for text in report["texts"]))
+        self.assertIn(str(self.stored), result.err.decode())
+        for i, row in enumerate(table["rows"]):
+            self.assertAlmostEqual(row["mean"], row["evict_ratio"], places=3)
+            self.assertIn(f"{row['threshold']:.4f}", result.text)
+            ratios = []
+            # Of a text with more pairs a sample tells the ratio.
+            share = 1 / 16384
+            for text, expected in zip(CONTEXTS, report["texts"]):
+                run = self.report(*self.given, *EXACT, "-p", text, "-n", "0", "--threshold", repr(row["threshold"]))
+                self.assertEqual(run["context"]["tokens"], expected["tokens"])
+                self.assertAlmostEqual(run["context"]["evict_ratio"], expected["evict_ratios"][i],
+                                       delta=share + 1e-12)
+                ratios.append(run["context"]["evict_ratio"])
+            self.assertAlmostEqual(row["mean"], sum(ratios) / 3, delta=share + 1e-12)
+            self.assertAlmostEqual(row["least"], min(ratios), delta=share + 1e-12)
+            self.assertAlmostEqual(row["most"], max(ratios), delta=share + 1e-12)
+            mean = sum(ratios) / 3
+            self.assertAlmostEqual(row["deviation"], (sum((r - mean) ** 2 for r in ratios) / 2) ** 0.5, places=3)
+
+    def test_ranks_and_both_kinds(self):
+        for kind in (LINEAR, MLP):
+            tables = []
+            for ranks in (0, 2):
+                result = calibrate("-m", MODEL, "--surrogate", kind, "-f", self.texts, *EXACT, "--no-store", "--json",
+                                   "-", "-q", ranks=ranks)
+                self.assertEqual((result.code, result.err), (0, b""), result)
+                tables.append(json.loads(result.out)["rows"])
+            for one, two in zip(*tables):
+                self.assertAlmostEqual(one["threshold"], two["threshold"], places=3)
+                self.assertAlmostEqual(one["mean"], two["mean"], places=3)
+            self.assertFalse((kind / "thresholds.json").exists())
+
+    def test_options(self):
+        def rows(*arguments):
+            result = calibrate(*self.asked, *arguments, "--no-store", "--json", "-", "-q")
+            self.assertEqual(result.code, 0, result)
+            self.assertFalse(self.stored.exists())
+            return json.loads(result.out)
+
+        whole = rows(*EXACT)
+        self.assertEqual([row["evict_ratio"] for row in whole["rows"]], [0.5, 0.66, 0.75])
+        self.assertEqual(len(rows(*EXACT, "--max-texts", "2")["texts"]), 2)
+        raw = rows(*EXACT, "--raw")
+        self.assertLess(raw["tokens"], whole["tokens"])
+        self.assertFalse(raw["chat_template"])
+        # What stays whatever its score makes the threshold of the rest higher.
+        self.assertGreater(rows(*EXACT, "--sink", "40")["rows"][0]["threshold"], whole["rows"][0]["threshold"])
+        self.assertEqual(rows(*WINDOW)["dtype"], "bf16")
+        self.assertEqual(rows(*EXACT, "--random-weights", "3")["tokens"], whole["tokens"])
+        # Plain lines are texts too.
+        plain = self.folder / "plain.txt"
+        plain.write_text("".join(text.replace("\n", " ") + "\n" for text in CONTEXTS))
+        self.asked[-1] = plain
+        self.assertEqual(rows(*EXACT)["rows"], whole["rows"])
+
+        elsewhere = self.folder / "elsewhere.json"
+        deck = self.folder / "deck.toml"
+        deck.write_text(f'evict-ratio = [0.4, 0.5]\nwindow = 16\nstore = true\noutput = "{elsewhere}"\n')
+        result = calibrate(*self.asked, "--config", deck, "--window", "8")
+        self.assertEqual(result.code, 0, result)
+        self.assertFalse(self.stored.exists())
+        table = json.loads(elsewhere.read_text())
+        self.assertEqual(([row["evict_ratio"] for row in table["rows"]], table["window"]), ([0.4, 0.5], 8))
+
+    def test_long_texts(self):
+        tokens = [text["tokens"] for text in json.loads(
+            self.calibrated("--no-store", "--json", "-", "-q", "--evict-ratio", "0.1").out)["texts"]]
+        limit = sorted(tokens)[1]
+        left = sum(count <= limit for count in tokens)
+        result = self.calibrated("-c", limit, "--evict-ratio", "0.1")
+        self.assertIn(f"{3 - left} of 3 texts have more than {limit} tokens: left out", result.err.decode())
+        self.assertEqual(json.loads(self.stored.read_text())["texts"], left)
+        self.fail_with(calibrate(*self.asked, "-c", "10"), "texts.jsonl", "all 3 texts have more than 10 tokens", code=1)
+
+    def test_bad_input(self):
+        def refuse(arguments, *parts, ranks=0):
+            self.fail_with(calibrate(*arguments, ranks=ranks), *parts, code=1)
+            self.assertFalse(self.stored.exists())
+
+        for ranks in (0, 2):
+            refuse([*self.asked, *EXACT, "--evict-ratio", "0.5,0.99"], "0.99 cannot be reached", "is the largest",
+                   "--window", ranks=ranks)
+            refuse([*self.given, "-f", self.folder / "none"], "none: cannot be read", ranks=ranks)
+        refuse(["--surrogate", self.surrogate, "-f", self.texts], "no model")
+        refuse(["-m", MODEL, "-f", self.texts], "no surrogate")
+        refuse(self.given, "no texts")
+        for value in ("0", "1", "x", "0.5,", "-0.1", "nan"):
+            refuse([*self.asked, "--evict-ratio", value], "--evict-ratio has the entry", "above 0 and below 1")
+        refuse([*self.asked, "--window", "0"], "--window is 0")
+        refuse([*self.asked, "--sink", "-1"], "--sink is -1")
+        refuse([*self.asked, "--max-texts", "0"], "--max-texts is 0")
+        refuse([*self.asked, "-c", "0"], "-c is 0")
+        refuse([*self.asked, "-o", self.folder], "-o", "is a folder")
+        refuse([*self.asked, "-o", self.folder / "no" / "t.json"], "no/t.json", "No such file", "-o FILE")
+        refuse([*self.asked, "-o", "x", "--no-store"], "-o and --no-store")
+        refuse([*self.asked, "--no-store", "--json", self.folder / "no" / "r.json"], "--json", "no/r.json")
+        refuse([*self.asked, "-o", "same", "--json", "same"], "--json and -o both name")
+        empty = self.folder / "empty"
+        empty.write_text("\n\n")
+        refuse([*self.given, "-f", empty], "empty", "there is no text")
+        other = self.copy(LINEAR, "other", output_dim=8)
+        refuse(["-m", MODEL, "--surrogate", other, "-f", self.texts], "output_dim is 8", "another model")
+        result = calibrate(*self.asked, "--evict-raito", "0.5")
+        self.fail_with(result, "unknown option --evict-raito", "--evict-ratio", code=2)
+
+
+class Lookup(WithSurrogate):
+    def setUp(self):
+        super().setUp()
+        self.write([(0.25, -5.0), (0.5, -4.0), (0.75, -3.0)])
+        self.plain = [*self.given, "--dtype", "f32", "-p", CONTEXTS[0], "-n", "2"]
+        self.ask = [*self.plain, *WINDOW]
+
+    def write(self, rows, **changes):
+        table = {"format": "kvzap.thresholds", "format_version": 1, "model": "m", "dtype": "f32",
+                 "chat_template": True, "texts": 3, "tokens": 900, "window": 32, "sink": 0,
+                 "rows": [{"evict_ratio": ratio, "threshold": threshold, "mean": ratio, "deviation": 0.1, "least": 0,
+                           "most": 1} for ratio, threshold in rows]}
+        self.stored.write_text(json.dumps({**table, **changes}))
+
+    def test_threshold(self):
+        for ratio, threshold, ranks in (("0.5", "-4", 0), ("0.625", "-3.5", 0), ("0.25", "-5", 2)):
+            found = self.report(*self.ask, "--evict-ratio", ratio, ranks=ranks)
+            named = self.report(*self.ask, "--threshold", threshold)
+            self.assertEqual(found["context"]["kept_rows"], named["context"]["kept_rows"])
+            self.assertEqual(found["answers"][0]["ids"], named["answers"][0]["ids"])
+            options = found["options"]
+            self.assertEqual((options["threshold"], options["evict_ratio"]), (float(threshold), float(ratio)))
+            self.assertEqual(options["thresholds_file"], str(self.stored))
+            self.assertNotIn("thresholds_file", named["options"])
+            self.assertEqual(found["surrogate"], named["surrogate"])
+        text = self.succeed(*self.ask, "--evict-ratio", "0.625").err.decode()
+        self.assertIn(f"threshold -3.5 for an evict ratio of 0.625, by {self.stored}", text)
+        self.assertNotIn("warning", text)
+        # Also where a threshold alone will do.
+        always = [*self.ask, "--prune", "always", "--prefill", "sparse", "--chunk", "100"]
+        self.assertEqual(self.report(*always, "--evict-ratio", "0.5")["answers"][0]["cache"],
+                         self.report(*always, "--threshold", "-4")["answers"][0]["cache"])
+        deck = self.folder / "deck.toml"
+        deck.write_text("evict-ratio = 0.5\n")
+        self.assertEqual(self.report(*self.ask, "--config", deck)["options"]["threshold"], -4)
+
+    def test_what_calibrate_has_stored(self):
+        self.calibrated("--evict-ratio", "0.3,0.6", "-q")
+        row = json.loads(self.stored.read_text())["rows"][1]
+        self.assertEqual(self.report(*self.ask, "--evict-ratio", "0.6")["options"]["threshold"], row["threshold"])
+
+    def test_another_window(self):
+        for flag, value, rest in (("--window", "16", []), ("--sink", "4", WINDOW)):
+            result = self.succeed(*self.plain, *rest, "--evict-ratio", "0.5", flag, value)
+            self.assertIn(f"kvzap: warning: {self.stored} was calibrated with {flag}", result.err.decode())
+            self.assertIn(f"{flag} is {value}", result.err.decode())
+
+    def test_budgets_stay(self):
+        self.stored.unlink()
+        report = self.report(*self.ask, "--policy", "kvzap", "--evict-ratio", "0.5")
+        self.assertAlmostEqual(report["context"]["evict_ratio"], 0.5, places=2)
+        self.assertNotIn("threshold", report["options"])
+        self.report(*self.ask, "--keep-tokens", "40")
+        self.report(*self.ask, "--prune", "none", "--evict-ratio", "0.5")
+
+    def test_dry_run(self):
+        self.stored.unlink()
+
+        def plan(*arguments):
+            return json.loads(self.succeed("-m", MODEL, "-c", "1000", "--dry-run", "--json", "-", *arguments).out)
+
+        self.assertEqual(plan("--surrogate", self.surrogate, "--evict-ratio", "0.95"), plan("--evict-ratio", "0.95"))
+
+    def test_errors(self):
+        def refuse(*parts, ratio="0.5", arguments=(), ranks=0):
+            return self.fail_with(kvzap(*self.ask, "--evict-ratio", ratio, *arguments, ranks=ranks), *parts, code=1)
+
+        for ratio in ("0.2", "0.8"):
+            result = refuse(f"--evict-ratio: {self.stored}: evict ratio {ratio} is outside", "0.25 to 0.75", ratio=ratio)
+            self.assertIn("0.5    -4.0000            0.500", result.err.decode())
+        refuse("give one of", arguments=["--threshold", "-4"])
+        refuse("give one of", arguments=["--keep-tokens", "4"])
+        refuse("--evict-ratio is 1", ratio="1")
+        refuse("--prune-after question needs a budget", "--policy kvzap",
+               arguments=["--question", "q", "--prune-after", "question"])
+        self.write([(0.5, -4.0), (0.4, -3.0)])
+        refuse(self.stored, "rows[1].evict_ratio", "above 0.5", "found 0.4")
+        self.write([(0.5, -4.0)], format="kvzap.run")
+        refuse(self.stored, "format", "kvzap.thresholds", ranks=2)
+        self.stored.unlink()
+        refuse(self.stored, "is not there", "kvzap calibrate", ranks=2)
+
+
+if __name__ == "__main__":
+    unittest.main()

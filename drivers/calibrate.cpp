@@ -32,8 +32,8 @@ constexpr const char* usual_ratios = "0.5,0.66,0.75";
 /// Ascending, each once.
 std::vector<double> asked_ratios(const CalibrateOptions& o) {
   std::vector<double> ratios =
-      real_numbers(o.evict_ratios, "--evict-ratio", usual_ratios,
-                   "a number above 0 and below 1", [](double r) { return r > 0 && r < 1; });
+      real_numbers(o.evict_ratios, "--evict-ratio", usual_ratios, "a number above 0 and below 1",
+                   [](double r) { return r > 0 && r < 1; });
   std::sort(ratios.begin(), ratios.end());
   ratios.erase(std::unique(ratios.begin(), ratios.end()), ratios.end());
   return ratios;
@@ -93,10 +93,9 @@ Texts load_texts(const CalibrateOptions& o, const ModelConfig& config, std::int6
   Texts texts = read_texts(o.file, encode, config, comm, o.max_texts.value_or(0));
   if (limit == 0) return texts;
   const std::size_t all = texts.size();
-  texts.erase(std::remove_if(texts.begin(), texts.end(),
-                             [&](const auto& text) {
-                               return static_cast<std::int64_t>(text.size()) > limit;
-                             }),
+  texts.erase(std::remove_if(
+                  texts.begin(), texts.end(),
+                  [&](const auto& text) { return static_cast<std::int64_t>(text.size()) > limit; }),
               texts.end());
   const std::size_t too_long = all - texts.size();
   if (texts.empty()) {
@@ -268,8 +267,7 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
   });
   std::shared_ptr<Surrogate> surrogate;
   comm.agree([&] {
-    surrogate =
-        load_surrogate(options.surrogate, *setup, dtype_from_name(options.dtype), comm);
+    surrogate = load_surrogate(options.surrogate, *setup, dtype_from_name(options.dtype), comm);
   });
   const Texts texts = load_texts(options, config, limit, talks, comm);
   const int ranks_on_node = comm.ranks_on_node();

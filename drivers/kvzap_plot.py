@@ -305,7 +305,7 @@ def parser():
     positions.add_argument("--bins", type=int, default=400, help="columns of the image (default: %(default)s)")
     add("bench", plot_bench, "tokens per second against the tokens in the cache, a line for each evict ratio",
         "BENCH.json")
-    training = add("training", plot_training, "how well a surrogate predicts: R² of every KV head of every layer, and "
+    training = add("train", plot_training, "how well a surrogate predicts: R² of every KV head of every layer, and "
                    "predicted against oracle scores of validation pairs", "TRAINING.json")
     training.add_argument("--by-layer", action="store_true", help="the scatter of each layer by itself")
     add("thresholds", plot_thresholds, "evict ratio against threshold, with its spread over texts", "THRESHOLDS.json")

@@ -101,10 +101,11 @@ void declare(CLI::App& app, RunOptions& o) {
   app.add_option("--threshold", o.threshold,
                  "score below which a pair is evicted, -inf and inf included (kvzap: log score)")
       ->group(pruning);
-  app.add_option("--evict-ratio", o.evict_ratio,
-                 "budget: evicted share of all pairs, in [0, 1); with --surrogate and without --policy "
-                 "the threshold that kvzap calibrate has found for it; without either what --dry-run "
-                 "assumes")
+  app.add_option(
+         "--evict-ratio", o.evict_ratio,
+         "budget: evicted share of all pairs, in [0, 1); with --surrogate and without --policy "
+         "the threshold that kvzap calibrate has found for it; without either what --dry-run "
+         "assumes")
       ->group(pruning);
   app.add_option(
          "--keep-tokens", o.keep_tokens,

@@ -14,7 +14,8 @@ struct RunOptions {
   std::string surrogate;
   std::string policy;
   std::optional<double> threshold;
-  // Of the budget; with a surrogate alone what its threshold is looked up for; without a policy what
+  // Of the budget; with a surrogate alone what its threshold is looked up for; without a policy
+  // what
   // --dry-run assumes.
   std::optional<double> evict_ratio;
   std::optional<std::int64_t> keep_tokens;

@@ -365,8 +365,8 @@ PlannedEviction planned_eviction(const RunOptions& o, const std::optional<Policy
                                  std::int64_t tokens) {
   const Budget budget = planned_budget(o, spec, setup);
   const bool has_policy = !o.policy.empty() || !o.surrogate.empty();
-  const bool is_plain_ratio = budget.amount == Budget::Amount::evict_ratio &&
-                              (!has_policy || looks_up_threshold(o));
+  const bool is_plain_ratio =
+      budget.amount == Budget::Amount::evict_ratio && (!has_policy || looks_up_threshold(o));
   if (!budget.has_amount() || is_plain_ratio || tokens == 0) return {budget.evict_ratio, o.window};
   // A budget's choice reaches the rows of the window too.
   const Budget::Model model = budget_model(config, setup.dtype);

@@ -22,9 +22,9 @@ struct AnsweredQuestion {
 struct RunReport {
   std::string version;
   ModelConfig model;
-  std::int64_t all_layers = 0;   // of the checkpoint; model has those in use
-  std::string surrogate_kind;    // empty: none
-  std::string policy;            // as parse_policy takes it; empty: nothing is pruned
+  std::int64_t all_layers = 0;                 // of the checkpoint; model has those in use
+  std::string surrogate_kind;                  // empty: none
+  std::string policy;                          // as parse_policy takes it; empty: nothing is pruned
   std::optional<LookedUpThreshold> looked_up;  // where the options' threshold is from
   bool is_full_at_first = true;  // nothing is evicted before the whole cache has been there
   CacheOptions cache_options;

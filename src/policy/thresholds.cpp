@@ -180,17 +180,16 @@ double ThresholdTable::threshold(double evict_ratio) const {
   const Row& above = rows[upper];
   if (above.evict_ratio == evict_ratio) return above.threshold;
   const Row& below = rows[upper - 1];
-  const double part =
-      (evict_ratio - below.evict_ratio) / (above.evict_ratio - below.evict_ratio);
+  const double part = (evict_ratio - below.evict_ratio) / (above.evict_ratio - below.evict_ratio);
   return below.threshold + part * (above.threshold - below.threshold);
 }
 
 std::string ThresholdTable::text() const {
   std::string text = "evict ratio  threshold  mean over texts  deviation  least of a text   most\n";
   for (const Row& row : rows) {
-    text += fmt::format("{:11.4g}  {:9.4f}  {:15.3f}  {:9.3f}  {:15.3f}  {:5.3f}\n",
-                        row.evict_ratio, row.threshold, row.mean, row.deviation, row.least,
-                        row.most);
+    text +=
+        fmt::format("{:11.4g}  {:9.4f}  {:15.3f}  {:9.3f}  {:15.3f}  {:5.3f}\n", row.evict_ratio,
+                    row.threshold, row.mean, row.deviation, row.least, row.most);
   }
   return text;
 }

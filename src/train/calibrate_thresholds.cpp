@@ -43,8 +43,7 @@ class JudgedScores final : public StepObserver {
   void scores(SequenceId /*sequence*/, int /*layer*/, std::int64_t first,
               const ScoresView& scores) override {
     const std::int64_t begin = std::max<std::int64_t>(0, m_judged.sink - first);
-    const std::int64_t end =
-        std::min(static_cast<std::int64_t>(scores.extent(1)), m_end - first);
+    const std::int64_t end = std::min(static_cast<std::int64_t>(scores.extent(1)), m_end - first);
     if (begin >= end) return;
     // Packed first: other memory takes copies of what lies together alone.
     const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> packed(
@@ -121,8 +120,8 @@ std::int64_t EvictRatioCurves::Text::below(float threshold) const {
   const std::int64_t between = rank_of(i) - before;
   if (between == 0) return before;
   const double low = scores[i - 1], high = scores[i];
-  return before + static_cast<std::int64_t>(static_cast<double>(between) * (threshold - low) /
-                                            (high - low));
+  return before +
+         static_cast<std::int64_t>(static_cast<double>(between) * (threshold - low) / (high - low));
 }
 
 // Pairs of each text over all ranks. Whole numbers, whose sum is the same on every rank.
@@ -139,9 +138,8 @@ std::vector<double> EvictRatioCurves::evict_ratios(float threshold) const {
   std::vector<double> ratios;
   ratios.reserve(counts.size());
   for (std::size_t i = 0; i < counts.size(); ++i) {
-    ratios.push_back(static_cast<double>(counts[i]) /
-                     (static_cast<double>(m_pairs_per_token) *
-                      static_cast<double>(m_texts[i].tokens)));
+    ratios.push_back(static_cast<double>(counts[i]) / (static_cast<double>(m_pairs_per_token) *
+                                                       static_cast<double>(m_texts[i].tokens)));
   }
   return ratios;
 }
@@ -200,7 +198,8 @@ ThresholdTable::Row EvictRatioCurves::row(double evict_ratio) const {
   row.mean = mean_of(ratios);
   double squares = 0;
   for (const double ratio : ratios) squares += (ratio - row.mean) * (ratio - row.mean);
-  if (ratios.size() > 1) row.deviation = std::sqrt(squares / static_cast<double>(ratios.size() - 1));
+  if (ratios.size() > 1)
+    row.deviation = std::sqrt(squares / static_cast<double>(ratios.size() - 1));
   const auto [least, most] = std::minmax_element(ratios.begin(), ratios.end());
   row.least = *least;
   row.most = *most;
@@ -227,8 +226,8 @@ ScoredTexts score_texts(const std::shared_ptr<const Model<Value>>& model,
   engine->set_observer(&observer);
 
   const ModelConfig& config = engine->config();
-  ScoredTexts scored{
-      EvictRatioCurves(config.num_hidden_layers * config.num_key_value_heads, comm), 0};
+  ScoredTexts scored{EvictRatioCurves(config.num_hidden_layers * config.num_key_value_heads, comm),
+                     0};
   std::int64_t before = 0;
   for (const auto& text : texts) {
     const auto count = static_cast<std::int64_t>(text.size());
@@ -248,9 +247,9 @@ ScoredTexts score_texts(const std::shared_ptr<const Model<Value>>& model,
 }
 
 // NOLINTBEGIN(bugprone-macro-parentheses): a type takes none
-#define KVZAP_INSTANTIATE(Value)                                                              \
-  template ScoredTexts score_texts(const std::shared_ptr<const Model<Value>>&,                \
-                                   const std::shared_ptr<Scorer>&,                            \
+#define KVZAP_INSTANTIATE(Value)                                                                 \
+  template ScoredTexts score_texts(const std::shared_ptr<const Model<Value>>&,                   \
+                                   const std::shared_ptr<Scorer>&,                               \
                                    const std::vector<std::vector<TokenId>>&, const JudgedPairs&, \
                                    const Communicator&, const ProgressCallback&);
 KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)

@@ -71,8 +71,8 @@ void write_text(const fs::path& file, const std::string& text) {
       [&] {
         temporary.remove_leftovers();
         std::ofstream stream(temporary.path(), std::ios::binary);
-        stream << text;
         errno = 0;
+        stream << text;
         stream.close();
         if (!stream) throw system_error("cannot be written", errno == 0 ? EIO : errno);
       },

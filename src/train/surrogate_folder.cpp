@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <cmath>
+#include <kvzap/thresholds.hpp>
 #include <nlohmann/json.hpp>
 
 #include "model/safetensors_writer.hpp"
@@ -165,6 +166,9 @@ void write_surrogate_folder(const fs::path& folder, const std::vector<SurrogateL
       add(name + ".2.weight", s.weight2, {s.outputs, s.hidden});
     }
   }
+  // Thresholds of an earlier surrogate in the folder are none of this one.
+  std::error_code ignored;
+  fs::remove(ThresholdTable::file_in(folder), ignored);
   write_safetensors(folder / "model.safetensors", tensors, {{"format", "pt"}}, "surrogate");
 
   ordered_json config = {{"architectures", {"KVzapModel"}},

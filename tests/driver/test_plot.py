@@ -90,16 +90,16 @@ class Plots(TestCase):
     def test_training(self):
         report = self.folder / "training.json"
         report.write_text(json.dumps(self.TRAINING))
-        svg = self.expect_image("training.svg", "training", report)
+        svg = self.expect_image("training.svg", "train", report)
         self.assertIn(b"<svg", svg)
-        self.assertEqual(svg, self.expect_image("again.svg", "training", report))
-        self.assertNotEqual(svg, self.expect_image("layers.svg", "training", report, "--by-layer"))
-        self.assertTrue(self.expect_image("two.png", "training", report, report).startswith(b"\x89PNG"))
+        self.assertEqual(svg, self.expect_image("again.svg", "train", report))
+        self.assertNotEqual(svg, self.expect_image("layers.svg", "train", report, "--by-layer"))
+        self.assertTrue(self.expect_image("two.png", "train", report, report).startswith(b"\x89PNG"))
 
         def expect(*parts, layer):
             layers = [*self.TRAINING["layers"], layer]
             report.write_text(json.dumps({**self.TRAINING, "layers": layers}))
-            self.expect_error("training.json", *parts, arguments=["training", report])
+            self.expect_error("training.json", *parts, arguments=["train", report])
 
         sample = {"oracle": [[1, 2]], "predicted": [[1, 2]]}
         expect("layers:", "a list of objects", layer=3)
@@ -111,7 +111,7 @@ class Plots(TestCase):
         expect("layers[3].sample.predicted", layer={"r2": [0.5, 0.5], "sample": {**sample, "predicted": None}})
         expect("layers[3].sample.predicted", layer={"r2": [0.5, 0.5], "sample": {**sample, "predicted": []}})
         report.write_text(json.dumps({**self.TRAINING, "layers": []}))
-        self.expect_error("layers", arguments=["training", report])
+        self.expect_error("layers", arguments=["train", report])
 
     def test_thresholds(self):
         texts = self.folder / "texts.txt"
@@ -130,7 +130,7 @@ class Plots(TestCase):
             self.expect_error("thresholds.json", f"rows[1].{name}", "a number", arguments=["thresholds", table])
         table.write_text(json.dumps({**good, "rows": []}))
         self.expect_error("rows", arguments=["thresholds", table])
-        self.expect_error("kvzap.training", "kvzap.thresholds", arguments=["training", table])
+        self.expect_error("kvzap.training", "kvzap.thresholds", arguments=["train", table])
 
     def test_bad_files(self):
         good = {"format": "kvzap.run", "format_version": 1, "answers": [],

@@ -43,9 +43,8 @@ TEST(ScoreTexts, CurvesAreThoseOfRuns) {
                           static_cast<int>(config.num_key_value_heads), comm.size());
   const auto model = std::make_shared<const Model<float>>(
       Model<float>::load(inputs + "recall-4m", config, partition, comm.rank(), std::nullopt));
-  const auto scorer = std::make_shared<Surrogate>(
-      Surrogate::load(inputs + "kvzap-mlp-recall-4m", config, partition, comm.rank(), DType::f32,
-                      comm));
+  const auto scorer = std::make_shared<Surrogate>(Surrogate::load(
+      inputs + "kvzap-mlp-recall-4m", config, partition, comm.rank(), DType::f32, comm));
   std::vector<std::vector<TokenId>> texts(3);
   std::mt19937 random(5);
   for (std::size_t t = 0; t < texts.size(); ++t) {
@@ -70,8 +69,8 @@ TEST(ScoreTexts, CurvesAreThoseOfRuns) {
     const auto engine = Engine::create<float>(model, scorer, options, comm);
     for (std::size_t t = 0; t < texts.size(); ++t) {
       const SequenceId sequence = engine->add_sequence();
-      engine->step(StepBatch(sequence, texts[t], engine->rule(StepPart::context),
-                             StepOutput::none));
+      engine->step(
+          StepBatch(sequence, texts[t], engine->rule(StepPart::context), StepOutput::none));
       EXPECT_NEAR(engine->report(sequence).evict_ratio(), expected[t], 1e-12);
       engine->free_sequence(sequence);
     }

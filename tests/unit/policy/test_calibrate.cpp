@@ -47,6 +47,23 @@ TEST_F(Texts, JsonObjects) {
   refuse("{\"text\": \"\"}", {"line 1: the text has no tokens"});
 }
 
+TEST_F(Texts, IdsOfTheCallersMaking) {
+  m_folder.write("texts", "one\ntwo\nthree\n");
+  const auto length = [](const std::string& text) {
+    return std::vector<TokenId>{static_cast<TokenId>(text.size())};
+  };
+  const auto read = [&](std::int64_t most) {
+    return read_texts(m_folder.path() / "texts", length, m_config, Communicator::self(), most);
+  };
+  using Ids = std::vector<std::vector<TokenId>>;
+  EXPECT_EQ(read(0), (Ids{{3}, {3}, {5}}));
+  EXPECT_EQ(read(4), (Ids{{3}, {3}, {5}}));
+  EXPECT_EQ(read(2), (Ids{{3}, {3}}));
+  // What is behind them is not read.
+  m_folder.write("texts", "{\"text\": \"one\"}\nno JSON\n");
+  EXPECT_EQ(read(1), (Ids{{3}}));
+}
+
 TEST_F(Texts, NoneAtAll) {
   refuse("", {"texts: there is no text in it"});
   refuse(" \n\n", {"there is no text in it"});

@@ -57,8 +57,9 @@ TEST_F(Thresholds, OutsideOfTheTable) {
     test::expect_error([&] { table.threshold(ratio); },
                        {"outside of the calibrated ones, 0.5 to 0.9", table.text()});
   }
-  EXPECT_NE(table.text().find("0.75    -3.0000            0.750      0.020            0.700  0.800"),
-            std::string::npos)
+  EXPECT_NE(
+      table.text().find("0.75    -3.0000            0.750      0.020            0.700  0.800"),
+      std::string::npos)
       << table.text();
   test::expect_error([] { ThresholdTable().threshold(0.5); }, {"empty"});
 }
@@ -112,8 +113,9 @@ TEST_F(Thresholds, MalformedFiles) {
   const json good = json::parse(stream);
   const auto refuse = [&](const json& content, std::string_view field, std::string_view expected) {
     m_folder.write("thresholds.json", content.dump());
-    test::expect_error([&] { ThresholdTable::load(file()); },
-                       {"thresholds.json: ", field, std::string("expected ") + std::string(expected)});
+    test::expect_error(
+        [&] { ThresholdTable::load(file()); },
+        {"thresholds.json: ", field, std::string("expected ") + std::string(expected)});
   };
   const auto with = [&](const char* field, const json& value) {
     json changed = good;

@@ -22,8 +22,8 @@ std::vector<float> normal_scores(std::int64_t count, unsigned seed, float mean =
 }
 
 double share_below(const std::vector<float>& scores, float threshold, std::int64_t pairs) {
-  const auto below = std::count_if(scores.begin(), scores.end(),
-                                   [&](float score) { return score < threshold; });
+  const auto below =
+      std::count_if(scores.begin(), scores.end(), [&](float score) { return score < threshold; });
   return static_cast<double>(below) / static_cast<double>(pairs);
 }
 
@@ -64,7 +64,8 @@ TEST(EvictRatioCurves, Exact) {
   EXPECT_GT(curves.row(0.5).threshold, -1);
   EXPECT_LT(curves.row(0.5).threshold, -0.999);
   EXPECT_EQ(curves.row(0.5).mean, 0.5);
-  test::expect_error([&] { curves.row(0.51); }, {"0.51 cannot be reached", "0.5000 is the largest"});
+  test::expect_error([&] { curves.row(0.51); },
+                     {"0.51 cannot be reached", "0.5000 is the largest"});
   for (const double wrong : {0.0, 1.0, -0.5, std::nan("")}) {
     test::expect_error([&] { curves.row(wrong); }, {"above 0 and below 1"});
   }

@@ -1,0 +1,181 @@
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <kvzap/train.hpp>
+#include <limits>
+
+#include "golden/golden_files.hpp"
+#include "train/lapack.hpp"
+#include "unit/temporary_folder.hpp"
+#include "unit/train/memory_pairs.hpp"
+
+namespace kvzap {
+namespace {
+
+using test::expect_error;
+using test::MemoryPairs;
+
+PairSplit no_validation(const PairSource& source) { return split_pairs(source.info(), 0, 0); }
+
+/// Ridge regression by its definition, in double: Gauss elimination of the centred normal
+/// equations.
+struct Reference {
+  std::vector<double> weight, bias;  // (heads, inputs), (heads)
+};
+Reference solve(MemoryPairs& pairs, int layer, const std::vector<bool>& used, double alpha) {
+  const auto inputs = pairs.info().hidden_size;
+  const int heads = pairs.info().kv_heads;
+  std::vector<double> x_mean(inputs), y_mean(heads);
+  double count = 0;
+  for (std::int64_t p = 0; p < pairs.info().pairs; ++p) count += used[p] ? 1 : 0;
+  for (std::int64_t p = 0; p < pairs.info().pairs; ++p) {
+    if (!used[p]) continue;
+    for (std::int64_t c = 0; c < inputs; ++c) x_mean[c] += pairs.hidden(layer, p, c) / count;
+    for (int h = 0; h < heads; ++h) y_mean[h] += pairs.score(layer, p, h) / count;
+  }
+  Reference reference;
+  for (int h = 0; h < heads; ++h) {
+    std::vector<std::vector<double>> a(inputs, std::vector<double>(inputs + 1));
+    for (std::int64_t i = 0; i < inputs; ++i) {
+      a[i][i] = alpha;
+      for (std::int64_t p = 0; p < pairs.info().pairs; ++p) {
+        if (!used[p]) continue;
+        const double x = pairs.hidden(layer, p, i) - x_mean[i];
+        for (std::int64_t j = 0; j < inputs; ++j) {
+          a[i][j] += x * (pairs.hidden(layer, p, j) - x_mean[j]);
+        }
+        a[i][inputs] += x * (pairs.score(layer, p, h) - y_mean[h]);
+      }
+    }
+    for (std::int64_t i = 0; i < inputs; ++i) {
+      for (std::int64_t k = 0; k < inputs; ++k) {
+        if (k == i) continue;
+        const double factor = a[k][i] / a[i][i];
+        for (std::int64_t j = i; j <= inputs; ++j) a[k][j] -= factor * a[i][j];
+      }
+    }
+    double bias = y_mean[h];
+    for (std::int64_t i = 0; i < inputs; ++i) {
+      reference.weight.push_back(a[i][inputs] / a[i][i]);
+      bias -= reference.weight.back() * x_mean[i];
+    }
+    reference.bias.push_back(bias);
+  }
+  return reference;
+}
+
+void expect_near(const std::vector<float>& found, const std::vector<double>& wanted,
+                 double tolerance) {
+  ASSERT_EQ(found.size(), wanted.size());
+  double largest = 0;
+  for (const double value : wanted) largest = std::max(largest, std::fabs(value));
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    EXPECT_NEAR(found[i], wanted[i], tolerance * largest) << i;
+  }
+}
+
+TEST(Ridge, HasTheGoldenCoefficients) {
+  const auto file = SafetensorsFolder::open(golden::golden_dir / "pairs/ridge.safetensors");
+  for (const int layer : {1, 4}) {
+    const std::string name = std::to_string(layer);
+    const TensorInfo* const x = file.find(name + ".x");
+    const auto y = golden::tensor<float>(file, name + ".y");
+    const std::int64_t count = x->shape.at(0), inputs = x->shape.at(1);
+    const auto heads = static_cast<int>(static_cast<std::int64_t>(y.size()) / count);
+    MemoryPairs pairs(count, 1, inputs, heads);
+    for (std::int64_t i = 0; i < count * inputs; ++i) {
+      bfloat16 value;
+      std::memcpy(&value, x->data + i * sizeof(value), sizeof(value));
+      pairs.hidden(0, i / inputs, i % inputs) = value;
+    }
+    for (std::int64_t i = 0; i < count * heads; ++i) pairs.score(0, i / heads, i % heads) = y[i];
+    const auto trained = train_ridge(pairs, 0, no_validation(pairs), {});
+    ASSERT_TRUE(trained);
+    expect_near(trained->surrogate.weight1, golden::tensor<double>(file, name + ".weight"), 1e-4);
+    expect_near(trained->surrogate.bias1, golden::tensor<double>(file, name + ".bias"), 1e-4);
+    EXPECT_GT(trained->report.condition, 1);
+    EXPECT_LT(trained->report.condition, ill_conditioned);
+  }
+}
+
+TEST(Ridge, IsTheDefinitionForEveryTypeAndFarFromTheOrigin) {
+  for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+    for (const float mean : {0.0f, 500.0f}) {
+      SCOPED_TRACE(std::string(name_of(dtype)) + " " + std::to_string(mean));
+      auto pairs = MemoryPairs::random(700, 2, 13, 3, dtype, mean);
+      const PairSplit split = split_pairs(pairs.info(), 0.1, 3);
+      std::vector<bool> used = split.is_validation;
+      used.flip();
+      const auto trained = train_ridge(pairs, 1, split, {2.5});
+      ASSERT_TRUE(trained);
+      const Reference reference = solve(pairs, 1, used, 2.5);
+      expect_near(trained->surrogate.weight1, reference.weight, 2e-5);
+      expect_near(trained->surrogate.bias1, reference.bias, 2e-5);
+
+      double squares = 0;
+      for (std::int64_t p = 0; p < 700; ++p) {
+        for (int h = 0; h < 3 && used[p]; ++h) {
+          double error = reference.bias[h] - pairs.score(1, p, h);
+          for (int c = 0; c < 13; ++c)
+            error += reference.weight[h * 13 + c] * pairs.hidden(1, p, c);
+          squares += error * error;
+        }
+      }
+      EXPECT_EQ(trained->report.training, 630);
+      EXPECT_EQ(trained->report.validation, 70);
+      EXPECT_NEAR(trained->report.training_mse, squares / (630 * 3), 1e-4 * squares / (630 * 3));
+      EXPECT_GT(trained->report.r2.at(2), 0.5);
+    }
+  }
+}
+
+TEST(Ridge, LeavesOutPairsThatAreNotFinite) {
+  auto pairs = MemoryPairs::random(200, 1, 7, 2);
+  std::vector<bool> used(200, true);
+  const float infinity = std::numeric_limits<float>::infinity();
+  pairs.hidden(0, 10, 3) = std::nanf("");
+  pairs.score(0, 20, 1) = -infinity;
+  used[10] = used[20] = false;
+  const auto trained = train_ridge(pairs, 0, no_validation(pairs), {});
+  ASSERT_TRUE(trained);
+  EXPECT_EQ(trained->report.dropped, 2);
+  EXPECT_EQ(trained->report.training, 198);
+  expect_near(trained->surrogate.weight1, solve(pairs, 0, used, 1).weight, 2e-5);
+  for (std::int64_t p = 0; p < 200; ++p) pairs.score(0, p, 0) = infinity;
+  expect_error([&] { train_ridge(pairs, 0, no_validation(pairs), {}); }, {"layer 0", "200"});
+}
+
+TEST(Ridge, TellsASystemThatCannotBeSolved) {
+  auto pairs = MemoryPairs::random(100, 1, 6, 1, DType::f32);
+  for (std::int64_t p = 0; p < 100; ++p) pairs.hidden(0, p, 5) = pairs.hidden(0, p, 1);
+  EXPECT_TRUE(train_ridge(pairs, 0, no_validation(pairs), {}));
+  for (std::int64_t p = 0; p < 100; ++p) pairs.hidden(0, p, 5) = 0.5f;
+  expect_error([&] { train_ridge(pairs, 0, no_validation(pairs), {0}); },
+               {"layer 0", "not positive definite", "--ridge"});
+  const auto nearly = train_ridge(pairs, 0, no_validation(pairs), {1e-11});
+  ASSERT_TRUE(nearly);
+  EXPECT_GT(nearly->report.condition, ill_conditioned);
+  expect_error([&] { train_ridge(pairs, 0, no_validation(pairs), {-1}); }, {"ridge is -1"});
+}
+
+TEST(Ridge, StopsIfAsked) {
+  const auto pairs = MemoryPairs::random(100, 1, 6, 1);
+  EXPECT_FALSE(train_ridge(pairs, 0, no_validation(pairs), {}, [] { return true; }));
+}
+
+TEST(Cholesky, SolvesAndEstimatesTheCondition) {
+  // (3, 3) with stride 4; below the diagonal is what must not be read.
+  std::vector<double> a = {4, 2, 0.5, -1, 9, 5, 1, -1, 9, 9, 3, -1};
+  std::vector<double> b = {4 + 4 + 1.5, 2 + 10 + 3, 0.5 + 2 + 9};  // of (1, 2, 3)
+  const auto result = detail::solve_cholesky(a.data(), 3, 4, b.data(), 1);
+  EXPECT_EQ(result.failed_pivot, 0);
+  for (int i = 0; i < 3; ++i) EXPECT_NEAR(b[i], i + 1, 1e-14);
+  EXPECT_GT(result.condition, 1);
+  EXPECT_LT(result.condition, 10);
+  std::vector<double> singular = {1, 1, 1, 1};
+  EXPECT_EQ(detail::solve_cholesky(singular.data(), 2, 2, b.data(), 1).failed_pivot, 2);
+}
+
+}  // namespace
+}  // namespace kvzap

@@ -217,7 +217,7 @@ void declare(CLI::App& app, CollectOptions& o) {
   app.add_option("--json", o.json, "write a report to this file; - is standard output")
       ->type_name("FILE")
       ->group(output);
-  app.add_flag("--quiet", o.quiet, "print errors only")->group(output);
+  app.add_flag("-q,--quiet", o.quiet, "print errors only")->group(output);
   app.add_option("--config", o.config,
                  "TOML file with options, named as here without dashes; the command line wins")
       ->type_name("FILE")

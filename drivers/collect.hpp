@@ -2,20 +2,34 @@
 #pragma once
 
 #include <CLI/CLI.hpp>
+#include <cstdint>
+#include <kvzap/collect.hpp>
 #include <kvzap/communicator.hpp>
+#include <optional>
 #include <string>
 
 namespace kvzap::driver {
 
 struct CollectOptions {
+  std::string model;
+  std::string texts;
+  std::string output;
+  std::string dtype = "bf16";
+  std::optional<std::uint64_t> random_weights;
+  std::optional<std::int64_t> layers;  // absent: all
+  CollectRules rules;
+  int compression = 1;
+  std::string json;
+  bool quiet = false;
   std::string config;
 };
 
 /// Declares every option of the command on `app`; parsing fills `options`.
 void declare(CLI::App& app, CollectOptions& options);
 
-/// Carries out the command on all ranks. Throws AgreedError, on every rank alike, for whatever is
+/// Carries out the command on all ranks. Returns the exit status: 0, or 128 plus the number of the
+/// signal that has ended it after a text. Throws AgreedError, on every rank alike, for whatever is
 /// wrong with the input; any other exception is one rank's own.
-void collect(const CollectOptions& options, const Communicator& comm, const std::string& version);
+int collect(const CollectOptions& options, const Communicator& comm, const std::string& version);
 
 }  // namespace kvzap::driver

@@ -175,7 +175,7 @@ int run_program(int argc, char** argv, const kvzap::Communicator& comm) {
     bench(line.bench_options, comm, version, revision);
   } else if (line.collect->parsed()) {
     read_deck_of(*line.collect, line.collect_options.config);
-    collect(line.collect_options, comm, version);
+    return collect(line.collect_options, comm, version);
   } else if (line.train->parsed()) {
     read_deck_of(*line.train, line.train_options.config);
     return train(line.train_options, comm, version);

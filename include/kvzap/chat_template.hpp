@@ -1,6 +1,7 @@
 // The prompt text around a user's message, from the chat template of a Hugging Face model folder.
 #pragma once
 
+#include <cstddef>
 #include <filesystem>
 #include <string>
 #include <string_view>
@@ -33,6 +34,14 @@ class ChatTemplate {
     std::string context(std::string_view user_text) const;
   };
 
+  /// A user's message and the assistant's answer, as the template writes them, and where they are
+  /// in the text, in bytes.
+  struct Exchange {
+    std::string text;
+    std::size_t user = 0;
+    std::size_t assistant = 0;
+  };
+
   /// Reads folder/chat_template.jinja, or else chat_template in folder/tokenizer_config.json: a
   /// string, or a list of {name, template} of which "default" is taken. Throws Error, which names
   /// the option --raw, if there is no template or one whose output is not known to be one of
@@ -45,6 +54,12 @@ class ChatTemplate {
   /// gets the date it falls back to, 26 Jul 2024 in the published ones, so that prompts stay the
   /// same from day to day.
   Parts parts(bool thinking) const;
+
+  /// An exchange without generation prompt. What stands between and behind the messages is that of
+  /// the format's published templates (Qwen3: with the empty block of thoughts that its template
+  /// puts before an answer without any). `user` and `assistant` must have no white space at their
+  /// ends, which some templates strip. Encode it without add_special_tokens.
+  Exchange exchange(std::string_view user, std::string_view assistant) const;
 
  private:
   ChatFormat m_format = ChatFormat::chatml;

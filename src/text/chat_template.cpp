@@ -732,4 +732,25 @@ ChatTemplate::Parts ChatTemplate::parts(bool thinking) const {
   return thinking ? m_thinking : m_no_thinking;
 }
 
+ChatTemplate::Exchange ChatTemplate::exchange(std::string_view user,
+                                              std::string_view assistant) const {
+  std::string between = "<|im_end|>\n<|im_start|>assistant\n";
+  std::string end = "<|im_end|>\n";
+  if (m_format == ChatFormat::qwen3) {
+    between += "<think>\n\n</think>\n\n";
+  } else if (m_format == ChatFormat::llama3) {
+    between = "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n";
+    end = "<|eot_id|>";
+  }
+  Exchange result;
+  result.text = m_no_thinking.prefix;
+  result.user = result.text.size();
+  result.text += user;
+  result.text += between;
+  result.assistant = result.text.size();
+  result.text += assistant;
+  result.text += end;
+  return result;
+}
+
 }  // namespace kvzap

@@ -274,6 +274,29 @@ void write_structure(const fs::path& path, const PairsPlan& plan) {
   checked_hdf5(file.close(), "H5Fclose");
 }
 
+// A chunk of zeros as the filters of `data_set` leave it.
+std::vector<char> packed_zeros(hid_t data_set) {
+  const Hdf5Handle create(H5Dget_create_plist(data_set), H5Pclose, "H5Dget_create_plist");
+  std::vector<hsize_t> extents(2);
+  checked_hdf5(H5Pget_chunk(create, 2, extents.data()), "H5Pget_chunk");
+  const Hdf5Handle access = property_list(H5P_FILE_ACCESS);
+  constexpr std::size_t growth = std::size_t{1} << 16;
+  checked_hdf5(H5Pset_fapl_core(access, growth, false), "H5Pset_fapl_core");
+  const Hdf5Handle file(H5Fcreate("kvzap-chunk", H5F_ACC_TRUNC, H5P_DEFAULT, access), H5Fclose,
+                        "H5Fcreate");
+  const Hdf5Handle type(H5Dget_type(data_set), H5Tclose, "H5Dget_type");
+  const Hdf5Handle copy = create_data_set(file, "chunk", type, extents, create);
+  write_first_chunk(copy, type, H5Tget_size(type), extents);
+  checked_hdf5(H5Fflush(file, H5F_SCOPE_GLOBAL), "H5Fflush");
+  const hsize_t origin[2] = {0, 0};
+  hsize_t bytes = 0;
+  checked_hdf5(H5Dget_chunk_storage_size(copy, origin, &bytes), "H5Dget_chunk_storage_size");
+  std::vector<char> packed(static_cast<std::size_t>(bytes));
+  std::uint32_t left_out = 0;
+  checked_hdf5(H5Dread_chunk(copy, H5P_DEFAULT, origin, &left_out, packed.data()), "H5Dread_chunk");
+  return packed;
+}
+
 // ---- Going on with a file: rank 0 alone ---------------------------------------------------------
 
 // Throws Error with what differs between the file and what is to be made.
@@ -415,14 +438,25 @@ class Hdf5PairsWriter final : public PairsWriter {
   }
 
  private:
+  struct DataSet {
+    Hdf5Handle handle;
+    std::int64_t columns;
+    std::int64_t chunk_columns;
+    std::vector<char> zeros;  // a chunk of them, packed
+  };
+
   // What HDF5 has open.
   struct Files {
     Hdf5Handle file;
     Hdf5Handle root;
     Hdf5Handle transfer;
     Hdf5Handle hidden_type;
+    std::vector<DataSet> hidden;  // of each layer
+    std::vector<DataSet> scores;
 
     herr_t close() {
+      hidden.clear();
+      scores.clear();
       const herr_t closed = root.close();
       return std::min(closed, file.close());
     }
@@ -543,6 +577,19 @@ class Hdf5PairsWriter final : public PairsWriter {
       m_file->root = Hdf5Handle(H5Gopen2(m_file->file, "/", H5P_DEFAULT), H5Gclose, "H5Gopen2");
       m_file->transfer = detail::transfer_together();
       m_file->hidden_type = detail::type_in_memory(m_dtype);
+      const auto open = [&](std::size_t layer, const char* name, std::int64_t columns,
+                            std::int64_t chunk_columns, std::vector<DataSet>& data_sets) {
+        Hdf5Handle handle(
+            H5Dopen2(m_file->file, pairs_data_set(static_cast<int>(layer), name).c_str(),
+                     H5P_DEFAULT),
+            H5Dclose, "H5Dopen2");
+        std::vector<char> zeros = layer == 0 ? packed_zeros(handle) : data_sets[0].zeros;
+        data_sets.push_back({std::move(handle), columns, chunk_columns, std::move(zeros)});
+      };
+      for (std::size_t l = 0; l < m_pending.size(); ++l) {
+        open(l, "hidden", m_hidden_size, m_chunk_columns, m_file->hidden);
+        open(l, "scores", m_kv_heads, m_kv_heads, m_file->scores);
+      }
     });
     m_flushed = Clock::now();
   }
@@ -646,32 +693,46 @@ class Hdf5PairsWriter final : public PairsWriter {
   // Rows first … first + rows - 1 of the file, from row `offset` of those that wait. Collective.
   void write_layer(std::size_t layer, std::int64_t first, std::int64_t rows, std::int64_t offset) {
     const Pending& pending = m_pending[layer];
-    const bool has_scores = writes_scores(layer);
     const auto value = static_cast<std::int64_t>(size_of(m_dtype));
-    const int number = static_cast<int>(layer);
-    write_rows(pairs_data_set(number, "hidden"), m_file->hidden_type, first,
-               pending.columns > 0 ? rows : 0, pending.first_column, pending.columns,
-               pending.hidden.data() + offset * pending.columns * value);
-    write_rows(pairs_data_set(number, "scores"), H5T_NATIVE_FLOAT, first, has_scores ? rows : 0, 0,
-               m_kv_heads, pending.scores.data() + (has_scores ? offset * m_kv_heads : 0));
+    write_rows(m_file->hidden[layer], m_file->hidden_type, first, rows, pending.first_column,
+               pending.columns, pending.hidden.data() + offset * pending.columns * value);
+    const std::int64_t heads = writes_scores(layer) ? m_kv_heads : 0;
+    write_rows(m_file->scores[layer], H5T_NATIVE_FLOAT, first, rows, 0, heads,
+               pending.scores.data() + offset * heads);
   }
 
-  // Collective; a rank without rows takes part with nothing.
-  void write_rows(const std::string& name, hid_t type, std::int64_t first, std::int64_t rows,
-                  std::int64_t first_column, std::int64_t columns, const void* data) {
-    Hdf5Handle data_set, space, memory;
+  // Of each rank `columns` columns, or none. Collective.
+  void write_rows(const DataSet& data_set, hid_t type, std::int64_t first, std::int64_t rows,
+                  std::int64_t first_column, std::int64_t columns, const void* data) const {
+    Hdf5Handle space, memory;
     agree([&] {
-      data_set =
-          Hdf5Handle(H5Dopen2(m_file->file, name.c_str(), H5P_DEFAULT), H5Dclose, "H5Dopen2");
-      space = Hdf5Handle(H5Dget_space(data_set), H5Sclose, "H5Dget_space");
-      detail::select_rows(space, first, rows, first_column, columns);
-      memory = simple_space({static_cast<hsize_t>(std::max<std::int64_t>(rows, 1)),
-                             static_cast<hsize_t>(std::max<std::int64_t>(columns, 1))});
-      if (rows == 0) checked_hdf5(H5Sselect_none(memory), "H5Sselect_none");
+      space = Hdf5Handle(H5Dget_space(data_set.handle), H5Sclose, "H5Dget_space");
+      detail::select_rows(space, first, columns > 0 ? rows : 0, first_column, columns);
+      memory = simple_space(
+          {static_cast<hsize_t>(rows), static_cast<hsize_t>(std::max<std::int64_t>(columns, 1))});
+      if (columns == 0) checked_hdf5(H5Sselect_none(memory), "H5Sselect_none");
     });
     CollectiveOutcome outcome;
-    outcome.note(H5Dwrite(data_set, type, memory, space, m_file->transfer, data), "H5Dwrite");
+    place_chunks(data_set, first, rows, outcome);
+    outcome.note(H5Dwrite(data_set.handle, type, memory, space, m_file->transfer, data),
+                 "H5Dwrite");
     outcome.agree(m_comm, m_path, pairs_kind);
+  }
+
+  // Gives chunks a place in the file, each its own, with zeros in it. Until it has one, HDF5 1.10
+  // takes all chunks of a collective write that have none for the same chunk, and waits forever for
+  // ranks to send their parts of it. Collective.
+  void place_chunks(const DataSet& data_set, std::int64_t first, std::int64_t rows,
+                    CollectiveOutcome& outcome) const {
+    for (std::int64_t row = first / m_chunk_pairs * m_chunk_pairs; row < first + rows;
+         row += m_chunk_pairs) {
+      for (std::int64_t column = 0; column < data_set.columns; column += data_set.chunk_columns) {
+        const hsize_t offset[2] = {static_cast<hsize_t>(row), static_cast<hsize_t>(column)};
+        outcome.note(H5Dwrite_chunk(data_set.handle, H5P_DEFAULT, 0, offset, data_set.zeros.size(),
+                                    data_set.zeros.data()),
+                     "H5Dwrite_chunk");
+      }
+    }
   }
 
   // Makes what is written last. Collective.

@@ -13,7 +13,8 @@ versions of the two packages, which it records.
     <name>/tokenizer.json   byte-level BPE, trained here, with the pre-tokenizer of a published family
     texts.json              texts, as hexadecimal bytes since some are not UTF-8
     <name>.json             ids of each text, ids with special tokens, and decodings
-    templates.json          chat templates, with what is put before and after the user's message
+    templates.json          chat templates, with what is put before and after the user's message, and
+                            around those of a user and an assistant
 """
 
 import json
@@ -486,6 +487,12 @@ def write_templates():
             case["thinking" if thinking else "no_thinking"] = [prefix, suffix]
             case["padded"] = padded
             case["padded_prompt"] = render(padded)
+        exchange = tokenizer.apply_chat_template(
+            [{"role": "user", "content": marker}, {"role": "assistant", "content": marker}],
+            tokenize=False,
+            date_string="26 Jul 2024",
+        )
+        case["exchange"] = exchange.split(marker)
         cases.append(case)
     write(
         OUT / "templates.json",

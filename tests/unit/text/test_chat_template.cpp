@@ -77,6 +77,13 @@ TEST(ChatTemplate, MatchesReferenceForPublishedFamilies) {
     EXPECT_EQ(whole, parts.context(padded) + "and more" + parts.suffix);
     EXPECT_EQ(chat_template.parts(false).prompt(golden["padded"].get<std::string>()),
               golden["padded_prompt"].get<std::string>());
+    const auto exchange = chat_template.exchange("Read this.", "That.");
+    const Json& around = golden["exchange"];
+    if (around.size() != 3) continue;  // a template that knows no assistant
+    const auto part = [&](int i) { return around[i].get<std::string>(); };
+    EXPECT_EQ(exchange.text, part(0) + "Read this." + part(1) + "That." + part(2));
+    EXPECT_EQ(exchange.text.find("Read this."), exchange.user);
+    EXPECT_EQ(exchange.text.find("That."), exchange.assistant);
   }
 }
 

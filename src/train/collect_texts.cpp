@@ -1,0 +1,199 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <fstream>
+#include <kvzap/collect.hpp>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <numeric>
+#include <optional>
+
+#include "base/fnv.hpp"
+#include "text/utf8.hpp"
+
+namespace kvzap {
+namespace {
+
+constexpr const char* repeat_request = "\n\nRepeat the previous context exactly.";
+
+// As Python's str.strip(), which takes the information separators for white space too.
+bool is_python_space(std::int32_t c) {
+  return (c >= 0x1c && c <= 0x1f) || detail::is_white_space(c);
+}
+
+std::string_view stripped(std::string_view text) {
+  while (!text.empty()) {
+    const auto [character, bytes] = detail::first_character(text);
+    if (!is_python_space(character)) break;
+    text.remove_prefix(bytes);
+  }
+  while (!text.empty()) {
+    const auto [character, bytes] = detail::last_character(text);
+    if (!is_python_space(character)) break;
+    text.remove_suffix(bytes);
+  }
+  return text;
+}
+
+struct Line {
+  std::string text;
+  std::string subset;
+};
+
+Line parse_line(const std::string& line, const std::string& where) {
+  const auto json = nlohmann::json::parse(line, nullptr, false);
+  const auto fail = [&](const std::string& found) {
+    throw Error(fmt::format("{}: {}; expected a JSON object with a field \"text\"", where, found));
+  };
+  if (json.is_discarded()) fail("no valid JSON");
+  if (!json.is_object()) fail(fmt::format("JSON of type {}", json.type_name()));
+  const auto text = json.find("text");
+  if (text == json.end()) fail("no field \"text\"");
+  if (!text->is_string()) fail(fmt::format("field \"text\" is of type {}", text->type_name()));
+  const auto subset = json.find("subset");
+  const bool has_subset = subset != json.end() && !subset->is_null();
+  if (has_subset && !subset->is_string()) {
+    throw Error(fmt::format("{}: field \"subset\" is of type {}; expected a text", where,
+                            subset->type_name()));
+  }
+  Line result{text->get<std::string>(), has_subset ? subset->get<std::string>() : ""};
+  if (result.subset.find('\0') != std::string::npos) {
+    throw Error(fmt::format("{}: field \"subset\" has a NUL in it", where));
+  }
+  return result;
+}
+
+// SplitMix64 (Steele, Lea, Flood 2014).
+std::uint64_t next_random(std::uint64_t& state) {
+  std::uint64_t z = (state += 0x9e3779b97f4a7c15u);
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+  return z ^ (z >> 31);
+}
+
+// `count` of 0 … total - 1, ascending: the beginning of a permutation that seed and line decide.
+std::vector<std::int64_t> sample(std::int64_t total, std::int64_t count, std::uint64_t seed,
+                                 std::int64_t line) {
+  std::vector<std::int64_t> all(static_cast<std::size_t>(total));
+  std::iota(all.begin(), all.end(), std::int64_t{0});
+  if (count >= total) return all;
+  std::uint64_t state = seed;
+  state = next_random(state) ^ static_cast<std::uint64_t>(line);
+  for (std::int64_t i = 0; i < count; ++i) {
+    // Bias of the remainder: below 2^-40 for texts of up to 2^24 tokens.
+    const auto left = static_cast<std::uint64_t>(total - i);
+    std::swap(all[i], all[i + static_cast<std::int64_t>(next_random(state) % left)]);
+  }
+  all.resize(static_cast<std::size_t>(count));
+  std::sort(all.begin(), all.end());
+  return all;
+}
+
+}  // namespace
+
+CollectText make_collect_text(std::string_view text, const Tokenizer& tokenizer,
+                              const ChatTemplate& chat_template) {
+  const auto exchange = chat_template.exchange(std::string(text) + repeat_request, text);
+  CollectText result;
+  result.ids = tokenizer.encode(exchange.text);
+  const std::size_t boundaries[] = {exchange.user, exchange.user + text.size(), exchange.assistant,
+                                    exchange.assistant + text.size()};
+  std::int64_t* const targets[] = {&result.text_begin, &result.text_end, &result.repeat_begin,
+                                   &result.repeat_end};
+  // A token begins where the whole characters of those before it end.
+  Tokenizer::StreamDecoder decoder(tokenizer, false);
+  std::size_t begin = 0, next = 0;
+  std::string whole;
+  for (std::size_t i = 0; i < result.ids.size(); ++i) {
+    begin = whole.size();
+    while (next < std::size(boundaries) && begin >= boundaries[next]) {
+      *targets[next++] = static_cast<std::int64_t>(i);
+    }
+    whole += decoder.append(result.ids[i]);
+  }
+  whole += decoder.finish();
+  if (whole != exchange.text || next != std::size(boundaries)) {
+    throw Error(
+        "the tokenizer does not give the text back, so that its tokens have no place in it");
+  }
+  return result;
+}
+
+CollectTexts read_collect_texts(const std::filesystem::path& file, const CollectRules& rules,
+                                const Tokenizer& tokenizer, const ChatTemplate& chat_template,
+                                const ModelConfig& config) {
+  std::ifstream stream(file, std::ios::binary);
+  if (!stream || std::filesystem::is_directory(file)) {
+    throw Error(fmt::format("{}: cannot be read; expected a file of texts", file.string()));
+  }
+  CollectTexts result;
+  std::map<std::string, std::int64_t> of_subset;
+  std::uint64_t hash = detail::fnv_start;
+  std::int64_t number = 0;
+  for (std::string line; std::getline(stream, line);) {
+    ++number;
+    hash = detail::fnv1a("\n", detail::fnv1a(line, hash));
+    if (line.find_first_not_of(" \t\r\n\v\f") == std::string::npos) continue;
+    const std::string where = fmt::format("{}: line {}", file.string(), number);
+    const Line parsed = parse_line(line, where);
+    ++result.lines;
+    if (rules.max_texts > 0 && static_cast<std::int64_t>(result.texts.size()) == rules.max_texts) {
+      ++result.over_max_texts;
+      continue;
+    }
+    const std::vector<TokenId> ids = tokenizer.encode(stripped(parsed.text));
+    const auto tokens = static_cast<std::int64_t>(ids.size());
+    if (tokens < rules.min_tokens || tokens == 0) {
+      ++result.too_short;
+      continue;
+    }
+    if (tokens > rules.max_tokens) {
+      ++result.too_long;
+      continue;
+    }
+    if (of_subset[parsed.subset] == rules.per_subset) {
+      ++result.over_subset;
+      continue;
+    }
+    // As the tokenizer normalizes it: what tokens give back.
+    const std::string text = tokenizer.decode(ids, false);
+    CollectText made;
+    try {
+      made = make_collect_text(text, tokenizer, chat_template);
+    } catch (const Error& error) {
+      throw Error(fmt::format("{}: {}", where, error.what()));
+    }
+    if (static_cast<std::int64_t>(made.ids.size()) > config.max_position_embeddings) {
+      ++result.too_long;
+      continue;
+    }
+    for (const TokenId id : made.ids) {
+      if (id >= config.vocab_size) {
+        throw Error(fmt::format("{}: token id {} is not in the vocabulary; expected less than {}",
+                                where, id, config.vocab_size));
+      }
+    }
+    ++of_subset[parsed.subset];
+    made.positions =
+        sample(made.text_end - made.text_begin, rules.tokens_per_text, rules.seed, number);
+    result.plan.push_back({number, parsed.subset, made.text_end - made.text_begin, made.positions});
+    result.texts.push_back(std::move(made));
+  }
+  if (stream.bad()) throw Error(fmt::format("{}: reading failed", file.string()));
+  if (result.lines == 0) {
+    throw Error(
+        fmt::format("{}: there is no text in it; expected a JSON object per line", file.string()));
+  }
+  if (result.texts.empty()) {
+    throw Error(
+        fmt::format("{}: none of its {} texts can be used: {} have fewer than {} tokens "
+                    "(--min-tokens), {} more "
+                    "than {} (--max-tokens) or would not fit the model's {} positions twice",
+                    file.string(), result.lines, result.too_short, rules.min_tokens,
+                    result.too_long, rules.max_tokens, config.max_position_embeddings));
+  }
+  result.hash = fmt::format("{:016x}", hash);
+  return result;
+}
+
+}  // namespace kvzap

@@ -377,7 +377,11 @@ class Hdf5PairsWriter final : public PairsWriter {
  public:
   Hdf5PairsWriter(const fs::path& file, const PairsPlan& plan,
                   const std::vector<std::vector<int>>& heads, const Communicator& comm)
-      : m_path(file), m_comm(comm), m_recovery(file), m_heads(heads), m_flush_share(plan.flush_share) {
+      : m_path(file),
+        m_comm(comm),
+        m_recovery(file),
+        m_heads(heads),
+        m_flush_share(plan.flush_share) {
     const detail::QuietHdf5 quiet;
     std::int64_t exists = 0;
     agree([&] {

@@ -351,9 +351,9 @@ int collect_to_statistics(const Work& work) {
     check_texts_fit(options, config, " and the statistics", extents[1],
                     bytes_of_moments(config, comm.size()), comm, work.ranks_on_node);
   });
+  const SignalWatch watch;
   work.say_texts(extents[0], texts);
 
-  const SignalWatch watch;
   Progress bar(work.talks());
   const ProgressCallback progress = [&](std::string_view what, std::int64_t done,
                                         std::int64_t total) { bar.update(what, done, total); };

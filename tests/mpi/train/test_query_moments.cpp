@@ -66,8 +66,8 @@ CollectText made_up(std::int64_t tokens, int seed) {
 QueryMoments collect(const std::shared_ptr<const Model<float>>& model,
                      const std::vector<CollectText>& texts, std::int64_t sink = 4) {
   const Communicator comm = Communicator::world();
-  return collect_query_moments<float>(
-      model, comm.is_root() ? texts : std::vector<CollectText>{}, sink, comm, nullptr);
+  return collect_query_moments<float>(model, comm.is_root() ? texts : std::vector<CollectText>{},
+                                      sink, comm, nullptr);
 }
 
 /// Largest difference of the layers named, means over the deviations of their dimension and
@@ -119,8 +119,8 @@ void expect_texts_as_kvpress(const fs::path& folder) {
       goldens / "collect" / (folder.filename().string() + ".queries.safetensors"));
   CollectRules rules;
   rules.min_tokens = 1;
-  const CollectTexts texts = read_plain_texts(goldens / "collect/texts.jsonl", rules,
-                                              Tokenizer::load(folder), config);
+  const CollectTexts texts =
+      read_plain_texts(goldens / "collect/texts.jsonl", rules, Tokenizer::load(folder), config);
   ASSERT_EQ(texts.texts.size(), 3u);
   const QueryMoments moments = collect(model, texts.texts);
   EXPECT_EQ(moments.texts, 3);
@@ -129,10 +129,10 @@ void expect_texts_as_kvpress(const fs::path& folder) {
   EXPECT_FALSE(moments.stopped);
   expect_sizes(moments, config, Communicator::world().is_root());
   if (!Communicator::world().is_root()) return;
-  EXPECT_LT(difference(moments, config, values_of<std::int64_t>(golden, "layers"),
-                       values_of<float>(golden, "query_mean"),
-                       values_of<float>(golden, "query_cov")),
-            1e-4);
+  EXPECT_LT(
+      difference(moments, config, values_of<std::int64_t>(golden, "layers"),
+                 values_of<float>(golden, "query_mean"), values_of<float>(golden, "query_cov")),
+      1e-4);
 }
 
 TEST(QueryMoments, OfTextsAreThoseOfKvpressForRecall) { expect_texts_as_kvpress(recall); }
@@ -231,7 +231,7 @@ TEST(QueryMoments, OfLongAndShortTextsAreThoseOfSumsInDouble) {
   const ModelConfig& config = model->config();
   // Several blocks; shorter than the sink; the sink alone; one query.
   const std::vector<CollectText> texts = {made_up(5, 1), made_up(1500, 2), made_up(3, 3),
-                                          made_up(7, 4), made_up(8, 5), made_up(90, 6)};
+                                          made_up(7, 4), made_up(8, 5),    made_up(90, 6)};
   const std::int64_t sink = 7;
   const QueryMoments moments = collect(model, texts, sink);
   EXPECT_EQ(moments.queries, 1493 + 1 + 83);
@@ -242,8 +242,8 @@ TEST(QueryMoments, OfLongAndShortTextsAreThoseOfSumsInDouble) {
   Turned kept;
   const auto engine = Engine::create<float>(
       model, nullptr,
-      detail::watching_options(
-          "keep", [&] { return std::make_unique<KeepQueries>(layer, sink, kept); }),
+      detail::watching_options("keep",
+                               [&] { return std::make_unique<KeepQueries>(layer, sink, kept); }),
       comm);
   for (const CollectText& text : texts) {
     const SequenceId sequence = engine->add_sequence();
@@ -294,18 +294,17 @@ TEST(QueryMoments, StopAfterAText) {
   if (!model) GTEST_SKIP() << "more ranks than heads";
   const std::vector<CollectText> texts = {made_up(20, 1), made_up(20, 2)};
   int asked = 0;
-  const QueryMoments moments =
-      collect_query_moments<float>(model, texts, 4, comm, [&] {
-        ++asked;
-        return comm.rank() + 1 == comm.size();  // the last rank alone
-      });
+  const QueryMoments moments = collect_query_moments<float>(model, texts, 4, comm, [&] {
+    ++asked;
+    return comm.rank() + 1 == comm.size();  // the last rank alone
+  });
   EXPECT_TRUE(moments.stopped);
   EXPECT_EQ(asked, 1);
   EXPECT_EQ(moments.texts, 1);
   expect_sizes(moments, model->config(), false);
   // Too late: all texts have been.
-  const QueryMoments whole = collect_query_moments<float>(
-      model, {made_up(20, 1)}, 4, comm, [] { return true; });
+  const QueryMoments whole =
+      collect_query_moments<float>(model, {made_up(20, 1)}, 4, comm, [] { return true; });
   EXPECT_FALSE(whole.stopped);
   expect_sizes(whole, model->config(), comm.is_root());
 }

@@ -138,7 +138,6 @@ CollectResult run_texts(const CollectOptions& options, const ModelSetup& setup,
         Model<Value>::load(options.model, setup.config, setup.partition, comm.rank(),
                            options.random_weights, progress));
   });
-  const SignalWatch watch;
   return collect_pairs<Value>(
       model, texts.texts, writer, comm, [] { return caught_signal != 0; }, progress);
 }
@@ -217,7 +216,7 @@ void declare(CLI::App& app, CollectOptions& o) {
   app.add_option("--json", o.json, "write a report to this file; - is standard output")
       ->type_name("FILE")
       ->group(output);
-  app.add_flag("--quiet", o.quiet, "print errors only")->group(output);
+  app.add_flag("-q,--quiet", o.quiet, "print errors only")->group(output);
   app.add_option("--config", o.config,
                  "TOML file with options, named as here without dashes; the command line wins")
       ->type_name("FILE")
@@ -269,6 +268,7 @@ int collect(const CollectOptions& options, const Communicator& comm, const std::
 
   std::vector<std::vector<int>> heads;
   for (int rank = 0; rank < comm.size(); ++rank) heads.push_back(setup->partition.heads(0, rank));
+  const SignalWatch watch;
   const auto writer = PairsWriter::open(options.output, plan, heads, comm);
   for (const std::string& note : writer->notes()) warn(note);
   if (talks) {

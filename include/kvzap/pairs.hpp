@@ -93,9 +93,9 @@ struct PairsPlan {
   /// Extents of a chunk of hidden states; 0: chosen. A chunk is compressed and written at once.
   std::int64_t chunk_pairs = 0;
   std::int64_t chunk_columns = 0;
-  /// At most so long is lost if the process is killed, beside what fills no whole chunk; making
-  /// pairs last takes time.
-  double safe_seconds = 5;
+  /// Share of the time that making pairs last may take. What was appended since it was done last
+  /// is lost if the process is killed, and what fills no whole chunk.
+  double flush_share = 0.05;
 };
 
 /// The pairs of one text, as this rank has them.

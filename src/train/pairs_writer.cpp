@@ -40,6 +40,10 @@ constexpr std::int64_t max_transfer_bytes = std::int64_t{16} << 20;
 constexpr const char* fixed_data_sets[] = {"/id",         "/positions",    "/texts/begin",
                                            "/texts/line", "/texts/tokens", "/texts/subset"};
 
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
 std::vector<std::int64_t> text_begins(const PairsPlan& plan) {
   std::vector<std::int64_t> begins{0};
   for (const auto& text : plan.texts) {
@@ -373,7 +377,11 @@ class Hdf5PairsWriter final : public PairsWriter {
  public:
   Hdf5PairsWriter(const fs::path& file, const PairsPlan& plan,
                   const std::vector<std::vector<int>>& heads, const Communicator& comm)
-      : m_path(file), m_comm(comm), m_recovery(file), m_heads(heads), m_seconds(plan.safe_seconds) {
+      : m_path(file),
+        m_comm(comm),
+        m_recovery(file),
+        m_heads(heads),
+        m_flush_share(plan.flush_share) {
     const detail::QuietHdf5 quiet;
     std::int64_t exists = 0;
     agree([&] {
@@ -415,9 +423,9 @@ class Hdf5PairsWriter final : public PairsWriter {
     agree([&] { keep(text, scores, pairs); });
     ++m_texts;
     write_chunks();
-    double seconds = std::chrono::duration<double>(Clock::now() - m_flushed).count();
-    m_comm.broadcast(&seconds, sizeof(seconds), 0);
-    if (seconds >= m_seconds) flush();
+    std::int64_t is_due = seconds_since(m_flushed) * m_flush_share >= m_flush_seconds ? 1 : 0;
+    m_comm.broadcast(&is_due, sizeof(is_due), 0);
+    if (is_due != 0) flush();
   }
 
   void close() override {
@@ -740,6 +748,7 @@ class Hdf5PairsWriter final : public PairsWriter {
     std::int64_t texts = m_safe_texts;
     while (texts < m_texts && m_text_begin[texts + 1] <= m_written) ++texts;
     if (texts == m_safe_texts) return;
+    const auto start = Clock::now();
     CollectiveOutcome outcome;
     const auto note = [&](const char* name, std::int64_t value) {
       const hid_t attribute = H5Aopen(m_file->root, name, H5P_DEFAULT);
@@ -763,6 +772,7 @@ class Hdf5PairsWriter final : public PairsWriter {
     m_comm.broadcast(&m_bytes, sizeof(m_bytes), 0);
     m_safe_texts = texts;
     m_flushed = Clock::now();
+    m_flush_seconds = seconds_since(start);
   }
 
   fs::path m_path;
@@ -771,7 +781,8 @@ class Hdf5PairsWriter final : public PairsWriter {
   detail::PairsRecovery m_recovery;  // of rank 0, as the claim
   std::optional<detail::PairsClaim> m_claim;
   std::vector<std::vector<int>> m_heads;
-  double m_seconds;
+  double m_flush_share;
+  double m_flush_seconds = 0;  // that the last flush took
   std::vector<std::string> m_notes;
   std::optional<Files> m_file;
   DType m_dtype = DType::bf16;

@@ -65,7 +65,7 @@ PairsPlan some_plan(DType dtype = DType::bf16) {
   plan.command = {{"--seed", "1"}, {"texts", "0123"}};
   plan.chunk_pairs = 8;
   plan.chunk_columns = 6;
-  plan.safe_seconds = 0;
+  plan.flush_share = 1e9;  // at once
   std::int64_t line = 1;
   for (const std::int64_t pairs : {5, 3, 8, 1, 30, 0, 7, 2}) {
     PairsPlan::Text text;

@@ -88,6 +88,7 @@ void write_safetensors(const fs::path& file, const std::vector<SafetensorsEntry>
       [&] {
         temporary.remove_leftovers();
         std::ofstream stream(temporary.path(), std::ios::binary);
+        errno = 0;  // large tensors are written at once, small ones when the file is closed
         const auto write = [&](const void* data, std::size_t bytes) {
           stream.write(static_cast<const char*>(data), static_cast<std::streamsize>(bytes));
         };
@@ -97,7 +98,6 @@ void write_safetensors(const fs::path& file, const std::vector<SafetensorsEntry>
         for (const SafetensorsEntry* tensor : order) {
           if (const std::size_t bytes = bytes_of(*tensor); bytes > 0) write(tensor->data, bytes);
         }
-        errno = 0;
         stream.close();
         if (!stream) throw system_error("cannot be written", errno == 0 ? EIO : errno);
       },

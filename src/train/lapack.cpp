@@ -14,6 +14,9 @@ void dpotrs_(const char* uplo, const int* n, const int* nrhs, const double* a, c
              double* b, const int* ldb, int* info, std::size_t);
 void dpocon_(const char* uplo, const int* n, const double* a, const int* lda, const double* anorm,
              double* rcond, double* work, int* iwork, int* info, std::size_t);
+void dsyrk_(const char* uplo, const char* trans, const int* n, const int* k, const double* alpha,
+            const double* a, const int* lda, const double* beta, double* c, const int* ldc,
+            std::size_t, std::size_t);
 double dlansy_(const char* norm, const char* uplo, const int* n, const double* a, const int* lda,
                double* work, std::size_t, std::size_t);
 }
@@ -46,6 +49,13 @@ CholeskyResult solve_cholesky(double* a, std::int64_t n, std::int64_t stride, do
   dpotrs_(lower, &size, &right_sides, a, &lda, b, &size, &info, 1);
   if (info != 0) throw Error(fmt::format("LAPACK's dpotrs refuses argument {}", -info));
   return result;
+}
+
+void add_symmetric_products(const double* z, std::int64_t rows, std::int64_t columns,
+                            double* sums) {
+  const int n = static_cast<int>(columns), k = static_cast<int>(rows);
+  const double one = 1;
+  dsyrk_("L", "N", &n, &k, &one, z, &n, &one, sums, &n, 1, 1);
 }
 
 }  // namespace kvzap::detail

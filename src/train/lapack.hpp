@@ -1,4 +1,4 @@
-// Cholesky factors by LAPACK, on the host.
+// What training asks of BLAS and LAPACK in double, on the host.
 #pragma once
 
 #include <cstdint>
@@ -17,5 +17,9 @@ struct CholeskyResult {
 /// Error for n beyond LAPACK's integers.
 CholeskyResult solve_cholesky(double* a, std::int64_t n, std::int64_t stride, double* b,
                               std::int64_t rows);
+
+/// sums (columns, columns) += z^T z for z (rows, columns), both row after row; the upper triangle
+/// alone is computed.
+void add_symmetric_products(const double* z, std::int64_t rows, std::int64_t columns, double* sums);
 
 }  // namespace kvzap::detail

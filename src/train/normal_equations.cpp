@@ -1,12 +1,14 @@
 #include "train/normal_equations.hpp"
 
 #include <algorithm>
+#include <type_traits>
 
 #include "base/device_kernels.hpp"
 #include "base/huge_pages.hpp"
 #include "base/instantiate.hpp"
 #include "base/kokkos_compat.hpp"
 #include "linalg/host/row_kernels.hpp"
+#include "train/lapack.hpp"
 
 namespace kvzap::detail {
 namespace {
@@ -16,35 +18,58 @@ using NormalHostRange =
     Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace, Kokkos::IndexType<std::int64_t>>;
 using DoubleMatrix = Kokkos::View<double**, Kokkos::LayoutRight, MemorySpace>;
 
-// z (rows, inputs + heads + 1), see NormalEquations.
-template <class Value>
+// z (rows, inputs + heads + 1), see NormalEquations, in float or double.
+template <class Value, class Z>
 void normal_rows(const ExecutionSpace& exec, const StoredRows<Value>& hidden,
                  const ConstMatrix& scores, const Order& rows, const ConstVector& shift,
-                 const Matrix& z) {
+                 const Z& z) {
+  using Number = typename Z::non_const_value_type;
   const std::int64_t count = z.extent(0), inputs = hidden.extent(1), heads = scores.extent(1);
-  if (runs_on_host && !uses_device_kernels()) {
-    Kokkos::parallel_for("kvzap::ridge::rows", NormalHostRange(0, count), [=](std::int64_t i) {
-      float* const row = &z(i, 0);
-      widen(&hidden(rows(i), 0), row, inputs);
-      subtract(row, shift.data(), inputs);
-      for (std::int64_t h = 0; h < heads; ++h) {
-        row[inputs + h] = scores(rows(i), h) - shift(inputs + h);
-      }
-      row[inputs + heads] = 1;
-    });
-    return;
-  }
   const std::int64_t columns = inputs + heads + 1;
+  if constexpr (std::is_same_v<Number, float>) {
+    if (runs_on_host && !uses_device_kernels()) {
+      Kokkos::parallel_for("kvzap::ridge::rows", NormalHostRange(0, count), [=](std::int64_t i) {
+        float* const row = &z(i, 0);
+        widen(&hidden(rows(i), 0), row, inputs);
+        subtract(row, shift.data(), inputs);
+        for (std::int64_t h = 0; h < heads; ++h) {
+          row[inputs + h] = scores(rows(i), h) - shift(inputs + h);
+        }
+        row[inputs + heads] = 1;
+      });
+      return;
+    }
+  }
   Kokkos::parallel_for(
       "kvzap::ridge::rows", NormalRange(exec, 0, count * columns), KOKKOS_LAMBDA(std::int64_t n) {
         const std::int64_t i = n / columns, c = n % columns;
-        float value = 1;
+        Number value = 1;
         if (c < inputs) {
-          value = static_cast<float>(hidden(rows(i), c)) - shift(c);
+          value = static_cast<Number>(static_cast<float>(hidden(rows(i), c))) - shift(c);
         } else if (c < inputs + heads) {
-          value = scores(rows(i), c - inputs) - shift(c);
+          value = static_cast<Number>(scores(rows(i), c - inputs)) - shift(c);
         }
         z(i, c) = value;
+      });
+}
+
+// sums += z^T z, on and above the diagonal.
+void add_products(const ExecutionSpace& exec, const DoubleMatrix& z, const DoubleMatrix& sums) {
+  const std::int64_t count = z.extent(0), columns = z.extent(1);
+  if constexpr (runs_on_host) {
+    if (!uses_device_kernels()) {
+      fence(exec, "kvzap::ridge: BLAS does not run on the instance");
+      return add_symmetric_products(z.data(), count, columns, sums.data());
+    }
+  }
+  Kokkos::parallel_for(
+      "kvzap::ridge::products", NormalRange(exec, 0, columns * columns),
+      KOKKOS_LAMBDA(std::int64_t n) {
+        const std::int64_t i = n / columns, j = n % columns;
+        if (j < i) return;
+        double sum = 0;
+        for (std::int64_t r = 0; r < count; ++r) sum += z(r, i) * z(r, j);
+        sums(i, j) += sum;
       });
 }
 
@@ -74,11 +99,12 @@ NormalEquations::NormalEquations(std::int64_t inputs, std::int64_t heads,
     : m_inputs(inputs),
       m_heads(heads),
       m_shift("kvzap::ridge::shift", inputs + heads),
-      m_z("kvzap::ridge::z", block_rows, padded_columns(columns())),
-      m_tile("kvzap::ridge::tile", tile * std::max(tile, heads + 1)),
+      m_double_z("kvzap::ridge::double_z", is_double() ? block_rows : 0, columns()),
+      m_z("kvzap::ridge::z", is_double() ? 0 : block_rows, padded_columns(columns())),
+      m_tile("kvzap::ridge::tile", is_double() ? 0 : tile * std::max(tile, heads + 1)),
       m_sums("kvzap::ridge::sums", columns(), columns()) {
   if constexpr (runs_on_host) {
-    advise_huge_pages(m_z.data(), m_z.size() * sizeof(float));
+    if (!is_double()) advise_huge_pages(m_z.data(), m_z.size() * sizeof(float));
     advise_huge_pages(m_sums.data(), m_sums.size() * sizeof(double));
   }
   using Host =
@@ -93,6 +119,12 @@ void NormalEquations::add(const ExecutionSpace& exec, const StoredRows<Value>& h
   for (std::int64_t begin = 0; begin < total; begin += block_rows) {
     const std::int64_t count = std::min(block_rows, total - begin);
     const Order part = Kokkos::subview(rows, std::make_pair(begin, begin + count));
+    if (is_double()) {
+      const Sums z(m_double_z.data(), count, columns());
+      normal_rows<Value>(exec, hidden, scores, part, m_shift, z);
+      add_products(exec, z, m_sums);
+      continue;
+    }
     const Matrix z(m_z.data(), count, m_z.extent(1));
     normal_rows<Value>(exec, hidden, scores, part, m_shift, z);
     const auto columns_of = [&](std::int64_t first, std::int64_t end) {

@@ -372,7 +372,9 @@ TYPED_TEST(Linear, NothingToMultiply) {
 /// Which of the operands is transposed.
 enum class Form { nt, nn, tn };
 
-void check_multiply(int m, int n, int k, Form form, float alpha, float beta, int margin) {
+/// `large`: by multiply_large, whose alpha is 1.
+void check_multiply(int m, int n, int k, Form form, float alpha, float beta, int margin,
+                    bool large = false) {
   SCOPED_TRACE("m " + std::to_string(m) + " n " + std::to_string(n) + " k " + std::to_string(k) +
                (form == Form::nt   ? " nt"
                 : form == Form::nn ? " nn"
@@ -400,7 +402,14 @@ void check_multiply(int m, int n, int k, Form form, float alpha, float beta, int
   const auto multiply = a_transposed ? detail::multiply_tn
                         : transposed ? detail::multiply_nt
                                      : detail::multiply_nn;
-  multiply(exec, alpha, detail::ConstMatrix(a.view), detail::ConstMatrix(b.view), beta, c.view);
+  if (large) {
+    using detail::Op;
+    detail::multiply_large(exec, a_transposed ? Op::transposed : Op::plain,
+                           detail::ConstMatrix(a.view), transposed ? Op::transposed : Op::plain,
+                           detail::ConstMatrix(b.view), beta, c.view);
+  } else {
+    multiply(exec, alpha, detail::ConstMatrix(a.view), detail::ConstMatrix(b.view), beta, c.view);
+  }
   exec.fence();
   c.download();
   double largest = 0;
@@ -428,6 +437,8 @@ TEST(Multiply, PartsOfWiderMatrices) {
           for (int k : {1, 80, 129}) {
             check_multiply(m, n, k, form, 1, 0, margin);
             check_multiply(m, n, k, form, 1, 1, margin);
+            check_multiply(m, n, k, form, 1, 0, margin, true);
+            check_multiply(m, n, k, form, 1, 1, margin, true);
             check_multiply(m, n, k, form, -1.5f, 0.5f, margin);
           }
         }

@@ -164,6 +164,7 @@ nlohmann::ordered_json to_json(const CalibrateOptions& o, const ThresholdTable& 
   }
   for (std::size_t i = 0; i < texts.size(); ++i) {
     std::vector<double> ratios;
+    ratios.reserve(by_row.size());
     for (const auto& row : by_row) ratios.push_back(row[i]);
     json["texts"].push_back({{"tokens", texts[i].size()}, {"evict_ratios", ratios}});
   }

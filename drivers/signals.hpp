@@ -1,8 +1,6 @@
 // Signals that ask a long piece of work to end in good order.
 #pragma once
 
-#include <signal.h>
-
 #include <array>
 #include <csignal>
 
@@ -36,7 +34,7 @@ class SignalWatch {
  private:
   // mpirun ends its ranks soon after it has passed on SIGTERM or SIGINT; SIGUSR1 it only passes on.
   static constexpr std::array<int, 3> signals = {SIGTERM, SIGINT, SIGUSR1};
-  std::array<struct sigaction, signals.size()> m_before;
+  std::array<struct sigaction, signals.size()> m_before = {};
 };
 
 }  // namespace kvzap::driver

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <spawn.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -20,8 +21,6 @@
 #include "setup.hpp"
 #include "signals.hpp"
 #include "train/checkpoint.hpp"
-
-extern "C" char** environ;
 
 namespace kvzap::driver {
 namespace {
@@ -125,6 +124,7 @@ void draw(const fs::path& folder, const std::string& image) {
   // Sources that were unpacked without their permissions still run by name.
   if (fs::path(words[0]).extension() == ".py") words.insert(words.begin(), "python3");
   std::vector<char*> arguments;
+  arguments.reserve(words.size() + 1);
   for (std::string& word : words) arguments.push_back(word.data());
   arguments.push_back(nullptr);
   pid_t process = 0;

@@ -88,7 +88,7 @@ inline constexpr std::int64_t max_plotted_pairs = 300;
 inline constexpr double ill_conditioned = 1e12;
 
 /// Ridge regression of one layer by normal equations, one pass over its training pairs. Sums are
-/// double, with more than 1,024 inputs float over 1,024 pairs at a time. Memory: O(inputs^2).
+/// double, with more than 1,024 inputs float over 4,096 pairs at a time. Memory: O(inputs^2).
 /// Nothing if `stop` said so. One process alone. Throws Error, naming the layer, for a system whose
 /// Cholesky factor does not exist, and what PairSource::read throws.
 std::optional<TrainedLayer> train_ridge(const PairSource& source, int layer, const PairSplit& split,

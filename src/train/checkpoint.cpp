@@ -16,7 +16,6 @@ namespace kvzap::detail {
 namespace {
 
 namespace fs = std::filesystem;
-using nlohmann::json;
 using nlohmann::ordered_json;
 
 constexpr const char* kind = "checkpoint";
@@ -47,13 +46,14 @@ std::vector<float> floats_of(const SafetensorsFolder& files, const char* name) {
 }
 
 // JSON has no NaN.
-double number_of(const json& value) {
+double number_of(const nlohmann::json& value) {
   return value.is_null() ? std::numeric_limits<double>::quiet_NaN() : value.get<double>();
 }
 template <class Number>
-std::vector<Number> numbers_of(const json& values) {
+std::vector<Number> numbers_of(const nlohmann::json& values) {
   std::vector<Number> numbers;
-  for (const json& value : values) numbers.push_back(static_cast<Number>(number_of(value)));
+  for (const nlohmann::json& value : values)
+    numbers.push_back(static_cast<Number>(number_of(value)));
   return numbers;
 }
 
@@ -104,7 +104,7 @@ ordered_json report_json(const LayerReport& r) {
           {"sample", {{"oracle", rows(r.oracle)}, {"predicted", rows(r.predicted)}}}};
 }
 
-LayerReport report_from_json(const json& value) {
+LayerReport report_from_json(const nlohmann::json& value) {
   LayerReport r;
   r.layer = value.at("layer").get<int>();
   r.r2 = numbers_of<double>(value.at("r2"));
@@ -117,10 +117,10 @@ LayerReport report_from_json(const json& value) {
   r.dropped = value.at("dropped_pairs").get<std::int64_t>();
   r.condition = number_of(value.at("condition"));
   r.epoch_mse = numbers_of<double>(value.at("epoch_mse"));
-  for (const json& row : value.at("sample").at("oracle")) {
+  for (const nlohmann::json& row : value.at("sample").at("oracle")) {
     for (const float number : numbers_of<float>(row)) r.oracle.push_back(number);
   }
-  for (const json& row : value.at("sample").at("predicted")) {
+  for (const nlohmann::json& row : value.at("sample").at("predicted")) {
     for (const float number : numbers_of<float>(row)) r.predicted.push_back(number);
   }
   return r;
@@ -154,7 +154,7 @@ LayerCheckpoint read_checkpoint(const fs::path& folder, int layer) {
   try {
     const TensorInfo* const description = files.find("description");
     if (!description) throw Error("it has no description");
-    const json value =
+    const nlohmann::json value =
         parse_json({reinterpret_cast<const char*>(description->data), description->bytes}, what);
     if (value.at("layer").get<int>() != layer) throw Error("it is of another layer");
     if (value.at("done").get<bool>()) {

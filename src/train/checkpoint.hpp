@@ -31,7 +31,7 @@ std::vector<std::string> differences(const nlohmann::ordered_json& there,
 
 /// A layer's report as JSON, whole, and back. Values that are not finite are null.
 nlohmann::ordered_json report_json(const LayerReport& report);
-LayerReport report_from_json(const nlohmann::json& json);
+LayerReport report_from_json(const nlohmann::json& value);
 
 /// Writes a text file that appears under its name once it is complete. One process alone. Throws
 /// Error, naming the file.

@@ -64,7 +64,7 @@ void set_values(const View& view, const std::vector<Value>& values) {
 }
 
 Kokkos::View<std::int64_t*, MemorySpace> order_view(const std::vector<std::int64_t>& rows) {
-  const Kokkos::View<std::int64_t*, MemorySpace> view(
+  Kokkos::View<std::int64_t*, MemorySpace> view(
       Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::train::order"), rows.size());
   set_values(view, rows);
   return view;

@@ -11,13 +11,13 @@ namespace kvzap::detail {
 namespace {
 
 Matrix mlp_matrix(const std::string& label, std::int64_t rows, std::int64_t columns) {
-  const Matrix matrix(label, rows, columns);
+  Matrix matrix(label, rows, columns);
   if constexpr (runs_on_host) advise_huge_pages(matrix.data(), matrix.size() * sizeof(float));
   return matrix;
 }
 
 Vector mlp_vector(const std::string& label, std::int64_t length) {
-  const Vector vector(label, length);
+  Vector vector(label, length);
   if constexpr (runs_on_host) advise_huge_pages(vector.data(), vector.size() * sizeof(float));
   return vector;
 }

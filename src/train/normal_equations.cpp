@@ -127,10 +127,8 @@ void NormalEquations::add(const ExecutionSpace& exec, const StoredRows<Value>& h
     }
     const Matrix z(m_z.data(), count, m_z.extent(1));
     normal_rows<Value>(exec, hidden, scores, part, m_shift, z);
-    const auto part_of = [&](std::int64_t first_row, std::int64_t end_row, std::int64_t first,
-                             std::int64_t end) {
-      return Matrix(
-          Kokkos::subview(z, std::make_pair(first_row, end_row), std::make_pair(first, end)));
+    const auto columns_of = [&](std::int64_t first, std::int64_t end) {
+      return Matrix(Kokkos::subview(z, Kokkos::ALL, std::make_pair(first, end)));
     };
     // The inputs in tiles; scores and the one are the last tile, a narrow one.
     for (std::int64_t row = 0; row < columns();) {
@@ -138,12 +136,9 @@ void NormalEquations::add(const ExecutionSpace& exec, const StoredRows<Value>& h
       for (std::int64_t column = row; column < columns();) {
         const std::int64_t end = column < m_inputs ? std::min(column + tile, m_inputs) : columns();
         const Matrix products(m_tile.data(), row_end - row, end - column);
-        for (std::int64_t from = 0; from < count; from += float_rows) {
-          const std::int64_t to = std::min(from + float_rows, count);
-          multiply_large(exec, Op::transposed, part_of(from, to, row, row_end), Op::plain,
-                         part_of(from, to, column, end), 0, products);
-          add_tile(exec, products, row, column, m_sums);
-        }
+        multiply_large(exec, Op::transposed, columns_of(row, row_end), Op::plain,
+                       columns_of(column, end), 0, products);
+        add_tile(exec, products, row, column, m_sums);
         column = end;
       }
       row = row_end;

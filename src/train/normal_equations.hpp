@@ -17,11 +17,10 @@ namespace kvzap::detail {
 /// coefficients then have three correct digits (predictions, more).
 class NormalEquations {
  public:
-  /// Rows of a block at most.
+  /// Rows of a block at most, whose products are summed in float above double_inputs. Shorter sums
+  /// would be little better, and adding them up costs memory traffic.
   static constexpr std::int64_t block_rows = 4096;
   static constexpr std::int64_t double_inputs = 1024;
-  /// Rows whose products are summed in float.
-  static constexpr std::int64_t float_rows = 1024;
   /// Columns of a tile: only tiles on and above the diagonal are computed.
   static constexpr std::int64_t tile = 1024;
 

@@ -99,6 +99,7 @@ std::vector<float> ridge_shift(const RidgeBlocks<Value>& blocks, const PairsInfo
     for (std::int64_t h = 0; h < info.kv_heads; ++h) sums[info.hidden_size + h] += scores[h];
   }
   std::vector<float> shift;
+  shift.reserve(sums.size());
   for (const double sum : sums) {
     shift.push_back(static_cast<float>(sum / static_cast<double>(std::max<std::size_t>(count, 1))));
   }

@@ -15,7 +15,6 @@ namespace kvzap {
 namespace {
 
 namespace fs = std::filesystem;
-using nlohmann::json;
 using nlohmann::ordered_json;
 
 fs::path description_file(const fs::path& folder) {
@@ -117,7 +116,7 @@ void share_layer(TrainedLayer& trained, int owner, const Communicator& comm) {
   comm.broadcast(&length, sizeof(length), owner);
   text.resize(static_cast<std::size_t>(length));
   comm.broadcast(text.data(), text.size(), owner);
-  if (comm.rank() != owner) trained.report = detail::report_from_json(json::parse(text));
+  if (comm.rank() != owner) trained.report = detail::report_from_json(nlohmann::json::parse(text));
 }
 
 std::vector<std::string> warnings_of(const std::vector<LayerReport>& layers,

@@ -30,7 +30,7 @@ namespace {
 namespace fs = std::filesystem;
 using Clock = std::chrono::steady_clock;
 
-constexpr const char* option_name = "--query-statistics";
+constexpr const char* statistics_option = "--query-statistics";
 
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
@@ -217,7 +217,7 @@ struct Work {
   const Communicator& comm;
   const std::string& version;
   const ModelSetup& setup;
-  int ranks_on_node;
+  int ranks_on_node = 1;
   Clock::time_point start;
 
   bool talks() const { return comm.is_root() && !options.quiet; }
@@ -263,6 +263,7 @@ int collect_to_pairs(const Work& work) {
   });
 
   std::vector<std::vector<int>> heads;
+  heads.reserve(static_cast<std::size_t>(comm.size()));
   for (int rank = 0; rank < comm.size(); ++rank) heads.push_back(setup.partition.heads(0, rank));
   const SignalWatch watch;
   const auto writer = PairsWriter::open(options.output, plan, heads, comm);
@@ -339,7 +340,7 @@ int collect_to_statistics(const Work& work) {
   comm.agree_on_root([&] {
     check_writable(options.json);
     for (const auto& note :
-         detail::check_safetensors_writable(options.query_statistics, option_name)) {
+         detail::check_safetensors_writable(options.query_statistics, statistics_option)) {
       work.warn(note);
     }
     texts = read_plain_texts(options.texts, options.rules, Tokenizer::load(options.model), config);

@@ -96,7 +96,7 @@ struct TextForm {
   std::function<std::vector<TokenId>(const std::string& text)> encode;
   /// What is run, without CollectText::positions.
   std::function<CollectText(const std::vector<TokenId>& ids)> make;
-  const char* how_often;  // ... the text is in it, for a message
+  const char* how_often = "";  // ... the text is in it, for a message
 };
 
 CollectTexts read_as(const std::filesystem::path& file, const CollectRules& rules,

@@ -4,14 +4,13 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <cstring>
 #include <kvzap/head_partition.hpp>
 #include <kvzap/pairs.hpp>
 #include <nlohmann/json.hpp>
 #include <numeric>
 #include <optional>
+#include <random>
 
-#include "base/fnv.hpp"
 #include "io/temporary_file.hpp"
 #include "train/pairs_layout.hpp"
 #include "train/pairs_recovery.hpp"
@@ -208,15 +207,12 @@ void set_attribute(hid_t object, const char* name, std::int64_t value) {
   checked_hdf5(H5Awrite(attribute, H5T_NATIVE_INT64, &value), "H5Awrite");
 }
 
-// What tells this file's content from that of others.
-std::int64_t id_of(const PairsPlan& plan) {
-  std::uint64_t hash = detail::fnv1a(command_text(plan));
-  hash = detail::fnv1a(
-      fmt::format("{} {} {} {}", name_of(plan.dtype), plan.hidden_size, plan.layers, plan.kv_heads),
-      hash);
-  std::int64_t id = 0;
-  std::memcpy(&id, &hash, sizeof(id));
-  return id;
+// What tells this file from others, those of the same command too: their chunks lie elsewhere, so
+// that a recovery file of theirs would spoil this one.
+std::int64_t new_id() {
+  std::random_device device;
+  const std::uint64_t high = device(), low = device();
+  return static_cast<std::int64_t>((high << 32 | low) >> 1);
 }
 
 void write_fixed_data(hid_t file, const PairsPlan& plan, const std::vector<std::int64_t>& begins) {
@@ -231,7 +227,7 @@ void write_fixed_data(hid_t file, const PairsPlan& plan, const std::vector<std::
     subsets += text.subset;
     subsets.resize((subsets.size() + size - text.subset.size()), '\0');
   }
-  write_integers(file, "/id", {id_of(plan)});
+  write_integers(file, "/id", {new_id()});
   write_integers(file, "/positions", positions);
   write_integers(file, "/texts/begin", begins);
   write_integers(file, "/texts/line", lines);
@@ -371,6 +367,18 @@ FixedRegion fixed_region(hid_t file) {
   return region;
 }
 
+// Whether the file says so, which flush() has it say after everything else is on the disk.
+bool says_complete(const fs::path& path) {
+  try {
+    const Hdf5Handle file(H5Fopen(path.c_str(), H5F_ACC_RDONLY, detail::serial_access()), H5Fclose,
+                          "H5Fopen");
+    return detail::read_pairs_layout(file, static_cast<std::int64_t>(fs::file_size(path)))
+        .info.is_complete();
+  } catch (const Error&) {
+    return false;
+  }
+}
+
 // ---- Appending: all ranks -----------------------------------------------------------------------
 
 class Hdf5PairsWriter final : public PairsWriter {
@@ -399,9 +407,14 @@ class Hdf5PairsWriter final : public PairsWriter {
   }
 
   ~Hdf5PairsWriter() override {
+    const detail::QuietHdf5 quiet;
     // Closing is collective, and whoever ends here early may be alone. What HDF5 still writes when
     // the program ends, the recovery file undoes.
-    if (!m_file || m_comm.size() == 1) return;
+    if (!m_file) return;
+    if (m_comm.size() == 1) {
+      m_file.reset();
+      return;
+    }
     new Files(std::move(*m_file));  // NOLINT(cppcoreguidelines-owning-memory): see above
   }
 
@@ -509,7 +522,8 @@ class Hdf5PairsWriter final : public PairsWriter {
     agree([&] {
       if (!m_comm.is_root()) return;
       m_claim.emplace(m_path);
-      const bool restored = m_recovery.restore();
+      // A complete file needs nothing put back, and an older recovery file must not undo it.
+      const bool restored = !says_complete(m_path) && m_recovery.restore();
       const Hdf5Handle hdf5(H5Fopen(m_path.c_str(), H5F_ACC_RDONLY, detail::serial_access()),
                             H5Fclose, "H5Fopen");
       const auto size = static_cast<std::int64_t>(fs::file_size(m_path));
@@ -750,6 +764,12 @@ class Hdf5PairsWriter final : public PairsWriter {
     if (texts == m_safe_texts) return;
     const auto start = Clock::now();
     CollectiveOutcome outcome;
+    if (texts == m_planned_texts) {
+      // A file that says that it is complete must be.
+      outcome.note(H5Fflush(m_file->file, H5F_SCOPE_GLOBAL), "H5Fflush");
+      outcome.agree(m_comm, m_path, pairs_kind);
+      agree([&] { m_calls.sync_file(m_path); });
+    }
     const auto note = [&](const char* name, std::int64_t value) {
       const hid_t attribute = H5Aopen(m_file->root, name, H5P_DEFAULT);
       outcome.note(attribute < 0 ? -1 : 0, "H5Aopen");

@@ -132,6 +132,15 @@ void append(PairsWriter& writer, const PairsPlan& plan, const Communicator& comm
   }
 }
 
+// Appends up to text number `end`; returns how many texts the file has for good.
+std::int64_t continue_to(const fs::path& file, const PairsPlan& plan, const Communicator& comm,
+                         std::int64_t end) {
+  const auto writer = open_writer(file, plan, comm);
+  append(*writer, plan, comm, end);
+  writer->close();
+  return writer->safe_texts();
+}
+
 void expect_pairs(const fs::path& file, const PairsPlan& plan, std::int64_t texts) {
   const auto pairs = PairsFile::open(file);
   const PairsInfo& info = pairs->info();
@@ -275,6 +284,52 @@ TEST_F(PairsFileTest, RefusesARecoveryFileOfAnotherFile) {
   EXPECT_NE(error_of([&] { open_writer(file(), plan, m_comm); }).find("is of another file"),
             std::string::npos);
   EXPECT_EQ(PairsFile::open(file())->info().command, other.command);
+}
+
+// Two files of one command differ in where chunks lie: an image of one would spoil the other.
+TEST_F(PairsFileTest, RefusesARecoveryFileOfAnotherFileOfTheSameCommand) {
+  const PairsPlan plan = some_plan();
+  continue_to(m_folder / "other.h5", plan, m_comm, 3);
+  const std::int64_t safe = continue_to(file(), plan, m_comm, 5);
+  if (m_comm.is_root()) fs::rename(m_folder / "other.h5.recovery", m_folder / "pairs.h5.recovery");
+  m_comm.barrier();
+  EXPECT_NE(error_of([&] { open_writer(file(), plan, m_comm); }).find("is of another file"),
+            std::string::npos);
+  expect_pairs(file(), plan, safe);
+}
+
+TEST_F(PairsFileTest, RefusesARecoveryFileOfALaterState) {
+  const PairsPlan plan = some_plan();
+  const std::int64_t safe = continue_to(file(), plan, m_comm, 3);
+  if (m_comm.is_root()) fs::copy_file(file(), m_folder / "copy.h5");
+  m_comm.barrier();
+  continue_to(file(), plan, m_comm, 5);
+  if (m_comm.is_root()) {
+    fs::copy_file(m_folder / "pairs.h5.recovery", m_folder / "copy.h5.recovery");
+  }
+  m_comm.barrier();
+  const std::string error = error_of([&] { open_writer(m_folder / "copy.h5", plan, m_comm); });
+  EXPECT_NE(error.find("was it copied before it?"), std::string::npos) << error;
+  expect_pairs(m_folder / "copy.h5", plan, safe);
+  m_comm.barrier();
+  if (m_comm.is_root()) fs::remove(m_folder / "copy.h5.recovery");
+  m_comm.barrier();
+  EXPECT_EQ(continue_to(m_folder / "copy.h5", plan, m_comm, safe), safe);
+  continue_to(m_folder / "copy.h5", plan, m_comm, 8);
+  expect_pairs(m_folder / "copy.h5", plan, 8);
+}
+
+TEST_F(PairsFileTest, AnOlderRecoveryFileUndoesNoCompleteFile) {
+  const PairsPlan plan = some_plan();
+  continue_to(file(), plan, m_comm, 3);
+  if (m_comm.is_root()) fs::copy_file(m_folder / "pairs.h5.recovery", m_folder / "old");
+  m_comm.barrier();
+  continue_to(file(), plan, m_comm, 8);
+  if (m_comm.is_root()) fs::rename(m_folder / "old", m_folder / "pairs.h5.recovery");
+  m_comm.barrier();
+  EXPECT_EQ(open_writer(file(), plan, m_comm)->texts(), 8);
+  expect_pairs(file(), plan, 8);
+  EXPECT_EQ(names(), (std::set<std::string>{"pairs.h5"}));
 }
 
 TEST_F(PairsFileTest, TellsOfAFullDisk) {

@@ -697,8 +697,22 @@ class Hdf5PairsWriter final : public PairsWriter {
     values.erase(values.begin(), values.begin() + count);
   }
 
-  // Room for pairs as large as they are unpacked. Collective.
+  // Collective.
   void reserve(std::int64_t pairs) const {
+    try {
+      take_room(pairs);
+    } catch (const AgreedError&) {
+      // What was taken for earlier chunks and not filled, HDF5 gives back as it cuts the file to
+      // its length.
+      CollectiveOutcome outcome;
+      outcome.note(H5Fflush(m_file->file, H5F_SCOPE_GLOBAL), "H5Fflush");
+      outcome.agree(m_comm, m_path, pairs_kind);
+      take_room(pairs);
+    }
+  }
+
+  // Room for pairs as large as they are unpacked. Collective.
+  void take_room(std::int64_t pairs) const {
     agree([&] {
       if (!m_comm.is_root()) return;
       const std::int64_t row = m_hidden_size * static_cast<std::int64_t>(size_of(m_dtype)) +

@@ -332,6 +332,32 @@ TEST_F(PairsFileTest, AnOlderRecoveryFileUndoesNoCompleteFile) {
   EXPECT_EQ(names(), (std::set<std::string>{"pairs.h5"}));
 }
 
+// What is taken before chunks are written, and they do not fill, comes back before a disk is full.
+TEST_F(PairsFileTest, TakesRoomForTheNextChunksAlone) {
+  PairsPlan plan = some_plan();
+  constexpr std::int64_t texts = 40, pairs = 8;
+  plan.hidden_size = 512;
+  plan.chunk_columns = 0;
+  plan.flush_share = 0;
+  plan.texts.assign(texts, plan.texts[2]);
+  ASSERT_EQ(static_cast<std::int64_t>(plan.texts[0].positions.size()), pairs);
+  const std::int64_t bytes =
+      texts * pairs * plan.layers * (plan.hidden_size * 2 + plan.kv_heads * 4);
+  const auto writer = open_writer(file(), plan, m_comm);
+  ::signal(SIGXFSZ, SIG_IGN);
+  rlimit before = {};
+  ::getrlimit(RLIMIT_FSIZE, &before);
+  rlimit limit = before;
+  constexpr std::int64_t overhead = std::int64_t{1} << 18;
+  limit.rlim_cur = fs::file_size(file()) + static_cast<rlim_t>(bytes + overhead);
+  m_comm.barrier();
+  ::setrlimit(RLIMIT_FSIZE, &limit);
+  append(*writer, plan, m_comm, texts);
+  writer->close();
+  ::setrlimit(RLIMIT_FSIZE, &before);
+  expect_pairs(file(), plan, texts);
+}
+
 TEST_F(PairsFileTest, TellsOfAFullDisk) {
   PairsPlan plan = some_plan();
   plan.hidden_size = 4096;

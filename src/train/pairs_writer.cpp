@@ -127,16 +127,40 @@ void write_attributes(hid_t file, const PairsPlan& plan, std::int64_t pairs) {
   }
 }
 
-// One chunk of zeros makes HDF5 set up the index of all chunks.
-void write_first_chunk(hid_t data_set, hid_t memory_type, std::size_t value_size,
-                       const std::vector<hsize_t>& extents) {
-  const std::vector<char> zeros(static_cast<std::size_t>(extents[0] * extents[1]) * value_size);
-  const Hdf5Handle space(H5Dget_space(data_set), H5Sclose, "H5Dget_space");
-  detail::select_rows(space, 0, static_cast<std::int64_t>(extents[0]), 0,
-                      static_cast<std::int64_t>(extents[1]));
-  const Hdf5Handle memory = simple_space(extents);
-  checked_hdf5(H5Dwrite(data_set, memory_type, memory, space, H5P_DEFAULT, zeros.data()),
-               "H5Dwrite");
+// A chunk of zeros that the filters of `data_set` can unpack, packed well even where --compression
+// is 0.
+std::vector<char> packed_zeros(hid_t data_set) {
+  const Hdf5Handle create(H5Dget_create_plist(data_set), H5Pclose, "H5Dget_create_plist");
+  constexpr unsigned level = 1;
+  checked_hdf5(H5Pmodify_filter(create, H5Z_FILTER_DEFLATE, H5Z_FLAG_OPTIONAL, 1, &level),
+               "H5Pmodify_filter");
+  std::vector<hsize_t> extents(2);
+  checked_hdf5(H5Pget_chunk(create, 2, extents.data()), "H5Pget_chunk");
+  const Hdf5Handle access = property_list(H5P_FILE_ACCESS);
+  constexpr std::size_t growth = std::size_t{1} << 16;
+  checked_hdf5(H5Pset_fapl_core(access, growth, false), "H5Pset_fapl_core");
+  const Hdf5Handle file(H5Fcreate("kvzap-chunk", H5F_ACC_TRUNC, H5P_DEFAULT, access), H5Fclose,
+                        "H5Fcreate");
+  const Hdf5Handle type(H5Dget_type(data_set), H5Tclose, "H5Dget_type");
+  const Hdf5Handle copy = create_data_set(file, "chunk", type, extents, create);
+  const std::vector<char> zeros(static_cast<std::size_t>(extents[0] * extents[1]) *
+                                H5Tget_size(type));
+  checked_hdf5(H5Dwrite(copy, type, H5S_ALL, H5S_ALL, H5P_DEFAULT, zeros.data()), "H5Dwrite");
+  checked_hdf5(H5Fflush(file, H5F_SCOPE_GLOBAL), "H5Fflush");
+  const hsize_t origin[2] = {0, 0};
+  hsize_t bytes = 0;
+  checked_hdf5(H5Dget_chunk_storage_size(copy, origin, &bytes), "H5Dget_chunk_storage_size");
+  std::vector<char> packed(static_cast<std::size_t>(bytes));
+  std::uint32_t left_out = 0;
+  checked_hdf5(H5Dread_chunk(copy, H5P_DEFAULT, origin, &left_out, packed.data()), "H5Dread_chunk");
+  return packed;
+}
+
+// A first chunk makes HDF5 set up the index of all chunks.
+void write_first_chunk(hid_t data_set, const std::vector<char>& zeros) {
+  const hsize_t origin[2] = {0, 0};
+  checked_hdf5(H5Dwrite_chunk(data_set, H5P_DEFAULT, 0, origin, zeros.size(), zeros.data()),
+               "H5Dwrite_chunk");
 }
 
 void write_objects(hid_t file, const PairsPlan& plan, std::int64_t pairs) {
@@ -175,13 +199,13 @@ void write_objects(hid_t file, const PairsPlan& plan, std::int64_t pairs) {
   create_data_set(file, "/texts/subset", subset_type(plan), {texts}, plain);
 
   const Hdf5Handle hidden_type = detail::type_in_file(plan.dtype);
-  const Hdf5Handle hidden_memory = detail::type_in_memory(plan.dtype);
   const std::vector<hsize_t> hidden_chunk{static_cast<hsize_t>(chunk.pairs),
                                           static_cast<hsize_t>(chunk.columns)};
   const std::vector<hsize_t> score_chunk{static_cast<hsize_t>(chunk.pairs),
                                          static_cast<hsize_t>(plan.kv_heads)};
   const Hdf5Handle hidden_creation = chunked(hidden_chunk);
   const Hdf5Handle score_creation = chunked(score_chunk);
+  std::vector<char> hidden_zeros, score_zeros;
   group("/layers");
   for (int l = 0; l < plan.layers; ++l) {
     group(fmt::format("/layers/{}", l));
@@ -191,8 +215,10 @@ void write_objects(hid_t file, const PairsPlan& plan, std::int64_t pairs) {
     const Hdf5Handle scores = create_data_set(
         file, pairs_data_set(l, "scores").c_str(), H5T_IEEE_F32LE,
         {static_cast<hsize_t>(pairs), static_cast<hsize_t>(plan.kv_heads)}, score_creation);
-    write_first_chunk(hidden, hidden_memory, size_of(plan.dtype), hidden_chunk);
-    write_first_chunk(scores, H5T_NATIVE_FLOAT, sizeof(float), score_chunk);
+    if (l == 0) hidden_zeros = packed_zeros(hidden);
+    if (l == 0) score_zeros = packed_zeros(scores);
+    write_first_chunk(hidden, hidden_zeros);
+    write_first_chunk(scores, score_zeros);
   }
 }
 
@@ -272,29 +298,6 @@ void write_structure(const fs::path& path, const PairsPlan& plan) {
     set_attribute(root, "metadata_bytes", metadata_bytes);
   }
   checked_hdf5(file.close(), "H5Fclose");
-}
-
-// A chunk of zeros as the filters of `data_set` leave it.
-std::vector<char> packed_zeros(hid_t data_set) {
-  const Hdf5Handle create(H5Dget_create_plist(data_set), H5Pclose, "H5Dget_create_plist");
-  std::vector<hsize_t> extents(2);
-  checked_hdf5(H5Pget_chunk(create, 2, extents.data()), "H5Pget_chunk");
-  const Hdf5Handle access = property_list(H5P_FILE_ACCESS);
-  constexpr std::size_t growth = std::size_t{1} << 16;
-  checked_hdf5(H5Pset_fapl_core(access, growth, false), "H5Pset_fapl_core");
-  const Hdf5Handle file(H5Fcreate("kvzap-chunk", H5F_ACC_TRUNC, H5P_DEFAULT, access), H5Fclose,
-                        "H5Fcreate");
-  const Hdf5Handle type(H5Dget_type(data_set), H5Tclose, "H5Dget_type");
-  const Hdf5Handle copy = create_data_set(file, "chunk", type, extents, create);
-  write_first_chunk(copy, type, H5Tget_size(type), extents);
-  checked_hdf5(H5Fflush(file, H5F_SCOPE_GLOBAL), "H5Fflush");
-  const hsize_t origin[2] = {0, 0};
-  hsize_t bytes = 0;
-  checked_hdf5(H5Dget_chunk_storage_size(copy, origin, &bytes), "H5Dget_chunk_storage_size");
-  std::vector<char> packed(static_cast<std::size_t>(bytes));
-  std::uint32_t left_out = 0;
-  checked_hdf5(H5Dread_chunk(copy, H5P_DEFAULT, origin, &left_out, packed.data()), "H5Dread_chunk");
-  return packed;
 }
 
 // ---- Going on with a file: rank 0 alone ---------------------------------------------------------

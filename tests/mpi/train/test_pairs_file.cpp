@@ -358,6 +358,16 @@ TEST_F(PairsFileTest, TakesRoomForTheNextChunksAlone) {
   expect_pairs(file(), plan, texts);
 }
 
+// The image is written with every text: no chunks of hidden states in it.
+TEST_F(PairsFileTest, KeepsChunksOutOfTheRecoveryFile) {
+  PairsPlan plan = some_plan(DType::f32);
+  plan.hidden_size = 4096;
+  plan.chunk_columns = 0;
+  plan.compression = 0;
+  open_writer(file(), plan, m_comm)->close();
+  EXPECT_LT(fs::file_size(m_folder / "pairs.h5.recovery"), 50000u);
+}
+
 TEST_F(PairsFileTest, TellsOfAFullDisk) {
   PairsPlan plan = some_plan();
   plan.hidden_size = 4096;

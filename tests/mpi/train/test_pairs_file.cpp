@@ -500,11 +500,14 @@ TEST_F(HostilePairsFile, IsRefusedWhereItIsNoneAtAll) {
   }
 }
 
-// Whatever a byte of HDF5's own data says: an error or pairs, never a crash.
+// Whatever a byte of HDF5's own data says: an error or pairs, never a crash, and nothing left open.
+// (HDF5 1.10 loses memory of its own when it finds a wrong checksum, and may say "infinite loop
+// closing library" as the program ends; a single H5Gopen2 that fails is enough for it.)
 TEST_F(HostilePairsFile, SurvivesDamage) {
   if (!m_comm.is_root()) return;
   std::ifstream stream(file(), std::ios::binary);
   const std::string whole{std::istreambuf_iterator<char>(stream), {}};
+  const auto left_open = H5Fget_obj_count(H5F_OBJ_ALL, H5F_OBJ_ALL);
   std::uint64_t state = 1;
   for (int round = 0; round < 300; ++round) {
     std::string changed = whole;
@@ -524,6 +527,7 @@ TEST_F(HostilePairsFile, SurvivesDamage) {
     } catch (const Error& error) {
       EXPECT_SAYS(std::string(error.what()), "pairs file");
     }
+    ASSERT_EQ(H5Fget_obj_count(H5F_OBJ_ALL, H5F_OBJ_ALL), left_open) << "round " << round;
   }
 }
 

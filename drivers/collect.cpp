@@ -451,7 +451,7 @@ void declare(CLI::App& app, CollectOptions& o) {
       ->capture_default_str()
       ->group(sampling);
   app.add_option("--per-subset", o.rules.per_subset,
-                 "texts of each subset at most, the first ones; texts without a subset are one")
+                 "texts of each subset at most, the first ones; all of those without a subset")
       ->capture_default_str()
       ->group(sampling);
   app.add_option("--max-texts", o.rules.max_texts, "texts in all, the first ones; 0: all")
@@ -487,8 +487,8 @@ void declare(CLI::App& app, CollectOptions& o) {
       ->group(output);
   app.add_flag("-q,--quiet", o.quiet, "print errors only")->group(output);
   app.add_option("--config", o.config,
-                 "TOML file with options, named as here without dashes; the command line wins")
-      ->type_name("FILE")
+                 "TOML deck with any of these options under their long names; flags override it")
+      ->type_name("DECK")
       ->group(output);
 }
 

@@ -22,8 +22,9 @@ struct CollectRules {
   /// Tokens of a text, both included.
   std::int64_t min_tokens = 750;
   std::int64_t max_tokens = 1250;
-  std::int64_t per_subset = 500;  // texts of each subset at most, the first ones
-  std::int64_t max_texts = 0;     // in all, the first ones; 0: all
+  std::int64_t per_subset =
+      500;                     // texts of each subset at most, the first ones; those of none: all
+  std::int64_t max_texts = 0;  // in all, the first ones; 0: all
   std::uint64_t seed = 0;
 };
 

@@ -130,7 +130,7 @@ CollectTexts read_as(const std::filesystem::path& file, const CollectRules& rule
       ++result.too_long;
       continue;
     }
-    if (of_subset[parsed.subset] == rules.per_subset) {
+    if (!parsed.subset.empty() && of_subset[parsed.subset] == rules.per_subset) {
       ++result.over_subset;
       continue;
     }

@@ -159,7 +159,7 @@ struct TrainingOptions {
   std::string command;       // for the model card
   std::string version;
   bool resume = false;     // go on from the checkpoint in the folder, if there is one
-  bool overwrite = false;  // replace what kvzap train has left in the folder
+  bool overwrite = false;  // replace a surrogate or checkpoint in the folder; never a model's files
 };
 
 /// How far all layers together are; this rank's.

@@ -292,6 +292,10 @@ TEST(TrainCheckpoint, KeepsEveryBitOrSaysThatItIsDamaged) {
   EXPECT_EQ(found->parameters, state.parameters);
   EXPECT_EQ(found->second_moment, state.second_moment);
 
+  state.loss = std::nan("");  // of an epoch that diverges; JSON has no such number
+  detail::write_checkpoint(folder.path(), 2, state);
+  EXPECT_TRUE(std::isnan(detail::read_checkpoint(folder.path(), 2).state.value().loss));
+
   const fs::path file = folder.path() / "checkpoint/layer-3.safetensors";
   fs::copy_file(file, folder.path() / "checkpoint/layer-4.safetensors");
   expect_error([&] { detail::read_checkpoint(folder.path(), 4); }, {"layer-4", "another layer"});

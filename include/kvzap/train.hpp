@@ -87,8 +87,10 @@ inline constexpr std::int64_t max_plotted_pairs = 300;
 /// A condition number above this is worth a warning: of 16 digits fewer than 4 are left.
 inline constexpr double ill_conditioned = 1e12;
 
-/// Ridge regression of one layer by normal equations, one pass over its training pairs. Sums are
-/// double, with more than 1,024 inputs float over 4,096 pairs at a time. Memory: O(inputs^2).
+/// Ridge regression of one layer by normal equations. Up to 1,024 inputs: sums in double, one pass
+/// over the training pairs. Above: sums in float over 4,096 pairs at a time, and one or two passes
+/// more that refine the solution in double; if float has too few digits for that, all again in
+/// double. Memory: O(inputs^2).
 /// Nothing if `stop` said so. One process alone. Throws Error, naming the layer, for a system whose
 /// Cholesky factor does not exist, and what PairSource::read throws.
 std::optional<TrainedLayer> train_ridge(const PairSource& source, int layer, const PairSplit& split,
@@ -157,7 +159,7 @@ struct TrainingOptions {
   std::string command;       // for the model card
   std::string version;
   bool resume = false;     // go on from the checkpoint in the folder, if there is one
-  bool overwrite = false;  // replace what kvzap train has left in the folder
+  bool overwrite = false;  // replace a surrogate or checkpoint in the folder; never a model's files
 };
 
 /// How far all layers together are; this rank's.

@@ -174,7 +174,7 @@ LayerCheckpoint read_checkpoint(const fs::path& folder, int layer) {
       s.epoch = value.at("epoch").get<std::int64_t>();
       s.batch = value.at("batch").get<std::int64_t>();
       s.step = value.at("step").get<std::int64_t>();
-      s.loss = value.at("loss").get<double>();
+      s.loss = number_of(value.at("loss"));
       s.seconds = value.at("seconds").get<double>();
       s.epoch_mse = numbers_of<double>(value.at("epoch_mse"));
       s.parameters = floats_of(files, "parameters");

@@ -17,6 +17,9 @@ void dpocon_(const char* uplo, const int* n, const double* a, const int* lda, co
 void dsyrk_(const char* uplo, const char* trans, const int* n, const int* k, const double* alpha,
             const double* a, const int* lda, const double* beta, double* c, const int* ldc,
             std::size_t, std::size_t);
+void dgemm_(const char* transa, const char* transb, const int* m, const int* n, const int* k,
+            const double* alpha, const double* a, const int* lda, const double* b, const int* ldb,
+            const double* beta, double* c, const int* ldc, std::size_t, std::size_t);
 double dlansy_(const char* norm, const char* uplo, const int* n, const double* a, const int* lda,
                double* work, std::size_t, std::size_t);
 }
@@ -31,7 +34,6 @@ CholeskyResult solve_cholesky(double* a, std::int64_t n, std::int64_t stride, do
   // The upper triangle, row after row, is the lower one column after column.
   const char* const lower = "L";
   const int size = static_cast<int>(n), lda = static_cast<int>(stride);
-  const int right_sides = static_cast<int>(rows);
   std::vector<double> work(static_cast<std::size_t>(3 * n));
   std::vector<int> integers(static_cast<std::size_t>(n));
   const double norm = dlansy_("1", lower, &size, a, &lda, work.data(), 1, 1);
@@ -46,9 +48,27 @@ CholeskyResult solve_cholesky(double* a, std::int64_t n, std::int64_t stride, do
   double reciprocal = 0;
   dpocon_(lower, &size, a, &lda, &norm, &reciprocal, work.data(), integers.data(), &info, 1);
   result.condition = reciprocal > 0 ? 1 / reciprocal : std::numeric_limits<double>::infinity();
-  dpotrs_(lower, &size, &right_sides, a, &lda, b, &size, &info, 1);
-  if (info != 0) throw Error(fmt::format("LAPACK's dpotrs refuses argument {}", -info));
+  solve_factored(a, n, stride, b, rows);
   return result;
+}
+
+void solve_factored(const double* factor, std::int64_t n, std::int64_t stride, double* b,
+                    std::int64_t rows) {
+  const int size = static_cast<int>(n), lda = static_cast<int>(stride);
+  const int right_sides = static_cast<int>(rows);
+  int info = 0;
+  dpotrs_("L", &size, &right_sides, factor, &lda, b, &size, &info, 1);
+  if (info != 0) throw Error(fmt::format("LAPACK's dpotrs refuses argument {}", -info));
+}
+
+void add_residuals(const double* z, std::int64_t rows, std::int64_t inputs, const double* w,
+                   std::int64_t heads, double* errors, double* sums) {
+  const int count = static_cast<int>(rows), n = static_cast<int>(inputs);
+  const int h = static_cast<int>(heads);
+  const double one = 1, minus_one = -1;
+  // What lies row after row is, column after column, the transpose.
+  dgemm_("T", "N", &h, &count, &n, &minus_one, w, &n, z, &n, &one, errors, &h, 1, 1);
+  dgemm_("N", "T", &n, &h, &count, &one, z, &n, errors, &h, &one, sums, &n, 1, 1);
 }
 
 void add_symmetric_products(const double* z, std::int64_t rows, std::int64_t columns,

@@ -18,6 +18,15 @@ struct CholeskyResult {
 CholeskyResult solve_cholesky(double* a, std::int64_t n, std::int64_t stride, double* b,
                               std::int64_t rows);
 
+/// The same with a factor that solve_cholesky has left.
+void solve_factored(const double* factor, std::int64_t n, std::int64_t stride, double* b,
+                    std::int64_t rows);
+
+/// errors (rows, heads) -= z w^T, then sums (heads, inputs) += errors^T z, for z (rows, inputs) and
+/// w (heads, inputs); all row after row.
+void add_residuals(const double* z, std::int64_t rows, std::int64_t inputs, const double* w,
+                   std::int64_t heads, double* errors, double* sums);
+
 /// sums (columns, columns) += z^T z for z (rows, columns), both row after row; the upper triangle
 /// alone is computed.
 void add_symmetric_products(const double* z, std::int64_t rows, std::int64_t columns, double* sums);

@@ -95,9 +95,10 @@ std::int64_t padded_columns(std::int64_t columns) { return (columns + 15) / 16 *
 }  // namespace
 
 NormalEquations::NormalEquations(std::int64_t inputs, std::int64_t heads,
-                                 const std::vector<float>& shift)
+                                 const std::vector<float>& shift, bool always_double)
     : m_inputs(inputs),
       m_heads(heads),
+      m_is_double(always_double || inputs <= double_inputs),
       m_shift("kvzap::ridge::shift", inputs + heads),
       m_double_z("kvzap::ridge::double_z", is_double() ? block_rows : 0, columns()),
       m_z("kvzap::ridge::z", is_double() ? 0 : block_rows, padded_columns(columns())),

@@ -128,118 +128,285 @@ void ridge_predict(const SurrogateLayer& s, const Value* hidden, std::vector<flo
   }
 }
 
-// Centres the sums in place and solves them.
-void solve_ridge(NormalEquations& equations, const std::vector<float>& shift, double alpha,
-                 int layer, TrainedLayer& trained) {
-  SurrogateLayer& s = trained.surrogate;
-  LayerReport& report = trained.report;
-  const auto sums = equations.sums();
-  const std::int64_t inputs = s.inputs, heads = s.outputs, columns = equations.columns();
-  const double count = static_cast<double>(report.training);
-  std::vector<double> means(static_cast<std::size_t>(columns));
-  for (std::int64_t c = 0; c < columns; ++c) means[c] = sums(c, columns - 1) / count;
+// The solution in double, for hidden states and scores without their shifts.
+struct RidgeSolution {
+  Kokkos::View<double**, Kokkos::LayoutRight, Kokkos::HostSpace> factor;  // Cholesky's, of inputs
+  std::vector<double> means;                                              // (inputs + heads)
+  std::vector<double> weights;                                            // (heads, inputs)
+  std::vector<double> intercepts;                                         // (heads)
+  double squares = 0;  // sum of squared errors, of all heads
+  detail::CholeskyResult cholesky;
+};
+
+// Centres the sums in place and solves them. Nothing but `cholesky` is there if that failed.
+RidgeSolution solve_ridge(const NormalEquations& equations, std::int64_t inputs, std::int64_t heads,
+                          double alpha, double count) {
+  RidgeSolution s;
+  s.factor = equations.sums();
+  const auto& sums = s.factor;
+  const std::int64_t columns = equations.columns();
+  s.means.resize(static_cast<std::size_t>(columns - 1));
+  for (std::int64_t c = 0; c < columns - 1; ++c) s.means[c] = sums(c, columns - 1) / count;
   for (std::int64_t i = 0; i < inputs; ++i) {
-    for (std::int64_t j = i; j < columns - 1; ++j) sums(i, j) -= count * means[i] * means[j];
+    for (std::int64_t j = i; j < columns - 1; ++j) sums(i, j) -= count * s.means[i] * s.means[j];
     sums(i, i) += alpha;
   }
-  std::vector<double> weights(static_cast<std::size_t>(heads * inputs));
+  std::vector<double>& weights = s.weights;
+  weights.resize(static_cast<std::size_t>(heads * inputs));
   for (std::int64_t h = 0; h < heads; ++h) {
     for (std::int64_t i = 0; i < inputs; ++i) weights[h * inputs + i] = sums(i, inputs + h);
   }
   const std::vector<double> right = weights;
-  const detail::CholeskyResult solved =
-      detail::solve_cholesky(sums.data(), inputs, columns, weights.data(), heads);
-  if (solved.failed_pivot > 0) {
-    throw Error(fmt::format(
-        "layer {}: X^T X + {} is not positive definite (pivot {} of {}): hidden states of {} pairs "
-        "depend linearly on one another; a larger --ridge makes the system solvable",
-        layer, alpha, solved.failed_pivot, inputs, report.training));
-  }
-  report.condition = solved.condition;
-
-  double squares = 0;
-  s.weight1.resize(static_cast<std::size_t>(heads * inputs));
-  s.bias1.resize(static_cast<std::size_t>(heads));
+  s.cholesky = detail::solve_cholesky(sums.data(), inputs, columns, weights.data(), heads);
+  if (s.cholesky.failed_pivot > 0) return s;
   for (std::int64_t h = 0; h < heads; ++h) {
-    const double mean = means[inputs + h];
-    double bias = mean + shift[inputs + h];
+    const double mean = s.means[inputs + h];
+    double intercept = mean;
     // |y - Xw|^2 = y.y - w.X^T y - alpha w.w, as (X^T X + alpha) w = X^T y
     double error = sums(inputs + h, inputs + h) - count * mean * mean;
     for (std::int64_t i = 0; i < inputs; ++i) {
       const double w = weights[h * inputs + i];
-      bias -= w * (means[i] + shift[i]);
+      intercept -= w * s.means[i];
       error -= w * (right[h * inputs + i] + alpha * w);
-      s.weight1[h * inputs + i] = static_cast<float>(w);
     }
-    s.bias1[h] = static_cast<float>(bias);
-    squares += std::max(error, 0.0);
+    s.intercepts.push_back(intercept);
+    s.squares += std::max(error, 0.0);
   }
-  report.training_mse = squares / (count * static_cast<double>(heads));
+  return s;
 }
+
+// Ridge regression of one layer: reads pairs as often as it needs to.
+template <class Value>
+class RidgeTraining {
+ public:
+  RidgeTraining(const PairSource& source, int layer, const PairSplit& split,
+                const RidgeOptions& options, const StopRequest& stop, const LayerProgress& progress)
+      : m_info(source.info()),
+        m_split(split),
+        m_alpha(options.alpha),
+        m_stop(stop),
+        m_progress(progress),
+        m_blocks(source, layer, split) {
+    m_trained.report.layer = layer;
+  }
+
+  std::optional<TrainedLayer> run() {
+    const detail::Clock clock;
+    const std::int64_t inputs = m_info.hidden_size, heads = m_info.kv_heads;
+    LayerReport& report = m_trained.report;
+    std::optional<NormalEquations> equations = sum_up(false);
+    if (!equations) return std::nullopt;
+    RidgeSolution solution =
+        solve_ridge(*equations, inputs, heads, m_alpha, static_cast<double>(report.training));
+    if (!equations->is_double()) {
+      const std::optional<bool> refined = refine(solution);
+      if (!refined) return std::nullopt;
+      if (!*refined) {
+        solution = {};
+        equations.reset();
+        equations = sum_up(true);
+        if (!equations) return std::nullopt;
+        solution =
+            solve_ridge(*equations, inputs, heads, m_alpha, static_cast<double>(report.training));
+      }
+    }
+    equations.reset();
+    if (solution.cholesky.failed_pivot > 0) {
+      throw Error(fmt::format(
+          "layer {}: X^T X + {} is not positive definite (pivot {} of {}): hidden "
+          "states of {} pairs depend linearly on one another; a larger --ridge makes "
+          "the system solvable",
+          report.layer, m_alpha, solution.cholesky.failed_pivot, inputs, report.training));
+    }
+    publish(solution);
+    solution = {};
+    if (!validate()) return std::nullopt;
+    report.seconds = clock.seconds();
+    if (m_progress) m_progress(1);
+    return std::move(m_trained);
+  }
+
+ private:
+  // Hands `use` every block that has training pairs; returns how many pairs were dropped, nothing
+  // if it was stopped. `begin` and `end`: the pass's share of the progress.
+  template <class Use>
+  std::optional<std::int64_t> for_training(double begin_share, double end_share, const Use& use) {
+    std::int64_t dropped = 0;
+    for (std::int64_t begin = 0; begin < m_info.pairs; begin += m_blocks.block()) {
+      if (m_stop && m_stop()) return std::nullopt;
+      const std::int64_t count = std::min(m_blocks.block(), m_info.pairs - begin);
+      dropped += m_blocks.read(begin, count, false);
+      if (!m_blocks.rows.empty()) use();
+      if (m_progress) {
+        const double done = static_cast<double>(begin + count) / static_cast<double>(m_info.pairs);
+        m_progress(begin_share + (end_share - begin_share) * done);
+      }
+    }
+    return dropped;
+  }
+
+  std::optional<NormalEquations> sum_up(bool always_double) {
+    const ExecutionSpace exec;
+    std::optional<NormalEquations> equations;
+    std::int64_t training = 0;
+    const auto dropped = for_training(0, 0.8, [&] {
+      if (!equations) {
+        if (m_shift.empty()) m_shift = ridge_shift(m_blocks, m_info);
+        equations.emplace(m_info.hidden_size, m_info.kv_heads, m_shift, always_double);
+      }
+      m_blocks.add_to(*equations, exec);
+      training += static_cast<std::int64_t>(m_blocks.rows.size());
+    });
+    if (!dropped) return std::nullopt;
+    if (!equations) {
+      throw Error(
+          fmt::format("layer {}: no pair is left to train on: {} had a value that is not "
+                      "finite",
+                      m_trained.report.layer, *dropped));
+    }
+    m_trained.report.training = training;
+    m_trained.report.dropped = *dropped;
+    return equations;
+  }
+
+  // Iterative refinement (Wilkinson): of what sums of float have left, the residuals of the normal
+  // equations are computed in double from the pairs themselves, and solved for with the factor
+  // that is there. A pass costs 2 heads / inputs of the sums' operations, and reading the pairs
+  // again. Returns whether it got there, nothing if it was stopped.
+  std::optional<bool> refine(RidgeSolution& s) {
+    if (s.cholesky.failed_pivot > 0) return false;
+    // What a pass changes is about the error that was there, and it leaves about this share of it.
+    constexpr double enough = 3e-3;
+    constexpr int passes = 4;
+    for (int pass = 0; pass < passes; ++pass) {
+      const std::optional<double> change = refine_once(s);
+      if (!change) return std::nullopt;
+      if (*change <= enough) return true;
+    }
+    return false;
+  }
+
+  // Returns the change of the weights relative to them, of the head where it is largest.
+  std::optional<double> refine_once(RidgeSolution& s) {
+    const std::int64_t inputs = m_info.hidden_size, heads = m_info.kv_heads;
+    constexpr std::int64_t rows_at_once = 256;
+    std::vector<double> z(static_cast<std::size_t>(rows_at_once * inputs));
+    std::vector<double> errors(static_cast<std::size_t>(rows_at_once * heads));
+    std::vector<double> right(s.weights.size()), sums(static_cast<std::size_t>(heads));
+    double squares = 0;
+    const auto done = for_training(0.8, 0.95, [&] {
+      const auto total = static_cast<std::int64_t>(m_blocks.rows.size());
+      for (std::int64_t begin = 0; begin < total; begin += rows_at_once) {
+        const std::int64_t count = std::min(rows_at_once, total - begin);
+        for (std::int64_t i = 0; i < count; ++i) {
+          const std::int64_t row = m_blocks.rows[static_cast<std::size_t>(begin + i)];
+          const Value* const hidden = m_blocks.hidden(row);
+          double* const target = z.data() + i * inputs;
+          for (std::int64_t c = 0; c < inputs; ++c) {
+            target[c] = static_cast<double>(static_cast<float>(hidden[c])) - m_shift[c];
+          }
+          for (std::int64_t h = 0; h < heads; ++h) {
+            const double score = m_blocks.scores(row)[h];
+            errors[i * heads + h] = score - m_shift[inputs + h] - s.intercepts[h];
+          }
+        }
+        detail::add_residuals(z.data(), count, inputs, s.weights.data(), heads, errors.data(),
+                              right.data());
+        for (std::int64_t i = 0; i < count; ++i) {
+          for (std::int64_t h = 0; h < heads; ++h) {
+            const double error = errors[i * heads + h];
+            sums[h] += error;
+            squares += error * error;
+          }
+        }
+      }
+    });
+    if (!done) return std::nullopt;
+    for (std::int64_t h = 0; h < heads; ++h) {
+      for (std::int64_t i = 0; i < inputs; ++i) {
+        right[h * inputs + i] -= m_alpha * s.weights[h * inputs + i] + s.means[i] * sums[h];
+      }
+    }
+    detail::solve_factored(s.factor.data(), inputs, static_cast<std::int64_t>(s.factor.extent(1)),
+                           right.data(), heads);
+    double change = 0;
+    for (std::int64_t h = 0; h < heads; ++h) {
+      double largest_step = 0, largest = 0;
+      double intercept = sums[h] / static_cast<double>(m_trained.report.training);
+      for (std::int64_t i = 0; i < inputs; ++i) {
+        const double step = right[h * inputs + i];
+        s.weights[h * inputs + i] += step;
+        intercept -= step * s.means[i];
+        largest_step = std::max(largest_step, std::fabs(step));
+        largest = std::max(largest, std::fabs(s.weights[h * inputs + i]));
+      }
+      s.intercepts[h] += intercept;
+      if (largest_step > 0) change = std::max(change, largest_step / largest);
+    }
+    s.squares = squares;  // before this step, which changes them in second order
+    return change;
+  }
+
+  void publish(const RidgeSolution& solution) {
+    const std::int64_t inputs = m_info.hidden_size, heads = m_info.kv_heads;
+    SurrogateLayer& s = m_trained.surrogate;
+    s.inputs = inputs;
+    s.outputs = heads;
+    for (std::int64_t h = 0; h < heads; ++h) {
+      double bias = solution.intercepts[h] + m_shift[inputs + h];
+      for (std::int64_t i = 0; i < inputs; ++i) {
+        const double w = solution.weights[h * inputs + i];
+        bias -= w * m_shift[i];
+        s.weight1.push_back(static_cast<float>(w));
+      }
+      s.bias1.push_back(static_cast<float>(bias));
+    }
+    LayerReport& report = m_trained.report;
+    report.condition = solution.cholesky.condition;
+    report.training_mse =
+        solution.squares / (static_cast<double>(report.training) * static_cast<double>(heads));
+  }
+
+  // Judges the result. Blocks without validation pairs are not read again. False if stopped.
+  bool validate() {
+    LayerReport& report = m_trained.report;
+    std::vector<float> oracle, predicted;
+    for (std::int64_t begin = 0; begin < m_info.pairs; begin += m_blocks.block()) {
+      const std::int64_t count = std::min(m_blocks.block(), m_info.pairs - begin);
+      const auto first = m_split.is_validation.begin() + begin;
+      const auto last = first + count;
+      const auto next = std::find(first, last, true);
+      if (next == last) continue;
+      if (m_stop && m_stop()) return false;
+      auto end = last;
+      while (!*(end - 1)) --end;
+      const std::int64_t skipped = next - first;
+      report.dropped += m_blocks.read(begin + skipped, end - next, true);
+      for (const std::int64_t row : m_blocks.rows) {
+        const float* const scores = m_blocks.scores(row);
+        oracle.insert(oracle.end(), scores, scores + m_info.kv_heads);
+        ridge_predict(m_trained.surrogate, m_blocks.hidden(row), predicted);
+      }
+    }
+    detail::judge(oracle, predicted, m_info.kv_heads, report);
+    return true;
+  }
+
+  const PairsInfo& m_info;
+  const PairSplit& m_split;
+  double m_alpha;
+  const StopRequest& m_stop;
+  const LayerProgress& m_progress;
+  RidgeBlocks<Value> m_blocks;
+  std::vector<float> m_shift;  // (inputs + heads)
+  TrainedLayer m_trained;
+};
 
 template <class Value>
 std::optional<TrainedLayer> train_typed(const PairSource& source, int layer, const PairSplit& split,
                                         const RidgeOptions& options, const StopRequest& stop,
                                         const LayerProgress& progress) {
-  const detail::Clock clock;
-  const PairsInfo& info = source.info();
-  const ExecutionSpace exec;
-  TrainedLayer trained;
-  trained.surrogate.inputs = info.hidden_size;
-  trained.surrogate.outputs = info.kv_heads;
-  LayerReport& report = trained.report;
-  report.layer = layer;
-
-  RidgeBlocks<Value> blocks(source, layer, split);
-  std::optional<NormalEquations> equations;
-  std::vector<float> shift;
-  for (std::int64_t begin = 0; begin < info.pairs; begin += blocks.block()) {
-    if (stop && stop()) return std::nullopt;
-    const std::int64_t count = std::min(blocks.block(), info.pairs - begin);
-    report.dropped += blocks.read(begin, count, false);
-    if (!blocks.rows.empty()) {
-      if (!equations) {
-        shift = ridge_shift(blocks, info);
-        equations.emplace(info.hidden_size, info.kv_heads, shift);
-      }
-      blocks.add_to(*equations, exec);
-      report.training += static_cast<std::int64_t>(blocks.rows.size());
-    }
-    if (progress) {
-      progress(0.95 * static_cast<double>(begin + count) / static_cast<double>(info.pairs));
-    }
-  }
-  if (!equations) {
-    throw Error(
-        fmt::format("layer {}: no pair is left to train on: {} had a value that is not "
-                    "finite",
-                    layer, report.dropped));
-  }
-  solve_ridge(*equations, shift, options.alpha, layer, trained);
-  equations.reset();
-
-  // Blocks without validation pairs are not read again.
-  std::vector<float> oracle, predicted;
-  for (std::int64_t begin = 0; begin < info.pairs; begin += blocks.block()) {
-    const std::int64_t count = std::min(blocks.block(), info.pairs - begin);
-    const auto first = split.is_validation.begin() + begin;
-    const auto last = first + count;
-    const auto next = std::find(first, last, true);
-    if (next == last) continue;
-    if (stop && stop()) return std::nullopt;
-    auto end = last;
-    while (!*(end - 1)) --end;
-    const std::int64_t skipped = next - first;
-    report.dropped += blocks.read(begin + skipped, end - next, true);
-    for (const std::int64_t row : blocks.rows) {
-      oracle.insert(oracle.end(), blocks.scores(row), blocks.scores(row) + info.kv_heads);
-      ridge_predict(trained.surrogate, blocks.hidden(row), predicted);
-    }
-  }
-  detail::judge(oracle, predicted, info.kv_heads, report);
-  report.seconds = clock.seconds();
-  if (progress) progress(1);
-  return trained;
+  return RidgeTraining<Value>(source, layer, split, options, stop, progress).run();
 }
 
 }  // namespace
@@ -248,7 +415,7 @@ std::int64_t ridge_bytes(const PairsInfo& info) {
   const std::int64_t columns = info.hidden_size + info.kv_heads + 1;
   const auto pair = static_cast<std::int64_t>(size_of(info.dtype)) * info.hidden_size;
   return static_cast<std::int64_t>(sizeof(double)) * columns * columns +
-         static_cast<std::int64_t>(sizeof(float)) * NormalEquations::block_rows * columns +
+         static_cast<std::int64_t>(sizeof(double)) * NormalEquations::block_rows * columns +
          std::min(detail::pairs_of_block(info), info.pairs) * pair;
 }
 

@@ -166,10 +166,18 @@ void write_surrogate_folder(const fs::path& folder, const std::vector<SurrogateL
       add(name + ".2.weight", s.weight2, {s.outputs, s.hidden});
     }
   }
-  // Thresholds of an earlier surrogate in the folder are none of this one.
+  // Thresholds of an earlier surrogate in the folder are none of this one; but they stay with the
+  // earlier one if this one cannot be written.
   std::error_code ignored;
-  fs::remove(ThresholdTable::file_in(folder), ignored);
-  write_safetensors(folder / "model.safetensors", tensors, {{"format", "pt"}}, "surrogate");
+  const fs::path thresholds = ThresholdTable::file_in(folder);
+  const fs::path aside = checkpoint_folder(folder) / "training.json.thresholds";
+  fs::rename(thresholds, aside, ignored);
+  try {
+    write_safetensors(folder / "model.safetensors", tensors, {{"format", "pt"}}, "surrogate");
+  } catch (...) {
+    fs::rename(aside, thresholds, ignored);
+    throw;
+  }
 
   ordered_json config = {{"architectures", {"KVzapModel"}},
                          {"dtype", narrow ? "bfloat16" : "float32"}};

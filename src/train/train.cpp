@@ -33,6 +33,56 @@ void check_same_training(const fs::path& folder, const std::string& here) {
                           file.string(), list));
 }
 
+// Whether a folder has nothing in it but what checkpoints of layers and their description are
+// named, unfinished files of theirs among it.
+bool has_checkpoints_alone(const fs::path& folder) {
+  for (const fs::directory_entry& entry : fs::directory_iterator(folder)) {
+    const std::string name = entry.path().filename().string();
+    if (name.rfind("layer-", 0) != 0 && name.rfind("training.json", 0) != 0) return false;
+  }
+  return true;
+}
+
+// Throws Error if --overwrite would replace what is not a surrogate: a model, say, whose files have
+// the same names.
+void check_replaceable(const fs::path& folder, bool has_checkpoint) {
+  const fs::path checkpoint = detail::checkpoint_folder(folder);
+  if (fs::exists(checkpoint) &&
+      !(fs::is_directory(checkpoint) && has_checkpoints_alone(checkpoint))) {
+    throw Error(
+        fmt::format("{}: it is not of kvzap train and would be removed; give another folder",
+                    checkpoint.string()));
+  }
+  const fs::path config = folder / "config.json";
+  if (fs::exists(config)) {
+    const nlohmann::json content = detail::read_json_object(config);
+    const auto type = content.find("model_type");
+    if (type != content.end() && *type == "kvzap") return;
+    throw Error(
+        fmt::format("{}: it is not of a surrogate (model_type is {}) and would be "
+                    "replaced; give another folder",
+                    config.string(), type == content.end() ? "absent" : type->dump()));
+  }
+  if (has_checkpoint) return;  // of a training that ended while it wrote the files
+  for (const char* name : detail::surrogate_files) {
+    if (!fs::exists(folder / name)) continue;
+    throw Error(
+        fmt::format("{}: it is not of a surrogate (there is no config.json) and would be "
+                    "replaced; give another folder",
+                    (folder / name).string()));
+  }
+}
+
+// Whether there is nothing in the folder, or what a training left that was killed as it began.
+bool is_as_good_as_empty(const fs::path& folder) {
+  const fs::path checkpoint = detail::checkpoint_folder(folder);
+  for (const fs::directory_entry& entry : fs::directory_iterator(folder)) {
+    if (entry.path() != checkpoint || !entry.is_directory()) return false;
+    if (fs::exists(description_file(folder)) || !has_checkpoints_alone(checkpoint)) return false;
+  }
+  return true;
+}
+
 void begin_folder(const fs::path& folder, const TrainingOptions& options,
                   const std::string& description) {
   const std::string name = folder.string();
@@ -42,7 +92,7 @@ void begin_folder(const fs::path& folder, const TrainingOptions& options,
     throw Error(fmt::format("{}: exists and is not a folder", name));
   }
   const bool has_checkpoint = fs::exists(description_file(folder), error);
-  const bool is_empty = !fs::exists(status) || fs::is_empty(folder);
+  const bool is_empty = !fs::exists(status) || is_as_good_as_empty(folder);
   if (options.resume && has_checkpoint) return check_same_training(folder, description);
   if (!is_empty && !options.overwrite) {
     if (options.resume) {
@@ -59,6 +109,7 @@ void begin_folder(const fs::path& folder, const TrainingOptions& options,
                                   "in it once the new one is complete",
                                   name));
   }
+  if (!is_empty) check_replaceable(folder, has_checkpoint);
   fs::remove_all(detail::checkpoint_folder(folder), error);
   if (!error) fs::create_directories(detail::checkpoint_folder(folder), error);
   if (error) {

@@ -130,6 +130,105 @@ TEST(Ridge, IsTheDefinitionForEveryTypeAndFarFromTheOrigin) {
   }
 }
 
+/// As hidden states are: far from the origin, a few directions that hold most of the variance, a
+/// few columns that are larger than all others.
+MemoryPairs like_hidden_states(std::int64_t count, std::int64_t inputs, DType dtype) {
+  MemoryPairs pairs(count, 1, inputs, 2, dtype);
+  std::mt19937 random(5);
+  const auto number = [&] { return static_cast<float>(random() >> 8) / 8388608.0f - 1; };
+  constexpr int directions = 24;
+  std::vector<float> mixing(directions * inputs), mean(inputs), scale(inputs, 1.0f);
+  for (std::int64_t i = 0; i < directions * inputs; ++i) {
+    mixing[i] = number() / std::sqrt(static_cast<float>(1 + i / inputs));
+  }
+  for (float& value : mean) value = 3 * number();
+  for (const int column : {17, 348, 679}) scale[column] = 20;
+  for (std::int64_t p = 0; p < count; ++p) {
+    std::vector<float> row = mean;
+    for (int k = 0; k < directions; ++k) {
+      const float factor = 2 * number();
+      for (std::int64_t c = 0; c < inputs; ++c) row[c] += factor * mixing[k * inputs + c];
+    }
+    float sum = 0;
+    for (std::int64_t c = 0; c < inputs; ++c) {
+      pairs.hidden(0, p, c) = pairs.rounded(row[c] * scale[c]);
+      sum += (c % 3 == 0 ? 0.02f : -0.01f) * row[c];
+    }
+    for (int h = 0; h < 2; ++h) {
+      pairs.score(0, p, h) = sum + std::fabs(sum) - static_cast<float>(3 + h) + 0.3f * number();
+    }
+  }
+  return pairs;
+}
+
+/// The solution of normal equations that are double throughout.
+Reference solve_in_double(MemoryPairs& pairs, double alpha) {
+  const std::int64_t count = pairs.info().pairs, inputs = pairs.info().hidden_size;
+  const int heads = pairs.info().kv_heads;
+  const std::int64_t columns = inputs + heads;
+  std::vector<double> z(count * columns), means(columns), sums(columns * columns);
+  for (std::int64_t p = 0; p < count; ++p) {
+    for (std::int64_t c = 0; c < columns; ++c) {
+      z[p * columns + c] =
+          c < inputs ? pairs.hidden(0, p, c) : pairs.score(0, p, static_cast<int>(c - inputs));
+      means[c] += z[p * columns + c] / static_cast<double>(count);
+    }
+  }
+  for (std::int64_t i = 0; i < count * columns; ++i) z[i] -= means[i % columns];
+  detail::add_symmetric_products(z.data(), count, columns, sums.data());
+  Reference reference;
+  for (int h = 0; h < heads; ++h) {
+    for (std::int64_t c = 0; c < inputs; ++c) {
+      reference.weight.push_back(sums[c * columns + inputs + h]);
+    }
+  }
+  for (std::int64_t c = 0; c < inputs; ++c) sums[c * columns + c] += alpha;
+  EXPECT_EQ(detail::solve_cholesky(sums.data(), inputs, columns, reference.weight.data(), heads)
+                .failed_pivot,
+            0);
+  for (int h = 0; h < heads; ++h) {
+    double bias = means[inputs + h];
+    for (std::int64_t c = 0; c < inputs; ++c) {
+      bias -= reference.weight[h * inputs + c] * means[c];
+    }
+    reference.bias.push_back(bias);
+  }
+  return reference;
+}
+
+void expect_double_solution(MemoryPairs& pairs, double alpha) {
+  const auto trained = train_ridge(pairs, 0, no_validation(pairs), {alpha});
+  ASSERT_TRUE(trained);
+  const Reference reference = solve_in_double(pairs, alpha);
+  expect_near(trained->surrogate.weight1, reference.weight, 5e-4);
+  expect_near(trained->surrogate.bias1, reference.bias, 5e-4);
+  const std::int64_t count = pairs.info().pairs, inputs = pairs.info().hidden_size;
+  double squares = 0;
+  for (std::int64_t p = 0; p < count; ++p) {
+    for (int h = 0; h < 2; ++h) {
+      double error = reference.bias[h] - pairs.score(0, p, h);
+      for (std::int64_t c = 0; c < inputs; ++c) {
+        error += reference.weight[h * inputs + c] * pairs.hidden(0, p, c);
+      }
+      squares += error * error;
+    }
+  }
+  const double mse = squares / static_cast<double>(2 * count);
+  EXPECT_NEAR(trained->report.training_mse, mse, 1e-3 * mse);
+}
+
+// Sums of float lose the digits of directions in which hidden states hardly vary; they come back.
+TEST(Ridge, KeepsDigitsAboveAThousandInputs) {
+  auto pairs = like_hidden_states(6000, 1040, DType::bf16);
+  expect_double_solution(pairs, 1);
+}
+
+// Too few digits to factor the matrix at all, or to improve on: sums of double instead.
+TEST(Ridge, SolvesInDoubleWhatFloatCannot) {
+  auto pairs = like_hidden_states(2000, 1040, DType::f32);
+  expect_double_solution(pairs, 1e-3);
+}
+
 TEST(Ridge, LeavesOutPairsThatAreNotFinite) {
   auto pairs = MemoryPairs::random(200, 1, 7, 2);
   std::vector<bool> used(200, true);

@@ -219,6 +219,55 @@ TEST_P(TrainFolder, IsNeverReplacedUnasked) {
   expect_error([&] { run(options, m_folder.path() / "file"); }, {"file", "not a folder"});
 }
 
+TEST_P(TrainFolder, IsNeverReplacedIfItIsSomethingElse) {
+  TrainingOptions options = quick(GetParam());
+  options.overwrite = true;
+  const fs::path model = m_folder.path() / "model";
+  fs::create_directory(model);
+  std::ofstream(model / "config.json") << R"({"model_type": "llama"})";
+  std::ofstream(model / "model.safetensors") << "weights";
+  expect_error([&] { run(options, model); }, {"config.json", "not of a surrogate", "llama"});
+  fs::remove(model / "config.json");
+  expect_error([&] { run(options, model); }, {"model.safetensors", "not of a surrogate"});
+  EXPECT_EQ(bytes_of(model / "model.safetensors"), "weights");
+  EXPECT_EQ(names_in(model), std::set<std::string>{"model.safetensors"});
+
+  const fs::path other = m_folder.path() / "other";
+  fs::create_directories(other / "checkpoint");
+  std::ofstream(other / "checkpoint/step-100.pt") << "days of work";
+  expect_error([&] { run(options, other); }, {"checkpoint", "not of kvzap train"});
+  EXPECT_EQ(bytes_of(other / "checkpoint/step-100.pt"), "days of work");
+}
+
+TEST_P(TrainFolder, IsBegunAnewIfATrainingWasKilledAsItBegan) {
+  TrainingOptions options = quick(GetParam());
+  for (const bool resume : {false, true}) {
+    options.resume = resume;
+    const fs::path folder = m_folder.path() / (resume ? "resumed" : "again");
+    fs::create_directories(folder / "checkpoint");
+    std::ofstream(folder / "checkpoint/training.json.tmp-host-1-0") << "{";
+    run(options, folder);
+    EXPECT_EQ(names_in(folder), whole_folder);
+  }
+}
+
+TEST_P(TrainFolder, KeepsThresholdsUntilTheSurrogateIsReplaced) {
+  TrainingOptions options = quick(GetParam());
+  const fs::path folder = m_folder.path() / "surrogate";
+  run(options, folder);
+  std::ofstream(folder / "thresholds.json") << "{}";
+  options.overwrite = true;
+  // A folder in the way of the file: it cannot be written.
+  fs::remove(folder / "model.safetensors");
+  fs::create_directory(folder / "model.safetensors");
+  std::ofstream(folder / "model.safetensors/x") << "x";
+  expect_error([&] { run(options, folder); }, {"model.safetensors"});
+  EXPECT_EQ(bytes_of(folder / "thresholds.json"), "{}");
+  fs::remove_all(folder / "model.safetensors");
+  run(options, folder);
+  EXPECT_EQ(names_in(folder), whole_folder);
+}
+
 INSTANTIATE_TEST_SUITE_P(Train, TrainFolder, ::testing::Values(false, true));
 
 TEST(TrainCheckpoint, KeepsEveryBitOrSaysThatItIsDamaged) {
@@ -242,6 +291,10 @@ TEST(TrainCheckpoint, KeepsEveryBitOrSaysThatItIsDamaged) {
   EXPECT_EQ(found->epoch_mse, state.epoch_mse);
   EXPECT_EQ(found->parameters, state.parameters);
   EXPECT_EQ(found->second_moment, state.second_moment);
+
+  state.loss = std::nan("");  // of an epoch that diverges; JSON has no such number
+  detail::write_checkpoint(folder.path(), 2, state);
+  EXPECT_TRUE(std::isnan(detail::read_checkpoint(folder.path(), 2).state.value().loss));
 
   const fs::path file = folder.path() / "checkpoint/layer-3.safetensors";
   fs::copy_file(file, folder.path() / "checkpoint/layer-4.safetensors");

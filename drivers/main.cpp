@@ -169,22 +169,22 @@ int run_program(int argc, char** argv, const kvzap::Communicator& comm) {
   std::string quiet = "--kokkos-disable-warnings";
   if (!comm.is_root()) kokkos_arguments.push_back(quiet.data());
   const KokkosSession kokkos(kokkos_arguments);
-  using namespace kvzap::driver;
+  namespace driver = kvzap::driver;
   if (line.bench->parsed()) {
     read_deck_of(*line.bench, line.bench_options.config);
-    bench(line.bench_options, comm, version, revision);
+    driver::bench(line.bench_options, comm, driver::version, driver::revision);
   } else if (line.collect->parsed()) {
     read_deck_of(*line.collect, line.collect_options.config);
-    return collect(line.collect_options, comm, version);
+    return driver::collect(line.collect_options, comm, driver::version);
   } else if (line.train->parsed()) {
     read_deck_of(*line.train, line.train_options.config);
-    return train(line.train_options, comm, version);
+    return driver::train(line.train_options, comm, driver::version);
   } else if (line.calibrate->parsed()) {
     read_deck_of(*line.calibrate, line.calibrate_options.config);
-    calibrate(line.calibrate_options, comm, version);
+    driver::calibrate(line.calibrate_options, comm, driver::version);
   } else {
     read_deck_of(*line.run, line.run_options.config);
-    run(line.run_options, comm, version);
+    driver::run(line.run_options, comm, driver::version);
   }
   return 0;
 }

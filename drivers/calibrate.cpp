@@ -45,6 +45,25 @@ fs::path table_file(const CalibrateOptions& o) {
   return o.output.empty() ? ThresholdTable::file_in(o.surrogate) : fs::path(o.output);
 }
 
+/// Whether two names, neither of them empty, are of one file, there or not.
+bool name_one_file(const fs::path& a, const fs::path& b) {
+  if (a.empty() || b.empty()) return false;
+  std::error_code ignored;
+  return fs::equivalent(a, b, ignored) ||
+         fs::weakly_canonical(a, ignored) == fs::weakly_canonical(b, ignored);
+}
+
+/// No output may take the place of another or of the texts.
+void check_outputs_differ(const CalibrateOptions& o) {
+  const fs::path json = o.json == "-" ? "" : o.json;
+  const char* const store = o.output.empty() ? "the thresholds" : "-o";
+  require(!name_one_file(json, table_file(o)),
+          fmt::format("--json and {} both name the file {}", store, o.json));
+  require(!name_one_file(json, o.file), fmt::format("--json and -f both name the file {}", o.file));
+  require(!name_one_file(table_file(o), o.file),
+          fmt::format("{} and -f both name the file {}", store, o.file));
+}
+
 void validate_calibration(const CalibrateOptions& o) {
   require(!o.model.empty(), "no model: give a Hugging Face folder with -m");
   require(!o.surrogate.empty(), "no surrogate: give its folder with --surrogate");
@@ -59,8 +78,7 @@ void validate_calibration(const CalibrateOptions& o) {
           fmt::format("-c is {}; expected at least 1", o.max_context.value_or(0)));
   require(o.store || o.output.empty(), "-o and --no-store: give one of them");
   require(o.output != "-", "-o cannot be standard output; --json - is");
-  require(o.json.empty() || o.json != o.output,
-          fmt::format("--json and -o both name the file {}", o.json));
+  check_outputs_differ(o);
   require(o.output.empty() || !fs::is_directory(o.output),
           fmt::format("-o {}: is a folder; expected a file", o.output));
 }
@@ -164,6 +182,7 @@ nlohmann::ordered_json to_json(const CalibrateOptions& o, const ThresholdTable& 
   }
   for (std::size_t i = 0; i < texts.size(); ++i) {
     std::vector<double> ratios;
+    ratios.reserve(by_row.size());
     for (const auto& row : by_row) ratios.push_back(row[i]);
     json["texts"].push_back({{"tokens", texts[i].size()}, {"evict_ratios", ratios}});
   }

@@ -1,8 +1,10 @@
-// `kvzap collect`: hidden states and oracle scores of texts, from which surrogates are trained.
+// `kvzap collect`: what texts tell of a model: hidden states and oracle scores, from which
+// surrogates are trained, or statistics of queries.
 #pragma once
 
 #include <CLI/CLI.hpp>
 #include <cstdint>
+#include <functional>
 #include <kvzap/collect.hpp>
 #include <kvzap/communicator.hpp>
 #include <optional>
@@ -14,6 +16,8 @@ struct CollectOptions {
   std::string model;
   std::string texts;
   std::string output;
+  std::string query_statistics;  // a file of them instead of pairs
+  std::int64_t sink = 4;
   std::string dtype = "bf16";
   std::optional<std::uint64_t> random_weights;
   std::optional<std::int64_t> layers;  // absent: all
@@ -22,9 +26,12 @@ struct CollectOptions {
   std::string json;
   bool quiet = false;
   std::string config;
+  /// Whether the command line or the deck has this option. Set by `declare`.
+  std::function<bool(const std::string& option)> is_given;
 };
 
-/// Declares every option of the command on `app`; parsing fills `options`.
+/// Declares every option of the command on `app`, which must live as long as `options`; parsing
+/// fills `options`.
 void declare(CLI::App& app, CollectOptions& options);
 
 /// Carries out the command on all ranks. Returns the exit status: 0, or 128 plus the number of the

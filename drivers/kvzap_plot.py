@@ -225,7 +225,7 @@ def plot_training(options, pyplot):
         known = [value for row in r2 for value in row if not math.isnan(value)]
         mean = f", mean {sum(known) / len(known):.3f}" if known else ""
         name = pathlib.Path(file).parent.name or pathlib.Path(file).stem
-        ax.set_title(f"{name}\nR² of predicted and oracle scores{mean}", fontsize=8)
+        ax.set_title(f"{name}\nR²{mean}", fontsize=8)
         ax.set_xlabel("KV head")
         ax.set_ylabel("layer")
         ax.set_xticks(range(len(r2[0])))

@@ -401,6 +401,12 @@ void dry_run(const RunOptions& options, const std::optional<PolicySpec>& spec,
     if (options.json != "-") {
       const std::string text = to_text(planned, config, dtype, tokens, eviction.ratio);
       std::fwrite(text.data(), 1, text.size(), stdout);
+      if (spec && spec->info->repeats_context && prunes(options)) {
+        fmt::print(
+            "note: full at first; while the context is repeated, rows of up to {} more tokens and "
+            "of the prompt exist\n",
+            std::min(tokens, spec->arguments.integer("chunk")));
+      }
     }
     if (!options.json.empty()) {
       write_whole(options.json, to_json(planned, options, tokens, eviction.ratio).dump(2) + "\n");
@@ -484,11 +490,19 @@ void run(const RunOptions& given, const Communicator& comm, const std::string& v
                          report.cache_options);
     report.is_full_at_first = is_full_at_first(report.cache_options);
   });
+  const std::int64_t repeat_tokens =
+      repeat ? longest_repeat(report.context_tokens, report.cache_options.policy->repeat) : 0;
+  if (repeat && talks && !options.random_weights &&
+      report.context_tokens + repeat_tokens > config.max_position_embeddings) {
+    fmt::print(stderr,
+               "kvzap: warning: the repeat of the context ends at position {}, and the model's "
+               "max_position_embeddings is {}: what it scores there may mean little\n",
+               report.context_tokens + repeat_tokens, config.max_position_embeddings);
+  }
   const Texts texts = load_texts(options, report.cache_options, text_tokenizer, config, comm);
   comm.agree([&] {
-    std::int64_t tokens = report.context_tokens;
     // Rows of a repeat stand behind the context's for a while.
-    if (repeat) tokens += longest_repeat(tokens, report.cache_options.policy->repeat);
+    const std::int64_t tokens = report.context_tokens + repeat_tokens;
     const MemoryPlan planned = plan(options, config, tokens, comm.size(), {});
     check_memory(least_bytes(planned, !report.is_full_at_first), ranks_on_node,
                  "weights and cache (--dry-run prints the plan)");

@@ -1,5 +1,5 @@
-// Pairs to train surrogates from: a text and its repetition run through the model, and what the
-// repetition asked of the text.
+// What texts that run through a model tell of it: pairs to train surrogates from, which are what a
+// text's repetition asked of the text, and statistics of queries.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +9,7 @@
 #include <kvzap/engine.hpp>
 #include <kvzap/pairs.hpp>
 #include <kvzap/tokenizer.hpp>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -21,8 +22,9 @@ struct CollectRules {
   /// Tokens of a text, both included.
   std::int64_t min_tokens = 750;
   std::int64_t max_tokens = 1250;
-  std::int64_t per_subset = 500;  // texts of each subset at most, the first ones
-  std::int64_t max_texts = 0;     // in all, the first ones; 0: all
+  std::int64_t per_subset =
+      500;                     // texts of each subset at most, the first ones; those of none: all
+  std::int64_t max_texts = 0;  // in all, the first ones; 0: all
   std::uint64_t seed = 0;
 };
 
@@ -66,6 +68,12 @@ CollectTexts read_collect_texts(const std::filesystem::path& file, const Collect
                                 const Tokenizer& tokenizer, const ChatTemplate& chat_template,
                                 const ModelConfig& config);
 
+/// The same of texts that are run as they are: with white space at their ends, without a
+/// conversation, behind the tokens that the tokenizer puts in front (which rules count too). Their
+/// `positions` are empty.
+CollectTexts read_plain_texts(const std::filesystem::path& file, const CollectRules& rules,
+                              const Tokenizer& tokenizer, const ModelConfig& config);
+
 /// What was collected, over all ranks.
 struct CollectResult {
   std::int64_t texts = 0;  // in this run
@@ -90,5 +98,40 @@ CollectResult collect_pairs(const std::shared_ptr<const Model<Value>>& model,
                             const std::vector<CollectText>& texts, PairsWriter& writer,
                             const Communicator& comm, const std::function<bool()>& stop,
                             const ProgressCallback& progress = {});
+
+/// What the queries of a model are like before RoPE; where a model has a norm of queries, after it.
+struct QueryMoments {
+  /// On rank 0, empty elsewhere: mean (layer, query head, head_dim) and covariance (layer, query
+  /// head, head_dim, head_dim), over queries - 1.
+  std::vector<float> mean;
+  std::vector<float> covariance;
+  std::int64_t queries = 0;  // of each head
+  std::int64_t texts = 0;
+  std::int64_t tokens = 0;  // that went through the model
+  bool stopped = false;     // before the last text: there is no mean and no covariance
+};
+
+/// Runs texts through the model and gathers mean and covariance of the queries of all their tokens
+/// but each text's first `sink`, whose queries are unlike others (kvpress' ExpectedAttentionStats:
+/// tokens count alike, whichever text they are of). Within a text sums are taken in float around
+/// the mean of its first block (policy::QueryStatistics), over texts in double, as Chan, Golub and
+/// LeVeque (1983) combine moments. Memory beside a prefill: 8 bytes for each (layer, query head of
+/// the rank, head_dim, head_dim), on rank 0 at the end 4 more for those of all ranks.
+///
+/// Rank 0 passes the texts, all ranks whether to stop, as with collect_pairs. Collective. Throws
+/// AgreedError if fewer than two queries would count, and for queries that are no finite numbers;
+/// and what Engine::step throws.
+template <class Value>
+QueryMoments collect_query_moments(const std::shared_ptr<const Model<Value>>& model,
+                                   const std::vector<CollectText>& texts, std::int64_t sink,
+                                   const Communicator& comm, const std::function<bool()>& stop,
+                                   const ProgressCallback& progress = {});
+
+/// Writes them as the tensors query_mean and query_cov of a safetensors file, F32, which policy
+/// expected-attention reads (`statistics`). A file of that name is replaced once the new one is
+/// whole. One process alone. Throws Error, naming the file.
+void write_query_moments(const std::filesystem::path& file, const QueryMoments& moments,
+                         const ModelConfig& config,
+                         const std::map<std::string, std::string>& metadata);
 
 }  // namespace kvzap

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "base/instantiate.hpp"
+#include "engine/watching.hpp"
 
 namespace kvzap {
 namespace {
@@ -63,17 +64,6 @@ std::vector<std::vector<TokenId>> tokenize(const std::filesystem::path& file,
   return texts;
 }
 
-// What watches texts decides by itself which rows stay, so that no budget has to choose any.
-const PolicyInfo& watching() {
-  static const PolicyInfo info = [] {
-    PolicyInfo made;
-    made.name = "calibration";
-    made.has_own_budget = true;
-    return made;
-  }();
-  return info;
-}
-
 }  // namespace
 
 std::vector<std::vector<TokenId>> read_texts(const std::filesystem::path& file,
@@ -119,15 +109,8 @@ void calibrate(const std::shared_ptr<const Model<Value>>& model, const PolicyCho
     tokens += static_cast<std::int64_t>(text.size());
   }
 
-  auto watcher = std::make_shared<PolicyChoice>();
-  watcher->name = choice.name;
-  watcher->info = &watching();
-  watcher->make = [calibration] { return calibration->watch(); };
-  watcher->threshold = 0.5;
-  CacheOptions options;
-  options.prune = PruneMode::prefill;
-  options.window = 1;
-  options.policy = watcher;
+  const CacheOptions options =
+      detail::watching_options(choice.name, [calibration] { return calibration->watch(); });
   const auto engine = Engine::create<Value>(model, nullptr, options, comm);
 
   calibration->begin();

@@ -383,7 +383,7 @@ PolicyInfo kvzip_info(bool plus) {
   info.formula = plus ? "max over the repeat's queries of p ||W_O v|| / ||h||"
                       : "max over the repeat's queries of p";
   info.needs = "the context once more, repeated by the model";
-  info.cost = "1 to 1.5 prefills; 4 bytes a row, a full cache";
+  info.cost = "about 2 prefills; 4 bytes a row, a full cache and a chunk";
   info.parameters = {
       {"layerwise", Kind::flag, "off", 0, 0, {}, "every layer keeps as many rows"},
       {"sink",

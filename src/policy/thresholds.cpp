@@ -84,6 +84,11 @@ ThresholdTable::Row read_threshold_row(const ThresholdFields& fields,
     fields.fail("evict_ratio", fmt::format("a number above {} and below 1", floor));
   }
   row.threshold = fields.number("threshold");
+  // Scores are compared as floats: beyond them a threshold would evict all pairs, or none.
+  constexpr float most = std::numeric_limits<float>::max();
+  if (std::abs(row.threshold) > most) {
+    fields.fail("threshold", fmt::format("a number of size {} at most", most));
+  }
   if (before && row.threshold < before->threshold) {
     fields.fail("threshold", fmt::format("at least {}, that of the row before", before->threshold));
   }

@@ -9,6 +9,7 @@
 #include "base/kokkos_compat.hpp"
 #include "base/scratch.hpp"
 #include "base/stopwatch.hpp"
+#include "engine/watching.hpp"
 #include "policy/output_norms.hpp"
 #include "policy/row_tools.hpp"
 
@@ -58,16 +59,6 @@ void take_logarithms(const ExecutionSpace& exec, const Matrix& mass, const Indic
       "kvzap::collect::logarithms", Range(exec, 0, chosen.extent(0) * heads),
       KOKKOS_LAMBDA(const std::int64_t i) {
         chosen(i / heads, i % heads) = detail::math::log(mass(i % heads, rows(i / heads)));
-      });
-}
-
-// One row of each head, for a layer that keeps none would be none.
-void keep_first_row(const ExecutionSpace& exec, const Policy::ScoreView& scores) {
-  const auto columns = static_cast<std::int64_t>(scores.extent(1));
-  Kokkos::parallel_for(
-      "kvzap::collect::keep_first_row", Range(exec, 0, scores.extent(0) * columns),
-      KOKKOS_LAMBDA(const std::int64_t i) {
-        scores(i / columns, i % columns) = i % columns == 0 ? 1.0F : 0.0F;
       });
 }
 
@@ -140,7 +131,7 @@ class CollectWatcher final : public Policy {
     std::vector<float>& target = m_pairs.layers.at(layer.layer()).scores;
     target.resize(static_cast<std::size_t>(count * layer.heads()));
     copy_out(layer, m_scratch.scores, target.data(), count * layer.heads());
-    keep_first_row(layer.exec(), scores);
+    detail::keep_first_row(layer.exec(), scores);
   }
 
  private:
@@ -224,17 +215,6 @@ class CollectWatcher final : public Policy {
   bool m_has_norms = false;
 };
 
-// What watches texts decides by itself which rows stay, so that no budget has to choose any.
-const PolicyInfo& collecting() {
-  static const PolicyInfo info = [] {
-    PolicyInfo made;
-    made.name = "collect";
-    made.has_own_budget = true;
-    return made;
-  }();
-  return info;
-}
-
 // Rank 0's text on all ranks. Collective.
 CollectText share(const std::vector<CollectText>& texts, std::int64_t index,
                   const Communicator& comm) {
@@ -269,17 +249,10 @@ CollectResult collect_pairs(const std::shared_ptr<const Model<Value>>& model,
   CollectText text;
   TextPairs pairs;
   pairs.layers.resize(static_cast<std::size_t>(model->config().num_hidden_layers));
-  auto watcher = std::make_shared<PolicyChoice>();
-  watcher->name = "collect";
-  watcher->info = &collecting();
-  watcher->make = [&]() -> std::unique_ptr<Policy> {
-    return std::make_unique<CollectWatcher<Value>>(text, scratch, pairs);
-  };
-  watcher->threshold = 0.5;
-  CacheOptions options;
-  options.prune = PruneMode::prefill;
-  options.window = 1;
-  options.policy = watcher;
+  const CacheOptions options =
+      detail::watching_options("collect", [&]() -> std::unique_ptr<Policy> {
+        return std::make_unique<CollectWatcher<Value>>(text, scratch, pairs);
+      });
   const auto engine = Engine::create<Value>(model, nullptr, options, comm);
 
   CollectResult result;

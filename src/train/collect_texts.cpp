@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <fstream>
+#include <functional>
 #include <kvzap/collect.hpp>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -89,6 +90,89 @@ std::vector<std::int64_t> sample(std::int64_t total, std::int64_t count, std::ui
   return all;
 }
 
+// What collecting makes of a text that is in a line of a file.
+struct TextForm {
+  /// What the rules count.
+  std::function<std::vector<TokenId>(const std::string& text)> encode;
+  /// What is run, without CollectText::positions.
+  std::function<CollectText(const std::vector<TokenId>& ids)> make;
+  const char* how_often = "";  // ... the text is in it, for a message
+};
+
+CollectTexts read_as(const std::filesystem::path& file, const CollectRules& rules,
+                     const TextForm& form, const ModelConfig& config) {
+  std::ifstream stream(file, std::ios::binary);
+  if (!stream || std::filesystem::is_directory(file)) {
+    throw Error(fmt::format("{}: cannot be read; expected a file of texts", file.string()));
+  }
+  CollectTexts result;
+  std::map<std::string, std::int64_t> of_subset;
+  std::uint64_t hash = detail::fnv_start;
+  std::int64_t number = 0;
+  for (std::string line; std::getline(stream, line);) {
+    ++number;
+    hash = detail::fnv1a("\n", detail::fnv1a(line, hash));
+    if (line.find_first_not_of(" \t\r\n\v\f") == std::string::npos) continue;
+    const std::string where = fmt::format("{}: line {}", file.string(), number);
+    const Line parsed = parse_line(line, where);
+    ++result.lines;
+    if (rules.max_texts > 0 && static_cast<std::int64_t>(result.texts.size()) == rules.max_texts) {
+      ++result.over_max_texts;
+      continue;
+    }
+    const std::vector<TokenId> ids = form.encode(parsed.text);
+    const auto tokens = static_cast<std::int64_t>(ids.size());
+    if (tokens < rules.min_tokens || tokens == 0) {
+      ++result.too_short;
+      continue;
+    }
+    if (tokens > rules.max_tokens) {
+      ++result.too_long;
+      continue;
+    }
+    if (!parsed.subset.empty() && of_subset[parsed.subset] == rules.per_subset) {
+      ++result.over_subset;
+      continue;
+    }
+    CollectText made;
+    try {
+      made = form.make(ids);
+    } catch (const Error& error) {
+      throw Error(fmt::format("{}: {}", where, error.what()));
+    }
+    if (static_cast<std::int64_t>(made.ids.size()) > config.max_position_embeddings) {
+      ++result.too_long;
+      continue;
+    }
+    for (const TokenId id : made.ids) {
+      if (id >= config.vocab_size) {
+        throw Error(fmt::format("{}: token id {} is not in the vocabulary; expected less than {}",
+                                where, id, config.vocab_size));
+      }
+    }
+    ++of_subset[parsed.subset];
+    made.positions =
+        sample(made.text_end - made.text_begin, rules.tokens_per_text, rules.seed, number);
+    result.plan.push_back({number, parsed.subset, made.text_end - made.text_begin, made.positions});
+    result.texts.push_back(std::move(made));
+  }
+  if (stream.bad()) throw Error(fmt::format("{}: reading failed", file.string()));
+  if (result.lines == 0) {
+    throw Error(
+        fmt::format("{}: there is no text in it; expected a JSON object per line", file.string()));
+  }
+  if (result.texts.empty()) {
+    throw Error(fmt::format(
+        "{}: none of its {} texts can be used: {} have fewer than {} tokens "
+        "(--min-tokens), {} more "
+        "than {} (--max-tokens) or would not fit the model's {} positions{}",
+        file.string(), result.lines, result.too_short, rules.min_tokens, result.too_long,
+        rules.max_tokens, config.max_position_embeddings, form.how_often));
+  }
+  result.hash = fmt::format("{:016x}", hash);
+  return result;
+}
+
 }  // namespace
 
 CollectText make_collect_text(std::string_view text, const Tokenizer& tokenizer,
@@ -122,78 +206,30 @@ CollectText make_collect_text(std::string_view text, const Tokenizer& tokenizer,
 CollectTexts read_collect_texts(const std::filesystem::path& file, const CollectRules& rules,
                                 const Tokenizer& tokenizer, const ChatTemplate& chat_template,
                                 const ModelConfig& config) {
-  std::ifstream stream(file, std::ios::binary);
-  if (!stream || std::filesystem::is_directory(file)) {
-    throw Error(fmt::format("{}: cannot be read; expected a file of texts", file.string()));
-  }
-  CollectTexts result;
-  std::map<std::string, std::int64_t> of_subset;
-  std::uint64_t hash = detail::fnv_start;
-  std::int64_t number = 0;
-  for (std::string line; std::getline(stream, line);) {
-    ++number;
-    hash = detail::fnv1a("\n", detail::fnv1a(line, hash));
-    if (line.find_first_not_of(" \t\r\n\v\f") == std::string::npos) continue;
-    const std::string where = fmt::format("{}: line {}", file.string(), number);
-    const Line parsed = parse_line(line, where);
-    ++result.lines;
-    if (rules.max_texts > 0 && static_cast<std::int64_t>(result.texts.size()) == rules.max_texts) {
-      ++result.over_max_texts;
-      continue;
-    }
-    const std::vector<TokenId> ids = tokenizer.encode(stripped(parsed.text));
-    const auto tokens = static_cast<std::int64_t>(ids.size());
-    if (tokens < rules.min_tokens || tokens == 0) {
-      ++result.too_short;
-      continue;
-    }
-    if (tokens > rules.max_tokens) {
-      ++result.too_long;
-      continue;
-    }
-    if (of_subset[parsed.subset] == rules.per_subset) {
-      ++result.over_subset;
-      continue;
-    }
+  TextForm form;
+  form.encode = [&](const std::string& text) { return tokenizer.encode(stripped(text)); };
+  form.make = [&](const std::vector<TokenId>& ids) {
     // As the tokenizer normalizes it: what tokens give back.
-    const std::string text = tokenizer.decode(ids, false);
-    CollectText made;
-    try {
-      made = make_collect_text(text, tokenizer, chat_template);
-    } catch (const Error& error) {
-      throw Error(fmt::format("{}: {}", where, error.what()));
-    }
-    if (static_cast<std::int64_t>(made.ids.size()) > config.max_position_embeddings) {
-      ++result.too_long;
-      continue;
-    }
-    for (const TokenId id : made.ids) {
-      if (id >= config.vocab_size) {
-        throw Error(fmt::format("{}: token id {} is not in the vocabulary; expected less than {}",
-                                where, id, config.vocab_size));
-      }
-    }
-    ++of_subset[parsed.subset];
-    made.positions =
-        sample(made.text_end - made.text_begin, rules.tokens_per_text, rules.seed, number);
-    result.plan.push_back({number, parsed.subset, made.text_end - made.text_begin, made.positions});
-    result.texts.push_back(std::move(made));
-  }
-  if (stream.bad()) throw Error(fmt::format("{}: reading failed", file.string()));
-  if (result.lines == 0) {
-    throw Error(
-        fmt::format("{}: there is no text in it; expected a JSON object per line", file.string()));
-  }
-  if (result.texts.empty()) {
-    throw Error(
-        fmt::format("{}: none of its {} texts can be used: {} have fewer than {} tokens "
-                    "(--min-tokens), {} more "
-                    "than {} (--max-tokens) or would not fit the model's {} positions twice",
-                    file.string(), result.lines, result.too_short, rules.min_tokens,
-                    result.too_long, rules.max_tokens, config.max_position_embeddings));
-  }
-  result.hash = fmt::format("{:016x}", hash);
-  return result;
+    return make_collect_text(tokenizer.decode(ids, false), tokenizer, chat_template);
+  };
+  form.how_often = " twice";
+  return read_as(file, rules, form, config);
+}
+
+CollectTexts read_plain_texts(const std::filesystem::path& file, const CollectRules& rules,
+                              const Tokenizer& tokenizer, const ModelConfig& config) {
+  TextForm form;
+  form.encode = [&](const std::string& text) { return tokenizer.encode(text, true); };
+  form.make = [](const std::vector<TokenId>& ids) {
+    CollectText text;
+    text.ids = ids;
+    text.text_end = static_cast<std::int64_t>(ids.size());
+    return text;
+  };
+  form.how_often = "";
+  CollectRules no_sample = rules;
+  no_sample.tokens_per_text = 0;
+  return read_as(file, no_sample, form, config);
 }
 
 }  // namespace kvzap

@@ -8,6 +8,7 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <limits>
 #include <system_error>
 #include <vector>
 
@@ -60,6 +61,22 @@ void to_disk(int descriptor) {
   }
 }
 
+// Where the file ends of which these are the first bytes: HDF5's superblock, version 2 or 3, says
+// it in the third address. (H5Fget_eoa does not answer for files that ranks have open together.)
+std::int64_t end_of_file(const std::vector<char>& image) {
+  constexpr std::size_t version = 8, address_bytes = 9, end = 28;
+  std::uint64_t value = 0;
+  if (image.size() < end + sizeof(value) || (image[version] != 2 && image[version] != 3) ||
+      image[address_bytes] != sizeof(value)) {
+    throw Error("HDF5's superblock is none that kvzap collect writes");
+  }
+  for (std::size_t i = sizeof(value); i-- > 0;) {
+    value = value << 8 | static_cast<unsigned char>(image[end + i]);
+  }
+  return static_cast<std::int64_t>(
+      std::min<std::uint64_t>(value, std::numeric_limits<std::int64_t>::max()));
+}
+
 std::uint64_t hash_of(const std::vector<char>& bytes) {
   return fnv1a({bytes.data(), bytes.size()});
 }
@@ -74,6 +91,11 @@ void naming(const fs::path& file, const Work& work) {
 }
 
 }  // namespace
+
+struct PairsRecovery::Image {
+  Header header{};
+  std::vector<char> bytes;
+};
 
 PairsRecovery::PairsRecovery(const fs::path& pairs_file)
     : m_pairs_file(fs::absolute(pairs_file)), m_path(m_pairs_file) {
@@ -107,13 +129,13 @@ void PairsRecovery::save(const fs::path& source, std::int64_t changing, std::int
   DurableCalls::of_system().sync_folder(m_path.parent_path());
 }
 
-bool PairsRecovery::restore() const {
+std::optional<PairsRecovery::Image> PairsRecovery::read() const {
   const FileDescriptor from(m_path, O_RDONLY | O_CLOEXEC);
-  if (from.get() < 0 && errno == ENOENT) return false;
-  Header header{};
-  std::vector<char> image;
+  if (from.get() < 0 && errno == ENOENT) return std::nullopt;
+  Image image;
   naming(m_path, [&] {
     if (from.get() < 0) throw system_error("cannot be opened", errno);
+    Header& header = image.header;
     const std::vector<char> bytes = read_bytes(from.get(), 0, sizeof(header));
     std::memcpy(&header, bytes.data(), sizeof(header));
     const auto size = static_cast<std::int64_t>(fs::file_size(m_path));
@@ -122,23 +144,49 @@ bool PairsRecovery::restore() const {
         header.fixed < header.changing) {
       throw Error("it is damaged or no recovery file of kvzap collect");
     }
-    image = read_bytes(from.get(), begin, size);
-    if (hash_of(image) != header.image_hash) throw Error("it is damaged");
+    image.bytes = read_bytes(from.get(), begin, size);
+    if (hash_of(image.bytes) != header.image_hash) throw Error("it is damaged");
   });
+  return image;
+}
+
+bool PairsRecovery::belongs(const Image& image, int pairs_descriptor) const {
+  const Header& header = image.header;
+  return header.fixed <= static_cast<std::int64_t>(fs::file_size(m_pairs_file)) &&
+         hash_of(read_bytes(pairs_descriptor, header.changing, header.fixed)) == header.fixed_hash;
+}
+
+bool PairsRecovery::restore() const {
+  const std::optional<Image> image = read();
+  if (!image) return false;
   const FileDescriptor to(m_pairs_file, O_RDWR | O_CLOEXEC);
   if (to.get() < 0) throw system_error("cannot be opened", errno);
-  const auto size = static_cast<std::int64_t>(fs::file_size(m_pairs_file));
-  if (header.fixed > size ||
-      hash_of(read_bytes(to.get(), header.changing, header.fixed)) != header.fixed_hash) {
+  if (!belongs(*image, to.get())) {
     throw Error(
         fmt::format("{} is of another file; move away whichever is not wanted", m_path.string()));
   }
-  write_bytes(to.get(), image.data(), image.size(), 0);
+  const auto size = static_cast<std::int64_t>(fs::file_size(m_pairs_file));
+  std::int64_t end = 0;
+  naming(m_path, [&] { end = end_of_file(image->bytes); });
+  if (end > size) {
+    throw Error(fmt::format(
+        "it has {} bytes, fewer than the {} that it had when {} was written: was it copied before "
+        "it? Move the latter away to go on without it, if this file was closed in order",
+        size, end, m_path.string()));
+  }
+  write_bytes(to.get(), image->bytes.data(), image->bytes.size(), 0);
   to_disk(to.get());
   return true;
 }
 
 void PairsRecovery::remove() const {
+  try {
+    const std::optional<Image> image = read();
+    const FileDescriptor of(m_pairs_file, O_RDONLY | O_CLOEXEC);
+    if (image && (of.get() < 0 || !belongs(*image, of.get()))) return;
+  } catch (const Error&) {
+    return;  // whatever it is, it is not this file's
+  }
   fs::remove(m_path);
   fs::path temporary = m_path;
   temporary += ".tmp";

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <optional>
 
 namespace kvzap::detail {
 
@@ -19,11 +20,18 @@ class PairsRecovery {
   /// changing … fixed - 1, which never change, tell later whether file and image belong together.
   void save(const std::filesystem::path& source, std::int64_t changing, std::int64_t fixed);
   /// Puts the image back, if there is one; returns whether there was. Throws Error, with the pairs
-  /// file left as it is, if the image is damaged or of another file.
+  /// file left as it is, if the image is damaged, of another file or of more than there is of this
+  /// one.
   bool restore() const;
+  /// Removes the image, unless it is damaged or of another file.
   void remove() const;
 
  private:
+  struct Image;
+  /// Throws Error if it is damaged. Absent: no such file.
+  std::optional<Image> read() const;
+  bool belongs(const Image& image, int pairs_descriptor) const;
+
   std::filesystem::path m_pairs_file;
   std::filesystem::path m_path;
   std::uint64_t m_fixed_hash = 0;

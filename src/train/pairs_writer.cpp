@@ -4,14 +4,13 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <cstring>
 #include <kvzap/head_partition.hpp>
 #include <kvzap/pairs.hpp>
 #include <nlohmann/json.hpp>
 #include <numeric>
 #include <optional>
+#include <random>
 
-#include "base/fnv.hpp"
 #include "io/temporary_file.hpp"
 #include "train/pairs_layout.hpp"
 #include "train/pairs_recovery.hpp"
@@ -128,16 +127,40 @@ void write_attributes(hid_t file, const PairsPlan& plan, std::int64_t pairs) {
   }
 }
 
-// One chunk of zeros makes HDF5 set up the index of all chunks.
-void write_first_chunk(hid_t data_set, hid_t memory_type, std::size_t value_size,
-                       const std::vector<hsize_t>& extents) {
-  const std::vector<char> zeros(static_cast<std::size_t>(extents[0] * extents[1]) * value_size);
-  const Hdf5Handle space(H5Dget_space(data_set), H5Sclose, "H5Dget_space");
-  detail::select_rows(space, 0, static_cast<std::int64_t>(extents[0]), 0,
-                      static_cast<std::int64_t>(extents[1]));
-  const Hdf5Handle memory = simple_space(extents);
-  checked_hdf5(H5Dwrite(data_set, memory_type, memory, space, H5P_DEFAULT, zeros.data()),
-               "H5Dwrite");
+// A chunk of zeros that the filters of `data_set` can unpack, packed well even where --compression
+// is 0.
+std::vector<char> packed_zeros(hid_t data_set) {
+  const Hdf5Handle create(H5Dget_create_plist(data_set), H5Pclose, "H5Dget_create_plist");
+  constexpr unsigned level = 1;
+  checked_hdf5(H5Pmodify_filter(create, H5Z_FILTER_DEFLATE, H5Z_FLAG_OPTIONAL, 1, &level),
+               "H5Pmodify_filter");
+  std::vector<hsize_t> extents(2);
+  checked_hdf5(H5Pget_chunk(create, 2, extents.data()), "H5Pget_chunk");
+  const Hdf5Handle access = property_list(H5P_FILE_ACCESS);
+  constexpr std::size_t growth = std::size_t{1} << 16;
+  checked_hdf5(H5Pset_fapl_core(access, growth, false), "H5Pset_fapl_core");
+  const Hdf5Handle file(H5Fcreate("kvzap-chunk", H5F_ACC_TRUNC, H5P_DEFAULT, access), H5Fclose,
+                        "H5Fcreate");
+  const Hdf5Handle type(H5Dget_type(data_set), H5Tclose, "H5Dget_type");
+  const Hdf5Handle copy = create_data_set(file, "chunk", type, extents, create);
+  const std::vector<char> zeros(static_cast<std::size_t>(extents[0] * extents[1]) *
+                                H5Tget_size(type));
+  checked_hdf5(H5Dwrite(copy, type, H5S_ALL, H5S_ALL, H5P_DEFAULT, zeros.data()), "H5Dwrite");
+  checked_hdf5(H5Fflush(file, H5F_SCOPE_GLOBAL), "H5Fflush");
+  const hsize_t origin[2] = {0, 0};
+  hsize_t bytes = 0;
+  checked_hdf5(H5Dget_chunk_storage_size(copy, origin, &bytes), "H5Dget_chunk_storage_size");
+  std::vector<char> packed(static_cast<std::size_t>(bytes));
+  std::uint32_t left_out = 0;
+  checked_hdf5(H5Dread_chunk(copy, H5P_DEFAULT, origin, &left_out, packed.data()), "H5Dread_chunk");
+  return packed;
+}
+
+// A first chunk makes HDF5 set up the index of all chunks.
+void write_first_chunk(hid_t data_set, const std::vector<char>& zeros) {
+  const hsize_t origin[2] = {0, 0};
+  checked_hdf5(H5Dwrite_chunk(data_set, H5P_DEFAULT, 0, origin, zeros.size(), zeros.data()),
+               "H5Dwrite_chunk");
 }
 
 void write_objects(hid_t file, const PairsPlan& plan, std::int64_t pairs) {
@@ -176,13 +199,13 @@ void write_objects(hid_t file, const PairsPlan& plan, std::int64_t pairs) {
   create_data_set(file, "/texts/subset", subset_type(plan), {texts}, plain);
 
   const Hdf5Handle hidden_type = detail::type_in_file(plan.dtype);
-  const Hdf5Handle hidden_memory = detail::type_in_memory(plan.dtype);
   const std::vector<hsize_t> hidden_chunk{static_cast<hsize_t>(chunk.pairs),
                                           static_cast<hsize_t>(chunk.columns)};
   const std::vector<hsize_t> score_chunk{static_cast<hsize_t>(chunk.pairs),
                                          static_cast<hsize_t>(plan.kv_heads)};
   const Hdf5Handle hidden_creation = chunked(hidden_chunk);
   const Hdf5Handle score_creation = chunked(score_chunk);
+  std::vector<char> hidden_zeros, score_zeros;
   group("/layers");
   for (int l = 0; l < plan.layers; ++l) {
     group(fmt::format("/layers/{}", l));
@@ -192,8 +215,10 @@ void write_objects(hid_t file, const PairsPlan& plan, std::int64_t pairs) {
     const Hdf5Handle scores = create_data_set(
         file, pairs_data_set(l, "scores").c_str(), H5T_IEEE_F32LE,
         {static_cast<hsize_t>(pairs), static_cast<hsize_t>(plan.kv_heads)}, score_creation);
-    write_first_chunk(hidden, hidden_memory, size_of(plan.dtype), hidden_chunk);
-    write_first_chunk(scores, H5T_NATIVE_FLOAT, sizeof(float), score_chunk);
+    if (l == 0) hidden_zeros = packed_zeros(hidden);
+    if (l == 0) score_zeros = packed_zeros(scores);
+    write_first_chunk(hidden, hidden_zeros);
+    write_first_chunk(scores, score_zeros);
   }
 }
 
@@ -208,15 +233,12 @@ void set_attribute(hid_t object, const char* name, std::int64_t value) {
   checked_hdf5(H5Awrite(attribute, H5T_NATIVE_INT64, &value), "H5Awrite");
 }
 
-// What tells this file's content from that of others.
-std::int64_t id_of(const PairsPlan& plan) {
-  std::uint64_t hash = detail::fnv1a(command_text(plan));
-  hash = detail::fnv1a(
-      fmt::format("{} {} {} {}", name_of(plan.dtype), plan.hidden_size, plan.layers, plan.kv_heads),
-      hash);
-  std::int64_t id = 0;
-  std::memcpy(&id, &hash, sizeof(id));
-  return id;
+// What tells this file from others, those of the same command too: their chunks lie elsewhere, so
+// that a recovery file of theirs would spoil this one.
+std::int64_t new_id() {
+  std::random_device device;
+  const std::uint64_t high = device(), low = device();
+  return static_cast<std::int64_t>((high << 32 | low) >> 1);
 }
 
 void write_fixed_data(hid_t file, const PairsPlan& plan, const std::vector<std::int64_t>& begins) {
@@ -231,7 +253,7 @@ void write_fixed_data(hid_t file, const PairsPlan& plan, const std::vector<std::
     subsets += text.subset;
     subsets.resize((subsets.size() + size - text.subset.size()), '\0');
   }
-  write_integers(file, "/id", {id_of(plan)});
+  write_integers(file, "/id", {new_id()});
   write_integers(file, "/positions", positions);
   write_integers(file, "/texts/begin", begins);
   write_integers(file, "/texts/line", lines);
@@ -276,29 +298,6 @@ void write_structure(const fs::path& path, const PairsPlan& plan) {
     set_attribute(root, "metadata_bytes", metadata_bytes);
   }
   checked_hdf5(file.close(), "H5Fclose");
-}
-
-// A chunk of zeros as the filters of `data_set` leave it.
-std::vector<char> packed_zeros(hid_t data_set) {
-  const Hdf5Handle create(H5Dget_create_plist(data_set), H5Pclose, "H5Dget_create_plist");
-  std::vector<hsize_t> extents(2);
-  checked_hdf5(H5Pget_chunk(create, 2, extents.data()), "H5Pget_chunk");
-  const Hdf5Handle access = property_list(H5P_FILE_ACCESS);
-  constexpr std::size_t growth = std::size_t{1} << 16;
-  checked_hdf5(H5Pset_fapl_core(access, growth, false), "H5Pset_fapl_core");
-  const Hdf5Handle file(H5Fcreate("kvzap-chunk", H5F_ACC_TRUNC, H5P_DEFAULT, access), H5Fclose,
-                        "H5Fcreate");
-  const Hdf5Handle type(H5Dget_type(data_set), H5Tclose, "H5Dget_type");
-  const Hdf5Handle copy = create_data_set(file, "chunk", type, extents, create);
-  write_first_chunk(copy, type, H5Tget_size(type), extents);
-  checked_hdf5(H5Fflush(file, H5F_SCOPE_GLOBAL), "H5Fflush");
-  const hsize_t origin[2] = {0, 0};
-  hsize_t bytes = 0;
-  checked_hdf5(H5Dget_chunk_storage_size(copy, origin, &bytes), "H5Dget_chunk_storage_size");
-  std::vector<char> packed(static_cast<std::size_t>(bytes));
-  std::uint32_t left_out = 0;
-  checked_hdf5(H5Dread_chunk(copy, H5P_DEFAULT, origin, &left_out, packed.data()), "H5Dread_chunk");
-  return packed;
 }
 
 // ---- Going on with a file: rank 0 alone ---------------------------------------------------------
@@ -371,6 +370,18 @@ FixedRegion fixed_region(hid_t file) {
   return region;
 }
 
+// Whether the file says so, which flush() has it say after everything else is on the disk.
+bool says_complete(const fs::path& path) {
+  try {
+    const Hdf5Handle file(H5Fopen(path.c_str(), H5F_ACC_RDONLY, detail::serial_access()), H5Fclose,
+                          "H5Fopen");
+    return detail::read_pairs_layout(file, static_cast<std::int64_t>(fs::file_size(path)))
+        .info.is_complete();
+  } catch (const Error&) {
+    return false;
+  }
+}
+
 // ---- Appending: all ranks -----------------------------------------------------------------------
 
 class Hdf5PairsWriter final : public PairsWriter {
@@ -399,9 +410,14 @@ class Hdf5PairsWriter final : public PairsWriter {
   }
 
   ~Hdf5PairsWriter() override {
+    const detail::QuietHdf5 quiet;
     // Closing is collective, and whoever ends here early may be alone. What HDF5 still writes when
     // the program ends, the recovery file undoes.
-    if (!m_file || m_comm.size() == 1) return;
+    if (!m_file) return;
+    if (m_comm.size() == 1) {
+      m_file.reset();
+      return;
+    }
     new Files(std::move(*m_file));  // NOLINT(cppcoreguidelines-owning-memory): see above
   }
 
@@ -509,7 +525,8 @@ class Hdf5PairsWriter final : public PairsWriter {
     agree([&] {
       if (!m_comm.is_root()) return;
       m_claim.emplace(m_path);
-      const bool restored = m_recovery.restore();
+      // A complete file needs nothing put back, and an older recovery file must not undo it.
+      const bool restored = !says_complete(m_path) && m_recovery.restore();
       const Hdf5Handle hdf5(H5Fopen(m_path.c_str(), H5F_ACC_RDONLY, detail::serial_access()),
                             H5Fclose, "H5Fopen");
       const auto size = static_cast<std::int64_t>(fs::file_size(m_path));
@@ -683,8 +700,22 @@ class Hdf5PairsWriter final : public PairsWriter {
     values.erase(values.begin(), values.begin() + count);
   }
 
-  // Room for pairs as large as they are unpacked. Collective.
+  // Collective.
   void reserve(std::int64_t pairs) const {
+    try {
+      take_room(pairs);
+    } catch (const AgreedError&) {
+      // What was taken for earlier chunks and not filled, HDF5 gives back as it cuts the file to
+      // its length.
+      CollectiveOutcome outcome;
+      outcome.note(H5Fflush(m_file->file, H5F_SCOPE_GLOBAL), "H5Fflush");
+      outcome.agree(m_comm, m_path, pairs_kind);
+      take_room(pairs);
+    }
+  }
+
+  // Room for pairs as large as they are unpacked. Collective.
+  void take_room(std::int64_t pairs) const {
     agree([&] {
       if (!m_comm.is_root()) return;
       const std::int64_t row = m_hidden_size * static_cast<std::int64_t>(size_of(m_dtype)) +
@@ -750,6 +781,12 @@ class Hdf5PairsWriter final : public PairsWriter {
     if (texts == m_safe_texts) return;
     const auto start = Clock::now();
     CollectiveOutcome outcome;
+    if (texts == m_planned_texts) {
+      // A file that says that it is complete must be.
+      outcome.note(H5Fflush(m_file->file, H5F_SCOPE_GLOBAL), "H5Fflush");
+      outcome.agree(m_comm, m_path, pairs_kind);
+      agree([&] { m_calls.sync_file(m_path); });
+    }
     const auto note = [&](const char* name, std::int64_t value) {
       const hid_t attribute = H5Aopen(m_file->root, name, H5P_DEFAULT);
       outcome.note(attribute < 0 ? -1 : 0, "H5Aopen");

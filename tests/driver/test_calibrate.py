@@ -142,6 +142,12 @@ class Thresholds(WithSurrogate):
         refuse([*self.asked, "-o", "x", "--no-store"], "-o and --no-store")
         refuse([*self.asked, "--no-store", "--json", self.folder / "no" / "r.json"], "--json", "no/r.json")
         refuse([*self.asked, "-o", "same", "--json", "same"], "--json and -o both name")
+        refuse([*self.asked, "--json", self.surrogate / ".." / "surrogate" / "thresholds.json"],
+               "--json and the thresholds both name")
+        texts = self.texts.read_bytes()
+        refuse([*self.asked, "-o", self.texts], "-o and -f both name")
+        refuse([*self.asked, "--no-store", "--json", self.texts], "--json and -f both name")
+        self.assertEqual(self.texts.read_bytes(), texts)
         empty = self.folder / "empty"
         empty.write_text("\n\n")
         refuse([*self.given, "-f", empty], "empty", "there is no text")

@@ -79,6 +79,24 @@ class Oracle(TestCase):
                 else:
                     self.assertLessEqual(report["context"]["kv"]["live_bytes"], 200e3)
 
+    def test_plan_and_limits(self):
+        plan = ["-m", MODEL, "-c", "1000", "--dry-run", *HALF, "--policy"]
+        for policy, tokens in (("kvzip", 1000), ("kvzip-plus:chunk=64", 64)):
+            self.assertIn(f"up to {tokens} more tokens", self.succeed(*plan, policy).text)
+        self.assertNotIn("repeated", self.succeed(*plan, "knorm+global").text)
+        for most, warns in ((TOKENS + 20, True), (4096, False)):
+            model = self.copy(MODEL, f"model{most}", max_position_embeddings=most)
+            result = self.succeed("-m", model, *TEXT, "--policy", "kvzip", *HALF, "-n", "1", "--question", "?")
+            self.assertEqual("the repeat of the context ends at position" in result.err.decode(), warns)
+
+    def test_ranks_with_unequal_parts(self):
+        rows = [[1000 if head == layer % HEADS else 1 for head in range(HEADS)] for layer in range(LAYERS)]
+        placement = self.folder / "placement"
+        placement.write_text(json.dumps({"context": {"kept_rows": rows}}))
+        for policy in ("kvzip", "kvzip-plus"):
+            _, tensors = self.dump(*TEXT, "--policy", policy, *HALF, "--placement", placement, ranks=3)
+            self.check_scores(tensors, f"{policy}.ratio0.5.scores")
+
     def test_answers_several_questions_alike(self):
         ask = ["-m", MODEL, *TEXT, "--policy", "kvzip", *HALF]
         question = ["--question", CASE["question"]]

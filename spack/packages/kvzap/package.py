@@ -31,7 +31,7 @@ class Kvzap(CMakePackage, CudaPackage, ROCmPackage):
     version("main", branch="main")
 
     variant("mpi", default=True, description="Share a model's heads among MPI ranks")
-    variant("hdf5", default=True, description="Snapshots of the cache")
+    variant("hdf5", default=True, description="Snapshots of the cache, files of training pairs")
     variant("openmp", default=True, description="Run host kernels in OpenMP threads")
     variant("sycl", default=False, description="Run on Intel GPUs through SYCL")
     variant("onednn", default=True, description="oneDNN for dense products on the host")

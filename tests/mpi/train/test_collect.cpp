@@ -212,11 +212,11 @@ TEST_F(CollectTextsTest, AreChosen) {
   EXPECT_EQ(chosen.lines, 9);
   EXPECT_EQ(chosen.too_short, 2);
   EXPECT_EQ(chosen.too_long, 1);
-  EXPECT_EQ(chosen.over_subset, 2);
+  EXPECT_EQ(chosen.over_subset, 1);
   EXPECT_EQ(chosen.over_max_texts, 0);
   std::vector<std::int64_t> lines;
   for (const auto& text : chosen.plan) lines.push_back(text.line);
-  EXPECT_EQ(lines, (std::vector<std::int64_t>{1, 2, 6, 8}));
+  EXPECT_EQ(lines, (std::vector<std::int64_t>{1, 2, 6, 8, 9}));
   EXPECT_EQ(chosen.plan[1].subset, "a");
   rules.max_texts = 3;
   EXPECT_EQ(texts(content, rules).texts.size(), 3u);

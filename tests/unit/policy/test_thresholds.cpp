@@ -159,6 +159,8 @@ TEST_F(Thresholds, MalformedFiles) {
   refuse(with_row(2, "evict_ratio", 1), "rows[2].evict_ratio", "a number above 0.75 and below 1");
   refuse(with_row(1, "evict_ratio", 0.5), "rows[1].evict_ratio", "a number above 0.5");
   refuse(with_row(1, "threshold", -5), "rows[1].threshold", "at least -4");
+  refuse(with_row(2, "threshold", 1e39), "rows[2].threshold", "a number of size 3.4");
+  refuse(with_row(0, "threshold", -1e300), "rows[0].threshold", "a number of size 3.4");
   refuse(with_row(1, "mean", 1.01), "rows[1].mean", "a number from 0 to 1");
   refuse(with_row(1, "least", -0.1), "rows[1].least", "a number from 0 to 1");
   m_folder.write("thresholds.json", "{\"format\": ");

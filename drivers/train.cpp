@@ -20,7 +20,6 @@
 #include "progress.hpp"
 #include "setup.hpp"
 #include "signals.hpp"
-#include "train/checkpoint.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -246,6 +245,12 @@ int train(const TrainOptions& options, const Communicator& comm, const std::stri
                  training.mlp ? "the pairs of a layer and the MLP's training"
                               : "the normal equations of a layer");
   });
+  comm.agree_on_root([&] {
+    // The folder itself may not be there yet.
+    if (fs::path(options.json).parent_path() / "" != fs::path(options.output) / "") {
+      check_writable(options.json);
+    }
+  });
   detail::set_blas_threads(cores_of_rank(ranks_on_node));
 
   Progress bar(comm.is_root() && !options.quiet);
@@ -280,11 +285,7 @@ int train(const TrainOptions& options, const Communicator& comm, const std::stri
   comm.agree_on_root([&] {
     if (!options.json.empty()) {
       const std::string json = training_json(report, training, pairs->info());
-      if (options.json == "-") {
-        fmt::print("{}", json);
-      } else {
-        detail::write_text(options.json, json);
-      }
+      write_whole(options.json, json);
     }
     if (options.json != "-") print_table(report);
     flush_stdout();

@@ -152,6 +152,13 @@ class Training(PairsCase):
         self.assertEqual((folder / "model.safetensors").read_bytes(), (whole / "model.safetensors").read_bytes())
         self.assertFalse((folder / "checkpoint").exists())
 
+    def test_a_report_that_cannot_be_written_is_told_first(self):
+        self.fail_with(train("linear", self.pairs, "-o", self.folder / "s", "--json", self.folder / "nowhere/r.json"),
+                       "--json", "nowhere/r.json", code=1)
+        self.assertFalse((self.folder / "s").exists())
+        self.succeed("linear", self.pairs, "-o", self.folder / "s", "--json", self.folder / "s/report.json")
+        self.assertEqual((self.folder / "s/report.json").read_bytes(), (self.folder / "s/training.json").read_bytes())
+
     def test_a_plot_that_cannot_be_drawn_loses_nothing(self):
         result = train("linear", self.pairs, "-o", self.folder / "s", "--plot", self.folder / "nowhere/plot.svg")
         self.assertEqual(result.code, 1, result)

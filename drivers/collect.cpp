@@ -73,8 +73,8 @@ void validate(const CollectOptions& o) {
 }
 
 /// Tells models apart: the text files that decide on what a model computes, and of each file of
-/// weights its name, its size, and its beginning and end. (Reading all of it would take longer than
-/// loading this rank's share.)
+/// weights its name, its size, and parts of it, evenly spread. (Reading all of it would take longer
+/// than loading this rank's share; training changes all tensors.)
 std::string hash_of_model(const fs::path& folder, bool with_weights) {
   std::uint64_t hash = detail::fnv_start;
   const auto add_part = [&](const fs::path& file, std::uintmax_t begin, std::size_t bytes) {
@@ -101,10 +101,16 @@ std::string hash_of_model(const fs::path& folder, bool with_weights) {
     std::error_code ignored;
     if (!fs::is_regular_file(file, ignored)) continue;
     const std::uintmax_t size = fs::file_size(file);
-    constexpr std::uintmax_t most = std::uintmax_t{1} << 20;
+    constexpr std::uintmax_t parts = 32;
+    constexpr std::uintmax_t bytes = std::uintmax_t{1} << 16;
     hash = detail::fnv1a(fmt::format("{} {}", file.filename().string(), size), hash);
-    add_part(file, 0, static_cast<std::size_t>(std::min(size, most)));
-    if (size > most) add_part(file, size - most, static_cast<std::size_t>(most));
+    if (size <= parts * bytes) {
+      add_part(file, 0, static_cast<std::size_t>(size));
+      continue;
+    }
+    for (std::uintmax_t i = 0; i < parts; ++i) {
+      add_part(file, (size - bytes) / (parts - 1) * i, static_cast<std::size_t>(bytes));
+    }
   }
   return fmt::format("{:016x}", hash);
 }

@@ -82,7 +82,8 @@ std::string with_layerwise(const RunOptions& o, const std::string& policy) {
                      : fmt::format("--layerwise does not go with --policy {}; it is for "
                                    "{}",
                                    name, takers));
-  require(policy.find("layerwise=") == std::string::npos,
+  require(policy.find(":layerwise=") == std::string::npos &&
+              policy.find(",layerwise=") == std::string::npos,
           fmt::format("--layerwise and --policy {} both say whether layers share a budget: give "
                       "one of them",
                       policy));
@@ -200,6 +201,13 @@ LookedUpThreshold look_up_threshold(const RunOptions& o) {
   };
   differs("--window", table.window, o.window);
   differs("--sink", table.sink, o.sink);
+  if (!o.token_ids && table.chat_template == o.raw) {
+    found.warnings.push_back(
+        fmt::format("{} was calibrated {} the chat template, and this run is {} it: another share "
+                    "will be evicted",
+                    found.file, table.chat_template ? "with" : "without",
+                    table.chat_template ? "without" : "with"));
+  }
   return found;
 }
 

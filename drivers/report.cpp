@@ -218,7 +218,7 @@ std::string to_text(const RunReport& report, const RunOptions& options) {
   if (!report.policy.empty() && report.is_full_at_first) {
     line(
         "note: what stays is chosen over all layers, after the question or after a repeat, so that "
-        "the peak is the full cache");
+        "the peak is the full cache (and a chunk of the repeat)");
   }
   if (end.non_finite_scores > 0) {
     line(fmt::format("warning: {} pairs have a score that is NaN or infinite; they were kept",

@@ -203,6 +203,8 @@ class Lookup(WithSurrogate):
             result = self.succeed(*self.plain, *rest, "--evict-ratio", "0.5", flag, value)
             self.assertIn(f"kvzap: warning: {self.stored} was calibrated with {flag}", result.err.decode())
             self.assertIn(f"{flag} is {value}", result.err.decode())
+        result = self.succeed(*self.plain, *WINDOW, "--evict-ratio", "0.5", "--raw")
+        self.assertIn("was calibrated with the chat template, and this run is without it", result.err.decode())
 
     def test_budgets_stay(self):
         self.stored.unlink()

@@ -90,18 +90,14 @@ void declare(CLI::App& app, BenchOptions& o) {
                  "Hugging Face folder; without *.safetensors weights are random. Required")
       ->type_name("DIR")
       ->group(model);
-  app.add_option("--dtype", o.dtype, "value type of weights and cache")
-      ->capture_default_str()
-      ->check(CLI::IsMember({"f32", "bf16", "f16"}))
-      ->group(model);
+  declare_dtype(app, o.dtype, "value type of weights and cache", model);
   app.add_option("--layers", o.layers, "use only so many of the first layers; default: all")
       ->group(model);
-  app.add_option("--random-weights", o.random_weights,
-                 "make weights up from this seed even if the folder has some; default: 0 where it "
-                 "has none")
-      ->type_name("SEED")
-      ->check(not_negative)
-      ->group(model);
+  declare_random_weights(
+      app, o.random_weights,
+      "make weights up from this seed even if the folder has some; default: 0 where it "
+      "has none",
+      model);
   app.add_option("--surrogate", o.surrogate,
                  "KVzap surrogate folder: its scores decide instead of random ones, and what is "
                  "in the cache before a test is prefilled instead of made up")

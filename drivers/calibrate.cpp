@@ -199,16 +199,12 @@ void declare(CLI::App& app, CalibrateOptions& o) {
   app.add_option("--surrogate", o.surrogate, "KVzap surrogate folder; required")
       ->type_name("DIR")
       ->group(model);
-  app.add_option("--dtype", o.dtype, "value type of weights and cache")
-      ->capture_default_str()
-      ->check(CLI::IsMember({"f32", "bf16", "f16"}))
-      ->group(model);
-  app.add_option("--random-weights", o.random_weights,
-                 "make the model's weights up from this seed; the folder then needs config.json "
-                 "and a tokenizer")
-      ->type_name("SEED")
-      ->check(not_negative)
-      ->group(model);
+  declare_dtype(app, o.dtype, "value type of weights and cache", model);
+  declare_random_weights(
+      app, o.random_weights,
+      "make the model's weights up from this seed; the folder then needs config.json "
+      "and a tokenizer",
+      model);
 
   const auto texts = "Texts";
   app.add_option("-f,--file", o.file,
@@ -257,10 +253,7 @@ void declare(CLI::App& app, CalibrateOptions& o) {
       ->type_name("FILE")
       ->group(output);
   app.add_flag("-q,--quiet", o.quiet, "no progress on standard error")->group(output);
-  app.add_option("--config", o.config,
-                 "TOML deck with any of these options under their long names; flags override it")
-      ->type_name("DECK")
-      ->group(output);
+  declare_deck(app, o.config, output);
 }
 
 void calibrate(const CalibrateOptions& options, const Communicator& comm,

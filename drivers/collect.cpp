@@ -431,15 +431,9 @@ void declare(CLI::App& app, CollectOptions& o) {
                  "field subset; required")
       ->type_name("FILE")
       ->group(input);
-  app.add_option("--dtype", o.dtype, "value type of weights, and of hidden states in the file")
-      ->capture_default_str()
-      ->check(CLI::IsMember({"f32", "bf16", "f16"}))
-      ->group(input);
-  app.add_option("--random-weights", o.random_weights,
-                 "make weights up from this seed: for trials of speed and space")
-      ->type_name("SEED")
-      ->check(not_negative)
-      ->group(input);
+  declare_dtype(app, o.dtype, "value type of weights, and of hidden states in the file", input);
+  declare_random_weights(app, o.random_weights,
+                         "make weights up from this seed: for trials of speed and space", input);
   app.add_option("--layers", o.layers,
                  "use only so many of the first layers: for trials; default: all")
       ->group(input);
@@ -492,10 +486,7 @@ void declare(CLI::App& app, CollectOptions& o) {
       ->type_name("FILE")
       ->group(output);
   app.add_flag("-q,--quiet", o.quiet, "print errors only")->group(output);
-  app.add_option("--config", o.config,
-                 "TOML deck with any of these options under their long names; flags override it")
-      ->type_name("DECK")
-      ->group(output);
+  declare_deck(app, o.config, output);
 }
 
 int collect(const CollectOptions& options, const Communicator& comm, const std::string& version) {

@@ -33,6 +33,29 @@ void check_chunk_and_pages(std::int64_t chunk, int page_rows) {
           fmt::format("--page-rows is {}; expected 1 to {}", page_rows, 1 << 20));
 }
 
+void declare_dtype(CLI::App& app, std::string& dtype, const std::string& help,
+                   const std::string& group) {
+  app.add_option("--dtype", dtype, help)
+      ->capture_default_str()
+      ->check(CLI::IsMember({"f32", "bf16", "f16"}))
+      ->group(group);
+}
+
+void declare_random_weights(CLI::App& app, std::optional<std::uint64_t>& seed,
+                            const std::string& help, const std::string& group) {
+  app.add_option("--random-weights", seed, help)
+      ->type_name("SEED")
+      ->check(not_negative)
+      ->group(group);
+}
+
+void declare_deck(CLI::App& app, std::string& deck, const std::string& group) {
+  app.add_option("--config", deck,
+                 "TOML deck with any of these options under their long names; flags override it")
+      ->type_name("DECK")
+      ->group(group);
+}
+
 void declare(CLI::App& app, RunOptions& o) {
   const auto model = "Model";
   app.add_option("-m,--model", o.model,
@@ -44,16 +67,12 @@ void declare(CLI::App& app, RunOptions& o) {
                  "pruned")
       ->type_name("DIR")
       ->group(model);
-  app.add_option("--dtype", o.dtype, "value type of weights and cache")
-      ->capture_default_str()
-      ->check(CLI::IsMember({"f32", "bf16", "f16"}))
-      ->group(model);
-  app.add_option("--random-weights", o.random_weights,
-                 "make weights up from this seed; with --token-ids or -c and --dry-run the folder "
-                 "then needs config.json alone")
-      ->type_name("SEED")
-      ->check(not_negative)
-      ->group(model);
+  declare_dtype(app, o.dtype, "value type of weights and cache", model);
+  declare_random_weights(
+      app, o.random_weights,
+      "make weights up from this seed; with --token-ids or -c and --dry-run the folder "
+      "then needs config.json alone",
+      model);
   app.add_option("--layers", o.layers,
                  "use only so many of the first layers: for trials, as a checkpoint's text then "
                  "makes no sense; default: all")
@@ -209,10 +228,7 @@ void declare(CLI::App& app, RunOptions& o) {
          "max_position_embeddings without a prompt) and exit")
       ->group(output);
   app.add_flag("-q,--quiet", o.quiet, "no progress and no report on standard error")->group(output);
-  app.add_option("--config", o.config,
-                 "TOML deck with any of these options under their long names; flags override it")
-      ->type_name("DECK")
-      ->group(output);
+  declare_deck(app, o.config, output);
 }
 
 void validate(const RunOptions& o) {

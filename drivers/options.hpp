@@ -67,6 +67,13 @@ void require(bool good, const std::string& message);
 void check_threshold(const std::optional<double>& threshold);
 void check_chunk_and_pages(std::int64_t chunk, int page_rows);
 
+/// Options that several commands have: --dtype (f32, bf16, f16), --random-weights, --config.
+void declare_dtype(CLI::App& app, std::string& dtype, const std::string& help,
+                   const std::string& group);
+void declare_random_weights(CLI::App& app, std::optional<std::uint64_t>& seed,
+                            const std::string& help, const std::string& group);
+void declare_deck(CLI::App& app, std::string& deck, const std::string& group);
+
 /// Declares every option of `kvzap run` on `app`; parsing fills `options`.
 void declare(CLI::App& app, RunOptions& options);
 

@@ -207,10 +207,7 @@ void declare(CLI::App& app, TrainOptions& o) {
       ->group(output);
   app.add_flag("-q,--quiet", o.quiet, "no progress and no warnings on standard error")
       ->group(output);
-  app.add_option("--config", o.config,
-                 "TOML deck with any of these options under their long names; flags override it")
-      ->type_name("DECK")
-      ->group(output);
+  declare_deck(app, o.config, output);
 }
 
 int train(const TrainOptions& options, const Communicator& comm, const std::string& version) {

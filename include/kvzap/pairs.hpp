@@ -100,6 +100,7 @@ struct PairsPlan {
 
 /// The pairs of one text, as this rank has them.
 struct TextPairs {
+  /// Of one layer.
   struct Layer {
     /// (pair, hidden_size) values of the file's type, on all ranks alike.
     std::vector<char> hidden;

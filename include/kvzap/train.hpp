@@ -38,10 +38,12 @@ struct PairSplit {
 /// if nothing is left to train on.
 PairSplit split_pairs(const PairsInfo& info, double share, std::uint64_t seed);
 
+/// Of train_ridge.
 struct RidgeOptions {
   double alpha = 1;  // scikit-learn's Ridge(alpha): |y - Xw - b|^2 + alpha |w|^2
 };
 
+/// Of MlpTrainer.
 struct MlpOptions {
   std::int64_t hidden = 0;  // 0: inputs / 8, at least 1
   int epochs = 15;
@@ -72,6 +74,7 @@ struct LayerReport {
   std::vector<float> oracle, predicted;
 };
 
+/// A layer, and how good it is.
 struct TrainedLayer {
   SurrogateLayer surrogate;
   LayerReport report;
@@ -167,6 +170,7 @@ struct TrainingProgress {
   std::function<void(int layers_done, int layers, double share_of_layer)> update;
 };
 
+/// What train_surrogate did.
 struct TrainingReport {
   bool stopped = false;  // by request; the folder has a checkpoint
   std::vector<LayerReport> layers;

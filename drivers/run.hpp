@@ -9,6 +9,6 @@ namespace kvzap::driver {
 
 /// Carries out the command on all ranks. Throws AgreedError, on every rank alike, for whatever is
 /// wrong with the input; any other exception is one rank's own.
-void run(const RunOptions& options, const Communicator& comm, const std::string& version);
+void run(const RunOptions& given, const Communicator& comm, const std::string& version);
 
 }  // namespace kvzap::driver

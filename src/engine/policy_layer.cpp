@@ -32,7 +32,7 @@ void take_inputs(const ExecutionSpace& exec, const LinearWeights<Value>& weights
   const Kokkos::RangePolicy<ExecutionSpace> range(exec, 0, y.size());
   const std::int64_t outputs = weights.outputs();
   if (!weights.is_packed()) {
-    const auto rows = weights.rows();
+    const auto& rows = weights.rows();
     Kokkos::parallel_for(
         "kvzap::policy::output_weights", range, KOKKOS_LAMBDA(const std::int64_t i) {
           y(i / outputs, i % outputs) = static_cast<float>(rows(i % outputs, first + i / outputs));
@@ -43,7 +43,7 @@ void take_inputs(const ExecutionSpace& exec, const LinearWeights<Value>& weights
   constexpr std::int64_t block = LinearWeights<Value>::block_outputs;
   constexpr std::int64_t together = std::is_same_v<Value, bfloat16> ? 2 : 1;
   const std::int64_t padded = LinearWeights<Value>::padded_inputs(weights.inputs());
-  const auto packed = weights.packed();
+  const auto& packed = weights.packed();
   Kokkos::parallel_for(
       "kvzap::policy::output_weights", range, KOKKOS_LAMBDA(const std::int64_t i) {
         const std::int64_t output = i % outputs;

@@ -369,7 +369,7 @@ void multiply_large(const ExecutionSpace& exec, Op op_a, const ConstMatrix& a, O
   if constexpr (runs_on_host) {
     if (onednn::is_available() && c.extent(0) > 0 && c.extent(1) > 0) {
       fence(exec, "kvzap::gemm: the library's gemm does not run on the caller's instance");
-      onednn::Gemm product;
+      onednn::Gemm product = {};
       product.m = c.extent(0);
       product.n = c.extent(1);
       product.k = a.extent(a_transposed ? 0 : 1);

@@ -351,7 +351,8 @@ class Kvzip final : public Policy {
 
   /// Of the chunk's values, for all heads of the layer.
   void find_norms(PolicyLayer& layer, std::int64_t begin, std::int64_t chunk) {
-    detail::reserve_scratch(m_value_norms, layer.heads() * layer.extents().group * chunk,
+    detail::reserve_scratch(m_value_norms,
+                            std::int64_t{layer.heads()} * layer.extents().group * chunk,
                             "kvzap::kvzip::norms");
     for (int head = 0; head < layer.heads(); ++head) {
       (*m_norms)(layer, head, begin, chunk, norms_of(layer, head, chunk));

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <kvzap/head_partition.hpp>
 #include <kvzap/pairs.hpp>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <numeric>
 #include <optional>
@@ -418,7 +419,7 @@ class Hdf5PairsWriter final : public PairsWriter {
       m_file.reset();
       return;
     }
-    new Files(std::move(*m_file));  // NOLINT(cppcoreguidelines-owning-memory): see above
+    static_cast<void>(m_file.release());
   }
 
   std::int64_t texts() const override { return m_texts; }
@@ -596,7 +597,7 @@ class Hdf5PairsWriter final : public PairsWriter {
 
   // Collective.
   void open_all() {
-    m_file.emplace();
+    m_file = std::make_unique<Files>();
     m_file->file = detail::open_together(m_path, m_path, m_comm, pairs_kind);
     agree([&] {
       m_file->root = Hdf5Handle(H5Gopen2(m_file->file, "/", H5P_DEFAULT), H5Gclose, "H5Gopen2");
@@ -821,7 +822,7 @@ class Hdf5PairsWriter final : public PairsWriter {
   double m_flush_share;
   double m_flush_seconds = 0;  // that the last flush took
   std::vector<std::string> m_notes;
-  std::optional<Files> m_file;
+  std::unique_ptr<Files> m_file;
   DType m_dtype = DType::bf16;
   std::int64_t m_hidden_size = 0;
   std::int64_t m_kv_heads = 0;

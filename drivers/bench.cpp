@@ -16,6 +16,7 @@
 
 #include "base/build_info.hpp"
 #include "base/simd.hpp"
+#include "base/stopwatch.hpp"
 #include "bench_report.hpp"
 #include "linalg/host/blas_threads.hpp"
 #include "progress.hpp"
@@ -25,7 +26,7 @@ namespace kvzap::driver {
 namespace {
 
 namespace fs = std::filesystem;
-using Clock = std::chrono::steady_clock;
+using detail::Clock;
 
 bool has_weights(const std::string& folder) {
   std::error_code error;

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <filesystem>
 #include <kvzap/calibrate_thresholds.hpp>
@@ -13,6 +12,7 @@
 #include <kvzap/tokenizer.hpp>
 #include <nlohmann/json.hpp>
 
+#include "base/stopwatch.hpp"
 #include "bench_options.hpp"
 #include "io/temporary_file.hpp"
 #include "linalg/host/blas_threads.hpp"
@@ -24,7 +24,8 @@ namespace kvzap::driver {
 namespace {
 
 namespace fs = std::filesystem;
-using Clock = std::chrono::steady_clock;
+using detail::Clock;
+using detail::seconds_since;
 using Texts = std::vector<std::vector<TokenId>>;
 
 constexpr const char* usual_ratios = "0.5,0.66,0.75";
@@ -349,8 +350,7 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
     }
     if (talks) {
       fmt::print(stderr, "{} texts of {} tokens in {:.1f} s; {}\n", table.texts, table.tokens,
-                 std::chrono::duration<double>(Clock::now() - start).count(),
-                 file.empty() ? "not stored" : "stored in " + file.string());
+                 seconds_since(start), file.empty() ? "not stored" : "stored in " + file.string());
     }
   });
 }

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -16,6 +15,7 @@
 #include <vector>
 
 #include "base/fnv.hpp"
+#include "base/stopwatch.hpp"
 #include "linalg/host/blas_threads.hpp"
 #include "model/safetensors_writer.hpp"
 #include "options.hpp"
@@ -28,13 +28,10 @@ namespace kvzap::driver {
 namespace {
 
 namespace fs = std::filesystem;
-using Clock = std::chrono::steady_clock;
+using detail::Clock;
+using detail::seconds_since;
 
 constexpr const char* statistics_option = "--query-statistics";
-
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
 
 void validate(const CollectOptions& o) {
   require(!o.model.empty(), "no model: give a folder with -m");

@@ -2,7 +2,6 @@
 
 #include <fmt/format.h>
 
-#include <chrono>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
@@ -16,6 +15,7 @@
 #include <limits>
 #include <sstream>
 
+#include "base/stopwatch.hpp"
 #include "dump.hpp"
 #include "linalg/host/blas_threads.hpp"
 #include "model/safetensors_writer.hpp"
@@ -28,11 +28,8 @@ namespace kvzap::driver {
 namespace {
 
 namespace fs = std::filesystem;
-using Clock = std::chrono::steady_clock;
-
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
+using detail::Clock;
+using detail::seconds_since;
 
 std::string read_whole(const std::string& file) {
   std::ostringstream text;

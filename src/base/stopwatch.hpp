@@ -5,19 +5,23 @@
 
 namespace kvzap::detail {
 
+using Clock = std::chrono::steady_clock;
+
+inline double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
 /// Adds the seconds until its end to a sum.
 class Stopwatch {
  public:
   explicit Stopwatch(double& sum) : m_sum(sum) {}
   Stopwatch(const Stopwatch&) = delete;
   Stopwatch& operator=(const Stopwatch&) = delete;
-  ~Stopwatch() {
-    m_sum += std::chrono::duration<double>(std::chrono::steady_clock::now() - m_start).count();
-  }
+  ~Stopwatch() { m_sum += seconds_since(m_start); }
 
  private:
   double& m_sum;
-  std::chrono::steady_clock::time_point m_start = std::chrono::steady_clock::now();
+  Clock::time_point m_start = Clock::now();
 };
 
 }  // namespace kvzap::detail

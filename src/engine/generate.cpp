@@ -1,15 +1,13 @@
 #include <algorithm>
-#include <chrono>
 #include <kvzap/generate.hpp>
+
+#include "base/stopwatch.hpp"
 
 namespace kvzap {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
+using detail::Clock;
+using detail::seconds_since;
 
 }  // namespace
 

@@ -6,7 +6,7 @@
 #include <limits>
 
 #include "base/kokkos_compat.hpp"
-#include "train/clock.hpp"
+#include "base/stopwatch.hpp"
 #include "train/layer_pairs.hpp"
 #include "train/mlp_step.hpp"
 #include "train/quality.hpp"
@@ -104,8 +104,8 @@ class TypedTrainer final : public MlpTrainer::Impl {
                       layer, m_pairs.dropped));
     }
     initialize();
-    m_seconds = m_watch.seconds();
-    m_watch = {};
+    m_seconds = detail::seconds_since(m_start);
+    m_start = detail::Clock::now();
   }
 
   MlpTrainer::State state() const override {
@@ -145,7 +145,7 @@ class TypedTrainer final : public MlpTrainer::Impl {
 
   bool run_epoch(const StopRequest& stop, const LayerProgress& progress) override {
     if (is_done()) return true;
-    const detail::Clock watch;
+    const auto start = detail::Clock::now();
     const double before = m_seconds;
     const ExecutionSpace exec;
     const std::int64_t rows = training();
@@ -169,7 +169,7 @@ class TypedTrainer final : public MlpTrainer::Impl {
       if (m_batch < batches() && stop && stop()) break;
     }
     const double sum = loss();  // waits
-    m_seconds = before + watch.seconds();
+    m_seconds = before + detail::seconds_since(start);
     if (m_batch < batches()) return false;
     m_epoch_mse.push_back(sum / (static_cast<double>(rows) * static_cast<double>(m_heads)));
     if (!std::isfinite(m_epoch_mse.back())) {
@@ -184,7 +184,7 @@ class TypedTrainer final : public MlpTrainer::Impl {
   }
 
   TrainedLayer result() override {
-    const detail::Clock watch;
+    const auto start = detail::Clock::now();
     TrainedLayer trained;
     SurrogateLayer& s = trained.surrogate;
     s.inputs = m_inputs;
@@ -209,7 +209,7 @@ class TypedTrainer final : public MlpTrainer::Impl {
     report.training_mse =
         m_epoch_mse.empty() ? std::numeric_limits<double>::quiet_NaN() : m_epoch_mse.back();
     detail::judge(m_pairs.validation_scores, predictions(), m_heads, report);
-    report.seconds = m_seconds + watch.seconds();
+    report.seconds = m_seconds + detail::seconds_since(start);
     return trained;
   }
 
@@ -279,7 +279,7 @@ class TypedTrainer final : public MlpTrainer::Impl {
     return all;
   }
 
-  detail::Clock m_watch;
+  detail::Clock::time_point m_start = detail::Clock::now();
   MlpOptions m_options;
   int m_layer;
   std::int64_t m_inputs, m_hidden, m_heads;

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <kvzap/head_partition.hpp>
 #include <kvzap/pairs.hpp>
 #include <memory>
@@ -12,6 +11,7 @@
 #include <optional>
 #include <random>
 
+#include "base/stopwatch.hpp"
 #include "io/temporary_file.hpp"
 #include "train/pairs_layout.hpp"
 #include "train/pairs_recovery.hpp"
@@ -21,14 +21,15 @@ namespace {
 
 namespace fs = std::filesystem;
 using detail::checked_hdf5;
+using detail::Clock;
 using detail::CollectiveOutcome;
 using detail::Hdf5Handle;
 using detail::pairs_data_set;
 using detail::pairs_kind;
 using detail::property_list;
+using detail::seconds_since;
 using detail::simple_space;
 using detail::write_attribute;
-using Clock = std::chrono::steady_clock;
 
 constexpr std::int64_t standard_chunk_pairs = 1024;
 // A chunk is packed by one rank: a row of chunks keeps several of them busy.
@@ -39,10 +40,6 @@ constexpr std::int64_t max_transfer_bytes = std::int64_t{16} << 20;
 // Data sets whose space is taken when they are written, behind everything that changes in place.
 constexpr const char* fixed_data_sets[] = {"/id",         "/positions",    "/texts/begin",
                                            "/texts/line", "/texts/tokens", "/texts/subset"};
-
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
 
 std::vector<std::int64_t> text_begins(const PairsPlan& plan) {
   std::vector<std::int64_t> begins{0};

@@ -5,7 +5,7 @@
 #include <kvzap/train.hpp>
 
 #include "base/kokkos_compat.hpp"
-#include "train/clock.hpp"
+#include "base/stopwatch.hpp"
 #include "train/lapack.hpp"
 #include "train/normal_equations.hpp"
 #include "train/pair_rows.hpp"
@@ -191,7 +191,7 @@ class RidgeTraining {
   }
 
   std::optional<TrainedLayer> run() {
-    const detail::Clock clock;
+    const auto start = detail::Clock::now();
     const std::int64_t inputs = m_info.hidden_size, heads = m_info.kv_heads;
     LayerReport& report = m_trained.report;
     std::optional<NormalEquations> equations = sum_up(false);
@@ -221,7 +221,7 @@ class RidgeTraining {
     publish(solution);
     solution = {};
     if (!validate()) return std::nullopt;
-    report.seconds = clock.seconds();
+    report.seconds = detail::seconds_since(start);
     if (m_progress) m_progress(1);
     return std::move(m_trained);
   }

@@ -6,9 +6,9 @@
 #include <system_error>
 
 #include "base/json_file.hpp"
+#include "base/stopwatch.hpp"
 #include "io/temporary_file.hpp"
 #include "train/checkpoint.hpp"
-#include "train/clock.hpp"
 #include "train/surrogate_folder.hpp"
 
 namespace kvzap {
@@ -200,7 +200,7 @@ std::vector<std::string> warnings_of(const std::vector<LayerReport>& layers,
 TrainingReport train_surrogate(const PairSource& source, const TrainingOptions& options,
                                const fs::path& folder, const Communicator& comm,
                                const StopRequest& stop, const TrainingProgress& progress) {
-  const detail::Clock clock;
+  const auto start = detail::Clock::now();
   const PairsInfo& info = source.info();
   TrainingOptions own = options;
   own.mlp_options.seed = own.seed;
@@ -242,7 +242,7 @@ TrainingReport train_surrogate(const PairSource& source, const TrainingOptions& 
       if (comm.is_root()) surrogates.push_back(std::move(shared.surrogate));
     }
   }
-  report.seconds = clock.seconds();
+  report.seconds = detail::seconds_since(start);
   report.warnings = warnings_of(report.layers, info);
   if (report.stopped) return report;
   comm.agree_on_root([&] {

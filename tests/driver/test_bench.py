@@ -389,7 +389,7 @@ class Help(TestCase):
         declared = re.findall(r'add_(?:option|flag|list)\(\s*"([^"]+)"', source)
         self.assertGreater(len(declared), 20)
         names = {name.lstrip("!") for declaration in declared for name in declaration.split(",")}
-        shared = re.findall(r"declare_(\w+)\(app, o\.", source)  # by options.cpp, for several commands
+        shared = re.findall(r"declare_(\w+)\(\s*app, o\.", source)  # by options.cpp, for several commands
         names |= {"--" + name.replace("_", "-") for name in shared}
         for flag in ("--help", "-h"):
             result = run_command([KVZAP, "bench", flag])

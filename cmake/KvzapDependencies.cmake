@@ -113,10 +113,6 @@ function(kvzap_find_lapack)
   if(TARGET kvzap::lapack)
     return()
   endif()
-  if(NOT CMAKE_C_COMPILER_LOADED)
-    set(KVZAP_MISSING "LAPACK is looked for by compiling C; add C to the project's languages" PARENT_SCOPE)
-    return()
-  endif()
   # liblapack.so first: distributions let the user choose what is behind that name, as behind the
   # libblas.so of Kokkos Kernels.
   set(vendor "${BLA_VENDOR}")

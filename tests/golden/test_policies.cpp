@@ -118,6 +118,9 @@ struct PolicyRun {
   bool is_tie() const { return entry.value("tie", false); }
   bool rerotated() const { return entry.value("rerotated", false); }
   bool repeats_context() const { return entry["policy"].get<std::string>().rfind("kvzip", 0) == 0; }
+  /// LagKV's scores are ranks within a partition of 128, over 128: two rows whose values are as
+  /// good as equal may have each other's, as sums are rounded otherwise on other ranks.
+  bool scores_by_rank() const { return entry["policy"].get<std::string>().rfind("lagkv", 0) == 0; }
   bool after_question() const { return entry.value("prune_after", "context") == "question"; }
 };
 
@@ -176,6 +179,7 @@ void compare_scores(const PolicyRun& run, const ScoreRecorder& recorder,
       const float* expected = run.scores->row(l, head);
       double worst = 0;
       std::int64_t where = -1;
+      int swapped = 0;
       for (std::int64_t p = 0; p < tokens; ++p) {
         // Constants above the scores, "the largest of all plus 1", are measured by themselves, and
         // "the largest number there is" has to be above the scores.
@@ -185,6 +189,12 @@ void compare_scores(const PolicyRun& run, const ScoreRecorder& recorder,
         double off = std::fabs(static_cast<double>((*ours)[p]) - expected[p]);
         if (off > 0) off /= size;
         if (expected[p] > beyond_scores && (*ours)[p] >= run.largest[l]) off = 0;
+        // Two neighbours that have swapped their ranks, one step each.
+        if (run.scores_by_rank() && off > tolerance && swapped < 2 &&
+            std::fabs(static_cast<double>((*ours)[p]) - expected[p]) <= 1.0 / 128) {
+          ++swapped;
+          continue;
+        }
         if (!(off <= worst)) {  // also if it is no number
           worst = off;
           where = p;

@@ -41,7 +41,7 @@ std::vector<float> floats_of(const SafetensorsFolder& files, const char* name) {
     throw Error(fmt::format("it has no F32 vector {}", name));
   }
   std::vector<float> values(tensor->bytes / sizeof(float));
-  std::memcpy(values.data(), tensor->data, tensor->bytes);
+  if (!values.empty()) std::memcpy(values.data(), tensor->data, tensor->bytes);
   return values;
 }
 

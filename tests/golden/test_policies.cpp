@@ -180,6 +180,7 @@ void compare_scores(const PolicyRun& run, const ScoreRecorder& recorder,
       double worst = 0;
       std::int64_t where = -1;
       int swapped = 0;
+      double moved = 0;  // by all that have swapped: as many up as down
       for (std::int64_t p = 0; p < tokens; ++p) {
         // Constants above the scores, "the largest of all plus 1", are measured by themselves, and
         // "the largest number there is" has to be above the scores.
@@ -190,9 +191,11 @@ void compare_scores(const PolicyRun& run, const ScoreRecorder& recorder,
         if (off > 0) off /= size;
         if (expected[p] > beyond_scores && (*ours)[p] >= run.largest[l]) off = 0;
         // Two neighbours that have swapped their ranks, one step each.
+        const double step = static_cast<double>((*ours)[p]) - expected[p];
         if (run.scores_by_rank() && off > tolerance && swapped < 2 &&
-            std::fabs(static_cast<double>((*ours)[p]) - expected[p]) <= 1.0 / 128) {
+            std::fabs(step) <= 1.0 / 128) {
           ++swapped;
+          moved += step;
           continue;
         }
         if (!(off <= worst)) {  // also if it is no number
@@ -200,6 +203,8 @@ void compare_scores(const PolicyRun& run, const ScoreRecorder& recorder,
           where = p;
         }
       }
+      EXPECT_LE(std::fabs(moved), tolerance) << run.what << ": layer " << l << " head " << head
+                                             << ": rows have ranks that no swap explains";
       EXPECT_LE(worst, tolerance) << run.what << ": layer " << l << " head " << head
                                   << ": score of position " << where << " is "
                                   << (where < 0 ? 0 : (*ours)[where]) << ", should be "

@@ -13,6 +13,8 @@
 #include <string>
 #include <vector>
 
+#include "golden/golden_files.hpp"
+
 namespace kvzap {
 namespace {
 
@@ -21,15 +23,6 @@ namespace fs = std::filesystem;
 const fs::path source = KVZAP_SOURCE_DIR;
 const fs::path goldens = source / "tests/golden/collect";
 const fs::path recall = source / "inputs/models/recall-4m";
-
-template <class Value>
-std::vector<Value> values_of(const SafetensorsFolder& file, const std::string& name) {
-  const TensorInfo* const tensor = file.find(name);
-  if (!tensor) throw Error("no tensor " + name);
-  std::vector<Value> values(tensor->bytes / sizeof(Value));
-  std::memcpy(values.data(), tensor->data, tensor->bytes);
-  return values;
-}
 
 /// Takes pairs instead of a file.
 class PairsInMemory final : public PairsWriter {
@@ -87,15 +80,15 @@ void expect_goldens(const fs::path& folder) {
   for (std::size_t t = 0; t < 3; ++t) {
     const CollectText& text = texts.texts[t];
     const std::string name = std::to_string(t);
-    const auto ids = values_of<std::int64_t>(golden, name + ".ids");
+    const auto ids = kvzap::golden::tensor<std::int64_t>(golden, name + ".ids");
     EXPECT_EQ(std::vector<std::int64_t>(text.ids.begin(), text.ids.end()), ids);
     EXPECT_EQ((std::vector<std::int64_t>{text.text_begin, text.text_end, text.repeat_begin,
                                          text.repeat_end}),
-              values_of<std::int64_t>(golden, name + ".extents"));
+              kvzap::golden::tensor<std::int64_t>(golden, name + ".extents"));
     const auto pairs = static_cast<std::size_t>(text.text_end - text.text_begin);
-    const auto scores = values_of<float>(golden, name + ".scores");
-    const auto hidden = values_of<float>(golden, name + ".hidden");
-    const auto of_hidden = values_of<std::int64_t>(golden, name + ".of_hidden");
+    const auto scores = kvzap::golden::tensor<float>(golden, name + ".scores");
+    const auto hidden = kvzap::golden::tensor<float>(golden, name + ".hidden");
+    const auto of_hidden = kvzap::golden::tensor<std::int64_t>(golden, name + ".of_hidden");
     const auto columns = static_cast<std::size_t>(config.hidden_size);
     const auto kv_heads = static_cast<std::size_t>(config.num_key_value_heads);
     ASSERT_EQ(text.positions.size(), pairs);

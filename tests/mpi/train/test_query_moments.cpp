@@ -4,7 +4,6 @@
 #include <stdlib.h>
 
 #include <cmath>
-#include <cstring>
 #include <filesystem>
 #include <functional>
 #include <kvzap/collect.hpp>
@@ -15,6 +14,7 @@
 #include <vector>
 
 #include "engine/watching.hpp"
+#include "golden/golden_files.hpp"
 
 namespace kvzap {
 namespace {
@@ -26,15 +26,6 @@ const fs::path goldens = source / "tests/golden";
 const fs::path recall = source / "inputs/models/recall-4m";
 const fs::path qwen2 = goldens / "models/qwen2-random";
 const fs::path llama = goldens / "models/llama-random";
-
-template <class Value>
-std::vector<Value> values_of(const SafetensorsFolder& file, const std::string& name) {
-  const TensorInfo* const tensor = file.find(name);
-  if (!tensor) throw Error("no tensor " + name);
-  std::vector<Value> values(tensor->bytes / sizeof(Value));
-  std::memcpy(values.data(), tensor->data, tensor->bytes);
-  return values;
-}
 
 /// Nothing where there are more ranks than heads.
 std::shared_ptr<const Model<float>> load(const fs::path& folder) {
@@ -124,15 +115,15 @@ void expect_texts_as_kvpress(const fs::path& folder) {
   ASSERT_EQ(texts.texts.size(), 3u);
   const QueryMoments moments = collect(model, texts.texts);
   EXPECT_EQ(moments.texts, 3);
-  EXPECT_EQ(moments.queries, values_of<std::int64_t>(golden, "queries").at(0));
+  EXPECT_EQ(moments.queries, kvzap::golden::tensor<std::int64_t>(golden, "queries").at(0));
   EXPECT_EQ(moments.tokens, moments.queries + 3 * 4);
   EXPECT_FALSE(moments.stopped);
   expect_sizes(moments, config, Communicator::world().is_root());
   if (!Communicator::world().is_root()) return;
-  EXPECT_LT(
-      difference(moments, config, values_of<std::int64_t>(golden, "layers"),
-                 values_of<float>(golden, "query_mean"), values_of<float>(golden, "query_cov")),
-      1e-4);
+  EXPECT_LT(difference(moments, config, kvzap::golden::tensor<std::int64_t>(golden, "layers"),
+                       kvzap::golden::tensor<float>(golden, "query_mean"),
+                       kvzap::golden::tensor<float>(golden, "query_cov")),
+            1e-4);
 }
 
 TEST(QueryMoments, OfTextsAreThoseOfKvpressForRecall) { expect_texts_as_kvpress(recall); }
@@ -151,18 +142,18 @@ void expect_file_of_policy(const fs::path& folder) {
   ASSERT_NE(ids, nullptr);
   std::vector<TokenId> context;
   if (ids->bytes == static_cast<std::size_t>(ids->shape.at(0)) * sizeof(std::int64_t)) {
-    for (const std::int64_t id : values_of<std::int64_t>(text, "context_ids")) {
+    for (const std::int64_t id : kvzap::golden::tensor<std::int64_t>(text, "context_ids")) {
       context.push_back(static_cast<TokenId>(id));
     }
   } else {
-    context = values_of<std::int32_t>(text, "context_ids");
+    context = kvzap::golden::tensor<std::int32_t>(text, "context_ids");
   }
   const QueryMoments moments = collect(model, {text_of(context)});
   if (!Communicator::world().is_root()) return;
   std::vector<std::int64_t> layers;
   for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) layers.push_back(l);
-  EXPECT_LT(difference(moments, config, layers, values_of<float>(golden, "query_mean"),
-                       values_of<float>(golden, "query_cov")),
+  EXPECT_LT(difference(moments, config, layers, kvzap::golden::tensor<float>(golden, "query_mean"),
+                       kvzap::golden::tensor<float>(golden, "query_cov")),
             2e-4);
 }
 
@@ -337,8 +328,8 @@ TEST(QueryMoments, AreWrittenAndReplaced) {
     const auto file = SafetensorsFolder::open(folder / "a.safetensors");
     EXPECT_EQ(file.at("query_mean", {2, 3, 4}).dtype, DType::f32);
     EXPECT_EQ(file.at("query_cov", {2, 3, 4, 4}).dtype, DType::f32);
-    EXPECT_EQ(values_of<float>(file, "query_mean"), moments.mean);
-    EXPECT_EQ(values_of<float>(file, "query_cov"), moments.covariance);
+    EXPECT_EQ(kvzap::golden::tensor<float>(file, "query_mean"), moments.mean);
+    EXPECT_EQ(kvzap::golden::tensor<float>(file, "query_cov"), moments.covariance);
     moments.mean[3] = 7;
   }
   EXPECT_THROW(write_query_moments(folder / "none/a", moments, config, {}), Error);

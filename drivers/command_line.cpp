@@ -45,6 +45,13 @@ CommandLine::CommandLine()
   calibrate = app.add_subcommand(
       "calibrate", "find the thresholds at which a surrogate reaches given evict ratios on texts");
   declare(*calibrate, calibrate_options);
+  evaluate = app.add_subcommand(
+      "eval", "measure accuracy against evict ratio on prompts with known answers");
+  declare(*evaluate, eval_options);
+  make_tasks = app.add_subcommand("make-tasks", "write prompts with known answers, of any length");
+  declare(*make_tasks, make_tasks_options);
+  leaderboard = app.add_subcommand("leaderboard", "put evaluations side by side on one page");
+  declare(*leaderboard, leaderboard_options);
   policies =
       app.add_subcommand("policies", "list the eviction policies of a run, with their parameters");
   policies

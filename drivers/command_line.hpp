@@ -8,6 +8,9 @@
 #include "bench_options.hpp"
 #include "calibrate.hpp"
 #include "collect.hpp"
+#include "eval.hpp"
+#include "leaderboard.hpp"
+#include "make_tasks.hpp"
 #include "options.hpp"
 #include "train.hpp"
 
@@ -24,6 +27,9 @@ struct CommandLine {
   CLI::App* collect;
   CLI::App* train;
   CLI::App* calibrate;
+  CLI::App* evaluate;
+  CLI::App* make_tasks;
+  CLI::App* leaderboard;
   CLI::App* policies;
   CLI::App* completion;
   CLI::App* manual;
@@ -34,6 +40,9 @@ struct CommandLine {
   CollectOptions collect_options;
   TrainOptions train_options;
   CalibrateOptions calibrate_options;
+  EvalOptions eval_options;
+  MakeTasksOptions make_tasks_options;
+  LeaderboardOptions leaderboard_options;
   std::string shell;
   std::string policy;  // that `policies` is to tell about; empty: all
   bool policies_as_json = false;

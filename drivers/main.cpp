@@ -54,7 +54,7 @@ std::string usage_message(const CLI::App& app, const CLI::App& command,
     return &command != &app ? fmt::format("unexpected argument '{}'", first)
                             : fmt::format(
                                   "unknown subcommand '{}'; expected run, bench, collect, train, "
-                                  "calibrate or policies",
+                                  "calibrate, eval, make-tasks, leaderboard or policies",
                                   first);
   }
   const std::string nearest =
@@ -182,6 +182,15 @@ int run_program(int argc, char** argv, const kvzap::Communicator& comm) {
   } else if (line.calibrate->parsed()) {
     read_deck_of(*line.calibrate, line.calibrate_options.config);
     driver::calibrate(line.calibrate_options, comm, driver::version);
+  } else if (line.evaluate->parsed()) {
+    read_deck_of(*line.evaluate, line.eval_options.config);
+    return driver::evaluate(line.eval_options, comm, driver::version);
+  } else if (line.make_tasks->parsed()) {
+    read_deck_of(*line.make_tasks, line.make_tasks_options.config);
+    driver::make_tasks(line.make_tasks_options, comm, driver::version);
+  } else if (line.leaderboard->parsed()) {
+    read_deck_of(*line.leaderboard, line.leaderboard_options.config);
+    driver::leaderboard(line.leaderboard_options, comm, driver::version);
   } else {
     read_deck_of(*line.run, line.run_options.config);
     driver::run(line.run_options, comm, driver::version);

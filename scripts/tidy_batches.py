@@ -21,7 +21,7 @@ EXTRA = ["-U__clang_analyzer__", "-Wno-unknown-warning-option"]
 
 # Folders of src that are one unit, as are the folders below each of them; any other folder is one on its
 # own. No larger, so that several processors have work and names need not differ everywhere.
-TOGETHER = [("base", "parallel", "linalg"), ("model", "text"), ("cache", "io", "engine"), ("policy", "train")]
+TOGETHER = [("base", "parallel", "linalg"), ("model", "text"), ("cache", "io", "engine"), ("policy", "train"), ("eval",)]
 
 
 def commands(build):

@@ -1,0 +1,23 @@
+// `kvzap leaderboard`: several evaluations on one page.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <kvzap/communicator.hpp>
+#include <string>
+#include <vector>
+
+namespace kvzap::driver {
+
+struct LeaderboardOptions {
+  std::vector<std::string> evaluations;
+  std::string config;
+};
+
+/// Declares every option of the command on `app`; parsing fills `options`.
+void declare(CLI::App& app, LeaderboardOptions& options);
+
+/// Rank 0 alone does the work. Throws AgreedError, on every rank alike.
+void leaderboard(const LeaderboardOptions& options, const Communicator& comm,
+                 const std::string& version);
+
+}  // namespace kvzap::driver

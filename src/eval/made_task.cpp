@@ -1,0 +1,158 @@
+#include "eval/made_task.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <numeric>
+
+#include "base/fnv.hpp"
+
+namespace kvzap::detail {
+
+std::string to_json_line(const MadeTask& made) {
+  auto row = nlohmann::ordered_json::parse(kvzap::to_json_line(made.task));
+  row["length"] = made.length;
+  row["tokens"] = made.tokens;
+  row["haystack"] = made.haystack;
+  return row.dump();
+}
+
+PromptMeter::PromptMeter(const Tokenizer& tokenizer, std::optional<ChatTemplate::Parts> parts)
+    : m_tokenizer(tokenizer), m_parts(std::move(parts)) {
+  m_special_of_context = special_tokens(m_parts ? m_tokenizer.encode(m_parts->context(""))
+                                                : m_tokenizer.encode("", true));
+  m_special_of_question = m_parts ? special_tokens(m_tokenizer.encode(m_parts->suffix)) : 0;
+}
+
+std::int64_t PromptMeter::special_tokens(const std::vector<TokenId>& ids) const {
+  return std::count_if(ids.begin(), ids.end(),
+                       [&](TokenId id) { return m_tokenizer.is_special(id); });
+}
+
+std::int64_t PromptMeter::count(const std::vector<TokenId>& ids, std::int64_t special) const {
+  if (special_tokens(ids) > special) {
+    // The template's own come first and last.
+    std::int64_t seen = 0;
+    for (const TokenId id : ids) {
+      if (!m_tokenizer.is_special(id) || ++seen <= special) continue;
+      throw Error(fmt::format(
+          "the text has '{}' in it, which this model's tokenizer takes as a special token",
+          m_tokenizer.decode({id}, false)));
+    }
+  }
+  return static_cast<std::int64_t>(ids.size());
+}
+
+std::int64_t PromptMeter::context_tokens(std::string_view context) const {
+  return count(
+      m_parts ? m_tokenizer.encode(m_parts->context(context)) : m_tokenizer.encode(context, true),
+      m_special_of_context);
+}
+
+std::int64_t PromptMeter::question_tokens(std::string_view question,
+                                          std::string_view answer_prefix) const {
+  std::string text(question);
+  if (m_parts) text += m_parts->suffix;
+  text += answer_prefix;
+  return count(m_tokenizer.encode(text), m_special_of_question);
+}
+
+FittedContext fit_context(const PromptMeter& meter, std::int64_t budget, std::int64_t least,
+                          std::int64_t most,
+                          const std::function<std::string(std::int64_t)>& context) {
+  const auto of_size = [&](std::int64_t size) {
+    FittedContext made{size, 0, context(size)};
+    made.tokens = meter.context_tokens(made.text);
+    return made;
+  };
+  FittedContext fits = of_size(least);
+  if (fits.tokens >= budget || least >= most) return fits;
+
+  // The secant through the last two sizes tells the next one; a small first step tells the slope.
+  std::int64_t too_large = most + 1, too_large_tokens = 0;
+  double tokens_per_unit = 1;
+  std::int64_t guess =
+      std::min(most, least + std::max<std::int64_t>(16, (budget - fits.tokens) / 32));
+  constexpr int secants = 12;
+  for (int step = 0; too_large - fits.size > 1 && fits.tokens < budget; ++step) {
+    FittedContext made = of_size(guess);
+    if (made.tokens <= budget) {
+      tokens_per_unit = static_cast<double>(made.tokens - fits.tokens) /
+                        static_cast<double>(made.size - fits.size);
+      fits = std::move(made);
+    } else {
+      too_large = made.size;
+      too_large_tokens = made.tokens;
+    }
+    if (too_large_tokens > 0) {
+      tokens_per_unit = static_cast<double>(too_large_tokens - fits.tokens) /
+                        static_cast<double>(too_large - fits.size);
+    }
+    constexpr double least_slope = 0.05;
+    guess = fits.size + static_cast<std::int64_t>(static_cast<double>(budget - fits.tokens) /
+                                                  std::max(tokens_per_unit, least_slope));
+    if (step >= secants) guess = fits.size + (too_large - fits.size) / 2;
+    guess = std::clamp(guess, fits.size + 1, std::max(fits.size + 1, too_large - 1));
+  }
+  return fits;
+}
+
+std::int64_t fit_task(const PromptMeter& meter, MadeTask& made, std::int64_t least,
+                      std::int64_t most, const std::function<std::string(std::int64_t)>& context) {
+  Task& task = made.task;
+  const std::int64_t behind =
+      meter.question_tokens(task.question, task.answer_prefix) + task.max_new_tokens;
+  FittedContext fitted = fit_context(meter, made.length - behind, least, most, context);
+  if (fitted.tokens + behind > made.length) {
+    throw Error(
+        fmt::format("a length of {} is too short for {}: this prompt takes at least {} tokens, {} "
+                    "generated ones among them",
+                    made.length, task.task, fitted.tokens + behind, task.max_new_tokens));
+  }
+  task.context = std::move(fitted.text);
+  made.tokens = fitted.tokens + behind - task.max_new_tokens;
+  return fitted.size;
+}
+
+RowRandom::RowRandom(std::string_view name) : m_random(fnv1a(name)) {}
+
+RowRandom::RowRandom(std::uint64_t seed, std::string_view task, std::int64_t length,
+                     std::int64_t index)
+    : RowRandom(fmt::format("{} {} {} {}", seed, task, length, index)) {}
+
+std::string_view first_words(std::string_view text, std::int64_t count) {
+  std::size_t end = 0;
+  for (; count > 0 && end != std::string_view::npos; --count) end = text.find(' ', end + 1);
+  return text.substr(0, end);
+}
+
+std::int64_t count_words(std::string_view text) {
+  return text.empty() ? 0 : 1 + std::count(text.begin(), text.end(), ' ');
+}
+
+std::string with_needles(const std::vector<std::string_view>& lines,
+                         const std::vector<std::string>& needles, const std::vector<double>& places,
+                         std::string_view separator) {
+  std::vector<std::size_t> order(needles.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::stable_sort(order.begin(), order.end(),
+                   [&](std::size_t a, std::size_t b) { return places[a] < places[b]; });
+  const auto slots = static_cast<double>(lines.size() + 1);
+  std::string text;
+  const auto add = [&](std::string_view line) {
+    if (!text.empty()) text += separator;
+    text += line;
+  };
+  std::size_t next = 0;
+  for (std::size_t i = 0; i <= lines.size(); ++i) {
+    while (next < order.size() &&
+           (i == lines.size() || static_cast<std::size_t>(places[order[next]] * slots) <= i)) {
+      add(needles[order[next++]]);
+    }
+    if (i < lines.size()) add(lines[i]);
+  }
+  return text;
+}
+
+}  // namespace kvzap::detail

@@ -1,0 +1,120 @@
+// What the makers of tasks share: counting tokens as an evaluation will have them, filling prompts
+// to a length, and random draws that are the same everywhere.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <kvzap/chat_template.hpp>
+#include <kvzap/tasks.hpp>
+#include <kvzap/tokenizer.hpp>
+#include <optional>
+#include <random>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "train/random.hpp"
+
+namespace kvzap::detail {
+
+/// A row of the file, and what is told of it beside the task itself.
+struct MadeTask {
+  Task task;
+  std::int64_t length = 0;  // asked for: tokens of the prompt and of what is generated
+  std::int64_t tokens = 0;  // of the prompt
+  std::string haystack;     // what the prompt was filled with
+};
+
+/// The row, without the newline.
+std::string to_json_line(const MadeTask& made);
+
+/// Counts tokens of prompts in the way in which `kvzap eval` and `kvzap run` encode them: the
+/// context as the beginning of a user's message, the question and all behind it apart.
+class PromptMeter {
+ public:
+  /// Without `parts` there is no chat template (--raw). The tokenizer must outlive the meter.
+  PromptMeter(const Tokenizer& tokenizer, std::optional<ChatTemplate::Parts> parts);
+
+  /// Both throw Error if the text has special tokens of the tokenizer written out in it: they would
+  /// end the user's message, or worse.
+  std::int64_t context_tokens(std::string_view context) const;
+  std::int64_t question_tokens(std::string_view question, std::string_view answer_prefix) const;
+
+ private:
+  std::int64_t count(const std::vector<TokenId>& ids, std::int64_t special) const;
+  std::int64_t special_tokens(const std::vector<TokenId>& ids) const;
+
+  const Tokenizer& m_tokenizer;
+  std::optional<ChatTemplate::Parts> m_parts;
+  std::int64_t m_special_of_context;
+  std::int64_t m_special_of_question;
+};
+
+/// A context of a size, of whatever unit it is made.
+struct FittedContext {
+  std::int64_t size = 0;
+  std::int64_t tokens = 0;  // more than was asked for if not even the least size fits
+  std::string text;
+};
+
+/// The largest size of `least` to `most` at which the context has at most `budget` tokens while
+/// that of the next size has more (tokens need not grow with each step of the size). A few contexts
+/// of about the size found are encoded, however large it is.
+FittedContext fit_context(const PromptMeter& meter, std::int64_t budget, std::int64_t least,
+                          std::int64_t most,
+                          const std::function<std::string(std::int64_t)>& context);
+
+/// Fills in `made` what fit_context finds: made.task has all but its context, which gets as long as
+/// made.length allows. Returns the size. Throws Error, naming the task and the least length, if
+/// that is too short for the least context.
+std::int64_t fit_task(const PromptMeter& meter, MadeTask& made, std::int64_t least,
+                      std::int64_t most, const std::function<std::string(std::int64_t)>& context);
+
+/// Draws of one row.
+class RowRandom {
+ public:
+  /// Rows of other names have other draws.
+  explicit RowRandom(std::string_view name);
+  RowRandom(std::uint64_t seed, std::string_view task, std::int64_t length, std::int64_t index);
+
+  std::uint64_t below(std::uint64_t bound) { return detail::below(m_random, bound); }
+  double uniform() { return detail::uniform(m_random); }
+  std::uint64_t bits() { return m_random(); }
+  /// In [low, high].
+  std::int64_t between(std::int64_t low, std::int64_t high) {
+    return low + static_cast<std::int64_t>(below(static_cast<std::uint64_t>(high - low + 1)));
+  }
+  template <class T>
+  const T& pick(const std::vector<T>& values) {
+    return values[below(values.size())];
+  }
+  template <class T>
+  void shuffle(std::vector<T>& values) {
+    for (std::size_t i = values.size(); i > 1; --i) std::swap(values[i - 1], values[below(i)]);
+  }
+  /// `count` of the values, in random order; count <= values.size().
+  template <class T>
+  std::vector<T> sample(std::vector<T> values, std::size_t count) {
+    for (std::size_t i = 0; i < count; ++i)
+      std::swap(values[i], values[i + below(values.size() - i)]);
+    values.resize(count);
+    return values;
+  }
+
+ private:
+  std::mt19937_64 m_random;
+};
+
+/// The first `count` words of a text in which words are separated by single spaces.
+std::string_view first_words(std::string_view text, std::int64_t count);
+/// The words of such a text.
+std::int64_t count_words(std::string_view text);
+
+/// The lines with needles at their places between them: needle i stands before line
+/// floor(places[i] * (lines.size() + 1)) - or behind the last -, those of one place in their order.
+std::string with_needles(const std::vector<std::string_view>& lines,
+                         const std::vector<std::string>& needles, const std::vector<double>& places,
+                         std::string_view separator);
+
+}  // namespace kvzap::detail

@@ -1,0 +1,18 @@
+// Tasks that small models can do: the ones that the demo model was trained on.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "eval/made_task.hpp"
+
+namespace kvzap::detail {
+
+const std::vector<std::string>& recall_task_names();
+
+/// Row `index` of the task at the length. Throws Error if the length is too short for it.
+MadeTask make_recall(const PromptMeter& meter, std::uint64_t seed, const std::string& task,
+                     std::int64_t length, std::int64_t index);
+
+}  // namespace kvzap::detail

@@ -1,0 +1,149 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <fstream>
+#include <unordered_map>
+
+#include "base/json_file.hpp"
+#include "eval/ruler.hpp"
+#include "text/json_field.hpp"
+#include "text/utf8.hpp"
+
+namespace kvzap::detail {
+namespace {
+
+using Json = nlohmann::json;
+
+Json read_question_json(const std::filesystem::path& file) {
+  constexpr std::uintmax_t max_bytes = std::uintmax_t{1} << 30;
+  const std::string what = file.string();
+  std::error_code status;
+  if (!std::filesystem::is_regular_file(file, status)) {
+    throw Error(fmt::format("{}: cannot be read; expected a file of questions", what));
+  }
+  const std::uintmax_t bytes = std::filesystem::file_size(file, status);
+  if (status || bytes > max_bytes) {
+    throw Error(fmt::format("{}: too large: expected at most {} bytes", what, max_bytes));
+  }
+  std::string text(static_cast<std::size_t>(bytes), '\0');
+  std::ifstream stream(file, std::ios::binary);
+  if (!stream.read(text.data(), static_cast<std::streamsize>(text.size()))) {
+    throw Error(fmt::format("{}: cannot be read", what));
+  }
+  try {
+    return parse_json(text, what);
+  } catch (const Error& error) {
+    // The parser may repeat whatever it cannot make sense of.
+    constexpr std::size_t most = 400;
+    const std::string_view message = error.what();
+    if (message.size() <= most) throw;
+    std::string head;
+    append_lossy(head, message.substr(0, most), false);
+    throw Error(head + " ...");
+  }
+}
+
+const std::string& text_of(const JsonField& field) {
+  const std::string& text = field.string();
+  if (text.find_first_not_of(" \t\r\n\v\f") == std::string::npos) field.fail("a text");
+  return text;
+}
+
+class Documents {
+ public:
+  explicit Documents(QuestionFile& file) : m_file(file) {}
+  std::uint32_t index_of(const std::string& text) {
+    const auto [found, is_new] = m_indices.try_emplace(text, m_file.documents.size());
+    if (is_new) m_file.documents.push_back(text);
+    return found->second;
+  }
+
+ private:
+  QuestionFile& m_file;
+  std::unordered_map<std::string, std::uint32_t> m_indices;
+};
+
+/// Each once; none that is empty, which any answer would have in it.
+std::vector<std::string> squad_answers(const JsonField& list) {
+  std::vector<std::string> answers;
+  for (std::size_t i = 0; i < list.array_size(); ++i) {
+    const std::string& text = list.element(i).member("text").string();
+    if (text.empty() || std::find(answers.begin(), answers.end(), text) != answers.end()) continue;
+    answers.push_back(text);
+  }
+  return answers;
+}
+
+void add_squad_article(const JsonField& article, Documents& documents, QuestionFile& file) {
+  const JsonField paragraphs = article.member("paragraphs");
+  const std::size_t count = paragraphs.array_size();
+  std::vector<std::uint32_t> of_article;
+  for (std::size_t i = 0; i < count; ++i) {
+    of_article.push_back(documents.index_of(text_of(paragraphs.element(i).member("context"))));
+  }
+  for (std::size_t i = 0; i < count; ++i) {
+    const JsonField list = paragraphs.element(i).member("qas");
+    for (std::size_t j = 0; j < list.array_size(); ++j) {
+      const JsonField entry = list.element(j);
+      if (entry.member("is_impossible").boolean(false)) continue;
+      QuestionFile::Question question;
+      question.text = text_of(entry.member("question"));
+      question.answers = squad_answers(entry.member("answers"));
+      question.documents = {of_article[i]};
+      if (question.answers.empty()) continue;
+      for (const std::uint32_t other : of_article) {
+        if (other != of_article[i]) question.related.push_back(other);
+      }
+      file.questions.push_back(std::move(question));
+    }
+  }
+}
+
+void add_hotpot_question(const JsonField& entry, Documents& documents, QuestionFile& file) {
+  QuestionFile::Question question;
+  question.text = text_of(entry.member("question"));
+  question.answers = {text_of(entry.member("answer"))};
+  const JsonField context = entry.member("context");
+  for (std::size_t i = 0; i < context.array_size(); ++i) {
+    const JsonField pair = context.element(i);
+    if (pair.array_size() != 2) pair.fail("a title and a list of sentences");
+    std::string text = pair.element(0).string() + "\n";
+    const JsonField sentences = pair.element(1);
+    for (std::size_t j = 0; j < sentences.array_size(); ++j) text += sentences.element(j).string();
+    const std::uint32_t index = documents.index_of(text);
+    if (std::find(question.documents.begin(), question.documents.end(), index) ==
+        question.documents.end()) {
+      question.documents.push_back(index);
+    }
+  }
+  if (question.documents.empty()) context.fail("at least one document");
+  file.questions.push_back(std::move(question));
+}
+
+}  // namespace
+
+QuestionFile read_questions(const std::filesystem::path& file) {
+  const Json json = read_question_json(file);
+  QuestionFile result;
+  result.name = file.filename().string();
+  Documents documents(result);
+  const JsonField root(json, file.string(), "");
+  if (json.is_object()) {
+    const JsonField articles = root.member("data");
+    for (std::size_t i = 0; i < articles.array_size(); ++i) {
+      add_squad_article(articles.element(i), documents, result);
+    }
+  } else if (json.is_array()) {
+    for (std::size_t i = 0; i < json.size(); ++i) {
+      add_hotpot_question({json[i], file.string(), fmt::format("[{}]", i)}, documents, result);
+    }
+  } else {
+    root.fail("an object with \"data\" (SQuAD) or an array of questions (HotpotQA)");
+  }
+  if (result.questions.empty()) {
+    throw Error(fmt::format("{}: expected questions with answers, found none", file.string()));
+  }
+  return result;
+}
+
+}  // namespace kvzap::detail

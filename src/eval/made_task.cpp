@@ -36,7 +36,7 @@ std::int64_t PromptMeter::count(const std::vector<TokenId>& ids, std::int64_t sp
     std::int64_t seen = 0;
     for (const TokenId id : ids) {
       if (!m_tokenizer.is_special(id) || ++seen <= special) continue;
-      throw Error(fmt::format(
+      throw SpecialText(fmt::format(
           "the text has '{}' in it, which this model's tokenizer takes as a special token",
           m_tokenizer.decode({id}, false)));
     }
@@ -105,7 +105,7 @@ std::int64_t fit_task(const PromptMeter& meter, MadeTask& made, std::int64_t lea
       meter.question_tokens(task.question, task.answer_prefix) + task.max_new_tokens;
   FittedContext fitted = fit_context(meter, made.length - behind, least, most, context);
   if (fitted.tokens + behind > made.length) {
-    throw Error(
+    throw TooShort(
         fmt::format("a length of {} is too short for {}: this prompt takes at least {} tokens, {} "
                     "generated ones among them",
                     made.length, task.task, fitted.tokens + behind, task.max_new_tokens));

@@ -29,6 +29,19 @@ struct MadeTask {
 /// The row, without the newline.
 std::string to_json_line(const MadeTask& made);
 
+/// A length does not hold the least prompt of a task.
+class TooShort : public Error {
+ public:
+  using Error::Error;
+};
+
+/// A text has special tokens of the tokenizer written out in it: they would end the user's message,
+/// or worse.
+class SpecialText : public Error {
+ public:
+  using Error::Error;
+};
+
 /// Counts tokens of prompts in the way in which `kvzap eval` and `kvzap run` encode them: the
 /// context as the beginning of a user's message, the question and all behind it apart.
 class PromptMeter {
@@ -36,8 +49,7 @@ class PromptMeter {
   /// Without `parts` there is no chat template (--raw). The tokenizer must outlive the meter.
   PromptMeter(const Tokenizer& tokenizer, std::optional<ChatTemplate::Parts> parts);
 
-  /// Both throw Error if the text has special tokens of the tokenizer written out in it: they would
-  /// end the user's message, or worse.
+  /// Both throw SpecialText.
   std::int64_t context_tokens(std::string_view context) const;
   std::int64_t question_tokens(std::string_view question, std::string_view answer_prefix) const;
 
@@ -66,8 +78,7 @@ FittedContext fit_context(const PromptMeter& meter, std::int64_t budget, std::in
                           const std::function<std::string(std::int64_t)>& context);
 
 /// Fills in `made` what fit_context finds: made.task has all but its context, which gets as long as
-/// made.length allows. Returns the size. Throws Error, naming the task and the least length, if
-/// that is too short for the least context.
+/// made.length allows. Returns the size. Throws TooShort, naming the task and the least length.
 std::int64_t fit_task(const PromptMeter& meter, MadeTask& made, std::int64_t least,
                       std::int64_t most, const std::function<std::string(std::int64_t)>& context);
 

@@ -11,7 +11,7 @@ namespace kvzap::detail {
 
 const std::vector<std::string>& recall_task_names();
 
-/// Row `index` of the task at the length. Throws Error if the length is too short for it.
+/// Row `index` of the task at the length. Throws TooShort.
 MadeTask make_recall(const PromptMeter& meter, std::uint64_t seed, const std::string& task,
                      std::int64_t length, std::int64_t index);
 

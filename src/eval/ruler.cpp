@@ -354,15 +354,24 @@ std::string word_list(const std::vector<std::string>& common, int times,
   return numbered(words);
 }
 
-/// Whether the list was long enough.
-bool fit_common_words(bool pairs, const PromptMeter& meter, RowRandom random, MadeTask& made) {
-  constexpr std::int64_t usual_length = 4096;
-  const bool is_long = made.length >= usual_length;
-  const int times = is_long ? 30 : 6, rest_times = is_long ? 3 : 1;
-  const int example_times = is_long ? 10 : 3, example_rest_times = is_long ? 3 : 1;
-  constexpr std::size_t common_words = 10;
-  const std::size_t example_rest = (is_long ? 40 : 20) - common_words;
+/// How often words are in a list, of which there are ten common ones and others.
+struct WordCounts {
+  int common;
+  int other;
+  std::int64_t least_others;  // different ones
+  std::size_t example_words;
+  int example_common;
+  int example_other;
+};
+// Those of RULER for lengths of at least 4096 tokens, and for shorter ones.
+constexpr WordCounts long_list{30, 3, 30, 40, 10, 3};
+constexpr WordCounts short_list{6, 1, 10, 20, 3, 1};
 
+/// Whether there are words enough.
+bool fit_common_words(const WordCounts& counts, bool pairs, const PromptMeter& meter,
+                      RowRandom random, MadeTask& made) {
+  constexpr std::size_t common_words = 10;
+  const std::size_t example_others = counts.example_words - common_words;
   std::vector<std::string> words = words_for_lists(random, pairs);
   const auto take = [&](std::size_t count) {
     const auto end = words.end() - static_cast<std::ptrdiff_t>(count);
@@ -370,11 +379,11 @@ bool fit_common_words(bool pairs, const PromptMeter& meter, RowRandom random, Ma
     words.erase(end, words.end());
     return taken;
   };
-  const auto common = take(common_words), example_common = take(common_words),
-             example_others = take(example_rest);
+  const auto common = take(common_words), example_common = take(common_words);
   std::string shown(common_words_intro);
-  shown += word_list(example_common, example_times, example_others, example_rest_times,
-                     example_rest_times * static_cast<std::int64_t>(example_rest), random);
+  shown +=
+      word_list(example_common, counts.example_common, take(example_others), counts.example_other,
+                counts.example_other * static_cast<std::int64_t>(example_others), random);
   shown += "\n";
   shown += common_words_question;
   shown += common_words_prefix;
@@ -387,15 +396,27 @@ bool fit_common_words(bool pairs, const PromptMeter& meter, RowRandom random, Ma
   made.task.answer_prefix = common_words_prefix;
   made.task.max_new_tokens = 120;
   made.task.metric = "string_match_all";
-  const std::int64_t most = rest_times * static_cast<std::int64_t>(words.size());
-  return fit_task(meter, made, 1, most, [&](std::int64_t entries) {
-           return shown + word_list(common, times, words, rest_times, entries, random) + "\n";
+  const std::int64_t most = counts.other * static_cast<std::int64_t>(words.size());
+  return fit_task(meter, made, counts.other * counts.least_others, most, [&](std::int64_t entries) {
+           return shown + word_list(common, counts.common, words, counts.other, entries, random) +
+                  "\n";
          }) < most;
 }
 
 void make_common_words(const PromptMeter& meter, const RowRandom& random, MadeTask& made) {
-  if (fit_common_words(false, meter, random, made)) return;
-  if (fit_common_words(true, meter, random, made)) return;
+  constexpr std::int64_t usual_length = 4096;
+  const WordCounts* counts = made.length >= usual_length ? &long_list : &short_list;
+  for (bool pairs = false;; pairs = true) {
+    try {
+      if (fit_common_words(*counts, pairs, meter, random, made)) return;
+    } catch (const TooShort&) {
+      // Tokenizers that take each digit apart have no room for the long list in 4096 tokens.
+      if (counts == &short_list) throw;
+      counts = &short_list;
+      if (fit_common_words(*counts, pairs, meter, random, made)) return;
+    }
+    if (pairs) break;
+  }
   throw Error(fmt::format("a length of {} takes more words than there are for cwe", made.length));
 }
 
@@ -611,21 +632,34 @@ const QuestionFile::Question& Ruler::question(const std::string& task, std::int6
     }
   }
   if (asked.fitting.empty()) {
-    throw Error(fmt::format(
-        "a length of {} is too short for {}: no question of {} has its documents in less than {} "
-        "tokens",
-        length, task, file.name, asked.least));
+    throw TooShort(fmt::format(
+        "a length of {} is too short for {}: no question of {} fits in less than {} tokens", length,
+        task, file.name, asked.least));
   }
   return file.questions[asked.fitting[static_cast<std::size_t>(index) % asked.fitting.size()]];
 }
 
 MadeTask Ruler::make(const std::string& task, std::int64_t length, std::int64_t index) {
   const RulerTask& ruler = ruler_task(task);
-  RowRandom random(m_seed, task, length, index);
   MadeTask made;
   made.length = length;
   made.task.task = task;
   made.task.id = fmt::format("{}/{}/{}", task, length, index);
+  try {
+    fill(made, index);
+  } catch (const SpecialText& error) {
+    const std::string source =
+        ruler.kind == RulerKind::questions ? m_questions[file_of(task)].name : m_prose.name();
+    throw Error(fmt::format("{}: {}: {}", task, source, error.what()));
+  }
+  return made;
+}
+
+void Ruler::fill(MadeTask& made, std::int64_t index) {
+  const std::string& task = made.task.task;
+  const std::int64_t length = made.length;
+  const RulerTask& ruler = ruler_task(task);
+  RowRandom random(m_seed, task, length, index);
   switch (ruler.kind) {
     case RulerKind::needles:
       make_needles(ruler, m_prose, m_meter, random, made);
@@ -649,7 +683,6 @@ MadeTask Ruler::make(const std::string& task, std::int64_t length, std::int64_t 
       break;
     }
   }
-  return made;
 }
 
 }  // namespace kvzap::detail

@@ -78,13 +78,14 @@ class Ruler {
 
   bool can_make(const std::string& task) const;
 
-  /// Row `index` of the task at the length. Throws Error if the length is too short for it.
+  /// Row `index` of the task at the length. Throws TooShort.
   MadeTask make(const std::string& task, std::int64_t length, std::int64_t index);
 
   /// After `make`: how many rows ask each another question, if that is known to be limited.
   std::int64_t different_rows(const std::string& task, std::int64_t length) const;
 
  private:
+  void fill(MadeTask& made, std::int64_t index);
   /// The one that row `index` asks.
   const QuestionFile::Question& question(const std::string& task, std::int64_t length,
                                          std::int64_t index);

@@ -9,6 +9,12 @@
 #include "base/fnv.hpp"
 
 namespace kvzap::detail {
+namespace {
+
+// An identifier of five parts takes some thirty tokens: too many for one word.
+constexpr std::string_view word_ends = " -";
+
+}  // namespace
 
 std::string to_json_line(const MadeTask& made) {
   auto row = nlohmann::ordered_json::parse(kvzap::to_json_line(made.task));
@@ -123,12 +129,15 @@ RowRandom::RowRandom(std::uint64_t seed, std::string_view task, std::int64_t len
 
 std::string_view first_words(std::string_view text, std::int64_t count) {
   std::size_t end = 0;
-  for (; count > 0 && end != std::string_view::npos; --count) end = text.find(' ', end + 1);
+  for (; count > 0 && end != std::string_view::npos; --count) {
+    end = text.find_first_of(word_ends, end + 1);
+  }
   return text.substr(0, end);
 }
 
 std::int64_t count_words(std::string_view text) {
-  return text.empty() ? 0 : 1 + std::count(text.begin(), text.end(), ' ');
+  const auto is_end = [](char c) { return word_ends.find(c) != std::string_view::npos; };
+  return text.empty() ? 0 : 1 + std::count_if(text.begin() + 1, text.end(), is_end);
 }
 
 std::string with_needles(const std::vector<std::string_view>& lines,

@@ -117,7 +117,7 @@ class RowRandom {
   std::mt19937_64 m_random;
 };
 
-/// The first `count` words of a text in which words are separated by single spaces.
+/// The first `count` words of a text in which single spaces and hyphens separate them.
 std::string_view first_words(std::string_view text, std::int64_t count);
 /// The words of such a text.
 std::int64_t count_words(std::string_view text);

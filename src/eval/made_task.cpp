@@ -76,29 +76,46 @@ FittedContext fit_context(const PromptMeter& meter, std::int64_t budget, std::in
   if (fits.tokens >= budget || least >= most) return fits;
 
   // The secant through the last two sizes tells the next one; a small first step tells the slope.
+  // Where steps fall on the same side again, each goes twice as far beyond what the secant tells:
+  // few are left then even if tokens go up and down with each size.
   std::int64_t too_large = most + 1, too_large_tokens = 0;
-  double tokens_per_unit = 1;
+  constexpr std::int64_t least_step = 16, first_share = 32;
   std::int64_t guess =
-      std::min(most, least + std::max<std::int64_t>(16, (budget - fits.tokens) / 32));
-  constexpr int secants = 12;
-  for (int step = 0; too_large - fits.size > 1 && fits.tokens < budget; ++step) {
+      std::min(most, least + std::max(least_step, (budget - fits.tokens) / first_share));
+  int steps_below = 0, steps_above = 0;
+  while (too_large - fits.size > 1 && fits.tokens < budget) {
     FittedContext made = of_size(guess);
+    double tokens_per_unit = 0;
     if (made.tokens <= budget) {
       tokens_per_unit = static_cast<double>(made.tokens - fits.tokens) /
                         static_cast<double>(made.size - fits.size);
       fits = std::move(made);
+      ++steps_below;
+      steps_above = 0;
     } else {
       too_large = made.size;
       too_large_tokens = made.tokens;
+      ++steps_above;
+      steps_below = 0;
     }
-    if (too_large_tokens > 0) {
+    const bool has_above = too_large_tokens > 0;
+    if (has_above) {
       tokens_per_unit = static_cast<double>(too_large_tokens - fits.tokens) /
                         static_cast<double>(too_large - fits.size);
     }
     constexpr double least_slope = 0.05;
-    guess = fits.size + static_cast<std::int64_t>(static_cast<double>(budget - fits.tokens) /
-                                                  std::max(tokens_per_unit, least_slope));
-    if (step >= secants) guess = fits.size + (too_large - fits.size) / 2;
+    tokens_per_unit = std::max(tokens_per_unit, least_slope);
+    const auto units = [&](std::int64_t tokens) {
+      return std::max<std::int64_t>(
+          1, static_cast<std::int64_t>(static_cast<double>(tokens) / tokens_per_unit));
+    };
+    constexpr int most_doublings = 30;
+    const auto doubled = [&](std::int64_t step, int steps) {
+      return step << std::min(std::max(steps - 1, 0), most_doublings);
+    };
+    guess = has_above && steps_above > 1
+                ? too_large - doubled(units(too_large_tokens - budget), steps_above)
+                : fits.size + doubled(units(budget - fits.tokens), has_above ? steps_below : 0);
     guess = std::clamp(guess, fits.size + 1, std::max(fits.size + 1, too_large - 1));
   }
   return fits;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <deque>
 #include <set>
 #include <string_view>
 
@@ -145,7 +146,7 @@ MadeTask make_recall(const PromptMeter& meter, std::uint64_t seed, const std::st
   made.task.max_new_tokens = 24;
   made.haystack = task.noise ? "noise" : "sentences";
 
-  std::vector<std::string> sentences;  // as many as it takes
+  std::deque<std::string> sentences;  // as many as it takes; they are viewed
   const auto context = [&](std::int64_t count, std::int64_t words) {
     std::vector<std::string_view> lines;
     for (std::size_t i = 0; words > 0; ++i) {

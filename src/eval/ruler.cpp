@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <deque>
 #include <functional>
 #include <limits>
 #include <optional>
@@ -209,7 +210,7 @@ void make_needles(const RulerTask& task, const Prose& prose, const PromptMeter& 
   made.haystack = task.haystack == Haystack::noise ? "noise" : "needles";
   std::vector<double> places;
   for (std::size_t i = 0; i < needles.size(); ++i) places.push_back(random.uniform());
-  std::vector<std::string> others;  // further lines, as many as it takes
+  std::deque<std::string> others;  // further lines, as many as it takes; they are viewed
   // Fewer lines than are drawn may be used: what is drawn later must not depend on that.
   RowRandom of_others = random;
   Distinct other_keys([&] {
@@ -439,12 +440,12 @@ std::int64_t zipf_total(std::int64_t words) {
 void make_frequent_words(const PromptMeter& meter, RowRandom& random, MadeTask& made) {
   constexpr std::size_t letters = 6;
   constexpr std::string_view dots = "...";  // the most frequent word, which is not asked for
-  std::vector<std::string> words;
+  std::deque<std::string> words;            // they are viewed while it grows
   Distinct coded([&] { return random_letters(random, letters, 'a'); });
   constexpr std::size_t asked = 3;
   while (words.size() < asked) words.push_back(coded.next());
   made.haystack = "coded words";
-  made.task.answers = words;
+  made.task.answers = {words.begin(), words.end()};
   made.task.question =
       "Question: Do not provide any explanation. Please ignore the dots '....'. What are the three "
       "most frequently appeared words in the above coded text?";

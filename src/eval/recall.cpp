@@ -123,6 +123,7 @@ std::vector<RecallThing> draw_things(const RecallTask& task, RowRandom& random) 
 const std::vector<std::string>& recall_task_names() {
   static const std::vector<std::string> names = [] {
     std::vector<std::string> all;
+    all.reserve(recall_tasks.size());
     for (const RecallTask& task : recall_tasks) all.emplace_back(task.name);
     return all;
   }();

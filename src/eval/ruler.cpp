@@ -22,8 +22,8 @@ enum class Word { words, numbers, uuids };
 
 /// As RULER's scripts/synthetic.yaml has them.
 struct RulerTask {
-  const char* name;
-  RulerKind kind;
+  const char* name = "";
+  RulerKind kind = RulerKind::needles;
   Haystack haystack = Haystack::noise;
   Word key = Word::words;
   Word value = Word::numbers;
@@ -586,6 +586,7 @@ std::size_t file_of(const std::string& task) { return task == "qa_1" ? 0 : 1; }
 const std::vector<std::string>& ruler_task_names() {
   static const std::vector<std::string> names = [] {
     std::vector<std::string> all;
+    all.reserve(ruler_tasks.size());
     for (const RulerTask& task : ruler_tasks) all.emplace_back(task.name);
     return all;
   }();

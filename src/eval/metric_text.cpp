@@ -31,11 +31,36 @@ bool is_letter(char32_t c) {
   }
 }
 
-// A small sigma has another form at the end of a word.
+bool is_cased(char32_t c) {
+  const auto category = utf8proc_category(static_cast<utf8proc_int32_t>(c));
+  return category == UTF8PROC_CATEGORY_LU || category == UTF8PROC_CATEGORY_LL ||
+         category == UTF8PROC_CATEGORY_LT;
+}
+
+// Unicode's Case_Ignorable: marks and signs that may stand within a word.
+bool is_case_ignorable(char32_t c) {
+  switch (utf8proc_category(static_cast<utf8proc_int32_t>(c))) {
+    case UTF8PROC_CATEGORY_MN:
+    case UTF8PROC_CATEGORY_ME:
+    case UTF8PROC_CATEGORY_CF:
+    case UTF8PROC_CATEGORY_LM:
+    case UTF8PROC_CATEGORY_SK:
+      return true;
+    default:
+      return std::u32string_view(
+                 U"'.:\u00b7\u0387\u055f\u05f4\u2018\u2019\u2024\u2027\ufe13"
+                 U"\ufe52\ufe55\uff07\uff0e\uff1a")
+                 .find(c) != std::u32string_view::npos;
+  }
+}
+
+// A small sigma has another form at the end of a word (Unicode's Final_Sigma).
 bool ends_word(std::u32string_view text, std::size_t at) {
-  const bool after_letter = at > 0 && is_letter(text[at - 1]);
-  const bool before_letter = at + 1 < text.size() && is_letter(text[at + 1]);
-  return after_letter && !before_letter;
+  std::size_t before = at, after = at + 1;
+  while (before > 0 && is_case_ignorable(text[before - 1])) --before;
+  while (after < text.size() && is_case_ignorable(text[after])) ++after;
+  return before > 0 && is_cased(text[before - 1]) &&
+         !(after < text.size() && is_cased(text[after]));
 }
 
 bool is_ascii_punctuation(char32_t c) {

@@ -310,8 +310,9 @@ double edit_similarity(std::string_view a, std::string_view b) {
       diagonal = above;
     }
   }
-  const double ratio =
-      2 * static_cast<double>(row.back()) / static_cast<double>(first.size() + second.size());
+  // In this order, as what lies half way between two percents depends on the rounding.
+  const auto total = static_cast<double>(first.size() + second.size());
+  const double ratio = 1 - (total - 2 * static_cast<double>(row.back())) / total;
   return std::nearbyint(100 * ratio) / 100;
 }
 

@@ -112,6 +112,10 @@ TEST(Metrics, MeasureSubsequences) {
        {"code_similarity", {"x = 1"}, "// only a comment", 0},
        {"code_similarity", {"abcdefgh"}, "abcde---", 0.62},
        {"code_similarity", {"\u00e9"}, "e", 0},
+       {"code_similarity",
+        {"xxxxxxxxxxxxxxxxxyyyyyyyyyyyyyyyyyyyyyyy"},
+        "xxxxxxxxxxxxxxxxxzzzzzzzzzzzzzzzzzzzzzzz",
+        0.43},
        {"code_similarity", {"ab", "ba"}, "aab", 0.8}});
 }
 

@@ -32,7 +32,7 @@ struct RulerTask {
   int queries = 1;
 };
 
-constexpr std::array ruler_tasks = {
+constexpr std::array ruler_parameters = {
     RulerTask{"niah_single_1", RulerKind::needles},
     RulerTask{"niah_single_2", RulerKind::needles, Haystack::essay},
     RulerTask{"niah_single_3", RulerKind::needles, Haystack::essay, Word::words, Word::uuids},
@@ -52,7 +52,7 @@ constexpr std::array ruler_tasks = {
 };
 
 const RulerTask& ruler_task(const std::string& name) {
-  for (const RulerTask& task : ruler_tasks) {
+  for (const RulerTask& task : ruler_parameters) {
     if (name == task.name) return task;
   }
   throw Error(fmt::format("'{}' is no task of RULER", name));
@@ -586,8 +586,8 @@ std::size_t file_of(const std::string& task) { return task == "qa_1" ? 0 : 1; }
 const std::vector<std::string>& ruler_task_names() {
   static const std::vector<std::string> names = [] {
     std::vector<std::string> all;
-    all.reserve(ruler_tasks.size());
-    for (const RulerTask& task : ruler_tasks) all.emplace_back(task.name);
+    all.reserve(ruler_parameters.size());
+    for (const RulerTask& task : ruler_parameters) all.emplace_back(task.name);
     return all;
   }();
   return names;

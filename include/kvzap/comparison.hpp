@@ -63,9 +63,9 @@ struct ComparisonOptions {
 /// All ranks make the same calls in the same order.
 class Comparison {
  public:
-  /// `engine` prunes nothing by itself (CacheOptions::prune is none); its window, sink and chunk are
-  /// every setting's. `batch`: sequences that generate together at most; 0: as many as there are.
-  /// Throws Error for a setting that an engine of its own would refuse, naming it.
+  /// `engine` prunes nothing by itself (CacheOptions::prune is none); its window, sink and chunk
+  /// are every setting's. `batch`: sequences that generate together at most; 0: as many as there
+  /// are. Throws Error for a setting that an engine of its own would refuse, naming it.
   Comparison(std::unique_ptr<Engine> engine, std::vector<PruneSetting> settings,
              std::int64_t batch = 0);
   ~Comparison();

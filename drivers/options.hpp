@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "rope_options.hpp"
+
 namespace kvzap::driver {
 
 struct RunOptions {
@@ -36,6 +38,7 @@ struct RunOptions {
   std::string dtype = "bf16";
   std::string placement;
   std::optional<std::int64_t> layers;  // absent: all
+  RopeOptions rope;
 
   std::optional<std::string> prompt;
   std::string file;

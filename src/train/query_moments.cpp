@@ -68,6 +68,7 @@ class QueryWatcher final : public Policy {
   PolicyNeeds needs() const override {
     PolicyNeeds needs;
     needs.blocks = true;
+    needs.frequencies = true;
     return needs;
   }
   void observe(PolicyLayer& layer, const TokenBlock& block) override {

@@ -49,6 +49,18 @@ void declare_random_weights(CLI::App& app, std::optional<std::uint64_t>& seed,
       ->group(group);
 }
 
+void declare_rope(CLI::App& app, RopeOptions& rope, const std::string& group) {
+  app.add_option("--rope-scaling", rope.scaling,
+                 "scale RoPE for texts longer than the model's max_position_embeddings, by "
+                 "--rope-scale; none: not even as config.json has it; default: as config.json has "
+                 "it")
+      ->check(CLI::IsMember({"none", "linear", "dynamic", "yarn"}))
+      ->group(group);
+  app.add_option("--rope-scale", rope.scale, "how many times longer texts may get; at least 1")
+      ->type_name("FACTOR")
+      ->group(group);
+}
+
 void declare_deck(CLI::App& app, std::string& deck, const std::string& group) {
   app.add_option("--config", deck,
                  "TOML deck with any of these options under their long names; flags override it")

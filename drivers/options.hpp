@@ -75,6 +75,8 @@ void declare_dtype(CLI::App& app, std::string& dtype, const std::string& help,
                    const std::string& group);
 void declare_random_weights(CLI::App& app, std::optional<std::uint64_t>& seed,
                             const std::string& help, const std::string& group);
+/// --rope-scaling and --rope-scale.
+void declare_rope(CLI::App& app, RopeOptions& rope, const std::string& group);
 void declare_deck(CLI::App& app, std::string& deck, const std::string& group);
 
 /// Declares every option of `kvzap run` on `app`; parsing fills `options`.

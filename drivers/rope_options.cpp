@@ -2,23 +2,9 @@
 
 #include <fmt/format.h>
 
-#include <CLI/CLI.hpp>
-
 #include "options.hpp"
 
 namespace kvzap::driver {
-
-void declare_rope(CLI::App& app, RopeOptions& rope, const std::string& group) {
-  app.add_option("--rope-scaling", rope.scaling,
-                 "scale RoPE for texts longer than the model's max_position_embeddings, by "
-                 "--rope-scale; none: not even as config.json has it; default: as config.json has "
-                 "it")
-      ->check(CLI::IsMember({"none", "linear", "dynamic", "yarn"}))
-      ->group(group);
-  app.add_option("--rope-scale", rope.scale, "how many times longer texts may get; at least 1")
-      ->type_name("FACTOR")
-      ->group(group);
-}
 
 void apply_rope(const RopeOptions& rope, ModelConfig& config) {
   const bool scales = !rope.scaling.empty() && rope.scaling != "none";

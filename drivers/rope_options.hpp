@@ -7,19 +7,12 @@
 #include <optional>
 #include <string>
 
-namespace CLI {
-class App;
-}
-
 namespace kvzap::driver {
 
 struct RopeOptions {
   std::string scaling;  // none, linear, dynamic or yarn; empty: what config.json has
   std::optional<double> scale;
 };
-
-/// Declares --rope-scaling and --rope-scale.
-void declare_rope(CLI::App& app, RopeOptions& rope, const std::string& group);
 
 /// Gives `config` the scaling that the options ask for, in place of its own. Throws Error naming
 /// the flag, for one option without the other and a factor out of [1, 1e6].

@@ -98,7 +98,8 @@ void check_rope(const CacheOptions& options, const ModelConfig& config) {
     throw Error(fmt::format("--policy {}: it turns keys to new positions by frequencies, which {}",
                             choice.name, what));
   }
-  if (choice.make()->needs().frequencies) {
+  // (What is still to look at texts is refused when it does so.)
+  if (!choice.calibration && choice.make()->needs().frequencies) {
     throw Error(fmt::format("--policy {}: it turns queries or keys back by frequencies, which {}",
                             choice.name, what));
   }

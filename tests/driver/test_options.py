@@ -211,6 +211,11 @@ class RopeScaling(TestCase):
         for policy in ("expected-attention", "leverage", "streaming-llm+rerotate"):
             one = self.answer(MODEL, *flags, "--policy", policy)
             self.assertEqual(self.answer(MODEL, *flags, "--policy", policy, ranks=2), one)
+        # Where frequencies depend on the length those are refused, on all ranks alike.
+        dynamic = ["-m", MODEL, "--rope-scaling", "dynamic", "--rope-scale", "2"]
+        texts = SOURCE / "tests/golden/policies/texts.jsonl"
+        self.fail_with(kvzap(*dynamic, "-p", "one", "--policy", f"duo-attention:texts={texts}",
+                             ranks=2), "duo-attention", "depend on the length", code=1)
         plan = self.succeed("-m", MODEL, "--dry-run", *flags).text
         self.assertIn(f"{8 * 4096} tokens", plan)
 

@@ -296,7 +296,7 @@ void bench(const BenchOptions& given, const Communicator& comm, const std::strin
   const int ranks_on_node = comm.ranks_on_node();
   comm.agree([&] {
     tests = tests_of(options);
-    setup = set_up_model(options.model, options.layers, "", comm.size());
+    setup = set_up_model(options.model, options.layers, "", comm.size(), options.rope);
     system = describe_system(*setup, comm.size());
     system.version = version;
     system.revision = revision;

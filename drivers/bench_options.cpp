@@ -98,6 +98,7 @@ void declare(CLI::App& app, BenchOptions& o) {
       "make weights up from this seed even if the folder has some; default: 0 where it "
       "has none",
       model);
+  declare_rope(app, o.rope, model);
   app.add_option("--surrogate", o.surrogate,
                  "KVzap surrogate folder: its scores decide instead of random ones, and what is "
                  "in the cache before a test is prefilled instead of made up")

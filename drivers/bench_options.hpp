@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "rope_options.hpp"
+
 namespace kvzap::driver {
 
 /// As given; lists are texts of numbers between commas.
@@ -17,6 +19,7 @@ struct BenchOptions {
   std::optional<double> threshold;
   std::string dtype = "bf16";
   std::optional<std::uint64_t> random_weights;
+  RopeOptions rope;
   std::optional<std::int64_t> layers;
 
   std::vector<std::string> prompt_tokens;

@@ -244,6 +244,10 @@ class Json final : public BenchTable {
                      {"parameters", m_system.parameters},
                      {"weight_bytes", m_system.weight_bytes}};
     if (m_options.random_weights) json["model"]["random_weights"] = *m_options.random_weights;
+    if (!m_options.rope.scaling.empty()) {
+      json["model"]["rope_scaling"] = {{"type", m_options.rope.scaling}};
+      if (m_options.rope.scale) json["model"]["rope_scaling"]["factor"] = *m_options.rope.scale;
+    }
     if (!m_system.surrogate_kind.empty()) {
       json["surrogate"] = {{"path", m_options.surrogate}, {"kind", m_system.surrogate_kind}};
       // JSON has no infinity.

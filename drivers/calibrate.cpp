@@ -120,8 +120,8 @@ Texts load_texts(const CalibrateOptions& o, const ModelConfig& config, std::int6
   if (texts.empty()) {
     throw AgreedError(fmt::format(
         "{}: all {} texts have more than {} tokens, the longest accepted (-c, or the model's "
-        "max_position_embeddings = {})",
-        o.file, all, limit, config.max_position_embeddings));
+        "{} = {})",
+        o.file, all, limit, name_of_longest(config), config.longest_context()));
   }
   if (too_long > 0 && talks) {
     fmt::print(stderr, "kvzap: warning: {}: {} of {} texts have more than {} tokens: left out\n",
@@ -206,6 +206,7 @@ void declare(CLI::App& app, CalibrateOptions& o) {
       "make the model's weights up from this seed; the folder then needs config.json "
       "and a tokenizer",
       model);
+  declare_rope(app, o.rope, model);
 
   const auto texts = "Texts";
   app.add_option("-f,--file", o.file,
@@ -217,9 +218,10 @@ void declare(CLI::App& app, CalibrateOptions& o) {
       ->group(texts);
   app.add_flag("--raw", o.raw, "no chat template; BOS only where the tokenizer adds one")
       ->group(texts);
-  app.add_option("-c,--ctx-size", o.max_context,
-                 "leave out texts of more tokens; default: the model's max_position_embeddings "
-                 "(none with --random-weights)")
+  app.add_option(
+         "-c,--ctx-size", o.max_context,
+         "leave out texts of more tokens; default: the model's max_position_embeddings, or what "
+         "RoPE scaling makes of it (none with --random-weights)")
       ->group(texts);
 
   const auto thresholds = "Thresholds";
@@ -266,9 +268,9 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
   std::int64_t limit = 0;
   comm.agree([&] {
     validate_calibration(options);
-    setup = set_up_model(options.model, std::nullopt, "", comm.size());
-    limit = options.max_context.value_or(
-        options.random_weights ? 0 : setup->config.max_position_embeddings);
+    setup = set_up_model(options.model, std::nullopt, "", comm.size(), options.rope);
+    limit =
+        options.max_context.value_or(options.random_weights ? 0 : setup->config.longest_context());
   });
   const ModelConfig& config = setup->config;
   if (talks) print_notes(*setup);

@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "rope_options.hpp"
+
 namespace kvzap::driver {
 
 struct CalibrateOptions {
@@ -15,6 +17,7 @@ struct CalibrateOptions {
   std::string surrogate;
   std::string dtype = "bf16";
   std::optional<std::uint64_t> random_weights;
+  RopeOptions rope;
 
   std::string file;
   std::optional<std::int64_t> max_texts;  // absent: all

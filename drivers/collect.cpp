@@ -130,6 +130,8 @@ PairsPlan plan_of(const CollectOptions& options, const ModelSetup& setup) {
   if (options.random_weights) {
     plan.command["--random-weights"] = std::to_string(*options.random_weights);
   }
+  if (!options.rope.scaling.empty()) plan.command["--rope-scaling"] = options.rope.scaling;
+  if (options.rope.scale) plan.command["--rope-scale"] = fmt::format("{}", *options.rope.scale);
   return plan;
 }
 
@@ -431,6 +433,7 @@ void declare(CLI::App& app, CollectOptions& o) {
   declare_dtype(app, o.dtype, "value type of weights, and of hidden states in the file", input);
   declare_random_weights(app, o.random_weights,
                          "make weights up from this seed: for trials of speed and space", input);
+  declare_rope(app, o.rope, input);
   app.add_option("--layers", o.layers,
                  "use only so many of the first layers: for trials; default: all")
       ->group(input);
@@ -491,7 +494,7 @@ int collect(const CollectOptions& options, const Communicator& comm, const std::
   std::optional<ModelSetup> setup;
   comm.agree([&] {
     validate(options);
-    setup = set_up_model(options.model, options.layers, "", comm.size());
+    setup = set_up_model(options.model, options.layers, "", comm.size(), options.rope);
   });
   const Work work{options, comm, version, *setup, comm.ranks_on_node(), start};
   if (work.talks()) print_notes(*setup);

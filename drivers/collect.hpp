@@ -10,6 +10,8 @@
 #include <optional>
 #include <string>
 
+#include "rope_options.hpp"
+
 namespace kvzap::driver {
 
 struct CollectOptions {
@@ -20,6 +22,7 @@ struct CollectOptions {
   std::int64_t sink = 4;
   std::string dtype = "bf16";
   std::optional<std::uint64_t> random_weights;
+  RopeOptions rope;
   std::optional<std::int64_t> layers;  // absent: all
   CollectRules rules;
   int compression = 1;

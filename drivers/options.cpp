@@ -49,6 +49,18 @@ void declare_random_weights(CLI::App& app, std::optional<std::uint64_t>& seed,
       ->group(group);
 }
 
+void declare_rope(CLI::App& app, RopeOptions& rope, const std::string& group) {
+  app.add_option("--rope-scaling", rope.scaling,
+                 "scale RoPE for texts longer than the model's max_position_embeddings, by "
+                 "--rope-scale; none: not even as config.json has it; default: as config.json has "
+                 "it")
+      ->check(CLI::IsMember({"none", "linear", "dynamic", "yarn"}))
+      ->group(group);
+  app.add_option("--rope-scale", rope.scale, "how many times longer texts may get; at least 1")
+      ->type_name("FACTOR")
+      ->group(group);
+}
+
 void declare_deck(CLI::App& app, std::string& deck, const std::string& group) {
   app.add_option("--config", deck,
                  "TOML deck with any of these options under their long names; flags override it")
@@ -77,6 +89,7 @@ void declare(CLI::App& app, RunOptions& o) {
                  "use only so many of the first layers: for trials, as a checkpoint's text then "
                  "makes no sense; default: all")
       ->group(model);
+  declare_rope(app, o.rope, model);
   app.add_option("--placement", o.placement,
                  "deal KV heads to ranks by the kept rows in this --json file of an earlier run")
       ->type_name("FILE")
@@ -106,7 +119,8 @@ void declare(CLI::App& app, RunOptions& o) {
       ->group(prompt);
   app.add_option("-c,--ctx-size", o.max_context,
                  "longest sequence accepted, in tokens; default: the model's "
-                 "max_position_embeddings (no limit with --random-weights)")
+                 "max_position_embeddings, or what RoPE scaling makes of it (no limit with "
+                 "--random-weights)")
       ->group(prompt);
 
   const auto pruning = "Pruning";
@@ -225,7 +239,7 @@ void declare(CLI::App& app, RunOptions& o) {
   app.add_flag(
          "--dry-run", o.dry_run,
          "print how much memory each rank needs for -c tokens (default: the prompt's and -n, or "
-         "max_position_embeddings without a prompt) and exit")
+         "max_position_embeddings, or what RoPE scaling makes of it, without a prompt) and exit")
       ->group(output);
   app.add_flag("-q,--quiet", o.quiet, "no progress and no report on standard error")->group(output);
   declare_deck(app, o.config, output);

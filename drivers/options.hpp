@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "rope_options.hpp"
+
 namespace kvzap::driver {
 
 struct RunOptions {
@@ -36,6 +38,7 @@ struct RunOptions {
   std::string dtype = "bf16";
   std::string placement;
   std::optional<std::int64_t> layers;  // absent: all
+  RopeOptions rope;
 
   std::optional<std::string> prompt;
   std::string file;
@@ -72,6 +75,8 @@ void declare_dtype(CLI::App& app, std::string& dtype, const std::string& help,
                    const std::string& group);
 void declare_random_weights(CLI::App& app, std::optional<std::uint64_t>& seed,
                             const std::string& help, const std::string& group);
+/// --rope-scaling and --rope-scale.
+void declare_rope(CLI::App& app, RopeOptions& rope, const std::string& group);
 void declare_deck(CLI::App& app, std::string& deck, const std::string& group);
 
 /// Declares every option of `kvzap run` on `app`; parsing fills `options`.

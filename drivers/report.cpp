@@ -120,6 +120,7 @@ ordered_json to_json(const RunReport& report, const RunOptions& options) {
                    {"head_dim", report.model.head_dim}};
   if (options.layers) json["model"]["all_layers"] = report.all_layers;
   if (options.random_weights) json["model"]["random_weights"] = *options.random_weights;
+  if (report.model.rope_scaling) json["model"]["rope_scaling"] = rope_json(report.model);
   const CacheOptions& cache = report.cache_options;
   json["options"] = {{"dtype", options.dtype},
                      {"prune", name_of(cache.prune)},

@@ -116,8 +116,8 @@ void check_prompt(const Prompt& prompt, const ModelConfig& config, std::int64_t 
     if (limit > 0 && tokens > limit) {
       throw Error(
           fmt::format("the prompt has {} tokens; the longest context accepted is {} (-c, or "
-                      "the model's max_position_embeddings = {})",
-                      tokens, limit, config.max_position_embeddings));
+                      "the model's {} = {})",
+                      tokens, limit, name_of_longest(config), config.longest_context()));
     }
   }
 }
@@ -334,11 +334,10 @@ Texts load_texts(const RunOptions& options, const CacheOptions& cache, const Tok
   Texts texts = read_texts(file, own ? &*own : tokenizer, config, comm);
   if (options.quiet || !comm.is_root()) return texts;
   for (std::size_t i = 0; i < texts.size(); ++i) {
-    if (static_cast<std::int64_t>(texts[i].size()) <= config.max_position_embeddings) continue;
-    fmt::print(stderr,
-               "kvzap: warning: {}: text {} has {} tokens, more than the model's "
-               "max_position_embeddings = {}\n",
-               file.string(), i + 1, texts[i].size(), config.max_position_embeddings);
+    if (static_cast<std::int64_t>(texts[i].size()) <= config.longest_context()) continue;
+    fmt::print(stderr, "kvzap: warning: {}: text {} has {} tokens, more than the model's {} = {}\n",
+               file.string(), i + 1, texts[i].size(), name_of_longest(config),
+               config.longest_context());
   }
   return texts;
 }
@@ -384,7 +383,7 @@ void dry_run(const RunOptions& options, const std::optional<PolicySpec>& spec,
                                       prompt.context.size() + question.size() + options.new_tokens);
     }
   }
-  if (tokens == 0) tokens = config.max_position_embeddings;
+  if (tokens == 0) tokens = config.longest_context();
   const DType dtype = dtype_from_name(options.dtype);
   const ModelConfig whole = whole_config(setup);
   const PolicySetup policy_setup{whole, setup.partition_of_all_layers, dtype, options.model, comm};
@@ -436,15 +435,16 @@ void run(const RunOptions& given, const Communicator& comm, const std::string& v
   comm.agree([&] {
     spec = policy_spec(options);
     report.cache_options = cache_options(options);
-    setup = set_up_model(options.model, options.layers, options.placement, comm.size());
+    setup =
+        set_up_model(options.model, options.layers, options.placement, comm.size(), options.rope);
     const ModelConfig& config = setup->config;
     limit = options.max_context.value_or(0);
     if (!options.random_weights) {
-      if (limit > config.max_position_embeddings) {
-        throw Error(fmt::format("-c is {}; the model's max_position_embeddings is {}", limit,
-                                config.max_position_embeddings));
+      if (limit > config.longest_context()) {
+        throw Error(fmt::format("-c is {}; the model's {} is {}", limit, name_of_longest(config),
+                                config.longest_context()));
       }
-      if (limit == 0) limit = config.max_position_embeddings;
+      if (limit == 0) limit = config.longest_context();
     }
     if (!options.ignore_eos) stop_ids = load_stop_ids(options.model, config.vocab_size);
   });
@@ -490,11 +490,12 @@ void run(const RunOptions& given, const Communicator& comm, const std::string& v
   const std::int64_t repeat_tokens =
       repeat ? longest_repeat(report.context_tokens, report.cache_options.policy->repeat) : 0;
   if (repeat && talks && !options.random_weights &&
-      report.context_tokens + repeat_tokens > config.max_position_embeddings) {
+      report.context_tokens + repeat_tokens > config.longest_context()) {
     fmt::print(stderr,
                "kvzap: warning: the repeat of the context ends at position {}, and the model's "
-               "max_position_embeddings is {}: what it scores there may mean little\n",
-               report.context_tokens + repeat_tokens, config.max_position_embeddings);
+               "{} is {}: what it scores there may mean little\n",
+               report.context_tokens + repeat_tokens, name_of_longest(config),
+               config.longest_context());
   }
   const Texts texts = load_texts(options, report.cache_options, text_tokenizer, config, comm);
   comm.agree([&] {

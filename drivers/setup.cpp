@@ -74,8 +74,9 @@ bool is_special(const std::string& file) {
 }  // namespace
 
 ModelSetup set_up_model(const std::string& folder, std::optional<std::int64_t> layers,
-                        const std::string& placement, int ranks) {
+                        const std::string& placement, int ranks, const RopeOptions& rope) {
   ModelConfig config = ModelConfig::load(folder);
+  apply_rope(rope, config);
   const std::int64_t all_layers = config.num_hidden_layers;
   if (layers && (*layers < 1 || *layers > all_layers)) {
     throw Error(fmt::format("--layers is {}; expected 1 to {}, the layers of {}", *layers,

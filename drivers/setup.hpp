@@ -10,6 +10,8 @@
 #include <optional>
 #include <string>
 
+#include "rope_options.hpp"
+
 namespace kvzap::driver {
 
 /// A model, or the first layers of one, dealt to ranks.
@@ -27,10 +29,11 @@ struct ModelSetup {
 };
 
 /// Reads `folder`'s config.json and deals its KV heads, evenly or by the kept rows in the file
-/// `placement` of an earlier run. With `layers`, only that many of the first ones are used. Throws
-/// Error if there are not so many.
+/// `placement` of an earlier run. With `layers`, only that many of the first ones are used; `rope`
+/// replaces config.json's RoPE scaling. Throws Error if there are not so many layers, and as
+/// apply_rope does.
 ModelSetup set_up_model(const std::string& folder, std::optional<std::int64_t> layers,
-                        const std::string& placement, int ranks);
+                        const std::string& placement, int ranks, const RopeOptions& rope = {});
 
 /// Prints config.json's warnings, and that layers are left out, to standard error.
 void print_notes(const ModelSetup& setup);

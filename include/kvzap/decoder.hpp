@@ -58,7 +58,8 @@ class Decoder {
   /// Memory is reserved before the first layer, for all of them, but for the kept rows of spans
   /// longer than the window, whose number is known layer by layer. Throws StepOutOfMemory if a rank
   /// has none, and Error for an empty batch, a token id outside the vocabulary or a span that
-  /// scores without a scorer. A span whose rule has a policy: its rows are scored, and if the
+  /// scores without a scorer, or whose policy turns by RoPE's frequencies where these depend on the
+  /// length of the text. A span whose rule has a policy: its rows are scored, and if the
   /// policy chooses, those that stay are all that is stored of the layer. After an error, on any
   /// rank, the sequences are as they were before the step, on every rank.
   std::vector<StepResult> step(const StepBatch& batch, const ProgressCallback& progress = {});
@@ -71,7 +72,8 @@ class Decoder {
   void set_attention_path(AttentionPath path) { m_attention_path = path; }
   /// Of all steps so far.
   const PruneSeconds& seconds() const { return m_seconds; }
-  /// RoPE's (head_dim / 2): angle of dimensions (i, i + head_dim/2) per position.
+  /// RoPE's (head_dim / 2): angle of dimensions (i, i + head_dim/2) per position. Throws Error
+  /// where it depends on the length of the text (ModelConfig::rope_depends_on_length).
   Kokkos::View<const float*, MemorySpace> inverse_frequencies() const;
 
  private:
@@ -85,6 +87,7 @@ class Decoder {
   void reserve(const StepBatch& batch);
   void begin_cache_step(const StepBatch& batch);
   void place_rows(const StepBatch& batch);
+  void choose_frequencies(const StepBatch& batch);
   void embed();
   void attention_block(const StepBatch& batch, int layer, const Rows& rows);
   void score(const StepBatch& batch, int layer, const Rows& rows, const Activations& x);

@@ -6,18 +6,52 @@
 #include <kvzap/types.hpp>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace kvzap {
 
-/// RoPE scaling of type "llama3": long wavelengths are stretched by `factor`, short ones kept,
-/// those between interpolated.
+/// How RoPE is stretched to texts longer than those the model was trained on; as transformers 5
+/// names and computes it (modeling_rope_utils.py).
+enum class RopeType {
+  linear,    // all wavelengths by `factor` (position interpolation, arXiv 2306.15595)
+  dynamic,   // the base grows with the text once that is longer than the original length (NTK)
+  yarn,      // by `factor` where a wavelength turns seldom within the original length (2309.00071)
+  longrope,  // each wavelength by a factor of its own, other ones for long texts (2402.13753)
+  llama3     // long wavelengths by `factor`, short ones not, those between interpolated
+};
+
+/// As config.json has it: "linear", "dynamic", "yarn", "longrope", "llama3".
+std::string_view name_of(RopeType type);
+
+/// RoPE scaling. What a type does not name below it does not use.
 struct RopeScaling {
-  double factor;
-  double low_freq_factor;
-  double high_freq_factor;
-  /// Tokens the model was trained on before its context was extended.
-  std::int64_t original_max_position_embeddings;
+  RopeType type = RopeType::llama3;
+  /// All types: how many times longer texts may get, >= 1 (llama3: > 0).
+  double factor = 1;
+  /// All types: tokens the model was trained on before its context was extended. For linear and
+  /// dynamic the model's max_position_embeddings.
+  std::int64_t original_max_position_embeddings = 0;
+  /// yarn, longrope: what RoPE multiplies queries and keys by beside turning them; as the file has
+  /// it, or as transformers derives it from factor, mscale and mscale_all_dim.
+  double attention_factor = 1;
+  /// llama3.
+  double low_freq_factor = 0;
+  double high_freq_factor = 0;
+  /// yarn: turns within the original length above which a wavelength is kept, and below which it is
+  /// stretched by the whole factor; whether the dimensions where that is are rounded outwards.
+  double beta_fast = 32;
+  double beta_slow = 1;
+  bool truncate = true;
+  /// longrope: head_dim / 2 factors for texts up to the original length, and for longer ones.
+  std::vector<double> short_factor;
+  std::vector<double> long_factor;
+
+  /// Whether frequencies depend on the length of the text: dynamic and longrope.
+  bool depends_on_length() const { return type == RopeType::dynamic || type == RopeType::longrope; }
+
+  bool operator==(const RopeScaling& other) const;
+  bool operator!=(const RopeScaling& other) const { return !(*this == other); }
 };
 
 /// Sizes and switches of a decoder. What config.json leaves out has the default transformers gives
@@ -51,13 +85,23 @@ struct ModelConfig {
   /// One line for each field that is not known and not known to be harmless; it was ignored.
   std::vector<std::string> warnings;
 
+  /// Tokens of the longest text the model is meant for: max_position_embeddings, or more where RoPE
+  /// is scaled. linear, dynamic, yarn and longrope: the original length times the factor, where
+  /// that is longer.
+  std::int64_t longest_context() const;
+  /// What RoPE multiplies queries and keys by beside turning them (RopeScaling::attention_factor),
+  /// in float; 1 for most models.
+  float rope_attention_factor() const;
+  /// Whether RoPE's frequencies depend on the length of the text.
+  bool rope_depends_on_length() const { return rope_scaling && rope_scaling->depends_on_length(); }
+
   /// Query heads that share one KV head: num_attention_heads / num_key_value_heads.
   std::int64_t query_group() const { return num_attention_heads / num_key_value_heads; }
 
   /// Reads `folder`/config.json. Throws Error naming file, field, what was expected and what was
   /// found: for missing or malformed fields, sizes out of bounds, and every feature that would
-  /// change the result and is not supported (other architectures, RoPE types other than default and
-  /// llama3, sliding windows, quantization, experts, soft capping, multipliers).
+  /// change the result and is not supported (other architectures, other RoPE types than default and
+  /// those of RopeType, sliding windows, quantization, experts, soft capping, multipliers).
   static ModelConfig load(const std::filesystem::path& folder);
 };
 
@@ -66,10 +110,21 @@ struct ModelConfig {
 /// for a malformed file or an id outside [0, vocab_size).
 std::vector<TokenId> load_stop_ids(const std::filesystem::path& folder, std::int64_t vocab_size);
 
-/// RoPE's inverse frequencies, head_dim / 2 values in radians per token: rope_theta^(-2i /
-/// head_dim), with llama3 scaling where the model has it. Computed in float in the order of
-/// operations of transformers' `_compute_llama3_parameters`, because angles at long contexts show
-/// the rounding.
-std::vector<float> rope_inverse_frequencies(const ModelConfig& config);
+/// The scaling that `type` (linear, dynamic or yarn) and `factor` alone give a model: the original
+/// length is its max_position_embeddings, everything else has transformers' defaults. Throws Error
+/// for other types, which need more than a factor, and for a factor out of [1, 1e6].
+RopeScaling rope_scaling_by_factor(const ModelConfig& config, RopeType type, double factor);
+
+/// RoPE's inverse frequencies, head_dim / 2 values in radians per position: rope_theta^(-2i /
+/// head_dim), scaled where the model has that. Computed in float in transformers' order of
+/// operations, because angles at long contexts show the rounding.
+///
+/// `length`: positions of the sequence when the step is over in which tokens are turned by them
+/// (the largest position + 1). It counts for dynamic and longrope alone: beyond the original length
+/// dynamic's base is that of this length, and longrope's factors are the long ones. A step turns
+/// its own queries and keys; those in a cache stay as earlier steps have turned them. So does
+/// transformers with a model freshly loaded; that a long text there changes dynamic's frequencies
+/// for shorter ones that come after it, in the same process, is not followed.
+std::vector<float> rope_inverse_frequencies(const ModelConfig& config, std::int64_t length = 0);
 
 }  // namespace kvzap

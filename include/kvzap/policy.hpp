@@ -21,6 +21,10 @@ struct PolicyNeeds {
   /// It is asked in every step, those of generated tokens included, and the scores it gave before
   /// are in PolicyLayer::cached_scores: running sums.
   bool every_step = false;
+  /// It calls PolicyLayer::inverse_frequencies: refused for models where these depend on the length
+  /// of the text (ModelConfig::rope_depends_on_length), whose cached keys have been turned by
+  /// different ones.
+  bool frequencies = false;
 };
 
 /// Consecutive new tokens of one sequence after attention of a layer. Views are valid during the
@@ -61,6 +65,7 @@ class PolicyLayer {
     int group = 1;           // query heads of a KV head
     int head_dim = 1;
     std::int64_t hidden_size = 1;
+    float rope_scale = 1;         // RoPE multiplies queries and keys by it (rope_attention_factor)
     std::int64_t tokens = 0;      // of the sequence, this step's included, kept or not
     std::int64_t new_tokens = 0;  // of this step
     std::int64_t question = 0;    // of these the last so many are the question's
@@ -116,7 +121,8 @@ class PolicyLayer {
   /// applied to a value v gives W_O v.
   virtual RowsView output_weights(int query_head) = 0;
   /// (head_dim / 2): RoPE turns dimensions (i, i + head_dim/2) by position *
-  /// inverse_frequencies(i).
+  /// inverse_frequencies(i), and multiplies them by Extents::rope_scale. For policies with
+  /// PolicyNeeds::frequencies.
   virtual Kokkos::View<const float*, MemorySpace> inverse_frequencies() = 0;
 
  protected:

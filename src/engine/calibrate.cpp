@@ -111,7 +111,8 @@ void calibrate(const std::shared_ptr<const Model<Value>>& model, const PolicyCho
 
   const CacheOptions options =
       detail::watching_options(choice.name, [calibration] { return calibration->watch(); });
-  const auto engine = Engine::create<Value>(model, nullptr, options, comm);
+  std::unique_ptr<Engine> engine;
+  comm.agree([&] { engine = Engine::create<Value>(model, nullptr, options, comm); });
 
   calibration->begin();
   std::int64_t before = 0;

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <kvzap/decoder.hpp>
 #include <kvzap/head_partition.hpp>
+#include <map>
 #include <new>
 #include <numeric>
 
@@ -79,7 +80,11 @@ struct Decoder<Value, order>::Scratch {
   Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace> angles;
   Kokkos::View<TokenId*, MemorySpace> ids;
   Kokkos::View<std::int64_t*, MemorySpace> positions;
-  Vector inverse_frequencies;
+  Vector inverse_frequencies;  // of texts up to the original length, where that counts
+  // (table, head_dim / 2): with RoPE that depends on the length of the text, beside the former
+  // those of longer texts; (token): which one a token has. Empty with other models.
+  Matrix frequency_tables;
+  Kokkos::View<std::int64_t*, MemorySpace> tables;
   // Keys and values of the step's tokens, one layer's: (token, head, dim).
   Kokkos::View<Value*, MemorySpace> new_keys, new_values;
   Vector new_scores;  // (head, token)
@@ -127,6 +132,7 @@ struct Decoder<Value, order>::Scratch {
     release_new_rows();
     // Not = {}: Clang 14 would emit no destructor for these types.
     angles = decltype(angles)();
+    tables = decltype(tables)();
     ids = decltype(ids)();
     positions = decltype(positions)();
     h = Matrix();
@@ -202,6 +208,12 @@ Decoder<Value, order>::~Decoder() = default;
 
 template <class Value, PageOrder order>
 Kokkos::View<const float*, MemorySpace> Decoder<Value, order>::inverse_frequencies() const {
+  if (m_model.config().rope_depends_on_length()) {
+    throw Error(
+        fmt::format("decoder: with RoPE scaling of type {} frequencies depend on the length "
+                    "of the text",
+                    name_of(m_model.config().rope_scaling->type)));
+  }
   return m_scratch->inverse_frequencies;
 }
 
@@ -325,6 +337,13 @@ void Decoder<Value, order>::check(const StepBatch& batch) const {
     if (span.rule.policy && span.rule.score) {
       throw Error("decoder: a span has either a policy or the scorer");
     }
+    if (span.rule.policy && config.rope_depends_on_length() &&
+        span.rule.policy->policy->needs().frequencies) {
+      throw Error(fmt::format(
+          "the policy turns queries or keys by RoPE's frequencies, which with RoPE scaling of type "
+          "{} depend on the length of the text",
+          name_of(config.rope_scaling->type)));
+    }
     if (span.rule.policy && span.rule.policy->chooses && m_cache.tokens(span.sequence, 0) > 0) {
       throw Error("decoder: a policy chooses within a step only from a sequence's first rows");
     }
@@ -388,6 +407,9 @@ void Decoder<Value, order>::reserve(const StepBatch& batch) {
   scratch.reserve_new_rows(count * kv_heads * dim, scratch.scores ? count * kv_heads : 0, m_meter);
   detail::reserve_scratch(scratch.ids, count, "kvzap::decoder::ids");
   detail::reserve_scratch(scratch.positions, count, "kvzap::decoder::positions");
+  if (config.rope_depends_on_length()) {
+    detail::reserve_scratch(scratch.tables, count, "kvzap::decoder::tables");
+  }
   if (static_cast<std::int64_t>(scratch.angles.extent(0)) < count) {
     scratch.angles = decltype(scratch.angles)();
     scratch.angles = decltype(scratch.angles)(
@@ -490,11 +512,56 @@ void Decoder<Value, order>::place_rows(const StepBatch& batch) {
     }
     Kokkos::deep_copy(scratch.ids, host_ids);
     Kokkos::deep_copy(scratch.positions, host_positions);
-    detail::fill_angles(scratch.exec, count, scratch.positions, scratch.inverse_frequencies,
-                        scratch.angles);
+    ConstMatrix frequencies(scratch.inverse_frequencies.data(), 1,
+                            scratch.inverse_frequencies.extent(0));
+    Kokkos::View<const std::int64_t*, MemorySpace> tables;
+    if (m_model.config().rope_depends_on_length()) {
+      choose_frequencies(batch);
+      frequencies = scratch.frequency_tables;
+      tables = scratch.tables;
+    }
+    detail::fill_angles(scratch.exec, count, scratch.positions, tables, frequencies,
+                        m_model.config().rope_attention_factor(), scratch.angles);
   });
   scratch.h = scratch.matrix(Scratch::residual, count, m_model.config().hidden_size);
   scratch.pending = Matrix();
+}
+
+// Which frequencies each span's tokens are turned by: those of the length its sequence has when the
+// step is over.
+template <class Value, PageOrder order>
+void Decoder<Value, order>::choose_frequencies(const StepBatch& batch) {
+  Scratch& scratch = *m_scratch;
+  const ModelConfig& config = m_model.config();
+  const RopeScaling& scaling = *config.rope_scaling;
+  const auto host_tables = Kokkos::create_mirror_view(scratch.tables);
+  std::map<std::int64_t, std::int64_t> table_of_length = {{0, 0}};
+  std::vector<float> rows = rope_inverse_frequencies(config);
+  for (std::size_t s = 0; s < batch.spans().size(); ++s) {
+    const StepBatch::Span& span = batch.spans()[s];
+    std::int64_t length = scratch.first_positions[s] + span.count;
+    if (length <= scaling.original_max_position_embeddings) length = 0;
+    // All longer texts have the same.
+    if (length > 0 && scaling.type == RopeType::longrope) {
+      length = scaling.original_max_position_embeddings + 1;
+    }
+    const auto [entry, is_new] =
+        table_of_length.emplace(length, static_cast<std::int64_t>(table_of_length.size()));
+    if (is_new) {
+      const std::vector<float> row = rope_inverse_frequencies(config, length);
+      rows.insert(rows.end(), row.begin(), row.end());
+    }
+    std::fill_n(host_tables.data() + span.first, span.count, entry->second);
+  }
+  Kokkos::deep_copy(scratch.tables, host_tables);
+  const std::int64_t pairs = config.head_dim / 2;
+  const auto count = static_cast<std::int64_t>(rows.size()) / pairs;
+  if (static_cast<std::int64_t>(scratch.frequency_tables.extent(0)) != count) {
+    scratch.frequency_tables = Matrix("kvzap::decoder::frequency_tables", count, pairs);
+  }
+  Kokkos::deep_copy(scratch.frequency_tables,
+                    Kokkos::View<const float**, Kokkos::LayoutRight, Kokkos::HostSpace>(
+                        rows.data(), count, pairs));
 }
 
 // Each rank fills the rows of its part of the vocabulary, the sum brings them together.

@@ -86,6 +86,25 @@ void check_policy(const CacheOptions& options) {
   }
 }
 
+/// Refuses policies that turn keys or queries where no one frequency fits all that are cached.
+void check_rope(const CacheOptions& options, const ModelConfig& config) {
+  if (!config.rope_depends_on_length() || !uses_policy(options)) return;
+  const PolicyChoice& choice = *options.policy;
+  const std::string what = fmt::format(
+      "depend on the length of the text with RoPE scaling of type {}; expected a model with "
+      "another type, or another policy",
+      name_of(config.rope_scaling->type));
+  if (choice.rerotate) {
+    throw Error(fmt::format("--policy {}: it turns keys to new positions by frequencies, which {}",
+                            choice.name, what));
+  }
+  // (What is still to look at texts is refused when it does so.)
+  if (!choice.calibration && choice.make()->needs().frequencies) {
+    throw Error(fmt::format("--policy {}: it turns queries or keys back by frequencies, which {}",
+                            choice.name, what));
+  }
+}
+
 void check(const CacheOptions& options, bool has_scorer) {
   if (options.window < 1) {
     throw Error(fmt::format("--window is {}; expected at least 1", options.window));
@@ -606,6 +625,7 @@ std::unique_ptr<Engine> Engine::create(std::shared_ptr<const Model<Value>> model
                                        std::shared_ptr<Scorer> scorer, const CacheOptions& options,
                                        const Communicator& comm) {
   check(options, scorer != nullptr);
+  check_rope(options, model->config());
   if (options.order == PageOrder::dim_major) {
     return std::make_unique<TypedEngine<Value, PageOrder::dim_major>>(
         std::move(model), std::move(scorer), options, comm);

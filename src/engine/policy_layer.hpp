@@ -75,6 +75,7 @@ class DecoderLayer final : public PolicyLayer {
     m_extents.group = static_cast<int>(config.query_group());
     m_extents.head_dim = static_cast<int>(config.head_dim);
     m_extents.hidden_size = config.hidden_size;
+    m_extents.rope_scale = config.rope_attention_factor();
     // So that show takes no memory.
     m_extents.heads.reserve(m_extents.kv_heads);
     m_extents.rows.reserve(m_extents.kv_heads);
@@ -100,7 +101,12 @@ class DecoderLayer final : public PolicyLayer {
   void attention_mass(const TokenBlock& queries, MassReduction reduction, const MassView& mass,
                       const MassFactors& factors) override;
   RowsView output_weights(int query_head) override;
-  Kokkos::View<const float*, MemorySpace> inverse_frequencies() override { return m_frequencies; }
+  Kokkos::View<const float*, MemorySpace> inverse_frequencies() override {
+    if (m_model.config().rope_depends_on_length()) {
+      throw Error("policy: inverse_frequencies without PolicyNeeds::frequencies");
+    }
+    return m_frequencies;
+  }
 
  private:
   /// Of a head, before this step's: 0 where they are not shown.

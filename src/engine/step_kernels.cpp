@@ -70,16 +70,19 @@ void gather_rows(const ExecutionSpace& exec, const ConstMatrix& source,
 
 void fill_angles(const ExecutionSpace& exec, std::int64_t tokens,
                  const Kokkos::View<const std::int64_t*, MemorySpace>& positions,
-                 const ConstVector& frequencies,
+                 const Kokkos::View<const std::int64_t*, MemorySpace>& tables,
+                 const ConstMatrix& frequencies, float scale,
                  const Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace>& angles) {
-  const std::int64_t pairs = frequencies.extent(0);
+  const std::int64_t pairs = frequencies.extent(1);
+  const bool has_tables = tables.extent(0) > 0;
   Kokkos::parallel_for(
       "kvzap::step::angles", Range(exec, 0, tokens * pairs), KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t token = i / pairs;
         const std::int64_t d = i % pairs;
-        const float angle = static_cast<float>(positions(token)) * frequencies(d);
-        angles(token, d, 0) = math::cos(angle);
-        angles(token, d, 1) = math::sin(angle);
+        const std::int64_t table = has_tables ? tables(token) : 0;
+        const float angle = static_cast<float>(positions(token)) * frequencies(table, d);
+        angles(token, d, 0) = math::cos(angle) * scale;
+        angles(token, d, 1) = math::sin(angle) * scale;
       });
 }
 

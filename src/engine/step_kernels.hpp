@@ -21,10 +21,13 @@ void embed(const ExecutionSpace& exec, const Kokkos::View<const TokenId*, Memory
 void gather_rows(const ExecutionSpace& exec, const ConstMatrix& source,
                  const Kokkos::View<const std::int64_t*, MemorySpace>& rows, const Matrix& target);
 
-/// angles (token, dim / 2, 2) = cosine and sine of position times frequency (dim / 2).
+/// angles (token, dim / 2, 2) = cosine and sine of position times frequency, both times `scale`.
+/// frequencies (table, dim / 2), of which token t has row tables(t); without tables (an empty view)
+/// all have the first.
 void fill_angles(const ExecutionSpace& exec, std::int64_t tokens,
                  const Kokkos::View<const std::int64_t*, MemorySpace>& positions,
-                 const ConstVector& frequencies,
+                 const Kokkos::View<const std::int64_t*, MemorySpace>& tables,
+                 const ConstMatrix& frequencies, float scale,
                  const Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace>& angles);
 
 /// h (token, hidden) += summand, unless that is empty; x = h / sqrt(mean(h^2) + eps) * weight, row

@@ -1,4 +1,5 @@
 #include "base/json_file.hpp"
+#include "model/rope.hpp"
 
 #include <fmt/format.h>
 
@@ -14,6 +15,7 @@
 namespace kvzap {
 
 namespace fs = std::filesystem;
+using detail::max_rope_factor;
 using nlohmann::json;
 
 namespace {
@@ -22,6 +24,10 @@ namespace {
 // memory before its weights are looked at.
 constexpr std::int64_t max_size = 2147483647;
 constexpr std::int64_t max_count = 65536;
+constexpr double min_attention = 1e-3;
+constexpr double max_attention = 1e3;
+constexpr double min_beta = 1e-6;
+constexpr double max_beta = 1e9;
 
 /// A value as a message shows it: JSON, cut to a readable length.
 std::string text_of(const json& value) {
@@ -89,6 +95,23 @@ class Fields {
     return *value;
   }
 
+  /// A number in [low, high].
+  std::optional<double> find_number(const std::string& field, double low, double high) {
+    const json* const value = get(field);
+    if (value == nullptr) return std::nullopt;
+    // NaN is in no range.
+    if (!value->is_number() || !(value->get<double>() >= low) || !(value->get<double>() <= high)) {
+      fail(field, fmt::format("a number from {} to {}", low, high), text_of(*value));
+    }
+    return value->get<double>();
+  }
+
+  double number(const std::string& field, double low, double high) {
+    const auto value = find_number(field, low, high);
+    if (!value) fail(field, fmt::format("a number from {} to {}", low, high), "none");
+    return *value;
+  }
+
   bool flag(const std::string& field, bool fallback) {
     const json* const value = get(field);
     if (value == nullptr) return fallback;
@@ -138,16 +161,116 @@ struct Rope {
   std::optional<RopeScaling> scaling;
 };
 
-bool same(const std::optional<RopeScaling>& left, const std::optional<RopeScaling>& right) {
-  if (left.has_value() != right.has_value()) return false;
-  return !left ||
-         (left->factor == right->factor && left->low_freq_factor == right->low_freq_factor &&
-          left->high_freq_factor == right->high_freq_factor &&
-          left->original_max_position_embeddings == right->original_max_position_embeddings);
+constexpr std::string_view rope_types = "default, linear, dynamic, yarn, longrope or llama3";
+
+/// A base whose powers are floats.
+std::optional<double> find_theta(Fields& fields) {
+  const auto theta = fields.find_positive("rope_theta");
+  if (theta) fields.find_number("rope_theta", 1e-30, 1e30);
+  return theta;
+}
+
+/// Tokens a model was trained on before its context was extended. transformers lets a field beside
+/// the RoPE parameters, as Phi-3 has it, win over one among them.
+std::int64_t original_length(Fields& fields, std::optional<std::int64_t> beside,
+                             const ModelConfig& config, std::vector<std::string>& warnings) {
+  const auto own = fields.find_size("original_max_position_embeddings", max_size);
+  if (beside && own && *beside != *own) {
+    warnings.push_back(
+        fmt::format("{}: original_max_position_embeddings = {} counts, not the {} among the RoPE "
+                    "parameters, as in transformers",
+                    fields.file(), *beside, *own));
+  }
+  const std::int64_t length = beside ? *beside : own.value_or(config.max_position_embeddings);
+  if (length < 2) {
+    fields.fail("original_max_position_embeddings", "a whole number above 1",
+                fmt::format("{}", length));
+  }
+  return length;
+}
+
+/// The factor, or, where that is null, what max_position_embeddings is of the original length.
+double extension(Fields& fields, bool may_be_absent, std::int64_t original,
+                 const ModelConfig& config) {
+  const auto factor = fields.find_number("factor", 1, max_rope_factor);
+  if (factor) return *factor;
+  if (!may_be_absent && !fields.has_key("factor")) {
+    fields.fail("factor", fmt::format("a number from 1 to {}", max_rope_factor), "none");
+  }
+  if (original > config.max_position_embeddings) {
+    fields.fail("original_max_position_embeddings",
+                fmt::format("at most max_position_embeddings ({}), as there is no factor",
+                            config.max_position_embeddings),
+                fmt::format("{}", original));
+  }
+  return static_cast<double>(config.max_position_embeddings) / static_cast<double>(original);
+}
+
+std::vector<double> factors_of_longrope(Fields& fields, const std::string& field,
+                                        std::int64_t pairs) {
+  const auto expected = fmt::format("an array of {} numbers above 0 (half of head_dim), up to {}",
+                                    pairs, max_rope_factor);
+  const json* const value = fields.get(field);
+  if (value == nullptr) fields.fail(field, expected, "none");
+  if (!value->is_array()) fields.fail(field, expected, text_of(*value));
+  if (value->size() != static_cast<std::size_t>(pairs)) {
+    fields.fail(field, expected, fmt::format("{} values", value->size()));
+  }
+  std::vector<double> factors;
+  for (const json& factor : *value) {
+    // Smaller ones than this would be frequencies beyond all sense, or no floats at all.
+    if (!factor.is_number() || !(factor.get<double>() >= 1 / max_rope_factor) ||
+        !(factor.get<double>() <= max_rope_factor)) {
+      fields.fail(field, expected, text_of(factor));
+    }
+    factors.push_back(factor.get<double>());
+  }
+  return factors;
+}
+
+void read_llama3(Fields& fields, RopeScaling& scaling) {
+  scaling.factor = fields.positive("factor");
+  scaling.low_freq_factor = fields.positive("low_freq_factor");
+  scaling.high_freq_factor = fields.positive("high_freq_factor");
+  if (!(scaling.high_freq_factor > scaling.low_freq_factor)) {
+    fields.fail("high_freq_factor",
+                fmt::format("more than low_freq_factor ({})", scaling.low_freq_factor),
+                fmt::format("{}", scaling.high_freq_factor));
+  }
+}
+
+void read_yarn(Fields& fields, RopeScaling& scaling) {
+  const auto attention = fields.find_number("attention_factor", min_attention, max_attention);
+  // 0 means absent, as in transformers.
+  const double mscale = fields.find_number("mscale", 0, max_attention).value_or(0);
+  const double mscale_all_dim = fields.find_number("mscale_all_dim", 0, max_attention).value_or(0);
+  scaling.attention_factor =
+      attention.value_or(detail::yarn_attention_factor(scaling.factor, mscale, mscale_all_dim));
+  scaling.beta_fast = fields.find_number("beta_fast", min_beta, max_beta).value_or(32);
+  scaling.beta_slow = fields.find_number("beta_slow", min_beta, max_beta).value_or(1);
+  if (scaling.beta_fast < scaling.beta_slow) {
+    fields.fail("beta_fast", fmt::format("at least beta_slow ({})", scaling.beta_slow),
+                fmt::format("{}", scaling.beta_fast));
+  }
+  // Absent and null are not the same to transformers.
+  if (fields.has_key("truncate") && fields.get("truncate") == nullptr) {
+    fields.fail("truncate", "true or false", "null");
+  }
+  scaling.truncate = fields.flag("truncate", true);
+}
+
+void read_longrope(Fields& fields, const ModelConfig& config, RopeScaling& scaling) {
+  const auto attention = fields.find_number("attention_factor", min_attention, max_attention);
+  const auto original = static_cast<double>(scaling.original_max_position_embeddings);
+  scaling.attention_factor = attention.value_or(
+      scaling.factor <= 1 ? 1.0 : std::sqrt(1 + std::log(scaling.factor) / std::log(original)));
+  scaling.short_factor = factors_of_longrope(fields, "short_factor", config.head_dim / 2);
+  scaling.long_factor = factors_of_longrope(fields, "long_factor", config.head_dim / 2);
 }
 
 /// Reads the object `key`: "rope_scaling" (older files) or "rope_parameters" (transformers 5).
 Rope parse_rope(Fields& config, const std::string& key, const json& value,
+                std::optional<std::int64_t> original_beside, const ModelConfig& sizes,
                 std::vector<std::string>& warnings) {
   if (!value.is_object()) config.fail(key, "an object", text_of(value));
   for (const auto& [field, nested] : value.items()) {
@@ -160,42 +283,55 @@ Rope parse_rope(Fields& config, const std::string& key, const json& value,
   const auto current_type = fields.find_text("rope_type");
   const auto older_type = fields.find_text("type");
   if (!current_type && !older_type && fields.has_key("factor")) {
-    fields.fail("rope_type", "default or llama3", "none");
+    fields.fail("rope_type", rope_types, "none");
   }
   const std::string type = current_type ? *current_type : older_type.value_or("default");
 
   Rope rope;
-  rope.theta = fields.find_positive("rope_theta");
+  rope.theta = find_theta(fields);
   fields.require("partial_rotary_factor", 1);
-  if (type == "llama3") {
-    RopeScaling scaling{};
-    scaling.factor = fields.positive("factor");
-    scaling.low_freq_factor = fields.positive("low_freq_factor");
-    scaling.high_freq_factor = fields.positive("high_freq_factor");
+  RopeScaling scaling;
+  if (type == "linear" || type == "dynamic") {
+    scaling.type = type == "linear" ? RopeType::linear : RopeType::dynamic;
+    scaling.factor = fields.number("factor", 1, max_rope_factor);
+    scaling.original_max_position_embeddings = sizes.max_position_embeddings;
+  } else if (type == "yarn" || type == "longrope") {
+    scaling.type = type == "yarn" ? RopeType::yarn : RopeType::longrope;
     scaling.original_max_position_embeddings =
-        fields.size("original_max_position_embeddings", max_size);
-    if (!(scaling.high_freq_factor > scaling.low_freq_factor)) {
-      fields.fail("high_freq_factor",
-                  fmt::format("more than low_freq_factor ({})", scaling.low_freq_factor),
-                  fmt::format("{}", scaling.high_freq_factor));
+        original_length(fields, original_beside, sizes, warnings);
+    scaling.factor = extension(fields, scaling.type == RopeType::longrope,
+                               scaling.original_max_position_embeddings, sizes);
+    if (scaling.type == RopeType::yarn) {
+      read_yarn(fields, scaling);
+    } else {
+      read_longrope(fields, sizes, scaling);
     }
-    rope.scaling = scaling;
+  } else if (type == "llama3") {
+    scaling.type = RopeType::llama3;
+    scaling.original_max_position_embeddings =
+        original_length(fields, original_beside, sizes, warnings);
+    read_llama3(fields, scaling);
   } else if (type != "default") {
-    fields.fail(current_type ? "rope_type" : "type", "default or llama3", "\"" + type + "\"");
+    fields.fail(current_type ? "rope_type" : "type", rope_types, "\"" + type + "\"");
   }
+  if (type != "default") rope.scaling = scaling;
   fields.warn_unknown({}, warnings);
   return rope;
 }
 
 void read_rope(Fields& fields, ModelConfig& config) {
-  const auto theta = fields.find_positive("rope_theta");
+  const auto theta = find_theta(fields);
+  const auto original = fields.find_size("original_max_position_embeddings", max_size);
   const json* const older = fields.get("rope_scaling");
   const json* const current = fields.get("rope_parameters");
   Rope rope;
-  if (older != nullptr) rope = parse_rope(fields, "rope_scaling", *older, config.warnings);
+  if (older != nullptr) {
+    rope = parse_rope(fields, "rope_scaling", *older, original, config, config.warnings);
+  }
   if (current != nullptr) {
-    const Rope parsed = parse_rope(fields, "rope_parameters", *current, config.warnings);
-    if (older != nullptr && !same(rope.scaling, parsed.scaling)) {
+    const Rope parsed =
+        parse_rope(fields, "rope_parameters", *current, original, config, config.warnings);
+    if (older != nullptr && rope.scaling != parsed.scaling) {
       fields.fail("rope_parameters", "the same as rope_scaling", text_of(*current));
     }
     if (rope.theta && parsed.theta && *rope.theta != *parsed.theta) {
@@ -212,6 +348,11 @@ void read_rope(Fields& fields, ModelConfig& config) {
   constexpr double default_theta = 10000.0;
   config.rope_theta = rope.theta.value_or(theta.value_or(default_theta));
   config.rope_scaling = rope.scaling;
+  if (!config.rope_scaling) return;
+  if (const std::string problem = detail::rope_problem(config, *config.rope_scaling);
+      !problem.empty()) {
+    throw Error(fmt::format("{}: {}", fields.file(), problem));
+  }
 }
 
 /// What differs between the supported architectures.
@@ -510,40 +651,6 @@ std::vector<TokenId> load_stop_ids(const fs::path& folder, std::int64_t vocab_si
     if (read_stop_ids(fields, vocab_size, ids)) break;
   }
   return ids;
-}
-
-std::vector<float> rope_inverse_frequencies(const ModelConfig& config) {
-  const auto count = static_cast<std::size_t>(config.head_dim / 2);
-  const auto base = static_cast<float>(config.rope_theta);
-  const auto dim = static_cast<float>(config.head_dim);
-  std::vector<float> frequencies(count);
-  for (std::size_t i = 0; i < count; ++i) {
-    // Rounding the double power gives the correctly rounded float, which library powf may miss.
-    const float exponent = static_cast<float>(2 * i) / dim;
-    frequencies[i] = 1.0f / static_cast<float>(
-                                std::pow(static_cast<double>(base), static_cast<double>(exponent)));
-  }
-  if (!config.rope_scaling) return frequencies;
-
-  const RopeScaling& scaling = *config.rope_scaling;
-  const auto original = static_cast<double>(scaling.original_max_position_embeddings);
-  const auto low_freq_wavelen = static_cast<float>(original / scaling.low_freq_factor);
-  const auto high_freq_wavelen = static_cast<float>(original / scaling.high_freq_factor);
-  const auto factor = static_cast<float>(scaling.factor);
-  const auto low = static_cast<float>(scaling.low_freq_factor);
-  const auto span = static_cast<float>(scaling.high_freq_factor - scaling.low_freq_factor);
-  constexpr auto two_pi = static_cast<float>(6.283185307179586);
-  for (float& frequency : frequencies) {
-    // A number divided by a tensor is the tensor's reciprocal times that number, in torch.
-    const float wavelen = (1.0f / frequency) * two_pi;
-    if (wavelen > low_freq_wavelen) {
-      frequency = frequency / factor;
-    } else if (wavelen >= high_freq_wavelen) {
-      const float smooth = ((1.0f / wavelen) * static_cast<float>(original) - low) / span;
-      frequency = (1.0f - smooth) * frequency / factor + smooth * frequency;
-    }
-  }
-  return frequencies;
 }
 
 }  // namespace kvzap

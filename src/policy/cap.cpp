@@ -103,6 +103,7 @@ class Cap final : public Policy {
   PolicyNeeds needs() const override {
     PolicyNeeds needs;
     needs.blocks = true;
+    needs.frequencies = true;
     needs.recent = m_parameters.history;
     return needs;
   }

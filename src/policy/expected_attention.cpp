@@ -195,6 +195,7 @@ class ExpectedAttention final : public Policy {
   PolicyNeeds needs() const override {
     PolicyNeeds needs;
     needs.blocks = !m_file;
+    needs.frequencies = true;
     needs.recent = m_file ? 1 : m_parameters.history;
     return needs;
   }

@@ -170,8 +170,10 @@ void LeverageScores::operator()(PolicyLayer& layer, const std::vector<RowPart>& 
     reserve_scratch(m_projected, all * n, "kvzap::policy::leverage_projected");
     reserve_scratch(m_solved, most * n, "kvzap::policy::leverage_solved");
     float* const fine_turns = m_turns.data() + coarse * dim;
-    fill_turns(exec, 0, fine_positions, coarse, frequencies, m_turns.data());
-    fill_turns(exec, 0, 1, fine_positions, frequencies, fine_turns);
+    // Keys are turned back and lose what RoPE has multiplied them by.
+    fill_turns(exec, 0, fine_positions, coarse, frequencies, 1.0 / layer.extents().rope_scale,
+               m_turns.data());
+    fill_turns(exec, 0, 1, fine_positions, frequencies, 1, fine_turns);
     float* projected = m_projected.data();
     for (int h = 0; h < layer.heads(); ++h) {
       const auto [begin, count] = parts[h];
@@ -225,6 +227,12 @@ namespace {
 class Leverage final : public Policy {
  public:
   explicit Leverage(std::shared_ptr<detail::Sketches> sketches) : m_leverage(std::move(sketches)) {}
+
+  PolicyNeeds needs() const override {
+    PolicyNeeds needs;
+    needs.frequencies = true;
+    return needs;
+  }
 
   void score(PolicyLayer& layer, const ScoreView& scores) override {
     const auto parts = detail::whole_heads(layer);

@@ -51,14 +51,15 @@ void sum_turned_back(const ExecutionSpace& exec, const PolicyLayer::RowsView& ke
 }
 
 // The mean of the cumulative sum of attention from the last of `tokens` positions, where every one
-// of them has this query and key (head_dim, before RoPE).
+// of them has this query and key (head_dim, before RoPE, which multiplies both by rope_scale).
 double mean_cumulative_attention(const float* query, const double* key,
-                                 const std::vector<double>& frequencies, std::int64_t tokens) {
+                                 const std::vector<double>& frequencies, double rope_scale,
+                                 std::int64_t tokens) {
   const std::size_t pairs = frequencies.size();
   // The score of the key `distance` positions before is the sum over pairs of the real part of
   // query * conj(key) * turn^distance.
   std::vector<double> real(pairs), imaginary(pairs), cosines(pairs), sines(pairs);
-  const double scale = 1 / std::sqrt(2.0 * static_cast<double>(pairs));
+  const double scale = rope_scale * rope_scale / std::sqrt(2.0 * static_cast<double>(pairs));
   for (std::size_t d = 0; d < pairs; ++d) {
     const double x = query[d];
     const double y = query[d + pairs];
@@ -100,6 +101,7 @@ class MeanAttention::Watcher final : public Policy {
   PolicyNeeds needs() const override {
     PolicyNeeds needs;
     needs.blocks = true;
+    needs.frequencies = true;
     return needs;
   }
   void observe(PolicyLayer& layer, const TokenBlock& block) override {
@@ -127,9 +129,10 @@ std::vector<double> MeanAttention::Watcher::mean_key(PolicyLayer& layer, int hea
   Kokkos::deep_copy(layer.exec(), sums, m_partial);
   detail::fence(layer.exec(), "kvzap::mean_attention: the host adds up");
   std::vector<double> mean(static_cast<std::size_t>(dim), 0.0);
+  const double scale = layer.extents().rope_scale;  // which turning back leaves in the keys
   for (std::int64_t slice = 0; slice < slices; ++slice) {
     for (std::int64_t d = 0; d < dim; ++d) {
-      mean[static_cast<std::size_t>(d)] += sums(slice, d) / static_cast<double>(rows);
+      mean[static_cast<std::size_t>(d)] += sums(slice, d) / (static_cast<double>(rows) * scale);
     }
   }
   return mean;
@@ -160,7 +163,7 @@ void MeanAttention::Watcher::score(PolicyLayer& layer, const ScoreView& scores) 
     double sum = 0;
     for (int q = 0; q < extents.group; ++q) {
       sum += mean_cumulative_attention(&queries(head * extents.group + q, 0), key.data(), turns,
-                                       m_results.m_tokens);
+                                       extents.rope_scale, m_results.m_tokens);
     }
     const auto number = static_cast<std::size_t>(layer.layer()) * extents.kv_heads +
                         static_cast<std::size_t>(extents.heads[head]);

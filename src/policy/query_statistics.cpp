@@ -188,7 +188,7 @@ void finish_moments(const ExecutionSpace& exec, std::int64_t count, const Matrix
 }
 
 void mean_angles(const ExecutionSpace& exec, std::int64_t begin, std::int64_t count,
-                 const Frequencies& frequencies,
+                 const Frequencies& frequencies, double scale,
                  const Kokkos::View<double**, Kokkos::LayoutRight, MemorySpace>& mean) {
   Kokkos::parallel_for(
       "kvzap::average_rope::mean",
@@ -201,8 +201,8 @@ void mean_angles(const ExecutionSpace& exec, std::int64_t begin, std::int64_t co
           cosine += static_cast<double>(detail::math::cos(angle));
           sine += static_cast<double>(detail::math::sin(angle));
         }
-        mean(d, 0) = cosine / static_cast<double>(count);
-        mean(d, 1) = sine / static_cast<double>(count);
+        mean(d, 0) = scale * cosine / static_cast<double>(count);
+        mean(d, 1) = scale * sine / static_cast<double>(count);
       });
 }
 
@@ -255,15 +255,16 @@ void QueryStatistics::add(PolicyLayer& layer, const TokenBlock& block) {
   const auto frequencies = layer.inverse_frequencies();
   if (m_within.size() == 0) {
     m_within = Angles("kvzap::query_statistics::within", run, 2, dim / 2);
-    detail::fill_turns(exec, 0, 1, run, frequencies, m_within.data());
+    detail::fill_turns(exec, 0, 1, run, frequencies, 1, m_within.data());
   }
   if (static_cast<std::int64_t>(m_angles.extent(0)) < count) {
     m_angles = {};
     m_angles = Angles("kvzap::query_statistics::angles", count, 2, dim / 2);
     m_runs = Angles("kvzap::query_statistics::runs", (count + run - 1) / run, 2, dim / 2);
   }
+  // Queries are turned back and lose what RoPE has multiplied them by.
   detail::fill_turns(exec, block.first + skipped, run, (count + run - 1) / run, frequencies,
-                     m_runs.data());
+                     1.0 / layer.extents().rope_scale, m_runs.data());
   combine_turns(exec, count, m_runs, m_within, m_angles);
   const TokenBlock::QueryView queries = Kokkos::subview(
       block.queries, std::make_pair(skipped, block.count), Kokkos::ALL, Kokkos::ALL);
@@ -296,7 +297,7 @@ void AverageRope::prepare(PolicyLayer& layer, std::int64_t begin, std::int64_t c
     m_mean = Kokkos::View<double**, Kokkos::LayoutRight, MemorySpace>("kvzap::average_rope::mean",
                                                                       frequencies.extent(0), 2);
   }
-  mean_angles(layer.exec(), begin, count, frequencies, m_mean);
+  mean_angles(layer.exec(), begin, count, frequencies, layer.extents().rope_scale, m_mean);
   m_begin = begin;
   m_count = count;
 }

@@ -13,7 +13,8 @@ namespace kvzap::policy {
 /// their covariance (divided by the number of queries), from the tokens that a step brings; or,
 /// where a step brings few to a sequence that has more, from the newest tokens. The first tokens of
 /// the sequence, whose queries are unlike others, are left out. Queries are turned back by their
-/// position's angle.
+/// position's angle, and divided by what RoPE has multiplied them by. Who uses it has
+/// PolicyNeeds::frequencies.
 ///
 /// Sums are taken in float around the first block's mean, so that nothing cancels. Cost per query
 /// head: 1.5 tokens head_dim^2 operations with the covariance, else a pass over the queries.
@@ -61,7 +62,7 @@ class QueryStatistics {
 
 /// RoPE's rotation averaged over positions: it takes dimensions (i, i + head_dim/2) = (x, y) to
 /// (a x - b y, b x + a y), with a and b the mean cosine and sine of the angles position *
-/// inverse_frequencies(i).
+/// inverse_frequencies(i), both times what RoPE multiplies queries by.
 class AverageRope {
  public:
   /// For the positions begin … begin + count - 1, count >= 1.

@@ -92,7 +92,7 @@ void shift_and_scale(const ExecutionSpace& exec, const Policy::ScoreView& scores
 
 void fill_turns(const ExecutionSpace& exec, std::int64_t first, std::int64_t stride,
                 std::int64_t count, const Kokkos::View<const float*, MemorySpace>& frequencies,
-                float* turns) {
+                double scale, float* turns) {
   const std::int64_t pairs = frequencies.extent(0);
   Kokkos::parallel_for(
       "kvzap::policy::turns", PolicyRange(exec, 0, count * pairs), KOKKOS_LAMBDA(std::int64_t i) {
@@ -100,8 +100,8 @@ void fill_turns(const ExecutionSpace& exec, std::int64_t first, std::int64_t str
         const std::int64_t d = i % pairs;
         const double angle =
             static_cast<double>(first + stride * t) * static_cast<double>(frequencies(d));
-        turns[t * 2 * pairs + d] = static_cast<float>(math::cos(angle));
-        turns[t * 2 * pairs + pairs + d] = static_cast<float>(math::sin(angle));
+        turns[t * 2 * pairs + d] = static_cast<float>(scale * math::cos(angle));
+        turns[t * 2 * pairs + pairs + d] = static_cast<float>(scale * math::sin(angle));
       });
 }
 

@@ -51,10 +51,10 @@ KOKKOS_INLINE_FUNCTION float norm(const float* x, std::int64_t dim) {
 }
 
 /// Cosines and sines of RoPE, turns (count, 2, pairs): of the angles (first + stride * t) *
-/// frequencies(d), in double.
+/// frequencies(d), in double; times `scale`.
 void fill_turns(const ExecutionSpace& exec, std::int64_t first, std::int64_t stride,
                 std::int64_t count, const Kokkos::View<const float*, MemorySpace>& frequencies,
-                float* turns);
+                double scale, float* turns);
 
 /// Sums over the rows of a head. Keeps scratch space.
 class ColumnSums {

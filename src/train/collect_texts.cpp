@@ -140,7 +140,7 @@ CollectTexts read_as(const std::filesystem::path& file, const CollectRules& rule
     } catch (const Error& error) {
       throw Error(fmt::format("{}: {}", where, error.what()));
     }
-    if (static_cast<std::int64_t>(made.ids.size()) > config.max_position_embeddings) {
+    if (static_cast<std::int64_t>(made.ids.size()) > config.longest_context()) {
       ++result.too_long;
       continue;
     }
@@ -162,12 +162,12 @@ CollectTexts read_as(const std::filesystem::path& file, const CollectRules& rule
         fmt::format("{}: there is no text in it; expected a JSON object per line", file.string()));
   }
   if (result.texts.empty()) {
-    throw Error(fmt::format(
-        "{}: none of its {} texts can be used: {} have fewer than {} tokens "
-        "(--min-tokens), {} more "
-        "than {} (--max-tokens) or would not fit the model's {} positions{}",
-        file.string(), result.lines, result.too_short, rules.min_tokens, result.too_long,
-        rules.max_tokens, config.max_position_embeddings, form.how_often));
+    throw Error(
+        fmt::format("{}: none of its {} texts can be used: {} have fewer than {} tokens "
+                    "(--min-tokens), {} more "
+                    "than {} (--max-tokens) or would not fit the model's {} positions{}",
+                    file.string(), result.lines, result.too_short, rules.min_tokens,
+                    result.too_long, rules.max_tokens, config.longest_context(), form.how_often));
   }
   result.hash = fmt::format("{:016x}", hash);
   return result;

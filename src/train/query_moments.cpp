@@ -68,6 +68,7 @@ class QueryWatcher final : public Policy {
   PolicyNeeds needs() const override {
     PolicyNeeds needs;
     needs.blocks = true;
+    needs.frequencies = true;
     return needs;
   }
   void observe(PolicyLayer& layer, const TokenBlock& block) override {
@@ -199,7 +200,8 @@ QueryMoments collect_query_moments(const std::shared_ptr<const Model<Value>>& mo
       detail::watching_options("query statistics", [&]() -> std::unique_ptr<Policy> {
         return std::make_unique<QueryWatcher>(result.queries, counted(ids, sink), of_text, moments);
       });
-  const auto engine = Engine::create<Value>(model, nullptr, options, comm);
+  std::unique_ptr<Engine> engine;
+  comm.agree([&] { engine = Engine::create<Value>(model, nullptr, options, comm); });
 
   while (result.texts < total && !result.stopped) {
     ids = share_ids(texts, result.texts, comm);

@@ -169,6 +169,57 @@ class Generation(TestCase):
         self.assertEqual(report["context"]["tokens"], 300)
 
 
+class RopeScaling(TestCase):
+    # More than the copies' max_position_embeddings of 100.
+    ids = " ".join(str(11 * i % 1000) for i in range(240))
+
+    def parameters(self, kind, factor):
+        own = json.loads((MODEL / "config.json").read_text())["rope_parameters"]
+        return {**own, "rope_type": kind, "factor": factor}
+
+    def answer(self, model, *flags, **options):
+        report = self.report("-m", model, "--token-ids", "-p", self.ids, "-n", "6", "--ignore-eos",
+                             "--dtype", "f32", *flags, **options)
+        return report["answers"][0]["ids"], report["model"].get("rope_scaling")
+
+    def test_by_the_model_and_by_flags(self):
+        plain = self.copy(MODEL, "plain", max_position_embeddings=100)
+        self.fail_with(kvzap("-m", plain, "--token-ids", "-p", self.ids), "240 tokens",
+                       "max_position_embeddings = 100")
+        answers = []
+        for kind, attention in [("yarn", 1.1386), ("linear", 1), ("dynamic", 1)]:
+            flags = ["--rope-scaling", kind, "--rope-scale", "4"]
+            by_flags, described = self.answer(plain, *flags)
+            self.assertEqual(described["type"], kind)
+            self.assertEqual(described["original_max_position_embeddings"], 100)
+            self.assertEqual(described["longest_context"], 400)
+            self.assertAlmostEqual(described["attention_factor"], attention, places=4)
+            scaled = self.copy(MODEL, kind, max_position_embeddings=100,
+                               rope_parameters=self.parameters(kind, 4.0))
+            self.assertEqual(self.answer(scaled, ranks=2), (by_flags, described))
+            answers.append(by_flags)
+        whole = self.copy(MODEL, "whole", rope_parameters=self.parameters("linear", 2.0))
+        unscaled = self.answer(MODEL)
+        self.assertEqual(unscaled[1], None)
+        self.assertEqual(self.answer(whole, "--rope-scaling", "none"), unscaled)
+        answers.append(unscaled[0])
+        self.assertEqual(len({tuple(ids) for ids in answers}), 4)
+
+    def test_policies_and_the_plan(self):
+        # The keys of policies that turn them back: with an attention factor, which plain RoPE has not.
+        flags = ["--rope-scaling", "yarn", "--rope-scale", "8", "--evict-ratio", "0.5"]
+        for policy in ("expected-attention", "leverage", "streaming-llm+rerotate"):
+            one = self.answer(MODEL, *flags, "--policy", policy)
+            self.assertEqual(self.answer(MODEL, *flags, "--policy", policy, ranks=2), one)
+        # Where frequencies depend on the length those are refused, on all ranks alike.
+        dynamic = ["-m", MODEL, "--rope-scaling", "dynamic", "--rope-scale", "2"]
+        texts = SOURCE / "tests/golden/policies/texts.jsonl"
+        self.fail_with(kvzap(*dynamic, "-p", "one", "--policy", f"duo-attention:texts={texts}",
+                             ranks=2), "duo-attention", "depend on the length", code=1)
+        plan = self.succeed("-m", MODEL, "--dry-run", *flags).text
+        self.assertIn(f"{8 * 4096} tokens", plan)
+
+
 class Deck(TestCase):
     def deck(self, text):
         file = self.folder / "deck.toml"

@@ -1,5 +1,7 @@
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstdint>
 #include <kvzap/model_config.hpp>
 #include <string>
@@ -183,16 +185,13 @@ INSTANTIATE_TEST_SUITE_P(
                 "[\"GPT2LMHeadModel\"]"},
         Refusal{llama, R"("model_type":"granite")", "model_type", "\"llama\"", "\"granite\""},
         Refusal{llama, R"("hidden_act":"gelu")", "hidden_act", "\"silu\"", "\"gelu\""},
-        Refusal{llama, R"("rope_scaling":{"rope_type":"yarn","factor":4.0})",
-                "rope_scaling.rope_type", "default or llama3", "\"yarn\""},
-        Refusal{llama, R"("rope_scaling":{"type":"linear","factor":4.0})", "rope_scaling.type",
-                "default or llama3", "\"linear\""},
-        Refusal{llama, R"("rope_scaling":{"type":"dynamic","factor":4.0})", "rope_scaling.type",
-                "default or llama3", "\"dynamic\""},
-        Refusal{llama, R"("rope_parameters":{"rope_type":"longrope"})", "rope_parameters.rope_type",
-                "default or llama3", "\"longrope\""},
-        Refusal{llama, R"("rope_scaling":{"factor":4.0})", "rope_scaling.rope_type",
-                "default or llama3", "none"},
+        Refusal{llama, R"("rope_scaling":{"rope_type":"yran","factor":4.0})",
+                "rope_scaling.rope_type", "default, linear, dynamic, yarn, longrope or llama3",
+                "\"yran\""},
+        Refusal{llama, R"("rope_scaling":{"type":"su","factor":4.0})", "rope_scaling.type",
+                "longrope", "\"su\""},
+        Refusal{llama, R"("rope_scaling":{"factor":4.0})", "rope_scaling.rope_type", "linear",
+                "none"},
         Refusal{llama, R"("rope_scaling":{"rope_type":"llama3"})", "rope_scaling.factor",
                 "a number above 0", "none"},
         Refusal{llama,
@@ -348,6 +347,164 @@ TEST(StopIds, BadIdsAreRefused) {
   }
   TemporaryFolder folder;
   expect_error([&] { load_stop_ids(folder.path(), 0); }, {"vocab_size", "found 0"});
+}
+
+constexpr const char* longrope =
+    R"("type":"longrope","original_max_position_embeddings":64,)"
+    R"("short_factor":[1,1,1,1,1,1,1,1.5],"long_factor":[1,2,3,4,5,6,7,8])";
+
+// Every field of RoPE scaling with values that make no sense; the rest of the object is good.
+TEST(Rope, RefusesHostileScalings) {
+  const struct {
+    const char* good;
+    const char* field;
+    std::vector<const char*> values;
+    const char* expected;
+  } refusals[] = {
+      {R"("type":"linear")",
+       "factor",
+       {"null", "0", "0.5", "-4", "1e7", "\"4\"", "[4]", "true"},
+       "a number from 1 to 1000000"},
+      {R"("type":"dynamic")",
+       "factor",
+       {"null", "0", "0.99", "1e300"},
+       "a number from 1 to 1000000"},
+      {R"("type":"yarn")", "factor", {"0", "0.5", "-1", "1e9", "\"x\"", "{}"}, ""},
+      {R"("type":"yarn","factor":4)",
+       "original_max_position_embeddings",
+       {"0", "1", "-5", "2.5", "1e300", "\"64\""},
+       "a whole number"},
+      {R"("type":"yarn","factor":4)",
+       "attention_factor",
+       {"0", "-1", "1e9", "\"1\""},
+       "a number from 0.001 to 1000"},
+      {R"("type":"yarn","factor":4)", "beta_fast", {"0", "-2", "1e300", "0.5", "[]"}, ""},
+      {R"("type":"yarn","factor":4)", "beta_slow", {"0", "-2", "33"}, ""},
+      {R"("type":"yarn","factor":4)",
+       "mscale",
+       {"-1", "1e300", "\"1\""},
+       "a number from 0 to 1000"},
+      {R"("type":"yarn","factor":4)",
+       "mscale_all_dim",
+       {"-1", "1e300", "false"},
+       "a number from 0 to 1000"},
+      {R"("type":"yarn","factor":4)", "truncate", {"null", "1", "\"no\""}, "true or false"},
+      {longrope, "factor", {"0", "0.5", "1e300"}, "a number from 1 to 1000000"},
+      {longrope, "attention_factor", {"0", "-1", "1e300"}, "a number from 0.001 to 1000"},
+      {R"("type":"longrope","short_factor":[1,1,1,1,1,1,1,1])",
+       "long_factor",
+       {"null", "[]", "[1,2,3]", "[1,2,3,4,5,6,7]", "[1,2,3,4,5,6,7,8,9]", "8", "[1,2,3,4,5,6,7,0]",
+        "[1,2,3,4,5,6,7,-8]", "[1,2,3,4,5,6,7,1e300]", "[1,2,3,4,5,6,7,null]",
+        "[1,2,3,4,5,6,7,\"8\"]"},
+       "an array of 8 numbers above 0"},
+      {R"("type":"longrope","long_factor":[1,1,1,1,1,1,1,1])",
+       "short_factor",
+       {"null", "[[1]]", "[1,2,3,4,5,6,7]", "[1,2,3,4,5,6,7,1e-300]"},
+       "an array of 8 numbers above 0"},
+  };
+  for (const auto& refusal : refusals) {
+    for (const char* value : refusal.values) {
+      const std::string text = fmt::format("\"{}\":{}", refusal.field, value);
+      SCOPED_TRACE(std::string(refusal.good) + "," + text);
+      const bool crosses = std::string(value) == "33" || std::string(value) == "0.5";
+      const std::string field =
+          crosses && std::string(refusal.field) == "beta_slow" ? "beta_fast" : refusal.field;
+      for (const char* key : {"rope_scaling", "rope_parameters"}) {
+        expect_load_error(llama, fmt::format("\"{}\":{{{},{}}}", key, refusal.good, text),
+                          {fmt::format("{}.{}: expected", key, field), refusal.expected});
+      }
+    }
+  }
+  // A factor may be null, which means derived, but not be left out.
+  expect_load_error(llama, R"("rope_scaling":{"type":"yarn"})", {"rope_scaling.factor", "none"});
+  expect_load_error(
+      llama,
+      R"("rope_scaling":{"type":"yarn","factor":null,"original_max_position_embeddings":1024})",
+      {"rope_scaling.original_max_position_embeddings", "max_position_embeddings (512)", "1024"});
+  expect_load_error(llama, R"("rope_theta":1,"rope_scaling":{"type":"yarn","factor":4})",
+                    {"rope_theta: expected a number above 1"});
+  expect_load_error(llama, R"("head_dim":2,"rope_scaling":{"type":"dynamic","factor":4})",
+                    {"head_dim: expected at least 4"});
+  expect_load_error(llama, R"("rope_theta":1e300)", {"rope_theta: expected", "1e+30"});
+  expect_error([] { load(llama, R"("rope_scaling":{"type":"linear","factor":NaN})"); },
+               {"config.json", "not valid JSON"});
+  expect_error([] { load(llama, R"("rope_scaling":{"type":"linear","factor":1e999})"); },
+               {"config.json", "not valid JSON"});
+  expect_load_error(llama,
+                    R"("rope_scaling":{"type":"linear","factor":4},)"
+                    R"("rope_parameters":{"rope_type":"dynamic","factor":4})",
+                    {"rope_parameters: expected the same as rope_scaling"});
+}
+
+TEST(Rope, TheLongestContextFollowsTheScaling) {
+  const auto longest = [](const std::string& scaling) {
+    return load(llama, "\"rope_scaling\":{" + scaling + "}").longest_context();
+  };
+  EXPECT_EQ(load(llama).longest_context(), 512);
+  EXPECT_EQ(longest(R"("type":"linear","factor":2.5)"), 1280);
+  EXPECT_EQ(longest(R"("type":"dynamic","factor":3)"), 1536);
+  EXPECT_EQ(longest(R"("type":"yarn","factor":4)"), 2048);
+  // As DeepSeek has it: max_position_embeddings is what the scaling makes possible.
+  EXPECT_EQ(longest(R"("type":"yarn","factor":4,"original_max_position_embeddings":128)"), 512);
+  EXPECT_EQ(longest(R"("type":"yarn","factor":3,"original_max_position_embeddings":400)"), 1200);
+  EXPECT_EQ(longest(longrope), 512);
+  EXPECT_EQ(longest(std::string(longrope) + R"(,"factor":16)"), 1024);
+  EXPECT_EQ(longest(R"("type":"llama3","factor":8,"low_freq_factor":1,"high_freq_factor":4,)"
+                    R"("original_max_position_embeddings":64)"),
+            512);
+  // Positions are numbers of 32 bits.
+  ModelConfig huge = load(llama, R"("rope_scaling":{"type":"linear","factor":1e6})");
+  huge.rope_scaling->original_max_position_embeddings = 1000000;
+  EXPECT_EQ(huge.longest_context(), 2147483647);
+}
+
+TEST(Rope, WhatDependsOnTheLength) {
+  const ModelConfig linear = load(llama, R"("rope_scaling":{"type":"linear","factor":2})");
+  const ModelConfig dynamic = load(llama, R"("rope_scaling":{"type":"dynamic","factor":2})");
+  const ModelConfig factors = load(llama, "\"rope_scaling\":{" + std::string(longrope) + "}");
+  EXPECT_FALSE(load(llama).rope_depends_on_length());
+  EXPECT_FALSE(linear.rope_depends_on_length());
+  EXPECT_EQ(rope_inverse_frequencies(linear), rope_inverse_frequencies(linear, 5000));
+  const struct {
+    const ModelConfig& config;
+    std::int64_t original;
+  } cases[] = {{dynamic, 512}, {factors, 64}};
+  for (const auto& [config, original] : cases) {
+    EXPECT_TRUE(config.rope_depends_on_length());
+    EXPECT_EQ(rope_inverse_frequencies(config), rope_inverse_frequencies(config, original));
+    EXPECT_NE(rope_inverse_frequencies(config), rope_inverse_frequencies(config, original + 1));
+  }
+  EXPECT_NE(rope_inverse_frequencies(dynamic, 600), rope_inverse_frequencies(dynamic, 601));
+  EXPECT_EQ(rope_inverse_frequencies(factors, 600), rope_inverse_frequencies(factors, 601));
+}
+
+// Phi-3's original_max_position_embeddings stands beside the RoPE parameters, and wins.
+TEST(Rope, TheOriginalLengthBesideTheParametersWins) {
+  const std::string inside = R"("rope_scaling":{"type":"yarn","factor":4,)"
+                             R"("original_max_position_embeddings":256})";
+  const ModelConfig both = load(llama, inside + R"(,"original_max_position_embeddings":128)");
+  EXPECT_EQ(both.rope_scaling->original_max_position_embeddings, 128);
+  ASSERT_EQ(both.warnings.size(), 1u);
+  EXPECT_NE(both.warnings.front().find("128"), std::string::npos);
+  EXPECT_EQ(load(llama, inside).rope_scaling->original_max_position_embeddings, 256);
+  const ModelConfig plain = load(llama, R"("original_max_position_embeddings":128)");
+  EXPECT_FALSE(plain.rope_scaling);
+}
+
+TEST(Rope, ScalingByAFactorIsThatOfTheFile) {
+  for (const char* type : {"linear", "dynamic", "yarn"}) {
+    const ModelConfig config =
+        load(llama, fmt::format(R"("rope_scaling":{{"type":"{}","factor":4}})", type));
+    const kvzap::RopeType kind = config.rope_scaling->type;
+    EXPECT_EQ(name_of(kind), type);
+    EXPECT_EQ(kvzap::rope_scaling_by_factor(load(llama), kind, 4), *config.rope_scaling);
+    for (const double factor : {0.0, 0.5, -1.0, 1e7, std::nan(""), HUGE_VAL}) {
+      expect_error([&] { kvzap::rope_scaling_by_factor(load(llama), kind, factor); },
+                   {type, "factor: expected a number from 1 to 1000000, found"});
+    }
+  }
+  expect_error([] { kvzap::rope_scaling_by_factor(load(llama), kvzap::RopeType::longrope, 4); },
+               {"longrope", "more than a factor"});
 }
 
 void expect_near_relative(float found, double expected) {

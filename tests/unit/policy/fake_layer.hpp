@@ -39,6 +39,7 @@ struct LayerData {
   std::vector<float> hidden;          // (token of the sequence, hidden_size)
   std::vector<float> output_weights;  // (query head, head_dim, hidden_size)
   std::vector<float> inverse_frequencies;  // (head_dim / 2)
+  float rope_scale = 1;                    // which is in queries and keys
 
   std::int64_t rows(int head) const { return static_cast<std::int64_t>(positions[head].size()); }
   std::int64_t cached(int head) const { return rows(head) - new_tokens; }
@@ -153,6 +154,7 @@ class FakeLayer final : public PolicyLayer {
     m_extents.group = data.group;
     m_extents.head_dim = data.head_dim;
     m_extents.hidden_size = data.hidden_size;
+    m_extents.rope_scale = data.rope_scale;
     m_extents.tokens = data.tokens;
     m_extents.new_tokens = data.new_tokens;
     m_extents.question = data.question;

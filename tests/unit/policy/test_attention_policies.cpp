@@ -12,6 +12,8 @@
 #include <vector>
 
 #include "base/device_kernels.hpp"
+#include "policy/mean_attention.hpp"
+#include "policy/query_statistics.hpp"
 #include "policy/registry.hpp"
 #include "safetensors_writer.hpp"
 #include "unit/policy/fake_layer.hpp"
@@ -25,6 +27,8 @@ using kvzap::ModelConfig;
 using kvzap::Policy;
 using kvzap::PolicyArguments;
 using kvzap::PolicyInfo;
+using kvzap::PolicyLayer;
+using kvzap::TokenBlock;
 using kvzap::test::FakeLayer;
 using kvzap::test::LayerData;
 using kvzap::test::LayerShape;
@@ -627,6 +631,16 @@ TEST(ExpectedAttention, OfNormalQueriesToCome) {
   }
 }
 
+/// The layer as RoPE with an attention factor gives it.
+LayerData with_rope_scale(LayerData data, float scale) {
+  data.rope_scale = scale;
+  for (float& x : data.queries) x *= scale;
+  for (auto& keys : data.keys) {
+    for (float& x : keys) x *= scale;
+  }
+  return data;
+}
+
 TEST(ExpectedAttention, StatisticsFromAFile) {
   LayerShape shape;
   shape.head_dim = 8;
@@ -663,6 +677,15 @@ TEST(ExpectedAttention, StatisticsFromAFile) {
   const Scores scores = expected_attention(data, moments, {});
   expect_scores(FakeLayer(data).run(*policy), scores, 1e-4);
   expect_scores(FakeLayer(data).run(*policy), scores, 1e-4);
+  auto with_factor = moments;
+  for (Moments& of_head : with_factor) {
+    for (double& x : of_head.mean) x *= 1.25;
+    for (double& x : of_head.covariance) x *= 1.25 * 1.25;
+  }
+  const LayerData scaled = with_rope_scale(data, 1.25f);
+  expect_scores(FakeLayer(scaled).run(
+                    *make(kvzap::policy::expected_attention(), {{"statistics", file}}, config)),
+                expected_attention(scaled, with_factor, {}), 1e-4);
   // A rank with the second head alone: what it has to do with the other is its scores' maximum.
   const auto second = FakeLayer(data, {1}, kvzap::Communicator::self()).run(*policy);
   const std::int64_t sinks = rows_before(data, 1, 4);
@@ -673,6 +696,70 @@ TEST(ExpectedAttention, StatisticsFromAFile) {
 
   config.head_dim = dim + 2;
   EXPECT_THROW(make(kvzap::policy::expected_attention(), {{"statistics", file}}, config), Error);
+}
+
+/// Statistics of the queries of a step, for no scores.
+struct StatisticsOnly final : Policy {
+  kvzap::policy::QueryStatistics statistics{true, 4, 0};
+  void observe(PolicyLayer& layer, const TokenBlock& block) override {
+    statistics.observe(layer, block);
+  }
+  void score(PolicyLayer& layer, const ScoreView& /*scores*/) override { statistics.finish(layer); }
+};
+
+template <class View>
+std::vector<float> numbers_of(const View& view) {
+  const auto host = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), view);
+  return {host.data(), host.data() + host.size()};
+}
+
+// YaRN's attention factor is in queries and keys. Before RoPE they do not have it, and queries to
+// come will.
+TEST(RopeScale, IsTakenOutOfWhatIsTurnedBack) {
+  LayerShape shape;
+  shape.head_dim = 8;
+  shape.tokens = shape.new_tokens = 60;
+  LayerData plain = random_layer(shape, 13);
+  shift_queries(plain);
+  const LayerData scaled = with_rope_scale(plain, 1.5f);
+
+  StatisticsOnly of_plain, of_scaled;
+  FakeLayer(plain).run(of_plain);
+  FakeLayer(scaled).run(of_scaled);
+  const auto expect_same = [](const std::vector<float>& found, const std::vector<float>& expected) {
+    ASSERT_EQ(found.size(), expected.size());
+    for (std::size_t i = 0; i < found.size(); ++i) EXPECT_NEAR(found[i], expected[i], 1e-5) << i;
+  };
+  expect_same(numbers_of(of_scaled.statistics.means()), numbers_of(of_plain.statistics.means()));
+  expect_same(numbers_of(of_scaled.statistics.covariances()),
+              numbers_of(of_plain.statistics.covariances()));
+
+  const Scores scores = expected_attention(scaled, all_moments(scaled, 4), {});
+  expect_scores(FakeLayer(scaled).run(*make(kvzap::policy::expected_attention())), scores, 1e-4);
+
+  // With the standardized leverage of keys before RoPE nothing changes at all.
+  const auto leverage = FakeLayer(scaled).run(*make(kvzap::policy::leverage()));
+  const auto of_plain_keys = FakeLayer(plain).run(*make(kvzap::policy::leverage()));
+  for (std::size_t h = 0; h < leverage.size(); ++h) expect_same(leverage[h], of_plain_keys[h]);
+
+  // Mean queries and keys get it again, for logits 1.5^2 as large: those of keys so much larger.
+  LayerData larger = plain;
+  for (auto& keys : larger.keys) {
+    for (float& x : keys) x *= 1.5f * 1.5f;
+  }
+  const auto mean_attention = [](const LayerData& data) {
+    kvzap::policy::MeanAttention calibration("texts", 100);
+    calibration.begin();
+    FakeLayer(data).run(*calibration.watch());
+    calibration.finish(kvzap::Communicator::self());
+    return calibration.scores();
+  };
+  const auto found = mean_attention(scaled), expected = mean_attention(larger);
+  ASSERT_EQ(found.size(), expected.size());
+  for (std::size_t h = 0; h < found[0].size(); ++h) {
+    EXPECT_NEAR(found[0][h], expected[0][h], 1e-5);
+    EXPECT_GT(std::fabs(found[0][h] - mean_attention(plain)[0][h]), 1e-4);
+  }
 }
 
 TEST(Cap, WeightedLeverage) {

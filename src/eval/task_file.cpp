@@ -1,0 +1,324 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <fstream>
+#include <initializer_list>
+#include <kvzap/metrics.hpp>
+#include <kvzap/tasks.hpp>
+#include <kvzap/types.hpp>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "base/fnv.hpp"
+#include "base/json_file.hpp"
+#include "text/json_field.hpp"
+#include "text/utf8.hpp"
+
+namespace kvzap {
+namespace {
+
+using Json = nlohmann::json;
+using detail::JsonField;
+
+// A prompt of a million tokens takes about 5 MB.
+constexpr std::size_t max_line_bytes = std::size_t{256} << 20;
+constexpr std::int64_t max_new_tokens_limit = 1 << 20;
+
+// Whose names the fields of a row have. What tells them apart is the field that holds the question.
+struct TaskScheme {
+  const char* name;
+  std::vector<const char*> questions;  // the first that there is
+  std::vector<const char*> answers;
+  bool needs_context;
+  std::vector<const char*> foreign;  // fields of other schemes that mean what one of these means
+};
+
+const std::array<TaskScheme, 4>& task_schemes() {
+  static const std::array<TaskScheme, 4> schemes = {{
+      {"kvpress (context, question, answer)",
+       {"question"},
+       {"answer", "answers"},
+       false,
+       {"outputs", "input", "problem", "Problem"}},
+      {"RULER (input, outputs)",
+       {},
+       {"outputs"},
+       false,
+       {"context", "question", "answer", "answers", "problem", "Problem"}},
+      {"LongBench (input, context, answers)",
+       {"input"},
+       {"answers"},
+       true,
+       {"question", "answer", "problem", "Problem"}},
+      {"AIME (problem, answer)",
+       {"problem", "Problem"},
+       {"answer", "Answer"},
+       false,
+       {"context", "question", "answers"}},
+  }};
+  return schemes;
+}
+
+enum TaskSchemeIndex { kvpress_rows, ruler_rows, longbench_rows, aime_rows };
+
+// Null stands for a field that is not there: that is how tables with gaps are written.
+bool has_field(const Json& row, const char* field) {
+  const auto found = row.find(field);
+  return found != row.end() && !found->is_null();
+}
+
+std::string field_list(const std::vector<const char*>& fields) {
+  std::string list;
+  for (const char* field : fields) list += (list.empty() ? "" : " or ") + std::string(field);
+  return list;
+}
+
+// Of one of `fields`; empty if there is none of them. Throws if there are two, as either may count.
+const char* only_field(const Json& row, const std::vector<const char*>& fields,
+                       const std::string& where) {
+  const char* only = "";
+  for (const char* field : fields) {
+    if (!has_field(row, field)) continue;
+    if (*only != '\0') {
+      throw Error(fmt::format("{}: expected one of {}, found both {} and {}", where,
+                              field_list(fields), only, field));
+    }
+    only = field;
+  }
+  return only;
+}
+
+TaskSchemeIndex scheme_of(const Json& row) {
+  if (has_field(row, "outputs")) return ruler_rows;
+  if (has_field(row, "problem") || has_field(row, "Problem")) return aime_rows;
+  return has_field(row, "input") ? longbench_rows : kvpress_rows;
+}
+
+std::string text_or_empty(const Json& row, const char* field, const std::string& where) {
+  return has_field(row, field) ? JsonField(row.at(field), where, field).string() : std::string();
+}
+
+// A string, or a number as it is written.
+std::string text_of_answer(const JsonField& field) {
+  const Json& value = field.value();
+  if (value.is_number()) return value.dump();
+  if (!value.is_string()) field.fail("a string or a number");
+  return value.get<std::string>();
+}
+
+std::vector<std::string> answers_of(const JsonField& field) {
+  std::vector<std::string> answers;
+  if (field.value().is_array()) {
+    for (std::size_t i = 0; i < field.array_size(); ++i) {
+      answers.push_back(text_of_answer(field.element(i)));
+    }
+    if (answers.empty()) field.fail("at least one answer");
+  } else if (field.value().is_string() || field.value().is_number()) {
+    answers.push_back(text_of_answer(field));
+  } else {
+    field.fail("a string, a number or an array of them");
+  }
+  return answers;
+}
+
+std::int64_t max_new_tokens_of(const JsonField& field) {
+  const Json& value = field.value();
+  // Tables with gaps hold whole numbers as floating point ones.
+  const double number = value.is_number() ? value.get<double>() : 0;
+  if (!(number >= 1) || !(number <= static_cast<double>(max_new_tokens_limit)) ||
+      number != std::floor(number)) {
+    field.fail(fmt::format("a whole number from 1 to {}", max_new_tokens_limit));
+  }
+  return static_cast<std::int64_t>(number);
+}
+
+// What the row calls itself, of a text or a number.
+std::string task_id_of(const Json& row, const std::string& where) {
+  for (const char* name : {"id", "_id", "ID", "index"}) {
+    if (!has_field(row, name)) continue;
+    const JsonField field(row.at(name), where, name);
+    if (field.value().is_number_integer()) return field.value().dump();
+    if (!field.value().is_string()) field.fail("a string or a whole number");
+    return field.string();
+  }
+  return {};
+}
+
+// RULER keeps a task's prompts in NAME/validation.jsonl.
+std::string task_name_of(const std::filesystem::path& file) {
+  const std::string stem = file.stem().string();
+  const std::string folder = std::filesystem::absolute(file).parent_path().filename().string();
+  const bool is_split = stem == "validation" || stem == "test" || stem == "train";
+  return is_split && !folder.empty() ? folder : stem;
+}
+
+Task task_of(const Json& row, const std::string& where, const std::string& default_name) {
+  const TaskSchemeIndex index = scheme_of(row);
+  const TaskScheme& scheme = task_schemes()[index];
+  for (const char* field : scheme.foreign) {
+    if (has_field(row, field)) {
+      throw Error(fmt::format("{}: {}: expected the fields of {}, found a field of another scheme",
+                              where, field, scheme.name));
+    }
+  }
+  Task task;
+  const char* const question = only_field(row, scheme.questions, where);
+  const char* const answer = only_field(row, scheme.answers, where);
+  if (index == ruler_rows) {
+    if (!has_field(row, "input")) {
+      throw Error(fmt::format("{}: input: expected a string, found no such field", where));
+    }
+    task.context = text_or_empty(row, "input", where);
+  } else {
+    if (scheme.needs_context && !has_field(row, "context")) {
+      throw Error(fmt::format("{}: context: expected a string, found no such field", where));
+    }
+    task.context = text_or_empty(row, "context", where);
+  }
+  if (*question != '\0') task.question = text_or_empty(row, question, where);
+  if (task.context.empty() && task.question.empty()) {
+    throw Error(fmt::format("{}: {}: expected a prompt, found none", where,
+                            index == ruler_rows ? "input" : "context"));
+  }
+  if (*answer == '\0') {
+    throw Error(fmt::format("{}: {}: expected what the answer should be, found no such field",
+                            where, field_list(scheme.answers)));
+  }
+  task.answers = answers_of({row.at(answer), where, answer});
+  task.answer_prefix = text_or_empty(row, "answer_prefix", where);
+  task.task = text_or_empty(row, "task", where);
+  if (task.task.empty()) task.task = text_or_empty(row, "dataset", where);
+  if (task.task.empty()) task.task = default_name;
+  task.metric = text_or_empty(row, "metric", where);
+  if (task.metric.empty() && index == aime_rows) task.metric = "boxed_integer";
+  for (const char* name : {"all_classes", "classes"}) {
+    if (!has_field(row, name) || !task.classes.empty()) continue;
+    const JsonField field(row.at(name), where, name);
+    for (std::size_t i = 0; i < field.array_size(); ++i) {
+      task.classes.push_back(field.element(i).string());
+    }
+  }
+  task.id = task_id_of(row, where);
+  if (has_field(row, "max_new_tokens")) {
+    task.max_new_tokens = max_new_tokens_of({row.at("max_new_tokens"), where, "max_new_tokens"});
+  }
+  return task;
+}
+
+Task task_of_line(std::string_view line, const std::string& where,
+                  const std::string& default_name) {
+  if (line.size() > max_line_bytes) {
+    throw Error(fmt::format("{}: expected at most {} bytes, found more", where, max_line_bytes));
+  }
+  if (!detail::is_valid_utf8(line)) {
+    throw Error(fmt::format("{}: expected UTF-8, found other bytes", where));
+  }
+  Json row;
+  try {
+    row = detail::parse_json(line, where);
+  } catch (const Error& error) {
+    // The parser repeats all of the text that it cannot make sense of.
+    constexpr std::size_t most = 400;
+    const std::string_view message = error.what();
+    if (message.size() <= most) throw;
+    std::string head;
+    detail::append_lossy(head, message.substr(0, most), false);
+    throw Error(head + " ...");
+  }
+  if (!row.is_object()) {
+    throw Error(fmt::format("{}: expected a JSON object, found {}", where, row.type_name()));
+  }
+  Task task = task_of(row, where, default_name);
+  try {
+    const std::int64_t default_tokens = default_max_new_tokens(task);
+    if (task.max_new_tokens == 0) task.max_new_tokens = default_tokens;
+  } catch (const Error& error) {
+    throw Error(fmt::format("{}: {}", where, error.what()));
+  }
+  return task;
+}
+
+}  // namespace
+
+TaskFile read_tasks(const std::filesystem::path& file, bool keep_going) {
+  std::ifstream stream(file, std::ios::binary);
+  std::error_code status;
+  if (!stream || std::filesystem::is_directory(file, status)) {
+    throw Error(fmt::format("{}: cannot be read; expected a file with a JSON object in each line",
+                            file.string()));
+  }
+  TaskFile result;
+  result.file = file;
+  result.hash = detail::fnv_start;
+  const std::string default_name = task_name_of(file);
+  std::int64_t number = 0;
+  std::string line;
+  const auto finish_line = [&] {
+    ++number;
+    std::string_view text = line;
+    constexpr std::string_view byte_order_mark = "\xEF\xBB\xBF";
+    if (number == 1 && text.substr(0, byte_order_mark.size()) == byte_order_mark) {
+      text.remove_prefix(byte_order_mark.size());
+    }
+    if (text.find_first_not_of(" \t\r\n\v\f") == std::string_view::npos) return;
+    const std::string where = fmt::format("{}: line {}", file.string(), number);
+    try {
+      Task task = task_of_line(text, where, default_name);
+      task.line = number;
+      result.tasks.push_back(std::move(task));
+    } catch (const Error& error) {
+      if (!keep_going) throw;
+      result.skipped.emplace_back(error.what());
+    }
+  };
+  // Block by block, so that a line that never ends cannot fill the memory.
+  std::vector<char> block(std::size_t{1} << 20);
+  bool is_open = false;  // a line has begun
+  while (stream) {
+    stream.read(block.data(), static_cast<std::streamsize>(block.size()));
+    std::string_view bytes(block.data(), static_cast<std::size_t>(stream.gcount()));
+    result.hash = detail::fnv1a(bytes, result.hash);
+    while (!bytes.empty()) {
+      const std::size_t end = bytes.find('\n');
+      const std::string_view part = bytes.substr(0, end);
+      if (line.size() <= max_line_bytes) line.append(part);
+      is_open = end == std::string_view::npos;
+      bytes.remove_prefix(is_open ? bytes.size() : end + 1);
+      if (is_open) continue;
+      finish_line();
+      line.clear();
+    }
+  }
+  if (stream.bad()) throw Error(fmt::format("{}: reading failed", file.string()));
+  if (is_open) finish_line();
+  if (result.tasks.empty()) {
+    throw Error(fmt::format("{}: expected a task in each line, found {}", file.string(),
+                            result.skipped.empty()
+                                ? "no line with any"
+                                : "none that can be used; the first: " + result.skipped.front()));
+  }
+  return result;
+}
+
+std::string to_json_line(const Task& task) {
+  nlohmann::ordered_json row = {
+      {"task", task.task}, {"context", task.context}, {"question", task.question}};
+  if (!task.answer_prefix.empty()) row["answer_prefix"] = task.answer_prefix;
+  if (task.answers.size() == 1) {
+    row["answer"] = task.answers.front();
+  } else {
+    row["answer"] = task.answers;
+  }
+  if (task.max_new_tokens > 0) row["max_new_tokens"] = task.max_new_tokens;
+  if (!task.metric.empty()) row["metric"] = task.metric;
+  if (!task.classes.empty()) row["all_classes"] = task.classes;
+  if (!task.id.empty()) row["id"] = task.id;
+  return row.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
+}
+
+}  // namespace kvzap

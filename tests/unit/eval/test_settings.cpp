@@ -5,6 +5,7 @@
 #include <set>
 
 #include "eval/settings.hpp"
+#include "temporary_folder.hpp"
 
 namespace {
 
@@ -96,8 +97,15 @@ TEST(EvalSettings, GeneralMomentsHoldForThePoliciesThatTheyGoWith) {
 }
 
 TEST(EvalSettings, SeparatorsBehindABackslashBelongToThePolicy) {
-  const auto settings = parse_settings(request("kvzap:surrogate=.\\@x/..\\;"));
-  (void)settings;
+  const kvzap::test::TemporaryFolder folder;
+  const auto surrogate = folder.path() / "a@b;c";
+  std::filesystem::create_directory(surrogate);
+  const std::string text =
+      "kvzap:surrogate=" + (folder.path() / "a\\@b\\;c").string() + "@threshold=-4";
+  const auto settings = parse_settings(request(text));
+  ASSERT_EQ(settings.size(), 1u);
+  EXPECT_EQ(settings[0].policy, "kvzap:surrogate=" + surrogate.string());
+  EXPECT_EQ(settings[0].label, text);
 }
 
 TEST(EvalSettings, MessagesNameTheEntryAndTheNearestName) {

@@ -7,7 +7,7 @@
 #include <iterator>
 
 #include "eval/records.hpp"
-#include "temporary_folder.hpp"
+#include "unit/temporary_folder.hpp"
 
 namespace {
 

@@ -5,7 +5,7 @@
 #include <set>
 
 #include "eval/settings.hpp"
-#include "temporary_folder.hpp"
+#include "unit/temporary_folder.hpp"
 
 namespace {
 

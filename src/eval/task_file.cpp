@@ -4,7 +4,6 @@
 #include <array>
 #include <cmath>
 #include <fstream>
-#include <initializer_list>
 #include <kvzap/metrics.hpp>
 #include <kvzap/tasks.hpp>
 #include <kvzap/types.hpp>
@@ -16,6 +15,8 @@
 
 #include "base/fnv.hpp"
 #include "base/json_file.hpp"
+#include "base/nearest.hpp"
+#include "eval/metric_tasks.hpp"
 #include "text/json_field.hpp"
 #include "text/utf8.hpp"
 
@@ -48,7 +49,7 @@ const std::array<TaskScheme, 4>& task_schemes() {
       {"RULER (input, outputs)",
        {},
        {"outputs"},
-       false,
+       true,
        {"context", "question", "answer", "answers", "problem", "Problem"}},
       {"LongBench (input, context, answers)",
        {"input"},
@@ -157,7 +158,63 @@ std::string task_name_of(const std::filesystem::path& file) {
   return is_split && !folder.empty() ? folder : stem;
 }
 
-Task task_of(const Json& row, const std::string& where, const std::string& default_name) {
+// With `replacement` for each of `placeholder`.
+std::string filled_in(std::string_view text, std::string_view placeholder,
+                      std::string_view replacement) {
+  std::string filled;
+  for (std::size_t at = text.find(placeholder); at != std::string_view::npos;
+       at = text.find(placeholder)) {
+    filled.append(text.substr(0, at)).append(replacement);
+    text.remove_prefix(at + placeholder.size());
+  }
+  return filled.append(text);
+}
+
+constexpr std::string_view context_placeholder = "{context}";
+constexpr std::string_view input_placeholder = "{input}";
+
+void put_together(Task& task, const PromptTemplates& templates, const std::string& where) {
+  auto found = templates.find(task.task);
+  if (found == templates.end()) {
+    found = templates.find(std::string(detail::longbench_name(task.task)));
+  }
+  if (found == templates.end()) {
+    std::vector<std::string> names;
+    for (const auto& [name, text] : templates) names.push_back(name);
+    const std::string nearest = detail::nearest_name(task.task, names);
+    throw Error(fmt::format("{}: task: expected one that the prompt templates name, found {}{}",
+                            where, task.task,
+                            nearest.empty() ? "" : fmt::format("; did you mean {}?", nearest)));
+  }
+  std::string_view rest = found->second;
+  if (const std::size_t at = rest.find(context_placeholder); at != std::string_view::npos) {
+    task.context = filled_in(rest.substr(0, at), input_placeholder, task.question) + task.context;
+    rest.remove_prefix(at + context_placeholder.size());
+  }
+  task.question = filled_in(rest, input_placeholder, task.question);
+}
+
+// LongBench-v2 keeps the choices beside the question. Rows that were made from its own may have
+// them in the question as well.
+void add_choices(Task& task, const Json& row, const std::string& where) {
+  constexpr std::array<const char*, 4> fields = {"choice_A", "choice_B", "choice_C", "choice_D"};
+  if (!has_field(row, fields[0])) return;
+  std::string choices = "\nChoices:";
+  for (const char* field : fields) {
+    if (!has_field(row, field)) {
+      throw Error(fmt::format("{}: {}: expected a string, found no such field", where, field));
+    }
+    choices += fmt::format("\n({}) {}", field[7], text_or_empty(row, field, where));
+  }
+  if (task.metric.empty()) task.metric = "stated_choice";
+  if (task.question.find(choices) != std::string::npos) return;
+  task.question += choices;
+  task.question +=
+      "\n\nFormat your response as follows: \"The correct answer is (insert answer here)\".";
+}
+
+Task task_of(const Json& row, const std::string& where, const std::string& default_name,
+             const PromptTemplates& templates) {
   const TaskSchemeIndex index = scheme_of(row);
   const TaskScheme& scheme = task_schemes()[index];
   for (const char* field : scheme.foreign) {
@@ -166,24 +223,23 @@ Task task_of(const Json& row, const std::string& where, const std::string& defau
                               where, field, scheme.name));
     }
   }
+  const auto require = [&](const char* field) {
+    if (has_field(row, field)) return;
+    throw Error(
+        fmt::format("{}: {}: expected a string, found no such field; a row has the fields "
+                    "of {}",
+                    where, field, scheme.name));
+  };
   Task task;
+  const char* const context = index == ruler_rows ? "input" : "context";
   const char* const question = only_field(row, scheme.questions, where);
   const char* const answer = only_field(row, scheme.answers, where);
-  if (index == ruler_rows) {
-    if (!has_field(row, "input")) {
-      throw Error(fmt::format("{}: input: expected a string, found no such field", where));
-    }
-    task.context = text_or_empty(row, "input", where);
-  } else {
-    if (scheme.needs_context && !has_field(row, "context")) {
-      throw Error(fmt::format("{}: context: expected a string, found no such field", where));
-    }
-    task.context = text_or_empty(row, "context", where);
-  }
+  if (scheme.needs_context) require(context);
+  if (index == kvpress_rows) require("question");
+  task.context = text_or_empty(row, context, where);
   if (*question != '\0') task.question = text_or_empty(row, question, where);
   if (task.context.empty() && task.question.empty()) {
-    throw Error(fmt::format("{}: {}: expected a prompt, found none", where,
-                            index == ruler_rows ? "input" : "context"));
+    throw Error(fmt::format("{}: {}: expected a prompt, found none", where, context));
   }
   if (*answer == '\0') {
     throw Error(fmt::format("{}: {}: expected what the answer should be, found no such field",
@@ -194,8 +250,11 @@ Task task_of(const Json& row, const std::string& where, const std::string& defau
   task.task = text_or_empty(row, "task", where);
   if (task.task.empty()) task.task = text_or_empty(row, "dataset", where);
   if (task.task.empty()) task.task = default_name;
+  const bool has_parts = index == longbench_rows || index == aime_rows;
+  if (has_parts && !templates.empty()) put_together(task, templates, where);
   task.metric = text_or_empty(row, "metric", where);
   if (task.metric.empty() && index == aime_rows) task.metric = "boxed_integer";
+  if (index == kvpress_rows) add_choices(task, row, where);
   for (const char* name : {"all_classes", "classes"}) {
     if (!has_field(row, name) || !task.classes.empty()) continue;
     const JsonField field(row.at(name), where, name);
@@ -210,8 +269,8 @@ Task task_of(const Json& row, const std::string& where, const std::string& defau
   return task;
 }
 
-Task task_of_line(std::string_view line, const std::string& where,
-                  const std::string& default_name) {
+Task task_of_line(std::string_view line, const std::string& where, const std::string& default_name,
+                  const PromptTemplates& templates) {
   if (line.size() > max_line_bytes) {
     throw Error(fmt::format("{}: expected at most {} bytes, found more", where, max_line_bytes));
   }
@@ -233,7 +292,7 @@ Task task_of_line(std::string_view line, const std::string& where,
   if (!row.is_object()) {
     throw Error(fmt::format("{}: expected a JSON object, found {}", where, row.type_name()));
   }
-  Task task = task_of(row, where, default_name);
+  Task task = task_of(row, where, default_name, templates);
   try {
     const std::int64_t default_tokens = default_max_new_tokens(task);
     if (task.max_new_tokens == 0) task.max_new_tokens = default_tokens;
@@ -245,7 +304,26 @@ Task task_of_line(std::string_view line, const std::string& where,
 
 }  // namespace
 
-TaskFile read_tasks(const std::filesystem::path& file, bool keep_going) {
+PromptTemplates read_prompt_templates(const std::filesystem::path& file) {
+  const Json json = detail::read_json_object(file);
+  PromptTemplates templates;
+  for (const auto& [name, value] : json.items()) {
+    const JsonField field(value, file.string(), name);
+    const std::string& text = field.string();
+    if (text.find(context_placeholder) == std::string::npos &&
+        text.find(input_placeholder) == std::string::npos) {
+      field.fail("a text with {context} or {input}");
+    }
+    templates[name] = text;
+  }
+  if (templates.empty()) {
+    throw Error(fmt::format("{}: expected a text for each task, found none", file.string()));
+  }
+  return templates;
+}
+
+TaskFile read_tasks(const std::filesystem::path& file, bool keep_going,
+                    const PromptTemplates& templates) {
   std::ifstream stream(file, std::ios::binary);
   std::error_code status;
   if (!stream || std::filesystem::is_directory(file, status)) {
@@ -268,7 +346,7 @@ TaskFile read_tasks(const std::filesystem::path& file, bool keep_going) {
     if (text.find_first_not_of(" \t\r\n\v\f") == std::string_view::npos) return;
     const std::string where = fmt::format("{}: line {}", file.string(), number);
     try {
-      Task task = task_of_line(text, where, default_name);
+      Task task = task_of_line(text, where, default_name, templates);
       task.line = number;
       result.tasks.push_back(std::move(task));
     } catch (const Error& error) {

@@ -63,12 +63,9 @@ ModelConfig whole_config(const ModelSetup& setup) {
   return whole;
 }
 
-std::optional<RepeatPrompt> share_repeat_prompt(const RunOptions& options,
-                                                const std::optional<PolicySpec>& spec,
-                                                const Tokenizer* tokenizer,
-                                                const std::vector<TokenId>& context,
-                                                const ModelConfig& config,
-                                                const Communicator& comm) {
+std::optional<RepeatPrompt> share_repeat_prompt(
+    const RunOptions& options, const std::optional<PolicySpec>& spec, const Tokenizer* tokenizer,
+    const std::vector<TokenId>& context, const ModelConfig& config, const Communicator& comm) {
   if (!spec || !spec->info->repeats_context || !prunes(options)) return {};
   RepeatPrompt repeat;
   comm.agree_on_root([&] {

@@ -22,14 +22,11 @@ void broadcast(std::vector<TokenId>& ids, const Communicator& comm);
 ModelConfig whole_config(const ModelSetup& setup);
 
 /// How the model is asked to repeat the context, if the policy wants that; the same on all ranks.
-/// Rank 0 has the context and the tokenizer, or loads one where the prompt is token ids. Collective.
-/// Throws AgreedError if there is nothing to repeat.
-std::optional<RepeatPrompt> share_repeat_prompt(const RunOptions& options,
-                                                const std::optional<PolicySpec>& spec,
-                                                const Tokenizer* tokenizer,
-                                                const std::vector<TokenId>& context,
-                                                const ModelConfig& config,
-                                                const Communicator& comm);
+/// Rank 0 has the context and the tokenizer, or loads one where the prompt is token ids.
+/// Collective. Throws AgreedError if there is nothing to repeat.
+std::optional<RepeatPrompt> share_repeat_prompt(
+    const RunOptions& options, const std::optional<PolicySpec>& spec, const Tokenizer* tokenizer,
+    const std::vector<TokenId>& context, const ModelConfig& config, const Communicator& comm);
 
 /// Loads what the policy needs. Does not communicate.
 std::shared_ptr<PolicyChoice> load_choice(const RunOptions& options, const PolicySpec& spec,

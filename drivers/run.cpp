@@ -366,7 +366,8 @@ void run(const RunOptions& given, const Communicator& comm, const std::string& v
                "max_position_embeddings is {}: what it scores there may mean little\n",
                report.context_tokens + repeat_tokens, config.max_position_embeddings);
   }
-  const Texts texts = load_policy_texts(options, report.cache_options.policy.get(), text_tokenizer, config, comm);
+  const Texts texts =
+      load_policy_texts(options, report.cache_options.policy.get(), text_tokenizer, config, comm);
   comm.agree([&] {
     // Rows of a repeat stand behind the context's for a while.
     const std::int64_t tokens = report.context_tokens + repeat_tokens;

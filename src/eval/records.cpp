@@ -101,7 +101,8 @@ void add_list_differences(const ordered_json& there, const ordered_json& here,
 void add_differences(const ordered_json& there, const ordered_json& here, const std::string& path,
                      std::vector<std::string>& found) {
   if (there == here || is_beside_the_point(path)) return;
-  if (there.is_object() && here.is_object()) return add_object_differences(there, here, path, found);
+  if (there.is_object() && here.is_object())
+    return add_object_differences(there, here, path, found);
   if (there.is_array() && here.is_array()) return add_list_differences(there, here, path, found);
   const auto text = [](const ordered_json& value) {
     return value.is_null() ? std::string("absent") : value.dump();
@@ -207,8 +208,7 @@ EvaluationFolder::EvaluationFolder(fs::path folder) : m_folder(std::move(folder)
   if (is_regular && !is_taken) return;
   ::close(m_descriptor);
   throw Error(fmt::format("{}: {}", file.string(),
-                          is_taken ? "another kvzap eval is writing to it"
-                                   : "is no regular file"));
+                          is_taken ? "another kvzap eval is writing to it" : "is no regular file"));
 }
 
 EvaluationFolder::~EvaluationFolder() { ::close(m_descriptor); }
@@ -235,8 +235,9 @@ void EvaluationFolder::begin(const ordered_json& description) {
     list += (i == 0 ? "" : "; ") + found[i];
   }
   if (found.size() > most) list += fmt::format("; and {} more", found.size() - most);
-  throw Error(fmt::format("{} has another evaluation: {}. Give another folder with -o, or remove it",
-                          m_folder.string(), list));
+  throw Error(
+      fmt::format("{} has another evaluation: {}. Give another folder with -o, or remove it",
+                  m_folder.string(), list));
 }
 
 std::int64_t EvaluationFolder::read(const std::vector<std::string>& labels,
@@ -274,8 +275,8 @@ std::int64_t EvaluationFolder::read(const std::vector<std::string>& labels,
     }
     if (prompt.size() < labels.size()) continue;
     if (!prompts.emplace(first.task_file, first.line).second) {
-      throw Error(fmt::format("{}prompt {}:{} is there twice", where(), first.task_file,
-                              first.line));
+      throw Error(
+          fmt::format("{}prompt {}:{} is there twice", where(), first.task_file, first.line));
     }
     for (EvalRecord& record : prompt) take(std::move(record));
     prompt.clear();
@@ -304,9 +305,8 @@ void EvaluationFolder::append(const std::vector<std::string>& lines) {
   int code = 0;
   std::size_t done = 0;
   while (done < text.size() && code == 0) {
-    const ssize_t written =
-        ::pwrite(m_descriptor, text.data() + done, text.size() - done,
-                 static_cast<off_t>(m_size) + static_cast<off_t>(done));
+    const ssize_t written = ::pwrite(m_descriptor, text.data() + done, text.size() - done,
+                                     static_cast<off_t>(m_size) + static_cast<off_t>(done));
     if (written >= 0) {
       done += static_cast<std::size_t>(written);
       if (written == 0) code = ENOSPC;

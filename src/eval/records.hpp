@@ -32,10 +32,10 @@ struct EvalRecord {
 
   std::int64_t context_tokens = 0;
   std::int64_t question_tokens = 0;
-  std::int64_t generated_tokens = 0;  // of all tries, or of the continuation
-  double evict_ratio = 0;             // reached, before the first generated token
+  std::int64_t generated_tokens = 0;                 // of all tries, or of the continuation
+  double evict_ratio = 0;                            // reached, before the first generated token
   std::vector<std::vector<std::int64_t>> kept_rows;  // [layer][KV head]
-  std::int64_t cache_tokens = 0;  // that the cache had seen then, kept or not
+  std::int64_t cache_tokens = 0;                     // that the cache had seen then, kept or not
   std::int64_t kv_bytes = 0;
   std::int64_t full_kv_bytes = 0;  // had none been evicted
   double prefill_seconds = 0;

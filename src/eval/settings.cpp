@@ -15,9 +15,8 @@ namespace kvzap::detail {
 namespace {
 
 constexpr double infinity = std::numeric_limits<double>::infinity();
-const std::vector<std::string> setting_keys = {"evict-ratios", "thresholds", "keep-tokens",
-                                               "kv-budget",    "prune-after", "prune",
-                                               "prefill"};
+const std::vector<std::string> setting_keys = {
+    "evict-ratios", "thresholds", "keep-tokens", "kv-budget", "prune-after", "prune", "prefill"};
 
 std::string trimmed(const std::string& text) {
   const std::size_t begin = text.find_first_not_of(" \t\r\n");
@@ -74,8 +73,8 @@ struct Entry {
 std::string one_of(const std::string& value, const std::vector<std::string>& choices,
                    const std::string& where) {
   if (std::find(choices.begin(), choices.end(), value) == choices.end()) {
-    throw Error(fmt::format("{} is \"{}\"; expected {} or {}", where, value, choices[0],
-                            choices[1]));
+    throw Error(
+        fmt::format("{} is \"{}\"; expected {} or {}", where, value, choices[0], choices[1]));
   }
   return value;
 }
@@ -85,16 +84,14 @@ void read_setting(Entry& entry, const std::string& key, const std::string& value
   const std::string what = where + key;
   if (key == "evict-ratios" || key == "evict-ratio") {
     entry.has_amounts = true;
-    entry.evict_ratios =
-        parse_numbers(value, what, "numbers of at least 0 and less than 1", 0, 1);
+    entry.evict_ratios = parse_numbers(value, what, "numbers of at least 0 and less than 1", 0, 1);
   } else if (key == "thresholds" || key == "threshold") {
     entry.has_amounts = true;
     entry.thresholds = parse_numbers(value, what, "numbers", -infinity, infinity);
   } else if (key == "keep-tokens") {
     entry.has_amounts = true;
     constexpr double most = 9e15;  // below, every whole number is a double
-    for (const double number :
-         parse_numbers(value, what, "whole numbers of at least 1", 1, most)) {
+    for (const double number : parse_numbers(value, what, "whole numbers of at least 1", 1, most)) {
       if (number != std::floor(number)) {
         throw Error(fmt::format("{} is {}; expected whole numbers of at least 1", what, number));
       }

@@ -139,8 +139,8 @@ void EvaluationSummary::add(const EvalRecord& record) {
   if (m_options.pass_k > 0 && record.score) {
     const auto right = std::count_if(record.scores.begin(), record.scores.end(),
                                      [](double score) { return score >= 1; });
-    prompt.pass = pass_at_k(static_cast<std::int64_t>(record.scores.size()), right,
-                            m_options.pass_k);
+    prompt.pass =
+        pass_at_k(static_cast<std::int64_t>(record.scores.size()), right, m_options.pass_k);
   }
   add_to(m_cells[{m_task_of.at(record.task), setting->second}], prompt, record);
   add_to(m_all[setting->second], prompt, record);
@@ -177,8 +177,7 @@ ordered_json EvaluationSummary::row(const std::string& task, const EvalSetting& 
   }
   json["prompts"] = prompts.size();
   if (!scores.empty()) {
-    const Interval accuracy =
-        bootstrap_mean(scores, m_options.seed, 0.95, m_options.resamples);
+    const Interval accuracy = bootstrap_mean(scores, m_options.seed, 0.95, m_options.resamples);
     json["accuracy"] = accuracy.mean;
     json["accuracy_low"] = accuracy.low;
     json["accuracy_high"] = accuracy.high;
@@ -196,8 +195,7 @@ ordered_json EvaluationSummary::row(const std::string& task, const EvalSetting& 
   const auto by_ratio = std::minmax_element(
       prompts.begin(), prompts.end(),
       [](const Prompt& a, const Prompt& b) { return a.evict_ratio < b.evict_ratio; });
-  json["evict_ratio_mean"] =
-      sum_of(prompts, [](const Prompt& p) { return p.evict_ratio; }) / count;
+  json["evict_ratio_mean"] = sum_of(prompts, [](const Prompt& p) { return p.evict_ratio; }) / count;
   json["evict_ratio_min"] = by_ratio.first->evict_ratio;
   json["evict_ratio_max"] = by_ratio.second->evict_ratio;
   json["kv_bytes"] = sum_of(prompts, [](const Prompt& p) { return p.kv_bytes; }) / count;
@@ -250,10 +248,10 @@ std::string EvaluationSummary::csv() const {
 std::string EvaluationSummary::table() const {
   constexpr std::size_t widest = 120;
   const bool has_pass = m_options.pass_k > 0;
-  const std::string head = fmt::format(
-      "{:>8}  {:>14}  {}{:>17}  {:>9}  {:>9}  {:>9}", "accuracy", "95 % interval",
-      has_pass ? fmt::format("{:>7}  ", fmt::format("pass@{}", m_options.pass_k)) : "",
-      "evict ratio", "KV MiB", "prefill s", "decode s");
+  const std::string head =
+      fmt::format("{:>8}  {:>14}  {}{:>17}  {:>9}  {:>9}  {:>9}", "accuracy", "95 % interval",
+                  has_pass ? fmt::format("{:>7}  ", fmt::format("pass@{}", m_options.pass_k)) : "",
+                  "evict ratio", "KV MiB", "prefill s", "decode s");
   std::size_t width = 8;
   for (const EvalSetting& setting : m_settings) width = std::max(width, columns_of(setting.label));
   width = std::min(width, widest - 2 - head.size());
@@ -264,34 +262,31 @@ std::string EvaluationSummary::table() const {
     if (row.at("task") != task) {
       if (!text.empty()) text += '\n';
       task = row.at("task").get<std::string>();
-      text += fmt::format("{}\n",
-                          fitted(fmt::format("{}: {} prompts", task,
-                                             row.at("prompts").get<std::int64_t>()),
-                                 widest - 1));
+      text += fmt::format(
+          "{}\n", fitted(fmt::format("{}: {} prompts", task, row.at("prompts").get<std::int64_t>()),
+                         widest - 1));
       while (text[text.size() - 2] == ' ') text.erase(text.size() - 2, 1);
       text += fmt::format("{}  {}\n", fitted("setting", width), head);
     }
     std::string accuracy(8 + 2 + 14, ' ');
     if (row.contains("accuracy")) {
-      accuracy = fmt::format(
-          "{:>8.3f}  {:>14}", number_in(row, "accuracy"),
-          fmt::format("{:.3f} to {:.3f}", number_in(row, "accuracy_low"),
-                      number_in(row, "accuracy_high")));
+      accuracy = fmt::format("{:>8.3f}  {:>14}", number_in(row, "accuracy"),
+                             fmt::format("{:.3f} to {:.3f}", number_in(row, "accuracy_low"),
+                                         number_in(row, "accuracy_high")));
     } else if (row.contains("perplexity")) {
-      accuracy = fmt::format("{:>24}",
-                             fmt::format("perplexity {:.5g}", number_in(row, "perplexity")));
+      accuracy =
+          fmt::format("{:>24}", fmt::format("perplexity {:.5g}", number_in(row, "perplexity")));
     }
     const double least = number_in(row, "evict_ratio_min");
     const double most = number_in(row, "evict_ratio_max");
-    const std::string ratio = fmt::format("{:.3f} ({:.2f}-{:.2f})",
-                                          number_in(row, "evict_ratio_mean"), least, most);
+    const std::string ratio =
+        fmt::format("{:.3f} ({:.2f}-{:.2f})", number_in(row, "evict_ratio_mean"), least, most);
     constexpr double mib = 1 << 20;
-    text += fmt::format(
-        "{}  {}  {}{:>17}  {:>9.2f}  {:>9.2f}  {:>9.2f}\n",
-        fitted(row.at("setting").get<std::string>(), width), accuracy,
-        has_pass ? fmt::format("{:>7.3f}  ", number_in(row, "pass_at_k")) : "", ratio,
-        number_in(row, "kv_bytes") / mib, number_in(row, "prefill_seconds"),
-        number_in(row, "decode_seconds"));
+    text += fmt::format("{}  {}  {}{:>17}  {:>9.2f}  {:>9.2f}  {:>9.2f}\n",
+                        fitted(row.at("setting").get<std::string>(), width), accuracy,
+                        has_pass ? fmt::format("{:>7.3f}  ", number_in(row, "pass_at_k")) : "",
+                        ratio, number_in(row, "kv_bytes") / mib, number_in(row, "prefill_seconds"),
+                        number_in(row, "decode_seconds"));
   }
   return text;
 }

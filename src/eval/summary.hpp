@@ -14,10 +14,10 @@
 namespace kvzap::detail {
 
 struct SummaryOptions {
-  std::uint64_t seed = 0;     // of the bootstrap
-  int resamples = 2000;       // of the bootstrap
-  std::int64_t pass_k = 0;    // 0: no pass@k
-  std::int64_t prompts = 0;   // that there are to be in all
+  std::uint64_t seed = 0;    // of the bootstrap
+  int resamples = 2000;      // of the bootstrap
+  std::int64_t pass_k = 0;   // 0: no pass@k
+  std::int64_t prompts = 0;  // that there are to be in all
 };
 
 /// Gathers records, in any order, and makes the same summary of them.

@@ -124,12 +124,12 @@ TEST(EvalRecords, AnotherEvaluationIsRefusedByName) {
     other["options"]["top_k"] = 4;
     other["tasks"][0]["rows"] = 4;
     other["settings"][1]["label"] = "tova@evict-ratio=0.5";
-    expect_error([&] { open.begin(other); },
-                 {"has another evaluation", "model.hash is \"12\" there and \"13\" here",
-                  "options.dtype is \"f32\" there and \"bf16\" here",
-                  "options.top_k is absent there and 4 here",
-                  "tasks.x.jsonl.rows is 3 there and 4 here",
-                  "settings: snapkv@evict-ratio=0.5 is there only", "and 1 more"});
+    expect_error(
+        [&] { open.begin(other); },
+        {"has another evaluation", "model.hash is \"12\" there and \"13\" here",
+         "options.dtype is \"f32\" there and \"bf16\" here",
+         "options.top_k is absent there and 4 here", "tasks.x.jsonl.rows is 3 there and 4 here",
+         "settings: snapkv@evict-ratio=0.5 is there only", "and 1 more"});
     ordered_json turned = here;
     std::swap(turned["settings"][0], turned["settings"][1]);
     expect_error([&] { open.begin(turned); }, {"settings are in another order"});

@@ -47,9 +47,8 @@ TEST(EvalSettings, EveryPolicyGetsEveryRatioAndZeroIsTheFullCacheOnce) {
   SettingsRequest with_thresholds = request("kvzap;knorm;snapkv@evict-ratios=0.9");
   with_thresholds.evict_ratios = {0.5};
   with_thresholds.thresholds = {-4.25};
-  EXPECT_EQ(labels(with_thresholds),
-            (Labels{"kvzap@evict-ratio=0.5", "kvzap@threshold=-4.25", "knorm@evict-ratio=0.5",
-                    "snapkv@evict-ratio=0.9"}));
+  EXPECT_EQ(labels(with_thresholds), (Labels{"kvzap@evict-ratio=0.5", "kvzap@threshold=-4.25",
+                                             "knorm@evict-ratio=0.5", "snapkv@evict-ratio=0.9"}));
 }
 
 TEST(EvalSettings, OwnSettingsReplaceGeneralOnes) {

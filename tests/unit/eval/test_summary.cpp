@@ -18,8 +18,9 @@ std::vector<EvalSetting> settings() {
   EvalSetting none, chunk;
   none.label = "none";
   chunk.policy = "snapkv+chunk:length=20";
-  chunk.label = "snapkv:window=16,kernel=3,pooling=max+chunk:length=20+rerotate@evict-ratio=0.5"
-                "@prune-after=question";
+  chunk.label =
+      "snapkv:window=16,kernel=3,pooling=max+chunk:length=20+rerotate@evict-ratio=0.5"
+      "@prune-after=question";
   chunk.evict_ratio = 0.5;
   return {none, chunk};
 }
@@ -46,9 +47,9 @@ EvalRecord record(const std::string& task, std::int64_t line, std::size_t settin
 }
 
 std::vector<EvalRecord> records() {
-  return {record("b", 1, 0, {1, 1}, 0),    record("b", 1, 1, {0, 1}, 0.5),
-          record("b", 2, 0, {1, 1}, 0),    record("b", 2, 1, {0, 0}, 0.3),
-          record("a", 3, 0, {0.5, 1}, 0),  record("a", 3, 1, {0, 0.5}, 0.4)};
+  return {record("b", 1, 0, {1, 1}, 0),   record("b", 1, 1, {0, 1}, 0.5),
+          record("b", 2, 0, {1, 1}, 0),   record("b", 2, 1, {0, 0}, 0.3),
+          record("a", 3, 0, {0.5, 1}, 0), record("a", 3, 1, {0, 0.5}, 0.4)};
 }
 
 TEST(EvalSummary, HasARowForEveryTaskAndSettingAndForAllPrompts) {

@@ -134,6 +134,21 @@ std::string name_of_share(PrefillShare share) {
   return "none";
 }
 
+/// As `kvzap run` reports it: the cache after the context, where that has been pruned by then. The
+/// question's rows, all of which are there, are taken out.
+CacheReport without_question(CacheReport report, std::int64_t question) {
+  std::int64_t rows = 0, heads = 0;
+  for (auto& layer : report.kept) {
+    heads += static_cast<std::int64_t>(layer.size());
+    for (std::int64_t& kept : layer) rows += kept -= question;
+  }
+  const std::int64_t pair = report.full_bytes / std::max<std::int64_t>(1, heads * report.tokens);
+  report.tokens -= question;
+  report.full_bytes = heads * report.tokens * pair;
+  report.live_bytes = rows * pair;
+  return report;
+}
+
 /// An evaluation on all ranks.
 class Evaluation {
  public:
@@ -568,11 +583,15 @@ void Evaluation::record(const EvalPrompt& prompt, const std::vector<SettingAnswe
     record.expected = prompt.task.answers;
     record.context_tokens = static_cast<std::int64_t>(prompt.tokens.context.size());
     record.question_tokens = static_cast<std::int64_t>(prompt.tokens.question.size());
-    record.evict_ratio = answer.pruned.evict_ratio();
-    record.kept_rows = answer.pruned.kept;
-    record.cache_tokens = answer.pruned.tokens;
-    record.kv_bytes = answer.pruned.live_bytes;
-    record.full_kv_bytes = answer.pruned.full_bytes;
+    const bool is_of_context =
+        m_settings[i].prune_after == "context" && m_settings[i].prune != "always";
+    const CacheReport pruned =
+        is_of_context ? without_question(answer.pruned, record.question_tokens) : answer.pruned;
+    record.evict_ratio = pruned.evict_ratio();
+    record.kept_rows = pruned.kept;
+    record.cache_tokens = pruned.tokens;
+    record.kv_bytes = pruned.live_bytes;
+    record.full_kv_bytes = pruned.full_bytes;
     record.prefill_seconds = answer.prefill_seconds;
     record.decode_seconds = answer.decode_seconds;
     if (prompt.metric->is_perplexity) {

@@ -51,20 +51,20 @@ bool is_beside_the_point(const std::string& path) {
 }
 
 /// What an entry of a list is called in messages.
-std::string name_of_entry(const ordered_json& entry, std::size_t index) {
+std::string name_of_entry(const json& entry, std::size_t index) {
   for (const char* key : {"label", "file"}) {
     if (entry.is_object() && entry.contains(key)) return entry.at(key).get<std::string>();
   }
   return std::to_string(index + 1);
 }
 
-void add_differences(const ordered_json& there, const ordered_json& here, const std::string& path,
+void add_differences(const json& there, const json& here, const std::string& path,
                      std::vector<std::string>& found);
 
-void add_object_differences(const ordered_json& there, const ordered_json& here,
-                            const std::string& path, std::vector<std::string>& found) {
+void add_object_differences(const json& there, const json& here, const std::string& path,
+                            std::vector<std::string>& found) {
   const std::string prefix = path.empty() ? "" : path + ".";
-  const ordered_json absent;
+  const json absent;
   for (const auto& [name, value] : here.items()) {
     add_differences(there.contains(name) ? there.at(name) : absent, value, prefix + name, found);
   }
@@ -74,15 +74,15 @@ void add_object_differences(const ordered_json& there, const ordered_json& here,
 }
 
 /// Lists of named things differ by those that only one of them has, or by their order.
-void add_list_differences(const ordered_json& there, const ordered_json& here,
-                          const std::string& path, std::vector<std::string>& found) {
+void add_list_differences(const json& there, const json& here, const std::string& path,
+                          std::vector<std::string>& found) {
   const std::size_t before = found.size();
-  const auto entries = [](const ordered_json& list) {
-    ordered_json named = ordered_json::object();
+  const auto entries = [](const json& list) {
+    json named = json::object();
     for (std::size_t i = 0; i < list.size(); ++i) named[name_of_entry(list[i], i)] = list[i];
     return named;
   };
-  const ordered_json old_entries = entries(there), new_entries = entries(here);
+  const json old_entries = entries(there), new_entries = entries(here);
   for (const auto& [name, value] : old_entries.items()) {
     if (!new_entries.contains(name)) {
       found.push_back(fmt::format("{}: {} is there only", path, name));
@@ -98,13 +98,13 @@ void add_list_differences(const ordered_json& there, const ordered_json& here,
   if (found.size() == before) found.push_back(path + " are in another order");
 }
 
-void add_differences(const ordered_json& there, const ordered_json& here, const std::string& path,
+void add_differences(const json& there, const json& here, const std::string& path,
                      std::vector<std::string>& found) {
   if (there == here || is_beside_the_point(path)) return;
   if (there.is_object() && here.is_object())
     return add_object_differences(there, here, path, found);
   if (there.is_array() && here.is_array()) return add_list_differences(there, here, path, found);
-  const auto text = [](const ordered_json& value) {
+  const auto text = [](const json& value) {
     return value.is_null() ? std::string("absent") : value.dump();
   };
   found.push_back(fmt::format("{} is {} there and {} here", path, text(there), text(here)));
@@ -182,8 +182,7 @@ EvalRecord EvalRecord::parse(const std::string& line) {
   return record;
 }
 
-std::vector<std::string> evaluation_differences(const ordered_json& there,
-                                                const ordered_json& here) {
+std::vector<std::string> evaluation_differences(const json& there, const json& here) {
   std::vector<std::string> found;
   add_differences(there, here, "", found);
   return found;
@@ -191,11 +190,13 @@ std::vector<std::string> evaluation_differences(const ordered_json& there,
 
 EvaluationFolder::EvaluationFolder(fs::path folder) : m_folder(std::move(folder)) {
   std::error_code error;
+  if (fs::exists(m_folder, error) && !fs::is_directory(m_folder, error)) {
+    throw Error(fmt::format("-o {}: is a file; expected a folder", m_folder.string()));
+  }
   fs::create_directories(m_folder, error);
-  if (error || !fs::is_directory(m_folder, error)) {
-    throw Error(fmt::format("-o {}: {}", m_folder.string(),
-                            error ? "the folder cannot be made: " + error.message()
-                                  : std::string("is a file; expected a folder")));
+  if (error) {
+    throw Error(
+        fmt::format("-o {}: the folder cannot be made: {}", m_folder.string(), error.message()));
   }
   const fs::path file = records_file();
   m_descriptor = ::open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
@@ -225,9 +226,9 @@ void EvaluationFolder::begin(const ordered_json& description) {
     write_text(file, description.dump(2) + "\n");
     return;
   }
-  const ordered_json there = read_json_object(file);
   // (Through text, as the other was: numbers then compare alike.)
-  const auto found = evaluation_differences(there, ordered_json::parse(description.dump()));
+  const auto found =
+      evaluation_differences(read_json_object(file), json::parse(description.dump()));
   if (found.empty()) return;
   constexpr std::size_t most = 5;
   std::string list;

@@ -51,8 +51,8 @@ struct EvalRecord {
 
 /// Names of the fields in which two descriptions of evaluations differ, with both values. Where a
 /// prompt's result cannot depend on them, they may differ: the version, the model's folder.
-std::vector<std::string> evaluation_differences(const nlohmann::ordered_json& there,
-                                                const nlohmann::ordered_json& here);
+std::vector<std::string> evaluation_differences(const nlohmann::json& there,
+                                                const nlohmann::json& here);
 
 /// The folder while it is written to. One process alone; two of them cannot have the same folder.
 class EvaluationFolder {

@@ -107,7 +107,7 @@ TEST(EvalRecords, AnotherEvaluationIsRefusedByName) {
   const ordered_json here = {
       {"version", "1"},
       {"model", {{"folder", "a"}, {"hash", "12"}}},
-      {"options", {{"dtype", "f32"}, {"seed", 1}}},
+      {"options", {{"seed", 1}, {"dtype", "f32"}}},
       {"tasks", {{{"file", "x.jsonl"}, {"rows", 3}}}},
       {"settings", {{{"label", "none"}}, {{"label", "snapkv@evict-ratio=0.5"}}}}};
   {

@@ -18,7 +18,7 @@ namespace {
 // answer repeats one word until its budget ends.
 constexpr std::size_t max_sentence_words = 8192;
 
-bool is_letter(char32_t c) {
+bool is_python_letter(char32_t c) {
   switch (utf8proc_category(static_cast<utf8proc_int32_t>(c))) {
     case UTF8PROC_CATEGORY_LU:
     case UTF8PROC_CATEGORY_LL:
@@ -55,7 +55,7 @@ bool is_case_ignorable(char32_t c) {
 }
 
 // A small sigma has another form at the end of a word (Unicode's Final_Sigma).
-bool ends_word(std::u32string_view text, std::size_t at) {
+bool ends_cased_word(std::u32string_view text, std::size_t at) {
   std::size_t before = at, after = at + 1;
   while (before > 0 && is_case_ignorable(text[before - 1])) --before;
   while (after < text.size() && is_case_ignorable(text[after])) ++after;
@@ -91,7 +91,7 @@ bool is_chinese_punctuation(char32_t c) {
 
 // The runs of characters of which `is_inside` holds.
 template <class IsInside>
-std::vector<std::u32string> runs_of(std::u32string_view text, IsInside&& is_inside) {
+std::vector<std::u32string> character_runs_of(std::u32string_view text, IsInside&& is_inside) {
   std::vector<std::u32string> runs;
   for (std::size_t begin = 0; begin < text.size();) {
     std::size_t end = begin;
@@ -103,16 +103,18 @@ std::vector<std::u32string> runs_of(std::u32string_view text, IsInside&& is_insi
 }
 
 // Words of each sentence, as numbers that are equal where the words are.
-using Sentence = std::vector<std::int32_t>;
+using RougeSentence = std::vector<std::int32_t>;
 
-std::vector<Sentence> sentences_of(std::string_view text, std::vector<std::u32string>& vocabulary) {
+std::vector<RougeSentence> rouge_sentences_of(std::string_view text,
+                                              std::vector<std::u32string>& vocabulary) {
   const std::u32string characters = code_points(text);
-  std::vector<Sentence> sentences;
-  for (const std::u32string& piece : runs_of(characters, [](char32_t c) { return c != U'.'; })) {
+  std::vector<RougeSentence> sentences;
+  for (const std::u32string& piece :
+       character_runs_of(characters, [](char32_t c) { return c != U'.'; })) {
     std::vector<std::u32string> words = words_of(piece);
     if (words.empty()) words.emplace_back();  // a sentence of blanks is one empty word
     if (words.size() > max_sentence_words) words.resize(max_sentence_words);
-    Sentence sentence;
+    RougeSentence sentence;
     for (std::u32string& word : words) {
       vocabulary.push_back(std::move(word));
       sentence.push_back(static_cast<std::int32_t>(vocabulary.size() - 1));
@@ -122,16 +124,16 @@ std::vector<Sentence> sentences_of(std::string_view text, std::vector<std::u32st
   return sentences;
 }
 
-std::size_t different_words(const std::vector<Sentence>& sentences) {
+std::size_t different_rouge_words(const std::vector<RougeSentence>& sentences) {
   std::set<std::int32_t> words;
-  for (const Sentence& sentence : sentences) words.insert(sentence.begin(), sentence.end());
+  for (const RougeSentence& sentence : sentences) words.insert(sentence.begin(), sentence.end());
   return words.size();
 }
 
 // The words of the longest common subsequence of `expected` and `found` go to `common`. Of several
 // as long the one that a walk from the ends finds which, where neither last word matters, shortens
 // `found`.
-void add_common_words(const Sentence& expected, const Sentence& found,
+void add_common_words(const RougeSentence& expected, const RougeSentence& found,
                       std::set<std::int32_t>& common) {
   const std::size_t columns = found.size() + 1;
   std::vector<std::uint16_t> lengths((expected.size() + 1) * columns, 0);
@@ -188,7 +190,7 @@ bool is_python_word(char32_t c) {
     case UTF8PROC_CATEGORY_NO:
       return true;
     default:
-      return c == U'_' || is_letter(c);
+      return c == U'_' || is_python_letter(c);
   }
 }
 
@@ -204,7 +206,7 @@ std::u32string lowered(std::u32string_view text) {
     if (c == 0x130) {
       lower += U"i\u0307";
     } else if (c == 0x3A3) {
-      lower += ends_word(text, i) ? char32_t{0x3C2} : char32_t{0x3C3};
+      lower += ends_cased_word(text, i) ? char32_t{0x3C2} : char32_t{0x3C3};
     } else {
       lower += static_cast<char32_t>(utf8proc_tolower(static_cast<utf8proc_int32_t>(c)));
     }
@@ -213,7 +215,7 @@ std::u32string lowered(std::u32string_view text) {
 }
 
 std::vector<std::u32string> words_of(std::u32string_view text) {
-  return runs_of(text, [](char32_t c) { return !is_python_space(c); });
+  return character_runs_of(text, [](char32_t c) { return !is_python_space(c); });
 }
 
 std::u32string_view stripped(std::u32string_view text) {
@@ -223,7 +225,7 @@ std::u32string_view stripped(std::u32string_view text) {
 }
 
 std::vector<std::u32string> digit_runs(std::u32string_view text) {
-  return runs_of(text, is_python_digit);
+  return character_runs_of(text, is_python_digit);
 }
 
 std::vector<std::u32string> squad_tokens(std::string_view text) {
@@ -268,14 +270,14 @@ double bag_f1(std::vector<std::u32string> found, std::vector<std::u32string> exp
 
 double rouge_l(std::string_view found, std::string_view expected) {
   std::vector<std::u32string> vocabulary;
-  std::vector<Sentence> found_sentences = sentences_of(found, vocabulary);
-  std::vector<Sentence> expected_sentences = sentences_of(expected, vocabulary);
+  std::vector<RougeSentence> found_sentences = rouge_sentences_of(found, vocabulary);
+  std::vector<RougeSentence> expected_sentences = rouge_sentences_of(expected, vocabulary);
   if (found_sentences.empty() || expected_sentences.empty()) return 0;
   // Each word gets its place among all in order, which is the same for equal words.
   std::vector<std::u32string> ordered = vocabulary;
   std::sort(ordered.begin(), ordered.end());
-  for (std::vector<Sentence>* sentences : {&found_sentences, &expected_sentences}) {
-    for (Sentence& sentence : *sentences) {
+  for (std::vector<RougeSentence>* sentences : {&found_sentences, &expected_sentences}) {
+    for (RougeSentence& sentence : *sentences) {
       for (std::int32_t& word : sentence) {
         word =
             static_cast<std::int32_t>(std::lower_bound(ordered.begin(), ordered.end(),
@@ -285,12 +287,12 @@ double rouge_l(std::string_view found, std::string_view expected) {
     }
   }
   std::set<std::int32_t> common;
-  for (const Sentence& sentence : expected_sentences) {
-    for (const Sentence& other : found_sentences) add_common_words(sentence, other, common);
+  for (const RougeSentence& sentence : expected_sentences) {
+    for (const RougeSentence& other : found_sentences) add_common_words(sentence, other, common);
   }
   const auto shared = static_cast<double>(common.size());
-  const double precision = shared / static_cast<double>(different_words(found_sentences));
-  const double recall = shared / static_cast<double>(different_words(expected_sentences));
+  const double precision = shared / static_cast<double>(different_rouge_words(found_sentences));
+  const double recall = shared / static_cast<double>(different_rouge_words(expected_sentences));
   return 2 * (precision * recall / (precision + recall + 1e-8));
 }
 
@@ -308,8 +310,9 @@ double edit_similarity(std::string_view a, std::string_view b) {
       diagonal = above;
     }
   }
-  const double ratio =
-      2 * static_cast<double>(row.back()) / static_cast<double>(first.size() + second.size());
+  // In this order, as what lies half way between two percents depends on the rounding.
+  const auto total = static_cast<double>(first.size() + second.size());
+  const double ratio = 1 - (total - 2 * static_cast<double>(row.back())) / total;
   return std::nearbyint(100 * ratio) / 100;
 }
 

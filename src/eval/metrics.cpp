@@ -367,7 +367,7 @@ void check_continuation(const Task& task) {
 
 // What others call some of them.
 std::string metric_name_of(std::string_view name) {
-  constexpr std::array<std::pair<std::string_view, std::string_view>, 10> names = {
+  constexpr std::array<std::pair<std::string_view, std::string_view>, 9> names = {
       {{"string_match_any", "string_match_part"},
        {"qa_f1_score", "token_f1"},
        {"rouge_score", "rouge_l"},
@@ -376,7 +376,6 @@ std::string metric_name_of(std::string_view name) {
        {"count_score", "count"},
        {"retrieval_score", "retrieval"},
        {"retrieval_zh_score", "retrieval_zh"},
-       {"exact_match", "exact"},
        {"qa_f1_score_zh", "char_f1"}}};
   for (const auto& [published, known] : names) {
     if (name == published) return std::string(known);
@@ -423,7 +422,9 @@ const std::vector<MetricInfo>& metrics() {
          return score_retrieval(task, answer, english_paragraph);
        },
        [](const Task& task) { check_retrieval(task, "retrieval", english_paragraph); }},
-      {"retrieval_zh", "the same of \"\u6bb5\u843dN\" (LongBench)", false, false, 32,
+      {"retrieval_zh",
+       "share of the answer's numbers that are the expected \"\u6bb5\u843dN\"'s (LongBench)", false,
+       false, 32,
        [](const Task& task, std::string_view answer) {
          return score_retrieval(task, answer, chinese_paragraph);
        },

@@ -27,7 +27,7 @@ using Json = nlohmann::json;
 using detail::JsonField;
 
 // A prompt of a million tokens takes about 5 MB.
-constexpr std::size_t max_line_bytes = std::size_t{256} << 20;
+constexpr std::size_t max_task_line_bytes = std::size_t{256} << 20;
 constexpr std::int64_t max_new_tokens_limit = 1 << 20;
 
 // Whose names the fields of a row have. What tells them apart is the field that holds the question.
@@ -68,26 +68,26 @@ const std::array<TaskScheme, 4>& task_schemes() {
 enum TaskSchemeIndex { kvpress_rows, ruler_rows, longbench_rows, aime_rows };
 
 // Null stands for a field that is not there: that is how tables with gaps are written.
-bool has_field(const Json& row, const char* field) {
+bool row_has(const Json& row, const char* field) {
   const auto found = row.find(field);
   return found != row.end() && !found->is_null();
 }
 
-std::string field_list(const std::vector<const char*>& fields) {
+std::string row_field_list(const std::vector<const char*>& fields) {
   std::string list;
   for (const char* field : fields) list += (list.empty() ? "" : " or ") + std::string(field);
   return list;
 }
 
 // Of one of `fields`; empty if there is none of them. Throws if there are two, as either may count.
-const char* only_field(const Json& row, const std::vector<const char*>& fields,
-                       const std::string& where) {
+const char* only_row_field(const Json& row, const std::vector<const char*>& fields,
+                           const std::string& where) {
   const char* only = "";
   for (const char* field : fields) {
-    if (!has_field(row, field)) continue;
+    if (!row_has(row, field)) continue;
     if (*only != '\0') {
       throw Error(fmt::format("{}: expected one of {}, found both {} and {}", where,
-                              field_list(fields), only, field));
+                              row_field_list(fields), only, field));
     }
     only = field;
   }
@@ -95,13 +95,13 @@ const char* only_field(const Json& row, const std::vector<const char*>& fields,
 }
 
 TaskSchemeIndex scheme_of(const Json& row) {
-  if (has_field(row, "outputs")) return ruler_rows;
-  if (has_field(row, "problem") || has_field(row, "Problem")) return aime_rows;
-  return has_field(row, "input") ? longbench_rows : kvpress_rows;
+  if (row_has(row, "outputs")) return ruler_rows;
+  if (row_has(row, "problem") || row_has(row, "Problem")) return aime_rows;
+  return row_has(row, "input") ? longbench_rows : kvpress_rows;
 }
 
-std::string text_or_empty(const Json& row, const char* field, const std::string& where) {
-  return has_field(row, field) ? JsonField(row.at(field), where, field).string() : std::string();
+std::string row_text(const Json& row, const char* field, const std::string& where) {
+  return row_has(row, field) ? JsonField(row.at(field), where, field).string() : std::string();
 }
 
 // A string, or a number as it is written.
@@ -112,7 +112,7 @@ std::string text_of_answer(const JsonField& field) {
   return value.get<std::string>();
 }
 
-std::vector<std::string> answers_of(const JsonField& field) {
+std::vector<std::string> row_answers_of(const JsonField& field) {
   std::vector<std::string> answers;
   if (field.value().is_array()) {
     for (std::size_t i = 0; i < field.array_size(); ++i) {
@@ -141,7 +141,7 @@ std::int64_t max_new_tokens_of(const JsonField& field) {
 // What the row calls itself, of a text or a number.
 std::string task_id_of(const Json& row, const std::string& where) {
   for (const char* name : {"id", "_id", "ID", "index"}) {
-    if (!has_field(row, name)) continue;
+    if (!row_has(row, name)) continue;
     const JsonField field(row.at(name), where, name);
     if (field.value().is_number_integer()) return field.value().dump();
     if (!field.value().is_string()) field.fail("a string or a whole number");
@@ -159,8 +159,8 @@ std::string task_name_of(const std::filesystem::path& file) {
 }
 
 // With `replacement` for each of `placeholder`.
-std::string filled_in(std::string_view text, std::string_view placeholder,
-                      std::string_view replacement) {
+std::string template_filled_in(std::string_view text, std::string_view placeholder,
+                               std::string_view replacement) {
   std::string filled;
   for (std::size_t at = text.find(placeholder); at != std::string_view::npos;
        at = text.find(placeholder)) {
@@ -173,7 +173,7 @@ std::string filled_in(std::string_view text, std::string_view placeholder,
 constexpr std::string_view context_placeholder = "{context}";
 constexpr std::string_view input_placeholder = "{input}";
 
-void put_together(Task& task, const PromptTemplates& templates, const std::string& where) {
+void put_row_together(Task& task, const PromptTemplates& templates, const std::string& where) {
   auto found = templates.find(task.task);
   if (found == templates.end()) {
     found = templates.find(std::string(detail::longbench_name(task.task)));
@@ -188,23 +188,24 @@ void put_together(Task& task, const PromptTemplates& templates, const std::strin
   }
   std::string_view rest = found->second;
   if (const std::size_t at = rest.find(context_placeholder); at != std::string_view::npos) {
-    task.context = filled_in(rest.substr(0, at), input_placeholder, task.question) + task.context;
+    task.context =
+        template_filled_in(rest.substr(0, at), input_placeholder, task.question) + task.context;
     rest.remove_prefix(at + context_placeholder.size());
   }
-  task.question = filled_in(rest, input_placeholder, task.question);
+  task.question = template_filled_in(rest, input_placeholder, task.question);
 }
 
 // LongBench-v2 keeps the choices beside the question. Rows that were made from its own may have
 // them in the question as well.
-void add_choices(Task& task, const Json& row, const std::string& where) {
+void add_row_choices(Task& task, const Json& row, const std::string& where) {
   constexpr std::array<const char*, 4> fields = {"choice_A", "choice_B", "choice_C", "choice_D"};
-  if (!has_field(row, fields[0])) return;
+  if (!row_has(row, fields[0])) return;
   std::string choices = "\nChoices:";
   for (const char* field : fields) {
-    if (!has_field(row, field)) {
+    if (!row_has(row, field)) {
       throw Error(fmt::format("{}: {}: expected a string, found no such field", where, field));
     }
-    choices += fmt::format("\n({}) {}", field[7], text_or_empty(row, field, where));
+    choices += fmt::format("\n({}) {}", field[7], row_text(row, field, where));
   }
   if (task.metric.empty()) task.metric = "stated_choice";
   if (task.question.find(choices) != std::string::npos) return;
@@ -218,13 +219,13 @@ Task task_of(const Json& row, const std::string& where, const std::string& defau
   const TaskSchemeIndex index = scheme_of(row);
   const TaskScheme& scheme = task_schemes()[index];
   for (const char* field : scheme.foreign) {
-    if (has_field(row, field)) {
+    if (row_has(row, field)) {
       throw Error(fmt::format("{}: {}: expected the fields of {}, found a field of another scheme",
                               where, field, scheme.name));
     }
   }
   const auto require = [&](const char* field) {
-    if (has_field(row, field)) return;
+    if (row_has(row, field)) return;
     throw Error(
         fmt::format("{}: {}: expected a string, found no such field; a row has the fields "
                     "of {}",
@@ -232,38 +233,38 @@ Task task_of(const Json& row, const std::string& where, const std::string& defau
   };
   Task task;
   const char* const context = index == ruler_rows ? "input" : "context";
-  const char* const question = only_field(row, scheme.questions, where);
-  const char* const answer = only_field(row, scheme.answers, where);
+  const char* const question = only_row_field(row, scheme.questions, where);
+  const char* const answer = only_row_field(row, scheme.answers, where);
   if (scheme.needs_context) require(context);
   if (index == kvpress_rows) require("question");
-  task.context = text_or_empty(row, context, where);
-  if (*question != '\0') task.question = text_or_empty(row, question, where);
+  task.context = row_text(row, context, where);
+  if (*question != '\0') task.question = row_text(row, question, where);
   if (task.context.empty() && task.question.empty()) {
     throw Error(fmt::format("{}: {}: expected a prompt, found none", where, context));
   }
   if (*answer == '\0') {
     throw Error(fmt::format("{}: {}: expected what the answer should be, found no such field",
-                            where, field_list(scheme.answers)));
+                            where, row_field_list(scheme.answers)));
   }
-  task.answers = answers_of({row.at(answer), where, answer});
-  task.answer_prefix = text_or_empty(row, "answer_prefix", where);
-  task.task = text_or_empty(row, "task", where);
-  if (task.task.empty()) task.task = text_or_empty(row, "dataset", where);
+  task.answers = row_answers_of({row.at(answer), where, answer});
+  task.answer_prefix = row_text(row, "answer_prefix", where);
+  task.task = row_text(row, "task", where);
+  if (task.task.empty()) task.task = row_text(row, "dataset", where);
   if (task.task.empty()) task.task = default_name;
   const bool has_parts = index == longbench_rows || index == aime_rows;
-  if (has_parts && !templates.empty()) put_together(task, templates, where);
-  task.metric = text_or_empty(row, "metric", where);
+  if (has_parts && !templates.empty()) put_row_together(task, templates, where);
+  task.metric = row_text(row, "metric", where);
   if (task.metric.empty() && index == aime_rows) task.metric = "boxed_integer";
-  if (index == kvpress_rows) add_choices(task, row, where);
+  if (index == kvpress_rows) add_row_choices(task, row, where);
   for (const char* name : {"all_classes", "classes"}) {
-    if (!has_field(row, name) || !task.classes.empty()) continue;
+    if (!row_has(row, name) || !task.classes.empty()) continue;
     const JsonField field(row.at(name), where, name);
     for (std::size_t i = 0; i < field.array_size(); ++i) {
       task.classes.push_back(field.element(i).string());
     }
   }
   task.id = task_id_of(row, where);
-  if (has_field(row, "max_new_tokens")) {
+  if (row_has(row, "max_new_tokens")) {
     task.max_new_tokens = max_new_tokens_of({row.at("max_new_tokens"), where, "max_new_tokens"});
   }
   return task;
@@ -271,8 +272,9 @@ Task task_of(const Json& row, const std::string& where, const std::string& defau
 
 Task task_of_line(std::string_view line, const std::string& where, const std::string& default_name,
                   const PromptTemplates& templates) {
-  if (line.size() > max_line_bytes) {
-    throw Error(fmt::format("{}: expected at most {} bytes, found more", where, max_line_bytes));
+  if (line.size() > max_task_line_bytes) {
+    throw Error(
+        fmt::format("{}: expected at most {} bytes, found more", where, max_task_line_bytes));
   }
   if (!detail::is_valid_utf8(line)) {
     throw Error(fmt::format("{}: expected UTF-8, found other bytes", where));
@@ -364,7 +366,7 @@ TaskFile read_tasks(const std::filesystem::path& file, bool keep_going,
     while (!bytes.empty()) {
       const std::size_t end = bytes.find('\n');
       const std::string_view part = bytes.substr(0, end);
-      if (line.size() <= max_line_bytes) line.append(part);
+      if (line.size() <= max_task_line_bytes) line.append(part);
       is_open = end == std::string_view::npos;
       bytes.remove_prefix(is_open ? bytes.size() : end + 1);
       if (is_open) continue;

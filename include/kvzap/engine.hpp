@@ -188,18 +188,20 @@ class Engine {
                        std::int64_t question,
                        const std::vector<std::shared_ptr<const PolicyChoice>>& policies,
                        StepOutput output, const ProgressCallback& progress = {}) = 0;
-  /// Makes a sequence that holds all rows of a context, as `read` leaves it or a fork of that, what
-  /// it would be had `setting` pruned it: rows, positions, and what becomes of tokens that follow.
-  /// `scores` are those that `read` has given for its policy (unused without one; sinks are marked
-  /// in them). Only dense prefill can be made up for. Collective. Throws, on every rank, Error as
-  /// check does, AgreedOutOfMemory; the sequence is to be freed then.
-  virtual void prune(SequenceId sequence, const PruneSetting& setting,
-                     const ContextScores* scores) = 0;
+  /// A fork of a sequence that holds all rows of a context, as `read` leaves it, as it would be had
+  /// `setting` pruned it: its rows, positions, and what becomes of tokens that follow. `scores` are
+  /// those that `read` has given for its policy (unused without one; those of sinks are
+  /// overwritten). Only dense prefill can be made up for. Collective. Throws, on every rank, Error
+  /// as check does, AgreedOutOfMemory; there is no new sequence then.
+  virtual SequenceId prune(SequenceId source, const PruneSetting& setting,
+                           const ContextScores* scores) = 0;
 
   /// Hands unused pool memory back to the system; returns this rank's bytes.
   virtual std::size_t trim() = 0;
   /// Kept rows of a sequence; bytes of the whole cache. Collective.
   virtual CacheReport report(SequenceId sequence) = 0;
+  /// Those of several sequences at once.
+  virtual std::vector<CacheReport> reports(const std::vector<SequenceId>& sequences) = 0;
   /// Writes keys, values and positions of all ranks to one HDF5 file; see snapshot.hpp.
   virtual void write_snapshot(const std::filesystem::path& file, const std::string& model_name,
                               SequenceId sequence) = 0;

@@ -113,7 +113,7 @@ struct Comparison::State {
             Borrowed& owner, std::vector<Start>& into, const ProgressCallback& progress);
   void prefill_sparse(std::size_t setting, const ProgressCallback& progress);
   void find_argmax(StepResult& result) const;
-  CacheReport report_of(SequenceId sequence) const;
+  std::vector<CacheReport> reports_of(const std::vector<Job*>& jobs) const;
   void answer_wave(std::vector<Job>& jobs, const std::vector<TokenId>& question,
                    const ComparisonOptions& options, const std::vector<Start>& from,
                    std::vector<SettingAnswer>& answers);
@@ -235,17 +235,22 @@ void Comparison::prefill(const std::vector<TokenId>& context, const ProgressCall
   }
 }
 
-// Kept rows, and bytes of this sequence alone.
-CacheReport Comparison::State::report_of(SequenceId sequence) const {
-  CacheReport report = engine->report(sequence);
-  std::int64_t rows = 0, heads = 0;
-  for (const auto& layer : report.kept) {
-    rows = std::accumulate(layer.begin(), layer.end(), rows);
-    heads += static_cast<std::int64_t>(layer.size());
+// Kept rows of each, and bytes of each sequence alone.
+std::vector<CacheReport> Comparison::State::reports_of(const std::vector<Job*>& jobs) const {
+  std::vector<SequenceId> sequences;
+  sequences.reserve(jobs.size());
+  for (const Job* const job : jobs) sequences.push_back(job->sequence);
+  std::vector<CacheReport> reports = engine->reports(sequences);
+  for (CacheReport& report : reports) {
+    std::int64_t rows = 0, heads = 0;
+    for (const auto& layer : report.kept) {
+      rows = std::accumulate(layer.begin(), layer.end(), rows);
+      heads += static_cast<std::int64_t>(layer.size());
+    }
+    const std::int64_t all = heads * report.tokens;
+    report.live_bytes = all > 0 ? report.full_bytes / all * rows : 0;
   }
-  const std::int64_t all = heads * report.tokens;
-  report.live_bytes = all > 0 ? report.full_bytes / all * rows : 0;
-  return report;
+  return reports;
 }
 
 std::vector<SettingAnswer> Comparison::answer(const std::vector<TokenId>& question,
@@ -349,9 +354,11 @@ void Comparison::State::answer_wave(std::vector<Job>& jobs, const std::vector<To
     const Stopwatch watch(prune_seconds[j]);
     const PruneSetting& setting = settings[job.setting];
     const Start& start = from[job.setting];
-    job.sequence = owner.add(engine->fork(start.sequence));
+    const bool is_pruned = prefill_share(setting) == PrefillShare::none;
+    job.sequence =
+        owner.add(is_pruned ? engine->fork(start.sequence)
+                            : engine->prune(start.sequence, setting, start.scores.get()));
     job.result = start.next;
-    if (start.scores) engine->prune(job.sequence, setting, start.scores.get());
   }
   if (!question.empty()) {
     StepBatch step;
@@ -369,8 +376,7 @@ void Comparison::State::answer_wave(std::vector<Job>& jobs, const std::vector<To
     }
     for (Job* const job : first) job->decode_seconds += seconds / static_cast<double>(first.size());
   }
-  std::vector<CacheReport> reports;
-  for (const Job* const job : first) reports.push_back(report_of(job->sequence));
+  std::vector<CacheReport> reports = reports_of(first);
   const Job* source = nullptr;
   for (Job& job : jobs) {
     if (job.sequence >= 0) {

@@ -233,20 +233,16 @@ class TypedEngine final : public Engine {
   const ModelConfig& config() const override { return m_model->config(); }
 
   SequenceId add_sequence() override {
-    return on_all_ranks([&] {
-      Life life = new_life(m_standard);
-      const SequenceId sequence = m_decoder.cache().add_sequence();
-      m_lives[sequence] = std::move(life);
-      return sequence;
+    return on_all_ranks([&](std::optional<SequenceId>& made) {
+      made = m_decoder.cache().add_sequence();
+      m_lives[*made] = new_life(m_standard);
     });
   }
   SequenceId fork(SequenceId source) override {
-    return on_all_ranks([&] {
+    return on_all_ranks([&](std::optional<SequenceId>& made) {
+      made = m_decoder.cache().fork(source);
       const Life& from = m_lives.at(source);
-      Life life = from.copy(new_life(from.pruning));
-      const SequenceId sequence = m_decoder.cache().fork(source);
-      m_lives[sequence] = std::move(life);
-      return sequence;
+      m_lives[*made] = from.copy(new_life(from.pruning));
     });
   }
   void free_sequence(SequenceId sequence) override {
@@ -408,77 +404,99 @@ class TypedEngine final : public Engine {
     return reading;
   }
 
-  void prune(SequenceId sequence, const PruneSetting& setting,
-             const ContextScores* scores) override {
-    Life& life = m_lives.at(sequence);
-    auto& cache = m_decoder.cache();
-    const std::int64_t count = tokens(sequence);
+  SequenceId prune(SequenceId source, const PruneSetting& setting,
+                   const ContextScores* scores) override {
     const bool prunes = setting.policy && setting.prune != PruneMode::none;
-    agree_on_memory(communicator(), [&] {
+    const bool chooses = prunes && chooses_rows(*setting.policy);
+    // Where a layer is chosen before the next one runs, nothing of it waits in a ring.
+    const bool empties_ring =
+        chooses && (setting.policy->rerotate ||
+                    (setting.policy->budget.by_layer() && !setting.policy->info->repeats_context));
+    const bool communicates = chooses && detail::choice_communicates(setting.policy->budget);
+    std::vector<ScoredLayer> layers;
+    const SequenceId sequence = on_all_ranks([&](std::optional<SequenceId>& made) {
       check(setting);
       if (setting.prefill != PrefillMode::dense) {
         throw Error("sparse prefill cannot be made up for after a dense one");
       }
-      if (life.pruning->prune != PruneMode::none) {
-        throw Error(fmt::format("sequence {} is pruned already", sequence));
+      if (m_lives.at(source).pruning->prune != PruneMode::none) {
+        throw Error(fmt::format("sequence {} is pruned already", source));
       }
-      if (prunes && (!scores || scores->layers.size() != cache.shape().heads.size())) {
+      if (prunes && (!scores || scores->layers.size() != m_decoder.cache().shape().heads.size())) {
         throw Error("there are no scores to prune by");
       }
-      life = new_life(pruning_of(setting));
+      made = m_decoder.cache().fork(source);
+      Life& life = m_lives[*made] = new_life(pruning_of(setting));
+      if (!prunes) return;
+      if (!chooses) return judge(*made, scores->layers);
+      life.budget = setting.policy->budget;
+      layers = scored_layers(*made, scores->layers);
+      if (communicates) return;
+      choose(*made, layers, scores->layers);
+      evict(*made, layers, empties_ring, false);
     });
-    if (!prunes) return;
-    const PolicyChoice& choice = *setting.policy;
-    if (chooses_rows(choice)) {
-      life.budget = choice.budget;
-      // Where a layer is chosen before the next one runs, nothing of it waits in a ring.
-      const bool empties_ring =
-          choice.rerotate || (choice.budget.by_layer() && !choice.info->repeats_context);
-      cut(sequence, scores->layers, empties_ring, false);
-    } else {
-      judge(sequence, scores->layers, count);
+    try {
+      if (communicates) {
+        choose(sequence, layers, scores->layers);
+        agree_on_memory(communicator(), [&] { evict(sequence, layers, empties_ring, false); });
+      }
+      if (prunes && setting.policy->rerotate) close_up(sequence);
+    } catch (...) {
+      free_sequence(sequence);
+      throw;
     }
-    if (choice.rerotate) close_up(sequence);
+    return sequence;
   }
 
   std::size_t trim() override { return m_decoder.cache().trim(); }
 
-  CacheReport report(SequenceId sequence) override {
+  CacheReport report(SequenceId sequence) override { return reports({sequence}).front(); }
+
+  std::vector<CacheReport> reports(const std::vector<SequenceId>& sequences) override {
     auto& cache = m_decoder.cache();
     const ModelConfig& config = m_model->config();
     const HeadPartition& partition = m_model->partition();
-    CacheReport report;
-    report.tokens = cache.tokens(sequence, 0) + m_lives.at(sequence).closed_up;
+    const CacheBytes bytes = cache.bytes();
     std::vector<std::int64_t> mine;
-    for (int l = 0; l < partition.n_layers(); ++l) {
-      for (int h = 0; h < cache.shape().heads[l]; ++h) mine.push_back(cache.rows(sequence, l, h));
+    std::vector<std::int64_t> sums;
+    for (const std::size_t value : {bytes.live, bytes.allocated, bytes.returned, m_meter.peak()}) {
+      sums.push_back(static_cast<std::int64_t>(value));
+    }
+    for (const SequenceId sequence : sequences) {
+      for (int l = 0; l < partition.n_layers(); ++l) {
+        for (int h = 0; h < cache.shape().heads[l]; ++h) mine.push_back(cache.rows(sequence, l, h));
+      }
+      sums.push_back(cache.counts(sequence).non_finite + m_lives.at(sequence).non_finite);
     }
     const auto all = communicator().all_gather(mine);
-    report.kept.assign(partition.n_layers(), std::vector<std::int64_t>(partition.n_kv_heads()));
-    for (int r = 0; r < communicator().size(); ++r) {
-      auto rows = all[r].begin();
-      for (int l = 0; l < partition.n_layers(); ++l) {
-        for (int head : partition.heads(l, r)) report.kept[l][head] = *rows++;
-      }
-    }
-    report.non_finite_scores = communicator().all_reduce_sum(cache.counts(sequence).non_finite +
-                                                             m_lives.at(sequence).non_finite);
-    report.full_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * report.tokens *
-                        config.head_dim * static_cast<std::int64_t>(sizeof(Value));
-    const CacheBytes bytes = cache.bytes();
-    const auto sum = [&](std::size_t value) {
-      return communicator().all_reduce_sum(static_cast<std::int64_t>(value));
-    };
-    report.live_bytes = sum(bytes.live);
-    report.allocated_bytes = sum(bytes.allocated);
-    report.returned_bytes = sum(bytes.returned);
-    report.peak_allocated_bytes = sum(m_meter.peak());
+    communicator().all_reduce_sum(sums.data(), sums.size());
     std::array<double, 2> seconds = {m_decoder.seconds().scoring + m_repeat_seconds,
                                      m_decoder.seconds().pruning + m_evict_seconds};
     communicator().all_reduce_max(seconds.data(), seconds.size());
-    report.score_seconds = seconds[0];
-    report.prune_seconds = seconds[1];
-    return report;
+
+    std::vector<CacheReport> reports(sequences.size());
+    std::vector<std::size_t> next(all.size(), 0);  // value of each rank
+    for (std::size_t i = 0; i < sequences.size(); ++i) {
+      CacheReport& report = reports[i];
+      report.tokens = cache.tokens(sequences[i], 0) + m_lives.at(sequences[i]).closed_up;
+      report.kept.assign(partition.n_layers(), std::vector<std::int64_t>(partition.n_kv_heads()));
+      for (int r = 0; r < communicator().size(); ++r) {
+        for (int l = 0; l < partition.n_layers(); ++l) {
+          for (const int head : partition.heads(l, r)) report.kept[l][head] = all[r][next[r]++];
+        }
+      }
+      report.full_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads *
+                          report.tokens * config.head_dim *
+                          static_cast<std::int64_t>(sizeof(Value));
+      report.live_bytes = sums[0];
+      report.allocated_bytes = sums[1];
+      report.returned_bytes = sums[2];
+      report.peak_allocated_bytes = sums[3];
+      report.non_finite_scores = sums[4 + i];
+      report.score_seconds = seconds[0];
+      report.prune_seconds = seconds[1];
+    }
+    return reports;
   }
 
   void write_snapshot(const std::filesystem::path& file, const std::string& model_name,
@@ -655,7 +673,7 @@ class TypedEngine final : public Engine {
         cache.set_row_scores(exec, span.sequence, l, scores[l]);
       }
     });
-    if (life.cuts) cut(span.sequence, scores, life.pruning->policy->rerotate, true);
+    if (life.cuts) cut(span.sequence, scores);
   }
 
   static bool asks_alike(const RepeatPrompt& a, const RepeatPrompt& b) {
@@ -735,7 +753,7 @@ class TypedEngine final : public Engine {
       }
     });
     life.budget = choice.budget;
-    cut(sequence, scores, choice.rerotate, true);
+    cut(sequence, scores);
     life.context = {};
   }
 
@@ -757,64 +775,70 @@ class TypedEngine final : public Engine {
     return layers;
   }
 
-  /// Cuts to life.budget. empties_ring: no row is left in a ring (positions can only be closed up
-  /// then). is_stored: rows have these scores in the cache too.
-  void cut(SequenceId sequence, const LayerScores& scores, bool empties_ring, bool is_stored) {
+  /// Cuts to life.budget by scores that the rows have.
+  void cut(SequenceId sequence, const LayerScores& scores) {
+    const bool empties_ring = m_lives.at(sequence).pruning->policy->rerotate;
+    std::vector<ScoredLayer> layers;
+    if (!detail::choice_communicates(m_lives.at(sequence).budget)) {
+      agree_on_memory(communicator(), [&] {
+        layers = scored_layers(sequence, scores);
+        choose(sequence, layers, scores);
+        evict(sequence, layers, empties_ring, true);
+      });
+      return;
+    }
+    agree_on_memory(communicator(), [&] { layers = scored_layers(sequence, scores); });
+    choose(sequence, layers, scores);
+    agree_on_memory(communicator(), [&] { evict(sequence, layers, empties_ring, true); });
+  }
+
+  /// Which rows stay; collective if choice_communicates.
+  void choose(SequenceId sequence, const std::vector<ScoredLayer>& layers,
+              const LayerScores& scores) {
+    const Life& life = m_lives.at(sequence);
+    const std::int64_t tokens = m_decoder.cache().tokens(sequence, 0) + life.closed_up;
+    detail::choose_rows(ExecutionSpace(), communicator(), life.budget,
+                        detail::budget_model<Value>(m_model->config()), tokens, options().sink,
+                        layers, scores);
+  }
+
+  /// empties_ring: no row is left in a ring (positions can only be closed up then). is_stored: rows
+  /// have the scores that they were chosen by in the cache too.
+  void evict(SequenceId sequence, const std::vector<ScoredLayer>& layers, bool empties_ring,
+             bool is_stored) {
     Life& life = m_lives.at(sequence);
     auto& cache = m_decoder.cache();
     const ExecutionSpace exec;
-    std::vector<ScoredLayer> layers;
-    agree_on_memory(communicator(), [&] { layers = scored_layers(sequence, scores); });
-    const Budget::Model model = detail::budget_model<Value>(m_model->config());
-    const std::int64_t tokens = cache.tokens(sequence, 0) + life.closed_up;
-    const auto choose = [&] {
-      if (!life.budget.by_layer()) {
-        return detail::choose_rows(exec, communicator(), life.budget, model, tokens, options().sink,
-                                   layers, scores);
-      }
-      for (const ScoredLayer& layer : layers) {
-        detail::choose_rows(exec, communicator(), life.budget, model, tokens, options().sink,
-                            {layer}, {scores[layer.layer]});
-      }
-    };
-    if (detail::choice_communicates(life.budget)) {
-      choose();
-    } else {
-      agree_on_memory(communicator(), choose);
+    const std::int64_t tokens = cache.tokens(sequence, 0);
+    life.non_finite = 0;
+    for (const ScoredLayer& layer : layers) {
+      const std::int64_t stored =
+          cache.evict(exec, sequence, layer.layer, layer.keep, empties_ring).non_finite;
+      life.non_finite += is_stored ? stored : count_non_finite(exec, layer, tokens);
     }
-    agree_on_memory(communicator(), [&] {
-      life.non_finite = 0;
-      for (const ScoredLayer& layer : layers) {
-        const std::int64_t stored =
-            cache.evict(exec, sequence, layer.layer, layer.keep, empties_ring).non_finite;
-        life.non_finite += is_stored ? stored : count_non_finite(exec, layer, tokens);
-      }
-    });
     life.steps = 0;
   }
 
-  /// Judges the rows of a context of `count` tokens, all of which are there, as if they had been
-  /// when they left the window.
-  void judge(SequenceId sequence, const LayerScores& scores, std::int64_t count) {
+  /// Judges the rows of a context, all of which are there, as if they had been when they left the
+  /// window.
+  void judge(SequenceId sequence, const LayerScores& scores) {
     Life& life = m_lives.at(sequence);
     auto& cache = m_decoder.cache();
     const ExecutionSpace exec;
     const EvictionRule rule = this->rule(sequence, StepPart::context, 0).eviction;
-    const std::int64_t judged = std::max<std::int64_t>(0, count - options().window);
-    agree_on_memory(communicator(), [&] {
-      if (life.pruning->prune == PruneMode::always) {
-        // Those of the window are judged later.
-        for (std::size_t l = 0; l < scores.size(); ++l) {
-          cache.set_row_scores(exec, sequence, static_cast<int>(l), scores[l]);
-        }
+    if (life.pruning->prune == PruneMode::always) {
+      // Those of the window are judged later.
+      for (std::size_t l = 0; l < scores.size(); ++l) {
+        cache.set_row_scores(exec, sequence, static_cast<int>(l), scores[l]);
       }
-      if (judged == 0) return;
-      for (const ScoredLayer& layer : scored_layers(sequence, scores)) {
-        judge_rows(exec, layer, rule, judged);
-        life.non_finite += count_non_finite(exec, layer, judged);
-        cache.evict(exec, sequence, layer.layer, layer.keep);
-      }
-    });
+    }
+    const std::int64_t judged = cache.tokens(sequence, 0) - options().window;
+    if (judged <= 0) return;
+    for (const ScoredLayer& layer : scored_layers(sequence, scores)) {
+      judge_rows(exec, layer, rule, judged);
+      life.non_finite += count_non_finite(exec, layer, judged);
+      cache.evict(exec, sequence, layer.layer, layer.keep);
+    }
   }
 
   /// Of a sequence whose heads all have as many rows.
@@ -836,12 +860,12 @@ class TypedEngine final : public Engine {
     if (life.recent) life.recent->restart(cache.tokens(sequence, 0));
   }
 
-  // A new sequence on every rank, or, with an error, on none.
+  // A new sequence on every rank, or, with an error, on none. `make` first sets it.
   template <class Make>
   SequenceId on_all_ranks(const Make& make) {
     std::optional<SequenceId> made;
     try {
-      agree_on_memory(communicator(), [&] { made = make(); });
+      agree_on_memory(communicator(), [&] { make(made); });
     } catch (...) {
       if (made) free_sequence(*made);
       throw;

@@ -10,6 +10,7 @@
 #include <kvzap/comparison.hpp>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 
 #include "safetensors_writer.hpp"
@@ -184,8 +185,9 @@ class Comparisons : public ::testing::Test {
     settings.back().prune_after = PruneMoment::question;
   }
 
-  /// A setting of each kind.
-  void add_all() {
+  /// A setting of each kind; with `stride`, every so many of them. (Ranks that wait for one another
+  /// take long on a busy machine.)
+  void add_all(std::size_t stride = 1) {
     settings.emplace_back();
     for (const PolicyInfo& info : policies()) {
       if (info.has_own_budget) {
@@ -208,12 +210,16 @@ class Comparisons : public ::testing::Test {
     }
     for (const PruneMode prune : {PruneMode::prefill, PruneMode::always}) {
       add(files.text("kvzap"), {}, -0.5, prune);
-      add("knorm+dms", {}, -3.5, prune);
+      add("knorm+dms", {}, -0.55, prune);
     }
+    add("simlayerkv:lazy-threshold=0.2,recent=24", {});
     add("snapkv+dms:threshold=0.01", {});
     add("snapkv", 0.5, {}, PruneMode::prefill, PrefillMode::sparse);
     add(files.text("kvzap"), {}, 0, PruneMode::always, PrefillMode::sparse);
     add("knorm+global", 0.5, {}, PruneMode::prefill, PrefillMode::sparse);
+    std::vector<PruneSetting> some;
+    for (std::size_t s = 0; s < settings.size(); s += stride) some.push_back(settings[s]);
+    settings = some;
   }
 
   std::unique_ptr<Engine> plain_engine(std::size_t kv_limit = 0) const {
@@ -310,8 +316,7 @@ TEST_F(Comparisons, PruneTheSameRows) {
     const auto reading = engine->read(dense, tokens, asked, shared, StepOutput::none);
     for (std::size_t i = 0; i < members.size(); ++i) {
       SCOPED_TRACE(label(members[i]));
-      const SequenceId pruned = engine->fork(dense);
-      engine->prune(pruned, members[i], reading.scores[i].get());
+      const SequenceId pruned = engine->prune(dense, members[i], reading.scores[i].get());
       const auto alone = generator(members[i]);
       Engine& own = alone->engine();
       const SequenceId sequence = own.add_sequence();
@@ -331,9 +336,12 @@ TEST_F(Comparisons, PruneTheSameRows) {
 }
 
 TEST_F(Comparisons, AnswerAsGeneratorsOfTheirOwn) {
-  add_all();
+  add_all(comm.size() == 1 ? 1 : 5);
   how.max_new_tokens = 6;
   const auto wanted = expected(how, question);
+  std::set<std::vector<TokenId>> different;
+  for (const Answer& answer : wanted) different.insert(answer.tokens);
+  EXPECT_GT(different.size(), comm.size() == 1 ? 8U : 2U);  // or nothing would be compared
   const auto without = expected(how, {});
   const std::vector<TokenId> other = compared_tokens(14, 3);
   for (const std::int64_t batch : {0, 3, 1}) {
@@ -411,11 +419,9 @@ TEST_F(Comparisons, DrawSeveralTries) {
 
 // The likelihood of given tokens is that of single steps' logits.
 TEST_F(Comparisons, WeighContinuations) {
-  settings.emplace_back();
-  add("snapkv", 0.5);
-  add_question("tova", 0.5);
-  add("knorm", {}, -3.5, PruneMode::always);
-  how.continuation = compared_tokens(7, 5);
+  add_all(comm.size() == 1 ? 1 : 5);
+  how.continuation = compared_tokens(5, 5);
+  std::set<double> different;
   Comparison comparison(plain_engine(), settings);
   comparison.prefill(context);
   const auto got = comparison.answer(question, how);
@@ -446,9 +452,11 @@ TEST_F(Comparisons, WeighContinuations) {
     }
     ASSERT_EQ(got[s].log_probabilities.size(), how.continuation.size());
     for (std::size_t i = 0; i < wanted.size(); ++i) {
-      EXPECT_NEAR(got[s].log_probabilities[i], wanted[i], 1e-4) << i;
+      EXPECT_NEAR(got[s].log_probabilities[i], wanted[i], 2e-6) << i;
     }
+    different.insert(std::round(got[s].log_probabilities[4] * 1e4));
   }
+  EXPECT_GT(different.size(), settings.size() / 2);  // or nothing would be compared
 }
 
 // As many at a time as there is room for.

@@ -13,6 +13,7 @@
 #include <map>
 #include <set>
 
+#include "base/stopwatch.hpp"
 #include "eval/records.hpp"
 #include "eval/settings.hpp"
 #include "eval/summary.hpp"
@@ -198,14 +199,16 @@ class Evaluation {
   void print_plan() const;
   void share_rounds();
   std::vector<std::vector<std::size_t>> queues() const;
-  void check_memory_of_ranks() const;
+  void check_memory_of_ranks();
+  std::size_t cache_limit() const;
   // 4. The rest.
   int answer_all();
   template <class Value>
   std::unique_ptr<Comparison> make_comparison(const ProgressCallback& progress);
   std::vector<EvalJob> jobs_of(std::int64_t round,
                                const std::vector<std::vector<std::size_t>>& queues) const;
-  std::vector<SettingAnswer> answer(Comparison& comparison, const EvalJob& job) const;
+  std::vector<SettingAnswer> answer(Comparison& comparison, const EvalJob& job,
+                                    Progress& bar) const;
   void record(const EvalPrompt& prompt, const std::vector<SettingAnswer>& answers);
   // 5. What was found.
   ordered_json write_summary() const;
@@ -227,6 +230,7 @@ class Evaluation {
   std::int64_t m_limit = 0;
   std::vector<TokenId> m_stop_ids;
   std::int64_t m_longest = 0;  // tokens of a prompt with its answer
+  int m_ranks_on_node = 1;
 
   std::vector<EvalSetting> m_settings;
   std::vector<RunOptions> m_run_options;           // of each setting
@@ -500,8 +504,8 @@ void Evaluation::share_rounds() {
   m_comm.broadcast(&m_rounds, sizeof(m_rounds), 0);
 }
 
-void Evaluation::check_memory_of_ranks() const {
-  const int ranks_on_node = m_comm.ranks_on_node();
+void Evaluation::check_memory_of_ranks() {
+  const int ranks_on_node = m_ranks_on_node = m_comm.ranks_on_node();
   m_comm.agree([&] {
     const MemoryPlan plan = plan_memory(m_setup->config, dtype_from_name(m_options.dtype),
                                         m_longest, 0, m_work.size(), m_options.window);
@@ -512,6 +516,20 @@ void Evaluation::check_memory_of_ranks() const {
     check_memory(most, ranks_on_node, "weights and the cache of the longest prompt");
   });
   detail::set_blas_threads(cores_of_rank(ranks_on_node));
+}
+
+// The weights are there. So many settings as fit decode together; one always may try.
+std::size_t Evaluation::cache_limit() const {
+  const std::int64_t available = available_bytes_of_node();
+  if (available < 0) return 0;
+  const MemoryPlan plan = plan_memory(m_setup->config, dtype_from_name(m_options.dtype), m_longest,
+                                      0, m_work.size(), m_options.window);
+  const auto& own = plan.ranks[static_cast<std::size_t>(m_work.rank())];
+  constexpr double share = 0.9;  // steps take some too
+  const auto left =
+      static_cast<std::int64_t>(share * static_cast<double>(available)) / m_ranks_on_node;
+  return static_cast<std::size_t>(
+      std::max(left - own.activations - own.attention, 3 * own.kv_full));
 }
 
 template <class Value>
@@ -527,6 +545,7 @@ std::unique_ptr<Comparison> Evaluation::make_comparison(const ProgressCallback& 
   cache.window = ring_rows(m_options.window, m_longest);
   cache.sink = m_options.sink;
   cache.chunk = m_options.chunk;
+  cache.kv_limit = cache_limit();
   return std::make_unique<Comparison>(Engine::create<Value>(model, nullptr, cache, m_work), m_prune,
                                       m_options.batch);
 }
@@ -551,9 +570,16 @@ std::vector<EvalJob> Evaluation::jobs_of(
   return jobs;
 }
 
-std::vector<SettingAnswer> Evaluation::answer(Comparison& comparison, const EvalJob& job) const
-    try {
-  if (job.has_new_context) comparison.prefill(job.tokens.context);
+std::vector<SettingAnswer> Evaluation::answer(Comparison& comparison, const EvalJob& job,
+                                              Progress& bar) const try {
+  // Prompts that take long show what is going on within them.
+  const auto start = detail::Clock::now();
+  constexpr double patience = 3;  // seconds
+  const ProgressCallback progress = [&](std::string_view what, std::int64_t done,
+                                        std::int64_t total) {
+    if (detail::seconds_since(start) > patience) bar.update(what, done, total);
+  };
+  if (job.has_new_context) comparison.prefill(job.tokens.context, progress);
   ComparisonOptions options;
   options.max_new_tokens = job.tokens.new_tokens;
   options.stop_ids = m_stop_ids;
@@ -561,7 +587,7 @@ std::vector<SettingAnswer> Evaluation::answer(Comparison& comparison, const Eval
   options.sampling = m_options.sampling;
   options.tries = m_options.tries;
   options.continuation = job.tokens.continuation;
-  return comparison.answer(job.tokens.question, options);
+  return comparison.answer(job.tokens.question, options, progress);
 } catch (const AgreedError& error) {
   throw AgreedError(fmt::format("{}: line {}: {}", m_files.at(static_cast<std::size_t>(job.file)),
                                 job.line, error.what()));
@@ -621,7 +647,7 @@ void Evaluation::record(const EvalPrompt& prompt, const std::vector<SettingAnswe
 
 int Evaluation::answer_all() {
   check_memory_of_ranks();
-  Progress bar(m_talks);
+  Progress bar(m_talks), within(m_talks);  // of all prompts, of one
   const ProgressCallback progress = [&](std::string_view what, std::int64_t done,
                                         std::int64_t total) { bar.update(what, done, total); };
   std::unique_ptr<Comparison> comparison =
@@ -647,23 +673,25 @@ int Evaluation::answer_all() {
       const EvalJob& own = jobs[static_cast<std::size_t>(m_comm.rank())];
       std::vector<SettingAnswer> found;
       m_comm.agree([&] {
-        if (own.prompt >= 0) found = answer(*comparison, own);
+        if (own.prompt >= 0) found = answer(*comparison, own, within);
       });
       const auto gathered = m_comm.all_gather(packed(found));
       for (std::size_t i = 0; m_comm.is_root() && i < jobs.size(); ++i) {
         answers[i] = unpacked(gathered[i]);
       }
     } else {
-      answers[0] = answer(*comparison, jobs[0]);
+      answers[0] = answer(*comparison, jobs[0], within);
     }
     m_comm.agree_on_root([&] {
       for (std::size_t i = 0; i < jobs.size(); ++i) {
         if (jobs[i].prompt < 0) continue;
         record(m_prompts.prompts[static_cast<std::size_t>(jobs[i].prompt)], answers[i]);
+        within.clear();
         bar.update("eval", ++done, total);
       }
     });
   }
+  within.clear();
   bar.clear();
   return signal;
 }

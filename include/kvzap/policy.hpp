@@ -25,6 +25,8 @@ struct PolicyNeeds {
   /// of the text (ModelConfig::rope_depends_on_length), whose cached keys have been turned by
   /// different ones.
   bool frequencies = false;
+  /// Scores depend on how much is to stay: PolicyLayer::Extents::keep and evict_ratio.
+  bool budget = false;
 };
 
 /// Consecutive new tokens of one sequence after attention of a layer. Views are valid during the

@@ -50,6 +50,7 @@ class Compactor final : public Policy {
     // A step's queries are gone after it.
     needs.every_step = true;
     needs.frequencies = true;
+    needs.budget = m_options.blending < 0;
     return needs;
   }
 

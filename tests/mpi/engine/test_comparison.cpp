@@ -13,6 +13,7 @@
 #include <set>
 #include <string>
 
+#include "allocations.hpp"
 #include "safetensors_writer.hpp"
 
 namespace kvzap {
@@ -480,6 +481,48 @@ TEST_F(Comparisons, WavesShrinkWithoutMemory) {
   // It can go on.
   tight.prefill(compared_tokens(30, 2));
   EXPECT_EQ(tight.answer({}, how).size(), settings.size());
+}
+
+// Wherever memory runs out: what is at hand can be asked again, or nothing is left of it.
+TEST_F(Comparisons, LeaveNothingBehindWithoutMemory) {
+  if (comm.size() > 1) GTEST_SKIP() << "allocations fail on one rank alone";
+  settings.emplace_back();
+  for (const char* text : {"snapkv", "keydiff+ada", "keydiff+rerotate", "kvzip"}) add(text, 0.5);
+  add("knorm+dms", {}, -0.55, PruneMode::always);
+  add_question("tova", 0.5);
+  how.max_new_tokens = 3;
+  const auto wanted = expected(how, question);
+  Comparison comparison(plain_engine(), settings);
+  Engine& engine = comparison.engine();
+  const auto live = [&] {
+    const SequenceId probe = engine.add_sequence();
+    const std::int64_t bytes = engine.report(probe).live_bytes;
+    engine.free_sequence(probe);
+    return bytes;
+  };
+  std::int64_t failures = 0;
+  for (std::int64_t n = 0;; n += 29) {
+    bool has_context = false, has_answers = false;
+    try {
+      const test::FailingAllocation failing(n);
+      comparison.prefill(context);
+      has_context = true;
+      comparison.answer(question, how);
+      has_answers = true;
+    } catch (const std::exception&) {
+      ++failures;
+    }
+    const std::int64_t row = 2 * compared_dim * static_cast<std::int64_t>(sizeof(float));
+    ASSERT_EQ(live(), !has_context ? 0
+                                   : static_cast<std::int64_t>(context.size()) * compared_layers *
+                                         compared_heads * row)
+        << n;
+    if (!has_context) comparison.prefill(context);
+    if (n % 5 == 0) expect_same(comparison.answer(question, how), wanted);
+    if (has_answers && n > 2000) break;
+    ASSERT_LT(n, 100000);
+  }
+  EXPECT_GT(failures, 30);
 }
 
 TEST_F(Comparisons, RefuseWhatEnginesRefuse) {

@@ -336,6 +336,48 @@ TEST_F(Comparisons, PruneTheSameRows) {
   EXPECT_EQ(engine->report(engine->add_sequence()).live_bytes, 0);
 }
 
+// One engine, one step, and each sequence is pruned in its own way; forks as what they were forked
+// from.
+TEST_F(Comparisons, SequencesHaveSettingsOfTheirOwn) {
+  settings.emplace_back();
+  for (const char* text : {"snapkv", "keydiff+ada", "keydiff+rerotate", "kvzip", "knorm+global"}) {
+    add(text, 0.5);
+  }
+  add(files.text("kvzap"), {}, 0, PruneMode::always);
+  const std::shared_ptr<Scorer> scorer = settings.back().policy->scorer;
+  add(files.text("kvzap"), {}, -0.5, PruneMode::prefill);  // another object of the same kind
+  add("knorm+dms", {}, -0.55, PruneMode::always);
+  const auto engine = Engine::create<float>(model, scorer, options, comm);
+  StepBatch step;
+  std::vector<SequenceId> sequences;
+  for (const PruneSetting& setting : settings) {
+    sequences.push_back(engine->add_sequence());
+    engine->set_pruning(sequences.back(), setting);
+    step.add(sequences.back(), context, engine->rule(sequences.back(), StepPart::context),
+             StepOutput::none);
+  }
+  engine->step(step);
+  step.clear();
+  for (SequenceId& sequence : sequences) {
+    engine->end_context(sequence);
+    EXPECT_THROW(engine->set_pruning(sequence, settings[1]), Error);
+    const SequenceId copy = engine->fork(sequence);
+    engine->free_sequence(sequence);
+    sequence = copy;
+    step.add(sequence, question, engine->rule(sequence, StepPart::question), StepOutput::argmax);
+  }
+  const auto results = engine->step(step);
+  for (std::size_t s = 0; s < settings.size(); ++s) {
+    SCOPED_TRACE(label(settings[s]));
+    const auto run = generator(settings[s]);
+    run->prefill(context, false);
+    AnswerOptions one;
+    one.max_new_tokens = 1;
+    EXPECT_EQ(run->answer(question, one).tokens.at(0), results[s].argmax);
+    EXPECT_EQ(rows_of(*engine, sequences[s]), rows_of(run->engine(), run->sequence()));
+  }
+}
+
 TEST_F(Comparisons, AnswerAsGeneratorsOfTheirOwn) {
   add_all(comm.size() == 1 ? 1 : 5);
   how.max_new_tokens = 6;

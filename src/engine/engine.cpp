@@ -367,6 +367,7 @@ class TypedEngine final : public Engine {
       }
       for (const auto& group : groups) {
         std::vector<std::shared_ptr<const PolicyChoice>> members;
+        members.reserve(group.size());
         for (const std::size_t i : group) members.push_back(policies[i]);
         joint.push_back(std::make_unique<detail::JointPolicy>(members, budget_model));
       }

@@ -62,7 +62,8 @@ struct ComparisonOptions {
 /// policy that is not another's equal; where policies look at the question, its rows and theirs
 /// exist once more while they answer. Every setting's answer is generated from a fork, of which it
 /// evicts its rows: so many sequences together as `batch` allows, and half as many each time that
-/// the engine (CacheOptions::kv_limit) has no memory for them.
+/// the engine (CacheOptions::kv_limit) has no memory for them. What is free between contexts stays
+/// in the engine's pool (Engine::trim hands it back).
 ///
 /// All ranks make the same calls in the same order.
 class Comparison {

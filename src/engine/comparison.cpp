@@ -222,7 +222,6 @@ void Comparison::prefill(const std::vector<TokenId>& context, const ProgressCall
   State& state = *m_state;
   if (context.empty()) throw Error("the context is empty; expected at least one token");
   state.forget();
-  if (state.engine->options().trim) state.engine->trim();
   try {
     state.context = context;
     state.read(context, 0, PrefillShare::context, state.kept, state.starts, progress);

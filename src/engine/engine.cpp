@@ -387,6 +387,7 @@ class TypedEngine final : public Engine {
       }
       for (const auto& group : groups) {
         std::vector<std::shared_ptr<const PolicyChoice>> members;
+        members.reserve(group.size());
         for (const std::size_t i : group) members.push_back(policies[i]);
         joint.push_back(std::make_unique<detail::JointPolicy>(members, budget_model));
       }
@@ -845,7 +846,7 @@ class TypedEngine final : public Engine {
     Life& life = m_lives.at(sequence);
     auto& cache = m_decoder.cache();
     const ExecutionSpace exec;
-    const EvictionRule rule = this->rule(sequence, StepPart::context, 0).eviction;
+    const EvictionRule eviction = rule(sequence, StepPart::context, 0).eviction;
     if (life.pruning->prune == PruneMode::always) {
       // Those of the window are judged later.
       for (std::size_t l = 0; l < scores.size(); ++l) {
@@ -855,7 +856,7 @@ class TypedEngine final : public Engine {
     const std::int64_t judged = cache.tokens(sequence, 0) - options().window;
     if (judged <= 0) return;
     for (const ScoredLayer& layer : scored_layers(sequence, scores)) {
-      judge_rows(exec, layer, rule, judged);
+      judge_rows(exec, layer, eviction, judged);
       life.non_finite += count_non_finite(exec, layer, judged);
       cache.evict(exec, sequence, layer.layer, layer.keep);
     }

@@ -13,6 +13,7 @@
 #include <set>
 #include <string>
 
+#include "allocations.hpp"
 #include "safetensors_writer.hpp"
 
 namespace kvzap {
@@ -335,6 +336,48 @@ TEST_F(Comparisons, PruneTheSameRows) {
   EXPECT_EQ(engine->report(engine->add_sequence()).live_bytes, 0);
 }
 
+// One engine, one step, and each sequence is pruned in its own way; forks as what they were forked
+// from.
+TEST_F(Comparisons, SequencesHaveSettingsOfTheirOwn) {
+  settings.emplace_back();
+  for (const char* text : {"snapkv", "keydiff+ada", "keydiff+rerotate", "kvzip", "knorm+global"}) {
+    add(text, 0.5);
+  }
+  add(files.text("kvzap"), {}, 0, PruneMode::always);
+  const std::shared_ptr<Scorer> scorer = settings.back().policy->scorer;
+  add(files.text("kvzap"), {}, -0.5, PruneMode::prefill);  // another object of the same kind
+  add("knorm+dms", {}, -0.55, PruneMode::always);
+  const auto engine = Engine::create<float>(model, scorer, options, comm);
+  StepBatch step;
+  std::vector<SequenceId> sequences;
+  for (const PruneSetting& setting : settings) {
+    sequences.push_back(engine->add_sequence());
+    engine->set_pruning(sequences.back(), setting);
+    step.add(sequences.back(), context, engine->rule(sequences.back(), StepPart::context),
+             StepOutput::none);
+  }
+  engine->step(step);
+  step.clear();
+  for (SequenceId& sequence : sequences) {
+    engine->end_context(sequence);
+    EXPECT_THROW(engine->set_pruning(sequence, settings[1]), Error);
+    const SequenceId copy = engine->fork(sequence);
+    engine->free_sequence(sequence);
+    sequence = copy;
+    step.add(sequence, question, engine->rule(sequence, StepPart::question), StepOutput::argmax);
+  }
+  const auto results = engine->step(step);
+  for (std::size_t s = 0; s < settings.size(); ++s) {
+    SCOPED_TRACE(label(settings[s]));
+    const auto run = generator(settings[s]);
+    run->prefill(context, false);
+    AnswerOptions one;
+    one.max_new_tokens = 1;
+    EXPECT_EQ(run->answer(question, one).tokens.at(0), results[s].argmax);
+    EXPECT_EQ(rows_of(*engine, sequences[s]), rows_of(run->engine(), run->sequence()));
+  }
+}
+
 TEST_F(Comparisons, AnswerAsGeneratorsOfTheirOwn) {
   add_all(comm.size() == 1 ? 1 : 5);
   how.max_new_tokens = 6;
@@ -480,6 +523,48 @@ TEST_F(Comparisons, WavesShrinkWithoutMemory) {
   // It can go on.
   tight.prefill(compared_tokens(30, 2));
   EXPECT_EQ(tight.answer({}, how).size(), settings.size());
+}
+
+// Wherever memory runs out: what is at hand can be asked again, or nothing is left of it.
+TEST_F(Comparisons, LeaveNothingBehindWithoutMemory) {
+  if (comm.size() > 1) GTEST_SKIP() << "allocations fail on one rank alone";
+  settings.emplace_back();
+  for (const char* text : {"snapkv", "keydiff+ada", "keydiff+rerotate", "kvzip"}) add(text, 0.5);
+  add("knorm+dms", {}, -0.55, PruneMode::always);
+  add_question("tova", 0.5);
+  how.max_new_tokens = 3;
+  const auto wanted = expected(how, question);
+  Comparison comparison(plain_engine(), settings);
+  Engine& engine = comparison.engine();
+  const auto live = [&] {
+    const SequenceId probe = engine.add_sequence();
+    const std::int64_t bytes = engine.report(probe).live_bytes;
+    engine.free_sequence(probe);
+    return bytes;
+  };
+  std::int64_t failures = 0;
+  for (std::int64_t n = 0;; n += 29) {
+    bool has_context = false, has_answers = false;
+    try {
+      const test::FailingAllocation failing(n);
+      comparison.prefill(context);
+      has_context = true;
+      comparison.answer(question, how);
+      has_answers = true;
+    } catch (const std::exception&) {
+      ++failures;
+    }
+    const std::int64_t row = 2 * compared_dim * static_cast<std::int64_t>(sizeof(float));
+    ASSERT_EQ(live(), !has_context ? 0
+                                   : static_cast<std::int64_t>(context.size()) * compared_layers *
+                                         compared_heads * row)
+        << n;
+    if (!has_context) comparison.prefill(context);
+    if (n % 5 == 0) expect_same(comparison.answer(question, how), wanted);
+    if (has_answers && n > 2000) break;
+    ASSERT_LT(n, 100000);
+  }
+  EXPECT_GT(failures, 30);
 }
 
 TEST_F(Comparisons, RefuseWhatEnginesRefuse) {

@@ -3,8 +3,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <kvzap/chat_template.hpp>
 #include <map>
+#include <set>
 
 namespace kvzap::driver {
 namespace {
@@ -65,6 +67,23 @@ class Encoder {
   ChatTemplate::Parts m_parts;
 };
 
+void name_tasks(std::vector<EvalPrompt>& prompts) {
+  std::map<std::string, std::set<std::string>> files_of_task, files_of_stem;
+  const auto stem = [](const std::string& file) {
+    return std::filesystem::path(file).stem().string();
+  };
+  for (const EvalPrompt& prompt : prompts) {
+    files_of_task[prompt.task.task].insert(prompt.file);
+    files_of_stem[stem(prompt.file)].insert(prompt.file);
+  }
+  for (EvalPrompt& prompt : prompts) {
+    prompt.name = prompt.task.task;
+    if (files_of_task[prompt.name].size() == 1) continue;
+    const std::string name = stem(prompt.file);
+    prompt.name = (files_of_stem[name].size() == 1 ? name : prompt.file) + "/" + prompt.name;
+  }
+}
+
 }  // namespace
 
 std::string EvalPrompt::where() const { return fmt::format("{}: line {}", file, task.line); }
@@ -90,7 +109,7 @@ EvalPrompts read_eval_prompts(const EvalOptions& options, const Tokenizer& token
   const Encoder encode(options, tokenizer, config, limit);
   EvalPrompts made;
   made.files = nlohmann::ordered_json::array();
-  std::map<std::string, std::int64_t> of_task;
+  std::map<std::string, std::int64_t> of_task;  // of the file
   const auto is_enough = [&] {
     return options.max_prompts &&
            static_cast<std::int64_t>(made.prompts.size()) >= *options.max_prompts;
@@ -99,6 +118,7 @@ EvalPrompts read_eval_prompts(const EvalOptions& options, const Tokenizer& token
     TaskFile rows = read_tasks(file, options.keep_going, templates);
     made.left_out.insert(made.left_out.end(), rows.skipped.begin(), rows.skipped.end());
     std::int64_t used = 0;
+    of_task.clear();
     for (Task& task : rows.tasks) {
       if (is_enough()) break;
       if (options.per_task && of_task[task.task] >= *options.per_task) continue;
@@ -128,6 +148,7 @@ EvalPrompts read_eval_prompts(const EvalOptions& options, const Tokenizer& token
                     : fmt::format("no prompts are left: {} were left out, the first: {}",
                                   made.left_out.size(), made.left_out.front()));
   }
+  name_tasks(made.prompts);
   return made;
 }
 

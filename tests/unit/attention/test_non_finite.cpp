@@ -191,7 +191,7 @@ TYPED_TEST(NonFinite, ANaNInAValueReachesThoseThatSeeIt) {
     this->check("NaN in a value", true, 1, 6, spoil, leave);
     this->check("NaN in a value", true, 33, 41, spoil, leave);
     this->check("NaN in a value", false, 70, 70, spoil, leave);
-    if (watched && row != 35) continue;
+    if (kvzap::test::watched && row != 35) continue;
     this->check("NaN in a value", false, 600, 600, spoil, leave);  // several tiles
   }
 }

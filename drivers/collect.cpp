@@ -14,10 +14,10 @@
 #include <nlohmann/json.hpp>
 #include <vector>
 
-#include "base/fnv.hpp"
 #include "base/stopwatch.hpp"
 #include "linalg/host/blas_threads.hpp"
 #include "model/safetensors_writer.hpp"
+#include "model_loading.hpp"
 #include "options.hpp"
 #include "progress.hpp"
 #include "report.hpp"
@@ -69,49 +69,6 @@ void validate(const CollectOptions& o) {
           "collect -o writes HDF5; this kvzap was built without it (KVZAP_ENABLE_HDF5=OFF)");
 }
 
-/// Tells models apart: the text files that decide on what a model computes, and of each file of
-/// weights its name, its size, and parts of it, evenly spread. (Reading all of it would take longer
-/// than loading this rank's share; training changes all tensors.)
-std::string hash_of_model(const fs::path& folder, bool with_weights) {
-  std::uint64_t hash = detail::fnv_start;
-  const auto add_part = [&](const fs::path& file, std::uintmax_t begin, std::size_t bytes) {
-    std::ifstream stream(file, std::ios::binary);
-    stream.seekg(static_cast<std::streamoff>(begin));
-    std::string part(bytes, '\0');
-    stream.read(part.data(), static_cast<std::streamsize>(bytes));
-    hash = detail::fnv1a(part, hash);
-  };
-  std::vector<fs::path> files;
-  for (const char* name :
-       {"config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}) {
-    files.emplace_back(folder / name);
-  }
-  if (with_weights) {
-    std::vector<fs::path> weights;
-    for (const auto& entry : fs::directory_iterator(folder)) {
-      if (entry.path().extension() == ".safetensors") weights.push_back(entry.path());
-    }
-    std::sort(weights.begin(), weights.end());
-    files.insert(files.end(), weights.begin(), weights.end());
-  }
-  for (const fs::path& file : files) {
-    std::error_code ignored;
-    if (!fs::is_regular_file(file, ignored)) continue;
-    const std::uintmax_t size = fs::file_size(file);
-    constexpr std::uintmax_t parts = 32;
-    constexpr std::uintmax_t bytes = std::uintmax_t{1} << 16;
-    hash = detail::fnv1a(fmt::format("{} {}", file.filename().string(), size), hash);
-    if (size <= parts * bytes) {
-      add_part(file, 0, static_cast<std::size_t>(size));
-      continue;
-    }
-    for (std::uintmax_t i = 0; i < parts; ++i) {
-      add_part(file, (size - bytes) / (parts - 1) * i, static_cast<std::size_t>(bytes));
-    }
-  }
-  return fmt::format("{:016x}", hash);
-}
-
 PairsPlan plan_of(const CollectOptions& options, const ModelSetup& setup) {
   PairsPlan plan;
   plan.model = options.model;
@@ -160,33 +117,6 @@ std::int64_t bytes_of_moments(const ModelConfig& config, int ranks) {
   const std::int64_t group = config.num_attention_heads / config.num_key_value_heads;
   const std::int64_t kv_heads_of_rank = (config.num_key_value_heads + ranks - 1) / ranks;
   return per_head * (8 * kv_heads_of_rank * group + 4 * config.num_attention_heads);
-}
-
-template <class Value>
-std::shared_ptr<const Model<Value>> load_model(const CollectOptions& options,
-                                               const ModelSetup& setup, const Communicator& comm,
-                                               const ProgressCallback& progress) {
-  std::shared_ptr<const Model<Value>> model;
-  comm.agree([&] {
-    model = std::make_shared<const Model<Value>>(
-        Model<Value>::load(options.model, setup.config, setup.partition, comm.rank(),
-                           options.random_weights, progress));
-  });
-  return model;
-}
-
-/// work(value) with a value of the type that --dtype names.
-template <class Work>
-auto with_value_type(DType dtype, const Work& work) {
-  switch (dtype) {
-    case DType::f32:
-      return work(float{});
-    case DType::f16:
-      return work(half{});
-    case DType::bf16:
-      break;
-  }
-  return work(bfloat16{});
 }
 
 std::string skipped_text(const CollectTexts& texts) {
@@ -280,7 +210,7 @@ int collect_to_pairs(const Work& work) {
   const auto collecting = Clock::now();
   if (writer->texts() < writer->planned_texts()) {
     result = with_value_type(plan.dtype, [&](auto value) {
-      const auto model = load_model<decltype(value)>(options, setup, comm, progress);
+      const auto model = load_model<decltype(value)>(setup, options.random_weights, comm, progress);
       return collect_pairs<decltype(value)>(
           model, texts.texts, *writer, comm, [] { return caught_signal != 0; }, progress);
     });
@@ -363,7 +293,8 @@ int collect_to_statistics(const Work& work) {
                                         std::int64_t total) { bar.update(what, done, total); };
   const auto collecting = Clock::now();
   const QueryMoments moments = with_value_type(dtype_from_name(options.dtype), [&](auto value) {
-    const auto model = load_model<decltype(value)>(options, work.setup, comm, progress);
+    const auto model =
+        load_model<decltype(value)>(work.setup, options.random_weights, comm, progress);
     return collect_query_moments<decltype(value)>(
         model, texts.texts, options.sink, comm, [] { return caught_signal != 0; }, progress);
   });

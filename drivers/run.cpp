@@ -20,6 +20,7 @@
 #include "linalg/host/blas_threads.hpp"
 #include "model/safetensors_writer.hpp"
 #include "policy_options.hpp"
+#include "policy_setup.hpp"
 #include "progress.hpp"
 #include "report.hpp"
 #include "setup.hpp"
@@ -122,13 +123,6 @@ void check_prompt(const Prompt& prompt, const ModelConfig& config, std::int64_t 
   }
 }
 
-void broadcast(std::vector<TokenId>& ids, const Communicator& comm) {
-  std::int64_t count = ids.size();
-  comm.broadcast(&count, sizeof(count), 0);
-  ids.resize(count);
-  comm.broadcast(ids.data(), count * sizeof(TokenId), 0);
-}
-
 /// Rank 0 alone reads and tokenizes the prompt; all ranks get its ids.
 Prompt share_prompt(const RunOptions& options, const Tokenizer* tokenizer,
                     const ModelConfig& config, std::int64_t limit, const Communicator& comm) {
@@ -193,87 +187,6 @@ CacheOptions cache_options(const RunOptions& options) {
   return cache;
 }
 
-/// Where `part` begins in `ids`: how many special tokens the tokenizer has put in front of it.
-std::int64_t tokens_before(const std::vector<TokenId>& part, const std::vector<TokenId>& ids) {
-  return std::search(ids.begin(), ids.end(), part.begin(), part.end()) - ids.begin();
-}
-
-bool begins_with(const std::vector<TokenId>& ids, const std::vector<TokenId>& begin) {
-  return ids.size() >= begin.size() && std::equal(begin.begin(), begin.end(), ids.begin());
-}
-
-/// How the model is asked to repeat the context: as a user's message within the chat template, or,
-/// without a template, after a line break. Ids that begin as the template does are taken as made by
-/// it; special tokens that the tokenizer puts in front of any text are never repeated.
-RepeatPrompt repeat_prompt(const RunOptions& options, const Tokenizer& tokenizer,
-                           const std::vector<TokenId>& context) {
-  if (!options.raw && !options.token_ids) {
-    const auto parts = ChatTemplate::detect(options.model).parts(false);
-    return make_repeat_prompt(tokenizer, parts.prefix, parts.suffix);
-  }
-  if (options.token_ids) {
-    try {
-      const auto parts = ChatTemplate::detect(options.model).parts(false);
-      if (!parts.prefix.empty() && begins_with(context, tokenizer.encode(parts.prefix))) {
-        return make_repeat_prompt(tokenizer, parts.prefix, parts.suffix);
-      }
-    } catch (const Error&) {
-      // No template, or none that is known: the ids are plain text.
-    }
-  }
-  RepeatPrompt prompt = make_repeat_prompt(tokenizer, "", "\n");
-  const std::vector<TokenId> marked = tokenizer.encode("a", true);
-  const std::int64_t special = tokens_before(tokenizer.encode("a"), marked);
-  if (begins_with(context, {marked.begin(), marked.begin() + special})) prompt.prefix = special;
-  return prompt;
-}
-
-/// The same on all ranks; rank 0 has the tokenizer, or needs one where the prompt is token ids.
-std::optional<RepeatPrompt> share_repeat_prompt(const RunOptions& options,
-                                                const std::optional<PolicySpec>& spec,
-                                                const Tokenizer* tokenizer, const Prompt& prompt,
-                                                const ModelConfig& config,
-                                                const Communicator& comm) {
-  if (!spec || !spec->info->repeats_context || !prunes(options)) return {};
-  RepeatPrompt repeat;
-  comm.agree_on_root([&] {
-    std::optional<Tokenizer> own;
-    if (!tokenizer) {
-      try {
-        own = Tokenizer::load(options.model);
-      } catch (const Error& error) {
-        throw Error(
-            fmt::format("--policy {}: the model is asked to repeat the context in words, "
-                        "which needs its tokenizer: {}",
-                        spec->info->name, error.what()));
-      }
-    }
-    repeat = repeat_prompt(options, own ? *own : *tokenizer, prompt.context);
-    for (const auto* ids : {&repeat.first, &repeat.later, &repeat.suffix}) {
-      for (const TokenId id : *ids) {
-        if (id < config.vocab_size) continue;
-        throw Error(
-            fmt::format("--policy {}: token id {} of the prompt that repeats the context "
-                        "is not in the vocabulary; expected less than {}",
-                        spec->info->name, id, config.vocab_size));
-      }
-    }
-    repeat_steps(prompt.context, repeat);  // throws if there is nothing to repeat
-  });
-  broadcast(repeat.first, comm);
-  broadcast(repeat.later, comm);
-  broadcast(repeat.suffix, comm);
-  comm.broadcast(&repeat.prefix, sizeof(repeat.prefix), 0);
-  return repeat;
-}
-
-/// Of all layers, of which the first are used: that is what a policy's files are for.
-ModelConfig whole_config(const ModelSetup& setup) {
-  ModelConfig whole = setup.config;
-  whole.num_hidden_layers = setup.all_layers;
-  return whole;
-}
-
 /// Loads what scores, before the weights: it is small, and whether it fits the model and its budget
 /// the context of `tokens` tokens is known before minutes of loading. Returns the scorer, if there
 /// is one; a policy goes into `cache`. Does not communicate.
@@ -283,23 +196,9 @@ std::shared_ptr<Scorer> load_policy(const RunOptions& options,
                                     const ModelSetup& setup, std::int64_t tokens,
                                     const Communicator& comm, CacheOptions& cache) {
   if (cache.prune == PruneMode::none) return nullptr;
-  const DType dtype = dtype_from_name(options.dtype);
-  if (!spec) return load_surrogate(options.surrogate, setup, dtype, comm);
-  const ModelConfig whole = whole_config(setup);
-  const PolicySetup policy_setup{whole, setup.partition_of_all_layers, dtype, options.model, comm};
-  auto choice = std::make_shared<PolicyChoice>(
-      make_policy(*spec, budget_of(options), options.threshold, policy_setup));
-  if (repeat) {
-    const std::int64_t chunk = choice->repeat.chunk;
-    choice->repeat = *repeat;
-    choice->repeat.chunk = chunk;
-  }
-  if (choice->budget.has_amount()) {
-    const Budget::Model model = budget_model(setup.config, dtype);
-    for (int layer = 0; layer < model.layers; ++layer) {
-      choice->budget.rows_per_head(model, layer, tokens);  // throws if it is too small
-    }
-  }
+  if (!spec) return load_surrogate(options.surrogate, setup, dtype_from_name(options.dtype), comm);
+  const auto choice = load_choice(options, *spec, repeat, setup, comm);
+  check_budget(*choice, options, setup, tokens);
   cache.policy = choice;
   if (!choice->budget.has_amount()) cache.threshold = static_cast<float>(choice->threshold);
   return choice->scorer;
@@ -311,36 +210,6 @@ bool is_full_at_first(const CacheOptions& cache) {
          (cache.prefill == PrefillMode::dense && cache.policy &&
           cache.policy->budget.has_amount() &&
           (!cache.policy->budget.by_layer() || cache.policy->info->repeats_context));
-}
-
-/// Token ids of texts.
-using Texts = std::vector<std::vector<TokenId>>;
-
-/// The texts from which the policy learns, if it does.
-Texts load_texts(const RunOptions& options, const CacheOptions& cache, const Tokenizer* tokenizer,
-                 const ModelConfig& config, const Communicator& comm) {
-  if (!cache.policy || !cache.policy->calibration) return {};
-  const fs::path file = cache.policy->calibration->texts();
-  std::optional<Tokenizer> own;
-  comm.agree_on_root([&] {
-    if (tokenizer) return;  // else the prompt is token ids
-    try {
-      own = Tokenizer::load(options.model);
-    } catch (const Error& error) {
-      throw Error(fmt::format("{}: these texts need the model's tokenizer: {}", file.string(),
-                              error.what()));
-    }
-  });
-  Texts texts = read_texts(file, own ? &*own : tokenizer, config, comm);
-  if (options.quiet || !comm.is_root()) return texts;
-  for (std::size_t i = 0; i < texts.size(); ++i) {
-    if (static_cast<std::int64_t>(texts[i].size()) <= config.max_position_embeddings) continue;
-    fmt::print(stderr,
-               "kvzap: warning: {}: text {} has {} tokens, more than the model's "
-               "max_position_embeddings = {}\n",
-               file.string(), i + 1, texts[i].size(), config.max_position_embeddings);
-  }
-  return texts;
 }
 
 template <class Value>
@@ -480,7 +349,8 @@ void run(const RunOptions& given, const Communicator& comm, const std::string& v
   }
   report.cache_options.window = ring_rows(options.window, longest);
   const int ranks_on_node = comm.ranks_on_node();
-  const auto repeat = share_repeat_prompt(options, spec, text_tokenizer, prompt, config, comm);
+  const auto repeat =
+      share_repeat_prompt(options, spec, text_tokenizer, prompt.context, config, comm);
   std::shared_ptr<Scorer> scorer;
   comm.agree([&] {
     scorer = load_policy(options, spec, repeat, *setup, report.context_tokens, comm,
@@ -496,7 +366,8 @@ void run(const RunOptions& given, const Communicator& comm, const std::string& v
                "max_position_embeddings is {}: what it scores there may mean little\n",
                report.context_tokens + repeat_tokens, config.max_position_embeddings);
   }
-  const Texts texts = load_texts(options, report.cache_options, text_tokenizer, config, comm);
+  const Texts texts =
+      load_policy_texts(options, report.cache_options.policy.get(), text_tokenizer, config, comm);
   comm.agree([&] {
     // Rows of a repeat stand behind the context's for a while.
     const std::int64_t tokens = report.context_tokens + repeat_tokens;

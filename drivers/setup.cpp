@@ -118,6 +118,8 @@ int ring_rows(int window, std::int64_t longest) {
   return static_cast<int>(std::min<std::int64_t>(window, std::max(small_ring, longest)));
 }
 
+std::int64_t available_bytes_of_node() { return detail::runs_on_host ? available_bytes() : -1; }
+
 void check_memory(std::int64_t bytes, int ranks_on_node, const std::string& purpose) {
   if (!detail::runs_on_host) return;
   const std::int64_t available = available_bytes();

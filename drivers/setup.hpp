@@ -44,6 +44,10 @@ std::shared_ptr<Surrogate> load_surrogate(const std::string& folder, const Model
 /// would only waste memory, as no pair ever leaves either.
 int ring_rows(int window, std::int64_t longest);
 
+/// Memory that caches on this node's ranks may still take together; -1 if nobody knows, or if they
+/// are on a device.
+std::int64_t available_bytes_of_node();
+
 /// Refuses what cannot fit before minutes are spent on it: the system would otherwise kill a rank
 /// without a word. `bytes`: what the largest rank needs for `purpose`. Throws Error.
 void check_memory(std::int64_t bytes, int ranks_on_node, const std::string& purpose);

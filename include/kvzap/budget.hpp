@@ -80,11 +80,12 @@ struct Budget {
   /// Rows that stay in any case of a head that would keep `rows` if it had not to compete.
   std::int64_t safe_rows(std::int64_t rows) const;
 
-  /// Fills `keep` of all layers: one layer if by_layer(), else all of the model. Exact, by order of
-  /// (score, head, position), the oldest of equal ones first; the same for any number of ranks and
-  /// any placement of heads. Scores that are NaN or infinite stay, even beyond the budget. A head
-  /// or pool that has fewer rows than the budget allows, since some of the sequence's went before,
-  /// keeps them all. What stands behind a head's rows in `keep` is not written.
+  /// Fills `keep` of all layers: any number of them if by_layer(), else all of the model. Exact, by
+  /// order of (score, head, position), the oldest of equal ones first; the same for any number of
+  /// ranks and any placement of heads. Scores that are NaN or infinite stay, even beyond the
+  /// budget. A head or pool that has fewer rows than the budget allows, since some of the
+  /// sequence's went before, keeps them all. What stands behind a head's rows in `keep` is not
+  /// written.
   ///
   /// Collective, with the same layers on every rank, unless heads do not compete (Pool::head
   /// without `group`): then nothing is communicated. Waits for `exec`. Throws Error if the budget

@@ -29,11 +29,17 @@ class StepObserver {
                       const ScoresView& /*scores*/) {}
 };
 
-/// A rank had no memory for a step; every rank throws this, and no sequence has changed anywhere.
-/// The step can be tried again once memory has been freed: a sequence, or pages by eviction.
-class StepOutOfMemory : public AgreedError {
+/// A rank had no memory; every rank throws this.
+class AgreedOutOfMemory : public AgreedError {
  public:
   using AgreedError::AgreedError;
+};
+
+/// A rank had no memory for a step; every rank throws this, and no sequence has changed anywhere.
+/// The step can be tried again once memory has been freed: a sequence, or pages by eviction.
+class StepOutOfMemory : public AgreedOutOfMemory {
+ public:
+  using AgreedOutOfMemory::AgreedOutOfMemory;
 };
 
 /// The forward pass of Qwen3, Qwen2, Llama and Mistral decoders over a ragged cache, on one rank's

@@ -67,6 +67,24 @@ struct CacheOptions {
   double decode_evict_ratio = 0;
 };
 
+/// How one sequence is pruned: what CacheOptions says of all sequences of an engine.
+struct PruneSetting {
+  /// Null: the full cache.
+  std::shared_ptr<const PolicyChoice> policy;
+  /// prefill, or always for policies that judge new tokens by themselves with a threshold.
+  PruneMode prune = PruneMode::prefill;
+  PruneMoment prune_after = PruneMoment::context;
+  PrefillMode prefill = PrefillMode::dense;
+};
+
+/// What a policy makes of the rows of a context that it does not prune.
+struct ContextScores {
+  /// (head on this rank, position) of each layer.
+  std::vector<Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>> layers;
+  /// That took on this rank, steps that repeat the context included.
+  double seconds = 0;
+};
+
 /// State of the whole cache, over all ranks. Complete on every rank.
 struct CacheReport {
   std::int64_t tokens = 0;                      // seen so far, kept or not
@@ -120,9 +138,11 @@ class Engine {
   StepRule rule(bool judges) const;
   /// What the options have done to such tokens. `question`: see StepRule.
   StepRule rule(StepPart part, std::int64_t question = 0) const;
+  /// The same for a sequence that may have a setting of its own.
+  virtual StepRule rule(SequenceId sequence, StepPart part, std::int64_t question = 0) const = 0;
 
-  /// An empty sequence. Collective, as fork and checkpoint are. Throws Error, as fork and
-  /// checkpoint do, on every rank if one of them has no memory.
+  /// An empty sequence. Collective, as fork and checkpoint are. Throws AgreedOutOfMemory, as fork
+  /// and checkpoint do, on every rank if one of them has no memory.
   virtual SequenceId add_sequence() = 0;
   /// A second sequence with the same content, whose pages are shared.
   virtual SequenceId fork(SequenceId source) = 0;
@@ -146,10 +166,42 @@ class Engine {
   /// `progress` gets "repeat" and tokens.
   virtual void end_context(SequenceId sequence, const ProgressCallback& progress = {}) = 0;
 
+  /// Throws Error for a setting that the engine could not have as its options.
+  virtual void check(const PruneSetting& setting) const = 0;
+  /// An empty sequence is pruned by `setting`, not by the engine's options (of which window, sink
+  /// and decode_every hold for it too); forks of it likewise. Its spans need its own rule.
+  /// Collective. Throws Error, on every rank, as check does or for want of memory.
+  virtual void set_pruning(SequenceId sequence, const PruneSetting& setting) = 0;
+
+  /// What `read` has found.
+  struct Reading {
+    StepResult result;
+    /// Of each of the policies; equal ones have theirs in common.
+    std::vector<std::shared_ptr<const ContextScores>> scores;
+  };
+  /// Runs a context as the first step of a sequence that is not pruned, of whose tokens the last
+  /// `question` are a question's, and has it scored by `policies`, as each would score it if it
+  /// were the sequence's own. Those with PolicyInfo::repeats_context have the model repeat it, once
+  /// for all that ask alike. The sequence holds all rows afterwards. Collective. Throws what step
+  /// and end_context throw; the sequence is to be freed then.
+  virtual Reading read(SequenceId sequence, const std::vector<TokenId>& tokens,
+                       std::int64_t question,
+                       const std::vector<std::shared_ptr<const PolicyChoice>>& policies,
+                       StepOutput output, const ProgressCallback& progress = {}) = 0;
+  /// A fork of a sequence that holds all rows of a context, as `read` leaves it, as it would be had
+  /// `setting` pruned it: its rows, positions, and what becomes of tokens that follow. `scores` are
+  /// those that `read` has given for its policy (unused without one; those of sinks are
+  /// overwritten). Only dense prefill can be made up for. Collective. Throws, on every rank, Error
+  /// as check does, AgreedOutOfMemory; there is no new sequence then.
+  virtual SequenceId prune(SequenceId source, const PruneSetting& setting,
+                           const ContextScores* scores) = 0;
+
   /// Hands unused pool memory back to the system; returns this rank's bytes.
   virtual std::size_t trim() = 0;
   /// Kept rows of a sequence; bytes of the whole cache. Collective.
   virtual CacheReport report(SequenceId sequence) = 0;
+  /// Those of several sequences at once.
+  virtual std::vector<CacheReport> reports(const std::vector<SequenceId>& sequences) = 0;
   /// Writes keys, values and positions of all ranks to one HDF5 file; see snapshot.hpp.
   virtual void write_snapshot(const std::filesystem::path& file, const std::string& model_name,
                               SequenceId sequence) = 0;

@@ -31,6 +31,9 @@ const std::vector<MetricInfo>& metrics();
 /// else string_match_all. Throws Error for an unknown name (with the nearest one) and where the
 /// task does not fit it.
 const MetricInfo& metric_of(const Task& task);
+/// Where a row gives none: what RULER and LongBench take for the task of that name, else what its
+/// metric says. Throws Error as metric_of.
+std::int64_t default_max_new_tokens(const Task& task);
 
 /// A mean and its bootstrap interval.
 struct Interval {

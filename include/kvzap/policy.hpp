@@ -21,6 +21,8 @@ struct PolicyNeeds {
   /// It is asked in every step, those of generated tokens included, and the scores it gave before
   /// are in PolicyLayer::cached_scores: running sums.
   bool every_step = false;
+  /// Scores depend on how much is to stay: PolicyLayer::Extents::keep and evict_ratio.
+  bool budget = false;
 };
 
 /// Consecutive new tokens of one sequence after attention of a layer. Views are valid during the

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -26,16 +27,29 @@ struct Task {
 struct TaskFile {
   std::filesystem::path file;
   std::vector<Task> tasks;
-  /// What was wrong with the lines that were left out ("FILE:LINE: …").
+  /// What was wrong with the lines that were left out ("FILE: line N: FIELD: …").
   std::vector<std::string> skipped;
   /// Of the file's bytes.
   std::uint64_t hash = 0;
 };
 
-/// Reads a JSONL file; the fields of kvpress' evaluation, RULER and LongBench are recognised. A
-/// line that is no task is an Error naming file, line and field, or, with `keep_going`, left out
+/// How a task's prompts are put together from their parts, by the task's name: texts in which
+/// {context} and {input} stand for a row's fields, as in LongBench's config/dataset2prompt.json.
+using PromptTemplates = std::map<std::string, std::string>;
+
+/// Reads a JSON object of such texts. Throws Error for anything else, and for a text without
+/// {context} and {input}.
+PromptTemplates read_prompt_templates(const std::filesystem::path& file);
+
+/// Reads a JSONL file; the fields of kvpress' evaluation, RULER, LongBench and AIME are recognised.
+/// A line that is no task is an Error naming file, line and field, or, with `keep_going`, left out
 /// and told of. Throws Error also if no line is left. Reads on this process alone.
-TaskFile read_tasks(const std::filesystem::path& file, bool keep_going);
+///
+/// Rows with LongBench's and AIME's own fields are put together by `templates`, if there are any:
+/// what stands up to {context} goes before the context, the rest becomes the question. Then every
+/// such row needs one for its task ("trec" also serves "trec_e").
+TaskFile read_tasks(const std::filesystem::path& file, bool keep_going,
+                    const PromptTemplates& templates = {});
 
 /// A row as read_tasks takes it, without the newline.
 std::string to_json_line(const Task& task);

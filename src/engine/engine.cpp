@@ -6,9 +6,11 @@
 #include <kvzap/snapshot.hpp>
 #include <map>
 #include <optional>
+#include <stdexcept>
 
 #include "base/instantiate.hpp"
 #include "base/stopwatch.hpp"
+#include "engine/joint_policy.hpp"
 #include "engine/policy_layer.hpp"
 
 namespace kvzap {
@@ -24,6 +26,110 @@ bool uses_policy(const CacheOptions& options) {
 /// Whether rows are chosen, by a budget or the policy itself, and not judged by a threshold.
 bool chooses_rows(const PolicyChoice& choice) {
   return choice.budget.has_amount() || choice.info->has_own_budget;
+}
+
+/// How a sequence is pruned.
+struct Pruning {
+  std::shared_ptr<const PolicyChoice> policy;
+  PruneMode prune = PruneMode::none;
+  PrefillMode prefill = PrefillMode::dense;
+  float threshold = 0;  // of the engine's scorer
+  bool uses_policy = false;
+};
+
+StepRule scorer_rule(bool judges, float threshold, std::int64_t sink) {
+  StepRule rule;
+  rule.score = judges;
+  rule.eviction = {threshold, sink, judges};
+  return rule;
+}
+
+StepRule rule_of(const Pruning& pruning, std::int64_t sink, StepPart part, std::int64_t question) {
+  const bool is_context = part == StepPart::context || part == StepPart::whole;
+  const bool judges =
+      pruning.prune == PruneMode::always || (is_context && pruning.prune == PruneMode::prefill);
+  if (!pruning.uses_policy) return scorer_rule(judges, pruning.threshold, sink);
+  const PolicyChoice& choice = *pruning.policy;
+  StepRule rule;
+  rule.part = part;
+  rule.question = question;
+  // Without a budget a threshold decides, as pairs leave the window.
+  rule.eviction = {static_cast<float>(choice.threshold), sink, judges && !chooses_rows(choice)};
+  return rule;
+}
+
+/// What an engine has as its options where all its sequences are pruned like this.
+CacheOptions with_setting(CacheOptions options, const PruneSetting& setting) {
+  options.policy = setting.prune == PruneMode::none ? nullptr : setting.policy;
+  options.prune = options.policy ? setting.prune : PruneMode::none;
+  options.prune_after = setting.prune_after;
+  options.prefill = setting.prefill;
+  if (options.policy) options.threshold = static_cast<float>(options.policy->threshold);
+  return options;
+}
+
+using LayerScores = decltype(PolicyStep::scores);
+
+/// Work of each rank by itself. Throws AgreedOutOfMemory on all of them if one has no memory.
+template <class Work>
+void agree_on_memory(const Communicator& comm, const Work& work) {
+  bool out_of_memory = false;
+  try {
+    comm.agree([&] {
+      try {
+        work();
+      } catch (const OutOfMemory&) {
+        out_of_memory = true;
+        throw;
+      } catch (const Error&) {
+        throw;
+      } catch (const std::logic_error&) {
+        throw;
+      } catch (const std::exception& error) {
+        // Kokkos' own allocations throw a runtime_error or bad_alloc, depending on its version.
+        out_of_memory = true;
+        throw Error(fmt::format("out of memory ({})", error.what()));
+      }
+    });
+  } catch (const AgreedError& error) {
+    if (comm.all_reduce_max(out_of_memory ? 1 : 0) == 0) throw;
+    throw AgreedOutOfMemory(error.what());
+  }
+}
+
+// Of the rows [0, end) of each head that stay, those without a finite score.
+std::int64_t count_non_finite(const ExecutionSpace& exec, const ScoredLayer& layer,
+                              std::int64_t end) {
+  const auto scores = layer.scores;
+  const auto keep = layer.keep;
+  std::int64_t count = 0;
+  Kokkos::parallel_reduce(
+      "kvzap::engine::count_non_finite",
+      Kokkos::RangePolicy<ExecutionSpace>(exec, 0,
+                                          static_cast<std::int64_t>(layer.heads.size()) * end),
+      KOKKOS_LAMBDA(const std::int64_t i, std::int64_t& sum) {
+        const bool stays = keep(i / end, i % end) != 0;
+        if (stays && !EvictionRule::is_finite(scores(i / end, i % end))) ++sum;
+      },
+      count);
+  return count;
+}
+
+// keep = what `rule` keeps of the rows [0, end) of each head, whose positions are these, and all
+// behind them.
+void judge_rows(const ExecutionSpace& exec, const ScoredLayer& layer, const EvictionRule& rule,
+                std::int64_t end) {
+  const auto scores = layer.scores;
+  const auto keep = layer.keep;
+  const auto columns = static_cast<std::int64_t>(keep.extent(1));
+  Kokkos::parallel_for(
+      "kvzap::engine::judge_rows",
+      Kokkos::RangePolicy<ExecutionSpace>(exec, 0, static_cast<std::int64_t>(keep.size())),
+      KOKKOS_LAMBDA(const std::int64_t i) {
+        const std::int64_t row = i % columns;
+        keep(i / columns, row) = static_cast<std::uint8_t>(
+            row >= end || rule.keeps(scores(i / columns, row), row) ? 1 : 0);
+      });
 }
 
 void check_policy(const CacheOptions& options) {
@@ -118,26 +224,25 @@ class TypedEngine final : public Engine {
         m_model(std::move(model)),
         m_scorer(std::move(scorer)),
         m_decoder(*m_model, m_scorer.get(), comm, options.window, options.page_rows, &m_meter),
-        m_uses_policy(uses_policy(options)) {
+        m_standard(
+            std::make_shared<const Pruning>(Pruning{options.policy, options.prune, options.prefill,
+                                                    options.threshold, uses_policy(options)})) {
     m_decoder.cache().set_limit(options.kv_limit);
   }
 
   const ModelConfig& config() const override { return m_model->config(); }
 
   SequenceId add_sequence() override {
-    return on_all_ranks([&] {
-      Life life = new_life();
-      const SequenceId sequence = m_decoder.cache().add_sequence();
-      m_lives[sequence] = std::move(life);
-      return sequence;
+    return on_all_ranks([&](std::optional<SequenceId>& made) {
+      made = m_decoder.cache().add_sequence();
+      m_lives[*made] = new_life(m_standard);
     });
   }
   SequenceId fork(SequenceId source) override {
-    return on_all_ranks([&] {
-      Life life = m_lives.at(source).copy(new_life());
-      const SequenceId sequence = m_decoder.cache().fork(source);
-      m_lives[sequence] = std::move(life);
-      return sequence;
+    return on_all_ranks([&](std::optional<SequenceId>& made) {
+      made = m_decoder.cache().fork(source);
+      const Life& from = m_lives.at(source);
+      m_lives[*made] = from.copy(new_life(from.pruning));
     });
   }
   void free_sequence(SequenceId sequence) override {
@@ -147,7 +252,7 @@ class TypedEngine final : public Engine {
 
   std::unique_ptr<Checkpoint> checkpoint(SequenceId sequence) override {
     auto taken = std::make_unique<TypedCheckpoint>();
-    communicator().agree([&] {
+    agree_on_memory(communicator(), [&] {
       taken->state = m_decoder.cache().checkpoint(sequence);
       taken->life = m_lives.at(sequence).copy({});
     });
@@ -159,114 +264,255 @@ class TypedEngine final : public Engine {
     Life again = taken.life.copy({});
     m_decoder.cache().restore(sequence, taken.state);
     again.policy = std::move(life.policy);
+    again.pruning = life.pruning;
     life = std::move(again);
   }
   std::int64_t tokens(SequenceId sequence) const override {
     return m_decoder.cache().tokens(sequence, 0);
   }
 
+  StepRule rule(SequenceId sequence, StepPart part, std::int64_t question) const override {
+    return rule_of(*m_lives.at(sequence).pruning, options().sink, part, question);
+  }
+
   std::vector<StepResult> step(const StepBatch& batch, const ProgressCallback& progress) override {
-    if (!m_uses_policy) return m_decoder.step(batch, progress);
+    const bool any = std::any_of(
+        batch.spans().begin(), batch.spans().end(),
+        [&](const StepBatch::Span& span) { return life_with_policy(span.sequence) != nullptr; });
+    if (!any) return m_decoder.step(batch, progress);
     m_batch = batch;
     for (std::size_t s = 0; s < batch.spans().size(); ++s) plan(s);
+    // (Others' steps have been given by the caller.)
+    const auto planned = [&](const StepBatch::Span& span) {
+      Life* const life = life_with_policy(span.sequence);
+      return life && span.rule.policy == &life->step ? life : nullptr;
+    };
     std::vector<StepResult> results;
     try {
       results = m_decoder.step(m_batch, progress);
     } catch (...) {
       // In the middle of a layer a policy may have begun to sum up. Between steps it holds nothing.
       for (const StepBatch::Span& span : m_batch.spans()) {
-        if (span.rule.policy) m_lives.at(span.sequence).policy = options().policy->make();
+        if (Life* const life = planned(span)) life->policy = life->pruning->policy->make();
       }
       throw;
     }
     for (const StepBatch::Span& span : m_batch.spans()) {
-      if (span.rule.part == StepPart::context && options().policy->info->repeats_context) {
-        auto& context = m_lives.at(span.sequence).context;
+      Life* const life = life_with_policy(span.sequence);
+      if (!life) continue;
+      if (span.rule.part == StepPart::context && life->pruning->policy->info->repeats_context) {
         const auto first = m_batch.tokens().begin() + span.first;
-        context.insert(context.end(), first, first + span.count);
+        life->context.insert(life->context.end(), first, first + span.count);
       }
       if (span.rule.part == StepPart::question || span.rule.part == StepPart::generated) {
-        ++m_lives.at(span.sequence).steps;
+        ++life->steps;
       }
-      if (span.rule.policy) finish(span);
+      if (planned(span)) finish(span);
     }
     return results;
   }
 
   void end_context(SequenceId sequence, const ProgressCallback& progress) override {
-    if (!m_uses_policy) return;
     Life& life = m_lives.at(sequence);
+    if (!life.pruning->uses_policy) return;
     life.steps = 0;
-    if (options().policy->info->repeats_context) repeat_context(sequence, progress);
-    if (!options().policy->rerotate) return;
+    if (life.pruning->policy->info->repeats_context) repeat_context(sequence, progress);
+    if (life.pruning->policy->rerotate) close_up(sequence);
+  }
+
+  void check(const PruneSetting& setting) const override {
+    kvzap::check(with_setting(options(), setting), setting.policy && setting.policy->scorer);
+  }
+
+  void set_pruning(SequenceId sequence, const PruneSetting& setting) override {
+    agree_on_memory(communicator(), [&] {
+      check(setting);
+      if (tokens(sequence) > 0) {
+        throw Error(fmt::format("sequence {} has tokens: it is too late to say how it is pruned",
+                                sequence));
+      }
+      m_lives.at(sequence) = new_life(pruning_of(setting));
+    });
+  }
+
+  Reading read(SequenceId sequence, const std::vector<TokenId>& tokens, std::int64_t question,
+               const std::vector<std::shared_ptr<const PolicyChoice>>& policies, StepOutput output,
+               const ProgressCallback& progress) override {
     auto& cache = m_decoder.cache();
-    const std::int64_t before = cache.tokens(sequence, 0);
-    // Every head has as many rows; a rank without any head cannot know how many.
-    std::int64_t rows = 0;
-    for (int l = 0; l < static_cast<int>(cache.shape().heads.size()); ++l) {
-      if (cache.shape().heads[l] > 0) rows = cache.rows(sequence, l, 0);
+    const ModelConfig& config = m_model->config();
+    const auto budget_model = detail::budget_model<Value>(config);
+    const auto count = static_cast<std::int64_t>(tokens.size());
+    // Those that score within the step, and those that have the context repeated alike.
+    std::vector<std::vector<std::size_t>> groups(1);
+    std::vector<std::unique_ptr<detail::JointPolicy>> joint;
+    std::optional<RecentQueries> recent;
+    agree_on_memory(communicator(), [&] {
+      if (m_lives.at(sequence).pruning->prune != PruneMode::none || this->tokens(sequence) > 0) {
+        throw Error(fmt::format("sequence {} is pruned or has tokens: it cannot be read for others",
+                                sequence));
+      }
+      for (std::size_t i = 0; i < policies.size(); ++i) {
+        const PolicyChoice& choice = *policies[i];
+        for (int l = 0; l < budget_model.layers && choice.budget.has_amount(); ++l) {
+          choice.budget.rows_per_head(budget_model, l, count);
+        }
+        std::size_t group = 0;
+        if (choice.info->repeats_context) {
+          for (group = 1; group < groups.size(); ++group) {
+            if (asks_alike(policies[groups[group].front()]->repeat, choice.repeat)) break;
+          }
+          groups.resize(std::max(groups.size(), group + 1));
+        }
+        groups[group].push_back(i);
+      }
+      for (const auto& group : groups) {
+        std::vector<std::shared_ptr<const PolicyChoice>> members;
+        for (const std::size_t i : group) members.push_back(policies[i]);
+        joint.push_back(std::make_unique<detail::JointPolicy>(members, budget_model));
+      }
+      joint[0]->reserve(cache.shape().heads, count);
+      const std::int64_t newest = joint[0]->needs().recent;
+      if (newest > 0) recent = recent_queries(newest, false);
+    });
+    PolicyStep step;
+    step.policy = joint[0].get();
+    step.recent = recent ? &*recent : nullptr;
+    step.question = question;
+    StepBatch batch(sequence, tokens, StepRule(), output);
+    if (!groups[0].empty()) batch.set_policy(0, &step);
+    Reading reading;
+    reading.result = std::move(m_decoder.step(batch, progress).front());
+    for (std::size_t g = 1; g < groups.size(); ++g) {
+      const PolicyChoice& choice = *policies[groups[g].front()];
+      double seconds = 0;
+      {
+        const detail::Stopwatch watch(seconds);
+        repeat(
+            sequence, tokens, choice, [&] { return joint[g].get(); }, progress);
+        detail::fence(ExecutionSpace(), "kvzap::engine: the repeat is timed");
+      }
+      m_repeat_seconds += seconds - joint[g]->seconds();
+      joint[g]->add_seconds(seconds - joint[g]->seconds());
+      joint[g]->take_context_scores(ExecutionSpace(), communicator(), budget_model.layers);
     }
-    rows = communicator().all_reduce_max(rows);
-    communicator().agree(
-        [&] { cache.close_up(ExecutionSpace(), sequence, m_decoder.inverse_frequencies(), rows); });
-    life.closed_up += before - cache.tokens(sequence, 0);
-    // Their queries have been turned to positions that are no more.
-    if (life.recent) life.recent->restart(cache.tokens(sequence, 0));
+    reading.scores.resize(policies.size());
+    for (std::size_t g = 0; g < groups.size(); ++g) {
+      for (std::size_t i = 0; i < groups[g].size(); ++i) {
+        reading.scores[groups[g][i]] = joint[g]->scores(i);
+      }
+    }
+    return reading;
+  }
+
+  SequenceId prune(SequenceId source, const PruneSetting& setting,
+                   const ContextScores* scores) override {
+    const bool prunes = setting.policy && setting.prune != PruneMode::none;
+    const bool chooses = prunes && chooses_rows(*setting.policy);
+    // Where a layer is chosen before the next one runs, nothing of it waits in a ring.
+    const bool empties_ring =
+        chooses && (setting.policy->rerotate ||
+                    (setting.policy->budget.by_layer() && !setting.policy->info->repeats_context));
+    const bool communicates = chooses && detail::choice_communicates(setting.policy->budget);
+    std::vector<ScoredLayer> layers;
+    const SequenceId sequence = on_all_ranks([&](std::optional<SequenceId>& made) {
+      check(setting);
+      if (setting.prefill != PrefillMode::dense) {
+        throw Error("sparse prefill cannot be made up for after a dense one");
+      }
+      if (m_lives.at(source).pruning->prune != PruneMode::none) {
+        throw Error(fmt::format("sequence {} is pruned already", source));
+      }
+      if (prunes && (!scores || scores->layers.size() != m_decoder.cache().shape().heads.size())) {
+        throw Error("there are no scores to prune by");
+      }
+      made = m_decoder.cache().fork(source);
+      Life& life = m_lives[*made] = new_life(pruning_of(setting));
+      if (!prunes) return;
+      if (!chooses) return judge(*made, scores->layers);
+      life.budget = setting.policy->budget;
+      layers = scored_layers(*made, scores->layers);
+      if (communicates) return;
+      choose(*made, layers, scores->layers);
+      evict(*made, layers, empties_ring, false);
+    });
+    try {
+      if (communicates) {
+        choose(sequence, layers, scores->layers);
+        agree_on_memory(communicator(), [&] { evict(sequence, layers, empties_ring, false); });
+      }
+      if (prunes && setting.policy->rerotate) close_up(sequence);
+    } catch (...) {
+      free_sequence(sequence);
+      throw;
+    }
+    return sequence;
   }
 
   std::size_t trim() override { return m_decoder.cache().trim(); }
 
-  CacheReport report(SequenceId sequence) override {
+  CacheReport report(SequenceId sequence) override { return reports({sequence}).front(); }
+
+  std::vector<CacheReport> reports(const std::vector<SequenceId>& sequences) override {
     auto& cache = m_decoder.cache();
     const ModelConfig& config = m_model->config();
     const HeadPartition& partition = m_model->partition();
-    CacheReport report;
-    report.tokens = cache.tokens(sequence, 0) + m_lives.at(sequence).closed_up;
+    const CacheBytes bytes = cache.bytes();
     std::vector<std::int64_t> mine;
-    for (int l = 0; l < partition.n_layers(); ++l) {
-      for (int h = 0; h < cache.shape().heads[l]; ++h) mine.push_back(cache.rows(sequence, l, h));
+    std::vector<std::int64_t> sums;
+    for (const std::size_t value : {bytes.live, bytes.allocated, bytes.returned, m_meter.peak()}) {
+      sums.push_back(static_cast<std::int64_t>(value));
+    }
+    for (const SequenceId sequence : sequences) {
+      for (int l = 0; l < partition.n_layers(); ++l) {
+        for (int h = 0; h < cache.shape().heads[l]; ++h) mine.push_back(cache.rows(sequence, l, h));
+      }
+      sums.push_back(cache.counts(sequence).non_finite + m_lives.at(sequence).non_finite);
     }
     const auto all = communicator().all_gather(mine);
-    report.kept.assign(partition.n_layers(), std::vector<std::int64_t>(partition.n_kv_heads()));
-    for (int r = 0; r < communicator().size(); ++r) {
-      auto rows = all[r].begin();
-      for (int l = 0; l < partition.n_layers(); ++l) {
-        for (int head : partition.heads(l, r)) report.kept[l][head] = *rows++;
-      }
-    }
-    report.non_finite_scores = communicator().all_reduce_sum(cache.counts(sequence).non_finite +
-                                                             m_lives.at(sequence).non_finite);
-    report.full_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * report.tokens *
-                        config.head_dim * static_cast<std::int64_t>(sizeof(Value));
-    const CacheBytes bytes = cache.bytes();
-    const auto sum = [&](std::size_t value) {
-      return communicator().all_reduce_sum(static_cast<std::int64_t>(value));
-    };
-    report.live_bytes = sum(bytes.live);
-    report.allocated_bytes = sum(bytes.allocated);
-    report.returned_bytes = sum(bytes.returned);
-    report.peak_allocated_bytes = sum(m_meter.peak());
+    communicator().all_reduce_sum(sums.data(), sums.size());
     std::array<double, 2> seconds = {m_decoder.seconds().scoring + m_repeat_seconds,
                                      m_decoder.seconds().pruning + m_evict_seconds};
     communicator().all_reduce_max(seconds.data(), seconds.size());
-    report.score_seconds = seconds[0];
-    report.prune_seconds = seconds[1];
-    return report;
+
+    std::vector<CacheReport> reports(sequences.size());
+    std::vector<std::size_t> next(all.size(), 0);  // value of each rank
+    for (std::size_t i = 0; i < sequences.size(); ++i) {
+      CacheReport& report = reports[i];
+      report.tokens = cache.tokens(sequences[i], 0) + m_lives.at(sequences[i]).closed_up;
+      report.kept.assign(partition.n_layers(), std::vector<std::int64_t>(partition.n_kv_heads()));
+      for (int r = 0; r < communicator().size(); ++r) {
+        for (int l = 0; l < partition.n_layers(); ++l) {
+          for (const int head : partition.heads(l, r)) report.kept[l][head] = all[r][next[r]++];
+        }
+      }
+      report.full_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads *
+                          report.tokens * config.head_dim *
+                          static_cast<std::int64_t>(sizeof(Value));
+      report.live_bytes = sums[0];
+      report.allocated_bytes = sums[1];
+      report.returned_bytes = sums[2];
+      report.peak_allocated_bytes = sums[3];
+      report.non_finite_scores = sums[4 + i];
+      report.score_seconds = seconds[0];
+      report.prune_seconds = seconds[1];
+    }
+    return reports;
   }
 
   void write_snapshot(const std::filesystem::path& file, const std::string& model_name,
                       SequenceId sequence) override {
     SnapshotInfo info;
     info.model = model_name;
-    info.prune = name_of(options().prune);
-    info.further["prefill"] = std::string(name_of(options().prefill));
-    if (options().prune != PruneMode::none) {
+    const Pruning& pruning = *m_lives.at(sequence).pruning;
+    info.prune = name_of(pruning.prune);
+    info.further["prefill"] = std::string(name_of(pruning.prefill));
+    if (pruning.prune != PruneMode::none) {
       info.sink = options().sink;
-      const bool has_budget = m_uses_policy && chooses_rows(*options().policy);
-      if (!has_budget) info.threshold = rule(StepPart::context).eviction.threshold;
-      if (m_uses_policy) {
-        info.further["policy"] = options().policy->name;
-        if (has_budget) info.further["budget"] = options().policy->budget.text();
+      const bool has_budget = pruning.uses_policy && chooses_rows(*pruning.policy);
+      if (!has_budget) info.threshold = rule(sequence, StepPart::context, 0).eviction.threshold;
+      if (pruning.uses_policy) {
+        info.further["policy"] = pruning.policy->name;
+        if (has_budget) info.further["budget"] = pruning.policy->budget.text();
       } else {
         info.further["surrogate"] = m_scorer->kind();
       }
@@ -287,6 +533,7 @@ class TypedEngine final : public Engine {
  private:
   /// What a policy keeps of a sequence between steps.
   struct Life {
+    std::shared_ptr<const Pruning> pruning;
     std::unique_ptr<Policy> policy;
     std::optional<RecentQueries> recent;
     std::int64_t steps = 0;        // since the context, or since the last cut
@@ -305,35 +552,51 @@ class TypedEngine final : public Engine {
       into.closed_up = closed_up;
       into.non_finite = non_finite;
       into.context = context;
+      into.pruning = pruning;
       return into;
     }
   };
-
-  using LayerScores = decltype(PolicyStep::scores);
 
   struct TypedCheckpoint final : Checkpoint {
     typename KVCache<Value, order>::Checkpoint state;
     Life life;
   };
 
-  Life new_life() const {
+  Life new_life(const std::shared_ptr<const Pruning>& pruning) const {
     Life life;
-    if (!m_uses_policy) return life;
-    life.policy = options().policy->make();
+    life.pruning = pruning;
+    if (!pruning->uses_policy) return life;
+    life.policy = pruning->policy->make();
     const PolicyNeeds needs = life.policy->needs();
     if (needs.recent > 0) {
-      const int group = static_cast<int>(m_model->config().query_group());
-      std::vector<int> query_heads;
-      for (const int heads : m_decoder.cache().shape().heads) query_heads.push_back(heads * group);
-      life.recent.emplace(needs.recent, query_heads, static_cast<int>(m_model->config().head_dim),
-                          later_steps_score());
+      // Whether rows are scored in several steps, so that the newest tokens of a step are too few.
+      life.recent = recent_queries(
+          needs.recent, options().decode_every > 0 || pruning->prefill == PrefillMode::sparse);
     }
     return life;
   }
 
-  /// Whether rows are scored in several steps, so that the newest tokens of a step are too few.
-  bool later_steps_score() const {
-    return options().decode_every > 0 || options().prefill == PrefillMode::sparse;
+  RecentQueries recent_queries(std::int64_t count, bool every_layer) const {
+    const int group = static_cast<int>(m_model->config().query_group());
+    std::vector<int> query_heads;
+    for (const int heads : m_decoder.cache().shape().heads) query_heads.push_back(heads * group);
+    return RecentQueries(count, query_heads, static_cast<int>(m_model->config().head_dim),
+                         every_layer);
+  }
+
+  std::shared_ptr<const Pruning> pruning_of(const PruneSetting& setting) const {
+    const CacheOptions options = with_setting(this->options(), setting);
+    // The decoder's fast path is the engine's own scorer's.
+    const bool uses_scorer = options.policy && options.policy->scorer == m_scorer;
+    return std::make_shared<const Pruning>(
+        Pruning{options.policy, options.prune, options.prefill, options.threshold,
+                options.policy && (uses_policy(options) || !uses_scorer)});
+  }
+
+  /// Null where the sequence has none, or is none.
+  Life* life_with_policy(SequenceId sequence) {
+    const auto found = m_lives.find(sequence);
+    return found == m_lives.end() || !found->second.pruning->uses_policy ? nullptr : &found->second;
   }
 
   /// Rows per head that a cut leaves after `tokens` tokens. A question as long as this is a reason
@@ -347,9 +610,10 @@ class TypedEngine final : public Engine {
   /// What the policy does to a span of m_batch.
   void plan(std::size_t index) {
     const StepBatch::Span& span = m_batch.spans()[index];
-    const PolicyChoice& choice = *options().policy;
-    if (span.rule.part == StepPart::other || choice.info->repeats_context) return;
+    if (!life_with_policy(span.sequence)) return;
     Life& life = m_lives.at(span.sequence);
+    const PolicyChoice& choice = *life.pruning->policy;
+    if (span.rule.part == StepPart::other || choice.info->repeats_context) return;
     const PolicyNeeds needs = life.policy->needs();
     const std::int64_t before = m_decoder.cache().tokens(span.sequence, 0);
     PolicyStep& step = life.step;
@@ -404,7 +668,7 @@ class TypedEngine final : public Engine {
     auto& cache = m_decoder.cache();
     const ExecutionSpace exec;
     const int layers = static_cast<int>(scores.size());
-    communicator().agree([&] {
+    agree_on_memory(communicator(), [&] {
       for (int l = 0; l < layers; ++l) {
         cache.set_row_scores(exec, span.sequence, l, scores[l]);
       }
@@ -412,52 +676,69 @@ class TypedEngine final : public Engine {
     if (life.cuts) cut(span.sequence, scores);
   }
 
-  /// Lets the model repeat the context, which leaves nothing in the sequence but the scores of its
-  /// rows, and cuts by them.
-  void repeat_context(SequenceId sequence, const ProgressCallback& progress) {
-    Life& life = m_lives.at(sequence);
-    const PolicyChoice& choice = *options().policy;
+  static bool asks_alike(const RepeatPrompt& a, const RepeatPrompt& b) {
+    return a.first == b.first && a.later == b.later && a.suffix == b.suffix &&
+           a.prefix == b.prefix && a.chunk == b.chunk && a.overlap == b.overlap;
+  }
+
+  /// Lets the model repeat the context before the eyes of a policy, which `make` gives, and leaves
+  /// the sequence as it was.
+  template <class Make>
+  void repeat(SequenceId sequence, const std::vector<TokenId>& context, const PolicyChoice& choice,
+              const Make& make, const ProgressCallback& progress) {
     auto& cache = m_decoder.cache();
-    const ExecutionSpace exec;
-    const std::vector<RepeatStep> steps = repeat_steps(life.context, choice.repeat);
+    const std::vector<RepeatStep> steps = repeat_steps(context, choice.repeat);
     std::int64_t all = 0;
     for (const RepeatStep& repeat : steps) all += static_cast<std::int64_t>(repeat.tokens.size());
+    typename KVCache<Value, order>::Checkpoint before;
+    Policy* policy = nullptr;
+    agree_on_memory(communicator(), [&] {
+      for (int l = 0; l < static_cast<int>(cache.shape().heads.size()); ++l) {
+        for (int h = 0; h < cache.shape().heads[l]; ++h) {
+          if (cache.rows(sequence, l, h) == static_cast<std::int64_t>(context.size())) continue;
+          throw Error(fmt::format("policy {}: sequence {} does not have all rows of its context",
+                                  choice.name, sequence));
+        }
+      }
+      policy = make();
+      before = cache.checkpoint(sequence);
+    });
+    std::int64_t done = 0;
+    for (const RepeatStep& repeat : steps) {
+      PolicyStep step;
+      step.policy = policy;
+      step.only_observes = true;
+      step.repeats_begin = repeat.begin;
+      step.repeats_end = repeat.end;
+      const auto count = static_cast<std::int64_t>(repeat.tokens.size());
+      StepBatch batch(sequence, repeat.tokens, StepRule(), StepOutput::none);
+      batch.set_policy(0, &step);
+      m_decoder.step(batch, [&](std::string_view, std::int64_t part, std::int64_t parts) {
+        if (progress) progress("repeat", done + count * part / parts, all);
+      });
+      cache.restore(sequence, before);
+      done += count;
+    }
+  }
+
+  /// The same for the sequence's own policy, by whose scores it is cut.
+  void repeat_context(SequenceId sequence, const ProgressCallback& progress) {
+    Life& life = m_lives.at(sequence);
+    const PolicyChoice& choice = *life.pruning->policy;
+    auto& cache = m_decoder.cache();
+    const ExecutionSpace exec;
     // The policy's own time in these steps is counted by the decoder.
     const double scoring_before = m_decoder.seconds().scoring;
     double seconds = 0;
     LayerScores scores;
     {
       const detail::Stopwatch watch(seconds);
-      typename KVCache<Value, order>::Checkpoint before;
       std::unique_ptr<Policy> policy;
-      communicator().agree([&] {
-        const auto context = static_cast<std::int64_t>(life.context.size());
-        for (int l = 0; l < static_cast<int>(cache.shape().heads.size()); ++l) {
-          for (int h = 0; h < cache.shape().heads[l]; ++h) {
-            if (cache.rows(sequence, l, h) == context) continue;
-            throw Error(fmt::format("policy {}: sequence {} does not have all rows of its context",
-                                    choice.name, sequence));
-          }
-        }
+      const auto make = [&] {
         policy = choice.make();
-        before = cache.checkpoint(sequence);
-      });
-      std::int64_t done = 0;
-      for (const RepeatStep& repeat : steps) {
-        PolicyStep step;
-        step.policy = policy.get();
-        step.only_observes = true;
-        step.repeats_begin = repeat.begin;
-        step.repeats_end = repeat.end;
-        const auto count = static_cast<std::int64_t>(repeat.tokens.size());
-        StepBatch batch(sequence, repeat.tokens, rule(StepPart::other), StepOutput::none);
-        batch.set_policy(0, &step);
-        m_decoder.step(batch, [&](std::string_view, std::int64_t part, std::int64_t parts) {
-          if (progress) progress("repeat", done + count * part / parts, all);
-        });
-        cache.restore(sequence, before);
-        done += count;
-      }
+        return policy.get();
+      };
+      repeat(sequence, life.context, choice, make, progress);
       for (int l = 0; l < static_cast<int>(cache.shape().heads.size()); ++l) {
         scores.push_back(policy->context_scores(exec, communicator(), l));
         if (m_observer) m_observer->scores(sequence, l, 0, scores.back());
@@ -466,7 +747,7 @@ class TypedEngine final : public Engine {
     }
     m_repeat_seconds += seconds - (m_decoder.seconds().scoring - scoring_before);
     const detail::Stopwatch watch(m_evict_seconds);
-    communicator().agree([&] {
+    agree_on_memory(communicator(), [&] {
       for (std::size_t l = 0; l < scores.size(); ++l) {
         cache.set_row_scores(exec, sequence, static_cast<int>(l), scores[l]);
       }
@@ -476,58 +757,115 @@ class TypedEngine final : public Engine {
     life.context = {};
   }
 
+  /// What a choice from `scores` is made of.
+  std::vector<ScoredLayer> scored_layers(SequenceId sequence, const LayerScores& scores) {
+    auto& cache = m_decoder.cache();
+    std::vector<ScoredLayer> layers(scores.size());
+    for (std::size_t l = 0; l < layers.size(); ++l) {
+      layers[l].layer = static_cast<int>(l);
+      layers[l].heads = m_model->partition().heads(static_cast<int>(l), m_model->rank());
+      layers[l].scores = scores[l];
+      for (std::size_t h = 0; h < layers[l].heads.size(); ++h) {
+        layers[l].rows.push_back(cache.rows(sequence, static_cast<int>(l), static_cast<int>(h)));
+      }
+      detail::before_allocation(layers[l].heads.size() * scores[l].extent(1));
+      layers[l].keep = decltype(layers[l].keep)("kvzap::policy::keep", layers[l].heads.size(),
+                                                scores[l].extent(1));
+    }
+    return layers;
+  }
+
+  /// Cuts to life.budget by scores that the rows have.
   void cut(SequenceId sequence, const LayerScores& scores) {
+    const bool empties_ring = m_lives.at(sequence).pruning->policy->rerotate;
+    std::vector<ScoredLayer> layers;
+    if (!detail::choice_communicates(m_lives.at(sequence).budget)) {
+      agree_on_memory(communicator(), [&] {
+        layers = scored_layers(sequence, scores);
+        choose(sequence, layers, scores);
+        evict(sequence, layers, empties_ring, true);
+      });
+      return;
+    }
+    agree_on_memory(communicator(), [&] { layers = scored_layers(sequence, scores); });
+    choose(sequence, layers, scores);
+    agree_on_memory(communicator(), [&] { evict(sequence, layers, empties_ring, true); });
+  }
+
+  /// Which rows stay; collective if choice_communicates.
+  void choose(SequenceId sequence, const std::vector<ScoredLayer>& layers,
+              const LayerScores& scores) {
+    const Life& life = m_lives.at(sequence);
+    const std::int64_t tokens = m_decoder.cache().tokens(sequence, 0) + life.closed_up;
+    detail::choose_rows(ExecutionSpace(), communicator(), life.budget,
+                        detail::budget_model<Value>(m_model->config()), tokens, options().sink,
+                        layers, scores);
+  }
+
+  /// empties_ring: no row is left in a ring (positions can only be closed up then). is_stored: rows
+  /// have the scores that they were chosen by in the cache too.
+  void evict(SequenceId sequence, const std::vector<ScoredLayer>& layers, bool empties_ring,
+             bool is_stored) {
     Life& life = m_lives.at(sequence);
     auto& cache = m_decoder.cache();
     const ExecutionSpace exec;
-    std::vector<ScoredLayer> layers(scores.size());
-    communicator().agree([&] {
-      for (std::size_t l = 0; l < layers.size(); ++l) {
-        layers[l].layer = static_cast<int>(l);
-        layers[l].heads = m_model->partition().heads(static_cast<int>(l), m_model->rank());
-        layers[l].scores = scores[l];
-        for (std::size_t h = 0; h < layers[l].heads.size(); ++h) {
-          layers[l].rows.push_back(cache.rows(sequence, static_cast<int>(l), static_cast<int>(h)));
-        }
-        layers[l].keep = decltype(layers[l].keep)("kvzap::policy::keep", layers[l].heads.size(),
-                                                  scores[l].extent(1));
-      }
-    });
-    const Budget::Model model = detail::budget_model<Value>(m_model->config());
-    const std::int64_t tokens = cache.tokens(sequence, 0) + life.closed_up;
-    const auto choose = [&] {
-      if (!life.budget.by_layer()) {
-        return detail::choose_rows(exec, communicator(), life.budget, model, tokens, options().sink,
-                                   layers, scores);
-      }
-      for (const ScoredLayer& layer : layers) {
-        detail::choose_rows(exec, communicator(), life.budget, model, tokens, options().sink,
-                            {layer}, {scores[layer.layer]});
-      }
-    };
-    if (detail::choice_communicates(life.budget)) {
-      choose();
-    } else {
-      communicator().agree(choose);
+    const std::int64_t tokens = cache.tokens(sequence, 0);
+    life.non_finite = 0;
+    for (const ScoredLayer& layer : layers) {
+      const std::int64_t stored =
+          cache.evict(exec, sequence, layer.layer, layer.keep, empties_ring).non_finite;
+      life.non_finite += is_stored ? stored : count_non_finite(exec, layer, tokens);
     }
-    communicator().agree([&] {
-      life.non_finite = 0;
-      for (const ScoredLayer& layer : layers) {
-        // Positions can only be closed up where no row waits in a ring.
-        const bool empties_ring = options().policy->rerotate;
-        life.non_finite +=
-            cache.evict(exec, sequence, layer.layer, layer.keep, empties_ring).non_finite;
-      }
-    });
     life.steps = 0;
   }
 
-  // A new sequence on every rank, or, with an error, on none.
+  /// Judges the rows of a context, all of which are there, as if they had been when they left the
+  /// window.
+  void judge(SequenceId sequence, const LayerScores& scores) {
+    Life& life = m_lives.at(sequence);
+    auto& cache = m_decoder.cache();
+    const ExecutionSpace exec;
+    const EvictionRule rule = this->rule(sequence, StepPart::context, 0).eviction;
+    if (life.pruning->prune == PruneMode::always) {
+      // Those of the window are judged later.
+      for (std::size_t l = 0; l < scores.size(); ++l) {
+        cache.set_row_scores(exec, sequence, static_cast<int>(l), scores[l]);
+      }
+    }
+    const std::int64_t judged = cache.tokens(sequence, 0) - options().window;
+    if (judged <= 0) return;
+    for (const ScoredLayer& layer : scored_layers(sequence, scores)) {
+      judge_rows(exec, layer, rule, judged);
+      life.non_finite += count_non_finite(exec, layer, judged);
+      cache.evict(exec, sequence, layer.layer, layer.keep);
+    }
+  }
+
+  /// Of a sequence whose heads all have as many rows.
+  void close_up(SequenceId sequence) {
+    Life& life = m_lives.at(sequence);
+    auto& cache = m_decoder.cache();
+    const std::int64_t before = cache.tokens(sequence, 0);
+    // A rank without any head cannot know how many.
+    std::int64_t rows = 0;
+    for (int l = 0; l < static_cast<int>(cache.shape().heads.size()); ++l) {
+      if (cache.shape().heads[l] > 0) rows = cache.rows(sequence, l, 0);
+    }
+    rows = communicator().all_reduce_max(rows);
+    agree_on_memory(communicator(), [&] {
+      cache.close_up(ExecutionSpace(), sequence, m_decoder.inverse_frequencies(), rows);
+    });
+    life.closed_up += before - cache.tokens(sequence, 0);
+    // Their queries have been turned to positions that are no more.
+    if (life.recent) life.recent->restart(cache.tokens(sequence, 0));
+  }
+
+  // A new sequence on every rank, or, with an error, on none. `make` first sets it.
   template <class Make>
   SequenceId on_all_ranks(const Make& make) {
     std::optional<SequenceId> made;
     try {
-      communicator().agree([&] { made = make(); });
+      agree_on_memory(communicator(), [&] { make(made); });
     } catch (...) {
       if (made) free_sequence(*made);
       throw;
@@ -539,7 +877,7 @@ class TypedEngine final : public Engine {
   std::shared_ptr<const Model<Value>> m_model;
   std::shared_ptr<Scorer> m_scorer;
   Decoder<Value, order> m_decoder;
-  bool m_uses_policy;
+  std::shared_ptr<const Pruning> m_standard;  // of sequences without a setting of their own
   std::map<SequenceId, Life> m_lives;
   StepBatch m_batch;
   StepObserver* m_observer = nullptr;
@@ -580,32 +918,20 @@ double CacheReport::evict_ratio() const {
 }
 
 StepRule Engine::rule(bool judges) const {
-  StepRule rule;
-  rule.score = judges;
-  rule.eviction = {m_options.threshold, m_options.sink, judges};
-  return rule;
+  return scorer_rule(judges, m_options.threshold, m_options.sink);
 }
 
 StepRule Engine::rule(StepPart part, std::int64_t question) const {
-  const bool is_context = part == StepPart::context || part == StepPart::whole;
-  const bool judges =
-      m_options.prune == PruneMode::always || (is_context && m_options.prune == PruneMode::prefill);
-  if (!uses_policy(m_options)) return rule(judges);
-  const PolicyChoice& choice = *m_options.policy;
-  StepRule rule;
-  rule.part = part;
-  rule.question = question;
-  // Without a budget a threshold decides, as pairs leave the window.
-  rule.eviction = {static_cast<float>(choice.threshold), m_options.sink,
-                   judges && !chooses_rows(choice)};
-  return rule;
+  const Pruning pruning{m_options.policy, m_options.prune, m_options.prefill, m_options.threshold,
+                        uses_policy(m_options)};
+  return rule_of(pruning, m_options.sink, part, question);
 }
 
 template <class Value>
 std::unique_ptr<Engine> Engine::create(std::shared_ptr<const Model<Value>> model,
                                        std::shared_ptr<Scorer> scorer, const CacheOptions& options,
                                        const Communicator& comm) {
-  check(options, scorer != nullptr);
+  kvzap::check(options, scorer != nullptr);
   if (options.order == PageOrder::dim_major) {
     return std::make_unique<TypedEngine<Value, PageOrder::dim_major>>(
         std::move(model), std::move(scorer), options, comm);

@@ -89,6 +89,19 @@ void choose_rows(const ExecutionSpace& exec, const Communicator& comm, const Bud
   for (const ScoredLayer& layer : layers) keep_marked(exec, layer);
 }
 
+void set_keep(const Budget* budget, const Budget::Model& model, std::int64_t tokens,
+              PolicyLayer::Extents& extents) {
+  extents.keep = extents.tokens;
+  extents.evict_ratio = 0;
+  if (!budget || !budget->has_amount()) return;
+  extents.keep = budget->rows_per_head(model, extents.layer, tokens);
+  extents.evict_ratio =
+      budget->amount == Budget::Amount::evict_ratio && !budget->pyramid
+          ? (budget->layer_ratios.empty() ? budget->evict_ratio
+                                          : budget->layer_ratios.at(extents.layer))
+          : 1 - static_cast<double>(extents.keep) / static_cast<double>(tokens);
+}
+
 template <class Value, PageOrder order>
 void DecoderLayer<Value, order>::show(const PolicyStep& step, SequenceId sequence, int layer,
                                       std::int64_t new_tokens) {
@@ -108,17 +121,8 @@ void DecoderLayer<Value, order>::show(const PolicyStep& step, SequenceId sequenc
   for (int h = 0; h < static_cast<int>(heads.size()); ++h) {
     m_extents.rows[h] = (step.scores_all ? m_cache.rows(sequence, layer, h) : 0) + new_tokens;
   }
-  m_extents.keep = m_extents.tokens;
-  m_extents.evict_ratio = 0;
-  if (step.budget && step.budget->has_amount()) {
-    const Budget& budget = *step.budget;
-    const std::int64_t tokens = m_extents.tokens + step.closed_up;
-    m_extents.keep = budget.rows_per_head(budget_model<Value>(m_model.config()), layer, tokens);
-    m_extents.evict_ratio =
-        budget.amount == Budget::Amount::evict_ratio && !budget.pyramid
-            ? (budget.layer_ratios.empty() ? budget.evict_ratio : budget.layer_ratios.at(layer))
-            : 1 - static_cast<double>(m_extents.keep) / tokens;
-  }
+  set_keep(step.budget, budget_model<Value>(m_model.config()), m_extents.tokens + step.closed_up,
+           m_extents);
 }
 
 template <class Value, PageOrder order>

@@ -32,6 +32,11 @@ inline bool choice_communicates(const Budget& budget) {
   return budget.has_amount() && (budget.pool != Budget::Pool::head || budget.group != 0);
 }
 
+/// Tells a policy how many of a layer's rows `budget` will keep of `tokens` that the sequence has
+/// seen; null or without an amount: all. extents.layer and tokens are there.
+void set_keep(const Budget* budget, const Budget::Model& model, std::int64_t tokens,
+              PolicyLayer::Extents& extents);
+
 /// Memory that the layers of all spans share, one after the other.
 template <class Value, PageOrder order>
 struct PolicyScratch {

@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <csignal>
 #include <cstdint>
+#include <fstream>
 #include <limits>
 #include <new>
 #include <optional>
@@ -267,6 +268,25 @@ void TemporaryFile::move_to_target() {
         m_calls.sync_folder(m_path.parent_path());
       },
       m_kind);
+}
+
+void write_text(const fs::path& file, const std::string& text) {
+  const std::string kind = "file";
+  const auto self = Communicator::self();
+  TemporaryFile temporary(file, self, DurableCalls::of_system(), kind);
+  temporary.create();
+  agree_on_file(
+      self, file,
+      [&] {
+        temporary.remove_leftovers();
+        std::ofstream stream(temporary.path(), std::ios::binary);
+        errno = 0;
+        stream << text;
+        stream.close();
+        if (!stream) throw system_error("cannot be written", errno == 0 ? EIO : errno);
+      },
+      kind);
+  temporary.move_to_target();
 }
 
 }  // namespace kvzap::detail

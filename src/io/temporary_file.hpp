@@ -81,6 +81,10 @@ class TemporaryFile {
   bool m_exists = false;  // on rank 0, which alone creates and removes it
 };
 
+/// Writes a text file that appears under its name once it is complete and on the disk. One process
+/// alone. Throws Error, naming the file.
+void write_text(const std::filesystem::path& file, const std::string& text);
+
 /// What names this node, and on it the set of processes that process ids belong to.
 std::string node_name();
 

@@ -49,6 +49,7 @@ class Compactor final : public Policy {
     needs.blocks = true;
     // A step's queries are gone after it.
     needs.every_step = true;
+    needs.budget = m_options.blending < 0;
     return needs;
   }
 

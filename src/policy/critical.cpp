@@ -101,7 +101,11 @@ class Critical final : public Policy {
   Critical(std::unique_ptr<Policy> inner, const CriticalOptions& options)
       : m_inner(std::move(inner)), m_options(options) {}
 
-  PolicyNeeds needs() const override { return m_inner->needs(); }
+  PolicyNeeds needs() const override {
+    PolicyNeeds needs = m_inner->needs();
+    needs.budget = true;  // of which the first stage has its share
+    return needs;
+  }
   void observe(PolicyLayer& layer, const TokenBlock& block) override {
     m_inner->observe(layer, block);
   }

@@ -74,6 +74,7 @@ class H2O final : public Policy {
     needs.blocks = true;
     needs.log_sum_exp = true;
     needs.every_step = true;
+    needs.budget = m_local;
     return needs;
   }
 

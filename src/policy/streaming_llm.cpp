@@ -27,6 +27,12 @@ class StreamingLlm final : public Policy {
  public:
   explicit StreamingLlm(std::int64_t sink) : m_sink(sink) {}
 
+  PolicyNeeds needs() const override {
+    PolicyNeeds needs;
+    needs.budget = true;
+    return needs;
+  }
+
   void score(PolicyLayer& layer, const ScoreView& scores) override {
     for (int h = 0; h < layer.heads(); ++h) {
       const std::int64_t rows = layer.rows(h);

@@ -2,9 +2,7 @@
 
 #include <fmt/format.h>
 
-#include <cerrno>
 #include <cmath>
-#include <fstream>
 #include <kvzap/safetensors.hpp>
 #include <limits>
 
@@ -60,25 +58,6 @@ std::vector<Number> numbers_of(const nlohmann::json& values) {
 }  // namespace
 
 fs::path checkpoint_folder(const fs::path& folder) { return folder / "checkpoint"; }
-
-void write_text(const fs::path& file, const std::string& text) {
-  const std::string what = "file";
-  const auto self = Communicator::self();
-  TemporaryFile temporary(file, self, DurableCalls::of_system(), what);
-  temporary.create();
-  agree_on_file(
-      self, file,
-      [&] {
-        temporary.remove_leftovers();
-        std::ofstream stream(temporary.path(), std::ios::binary);
-        errno = 0;
-        stream << text;
-        stream.close();
-        if (!stream) throw system_error("cannot be written", errno == 0 ? EIO : errno);
-      },
-      what);
-  temporary.move_to_target();
-}
 
 ordered_json report_json(const LayerReport& r) {
   const auto rows = [&](const std::vector<float>& values) {

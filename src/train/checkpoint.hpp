@@ -33,10 +33,6 @@ std::vector<std::string> differences(const nlohmann::ordered_json& there,
 nlohmann::ordered_json report_json(const LayerReport& report);
 LayerReport report_from_json(const nlohmann::json& value);
 
-/// Writes a text file that appears under its name once it is complete. One process alone. Throws
-/// Error, naming the file.
-void write_text(const std::filesystem::path& file, const std::string& text);
-
 /// folder/checkpoint
 std::filesystem::path checkpoint_folder(const std::filesystem::path& folder);
 

@@ -6,6 +6,7 @@
 #include <kvzap/thresholds.hpp>
 #include <nlohmann/json.hpp>
 
+#include "io/temporary_file.hpp"
 #include "model/safetensors_writer.hpp"
 #include "train/checkpoint.hpp"
 

@@ -1,0 +1,56 @@
+#include "model_loading.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <vector>
+
+#include "base/fnv.hpp"
+
+namespace kvzap::driver {
+
+namespace fs = std::filesystem;
+
+std::string hash_of_model(const fs::path& folder, bool with_weights) {
+  std::uint64_t hash = detail::fnv_start;
+  const auto add_part = [&](const fs::path& file, std::uintmax_t begin, std::size_t bytes) {
+    std::ifstream stream(file, std::ios::binary);
+    stream.seekg(static_cast<std::streamoff>(begin));
+    std::string part(bytes, '\0');
+    stream.read(part.data(), static_cast<std::streamsize>(bytes));
+    hash = detail::fnv1a(part, hash);
+  };
+  std::vector<fs::path> files;
+  for (const char* name :
+       {"config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}) {
+    files.emplace_back(folder / name);
+  }
+  if (with_weights) {
+    std::vector<fs::path> weights;
+    for (const auto& entry : fs::directory_iterator(folder)) {
+      if (entry.path().extension() == ".safetensors") weights.push_back(entry.path());
+    }
+    std::sort(weights.begin(), weights.end());
+    files.insert(files.end(), weights.begin(), weights.end());
+  }
+  for (const fs::path& file : files) {
+    std::error_code ignored;
+    if (!fs::is_regular_file(file, ignored)) continue;
+    const std::uintmax_t size = fs::file_size(file);
+    constexpr std::uintmax_t parts = 32;
+    constexpr std::uintmax_t bytes = std::uintmax_t{1} << 16;
+    hash = detail::fnv1a(fmt::format("{} {}", file.filename().string(), size), hash);
+    if (size <= parts * bytes) {
+      add_part(file, 0, static_cast<std::size_t>(size));
+      continue;
+    }
+    for (std::uintmax_t i = 0; i < parts; ++i) {
+      add_part(file, (size - bytes) / (parts - 1) * i, static_cast<std::size_t>(bytes));
+    }
+  }
+  return fmt::format("{:016x}", hash);
+}
+
+}  // namespace kvzap::driver

@@ -1,0 +1,82 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <kvzap/metrics.hpp>
+#include <kvzap/types.hpp>
+#include <limits>
+#include <random>
+
+namespace kvzap {
+namespace {
+
+// Uniform below `size`: the standard's distributions differ between libraries. Multiplying (Lemire,
+// arXiv 1805.10941, without the rejection) is off by less than size / 2^32.
+std::size_t bootstrap_index(std::mt19937_64& generator, std::size_t size) {
+  return static_cast<std::size_t>(((generator() >> 32) * static_cast<std::uint64_t>(size)) >> 32);
+}
+
+// Between neighbours in order, as numpy.quantile does by default. `sorted` is not empty.
+double bootstrap_quantile(const std::vector<double>& sorted, double share) {
+  const double position = share * static_cast<double>(sorted.size() - 1);
+  const auto below = static_cast<std::size_t>(position);
+  const std::size_t above = std::min(below + 1, sorted.size() - 1);
+  return sorted[below] + (position - static_cast<double>(below)) * (sorted[above] - sorted[below]);
+}
+
+// Of what is added to the first value, so that equal values give exactly that value.
+template <class At>
+double bootstrap_mean_of(std::size_t count, double origin, At&& at) {
+  double sum = 0;
+  for (std::size_t i = 0; i < count; ++i) sum += at(i) - origin;
+  return origin + sum / static_cast<double>(count);
+}
+
+}  // namespace
+
+Interval bootstrap_mean(const std::vector<double>& values, std::uint64_t seed, double share,
+                        int resamples) {
+  if (!(share > 0 && share < 1)) {
+    throw Error(
+        fmt::format("bootstrap: share: expected more than 0 and less than 1, found {}", share));
+  }
+  if (resamples < 1 || values.size() > std::numeric_limits<std::uint32_t>::max()) {
+    throw Error(
+        fmt::format("bootstrap: expected 1 or more resamples of at most 2^32 - 1 values, "
+                    "found {} of {}",
+                    resamples, values.size()));
+  }
+  if (values.empty()) {
+    constexpr double nan = std::numeric_limits<double>::quiet_NaN();
+    return {nan, nan, nan};
+  }
+  const double origin = values.front();
+  std::mt19937_64 generator(seed);
+  std::vector<double> means(static_cast<std::size_t>(resamples));
+  for (double& mean : means) {
+    mean = bootstrap_mean_of(values.size(), origin, [&](std::size_t) {
+      return values[bootstrap_index(generator, values.size())];
+    });
+  }
+  std::sort(means.begin(), means.end());
+  return {bootstrap_mean_of(values.size(), origin, [&](std::size_t i) { return values[i]; }),
+          bootstrap_quantile(means, (1 - share) / 2), bootstrap_quantile(means, (1 + share) / 2)};
+}
+
+double pass_at_k(std::int64_t n, std::int64_t c, std::int64_t k) {
+  if (k < 1 || k > n || c < 0 || c > n) {
+    throw Error(
+        fmt::format("pass@k: expected 1 <= k <= n and 0 <= c <= n, found k = {}, n = {}, "
+                    "c = {}",
+                    k, n, c));
+  }
+  if (n - c < k) return 1;
+  // C(n - c, k) / C(n, k) factor by factor, since the binomials themselves overflow.
+  double none_right = 1;
+  for (std::int64_t i = n - c + 1; i <= n; ++i) {
+    none_right *= 1 - static_cast<double>(k) / static_cast<double>(i);
+  }
+  return 1 - none_right;
+}
+
+}  // namespace kvzap

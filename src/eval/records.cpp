@@ -1,0 +1,332 @@
+#include "eval/records.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cmath>
+#include <fstream>
+#include <kvzap/types.hpp>
+#include <set>
+
+#include "base/json_file.hpp"
+#include "io/temporary_file.hpp"
+
+namespace kvzap::detail {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+using nlohmann::ordered_json;
+
+/// A field of a record. Throws Error, naming it.
+template <class Value>
+void read_field(const json& object, const char* name, Value& value) {
+  const auto found = object.find(name);
+  if (found == object.end()) throw Error(fmt::format("{} is missing", name));
+  try {
+    value = found->get<Value>();
+  } catch (const json::exception&) {
+    throw Error(fmt::format("{} is {}, which is of another type", name, found->dump()));
+  }
+}
+
+/// Absent and null are both none.
+void read_field(const json& object, const char* name, std::optional<double>& value) {
+  const auto found = object.find(name);
+  value.reset();
+  if (found == object.end() || found->is_null()) return;
+  double number = 0;
+  read_field(object, name, number);
+  value = number;
+}
+
+bool is_beside_the_point(const std::string& path) {
+  // The model's files have hashes; where they lie does not matter.
+  return path == "version" || path == "model.folder" || path == "model.name" ||
+         path == "options.surrogate";
+}
+
+/// What an entry of a list is called in messages.
+std::string name_of_entry(const json& entry, std::size_t index) {
+  for (const char* key : {"label", "file"}) {
+    if (entry.is_object() && entry.contains(key)) return entry.at(key).get<std::string>();
+  }
+  return std::to_string(index + 1);
+}
+
+void add_differences(const json& there, const json& here, const std::string& path,
+                     std::vector<std::string>& found);
+
+void add_object_differences(const json& there, const json& here, const std::string& path,
+                            std::vector<std::string>& found) {
+  const std::string prefix = path.empty() ? "" : path + ".";
+  const json absent;
+  for (const auto& [name, value] : here.items()) {
+    add_differences(there.contains(name) ? there.at(name) : absent, value, prefix + name, found);
+  }
+  for (const auto& [name, value] : there.items()) {
+    if (!here.contains(name)) add_differences(value, absent, prefix + name, found);
+  }
+}
+
+/// Lists of named things differ by those that only one of them has, or by their order.
+void add_list_differences(const json& there, const json& here, const std::string& path,
+                          std::vector<std::string>& found) {
+  const std::size_t before = found.size();
+  const auto entries = [](const json& list) {
+    json named = json::object();
+    for (std::size_t i = 0; i < list.size(); ++i) named[name_of_entry(list[i], i)] = list[i];
+    return named;
+  };
+  const json old_entries = entries(there), new_entries = entries(here);
+  for (const auto& [name, value] : old_entries.items()) {
+    if (!new_entries.contains(name)) {
+      found.push_back(fmt::format("{}: {} is there only", path, name));
+    }
+  }
+  for (const auto& [name, value] : new_entries.items()) {
+    if (!old_entries.contains(name)) {
+      found.push_back(fmt::format("{}: {} is here only", path, name));
+    } else {
+      add_differences(old_entries.at(name), value, fmt::format("{}.{}", path, name), found);
+    }
+  }
+  if (found.size() == before) found.push_back(path + " are in another order");
+}
+
+void add_differences(const json& there, const json& here, const std::string& path,
+                     std::vector<std::string>& found) {
+  if (there == here || is_beside_the_point(path)) return;
+  if (there.is_object() && here.is_object())
+    return add_object_differences(there, here, path, found);
+  if (there.is_array() && here.is_array()) return add_list_differences(there, here, path, found);
+  const auto text = [](const json& value) {
+    return value.is_null() ? std::string("absent") : value.dump();
+  };
+  found.push_back(fmt::format("{} is {} there and {} here", path, text(there), text(here)));
+}
+
+/// Whether a later line makes a torn one impossible: only the last lines can be.
+bool has_record(std::ifstream& stream) {
+  for (std::string line; std::getline(stream, line);) {
+    if (stream.eof()) return false;
+    try {
+      EvalRecord::parse(line);
+      return true;
+    } catch (const Error&) {
+    }
+  }
+  return false;
+}
+
+}  // namespace
+
+std::string EvalRecord::to_json_line() const {
+  ordered_json object = {{"task_file", task_file},
+                         {"line", line},
+                         {"id", id},
+                         {"task", task},
+                         {"metric", metric},
+                         {"setting", setting},
+                         {"policy", policy},
+                         {"score", score ? ordered_json(*score) : ordered_json()},
+                         {"answers", answers},
+                         {"scores", scores},
+                         {"expected", expected},
+                         {"context_tokens", context_tokens},
+                         {"question_tokens", question_tokens},
+                         {"generated_tokens", generated_tokens},
+                         {"evict_ratio", evict_ratio},
+                         {"kept_rows", kept_rows},
+                         {"cache_tokens", cache_tokens},
+                         {"kv_bytes", kv_bytes},
+                         {"full_kv_bytes", full_kv_bytes},
+                         {"prefill_seconds", prefill_seconds},
+                         {"decode_seconds", decode_seconds}};
+  if (perplexity) object["perplexity"] = *perplexity;
+  if (nll) object["nll"] = *nll;
+  return object.dump(-1, ' ', false, ordered_json::error_handler_t::replace);
+}
+
+EvalRecord EvalRecord::parse(const std::string& line) {
+  const json object = parse_json(line, "record");
+  if (!object.is_object()) throw Error("a record is a JSON object");
+  EvalRecord record;
+  read_field(object, "task_file", record.task_file);
+  read_field(object, "line", record.line);
+  read_field(object, "id", record.id);
+  read_field(object, "task", record.task);
+  read_field(object, "metric", record.metric);
+  read_field(object, "setting", record.setting);
+  read_field(object, "policy", record.policy);
+  read_field(object, "score", record.score);
+  read_field(object, "answers", record.answers);
+  read_field(object, "scores", record.scores);
+  read_field(object, "expected", record.expected);
+  read_field(object, "context_tokens", record.context_tokens);
+  read_field(object, "question_tokens", record.question_tokens);
+  read_field(object, "generated_tokens", record.generated_tokens);
+  read_field(object, "evict_ratio", record.evict_ratio);
+  read_field(object, "kept_rows", record.kept_rows);
+  read_field(object, "cache_tokens", record.cache_tokens);
+  read_field(object, "kv_bytes", record.kv_bytes);
+  read_field(object, "full_kv_bytes", record.full_kv_bytes);
+  read_field(object, "prefill_seconds", record.prefill_seconds);
+  read_field(object, "decode_seconds", record.decode_seconds);
+  read_field(object, "perplexity", record.perplexity);
+  read_field(object, "nll", record.nll);
+  return record;
+}
+
+std::vector<std::string> evaluation_differences(const json& there, const json& here) {
+  std::vector<std::string> found;
+  add_differences(there, here, "", found);
+  return found;
+}
+
+EvaluationFolder::EvaluationFolder(fs::path folder) : m_folder(std::move(folder)) {
+  std::error_code error;
+  if (fs::exists(m_folder, error) && !fs::is_directory(m_folder, error)) {
+    throw Error(fmt::format("-o {}: is a file; expected a folder", m_folder.string()));
+  }
+  fs::create_directories(m_folder, error);
+  if (error) {
+    throw Error(
+        fmt::format("-o {}: the folder cannot be made: {}", m_folder.string(), error.message()));
+  }
+  const fs::path file = records_file();
+  m_descriptor = ::open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+  if (m_descriptor < 0) throw system_error(file.string() + ": cannot be opened", errno);
+  struct stat status = {};
+  const bool is_regular = ::fstat(m_descriptor, &status) == 0 && S_ISREG(status.st_mode);
+  // Some file systems have no locks; what they cannot refuse goes on.
+  const bool is_taken =
+      is_regular && ::flock(m_descriptor, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK;
+  if (is_regular && !is_taken) return;
+  ::close(m_descriptor);
+  throw Error(fmt::format("{}: {}", file.string(),
+                          is_taken ? "another kvzap eval is writing to it" : "is no regular file"));
+}
+
+EvaluationFolder::~EvaluationFolder() { ::close(m_descriptor); }
+
+void EvaluationFolder::begin(const ordered_json& description) {
+  const fs::path file = description_file();
+  std::error_code ignored;
+  if (!fs::exists(file, ignored)) {
+    struct stat status = {};
+    if (::fstat(m_descriptor, &status) == 0 && status.st_size > 0) {
+      throw Error(fmt::format("{} has records, and {} is not there, which says of what",
+                              records_file().string(), file.string()));
+    }
+    write_text(file, description.dump(2) + "\n");
+    return;
+  }
+  // (Through text, as the other was: numbers then compare alike.)
+  const auto found =
+      evaluation_differences(read_json_object(file), json::parse(description.dump()));
+  if (found.empty()) return;
+  constexpr std::size_t most = 8;
+  std::string list;
+  for (std::size_t i = 0; i < std::min(most, found.size()); ++i) {
+    list += (i == 0 ? "" : "; ") + found[i];
+  }
+  if (found.size() > most) list += fmt::format("; and {} more", found.size() - most);
+  throw Error(
+      fmt::format("{} has another evaluation: {}. Give another folder with -o, or remove it",
+                  m_folder.string(), list));
+}
+
+std::int64_t EvaluationFolder::read(const std::vector<std::string>& labels,
+                                    const std::function<void(EvalRecord&&)>& take) {
+  const fs::path file = records_file();
+  std::ifstream stream(file, std::ios::binary);
+  if (!stream) throw Error(fmt::format("{}: cannot be read", file.string()));
+  std::set<std::pair<std::string, std::int64_t>> prompts;
+  std::vector<EvalRecord> prompt;
+  std::int64_t position = 0, whole = 0, number = 0;
+  for (std::string line; std::getline(stream, line);) {
+    ++number;
+    const auto where = [&] { return fmt::format("{}:{}: ", file.string(), number); };
+    std::string wrong;
+    try {
+      if (stream.eof()) throw Error("the line has no end");
+      prompt.push_back(EvalRecord::parse(line));
+    } catch (const Error& error) {
+      wrong = error.what();
+    }
+    if (!wrong.empty()) {
+      if (has_record(stream)) {
+        throw Error(fmt::format("{}damaged, and records follow: {}", where(), wrong));
+      }
+      break;
+    }
+    position += static_cast<std::int64_t>(line.size()) + 1;
+    const EvalRecord& first = prompt.front();
+    const EvalRecord& last = prompt.back();
+    const std::string& label = labels[prompt.size() - 1];
+    if (last.task_file != first.task_file || last.line != first.line || last.setting != label) {
+      throw Error(fmt::format("{}expected the record of {}:{} and {}, found that of {}:{} and {}",
+                              where(), first.task_file, first.line, label, last.task_file,
+                              last.line, last.setting));
+    }
+    if (prompt.size() < labels.size()) continue;
+    if (!prompts.emplace(first.task_file, first.line).second) {
+      throw Error(
+          fmt::format("{}prompt {}:{} is there twice", where(), first.task_file, first.line));
+    }
+    for (EvalRecord& record : prompt) take(std::move(record));
+    prompt.clear();
+    whole = position;
+  }
+  struct stat status = {};
+  if (::fstat(m_descriptor, &status) != 0) throw system_error(file.string(), errno);
+  const std::int64_t torn = status.st_size - whole;
+  m_size = whole;
+  if (torn > 0) cut(whole);
+  return torn;
+}
+
+void EvaluationFolder::cut(std::int64_t size) {
+  if (::ftruncate(m_descriptor, size) != 0) {
+    throw system_error(records_file().string() + ": what is torn cannot be cut off", errno);
+  }
+}
+
+void EvaluationFolder::append(const std::vector<std::string>& lines) {
+  std::string text;
+  for (const std::string& line : lines) {
+    text += line;
+    text += '\n';
+  }
+  int code = 0;
+  std::size_t done = 0;
+  while (done < text.size() && code == 0) {
+    const ssize_t written = ::pwrite(m_descriptor, text.data() + done, text.size() - done,
+                                     static_cast<off_t>(m_size) + static_cast<off_t>(done));
+    if (written >= 0) {
+      done += static_cast<std::size_t>(written);
+      if (written == 0) code = ENOSPC;
+    } else if (errno != EINTR) {
+      code = errno;
+    }
+  }
+  while (code == 0 && ::fsync(m_descriptor) != 0) {
+    if (errno != EINTR) code = errno;
+  }
+  if (code != 0) {
+    // Should this fail too, the next run cuts it off.
+    [[maybe_unused]] const int ignored = ::ftruncate(m_descriptor, m_size);
+    throw system_error(
+        fmt::format("{}: cannot be written; what is there is whole, and the same command goes on",
+                    records_file().string()),
+        code);
+  }
+  m_size += static_cast<std::int64_t>(text.size());
+}
+
+}  // namespace kvzap::detail

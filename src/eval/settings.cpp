@@ -1,0 +1,316 @@
+#include "eval/settings.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <functional>
+#include <limits>
+#include <set>
+
+#include "base/nearest.hpp"
+
+namespace kvzap::detail {
+namespace {
+
+constexpr double infinity = std::numeric_limits<double>::infinity();
+const std::vector<std::string> setting_keys = {
+    "evict-ratios", "thresholds", "keep-tokens", "kv-budget", "prune-after", "prune", "prefill"};
+
+std::string trimmed(const std::string& text) {
+  const std::size_t begin = text.find_first_not_of(" \t\r\n");
+  if (begin == std::string::npos) return "";
+  return text.substr(begin, text.find_last_not_of(" \t\r\n") - begin + 1);
+}
+
+/// Parts between separators; what follows a backslash belongs to its part, with the backslash.
+std::vector<std::string> split_entries(const std::string& text, char separator) {
+  std::vector<std::string> parts(1);
+  for (std::size_t i = 0; i < text.size(); ++i) {
+    if (text[i] == '\\' && i + 1 < text.size()) {
+      parts.back() += text[i];
+      parts.back() += text[++i];
+    } else if (text[i] == separator) {
+      parts.emplace_back();
+    } else {
+      parts.back() += text[i];
+    }
+  }
+  return parts;
+}
+
+/// Without the backslashes before ; and @; others are parse_policy's.
+std::string without_entry_escapes(const std::string& text) {
+  std::string plain;
+  for (std::size_t i = 0; i < text.size(); ++i) {
+    const bool escapes =
+        text[i] == '\\' && i + 1 < text.size() && (text[i + 1] == ';' || text[i + 1] == '@');
+    if (!escapes) plain += text[i];
+  }
+  return plain;
+}
+
+bool has_modifier(const PolicySpec& spec, const char* name) {
+  return std::any_of(spec.modifiers.begin(), spec.modifiers.end(),
+                     [&](const auto& modifier) { return modifier.first->name == name; });
+}
+
+/// An entry with its own settings.
+struct Entry {
+  std::string text;    // of the policy, as it was written
+  std::string policy;  // without escapes; empty: none
+  bool has_amounts = false;
+  std::vector<double> evict_ratios;
+  std::vector<double> thresholds;
+  std::vector<std::int64_t> keep_tokens;
+  std::vector<std::string> kv_budgets;
+  std::optional<std::string> prune_after;
+  std::optional<std::string> prune;
+  std::optional<std::string> prefill;
+};
+
+std::string one_of(const std::string& value, const std::vector<std::string>& choices,
+                   const std::string& where) {
+  if (std::find(choices.begin(), choices.end(), value) == choices.end()) {
+    throw Error(
+        fmt::format("{} is \"{}\"; expected {} or {}", where, value, choices[0], choices[1]));
+  }
+  return value;
+}
+
+void read_setting(Entry& entry, const std::string& key, const std::string& value,
+                  const std::string& where) {
+  const std::string what = where + key;
+  if (key == "evict-ratios" || key == "evict-ratio") {
+    entry.has_amounts = true;
+    entry.evict_ratios = parse_numbers(value, what, "numbers of at least 0 and less than 1", 0, 1);
+  } else if (key == "thresholds" || key == "threshold") {
+    entry.has_amounts = true;
+    entry.thresholds = parse_numbers(value, what, "numbers", -infinity, infinity);
+  } else if (key == "keep-tokens") {
+    entry.has_amounts = true;
+    constexpr double most = 9e15;  // below, every whole number is a double
+    for (const double number : parse_numbers(value, what, "whole numbers of at least 1", 1, most)) {
+      if (number != std::floor(number)) {
+        throw Error(fmt::format("{} is {}; expected whole numbers of at least 1", what, number));
+      }
+      entry.keep_tokens.push_back(static_cast<std::int64_t>(number));
+    }
+  } else if (key == "kv-budget") {
+    entry.has_amounts = true;
+    for (const std::string& size : split_entries(value, ',')) {
+      entry.kv_budgets.push_back(trimmed(size));
+    }
+  } else if (key == "prune-after") {
+    entry.prune_after = one_of(value, {"context", "question"}, what);
+  } else if (key == "prune") {
+    entry.prune = one_of(value, {"prefill", "always"}, what);
+  } else if (key == "prefill") {
+    entry.prefill = one_of(value, {"dense", "sparse"}, what);
+  } else {
+    const std::string nearest = nearest_name(key, setting_keys);
+    throw Error(fmt::format("{}: unknown setting; {}an @ is followed by one of {}", what,
+                            nearest.empty() ? "" : "did you mean " + nearest + "? ",
+                            fmt::join(setting_keys, ", ")));
+  }
+}
+
+/// Plural and singular forms are one key.
+std::string canonical_key(const std::string& key) {
+  return key == "evict-ratio" || key == "threshold" ? key + "s" : key;
+}
+
+Entry read_entry(const std::string& text) {
+  const std::vector<std::string> parts = split_entries(text, '@');
+  Entry entry;
+  entry.text = trimmed(parts[0]);
+  entry.policy = without_entry_escapes(entry.text);
+  const std::string where = fmt::format("--policies: {}: ", text);
+  std::set<std::string> seen;
+  for (std::size_t i = 1; i < parts.size(); ++i) {
+    const std::size_t equals = parts[i].find('=');
+    if (equals == std::string::npos) {
+      throw Error(fmt::format("{}\"@{}\" is not @key=value", where, parts[i]));
+    }
+    const std::string key = trimmed(parts[i].substr(0, equals));
+    read_setting(entry, key, trimmed(parts[i].substr(equals + 1)), where + "@");
+    if (!seen.insert(canonical_key(key)).second) {
+      throw Error(fmt::format("{}@{} is given twice", where, key));
+    }
+  }
+  if (entry.policy == "none") {
+    if (parts.size() > 1) {
+      throw Error(where + "the full cache has no settings of its own");
+    }
+    entry.policy.clear();
+  }
+  return entry;
+}
+
+/// The amounts of an entry that has given none.
+void add_general_amounts(Entry& entry, const PolicySpec& spec, const SettingsRequest& request) {
+  const bool by_threshold = has_modifier(spec, "dms");
+  if (!by_threshold) entry.evict_ratios = request.evict_ratios;
+  // A threshold is one of log scores as a surrogate predicts them; other scores are on scales of
+  // their own. Most modifiers say who shares a budget.
+  const bool is_plain = spec.modifiers.empty() || (by_threshold && spec.modifiers.size() == 1);
+  if (spec.info->name == "kvzap" && is_plain) entry.thresholds = request.thresholds;
+}
+
+/// Whether the policy says itself how much stays, so that there is one setting of it.
+bool has_own_amount(const PolicySpec& spec) {
+  if (spec.info->has_own_budget || has_modifier(spec, "per-layer")) return true;
+  return std::any_of(spec.modifiers.begin(), spec.modifiers.end(), [](const auto& modifier) {
+    return modifier.first->name == "dms" && modifier.second.has("threshold");
+  });
+}
+
+/// An entry's settings but for the amounts. What is set in general holds where it has a meaning.
+EvalSetting setting_of(const Entry& entry, const PolicySpec& spec, const SettingsRequest& request,
+                       bool is_budget) {
+  const PolicyInfo& info = *spec.info;
+  EvalSetting setting;
+  setting.policy = entry.policy;
+  if (entry.prune_after) {
+    setting.prune_after = *entry.prune_after;
+  } else if (info.needs_question ||
+             (request.prune_after == "question" && !info.repeats_context && is_budget)) {
+    setting.prune_after = "question";
+  }
+  const bool judges = !is_budget && info.judges_tokens && !info.has_own_budget;
+  setting.prune = entry.prune.value_or(judges ? request.prune : "prefill");
+  const bool scores_chunks =
+      info.scores_again && !info.has_own_budget && setting.prune_after == "context";
+  setting.prefill = entry.prefill.value_or(scores_chunks ? request.prefill : "dense");
+  return setting;
+}
+
+}  // namespace
+
+std::vector<double> parse_numbers(const std::string& text, const std::string& what,
+                                  const std::string& expected, double least, double below) {
+  std::vector<double> numbers;
+  for (const std::string& part : split_entries(text, ',')) {
+    const std::string entry = trimmed(part);
+    char* used = nullptr;
+    const double number = std::strtod(entry.c_str(), &used);
+    if (entry.empty() || *used != '\0' || !std::isfinite(number) || number < least ||
+        number >= below) {
+      throw Error(fmt::format("{}: '{}'; expected {} between commas", what, entry, expected));
+    }
+    numbers.push_back(number == 0 ? 0 : number);  // no -0 in labels
+  }
+  return numbers;
+}
+
+std::string policy_with_surrogate(const std::string& policy, const std::string& surrogate) {
+  const std::size_t name = std::min(policy.find_first_of(":+"), policy.size());
+  if (policy.substr(0, name) != "kvzap") return policy;
+  const std::string arguments = policy.substr(name, policy.find('+') - name);
+  if (arguments.find("surrogate=") != std::string::npos) return policy;
+  if (surrogate.empty()) {
+    throw Error("kvzap needs a surrogate: give --surrogate DIR, or kvzap:surrogate=DIR");
+  }
+  std::string folder;
+  for (const char c : surrogate) {
+    if (c == ',' || c == '+') folder += '\\';  // part of the name
+    folder += c;
+  }
+  const bool has_arguments = policy.compare(name, 1, ":") == 0;
+  return policy.substr(0, name) + ":surrogate=" + folder + (has_arguments ? "," : "") +
+         policy.substr(name + (has_arguments ? 1 : 0));
+}
+
+std::vector<EvalSetting> parse_settings(const SettingsRequest& request) {
+  std::vector<EvalSetting> settings;
+  std::set<std::string> labels;
+  const auto add = [&](EvalSetting setting, const std::string& label) {
+    setting.label = label;
+    if (labels.insert(label).second) settings.push_back(std::move(setting));
+  };
+  const auto add_none = [&] { add(EvalSetting(), "none"); };
+  for (const std::string& part : split_entries(request.policies, ';')) {
+    const std::string text = trimmed(part);
+    if (text.empty()) continue;
+    Entry entry = read_entry(text);
+    if (entry.policy.empty()) {
+      add_none();
+      continue;
+    }
+    const std::string where = fmt::format("--policies: {}: ", text);
+    PolicySpec spec;
+    try {
+      spec = parse_policy(policy_with_surrogate(entry.policy, request.surrogate));
+    } catch (const Error& error) {
+      throw Error(where + error.what());
+    }
+    const bool own_amount = has_own_amount(spec);
+    if (own_amount && entry.has_amounts) {
+      throw Error(where + "the policy says itself how much stays: it takes no other amount");
+    }
+    if (!own_amount && !entry.has_amounts) add_general_amounts(entry, spec, request);
+
+    const auto add_amount = [&](const std::string& amount, bool is_budget,
+                                const std::function<void(EvalSetting&)>& set) {
+      EvalSetting setting = setting_of(entry, spec, request, is_budget);
+      set(setting);
+      std::string label = entry.text + amount;
+      if (setting.prune_after == "question" && !spec.info->needs_question) {
+        label += "@prune-after=question";
+      }
+      if (setting.prune != "prefill") label += "@prune=" + setting.prune;
+      if (setting.prefill != "dense") label += "@prefill=" + setting.prefill;
+      add(std::move(setting), label);
+    };
+    if (own_amount) {
+      add_amount("", has_modifier(spec, "per-layer"), [](EvalSetting&) {});
+    }
+    for (const double ratio : entry.evict_ratios) {
+      if (ratio == 0) {
+        add_none();
+        continue;
+      }
+      add_amount(fmt::format("@evict-ratio={}", ratio), true,
+                 [&](EvalSetting& setting) { setting.evict_ratio = ratio; });
+    }
+    for (const double threshold : entry.thresholds) {
+      add_amount(fmt::format("@threshold={}", threshold), false,
+                 [&](EvalSetting& setting) { setting.threshold = threshold; });
+    }
+    for (const std::int64_t tokens : entry.keep_tokens) {
+      add_amount(fmt::format("@keep-tokens={}", tokens), true,
+                 [&](EvalSetting& setting) { setting.keep_tokens = tokens; });
+    }
+    for (const std::string& size : entry.kv_budgets) {
+      add_amount("@kv-budget=" + size, true,
+                 [&](EvalSetting& setting) { setting.kv_budget = size; });
+    }
+    if (!own_amount && entry.evict_ratios.empty() && entry.thresholds.empty() &&
+        entry.keep_tokens.empty() && entry.kv_budgets.empty()) {
+      throw Error(where +
+                  "nothing says how much is evicted: give --evict-ratios, or @evict-ratios=, "
+                  "@thresholds=, @keep-tokens= or @kv-budget= behind the policy");
+    }
+  }
+  if (settings.empty()) {
+    throw Error("no policies: give a list such as --policies \"none;kvzap;snapkv\"");
+  }
+  return settings;
+}
+
+nlohmann::ordered_json to_json(const EvalSetting& setting) {
+  nlohmann::ordered_json json = {{"label", setting.label},
+                                 {"policy", setting.is_none() ? "none" : setting.policy}};
+  if (setting.is_none()) json["evict_ratio"] = 0;
+  if (setting.evict_ratio) json["evict_ratio"] = *setting.evict_ratio;
+  if (setting.threshold) json["threshold"] = *setting.threshold;
+  if (setting.keep_tokens) json["keep_tokens"] = *setting.keep_tokens;
+  if (!setting.kv_budget.empty()) json["kv_budget"] = setting.kv_budget;
+  json["prune_after"] = setting.prune_after;
+  json["prune"] = setting.prune;
+  json["prefill"] = setting.prefill;
+  return json;
+}
+
+}  // namespace kvzap::detail

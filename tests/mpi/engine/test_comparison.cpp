@@ -1,0 +1,514 @@
+// Comparisons against what they stand for: of each setting a generator of its own, whose rows and
+// tokens have to be the same, whatever else is compared beside it.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <kvzap/comparison.hpp>
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+
+#include "safetensors_writer.hpp"
+
+namespace kvzap {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr int compared_layers = 3;
+constexpr int compared_heads = 4;
+constexpr int compared_words = 97;  // of the vocabulary
+constexpr int compared_hidden = 40;
+constexpr int compared_dim = 16;
+
+ModelConfig compared_config() {
+  ModelConfig config{};
+  config.architecture = "LlamaForCausalLM";
+  config.hidden_size = compared_hidden;
+  config.intermediate_size = 48;
+  config.num_hidden_layers = compared_layers;
+  config.num_attention_heads = compared_heads * 2;
+  config.num_key_value_heads = compared_heads;
+  config.head_dim = compared_dim;
+  config.vocab_size = compared_words;
+  config.max_position_embeddings = 4096;
+  config.rms_norm_eps = 1e-6;
+  config.rope_theta = 10000;
+  return config;
+}
+
+std::vector<TokenId> compared_tokens(int count, int seed) {
+  std::vector<TokenId> tokens(static_cast<std::size_t>(count));
+  std::uint32_t state = 17U + static_cast<std::uint32_t>(seed);
+  for (TokenId& token : tokens) {
+    state = state * 1664525U + 1013904223U;
+    token = static_cast<TokenId>((state >> 10) % compared_words);
+  }
+  return tokens;
+}
+
+/// What policies read from files.
+class PolicyFiles {
+ public:
+  explicit PolicyFiles(const Communicator& comm)
+      : m_comm(comm),
+        m_folder(fs::temp_directory_path() /
+                 ("kvzap-comparison-" + std::to_string(comm.size()) + "-" + stamp(comm))) {
+    comm.agree_on_root([&] { write(); });
+  }
+  PolicyFiles(const PolicyFiles&) = delete;
+  PolicyFiles& operator=(const PolicyFiles&) = delete;
+  ~PolicyFiles() {
+    m_comm.barrier();
+    std::error_code ignored;
+    if (m_comm.is_root()) fs::remove_all(m_folder, ignored);
+  }
+
+  std::string surrogate() const { return (m_folder / "surrogate").string(); }
+  /// A policy's name with the files that it needs.
+  std::string text(const std::string& name) const {
+    if (name == "kvzap") return name + ":surrogate=" + surrogate();
+    if (name == "qfilter") return name + ":filters=" + (m_folder / "filters.safetensors").string();
+    if (name == "fastkvzip") return name + ":gates=" + (m_folder / "gates.safetensors").string();
+    if (name == "duo-attention") {
+      return name + ":pattern=" + (m_folder / "pattern").string() + ",head-evict-ratio=0.5";
+    }
+    return name;
+  }
+
+ private:
+  static std::string stamp(const Communicator& comm) {
+    auto now =
+        static_cast<std::int64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
+    comm.broadcast(&now, sizeof(now), 0);
+    return std::to_string(now);
+  }
+
+  test::StoredTensor random(const std::vector<std::int64_t>& shape, float scale = 1) {
+    std::int64_t count = 1;
+    for (const std::int64_t extent : shape) count *= extent;
+    std::vector<float> values(static_cast<std::size_t>(count));
+    for (float& value : values) {
+      m_state = m_state * 1664525U + 1013904223U;
+      value = scale * (static_cast<float>(m_state >> 8) / 8388608.0F - 1);
+    }
+    return test::stored_tensor("F32", shape, values);
+  }
+
+  void write() {
+    fs::create_directories(m_folder / "surrogate");
+    fs::create_directories(m_folder / "pattern");
+    std::map<std::string, test::StoredTensor> surrogate, gates;
+    std::ofstream shares(m_folder / "pattern" / "full_attention_heads.tsv");
+    for (int l = 0; l < compared_layers; ++l) {
+      const std::string layer = std::to_string(l) + ".";
+      surrogate["layers." + layer + "weight"] = random({compared_heads, compared_hidden});
+      surrogate["layers." + layer + "bias"] = random({compared_heads});
+      gates[layer + "q_proj.weight"] = random({compared_heads * 2 * 8, compared_hidden});
+      gates[layer + "q_proj.bias"] = random({compared_heads * 2 * 8});
+      gates[layer + "k_proj.weight"] = random({compared_heads * 8, compared_hidden});
+      gates[layer + "q_norm.weight"] = random({8});
+      gates[layer + "k_norm.weight"] = random({8});
+      gates[layer + "k_base"] = random({compared_heads, 1, 3, 8});
+      gates[layer + "b"] = random({compared_heads, 1, 2});
+      for (int h = 0; h < compared_heads; ++h) {
+        shares << (h > 0 ? "\t" : "") << 0.1 * ((5 * l + 3 * h) % 7);
+      }
+      shares << "\n";
+    }
+    test::write_safetensors(m_folder / "surrogate" / "model.safetensors", surrogate);
+    test::write_safetensors(m_folder / "gates.safetensors", gates);
+    test::write_safetensors(
+        m_folder / "filters.safetensors",
+        {{"q_filters", random({compared_layers, compared_heads, compared_dim})}});
+    std::ofstream(m_folder / "surrogate" / "config.json")
+        << R"({"hidden_dim": null, "input_dim": )" << compared_hidden << R"(, "n_modules": )"
+        << compared_layers << R"(, "output_dim": )" << compared_heads << "}";
+    std::ofstream(m_folder / "pattern" / "config.json") << R"({"sink_size": 3, "recent_size": 20})";
+  }
+
+  Communicator m_comm;
+  fs::path m_folder;
+  std::uint32_t m_state = 5;
+};
+
+using Rows = std::map<std::pair<int, int>, std::vector<std::int64_t>>;
+
+class Comparisons : public ::testing::Test {
+ protected:
+  Comparisons()
+      : comm(Communicator::world()),
+        partition(HeadPartition::even(compared_layers, compared_heads, comm.size())),
+        model(std::make_shared<const Model<float>>(
+            Model<float>::load("", config, partition, comm.rank(), 3))),
+        files(comm) {
+    options.window = 8;
+    options.page_rows = 4;
+    options.chunk = 37;
+    options.sink = 2;
+  }
+
+  std::shared_ptr<const PolicyChoice> choice(const std::string& text,
+                                             std::optional<double> evict_ratio,
+                                             std::optional<double> threshold = {}) const {
+    Budget budget;
+    if (evict_ratio) {
+      budget.amount = Budget::Amount::evict_ratio;
+      budget.evict_ratio = *evict_ratio;
+    }
+    const PolicySetup setup{config, partition, DType::f32, {}, comm};
+    auto made =
+        std::make_shared<PolicyChoice>(make_policy(parse_policy(text), budget, threshold, setup));
+    made->repeat.first = {1, 2, 3};
+    made->repeat.later = {4, 5, 6, 7};
+    made->repeat.suffix = {8};
+    made->repeat.prefix = 2;
+    return made;
+  }
+  void add(const std::string& text, std::optional<double> evict_ratio,
+           std::optional<double> threshold = {}, PruneMode prune = PruneMode::prefill,
+           PrefillMode prefill = PrefillMode::dense) {
+    PruneSetting setting;
+    setting.policy = choice(text, evict_ratio, threshold);
+    setting.prune = prune;
+    setting.prefill = prefill;
+    if (setting.policy->info->needs_question) setting.prune_after = PruneMoment::question;
+    settings.push_back(setting);
+  }
+  void add_question(const std::string& text, double evict_ratio) {
+    add(text, evict_ratio);
+    settings.back().prune_after = PruneMoment::question;
+  }
+
+  /// A setting of each kind; with `stride`, every so many of them. (Ranks that wait for one another
+  /// take long on a busy machine.)
+  void add_all(std::size_t stride = 1) {
+    settings.emplace_back();
+    for (const PolicyInfo& info : policies()) {
+      if (info.has_own_budget) {
+        add(files.text(info.name), {});
+        continue;
+      }
+      for (const double ratio : {0.4, 0.75}) add(files.text(info.name), ratio);
+    }
+    for (const double ratio : {0.4, 0.75}) {
+      for (const char* text :
+           {"snapkv+ada", "knorm+global", "snapkv:window=5+pyramid", "keydiff+rerotate",
+            "h2o+critical", "keydiff+critical+ada", "streaming-llm+chunk:length=20",
+            "keydiff+chunk:length=25", "keydiff+chunkkv:length=7", "h2o:local=on",
+            "compactor:blending=0.3", "kvzip:layerwise=on", "kvzip:chunk=40,sink=6"}) {
+        add(text, ratio);
+      }
+      for (const char* text : {"snapkv", "expected-attention", "tova+ada"}) {
+        add_question(text, ratio);
+      }
+    }
+    for (const PruneMode prune : {PruneMode::prefill, PruneMode::always}) {
+      add(files.text("kvzap"), {}, -0.5, prune);
+      add("knorm+dms", {}, -0.55, prune);
+    }
+    add("simlayerkv:lazy-threshold=0.2,recent=24", {});
+    add("snapkv+dms:threshold=0.01", {});
+    add("snapkv", 0.5, {}, PruneMode::prefill, PrefillMode::sparse);
+    add(files.text("kvzap"), {}, 0, PruneMode::always, PrefillMode::sparse);
+    add("knorm+global", 0.5, {}, PruneMode::prefill, PrefillMode::sparse);
+    std::vector<PruneSetting> some;
+    for (std::size_t s = 0; s < settings.size(); s += stride) some.push_back(settings[s]);
+    settings = some;
+  }
+
+  std::unique_ptr<Engine> plain_engine(std::size_t kv_limit = 0) const {
+    CacheOptions plain = options;
+    plain.kv_limit = kv_limit;
+    return Engine::create<float>(model, nullptr, plain, comm);
+  }
+  std::unique_ptr<Generator> generator(const PruneSetting& setting) const {
+    CacheOptions with = options;
+    with.policy = setting.policy;
+    with.prune = setting.policy ? setting.prune : PruneMode::none;
+    with.prune_after = setting.prune_after;
+    with.prefill = setting.prefill;
+    if (setting.policy) with.threshold = static_cast<float>(setting.policy->threshold);
+    return Generator::create<float>(model, setting.policy ? setting.policy->scorer : nullptr, with,
+                                    comm);
+  }
+
+  Rows rows_of(Engine& engine, SequenceId sequence) const {
+    Rows rows;
+    for (int l = 0; l < compared_layers; ++l) {
+      const auto& heads = partition.heads(l, comm.rank());
+      for (std::size_t h = 0; h < heads.size(); ++h) {
+        rows[{l, heads[h]}] = engine.positions(sequence, l, static_cast<int>(h));
+      }
+    }
+    return rows;
+  }
+  static std::string label(const PruneSetting& setting) {
+    if (!setting.policy) return "none";
+    return setting.policy->name + " " + setting.policy->budget.text() + " " +
+           std::string(name_of(setting.prune)) + " " + std::string(name_of(setting.prefill)) +
+           (setting.prune_after == PruneMoment::question ? " question" : "");
+  }
+
+  /// What generators of their own say, with the default options of `options`.
+  std::vector<Answer> expected(const ComparisonOptions& how, const std::vector<TokenId>& text) {
+    std::vector<Answer> answers;
+    for (const PruneSetting& setting : settings) {
+      const auto run = generator(setting);
+      run->prefill(context, false);
+      AnswerOptions one;
+      one.max_new_tokens = how.max_new_tokens;
+      one.stop_ids = how.stop_ids;
+      one.max_tokens = how.max_tokens;
+      one.sampling = how.sampling;
+      answers.push_back(run->answer(text, one));
+    }
+    return answers;
+  }
+  void expect_same(const std::vector<SettingAnswer>& got, const std::vector<Answer>& wanted) const {
+    ASSERT_EQ(got.size(), wanted.size());
+    for (std::size_t s = 0; s < got.size(); ++s) {
+      SCOPED_TRACE(label(settings[s]));
+      EXPECT_EQ(got[s].tokens.at(0), wanted[s].tokens);
+      EXPECT_EQ(got[s].stop_reasons.at(0), wanted[s].stop_reason);
+      EXPECT_EQ(got[s].pruned.kept, wanted[s].pruned.kept);
+      EXPECT_EQ(got[s].pruned.tokens, wanted[s].pruned.tokens);
+      EXPECT_EQ(got[s].pruned.full_bytes, wanted[s].pruned.full_bytes);
+      EXPECT_EQ(got[s].pruned.live_bytes, wanted[s].pruned.live_bytes);
+      EXPECT_EQ(got[s].pruned.non_finite_scores, wanted[s].pruned.non_finite_scores);
+    }
+  }
+
+  Communicator comm;
+  ModelConfig config = compared_config();
+  HeadPartition partition;
+  std::shared_ptr<const Model<float>> model;
+  PolicyFiles files;
+  CacheOptions options;
+  std::vector<PruneSetting> settings;
+  std::vector<TokenId> context = compared_tokens(130, 0);
+  std::vector<TokenId> question = compared_tokens(9, 1);
+  ComparisonOptions how;
+};
+
+// One reading of the context leaves each setting the rows that it would have had alone.
+TEST_F(Comparisons, PruneTheSameRows) {
+  add_all();
+  const auto engine = plain_engine();
+  for (const PrefillShare share : {PrefillShare::context, PrefillShare::whole}) {
+    const bool is_whole = share == PrefillShare::whole;
+    std::vector<std::shared_ptr<const PolicyChoice>> shared;
+    std::vector<PruneSetting> members;
+    for (const PruneSetting& setting : settings) {
+      if (!setting.policy || prefill_share(setting) != share) continue;
+      members.push_back(setting);
+      shared.push_back(setting.policy);
+    }
+    std::vector<TokenId> tokens = context;
+    if (is_whole) tokens.insert(tokens.end(), question.begin(), question.end());
+    const SequenceId dense = engine->add_sequence();
+    const auto asked = static_cast<std::int64_t>(is_whole ? question.size() : 0);
+    const auto reading = engine->read(dense, tokens, asked, shared, StepOutput::none);
+    for (std::size_t i = 0; i < members.size(); ++i) {
+      SCOPED_TRACE(label(members[i]));
+      const SequenceId pruned = engine->prune(dense, members[i], reading.scores[i].get());
+      const auto alone = generator(members[i]);
+      Engine& own = alone->engine();
+      const SequenceId sequence = own.add_sequence();
+      own.step(StepBatch(sequence, tokens,
+                         own.rule(is_whole ? StepPart::whole : StepPart::context, asked),
+                         StepOutput::none));
+      own.end_context(sequence);
+      EXPECT_EQ(rows_of(*engine, pruned), rows_of(own, sequence));
+      EXPECT_EQ(engine->tokens(pruned), own.tokens(sequence));
+      engine->free_sequence(pruned);
+    }
+    // The context is as it was, and what no sequence needs is free.
+    EXPECT_EQ(engine->report(dense).evict_ratio(), 0);
+    engine->free_sequence(dense);
+  }
+  EXPECT_EQ(engine->report(engine->add_sequence()).live_bytes, 0);
+}
+
+TEST_F(Comparisons, AnswerAsGeneratorsOfTheirOwn) {
+  add_all(comm.size() == 1 ? 1 : 5);
+  how.max_new_tokens = 6;
+  const auto wanted = expected(how, question);
+  std::set<std::vector<TokenId>> different;
+  for (const Answer& answer : wanted) different.insert(answer.tokens);
+  EXPECT_GT(different.size(), comm.size() == 1 ? 8U : 2U);  // or nothing would be compared
+  const auto without = expected(how, {});
+  const std::vector<TokenId> other = compared_tokens(14, 3);
+  for (const std::int64_t batch : {0, 3, 1}) {
+    Comparison comparison(plain_engine(), settings, batch);
+    // A context before, another question before: nothing of them stays.
+    comparison.prefill(compared_tokens(21, 2));
+    comparison.prefill(context);
+    if (batch == 0) {
+      comparison.answer(other, how);
+      expect_same(comparison.answer({}, how), without);
+    }
+    const auto answers = comparison.answer(question, how);
+    expect_same(answers, wanted);
+    for (const SettingAnswer& answer : answers) {
+      EXPECT_GT(answer.prefill_seconds, 0);
+      EXPECT_GT(answer.decode_seconds, 0);
+    }
+  }
+  // In another order.
+  std::reverse(settings.begin(), settings.end());
+  Comparison reversed(plain_engine(), settings, 7);
+  reversed.prefill(context);
+  auto answers = reversed.answer(question, how);
+  std::reverse(answers.begin(), answers.end());
+  std::reverse(settings.begin(), settings.end());
+  expect_same(answers, wanted);
+}
+
+// Sequences leave when they are done, each for its own reason.
+TEST_F(Comparisons, StopWhereGeneratorsStop) {
+  settings.emplace_back();
+  for (const double ratio : {0.3, 0.6, 0.8}) add("snapkv", ratio);
+  add("keydiff+rerotate", 0.5);  // has more positions left
+  how.max_new_tokens = 20;
+  how.max_tokens = static_cast<std::int64_t>(context.size() + question.size()) + 8;
+  how.stop_ids = {expected(how, question)[2].tokens.at(4), compared_words - 1};
+  Comparison comparison(plain_engine(), settings);
+  comparison.prefill(context);
+  expect_same(comparison.answer(question, how), expected(how, question));
+  how.max_new_tokens = 0;
+  expect_same(comparison.answer(question, how), expected(how, question));
+}
+
+TEST_F(Comparisons, DrawSeveralTries) {
+  settings.emplace_back();
+  add("snapkv", 0.5);
+  add_question("snapkv", 0.5);
+  how.max_new_tokens = 5;
+  how.sampling.temperature = 1.5;
+  how.sampling.seed = 11;
+  how.tries = 3;
+  std::vector<std::vector<Answer>> wanted;
+  for (int t = 0; t < how.tries; ++t) {
+    ComparisonOptions one = how;
+    one.sampling.seed += static_cast<std::uint64_t>(t);
+    wanted.push_back(expected(one, question));
+  }
+  for (const std::int64_t batch : {0, 2, 1}) {
+    Comparison comparison(plain_engine(), settings, batch);
+    comparison.prefill(context);
+    const auto got = comparison.answer(question, how);
+    for (std::size_t s = 0; s < settings.size(); ++s) {
+      SCOPED_TRACE(label(settings[s]));
+      ASSERT_EQ(got[s].tokens.size(), 3U);
+      EXPECT_EQ(got[s].pruned.kept, wanted[0][s].pruned.kept);
+      for (std::size_t t = 0; t < 3; ++t) EXPECT_EQ(got[s].tokens[t], wanted[t][s].tokens);
+    }
+  }
+  how.sampling.temperature = 0;
+  Comparison greedy(plain_engine(), settings);
+  greedy.prefill(context);
+  const auto same = greedy.answer(question, how);
+  EXPECT_EQ(same[1].tokens, std::vector<std::vector<TokenId>>(3, same[1].tokens[0]));
+}
+
+// The likelihood of given tokens is that of single steps' logits.
+TEST_F(Comparisons, WeighContinuations) {
+  add_all(comm.size() == 1 ? 1 : 5);
+  how.continuation = compared_tokens(5, 5);
+  std::set<double> different;
+  Comparison comparison(plain_engine(), settings);
+  comparison.prefill(context);
+  const auto got = comparison.answer(question, how);
+  for (std::size_t s = 0; s < settings.size(); ++s) {
+    SCOPED_TRACE(label(settings[s]));
+    EXPECT_EQ(got[s].tokens.at(0), how.continuation);
+    std::vector<double> wanted;
+    const auto run = generator(settings[s]);
+    run->prefill(context, false);
+    AnswerOptions first;
+    first.max_new_tokens = 1;
+    const auto weigh = [&](const std::vector<float>& logits) {
+      if (logits.empty()) return;
+      double sum = 0;
+      for (const float logit : logits) sum += std::exp(static_cast<double>(logit));
+      wanted.push_back(logits[static_cast<std::size_t>(how.continuation[wanted.size()])] -
+                       std::log(sum));
+    };
+    first.on_logits = weigh;
+    run->answer(question, first);
+    Engine& engine = run->engine();
+    for (std::size_t i = 0; i + 1 < how.continuation.size(); ++i) {
+      weigh(engine
+                .step(StepBatch(run->sequence(), {how.continuation[i]},
+                                engine.rule(StepPart::generated), StepOutput::logits))
+                .front()
+                .logits);
+    }
+    ASSERT_EQ(got[s].log_probabilities.size(), how.continuation.size());
+    for (std::size_t i = 0; i < wanted.size(); ++i) {
+      EXPECT_NEAR(got[s].log_probabilities[i], wanted[i], 2e-6) << i;
+    }
+    different.insert(std::round(got[s].log_probabilities[4] * 1e4));
+  }
+  EXPECT_GT(different.size(), settings.size() / 2);  // or nothing would be compared
+}
+
+// As many at a time as there is room for.
+TEST_F(Comparisons, WavesShrinkWithoutMemory) {
+  settings.emplace_back();
+  for (const double ratio : {0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9}) add("snapkv", ratio);
+  how.max_new_tokens = 6;
+  const auto wanted = expected(how, question);
+  const auto bytes = [&](std::int64_t sequences) {
+    // Rings, and pages of all rows.
+    const std::int64_t heads = partition.heads(0, comm.rank()).size() * compared_layers;
+    const auto row = static_cast<std::int64_t>(page_row_bytes(compared_dim, sizeof(float)));
+    return static_cast<std::size_t>(sequences * heads * 160 * row);
+  };
+  Comparison roomy(plain_engine(bytes(4)), settings);
+  roomy.prefill(context);
+  expect_same(roomy.answer(question, how), wanted);
+  Comparison tight(plain_engine(bytes(1)), settings);
+  tight.prefill(context);
+  EXPECT_THROW(tight.answer(question, how), AgreedOutOfMemory);
+  // It can go on.
+  tight.prefill(compared_tokens(30, 2));
+  EXPECT_EQ(tight.answer({}, how).size(), settings.size());
+}
+
+TEST_F(Comparisons, RefuseWhatEnginesRefuse) {
+  const auto refused = [&] {
+    try {
+      Comparison(plain_engine(), settings);
+    } catch (const Error& error) {
+      return std::string(error.what());
+    }
+    return std::string();
+  };
+  EXPECT_NE(refused(), "");
+  add("snapkv", 0.5, {}, PruneMode::always);
+  EXPECT_NE(refused().find("snapkv"), std::string::npos) << refused();
+  settings.clear();
+  add("finch", 0.5);
+  EXPECT_EQ(refused(), "");
+  settings[0].prune_after = PruneMoment::context;
+  EXPECT_NE(refused().find("finch"), std::string::npos) << refused();
+  settings.clear();
+  settings.emplace_back();
+  CacheOptions pruning = options;
+  pruning.prune = PruneMode::prefill;
+  pruning.policy = choice("knorm", 0.5);
+  EXPECT_THROW(Comparison(Engine::create<float>(model, nullptr, pruning, comm), settings), Error);
+  Comparison comparison(plain_engine(), settings);
+  EXPECT_THROW(comparison.answer(question, how), Error);
+  EXPECT_THROW(comparison.prefill({}), Error);
+}
+
+}  // namespace
+}  // namespace kvzap

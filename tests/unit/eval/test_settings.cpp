@@ -1,0 +1,142 @@
+// Lists of policies, and the settings that they are made to with the general lists.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <set>
+
+#include "eval/settings.hpp"
+#include "unit/temporary_folder.hpp"
+
+namespace {
+
+using kvzap::Error;
+using kvzap::detail::EvalSetting;
+using kvzap::detail::parse_settings;
+using kvzap::detail::SettingsRequest;
+
+// (parse_policy wants a surrogate that exists.)
+SettingsRequest request(const std::string& policies) {
+  SettingsRequest made;
+  made.policies = policies;
+  made.evict_ratios = {0, 0.5, 0.75};
+  made.surrogate = ".";
+  return made;
+}
+
+std::vector<std::string> labels(const SettingsRequest& request) {
+  std::vector<std::string> all;
+  for (const EvalSetting& setting : parse_settings(request)) all.push_back(setting.label);
+  return all;
+}
+
+std::string error_of(const SettingsRequest& request) {
+  try {
+    parse_settings(request);
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+using Labels = std::vector<std::string>;
+
+TEST(EvalSettings, EveryPolicyGetsEveryRatioAndZeroIsTheFullCacheOnce) {
+  EXPECT_EQ(labels(request("snapkv; h2o+ada;")),
+            (Labels{"none", "snapkv@evict-ratio=0.5", "snapkv@evict-ratio=0.75",
+                    "h2o+ada@evict-ratio=0.5", "h2o+ada@evict-ratio=0.75"}));
+  SettingsRequest with_thresholds = request("kvzap;knorm;snapkv@evict-ratios=0.9");
+  with_thresholds.evict_ratios = {0.5};
+  with_thresholds.thresholds = {-4.25};
+  EXPECT_EQ(labels(with_thresholds), (Labels{"kvzap@evict-ratio=0.5", "kvzap@threshold=-4.25",
+                                             "knorm@evict-ratio=0.5", "snapkv@evict-ratio=0.9"}));
+}
+
+TEST(EvalSettings, OwnSettingsReplaceGeneralOnes) {
+  EXPECT_EQ(labels(request("none;kvzap@thresholds=-5,-4@prune=always;knorm@keep-tokens=128"
+                           "@kv-budget=1MB;snapkv@prune-after=question@evict-ratios=0.5;"
+                           "tova@prefill=sparse@evict-ratio=0.25;simlayerkv")),
+            (Labels{"none", "kvzap@threshold=-5@prune=always", "kvzap@threshold=-4@prune=always",
+                    "knorm@keep-tokens=128", "knorm@kv-budget=1MB",
+                    "snapkv@evict-ratio=0.5@prune-after=question",
+                    "tova@evict-ratio=0.25@prefill=sparse", "simlayerkv"}));
+}
+
+TEST(EvalSettings, LabelsAreUniqueAndGiveTheirSettingAgain) {
+  SettingsRequest all = request(
+      "none;snapkv:window=16@prune-after=question;snapkv:window=16;kvzap@thresholds=-5,1e-05"
+      "@prune=always;knorm+dms:threshold=3;knorm+dms@threshold=3;tova@prefill=sparse;finch;snapkv;"
+      "snapkv");
+  const auto settings = parse_settings(all);
+  const Labels made = labels(all);
+  EXPECT_EQ(std::set<std::string>(made.begin(), made.end()).size(), made.size());
+  for (const EvalSetting& setting : settings) {
+    const auto again = parse_settings(request(setting.label));
+    ASSERT_EQ(again.size(), 1u) << setting.label;
+    EXPECT_EQ(kvzap::detail::to_json(again[0]), kvzap::detail::to_json(setting));
+  }
+}
+
+TEST(EvalSettings, GeneralMomentsHoldForThePoliciesThatTheyGoWith) {
+  SettingsRequest always = request("kvzap;snapkv;kvzip");
+  always.evict_ratios = {0.5};
+  always.thresholds = {-4};
+  always.prune = "always";
+  always.prefill = "sparse";
+  EXPECT_EQ(labels(always),
+            (Labels{"kvzap@evict-ratio=0.5@prefill=sparse",
+                    "kvzap@threshold=-4@prune=always@prefill=sparse",
+                    "snapkv@evict-ratio=0.5@prefill=sparse", "kvzip@evict-ratio=0.5"}));
+  SettingsRequest question = request("finch;snapkv;kvzip");
+  question.evict_ratios = {0.5};
+  question.prune_after = "question";
+  EXPECT_EQ(labels(question),
+            (Labels{"finch@evict-ratio=0.5", "snapkv@evict-ratio=0.5@prune-after=question",
+                    "kvzip@evict-ratio=0.5"}));
+  EXPECT_EQ(parse_settings(question)[0].prune_after, "question");
+}
+
+TEST(EvalSettings, SeparatorsBehindABackslashBelongToThePolicy) {
+  const kvzap::test::TemporaryFolder folder;
+  const auto surrogate = folder.path() / "a@b;c";
+  std::filesystem::create_directory(surrogate);
+  const std::string text =
+      "kvzap:surrogate=" + (folder.path() / "a\\@b\\;c").string() + "@threshold=-4";
+  const auto settings = parse_settings(request(text));
+  ASSERT_EQ(settings.size(), 1u);
+  EXPECT_EQ(settings[0].policy, "kvzap:surrogate=" + surrogate.string());
+  EXPECT_EQ(settings[0].label, text);
+}
+
+TEST(EvalSettings, MessagesNameTheEntryAndTheNearestName) {
+  const auto expect = [](const std::string& policies, const std::string& part) {
+    const std::string message = error_of(request(policies));
+    EXPECT_NE(message.find(part), std::string::npos) << policies << ": " << message;
+  };
+  expect("none;snapkw", "--policies: snapkw: ");
+  expect("none;snapkw", "did you mean snapkv?");
+  expect("snapkv@evict-ratoi=0.5", "did you mean evict-ratios?");
+  expect("snapkv@evict-ratios=0.5,1", "'1'; expected numbers of at least 0 and less than 1");
+  expect("snapkv@evict-ratios=", "@evict-ratios: ''");
+  expect("snapkv@evict-ratios=0.5@evict-ratio=0.25", "given twice");
+  expect("snapkv@half", "is not @key=value");
+  expect("snapkv@prune-after=answer", "is \"answer\"; expected context or question");
+  expect("kvzap@thresholds=nan", "'nan'; expected numbers");
+  expect("knorm@keep-tokens=1.5", "expected whole numbers of at least 1");
+  expect("simlayerkv@evict-ratios=0.5", "says itself how much stays");
+  expect("none@prefill=sparse", "the full cache has no settings");
+  expect("knorm+dms", "nothing says how much is evicted");
+  expect(" ; ", "no policies");
+  SettingsRequest without = request("kvzap");
+  without.surrogate.clear();
+  EXPECT_NE(error_of(without).find("give --surrogate DIR"), std::string::npos);
+}
+
+TEST(EvalSettings, TheSurrogateIsPutIn) {
+  using kvzap::detail::policy_with_surrogate;
+  EXPECT_EQ(policy_with_surrogate("kvzap", "a,b"), "kvzap:surrogate=a\\,b");
+  EXPECT_EQ(policy_with_surrogate("kvzap+ada:alpha=0", "d"), "kvzap:surrogate=d+ada:alpha=0");
+  EXPECT_EQ(policy_with_surrogate("kvzap:surrogate=e", "d"), "kvzap:surrogate=e");
+  EXPECT_EQ(policy_with_surrogate("snapkv", "d"), "snapkv");
+}
+
+}  // namespace

@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import pathlib
+import re
 import sys
 import warnings
 
@@ -318,7 +319,7 @@ def shown(value):
 
 def split_setting(label):
     """"snapkv@evict-ratio=0.5@prune-after=question": ("snapkv@prune-after=question", "evict-ratio")."""
-    first, *rest = label.split("@")
+    first, *rest = re.split(r"(?<!\\)@", label)  # one behind a backslash belongs to the policy
     budgets = [part.split("=")[0] for part in rest if part.split("=")[0] in BUDGETS]
     return "@".join([first, *(part for part in rest if part.split("=")[0] not in BUDGETS)]), "".join(budgets[:1])
 
@@ -475,7 +476,8 @@ def eval_figure(options, pyplot, panels, height, legend_names=(), columns=None, 
         "font.size": 7, "axes.titlesize": 7, "axes.labelsize": 7, "xtick.labelsize": 6, "ytick.labelsize": 6,
         "legend.fontsize": 6.5, "axes.linewidth": 0.5, "xtick.major.width": 0.5, "ytick.major.width": 0.5,
         "xtick.major.size": 2.5, "ytick.major.size": 2.5, "lines.linewidth": 1, "lines.markersize": 3.2,
-        "pdf.fonttype": 42, "savefig.dpi": 300})
+        "pdf.fonttype": 42, "savefig.dpi": 300,
+        "figure.constrained_layout.w_pad": 0.035, "figure.constrained_layout.h_pad": 0.02})
     width = COLUMN if options.column else PAGE
     if not columns:
         # Of up to four in a row, as many as leave the fewest places empty.
@@ -489,18 +491,17 @@ def eval_figure(options, pyplot, panels, height, legend_names=(), columns=None, 
         entries = max(1, min(len(legend_names), int(width / (key_width + 0.058 * max(map(len, legend_names))))))
         below = 0.06 + 0.135 * math.ceil(len(legend_names) / entries)
     figure = pyplot.figure(figsize=(width, rows * height + below), constrained_layout=True)
-    figure.set_constrained_layout_pads(w_pad=0.035, h_pad=0.02)
     parts = [figure, None]
     if legend_names:
         parts = figure.subfigures(2, 1, height_ratios=(rows * height, below), hspace=0)
     return figure, columns, rows, parts[0], parts[1], entries
 
 
-def draw_reference(ax, points):
+def draw_reference(ax, points, number):
     """The full cache's point as a line from side to side."""
     _, value, low, high, _ = points[0]
     ax.axhspan(low, high, color=REFERENCE, alpha=0.12, linewidth=0, zorder=0)
-    return ax.axhline(value, color=REFERENCE, linestyle=(0, (5, 2)), linewidth=0.9, zorder=1)
+    return ax.axhline(value, color=REFERENCE, linestyle=(0, (5, 2) + (1, 2) * number), linewidth=0.9, zorder=1)
 
 
 def plot_curves(options, pyplot, evaluations, tasks):
@@ -528,7 +529,7 @@ def plot_curves(options, pyplot, evaluations, tasks):
                 continue
             is_perplexity |= points[0][4]
             if key[1]:
-                handles[key] = draw_reference(ax, points)
+                handles[key] = draw_reference(ax, points, references.index(key))
                 continue
             # Nothing evicted is the full cache, under any policy: its line begins there.
             full = [p for r in references if lines[r]["from"] is lines[key]["from"]

@@ -558,7 +558,7 @@ def plot_curves(options, pyplot, evaluations, tasks):
                 ax.set_ylabel("accuracy (%)")
             elif not any(e.rows[i].get("perplexity") for e in evaluations for i in e.indices):
                 ax.tick_params(labelleft=False)
-        if k + columns >= len(tasks):
+        if k // columns == rows - 1:
             ax.set_xlabel("evict ratio")
         else:
             ax.tick_params(labelbottom=False)
@@ -620,6 +620,11 @@ def plot_spread(options, pyplot, evaluations, tasks):
     figure, columns, rows, upper, _, _ = eval_figure(options, pyplot, len(drawn), 0.55 + 0.24 * len(names),
                                                      columns=columns)
     grid = upper.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
+    # Where the points are, in twentieths, and no closer than a fifth: little spread is to look like little.
+    shown = [ratio for _, _, ratios in drawn for task in names for ratio in ratios.get(task, [])]
+    middle, reach = (min(shown) + max(shown)) / 2, max(0.1, (max(shown) - min(shown)) / 2 + 0.02)
+    left, right = (min(1, max(0, step(20 * bound - sign * 1e-6) / 20)) for step, bound, sign in (
+        (math.floor, middle - reach, -1), (math.ceil, middle + reach, 1)))
     for k, ((e, setting, ratios), ax) in enumerate(zip(drawn, grid.ravel())):
         for y, task in enumerate(names):
             values = sorted(ratios.get(task, []))
@@ -628,24 +633,24 @@ def plot_spread(options, pyplot, evaluations, tasks):
             color = COLORS[y % (len(COLORS) - 1)]
             # Points beside one another, always in the same places.
             heights = [y + 0.5 * ((0.618034 * n) % 1 - 0.5) for n in range(len(values))]
-            ax.plot(values, heights, ".", color=color, markersize=3, markeredgewidth=0, alpha=0.55, zorder=2,
+            ax.plot(values, heights, ".", color=color, markersize=3.2, markeredgewidth=0, alpha=0.8, zorder=4,
                     clip_on=False)
             quartiles = [quantile(values, share) for share in (0.25, 0.5, 0.75)]
-            ax.add_patch(pyplot.Rectangle((quartiles[0], y - 0.33), quartiles[2] - quartiles[0], 0.66, fill=False,
-                                          edgecolor=color, linewidth=0.9, zorder=3))
-            ax.plot([quartiles[1]] * 2, [y - 0.33, y + 0.33], color=color, linewidth=1.6, solid_capstyle="butt",
+            # Light, so that it hides no point even where it is narrow.
+            ax.add_patch(pyplot.Rectangle((quartiles[0], y - 0.33), quartiles[2] - quartiles[0], 0.66,
+                                          facecolor="0.85", edgecolor="0.6", linewidth=0.5, zorder=2))
+            ax.plot([quartiles[1]] * 2, [y - 0.33, y + 0.33], color="black", linewidth=0.8, solid_capstyle="butt",
                     zorder=3)
         everything = [ratio for task in names for ratio in ratios.get(task, [])]
         ax.set_title(f"{source_of(e, evaluations)}{plain(setting)}: {min(everything):.2f} to {max(everything):.2f}"
                      if everything else plain(setting), pad=3)
-        ax.set_xlim(0, 1)
+        ax.set_xlim(left, right)
         ax.set_ylim(len(names) - 0.4, -0.6)
         ax.set_yticks(range(len(names)), [plain(task, 28) for task in names])
         ax.grid(True, axis="x", alpha=0.3, linewidth=0.4)
         ax.tick_params(axis="y", length=0)
-        if k + columns >= len(drawn):
+        if k // columns == rows - 1:
             ax.set_xlabel("evict ratio of a prompt (box: quartiles)")
-            ax.tick_params(labelbottom=True)
     for ax in grid.ravel()[len(drawn):]:
         ax.set_axis_off()
     return figure
@@ -685,10 +690,10 @@ def plot_eval_kept(options, pyplot, evaluations, tasks):
         ax.yaxis.set_major_locator(pyplot.MaxNLocator(5, integer=True))
         # Of one model all have the same layers and heads.
         is_same = len({(len(r), len(r[0])) for r in ratios}) == 1
-        ax.tick_params(labelleft=k % columns == 0 or not is_same, labelbottom=k + columns >= len(panels) or not is_same)
+        ax.tick_params(labelleft=k % columns == 0 or not is_same, labelbottom=k // columns == rows - 1 or not is_same)
         if k % columns == 0:
             ax.set_ylabel("layer")
-        if k + columns >= len(panels):
+        if k // columns == rows - 1:
             ax.set_xlabel("KV head")
     for ax in grid.ravel()[len(panels):]:
         ax.set_axis_off()

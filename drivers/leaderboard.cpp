@@ -15,7 +15,6 @@
 #include "base/json_file.hpp"
 #include "base/nearest.hpp"
 #include "options.hpp"
-#include "report.hpp"
 #include "setup.hpp"
 
 namespace kvzap::driver {
@@ -408,6 +407,13 @@ TableCell quality(const Figures* f, bool with_interval) {
   return {"-", std::nullopt, ""};
 }
 
+/// Three digits of it, and all before the point.
+std::string megabytes(double bytes) {
+  const double value = bytes / 1e6;
+  return value >= 100 ? fmt::format("{:.0f}", value)
+                      : fmt::format("{:.{}f}", value, value >= 10 ? 1 : 2);
+}
+
 /// What a setting's label says beside the policy: "evict-ratio=0.5, prune-after=question".
 std::string settings_text(const SettingRow& row) {
   if (row.policy == "none") return "full cache";
@@ -430,7 +436,7 @@ std::vector<TableColumn> columns_of(const Board& board) {
   const std::string what = board.task == all_prompts ? "all prompts" : board.task;
   columns.push_back({what + ", % [95 % interval]", true});
   for (const auto& task : board.tasks) columns.push_back({task + ", %", true});
-  columns.insert(columns.end(), {{"KV", true}, {"of full, %", true}, {"seconds", true}});
+  columns.insert(columns.end(), {{"KV, MB", true}, {"of full, %", true}, {"seconds", true}});
   return columns;
 }
 
@@ -448,13 +454,13 @@ std::vector<TableCell> cells_of(const Board& board, const SettingRow& row) {
   cells.push_back({settings_text(row), std::nullopt, row.setting});
   const double band = static_cast<double>(band_of(f)) / bands;
   cells.push_back({fmt::format("{:g}", band), band, ""});
-  cells.push_back({f.most > f.least
-                       ? fmt::format("{:.3f} ({:.2f} to {:.2f})", f.evict_ratio, f.least, f.most)
-                       : fmt::format("{:.3f}", f.evict_ratio),
-                   f.evict_ratio, ""});
+  const std::string least = fmt::format("{:.2f}", f.least);
+  const std::string most = fmt::format("{:.2f}", f.most);
+  const std::string range = least == most ? "" : fmt::format(" ({} to {})", least, most);
+  cells.push_back({fmt::format("{:.3f}{}", f.evict_ratio, range), f.evict_ratio, ""});
   cells.push_back(quality(&f, true));
   for (const auto& task : board.tasks) cells.push_back(quality(figures_of(task), false));
-  cells.push_back({human_bytes(std::llround(std::min(f.kv_bytes, 9e18))), f.kv_bytes, ""});
+  cells.push_back({megabytes(f.kv_bytes), f.kv_bytes, ""});
   const double share = f.full_kv_bytes > 0 ? f.kv_bytes / f.full_kv_bytes : 1;
   cells.push_back({percent(share), share, ""});
   cells.push_back({fmt::format("{:.2f}", f.seconds), f.seconds, ""});
@@ -694,13 +700,14 @@ bool writes_html(const LeaderboardOptions& o) {
 
 void check_leaderboard(const LeaderboardOptions& o) {
   require(!o.evaluations.empty(), "no evaluations: give folders that kvzap eval has written");
-  writes_html(o);
   require(!fs::is_directory(o.output),
           fmt::format("-o {}: is a folder; expected a file", o.output));
+  writes_html(o);
   const bool page_to_stdout = o.output.empty() || o.output == "-";
   require(o.json != "-" || o.output != "-", "-o - and --json -: give one of them");
   require(page_to_stdout || o.json.empty() || o.json == "-" ||
-              fs::weakly_canonical(o.json) != fs::weakly_canonical(o.output),
+              fs::weakly_canonical(fs::absolute(o.json)) !=
+                  fs::weakly_canonical(fs::absolute(o.output)),
           fmt::format("--json and -o both name the file {}", o.json));
 }
 

@@ -48,7 +48,7 @@ class Page(html.parser.HTMLParser):
         self.tags.append("/" + tag)
 
     def handle_data(self, data):
-        inside = self.tags[-1]
+        inside = self.tags[-1] if self.tags else None
         if inside == "button":
             self.heads[-1] += data
         elif inside == "bdi":
@@ -77,7 +77,7 @@ class Leaderboard(TestCase):
         text = self.succeed(out)
         heads, rows = markdown_table(text)
         self.assertEqual(heads[:5], ["model", "policy", "setting", "about", "evict ratio (least to most)"])
-        self.assertEqual(heads[5:], ["all prompts, % \\[95 % interval\\]", *(f"{task}, %" for task in TASKS), "KV",
+        self.assertEqual(heads[5:], ["all prompts, % \\[95 % interval\\]", *(f"{task}, %" for task in TASKS), "KV, MB",
                                      "of full, %", "seconds"])
         by_setting = {row["setting"]: row for row in summary["rows"] if row["task"] == "all"}
         self.assertEqual(len(rows), len(by_setting))
@@ -98,7 +98,7 @@ class Leaderboard(TestCase):
         self.assertNotIn("\n- ", text)
         # One task alone.
         heads, rows = markdown_table(self.succeed(out, "--task", "facts"))
-        self.assertEqual(heads[5:], ["facts, % \\[95 % interval\\]", "KV", "of full, %", "seconds"])
+        self.assertEqual(heads[5:], ["facts, % \\[95 % interval\\]", "KV, MB", "of full, %", "seconds"])
         facts = {r["setting"]: r for r in summary["rows"] if r["task"] == "facts"}
         self.assertEqual([float(row[5].split()[0]) for row in rows if row[1] == "kvzap"],
                          [round(100 * facts[f"kvzap@threshold={t}"]["accuracy"], 1) for t in (-5, -4, -3)])
@@ -218,7 +218,7 @@ class Leaderboard(TestCase):
         self.fail_with(leaderboard(out, "-o", self.folder), "is a folder", code=1)
         self.fail_with(leaderboard(out, "--format", "pdf"), "--format", "html", code=2)
         self.fail_with(leaderboard(out, "-o", self.folder / "no" / "page.md"), "-o", "no/page.md", code=1)
-        self.fail_with(leaderboard(out, "-o", "x.md", "--json", "./x.md"), "both name", code=1)
+        self.fail_with(leaderboard(out, "-o", self.folder / "x.md", "--json", f"{self.folder}/./x.md"), "both name", code=1)
         page = self.folder / "page.txt"
         self.succeed(out, "-o", page, "--format", "markdown")
         self.assertEqual(page.read_text(), self.succeed(out))

@@ -81,7 +81,8 @@ struct PruneSetting {
 struct ContextScores {
   /// (head on this rank, position) of each layer.
   std::vector<Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>> layers;
-  /// That took on this rank, steps that repeat the context included.
+  /// That took on this rank, steps that repeat the context included (which others that ask alike
+  /// share).
   double seconds = 0;
 };
 
@@ -178,6 +179,8 @@ class Engine {
     StepResult result;
     /// Of each of the policies; equal ones have theirs in common.
     std::vector<std::shared_ptr<const ContextScores>> scores;
+    /// The step took on this rank, without the scoring.
+    double seconds = 0;
   };
   /// Runs a context as the first step of a sequence that is not pruned, of whose tokens the last
   /// `question` are a question's, and has it scored by `policies`, as each would score it if it

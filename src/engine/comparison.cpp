@@ -157,35 +157,26 @@ void Comparison::State::read(const std::vector<TokenId>& tokens, std::int64_t qu
   }
   if (members.empty()) return;
   const SequenceId sequence = owner.add(engine->add_sequence());
-  Engine::Reading reading;
-  double seconds = 0;
-  {
-    const Stopwatch watch(seconds);
-    reading = engine->read(sequence, tokens, question, policies, StepOutput::logits, progress);
-  }
-  find_argmax(reading.result);
-  // Of the slowest rank: the step's, and each policy's. All of them together are part of the step.
-  std::vector<const ContextScores*> counted;
-  std::vector<double> times = {seconds, 0};
-  for (const auto& scores : reading.scores) {
-    times.push_back(scores->seconds);
-    if (std::find(counted.begin(), counted.end(), scores.get()) != counted.end()) continue;
-    counted.push_back(scores.get());
-    times[1] += scores->seconds;
-  }
+  const Engine::Reading reading =
+      engine->read(sequence, tokens, question, policies, StepOutput::logits, progress);
+  Start shared;
+  shared.sequence = sequence;
+  shared.next = reading.result;
+  find_argmax(shared.next);
+  // Of the slowest rank: the step's, and each policy's.
+  std::vector<double> times = {reading.seconds};
+  for (const auto& scores : reading.scores) times.push_back(scores->seconds);
   comm().all_reduce_max(times.data(), times.size());
   std::size_t policy = 0;
   for (const std::size_t s : members) {
     Start& start = into[s];
-    start = Start();
-    start.sequence = sequence;
-    start.next = reading.result;
+    start = shared;
     if (prunes(settings[s])) {
       start.scores = reading.scores[policy];
-      start.score_seconds = times[2 + policy];
+      start.score_seconds = times[1 + policy];
       ++policy;
     }
-    start.prefill_seconds = std::max(0.0, times[0] - times[1]) + start.score_seconds;
+    start.prefill_seconds = times[0] + start.score_seconds;
   }
 }
 

@@ -402,7 +402,12 @@ class TypedEngine final : public Engine {
     StepBatch batch(sequence, tokens, StepRule(), output);
     if (!groups[0].empty()) batch.set_policy(0, &step);
     Reading reading;
-    reading.result = std::move(m_decoder.step(batch, progress).front());
+    {
+      const detail::Stopwatch watch(reading.seconds);
+      reading.result = std::move(m_decoder.step(batch, progress).front());
+      detail::fence(ExecutionSpace(), "kvzap::engine: the reading is timed");
+    }
+    reading.seconds = std::max(0.0, reading.seconds - joint[0]->seconds());
     for (std::size_t g = 1; g < groups.size(); ++g) {
       const PolicyChoice& choice = *policies[groups[g].front()];
       double seconds = 0;

@@ -413,6 +413,29 @@ TEST_F(Comparisons, AnswerAsGeneratorsOfTheirOwn) {
   expect_same(answers, wanted);
 }
 
+// What repeats the context takes its time from those alone that asked for it, however many they
+// are.
+TEST_F(Comparisons, TellTheTimeOfAReadingApartFromThatOfRepeats) {
+  settings.emplace_back();
+  add("knorm", 0.5);
+  for (const char* text : {"kvzip", "kvzip-plus"}) {
+    add(text, 0.5);
+    auto longer = std::make_shared<PolicyChoice>(*settings.back().policy);
+    longer->repeat.first = compared_tokens(400, 4);
+    settings.back().policy = longer;
+  }
+  Comparison comparison(plain_engine(), settings, 0);
+  comparison.prefill(context);
+  const auto answers = comparison.answer(question, how);
+  std::vector<double> prefill;  // without the fork that is pruned
+  for (const SettingAnswer& answer : answers) {
+    prefill.push_back(answer.prefill_seconds - answer.pruned.prune_seconds);
+  }
+  EXPECT_GT(prefill[0], 0);
+  EXPECT_NEAR(prefill[1], prefill[0] + answers[1].pruned.score_seconds, 1e-9);
+  for (const std::size_t repeats : {2U, 3U}) EXPECT_GT(prefill[repeats], 2 * prefill[0]);
+}
+
 // Sequences leave when they are done, each for its own reason.
 TEST_F(Comparisons, StopWhereGeneratorsStop) {
   settings.emplace_back();

@@ -78,7 +78,8 @@ void name_tasks(std::vector<EvalPrompt>& prompts) {
   }
   for (EvalPrompt& prompt : prompts) {
     prompt.name = prompt.task.task;
-    if (files_of_task[prompt.name].size() == 1) continue;
+    // (all: every prompt's row in summaries.)
+    if (files_of_task[prompt.name].size() == 1 && prompt.name != "all") continue;
     const std::string name = stem(prompt.file);
     prompt.name = (files_of_stem[name].size() == 1 ? name : prompt.file) + "/" + prompt.name;
   }

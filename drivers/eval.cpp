@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
+#include <functional>
 #include <kvzap/calibrate.hpp>
 #include <kvzap/comparison.hpp>
 #include <kvzap/memory_plan.hpp>
@@ -214,6 +215,7 @@ class Evaluation {
   std::size_t cache_limit() const;
   // 4. The rest.
   int answer_all();
+  void on_workers(const std::function<void()>& work) const;
   template <class Value>
   std::unique_ptr<Comparison> make_comparison(const ProgressCallback& progress);
   std::vector<EvalJob> jobs_of(std::int64_t round,
@@ -571,22 +573,37 @@ std::size_t Evaluation::cache_limit() const {
       std::max(left - own.activations - own.attention, 3 * own.kv_full));
 }
 
+// What fails on one worker fails on all. (Ranks of the same worker agree by themselves.)
+void Evaluation::on_workers(const std::function<void()>& work) const {
+  if (workers() > 1) {
+    m_comm.agree(work);
+  } else {
+    work();
+  }
+}
+
 template <class Value>
 std::unique_ptr<Comparison> Evaluation::make_comparison(const ProgressCallback& progress) {
-  std::unique_ptr<Comparison> comparison;
-  const auto model = load_model<Value>(*m_setup, m_options.random_weights, m_work, progress);
-  for (std::size_t i = 0; i < m_prune.size(); ++i) {
-    if (!m_texts[i].empty()) {
-      kvzap::calibrate<Value>(model, *m_prune[i].policy, m_texts[i], m_work, progress);
+  std::shared_ptr<const Model<Value>> model;
+  on_workers([&] {
+    model = load_model<Value>(*m_setup, m_options.random_weights, m_work, progress);
+    for (std::size_t i = 0; i < m_prune.size(); ++i) {
+      if (!m_texts[i].empty()) {
+        kvzap::calibrate<Value>(model, *m_prune[i].policy, m_texts[i], m_work, progress);
+      }
     }
-  }
+  });
   CacheOptions cache;
   cache.window = ring_rows(m_options.window, m_longest);
   cache.sink = m_options.sink;
   cache.chunk = m_options.chunk;
-  cache.kv_limit = cache_limit();
-  return std::make_unique<Comparison>(Engine::create<Value>(model, nullptr, cache, m_work), m_prune,
-                                      m_options.batch);
+  cache.kv_limit = cache_limit();  // the weights of all ranks are there
+  std::unique_ptr<Comparison> comparison;
+  on_workers([&] {
+    comparison = std::make_unique<Comparison>(Engine::create<Value>(model, nullptr, cache, m_work),
+                                              m_prune, m_options.batch);
+  });
+  return comparison;
 }
 
 std::vector<EvalJob> Evaluation::jobs_of(
@@ -711,7 +728,7 @@ int Evaluation::answer_all() {
     if (is_by_prompt) {
       const EvalJob& own = jobs[static_cast<std::size_t>(m_comm.rank())];
       std::vector<SettingAnswer> found;
-      m_comm.agree([&] {
+      on_workers([&] {
         if (own.prompt >= 0) found = answer(*comparison, own, within);
       });
       const auto gathered = m_comm.all_gather(packed(found));

@@ -230,6 +230,12 @@ void EvaluationFolder::begin(const ordered_json& description) {
       throw Error(fmt::format("{} has records, and {} is not there, which says of what",
                               records_file().string(), file.string()));
     }
+    // What the end of the run would overwrite is of another one, or of something else.
+    for (const char* name : {"summary.json", "summary.csv"}) {
+      if (!fs::exists(m_folder / name, ignored)) continue;
+      throw Error(fmt::format("{} is there, and {} is not, which says of what",
+                              (m_folder / name).string(), file.string()));
+    }
     write_text(file, text_of(description, 2) + "\n");
     return;
   }

@@ -301,6 +301,17 @@ class BadInput(EvalTestCase):
             file.write_text(before)
         self.done(evaluate(*command))
 
+    def test_weights_that_one_of_the_ranks_cannot_read(self):
+        tasks, commands = self.tasks(2), []
+        for name in ("whole", "broken"):
+            self.copy(MODEL, name + "/model")
+            commands.append(["-wdir", self.folder / name, KVZAP, "eval", "-m", "model", "--tasks", tasks, "--policies",
+                             "none", "-o", self.folder / "out", "--parallel", "prompts"])
+        (self.folder / "broken/model/model.safetensors").write_bytes(b"broken")
+        *launcher, ranks, _ = on_ranks(2, [])
+        result = run_command([*launcher, ranks, 1, *commands[0], ":", ranks, 1, *commands[1]], timeout=60)
+        self.fail_with(result, "model.safetensors", "on rank 1 of 2")
+
     def test_another_evaluation_in_the_folder(self):
         tasks, out = self.tasks(2), self.folder / "out"
         deck = self.folder / "deck.toml"

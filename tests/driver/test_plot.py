@@ -327,6 +327,7 @@ class Eval(PlotCase):
         expect_row("evict_ratio_mean: expected a number from 0 to 1, found NaN", evict_ratio_mean=float("nan"))
         expect_row("evict_ratio_max", evict_ratio_max=10**400)
         expect_row("perplexity", "not negative", perplexity=-1)
+        expect_row("perplexity", "found 1e+308", perplexity=1e308)
         kept = ("--kind", "kept", "--settings", good["rows"][3]["setting"], "--tasks", good["rows"][3]["task"])
         expect_row("keep_ratio: expected a list of numbers for each layer", keep_ratio=[[1], []], arguments=kept)
         expect_row("keep_ratio", keep_ratio=None, arguments=kept)

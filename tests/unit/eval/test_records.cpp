@@ -142,6 +142,12 @@ TEST(EvalRecords, AnotherEvaluationIsRefusedByName) {
   folder.write("records.jsonl", "{}\n");
   EvaluationFolder without(folder.path());
   expect_error([&] { without.begin(here); }, {"evaluation.json is not there"});
+  for (const char* name : {"summary.json", "summary.csv"}) {
+    const TemporaryFolder own;
+    own.write(name, "somebody's");
+    EvaluationFolder open(own.path());
+    expect_error([&] { open.begin(here); }, {name, "evaluation.json is not, which says of what"});
+  }
 }
 
 TEST(EvalRecords, AFullDiskLeavesWhatWasThere) {

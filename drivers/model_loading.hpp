@@ -16,8 +16,8 @@ namespace kvzap::driver {
 /// than loading this rank's share; training changes all tensors.)
 std::string hash_of_model(const std::filesystem::path& folder, bool with_weights);
 
-/// The same for a file or folder that a policy reads (PolicyParameter::Kind::file); of a folder, for
-/// what policies read of it.
+/// The same for a file or folder that a policy reads (PolicyParameter::Kind::file); of a folder,
+/// for what policies read of it.
 std::string hash_of_policy_file(const std::filesystem::path& file);
 
 /// This rank's share of the weights. Collective.

@@ -576,6 +576,7 @@ std::vector<SettingAnswer> Evaluation::answer(Comparison& comparison, const Eval
                                               Progress& bar) const try {
   // Prompts that take long show what is going on within them.
   const auto start = detail::Clock::now();
+  bar.restart();
   constexpr double patience = 3;  // seconds
   const ProgressCallback progress = [&](std::string_view what, std::int64_t done,
                                         std::int64_t total) {

@@ -6,6 +6,8 @@
 #include <kvzap/chat_template.hpp>
 #include <map>
 
+#include "base/fnv.hpp"
+
 namespace kvzap::driver {
 namespace {
 
@@ -90,6 +92,9 @@ EvalPrompts read_eval_prompts(const EvalOptions& options, const Tokenizer& token
   const Encoder encode(options, tokenizer, config, limit);
   EvalPrompts made;
   made.files = nlohmann::ordered_json::array();
+  if (!templates.empty()) {
+    made.templates_hash = fmt::format("{:016x}", detail::fnv1a(nlohmann::json(templates).dump()));
+  }
   std::map<std::string, std::int64_t> of_task;
   const auto is_enough = [&] {
     return options.max_prompts &&

@@ -429,7 +429,7 @@ void Evaluation::open_folder() {
     using Key = std::pair<std::string, std::int64_t>;
     std::set<Key> known, done;
     for (const EvalPrompt& prompt : m_prompts.prompts) {
-      m_summary->add_task(prompt.task.task);
+      m_summary->add_task(prompt.name);
       known.emplace(prompt.file, prompt.task.line);
     }
 
@@ -607,7 +607,7 @@ void Evaluation::record(const EvalPrompt& prompt, const std::vector<SettingAnswe
     record.task_file = prompt.file;
     record.line = prompt.task.line;
     record.id = prompt.task.id;
-    record.task = prompt.task.task;
+    record.task = prompt.name;
     record.metric = prompt.metric->name;
     record.setting = m_settings[i].label;
     record.policy = m_settings[i].is_none() ? "none" : m_settings[i].policy;

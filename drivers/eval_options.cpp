@@ -57,7 +57,7 @@ void declare(CLI::App& app, EvalOptions& o) {
   app.add_option("--max-prompts", o.max_prompts, "only so many of the first prompts; default: all")
       ->group(tasks);
   app.add_option("--per-task", o.per_task,
-                 "only so many of the first prompts of each task; default: all")
+                 "only so many of the first prompts of each task of a file; default: all")
       ->group(tasks);
   app.add_flag("--keep-going", o.keep_going,
                "leave out lines that are no prompt and prompts that are too long, and count them")

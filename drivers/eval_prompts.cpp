@@ -3,8 +3,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <kvzap/chat_template.hpp>
 #include <map>
+#include <set>
 
 #include "base/fnv.hpp"
 
@@ -67,6 +69,23 @@ class Encoder {
   ChatTemplate::Parts m_parts;
 };
 
+void name_tasks(std::vector<EvalPrompt>& prompts) {
+  std::map<std::string, std::set<std::string>> files_of_task, files_of_stem;
+  const auto stem = [](const std::string& file) {
+    return std::filesystem::path(file).stem().string();
+  };
+  for (const EvalPrompt& prompt : prompts) {
+    files_of_task[prompt.task.task].insert(prompt.file);
+    files_of_stem[stem(prompt.file)].insert(prompt.file);
+  }
+  for (EvalPrompt& prompt : prompts) {
+    prompt.name = prompt.task.task;
+    if (files_of_task[prompt.name].size() == 1) continue;
+    const std::string name = stem(prompt.file);
+    prompt.name = (files_of_stem[name].size() == 1 ? name : prompt.file) + "/" + prompt.name;
+  }
+}
+
 }  // namespace
 
 std::string EvalPrompt::where() const { return fmt::format("{}: line {}", file, task.line); }
@@ -95,7 +114,7 @@ EvalPrompts read_eval_prompts(const EvalOptions& options, const Tokenizer& token
   if (!templates.empty()) {
     made.templates_hash = fmt::format("{:016x}", detail::fnv1a(nlohmann::json(templates).dump()));
   }
-  std::map<std::string, std::int64_t> of_task;
+  std::map<std::string, std::int64_t> of_task;  // of the file
   const auto is_enough = [&] {
     return options.max_prompts &&
            static_cast<std::int64_t>(made.prompts.size()) >= *options.max_prompts;
@@ -104,6 +123,7 @@ EvalPrompts read_eval_prompts(const EvalOptions& options, const Tokenizer& token
     TaskFile rows = read_tasks(file, options.keep_going, templates);
     made.left_out.insert(made.left_out.end(), rows.skipped.begin(), rows.skipped.end());
     std::int64_t used = 0;
+    of_task.clear();
     for (Task& task : rows.tasks) {
       if (is_enough()) break;
       if (options.per_task && of_task[task.task] >= *options.per_task) continue;
@@ -133,6 +153,7 @@ EvalPrompts read_eval_prompts(const EvalOptions& options, const Tokenizer& token
                     : fmt::format("no prompts are left: {} were left out, the first: {}",
                                   made.left_out.size(), made.left_out.front()));
   }
+  name_tasks(made.prompts);
   return made;
 }
 

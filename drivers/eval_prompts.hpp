@@ -23,7 +23,8 @@ struct EvalTokens {
 
 struct EvalPrompt {
   std::string file;
-  Task task;  // without its context, which is only needed as tokens
+  Task task;         // without its context, which is only needed as tokens
+  std::string name;  // of the task in records, see read_eval_prompts
   const MetricInfo* metric = nullptr;
   EvalTokens tokens;
 
@@ -41,7 +42,8 @@ struct EvalPrompts {
 /// Reads the tasks, in the order of the files, and makes token ids of them: the chat template's
 /// prefix and the context; the question, the template's suffix and the answer's prefix. One process
 /// alone. Throws Error, naming file and line, for prompts longer than `limit` (0: none) and other
-/// bad rows, unless they are to be left out; and if no prompt is left.
+/// bad rows, unless they are to be left out; and if no prompt is left. Tasks of one name in several
+/// files (such as one task at several lengths) are tasks of their own: FILE'S-STEM/TASK.
 EvalPrompts read_eval_prompts(const EvalOptions& options, const Tokenizer& tokenizer,
                               const ModelConfig& config, std::int64_t limit);
 

@@ -10,6 +10,10 @@ namespace kvzap::driver {
 
 struct LeaderboardOptions {
   std::vector<std::string> evaluations;
+  std::string task = "all";
+  std::string output;  // empty: standard output
+  std::string format;  // markdown or html; empty: by the output's name
+  std::string json;
   std::string config;
 };
 

@@ -245,7 +245,9 @@ void make_file(const MakeTasksOptions& o) {
     for (const std::string& task : maker.tasks) {
       for (std::int64_t index = 0; index < o.per_task; ++index) {
         progress.update("prompts", done++, rows);
-        const MadeTask made = maker.make(task, length, index);
+        MadeTask made = maker.make(task, length, index);
+        // Scores are averaged by task.
+        if (lengths.size() > 1) made.task.task += fmt::format("/{}", length);
         const std::int64_t too_short = length - made.tokens - made.task.max_new_tokens;
         all_short += too_short;
         if (too_short > most_short) {

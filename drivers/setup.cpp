@@ -171,7 +171,7 @@ void check_writable(const std::string& file) {
   if (!opened) throw Error(fmt::format("--json {}: no file can be created there", file));
 }
 
-void write_whole(const std::string& file, const std::string& text) {
+void write_whole(const std::string& file, const std::string& text, const std::string& flag) {
   if (file == "-") {
     std::fwrite(text.data(), 1, text.size(), stdout);
     return;
@@ -186,7 +186,7 @@ void write_whole(const std::string& file, const std::string& text) {
   if (!stream || error) {
     std::error_code ignored;
     if (!in_place) fs::remove(temporary, ignored);
-    throw Error(fmt::format("--json {}: writing failed (is the disk full?)", file));
+    throw Error(fmt::format("{} {}: writing failed (is the disk full?)", flag, file));
   }
 }
 

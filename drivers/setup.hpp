@@ -68,7 +68,8 @@ void reset_peak_rss();
 void check_writable(const std::string& file);
 /// Writes a report there: beside the target, which it then replaces, so that an older file stays
 /// whole if the disk is full. Devices and pipes are written to as they are. Throws Error.
-void write_whole(const std::string& file, const std::string& text);
+void write_whole(const std::string& file, const std::string& text,
+                 const std::string& flag = "--json");
 
 /// Throws Error if what was printed could not be written.
 void flush_stdout();

@@ -230,7 +230,7 @@ void EvaluationFolder::begin(const ordered_json& description) {
   const auto found =
       evaluation_differences(read_json_object(file), json::parse(description.dump()));
   if (found.empty()) return;
-  constexpr std::size_t most = 5;
+  constexpr std::size_t most = 8;
   std::string list;
   for (std::size_t i = 0; i < std::min(most, found.size()); ++i) {
     list += (i == 0 ? "" : "; ") + found[i];

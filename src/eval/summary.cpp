@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <kvzap/metrics.hpp>
+#include <tuple>
 
 namespace kvzap::detail {
 namespace {
@@ -72,23 +73,27 @@ std::size_t columns_of(const std::string& text) {
       std::count_if(text.begin(), text.end(), [](char c) { return (c & 0xc0) != 0x80; }));
 }
 
-/// At most so many columns of a text, the end of which tells settings of one policy apart.
-std::string fitted(const std::string& text, std::size_t width) {
-  std::size_t columns = columns_of(text);
-  if (columns <= width) return text + std::string(width - columns, ' ');
-  // Its beginning, dots, and an end that begins with a whole character.
-  const std::size_t begin = width / 2 - 2;
-  std::size_t head = 0;
-  for (std::size_t n = 0; head < text.size(); ++head) {
-    if ((text[head] & 0xc0) != 0x80 && n++ == begin) break;
+/// Cut into lines of at most so many columns.
+std::string in_lines(const std::string& text, std::size_t widest) {
+  std::string lines;
+  std::size_t column = 0;
+  for (const char c : text) {
+    const bool begins = (c & 0xc0) != 0x80;
+    if (begins && column++ == widest) {
+      lines += '\n';
+      column = 1;
+    }
+    lines += c;
   }
-  std::size_t tail = head;
-  for (; tail < text.size() && columns > 0; ++tail) {
-    if ((text[tail] & 0xc0) == 0x80) continue;
-    if (columns_of(text.substr(tail)) <= width - begin - 2) break;
-  }
-  const std::string made = text.substr(0, head) + ".." + text.substr(tail);
-  return made + std::string(width - std::min(width, columns_of(made)), ' ');
+  return lines;
+}
+
+/// A label in a column of `width`; a longer one stands above its row, since any part of it may be
+/// what tells settings apart.
+std::string label_column(const std::string& label, std::size_t width, std::size_t widest) {
+  const std::size_t columns = columns_of(label);
+  if (columns <= width) return label + std::string(width - columns, ' ');
+  return in_lines(label, widest) + '\n' + std::string(width, ' ');
 }
 
 double number_in(const ordered_json& row, const char* field) {
@@ -262,11 +267,10 @@ std::string EvaluationSummary::table() const {
     if (row.at("task") != task) {
       if (!text.empty()) text += '\n';
       task = row.at("task").get<std::string>();
-      text += fmt::format(
-          "{}\n", fitted(fmt::format("{}: {} prompts", task, row.at("prompts").get<std::int64_t>()),
-                         widest - 1));
-      while (text[text.size() - 2] == ' ') text.erase(text.size() - 2, 1);
-      text += fmt::format("{}  {}\n", fitted("setting", width), head);
+      text += in_lines(fmt::format("{}: {} prompts", task, row.at("prompts").get<std::int64_t>()),
+                       widest);
+      text += '\n';
+      text += fmt::format("{}  {}\n", label_column("setting", width, widest), head);
     }
     std::string accuracy(8 + 2 + 14, ' ');
     if (row.contains("accuracy")) {
@@ -283,7 +287,7 @@ std::string EvaluationSummary::table() const {
         fmt::format("{:.3f} ({:.2f}-{:.2f})", number_in(row, "evict_ratio_mean"), least, most);
     constexpr double mib = 1 << 20;
     text += fmt::format("{}  {}  {}{:>17}  {:>9.2f}  {:>9.2f}  {:>9.2f}\n",
-                        fitted(row.at("setting").get<std::string>(), width), accuracy,
+                        label_column(row.at("setting").get<std::string>(), width, widest), accuracy,
                         has_pass ? fmt::format("{:>7.3f}  ", number_in(row, "pass_at_k")) : "",
                         ratio, number_in(row, "kv_bytes") / mib, number_in(row, "prefill_seconds"),
                         number_in(row, "decode_seconds"));

@@ -146,6 +146,14 @@ class Agreement(EvalTestCase):
         self.assertGreater(len({tuple(r["answers"]) for r in self.records(self.folder / "a").values()}), 1)
         self.assertTrue(all("pass_at_k" in row for row in self.summary(self.folder / "a")["rows"]))
 
+    def test_files_with_the_same_tasks_are_told_apart(self):
+        for name in ("short", "long"):
+            (self.folder / f"{name}.jsonl").write_text(TASKS.read_text().splitlines()[0] + "\n")
+        files = f"{self.folder}/short.jsonl,{self.folder}/long.jsonl"
+        self.done(evaluate("--tasks", files, "--policies", "none", "-o", self.folder / "out"))
+        self.assertEqual([row["task"] for row in self.summary(self.folder / "out")["rows"]],
+                         ["short/niah_single_noise", "long/niah_single_noise", "all"])
+
 
 class GoingOn(EvalTestCase):
     COMMON = ("--policies", "none;snapkv;knorm", "--evict-ratios", "0.5,0.75")

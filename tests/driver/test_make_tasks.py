@@ -55,7 +55,7 @@ class Ruler(MakeTasksTestCase):
         self.assertRegex(result.err.decode(), r"52 prompts in [0-9.]+ s, shorter than asked by [0-9.]+ tokens on average")
         rows = [json.loads(line) for line in file.read_text().splitlines()]
         self.assertEqual([(row["length"], row["task"]) for row in rows],
-                         [(length, task) for length in (1500, 2048) for task in TASKS for _ in range(2)])
+                         [(length, f"{task}/{length}") for length in (1500, 2048) for task in TASKS for _ in range(2)])
         for row in rows:
             self.assertLessEqual(row["tokens"] + row["max_new_tokens"], row["length"])
             self.assertGreater(row["tokens"] + row["max_new_tokens"], row["length"] - 25, row["id"])
@@ -63,9 +63,9 @@ class Ruler(MakeTasksTestCase):
             if row["answer"] != "yes":
                 for answer in answers:
                     self.assertIn(answer, row["context"])
-        self.assertEqual({row["haystack"] for row in rows if row["task"] in ("niah_single_2", "niah_multivalue")},
+        self.assertEqual({row["haystack"] for row in rows if row["task"].startswith(("niah_single_2", "niah_multivalue"))},
                          {"built-in"})
-        self.assertEqual({row["haystack"] for row in rows if row["task"] == "qa_2"}, {"hotpot.json"})
+        self.assertEqual({row["haystack"] for row in rows if row["task"].startswith("qa_2")}, {"hotpot.json"})
         self.assertEqual(list(self.folder.glob("*.tmp*")), [])
 
     def test_tokens_are_those_of_a_run(self):
@@ -122,13 +122,14 @@ class Recall(MakeTasksTestCase):
     def test_has_the_form_of_the_demo_models_tasks(self):
         given = [json.loads(line) for line in (SOURCE / "inputs/eval/recall-512.jsonl").read_text().splitlines()]
         made = self.rows("recall", "--length", "256,512", "--per-task", 3)
-        self.assertEqual([row["task"] for row in made], [task for task in RECALL for _ in range(3)] * 2)
+        self.assertEqual([row["task"] for row in made],
+                         [f"{task}/{length}" for length in (256, 512) for task in RECALL for _ in range(3)])
         shape = {row["task"]: (row["question"].rsplit(" ", 1)[0], row["answer"].split(" ")[0], row["max_new_tokens"])
                  for row in given}
         for row in made:
             self.assertLessEqual(set(given[0]), set(row))
             self.assertEqual((row["question"].rsplit(" ", 1)[0], row["answer"].split(" ")[0], row["max_new_tokens"]),
-                             shape[row["task"]])
+                             shape[row["task"].split("/")[0]])
             self.assertIn(row["length"] - row["tokens"] - 24, range(4))
 
     def test_the_demo_model_answers(self):

@@ -1,10 +1,16 @@
 """kvzap-plot on what the program writes, and on what it does not."""
+import contextlib
 import importlib.util
+import io
 import json
 import sys
 import unittest
+import unittest.mock
+import warnings
+import xml.etree.ElementTree
 
-from harness import HAVE_HDF5, KVZAP, LINEAR, MODEL, SOURCE, TestCase, kvzap, run_command
+from evaluations import TASKS, write_evaluation
+from harness import HAVE_HDF5, KVZAP, LINEAR, MODEL, SOURCE, Result, TestCase, kvzap, run_command
 
 PLOT = SOURCE / "drivers" / "kvzap_plot.py"
 HAVE_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
@@ -15,18 +21,38 @@ def plot(*arguments):
     return run_command([sys.executable, "-B", PLOT, *arguments])
 
 
-@unittest.skipUnless(HAVE_MATPLOTLIB, "needs matplotlib")
-class Plots(TestCase):
+def load_program():
+    spec = importlib.util.spec_from_file_location("kvzap_plot", PLOT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def plot_here(*arguments):
+    """The same in this process, which imports matplotlib once."""
+    module, out, err = load_program(), io.StringIO(), io.StringIO()
+    with unittest.mock.patch.object(sys, "argv", ["kvzap-plot", *map(str, arguments)]):
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            with warnings.catch_warnings():
+                code = module.main()
+    if "matplotlib.pyplot" in sys.modules:
+        sys.modules["matplotlib.pyplot"].close("all")
+    return Result(code, out.getvalue().encode(), err.getvalue().encode())
+
+
+class PlotCase(TestCase):
+    plot = staticmethod(plot)
+
     def expect_image(self, name, *arguments):
         image = self.folder / name
-        result = plot(*arguments, "-o", image)
+        result = self.plot(*arguments, "-o", image)
         self.assertEqual((result.code, result.out, result.err), (0, b"", b""), result)
         content = image.read_bytes()
         self.assertEqual([p.name for p in self.folder.glob("*.tmp-*")], [])
         return content
 
     def expect_error(self, *parts, arguments):
-        result = plot(*arguments, "-o", self.folder / "never.svg")
+        result = self.plot(*arguments, "-o", self.folder / "never.svg")
         self.assertEqual((result.code, result.out), (1, b""), result)
         lines = result.err.decode().splitlines()
         self.assertEqual(len(lines), 1, result)
@@ -34,6 +60,9 @@ class Plots(TestCase):
             self.assertIn(part, lines[0])
         self.assertEqual(list(self.folder.glob("never*")), [])
 
+
+@unittest.skipUnless(HAVE_MATPLOTLIB, "needs matplotlib")
+class Plots(PlotCase):
     def run_model(self, *arguments):
         prompt = self.folder / "prompt.txt"
         prompt.write_text("The key of the red door is 4711. " * 30)
@@ -55,10 +84,7 @@ class Plots(TestCase):
         self.run_model("--snapshot", snapshot)
         self.assertIn(b"<svg", self.expect_image("positions.svg", "positions", snapshot))
         # What is drawn: the window in full, and as many pairs as the file has.
-        spec = importlib.util.spec_from_file_location("kvzap_plot", PLOT)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        shares, tokens = module.read_positions(snapshot, 10**9)
+        shares, tokens = load_program().read_positions(snapshot, 10**9)
         self.assertTrue((shares[:, tokens - 32:] == 1).all())
         import h5py
 
@@ -161,6 +187,165 @@ class Plots(TestCase):
         self.assertIn(b"No such file", result.err)
         result = plot("kept", report, "-o", report / "kept.svg")
         self.assertEqual((result.code, len(result.err.splitlines())), (1, 1), result)
+
+
+@unittest.skipUnless(HAVE_MATPLOTLIB, "needs matplotlib")
+class Eval(PlotCase):
+    plot = staticmethod(plot_here)
+    POLICIES = ("kvzap", "snapkv", "knorm+ada", "tova", "keydiff", "lagkv", "h2o", "cur", "leverage", "streaming-llm")
+
+    def setUp(self):
+        super().setUp()
+        self.out = self.folder / "out"
+
+    def texts(self, name, *arguments):
+        """What stands in an image: its texts, in paths, are told in comments."""
+        svg = self.expect_image(name, "eval", *arguments)
+        parser = xml.etree.ElementTree.XMLParser(target=xml.etree.ElementTree.TreeBuilder(insert_comments=True))
+        root = xml.etree.ElementTree.fromstring(svg, parser)
+        size = [float(root.get(side).removesuffix("pt")) / 72 for side in ("width", "height")]
+        return [node.text.strip() for node in root.iter(xml.etree.ElementTree.Comment)], size
+
+    def test_curves(self):
+        summary = write_evaluation(self.out, policies=self.POLICIES)
+        texts, (width, _) = self.texts("curve.svg", self.out)
+        for text in ("full cache", *self.POLICIES, "all prompts", *TASKS):
+            self.assertEqual(texts.count(text), 1, text)
+        self.assertAlmostEqual(width, 7)
+        texts, (width, height) = self.texts("column.svg", self.out, "--column", "--tasks", "facts,all", "--policies",
+                                            "kvzap;none")
+        self.assertAlmostEqual(width, 3.3)
+        self.assertLess(height, 2.5)
+        self.assertEqual([t for t in texts if t in (*self.POLICIES, *TASKS, "all prompts", "full cache")],
+                         ["facts", "all prompts", "full cache", "kvzap"])
+        # What is drawn: every row's point, and no two lines that look the same.
+        module = load_program()
+        evaluation = module.Evaluation(self.out)
+        evaluation.indices = range(len(evaluation.rows))
+        lines = module.lines_of([evaluation])
+        points = sorted((name, task, *point[:4]) for (name, _), line in lines.items()
+                        for task, points in line["tasks"].items() for point in points)
+        expected = sorted((row["setting"].split("@")[0], row["task"], row["evict_ratio_mean"],
+                           *(100 * row[f] for f in ("accuracy", "accuracy_low", "accuracy_high")))
+                          for row in summary["rows"])
+        self.assertEqual(points, expected)
+        looks = [(module.COLORS[i % len(module.COLORS)], module.MARKERS[i % len(module.MARKERS)]) for i in range(80)]
+        self.assertEqual(len(set(looks)), 80)
+        self.assertEqual(module.split_setting(r"qfilter:filters=a\@b@evict-ratio=0.5@prune-after=question"),
+                         (r"qfilter:filters=a\@b@prune-after=question", "evict-ratio"))
+
+    def test_folder_of_plots(self):
+        write_evaluation(self.out, tasks=("facts", "niah_noise"))
+        plots = self.folder / "plots"
+        contents = []
+        for program in (plot, self.plot):
+            result = program("eval", self.out, "--column", "-o", f"{plots}/")
+            self.assertEqual((result.code, result.out, result.err), (0, b"", b""), result)
+            contents.append({p.name: p.read_bytes() for p in plots.iterdir()})
+        self.assertEqual(set(contents[0]), {f"{kind}.{e}" for kind in ("curve", "spread", "kept") for e in ("svg", "png")})
+        self.assertTrue(contents[0] == contents[1])  # the same every time
+        self.assertTrue(self.expect_image("curve.pdf", "eval", self.out, "--tasks", "all").startswith(b"%PDF"))
+        # Without thresholds no spread is drawn, and it is said.
+        write_evaluation(self.out, policies=("snapkv",), tasks=("facts",))
+        result = self.plot("eval", self.out, "-o", f"{self.folder}/some/")
+        self.assertEqual((result.code, len(result.err.splitlines())), (0, 1), result)
+        self.assertIn(b"no spread", result.err)
+        self.assertEqual(len(list((self.folder / "some").iterdir())), 4)
+
+    def test_spread_and_kept(self):
+        write_evaluation(self.out, policies=("kvzap", "snapkv"))
+        texts, _ = self.texts("spread.svg", self.out, "--kind", "spread", "--evict-ratio", "0.4")
+        self.assertEqual([t for t in texts if t in TASKS], list(TASKS))
+        self.assertTrue(any(t.startswith("kvzap@threshold=-4: ") for t in texts), texts)
+        texts, _ = self.texts("two.svg", self.out, "--kind", "spread", "--tasks", "facts", "--settings",
+                              "kvzap@threshold=-5;snapkv@evict-ratio=0.5")
+        self.assertIn("snapkv@evict-ratio=0.5: 0.50 to 0.50", texts)
+        self.assertEqual([t for t in texts if t in TASKS], ["facts"])
+        texts, _ = self.texts("kept.svg", self.out, "--kind", "kept", "--evict-ratio", "0.5")
+        self.assertIn("evicted 0.50", texts)
+        self.assertEqual([t for t in texts if t in ("none", "kvzap", "snapkv")], ["kvzap", "snapkv"])
+        module = load_program()
+        evaluation = module.Evaluation(self.out)
+        ratios = module.Evaluation.records(evaluation, "snapkv@evict-ratio=0.5")
+        self.assertEqual(ratios, {task: [0.5] * 10 for task in TASKS})
+        # A record that was cut off is left out, as kvzap eval does when it goes on.
+        records = self.out / "records.jsonl"
+        records.write_bytes(records.read_bytes()[:-9])
+        self.texts("spread.svg", self.out, "--kind", "spread")
+        with records.open("a") as file:
+            file.write("\n")
+        self.expect_error("records.jsonl", "line 240", "not JSON", arguments=["eval", self.out, "--kind", "spread"])
+
+    def test_several_evaluations(self):
+        a, b = self.folder / "a", self.folder / "b"
+        write_evaluation(a, policies=("kvzap", "snapkv"))
+        write_evaluation(b, policies=("snapkv", "tova"), tasks=("facts", "long text"))
+        texts, _ = self.texts("both.svg", a, b, "--tasks", "facts,long text")
+        for text in ("kvzap", "a: snapkv", "b: snapkv", "tova", "a: full cache", "b: full cache", "long text"):
+            self.assertIn(text, texts)
+        write_evaluation(b, policies=("tova",), model="other")
+        self.assertIn("other: tova", self.texts("models.svg", a, b, "--tasks", "all")[0])
+
+    def test_perplexity_and_hostile_names(self):
+        hostile = "_$\\frac{x$--><script>\ud800\n\u202e\u4f60" + "y" * 99
+        summary = write_evaluation(self.out, policies=("kvzap", hostile), tasks=("text", hostile), model=hostile)
+        for row in summary["rows"]:
+            if row["task"] == "text":
+                for name in ("accuracy", "accuracy_low", "accuracy_high"):
+                    del row[name]
+                row["perplexity"] = 20.5
+        (self.out / "summary.json").write_text(json.dumps(summary))
+        for kind in ("curve", "spread", "kept"):
+            texts, _ = self.texts(f"{kind}.svg", self.out, "--kind", kind)
+            self.assertFalse(any("\n" in text or "\u202e" in text for text in texts))
+        texts, _ = self.texts("curve.svg", self.out)
+        self.assertIn("perplexity", texts)
+
+    def test_bad_files(self):
+        good = write_evaluation(self.out)
+        file = self.out / "summary.json"
+
+        def expect(*parts, text=None, arguments=(), **changes):
+            file.write_text(json.dumps({**good, **changes}) if text is None else text)
+            self.expect_error(*parts, arguments=["eval", self.out, *arguments])
+
+        def expect_row(*parts, arguments=(), **changes):
+            rows = [dict(row) for row in good["rows"]]
+            rows[3].update(changes)
+            expect("summary.json: rows[3].", *parts, rows=rows, arguments=arguments)
+
+        expect("not JSON", text="[" * 100000)
+        expect("not JSON", text='{"format_version": ' + "9" * 5000 + "}")
+        expect('"kvzap.evaluation_summary"', format="kvzap.run")
+        expect("model.name", model={"name": 3})
+        expect("rows:", rows=[])
+        expect("rows[0]: expected an object", rows=[1])
+        expect_row("task: expected text", task=None)
+        expect_row("setting", setting=7)
+        expect_row("accuracy: expected a number from 0 to 1, found 93", accuracy=93)
+        expect_row("accuracy_low", accuracy_low="x")
+        expect_row("evict_ratio_mean: expected a number from 0 to 1, found NaN", evict_ratio_mean=float("nan"))
+        expect_row("evict_ratio_max", evict_ratio_max=10**400)
+        expect_row("perplexity", "not negative", perplexity=-1)
+        kept = ("--kind", "kept", "--settings", good["rows"][3]["setting"], "--tasks", good["rows"][3]["task"])
+        expect_row("keep_ratio: expected a list of numbers for each layer", keep_ratio=[[1], []], arguments=kept)
+        expect_row("keep_ratio", keep_ratio=None, arguments=kept)
+        expect("--tasks", '"facts"', '"fakts"', arguments=["--tasks", "fakts"])
+        expect("--policies", '"snapkv"', '"snap"', arguments=["--policies", "snap"])
+        expect("--settings", '"snapkv"', arguments=["--kind", "spread", "--settings", "snapkv"])
+        expect("--evict-ratio", arguments=["--evict-ratio", "2"])
+        expect("a setting with a threshold", arguments=["--kind", "spread", "--policies", "snapkv"])
+        records = self.out / "records.jsonl"
+        for line, part in (("{\n", "line 1: not JSON"), ("[1]\n", "line 1: expected an object"),
+                           ('{"setting": "kvzap@threshold=-3", "task": 1}\n', "line 1: task: expected text"),
+                           ('{"setting": "kvzap@threshold=-3", "task": "facts", "evict_ratio": 2}\n', "evict_ratio"),
+                           ("{}\n", "a record of")):
+            records.write_text(line)
+            expect("records.jsonl", part, arguments=["--kind", "spread"])
+        records.unlink()
+        expect("records.jsonl", "No such file", arguments=["--kind", "spread"])
+        file.unlink()
+        self.expect_error("summary.json", "No such file", arguments=["eval", self.out])
 
 
 if __name__ == "__main__":

@@ -98,26 +98,15 @@ class AttentionPaths : public ::testing::Test {
           values.push_back(new_values.at(r, kv_head, d));
         }
       }
+      std::vector<double> query(p.dim), result, weights;
       for (int token = 0; token < p.queries; ++token) {
         const std::size_t visible = n + p.new_rows - p.queries + token + 1;
         for (int g = 0; g < p.group; ++g) {
           const int head = kv_head * p.group + g;
-          std::vector<double> weights(visible);
-          double maximum = -INFINITY;
-          for (std::size_t r = 0; r < visible; ++r) {
-            double score = 0;
-            for (int d = 0; d < p.dim; ++d)
-              score += queries.at(token, head, d) * keys[r * p.dim + d];
-            weights[r] = score / std::sqrt(double(p.dim));
-            maximum = std::max(maximum, weights[r]);
-          }
-          double sum = 0;
-          for (double& weight : weights) sum += weight = std::exp(weight - maximum);
-          double* const result = &expected[(std::size_t(token) * heads + head) * p.dim];
-          for (std::size_t r = 0; r < visible; ++r) {
-            const double weight = weights[r] / sum;
-            for (int d = 0; d < p.dim; ++d) result[d] += weight * values[r * p.dim + d];
-          }
+          for (int d = 0; d < p.dim; ++d) query[d] = queries.at(token, head, d);
+          solve_query(query.data(), keys.data(), values.data(), visible, p.dim, result, weights);
+          std::copy(result.begin(), result.end(),
+                    &expected[(std::size_t(token) * heads + head) * p.dim]);
         }
       }
     }
@@ -135,6 +124,7 @@ class AttentionPaths : public ::testing::Test {
         const bool has_levels = path != AttentionPath::portable &&
                                 path != AttentionPath::split_kv && path != AttentionPath::panels;
         if (!has_levels && level != simd_levels().front()) continue;
+        if (left_out(path, p.queries)) continue;
         SCOPED_TRACE(name);
         SCOPED_TRACE(kvzap::detail::name_of(level));
         constexpr float untouched = -777.0f;
@@ -163,9 +153,11 @@ class AttentionPaths : public ::testing::Test {
         EXPECT_TRUE(finite);
         EXPECT_LT(largest, tolerance_of<Value>(path));
         // Nothing between the strides was written.
-        for (std::size_t i = 0; i < output.host.extent(0); ++i) {
-          ASSERT_EQ(output.host(i), untouched) << "element " << i << " outside the output";
-        }
+        const float* const begin = output.host.data();
+        const float* const end = begin + output.host.extent(0);
+        const auto is_other = [](float x) { return x != untouched; };
+        const float* const other = std::find_if(begin, end, is_other);
+        ASSERT_EQ(other, end) << "element " << other - begin << " outside the output is " << *other;
       }
     }
   }

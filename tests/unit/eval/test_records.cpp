@@ -129,7 +129,7 @@ TEST(EvalRecords, AnotherEvaluationIsRefusedByName) {
         {"has another evaluation", "model.hash is \"12\" there and \"13\" here",
          "options.dtype is \"f32\" there and \"bf16\" here",
          "options.top_k is absent there and 4 here", "tasks.x.jsonl.rows is 3 there and 4 here",
-         "settings: snapkv@evict-ratio=0.5 is there only", "and 1 more"});
+         "settings: snapkv@evict-ratio=0.5 is there only"});
     ordered_json turned = here;
     std::swap(turned["settings"][0], turned["settings"][1]);
     expect_error([&] { open.begin(turned); }, {"settings are in another order"});

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <kvzap/policy.hpp>
 #include <limits>
+#include <map>
 #include <numeric>
 #include <random>
 #include <stdexcept>
@@ -14,6 +15,14 @@
 #include <vector>
 
 namespace kvzap::test {
+
+inline double log_sum_exp_of(const std::vector<double>& scores) {
+  double largest = -std::numeric_limits<double>::infinity();
+  for (double score : scores) largest = std::max(largest, score);
+  double sum = 0;
+  for (double score : scores) sum += std::exp(score - largest);
+  return largest + std::log(sum);
+}
 
 /// A layer of the whole model, whatever rank has which head. Rows of a head by position: cached
 /// ones, then one for each new token.
@@ -63,16 +72,11 @@ struct LayerData {
     return std::upper_bound(of_head.begin(), of_head.end(), token) - of_head.begin();
   }
   double log_sum_exp(std::int64_t token, int query_head) const {
-    const std::int64_t count = seen(token, query_head / group);
-    double largest = -std::numeric_limits<double>::infinity();
-    std::vector<double> scores(count);
-    for (std::int64_t r = 0; r < count; ++r) {
-      scores[r] = attention_score(token, query_head, r);
-      largest = std::max(largest, scores[r]);
+    std::vector<double> scores(seen(token, query_head / group));
+    for (std::size_t r = 0; r < scores.size(); ++r) {
+      scores[r] = attention_score(token, query_head, static_cast<std::int64_t>(r));
     }
-    double sum = 0;
-    for (double score : scores) sum += std::exp(score - largest);
-    return largest + std::log(sum);
+    return log_sum_exp_of(scores);
   }
 };
 
@@ -211,9 +215,9 @@ class FakeLayer final : public PolicyLayer {
       for (int local = 0; local < heads() * m_data.group; ++local) {
         const int head = local / m_data.group;
         const int query_head = number(head) * m_data.group + local % m_data.group;
-        const double lse = m_data.log_sum_exp(token, query_head);
-        for (std::int64_t r = 0; r < m_data.seen(token, number(head)); ++r) {
-          double p = std::exp(m_data.attention_score(token, query_head, r) - lse);
+        const auto& probabilities = attention(token, query_head).probabilities;
+        for (std::size_t r = 0; r < probabilities.size(); ++r) {
+          double p = probabilities[r];
           if (rows.size() > 0) p *= rows(local, r);
           if (of_queries.size() > 0) p *= of_queries(i);
           float& sum = host(head, r);
@@ -333,7 +337,26 @@ class FakeLayer final : public PolicyLayer {
     Kokkos::deep_copy(result, host);
     return result;
   }
-  TokenBlock block(std::int64_t first, std::int64_t count) const {
+  /// A query's attention to the rows that it sees: computed once, for steps ask again and again.
+  struct QueryAttention {
+    double log_sum_exp = 0;
+    std::vector<double> probabilities;
+  };
+  const QueryAttention& attention(std::int64_t token, int query_head) {
+    const auto [found, is_new] = m_attention.try_emplace({token, query_head});
+    QueryAttention& result = found->second;
+    if (is_new) {
+      const std::int64_t count = m_data.seen(token, query_head / m_data.group);
+      result.probabilities.resize(count);
+      for (std::int64_t r = 0; r < count; ++r) {
+        result.probabilities[r] = m_data.attention_score(token, query_head, r);
+      }
+      result.log_sum_exp = log_sum_exp_of(result.probabilities);
+      for (double& p : result.probabilities) p = std::exp(p - result.log_sum_exp);
+    }
+    return result;
+  }
+  TokenBlock block(std::int64_t first, std::int64_t count) {
     TokenBlock result;
     result.first = first;
     result.count = count;
@@ -346,7 +369,7 @@ class FakeLayer final : public PolicyLayer {
       for (std::int64_t t = 0; t < count; ++t) {
         for (int local = 0; local < heads() * m_data.group; ++local) {
           const int all = number(local / m_data.group) * m_data.group + local % m_data.group;
-          host(t, local) = static_cast<float>(m_data.log_sum_exp(first + t, all));
+          host(t, local) = static_cast<float>(attention(first + t, all).log_sum_exp);
         }
       }
       Kokkos::deep_copy(lse, host);
@@ -356,6 +379,7 @@ class FakeLayer final : public PolicyLayer {
   }
 
   LayerData m_data;
+  std::map<std::pair<std::int64_t, int>, QueryAttention> m_attention;
   PolicyNeeds m_needs;
   std::int64_t m_seen;  // tokens of the sequence whose rows are there
 };

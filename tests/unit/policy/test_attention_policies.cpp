@@ -54,12 +54,13 @@ std::unique_ptr<Policy> make(const PolicyInfo& info, const Parameters& given = {
 
 /// Softmax probabilities of a query over the rows that it sees.
 std::vector<double> probabilities(const LayerData& data, std::int64_t token, int query_head) {
-  const double lse = data.log_sum_exp(token, query_head);
-  std::vector<double> result(data.rows(query_head / data.group), 0.0);
-  const std::int64_t seen = data.seen(token, query_head / data.group);
-  for (std::int64_t r = 0; r < seen; ++r) {
-    result[r] = std::exp(data.attention_score(token, query_head, r) - lse);
+  std::vector<double> result(data.seen(token, query_head / data.group));
+  for (std::size_t r = 0; r < result.size(); ++r) {
+    result[r] = data.attention_score(token, query_head, static_cast<std::int64_t>(r));
   }
+  const double lse = kvzap::test::log_sum_exp_of(result);
+  for (double& p : result) p = std::exp(p - lse);
+  result.resize(data.rows(query_head / data.group), 0.0);
   return result;
 }
 
@@ -382,10 +383,11 @@ TEST(H2O, MeanOfAllQueriesThatSeeARow) {
                                                : static_cast<float>(random() % 1000) / 4000.0f);
       }
     }
+    Scores masses;
+    for (int h = 0; h < data.kv_heads; ++h) masses.push_back(mass(data, h, first));
     for (bool normalizes : {true, false}) {
-      Scores scores;
+      Scores scores = masses;
       for (int h = 0; h < data.kv_heads; ++h) {
-        scores.push_back(mass(data, h, first));
         for (std::int64_t r = 0; r < data.rows(h); ++r) {
           double& score = scores[h][r];
           const std::int64_t position = data.positions[h][r];
@@ -396,8 +398,8 @@ TEST(H2O, MeanOfAllQueriesThatSeeARow) {
           if (normalizes) score /= static_cast<double>(data.tokens - position);
         }
       }
+      FakeLayer layer(data);
       for (std::int64_t block : {0, 13}) {
-        FakeLayer layer(data);
         const auto policy = make(kvzap::policy::h2o(), {{"normalize", normalizes ? "on" : "off"}});
         expect_scores(layer.run(*policy, block), scores);
         expect_scores(layer.run(*policy, block), scores);
@@ -463,11 +465,13 @@ Moments moments_of(const LayerData& data, int query_head, std::int64_t first) {
   for (const auto& query : queries) {
     for (int i = 0; i < dim; ++i) moments.mean[i] += query[i] / count;
   }
-  for (const auto& query : queries) {
+  double* const covariance = moments.covariance.data();
+  for (auto& query : queries) {
+    double* const centred = query.data();
+    for (int i = 0; i < dim; ++i) centred[i] -= moments.mean[i];
     for (int i = 0; i < dim; ++i) {
       for (int j = 0; j < dim; ++j) {
-        moments.covariance[i * dim + j] +=
-            (query[i] - moments.mean[i]) * (query[j] - moments.mean[j]) / count;
+        covariance[i * dim + j] += centred[i] * centred[j] / count;
       }
     }
   }
@@ -792,17 +796,20 @@ TEST(Cap, WeightedLeverage) {
             weights.push_back(tau * (normalizes ? dot / std::sqrt(of_key * of_mean) : dot));
           }
           const double largest = *std::max_element(weights.begin(), weights.end());
-          std::vector<double> a(dim * dim, 0.0);
+          // (By pointers: without optimization, operators of vectors would take most of the time.)
+          std::vector<double> a_elements(dim * dim, 0.0);
+          double* const a = a_elements.data();
           for (int i = 0; i < dim; ++i) a[i * dim + i] = 1;
           for (std::int64_t r = 0; r < rows; ++r) {
-            weights[r] = std::exp(weights[r] - largest);
+            const double weight = weights[r] = std::exp(weights[r] - largest);
             const float* const v = data.value(h, first + r);
             for (int i = 0; i < dim; ++i) {
-              for (int j = 0; j < dim; ++j) a[i * dim + j] += (weights[r] + 1e-6) * v[i] * v[j];
+              for (int j = 0; j < dim; ++j) a[i * dim + j] += (weight + 1e-6) * v[i] * v[j];
             }
           }
           // Gauss and Jordan: the matrix needs no pivots.
-          std::vector<double> inverse(dim * dim, 0.0);
+          std::vector<double> inverse_elements(dim * dim, 0.0);
+          double* const inverse = inverse_elements.data();
           for (int i = 0; i < dim; ++i) inverse[i * dim + i] = 1;
           for (int k = 0; k < dim; ++k) {
             const double pivot = a[k * dim + k];

@@ -107,6 +107,12 @@ double size_of_output(const LayerData& data, int query_head, std::int64_t row) {
 /// The largest probability that a step's queries give each pair of its chunk, by definition.
 void score_chunk(const OracleShape& p, const LayerData& data, Scores& scores) {
   const std::int64_t sink = std::min(p.sink, data.repeats_begin);
+  std::vector<std::vector<double>> sizes(data.query_heads());  // (query head)(row of the chunk)
+  for (int q = 0; p.plus && q < data.query_heads(); ++q) {
+    for (std::int64_t r = data.repeats_begin; r < data.repeats_end; ++r) {
+      sizes[q].push_back(size_of_output(data, q, r));
+    }
+  }
   for (std::int64_t token = p.context; token < data.tokens; ++token) {
     double size = 0;
     for (std::int64_t i = 0; i < data.hidden_size; ++i) {
@@ -122,7 +128,7 @@ void score_chunk(const OracleShape& p, const LayerData& data, Scores& scores) {
       for (const std::int64_t r : rows) sum += std::exp(data.attention_score(token, q, r) - 30);
       for (std::int64_t r = data.repeats_begin; r < data.repeats_end; ++r) {
         double score = std::exp(data.attention_score(token, q, r) - 30) / sum;
-        if (p.plus) score *= size_of_output(data, q, r) / std::sqrt(size);
+        if (p.plus) score *= sizes[q][r - data.repeats_begin] / std::sqrt(size);
         double& most = scores[q / data.group][r];
         most = std::max(most, score);
       }

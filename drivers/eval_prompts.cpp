@@ -8,6 +8,8 @@
 #include <map>
 #include <set>
 
+#include "base/fnv.hpp"
+
 namespace kvzap::driver {
 namespace {
 
@@ -109,6 +111,9 @@ EvalPrompts read_eval_prompts(const EvalOptions& options, const Tokenizer& token
   const Encoder encode(options, tokenizer, config, limit);
   EvalPrompts made;
   made.files = nlohmann::ordered_json::array();
+  if (!templates.empty()) {
+    made.templates_hash = fmt::format("{:016x}", detail::fnv1a(nlohmann::json(templates).dump()));
+  }
   std::map<std::string, std::int64_t> of_task;  // of the file
   const auto is_enough = [&] {
     return options.max_prompts &&

@@ -290,6 +290,13 @@ class BadInput(EvalTestCase):
         tasks.write_text(tasks.read_text().replace("the", "The"))
         self.fail_with(evaluate("--config", deck, "-o", out), "hash is")
         self.assertEqual((out / "records.jsonl").read_bytes(), before)
+        # What is asked of the model may change with all the rows as they were.
+        prompts, asked = self.folder / "prompts.json", self.folder / "asked"
+        for text, result in (("{context} {input}", None), ("{context}. {input}", "options.prompt_templates_hash is")):
+            prompts.write_text(json.dumps(dict.fromkeys(("hotpotqa", "trec", "passage_count"), text)))
+            run = evaluate("--tasks", SOURCE / "tests/eval/longbench.jsonl", "--prompt-templates", prompts,
+                           "--policies", "none", "-n", 1, "-o", asked)
+            self.fail_with(run, result) if result else self.done(run)
         self.fail_with(evaluate("--config", deck, "-o", deck), "is a file; expected a folder")
         self.fail_with(evaluate("--config", deck, "-o", deck / "out"), "cannot be made")
 

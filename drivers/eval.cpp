@@ -615,15 +615,18 @@ void Evaluation::record(const EvalPrompt& prompt, const std::vector<SettingAnswe
     record.expected = prompt.task.answers;
     record.context_tokens = static_cast<std::int64_t>(prompt.tokens.context.size());
     record.question_tokens = static_cast<std::int64_t>(prompt.tokens.question.size());
-    const bool is_of_context =
-        m_settings[i].prune_after == "context" && m_settings[i].prune != "always";
-    const CacheReport pruned =
-        is_of_context ? without_question(answer.pruned, record.question_tokens) : answer.pruned;
+    // What is judged as it is generated is known in the end.
+    const CacheReport pruned = m_settings[i].prune == "always" ? answer.cache
+                               : m_settings[i].prune_after == "context"
+                                   ? without_question(answer.pruned, record.question_tokens)
+                                   : answer.pruned;
     record.evict_ratio = pruned.evict_ratio();
     record.kept_rows = pruned.kept;
     record.cache_tokens = pruned.tokens;
     record.kv_bytes = pruned.live_bytes;
     record.full_kv_bytes = pruned.full_bytes;
+    record.kv_bytes_at_end = answer.cache.live_bytes;
+    record.full_kv_bytes_at_end = answer.cache.full_bytes;
     record.prefill_seconds = answer.prefill_seconds;
     record.decode_seconds = answer.decode_seconds;
     if (prompt.metric->is_perplexity) {

@@ -67,7 +67,7 @@ struct Job {
   std::vector<TokenId> tokens;
   std::vector<double> log_probabilities;
   StopReason reason = StopReason::max_new_tokens;
-  bool has_ended = false;
+  CacheReport cache;  // at the end
   double decode_seconds = 0;
 };
 
@@ -397,6 +397,7 @@ void Comparison::State::answer_wave(std::vector<Job>& jobs, const std::vector<To
     const auto place = std::find(first.begin(), first.end(), &job) - first.begin();
     answer.pruned = std::move(reports[static_cast<std::size_t>(place)]);
     answer.pruned.prune_seconds = prune_seconds[j];
+    answer.cache = generates ? std::move(job.cache) : answer.pruned;
     answer.log_probabilities = std::move(job.log_probabilities);
   }
 }
@@ -464,15 +465,25 @@ void Comparison::State::generate(std::vector<Job>& jobs, const ComparisonOptions
       }
       job.reason = StopReason::context_full;
     }
-    owner.free(job.sequence);
     return true;
+  };
+  const auto leave = [&](const std::vector<Job*>& ended) {
+    std::vector<Job*> first;  // tries, of which one is reported
+    std::copy_if(ended.begin(), ended.end(), std::back_inserter(first),
+                 [](const Job* job) { return job->attempt == 0; });
+    if (!first.empty()) {
+      std::vector<CacheReport> reports = reports_of(first);
+      for (std::size_t i = 0; i < first.size(); ++i) first[i]->cache = std::move(reports[i]);
+    }
+    for (const Job* const job : ended) owner.free(job->sequence);
   };
   StepBatch step;
   while (true) {
     take_tokens(active, options, samplers, jobs.data());
-    active.erase(
-        std::remove_if(active.begin(), active.end(), [&](Job* job) { return has_ended(*job); }),
-        active.end());
+    const auto ended = std::stable_partition(active.begin(), active.end(),
+                                             [&](Job* job) { return !has_ended(*job); });
+    leave({ended, active.end()});
+    active.erase(ended, active.end());
     if (active.empty()) return;
     double seconds = 0;
     {

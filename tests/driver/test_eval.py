@@ -100,10 +100,17 @@ class Agreement(EvalTestCase):
                     self.assertEqual(record["answers"], [report["answers"][0]["text"]])
                     expected = task["answer"] if isinstance(task["answer"], list) else [task["answer"]]
                     self.assertEqual(record["expected"], expected)
-                    if setting["prune"] == "always":
-                        continue  # what the question evicts counts there
-                    self.assertAlmostEqual(record["evict_ratio"], report["context"]["evict_ratio"], places=12)
-                    self.assertEqual(record["kept_rows"], report["context"]["kept_rows"])
+                    # What goes while the model generates is known in the end.
+                    always = setting["prune"] == "always"
+                    state = report["answers"][0]["cache"] if always else report["context"]
+                    self.assertAlmostEqual(record["evict_ratio"], state["evict_ratio"], places=12)
+                    self.assertEqual(record["kept_rows"], state["kept_rows"])
+                    self.assertEqual(record["cache_tokens"], state["tokens"])
+                    rows = sum(map(sum, report["answers"][0]["cache"]["kept_rows"]))
+                    self.assertEqual(record["kv_bytes_at_end"], rows * 2 * 32 * 4)
+                    if always:
+                        self.assertEqual(record["kv_bytes"], record["kv_bytes_at_end"])
+                        continue
                     self.assertEqual(record["kv_bytes"], report["context"]["kv"]["live_bytes"])
                     self.assertEqual(record["full_kv_bytes"], report["context"]["kv"]["full_bytes"])
 

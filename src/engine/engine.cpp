@@ -401,8 +401,13 @@ class TypedEngine final : public Engine {
       }
       for (std::size_t i = 0; i < policies.size(); ++i) {
         const PolicyChoice& choice = *policies[i];
-        for (int l = 0; l < budget_model.layers && choice.budget.has_amount(); ++l) {
-          choice.budget.rows_per_head(budget_model, l, count);
+        try {  // before the context is run for nothing
+          for (int l = 0; l < budget_model.layers && choice.budget.has_amount(); ++l) {
+            choice.budget.rows_per_head(budget_model, l, count);
+          }
+          if (choice.info->repeats_context) repeat_steps(tokens, choice.repeat);
+        } catch (const Error& error) {
+          throw Error(fmt::format("policy {}: {}", choice.name, error.what()));
         }
         std::size_t group = 0;
         if (choice.info->repeats_context) {

@@ -750,6 +750,29 @@ TEST_F(Comparisons, RefuseWhatEnginesRefuse) {
   Comparison comparison(plain_engine(), settings);
   EXPECT_THROW(comparison.answer(question, how), Error);
   EXPECT_THROW(comparison.prefill({}), Error);
+  // What a context is too short for, and for whom.
+  settings.clear();
+  for (const char* text : {"snapkv", "kvzip"}) add(text, 0.5);
+  Comparison repeating(plain_engine(), settings);
+  try {
+    repeating.prefill({1, 2});
+    FAIL() << "nothing was repeated";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("kvzip: there is nothing"), std::string::npos)
+        << error.what();
+  }
+  const auto small = std::make_shared<PolicyChoice>(*choice("keydiff+chunkkv:length=7", 0.5));
+  small->budget.amount = Budget::Amount::keep_tokens;
+  small->budget.keep_tokens = 3;
+  settings.back().policy = small;
+  Comparison too_small(plain_engine(), settings);
+  try {
+    too_small.prefill(context);
+    FAIL() << "fewer rows than stay together";
+  } catch (const AgreedError& error) {
+    EXPECT_NE(std::string(error.what()).find("chunkkv:length=7: the budget"), std::string::npos)
+        << error.what();
+  }
 }
 
 }  // namespace

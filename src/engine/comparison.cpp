@@ -21,14 +21,15 @@ std::string name_of(const PruneSetting& setting) {
   return prunes(setting) ? setting.policy->name : "none";
 }
 
-/// Sequences that are freed when it goes.
+/// Sequences that are freed when it goes, `most` at a time.
 class Borrowed {
  public:
-  explicit Borrowed(Engine& engine) : m_engine(engine) {}
+  Borrowed(Engine& engine, std::size_t most) : m_engine(engine) { m_sequences.reserve(most); }
   Borrowed(const Borrowed&) = delete;
   Borrowed& operator=(const Borrowed&) = delete;
   ~Borrowed() { clear(); }
 
+  /// Takes no memory, for want of which the sequence would be lost.
   SequenceId add(SequenceId sequence) {
     m_sequences.push_back(sequence);
     return sequence;
@@ -93,7 +94,7 @@ struct Comparison::State {
       : engine(std::move(the_engine)),
         settings(std::move(the_settings)),
         batch(the_batch),
-        kept(*engine) {}
+        kept(*engine, settings.size() + 1) {}
 
   std::unique_ptr<Engine> engine;
   std::vector<PruneSetting> settings;
@@ -157,22 +158,12 @@ void Comparison::State::read(const std::vector<TokenId>& tokens, std::int64_t qu
   }
   if (members.empty()) return;
   const SequenceId sequence = owner.add(engine->add_sequence());
-  Engine::Reading reading;
-  double seconds = 0;
-  {
-    const Stopwatch watch(seconds);
-    reading = engine->read(sequence, tokens, question, policies, StepOutput::logits, progress);
-  }
+  Engine::Reading reading =
+      engine->read(sequence, tokens, question, policies, StepOutput::logits, progress);
   find_argmax(reading.result);
-  // Of the slowest rank: the step's, and each policy's. All of them together are part of the step.
-  std::vector<const ContextScores*> counted;
-  std::vector<double> times = {seconds, 0};
-  for (const auto& scores : reading.scores) {
-    times.push_back(scores->seconds);
-    if (std::find(counted.begin(), counted.end(), scores.get()) != counted.end()) continue;
-    counted.push_back(scores.get());
-    times[1] += scores->seconds;
-  }
+  // Of the slowest rank (others wait for it): the step's, what all policies took of it, each one's.
+  std::vector<double> times = {reading.step_seconds, reading.scoring_seconds};
+  for (const auto& scores : reading.scores) times.push_back(scores->seconds);
   comm().all_reduce_max(times.data(), times.size());
   std::size_t policy = 0;
   for (const std::size_t s : members) {
@@ -307,7 +298,7 @@ std::vector<SettingAnswer> Comparison::answer(const std::vector<TokenId>& questi
   };
   answer_group(false, state.starts);
 
-  Borrowed owner(*state.engine);
+  Borrowed owner(*state.engine, 1);
   std::vector<Start> whole(answers.size());
   std::vector<TokenId> tokens = state.context;
   tokens.insert(tokens.end(), question.begin(), question.end());
@@ -343,7 +334,7 @@ void Comparison::State::answer_wave(std::vector<Job>& jobs, const std::vector<To
                                     std::vector<SettingAnswer>& answers) {
   const bool generates = options.max_new_tokens > 0 || !options.continuation.empty();
   const bool by_logits = options.sampling.temperature != 0 || !options.continuation.empty();
-  Borrowed owner(*engine);
+  Borrowed owner(*engine, jobs.size());
   std::vector<Job*> first;  // of each setting; further tries are forks of it
   std::vector<double> prune_seconds(jobs.size(), 0);
   for (std::size_t j = 0; j < jobs.size(); ++j) {

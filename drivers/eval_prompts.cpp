@@ -80,7 +80,9 @@ void name_tasks(std::vector<EvalPrompt>& prompts) {
   }
   for (EvalPrompt& prompt : prompts) {
     prompt.name = prompt.task.task;
-    if (files_of_task[prompt.name].size() == 1) continue;
+    // The summary calls all tasks together so.
+    const bool is_taken = prompt.name == "all";
+    if (!is_taken && files_of_task[prompt.name].size() == 1) continue;
     const std::string name = stem(prompt.file);
     prompt.name = (files_of_stem[name].size() == 1 ? name : prompt.file) + "/" + prompt.name;
   }

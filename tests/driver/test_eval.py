@@ -160,6 +160,11 @@ class Agreement(EvalTestCase):
         self.done(evaluate("--tasks", files, "--policies", "none", "-o", self.folder / "out"))
         self.assertEqual([row["task"] for row in self.summary(self.folder / "out")["rows"]],
                          ["short/niah_single_noise", "long/niah_single_noise", "all"])
+        row = json.loads(TASKS.read_text().splitlines()[0])
+        row["task"] = "all"  # a name that the summary uses
+        (self.folder / "short.jsonl").write_text(json.dumps(row))
+        self.done(evaluate("--tasks", self.folder / "short.jsonl", "--policies", "none", "-o", self.folder / "all"))
+        self.assertEqual([row["task"] for row in self.summary(self.folder / "all")["rows"]], ["short/all", "all"])
 
 
 class GoingOn(EvalTestCase):

@@ -38,7 +38,12 @@ class Encoder {
     } else {
       tokens.new_tokens = m_options.new_tokens.value_or(task.max_new_tokens);
     }
-    if (tokens.context.empty()) throw Error("context: has no tokens");
+    if (tokens.context.empty()) {
+      // Without a template nothing may stand before the question: its first token then does.
+      if (tokens.question.empty()) throw Error("context and question: have no tokens");
+      tokens.context.push_back(tokens.question.front());
+      tokens.question.erase(tokens.question.begin());
+    }
     check(tokens);
     return tokens;
   }

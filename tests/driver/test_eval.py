@@ -153,6 +153,15 @@ class Agreement(EvalTestCase):
         self.assertGreater(len({tuple(r["answers"]) for r in self.records(self.folder / "a").values()}), 1)
         self.assertTrue(all("pass_at_k" in row for row in self.summary(self.folder / "a")["rows"]))
 
+    def test_a_question_without_context(self):
+        (self.folder / "tasks.jsonl").write_text(json.dumps({"question": "The calm barrel waits", "answer": "x"}))
+        self.done(evaluate("--tasks", self.folder / "tasks.jsonl", "--policies", "none", "--raw", "-n", "3", "-o",
+                           self.folder / "out"))
+        record, = self.records(self.folder / "out").values()
+        report = self.report("-m", MODEL, "--dtype", "f32", "-p", "The calm barrel waits", "--raw", "-n", "3")
+        self.assertEqual(record["answers"], [report["answers"][0]["text"]])
+        self.assertEqual(record["context_tokens"] + record["question_tokens"], report["context"]["tokens"])
+
     def test_files_with_the_same_tasks_are_told_apart(self):
         for name in ("short", "long"):
             (self.folder / f"{name}.jsonl").write_text(TASKS.read_text().splitlines()[0] + "\n")

@@ -28,6 +28,7 @@
 #include "progress.hpp"
 #include "setup.hpp"
 #include "signals.hpp"
+#include "text/utf8.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -50,7 +51,12 @@ void validate_eval(const EvalOptions& o) {
   for (const std::string& file : files) {
     require(std::count(files.begin(), files.end(), file) == 1,
             fmt::format("--tasks has {} twice", file));
+    // Records are found again by it.
+    require(detail::is_valid_utf8(file),
+            fmt::format("--tasks: {}: the file's name is not UTF-8", file));
   }
+  require(detail::is_valid_utf8(joined(o.policies, ";")),
+          "--policies is not UTF-8, as settings' labels have to be");
   require(!o.policies.empty(), "no policies: give a list such as --policies \"none;snapkv;h2o\"");
   require(!o.output.empty(), "no output: give a folder with -o");
   require(o.window >= 1 && o.window <= (1 << 24),
@@ -66,8 +72,12 @@ void validate_eval(const EvalOptions& o) {
     require(!*count || **count >= 1,
             fmt::format("{} is {}; expected at least 1", flag, count->value_or(0)));
   }
-  const Sampler checks_its_options(o.sampling);
   constexpr int most = 1 << 20;
+  require(!o.new_tokens || *o.new_tokens <= most,
+          fmt::format("-n is {}; expected at most {}", o.new_tokens.value_or(0), most));
+  require(o.surrogate.empty() || fs::is_directory(o.surrogate),
+          fmt::format("--surrogate {}: there is no such folder", o.surrogate));
+  const Sampler checks_its_options(o.sampling);
   require(o.tries >= 1 && o.tries <= most,
           fmt::format("--tries is {}; expected 1 to {}", o.tries, most));
   require(o.tries == 1 || o.sampling.temperature > 0,
@@ -195,6 +205,7 @@ class Evaluation {
   void check_prompts(const std::optional<RepeatPrompt>& repeat) const;
   // 3. What is done already.
   void open_folder();
+  void add_policy_files(ordered_json& options) const;
   ordered_json description() const;
   void print_plan() const;
   void share_rounds();
@@ -285,6 +296,7 @@ void Evaluation::prepare() {
                                                tokens.continuation.size()) +
                          tokens.new_tokens);
     }
+    if (m_limit > 0) m_longest = std::min(m_longest, m_limit);  // generation ends there
   });
   m_comm.broadcast(&m_longest, sizeof(m_longest), 0);
   const std::size_t left_out = m_prompts.left_out.size();
@@ -364,6 +376,31 @@ void Evaluation::check_prompts(const std::optional<RepeatPrompt>& repeat) const 
   }
 }
 
+// What policies read, without which their names do not say what they do.
+void Evaluation::add_policy_files(ordered_json& options) const {
+  std::map<std::string, std::string> hashes;
+  const auto add = [&](const auto& info, const PolicyArguments& arguments, bool is_own) {
+    for (const PolicyParameter& parameter : info.parameters) {
+      if (parameter.kind != PolicyParameter::Kind::file) continue;
+      const std::string& file = arguments.text(parameter.name);
+      if (file.empty() || file == parameter.standard) continue;
+      if (is_own) {
+        hashes.emplace(file, hash_of_policy_file(file));
+      } else {
+        options["surrogate"] = file;
+        options["surrogate_hash"] = hash_of_policy_file(file);
+      }
+    }
+  };
+  for (std::size_t i = 0; i < m_settings.size(); ++i) {
+    if (!m_specs[i]) continue;
+    // With a surrogate of --surrogate the policy is another than the setting's.
+    add(*m_specs[i]->info, m_specs[i]->arguments, m_run_options[i].policy == m_settings[i].policy);
+    for (const auto& [info, arguments] : m_specs[i]->modifiers) add(*info, arguments, true);
+  }
+  if (!hashes.empty()) options["policy_files"] = hashes;
+}
+
 ordered_json Evaluation::description() const {
   const EvalOptions& o = m_options;
   const ModelConfig& config = m_setup->config;
@@ -391,10 +428,7 @@ ordered_json Evaluation::description() const {
     options["prompt_templates"] = o.prompt_templates;
     options["prompt_templates_hash"] = m_prompts.templates_hash;
   }
-  if (!o.surrogate.empty()) {
-    options["surrogate"] = o.surrogate;
-    options["surrogate_hash"] = hash_of_model(o.surrogate, true);
-  }
+  add_policy_files(options);
   ordered_json settings = ordered_json::array();
   for (std::size_t i = 0; i < m_settings.size(); ++i) {
     settings.push_back(to_json(m_settings[i]));

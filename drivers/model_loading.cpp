@@ -13,7 +13,19 @@ namespace kvzap::driver {
 
 namespace fs = std::filesystem;
 
-std::string hash_of_model(const fs::path& folder, bool with_weights) {
+namespace {
+
+std::vector<fs::path> weights_in(const fs::path& folder) {
+  std::vector<fs::path> weights;
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    if (entry.path().extension() == ".safetensors") weights.push_back(entry.path());
+  }
+  std::sort(weights.begin(), weights.end());
+  return weights;
+}
+
+/// Of the name, the size and evenly spread parts of each of them that is there.
+std::string hash_of_files(const std::vector<fs::path>& files) {
   std::uint64_t hash = detail::fnv_start;
   const auto add_part = [&](const fs::path& file, std::uintmax_t begin, std::size_t bytes) {
     std::ifstream stream(file, std::ios::binary);
@@ -22,19 +34,6 @@ std::string hash_of_model(const fs::path& folder, bool with_weights) {
     stream.read(part.data(), static_cast<std::streamsize>(bytes));
     hash = detail::fnv1a(part, hash);
   };
-  std::vector<fs::path> files;
-  for (const char* name :
-       {"config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}) {
-    files.emplace_back(folder / name);
-  }
-  if (with_weights) {
-    std::vector<fs::path> weights;
-    for (const auto& entry : fs::directory_iterator(folder)) {
-      if (entry.path().extension() == ".safetensors") weights.push_back(entry.path());
-    }
-    std::sort(weights.begin(), weights.end());
-    files.insert(files.end(), weights.begin(), weights.end());
-  }
   for (const fs::path& file : files) {
     std::error_code ignored;
     if (!fs::is_regular_file(file, ignored)) continue;
@@ -51,6 +50,35 @@ std::string hash_of_model(const fs::path& folder, bool with_weights) {
     }
   }
   return fmt::format("{:016x}", hash);
+}
+
+}  // namespace
+
+std::string hash_of_model(const fs::path& folder, bool with_weights) {
+  std::vector<fs::path> files;
+  for (const char* name :
+       {"config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}) {
+    files.emplace_back(folder / name);
+  }
+  if (with_weights) {
+    const std::vector<fs::path> weights = weights_in(folder);
+    files.insert(files.end(), weights.begin(), weights.end());
+  }
+  return hash_of_files(files);
+}
+
+std::string hash_of_policy_file(const fs::path& file) {
+  std::vector<fs::path> files;
+  if (fs::is_directory(file)) {
+    files = weights_in(file);
+    files.push_back(file / "full_attention_heads.tsv");
+    files.push_back(file / "config.json");
+  } else {
+    files.push_back(file);
+    // A pattern of duo-attention, the rest of which is beside it.
+    if (file.extension() == ".tsv") files.push_back(file.parent_path() / "config.json");
+  }
+  return hash_of_files(files);
 }
 
 }  // namespace kvzap::driver

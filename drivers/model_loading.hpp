@@ -16,6 +16,10 @@ namespace kvzap::driver {
 /// than loading this rank's share; training changes all tensors.)
 std::string hash_of_model(const std::filesystem::path& folder, bool with_weights);
 
+/// The same for a file or folder that a policy reads (PolicyParameter::Kind::file); of a folder,
+/// for what policies read of it.
+std::string hash_of_policy_file(const std::filesystem::path& file);
+
 /// This rank's share of the weights. Collective.
 template <class Value>
 std::shared_ptr<const Model<Value>> load_model(const ModelSetup& setup,

@@ -53,7 +53,9 @@ bool is_beside_the_point(const std::string& path) {
 /// What an entry of a list is called in messages.
 std::string name_of_entry(const json& entry, std::size_t index) {
   for (const char* key : {"label", "file"}) {
-    if (entry.is_object() && entry.contains(key)) return entry.at(key).get<std::string>();
+    if (!entry.is_object()) continue;
+    const auto name = entry.find(key);
+    if (name != entry.end() && name->is_string()) return name->get<std::string>();
   }
   return std::to_string(index + 1);
 }
@@ -108,6 +110,11 @@ void add_differences(const json& there, const json& here, const std::string& pat
     return value.is_null() ? std::string("absent") : value.dump();
   };
   found.push_back(fmt::format("{} is {} there and {} here", path, text(there), text(here)));
+}
+
+/// (Names of folders may be of any bytes.)
+std::string text_of(const ordered_json& description, int indent) {
+  return description.dump(indent, ' ', false, ordered_json::error_handler_t::replace);
 }
 
 /// Whether a later line makes a torn one impossible: only the last lines can be.
@@ -227,12 +234,12 @@ void EvaluationFolder::begin(const ordered_json& description) {
       throw Error(fmt::format("{} has records, and {} is not there, which says of what",
                               records_file().string(), file.string()));
     }
-    write_text(file, description.dump(2) + "\n");
+    write_text(file, text_of(description, 2) + "\n");
     return;
   }
   // (Through text, as the other was: numbers then compare alike.)
   const auto found =
-      evaluation_differences(read_json_object(file), json::parse(description.dump()));
+      evaluation_differences(read_json_object(file), json::parse(text_of(description, -1)));
   if (found.empty()) return;
   constexpr std::size_t most = 8;
   std::string list;

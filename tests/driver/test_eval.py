@@ -162,6 +162,15 @@ class Agreement(EvalTestCase):
         self.assertEqual(record["answers"], [report["answers"][0]["text"]])
         self.assertEqual(record["context_tokens"] + record["question_tokens"], report["context"]["tokens"])
 
+    def test_a_task_of_the_name_of_all_prompts(self):
+        rows = [json.loads(line) for line in self.tasks(2).read_text().splitlines()]
+        rows[0]["task"] = "all"
+        tasks = self.folder / "own.jsonl"
+        tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        self.done(evaluate("--tasks", tasks, "--policies", "none", "-o", self.folder / "out"))
+        self.assertEqual([(row["task"], row["prompts"]) for row in self.summary(self.folder / "out")["rows"]],
+                         [("own/all", 1), (rows[1]["task"], 1), ("all", 2)])
+
     def test_files_with_the_same_tasks_are_told_apart(self):
         for name in ("short", "long"):
             (self.folder / f"{name}.jsonl").write_text(TASKS.read_text().splitlines()[0] + "\n")
@@ -169,11 +178,6 @@ class Agreement(EvalTestCase):
         self.done(evaluate("--tasks", files, "--policies", "none", "-o", self.folder / "out"))
         self.assertEqual([row["task"] for row in self.summary(self.folder / "out")["rows"]],
                          ["short/niah_single_noise", "long/niah_single_noise", "all"])
-        row = json.loads(TASKS.read_text().splitlines()[0])
-        row["task"] = "all"  # a name that the summary uses
-        (self.folder / "short.jsonl").write_text(json.dumps(row))
-        self.done(evaluate("--tasks", self.folder / "short.jsonl", "--policies", "none", "-o", self.folder / "all"))
-        self.assertEqual([row["task"] for row in self.summary(self.folder / "all")["rows"]], ["short/all", "all"])
 
 
 class GoingOn(EvalTestCase):
@@ -284,6 +288,9 @@ class BadInput(EvalTestCase):
             (["--batch", "-1"], ["--batch"]),
             (["--placement", "x", "--parallel", "prompts"], ["--placement"]),
             (["--policy", "x"], ["did you mean --polic"]),
+            (["-n", str(2**63 - 1)], ["-n is 9223372036854775807"]),
+            (["--surrogate", self.folder / "nowhere"], ["--surrogate", "nowhere: there is no such folder"]),
+            (["--tasks", b"\xff.jsonl"], ["--tasks", "is not UTF-8"]),
         ):
             self.refuse(*arguments, parts=parts)
         self.refuse(policies="none;snapkw", parts=["did you mean snapkv"])
@@ -293,6 +300,22 @@ class BadInput(EvalTestCase):
         deck = self.folder / "deck.toml"
         deck.write_text("polices = \"none\"\n")
         self.refuse("--config", deck, parts=["deck.toml:1: polices: unknown key; did you mean 'policies'"])
+
+    def test_files_of_policies_and_prompts_that_have_changed(self):
+        ratios, templates, out = self.folder / "ratios.txt", self.folder / "templates.json", self.folder / "out"
+        ratios.write_text("0.5\n" * 6)
+        templates.write_text('{"a": "{context} {input}"}')
+        command = ("--tasks", self.tasks(1), "--policies", f"knorm+per-layer:ratios={ratios};kvzap@threshold=-4",
+                   "--prompt-templates", templates, "--surrogate", self.copy(LINEAR, "surrogate"), "-o", out)
+        self.done(evaluate(*command))
+        self.done(evaluate(*command))
+        for file, name in ((ratios, f"options.policy_files.{ratios}"), (templates, "options.prompt_templates_hash"),
+                           (self.folder / "surrogate/config.json", "options.surrogate_hash")):
+            before = file.read_text()
+            file.write_text(before.replace("0.5", "0.4") if file == ratios else before + "\n")
+            self.fail_with(evaluate(*command), "has another evaluation", name + " is ")
+            file.write_text(before)
+        self.done(evaluate(*command))
 
     def test_another_evaluation_in_the_folder(self):
         tasks, out = self.tasks(2), self.folder / "out"

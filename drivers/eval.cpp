@@ -428,7 +428,7 @@ ordered_json Evaluation::description() const {
   add("per_task", o.per_task);
   if (!o.prompt_templates.empty()) {
     options["prompt_templates"] = o.prompt_templates;
-    options["prompt_templates_hash"] = hash_of_policy_file(o.prompt_templates);
+    options["prompt_templates_hash"] = m_prompts.templates_hash;
   }
   add_policy_files(options);
   ordered_json settings = ordered_json::array();
@@ -630,6 +630,7 @@ std::vector<SettingAnswer> Evaluation::answer(Comparison& comparison, const Eval
                                               Progress& bar) const try {
   // Prompts that take long show what is going on within them.
   const auto start = detail::Clock::now();
+  bar.restart();
   constexpr double patience = 3;  // seconds
   const ProgressCallback progress = [&](std::string_view what, std::int64_t done,
                                         std::int64_t total) {
@@ -665,15 +666,18 @@ void Evaluation::record(const EvalPrompt& prompt, const std::vector<SettingAnswe
     record.expected = prompt.task.answers;
     record.context_tokens = static_cast<std::int64_t>(prompt.tokens.context.size());
     record.question_tokens = static_cast<std::int64_t>(prompt.tokens.question.size());
-    const bool is_of_context =
-        m_settings[i].prune_after == "context" && m_settings[i].prune != "always";
-    const CacheReport pruned =
-        is_of_context ? without_question(answer.pruned, record.question_tokens) : answer.pruned;
+    // What is judged as it is generated is known in the end.
+    const CacheReport pruned = m_settings[i].prune == "always" ? answer.cache
+                               : m_settings[i].prune_after == "context"
+                                   ? without_question(answer.pruned, record.question_tokens)
+                                   : answer.pruned;
     record.evict_ratio = pruned.evict_ratio();
     record.kept_rows = pruned.kept;
     record.cache_tokens = pruned.tokens;
     record.kv_bytes = pruned.live_bytes;
     record.full_kv_bytes = pruned.full_bytes;
+    record.kv_bytes_at_end = answer.cache.live_bytes;
+    record.full_kv_bytes_at_end = answer.cache.full_bytes;
     record.prefill_seconds = answer.prefill_seconds;
     record.decode_seconds = answer.decode_seconds;
     if (prompt.metric->is_perplexity) {

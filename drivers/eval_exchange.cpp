@@ -107,10 +107,12 @@ std::vector<std::int64_t> packed(const std::vector<SettingAnswer>& answers) {
   packer.add(static_cast<std::int64_t>(answers.size()));
   for (const SettingAnswer& answer : answers) {
     packer.add(answer.tokens);
-    packer.add(answer.pruned.tokens);
-    packer.add(answer.pruned.kept);
-    packer.add(answer.pruned.full_bytes);
-    packer.add(answer.pruned.live_bytes);
+    for (const CacheReport* const cache : {&answer.pruned, &answer.cache}) {
+      packer.add(cache->tokens);
+      packer.add(cache->kept);
+      packer.add(cache->full_bytes);
+      packer.add(cache->live_bytes);
+    }
     packer.add(answer.log_probabilities);
     packer.add(answer.prefill_seconds);
     packer.add(answer.decode_seconds);
@@ -125,10 +127,12 @@ std::vector<SettingAnswer> unpacked(const std::vector<std::int64_t>& numbers) {
   std::vector<SettingAnswer> answers(static_cast<std::size_t>(size));
   for (SettingAnswer& answer : answers) {
     unpacker.take(answer.tokens);
-    unpacker.take(answer.pruned.tokens);
-    unpacker.take(answer.pruned.kept);
-    unpacker.take(answer.pruned.full_bytes);
-    unpacker.take(answer.pruned.live_bytes);
+    for (CacheReport* const cache : {&answer.pruned, &answer.cache}) {
+      unpacker.take(cache->tokens);
+      unpacker.take(cache->kept);
+      unpacker.take(cache->full_bytes);
+      unpacker.take(cache->live_bytes);
+    }
     unpacker.take(answer.log_probabilities);
     unpacker.take(answer.prefill_seconds);
     unpacker.take(answer.decode_seconds);

@@ -8,6 +8,8 @@
 #include <map>
 #include <set>
 
+#include "base/fnv.hpp"
+
 namespace kvzap::driver {
 namespace {
 
@@ -36,7 +38,12 @@ class Encoder {
     } else {
       tokens.new_tokens = m_options.new_tokens.value_or(task.max_new_tokens);
     }
-    if (tokens.context.empty()) throw Error("context: has no tokens");
+    if (tokens.context.empty()) {
+      // Without a template nothing may stand before the question: its first token then does.
+      if (tokens.question.empty()) throw Error("context and question: have no tokens");
+      tokens.context.push_back(tokens.question.front());
+      tokens.question.erase(tokens.question.begin());
+    }
     check(tokens);
     return tokens;
   }
@@ -78,8 +85,9 @@ void name_tasks(std::vector<EvalPrompt>& prompts) {
   }
   for (EvalPrompt& prompt : prompts) {
     prompt.name = prompt.task.task;
-    // (all: every prompt's row in summaries.)
-    if (files_of_task[prompt.name].size() == 1 && prompt.name != "all") continue;
+    // The summary calls all tasks together so.
+    const bool is_taken = prompt.name == "all";
+    if (!is_taken && files_of_task[prompt.name].size() == 1) continue;
     const std::string name = stem(prompt.file);
     prompt.name = (files_of_stem[name].size() == 1 ? name : prompt.file) + "/" + prompt.name;
   }
@@ -110,6 +118,9 @@ EvalPrompts read_eval_prompts(const EvalOptions& options, const Tokenizer& token
   const Encoder encode(options, tokenizer, config, limit);
   EvalPrompts made;
   made.files = nlohmann::ordered_json::array();
+  if (!templates.empty()) {
+    made.templates_hash = fmt::format("{:016x}", detail::fnv1a(nlohmann::json(templates).dump()));
+  }
   std::map<std::string, std::int64_t> of_task;  // of the file
   const auto is_enough = [&] {
     return options.max_prompts &&

@@ -36,13 +36,15 @@ struct EvalPrompts {
   std::vector<EvalPrompt> prompts;    // in the order of the files
   std::vector<std::string> left_out;  // what was wrong with them
   nlohmann::ordered_json files;       // [{"file", "rows", "hash"}], rows that are used
+  std::string templates_hash;         // of what --prompt-templates says; empty without it
 };
 
 /// Reads the tasks, in the order of the files, and makes token ids of them: the chat template's
 /// prefix and the context; the question, the template's suffix and the answer's prefix. One process
 /// alone. Throws Error, naming file and line, for prompts longer than `limit` (0: none) and other
 /// bad rows, unless they are to be left out; and if no prompt is left. Tasks of one name in several
-/// files (such as one task at several lengths) are tasks of their own: FILE'S-STEM/TASK.
+/// files (such as one task at several lengths) are tasks of their own: FILE'S-STEM/TASK. So is one
+/// called "all", a name that summaries use.
 EvalPrompts read_eval_prompts(const EvalOptions& options, const Tokenizer& tokenizer,
                               const ModelConfig& config, std::int64_t limit);
 

@@ -508,7 +508,8 @@ def plot_curves(options, pyplot, evaluations, tasks):
     lines = lines_of(evaluations)
     tasks = [task for task in tasks if any(task in line["tasks"] for line in lines.values())]
     if not tasks:
-        raise PlotError(f"{evaluations[0].file}: rows: expected an accuracy or a perplexity of a chosen task, found none")
+        raise PlotError(f"{evaluations[0].file}: rows: expected an accuracy or a perplexity of a chosen "
+                        "task, found none")
     policies = [key for key in lines if not key[1]]
     looks = {key: {"color": COLORS[i % len(COLORS)], "marker": MARKERS[i % len(MARKERS)], "zorder": 4 - i / 1000,
                    "markersize": 5.5 if MARKERS[i % len(MARKERS)] == "*" else 3.4,
@@ -609,8 +610,8 @@ def plot_spread(options, pyplot, evaluations, tasks):
         for settings in by_series.values():
             panels.append((e, min(settings, key=lambda item: abs(item[0] - options.evict_ratio))[1]))
     if not panels:
-        raise PlotError(f"{evaluations[0].file}: rows: expected a setting with a threshold (or --settings with another), "
-                        "found none")
+        raise PlotError(f"{evaluations[0].file}: rows: expected a setting with a threshold (or --settings with "
+                        "another), found none")
     drawn = [(e, setting, e.records(setting)) for e, setting in panels]
     names = [task for task in tasks if task != "all" and any(task in ratios for _, _, ratios in drawn)]
     if not names:
@@ -756,17 +757,17 @@ def parser():
                    "predicted against oracle scores of validation pairs", "TRAINING.json")
     training.add_argument("--by-layer", action="store_true", help="the scatter of each layer by itself")
     add("thresholds", plot_thresholds, "evict ratio against threshold, with its spread over texts", "THRESHOLDS.json")
-    evaluation = add("eval", plot_eval, "what kvzap eval has measured: accuracy against evict ratio, the spread of evict "
-                     "ratios over prompts at a threshold, and what every KV head of every layer kept", "OUT")
+    evaluation = add("eval", plot_eval, "what kvzap eval has measured: accuracy against evict ratio, the spread of "
+                     "evict ratios over prompts at a threshold, and what every KV head of every layer kept", "OUT")
     evaluation.set_defaults(output="eval.svg")
     evaluation.add_argument("--kind", choices=tuple(EVAL_KINDS), help="accuracy against achieved evict ratio (curve), "
-                            "evict ratios of single prompts (spread), keep ratios of heads (kept); default: curve, or all "
-                            "three, as SVG and PNG, where -o names a folder")
+                            "evict ratios of single prompts (spread), keep ratios of heads (kept); default: curve, or "
+                            "all three, as SVG and PNG, where -o names a folder")
     evaluation.add_argument("--tasks", metavar="LIST", help="tasks, between commas; \"all\" is every prompt; kept: the "
                             "first of them (default: all of them; kept: \"all\")")
     evaluation.add_argument("--policies", metavar="LIST", help="policies, between semicolons (default: all)")
-    evaluation.add_argument("--settings", metavar="LIST", help="spread, kept: settings by their labels, between semicolons "
-                            "(default: of each policy the one that comes nearest to --evict-ratio; spread: of those "
+    evaluation.add_argument("--settings", metavar="LIST", help="spread, kept: settings by their labels, between "
+                            "semicolons (default: of each policy the one that comes nearest to --evict-ratio; spread: of those "
                             "with a threshold)")
     evaluation.add_argument("--evict-ratio", type=float, default=0.75, metavar="R",
                             help="spread, kept: see --settings (default: %(default)s)")

@@ -47,6 +47,9 @@ struct SettingRow {
   std::map<std::string, Figures> tasks;
 };
 
+/// Options of an evaluation with their values as JSON; none if nobody knows them.
+using OptionTexts = std::optional<std::map<std::string, std::string>>;
+
 struct JoinedEvaluation {
   std::string folder, name;
   std::string model, config_hash;
@@ -55,7 +58,7 @@ struct JoinedEvaluation {
   std::map<std::string, std::int64_t> prompts;  // of each task
   std::set<std::string> hashes;                 // of the task files
   bool is_complete = true;
-  json options;  // of evaluation.json; null: unknown
+  OptionTexts options;  // of evaluation.json
 };
 
 struct Board {
@@ -143,7 +146,7 @@ void check_format(const FieldReader& reader, const json& object, const std::stri
 }
 
 /// The options that the evaluation was made with, if its folder still tells them.
-json read_options(const fs::path& folder) {
+OptionTexts read_options(const fs::path& folder) {
   const fs::path file = folder / "evaluation.json";
   std::error_code ignored;
   if (!fs::exists(file, ignored)) return {};
@@ -152,7 +155,11 @@ json read_options(const fs::path& folder) {
   check_format(reader, evaluation, "kvzap.evaluation");
   const json& options = FieldReader::at(evaluation, "options");
   reader.expect(options.is_object(), "options", "an object", options);
-  return options;
+  std::map<std::string, std::string> texts;
+  for (const auto& item : options.items()) {
+    texts[item.key()] = item.value().dump(-1, ' ', false, json::error_handler_t::replace);
+  }
+  return texts;
 }
 
 void read_row(const FieldReader& reader, const json& row, const std::string& where,
@@ -249,24 +256,25 @@ std::string differing_options(const std::vector<JoinedEvaluation>& evaluations) 
                                          "prompt_templates"};
   std::set<std::string> names;
   for (const auto& e : evaluations) {
-    for (const auto& item : e.options.items()) {
-      if (ignored.count(item.key()) == 0) names.insert(item.key());
+    if (!e.options) continue;
+    for (const auto& [name, value] : *e.options) {
+      if (ignored.count(name) == 0) names.insert(name);
     }
   }
   std::vector<std::string> differences;
   for (const std::string& name : names) {
     std::map<std::string, std::vector<std::string>> by_value;
     for (const auto& e : evaluations) {
-      if (e.options.is_null()) continue;
-      const json& value = FieldReader::at(e.options, name.c_str());
-      const std::string shown =
-          value.is_null() ? "-" : value.dump(-1, ' ', false, json::error_handler_t::replace);
-      by_value[shown].push_back(e.name);
+      if (!e.options) continue;
+      const auto found = e.options->find(name);
+      by_value[found == e.options->end() ? "-" : found->second].push_back(e.name);
     }
     if (by_value.size() < 2) continue;
     std::vector<std::string> parts;
-    for (const auto& [value, of] : by_value)
+    parts.reserve(by_value.size());
+    for (const auto& [value, of] : by_value) {
       parts.push_back(fmt::format("{} ({})", value, listed(of)));
+    }
     differences.push_back(fmt::format("{}: {}", name, fmt::join(parts, ", ")));
   }
   return fmt::format("{}", fmt::join(differences, "; "));
@@ -285,7 +293,7 @@ std::vector<std::string> notes_of(const std::vector<JoinedEvaluation>& evaluatio
   for (const auto& e : evaluations) {
     hashes[e.model].insert(e.config_hash);
     same_prompts = same_prompts && e.hashes == first.hashes && e.prompts == first.prompts;
-    if (e.options.is_null()) without_options.push_back(e.name);
+    if (!e.options) without_options.push_back(e.name);
   }
   if (hashes.size() > 1) {
     notes.emplace_back("Models differ: only rows of one model are comparable.");

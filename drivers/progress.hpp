@@ -20,6 +20,11 @@ class Progress {
   void update(std::string_view what, std::int64_t done, std::int64_t total);
   /// Takes the bar off the terminal, so that other output can follow.
   void clear();
+  /// Forgets what went before: what comes next is a new piece of work, even of the same name.
+  void restart() {
+    clear();
+    m_what.clear();
+  }
 
  private:
   using Clock = std::chrono::steady_clock;

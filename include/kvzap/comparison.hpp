@@ -29,6 +29,9 @@ struct SettingAnswer {
   /// of this setting alone: full_bytes, live_bytes, score_seconds (what scored the context, shared
   /// with other settings or not) and prune_seconds.
   CacheReport pruned;
+  /// The same at the end of the first try: with the question's rows and those generated, of which
+  /// PruneMode::always has evicted some.
+  CacheReport cache;
   /// Log probabilities (natural) of the continuation's tokens, if one was given.
   std::vector<double> log_probabilities;
   /// The shared prefill of the group it belongs to, without what only others needed, and its own

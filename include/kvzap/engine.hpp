@@ -81,8 +81,7 @@ struct PruneSetting {
 struct ContextScores {
   /// (head on this rank, position) of each layer.
   std::vector<Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>> layers;
-  /// That took on this rank, steps that repeat the context included (which others that ask alike
-  /// share).
+  /// That took on this rank, steps that repeat the context included.
   double seconds = 0;
 };
 
@@ -179,8 +178,10 @@ class Engine {
     StepResult result;
     /// Of each of the policies; equal ones have theirs in common.
     std::vector<std::shared_ptr<const ContextScores>> scores;
-    /// The step took on this rank, without the scoring.
-    double seconds = 0;
+    /// That the step took on this rank, and of these what policies took to score in it: steps that
+    /// repeat the context are in neither.
+    double step_seconds = 0;
+    double scoring_seconds = 0;
   };
   /// Runs a context as the first step of a sequence that is not pruned, of whose tokens the last
   /// `question` are a question's, and has it scored by `policies`, as each would score it if it
@@ -193,9 +194,9 @@ class Engine {
                        StepOutput output, const ProgressCallback& progress = {}) = 0;
   /// A fork of a sequence that holds all rows of a context, as `read` leaves it, as it would be had
   /// `setting` pruned it: its rows, positions, and what becomes of tokens that follow. `scores` are
-  /// those that `read` has given for its policy (unused without one; those of sinks are
-  /// overwritten). Only dense prefill can be made up for. Collective. Throws, on every rank, Error
-  /// as check does, AgreedOutOfMemory; there is no new sequence then.
+  /// those that `read` has given for its policy (unused without one), of all rows. Only dense
+  /// prefill can be made up for, in an engine without decode_every. Collective. Throws, on every
+  /// rank, Error as check does, AgreedOutOfMemory; there is no new sequence then.
   virtual SequenceId prune(SequenceId source, const PruneSetting& setting,
                            const ContextScores* scores) = 0;
 

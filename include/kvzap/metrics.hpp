@@ -42,7 +42,8 @@ struct Interval {
   double high = 0;
 };
 /// The percentile bootstrap of the mean: `share` of the means of `resamples` samples drawn with
-/// replacement lie within. The same for a seed on every platform. NaN of no values.
+/// replacement lie within. The same for a seed on every platform. NaN of no values, and
+/// where one is not finite.
 Interval bootstrap_mean(const std::vector<double>& values, std::uint64_t seed, double share = 0.95,
                         int resamples = 2000);
 

@@ -38,7 +38,7 @@ struct TaskFile {
 using PromptTemplates = std::map<std::string, std::string>;
 
 /// Reads a JSON object of such texts. Throws Error for anything else, and for a text without
-/// {context} and {input}.
+/// {context} and {input} or with more than one {context}.
 PromptTemplates read_prompt_templates(const std::filesystem::path& file);
 
 /// Reads a JSONL file; the fields of kvpress' evaluation, RULER, LongBench and AIME are recognised.

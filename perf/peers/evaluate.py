@@ -41,7 +41,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "perf"))
 import programs  # noqa: E402
 
-# By kvzap's names; each is made anew for a ratio.
+# By kvzap's names; each is made anew for a ratio. Not pyramidkv: its layers keep unequal numbers of rows, and
+# transformers makes one mask for all of them, so that its pipeline fails on the first question.
 PRESSES = {
     "knorm": lambda r: kvpress.KnormPress(r),
     "random": lambda r: kvpress.RandomPress(r, seed=1),
@@ -53,7 +54,6 @@ PRESSES = {
     "compactor": lambda r: kvpress.CompactorPress(r),
     "snapkv": lambda r: kvpress.SnapKVPress(r),
     "tova": lambda r: kvpress.TOVAPress(r),
-    "pyramidkv": lambda r: kvpress.PyramidKVPress(r),
     "expected-attention": lambda r: kvpress.ExpectedAttentionPress(r),
     "non-causal": lambda r: kvpress.NonCausalAttnPress(r),
     "h2o": lambda r: kvpress.ObservedAttentionPress(r),
@@ -65,7 +65,7 @@ PRESSES = {
 # Neither program draws the other's numbers.
 WITH_CHANCE = {"random", "leverage", "compactor"}
 EAGER = {"h2o"}  # presses that need the weights of attention
-DEFAULT = ("knorm;snapkv;expected-attention;tova;keydiff;streaming-llm;lagkv;pyramidkv;non-causal;h2o;"
+DEFAULT = ("knorm;snapkv;expected-attention;tova;keydiff;streaming-llm;lagkv;cur;non-causal;h2o;"
            "snapkv+ada;expected-attention+ada")
 
 

@@ -306,7 +306,7 @@ CompactCounts KVCache<Value, order>::rearrange(const ExecutionSpace& exec, Seque
       missing += is_replaced(h, p) ? 1 : 0;
     }
   }
-  if (counts.evicted == 0) return counts;
+  if (counts.evicted == 0 && !with_ring) return counts;
   PageTable target_table;
   typename PageTable::HostMirror host_table;
   if (portable) {

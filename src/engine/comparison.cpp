@@ -21,14 +21,15 @@ std::string name_of(const PruneSetting& setting) {
   return prunes(setting) ? setting.policy->name : "none";
 }
 
-/// Sequences that are freed when it goes.
+/// Sequences that are freed when it goes, `most` at a time.
 class Borrowed {
  public:
-  explicit Borrowed(Engine& engine) : m_engine(engine) {}
+  Borrowed(Engine& engine, std::size_t most) : m_engine(engine) { m_sequences.reserve(most); }
   Borrowed(const Borrowed&) = delete;
   Borrowed& operator=(const Borrowed&) = delete;
   ~Borrowed() { clear(); }
 
+  /// Takes no memory, for want of which the sequence would be lost.
   SequenceId add(SequenceId sequence) {
     m_sequences.push_back(sequence);
     return sequence;
@@ -67,7 +68,7 @@ struct Job {
   std::vector<TokenId> tokens;
   std::vector<double> log_probabilities;
   StopReason reason = StopReason::max_new_tokens;
-  bool has_ended = false;
+  CacheReport cache;  // at the end
   double decode_seconds = 0;
 };
 
@@ -93,7 +94,7 @@ struct Comparison::State {
       : engine(std::move(the_engine)),
         settings(std::move(the_settings)),
         batch(the_batch),
-        kept(*engine) {}
+        kept(*engine, settings.size() + 1) {}
 
   std::unique_ptr<Engine> engine;
   std::vector<PruneSetting> settings;
@@ -157,26 +158,25 @@ void Comparison::State::read(const std::vector<TokenId>& tokens, std::int64_t qu
   }
   if (members.empty()) return;
   const SequenceId sequence = owner.add(engine->add_sequence());
-  const Engine::Reading reading =
+  Engine::Reading reading =
       engine->read(sequence, tokens, question, policies, StepOutput::logits, progress);
-  Start shared;
-  shared.sequence = sequence;
-  shared.next = reading.result;
-  find_argmax(shared.next);
-  // Of the slowest rank: the step's, and each policy's.
-  std::vector<double> times = {reading.seconds};
+  find_argmax(reading.result);
+  // Of the slowest rank (others wait for it): the step's, what all policies took of it, each one's.
+  std::vector<double> times = {reading.step_seconds, reading.scoring_seconds};
   for (const auto& scores : reading.scores) times.push_back(scores->seconds);
   comm().all_reduce_max(times.data(), times.size());
   std::size_t policy = 0;
   for (const std::size_t s : members) {
     Start& start = into[s];
-    start = shared;
+    start = Start();
+    start.sequence = sequence;
+    start.next = reading.result;
     if (prunes(settings[s])) {
       start.scores = reading.scores[policy];
-      start.score_seconds = times[1 + policy];
+      start.score_seconds = times[2 + policy];
       ++policy;
     }
-    start.prefill_seconds = times[0] + start.score_seconds;
+    start.prefill_seconds = std::max(0.0, times[0] - times[1]) + start.score_seconds;
   }
 }
 
@@ -298,7 +298,7 @@ std::vector<SettingAnswer> Comparison::answer(const std::vector<TokenId>& questi
   };
   answer_group(false, state.starts);
 
-  Borrowed owner(*state.engine);
+  Borrowed owner(*state.engine, 1);
   std::vector<Start> whole(answers.size());
   std::vector<TokenId> tokens = state.context;
   tokens.insert(tokens.end(), question.begin(), question.end());
@@ -334,7 +334,7 @@ void Comparison::State::answer_wave(std::vector<Job>& jobs, const std::vector<To
                                     std::vector<SettingAnswer>& answers) {
   const bool generates = options.max_new_tokens > 0 || !options.continuation.empty();
   const bool by_logits = options.sampling.temperature != 0 || !options.continuation.empty();
-  Borrowed owner(*engine);
+  Borrowed owner(*engine, jobs.size());
   std::vector<Job*> first;  // of each setting; further tries are forks of it
   std::vector<double> prune_seconds(jobs.size(), 0);
   for (std::size_t j = 0; j < jobs.size(); ++j) {
@@ -388,6 +388,7 @@ void Comparison::State::answer_wave(std::vector<Job>& jobs, const std::vector<To
     const auto place = std::find(first.begin(), first.end(), &job) - first.begin();
     answer.pruned = std::move(reports[static_cast<std::size_t>(place)]);
     answer.pruned.prune_seconds = prune_seconds[j];
+    answer.cache = generates ? std::move(job.cache) : answer.pruned;
     answer.log_probabilities = std::move(job.log_probabilities);
   }
 }
@@ -455,15 +456,25 @@ void Comparison::State::generate(std::vector<Job>& jobs, const ComparisonOptions
       }
       job.reason = StopReason::context_full;
     }
-    owner.free(job.sequence);
     return true;
+  };
+  const auto leave = [&](const std::vector<Job*>& ended) {
+    std::vector<Job*> first;  // tries, of which one is reported
+    std::copy_if(ended.begin(), ended.end(), std::back_inserter(first),
+                 [](const Job* job) { return job->attempt == 0; });
+    if (!first.empty()) {
+      std::vector<CacheReport> reports = reports_of(first);
+      for (std::size_t i = 0; i < first.size(); ++i) first[i]->cache = std::move(reports[i]);
+    }
+    for (const Job* const job : ended) owner.free(job->sequence);
   };
   StepBatch step;
   while (true) {
     take_tokens(active, options, samplers, jobs.data());
-    active.erase(
-        std::remove_if(active.begin(), active.end(), [&](Job* job) { return has_ended(*job); }),
-        active.end());
+    const auto ended = std::stable_partition(active.begin(), active.end(),
+                                             [&](Job* job) { return !has_ended(*job); });
+    leave({ended, active.end()});
+    active.erase(ended, active.end());
     if (active.empty()) return;
     double seconds = 0;
     {

@@ -70,6 +70,30 @@ CacheOptions with_setting(CacheOptions options, const PruneSetting& setting) {
 
 using LayerScores = decltype(PolicyStep::scores);
 
+/// Scores of the first rows, which a choice overwrites to mark them (sinks).
+LayerScores copy_first(const ExecutionSpace& exec, const LayerScores& scores, std::int64_t sink) {
+  LayerScores copies;
+  for (const auto& of_layer : scores) {
+    const auto rows = std::min<std::int64_t>(sink, of_layer.extent(1));
+    detail::before_allocation(of_layer.extent(0) * rows * sizeof(float));
+    copies.emplace_back(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::engine::first"),
+                        of_layer.extent(0), rows);
+    Kokkos::deep_copy(
+        exec, copies.back(),
+        Kokkos::subview(of_layer, Kokkos::ALL, std::make_pair(std::int64_t{0}, rows)));
+  }
+  return copies;
+}
+
+void put_back(const ExecutionSpace& exec, const LayerScores& copies, const LayerScores& scores) {
+  for (std::size_t l = 0; l < copies.size(); ++l) {
+    const auto rows = static_cast<std::int64_t>(copies[l].extent(1));
+    Kokkos::deep_copy(
+        exec, Kokkos::subview(scores[l], Kokkos::ALL, std::make_pair(std::int64_t{0}, rows)),
+        copies[l]);
+  }
+}
+
 /// Work of each rank by itself. Throws AgreedOutOfMemory on all of them if one has no memory.
 template <class Work>
 void agree_on_memory(const Communicator& comm, const Work& work) {
@@ -183,9 +207,6 @@ void check_policy(const CacheOptions& options) {
     refuse("it scores by the question: --prune-after question");
   }
   if (options.prefill == PrefillMode::sparse) {
-    if (options.prune_after == PruneMoment::question) {
-      refuse("--prune-after question runs context and question as one step: --prefill dense");
-    }
     if (!choice.info->scores_again || choice.info->has_own_budget) {
       refuse("--prefill sparse needs a policy that can score again after each chunk");
     }
@@ -224,6 +245,13 @@ void check(const CacheOptions& options, bool has_scorer) {
   if (options.prune != PruneMode::none) {
     if (std::isnan(options.threshold)) {
       throw Error("--threshold is NaN; expected a number (no score is below NaN)");
+    }
+    if (options.policy && options.policy->make && options.prefill == PrefillMode::sparse &&
+        options.prune_after == PruneMoment::question) {
+      throw Error(
+          fmt::format("--policy {}: --prune-after question runs context and question as one step: "
+                      "--prefill dense",
+                      options.policy->name));
     }
     if (uses_policy(options)) {
       check_policy(options);
@@ -373,8 +401,13 @@ class TypedEngine final : public Engine {
       }
       for (std::size_t i = 0; i < policies.size(); ++i) {
         const PolicyChoice& choice = *policies[i];
-        for (int l = 0; l < budget_model.layers && choice.budget.has_amount(); ++l) {
-          choice.budget.rows_per_head(budget_model, l, count);
+        try {  // before the context is run for nothing
+          for (int l = 0; l < budget_model.layers && choice.budget.has_amount(); ++l) {
+            choice.budget.rows_per_head(budget_model, l, count);
+          }
+          if (choice.info->repeats_context) repeat_steps(tokens, choice.repeat);
+        } catch (const Error& error) {
+          throw Error(fmt::format("policy {}: {}", choice.name, error.what()));
         }
         std::size_t group = 0;
         if (choice.info->repeats_context) {
@@ -403,11 +436,10 @@ class TypedEngine final : public Engine {
     if (!groups[0].empty()) batch.set_policy(0, &step);
     Reading reading;
     {
-      const detail::Stopwatch watch(reading.seconds);
+      const detail::Stopwatch watch(reading.step_seconds);
       reading.result = std::move(m_decoder.step(batch, progress).front());
-      detail::fence(ExecutionSpace(), "kvzap::engine: the reading is timed");
     }
-    reading.seconds = std::max(0.0, reading.seconds - joint[0]->seconds());
+    reading.scoring_seconds = joint[0]->seconds();
     for (std::size_t g = 1; g < groups.size(); ++g) {
       const PolicyChoice& choice = *policies[groups[g].front()];
       double seconds = 0;
@@ -439,7 +471,9 @@ class TypedEngine final : public Engine {
         chooses && (setting.policy->rerotate ||
                     (setting.policy->budget.by_layer() && !setting.policy->info->repeats_context));
     const bool communicates = chooses && detail::choice_communicates(setting.policy->budget);
+    const ExecutionSpace exec;
     std::vector<ScoredLayer> layers;
+    LayerScores first;  // other settings have the scores too
     const SequenceId sequence = on_all_ranks([&](std::optional<SequenceId>& made) {
       check(setting);
       if (setting.prefill != PrefillMode::dense) {
@@ -448,22 +482,27 @@ class TypedEngine final : public Engine {
       if (m_lives.at(source).pruning->prune != PruneMode::none) {
         throw Error(fmt::format("sequence {} is pruned already", source));
       }
-      if (prunes && (!scores || scores->layers.size() != m_decoder.cache().shape().heads.size())) {
-        throw Error("there are no scores to prune by");
+      if (options().decode_every > 0) {
+        // What later cuts go by (newest queries, scores of rows) a reading does not leave.
+        throw Error("--decode-every goes with a sequence that is pruned as it is run");
       }
+      if (prunes) check_scores(source, scores);
       made = m_decoder.cache().fork(source);
       Life& life = m_lives[*made] = new_life(pruning_of(setting));
       if (!prunes) return;
       if (!chooses) return judge(*made, scores->layers);
       life.budget = setting.policy->budget;
       layers = scored_layers(*made, scores->layers);
+      first = copy_first(exec, scores->layers, options().sink);
       if (communicates) return;
       choose(*made, layers, scores->layers);
+      put_back(exec, first, scores->layers);
       evict(*made, layers, empties_ring, false);
     });
     try {
       if (communicates) {
         choose(sequence, layers, scores->layers);
+        put_back(exec, first, scores->layers);
         agree_on_memory(communicator(), [&] { evict(sequence, layers, empties_ring, false); });
       }
       if (prunes && setting.policy->rerotate) close_up(sequence);
@@ -843,6 +882,20 @@ class TypedEngine final : public Engine {
       life.non_finite += is_stored ? stored : count_non_finite(exec, layer, tokens);
     }
     life.steps = 0;
+  }
+
+  /// Refuses what are not the scores of all rows that a sequence has.
+  void check_scores(SequenceId sequence, const ContextScores* scores) const {
+    const auto& heads = m_decoder.cache().shape().heads;
+    bool fits = scores && scores->layers.size() == heads.size();
+    for (std::size_t l = 0; fits && l < heads.size(); ++l) {
+      fits = static_cast<int>(scores->layers[l].extent(0)) == heads[l] &&
+             static_cast<std::int64_t>(scores->layers[l].extent(1)) == tokens(sequence);
+    }
+    if (!fits) {
+      throw Error(fmt::format("there are no scores of the {} rows of sequence {} to prune by",
+                              tokens(sequence), sequence));
+    }
   }
 
   /// Judges the rows of a context, all of which are there, as if they had been when they left the

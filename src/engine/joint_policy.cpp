@@ -113,6 +113,7 @@ PolicyNeeds JointPolicy::needs() const {
     all.blocks = all.blocks || member.needs.blocks;
     all.log_sum_exp = all.log_sum_exp || member.needs.log_sum_exp;
     all.recent = std::max(all.recent, member.needs.recent);
+    all.frequencies = all.frequencies || member.needs.frequencies;
   }
   return all;
 }

@@ -46,7 +46,9 @@ Interval bootstrap_mean(const std::vector<double>& values, std::uint64_t seed, d
                     "found {} of {}",
                     resamples, values.size()));
   }
-  if (values.empty()) {
+  const bool are_finite =
+      std::all_of(values.begin(), values.end(), [](double value) { return std::isfinite(value); });
+  if (values.empty() || !are_finite) {
     constexpr double nan = std::numeric_limits<double>::quiet_NaN();
     return {nan, nan, nan};
   }

@@ -152,6 +152,8 @@ std::string EvalRecord::to_json_line() const {
                          {"cache_tokens", cache_tokens},
                          {"kv_bytes", kv_bytes},
                          {"full_kv_bytes", full_kv_bytes},
+                         {"kv_bytes_at_end", kv_bytes_at_end},
+                         {"full_kv_bytes_at_end", full_kv_bytes_at_end},
                          {"prefill_seconds", prefill_seconds},
                          {"decode_seconds", decode_seconds}};
   if (perplexity) object["perplexity"] = *perplexity;
@@ -182,6 +184,8 @@ EvalRecord EvalRecord::parse(const std::string& line) {
   read_field(object, "cache_tokens", record.cache_tokens);
   read_field(object, "kv_bytes", record.kv_bytes);
   read_field(object, "full_kv_bytes", record.full_kv_bytes);
+  read_field(object, "kv_bytes_at_end", record.kv_bytes_at_end);
+  read_field(object, "full_kv_bytes_at_end", record.full_kv_bytes_at_end);
   read_field(object, "prefill_seconds", record.prefill_seconds);
   read_field(object, "decode_seconds", record.decode_seconds);
   read_field(object, "perplexity", record.perplexity);

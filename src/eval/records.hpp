@@ -38,6 +38,9 @@ struct EvalRecord {
   std::int64_t cache_tokens = 0;                     // that the cache had seen then, kept or not
   std::int64_t kv_bytes = 0;
   std::int64_t full_kv_bytes = 0;  // had none been evicted
+  // The same behind the last token of the first try.
+  std::int64_t kv_bytes_at_end = 0;
+  std::int64_t full_kv_bytes_at_end = 0;
   double prefill_seconds = 0;
   double decode_seconds = 0;
   std::optional<double> perplexity;

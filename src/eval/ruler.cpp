@@ -90,15 +90,27 @@ std::string random_word_of(RowRandom& random, Word kind) {
   return fmt::format("{}-{}", random.pick(adjectives()), random.pick(common_nouns()));
 }
 
-/// Draws until there is one that was not there before.
+class NoWordsLeft : public Error {
+ public:
+  using Error::Error;
+};
+
+/// Draws until there is one that was not there before; an empty one does not count.
 class Distinct {
  public:
   explicit Distinct(std::function<std::string()> draw) : m_draw(std::move(draw)) {}
+  /// Throws NoWordsLeft where there are hardly any.
   const std::string& next() {
-    while (true) {
-      const auto [found, is_new] = m_seen.insert(m_draw());
+    constexpr int most_draws = 1000;
+    for (int i = 0; i < most_draws; ++i) {
+      const std::string drawn = m_draw();
+      if (drawn.empty()) continue;
+      const auto [found, is_new] = m_seen.insert(drawn);
       if (is_new) return *found;
     }
+    throw NoWordsLeft(
+        fmt::format("expected words that are not yet in the prompt, found hardly any (after {})",
+                    m_seen.size()));
   }
 
  private:
@@ -141,8 +153,7 @@ void make_needles(const RulerTask& task, const Prose& prose, const PromptMeter& 
     return Distinct([&random, &prose, in_prose, kind] {
       std::string word = random_word_of(random, kind);
       // The answer must stand in the context once.
-      while (in_prose && prose.has(word)) word = random_word_of(random, kind);
-      return word;
+      return in_prose && prose.has(word) ? std::string() : word;
     });
   };
   Distinct keys = drawn(task.key), values = drawn(task.value);
@@ -215,18 +226,12 @@ void make_needles(const RulerTask& task, const Prose& prose, const PromptMeter& 
   RowRandom of_others = random;
   Distinct other_keys([&] {
     std::string key = random_word_of(of_others, task.key);
-    while (std::find(all_keys.begin(), all_keys.end(), key) != all_keys.end()) {
-      key = random_word_of(of_others, task.key);
-    }
-    return key;
+    return std::find(all_keys.begin(), all_keys.end(), key) == all_keys.end() ? key : "";
   });
   Distinct other_values([&] {
     std::string value = random_word_of(of_others, task.value);
-    while (std::find(made.task.answers.begin(), made.task.answers.end(), value) !=
-           made.task.answers.end()) {
-      value = random_word_of(of_others, task.value);
-    }
-    return value;
+    const auto& taken = made.task.answers;
+    return std::find(taken.begin(), taken.end(), value) == taken.end() ? value : "";
   });
   const auto other = [&](std::size_t i) -> std::string_view {
     if (task.haystack == Haystack::noise) return noise_line;
@@ -512,26 +517,15 @@ constexpr std::string_view qa_instruction =
 class DocumentMix {
  public:
   DocumentMix(const QuestionFile& file, const QuestionFile::Question& question, RowRandom random)
-      : m_file(file), m_random(random) {
+      : m_file(file), m_question(question), m_random(random) {
     for (const std::uint32_t document : question.documents)
       m_needed.push_back({m_random.bits(), document});
-    // As in RULER the rest of the article comes first, which is harder to tell from what is needed.
-    m_others = m_random.sample(question.related, question.related.size());
-    std::vector<char> is_taken(file.documents.size(), 0);
-    for (const auto& needed : m_needed) is_taken[needed.document] = 1;
-    for (const std::uint32_t other : m_others) is_taken[other] = 1;
-    std::vector<std::uint32_t> rest;
-    for (std::uint32_t i = 0; i < file.documents.size(); ++i) {
-      if (is_taken[i] == 0) rest.push_back(i);
-    }
-    m_random.shuffle(rest);
-    m_others.insert(m_others.end(), rest.begin(), rest.end());
-    if (m_others.empty()) m_others = question.documents;
   }
 
   /// With so many words, or pieces of long ones, of further documents; they begin again where there
   /// are no more of them.
   std::string text(std::int64_t pieces) {
+    if (pieces > 0 && m_others.empty()) order_others();
     std::vector<Placed> placed = m_needed;
     std::vector<std::string_view> texts;
     for (const auto& needed : m_needed) texts.push_back(m_file.documents[needed.document]);
@@ -562,7 +556,31 @@ class DocumentMix {
     std::uint64_t key;  // documents are in the order of their keys
     std::uint32_t document;
   };
+
+  /// Not before they are needed: whether a question fits at all is asked of many.
+  void order_others() {
+    std::vector<char> is_taken(m_file.documents.size(), 0);
+    for (const auto& needed : m_needed) is_taken[needed.document] = 1;
+    // As in RULER the rest of the article comes first, which is harder to tell from what is needed.
+    if (m_question.article) {
+      for (const std::uint32_t other : m_file.articles[*m_question.article]) {
+        if (is_taken[other] == 0) m_others.push_back(other);
+        is_taken[other] = 1;
+      }
+    }
+    const std::size_t related = m_others.size();
+    m_others = m_random.sample(std::move(m_others), related);
+    std::vector<std::uint32_t> rest;
+    for (std::uint32_t i = 0; i < m_file.documents.size(); ++i) {
+      if (is_taken[i] == 0) rest.push_back(i);
+    }
+    m_random.shuffle(rest);
+    m_others.insert(m_others.end(), rest.begin(), rest.end());
+    if (m_others.empty()) m_others = m_question.documents;
+  }
+
   const QuestionFile& m_file;
+  const QuestionFile::Question& m_question;
   RowRandom m_random;
   std::vector<Placed> m_needed;
   std::vector<std::uint32_t> m_others;
@@ -653,6 +671,10 @@ MadeTask Ruler::make(const std::string& task, std::int64_t length, std::int64_t 
     const std::string source =
         ruler.kind == RulerKind::questions ? m_questions[file_of(task)].name : m_prose.name();
     throw Error(fmt::format("{}: {}: {}", task, source, error.what()));
+  } catch (const NoWordsLeft& error) {
+    throw Error(fmt::format("{} of {} tokens{}: {}", task, length,
+                            ruler.haystack == Haystack::essay ? " in " + m_prose.name() : "",
+                            error.what()));
   }
   return made;
 }

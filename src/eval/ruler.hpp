@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -53,10 +54,11 @@ struct QuestionFile {
     std::string text;
     std::vector<std::string> answers;
     std::vector<std::uint32_t> documents;  // that are needed
-    std::vector<std::uint32_t> related;    // of the same article
+    std::optional<std::uint32_t> article;  // whose documents are related to those
   };
   std::string name;
-  std::vector<std::string> documents;  // each once
+  std::vector<std::string> documents;                // each once
+  std::vector<std::vector<std::uint32_t>> articles;  // their documents, each once
   std::vector<Question> questions;
 };
 

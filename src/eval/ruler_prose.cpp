@@ -57,6 +57,9 @@ Prose::Prose(std::string_view text, std::string name) : m_name(std::move(name)) 
     add(word);
     begin = text.find_first_not_of(spaces, end);
   }
+  // It begins again behind its last word: a short text without a full stop must not be one endless
+  // sentence, at whose ends all needles would stand.
+  if (!m_ends_sentence.empty()) m_ends_sentence.back() = 1;
 }
 
 Prose Prose::built_in() {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <fstream>
 #include <unordered_map>
+#include <unordered_set>
 
 #include "base/json_file.hpp"
 #include "eval/ruler.hpp"
@@ -43,9 +44,13 @@ Json read_question_json(const std::filesystem::path& file) {
   }
 }
 
+bool is_blank(std::string_view text) {
+  return text.find_first_not_of(" \t\r\n\v\f") == std::string_view::npos;
+}
+
 const std::string& text_of(const JsonField& field) {
   const std::string& text = field.string();
-  if (text.find_first_not_of(" \t\r\n\v\f") == std::string::npos) field.fail("a text");
+  if (is_blank(text)) field.fail("a text");
   return text;
 }
 
@@ -63,13 +68,14 @@ class Documents {
   std::unordered_map<std::string, std::uint32_t> m_indices;
 };
 
-/// Each once; none that is empty, which any answer would have in it.
+/// Each once; none without a word, which almost any answer would have in it.
 std::vector<std::string> squad_answers(const JsonField& list) {
   std::vector<std::string> answers;
-  for (std::size_t i = 0; i < list.array_size(); ++i) {
+  std::unordered_set<std::string_view> seen;
+  const std::size_t count = list.array_size();
+  for (std::size_t i = 0; i < count; ++i) {
     const std::string& text = list.element(i).member("text").string();
-    if (text.empty() || std::find(answers.begin(), answers.end(), text) != answers.end()) continue;
-    answers.push_back(text);
+    if (!is_blank(text) && seen.insert(text).second) answers.push_back(text);
   }
   return answers;
 }
@@ -81,6 +87,7 @@ void add_squad_article(const JsonField& article, Documents& documents, QuestionF
   for (std::size_t i = 0; i < count; ++i) {
     of_article.push_back(documents.index_of(text_of(paragraphs.element(i).member("context"))));
   }
+  const auto number = static_cast<std::uint32_t>(file.articles.size());
   for (std::size_t i = 0; i < count; ++i) {
     const JsonField list = paragraphs.element(i).member("qas");
     for (std::size_t j = 0; j < list.array_size(); ++j) {
@@ -91,12 +98,15 @@ void add_squad_article(const JsonField& article, Documents& documents, QuestionF
       question.answers = squad_answers(entry.member("answers"));
       question.documents = {of_article[i]};
       if (question.answers.empty()) continue;
-      for (const std::uint32_t other : of_article) {
-        if (other != of_article[i]) question.related.push_back(other);
-      }
+      question.article = number;
       file.questions.push_back(std::move(question));
     }
   }
+  // Once for all its questions: kept with each, they would take memory that grows with the square
+  // of an article's paragraphs, and whole collections are written as one article.
+  std::sort(of_article.begin(), of_article.end());
+  of_article.erase(std::unique(of_article.begin(), of_article.end()), of_article.end());
+  file.articles.push_back(std::move(of_article));
 }
 
 void add_hotpot_question(const JsonField& entry, Documents& documents, QuestionFile& file) {
@@ -104,6 +114,7 @@ void add_hotpot_question(const JsonField& entry, Documents& documents, QuestionF
   question.text = text_of(entry.member("question"));
   question.answers = {text_of(entry.member("answer"))};
   const JsonField context = entry.member("context");
+  std::unordered_set<std::uint32_t> seen;
   for (std::size_t i = 0; i < context.array_size(); ++i) {
     const JsonField pair = context.element(i);
     if (pair.array_size() != 2) pair.fail("a title and a list of sentences");
@@ -111,10 +122,7 @@ void add_hotpot_question(const JsonField& entry, Documents& documents, QuestionF
     const JsonField sentences = pair.element(1);
     for (std::size_t j = 0; j < sentences.array_size(); ++j) text += sentences.element(j).string();
     const std::uint32_t index = documents.index_of(text);
-    if (std::find(question.documents.begin(), question.documents.end(), index) ==
-        question.documents.end()) {
-      question.documents.push_back(index);
-    }
+    if (seen.insert(index).second) question.documents.push_back(index);
   }
   if (question.documents.empty()) context.fail("at least one document");
   file.questions.push_back(std::move(question));

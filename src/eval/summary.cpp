@@ -58,6 +58,8 @@ const std::vector<const char*> csv_columns = {"task",
                                               "evict_ratio_max",
                                               "kv_bytes",
                                               "full_kv_bytes",
+                                              "kv_bytes_at_end",
+                                              "full_kv_bytes_at_end",
                                               "prefill_seconds",
                                               "decode_seconds"};
 
@@ -139,6 +141,8 @@ void EvaluationSummary::add(const EvalRecord& record) {
                 record.evict_ratio,
                 static_cast<double>(record.kv_bytes),
                 static_cast<double>(record.full_kv_bytes),
+                static_cast<double>(record.kv_bytes_at_end),
+                static_cast<double>(record.full_kv_bytes_at_end),
                 record.prefill_seconds,
                 record.decode_seconds};
   if (m_options.pass_k > 0 && record.score) {
@@ -205,6 +209,10 @@ ordered_json EvaluationSummary::row(const std::string& task, const EvalSetting& 
   json["evict_ratio_max"] = by_ratio.second->evict_ratio;
   json["kv_bytes"] = sum_of(prompts, [](const Prompt& p) { return p.kv_bytes; }) / count;
   json["full_kv_bytes"] = sum_of(prompts, [](const Prompt& p) { return p.full_kv_bytes; }) / count;
+  json["kv_bytes_at_end"] =
+      sum_of(prompts, [](const Prompt& p) { return p.kv_bytes_at_end; }) / count;
+  json["full_kv_bytes_at_end"] =
+      sum_of(prompts, [](const Prompt& p) { return p.full_kv_bytes_at_end; }) / count;
   json["prefill_seconds"] = sum_of(prompts, [](const Prompt& p) { return p.prefill_seconds; });
   json["decode_seconds"] = sum_of(prompts, [](const Prompt& p) { return p.decode_seconds; });
   ordered_json keep_ratio = ordered_json::array();
@@ -289,8 +297,8 @@ std::string EvaluationSummary::table() const {
     text += fmt::format("{}  {}  {}{:>17}  {:>9.2f}  {:>9.2f}  {:>9.2f}\n",
                         label_column(row.at("setting").get<std::string>(), width, widest), accuracy,
                         has_pass ? fmt::format("{:>7.3f}  ", number_in(row, "pass_at_k")) : "",
-                        ratio, number_in(row, "kv_bytes") / mib, number_in(row, "prefill_seconds"),
-                        number_in(row, "decode_seconds"));
+                        ratio, number_in(row, "kv_bytes_at_end") / mib,
+                        number_in(row, "prefill_seconds"), number_in(row, "decode_seconds"));
   }
   return text;
 }

@@ -49,6 +49,8 @@ class EvaluationSummary {
     double evict_ratio;
     double kv_bytes;
     double full_kv_bytes;
+    double kv_bytes_at_end;
+    double full_kv_bytes_at_end;
     double prefill_seconds;
     double decode_seconds;
   };

@@ -316,6 +316,11 @@ PromptTemplates read_prompt_templates(const std::filesystem::path& file) {
         text.find(input_placeholder) == std::string::npos) {
       field.fail("a text with {context} or {input}");
     }
+    if (const std::size_t first = text.find(context_placeholder);
+        first != std::string::npos &&
+        text.find(context_placeholder, first + 1) != std::string::npos) {
+      field.fail("a text with {context} once");
+    }
     templates[name] = text;
   }
   if (templates.empty()) {

@@ -100,10 +100,17 @@ class Agreement(EvalTestCase):
                     self.assertEqual(record["answers"], [report["answers"][0]["text"]])
                     expected = task["answer"] if isinstance(task["answer"], list) else [task["answer"]]
                     self.assertEqual(record["expected"], expected)
-                    if setting["prune"] == "always":
-                        continue  # what the question evicts counts there
-                    self.assertAlmostEqual(record["evict_ratio"], report["context"]["evict_ratio"], places=12)
-                    self.assertEqual(record["kept_rows"], report["context"]["kept_rows"])
+                    # What goes while the model generates is known in the end.
+                    always = setting["prune"] == "always"
+                    state = report["answers"][0]["cache"] if always else report["context"]
+                    self.assertAlmostEqual(record["evict_ratio"], state["evict_ratio"], places=12)
+                    self.assertEqual(record["kept_rows"], state["kept_rows"])
+                    self.assertEqual(record["cache_tokens"], state["tokens"])
+                    rows = sum(map(sum, report["answers"][0]["cache"]["kept_rows"]))
+                    self.assertEqual(record["kv_bytes_at_end"], rows * 2 * 32 * 4)
+                    if always:
+                        self.assertEqual(record["kv_bytes"], record["kv_bytes_at_end"])
+                        continue
                     self.assertEqual(record["kv_bytes"], report["context"]["kv"]["live_bytes"])
                     self.assertEqual(record["full_kv_bytes"], report["context"]["kv"]["full_bytes"])
 
@@ -145,6 +152,15 @@ class Agreement(EvalTestCase):
             self.assertAlmostEqual(record["score"], sum(record["scores"]) / 3)
         self.assertGreater(len({tuple(r["answers"]) for r in self.records(self.folder / "a").values()}), 1)
         self.assertTrue(all("pass_at_k" in row for row in self.summary(self.folder / "a")["rows"]))
+
+    def test_a_question_without_context(self):
+        (self.folder / "tasks.jsonl").write_text(json.dumps({"question": "The calm barrel waits", "answer": "x"}))
+        self.done(evaluate("--tasks", self.folder / "tasks.jsonl", "--policies", "none", "--raw", "-n", "3", "-o",
+                           self.folder / "out"))
+        record, = self.records(self.folder / "out").values()
+        report = self.report("-m", MODEL, "--dtype", "f32", "-p", "The calm barrel waits", "--raw", "-n", "3")
+        self.assertEqual(record["answers"], [report["answers"][0]["text"]])
+        self.assertEqual(record["context_tokens"] + record["question_tokens"], report["context"]["tokens"])
 
     def test_a_task_of_the_name_of_all_prompts(self):
         rows = [json.loads(line) for line in self.tasks(2).read_text().splitlines()]
@@ -329,6 +345,13 @@ class BadInput(EvalTestCase):
         tasks.write_text(tasks.read_text().replace("the", "The"))
         self.fail_with(evaluate("--config", deck, "-o", out), "hash is")
         self.assertEqual((out / "records.jsonl").read_bytes(), before)
+        # What is asked of the model may change with all the rows as they were.
+        prompts, asked = self.folder / "prompts.json", self.folder / "asked"
+        for text, result in (("{context} {input}", None), ("{context}. {input}", "options.prompt_templates_hash is")):
+            prompts.write_text(json.dumps(dict.fromkeys(("hotpotqa", "trec", "passage_count"), text)))
+            run = evaluate("--tasks", SOURCE / "tests/eval/longbench.jsonl", "--prompt-templates", prompts,
+                           "--policies", "none", "-n", 1, "-o", asked)
+            self.fail_with(run, result) if result else self.done(run)
         self.fail_with(evaluate("--config", deck, "-o", deck), "is a file; expected a folder")
         self.fail_with(evaluate("--config", deck, "-o", deck / "out"), "cannot be made")
 

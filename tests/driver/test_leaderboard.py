@@ -123,8 +123,8 @@ class Leaderboard(TestCase):
         for row in rows:
             self.assertEqual((row[niah] == "-", row[perplexity]),
                              (row[0] == "b", "perplexity 12.35" if row[0] == "b" else "-"), row)
-        for part in ("b is not complete", "Models differ", "Prompts differ", "a: 30 of niah_single, niah_noise and facts",
-                     "Options differ: window: 32 (a), 64 (b)"):
+        for part in ("b is not complete", "Models differ", "Prompts differ",
+                     "a: 30 of niah_single, niah_noise and facts", "Options differ: window: 32 (a), 64 (b)"):
             self.assertIn(part, text)
         # One evaluation with itself has nothing to be said; of folders of the same name the paths are told.
         c = self.folder / "c" / "a"
@@ -218,7 +218,8 @@ class Leaderboard(TestCase):
         self.fail_with(leaderboard(out, "-o", self.folder), "is a folder", code=1)
         self.fail_with(leaderboard(out, "--format", "pdf"), "--format", "html", code=2)
         self.fail_with(leaderboard(out, "-o", self.folder / "no" / "page.md"), "-o", "no/page.md", code=1)
-        self.fail_with(leaderboard(out, "-o", self.folder / "x.md", "--json", f"{self.folder}/./x.md"), "both name", code=1)
+        self.fail_with(leaderboard(out, "-o", self.folder / "x.md", "--json", f"{self.folder}/./x.md"), "both name",
+                       code=1)
         page = self.folder / "page.txt"
         self.succeed(out, "-o", page, "--format", "markdown")
         self.assertEqual(page.read_text(), self.succeed(out))

@@ -1,6 +1,7 @@
 """kvzap make-tasks: files of prompts, and what it says of bad input."""
 import json
 import os
+import shutil
 import signal
 import subprocess
 import unittest
@@ -194,6 +195,12 @@ class BadInput(MakeTasksTestCase):
         self.assertEqual(out.read_bytes(), b"old\n")
         self.assertIn("which is read from", self.refused(
             "ruler", "--length", 1500, "-m", MODEL, "-o", out, "--haystack", out))
+        model = self.folder / "model"
+        shutil.copytree(MODEL, model)
+        before = (model / "tokenizer.json").read_bytes()
+        self.assertIn("which is read from", self.refused(
+            "recall", "--length", 256, "-m", model, "-o", model / "tokenizer.json"))
+        self.assertEqual((model / "tokenizer.json").read_bytes(), before)
         result = make_tasks("recall", "--length", 256, "--per-task", 1, "-m", MODEL, "-o", out, "-q")
         self.assertEqual((result.code, result.err), (0, b""), result)
         self.assertEqual(out.read_bytes().count(b"\n"), 5)

@@ -242,7 +242,8 @@ class Eval(PlotCase):
             result = program("eval", self.out, "--column", "-o", f"{plots}/")
             self.assertEqual((result.code, result.out, result.err), (0, b"", b""), result)
             contents.append({p.name: p.read_bytes() for p in plots.iterdir()})
-        self.assertEqual(set(contents[0]), {f"{kind}.{e}" for kind in ("curve", "spread", "kept") for e in ("svg", "png")})
+        self.assertEqual(set(contents[0]), {f"{kind}.{ending}" for kind in ("curve", "spread", "kept")
+                                            for ending in ("svg", "png")})
         self.assertTrue(contents[0] == contents[1])  # the same every time
         self.assertTrue(self.expect_image("curve.pdf", "eval", self.out, "--tasks", "all").startswith(b"%PDF"))
         # Without thresholds no spread is drawn, and it is said.

@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <fstream>
 #include <kvzap/comparison.hpp>
+#include <limits>
 #include <map>
 #include <optional>
 #include <set>
@@ -413,27 +414,113 @@ TEST_F(Comparisons, AnswerAsGeneratorsOfTheirOwn) {
   expect_same(answers, wanted);
 }
 
-// What repeats the context takes its time from those alone that asked for it, however many they
-// are.
-TEST_F(Comparisons, TellTheTimeOfAReadingApartFromThatOfRepeats) {
+// Contexts of which nothing has left the ring, and questions that are longer than it.
+TEST_F(Comparisons, AnswerAboutShortContexts) {
+  settings.emplace_back();
+  for (const char* text : {"snapkv", "keydiff+ada", "knorm+global", "keydiff+rerotate", "h2o"}) {
+    add(text, 0.75);
+  }
+  // Of which nothing goes.
+  const auto all_stays = std::make_shared<PolicyChoice>(*choice("keydiff+rerotate", 0.5));
+  all_stays->budget.amount = Budget::Amount::keep_tokens;
+  all_stays->budget.keep_tokens = 20;
+  settings.emplace_back();
+  settings.back().policy = all_stays;
+  settings.push_back(settings.back());
+  settings.back().prefill = PrefillMode::sparse;
+  add_question("tova", 0.5);
+  for (const PruneMode prune : {PruneMode::prefill, PruneMode::always}) {
+    add(files.text("kvzap"), {}, -0.5, prune);
+    add("knorm+dms", {}, -0.55, prune);
+  }
+  how.max_new_tokens = 4;
+  options.chunk = 5;
+  for (const int tokens : {1, 8, 9, 17}) {
+    SCOPED_TRACE(tokens);
+    context = compared_tokens(tokens, 0);
+    Comparison comparison(plain_engine(), settings);
+    comparison.prefill(context);
+    for (const int asked : {0, 30}) {
+      SCOPED_TRACE(asked);
+      question = compared_tokens(asked, 1);
+      expect_same(comparison.answer(question, how), expected(how, question));
+    }
+  }
+}
+
+/// Scores by position alone, some of which are no numbers.
+class OddScores final : public Policy {
+ public:
+  void score(PolicyLayer& layer, const ScoreView& scores) override {
+    const auto host = Kokkos::create_mirror_view(scores);
+    for (int h = 0; h < layer.heads(); ++h) {
+      const auto positions =
+          Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, layer.positions(h));
+      for (std::int64_t row = 0; row < layer.rows(h); ++row) {
+        const std::int64_t position = positions(row);
+        const auto score = static_cast<float>((37 * position + layer.extents().heads[h]) % 101);
+        const bool is_odd = position % 7 == 3 || position % 11 == 5;
+        host(h, row) = !is_odd             ? score
+                       : position % 7 == 3 ? std::numeric_limits<float>::quiet_NaN()
+                                           : -std::numeric_limits<float>::infinity();
+      }
+    }
+    Kokkos::deep_copy(scores, host);
+  }
+};
+
+// What is no number stays, and is counted as it is without a comparison, whoever has marked sinks
+// in the same scores before.
+TEST_F(Comparisons, CountScoresThatAreNoNumbers) {
+  PolicyInfo info = *choice("knorm", 0.5)->info;
+  info.judges_tokens = true;
+  const auto add_odd = [&](std::optional<double> ratio, Budget::Pool pool, PruneMode prune) {
+    const auto odd = std::make_shared<PolicyChoice>();
+    odd->name = "odd";
+    odd->info = &info;
+    odd->make = [] { return std::make_unique<OddScores>(); };
+    odd->budget.amount = ratio ? Budget::Amount::evict_ratio : Budget::Amount::none;
+    odd->budget.evict_ratio = ratio.value_or(0);
+    odd->budget.pool = pool;
+    odd->threshold = 50;
+    settings.emplace_back();
+    settings.back().policy = odd;
+    settings.back().prune = prune;
+  };
+  for (const auto pool : {Budget::Pool::head, Budget::Pool::layer, Budget::Pool::model}) {
+    for (const double ratio : {0.3, 0.9}) add_odd(ratio, pool, PruneMode::prefill);
+  }
+  add_odd({}, Budget::Pool::head, PruneMode::prefill);
+  add_odd({}, Budget::Pool::head, PruneMode::always);
+  how.max_new_tokens = 12;
+  for (const std::int64_t sink : {0, 9}) {
+    SCOPED_TRACE(sink);
+    options.sink = sink;
+    Comparison comparison(plain_engine(), settings);
+    comparison.prefill(context);
+    const auto answers = comparison.answer(question, how);
+    expect_same(answers, expected(how, question));
+    for (const SettingAnswer& answer : answers) EXPECT_GT(answer.pruned.non_finite_scores, 0);
+  }
+}
+
+// A repeated context costs those that ask for it, however many do; the reading costs all.
+TEST_F(Comparisons, TakeTheTimeOfTheReadingFromNoOne) {
   settings.emplace_back();
   add("knorm", 0.5);
-  for (const char* text : {"kvzip", "kvzip-plus"}) {
+  for (const char* text : {"kvzip", "kvzip:layerwise=on", "kvzip:sink=5", "kvzip:sink=6"}) {
     add(text, 0.5);
-    auto longer = std::make_shared<PolicyChoice>(*settings.back().policy);
-    longer->repeat.first = compared_tokens(400, 4);
-    settings.back().policy = longer;
   }
-  Comparison comparison(plain_engine(), settings, 0);
+  how.max_new_tokens = 1;
+  Comparison comparison(plain_engine(), settings);
   comparison.prefill(context);
   const auto answers = comparison.answer(question, how);
-  std::vector<double> prefill;  // without the fork that is pruned
-  for (const SettingAnswer& answer : answers) {
-    prefill.push_back(answer.prefill_seconds - answer.pruned.prune_seconds);
-  }
-  EXPECT_GT(prefill[0], 0);
-  EXPECT_NEAR(prefill[1], prefill[0] + answers[1].pruned.score_seconds, 1e-9);
-  for (const std::size_t repeats : {2U, 3U}) EXPECT_GT(prefill[repeats], 2 * prefill[0]);
+  const auto reading = [&](std::size_t setting) {
+    const SettingAnswer& answer = answers.at(setting);
+    return answer.prefill_seconds - answer.pruned.score_seconds - answer.pruned.prune_seconds;
+  };
+  EXPECT_GT(reading(0), 1e-6);
+  for (std::size_t s = 1; s < settings.size(); ++s) EXPECT_NEAR(reading(s), reading(0), 1e-9);
 }
 
 // Sequences leave when they are done, each for its own reason.
@@ -590,6 +677,45 @@ TEST_F(Comparisons, LeaveNothingBehindWithoutMemory) {
   EXPECT_GT(failures, 30);
 }
 
+// What is no reading of all rows of a sequence prunes nothing.
+TEST_F(Comparisons, NeedScoresOfAllRows) {
+  add("knorm", 0.5);
+  add("expected-attention", 0.5);
+  const auto engine = plain_engine();
+  const SequenceId sequence = engine->add_sequence();
+  const auto reading = engine->read(sequence, context, 0, {settings[0].policy}, StepOutput::none);
+  EXPECT_THROW(engine->prune(sequence, settings[0], nullptr), Error);
+  ContextScores few = *reading.scores[0];
+  few.layers.pop_back();
+  EXPECT_THROW(engine->prune(sequence, settings[0], &few), Error);
+  engine->step(StepBatch(sequence, question, StepRule(), StepOutput::none));
+  EXPECT_THROW(engine->prune(sequence, settings[0], reading.scores[0].get()), Error);
+  // Nor could later cuts go by what they need.
+  options.decode_every = 4;
+  const auto cutting = plain_engine();
+  const SequenceId other = cutting->add_sequence();
+  const auto read = cutting->read(other, context, 0, {settings[0].policy}, StepOutput::none);
+  EXPECT_THROW(cutting->prune(other, settings[0], read.scores[0].get()), Error);
+  options.decode_every = 0;
+  // Where frequencies depend on the length, no policy turns by them.
+  ModelConfig grows = config;
+  grows.rope_scaling = rope_scaling_by_factor(config, RopeType::dynamic, 2);
+  model = std::make_shared<const Model<float>>(
+      Model<float>::load("", grows, partition, comm.rank(), 3));
+  const auto turning = plain_engine();
+  const auto read_by = [&](const std::shared_ptr<const PolicyChoice>& policy) {
+    const SequenceId one = turning->add_sequence();
+    turning->read(one, context, 0, {policy}, StepOutput::none);
+  };
+  EXPECT_NO_THROW(read_by(settings[0].policy));
+  try {
+    read_by(settings[1].policy);
+    FAIL() << "frequencies of one length";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("dynamic"), std::string::npos) << error.what();
+  }
+}
+
 TEST_F(Comparisons, RefuseWhatEnginesRefuse) {
   const auto refused = [&] {
     try {
@@ -608,6 +734,14 @@ TEST_F(Comparisons, RefuseWhatEnginesRefuse) {
   settings[0].prune_after = PruneMoment::context;
   EXPECT_NE(refused().find("finch"), std::string::npos) << refused();
   settings.clear();
+  // By a budget and by a threshold alike: a generator would run the question with the context.
+  for (const std::optional<double> ratio : {std::optional<double>(0.5), std::optional<double>()}) {
+    add(files.text("kvzap"), ratio, ratio ? std::optional<double>() : std::optional<double>(0),
+        PruneMode::prefill, PrefillMode::sparse);
+    settings.back().prune_after = PruneMoment::question;
+    EXPECT_NE(refused().find("--prefill dense"), std::string::npos) << refused();
+    settings.clear();
+  }
   settings.emplace_back();
   CacheOptions pruning = options;
   pruning.prune = PruneMode::prefill;
@@ -616,6 +750,29 @@ TEST_F(Comparisons, RefuseWhatEnginesRefuse) {
   Comparison comparison(plain_engine(), settings);
   EXPECT_THROW(comparison.answer(question, how), Error);
   EXPECT_THROW(comparison.prefill({}), Error);
+  // What a context is too short for, and for whom.
+  settings.clear();
+  for (const char* text : {"snapkv", "kvzip"}) add(text, 0.5);
+  Comparison repeating(plain_engine(), settings);
+  try {
+    repeating.prefill({1, 2});
+    FAIL() << "nothing was repeated";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("kvzip: there is nothing"), std::string::npos)
+        << error.what();
+  }
+  const auto small = std::make_shared<PolicyChoice>(*choice("keydiff+chunkkv:length=7", 0.5));
+  small->budget.amount = Budget::Amount::keep_tokens;
+  small->budget.keep_tokens = 3;
+  settings.back().policy = small;
+  Comparison too_small(plain_engine(), settings);
+  try {
+    too_small.prefill(context);
+    FAIL() << "fewer rows than stay together";
+  } catch (const AgreedError& error) {
+    EXPECT_NE(std::string(error.what()).find("chunkkv:length=7: the budget"), std::string::npos)
+        << error.what();
+  }
 }
 
 }  // namespace

@@ -188,6 +188,7 @@ TEST(Metrics, CountsLongBenchsClasses) {
   // The first line alone, if it is one of the tasks that LongBench treats so.
   EXPECT_EQ(score("Date", "\n\nDate\nOther"), 1);
   EXPECT_EQ(score("Date", "\n\nDate\nOther", "trec_e"), 1);
+  EXPECT_EQ(score("Date", "\n\nDate\nOther", "TREC"), 1);
   const Task other = task_with("classification", {"Date"}, "x", classes);
   EXPECT_EQ(metric_of(other).score(other, "\n\nDate\nOther"), 0.5);
   const Task trivia = task_with("", {"Aare"}, "triviaqa");
@@ -279,6 +280,8 @@ TEST(Bootstrap, GivesTheSameIntervalEverywhere) {
   const Interval one = bootstrap_mean({0.3}, 9);
   EXPECT_EQ(one.low, 0.3);
   EXPECT_TRUE(std::isnan(bootstrap_mean({}, 1).mean));
+  // What cannot be put in order has no quantiles.
+  EXPECT_TRUE(std::isnan(bootstrap_mean({0, std::nan(""), 1}, 1).low));
 
   // Of 100 tries, half of them right: the interval of the normal distribution, 1.96 * 0.05.
   std::vector<double> halves(100, 0);

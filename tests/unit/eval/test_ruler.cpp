@@ -78,9 +78,9 @@ QuestionFile made_up_questions() {
     question.text = fmt::format("On which day does town {} have its market?", i);
     question.answers = {fmt::format("day {}", 100 + i), fmt::format("{}", 100 + i)};
     question.documents = {i};
-    for (std::uint32_t j = i < 20 ? 0 : 20; j < (i < 20 ? 20u : 40u); ++j) {
-      if (j != i) question.related.push_back(j);
-    }
+    question.article = i / 20;
+    file.articles.resize(i / 20 + 1);
+    file.articles.back().push_back(i);
     file.questions.push_back(question);
   }
   return file;
@@ -425,6 +425,8 @@ TEST(RulerHaystack, MayBeAnyText) {
             "A One two. B Three \"four!\" Five C");
   EXPECT_EQ(sentences.with_needles(1, 5, {}, {}), "Three \"four!\" Five One two.");
   EXPECT_EQ(sentences.with_needles(5, 1, {}, {}), "Five");
+  // A text ends a sentence each time, even if nothing in it does.
+  EXPECT_EQ(Prose("one two", "x").with_needles(0, 4, {"A"}, {0.5}), "one two A one two");
 
   Ruler ruler(demo_meter(), prose, {}, 1);
   EXPECT_FALSE(ruler.can_make("qa_1"));
@@ -451,7 +453,7 @@ TEST(RulerQuestions, AreReadFromBothFormats) {
     {"context": "One.", "qas": [
       {"question": "Q1", "answers": [{"text": "a"}, {"text": "b"}, {"text": "a"}]},
       {"question": "Q2", "is_impossible": true, "answers": []},
-      {"question": "Q3", "is_impossible": false, "answers": [{"text": ""}]}]},
+      {"question": "Q3", "is_impossible": false, "answers": [{"text": ""}, {"text": " "}]}]},
     {"context": "Two.", "qas": []},
     {"context": "One.", "qas": []}]}]})");
   const QuestionFile squad = kvzap::detail::read_questions(folder.path() / "squad.json");
@@ -459,7 +461,8 @@ TEST(RulerQuestions, AreReadFromBothFormats) {
   ASSERT_EQ(squad.questions.size(), 1u);
   EXPECT_EQ(squad.questions[0].answers, (std::vector<std::string>{"a", "b"}));
   EXPECT_EQ(squad.questions[0].documents, std::vector<std::uint32_t>{0});
-  EXPECT_EQ(squad.questions[0].related, std::vector<std::uint32_t>{1});
+  EXPECT_EQ(squad.questions[0].article, 0u);
+  EXPECT_EQ(squad.articles, (std::vector<std::vector<std::uint32_t>>{{0, 1}}));
 
   folder.write("hotpot.json", R"([{"question": "Q", "answer": "yes", "context":
     [["A", ["One. ", "Two."]], ["B", ["Three."]]]}])");
@@ -467,6 +470,34 @@ TEST(RulerQuestions, AreReadFromBothFormats) {
   EXPECT_EQ(hotpot.documents, (std::vector<std::string>{"A\nOne. Two.", "B\nThree."}));
   ASSERT_EQ(hotpot.questions.size(), 1u);
   EXPECT_EQ(hotpot.questions[0].documents, (std::vector<std::uint32_t>{0, 1}));
+}
+
+TEST(RulerQuestions, TakeNoMoreMemoryInOneArticle) {
+  // A whole collection in one article, as others write them: lists of all paragraphs for each
+  // question would take gigabytes.
+  constexpr int paragraphs = 30000;
+  std::string text = R"({"data": [{"paragraphs": [)";
+  for (int i = 0; i < paragraphs; ++i) {
+    text += fmt::format(
+        R"({}{{"context": "Town {}", "qas": [{{"question": "Q{}", "answers": [{{"text": "{}"}}]}}]}})",
+        i == 0 ? "" : ",", i, i, i);
+  }
+  const TemporaryFolder folder;
+  folder.write("squad.json", text + "]}]}");
+  const QuestionFile file = kvzap::detail::read_questions(folder.path() / "squad.json");
+  EXPECT_EQ(file.questions.size(), static_cast<std::size_t>(paragraphs));
+  EXPECT_EQ(file.articles.at(0).size(), static_cast<std::size_t>(paragraphs));
+}
+
+TEST(RulerHaystack, MayHaveAllWordsInIt) {
+  std::string text;
+  for (const auto adjective : kvzap::detail::adjectives()) {
+    for (const auto noun : kvzap::detail::common_nouns()) {
+      text += fmt::format("{}-{} ", adjective, noun);
+    }
+  }
+  Ruler ruler(demo_meter(), Prose(text, "words.txt"), {}, 1);
+  expect_error([&] { ruler.make("niah_single_2", 1024, 0); }, {"niah_single_2", "words.txt"});
 }
 
 TEST(RecallTasks, AskForWhatIsThere) {

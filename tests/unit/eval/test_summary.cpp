@@ -42,6 +42,8 @@ EvalRecord record(const std::string& task, std::int64_t line, std::size_t settin
   made.kept_rows = {{10, static_cast<std::int64_t>(std::lround(10 - 20 * evict_ratio))}};
   made.kv_bytes = 1 << 20;
   made.full_kv_bytes = 3 << 20;
+  made.kv_bytes_at_end = made.kv_bytes + 100;
+  made.full_kv_bytes_at_end = 4 << 20;
   made.prefill_seconds = 0.5;
   made.decode_seconds = 0.25;
   return made;
@@ -77,6 +79,8 @@ TEST(EvalSummary, HasARowForEveryTaskAndSettingAndForAllPrompts) {
   EXPECT_EQ(row["evict_ratio_min"], 0.3);
   EXPECT_EQ(row["evict_ratio_max"], 0.5);
   EXPECT_EQ(row["full_kv_bytes"], 3 << 20);
+  EXPECT_EQ(row["full_kv_bytes_at_end"], 4 << 20);
+  EXPECT_EQ(row["kv_bytes_at_end"].get<double>(), row["kv_bytes"].get<double>() + 100);
   EXPECT_DOUBLE_EQ(row["prefill_seconds"].get<double>(), 1.5);
   EXPECT_EQ(row["keep_ratio"], ordered_json::parse("[[1.0, 0.2]]"));
   EXPECT_FALSE(json["rows"][4].contains("threshold"));

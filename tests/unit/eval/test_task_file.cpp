@@ -237,6 +237,9 @@ TEST_F(TaskFiles, RefusesFilesWithoutTasks) {
   m_folder.write("prompts.json", R"({"a": "{context}", "b": "no place"})");
   test::expect_error([&] { (void)read_prompt_templates(m_folder.path() / "prompts.json"); },
                      {"prompts.json: b: expected a text with {context} or {input}"});
+  m_folder.write("prompts.json", R"({"a": "{context} {input} {context}"})");
+  test::expect_error([&] { (void)read_prompt_templates(m_folder.path() / "prompts.json"); },
+                     {"prompts.json: a: expected a text with {context} once"});
 }
 
 }  // namespace

@@ -18,6 +18,7 @@ enum class PrefillShare {
   whole,    // one dense prefill of context and question together
   none      // a prefill of their own
 };
+/// What a setting shares; a full cache shares the context's prefill.
 PrefillShare prefill_share(const PruneSetting& setting);
 
 /// What became of one setting.

@@ -309,10 +309,12 @@ class BadInput(EvalTestCase):
                    "--prompt-templates", templates, "--surrogate", self.copy(LINEAR, "surrogate"), "-o", out)
         self.done(evaluate(*command))
         self.done(evaluate(*command))
-        for file, name in ((ratios, f"options.policy_files.{ratios}"), (templates, "options.prompt_templates_hash"),
-                           (self.folder / "surrogate/config.json", "options.surrogate_hash")):
+        for file, name, (old, new) in (
+                (ratios, f"options.policy_files.{ratios}", ("0.5", "0.4")),
+                (templates, "options.prompt_templates_hash", ("{input}", "{input}?")),
+                (self.folder / "surrogate/config.json", "options.surrogate_hash", ("}", "}\n"))):
             before = file.read_text()
-            file.write_text(before.replace("0.5", "0.4") if file == ratios else before + "\n")
+            file.write_text(before.replace(old, new))
             self.fail_with(evaluate(*command), "has another evaluation", name + " is ")
             file.write_text(before)
         self.done(evaluate(*command))

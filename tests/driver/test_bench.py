@@ -390,7 +390,9 @@ class Help(TestCase):
         self.assertGreater(len(declared), 20)
         names = {name.lstrip("!") for declaration in declared for name in declaration.split(",")}
         shared = re.findall(r"declare_(\w+)\(\s*app, o\.", source)  # by options.cpp, for several commands
-        names |= {"--" + name.replace("_", "-") for name in shared}
+        flags_of = {"rope": {"--rope-scaling", "--rope-scale"}}
+        for name in shared:
+            names |= flags_of.get(name, {"--" + name.replace("_", "-")})
         for flag in ("--help", "-h"):
             result = run_command([KVZAP, "bench", flag])
             self.assertEqual((result.code, result.err), (0, b""), result)

@@ -117,7 +117,6 @@ EvalPrompts read_eval_prompts(const EvalOptions& options, const Tokenizer& token
   }
   const Encoder encode(options, tokenizer, config, limit);
   EvalPrompts made;
-  made.files = nlohmann::ordered_json::array();
   if (!templates.empty()) {
     made.templates_hash = fmt::format("{:016x}", detail::fnv1a(nlohmann::json(templates).dump()));
   }
@@ -151,8 +150,8 @@ EvalPrompts read_eval_prompts(const EvalOptions& options, const Tokenizer& token
       ++used;
       made.prompts.push_back(std::move(prompt));
     }
-    made.files.push_back(
-        {{"file", file}, {"rows", used}, {"hash", fmt::format("{:016x}", rows.hash)}});
+    made.files.push_back(nlohmann::ordered_json{
+        {"file", file}, {"rows", used}, {"hash", fmt::format("{:016x}", rows.hash)}});
   }
   if (made.prompts.empty()) {
     throw Error(made.left_out.empty()

@@ -33,10 +33,10 @@ struct EvalPrompt {
 };
 
 struct EvalPrompts {
-  std::vector<EvalPrompt> prompts;    // in the order of the files
-  std::vector<std::string> left_out;  // what was wrong with them
-  nlohmann::ordered_json files;       // [{"file", "rows", "hash"}], rows that are used
-  std::string templates_hash;         // of what --prompt-templates says; empty without it
+  std::vector<EvalPrompt> prompts;            // in the order of the files
+  std::vector<std::string> left_out;          // what was wrong with them
+  std::vector<nlohmann::ordered_json> files;  // {"file", "rows", "hash"}, rows that are used
+  std::string templates_hash;                 // of what --prompt-templates says; empty without it
 };
 
 /// Reads the tasks, in the order of the files, and makes token ids of them: the chat template's

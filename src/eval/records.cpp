@@ -308,7 +308,7 @@ std::int64_t EvaluationFolder::read(const std::vector<std::string>& labels,
   return torn;
 }
 
-void EvaluationFolder::cut(std::int64_t size) {
+void EvaluationFolder::cut(std::int64_t size) const {
   if (::ftruncate(m_descriptor, size) != 0) {
     throw system_error(records_file().string() + ": what is torn cannot be cut off", errno);
   }

@@ -87,7 +87,7 @@ class EvaluationFolder {
   const std::filesystem::path& folder() const { return m_folder; }
 
  private:
-  void cut(std::int64_t size);
+  void cut(std::int64_t size) const;
 
   std::filesystem::path m_folder;
   int m_descriptor = -1;

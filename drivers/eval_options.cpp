@@ -43,12 +43,7 @@ void declare(CLI::App& app, EvalOptions& o) {
                  "or AIME's own fields")
       ->type_name("FILE")
       ->group(tasks);
-  app.add_flag("--raw", o.raw, "no chat template; BOS only where the tokenizer adds one")
-      ->group(tasks);
-  app.add_option("--thinking", o.thinking, "let a Qwen3 model think before it answers")
-      ->capture_default_str()
-      ->check(CLI::IsMember({"on", "off"}))
-      ->group(tasks);
+  declare_template(app, o.raw, o.thinking, tasks);
   app.add_option("-c,--ctx-size", o.max_context,
                  "longest prompt accepted, in tokens; default: the model's "
                  "max_position_embeddings, or what RoPE scaling makes of it (no limit with "
@@ -98,13 +93,7 @@ void declare(CLI::App& app, EvalOptions& o) {
   app.add_option("--chunk", o.chunk, "tokens of a chunk in sparse prefill; at least 1")
       ->capture_default_str()
       ->group(settings);
-  app.add_option("--window", o.window,
-                 "most recent tokens that a threshold always keeps; at least 1")
-      ->capture_default_str()
-      ->group(settings);
-  app.add_option("--sink", o.sink, "first positions that are always kept")
-      ->capture_default_str()
-      ->group(settings);
+  declare_protected(app, o.window, o.sink, settings);
 
   const auto generation = "Generation";
   app.add_option("-n,--n-predict", o.new_tokens,
@@ -121,13 +110,7 @@ void declare(CLI::App& app, EvalOptions& o) {
                  "sampling temperature; 0 is greedy")
       ->capture_default_str()
       ->group(generation);
-  app.add_option("--top-k", o.sampling.top_k, "sample from the k most likely tokens; 0: all")
-      ->capture_default_str()
-      ->group(generation);
-  app.add_option("--top-p", o.sampling.top_p,
-                 "sample from the most likely tokens whose probabilities sum to this, in (0, 1]")
-      ->capture_default_str()
-      ->group(generation);
+  declare_filters(app, o.sampling, generation);
   app.add_option(
          "--seed", o.sampling.seed,
          "seed of the sampler's first try (the next has the next seed) and of the bootstrap")

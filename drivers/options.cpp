@@ -61,6 +61,34 @@ void declare_rope(CLI::App& app, RopeOptions& rope, const std::string& group) {
       ->group(group);
 }
 
+void declare_template(CLI::App& app, bool& raw, std::string& thinking, const std::string& group) {
+  app.add_flag("--raw", raw, "no chat template; BOS only where the tokenizer adds one")
+      ->group(group);
+  app.add_option("--thinking", thinking, "let a Qwen3 model think before it answers")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"on", "off"}))
+      ->group(group);
+}
+
+void declare_filters(CLI::App& app, SamplingOptions& sampling, const std::string& group) {
+  app.add_option("--top-k", sampling.top_k, "sample from the k most likely tokens; 0: all")
+      ->capture_default_str()
+      ->group(group);
+  app.add_option("--top-p", sampling.top_p,
+                 "sample from the most likely tokens whose probabilities sum to this, in (0, 1]")
+      ->capture_default_str()
+      ->group(group);
+}
+
+void declare_protected(CLI::App& app, int& window, std::int64_t& sink, const std::string& group) {
+  app.add_option("--window", window, "most recent tokens that a threshold always keeps; at least 1")
+      ->capture_default_str()
+      ->group(group);
+  app.add_option("--sink", sink, "first positions that are always kept")
+      ->capture_default_str()
+      ->group(group);
+}
+
 void declare_deck(CLI::App& app, std::string& deck, const std::string& group) {
   app.add_option("--config", deck,
                  "TOML deck with any of these options under their long names; flags override it")
@@ -107,12 +135,7 @@ void declare(CLI::App& app, RunOptions& o) {
       ->expected(1)
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
       ->group(prompt);
-  app.add_flag("--raw", o.raw, "no chat template; BOS only where the tokenizer adds one")
-      ->group(prompt);
-  app.add_option("--thinking", o.thinking, "let a Qwen3 model think before it answers")
-      ->capture_default_str()
-      ->check(CLI::IsMember({"on", "off"}))
-      ->group(prompt);
+  declare_template(app, o.raw, o.thinking, prompt);
   app.add_flag("--token-ids", o.token_ids,
                "context and questions are token ids separated by white space, and ids are printed; "
                "implies --raw")
@@ -174,13 +197,7 @@ void declare(CLI::App& app, RunOptions& o) {
                  "and generated tokens too); default: prefill with a policy, none without")
       ->check(CLI::IsMember({"none", "prefill", "always"}))
       ->group(pruning);
-  app.add_option("--window", o.window,
-                 "most recent tokens that a threshold always keeps; at least 1")
-      ->capture_default_str()
-      ->group(pruning);
-  app.add_option("--sink", o.sink, "first positions that are always kept")
-      ->capture_default_str()
-      ->group(pruning);
+  declare_protected(app, o.window, o.sink, pruning);
   app.add_option("--prefill", o.prefill,
                  "dense: the context attends to all of itself, then is pruned; sparse: chunk by "
                  "chunk, over what earlier chunks left")
@@ -211,13 +228,7 @@ void declare(CLI::App& app, RunOptions& o) {
   app.add_option("--temp", o.sampling.temperature, "sampling temperature; 0 is greedy")
       ->capture_default_str()
       ->group(generation);
-  app.add_option("--top-k", o.sampling.top_k, "sample from the k most likely tokens; 0: all")
-      ->capture_default_str()
-      ->group(generation);
-  app.add_option("--top-p", o.sampling.top_p,
-                 "sample from the most likely tokens whose probabilities sum to this, in (0, 1]")
-      ->capture_default_str()
-      ->group(generation);
+  declare_filters(app, o.sampling, generation);
   app.add_option("--seed", o.sampling.seed, "seed of the sampler, the same for each question")
       ->capture_default_str()
       ->check(not_negative)

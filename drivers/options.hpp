@@ -70,13 +70,20 @@ void require(bool good, const std::string& message);
 void check_threshold(const std::optional<double>& threshold);
 void check_chunk_and_pages(std::int64_t chunk, int page_rows);
 
-/// Options that several commands have: --dtype (f32, bf16, f16), --random-weights, --config.
+/// Options that several commands have: --dtype (f32, bf16, f16), --random-weights.
 void declare_dtype(CLI::App& app, std::string& dtype, const std::string& help,
                    const std::string& group);
 void declare_random_weights(CLI::App& app, std::optional<std::uint64_t>& seed,
                             const std::string& help, const std::string& group);
 /// --rope-scaling and --rope-scale.
 void declare_rope(CLI::App& app, RopeOptions& rope, const std::string& group);
+/// --raw and --thinking (on, off).
+void declare_template(CLI::App& app, bool& raw, std::string& thinking, const std::string& group);
+/// --top-k and --top-p.
+void declare_filters(CLI::App& app, SamplingOptions& sampling, const std::string& group);
+/// --window and --sink: what a threshold never evicts.
+void declare_protected(CLI::App& app, int& window, std::int64_t& sink, const std::string& group);
+/// --config.
 void declare_deck(CLI::App& app, std::string& deck, const std::string& group);
 
 /// Declares every option of `kvzap run` on `app`; parsing fills `options`.

@@ -9,6 +9,7 @@
 #include <limits>
 #include <set>
 
+#include "base/escaped_list.hpp"
 #include "base/nearest.hpp"
 
 namespace kvzap::detail {
@@ -22,33 +23,6 @@ std::string trimmed(const std::string& text) {
   const std::size_t begin = text.find_first_not_of(" \t\r\n");
   if (begin == std::string::npos) return "";
   return text.substr(begin, text.find_last_not_of(" \t\r\n") - begin + 1);
-}
-
-/// Parts between separators; what follows a backslash belongs to its part, with the backslash.
-std::vector<std::string> split_entries(const std::string& text, char separator) {
-  std::vector<std::string> parts(1);
-  for (std::size_t i = 0; i < text.size(); ++i) {
-    if (text[i] == '\\' && i + 1 < text.size()) {
-      parts.back() += text[i];
-      parts.back() += text[++i];
-    } else if (text[i] == separator) {
-      parts.emplace_back();
-    } else {
-      parts.back() += text[i];
-    }
-  }
-  return parts;
-}
-
-/// Without the backslashes before ; and @; others are parse_policy's.
-std::string without_entry_escapes(const std::string& text) {
-  std::string plain;
-  for (std::size_t i = 0; i < text.size(); ++i) {
-    const bool escapes =
-        text[i] == '\\' && i + 1 < text.size() && (text[i + 1] == ';' || text[i + 1] == '@');
-    if (!escapes) plain += text[i];
-  }
-  return plain;
 }
 
 bool has_modifier(const PolicySpec& spec, const char* name) {
@@ -99,7 +73,7 @@ void read_setting(Entry& entry, const std::string& key, const std::string& value
     }
   } else if (key == "kv-budget") {
     entry.has_amounts = true;
-    for (const std::string& size : split_entries(value, ',')) {
+    for (const std::string& size : split_unescaped(value, ',')) {
       entry.kv_budgets.push_back(trimmed(size));
     }
   } else if (key == "prune-after") {
@@ -122,10 +96,10 @@ std::string canonical_key(const std::string& key) {
 }
 
 Entry read_entry(const std::string& text) {
-  const std::vector<std::string> parts = split_entries(text, '@');
+  const std::vector<std::string> parts = split_unescaped(text, '@');
   Entry entry;
   entry.text = trimmed(parts[0]);
-  entry.policy = without_entry_escapes(entry.text);
+  entry.policy = without_escapes(entry.text, ";@");
   const std::string where = fmt::format("--policies: {}: ", text);
   std::set<std::string> seen;
   for (std::size_t i = 1; i < parts.size(); ++i) {
@@ -191,7 +165,7 @@ EvalSetting setting_of(const Entry& entry, const PolicySpec& spec, const Setting
 std::vector<double> parse_numbers(const std::string& text, const std::string& what,
                                   const std::string& expected, double least, double below) {
   std::vector<double> numbers;
-  for (const std::string& part : split_entries(text, ',')) {
+  for (const std::string& part : split_unescaped(text, ',')) {
     const std::string entry = trimmed(part);
     char* used = nullptr;
     const double number = std::strtod(entry.c_str(), &used);
@@ -230,7 +204,7 @@ std::vector<EvalSetting> parse_settings(const SettingsRequest& request) {
     if (labels.insert(label).second) settings.push_back(std::move(setting));
   };
   const auto add_none = [&] { add(EvalSetting(), "none"); };
-  for (const std::string& part : split_entries(request.policies, ';')) {
+  for (const std::string& part : split_unescaped(request.policies, ';')) {
     const std::string text = trimmed(part);
     if (text.empty()) continue;
     Entry entry = read_entry(text);

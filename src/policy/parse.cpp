@@ -7,6 +7,7 @@
 #include <optional>
 #include <string_view>
 
+#include "base/escaped_list.hpp"
 #include "base/nearest.hpp"
 
 namespace kvzap {
@@ -49,34 +50,6 @@ const Info* find(const std::vector<Info>& infos, std::string_view name) {
   const auto found =
       std::find_if(infos.begin(), infos.end(), [&](const Info& info) { return info.name == name; });
   return found == infos.end() ? nullptr : &*found;
-}
-
-// Parts between separators; one after a backslash belongs to its part. Backslashes stay, since
-// parts are split again.
-std::vector<std::string> split(const std::string& text, char separator) {
-  std::vector<std::string> parts(1);
-  for (std::size_t i = 0; i < text.size(); ++i) {
-    if (text[i] == '\\' && i + 1 < text.size()) {
-      parts.back() += text[i];
-      parts.back() += text[++i];
-    } else if (text[i] == separator) {
-      parts.emplace_back();
-    } else {
-      parts.back() += text[i];
-    }
-  }
-  return parts;
-}
-
-// Without the backslashes that `split` has seen.
-std::string without_escapes(const std::string& text) {
-  std::string plain;
-  for (std::size_t i = 0; i < text.size(); ++i) {
-    const bool escapes =
-        text[i] == '\\' && i + 1 < text.size() && (text[i + 1] == ',' || text[i + 1] == '+');
-    if (!escapes) plain += text[i];
-  }
-  return plain;
 }
 
 // What values a parameter takes, for messages: "a whole number from 1 to 64".
@@ -152,7 +125,7 @@ PolicyArguments read_arguments(const std::string& part, const std::string& what,
   std::map<std::string, std::string> values;
   const std::size_t colon = part.find(':');
   if (colon != std::string::npos) {
-    for (const std::string& pair : split(part.substr(colon + 1), ',')) {
+    for (const std::string& pair : detail::split_unescaped(part.substr(colon + 1), ',')) {
       const std::size_t equals = pair.find('=');
       if (equals == std::string::npos) {
         throw Error(fmt::format("{}: \"{}\" is not key=value", what, pair));
@@ -167,7 +140,7 @@ PolicyArguments read_arguments(const std::string& part, const std::string& what,
         throw Error(fmt::format("{} has no parameter \"{}\"{} It has {}", what, key,
                                 did_you_mean(key, keys), list_of(keys)));
       }
-      const std::string value = without_escapes(pair.substr(equals + 1));
+      const std::string value = detail::without_escapes(pair.substr(equals + 1), ",+");
       check(what, *parameter, value);
       if (!values.emplace(key, value).second) {
         throw Error(fmt::format("{}: {} is given twice", what, key));
@@ -210,7 +183,7 @@ bool PolicyArguments::flag(const std::string& name) const { return text(name) ==
 PolicySpec parse_policy(const std::string& text) {
   PolicySpec spec;
   spec.text = text;
-  const std::vector<std::string> parts = split(text, '+');
+  const std::vector<std::string> parts = detail::split_unescaped(text, '+');
   const auto name_of = [](const std::string& part) { return part.substr(0, part.find(':')); };
   const std::string name = name_of(parts[0]);
   spec.info = find(policies(), name);

@@ -359,7 +359,8 @@ Layout describe(const fs::path& file, const KVCache<Value, order>& cache, Sequen
 template <class Value, PageOrder order>
 std::vector<std::string> write_snapshot(const fs::path& file, KVCache<Value, order>& cache,
                                         SequenceId sequence, const HeadPartition& partition,
-                                        const Communicator& comm, const SnapshotInfo& info) {
+                                        const Communicator& comm, const SnapshotInfo& info,
+                                        const SnapshotOptions& /*options*/) {
   const detail::QuietHdf5 quiet;
   const Layout layout = describe(file, cache, sequence, partition, comm);
   TemporaryFile temporary(file, comm);
@@ -391,10 +392,10 @@ std::vector<std::string> check_snapshot_writable(const fs::path& file, const Com
   return notes;
 }
 
-#define KVZAP_INSTANTIATE(Value, order)                                                     \
-  template std::vector<std::string> write_snapshot(const fs::path&, KVCache<Value, order>&, \
-                                                   SequenceId, const HeadPartition&,        \
-                                                   const Communicator&, const SnapshotInfo&);
+#define KVZAP_INSTANTIATE(Value, order)                                          \
+  template std::vector<std::string> write_snapshot(                              \
+      const fs::path&, KVCache<Value, order>&, SequenceId, const HeadPartition&, \
+      const Communicator&, const SnapshotInfo&, const SnapshotOptions&);
 KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 

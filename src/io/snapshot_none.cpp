@@ -18,7 +18,7 @@ namespace {
 template <class Value, PageOrder order>
 std::vector<std::string> write_snapshot(const std::filesystem::path& file, KVCache<Value, order>&,
                                         SequenceId, const HeadPartition&, const Communicator&,
-                                        const SnapshotInfo&) {
+                                        const SnapshotInfo&, const SnapshotOptions&) {
   refuse(file);
 }
 
@@ -30,7 +30,7 @@ std::vector<std::string> check_snapshot_writable(const std::filesystem::path& fi
 #define KVZAP_INSTANTIATE(Value, order)                                                       \
   template std::vector<std::string> write_snapshot(                                           \
       const std::filesystem::path&, KVCache<Value, order>&, SequenceId, const HeadPartition&, \
-      const Communicator&, const SnapshotInfo&);
+      const Communicator&, const SnapshotInfo&, const SnapshotOptions&);
 KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 

@@ -1,0 +1,13 @@
+// CRC32C (Castagnoli), as in iSCSI (RFC 3720, appendix B.4): the checksum of snapshots' rows.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kvzap::detail {
+
+/// Goes on from `crc` (0 at the beginning) with `bytes` bytes: crc32c(b, crc32c(a)) is that of a
+/// and b together. Uses the processor's instruction where it has one.
+std::uint32_t crc32c(const void* data, std::size_t bytes, std::uint32_t crc = 0);
+
+}  // namespace kvzap::detail

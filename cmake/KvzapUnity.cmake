@@ -1,5 +1,6 @@
-# One translation unit for each folder of a library's sources, as scripts/sanitize builds it: nearly all
-# that sanitizers compile is templates of Kokkos, the standard library and JSON, the same in every file.
+# One translation unit for each folder of a library's sources, as scripts/sanitize builds it, and the test
+# of add_subdirectory: nearly all that these compile is templates of Kokkos, the standard library and JSON,
+# the same in every file.
 # (scripts/tidy does the same. Other builds compile file by file: those compile again what changed alone.)
 # Hence names in anonymous namespaces differ within a folder.
 #

@@ -84,10 +84,11 @@ elseif(STEP STREQUAL "find_package")
   build_examples(${FOLDER}/build-find_package "-DCMAKE_PREFIX_PATH=${prefix}\;${paths}"
                  -DCMAKE_BUILD_TYPE=Release)
 elseif(STEP STREQUAL "add_subdirectory")
-  # The library is compiled once more, hence without optimization.
+  # The library is compiled once more, hence without optimization and folder by folder.
   list(JOIN PREFIX_PATH "\;" paths)
   build_examples(${FOLDER}/build-add_subdirectory "-DCMAKE_PREFIX_PATH=${paths}"
                  -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O0 -DKVZAP_SOURCE=${SOURCE}
+                 -DKVZAP_UNITE_SOURCES=ON
                  -DKVZAP_ENABLE_MPI=${MPI} -DKVZAP_ENABLE_HDF5=${HDF5} -DKVZAP_ENABLE_ONEDNN=${ONEDNN})
   if(EXISTS ${FOLDER}/build-add_subdirectory/kvzap/kvzap)
     message(FATAL_ERROR "The program was built, which nobody asked for")

@@ -11,6 +11,26 @@
 
 namespace kvzap::detail {
 
+/// target[i] = Element(source[i]), rounded once; the same bits if the types are the same.
+template <class Value, class Element>
+void convert_elements(const Value* source, Element* target, std::int64_t count) {
+  if constexpr (std::is_same_v<Value, Element>) {
+    std::memcpy(target, source, static_cast<std::size_t>(count) * sizeof(Value));
+  } else if constexpr (std::is_same_v<Element, float>) {
+    widen(source, target, count);
+  } else if constexpr (std::is_same_v<Value, float>) {
+    narrow(source, target, count);
+  } else {
+    constexpr std::int64_t piece = 512;
+    float wide[piece];
+    for (std::int64_t i = 0; i < count; i += piece) {
+      const std::int64_t n = std::min(piece, count - i);
+      widen(source + i, wide, n);
+      narrow(wide, target + i, n);
+    }
+  }
+}
+
 template <class Value, PageOrder order>
 class RawReader {
  public:
@@ -50,7 +70,7 @@ class RawReader {
                                 (values ? block.values_offset() : std::int64_t{0}) +
                                 block.row_offset(run.slot);
       if constexpr (order == PageOrder::token_major) {
-        convert(base, target, run.rows * m_raw.dim);
+        convert_elements(base, target, run.rows * m_raw.dim);
       } else {
         transpose(base, capacity, run.rows, target);
       }
@@ -84,25 +104,6 @@ class RawReader {
     }
   }
 
-  template <class Element>
-  static void convert(const Value* source, Element* target, std::int64_t count) {
-    if constexpr (std::is_same_v<Value, Element>) {
-      std::memcpy(target, source, static_cast<std::size_t>(count) * sizeof(Value));
-    } else if constexpr (std::is_same_v<Element, float>) {
-      widen(source, target, count);
-    } else if constexpr (std::is_same_v<Value, float>) {
-      narrow(source, target, count);
-    } else {
-      constexpr std::int64_t piece = 512;
-      float wide[piece];
-      for (std::int64_t i = 0; i < count; i += piece) {
-        const std::int64_t n = std::min(piece, count - i);
-        widen(source + i, wide, n);
-        narrow(wide, target + i, n);
-      }
-    }
-  }
-
   // A dimension's rows are neighbours: few rows at a time, so that their part of the target stays
   // in the nearest cache.
   template <class Element>
@@ -113,7 +114,7 @@ class RawReader {
     for (std::int64_t r = 0; r < rows; r += block) {
       const std::int64_t n = std::min(block, rows - r);
       for (std::int64_t d = 0; d < dim; ++d) {
-        convert(source + d * capacity + r, converted, n);
+        convert_elements(source + d * capacity + r, converted, n);
         for (std::int64_t i = 0; i < n; ++i) target[(r + i) * dim + d] = converted[i];
       }
     }

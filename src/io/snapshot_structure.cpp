@@ -183,7 +183,9 @@ SnapshotStructure::SnapshotStructure(const SnapshotLayout& layout, const Snapsho
     : m_layout(layout),
       m_places(layout.groups.size() * n_row_kinds, -1),
       m_checksum_places(layout.groups.size(), -1) {
+  // The default driver asks for the real path of a symbolic link, and what is in memory has none.
   const Hdf5Handle access = serial_access();
+  checked_hdf5(H5Pset_fapl_stdio(access), "H5Pset_fapl_stdio");
   m_file = Hdf5Handle(H5Fcreate(m_memory.path().c_str(), H5F_ACC_TRUNC, H5P_DEFAULT, access),
                       H5Fclose, "H5Fcreate");
   {

@@ -190,6 +190,7 @@ std::unique_ptr<KVCache<Value, order>> forked_cache(const HeadPartition& partiti
 SnapshotInfo some_info() {
   SnapshotInfo info;
   info.model = "models/größer";
+  info.created = "2026-01-02T03:04:05Z";
   info.prune = "kvzap";
   info.threshold = rule.threshold;
   info.sink = 4;
@@ -305,7 +306,7 @@ void expect_content(const fs::path& file, const Story& story) {
 
 void expect_attributes(const fs::path& file, const Story& story, std::string_view dtype) {
   const Reader reader(file);
-  EXPECT_EQ(reader.integer("kvzap_format_version"), 1);
+  EXPECT_EQ(reader.integer("kvzap_format_version"), 2);
   EXPECT_EQ(reader.integer("n_layers"), n_layers);
   EXPECT_EQ(reader.integer("n_kv_heads"), n_heads);
   EXPECT_EQ(reader.integer("head_dim"), head_dim);

@@ -567,7 +567,6 @@ std::int64_t query_group(const SnapshotQueries& queries, const KVCache<Value, or
   return found / per_head;
 }
 
-constexpr std::size_t n_extents = 8;
 constexpr const char* extent_names =
     "head_dim, window, page_rows, tokens, tokens of the context, whether there is a context, "
     "layers with recent queries, content";

@@ -1,0 +1,201 @@
+// Rows of a head read, or written, by a thread of the host, in order of position. No Kokkos kernel,
+// so that any thread may.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+
+#include "cache/cache_impl.hpp"
+#include "linalg/host/row_kernels.hpp"
+
+namespace kvzap::detail {
+
+/// target[i] = Element(source[i]), rounded once; the same bits if the types are the same.
+template <class Value, class Element>
+void convert_elements(const Value* source, Element* target, std::int64_t count) {
+  if constexpr (std::is_same_v<Value, Element>) {
+    std::memcpy(target, source, static_cast<std::size_t>(count) * sizeof(Value));
+  } else if constexpr (std::is_same_v<Element, float>) {
+    widen(source, target, count);
+  } else if constexpr (std::is_same_v<Value, float>) {
+    narrow(source, target, count);
+  } else {
+    constexpr std::int64_t piece = 512;
+    float wide[piece];
+    for (std::int64_t i = 0; i < count; i += piece) {
+      const std::int64_t n = std::min(piece, count - i);
+      widen(source + i, wide, n);
+      narrow(wide, target + i, n);
+    }
+  }
+}
+
+/// Rows of a head that lie one behind the other, in a page or (without one) in the ring.
+struct RawRun {
+  const char* page;
+  std::int64_t slot, rows, position;
+};
+
+/// Calls work(run) for those that hold rows begin … begin + count - 1, in order.
+template <class Raw, class Work>
+void each_raw_run(const Raw& raw, std::int64_t begin, std::int64_t count, const Work& work) {
+  for (std::int64_t row = begin; row < begin + count;) {
+    RawRun run{nullptr, 0, begin + count - row, 0};
+    if (row < raw.retained) {
+      run.page = raw.pages[row / raw.page_rows];
+      run.slot = row % raw.page_rows;
+      run.rows = std::min({run.rows, raw.page_rows - run.slot, std::int64_t{raw.retained - row}});
+    } else {
+      run.position = raw.tokens - raw.ring_rows + row - raw.retained;
+      run.slot = (run.position - raw.ring_first) % raw.window;
+      run.rows = std::min(run.rows, raw.window - run.slot);
+    }
+    work(run);
+    row += run.rows;
+  }
+}
+
+template <class Value, PageOrder order>
+class RawReader {
+ public:
+  using Raw = typename KVCache<Value, order>::RawRows;
+  /// `raw` outlives the reader.
+  explicit RawReader(const Raw& raw) : m_raw(raw) {}
+
+  /// Of rows begin … begin + count - 1.
+  template <class Integer>
+  void positions(std::int64_t begin, std::int64_t count, Integer* target) const {
+    each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
+      const std::int32_t* const held =
+          run.page ? page_positions<Value>(reinterpret_cast<std::uintptr_t>(run.page),
+                                           m_raw.page_rows, m_raw.dim)
+                   : nullptr;
+      for (std::int64_t i = 0; i < run.rows; ++i) {
+        *target++ = static_cast<Integer>(held ? held[run.slot + i] : run.position + i);
+      }
+    });
+  }
+  void scores(std::int64_t begin, std::int64_t count, float* target) const {
+    each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
+      const float* const held = run.page
+                                    ? page_scores<Value>(reinterpret_cast<std::uintptr_t>(run.page),
+                                                         m_raw.page_rows, m_raw.dim)
+                                    : m_raw.ring_scores;
+      target = std::copy_n(held + run.slot, run.rows, target);
+    });
+  }
+  /// Keys, or values: (row, dim), rounded to Element.
+  template <class Element>
+  void elements(bool values, std::int64_t begin, std::int64_t count, Element* target) const {
+    each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
+      const int capacity = run.page ? m_raw.page_rows : m_raw.window;
+      const Block<order> block{capacity, m_raw.dim};
+      const Value* const base = (run.page ? reinterpret_cast<const Value*>(run.page) : m_raw.ring) +
+                                (values ? block.values_offset() : std::int64_t{0}) +
+                                block.row_offset(run.slot);
+      if constexpr (order == PageOrder::token_major) {
+        convert_elements(base, target, run.rows * m_raw.dim);
+      } else {
+        transpose(base, capacity, run.rows, target);
+      }
+      target += run.rows * m_raw.dim;
+    });
+  }
+
+ private:
+  // A dimension's rows are neighbours: few rows at a time, so that their part of the target stays
+  // in the nearest cache.
+  template <class Element>
+  void transpose(const Value* source, int capacity, std::int64_t rows, Element* target) const {
+    constexpr std::int64_t block = 32;
+    const std::int64_t dim = m_raw.dim;
+    Element converted[block];
+    for (std::int64_t r = 0; r < rows; r += block) {
+      const std::int64_t n = std::min(block, rows - r);
+      for (std::int64_t d = 0; d < dim; ++d) {
+        convert_elements(source + d * capacity + r, converted, n);
+        for (std::int64_t i = 0; i < n; ++i) target[(r + i) * dim + d] = converted[i];
+      }
+    }
+  }
+
+  const Raw& m_raw;
+};
+
+/// The inverse, for rows of which nobody else knows yet.
+template <class Value, PageOrder order>
+class RawWriter {
+ public:
+  using Raw = typename KVCache<Value, order>::RawRows;
+  /// `raw` outlives the writer.
+  explicit RawWriter(const Raw& raw) : m_raw(raw) {}
+
+  /// Of rows begin … begin + count - 1. Those of the ring follow from where they are.
+  void positions(std::int64_t begin, std::int64_t count, const std::int32_t* source) const {
+    each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
+      if (run.page) {
+        std::copy_n(source, run.rows,
+                    page_positions<Value>(reinterpret_cast<std::uintptr_t>(run.page),
+                                          m_raw.page_rows, m_raw.dim) +
+                        run.slot);
+      }
+      source += run.rows;
+    });
+  }
+  void scores(std::int64_t begin, std::int64_t count, const float* source) const {
+    each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
+      float* const target = run.page
+                                ? page_scores<Value>(reinterpret_cast<std::uintptr_t>(run.page),
+                                                     m_raw.page_rows, m_raw.dim)
+                                : const_cast<float*>(m_raw.ring_scores);
+      std::copy_n(source, run.rows, target + run.slot);
+      source += run.rows;
+    });
+  }
+  /// Keys, or values: (row, dim).
+  void elements(bool values, std::int64_t begin, std::int64_t count, const Value* source) const {
+    each_element_run(values, begin, count,
+                     [&](Value* target, std::int64_t rows, [[maybe_unused]] std::int64_t capacity) {
+                       if constexpr (order == PageOrder::token_major) {
+                         std::memcpy(target, source,
+                                     static_cast<std::size_t>(rows * m_raw.dim) * sizeof(Value));
+                       } else {
+                         transpose(source, rows, target, capacity);
+                       }
+                       source += rows * m_raw.dim;
+                     });
+  }
+  /// Calls work(first element, rows, capacity) for each run of them: in token-major order a run's
+  /// rows lie as (row, dim), else as (dim, capacity).
+  template <class Work>
+  void each_element_run(bool values, std::int64_t begin, std::int64_t count,
+                        const Work& work) const {
+    each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
+      const int capacity = run.page ? m_raw.page_rows : m_raw.window;
+      const Block<order> block{capacity, m_raw.dim};
+      const Value* const base = run.page ? reinterpret_cast<const Value*>(run.page) : m_raw.ring;
+      work(const_cast<Value*>(base) + (values ? block.values_offset() : std::int64_t{0}) +
+               block.row_offset(run.slot),
+           run.rows, std::int64_t{capacity});
+    });
+  }
+
+ private:
+  void transpose(const Value* source, std::int64_t rows, Value* target,
+                 std::int64_t capacity) const {
+    constexpr std::int64_t block = 32;  // as RawReader's
+    const std::int64_t dim = m_raw.dim;
+    for (std::int64_t r = 0; r < rows; r += block) {
+      const std::int64_t n = std::min(block, rows - r);
+      for (std::int64_t d = 0; d < dim; ++d) {
+        for (std::int64_t i = 0; i < n; ++i)
+          target[d * capacity + r + i] = source[(r + i) * dim + d];
+      }
+    }
+  }
+
+  const Raw& m_raw;
+};
+
+}  // namespace kvzap::detail

@@ -1,0 +1,451 @@
+// Snapshots written: by each rank its own heads' rows, straight into the file, in a thread of its
+// own where the host can read rows where they lie; everything else by rank 0.
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <pthread.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <functional>
+#include <kvzap/snapshot.hpp>
+#include <new>
+#include <string>
+#include <system_error>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/crc32c.hpp"
+#include "base/instantiate.hpp"
+#include "io/snapshot_describe.hpp"
+#include "io/snapshot_heads.hpp"
+#include "io/snapshot_structure.hpp"
+#include "io/temporary_file.hpp"
+
+namespace kvzap {
+namespace {
+
+namespace fs = std::filesystem;
+using detail::agree_on_file;
+using detail::FileDescriptor;
+using detail::HeadWork;
+using detail::n_row_kinds;
+using detail::SnapshotGroup;
+using detail::SnapshotHead;
+using detail::SnapshotLayout;
+using detail::SnapshotStructure;
+using detail::system_error;
+using detail::TemporaryFile;
+
+/// Work of this rank in a thread of its own. What it throws is kept.
+class Worker {
+ public:
+  ~Worker() {
+    m_stop = true;
+    join();
+  }
+  Worker() = default;
+  Worker(const Worker&) = delete;
+  Worker& operator=(const Worker&) = delete;
+
+  const std::atomic<bool>& stop() const { return m_stop; }
+  bool is_busy() const { return m_busy.load(std::memory_order_acquire); }
+  const std::string& failure() const { return m_failure; }
+
+  /// Begins; without `in_thread` returns when it is done.
+  void start(std::function<void()> work, bool in_thread) {
+    m_work = std::move(work);
+    if (in_thread) {
+      m_busy = true;
+      // Signals are for the thread that handles them.
+      sigset_t all;
+      sigset_t before;
+      ::sigfillset(&all);
+      for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP}) {
+        ::sigdelset(&all, fault);
+      }
+      ::pthread_sigmask(SIG_SETMASK, &all, &before);
+      try {
+        m_thread = std::thread([this] {
+          run();
+          m_busy.store(false, std::memory_order_release);
+        });
+      } catch (const std::system_error&) {
+        m_busy = false;
+        in_thread = false;
+      }
+      ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    }
+    if (!in_thread) run();
+  }
+  void join() {
+    if (m_thread.joinable()) m_thread.join();
+  }
+
+ private:
+  void run() {
+    try {
+      m_work();
+    } catch (const std::bad_alloc&) {
+      m_failure = "out of memory";
+    } catch (const std::exception& error) {
+      m_failure = error.what();
+    }
+  }
+
+  std::function<void()> m_work;
+  std::thread m_thread;
+  std::atomic<bool> m_busy{false};
+  std::atomic<bool> m_stop{false};
+  std::string m_failure;
+};
+
+class Writing final : public SnapshotWriting {
+ public:
+  Writing(const fs::path& file, const Communicator& comm, const SnapshotInfo& info,
+          SnapshotLayout layout)
+      : m_comm(comm), m_file(file), m_temporary(file, m_comm), m_layout(std::move(layout)) {
+    m_queries = info.recent_queries;
+  }
+
+  /// Collective. The file with all that is not rows in it, but for checksums.
+  void create(const SnapshotInfo& info) {
+    const detail::QuietHdf5 quiet;
+    m_temporary.create();
+    agree_on_file(m_comm, m_file, [&] { m_notes = m_temporary.remove_leftovers(); });
+    agree_on_file(m_comm, m_file, [&] {
+      m_descriptor = std::make_unique<FileDescriptor>(m_temporary.path(), O_RDWR | O_CLOEXEC);
+      if (m_descriptor->get() < 0) throw system_error("cannot be opened", errno);
+      m_places.assign(m_layout.groups.size() * n_row_kinds, -1);
+      if (!m_comm.is_root()) return;
+      // Compressed rows take less, nobody knows how much.
+      if (m_layout.compress == 0) {
+        detail::make_room(m_descriptor->get(), detail::snapshot_bytes_at_most(m_layout, info));
+      }
+      m_structure = std::make_unique<SnapshotStructure>(m_layout, info);
+      m_places = m_structure->places();
+    });
+    m_comm.broadcast(m_places.data(), m_places.size() * sizeof(std::int64_t), 0);
+  }
+
+  const SnapshotLayout& layout() const { return m_layout; }
+  /// Of a layer; null: none.
+  const SnapshotQueries* queries(int layer) const {
+    return m_queries.empty() ? nullptr : &m_queries[layer];
+  }
+
+  /// Rows begin to be written, by a thread if one may read them.
+  void write_rows(std::vector<HeadWork> works, bool in_thread) {
+    m_works = std::move(works);
+    m_worker = std::make_unique<Worker>();
+    m_worker->start(
+        [this] {
+          detail::write_heads(m_layout, m_places, m_works, m_descriptor->get(), m_worker->stop());
+        },
+        in_thread);
+  }
+
+  /// Collective: the same where rank 0 compresses them.
+  void compress_rows(std::vector<HeadWork> works, const HeadPartition& partition) {
+    const detail::QuietHdf5 quiet;
+    m_checksums.resize(m_layout.groups.size());
+    auto buffer = detail::piece_buffer(m_layout);
+    char* const bytes = static_cast<char*>(static_cast<void*>(buffer.data()));
+    auto work = works.begin();
+    for (int group = 0; group < static_cast<int>(m_layout.groups.size()); ++group) {
+      const int layer = group % m_layout.n_layers();
+      const auto kinds = m_layout.kinds(group);
+      m_checksums[group].assign(kinds.size() * static_cast<std::size_t>(m_layout.n_kv_heads), 0);
+      std::string failure;  // of rank 0
+      for (int head = 0; head < m_layout.n_kv_heads; ++head) {
+        int owner = 0;
+        for (int rank = 0; rank < m_comm.size(); ++rank) {
+          const auto& heads = partition.heads(layer, rank);
+          if (std::binary_search(heads.begin(), heads.end(), head)) owner = rank;
+        }
+        std::shared_ptr<const SnapshotHead> rows;
+        agree_on_file(m_comm, m_file, [&] {
+          if (!failure.empty()) throw Error(failure);
+          if (m_comm.rank() == owner) rows = (work++)->rows();
+        });
+        for (std::size_t k = 0; k < kinds.size(); ++k) {
+          std::uint32_t& crc =
+              m_checksums[group][k * static_cast<std::size_t>(m_layout.n_kv_heads) + head];
+          const auto take = [&](std::int64_t first, std::int64_t count) {
+            const std::int64_t length = count * m_layout.row_bytes(kinds[k]);
+            if (m_comm.rank() == owner) rows->copy(kinds[k], first, count, bytes);
+            m_comm.broadcast(bytes, static_cast<std::size_t>(length), owner);
+            if (!m_comm.is_root() || !failure.empty()) return;
+            crc = detail::crc32c(bytes, static_cast<std::size_t>(length), crc);
+            try {
+              m_structure->write_rows(
+                  group, kinds[k], m_layout.first_row(group, kinds[k], head) + first, count, bytes);
+            } catch (const std::exception& error) {
+              failure = error.what();
+            }
+          };
+          detail::each_piece(m_layout, group, kinds[k], head, take);
+        }
+      }
+      agree_on_file(m_comm, m_file, [&] {
+        if (!failure.empty()) throw Error(failure);
+        if (m_comm.is_root()) m_structure->move_rows(group, m_descriptor->get());
+      });
+    }
+    m_worker = std::make_unique<Worker>();
+  }
+
+  bool advance() override {
+    if (m_stage == Stage::done) return true;
+    const std::int64_t is_busy = m_worker && m_worker->is_busy() ? 1 : 0;
+    if (m_comm.all_reduce_max(is_busy) > 0) return false;
+    next();
+    return m_stage == Stage::done;
+  }
+
+  void finish() override {
+    while (m_stage != Stage::done) next();
+  }
+
+  std::int64_t file_bytes() const override {
+    return m_stage == Stage::done ? m_file_bytes : std::int64_t{0};
+  }
+  const std::vector<std::string>& notes() const override { return m_notes; }
+
+ private:
+  enum class Stage { rows, checks, done, failed };
+
+  // Collective: waits for this stage's work, and begins the next one.
+  void next() {
+    const detail::QuietHdf5 quiet;
+    try {
+      switch (m_stage) {
+        case Stage::rows:
+          join();
+          complete();
+          m_worker = std::make_unique<Worker>();
+          m_worker->start([this] { check(); }, true);
+          m_stage = Stage::checks;
+          return;
+        case Stage::checks:
+          join();
+          open_once();
+          m_descriptor.reset();
+          m_temporary.move_to_target();
+          m_stage = Stage::done;
+          m_works.clear();
+          return;
+        case Stage::done:
+          return;
+        case Stage::failed:
+          throw AgreedError(m_failure);
+      }
+    } catch (const std::exception& error) {
+      m_stage = Stage::failed;
+      m_failure = error.what();
+      throw;
+    }
+  }
+
+  void join() {
+    m_worker->join();
+    agree_on_file(m_comm, m_file, [&] {
+      if (!m_worker->failure().empty()) throw Error(m_worker->failure());
+    });
+  }
+
+  // Rank 0 writes checksums, and what is not rows.
+  void complete() {
+    std::vector<std::int64_t> mine;
+    for (const HeadWork& work : m_works) {
+      mine.insert(mine.end(), {work.group, work.head});
+      mine.insert(mine.end(), work.crcs.begin(), work.crcs.end());
+    }
+    const auto all = m_comm.all_gather(mine);
+    agree_on_file(m_comm, m_file, [&] {
+      if (!m_comm.is_root()) return;
+      if (m_layout.compress == 0) take_checksums(all);
+      for (int group = 0; group < static_cast<int>(m_checksums.size()); ++group) {
+        m_structure->set_checksums(group, m_checksums[group]);
+      }
+      m_file_bytes = m_structure->write(m_descriptor->get());
+      m_structure.reset();
+    });
+    m_comm.broadcast(&m_file_bytes, sizeof(m_file_bytes), 0);
+  }
+
+  void take_checksums(const std::vector<std::vector<std::int64_t>>& all) {
+    const auto heads = static_cast<std::size_t>(m_layout.n_kv_heads);
+    for (int group = 0; group < static_cast<int>(m_layout.groups.size()); ++group) {
+      m_checksums.emplace_back(m_layout.kinds(group).size() * heads, 0);
+    }
+    for (const std::vector<std::int64_t>& of_rank : all) {
+      for (std::size_t i = 0; i < of_rank.size();) {
+        const auto group = static_cast<std::size_t>(of_rank.at(i++));
+        const auto head = static_cast<std::size_t>(of_rank.at(i++));
+        const std::size_t kinds = m_checksums.at(group).size() / heads;
+        for (std::size_t k = 0; k < kinds; ++k) {
+          m_checksums[group].at(k * heads + head) = static_cast<std::uint32_t>(of_rank.at(i++));
+        }
+      }
+    }
+  }
+
+  // In a thread: touches neither HDF5 nor MPI.
+  void check() {
+    const FileDescriptor again(m_temporary.path(), O_RDONLY | O_CLOEXEC);
+    if (again.get() < 0) throw system_error("the new file cannot be opened", errno);
+    if (m_comm.is_root()) detail::check_rest(again.get());
+    detail::check_heads(m_layout, m_places, m_works, again.get(), m_worker->stop());
+    // Of the descriptor that has written: it is the one that is told of every error.
+    detail::bring_to_disk(m_descriptor->get());
+  }
+
+  // That HDF5 takes the file.
+  void open_once() {
+    agree_on_file(m_comm, m_file, [&] {
+      if (!m_comm.is_root()) return;
+      const detail::Hdf5Handle access = detail::serial_access();
+      detail::Hdf5Handle hdf5(H5Fopen(m_temporary.path().c_str(), H5F_ACC_RDONLY, access), H5Fclose,
+                              "H5Fopen");
+      const detail::Hdf5Handle root(H5Gopen2(hdf5, "/layers", H5P_DEFAULT), H5Gclose, "H5Gopen2");
+      static_cast<void>(root);
+    });
+  }
+
+  Communicator m_comm;
+  fs::path m_file;
+  TemporaryFile m_temporary;
+  SnapshotLayout m_layout;
+  std::vector<SnapshotQueries> m_queries;
+  std::vector<std::string> m_notes;
+  std::unique_ptr<SnapshotStructure> m_structure;  // on rank 0, which makes it
+  std::vector<std::int64_t> m_places;
+  std::vector<std::vector<std::uint32_t>> m_checksums;  // on rank 0; (group), (kind, head)
+  std::vector<HeadWork> m_works;
+  Stage m_stage = Stage::rows;
+  std::int64_t m_file_bytes = 0;
+  std::string m_failure;
+  std::unique_ptr<FileDescriptor> m_descriptor;
+  // Last, so that its thread ends before anything that it uses.
+  std::unique_ptr<Worker> m_worker;
+};
+
+// Rank 0's count. Collective.
+SnapshotOptions common_options(const SnapshotOptions& options, const Communicator& comm) {
+  std::int64_t numbers[] = {static_cast<std::int64_t>(options.content), options.compress,
+                            options.dtype ? static_cast<std::int64_t>(*options.dtype) : -1};
+  comm.broadcast(numbers, sizeof(numbers), 0);
+  SnapshotOptions common;
+  common.content = static_cast<SnapshotContent>(numbers[0]);
+  common.compress = static_cast<int>(numbers[1]);
+  if (numbers[2] >= 0) common.dtype = static_cast<DType>(numbers[2]);
+  return common;
+}
+
+// The rows of one head that go into one group of the file; on devices brought to the host when they
+// are asked for.
+template <class Value, PageOrder order>
+std::function<std::shared_ptr<const SnapshotHead>()> rows_of_head(
+    KVCache<Value, order>& cache, SequenceId sequence,
+    const typename KVCache<Value, order>::Checkpoint* context, const Writing& writing, int group,
+    int head, int local_head) {
+  const SnapshotLayout& layout = writing.layout();
+  const bool is_of_context = layout.is_of_context(group);
+  const int layer = group % layout.n_layers();
+  const SnapshotGroup& of = layout.groups[group];
+  const std::int64_t in_ring = std::min(
+      (is_of_context ? layout.context_tokens : layout.tokens) - of.ring_first, layout.window);
+  const std::int64_t rows = of.offsets[head + 1] - of.offsets[head];
+  const DType dtype = layout.dtype;
+  const float* queries = nullptr;
+  const std::int64_t dim = layout.head_dim;
+  if (const SnapshotQueries* all = writing.queries(layer); all && !is_of_context) {
+    queries = all->values.data() + local_head * of.query_group * of.query_tokens * dim;
+  }
+  if constexpr (detail::runs_on_host) {
+    auto raw = is_of_context ? cache.raw_rows(*context, layer, local_head)
+                             : cache.raw_rows(sequence, layer, local_head);
+    const std::int64_t skipped = raw.rows() - rows;
+    auto made =
+        std::make_shared<detail::RawHead<Value, order>>(std::move(raw), skipped, in_ring, dtype);
+    made->set_queries(queries, dim);
+    return [made] { return std::shared_ptr<const SnapshotHead>(made); };
+  } else {
+    return [=, &cache] {
+      auto brought = is_of_context ? cache.host_rows(*context, layer, local_head)
+                                   : cache.host_rows(sequence, layer, local_head);
+      const std::int64_t skipped = static_cast<std::int64_t>(brought.positions.size()) - rows;
+      auto made = std::make_shared<detail::CopiedHead<Value, order>>(std::move(brought), skipped,
+                                                                     in_ring, dtype);
+      made->set_queries(queries, dim);
+      return std::shared_ptr<const SnapshotHead>(made);
+    };
+  }
+}
+
+}  // namespace
+
+template <class Value, PageOrder order>
+std::unique_ptr<SnapshotWriting> begin_snapshot(
+    const fs::path& file, KVCache<Value, order>& cache, SequenceId sequence,
+    const HeadPartition& partition, const Communicator& comm, const SnapshotInfo& info,
+    const SnapshotOptions& options, const typename KVCache<Value, order>::Checkpoint* context) {
+  const SnapshotOptions common = common_options(options, comm);
+  SnapshotLayout layout =
+      detail::describe_snapshot(file, cache, sequence, partition, comm, info, common, context);
+  auto writing = std::make_unique<Writing>(file, comm, info, std::move(layout));
+  writing->create(info);
+  std::vector<HeadWork> works;
+  agree_on_file(comm, file, [&] {
+    const SnapshotLayout& made = writing->layout();
+    for (int group = 0; group < static_cast<int>(made.groups.size()); ++group) {
+      const auto& heads = partition.heads(group % made.n_layers(), comm.rank());
+      for (int h = 0; h < static_cast<int>(heads.size()); ++h) {
+        works.push_back({group,
+                         heads[h],
+                         rows_of_head(cache, sequence, context, *writing, group, heads[h], h),
+                         {}});
+      }
+    }
+  });
+  if (common.compress > 0) {
+    writing->compress_rows(std::move(works), partition);
+  } else {
+    writing->write_rows(std::move(works), detail::runs_on_host);
+  }
+  return writing;
+}
+
+template <class Value, PageOrder order>
+std::vector<std::string> write_snapshot(const fs::path& file, KVCache<Value, order>& cache,
+                                        SequenceId sequence, const HeadPartition& partition,
+                                        const Communicator& comm, const SnapshotInfo& info,
+                                        const SnapshotOptions& options) {
+  const auto writing = begin_snapshot(file, cache, sequence, partition, comm, info, options);
+  writing->finish();
+  return writing->notes();
+}
+
+std::vector<std::string> check_snapshot_writable(const fs::path& file, const Communicator& comm) {
+  TemporaryFile temporary(file, comm);
+  temporary.create();
+  std::vector<std::string> notes;
+  agree_on_file(comm, file, [&] { notes = temporary.remove_leftovers(); });
+  return notes;
+}
+
+#define KVZAP_INSTANTIATE(Value, order)                                          \
+  template std::unique_ptr<SnapshotWriting> begin_snapshot(                      \
+      const fs::path&, KVCache<Value, order>&, SequenceId, const HeadPartition&, \
+      const Communicator&, const SnapshotInfo&, const SnapshotOptions&,          \
+      const KVCache<Value, order>::Checkpoint*);                                 \
+  template std::vector<std::string> write_snapshot(                              \
+      const fs::path&, KVCache<Value, order>&, SequenceId, const HeadPartition&, \
+      const Communicator&, const SnapshotInfo&, const SnapshotOptions&);
+KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#undef KVZAP_INSTANTIATE
+
+}  // namespace kvzap

@@ -567,7 +567,6 @@ std::int64_t query_group(const SnapshotQueries& queries, const KVCache<Value, or
   return found / per_head;
 }
 
-constexpr std::size_t n_extents = 8;
 constexpr const char* extent_names =
     "head_dim, window, page_rows, tokens, tokens of the context, whether there is a context, "
     "layers with recent queries, content";
@@ -635,7 +634,7 @@ std::string listed(const std::vector<std::int64_t>& numbers) {
   return text;
 }
 
-// Joins what all ranks know: element r * 3 + 0, 1, 2 of `all` are rank r's.
+// Joins what all ranks know. Throws if this rank's extents are not rank 0's.
 SnapshotLayout joined_layout(const std::vector<RankExtents>& all, const HeadPartition& partition,
                              int rank) {
   const RankExtents& root = all[0];
@@ -781,7 +780,8 @@ SnapshotOptions common_options(const SnapshotOptions& options, const Communicato
   return common;
 }
 
-// Of one head in one group, as `copy` gives them. A template's work, so that who calls it is none.
+// The rows of one head that go into one group of the file; on devices brought to the host when they
+// are asked for.
 template <class Value, PageOrder order>
 std::function<std::shared_ptr<const SnapshotHead>()> rows_of_head(
     KVCache<Value, order>& cache, SequenceId sequence,

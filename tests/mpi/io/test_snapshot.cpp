@@ -955,6 +955,23 @@ TEST_F(SnapshotFailure, RemovesLeftovers) {
   EXPECT_TRUE(check_snapshot_writable(m_file, m_comm).empty());
 }
 
+TEST(Snapshot, TimeOfWriting) {
+  const SharedFolder folder;
+  const Communicator comm = Communicator::world();
+  const HeadPartition partition = uneven_partition(comm.size());
+  const auto cache = forked_cache<float, PageOrder::token_major>(partition, comm.rank());
+  SnapshotInfo info = some_info();
+  info.created.clear();
+  write_snapshot(folder / "now.h5", *cache, 0, partition, comm, info);
+  ::setenv("SOURCE_DATE_EPOCH", "86399", 1);
+  write_snapshot(folder / "then.h5", *cache, 0, partition, comm, info);
+  ::unsetenv("SOURCE_DATE_EPOCH");
+  if (!comm.is_root()) return;
+  const std::string now = Reader(folder / "now.h5").text("created");
+  EXPECT_TRUE(now > "2026-01-01T00:00:00Z" && now.size() == 20 && now.back() == 'Z') << now;
+  EXPECT_EQ(Reader(folder / "then.h5").text("created"), "1970-01-01T23:59:59Z");
+}
+
 TEST(Snapshot, SequenceWithoutTokens) {
   const SharedFolder folder;
   const Communicator comm = Communicator::world();

@@ -275,6 +275,13 @@ class Resume : public testing::Test {
     std::unique_ptr<SnapshotWriting> writing;
   };
 
+  /// Whether the same ranks find the same bits. A budget for all heads of the model takes rows out
+  /// of the rings of some ranks alone; a file has the rings of a layer as all ranks have them, or
+  /// none, so that these rows may lie in pages afterwards and sums have another order.
+  bool has_same_bits(const Kind& kind) const {
+    return world.size() == 1 || kind.policy != "knorm+global";
+  }
+
   /// Runs from the start, beginning to write at every `stride`-th place and ending at the next one.
   std::vector<std::vector<TokenId>> run_through(Generator& run, const Kind& kind, int stride,
                                                 int offset, const std::string& name,
@@ -379,7 +386,9 @@ TEST_F(Resume, GoesOnToTheSameIdsAndBits) {
         continue;
       }
       expect_same(go_on(*again, kind, first, [](std::size_t) {}), ids, first);
-      EXPECT_TRUE(bits(*again, world) == wanted);
+      if (has_same_bits(kind)) {
+        EXPECT_TRUE(bits(*again, world) == wanted);
+      }
     }
   }
 }

@@ -124,8 +124,8 @@ class Snapshot:
         try:
             yield
         except (OSError, KeyError, ValueError, TypeError, AttributeError, RuntimeError, MemoryError) as error:
-            if getattr(error, "errno", None) is not None and getattr(error, "strerror", None):
-                raise PlotError(f"{self.name}: {error.strerror}") from None
+            if getattr(error, "errno", None):  # HDF5's own words go on for lines
+                raise PlotError(f"{self.name}: {os.strerror(error.errno)}") from None
             what = " ".join(str(error.args[0] if error.args else error).split())
             raise PlotError(f"{self.name}: not a snapshot of kvzap: {what or type(error).__name__}") from None
 
@@ -144,6 +144,8 @@ class Snapshot:
         attributes = (self.file if at is None else at).attrs
         if name not in attributes and default is not None:
             return default
+        # Another program's file lacks the first that is asked for.
+        self.expect(name in attributes, name, "an attribute of a snapshot of kvzap", "none")
         value = attributes[name]
         self.expect(getattr(value, "ndim", 1) == 0 and value.dtype.kind in "iu" and value >= least, name,
                     f"an integer from {least}", value)
@@ -172,6 +174,7 @@ class Snapshot:
             self.ids = self.array("token_ids", "i", None)
             self.ids = self.ids if len(self.ids) else None
             self.context_tokens = self.integer("context_tokens", 0, 0)
+        self.expect("layers" in self.file, "layers", "a group", "none")
         groups = self.file["layers"]
         self.expect(len(groups) == self.n_layers, "layers", f"{self.n_layers} groups, as n_layers says", len(groups))
         self.array("layers/0/offsets", "iu", self.n_heads + 1)
@@ -180,6 +183,7 @@ class Snapshot:
 
     def array(self, path, kinds, rows):
         """A data set of one dimension, of the given kinds of numbers and length."""
+        self.expect(path in self.file, path, "a data set", "none")
         data = self.file[path]
         self.expect(getattr(data, "ndim", 0) == 1 and data.dtype.kind in kinds, path,
                     "a data set of one dimension of " + ("numbers" if "f" in kinds else "integers"),
@@ -1254,9 +1258,9 @@ def text_map(options, snapshot, layers, notes):
 
 
 PAGE_STYLE = """
-:root{color-scheme:light dark;--page:#fff;--ink:#1b1d21;--faint:#8a8f98;--line:#d0d3d8;--blue:#0072b2;--red:#d55e00;
+:root{color-scheme:light dark;--page:#fff;--ink:#1b1d21;--faint:#6b7280;--line:#d0d3d8;--blue:#0072b2;--red:#d55e00;
 --amber:#e69f00;--keep:0 114 178;--panel:#f5f6f8}
-@media(prefers-color-scheme:dark){:root{--page:#16181c;--ink:#e6e8eb;--faint:#767c86;--line:#3a3e45;--blue:#56b4e9;
+@media(prefers-color-scheme:dark){:root{--page:#16181c;--ink:#e6e8eb;--faint:#8b919b;--line:#3a3e45;--blue:#56b4e9;
 --red:#ff8a3d;--amber:#e6b04a;--keep:86 180 233;--panel:#1f2227}}
 body{background:var(--page);color:var(--ink);font:15px/1.5 system-ui,sans-serif;max-width:74rem;margin:1.5rem auto;
 padding:0 1rem}

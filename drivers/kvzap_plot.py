@@ -1066,7 +1066,7 @@ class SnapshotFigures:
         figure = self.figure(0.5 + self.raster_height)
         ax = figure.subplots()
         image = draw_raster(ax, self.snapshot, self.layers, self.columns, self.pyplot)
-        self.color_bar(figure, image, ax, aspect=30, fraction=0.04, pad=0.01)
+        self.color_bar(figure, image, ax, aspect=15 * self.raster_height, fraction=0.04, pad=0.01)
         return figure
 
     def positions(self):
@@ -1076,7 +1076,9 @@ class SnapshotFigures:
 
     def scores(self):
         count = len(self.layers)
-        columns = min(count, 2 if self.options.column else 4 if count <= 16 else 6)
+        # Of some columns, as many as leave the fewest places empty.
+        widths = (2,) if self.options.column else (4, 3) if count <= 12 else (6, 5, 4) if count <= 36 else (6,)
+        columns = min(count, min(widths, key=lambda n: -count % n))
         rows = math.ceil(count / columns)
         figure = self.figure(0.55 + 0.85 * rows)
         above, below = figure.subfigures(2, 1, height_ratios=(0.15, 0.4 + 0.85 * rows), hspace=0)
@@ -1106,7 +1108,7 @@ class SnapshotFigures:
                                          gridspec_kw={"height_ratios": (upper, lower), "width_ratios": (2, 5)})
         draw_keep_ratios(axes["kept"], self.snapshot, self.layers, self.pyplot)
         image = draw_raster(axes["raster"], self.snapshot, self.layers, self.columns, self.pyplot)
-        self.color_bar(figure, image, axes["raster"], aspect=30, fraction=0.04, pad=0.01)
+        self.color_bar(figure, image, axes["raster"], aspect=15 * self.raster_height, fraction=0.04, pad=0.01)
         draw_by_position(axes["positions"], self.snapshot, self.layers, self.bins)
         ax = axes["scores"]
         if self.snapshot.has_scores:
@@ -1115,8 +1117,8 @@ class SnapshotFigures:
             ax.set_ylabel("pairs")
             ax.set_title("scores of kept pairs", pad=3)
             ax.set_ylim(top=1.4 * ax.get_ylim()[1])  # room for the legend
-            ax.legend(handles=handles, loc="upper right", frameon=False, handlelength=1.2, borderpad=0,
-                      labelspacing=0.25, fontsize=5.5)
+            ax.legend(handles=handles, loc="upper right", framealpha=0.85, edgecolor="none", handlelength=1.2,
+                      borderpad=0.1, labelspacing=0.25, fontsize=5.5)
         else:
             ax.set_axis_off()
             ax.text(0.5, 0.5, "no scores\nin this file", ha="center", va="center")
@@ -1287,7 +1289,8 @@ border-radius:6px;padding:.2rem .9rem .7rem;font-size:13px}
 aside td,aside th{font-weight:400;padding:0 1px;text-align:right}aside th{padding-right:.4rem;color:var(--faint)}
 aside i{display:block;width:.8rem;height:.8rem;border-radius:2px;border:1px solid var(--line);box-sizing:border-box}
 aside i.k{background:var(--blue);border-color:var(--blue)}aside code{white-space:pre-wrap}
-@media(max-width:50rem){.two{grid-template-columns:1fr}aside{position:static;order:-1}}
+@media(max-width:50rem){.two{grid-template-columns:1fr}aside{order:-1;top:0;
+max-height:35vh}}
 """.replace("@@LEVELS@@", "".join(f".s{n}{{background:rgb(var(--keep)/{0.03 + 0.065 * n:.3f})}}" for n in range(1, 11)))
 
 PAGE_SCRIPT = """

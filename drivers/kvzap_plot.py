@@ -1028,7 +1028,8 @@ def draw_by_position(ax, snapshot, layers, bins):
     ax.set_ylim(0, 1.03)
     ax.set_yticks((0, 0.25, 0.5, 0.75, 1), ("0", "0.25", "0.5", "0.75", "1"))
     ax.grid(True, alpha=0.3, linewidth=0.4)
-    ax.set_title("keep ratio against position" + ("; thin: each layer" if len(layers) > 1 else f", layer {layers[0]}"), pad=3)
+    ax.set_title("keep ratio against position" +
+                 ("; thin: each layer" if len(layers) > 1 else f", layer {layers[0]}"), pad=3)
     ax.set_xlabel("position")
     ax.set_ylabel("keep ratio")
 
@@ -1214,8 +1215,8 @@ def text_map(options, snapshot, layers, notes):
         notes.append(f"token ids are shown: {error} (--model DIR)")
     ids = snapshot.ids.tolist()
     if texts:
-        pieces = [html.escape("".join(c if c.isprintable() or c in "\n\t" else "�" for c in text).replace("\n", "↵\n"))
-                  for text in texts.texts(ids)]
+        pieces = [html.escape("".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}"
+                                      for c in text).replace("\n", "↵\n")) for text in texts.texts(ids)]
     else:
         pieces = [f"{number} " for number in ids]
     masks = kept_by(snapshot, layers)
@@ -1271,8 +1272,8 @@ table{border-collapse:collapse;font-variant-numeric:tabular-nums}
 .numbers td,.numbers th{padding:.1rem .5rem;text-align:right;border-bottom:1px solid var(--line);font-weight:400}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:.1rem 1rem}dt{color:var(--faint)}dd{margin:0;
 overflow-wrap:anywhere}
-figure{margin:1rem 0;overflow-x:auto}figure svg{width:100%;height:auto;min-width:40rem}#kept svg{width:24rem;min-width:0;
-max-width:100%}
+figure{margin:1rem 0;overflow-x:auto}figure svg{width:100%;height:auto;min-width:40rem}#kept svg{width:24rem;
+min-width:0;max-width:100%}
 .scroll{overflow-x:auto}.note{border-left:3px solid var(--amber);padding-left:.7rem}
 #tokens{font:15px/1.75 ui-monospace,monospace;white-space:pre-wrap;overflow-wrap:anywhere;min-width:0}
 #tokens b{font-weight:400;border-radius:2px;cursor:default}#tokens b:hover,#tokens .at{outline:2px solid var(--red)}
@@ -1355,7 +1356,7 @@ FIGURE_WORDS = {
     "kept": ("Keep ratio of every KV head", "Pairs that a KV head of a layer has, over the tokens it was given."),
     "raster": ("Kept positions", "A row for each KV head, layer by layer; dark: evicted."),
     "positions": ("Keep ratio against position", "Kept pairs over pairs, of all KV heads together."),
-    "scores": ("Scores", "Of the pairs that are left, layer by layer; a file does not have the scores of evicted ones."),
+    "scores": ("Scores", "Of the pairs that are left, layer by layer; a file has none of evicted ones."),
 }
 
 
@@ -1465,8 +1466,8 @@ def parser():
     positions = add("positions", plot_positions,
                     "which positions of the text each layer kept, as the share of its KV heads that did", "CACHE.h5")
     positions.add_argument("--bins", type=int, default=400, help="columns of the image (default: %(default)s)")
-    snapshot = add("snapshot", plot_snapshot, "what a snapshot keeps: keep ratio of every KV head of every layer, which "
-                   "positions each kept, scores and the threshold, keep ratio against position; as .html a page with "
+    snapshot = add("snapshot", plot_snapshot, "what a snapshot keeps: keep ratio of every KV head of every layer, "
+                   "which positions each kept, scores and the threshold, keep ratio against position; as .html a page with "
                    "these and the text, its tokens shaded by how many heads keep them", "FILE.h5", files=1)
     snapshot.set_defaults(output="snapshot.svg")
     snapshot.add_argument("--kind", choices=(*SnapshotFigures.KINDS, "text", "all"), default="all",

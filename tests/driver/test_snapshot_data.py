@@ -165,8 +165,8 @@ class Data(TestCase):
             self.assertEqual(set(context["layers"]), set(file["layers"]))
             for n in range(layers):
                 layer = context[f"layers/{n}"]
-                offsets, positions, _ = self.check_rows(layer, heads, dtype, head_dim, content, compress,
-                                                        has_queries, groups, extra=["retained"])
+                _, positions, _ = self.check_rows(layer, heads, dtype, head_dim, content, compress, False, groups,
+                                                  extra=["retained"])
                 retained = layer["retained"][...]
                 self.assertEqual((retained.dtype, retained.shape), ("int64", (heads,)))
                 of_sequence = numpy.diff(file[f"layers/{n}/offsets"][...])

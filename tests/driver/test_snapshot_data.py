@@ -195,11 +195,11 @@ class Data(TestCase):
     def test_context_to_cut_back_to_and_newest_queries(self):
         file, _ = self.write(*self.KVZAP, "--prune", "always", "--question", "What is the key?", "--question",
                              "Which door?", "--snapshot-every", "3", n=8)
-        self.check(file, "all", "f32", further=["prefill", "surrogate"], has_context=True)
+        self.check(file, "all", "f32", further=["prefill", "surrogate", "sampler"], has_context=True)
         file.close()
         file, _ = self.write("--policy", "snapkv", "--evict-ratio", "0.5", "--prune", "always", "--snapshot-every",
                              "3", n=8)
-        self.check(file, "all", "f32", further=["prefill", "policy", "budget"], has_queries=True)
+        self.check(file, "all", "f32", further=["prefill", "policy", "budget", "sampler"], has_queries=True)
 
 
 if __name__ == "__main__":

@@ -156,7 +156,9 @@ class Data(TestCase):
             newest = numpy.arange(max(0, tokens - root["window"]), tokens)
             for begin, end in zip(offsets, offsets[1:]):
                 self.assertEqual(positions[max(begin, end - len(newest)):end].tolist(), newest.tolist())
-        self.assertEqual(state.attrs["evicted"], tokens * layers * heads - kept)
+        # Those that were judged as they came; a budget that is met while the model generates evicts others.
+        evicted = tokens * layers * heads - kept
+        (self.assertLess if has_queries else self.assertEqual)(state.attrs["evicted"], evicted)
         if has_context:
             context = file["context"]
             self.expect_attributes(context, dict.fromkeys(("tokens", "judged", "evicted", "non_finite"), "int64"))
@@ -195,11 +197,11 @@ class Data(TestCase):
     def test_context_to_cut_back_to_and_newest_queries(self):
         file, _ = self.write(*self.KVZAP, "--prune", "always", "--question", "What is the key?", "--question",
                              "Which door?", "--snapshot-every", "3", n=8)
-        self.check(file, "all", "f32", further=["prefill", "surrogate", "sampler"], has_context=True)
+        self.check(file, "all", "bf16", further=["prefill", "surrogate", "sampler"], has_context=True)
         file.close()
-        file, _ = self.write("--policy", "snapkv", "--evict-ratio", "0.5", "--prune", "always", "--snapshot-every",
-                             "3", n=8)
-        self.check(file, "all", "f32", further=["prefill", "policy", "budget", "sampler"], has_queries=True)
+        file, _ = self.write("--policy", "snapkv", "--evict-ratio", "0.5", "--decode-every", "4", "--decode-keep", "64",
+                             "--snapshot-every", "3", n=8)
+        self.check(file, "all", "bf16", further=["prefill", "policy", "budget", "sampler"], has_queries=True)
 
 
 if __name__ == "__main__":

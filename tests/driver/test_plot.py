@@ -94,6 +94,10 @@ class Plots(PlotCase):
             heads = int(file.attrs["n_kv_heads"])
             for layer, row in enumerate(shares):
                 self.assertAlmostEqual(row.sum() * heads, len(file[f"layers/{layer}/positions"]))
+        # The text is what the model was given.
+        page = Page(self.expect_image("page.html", "snapshot", snapshot, "--kind", "text").decode())
+        text = "".join(text for _, _, text in page.tokens)
+        self.assertIn((self.folder / "prompt.txt").read_text().rstrip(), text)
         self.expect_error("cut.h5", arguments=["positions", self.cut(snapshot, "cut.h5")])
 
     def cut(self, file, name):

@@ -6,7 +6,10 @@ surrogates the training.json of `kvzap train` and the thresholds.json of `kvzap 
 Needs matplotlib, and h5py for snapshots (Debian: python3-matplotlib, python3-h5py).
 """
 import argparse
+import codecs
 import contextlib
+import html
+import io
 import json
 import logging
 import math
@@ -76,36 +79,172 @@ def plot_kept(options, pyplot):
     return figure
 
 
-def read_positions(file, bins):
-    """Kept pairs over pairs, (layer, bin of positions), of a snapshot, and its number of tokens."""
-    try:
-        import h5py
-    except ImportError:
-        raise PlotError("snapshots need h5py: apt-get install python3-h5py, or pip install h5py") from None
+class SnapshotLayer:
+    """What a layer of a snapshot has of its rows, but for keys and values."""
+
+    def __init__(self, number, offsets, positions, scores, judged):
+        self.number, self.offsets, self.positions = number, offsets, positions
+        self.scores, self.judged = scores, judged  # None: the file has none
+
+    def heads(self):
+        """The KV head of each row."""
+        import numpy
+
+        return numpy.repeat(numpy.arange(len(self.offsets) - 1), numpy.diff(self.offsets))
+
+
+class Snapshot:
+    """A snapshot of version 1 or 2, of any content (docs/snapshot-format.md). Rows are read layer by layer."""
+
+    def __init__(self, file):
+        try:
+            import h5py
+        except ImportError:
+            raise PlotError("snapshots need h5py: apt-get install python3-h5py, or pip install h5py") from None
+
+        self.name = file
+        with self.reading():
+            self.file = h5py.File(file, "r")
+        try:
+            with self.reading():
+                self.read_header()
+        except BaseException:
+            self.file.close()
+            raise
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.file.close()
+
+    @contextlib.contextmanager
+    def reading(self):
+        """What h5py throws at a file that is none of ours, or damaged, as an error of one line."""
+        try:
+            yield
+        except (OSError, KeyError, ValueError, TypeError, AttributeError, RuntimeError, MemoryError) as error:
+            if getattr(error, "errno", None):  # HDF5's own words go on for lines
+                raise PlotError(f"{self.name}: {os.strerror(error.errno)}") from None
+            what = " ".join(str(error.args[0] if error.args else error).split())
+            raise PlotError(f"{self.name}: not a snapshot of kvzap: {what or type(error).__name__}") from None
+
+    def expect(self, holds, field, expected, found):
+        expect(holds, self.name, field, expected, found)
+
+    def text(self, name):
+        """An attribute that is text; empty if there is none."""
+        value = self.file.attrs.get(name, "")
+        if isinstance(value, bytes):
+            value = value.decode("utf-8", "replace")
+        self.expect(isinstance(value, str), name, "text", value)
+        return value
+
+    def integer(self, name, least, default=None, at=None):
+        attributes = (self.file if at is None else at).attrs
+        if name not in attributes and default is not None:
+            return default
+        # Another program's file lacks the first that is asked for.
+        self.expect(name in attributes, name, "an attribute of a snapshot of kvzap", "none")
+        value = attributes[name]
+        self.expect(getattr(value, "ndim", 1) == 0 and value.dtype.kind in "iu" and value >= least, name,
+                    f"an integer from {least}", value)
+        return int(value)
+
+    def read_header(self):
+        self.version = self.integer("kvzap_format_version", -(2**63))
+        self.expect(self.version in (1, 2), "kvzap_format_version", "1 or 2", self.version)
+        self.tokens, self.n_layers, self.n_heads = (self.integer(n, 1) for n in ("tokens", "n_layers", "n_kv_heads"))
+        self.window, self.sink = self.integer("window", 0, 0), self.integer("sink", 0, 0)
+        self.model, self.prune, self.policy = (self.text(name) for name in ("model", "prune", "policy"))
+        self.policy = self.policy or self.text("surrogate") and f"kvzap, {self.text('surrogate')}"
+        self.content = self.text("content") or "all"
+        self.expect(self.content in ("positions", "scores", "all"), "content", "positions, scores or all", self.content)
+        threshold = self.file.attrs.get("threshold")
+        self.expect(threshold is None or getattr(threshold, "ndim", 1) == 0 and threshold.dtype.kind in "fiu",
+                    "threshold", "a number", threshold)
+        # Without meaning if nothing was pruned or a budget chose the rows.
+        has_threshold = threshold is not None and self.prune != "none" and "budget" not in self.file.attrs
+        self.threshold = float(threshold) if has_threshold and math.isfinite(threshold) else None
+        # Version 1 does not tell that positions were closed up.
+        self.closed_up = self.integer("closed_up", 0, 0, self.file["state"]) if "state" in self.file else 0
+        self.seen = self.tokens + self.closed_up
+        self.ids, self.context_tokens = None, None
+        if "token_ids" in self.file:
+            self.ids = self.array("token_ids", "i", None)
+            self.ids = self.ids if len(self.ids) else None
+            self.context_tokens = self.integer("context_tokens", 0, 0)
+        self.expect("layers" in self.file, "layers", "a group", "none")
+        groups = self.file["layers"]
+        self.expect(len(groups) == self.n_layers, "layers", f"{self.n_layers} groups, as n_layers says", len(groups))
+        self.array("layers/0/offsets", "iu", self.n_heads + 1)
+        # Nothing else in a snapshot of version 1 says that rows have scores.
+        self.has_scores = self.content != "positions" and "scores" in self.file["layers/0"]
+
+    def array(self, path, kinds, rows):
+        """A data set of one dimension, of the given kinds of numbers and length."""
+        self.expect(path in self.file, path, "a data set", "none")
+        data = self.file[path]
+        self.expect(getattr(data, "ndim", 0) == 1 and data.dtype.kind in kinds, path,
+                    "a data set of one dimension of " + ("numbers" if "f" in kinds else "integers"),
+                    f"{getattr(data, 'dtype', 'a group')} {getattr(data, 'shape', '')}".strip())
+        self.expect(rows is None or len(data) == rows, path, f"{rows} rows", len(data))
+        # A damaged extent: deflate makes 1032 bytes of one at most.
+        self.expect(data.nbytes <= 1100 * os.path.getsize(self.name), path, "rows that fit the file",
+                    f"{len(data)} of {data.dtype}")
+        return data[...]
+
+    def layer(self, number):
+        import numpy
+
+        with self.reading():
+            path = f"layers/{number}"
+            offsets = self.array(f"{path}/offsets", "iu", self.n_heads + 1).astype(numpy.int64)
+            positions = self.array(f"{path}/positions", "iu", None).astype(numpy.int64)
+            rows = len(positions)
+            self.expect(offsets[0] == 0 and offsets[-1] == rows and (numpy.diff(offsets) >= 0).all(),
+                        f"{path}/offsets", f"numbers that rise from 0 to {rows}", offsets[:6].tolist())
+            if rows:
+                least, most = positions.min(), positions.max()
+                self.expect(least >= 0 and most < self.tokens, f"{path}/positions",
+                            f"positions from 0 to {self.tokens - 1}", f"{least} to {most}")
+                rises = numpy.diff(positions) > 0
+                rises[offsets[1:-1][(offsets[1:-1] > 0) & (offsets[1:-1] < rows)] - 1] = True
+                self.expect(rises.all(), f"{path}/positions", "positions that rise within a head",
+                            f"row {int(rises.argmin()) + 1} does not")
+            scores = self.array(f"{path}/scores", "f", rows) if self.has_scores else None
+            judged = self.array(f"{path}/judged", "iu", rows) != 0 if f"{path}/judged" in self.file else None
+            return SnapshotLayer(number, offsets, positions, scores, judged)
+
+
+def keep_ratios(snapshot, layers):
+    """Kept rows over tokens, (layer, KV head)."""
     import numpy
 
-    try:
-        with h5py.File(file) as snapshot:
-            version = snapshot.attrs.get("kvzap_format_version")
-            expect(version == 1, file, "kvzap_format_version", "1", version)
-            tokens, layers, heads = (int(snapshot.attrs[n]) for n in ("tokens", "n_layers", "n_kv_heads"))
-            expect(min(tokens, layers, heads) > 0, file, "tokens, n_layers, n_kv_heads", "positive numbers",
-                   f"{tokens}, {layers}, {heads}")
-            edges = numpy.linspace(0, tokens, min(bins, tokens) + 1).round()
-            shares = numpy.empty((layers, len(edges) - 1))
-            for layer in range(layers):
-                positions = snapshot[f"layers/{layer}/positions"]
-                expect(isinstance(positions, h5py.Dataset) and positions.ndim == 1, file,
-                       f"layers/{layer}/positions", "a data set of one dimension", positions)
-                positions = positions[...]
-                if len(positions) > 0:
-                    least, most = positions.min(), positions.max()
-                    expect(least >= 0 and most < tokens, file, f"layers/{layer}/positions",
-                           f"positions from 0 to {tokens - 1}", f"{least} to {most}")
-                shares[layer] = numpy.histogram(positions, edges)[0] / (heads * numpy.diff(edges))
-            return shares, tokens
-    except (OSError, KeyError) as error:
-        raise PlotError(f"{file}: not a snapshot of kvzap: {error}") from None
+    return numpy.array([numpy.diff(layer.offsets) for layer in map(snapshot.layer, layers)]) / snapshot.seen
+
+
+def position_shares(snapshot, layers, bins, by_head=False):
+    """Kept pairs over pairs, (layer, bin of positions) or (layer, KV head, bin), and the bins' edges."""
+    import numpy
+
+    edges = numpy.linspace(0, snapshot.tokens, min(bins, snapshot.tokens) + 1).round()
+    heads = snapshot.n_heads if by_head else 1
+    shares = numpy.empty((len(layers), heads, len(edges) - 1))
+    for share, layer in zip(shares, map(snapshot.layer, layers)):
+        if by_head:
+            for row, begin, end in zip(share, layer.offsets[:-1], layer.offsets[1:]):
+                row[:] = numpy.histogram(layer.positions[begin:end], edges)[0]
+        else:
+            share[0] = numpy.histogram(layer.positions, edges)[0] / snapshot.n_heads
+    shares /= numpy.diff(edges)
+    return (shares if by_head else shares[:, 0]), edges
+
+
+def read_positions(file, bins):
+    """Kept pairs over pairs, (layer, bin of positions), of a snapshot, and its number of tokens."""
+    with Snapshot(file) as snapshot:
+        return position_shares(snapshot, range(snapshot.n_layers), bins)[0], snapshot.tokens
 
 
 def plot_positions(options, pyplot):
@@ -470,14 +609,19 @@ def lines_of(evaluations):
     return lines
 
 
-def eval_figure(options, pyplot, panels, height, legend_names=(), columns=None, key_width=0.38):
-    """(figure, axes of the panels in rows, the part below for a legend), of the width that was asked for."""
+def use_small_type(pyplot):
+    """Lines and letters for the column of a paper."""
     pyplot.rcParams.update({
         "font.size": 7, "axes.titlesize": 7, "axes.labelsize": 7, "xtick.labelsize": 6, "ytick.labelsize": 6,
         "legend.fontsize": 6.5, "axes.linewidth": 0.5, "xtick.major.width": 0.5, "ytick.major.width": 0.5,
         "xtick.major.size": 2.5, "ytick.major.size": 2.5, "lines.linewidth": 1, "lines.markersize": 3.2,
         "pdf.fonttype": 42, "savefig.dpi": 300,
         "figure.constrained_layout.w_pad": 0.035, "figure.constrained_layout.h_pad": 0.02})
+
+
+def eval_figure(options, pyplot, panels, height, legend_names=(), columns=None, key_width=0.38):
+    """(figure, axes of the panels in rows, the part below for a legend), of the width that was asked for."""
+    use_small_type(pyplot)
     width = COLUMN if options.column else PAGE
     if not columns:
         # Of up to four in a row, as many as leave the fewest places empty.
@@ -732,16 +876,587 @@ def plot_eval(options, pyplot):
     return figures
 
 
+# --- one snapshot
+
+# Colours that stand for the page's own ones where a figure is part of one, which may be light or dark.
+PAGE_COLORS = {"#010101": "var(--ink)", "#b1b1b1": "var(--line)", "#0072B2": "var(--blue)", "#D55E00": "var(--red)",
+               "#E69F00": "var(--amber)"}
+KEPT, NEWEST, THRESHOLD = "#0072B2", "#E69F00", "#D55E00"
+
+
+def page_of(values, limit):
+    """A range that holds the values but for a few that lie very far out: (low, high)."""
+    import numpy
+
+    low, high = float(values.min()), float(values.max())
+    inner_low, inner_high = numpy.quantile(values, (0.005, 0.995)).tolist()
+    reach = limit * (inner_high - inner_low)
+    if reach > 0 and math.isfinite(reach):
+        low, high = max(low, inner_low - reach), min(high, inner_high + reach)
+    return (low, high) if high > low else (low - 0.5, low + 0.5)
+
+
+class ScoreCounts:
+    """Rows by score: `counts` (layer, 0: judged or 1: newest and not yet judged, bin), `edges` of the bins, which
+    `beyond` rows lie outside of, and `without` a finite score."""
+
+    def __init__(self, snapshot, layers, bins):
+        import numpy
+
+        ranges = []
+        for layer in map(snapshot.layer, layers):
+            finite = layer.scores[numpy.isfinite(layer.scores)].astype(float)
+            if len(finite):
+                ranges.append(page_of(finite, 0.25))
+        if not ranges:
+            raise PlotError(f"{snapshot.name}: scores: expected a finite one, found none")
+        lows, highs = zip(*ranges)
+        self.edges = numpy.linspace(min(lows), max(highs), bins + 1)
+        if snapshot.threshold is not None and self.edges[0] < snapshot.threshold < self.edges[-1]:
+            # Evicted scores and kept ones do not share a bin.
+            width = (self.edges[-1] - self.edges[0]) / (bins - 1)
+            below = math.ceil((snapshot.threshold - self.edges[0]) / width)
+            self.edges = snapshot.threshold + width * (numpy.arange(bins + 1) - below)
+            self.edges[below] = snapshot.threshold
+        self.counts = numpy.zeros((len(layers), 2, bins), int)
+        self.without = self.beyond = 0
+        for counts, layer in zip(self.counts, map(snapshot.layer, layers)):
+            finite = numpy.isfinite(layer.scores)
+            self.without += int((~finite).sum())
+            # Version 1 does not tell which of the window nobody has judged.
+            judged = layer.judged if layer.judged is not None else layer.positions < snapshot.tokens - snapshot.window
+            for count, rows in zip(counts, (judged & finite, ~judged & finite)):
+                count[:] = numpy.histogram(layer.scores[rows], self.edges)[0]
+            self.beyond += int(finite.sum() - counts.sum())
+
+
+def name_ticks(axis, layers, pyplot):
+    """Numbers of layers at an axis that counts those chosen."""
+    if list(layers) == list(range(len(layers))) and len(layers) > 8:
+        axis.set_major_locator(pyplot.MaxNLocator(8, integer=True))
+    else:
+        step = math.ceil(len(layers) / 16)
+        axis.set_ticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
+
+
+def draw_keep_ratios(ax, snapshot, layers, pyplot):
+    ratios = keep_ratios(snapshot, layers)
+    image = ax.imshow(ratios, vmin=0, vmax=1, aspect="auto", cmap="cividis", interpolation="none")
+    step = math.ceil(snapshot.n_heads / 8)
+    ax.set_xticks(range(0, snapshot.n_heads, step))
+    name_ticks(ax.yaxis, layers, pyplot)
+    ax.set_title("keep ratio", pad=3)
+    ax.set_xlabel("KV head")
+    ax.set_ylabel("layer")
+    if snapshot.n_heads <= 8 and len(layers) <= 12:
+        for y, row in enumerate(ratios):
+            for x, ratio in enumerate(row):
+                ax.text(x, y, f"{ratio:.2f}".lstrip("0") if ratio < 0.995 else "1", ha="center", va="center",
+                        fontsize=5, color="white" if ratio < 0.5 else "black")
+    return image
+
+
+def draw_raster(ax, snapshot, layers, bins, pyplot):
+    shares, edges = position_shares(snapshot, layers, bins, by_head=True)
+    rows = shares.reshape(-1, shares.shape[-1])
+    one_by_one = len(edges) - 1 == snapshot.tokens
+    image = ax.imshow(rows, vmin=0, vmax=1, aspect="auto", cmap="cividis", interpolation="none",
+                      extent=(0, snapshot.tokens, len(layers) - 0.5, -0.5))
+    for y in range(1, len(layers)):
+        ax.axhline(y - 0.5, color="white", linewidth=0.8 if len(layers) <= 16 else 0.3)
+    mark_context(ax, snapshot, "white")
+    ax.set_title("kept positions, a row for each KV head" +
+                 ("" if one_by_one else f", {snapshot.tokens / (len(edges) - 1):,.0f} to a column"), pad=3)
+    if len(layers) == 1:
+        step = math.ceil(snapshot.n_heads / 16)
+        heads = range(0, snapshot.n_heads, step)
+        ax.set_yticks([(head + 0.5) / snapshot.n_heads - 0.5 for head in heads], [str(head) for head in heads])
+        ax.set_ylabel(f"KV head of layer {layers[0]}")
+    else:
+        name_ticks(ax.yaxis, layers, pyplot)
+        ax.set_ylabel("layer")
+    ax.set_xlabel("position")
+    return image
+
+
+def mark_context(ax, snapshot, color):
+    """Where the context ends and a question and an answer begin."""
+    if snapshot.context_tokens and snapshot.context_tokens < snapshot.tokens and not snapshot.closed_up:
+        ax.axvline(snapshot.context_tokens, color=color, linewidth=0.7, linestyle=(0, (2, 1.5)))
+
+
+def draw_scores(axes, snapshot, layers, pyplot, bins):
+    """One histogram of all layers if there is one pair of axes, else one for each."""
+    counts = ScoreCounts(snapshot, layers, bins)
+    alone = len(axes) == 1
+    for i, ax in enumerate(axes):
+        judged, newest = counts.counts.sum(axis=0) if alone else counts.counts[i]
+        handles = [ax.stairs(judged, counts.edges, fill=True, color=KEPT, linewidth=0, label="kept"),
+                   ax.stairs(judged + newest, counts.edges, baseline=judged, fill=True, color=NEWEST, linewidth=0,
+                             label="not yet judged" if snapshot.version > 1 else "newest")]
+        if snapshot.threshold is not None:
+            handles.append(ax.axvline(snapshot.threshold, color=THRESHOLD, linewidth=1, linestyle=(0, (4, 1.5)),
+                                      label=f"threshold {snapshot.threshold:g}"))
+        ax.set_xlim(counts.edges[0], counts.edges[-1])
+        if snapshot.threshold is not None and not counts.edges[0] <= snapshot.threshold <= counts.edges[-1]:
+            span = counts.edges[-1] - counts.edges[0]
+            if abs(snapshot.threshold - counts.edges.mean()) < 2 * span:
+                ax.set_xlim(min(counts.edges[0], snapshot.threshold - 0.05 * span),
+                            max(counts.edges[-1], snapshot.threshold + 0.05 * span))
+        ax.grid(True, axis="y", alpha=0.3, linewidth=0.4)
+        ax.set_axisbelow(True)
+        ax.yaxis.set_major_locator(pyplot.MaxNLocator(4, integer=True))
+        if not alone:
+            ax.set_title(f"layer {layers[i]}", pad=2)
+    return counts, handles
+
+
+def score_words(counts):
+    words = [f"{n:,} {what}" for n, what in ((counts.beyond, "beyond these"), (counts.without, "without one")) if n]
+    return f" ({', '.join(words)})" if words else ""
+
+
+def draw_by_position(ax, snapshot, layers, bins):
+    shares, edges = position_shares(snapshot, layers, bins)
+    ink = ax.xaxis.label.get_color()
+    if len(layers) > 1:
+        for share in shares:
+            ax.stairs(share, edges, baseline=None, color=ink, linewidth=0.5, alpha=max(0.12, min(0.4, 4 / len(layers))))
+    ax.stairs(shares.mean(axis=0), edges, baseline=None, color=KEPT, linewidth=1.3)
+    mark_context(ax, snapshot, ink)
+    ax.set_xlim(0, snapshot.tokens)
+    ax.set_ylim(0, 1.03)
+    ax.set_yticks((0, 0.25, 0.5, 0.75, 1), ("0", "0.25", "0.5", "0.75", "1"))
+    ax.grid(True, alpha=0.3, linewidth=0.4)
+    ax.set_title("keep ratio against position" +
+                 ("; thin: each layer" if len(layers) > 1 else f", layer {layers[0]}"), pad=3)
+    ax.set_xlabel("position")
+    ax.set_ylabel("keep ratio")
+
+
+class SnapshotFigures:
+    """The figures of one snapshot, each by itself or all on one."""
+
+    KINDS = ("kept", "raster", "scores", "positions")
+
+    def __init__(self, options, pyplot, snapshot, layers):
+        self.options, self.pyplot, self.snapshot, self.layers = options, pyplot, snapshot, layers
+        self.width = COLUMN if options.column else PAGE
+        self.raster_height = max(1.2, min(6, 0.1 * len(layers) + 0.028 * len(layers) * snapshot.n_heads))
+        # As many columns as can be told apart in print.
+        self.columns = options.bins or (500 if options.column else 1000)
+        self.bins = options.bins or 100
+
+    def figure(self, height, width=None):
+        return self.pyplot.figure(figsize=(width or self.width, height), constrained_layout=True)
+
+    def color_bar(self, figure, image, axes, **place):
+        bar = figure.colorbar(image, ax=axes, **place)
+        bar.set_label("keep ratio")
+        bar.outline.set_linewidth(0.4)
+
+    def kept(self):
+        width = min(self.width, 1.2 + 0.26 * max(4, min(32, self.snapshot.n_heads)))
+        figure = self.figure(0.7 + max(1, min(6, 0.16 * len(self.layers))), max(2.4, width))
+        ax = figure.subplots()
+        image = draw_keep_ratios(ax, self.snapshot, self.layers, self.pyplot)
+        self.color_bar(figure, image, ax, aspect=25)
+        return figure
+
+    def raster(self):
+        figure = self.figure(0.5 + self.raster_height)
+        ax = figure.subplots()
+        image = draw_raster(ax, self.snapshot, self.layers, self.columns, self.pyplot)
+        self.color_bar(figure, image, ax, aspect=15 * self.raster_height, fraction=0.04, pad=0.01)
+        return figure
+
+    def positions(self):
+        figure = self.figure(1.7)
+        draw_by_position(figure.subplots(), self.snapshot, self.layers, self.bins)
+        return figure
+
+    def scores(self):
+        count = len(self.layers)
+        # Of some columns, as many as leave the fewest places empty.
+        widths = (2,) if self.options.column else (4, 3) if count <= 12 else (6, 5, 4) if count <= 36 else (6,)
+        columns = min(count, min(widths, key=lambda n: -count % n))
+        rows = math.ceil(count / columns)
+        figure = self.figure(0.55 + 0.85 * rows)
+        above, below = figure.subfigures(2, 1, height_ratios=(0.15, 0.4 + 0.85 * rows), hspace=0)
+        grid = below.subplots(rows, columns, squeeze=False, sharex=True)
+        counts, handles = draw_scores(list(grid.ravel()[:count]), self.snapshot, self.layers, self.pyplot, 60)
+        for k, ax in enumerate(grid.ravel()):
+            if k >= count:
+                ax.set_axis_off()
+            elif k + columns >= count:
+                ax.tick_params(labelbottom=True)
+        if count == 1:
+            grid[0, 0].set_title(f"layer {self.layers[0]}", pad=2)
+        below.supxlabel(f"score of a kept pair{score_words(counts)}", fontsize=7)
+        below.supylabel("pairs", fontsize=7)
+        above.legend(handles=handles, loc="center", ncol=3, frameon=False, borderpad=0)
+        return figure
+
+    def all(self):
+        lower, upper = 1.55, self.raster_height
+        if self.options.column:
+            figure = self.figure(upper + 0.75 + 1.3 + 1.5 + 0.5)
+            axes = figure.subplot_mosaic([["raster"] * 2, ["positions"] * 2, ["kept", "scores"]],
+                                         gridspec_kw={"height_ratios": (upper, 1.1, 1.5)})
+        else:
+            figure = self.figure(upper + 0.9 + lower)
+            axes = figure.subplot_mosaic([["kept", "raster"], ["scores", "positions"]],
+                                         gridspec_kw={"height_ratios": (upper, lower), "width_ratios": (2, 5)})
+        draw_keep_ratios(axes["kept"], self.snapshot, self.layers, self.pyplot)
+        image = draw_raster(axes["raster"], self.snapshot, self.layers, self.columns, self.pyplot)
+        self.color_bar(figure, image, axes["raster"], aspect=15 * self.raster_height, fraction=0.04, pad=0.01)
+        draw_by_position(axes["positions"], self.snapshot, self.layers, self.bins)
+        ax = axes["scores"]
+        if self.snapshot.has_scores:
+            counts, handles = draw_scores([ax], self.snapshot, self.layers, self.pyplot, 40)
+            ax.set_xlabel(f"score{score_words(counts)}")
+            ax.set_ylabel("pairs")
+            ax.set_title("scores of kept pairs", pad=3)
+            ax.set_ylim(top=1.4 * ax.get_ylim()[1])  # room for the legend
+            ax.legend(handles=handles, loc="upper right", framealpha=0.85, edgecolor="none", handlelength=1.2,
+                      borderpad=0.1, labelspacing=0.25, fontsize=5.5)
+        else:
+            ax.set_axis_off()
+            ax.text(0.5, 0.5, "no scores\nin this file", ha="center", va="center")
+        figure.suptitle(self.title(), fontsize=7)
+        return figure
+
+    def title(self):
+        snapshot = self.snapshot
+        parts = [plain(pathlib.Path(snapshot.name).name, 40)]
+        if snapshot.model:
+            parts.append(plain(pathlib.PurePath(snapshot.model).name or snapshot.model, 30))
+        parts += [f"{snapshot.seen:,} tokens", f"keep ratio {keep_ratios(snapshot, self.layers).mean():.3f}"]
+        if self.options.layer is not None:
+            parts.append(f"layers {plain(self.options.layer, 20)}" if len(self.layers) > 1 else
+                         f"layer {self.layers[0]}")
+        return " · ".join(parts)
+
+
+class TokenTexts:
+    """Texts of token ids, by the tokenizer.json of a model folder: byte-level BPE and added tokens."""
+
+    def __init__(self, folder):
+        file = pathlib.Path(folder) / "tokenizer.json"
+        try:
+            with open(file, encoding="utf-8") as stream:
+                tokenizer = json.load(stream)
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlotError(f"{file}: {getattr(error, 'strerror', None) or error}") from None
+        except (ValueError, RecursionError) as error:
+            raise PlotError(f"{file}: not JSON: {error}") from None
+        model = tokenizer.get("model") if isinstance(tokenizer, dict) else None
+        vocabulary = model.get("vocab") if isinstance(model, dict) else None
+        expect(isinstance(vocabulary, dict) and integers(list(vocabulary.values())), file, "model.vocab",
+               "an object of integers", type(vocabulary).__name__)
+        # GPT-2's alphabet: a character for each byte, the printable ones for themselves.
+        printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        others = [byte for byte in range(256) if byte not in printable]
+        bytes_of = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+        self.bytes = {}
+        for token, number in vocabulary.items():
+            try:
+                self.bytes[number] = bytes(bytes_of[c] for c in token)
+            except KeyError:
+                self.bytes[number] = token.encode("utf-8", "replace")
+        added = tokenizer.get("added_tokens") or []
+        good = isinstance(added, list) and all(
+            isinstance(t, dict) and isinstance(t.get("content"), str) and integers([t.get("id")]) for t in added)
+        expect(good, file, "added_tokens", "objects with an id and a content", shown(added))
+        self.bytes.update({token["id"]: token["content"].encode("utf-8", "replace") for token in added})
+
+    def texts(self, ids):
+        """A character that several tokens share the bytes of belongs to the last of them."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        return [decoder.decode(self.bytes.get(number, f"⟨{number}⟩".encode())) for number in ids]
+
+
+def kept_by(snapshot, layers):
+    """Which heads keep each position, (position, layer · KV head) of 0 and 1."""
+    import numpy
+
+    masks = numpy.zeros((snapshot.tokens, len(layers) * snapshot.n_heads), numpy.uint8)
+    for i, layer in enumerate(map(snapshot.layer, layers)):
+        masks[layer.positions, i * snapshot.n_heads + layer.heads()] = 1
+    return masks
+
+
+def missing_text(snapshot):
+    """Why there can be no text; empty if there can."""
+    if snapshot.ids is None:
+        return "the file has no token ids" + (" (version 1)" if snapshot.version == 1 else "")
+    if snapshot.closed_up:
+        return "positions were closed up after evictions, so that the file does not tell which token a pair is of"
+    if len(snapshot.ids) < snapshot.tokens:
+        return f"the file has {len(snapshot.ids)} token ids for {snapshot.tokens} tokens"
+    return ""
+
+
+def level(count, all_heads):
+    """Of ten shades; 0 for no head alone."""
+    return -(-10 * count // all_heads)
+
+
+def text_map(options, snapshot, layers, notes):
+    """The text as HTML, its tokens shaded by how many of the heads keep them."""
+    import numpy
+
+    texts = None
+    try:
+        texts = TokenTexts(options.model if options.model is not None else snapshot.model)
+    except PlotError as error:
+        if options.model is not None:
+            raise
+        notes.append(f"token ids are shown: {error} (--model DIR)")
+    ids = snapshot.ids.tolist()
+    if texts:
+        pieces = [html.escape("".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}"
+                                      for c in text).replace("\n", "↵\n")) for text in texts.texts(ids)]
+    else:
+        pieces = [f"{number} " for number in ids]
+    masks = kept_by(snapshot, layers)
+    counts = masks.sum(axis=1).tolist()
+    different, which = numpy.unique(numpy.packbits(masks, axis=1), axis=0, return_inverse=True)
+    newest = set()
+    for layer in map(snapshot.layer, layers):
+        if layer.judged is not None:
+            newest.update(layer.positions[~layer.judged].tolist())
+    tokens = []
+    for position, (piece, number) in enumerate(zip(pieces, ids)):
+        if position == snapshot.context_tokens and position:
+            tokens.append('<hr title="end of the context">')
+        if position < snapshot.tokens:
+            classes = f"s{level(counts[position], masks.shape[1])}" + (" n" if position in newest else "")
+            tokens.append(f'<b class="{classes}" data-m={which[position]} data-i={number}>{piece or "▫"}</b>')
+        else:
+            tokens.append(f'<b class=u data-i={number}>{piece or "▫"}</b>')
+    data = {"layers": list(layers), "heads": snapshot.n_heads, "masks": [row.tobytes().hex() for row in different]}
+    layer_options = "".join(f"<option value={i}>layer {layer}" for i, layer in enumerate(layers))
+    head_options = "".join(f"<option value={head}>KV head {head}" for head in range(snapshot.n_heads))
+    legend = "".join(f'<b class="s{n}">{text}</b>' for n, text in enumerate(
+        ("none", *(f" {10 * n}% " if n in (1, 5) else "   " for n in range(1, 10)), "all")))
+    shaded = f"{masks.shape[1]} KV heads" + ("" if len(layers) == snapshot.n_layers else
+                                             f" of layers {', '.join(map(str, layers))}")
+    more = ""
+    if newest:
+        more += " Underlined: among the newest, not yet judged by every head."
+    if snapshot.context_tokens and snapshot.context_tokens < len(ids):
+        more += " The line is the end of the context."
+    if len(ids) > snapshot.tokens:
+        more += " In italics: not yet in the cache."
+    return f"""<section id=text><h2>Text</h2>
+<p>Each token is shaded by how many of {shaded} keep it. Point at a token, or choose it, to see which.{more}</p>
+<p class=tools><label>Shade by <select id=layer><option value=-1>all layers{layer_options}</select></label>
+<label><select id=head aria-label="KV head"><option value=-1>all KV heads{head_options}</select></label>
+<span class=legend>kept by {legend}</span></p>
+<div class=two><div id=tokens dir=auto>{"".join(tokens)}</div><aside id=which aria-live=polite>
+<p>No token chosen.</p></aside></div>
+<script type="application/json" id=data>{json.dumps(data, separators=(",", ":"))}</script>
+<script>{PAGE_SCRIPT}</script></section>"""
+
+
+PAGE_STYLE = """
+:root{color-scheme:light dark;--page:#fff;--ink:#1b1d21;--faint:#6b7280;--line:#d0d3d8;--blue:#0072b2;--red:#d55e00;
+--amber:#e69f00;--keep:0 114 178;--panel:#f5f6f8}
+@media(prefers-color-scheme:dark){:root{--page:#16181c;--ink:#e6e8eb;--faint:#8b919b;--line:#3a3e45;--blue:#56b4e9;
+--red:#ff8a3d;--amber:#e6b04a;--keep:86 180 233;--panel:#1f2227}}
+body{background:var(--page);color:var(--ink);font:15px/1.5 system-ui,sans-serif;max-width:74rem;margin:1.5rem auto;
+padding:0 1rem}
+h1{font-size:1.3rem}h2{font-size:1.05rem;margin-top:2rem}
+table{border-collapse:collapse;font-variant-numeric:tabular-nums}
+.numbers td,.numbers th{padding:.1rem .5rem;text-align:right;border-bottom:1px solid var(--line);font-weight:400}
+dl{display:grid;grid-template-columns:max-content 1fr;gap:.1rem 1rem}dt{color:var(--faint)}dd{margin:0;
+overflow-wrap:anywhere}
+figure{margin:1rem 0;overflow-x:auto}figure svg{width:100%;height:auto;min-width:40rem}#kept svg{width:24rem;
+min-width:0;max-width:100%}
+.scroll{overflow-x:auto}.note{border-left:3px solid var(--amber);padding-left:.7rem}
+#tokens{font:15px/1.75 ui-monospace,monospace;white-space:pre-wrap;overflow-wrap:anywhere;min-width:0}
+#tokens b{font-weight:400;border-radius:2px;cursor:default}#tokens b:hover,#tokens .at{outline:2px solid var(--red)}
+#tokens hr{border:0;border-top:2px solid var(--red);margin:.4rem 0}
+#tokens .u{font-style:italic;color:var(--faint)}.n{text-decoration:underline dotted var(--faint);
+text-underline-offset:.25em}
+.legend{margin-left:.7rem}.legend b{font:12px ui-monospace,monospace;white-space:pre;padding:.15rem .2rem}
+.tools label{margin-right:.4rem}select{font:inherit}
+.s0{color:var(--faint)}
+@@LEVELS@@
+.two{display:grid;grid-template-columns:minmax(0,1fr) 17rem;gap:1.5rem}
+aside{position:sticky;top:1rem;align-self:start;max-height:calc(100vh - 2rem);overflow:auto;background:var(--panel);
+border-radius:6px;padding:.2rem .9rem .7rem;font-size:13px}
+aside td,aside th{font-weight:400;padding:0 1px;text-align:right}aside th{padding-right:.4rem;color:var(--faint)}
+aside i{display:block;width:.8rem;height:.8rem;border-radius:2px;border:1px solid var(--line);box-sizing:border-box}
+aside i.k{background:var(--blue);border-color:var(--blue)}aside code{white-space:pre-wrap}
+@media(max-width:50rem){.two{grid-template-columns:1fr}aside{order:-1;top:0;
+max-height:35vh}}
+""".replace("@@LEVELS@@", "".join(f".s{n}{{background:rgb(var(--keep)/{0.03 + 0.065 * n:.3f})}}" for n in range(1, 11)))
+
+PAGE_SCRIPT = """
+"use strict";(()=>{
+const get=id=>document.getElementById(id),data=JSON.parse(get("data").textContent),heads=data.heads;
+const tokens=[...get("tokens").querySelectorAll("b")],which=get("which");
+const bit=(mask,i)=>parseInt(mask[i>>2],16)>>(3-i%4)&1;
+const make=(name,text,into)=>{const made=document.createElement(name);made.textContent=text;
+ if(into)into.append(made);return made};
+let chosen=null;
+function show(token){
+ if(chosen)chosen.classList.remove("at");
+ (chosen=token).classList.add("at");
+ which.textContent="";
+ make("p","position "+tokens.indexOf(token)+", token id "+token.dataset.i,which);
+ make("code",JSON.stringify(token.textContent),which);
+ if(token.dataset.m===undefined){make("p","not yet in the cache",which);return}
+ const mask=data.masks[token.dataset.m],table=make("table","",null);
+ let all=0;
+ const top=make("tr","",table);make("th","layer",top);
+ for(let h=0;h<heads;h++)make("th",h,top).title="KV head "+h;
+ data.layers.forEach((layer,l)=>{
+  const row=make("tr","",table);make("th",layer,row);
+  for(let h=0;h<heads;h++){
+   const kept=bit(mask,l*heads+h),cell=make("i","",make("td","",row));all+=kept;
+   cell.title="layer "+layer+", KV head "+h+(kept?": kept":": evicted");if(kept)cell.className="k"}
+ });
+ make("p","kept by "+all+" of "+heads*data.layers.length+" KV heads"+(token.classList.contains("n")?
+  "; not yet judged by every one":""),which);
+ which.append(table);
+}
+for(const event of["pointerover","click"])get("tokens").addEventListener(event,e=>{
+ if(e.target.dataset.i!==undefined)show(e.target)});
+function shade(){
+ const layer=+get("layer").value,head=+get("head").value,picked=[];
+ data.layers.forEach((_,l)=>{for(let h=0;h<heads;h++)
+  if((layer<0||l===layer)&&(head<0||h===head))picked.push(l*heads+h)});
+ const levels=data.masks.map(mask=>Math.ceil(10*picked.reduce((n,i)=>n+bit(mask,i),0)/picked.length));
+ for(const token of tokens)if(token.dataset.m!==undefined)
+  token.className="s"+levels[token.dataset.m]+(token.classList.contains("n")?" n":"")+(token===chosen?" at":"");
+}
+for(const id of["layer","head"])get(id).addEventListener("change",shade);
+})();
+"""
+
+
+def inline_svg(figure, name, label):
+    """A figure as a part of a page, in the page's colours."""
+    stream = io.StringIO()
+    figure.savefig(stream, format="svg", metadata={"Date": None}, transparent=True)
+    svg = stream.getvalue()
+    svg = svg[svg.index("<svg"):]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    # Names are to be a page's own, not a figure's.
+    svg = re.sub(r'(\bid="|href="#|url\(#)', lambda match: f"{match[1]}{name}-", svg)
+    for color, of_page in PAGE_COLORS.items():
+        svg = re.sub(color, of_page, svg, flags=re.IGNORECASE)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(label)}"', 1).strip()
+
+
+FIGURE_WORDS = {
+    "kept": ("Keep ratio of every KV head", "Pairs that a KV head of a layer has, over the tokens it was given."),
+    "raster": ("Kept positions", "A row for each KV head, layer by layer; dark: evicted."),
+    "positions": ("Keep ratio against position", "Kept pairs over pairs, of all KV heads together."),
+    "scores": ("Scores", "Of the pairs that are left, layer by layer; a file has none of evicted ones."),
+}
+
+
+def snapshot_page(options, pyplot, snapshot, layers, notes):
+    """One page of HTML that needs nothing else."""
+    ink, line = list(PAGE_COLORS)[:2]
+    pyplot.rcParams.update({
+        "svg.fonttype": "none", "font.family": ["DejaVu Sans", "sans-serif"], "text.color": ink,
+        "axes.edgecolor": ink, "axes.labelcolor": ink, "axes.titlecolor": ink, "xtick.color": ink, "ytick.color": ink,
+        "grid.color": line})
+    figures = SnapshotFigures(options, pyplot, snapshot, layers)
+    ratios = keep_ratios(snapshot, layers)
+    parts = []
+    for kind in figures.KINDS if options.kind == "all" else [k for k in [options.kind] if k != "text"]:
+        if kind == "scores" and not snapshot.has_scores:
+            notes.append("no histograms: the file has no scores")
+            continue
+        title, words = FIGURE_WORDS[kind]
+        svg = inline_svg(getattr(figures, kind)(), kind, title)
+        table = ""
+        if kind == "kept":
+            rows = "".join(f"<tr><th>{layer}" + "".join(f"<td>{ratio:.4f}" for ratio in row) + f"<td>{row.mean():.4f}"
+                           for layer, row in zip(layers, ratios))
+            heads = "".join(f"<th>{head}" for head in range(snapshot.n_heads))
+            table = ("<details><summary>Numbers</summary><div class=scroll><table class=numbers id=ratios>"
+                     f"<tr><th>layer{heads}<th>mean{rows}</table></div></details>")
+        parts.append(f"<section id={kind}><h2>{title}</h2><p>{words}</p><figure>{svg}</figure>{table}</section>")
+    if options.kind in ("all", "text"):
+        why = missing_text(snapshot)
+        if why:
+            notes.append(f"no text: {why}")
+        else:
+            parts.append(text_map(options, snapshot, layers, notes))
+    facts = {"model": snapshot.model, "policy": snapshot.policy, "pruned": snapshot.prune,
+             "threshold": "" if snapshot.threshold is None else f"{snapshot.threshold:g}",
+             "tokens": f"{snapshot.seen:,}", "keep ratio": f"{ratios.mean():.4f}",
+             "layers × KV heads": f"{snapshot.n_layers} × {snapshot.n_heads}" + (
+                 "" if len(layers) == snapshot.n_layers else f"; shown: layers {', '.join(map(str, layers))}"),
+             "window, sinks": f"{snapshot.window:,}, {snapshot.sink:,}", "written": snapshot.text("created"),
+             "format": f"version {snapshot.version}, content {snapshot.content}"}
+    facts = "".join(f"<dt>{name}<dd>{html.escape(plain(value, 300))}" for name, value in facts.items() if value)
+    notes_html = "".join(f"<p class=note>{html.escape(plain(note, 400))}</p>" for note in notes)
+    title = html.escape(plain(pathlib.Path(snapshot.name).name, 120))
+    return (f"<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
+            f"<title>{title}: what was kept</title><style>{PAGE_STYLE}</style><h1>{title}: what was kept</h1>"
+            f"<dl>{facts}</dl>{notes_html}{''.join(parts)}</html>\n")
+
+
+def chosen_layers(options, snapshot):
+    """The layers that --layer names, in their order."""
+    if options.layer is None:
+        return list(range(snapshot.n_layers))
+    layers = set()
+    for part in options.layer.split(","):
+        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part.strip(), flags=re.ASCII)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if not first <= last < snapshot.n_layers:
+            raise PlotError(f"--layer: expected layers from 0 to {snapshot.n_layers - 1}, as 3 or 0,4-6; found "
+                            f"{json.dumps(part)}")
+        layers.update(range(first, last + 1))
+    return sorted(layers)
+
+
+def plot_snapshot(options, pyplot):
+    is_page = pathlib.Path(options.output).suffix.lower() in (".html", ".htm")
+    if options.bins is not None and options.bins < 1:
+        raise PlotError(f"--bins: expected at least 1, found {options.bins}")
+    if options.kind == "text" and not is_page:
+        raise PlotError(f"--kind text: expected an output that ends with .html, found {options.output}")
+    use_small_type(pyplot)
+    notes = []
+    with Snapshot(options.files[0]) as snapshot:
+        layers = chosen_layers(options, snapshot)
+        if options.kind == "scores" and not snapshot.has_scores:
+            raise PlotError(f"{snapshot.name}: scores: expected a snapshot that has them, found content "
+                            f"{snapshot.content}" + (" of version 1" if snapshot.version == 1 else ""))
+        if options.kind == "text" and missing_text(snapshot):
+            raise PlotError(f"{snapshot.name}: --kind text: {missing_text(snapshot)}")
+        if is_page:
+            figure = snapshot_page(options, pyplot, snapshot, layers, notes)
+        else:
+            if options.kind == "all" and not snapshot.has_scores:
+                notes.append("no histograms: the file has no scores")
+            figure = getattr(SnapshotFigures(options, pyplot, snapshot, layers), options.kind)()
+    for note in notes:
+        print(f"kvzap-plot: {options.files[0]}: {note}", file=sys.stderr)
+    return figure
+
+
 def parser():
     main = argparse.ArgumentParser(prog="kvzap-plot", description=__doc__,
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(name, plot, text, file):
+    def add(name, plot, text, file, files="+"):
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("files", nargs="+", metavar=file)
+        command.add_argument("files", nargs=files, metavar=file)
         command.add_argument("-o", "--output", default=f"{name}.svg", metavar="FILE",
-                             help="an image; its ending says of what kind: svg, png, pdf (default: %(default)s)")
+                             help="an image; its ending says of what kind: svg, png, pdf" +
+                             (", or html" if name == "snapshot" else "") + " (default: %(default)s)")
         command.set_defaults(plot=plot)
         return command
 
@@ -751,6 +1466,20 @@ def parser():
     positions = add("positions", plot_positions,
                     "which positions of the text each layer kept, as the share of its KV heads that did", "CACHE.h5")
     positions.add_argument("--bins", type=int, default=400, help="columns of the image (default: %(default)s)")
+    snapshot = add("snapshot", plot_snapshot, "what a snapshot keeps: keep ratio of every KV head of every layer, "
+                   "which positions each kept, scores and the threshold, keep ratio against position; as .html a page with "
+                   "these and the text, its tokens shaded by how many heads keep them", "FILE.h5", files=1)
+    snapshot.set_defaults(output="snapshot.svg")
+    snapshot.add_argument("--kind", choices=(*SnapshotFigures.KINDS, "text", "all"), default="all",
+                          help="keep ratio by layer and head (kept), kept positions of every head (raster), histograms "
+                          "of scores with the threshold (scores), keep ratio against position (positions), the text "
+                          "(text, .html alone); default: all of them")
+    snapshot.add_argument("--layer", metavar="LIST", help="these layers alone, as 3 or 0,4-6 (default: all)")
+    snapshot.add_argument("--model", metavar="DIR", help="the folder whose tokenizer.json has the texts of tokens "
+                          "(default: the one that the file names); without one ids are shown")
+    snapshot.add_argument("--bins", type=int, metavar="N", help="columns along positions (default: up to 1000 of the "
+                          "raster, 100 of the ratio)")
+    snapshot.add_argument("--column", action="store_true", help="3.3 inches wide, a column of a paper; default: 7")
     add("bench", plot_bench, "tokens per second against the tokens in the cache, a line for each evict ratio",
         "BENCH.json")
     training = add("train", plot_training, "how well a surrogate predicts: R² of every KV head of every layer, and "
@@ -778,16 +1507,20 @@ def parser():
 
 
 def save(figure, output):
-    """Writes an image, complete or not at all."""
+    """Writes an image, or a page, complete or not at all."""
     kind = pathlib.Path(output).suffix[1:].lower()
-    kinds = figure.canvas.get_supported_filetypes()
-    if kind not in kinds:
-        raise PlotError(f"--output: {output}: expected an ending of {', '.join(sorted(kinds))}")
+    if not isinstance(figure, str):
+        kinds = figure.canvas.get_supported_filetypes()
+        if kind not in kinds:
+            raise PlotError(f"--output: {output}: expected an ending of {', '.join(sorted(kinds))}")
     # The same file for the same figures.
     metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
     unfinished = f"{output}.tmp-{os.getpid()}"
     try:
-        figure.savefig(unfinished, format=kind, metadata=metadata)
+        if isinstance(figure, str):
+            pathlib.Path(unfinished).write_text(figure, encoding="utf-8")
+        else:
+            figure.savefig(unfinished, format=kind, metadata=metadata)
         os.replace(unfinished, output)
     except OSError as error:
         raise PlotError(f"{output}: {error.strerror or error}") from None

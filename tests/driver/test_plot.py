@@ -1,8 +1,10 @@
 """kvzap-plot on what the program writes, and on what it does not."""
 import contextlib
+import html.parser
 import importlib.util
 import io
 import json
+import re
 import sys
 import unittest
 import unittest.mock
@@ -92,6 +94,10 @@ class Plots(PlotCase):
             heads = int(file.attrs["n_kv_heads"])
             for layer, row in enumerate(shares):
                 self.assertAlmostEqual(row.sum() * heads, len(file[f"layers/{layer}/positions"]))
+        # The text is what the model was given.
+        page = Page(self.expect_image("page.html", "snapshot", snapshot, "--kind", "text").decode())
+        text = "".join(text for _, _, text in page.tokens)
+        self.assertIn((self.folder / "prompt.txt").read_text().rstrip(), text)
         self.expect_error("cut.h5", arguments=["positions", self.cut(snapshot, "cut.h5")])
 
     def cut(self, file, name):
@@ -187,6 +193,284 @@ class Plots(PlotCase):
         self.assertIn(b"No such file", result.err)
         result = plot("kept", report, "-o", report / "kept.svg")
         self.assertEqual((result.code, len(result.err.splitlines())), (1, 1), result)
+
+
+class Page(html.parser.HTMLParser):
+    """Tokens (class, attributes, text), rows of the table of ratios, the data and all attributes of a page."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tokens, self.rows, self.attributes, self.data, self.notes, self.sections = [], [], [], None, [], []
+        self.path, self.in_tokens, self.in_ratios = [], False, False
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.path.append((tag, attributes))
+        self.attributes += attributes.items()
+        if tag == "section":
+            self.sections.append(attributes["id"])
+        self.in_tokens |= attributes.get("id") == "tokens"
+        if tag == "table":
+            self.in_ratios = attributes.get("id") == "ratios"
+        if self.in_tokens and tag == "b":
+            self.tokens.append([attributes.get("class"), attributes, ""])
+        if self.in_ratios and tag == "tr":
+            self.rows.append([])
+
+    def handle_endtag(self, tag):
+        self.in_tokens &= tag != "div"
+        self.in_ratios &= tag != "table"
+        self.path = []
+
+    def handle_data(self, data):
+        tag, attributes = self.path[-1] if self.path else (None, {})
+        if self.in_tokens and tag == "b":
+            self.tokens[-1][2] += data
+        elif self.in_ratios and tag in ("td", "th"):
+            self.rows[-1].append(data)
+        elif attributes.get("id") == "data":
+            self.data = json.loads(data)
+        elif attributes.get("class") == "note":
+            self.notes.append(data)
+
+
+@unittest.skipUnless(HAVE_MATPLOTLIB and HAVE_H5PY, "needs matplotlib and h5py")
+class Snapshots(PlotCase):
+    plot = staticmethod(plot_here)
+    LAYERS, HEADS, TOKENS, WINDOW = 5, 3, 60, 8
+
+    def setUp(self):
+        super().setUp()
+        self.snapshot = self.folder / "cache.h5"
+        # A model's folder with a tokenizer alone: "é" in two bytes, an end of line, and what a page must not run.
+        self.model = self.folder / "model"
+        self.model.mkdir()
+        self.vocabulary = {"The": 0, "Ġdoor": 1, "Ã": 2, "©": 3, "Ċ": 4, "ä½łå¥½": 5, "</script>": 6, "&": 7, "Å": 8}
+        self.texts = {0: "The", 1: " door", 4: "↵\n", 5: "你好", 6: "</script>", 7: "&", 9: "<|end|>"}
+        (self.model / "tokenizer.json").write_text(json.dumps({
+            "model": {"type": "BPE", "vocab": self.vocabulary, "merges": []},
+            "added_tokens": [{"id": 9, "content": "<|end|>", "special": True}]}))
+        self.ids = ([9, 0, 1, 2, 3, 4, 5, 6, 7, 77] * self.TOKENS)[:self.TOKENS + 2]
+
+    def write(self, version=2, content="all", ids=True, closed_up=0, **attributes):
+        """A snapshot as docs/snapshot-format.md has it, without keys and values; [layer][head]: (positions, scores,
+        judged)."""
+        import h5py
+        import numpy
+
+        random = numpy.random.default_rng(7)
+        rows = []
+        with h5py.File(self.snapshot, "w") as file:
+            values = {"kvzap_format_version": version, "model": str(self.model), "prune": "prefill", "sink": 1,
+                      "threshold": numpy.float32(-3.4), "dtype": "bf16", "n_layers": self.LAYERS, "head_dim": 4,
+                      "n_kv_heads": self.HEADS, "window": self.WINDOW, "page_rows": 64, "tokens": self.TOKENS}
+            if version > 1:
+                values.update(content=content, kvzap_version="0", context_tokens=50, compress=0)
+                file.create_group("state").attrs["closed_up"] = closed_up
+                if ids:
+                    file["token_ids"] = numpy.array(self.ids, "<i4")
+            for name, value in {**values, **attributes}.items():
+                file.attrs[name] = numpy.int64(value) if isinstance(value, int) else value
+            for n in range(self.LAYERS):
+                layer = file.create_group(f"layers/{n}")
+                rows.append([])
+                for head in range(self.HEADS):
+                    kept = random.random(self.TOKENS) < [0, 0.1, 0.4, 0.7, 1][n] * (head + 1) / self.HEADS
+                    kept[-self.WINDOW:] = True
+                    positions = numpy.flatnonzero(kept)
+                    judged = positions < self.TOKENS - self.WINDOW
+                    scores = random.uniform(-3.4, 1, len(positions)).astype("f4")
+                    scores[~judged] -= 2
+                    scores[0] = numpy.nan
+                    rows[-1].append((positions, scores, judged))
+                layer["offsets"] = numpy.cumsum([0, *(len(p) for p, _, _ in rows[-1])])
+                together = [numpy.concatenate(parts) for parts in zip(*rows[-1])]
+                layer["positions"] = together[0].astype("<i4" if version > 1 else "<i8")
+                if content != "positions":
+                    layer["scores"] = together[1]
+                if version > 1:
+                    layer["judged"] = together[2].astype("u1")
+        return rows
+
+    def page(self, *arguments, notes=()):
+        output = self.folder / "page.html"
+        result = self.plot("snapshot", self.snapshot, "-o", output, *arguments)
+        self.assertEqual((result.code, result.out), (0, b""), result)
+        lines = result.err.decode().splitlines()
+        self.assertEqual(len(lines), len(notes), result)
+        for line, note in zip(lines, notes):
+            self.assertIn(note, line)
+        text = output.read_text()
+        page = Page(text)
+        self.assertEqual(len(page.notes), len(notes))
+        # Nothing from elsewhere: references lead to the page's own parts, or are data.
+        for name, value in page.attributes:
+            if name in ("src", "href", "xlink:href", "action", "srcset"):
+                self.assertRegex(value, "^(#|data:image/png;base64,)")
+        self.assertNotRegex(text, r"@import|url\((?!#)")
+        ids = [value for name, value in page.attributes if name == "id"]
+        self.assertEqual(len(ids), len(set(ids)))
+        return page
+
+    def test_figures(self):
+        import numpy
+
+        rows = self.write()
+        for kind in ("kept", "raster", "scores", "positions", "all"):
+            self.assertIn(b"<svg", self.expect_image(f"{kind}.svg", "snapshot", self.snapshot, "--kind", kind))
+        column = ("snapshot", self.snapshot, "--column", "--layer", "2", "--bins", "7")
+        self.assertEqual(self.expect_image("column.svg", *column), self.expect_image("again.svg", *column))
+        self.assertTrue(self.expect_image("kept.pdf", *column, "--kind", "kept").startswith(b"%PDF"))
+        # What is drawn, against the rows that were written.
+        module = load_program()
+        kept = numpy.zeros((self.LAYERS, self.HEADS, self.TOKENS))
+        for layer, heads in zip(kept, rows):
+            for head, (positions, _, _) in zip(layer, heads):
+                head[positions] = 1
+        with module.Snapshot(self.snapshot) as snapshot:
+            layers = [0, 2, 3]
+            numpy.testing.assert_allclose(module.keep_ratios(snapshot, layers), kept[layers].mean(axis=2))
+            shares, edges = module.position_shares(snapshot, layers, 10**9, by_head=True)
+            numpy.testing.assert_array_equal(shares, kept[layers])
+            shares, edges = module.position_shares(snapshot, layers, 7)
+            numpy.testing.assert_allclose(shares, [
+                [heads[:, int(a):int(b)].mean() for a, b in zip(edges, edges[1:])] for heads in kept[layers]])
+            counts = module.ScoreCounts(snapshot, layers, 20)
+            self.assertIn(numpy.float32(-3.4), counts.edges.astype("f4"))
+            for count, n in zip(counts.counts, layers):
+                for row, wanted in zip(count, (True, False)):
+                    scores = numpy.concatenate([s[judged == wanted] for _, s, judged in rows[n]])
+                    numpy.testing.assert_array_equal(row, numpy.histogram(scores[~numpy.isnan(scores)],
+                                                                          counts.edges)[0])
+            self.assertEqual(counts.counts.sum() + counts.without + counts.beyond, kept[layers].sum())
+            self.assertEqual(counts.without, len(layers) * self.HEADS)
+            judged = counts.counts[:, 0, counts.edges[:-1] < -3.4 - 1e-6]
+            self.assertEqual(judged.sum(), 0)  # none of the evicted
+        shares, tokens = module.read_positions(self.snapshot, 10**9)
+        self.assertEqual(tokens, self.TOKENS)
+        numpy.testing.assert_allclose(shares, kept.mean(axis=1))
+        self.expect_image("positions.svg", "positions", self.snapshot)
+
+    def check_tokens(self, page, rows, layers, is_text=True):
+        self.assertEqual(page.data["layers"], layers)
+        self.assertEqual(len(page.tokens), len(self.ids))
+        pieces = {2: "▫", 3: "é", 77: "⟨77⟩", **self.texts}
+        for position, ((classes, attributes, text), number) in enumerate(zip(page.tokens, self.ids)):
+            self.assertEqual(text, pieces[number] if is_text else f"{number} ")
+            self.assertEqual(int(attributes["data-i"]), number)
+            if position >= self.TOKENS:
+                self.assertEqual(classes, "u")
+                continue
+            mask = bin(int("1" + page.data["masks"][int(attributes["data-m"])], 16))[3:]
+            keeps = [int(position in rows[n][head][0]) for n in layers for head in range(self.HEADS)]
+            self.assertEqual([int(bit) for bit in mask[:len(keeps)]], keeps)
+            level = -(-10 * sum(keeps) // len(keeps))
+            self.assertEqual(classes.split(), [f"s{level}"] + ["n"] * (position >= self.TOKENS - self.WINDOW))
+
+    def test_page(self):
+        rows = self.write()
+        page = self.page()
+        self.assertEqual(page.sections, ["kept", "raster", "scores", "positions", "text"])
+        self.check_tokens(page, rows, [0, 1, 2, 3, 4])
+        for n, row in enumerate(page.rows[1:]):
+            ratios = [len(positions) / self.TOKENS for positions, _, _ in rows[n]]
+            self.assertEqual(row, [str(n), *(f"{ratio:.4f}" for ratio in [*ratios, sum(ratios) / self.HEADS])])
+        page = self.page("--kind", "text", "--layer", "3,0-1")
+        self.assertEqual(page.sections, ["text"])
+        self.check_tokens(page, rows, [0, 1, 3])
+        self.assertEqual(self.page("--kind", "kept").sections, ["kept"])
+        # Without texts, ids.
+        self.write(model="nowhere")
+        page = self.page("--kind", "text", notes=["nowhere/tokenizer.json: No such file"])
+        self.check_tokens(page, rows, [0, 1, 2, 3, 4], False)
+        self.check_tokens(self.page("--kind", "text", "--model", self.model), rows, [0, 1, 2, 3, 4])
+
+    def test_what_a_file_lacks(self):
+        for arguments, missing, notes in (
+                ({"version": 1}, {"text"}, ["no text: the file has no token ids (version 1)"]),
+                ({"content": "scores"}, set(), []), ({"ids": False}, {"text"}, ["no text: the file has no token ids"]),
+                ({"content": "positions"}, {"scores"}, ["no histograms: the file has no scores"]),
+                ({"closed_up": 4}, {"text"}, ["no text: positions were closed up"])):
+            with self.subTest(**arguments):
+                self.write(**arguments)
+                if "version" in arguments or "content" in arguments:
+                    sections = self.page("--layer", "1", notes=notes).sections
+                    self.assertEqual(set(sections), {"kept", "raster", "scores", "positions", "text"} - missing)
+                for kind in missing:
+                    result = self.plot("snapshot", self.snapshot, "--kind", kind, "-o", self.folder / "no.html")
+                    self.assertEqual((result.code, len(result.err.splitlines())), (1, 1), result)
+        self.write(content="positions")
+        result = self.plot("snapshot", self.snapshot, "-o", self.folder / "some.svg")
+        self.assertEqual((result.code, len(result.err.splitlines())), (0, 1), result)
+        # A budget has no threshold.
+        module = load_program()
+        for attributes, threshold in (({}, -3.4), ({"budget": "evict-ratio=0.5"}, None), ({"prune": "none"}, None)):
+            self.write(**attributes)
+            with module.Snapshot(self.snapshot) as snapshot:
+                self.assertAlmostEqual(snapshot.threshold or 0, threshold or 0, places=6)
+
+    def test_bad_input(self):
+        import h5py
+        import numpy
+
+        def expect(*parts, arguments=(), change=None, **attributes):
+            self.write(**attributes)
+            if change:
+                with h5py.File(self.snapshot, "r+") as file:
+                    change(file)
+            self.expect_error(*parts, arguments=["snapshot", self.snapshot, *arguments])
+
+        def replace(path, values):
+            def change(file):
+                del file[path]
+                if values is not None:
+                    file[path] = values
+            return change
+
+        expect("kvzap_format_version", "1 or 2", "3", kvzap_format_version=3)
+        expect("kvzap_format_version", "an integer", kvzap_format_version="2")
+        expect("tokens", "an integer from 1", "found 0", tokens=0)
+        expect("n_layers", "groups", n_layers=10**15)
+        expect("layers/0/offsets", "rows", n_kv_heads=10**15)
+        expect("layers/0/positions", "positions from 0 to 9", tokens=10)
+        expect("content", "found keys", content="keys")
+        expect("threshold", "a number", threshold="low")
+        expect("model", "text", model=3)
+        expect("tokens", "found none", change=lambda file: file.attrs.pop("tokens"))
+        expect("layers", "found none", change=replace("layers", None))
+        expect("layers/2/offsets", "rise", change=replace("layers/2/offsets", [0, 5, 2, 9]))
+        expect("layers/1/positions", "within a head", change=replace("layers/1/positions", numpy.zeros(
+            sum(len(p) for p, _, _ in self.write()[1]), int)))
+        expect("layers/1/positions", "integers", change=replace("layers/1/positions", [0.5]))
+        expect("layers/1/positions", "one dimension", change=replace("layers/1/positions", [[1]]))
+        expect("layers/0/scores", "numbers", change=replace("layers/0/scores", ["a"]))
+        expect("layers/3/scores", "found none", change=replace("layers/3/scores", None))
+        expect("layers/0/positions", "fit the file", change=lambda file: (
+            replace("layers/0/positions", None)(file),
+            file.create_dataset("layers/0/positions", (10**9,), "i4", chunks=(1000,))))
+        expect("token_ids", "integers", change=replace("token_ids", [0.5]))
+        expect("--layer", "0 to 4", '"5"', arguments=["--layer", "1,5"])
+        expect("--layer", '"4-2"', arguments=["--layer", "4-2"])
+        expect("--bins", arguments=["--bins", "0"])
+        expect("--kind text", ".html", "never.svg", arguments=["--kind", "text"])
+        for name, tokenizer in (("not JSON", "{"), ("model.vocab", "[]"), ("model.vocab", '{"model": {"vocab": [1]}}'),
+                                ("added_tokens", '{"model": {"vocab": {}}, "added_tokens": [1]}')):
+            (self.model / "tokenizer.json").write_text(tokenizer)
+            result = self.plot("snapshot", self.snapshot, "--model", self.model, "-o", self.folder / "no.html")
+            self.assertEqual((result.code, len(result.err.splitlines())), (1, 1), result)
+            self.assertIn(name, result.err.decode())
+        self.write()
+        whole = self.snapshot.read_bytes()
+        for size in range(0, len(whole), len(whole) // 16):
+            self.snapshot.write_bytes(whole[:size])
+            self.expect_error("cache.h5", arguments=["snapshot", self.snapshot])
+        self.expect_error("No such file", arguments=["snapshot", self.folder / "none.h5"])
+        self.expect_error("Is a directory", arguments=["snapshot", self.folder])
+        with h5py.File(self.snapshot, "w") as file:
+            file["other"] = [1]
+        self.expect_error("cache.h5", "kvzap_format_version", "snapshot of kvzap", arguments=["snapshot", self.snapshot])
 
 
 @unittest.skipUnless(HAVE_MATPLOTLIB, "needs matplotlib")

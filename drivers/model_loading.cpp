@@ -67,6 +67,10 @@ std::string hash_of_model(const fs::path& folder, bool with_weights) {
   return hash_of_files(files);
 }
 
+std::string hash_of_tokenizer(const fs::path& folder) {
+  return hash_of_files({folder / "tokenizer.json"});
+}
+
 std::string hash_of_policy_file(const fs::path& file) {
   std::vector<fs::path> files;
   if (fs::is_directory(file)) {

@@ -20,6 +20,9 @@ std::string hash_of_model(const std::filesystem::path& folder, bool with_weights
 /// for what policies read of it.
 std::string hash_of_policy_file(const std::filesystem::path& file);
 
+/// Hash of a model folder's tokenizer.json: which text the ids of tokens stand for.
+std::string hash_of_tokenizer(const std::filesystem::path& folder);
+
 /// This rank's share of the weights. Collective.
 template <class Value>
 std::shared_ptr<const Model<Value>> load_model(const ModelSetup& setup,

@@ -250,8 +250,8 @@ void compare(const DiffOptions& options, const std::string& version) {
 }  // namespace
 
 void declare(CLI::App& app, DiffOptions& o) {
-  app.add_option("a", o.first, "snapshot A; required")->type_name("FILE");
-  app.add_option("b", o.second, "snapshot B, of the same text; required")->type_name("FILE");
+  app.add_option("A.h5", o.first, "one snapshot")->required()->type_name("FILE");
+  app.add_option("B.h5", o.second, "another one, of the same text")->required()->type_name("FILE");
   declare_view(app, o.view,
                "print the text, with the tokens marked that A alone, B alone or neither keeps in "
                "any head of those looked at: red, green, dimmed on a terminal, elsewhere between "
@@ -260,8 +260,6 @@ void declare(CLI::App& app, DiffOptions& o) {
 
 void diff(const DiffOptions& options, const Communicator& comm, const std::string& version) {
   comm.agree_on_root([&] {
-    require(!options.first.empty() && !options.second.empty(),
-            "two snapshots are needed: kvzap diff A.h5 B.h5");
     check_view(options.view);
     compare(options, version);
     flush_stdout();

@@ -252,11 +252,13 @@ std::string man_page(const CLI::App& app, const std::string& version) {
       version);
   for (const CLI::App* command : commands_of(app)) {
     std::string arguments;
+    bool has_options = false;
     for (const Entry& entry : entries_of(*command)) {
+      has_options = has_options || (!entry.flags.empty() && entry.flags.back() != "--help");
       if (!entry.flags.empty()) continue;
       arguments += entry.is_required ? "\n.I " + entry.name : "\n.RI [ " + entry.name + " ]";
     }
-    if (arguments.empty() || command->get_name() == "policies") arguments += "\n.RI [ options ]";
+    if (arguments.empty() || has_options) arguments += "\n.RI [ options ]";
     text += fmt::format(".B kvzap {}{}\n.br\n", command->get_name(), arguments);
   }
   text += ".B mpirun \\-n\n.I ranks\n.B kvzap run\n.RI [ options ]\n";

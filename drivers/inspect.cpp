@@ -477,7 +477,6 @@ void verify(const InspectOptions& options, const std::string& version, Progress&
 }
 
 void check_inspect(const InspectOptions& o) {
-  require(!o.file.empty(), "no snapshot: give a file that kvzap run --snapshot has written");
   check_view(o.view);
   require(!o.verify || (!o.view.text && !o.view.layer && !o.view.head),
           "--verify checks the whole file: leave out --text, --layer and --head");
@@ -486,7 +485,8 @@ void check_inspect(const InspectOptions& o) {
 }  // namespace
 
 void declare(CLI::App& app, InspectOptions& o) {
-  app.add_option("file", o.file, "snapshot that kvzap run has written; required")
+  app.add_option("FILE.h5", o.file, "snapshot that kvzap run has written")
+      ->required()
       ->type_name("FILE");
   app.add_flag("--verify", o.verify,
                "check all checksums: a line for whatever is damaged, and an exit status of 1 if "

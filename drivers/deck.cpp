@@ -18,6 +18,8 @@ void read_deck(CLI::App& app, const std::string& file) {
     return option && option->count() > 0;
   };
   const bool has_prompt = is_given("--prompt") || is_given("--file");
+  // The deck of a run that is to go on: context and questions are in the snapshot.
+  const bool resumes = is_given("--resume");
   for (const TomlEntry& entry : deck) {
     const std::string& key = entry.key;
     const std::string where = fmt::format("{}:{}: {}", file, entry.line, key);
@@ -29,7 +31,8 @@ void read_deck(CLI::App& app, const std::string& file) {
                   (nearest.empty() ? "" : "; did you mean '" + nearest + "'?"));
     }
     if (option->count() > 0) continue;  // the command line overrides
-    if (has_prompt && (key == "prompt" || key == "file")) continue;
+    if ((has_prompt || resumes) && (key == "prompt" || key == "file")) continue;
+    if (resumes && key == "question") continue;
     if (entry.is_list && option->get_multi_option_policy() != CLI::MultiOptionPolicy::TakeAll) {
       throw Error(where + ": expected one value, found a list");
     }

@@ -67,8 +67,21 @@ std::string hash_of_model(const fs::path& folder, bool with_weights) {
   return hash_of_files(files);
 }
 
-std::string hash_of_tokenizer(const fs::path& folder) {
-  return hash_of_files({folder / "tokenizer.json"});
+ModelHashes hashes_of_model(const fs::path& folder, bool with_weights) {
+  const auto hash = [](const std::vector<fs::path>& files) -> std::string {
+    std::error_code ignored;
+    const bool has_any = std::any_of(files.begin(), files.end(), [&](const fs::path& file) {
+      return fs::is_regular_file(file, ignored);
+    });
+    return has_any ? hash_of_files(files) : "";
+  };
+  std::vector<fs::path> files = {folder / "config.json"};
+  if (with_weights) {
+    const std::vector<fs::path> weights = weights_in(folder);
+    files.insert(files.end(), weights.begin(), weights.end());
+  }
+  return {hash(files), hash({folder / "tokenizer.json", folder / "tokenizer_config.json",
+                             folder / "chat_template.jinja"})};
 }
 
 std::string hash_of_policy_file(const fs::path& file) {

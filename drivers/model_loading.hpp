@@ -16,12 +16,17 @@ namespace kvzap::driver {
 /// than loading this rank's share; training changes all tensors.)
 std::string hash_of_model(const std::filesystem::path& folder, bool with_weights);
 
+/// What hash_of_model covers, in two: config.json and weights, which decide on a cache's rows, and
+/// what turns text into token ids. Empty where the folder has no such file.
+struct ModelHashes {
+  std::string model;
+  std::string tokenizer;
+};
+ModelHashes hashes_of_model(const std::filesystem::path& folder, bool with_weights);
+
 /// The same for a file or folder that a policy reads (PolicyParameter::Kind::file); of a folder,
 /// for what policies read of it.
 std::string hash_of_policy_file(const std::filesystem::path& file);
-
-/// Hash of a model folder's tokenizer.json: which text the ids of tokens stand for.
-std::string hash_of_tokenizer(const std::filesystem::path& folder);
 
 /// This rank's share of the weights. Collective.
 template <class Value>

@@ -96,6 +96,95 @@ void declare_deck(CLI::App& app, std::string& deck, const std::string& group) {
       ->group(group);
 }
 
+namespace {
+
+void declare_snapshots(CLI::App& app, RunOptions& o) {
+  const auto group = "Snapshots";
+  app.add_option("--snapshot", o.snapshot,
+                 "write the cache to this HDF5 file after the context, and again if SIGTERM, "
+                 "SIGINT or SIGUSR1 ends the run, whose exit status is then 128 + the signal's "
+                 "number")
+      ->type_name("FILE")
+      ->group(group);
+  app.add_option("--snapshot-every", o.snapshot_every,
+                 "write it anew after every so many tokens of context (sparse prefill; dense "
+                 "prefill has no such points), question and answer, while the run goes on; at "
+                 "least 1")
+      ->group(group);
+  app.add_option("--snapshot-keep", o.snapshot_keep,
+                 "how many of the newest snapshots stay: the file, and those before it under its "
+                 "name with their tokens, as cache.4096.h5; at least 1; default: 1")
+      ->group(group);
+  app.add_option("--snapshot-content", o.snapshot_content,
+                 "what is written of each row: its position, its score too, or all: key and value "
+                 "too, without which no run can go on; default: all")
+      ->check(CLI::IsMember({"positions", "scores", "all"}))
+      ->group(group);
+  app.add_option("--snapshot-compress", o.snapshot_compress,
+                 "level at which rows are deflated, 1 to 9; 0: not at all; default: 0, or 6 "
+                 "without keys and values")
+      ->type_name("LEVEL")
+      ->group(group);
+  app.add_option("--snapshot-dtype", o.snapshot_dtype,
+                 "value type of keys and values in the file; default: the cache's")
+      ->check(CLI::IsMember({"f32", "f16", "bf16"}))
+      ->group(group);
+  app.add_option("--resume", o.resume,
+                 "go on from this snapshot, on any number of ranks: with its model, its context "
+                 "and its options, of which those may be given anew that its rows do not depend "
+                 "on. Answers go on where they were; with --question its context is asked that "
+                 "instead")
+      ->type_name("FILE")
+      ->group(group);
+  app.add_option("--append", o.append,
+                 "file with more context, taken whole, that follows the context of --resume "
+                 "before questions are asked, its own anew; - is standard input")
+      ->type_name("FILE")
+      ->group(group);
+}
+
+void check_snapshot_options(const RunOptions& o) {
+  const std::pair<const char*, bool> needs_file[] = {
+      {"--snapshot-every", o.snapshot_every.has_value()},
+      {"--snapshot-keep", o.snapshot_keep.has_value()},
+      {"--snapshot-content", !o.snapshot_content.empty()},
+      {"--snapshot-compress", o.snapshot_compress.has_value()},
+      {"--snapshot-dtype", !o.snapshot_dtype.empty()}};
+  for (const auto& [flag, is_given] : needs_file) {
+    require(!is_given || !o.snapshot.empty(),
+            fmt::format("{} has no effect without --snapshot FILE", flag));
+  }
+  require(o.snapshot != "-", "--snapshot cannot be standard output");
+  require(o.resume != "-", "--resume cannot be standard input");
+  const auto check_count = [](const std::optional<std::int64_t>& count, const char* flag) {
+    require(!count || *count >= 1,
+            fmt::format("{} is {}; expected at least 1", flag, count.value_or(0)));
+  };
+  check_count(o.snapshot_every, "--snapshot-every");
+  check_count(o.snapshot_keep, "--snapshot-keep");
+  const int level = o.snapshot_compress.value_or(0);
+  require(level >= 0 && level <= 9,
+          fmt::format("--snapshot-compress is {}; expected 0 to 9", level));
+  const bool has_values = o.snapshot_content.empty() || o.snapshot_content == "all";
+  require(has_values || o.snapshot_dtype.empty(),
+          fmt::format("--snapshot-dtype has no effect with --snapshot-content {}: no keys and "
+                      "values are written",
+                      o.snapshot_content));
+  require(o.append.empty() || !o.resume.empty(),
+          "--append needs --resume FILE, whose context it adds to; a run's own context is given "
+          "with -p or -f");
+  if (o.resume.empty()) return;
+  require(!o.prompt && o.file.empty(),
+          fmt::format("{} does not go with --resume, which has its context from the snapshot; "
+                      "--append FILE adds to it",
+                      o.prompt ? "-p" : "-f"));
+  require(!o.dry_run, "--dry-run does not go with --resume: it plans for a run's own context");
+  require(o.dump.empty(),
+          "--dump does not go with --resume: the context's scores are of the run before");
+}
+
+}  // namespace
+
 void declare(CLI::App& app, RunOptions& o) {
   const auto model = "Model";
   app.add_option("-m,--model", o.model,
@@ -234,12 +323,10 @@ void declare(CLI::App& app, RunOptions& o) {
       ->check(not_negative)
       ->group(generation);
 
+  declare_snapshots(app, o);
+
   const auto output = "Output";
   app.add_option("--json", o.json, "write a report to this file; - is standard output")
-      ->type_name("FILE")
-      ->group(output);
-  app.add_option("--snapshot", o.snapshot,
-                 "write the cache as it is after the context to this HDF5 file")
       ->type_name("FILE")
       ->group(output);
   app.add_option("--dump", o.dump,
@@ -269,7 +356,7 @@ void validate(const RunOptions& o) {
   check_policy_options(o);
   Sampler checks_its_options(o.sampling);
   require(!(o.prompt && !o.file.empty()), "-p and -f both give the prompt: give one of them");
-  require(o.snapshot != "-", "--snapshot cannot be standard output");
+  check_snapshot_options(o);
   require(o.dump != "-", "--dump cannot be standard output");
   const std::pair<const char*, const std::string*> outputs[] = {
       {"--json", &o.json}, {"--snapshot", &o.snapshot}, {"--dump", &o.dump}};
@@ -280,7 +367,15 @@ void validate(const RunOptions& o) {
               fmt::format("{} and {} both name the file {}", other_flag, flag, *file));
     }
   }
-  if (o.dry_run) return;
+  for (const auto& [flag, input] : {std::pair("--resume", &o.resume), {"--append", &o.append}}) {
+    for (const auto& [other_flag, file] : outputs) {
+      // A snapshot may replace the one that it goes on from.
+      if (input == &o.resume && file == &o.snapshot) continue;
+      require(input->empty() || *input == "-" || *file != *input,
+              fmt::format("{} and {} both name the file {}", flag, other_flag, *input));
+    }
+  }
+  if (o.dry_run || !o.resume.empty()) return;
   require(o.prompt || !o.file.empty(), "no prompt: give one with -p TEXT or -f FILE");
 }
 

@@ -55,6 +55,13 @@ struct RunOptions {
   std::optional<std::uint64_t> random_weights;
   std::string json;
   std::string snapshot;
+  std::optional<std::int64_t> snapshot_every;
+  std::optional<std::int64_t> snapshot_keep;
+  std::string snapshot_content;         // empty: all
+  std::optional<int> snapshot_compress;  // absent: what suits the content
+  std::string snapshot_dtype;           // empty: the cache's
+  std::string resume;
+  std::string append;
   std::string dump;
   bool dry_run = false;
   bool quiet = false;

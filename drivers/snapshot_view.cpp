@@ -155,7 +155,7 @@ Tokenizer tokenizer_of(const SnapshotReader& reader, const std::string& model) {
                             model.empty() ? "; -m names another one" : ""));
   }
   if (!header.info.tokenizer_hash.empty()) {
-    const std::string hash = hash_of_tokenizer(folder);
+    const std::string hash = hashes_of_model(folder, false).tokenizer;
     if (hash != header.info.tokenizer_hash) {
       throw Error(fmt::format(
           "{}: the tokenizer in {} is another one than the run's: expected hash {}, found {}",

@@ -8,6 +8,7 @@
 #include <kvzap/model.hpp>
 #include <kvzap/policies.hpp>
 #include <kvzap/scorer.hpp>
+#include <kvzap/snapshot.hpp>
 #include <kvzap/step_batch.hpp>
 #include <memory>
 #include <string>
@@ -206,9 +207,49 @@ class Engine {
   virtual CacheReport report(SequenceId sequence) = 0;
   /// Those of several sequences at once.
   virtual std::vector<CacheReport> reports(const std::vector<SequenceId>& sequences) = 0;
-  /// Writes keys, values and positions of all ranks to one HDF5 file; see snapshot.hpp.
-  virtual void write_snapshot(const std::filesystem::path& file, const std::string& model_name,
-                              SequenceId sequence) = 0;
+
+  /// Begins to write a sequence to a file, see kvzap::begin_snapshot, and all that the engine needs
+  /// to go on with it: fills info's prune, threshold, sink, recent_queries, and its own names in
+  /// `state` and `further`. `info` has the tokens of a context whose end is still to come if the
+  /// policy has the model repeat it (PolicyInfo::repeats_context). `context`: a checkpoint of this
+  /// sequence, written too. What is written is a fork, so that the sequence may go on; it is freed
+  /// when the file is in its place, when writing fails, or with the object that is returned, which
+  /// goes before the engine. Collective, as advance, finish and the end of that object are. Throws
+  /// AgreedOutOfMemory for want of memory for the fork, Error for a context of another sequence,
+  /// and what kvzap::begin_snapshot throws.
+  virtual std::unique_ptr<SnapshotWriting> begin_snapshot(const std::filesystem::path& file,
+                                                          SnapshotInfo info,
+                                                          const SnapshotOptions& options,
+                                                          SequenceId sequence,
+                                                          const Checkpoint* context = nullptr) = 0;
+  /// The same without a fork, and waits for it: takes no memory of the cache. Returns what
+  /// kvzap::write_snapshot returns.
+  virtual std::vector<std::string> write_snapshot(const std::filesystem::path& file,
+                                                  SnapshotInfo info, const SnapshotOptions& options,
+                                                  SequenceId sequence,
+                                                  const Checkpoint* context = nullptr) = 0;
+  /// The same with nothing but the model's name.
+  std::vector<std::string> write_snapshot(const std::filesystem::path& file,
+                                          const std::string& model_name, SequenceId sequence);
+
+  /// What `resume` makes of a file.
+  struct Resumed {
+    SequenceId sequence = -1;
+    /// The state of the context, if the file has it beside that of the sequence.
+    std::unique_ptr<Checkpoint> context;
+  };
+  /// A new sequence that goes on where that of a snapshot was: its cache, counts and whatever the
+  /// policy will ask for. The engine has the options that the file was written under, but for the
+  /// type of values, pages, ranks and limits of memory. Collective; every rank has a reader of its
+  /// own of the same file. Throws, on every rank, what load_snapshot throws, and AgreedError if the
+  /// file lacks what the policy needs (it was written under another one). There is no new sequence
+  /// then.
+  virtual Resumed resume(const SnapshotReader& reader) = 0;
+  /// Throws Error if no `count` tokens of context can follow a context that has come to its end: as
+  /// sparse prefill, this needs a policy that can score again after each chunk, and one that leaves
+  /// positions as they are.
+  virtual void check_more_context(SequenceId sequence, std::int64_t count) const = 0;
+
   /// Positions of the rows that a head on this rank still has, ascending; for tests and analyses.
   virtual std::vector<std::int64_t> positions(SequenceId sequence, int layer, int head_on_rank) = 0;
   virtual void set_observer(StepObserver* observer) = 0;

@@ -3,6 +3,7 @@
 
 #include <kvzap/budget.hpp>
 #include <kvzap/policy.hpp>
+#include <kvzap/snapshot.hpp>
 #include <vector>
 
 namespace kvzap {
@@ -27,6 +28,14 @@ class RecentQueries {
   /// Forgets all; the next token taken has this position.
   void restart(std::int64_t position);
 
+  /// Whether they are kept from step to step.
+  bool lasts() const { return m_every_layer; }
+  /// Those of each layer on the host; none unless they last. Waits.
+  std::vector<SnapshotQueries> to_host() const;
+  /// Takes what to_host gave, of as many of the newest tokens as there is room for. Throws Error if
+  /// layers or extents differ.
+  void from_host(const std::vector<SnapshotQueries>& layers);
+
  private:
   using Queries = Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace>;
   /// Of one layer, or of the one at hand.
@@ -40,6 +49,7 @@ class RecentQueries {
   std::int64_t m_capacity;
   std::vector<int> m_query_heads;
   int m_head_dim;
+  bool m_every_layer;
   std::vector<Taken> m_taken;
   Queries m_ordered;
 };

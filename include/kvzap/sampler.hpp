@@ -3,6 +3,7 @@
 
 #include <kvzap/types.hpp>
 #include <random>
+#include <string>
 #include <vector>
 
 namespace kvzap {
@@ -28,6 +29,12 @@ class Sampler {
   /// The next token; ties go to the smaller id. Returns -1 if a logit is NaN or the largest is not
   /// finite.
   TokenId operator()(const std::vector<float>& logits);
+
+  /// Where the random numbers are: the text that C++ defines for std::mt19937_64, so that it fits
+  /// every platform.
+  std::string state() const;
+  /// Goes on from there. Throws Error, and changes nothing, for a text that is none.
+  void set_state(const std::string& state);
 
  private:
   SamplingOptions m_options;

@@ -564,15 +564,20 @@ class TypedEngine final : public Engine {
     return reports;
   }
 
-  void write_snapshot(const std::filesystem::path& file, const std::string& model_name,
-                      SequenceId sequence) override {
-    SnapshotInfo info;
-    info.model = model_name;
+  std::unique_ptr<SnapshotWriting> begin_snapshot(const std::filesystem::path& file, SnapshotInfo,
+                                                  const SnapshotOptions&, SequenceId,
+                                                  const Checkpoint*) override {
+    throw Error(fmt::format("snapshot {}: not written yet", file.string()));
+  }
+
+  std::vector<std::string> write_snapshot(const std::filesystem::path& file, SnapshotInfo info,
+                                          const SnapshotOptions& options, SequenceId sequence,
+                                          const Checkpoint*) override {
     const Pruning& pruning = *m_lives.at(sequence).pruning;
     info.prune = name_of(pruning.prune);
     info.further["prefill"] = std::string(name_of(pruning.prefill));
     if (pruning.prune != PruneMode::none) {
-      info.sink = options().sink;
+      info.sink = this->options().sink;
       const bool has_budget = pruning.uses_policy && chooses_rows(*pruning.policy);
       if (!has_budget) info.threshold = rule(sequence, StepPart::context, 0).eviction.threshold;
       if (pruning.uses_policy) {
@@ -582,8 +587,31 @@ class TypedEngine final : public Engine {
         info.further["surrogate"] = m_scorer->kind();
       }
     }
-    kvzap::write_snapshot(file, m_decoder.cache(), sequence, m_model->partition(), communicator(),
-                          info);
+    return kvzap::write_snapshot(file, m_decoder.cache(), sequence, m_model->partition(),
+                                 communicator(), info, options);
+  }
+
+  Resumed resume(const SnapshotReader&) override { throw Error("resume is not written yet"); }
+
+  void check_more_context(SequenceId sequence, std::int64_t count) const override {
+    const Life& life = m_lives.at(sequence);
+    if (!life.pruning->uses_policy) return;
+    const PolicyChoice& choice = *life.pruning->policy;
+    const auto refuse = [&](const std::string& what) {
+      throw Error(fmt::format("policy {}: nothing can be added to a context that it has pruned: {}",
+                              choice.name, what));
+    };
+    if (choice.info->repeats_context) refuse("it has the model repeat the context as a whole");
+    if (!choice.info->scores_again || choice.info->has_own_budget) {
+      refuse("it cannot score again after each chunk");
+    }
+    if (choice.rerotate) refuse("it has closed up the positions");
+    if (life.recent && !life.recent->lasts() && count < life.recent->capacity()) {
+      refuse(
+          fmt::format("it scores by the {} newest tokens, of which {} are new, and without "
+                      "--prefill sparse earlier ones are not kept",
+                      life.recent->capacity(), count));
+    }
   }
 
   std::vector<std::int64_t> positions(SequenceId sequence, int layer, int head_on_rank) override {
@@ -1004,6 +1032,14 @@ StepRule Engine::rule(StepPart part, std::int64_t question) const {
   const Pruning pruning{m_options.policy, m_options.prune, m_options.prefill, m_options.threshold,
                         uses_policy(m_options)};
   return rule_of(pruning, m_options.sink, part, question);
+}
+
+std::vector<std::string> Engine::write_snapshot(const std::filesystem::path& file,
+                                                const std::string& model_name,
+                                                SequenceId sequence) {
+  SnapshotInfo info;
+  info.model = model_name;
+  return write_snapshot(file, std::move(info), {}, sequence);
 }
 
 template <class Value>

@@ -1,3 +1,5 @@
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <kvzap/generate.hpp>
 
@@ -9,69 +11,366 @@ namespace {
 using detail::Clock;
 using detail::seconds_since;
 
+/// What a generator says of itself in a snapshot, beside token ids and logits.
+struct RunState {
+  std::int64_t phase = 0;
+  std::int64_t whole = 0;  // every question runs the context
+  std::int64_t context_run = 0;
+  std::int64_t question_tokens = 0;
+  std::int64_t answer_ended = 0;
+  std::int64_t seed = 0;  // an unsigned number's bits
+
+  template <class Visit>
+  static void each(RunState& state, const Visit& visit) {
+    visit("phase", state.phase);
+    visit("whole", state.whole);
+    visit("context_run", state.context_run);
+    visit("question_tokens", state.question_tokens);
+    visit("answer_ended", state.answer_ended);
+    visit("seed", state.seed);
+  }
+};
+
+/// Root attribute: text of Sampler::state.
+const char* const sampler_name = "sampler";
+
+RunState read_state(const SnapshotInfo& info) {
+  RunState state;
+  RunState::each(state, [&](const char* name, std::int64_t& value) {
+    const auto found = info.state.find(name);
+    if (found == info.state.end()) {
+      throw Error(fmt::format(
+          "/state lacks {}: a run can go on from what a run has written, not from a cache alone",
+          name));
+    }
+    value = found->second;
+  });
+  return state;
+}
+
+/// Tokens that an answer has put into the cache: the last one is generated from and not run.
+std::int64_t run_of(std::int64_t answered) { return std::max<std::int64_t>(0, answered - 1); }
+
+/// The state, checked against everything else that the file says of the run.
+RunState check_state(const SnapshotHeader& header, bool runs_whole, std::int64_t vocab_size) {
+  const SnapshotInfo& info = header.info;
+  const RunState state = read_state(info);
+  const auto check = [](bool fits, const char* what, std::int64_t found, std::int64_t expected) {
+    if (!fits) throw Error(fmt::format("{} is {}; expected {}", what, found, expected));
+  };
+  const auto ids = static_cast<std::int64_t>(info.token_ids.size());
+  const std::int64_t context = info.context_tokens;
+  const auto answered = ids - context - state.question_tokens;
+  if (state.phase < 1 || state.phase > 3) {
+    throw Error(fmt::format("/state: phase is {}; expected 1, 2 or 3", state.phase));
+  }
+  const bool answers = state.phase == 3;
+  if (context < 1 || context > ids) {
+    throw Error(fmt::format("context_tokens is {}, and there are {} token_ids", context, ids));
+  }
+  check(state.whole == (runs_whole ? 1 : 0),
+        "/state: whole (1: the context runs with each question, --prune-after question)",
+        state.whole, runs_whole ? 1 : 0);
+  if (state.context_run < 0 || state.context_run > context) {
+    throw Error(fmt::format("/state: context_run is {} of {} tokens", state.context_run, context));
+  }
+  if (state.phase > 1) {
+    check(state.context_run == context, "/state: context_run", state.context_run, context);
+  }
+  if (state.question_tokens < 0 || answered < 0 || (!answers && ids != context)) {
+    throw Error(fmt::format("{} token_ids are not a context of {}, a question of {} and an answer",
+                            ids, context, state.question_tokens));
+  }
+  const auto closed_up = info.state.find("closed_up");
+  const std::int64_t seen = header.tokens + (closed_up == info.state.end() ? 0 : closed_up->second);
+  const std::int64_t run = answers ? context + state.question_tokens + run_of(answered)
+                                   : (runs_whole ? 0 : state.context_run);
+  check(seen == run, "the number of tokens that the cache was given", seen, run);
+  const auto logits = static_cast<std::int64_t>(info.logits.size());
+  if (!runs_whole && state.context_run == context) {
+    check(logits == vocab_size, "the number of logits", logits, vocab_size);
+  }
+  return state;
+}
+
 }  // namespace
+
+struct Generator::SnapshotParts {
+  SnapshotInfo info;
+  SequenceId sequence = -1;
+  const Engine::Checkpoint* context = nullptr;
+  bool is_temporary = false;  // the sequence
+};
 
 Generator::Generator(std::unique_ptr<Engine> engine) : m_engine(std::move(engine)) {}
 
-void Generator::prefill(const std::vector<TokenId>& context, bool reusable,
-                        const ProgressCallback& progress) {
-  if (context.empty()) throw Error("the context is empty; expected at least one token");
-  if (m_sequence >= 0 || !m_context.empty()) throw Error("prefill was called twice");
+bool Generator::runs_whole() const {
   const CacheOptions& options = m_engine->options();
-  const std::int64_t count = context.size();
-  const std::int64_t chunk =
-      options.prefill == PrefillMode::sparse ? std::min(options.chunk, count) : count;
-  if (options.policy && options.prune_after == PruneMoment::question) {
+  return options.policy && options.prune_after == PruneMoment::question;
+}
+
+// As before prefill.
+void Generator::forget() {
+  if (m_pristine >= 0 && m_pristine != m_sequence) m_engine->free_sequence(m_pristine);
+  if (m_sequence >= 0) m_engine->free_sequence(m_sequence);
+  m_sequence = m_pristine = -1;
+  m_checkpoint.reset();
+  m_phase = Phase::empty;
+  m_context.clear();
+  m_context_run = 0;
+  m_context_logits.clear();
+}
+
+void Generator::prefill(const std::vector<TokenId>& context, bool reusable,
+                        const ProgressCallback& progress,
+                        const std::function<void()>& after_chunk) {
+  if (context.empty()) throw Error("the context is empty; expected at least one token");
+  if (m_phase != Phase::empty) throw Error("prefill was called twice");
+  m_is_reusable = reusable;
+  if (runs_whole()) {
     m_context = context;
+    m_context_run = static_cast<std::int64_t>(context.size());
+    m_phase = Phase::ready;
     return;
   }
-  const StepRule rule = m_engine->rule(StepPart::context);
   m_sequence = m_engine->add_sequence();
-  try {
-    for (std::int64_t begin = 0; begin < count; begin += chunk) {
-      const std::int64_t end = std::min(count, begin + chunk);
-      const auto chunk_progress = [&](std::string_view what, std::int64_t done,
-                                      std::int64_t total) {
-        // In tokens, so that chunks add up whatever their inner steps.
-        if (progress) progress(what, begin + (end - begin) * done / total, count);
-      };
-      const StepBatch batch(m_sequence, {context.begin() + begin, context.begin() + end}, rule,
+  m_context = context;
+  m_tokens = 0;
+  m_phase = Phase::context;
+  run_context(progress, after_chunk);
+}
+
+void Generator::prefill_rest(const ProgressCallback& progress,
+                             const std::function<void()>& after_chunk) {
+  if (m_phase == Phase::empty) throw Error("there is no context to go on with; prefill or resume");
+  if (m_phase == Phase::context) run_context(progress, after_chunk);
+}
+
+void Generator::run_context(const ProgressCallback& progress,
+                            const std::function<void()>& after_chunk) {
+  const CacheOptions& options = m_engine->options();
+  const auto count = static_cast<std::int64_t>(m_context.size());
+  const StepRule rule = m_engine->rule(StepPart::context);
+  const bool repeats = options.prune != PruneMode::none && options.policy && options.policy->info &&
+                       options.policy->info->repeats_context;
+  const auto or_forget = [&](const auto& work) {
+    try {
+      work();
+    } catch (...) {
+      forget();  // so that prefill can be tried again
+      throw;
+    }
+  };
+  while (m_context_run < count) {
+    const std::int64_t begin = m_context_run;
+    const std::int64_t end = options.prefill == PrefillMode::sparse && options.chunk < count - begin
+                                 ? begin + options.chunk
+                                 : count;
+    const auto chunk_progress = [&](std::string_view what, std::int64_t done, std::int64_t total) {
+      // In tokens, so that chunks add up whatever their inner steps.
+      if (progress) progress(what, begin + (end - begin) * done / total, count);
+    };
+    or_forget([&] {
+      const StepBatch batch(m_sequence, {m_context.begin() + begin, m_context.begin() + end}, rule,
                             end == count ? StepOutput::logits : StepOutput::none);
       m_context_logits = std::move(m_engine->step(batch, chunk_progress).front().logits);
-    }
-    m_engine->end_context(m_sequence, progress);
-  } catch (...) {
-    m_engine->free_sequence(m_sequence);  // so that prefill can be tried again
-    m_sequence = -1;
-    throw;
+    });
+    m_context_run = end;
+    m_tokens = m_engine->tokens(m_sequence);
+    if (after_chunk && (end < count || repeats)) after_chunk();
   }
-  trim();
-  if (!reusable) return;
-  if (options.decode_every > 0) {
+  or_forget([&] {
+    m_engine->end_context(m_sequence, progress);
+    trim();
+    keep_context();
+  });
+  m_tokens = m_engine->tokens(m_sequence);
+  m_phase = Phase::ready;
+  if (after_chunk) after_chunk();
+}
+
+// The sequence is as it is to be before each answer.
+void Generator::keep_context() {
+  if (!m_is_reusable) return;
+  if (m_engine->options().decode_every > 0) {
     m_pristine = m_sequence;  // a sequence cannot be cut back past an eviction
   } else {
     m_checkpoint = m_engine->checkpoint(m_sequence);
   }
 }
 
+void Generator::append_context(const std::vector<TokenId>& more) {
+  if (more.empty()) throw Error("there is nothing to add to the context");
+  if (m_phase == Phase::empty) throw Error("there is no context to add to; prefill or resume");
+  const auto count = static_cast<std::int64_t>(m_context.size() + more.size()) - m_context_run;
+  if (!runs_whole()) {
+    // A context that sparse prefill has not ended yet is a longer one.
+    if (m_phase != Phase::context || m_engine->options().prefill != PrefillMode::sparse) {
+      m_engine->check_more_context(m_sequence, count);
+    }
+    if (m_pristine >= 0) {
+      if (m_sequence != m_pristine) m_engine->free_sequence(m_sequence);
+      m_sequence = m_pristine;
+      m_pristine = -1;
+    } else if (m_phase == Phase::answering) {
+      check_context_is_kept();
+      m_engine->restore(m_sequence, *m_checkpoint);
+    } else if (m_phase == Phase::ready) {
+      check_whole();
+    }
+    m_checkpoint.reset();
+    m_tokens = m_engine->tokens(m_sequence);
+    m_phase = Phase::context;
+  } else {
+    m_context_run += static_cast<std::int64_t>(more.size());
+    m_phase = Phase::ready;
+  }
+  m_context.insert(m_context.end(), more.begin(), more.end());
+  m_question.clear();
+  m_answered.clear();
+  m_has_ended = false;
+}
+
+// A step that has failed halfway may have left tokens that nothing here knows of.
+void Generator::check_whole() const {
+  if (m_engine->tokens(m_sequence) == m_tokens) return;
+  throw Error(
+      fmt::format("a step has failed halfway and left {} tokens in the cache; expected {}: the "
+                  "sequence cannot be gone on with",
+                  m_engine->tokens(m_sequence), m_tokens));
+}
+
+void Generator::check_context_is_kept() const {
+  if (m_checkpoint) return;
+  throw Error(
+      "a second question needs a prefill that is reusable: the context's state has not been kept "
+      "beside that of the answer");
+}
+
 // The sequence as it was after the context.
 void Generator::begin_answer() {
-  const bool is_first = m_answers++ == 0;
+  if (m_phase == Phase::empty) throw Error("there is no context; prefill or resume");
+  if (m_phase == Phase::context) {
+    throw Error(
+        fmt::format("{} of {} tokens of the context have been run; prefill_rest comes "
+                    "before an answer",
+                    m_context_run, m_context.size()));
+  }
   // Without memory for the new sequence the old one is gone all the same.
   const auto leave = [&](SequenceId rest) {
     if (m_sequence != rest) m_engine->free_sequence(m_sequence);
     m_sequence = rest;
   };
-  if (!m_context.empty()) {
+  if (runs_whole()) {
     leave(-1);
     m_sequence = m_engine->add_sequence();
   } else if (m_pristine >= 0) {
     leave(m_pristine);
     m_sequence = m_engine->fork(m_pristine);
-  } else if (!is_first) {
-    if (!m_checkpoint) throw Error("a second question needs a prefill that is reusable");
+  } else if (m_phase == Phase::answering || m_engine->tokens(m_sequence) != m_tokens) {
+    check_context_is_kept();
     m_engine->restore(m_sequence, *m_checkpoint);
   }
+  m_tokens = m_engine->tokens(m_sequence);
+  m_phase = Phase::ready;
+}
+
+Answer Generator::answer(const std::vector<TokenId>& question, const AnswerOptions& options) {
+  Sampler sampler(options.sampling);
+  begin_answer();
+  m_question = question;
+  m_answered.clear();
+  m_has_ended = false;
+  m_sampler.emplace(std::move(sampler));
+  m_seed = options.sampling.seed;
+  return generate(options, false);
+}
+
+Answer Generator::resume_answer(const AnswerOptions& options) {
+  if (m_phase != Phase::answering) throw Error("there is no answer under way");
+  if (m_answered.empty()) throw Error("the answer has no token to go on from");
+  check_whole();
+  Sampler sampler(options.sampling);
+  if (m_sampler && m_seed == options.sampling.seed) sampler.set_state(m_sampler->state());
+  m_sampler.emplace(std::move(sampler));
+  m_seed = options.sampling.seed;
+  m_has_ended = false;
+  return generate(options, true);
+}
+
+// The question, unless the answer has begun before, and new tokens.
+Answer Generator::generate(const AnswerOptions& options, bool resumes) {
+  const Communicator& comm = m_engine->communicator();
+  // On all ranks; -1 if there is none.
+  const auto draw = [&](const std::vector<float>& logits) {
+    if (options.on_logits) options.on_logits(logits);
+    TokenId token = comm.is_root() ? (*m_sampler)(logits) : 0;
+    comm.broadcast(&token, sizeof(token), 0);
+    return token;
+  };
+  // Any rank may want to see logits; all take part in bringing them together.
+  const bool greedy =
+      comm.all_reduce_max(options.on_logits ? 1 : 0) == 0 && options.sampling.temperature == 0;
+  const StepOutput output = greedy ? StepOutput::argmax : StepOutput::logits;
+  const auto run = [&](const std::vector<TokenId>& tokens, StepPart part, StepOutput wanted) {
+    if (part == StepPart::question && runs_whole()) return run_whole(tokens, wanted);
+    return m_engine->step(StepBatch(m_sequence, tokens, m_engine->rule(part), wanted));
+  };
+  const auto next = [&](const std::vector<TokenId>& tokens, StepPart part) {
+    const auto results = run(tokens, part, output);
+    return greedy ? results.front().argmax : draw(results.front().logits);
+  };
+  // What stands in the members is all true.
+  const auto note = [&] {
+    m_phase = Phase::answering;
+    m_tokens = m_engine->tokens(m_sequence);
+  };
+  const auto is_stop = [&](TokenId token) {
+    return std::find(options.stop_ids.begin(), options.stop_ids.end(), token) !=
+           options.stop_ids.end();
+  };
+  Answer answer;
+  answer.question_tokens = static_cast<std::int64_t>(m_question.size());
+  auto start = Clock::now();
+  TokenId token = 0;
+  if (!resumes) {
+    const bool has_step = !m_question.empty() || runs_whole();
+    if (options.max_new_tokens < 1) {
+      if (has_step) run(m_question, StepPart::question, StepOutput::none);
+      note();
+    } else {
+      token = has_step ? next(m_question, StepPart::question) : draw(m_context_logits);
+    }
+    answer.question_seconds = seconds_since(start);
+  }
+  answer.pruned = report();
+  start = Clock::now();
+  bool has_stopped = resumes && is_stop(m_answered.back());
+  while (!has_stopped && static_cast<std::int64_t>(m_answered.size()) < options.max_new_tokens) {
+    // The last token that fits is still generated from, not the one after it.
+    const bool feeds = !m_answered.empty();
+    if (feeds && options.max_tokens > 0 && m_engine->tokens(m_sequence) >= options.max_tokens) {
+      answer.stop_reason = StopReason::context_full;
+      break;
+    }
+    if (feeds) token = next({m_answered.back()}, StepPart::generated);
+    if (token < 0) {
+      throw AgreedError(
+          "the logits are not finite: weights or activations overflow (try --dtype "
+          "bf16 or f32, or check the checkpoint)");
+    }
+    m_answered.push_back(token);
+    note();
+    if (options.on_token) options.on_token(token);
+    has_stopped = is_stop(token);
+  }
+  if (has_stopped) answer.stop_reason = StopReason::stop_id;
+  m_has_ended = true;
+  answer.tokens = m_answered;
+  answer.decode_seconds = seconds_since(start);
+  trim();
+  answer.cache = report();
+  return answer;
 }
 
 // Context and question in one step, after which the policy chooses.
@@ -87,67 +386,132 @@ std::vector<StepResult> Generator::run_whole(const std::vector<TokenId>& questio
   return results;
 }
 
-Answer Generator::answer(const std::vector<TokenId>& question, const AnswerOptions& options) {
-  begin_answer();
-  Sampler sampler(options.sampling);
-  const Communicator& comm = m_engine->communicator();
-  // On all ranks; -1 if there is none.
-  const auto draw = [&](const std::vector<float>& logits) {
-    if (options.on_logits) options.on_logits(logits);
-    TokenId token = comm.is_root() ? sampler(logits) : 0;
-    comm.broadcast(&token, sizeof(token), 0);
-    return token;
-  };
-  // Any rank may want to see logits; all take part in bringing them together.
-  const bool greedy =
-      comm.all_reduce_max(options.on_logits ? 1 : 0) == 0 && options.sampling.temperature == 0;
-  const StepOutput output = greedy ? StepOutput::argmax : StepOutput::logits;
-  const auto run = [&](const std::vector<TokenId>& tokens, StepPart part, StepOutput wanted) {
-    if (part == StepPart::question && !m_context.empty()) return run_whole(tokens, wanted);
-    return m_engine->step(StepBatch(m_sequence, tokens, m_engine->rule(part), wanted));
-  };
-  const auto next = [&](const std::vector<TokenId>& tokens, StepPart part) {
-    const auto results = run(tokens, part, output);
-    return greedy ? results.front().argmax : draw(results.front().logits);
-  };
-  Answer answer;
-  answer.question_tokens = question.size();
-  auto start = Clock::now();
-  TokenId token = 0;
-  const bool has_step = !question.empty() || !m_context.empty();
-  if (options.max_new_tokens < 1) {
-    if (has_step) run(question, StepPart::question, StepOutput::none);
+// What is written, and of what. Collective where a sequence is made for it.
+Generator::SnapshotParts Generator::snapshot_parts(SnapshotInfo info) {
+  if (m_phase == Phase::empty) throw Error("there is no context yet that could be written");
+  SnapshotParts parts;
+  const Phase phase = m_pristine >= 0 ? Phase::ready : m_phase;
+  const bool answers = phase == Phase::answering;
+  RunState state;
+  state.phase = static_cast<std::int64_t>(phase);
+  state.whole = runs_whole() ? 1 : 0;
+  state.context_run = m_context_run;
+  info.token_ids = m_context;
+  info.context_tokens = static_cast<std::int64_t>(m_context.size());
+  info.logits = m_context_logits;
+  if (answers) {
+    state.question_tokens = static_cast<std::int64_t>(m_question.size());
+    state.answer_ended = m_has_ended ? 1 : 0;
+    info.token_ids.insert(info.token_ids.end(), m_question.begin(), m_question.end());
+    info.token_ids.insert(info.token_ids.end(), m_answered.begin(), m_answered.end());
+    if (m_sampler) {
+      state.seed = static_cast<std::int64_t>(m_seed);
+      info.further[sampler_name] = m_sampler->state();
+    }
+    parts.context = m_checkpoint.get();
+  }
+  RunState::each(state, [&](const char* name, std::int64_t& value) { info.state[name] = value; });
+  parts.info = std::move(info);
+  if (runs_whole() && !answers) {
+    parts.sequence = m_engine->add_sequence();
+    parts.is_temporary = true;
+  } else if (m_pristine >= 0) {
+    parts.sequence = m_pristine;
   } else {
-    token = has_step ? next(question, StepPart::question) : draw(m_context_logits);
+    check_whole();
+    parts.sequence = m_sequence;
   }
-  answer.question_seconds = seconds_since(start);
-  answer.pruned = report();
-  start = Clock::now();
-  while (static_cast<std::int64_t>(answer.tokens.size()) < options.max_new_tokens) {
-    // The last token that fits is still generated from, not the one after it.
-    const bool feeds = !answer.tokens.empty();
-    if (feeds && options.max_tokens > 0 && m_engine->tokens(m_sequence) >= options.max_tokens) {
-      answer.stop_reason = StopReason::context_full;
-      break;
-    }
-    if (feeds) token = next({answer.tokens.back()}, StepPart::generated);
-    if (token < 0) {
-      throw AgreedError(
-          "the logits are not finite: weights or activations overflow (try --dtype "
-          "bf16 or f32, or check the checkpoint)");
-    }
-    answer.tokens.push_back(token);
-    if (options.on_token) options.on_token(token);
-    if (std::find(options.stop_ids.begin(), options.stop_ids.end(), token) !=
-        options.stop_ids.end()) {
-      answer.stop_reason = StopReason::stop_id;
-      break;
-    }
+  return parts;
+}
+
+template <class Write>
+auto Generator::with_parts(SnapshotInfo info, const Write& write) {
+  SnapshotParts parts = snapshot_parts(std::move(info));
+  const auto free_temporary = [&] {
+    if (parts.is_temporary) m_engine->free_sequence(parts.sequence);
+  };
+  try {
+    auto result = write(parts);
+    free_temporary();
+    return result;
+  } catch (...) {
+    free_temporary();
+    throw;
   }
-  answer.decode_seconds = seconds_since(start);
-  trim();
-  answer.cache = report();
-  return answer;
+}
+
+std::unique_ptr<SnapshotWriting> Generator::begin_snapshot(const std::filesystem::path& file,
+                                                           SnapshotInfo info,
+                                                           const SnapshotOptions& options) {
+  return with_parts(std::move(info), [&](SnapshotParts& parts) {
+    return m_engine->begin_snapshot(file, std::move(parts.info), options, parts.sequence,
+                                    parts.context);
+  });
+}
+
+std::vector<std::string> Generator::write_snapshot(const std::filesystem::path& file,
+                                                   SnapshotInfo info,
+                                                   const SnapshotOptions& options) {
+  return with_parts(std::move(info), [&](SnapshotParts& parts) {
+    return m_engine->write_snapshot(file, std::move(parts.info), options, parts.sequence,
+                                    parts.context);
+  });
+}
+
+std::vector<std::string> Generator::write_snapshot(const std::filesystem::path& file,
+                                                   const std::string& model_name) {
+  SnapshotInfo info;
+  info.model = model_name;
+  return write_snapshot(file, std::move(info), {});
+}
+
+void Generator::resume(const SnapshotReader& reader, bool reusable) {
+  if (m_phase != Phase::empty) throw Error("resume comes in place of prefill, and once");
+  const SnapshotHeader& header = reader.header();
+  const SnapshotInfo& info = header.info;
+  const Communicator& comm = m_engine->communicator();
+  RunState state;
+  std::optional<Sampler> sampler;
+  comm.agree([&] {
+    try {
+      state = check_state(header, runs_whole(), m_engine->config().vocab_size);
+      const auto found = info.further.find(sampler_name);
+      if (found != info.further.end() && std::holds_alternative<std::string>(found->second)) {
+        sampler.emplace(SamplingOptions());
+        sampler->set_state(std::get<std::string>(found->second));
+      }
+    } catch (const Error& error) {
+      throw Error(fmt::format("snapshot {}: {}", reader.file().string(), error.what()));
+    }
+  });
+  Engine::Resumed resumed = m_engine->resume(reader);
+  m_sequence = resumed.sequence;
+  m_checkpoint = std::move(resumed.context);
+  m_is_reusable = reusable;
+  m_phase = static_cast<Phase>(state.phase);
+  const auto context_end = info.token_ids.begin() + info.context_tokens;
+  const auto question_end = context_end + state.question_tokens;
+  m_context.assign(info.token_ids.begin(), context_end);
+  m_context_run = state.context_run;
+  if (comm.is_root()) m_context_logits = info.logits;
+  m_question.assign(context_end, question_end);
+  m_answered.assign(question_end, info.token_ids.end());
+  m_has_ended = state.answer_ended != 0;
+  m_sampler = std::move(sampler);
+  m_seed = static_cast<std::uint64_t>(state.seed);
+  if (m_phase == Phase::ready && runs_whole()) {
+    m_engine->free_sequence(m_sequence);
+    m_sequence = -1;
+    return;
+  }
+  m_tokens = m_engine->tokens(m_sequence);
+  if (m_phase != Phase::ready) return;
+  try {
+    keep_context();
+  } catch (...) {
+    forget();
+    throw;
+  }
 }
 
 void Generator::trim() {

@@ -1,3 +1,5 @@
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <kvzap/policy_step.hpp>
 
@@ -42,7 +44,10 @@ Queries make(const char* label, std::int64_t tokens, int heads, int head_dim) {
 
 RecentQueries::RecentQueries(std::int64_t tokens, const std::vector<int>& query_heads, int head_dim,
                              bool every_layer)
-    : m_capacity(tokens), m_query_heads(query_heads), m_head_dim(head_dim) {
+    : m_capacity(tokens),
+      m_query_heads(query_heads),
+      m_head_dim(head_dim),
+      m_every_layer(every_layer) {
   const int most = *std::max_element(query_heads.begin(), query_heads.end());
   if (every_layer) {
     for (const int heads : query_heads) {
@@ -55,7 +60,7 @@ RecentQueries::RecentQueries(std::int64_t tokens, const std::vector<int>& query_
 }
 
 RecentQueries RecentQueries::clone() const {
-  RecentQueries copy(m_capacity, m_query_heads, m_head_dim, m_taken.size() > 1);
+  RecentQueries copy(m_capacity, m_query_heads, m_head_dim, m_every_layer);
   for (std::size_t l = 0; l < m_taken.size(); ++l) {
     const Queries queries = copy.m_taken[l].queries;
     Kokkos::deep_copy(queries, m_taken[l].queries);
@@ -96,6 +101,62 @@ TokenBlock RecentQueries::newest(const ExecutionSpace& exec, int layer, std::int
   block.queries = Kokkos::subview(ordered, std::pair<std::int64_t, std::int64_t>(0, block.count),
                                   Kokkos::ALL, Kokkos::ALL);
   return block;
+}
+
+std::vector<SnapshotQueries> RecentQueries::to_host() const {
+  std::vector<SnapshotQueries> layers;
+  if (!m_every_layer) return layers;
+  for (std::size_t l = 0; l < m_taken.size(); ++l) {
+    const Taken& taken = m_taken[l];
+    const std::int64_t heads = m_query_heads[l];
+    SnapshotQueries& layer = layers.emplace_back();
+    layer.first = std::max(taken.begin, taken.end - m_capacity);
+    layer.tokens = taken.end - layer.first;
+    layer.values.resize(static_cast<std::size_t>(heads * layer.tokens * m_head_dim));
+    const auto host = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), taken.queries);
+    float* to = layer.values.data();
+    for (std::int64_t h = 0; h < heads; ++h) {
+      for (std::int64_t p = layer.first; p < taken.end; ++p) {
+        for (int d = 0; d < m_head_dim; ++d) *to++ = host(p % m_capacity, h, d);
+      }
+    }
+  }
+  return layers;
+}
+
+void RecentQueries::from_host(const std::vector<SnapshotQueries>& layers) {
+  if (!m_every_layer || layers.size() != m_taken.size()) {
+    throw Error(fmt::format("there are newest queries of {} layers; expected {}", layers.size(),
+                            m_every_layer ? m_taken.size() : 0));
+  }
+  for (std::size_t l = 0; l < layers.size(); ++l) {
+    const SnapshotQueries& layer = layers[l];
+    const std::int64_t heads = m_query_heads[l];
+    const std::int64_t values = heads * layer.tokens * m_head_dim;
+    if (layer.first < 0 || layer.tokens < 0 ||
+        static_cast<std::int64_t>(layer.values.size()) != values) {
+      throw Error(fmt::format(
+          "layer {} has {} numbers of newest queries; expected {} ({} heads, {} tokens, {} each)",
+          l, layer.values.size(), values, heads, layer.tokens, m_head_dim));
+    }
+  }
+  for (std::size_t l = 0; l < layers.size(); ++l) {
+    const SnapshotQueries& layer = layers[l];
+    Taken& taken = m_taken[l];
+    const std::int64_t heads = m_query_heads[l];
+    taken.layer = static_cast<int>(l);
+    taken.end = layer.first + layer.tokens;
+    taken.begin = std::max(layer.first, taken.end - m_capacity);
+    const auto host = Kokkos::create_mirror_view(Kokkos::HostSpace(), taken.queries);
+    for (std::int64_t h = 0; h < heads; ++h) {
+      for (std::int64_t p = taken.begin; p < taken.end; ++p) {
+        const float* const from =
+            layer.values.data() + (h * layer.tokens + p - layer.first) * m_head_dim;
+        for (int d = 0; d < m_head_dim; ++d) host(p % m_capacity, h, d) = from[d];
+      }
+    }
+    Kokkos::deep_copy(taken.queries, host);
+  }
 }
 
 }  // namespace kvzap

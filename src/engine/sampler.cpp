@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <cmath>
 #include <kvzap/sampler.hpp>
+#include <locale>
 #include <numeric>
+#include <sstream>
 
 namespace kvzap {
 namespace {
@@ -23,6 +25,23 @@ Sampler::Sampler(const SamplingOptions& options) : m_options(options), m_random(
   if (!(options.top_p > 0 && options.top_p <= 1)) {
     throw Error(fmt::format("--top-p is {}; expected more than 0 and at most 1", options.top_p));
   }
+}
+
+std::string Sampler::state() const {
+  std::ostringstream text;
+  text.imbue(std::locale::classic());
+  text << m_random;
+  return text.str();
+}
+
+void Sampler::set_state(const std::string& state) {
+  std::istringstream text(state);
+  text.imbue(std::locale::classic());
+  std::mt19937_64 random;
+  if (!(text >> random) || !(text >> std::ws).eof()) {
+    throw Error("the state of the random numbers is not that of a std::mt19937_64");
+  }
+  m_random = random;
 }
 
 TokenId Sampler::operator()(const std::vector<float>& logits) {

@@ -258,7 +258,8 @@ class Text(InspectCase):
     def test_terminal(self):
         def on_terminal(**environment):
             ours, theirs = pty.openpty()
-            arguments = [KVZAP, "inspect", snapshot("a"), "--text", "--layer", "3", "--head", "2"]
+            # Little, since nobody reads before the program is at its end.
+            arguments = [KVZAP, "inspect", snapshot("b-short", CONTEXT[:80]), "--text", "--layer", "0"]
             with os.fdopen(ours, "rb", buffering=0) as terminal:
                 result = run_command(arguments, stdout=theirs,
                                      env={**os.environ, "TERM": "xterm", **environment})

@@ -10,6 +10,7 @@
 #include <kvzap/communicator.hpp>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 #ifdef __GLIBC__
 #include <malloc.h>
@@ -22,6 +23,7 @@
 #include "parallel/mpi_session.hpp"
 #include "policies_command.hpp"
 #include "run.hpp"
+#include "snapshots.hpp"
 
 namespace {
 
@@ -200,7 +202,9 @@ int run_program(int argc, char** argv, const kvzap::Communicator& comm) {
     driver::diff(line.diff_options, comm, driver::version);
   } else {
     read_deck_of(*line.run, line.run_options.config);
-    driver::run(line.run_options, comm, driver::version);
+    auto resumed = driver::open_resumed(*line.run, line.run_options, comm);
+    return driver::run(line.run_options, driver::recorded_options(*line.run, line.run_options),
+                       std::move(resumed), comm, driver::version);
   }
   return 0;
 }

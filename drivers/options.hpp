@@ -57,9 +57,9 @@ struct RunOptions {
   std::string snapshot;
   std::optional<std::int64_t> snapshot_every;
   std::optional<std::int64_t> snapshot_keep;
-  std::string snapshot_content;         // empty: all
+  std::string snapshot_content;          // empty: all
   std::optional<int> snapshot_compress;  // absent: what suits the content
-  std::string snapshot_dtype;           // empty: the cache's
+  std::string snapshot_dtype;            // empty: the cache's
   std::string resume;
   std::string append;
   std::string dump;

@@ -94,6 +94,49 @@ double decode_ms(const Answer& answer) {
   return answer.tokens.size() < 2 ? 0 : 1e3 * answer.decode_seconds / (answer.tokens.size() - 1);
 }
 
+/// What the run goes on with, what it has written, and whether it has come to its end.
+void add_snapshots(ordered_json& json, const RunReport& report) {
+  if (report.resumed) {
+    const ResumedFrom& from = *report.resumed;
+    json["resumed"] = {{"file", from.file},
+                       {"version", from.kvzap_version},
+                       {"bytes", from.bytes},
+                       {"tokens", from.tokens},
+                       {"context_tokens", from.context_tokens},
+                       {"answer_tokens", from.answer_tokens},
+                       {"seconds", from.seconds}};
+  }
+  if (!report.snapshots.empty()) json["snapshots"] = ordered_json::array();
+  for (const WrittenSnapshot& written : report.snapshots) {
+    json["snapshots"].push_back({{"file", written.file},
+                                 {"tokens", written.tokens},
+                                 {"bytes", written.bytes},
+                                 {"seconds", written.seconds},
+                                 {"waiting_seconds", written.waiting_seconds}});
+  }
+  if (report.signal != 0) json["signal"] = report.signal;
+}
+
+std::string snapshots_text(const RunReport& report) {
+  std::string text;
+  if (report.resumed) {
+    text += fmt::format("resumed from {}: {}, {} tokens, read in {:.2f} s\n", report.resumed->file,
+                        human_bytes(report.resumed->bytes), report.resumed->tokens,
+                        report.resumed->seconds);
+  }
+  if (report.snapshots.empty()) return text;
+  const WrittenSnapshot& last = report.snapshots.back();
+  text += fmt::format("snapshot {}: {}, {} tokens, written in {:.2f} s", last.file,
+                      human_bytes(last.bytes), last.tokens, last.seconds);
+  if (report.snapshots.size() > 1) {
+    double waiting = 0;
+    for (const WrittenSnapshot& written : report.snapshots) waiting += written.waiting_seconds;
+    text += fmt::format(", the last of {}, for which the run waited {:.2f} s",
+                        report.snapshots.size(), waiting);
+  }
+  return text + "\n";
+}
+
 }  // namespace
 
 std::string human_bytes(std::int64_t bytes) {
@@ -155,7 +198,7 @@ ordered_json to_json(const RunReport& report, const RunOptions& options) {
   json["context"]["pruning_seconds"] = report.context.prune_seconds;
   if (!report.policy.empty()) json["context"]["kv"]["full_at_first"] = report.is_full_at_first;
   json["context"]["prefill_tokens_per_second"] =
-      per_second(report.context_tokens, report.prefill_seconds);
+      per_second(report.prefill_tokens, report.prefill_seconds);
   json["answers"] = ordered_json::array();
   // After the question: what was spent on the first context is part of the first answer.
   const CacheReport nothing;
@@ -174,6 +217,7 @@ ordered_json to_json(const RunReport& report, const RunOptions& options) {
                            {"scoring_seconds", scoring_seconds(item.answer.cache, *before)},
                            {"pruning_seconds", pruning_seconds(item.answer.cache, *before)},
                            {"cache", cache_json(item.answer.cache)}};
+    if (item.is_from_snapshot) answer["from_snapshot"] = true;
     json["answers"].push_back(std::move(answer));
     before = &item.answer.cache;
   }
@@ -185,6 +229,7 @@ ordered_json to_json(const RunReport& report, const RunOptions& options) {
   if (report.texts > 0) {
     json["texts"] = {{"count", report.texts}, {"seconds", report.texts_seconds}};
   }
+  add_snapshots(json, report);
   return json;
 }
 
@@ -233,8 +278,8 @@ std::string to_text(const RunReport& report, const RunOptions& options) {
                      report.load_seconds, report.context_tokens));
   } else {
     line(fmt::format("time: load {:.2f} s, context of {} tokens {:.2f} s ({:.0f} tokens/s)",
-                     report.load_seconds, report.context_tokens, report.prefill_seconds,
-                     per_second(report.context_tokens, report.prefill_seconds)));
+                     report.load_seconds, report.prefill_tokens, report.prefill_seconds,
+                     per_second(report.prefill_tokens, report.prefill_seconds)));
   }
   if (!report.policy.empty()) {
     line(fmt::format("      of that scoring {:.3f} s, choosing and evicting {:.3f} s",
@@ -245,11 +290,21 @@ std::string to_text(const RunReport& report, const RunOptions& options) {
                      report.texts == 1 ? "" : "s", report.texts_seconds));
   }
   for (const AnsweredQuestion& item : report.answers) {
+    if (item.is_from_snapshot) continue;
     line(fmt::format("      question of {} tokens {:.3f} s, {} new tokens, {:.2f} ms each",
                      item.answer.question_tokens, item.answer.question_seconds,
                      item.answer.tokens.size(), decode_ms(item.answer)));
   }
+  text += snapshots_text(report);
   return text;
+}
+
+std::string stop_text(const RunReport& report, const RunOptions& options) {
+  const bool has_values = options.snapshot_content.empty() || options.snapshot_content == "all";
+  return fmt::format("stopped by signal {}: {} has {} tokens{}", report.signal, options.snapshot,
+                     report.snapshots.empty() ? 0 : report.snapshots.back().tokens,
+                     has_values ? fmt::format("; kvzap run --resume {} goes on", options.snapshot)
+                                : " but not their keys and values: no run can go on from it");
 }
 
 std::string to_text(const MemoryPlan& plan, const ModelConfig& model, DType dtype,

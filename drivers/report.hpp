@@ -16,6 +16,27 @@ struct AnsweredQuestion {
   std::string question;
   std::string text;
   Answer answer;
+  bool is_from_snapshot = false;  // a run before has answered it; its times are not known
+};
+
+/// A snapshot that a run has written.
+struct WrittenSnapshot {
+  std::string file;
+  std::int64_t tokens = 0;  // in the cache
+  std::int64_t bytes = 0;
+  double seconds = 0;          // until it was in its place
+  double waiting_seconds = 0;  // of these the run waited
+};
+
+/// What a run goes on with.
+struct ResumedFrom {
+  std::string file;
+  std::string kvzap_version;  // that wrote it
+  std::int64_t bytes = 0;
+  std::int64_t tokens = 0;          // in the cache
+  std::int64_t context_tokens = 0;  // that had been run
+  std::int64_t answer_tokens = 0;   // of the answer under way
+  double seconds = 0;               // to read it
 };
 
 /// Everything a run measured; filled in as it goes.
@@ -30,6 +51,10 @@ struct RunReport {
   CacheOptions cache_options;
   int ranks = 1;
   std::int64_t context_tokens = 0;
+  std::int64_t prefill_tokens = 0;  // of them, run by this run
+  std::optional<ResumedFrom> resumed;
+  std::vector<WrittenSnapshot> snapshots;
+  int signal = 0;  // that has ended the run early
   double load_seconds = 0;
   std::int64_t texts = 0;  // from which the policy has learned
   double texts_seconds = 0;
@@ -45,6 +70,8 @@ std::string human_bytes(std::int64_t bytes);
 
 nlohmann::ordered_json to_json(const RunReport& report, const RunOptions& options);
 std::string to_text(const RunReport& report, const RunOptions& options);
+/// That a signal has ended the run, and what to do about it.
+std::string stop_text(const RunReport& report, const RunOptions& options);
 std::string to_text(const MemoryPlan& plan, const ModelConfig& model, DType dtype,
                     std::int64_t tokens, double evict_ratio);
 nlohmann::ordered_json to_json(const MemoryPlan& plan, const RunOptions& options,

@@ -3,17 +3,13 @@
 #include <fmt/format.h>
 
 #include <cstdio>
-#include <filesystem>
-#include <fstream>
-#include <iostream>
 #include <kvzap/calibrate.hpp>
-#include <kvzap/chat_template.hpp>
 #include <kvzap/generate.hpp>
 #include <kvzap/memory_plan.hpp>
 #include <kvzap/snapshot.hpp>
 #include <kvzap/tokenizer.hpp>
 #include <limits>
-#include <sstream>
+#include <utility>
 
 #include "base/stopwatch.hpp"
 #include "dump.hpp"
@@ -22,13 +18,15 @@
 #include "policy_options.hpp"
 #include "policy_setup.hpp"
 #include "progress.hpp"
+#include "prompt.hpp"
 #include "report.hpp"
 #include "setup.hpp"
+#include "signals.hpp"
+#include "snapshots.hpp"
 
 namespace kvzap::driver {
 namespace {
 
-namespace fs = std::filesystem;
 using detail::Clock;
 using detail::seconds_since;
 
@@ -174,216 +172,474 @@ void dry_run(const RunOptions& options, const std::optional<PolicySpec>& spec,
   });
 }
 
-}  // namespace
+/// One run, from its options to its report.
+class Run {
+ public:
+  Run(const RunOptions& options, std::string recorded, std::unique_ptr<ResumedRun> resumed,
+      const Communicator& comm, const std::string& version)
+      : m_options(options),
+        m_recorded(std::move(recorded)),
+        m_resumed(std::move(resumed)),
+        m_comm(comm),
+        m_talks(comm.is_root() && !options.quiet),
+        m_bar(m_talks) {
+    m_report.version = version;
+    m_report.ranks = comm.size();
+  }
 
-void run(const RunOptions& given, const Communicator& comm, const std::string& version) {
-  RunOptions options = given;
-  const bool talks = comm.is_root() && !options.quiet;
+  /// Returns the exit status.
+  int operator()();
 
-  // 1. Check what can be checked before the work starts.
-  RunReport report;
-  report.version = version;
-  report.ranks = comm.size();
-  std::optional<ModelSetup> setup;
-  std::optional<Tokenizer> tokenizer;
-  std::vector<TokenId> stop_ids;
-  std::int64_t limit = 0;
-  std::optional<PolicySpec> spec;
-  comm.agree([&] { validate(options); });
+ private:
+  const ModelConfig& config() const { return m_setup->config; }
+  const Tokenizer* tokenizer() const { return m_tokenizer ? &*m_tokenizer : nullptr; }
+  bool is_after_question() const {
+    return m_report.cache_options.prune_after == PruneMoment::question;
+  }
+  void warn(const std::string& what) const {
+    if (m_talks) fmt::print(stderr, "kvzap: warning: {}\n", what);
+  }
+
+  void check_options();
+  void check_outputs() const;
+  void take_prompt();
+  void set_up_ring(std::int64_t longest);
+  void set_up_policy();
+  void check_memory_of(std::int64_t tokens) const;
+  void load();
+  void set_up_snapshots();
+  void go_on(bool reusable);
+  void run_context();
+  bool prints() const { return m_comm.is_root() && m_options.json != "-"; }
+  void tell_again(const AnsweredQuestion& answered) const;
+  void write_due();
+  void answer(std::size_t question);
+  void answer_all();
+  void write_dump();
+  void tell();
+
+  RunOptions m_options;
+  std::string m_recorded;
+  std::unique_ptr<ResumedRun> m_resumed;
+  Communicator m_comm;
+  bool m_talks;
+  Progress m_bar;
+  RunReport m_report;
+
+  std::optional<ModelSetup> m_setup;
+  std::optional<Tokenizer> m_tokenizer;  // on rank 0, unless token ids are all there is
+  std::vector<TokenId> m_stop_ids;
+  std::int64_t m_limit = 0;
+  std::optional<PolicySpec> m_spec;
+  Prompt m_prompt;
+  RunState m_state;        // all but its answers, which are the report's
+  bool m_goes_on = false;  // with the questions of the run before
+  std::shared_ptr<Scorer> m_scorer;
+  Texts m_texts;
+  ProgressCallback m_progress;
+  std::unique_ptr<Generator> m_generator;
+  std::optional<Dump> m_dump;
+  std::optional<Snapshots> m_snapshots;
+  bool m_is_snapshot_due = false;
+};
+
+// 1. What can be checked before the work starts.
+
+void Run::check_options() {
+  RunOptions& options = m_options;
+  m_comm.agree([&] { validate(options); });
   if (looks_up_threshold(options) && prunes(options) && !options.dry_run) {
-    report.looked_up = share_threshold(options, talks, comm);
-    options.threshold = report.looked_up->threshold;
+    // A run goes on with the threshold that it has begun with.
+    m_report.looked_up = m_resumed && m_resumed->state.looked_up
+                             ? m_resumed->state.looked_up
+                             : share_threshold(options, m_talks, m_comm);
+    options.threshold = m_report.looked_up->threshold;
     options.evict_ratio.reset();  // which is no budget
   }
-  comm.agree([&] {
-    spec = policy_spec(options);
-    report.cache_options = cache_options(options);
-    setup =
-        set_up_model(options.model, options.layers, options.placement, comm.size(), options.rope);
-    const ModelConfig& config = setup->config;
-    limit = options.max_context.value_or(0);
+  m_comm.agree([&] {
+    m_spec = policy_spec(options);
+    m_report.cache_options = cache_options(options);
+    m_setup =
+        set_up_model(options.model, options.layers, options.placement, m_comm.size(), options.rope);
+    m_limit = options.max_context.value_or(0);
     if (!options.random_weights) {
-      if (limit > config.longest_context()) {
-        throw Error(fmt::format("-c is {}; the model's {} is {}", limit, name_of_longest(config),
-                                config.longest_context()));
+      if (m_limit > config().longest_context()) {
+        throw Error(fmt::format("-c is {}; the model's {} is {}", m_limit,
+                                name_of_longest(config()), config().longest_context()));
       }
-      if (limit == 0) limit = config.longest_context();
+      if (m_limit == 0) m_limit = config().longest_context();
     }
-    if (!options.ignore_eos) stop_ids = load_stop_ids(options.model, config.vocab_size);
+    if (!options.ignore_eos) m_stop_ids = load_stop_ids(options.model, config().vocab_size);
   });
-  comm.agree_on_root([&] {
-    const bool has_prompt = options.prompt || !options.file.empty();
-    if (has_prompt && !options.token_ids) tokenizer = Tokenizer::load(options.model);
+  m_comm.agree_on_root([&] {
+    const bool has_prompt = options.prompt || !options.file.empty() || m_resumed;
+    if (has_prompt && !options.token_ids) m_tokenizer = Tokenizer::load(options.model);
     check_writable(options.json);
   });
-  const ModelConfig& config = setup->config;
-  report.model = config;
-  report.all_layers = setup->all_layers;
-  if (talks) print_notes(*setup);
-  const Tokenizer* const text_tokenizer = tokenizer ? &*tokenizer : nullptr;
-  if (options.dry_run) return dry_run(options, spec, *setup, text_tokenizer, limit, comm);
-  if (!options.dump.empty()) {
-    comm.agree_on_root([&] {
-      for (const auto& note : detail::check_safetensors_writable(options.dump, "--dump")) {
-        if (talks) fmt::print(stderr, "kvzap: warning: {}\n", note);
+  m_report.model = config();
+  m_report.all_layers = m_setup->all_layers;
+  if (m_talks) print_notes(*m_setup);
+}
+
+void Run::check_outputs() const {
+  if (!m_options.dump.empty()) {
+    m_comm.agree_on_root([&] {
+      for (const auto& note : detail::check_safetensors_writable(m_options.dump, "--dump")) {
+        warn(note);
       }
     });
   }
-  if (!options.snapshot.empty()) {
-    for (const std::string& note : check_snapshot_writable(options.snapshot, comm)) {
-      if (talks) fmt::print(stderr, "kvzap: warning: {}\n", note);
+  if (!m_options.snapshot.empty()) {
+    for (const std::string& note : check_snapshot_writable(m_options.snapshot, m_comm)) warn(note);
+  }
+}
+
+void Run::take_prompt() {
+  const RunOptions& options = m_options;
+  if (m_resumed) {
+    m_state = m_resumed->state;
+    m_prompt =
+        share_longer_prompt(m_resumed->prompt(), options, tokenizer(), config(), m_limit, m_comm);
+    m_goes_on = options.questions.empty() && options.append.empty();
+    if (m_goes_on) m_report.answers = std::move(m_state.answers);
+    if (!options.append.empty()) m_state.context.reset();
+  } else {
+    m_prompt = share_prompt(options, tokenizer(), config(), m_limit, m_comm);
+  }
+  if (!m_resumed || !options.questions.empty()) {
+    m_state.texts = options.questions;
+    m_state.texts.resize(m_prompt.questions.size());
+    m_state.questions = m_prompt.questions;
+  }
+  m_state.answers.clear();
+  m_report.context_tokens = static_cast<std::int64_t>(m_prompt.context.size());
+}
+
+/// Every run that goes on with a snapshot has the ring of the run that has written it.
+void Run::set_up_ring(std::int64_t longest) {
+  int& window = m_report.cache_options.window;
+  if (!m_resumed) {
+    if (!m_options.snapshot.empty()) {
+      longest = m_options.random_weights ? std::numeric_limits<std::int64_t>::max()
+                                         : std::max(longest, config().longest_context());
     }
+    window = ring_rows(window, longest);
+    return;
   }
-  const Prompt prompt = share_prompt(options, text_tokenizer, config, limit, comm);
-  report.context_tokens = prompt.context.size();
-  std::int64_t longest = 0;
-  for (const auto& question : prompt.questions) {
-    longest = std::max<std::int64_t>(longest,
-                                     prompt.context.size() + question.size() + options.new_tokens);
-  }
-  report.cache_options.window = ring_rows(options.window, longest);
-  const int ranks_on_node = comm.ranks_on_node();
-  const auto repeat =
-      share_repeat_prompt(options, spec, text_tokenizer, prompt.context, config, comm);
-  std::shared_ptr<Scorer> scorer;
-  comm.agree([&] {
-    scorer = load_policy(options, spec, repeat, *setup, report.context_tokens, comm,
-                         report.cache_options);
-    report.is_full_at_first = is_full_at_first(report.cache_options);
+  const std::int64_t ring = m_resumed->reader.header().window;
+  m_comm.agree([&] {
+    if (ring == window || (ring > 0 && ring < window && longest <= ring)) return;
+    throw Error(
+        fmt::format("snapshot {}: its window is {}; expected {}, that of its option --window",
+                    m_options.resume, ring, window));
   });
-  const std::int64_t repeat_tokens =
-      repeat ? longest_repeat(report.context_tokens, report.cache_options.policy->repeat) : 0;
-  if (repeat && talks && !options.random_weights &&
-      report.context_tokens + repeat_tokens > config.longest_context()) {
-    fmt::print(stderr,
-               "kvzap: warning: the repeat of the context ends at position {}, and the model's "
-               "{} is {}: what it scores there may mean little\n",
-               report.context_tokens + repeat_tokens, name_of_longest(config),
-               config.longest_context());
+  window = static_cast<int>(ring);
+}
+
+void Run::set_up_policy() {
+  std::int64_t longest = 0;
+  for (const auto& question : m_prompt.questions) {
+    const auto tokens = static_cast<std::int64_t>(m_prompt.context.size() + question.size());
+    longest = std::max(longest, tokens + m_options.new_tokens);
   }
-  const Texts texts =
-      load_policy_texts(options, report.cache_options.policy.get(), text_tokenizer, config, comm);
-  comm.agree([&] {
-    // Rows of a repeat stand behind the context's for a while.
-    const std::int64_t tokens = report.context_tokens + repeat_tokens;
-    const MemoryPlan planned = plan(options, config, tokens, comm.size(), {});
-    check_memory(least_bytes(planned, !report.is_full_at_first), ranks_on_node,
+  set_up_ring(longest);
+  const auto repeat =
+      share_repeat_prompt(m_options, m_spec, tokenizer(), m_prompt.context, config(), m_comm);
+  m_comm.agree([&] {
+    m_scorer = load_policy(m_options, m_spec, repeat, *m_setup, m_report.context_tokens, m_comm,
+                           m_report.cache_options);
+    m_report.is_full_at_first = is_full_at_first(m_report.cache_options);
+  });
+  const CacheOptions& cache = m_report.cache_options;
+  const std::int64_t repeat_tokens =
+      repeat ? longest_repeat(m_report.context_tokens, cache.policy->repeat) : 0;
+  if (repeat && !m_options.random_weights &&
+      m_report.context_tokens + repeat_tokens > config().longest_context()) {
+    warn(
+        fmt::format("the repeat of the context ends at position {}, and the model's {} is {}: "
+                    "what it scores there may mean little",
+                    m_report.context_tokens + repeat_tokens, name_of_longest(config()),
+                    config().longest_context()));
+  }
+  m_texts = load_policy_texts(m_options, cache.policy.get(), tokenizer(), config(), m_comm);
+  // Rows of a repeat stand behind the context's for a while.
+  check_memory_of(m_report.context_tokens + repeat_tokens);
+  if (cache.prune != PruneMode::none) m_report.policy = policy_text(m_options);
+  if (m_scorer && !m_options.surrogate.empty()) m_report.surrogate_kind = m_scorer->kind();
+}
+
+void Run::check_memory_of(std::int64_t tokens) const {
+  const int ranks_on_node = m_comm.ranks_on_node();
+  m_comm.agree([&] {
+    const MemoryPlan planned = plan(m_options, config(), tokens, m_comm.size(), {});
+    check_memory(least_bytes(planned, !m_report.is_full_at_first), ranks_on_node,
                  "weights and cache (--dry-run prints the plan)");
     std::size_t most = 0;
-    for (const auto& text : texts) most = std::max(most, text.size());
+    for (const auto& text : m_texts) most = std::max(most, text.size());
     if (most == 0) return;
     const MemoryPlan of_texts =
-        plan(options, config, static_cast<std::int64_t>(most), comm.size(), {});
+        plan(m_options, config(), static_cast<std::int64_t>(most), m_comm.size(), {});
     check_memory(least_bytes(of_texts, true), ranks_on_node,
                  fmt::format("weights and the longest of the policy's texts, {} tokens", most));
   });
-  if (report.cache_options.prune != PruneMode::none) report.policy = policy_text(options);
-  if (scorer && !options.surrogate.empty()) report.surrogate_kind = scorer->kind();
   detail::set_blas_threads(cores_of_rank(ranks_on_node));
+}
 
-  // 2. Load this rank's share of the weights, and let the policy learn from its texts.
-  Progress bar(talks);
-  const ProgressCallback progress = [&](std::string_view what, std::int64_t done,
-                                        std::int64_t total) { bar.update(what, done, total); };
-  std::unique_ptr<Generator> generator;
-  switch (dtype_from_name(options.dtype)) {
-    case DType::f32:
-      generator = make_generator<float>(options, report.cache_options, scorer, texts, *setup, comm,
-                                        progress, report);
-      break;
-    case DType::f16:
-      generator = make_generator<half>(options, report.cache_options, scorer, texts, *setup, comm,
-                                       progress, report);
-      break;
-    case DType::bf16:
-      generator = make_generator<bfloat16>(options, report.cache_options, scorer, texts, *setup,
-                                           comm, progress, report);
-      break;
-  }
+// 2. This rank's share of the weights, and what the policy learns from its texts.
 
-  // 3. Prefill the context and prune it.
-  std::optional<Dump> dump;
-  if (!options.dump.empty()) {
-    dump.emplace(prompt.context, prompt.questions.size(), report.cache_options, setup->partition,
-                 comm);
-    generator->set_observer(&*dump);
-  }
-  const auto start = Clock::now();
-  generator->prefill(prompt.context, prompt.questions.size() > 1, progress);
-  // What is pruned after the question runs together with it.
-  const bool is_after_question = report.cache_options.prune_after == PruneMoment::question;
-  if (!is_after_question) {
-    report.prefill_seconds = seconds_since(start);
-    report.context = generator->report();
-  }
-  bar.clear();
-  if (dump) dump->take_prefill(*generator);
-  bool is_snapshot_due = !options.snapshot.empty();
-  const auto write_snapshot = [&] {
-    if (is_snapshot_due) generator->write_snapshot(options.snapshot, options.model);
-    is_snapshot_due = false;
+void Run::load() {
+  m_progress = [this](std::string_view what, std::int64_t done, std::int64_t total) {
+    m_bar.update(what, done, total);
   };
-  if (!is_after_question) write_snapshot();
+  with_value_type(dtype_from_name(m_options.dtype), [&](auto zero) {
+    m_generator = make_generator<decltype(zero)>(m_options, m_report.cache_options, m_scorer,
+                                                 m_texts, *m_setup, m_comm, m_progress, m_report);
+  });
+}
 
-  // 4. Answer each question from the same pruned context, printing tokens as they come.
-  const bool prints = comm.is_root() && options.json != "-";
-  for (std::size_t i = 0; i < prompt.questions.size(); ++i) {
-    AnsweredQuestion answered;
-    if (!options.questions.empty()) answered.question = options.questions[i];
-    std::optional<Tokenizer::StreamDecoder> decoder;
-    if (tokenizer) decoder.emplace(*tokenizer);
-    const auto emit = [&](const std::string& piece) {
-      answered.text += piece;
-      if (!prints) return;
-      std::fwrite(piece.data(), 1, piece.size(), stdout);
-      std::fflush(stdout);
-    };
-    AnswerOptions answer_options;
-    answer_options.max_new_tokens = options.new_tokens;
-    answer_options.stop_ids = stop_ids;
-    answer_options.max_tokens = limit;
-    answer_options.sampling = options.sampling;
-    answer_options.on_token = [&](TokenId token) {
-      write_snapshot();
-      if (decoder) {
-        emit(decoder->append(token));
-      } else if (comm.is_root()) {
-        emit(fmt::format("{}{}", answered.text.empty() ? "" : " ", token));
-      }
-    };
-    if (dump) dump->begin_answer(prompt.questions[i], *generator, answer_options);
-    answered.answer = generator->answer(prompt.questions[i], answer_options);
-    write_snapshot();  // if there was no token
-    if (dump) dump->end_answer(*generator, answered.answer);
-    if (is_after_question && i == 0) report.context = answered.answer.pruned;
+void Run::set_up_snapshots() {
+  SnapshotInfo info;
+  if (!m_options.snapshot.empty()) {
+    m_state.looked_up = m_report.looked_up;
+    m_comm.agree_on_root([&] {
+      if (!m_resumed) m_state.policy = identity_of_policy(m_options);
+      const ModelHashes hashes = m_resumed
+                                     ? m_resumed->hashes
+                                     : hashes_of_model(m_options.model, !m_options.random_weights);
+      info.model_hash = hashes.model;
+      info.tokenizer_hash = hashes.tokenizer;
+    });
+    info.model = m_options.model;
+    info.kvzap_version = m_report.version;
+    info.options = m_recorded;
+  }
+  const auto run_state = [this] {
+    RunState state = m_state;
+    state.answers = m_report.answers;
+    return to_json_text(state);
+  };
+  m_snapshots.emplace(m_options, std::move(info), m_comm, m_bar, run_state, m_report.snapshots);
+}
+
+// 3. The context: run and pruned, or read.
+
+/// What has been run before comes from the snapshot.
+void Run::go_on(bool reusable) {
+  const SnapshotHeader& header = m_resumed->reader.header();
+  ResumedFrom from;
+  from.file = m_options.resume;
+  from.kvzap_version = header.info.kvzap_version;
+  from.bytes = header.file_bytes;
+  from.tokens = header.tokens;
+  const auto start = Clock::now();
+  m_generator->resume(m_resumed->reader, reusable);
+  from.seconds = seconds_since(start);
+  from.context_tokens = m_generator->context_run();
+  if (m_generator->is_answering()) {
+    from.answer_tokens = static_cast<std::int64_t>(m_generator->answered().size());
+  }
+  m_report.resumed = std::move(from);
+  m_resumed.reset();  // the file may be replaced from now on
+  const auto known = static_cast<std::ptrdiff_t>(m_generator->context().size());
+  if (m_options.append.empty()) return;
+  m_comm.agree([&] {
+    try {
+      m_generator->append_context({m_prompt.context.begin() + known, m_prompt.context.end()});
+    } catch (const Error& error) {
+      throw Error(fmt::format("--append {}: {}", m_options.append, error.what()));
+    }
+  });
+}
+
+void Run::run_context() {
+  // An answer that is interrupted leaves a context that other questions may be asked about. (With
+  // --decode-every that would take a second cache, for as long as there is one question.)
+  const bool is_kept = m_snapshots->is_on() && m_options.decode_every == 0;
+  const bool reusable = m_prompt.questions.size() > 1 || is_kept;
+  if (m_resumed) go_on(reusable);
+  const std::int64_t before = m_report.resumed ? m_report.resumed->context_tokens : 0;
+  std::int64_t done = before;
+  const auto after_chunk = [&] {
+    // What comes after the context is written when all is known of it.
+    if (m_generator->is_context_done()) return;
+    m_snapshots->after_step(*m_generator, m_generator->context_run() - done);
+    done = m_generator->context_run();
+  };
+  const auto start = Clock::now();
+  const auto note = [&] {
+    m_bar.clear();
+    if (m_state.context) {
+      m_report.context = *m_state.context;
+    } else if (!is_after_question()) {
+      m_report.prefill_seconds = seconds_since(start);
+      m_report.prefill_tokens = m_generator->context_run() - before;
+      m_report.context = m_generator->report();
+    }
+  };
+  try {
+    if (m_report.resumed) {
+      m_generator->prefill_rest(m_progress, after_chunk);
+    } else {
+      m_generator->prefill(m_prompt.context, reusable, m_progress, after_chunk);
+    }
+  } catch (const Interrupted&) {
+    note();
+    throw;
+  }
+  note();
+  if (!is_after_question()) m_state.context = m_report.context;
+  if (m_dump) m_dump->take_prefill(*m_generator);
+}
+
+// 4. Each question, from the same pruned context; tokens are printed as they come.
+
+/// What the run before has answered.
+void Run::tell_again(const AnsweredQuestion& answered) const {
+  if (!prints()) return;
+  std::fwrite(answered.text.data(), 1, answered.text.size(), stdout);
+  std::fwrite("\n", 1, 1, stdout);
+}
+
+void Run::answer(std::size_t question) {
+  const std::vector<TokenId>& ids = m_prompt.questions[question];
+  AnsweredQuestion answered;
+  answered.question = m_state.texts[question];
+  std::optional<Tokenizer::StreamDecoder> decoder;
+  if (m_tokenizer) decoder.emplace(*m_tokenizer);
+  const auto emit = [&](const std::string& piece) {
+    answered.text += piece;
+    if (!prints()) return;
+    std::fwrite(piece.data(), 1, piece.size(), stdout);
+    std::fflush(stdout);
+  };
+  const auto emit_token = [&](TokenId token) {
+    if (decoder) {
+      emit(decoder->append(token));
+    } else if (m_comm.is_root()) {
+      emit(fmt::format("{}{}", answered.text.empty() ? "" : " ", token));
+    }
+  };
+  const auto end_line = [&] {
     if (decoder) emit(decoder->finish());
-    if (prints) std::fwrite("\n", 1, 1, stdout);
-    report.answers.push_back(std::move(answered));
+    if (prints()) std::fwrite("\n", 1, 1, stdout);
+  };
+  auto tokens = static_cast<std::int64_t>(ids.size());  // that the first new one stands for
+  AnswerOptions options;
+  options.max_new_tokens = m_options.new_tokens;
+  options.stop_ids = m_stop_ids;
+  options.max_tokens = m_limit;
+  options.sampling = m_options.sampling;
+  options.on_token = [&](TokenId token) {
+    emit_token(token);
+    write_due();
+    m_snapshots->after_step(*m_generator, 1 + std::exchange(tokens, 0));
+  };
+  if (m_dump) m_dump->begin_answer(ids, *m_generator, options);
+  try {
+    if (m_goes_on && m_generator->is_answering()) {
+      for (const TokenId token : m_generator->answered()) emit_token(token);
+      tokens = 0;
+      answered.answer = m_generator->resume_answer(options);
+    } else {
+      answered.answer = m_generator->answer(ids, options);
+    }
+    write_due();  // if there was no token
+  } catch (const Interrupted&) {
+    end_line();
+    throw;
   }
+  if (m_dump) m_dump->end_answer(*m_generator, answered.answer);
+  if (is_after_question() && !m_state.context) {
+    m_report.context = answered.answer.pruned;
+    m_state.context = m_report.context;
+  }
+  end_line();
+  m_report.answers.push_back(std::move(answered));
+}
 
-  // 5. Report.
-  if (dump) {
-    dump->write(options.dump, {{"format", "kvzap.dump"},
-                               {"format_version", "1"},
-                               {"kvzap", version},
-                               {"model", options.model},
-                               {"dtype", options.dtype},
-                               {"policy", report.policy.empty() ? "none" : report.policy}});
+void Run::write_due() {
+  if (std::exchange(m_is_snapshot_due, false)) m_snapshots->write(*m_generator);
+}
+
+void Run::answer_all() {
+  m_is_snapshot_due = m_snapshots->is_on();
+  // The answer to a question that is no longer asked is not kept.
+  const bool has_other_answer = !m_goes_on && !m_generator->answered().empty();
+  if (!is_after_question() && !has_other_answer) {
+    write_due();
+    m_snapshots->after_step(*m_generator, 0);
   }
-  for (const auto& rank : comm.all_gather({peak_rss_bytes()})) {
-    report.peak_rss_bytes.push_back(rank.front());
+  for (const AnsweredQuestion& answered : m_report.answers) tell_again(answered);
+  for (std::size_t i = m_report.answers.size(); i < m_prompt.questions.size(); ++i) answer(i);
+  m_snapshots->finish();
+}
+
+// 5. What there is to say.
+
+void Run::write_dump() {
+  m_dump->write(m_options.dump, {{"format", "kvzap.dump"},
+                                 {"format_version", "1"},
+                                 {"kvzap", m_report.version},
+                                 {"model", m_options.model},
+                                 {"dtype", m_options.dtype},
+                                 {"policy", m_report.policy.empty() ? "none" : m_report.policy}});
+}
+
+void Run::tell() {
+  for (const auto& rank : m_comm.all_gather({peak_rss_bytes()})) {
+    m_report.peak_rss_bytes.push_back(rank.front());
   }
-  comm.agree_on_root([&] {
+  m_comm.agree_on_root([&] {
     flush_stdout();
-    if (talks) fmt::print(stderr, "{}", to_text(report, options));
-    if (!options.json.empty()) {
-      write_whole(
-          options.json,
-          to_json(report, options).dump(2, ' ', false, nlohmann::json::error_handler_t::replace) +
-              "\n");
+    if (m_talks) {
+      fmt::print(stderr, "{}", to_text(m_report, m_options));
+      if (m_report.signal != 0) fmt::print(stderr, "kvzap: {}\n", stop_text(m_report, m_options));
+    }
+    if (!m_options.json.empty()) {
+      write_whole(m_options.json,
+                  to_json(m_report, m_options)
+                          .dump(2, ' ', false, nlohmann::json::error_handler_t::replace) +
+                      "\n");
     }
     flush_stdout();
   });
+}
+
+int Run::operator()() {
+  check_options();
+  if (m_options.dry_run) {
+    dry_run(m_options, m_spec, *m_setup, tokenizer(), m_limit, m_comm);
+    return 0;
+  }
+  check_outputs();
+  take_prompt();
+  set_up_policy();
+  load();
+  set_up_snapshots();
+  if (!m_options.dump.empty()) {
+    m_dump.emplace(m_prompt.context, m_prompt.questions.size(), m_report.cache_options,
+                   m_setup->partition, m_comm);
+    m_generator->set_observer(&*m_dump);
+  }
+  try {
+    std::optional<SignalWatch> watch;
+    if (m_snapshots->is_on()) watch.emplace();
+    run_context();
+    answer_all();
+  } catch (const Interrupted& interrupted) {
+    m_report.signal = interrupted.signal;
+  }
+  if (m_dump && m_report.signal == 0) write_dump();
+  tell();
+  constexpr int by_signal = 128;
+  return m_report.signal == 0 ? 0 : by_signal + m_report.signal;
+}
+
+}  // namespace
+
+int run(const RunOptions& options, std::string recorded, std::unique_ptr<ResumedRun> resumed,
+        const Communicator& comm, const std::string& version) {
+  return Run(options, std::move(recorded), std::move(resumed), comm, version)();
 }
 
 }  // namespace kvzap::driver

@@ -2,6 +2,7 @@
 
 #include <array>
 #include <cmath>
+#include <functional>
 #include <kvzap/engine.hpp>
 #include <kvzap/snapshot.hpp>
 #include <map>
@@ -262,6 +263,63 @@ void check(const CacheOptions& options, bool has_scorer) {
   }
 }
 
+/// Writes a fork, which is freed as soon as nobody reads it any more.
+class ForkWriting final : public SnapshotWriting {
+ public:
+  /// `context` is read, too, while this lives.
+  ForkWriting(std::unique_ptr<SnapshotWriting> writing, std::shared_ptr<const void> context,
+              std::function<void()> free_fork)
+      : m_context(std::move(context)),
+        m_writing(std::move(writing)),
+        m_free_fork(std::move(free_fork)) {}
+  ForkWriting(const ForkWriting&) = delete;
+  ForkWriting& operator=(const ForkWriting&) = delete;
+  ~ForkWriting() override {
+    m_writing.reset();  // waits
+    free_fork();
+  }
+
+  bool advance() override {
+    return and_free([&] { return m_writing->advance(); });
+  }
+  void finish() override {
+    and_free([&] {
+      m_writing->finish();
+      return true;
+    });
+  }
+  std::int64_t file_bytes() const override { return m_writing ? m_writing->file_bytes() : 0; }
+  const std::vector<std::string>& notes() const override {
+    static const std::vector<std::string> none;
+    return m_writing ? m_writing->notes() : none;
+  }
+
+ private:
+  template <class Work>
+  bool and_free(const Work& work) {
+    if (!m_writing) throw Error("the snapshot could not be written, which has been said before");
+    bool is_finished = false;
+    try {
+      is_finished = work();
+    } catch (...) {
+      m_writing.reset();
+      free_fork();
+      throw;
+    }
+    if (is_finished) free_fork();
+    return is_finished;
+  }
+  void free_fork() {
+    if (m_free_fork) m_free_fork();
+    m_free_fork = nullptr;
+    m_context.reset();
+  }
+
+  std::shared_ptr<const void> m_context;
+  std::unique_ptr<SnapshotWriting> m_writing;
+  std::function<void()> m_free_fork;
+};
+
 template <class Value, PageOrder order>
 class TypedEngine final : public Engine {
  public:
@@ -300,7 +358,7 @@ class TypedEngine final : public Engine {
   std::unique_ptr<Checkpoint> checkpoint(SequenceId sequence) override {
     auto taken = std::make_unique<TypedCheckpoint>();
     agree_on_memory(communicator(), [&] {
-      taken->state = m_decoder.cache().checkpoint(sequence);
+      taken->state = std::make_shared<const CacheState>(m_decoder.cache().checkpoint(sequence));
       taken->life = m_lives.at(sequence).copy({});
     });
     return taken;
@@ -309,7 +367,7 @@ class TypedEngine final : public Engine {
     const auto& taken = dynamic_cast<const TypedCheckpoint&>(checkpoint);
     Life& life = m_lives.at(sequence);
     Life again = taken.life.copy({});
-    m_decoder.cache().restore(sequence, taken.state);
+    m_decoder.cache().restore(sequence, *taken.state);
     again.policy = std::move(life.policy);
     again.pruning = life.pruning;
     life = std::move(again);
@@ -564,34 +622,57 @@ class TypedEngine final : public Engine {
     return reports;
   }
 
-  std::unique_ptr<SnapshotWriting> begin_snapshot(const std::filesystem::path& file, SnapshotInfo,
-                                                  const SnapshotOptions&, SequenceId,
-                                                  const Checkpoint*) override {
-    throw Error(fmt::format("snapshot {}: not written yet", file.string()));
+  std::unique_ptr<SnapshotWriting> begin_snapshot(const std::filesystem::path& file,
+                                                  SnapshotInfo info, const SnapshotOptions& options,
+                                                  SequenceId sequence,
+                                                  const Checkpoint* context) override {
+    auto& cache = m_decoder.cache();
+    const auto state = describe(sequence, context, info);
+    const SequenceId copy =
+        on_all_ranks([&](std::optional<SequenceId>& made) { made = cache.fork(sequence); });
+    const auto free_copy = [&cache, copy] { cache.free_sequence(copy); };
+    try {
+      return std::make_unique<ForkWriting>(
+          kvzap::begin_snapshot(file, cache, copy, m_model->partition(), communicator(), info,
+                                options, state.get()),
+          state, free_copy);
+    } catch (...) {
+      free_copy();
+      throw;
+    }
   }
 
   std::vector<std::string> write_snapshot(const std::filesystem::path& file, SnapshotInfo info,
                                           const SnapshotOptions& options, SequenceId sequence,
-                                          const Checkpoint*) override {
-    const Pruning& pruning = *m_lives.at(sequence).pruning;
-    info.prune = name_of(pruning.prune);
-    info.further["prefill"] = std::string(name_of(pruning.prefill));
-    if (pruning.prune != PruneMode::none) {
-      info.sink = this->options().sink;
-      const bool has_budget = pruning.uses_policy && chooses_rows(*pruning.policy);
-      if (!has_budget) info.threshold = rule(sequence, StepPart::context, 0).eviction.threshold;
-      if (pruning.uses_policy) {
-        info.further["policy"] = pruning.policy->name;
-        if (has_budget) info.further["budget"] = pruning.policy->budget.text();
-      } else {
-        info.further["surrogate"] = m_scorer->kind();
-      }
-    }
-    return kvzap::write_snapshot(file, m_decoder.cache(), sequence, m_model->partition(),
-                                 communicator(), info, options);
+                                          const Checkpoint* context) override {
+    const auto state = describe(sequence, context, info);
+    const auto writing =
+        kvzap::begin_snapshot(file, m_decoder.cache(), sequence, m_model->partition(),
+                              communicator(), info, options, state.get());
+    writing->finish();
+    return writing->notes();
   }
 
-  Resumed resume(const SnapshotReader&) override { throw Error("resume is not written yet"); }
+  Resumed resume(const SnapshotReader& reader) override {
+    auto loaded = load_snapshot(reader, m_decoder.cache(), m_model->partition(), communicator());
+    Resumed resumed;
+    resumed.sequence = loaded.sequence;
+    try {
+      agree_on_memory(communicator(), [&] {
+        m_lives[loaded.sequence] = read_life(reader, "", loaded.recent_queries);
+        if (!loaded.context) return;
+        auto context = std::make_unique<TypedCheckpoint>();
+        context->state = std::make_shared<const CacheState>(std::move(*loaded.context));
+        // Without cuts while the model generates no newer queries are taken after the context.
+        context->life = read_life(reader, "context_", loaded.recent_queries).copy({});
+        resumed.context = std::move(context);
+      });
+    } catch (...) {
+      free_sequence(loaded.sequence);
+      throw;
+    }
+    return resumed;
+  }
 
   void check_more_context(SequenceId sequence, std::int64_t count) const override {
     const Life& life = m_lives.at(sequence);
@@ -650,10 +731,92 @@ class TypedEngine final : public Engine {
     }
   };
 
+  using CacheState = typename KVCache<Value, order>::Checkpoint;
+
   struct TypedCheckpoint final : Checkpoint {
-    typename KVCache<Value, order>::Checkpoint state;
+    std::shared_ptr<const CacheState> state;  // which a snapshot under way reads, too
     Life life;
   };
+
+  /// Adds to `info` what a snapshot of the sequence has of the engine. Collective. Returns the
+  /// cache's part of `context`, null if there is none.
+  std::shared_ptr<const CacheState> describe(SequenceId sequence, const Checkpoint* context,
+                                             SnapshotInfo& info) {
+    const auto* const taken = dynamic_cast<const TypedCheckpoint*>(context);
+    const Life& life = m_lives.at(sequence);
+    const Pruning& pruning = *life.pruning;
+    std::array<std::int64_t, 2> non_finite = {life.non_finite, taken ? taken->life.non_finite : 0};
+    agree_on_memory(communicator(), [&] {
+      if (context && (!taken || taken->state->sequence != sequence)) {
+        throw Error(fmt::format("the context is not a state of sequence {}", sequence));
+      }
+      if (life.recent && life.recent->lasts()) info.recent_queries = life.recent->to_host();
+    });
+    communicator().all_reduce_sum(non_finite.data(), non_finite.size());
+    const auto note = [&](const std::string& prefix, const Life& of, std::int64_t of_all_ranks) {
+      info.state[prefix + "steps"] = of.steps;
+      info.state[prefix + "closed_up"] = of.closed_up;
+      info.state[prefix + "cut_non_finite"] = of_all_ranks;
+      info.state[prefix + "to_repeat"] = static_cast<std::int64_t>(of.context.size());
+    };
+    note("", life, non_finite[0]);
+    if (taken) note("context_", taken->life, non_finite[1]);
+    info.prune = name_of(pruning.prune);
+    info.further["prefill"] = std::string(name_of(pruning.prefill));
+    if (pruning.prune != PruneMode::none) {
+      info.sink = options().sink;
+      const bool has_budget = pruning.uses_policy && chooses_rows(*pruning.policy);
+      if (!has_budget) info.threshold = rule(sequence, StepPart::context, 0).eviction.threshold;
+      if (pruning.uses_policy) {
+        info.further["policy"] = pruning.policy->name;
+        if (has_budget) info.further["budget"] = pruning.policy->budget.text();
+      } else {
+        info.further["surrogate"] = m_scorer->kind();
+      }
+    }
+    return taken ? taken->state : nullptr;
+  }
+
+  /// What `describe` has noted with this prefix.
+  Life read_life(const SnapshotReader& reader, const std::string& prefix,
+                 const std::vector<SnapshotQueries>& recent) {
+    const SnapshotInfo& info = reader.header().info;
+    const auto refuse = [&](const std::string& what) {
+      throw Error(fmt::format("snapshot {}: {}", reader.file().string(), what));
+    };
+    const auto number = [&](const char* name) {
+      const auto found = info.state.find(prefix + name);
+      const std::int64_t value = found == info.state.end() ? 0 : found->second;
+      if (value < 0) refuse(fmt::format("/state: {}{} is {}", prefix, name, value));
+      return value;
+    };
+    Life life = new_life(m_standard);
+    life.steps = number("steps");
+    life.closed_up = number("closed_up");
+    life.non_finite = communicator().is_root() ? number("cut_non_finite") : 0;
+    const std::int64_t to_repeat = number("to_repeat");
+    if (to_repeat > static_cast<std::int64_t>(info.token_ids.size())) {
+      refuse(fmt::format("the policy has yet to repeat {} tokens, and there are {} token_ids",
+                         to_repeat, info.token_ids.size()));
+    }
+    life.context.assign(info.token_ids.begin(), info.token_ids.begin() + to_repeat);
+    if (!life.recent || !life.recent->lasts()) return life;
+    const std::string& policy = m_standard->policy->name;
+    if (recent.empty()) {
+      refuse(
+          fmt::format("it has no newest queries, by which policy {} scores: it was written "
+                      "under another one",
+                      policy));
+    }
+    try {
+      life.recent->from_host(recent);
+    } catch (const OutOfMemory&) {
+      throw;
+    } catch (const Error& error) {
+      refuse(error.what());
+    }
+    return life;
+  }
 
   Life new_life(const std::shared_ptr<const Pruning>& pruning) const {
     Life life;

@@ -162,5 +162,32 @@ TEST(Sampler, RefusesOptionsOutOfRange) {
   test::expect_error([&] { Sampler({1.0, 0, nan, 0}); }, {"--top-p", "nan"});
 }
 
+// Another sampler, with other options too, goes on with the same random numbers.
+TEST(Sampler, GoesOnFromAState) {
+  SamplingOptions options;
+  options.temperature = 1;
+  options.seed = 3;
+  const std::vector<float> logits = {0.5F, 1, 0, 0.7F, -1, 0.2F, 0.1F};
+  Sampler sampler(options);
+  for (int i = 0; i < 400; ++i) sampler(logits);  // past the generator's first block
+  const std::string state = sampler.state();
+  options.seed = 4;
+  Sampler other(options);
+  other(logits);
+  other.set_state(state);
+  for (int i = 0; i < 400; ++i) EXPECT_EQ(other(logits), sampler(logits));
+  EXPECT_EQ(other.state(), sampler.state());
+}
+
+TEST(Sampler, RefusesWhatIsNoState) {
+  Sampler sampler({});
+  const std::string state = sampler.state();
+  for (const std::string& text : {std::string(), std::string("1 2 3"), state + " 7", "x" + state,
+                                  state.substr(0, state.rfind(' '))}) {
+    test::expect_error([&] { sampler.set_state(text); }, {"mt19937_64"});
+    EXPECT_EQ(sampler.state(), state);
+  }
+}
+
 }  // namespace
 }  // namespace kvzap

@@ -1,0 +1,562 @@
+#include "snapshots.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <utility>
+
+#include "base/fnv.hpp"
+#include "base/json_file.hpp"
+#include "signals.hpp"
+
+namespace kvzap::driver {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+using nlohmann::ordered_json;
+
+/// Text of JSON whatever bytes a file name or a question has.
+std::string dumped(const ordered_json& value) {
+  return value.dump(-1, ' ', false, json::error_handler_t::replace);
+}
+
+// --- options
+
+/// Of inputs, outputs and the machine: no run begins with those of another.
+bool is_recorded(const std::string& name) {
+  static const std::set<std::string> not_recorded = {"help",     "config",    "prompt", "file",
+                                                     "question", "placement", "json",   "dump",
+                                                     "resume",   "append",    "quiet",  "dry-run"};
+  return not_recorded.count(name) == 0 && name.rfind("snapshot", 0) != 0;
+}
+
+/// The rows of a cache do not depend on them; a run may go on with others.
+bool is_free(const std::string& name) {
+  static const std::set<std::string> free = {
+      "dtype", "page-rows", "page-order", "trim",      "n-predict", "ignore-eos", "temp", "top-k",
+      "top-p", "seed",      "raw",        "token-ids", "thinking",  "ctx-size",   "model"};
+  return free.count(name) > 0;
+}
+
+/// What names the policy; it is compared by what the names stand for.
+const char* const policy_flags[] = {"policy", "surrogate", "layerwise"};
+bool names_policy(const std::string& name) {
+  return std::find(std::begin(policy_flags), std::end(policy_flags), name) !=
+         std::end(policy_flags);
+}
+
+bool is_flag(const CLI::Option& option) { return option.get_expected_max() == 0; }
+
+std::string name_of(const CLI::Option& option) {
+  return option.get_lnames().empty() ? "" : option.get_lnames().front();
+}
+
+/// The option's value as text, or that which it has if it is not given; empty: none.
+std::string text_of(const CLI::Option& option) {
+  if (option.count() == 0) return option.get_default_str();
+  if (is_flag(option)) return option.as<bool>() ? "true" : "false";
+  return option.as<std::string>();
+}
+
+ordered_json value_of(const CLI::Option& option, const std::string& text) {
+  if (is_flag(option)) return text == "true";
+  const std::string type = option.get_type_name().substr(0, option.get_type_name().find(':'));
+  const bool is_number = type == "INT" || type == "UINT" || type == "FLOAT" || type == "SEED";
+  // Not infinity, which JSON lacks.
+  if (is_number && json::accept(text)) return ordered_json::parse(text);
+  return text;
+}
+
+std::string text_of(const json& value) {
+  if (value.is_string()) return value.get<std::string>();
+  return value.dump();
+}
+
+bool is_same_value(const std::string& a, const std::string& b) {
+  if (a == b) return true;
+  if ((a + b).find_first_not_of("0123456789") == std::string::npos) return false;  // 64 bits
+  char* end_of_a = nullptr;
+  char* end_of_b = nullptr;
+  const double x = std::strtod(a.c_str(), &end_of_a);
+  const double y = std::strtod(b.c_str(), &end_of_b);
+  return !a.empty() && !b.empty() && *end_of_a == '\0' && *end_of_b == '\0' && x == y;
+}
+
+/// Throws Error for options of `app` that were given and that the snapshot's rows do not fit.
+void check_given(const CLI::App& app, const json& recorded, const std::string& snapshot) {
+  for (const CLI::Option* option : app.get_options()) {
+    const std::string name = name_of(*option);
+    if (option->count() == 0 || !is_recorded(name) || is_free(name) || names_policy(name)) continue;
+    const std::string given = text_of(*option);
+    const std::string there = recorded.contains(name) ? text_of(recorded.at(name)) : "";
+    if (is_same_value(given, there)) continue;
+    throw Error(fmt::format(
+        "--{} is {}; {} was made {}", name, given, snapshot,
+        there.empty() ? "without --" + name : fmt::format("with --{} {}", name, there)));
+  }
+}
+
+/// The same for those that name the policy, which may be found under another name.
+void check_given_policy(const CLI::App& app, const RunOptions& options, const json& recorded,
+                        const RunState& state, const std::string& snapshot) {
+  const auto there = [&](const char* name) {
+    return recorded.contains(name) ? text_of(recorded.at(name)) : "";
+  };
+  RunOptions named = options;
+  if (named.policy.empty()) named.policy = there("policy");
+  if (named.surrogate.empty()) named.surrogate = there("surrogate");
+  if (app.get_option("--layerwise")->count() == 0) named.layerwise = there("layerwise") == "true";
+  named.prune = there("prune");
+  std::string identity;
+  for (const char* name : policy_flags) {
+    const CLI::Option& option = *app.get_option(std::string("--") + name);
+    if (option.count() == 0 || text_of(option) == there(name)) continue;
+    if (identity.empty()) {
+      try {
+        identity = identity_of_policy(named);
+      } catch (const Error&) {
+        identity = "?";  // two policies in one
+      }
+    }
+    if (identity == state.policy) return;
+    throw Error(fmt::format("--{} is {}; {} was made {}", name, text_of(option), snapshot,
+                            there(name).empty() ? fmt::format("without --{}", name)
+                                                : fmt::format("with --{} {}", name, there(name))));
+  }
+}
+
+/// Gives options that were not given the values that the file has of them.
+void restore_options(CLI::App& app, const json& recorded, const std::string& snapshot) {
+  for (const auto& [name, value] : recorded.items()) {
+    CLI::Option* option = is_recorded(name) ? app.get_option_no_throw("--" + name) : nullptr;
+    if (!option) {
+      throw Error(
+          fmt::format("{}: options: --{} is no option of this version of kvzap that a run "
+                      "could go on with",
+                      snapshot, name));
+    }
+    if (option->count() > 0) continue;
+    try {
+      const std::string text = text_of(value);
+      option->add_result(is_flag(*option) ? option->get_flag_value(name, text) : text);
+      option->run_callback();
+    } catch (const CLI::ParseError& error) {
+      throw Error(fmt::format("{}: options: {}: {}", snapshot, name, explain(app, error)));
+    }
+  }
+}
+
+// --- the state of a run
+
+ordered_json json_of(const CacheReport& cache) {
+  return {{"tokens", cache.tokens},
+          {"kept_rows", cache.kept},
+          {"non_finite_scores", cache.non_finite_scores},
+          {"full_bytes", cache.full_bytes},
+          {"live_bytes", cache.live_bytes},
+          {"allocated_bytes", cache.allocated_bytes},
+          {"returned_bytes", cache.returned_bytes},
+          {"peak_allocated_bytes", cache.peak_allocated_bytes}};
+}
+
+/// Its seconds, which are of another process, are none.
+CacheReport cache_of(const json& value, const SnapshotHeader& header) {
+  CacheReport cache;
+  value.at("tokens").get_to(cache.tokens);
+  value.at("kept_rows").get_to(cache.kept);
+  value.at("non_finite_scores").get_to(cache.non_finite_scores);
+  value.at("full_bytes").get_to(cache.full_bytes);
+  value.at("live_bytes").get_to(cache.live_bytes);
+  value.at("allocated_bytes").get_to(cache.allocated_bytes);
+  value.at("returned_bytes").get_to(cache.returned_bytes);
+  value.at("peak_allocated_bytes").get_to(cache.peak_allocated_bytes);
+  const bool fits = static_cast<std::int64_t>(cache.kept.size()) == header.n_layers &&
+                    std::all_of(cache.kept.begin(), cache.kept.end(), [&](const auto& heads) {
+                      return static_cast<std::int64_t>(heads.size()) == header.n_kv_heads;
+                    });
+  if (!fits) {
+    throw Error(fmt::format("kept_rows: expected {} layers of {} KV heads", header.n_layers,
+                            header.n_kv_heads));
+  }
+  return cache;
+}
+
+StopReason stop_reason_of(const std::string& name) {
+  for (const StopReason reason :
+       {StopReason::stop_id, StopReason::max_new_tokens, StopReason::context_full}) {
+    if (name == kvzap::name_of(reason)) return reason;
+  }
+  throw Error(
+      fmt::format("stop_reason is {}; expected stop_id, max_new_tokens or context_full", name));
+}
+
+RunState state_of(const json& value, const SnapshotHeader& header) {
+  RunState state;
+  for (const json& question : value.at("questions")) {
+    state.texts.push_back(question.at("text"));
+    state.questions.push_back(question.at("ids"));
+  }
+  for (const json& answer : value.at("answers")) {
+    AnsweredQuestion answered;
+    if (state.answers.size() >= state.questions.size()) {
+      throw Error(
+          fmt::format("answers: there are more than questions, {}", state.questions.size()));
+    }
+    answered.question = state.texts[state.answers.size()];
+    answered.text = answer.at("text");
+    answer.at("ids").get_to(answered.answer.tokens);
+    answered.answer.stop_reason = stop_reason_of(answer.at("stop_reason"));
+    answered.answer.question_tokens =
+        static_cast<std::int64_t>(state.questions[state.answers.size()].size());
+    answered.answer.cache = cache_of(answer.at("cache"), header);
+    answered.is_from_snapshot = true;
+    state.answers.push_back(std::move(answered));
+  }
+  if (state.questions.empty()) throw Error("questions: there are none");
+  if (value.contains("context")) state.context = cache_of(value.at("context"), header);
+  value.at("policy").get_to(state.policy);
+  if (value.contains("threshold")) {
+    const json& found = value.at("threshold");
+    state.looked_up.emplace();
+    found.at("evict_ratio").get_to(state.looked_up->evict_ratio);
+    found.at("file").get_to(state.looked_up->file);
+    // As text: it may be infinite.
+    state.looked_up->threshold = std::strtod(found.at("value").get<std::string>().c_str(), nullptr);
+  }
+  return state;
+}
+
+/// Throws Error for what no run can go on from, whatever its options.
+void check_header(const SnapshotHeader& header, const std::string& snapshot) {
+  const auto fail = [&](const std::string& what) {
+    throw Error(fmt::format("{}: {}", snapshot, what));
+  };
+  if (header.format_version < 2) {
+    fail(fmt::format("its format version is {}, which lacks what a run needs to go on; expected 2",
+                     header.format_version));
+  }
+  if (header.content != SnapshotContent::all) {
+    fail(
+        fmt::format("its content is {}, for analyses; a run can go on from content all, with keys "
+                    "and values",
+                    kvzap::name_of(header.content)));
+  }
+  const SnapshotInfo& info = header.info;
+  if (info.options.empty() || info.run_state.empty()) {
+    fail("was not written by kvzap run: it has no options of a run");
+  }
+  const auto ids = static_cast<std::int64_t>(info.token_ids.size());
+  if (info.context_tokens < 1 || info.context_tokens > ids) {
+    fail(fmt::format("context_tokens is {}; expected 1 to {}, the number of its token ids",
+                     info.context_tokens, ids));
+  }
+}
+
+/// Every rank has opened a file by this name; somebody may have replaced it meanwhile.
+void check_same_file(const SnapshotHeader& header, const std::string& snapshot,
+                     const Communicator& comm) {
+  const SnapshotInfo& info = header.info;
+  const std::uint64_t hash =
+      detail::fnv1a(fmt::format("{} {} {} {} {}", header.file_bytes, header.tokens, info.created,
+                                info.options, info.run_state));
+  for (const auto& other : comm.all_gather({static_cast<std::int64_t>(hash)})) {
+    if (other.front() == static_cast<std::int64_t>(hash)) continue;
+    // The same on all ranks, as all of them see all hashes and none fits all.
+    throw AgreedError(snapshot + ": ranks do not see the same file; has it just been replaced?");
+  }
+}
+
+/// Throws Error if the folder's model or tokenizer is another than the snapshot's.
+void check_model(const RunOptions& options, const SnapshotInfo& info, const ModelHashes& found,
+                 const std::string& snapshot) {
+  const auto check = [&](const char* what, const std::string& hash, const std::string& expected) {
+    if (hash.empty() || expected.empty() || hash == expected) return;
+    throw Error(fmt::format("{}: {} has another {}: its hash is {}; expected {}, that of {}",
+                            snapshot, options.model, what, hash, expected, info.model));
+  };
+  check("model", found.model, info.model_hash);
+  check("tokenizer", found.tokenizer, info.tokenizer_hash);
+}
+
+json parsed(const std::string& text, const std::string& snapshot, const char* attribute) {
+  json value = detail::parse_json(text, fmt::format("{}: {}", snapshot, attribute));
+  if (!value.is_object()) {
+    throw Error(fmt::format("{}: {}: expected a JSON object", snapshot, attribute));
+  }
+  return value;
+}
+
+}  // namespace
+
+std::string recorded_options(const CLI::App& app, const RunOptions& options) {
+  ordered_json recorded = ordered_json::object();
+  for (const CLI::Option* option : app.get_options()) {
+    const std::string name = name_of(*option);
+    const std::string text = is_recorded(name) ? text_of(*option) : "";
+    if (!text.empty()) recorded[name] = value_of(*option, text);
+  }
+  // Another run may begin in another folder.
+  const auto absolute = [&](const char* name, const std::string& folder) {
+    std::error_code failed;
+    const fs::path path = fs::absolute(folder, failed).lexically_normal();
+    if (!folder.empty() && !failed) recorded[name] = path.string();
+  };
+  absolute("model", options.model);
+  absolute("surrogate", options.surrogate);
+  // What it is by default depends on others.
+  recorded["prune"] =
+      prunes(options) ? (options.prune.empty() ? "prefill" : options.prune) : "none";
+  return dumped(recorded);
+}
+
+std::string identity_of_policy(const RunOptions& options) {
+  if (!prunes(options)) return "";
+  const PolicySpec spec = parse_policy(policy_text(options));
+  std::string identity;
+  const auto add = [&](const auto& info, const PolicyArguments& arguments) {
+    identity += info.name;
+    for (const PolicyParameter& parameter : info.parameters) {
+      std::string value = arguments.text(parameter.name);
+      const bool is_file = parameter.kind == PolicyParameter::Kind::file;
+      if (is_file && !value.empty() && value != parameter.standard) {
+        value = hash_of_policy_file(value);
+      }
+      identity += fmt::format(":{}={}", parameter.name, value);
+    }
+  };
+  add(*spec.info, spec.arguments);
+  for (const auto& [info, arguments] : spec.modifiers) {
+    identity += "+";
+    add(*info, arguments);
+  }
+  return identity;
+}
+
+std::string to_json_text(const RunState& state) {
+  ordered_json value = {{"questions", ordered_json::array()}, {"answers", ordered_json::array()}};
+  for (std::size_t i = 0; i < state.questions.size(); ++i) {
+    value["questions"].push_back({{"text", state.texts[i]}, {"ids", state.questions[i]}});
+  }
+  for (const AnsweredQuestion& answered : state.answers) {
+    value["answers"].push_back({{"text", answered.text},
+                                {"ids", answered.answer.tokens},
+                                {"stop_reason", kvzap::name_of(answered.answer.stop_reason)},
+                                {"cache", json_of(answered.answer.cache)}});
+  }
+  if (state.context) value["context"] = json_of(*state.context);
+  value["policy"] = state.policy;
+  if (state.looked_up) {
+    value["threshold"] = {{"evict_ratio", state.looked_up->evict_ratio},
+                          {"value", fmt::format("{}", state.looked_up->threshold)},
+                          {"file", state.looked_up->file}};
+  }
+  return dumped(value);
+}
+
+Prompt ResumedRun::prompt() const {
+  const SnapshotInfo& info = reader.header().info;
+  return {{info.token_ids.begin(), info.token_ids.begin() + info.context_tokens}, state.questions};
+}
+
+std::unique_ptr<ResumedRun> open_resumed(CLI::App& app, RunOptions& options,
+                                         const Communicator& comm) {
+  // (validate refuses the other two.)
+  if (options.resume.empty() || options.resume == "-" || options.dry_run) return nullptr;
+  const std::string snapshot = "snapshot " + options.resume;
+  std::unique_ptr<ResumedRun> run;
+  json recorded;
+  comm.agree([&] {
+    SnapshotReader reader(options.resume);
+    const SnapshotHeader& header = reader.header();
+    check_header(header, snapshot);
+    recorded = parsed(header.info.options, snapshot, "options");
+    RunState state;
+    try {
+      state = state_of(parsed(header.info.run_state, snapshot, "run_state"), header);
+    } catch (const std::exception& error) {
+      const std::string what = error.what();
+      throw Error(what.rfind(snapshot, 0) == 0 ? what
+                                               : fmt::format("{}: run_state: {}", snapshot, what));
+    }
+    run.reset(new ResumedRun{std::move(reader), std::move(state), {}});
+  });
+  const SnapshotInfo& info = run->reader.header().info;
+  check_same_file(run->reader.header(), snapshot, comm);
+  comm.agree([&] { check_given(app, recorded, snapshot); });
+  comm.agree_on_root([&] { check_given_policy(app, options, recorded, run->state, snapshot); });
+  comm.agree([&] { restore_options(app, recorded, snapshot); });
+  comm.agree_on_root([&] {
+    std::error_code ignored;
+    if (!fs::is_directory(options.model, ignored)) {
+      throw Error(fmt::format("{}: its model, {}, is not there; give the model's folder with -m",
+                              snapshot, options.model));
+    }
+    run->hashes = hashes_of_model(options.model, !options.random_weights);
+    check_model(options, info, run->hashes, snapshot);
+    const std::string policy = identity_of_policy(options);
+    if (policy == run->state.policy) return;
+    throw Error(fmt::format("{}: its policy was {}; by the files that are there now it is {}",
+                            snapshot, run->state.policy, policy));
+  });
+  return run;
+}
+
+Snapshots::Snapshots(const RunOptions& options, SnapshotInfo info, const Communicator& comm,
+                     Progress& bar, std::function<std::string()> run_state,
+                     std::vector<WrittenSnapshot>& written)
+    : m_options(options),
+      m_info(std::move(info)),
+      m_comm(comm),
+      m_bar(bar),
+      m_run_state(std::move(run_state)),
+      m_written(written) {
+  if (!options.snapshot_content.empty()) {
+    m_how.content = snapshot_content_from_name(options.snapshot_content);
+  }
+  // Keys and values hardly get smaller, what says where rows are does.
+  m_how.compress =
+      options.snapshot_compress.value_or(m_how.content == SnapshotContent::all ? 0 : 6);
+  if (!options.snapshot_dtype.empty()) m_how.dtype = dtype_from_name(options.snapshot_dtype);
+}
+
+void Snapshots::write(Generator& generator) {
+  if (is_on()) begin(generator, !m_options.snapshot_every);
+}
+
+void Snapshots::after_step(Generator& generator, std::int64_t tokens) {
+  if (!is_on()) return;
+  m_since += tokens;
+  if (m_writing) {
+    const auto start = detail::Clock::now();
+    const bool is_done = m_writing->advance();
+    m_waiting_seconds += detail::seconds_since(start);
+    if (is_done) end();
+  }
+  const int signal = static_cast<int>(m_comm.all_reduce_max(std::int64_t{caught_signal}));
+  if (signal != 0) {
+    finish();
+    if (m_since > 0 || m_written.empty()) begin(generator, true);
+    throw Interrupted{signal};
+  }
+  if (m_options.snapshot_every && m_since >= *m_options.snapshot_every) begin(generator, false);
+}
+
+void Snapshots::finish() {
+  if (!m_writing) return;
+  const auto start = detail::Clock::now();
+  m_writing->finish();
+  m_waiting_seconds += detail::seconds_since(start);
+  end();
+}
+
+void Snapshots::begin(Generator& generator, bool waits) {
+  finish();
+  m_comm.agree_on_root([&] { keep_older(); });
+  SnapshotInfo info = m_info;
+  if (m_comm.is_root()) info.run_state = m_run_state();
+  m_start = detail::Clock::now();
+  if (waits) {
+    tell(generator.write_snapshot(m_options.snapshot, std::move(info), m_how));
+  } else {
+    m_writing = generator.begin_snapshot(m_options.snapshot, std::move(info), m_how);
+  }
+  m_waiting_seconds = detail::seconds_since(m_start);
+  m_since = 0;
+  if (waits) end();
+}
+
+/// A file is in its place.
+void Snapshots::end() {
+  WrittenSnapshot written;
+  written.seconds = detail::seconds_since(m_start);
+  written.waiting_seconds = m_waiting_seconds;
+  if (m_writing) tell(m_writing->notes());
+  m_writing.reset();
+  m_comm.agree_on_root([&] {
+    const SnapshotReader reader(m_options.snapshot);
+    written.file = m_options.snapshot;
+    written.tokens = reader.header().tokens;
+    written.bytes = reader.header().file_bytes;
+    remove_older();
+  });
+  m_written.push_back(std::move(written));
+}
+
+void Snapshots::tell(const std::vector<std::string>& notes) {
+  if (notes.empty() || m_options.quiet || !m_comm.is_root()) return;
+  m_bar.clear();
+  for (const std::string& note : notes) fmt::print(stderr, "kvzap: warning: {}\n", note);
+}
+
+/// Whether a file is a snapshot of this model, and of so many tokens as its name says.
+bool Snapshots::is_ours(const fs::path& file, std::int64_t tokens) const {
+  try {
+    const SnapshotReader reader(file);
+    return reader.header().tokens == tokens && reader.header().info.model_hash == m_info.model_hash;
+  } catch (const Error&) {
+    return false;
+  }
+}
+
+/// A second name for the file that is about to be replaced, cache.4096.h5 for cache.h5.
+void Snapshots::keep_older() const {
+  if (m_options.snapshot_keep.value_or(1) == 1) return;
+  const fs::path file = m_options.snapshot;
+  std::int64_t tokens = 0;
+  try {
+    tokens = SnapshotReader(file).header().tokens;
+  } catch (const Error&) {
+    return;  // there is none, or something else
+  }
+  if (!is_ours(file, tokens)) return;
+  const fs::path older = file.parent_path() / fmt::format("{}.{}{}", file.stem().string(), tokens,
+                                                          file.extension().string());
+  std::error_code failed;
+  if (fs::equivalent(file, older, failed)) return;
+  if (is_ours(older, tokens)) fs::remove(older, failed);
+  fs::create_hard_link(file, older, failed);
+  if (failed) {
+    throw Error(fmt::format("snapshot {}: --snapshot-keep: it cannot be kept as {}: {}",
+                            file.string(), older.string(), failed.message()));
+  }
+}
+
+/// Leaves --snapshot-keep of them.
+void Snapshots::remove_older() const {
+  if (!m_options.snapshot_keep) return;
+  const fs::path file = m_options.snapshot;
+  const fs::path folder = file.parent_path().empty() ? "." : file.parent_path();
+  const std::string begin = file.stem().string() + ".";
+  const std::string end = file.extension().string();
+  std::vector<std::pair<fs::file_time_type, fs::path>> older;
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    const std::string name = entry.path().filename().string();
+    if (name.size() <= begin.size() + end.size() || name.rfind(begin, 0) != 0 ||
+        name.compare(name.size() - end.size(), end.size(), end) != 0) {
+      continue;
+    }
+    const std::string digits = name.substr(begin.size(), name.size() - begin.size() - end.size());
+    constexpr std::size_t most_digits = 18;  // of 64 bits
+    if (digits.size() > most_digits || digits.find_first_not_of("0123456789") != std::string::npos)
+      continue;
+    if (is_ours(entry.path(), std::stoll(digits))) {
+      older.emplace_back(entry.last_write_time(), entry.path());
+    }
+  }
+  std::sort(older.begin(), older.end(), [](const auto& a, const auto& b) { return a > b; });
+  for (std::size_t i = *m_options.snapshot_keep - 1; i < older.size(); ++i) {
+    std::error_code failed;
+    fs::remove(older[i].second, failed);
+    if (!failed || m_options.quiet) continue;
+    m_bar.clear();
+    fmt::print(stderr, "kvzap: warning: {}: cannot be removed: {}\n", older[i].second.string(),
+               failed.message());
+  }
+}
+
+}  // namespace kvzap::driver

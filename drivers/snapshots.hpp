@@ -1,0 +1,112 @@
+// Snapshots of `kvzap run`: what a run says of itself in them, when it writes them, and how another
+// one goes on from there.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <filesystem>
+#include <functional>
+#include <kvzap/generate.hpp>
+#include <kvzap/snapshot.hpp>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/stopwatch.hpp"
+#include "model_loading.hpp"
+#include "options.hpp"
+#include "policy_options.hpp"
+#include "progress.hpp"
+#include "prompt.hpp"
+#include "report.hpp"
+
+namespace kvzap::driver {
+
+/// The options that shape a run, as JSON: {"long flag": value}, those of inputs, outputs and
+/// machines left out. `app` is `kvzap run`, parsed into `options`.
+std::string recorded_options(const CLI::App& app, const RunOptions& options);
+
+/// What the policy of a run is, whatever the names of the files that it reads; empty without one.
+/// Reads those files. Throws Error as parse_policy does.
+std::string identity_of_policy(const RunOptions& options);
+
+/// How far a run is, apart from its cache and the answer under way.
+struct RunState {
+  /// The questions' texts (none: the template's end, or nothing, was asked), and their ids.
+  std::vector<std::string> texts;
+  std::vector<std::vector<TokenId>> questions;
+  /// Those that are at their end, in order.
+  std::vector<AnsweredQuestion> answers;
+  /// The context's cache, once it is pruned.
+  std::optional<CacheReport> context;
+  /// identity_of_policy.
+  std::string policy;
+  std::optional<LookedUpThreshold> looked_up;
+};
+/// As the snapshot's attribute run_state.
+std::string to_json_text(const RunState& state);
+
+/// The run that --resume goes on with.
+struct ResumedRun {
+  SnapshotReader reader;
+  RunState state;
+  ModelHashes hashes;  // on rank 0
+
+  /// Context and questions.
+  Prompt prompt() const;
+};
+
+/// Opens the snapshot that options.resume names, if it names one, and completes the options by
+/// those that the file has recorded: what neither the command line nor the deck has set. `app` is
+/// `kvzap run`, parsed into `options`. Collective. Throws AgreedError for a file from which no run
+/// can go on, options on which its rows depend and that were given otherwise, another model,
+/// tokenizer or policy.
+std::unique_ptr<ResumedRun> open_resumed(CLI::App& app, RunOptions& options,
+                                         const Communicator& comm);
+
+/// What ends a run in good order, on every rank: its snapshot is written.
+struct Interrupted {
+  int signal = 0;
+};
+
+/// The snapshots that a run writes; none if its options name no file. All ranks make the same
+/// calls in the same order.
+class Snapshots {
+ public:
+  /// `info` has what stays the same throughout the run. `run_state` is called on rank 0 alone when
+  /// one is written. `written` gets what was written, on every rank.
+  Snapshots(const RunOptions& options, SnapshotInfo info, const Communicator& comm, Progress& bar,
+            std::function<std::string()> run_state, std::vector<WrittenSnapshot>& written);
+
+  bool is_on() const { return !m_options.snapshot.empty(); }
+  /// The context has been run, or there is something else to be kept: writes it. Waits for it
+  /// unless there will be more of them.
+  void write(Generator& generator);
+  /// `tokens` more have been run, and the cache is whole: goes on with what is being written, or
+  /// begins if it is time. Throws Interrupted if a signal has asked for the end.
+  void after_step(Generator& generator, std::int64_t tokens);
+  /// Waits for what is being written.
+  void finish();
+
+ private:
+  void begin(Generator& generator, bool waits);
+  void end();
+  void tell(const std::vector<std::string>& notes);
+  bool is_ours(const std::filesystem::path& file, std::int64_t tokens) const;
+  void keep_older() const;
+  void remove_older() const;
+
+  const RunOptions& m_options;
+  SnapshotInfo m_info;
+  SnapshotOptions m_how;
+  Communicator m_comm;
+  Progress& m_bar;
+  std::function<std::string()> m_run_state;
+  std::vector<WrittenSnapshot>& m_written;
+  std::unique_ptr<SnapshotWriting> m_writing;
+  detail::Clock::time_point m_start;  // of m_writing
+  double m_waiting_seconds = 0;
+  std::int64_t m_since = 0;  // tokens since the last one
+};
+
+}  // namespace kvzap::driver

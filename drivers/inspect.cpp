@@ -147,6 +147,26 @@ std::string policy_text(const SnapshotHeader& header) {
                 further("prefill", "prefill "));
 }
 
+/// As one would give them, those that were left at their defaults too.
+std::string options_text(const std::string& recorded) {
+  if (recorded.empty()) return "not recorded";
+  std::string text;
+  try {
+    const nlohmann::json options = detail::parse_json(recorded, "options");
+    if (!options.is_object()) return "not an object of options";
+    for (const auto& [name, value] : options.items()) {
+      if (value == false || value == "") continue;
+      text += fmt::format("{}--{}", text.empty() ? "" : " ", name);
+      if (value != true) {
+        text += " " + (value.is_string() ? value.get<std::string>() : value.dump());
+      }
+    }
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return text;
+}
+
 std::string tokens_text(const SnapshotHeader& header) {
   const auto& info = header.info;
   const std::int64_t tokens = tokens_seen(header);
@@ -222,6 +242,7 @@ std::string heading(const SnapshotReader& reader, const std::optional<std::int64
               info.model_hash.empty() ? "hash not recorded" : "hash " + info.model_hash,
               info.tokenizer_hash.empty() ? "" : "tokenizer's hash " + info.tokenizer_hash));
   line("policy", policy_text(header));
+  line("options", options_text(info.options));
   line("tokens", tokens_text(header));
   line("extents", fmt::format("{} layers, {} KV heads, head_dim {}", header.n_layers,
                               header.n_kv_heads, header.head_dim));

@@ -112,6 +112,10 @@ std::vector<std::string> obstacles_to_resuming(const SnapshotHeader& header) {
   if (header.format_version >= 2 && header.info.token_ids.empty()) {
     why.emplace_back("no token ids");
   }
+  if (header.format_version >= 2 &&
+      (header.info.options.empty() || header.info.run_state.empty())) {
+    why.emplace_back("written by no run of kvzap");
+  }
   return why;
 }
 

@@ -68,6 +68,8 @@ std::int64_t compared_tokens(const SnapshotReader& a, const SnapshotReader& b) {
   same(ha.n_layers, hb.n_layers, "layers");
   same(ha.n_kv_heads, hb.n_kv_heads, "KV heads");
   same(ha.head_dim, hb.head_dim, "numbers in a key (head_dim)");
+  require_positions_of_tokens(a, "diff");
+  require_positions_of_tokens(b, "diff");
   const auto &ids_a = ha.info.token_ids, &ids_b = hb.info.token_ids;
   const std::int64_t tokens = context_of(ha);
   if (!ids_a.empty() && !ids_b.empty()) {
@@ -90,8 +92,6 @@ std::int64_t compared_tokens(const SnapshotReader& a, const SnapshotReader& b) {
   } else {
     same(tokens, context_of(hb), "tokens");
   }
-  require_positions_of_tokens(a, "diff");
-  require_positions_of_tokens(b, "diff");
   return tokens;
 }
 

@@ -52,6 +52,11 @@ CommandLine::CommandLine()
   declare(*make_tasks, make_tasks_options);
   leaderboard = app.add_subcommand("leaderboard", "put evaluations side by side on one page");
   declare(*leaderboard, leaderboard_options);
+  inspect =
+      app.add_subcommand("inspect", "tell what a snapshot holds, and what was kept of the text");
+  declare(*inspect, inspect_options);
+  diff = app.add_subcommand("diff", "tell what two snapshots of one text kept differently");
+  declare(*diff, diff_options);
   policies =
       app.add_subcommand("policies", "list the eviction policies of a run, with their parameters");
   policies

@@ -8,7 +8,9 @@
 #include "bench_options.hpp"
 #include "calibrate.hpp"
 #include "collect.hpp"
+#include "diff.hpp"
 #include "eval.hpp"
+#include "inspect.hpp"
 #include "leaderboard.hpp"
 #include "make_tasks.hpp"
 #include "options.hpp"
@@ -30,6 +32,8 @@ struct CommandLine {
   CLI::App* evaluate;
   CLI::App* make_tasks;
   CLI::App* leaderboard;
+  CLI::App* inspect;
+  CLI::App* diff;
   CLI::App* policies;
   CLI::App* completion;
   CLI::App* manual;
@@ -43,6 +47,8 @@ struct CommandLine {
   EvalOptions eval_options;
   MakeTasksOptions make_tasks_options;
   LeaderboardOptions leaderboard_options;
+  InspectOptions inspect_options;
+  DiffOptions diff_options;
   std::string shell;
   std::string policy;  // that `policies` is to tell about; empty: all
   bool policies_as_json = false;

@@ -184,6 +184,15 @@ std::string bash_values(const Entry& entry) {
   }
 }
 
+/// Whether an argument without a flag is a file or a folder.
+bool takes_files(const CLI::App& command) {
+  const std::vector<Entry> entries = entries_of(command);
+  return std::any_of(entries.begin(), entries.end(), [](const Entry& entry) {
+    return entry.flags.empty() &&
+           (entry.kind == ValueKind::file || entry.kind == ValueKind::folder);
+  });
+}
+
 /// Text inside a zsh _arguments specification in single quotes.
 std::string zsh_text(std::string text) {
   for (const char* special : {"\\", "[", "]", ":"}) {
@@ -208,10 +217,13 @@ std::string zsh_action(const Entry& entry) {
 
 std::string zsh_arguments(const CLI::App& app) {
   std::string text;
+  int position = 0;
   for (const Entry& entry : entries_of(app)) {
     if (entry.flags.empty()) {
-      text += fmt::format(" \\\n    '1:{}{}:{}'", entry.is_required ? "" : ":",
-                          zsh_text(entry.name), zsh_action(entry));
+      // Two colons: it may be left out. (Behind a * they would mean something else.)
+      const std::string place =
+          entry.repeats ? "*" : fmt::format("{}{}", ++position, entry.is_required ? "" : ":");
+      text += fmt::format(" \\\n    '{}:{}:{}'", place, zsh_text(entry.name), zsh_action(entry));
       continue;
     }
     const std::string value = entry.kind == ValueKind::none
@@ -240,11 +252,13 @@ std::string man_page(const CLI::App& app, const std::string& version) {
       version);
   for (const CLI::App* command : commands_of(app)) {
     std::string arguments;
+    bool has_options = false;
     for (const Entry& entry : entries_of(*command)) {
+      has_options = has_options || (!entry.flags.empty() && entry.flags.back() != "--help");
       if (!entry.flags.empty()) continue;
       arguments += entry.is_required ? "\n.I " + entry.name : "\n.RI [ " + entry.name + " ]";
     }
-    if (arguments.empty() || command->get_name() == "policies") arguments += "\n.RI [ options ]";
+    if (arguments.empty() || has_options) arguments += "\n.RI [ options ]";
     text += fmt::format(".B kvzap {}{}\n.br\n", command->get_name(), arguments);
   }
   text += ".B mpirun \\-n\n.I ranks\n.B kvzap run\n.RI [ options ]\n";
@@ -273,7 +287,8 @@ std::string bash_completion(const CLI::App& app) {
   for (const CLI::App* command : commands_of(app)) {
     const std::string name = command->get_name();
     names += (names.empty() ? "" : "|") + name;
-    words += fmt::format("    {}) words='{}' ;;\n", name, words_of(*command));
+    words += fmt::format("    {}) words='{}'{} ;;\n", name, words_of(*command),
+                         takes_files(*command) ? " files=1" : "");
     for (const Entry& entry : entries_of(*command)) {
       if (entry.kind == ValueKind::none || entry.flags.empty()) continue;
       std::vector<std::string> patterns;
@@ -285,7 +300,7 @@ std::string bash_completion(const CLI::App& app) {
   return fmt::format(
       R"(# bash completion for kvzap. Made by kvzap completion bash from the program's own options.
 _kvzap() {{
-  local current=${{COMP_WORDS[COMP_CWORD]}} previous=${{COMP_WORDS[COMP_CWORD-1]}} command='' word words
+  local current=${{COMP_WORDS[COMP_CWORD]}} previous=${{COMP_WORDS[COMP_CWORD-1]}} command='' files='' word words
   COMPREPLY=()
   # bash makes a word of the = in --option=value.
   if [[ $previous = '=' ]]; then previous=${{COMP_WORDS[COMP_CWORD-2]}}; fi
@@ -298,6 +313,10 @@ _kvzap() {{
   case $command in
 {}    *) words='{}' ;;
   esac
+  if [[ $files && $current != -* ]]; then
+    compopt -o filenames; mapfile -t COMPREPLY < <(compgen -f -- "$current")
+    return
+  fi
   mapfile -t COMPREPLY < <(compgen -W "$words" -- "$current")
 }}
 complete -F _kvzap kvzap

@@ -56,7 +56,8 @@ std::string usage_message(const CLI::App& app, const CLI::App& command,
     return &command != &app ? fmt::format("unexpected argument '{}'", first)
                             : fmt::format(
                                   "unknown subcommand '{}'; expected run, bench, collect, train, "
-                                  "calibrate, eval, make-tasks, leaderboard or policies",
+                                  "calibrate, eval, make-tasks, leaderboard, inspect, diff or "
+                                  "policies",
                                   first);
   }
   const std::string nearest =
@@ -193,6 +194,12 @@ int run_program(int argc, char** argv, const kvzap::Communicator& comm) {
   } else if (line.leaderboard->parsed()) {
     read_deck_of(*line.leaderboard, line.leaderboard_options.config);
     driver::leaderboard(line.leaderboard_options, comm, driver::version);
+  } else if (line.inspect->parsed()) {
+    read_deck_of(*line.inspect, line.inspect_options.view.config);
+    driver::inspect(line.inspect_options, comm, driver::version);
+  } else if (line.diff->parsed()) {
+    read_deck_of(*line.diff, line.diff_options.view.config);
+    driver::diff(line.diff_options, comm, driver::version);
   } else {
     read_deck_of(*line.run, line.run_options.config);
     auto resumed = driver::open_resumed(*line.run, line.run_options, comm);

@@ -22,7 +22,7 @@ class Manual(TestCase):
 
     def test_has_every_option(self):
         plain = self.page.replace("\\-", "-")
-        for command in ("run", "bench", "policies"):
+        for command in ("run", "bench", "policies", "inspect", "diff"):
             section = plain.split(f"\n.SH KVZAP {command.upper()}\n")[1].split("\n.SH ")[0]
             flags = set(re.findall(r"\\fB(--[a-z-]+)", section))
             self.assertEqual(flags, long_flags(command))
@@ -76,7 +76,7 @@ class Completion(TestCase):
         self.assertEqual(self.complete("kvzap", "completion", "b"), {"bash"})
 
     def test_options(self):
-        for command in ("run", "bench"):  # `policies` takes a name too
+        for command in ("run", "bench", "inspect", "diff"):  # `policies` takes a name too
             self.assertEqual(self.complete("kvzap", command, "--"), long_flags(command))
         self.assertEqual(self.complete("kvzap", "run", "--raw", "--thr"), {"--threshold"})
 
@@ -99,6 +99,8 @@ class Completion(TestCase):
         (self.folder / "deck.toml").touch()
         self.assertEqual(self.complete("kvzap", "run", "-m", ""), {"model"})
         self.assertEqual(self.complete("kvzap", "run", "--config", "d"), {"deck.toml"})
+        self.assertEqual(self.complete("kvzap", "inspect", "d"), {"deck.toml"})
+        self.assertEqual(self.complete("kvzap", "diff", "deck.toml", ""), {"deck.toml", "model"})
 
     def test_zsh(self):
         script = run_command([KVZAP, "completion", "zsh"])

@@ -3,6 +3,7 @@
 
 #include <array>
 #include <csignal>
+#include <vector>
 
 namespace kvzap::driver {
 
@@ -13,20 +14,30 @@ extern "C" inline void note_signal(int signal) { caught_signal = signal; }
 
 /// While it lives, the signals that ask a program to end are noted and nothing more. A second one
 /// of them ends the process at once, as without it.
+///
+/// They are noted on a stack of their own: oneDNN's sgemm makes the stack pointer point into a
+/// buffer on the heap for a while, and what a handler puts below it there overwrites other memory.
+/// (A thread of this process that is told of a signal in place of the one that makes this object
+/// has no such stack; Linux tells the first thread unless it blocks signals.)
 class SignalWatch {
  public:
   SignalWatch() {
     caught_signal = 0;
+    stack_t stack = {};
+    stack.ss_sp = m_stack.data();
+    stack.ss_size = m_stack.size();
+    sigaltstack(&stack, &m_stack_before);
     for (std::size_t i = 0; i < signals.size(); ++i) {
       struct sigaction action = {};
       action.sa_handler = note_signal;
       sigemptyset(&action.sa_mask);
-      action.sa_flags = static_cast<int>(SA_RESTART | SA_RESETHAND);
+      action.sa_flags = static_cast<int>(SA_RESTART | SA_RESETHAND | SA_ONSTACK);
       sigaction(signals[i], &action, &m_before[i]);
     }
   }
   ~SignalWatch() {
     for (std::size_t i = 0; i < signals.size(); ++i) sigaction(signals[i], &m_before[i], nullptr);
+    sigaltstack(&m_stack_before, nullptr);
   }
   SignalWatch(const SignalWatch&) = delete;
   SignalWatch& operator=(const SignalWatch&) = delete;
@@ -34,7 +45,10 @@ class SignalWatch {
  private:
   // mpirun ends its ranks soon after it has passed on SIGTERM or SIGINT; SIGUSR1 it only passes on.
   static constexpr std::array<int, 3> signals = {SIGTERM, SIGINT, SIGUSR1};
+  // Room for the registers of any processor (AVX-512 and AMX: 11 KiB).
+  std::vector<char> m_stack = std::vector<char>(std::size_t{64} << 10);
   std::array<struct sigaction, signals.size()> m_before = {};
+  stack_t m_stack_before = {};
 };
 
 }  // namespace kvzap::driver

@@ -116,8 +116,8 @@ struct Kind {
   std::string label() const {
     return (policy.empty() ? "scorer" : policy) + " " + std::string(name_of(prune)) + " " +
            std::string(name_of(prefill)) + " every " + std::to_string(decode_every) +
-           (moment == PruneMoment::question ? " question" : "") +
-           (reusable ? " reusable" : "") + " t=" + std::to_string(temperature);
+           (moment == PruneMoment::question ? " question" : "") + (reusable ? " reusable" : "") +
+           " t=" + std::to_string(temperature);
   }
 };
 
@@ -149,7 +149,14 @@ const std::vector<Kind>& kinds() {
       {"keydiff+rerotate", 0.5, {}, prefill_only, sparse, after_context, 0, 0, true},
       {"keydiff+rerotate", 0.5, {}, prefill_only, dense, after_context, 0, 0.6, false},
       {"snapkv:window=5", 0.5, {}, prefill_only, dense, after_question, 0, 0, true},
-      {"simlayerkv:lazy-threshold=0.2,recent=24", {}, {}, prefill_only, dense, after_context, 0, 0,
+      {"simlayerkv:lazy-threshold=0.2,recent=24",
+       {},
+       {},
+       prefill_only,
+       dense,
+       after_context,
+       0,
+       0,
        true},
   };
   return all;
@@ -326,8 +333,8 @@ class Resume : public testing::Test {
         world.broadcast(&count, sizeof(count), 0);
         if (ranks.has_this_rank()) {
           for (std::int64_t p = 0; p < count; ++p) {
-            std::int64_t question = world.is_root() ? static_cast<std::int64_t>(points[p].question)
-                                                    : 0;
+            std::int64_t question =
+                world.is_root() ? static_cast<std::int64_t>(points[p].question) : 0;
             const Communicator comm = ranks.communicator();
             comm.broadcast(&question, sizeof(question), 0);
             SCOPED_TRACE(kind.label() + ", " + std::to_string(r) + " to " + std::to_string(s) +
@@ -422,17 +429,17 @@ TEST_F(Resume, GoesOnAfterExceptions) {
 TEST_F(Resume, GoesOnOnOtherRanks) {
   for (const std::size_t k : {3, 9, 11}) {
     const Kind& kind = kinds()[k];
-    across_ranks(kind, 7,
-                 [&](const fs::path& file, std::size_t first,
-                     const std::vector<std::vector<TokenId>>& ids, const Communicator& comm,
-                     bool is_same) {
-                   const auto run = is_same ? generator(kind, comm)
-                                            : generator(kind, comm, PageOrder::dim_major, 7);
-                   run->resume(SnapshotReader(file), kind.reusable);
-                   auto got = go_on(*run, kind, first, [](std::size_t) {});
-                   // Rank 0 has taken part in every run.
-                   if (comm.is_root()) expect_same(got, ids, first);
-                 });
+    across_ranks(
+        kind, 7,
+        [&](const fs::path& file, std::size_t first, const std::vector<std::vector<TokenId>>& ids,
+            const Communicator& comm, bool is_same) {
+          const auto run =
+              is_same ? generator(kind, comm) : generator(kind, comm, PageOrder::dim_major, 7);
+          run->resume(SnapshotReader(file), kind.reusable);
+          auto got = go_on(*run, kind, first, [](std::size_t) {});
+          // Rank 0 has taken part in every run.
+          if (comm.is_root()) expect_same(got, ids, first);
+        });
   }
 }
 
@@ -511,8 +518,8 @@ TEST_F(Resume, AppendsToTheContext) {
   run->prefill(first, true);
   run->answer(asked[0], how(kind, 0));
   run->append_context(more);
-  expect_same(go_on(*run, kind, 0, [](std::size_t) {}),
-              go_on(*whole, kind, 0, [](std::size_t) {}), 0);
+  expect_same(go_on(*run, kind, 0, [](std::size_t) {}), go_on(*whole, kind, 0, [](std::size_t) {}),
+              0);
 }
 
 template <class Call>
@@ -531,8 +538,7 @@ TEST_F(Resume, RefusesWhatCannotGoOn) {
   // Nothing is added to contexts that policies look at as a whole, have closed up, or would see too
   // little of.
   for (const auto& [k, why] : std::vector<std::pair<std::size_t, std::string>>{
-           {15, "repeat the context"}, {16, "positions"}, {19, "score again"},
-           {8, "3 are new"}}) {
+           {15, "repeat the context"}, {16, "positions"}, {19, "score again"}, {8, "3 are new"}}) {
     const auto run = generator(kinds()[k], world);
     run->prefill(context, true);
     expect_refused([&] { run->append_context({1, 2, 3}); }, {why});
@@ -618,17 +624,16 @@ TEST_F(Resume, FreesWhatItHasWritten) {
   const auto wanted = go_on(*run, kind, 0, [](std::size_t) {});
   const auto plain = generator(kind, world);
   plain->prefill(context, false);
-  const std::int64_t most = world.all_reduce_max(
-      plain->report().allocated_bytes / std::max(1, world.size()));
-  const auto tight = generator(kind, world, PageOrder::token_major, 4,
-                               static_cast<std::size_t>(most + most / 2));
+  const std::int64_t most =
+      world.all_reduce_max(plain->report().allocated_bytes / std::max(1, world.size()));
+  const auto tight =
+      generator(kind, world, PageOrder::token_major, 4, static_cast<std::size_t>(most + most / 2));
   tight->prefill(context, true);
   std::vector<std::unique_ptr<SnapshotWriting>> writings;
   bool is_out_of_memory = false;
   for (int i = 0; i < 30 && !is_out_of_memory; ++i) {
     try {
-      writings.push_back(
-          tight->begin_snapshot(folder / ("tight" + std::to_string(i)), info(), {}));
+      writings.push_back(tight->begin_snapshot(folder / ("tight" + std::to_string(i)), info(), {}));
     } catch (const AgreedOutOfMemory&) {
       is_out_of_memory = true;
     }

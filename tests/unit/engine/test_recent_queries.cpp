@@ -1,5 +1,5 @@
-// Newest queries on their way to the host and back: what a sequence knows of its last tokens is what
-// another one, of the same or of fewer tokens, is given.
+// Newest queries on their way to the host and back: what a sequence knows of its last tokens is
+// what another one, of the same or of fewer tokens, is given.
 #include <gtest/gtest.h>
 
 #include <kvzap/policy_step.hpp>
@@ -46,8 +46,8 @@ void expect_newest(RecentQueries& recent, std::int64_t tokens, std::int64_t firs
     const TokenBlock block = recent.newest(ExecutionSpace(), l, tokens);
     EXPECT_EQ(block.first, first);
     EXPECT_EQ(block.count, tokens - first);
-    const Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace> packed(
-        "packed", block.count, query_heads[l], head_dim);
+    const Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace> packed("packed", block.count,
+                                                                          query_heads[l], head_dim);
     Kokkos::deep_copy(packed, block.queries);
     const auto host = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), packed);
     for (std::int64_t i = 0; i < block.count; ++i) {

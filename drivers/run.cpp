@@ -214,6 +214,7 @@ class Run {
   bool prints() const { return m_comm.is_root() && m_options.json != "-"; }
   void tell_again(const AnsweredQuestion& answered) const;
   void write_due();
+  void note_context_after_question();
   bool is_last(TokenId token) const;
   void answer(std::size_t question);
   void answer_all();
@@ -503,6 +504,13 @@ void Run::tell_again(const AnsweredQuestion& answered) const {
   std::fwrite("\n", 1, 1, stdout);
 }
 
+/// At the first token: what a run that goes on cannot find out any more.
+void Run::note_context_after_question() {
+  if (!is_after_question() || m_state.context) return;
+  m_report.context = m_generator->report();
+  m_state.context = m_report.context;
+}
+
 /// Whether the answer ends with this token.
 bool Run::is_last(TokenId token) const {
   const auto answered = static_cast<std::int64_t>(m_generator->answered().size());
@@ -543,6 +551,7 @@ void Run::answer(std::size_t question) {
   options.sampling = m_options.sampling;
   options.on_token = [&](TokenId token) {
     emit_token(token);
+    if (m_snapshots->is_on()) note_context_after_question();
     write_due();
     m_snapshots->after_step(*m_generator, 1 + std::exchange(tokens, 0));
     // What is said of the cache at an answer's end is not of what a snapshot holds of it.
@@ -563,10 +572,8 @@ void Run::answer(std::size_t question) {
     throw;
   }
   if (m_dump) m_dump->end_answer(*m_generator, answered.answer);
-  if (is_after_question() && !m_state.context) {
-    m_report.context = answered.answer.pruned;
-    m_state.context = m_report.context;
-  }
+  if (is_after_question() && !m_state.context) m_report.context = answered.answer.pruned;
+  if (is_after_question()) m_state.context = m_report.context;
   end_line();
   m_report.answers.push_back(std::move(answered));
 }

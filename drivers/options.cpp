@@ -344,6 +344,7 @@ void declare(CLI::App& app, RunOptions& o) {
 }
 
 void validate(const RunOptions& o) {
+  check_snapshot_options(o);
   require(!o.model.empty(), "no model: give a Hugging Face folder with -m");
   require(o.window >= 1, fmt::format("--window is {}; expected at least 1", o.window));
   require(o.sink >= 0, fmt::format("--sink is {}; expected 0 or more", o.sink));
@@ -356,7 +357,6 @@ void validate(const RunOptions& o) {
   check_policy_options(o);
   Sampler checks_its_options(o.sampling);
   require(!(o.prompt && !o.file.empty()), "-p and -f both give the prompt: give one of them");
-  check_snapshot_options(o);
   require(o.dump != "-", "--dump cannot be standard output");
   const std::pair<const char*, const std::string*> outputs[] = {
       {"--json", &o.json}, {"--snapshot", &o.snapshot}, {"--dump", &o.dump}};

@@ -352,7 +352,8 @@ void check_policy_options(const RunOptions& o) {
     require(!o.threshold || o.dry_run || !is_plain_kvzap(o),
             "--prune-after question needs a budget, one of --evict-ratio, --keep-tokens and "
             "--kv-budget: with --threshold each pair is judged by itself");
-    require(!o.questions.empty() || o.dry_run, "--prune-after question needs --question");
+    require(!o.questions.empty() || o.dry_run || !o.resume.empty(),
+            "--prune-after question needs --question");
     require(o.prefill == "dense",
             "--prune-after question runs context and question as one step: it needs --prefill "
             "dense");

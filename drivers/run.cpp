@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <kvzap/calibrate.hpp>
 #include <kvzap/generate.hpp>
@@ -213,6 +214,8 @@ class Run {
   bool prints() const { return m_comm.is_root() && m_options.json != "-"; }
   void tell_again(const AnsweredQuestion& answered) const;
   void write_due();
+  void note_context_after_question();
+  bool is_last(TokenId token) const;
   void answer(std::size_t question);
   void answer_all();
   void write_dump();
@@ -312,6 +315,7 @@ void Run::take_prompt() {
     m_state.questions = m_prompt.questions;
   }
   m_state.answers.clear();
+  m_state.dtype = dtype_from_name(options.dtype);
   m_report.context_tokens = static_cast<std::int64_t>(m_prompt.context.size());
 }
 
@@ -461,7 +465,7 @@ void Run::run_context() {
   std::int64_t done = before;
   const auto after_chunk = [&] {
     // What comes after the context is written when all is known of it.
-    if (m_generator->is_context_done()) return;
+    if (m_generator->is_context_done()) return m_snapshots->finish();
     m_snapshots->after_step(*m_generator, m_generator->context_run() - done);
     done = m_generator->context_run();
   };
@@ -500,6 +504,22 @@ void Run::tell_again(const AnsweredQuestion& answered) const {
   std::fwrite("\n", 1, 1, stdout);
 }
 
+/// At the first token: what a run that goes on cannot find out any more.
+void Run::note_context_after_question() {
+  if (!is_after_question() || m_state.context) return;
+  m_report.context = m_generator->report();
+  m_state.context = m_report.context;
+}
+
+/// Whether the answer ends with this token.
+bool Run::is_last(TokenId token) const {
+  const auto answered = static_cast<std::int64_t>(m_generator->answered().size());
+  const auto& stops = m_stop_ids;
+  return answered >= m_options.new_tokens ||
+         std::find(stops.begin(), stops.end(), token) != stops.end() ||
+         (m_limit > 0 && m_generator->engine().tokens(m_generator->sequence()) >= m_limit);
+}
+
 void Run::answer(std::size_t question) {
   const std::vector<TokenId>& ids = m_prompt.questions[question];
   AnsweredQuestion answered;
@@ -531,8 +551,11 @@ void Run::answer(std::size_t question) {
   options.sampling = m_options.sampling;
   options.on_token = [&](TokenId token) {
     emit_token(token);
+    if (m_snapshots->is_on()) note_context_after_question();
     write_due();
     m_snapshots->after_step(*m_generator, 1 + std::exchange(tokens, 0));
+    // What is said of the cache at an answer's end is not of what a snapshot holds of it.
+    if (is_last(token)) m_snapshots->finish();
   };
   if (m_dump) m_dump->begin_answer(ids, *m_generator, options);
   try {
@@ -549,10 +572,8 @@ void Run::answer(std::size_t question) {
     throw;
   }
   if (m_dump) m_dump->end_answer(*m_generator, answered.answer);
-  if (is_after_question() && !m_state.context) {
-    m_report.context = answered.answer.pruned;
-    m_state.context = m_report.context;
-  }
+  if (is_after_question() && !m_state.context) m_report.context = answered.answer.pruned;
+  if (is_after_question()) m_state.context = m_report.context;
   end_line();
   m_report.answers.push_back(std::move(answered));
 }

@@ -219,6 +219,7 @@ RunState state_of(const json& value, const SnapshotHeader& header) {
   }
   if (state.questions.empty()) throw Error("questions: there are none");
   if (value.contains("context")) state.context = cache_of(value.at("context"), header);
+  state.dtype = dtype_from_name(value.at("dtype").get<std::string>());
   value.at("policy").get_to(state.policy);
   if (value.contains("threshold")) {
     const json& found = value.at("threshold");
@@ -229,6 +230,21 @@ RunState state_of(const json& value, const SnapshotHeader& header) {
     state.looked_up->threshold = std::strtod(found.at("value").get<std::string>().c_str(), nullptr);
   }
   return state;
+}
+
+/// The same rows with values of another type.
+void convert(CacheReport& cache, DType from, DType to) {
+  for (std::int64_t* bytes : {&cache.full_bytes, &cache.live_bytes, &cache.allocated_bytes,
+                              &cache.returned_bytes, &cache.peak_allocated_bytes}) {
+    *bytes =
+        *bytes / static_cast<std::int64_t>(size_of(from)) * static_cast<std::int64_t>(size_of(to));
+  }
+}
+
+void convert(RunState& state, DType to) {
+  for (AnsweredQuestion& answered : state.answers) convert(answered.answer.cache, state.dtype, to);
+  if (state.context) convert(*state.context, state.dtype, to);
+  state.dtype = to;
 }
 
 /// Throws Error for what no run can go on from, whatever its options.
@@ -349,6 +365,7 @@ std::string to_json_text(const RunState& state) {
                                 {"cache", json_of(answered.answer.cache)}});
   }
   if (state.context) value["context"] = json_of(*state.context);
+  value["dtype"] = kvzap::name_of(state.dtype);
   value["policy"] = state.policy;
   if (state.looked_up) {
     value["threshold"] = {{"evict_ratio", state.looked_up->evict_ratio},
@@ -389,7 +406,10 @@ std::unique_ptr<ResumedRun> open_resumed(CLI::App& app, RunOptions& options,
   check_same_file(run->reader.header(), snapshot, comm);
   comm.agree([&] { check_given(app, recorded, snapshot); });
   comm.agree_on_root([&] { check_given_policy(app, options, recorded, run->state, snapshot); });
-  comm.agree([&] { restore_options(app, recorded, snapshot); });
+  comm.agree([&] {
+    restore_options(app, recorded, snapshot);
+    convert(run->state, dtype_from_name(options.dtype));
+  });
   comm.agree_on_root([&] {
     std::error_code ignored;
     if (!fs::is_directory(options.model, ignored)) {

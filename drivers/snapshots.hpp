@@ -39,6 +39,8 @@ struct RunState {
   std::vector<AnsweredQuestion> answers;
   /// The context's cache, once it is pruned.
   std::optional<CacheReport> context;
+  /// Type of the values that these reports count the bytes of.
+  DType dtype = DType::f32;
   /// identity_of_policy.
   std::string policy;
   std::optional<LookedUpThreshold> looked_up;

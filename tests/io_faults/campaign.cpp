@@ -311,7 +311,7 @@ class Campaign {
       expect(outcome.error.find(m_file.string()) != std::string::npos,
              "file not named: " + outcome.error);
     }
-    const Found found = look();
+    const Found found = read_back();
     if (m_comm.is_root()) {
       // What cannot be told to the disk is the name alone: see write_snapshot.
       const bool only_folder = hit.substr(hit.find(' ') + 1) == m_folder.string();
@@ -357,7 +357,7 @@ class Campaign {
   void look_after_death() {
     count("faults");
     count("deaths");
-    const Found found = look();
+    const Found found = read_back();
     count(found == Found::newer ? "deaths_new" : "deaths_old");
     if (!m_comm.is_root()) return;
     const std::size_t left = temporaries();
@@ -398,7 +398,7 @@ class Campaign {
 
   // What is under the file's name: read by all ranks, and compared byte by byte. Collective; rank
   // 0's counts.
-  Found look() {
+  Found read_back() {
     m_comm.barrier();
     Found found = Found::neither;
     if (m_comm.is_root()) {

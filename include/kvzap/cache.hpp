@@ -340,6 +340,34 @@ class KVCache {
     std::vector<float> scores;
   };
   HostRows host_rows(SequenceId sequence, int layer, int head);
+  /// The same of the ring rows that a checkpoint holds. `head` counts within the layer.
+  HostRows host_rows(const Checkpoint& checkpoint, int layer, int head) const;
+  /// Rows of the ring of such a head, and rows that it has in pages of the sequence.
+  std::int64_t ring_rows(const Checkpoint& checkpoint, int layer) const;
+  std::int64_t retained_rows(const Checkpoint& checkpoint, int layer, int head) const;
+
+  /// Where the rows of one head lie, for a thread of the host that reads them while other sequences
+  /// of the cache go on. Good for as long as the sequence neither changes nor is freed.
+  struct RawRows {
+    std::vector<const char*> pages;  // all full but for the last
+    std::int64_t retained = 0;       // rows in pages
+    const Value* ring = nullptr;     // 2 * window * dim
+    const float* ring_scores = nullptr;
+    std::int64_t tokens = 0, ring_first = 0, ring_rows = 0;
+    int window = 1, page_rows = 1, dim = 1;
+    // What a ring is part of, so that a checkpoint's lives on. Let go of by who may use Kokkos.
+    Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> rings;
+    Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> all_ring_scores;
+
+    std::int64_t rows() const { return retained + ring_rows; }
+  };
+  /// On host backends only: elsewhere the host cannot read rows where they lie, and Error is
+  /// thrown.
+  RawRows raw_rows(SequenceId sequence, int layer, int head);
+  /// The ring rows that a checkpoint holds; no pages.
+  RawRows raw_rows(const Checkpoint& checkpoint, int layer, int head) const;
+  /// Position from which on the layer's ring has the rows: see RaggedLayer.
+  std::int64_t ring_first(SequenceId sequence, int layer) const;
 
   CacheBytes bytes() const;
   const CacheShape& shape() const { return m_shape; }

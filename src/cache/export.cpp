@@ -1,6 +1,9 @@
 // What a cache shows of its rows: to kernels, to the host, and their scores.
+#include <numeric>
+
 #include "cache/cache_impl.hpp"
 #include "cache/layer_rows.hpp"
+#include "cache/raw_rows.hpp"
 
 namespace kvzap {
 
@@ -116,6 +119,117 @@ auto KVCache<Value, order>::host_rows(SequenceId sequence, int layer_index, int 
 }
 
 template <class Value, PageOrder order>
+std::int64_t KVCache<Value, order>::ring_rows(const Checkpoint& checkpoint, int layer) const {
+  check_layer(layer);
+  return std::min<std::int64_t>(checkpoint.tokens.at(layer) - checkpoint.ring_first.at(layer),
+                                m_shape.window);
+}
+
+template <class Value, PageOrder order>
+std::int64_t KVCache<Value, order>::retained_rows(const Checkpoint& checkpoint, int layer,
+                                                  int head) const {
+  checked_head(layer, head);
+  return checkpoint.retained.at(
+      std::accumulate(m_shape.heads.begin(), m_shape.heads.begin() + layer, head));
+}
+
+template <class Value, PageOrder order>
+auto KVCache<Value, order>::host_rows(const Checkpoint& checkpoint, int layer, int head) const
+    -> HostRows {
+  checked_head(layer, head);
+  const int index = std::accumulate(m_shape.heads.begin(), m_shape.heads.begin() + layer, head);
+  const auto own = std::make_pair(index, index + 1);
+  const ExecutionSpace exec;
+  detail::fence(exec, "kvzap::host_rows: the checkpoint's copies are made");
+  const auto ring = Kokkos::create_mirror_view_and_copy(
+      Kokkos::HostSpace{}, Kokkos::subview(checkpoint.rings, own, Kokkos::ALL));
+  const auto scores = Kokkos::create_mirror_view_and_copy(
+      Kokkos::HostSpace{}, Kokkos::subview(checkpoint.ring_scores, own, Kokkos::ALL));
+  RawRows raw;
+  raw.ring = ring.data();
+  raw.ring_scores = scores.data();
+  raw.tokens = checkpoint.tokens[layer];
+  raw.ring_first = checkpoint.ring_first[layer];
+  raw.ring_rows = ring_rows(checkpoint, layer);
+  raw.window = m_shape.window;
+  raw.page_rows = m_shape.page_rows;
+  raw.dim = m_shape.head_dim;
+  const std::int64_t rows = raw.ring_rows;
+  HostRows host;
+  host.positions.resize(rows);
+  host.scores.resize(rows);
+  host.keys.resize(rows * raw.dim);
+  host.values.resize(rows * raw.dim);
+  const detail::RawReader<Value, order> reader(raw);
+  reader.positions(0, rows, host.positions.data());
+  reader.scores(0, rows, host.scores.data());
+  reader.elements(false, 0, rows, host.keys.data());
+  reader.elements(true, 0, rows, host.values.data());
+  return host;
+}
+
+template <class Value, PageOrder order>
+std::int64_t KVCache<Value, order>::ring_first(SequenceId sequence, int layer) const {
+  return store(sequence, layer).ring_first;
+}
+
+template <class Value, PageOrder order>
+auto KVCache<Value, order>::raw_rows(SequenceId sequence, int layer_index, int head) -> RawRows {
+  RawRows raw;
+  if constexpr (!detail::runs_on_host) {
+    throw Error("cache: the host cannot read rows where they lie on a device");
+  } else {
+    settle(sequence);
+    const LayerStore& from = store(sequence, layer_index);
+    checked_head(layer_index, head);
+    const ExecutionSpace exec;
+    enter(exec, sequence_at(sequence));
+    detail::fence(exec, "kvzap::raw_rows: the host reads rows");
+    raw.retained = from.retained(head);
+    const std::int64_t pages = (raw.retained + m_shape.page_rows - 1) / m_shape.page_rows;
+    for (std::int64_t p = 0; p < pages; ++p) {
+      raw.pages.push_back(reinterpret_cast<const char*>(m_pool.address(from.pages[head][p])));
+    }
+    raw.rings = sequence_at(sequence).rings;
+    raw.all_ring_scores = sequence_at(sequence).ring_scores;
+    raw.ring = &from.ring(head, 0);
+    raw.ring_scores = &from.ring_scores(head, 0);
+    raw.tokens = from.tokens;
+    raw.ring_first = from.ring_first;
+    raw.ring_rows = std::min<std::int64_t>(from.tokens - from.ring_first, m_shape.window);
+    raw.window = m_shape.window;
+    raw.page_rows = m_shape.page_rows;
+    raw.dim = m_shape.head_dim;
+  }
+  return raw;
+}
+
+template <class Value, PageOrder order>
+auto KVCache<Value, order>::raw_rows(const Checkpoint& checkpoint, int layer, int head) const
+    -> RawRows {
+  RawRows raw;
+  if constexpr (!detail::runs_on_host) {
+    throw Error("cache: the host cannot read rows where they lie on a device");
+  } else {
+    checked_head(layer, head);
+    const int index = std::accumulate(m_shape.heads.begin(), m_shape.heads.begin() + layer, head);
+    const ExecutionSpace exec;
+    detail::fence(exec, "kvzap::raw_rows: the checkpoint's copies are made");
+    raw.rings = checkpoint.rings;
+    raw.all_ring_scores = checkpoint.ring_scores;
+    raw.ring = &checkpoint.rings(index, 0);
+    raw.ring_scores = &checkpoint.ring_scores(index, 0);
+    raw.tokens = checkpoint.tokens[layer];
+    raw.ring_first = checkpoint.ring_first[layer];
+    raw.ring_rows = ring_rows(checkpoint, layer);
+    raw.window = m_shape.window;
+    raw.page_rows = m_shape.page_rows;
+    raw.dim = m_shape.head_dim;
+  }
+  return raw;
+}
+
+template <class Value, PageOrder order>
 std::vector<std::int64_t> KVCache<Value, order>::positions(SequenceId sequence, int layer,
                                                            int head) {
   return host_rows(sequence, layer, head).positions;
@@ -169,13 +283,19 @@ void KVCache<Value, order>::set_row_scores(const ExecutionSpace& exec, SequenceI
   change_scores(exec, rows, m_shape.heads[layer_index], longest, scores);
 }
 
-#define KVZAP_INSTANTIATE(Value, order)                                                       \
-  template auto KVCache<Value, order>::layer(SequenceId, int)->Layer;                         \
-  template auto KVCache<Value, order>::host_rows(SequenceId, int, int)->HostRows;             \
-  template std::vector<std::int64_t> KVCache<Value, order>::positions(SequenceId, int, int);  \
-  template void KVCache<Value, order>::row_scores(const ExecutionSpace&, SequenceId, int,     \
-                                                  const ScoresOut&, const PositionsOut&);     \
-  template void KVCache<Value, order>::set_row_scores(const ExecutionSpace&, SequenceId, int, \
+#define KVZAP_INSTANTIATE(Value, order)                                                          \
+  template auto KVCache<Value, order>::layer(SequenceId, int)->Layer;                            \
+  template auto KVCache<Value, order>::host_rows(SequenceId, int, int)->HostRows;                \
+  template auto KVCache<Value, order>::host_rows(const Checkpoint&, int, int) const->HostRows;   \
+  template std::int64_t KVCache<Value, order>::ring_rows(const Checkpoint&, int) const;          \
+  template std::int64_t KVCache<Value, order>::retained_rows(const Checkpoint&, int, int) const; \
+  template std::int64_t KVCache<Value, order>::ring_first(SequenceId, int) const;                \
+  template auto KVCache<Value, order>::raw_rows(SequenceId, int, int)->RawRows;                  \
+  template auto KVCache<Value, order>::raw_rows(const Checkpoint&, int, int) const->RawRows;     \
+  template std::vector<std::int64_t> KVCache<Value, order>::positions(SequenceId, int, int);     \
+  template void KVCache<Value, order>::row_scores(const ExecutionSpace&, SequenceId, int,        \
+                                                  const ScoresOut&, const PositionsOut&);        \
+  template void KVCache<Value, order>::set_row_scores(const ExecutionSpace&, SequenceId, int,    \
                                                       const ScoresView&);
 KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE

@@ -29,8 +29,12 @@ struct Seal {
   std::vector<SealedExtent> extents;  // ascending, disjoint, within the sealed bytes
 };
 
-/// As bytes.
+/// As bytes. Throws Error if they are more than 2^32.
 std::vector<char> seal_bytes(const Seal& seal);
+
+/// Reads `bytes` bytes from `begin` on of an open file, all of them. Throws Error, without the
+/// file's name, if it ends before or cannot be read.
+void read_fully(int descriptor, void* data, std::int64_t bytes, std::int64_t begin);
 
 /// CRC32C of the first `bytes` bytes of an open file but for `extents` (ascending, disjoint).
 /// Throws Error if they cannot be read.

@@ -16,6 +16,15 @@ namespace {
 }  // namespace
 
 template <class Value, PageOrder order>
+std::unique_ptr<SnapshotWriting> begin_snapshot(const std::filesystem::path& file,
+                                                KVCache<Value, order>&, SequenceId,
+                                                const HeadPartition&, const Communicator&,
+                                                const SnapshotInfo&, const SnapshotOptions&,
+                                                const typename KVCache<Value, order>::Checkpoint*) {
+  refuse(file);
+}
+
+template <class Value, PageOrder order>
 std::vector<std::string> write_snapshot(const std::filesystem::path& file, KVCache<Value, order>&,
                                         SequenceId, const HeadPartition&, const Communicator&,
                                         const SnapshotInfo&, const SnapshotOptions&) {
@@ -28,6 +37,10 @@ std::vector<std::string> check_snapshot_writable(const std::filesystem::path& fi
 }
 
 #define KVZAP_INSTANTIATE(Value, order)                                                       \
+  template std::unique_ptr<SnapshotWriting> begin_snapshot(                                   \
+      const std::filesystem::path&, KVCache<Value, order>&, SequenceId, const HeadPartition&, \
+      const Communicator&, const SnapshotInfo&, const SnapshotOptions&,                       \
+      const KVCache<Value, order>::Checkpoint*);                                              \
   template std::vector<std::string> write_snapshot(                                           \
       const std::filesystem::path&, KVCache<Value, order>&, SequenceId, const HeadPartition&, \
       const Communicator&, const SnapshotInfo&, const SnapshotOptions&);

@@ -1,0 +1,72 @@
+#include "io/memory_file.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <string>
+
+#include "io/temporary_file.hpp"
+
+namespace kvzap::detail {
+
+void write_fully(int descriptor, const void* data, std::int64_t bytes, std::int64_t begin) {
+  // The system writes no more than 2 GiB at once.
+  constexpr std::int64_t most = std::int64_t{1} << 30;
+  const auto* source = static_cast<const char*>(data);
+  while (bytes > 0) {
+    const ssize_t count =
+        ::pwrite(descriptor, source, static_cast<std::size_t>(std::min(bytes, most)),
+                 static_cast<off_t>(begin));
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) throw system_error("cannot be written", errno);
+    if (count == 0) throw system_error("cannot be written", ENOSPC);
+    source += count;
+    begin += count;
+    bytes -= count;
+  }
+}
+
+MemoryFile::MemoryFile() {
+#if defined(__linux__) && defined(MFD_CLOEXEC)
+  m_descriptor = ::memfd_create("kvzap-snapshot", MFD_CLOEXEC);
+  if (m_descriptor >= 0) {
+    m_path = fmt::format("/proc/self/fd/{}", m_descriptor);
+    if (::access(m_path.c_str(), R_OK | W_OK) == 0) return;
+    ::close(m_descriptor);  // no /proc
+  }
+#endif
+  std::string pattern = (std::filesystem::temp_directory_path() / "kvzap-XXXXXX").string();
+  m_descriptor = ::mkstemp(pattern.data());
+  if (m_descriptor < 0) throw system_error("no file for its structure", errno);
+  m_is_named = true;
+  m_path = pattern;
+}
+
+MemoryFile::~MemoryFile() {
+  ::close(m_descriptor);
+  if (m_is_named) ::unlink(m_path.c_str());
+}
+
+std::int64_t MemoryFile::bytes() const {
+  struct stat status = {};
+  if (::fstat(m_descriptor, &status) != 0) throw system_error("its structure is lost", errno);
+  return static_cast<std::int64_t>(status.st_size);
+}
+
+void MemoryFile::punch([[maybe_unused]] std::int64_t begin,
+                       [[maybe_unused]] std::int64_t bytes) const {
+#if defined(__linux__) && defined(FALLOC_FL_PUNCH_HOLE)
+  // What cannot be freed stays until the file goes.
+  const int ignored =
+      ::fallocate(m_descriptor, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, begin, bytes);
+  static_cast<void>(ignored);
+#endif
+}
+
+}  // namespace kvzap::detail

@@ -1,0 +1,57 @@
+// What is in a snapshot of version 2, and how large it is: docs/snapshot-format.md.
+#pragma once
+
+#include <cstdint>
+#include <kvzap/cache.hpp>
+#include <kvzap/snapshot.hpp>
+#include <string>
+#include <vector>
+
+namespace kvzap::detail {
+
+/// Data sets of rows, in the order in which checksums stand.
+enum class RowKind { positions, scores, judged, keys, values, recent_queries };
+inline constexpr int n_row_kinds = 6;
+/// The data set's name.
+const char* name_of(RowKind kind);
+
+/// A layer of the sequence, or of the context's ring.
+struct SnapshotGroup {
+  std::int64_t ring_first = 0;
+  std::vector<std::int64_t> offsets;   // (KV head + 1), rows
+  std::vector<std::int64_t> retained;  // (KV head), of the context alone
+  // Recent queries: position of the first one, and how many; query heads of a KV head.
+  std::int64_t query_first = 0, query_tokens = 0, query_group = 0;
+};
+
+/// Extents of the whole sequence, over all ranks.
+struct SnapshotLayout {
+  SnapshotContent content = SnapshotContent::all;
+  int compress = 0;
+  DType dtype = DType::f32;  // of keys and values in the file
+  std::int64_t head_dim = 0, window = 0, page_rows = 0, tokens = 0, n_kv_heads = 0;
+  AppendCounts counts;
+  bool has_queries = false;
+  bool has_context = false;
+  std::int64_t context_tokens = 0;
+  AppendCounts context_counts;
+  std::vector<SnapshotGroup> groups;  // the layers, then those of the context if there is one
+
+  int n_layers() const { return static_cast<int>(groups.size()) / (has_context ? 2 : 1); }
+  bool is_of_context(int group) const { return group >= n_layers(); }
+  /// "/layers/N" or "/context/layers/N".
+  std::string path(int group) const;
+
+  /// Data sets of rows that the group has.
+  std::vector<RowKind> kinds(int group) const;
+  std::vector<std::uint64_t> extents(int group, RowKind kind) const;
+  /// Rows here are what lies behind the first extents: those of recent_queries are a query head's
+  /// token each.
+  std::int64_t row_bytes(RowKind kind) const;
+  std::int64_t first_row(int group, RowKind kind, int head) const;
+  std::int64_t rows(int group, RowKind kind, int head) const;
+  /// Bytes of all data sets of rows. Throws Error if they do not fit a file offset.
+  std::int64_t row_bytes() const;
+};
+
+}  // namespace kvzap::detail

@@ -1,0 +1,155 @@
+// Rows as they stand in a snapshot, whether they are taken from where they lie (hosts) or were
+// brought to the host (devices).
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <kvzap/cache.hpp>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "cache/raw_rows.hpp"
+#include "io/snapshot_layout.hpp"
+#include "linalg/host/row_kernels.hpp"
+
+namespace kvzap::detail {
+
+/// The rows of one head that go into one group of the file. Any thread of the host may read them.
+class SnapshotHead {
+ public:
+  /// The last `in_ring` of `rows` rows have not been judged.
+  SnapshotHead(std::int64_t rows, std::int64_t in_ring) : m_rows(rows), m_in_ring(in_ring) {}
+  SnapshotHead(const SnapshotHead&) = delete;
+  SnapshotHead& operator=(const SnapshotHead&) = delete;
+  virtual ~SnapshotHead() = default;
+
+  /// Where the recent queries of this head's query heads lie.
+  void set_queries(const float* queries, std::int64_t row_elements) {
+    m_queries = queries;
+    m_query_row = row_elements;
+  }
+
+  /// Rows begin … begin + count - 1 as they stand in the file.
+  void copy(RowKind kind, std::int64_t begin, std::int64_t count, char* target) const {
+    switch (kind) {
+      case RowKind::judged:
+        for (std::int64_t row = begin; row < begin + count; ++row) {
+          *target++ = row < m_rows - m_in_ring ? 1 : 0;
+        }
+        return;
+      case RowKind::recent_queries:
+        std::memcpy(target, m_queries + begin * m_query_row,
+                    static_cast<std::size_t>(count * m_query_row) * sizeof(float));
+        return;
+      case RowKind::positions:
+      case RowKind::scores:
+      case RowKind::keys:
+      case RowKind::values:
+        break;
+    }
+    copy_cached(kind, begin, count, target);
+  }
+
+ protected:
+  virtual void copy_cached(RowKind kind, std::int64_t begin, std::int64_t count,
+                           char* target) const = 0;
+
+ private:
+  std::int64_t m_rows, m_in_ring;
+  const float* m_queries = nullptr;
+  std::int64_t m_query_row = 0;
+};
+
+/// Calls work(Element{}) with the type of elements that `dtype` names.
+template <class Work>
+void with_element_of(DType dtype, const Work& work) {
+  switch (dtype) {
+    case DType::f32:
+      return work(float{});
+    case DType::f16:
+      return work(half{});
+    case DType::bf16:
+      return work(bfloat16{});
+  }
+}
+
+/// Rows where they lie.
+template <class Value, PageOrder order>
+class RawHead final : public SnapshotHead {
+ public:
+  using Raw = typename KVCache<Value, order>::RawRows;
+  /// Without the first `skipped` rows; keys and values as `dtype`.
+  RawHead(Raw raw, std::int64_t skipped, std::int64_t in_ring, DType dtype)
+      : SnapshotHead(raw.rows() - skipped, in_ring),
+        m_raw(std::move(raw)),
+        m_skipped(skipped),
+        m_dtype(dtype) {}
+
+ protected:
+  void copy_cached(RowKind kind, std::int64_t begin, std::int64_t count,
+                   char* target) const override {
+    const RawReader<Value, order> reader(m_raw);
+    begin += m_skipped;
+    // Buffers are aligned for any of these types.
+    void* const to = target;
+    if (kind == RowKind::positions) {
+      reader.positions(begin, count, static_cast<std::int32_t*>(to));
+    } else if (kind == RowKind::scores) {
+      reader.scores(begin, count, static_cast<float*>(to));
+    } else {
+      with_element_of(m_dtype, [&](auto element) {
+        using Element = decltype(element);
+        reader.elements(kind == RowKind::values, begin, count, static_cast<Element*>(to));
+      });
+    }
+  }
+
+ private:
+  Raw m_raw;
+  std::int64_t m_skipped;
+  DType m_dtype;
+};
+
+/// Rows that were brought to the host.
+template <class Value, PageOrder order>
+class CopiedHead final : public SnapshotHead {
+ public:
+  using Rows = typename KVCache<Value, order>::HostRows;
+  CopiedHead(Rows rows, std::int64_t skipped, std::int64_t in_ring, DType dtype)
+      : SnapshotHead(static_cast<std::int64_t>(rows.positions.size()) - skipped, in_ring),
+        m_dim(rows.positions.empty()
+                  ? 0
+                  : static_cast<std::int64_t>(rows.keys.size() / rows.positions.size())),
+        m_rows(std::move(rows)),
+        m_skipped(skipped),
+        m_dtype(dtype) {}
+
+ protected:
+  void copy_cached(RowKind kind, std::int64_t begin, std::int64_t count,
+                   char* target) const override {
+    begin += m_skipped;
+    void* const to = target;
+    if (kind == RowKind::positions) {
+      std::transform(m_rows.positions.begin() + begin, m_rows.positions.begin() + begin + count,
+                     static_cast<std::int32_t*>(to),
+                     [](std::int64_t position) { return static_cast<std::int32_t>(position); });
+    } else if (kind == RowKind::scores) {
+      std::copy_n(m_rows.scores.begin() + begin, count, static_cast<float*>(to));
+    } else {
+      const auto& from = kind == RowKind::keys ? m_rows.keys : m_rows.values;
+      with_element_of(m_dtype, [&](auto element) {
+        using Element = decltype(element);
+        convert_elements(from.data() + begin * m_dim, static_cast<Element*>(to), count * m_dim);
+      });
+    }
+  }
+
+ private:
+  std::int64_t m_dim;
+  Rows m_rows;
+  std::int64_t m_skipped;
+  DType m_dtype;
+};
+
+}  // namespace kvzap::detail

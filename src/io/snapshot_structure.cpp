@@ -1,0 +1,359 @@
+#include "io/snapshot_structure.hpp"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <ctime>
+#include <string>
+#include <variant>
+
+#include "base/crc32c.hpp"
+#include "io/temporary_file.hpp"
+
+namespace kvzap::detail {
+namespace {
+
+constexpr std::int64_t newest_version = 2;
+
+// What a compressed data set is cut into: large enough to compress well, and small enough that one
+// head is read without much of its neighbours.
+constexpr std::int64_t chunk_bytes = std::int64_t{256} << 10;
+
+// Bytes that one call copies.
+constexpr std::int64_t copied_bytes = std::int64_t{1} << 20;
+
+std::string time_of_writing() {
+  std::time_t now = std::time(nullptr);
+  if (const char* epoch = std::getenv("SOURCE_DATE_EPOCH"); epoch && *epoch) {
+    char* end = nullptr;
+    const long long given = std::strtoll(epoch, &end, 10);
+    if (*end == '\0') now = static_cast<std::time_t>(given);
+  }
+  std::tm parts = {};
+  ::gmtime_r(&now, &parts);
+  char text[32];
+  const std::size_t length = std::strftime(text, sizeof(text), "%Y-%m-%dT%H:%M:%SZ", &parts);
+  return {text, length};
+}
+
+// 65,536 bytes is the most that an object's header takes of one attribute, but text lies elsewhere.
+void write_root(hid_t root, const SnapshotLayout& layout, const SnapshotInfo& info) {
+  write_attribute(root, "kvzap_format_version", newest_version);
+  write_attribute(root, "kvzap_version", info.kvzap_version);
+  write_attribute(root, "model", info.model);
+  write_attribute(root, "model_hash", info.model_hash);
+  write_attribute(root, "tokenizer_hash", info.tokenizer_hash);
+  write_attribute(root, "created", info.created.empty() ? time_of_writing() : info.created);
+  write_attribute(root, "options", info.options);
+  write_attribute(root, "run_state", info.run_state);
+  write_attribute(root, "content", std::string(name_of(layout.content)));
+  write_attribute(root, "compress", std::int64_t{layout.compress});
+  write_attribute(root, "prune", info.prune);
+  write_attribute(root, "threshold", info.threshold);
+  write_attribute(root, "sink", info.sink);
+  write_attribute(root, "dtype", std::string(name_of(layout.dtype)));
+  write_attribute(root, "n_layers", std::int64_t{layout.n_layers()});
+  write_attribute(root, "n_kv_heads", layout.n_kv_heads);
+  write_attribute(root, "head_dim", layout.head_dim);
+  write_attribute(root, "window", layout.window);
+  write_attribute(root, "page_rows", layout.page_rows);
+  write_attribute(root, "tokens", layout.tokens);
+  write_attribute(root, "context_tokens", info.context_tokens);
+  for (const auto& [name, value] : info.further) {
+    std::visit([&, &name = name](const auto& held) { write_attribute(root, name, held); }, value);
+  }
+}
+
+void write_counts(hid_t group, const AppendCounts& counts) {
+  write_attribute(group, "judged", counts.judged);
+  write_attribute(group, "evicted", counts.evicted);
+  write_attribute(group, "non_finite", counts.non_finite);
+}
+
+Hdf5Handle new_group(hid_t parent, const std::string& name) {
+  return {H5Gcreate2(parent, name.c_str(), H5P_DEFAULT, H5P_DEFAULT, H5P_DEFAULT), H5Gclose,
+          "H5Gcreate2"};
+}
+
+// One run of bytes, whose place is known at once. The same cache gives the same bytes.
+Hdf5Handle in_one_run() {
+  Hdf5Handle create = property_list(H5P_DATASET_CREATE);
+  checked_hdf5(H5Pset_layout(create, H5D_CONTIGUOUS), "H5Pset_layout");
+  checked_hdf5(H5Pset_alloc_time(create, H5D_ALLOC_TIME_EARLY), "H5Pset_alloc_time");
+  checked_hdf5(H5Pset_fill_time(create, H5D_FILL_TIME_NEVER), "H5Pset_fill_time");
+  checked_hdf5(H5Pset_obj_track_times(create, false), "H5Pset_obj_track_times");
+  return create;
+}
+
+Hdf5Handle in_chunks(const std::vector<hsize_t>& extents, std::int64_t row_bytes, int level) {
+  if (H5Zfilter_avail(H5Z_FILTER_DEFLATE) <= 0 || H5Zfilter_avail(H5Z_FILTER_SHUFFLE) <= 0) {
+    throw Error("this HDF5 has no deflate or no shuffle filter, so that nothing can be compressed");
+  }
+  std::vector<hsize_t> chunk = extents;
+  if (extents.size() == 3) {
+    chunk[0] = 1;  // a query head
+  } else {
+    chunk[0] = std::min<hsize_t>(
+        extents[0], static_cast<hsize_t>(std::max<std::int64_t>(1, chunk_bytes / row_bytes)));
+  }
+  Hdf5Handle create = property_list(H5P_DATASET_CREATE);
+  checked_hdf5(H5Pset_chunk(create, static_cast<int>(chunk.size()), chunk.data()), "H5Pset_chunk");
+  checked_hdf5(H5Pset_shuffle(create), "H5Pset_shuffle");
+  checked_hdf5(H5Pset_deflate(create, static_cast<unsigned>(level)), "H5Pset_deflate");
+  checked_hdf5(H5Pset_obj_track_times(create, false), "H5Pset_obj_track_times");
+  return create;
+}
+
+Hdf5Handle type_of_rows(RowKind kind, DType dtype) {
+  const auto copy_of = [](hid_t type) { return Hdf5Handle(H5Tcopy(type), H5Tclose, "H5Tcopy"); };
+  switch (kind) {
+    case RowKind::positions:
+      return copy_of(H5T_STD_I32LE);
+    case RowKind::judged:
+      return copy_of(H5T_STD_U8LE);
+    case RowKind::keys:
+    case RowKind::values:
+      return type_in_file(dtype);
+    case RowKind::scores:
+    case RowKind::recent_queries:
+      break;
+  }
+  return copy_of(H5T_IEEE_F32LE);
+}
+
+Hdf5Handle new_data_set(hid_t parent, const char* name, hid_t type,
+                        const std::vector<hsize_t>& extents, hid_t create) {
+  const Hdf5Handle space = simple_space(extents);
+  return {H5Dcreate2(parent, name, type, space, H5P_DEFAULT, create, H5P_DEFAULT), H5Dclose,
+          "H5Dcreate2"};
+}
+
+// A small data set with its content. `type` is in the file and in memory.
+Hdf5Handle content_set(hid_t parent, const char* name, hid_t file_type, hid_t memory_type,
+                       const std::vector<hsize_t>& extents, const void* content) {
+  const Hdf5Handle create = in_one_run();
+  Hdf5Handle set = new_data_set(parent, name, file_type, extents, create);
+  // Without an element there may be no pointer either, which HDF5 refuses.
+  if (std::find(extents.begin(), extents.end(), 0) == extents.end()) {
+    checked_hdf5(H5Dwrite(set, memory_type, H5S_ALL, H5S_ALL, H5P_DEFAULT, content), "H5Dwrite");
+  }
+  return set;
+}
+
+void integers_set(hid_t parent, const char* name, const std::vector<std::int64_t>& content) {
+  content_set(parent, name, H5T_STD_I64LE, H5T_NATIVE_INT64, {content.size()}, content.data());
+}
+
+// Bytes from one file to the same place of another; returns their checksum.
+std::uint32_t copy_bytes(int from, int to, std::int64_t begin, std::int64_t end) {
+  std::vector<char> buffer(static_cast<std::size_t>(std::min(copied_bytes, end - begin)));
+  std::uint32_t crc = 0;
+  while (begin < end) {
+    const std::int64_t bytes = std::min(copied_bytes, end - begin);
+    read_fully(from, buffer.data(), bytes, begin);
+    write_fully(to, buffer.data(), bytes, begin);
+    crc = crc32c(buffer.data(), static_cast<std::size_t>(bytes), crc);
+    begin += bytes;
+  }
+  return crc;
+}
+
+}  // namespace
+
+std::int64_t snapshot_bytes_at_most(const SnapshotLayout& layout, const SnapshotInfo& info) {
+  // A group and its data sets take about 6 KiB.
+  std::size_t bytes = (64u << 10) + (12u << 10) * layout.groups.size();
+  bytes += layout.groups.size() * static_cast<std::size_t>(layout.n_kv_heads + 1) * 64;
+  for (const std::string* text : {&info.model, &info.options, &info.run_state, &info.prune}) {
+    bytes += text->size() + 4096;
+  }
+  bytes += info.token_ids.size() * sizeof(TokenId) + info.logits.size() * sizeof(float);
+  bytes += 1024 * info.state.size();
+  for (const auto& [name, value] : info.further) {
+    bytes += 4 * name.size() + 1024;
+    if (const auto* text = std::get_if<std::string>(&value)) bytes += text->size() + 4096;
+  }
+  return layout.row_bytes() + static_cast<std::int64_t>(bytes);
+}
+
+SnapshotStructure::SnapshotStructure(const SnapshotLayout& layout, const SnapshotInfo& info)
+    : m_layout(layout),
+      m_places(layout.groups.size() * n_row_kinds, -1),
+      m_checksum_places(layout.groups.size(), -1) {
+  const Hdf5Handle access = serial_access();
+  m_file = Hdf5Handle(H5Fcreate(m_memory.path().c_str(), H5F_ACC_TRUNC, H5P_DEFAULT, access),
+                      H5Fclose, "H5Fcreate");
+  {
+    const Hdf5Handle root(H5Gopen2(m_file, "/", H5P_DEFAULT), H5Gclose, "H5Gopen2");
+    write_root(root, layout, info);
+    const Hdf5Handle state = new_group(m_file, "/state");
+    write_counts(state, layout.counts);
+    for (const auto& [name, value] : info.state) write_attribute(state, name, value);
+  }
+  content_set(m_file, "token_ids", H5T_STD_I32LE, H5T_NATIVE_INT32, {info.token_ids.size()},
+              info.token_ids.data());
+  if (!info.logits.empty()) {
+    content_set(m_file, "logits", H5T_IEEE_F32LE, H5T_NATIVE_FLOAT, {info.logits.size()},
+                info.logits.data());
+  }
+  new_group(m_file, "/layers");
+  if (layout.has_context) {
+    const Hdf5Handle context = new_group(m_file, "/context");
+    write_attribute(context, "tokens", layout.context_tokens);
+    write_counts(context, layout.context_counts);
+    new_group(m_file, "/context/layers");
+  }
+  for (int group = 0; group < static_cast<int>(layout.groups.size()); ++group) make_group(group);
+  if (layout.compress == 0) close();
+}
+
+void SnapshotStructure::make_group(int group) {
+  const SnapshotGroup& of = m_layout.groups[group];
+  const Hdf5Handle handle = new_group(m_file, m_layout.path(group));
+  write_attribute(handle, "ring_first", of.ring_first);
+  integers_set(handle, "offsets", of.offsets);
+  if (m_layout.is_of_context(group)) integers_set(handle, "retained", of.retained);
+  const std::vector<RowKind> kinds = m_layout.kinds(group);
+  std::string names;
+  for (const RowKind kind : kinds) {
+    names += fmt::format("{}{}", names.empty() ? "" : " ", name_of(kind));
+    make_rows(handle, group, kind);
+  }
+  const auto heads = static_cast<std::size_t>(m_layout.n_kv_heads);
+  const std::vector<std::uint32_t> none(kinds.size() * heads, 0);
+  const Hdf5Handle checksums = content_set(handle, "crc32c", H5T_STD_U32LE, H5T_NATIVE_UINT32,
+                                           {kinds.size(), heads}, none.data());
+  write_attribute(checksums, "kinds", names);
+  const haddr_t place = H5Dget_offset(checksums);
+  if (place == HADDR_UNDEF) throw Error(hdf5_failure("H5Dget_offset"));
+  m_checksum_places[group] = static_cast<std::int64_t>(place);
+}
+
+void SnapshotStructure::make_rows(hid_t parent, int group, RowKind kind) {
+  const std::vector<std::uint64_t> wanted = m_layout.extents(group, kind);
+  const std::vector<hsize_t> extents(wanted.begin(), wanted.end());
+  std::int64_t bytes = m_layout.row_bytes(kind);
+  for (std::size_t i = 0; i + (extents.size() > 1 ? 1 : 0) < extents.size(); ++i) {
+    bytes *= static_cast<std::int64_t>(extents[i]);
+  }
+  const bool in_run = m_layout.compress == 0 || bytes == 0;
+  const Hdf5Handle create =
+      in_run ? in_one_run() : in_chunks(extents, m_layout.row_bytes(kind), m_layout.compress);
+  const Hdf5Handle type = type_of_rows(kind, m_layout.dtype);
+  const Hdf5Handle set = new_data_set(parent, name_of(kind), type, extents, create);
+  if (kind == RowKind::recent_queries) {
+    write_attribute(set, "first", m_layout.groups[group].query_first);
+  }
+  if (!in_run || bytes == 0) return;
+  const haddr_t place = H5Dget_offset(set);
+  if (place == HADDR_UNDEF) throw Error(hdf5_failure("H5Dget_offset"));
+  m_places[static_cast<std::size_t>(group) * n_row_kinds + static_cast<std::size_t>(kind)] =
+      static_cast<std::int64_t>(place);
+  m_extents.push_back({static_cast<std::int64_t>(place), bytes, {}});
+}
+
+void SnapshotStructure::write_rows(int group, RowKind kind, std::int64_t first, std::int64_t rows,
+                                   const void* data) {
+  if (rows == 0) return;
+  const hid_t set = open_rows(group, kind);
+  const std::vector<std::uint64_t> extents = m_layout.extents(group, kind);
+  std::vector<hsize_t> start{static_cast<hsize_t>(first)};
+  std::vector<hsize_t> count{static_cast<hsize_t>(rows)};
+  if (extents.size() == 2) {
+    start.push_back(0);
+    count.push_back(extents[1]);
+  } else if (extents.size() == 3) {
+    // Whole query heads.
+    start = {static_cast<hsize_t>(first) / extents[1], 0, 0};
+    count = {static_cast<hsize_t>(rows) / extents[1], extents[1], extents[2]};
+  }
+  const Hdf5Handle space(H5Dget_space(set), H5Sclose, "H5Dget_space");
+  checked_hdf5(
+      H5Sselect_hyperslab(space, H5S_SELECT_SET, start.data(), nullptr, count.data(), nullptr),
+      "H5Sselect_hyperslab");
+  const Hdf5Handle memory = simple_space(count);
+  const Hdf5Handle type = type_of_rows(kind, m_layout.dtype);
+  checked_hdf5(H5Dwrite(set, type, memory, space, H5P_DEFAULT, data), "H5Dwrite");
+}
+
+// Stays open until the next group: a chunk that is not full waits in the data set's cache. Written
+// twice it would leave a hole in the file.
+hid_t SnapshotStructure::open_rows(int group, RowKind kind) {
+  if (m_open_group != group) m_open.clear();
+  m_open_group = group;
+  Hdf5Handle& open = m_open[kind];
+  if (open < 0) {
+    const std::string path = m_layout.path(group) + "/" + name_of(kind);
+    open = Hdf5Handle(H5Dopen2(m_file, path.c_str(), H5P_DEFAULT), H5Dclose, "H5Dopen2");
+  }
+  return open;
+}
+
+void SnapshotStructure::move_rows([[maybe_unused]] int group, [[maybe_unused]] int descriptor) {
+#if H5_VERSION_GE(1, 10, 5)
+  checked_hdf5(H5Fflush(m_file, H5F_SCOPE_GLOBAL), "H5Fflush");
+  for (const RowKind kind : m_layout.kinds(group)) {
+    const hid_t set = open_rows(group, kind);
+    const Hdf5Handle create(H5Dget_create_plist(set), H5Pclose, "H5Dget_create_plist");
+    if (checked_hdf5(H5Pget_layout(create), "H5Pget_layout") != H5D_CHUNKED) continue;
+    const Hdf5Handle space(H5Dget_space(set), H5Sclose, "H5Dget_space");
+    hsize_t chunks = 0;
+    checked_hdf5(H5Dget_num_chunks(set, space, &chunks), "H5Dget_num_chunks");
+    for (hsize_t i = 0; i < chunks; ++i) {
+      haddr_t place = HADDR_UNDEF;
+      hsize_t bytes = 0;
+      checked_hdf5(H5Dget_chunk_info(set, space, i, nullptr, nullptr, &place, &bytes),
+                   "H5Dget_chunk_info");
+      SealedExtent extent{static_cast<std::int64_t>(place), static_cast<std::int64_t>(bytes), {}};
+      extent.crc =
+          copy_bytes(m_memory.descriptor(), descriptor, extent.begin, extent.begin + extent.bytes);
+      m_memory.punch(extent.begin, extent.bytes);
+      m_extents.push_back(extent);
+    }
+  }
+#else
+  throw Error("compressed snapshots take HDF5 1.10.5 or newer");
+#endif
+}
+
+void SnapshotStructure::close() {
+  m_open.clear();
+  if (m_file >= 0) checked_hdf5(m_file.close(), "H5Fclose");
+}
+
+void SnapshotStructure::set_checksums(int group, const std::vector<std::uint32_t>& crcs) {
+  close();
+  write_fully(m_memory.descriptor(), crcs.data(),
+              static_cast<std::int64_t>(crcs.size() * sizeof(std::uint32_t)),
+              m_checksum_places[group]);
+}
+
+std::int64_t SnapshotStructure::write(int descriptor) {
+  close();
+  std::sort(m_extents.begin(), m_extents.end(),
+            [](const SealedExtent& a, const SealedExtent& b) { return a.begin < b.begin; });
+  Seal seal;
+  seal.sealed_bytes = m_memory.bytes();
+  seal.extents = m_extents;
+  seal.crc = crc_beside(m_memory.descriptor(), seal.sealed_bytes, m_extents);
+  std::int64_t at = 0;
+  for (const SealedExtent& extent : m_extents) {
+    copy_bytes(m_memory.descriptor(), descriptor, at, extent.begin);
+    at = extent.begin + extent.bytes;
+  }
+  copy_bytes(m_memory.descriptor(), descriptor, at, seal.sealed_bytes);
+  const std::vector<char> bytes = seal_bytes(seal);
+  write_fully(descriptor, bytes.data(), static_cast<std::int64_t>(bytes.size()), seal.sealed_bytes);
+  const std::int64_t end = seal.sealed_bytes + static_cast<std::int64_t>(bytes.size());
+  int code = 0;
+  do {
+    code = ::ftruncate(descriptor, static_cast<off_t>(end)) == 0 ? 0 : errno;
+  } while (code == EINTR);
+  if (code != 0) throw system_error("cannot be cut to its length", code);
+  return end;
+}
+
+}  // namespace kvzap::detail

@@ -369,6 +369,38 @@ class KVCache {
   /// Position from which on the layer's ring has the rows: see RaggedLayer.
   std::int64_t ring_first(SequenceId sequence, int layer) const;
 
+  /// Gives a layer of a sequence that has had no tokens there the extents of a cache that was kept:
+  /// head h has rows[h] rows of `tokens` tokens; the newest ones, min(tokens - ring_first, window),
+  /// are in the ring. What they hold is undefined until import_rows has written it. Throws Error if
+  /// the layer has had tokens, or for numbers that no cache has; OutOfMemory.
+  void import_layer(const ExecutionSpace& exec, SequenceId id, int layer, std::int64_t tokens,
+                    std::int64_t ring_first, const std::vector<std::int64_t>& rows);
+  /// Of rows of one head on the host; null: not to be written.
+  struct ImportedRows {
+    const std::int32_t* positions = nullptr;  // those of ring rows do not matter
+    const float* scores = nullptr;
+    const Value* keys = nullptr;  // (row, head_dim)
+    const Value* values = nullptr;
+  };
+  /// Writes the head's rows begin … begin + count - 1 after import_layer, while no other sequence
+  /// shares its pages. Throws Error for rows that it does not have.
+  void import_rows(const ExecutionSpace& exec, SequenceId id, int layer, int head,
+                   std::int64_t begin, std::int64_t count, const ImportedRows& rows);
+  /// What counts(id) is from now on.
+  void import_counts(SequenceId id, const AppendCounts& counts);
+  /// A checkpoint of a state that the sequence was in before it was kept: tokens and ring_first of
+  /// each layer, retained rows of each head of any layer. The content of its rings is undefined
+  /// until import_rows has written it. Throws Error if the sequence cannot be cut back to such a
+  /// state; OutOfMemory.
+  Checkpoint import_checkpoint(const ExecutionSpace& exec, SequenceId id,
+                               const std::vector<std::int64_t>& tokens,
+                               const std::vector<std::int64_t>& ring_first,
+                               const std::vector<std::int64_t>& retained,
+                               const AppendCounts& counts);
+  /// Writes ring rows begin … begin + count - 1, counted from the oldest one, of such a checkpoint.
+  void import_rows(const ExecutionSpace& exec, const Checkpoint& checkpoint, int layer, int head,
+                   std::int64_t begin, std::int64_t count, const ImportedRows& rows);
+
   CacheBytes bytes() const;
   const CacheShape& shape() const { return m_shape; }
   const PagePool& pool() const { return m_pool; }
@@ -498,6 +530,7 @@ class KVCache {
   CompactCounts rearrange_judged(const ExecutionSpace& exec, Sequence& sequence, int layer,
                                  const FlagsView& keep, const FlagsView& keep_of_ring,
                                  const Counts& totals, bool empties_ring = false);
+  void check_extents(int layer, std::int64_t tokens, std::int64_t ring_first) const;
   std::int64_t check_row_scores(SequenceId sequence, int layer, std::size_t heads,
                                 std::size_t columns);
   void own_pages(const ExecutionSpace& exec, Sequence& sequence, int layer);

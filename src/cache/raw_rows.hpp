@@ -1,5 +1,5 @@
-// Rows of a head read by a thread of the host, in order of position. No Kokkos kernel, so that any
-// thread may.
+// Rows of a head read, or written, by a thread of the host, in order of position. No Kokkos kernel,
+// so that any thread may.
 #pragma once
 
 #include <algorithm>
@@ -31,6 +31,31 @@ void convert_elements(const Value* source, Element* target, std::int64_t count) 
   }
 }
 
+/// Rows of a head that lie one behind the other, in a page or (without one) in the ring.
+struct RawRun {
+  const char* page;
+  std::int64_t slot, rows, position;
+};
+
+/// Calls work(run) for those that hold rows begin … begin + count - 1, in order.
+template <class Raw, class Work>
+void each_raw_run(const Raw& raw, std::int64_t begin, std::int64_t count, const Work& work) {
+  for (std::int64_t row = begin; row < begin + count;) {
+    RawRun run{nullptr, 0, begin + count - row, 0};
+    if (row < raw.retained) {
+      run.page = raw.pages[row / raw.page_rows];
+      run.slot = row % raw.page_rows;
+      run.rows = std::min({run.rows, raw.page_rows - run.slot, std::int64_t{raw.retained - row}});
+    } else {
+      run.position = raw.tokens - raw.ring_rows + row - raw.retained;
+      run.slot = (run.position - raw.ring_first) % raw.window;
+      run.rows = std::min(run.rows, raw.window - run.slot);
+    }
+    work(run);
+    row += run.rows;
+  }
+}
+
 template <class Value, PageOrder order>
 class RawReader {
  public:
@@ -41,7 +66,7 @@ class RawReader {
   /// Of rows begin … begin + count - 1.
   template <class Integer>
   void positions(std::int64_t begin, std::int64_t count, Integer* target) const {
-    each_run(begin, count, [&](const Run& run) {
+    each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
       const std::int32_t* const held =
           run.page ? page_positions<Value>(reinterpret_cast<std::uintptr_t>(run.page),
                                            m_raw.page_rows, m_raw.dim)
@@ -52,7 +77,7 @@ class RawReader {
     });
   }
   void scores(std::int64_t begin, std::int64_t count, float* target) const {
-    each_run(begin, count, [&](const Run& run) {
+    each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
       const float* const held = run.page
                                     ? page_scores<Value>(reinterpret_cast<std::uintptr_t>(run.page),
                                                          m_raw.page_rows, m_raw.dim)
@@ -63,7 +88,7 @@ class RawReader {
   /// Keys, or values: (row, dim), rounded to Element.
   template <class Element>
   void elements(bool values, std::int64_t begin, std::int64_t count, Element* target) const {
-    each_run(begin, count, [&](const Run& run) {
+    each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
       const int capacity = run.page ? m_raw.page_rows : m_raw.window;
       const Block<order> block{capacity, m_raw.dim};
       const Value* const base = (run.page ? reinterpret_cast<const Value*>(run.page) : m_raw.ring) +
@@ -79,31 +104,6 @@ class RawReader {
   }
 
  private:
-  // Rows that lie one behind the other, in a page or (without one) in the ring.
-  struct Run {
-    const char* page;
-    std::int64_t slot, rows, position;
-  };
-
-  template <class Work>
-  void each_run(std::int64_t begin, std::int64_t count, const Work& work) const {
-    for (std::int64_t row = begin; row < begin + count;) {
-      Run run{nullptr, 0, begin + count - row, 0};
-      if (row < m_raw.retained) {
-        run.page = m_raw.pages[row / m_raw.page_rows];
-        run.slot = row % m_raw.page_rows;
-        run.rows =
-            std::min({run.rows, m_raw.page_rows - run.slot, std::int64_t{m_raw.retained - row}});
-      } else {
-        run.position = m_raw.tokens - m_raw.ring_rows + row - m_raw.retained;
-        run.slot = (run.position - m_raw.ring_first) % m_raw.window;
-        run.rows = std::min(run.rows, m_raw.window - run.slot);
-      }
-      work(run);
-      row += run.rows;
-    }
-  }
-
   // A dimension's rows are neighbours: few rows at a time, so that their part of the target stays
   // in the nearest cache.
   template <class Element>
@@ -116,6 +116,81 @@ class RawReader {
       for (std::int64_t d = 0; d < dim; ++d) {
         convert_elements(source + d * capacity + r, converted, n);
         for (std::int64_t i = 0; i < n; ++i) target[(r + i) * dim + d] = converted[i];
+      }
+    }
+  }
+
+  const Raw& m_raw;
+};
+
+/// The inverse, for rows of which nobody else knows yet.
+template <class Value, PageOrder order>
+class RawWriter {
+ public:
+  using Raw = typename KVCache<Value, order>::RawRows;
+  /// `raw` outlives the writer.
+  explicit RawWriter(const Raw& raw) : m_raw(raw) {}
+
+  /// Of rows begin … begin + count - 1. Those of the ring follow from where they are.
+  void positions(std::int64_t begin, std::int64_t count, const std::int32_t* source) const {
+    each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
+      if (run.page) {
+        std::copy_n(source, run.rows,
+                    page_positions<Value>(reinterpret_cast<std::uintptr_t>(run.page),
+                                          m_raw.page_rows, m_raw.dim) +
+                        run.slot);
+      }
+      source += run.rows;
+    });
+  }
+  void scores(std::int64_t begin, std::int64_t count, const float* source) const {
+    each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
+      float* const target = run.page
+                                ? page_scores<Value>(reinterpret_cast<std::uintptr_t>(run.page),
+                                                     m_raw.page_rows, m_raw.dim)
+                                : const_cast<float*>(m_raw.ring_scores);
+      std::copy_n(source, run.rows, target + run.slot);
+      source += run.rows;
+    });
+  }
+  /// Keys, or values: (row, dim).
+  void elements(bool values, std::int64_t begin, std::int64_t count, const Value* source) const {
+    each_element_run(values, begin, count,
+                     [&](Value* target, std::int64_t rows, [[maybe_unused]] std::int64_t capacity) {
+                       if constexpr (order == PageOrder::token_major) {
+                         std::memcpy(target, source,
+                                     static_cast<std::size_t>(rows * m_raw.dim) * sizeof(Value));
+                       } else {
+                         transpose(source, rows, target, capacity);
+                       }
+                       source += rows * m_raw.dim;
+                     });
+  }
+  /// Calls work(first element, rows, capacity) for each run of them: in token-major order a run's
+  /// rows lie as (row, dim), else as (dim, capacity).
+  template <class Work>
+  void each_element_run(bool values, std::int64_t begin, std::int64_t count,
+                        const Work& work) const {
+    each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
+      const int capacity = run.page ? m_raw.page_rows : m_raw.window;
+      const Block<order> block{capacity, m_raw.dim};
+      const Value* const base = run.page ? reinterpret_cast<const Value*>(run.page) : m_raw.ring;
+      work(const_cast<Value*>(base) + (values ? block.values_offset() : std::int64_t{0}) +
+               block.row_offset(run.slot),
+           run.rows, std::int64_t{capacity});
+    });
+  }
+
+ private:
+  void transpose(const Value* source, std::int64_t rows, Value* target,
+                 std::int64_t capacity) const {
+    constexpr std::int64_t block = 32;  // as RawReader's
+    const std::int64_t dim = m_raw.dim;
+    for (std::int64_t r = 0; r < rows; r += block) {
+      const std::int64_t n = std::min(block, rows - r);
+      for (std::int64_t d = 0; d < dim; ++d) {
+        for (std::int64_t i = 0; i < n; ++i)
+          target[d * capacity + r + i] = source[(r + i) * dim + d];
       }
     }
   }

@@ -32,7 +32,21 @@ void write_fully(int descriptor, const void* data, std::int64_t bytes, std::int6
   }
 }
 
-MemoryFile::MemoryFile() {
+MemoryFile::MemoryFile(std::int64_t most_bytes) {
+  open();
+  int code = 0;
+  do {
+    code = ::ftruncate(m_descriptor, static_cast<off_t>(most_bytes)) == 0 ? 0 : errno;
+  } while (code == EINTR);
+  if (code != 0) {
+    close();
+    throw system_error(fmt::format("no room for {} bytes", most_bytes), code);
+  }
+}
+
+MemoryFile::~MemoryFile() { close(); }
+
+void MemoryFile::open() {
 #if defined(__linux__) && defined(MFD_CLOEXEC)
   m_descriptor = ::memfd_create("kvzap-snapshot", MFD_CLOEXEC);
   if (m_descriptor >= 0) {
@@ -48,7 +62,7 @@ MemoryFile::MemoryFile() {
   m_path = pattern;
 }
 
-MemoryFile::~MemoryFile() {
+void MemoryFile::close() {
   ::close(m_descriptor);
   if (m_is_named) ::unlink(m_path.c_str());
 }

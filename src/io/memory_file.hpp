@@ -13,8 +13,9 @@ void write_fully(int descriptor, const void* data, std::int64_t bytes, std::int6
 /// temporary files. Bytes that were never written take no room.
 class MemoryFile {
  public:
-  /// Throws Error if there is no such file to be had.
-  MemoryFile();
+  /// Throws Error if there is no such file to be had, or if it could not grow to so many bytes:
+  /// HDF5 must not find that out, which crashes later if it cannot write.
+  explicit MemoryFile(std::int64_t most_bytes);
   ~MemoryFile();
   MemoryFile(const MemoryFile&) = delete;
   MemoryFile& operator=(const MemoryFile&) = delete;
@@ -27,6 +28,9 @@ class MemoryFile {
   void punch(std::int64_t begin, std::int64_t bytes) const;
 
  private:
+  void open();
+  void close();
+
   int m_descriptor = -1;
   bool m_is_named = false;
   std::filesystem::path m_path;

@@ -147,6 +147,14 @@ void integers_set(hid_t parent, const char* name, const std::vector<std::int64_t
   content_set(parent, name, H5T_STD_I64LE, H5T_NATIVE_INT64, {content.size()}, content.data());
 }
 
+// Compression may add a little, and fills the last chunk of each data set.
+std::int64_t bytes_in_memory_at_most(const SnapshotLayout& layout, const SnapshotInfo& info) {
+  const std::int64_t bytes = snapshot_bytes_at_most(layout, info);
+  if (layout.compress == 0) return bytes;
+  return bytes + bytes / 64 +
+         static_cast<std::int64_t>(layout.groups.size()) * n_row_kinds * chunk_bytes;
+}
+
 // Bytes from one file to the same place of another; returns their checksum.
 std::uint32_t copy_bytes(int from, int to, std::int64_t begin, std::int64_t end) {
   std::vector<char> buffer(static_cast<std::size_t>(std::min(copied_bytes, end - begin)));
@@ -181,9 +189,12 @@ std::int64_t snapshot_bytes_at_most(const SnapshotLayout& layout, const Snapshot
 
 SnapshotStructure::SnapshotStructure(const SnapshotLayout& layout, const SnapshotInfo& info)
     : m_layout(layout),
+      m_memory(bytes_in_memory_at_most(layout, info)),
       m_places(layout.groups.size() * n_row_kinds, -1),
       m_checksum_places(layout.groups.size(), -1) {
+  // The default driver asks for the real path of a symbolic link, and what is in memory has none.
   const Hdf5Handle access = serial_access();
+  checked_hdf5(H5Pset_fapl_stdio(access), "H5Pset_fapl_stdio");
   m_file = Hdf5Handle(H5Fcreate(m_memory.path().c_str(), H5F_ACC_TRUNC, H5P_DEFAULT, access),
                       H5Fclose, "H5Fcreate");
   {

@@ -1,11 +1,13 @@
 // Snapshots: content against an oracle that knows nothing of the cache, at any number of ranks, and
 // what remains after a failure.
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <hdf5.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/resource.h>
 
+#include <algorithm>
 #include <cstring>
 #include <fstream>
 #include <iterator>
@@ -16,6 +18,8 @@
 #include <string>
 #include <vector>
 
+#include "base/crc32c.hpp"
+#include "io/seal.hpp"
 #include "io/temporary_file.hpp"
 
 namespace kvzap {
@@ -190,6 +194,7 @@ std::unique_ptr<KVCache<Value, order>> forked_cache(const HeadPartition& partiti
 SnapshotInfo some_info() {
   SnapshotInfo info;
   info.model = "models/größer";
+  info.created = "2026-01-02T03:04:05Z";
   info.prune = "kvzap";
   info.threshold = rule.threshold;
   info.sink = 4;
@@ -209,26 +214,30 @@ class Reader {
   Reader& operator=(const Reader&) = delete;
 
   template <class Number>
-  Number attribute(const char* name, hid_t memory_type) const {
+  Number attribute(const char* name, hid_t memory_type, const std::string& object = "/") const {
     Number value{};
-    const hid_t attribute = H5Aopen(m_file, name, H5P_DEFAULT);
-    EXPECT_GE(attribute, 0) << name;
-    EXPECT_GE(H5Aread(attribute, memory_type, &value), 0) << name;
+    const hid_t attribute = H5Aopen_by_name(m_file, object.c_str(), name, H5P_DEFAULT, H5P_DEFAULT);
+    EXPECT_GE(attribute, 0) << object << " " << name;
+    EXPECT_GE(H5Aread(attribute, memory_type, &value), 0) << object << " " << name;
     H5Aclose(attribute);
     return value;
   }
-  std::int64_t integer(const char* name) const {
-    return attribute<std::int64_t>(name, H5T_NATIVE_INT64);
+  std::int64_t integer(const char* name, const std::string& object = "/") const {
+    return attribute<std::int64_t>(name, H5T_NATIVE_INT64, object);
   }
-  std::string text(const char* name) const {
+  std::string text(const char* name, const std::string& object = "/") const {
     const hid_t type = H5Tcopy(H5T_C_S1);
     H5Tset_size(type, H5T_VARIABLE);
     H5Tset_cset(type, H5T_CSET_UTF8);
-    char* const raw = attribute<char*>(name, type);
+    char* const raw = attribute<char*>(name, type, object);
     H5Tclose(type);
     const std::string text = raw ? raw : "(null)";
     H5free_memory(raw);
     return text;
+  }
+
+  bool has(const std::string& name) const {
+    return H5Lexists(m_file, name.c_str(), H5P_DEFAULT) > 0;
   }
 
   /// Elements of a data set with `extents`; memory_type -1 takes the file's own bits.
@@ -259,53 +268,124 @@ class Reader {
   hid_t m_file;
 };
 
-template <class Value>
-void expect_content(const fs::path& file, const Story& story) {
-  const Reader reader(file);
-  for (int layer = 0; layer < n_layers; ++layer) {
-    SCOPED_TRACE(layer);
-    std::vector<std::int64_t> offsets{0};
-    std::vector<std::int64_t> positions;
-    std::vector<float> scores;
-    std::vector<Value> elements[2];
-    for (int head = 0; head < n_heads; ++head) {
-      for (std::int64_t p : story.kept(layer, head)) {
-        positions.push_back(p);
-        scores.push_back(score(story.text_at(p), layer, head, p));
-        for (int what : {0, 1}) {
-          for (int d = 0; d < head_dim; ++d) {
-            elements[what].push_back(element<Value>(what, story.text_at(p), layer, head, p, d));
-          }
+/// What a group of rows, "/layers/N" or "/context/layers/N", must hold of each head.
+struct HeadOracle {
+  std::vector<std::int64_t> positions;
+  std::int64_t in_ring = 0;  // of those
+};
+
+/// The rows as File, and that each data set's checksums are those of its bytes.
+template <class Value, class File>
+void expect_rows(const Reader& reader, const std::string& group, const Story& story, int layer,
+                 const std::vector<HeadOracle>& heads, SnapshotContent content,
+                 const std::vector<std::vector<float>>& queries = {}) {
+  SCOPED_TRACE(group);
+  std::vector<std::int64_t> offsets{0};
+  std::vector<std::int32_t> positions;
+  std::vector<float> scores;
+  std::vector<std::uint8_t> judged;
+  std::vector<File> elements[2];
+  for (int head = 0; head < n_heads; ++head) {
+    for (std::int64_t p : heads[head].positions) {
+      positions.push_back(static_cast<std::int32_t>(p));
+      scores.push_back(score(story.text_at(p), layer, head, p));
+      for (int what : {0, 1}) {
+        for (int d = 0; d < head_dim; ++d) {
+          const auto held = element<Value>(what, story.text_at(p), layer, head, p, d);
+          elements[what].push_back(File(static_cast<float>(held)));
         }
       }
-      offsets.push_back(static_cast<std::int64_t>(positions.size()));
     }
-    const std::string group = "/layers/" + std::to_string(layer) + "/";
-    EXPECT_EQ(reader.data<std::int64_t>(group + "offsets", {n_heads + 1}, H5T_NATIVE_INT64),
-              offsets);
-    EXPECT_EQ(reader.data<std::int64_t>(group + "positions", {positions.size()}, H5T_NATIVE_INT64),
-              positions);
-    EXPECT_EQ(reader.data<float>(group + "scores", {positions.size()}, H5T_NATIVE_FLOAT), scores);
+    judged.resize(positions.size() - static_cast<std::size_t>(heads[head].in_ring), 1);
+    judged.resize(positions.size(), 0);
+    offsets.push_back(static_cast<std::int64_t>(positions.size()));
+  }
+  EXPECT_EQ(reader.data<std::int64_t>(group + "/offsets", {n_heads + 1}, H5T_NATIVE_INT64),
+            offsets);
+  std::string kinds;
+  std::vector<std::uint32_t> crcs;
+  const auto expect = [&](const std::string& name, const std::vector<hsize_t>& extents,
+                          const auto& expected) {
+    using Element = typename std::decay_t<decltype(expected)>::value_type;
+    const auto found = reader.data<Element>(group + "/" + name, extents, -1);
+    ASSERT_EQ(found.size(), expected.size()) << name;
+    const auto* const bytes = reinterpret_cast<const char*>(found.data());
+    if (!found.empty()) {  // memcmp takes no null pointer
+      EXPECT_EQ(std::memcmp(bytes, expected.data(), found.size() * sizeof(Element)), 0) << name;
+    }
+    kinds += (kinds.empty() ? "" : " ") + name;
+    for (int head = 0; head < n_heads; ++head) {
+      const std::size_t rows = positions.empty() || name == "recent_queries" ? 1 : positions.size();
+      std::size_t begin = offsets[head] * (found.size() / rows);
+      std::size_t end = offsets[head + 1] * (found.size() / rows);
+      if (name == "recent_queries") {
+        begin = head * found.size() / n_heads;
+        end = (head + 1) * found.size() / n_heads;
+      }
+      crcs.push_back(
+          detail::crc32c(bytes + begin * sizeof(Element), (end - begin) * sizeof(Element)));
+    }
+  };
+  expect("positions", {positions.size()}, positions);
+  if (content != SnapshotContent::positions) expect("scores", {positions.size()}, scores);
+  expect("judged", {positions.size()}, judged);
+  if (content == SnapshotContent::all) {
+    expect("keys", {positions.size(), head_dim}, elements[0]);
+    expect("values", {positions.size(), head_dim}, elements[1]);
     for (int what : {0, 1}) {
-      const std::string name = group + (what == 0 ? "keys" : "values");
-      const std::vector<hsize_t> extents{positions.size(), head_dim};
-      const auto raw = reader.data<Value>(name, extents, -1);
-      ASSERT_EQ(raw.size(), elements[what].size());
-      if (!raw.empty()) {  // memcmp takes no null pointer
-        EXPECT_EQ(std::memcmp(raw.data(), elements[what].data(), raw.size() * sizeof(Value)), 0);
-      }
       // HDF5 itself must understand the type.
-      const auto converted = reader.data<float>(name, extents, H5T_NATIVE_FLOAT);
-      for (std::size_t i = 0; i < raw.size(); ++i) {
-        ASSERT_EQ(converted[i], static_cast<float>(elements[what][i])) << name << " " << i;
+      const auto converted = reader.data<float>(group + (what == 0 ? "/keys" : "/values"),
+                                                {positions.size(), head_dim}, H5T_NATIVE_FLOAT);
+      for (std::size_t i = 0; i < converted.size(); ++i) {
+        ASSERT_EQ(converted[i], static_cast<float>(elements[what][i])) << what << " " << i;
       }
     }
+    if (!queries.empty()) {
+      std::vector<float> all;
+      for (const auto& of : queries) all.insert(all.end(), of.begin(), of.end());
+      expect("recent_queries", {2 * n_heads, all.size() / (2 * n_heads * head_dim), head_dim}, all);
+    }
+  } else {
+    for (const char* name : {"/keys", "/values", "/recent_queries"}) {
+      EXPECT_FALSE(reader.has(group + name)) << name;
+    }
+  }
+  EXPECT_EQ(reader.has(group + "/scores"), content != SnapshotContent::positions);
+  EXPECT_EQ(reader.data<std::uint32_t>(group + "/crc32c", {crcs.size() / n_heads, n_heads},
+                                       H5T_NATIVE_UINT32),
+            crcs);
+  EXPECT_EQ(reader.text("kinds", group + "/crc32c"), kinds);
+}
+
+/// What every head of a layer still has of the story.
+std::vector<HeadOracle> oracle(const Story& story, int layer) {
+  std::vector<HeadOracle> heads;
+  for (int head = 0; head < n_heads; ++head) {
+    heads.push_back({story.kept(layer, head), std::min<std::int64_t>(window, story.tokens)});
+  }
+  return heads;
+}
+
+void expect_seal(const fs::path& file) {
+  const detail::FileDescriptor descriptor(file, O_RDONLY);
+  EXPECT_TRUE(detail::read_seal(descriptor.get()).has_value());
+}
+
+template <class Value, class File = Value>
+void expect_content(const fs::path& file, const Story& story,
+                    SnapshotContent content = SnapshotContent::all) {
+  expect_seal(file);
+  const Reader reader(file);
+  for (int layer = 0; layer < n_layers; ++layer) {
+    const std::string group = "/layers/" + std::to_string(layer);
+    EXPECT_EQ(reader.integer("ring_first", group), 0);
+    expect_rows<Value, File>(reader, group, story, layer, oracle(story, layer), content);
   }
 }
 
 void expect_attributes(const fs::path& file, const Story& story, std::string_view dtype) {
   const Reader reader(file);
-  EXPECT_EQ(reader.integer("kvzap_format_version"), 1);
+  EXPECT_EQ(reader.integer("kvzap_format_version"), 2);
   EXPECT_EQ(reader.integer("n_layers"), n_layers);
   EXPECT_EQ(reader.integer("n_kv_heads"), n_heads);
   EXPECT_EQ(reader.integer("head_dim"), head_dim);
@@ -371,6 +451,168 @@ TEST(Snapshot, FloatRowsReadBack) {
 TEST(Snapshot, HalfRowsReadBack) { check_at_every_number_of_ranks<half, PageOrder::dim_major>(); }
 TEST(Snapshot, Bfloat16RowsReadBack) {
   check_at_every_number_of_ranks<bfloat16, PageOrder::token_major>();
+}
+
+/// What an engine, a generator and a program may add, of this rank.
+struct Extras {
+  SnapshotInfo info = some_info();
+  std::vector<std::vector<std::vector<float>>> queries;  // (layer, head of the model)
+};
+
+constexpr std::int64_t query_tokens = 3;
+
+Extras some_extras(const HeadPartition& partition, int rank) {
+  Extras extras;
+  SnapshotInfo& info = extras.info;
+  info.model_hash = "sha256:abc";
+  info.tokenizer_hash = "sha256:def";
+  info.kvzap_version = "1.2.3";
+  info.options = R"({"policy": "kvzap"})";
+  info.run_state = R"({"text": ")" + std::string(1 << 20, 'x') + "\"}";
+  info.token_ids = {5, 0, 7, 2147483647, 11};
+  info.context_tokens = 3;
+  info.logits = {0.5f, -1e30f, 3.0f};
+  info.state = {{"phase", 2}, {"steps", -1}};
+  for (int layer = 0; layer < n_layers; ++layer) {
+    extras.queries.emplace_back();
+    info.recent_queries.push_back({40 + layer, query_tokens, {}});
+    for (int head = 0; head < n_heads; ++head) {
+      std::vector<float> values;
+      for (int i = 0; i < 2 * query_tokens * head_dim; ++i) {
+        values.push_back(uniform(hash({4, layer, head, i})));
+      }
+      const auto& mine = partition.heads(layer, rank);
+      if (std::find(mine.begin(), mine.end(), head) != mine.end()) {
+        auto& held = info.recent_queries.back().values;
+        held.insert(held.end(), values.begin(), values.end());
+      }
+      extras.queries.back().push_back(std::move(values));
+    }
+  }
+  return extras;
+}
+
+struct Written {
+  SnapshotOptions options;
+  const char* name;
+};
+
+template <class Value, class File>
+void expect_everything(const fs::path& file, const Story& story, std::int64_t context_tokens,
+                       const Written& how, const Extras& extras) {
+  expect_seal(file);
+  const Reader reader(file);
+  EXPECT_EQ(reader.text("content"), name_of(how.options.content));
+  EXPECT_EQ(reader.integer("compress"), how.options.compress);
+  EXPECT_EQ(reader.text("dtype"), name_of(DTypeOf<File>::value));
+  EXPECT_EQ(reader.text("created"), extras.info.created);
+  EXPECT_EQ(reader.text("model_hash"), extras.info.model_hash);
+  EXPECT_EQ(reader.text("tokenizer_hash"), extras.info.tokenizer_hash);
+  EXPECT_EQ(reader.text("kvzap_version"), extras.info.kvzap_version);
+  EXPECT_EQ(reader.text("options"), extras.info.options);
+  EXPECT_EQ(reader.text("run_state"), extras.info.run_state);
+  EXPECT_EQ(reader.integer("context_tokens"), 3);
+  EXPECT_EQ(reader.integer("phase", "/state"), 2);
+  EXPECT_EQ(reader.integer("steps", "/state"), -1);
+  EXPECT_EQ(reader.data<std::int32_t>("/token_ids", {5}, H5T_NATIVE_INT32), extras.info.token_ids);
+  EXPECT_EQ(reader.data<float>("/logits", {3}, H5T_NATIVE_FLOAT), extras.info.logits);
+  const Story context{story.text, story.shared, context_tokens};
+  for (const auto& [group, of] : {std::pair("/state", story), std::pair("/context", context)}) {
+    std::int64_t judged = 0;
+    std::int64_t evicted = 0;
+    for (int layer = 0; layer < n_layers; ++layer) {
+      for (int head = 0; head < n_heads; ++head) {
+        judged += of.tokens - window;
+        evicted += of.tokens - static_cast<std::int64_t>(of.kept(layer, head).size());
+      }
+    }
+    EXPECT_EQ(reader.integer("judged", group), judged);
+    EXPECT_EQ(reader.integer("evicted", group), evicted);
+    EXPECT_EQ(reader.integer("non_finite", group), 0);
+  }
+  EXPECT_EQ(reader.integer("tokens", "/context"), context_tokens);
+  for (int layer = 0; layer < n_layers; ++layer) {
+    const std::string group = "/layers/" + std::to_string(layer);
+    expect_rows<Value, File>(reader, group, story, layer, oracle(story, layer), how.options.content,
+                             extras.queries[layer]);
+    if (how.options.content == SnapshotContent::all) {
+      EXPECT_EQ(reader.integer("first", group + "/recent_queries"), 40 + layer);
+    }
+    std::vector<HeadOracle> rings;
+    std::vector<std::int64_t> retained;
+    for (const HeadOracle& head : oracle(context, layer)) {
+      rings.push_back({{head.positions.end() - window, head.positions.end()}, window});
+      retained.push_back(static_cast<std::int64_t>(head.positions.size()) - window);
+    }
+    EXPECT_EQ(reader.integer("ring_first", "/context" + group), 0);
+    EXPECT_EQ(
+        reader.data<std::int64_t>("/context" + group + "/retained", {n_heads}, H5T_NATIVE_INT64),
+        retained);
+    expect_rows<Value, File>(reader, "/context" + group, context, layer, rings,
+                             how.options.content);
+  }
+}
+
+/// All that a file can hold, written while the sequence that was forked goes on.
+template <class Value, PageOrder order, class File>
+void check_everything(const Written& how) {
+  SCOPED_TRACE(how.name);
+  const SharedFolder folder;
+  std::vector<std::string> bytes;
+  const int world = Communicator::world().size();
+  for (int ranks : std::set<int>{1, std::min(2, world), world}) {
+    SCOPED_TRACE(ranks);
+    const FirstRanks first(ranks);
+    if (!first.has_this_rank()) continue;
+    const Communicator comm = first.communicator();
+    const HeadPartition partition = uneven_partition(ranks);
+    const auto cache = forked_cache<Value, order>(partition, comm.rank());
+    // Sequence 0 as it was, its fork four tokens on, and sequence 0 once more while that is
+    // written.
+    const Story later{original.text, original.shared, original.tokens + 4};
+    auto context = std::make_optional(cache->checkpoint(0));
+    append(*cache, 0, partition, comm.rank(), later, original.tokens, later.tokens);
+    const SequenceId kept = cache->fork(0);
+    Extras extras = some_extras(partition, comm.rank());
+    const fs::path file = folder / (std::to_string(ranks) + ".h5");
+    const auto writing =
+        begin_snapshot(file, *cache, kept, partition, comm, extras.info, how.options, &*context);
+    // Gone before the file is written.
+    extras.info.recent_queries.clear();
+    context.reset();
+    for (int more = 0; !writing->advance(); ++more) {
+      const Story goes_on{original.text, original.shared, later.tokens + more + 1};
+      append(*cache, 0, partition, comm.rank(), goes_on, later.tokens + more, goes_on.tokens);
+    }
+    EXPECT_EQ(writing->file_bytes(), static_cast<std::int64_t>(fs::file_size(file)));
+    cache->free_sequence(kept);
+    if (!comm.is_root()) continue;
+    expect_everything<Value, File>(file, later, original.tokens, how, extras);
+    bytes.push_back(file_bytes(file));
+  }
+  for (const std::string& other : bytes) EXPECT_TRUE(other == bytes.front());
+}
+
+TEST(Snapshot, Everything) {
+  check_everything<bfloat16, PageOrder::dim_major, bfloat16>({{}, "as it is"});
+  check_everything<half, PageOrder::token_major, half>(
+      {{SnapshotContent::all, 6, std::nullopt}, "compressed"});
+}
+
+TEST(Snapshot, ConvertedWhenWritten) {
+  check_everything<float, PageOrder::dim_major, half>(
+      {{SnapshotContent::all, 0, DType::f16}, "f32 to f16"});
+  check_everything<half, PageOrder::dim_major, float>(
+      {{SnapshotContent::all, 0, DType::f32}, "f16 to f32"});
+  check_everything<half, PageOrder::token_major, bfloat16>(
+      {{SnapshotContent::all, 1, DType::bf16}, "f16 to bf16"});
+}
+
+TEST(Snapshot, Maps) {
+  check_everything<float, PageOrder::token_major, float>(
+      {{SnapshotContent::scores, 0, std::nullopt}, "scores"});
+  check_everything<half, PageOrder::dim_major, half>(
+      {{SnapshotContent::positions, 9, std::nullopt}, "positions"});
 }
 
 TEST(Snapshot, SilentHeadHasItsRingOnly) {
@@ -522,6 +764,62 @@ TEST_F(SnapshotFailure, NoRoom) {
   if (m_comm.is_root()) expect_content<float>(m_file, original);
 }
 
+TEST_F(SnapshotFailure, NoRoomForWhatIsCompressed) {
+  SnapshotOptions options;
+  options.compress = 6;
+  const auto write_compressed = [&] {
+    write_snapshot(m_file, *m_cache, 0, m_partition, m_comm, some_info(), options);
+  };
+  for (const rlim_t bytes : {0, 1000, 20000}) {
+    SCOPED_TRACE(bytes);
+    {
+      const FileSizeLimit limit(bytes);
+      expect_agreed_error(write_compressed, m_file.string());
+    }
+    expect_untouched();
+  }
+  write_compressed();
+  if (m_comm.is_root()) expect_content<float>(m_file, original);
+}
+
+TEST_F(SnapshotFailure, GivenUp) {
+  begin_snapshot(m_file, *m_cache, 0, m_partition, m_comm, some_info()).reset();
+  expect_untouched();
+}
+
+// What stands in the file is not what was written: told before it gets its name.
+TEST_F(SnapshotFailure, ChangedBehindItsBack) {
+  const Communicator self = Communicator::self();
+  const HeadPartition partition = uneven_partition(1);
+  const auto cache = forked_cache<float, PageOrder::token_major>(partition, 0);
+  const std::string name = "rank-" + std::to_string(m_comm.rank()) + ".h5";
+  const auto writing = begin_snapshot(m_folder / name, *cache, 0, partition, self, some_info());
+  fs::path unfinished;
+  for (const std::string& found : m_folder.names()) {
+    if (found.rfind(name + ".tmp-", 0) == 0) unfinished = m_folder / found;
+  }
+  // The last value that is written.
+  const Story story = original;
+  const float last = element<float>(1, story.text_at(story.tokens - 1), n_layers - 1, n_heads - 1,
+                                    story.tokens - 1, head_dim - 1);
+  const std::string wanted(reinterpret_cast<const char*>(&last), sizeof(last));
+  std::string content;
+  std::size_t at = std::string::npos;
+  while (at == std::string::npos) {
+    content = file_bytes(unfinished);
+    at = content.rfind(wanted);
+  }
+  std::fstream stream(unfinished, std::ios::in | std::ios::out | std::ios::binary);
+  stream.seekp(static_cast<std::streamoff>(at));
+  stream.put(static_cast<char>(content[at] ^ 1));
+  stream.close();
+  expect_agreed_error([&] { writing->finish(); },
+                      "/layers/1/values of head 4 reads differently from what was written");
+  expect_agreed_error([&] { writing->advance(); }, "reads differently");
+  m_comm.barrier();
+  EXPECT_FALSE(fs::exists(m_folder / name));
+}
+
 TEST_F(SnapshotFailure, AttributesThatCannotBeWritten) {
   SnapshotInfo info = some_info();
   info.further["head_dim"] = 1.0;
@@ -532,6 +830,12 @@ TEST_F(SnapshotFailure, AttributesThatCannotBeWritten) {
   info = some_info();
   info.further[std::string(70000, 'x')] = 1.0;  // HDF5's limit is 64 KiB
   expect_agreed_error([&] { write(m_file, info); }, "H5A");
+  info = some_info();
+  info.state["judged"] = 1;
+  expect_agreed_error([&] { write(m_file, info); }, "'judged'");
+  info = some_info();
+  info.recent_queries.resize(1);
+  expect_agreed_error([&] { write(m_file, info); }, "recent queries of 1 layers");
   expect_untouched();
 }
 
@@ -606,6 +910,17 @@ TEST(Snapshot, SequenceWithoutTokens) {
   if (comm.is_root()) expect_content<half>(folder / "empty.h5", Story{0, 0, 0});
 }
 
+/// The most bytes that this process ever had in memory, counted from here on if `anew`; -1 where
+/// the system does not say.
+std::int64_t peak_memory(bool anew) {
+  if (anew) std::ofstream("/proc/self/clear_refs") << "5";
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);) {
+    if (line.rfind("VmHWM:", 0) == 0) return std::stoll(line.substr(6)) * 1024;
+  }
+  return -1;
+}
+
 TEST(Snapshot, HeadsLargerThanOneTransfer) {
   const SharedFolder folder;
   const Communicator comm = Communicator::world();
@@ -633,7 +948,12 @@ TEST(Snapshot, HeadsLargerThanOneTransfer) {
   const auto device_rows = Kokkos::create_mirror_view_and_copy(MemorySpace{}, rows);
   cache.append(ExecutionSpace{}, sequence, 0, device_rows, device_rows, {},
                EvictionRule::keep_all());
+  const std::int64_t before = peak_memory(true);
   write_snapshot(folder / "large.h5", cache, sequence, partition, comm, some_info());
+  // A layer's rows are 40 MiB a head.
+  if (before > 0) {
+    EXPECT_LT(peak_memory(false) - before, std::int64_t{16} << 20);
+  }
   if (!comm.is_root()) return;
   const Reader reader(folder / "large.h5");
   for (const char* name : {"/layers/0/keys", "/layers/0/values"}) {

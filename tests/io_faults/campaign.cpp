@@ -42,8 +42,8 @@ using Value = bfloat16;
 constexpr PageOrder order = PageOrder::token_major;
 using Cache = KVCache<Value, order>;
 
-constexpr int n_layers = 2;
-constexpr int n_heads = 5;
+constexpr int n_layers = 1;
+constexpr int n_heads = 4;
 constexpr int head_dim = 16;
 constexpr int window = 8;
 constexpr std::int64_t older_tokens = 40, context_tokens = 60, newer_tokens = 90;
@@ -143,7 +143,7 @@ class Campaign {
  public:
   Campaign(fs::path folder, const Communicator& comm)
       : m_comm(comm),
-        m_partition(HeadPartition::balanced({{9, 50, 3, 40, 8}, {1, 2, 30, 4, 100}}, comm.size())),
+        m_partition(HeadPartition::balanced({{9, 50, 3, 40}}, comm.size())),
         m_cache(shape_of(m_partition, comm.rank())),
         m_folder(folder / "snapshots"),
         m_references(folder / "references"),
@@ -169,8 +169,9 @@ class Campaign {
       m_comm.agree_on_root([&] { exists = fs::exists(file); });
       if (m_comm.all_reduce_max(exists) == 0) {
         const Outcome outcome = write(scenario, newer, file);
-        expect(outcome.error.empty() && outcome.other.empty(),
-               "faultless write: " + outcome.error + outcome.other);
+        if (!outcome.error.empty() || !outcome.other.empty()) {
+          throw Error("a write without faults fails: " + outcome.error + outcome.other);
+        }
         m_comm.barrier();
       }
       (newer ? m_newer_bytes : m_older_bytes) = bytes_of(file);

@@ -166,6 +166,7 @@ struct SnapshotHeader {
   std::vector<std::int64_t> ring_first;            // (layer)
   std::vector<std::vector<std::int64_t>> offsets;  // (layer, KV head + 1), rows
   SnapshotInfo info;                               // without recent_queries
+  AppendCounts counts;                             // of the sequence, summed over ranks
   bool has_recent_queries = false;
   bool has_context = false;  // a state to cut back to: begin_snapshot's `context`
   std::int64_t file_bytes = 0;

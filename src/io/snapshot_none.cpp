@@ -8,9 +8,10 @@
 namespace kvzap {
 namespace {
 
+constexpr const char* no_hdf5 = "this kvzap was built without HDF5 (KVZAP_ENABLE_HDF5=OFF)";
+
 [[noreturn]] void refuse(const std::filesystem::path& file) {
-  throw AgreedError(fmt::format(
-      "snapshot {}: this kvzap was built without HDF5 (KVZAP_ENABLE_HDF5=OFF)", file.string()));
+  throw AgreedError(fmt::format("snapshot {}: {}", file.string(), no_hdf5));
 }
 
 }  // namespace
@@ -36,6 +37,29 @@ std::vector<std::string> check_snapshot_writable(const std::filesystem::path& fi
   refuse(file);
 }
 
+// Nobody has a reader: none can be made.
+struct SnapshotReader::Impl {
+  SnapshotHeader header;
+};
+SnapshotReader::SnapshotReader(const std::filesystem::path& file) {
+  throw Error(fmt::format("snapshot {}: {}", file.string(), no_hdf5));
+}
+SnapshotReader::~SnapshotReader() = default;
+SnapshotReader::SnapshotReader(SnapshotReader&&) noexcept = default;
+SnapshotReader& SnapshotReader::operator=(SnapshotReader&&) noexcept = default;
+const std::filesystem::path& SnapshotReader::file() const { throw Error(no_hdf5); }
+const SnapshotHeader& SnapshotReader::header() const { return m_impl->header; }
+SnapshotRows SnapshotReader::rows(int, int, bool) const { throw Error(no_hdf5); }
+std::vector<std::string> SnapshotReader::verify(const std::function<void(int, int)>&) const {
+  throw Error(no_hdf5);
+}
+
+template <class Value, PageOrder order>
+LoadedSnapshot<Value, order> load_snapshot(const SnapshotReader&, KVCache<Value, order>&,
+                                           const HeadPartition&, const Communicator&) {
+  throw AgreedError(no_hdf5);
+}
+
 #define KVZAP_INSTANTIATE(Value, order)                                                       \
   template std::unique_ptr<SnapshotWriting> begin_snapshot(                                   \
       const std::filesystem::path&, KVCache<Value, order>&, SequenceId, const HeadPartition&, \
@@ -43,7 +67,9 @@ std::vector<std::string> check_snapshot_writable(const std::filesystem::path& fi
       const KVCache<Value, order>::Checkpoint*);                                              \
   template std::vector<std::string> write_snapshot(                                           \
       const std::filesystem::path&, KVCache<Value, order>&, SequenceId, const HeadPartition&, \
-      const Communicator&, const SnapshotInfo&, const SnapshotOptions&);
+      const Communicator&, const SnapshotInfo&, const SnapshotOptions&);                      \
+  template LoadedSnapshot<Value, order> load_snapshot(                                        \
+      const SnapshotReader&, KVCache<Value, order>&, const HeadPartition&, const Communicator&);
 KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 

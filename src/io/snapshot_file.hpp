@@ -1,0 +1,100 @@
+// A snapshot that is there, of version 1 or 2: all but its rows read and checked, and rows as the
+// bytes that stand in the file.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <kvzap/snapshot.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "io/hdf5.hpp"
+#include "io/seal.hpp"
+#include "io/snapshot_layout.hpp"
+#include "io/temporary_file.hpp"
+
+namespace kvzap::detail {
+
+/// Errors here do not name the file.
+class SnapshotFile {
+ public:
+  /// Reads all but rows. Every size and offset is checked before it is used. Throws Error.
+  explicit SnapshotFile(const std::filesystem::path& file);
+
+  const SnapshotHeader& header() const { return m_header; }
+  /// Groups are the layers, then those of the context.
+  const SnapshotLayout& layout() const { return m_layout; }
+  /// Tells two files apart, or two states of one.
+  std::uint32_t fingerprint() const { return m_seal ? m_seal->crc : 0; }
+
+  bool has(int group, RowKind kind) const { return set_of(group, kind).there; }
+  /// Bytes of a row in this file, rows counted as SnapshotLayout does.
+  std::int64_t row_bytes(int group, RowKind kind) const { return set_of(group, kind).row_bytes; }
+  /// Where the first row lies in the file if all rows lie one behind the other; else negative.
+  std::int64_t place(int group, RowKind kind) const { return set_of(group, kind).place; }
+  int descriptor() const { return m_descriptor.get(); }
+
+  /// Reads rows begin … begin + count - 1 of a head. Checksums of compressed chunks are checked.
+  void read(int group, RowKind kind, int head, std::int64_t begin, std::int64_t count,
+            void* target) const;
+  /// Reads all rows of a head into `buffer`, so many bytes at a time: take(begin, count, bytes)
+  /// gets rows begin … begin + count - 1. Throws Error if their checksum differs, behind the last
+  /// of them.
+  using Take = std::function<void(std::int64_t begin, std::int64_t count, const char* bytes)>;
+  void read_head(int group, RowKind kind, int head, std::int64_t bytes_at_once,
+                 std::vector<char>& buffer, const Take& take) const;
+  /// Throws Error if the rows of a head, whose checksum is `found`, are to have another one.
+  void check_crc(int group, RowKind kind, int head, std::uint32_t found) const;
+  /// Positions of a head. Throws Error if they are not what the layer's extents tell of them.
+  std::vector<std::int32_t> positions(int group, int head, std::vector<char>& buffer) const;
+  /// "layer 3, head 1", or the same of the context.
+  std::string name_of_head(int group, int head) const;
+
+  /// Checks the seal, what it covers, and the compressed chunks; calls tell(sentence) for each that
+  /// is damaged.
+  void check_sealed(const std::function<void(const std::string&)>& tell) const;
+
+ private:
+  struct Chunk {
+    std::int64_t first, place, bytes;  // `first`: where it begins along the first extent
+    std::optional<std::uint32_t> crc;
+  };
+  struct RowSet {
+    bool there = false;
+    std::int64_t row_bytes = 0;
+    std::int64_t place = -1;
+    // Where compressed: the data set, and its chunks by `first`.
+    Hdf5Handle data_set;
+    std::vector<std::int64_t> extents;
+    std::int64_t chunk_extent = 0;  // along the first extent
+    std::vector<Chunk> chunks;
+  };
+
+  const RowSet& set_of(int group, RowKind kind) const {
+    return m_sets[static_cast<std::size_t>(group)][static_cast<std::size_t>(kind)];
+  }
+  void read_header(hid_t root);
+  void read_run(hid_t root);
+  void read_group(hid_t parent, const std::string& name, int group);
+  void read_checksums(hid_t handle, int group);
+  RowSet open_rows(hid_t parent, int group, RowKind kind);
+  void find_chunks(RowSet& set, hid_t create, const std::string& path) const;
+  void check_coverage() const;
+  void check_chunk(const Chunk& chunk, std::vector<char>& buffer) const;
+
+  std::filesystem::path m_path;
+  FileDescriptor m_descriptor;
+  std::int64_t m_bytes = 0;  // that HDF5 may use
+  std::optional<Seal> m_seal;
+  SnapshotHeader m_header;
+  SnapshotLayout m_layout;
+  // In this order: data sets close before the file.
+  Hdf5Handle m_file;
+  std::vector<std::array<RowSet, n_row_kinds>> m_sets;                      // (group)
+  std::vector<std::array<std::vector<std::uint32_t>, n_row_kinds>> m_crcs;  // (group): (head)
+};
+
+}  // namespace kvzap::detail

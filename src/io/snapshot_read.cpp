@@ -1,0 +1,494 @@
+// Snapshots read: by one process for who wants to look at them, by each rank for its own heads
+// where a cache is to go on from them.
+#include <fmt/format.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <exception>
+#include <kvzap/decoder.hpp>
+#include <kvzap/snapshot.hpp>
+#include <new>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/crc32c.hpp"
+#include "base/instantiate.hpp"
+#include "base/kokkos_compat.hpp"
+#include "cache/raw_rows.hpp"
+#include "io/snapshot_file.hpp"
+#include "io/snapshot_rows.hpp"
+
+namespace kvzap {
+
+struct SnapshotReader::Impl {
+  std::filesystem::path path;
+  detail::SnapshotFile file;
+};
+
+namespace {
+
+namespace fs = std::filesystem;
+using detail::RowKind;
+using detail::SnapshotFile;
+using detail::SnapshotGroup;
+using detail::SnapshotLayout;
+
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "rows are taken from the file as they lie there, little-endian"
+#endif
+
+// Rows that are read stay in the processor's cache until their checksum is taken and they are where
+// they go; a device gets more at once.
+constexpr std::int64_t bytes_at_once =
+    detail::runs_on_host ? std::int64_t{512} << 10 : std::int64_t{16} << 20;
+
+// work() with "snapshot FILE: " in front of what it throws.
+template <class Work>
+auto about_file(const fs::path& file, const Work& work) -> decltype(work()) {
+  try {
+    return work();
+  } catch (const std::bad_alloc&) {
+    throw Error(fmt::format("snapshot {}: out of memory", file.string()));
+  } catch (const std::length_error&) {
+    throw Error(fmt::format("snapshot {}: out of memory", file.string()));
+  } catch (const Error& error) {
+    throw Error(fmt::format("snapshot {}: {}", file.string(), error.what()));
+  }
+}
+
+// Keys or values of rows as they stand in the file.
+void widen_rows(DType dtype, const char* bytes, std::int64_t elements, float* target) {
+  detail::with_element_of(dtype, [&](auto element) {
+    using Element = decltype(element);
+    detail::convert_elements(static_cast<const Element*>(static_cast<const void*>(bytes)), target,
+                             elements);
+  });
+}
+
+// ---- Into a cache
+// --------------------------------------------------------------------------------
+
+/// Reads runs of memory one behind the other from a file.
+class ScatteredRead {
+ public:
+  ScatteredRead(int descriptor, std::int64_t begin) : m_descriptor(descriptor), m_begin(begin) {}
+  /// Goes on with the next `bytes` bytes of the file, into `target`.
+  void add(void* target, std::int64_t bytes) {
+    // No system takes fewer at once.
+    constexpr std::size_t most_runs = 1024;
+    m_runs.push_back({target, static_cast<std::size_t>(bytes)});
+    m_bytes += bytes;
+    if (m_runs.size() == most_runs || m_bytes >= bytes_at_once) finish();
+  }
+  /// Returns the checksum of all.
+  std::uint32_t finish() {
+    std::size_t first = 0;
+    std::vector<iovec> left = m_runs;
+    while (m_bytes > 0) {
+      const ssize_t count = ::preadv(m_descriptor, left.data() + first,
+                                     static_cast<int>(left.size() - first), m_begin);
+      if (count < 0 && errno == EINTR) continue;
+      if (count < 0) throw detail::system_error("cannot be read", errno);
+      if (count == 0) {
+        throw Error(fmt::format("it ends at byte {}; {} more were expected", m_begin, m_bytes));
+      }
+      m_begin += count;
+      m_bytes -= count;
+      for (auto done = static_cast<std::size_t>(count); done > 0;) {
+        iovec& run = left[first];
+        const std::size_t part = std::min(done, run.iov_len);
+        run.iov_base = static_cast<char*>(run.iov_base) + part;
+        run.iov_len -= part;
+        done -= part;
+        if (run.iov_len == 0) ++first;
+      }
+    }
+    for (const iovec& run : m_runs) m_crc = detail::crc32c(run.iov_base, run.iov_len, m_crc);
+    m_runs.clear();
+    return m_crc;
+  }
+
+ private:
+  int m_descriptor;
+  std::int64_t m_begin;
+  std::int64_t m_bytes = 0;
+  std::vector<iovec> m_runs;
+  std::uint32_t m_crc = 0;
+};
+
+/// Fills a sequence, or a checkpoint of it, with this rank's heads of a file.
+template <class Value, PageOrder order>
+class SnapshotImport {
+ public:
+  using Cache = KVCache<Value, order>;
+  using Checkpoint = typename Cache::Checkpoint;
+
+  SnapshotImport(const SnapshotFile& file, Cache& cache, const HeadPartition& partition, int rank)
+      : m_file(file),
+        m_layout(file.layout()),
+        m_cache(cache),
+        m_partition(partition),
+        m_rank(rank) {}
+
+  void sequence(SequenceId id) {
+    for (int layer = 0; layer < m_layout.n_layers(); ++layer) {
+      const std::vector<int>& heads = m_partition.heads(layer, m_rank);
+      const SnapshotGroup& group = m_layout.groups[static_cast<std::size_t>(layer)];
+      std::vector<std::int64_t> rows;
+      for (const int head : heads) rows.push_back(m_layout.rows(layer, RowKind::keys, head));
+      m_cache.import_layer(m_exec, id, layer, m_layout.tokens, group.ring_first, rows);
+      for (std::size_t h = 0; h < heads.size(); ++h) {
+        const int local = static_cast<int>(h);
+        const auto positions = m_file.positions(layer, heads[h], m_buffer);
+        check_context(layer, heads[h], positions);
+        typename Cache::ImportedRows imported;
+        imported.positions = positions.data();
+        m_cache.import_rows(m_exec, id, layer, local, 0, rows[h], imported);
+        take_rows(layer, heads[h], [&](auto begin, auto count, const auto& some) {
+          m_cache.import_rows(m_exec, id, layer, local, begin, count, some);
+        });
+        elements(id, layer, heads[h], local);
+      }
+    }
+  }
+
+  Checkpoint checkpoint(SequenceId id, const AppendCounts& counts) {
+    const int n_layers = m_layout.n_layers();
+    const std::vector<std::int64_t> tokens(static_cast<std::size_t>(n_layers),
+                                           m_layout.context_tokens);
+    std::vector<std::int64_t> ring_first;
+    std::vector<std::int64_t> retained;
+    for (int layer = 0; layer < n_layers; ++layer) {
+      const SnapshotGroup& group = m_layout.groups[static_cast<std::size_t>(n_layers + layer)];
+      ring_first.push_back(group.ring_first);
+      for (const int head : m_partition.heads(layer, m_rank)) {
+        retained.push_back(group.retained[static_cast<std::size_t>(head)]);
+      }
+    }
+    Checkpoint checkpoint =
+        m_cache.import_checkpoint(m_exec, id, tokens, ring_first, retained, counts);
+    for (int layer = 0; layer < n_layers; ++layer) {
+      const std::vector<int>& heads = m_partition.heads(layer, m_rank);
+      for (std::size_t h = 0; h < heads.size(); ++h) {
+        const int group = n_layers + layer;
+        m_file.positions(group, heads[h], m_buffer);
+        const auto write = [&](auto begin, auto count, const auto& some) {
+          m_cache.import_rows(m_exec, checkpoint, layer, static_cast<int>(h), begin, count, some);
+        };
+        take_rows(group, heads[h], write);
+        take_elements(group, heads[h], RowKind::keys, write);
+        take_elements(group, heads[h], RowKind::values, write);
+      }
+    }
+    return checkpoint;
+  }
+
+  std::vector<SnapshotQueries> queries() {
+    std::vector<SnapshotQueries> all;
+    if (!m_file.header().has_recent_queries) return all;
+    for (int layer = 0; layer < m_layout.n_layers(); ++layer) {
+      SnapshotQueries queries;
+      if (m_file.has(layer, RowKind::recent_queries)) {
+        const SnapshotGroup& group = m_layout.groups[static_cast<std::size_t>(layer)];
+        queries.first = group.query_first;
+        queries.tokens = group.query_tokens;
+        for (const int head : m_partition.heads(layer, m_rank)) {
+          m_file.read_head(
+              layer, RowKind::recent_queries, head, bytes_at_once, m_buffer,
+              [&](std::int64_t, std::int64_t count, const char* bytes) {
+                const auto* from = static_cast<const float*>(static_cast<const void*>(bytes));
+                queries.values.insert(queries.values.end(), from, from + count * m_layout.head_dim);
+              });
+        }
+      }
+      all.push_back(std::move(queries));
+    }
+    return all;
+  }
+
+ private:
+  // What the context has in pages must be older than its ring.
+  void check_context(int layer, int head, const std::vector<std::int32_t>& positions) const {
+    if (!m_layout.has_context) return;
+    const SnapshotGroup& group =
+        m_layout.groups[static_cast<std::size_t>(m_layout.n_layers() + layer)];
+    const std::int64_t retained = group.retained[static_cast<std::size_t>(head)];
+    const std::int64_t before =
+        std::max(group.ring_first, m_layout.context_tokens - m_layout.window);
+    if (retained > 0 && positions[static_cast<std::size_t>(retained - 1)] >= before) {
+      throw Error(fmt::format(
+          "context, layer {}, head {}: the last of {} rows in pages has position {}; expected less "
+          "than {}",
+          layer, head, retained, positions[static_cast<std::size_t>(retained - 1)], before));
+    }
+  }
+
+  // Scores; and what no cache holds, but must be whole.
+  template <class Write>
+  void take_rows(int group, int head, const Write& write) {
+    m_file.read_head(group, RowKind::scores, head, bytes_at_once, m_buffer,
+                     [&](std::int64_t begin, std::int64_t count, const char* bytes) {
+                       typename Cache::ImportedRows some;
+                       some.scores = static_cast<const float*>(static_cast<const void*>(bytes));
+                       write(begin, count, some);
+                     });
+    m_file.read_head(group, RowKind::judged, head, bytes_at_once, m_buffer,
+                     [](std::int64_t, std::int64_t, const char*) {});
+  }
+
+  template <class Write>
+  void take_elements(int group, int head, RowKind kind, const Write& write) {
+    m_file.read_head(group, kind, head, bytes_at_once, m_buffer,
+                     [&](std::int64_t begin, std::int64_t count, const char* bytes) {
+                       const Value* values = nullptr;
+                       if (m_layout.dtype == DTypeOf<Value>::value) {
+                         values = static_cast<const Value*>(static_cast<const void*>(bytes));
+                       } else {
+                         const std::int64_t elements = count * m_layout.head_dim;
+                         m_converted.resize(static_cast<std::size_t>(elements));
+                         detail::with_element_of(m_layout.dtype, [&](auto element) {
+                           using Element = decltype(element);
+                           detail::convert_elements(
+                               static_cast<const Element*>(static_cast<const void*>(bytes)),
+                               m_converted.data(), elements);
+                         });
+                         values = m_converted.data();
+                       }
+                       typename Cache::ImportedRows some;
+                       (kind == RowKind::keys ? some.keys : some.values) = values;
+                       write(begin, count, some);
+                     });
+  }
+
+  // Keys and values of a head of the sequence: where rows lie in pages as they do in the file, from
+  // there straight to their places.
+  void elements(SequenceId id, int layer, int head, int local) {
+    for (const RowKind kind : {RowKind::keys, RowKind::values}) {
+      if constexpr (detail::runs_on_host && order == PageOrder::token_major) {
+        if (m_layout.dtype == DTypeOf<Value>::value && m_file.place(layer, kind) >= 0) {
+          const auto raw = m_cache.raw_rows(id, layer, local);
+          ScatteredRead read(m_file.descriptor(),
+                             m_file.place(layer, kind) + m_layout.first_row(layer, kind, head) *
+                                                             m_file.row_bytes(layer, kind));
+          detail::RawWriter<Value, order>(raw).each_element_run(
+              kind == RowKind::values, 0, raw.rows(),
+              [&](Value* target, std::int64_t rows, std::int64_t) {
+                read.add(target, rows * m_file.row_bytes(layer, kind));
+              });
+          m_file.check_crc(layer, kind, head, read.finish());
+          continue;
+        }
+      }
+      take_elements(layer, head, kind, [&](auto begin, auto count, const auto& some) {
+        m_cache.import_rows(m_exec, id, layer, local, begin, count, some);
+      });
+    }
+  }
+
+  const SnapshotFile& m_file;
+  const SnapshotLayout& m_layout;
+  Cache& m_cache;
+  const HeadPartition& m_partition;
+  int m_rank;
+  ExecutionSpace m_exec;
+  std::vector<char> m_buffer;
+  std::vector<Value> m_converted;
+};
+
+template <class Value, PageOrder order>
+void check_loadable(const SnapshotHeader& header, const KVCache<Value, order>& cache,
+                    const HeadPartition& partition, const Communicator& comm) {
+  if (header.format_version != 2) {
+    throw Error(fmt::format("format version {}: no run can go on from it; expected version 2",
+                            header.format_version));
+  }
+  if (header.content != SnapshotContent::all) {
+    throw Error(fmt::format(
+        "it has {} alone, without keys and values: no run can go on from it",
+        header.content == SnapshotContent::scores ? "positions and scores" : "positions"));
+  }
+  const CacheShape& shape = cache.shape();
+  const auto expect = [](const char* what, std::int64_t found, std::int64_t expected) {
+    if (found != expected) {
+      throw Error(fmt::format("{} is {}; expected {}, as in the cache", what, found, expected));
+    }
+  };
+  expect("n_layers", header.n_layers, static_cast<std::int64_t>(shape.heads.size()));
+  expect("n_kv_heads", header.n_kv_heads, partition.n_kv_heads());
+  expect("head_dim", header.head_dim, shape.head_dim);
+  expect("window", header.window, shape.window);
+  if (partition.n_ranks() != comm.size() || partition.n_layers() != header.n_layers) {
+    throw Error(fmt::format("the partition is for {} ranks and {} layers; expected {} and {}",
+                            partition.n_ranks(), partition.n_layers(), comm.size(),
+                            header.n_layers));
+  }
+  for (int layer = 0; layer < partition.n_layers(); ++layer) {
+    const std::size_t heads = partition.heads(layer, comm.rank()).size();
+    if (heads != static_cast<std::size_t>(shape.heads[static_cast<std::size_t>(layer)])) {
+      throw Error(fmt::format("layer {}: the partition gives rank {} {} KV heads; its cache has {}",
+                              layer, comm.rank(), heads,
+                              shape.heads[static_cast<std::size_t>(layer)]));
+    }
+  }
+}
+
+// Work of each rank by itself; want of memory on one of them is AgreedOutOfMemory on all.
+template <class Work>
+void agree_on_loading(const Communicator& comm, const fs::path& file, const Work& work) {
+  bool out_of_memory = false;
+  try {
+    detail::agree_on_file(comm, file, [&] {
+      try {
+        work();
+      } catch (const OutOfMemory&) {
+        out_of_memory = true;
+        throw;
+      } catch (const std::bad_alloc&) {
+        out_of_memory = true;
+        throw;
+      }
+    });
+  } catch (const AgreedError& error) {
+    if (comm.all_reduce_max(out_of_memory ? 1 : 0) == 0) throw;
+    throw AgreedOutOfMemory(error.what());
+  }
+}
+
+}  // namespace
+
+SnapshotReader::SnapshotReader(const fs::path& file)
+    : m_impl(about_file(file, [&] {
+        return std::unique_ptr<Impl>(new Impl{file, detail::SnapshotFile(file)});
+      })) {}
+SnapshotReader::~SnapshotReader() = default;
+SnapshotReader::SnapshotReader(SnapshotReader&&) noexcept = default;
+SnapshotReader& SnapshotReader::operator=(SnapshotReader&&) noexcept = default;
+
+const fs::path& SnapshotReader::file() const { return m_impl->path; }
+const SnapshotHeader& SnapshotReader::header() const { return m_impl->file.header(); }
+
+SnapshotRows SnapshotReader::rows(int layer, int head, bool with_values) const {
+  return about_file(file(), [&] {
+    const SnapshotFile& from = m_impl->file;
+    const SnapshotHeader& header = from.header();
+    if (layer < 0 || layer >= header.n_layers || head < 0 || head >= header.n_kv_heads) {
+      throw Error(fmt::format("there is no layer {}, head {}; it has {} layers and {} KV heads",
+                              layer, head, header.n_layers, header.n_kv_heads));
+    }
+    SnapshotRows rows;
+    std::vector<char> buffer;
+    const auto positions = from.positions(layer, head, buffer);
+    rows.positions.assign(positions.begin(), positions.end());
+    const auto total = positions.size();
+    if (from.has(layer, RowKind::scores)) {
+      rows.scores.resize(total);
+      from.read_head(layer, RowKind::scores, head, bytes_at_once, buffer,
+                     [&](std::int64_t begin, std::int64_t count, const char* bytes) {
+                       widen_rows(DType::f32, bytes, count, rows.scores.data() + begin);
+                     });
+    }
+    if (from.has(layer, RowKind::judged)) {
+      rows.judged.resize(total);
+      from.read_head(layer, RowKind::judged, head, bytes_at_once, buffer,
+                     [&](std::int64_t begin, std::int64_t count, const char* bytes) {
+                       std::copy_n(bytes, count, rows.judged.begin() + begin);
+                     });
+    }
+    for (const RowKind kind : {RowKind::keys, RowKind::values}) {
+      if (!with_values || !from.has(layer, kind)) continue;
+      auto& elements = kind == RowKind::keys ? rows.keys : rows.values;
+      elements.resize(total * static_cast<std::size_t>(header.head_dim));
+      from.read_head(layer, kind, head, bytes_at_once, buffer,
+                     [&](std::int64_t begin, std::int64_t count, const char* bytes) {
+                       widen_rows(header.dtype, bytes, count * header.head_dim,
+                                  elements.data() + begin * header.head_dim);
+                     });
+    }
+    return rows;
+  });
+}
+
+std::vector<std::string> SnapshotReader::verify(
+    const std::function<void(int layer, int layers)>& progress) const {
+  const SnapshotFile& from = m_impl->file;
+  if (header().format_version == 1) {
+    throw Error(
+        fmt::format("snapshot {}: version 1 has no checksums, so that nothing can be told of "
+                    "it",
+                    file().string()));
+  }
+  std::vector<std::string> damages;
+  from.check_sealed([&](const std::string& sentence) { damages.push_back(sentence); });
+  std::vector<char> buffer;
+  const int layers = static_cast<int>(header().n_layers);
+  const int groups = static_cast<int>(from.layout().groups.size());
+  for (int group = 0; group < groups; ++group) {
+    if (progress) progress(group % layers, layers);
+    for (int k = 0; k < detail::n_row_kinds; ++k) {
+      const auto kind = static_cast<RowKind>(k);
+      if (!from.has(group, kind)) continue;
+      for (int head = 0; head < header().n_kv_heads; ++head) {
+        try {
+          if (kind == RowKind::positions) {
+            from.positions(group, head, buffer);
+          } else {
+            from.read_head(group, kind, head, bytes_at_once, buffer,
+                           [](std::int64_t, std::int64_t, const char*) {});
+          }
+        } catch (const std::bad_alloc&) {
+          damages.push_back(fmt::format("{}: {}: out of memory", from.name_of_head(group, head),
+                                        detail::name_of(kind)));
+        } catch (const Error& error) {
+          damages.emplace_back(error.what());
+        }
+      }
+    }
+  }
+  return damages;
+}
+
+template <class Value, PageOrder order>
+LoadedSnapshot<Value, order> load_snapshot(const SnapshotReader& reader,
+                                           KVCache<Value, order>& cache,
+                                           const HeadPartition& partition,
+                                           const Communicator& comm) {
+  const SnapshotFile& file = reader.impl().file;
+  const auto all = comm.all_gather({static_cast<std::int64_t>(file.fingerprint()),
+                                    file.header().file_bytes, file.header().format_version});
+  detail::agree_on_file(comm, reader.file(), [&] {
+    if (std::any_of(all.begin(), all.end(), [&](const auto& one) { return one != all[0]; })) {
+      throw Error("ranks have opened different files, or it was replaced meanwhile");
+    }
+    check_loadable(reader.header(), cache, partition, comm);
+  });
+  LoadedSnapshot<Value, order> loaded;
+  try {
+    agree_on_loading(comm, reader.file(), [&] {
+      loaded.sequence = cache.add_sequence();
+      SnapshotImport<Value, order> from(file, cache, partition, comm.rank());
+      from.sequence(loaded.sequence);
+      const SnapshotLayout& layout = file.layout();
+      // Sums over ranks: the first one goes on from them.
+      if (comm.is_root()) cache.import_counts(loaded.sequence, layout.counts);
+      if (layout.has_context) {
+        loaded.context.emplace(from.checkpoint(
+            loaded.sequence, comm.is_root() ? layout.context_counts : AppendCounts{}));
+      }
+      loaded.recent_queries = from.queries();
+    });
+  } catch (...) {
+    if (loaded.sequence >= 0) cache.free_sequence(loaded.sequence);
+    throw;
+  }
+  return loaded;
+}
+
+#define KVZAP_INSTANTIATE(Value, order)                \
+  template LoadedSnapshot<Value, order> load_snapshot( \
+      const SnapshotReader&, KVCache<Value, order>&, const HeadPartition&, const Communicator&);
+KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#undef KVZAP_INSTANTIATE
+
+}  // namespace kvzap

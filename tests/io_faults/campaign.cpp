@@ -366,6 +366,19 @@ class Campaign {
     expect(left <= 1, "more than one temporary file is left");
   }
 
+  // mpirun may return while ranks that it has killed are still ending. A temporary file's name ends
+  // with its process and a number.
+  static void wait_for_end_of_writer(const std::string& name) {
+    const std::size_t last = name.rfind('-'), before = name.rfind('-', last - 1);
+    const auto process = static_cast<pid_t>(std::atol(name.c_str() + before + 1));
+    for (int i = 0; i < 1000 && process > 0 && ::kill(process, 0) == 0; ++i) {
+      std::ifstream stat("/proc/" + std::to_string(process) + "/stat");
+      const std::string text{std::istreambuf_iterator<char>(stat), {}};
+      if (text.find(") Z ") != std::string::npos) return;  // ended, and nobody has asked how
+      ::usleep(10000);
+    }
+  }
+
   // Later writes work, and tell what killed ones have left.
   void write_older(const Scenario& scenario, bool may_have_left) {
     m_comm.barrier();
@@ -374,6 +387,7 @@ class Campaign {
       for (const auto& entry : fs::directory_iterator(m_folder)) {
         if (entry.path() != m_file) left.push_back(entry.path().string());
       }
+      for (const std::string& name : left) wait_for_end_of_writer(name);
     }
     const Outcome outcome = write(scenario, false, m_file);
     expect(outcome.error.empty() && outcome.other.empty(),

@@ -6,8 +6,9 @@ write_snapshot. See campaign.cpp.
     campaign.py PROGRAM [--every N] [--ranks 1,2,4] [--scenarios rows,map,compressed] [--folder DIR] [--jobs N]
 
 PROGRAM is build/tests/kvzap_io_faults_campaign. --every N: every N-th call alone, another one with each kind of
-fault, and on several ranks a third of the deaths, where the whole campaign would take too long. Files lie in the system's memory if it has a file system
-there, for it is the calls that count, and disks are slow; --folder names another place. ctest sets KVZAP_MPIEXEC and KVZAP_MPIEXEC_FLAGS.
+fault, and on several ranks a third of the deaths, where the whole campaign would take too long. Files lie in the
+system's memory if it has a file system there, for it is the calls that count, and disks are slow; --folder names
+another place. ctest sets KVZAP_MPIEXEC and KVZAP_MPIEXEC_FLAGS.
 """
 import argparse
 import collections
@@ -41,8 +42,9 @@ ENVIRONMENT = {
 
 
 class Campaign:
-    def __init__(self, options):
+    def __init__(self, options, folder):
         self.options = options
+        self.folder = pathlib.Path(folder).resolve()
         self.counts = collections.Counter()
         self.complaints = []
         self.lock = threading.Lock()
@@ -52,8 +54,10 @@ class Campaign:
         command = [self.options.program, *map(str, arguments)]
         if MPIEXEC:
             command = [MPIEXEC, *FLAGS, "-n", str(ranks), *command]
+        # Ranks that die leave their part of the memory that Open MPI shares.
+        environment = {**ENVIRONMENT, "OMPI_MCA_btl_vader_backing_directory": str(self.folder)}
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT,
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment,
             timeout=PATIENCE,
         )  # fmt: skip
         with self.lock:
@@ -87,7 +91,7 @@ class Campaign:
                 return
             call += self.options.every
 
-    def all(self, folder):
+    def all(self):
         jobs, phase = [], 0
         for ranks in self.options.ranks:
             for scenario in self.options.scenarios:
@@ -101,7 +105,7 @@ class Campaign:
         with concurrent.futures.ThreadPoolExecutor(self.options.jobs) as pool:
             futures = []
             for i, (job, *arguments) in enumerate(jobs):
-                own = pathlib.Path(folder) / str(i)
+                own = self.folder / str(i)
                 own.mkdir()
                 futures.append(pool.submit(job, own, *arguments))
             for future in concurrent.futures.as_completed(futures):
@@ -120,9 +124,9 @@ def main():
     if not MPIEXEC:
         options.ranks = [1]
     begin = time.monotonic()
-    campaign = Campaign(options)
     with tempfile.TemporaryDirectory(prefix="kvzap-io-faults-", dir=options.folder) as folder:
-        campaign.all(os.path.realpath(folder))
+        campaign = Campaign(options, folder)
+        campaign.all()
     counts = campaign.counts
     print(f"{counts['faults']} faults in {time.monotonic() - begin:.0f} s:")
     print(f"  {counts['failed']} made a write fail, on all ranks with the same message; "

@@ -5,8 +5,11 @@
 
 #include "base/simd.hpp"
 
-#if KVZAP_X86
-#include <immintrin.h>
+// Written as assembly, which CUDA's compiler takes too, where it knows no intrinsics for it.
+#if defined(__x86_64__) && defined(__GNUC__)
+#define KVZAP_CRC_INSTRUCTION 1
+#else
+#define KVZAP_CRC_INSTRUCTION 0
 #endif
 
 namespace kvzap::detail {
@@ -50,7 +53,29 @@ std::uint32_t run_table(std::uint32_t crc, const unsigned char* data, std::size_
   return crc;
 }
 
+#if KVZAP_CRC_INSTRUCTION
+bool has_instruction() {
 #if KVZAP_X86
+  // Every processor of this level has SSE 4.2.
+  return simd_level() >= SimdLevel::avx2;
+#else
+  static const bool has = [] {
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("sse4.2") != 0;
+  }();
+  return has;
+#endif
+}
+
+KVZAP_BODY std::uint64_t step(std::uint64_t crc, std::uint64_t word) {
+  asm("crc32q %1, %0" : "+r"(crc) : "rm"(word));  // NOLINT(hicpp-no-assembler)
+  return crc;
+}
+KVZAP_BODY std::uint32_t step_byte(std::uint32_t crc, unsigned char byte) {
+  asm("crc32b %1, %0" : "+r"(crc) : "qm"(byte));  // NOLINT(hicpp-no-assembler)
+  return crc;
+}
+
 // The instruction gives its result after three cycles, and one can begin in each: three parts of
 // the data are run at once, and joined.
 constexpr std::size_t part_bytes = 4096;
@@ -82,9 +107,7 @@ std::uint32_t shifted(const std::array<Table, 4>& tables, std::uint64_t crc) {
   return sum;
 }
 
-__attribute__((target("sse4.2"))) std::uint32_t run_instruction(std::uint32_t begin,
-                                                                const unsigned char* data,
-                                                                std::size_t bytes) {
+std::uint32_t run_instruction(std::uint32_t begin, const unsigned char* data, std::size_t bytes) {
   const auto word = [](const unsigned char* at) {
     std::uint64_t value = 0;
     std::memcpy(&value, at, sizeof(value));
@@ -97,17 +120,17 @@ __attribute__((target("sse4.2"))) std::uint32_t run_instruction(std::uint32_t be
       std::uint64_t second = 0;
       std::uint64_t third = 0;
       for (std::size_t i = 0; i < part_bytes; i += 8) {
-        crc = _mm_crc32_u64(crc, word(data + i));
-        second = _mm_crc32_u64(second, word(data + part_bytes + i));
-        third = _mm_crc32_u64(third, word(data + 2 * part_bytes + i));
+        crc = step(crc, word(data + i));
+        second = step(second, word(data + part_bytes + i));
+        third = step(third, word(data + 2 * part_bytes + i));
       }
       crc = shifted(tables, crc) ^ second;
       crc = shifted(tables, crc) ^ third;
     }
   }
-  for (; bytes >= 8; bytes -= 8, data += 8) crc = _mm_crc32_u64(crc, word(data));
+  for (; bytes >= 8; bytes -= 8, data += 8) crc = step(crc, word(data));
   auto narrow = static_cast<std::uint32_t>(crc);
-  for (; bytes > 0; --bytes, ++data) narrow = _mm_crc32_u8(narrow, *data);
+  for (; bytes > 0; --bytes, ++data) narrow = step_byte(narrow, *data);
   return narrow;
 }
 #endif
@@ -116,9 +139,8 @@ __attribute__((target("sse4.2"))) std::uint32_t run_instruction(std::uint32_t be
 
 std::uint32_t crc32c(const void* data, std::size_t bytes, std::uint32_t crc) {
   const auto* const from = static_cast<const unsigned char*>(data);
-#if KVZAP_X86
-  // Every processor of this level has SSE 4.2.
-  if (simd_level() >= SimdLevel::avx2) return ~run_instruction(~crc, from, bytes);
+#if KVZAP_CRC_INSTRUCTION
+  if (has_instruction()) return ~run_instruction(~crc, from, bytes);
 #endif
   return ~run_table(~crc, from, bytes);
 }

@@ -30,8 +30,8 @@ Hdf5Handle float_type(DType dtype, H5T_order_t byte_order) {
   return type;
 }
 
-void write_attribute(hid_t object, const std::string& name, hid_t file_type, hid_t memory_type,
-                     const void* value) {
+void create_attribute(hid_t object, const std::string& name, hid_t file_type, hid_t memory_type,
+                      const void* value) {
   if (name.empty() || name.find('\0') != std::string::npos) {
     throw Error("an attribute's name is empty or has a NUL in it");
   }
@@ -58,15 +58,15 @@ Hdf5Handle type_in_file(DType dtype) { return float_type(dtype, H5T_ORDER_LE); }
 Hdf5Handle type_in_memory(DType dtype) { return float_type(dtype, H5Tget_order(H5T_NATIVE_FLOAT)); }
 
 void write_attribute(hid_t object, const std::string& name, std::int64_t value) {
-  write_attribute(object, name, H5T_STD_I64LE, H5T_NATIVE_INT64, &value);
+  create_attribute(object, name, H5T_STD_I64LE, H5T_NATIVE_INT64, &value);
 }
 
 void write_attribute(hid_t object, const std::string& name, float value) {
-  write_attribute(object, name, H5T_IEEE_F32LE, H5T_NATIVE_FLOAT, &value);
+  create_attribute(object, name, H5T_IEEE_F32LE, H5T_NATIVE_FLOAT, &value);
 }
 
 void write_attribute(hid_t object, const std::string& name, double value) {
-  write_attribute(object, name, H5T_IEEE_F64LE, H5T_NATIVE_DOUBLE, &value);
+  create_attribute(object, name, H5T_IEEE_F64LE, H5T_NATIVE_DOUBLE, &value);
 }
 
 void write_attribute(hid_t object, const std::string& name, const std::string& value) {
@@ -77,7 +77,7 @@ void write_attribute(hid_t object, const std::string& name, const std::string& v
   checked_hdf5(H5Tset_size(type, H5T_VARIABLE), "H5Tset_size");
   checked_hdf5(H5Tset_cset(type, H5T_CSET_UTF8), "H5Tset_cset");
   const char* const text = value.c_str();
-  write_attribute(object, name, type, type, &text);
+  create_attribute(object, name, type, type, &text);
 }
 
 Hdf5Handle serial_access() {

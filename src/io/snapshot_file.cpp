@@ -622,13 +622,14 @@ void SnapshotFile::find_chunks(RowSet& set, hid_t create, const std::string& pat
     throw Error(fmt::format("data set '{}' has {} chunks; expected {}", path, count, expected));
   }
   set.chunk_extent = static_cast<std::int64_t>(chunk[0]);
-  std::vector<hsize_t> offset(rank);
+  // By where they begin: by their number each would be looked for from the first one on.
+  std::vector<hsize_t> offset(rank, 0);
   for (hsize_t i = 0; i < count; ++i) {
     unsigned skipped = 0;
     haddr_t place = HADDR_UNDEF;
     hsize_t bytes = 0;
-    checked_hdf5(H5Dget_chunk_info(set.data_set, space, i, offset.data(), &skipped, &place, &bytes),
-                 "H5Dget_chunk_info");
+    checked_hdf5(H5Dget_chunk_info_by_coord(set.data_set, offset.data(), &skipped, &place, &bytes),
+                 "H5Dget_chunk_info_by_coord");
     const bool in_file = place < static_cast<haddr_t>(m_bytes) &&
                          bytes <= static_cast<hsize_t>(m_bytes) - static_cast<hsize_t>(place);
     // What deflate would have made larger stands as it is.
@@ -652,9 +653,12 @@ void SnapshotFile::find_chunks(RowSet& set, hid_t create, const std::string& pat
       found.crc = extent->crc;
     }
     set.chunks.push_back(found);
+    for (std::size_t d = rank; d-- > 0;) {
+      offset[d] += chunk[d];
+      if (offset[d] < static_cast<hsize_t>(set.extents[d])) break;
+      offset[d] = 0;
+    }
   }
-  std::sort(set.chunks.begin(), set.chunks.end(),
-            [](const Chunk& a, const Chunk& b) { return a.first < b.first; });
 #else
   (void)set;
   (void)create;

@@ -4,7 +4,13 @@
 #include <fmt/format.h>
 #include <pthread.h>
 #include <signal.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
+
+#ifdef __linux__
+#include <linux/magic.h>
+#include <sys/vfs.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
@@ -46,10 +52,36 @@ using detail::TemporaryFile;
 
 // Rows are gathered in a buffer that stays in the processor's cache, where their checksum is taken
 // and from where the system copies them.
-constexpr std::int64_t piece_bytes = std::int64_t{512} << 10;
+constexpr std::int64_t piece_bytes = std::int64_t{256} << 10;
 
 // So many bytes written, the disk is told to begin.
 constexpr std::int64_t flushed_bytes = std::int64_t{8} << 20;
+
+// Whether taking space is writing it, as in memory: everything would be written twice.
+bool is_in_memory([[maybe_unused]] int descriptor) {
+#ifdef __linux__
+  struct statfs system = {};
+  if (::fstatfs(descriptor, &system) != 0) return false;
+  return system.f_type == TMPFS_MAGIC || system.f_type == RAMFS_MAGIC;
+#else
+  return false;
+#endif
+}
+
+// Finds out early, and cheaply, that there is no room; a full disk is an error later too.
+void make_room(int descriptor, std::int64_t bytes) {
+  if (!is_in_memory(descriptor)) return detail::reserve(descriptor, 0, bytes);
+  struct statvfs status = {};
+  int code = 0;
+  if (::fstatvfs(descriptor, &status) == 0 &&
+      static_cast<std::int64_t>(status.f_bavail) <
+          bytes / static_cast<std::int64_t>(status.f_frsize)) {
+    code = ENOSPC;
+  } else if (::ftruncate(descriptor, static_cast<off_t>(bytes)) != 0) {
+    code = errno;
+  }
+  if (code != 0) throw system_error(fmt::format("no room for {} bytes", bytes), code);
+}
 
 /// What one rank does of one head.
 struct HeadWork {
@@ -283,7 +315,7 @@ class Writing final : public SnapshotWriting {
       if (!m_comm.is_root()) return;
       // Compressed rows take less, nobody knows how much.
       if (m_layout.compress == 0) {
-        detail::reserve(m_descriptor->get(), 0, detail::snapshot_bytes_at_most(m_layout, info));
+        make_room(m_descriptor->get(), detail::snapshot_bytes_at_most(m_layout, info));
       }
       m_structure = std::make_unique<SnapshotStructure>(m_layout, info);
       m_places = m_structure->places();
@@ -522,7 +554,6 @@ std::int64_t query_group(const SnapshotQueries& queries, const KVCache<Value, or
   return found / per_head;
 }
 
-constexpr std::size_t n_extents = 8;
 constexpr const char* extent_names =
     "head_dim, window, page_rows, tokens, tokens of the context, whether there is a context, "
     "layers with recent queries, content";
@@ -590,7 +621,7 @@ std::string listed(const std::vector<std::int64_t>& numbers) {
   return text;
 }
 
-// Joins what all ranks know: element r * 3 + 0, 1, 2 of `all` are rank r's.
+// Joins what all ranks know. Throws if this rank's extents are not rank 0's.
 SnapshotLayout joined_layout(const std::vector<RankExtents>& all, const HeadPartition& partition,
                              int rank) {
   const RankExtents& root = all[0];
@@ -736,7 +767,8 @@ SnapshotOptions common_options(const SnapshotOptions& options, const Communicato
   return common;
 }
 
-// Of one head in one group, as `copy` gives them. A template's work, so that who calls it is none.
+// The rows of one head that go into one group of the file; on devices brought to the host when they
+// are asked for.
 template <class Value, PageOrder order>
 std::function<std::shared_ptr<const SnapshotHead>()> rows_of_head(
     KVCache<Value, order>& cache, SequenceId sequence,

@@ -145,7 +145,8 @@ HeadPartition uneven_partition(int ranks) {
 
 template <class Value, PageOrder order>
 void append(KVCache<Value, order>& cache, SequenceId sequence, const HeadPartition& partition,
-            int rank, const Story& story, std::int64_t from, std::int64_t to) {
+            int rank, const Story& story, std::int64_t from, std::int64_t to,
+            const EvictionRule& judge = rule) {
   for (int layer = 0; layer < n_layers; ++layer) {
     const auto& heads = partition.heads(layer, rank);
     Kokkos::View<Value***, Kokkos::LayoutRight, Kokkos::HostSpace> keys("k", to - from,
@@ -168,7 +169,7 @@ void append(KVCache<Value, order>& cache, SequenceId sequence, const HeadPartiti
       return Kokkos::create_mirror_view_and_copy(MemorySpace{}, view);
     };
     cache.append(ExecutionSpace{}, sequence, layer, on_device(keys), on_device(values),
-                 on_device(scores), rule);
+                 on_device(scores), judge);
   }
 }
 
@@ -615,6 +616,60 @@ TEST(Snapshot, Maps) {
       {{SnapshotContent::positions, 9, std::nullopt}, "positions"});
 }
 
+// A rank whose heads lose a row of the ring empties it, others do not; the file has one for all.
+TEST(Snapshot, RingsThatSomeRanksHaveEmptied) {
+  const Communicator comm = Communicator::world();
+  if (comm.size() == 1) GTEST_SKIP() << "needs two ranks";
+  const SharedFolder folder;
+  const HeadPartition partition = uneven_partition(comm.size());
+  const auto cache = forked_cache<float, PageOrder::token_major>(partition, comm.rank());
+  for (int layer = 0; layer < n_layers; ++layer) {
+    const auto& heads = partition.heads(layer, comm.rank());
+    const Kokkos::View<std::uint8_t**, Kokkos::LayoutRight, Kokkos::HostSpace> keep(
+        "keep", heads.size(), original.tokens);
+    Kokkos::deep_copy(keep, 1);
+    if (comm.is_root()) keep(0, cache->rows(0, layer, 0) - window) = 0;
+    cache->evict(ExecutionSpace(), 0, layer,
+                 Kokkos::create_mirror_view_and_copy(MemorySpace{}, keep));
+  }
+  const auto context = cache->checkpoint(0);
+  const Story later{original.text, original.shared, original.tokens + 4};
+  append(*cache, 0, partition, comm.rank(), later, original.tokens, later.tokens,
+         EvictionRule::keep_all());
+  const fs::path file = folder / "rings.h5";
+  begin_snapshot(file, *cache, 0, partition, comm, some_info(), {}, &context)->finish();
+  if (comm.is_root()) {
+    const Reader reader(file);
+    for (int layer = 0; layer < n_layers; ++layer) {
+      auto heads = oracle(original, layer);
+      auto& first = heads[partition.heads(layer, 0)[0]].positions;
+      first.erase(first.end() - window);
+      std::vector<std::int64_t> retained;
+      for (HeadOracle& head : heads) {
+        retained.push_back(static_cast<std::int64_t>(head.positions.size()));
+        for (std::int64_t p = original.tokens; p < later.tokens; ++p) head.positions.push_back(p);
+        head.in_ring = 4;
+      }
+      const std::string group = "/layers/" + std::to_string(layer);
+      EXPECT_EQ(reader.integer("ring_first", group), original.tokens);
+      expect_rows<float, float>(reader, group, later, layer, heads, SnapshotContent::all);
+      EXPECT_EQ(reader.integer("ring_first", "/context" + group), original.tokens);
+      EXPECT_EQ(
+          reader.data<std::int64_t>("/context" + group + "/retained", {n_heads}, H5T_NATIVE_INT64),
+          retained);
+      expect_rows<float, float>(reader, "/context" + group, original, layer,
+                                std::vector<HeadOracle>(n_heads), SnapshotContent::all);
+    }
+  }
+  // Rows of the context that nobody has any more.
+  const Story much_later{original.text, original.shared, later.tokens + window};
+  append(*cache, 0, partition, comm.rank(), much_later, later.tokens, much_later.tokens,
+         EvictionRule{1000, 0, true});
+  expect_agreed_error(
+      [&] { begin_snapshot(file, *cache, 0, partition, comm, some_info(), {}, &context); },
+      "the state to cut back to");
+}
+
 TEST(Snapshot, SilentHeadHasItsRingOnly) {
   EXPECT_EQ(original.kept(1, silent_head).size(), static_cast<std::size_t>(window));
 }
@@ -898,6 +953,23 @@ TEST_F(SnapshotFailure, RemovesLeftovers) {
   EXPECT_EQ(m_folder.names(), std::set<std::string>{"cache.h5"});
   m_comm.barrier();
   EXPECT_TRUE(check_snapshot_writable(m_file, m_comm).empty());
+}
+
+TEST(Snapshot, TimeOfWriting) {
+  const SharedFolder folder;
+  const Communicator comm = Communicator::world();
+  const HeadPartition partition = uneven_partition(comm.size());
+  const auto cache = forked_cache<float, PageOrder::token_major>(partition, comm.rank());
+  SnapshotInfo info = some_info();
+  info.created.clear();
+  write_snapshot(folder / "now.h5", *cache, 0, partition, comm, info);
+  ::setenv("SOURCE_DATE_EPOCH", "86399", 1);
+  write_snapshot(folder / "then.h5", *cache, 0, partition, comm, info);
+  ::unsetenv("SOURCE_DATE_EPOCH");
+  if (!comm.is_root()) return;
+  const std::string now = Reader(folder / "now.h5").text("created");
+  EXPECT_TRUE(now > "2026-01-01T00:00:00Z" && now.size() == 20 && now.back() == 'Z') << now;
+  EXPECT_EQ(Reader(folder / "then.h5").text("created"), "1970-01-01T23:59:59Z");
 }
 
 TEST(Snapshot, SequenceWithoutTokens) {

@@ -6,7 +6,9 @@
 #include <type_traits>
 #include <vector>
 
+#include "cache/row_copy.hpp"
 #include "mpi/io/snapshot_stories.hpp"
+#include "unit/temporary_folder.hpp"
 #include "watched.hpp"
 
 namespace kvzap {
@@ -121,10 +123,14 @@ class SnapshotRoundTrip : public ::testing::Test {
           const SomeRanks readers(s);
           if (!readers.has_this_rank()) continue;
           const Communicator comm = readers.communicator();
+          // Every story from and to each number of ranks, and two of them between all.
+          if (i != 3 && i != 6 && (r + s + static_cast<int>(i)) % 4 != 0) continue;
           const bool writes_again = s == 1 + r % std::min(world.size(), 4);
-          expect_round_trip<Value, order>(file, story, comm, 4,
-                                          writes_again ? folder / "again" : fs::path());
-          expect_round_trip<Value, other>(file, story, comm, 7, {});
+          if (writes_again || i == 6) {
+            expect_round_trip<Value, order>(file, story, comm, 4,
+                                            writes_again ? folder / "again" : fs::path());
+          }
+          if (!writes_again) expect_round_trip<Value, other>(file, story, comm, 7, {});
         }
         world.barrier();
       }
@@ -137,6 +143,196 @@ TYPED_TEST_SUITE(SnapshotRoundTrip, Values);
 
 TYPED_TEST(SnapshotRoundTrip, TokenMajor) { this->template run<PageOrder::token_major>(); }
 TYPED_TEST(SnapshotRoundTrip, DimensionMajor) { this->template run<PageOrder::dim_major>(); }
+
+// Rows that kernels write, as devices do.
+TEST(SnapshotReading, ByKernels) {
+  const FolderOfRanks folder;
+  const Communicator comm = Communicator::world();
+  const fs::path file = folder / "cache.h5";
+  write<bfloat16, PageOrder::token_major>(file, stories()[6], story_partition(comm.size()), comm);
+  struct Portable {
+    Portable() { detail::set_row_path(detail::RowPath::portable); }
+    ~Portable() { detail::set_row_path(detail::RowPath::automatic); }
+  } const portable;
+  expect_round_trip<bfloat16, PageOrder::dim_major>(file, stories()[6], comm, 3, {});
+}
+
+template <class From, class To>
+void expect_converted(const SnapshotOptions& options, DType in_file) {
+  const FolderOfRanks folder;
+  const Communicator comm = Communicator::world();
+  const HeadPartition partition = story_partition(comm.size());
+  const Story& story = stories()[6];
+  const fs::path file = folder / "cache.h5";
+  write<From, PageOrder::token_major>(file, story, partition, comm, options);
+  const auto told = tell<From, PageOrder::token_major>(story, partition, comm.rank());
+  const SnapshotReader reader(file);
+  EXPECT_EQ(reader.header().dtype, in_file);
+  EXPECT_EQ(reader.header().compress, options.compress);
+  const auto cache = story_cache<To, PageOrder::dim_major>(partition, comm.rank());
+  const auto loaded = load_snapshot(reader, *cache, partition, comm);
+  const auto converted = [&](const std::vector<From>& values) {
+    std::vector<To> all;
+    for (const From value : values) {
+      const float wide = value;
+      const float stored = in_file == DType::f32   ? wide
+                           : in_file == DType::f16 ? static_cast<float>(half(wide))
+                                                   : static_cast<float>(bfloat16(wide));
+      all.push_back(To(stored));
+    }
+    return all;
+  };
+  for (int layer = 0; layer < test::story_layers; ++layer) {
+    for (int head = 0; head < cache->shape().heads[layer]; ++head) {
+      const auto found = cache->host_rows(loaded.sequence, layer, head);
+      const auto expected = told.cache->host_rows(told.sequence, layer, head);
+      EXPECT_EQ(found.positions, expected.positions);
+      EXPECT_TRUE(same_bits(found.scores, expected.scores));
+      EXPECT_TRUE(same_bits(found.keys, converted(expected.keys)));
+      EXPECT_TRUE(same_bits(found.values, converted(expected.values)));
+    }
+  }
+}
+
+TEST(SnapshotReading, OtherTypesOfValues) {
+  expect_converted<float, bfloat16>({}, DType::f32);
+  expect_converted<half, bfloat16>({}, DType::f16);
+  expect_converted<bfloat16, float>({}, DType::bf16);
+  SnapshotOptions options;
+  options.compress = 5;
+  options.dtype = DType::bf16;
+  expect_converted<float, float>(options, DType::bf16);
+}
+
+TEST(SnapshotReading, Rows) {
+  const FolderOfRanks folder;
+  const Communicator comm = Communicator::world();
+  const HeadPartition partition = story_partition(comm.size());
+  const Story& story = stories()[6];
+  auto told = tell<half, PageOrder::token_major>(story, partition, comm.rank());
+  for (const int compress : {0, 6}) {
+    for (const SnapshotContent content :
+         {SnapshotContent::positions, SnapshotContent::scores, SnapshotContent::all}) {
+      SCOPED_TRACE(std::string(name_of(content)) + " " + std::to_string(compress));
+      SnapshotOptions options;
+      options.content = content;
+      options.compress = compress;
+      const fs::path file = folder / "cache.h5";
+      write<half, PageOrder::token_major>(file, story, partition, comm, options);
+      SnapshotReader reader(file);
+      reader = SnapshotReader(file);
+      EXPECT_TRUE(reader.verify().empty());
+      const SnapshotHeader& header = reader.header();
+      const SnapshotInfo expected_info = story_info(story);
+      EXPECT_EQ(header.format_version, 2);
+      EXPECT_EQ(header.content, content);
+      EXPECT_EQ(header.dtype, DType::f16);
+      EXPECT_EQ(header.n_layers, test::story_layers);
+      EXPECT_EQ(header.n_kv_heads, test::story_heads);
+      EXPECT_EQ(header.head_dim, test::story_dim);
+      EXPECT_EQ(header.window, test::story_window);
+      EXPECT_EQ(header.page_rows, 4);
+      EXPECT_EQ(header.tokens, 45);
+      EXPECT_EQ(header.ring_first, (std::vector<std::int64_t>{40, 40}));
+      EXPECT_TRUE(header.has_context);
+      EXPECT_EQ(header.has_recent_queries, content == SnapshotContent::all);
+      EXPECT_EQ(header.file_bytes, static_cast<std::int64_t>(fs::file_size(file)));
+      EXPECT_EQ(header.counts.judged, comm.all_reduce_sum(told.cache->counts(0).judged));
+      EXPECT_EQ(header.info.model, expected_info.model);
+      EXPECT_EQ(header.info.model_hash, "abc");
+      EXPECT_EQ(header.info.tokenizer_hash, "def");
+      EXPECT_EQ(header.info.kvzap_version, "1.2.3");
+      EXPECT_EQ(header.info.created, expected_info.created);
+      EXPECT_EQ(header.info.prune, "kvzap");
+      EXPECT_EQ(header.info.threshold, 0.1f);
+      EXPECT_EQ(header.info.sink, 4);
+      EXPECT_EQ(header.info.options, expected_info.options);
+      EXPECT_EQ(header.info.run_state, expected_info.run_state);
+      EXPECT_EQ(header.info.token_ids, expected_info.token_ids);
+      EXPECT_EQ(header.info.context_tokens, 40);
+      EXPECT_TRUE(same_bits(header.info.logits, expected_info.logits));
+      EXPECT_EQ(header.info.state, expected_info.state);
+      EXPECT_EQ(header.info.further, expected_info.further);
+      for (int layer = 0; layer < test::story_layers; ++layer) {
+        const auto& heads = partition.heads(layer, comm.rank());
+        for (std::size_t h = 0; h < heads.size(); ++h) {
+          const auto expected = told.cache->host_rows(told.sequence, layer, static_cast<int>(h));
+          const SnapshotRows rows = reader.rows(layer, heads[h], true);
+          EXPECT_EQ(rows.positions, expected.positions);
+          EXPECT_EQ(header.offsets[layer][heads[h] + 1] - header.offsets[layer][heads[h]],
+                    static_cast<std::int64_t>(rows.positions.size()));
+          std::vector<std::uint8_t> judged(expected.positions.size(), 1);
+          std::fill(judged.end() - 5, judged.end(), std::uint8_t{0});
+          EXPECT_EQ(rows.judged, judged);
+          const auto wide = [](const std::vector<half>& values) {
+            return std::vector<float>(values.begin(), values.end());
+          };
+          if (content == SnapshotContent::positions) {
+            EXPECT_TRUE(rows.scores.empty());
+          } else {
+            EXPECT_TRUE(same_bits(rows.scores, expected.scores));
+          }
+          if (content == SnapshotContent::all) {
+            EXPECT_TRUE(same_bits(rows.keys, wide(expected.keys)));
+            EXPECT_TRUE(same_bits(rows.values, wide(expected.values)));
+          } else {
+            EXPECT_TRUE(rows.keys.empty() && rows.values.empty());
+          }
+          EXPECT_TRUE(reader.rows(layer, heads[h], false).keys.empty());
+        }
+      }
+      test::expect_error([&] { reader.rows(2, 0, false); }, {file.string(), "no layer 2"});
+      test::expect_error([&] { reader.rows(0, 5, false); }, {file.string(), "head 5"});
+      // Only from keys and values can a run go on.
+      const auto cache = story_cache<half, PageOrder::token_major>(partition, comm.rank());
+      if (content != SnapshotContent::all) {
+        test::expect_error([&] { load_snapshot(reader, *cache, partition, comm); },
+                           {file.string(), "without keys and values"});
+        EXPECT_TRUE(cache->sequences().empty());
+      }
+      comm.barrier();
+    }
+  }
+}
+
+TEST(SnapshotReading, CacheOfOtherExtents) {
+  const FolderOfRanks folder;
+  const Communicator comm = Communicator::world();
+  const HeadPartition partition = story_partition(comm.size());
+  const fs::path file = folder / "cache.h5";
+  write<float, PageOrder::token_major>(file, stories()[3], partition, comm);
+  const SnapshotReader reader(file);
+  CacheShape shape = story_cache<float, PageOrder::token_major>(partition, comm.rank())->shape();
+  const auto refused = [&](const CacheShape& other, const HeadPartition& heads,
+                           std::string_view part) {
+    KVCache<float, PageOrder::token_major> cache(other);
+    EXPECT_THROW(load_snapshot(reader, cache, heads, comm), AgreedError);
+    test::expect_error([&] { load_snapshot(reader, cache, heads, comm); }, {file.string(), part});
+    EXPECT_TRUE(cache.sequences().empty());
+  };
+  CacheShape other = shape;
+  other.window = 9;
+  refused(other, partition, "window is 8; expected 9");
+  other = shape;
+  other.head_dim = 8;
+  refused(other, partition, "head_dim is 6; expected 8");
+  other = shape;
+  other.heads.push_back(1);
+  refused(other, partition, "n_layers is 2; expected 3");
+  refused(shape, HeadPartition::even(2, 8, comm.size()), "n_kv_heads is 5; expected 8");
+  refused(shape, HeadPartition::even(2, 5, comm.size() + 1), "partition");
+
+  // No room for pages on one rank.
+  const std::size_t rings = static_cast<std::size_t>(shape.heads[0] + shape.heads[1]) *
+                            test::story_window * ring_row_bytes(test::story_dim, sizeof(float));
+  KVCache<float, PageOrder::token_major> cache(shape, nullptr, comm.is_root() ? rings + 1 : 0);
+  EXPECT_THROW(load_snapshot(reader, cache, partition, comm), AgreedOutOfMemory);
+  EXPECT_TRUE(cache.sequences().empty());
+  cache.set_limit(0);
+  const auto loaded = load_snapshot(reader, cache, partition, comm);
+  const auto told = tell<float, PageOrder::token_major>(stories()[3], partition, comm.rank());
+  expect_same_cache(cache, loaded.sequence, *told.cache, told.sequence);
+}
 
 }  // namespace
 }  // namespace kvzap

@@ -83,21 +83,19 @@ TEST_F(SealedFile, LiesAsDescribed) {
   EXPECT_EQ(std::string(bytes.data() + 120, 8), "KVZAPEND");
 }
 
-TEST_F(SealedFile, EachBitCounts) {
+TEST_F(SealedFile, EachByteCounts) {
   const std::string intact = whole();
   for (std::size_t at = 0; at < intact.size(); ++at) {
     const bool is_row = (at >= 100 && at < 160) || (at >= 300 && at < 400);
-    for (int bit = 0; bit < 8; ++bit) {
-      std::string damaged = intact;
-      damaged[at] = static_cast<char>(damaged[at] ^ (1 << bit));
-      bool found = false;
-      try {
-        found = !read(damaged);  // no seal where one must be
-      } catch (const Error&) {
-        found = true;
-      }
-      EXPECT_NE(found, is_row) << "byte " << at << ", bit " << bit;
+    std::string damaged = intact;
+    damaged[at] = static_cast<char>(damaged[at] ^ (1 << at % 8));
+    bool found = false;
+    try {
+      found = !read(damaged);  // no seal where one must be
+    } catch (const Error&) {
+      found = true;
     }
+    EXPECT_NE(found, is_row) << "byte " << at;
   }
 }
 

@@ -4,30 +4,23 @@
 #include <fmt/format.h>
 #include <pthread.h>
 #include <signal.h>
-#include <sys/statvfs.h>
-#include <unistd.h>
-
-#ifdef __linux__
-#include <linux/magic.h>
-#include <sys/vfs.h>
-#endif
 
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <functional>
 #include <kvzap/snapshot.hpp>
-#include <limits>
 #include <new>
-#include <numeric>
 #include <string>
 #include <system_error>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/crc32c.hpp"
 #include "base/instantiate.hpp"
-#include "io/snapshot_rows.hpp"
+#include "io/snapshot_describe.hpp"
+#include "io/snapshot_heads.hpp"
 #include "io/snapshot_structure.hpp"
 #include "io/temporary_file.hpp"
 
@@ -37,200 +30,14 @@ namespace {
 namespace fs = std::filesystem;
 using detail::agree_on_file;
 using detail::FileDescriptor;
+using detail::HeadWork;
 using detail::n_row_kinds;
-using detail::RowKind;
 using detail::SnapshotGroup;
 using detail::SnapshotHead;
 using detail::SnapshotLayout;
 using detail::SnapshotStructure;
 using detail::system_error;
 using detail::TemporaryFile;
-
-#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "rows go into the file as they lie in memory, which is little-endian"
-#endif
-
-// Rows are gathered in a buffer that stays in the processor's cache, where their checksum is taken
-// and from where the system copies them.
-constexpr std::int64_t piece_bytes = std::int64_t{256} << 10;
-
-// So many bytes written, the disk is told to begin.
-constexpr std::int64_t flushed_bytes = std::int64_t{8} << 20;
-
-// Whether taking space is writing it, as in memory: everything would be written twice.
-bool is_in_memory([[maybe_unused]] int descriptor) {
-#ifdef __linux__
-  struct statfs system = {};
-  if (::fstatfs(descriptor, &system) != 0) return false;
-  return system.f_type == TMPFS_MAGIC || system.f_type == RAMFS_MAGIC;
-#else
-  return false;
-#endif
-}
-
-// Finds out early, and cheaply, that there is no room; a full disk is an error later too.
-void make_room(int descriptor, std::int64_t bytes) {
-  if (!is_in_memory(descriptor)) return detail::reserve(descriptor, 0, bytes);
-  struct statvfs status = {};
-  int code = 0;
-  if (::fstatvfs(descriptor, &status) == 0 &&
-      static_cast<std::int64_t>(status.f_bavail) <
-          bytes / static_cast<std::int64_t>(status.f_frsize)) {
-    code = ENOSPC;
-  } else if (::ftruncate(descriptor, static_cast<off_t>(bytes)) != 0) {
-    code = errno;
-  }
-  if (code != 0) throw system_error(fmt::format("no room for {} bytes", bytes), code);
-}
-
-/// What one rank does of one head.
-struct HeadWork {
-  int group = 0;
-  int head = 0;  // of the model
-  /// The rows, for as long as they are held.
-  std::function<std::shared_ptr<const SnapshotHead>()> rows;
-  /// (kind of the group)
-  std::vector<std::uint32_t> crcs;
-};
-
-/// Tells the disk to begin with what was written, without waiting: an error shows in fsync.
-class Flusher {
- public:
-  explicit Flusher(int descriptor) : m_descriptor(descriptor) {}
-  ~Flusher() { begin(); }
-  Flusher(const Flusher&) = delete;
-  Flusher& operator=(const Flusher&) = delete;
-  void note(std::int64_t begin_of_new, std::int64_t bytes) {
-    if (begin_of_new != m_end) begin();
-    if (m_begin == m_end) m_begin = begin_of_new;
-    m_end = begin_of_new + bytes;
-    if (m_end - m_begin >= flushed_bytes) begin();
-  }
-
- private:
-  void begin() {
-#if defined(__linux__) && defined(SYNC_FILE_RANGE_WRITE)
-    if (m_end > m_begin) {
-      const int ignored =
-          ::sync_file_range(m_descriptor, m_begin, m_end - m_begin, SYNC_FILE_RANGE_WRITE);
-      static_cast<void>(ignored);
-    }
-#endif
-    m_begin = m_end = 0;
-  }
-  int m_descriptor;
-  std::int64_t m_begin = 0, m_end = 0;
-};
-
-// Aligned for elements of any type.
-std::vector<std::max_align_t> piece_buffer(const SnapshotLayout& layout) {
-  const std::int64_t row =
-      std::max(layout.row_bytes(RowKind::keys), layout.row_bytes(RowKind::recent_queries));
-  return std::vector<std::max_align_t>(
-      static_cast<std::size_t>(std::max(piece_bytes, row)) / sizeof(std::max_align_t) + 1);
-}
-
-// Calls work(first row, rows) piece by piece.
-template <class Work>
-void each_piece(const SnapshotLayout& layout, int group, RowKind kind, int head, const Work& work) {
-  const std::int64_t rows = layout.rows(group, kind, head);
-  const std::int64_t most = std::max<std::int64_t>(1, piece_bytes / layout.row_bytes(kind));
-  for (std::int64_t first = 0; first < rows; first += most) {
-    work(first, std::min(most, rows - first));
-  }
-}
-
-std::int64_t place_of(const SnapshotLayout& layout, const std::vector<std::int64_t>& places,
-                      int group, RowKind kind, int head) {
-  return places[static_cast<std::size_t>(group) * n_row_kinds + static_cast<std::size_t>(kind)] +
-         layout.first_row(group, kind, head) * layout.row_bytes(kind);
-}
-
-/// A writing that was given up.
-class Stopped : public Error {
- public:
-  Stopped() : Error("given up") {}
-};
-
-void write_heads(const SnapshotLayout& layout, const std::vector<std::int64_t>& places,
-                 std::vector<HeadWork>& works, int descriptor, const std::atomic<bool>& stop) {
-  auto buffer = piece_buffer(layout);
-  char* const bytes = static_cast<char*>(static_cast<void*>(buffer.data()));
-  Flusher flusher(descriptor);
-  for (HeadWork& work : works) {
-    const auto rows = work.rows();
-    for (const RowKind kind : layout.kinds(work.group)) {
-      std::uint32_t crc = 0;
-      const std::int64_t place = place_of(layout, places, work.group, kind, work.head);
-      each_piece(layout, work.group, kind, work.head, [&](std::int64_t first, std::int64_t count) {
-        if (stop) throw Stopped();
-        rows->copy(kind, first, count, bytes);
-        const std::int64_t length = count * layout.row_bytes(kind);
-        crc = detail::crc32c(bytes, static_cast<std::size_t>(length), crc);
-        const std::int64_t begin = place + first * layout.row_bytes(kind);
-        detail::write_fully(descriptor, bytes, length, begin);
-        flusher.note(begin, length);
-      });
-      work.crcs.push_back(crc);
-    }
-  }
-}
-
-void check_heads(const SnapshotLayout& layout, const std::vector<std::int64_t>& places,
-                 const std::vector<HeadWork>& works, int descriptor,
-                 const std::atomic<bool>& stop) {
-  auto buffer = piece_buffer(layout);
-  void* const bytes = buffer.data();
-  for (const HeadWork& work : works) {
-    std::size_t i = 0;
-    for (const RowKind kind : layout.kinds(work.group)) {
-      std::uint32_t crc = 0;
-      const std::int64_t place = place_of(layout, places, work.group, kind, work.head);
-      each_piece(layout, work.group, kind, work.head, [&](std::int64_t first, std::int64_t count) {
-        if (stop) throw Stopped();
-        const std::int64_t length = count * layout.row_bytes(kind);
-        detail::read_fully(descriptor, bytes, length, place + first * layout.row_bytes(kind));
-        crc = detail::crc32c(bytes, static_cast<std::size_t>(length), crc);
-      });
-      if (crc != work.crcs[i++]) {
-        throw Error(fmt::format(
-            "{}/{} of head {} reads differently from what was written: checksum {:08x}; expected "
-            "{:08x}",
-            layout.path(work.group), name_of(kind), work.head, crc, work.crcs[i - 1]));
-      }
-    }
-  }
-}
-
-// Everything but uncompressed rows, by rank 0.
-void check_rest(int descriptor) {
-  const auto seal = detail::read_seal(descriptor);
-  if (!seal) throw Error("reads differently from what was written: the seal is missing");
-  std::vector<char> buffer(static_cast<std::size_t>(piece_bytes));
-  for (const detail::SealedExtent& extent : seal->extents) {
-    if (!extent.crc) continue;
-    std::uint32_t crc = 0;
-    for (std::int64_t at = 0; at < extent.bytes; at += piece_bytes) {
-      const std::int64_t length = std::min(piece_bytes, extent.bytes - at);
-      detail::read_fully(descriptor, buffer.data(), length, extent.begin + at);
-      crc = detail::crc32c(buffer.data(), static_cast<std::size_t>(length), crc);
-    }
-    if (crc != *extent.crc) {
-      throw Error(
-          fmt::format("bytes {} to {} read differently from what was written: checksum {:08x}; "
-                      "expected {:08x}",
-                      extent.begin, extent.begin + extent.bytes, crc, *extent.crc));
-    }
-  }
-}
-
-void bring_to_disk(int descriptor) {
-  int code = 0;
-  do {
-    code = ::fsync(descriptor) == 0 ? 0 : errno;
-  } while (code == EINTR);
-  if (code != 0) throw system_error("cannot be brought to the disk", code);
-}
 
 /// Work of this rank in a thread of its own. What it throws is kept.
 class Worker {
@@ -315,7 +122,7 @@ class Writing final : public SnapshotWriting {
       if (!m_comm.is_root()) return;
       // Compressed rows take less, nobody knows how much.
       if (m_layout.compress == 0) {
-        make_room(m_descriptor->get(), detail::snapshot_bytes_at_most(m_layout, info));
+        detail::make_room(m_descriptor->get(), detail::snapshot_bytes_at_most(m_layout, info));
       }
       m_structure = std::make_unique<SnapshotStructure>(m_layout, info);
       m_places = m_structure->places();
@@ -334,7 +141,9 @@ class Writing final : public SnapshotWriting {
     m_works = std::move(works);
     m_worker = std::make_unique<Worker>();
     m_worker->start(
-        [this] { write_heads(m_layout, m_places, m_works, m_descriptor->get(), m_worker->stop()); },
+        [this] {
+          detail::write_heads(m_layout, m_places, m_works, m_descriptor->get(), m_worker->stop());
+        },
         in_thread);
   }
 
@@ -342,7 +151,7 @@ class Writing final : public SnapshotWriting {
   void compress_rows(std::vector<HeadWork> works, const HeadPartition& partition) {
     const detail::QuietHdf5 quiet;
     m_checksums.resize(m_layout.groups.size());
-    auto buffer = piece_buffer(m_layout);
+    auto buffer = detail::piece_buffer(m_layout);
     char* const bytes = static_cast<char*>(static_cast<void*>(buffer.data()));
     auto work = works.begin();
     for (int group = 0; group < static_cast<int>(m_layout.groups.size()); ++group) {
@@ -377,7 +186,7 @@ class Writing final : public SnapshotWriting {
               failure = error.what();
             }
           };
-          each_piece(m_layout, group, kinds[k], head, take);
+          detail::each_piece(m_layout, group, kinds[k], head, take);
         }
       }
       agree_on_file(m_comm, m_file, [&] {
@@ -487,10 +296,10 @@ class Writing final : public SnapshotWriting {
   void check() {
     const FileDescriptor again(m_temporary.path(), O_RDONLY | O_CLOEXEC);
     if (again.get() < 0) throw system_error("the new file cannot be opened", errno);
-    if (m_comm.is_root()) check_rest(again.get());
-    check_heads(m_layout, m_places, m_works, again.get(), m_worker->stop());
+    if (m_comm.is_root()) detail::check_rest(again.get());
+    detail::check_heads(m_layout, m_places, m_works, again.get(), m_worker->stop());
     // Of the descriptor that has written: it is the one that is told of every error.
-    bring_to_disk(m_descriptor->get());
+    detail::bring_to_disk(m_descriptor->get());
   }
 
   Communicator m_comm;
@@ -510,250 +319,6 @@ class Writing final : public SnapshotWriting {
   // Last, so that its thread ends before anything that it uses.
   std::unique_ptr<Worker> m_worker;
 };
-
-template <class Value, PageOrder order>
-void check_partition(const KVCache<Value, order>& cache, SequenceId sequence,
-                     const HeadPartition& partition, const Communicator& comm) {
-  const CacheShape& shape = cache.shape();
-  if (partition.n_ranks() != comm.size()) {
-    throw Error(fmt::format("the partition is for {} ranks; expected {}", partition.n_ranks(),
-                            comm.size()));
-  }
-  if (partition.n_layers() != static_cast<int>(shape.heads.size())) {
-    throw Error(fmt::format("the partition has {} layers; the cache has {}", partition.n_layers(),
-                            shape.heads.size()));
-  }
-  for (int layer = 0; layer < partition.n_layers(); ++layer) {
-    const std::size_t heads = partition.heads(layer, comm.rank()).size();
-    if (heads != static_cast<std::size_t>(shape.heads[layer])) {
-      throw Error(fmt::format("layer {}: the partition gives rank {} {} KV heads; its cache has {}",
-                              layer, comm.rank(), heads, shape.heads[layer]));
-    }
-    if (cache.tokens(sequence, layer) != cache.tokens(sequence, 0)) {
-      throw Error(fmt::format("layer {} has {} tokens, layer 0 has {}", layer,
-                              cache.tokens(sequence, layer), cache.tokens(sequence, 0)));
-    }
-  }
-}
-
-// Query heads of each KV head.
-template <class Value, PageOrder order>
-std::int64_t query_group(const SnapshotQueries& queries, const KVCache<Value, order>& cache,
-                         int layer) {
-  const CacheShape& shape = cache.shape();
-  const std::int64_t per_head = queries.tokens * shape.head_dim * shape.heads[layer];
-  if (queries.tokens < 0) throw Error("recent queries: a negative number of tokens");
-  if (per_head == 0) return 0;
-  const auto found = static_cast<std::int64_t>(queries.values.size());
-  if (found == 0 || found % per_head != 0) {
-    throw Error(fmt::format(
-        "recent queries of layer {} have {} values; expected a multiple of {} = tokens * head_dim "
-        "* KV heads",
-        layer, found, per_head));
-  }
-  return found / per_head;
-}
-
-constexpr const char* extent_names =
-    "head_dim, window, page_rows, tokens, tokens of the context, whether there is a context, "
-    "layers with recent queries, content";
-
-// What a rank knows: the extents, in which all agree; sums; then layer by layer.
-struct RankExtents {
-  std::vector<std::int64_t> extents, sums, layers;
-};
-
-template <class Value, PageOrder order>
-RankExtents own_extents(const KVCache<Value, order>& cache, SequenceId sequence,
-                        const HeadPartition& partition, const Communicator& comm,
-                        const SnapshotInfo& info, const SnapshotOptions& options,
-                        const typename KVCache<Value, order>::Checkpoint* context) {
-  check_partition(cache, sequence, partition, comm);
-  const CacheShape& shape = cache.shape();
-  const std::size_t n_layers = shape.heads.size();
-  if (!info.recent_queries.empty() && info.recent_queries.size() != n_layers) {
-    throw Error(fmt::format("recent queries of {} layers; expected {}", info.recent_queries.size(),
-                            n_layers));
-  }
-  if (options.compress < 0 || options.compress > 9) {
-    throw Error(fmt::format("the level of compression is {}; expected 0 to 9", options.compress));
-  }
-  RankExtents mine;
-  mine.extents = {shape.head_dim,
-                  shape.window,
-                  shape.page_rows,
-                  cache.tokens(sequence, 0),
-                  context ? context->tokens.at(0) : std::int64_t{-1},
-                  context ? 1 : 0,
-                  static_cast<std::int64_t>(info.recent_queries.size()),
-                  static_cast<std::int64_t>(options.content)};
-  const AppendCounts& counts = cache.counts(sequence);
-  mine.sums = {counts.judged, counts.evicted, counts.non_finite, 0, 0, 0};
-  if (context) {
-    mine.sums[3] = context->counts.judged;
-    mine.sums[4] = context->counts.evicted;
-    mine.sums[5] = context->counts.non_finite;
-  }
-  for (int layer = 0; layer < static_cast<int>(n_layers); ++layer) {
-    SnapshotQueries queries;
-    if (!info.recent_queries.empty()) {
-      queries.first = info.recent_queries[layer].first;
-      queries.tokens = info.recent_queries[layer].tokens;
-    }
-    mine.layers.insert(
-        mine.layers.end(),
-        {cache.ring_first(sequence, layer), queries.first, queries.tokens,
-         queries.tokens == 0 ? 0 : query_group(info.recent_queries[layer], cache, layer),
-         context ? context->ring_first.at(layer) : std::int64_t{0}});
-    for (int head = 0; head < shape.heads[layer]; ++head) {
-      mine.layers.push_back(cache.rows(sequence, layer, head));
-      mine.layers.push_back(context ? cache.retained_rows(*context, layer, head) : 0);
-    }
-  }
-  return mine;
-}
-
-std::string listed(const std::vector<std::int64_t>& numbers) {
-  std::string text;
-  for (const std::int64_t number : numbers) {
-    text += fmt::format("{}{}", text.empty() ? "" : ", ", number);
-  }
-  return text;
-}
-
-// Joins what all ranks know. Throws if this rank's extents are not rank 0's.
-SnapshotLayout joined_layout(const std::vector<RankExtents>& all, const HeadPartition& partition,
-                             int rank) {
-  const RankExtents& root = all[0];
-  const RankExtents& mine = all[rank];
-  if (mine.extents != root.extents) {
-    throw Error(fmt::format("{} are {}; on rank 0 they are {}", extent_names, listed(mine.extents),
-                            listed(root.extents)));
-  }
-  SnapshotLayout layout;
-  layout.head_dim = root.extents[0];
-  layout.window = root.extents[1];
-  layout.page_rows = root.extents[2];
-  layout.tokens = root.extents[3];
-  layout.context_tokens = root.extents[4];
-  layout.has_context = root.extents[5] != 0;
-  layout.has_queries = root.extents[6] != 0;
-  layout.n_kv_heads = partition.n_kv_heads();
-  std::vector<std::int64_t> sums(6, 0);
-  for (const RankExtents& of : all) {
-    for (std::size_t i = 0; i < sums.size(); ++i) sums[i] += of.sums.at(i);
-  }
-  layout.counts = {sums[0], sums[1], sums[2]};
-  layout.context_counts = {sums[3], sums[4], sums[5]};
-  const auto n_layers = static_cast<std::size_t>(partition.n_layers());
-  const auto n_heads = static_cast<std::size_t>(partition.n_kv_heads());
-  layout.groups.resize(n_layers * (layout.has_context ? 2 : 1));
-  std::vector<std::size_t> next(all.size(), 0);
-  for (std::size_t l = 0; l < n_layers; ++l) {
-    SnapshotGroup& layer = layout.groups[l];
-    layer.offsets.assign(n_heads + 1, 0);
-    SnapshotGroup context;
-    context.offsets.assign(n_heads + 1, 0);
-    context.retained.assign(n_heads, 0);
-    // Ranks whose heads lost a row of the ring have emptied theirs; others need not have. The file
-    // has one ring for all, of which every head has every row.
-    for (std::size_t r = 0; r < all.size(); ++r) {
-      const std::vector<std::int64_t>& of = all[r].layers;
-      const std::size_t at = next[r];
-      layer.ring_first = std::max(layer.ring_first, of.at(at));
-      context.ring_first = std::max(context.ring_first, of.at(at + 4));
-      for (std::size_t i = 1; i < 4; ++i) {
-        if (of.at(at + i) == all[0].layers.at(next[0] + i)) continue;
-        throw Error(fmt::format(
-            "layer {}: recent queries from position {} on, {} tokens, {} query heads of a KV head; "
-            "on rank 0 {}, {}, {}",
-            l, of.at(at + 1), of.at(at + 2), of.at(at + 3), all[0].layers.at(next[0] + 1),
-            all[0].layers.at(next[0] + 2), all[0].layers.at(next[0] + 3)));
-      }
-    }
-    layer.query_first = all[0].layers.at(next[0] + 1);
-    layer.query_tokens = all[0].layers.at(next[0] + 2);
-    layer.query_group = all[0].layers.at(next[0] + 3);
-    const std::int64_t in_ring =
-        std::min(layout.context_tokens - context.ring_first, layout.window);
-    for (std::size_t r = 0; r < all.size(); ++r) {
-      const std::vector<std::int64_t>& of = all[r].layers;
-      const std::int64_t own_ring =
-          std::min(layout.context_tokens - of.at(next[r] + 4), layout.window);
-      next[r] += 5;
-      for (const int head : partition.heads(static_cast<int>(l), static_cast<int>(r))) {
-        layer.offsets[head + 1] = of.at(next[r]++);
-        context.retained[head] = of.at(next[r]++) + own_ring - in_ring;
-        context.offsets[head + 1] = in_ring;
-      }
-    }
-    for (std::size_t h = 0; h < n_heads; ++h) {
-      if (layout.has_context && context.retained[h] > layer.offsets[h + 1]) {
-        throw Error(fmt::format(
-            "layer {}, head {}: the state to cut back to has {} rows in pages; the sequence has {}",
-            l, h, context.retained[h], layer.offsets[h + 1]));
-      }
-      layer.offsets[h + 1] += layer.offsets[h];
-      context.offsets[h + 1] += context.offsets[h];
-    }
-    if (layout.has_context) layout.groups[n_layers + l] = std::move(context);
-  }
-  return layout;
-}
-
-// The file can keep rows of a context's ring that other ranks have emptied only where the sequence
-// still has them, behind the rows that lie in pages.
-template <class Value, PageOrder order>
-void check_context(KVCache<Value, order>& cache, SequenceId sequence,
-                   const typename KVCache<Value, order>::Checkpoint& context,
-                   const HeadPartition& partition, const SnapshotLayout& layout, int rank) {
-  for (int layer = 0; layer < layout.n_layers(); ++layer) {
-    const SnapshotGroup& group = layout.groups[layout.n_layers() + layer];
-    const auto& heads = partition.heads(layer, rank);
-    for (int h = 0; h < static_cast<int>(heads.size()); ++h) {
-      const std::int64_t held = cache.retained_rows(context, layer, h);
-      const std::int64_t more = group.retained[heads[h]] - held;
-      if (more == 0) continue;
-      const auto positions = cache.positions(sequence, layer, h);
-      const std::int64_t first = layout.context_tokens - cache.ring_rows(context, layer);
-      for (std::int64_t i = 0; i < more; ++i) {
-        if (positions.at(held + i) == first + i) continue;
-        throw Error(fmt::format(
-            "layer {}, head {}: row {} of the state to cut back to is gone, and other ranks do not "
-            "have it in a ring",
-            layer, heads[h], first + i));
-      }
-    }
-  }
-}
-
-// Collective.
-template <class Value, PageOrder order>
-SnapshotLayout describe(const fs::path& file, KVCache<Value, order>& cache, SequenceId sequence,
-                        const HeadPartition& partition, const Communicator& comm,
-                        const SnapshotInfo& info, const SnapshotOptions& options,
-                        const typename KVCache<Value, order>::Checkpoint* context) {
-  RankExtents mine;
-  agree_on_file(comm, file, [&] {
-    mine = own_extents(cache, sequence, partition, comm, info, options, context);
-  });
-  const auto extents = comm.all_gather(mine.extents);
-  const auto sums = comm.all_gather(mine.sums);
-  const auto layers = comm.all_gather(mine.layers);
-  SnapshotLayout layout;
-  agree_on_file(comm, file, [&] {
-    std::vector<RankExtents> all;
-    for (int rank = 0; rank < comm.size(); ++rank) {
-      all.push_back({extents[rank], sums[rank], layers[rank]});
-    }
-    layout = joined_layout(all, partition, comm.rank());
-    layout.content = options.content;
-    layout.compress = options.compress;
-    layout.dtype = options.dtype.value_or(DTypeOf<Value>::value);
-    if (context) check_context(cache, sequence, *context, partition, layout, comm.rank());
-  });
-  return layout;
-}
 
 // Rank 0's count. Collective.
 SnapshotOptions common_options(const SnapshotOptions& options, const Communicator& comm) {
@@ -816,7 +381,8 @@ std::unique_ptr<SnapshotWriting> begin_snapshot(
     const HeadPartition& partition, const Communicator& comm, const SnapshotInfo& info,
     const SnapshotOptions& options, const typename KVCache<Value, order>::Checkpoint* context) {
   const SnapshotOptions common = common_options(options, comm);
-  SnapshotLayout layout = describe(file, cache, sequence, partition, comm, info, common, context);
+  SnapshotLayout layout =
+      detail::describe_snapshot(file, cache, sequence, partition, comm, info, common, context);
   auto writing = std::make_unique<Writing>(file, comm, info, std::move(layout));
   writing->create(info);
   std::vector<HeadWork> works;

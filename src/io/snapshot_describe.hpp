@@ -1,0 +1,23 @@
+// What all ranks' parts of a sequence are together.
+#pragma once
+
+#include <filesystem>
+#include <kvzap/cache.hpp>
+#include <kvzap/communicator.hpp>
+#include <kvzap/head_partition.hpp>
+#include <kvzap/snapshot.hpp>
+
+#include "io/snapshot_layout.hpp"
+
+namespace kvzap::detail {
+
+/// Layout of the file for this sequence. `context` may be null. Collective; throws AgreedError,
+/// naming `file`, for what begin_snapshot refuses.
+template <class Value, PageOrder order>
+SnapshotLayout describe_snapshot(const std::filesystem::path& file, KVCache<Value, order>& cache,
+                                 SequenceId sequence, const HeadPartition& partition,
+                                 const Communicator& comm, const SnapshotInfo& info,
+                                 const SnapshotOptions& options,
+                                 const typename KVCache<Value, order>::Checkpoint* context);
+
+}  // namespace kvzap::detail

@@ -1,0 +1,201 @@
+#include "io/snapshot_heads.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+#ifdef __linux__
+#include <linux/magic.h>
+#include <sys/vfs.h>
+#endif
+
+#include <algorithm>
+#include <cerrno>
+
+#include "base/crc32c.hpp"
+#include "io/hdf5_objects.hpp"
+#include "io/memory_file.hpp"
+#include "io/seal.hpp"
+#include "io/temporary_file.hpp"
+
+namespace kvzap::detail {
+namespace {
+
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "rows go into the file as they lie in memory, which is little-endian"
+#endif
+
+// Rows are gathered in a buffer that stays in the processor's cache, where their checksum is taken
+// and from where the system copies them.
+constexpr std::int64_t piece_bytes = std::int64_t{256} << 10;
+
+// So many bytes written, the disk is told to begin. Short runs are left to the end: their pages may
+// be written to again.
+constexpr std::int64_t flushed_bytes = std::int64_t{8} << 20;
+constexpr std::int64_t least_flushed_bytes = std::int64_t{1} << 20;
+
+// Whether taking space is writing it, as in memory: everything would be written twice.
+bool is_in_memory([[maybe_unused]] int descriptor) {
+#ifdef __linux__
+  struct statfs system = {};
+  if (::fstatfs(descriptor, &system) != 0) return false;
+  return system.f_type == TMPFS_MAGIC || system.f_type == RAMFS_MAGIC;
+#else
+  return false;
+#endif
+}
+
+/// Tells the disk to begin with what was written, without waiting: an error shows in fsync.
+class Flusher {
+ public:
+  explicit Flusher(int descriptor) : m_descriptor(descriptor) {}
+  ~Flusher() { begin(); }
+  Flusher(const Flusher&) = delete;
+  Flusher& operator=(const Flusher&) = delete;
+  void note(std::int64_t begin_of_new, std::int64_t bytes) {
+    if (begin_of_new != m_end) begin();
+    if (m_begin == m_end) m_begin = begin_of_new;
+    m_end = begin_of_new + bytes;
+    if (m_end - m_begin >= flushed_bytes) begin();
+  }
+
+ private:
+  void begin() {
+#if defined(__linux__) && defined(SYNC_FILE_RANGE_WRITE)
+    if (m_end - m_begin >= least_flushed_bytes) {
+      const int ignored =
+          ::sync_file_range(m_descriptor, m_begin, m_end - m_begin, SYNC_FILE_RANGE_WRITE);
+      static_cast<void>(ignored);
+    }
+#endif
+    m_begin = m_end = 0;
+  }
+  int m_descriptor;
+  std::int64_t m_begin = 0, m_end = 0;
+};
+
+std::int64_t place_of(const SnapshotLayout& layout, const std::vector<std::int64_t>& places,
+                      int group, RowKind kind, int head) {
+  return places[static_cast<std::size_t>(group) * n_row_kinds + static_cast<std::size_t>(kind)] +
+         layout.first_row(group, kind, head) * layout.row_bytes(kind);
+}
+
+/// A writing that was given up.
+class Stopped : public Error {
+ public:
+  Stopped() : Error("given up") {}
+};
+
+}  // namespace
+
+// Finds out early that there is no room; a full disk is an error later too.
+void make_room(int descriptor, std::int64_t bytes) {
+  if (!is_in_memory(descriptor)) return reserve(descriptor, 0, bytes);
+  struct statvfs status = {};
+  int code = 0;
+  if (::fstatvfs(descriptor, &status) == 0 &&
+      static_cast<std::int64_t>(status.f_bavail) <
+          bytes / static_cast<std::int64_t>(status.f_frsize)) {
+    code = ENOSPC;
+  } else if (::ftruncate(descriptor, static_cast<off_t>(bytes)) != 0) {
+    code = errno;
+  }
+  if (code != 0) throw system_error(fmt::format("no room for {} bytes", bytes), code);
+}
+
+std::vector<std::max_align_t> piece_buffer(const SnapshotLayout& layout) {
+  const std::int64_t row =
+      std::max(layout.row_bytes(RowKind::keys), layout.row_bytes(RowKind::recent_queries));
+  return std::vector<std::max_align_t>(
+      static_cast<std::size_t>(std::max(piece_bytes, row)) / sizeof(std::max_align_t) + 1);
+}
+
+void each_piece(const SnapshotLayout& layout, int group, RowKind kind, int head,
+                const std::function<void(std::int64_t first, std::int64_t rows)>& work) {
+  const std::int64_t rows = layout.rows(group, kind, head);
+  const std::int64_t most = std::max<std::int64_t>(1, piece_bytes / layout.row_bytes(kind));
+  for (std::int64_t first = 0; first < rows; first += most) {
+    work(first, std::min(most, rows - first));
+  }
+}
+
+void write_heads(const SnapshotLayout& layout, const std::vector<std::int64_t>& places,
+                 std::vector<HeadWork>& works, int descriptor, const std::atomic<bool>& stop) {
+  auto buffer = piece_buffer(layout);
+  char* const bytes = static_cast<char*>(static_cast<void*>(buffer.data()));
+  Flusher flusher(descriptor);
+  for (HeadWork& work : works) {
+    const auto rows = work.rows();
+    for (const RowKind kind : layout.kinds(work.group)) {
+      std::uint32_t crc = 0;
+      const std::int64_t place = place_of(layout, places, work.group, kind, work.head);
+      each_piece(layout, work.group, kind, work.head, [&](std::int64_t first, std::int64_t count) {
+        if (stop) throw Stopped();
+        rows->copy(kind, first, count, bytes);
+        const std::int64_t length = count * layout.row_bytes(kind);
+        crc = crc32c(bytes, static_cast<std::size_t>(length), crc);
+        const std::int64_t begin = place + first * layout.row_bytes(kind);
+        write_fully(descriptor, bytes, length, begin);
+        flusher.note(begin, length);
+      });
+      work.crcs.push_back(crc);
+    }
+  }
+}
+
+void check_heads(const SnapshotLayout& layout, const std::vector<std::int64_t>& places,
+                 const std::vector<HeadWork>& works, int descriptor,
+                 const std::atomic<bool>& stop) {
+  auto buffer = piece_buffer(layout);
+  void* const bytes = buffer.data();
+  for (const HeadWork& work : works) {
+    std::size_t i = 0;
+    for (const RowKind kind : layout.kinds(work.group)) {
+      std::uint32_t crc = 0;
+      const std::int64_t place = place_of(layout, places, work.group, kind, work.head);
+      each_piece(layout, work.group, kind, work.head, [&](std::int64_t first, std::int64_t count) {
+        if (stop) throw Stopped();
+        const std::int64_t length = count * layout.row_bytes(kind);
+        read_fully(descriptor, bytes, length, place + first * layout.row_bytes(kind));
+        crc = crc32c(bytes, static_cast<std::size_t>(length), crc);
+      });
+      if (crc != work.crcs[i++]) {
+        throw Error(fmt::format(
+            "{}/{} of head {} reads differently from what was written: checksum {:08x}; expected "
+            "{:08x}",
+            layout.path(work.group), name_of(kind), work.head, crc, work.crcs[i - 1]));
+      }
+    }
+  }
+}
+
+void check_rest(int descriptor) {
+  const auto seal = read_seal(descriptor);
+  if (!seal) throw Error("reads differently from what was written: the seal is missing");
+  std::vector<char> buffer(static_cast<std::size_t>(piece_bytes));
+  for (const SealedExtent& extent : seal->extents) {
+    if (!extent.crc) continue;
+    std::uint32_t crc = 0;
+    for (std::int64_t at = 0; at < extent.bytes; at += piece_bytes) {
+      const std::int64_t length = std::min(piece_bytes, extent.bytes - at);
+      read_fully(descriptor, buffer.data(), length, extent.begin + at);
+      crc = crc32c(buffer.data(), static_cast<std::size_t>(length), crc);
+    }
+    if (crc != *extent.crc) {
+      throw Error(
+          fmt::format("bytes {} to {} read differently from what was written: checksum {:08x}; "
+                      "expected {:08x}",
+                      extent.begin, extent.begin + extent.bytes, crc, *extent.crc));
+    }
+  }
+}
+
+void bring_to_disk(int descriptor) {
+  int code = 0;
+  do {
+    code = ::fsync(descriptor) == 0 ? 0 : errno;
+  } while (code == EINTR);
+  if (code != 0) throw system_error("cannot be brought to the disk", code);
+}
+
+}  // namespace kvzap::detail

@@ -169,6 +169,13 @@ std::uint32_t copy_bytes(int from, int to, std::int64_t begin, std::int64_t end)
   return crc;
 }
 
+// The default driver asks for the real path of a symbolic link, and what is in memory has none.
+Hdf5Handle memory_access() {
+  Hdf5Handle access = serial_access();
+  checked_hdf5(H5Pset_fapl_stdio(access), "H5Pset_fapl_stdio");
+  return access;
+}
+
 }  // namespace
 
 std::int64_t snapshot_bytes_at_most(const SnapshotLayout& layout, const SnapshotInfo& info) {
@@ -192,9 +199,7 @@ SnapshotStructure::SnapshotStructure(const SnapshotLayout& layout, const Snapsho
       m_memory(bytes_in_memory_at_most(layout, info)),
       m_places(layout.groups.size() * n_row_kinds, -1),
       m_checksum_places(layout.groups.size(), -1) {
-  // The default driver asks for the real path of a symbolic link, and what is in memory has none.
-  const Hdf5Handle access = serial_access();
-  checked_hdf5(H5Pset_fapl_stdio(access), "H5Pset_fapl_stdio");
+  const Hdf5Handle access = memory_access();
   m_file = Hdf5Handle(H5Fcreate(m_memory.path().c_str(), H5F_ACC_TRUNC, H5P_DEFAULT, access),
                       H5Fclose, "H5Fcreate");
   {
@@ -344,6 +349,12 @@ void SnapshotStructure::set_checksums(int group, const std::vector<std::uint32_t
 
 std::int64_t SnapshotStructure::write(int descriptor) {
   close();
+  // That HDF5 takes it. Here rather than in the file, whose bytes are compared with these: HDF5
+  // 1.10 crashes at the program's end if a file cannot be closed.
+  Hdf5Handle hdf5(H5Fopen(m_memory.path().c_str(), H5F_ACC_RDONLY, memory_access()), H5Fclose,
+                  "H5Fopen");
+  Hdf5Handle(H5Gopen2(hdf5, "/layers", H5P_DEFAULT), H5Gclose, "H5Gopen2");
+  checked_hdf5(hdf5.close(), "H5Fclose");
   std::sort(m_extents.begin(), m_extents.end(),
             [](const SealedExtent& a, const SealedExtent& b) { return a.begin < b.begin; });
   Seal seal;

@@ -231,7 +231,6 @@ class Writing final : public SnapshotWriting {
           return;
         case Stage::checks:
           join();
-          open_once();
           m_descriptor.reset();
           m_temporary.move_to_target();
           m_stage = Stage::done;
@@ -301,18 +300,6 @@ class Writing final : public SnapshotWriting {
     detail::check_heads(m_layout, m_places, m_works, again.get(), m_worker->stop());
     // Of the descriptor that has written: it is the one that is told of every error.
     detail::bring_to_disk(m_descriptor->get());
-  }
-
-  // That HDF5 takes the file.
-  void open_once() {
-    agree_on_file(m_comm, m_file, [&] {
-      if (!m_comm.is_root()) return;
-      const detail::Hdf5Handle access = detail::serial_access();
-      detail::Hdf5Handle hdf5(H5Fopen(m_temporary.path().c_str(), H5F_ACC_RDONLY, access), H5Fclose,
-                              "H5Fopen");
-      const detail::Hdf5Handle root(H5Gopen2(hdf5, "/layers", H5P_DEFAULT), H5Gclose, "H5Gopen2");
-      static_cast<void>(root);
-    });
   }
 
   Communicator m_comm;

@@ -82,8 +82,17 @@ std::optional<Writer> writer_of(std::string_view name) {
   return Writer{std::string(name.substr(0, begin == 0 ? 0 : middle)), *process};
 }
 
+// A process that has ended, but that its parent has not asked for, is none: where nobody asks, as
+// in containers without init, it would be there for ever.
 bool is_alive(std::int64_t process) {
-  return ::kill(static_cast<pid_t>(process), 0) == 0 || errno != ESRCH;
+  if (::kill(static_cast<pid_t>(process), 0) != 0 && errno == ESRCH) return false;
+  std::ifstream stream(fmt::format("/proc/{}/stat", process));
+  std::string text;  // "PROCESS (NAME) STATE ...", and the name may have anything in it
+  std::getline(stream, text);
+  const std::size_t name_end = text.rfind(") ");
+  if (name_end == std::string::npos) return true;  // nothing is known of it
+  const char state = name_end + 2 < text.size() ? text[name_end + 2] : ' ';
+  return state != 'Z' && state != 'X';
 }
 
 std::optional<std::int64_t> modified_at(const fs::path& file) {

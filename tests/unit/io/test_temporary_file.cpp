@@ -168,9 +168,13 @@ TEST_F(TemporaryFileTest, RemovesTheFileOfAWriterThatWasKilled) {
   EXPECT_TRUE(create_and_clean().empty());
   EXPECT_EQ(names(m_folder.path()).size(), 1u);
   ::kill(child, SIGKILL);
-  ::waitpid(child, nullptr, 0);
+  // It has ended, and yet has its process id until it is waited for, which not everybody does.
+  siginfo_t ended{};
+  ::waitid(P_PID, child, &ended, WEXITED | WNOWAIT);
+  EXPECT_EQ(::kill(child, 0), 0);
   EXPECT_EQ(create_and_clean().size(), 1u);
   EXPECT_TRUE(names(m_folder.path()).empty());
+  ::waitpid(child, nullptr, 0);
   ::close(ready[0]);
   ::close(ready[1]);
 }

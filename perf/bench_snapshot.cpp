@@ -19,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "base/huge_pages.hpp"
 #include "common.hpp"
 #include "engine.hpp"
 
@@ -37,6 +38,8 @@ constexpr double skew = 16;
 constexpr std::size_t piece_bytes = std::size_t{8} << 20;
 // What plain writes write, over and over: more than processors cache.
 constexpr std::size_t source_bytes = std::size_t{256} << 20;
+
+using Fresh = Kokkos::View<char*, Kokkos::HostSpace>;
 
 class Descriptor {
  public:
@@ -95,6 +98,18 @@ void plain_read(const fs::path& file, std::int64_t bytes, std::vector<char>& buf
   });
 }
 
+/// The same into memory never touched before, as a new cache's is, which whoever keeps what is read
+/// pays for.
+void plain_read_fresh(const fs::path& file, std::int64_t bytes, Fresh& fresh) {
+  const Descriptor descriptor(file, O_RDONLY);
+  const Share share(bytes);
+  fresh = Fresh(Kokkos::view_alloc(Kokkos::WithoutInitializing, "fresh"), share.end - share.begin);
+  detail::advise_huge_pages(fresh.data(), fresh.size());
+  each_piece(share, [&](std::int64_t in_share, std::int64_t at, std::size_t length) {
+    return ::pread(descriptor.get(), fresh.data() + in_share, length, at);
+  });
+}
+
 /// The system forgets what it holds of a file in memory, as far as it is on the disk.
 void forget(const fs::path& file) {
   if (world().is_root()) {
@@ -118,18 +133,14 @@ double status_bytes(const std::string& key) {
   return 0;
 }
 
-/// Most memory that this process takes from construction on, above what it had then.
-class MemoryBeside {
- public:
-  MemoryBeside() {
-    std::ofstream("/proc/self/clear_refs") << "5";  // the peak begins anew
-    m_before = status_bytes("VmRSS");
-  }
-  double bytes() const { return status_bytes("VmHWM") - m_before; }
-
- private:
-  double m_before;
-};
+/// Most memory that this process takes while `work` runs, above what it has before or after it,
+/// whichever is more: what is made stays.
+double memory_beside(const std::function<void()>& work) {
+  const double before = status_bytes("VmRSS");
+  std::ofstream("/proc/self/clear_refs") << "5";  // the peak begins anew
+  work();
+  return status_bytes("VmHWM") - std::max(before, status_bytes("VmRSS"));
+}
 
 /// A cache and a sequence of uneven heads in it.
 struct Filled {
@@ -251,9 +262,7 @@ void run_write(benchmark::State& state, Stage& stage, Filled& filled,
                    options);
   };
   stage.source();
-  const MemoryBeside memory;
-  write();
-  const double beside = memory.bytes();
+  const double beside = memory_beside(write);
   world_barrier();
   const auto bytes = static_cast<std::int64_t>(fs::file_size(file));
   time_beside(
@@ -290,11 +299,24 @@ void run_read(benchmark::State& state, Stage& stage, const Filled& filled, bool 
     }
   };
   before();
-  const MemoryBeside memory;
-  read();
-  const double beside = memory.bytes() - static_cast<double>(cache->bytes().allocated);
+  const double beside = memory_beside(read);
+  double fresh_seconds = 0;
+  Fresh fresh;
+  const auto timed_fresh = [&] {
+    before();
+    world_barrier();
+    const double begin = now();
+    plain_read_fresh(file, bytes, fresh);
+    fresh_seconds += max_over_ranks(now() - begin);
+    fresh = {};
+  };
+  timed_fresh();
   time_beside(
       state, static_cast<double>(bytes), read, [&] { plain_read(file, bytes, buffer); }, before);
+  timed_fresh();
+  state.counters["limit_fresh"] = 2e-9 * static_cast<double>(bytes) / fresh_seconds;
+  state.counters["share_fresh"] =
+      state.counters["GB/s"].value / state.counters["limit_fresh"].value;
   report_memory(state, beside, filled);
 }
 

@@ -97,20 +97,26 @@ std::int64_t compared_tokens(const SnapshotReader& a, const SnapshotReader& b) {
 
 Overlap compare_head(const SnapshotReader& a, const SnapshotReader& b, int layer, int head,
                      std::int64_t tokens, KeepingHeads* keeping) {
-  std::vector<std::int32_t> in_a(tokens), in_b(tokens);
-  count_kept(a, layer, head, true, in_a);
-  count_kept(b, layer, head, true, in_b);
+  // They ascend; those of question and answer stand behind the context's.
+  const auto in_a = a.rows(layer, head, false).positions;
+  const auto in_b = b.rows(layer, head, false).positions;
   Overlap overlap;
-  for (std::int64_t t = 0; t < tokens; ++t) {
-    const bool first = in_a[t] != 0, second = in_b[t] != 0;
-    overlap.both += first && second ? 1 : 0;
-    overlap.only_first += first && !second ? 1 : 0;
-    overlap.only_second += second && !first ? 1 : 0;
-    if (!keeping) continue;
-    keeping->first[t] += first ? 1 : 0;
-    keeping->second[t] += second ? 1 : 0;
+  auto of_a = in_a.begin(), of_b = in_b.begin();
+  while (true) {
+    const std::int64_t first = of_a == in_a.end() ? tokens : std::int64_t{*of_a};
+    const std::int64_t second = of_b == in_b.end() ? tokens : std::int64_t{*of_b};
+    const std::int64_t token = std::min(first, second);
+    if (token >= tokens) return overlap;
+    overlap.both += first == second ? 1 : 0;
+    overlap.only_first += first < second ? 1 : 0;
+    overlap.only_second += second < first ? 1 : 0;
+    if (keeping) {
+      keeping->first[token] += first == token ? 1 : 0;
+      keeping->second[token] += second == token ? 1 : 0;
+    }
+    if (first == token) ++of_a;
+    if (second == token) ++of_b;
   }
-  return overlap;
 }
 
 ordered_json overlap_json(const Overlap& o) {
@@ -170,7 +176,7 @@ void print_text(const Tokenizer& tokenizer, const std::vector<TokenId>& ids,
 }
 
 void compare(const DiffOptions& options, const std::string& version) {
-  const SnapshotReader a(options.first), b(options.second);
+  const SnapshotReader a = open_to_view(options.first), b = open_to_view(options.second);
   const std::int64_t tokens = compared_tokens(a, b);
   const HeadSelection selection = select_heads(options.view, a);
   // Whichever of the two has them.

@@ -432,7 +432,7 @@ void show_text(const InspectOptions& options, const SnapshotReader& reader,
   std::vector<std::int32_t> keeping(header.tokens);  // heads that keep the token
   for (int i = 0; i < selection.layers; ++i) {
     for (int h = 0; h < selection.heads; ++h) {
-      count_kept(reader, selection.first_layer + i, selection.first_head + h, false, keeping);
+      count_kept(reader, selection.first_layer + i, selection.first_head + h, keeping);
     }
     progress.update("inspect", i + 1, selection.layers);
   }
@@ -526,7 +526,7 @@ void inspect(const InspectOptions& options, const Communicator& comm, const std:
     check_inspect(options);
     Progress progress(isatty(STDERR_FILENO) != 0);
     if (options.verify) return verify(options, version, progress);
-    const SnapshotReader reader(options.file);
+    const SnapshotReader reader = open_to_view(options.file);
     if (options.view.text) {
       show_text(options, reader, version, progress);
     } else {

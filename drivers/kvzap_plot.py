@@ -24,6 +24,15 @@ class PlotError(Exception):
     """Something that the user can mend; printed without a traceback."""
 
 
+def printable(text, kept=""):
+    """What somebody else wrote, with nothing in it that a terminal or a page takes for a command."""
+    return "".join(c if c.isprintable() or c in kept else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def tell(message):
+    print(f"kvzap-plot: {printable(message)}", file=sys.stderr)
+
+
 def expect(holds, file, field, expected, found):
     if not holds:
         raise PlotError(f"{file}: {field}: expected {expected}, found {found}")
@@ -446,7 +455,7 @@ COLUMN, PAGE = 3.3, 7.0  # inches: a column, and the width of a page of two
 
 def plain(text, limit=44):
     """What somebody else wrote, for matplotlib: no mathematics, nothing unprintable, not hidden by a leading _."""
-    text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    text = printable(text)
     if len(text) > limit:
         text = f"{text[:limit // 2]}…{text[len(text) - limit // 2:]}"
     return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
@@ -866,7 +875,7 @@ def plot_eval(options, pyplot):
         except PlotError as error:
             if options.kind or kind == "curve":
                 raise
-            print(f"kvzap-plot: no {kind}: {error}", file=sys.stderr)
+            tell(f"no {kind}: {error}")
             continue
         figures.update({str(output / f"{kind}.{ending}"): figure for ending in ("svg", "png")})
     try:
@@ -1215,8 +1224,7 @@ def text_map(options, snapshot, layers, notes):
         notes.append(f"token ids are shown: {error} (--model DIR)")
     ids = snapshot.ids.tolist()
     if texts:
-        pieces = [html.escape("".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}"
-                                      for c in text).replace("\n", "↵\n")) for text in texts.texts(ids)]
+        pieces = [html.escape(printable(text, "\n\t").replace("\n", "↵\n")) for text in texts.texts(ids)]
     else:
         pieces = [f"{number} " for number in ids]
     masks = kept_by(snapshot, layers)
@@ -1442,7 +1450,7 @@ def plot_snapshot(options, pyplot):
                 notes.append("no histograms: the file has no scores")
             figure = getattr(SnapshotFigures(options, pyplot, snapshot, layers), options.kind)()
     for note in notes:
-        print(f"kvzap-plot: {options.files[0]}: {note}", file=sys.stderr)
+        tell(f"{options.files[0]}: {note}")
     return figure
 
 
@@ -1547,7 +1555,7 @@ def main():
         for output, figure in (figures if isinstance(figures, dict) else {options.output: figures}).items():
             save(figure, output)
     except PlotError as error:
-        print(f"kvzap-plot: error: {error}", file=sys.stderr)
+        tell(f"error: {error}")
         return 1
     return 0
 

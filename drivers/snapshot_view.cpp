@@ -6,7 +6,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
-#include <filesystem>
+#include <limits>
 
 #include "model_loading.hpp"
 #include "options.hpp"
@@ -92,6 +92,30 @@ HeadSelection select_heads(const ViewOptions& options, const SnapshotReader& rea
           !head};
 }
 
+SnapshotReader open_to_view(const std::filesystem::path& file) {
+  SnapshotReader reader(file);
+  const SnapshotHeader& header = reader.header();
+  constexpr std::int64_t most_tokens = std::numeric_limits<std::int32_t>::max();
+  const std::int64_t closed = closed_up(header);
+  if (closed < 0 || closed > most_tokens) {
+    throw Error(fmt::format("{}: /state: closed_up is {}; expected 0 to {}", place(reader), closed,
+                            most_tokens));
+  }
+  // As floating-point numbers, which do not overflow.
+  const double bytes =
+      2.0 * static_cast<double>(tokens_seen(header)) * static_cast<double>(header.n_layers) *
+      static_cast<double>(header.n_kv_heads) * static_cast<double>(header.head_dim) *
+      static_cast<double>(size_of(header.dtype));
+  if (bytes >= 0x1p62) {
+    throw Error(fmt::format(
+        "{}: {} tokens of {} layers, {} KV heads and head_dim {} would be {:.1e} bytes, which "
+        "cannot be",
+        place(reader), tokens_seen(header), header.n_layers, header.n_kv_heads, header.head_dim,
+        bytes));
+  }
+  return reader;
+}
+
 std::int64_t closed_up(const SnapshotHeader& header) {
   const auto found = header.info.state.find("closed_up");
   return found == header.info.state.end() ? 0 : found->second;
@@ -108,16 +132,10 @@ void require_positions_of_tokens(const SnapshotReader& reader, const std::string
   }
 }
 
-void count_kept(const SnapshotReader& reader, int layer, int head, bool ignores_later,
+void count_kept(const SnapshotReader& reader, int layer, int head,
                 std::vector<std::int32_t>& counts) {
-  const std::int64_t tokens = reader.header().tokens;
-  const auto size = static_cast<std::int64_t>(counts.size());
   for (const std::int64_t position : reader.rows(layer, head, false).positions) {
-    if (position < 0 || position >= tokens || (!ignores_later && position >= size)) {
-      throw Error(fmt::format("{}: layer {}, head {}: expected positions from 0 to {}, found {}",
-                              place(reader), layer, head, std::min(tokens, size) - 1, position));
-    }
-    if (position < size) ++counts[position];
+    ++counts.at(position);
   }
 }
 
@@ -151,7 +169,8 @@ Tokenizer tokenizer_of(const SnapshotReader& reader, const std::string& model) {
   std::error_code ignored;
   if (!std::filesystem::exists(folder / "tokenizer.json", ignored)) {
     throw Error(fmt::format("{}: the folder {}{} has no tokenizer.json{}", place(reader),
-                            folder.string(), model.empty() ? ", which it names," : "",
+                            printable(folder.string(), false),
+                            model.empty() ? ", which it names," : "",
                             model.empty() ? "; -m names another one" : ""));
   }
   if (!header.info.tokenizer_hash.empty()) {
@@ -159,7 +178,8 @@ Tokenizer tokenizer_of(const SnapshotReader& reader, const std::string& model) {
     if (hash != header.info.tokenizer_hash) {
       throw Error(fmt::format(
           "{}: the tokenizer in {} is another one than the run's: expected hash {}, found {}",
-          place(reader), folder.string(), header.info.tokenizer_hash, hash));
+          place(reader), printable(folder.string(), false),
+          printable(header.info.tokenizer_hash, false), hash));
     }
   }
   return Tokenizer::load(folder);

@@ -4,6 +4,7 @@
 
 #include <CLI/CLI.hpp>
 #include <cstdint>
+#include <filesystem>
 #include <functional>
 #include <kvzap/snapshot.hpp>
 #include <kvzap/tokenizer.hpp>
@@ -46,6 +47,10 @@ struct HeadSelection {
 /// Throws Error, naming flag and expected range, if the snapshot has no such layer or head.
 HeadSelection select_heads(const ViewOptions& options, const SnapshotReader& reader);
 
+/// A reader of a file whose numbers can be counted with. Throws Error, also for extents whose bytes
+/// no machine could hold, as a file without keys and values may claim them.
+SnapshotReader open_to_view(const std::filesystem::path& file);
+
 /// Tokens that the sequence was given, however its positions are counted (see closed_up).
 std::int64_t tokens_seen(const SnapshotHeader& header);
 /// Positions fewer than tokens, where pruning closes gaps (+rerotate).
@@ -54,9 +59,9 @@ std::int64_t closed_up(const SnapshotHeader& header);
 /// "--text", "diff".
 void require_positions_of_tokens(const SnapshotReader& reader, const std::string& purpose);
 
-/// Adds 1 to counts[position] for each row of the head. Throws Error, naming file, layer and head,
-/// for a position outside counts, unless it is past the sequence's tokens and `ignores_later`.
-void count_kept(const SnapshotReader& reader, int layer, int head, bool ignores_later,
+/// Adds 1 to counts[position] for each row of the head; there are as many counts as the header has
+/// tokens.
+void count_kept(const SnapshotReader& reader, int layer, int head,
                 std::vector<std::int32_t>& counts);
 
 /// Keys and values of so many rows, in the type in which the file has, or would have, them.

@@ -400,7 +400,7 @@ std::unique_ptr<ResumedRun> open_resumed(CLI::App& app, RunOptions& options,
       throw Error(what.rfind(snapshot, 0) == 0 ? what
                                                : fmt::format("{}: run_state: {}", snapshot, what));
     }
-    run.reset(new ResumedRun{std::move(reader), std::move(state), {}});
+    run = std::make_unique<ResumedRun>(ResumedRun{std::move(reader), std::move(state), {}});
   });
   const SnapshotInfo& info = run->reader.header().info;
   check_same_file(run->reader.header(), snapshot, comm);

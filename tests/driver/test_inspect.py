@@ -11,6 +11,7 @@ import tempfile
 import unittest
 
 from harness import CASES, HAVE_HDF5, KVZAP, MLP, MODEL, TestCase, kvzap, on_ranks, run_command
+from snapshot_bytes import sealed, without_seal
 
 HAVE_H5PY = importlib.util.find_spec("h5py") is not None
 if HAVE_H5PY:
@@ -34,6 +35,7 @@ def snapshot(name, context=CONTEXT):
     policy = {
         "a": ["--surrogate", MLP, "--threshold", "-3.4", "--window", "32"],
         "b": ["--policy", "knorm", "--evict-ratio", "0.5"],
+        "map": ["--policy", "knorm", "--evict-ratio", "0.5", "--snapshot-content", "positions"],
         "closed": ["--policy", "knorm+rerotate", "--evict-ratio", "0.5"],
     }[name.split("-")[0]]
     file = FILES / f"{name}.h5"
@@ -353,6 +355,13 @@ class Diff(InspectCase):
         self.check_overlap(report, *({(*key, t) for key in k for t in k[key].tolist()} for k in kept))
         self.assertIsNone(report["same_model"])
         self.refuse("diff", files[0], a, parts=["2 layers", "6"])
+        # As many tokens as there can be take no longer.
+        for file in files[:2]:
+            with h5py.File(file, "r+") as opened:
+                opened.attrs.modify("tokens", np.int64(2**31 - 1))
+        same = self.json_of("diff", *files[:2], timeout=20)
+        self.assertEqual((same["both"], same["only_a"]), (report["both"], report["only_a"]))
+        write_version_1(files[0], 1), write_version_1(files[1], 2)
         write_version_1(files[2], 2, tokens=41)
         self.refuse("diff", files[0], files[2], parts=["40 tokens", "41"])
         write_version_1(files[2], 2, heads=3)
@@ -374,6 +383,31 @@ class BadInput(InspectCase):
             for arguments in (["inspect", file], ["inspect", file, "--verify"], ["diff", snapshot("a"), file]):
                 with self.subTest(arguments=arguments):
                     self.refuse(*arguments, parts=[f"snapshot {file}: "])
+
+    def test_numbers_that_cannot_be(self):
+        file = self.folder / "forged.h5"
+        most = 2**31 - 1
+        for forged, *parts in [
+            ({"/state": {"closed_up": 2**63 - 1}}, "closed_up", 2**63 - 1),
+            ({"/state": {"closed_up": -3}}, "closed_up", -3),
+            # Without keys nothing in the file is as wide as head_dim says.
+            ({"/": {"tokens": most, "head_dim": most},
+              **{f"/layers/{n}": {"ring_first": most} for n in range(LAYERS)}}, "head_dim", most),
+        ]:
+            file.write_bytes(without_seal(snapshot("map").read_bytes()))
+            with h5py.File(file, "r+") as opened:
+                for group, attributes in forged.items():
+                    for name, value in attributes.items():
+                        opened[group].attrs.modify(name, np.int64(value))
+            file.write_bytes(sealed(file.read_bytes()))
+            with self.subTest(parts=parts):
+                self.refuse("inspect", file, parts=[f"snapshot {file}: ", *parts])
+                self.refuse("diff", file, file, parts=[f"snapshot {file}: ", *parts])
+        file.write_bytes(without_seal(snapshot("map").read_bytes()))
+        with h5py.File(file, "r+") as opened:
+            opened.attrs.modify("model", "\033[2J")  # clears a terminal
+        file.write_bytes(sealed(file.read_bytes()))
+        self.refuse("inspect", file, "--text", parts=["the folder ␛[2J, which it names"])
 
     def test_options(self):
         file = snapshot("a")

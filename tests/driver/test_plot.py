@@ -381,9 +381,9 @@ class Snapshots(PlotCase):
         self.assertEqual(page.sections, ["text"])
         self.check_tokens(page, rows, [0, 1, 3])
         self.assertEqual(self.page("--kind", "kept").sections, ["kept"])
-        # Without texts, ids.
-        self.write(model="nowhere")
-        page = self.page("--kind", "text", notes=["nowhere/tokenizer.json: No such file"])
+        # Without texts, ids. (A terminal would take the folder's name for a command.)
+        self.write(model="\033[31mnowhere")
+        page = self.page("--kind", "text", notes=["\N{REPLACEMENT CHARACTER}[31mnowhere/tokenizer.json: No such file"])
         self.check_tokens(page, rows, [0, 1, 2, 3, 4], False)
         self.check_tokens(self.page("--kind", "text", "--model", self.model), rows, [0, 1, 2, 3, 4])
 

@@ -4,30 +4,12 @@ import json
 import unittest
 
 from harness import HAVE_HDF5, LINEAR, MODEL, TestCase, kvzap
+from snapshot_bytes import crc32c
 
 HAVE_H5PY = importlib.util.find_spec("h5py") is not None
 KINDS = {"positions": ["positions", "judged"], "scores": ["positions", "scores", "judged"],
          "all": ["positions", "scores", "judged", "keys", "values"]}
 DTYPES = {"f32": ("float32", "<u4"), "f16": ("float16", "<u2"), "bf16": ("float32", "<u2")}  # as h5py reads it; bits
-
-
-def crc32c_table():
-    table = []
-    for byte in range(256):
-        for _ in range(8):
-            byte = byte >> 1 ^ 0x82F63B78 * (byte & 1)
-        table.append(byte)
-    return table
-
-
-TABLE = crc32c_table()
-
-
-def crc32c(data):
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc = TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
-    return crc ^ 0xFFFFFFFF
 
 
 @unittest.skipUnless(HAVE_HDF5 and HAVE_H5PY, "needs HDF5 and h5py")

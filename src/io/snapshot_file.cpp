@@ -525,7 +525,9 @@ SnapshotFile::RowSet SnapshotFile::open_rows(hid_t parent, int group, RowKind ki
   OpenSet open = open_set(parent, name, path, type,
                           type_name_of_row(kind, m_header.dtype, is_version_1).c_str(), extents);
   if (kind == RowKind::recent_queries) {
-    if (open.extents[0] % m_header.n_kv_heads != 0 || open.extents[0] == 0 ||
+    // Of no tokens there are no heads either.
+    const bool is_none = open.extents[0] == 0;
+    if (open.extents[0] % m_header.n_kv_heads != 0 || is_none != (open.extents[1] == 0) ||
         open.extents[0] > largest_extent || open.extents[1] > m_header.tokens) {
       throw Error(fmt::format(
           "data set '{}' has extents ({}); expected a multiple of {} heads, and at most {} tokens",

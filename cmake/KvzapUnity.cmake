@@ -27,9 +27,14 @@ function(kvzap_unite target)
     list(SORT sources_of_${folder})
     list(JOIN sources_of_${folder} "\"\n#include \"" includes)
     set(unit ${PROJECT_BINARY_DIR}/units/${folder}.cpp)
-    # A local name may be one of another file's namespace: -Wshadow is for builds file by file.
+    # A local name may be one of another file's namespace: -Wshadow is for builds file by file. And GCC takes
+    # the sources for headers, whose lambdas should not capture what is of an anonymous namespace.
     file(CONFIGURE OUTPUT ${unit} @ONLY
-         CONTENT "#pragma GCC diagnostic ignored \"-Wshadow\"\n#include \"${includes}\"\n")
+         CONTENT "#pragma GCC diagnostic ignored \"-Wshadow\"
+#ifndef __clang__
+#pragma GCC diagnostic ignored \"-Wsubobject-linkage\"
+#endif
+#include \"${includes}\"\n")
     if(folder IN_LIST arg_PLAIN)
       # (Optimized otherwise than the precompiled header.)
       set_source_files_properties(${unit} PROPERTIES COMPILE_OPTIONS -O0 SKIP_PRECOMPILE_HEADERS ON)

@@ -60,7 +60,6 @@ RunState check_state(const SnapshotHeader& header, bool runs_whole, std::int64_t
   };
   const auto ids = static_cast<std::int64_t>(info.token_ids.size());
   const std::int64_t context = info.context_tokens;
-  const auto answered = ids - context - state.question_tokens;
   if (state.phase < 1 || state.phase > 3) {
     throw Error(fmt::format("/state: phase is {}; expected 1, 2 or 3", state.phase));
   }
@@ -77,12 +76,16 @@ RunState check_state(const SnapshotHeader& header, bool runs_whole, std::int64_t
   if (state.phase > 1) {
     check(state.context_run == context, "/state: context_run", state.context_run, context);
   }
-  if (state.question_tokens < 0 || answered < 0 || (!answers && ids != context)) {
+  if (state.question_tokens < 0 || state.question_tokens > ids - context ||
+      (!answers && ids != context)) {
     throw Error(fmt::format("{} token_ids are not a context of {}, a question of {} and an answer",
                             ids, context, state.question_tokens));
   }
   const auto closed_up = info.state.find("closed_up");
-  const std::int64_t seen = header.tokens + (closed_up == info.state.end() ? 0 : closed_up->second);
+  const std::int64_t gone = closed_up == info.state.end() ? 0 : closed_up->second;
+  check(gone >= 0 && gone <= ids, "/state: closed_up", gone, ids);
+  const std::int64_t seen = header.tokens + gone;
+  const std::int64_t answered = ids - context - state.question_tokens;
   const std::int64_t run = answers ? context + state.question_tokens + run_of(answered)
                                    : (runs_whole ? 0 : state.context_run);
   check(seen == run, "the number of tokens that the cache was given", seen, run);

@@ -4,11 +4,13 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <sys/stat.h>
+#include <zlib.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <limits>
+#include <new>
 #include <sstream>
 #include <utility>
 
@@ -353,12 +355,8 @@ SnapshotFile::SnapshotFile(const fs::path& file)
     read_groups(context, "/context/layers");
   }
   if (m_seal) check_coverage();
-  // Rows that lie one behind the other are read without HDF5.
-  const bool compressed = std::any_of(m_sets.begin(), m_sets.end(), [](const auto& sets) {
-    return std::any_of(sets.begin(), sets.end(),
-                       [](const RowSet& set) { return !set.chunks.empty(); });
-  });
-  if (!compressed) checked_hdf5(m_file.close(), "H5Fclose");
+  // Rows are read without HDF5.
+  checked_hdf5(m_file.close(), "H5Fclose");
 }
 
 void SnapshotFile::read_header(hid_t root) {
@@ -525,7 +523,9 @@ SnapshotFile::RowSet SnapshotFile::open_rows(hid_t parent, int group, RowKind ki
   OpenSet open = open_set(parent, name, path, type,
                           type_name_of_row(kind, m_header.dtype, is_version_1).c_str(), extents);
   if (kind == RowKind::recent_queries) {
-    if (open.extents[0] % m_header.n_kv_heads != 0 || open.extents[0] == 0 ||
+    // Of no tokens there are no heads either.
+    const bool is_none = open.extents[0] == 0;
+    if (open.extents[0] % m_header.n_kv_heads != 0 || is_none != (open.extents[1] == 0) ||
         open.extents[0] > largest_extent || open.extents[1] > m_header.tokens) {
       throw Error(fmt::format(
           "data set '{}' has extents ({}); expected a multiple of {} heads, and at most {} tokens",
@@ -555,8 +555,8 @@ SnapshotFile::RowSet SnapshotFile::open_rows(hid_t parent, int group, RowKind ki
       throw Error(fmt::format("data set '{}' has {} bytes, too many for what a file of {} can hold",
                               path, bytes, m_bytes));
     }
-    set.data_set = std::move(open.handle);
-    find_chunks(set, create, path);
+    set.element_bytes = static_cast<std::int64_t>(element);
+    find_chunks(set, open.handle, create, path);
     return set;
   }
   const haddr_t place = layout == H5D_CONTIGUOUS ? H5Dget_offset(open.handle) : HADDR_UNDEF;
@@ -570,12 +570,14 @@ SnapshotFile::RowSet SnapshotFile::open_rows(hid_t parent, int group, RowKind ki
   return set;
 }
 
-// Where the chunks of a compressed data set are. They are read by HDF5, which trusts what it reads
-// there: only filters that a snapshot has, and as many chunks as the extents take.
-void SnapshotFile::find_chunks(RowSet& set, hid_t create, const std::string& path) const {
+// Where the chunks of a compressed data set are: only filters that a snapshot has, and as many
+// chunks as the extents take, each of whole rows (whole query heads).
+void SnapshotFile::find_chunks(RowSet& set, hid_t data_set, hid_t create,
+                               const std::string& path) const {
 #if H5_VERSION_GE(1, 10, 5)
   const int filters = checked_hdf5(H5Pget_nfilters(create), "H5Pget_nfilters");
   bool deflates = false;
+  bool shuffles = false;
   for (int i = 0; i < filters; ++i) {
     unsigned flags = 0;
     unsigned config = 0;
@@ -590,6 +592,7 @@ void SnapshotFile::find_chunks(RowSet& set, hid_t create, const std::string& pat
                               static_cast<int>(filter)));
     }
     deflates = deflates || filter == H5Z_FILTER_DEFLATE;
+    shuffles = shuffles || is_shuffle;
   }
   const std::size_t rank = set.extents.size();
   std::vector<hsize_t> chunk(rank);
@@ -597,8 +600,8 @@ void SnapshotFile::find_chunks(RowSet& set, hid_t create, const std::string& pat
     throw Error(hdf5_failure("H5Pget_chunk"));
   }
   std::int64_t expected = 1;
-  std::int64_t chunk_bytes = set.row_bytes;
-  const std::size_t counted = rank == 1 ? 1 : rank - 1;  // extents before those of a row
+  std::int64_t chunk_bytes = set.element_bytes;
+  bool is_whole = true;
   for (std::size_t i = 0; i < rank; ++i) {
     const auto extent = static_cast<std::int64_t>(std::min<hsize_t>(chunk[i], largest));
     if (extent < 1 || extent > std::max<std::int64_t>(set.extents[i], 1)) {
@@ -606,29 +609,30 @@ void SnapshotFile::find_chunks(RowSet& set, hid_t create, const std::string& pat
                               fmt::join(chunk, ", "), fmt::join(set.extents, ", ")));
     }
     expected = product(expected, (set.extents[i] + extent - 1) / extent);
-    if (i < counted) chunk_bytes = product(chunk_bytes, extent);
+    chunk_bytes = product(chunk_bytes, extent);
+    is_whole = is_whole && (i == 0 || extent == set.extents[i]);
   }
-  if (chunk_bytes > most_chunk_bytes ||
-      (rank > 1 && static_cast<std::int64_t>(chunk.back()) != set.extents.back())) {
+  if (chunk_bytes > most_chunk_bytes || !is_whole) {
     throw Error(
         fmt::format("data set '{}' has chunks of ({}), {} bytes; expected whole rows, at "
                     "most {} bytes",
                     path, fmt::join(chunk, ", "), chunk_bytes, most_chunk_bytes));
   }
-  const Hdf5Handle space(H5Dget_space(set.data_set), H5Sclose, "H5Dget_space");
+  const Hdf5Handle space(H5Dget_space(data_set), H5Sclose, "H5Dget_space");
   hsize_t count = 0;
-  checked_hdf5(H5Dget_num_chunks(set.data_set, space, &count), "H5Dget_num_chunks");
+  checked_hdf5(H5Dget_num_chunks(data_set, space, &count), "H5Dget_num_chunks");
   if (count != static_cast<hsize_t>(expected)) {
     throw Error(fmt::format("data set '{}' has {} chunks; expected {}", path, count, expected));
   }
   set.chunk_extent = static_cast<std::int64_t>(chunk[0]);
+  set.chunk_bytes = chunk_bytes;
   // By where they begin: by their number each would be looked for from the first one on.
   std::vector<hsize_t> offset(rank, 0);
   for (hsize_t i = 0; i < count; ++i) {
     unsigned skipped = 0;
     haddr_t place = HADDR_UNDEF;
     hsize_t bytes = 0;
-    checked_hdf5(H5Dget_chunk_info_by_coord(set.data_set, offset.data(), &skipped, &place, &bytes),
+    checked_hdf5(H5Dget_chunk_info_by_coord(data_set, offset.data(), &skipped, &place, &bytes),
                  "H5Dget_chunk_info_by_coord");
     const bool in_file = place < static_cast<haddr_t>(m_bytes) &&
                          bytes <= static_cast<hsize_t>(m_bytes) - static_cast<hsize_t>(place);
@@ -644,7 +648,9 @@ void SnapshotFile::find_chunks(RowSet& set, hid_t create, const std::string& pat
     Chunk found{static_cast<std::int64_t>(offset[0]),
                 static_cast<std::int64_t>(place),
                 static_cast<std::int64_t>(bytes),
-                {}};
+                {},
+                !as_is,
+                shuffles && (skipped & 1U) == 0};
     const auto& extents = m_seal->extents;
     const auto extent =
         std::lower_bound(extents.begin(), extents.end(), found.place,
@@ -661,6 +667,7 @@ void SnapshotFile::find_chunks(RowSet& set, hid_t create, const std::string& pat
   }
 #else
   (void)set;
+  (void)data_set;
   (void)create;
   throw Error(fmt::format("data set '{}' is compressed, which takes HDF5 1.10.5 or newer", path));
 #endif
@@ -730,17 +737,53 @@ void SnapshotFile::check_coverage() const {
   }
 }
 
-void SnapshotFile::check_chunk(const Chunk& chunk, std::vector<char>& buffer) const {
+void SnapshotFile::read_chunk(const Chunk& chunk, std::vector<char>& stored) const {
+  stored.resize(static_cast<std::size_t>(chunk.bytes));
+  read_fully(m_descriptor.get(), stored.data(), chunk.bytes, chunk.place);
   if (!chunk.crc) return;  // covered by the seal itself
-  buffer.resize(static_cast<std::size_t>(chunk.bytes));
-  read_fully(m_descriptor.get(), buffer.data(), chunk.bytes, chunk.place);
-  const std::uint32_t found = crc32c(buffer.data(), buffer.size());
+  const std::uint32_t found = crc32c(stored.data(), stored.size());
   if (found != *chunk.crc) {
     throw Error(
         fmt::format("the compressed chunk at byte {} is damaged: checksum {:08x}; expected "
                     "{:08x}",
                     chunk.place, found, *chunk.crc));
   }
+}
+
+// What shuffle and deflate have made a chunk of is undone here: HDF5 takes it that a chunk inflates
+// to what its extents say, and reads on behind the end of one that does not.
+const std::vector<char>& SnapshotFile::inflated(const RowSet& set, const Chunk& chunk) const {
+  if (m_inflated_of == &chunk) return m_inflated;
+  m_inflated_of = nullptr;
+  read_chunk(chunk, m_stored);
+  if (chunk.is_deflated) {
+    m_inflated.resize(static_cast<std::size_t>(set.chunk_bytes));
+    auto bytes = static_cast<uLongf>(m_inflated.size());
+    const int code =
+        ::uncompress(static_cast<Bytef*>(static_cast<void*>(m_inflated.data())), &bytes,
+                     static_cast<const Bytef*>(static_cast<const void*>(m_stored.data())),
+                     static_cast<uLong>(m_stored.size()));
+    if (code == Z_MEM_ERROR) throw std::bad_alloc();
+    if (code != Z_OK || bytes != m_inflated.size()) {
+      throw Error(fmt::format("the compressed chunk at byte {} does not inflate to {} bytes",
+                              chunk.place, set.chunk_bytes));
+    }
+  } else {
+    m_inflated = m_stored;
+  }
+  if (chunk.is_shuffled && set.element_bytes > 1) {
+    // The first bytes of all elements, then their second bytes, and so on.
+    m_shuffled = m_inflated;
+    const auto width = static_cast<std::size_t>(set.element_bytes);
+    const std::size_t count = m_shuffled.size() / width;
+    for (std::size_t byte = 0; byte < width; ++byte) {
+      const char* const from = m_shuffled.data() + byte * count;
+      char* const to = m_inflated.data() + byte;
+      for (std::size_t i = 0; i < count; ++i) to[i * width] = from[i];
+    }
+  }
+  m_inflated_of = &chunk;
+  return m_inflated;
 }
 
 std::string SnapshotFile::name_of_head(int group, int head) const {
@@ -759,32 +802,18 @@ void SnapshotFile::read(int group, RowKind kind, int head, std::int64_t begin, s
                set.place + first * set.row_bytes);
     return;
   }
-  const QuietHdf5 quiet;
-  // Along the first extent, of which recent queries have tokens each.
-  std::vector<hsize_t> start{static_cast<hsize_t>(first), 0, 0};
-  std::vector<hsize_t> extent(set.extents.begin(), set.extents.end());
-  extent[0] = static_cast<hsize_t>(count);
-  if (kind == RowKind::recent_queries) {
-    start[0] /= extent[1];
-    extent[0] /= extent[1];
-  }
-  std::vector<char> stored;
-  const auto first_chunk =
-      static_cast<std::int64_t>(start[0]) / set.chunk_extent * set.chunk_extent;
-  auto chunk = std::lower_bound(set.chunks.begin(), set.chunks.end(), first_chunk,
+  const std::int64_t unit = set.chunk_bytes / set.chunk_extent;  // bytes, along the first extent
+  std::int64_t at = first * set.row_bytes;
+  const std::int64_t end = at + count * set.row_bytes;
+  auto chunk = std::lower_bound(set.chunks.begin(), set.chunks.end(),
+                                at / set.chunk_bytes * set.chunk_extent,
                                 [](const Chunk& a, std::int64_t b) { return a.first < b; });
-  for (;
-       chunk != set.chunks.end() && chunk->first < static_cast<std::int64_t>(start[0] + extent[0]);
-       ++chunk) {
-    check_chunk(*chunk, stored);
+  for (auto* to = static_cast<char*>(target); at < end; ++chunk) {
+    const std::int64_t skipped = at - chunk->first * unit;
+    const std::int64_t bytes = std::min(end - at, set.chunk_bytes - skipped);
+    to = std::copy_n(inflated(set, *chunk).data() + skipped, bytes, to);
+    at += bytes;
   }
-  const Hdf5Handle space(H5Dget_space(set.data_set), H5Sclose, "H5Dget_space");
-  checked_hdf5(
-      H5Sselect_hyperslab(space, H5S_SELECT_SET, start.data(), nullptr, extent.data(), nullptr),
-      "H5Sselect_hyperslab");
-  const Hdf5Handle memory = simple_space(extent);
-  const Hdf5Handle type(H5Dget_type(set.data_set), H5Tclose, "H5Dget_type");
-  checked_hdf5(H5Dread(set.data_set, type, memory, space, H5P_DEFAULT, target), "H5Dread");
 }
 
 void SnapshotFile::read_head(int group, RowKind kind, int head, std::int64_t bytes_at_once,
@@ -883,7 +912,8 @@ void SnapshotFile::check_sealed(const std::function<void(const std::string&)>& t
   });
   std::vector<char> buffer;
   for (const SealedExtent& extent : m_seal->extents) {
-    attempt([&] { check_chunk({0, extent.begin, extent.bytes, extent.crc}, buffer); });
+    if (!extent.crc) continue;
+    attempt([&] { read_chunk({0, extent.begin, extent.bytes, extent.crc}, buffer); });
   }
 }
 

@@ -61,15 +61,17 @@ class SnapshotFile {
   struct Chunk {
     std::int64_t first, place, bytes;  // `first`: where it begins along the first extent
     std::optional<std::uint32_t> crc;
+    bool is_deflated = false, is_shuffled = false;
   };
   struct RowSet {
     bool there = false;
     std::int64_t row_bytes = 0;
     std::int64_t place = -1;
-    // Where compressed: the data set, and its chunks by `first`.
-    Hdf5Handle data_set;
     std::vector<std::int64_t> extents;
+    // Where compressed: chunks by `first`, and what each of them has once it is inflated.
+    std::int64_t element_bytes = 0;
     std::int64_t chunk_extent = 0;  // along the first extent
+    std::int64_t chunk_bytes = 0;
     std::vector<Chunk> chunks;
   };
 
@@ -81,9 +83,10 @@ class SnapshotFile {
   void read_group(hid_t parent, const std::string& name, int group);
   void read_checksums(hid_t handle, int group);
   RowSet open_rows(hid_t parent, int group, RowKind kind);
-  void find_chunks(RowSet& set, hid_t create, const std::string& path) const;
+  void find_chunks(RowSet& set, hid_t data_set, hid_t create, const std::string& path) const;
   void check_coverage() const;
-  void check_chunk(const Chunk& chunk, std::vector<char>& buffer) const;
+  void read_chunk(const Chunk& chunk, std::vector<char>& stored) const;
+  const std::vector<char>& inflated(const RowSet& set, const Chunk& chunk) const;
 
   std::filesystem::path m_path;
   FileDescriptor m_descriptor;
@@ -91,10 +94,12 @@ class SnapshotFile {
   std::optional<Seal> m_seal;
   SnapshotHeader m_header;
   SnapshotLayout m_layout;
-  // In this order: data sets close before the file.
-  Hdf5Handle m_file;
-  std::vector<std::array<RowSet, n_row_kinds>> m_sets;                      // (group)
+  Hdf5Handle m_file;                                    // while the header is read
+  std::vector<std::array<RowSet, n_row_kinds>> m_sets;  // (group)
   std::vector<std::array<std::vector<std::uint32_t>, n_row_kinds>> m_crcs;  // (group): (head)
+  // The chunk read last: neighbouring rows are asked for next. And what it takes to read one.
+  mutable const Chunk* m_inflated_of = nullptr;
+  mutable std::vector<char> m_inflated, m_stored, m_shuffled;
 };
 
 }  // namespace kvzap::detail

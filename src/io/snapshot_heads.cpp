@@ -104,16 +104,23 @@ void make_room(int descriptor, std::int64_t bytes) {
 }
 
 std::vector<std::max_align_t> piece_buffer(const SnapshotLayout& layout) {
-  const std::int64_t row =
-      std::max(layout.row_bytes(RowKind::keys), layout.row_bytes(RowKind::recent_queries));
-  return std::vector<std::max_align_t>(
-      static_cast<std::size_t>(std::max(piece_bytes, row)) / sizeof(std::max_align_t) + 1);
+  std::int64_t bytes = std::max(piece_bytes, layout.row_bytes(RowKind::keys));
+  for (const SnapshotGroup& group : layout.groups) {
+    bytes = std::max(bytes, group.query_tokens * layout.row_bytes(RowKind::recent_queries));
+  }
+  return std::vector<std::max_align_t>(static_cast<std::size_t>(bytes) / sizeof(std::max_align_t) +
+                                       1);
 }
 
 void each_piece(const SnapshotLayout& layout, int group, RowKind kind, int head,
                 const std::function<void(std::int64_t first, std::int64_t rows)>& work) {
   const std::int64_t rows = layout.rows(group, kind, head);
-  const std::int64_t most = std::max<std::int64_t>(1, piece_bytes / layout.row_bytes(kind));
+  std::int64_t most = std::max<std::int64_t>(1, piece_bytes / layout.row_bytes(kind));
+  if (kind == RowKind::recent_queries && rows > 0) {
+    // Whole query heads, which a compressed data set takes no part of.
+    const std::int64_t tokens = layout.groups[group].query_tokens;
+    most = std::max<std::int64_t>(most / tokens, 1) * tokens;
+  }
   for (std::int64_t first = 0; first < rows; first += most) {
     work(first, std::min(most, rows - first));
   }

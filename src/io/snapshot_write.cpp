@@ -12,7 +12,6 @@
 #include <kvzap/snapshot.hpp>
 #include <new>
 #include <string>
-#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -50,12 +49,14 @@ class Worker {
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 
-  const std::atomic<bool>& stop() const { return m_stop; }
   bool is_busy() const { return m_busy.load(std::memory_order_acquire); }
   const std::string& failure() const { return m_failure; }
 
-  /// Begins; without `in_thread` returns when it is done.
-  void start(std::function<void()> work, bool in_thread) {
+  /// Set for work to be given up.
+  using Stop = std::atomic<bool>;
+
+  /// Begins work(stop); without `in_thread` returns when it is done.
+  void start(std::function<void(const Stop& stop)> work, bool in_thread) {
     m_work = std::move(work);
     if (in_thread) {
       m_busy = true;
@@ -72,7 +73,7 @@ class Worker {
           run();
           m_busy.store(false, std::memory_order_release);
         });
-      } catch (const std::system_error&) {
+      } catch (const std::exception&) {  // no thread to be had, or no memory for one
         m_busy = false;
         in_thread = false;
       }
@@ -87,7 +88,7 @@ class Worker {
  private:
   void run() {
     try {
-      m_work();
+      m_work(m_stop);
     } catch (const std::bad_alloc&) {
       m_failure = "out of memory";
     } catch (const std::exception& error) {
@@ -95,10 +96,10 @@ class Worker {
     }
   }
 
-  std::function<void()> m_work;
+  std::function<void(const Stop& stop)> m_work;
   std::thread m_thread;
   std::atomic<bool> m_busy{false};
-  std::atomic<bool> m_stop{false};
+  Stop m_stop{false};
   std::string m_failure;
 };
 
@@ -141,8 +142,8 @@ class Writing final : public SnapshotWriting {
     m_works = std::move(works);
     m_worker = std::make_unique<Worker>();
     m_worker->start(
-        [this] {
-          detail::write_heads(m_layout, m_places, m_works, m_descriptor->get(), m_worker->stop());
+        [this](const Worker::Stop& stop) {
+          detail::write_heads(m_layout, m_places, m_works, m_descriptor->get(), stop);
         },
         in_thread);
   }
@@ -226,7 +227,7 @@ class Writing final : public SnapshotWriting {
           join();
           complete();
           m_worker = std::make_unique<Worker>();
-          m_worker->start([this] { check(); }, true);
+          m_worker->start([this](const Worker::Stop& stop) { check(stop); }, true);
           m_stage = Stage::checks;
           return;
         case Stage::checks:
@@ -293,11 +294,11 @@ class Writing final : public SnapshotWriting {
   }
 
   // In a thread: touches neither HDF5 nor MPI.
-  void check() {
+  void check(const Worker::Stop& stop) {
     const FileDescriptor again(m_temporary.path(), O_RDONLY | O_CLOEXEC);
     if (again.get() < 0) throw system_error("the new file cannot be opened", errno);
     if (m_comm.is_root()) detail::check_rest(again.get());
-    detail::check_heads(m_layout, m_places, m_works, again.get(), m_worker->stop());
+    detail::check_heads(m_layout, m_places, m_works, again.get(), stop);
     // Of the descriptor that has written: it is the one that is told of every error.
     detail::bring_to_disk(m_descriptor->get());
   }

@@ -77,6 +77,7 @@ class Kvzap(CMakePackage, CudaPackage, ROCmPackage):
     depends_on("mpi", when="+mpi")
     depends_on("hdf5@1.10: +mpi", when="+hdf5 +mpi")
     depends_on("hdf5@1.10: ~mpi", when="+hdf5 ~mpi")
+    depends_on("zlib-api", when="+hdf5")
     depends_on("onednn@2.6:", when="+onednn")
 
     depends_on("nlohmann-json@3.9:")

@@ -158,6 +158,9 @@ const std::vector<Kind>& kinds() {
        0,
        0,
        true},
+      {"snapkv:window=5+rerotate", 0.5, {}, prefill_only, sparse, after_context, 0, 0, true},
+      {"snapkv:window=5+rerotate", 0.5, {}, prefill_only, dense, after_context, 5, 0, false},
+      {"snapkv:window=5", 0.5, {}, prefill_only, dense, after_question, 5, 0, true},
   };
   return all;
 }

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <hdf5.h>
 #include <unistd.h>
+#include <zlib.h>
 
 #include <algorithm>
 #include <functional>
@@ -511,6 +512,26 @@ TEST_F(MisleadingSnapshot, DataSets) {
     H5Pset_fletcher32(create);
     replace(layer, "scores", H5T_IEEE_F32LE, {rows(layer)}, create);
   });
+  // HDF5 would read on behind what such a chunk inflates to.
+  for (const int more : {-1, 1}) {
+    refuse("a chunk of another size", {"layer 0, head 0: scores", "does not inflate to"},
+           [&](hid_t root) {
+             const Hdf5Handle layer = group(root, "layers/0");
+             const hsize_t count = rows(layer);
+             const Hdf5Handle create = detail::property_list(H5P_DATASET_CREATE);
+             H5Pset_chunk(create, 1, &count);
+             H5Pset_deflate(create, 6);
+             replace(layer, "scores", H5T_IEEE_F32LE, {count}, create);
+             const std::vector<Bytef> plain(count * sizeof(float) + more);
+             std::vector<Bytef> deflated(plain.size() + 100);
+             uLongf bytes = deflated.size();
+             EXPECT_EQ(::compress(deflated.data(), &bytes, plain.data(), plain.size()), Z_OK);
+             const hsize_t offset = 0;
+             EXPECT_GE(H5Dwrite_chunk(data_set(layer, "scores"), H5P_DEFAULT, 0, &offset, bytes,
+                                      deflated.data()),
+                       0);
+           });
+  }
   refuse("chunks of half a row", {"'/layers/0/keys' has chunks of (4, 3)", "whole rows"},
          [&](hid_t root) {
            const Hdf5Handle layer = group(root, "layers/0");

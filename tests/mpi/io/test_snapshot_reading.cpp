@@ -1,4 +1,5 @@
 // Snapshots brought back: on any number of ranks, in any order of pages, in any type of values.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <kvzap/decoder.hpp>
@@ -291,6 +292,49 @@ TEST(SnapshotReading, Rows) {
         EXPECT_TRUE(cache->sequences().empty());
       }
       comm.barrier();
+    }
+  }
+}
+
+// None after a cut that closes up positions; more than fit one piece of writing, of which no number
+// of query heads is a multiple; a query head that does not fit one.
+TEST(SnapshotReading, RecentQueriesOfAnyNumber) {
+  const FolderOfRanks folder;
+  const Communicator comm = Communicator::world();
+  const HeadPartition partition = story_partition(comm.size());
+  struct Case {
+    std::int64_t tokens, query_tokens, query_group;
+  };
+  for (const Case& of : {Case{45, 0, 0}, Case{45, 45, 250}, Case{11000, 11000, 2}}) {
+    const Story story{"queries", of.tokens, false, 0, false, false};
+    auto told = tell<half, PageOrder::token_major>(story, partition, comm.rank());
+    SnapshotInfo info = story_info(story);
+    for (int layer = 0; layer < test::story_layers; ++layer) {
+      SnapshotQueries queries{of.tokens - of.query_tokens, of.query_tokens, {}};
+      for (const int head : partition.heads(layer, comm.rank())) {
+        for (std::int64_t i = 0; i < of.query_group * of.query_tokens * test::story_dim; ++i) {
+          queries.values.push_back(static_cast<float>(head) + static_cast<float>(i) / 1024);
+        }
+      }
+      info.recent_queries.push_back(std::move(queries));
+    }
+    for (const int compress : {0, 1}) {
+      SCOPED_TRACE(
+          fmt::format("{} of {} tokens, compress {}", of.query_tokens, of.tokens, compress));
+      const fs::path file = folder / fmt::format("{}-{}.h5", of.query_tokens, compress);
+      SnapshotOptions options;
+      options.compress = compress;
+      begin_snapshot(file, *told.cache, told.sequence, partition, comm, info, options)->finish();
+      const SnapshotReader reader(file);
+      EXPECT_TRUE(reader.verify().empty());
+      const auto cache = story_cache<half, PageOrder::token_major>(partition, comm.rank());
+      const auto loaded = load_snapshot(reader, *cache, partition, comm);
+      ASSERT_EQ(loaded.recent_queries.size(), info.recent_queries.size());
+      for (std::size_t l = 0; l < info.recent_queries.size(); ++l) {
+        EXPECT_EQ(loaded.recent_queries[l].first, info.recent_queries[l].first);
+        EXPECT_EQ(loaded.recent_queries[l].tokens, of.query_tokens);
+        EXPECT_TRUE(same_bits(loaded.recent_queries[l].values, info.recent_queries[l].values));
+      }
     }
   }
 }

@@ -159,7 +159,9 @@ std::string options_text(const std::string& recorded) {
     const nlohmann::json options = detail::parse_json(recorded, "options");
     if (!options.is_object()) return "not an object of options";
     for (const auto& [name, value] : options.items()) {
-      if (value == false || value == "") continue;
+      if (value == false || (value.is_string() && value.get_ref<const std::string&>().empty())) {
+        continue;
+      }
       text += fmt::format("{}--{}", text.empty() ? "" : " ", name);
       if (value != true) {
         text += " " + (value.is_string() ? value.get<std::string>() : value.dump());

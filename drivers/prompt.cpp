@@ -93,7 +93,7 @@ std::vector<TokenId> appended_ids(const RunOptions& options, const Tokenizer* to
   const std::string source = "--append " + options.append;
   const std::string text = read_whole(options.append);
   // Within the user's message, as the context before it.
-  const auto ids = options.token_ids ? parse_ids(text, source) : tokenizer->encode(text);
+  auto ids = options.token_ids ? parse_ids(text, source) : tokenizer->encode(text);
   if (ids.empty()) throw Error(fmt::format("{}: the file has no tokens", source));
   return ids;
 }

@@ -148,12 +148,7 @@ auto KVCache<Value, order>::host_rows(const Checkpoint& checkpoint, int layer, i
   RawRows raw;
   raw.ring = ring.data();
   raw.ring_scores = scores.data();
-  raw.tokens = checkpoint.tokens[layer];
-  raw.ring_first = checkpoint.ring_first[layer];
-  raw.ring_rows = ring_rows(checkpoint, layer);
-  raw.window = m_shape.window;
-  raw.page_rows = m_shape.page_rows;
-  raw.dim = m_shape.head_dim;
+  detail::set_ring_extents(raw, m_shape, checkpoint.tokens[layer], checkpoint.ring_first[layer]);
   const std::int64_t rows = raw.ring_rows;
   HostRows host;
   host.positions.resize(rows);
@@ -194,12 +189,7 @@ auto KVCache<Value, order>::raw_rows(SequenceId sequence, int layer_index, int h
     raw.all_ring_scores = sequence_at(sequence).ring_scores;
     raw.ring = &from.ring(head, 0);
     raw.ring_scores = &from.ring_scores(head, 0);
-    raw.tokens = from.tokens;
-    raw.ring_first = from.ring_first;
-    raw.ring_rows = std::min<std::int64_t>(from.tokens - from.ring_first, m_shape.window);
-    raw.window = m_shape.window;
-    raw.page_rows = m_shape.page_rows;
-    raw.dim = m_shape.head_dim;
+    detail::set_ring_extents(raw, m_shape, from.tokens, from.ring_first);
   }
   return raw;
 }
@@ -219,12 +209,7 @@ auto KVCache<Value, order>::raw_rows(const Checkpoint& checkpoint, int layer, in
     raw.all_ring_scores = checkpoint.ring_scores;
     raw.ring = &checkpoint.rings(index, 0);
     raw.ring_scores = &checkpoint.ring_scores(index, 0);
-    raw.tokens = checkpoint.tokens[layer];
-    raw.ring_first = checkpoint.ring_first[layer];
-    raw.ring_rows = ring_rows(checkpoint, layer);
-    raw.window = m_shape.window;
-    raw.page_rows = m_shape.page_rows;
-    raw.dim = m_shape.head_dim;
+    detail::set_ring_extents(raw, m_shape, checkpoint.tokens[layer], checkpoint.ring_first[layer]);
   }
   return raw;
 }

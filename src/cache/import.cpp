@@ -27,7 +27,7 @@ Kokkos::View<Element*, MemorySpace> bring_to_kernels(const ExecutionSpace& exec,
                                                      const Element* source, std::int64_t count) {
   using Target = Kokkos::View<Element*, MemorySpace>;
   if (!source) return {};
-  const auto target = allocate_view<Target>(label, count);
+  auto target = allocate_view<Target>(label, count);
   Kokkos::deep_copy(
       exec, target,
       Kokkos::View<const Element*, Kokkos::HostSpace, Kokkos::MemoryTraits<Kokkos::Unmanaged>>(
@@ -251,12 +251,7 @@ void KVCache<Value, order>::import_rows(const ExecutionSpace& exec, const Checkp
     RawRows raw;
     raw.ring = host_ring.data();
     raw.ring_scores = host_scores.data();
-    raw.tokens = checkpoint.tokens[layer];
-    raw.ring_first = checkpoint.ring_first[layer];
-    raw.ring_rows = ring_rows(checkpoint, layer);
-    raw.window = m_shape.window;
-    raw.page_rows = m_shape.page_rows;
-    raw.dim = m_shape.head_dim;
+    detail::set_ring_extents(raw, m_shape, checkpoint.tokens[layer], checkpoint.ring_first[layer]);
     write_raw<Value, order>(raw, begin, count, rows);
     if constexpr (!detail::runs_on_host) {
       Kokkos::deep_copy(exec, ring, host_ring);

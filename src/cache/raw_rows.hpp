@@ -56,6 +56,18 @@ void each_raw_run(const Raw& raw, std::int64_t begin, std::int64_t count, const 
   }
 }
 
+/// Says of `raw` how the ring of a sequence that has been given `tokens` tokens lies.
+template <class Raw>
+void set_ring_extents(Raw& raw, const CacheShape& shape, std::int64_t tokens,
+                      std::int64_t ring_first) {
+  raw.tokens = tokens;
+  raw.ring_first = ring_first;
+  raw.ring_rows = std::min<std::int64_t>(tokens - ring_first, shape.window);
+  raw.window = shape.window;
+  raw.page_rows = shape.page_rows;
+  raw.dim = shape.head_dim;
+}
+
 template <class Value, PageOrder order>
 class RawReader {
  public:

@@ -247,6 +247,7 @@ SnapshotLayout describe_snapshot(const std::filesystem::path& file, KVCache<Valu
   SnapshotLayout layout;
   agree_on_file(comm, file, [&] {
     std::vector<RankExtents> all;
+    all.reserve(static_cast<std::size_t>(comm.size()));
     for (int rank = 0; rank < comm.size(); ++rank) {
       all.push_back({extents[rank], sums[rank], layers[rank]});
     }

@@ -16,6 +16,7 @@
 
 #include "base/crc32c.hpp"
 #include "io/hdf5_objects.hpp"
+#include "io/snapshot_structure.hpp"
 
 namespace kvzap::detail {
 namespace {
@@ -196,6 +197,7 @@ OpenSet open_set(hid_t parent, const std::string& name, const std::string& path,
   }
   if (!fits || H5Sget_simple_extent_type(space) != H5S_SIMPLE) {
     std::vector<std::string> expected;
+    expected.reserve(extents.size());
     for (const std::int64_t extent : extents) {
       expected.push_back(extent < 0 ? "any" : std::to_string(extent));
     }
@@ -254,20 +256,8 @@ std::vector<Element> content(hid_t parent, const std::string& name, const std::s
 }
 
 Hdf5Handle type_of_row(RowKind kind, DType dtype, bool is_version_1) {
-  const auto copy_of = [](hid_t type) { return Hdf5Handle(H5Tcopy(type), H5Tclose, "H5Tcopy"); };
-  switch (kind) {
-    case RowKind::positions:
-      return copy_of(is_version_1 ? H5T_STD_I64LE : H5T_STD_I32LE);
-    case RowKind::judged:
-      return copy_of(H5T_STD_U8LE);
-    case RowKind::keys:
-    case RowKind::values:
-      return type_in_file(dtype);
-    case RowKind::scores:
-    case RowKind::recent_queries:
-      break;
-  }
-  return copy_of(H5T_IEEE_F32LE);
+  if (!is_version_1 || kind != RowKind::positions) return type_of_rows(kind, dtype);
+  return {H5Tcopy(H5T_STD_I64LE), H5Tclose, "H5Tcopy"};
 }
 
 std::string type_name_of_row(RowKind kind, DType dtype, bool is_version_1) {

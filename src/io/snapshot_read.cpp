@@ -23,6 +23,7 @@
 namespace kvzap {
 
 struct SnapshotReader::Impl {
+  explicit Impl(const std::filesystem::path& from) : path(from), file(from) {}
   std::filesystem::path path;
   detail::SnapshotFile file;
 };
@@ -137,6 +138,7 @@ class SnapshotImport {
       const std::vector<int>& heads = m_partition.heads(layer, m_rank);
       const SnapshotGroup& group = m_layout.groups[static_cast<std::size_t>(layer)];
       std::vector<std::int64_t> rows;
+      rows.reserve(heads.size());
       for (const int head : heads) rows.push_back(m_layout.rows(layer, RowKind::keys, head));
       m_cache.import_layer(m_exec, id, layer, m_layout.tokens, group.ring_first, rows);
       for (std::size_t h = 0; h < heads.size(); ++h) {
@@ -161,7 +163,7 @@ class SnapshotImport {
     std::vector<std::int64_t> ring_first;
     std::vector<std::int64_t> retained;
     for (int layer = 0; layer < n_layers; ++layer) {
-      const SnapshotGroup& group = m_layout.groups[static_cast<std::size_t>(n_layers + layer)];
+      const SnapshotGroup& group = m_layout.groups[n_layers + layer];
       ring_first.push_back(group.ring_first);
       for (const int head : m_partition.heads(layer, m_rank)) {
         retained.push_back(group.retained[static_cast<std::size_t>(head)]);
@@ -212,8 +214,7 @@ class SnapshotImport {
   // What the context has in pages must be older than its ring.
   void check_context(int layer, int head, const std::vector<std::int32_t>& positions) const {
     if (!m_layout.has_context) return;
-    const SnapshotGroup& group =
-        m_layout.groups[static_cast<std::size_t>(m_layout.n_layers() + layer)];
+    const SnapshotGroup& group = m_layout.groups[m_layout.n_layers() + layer];
     const std::int64_t retained = group.retained[static_cast<std::size_t>(head)];
     const std::int64_t before =
         std::max(group.ring_first, m_layout.context_tokens - m_layout.window);
@@ -359,9 +360,7 @@ void agree_on_loading(const Communicator& comm, const fs::path& file, const Work
 }  // namespace
 
 SnapshotReader::SnapshotReader(const fs::path& file)
-    : m_impl(about_file(file, [&] {
-        return std::unique_ptr<Impl>(new Impl{file, detail::SnapshotFile(file)});
-      })) {}
+    : m_impl(about_file(file, [&] { return std::make_unique<Impl>(file); })) {}
 SnapshotReader::~SnapshotReader() = default;
 SnapshotReader::SnapshotReader(SnapshotReader&&) noexcept = default;
 SnapshotReader& SnapshotReader::operator=(SnapshotReader&&) noexcept = default;

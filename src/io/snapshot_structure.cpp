@@ -107,23 +107,6 @@ Hdf5Handle in_chunks(const std::vector<hsize_t>& extents, std::int64_t row_bytes
   return create;
 }
 
-Hdf5Handle type_of_rows(RowKind kind, DType dtype) {
-  const auto copy_of = [](hid_t type) { return Hdf5Handle(H5Tcopy(type), H5Tclose, "H5Tcopy"); };
-  switch (kind) {
-    case RowKind::positions:
-      return copy_of(H5T_STD_I32LE);
-    case RowKind::judged:
-      return copy_of(H5T_STD_U8LE);
-    case RowKind::keys:
-    case RowKind::values:
-      return type_in_file(dtype);
-    case RowKind::scores:
-    case RowKind::recent_queries:
-      break;
-  }
-  return copy_of(H5T_IEEE_F32LE);
-}
-
 Hdf5Handle new_data_set(hid_t parent, const char* name, hid_t type,
                         const std::vector<hsize_t>& extents, hid_t create) {
   const Hdf5Handle space = simple_space(extents);
@@ -177,6 +160,23 @@ Hdf5Handle memory_access() {
 }
 
 }  // namespace
+
+Hdf5Handle type_of_rows(RowKind kind, DType dtype) {
+  const auto copy_of = [](hid_t type) { return Hdf5Handle(H5Tcopy(type), H5Tclose, "H5Tcopy"); };
+  switch (kind) {
+    case RowKind::positions:
+      return copy_of(H5T_STD_I32LE);
+    case RowKind::judged:
+      return copy_of(H5T_STD_U8LE);
+    case RowKind::keys:
+    case RowKind::values:
+      return type_in_file(dtype);
+    case RowKind::scores:
+    case RowKind::recent_queries:
+      break;
+  }
+  return copy_of(H5T_IEEE_F32LE);
+}
 
 std::int64_t snapshot_bytes_at_most(const SnapshotLayout& layout, const SnapshotInfo& info) {
   // A group and its data sets take about 6 KiB.
@@ -353,7 +353,8 @@ std::int64_t SnapshotStructure::write(int descriptor) {
   // 1.10 crashes at the program's end if a file cannot be closed.
   Hdf5Handle hdf5(H5Fopen(m_memory.path().c_str(), H5F_ACC_RDONLY, memory_access()), H5Fclose,
                   "H5Fopen");
-  Hdf5Handle(H5Gopen2(hdf5, "/layers", H5P_DEFAULT), H5Gclose, "H5Gopen2");
+  Hdf5Handle layers(H5Gopen2(hdf5, "/layers", H5P_DEFAULT), H5Gclose, "H5Gopen2");
+  checked_hdf5(layers.close(), "H5Gclose");
   checked_hdf5(hdf5.close(), "H5Fclose");
   std::sort(m_extents.begin(), m_extents.end(),
             [](const SealedExtent& a, const SealedExtent& b) { return a.begin < b.begin; });

@@ -17,6 +17,9 @@ namespace kvzap::detail {
 /// Bytes that the file will have at most, without compression: to see ahead whether there is room.
 std::int64_t snapshot_bytes_at_most(const SnapshotLayout& layout, const SnapshotInfo& info);
 
+/// Type of a row's numbers in the file. `dtype` is that of keys and values.
+Hdf5Handle type_of_rows(RowKind kind, DType dtype);
+
 /// Everything but rows. Any function throws Error.
 class SnapshotStructure {
  public:

@@ -2,7 +2,6 @@
 // the same ranks the same bits of the cache, from every phase of a run and under every kind of
 // pruning.
 #include <gtest/gtest.h>
-#include <stdlib.h>
 
 #include <algorithm>
 #include <filesystem>
@@ -15,10 +14,14 @@
 #include <string>
 #include <vector>
 
+#include "mpi/ranks.hpp"
+
 namespace kvzap {
 namespace {
 
 namespace fs = std::filesystem;
+using test::FirstRanks;
+using test::SharedFolder;
 
 constexpr int resumed_layers = 3;
 constexpr int resumed_heads = 5;
@@ -49,57 +52,6 @@ std::vector<TokenId> resumed_tokens(int count, std::uint32_t seed) {
   }
   return tokens;
 }
-
-/// A folder that all ranks know, removed by rank 0 once all are done with it.
-class ResumeFolder {
- public:
-  ResumeFolder() {
-    std::string pattern = (fs::temp_directory_path() / "kvzap-XXXXXX").string();
-    if (m_comm.is_root() && ::mkdtemp(pattern.data()) == nullptr) pattern.clear();
-    m_comm.broadcast(pattern.data(), pattern.size(), 0);
-    m_path = pattern;
-  }
-  ~ResumeFolder() {
-    m_comm.barrier();
-    std::error_code ignored;
-    if (m_comm.is_root()) fs::remove_all(m_path, ignored);
-  }
-  ResumeFolder(const ResumeFolder&) = delete;
-  ResumeFolder& operator=(const ResumeFolder&) = delete;
-  fs::path operator/(const std::string& name) const { return m_path / name; }
-
- private:
-  Communicator m_comm = Communicator::world();
-  fs::path m_path;
-};
-
-#if KVZAP_HAVE_MPI
-/// The first `n` ranks of the world.
-class RanksBefore {
- public:
-  explicit RanksBefore(int n) {
-    const Communicator world = Communicator::world();
-    MPI_Comm_split(world.mpi(), world.rank() < n ? 0 : MPI_UNDEFINED, 0, &m_comm);
-  }
-  ~RanksBefore() {
-    if (m_comm != MPI_COMM_NULL) MPI_Comm_free(&m_comm);
-  }
-  RanksBefore(const RanksBefore&) = delete;
-  RanksBefore& operator=(const RanksBefore&) = delete;
-  bool has_this_rank() const { return m_comm != MPI_COMM_NULL; }
-  Communicator communicator() const { return Communicator(m_comm); }
-
- private:
-  MPI_Comm m_comm = MPI_COMM_NULL;
-};
-#else
-class RanksBefore {
- public:
-  explicit RanksBefore(int) {}
-  bool has_this_rank() const { return true; }
-  Communicator communicator() const { return Communicator::world(); }
-};
-#endif
 
 /// How a run is pruned, and how it answers.
 struct Kind {
@@ -329,7 +281,7 @@ class Resume : public testing::Test {
       std::vector<std::vector<TokenId>> ids;
       const std::string name = "ranks" + std::to_string(r) + "-";
       {
-        const RanksBefore ranks(r);
+        const FirstRanks ranks(r);
         if (ranks.has_this_rank()) {
           const auto run = generator(kind, ranks.communicator());
           ids = run_through(*run, kind, stride, 1, name, points);
@@ -338,7 +290,7 @@ class Resume : public testing::Test {
       }
       // What rank 0 knows.
       for (int s = 1; s <= world.size(); ++s) {
-        const RanksBefore ranks(s);
+        const FirstRanks ranks(s);
         std::int64_t count = static_cast<std::int64_t>(points.size());
         world.broadcast(&count, sizeof(count), 0);
         if (ranks.has_this_rank()) {
@@ -359,7 +311,7 @@ class Resume : public testing::Test {
   }
 
   Communicator world = Communicator::world();
-  ResumeFolder folder;
+  SharedFolder folder;
   std::vector<TokenId> context = resumed_tokens(70, 0);
   std::vector<std::vector<TokenId>> asked = {resumed_tokens(5, 1), {}, resumed_tokens(9, 2)};
 };

@@ -1,8 +1,7 @@
-// Caches to be kept and brought back, at any number of ranks, and where their files go.
+// Caches to be kept and brought back, at any number of ranks.
 #pragma once
 
 #include <gtest/gtest.h>
-#include <stdlib.h>
 
 #include <cstdint>
 #include <cstring>
@@ -18,60 +17,6 @@
 #include <vector>
 
 namespace kvzap::test {
-
-/// A folder that all ranks know, removed by rank 0 once all are done with it.
-class FolderOfRanks {
- public:
-  FolderOfRanks() {
-    std::string pattern = (std::filesystem::temp_directory_path() / "kvzap-XXXXXX").string();
-    if (m_comm.is_root() && ::mkdtemp(pattern.data()) == nullptr) pattern.clear();
-    m_comm.broadcast(pattern.data(), pattern.size(), 0);
-    m_path = pattern;
-  }
-  ~FolderOfRanks() {
-    m_comm.barrier();
-    std::error_code ignored;
-    if (m_comm.is_root()) std::filesystem::remove_all(m_path, ignored);
-  }
-  FolderOfRanks(const FolderOfRanks&) = delete;
-  FolderOfRanks& operator=(const FolderOfRanks&) = delete;
-
-  std::filesystem::path operator/(const std::string& name) const { return m_path / name; }
-
- private:
-  Communicator m_comm = Communicator::world();
-  std::filesystem::path m_path;
-};
-
-#if KVZAP_HAVE_MPI
-/// The first `n` ranks of the world.
-class SomeRanks {
- public:
-  explicit SomeRanks(int n) {
-    const Communicator world = Communicator::world();
-    MPI_Comm_split(world.mpi(), world.rank() < n ? 0 : MPI_UNDEFINED, 0, &m_comm);
-  }
-  ~SomeRanks() {
-    if (m_comm != MPI_COMM_NULL) MPI_Comm_free(&m_comm);
-  }
-  SomeRanks(const SomeRanks&) = delete;
-  SomeRanks& operator=(const SomeRanks&) = delete;
-  bool has_this_rank() const { return m_comm != MPI_COMM_NULL; }
-  /// Only where this rank is one of them.
-  Communicator communicator() const { return Communicator(m_comm); }
-
- private:
-  MPI_Comm m_comm = MPI_COMM_NULL;
-};
-#else
-/// The one rank that there is.
-class SomeRanks {
- public:
-  explicit SomeRanks(int) {}
-  bool has_this_rank() const { return true; }
-  Communicator communicator() const { return Communicator::world(); }
-};
-#endif
 
 inline constexpr int story_layers = 2;
 inline constexpr int story_heads = 5;

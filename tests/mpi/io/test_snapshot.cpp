@@ -21,71 +21,14 @@
 #include "base/crc32c.hpp"
 #include "io/seal.hpp"
 #include "io/temporary_file.hpp"
+#include "mpi/ranks.hpp"
 
 namespace kvzap {
 namespace {
 
 namespace fs = std::filesystem;
-
-/// A folder that all ranks know, removed by rank 0 once all are done with it.
-class SharedFolder {
- public:
-  SharedFolder() {
-    std::string pattern = (fs::temp_directory_path() / "kvzap-XXXXXX").string();
-    if (m_comm.is_root() && ::mkdtemp(pattern.data()) == nullptr) pattern.clear();
-    m_comm.broadcast(pattern.data(), pattern.size(), 0);
-    m_path = pattern;
-  }
-  ~SharedFolder() {
-    m_comm.barrier();
-    std::error_code ignored;
-    if (m_comm.is_root()) fs::remove_all(m_path, ignored);
-  }
-  SharedFolder(const SharedFolder&) = delete;
-  SharedFolder& operator=(const SharedFolder&) = delete;
-
-  fs::path operator/(const std::string& name) const { return m_path / name; }
-  std::set<std::string> names() const {
-    std::set<std::string> names;
-    for (const auto& entry : fs::directory_iterator(m_path)) {
-      names.insert(entry.path().filename().string());
-    }
-    return names;
-  }
-
- private:
-  Communicator m_comm = Communicator::world();
-  fs::path m_path;
-};
-
-#if KVZAP_HAVE_MPI
-/// The first `n` ranks of the world; not usable elsewhere.
-class FirstRanks {
- public:
-  explicit FirstRanks(int n) {
-    const Communicator world = Communicator::world();
-    MPI_Comm_split(world.mpi(), world.rank() < n ? 0 : MPI_UNDEFINED, 0, &m_comm);
-  }
-  ~FirstRanks() {
-    if (m_comm != MPI_COMM_NULL) MPI_Comm_free(&m_comm);
-  }
-  FirstRanks(const FirstRanks&) = delete;
-  FirstRanks& operator=(const FirstRanks&) = delete;
-  bool has_this_rank() const { return m_comm != MPI_COMM_NULL; }
-  Communicator communicator() const { return Communicator(m_comm); }
-
- private:
-  MPI_Comm m_comm = MPI_COMM_NULL;
-};
-#else
-/// The one rank that there is.
-class FirstRanks {
- public:
-  explicit FirstRanks(int) {}
-  bool has_this_rank() const { return true; }
-  Communicator communicator() const { return Communicator::world(); }
-};
-#endif
+using test::FirstRanks;
+using test::SharedFolder;
 
 std::uint64_t hash(std::initializer_list<std::int64_t> parts) {
   std::uint64_t state = 0x9e3779b97f4a7c15u;

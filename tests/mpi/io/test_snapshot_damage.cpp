@@ -16,6 +16,7 @@
 #include "io/seal.hpp"
 #include "io/temporary_file.hpp"
 #include "mpi/io/snapshot_stories.hpp"
+#include "mpi/ranks.hpp"
 #include "unit/temporary_folder.hpp"
 #include "watched.hpp"
 
@@ -629,7 +630,7 @@ TEST_F(MisleadingSnapshot, SealThatLeavesOutWhatIsNoRows) {
 // ----------------------------------------------------------------------------
 
 TEST(SnapshotDamage, OfOneRanksRowsIsToldToAll) {
-  const test::FolderOfRanks folder;
+  const test::SharedFolder folder;
   const Communicator comm = Communicator::world();
   const HeadPartition partition = story_partition(comm.size());
   const fs::path file = folder / "cache.h5";

@@ -9,6 +9,7 @@
 
 #include "cache/row_copy.hpp"
 #include "mpi/io/snapshot_stories.hpp"
+#include "mpi/ranks.hpp"
 #include "unit/temporary_folder.hpp"
 #include "watched.hpp"
 
@@ -18,9 +19,9 @@ namespace {
 namespace fs = std::filesystem;
 using test::content_of_file;
 using test::expect_same_cache;
-using test::FolderOfRanks;
+using test::FirstRanks;
 using test::same_bits;
-using test::SomeRanks;
+using test::SharedFolder;
 using test::stories;
 using test::Story;
 using test::story_append;
@@ -102,12 +103,12 @@ class SnapshotRoundTrip : public ::testing::Test {
  protected:
   template <PageOrder order>
   void run() {
-    const FolderOfRanks folder;
+    const SharedFolder folder;
     const Communicator world = Communicator::world();
     constexpr PageOrder other =
         order == PageOrder::token_major ? PageOrder::dim_major : PageOrder::token_major;
     for (int r = 1; r <= std::min(world.size(), 4); ++r) {
-      const SomeRanks writers(r);
+      const FirstRanks writers(r);
       for (std::size_t i = 0; i < stories().size(); ++i) {
         // Under the sanitizers one story that has everything.
         if (test::watched && i != 6) continue;
@@ -121,7 +122,7 @@ class SnapshotRoundTrip : public ::testing::Test {
         world.barrier();
         for (int s = 1; s <= std::min(world.size(), 4); ++s) {
           SCOPED_TRACE("from " + std::to_string(r) + " ranks to " + std::to_string(s));
-          const SomeRanks readers(s);
+          const FirstRanks readers(s);
           if (!readers.has_this_rank()) continue;
           const Communicator comm = readers.communicator();
           // Every story from and to each number of ranks, and two of them between all.
@@ -147,7 +148,7 @@ TYPED_TEST(SnapshotRoundTrip, DimensionMajor) { this->template run<PageOrder::di
 
 // Rows that kernels write, as devices do.
 TEST(SnapshotReading, ByKernels) {
-  const FolderOfRanks folder;
+  const SharedFolder folder;
   const Communicator comm = Communicator::world();
   const fs::path file = folder / "cache.h5";
   write<bfloat16, PageOrder::token_major>(file, stories()[6], story_partition(comm.size()), comm);
@@ -160,7 +161,7 @@ TEST(SnapshotReading, ByKernels) {
 
 template <class From, class To>
 void expect_converted(const SnapshotOptions& options, DType in_file) {
-  const FolderOfRanks folder;
+  const SharedFolder folder;
   const Communicator comm = Communicator::world();
   const HeadPartition partition = story_partition(comm.size());
   const Story& story = stories()[6];
@@ -206,7 +207,7 @@ TEST(SnapshotReading, OtherTypesOfValues) {
 }
 
 TEST(SnapshotReading, Rows) {
-  const FolderOfRanks folder;
+  const SharedFolder folder;
   const Communicator comm = Communicator::world();
   const HeadPartition partition = story_partition(comm.size());
   const Story& story = stories()[6];
@@ -299,7 +300,7 @@ TEST(SnapshotReading, Rows) {
 // None after a cut that closes up positions; more than fit one piece of writing, of which no number
 // of query heads is a multiple; a query head that does not fit one.
 TEST(SnapshotReading, RecentQueriesOfAnyNumber) {
-  const FolderOfRanks folder;
+  const SharedFolder folder;
   const Communicator comm = Communicator::world();
   const HeadPartition partition = story_partition(comm.size());
   struct Case {
@@ -340,7 +341,7 @@ TEST(SnapshotReading, RecentQueriesOfAnyNumber) {
 }
 
 TEST(SnapshotReading, CacheOfOtherExtents) {
-  const FolderOfRanks folder;
+  const SharedFolder folder;
   const Communicator comm = Communicator::world();
   const HeadPartition partition = story_partition(comm.size());
   const fs::path file = folder / "cache.h5";

@@ -100,10 +100,15 @@ namespace {
 
 void declare_snapshots(CLI::App& app, RunOptions& o) {
   const auto group = "Snapshots";
+  // A variable of a script that is not set must not end in a run without snapshots.
+  const auto file_name = [](const std::string& text) {
+    return text.empty() ? "the name is empty; expected a file" : "";
+  };
   app.add_option("--snapshot", o.snapshot,
                  "write the cache to this HDF5 file after the context, and again if SIGTERM, "
                  "SIGINT or SIGUSR1 ends the run, whose exit status is then 128 + the signal's "
                  "number")
+      ->check(file_name)
       ->type_name("FILE")
       ->group(group);
   app.add_option("--snapshot-every", o.snapshot_every,
@@ -134,11 +139,13 @@ void declare_snapshots(CLI::App& app, RunOptions& o) {
                  "and its options, of which those may be given anew that its rows do not depend "
                  "on. Answers go on where they were; with --question its context is asked that "
                  "instead")
+      ->check(file_name)
       ->type_name("FILE")
       ->group(group);
   app.add_option("--append", o.append,
                  "file with more context, taken whole, that follows the context of --resume "
                  "before questions are asked, its own anew; - is standard input")
+      ->check(file_name)
       ->type_name("FILE")
       ->group(group);
 }

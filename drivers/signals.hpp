@@ -2,18 +2,37 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <csignal>
+#include <cstdint>
+#include <ctime>
 #include <vector>
 
 namespace kvzap::driver {
 
 /// The last signal that a SignalWatch has noted; 0: none.
 inline volatile std::sig_atomic_t caught_signal = 0;
+/// When it noted the first one, in nanoseconds.
+inline std::atomic<std::int64_t> caught_at{0};
 
-extern "C" inline void note_signal(int signal) { caught_signal = signal; }
+extern "C" inline void note_signal(int signal) {
+  timespec now = {};
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  constexpr std::int64_t second = 1'000'000'000;
+  const std::int64_t at = second * now.tv_sec + now.tv_nsec;
+  if (caught_signal == 0) {
+    caught_at = at;
+  } else if (at - caught_at >= second) {
+    std::signal(signal, SIG_DFL);
+    std::raise(signal);  // takes effect when this function returns
+  }
+  caught_signal = signal;
+}
 
-/// While it lives, the signals that ask a program to end are noted and nothing more. A second one
-/// of them ends the process at once, as without it.
+/// While it lives, the signals that ask a program to end are noted and nothing more. One that
+/// comes a second or more after the first ends the process at once, as without this. What comes
+/// sooner is no second wish: timeout(1) sends its signal to the process and then to the process's
+/// group, launchers to a step and to its ranks.
 ///
 /// They are noted on a stack of their own: oneDNN's sgemm makes the stack pointer point into a
 /// buffer on the heap for a while, and what a handler puts below it there overwrites other memory.
@@ -31,7 +50,8 @@ class SignalWatch {
       struct sigaction action = {};
       action.sa_handler = note_signal;
       sigemptyset(&action.sa_mask);
-      action.sa_flags = static_cast<int>(SA_RESTART | SA_RESETHAND | SA_ONSTACK);
+      for (const int other : signals) sigaddset(&action.sa_mask, other);
+      action.sa_flags = static_cast<int>(SA_RESTART | SA_ONSTACK);
       sigaction(signals[i], &action, &m_before[i]);
     }
   }

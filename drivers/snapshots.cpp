@@ -11,6 +11,7 @@
 
 #include "base/fnv.hpp"
 #include "base/json_file.hpp"
+#include "io/temporary_file.hpp"
 #include "signals.hpp"
 
 namespace kvzap::driver {
@@ -299,6 +300,18 @@ void check_model(const RunOptions& options, const SnapshotInfo& info, const Mode
   check("tokenizer", found.tokenizer, info.tokenizer_hash);
 }
 
+/// A copy that appears once it is complete. One process alone.
+void copy_whole(const fs::path& from, const fs::path& to) {
+  const Communicator self = Communicator::self();
+  detail::TemporaryFile temporary(to, self);
+  temporary.create();
+  detail::agree_on_file(self, to, [&] {
+    temporary.remove_leftovers();
+    fs::copy_file(from, temporary.path(), fs::copy_options::overwrite_existing);
+  });
+  temporary.move_to_target();
+}
+
 json parsed(const std::string& text, const std::string& snapshot, const char* attribute) {
   json value = detail::parse_json(text, fmt::format("{}: {}", snapshot, attribute));
   if (!value.is_object()) {
@@ -476,7 +489,9 @@ void Snapshots::finish() {
 
 void Snapshots::begin(Generator& generator, bool waits) {
   finish();
-  m_comm.agree_on_root([&] { keep_older(); });
+  std::string not_kept;
+  m_comm.agree_on_root([&] { not_kept = keep_older(); });
+  if (!not_kept.empty()) tell({not_kept});
   SnapshotInfo info = m_info;
   if (m_comm.is_root()) info.run_state = m_run_state();
   m_start = detail::Clock::now();
@@ -497,17 +512,22 @@ void Snapshots::end() {
   written.waiting_seconds = m_waiting_seconds;
   if (m_writing) tell(m_writing->notes());
   m_writing.reset();
+  written.file = m_options.snapshot;
   m_comm.agree_on_root([&] {
-    const SnapshotReader reader(m_options.snapshot);
-    written.file = m_options.snapshot;
-    written.tokens = reader.header().tokens;
-    written.bytes = reader.header().file_bytes;
+    try {
+      const SnapshotReader reader(m_options.snapshot);
+      written.tokens = reader.header().tokens;
+      written.bytes = reader.header().file_bytes;
+    } catch (const Error& error) {
+      // Somebody takes snapshots away as soon as they are there: no reason to end the run.
+      tell({fmt::format("just written, and taken away or changed since: {}", error.what())});
+    }
     remove_older();
   });
   m_written.push_back(std::move(written));
 }
 
-void Snapshots::tell(const std::vector<std::string>& notes) {
+void Snapshots::tell(const std::vector<std::string>& notes) const {
   if (notes.empty() || m_options.quiet || !m_comm.is_root()) return;
   m_bar.clear();
   for (const std::string& note : notes) fmt::print(stderr, "kvzap: warning: {}\n", note);
@@ -523,27 +543,37 @@ bool Snapshots::is_ours(const fs::path& file, std::int64_t tokens) const {
   }
 }
 
-/// A second name for the file that is about to be replaced, cache.4096.h5 for cache.h5.
-void Snapshots::keep_older() const {
-  if (m_options.snapshot_keep.value_or(1) == 1) return;
+/// A second name for the file that is about to be replaced, cache.4096.h5 for cache.h5, or a copy
+/// where the file system has no such names. Returns why there is none, if there ought to be: that
+/// is no reason to end a long run.
+std::string Snapshots::keep_older() const {
+  if (m_options.snapshot_keep.value_or(1) == 1) return "";
   const fs::path file = m_options.snapshot;
   std::int64_t tokens = 0;
   try {
     tokens = SnapshotReader(file).header().tokens;
   } catch (const Error&) {
-    return;  // there is none, or something else
+    return "";  // there is none, or something else
   }
-  if (!is_ours(file, tokens)) return;
+  if (!is_ours(file, tokens)) return "";
   const fs::path older = file.parent_path() / fmt::format("{}.{}{}", file.stem().string(), tokens,
                                                           file.extension().string());
   std::error_code failed;
-  if (fs::equivalent(file, older, failed)) return;
+  if (fs::equivalent(file, older, failed)) return "";
   if (is_ours(older, tokens)) fs::remove(older, failed);
   fs::create_hard_link(file, older, failed);
-  if (failed) {
-    throw Error(fmt::format("snapshot {}: --snapshot-keep: it cannot be kept as {}: {}",
-                            file.string(), older.string(), failed.message()));
+  if (!failed) return "";
+  std::string what = failed.message();
+  if (failed != std::errc::file_exists) {
+    try {
+      copy_whole(file, older);
+      return "";
+    } catch (const std::exception& error) {
+      what += fmt::format("; nor copied: {}", error.what());
+    }
   }
+  return fmt::format("--snapshot-keep: {} of {} tokens cannot be kept as {}: {}", file.string(),
+                     tokens, older.string(), what);
 }
 
 /// Leaves --snapshot-keep of them.
@@ -554,8 +584,10 @@ void Snapshots::remove_older() const {
   const std::string begin = file.stem().string() + ".";
   const std::string end = file.extension().string();
   std::vector<std::pair<fs::file_time_type, fs::path>> older;
-  for (const auto& entry : fs::directory_iterator(folder)) {
-    const std::string name = entry.path().filename().string();
+  std::error_code failed;  // a folder that cannot be listed, a file that somebody has just removed
+  fs::directory_iterator entry(folder, failed);
+  for (; !failed && entry != fs::directory_iterator(); entry.increment(failed)) {
+    const std::string name = entry->path().filename().string();
     if (name.size() <= begin.size() + end.size() || name.rfind(begin, 0) != 0 ||
         name.compare(name.size() - end.size(), end.size(), end) != 0) {
       continue;
@@ -564,18 +596,18 @@ void Snapshots::remove_older() const {
     constexpr std::size_t most_digits = 18;  // of 64 bits
     if (digits.size() > most_digits || digits.find_first_not_of("0123456789") != std::string::npos)
       continue;
-    if (is_ours(entry.path(), std::stoll(digits))) {
-      older.emplace_back(entry.last_write_time(), entry.path());
+    std::error_code gone;
+    const auto written_at = entry->last_write_time(gone);
+    if (!gone && is_ours(entry->path(), std::stoll(digits))) {
+      older.emplace_back(written_at, entry->path());
     }
   }
   std::sort(older.begin(), older.end(), [](const auto& a, const auto& b) { return a > b; });
   for (std::size_t i = *m_options.snapshot_keep - 1; i < older.size(); ++i) {
-    std::error_code failed;
     fs::remove(older[i].second, failed);
-    if (!failed || m_options.quiet) continue;
-    m_bar.clear();
-    fmt::print(stderr, "kvzap: warning: {}: cannot be removed: {}\n", older[i].second.string(),
-               failed.message());
+    if (failed) {
+      tell({fmt::format("{}: cannot be removed: {}", older[i].second.string(), failed.message())});
+    }
   }
 }
 

@@ -93,9 +93,9 @@ class Snapshots {
  private:
   void begin(Generator& generator, bool waits);
   void end();
-  void tell(const std::vector<std::string>& notes);
+  void tell(const std::vector<std::string>& notes) const;
   bool is_ours(const std::filesystem::path& file, std::int64_t tokens) const;
-  void keep_older() const;
+  std::string keep_older() const;
   void remove_older() const;
 
   const RunOptions& m_options;

@@ -642,9 +642,10 @@ int Run::operator()() {
                    m_setup->partition, m_comm);
     m_generator->set_observer(&*m_dump);
   }
+  // To the end: the second of timeout's signals must not cut off what there is to say.
+  std::optional<SignalWatch> watch;
+  if (m_snapshots->is_on()) watch.emplace();
   try {
-    std::optional<SignalWatch> watch;
-    if (m_snapshots->is_on()) watch.emplace();
     run_context();
     answer_all();
   } catch (const Interrupted& interrupted) {

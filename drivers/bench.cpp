@@ -18,6 +18,7 @@
 #include "base/simd.hpp"
 #include "base/stopwatch.hpp"
 #include "bench_report.hpp"
+#include "console.hpp"
 #include "linalg/host/blas_threads.hpp"
 #include "progress.hpp"
 #include "setup.hpp"
@@ -313,8 +314,7 @@ void bench(const BenchOptions& given, const Communicator& comm, const std::strin
   if (comm.is_root() && !options.quiet) {
     print_notes(*setup);
     if (!given.random_weights && options.random_weights) {
-      fmt::print(stderr, "kvzap: note: {} has no *.safetensors: weights are random\n",
-                 options.model);
+      say("kvzap: note: {} has no *.safetensors: weights are random\n", options.model);
     }
   }
   detail::set_blas_threads(cores_of_rank(ranks_on_node));

@@ -14,6 +14,7 @@
 
 #include "base/stopwatch.hpp"
 #include "bench_options.hpp"
+#include "console.hpp"
 #include "io/temporary_file.hpp"
 #include "linalg/host/blas_threads.hpp"
 #include "options.hpp"
@@ -124,8 +125,8 @@ Texts load_texts(const CalibrateOptions& o, const ModelConfig& config, std::int6
         o.file, all, limit, name_of_longest(config), config.longest_context()));
   }
   if (too_long > 0 && talks) {
-    fmt::print(stderr, "kvzap: warning: {}: {} of {} texts have more than {} tokens: left out\n",
-               o.file, too_long, all, limit);
+    say("kvzap: warning: {}: {} of {} texts have more than {} tokens: left out\n", o.file, too_long,
+        all, limit);
   }
   return texts;
 }
@@ -277,7 +278,7 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
   comm.agree_on_root([&] {
     check_writable(options.json);
     for (const auto& note : check_storable(table_file(options))) {
-      if (talks) fmt::print(stderr, "kvzap: warning: {}\n", note);
+      if (talks) say("kvzap: warning: {}\n", note);
     }
   });
   std::shared_ptr<Surrogate> surrogate;
@@ -324,20 +325,18 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
     by_row.push_back(scored.curves.evict_ratios(static_cast<float>(row.threshold)));
     constexpr double coarse = 0.01;
     if (talks && std::abs(row.mean - ratio) > coarse) {
-      fmt::print(stderr,
-                 "kvzap: warning: an evict ratio of {} is met by no threshold: {:.3f} is the "
-                 "nearest, since many scores are alike\n",
-                 ratio, row.mean);
+      say("kvzap: warning: an evict ratio of {} is met by no threshold: {:.3f} is the "
+          "nearest, since many scores are alike\n",
+          ratio, row.mean);
     }
   }
 
   // 4. Report and store.
   comm.agree_on_root([&] {
     if (talks && scored.non_finite_scores > 0) {
-      fmt::print(stderr,
-                 "kvzap: warning: {} pairs have a score that is NaN or infinite; no threshold "
-                 "evicts them\n",
-                 scored.non_finite_scores);
+      say("kvzap: warning: {} pairs have a score that is NaN or infinite; no threshold "
+          "evicts them\n",
+          scored.non_finite_scores);
     }
     if (options.json != "-") fmt::print("{}", table.text());
     flush_stdout();
@@ -351,8 +350,8 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
       flush_stdout();
     }
     if (talks) {
-      fmt::print(stderr, "{} texts of {} tokens in {:.1f} s; {}\n", table.texts, table.tokens,
-                 seconds_since(start), file.empty() ? "not stored" : "stored in " + file.string());
+      say("{} texts of {} tokens in {:.1f} s; {}\n", table.texts, table.tokens,
+          seconds_since(start), file.empty() ? "not stored" : "stored in " + file.string());
     }
   });
 }

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "base/stopwatch.hpp"
+#include "console.hpp"
 #include "linalg/host/blas_threads.hpp"
 #include "model/safetensors_writer.hpp"
 #include "model_loading.hpp"
@@ -157,7 +158,7 @@ struct Work {
 
   bool talks() const { return comm.is_root() && !options.quiet; }
   void warn(const std::string& text) const {
-    if (talks()) fmt::print(stderr, "kvzap: {}\n", text);
+    if (talks()) say("kvzap: {}\n", text);
   }
   void say_texts(std::int64_t used, const CollectTexts& texts) const {
     warn(fmt::format("{} of {} texts{}", used, texts.lines, skipped_text(texts)));
@@ -233,9 +234,9 @@ int collect_to_pairs(const Work& work) {
   }
   comm.agree_on_root([&] {
     if (work.talks() && result.texts > 0) {
-      fmt::print(stderr, "kvzap: {} pairs of {} texts in {:.1f} s ({:.0f} tokens/s); {} has {}\n",
-                 result.pairs, result.texts, seconds, static_cast<double>(result.tokens) / seconds,
-                 options.output, human_bytes(writer->bytes()));
+      say("kvzap: {} pairs of {} texts in {:.1f} s ({:.0f} tokens/s); {} has {}\n", result.pairs,
+          result.texts, seconds, static_cast<double>(result.tokens) / seconds, options.output,
+          human_bytes(writer->bytes()));
     }
     if (options.json.empty()) return;
     const nlohmann::ordered_json json = {

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "console.hpp"
 #include "options.hpp"
 #include "progress.hpp"
 #include "setup.hpp"
@@ -158,9 +159,9 @@ Mark mark_of(bool first, bool second) {
 void print_text(const Tokenizer& tokenizer, const std::vector<TokenId>& ids,
                 const KeepingHeads& keeping, const ViewOptions& view) {
   const bool color = uses_color(view.color);
-  fmt::print(stderr, "kvzap: note: {}\n",
-             color ? "tokens that only A keeps are red, only B green, neither dimmed"
-                   : "tokens that only A keeps stand in [- -], only B in {+ +}, neither in [~ ~]");
+  say("kvzap: note: {}\n",
+      color ? "tokens that only A keeps are red, only B green, neither dimmed"
+            : "tokens that only A keeps stand in [- -], only B in {+ +}, neither in [~ ~]");
   std::fflush(stderr);
   MarkedText output(color);
   bool first = false, second = false;  // any part of the character that ends with this token
@@ -244,7 +245,7 @@ void compare(const DiffOptions& options, const std::string& version) {
     return;
   }
   if (other_model) {
-    fmt::print(stderr, "kvzap: warning: A and B are of models that are not the same (hash)\n");
+    say("kvzap: warning: A and B are of models that are not the same (hash)\n");
   }
   if (tokenizer) return print_text(*tokenizer, ids, keeping, options.view);
   write_whole("-",

@@ -15,6 +15,7 @@
 #include <set>
 
 #include "base/stopwatch.hpp"
+#include "console.hpp"
 #include "eval/records.hpp"
 #include "eval/settings.hpp"
 #include "eval/summary.hpp"
@@ -229,7 +230,7 @@ class Evaluation {
 
   int workers() const { return m_options.parallel == "prompts" ? m_comm.size() : 1; }
   void warn(const std::string& text) const {
-    if (m_talks) fmt::print(stderr, "kvzap: warning: {}\n", text);
+    if (m_talks) say("kvzap: warning: {}\n", text);
   }
 
   const EvalOptions& m_options;
@@ -495,8 +496,8 @@ void Evaluation::print_plan() const {
   if (!m_talks) return;
   const std::size_t all = m_prompts.prompts.size();
   const std::size_t done = all - m_left.size();
-  fmt::print(stderr, "kvzap: {} prompts, {} settings{}\n", all, m_settings.size(),
-             done > 0 ? fmt::format("; {} prompts are done already", done) : "");
+  say("kvzap: {} prompts, {} settings{}\n", all, m_settings.size(),
+      done > 0 ? fmt::format("; {} prompts are done already", done) : "");
   std::map<PrefillShare, std::vector<std::string>> of_share;
   for (std::size_t i = 0; i < m_settings.size(); ++i) {
     of_share[prefill_share(m_prune[i])].push_back(m_settings[i].label);
@@ -504,8 +505,8 @@ void Evaluation::print_plan() const {
   const std::size_t alone = of_share[PrefillShare::none].size();
   const std::size_t prefills = alone + (of_share[PrefillShare::context].empty() ? 0 : 1) +
                                (of_share[PrefillShare::whole].empty() ? 0 : 1);
-  fmt::print(stderr, "kvzap: {} of each prompt:\n",
-             prefills == 1 ? std::string("1 prefill") : fmt::format("{} prefills", prefills));
+  say("kvzap: {} of each prompt:\n",
+      prefills == 1 ? std::string("1 prefill") : fmt::format("{} prefills", prefills));
   const auto tell = [&](PrefillShare share, const std::string& what) {
     const auto& labels = of_share[share];
     if (labels.empty()) return;
@@ -515,7 +516,7 @@ void Evaluation::print_plan() const {
       list += (i == 0 ? "" : ", ") + labels[i];
     }
     if (labels.size() > most) list += fmt::format(", and {} more", labels.size() - most);
-    fmt::print(stderr, "kvzap:   {}: {}\n", what, list);
+    say("kvzap:   {}: {}\n", what, list);
   };
   tell(PrefillShare::context, "1 of the context is shared by");
   tell(PrefillShare::whole, "1 of context and question is shared by");
@@ -780,9 +781,8 @@ void Evaluation::finish(int signal) const {
   if (m_options.json != "-") fmt::print("{}", m_summary->table());
   flush_stdout();
   if (signal != 0 && m_talks) {
-    fmt::print(stderr,
-               "kvzap: stopped by signal {}: {} has {} of {} prompts; the same command goes on\n",
-               signal, m_options.output, m_summary->prompts(), m_prompts.prompts.size());
+    say("kvzap: stopped by signal {}: {} has {} of {} prompts; the same command goes on\n", signal,
+        m_options.output, m_summary->prompts(), m_prompts.prompts.size());
   }
 }
 

@@ -9,6 +9,7 @@
 #include <cstdio>
 
 #include "base/json_file.hpp"
+#include "console.hpp"
 #include "options.hpp"
 #include "progress.hpp"
 #include "report.hpp"
@@ -457,9 +458,9 @@ void show_text(const InspectOptions& options, const SnapshotReader& reader,
     return;
   }
   const bool color = uses_color(options.view.color);
-  fmt::print(stderr, "kvzap: note: {}: {} of {} tokens are kept{}; {}\n", selection.text(), kept,
-             header.tokens, selection.count() == 1 ? "" : " by any head",
-             color ? "the others are dimmed" : "the others stand in [~ ~]");
+  say("kvzap: note: {}: {} of {} tokens are kept{}; {}\n", selection.text(), kept, header.tokens,
+      selection.count() == 1 ? "" : " by any head",
+      color ? "the others are dimmed" : "the others stand in [~ ~]");
   std::fflush(stderr);
   MarkedText output(color);
   std::int32_t kept_parts = 0;  // of the character that ends with this token

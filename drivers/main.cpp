@@ -19,6 +19,7 @@
 #include "base/kokkos_compat.hpp"
 #include "bench.hpp"
 #include "command_line.hpp"
+#include "console.hpp"
 #include "documents.hpp"
 #include "parallel/mpi_session.hpp"
 #include "policies_command.hpp"
@@ -70,7 +71,7 @@ std::string usage_message(const CLI::App& app, const CLI::App& command,
 int flush_exit() {
   std::cout.flush();
   if (std::cout.good()) return 0;
-  fmt::print(stderr, "kvzap: error: standard output: writing failed (is the disk full?)\n");
+  kvzap::driver::say("kvzap: error: standard output: writing failed (is the disk full?)\n");
   return exit_failure;
 }
 
@@ -80,7 +81,7 @@ int usage_exit(const CLI::App& app, const CLI::ParseError& error, bool is_root) 
   if (failed) {
     const auto named = app.get_subcommands();
     const CLI::App& command = named.empty() ? app : *named.front();
-    fmt::print(stderr, "kvzap: error: {}\n", usage_message(app, command, error));
+    kvzap::driver::say("kvzap: error: {}\n", usage_message(app, command, error));
     return exit_usage;
   }
   app.exit(error);  // --help or --version, on standard output
@@ -223,13 +224,13 @@ int main(int argc, char** argv) try {
   try {
     return run_program(argc, argv, comm);
   } catch (const kvzap::AgreedError& error) {
-    if (comm.is_root()) fmt::print(stderr, "kvzap: error: {}\n", error.what());
+    if (comm.is_root()) kvzap::driver::say("kvzap: error: {}\n", error.what());
     return exit_failure;
   } catch (const std::exception& error) {
     // This rank's own trouble: the others wait in some collective call and must be ended.
     std::string what = dynamic_cast<const std::bad_alloc*>(&error) ? "out of memory" : error.what();
     std::replace(what.begin(), what.end(), '\n', ' ');  // Kokkos' message has several lines
-    fmt::print(stderr, "kvzap: error: rank {}: {}\n", comm.rank(), what);
+    kvzap::driver::say("kvzap: error: rank {}: {}\n", comm.rank(), what);
     std::fflush(stderr);
     comm.abort(exit_failure);
   }

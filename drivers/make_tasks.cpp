@@ -16,6 +16,7 @@
 #include "base/nearest.hpp"
 #include "base/stopwatch.hpp"
 #include "bench_options.hpp"
+#include "console.hpp"
 #include "eval/made_task.hpp"
 #include "eval/recall.hpp"
 #include "eval/ruler.hpp"
@@ -127,7 +128,7 @@ class TaskWriter {
     m_temporary.emplace(m_name, m_self, detail::DurableCalls::of_system(), "-o");
     m_temporary->create();
     for (const auto& note : m_temporary->remove_leftovers()) {
-      if (!o.quiet) fmt::print(stderr, "kvzap: warning: {}\n", note);
+      if (!o.quiet) say("kvzap: warning: {}\n", note);
     }
     m_stream.open(m_temporary->path(), std::ios::binary);
     check();
@@ -205,7 +206,7 @@ TaskMaker ruler_maker(const MakeTasksOptions& o, const detail::PromptMeter& mete
     left_out.push_back(fmt::format("{} (needs {})", task, needs));
   }
   if (!left_out.empty() && !o.quiet) {
-    fmt::print(stderr, "kvzap: warning: left out: {}\n", fmt::join(left_out, ", "));
+    say("kvzap: warning: left out: {}\n", fmt::join(left_out, ", "));
   }
   maker.make = [ruler](const std::string& task, std::int64_t length, std::int64_t index) {
     return ruler->make(task, length, index);
@@ -221,10 +222,9 @@ void warn_of_repeated(const MakeTasksOptions& o, const TaskMaker& maker, const s
   if (o.quiet || !maker.different_rows) return;
   const std::int64_t different = maker.different_rows(task, length);
   if (different >= o.per_task) return;
-  fmt::print(stderr,
-             "kvzap: warning: {} at {} tokens: {} prompts ask {} questions, as there are no "
-             "more that fit\n",
-             task, length, o.per_task, different);
+  say("kvzap: warning: {} at {} tokens: {} prompts ask {} questions, as there are no "
+      "more that fit\n",
+      task, length, o.per_task, different);
 }
 
 void make_file(const MakeTasksOptions& o) {
@@ -263,11 +263,10 @@ void make_file(const MakeTasksOptions& o) {
   writer.finish();
   progress.clear();
   if (o.quiet) return;
-  fmt::print(stderr,
-             "{} prompts in {:.1f} s, shorter than asked by {:.1f} tokens on average and by {} at "
-             "most{}\n",
-             rows, seconds_since(start), static_cast<double>(all_short) / static_cast<double>(rows),
-             most_short, shortest);
+  say("{} prompts in {:.1f} s, shorter than asked by {:.1f} tokens on average and by {} at "
+      "most{}\n",
+      rows, seconds_since(start), static_cast<double>(all_short) / static_cast<double>(rows),
+      most_short, shortest);
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include <kvzap/calibrate.hpp>
 #include <kvzap/chat_template.hpp>
 
+#include "console.hpp"
 #include "policy_options.hpp"
 
 namespace kvzap::driver {
@@ -143,9 +144,8 @@ Texts load_policy_texts(const RunOptions& options, const PolicyChoice* choice,
   if (options.quiet || !comm.is_root()) return texts;
   for (std::size_t i = 0; i < texts.size(); ++i) {
     if (static_cast<std::int64_t>(texts[i].size()) <= config.longest_context()) continue;
-    fmt::print(stderr, "kvzap: warning: {}: text {} has {} tokens, more than the model's {} = {}\n",
-               file.string(), i + 1, texts[i].size(), name_of_longest(config),
-               config.longest_context());
+    say("kvzap: warning: {}: text {} has {} tokens, more than the model's {} = {}\n", file.string(),
+        i + 1, texts[i].size(), name_of_longest(config), config.longest_context());
   }
   return texts;
 }

@@ -5,6 +5,8 @@
 
 #include <cstdio>
 
+#include "console.hpp"
+
 namespace kvzap::driver {
 
 Progress::Progress(bool enabled) : m_enabled(enabled), m_terminal(isatty(STDERR_FILENO) != 0) {}
@@ -40,21 +42,21 @@ void Progress::update(std::string_view what, std::int64_t done, std::int64_t tot
     if (m_drawn && seconds < 0.1 && !finished) return;
     constexpr int width = 40;
     const int filled = static_cast<int>(width * done / total);
-    fmt::print(stderr, "\r{:8} [{:#<{}}{:.<{}}] {:3}%{}\033[K", what, "", filled, "",
-               width - filled, 100 * done / total, time_left(now, done, total));
+    say("\r{:8} [{:#<{}}{:.<{}}] {:3}%{}\033[K", what, "", filled, "", width - filled,
+        100 * done / total, time_left(now, done, total));
     std::fflush(stderr);
     m_drawn = true;
     m_last = now;
   } else if (seconds >= 10 || (finished && m_line_printed)) {
-    fmt::print(stderr, "{}: {} of {} ({}%){}\n", what, done, total, 100 * done / total,
-               time_left(now, done, total));
+    say("{}: {} of {} ({}%){}\n", what, done, total, 100 * done / total,
+        time_left(now, done, total));
     m_line_printed = !finished;
     m_last = now;
   }
 }
 
 void Progress::clear() {
-  if (m_drawn) fmt::print(stderr, "\r\033[K");
+  if (m_drawn) say("\r\033[K");
   m_drawn = false;
 }
 

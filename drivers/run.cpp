@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "base/stopwatch.hpp"
+#include "console.hpp"
 #include "dump.hpp"
 #include "linalg/host/blas_threads.hpp"
 #include "model/safetensors_writer.hpp"
@@ -38,7 +39,7 @@ LookedUpThreshold share_threshold(const RunOptions& options, bool talks, const C
   comm.agree_on_root([&] { found = look_up_threshold(options); });
   comm.broadcast(&found.threshold, sizeof(found.threshold), 0);
   if (!talks) return found;
-  for (const auto& warning : found.warnings) fmt::print(stderr, "kvzap: warning: {}\n", warning);
+  for (const auto& warning : found.warnings) say("kvzap: warning: {}\n", warning);
   return found;
 }
 
@@ -198,7 +199,7 @@ class Run {
     return m_report.cache_options.prune_after == PruneMoment::question;
   }
   void warn(const std::string& what) const {
-    if (m_talks) fmt::print(stderr, "kvzap: warning: {}\n", what);
+    if (m_talks) say("kvzap: warning: {}\n", what);
   }
 
   void check_options();
@@ -613,8 +614,8 @@ void Run::tell() {
   m_comm.agree_on_root([&] {
     flush_stdout();
     if (m_talks) {
-      fmt::print(stderr, "{}", to_text(m_report, m_options));
-      if (m_report.signal != 0) fmt::print(stderr, "kvzap: {}\n", stop_text(m_report, m_options));
+      say("{}", to_text(m_report, m_options));
+      if (m_report.signal != 0) say("kvzap: {}\n", stop_text(m_report, m_options));
     }
     if (!m_options.json.empty()) {
       write_whole(m_options.json,

@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "base/kokkos_compat.hpp"
+#include "console.hpp"
 #include "report.hpp"
 
 namespace kvzap::driver {
@@ -98,11 +99,11 @@ ModelSetup set_up_model(const std::string& folder, std::optional<std::int64_t> l
 
 void print_notes(const ModelSetup& setup) {
   for (const auto& warning : setup.config.warnings) {
-    fmt::print(stderr, "kvzap: warning: {}\n", warning);
+    say("kvzap: warning: {}\n", warning);
   }
   if (setup.is_truncated()) {
-    fmt::print(stderr, "kvzap: note: only the first {} of {} layers of {} are used\n",
-               setup.config.num_hidden_layers, setup.all_layers, setup.folder);
+    say("kvzap: note: only the first {} of {} layers of {} are used\n",
+        setup.config.num_hidden_layers, setup.all_layers, setup.folder);
   }
 }
 

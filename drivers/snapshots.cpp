@@ -11,6 +11,7 @@
 
 #include "base/fnv.hpp"
 #include "base/json_file.hpp"
+#include "console.hpp"
 #include "io/temporary_file.hpp"
 #include "signals.hpp"
 
@@ -530,7 +531,7 @@ void Snapshots::end() {
 void Snapshots::tell(const std::vector<std::string>& notes) const {
   if (notes.empty() || m_options.quiet || !m_comm.is_root()) return;
   m_bar.clear();
-  for (const std::string& note : notes) fmt::print(stderr, "kvzap: warning: {}\n", note);
+  for (const std::string& note : notes) say("kvzap: warning: {}\n", note);
 }
 
 /// Whether a file is a snapshot of this model, and of so many tokens as its name says.

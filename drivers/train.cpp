@@ -15,6 +15,7 @@
 #include <kvzap/train.hpp>
 #include <vector>
 
+#include "console.hpp"
 #include "linalg/host/blas_threads.hpp"
 #include "options.hpp"
 #include "progress.hpp"
@@ -268,14 +269,13 @@ int train(const TrainOptions& options, const Communicator& comm, const std::stri
   bar.clear();
   if (comm.is_root() && !options.quiet) {
     for (const std::string& warning : report.warnings) {
-      fmt::print(stderr, "kvzap: warning: {}\n", warning);
+      say("kvzap: warning: {}\n", warning);
     }
   }
   if (report.stopped) {
     if (comm.is_root() && !options.quiet) {
-      fmt::print(stderr,
-                 "kvzap: stopped by signal {}; --resume goes on from the checkpoint in {}\n",
-                 signal, options.output);
+      say("kvzap: stopped by signal {}; --resume goes on from the checkpoint in {}\n", signal,
+          options.output);
     }
     return 128 + signal;
   }

@@ -247,6 +247,12 @@ std::string image_of(hid_t file) {
   return bytes;
 }
 
+std::int64_t varied(Data& data, std::int64_t value) {
+  if (data.ConsumeBool()) return number(data);
+  const auto by = data.ConsumeIntegral<std::int8_t>();
+  return value > INT64_MAX - 127 || value < INT64_MIN + 128 ? value : value + by;
+}
+
 void append_seal(Data& data, const Base& base, std::string& bytes) {
   detail::Seal seal;
   seal.sealed_bytes = static_cast<std::int64_t>(bytes.size());
@@ -255,9 +261,9 @@ void append_seal(Data& data, const Base& base, std::string& bytes) {
   for (int i = 0; i < edits && !seal.extents.empty(); ++i) {
     auto& extent = seal.extents[data.ConsumeIntegralInRange<std::size_t>(0, seal.extents.size() - 1)];
     if (data.ConsumeBool()) {
-      extent.begin = data.ConsumeBool() ? number(data) : extent.begin + data.ConsumeIntegral<std::int8_t>();
+      extent.begin = varied(data, extent.begin);
     } else {
-      extent.bytes = data.ConsumeBool() ? number(data) : extent.bytes + data.ConsumeIntegral<std::int8_t>();
+      extent.bytes = varied(data, extent.bytes);
     }
     if (data.ConsumeIntegralInRange(0, 3) == 0) extent.crc = data.ConsumeIntegral<std::uint32_t>();
     if (data.ConsumeIntegralInRange(0, 7) == 0) seal.extents.push_back(extent);

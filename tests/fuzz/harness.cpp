@@ -46,7 +46,6 @@ void check(const std::string& message) {
   require(message.size() <= longest_message, "a message of more than 4096 bytes");
   for (const char c : message) {
     const auto byte = static_cast<unsigned char>(c);
-    if (std::getenv("ANYMSG")) continue;
     if ((byte < 0x20 && c != '\n' && c != '\t') || byte == 0x7F) {
       finding("a control character in a message: " + message);
     }
@@ -132,9 +131,11 @@ void InputFolder::link(const char* name, const InputFile& file) const {
 
 }  // namespace kvzap::fuzz
 
-// Where memory comes from is seldom asked, and what was released is found soon enough: a third faster.
+// For speed: where memory came from is not written down (malloc_context_size=30 in ASAN_OPTIONS does it
+// when a finding is looked at), and it is not given back to the system.
 extern "C" const char* __asan_default_options() {
-  return "malloc_context_size=6:quarantine_size_mb=16:handle_abort=1:detect_leaks=0";
+  return "malloc_context_size=1:quarantine_size_mb=16:max_malloc_fill_size=256:"
+         "allocator_release_to_os_interval_ms=-1:handle_abort=1:detect_leaks=0";
 }
 
 extern "C" int LLVMFuzzerInitialize(int*, char***) {

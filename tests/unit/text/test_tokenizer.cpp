@@ -172,6 +172,26 @@ TEST(Tokenizer, NormalizesLongRunsOfMarksQuickly) {
   EXPECT_LT(elapsed.count(), 20.0);
 }
 
+// As tokenizers 0.22 does: the white space that a token has taken is no token of its own any more.
+TEST(Tokenizer, AddedTokensShareNoWhiteSpace) {
+  Json root = golden_tokenizer("gpt2");
+  const auto add = [&](TokenId id, const char* content, bool lstrip, bool rstrip) {
+    root["added_tokens"].push_back({{"id", id},
+                                    {"content", content},
+                                    {"single_word", false},
+                                    {"lstrip", lstrip},
+                                    {"rstrip", rstrip},
+                                    {"normalized", false},
+                                    {"special", false}});
+  };
+  add(5000, "<a>", false, true);
+  add(5001, "\n\n", true, false);
+  const Tokenizer tokenizer = load(root);
+  const TokenId x = tokenizer.encode("x").at(0);
+  EXPECT_EQ(tokenizer.encode("<a>\n\nx"), (std::vector<TokenId>{5000, x}));
+  EXPECT_EQ(tokenizer.encode("x \n\nx"), (std::vector<TokenId>{x, 5001, x}));
+}
+
 TEST(Tokenizer, LaterOfTwoEqualMergesCounts) {
   Json root = pair_tokenizer();
   root["model"]["vocab"]["ab"] = 257;

@@ -1,9 +1,9 @@
 #include "toml_file.hpp"
 
 #include <fmt/format.h>
-// What toml++ asserts does not always hold ("[a" and a control character), and is then an error a few lines
-// on: where it is compiled here, from headers alone, a deck must not end the program. (NDEBUG would make its
-// assertions assumptions instead.)
+// What toml++ asserts does not always hold ("[a" and a control character), and is then an error a
+// few lines on: where it is compiled here, from headers alone, a deck must not end the program.
+// (NDEBUG would make its assertions assumptions instead.)
 #define TOML_ASSERT(expr) static_assert(true)
 #include <toml++/toml.h>
 

@@ -51,7 +51,8 @@ class AddedTokenMatcher {
           if (!is_white_space(c)) break;
           begin -= bytes;
         }
-        begin = std::max(begin, covered);  // the token before may have taken what this one is made of
+        begin =
+            std::max(begin, covered);  // the token before may have taken what this one is made of
       }
       if (token->rstrip) {
         while (end < text.size()) {

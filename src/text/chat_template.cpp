@@ -44,13 +44,13 @@ bool is_one_of(std::string_view text, std::initializer_list<std::string_view> va
   return std::find(values.begin(), values.end(), text) != values.end();
 }
 
-// White space as Jinja sees it around tags, and Python's str.strip(), which is its trim. (Inside tags
-// is_space is enough: what it does not know is a symbol there, and refused.)
-constexpr std::string_view spaces[] = {
-    " ",      "\t",     "\n",     "\v",     "\f",     "\r",     "\x1C",   "\x1D",
-    "\x1E",   "\x1F",   "\u0085", "\u00A0", "\u1680", "\u2000", "\u2001", "\u2002",
-    "\u2003", "\u2004", "\u2005", "\u2006", "\u2007", "\u2008", "\u2009", "\u200A",
-    "\u2028", "\u2029", "\u202F", "\u205F", "\u3000"};
+// White space as Jinja sees it around tags, and Python's str.strip(), which is its trim. (Inside
+// tags is_space is enough: what it does not know is a symbol there, and refused.)
+constexpr std::string_view spaces[] = {" ",      "\t",     "\n",     "\v",     "\f",     "\r",
+                                       "\x1C",   "\x1D",   "\x1E",   "\x1F",   "\u0085", "\u00A0",
+                                       "\u1680", "\u2000", "\u2001", "\u2002", "\u2003", "\u2004",
+                                       "\u2005", "\u2006", "\u2007", "\u2008", "\u2009", "\u200A",
+                                       "\u2028", "\u2029", "\u202F", "\u205F", "\u3000"};
 
 std::string_view left_trimmed(std::string_view text) {
   const auto leads = [&](std::string_view space) { return starts_with(text, space); };

@@ -57,9 +57,8 @@ void run_one(std::string_view input) {
     static InputFile shard;
     static const InputFolder folder;
     static const bool linked = [] {
-      const std::string header =
-          R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},)"
-          R"("b":{"dtype":"I64","shape":[0],"data_offsets":[4,4]}})";
+      const std::string header = R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},)"
+                                 R"("b":{"dtype":"I64","shape":[0],"data_offsets":[4,4]}})";
       const std::uint64_t length = header.size();
       std::string content(reinterpret_cast<const char*>(&length), length_bytes);
       shard.assign(content + header + "data");

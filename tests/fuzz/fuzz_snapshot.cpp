@@ -1,8 +1,8 @@
 // Snapshots. An input is no file but a list of edits to one of the files in snapshots/: attributes,
-// elements, extents and names are changed by HDF5 itself, rows and the seal byte by byte, and the file
-// is sealed again. So kvzap is asked about every number that it takes from a file, and HDF5 sees files
-// that it has written. (HDF5 1.10 crashes on hostile files of another's making, before kvzap is asked
-// anything; what the seal is good for is damage.)
+// elements, extents and names are changed by HDF5 itself, rows and the seal byte by byte, and the
+// file is sealed again. So kvzap is asked about every number that it takes from a file, and HDF5
+// sees files that it has written. (HDF5 1.10 crashes on hostile files of another's making, before
+// kvzap is asked anything; what the seal is good for is damage.)
 #include <fuzzer/FuzzedDataProvider.h>
 #include <hdf5.h>
 
@@ -93,8 +93,8 @@ const std::vector<Base>& bases() {
 }
 
 std::int64_t number(Data& data) {
-  static constexpr std::int64_t values[] = {0,     1,        -1,         2,         3,
-                                            65535, 65536,    INT32_MAX,  INT32_MIN, 4294967296,
+  static constexpr std::int64_t values[] = {0,     1,         -1,        2,         3,
+                                            65535, 65536,     INT32_MAX, INT32_MIN, 4294967296,
                                             4096,  1LL << 40, 1LL << 62, INT64_MAX, INT64_MIN};
   if (data.ConsumeBool()) return data.PickValueInArray(values);
   return data.ConsumeBool() ? data.ConsumeIntegralInRange<std::int64_t>(-8, 64)
@@ -104,8 +104,9 @@ std::int64_t number(Data& data) {
 void edit_attribute(Data& data, hid_t file, const Attribute& which) {
   const hid_t object = H5Oopen(file, which.object.c_str(), H5P_DEFAULT);
   if (object < 0) return;  // an earlier edit has taken it away
-  const hid_t attribute =
-      H5Aexists(object, which.name.c_str()) > 0 ? H5Aopen(object, which.name.c_str(), H5P_DEFAULT) : -1;
+  const hid_t attribute = H5Aexists(object, which.name.c_str()) > 0
+                              ? H5Aopen(object, which.name.c_str(), H5P_DEFAULT)
+                              : -1;
   if (attribute >= 0) {
     const hid_t type = H5Aget_type(attribute), space = H5Aget_space(attribute);
     const hssize_t count = H5Sget_simple_extent_npoints(space);
@@ -161,7 +162,8 @@ void edit_element(Data& data, hid_t file, const std::string& path) {
     std::string bytes(static_cast<std::size_t>(count) * element, '\0');
     if (H5Dread(set, type, H5S_ALL, H5S_ALL, H5P_DEFAULT, bytes.data()) >= 0) {
       const std::int64_t value = number(data);
-      const auto at = data.ConsumeIntegralInRange<std::size_t>(0, static_cast<std::size_t>(count) - 1);
+      const auto at =
+          data.ConsumeIntegralInRange<std::size_t>(0, static_cast<std::size_t>(count) - 1);
       std::memcpy(bytes.data() + at * element, &value, std::min(element, sizeof(value)));
       H5Dwrite(set, type, H5S_ALL, H5S_ALL, H5P_DEFAULT, bytes.data());
     }
@@ -179,7 +181,8 @@ void replace_set(Data& data, hid_t file, const std::string& path) {
   hsize_t extents[3] = {};
   const int rank = data.ConsumeIntegralInRange(0, 3);
   for (hsize_t& extent : extents) extent = data.ConsumeIntegralInRange<hsize_t>(0, 20);
-  if (data.ConsumeIntegralInRange(0, 7) == 0) extents[0] = 1ULL << data.ConsumeIntegralInRange(20, 62);
+  if (data.ConsumeIntegralInRange(0, 7) == 0)
+    extents[0] = 1ULL << data.ConsumeIntegralInRange(20, 62);
   const hid_t space = H5Screate_simple(rank, extents, nullptr);
   const hid_t create = H5Pcreate(H5P_DATASET_CREATE);
   switch (data.ConsumeIntegralInRange(0, 3)) {
@@ -259,7 +262,8 @@ void append_seal(Data& data, const Base& base, std::string& bytes) {
   seal.extents = base.extents;
   const int edits = data.ConsumeIntegralInRange(0, 15) - 12;
   for (int i = 0; i < edits && !seal.extents.empty(); ++i) {
-    auto& extent = seal.extents[data.ConsumeIntegralInRange<std::size_t>(0, seal.extents.size() - 1)];
+    auto& extent =
+        seal.extents[data.ConsumeIntegralInRange<std::size_t>(0, seal.extents.size() - 1)];
     if (data.ConsumeBool()) {
       extent.begin = varied(data, extent.begin);
     } else {
@@ -271,10 +275,12 @@ void append_seal(Data& data, const Base& base, std::string& bytes) {
   std::int64_t at = 0;
   const std::int64_t end = seal.sealed_bytes;
   for (detail::SealedExtent& extent : seal.extents) {
-    if (extent.begin < at || extent.begin > end || extent.bytes < 0 || extent.bytes > end - extent.begin) {
+    if (extent.begin < at || extent.begin > end || extent.bytes < 0 ||
+        extent.bytes > end - extent.begin) {
       break;
     }
-    seal.crc = detail::crc32c(bytes.data() + at, static_cast<std::size_t>(extent.begin - at), seal.crc);
+    seal.crc =
+        detail::crc32c(bytes.data() + at, static_cast<std::size_t>(extent.begin - at), seal.crc);
     if (extent.crc) {
       extent.crc =
           detail::crc32c(bytes.data() + extent.begin, static_cast<std::size_t>(extent.bytes));
@@ -327,13 +333,14 @@ void run_one(std::string_view input) {
         edit_structure(data, image, base);
         break;
       case 1:
-        edit_element(data, image,
-                     base.objects[data.ConsumeIntegralInRange<std::size_t>(0, base.objects.size() - 1)]);
+        edit_element(
+            data, image,
+            base.objects[data.ConsumeIntegralInRange<std::size_t>(0, base.objects.size() - 1)]);
         break;
       default:
-        edit_attribute(
-            data, image,
-            base.attributes[data.ConsumeIntegralInRange<std::size_t>(0, base.attributes.size() - 1)]);
+        edit_attribute(data, image,
+                       base.attributes[data.ConsumeIntegralInRange<std::size_t>(
+                           0, base.attributes.size() - 1)]);
     }
   }
   std::string bytes = image_of(image);

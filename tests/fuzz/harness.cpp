@@ -57,8 +57,8 @@ void check(const std::string& message) {
   }
 }
 
-// KVZAP_FUZZ_REPEAT=BYTES: a part of the input is repeated until it is so long. What memory a reader
-// takes for each byte shows in large inputs alone, and those are slow: this is for corpora.
+// KVZAP_FUZZ_REPEAT=BYTES: a part of the input is repeated until it is so long. What memory a
+// reader takes for each byte shows in large inputs alone, and those are slow: this is for corpora.
 std::string repeated(std::string_view input, std::size_t bytes, std::size_t begin,
                      std::size_t end) {
   std::string text(input.substr(0, end));
@@ -131,8 +131,8 @@ void InputFolder::link(const char* name, const InputFile& file) const {
 
 }  // namespace kvzap::fuzz
 
-// For speed: where memory came from is not written down (malloc_context_size=30 in ASAN_OPTIONS does it
-// when a finding is looked at), and it is not given back to the system.
+// For speed: where memory came from is not written down (malloc_context_size=30 in ASAN_OPTIONS
+// does it when a finding is looked at), and it is not given back to the system.
 extern "C" const char* __asan_default_options() {
   return "malloc_context_size=1:quarantine_size_mb=16:max_malloc_fill_size=256:"
          "allocator_release_to_os_interval_ms=-1:handle_abort=1:detect_leaks=0";

@@ -1,4 +1,5 @@
-// What all fuzz targets share. A target is one source: it says in run_one() what becomes of an input.
+// What all fuzz targets share. A target is one source: it says in run_one() what becomes of an
+// input.
 #pragma once
 
 #include <filesystem>
@@ -42,9 +43,9 @@ class InputFolder {
   std::filesystem::path m_path;
 };
 
-/// Gives the input to the reader. What the reader refuses it says by kvzap::Error, the one exception
-/// that may leave this function. Everything else is a finding, as is memory beyond 4 times the input
-/// and 64 MB, or a message that no terminal or log should be given.
+/// Gives the input to the reader. What the reader refuses it says by kvzap::Error, the one
+/// exception that may leave this function. Everything else is a finding, as is memory beyond 4
+/// times the input and 64 MB, or a message that no terminal or log should be given.
 void run_one(std::string_view input);
 
 /// What a message is expected to name, file names for most readers. Empty: nothing.

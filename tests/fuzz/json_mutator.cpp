@@ -88,10 +88,33 @@ class Mutation {
   }
 
   Json value() {
-    static const std::vector<Json> values = {
-        nullptr, true, false, 0, 1, 2, -1, 0.5, 1e-300, 1e300, 1e38, 1e39, 255, 256, 65536,
-        2147483647, 2147483648U, 4294967296U, INT64_MAX, INT64_MIN, UINT64_MAX, "", "a", " ",
-        Json::array(), Json::object(), Json::array({0, 4})};
+    static const std::vector<Json> values = {nullptr,
+                                             true,
+                                             false,
+                                             0,
+                                             1,
+                                             2,
+                                             -1,
+                                             0.5,
+                                             1e-300,
+                                             1e300,
+                                             1e38,
+                                             1e39,
+                                             255,
+                                             256,
+                                             65536,
+                                             2147483647,
+                                             2147483648U,
+                                             4294967296U,
+                                             INT64_MAX,
+                                             INT64_MIN,
+                                             UINT64_MAX,
+                                             "",
+                                             "a",
+                                             " ",
+                                             Json::array(),
+                                             Json::object(),
+                                             Json::array({0, 4})};
     return values[below(values.size())];
   }
 

@@ -1,5 +1,5 @@
-// Changes JSON as a tree. Mutated byte by byte, nearly all of it is no JSON any more, and readers are
-// never asked about anything else.
+// Changes JSON as a tree. Mutated byte by byte, nearly all of it is no JSON any more, and readers
+// are never asked about anything else.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,6 @@
-// What kvzap makes of chat templates and tokenizers, for the differential tests: one JSON object a line
-// in, one out. {"template", "message", "thinking"} gives {"prompt"}; {"tokenizer", "texts"} gives {"ids",
-// "special_ids", "texts"}; what is refused gives {"error"}.
+// What kvzap makes of chat templates and tokenizers, for the differential tests: one JSON object a
+// line in, one out. {"template", "message", "thinking"} gives {"prompt"}; {"tokenizer", "texts"}
+// gives {"ids", "special_ids", "texts"}; what is refused gives {"error"}.
 #include <cstdio>
 #include <filesystem>
 #include <fstream>

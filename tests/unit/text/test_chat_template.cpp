@@ -118,9 +118,11 @@ TEST(ChatTemplate, FollowsJinjasRulesOfSpaceAndScope) {
        {"\u00A0\x1F" + replaced(chatml, "{% for", "{%- for"),
         replaced(chatml, "{% if", " \u2003\n{%- if"), replaced(chatml, "{% for", "\u3000{% for"),
         replaced(chatml, "{% endfor %}", "{% endfor -%}\x1C \u0085\n"),
-        replaced(chatml, "{% endfor %}", "{% set x = '!' %}{% endfor %}"
-                                         "{% if x is defined %}{{ x }}{% endif %}"),
-        "{% set x = '' %}" + replaced(chatml, "{% endfor %}", "{% set x = '!' %}{% endfor %}{{ x }}")}) {
+        replaced(chatml, "{% endfor %}",
+                 "{% set x = '!' %}{% endfor %}"
+                 "{% if x is defined %}{{ x }}{% endif %}"),
+        "{% set x = '' %}" +
+            replaced(chatml, "{% endfor %}", "{% set x = '!' %}{% endfor %}{{ x }}")}) {
     SCOPED_TRACE(source);
     EXPECT_EQ(detect(source).parts(false).prompt("X"),
               "<|im_start|>user\nX<|im_end|>\n<|im_start|>assistant\n");

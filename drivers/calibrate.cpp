@@ -256,6 +256,7 @@ void declare(CLI::App& app, CalibrateOptions& o) {
                  "output")
       ->type_name("FILE")
       ->group(output);
+  declare_progress(app, o.progress, output);
   app.add_flag("-q,--quiet", o.quiet, "no progress on standard error")->group(output);
   declare_deck(app, o.config, output);
 }
@@ -303,9 +304,11 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
 
   // 2. Score the texts.
   const auto start = Clock::now();
-  Progress bar(talks);
+  Progress bar(talks, options.progress);
   const ProgressCallback progress = [&](std::string_view what, std::int64_t done,
-                                        std::int64_t total) { bar.update(what, done, total); };
+                                        std::int64_t total) {
+    bar.update(what, done, total, what == "load" ? "" : "tokens");
+  };
   const ScoredTexts scored = score(options, *setup, surrogate, texts, comm, progress);
   bar.clear();
 

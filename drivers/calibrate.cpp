@@ -341,8 +341,8 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
           "evicts them\n",
           scored.non_finite_scores);
     }
-    if (options.json != "-") fmt::print("{}", table.text());
-    flush_stdout();
+    const std::string text = options.json != "-" ? table.text() : "";
+    std::fwrite(text.data(), 1, text.size(), stdout);
     const fs::path file = table_file(options);
     if (!file.empty()) table.write(file);
     if (!options.json.empty()) {
@@ -350,8 +350,8 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
                   to_json(options, table, by_row, texts, version)
                           .dump(2, ' ', false, nlohmann::json::error_handler_t::replace) +
                       "\n");
-      flush_stdout();
     }
+    flush_stdout();
     if (talks) {
       say("{} texts of {} tokens in {:.1f} s; {}\n", table.texts, table.tokens,
           seconds_since(start), file.empty() ? "not stored" : "stored in " + file.string());

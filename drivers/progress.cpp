@@ -259,6 +259,7 @@ void Progress::update(std::string_view what, std::int64_t done, std::int64_t tot
                       rate(now, done, unit), time_left(now, done, total), m_terminal.columns());
     m_terminal.write(fmt::format("\r{}\033[K", line));
     terminal_with_bar = m_terminal.descriptor();
+    if (!m_drawn) erase_bar_at_the_end();
     m_drawn = true;
     m_last = now;
   } else if (seconds >= 10 || (finished && m_line_printed)) {

@@ -25,6 +25,26 @@ inline volatile std::sig_atomic_t terminal_with_bar = -1;
 /// Takes the cursor to the line's first column and erases the line.
 inline constexpr std::string_view erase_line = "\r\033[K";
 
+/// Ends the process by the signal, and takes the bar away first.
+extern "C" inline void end_by_signal(int signal) {
+  if (terminal_with_bar >= 0) {
+    const auto written = write(terminal_with_bar, erase_line.data(), erase_line.size());
+    if (written < 0) terminal_with_bar = -1;  // what a failure leaves is a bar
+  }
+  std::signal(signal, SIG_DFL);
+  std::raise(signal);  // takes effect when the handler returns
+}
+
+/// For commands without a SignalWatch, which signals end at once.
+inline void erase_bar_at_the_end() {
+  for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
+    struct sigaction action = {};
+    if (sigaction(signal, nullptr, &action) != 0 || action.sa_handler != SIG_DFL) continue;
+    action.sa_handler = end_by_signal;
+    sigaction(signal, &action, nullptr);
+  }
+}
+
 extern "C" inline void note_signal(int signal) {
   timespec now = {};
   clock_gettime(CLOCK_MONOTONIC, &now);
@@ -35,13 +55,7 @@ extern "C" inline void note_signal(int signal) {
   if (caught_signal == 0) {
     caught_at = at;
   } else if (at - caught_at >= pause) {
-    if (terminal_with_bar >= 0) {
-      // (What a failure leaves is a bar.)
-      if (write(terminal_with_bar, erase_line.data(), erase_line.size()) < 0)
-        terminal_with_bar = -1;
-    }
-    std::signal(signal, SIG_DFL);
-    std::raise(signal);  // takes effect when this function returns
+    end_by_signal(signal);
   }
   caught_signal = signal;
 }

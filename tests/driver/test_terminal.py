@@ -109,7 +109,7 @@ class Bar(TerminalTest):
                          r"(?m)^kvzap: stopped by signal 2 in the context, after \d+ of 80000 tokens$")
 
     def test_choice(self):
-        short = [*LONG, *CHUNKS, "-p", IDS[:20000]]
+        short = [*LONG, *CHUNKS, "-p", IDS[:12000]]
         for flags in (["--progress", "off"], ["--progress", "lines"], ["-q"]):
             code, _ = self.finish(self.start(*short, *flags))
             self.assertEqual((code, self.bars()), (0, []))
@@ -125,7 +125,7 @@ class Bar(TerminalTest):
 
     def test_under_mpirun(self):
         for columns in (40, 80):
-            process = self.start(*LONG, *CHUNKS, "-p", IDS[:40000], columns=columns, ranks=2)
+            process = self.start(*LONG, *CHUNKS, "-p", IDS[:20000], columns=columns, ranks=2)
             bar = self.wait_for_bar("prefill")
             self.assertLess(len(bar), columns)
             code, out = self.finish(process)
@@ -138,7 +138,7 @@ class Bar(TerminalTest):
         """Where mpirun marks each line, or somebody else reads standard error, there is no bar."""
         if not MPIEXEC:
             self.skipTest("needs MPI")
-        short = [*LONG, *CHUNKS, "-p", IDS[:20000]]
+        short = [*LONG, *CHUNKS, "-p", IDS[:12000]]
         command = [str(part) for part in on_ranks(1, [KVZAP, *short])]
         if "Open MPI" in run_command([MPIEXEC, "--version"]).text:
             marked = [command[0], "--tag-output", *command[1:]]
@@ -226,6 +226,16 @@ class Signals(TerminalTest):
         self.assertEqual(code, -signal.SIGINT)
         self.check_cleared()
 
+    def test_commands_that_end_at_once(self):
+        """They take their bar away first."""
+        tasks = self.start("make-tasks", "ruler", "--length", "4096", "--per-task", "500", "--seed", "1", "-m", MODEL,
+                           "-o", self.folder / "tasks.jsonl")
+        self.wait_for_bar("prompts")
+        tasks.send_signal(signal.SIGINT)
+        code, _ = self.finish(tasks)
+        self.assertEqual(code, -signal.SIGINT)
+        self.check_cleared()
+
     def test_bench(self):
         process = self.start("bench", "-m", SOURCE / "inputs/configs/Qwen3-0.6B", "--layers", "1", "-p", "16,60000",
                              "-n", "0", "-r", "1", "--no-warmup", "-o", "csv")
@@ -298,7 +308,7 @@ class Streams(TestCase):
         self.assertRegex(done.stderr.decode(), "standard input: reading failed after [1-9][0-9]* bytes: Input/output")
         for command in (["run", *ask, "-p", "x", "--config", unreadable],
                         ["eval", "-m", MODEL, "--tasks", unreadable, "--policies", "none", "-o", self.folder / "out"],
-                        ["calibrate", "-m", MODEL, "--surrogate", MLP, "--texts", unreadable]):
+                        ["calibrate", "-m", MODEL, "--surrogate", MLP, "-f", unreadable]):
             result = run_command([KVZAP, *command])
             self.assertNotEqual(result.code, 0)
             self.fail_with(result, unreadable)

@@ -258,9 +258,10 @@ void Progress::update(std::string_view what, std::int64_t done, std::int64_t tot
     const std::string line =
         progress_line(what, static_cast<double>(done) / static_cast<double>(total),
                       rate(now, done, unit), time_left(now, done, total), m_terminal->columns());
-    m_terminal->write(fmt::format("\r{}\033[K", line));
-    terminal_with_bar = m_terminal->descriptor();
+    // First who takes it away, as a signal may come right after.
     if (!m_drawn) erase_bar_at_the_end();
+    terminal_with_bar = m_terminal->descriptor();
+    m_terminal->write(fmt::format("\r{}\033[K", line));
     m_drawn = true;
     m_last = now;
   } else if (seconds >= 10 || (finished && m_line_printed)) {

@@ -184,28 +184,45 @@ nlohmann::json parse_json(std::string_view text, const std::string& what) {
   return builder.take();
 }
 
-std::string read_text_file(const std::filesystem::path& file, std::uintmax_t max_bytes) {
+std::string read_text_file(const std::filesystem::path& file, std::uintmax_t max_bytes,
+                           bool pipes) {
   const std::string what = file.string();
   std::error_code status;
   const auto kind = std::filesystem::status(file, status);
   if (!std::filesystem::exists(kind)) {
     throw Error(fmt::format("{}: no such file", what));
   }
-  if (!std::filesystem::is_regular_file(kind)) {
+  const bool is_regular = std::filesystem::is_regular_file(kind);
+  if (!is_regular && !(pipes && std::filesystem::is_fifo(kind))) {
     throw Error(fmt::format("{}: no such file: expected a regular file, found {}", what,
                             std::filesystem::is_directory(kind) ? "a folder" : "something else"));
   }
-  const std::uintmax_t bytes = std::filesystem::file_size(file, status);
-  if (status) throw Error(fmt::format("{}: cannot be read: {}", what, status.message()));
-  if (bytes > max_bytes) {
-    throw Error(
-        fmt::format("{}: too large: expected at most {} bytes, found {}", what, max_bytes, bytes));
+  const auto too_large = [&](std::uintmax_t bytes) {
+    return Error(fmt::format("{}: too large: expected at most {} bytes, found {}{}", what,
+                             max_bytes, bytes, is_regular ? "" : " and more"));
+  };
+  std::uintmax_t bytes = 0;
+  if (is_regular) {
+    bytes = std::filesystem::file_size(file, status);
+    if (status) throw Error(fmt::format("{}: cannot be read: {}", what, status.message()));
+    if (bytes > max_bytes) throw too_large(bytes);
   }
-  std::string text(static_cast<std::size_t>(bytes), '\0');
   errno = 0;
   std::ifstream stream(file, std::ios::binary);
-  if (!stream ||
-      (!text.empty() && !stream.read(text.data(), static_cast<std::streamsize>(text.size())))) {
+  std::string text;
+  if (is_regular) {
+    text.resize(static_cast<std::size_t>(bytes));
+    stream.read(text.data(), static_cast<std::streamsize>(text.size()));
+  } else {
+    constexpr std::size_t block = 1u << 16;
+    std::string part(block, '\0');
+    while (stream) {
+      stream.read(part.data(), static_cast<std::streamsize>(part.size()));
+      text.append(part, 0, static_cast<std::size_t>(stream.gcount()));
+      if (text.size() > max_bytes) throw too_large(max_bytes);
+    }
+  }
+  if (is_regular ? !stream : !stream.eof() || stream.bad()) {
     throw Error(
         fmt::format("{}: cannot be read: {}", what,
                     errno == 0 ? "it ended too early" : std::generic_category().message(errno)));

@@ -25,9 +25,10 @@ std::size_t json_memory_limit(std::size_t text_bytes);
 /// take more than json_memory_limit.
 nlohmann::json parse_json(std::string_view text, const std::string& what);
 
-/// All of a file. Throws Error for a missing one, anything but a regular file, one larger than
-/// `max_bytes` or a read error.
-std::string read_text_file(const std::filesystem::path& file, std::uintmax_t max_bytes = 64u << 20);
+/// All of a file. Throws Error for a missing one, one larger than `max_bytes`, a read error and
+/// anything but a regular file, or, with `pipes`, a pipe.
+std::string read_text_file(const std::filesystem::path& file, std::uintmax_t max_bytes = 64u << 20,
+                           bool pipes = false);
 
 /// Reads and parses a JSON file that must hold an object. Throws Error for a missing file, one
 /// larger than `max_bytes`, or anything but an object.

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+
 namespace kvzap::detail {
 namespace {
 
@@ -53,6 +55,18 @@ std::string shown(std::string_view text, std::size_t max_bytes) {
 
 std::string in_quotes(std::string_view text, std::size_t max_bytes) {
   return "'" + shown(text, max_bytes) + "'";
+}
+
+std::string shown_message(std::string_view message) {
+  constexpr std::size_t max_bytes = 16u << 10;
+  std::string result;
+  while (true) {
+    const std::size_t end = message.find('\n');
+    result += shown(message.substr(0, end), max_bytes - std::min(max_bytes, result.size()));
+    if (end == message.npos || result.size() >= max_bytes) return result;
+    result += '\n';
+    message.remove_prefix(end + 1);
+  }
 }
 
 }  // namespace kvzap::detail

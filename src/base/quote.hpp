@@ -15,4 +15,8 @@ std::string shown(std::string_view text, std::size_t max_bytes = 80);
 /// shown(text) between single quotes.
 std::string in_quotes(std::string_view text, std::size_t max_bytes = 80);
 
+/// An error's message as a terminal may have it: shown(), but lines stay lines, and of a very long
+/// one the beginning.
+std::string shown_message(std::string_view message);
+
 }  // namespace kvzap::detail

@@ -25,6 +25,7 @@
 #include "policies_command.hpp"
 #include "run.hpp"
 #include "snapshots.hpp"
+#include "standard_streams.hpp"
 
 namespace {
 
@@ -142,7 +143,7 @@ int run_program(char* name, const std::vector<std::string>& arguments,
   if (!comm.is_root()) kokkos_arguments.push_back(quiet.data());
   const KokkosSession kokkos(kokkos_arguments);
   if (line.bench->parsed()) {
-    driver::bench(line.bench_options, comm, driver::version, driver::revision);
+    return driver::bench(line.bench_options, comm, driver::version, driver::revision);
   } else if (line.collect->parsed()) {
     return driver::collect(line.collect_options, comm, driver::version);
   } else if (line.train->parsed()) {
@@ -170,6 +171,7 @@ int run_program(char* name, const std::vector<std::string>& arguments,
 }  // namespace
 
 int main(int argc, char** argv) try {
+  kvzap::driver::prepare_standard_streams();
 #ifdef M_MMAP_THRESHOLD
   // Large blocks keep coming from mmap, so that what is freed goes back to the system at once:
   // glibc otherwise raises this limit to the largest block it has seen freed.

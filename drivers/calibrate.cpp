@@ -20,6 +20,7 @@
 #include "options.hpp"
 #include "progress.hpp"
 #include "setup.hpp"
+#include "strict_values.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -226,11 +227,9 @@ void declare(CLI::App& app, CalibrateOptions& o) {
       ->group(texts);
 
   const auto thresholds = "Thresholds";
-  app.add_option("--evict-ratio", o.evict_ratios,
-                 "evicted shares of all pairs after the context that thresholds are found for, on "
-                 "average over the texts; above 0 and below 1, between commas")
-      ->expected(1)
-      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
+  add_texts(app, "--evict-ratio", o.evict_ratios,
+            "evicted shares of all pairs after the context that thresholds are found for, on "
+            "average over the texts; above 0 and below 1, between commas")
       ->type_name("LIST")
       ->default_str(usual_ratios)
       ->group(thresholds);

@@ -9,6 +9,8 @@
 
 #include <stdexcept>
 
+#include "base/quote.hpp"
+
 namespace kvzap::driver {
 namespace {
 
@@ -29,7 +31,7 @@ std::vector<TomlEntry> read_toml(const std::string& file) {
   } catch (const toml::parse_error& error) {
     const auto line = error.source().begin.line;  // 0 if the file could not even be read
     throw std::runtime_error(fmt::format("{}{}: {}", file, line > 0 ? fmt::format(":{}", line) : "",
-                                         error.description()));
+                                         kvzap::detail::shown(error.description(), 300)));
   }
   std::vector<TomlEntry> entries;
   for (const auto& [key, node] : table) {

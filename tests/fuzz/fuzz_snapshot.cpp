@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/crc32c.hpp"
+#include "base/quote.hpp"
 #include "harness.hpp"
 #include "io/seal.hpp"
 #include "io/snapshot_file.hpp"
@@ -365,7 +366,12 @@ void run_one(std::string_view input) {
   }
   static InputFile file;
   file.assign(bytes);
-  read(file.path());
+  try {
+    read(file.path());
+  } catch (const Error& error) {
+    throw Error(
+        detail::shown(error.what(), 1000));  // as SnapshotReader does, which needs the cache
+  }
 }
 
 }  // namespace kvzap::fuzz

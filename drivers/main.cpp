@@ -89,6 +89,8 @@ int print_document(const kvzap::driver::CommandLine& line) {
     std::cout << kvzap::driver::policies_text(line.policy);
   } else if (line.shell == "zsh") {
     std::cout << kvzap::driver::zsh_completion(line.app);
+  } else if (line.shell == "fish") {
+    std::cout << kvzap::driver::fish_completion(line.app);
   } else {
     std::cout << kvzap::driver::bash_completion(line.app);
   }

@@ -364,23 +364,6 @@ void validate(const RunOptions& o) {
   Sampler checks_its_options(o.sampling);
   require(!(o.prompt && !o.file.empty()), "-p and -f both give the prompt: give one of them");
   require(o.dump != "-", "--dump cannot be standard output");
-  const std::pair<const char*, const std::string*> outputs[] = {
-      {"--json", &o.json}, {"--snapshot", &o.snapshot}, {"--dump", &o.dump}};
-  for (const auto& [flag, file] : outputs) {
-    for (const auto& [other_flag, other] : outputs) {
-      if (file == other) break;  // each pair once
-      require(file->empty() || *file != *other,
-              fmt::format("{} and {} both name the file {}", other_flag, flag, *file));
-    }
-  }
-  for (const auto& [flag, input] : {std::pair("--resume", &o.resume), {"--append", &o.append}}) {
-    for (const auto& [other_flag, file] : outputs) {
-      // A snapshot may replace the one that it goes on from.
-      if (input == &o.resume && file == &o.snapshot) continue;
-      require(input->empty() || *input == "-" || *file != *input,
-              fmt::format("{} and {} both name the file {}", flag, other_flag, *input));
-    }
-  }
   if (o.dry_run || !o.resume.empty()) return;
   require(o.prompt || !o.file.empty(), "no prompt: give one with -p TEXT or -f FILE");
 }

@@ -35,7 +35,8 @@ struct SamplingOptions {
   /// Tokens that are never drawn.
   std::vector<TokenId> suppress_tokens;
   /// Sequences, none of them empty, whose last token is not drawn where the others stand before it.
-  /// As transformers' bad_words_ids: a sequence of more tokens than stand there at all does nothing.
+  /// As transformers' bad_words_ids: a sequence of more tokens than stand there at all does
+  /// nothing.
   std::vector<std::vector<TokenId>> bad_words;
 
   /// Whether anything may change logits.

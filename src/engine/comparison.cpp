@@ -101,8 +101,8 @@ struct Comparison::State {
   std::int64_t batch;
   std::vector<TokenId> context;
   std::vector<TokenId> asked;  // the question that is being answered
-  Borrowed kept;              // the context's sequences
-  std::vector<Start> starts;  // (setting); of those that read the question too, not yet
+  Borrowed kept;               // the context's sequences
+  std::vector<Start> starts;   // (setting); of those that read the question too, not yet
 
   const Communicator& comm() const { return engine->communicator(); }
   void forget() {

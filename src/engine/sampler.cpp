@@ -119,7 +119,8 @@ void Sampler::change(std::vector<float>& logits) const {
     logit -= presence;
   }
   const auto forbid = [&](TokenId token) {
-    if (token < size) logits[static_cast<std::size_t>(token)] = -std::numeric_limits<float>::infinity();
+    if (token < size)
+      logits[static_cast<std::size_t>(token)] = -std::numeric_limits<float>::infinity();
   };
   for (const auto& word : m_options.bad_words) {
     if (word.size() > 1 && word.size() > m_tokens.size()) continue;

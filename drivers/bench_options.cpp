@@ -168,6 +168,7 @@ void declare(CLI::App& app, BenchOptions& o) {
       ->capture_default_str()
       ->check(CLI::IsMember({"md", "csv", "json"}))
       ->group(output);
+  declare_progress(app, o.progress, output);
   app.add_flag("-q,--quiet", o.quiet, "no notes and no progress on standard error")->group(output);
   app.add_option("--config", o.config,
                  "TOML deck with any of these options under their long names, lists as lists or as "

@@ -399,7 +399,7 @@ class Help(TestCase):
         source = "".join((SOURCE / "drivers" / file).read_text() for file in files)
         declared = re.findall(r'add_(?:option|flag)\(\s*"([^"]+)"', source)
         self.assertGreater(len(declared), 25)
-        names = [n.lstrip("!") for declaration in declared for n in declaration.split(",")]
+        names = [n.lstrip("!") for declaration in declared for n in declaration.split(",")] + ["--progress"]
         for arguments in (["run", "--help"], ["run", "-h"]):
             result = run_command([KVZAP, *arguments])
             self.assertEqual((result.code, result.err), (0, b""), result)

@@ -230,6 +230,15 @@ Budget budget_of(const RunOptions& o) {
   return budget;
 }
 
+std::string escaped_in_policy(const std::string& value) {
+  std::string escaped;
+  for (const char c : value) {
+    if (c == ',' || c == '+') escaped += '\\';  // part of the name
+    escaped += c;
+  }
+  return escaped;
+}
+
 std::string policy_text(const RunOptions& o) {
   if (o.surrogate.empty()) {
     require(name_in(o.policy) != "kvzap" || o.policy.find("surrogate=") != std::string::npos,
@@ -242,12 +251,7 @@ std::string policy_text(const RunOptions& o) {
           fmt::format("--surrogate is for --policy kvzap; --policy {} has no use for it", name));
   require(text.find("surrogate=") == std::string::npos,
           "--surrogate and --policy both name a surrogate: give one of them");
-  std::string folder;
-  for (const char c : o.surrogate) {
-    if (c == ',' || c == '+') folder += '\\';  // part of the name
-    folder += c;
-  }
-  return with_argument(with_layerwise(o, text), "surrogate=" + folder);
+  return with_argument(with_layerwise(o, text), "surrogate=" + escaped_in_policy(o.surrogate));
 }
 
 std::optional<PolicySpec> policy_spec(const RunOptions& o) {
@@ -376,7 +380,8 @@ PlannedEviction planned_eviction(const RunOptions& o, const std::optional<Policy
   const bool has_policy = !o.policy.empty() || !o.surrogate.empty();
   const bool is_plain_ratio =
       budget.amount == Budget::Amount::evict_ratio && (!has_policy || looks_up_threshold(o));
-  if (!budget.has_amount() || is_plain_ratio || tokens == 0) return {budget.evict_ratio, o.window};
+  if (!budget.has_amount()) return {0, o.window, !prunes(o)};
+  if (is_plain_ratio || tokens == 0) return {budget.evict_ratio, o.window, false};
   // A budget's choice reaches the rows of the window too.
   const Budget::Model model = budget_model(config, setup.dtype);
   std::int64_t rows = 0;
@@ -389,7 +394,10 @@ PlannedEviction planned_eviction(const RunOptions& o, const std::optional<Policy
   // The plan rounds down to whole rows, and the quotient may be a little too small.
   while (std::floor(ratio * static_cast<double>(tokens)) < evicted)
     ratio = std::nextafter(ratio, 1.0);
-  return {ratio, 0};
+  // What stays is chosen when the scores of all layers are known.
+  const bool is_full_at_first = !prunes(o) || (spec && o.prefill == "dense" &&
+                                               (!budget.by_layer() || spec->info->repeats_context));
+  return {ratio, 0, is_full_at_first};
 }
 
 }  // namespace kvzap::driver

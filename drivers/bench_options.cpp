@@ -211,7 +211,7 @@ std::vector<std::string> columns_of(const BenchOptions& o) {
     if (std::find(known.begin(), known.end(), name) != known.end()) continue;
     const std::string nearest = detail::nearest_name(name, known);
     throw Error(fmt::format("--columns: there is no column '{}'{}; expected all, or some of {}",
-                            name, nearest.empty() ? "" : "; did you mean " + nearest + "?",
+                            name, nearest.empty() ? "" : " (did you mean " + nearest + "?)",
                             fmt::join(known, ", ")));
   }
   return entries;

@@ -40,6 +40,18 @@ bool has_threshold(const RunOptions& o, const PolicySpec& spec) {
                      [](const auto& modifier) { return modifier.first->name == "dms"; });
 }
 
+/// Whether a budget is met over all layers together (Budget::Pool::model), as its policy, which
+/// may need weights to be made, will say.
+bool chooses_over_layers(const PolicySpec& spec) {
+  const auto& parameters = spec.info->parameters;
+  const bool may_by_layer =
+      std::any_of(parameters.begin(), parameters.end(),
+                  [](const PolicyParameter& parameter) { return parameter.name == "layerwise"; });
+  return (may_by_layer && !spec.arguments.flag("layerwise")) ||
+         std::any_of(spec.modifiers.begin(), spec.modifiers.end(),
+                     [](const auto& modifier) { return modifier.first->name == "global"; });
+}
+
 /// The budget of the flags with what modifiers that say how much stays make of it. (What others do
 /// is in whose favour rows go, or may need weights.)
 Budget planned_budget(const RunOptions& o, const std::optional<PolicySpec>& spec,
@@ -394,10 +406,9 @@ PlannedEviction planned_eviction(const RunOptions& o, const std::optional<Policy
   // The plan rounds down to whole rows, and the quotient may be a little too small.
   while (std::floor(ratio * static_cast<double>(tokens)) < evicted)
     ratio = std::nextafter(ratio, 1.0);
-  // What stays is chosen when the scores of all layers are known.
-  const bool is_full_at_first = !prunes(o) || (spec && o.prefill == "dense" &&
-                                               (!budget.by_layer() || spec->info->repeats_context));
-  return {ratio, 0, is_full_at_first};
+  const bool waits_for_all = spec && o.prefill == "dense" &&
+                             (chooses_over_layers(*spec) || spec->info->repeats_context);
+  return {ratio, 0, !prunes(o) || waits_for_all};
 }
 
 }  // namespace kvzap::driver

@@ -127,8 +127,7 @@ std::string cache_text(const CacheReport& cache, bool prunes) {
     text += fmt::format(": {} of the full cache were never allocated", human_bytes(never));
   }
   if (cache.returned_bytes > 0) {
-    text += fmt::format("{} {} returned to the system", never > 0 ? ";" : ",",
-                        human_bytes(cache.returned_bytes));
+    text += fmt::format("\n         {} returned to the system", human_bytes(cache.returned_bytes));
   }
   return text + "\n";
 }
@@ -153,12 +152,12 @@ std::string node_text(const PlanReport& report) {
   const int ranks = report.ranks_on_node;
   const std::string of_ranks = fmt::format("{} rank{}", ranks, ranks == 1 ? "" : "s");
   if (!report.is_known()) return "whether that fits is not known here\n";
-  std::string text =
-      report.nodes == 1
-          ? "this node: "
-          : fmt::format("{} nodes, of which the one with the least to spare: ", report.nodes);
-  text += fmt::format("{} of {} needed, {} available: {}\n", human_bytes(report.needed_on_node),
-                      of_ranks, human_bytes(report.available_on_node),
+  std::string text = report.nodes == 1
+                         ? "this node: "
+                         : fmt::format("{} nodes, on the one with the least to spare: ",
+                                       report.nodes);
+  text += fmt::format("{} need{} {}, {} are available: {}\n", of_ranks, ranks == 1 ? "s" : "",
+                      human_bytes(report.needed_on_node), human_bytes(report.available_on_node),
                       report.fits() ? "it fits" : "it does not fit");
   if (report.fits()) return text;
   if (report.nodes_that_fit > 0) {
@@ -384,10 +383,10 @@ std::string to_text(const RunReport& report, const RunOptions& options) {
     line(fmt::format("warning: {} pairs have a score that is NaN or infinite; they were kept",
                      end.non_finite_scores));
   }
-  line(fmt::format("memory   {} of {} at {} peak, {} of weights among them",
+  line(fmt::format("memory   {} at the peak{}, {} of them weights",
                    human_bytes(sum(report.peak_rss_bytes)),
-                   report.ranks == 1 ? "the process" : fmt::format("{} ranks", report.ranks),
-                   report.ranks == 1 ? "its" : "their", human_bytes(sum(report.weight_bytes))));
+                   report.ranks == 1 ? " of the process" : fmt::format("s of {} ranks", report.ranks),
+                   human_bytes(sum(report.weight_bytes))));
   if (report.cache_options.prune_after == PruneMoment::question) {
     line(fmt::format("time     load {:.2f} s; the context of {} tokens runs with each question",
                      report.load_seconds, report.context_tokens));
@@ -442,7 +441,7 @@ std::string to_text(const PlanReport& report, const ModelConfig& model, DType dt
       fmt::format("{}: {} layers, {} KV heads of {}, {} tokens, {}\n", model.architecture,
                   model.num_hidden_layers, model.num_key_value_heads, model.head_dim, report.tokens,
                   name_of(dtype));
-  constexpr const char* line = "{:>4}  {:>8}  {:>8}  {:>18}  {:>14}  {:>11}  {:>9}  {:>14}\n";
+  constexpr const char* line = "{:>4}  {:>8}  {:>8}  {:>19}  {:>15}  {:>11}  {:>9}  {:>14}\n";
   text += fmt::format(line, "rank", "weights", "KV full",
                       fmt::format("KV at {:.1f}% evicted", 100 * report.eviction.ratio),
                       "KV of one layer", "activations", "attention", "needed at once");

@@ -179,6 +179,7 @@ void declare(CLI::App& app, BenchOptions& o) {
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
       ->type_name("LIST")
       ->group(output);
+  declare_progress(app, o.progress, output);
   app.add_flag("-q,--quiet", o.quiet, "no notes and no progress on standard error")->group(output);
   app.add_option("--config", o.config,
                  "TOML deck with any of these options under their long names, lists as lists or as "

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "progress.hpp"
 #include "rope_options.hpp"
 
 namespace kvzap::driver {
@@ -41,6 +42,7 @@ struct BenchOptions {
   std::string output = "md";
   std::vector<std::string> columns;
   bool quiet = false;
+  ProgressStyle progress = ProgressStyle::automatic;
   std::string config;
 };
 

@@ -349,6 +349,7 @@ void declare(CLI::App& app, RunOptions& o) {
          "print how much memory each rank needs for -c tokens (default: the prompt's and -n, or "
          "max_position_embeddings, or what RoPE scaling makes of it, without a prompt) and exit")
       ->group(output);
+  declare_progress(app, o.progress, output);
   app.add_flag("-q,--quiet", o.quiet, "no progress and no report on standard error")->group(output);
   declare_deck(app, o.config, output);
 }

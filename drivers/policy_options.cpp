@@ -406,8 +406,8 @@ PlannedEviction planned_eviction(const RunOptions& o, const std::optional<Policy
   // The plan rounds down to whole rows, and the quotient may be a little too small.
   while (std::floor(ratio * static_cast<double>(tokens)) < evicted)
     ratio = std::nextafter(ratio, 1.0);
-  const bool waits_for_all = spec && o.prefill == "dense" &&
-                             (chooses_over_layers(*spec) || spec->info->repeats_context);
+  const bool waits_for_all =
+      spec && o.prefill == "dense" && (chooses_over_layers(*spec) || spec->info->repeats_context);
   return {ratio, 0, !prunes(o) || waits_for_all};
 }
 

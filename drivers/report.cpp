@@ -152,10 +152,10 @@ std::string node_text(const PlanReport& report) {
   const int ranks = report.ranks_on_node;
   const std::string of_ranks = fmt::format("{} rank{}", ranks, ranks == 1 ? "" : "s");
   if (!report.is_known()) return "whether that fits is not known here\n";
-  std::string text = report.nodes == 1
-                         ? "this node: "
-                         : fmt::format("{} nodes, on the one with the least to spare: ",
-                                       report.nodes);
+  std::string text =
+      report.nodes == 1
+          ? "this node: "
+          : fmt::format("{} nodes, on the one with the least to spare: ", report.nodes);
   text += fmt::format("{} need{} {}, {} are available: {}\n", of_ranks, ranks == 1 ? "s" : "",
                       human_bytes(report.needed_on_node), human_bytes(report.available_on_node),
                       report.fits() ? "it fits" : "it does not fit");
@@ -205,7 +205,15 @@ void add_snapshots(ordered_json& json, const RunReport& report) {
                                  {"seconds", written.seconds},
                                  {"waiting_seconds", written.waiting_seconds}});
   }
-  if (report.signal != 0) json["signal"] = report.signal;
+  if (report.signal == 0) return;
+  json["signal"] = report.signal;
+  if (report.stopped_in.empty()) return;
+  json["stopped"] = {
+      {"in", report.stopped_in}, {"after", report.stopped_after}, {"of", report.stopped_of}};
+  if (!report.unfinished) return;
+  json["stopped"]["answer"] = {{"question", report.unfinished->question},
+                               {"text", report.unfinished->text},
+                               {"ids", report.unfinished->answer.tokens}};
 }
 
 std::string snapshots_text(const RunReport& report) {
@@ -352,6 +360,10 @@ ordered_json to_json(const RunReport& report, const RunOptions& options) {
 std::string to_text(const RunReport& report, const RunOptions& options) {
   std::string text;
   const auto line = [&](const std::string& what) { text += what + "\n"; };
+  // Stopped before there were any rows: what is there to say is how far it came.
+  if (report.signal != 0 && report.context.kept.empty() && report.answers.empty()) {
+    return "\n" + snapshots_text(report);
+  }
   const CacheReport& end =
       report.answers.empty() ? report.context : report.answers.back().answer.cache;
   line("");
@@ -383,10 +395,10 @@ std::string to_text(const RunReport& report, const RunOptions& options) {
     line(fmt::format("warning: {} pairs have a score that is NaN or infinite; they were kept",
                      end.non_finite_scores));
   }
-  line(fmt::format("memory   {} at the peak{}, {} of them weights",
-                   human_bytes(sum(report.peak_rss_bytes)),
-                   report.ranks == 1 ? " of the process" : fmt::format("s of {} ranks", report.ranks),
-                   human_bytes(sum(report.weight_bytes))));
+  line(fmt::format(
+      "memory   {} at the peak{}, {} of them weights", human_bytes(sum(report.peak_rss_bytes)),
+      report.ranks == 1 ? " of the process" : fmt::format("s of {} ranks", report.ranks),
+      human_bytes(sum(report.weight_bytes))));
   if (report.cache_options.prune_after == PruneMoment::question) {
     line(fmt::format("time     load {:.2f} s; the context of {} tokens runs with each question",
                      report.load_seconds, report.context_tokens));
@@ -416,6 +428,25 @@ std::string to_text(const RunReport& report, const RunOptions& options) {
 }
 
 std::string stop_text(const RunReport& report, const RunOptions& options) {
+  if (options.snapshot.empty() || report.snapshots.empty()) {
+    std::string where = "before anything was run";
+    const auto tokens =
+        fmt::format("after {} of {} tokens", report.stopped_after, report.stopped_of);
+    if (report.stopped_in == "load") {
+      where = "while weights were loaded";
+    } else if (report.stopped_in == "context") {
+      where = fmt::format("in the context, {}", tokens);
+    } else if (report.stopped_in == "texts") {
+      where = fmt::format("in the policy's texts, {}", tokens);
+    } else if (report.stopped_in == "repeat") {
+      where = fmt::format("in the repeat of the context, {}", tokens);
+    } else if (report.stopped_in == "question") {
+      where = fmt::format("in question {}, {}", report.answers.size() + 1, tokens);
+    } else if (report.stopped_in == "answer") {
+      where = fmt::format("in answer {}, {}", report.answers.size() + 1, tokens);
+    }
+    return fmt::format("stopped by signal {} {}", report.signal, where);
+  }
   const bool has_values = options.snapshot_content.empty() || options.snapshot_content == "all";
   return fmt::format("stopped by signal {}: {} has {} tokens{}", report.signal, options.snapshot,
                      report.snapshots.empty() ? 0 : report.snapshots.back().tokens,

@@ -441,7 +441,7 @@ class Help(TestCase):
         source = (SOURCE / "drivers/options.cpp").read_text()
         declared = re.findall(r'add_(?:option|flag)\(\s*"([^"]+)"', source)
         self.assertGreater(len(declared), 25)
-        names = [n.lstrip("!") for declaration in declared for n in declaration.split(",")]
+        names = [n.lstrip("!") for declaration in declared for n in declaration.split(",")] + ["--progress"]
         for arguments in (["run", "--help"], ["run", "-h"]):
             result = run_command([KVZAP, *arguments])
             self.assertEqual((result.code, result.err), (0, b""), result)

@@ -205,8 +205,10 @@ int run_program(int argc, char** argv, const kvzap::Communicator& comm) {
   } else {
     read_deck_of(*line.run, line.run_options.config);
     auto resumed = driver::open_resumed(*line.run, line.run_options, comm);
-    return driver::run(line.run_options, driver::recorded_options(*line.run, line.run_options),
-                       std::move(resumed), comm, driver::version);
+    const driver::RunDescription description{driver::version, driver::revision,
+                                             driver::recorded_options(*line.run, line.run_options),
+                                             driver::options_in_force(*line.run, line.run_options)};
+    return driver::run(line.run_options, description, std::move(resumed), comm);
   }
   return 0;
 }

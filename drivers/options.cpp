@@ -229,10 +229,10 @@ void declare(CLI::App& app, RunOptions& o) {
   app.add_option("-f,--file", o.file, "file with the context, taken whole; - is standard input")
       ->type_name("FILE")
       ->group(prompt);
-  app.add_option(
-         "--question", o.questions,
-         "question that follows the context; may be repeated, each is answered from the same "
-         "pruned context")
+  app.add_option("--question", o.questions,
+                 "question that follows the context; may be repeated: each is answered from the "
+                 "same pruned "
+                 "context, and its answer printed under a line \"[1] QUESTION\"")
       ->expected(1)
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
       ->group(prompt);
@@ -338,6 +338,9 @@ void declare(CLI::App& app, RunOptions& o) {
   app.add_option("--json", o.json, "write a report to this file; - is standard output")
       ->type_name("FILE")
       ->group(output);
+  app.add_flag("--json-token-ids", o.json_token_ids,
+               "let that report have the token ids of context and questions, too")
+      ->group(output);
   app.add_option("--dump", o.dump,
                  "write token ids, the scores of the context, what was evicted and all logits to "
                  "this safetensors file")
@@ -367,6 +370,8 @@ void validate(const RunOptions& o) {
   check_policy_options(o);
   check_sampling(o.sampling, o.sampling_flags);
   require(!(o.prompt && !o.file.empty()), "-p and -f both give the prompt: give one of them");
+  require(!o.json_token_ids || !o.json.empty(),
+          "--json-token-ids has no effect without --json FILE");
   require(o.dump != "-", "--dump cannot be standard output");
   const std::pair<const char*, const std::string*> outputs[] = {
       {"--json", &o.json}, {"--snapshot", &o.snapshot}, {"--dump", &o.dump}};

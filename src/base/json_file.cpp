@@ -23,6 +23,12 @@ constexpr std::size_t value_bytes = sizeof(Json);
 constexpr std::size_t container_bytes = 64;  // a std::map or std::string on the heap
 constexpr std::size_t member_bytes = 112;    // a node of a std::map with its key and value
 
+// (The library takes long lists apart in lists that grow to three times their length.)
+std::size_t array_bytes(std::size_t capacity) {
+  constexpr std::size_t is_long = 64;
+  return capacity == 0 ? 0 : 16 + capacity * value_bytes * (capacity < is_long ? 1 : 3);
+}
+
 std::size_t text_bytes(std::size_t length) { return length < 16 ? 0 : length + 32; }
 
 /// "line 3, column 5 (byte 70)", all counted from 1.
@@ -109,9 +115,9 @@ class Builder final : public nlohmann::json_sax<Json> {
       // Old and new elements lie side by side while they move.
       const std::size_t old_capacity = array.capacity();
       const std::size_t capacity = std::max<std::size_t>(2, 2 * old_capacity);
-      spend(16 + capacity * value_bytes);
+      spend(array_bytes(capacity));
       array.reserve(capacity);
-      if (old_capacity > 0) m_spent -= 16 + old_capacity * value_bytes;
+      m_spent -= array_bytes(old_capacity);
     }
     array.emplace_back(std::forward<Value>(value));
     return &array.back();
@@ -170,7 +176,7 @@ class Builder final : public nlohmann::json_sax<Json> {
 
 }  // namespace
 
-std::size_t json_memory_limit(std::size_t text_bytes) { return 2 * text_bytes + (32u << 20); }
+std::size_t json_memory_limit(std::size_t text_bytes) { return 2 * text_bytes + (40u << 20); }
 
 nlohmann::json parse_json(std::string_view text, const std::string& what) {
   // The parser takes a NUL for the end of its input.

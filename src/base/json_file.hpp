@@ -15,7 +15,7 @@ namespace kvzap::detail {
 /// Deepest nesting of objects and arrays that any file of a model folder needs, with room to spare.
 inline constexpr int max_json_depth = 64;
 
-/// Most bytes that the values of a JSON text may take in memory: 2 × text + 32 MB. Some hostile
+/// Most bytes that the values of a JSON text may take in memory: 2 × text + 40 MB. Some hostile
 /// texts take 20 times theirs; of the files that models come with, the tokenizers' come closest.
 std::size_t json_memory_limit(std::size_t text_bytes);
 

@@ -256,6 +256,7 @@ void declare(CLI::App& app, CalibrateOptions& o) {
                  "output")
       ->type_name("FILE")
       ->group(output);
+  declare_progress(app, o.progress, output);
   app.add_flag("-q,--quiet", o.quiet, "no progress on standard error")->group(output);
   declare_deck(app, o.config, output);
 }
@@ -274,7 +275,7 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
         options.max_context.value_or(options.random_weights ? 0 : setup->config.longest_context());
   });
   const ModelConfig& config = setup->config;
-  if (talks) print_notes(*setup);
+  if (comm.is_root()) print_notes(*setup, talks);
   comm.agree_on_root([&] {
     check_writable(options.json);
     for (const auto& note : check_storable(table_file(options))) {
@@ -303,9 +304,11 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
 
   // 2. Score the texts.
   const auto start = Clock::now();
-  Progress bar(talks);
+  Progress bar(talks, options.progress);
   const ProgressCallback progress = [&](std::string_view what, std::int64_t done,
-                                        std::int64_t total) { bar.update(what, done, total); };
+                                        std::int64_t total) {
+    bar.update(what, done, total, what == "load" ? "" : "tokens");
+  };
   const ScoredTexts scored = score(options, *setup, surrogate, texts, comm, progress);
   bar.clear();
 
@@ -338,8 +341,8 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
           "evicts them\n",
           scored.non_finite_scores);
     }
-    if (options.json != "-") fmt::print("{}", table.text());
-    flush_stdout();
+    const std::string text = options.json != "-" ? table.text() : "";
+    std::fwrite(text.data(), 1, text.size(), stdout);
     const fs::path file = table_file(options);
     if (!file.empty()) table.write(file);
     if (!options.json.empty()) {
@@ -347,8 +350,8 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
                   to_json(options, table, by_row, texts, version)
                           .dump(2, ' ', false, nlohmann::json::error_handler_t::replace) +
                       "\n");
-      flush_stdout();
     }
+    flush_stdout();
     if (talks) {
       say("{} texts of {} tokens in {:.1f} s; {}\n", table.texts, table.tokens,
           seconds_since(start), file.empty() ? "not stored" : "stored in " + file.string());

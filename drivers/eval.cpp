@@ -268,13 +268,7 @@ void Evaluation::prepare() {
     m_setup = set_up_model(m_options.model, std::nullopt, m_options.placement, m_work.size(),
                            m_options.rope);
     const ModelConfig& config = m_setup->config;
-    m_limit = m_options.max_context.value_or(0);
-    if (!m_options.random_weights) {
-      require(m_limit <= config.longest_context(),
-              fmt::format("-c is {}; the model's {} is {}", m_limit, name_of_longest(config),
-                          config.longest_context()));
-      if (m_limit == 0) m_limit = config.longest_context();
-    }
+    m_limit = context_limit(m_options.max_context, config, m_options.random_weights.has_value());
     m_stop_ids = load_stop_ids(m_options.model, config.vocab_size);
     for (const EvalSetting& setting : m_settings) {
       m_run_options.push_back(run_options(m_options, setting));
@@ -287,7 +281,14 @@ void Evaluation::prepare() {
       }
     }
   });
-  if (m_talks) print_notes(*m_setup);
+  if (m_comm.is_root()) print_notes(*m_setup, m_talks);
+  // Answers are those of kvpress' pipeline, which takes the largest of the model's own logits.
+  const std::string left_aside =
+      m_talks ? rules_left_aside(m_options.model, m_setup->config.vocab_size) : "";
+  if (!left_aside.empty()) {
+    say("kvzap: note: eval chooses tokens by the model's logits alone, as kvpress does; {}\n",
+        left_aside);
+  }
   m_comm.agree_on_root([&] {
     check_writable(m_options.json);
     m_tokenizer = Tokenizer::load(m_options.model);
@@ -423,6 +424,8 @@ ordered_json Evaluation::description() const {
   const auto add = [&](const char* name, const auto& value) {
     if (value) options[name] = *value;
   };
+  // Folders of releases before have no such option, and go on.
+  if (o.sampling.min_p != 0) options["min_p"] = o.sampling.min_p;
   add("random_weights", o.random_weights);
   add("n_predict", o.new_tokens);
   add("max_prompts", o.max_prompts);
@@ -635,7 +638,9 @@ std::vector<SettingAnswer> Evaluation::answer(Comparison& comparison, const Eval
   constexpr double patience = 3;  // seconds
   const ProgressCallback progress = [&](std::string_view what, std::int64_t done,
                                         std::int64_t total) {
-    if (detail::seconds_since(start) > patience) bar.update(what, done, total);
+    if (detail::seconds_since(start) > patience) {
+      bar.update(what, done, total, "tokens");
+    }
   };
   if (job.has_new_context) comparison.prefill(job.tokens.context, progress);
   ComparisonOptions options;
@@ -708,9 +713,12 @@ void Evaluation::record(const EvalPrompt& prompt, const std::vector<SettingAnswe
 
 int Evaluation::answer_all() {
   check_memory_of_ranks();
-  Progress bar(m_talks), within(m_talks);  // of all prompts, of one
+  Progress bar(m_talks, m_options.progress),
+      within(m_talks, m_options.progress);  // of all prompts, of one
   const ProgressCallback progress = [&](std::string_view what, std::int64_t done,
-                                        std::int64_t total) { bar.update(what, done, total); };
+                                        std::int64_t total) {
+    bar.update(what, done, total, what == "load" ? "" : "tokens");
+  };
   std::unique_ptr<Comparison> comparison =
       with_value_type(dtype_from_name(m_options.dtype),
                       [&](auto value) { return make_comparison<decltype(value)>(progress); });
@@ -719,7 +727,7 @@ int Evaluation::answer_all() {
   const bool is_by_prompt = m_options.parallel == "prompts";
   const auto total = static_cast<std::int64_t>(m_prompts.prompts.size());
   auto done = static_cast<std::int64_t>(total - static_cast<std::int64_t>(m_left.size()));
-  bar.update("eval", done, total);
+  bar.update("eval", done, total, "prompts");
   int signal = 0;
   for (std::int64_t round = 0; round < m_rounds; ++round) {
     signal = static_cast<int>(m_comm.all_reduce_max(std::int64_t{caught_signal}));
@@ -748,7 +756,7 @@ int Evaluation::answer_all() {
         if (jobs[i].prompt < 0) continue;
         record(m_prompts.prompts[static_cast<std::size_t>(jobs[i].prompt)], answers[i]);
         within.clear();
-        bar.update("eval", ++done, total);
+        bar.update("eval", ++done, total, "prompts");
       }
     });
   }

@@ -141,6 +141,7 @@ void declare(CLI::App& app, EvalOptions& o) {
                  "write the summary to this file too; - is standard output, instead of the table")
       ->type_name("FILE")
       ->group(output);
+  declare_progress(app, o.progress, output);
   app.add_flag("-q,--quiet", o.quiet, "no progress and no notes on standard error")->group(output);
   declare_deck(app, o.config, output);
 }

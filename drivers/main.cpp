@@ -26,6 +26,7 @@
 #include "policies_command.hpp"
 #include "run.hpp"
 #include "snapshots.hpp"
+#include "standard_streams.hpp"
 
 namespace {
 
@@ -177,7 +178,7 @@ int run_program(int argc, char** argv, const kvzap::Communicator& comm) {
   namespace driver = kvzap::driver;
   if (line.bench->parsed()) {
     read_deck_of(*line.bench, line.bench_options.config);
-    driver::bench(line.bench_options, comm, driver::version, driver::revision);
+    return driver::bench(line.bench_options, comm, driver::version, driver::revision);
   } else if (line.collect->parsed()) {
     read_deck_of(*line.collect, line.collect_options.config);
     return driver::collect(line.collect_options, comm, driver::version);
@@ -205,8 +206,10 @@ int run_program(int argc, char** argv, const kvzap::Communicator& comm) {
   } else {
     read_deck_of(*line.run, line.run_options.config);
     auto resumed = driver::open_resumed(*line.run, line.run_options, comm);
-    return driver::run(line.run_options, driver::recorded_options(*line.run, line.run_options),
-                       std::move(resumed), comm, driver::version);
+    const driver::RunDescription description{driver::version, driver::revision,
+                                             driver::recorded_options(*line.run, line.run_options),
+                                             driver::options_in_force(*line.run, line.run_options)};
+    return driver::run(line.run_options, description, std::move(resumed), comm);
   }
   return 0;
 }
@@ -214,6 +217,7 @@ int run_program(int argc, char** argv, const kvzap::Communicator& comm) {
 }  // namespace
 
 int main(int argc, char** argv) try {
+  kvzap::driver::prepare_standard_streams();
 #ifdef M_MMAP_THRESHOLD
   // Large blocks keep coming from mmap, so that what is freed goes back to the system at once:
   // glibc otherwise raises this limit to the largest block it has seen freed.

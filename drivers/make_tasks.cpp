@@ -238,13 +238,13 @@ void make_file(const MakeTasksOptions& o) {
 
   const std::vector<std::int64_t> lengths = asked_lengths(o);
   const auto rows = static_cast<std::int64_t>(lengths.size() * maker.tasks.size()) * o.per_task;
-  Progress progress(!o.quiet);
+  Progress progress(!o.quiet, o.progress);
   std::int64_t done = 0, all_short = 0, most_short = 0;
   std::string shortest;
   for (const std::int64_t length : lengths) {
     for (const std::string& task : maker.tasks) {
       for (std::int64_t index = 0; index < o.per_task; ++index) {
-        progress.update("prompts", done++, rows);
+        progress.update("prompts", done++, rows, "prompts");
         MadeTask made = maker.make(task, length, index);
         // Scores are averaged by task.
         if (lengths.size() > 1) made.task.task += fmt::format("/{}", length);
@@ -325,6 +325,7 @@ void declare(CLI::App& app, MakeTasksOptions& o) {
                  "output. Required")
       ->type_name("FILE")
       ->group(output);
+  declare_progress(app, o.progress, output);
   app.add_flag("-q,--quiet", o.quiet, "no progress on standard error")->group(output);
   declare_deck(app, o.config, output);
 }

@@ -78,6 +78,11 @@ void declare_filters(CLI::App& app, SamplingOptions& sampling, const std::string
                  "sample from the most likely tokens whose probabilities sum to this, in (0, 1]")
       ->capture_default_str()
       ->group(group);
+  app.add_option("--min-p", sampling.min_p,
+                 "sample from tokens at least this many times as likely as the likeliest, in [0, "
+                 "1]; 0: all")
+      ->capture_default_str()
+      ->group(group);
 }
 
 void declare_protected(CLI::App& app, int& window, std::int64_t& sink, const std::string& group) {
@@ -224,10 +229,10 @@ void declare(CLI::App& app, RunOptions& o) {
   app.add_option("-f,--file", o.file, "file with the context, taken whole; - is standard input")
       ->type_name("FILE")
       ->group(prompt);
-  app.add_option(
-         "--question", o.questions,
-         "question that follows the context; may be repeated, each is answered from the same "
-         "pruned context")
+  app.add_option("--question", o.questions,
+                 "question that follows the context; may be repeated: each is answered from the "
+                 "same pruned "
+                 "context, and its answer printed under a line \"[1] QUESTION\"")
       ->expected(1)
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
       ->group(prompt);
@@ -321,10 +326,7 @@ void declare(CLI::App& app, RunOptions& o) {
       ->group(generation);
   app.add_flag("--ignore-eos", o.ignore_eos, "go on after a token that ends the answer")
       ->group(generation);
-  app.add_option("--temp", o.sampling.temperature, "sampling temperature; 0 is greedy")
-      ->capture_default_str()
-      ->group(generation);
-  declare_filters(app, o.sampling, generation);
+  declare_sampling(app, o.sampling, o.sampling_flags, generation);
   app.add_option("--seed", o.sampling.seed, "seed of the sampler, the same for each question")
       ->capture_default_str()
       ->check(not_negative)
@@ -336,6 +338,9 @@ void declare(CLI::App& app, RunOptions& o) {
   app.add_option("--json", o.json, "write a report to this file; - is standard output")
       ->type_name("FILE")
       ->group(output);
+  app.add_flag("--json-token-ids", o.json_token_ids,
+               "let that report have the token ids of context and questions, too")
+      ->group(output);
   app.add_option("--dump", o.dump,
                  "write token ids, the scores of the context, what was evicted and all logits to "
                  "this safetensors file")
@@ -346,6 +351,7 @@ void declare(CLI::App& app, RunOptions& o) {
          "print how much memory each rank needs for -c tokens (default: the prompt's and -n, or "
          "max_position_embeddings, or what RoPE scaling makes of it, without a prompt) and exit")
       ->group(output);
+  declare_progress(app, o.progress, output);
   app.add_flag("-q,--quiet", o.quiet, "no progress and no report on standard error")->group(output);
   declare_deck(app, o.config, output);
 }
@@ -362,8 +368,10 @@ void validate(const RunOptions& o) {
   require(!o.max_context || *o.max_context >= 1,
           fmt::format("-c is {}; expected at least 1", o.max_context.value_or(0)));
   check_policy_options(o);
-  Sampler checks_its_options(o.sampling);
+  check_sampling(o.sampling, o.sampling_flags);
   require(!(o.prompt && !o.file.empty()), "-p and -f both give the prompt: give one of them");
+  require(!o.json_token_ids || !o.json.empty(),
+          "--json-token-ids has no effect without --json FILE");
   require(o.dump != "-", "--dump cannot be standard output");
   const std::pair<const char*, const std::string*> outputs[] = {
       {"--json", &o.json}, {"--snapshot", &o.snapshot}, {"--dump", &o.dump}};

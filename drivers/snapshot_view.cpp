@@ -66,6 +66,7 @@ void declare_view(CLI::App& app, ViewOptions& o, const std::string& text_help) {
                  "folder with the tokenizer for --text; default: the model's that the file names")
       ->type_name("DIR");
   app.add_flag("--json", o.json, "as JSON");
+  declare_progress(app, o.progress, "Options");
   declare_deck(app, o.config, "Options");
 }
 
@@ -141,12 +142,6 @@ void count_kept(const SnapshotReader& reader, int layer, int head,
 
 std::int64_t kv_bytes(const SnapshotHeader& header, std::int64_t rows) {
   return 2 * rows * header.head_dim * static_cast<std::int64_t>(size_of(header.dtype));
-}
-
-nlohmann::ordered_json number_json(double value) {
-  if (std::isnan(value)) return nullptr;
-  if (std::isinf(value)) return value > 0 ? "inf" : "-inf";
-  return value;
 }
 
 std::string percent(std::int64_t part, std::int64_t whole) {

@@ -22,6 +22,9 @@ struct AnswerOptions {
   SamplingOptions sampling;
   /// Called on every rank for each new token.
   std::function<void(TokenId)> on_token;
+  /// As that of Generator::prefill, in tokens, while the question runs: "question", or "prefill"
+  /// where the context runs with it.
+  ProgressCallback progress;
   /// Called before that with the logits (vocab_size) that the token is drawn from, on rank 0; with
   /// none elsewhere. May be set on some ranks alone. Greedy answers are faster if none has it: then
   /// no step hands out logits.
@@ -72,6 +75,9 @@ class Generator {
   /// `after_chunk` is called where begin_snapshot may be: after each step of the context (of the
   /// last one only where the policy then has the model repeat the context), and at its end. If it
   /// throws, the context stays as far as it is, and prefill_rest goes on.
+  ///
+  /// Throws AgreedError if the logits at the context's end are not finite (with `after_chunk` also
+  /// at that of any chunk): weights or activations overflow, and so do the cache's rows.
   void prefill(const std::vector<TokenId>& context, bool reusable,
                const ProgressCallback& progress = {},
                const std::function<void()>& after_chunk = {});
@@ -130,6 +136,8 @@ class Generator {
   std::vector<std::int64_t> positions(int layer, int head_on_rank) {
     return m_engine->positions(m_sequence, layer, head_on_rank);
   }
+  /// As Engine::scores.
+  std::vector<std::vector<float>> scores(int layer) { return m_engine->scores(m_sequence, layer); }
   void set_observer(StepObserver* observer) { m_engine->set_observer(observer); }
   void set_attention_path(AttentionPath path) { m_engine->set_attention_path(path); }
   Engine& engine() { return *m_engine; }
@@ -150,12 +158,14 @@ class Generator {
   void forget();
   bool runs_whole() const;
   void run_context(const ProgressCallback& progress, const std::function<void()>& after_chunk);
+  void check_finite(const std::vector<float>& logits) const;
   void keep_context();
   void check_whole() const;
   void check_context_is_kept() const;
   void begin_answer();
   Answer generate(const AnswerOptions& options, bool resumes);
-  std::vector<StepResult> run_whole(const std::vector<TokenId>& question, StepOutput output);
+  std::vector<StepResult> run_whole(const std::vector<TokenId>& question, StepOutput output,
+                                    const ProgressCallback& progress);
   SnapshotParts snapshot_parts(SnapshotInfo info);
   template <class Write>
   auto with_parts(SnapshotInfo info, const Write& write);

@@ -4,7 +4,7 @@ foreach(list MACHINE PREFIX_PATH LAUNCHER)
   string(REPLACE "|" ";" ${list} "${${list}}")
 endforeach()
 set(prefix ${FOLDER}/moved)
-set(examples prune_own_cache ragged_attention custom_scorer custom_policy sharded_snapshot)
+set(examples prune_own_cache ragged_attention engine_loop custom_scorer custom_policy sharded_snapshot)
 
 function(run)
   execute_process(COMMAND ${ARGN} RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE output)

@@ -17,6 +17,7 @@
 
 #include "arguments.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/quote.hpp"
 #include "bench.hpp"
 #include "command_line.hpp"
 #include "console.hpp"
@@ -188,19 +189,21 @@ int main(int argc, char** argv) try {
   try {
     return run_program(argv[0], arguments, comm);
   } catch (const kvzap::AgreedError& error) {
-    if (comm.is_root()) kvzap::driver::say("kvzap: error: {}\n", error.what());
+    if (comm.is_root())
+      kvzap::driver::say("kvzap: error: {}\n", kvzap::detail::shown_message(error.what()));
     return exit_failure;
   } catch (const std::exception& error) {
     // This rank's own trouble: the others wait in some collective call and must be ended.
     std::string what = dynamic_cast<const std::bad_alloc*>(&error) ? "out of memory" : error.what();
     std::replace(what.begin(), what.end(), '\n', ' ');  // Kokkos' message has several lines
-    kvzap::driver::say("kvzap: error: rank {}: {}\n", comm.rank(), what);
+    kvzap::driver::say("kvzap: error: rank {}: {}\n", comm.rank(),
+                       kvzap::detail::shown_message(what));
     std::fflush(stderr);
     comm.abort(exit_failure);
   }
 } catch (const std::exception& error) {
   // Before there are ranks, or where the message above could not be written.
-  std::fprintf(stderr, "kvzap: error: %s\n", error.what());
+  std::fprintf(stderr, "kvzap: error: %s\n", kvzap::detail::shown_message(error.what()).c_str());
   return exit_failure;
 } catch (...) {
   return exit_failure;

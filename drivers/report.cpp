@@ -546,7 +546,7 @@ std::vector<std::vector<std::int64_t>> read_kept_rows(const std::string& file,
     for (const auto& count : layer) {
       if (!count.is_number_integer() || count.get<std::int64_t>() < 0) {
         fail(fmt::format("layer {}: expected whole numbers, found {}", kept.size() - 1,
-                         count.dump()));
+                         detail::described(count)));
       }
       kept.back().push_back(count.get<std::int64_t>());
     }

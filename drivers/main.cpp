@@ -90,6 +90,8 @@ int print_document(const kvzap::driver::CommandLine& line) {
     std::cout << kvzap::driver::policies_text(line.policy);
   } else if (line.shell == "zsh") {
     std::cout << kvzap::driver::zsh_completion(line.app);
+  } else if (line.shell == "fish") {
+    std::cout << kvzap::driver::fish_completion(line.app);
   } else {
     std::cout << kvzap::driver::bash_completion(line.app);
   }
@@ -163,8 +165,10 @@ int run_program(char* name, const std::vector<std::string>& arguments,
     driver::diff(line.diff_options, comm, driver::version);
   } else {
     auto resumed = driver::open_resumed(*line.run, line.run_options, comm);
-    return driver::run(line.run_options, driver::recorded_options(*line.run, line.run_options),
-                       std::move(resumed), comm, driver::version);
+    const driver::RunDescription description{driver::version, driver::revision,
+                                             driver::recorded_options(*line.run, line.run_options),
+                                             driver::options_in_force(*line.run, line.run_options)};
+    return driver::run(line.run_options, description, std::move(resumed), comm);
   }
   return 0;
 }

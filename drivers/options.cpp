@@ -79,6 +79,11 @@ void declare_filters(CLI::App& app, SamplingOptions& sampling, const std::string
                  "sample from the most likely tokens whose probabilities sum to this, in (0, 1]")
       ->capture_default_str()
       ->group(group);
+  app.add_option("--min-p", sampling.min_p,
+                 "sample from tokens at least this many times as likely as the likeliest, in [0, "
+                 "1]; 0: all")
+      ->capture_default_str()
+      ->group(group);
 }
 
 void declare_protected(CLI::App& app, int& window, std::int64_t& sink, const std::string& group) {
@@ -226,8 +231,8 @@ void declare(CLI::App& app, RunOptions& o) {
       ->type_name("FILE")
       ->group(prompt);
   add_texts(app, "--question", o.questions,
-            "question that follows the context; may be repeated, each is answered from the same "
-            "pruned context")
+            "question that follows the context; may be repeated: each is answered from the same "
+            "pruned context, and its answer printed under a line \"[1] QUESTION\"")
       ->group(prompt);
   declare_template(app, o.raw, o.thinking, prompt);
   app.add_flag("--token-ids", o.token_ids,
@@ -319,10 +324,7 @@ void declare(CLI::App& app, RunOptions& o) {
       ->group(generation);
   app.add_flag("--ignore-eos", o.ignore_eos, "go on after a token that ends the answer")
       ->group(generation);
-  app.add_option("--temp", o.sampling.temperature, "sampling temperature; 0 is greedy")
-      ->capture_default_str()
-      ->group(generation);
-  declare_filters(app, o.sampling, generation);
+  declare_sampling(app, o.sampling, o.sampling_flags, generation);
   app.add_option("--seed", o.sampling.seed, "seed of the sampler, the same for each question")
       ->capture_default_str()
       ->check(not_negative)
@@ -333,6 +335,9 @@ void declare(CLI::App& app, RunOptions& o) {
   const auto output = "Output";
   app.add_option("--json", o.json, "write a report to this file; - is standard output")
       ->type_name("FILE")
+      ->group(output);
+  app.add_flag("--json-token-ids", o.json_token_ids,
+               "let that report have the token ids of context and questions, too")
       ->group(output);
   app.add_option("--dump", o.dump,
                  "write token ids, the scores of the context, what was evicted and all logits to "
@@ -361,26 +366,11 @@ void validate(const RunOptions& o) {
   require(!o.max_context || *o.max_context >= 1,
           fmt::format("-c is {}; expected at least 1", o.max_context.value_or(0)));
   check_policy_options(o);
-  Sampler checks_its_options(o.sampling);
+  check_sampling(o.sampling, o.sampling_flags);
   require(!(o.prompt && !o.file.empty()), "-p and -f both give the prompt: give one of them");
+  require(!o.json_token_ids || !o.json.empty(),
+          "--json-token-ids has no effect without --json FILE");
   require(o.dump != "-", "--dump cannot be standard output");
-  const std::pair<const char*, const std::string*> outputs[] = {
-      {"--json", &o.json}, {"--snapshot", &o.snapshot}, {"--dump", &o.dump}};
-  for (const auto& [flag, file] : outputs) {
-    for (const auto& [other_flag, other] : outputs) {
-      if (file == other) break;  // each pair once
-      require(file->empty() || *file != *other,
-              fmt::format("{} and {} both name the file {}", other_flag, flag, *file));
-    }
-  }
-  for (const auto& [flag, input] : {std::pair("--resume", &o.resume), {"--append", &o.append}}) {
-    for (const auto& [other_flag, file] : outputs) {
-      // A snapshot may replace the one that it goes on from.
-      if (input == &o.resume && file == &o.snapshot) continue;
-      require(input->empty() || *input == "-" || *file != *input,
-              fmt::format("{} and {} both name the file {}", flag, other_flag, *input));
-    }
-  }
   if (o.dry_run || !o.resume.empty()) return;
   require(o.prompt || !o.file.empty(), "no prompt: give one with -p TEXT or -f FILE");
 }

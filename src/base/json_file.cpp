@@ -1,29 +1,36 @@
 #include "base/json_file.hpp"
 
 #include <fmt/format.h>
-#include <sys/stat.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <fstream>
 #include <system_error>
 #include <utility>
 #include <vector>
 
 #include "base/quote.hpp"
+#include "base/text_file.hpp"
 
 namespace kvzap::detail {
 namespace {
 
 using Json = nlohmann::json;
 
-// What values take in memory, with the C library's own share: blocks of 16 bytes, 8 of them lost,
-// 32 at least.
+// What values take in memory, with the C library's own share: blocks are multiples of 16 bytes, 8
+// of them its own.
 constexpr std::size_t value_bytes = sizeof(Json);
-constexpr std::size_t container_bytes = 64;  // a std::map or std::string on the heap
-constexpr std::size_t member_bytes = 112;    // a node of a std::map with its key and value
+constexpr std::size_t string_bytes = 48;
+constexpr std::size_t object_bytes = 64;
+constexpr std::size_t list_bytes = 32;
+constexpr std::size_t member_bytes = 96;  // of an object, with its key and value
 
 std::size_t text_bytes(std::size_t length) { return length < 16 ? 0 : length + 32; }
+
+// (The library takes lists apart in lists that grow to three times their length. This many values
+// are in no list of any model's files, and are counted as what that takes.)
+std::size_t elements_bytes(std::size_t capacity) {
+  constexpr std::size_t very_long = 1u << 20;
+  return capacity == 0 ? 0 : 16 + capacity * value_bytes * (capacity < very_long ? 1 : 4);
+}
 
 /// "line 3, column 5 (byte 70)", all counted from 1.
 std::string place_of(std::string_view text, std::size_t offset) {
@@ -49,13 +56,13 @@ class Builder final : public nlohmann::json_sax<Json> {
   bool number_unsigned(number_unsigned_t value) override { return put(value, 0); }
   bool number_float(number_float_t value, const string_t&) override { return put(value, 0); }
   bool string(string_t& value) override {
-    const std::size_t bytes = container_bytes + text_bytes(value.size());
+    const std::size_t bytes = string_bytes + text_bytes(value.size());
     return put(std::move(value), bytes);
   }
   bool binary(binary_t&) override { return false; }  // never in text
 
-  bool start_object(std::size_t) override { return open(Json::object()); }
-  bool start_array(std::size_t) override { return open(Json::array()); }
+  bool start_object(std::size_t) override { return open(Json::object(), object_bytes); }
+  bool start_array(std::size_t) override { return open(Json::array(), list_bytes); }
   bool end_object() override { return close(); }
   bool end_array() override { return close(); }
 
@@ -109,20 +116,20 @@ class Builder final : public nlohmann::json_sax<Json> {
       // Old and new elements lie side by side while they move.
       const std::size_t old_capacity = array.capacity();
       const std::size_t capacity = std::max<std::size_t>(2, 2 * old_capacity);
-      spend(16 + capacity * value_bytes);
+      spend(elements_bytes(capacity));
       array.reserve(capacity);
-      if (old_capacity > 0) m_spent -= 16 + old_capacity * value_bytes;
+      m_spent -= elements_bytes(old_capacity);
     }
     array.emplace_back(std::forward<Value>(value));
     return &array.back();
   }
 
-  bool open(Json container) {
+  bool open(Json container, std::size_t bytes) {
     if (m_open.size() >= static_cast<std::size_t>(max_json_depth)) {
       throw Error(fmt::format("{}: JSON is nested too deeply{}: expected at most {} levels", m_what,
                               path_text(), max_json_depth));
     }
-    m_open.push_back(place(std::move(container), container_bytes));
+    m_open.push_back(place(std::move(container), bytes));
     m_keys.push_back(nullptr);
     return true;
   }
@@ -170,7 +177,7 @@ class Builder final : public nlohmann::json_sax<Json> {
 
 }  // namespace
 
-std::size_t json_memory_limit(std::size_t text_bytes) { return 2 * text_bytes + (32u << 20); }
+std::size_t json_memory_limit(std::size_t text_bytes) { return 3 * text_bytes + (38u << 20); }
 
 nlohmann::json parse_json(std::string_view text, const std::string& what) {
   // The parser takes a NUL for the end of its input.
@@ -184,50 +191,24 @@ nlohmann::json parse_json(std::string_view text, const std::string& what) {
   return builder.take();
 }
 
-std::string read_text_file(const std::filesystem::path& file, std::uintmax_t max_bytes,
-                           bool pipes) {
+std::string read_text_file(const std::filesystem::path& file, std::uintmax_t max_bytes) {
   const std::string what = file.string();
   std::error_code status;
   const auto kind = std::filesystem::status(file, status);
   if (!std::filesystem::exists(kind)) {
     throw Error(fmt::format("{}: no such file", what));
   }
-  const bool is_regular = std::filesystem::is_regular_file(kind);
-  if (!is_regular && !(pipes && std::filesystem::is_fifo(kind))) {
+  if (!std::filesystem::is_regular_file(kind)) {
     throw Error(fmt::format("{}: no such file: expected a regular file, found {}", what,
                             std::filesystem::is_directory(kind) ? "a folder" : "something else"));
   }
-  const auto too_large = [&](std::uintmax_t bytes) {
-    return Error(fmt::format("{}: too large: expected at most {} bytes, found {}{}", what,
-                             max_bytes, bytes, is_regular ? "" : " and more"));
-  };
-  std::uintmax_t bytes = 0;
-  if (is_regular) {
-    bytes = std::filesystem::file_size(file, status);
-    if (status) throw Error(fmt::format("{}: cannot be read: {}", what, status.message()));
-    if (bytes > max_bytes) throw too_large(bytes);
-  }
-  errno = 0;
-  std::ifstream stream(file, std::ios::binary);
-  std::string text;
-  if (is_regular) {
-    text.resize(static_cast<std::size_t>(bytes));
-    stream.read(text.data(), static_cast<std::streamsize>(text.size()));
-  } else {
-    constexpr std::size_t block = 1u << 16;
-    std::string part(block, '\0');
-    while (stream) {
-      stream.read(part.data(), static_cast<std::streamsize>(part.size()));
-      text.append(part, 0, static_cast<std::size_t>(stream.gcount()));
-      if (text.size() > max_bytes) throw too_large(max_bytes);
-    }
-  }
-  if (is_regular ? !stream : !stream.eof() || stream.bad()) {
+  const std::uintmax_t bytes = std::filesystem::file_size(file, status);
+  if (status) throw Error(fmt::format("{}: cannot be read: {}", what, status.message()));
+  if (bytes > max_bytes) {
     throw Error(
-        fmt::format("{}: cannot be read: {}", what,
-                    errno == 0 ? "it ended too early" : std::generic_category().message(errno)));
+        fmt::format("{}: too large: expected at most {} bytes, found {}", what, max_bytes, bytes));
   }
-  return text;
+  return read_text(file, max_bytes);
 }
 
 nlohmann::json read_json_object(const std::filesystem::path& file, std::uintmax_t max_bytes) {

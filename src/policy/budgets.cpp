@@ -4,13 +4,13 @@
 
 #include <cmath>
 #include <filesystem>
-#include <fstream>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <sstream>
 
 #include "base/json_file.hpp"
 #include "base/quote.hpp"
+#include "base/text_file.hpp"
 #include "policy/registry.hpp"
 
 namespace kvzap::policy {
@@ -37,7 +37,7 @@ std::vector<double> read_ratios(const std::string& file, std::int64_t layers) {
         fmt::format("{}: is a folder; expected a file with an evict ratio per layer", file));
   }
   constexpr std::uintmax_t max_bytes = 1u << 20;
-  const std::string text = detail::read_text_file(file, max_bytes, true);
+  const std::string text = detail::read_text(file, max_bytes);
   std::vector<double> ratios;
   const std::size_t first = text.find_first_not_of(" \t\r\n");
   if (first != std::string::npos && text[first] == '[') {

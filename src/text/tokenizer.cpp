@@ -81,8 +81,9 @@ Tokenizer Tokenizer::load(const std::filesystem::path& folder) {
   if (!std::filesystem::is_regular_file(path)) {
     throw Error(fmt::format("{}: expected a tokenizer, found no readable file", path.string()));
   }
-  return Tokenizer(std::make_shared<const Data>(
-      detail::parse_json(detail::read_text_file(path), path.string()), path.string()));
+  // (The text is gone before the tables are made.)
+  nlohmann::json content = detail::parse_json(detail::read_text_file(path), path.string());
+  return Tokenizer(std::make_shared<const Data>(std::move(content), path.string()));
 }
 
 std::vector<TokenId> Tokenizer::encode(std::string_view text, bool add_special_tokens) const {

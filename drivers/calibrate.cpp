@@ -274,7 +274,7 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
         options.max_context.value_or(options.random_weights ? 0 : setup->config.longest_context());
   });
   const ModelConfig& config = setup->config;
-  if (talks) print_notes(*setup);
+  if (comm.is_root()) print_notes(*setup, talks);
   comm.agree_on_root([&] {
     check_writable(options.json);
     for (const auto& note : check_storable(table_file(options))) {

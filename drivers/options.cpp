@@ -78,6 +78,11 @@ void declare_filters(CLI::App& app, SamplingOptions& sampling, const std::string
                  "sample from the most likely tokens whose probabilities sum to this, in (0, 1]")
       ->capture_default_str()
       ->group(group);
+  app.add_option("--min-p", sampling.min_p,
+                 "sample from tokens at least this many times as likely as the likeliest, in [0, "
+                 "1]; 0: all")
+      ->capture_default_str()
+      ->group(group);
 }
 
 void declare_protected(CLI::App& app, int& window, std::int64_t& sink, const std::string& group) {
@@ -321,10 +326,7 @@ void declare(CLI::App& app, RunOptions& o) {
       ->group(generation);
   app.add_flag("--ignore-eos", o.ignore_eos, "go on after a token that ends the answer")
       ->group(generation);
-  app.add_option("--temp", o.sampling.temperature, "sampling temperature; 0 is greedy")
-      ->capture_default_str()
-      ->group(generation);
-  declare_filters(app, o.sampling, generation);
+  declare_sampling(app, o.sampling, o.sampling_flags, generation);
   app.add_option("--seed", o.sampling.seed, "seed of the sampler, the same for each question")
       ->capture_default_str()
       ->check(not_negative)
@@ -362,7 +364,7 @@ void validate(const RunOptions& o) {
   require(!o.max_context || *o.max_context >= 1,
           fmt::format("-c is {}; expected at least 1", o.max_context.value_or(0)));
   check_policy_options(o);
-  Sampler checks_its_options(o.sampling);
+  check_sampling(o.sampling, o.sampling_flags);
   require(!(o.prompt && !o.file.empty()), "-p and -f both give the prompt: give one of them");
   require(o.dump != "-", "--dump cannot be standard output");
   const std::pair<const char*, const std::string*> outputs[] = {

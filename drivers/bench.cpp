@@ -22,6 +22,7 @@
 #include "linalg/host/blas_threads.hpp"
 #include "progress.hpp"
 #include "setup.hpp"
+#include "signals.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -161,7 +162,8 @@ class Context {
     for (std::int64_t begin = 0; begin < count;) {
       const std::int64_t end = begin + std::min(m_chunk, count - begin);
       m_decoder->step(StepBatch(sequence, {ids.begin() + begin, ids.begin() + end}, m_judged,
-                                end == count ? StepOutput::logits : StepOutput::none));
+                                end == count ? StepOutput::logits : StepOutput::none),
+                      [](std::string_view, std::int64_t, std::int64_t) { stop_here_if_asked(); });
       begin = end;
     }
   }
@@ -240,28 +242,17 @@ class Context {
   std::vector<typename Cache::Checkpoint> m_checkpoints;
 };
 
+/// Returns the signal that has ended it, or 0.
 template <class Value>
-void measure_all(const BenchOptions& options, const ModelSetup& setup, int window,
-                 const std::vector<BenchTest>& tests, BenchSystem& system,
-                 const Communicator& comm) {
-  Progress bar(comm.is_root() && !options.quiet);
+int measure_all(const BenchOptions& options, const ModelSetup& setup, int window,
+                const std::vector<BenchTest>& tests, BenchSystem& system,
+                const Communicator& comm) {
+  const SignalWatch watch;
+  Progress bar(comm.is_root() && !options.quiet, options.progress);
   // The surrogate first: it is small, and whether it fits is known before minutes of loading.
   std::shared_ptr<Surrogate> surrogate;
   std::optional<Model<Value>> model;
-  comm.agree([&] {
-    if (options.surrogate.empty()) return;
-    surrogate = load_surrogate(options.surrogate, setup, DTypeOf<Value>::value, comm);
-    system.surrogate_kind = surrogate->kind();
-  });
-  comm.agree([&] {
-    model.emplace(Model<Value>::load(setup.folder, setup.config, setup.partition, comm.rank(),
-                                     options.random_weights,
-                                     [&](std::string_view what, std::int64_t done,
-                                         std::int64_t total) { bar.update(what, done, total); }));
-  });
-  system.weight_bytes = comm.all_reduce_sum(static_cast<std::int64_t>(model->bytes()));
-
-  const auto table = BenchTable::create(options, system, tests);
+  std::unique_ptr<BenchTable> table;  // once something of it is printed
   const auto print = [&](const std::string& text) {
     comm.agree_on_root([&] {
       bar.clear();
@@ -269,26 +260,60 @@ void measure_all(const BenchOptions& options, const ModelSetup& setup, int windo
       flush_stdout();
     });
   };
-  print(table->header());
-  const std::int64_t repetitions = options.repetitions + (options.warmup ? 1 : 0);
-  const std::int64_t steps = repetitions * static_cast<std::int64_t>(tests.size());
-  std::int64_t done = 0;
-  std::unique_ptr<Context<Value>> context;
-  for (std::size_t i = 0; i < tests.size(); ++i) {
-    if (!context || key_of(tests[i]) != key_of(tests[i - 1])) {
-      context.reset();  // before the next one takes its memory
-      context = std::make_unique<Context<Value>>(*model, surrogate.get(), comm, options, window,
-                                                 tests[i]);
+  const auto measure = [&] {
+    comm.agree([&] {
+      if (options.surrogate.empty()) return;
+      surrogate = load_surrogate(options.surrogate, setup, DTypeOf<Value>::value, comm);
+      system.surrogate_kind = surrogate->kind();
+    });
+    comm.agree([&] {
+      model.emplace(Model<Value>::load(
+          setup.folder, setup.config, setup.partition, comm.rank(), options.random_weights,
+          [&](std::string_view what, std::int64_t done, std::int64_t total) {
+            bar.update(what, done, total);
+            stop_here_if_asked();
+          }));
+    });
+    system.weight_bytes = comm.all_reduce_sum(static_cast<std::int64_t>(model->bytes()));
+    table = BenchTable::create(options, system, tests);
+    print(table->header());
+    const std::int64_t repetitions = options.repetitions + (options.warmup ? 1 : 0);
+    const std::int64_t steps = repetitions * static_cast<std::int64_t>(tests.size());
+    std::int64_t done = 0;
+    std::unique_ptr<Context<Value>> context;
+    for (std::size_t i = 0; i < tests.size(); ++i) {
+      if (!context || key_of(tests[i]) != key_of(tests[i - 1])) {
+        context.reset();  // before the next one takes its memory
+        context = std::make_unique<Context<Value>>(*model, surrogate.get(), comm, options, window,
+                                                   tests[i]);
+      }
+      print(table->row(context->measure(tests[i], [&] {
+        bar.update("bench", ++done, steps);
+        stop_if_asked(comm);
+      })));
     }
-    print(table->row(context->measure(tests[i], [&] { bar.update("bench", ++done, steps); })));
+  };
+  int signal = 0;
+  try {
+    measure();
+  } catch (const Interrupted& interrupted) {
+    signal = interrupted.signal;
+  } catch (const Error& error) {
+    if (!is_stop(error)) throw;
+    signal = static_cast<int>(comm.all_reduce_max(std::int64_t{caught_signal}));
   }
-  print(table->footer());
+  bar.clear();
+  if (table) print(table->footer());
+  if (signal != 0 && comm.is_root() && !options.quiet) {
+    say("kvzap: stopped by signal {}: what comes after these rows is not measured\n", signal);
+  }
+  return signal;
 }
 
 }  // namespace
 
-void bench(const BenchOptions& given, const Communicator& comm, const std::string& version,
-           const std::string& revision) {
+int bench(const BenchOptions& given, const Communicator& comm, const std::string& version,
+          const std::string& revision) {
   BenchOptions options = given;
   std::vector<BenchTest> tests;
   std::optional<ModelSetup> setup;
@@ -318,14 +343,18 @@ void bench(const BenchOptions& given, const Communicator& comm, const std::strin
     }
   }
   detail::set_blas_threads(cores_of_rank(ranks_on_node));
-  switch (dtype_from_name(options.dtype)) {
-    case DType::f32:
-      return measure_all<float>(options, *setup, window, tests, system, comm);
-    case DType::f16:
-      return measure_all<half>(options, *setup, window, tests, system, comm);
-    case DType::bf16:
-      return measure_all<bfloat16>(options, *setup, window, tests, system, comm);
-  }
+  const int signal = [&] {
+    switch (dtype_from_name(options.dtype)) {
+      case DType::f32:
+        return measure_all<float>(options, *setup, window, tests, system, comm);
+      case DType::f16:
+        return measure_all<half>(options, *setup, window, tests, system, comm);
+      case DType::bf16:
+        return measure_all<bfloat16>(options, *setup, window, tests, system, comm);
+    }
+    return 0;
+  }();
+  return signal == 0 ? 0 : 128 + signal;
 }
 
 }  // namespace kvzap::driver

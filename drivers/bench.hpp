@@ -9,8 +9,9 @@
 namespace kvzap::driver {
 
 /// Carries out the command on all ranks. Throws AgreedError, on every rank alike, for whatever is
-/// wrong with the input; any other exception is one rank's own.
-void bench(const BenchOptions& given, const Communicator& comm, const std::string& version,
-           const std::string& revision);
+/// wrong with the input; any other exception is one rank's own. Returns the exit status: 0, or 128
+/// + the number of the signal that has ended it, with the rows that it had.
+int bench(const BenchOptions& given, const Communicator& comm, const std::string& version,
+          const std::string& revision);
 
 }  // namespace kvzap::driver

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "progress.hpp"
 #include "rope_options.hpp"
 
 namespace kvzap::driver {
@@ -40,6 +41,7 @@ struct BenchOptions {
   std::uint64_t seed = 0;
   std::string output = "md";
   bool quiet = false;
+  ProgressStyle progress = ProgressStyle::automatic;
   std::string config;
 };
 

@@ -20,6 +20,7 @@
 #include "options.hpp"
 #include "progress.hpp"
 #include "setup.hpp"
+#include "strict_values.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -226,11 +227,9 @@ void declare(CLI::App& app, CalibrateOptions& o) {
       ->group(texts);
 
   const auto thresholds = "Thresholds";
-  app.add_option("--evict-ratio", o.evict_ratios,
-                 "evicted shares of all pairs after the context that thresholds are found for, on "
-                 "average over the texts; above 0 and below 1, between commas")
-      ->expected(1)
-      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
+  add_texts(app, "--evict-ratio", o.evict_ratios,
+            "evicted shares of all pairs after the context that thresholds are found for, on "
+            "average over the texts; above 0 and below 1, between commas")
       ->type_name("LIST")
       ->default_str(usual_ratios)
       ->group(thresholds);
@@ -256,6 +255,7 @@ void declare(CLI::App& app, CalibrateOptions& o) {
                  "output")
       ->type_name("FILE")
       ->group(output);
+  declare_progress(app, o.progress, output);
   app.add_flag("-q,--quiet", o.quiet, "no progress on standard error")->group(output);
   declare_deck(app, o.config, output);
 }
@@ -303,9 +303,11 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
 
   // 2. Score the texts.
   const auto start = Clock::now();
-  Progress bar(talks);
+  Progress bar(talks, options.progress);
   const ProgressCallback progress = [&](std::string_view what, std::int64_t done,
-                                        std::int64_t total) { bar.update(what, done, total); };
+                                        std::int64_t total) {
+    bar.update(what, done, total, what == "load" ? "" : "tokens");
+  };
   const ScoredTexts scored = score(options, *setup, surrogate, texts, comm, progress);
   bar.clear();
 
@@ -338,8 +340,8 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
           "evicts them\n",
           scored.non_finite_scores);
     }
-    if (options.json != "-") fmt::print("{}", table.text());
-    flush_stdout();
+    const std::string text = options.json != "-" ? table.text() : "";
+    std::fwrite(text.data(), 1, text.size(), stdout);
     const fs::path file = table_file(options);
     if (!file.empty()) table.write(file);
     if (!options.json.empty()) {
@@ -347,8 +349,8 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
                   to_json(options, table, by_row, texts, version)
                           .dump(2, ' ', false, nlohmann::json::error_handler_t::replace) +
                       "\n");
-      flush_stdout();
     }
+    flush_stdout();
     if (talks) {
       say("{} texts of {} tokens in {:.1f} s; {}\n", table.texts, table.tokens,
           seconds_since(start), file.empty() ? "not stored" : "stored in " + file.string());

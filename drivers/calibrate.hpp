@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "progress.hpp"
 #include "rope_options.hpp"
 
 namespace kvzap::driver {
@@ -32,6 +33,7 @@ struct CalibrateOptions {
   bool store = true;
   std::string json;
   bool quiet = false;
+  ProgressStyle progress = ProgressStyle::automatic;
   std::string config;
 };
 

@@ -206,9 +206,11 @@ int collect_to_pairs(const Work& work) {
   for (const std::string& note : writer->notes()) work.warn(note);
   work.say_texts(writer->planned_texts(), texts);
 
-  Progress bar(work.talks());
+  Progress bar(work.talks(), options.progress);
   const ProgressCallback progress = [&](std::string_view what, std::int64_t done,
-                                        std::int64_t total) { bar.update(what, done, total); };
+                                        std::int64_t total) {
+    bar.update(what, done, total, what == "load" ? "" : "texts");
+  };
   CollectResult result;
   const auto collecting = Clock::now();
   if (writer->texts() < writer->planned_texts()) {
@@ -291,9 +293,11 @@ int collect_to_statistics(const Work& work) {
   const SignalWatch watch;
   work.say_texts(extents[0], texts);
 
-  Progress bar(work.talks());
+  Progress bar(work.talks(), options.progress);
   const ProgressCallback progress = [&](std::string_view what, std::int64_t done,
-                                        std::int64_t total) { bar.update(what, done, total); };
+                                        std::int64_t total) {
+    bar.update(what, done, total, what == "load" ? "" : "texts");
+  };
   const auto collecting = Clock::now();
   const QueryMoments moments = with_value_type(dtype_from_name(options.dtype), [&](auto value) {
     const auto model =
@@ -417,6 +421,7 @@ void declare(CLI::App& app, CollectOptions& o) {
   app.add_option("--json", o.json, "write a report to this file; - is standard output")
       ->type_name("FILE")
       ->group(output);
+  declare_progress(app, o.progress, output);
   app.add_flag("-q,--quiet", o.quiet, "print errors only")->group(output);
   declare_deck(app, o.config, output);
 }

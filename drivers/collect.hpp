@@ -10,6 +10,7 @@
 #include <optional>
 #include <string>
 
+#include "progress.hpp"
 #include "rope_options.hpp"
 
 namespace kvzap::driver {
@@ -28,6 +29,7 @@ struct CollectOptions {
   int compression = 1;
   std::string json;
   bool quiet = false;
+  ProgressStyle progress = ProgressStyle::automatic;
   std::string config;
   /// Whether the command line or the deck has this option. Set by `declare`.
   std::function<bool(const std::string& option)> is_given;

@@ -188,7 +188,7 @@ void compare(const DiffOptions& options, const std::string& version) {
     tokenizer.emplace(tokenizer_of(told, options.view.model));
     keeping = {std::vector<std::int32_t>(tokens), std::vector<std::int32_t>(tokens)};
   }
-  Progress progress(isatty(STDERR_FILENO) != 0);
+  Progress progress(true, options.view.progress);
   std::vector<LayerOverlap> layers;
   Overlap all;
   for (int i = 0; i < selection.layers; ++i) {

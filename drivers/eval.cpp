@@ -638,7 +638,9 @@ std::vector<SettingAnswer> Evaluation::answer(Comparison& comparison, const Eval
   constexpr double patience = 3;  // seconds
   const ProgressCallback progress = [&](std::string_view what, std::int64_t done,
                                         std::int64_t total) {
-    if (detail::seconds_since(start) > patience) bar.update(what, done, total);
+    if (detail::seconds_since(start) > patience) {
+      bar.update(what, done, total, "tokens");
+    }
   };
   if (job.has_new_context) comparison.prefill(job.tokens.context, progress);
   ComparisonOptions options;
@@ -711,9 +713,12 @@ void Evaluation::record(const EvalPrompt& prompt, const std::vector<SettingAnswe
 
 int Evaluation::answer_all() {
   check_memory_of_ranks();
-  Progress bar(m_talks), within(m_talks);  // of all prompts, of one
+  Progress bar(m_talks, m_options.progress),
+      within(m_talks, m_options.progress);  // of all prompts, of one
   const ProgressCallback progress = [&](std::string_view what, std::int64_t done,
-                                        std::int64_t total) { bar.update(what, done, total); };
+                                        std::int64_t total) {
+    bar.update(what, done, total, what == "load" ? "" : "tokens");
+  };
   std::unique_ptr<Comparison> comparison =
       with_value_type(dtype_from_name(m_options.dtype),
                       [&](auto value) { return make_comparison<decltype(value)>(progress); });
@@ -722,7 +727,7 @@ int Evaluation::answer_all() {
   const bool is_by_prompt = m_options.parallel == "prompts";
   const auto total = static_cast<std::int64_t>(m_prompts.prompts.size());
   auto done = static_cast<std::int64_t>(total - static_cast<std::int64_t>(m_left.size()));
-  bar.update("eval", done, total);
+  bar.update("eval", done, total, "prompts");
   int signal = 0;
   for (std::int64_t round = 0; round < m_rounds; ++round) {
     signal = static_cast<int>(m_comm.all_reduce_max(std::int64_t{caught_signal}));
@@ -751,7 +756,7 @@ int Evaluation::answer_all() {
         if (jobs[i].prompt < 0) continue;
         record(m_prompts.prompts[static_cast<std::size_t>(jobs[i].prompt)], answers[i]);
         within.clear();
-        bar.update("eval", ++done, total);
+        bar.update("eval", ++done, total, "prompts");
       }
     });
   }

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "progress.hpp"
 #include "rope_options.hpp"
 
 namespace kvzap::driver {
@@ -53,6 +54,7 @@ struct EvalOptions {
   int bootstrap_samples = 2000;
   std::string json;
   bool quiet = false;
+  ProgressStyle progress = ProgressStyle::automatic;
   std::string config;
 };
 

@@ -2,6 +2,7 @@
 
 #include "eval.hpp"
 #include "options.hpp"
+#include "strict_values.hpp"
 
 namespace kvzap::driver {
 
@@ -9,10 +10,7 @@ void declare(CLI::App& app, EvalOptions& o) {
   // One part per flag, so that what follows is not taken for another; a flag may be repeated.
   const auto add_list = [&](const std::string& name, std::vector<std::string>& parts,
                             const char* type, const std::string& description) {
-    return app.add_option(name, parts, description)
-        ->expected(1)
-        ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
-        ->type_name(type);
+    return add_texts(app, name, parts, description)->type_name(type);
   };
 
   const auto model = "Model";
@@ -141,6 +139,7 @@ void declare(CLI::App& app, EvalOptions& o) {
                  "write the summary to this file too; - is standard output, instead of the table")
       ->type_name("FILE")
       ->group(output);
+  declare_progress(app, o.progress, output);
   app.add_flag("-q,--quiet", o.quiet, "no progress and no notes on standard error")->group(output);
   declare_deck(app, o.config, output);
 }

@@ -527,7 +527,7 @@ void declare(CLI::App& app, InspectOptions& o) {
 void inspect(const InspectOptions& options, const Communicator& comm, const std::string& version) {
   comm.agree_on_root([&] {
     check_inspect(options);
-    Progress progress(isatty(STDERR_FILENO) != 0);
+    Progress progress(true, options.view.progress);
     if (options.verify) return verify(options, version, progress);
     const SnapshotReader reader = open_to_view(options.file);
     if (options.view.text) {

@@ -24,6 +24,7 @@
 #include "options.hpp"
 #include "progress.hpp"
 #include "setup.hpp"
+#include "strict_values.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -238,13 +239,13 @@ void make_file(const MakeTasksOptions& o) {
 
   const std::vector<std::int64_t> lengths = asked_lengths(o);
   const auto rows = static_cast<std::int64_t>(lengths.size() * maker.tasks.size()) * o.per_task;
-  Progress progress(!o.quiet);
+  Progress progress(!o.quiet, o.progress);
   std::int64_t done = 0, all_short = 0, most_short = 0;
   std::string shortest;
   for (const std::int64_t length : lengths) {
     for (const std::string& task : maker.tasks) {
       for (std::int64_t index = 0; index < o.per_task; ++index) {
-        progress.update("prompts", done++, rows);
+        progress.update("prompts", done++, rows, "prompts");
         MadeTask made = maker.make(task, length, index);
         // Scores are averaged by task.
         if (lengths.size() > 1) made.task.task += fmt::format("/{}", length);
@@ -274,10 +275,7 @@ void make_file(const MakeTasksOptions& o) {
 void declare(CLI::App& app, MakeTasksOptions& o) {
   const auto list = [&](const std::string& name, std::vector<std::string>& parts,
                         const std::string& help) {
-    return app.add_option(name, parts, help)
-        ->expected(1)
-        ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
-        ->type_name("LIST");
+    return add_texts(app, name, parts, help)->type_name("LIST");
   };
   const auto tasks = "Tasks";
   app.add_option("kind,--kind", o.kind,
@@ -302,11 +300,9 @@ void declare(CLI::App& app, MakeTasksOptions& o) {
                  "random words. Each row's field haystack tells which")
       ->type_name("FILE")
       ->group(tasks);
-  app.add_option("--qa", o.questions,
-                 "ruler: questions for qa_1, in SQuAD's or HotpotQA's JSON; given again, those for "
-                 "qa_2. Without them these tasks are left out")
-      ->expected(1)
-      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
+  add_texts(app, "--qa", o.questions,
+            "ruler: questions for qa_1, in SQuAD's or HotpotQA's JSON; given again, those for "
+            "qa_2. Without them these tasks are left out")
       ->type_name("FILE")
       ->group(tasks);
 
@@ -325,6 +321,7 @@ void declare(CLI::App& app, MakeTasksOptions& o) {
                  "output. Required")
       ->type_name("FILE")
       ->group(output);
+  declare_progress(app, o.progress, output);
   app.add_flag("-q,--quiet", o.quiet, "no progress on standard error")->group(output);
   declare_deck(app, o.config, output);
 }

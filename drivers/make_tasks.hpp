@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "progress.hpp"
+
 namespace kvzap::driver {
 
 struct MakeTasksOptions {
@@ -23,6 +25,7 @@ struct MakeTasksOptions {
 
   std::string output;
   bool quiet = false;
+  ProgressStyle progress = ProgressStyle::automatic;
   std::string config;
 };
 

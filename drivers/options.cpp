@@ -8,6 +8,7 @@
 
 #include "base/nearest.hpp"
 #include "policy_options.hpp"
+#include "strict_values.hpp"
 
 namespace kvzap::driver {
 
@@ -229,12 +230,9 @@ void declare(CLI::App& app, RunOptions& o) {
   app.add_option("-f,--file", o.file, "file with the context, taken whole; - is standard input")
       ->type_name("FILE")
       ->group(prompt);
-  app.add_option(
-         "--question", o.questions,
-         "question that follows the context; may be repeated, each is answered from the same "
-         "pruned context")
-      ->expected(1)
-      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
+  add_texts(app, "--question", o.questions,
+            "question that follows the context; may be repeated, each is answered from the same "
+            "pruned context")
       ->group(prompt);
   declare_template(app, o.raw, o.thinking, prompt);
   app.add_flag("--token-ids", o.token_ids,
@@ -348,6 +346,7 @@ void declare(CLI::App& app, RunOptions& o) {
          "print how much memory each rank needs for -c tokens (default: the prompt's and -n, or "
          "max_position_embeddings, or what RoPE scaling makes of it, without a prompt) and exit")
       ->group(output);
+  declare_progress(app, o.progress, output);
   app.add_flag("-q,--quiet", o.quiet, "no progress and no report on standard error")->group(output);
   declare_deck(app, o.config, output);
 }
@@ -390,7 +389,13 @@ void validate(const RunOptions& o) {
 
 std::string explain(const CLI::App& app, const CLI::ParseError& error) {
   std::string message = error.what();
-  // "Could not convert: --window = 3.5"
+  // "--window: is 'wide'; expected a whole number", of make_strict
+  const auto is = message.find(": is ");
+  if (dynamic_cast<const CLI::ValidationError*>(&error) && is != std::string::npos &&
+      message.find(' ') == is + 1) {
+    return message.erase(is, 1);
+  }
+  // "Could not convert: --window = 99999999999"
   const auto name = message.find("--");
   const auto equals = message.find(" = ", name);
   if (!dynamic_cast<const CLI::ConversionError*>(&error) || equals == std::string::npos) {
@@ -398,10 +403,9 @@ std::string explain(const CLI::App& app, const CLI::ParseError& error) {
   }
   const std::string flag = message.substr(name, equals - name);
   const CLI::Option* option = app.get_option_no_throw(flag);
-  const char* expected = "a whole number within range";
-  if (option && option->get_type_name() == "FLOAT") expected = "a number";
-  if (option && option->get_expected_max() == 0) expected = "no value, true or false";
-  return fmt::format("{} is {}; expected {}", flag, message.substr(equals + 3), expected);
+  const bool is_flag = option && option->get_expected_max() == 0;
+  return fmt::format("{} is {}; expected {}", flag, message.substr(equals + 3),
+                     is_flag ? "no value, true or false" : "a whole number within range");
 }
 
 std::string nearest_option(const CLI::App& app, const std::string& name) {

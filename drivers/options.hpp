@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "progress.hpp"
 #include "rope_options.hpp"
 #include "sampling_options.hpp"
 
@@ -67,6 +68,7 @@ struct RunOptions {
   std::string dump;
   bool dry_run = false;
   bool quiet = false;
+  ProgressStyle progress = ProgressStyle::automatic;
   std::string config;
 };
 

@@ -1,33 +1,20 @@
 #include "prompt.hpp"
 
 #include <fmt/format.h>
+#include <unistd.h>
 
-#include <filesystem>
-#include <fstream>
-#include <iostream>
 #include <kvzap/chat_template.hpp>
 #include <limits>
 #include <sstream>
 
+#include "base/text_file.hpp"
 #include "policy_setup.hpp"
 
 namespace kvzap::driver {
 namespace {
 
-namespace fs = std::filesystem;
-
 std::string read_whole(const std::string& file) {
-  std::ostringstream text;
-  if (file == "-") {
-    text << std::cin.rdbuf();
-  } else {
-    if (fs::is_directory(file)) throw Error(fmt::format("{}: is a folder; expected a file", file));
-    std::ifstream stream(file, std::ios::binary);
-    if (!stream) throw Error(fmt::format("{}: cannot be opened", file));
-    text << stream.rdbuf();
-    if (stream.bad()) throw Error(fmt::format("{}: cannot be read", file));
-  }
-  return text.str();
+  return file == "-" ? detail::read_text(STDIN_FILENO, "standard input") : detail::read_text(file);
 }
 
 std::vector<TokenId> parse_ids(const std::string& text, const std::string& what) {

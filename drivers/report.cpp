@@ -114,7 +114,15 @@ void add_snapshots(ordered_json& json, const RunReport& report) {
                                  {"seconds", written.seconds},
                                  {"waiting_seconds", written.waiting_seconds}});
   }
-  if (report.signal != 0) json["signal"] = report.signal;
+  if (report.signal == 0) return;
+  json["signal"] = report.signal;
+  if (report.stopped_in.empty()) return;
+  json["stopped"] = {
+      {"in", report.stopped_in}, {"after", report.stopped_after}, {"of", report.stopped_of}};
+  if (!report.unfinished) return;
+  json["stopped"]["answer"] = {{"question", report.unfinished->question},
+                               {"text", report.unfinished->text},
+                               {"ids", report.unfinished->answer.tokens}};
 }
 
 std::string snapshots_text(const RunReport& report) {
@@ -233,6 +241,10 @@ ordered_json to_json(const RunReport& report, const RunOptions& options) {
 std::string to_text(const RunReport& report, const RunOptions& options) {
   std::string text;
   const auto line = [&](const std::string& what) { text += what + "\n"; };
+  // Stopped before there were any rows: what is there to say is how far it came.
+  if (report.signal != 0 && report.context.kept.empty() && report.answers.empty()) {
+    return "\n" + snapshots_text(report);
+  }
   const CacheReport& end =
       report.answers.empty() ? report.context : report.answers.back().answer.cache;
   line("");
@@ -297,6 +309,25 @@ std::string to_text(const RunReport& report, const RunOptions& options) {
 }
 
 std::string stop_text(const RunReport& report, const RunOptions& options) {
+  if (options.snapshot.empty() || report.snapshots.empty()) {
+    std::string where = "before anything was run";
+    const auto tokens =
+        fmt::format("after {} of {} tokens", report.stopped_after, report.stopped_of);
+    if (report.stopped_in == "load") {
+      where = "while weights were loaded";
+    } else if (report.stopped_in == "context") {
+      where = fmt::format("in the context, {}", tokens);
+    } else if (report.stopped_in == "texts") {
+      where = fmt::format("in the policy's texts, {}", tokens);
+    } else if (report.stopped_in == "repeat") {
+      where = fmt::format("in the repeat of the context, {}", tokens);
+    } else if (report.stopped_in == "question") {
+      where = fmt::format("in question {}, {}", report.answers.size() + 1, tokens);
+    } else if (report.stopped_in == "answer") {
+      where = fmt::format("in answer {}, {}", report.answers.size() + 1, tokens);
+    }
+    return fmt::format("stopped by signal {} {}", report.signal, where);
+  }
   const bool has_values = options.snapshot_content.empty() || options.snapshot_content == "all";
   return fmt::format("stopped by signal {}: {} has {} tokens{}", report.signal, options.snapshot,
                      report.snapshots.empty() ? 0 : report.snapshots.back().tokens,

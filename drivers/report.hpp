@@ -55,6 +55,13 @@ struct RunReport {
   std::optional<ResumedFrom> resumed;
   std::vector<WrittenSnapshot> snapshots;
   int signal = 0;  // that has ended the run early
+  /// Where that was: of "load", "texts", "context", "repeat", "question" or "answer" so many steps
+  /// (load: parts of the weights; else tokens) of the total.
+  std::string stopped_in;
+  std::int64_t stopped_after = 0;
+  std::int64_t stopped_of = 0;
+  /// The answer under way, if one was.
+  std::optional<AnsweredQuestion> unfinished;
   double load_seconds = 0;
   std::int64_t texts = 0;  // from which the policy has learned
   double texts_seconds = 0;

@@ -185,7 +185,7 @@ class Run {
         m_resumed(std::move(resumed)),
         m_comm(comm),
         m_talks(comm.is_root() && !options.quiet),
-        m_bar(m_talks) {
+        m_bar(m_talks, options.progress) {
     m_report.version = version;
     m_report.ranks = comm.size();
   }
@@ -214,6 +214,8 @@ class Run {
   void go_on(bool reusable);
   void run_context();
   bool prints() const { return m_comm.is_root() && m_options.json != "-"; }
+  void note_stop(int signal);
+  void stop_if_asked() const;
   void tell_again(const AnsweredQuestion& answered) const;
   void write_due();
   void note_context_after_question();
@@ -397,7 +399,13 @@ void Run::check_memory_of(std::int64_t tokens) const {
 
 void Run::load() {
   m_progress = [this](std::string_view what, std::int64_t done, std::int64_t total) {
-    m_bar.update(what, done, total);
+    m_bar.update(what, done, total, what == "load" ? "" : "tokens");
+    m_report.stopped_in = what == "prefill" ? "context" : what;
+    m_report.stopped_after = done;
+    m_report.stopped_of = total;
+    // (A context that a snapshot is to hold runs to its end or to that of a chunk.)
+    const bool is_to_be_kept = !m_options.snapshot.empty() && what != "load" && what != "texts";
+    if (!is_to_be_kept) stop_here_if_asked();
   };
   with_value_type(dtype_from_name(m_options.dtype), [&](auto zero) {
     m_generator = make_generator<decltype(zero)>(m_options, m_report.cache_options, m_scorer,
@@ -468,6 +476,7 @@ void Run::run_context() {
   const std::int64_t before = m_report.resumed ? m_report.resumed->context_tokens : 0;
   std::int64_t done = before;
   const auto after_chunk = [&] {
+    if (!m_snapshots->is_on()) stop_if_asked();
     // What comes after the context is written when all is known of it.
     if (m_generator->is_context_done()) return m_snapshots->finish();
     m_snapshots->after_step(*m_generator, m_generator->context_run() - done);
@@ -553,9 +562,23 @@ void Run::answer(std::size_t question) {
   options.stop_ids = m_stop_ids;
   options.max_tokens = m_limit;
   options.sampling = m_options.sampling;
+  options.progress = m_progress;
+  // What there is of it is told where a signal ends it.
+  const auto note_unfinished = [&] {
+    answered.answer.tokens = m_generator->answered();
+    m_report.unfinished = answered;
+    m_report.stopped_in = "answer";
+    m_report.stopped_after = static_cast<std::int64_t>(answered.answer.tokens.size());
+    m_report.stopped_of = m_options.new_tokens;
+  };
   options.on_token = [&](TokenId token) {
+    m_bar.clear();
     emit_token(token);
-    if (m_snapshots->is_on()) note_context_after_question();
+    if (m_snapshots->is_on()) {
+      note_context_after_question();
+    } else {
+      stop_if_asked();
+    }
     write_due();
     m_snapshots->after_step(*m_generator, 1 + std::exchange(tokens, 0));
     // What is said of the cache at an answer's end is not of what a snapshot holds of it.
@@ -573,6 +596,7 @@ void Run::answer(std::size_t question) {
     write_due();  // if there was no token
   } catch (const Interrupted&) {
     end_line();
+    note_unfinished();
     throw;
   }
   if (m_dump) m_dump->end_answer(*m_generator, answered.answer);
@@ -601,6 +625,21 @@ void Run::answer_all() {
 
 // 5. What there is to say.
 
+/// Among what a signal may end is an answer that nobody can read any more, with nothing else to be
+/// written of it.
+void Run::stop_if_asked() const {
+  const bool is_lost =
+      prints() && std::ferror(stdout) != 0 && m_options.json.empty() && m_options.dump.empty();
+  const int wish = caught_signal != 0 ? static_cast<int>(caught_signal) : is_lost ? SIGPIPE : 0;
+  const int signal = static_cast<int>(m_comm.all_reduce_max(std::int64_t{wish}));
+  if (signal != 0) throw Interrupted{signal};
+}
+
+void Run::note_stop(int signal) {
+  m_bar.clear();
+  m_report.signal = signal;
+}
+
 void Run::write_dump() {
   m_dump->write(m_options.dump, {{"format", "kvzap.dump"},
                                  {"format_version", "1"},
@@ -615,7 +654,7 @@ void Run::tell() {
     m_report.peak_rss_bytes.push_back(rank.front());
   }
   m_comm.agree_on_root([&] {
-    flush_stdout();
+    std::fflush(stdout);  // the answer comes first
     if (m_talks) {
       say("{}", to_text(m_report, m_options));
       if (m_report.signal != 0) say("kvzap: {}\n", stop_text(m_report, m_options));
@@ -638,22 +677,27 @@ int Run::operator()() {
   }
   check_outputs();
   take_prompt();
-  set_up_policy();
-  load();
-  set_up_snapshots();
-  if (!m_options.dump.empty()) {
-    m_dump.emplace(m_prompt.context, m_prompt.questions.size(), m_report.cache_options,
-                   m_setup->partition, m_comm);
-    m_generator->set_observer(&*m_dump);
-  }
-  // To the end: the second of timeout's signals must not cut off what there is to say.
-  std::optional<SignalWatch> watch;
-  if (m_snapshots->is_on()) watch.emplace();
+  // From when nobody is asked to type any more to the end: the second of timeout's signals must not
+  // cut off what there is to say.
+  const SignalWatch watch;
   try {
+    set_up_policy();
+    stop_if_asked();
+    load();
+    stop_if_asked();
+    set_up_snapshots();
+    if (!m_options.dump.empty()) {
+      m_dump.emplace(m_prompt.context, m_prompt.questions.size(), m_report.cache_options,
+                     m_setup->partition, m_comm);
+      m_generator->set_observer(&*m_dump);
+    }
     run_context();
     answer_all();
   } catch (const Interrupted& interrupted) {
-    m_report.signal = interrupted.signal;
+    note_stop(interrupted.signal);
+  } catch (const Error& error) {
+    if (!is_stop(error)) throw;
+    note_stop(static_cast<int>(m_comm.all_reduce_max(std::int64_t{caught_signal})));
   }
   if (m_dump && m_report.signal == 0) write_dump();
   tell();

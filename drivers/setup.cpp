@@ -14,6 +14,7 @@
 
 #include "base/kokkos_compat.hpp"
 #include "console.hpp"
+#include "io/temporary_file.hpp"
 #include "report.hpp"
 
 namespace kvzap::driver {
@@ -62,8 +63,18 @@ std::int64_t available_bytes() {
 }
 
 /// Name under which a result is written before it takes its final one.
-fs::path temporary_name(const std::string& file) {
-  return file + fmt::format(".tmp-{}", static_cast<long>(getpid()));
+fs::path temporary_name(fs::path target) {
+  target += fmt::format(".tmp-{}", static_cast<long>(getpid()));
+  return target;
+}
+
+/// What a symbolic link leads to, with the flag in messages.
+fs::path target_of(const std::string& file, const std::string& flag) {
+  try {
+    return detail::target_of_links(file);
+  } catch (const Error& error) {
+    throw Error(fmt::format("{} {}: {}", flag, file, error.what()));
+  }
 }
 
 /// Whether `file` is there and is a pipe or a device, which no new file may take the place of.
@@ -166,7 +177,7 @@ void check_writable(const std::string& file) {
   }
   // Opening a pipe would wait for its reader.
   if (is_special(file)) return;
-  const fs::path probe = temporary_name(file);
+  const fs::path probe = temporary_name(target_of(file, "--json"));
   const bool opened = std::ofstream(probe).good();
   fs::remove(probe, ignored);
   if (!opened) throw Error(fmt::format("--json {}: no file can be created there", file));
@@ -178,12 +189,13 @@ void write_whole(const std::string& file, const std::string& text, const std::st
     return;
   }
   const bool in_place = is_special(file);
-  const fs::path temporary = in_place ? fs::path(file) : temporary_name(file);
+  const fs::path target = target_of(file, flag);
+  const fs::path temporary = in_place ? target : temporary_name(target);
   std::ofstream stream(temporary, std::ios::binary);
   stream << text;
   stream.close();
   std::error_code error;
-  if (stream && !in_place) fs::rename(temporary, file, error);
+  if (stream && !in_place) fs::rename(temporary, target, error);
   if (!stream || error) {
     std::error_code ignored;
     if (!in_place) fs::remove(temporary, ignored);

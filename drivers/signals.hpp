@@ -1,11 +1,16 @@
 // Signals that ask a long piece of work to end in good order.
 #pragma once
 
+#include <unistd.h>
+
 #include <array>
 #include <atomic>
 #include <csignal>
 #include <cstdint>
 #include <ctime>
+#include <kvzap/communicator.hpp>
+#include <string>
+#include <string_view>
 #include <vector>
 
 namespace kvzap::driver {
@@ -14,25 +19,51 @@ namespace kvzap::driver {
 inline volatile std::sig_atomic_t caught_signal = 0;
 /// When it noted the first one, in nanoseconds.
 inline std::atomic<std::int64_t> caught_at{0};
+/// The terminal on which there is a progress bar to be taken away before the process ends; -1:
+/// none.
+inline volatile std::sig_atomic_t terminal_with_bar = -1;
+/// Takes the cursor to the line's first column and erases the line.
+inline constexpr std::string_view erase_line = "\r\033[K";
+
+/// Ends the process by the signal, and takes the bar away first.
+extern "C" inline void end_by_signal(int signal) {
+  if (terminal_with_bar >= 0) {
+    const auto written = write(terminal_with_bar, erase_line.data(), erase_line.size());
+    if (written < 0) terminal_with_bar = -1;  // what a failure leaves is a bar
+  }
+  std::signal(signal, SIG_DFL);
+  std::raise(signal);  // takes effect when the handler returns
+}
+
+/// For commands without a SignalWatch, which signals end at once.
+inline void erase_bar_at_the_end() {
+  for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
+    struct sigaction action = {};
+    if (sigaction(signal, nullptr, &action) != 0 || action.sa_handler != SIG_DFL) continue;
+    action.sa_handler = end_by_signal;
+    sigaction(signal, &action, nullptr);
+  }
+}
 
 extern "C" inline void note_signal(int signal) {
   timespec now = {};
   clock_gettime(CLOCK_MONOTONIC, &now);
   constexpr std::int64_t second = 1'000'000'000;
   const std::int64_t at = second * now.tv_sec + now.tv_nsec;
+  // Nobody's finger is as fast as a program that sends SIGINT twice.
+  const std::int64_t pause = signal == SIGINT ? second / 5 : second;
   if (caught_signal == 0) {
     caught_at = at;
-  } else if (at - caught_at >= second) {
-    std::signal(signal, SIG_DFL);
-    std::raise(signal);  // takes effect when this function returns
+  } else if (at - caught_at >= pause) {
+    end_by_signal(signal);
   }
   caught_signal = signal;
 }
 
 /// While it lives, the signals that ask a program to end are noted and nothing more. One that
-/// comes a second or more after the first ends the process at once, as without this. What comes
-/// sooner is no second wish: timeout(1) sends its signal to the process and then to the process's
-/// group, launchers to a step and to its ranks.
+/// comes a second or more after the first (SIGINT, which a person sends: a fifth of one) ends the
+/// process at once, as without this. What comes sooner is no second wish: timeout(1) sends its
+/// signal to the process and then to the process's group, launchers to a step and to its ranks.
 ///
 /// They are noted on a stack of their own: oneDNN's sgemm makes the stack pointer point into a
 /// buffer on the heap for a while, and what a handler puts below it there overwrites other memory.
@@ -70,5 +101,28 @@ class SignalWatch {
   std::array<struct sigaction, signals.size()> m_before = {};
   stack_t m_stack_before = {};
 };
+
+/// What ends a run in good order, on every rank.
+struct Interrupted {
+  int signal = 0;
+};
+
+/// Throws Interrupted on every rank if a signal has asked one of them for the end. Collective: one
+/// reduction of a number.
+inline void stop_if_asked(const Communicator& comm) {
+  const int signal = static_cast<int>(comm.all_reduce_max(std::int64_t{caught_signal}));
+  if (signal != 0) throw Interrupted{signal};
+}
+
+inline constexpr const char* stop_words = "stopped by a signal";
+/// The same for this rank alone, where whatever one rank throws reaches all of them as an error of
+/// the same text: inside a step, or inside Communicator::agree. Throws Error.
+inline void stop_here_if_asked() {
+  if (caught_signal != 0) throw Error(stop_words);
+}
+/// Whether an error is that one.
+inline bool is_stop(const Error& error) {
+  return std::string(error.what()).rfind(stop_words, 0) == 0;
+}
 
 }  // namespace kvzap::driver

@@ -66,6 +66,7 @@ void declare_view(CLI::App& app, ViewOptions& o, const std::string& text_help) {
                  "folder with the tokenizer for --text; default: the model's that the file names")
       ->type_name("DIR");
   app.add_flag("--json", o.json, "as JSON");
+  declare_progress(app, o.progress, "Options");
   declare_deck(app, o.config, "Options");
 }
 

@@ -14,6 +14,8 @@
 #include <string_view>
 #include <vector>
 
+#include "progress.hpp"
+
 namespace kvzap::driver {
 
 struct ViewOptions {
@@ -22,6 +24,7 @@ struct ViewOptions {
   std::string color = "auto";  // auto, always, never
   std::string model;           // folder of the tokenizer; empty: the one that the file names
   bool json = false;
+  ProgressStyle progress = ProgressStyle::automatic;
   std::string config;
 };
 

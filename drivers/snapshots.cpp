@@ -13,7 +13,6 @@
 #include "base/json_file.hpp"
 #include "console.hpp"
 #include "io/temporary_file.hpp"
-#include "signals.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -31,9 +30,9 @@ std::string dumped(const ordered_json& value) {
 
 /// Of inputs, outputs and the machine: no run begins with those of another.
 bool is_recorded(const std::string& name) {
-  static const std::set<std::string> not_recorded = {"help",     "config",    "prompt", "file",
-                                                     "question", "placement", "json",   "dump",
-                                                     "resume",   "append",    "quiet",  "dry-run"};
+  static const std::set<std::string> not_recorded = {
+      "help", "config", "prompt", "file",  "question", "placement", "json",
+      "dump", "resume", "append", "quiet", "dry-run",  "progress"};
   return not_recorded.count(name) == 0 && name.rfind("snapshot", 0) != 0;
 }
 
@@ -580,7 +579,8 @@ std::string Snapshots::keep_older() const {
   std::error_code failed;
   if (fs::equivalent(file, older, failed)) return "";
   if (is_ours(older, tokens)) fs::remove(older, failed);
-  fs::create_hard_link(file, older, failed);
+  // (A second name for a symbolic link would lead to what comes, not to what there is.)
+  fs::create_hard_link(detail::target_of_links(file), older, failed);
   if (!failed) return "";
   std::string what = failed.message();
   if (failed != std::errc::file_exists) {

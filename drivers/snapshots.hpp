@@ -19,6 +19,7 @@
 #include "progress.hpp"
 #include "prompt.hpp"
 #include "report.hpp"
+#include "signals.hpp"
 
 namespace kvzap::driver {
 
@@ -66,11 +67,6 @@ struct ResumedRun {
 std::unique_ptr<ResumedRun> open_resumed(CLI::App& app, RunOptions& options,
                                          const Communicator& comm);
 
-/// What ends a run in good order, on every rank: its snapshot is written.
-struct Interrupted {
-  int signal = 0;
-};
-
 /// The snapshots that a run writes; none if its options name no file. All ranks make the same
 /// calls in the same order.
 class Snapshots {
@@ -85,7 +81,8 @@ class Snapshots {
   /// unless there will be more of them.
   void write(Generator& generator);
   /// `tokens` more have been run, and the cache is whole: goes on with what is being written, or
-  /// begins if it is time. Throws Interrupted if a signal has asked for the end.
+  /// begins if it is time. Throws Interrupted if a signal has asked for the end,
+  /// once that is written.
   void after_step(Generator& generator, std::int64_t tokens);
   /// Waits for what is being written.
   void finish();

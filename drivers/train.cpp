@@ -206,6 +206,7 @@ void declare(CLI::App& app, TrainOptions& o) {
                  "(kvzap-plot, which needs Python and matplotlib)")
       ->type_name("FILE")
       ->group(output);
+  declare_progress(app, o.progress, output);
   app.add_flag("-q,--quiet", o.quiet, "no progress and no warnings on standard error")
       ->group(output);
   declare_deck(app, o.config, output);
@@ -251,7 +252,7 @@ int train(const TrainOptions& options, const Communicator& comm, const std::stri
   });
   detail::set_blas_threads(cores_of_rank(ranks_on_node));
 
-  Progress bar(comm.is_root() && !options.quiet);
+  Progress bar(comm.is_root() && !options.quiet, options.progress);
   TrainingProgress progress;
   progress.update = [&](int done, int layers, double share) {
     constexpr double parts = 1000;

@@ -7,6 +7,8 @@
 #include <optional>
 #include <string>
 
+#include "progress.hpp"
+
 namespace kvzap::driver {
 
 struct TrainOptions {
@@ -27,6 +29,7 @@ struct TrainOptions {
   std::string json;
   std::string plot;
   bool quiet = false;
+  ProgressStyle progress = ProgressStyle::automatic;
   std::string config;
 };
 

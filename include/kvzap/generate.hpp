@@ -22,6 +22,9 @@ struct AnswerOptions {
   SamplingOptions sampling;
   /// Called on every rank for each new token.
   std::function<void(TokenId)> on_token;
+  /// As that of Generator::prefill, in tokens, while the question runs: "question", or "prefill"
+  /// where the context runs with it.
+  ProgressCallback progress;
   /// Called before that with the logits (vocab_size) that the token is drawn from, on rank 0; with
   /// none elsewhere. May be set on some ranks alone. Greedy answers are faster if none has it: then
   /// no step hands out logits.
@@ -159,7 +162,8 @@ class Generator {
   void check_context_is_kept() const;
   void begin_answer();
   Answer generate(const AnswerOptions& options, bool resumes);
-  std::vector<StepResult> run_whole(const std::vector<TokenId>& question, StepOutput output);
+  std::vector<StepResult> run_whole(const std::vector<TokenId>& question, StepOutput output,
+                                    const ProgressCallback& progress);
   SnapshotParts snapshot_parts(SnapshotInfo info);
   template <class Write>
   auto with_parts(SnapshotInfo info, const Write& write);

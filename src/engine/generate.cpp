@@ -341,8 +341,15 @@ Answer Generator::generate(const AnswerOptions& options, bool resumes) {
       comm.all_reduce_max(options.on_logits ? 1 : 0) == 0 && options.sampling.is_plain();
   const StepOutput output = greedy ? StepOutput::argmax : StepOutput::logits;
   const auto run = [&](const std::vector<TokenId>& tokens, StepPart part, StepOutput wanted) {
-    if (part == StepPart::question && runs_whole()) return run_whole(tokens, wanted);
-    return m_engine->step(StepBatch(m_sequence, tokens, m_engine->rule(part), wanted));
+    if (part == StepPart::question && runs_whole()) {
+      return run_whole(tokens, wanted, options.progress);
+    }
+    const StepBatch batch(m_sequence, tokens, m_engine->rule(part), wanted);
+    if (part != StepPart::question || !options.progress) return m_engine->step(batch);
+    return m_engine->step(batch, [&](std::string_view, std::int64_t done, std::int64_t total) {
+      const auto count = static_cast<std::int64_t>(tokens.size());
+      options.progress("question", count * done / total, count);
+    });
   };
   const auto next = [&](const std::vector<TokenId>& tokens, StepPart part) {
     const auto results = run(tokens, part, output);
@@ -407,13 +414,19 @@ Answer Generator::generate(const AnswerOptions& options, bool resumes) {
 
 // Context and question in one step, after which the policy chooses.
 std::vector<StepResult> Generator::run_whole(const std::vector<TokenId>& question,
-                                             StepOutput output) {
+                                             StepOutput output, const ProgressCallback& progress) {
   std::vector<TokenId> tokens = m_context;
   tokens.insert(tokens.end(), question.begin(), question.end());
-  auto results = m_engine->step(StepBatch(
-      m_sequence, tokens,
-      m_engine->rule(StepPart::whole, static_cast<std::int64_t>(question.size())), output));
-  m_engine->end_context(m_sequence);
+  const auto count = static_cast<std::int64_t>(tokens.size());
+  const auto in_tokens = [&](std::string_view what, std::int64_t done, std::int64_t total) {
+    if (progress) progress(what, count * done / total, count);
+  };
+  auto results = m_engine->step(
+      StepBatch(m_sequence, tokens,
+                m_engine->rule(StepPart::whole, static_cast<std::int64_t>(question.size())),
+                output),
+      in_tokens);
+  m_engine->end_context(m_sequence, progress);
   trim();
   return results;
 }

@@ -300,6 +300,8 @@ std::int64_t EvaluationFolder::read(const std::vector<std::string>& labels,
     prompt.clear();
     whole = position;
   }
+  // What cannot be read is not torn: nothing may be cut off then.
+  if (stream.bad()) throw Error(fmt::format("{}: reading failed", file.string()));
   struct stat status = {};
   if (::fstat(m_descriptor, &status) != 0) throw system_error(file.string(), errno);
   const std::int64_t torn = status.st_size - whole;

@@ -120,6 +120,19 @@ void agree_on_file(const Communicator& comm, const fs::path& file,
   });
 }
 
+fs::path target_of_links(const fs::path& file) {
+  fs::path target = file;
+  constexpr int most = 40;  // as the system follows
+  for (int i = 0; i < most; ++i) {
+    std::error_code none;
+    if (!fs::is_symlink(fs::symlink_status(target, none))) return target;
+    const fs::path next = fs::read_symlink(target, none);
+    if (none) throw system_error("cannot be read as a link", none.value());
+    target = next.is_absolute() ? next : target.parent_path() / next;
+  }
+  throw system_error("cannot be followed", ELOOP);
+}
+
 FileDescriptor::FileDescriptor(const fs::path& file, int flags)
     : m_descriptor(::open(file.c_str(), flags, 0666)) {}
 
@@ -191,7 +204,8 @@ void TemporaryFile::create() {
 }
 
 void TemporaryFile::create_on_root() {
-  const fs::path target = fs::absolute(m_target);
+  const fs::path target = fs::absolute(target_of_links(m_target));
+  m_final = target;
   const fs::file_status status = fs::status(target);
   // Renaming onto a device would replace it.
   if (fs::exists(status) && !fs::is_regular_file(status)) {
@@ -220,7 +234,7 @@ void TemporaryFile::create_on_root() {
 std::vector<std::string> TemporaryFile::remove_leftovers() const {
   std::vector<std::string> notes;
   if (!m_exists) return notes;
-  const std::string prefix = fs::absolute(m_target).filename().string() + ".tmp-";
+  const std::string prefix = m_final.filename().string() + ".tmp-";
   const std::string node = node_name();
   const auto now = modified_at(m_path);
   std::error_code error;
@@ -272,7 +286,7 @@ void TemporaryFile::move_to_target() {
       m_comm, m_target,
       [&] {
         if (!m_comm.is_root()) return;
-        m_calls.rename(m_path, fs::absolute(m_target));
+        m_calls.rename(m_path, m_final);
         m_exists = false;
         m_calls.sync_folder(m_path.parent_path());
       },

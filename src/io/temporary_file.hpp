@@ -31,6 +31,11 @@ class FileDescriptor {
   int m_descriptor;
 };
 
+/// What `file` names in the end, if it is a symbolic link (or a link to one, and so on), whether
+/// that exists or not; else itself. What takes its place leaves the links as they are. Throws Error
+/// for a circle of links.
+std::filesystem::path target_of_links(const std::filesystem::path& file);
+
 /// The calls that make a file last. They throw if they fail; tests put others in their place.
 struct DurableCalls {
   /// Brings what this node has written to a file to the disk.
@@ -43,7 +48,8 @@ struct DurableCalls {
   static DurableCalls of_system();
 };
 
-/// A new, empty file next to the target, removed unless it is moved there. All ranks know its name:
+/// A new, empty file next to the target, removed unless it is moved there. A target that is a
+/// symbolic link stands for what it leads to. All ranks know its name:
 /// TARGET.tmp-NODE-PROCESS-NUMBER, with the names of rank 0's node (node_name) and process.
 class TemporaryFile {
  public:
@@ -78,7 +84,9 @@ class TemporaryFile {
   DurableCalls m_calls;
   std::string m_kind;
   std::filesystem::path m_path;
-  bool m_exists = false;  // on rank 0, which alone creates and removes it
+  // On rank 0, which alone creates, removes and renames it:
+  std::filesystem::path m_final;  // what the target leads to
+  bool m_exists = false;
 };
 
 /// Writes a text file that appears under its name once it is complete and on the disk. One process

@@ -4,12 +4,12 @@
 
 #include <cmath>
 #include <filesystem>
-#include <fstream>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <sstream>
 
 #include "base/json_file.hpp"
+#include "base/text_file.hpp"
 #include "policy/registry.hpp"
 
 namespace kvzap::policy {
@@ -35,11 +35,7 @@ std::vector<double> read_ratios(const std::string& file, std::int64_t layers) {
     throw Error(
         fmt::format("{}: is a folder; expected a file with an evict ratio per layer", file));
   }
-  std::ifstream stream(file);
-  std::stringstream content;
-  content << stream.rdbuf();
-  if (!stream) throw Error(fmt::format("{}: cannot be read", file));
-  const std::string text = content.str();
+  const std::string text = detail::read_text(file);
   std::vector<double> ratios;
   const std::size_t first = text.find_first_not_of(" \t\r\n");
   if (first != std::string::npos && text[first] == '[') {

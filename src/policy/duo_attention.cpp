@@ -57,6 +57,7 @@ std::vector<std::vector<double>> read_shares(const std::filesystem::path& file) 
     }
     if (!row.empty()) shares.push_back(std::move(row));
   }
+  if (stream.bad()) throw Error(fmt::format("{}: reading failed", file.string()));
   return shares;
 }
 

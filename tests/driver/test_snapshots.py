@@ -258,8 +258,9 @@ class Interrupted(SnapshotTest):
         process = self.start(*self.FLAGS)
         process.stdout.read(1)
         process.terminate()
-        process.communicate(timeout=PATIENCE)
-        self.assertEqual(process.returncode, -signal.SIGTERM)
+        _, err = process.communicate(timeout=PATIENCE)
+        self.assertEqual(process.returncode, 128 + signal.SIGTERM)
+        self.assertRegex(err.decode(), r"(?m)^kvzap: stopped by signal 15 in answer 1, after \d+ of 1100 tokens$")
 
     def test_killed(self):
         for ranks in (0, 2):

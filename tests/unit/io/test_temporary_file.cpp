@@ -205,6 +205,26 @@ TEST_F(TemporaryFileTest, OldFilesOfLiveProcessesAreTold) {
   EXPECT_NE(notes[0].find(std::to_string(::getpid())), std::string::npos) << notes[0];
 }
 
+TEST_F(TemporaryFileTest, ALinkStandsForWhatItLeadsTo) {
+  const fs::path folder = m_folder.path();
+  fs::create_directory(folder / "there");
+  fs::create_symlink("there/second", folder / "first");  // relative to where it is
+  fs::create_symlink(folder / "there" / "rows", folder / "there" / "second");
+  EXPECT_EQ(target_of_links(folder / "first"), folder / "there" / "rows");
+  EXPECT_EQ(target_of_links(folder / "none"), folder / "none");
+  for (const char* text : {"new", "newer"}) {  // there is none, there is one
+    write_text(folder / "first", text);
+    std::ifstream stream(folder / "there" / "rows");
+    EXPECT_EQ(std::string(std::istreambuf_iterator<char>(stream), {}), text);
+    EXPECT_TRUE(fs::is_symlink(folder / "first"));
+    EXPECT_EQ(names(folder / "there"), (std::set<std::string>{"rows", "second"}));
+    EXPECT_EQ(names(folder), (std::set<std::string>{"first", "there"}));
+  }
+  fs::create_symlink("circle", folder / "circle");
+  EXPECT_THROW(target_of_links(folder / "circle"), Error);
+  EXPECT_THROW(write_text(folder / "circle", "text"), Error);
+}
+
 TEST_F(TemporaryFileTest, LeavesOtherFilesAlone) {
   std::set<std::string> others;
   for (const std::string name :

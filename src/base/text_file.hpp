@@ -1,0 +1,61 @@
+// Files that are read whole.
+#pragma once
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstdint>
+#include <filesystem>
+#include <kvzap/types.hpp>
+#include <limits>
+#include <string>
+#include <system_error>
+
+namespace kvzap::detail {
+
+/// All bytes of an open file, which stays open. A read that fails in the middle is an error, unlike
+/// with streams, which then look as if they had ended. Throws Error that begins with `name`: if
+/// reading fails, for a folder, and for more than `most` bytes.
+inline std::string read_text(int descriptor, const std::string& name,
+                             std::uintmax_t most = std::numeric_limits<std::uintmax_t>::max()) {
+  std::string text;
+  std::array<char, std::size_t{64} << 10> block;
+  for (;;) {
+    const ssize_t count = ::read(descriptor, block.data(), block.size());
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0 && errno == EISDIR) {
+      throw Error(fmt::format("{}: is a folder; expected a file", name));
+    }
+    if (count < 0) {
+      throw Error(fmt::format("{}: reading failed after {} bytes: {}", name, text.size(),
+                              std::generic_category().message(errno)));
+    }
+    if (count == 0) return text;
+    text.append(block.data(), static_cast<std::size_t>(count));
+    if (text.size() > most) {
+      throw Error(fmt::format("{}: too large: expected at most {} bytes", name, most));
+    }
+  }
+}
+
+/// The same by the file's name.
+inline std::string read_text(const std::filesystem::path& file,
+                             std::uintmax_t most = std::numeric_limits<std::uintmax_t>::max()) {
+  const std::string name = file.string();
+  const int descriptor = ::open(name.c_str(), O_RDONLY | O_CLOEXEC);
+  if (descriptor < 0) {
+    throw Error(
+        fmt::format("{}: cannot be opened: {}", name, std::generic_category().message(errno)));
+  }
+  struct Closes {
+    int descriptor;
+    ~Closes() { ::close(descriptor); }
+  } const closes{descriptor};
+  return read_text(descriptor, name, most);
+}
+
+}  // namespace kvzap::detail

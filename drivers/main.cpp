@@ -18,6 +18,7 @@
 #include "arguments.hpp"
 #include "base/kokkos_compat.hpp"
 #include "bench.hpp"
+#include "chat.hpp"
 #include "command_line.hpp"
 #include "console.hpp"
 #include "documents.hpp"
@@ -142,7 +143,9 @@ int run_program(char* name, const std::vector<std::string>& arguments,
   std::string quiet = "--kokkos-disable-warnings";
   if (!comm.is_root()) kokkos_arguments.push_back(quiet.data());
   const KokkosSession kokkos(kokkos_arguments);
-  if (line.bench->parsed()) {
+  if (line.chat->parsed()) {
+    return driver::chat(*line.chat, line.chat_options, comm, driver::version);
+  } else if (line.bench->parsed()) {
     return driver::bench(line.bench_options, comm, driver::version, driver::revision);
   } else if (line.collect->parsed()) {
     return driver::collect(line.collect_options, comm, driver::version);

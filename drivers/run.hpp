@@ -1,21 +1,46 @@
 // `kvzap run`: a checkpoint, a prompt, a pruned cache, an answer.
 #pragma once
 
+#include <functional>
 #include <kvzap/communicator.hpp>
+#include <kvzap/generate.hpp>
+#include <kvzap/snapshot.hpp>
+#include <kvzap/tokenizer.hpp>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "options.hpp"
+#include "progress.hpp"
+#include "report.hpp"
+#include "snapshots.hpp"
 
 namespace kvzap::driver {
 
-struct ResumedRun;
+/// A run whose context is in the cache.
+struct OpenRun {
+  const RunOptions& options;
+  Generator& generator;
+  const Tokenizer* tokenizer;  // on rank 0
+  std::vector<TokenId> context;
+  std::vector<TokenId> stop_ids;
+  std::int64_t limit;  // of tokens; 0: none
+  /// What a snapshot of it says, all but its run_state, on rank 0.
+  SnapshotInfo info;
+  RunState& state;
+  RunReport& report;
+  Progress& bar;
+  const ProgressCallback& progress;
+  const Communicator& comm;
+};
+/// What is done with it. May throw Interrupted on every rank.
+using Talk = std::function<void(OpenRun&)>;
 
 /// Carries out the command on all ranks. `recorded`: of recorded_options; `resumed`: of
-/// open_resumed. Returns the exit status, 128 + the number of the signal that has ended the run
+/// open_resumed; `talk`: in place of the options' questions, and of the report to a person. Returns the exit status, 128 + the number of the signal that has ended the run
 /// early, its snapshot written. Throws AgreedError, on every rank alike, for whatever is wrong with
 /// the input; any other exception is one rank's own.
 int run(const RunOptions& options, std::string recorded, std::unique_ptr<ResumedRun> resumed,
-        const Communicator& comm, const std::string& version);
+        const Communicator& comm, const std::string& version, const Talk& talk = {});
 
 }  // namespace kvzap::driver

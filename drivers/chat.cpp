@@ -16,7 +16,6 @@
 #include "chat_input.hpp"
 #include "console.hpp"
 #include "parallel/meet_asleep.hpp"
-#include "parallel/mpi_session.hpp"
 #include "policy_options.hpp"
 #include "policy_setup.hpp"
 #include "prompt.hpp"
@@ -58,10 +57,10 @@ Command command_of(const std::string& line) {
     command.text = line.substr(begin, line.find_last_not_of(" \t") + 1 - begin);
   }
   const std::string name = line.substr(0, end);
-  const std::pair<const char*, Wish> wishes[] = {
-      {"/stats", Wish::stats}, {"/save", Wish::save}, {"/load", Wish::load},
-      {"/reset", Wish::reset}, {"/help", Wish::help}, {"/exit", Wish::leave},
-      {"/quit", Wish::leave},  {"/bye", Wish::leave}};
+  const std::pair<const char*, Wish> wishes[] = {{"/stats", Wish::stats}, {"/save", Wish::save},
+                                                 {"/load", Wish::load},   {"/reset", Wish::reset},
+                                                 {"/help", Wish::help},   {"/exit", Wish::leave},
+                                                 {"/quit", Wish::leave},  {"/bye", Wish::leave}};
   for (const auto& [word, wish] : wishes) {
     if (name != word) continue;
     command.wish = wish;
@@ -84,9 +83,10 @@ class Conversation {
   void operator()();
 
  private:
-  /// Whether there is somebody who types: mpirun, which has the terminal, passes standard input on.
+  /// Whether there is somebody who types: at this process's terminal, or at that of mpirun, which
+  /// passes standard input on.
   static bool is_typed() {
-    return isatty(STDIN_FILENO) != 0 || (detail::has_mpi_launcher() && Terminal(false).exists());
+    return isatty(STDIN_FILENO) != 0 || (isatty(STDERR_FILENO) == 0 && Terminal(false).exists());
   }
   bool prints() const { return m_comm.is_root() && m_run.options.json != "-"; }
   template <class... Arguments>
@@ -167,6 +167,7 @@ void Conversation::adopt(RunState state) {
     AnsweredQuestion turn;
     turn.question = text;
     turn.is_from_snapshot = true;
+    turn.is_interrupted = true;
     turn.answer.tokens = generator.answered();
     turn.answer.cache = generator.report();
     turn.answer.question_tokens = static_cast<std::int64_t>(generator.question().size());
@@ -258,9 +259,10 @@ void Conversation::operator()() {
         tell("{}", help_text);
         break;
       case Wish::unknown:
-        tell("kvzap: {} is no command; /help lists them (a message that begins with / goes "
-             "between \"\"\" and \"\"\")\n",
-             command.text);
+        tell(
+            "kvzap: {} is no command; /help lists them (a message that begins with / goes "
+            "between \"\"\" and \"\"\")\n",
+            command.text);
         break;
       case Wish::stop:
         leave(std::stoi(command.text));
@@ -313,9 +315,9 @@ void Conversation::run_answer(AnsweredQuestion& turn, const std::vector<TokenId>
   AnswerOptions options;
   options.max_new_tokens = m_run.options.new_tokens;
   options.stop_ids = m_run.stop_ids;
-  // What follows an answer has room too.
+  // The last token and what follows it have room too.
   if (m_run.limit > 0) {
-    options.max_tokens = m_run.limit - static_cast<std::int64_t>(m_between.size());
+    options.max_tokens = m_run.limit - static_cast<std::int64_t>(m_between.size()) - 1;
   }
   options.sampling = m_run.options.sampling;
   options.progress = m_run.progress;
@@ -332,6 +334,7 @@ void Conversation::run_answer(AnsweredQuestion& turn, const std::vector<TokenId>
     turn.answer = generator.answer(ids, options);
   } catch (const Ended& ended) {
     signal = ended.signal;
+    turn.is_interrupted = true;
     turn.answer.tokens = generator.answered();
     turn.answer.question_tokens = static_cast<std::int64_t>(ids.size());
     turn.answer.decode_seconds = seconds_since(start);
@@ -351,9 +354,10 @@ void Conversation::run_answer(AnsweredQuestion& turn, const std::vector<TokenId>
   }
   if (signal == 0) {
     if (m_run.report.answers.back().answer.stop_reason == StopReason::context_full) {
-      tell("kvzap: the context is full: {} tokens of {}; /reset begins anew, /save FILE keeps what "
-           "there is\n",
-           tokens(), m_run.limit);
+      tell(
+          "kvzap: the context is full: {} tokens of {}; /reset begins anew, /save FILE keeps what "
+          "there is\n",
+          tokens(), m_run.limit);
     }
     return;
   }
@@ -377,9 +381,9 @@ void Conversation::end_turn() {
   const std::vector<TokenId>& said = generator.answered();
   const auto& stops = m_run.stop_ids;
   // The template ends it with a token of its own, which as a rule is the same.
-  const bool has_end = !said.empty() && (said.back() == m_between.front() ||
-                                         std::find(stops.begin(), stops.end(), said.back()) !=
-                                             stops.end());
+  const bool has_end =
+      !said.empty() && (said.back() == m_between.front() ||
+                        std::find(stops.begin(), stops.end(), said.back()) != stops.end());
   generator.keep_answer(m_between, !has_end);
 }
 
@@ -412,7 +416,8 @@ void Conversation::stats() {
     seconds += answer.decode_seconds;
   }
   if (seconds > 0) {
-    text += fmt::format("speed         {:.1f} tokens/s\n", static_cast<double>(generated) / seconds);
+    text +=
+        fmt::format("speed         {:.1f} tokens/s\n", static_cast<double>(generated) / seconds);
   }
   tell("{}", text);
 }
@@ -446,15 +451,14 @@ void Conversation::save(const std::string& file) {
 void Conversation::load(const std::string& file) {
   if (file.empty()) return tell("kvzap: /load needs a file: /load chat.h5\n");
   try {
-    const auto loaded =
-        open_fitting(file, m_recorded, m_run.info, m_run.state,
-                     dtype_from_name(m_run.options.dtype), m_comm);
+    const auto loaded = open_fitting(file, m_recorded, m_run.info, m_run.state,
+                                     dtype_from_name(m_run.options.dtype), m_comm);
     m_comm.agree([&] {
       const SnapshotHeader& header = loaded->reader.header();
       const std::int64_t window = m_run.generator.engine().options().window;
       if (header.window != window) {
-        throw Error(fmt::format("snapshot {}: its window is {}; expected {}", file, header.window,
-                                window));
+        throw Error(
+            fmt::format("snapshot {}: its window is {}; expected {}", file, header.window, window));
       }
       if (m_run.limit > 0 && header.tokens > m_run.limit) {
         throw Error(fmt::format("snapshot {}: it has {} tokens; the longest context accepted is {}",
@@ -471,6 +475,8 @@ void Conversation::load(const std::string& file) {
     tell("kvzap: {} tokens loaded from {}\n", tokens(), file);
   } catch (const AgreedError& error) {
     tell("kvzap: error: {}\n", error.what());
+    // The rest of a context, which has failed, takes all of it along.
+    if (m_run.generator.context().empty()) reset();
   }
 }
 
@@ -488,9 +494,8 @@ void Conversation::reset() {
 
 /// By a threshold every pair is judged as it leaves the window, whoever has said it.
 bool judges_what_is_said(const RunOptions& options) {
-  const bool has_amount =
-      (options.evict_ratio && !looks_up_threshold(options)) || options.keep_tokens ||
-      !options.kv_budget.empty();
+  const bool has_amount = (options.evict_ratio && !looks_up_threshold(options)) ||
+                          options.keep_tokens || !options.kv_budget.empty();
   if (!prunes(options) || has_amount || options.decode_every > 0) return false;
   if (options.policy.empty()) return true;
   const PolicyInfo& info = *parse_policy(policy_text(options)).info;
@@ -546,10 +551,10 @@ int chat(CLI::App& app, RunOptions options, const Communicator& comm, const std:
     if (options.prune.empty() && judges_what_is_said(options)) options.prune = "always";
     // Otherwise a context of a few tokens would be all that is ever pruned.
     const bool has_context = options.prompt || !options.file.empty() || resumed;
-    require(!prunes(options) || options.prune == "always" || options.decode_every > 0 ||
-                has_context,
-            "a budget is met where a context ends, and there is none: give one with -p or -f, a "
-            "--threshold in place of the budget, or --decode-every N");
+    require(
+        !prunes(options) || options.prune == "always" || options.decode_every > 0 || has_context,
+        "a budget is met where a context ends, and there is none: give one with -p or -f, a "
+        "--threshold in place of the budget, or --decode-every N");
   });
   const std::string recorded = recorded_options(app, options);
   return run(options, recorded, std::move(resumed), comm, version,

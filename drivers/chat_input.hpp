@@ -29,8 +29,8 @@ class LineReader {
 };
 
 /// Puts messages together: a line is one, unless it ends with a backslash, which stands for a line
-/// break (the next line follows), or begins with """: then all up to the next """ at a line's end is
-/// one.
+/// break (the next line follows), or begins with """: then all up to the next """ at a line's end
+/// is one.
 class MessageBuilder {
  public:
   /// A message, if the line completes one.

@@ -19,8 +19,8 @@ struct Prompt {
   std::vector<std::vector<TokenId>> questions;
 };
 
-/// What the chat template of the options' model puts around a message of the user, with the options'
-/// system message. Throws Error as ChatTemplate::detect.
+/// What the chat template of the options' model puts around a message of the user, with the
+/// options' system message. Throws Error as ChatTemplate::detect.
 ChatTemplate::Parts template_of(const RunOptions& options);
 
 /// The prompt of the options. Rank 0 alone reads and tokenizes it; all ranks get its ids. `limit`:

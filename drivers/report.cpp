@@ -147,6 +147,10 @@ std::string snapshots_text(const RunReport& report) {
 
 }  // namespace
 
+std::string_view stop_reason_of(const AnsweredQuestion& answered) {
+  return answered.is_interrupted ? "interrupted" : name_of(answered.answer.stop_reason);
+}
+
 std::string human_bytes(std::int64_t bytes) {
   constexpr const char* units[] = {"B", "kB", "MB", "GB", "TB", "PB"};
   double value = static_cast<double>(bytes);
@@ -213,7 +217,7 @@ ordered_json to_json(const RunReport& report, const RunOptions& options) {
     ordered_json answer = {{"question", item.question},
                            {"text", item.text},
                            {"ids", item.answer.tokens},
-                           {"stop_reason", name_of(item.answer.stop_reason)},
+                           {"stop_reason", stop_reason_of(item)},
                            {"question_tokens", item.answer.question_tokens},
                            {"new_tokens", item.answer.tokens.size()},
                            {"question_seconds", item.answer.question_seconds},

@@ -16,8 +16,13 @@ struct AnsweredQuestion {
   std::string question;
   std::string text;
   Answer answer;
+  /// A person has ended it (kvzap chat), which is then why it ends.
+  bool is_interrupted = false;
   bool is_from_snapshot = false;  // a run before has answered it; its times are not known
 };
+
+/// Why it ends: of kvzap::StopReason, or "interrupted".
+std::string_view stop_reason_of(const AnsweredQuestion& answered);
 
 /// A snapshot that a run has written.
 struct WrittenSnapshot {

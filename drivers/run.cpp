@@ -630,8 +630,8 @@ void Run::answer_all() {
 
 /// In place of the questions.
 void Run::talk_on() {
-  OpenRun open{m_options, *m_generator,      tokenizer(), m_prompt.context, m_stop_ids, m_limit,
-               m_info,    m_state,           m_report,    m_bar,            m_progress, m_comm};
+  OpenRun open{m_options, *m_generator, tokenizer(), m_prompt.context, m_stop_ids, m_limit, m_info,
+               m_state,   m_report,     m_bar,       m_progress,       m_comm};
   m_talk(open);
 }
 

@@ -37,9 +37,10 @@ struct OpenRun {
 using Talk = std::function<void(OpenRun&)>;
 
 /// Carries out the command on all ranks. `recorded`: of recorded_options; `resumed`: of
-/// open_resumed; `talk`: in place of the options' questions, and of the report to a person. Returns the exit status, 128 + the number of the signal that has ended the run
-/// early, its snapshot written. Throws AgreedError, on every rank alike, for whatever is wrong with
-/// the input; any other exception is one rank's own.
+/// open_resumed; `talk`: in place of the options' questions, and of the report to a person. Returns
+/// the exit status, 128 + the number of the signal that has ended the run early, its snapshot
+/// written. Throws AgreedError, on every rank alike, for whatever is wrong with the input; any
+/// other exception is one rank's own.
 int run(const RunOptions& options, std::string recorded, std::unique_ptr<ResumedRun> resumed,
         const Communicator& comm, const std::string& version, const Talk& talk = {});
 

@@ -31,8 +31,8 @@ std::string dumped(const ordered_json& value) {
 /// Of inputs, outputs and the machine: no run begins with those of another.
 bool is_recorded(const std::string& name) {
   static const std::set<std::string> not_recorded = {
-      "help", "config", "prompt", "file",  "system", "question", "placement", "json",
-      "dump", "resume", "append", "quiet", "dry-run",  "progress"};
+      "help", "config", "prompt", "file",   "system", "question", "placement",
+      "json", "dump",   "resume", "append", "quiet",  "dry-run",  "progress"};
   return not_recorded.count(name) == 0 && name.rfind("snapshot", 0) != 0;
 }
 
@@ -205,7 +205,7 @@ CacheReport cache_of(const json& value, const SnapshotHeader& header) {
   return cache;
 }
 
-StopReason stop_reason_of(const std::string& name) {
+StopReason reason_from_name(const std::string& name) {
   for (const StopReason reason :
        {StopReason::stop_id, StopReason::max_new_tokens, StopReason::context_full}) {
     if (name == kvzap::name_of(reason)) return reason;
@@ -229,7 +229,9 @@ RunState state_of(const json& value, const SnapshotHeader& header) {
     answered.question = state.texts[state.answers.size()];
     answered.text = answer.at("text");
     answer.at("ids").get_to(answered.answer.tokens);
-    answered.answer.stop_reason = stop_reason_of(answer.at("stop_reason"));
+    const std::string stop_reason = answer.at("stop_reason");
+    answered.is_interrupted = stop_reason == "interrupted";
+    if (!answered.is_interrupted) answered.answer.stop_reason = reason_from_name(stop_reason);
     answered.answer.question_tokens =
         static_cast<std::int64_t>(state.questions[state.answers.size()].size());
     answered.answer.cache = cache_of(answer.at("cache"), header);
@@ -416,7 +418,7 @@ std::string to_json_text(const RunState& state) {
   for (const AnsweredQuestion& answered : state.answers) {
     value["answers"].push_back({{"text", answered.text},
                                 {"ids", answered.answer.tokens},
-                                {"stop_reason", kvzap::name_of(answered.answer.stop_reason)},
+                                {"stop_reason", stop_reason_of(answered)},
                                 {"cache", json_of(answered.answer.cache)}});
   }
   if (state.context) value["context"] = json_of(*state.context);
@@ -485,9 +487,10 @@ std::unique_ptr<ResumedRun> open_fitting(const std::string& file, const std::str
       if (is_free(name) || names_policy(name)) continue;
       const std::string there = text(theirs, name), here = text(ours, name);
       if (is_same_value(there, here)) continue;
-      throw Error(fmt::format("{} was made {}, and this conversation {}; kvzap chat --resume {} "
-                              "goes on with it as it is",
-                              snapshot, told(name, there), told(name, here), file));
+      throw Error(
+          fmt::format("{} was made {}, and this conversation {}; kvzap chat --resume {} "
+                      "goes on with it as it is",
+                      snapshot, told(name, there), told(name, here), file));
     }
     const auto check = [&](const char* what, const std::string& found,
                            const std::string& expected) {

@@ -293,7 +293,8 @@ void Generator::keep_answer(const std::vector<TokenId>& more, bool with_last_tok
   m_pristine = -1;
   m_checkpoint.reset();
   m_context_logits = std::move(result.logits);
-  for (const std::vector<TokenId>* part : {&std::as_const(m_question), &std::as_const(said), &more}) {
+  for (const std::vector<TokenId>* part :
+       {&std::as_const(m_question), &std::as_const(said), &more}) {
     m_context.insert(m_context.end(), part->begin(), part->end());
   }
   m_context_run = static_cast<std::int64_t>(m_context.size());

@@ -5,8 +5,8 @@
 
 namespace kvzap::detail {
 
-/// As Communicator::barrier where rank 0 may be minutes late: the others sleep meanwhile, in naps of
-/// two milliseconds, in place of asking all the time. Collective.
+/// As Communicator::barrier where rank 0 may be minutes late: the others sleep meanwhile, in naps
+/// of two milliseconds, in place of asking all the time. Collective.
 void meet_asleep(const Communicator& comm);
 
 }  // namespace kvzap::detail

@@ -59,7 +59,7 @@ class Conversations(ChatTest):
 
     def test_answers_are_those_of_the_whole_rendered_conversation(self):
         report, result = self.talk("-p", CASE["context"], "-n", "24", lines=TYPED)
-        self.assertEqual(result.text.splitlines(), [answer["text"] for answer in report["answers"]])
+        self.assertEqual(result.text, "".join(answer["text"] + "\n" for answer in report["answers"]))
         self.assertEqual(report["answers"][0]["text"], CASE["runs"]["full"]["text"])
         self.assertEqual([answer["question"] for answer in report["answers"]], ASKED)
         self.check_against_run(report, CASE["context"], ASKED)
@@ -116,7 +116,7 @@ class Commands(ChatTest):
                       "tokens/s", "/nonsense is no command; /help lists them"]:
             self.assertIn(words, told)
         self.assertEqual([answer["question"] for answer in report["answers"]], ["Hello.", "/stats"])
-        self.assertEqual(result.text.splitlines(), [answer["text"] for answer in report["answers"]])
+        self.assertEqual(result.text, "".join(answer["text"] + "\n" for answer in report["answers"]))
         # Nothing but answers, or nothing but the report, for machines.
         result = chat("-q", "-n", "4", "--json", "-", lines=["Hello."])
         self.assertEqual((result.code, result.err), (0, b""), result)
@@ -124,7 +124,7 @@ class Commands(ChatTest):
 
     def test_input_ends_in_the_middle(self):
         report, _ = self.talk("-n", "4", lines=['"""Hello,', "you"])
-        self.assertEqual(report["answers"][0]["question"], "Hello,\nyou\n"[:-1])
+        self.assertEqual(report["answers"][0]["question"], "Hello,\nyou")
 
     def test_errors(self):
         for arguments, words in [
@@ -161,7 +161,7 @@ class Snapshots(ChatTest):
         run = self.report("--resume", file, "--question", ASKED[2])
         self.assertEqual(run["answers"][0]["ids"], whole["answers"][2]["ids"])
         again = self.succeed("--resume", file)
-        self.assertEqual(again.text.splitlines(), [answer["text"] for answer in whole["answers"][:2]])
+        self.assertEqual(again.text, "".join(answer["text"] + "\n" for answer in whole["answers"][:2]))
         seen = run_command([KVZAP, "inspect", file])
         self.assertEqual(seen.code, 0, seen)
 
@@ -258,6 +258,7 @@ class Typed(TestCase):
         answers = json.loads(report.read_text())["answers"]
         self.assertEqual([answer["question"] for answer in answers], ["Hello."])
         self.assertTrue(0 < len(answers[0]["ids"]) < 4000)
+        self.assertEqual(answers[0]["stop_reason"], "interrupted")
 
     def test_ctrl_d_leaves(self):
         self.start("-n", "4")

@@ -91,9 +91,8 @@ TEST(ChatTemplate, MatchesReferenceForPublishedFamilies) {
 }
 
 TEST(ChatTemplate, RendersConversationsAsTransformersDoes) {
-  const std::map<std::string, ChatRole> roles = {{"system", ChatRole::system},
-                                                 {"user", ChatRole::user},
-                                                 {"assistant", ChatRole::assistant}};
+  const std::map<std::string, ChatRole> roles = {
+      {"system", ChatRole::system}, {"user", ChatRole::user}, {"assistant", ChatRole::assistant}};
   int conversations = 0;
   for (const Json& golden : golden_cases()) {
     if (!golden.contains("conversations")) continue;
@@ -124,9 +123,8 @@ TEST(ChatTemplate, RendersConversationsAsTransformersDoes) {
   const ChatTemplate chat_template = detect(chatml);
   const ChatTemplate::Parts parts = chat_template.parts(false);
   EXPECT_EQ(parts.prompt("1") + "2" + chat_template.between_turns() + "3" + parts.suffix,
-            chat_template.render({{ChatRole::user, "1"}, {ChatRole::assistant, "2"},
-                                  {ChatRole::user, "3"}},
-                                 false));
+            chat_template.render(
+                {{ChatRole::user, "1"}, {ChatRole::assistant, "2"}, {ChatRole::user, "3"}}, false));
   expect_error([&] { chat_template.render({}, false); }, {"at least one message"});
 }
 

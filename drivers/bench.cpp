@@ -316,8 +316,8 @@ int bench(const BenchOptions& given, const Communicator& comm, const std::string
     }
     if (!options.random_weights && !has_weights(options.model)) options.random_weights = 0;
   });
+  if (comm.is_root()) print_notes(*setup, !options.quiet);
   if (comm.is_root() && !options.quiet) {
-    print_notes(*setup);
     if (!given.random_weights && options.random_weights) {
       say("kvzap: note: {} has no *.safetensors: weights are random\n", options.model);
     }

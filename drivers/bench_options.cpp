@@ -4,12 +4,12 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
-#include <cstdlib>
 
+#include "base/decimal.hpp"
 #include "base/nearest.hpp"
 #include "options.hpp"
+#include "strict_values.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -45,9 +45,8 @@ std::vector<std::int64_t> whole_numbers(const std::vector<std::string>& parts, c
   std::vector<std::int64_t> numbers;
   for (const std::string& entry : entries_of(parts, flag, usual)) {
     std::int64_t number = 0;
-    const char* const end = entry.data() + entry.size();
-    const auto [used, error] = std::from_chars(entry.data(), end, number);
-    if (error != std::errc() || used != end || number < least || number > most) {
+    if (detail::read_whole(entry, number) != detail::DecimalFault::none || number < least ||
+        number > most) {
       fail_entry(flag, entry, fmt::format("a whole number from {} to {}", least, most));
     }
     numbers.push_back(number);
@@ -62,9 +61,9 @@ std::vector<double> real_numbers(const std::vector<std::string>& parts, const ch
                                  const std::function<bool(double)>& is_good) {
   std::vector<double> numbers;
   for (const std::string& entry : entries_of(parts, flag, usual)) {
-    char* used = nullptr;
-    const double number = std::strtod(entry.c_str(), &used);
-    if (entry.empty() || *used != '\0' || !std::isfinite(number) || !is_good(number)) {
+    double number = 0;
+    if (detail::read_real(entry, number) != detail::DecimalFault::none || !std::isfinite(number) ||
+        !is_good(number)) {
       fail_entry(flag, entry, expected);
     }
     numbers.push_back(number);
@@ -80,11 +79,7 @@ void declare(CLI::App& app, BenchOptions& o) {
   // One part per flag, so that what follows is not taken for another; a flag may be repeated.
   const auto add_list = [&](const std::string& name, std::vector<std::string>& parts,
                             const char* usual, const std::string& description) {
-    return app.add_option(name, parts, description)
-        ->expected(1)
-        ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
-        ->type_name("LIST")
-        ->default_str(usual);
+    return add_texts(app, name, parts, description)->type_name("LIST")->default_str(usual);
   };
 
   const auto model = "Model";

@@ -17,9 +17,11 @@
 #include "console.hpp"
 #include "io/temporary_file.hpp"
 #include "linalg/host/blas_threads.hpp"
+#include "one_file.hpp"
 #include "options.hpp"
 #include "progress.hpp"
 #include "setup.hpp"
+#include "strict_values.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -47,23 +49,18 @@ fs::path table_file(const CalibrateOptions& o) {
   return o.output.empty() ? ThresholdTable::file_in(o.surrogate) : fs::path(o.output);
 }
 
-/// Whether two names, neither of them empty, are of one file, there or not.
-bool name_one_file(const fs::path& a, const fs::path& b) {
-  if (a.empty() || b.empty()) return false;
-  std::error_code ignored;
-  return fs::equivalent(a, b, ignored) ||
-         fs::weakly_canonical(a, ignored) == fs::weakly_canonical(b, ignored);
-}
-
 /// No output may take the place of another or of the texts.
 void check_outputs_differ(const CalibrateOptions& o) {
-  const fs::path json = o.json == "-" ? "" : o.json;
+  const std::string table = table_file(o).string();
+  const auto both_name = [](const std::string& a, const std::string& b) {
+    return !a.empty() && !b.empty() && name_one_file(a, b);
+  };
   const char* const store = o.output.empty() ? "the thresholds" : "-o";
-  require(!name_one_file(json, table_file(o)),
+  require(!both_name(o.json, table),
           fmt::format("--json and {} both name the file {}", store, o.json));
-  require(!name_one_file(json, o.file), fmt::format("--json and -f both name the file {}", o.file));
-  require(!name_one_file(table_file(o), o.file),
-          fmt::format("{} and -f both name the file {}", store, o.file));
+  require(!both_name(o.json, o.file) || o.json == "-",
+          fmt::format("--json and -f both name the file {}", o.file));
+  require(!both_name(table, o.file), fmt::format("{} and -f both name the file {}", store, o.file));
 }
 
 void validate_calibration(const CalibrateOptions& o) {
@@ -226,11 +223,9 @@ void declare(CLI::App& app, CalibrateOptions& o) {
       ->group(texts);
 
   const auto thresholds = "Thresholds";
-  app.add_option("--evict-ratio", o.evict_ratios,
-                 "evicted shares of all pairs after the context that thresholds are found for, on "
-                 "average over the texts; above 0 and below 1, between commas")
-      ->expected(1)
-      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
+  add_texts(app, "--evict-ratio", o.evict_ratios,
+            "evicted shares of all pairs after the context that thresholds are found for, on "
+            "average over the texts; above 0 and below 1, between commas")
       ->type_name("LIST")
       ->default_str(usual_ratios)
       ->group(thresholds);
@@ -275,7 +270,7 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
         options.max_context.value_or(options.random_weights ? 0 : setup->config.longest_context());
   });
   const ModelConfig& config = setup->config;
-  if (talks) print_notes(*setup);
+  if (comm.is_root()) print_notes(*setup, talks);
   comm.agree_on_root([&] {
     check_writable(options.json);
     for (const auto& note : check_storable(table_file(options))) {

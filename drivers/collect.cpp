@@ -434,7 +434,7 @@ int collect(const CollectOptions& options, const Communicator& comm, const std::
     setup = set_up_model(options.model, options.layers, "", comm.size(), options.rope);
   });
   const Work work{options, comm, version, *setup, comm.ranks_on_node(), start};
-  if (work.talks()) print_notes(*setup);
+  if (comm.is_root()) print_notes(*setup, work.talks());
   detail::set_blas_threads(cores_of_rank(work.ranks_on_node));
   return options.query_statistics.empty() ? collect_to_pairs(work) : collect_to_statistics(work);
 }

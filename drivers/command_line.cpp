@@ -5,7 +5,9 @@
 #include <kvzap/config.hpp>
 
 #include "base/build_info.hpp"
+#include "help.hpp"
 #include "policies_command.hpp"
+#include "strict_values.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -26,6 +28,8 @@ const char* const revision = KVZAP_REVISION;
 CommandLine::CommandLine()
     : app("kvzap prunes the KV cache of a language model while it runs, and frees the memory.\n"
           "Flags that begin with --kokkos- are passed on to Kokkos.") {
+  // Set first, because subcommands inherit it.
+  app.formatter(std::make_shared<HelpFormatter>());
   app.set_help_flag("-h,--help", "print this and exit");
   app.set_version_flag("--version", version_text,
                        "print the version, and what this program was built with, and exit");
@@ -66,10 +70,14 @@ CommandLine::CommandLine()
       ->check(known_policy);
   policies->add_flag("--json", policies_as_json, "as JSON");
   completion = app.add_subcommand("completion", "print the completion script of a shell");
-  completion->add_option("shell", shell, "for bash: source <(kvzap completion bash)")
+  completion
+      ->add_option("shell", shell,
+                   "for bash: source <(kvzap completion bash), which completes behind mpirun too; "
+                   "for fish: kvzap completion fish | source")
       ->required()
-      ->check(CLI::IsMember({"bash", "zsh"}));
+      ->check(CLI::IsMember({"bash", "zsh", "fish"}));
   manual = app.add_subcommand("manual", "print the man page (kvzap manual | man -l -)");
+  make_strict(app);
   // Set last, because subcommands would inherit it.
   app.footer("kvzap COMMAND --help lists the options of each.");
 }

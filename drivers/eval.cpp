@@ -268,13 +268,7 @@ void Evaluation::prepare() {
     m_setup = set_up_model(m_options.model, std::nullopt, m_options.placement, m_work.size(),
                            m_options.rope);
     const ModelConfig& config = m_setup->config;
-    m_limit = m_options.max_context.value_or(0);
-    if (!m_options.random_weights) {
-      require(m_limit <= config.longest_context(),
-              fmt::format("-c is {}; the model's {} is {}", m_limit, name_of_longest(config),
-                          config.longest_context()));
-      if (m_limit == 0) m_limit = config.longest_context();
-    }
+    m_limit = context_limit(m_options.max_context, config, m_options.random_weights.has_value());
     m_stop_ids = load_stop_ids(m_options.model, config.vocab_size);
     for (const EvalSetting& setting : m_settings) {
       m_run_options.push_back(run_options(m_options, setting));
@@ -287,7 +281,14 @@ void Evaluation::prepare() {
       }
     }
   });
-  if (m_talks) print_notes(*m_setup);
+  if (m_comm.is_root()) print_notes(*m_setup, m_talks);
+  // Answers are those of kvpress' pipeline, which takes the largest of the model's own logits.
+  const std::string left_aside =
+      m_talks ? rules_left_aside(m_options.model, m_setup->config.vocab_size) : "";
+  if (!left_aside.empty()) {
+    say("kvzap: note: eval chooses tokens by the model's logits alone, as kvpress does; {}\n",
+        left_aside);
+  }
   m_comm.agree_on_root([&] {
     check_writable(m_options.json);
     m_tokenizer = Tokenizer::load(m_options.model);
@@ -423,6 +424,8 @@ ordered_json Evaluation::description() const {
   const auto add = [&](const char* name, const auto& value) {
     if (value) options[name] = *value;
   };
+  // Folders of releases before have no such option, and go on.
+  if (o.sampling.min_p != 0) options["min_p"] = o.sampling.min_p;
   add("random_weights", o.random_weights);
   add("n_predict", o.new_tokens);
   add("max_prompts", o.max_prompts);

@@ -2,6 +2,7 @@
 
 #include "eval.hpp"
 #include "options.hpp"
+#include "strict_values.hpp"
 
 namespace kvzap::driver {
 
@@ -9,10 +10,7 @@ void declare(CLI::App& app, EvalOptions& o) {
   // One part per flag, so that what follows is not taken for another; a flag may be repeated.
   const auto add_list = [&](const std::string& name, std::vector<std::string>& parts,
                             const char* type, const std::string& description) {
-    return app.add_option(name, parts, description)
-        ->expected(1)
-        ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
-        ->type_name(type);
+    return add_texts(app, name, parts, description)->type_name(type);
   };
 
   const auto model = "Model";

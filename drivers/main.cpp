@@ -1,7 +1,6 @@
 // The kvzap program: starts MPI and Kokkos, reads the command line, hands over to a subcommand.
 #include <fmt/format.h>
 
-#include <CLI/CLI.hpp>
 #include <Kokkos_Core.hpp>
 #include <algorithm>
 #include <cstdio>
@@ -16,6 +15,7 @@
 #include <malloc.h>
 #endif
 
+#include "arguments.hpp"
 #include "base/kokkos_compat.hpp"
 #include "bench.hpp"
 #include "command_line.hpp"
@@ -30,7 +30,6 @@
 namespace {
 
 constexpr int exit_failure = 1;
-constexpr int exit_usage = 2;
 
 /// Kokkos from construction to destruction. It sees only its own flags: version 3.4 swallows --help
 /// and --threads.
@@ -46,29 +45,6 @@ class KokkosSession {
   KokkosSession& operator=(const KokkosSession&) = delete;
 };
 
-/// What the parser could not place, or else what it says itself. `command`: the subcommand that was
-/// named, or the program.
-std::string usage_message(const CLI::App& app, const CLI::App& command,
-                          const CLI::ParseError& error) {
-  const std::vector<std::string> unknown = app.remaining(true);
-  if (unknown.empty()) return kvzap::driver::explain(command, error);
-  const std::string& first = unknown.front();
-  const std::string name = first.substr(0, first.find('='));
-  if (name.rfind('-', 0) != 0) {
-    return &command != &app ? fmt::format("unexpected argument '{}'", first)
-                            : fmt::format(
-                                  "unknown subcommand '{}'; expected run, bench, collect, train, "
-                                  "calibrate, eval, make-tasks, leaderboard, inspect, diff or "
-                                  "policies",
-                                  first);
-  }
-  const std::string nearest =
-      kvzap::driver::nearest_option(command, name.substr(std::min(name.size(), std::size_t{2})));
-  return fmt::format(
-      "unknown option {}{}", name,
-      name.rfind("--", 0) == 0 && !nearest.empty() ? "; did you mean --" + nearest + "?" : "");
-}
-
 int flush_exit() {
   std::cout.flush();
   if (std::cout.good()) return 0;
@@ -76,23 +52,31 @@ int flush_exit() {
   return exit_failure;
 }
 
-int usage_exit(const CLI::App& app, const CLI::ParseError& error, bool is_root) {
-  const bool failed = error.get_exit_code() != 0;
-  if (!is_root) return failed ? exit_usage : 0;
-  if (failed) {
-    const auto named = app.get_subcommands();
-    const CLI::App& command = named.empty() ? app : *named.front();
-    kvzap::driver::say("kvzap: error: {}\n", usage_message(app, command, error));
-    return exit_usage;
+/// Of a command line that runs nothing.
+int reading_exit(const kvzap::driver::Reading& reading, bool is_root) {
+  if (!is_root) return reading.status;
+  if (!reading.error.empty()) kvzap::driver::say("kvzap: error: {}\n", reading.error);
+  std::cout << reading.out;
+  const int failed = flush_exit();
+  return failed != 0 ? failed : reading.status;
+}
+
+/// Whether this is one of several ranks that were started together, as their launcher says.
+bool has_company() {
+  for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE",
+                           "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS"}) {
+    const char* const size = std::getenv(name);
+    if (size && std::atoi(size) > 1) return true;
   }
-  app.exit(error);  // --help or --version, on standard output
-  return flush_exit();
+  return false;
 }
 
 /// What was asked for needs neither MPI nor Kokkos: a build makes the man page and the completion
-/// scripts, also on a machine where neither can start.
-bool asks_for_document(int argc, char** argv) {
-  const std::string command = argc > 1 ? argv[1] : "";
+/// scripts, also on a machine where neither can start. (Of several ranks some may ask for other
+/// things, and wait.)
+bool asks_for_document(const std::vector<std::string>& arguments) {
+  if (has_company()) return false;
+  const std::string command = arguments.empty() ? "" : arguments.front();
   return command == "policies" || command == "completion" || command == "manual";
 }
 
@@ -105,20 +89,18 @@ int print_document(const kvzap::driver::CommandLine& line) {
     std::cout << kvzap::driver::policies_text(line.policy);
   } else if (line.shell == "zsh") {
     std::cout << kvzap::driver::zsh_completion(line.app);
+  } else if (line.shell == "fish") {
+    std::cout << kvzap::driver::fish_completion(line.app);
   } else {
     std::cout << kvzap::driver::bash_completion(line.app);
   }
   return flush_exit();
 }
 
-int print_document(int argc, char** argv) {
+int print_document(const std::vector<std::string>& arguments) {
   kvzap::driver::CommandLine line;
-  try {
-    line.app.parse(argc, argv);
-  } catch (const CLI::ParseError& error) {
-    return usage_exit(line.app, error, true);
-  }
-  return print_document(line);
+  const kvzap::driver::Reading reading = kvzap::driver::read_arguments(line, arguments);
+  return reading.ends ? reading_exit(reading, true) : print_document(line);
 }
 
 /// Whether Kokkos is to be told how ranks choose devices: not on hosts, nor if the user has told
@@ -138,33 +120,21 @@ bool takes_turns_on_devices([[maybe_unused]] const std::vector<char*>& kokkos_ar
 #endif
 }
 
-int run_program(int argc, char** argv, const kvzap::Communicator& comm) {
-  std::vector<char*> kokkos_arguments = {argv[0]};
-  std::vector<std::string> arguments;  // CLI11 takes them last first
-  for (int i = argc - 1; i > 0; --i) {
-    const std::string argument = argv[i];
-    if (argument.rfind("--kokkos-", 0) == 0) {
-      kokkos_arguments.push_back(argv[i]);
-    } else {
-      arguments.push_back(argument);
-    }
-  }
-
-  kvzap::driver::CommandLine line;
-  try {
-    line.app.parse(arguments);
-  } catch (const CLI::ParseError& error) {
-    return usage_exit(line.app, error, comm.is_root());
-  }
+int run_program(char* name, const std::vector<std::string>& arguments,
+                const kvzap::Communicator& comm) {
+  namespace driver = kvzap::driver;
+  driver::CommandLine line;
+  driver::Reading reading = driver::read_arguments(line, arguments);
+  driver::agree_on_reading(reading, comm);
+  if (reading.ends) return reading_exit(reading, comm.is_root());
+  driver::read_deck_of_command(line, comm);
+  driver::check_same_on_ranks(line, comm);
   if (line.policies->parsed() || line.completion->parsed() || line.manual->parsed()) {
     return comm.is_root() ? print_document(line) : 0;
   }
-  const auto read_deck_of = [&](CLI::App& command, const std::string& deck) {
-    comm.agree([&] {
-      if (!deck.empty()) kvzap::driver::read_deck(command, deck);
-    });
-  };
 
+  std::vector<char*> kokkos_arguments = {name};
+  for (std::string& argument : reading.kokkos) kokkos_arguments.push_back(argument.data());
   // The ranks of a node take its devices in turns, unless the user says which.
   std::string map_devices = "--kokkos-map-device-id-by=mpi_rank";
   if (comm.size() > 1 && takes_turns_on_devices(kokkos_arguments)) {
@@ -174,36 +144,25 @@ int run_program(int argc, char** argv, const kvzap::Communicator& comm) {
   std::string quiet = "--kokkos-disable-warnings";
   if (!comm.is_root()) kokkos_arguments.push_back(quiet.data());
   const KokkosSession kokkos(kokkos_arguments);
-  namespace driver = kvzap::driver;
   if (line.bench->parsed()) {
-    read_deck_of(*line.bench, line.bench_options.config);
     return driver::bench(line.bench_options, comm, driver::version, driver::revision);
   } else if (line.collect->parsed()) {
-    read_deck_of(*line.collect, line.collect_options.config);
     return driver::collect(line.collect_options, comm, driver::version);
   } else if (line.train->parsed()) {
-    read_deck_of(*line.train, line.train_options.config);
     return driver::train(line.train_options, comm, driver::version);
   } else if (line.calibrate->parsed()) {
-    read_deck_of(*line.calibrate, line.calibrate_options.config);
     driver::calibrate(line.calibrate_options, comm, driver::version);
   } else if (line.evaluate->parsed()) {
-    read_deck_of(*line.evaluate, line.eval_options.config);
     return driver::evaluate(line.eval_options, comm, driver::version);
   } else if (line.make_tasks->parsed()) {
-    read_deck_of(*line.make_tasks, line.make_tasks_options.config);
     driver::make_tasks(line.make_tasks_options, comm, driver::version);
   } else if (line.leaderboard->parsed()) {
-    read_deck_of(*line.leaderboard, line.leaderboard_options.config);
     driver::leaderboard(line.leaderboard_options, comm, driver::version);
   } else if (line.inspect->parsed()) {
-    read_deck_of(*line.inspect, line.inspect_options.view.config);
     driver::inspect(line.inspect_options, comm, driver::version);
   } else if (line.diff->parsed()) {
-    read_deck_of(*line.diff, line.diff_options.view.config);
     driver::diff(line.diff_options, comm, driver::version);
   } else {
-    read_deck_of(*line.run, line.run_options.config);
     auto resumed = driver::open_resumed(*line.run, line.run_options, comm);
     const driver::RunDescription description{driver::version, driver::revision,
                                              driver::recorded_options(*line.run, line.run_options),
@@ -222,11 +181,12 @@ int main(int argc, char** argv) try {
   // glibc otherwise raises this limit to the largest block it has seen freed.
   mallopt(M_MMAP_THRESHOLD, 1 << 20);
 #endif
-  if (asks_for_document(argc, argv)) return print_document(argc, argv);
+  const std::vector<std::string> arguments(argv + std::min(argc, 1), argv + argc);
+  if (asks_for_document(arguments)) return print_document(arguments);
   const kvzap::detail::MpiSession mpi(argc, argv);
   const auto comm = kvzap::Communicator::world();
   try {
-    return run_program(argc, argv, comm);
+    return run_program(argv[0], arguments, comm);
   } catch (const kvzap::AgreedError& error) {
     if (comm.is_root()) kvzap::driver::say("kvzap: error: {}\n", error.what());
     return exit_failure;

@@ -24,6 +24,7 @@
 #include "options.hpp"
 #include "progress.hpp"
 #include "setup.hpp"
+#include "strict_values.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -274,10 +275,7 @@ void make_file(const MakeTasksOptions& o) {
 void declare(CLI::App& app, MakeTasksOptions& o) {
   const auto list = [&](const std::string& name, std::vector<std::string>& parts,
                         const std::string& help) {
-    return app.add_option(name, parts, help)
-        ->expected(1)
-        ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
-        ->type_name("LIST");
+    return add_texts(app, name, parts, help)->type_name("LIST");
   };
   const auto tasks = "Tasks";
   app.add_option("kind,--kind", o.kind,
@@ -302,11 +300,9 @@ void declare(CLI::App& app, MakeTasksOptions& o) {
                  "random words. Each row's field haystack tells which")
       ->type_name("FILE")
       ->group(tasks);
-  app.add_option("--qa", o.questions,
-                 "ruler: questions for qa_1, in SQuAD's or HotpotQA's JSON; given again, those for "
-                 "qa_2. Without them these tasks are left out")
-      ->expected(1)
-      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
+  add_texts(app, "--qa", o.questions,
+            "ruler: questions for qa_1, in SQuAD's or HotpotQA's JSON; given again, those for "
+            "qa_2. Without them these tasks are left out")
       ->type_name("FILE")
       ->group(tasks);
 

@@ -84,6 +84,25 @@ ModelHashes hashes_of_model(const fs::path& folder, bool with_weights) {
                              folder / "chat_template.jinja"})};
 }
 
+void check_parts(const fs::path& folder, bool needs_weights, bool needs_tokenizer) {
+  std::error_code ignored;
+  const fs::path tokenizer = folder / "tokenizer.json";
+  const bool lacks_tokenizer = needs_tokenizer && !fs::exists(tokenizer, ignored);
+  if (needs_weights && weights_in(folder).empty()) {
+    throw Error(fmt::format(
+        "{}: no *.safetensors file: the whole checkpoint is needed, or, to try a model's shape, "
+        "made-up weights (--random-weights SEED){}",
+        folder.string(),
+        lacks_tokenizer ? " and token ids (--token-ids), as there is no tokenizer.json" : ""));
+  }
+  if (lacks_tokenizer) {
+    throw Error(fmt::format(
+        "{}: expected a tokenizer, found no readable file; without one, prompts are token "
+        "ids (--token-ids)",
+        tokenizer.string()));
+  }
+}
+
 std::string hash_of_policy_file(const fs::path& file) {
   std::vector<fs::path> files;
   if (fs::is_directory(file)) {

@@ -8,6 +8,7 @@
 
 #include "base/nearest.hpp"
 #include "policy_options.hpp"
+#include "strict_values.hpp"
 
 namespace kvzap::driver {
 
@@ -76,6 +77,11 @@ void declare_filters(CLI::App& app, SamplingOptions& sampling, const std::string
       ->group(group);
   app.add_option("--top-p", sampling.top_p,
                  "sample from the most likely tokens whose probabilities sum to this, in (0, 1]")
+      ->capture_default_str()
+      ->group(group);
+  app.add_option("--min-p", sampling.min_p,
+                 "sample from tokens at least this many times as likely as the likeliest, in [0, "
+                 "1]; 0: all")
       ->capture_default_str()
       ->group(group);
 }
@@ -224,12 +230,9 @@ void declare(CLI::App& app, RunOptions& o) {
   app.add_option("-f,--file", o.file, "file with the context, taken whole; - is standard input")
       ->type_name("FILE")
       ->group(prompt);
-  app.add_option("--question", o.questions,
-                 "question that follows the context; may be repeated: each is answered from the "
-                 "same pruned "
-                 "context, and its answer printed under a line \"[1] QUESTION\"")
-      ->expected(1)
-      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
+  add_texts(app, "--question", o.questions,
+            "question that follows the context; may be repeated: each is answered from the same "
+            "pruned context, and its answer printed under a line \"[1] QUESTION\"")
       ->group(prompt);
   declare_template(app, o.raw, o.thinking, prompt);
   app.add_flag("--token-ids", o.token_ids,
@@ -321,10 +324,7 @@ void declare(CLI::App& app, RunOptions& o) {
       ->group(generation);
   app.add_flag("--ignore-eos", o.ignore_eos, "go on after a token that ends the answer")
       ->group(generation);
-  app.add_option("--temp", o.sampling.temperature, "sampling temperature; 0 is greedy")
-      ->capture_default_str()
-      ->group(generation);
-  declare_filters(app, o.sampling, generation);
+  declare_sampling(app, o.sampling, o.sampling_flags, generation);
   app.add_option("--seed", o.sampling.seed, "seed of the sampler, the same for each question")
       ->capture_default_str()
       ->check(not_negative)
@@ -366,35 +366,24 @@ void validate(const RunOptions& o) {
   require(!o.max_context || *o.max_context >= 1,
           fmt::format("-c is {}; expected at least 1", o.max_context.value_or(0)));
   check_policy_options(o);
-  Sampler checks_its_options(o.sampling);
+  check_sampling(o.sampling, o.sampling_flags);
   require(!(o.prompt && !o.file.empty()), "-p and -f both give the prompt: give one of them");
   require(!o.json_token_ids || !o.json.empty(),
           "--json-token-ids has no effect without --json FILE");
   require(o.dump != "-", "--dump cannot be standard output");
-  const std::pair<const char*, const std::string*> outputs[] = {
-      {"--json", &o.json}, {"--snapshot", &o.snapshot}, {"--dump", &o.dump}};
-  for (const auto& [flag, file] : outputs) {
-    for (const auto& [other_flag, other] : outputs) {
-      if (file == other) break;  // each pair once
-      require(file->empty() || *file != *other,
-              fmt::format("{} and {} both name the file {}", other_flag, flag, *file));
-    }
-  }
-  for (const auto& [flag, input] : {std::pair("--resume", &o.resume), {"--append", &o.append}}) {
-    for (const auto& [other_flag, file] : outputs) {
-      // A snapshot may replace the one that it goes on from.
-      if (input == &o.resume && file == &o.snapshot) continue;
-      require(input->empty() || *input == "-" || *file != *input,
-              fmt::format("{} and {} both name the file {}", flag, other_flag, *input));
-    }
-  }
   if (o.dry_run || !o.resume.empty()) return;
   require(o.prompt || !o.file.empty(), "no prompt: give one with -p TEXT or -f FILE");
 }
 
 std::string explain(const CLI::App& app, const CLI::ParseError& error) {
   std::string message = error.what();
-  // "Could not convert: --window = 3.5"
+  // "--window: is 'wide'; expected a whole number", of make_strict
+  const auto is = message.find(": is ");
+  if (dynamic_cast<const CLI::ValidationError*>(&error) && is != std::string::npos &&
+      message.find(' ') == is + 1) {
+    return message.erase(is, 1);
+  }
+  // "Could not convert: --window = 99999999999"
   const auto name = message.find("--");
   const auto equals = message.find(" = ", name);
   if (!dynamic_cast<const CLI::ConversionError*>(&error) || equals == std::string::npos) {
@@ -402,10 +391,9 @@ std::string explain(const CLI::App& app, const CLI::ParseError& error) {
   }
   const std::string flag = message.substr(name, equals - name);
   const CLI::Option* option = app.get_option_no_throw(flag);
-  const char* expected = "a whole number within range";
-  if (option && option->get_type_name() == "FLOAT") expected = "a number";
-  if (option && option->get_expected_max() == 0) expected = "no value, true or false";
-  return fmt::format("{} is {}; expected {}", flag, message.substr(equals + 3), expected);
+  const bool is_flag = option && option->get_expected_max() == 0;
+  return fmt::format("{} is {}; expected {}", flag, message.substr(equals + 3),
+                     is_flag ? "no value, true or false" : "a whole number within range");
 }
 
 std::string nearest_option(const CLI::App& app, const std::string& name) {

@@ -9,6 +9,7 @@
 
 #include "progress.hpp"
 #include "rope_options.hpp"
+#include "sampling_options.hpp"
 
 namespace kvzap::driver {
 
@@ -51,7 +52,8 @@ struct RunOptions {
 
   std::int64_t new_tokens = 128;
   bool ignore_eos = false;
-  SamplingOptions sampling;
+  SamplingOptions sampling;  // of its penalties by the model, see sampling_in_force
+  SamplingFlags sampling_flags;
 
   std::optional<std::uint64_t> random_weights;
   std::string json;
@@ -89,7 +91,7 @@ void declare_random_weights(CLI::App& app, std::optional<std::uint64_t>& seed,
 void declare_rope(CLI::App& app, RopeOptions& rope, const std::string& group);
 /// --raw and --thinking (on, off).
 void declare_template(CLI::App& app, bool& raw, std::string& thinking, const std::string& group);
-/// --top-k and --top-p.
+/// --top-k, --top-p and --min-p.
 void declare_filters(CLI::App& app, SamplingOptions& sampling, const std::string& group);
 /// --window and --sink: what a threshold never evicts.
 void declare_protected(CLI::App& app, int& window, std::int64_t& sink, const std::string& group);

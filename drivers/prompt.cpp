@@ -101,8 +101,9 @@ void check_prompt(const Prompt& prompt, const ModelConfig& config, std::int64_t 
     if (limit > 0 && tokens > limit) {
       throw Error(
           fmt::format("the prompt has {} tokens; the longest context accepted is {} (-c, or "
-                      "the model's {} = {})",
-                      tokens, limit, name_of_longest(config), config.longest_context()));
+                      "the model's {} = {}){}",
+                      tokens, limit, name_of_longest(config), config.longest_context(),
+                      tokens > config.longest_context() ? hint_for_longer(config, tokens) : ""));
     }
   }
 }

@@ -292,11 +292,8 @@ ordered_json to_json(const RunReport& report, const RunOptions& options) {
                      {"sink", cache.sink},
                      {"page_rows", cache.page_rows},
                      {"page_order", options.page_order},
-                     {"trim", cache.trim},
-                     {"temp", options.sampling.temperature},
-                     {"top_k", options.sampling.top_k},
-                     {"top_p", options.sampling.top_p},
-                     {"seed", options.sampling.seed}};
+                     {"trim", cache.trim}};
+  json["options"].update(sampling_json(options.sampling, options.sampling_flags));
   if (cache.prefill == PrefillMode::sparse) json["options"]["chunk"] = cache.chunk;
   if (!report.surrogate_kind.empty()) {
     json["surrogate"] = {{"path", options.surrogate}, {"kind", report.surrogate_kind}};

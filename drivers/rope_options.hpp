@@ -21,6 +21,13 @@ void apply_rope(const RopeOptions& rope, ModelConfig& config);
 /// What the longest context of a model is called in messages: max_position_embeddings, unless RoPE
 /// scaling makes it longer.
 std::string name_of_longest(const ModelConfig& config);
+/// What a person may do whose text is longer than that: a clause in parentheses, with a space
+/// before it.
+std::string hint_for_longer(const ModelConfig& config, std::int64_t tokens);
+/// The longest sequence accepted, from -c (absent: the model's), or 0: no limit. Random weights
+/// have none but a sliding window. Throws Error if -c asks for more than the model can.
+std::int64_t context_limit(const std::optional<std::int64_t>& max_context,
+                           const ModelConfig& config, bool has_random_weights);
 
 /// For reports: type, factor, original_max_position_embeddings, attention_factor; null without
 /// scaling.

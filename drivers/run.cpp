@@ -19,6 +19,7 @@
 #include "dump.hpp"
 #include "linalg/host/blas_threads.hpp"
 #include "model/safetensors_writer.hpp"
+#include "model_loading.hpp"
 #include "policy_options.hpp"
 #include "policy_setup.hpp"
 #include "progress.hpp"
@@ -292,6 +293,7 @@ class Run {
 
   std::optional<ModelSetup> m_setup;
   std::optional<Tokenizer> m_tokenizer;  // on rank 0, unless token ids are all there is
+  GenerationConfig m_rules;
   std::vector<TokenId> m_stop_ids;
   std::int64_t m_limit = 0;
   std::optional<PolicySpec> m_spec;
@@ -325,15 +327,13 @@ void Run::check_options() {
     m_report.cache_options = cache_options(options);
     m_setup =
         set_up_model(options.model, options.layers, options.placement, m_comm.size(), options.rope);
-    m_limit = options.max_context.value_or(0);
-    if (!options.random_weights) {
-      if (m_limit > config().longest_context()) {
-        throw Error(fmt::format("-c is {}; the model's {} is {}", m_limit,
-                                name_of_longest(config()), config().longest_context()));
-      }
-      if (m_limit == 0) m_limit = config().longest_context();
-    }
-    if (!options.ignore_eos) m_stop_ids = load_stop_ids(options.model, config().vocab_size);
+    m_limit = context_limit(options.max_context, config(), options.random_weights.has_value());
+    const bool has_prompt = options.prompt || !options.file.empty() || m_resumed;
+    check_parts(options.model, !options.random_weights && !options.dry_run,
+                has_prompt && !options.token_ids);
+    m_rules = rules_of_answers(options.model, config().vocab_size, options.sampling_flags);
+    options.sampling = sampling_in_force(options.sampling, options.sampling_flags, m_rules);
+    if (!options.ignore_eos) m_stop_ids = m_rules.stop_ids;
   });
   m_comm.agree_on_root([&] {
     const bool has_prompt = options.prompt || !options.file.empty() || m_resumed;
@@ -342,7 +342,10 @@ void Run::check_options() {
   });
   m_report.model = config();
   m_report.all_layers = m_setup->all_layers;
-  if (m_talks) print_notes(*m_setup);
+  if (m_comm.is_root()) {
+    print_notes(*m_setup, m_talks);
+    print_rules(m_rules, options.sampling_flags, m_talks);
+  }
 }
 
 void Run::check_outputs() const {

@@ -108,11 +108,11 @@ ModelSetup set_up_model(const std::string& folder, std::optional<std::int64_t> l
   return {folder, config, std::move(partition), all_layers, HeadPartition::balanced(kept, ranks)};
 }
 
-void print_notes(const ModelSetup& setup) {
+void print_notes(const ModelSetup& setup, bool talks) {
   for (const auto& warning : setup.config.warnings) {
     say("kvzap: warning: {}\n", warning);
   }
-  if (setup.is_truncated()) {
+  if (talks && setup.is_truncated()) {
     say("kvzap: note: only the first {} of {} layers of {} are used\n",
         setup.config.num_hidden_layers, setup.all_layers, setup.folder);
   }

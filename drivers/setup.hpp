@@ -35,8 +35,9 @@ struct ModelSetup {
 ModelSetup set_up_model(const std::string& folder, std::optional<std::int64_t> layers,
                         const std::string& placement, int ranks, const RopeOptions& rope = {});
 
-/// Prints config.json's warnings, and that layers are left out, to standard error.
-void print_notes(const ModelSetup& setup);
+/// Prints config.json's warnings to standard error (fields that are not known may matter, so that
+/// -q does not hide them), and, if `talks`, that layers are left out. For rank 0.
+void print_notes(const ModelSetup& setup, bool talks);
 
 /// This rank's part of a surrogate of the whole model, of which the first layers are used. Does not
 /// communicate.

@@ -39,9 +39,27 @@ bool is_recorded(const std::string& name) {
 
 /// The rows of a cache do not depend on them; a run may go on with others.
 bool is_free(const std::string& name) {
-  static const std::set<std::string> free = {
-      "dtype", "page-rows", "page-order", "trim",      "n-predict", "ignore-eos", "temp", "top-k",
-      "top-p", "seed",      "raw",        "token-ids", "thinking",  "ctx-size",   "model"};
+  static const std::set<std::string> free = {"dtype",
+                                             "page-rows",
+                                             "page-order",
+                                             "trim",
+                                             "n-predict",
+                                             "ignore-eos",
+                                             "temp",
+                                             "top-k",
+                                             "top-p",
+                                             "seed",
+                                             "raw",
+                                             "token-ids",
+                                             "thinking",
+                                             "ctx-size",
+                                             "model",
+                                             "min-p",
+                                             "repeat-penalty",
+                                             "repeat-last-n",
+                                             "presence-penalty",
+                                             "frequency-penalty",
+                                             "greedy-plain"};
   return free.count(name) > 0;
 }
 

@@ -75,6 +75,9 @@ class Generator {
   /// `after_chunk` is called where begin_snapshot may be: after each step of the context (of the
   /// last one only where the policy then has the model repeat the context), and at its end. If it
   /// throws, the context stays as far as it is, and prefill_rest goes on.
+  ///
+  /// Throws AgreedError if the logits at the context's end are not finite (with `after_chunk` also
+  /// at that of any chunk): weights or activations overflow, and so do the cache's rows.
   void prefill(const std::vector<TokenId>& context, bool reusable,
                const ProgressCallback& progress = {},
                const std::function<void()>& after_chunk = {});
@@ -155,6 +158,7 @@ class Generator {
   void forget();
   bool runs_whole() const;
   void run_context(const ProgressCallback& progress, const std::function<void()>& after_chunk);
+  void check_finite(const std::vector<float>& logits) const;
   void keep_context();
   void check_whole() const;
   void check_context_is_kept() const;

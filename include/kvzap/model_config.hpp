@@ -82,12 +82,15 @@ struct ModelConfig {
   bool o_bias = false;
   /// Biases on gate, up and down.
   bool mlp_bias = false;
+  /// Tokens that some layer attends to at most, the newest included; 0: all. A sequence of no more
+  /// tokens than that is computed as without, and longer ones are not supported.
+  std::int64_t sliding_window = 0;
   /// One line for each field that is not known and not known to be harmless; it was ignored.
   std::vector<std::string> warnings;
 
   /// Tokens of the longest text the model is meant for: max_position_embeddings, or more where RoPE
   /// is scaled. linear, dynamic, yarn and longrope: the original length times the factor, where
-  /// that is longer.
+  /// that is longer. Never more than sliding_window.
   std::int64_t longest_context() const;
   /// What RoPE multiplies queries and keys by beside turning them (RopeScaling::attention_factor),
   /// in float; 1 for most models.
@@ -101,7 +104,9 @@ struct ModelConfig {
   /// Reads `folder`/config.json. Throws Error naming file, field, what was expected and what was
   /// found: for missing or malformed fields, sizes out of bounds, and every feature that would
   /// change the result and is not supported (other architectures, other RoPE types than default and
-  /// those of RopeType, sliding windows, quantization, experts, soft capping, multipliers).
+  /// those of RopeType, quantization, experts, soft capping, multipliers). Of a folder that is
+  /// none, the error says what to do about it: a name of the Hugging Face hub, a GGUF file, a file
+  /// of a folder.
   static ModelConfig load(const std::filesystem::path& folder);
 };
 
@@ -109,6 +114,33 @@ struct ModelConfig {
 /// config.json, without repetitions, in the order given; empty if neither names one. Throws Error
 /// for a malformed file or an id outside [0, vocab_size).
 std::vector<TokenId> load_stop_ids(const std::filesystem::path& folder, std::int64_t vocab_size);
+
+/// What a model's files say of how its answers' tokens are chosen, as far as transformers' generate
+/// follows them without being told to: generation_config.json, or, where there is none, fields of
+/// the same names in config.json. Fields for sampling (do_sample, temperature, top_k, top_p, min_p
+/// and their like), lengths and output are left to the caller.
+struct GenerationConfig {
+  /// As load_stop_ids.
+  std::vector<TokenId> stop_ids;
+  /// See SamplingOptions.
+  double repetition_penalty = 1;
+  std::vector<TokenId> suppress_tokens;
+  /// Without those that are a single one of stop_ids, as transformers leaves them out.
+  std::vector<std::vector<TokenId>> bad_words;
+  /// The file that these come from; empty if there is none.
+  std::string file;
+  /// One line for each field that is not known; it was ignored.
+  std::vector<std::string> warnings;
+
+  bool changes_logits() const {
+    return repetition_penalty != 1 || !suppress_tokens.empty() || !bad_words.empty();
+  }
+
+  /// Throws Error naming file and field for malformed fields, ids outside [0, vocab_size), and for
+  /// every other field that would change greedy answers (as no_repeat_ngram_size, min_new_tokens,
+  /// forced_bos_token_id, num_beams).
+  static GenerationConfig load(const std::filesystem::path& folder, std::int64_t vocab_size);
+};
 
 /// The scaling that `type` (linear, dynamic or yarn) and `factor` alone give a model: the original
 /// length is its max_position_embeddings, everything else has transformers' defaults. Throws Error

@@ -100,8 +100,9 @@ struct Comparison::State {
   std::vector<PruneSetting> settings;
   std::int64_t batch;
   std::vector<TokenId> context;
-  Borrowed kept;              // the context's sequences
-  std::vector<Start> starts;  // (setting); of those that read the question too, not yet
+  std::vector<TokenId> asked;  // the question that is being answered
+  Borrowed kept;               // the context's sequences
+  std::vector<Start> starts;   // (setting); of those that read the question too, not yet
 
   const Communicator& comm() const { return engine->communicator(); }
   void forget() {
@@ -260,6 +261,7 @@ std::vector<SettingAnswer> Comparison::answer(const std::vector<TokenId>& questi
                       token, state.engine->config().vocab_size));
     }
   }
+  state.asked = question;
   // What is not drawn is the same in every try.
   const bool draws = options.sampling.temperature != 0 && options.continuation.empty();
   const int attempts = draws ? options.tries : 1;
@@ -333,7 +335,7 @@ void Comparison::State::answer_wave(std::vector<Job>& jobs, const std::vector<To
                                     const std::vector<Start>& from,
                                     std::vector<SettingAnswer>& answers) {
   const bool generates = options.max_new_tokens > 0 || !options.continuation.empty();
-  const bool by_logits = options.sampling.temperature != 0 || !options.continuation.empty();
+  const bool by_logits = !options.sampling.is_plain() || !options.continuation.empty();
   Borrowed owner(*engine, jobs.size());
   std::vector<Job*> first;  // of each setting; further tries are forks of it
   std::vector<double> prune_seconds(jobs.size(), 0);
@@ -396,7 +398,7 @@ void Comparison::State::answer_wave(std::vector<Job>& jobs, const std::vector<To
 // Takes the token that follows each of the active sequences.
 void Comparison::State::take_tokens(std::vector<Job*>& active, const ComparisonOptions& options,
                                     std::vector<Sampler>& samplers, const Job* first) {
-  const bool draws = options.sampling.temperature != 0;
+  const bool draws = !options.sampling.is_plain();
   std::vector<TokenId> next(active.size());
   std::vector<double> log_probabilities(options.continuation.empty() ? 0 : active.size());
   for (std::size_t i = 0; i < active.size(); ++i) {
@@ -425,6 +427,7 @@ void Comparison::State::take_tokens(std::vector<Job*>& active, const ComparisonO
           name_of(settings[job.setting])));
     }
     job.tokens.push_back(next[i]);
+    samplers[static_cast<std::size_t>(active[i] - first)].append(next[i]);
     if (!log_probabilities.empty()) job.log_probabilities.push_back(log_probabilities[i]);
   }
 }
@@ -435,13 +438,15 @@ void Comparison::State::generate(std::vector<Job>& jobs, const ComparisonOptions
   const bool is_given = !options.continuation.empty();
   const auto most =
       is_given ? static_cast<std::int64_t>(options.continuation.size()) : options.max_new_tokens;
-  const bool by_logits = is_given || options.sampling.temperature != 0;
+  const bool by_logits = is_given || !options.sampling.is_plain();
   std::vector<Sampler> samplers;
   std::vector<Job*> active;
   for (Job& job : jobs) {
     SamplingOptions sampling = options.sampling;
     sampling.seed += static_cast<std::uint64_t>(job.attempt);
     samplers.emplace_back(sampling);
+    samplers.back().append_prompt(context);
+    samplers.back().append_prompt(asked);
     active.push_back(&job);
   }
   const auto has_ended = [&](Job& job) {

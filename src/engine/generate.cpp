@@ -98,6 +98,16 @@ RunState check_state(const SnapshotHeader& header, bool runs_whole, std::int64_t
 
 }  // namespace
 
+namespace {
+
+[[noreturn]] void throw_not_finite() {
+  throw AgreedError(
+      "the logits are not finite: weights or activations overflow (try --dtype "
+      "bf16 or f32, or check the checkpoint)");
+}
+
+}  // namespace
+
 struct Generator::SnapshotParts {
   SnapshotInfo info;
   SequenceId sequence = -1;
@@ -175,8 +185,15 @@ void Generator::run_context(const ProgressCallback& progress,
     };
     or_forget([&] {
       const StepBatch batch(m_sequence, {m_context.begin() + begin, m_context.begin() + end}, rule,
-                            end == count ? StepOutput::logits : StepOutput::none);
-      m_context_logits = std::move(m_engine->step(batch, chunk_progress).front().logits);
+                            end == count  ? StepOutput::logits
+                            : after_chunk ? StepOutput::argmax
+                                          : StepOutput::none);
+      StepResult result = std::move(m_engine->step(batch, chunk_progress).front());
+      // Rows of weights that are not finite would take the place of a good snapshot. They show in
+      // the logits, which cost one row of the output head.
+      if (end == count) check_finite(result.logits);
+      if (end < count && after_chunk && result.argmax < 0) throw_not_finite();
+      m_context_logits = std::move(result.logits);
     });
     m_context_run = end;
     m_tokens = m_engine->tokens(m_sequence);
@@ -190,6 +207,14 @@ void Generator::run_context(const ProgressCallback& progress,
   m_tokens = m_engine->tokens(m_sequence);
   m_phase = Phase::ready;
   if (after_chunk) after_chunk();
+}
+
+// Rank 0 has the logits; all throw.
+void Generator::check_finite(const std::vector<float>& logits) const {
+  const Communicator& comm = m_engine->communicator();
+  TokenId best = comm.is_root() ? Sampler({})(logits) : 0;
+  comm.broadcast(&best, sizeof(best), 0);
+  if (best < 0) throw_not_finite();
 }
 
 // The sequence is as it is to be before each answer.
@@ -313,7 +338,7 @@ Answer Generator::generate(const AnswerOptions& options, bool resumes) {
   };
   // Any rank may want to see logits; all take part in bringing them together.
   const bool greedy =
-      comm.all_reduce_max(options.on_logits ? 1 : 0) == 0 && options.sampling.temperature == 0;
+      comm.all_reduce_max(options.on_logits ? 1 : 0) == 0 && options.sampling.is_plain();
   const StepOutput output = greedy ? StepOutput::argmax : StepOutput::logits;
   const auto run = [&](const std::vector<TokenId>& tokens, StepPart part, StepOutput wanted) {
     if (part == StepPart::question && runs_whole()) {
@@ -339,6 +364,10 @@ Answer Generator::generate(const AnswerOptions& options, bool resumes) {
     return std::find(options.stop_ids.begin(), options.stop_ids.end(), token) !=
            options.stop_ids.end();
   };
+  // Which tokens came before is not part of its state: they are here.
+  m_sampler->append_prompt(m_context);
+  m_sampler->append_prompt(m_question);
+  for (const TokenId token : m_answered) m_sampler->append(token);
   Answer answer;
   answer.question_tokens = static_cast<std::int64_t>(m_question.size());
   auto start = Clock::now();
@@ -346,7 +375,10 @@ Answer Generator::generate(const AnswerOptions& options, bool resumes) {
   if (!resumes) {
     const bool has_step = !m_question.empty() || runs_whole();
     if (options.max_new_tokens < 1) {
-      if (has_step) run(m_question, StepPart::question, StepOutput::none);
+      if (has_step) {
+        const auto results = run(m_question, StepPart::question, StepOutput::argmax);
+        if (results.front().argmax < 0) throw_not_finite();
+      }
       note();
     } else {
       token = has_step ? next(m_question, StepPart::question) : draw(m_context_logits);
@@ -364,12 +396,9 @@ Answer Generator::generate(const AnswerOptions& options, bool resumes) {
       break;
     }
     if (feeds) token = next({m_answered.back()}, StepPart::generated);
-    if (token < 0) {
-      throw AgreedError(
-          "the logits are not finite: weights or activations overflow (try --dtype "
-          "bf16 or f32, or check the checkpoint)");
-    }
+    if (token < 0) throw_not_finite();
     m_answered.push_back(token);
+    m_sampler->append(token);
     note();
     if (options.on_token) options.on_token(token);
     has_stopped = is_stop(token);

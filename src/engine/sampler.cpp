@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <cmath>
 #include <kvzap/sampler.hpp>
+#include <limits>
 #include <locale>
 #include <numeric>
 #include <sstream>
+#include <utility>
 
 namespace kvzap {
 namespace {
@@ -14,9 +16,49 @@ namespace {
 constexpr std::size_t first_sorted = 256;
 constexpr std::size_t growth = 8;
 
+// Penalties beyond this say nothing more, and their products stay floats.
+constexpr double largest_penalty = 1e6;
+
+void check_penalties(const SamplingOptions& options) {
+  if (!(options.repetition_penalty >= 1 / largest_penalty &&
+        options.repetition_penalty <= largest_penalty)) {
+    throw Error(fmt::format("--repeat-penalty is {}; expected {} to {} (1: none)",
+                            options.repetition_penalty, 1 / largest_penalty, largest_penalty));
+  }
+  for (const auto& [flag, penalty] : {std::pair("--presence-penalty", options.presence_penalty),
+                                      {"--frequency-penalty", options.frequency_penalty}}) {
+    if (!(std::fabs(penalty) <= largest_penalty)) {
+      throw Error(fmt::format("{} is {}; expected {} to {} (0: none)", flag, penalty,
+                              -largest_penalty, largest_penalty));
+    }
+  }
+  if (options.repeat_last_n < -1) {
+    throw Error(fmt::format("--repeat-last-n is {}; expected 0 or more, or -1 for all tokens",
+                            options.repeat_last_n));
+  }
+}
+
+void check_forbidden(const SamplingOptions& options) {
+  const auto check = [](TokenId token, const char* of) {
+    if (token < 0) throw Error(fmt::format("{} has token {}; expected 0 or more", of, token));
+  };
+  for (const TokenId token : options.suppress_tokens) check(token, "suppress_tokens");
+  for (const auto& word : options.bad_words) {
+    if (word.empty()) throw Error("bad_words_ids has a word without tokens; expected one or more");
+    for (const TokenId token : word) check(token, "bad_words_ids");
+  }
+}
+
 }  // namespace
 
-Sampler::Sampler(const SamplingOptions& options) : m_options(options), m_random(options.seed) {
+bool SamplingOptions::changes_logits() const {
+  const bool has_penalty =
+      repetition_penalty != 1 || presence_penalty != 0 || frequency_penalty != 0;
+  return (has_penalty && repeat_last_n != 0) || !suppress_tokens.empty() || !bad_words.empty();
+}
+
+Sampler::Sampler(const SamplingOptions& options)
+    : m_options(options), m_changes_logits(options.changes_logits()), m_random(options.seed) {
   if (!(options.temperature >= 0) || !std::isfinite(options.temperature)) {
     throw Error(fmt::format("--temp is {}; expected 0 or more", options.temperature));
   }
@@ -25,6 +67,67 @@ Sampler::Sampler(const SamplingOptions& options) : m_options(options), m_random(
   if (!(options.top_p > 0 && options.top_p <= 1)) {
     throw Error(fmt::format("--top-p is {}; expected more than 0 and at most 1", options.top_p));
   }
+  if (!(options.min_p >= 0 && options.min_p <= 1)) {
+    throw Error(fmt::format("--min-p is {}; expected 0 to 1", options.min_p));
+  }
+  check_penalties(options);
+  check_forbidden(options);
+}
+
+// Tokens of the prompt are all there before the first of the answer.
+void Sampler::take(TokenId token) {
+  const std::size_t index = m_tokens.size();
+  m_tokens.push_back(token);
+  if (m_options.repeat_last_n == 0) return;
+  const auto is_answered = [&](std::size_t i) { return i >= m_prompt_tokens ? 1 : 0; };
+  Count& added = m_counts[token];
+  added.all += 1;
+  added.answered += is_answered(index);
+  const auto last = static_cast<std::size_t>(m_options.repeat_last_n);
+  if (m_options.repeat_last_n < 0 || index < last) return;
+  const std::size_t gone = index - last;
+  const auto found = m_counts.find(m_tokens[gone]);
+  found->second.all -= 1;
+  found->second.answered -= is_answered(gone);
+  if (found->second.all == 0) m_counts.erase(found);
+}
+
+void Sampler::append_prompt(const std::vector<TokenId>& tokens) {
+  if (!m_changes_logits) return;
+  if (m_tokens.size() != m_prompt_tokens) {
+    throw Error("sampler: the prompt comes before the tokens of the answer");
+  }
+  m_prompt_tokens += tokens.size();
+  for (const TokenId token : tokens) take(token);
+}
+
+void Sampler::append(TokenId token) {
+  if (m_changes_logits) take(token);
+}
+
+void Sampler::change(std::vector<float>& logits) const {
+  const auto size = static_cast<std::int64_t>(logits.size());
+  const auto repetition = static_cast<float>(m_options.repetition_penalty);
+  const auto presence = static_cast<float>(m_options.presence_penalty);
+  const auto frequency = static_cast<float>(m_options.frequency_penalty);
+  for (const auto& [token, count] : m_counts) {
+    if (token < 0 || token >= size) continue;
+    float& logit = logits[static_cast<std::size_t>(token)];
+    logit = logit < 0 ? logit * repetition : logit / repetition;
+    if (count.answered == 0) continue;
+    logit -= frequency * static_cast<float>(count.answered);
+    logit -= presence;
+  }
+  const auto forbid = [&](TokenId token) {
+    if (token < size)
+      logits[static_cast<std::size_t>(token)] = -std::numeric_limits<float>::infinity();
+  };
+  for (const auto& word : m_options.bad_words) {
+    if (word.size() > 1 && word.size() > m_tokens.size()) continue;
+    const auto before = static_cast<std::ptrdiff_t>(word.size()) - 1;
+    if (std::equal(word.begin(), word.end() - 1, m_tokens.end() - before)) forbid(word.back());
+  }
+  for (const TokenId token : m_options.suppress_tokens) forbid(token);
 }
 
 std::string Sampler::state() const {
@@ -44,14 +147,24 @@ void Sampler::set_state(const std::string& state) {
   m_random = random;
 }
 
-TokenId Sampler::operator()(const std::vector<float>& logits) {
-  std::size_t best = 0;
-  for (std::size_t i = 0; i < logits.size(); ++i) {
-    if (std::isnan(logits[i])) return -1;
-    if (logits[i] > logits[best]) best = i;
+TokenId Sampler::operator()(const std::vector<float>& original) {
+  const auto find_best = [](const std::vector<float>& values) -> TokenId {
+    std::size_t best = 0;
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      if (std::isnan(values[i])) return -1;
+      if (values[i] > values[best]) best = i;
+    }
+    return values.empty() || !std::isfinite(values[best]) ? -1 : static_cast<TokenId>(best);
+  };
+  TokenId best = find_best(original);
+  if (best >= 0 && m_changes_logits) {
+    m_changed = original;
+    change(m_changed);
+    best = find_best(m_changed);
   }
-  if (logits.empty() || !std::isfinite(logits[best])) return -1;
-  if (m_options.temperature == 0) return static_cast<TokenId>(best);
+  if (best < 0) return -1;
+  const std::vector<float>& logits = m_changes_logits ? m_changed : original;
+  if (m_options.temperature == 0) return best;
 
   const auto more_likely = [&](TokenId a, TokenId b) {
     return logits[a] != logits[b] ? logits[a] > logits[b] : a < b;
@@ -77,7 +190,7 @@ TokenId Sampler::operator()(const std::vector<float>& logits) {
   const auto sort_until = [&](const auto& is_enough) {
     std::size_t count = std::min(first_sorted, m_order.size());
     sort_up_to(count);
-    while (count < m_order.size() && !is_enough(m_cumulative.back())) {
+    while (count < m_order.size() && !is_enough()) {
       count = count < m_order.size() / growth ? count * growth : m_order.size();
       sort_up_to(count);
     }
@@ -93,13 +206,25 @@ TokenId Sampler::operator()(const std::vector<float>& logits) {
   const double uniform = static_cast<double>(m_random() >> 11) * 0x1p-53;
   if (m_options.top_p < 1) {
     const double enough = m_options.top_p * total;
-    if (!limited) sort_until([&](double sum) { return sum >= enough; });
+    if (!limited) sort_until([&] { return m_cumulative.back() >= enough; });
     const auto last = std::lower_bound(m_cumulative.begin(), m_cumulative.end(), enough);
     if (last != m_cumulative.end()) m_cumulative.erase(last + 1, m_cumulative.end());
     total = m_cumulative.back();
   }
+  if (m_options.min_p > 0) {
+    const auto is_likely = [&](TokenId id) { return weight(id) >= m_options.min_p; };
+    if (!limited && m_options.top_p == 1) {
+      sort_until([&] { return !is_likely(m_order[m_cumulative.size() - 1]); });
+    }
+    const auto sorted = m_order.begin() + static_cast<std::ptrdiff_t>(m_cumulative.size());
+    const auto last = std::partition_point(m_order.begin(), sorted, is_likely);
+    m_cumulative.resize(static_cast<std::size_t>(last - m_order.begin()));
+    total = m_cumulative.back();
+  }
   const double target = uniform * total;
-  if (!limited && m_options.top_p == 1) sort_until([&](double sum) { return sum > target; });
+  if (!limited && m_options.top_p == 1 && m_options.min_p == 0) {
+    sort_until([&] { return m_cumulative.back() > target; });
+  }
   const auto drawn = std::upper_bound(m_cumulative.begin(), m_cumulative.end(), target);
   const auto last = m_cumulative.end() - 1;
   return m_order[static_cast<std::size_t>(std::min(drawn, last) - m_cumulative.begin())];

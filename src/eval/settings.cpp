@@ -4,11 +4,11 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <functional>
 #include <limits>
 #include <set>
 
+#include "base/decimal.hpp"
 #include "base/escaped_list.hpp"
 #include "base/nearest.hpp"
 
@@ -167,10 +167,9 @@ std::vector<double> parse_numbers(const std::string& text, const std::string& wh
   std::vector<double> numbers;
   for (const std::string& part : split_unescaped(text, ',')) {
     const std::string entry = trimmed(part);
-    char* used = nullptr;
-    const double number = std::strtod(entry.c_str(), &used);
-    if (entry.empty() || *used != '\0' || !std::isfinite(number) || number < least ||
-        number >= below) {
+    double number = 0;
+    if (detail::read_real(entry, number) != detail::DecimalFault::none || !std::isfinite(number) ||
+        number < least || number >= below) {
       throw Error(fmt::format("{}: '{}'; expected {} between commas", what, entry, expected));
     }
     numbers.push_back(number == 0 ? 0 : number);  // no -0 in labels

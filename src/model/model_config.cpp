@@ -1,4 +1,5 @@
 #include "base/json_file.hpp"
+#include "model/model_folder.hpp"
 #include "model/rope.hpp"
 
 #include <fmt/format.h>
@@ -28,6 +29,9 @@ constexpr double min_attention = 1e-3;
 constexpr double max_attention = 1e3;
 constexpr double min_beta = 1e-6;
 constexpr double max_beta = 1e9;
+// What single precision computes with, with room for a product.
+constexpr double smallest_float = 1e-30;
+constexpr double largest_float = 1e30;
 
 /// A value as a message shows it: JSON, cut to a readable length.
 std::string text_of(const json& value) {
@@ -166,7 +170,7 @@ constexpr std::string_view rope_types = "default, linear, dynamic, yarn, longrop
 /// A base whose powers are floats.
 std::optional<double> find_theta(Fields& fields) {
   const auto theta = fields.find_positive("rope_theta");
-  if (theta) fields.find_number("rope_theta", 1e-30, 1e30);
+  if (theta) fields.find_number("rope_theta", smallest_float, largest_float);
   return theta;
 }
 
@@ -229,9 +233,13 @@ std::vector<double> factors_of_longrope(Fields& fields, const std::string& field
 }
 
 void read_llama3(Fields& fields, RopeScaling& scaling) {
-  scaling.factor = fields.positive("factor");
-  scaling.low_freq_factor = fields.positive("low_freq_factor");
-  scaling.high_freq_factor = fields.positive("high_freq_factor");
+  const auto positive = [&](const char* field) {
+    fields.positive(field);
+    return fields.number(field, 1 / max_rope_factor, max_rope_factor);
+  };
+  scaling.factor = positive("factor");
+  scaling.low_freq_factor = positive("low_freq_factor");
+  scaling.high_freq_factor = positive("high_freq_factor");
   if (!(scaling.high_freq_factor > scaling.low_freq_factor)) {
     fields.fail("high_freq_factor",
                 fmt::format("more than low_freq_factor ({})", scaling.low_freq_factor),
@@ -460,36 +468,52 @@ void read_dtype(Fields& fields, ModelConfig& config) {
   }
 }
 
-void refuse_sliding_windows(Fields& fields, const ModelConfig& config) {
-  const bool is_mistral = config.architecture == "MistralForCausalLM";
+/// The kinds of attention that a file gives its layers; true: some have a sliding window.
+bool read_layer_types(Fields& fields, const json& types, bool has_window,
+                      const ModelConfig& config) {
+  if (!types.is_array() || types.size() != static_cast<std::size_t>(config.num_hidden_layers)) {
+    fields.fail("layer_types", fmt::format("an array of {} names", config.num_hidden_layers),
+                text_of(types));
+  }
+  bool slides = false;
+  for (const json& type : types) {
+    if (type == "full_attention") continue;
+    if (!has_window || type != "sliding_attention") {
+      fields.fail("layer_types", "only \"full_attention\"", text_of(type));
+    }
+    slides = true;
+  }
+  return slides;
+}
+
+/// The window that some layer has, or 0, as transformers' classes find it.
+std::int64_t read_sliding_window(Fields& fields, const ModelConfig& config) {
+  constexpr std::int64_t class_default = 4096;
+  constexpr std::int64_t default_max_window_layers = 28;
+  const json* const types = fields.get("layer_types");
+  const auto window_or_default = [&] {
+    const auto window = fields.find_size("sliding_window", max_size);
+    return fields.has_key("sliding_window") ? window.value_or(0) : class_default;
+  };
+  if (config.architecture == "MistralForCausalLM") {
+    const std::int64_t window = window_or_default();
+    if (types != nullptr) read_layer_types(fields, *types, window > 0, config);
+    return window;
+  }
   const bool is_qwen =
       config.architecture == "Qwen2ForCausalLM" || config.architecture == "Qwen3ForCausalLM";
-  if (is_mistral) {
-    fields.require_none("sliding_window");
-    if (!fields.has_key("sliding_window")) {
-      fields.fail("sliding_window", "null", "none (which means a window of 4096)");
-    }
-  }
   // Llama has no such field; there a stray sliding_window stays among the unknown ones.
-  if (is_qwen && fields.flag("use_sliding_window", false)) {
-    fields.require_none("sliding_window");
-    if (!fields.has_key("sliding_window")) {
-      fields.fail("use_sliding_window", "false", "true");
-    }
-  }
   if (is_qwen) fields.get("sliding_window");
-
-  if (const json* const types = fields.get("layer_types")) {
-    if (!types->is_array() || types->size() != static_cast<std::size_t>(config.num_hidden_layers)) {
-      fields.fail("layer_types", fmt::format("an array of {} names", config.num_hidden_layers),
-                  text_of(*types));
-    }
-    for (const json& type : *types) {
-      if (type != "full_attention") {
-        fields.fail("layer_types", "only \"full_attention\"", text_of(type));
-      }
-    }
+  const std::int64_t window =
+      is_qwen && fields.flag("use_sliding_window", false) ? window_or_default() : 0;
+  if (types != nullptr) {
+    return read_layer_types(fields, *types, window > 0, config) ? window : 0;
   }
+  if (window == 0) return 0;
+  const auto first =
+      static_cast<std::int64_t>(fields.find_number("max_window_layers", 0, max_size)
+                                    .value_or(static_cast<double>(default_max_window_layers)));
+  return first < config.num_hidden_layers ? window : 0;
 }
 
 /// Features of related architectures. Where a file sets one, the weights expect it.
@@ -586,17 +610,20 @@ const std::set<std::string_view>& harmless_fields() {
   return fields;
 }
 
+TokenId token_of(const Fields& fields, const char* field, const json& id, std::int64_t vocab_size) {
+  if (!id.is_number_unsigned() ||
+      id.get<std::uint64_t>() >= static_cast<std::uint64_t>(vocab_size)) {
+    fields.fail(field, fmt::format("a whole number from 0 to {}", vocab_size - 1), text_of(id));
+  }
+  return id.get<TokenId>();
+}
+
 /// Appends the ids of `fields`' eos_token_id; false if it has none.
 bool read_stop_ids(Fields& fields, std::int64_t vocab_size, std::vector<TokenId>& ids) {
   const json* const value = fields.get("eos_token_id");
   if (value == nullptr) return false;
   const auto append = [&](const json& id) {
-    if (!id.is_number_unsigned() ||
-        id.get<std::uint64_t>() >= static_cast<std::uint64_t>(vocab_size)) {
-      fields.fail("eos_token_id", fmt::format("a whole number from 0 to {}", vocab_size - 1),
-                  text_of(id));
-    }
-    const auto token = id.get<TokenId>();
+    const TokenId token = token_of(fields, "eos_token_id", id, vocab_size);
     if (std::find(ids.begin(), ids.end(), token) == ids.end()) ids.push_back(token);
   };
   if (value->is_array()) {
@@ -607,9 +634,114 @@ bool read_stop_ids(Fields& fields, std::int64_t vocab_size, std::vector<TokenId>
   return true;
 }
 
+std::vector<TokenId> read_tokens(const Fields& fields, const char* field, const json& value,
+                                 std::int64_t vocab_size) {
+  if (!value.is_array()) fields.fail(field, "an array of token ids", text_of(value));
+  std::vector<TokenId> tokens;
+  for (const json& id : value) tokens.push_back(token_of(fields, field, id, vocab_size));
+  return tokens;
+}
+
+std::vector<std::vector<TokenId>> read_bad_words(Fields& fields, std::int64_t vocab_size) {
+  constexpr const char* field = "bad_words_ids";
+  const json* const value = fields.get(field);
+  std::vector<std::vector<TokenId>> words;
+  if (value == nullptr) return words;
+  if (!value->is_array()) fields.fail(field, "an array of arrays of token ids", text_of(*value));
+  for (const json& word : *value) {
+    words.push_back(read_tokens(fields, field, word, vocab_size));
+    if (words.back().empty()) fields.fail(field, "words of one token or more", "[]");
+  }
+  return words;
+}
+
+/// What transformers' generate would follow, in a greedy answer, and nothing here does.
+void refuse_generation_fields(Fields& fields) {
+  const auto expect = [&](const char* field, const char* expected, auto is_neutral) {
+    const json* const value = fields.get(field);
+    if (value == nullptr || is_neutral(*value)) return;
+    fields.fail(field, fmt::format("{} (not supported; --greedy-plain ignores it)", expected),
+                text_of(*value));
+  };
+  for (const char* field : {"no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length",
+                            "min_new_tokens", "penalty_alpha"}) {
+    expect(field, "0", [](const json& value) { return value == 0; });
+  }
+  for (const char* field :
+       {"num_beams", "num_beam_groups", "encoder_repetition_penalty", "guidance_scale"}) {
+    expect(field, "1", [](const json& value) { return value == 1; });
+  }
+  for (const char* field : {"begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id",
+                            "sequence_bias", "exponential_decay_length_penalty", "force_words_ids",
+                            "constraints", "stop_strings", "watermarking_config", "dola_layers"}) {
+    expect(field, "none", [](const json& value) { return value.is_array() && value.empty(); });
+  }
+  for (const char* field : {"token_healing", "force_bos_token_to_be_generated"}) {
+    expect(field, "false", [](const json& value) { return value == false; });
+  }
+}
+
+/// Fields of generation_config.json that sample, bound lengths, name tokens, or say how generate
+/// computes and what it returns.
+const std::set<std::string_view>& harmless_generation_fields() {
+  static const std::set<std::string_view> fields = {
+      "_commit_hash",
+      "_from_model_config",
+      "_name_or_path",
+      "assistant_confidence_threshold",
+      "assistant_early_exit",
+      "assistant_lookbehind",
+      "bos_token_id",
+      "cache_config",
+      "cache_implementation",
+      "chat_format",
+      "compile_config",
+      "decoder_start_token_id",
+      "disable_compile",
+      "diversity_penalty",
+      "do_sample",
+      "early_stopping",
+      "epsilon_cutoff",
+      "eta_cutoff",
+      "is_assistant",
+      "length_penalty",
+      "low_memory",
+      "max_length",
+      "max_matching_ngram_size",
+      "max_new_tokens",
+      "max_time",
+      "max_window_size",
+      "min_p",
+      "num_assistant_tokens",
+      "num_assistant_tokens_schedule",
+      "num_return_sequences",
+      "output_attentions",
+      "output_hidden_states",
+      "output_logits",
+      "output_scores",
+      "pad_token_id",
+      "prefill_chunk_size",
+      "prompt_lookup_num_tokens",
+      "remove_invalid_values",
+      "renormalize_logits",
+      "return_dict_in_generate",
+      "target_lookbehind",
+      "temperature",
+      "top_h",
+      "top_k",
+      "top_p",
+      "transformers_version",
+      "trust_remote_code",
+      "typical_p",
+      "use_cache",
+  };
+  return fields;
+}
+
 }  // namespace
 
 ModelConfig ModelConfig::load(const fs::path& folder) {
+  detail::check_folder(folder, "a model's folder: config.json, *.safetensors, tokenizer.json");
   const fs::path file = folder / "config.json";
   const json object = detail::read_json_object(file);
   Fields fields(object, file.string());
@@ -619,6 +751,7 @@ ModelConfig ModelConfig::load(const fs::path& folder) {
   config.architecture = architecture.name;
   read_sizes(fields, architecture, config);
   config.rms_norm_eps = fields.find_positive("rms_norm_eps").value_or(1e-6);
+  fields.find_number("rms_norm_eps", smallest_float, largest_float);
   read_rope(fields, config);
   read_dtype(fields, config);
   config.tie_word_embeddings = fields.flag("tie_word_embeddings", false);
@@ -629,7 +762,7 @@ ModelConfig ModelConfig::load(const fs::path& folder) {
   config.qkv_bias = attention_bias || architecture.always_qkv_bias;
   config.o_bias = attention_bias && architecture.has_attention_bias_field;
   config.mlp_bias = read_bias(fields, "mlp_bias", architecture.has_mlp_bias_field, config);
-  refuse_sliding_windows(fields, config);
+  config.sliding_window = read_sliding_window(fields, config);
   refuse_unsupported(fields);
   fields.warn_unknown(harmless_fields(), config.warnings);
   return config;
@@ -651,6 +784,36 @@ std::vector<TokenId> load_stop_ids(const fs::path& folder, std::int64_t vocab_si
     if (read_stop_ids(fields, vocab_size, ids)) break;
   }
   return ids;
+}
+
+GenerationConfig GenerationConfig::load(const fs::path& folder, std::int64_t vocab_size) {
+  constexpr double largest_penalty = 1e6;  // as Sampler has it
+  GenerationConfig config;
+  config.stop_ids = load_stop_ids(folder, vocab_size);
+  std::error_code status;
+  const bool has_own_file = fs::exists(folder / "generation_config.json", status);
+  const fs::path file = folder / (has_own_file ? "generation_config.json" : "config.json");
+  if (!fs::exists(file, status)) return config;
+  config.file = file.string();
+  const json object = detail::read_json_object(file);
+  Fields fields(object, config.file);
+  fields.get("eos_token_id");
+  config.repetition_penalty =
+      fields.find_number("repetition_penalty", 1 / largest_penalty, largest_penalty).value_or(1);
+  if (const json* const tokens = fields.get("suppress_tokens")) {
+    config.suppress_tokens = read_tokens(fields, "suppress_tokens", *tokens, vocab_size);
+  }
+  config.bad_words = read_bad_words(fields, vocab_size);
+  const auto is_stop = [&](const std::vector<TokenId>& word) {
+    const auto& stops = config.stop_ids;
+    return word.size() == 1 && std::find(stops.begin(), stops.end(), word.front()) != stops.end();
+  };
+  auto& words = config.bad_words;
+  words.erase(std::remove_if(words.begin(), words.end(), is_stop), words.end());
+  refuse_generation_fields(fields);
+  // The others of config.json are ModelConfig's.
+  if (has_own_file) fields.warn_unknown(harmless_generation_fields(), config.warnings);
+  return config;
 }
 
 }  // namespace kvzap

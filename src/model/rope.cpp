@@ -142,14 +142,18 @@ bool RopeScaling::operator==(const RopeScaling& other) const {
 }
 
 std::int64_t ModelConfig::longest_context() const {
-  if (!rope_scaling || rope_scaling->type == RopeType::llama3) return max_position_embeddings;
+  const std::int64_t bound = sliding_window > 0 ? sliding_window
+                                                // Positions are 32-bit numbers in the cache.
+                                                : std::numeric_limits<std::int32_t>::max();
+  if (!rope_scaling || rope_scaling->type == RopeType::llama3) {
+    return std::min(max_position_embeddings, bound);
+  }
   const double longest =
       static_cast<double>(rope_scaling->original_max_position_embeddings) * rope_scaling->factor;
-  // Positions are 32-bit numbers in the cache.
-  const double bound = std::numeric_limits<std::int32_t>::max();
   // A factor that was itself derived from lengths gives them back.
-  return std::max(max_position_embeddings,
-                  static_cast<std::int64_t>(std::min(std::floor(longest + 1e-6), bound)));
+  const auto scaled =
+      static_cast<std::int64_t>(std::min(std::floor(longest + 1e-6), static_cast<double>(bound)));
+  return std::min(std::max(max_position_embeddings, scaled), bound);
 }
 
 float ModelConfig::rope_attention_factor() const {

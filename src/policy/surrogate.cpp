@@ -14,6 +14,7 @@
 #include "base/scratch.hpp"
 #include "linalg/gemm.hpp"
 #include "linalg/host/row_kernels.hpp"
+#include "model/model_folder.hpp"
 #include "model/weights.hpp"
 #include "parallel/all_reduce.hpp"
 
@@ -33,6 +34,25 @@ std::int64_t positive_integer(const nlohmann::json& json, const char* field,
                             found->dump()));
   }
   return found->get<std::int64_t>();
+}
+
+/// What a surrogate computes is in its code; a config that says otherwise is of other code.
+void check_kind(const nlohmann::json& json, const std::filesystem::path& file) {
+  const auto expect = [&](const char* field, const nlohmann::json& wanted) {
+    const auto found = json.find(field);
+    if (found == json.end() || found->is_null() || *found == wanted) return;
+    std::string text = found->dump(-1, ' ', true);
+    constexpr std::size_t longest = 80;
+    if (text.size() > longest) text = text.substr(0, longest) + "...";
+    throw Error(
+        fmt::format("{}: {}: expected {}, found {}", file.string(), field, wanted.dump(), text));
+  };
+  expect("architectures", nlohmann::json::array({"KVzapModel"}));
+  expect("model_type", "kvzap");
+  for (const char* field :
+       {"activation", "activation_function", "hidden_act", "hidden_activation"}) {
+    expect(field, "gelu");
+  }
 }
 
 }  // namespace
@@ -207,7 +227,9 @@ Surrogate Surrogate::load(const std::filesystem::path& folder, const ModelConfig
                           const HeadPartition& partition, int rank, DType dtype,
                           std::optional<Communicator> ranks) {
   const auto file = folder / "config.json";
+  detail::check_folder(folder, "a surrogate's folder: config.json and model.safetensors");
   const auto json = detail::read_json_object(file);
+  check_kind(json, file);
   const auto expect = [&](const char* field, std::int64_t wanted, const char* of_model) {
     const std::int64_t found = positive_integer(json, field, file);
     if (found != wanted) {

@@ -107,12 +107,9 @@ class Checkpoint(TestCase):
             ("architectures", ["GPT2LMHeadModel"], "GPT2LMHeadModel"),
             ("num_hidden_layers", "six", "six"),
             ("num_key_value_heads", 3, "3"),
-            ("sliding_window", 512, "512") ,
+            ("rms_norm_eps", 1e-40, "1e-40"),
         ]:
-            changes = {field: value}
-            if field == "sliding_window":
-                changes["use_sliding_window"] = True
-            model = self.copy(MODEL, f"config-{field}", **changes)
+            model = self.copy(MODEL, f"config-{field}", **{field: value})
             self.check(model, model / "config.json", field, *parts, "expected", ranks=[0])
         (model / "config.json").write_text("{")
         self.check(model, model / "config.json", "not valid JSON")
@@ -142,7 +139,9 @@ class Checkpoint(TestCase):
             (other, ["output_dim is 8", "num_key_value_heads is 4", "another model"]),
             (self.copy(LINEAR, "wide", input_dim=512), ["input_dim is 512", "hidden_size is 256"]),
             (self.copy(MLP, "deep", n_modules=5), ["n_modules is 5", "num_hidden_layers is 6"]),
-            (MODEL, ["input_dim is missing"]),
+            (MODEL, ['architectures: expected ["KVzapModel"], found ["']),
+            (self.copy(MLP, "relu", activation="relu"), ['activation: expected "gelu", found "relu"']),
+            (self.copy(MLP, "type", model_type="llama"), ['model_type: expected "kvzap"']),
         ]:
             flags = ["-m", MODEL, "-p", "one", "--surrogate", folder, "--threshold", "0"]
             self.fail_with(kvzap(*flags, ranks=2), folder / "config.json", *parts)
@@ -214,7 +213,8 @@ class Options(TestCase):
             self.fail_with(kvzap("-m", MODEL, "-p", "one", *flags, ranks=3), part)
 
     def test_nothing_to_do(self):
-        self.fail_with(run_command([KVZAP]), "subcommand")
+        bare = run_command([KVZAP])
+        self.assertEqual((bare.code, bare.text, bare.err), (2, run_command([KVZAP, "--help"]).text, b""))
         self.fail_with(run_command([KVZAP, "rnu"]), "unknown subcommand 'rnu'", "expected run, bench, collect, train, calibrate, eval, make-tasks, leaderboard, inspect, diff or policies")
         self.fail_with(run_command([KVZAP, "--hlep"]), "did you mean --help?")
         self.fail_with(kvzap(), "no model", "-m")

@@ -348,7 +348,7 @@ class BadInput(BenchCase):
             ([*surrogate, "--threshold", "nan"], "--threshold is NaN"),
             ([*surrogate, "--threshold", "-4", "--evict-ratio", "0.5"], "--evict-ratio and --surrogate"),
             ([*surrogate, "--threshold", "-4", "--skew", "2"], "--skew and --surrogate"),
-            (["--surrogate", MODEL, "--threshold", "1"], "input_dim is missing"),
+            (["--surrogate", MODEL, "--threshold", "1"], "architectures: expected"),
             (["--evict-raito", "0"], "unknown option --evict-raito", "did you mean --evict-ratio?"),
             (["one"], "unexpected argument 'one'"),
         ]:

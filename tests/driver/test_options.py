@@ -439,7 +439,9 @@ class Output(TestCase):
 class Help(TestCase):
     def test_every_option_is_there(self):
         source = (SOURCE / "drivers/options.cpp").read_text()
-        declared = re.findall(r'add_(?:option|flag)\(\s*"([^"]+)"', source)
+        files = ("options.cpp", "sampling_options.cpp")
+        source = "".join((SOURCE / "drivers" / file).read_text() for file in files)
+        declared = re.findall(r'add_(?:option|flag|texts)\(\s*(?:app,\s*)?"([^"]+)"', source)
         self.assertGreater(len(declared), 25)
         names = [n.lstrip("!") for declaration in declared for n in declaration.split(",")] + ["--progress"]
         for arguments in (["run", "--help"], ["run", "-h"]):
@@ -460,9 +462,11 @@ class Help(TestCase):
 
     def test_defaults(self):
         text = run_command([KVZAP, "run", "--help"]).text
-        for part in ("=bf16", "--window INT=128", "--sink INT=0", "}=dense", "--chunk INT=2048",
-                     "--n-predict INT=128", "--temp FLOAT=0", "--page-rows INT=64", "}=token"):
-            self.assertIn(part, text)
+        for flag, default in (("dtype f32|bf16|f16", "bf16"), ("window INT", "128"), ("sink INT", "0"),
+                              ("prefill dense|sparse", "dense"), ("chunk INT", "2048"),
+                              ("n-predict INT", "128"), ("temp FLOAT", "0"), ("page-rows INT", "64")):
+            entry = re.search(rf"(?ms)--{re.escape(flag)}\s+(.*?)(?=^\s+(?:-\w, |    )--|\Z)", text)
+            self.assertIn(f"default: {default}", re.sub(r"\s+", " ", entry.group(1)), flag)
 
     def test_version(self):
         declared = re.search(r"project\([^)]*VERSION\s+([\d.]+)", (SOURCE / "CMakeLists.txt").read_text())

@@ -439,7 +439,7 @@ class Refused(SnapshotTest):
             (["-f", "one"], "-f does not go with --resume"),
             (["--dry-run"], "--dry-run does not go with --resume"),
             (["--dump", "x"], "--dump does not go with --resume"),
-            (["--json", self.file], f"--resume and --json both name the file {self.file}"),
+            (["--json", self.file], f"--json and --resume both name the file {self.file}"),
             (["--append", "none"], "none: cannot be opened"),
             (["--append", os.devnull], "--append /dev/null: the file has no tokens"),
             (["--config", self.deck("window = 5")], f"--window is 5; {made} with --window 32"),

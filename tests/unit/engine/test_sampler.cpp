@@ -3,11 +3,15 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <fstream>
 #include <kvzap/sampler.hpp>
 #include <limits>
 #include <map>
+#include <nlohmann/json.hpp>
 #include <numeric>
 #include <random>
+#include <string>
+#include <vector>
 
 #include "unit/temporary_folder.hpp"
 
@@ -187,6 +191,118 @@ TEST(Sampler, RefusesWhatIsNoState) {
     test::expect_error([&] { sampler.set_state(text); }, {"mt19937_64"});
     EXPECT_EQ(sampler.state(), state);
   }
+}
+
+/// Fields of a GenerationConfig of transformers as options.
+SamplingOptions options_of(const nlohmann::json& fields) {
+  SamplingOptions options;
+  if (fields.value("do_sample", false)) options.temperature = fields.at("temperature");
+  options.top_k = fields.value("top_k", std::int64_t{0});
+  options.top_p = fields.value("top_p", 1.0);
+  options.min_p = fields.value("min_p", 0.0);
+  options.repetition_penalty = fields.value("repetition_penalty", 1.0);
+  options.suppress_tokens = fields.value("suppress_tokens", options.suppress_tokens);
+  options.bad_words = fields.value("bad_words_ids", options.bad_words);
+  // GenerationConfig::load leaves them out.
+  if (fields.contains("eos_token_id")) options.bad_words.erase(options.bad_words.begin());
+  return options;
+}
+
+// tests/golden/make_sampling_goldens.py
+TEST(Sampler, ChangesLogitsAsTransformers) {
+  std::ifstream file(KVZAP_SOURCE_DIR "/tests/golden/sampling.json");
+  const auto goldens = nlohmann::json::parse(file);
+  int sampled = 0;
+  for (const auto& golden : goldens.at("processors")) {
+    SCOPED_TRACE(golden.at("fields").dump());
+    const auto logits = golden.at("logits").get<std::vector<float>>();
+    Sampler sampler(options_of(golden.at("fields")));
+    sampler.append_prompt(golden.at("prompt"));
+    for (const TokenId token : golden.at("answer")) sampler.append(token);
+    if (golden.contains("processed")) {
+      std::vector<float> changed = logits;
+      sampler.change(changed);
+      for (std::size_t i = 0; i < changed.size(); ++i) {
+        const auto& expected = golden.at("processed")[i];
+        EXPECT_EQ(changed[i], expected.is_null() ? -std::numeric_limits<float>::infinity()
+                                                 : expected.get<float>())
+            << i;
+      }
+      continue;
+    }
+    ++sampled;
+    std::map<TokenId, double> found;
+    for (int i = 0; i < 20000; ++i) found[sampler(logits)] += 1.0 / 20000;
+    EXPECT_EQ(found.size(), golden.at("probabilities").size());
+    for (const auto& [token, probability] : golden.at("probabilities").items()) {
+      EXPECT_NEAR(found[std::stoi(token)], probability.get<double>(), 0.015) << token;
+    }
+  }
+  EXPECT_EQ(sampled, 3);
+}
+
+// What vLLM and OpenAI document: presence once, frequency for each time, of the answer alone.
+TEST(Sampler, PenaltiesOfTheAnswer) {
+  SamplingOptions options;
+  options.presence_penalty = 0.5;
+  options.frequency_penalty = 0.25;
+  Sampler sampler(options);
+  sampler.append_prompt({0, 1});
+  for (const TokenId token : {1, 2, 2, 1, 1}) sampler.append(token);
+  std::vector<float> logits = {1, 1, 1, 1};
+  sampler.change(logits);
+  EXPECT_EQ(logits, (std::vector<float>{1, -0.25f, 0, 1}));
+  EXPECT_EQ(sampler({1, 1.2f, 0.9f, 0.5f}), 0);
+}
+
+TEST(Sampler, PenaltiesLookAtTheLastTokensAlone) {
+  SamplingOptions options;
+  options.repetition_penalty = 2;
+  options.frequency_penalty = 1;
+  options.repeat_last_n = 3;
+  Sampler sampler(options);
+  sampler.append_prompt({0, 3});
+  for (const TokenId token : {1, 2, 1}) sampler.append(token);
+  std::vector<float> logits = {4, 4, 4, -4};
+  sampler.change(logits);
+  EXPECT_EQ(logits, (std::vector<float>{4, 0, 1, -4}));
+  sampler.append(2);
+  sampler.append(2);
+  logits = {4, 4, 4, -4};
+  sampler.change(logits);
+  EXPECT_EQ(logits, (std::vector<float>{4, 1, 0, -4}));
+  options.repeat_last_n = 0;
+  EXPECT_TRUE(options.is_plain());
+}
+
+TEST(Sampler, NoTokenIsLeft) {
+  SamplingOptions options;
+  options.suppress_tokens = {0, 1, 7};
+  Sampler sampler(options);
+  EXPECT_EQ(sampler({2, 1}), -1);
+  EXPECT_EQ(sampler({2, 1, 0}), 2);
+}
+
+TEST(Sampler, RefusesPenaltiesOutOfRange) {
+  const auto refuse = [](auto change, const char* flag) {
+    SamplingOptions options;
+    change(options);
+    test::expect_error([&] { Sampler{options}; }, {flag, "expected"});
+  };
+  const double nan = std::nan("");
+  for (const double value : {0.0, -1.0, 1e7, nan}) {
+    refuse([&](SamplingOptions& o) { o.repetition_penalty = value; }, "--repeat-penalty");
+  }
+  for (const double value : {1e7, -1e7, nan}) {
+    refuse([&](SamplingOptions& o) { o.presence_penalty = value; }, "--presence-penalty");
+    refuse([&](SamplingOptions& o) { o.frequency_penalty = value; }, "--frequency-penalty");
+  }
+  for (const double value : {-0.1, 1.1, nan}) {
+    refuse([&](SamplingOptions& o) { o.min_p = value; }, "--min-p");
+  }
+  refuse([](SamplingOptions& o) { o.repeat_last_n = -2; }, "--repeat-last-n");
+  refuse([](SamplingOptions& o) { o.bad_words = {{1}, {}}; }, "bad_words_ids");
+  refuse([](SamplingOptions& o) { o.suppress_tokens = {-1}; }, "suppress_tokens");
 }
 
 }  // namespace

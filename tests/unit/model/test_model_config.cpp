@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <filesystem>
 #include <kvzap/model_config.hpp>
 #include <string>
 #include <utility>
@@ -12,6 +13,7 @@
 
 namespace {
 
+using kvzap::GenerationConfig;
 using kvzap::load_stop_ids;
 using kvzap::ModelConfig;
 using kvzap::rope_inverse_frequencies;
@@ -212,11 +214,14 @@ INSTANTIATE_TEST_SUITE_P(
         Refusal{llama, R"("partial_rotary_factor":0.5)", "partial_rotary_factor", "1", "0.5"},
         Refusal{llama, R"("rope_parameters":{"partial_rotary_factor":0.25})",
                 "rope_parameters.partial_rotary_factor", "1", "0.25"},
-        Refusal{mistral, R"("sliding_window":4096)", "sliding_window", "none", "4096"},
-        Refusal{mistral, "", "sliding_window", "null", "none"},
-        Refusal{qwen2, R"("use_sliding_window":true,"sliding_window":64)", "sliding_window", "none",
-                "64"},
-        Refusal{qwen3, R"("use_sliding_window":true)", "use_sliding_window", "false", "true"},
+        Refusal{mistral, R"("sliding_window":0)", "sliding_window", "a whole number from 1", "0"},
+        Refusal{llama, R"("rms_norm_eps":1e300)", "rms_norm_eps", "a number from 1e-30 to 1e+30",
+                "1e+300"},
+        Refusal{llama, R"("rms_norm_eps":1e-40)", "rms_norm_eps", "a number from 1e-30", "1e-40"},
+        Refusal{llama,
+                R"("rope_scaling":{"rope_type":"llama3","factor":1e300,"low_freq_factor":1,)"
+                R"("high_freq_factor":4,"original_max_position_embeddings":64})",
+                "rope_scaling.factor", "a number from", "1e+300"},
         Refusal{qwen3, R"("layer_types":["full_attention","sliding_attention"])", "layer_types",
                 "full_attention", "\"sliding_attention\""},
         Refusal{qwen3, R"("layer_types":["full_attention"])", "layer_types", "array of 2", "["},
@@ -318,6 +323,45 @@ TEST(ModelConfig, ArchitecturesOfWrongForm) {
     const auto call = [&] { load_text("{\"architectures\":" + std::string(value) + "}"); };
     expect_error(call, {"config.json: architectures: expected one of", "found "});
   }
+}
+
+// As transformers' classes find the window: Mistral's 4096 where there is no field, Qwen's for
+// layers from max_window_layers on, if at all.
+TEST(ModelConfig, SlidingWindows) {
+  const auto window = [](const char* architecture, const std::string& extra) {
+    return load(architecture, extra).sliding_window;
+  };
+  EXPECT_EQ(window(mistral, ""), 4096);
+  EXPECT_EQ(window(mistral, R"("sliding_window":null)"), 0);
+  EXPECT_EQ(window(mistral, R"("sliding_window":64)"), 64);
+  EXPECT_EQ(window(qwen2, R"("sliding_window":64)"), 0);
+  EXPECT_EQ(window(qwen2, R"("use_sliding_window":true,"sliding_window":64)"), 0);  // from layer 28
+  const std::string slides = R"("use_sliding_window":true,"sliding_window":64,)";
+  EXPECT_EQ(window(qwen2, slides + R"("max_window_layers":1)"), 64);
+  EXPECT_EQ(window(qwen3, slides + R"("max_window_layers":2)"), 0);
+  EXPECT_EQ(window(qwen3, R"("use_sliding_window":true,"max_window_layers":0)"), 4096);
+  EXPECT_EQ(window(qwen3, slides + R"("layer_types":["full_attention","sliding_attention"])"), 64);
+  EXPECT_EQ(window(qwen3, slides + R"("layer_types":["full_attention","full_attention"])"), 0);
+  EXPECT_EQ(load(mistral, R"("sliding_window":64)").longest_context(), 64);
+  EXPECT_EQ(load(mistral).longest_context(), 512);
+  const char* scaled = R"("sliding_window":600,"rope_scaling":{"type":"linear","factor":4.0})";
+  EXPECT_EQ(load(mistral, scaled).longest_context(), 600);
+}
+
+TEST(ModelConfig, WhatIsNoFolderOfAModel) {
+  TemporaryFolder folder;
+  const auto load = [](const std::filesystem::path& path) {
+    return [path] { ModelConfig::load(path); };
+  };
+  expect_error(load("Nobody/No-Model"), {"Nobody/No-Model: no such folder",
+                                         "huggingface-cli download Nobody/No-Model "
+                                         "--local-dir No-Model, and then given as "
+                                         "No-Model"});
+  expect_error(load("a/b/c"), {"a/b/c/config.json: no such file"});
+  expect_error(load("../x"), {"../x/config.json: no such file"});
+  expect_error(load("models/x.Q4_K.gguf"), {"GGUF files are not supported", "config.json"});
+  folder.write("config.json", "{}");
+  expect_error(load(folder.path() / "config.json"), {"is a file; expected a model's folder"});
 }
 
 TEST(StopIds, GenerationConfigComesFirst) {
@@ -559,6 +603,82 @@ TEST(Rope, Llama3FrequenciesOfLlama31) {
                                                                 {36, 7.78465527e-05},
                                                                 {63, 3.06892599e-07}};
   for (const auto& [index, value] : expected) expect_near_relative(found[index], value);
+}
+
+/// With generation_config.json of these fields.
+GenerationConfig load_generation(const std::string& fields) {
+  TemporaryFolder folder;
+  folder.write("config.json", R"({"repetition_penalty":3})");
+  folder.write("generation_config.json", "{" + fields + "}");
+  return GenerationConfig::load(folder.path(), 10);
+}
+
+TEST(GenerationConfig, ReadsWhatIsFollowed) {
+  const GenerationConfig config = load_generation(
+      R"("eos_token_id":[9,8],"repetition_penalty":1.05,"suppress_tokens":[1,2],)"
+      R"("bad_words_ids":[[3],[9],[4,9]],"do_sample":true,"temperature":0.6,"top_k":20,)"
+      R"("max_new_tokens":7,"no_repeat_ngram_size":0,"num_beams":1,"guidance_scale":1.0,)"
+      R"("forced_bos_token_id":null,"begin_suppress_tokens":[],"token_healing":false,"odd":1)");
+  EXPECT_EQ(config.stop_ids, (std::vector<TokenId>{9, 8}));
+  EXPECT_EQ(config.repetition_penalty, 1.05);
+  EXPECT_EQ(config.suppress_tokens, (std::vector<TokenId>{1, 2}));
+  EXPECT_EQ(config.bad_words, (std::vector<std::vector<TokenId>>{{3}, {4, 9}}));
+  EXPECT_TRUE(config.changes_logits());
+  ASSERT_EQ(config.warnings.size(), 1u);
+  EXPECT_NE(config.warnings[0].find("generation_config.json: odd: unknown"), std::string::npos);
+}
+
+// As transformers' from_pretrained: config.json counts where there is no other file.
+TEST(GenerationConfig, ConfigCountsWhereItIsAlone) {
+  EXPECT_FALSE(load_generation("").changes_logits());
+  TemporaryFolder folder;
+  EXPECT_FALSE(GenerationConfig::load(folder.path(), 10).changes_logits());
+  folder.write("config.json", R"({"repetition_penalty":3,"hidden_size":4})");
+  const GenerationConfig config = GenerationConfig::load(folder.path(), 10);
+  EXPECT_EQ(config.repetition_penalty, 3);
+  EXPECT_TRUE(config.warnings.empty());
+}
+
+TEST(GenerationConfig, EverythingElseThatWouldChangeAnswersIsRefused) {
+  for (const auto& [field, value] : std::vector<std::pair<std::string, std::string>>{
+           {"no_repeat_ngram_size", "3"},
+           {"encoder_no_repeat_ngram_size", "3"},
+           {"encoder_repetition_penalty", "1.5"},
+           {"min_length", "5"},
+           {"min_new_tokens", "5"},
+           {"num_beams", "4"},
+           {"penalty_alpha", "0.6"},
+           {"guidance_scale", "1.5"},
+           {"begin_suppress_tokens", "[1]"},
+           {"forced_bos_token_id", "0"},
+           {"forced_eos_token_id", "9"},
+           {"sequence_bias", "[[[1],2.0]]"},
+           {"exponential_decay_length_penalty", "[1,1.5]"},
+           {"force_words_ids", "[[1]]"},
+           {"stop_strings", "[\"a\"]"},
+           {"watermarking_config", "{\"bias\":2}"},
+           {"dola_layers", "\"low\""},
+           {"token_healing", "true"}}) {
+    expect_error(
+        [&] { load_generation("\"" + field + "\":" + value); },
+        {"generation_config.json: " + field + ": expected", "--greedy-plain", "found " + value});
+  }
+}
+
+TEST(GenerationConfig, MalformedFieldsAreRefused) {
+  for (const auto& [field, value] :
+       std::vector<std::pair<std::string, std::string>>{{"repetition_penalty", "0"},
+                                                        {"repetition_penalty", "\"1.1\""},
+                                                        {"repetition_penalty", "1e300"},
+                                                        {"suppress_tokens", "3"},
+                                                        {"suppress_tokens", "[10]"},
+                                                        {"suppress_tokens", "[-1]"},
+                                                        {"bad_words_ids", "[3]"},
+                                                        {"bad_words_ids", "[[]]"},
+                                                        {"bad_words_ids", "[[1,2.5]]"}}) {
+    expect_error([&] { load_generation("\"" + field + "\":" + value); },
+                 {"generation_config.json: " + field + ": expected", "found "});
+  }
 }
 
 }  // namespace

@@ -1,0 +1,30 @@
+// Options and commands of the program as help, man page and completion show them.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <string>
+#include <vector>
+
+namespace kvzap::driver {
+
+enum class ValueKind { none, any, choice, policy, folder, file };
+
+/// An option as the documents show it.
+struct Entry {
+  std::vector<std::string> flags;  // "-m", "--model"; none: a positional argument
+  std::string name;                // of a positional argument
+  std::string type;                // "INT", "DIR", ...
+  std::vector<std::string> choices;
+  std::string description;
+  std::string default_text;
+  std::string group;
+  ValueKind kind = ValueKind::any;
+  bool repeats = false;
+  bool is_required = false;
+};
+
+/// In the order in which they were declared.
+std::vector<Entry> entries_of(const CLI::App& app);
+std::vector<const CLI::App*> commands_of(const CLI::App& app);
+
+}  // namespace kvzap::driver

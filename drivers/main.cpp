@@ -19,6 +19,7 @@
 #include "base/kokkos_compat.hpp"
 #include "base/quote.hpp"
 #include "bench.hpp"
+#include "chat.hpp"
 #include "command_line.hpp"
 #include "console.hpp"
 #include "documents.hpp"
@@ -145,7 +146,9 @@ int run_program(char* name, const std::vector<std::string>& arguments,
   std::string quiet = "--kokkos-disable-warnings";
   if (!comm.is_root()) kokkos_arguments.push_back(quiet.data());
   const KokkosSession kokkos(kokkos_arguments);
-  if (line.bench->parsed()) {
+  if (line.chat->parsed()) {
+    return driver::chat(*line.chat, line.chat_options, comm, driver::version, driver::revision);
+  } else if (line.bench->parsed()) {
     return driver::bench(line.bench_options, comm, driver::version, driver::revision);
   } else if (line.collect->parsed()) {
     return driver::collect(line.collect_options, comm, driver::version);

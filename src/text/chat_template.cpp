@@ -776,7 +776,60 @@ std::optional<std::string> configured_template(const Json& config, const std::st
   fail(where, "a template named \"default\"", "none");
 }
 
+// ---- Conversations ------------------------------------------------------------------------------
+
+std::string opening_of(ChatFormat format, ChatRole role) {
+  return format == ChatFormat::llama3
+             ? fmt::format("<|start_header_id|>{}<|end_header_id|>\n\n", name_of(role))
+             : fmt::format("<|im_start|>{}\n", name_of(role));
+}
+
+std::string_view end_of_message(ChatFormat format) {
+  return format == ChatFormat::llama3 ? "<|eot_id|>" : "<|im_end|>\n";
+}
+
+std::string without_newlines(std::string_view text, bool at_begin, bool at_end) {
+  while (at_begin && starts_with(text, "\n")) text.remove_prefix(1);
+  while (at_end && ends_with(text, "\n")) text.remove_suffix(1);
+  return std::string(text);
+}
+
+// An assistant's message as Qwen3's template takes it apart.
+struct QwenAnswer {
+  std::string thoughts;
+  std::string text;
+};
+
+QwenAnswer qwen_answer(std::string_view content) {
+  constexpr std::string_view begin = "<think>", end = "</think>";
+  const std::size_t first = content.find(end);
+  if (first == std::string_view::npos) return {"", std::string(content)};
+  const std::string before = without_newlines(content.substr(0, first), false, true);
+  const std::size_t opened = before.rfind(begin);
+  const std::string_view thoughts =
+      std::string_view(before).substr(opened == std::string::npos ? 0 : opened + begin.size());
+  return {without_newlines(thoughts, true, true),
+          without_newlines(content.substr(content.rfind(end) + end.size()), true, false)};
+}
+
+// Of a tool, in the user's name: no question by Qwen3's template.
+bool is_tool_response(std::string_view content) {
+  return starts_with(content, "<tool_response>") && ends_with(content, "</tool_response>");
+}
+
 }  // namespace
+
+std::string_view name_of(ChatRole role) {
+  switch (role) {
+    case ChatRole::system:
+      return "system";
+    case ChatRole::user:
+      return "user";
+    case ChatRole::assistant:
+      return "assistant";
+  }
+  return "unknown";
+}
 
 std::string ChatTemplate::Parts::prompt(std::string_view user_text) const {
   if (trim_content) user_text = trimmed(user_text);
@@ -842,6 +895,66 @@ ChatTemplate ChatTemplate::detect(const std::filesystem::path& folder) {
 
 ChatTemplate::Parts ChatTemplate::parts(bool thinking) const {
   return thinking ? m_thinking : m_no_thinking;
+}
+
+ChatTemplate::Parts ChatTemplate::parts(bool thinking, std::string_view system) const {
+  Parts result = parts(thinking);
+  result.prefix = beginning(std::string(system)) + opening_of(m_format, ChatRole::user);
+  return result;
+}
+
+// What stands before the first message that is not the system's.
+std::string ChatTemplate::beginning(const std::optional<std::string>& system) const {
+  const std::string user = opening_of(m_format, ChatRole::user);
+  std::string result = m_no_thinking.prefix.substr(0, m_no_thinking.prefix.size() - user.size());
+  if (!system) return result;
+  const std::string opening = opening_of(m_format, ChatRole::system);
+  const std::string_view end = end_of_message(m_format);
+  const std::string text(m_no_thinking.trim_content ? trimmed(*system) : *system);
+  const std::size_t own = result.find(opening);
+  if (m_format == ChatFormat::llama3 && own != std::string::npos && ends_with(result, end)) {
+    // Behind the dates that its own system message begins with.
+    return result.insert(result.size() - end.size(), text);
+  }
+  if (own != std::string::npos) result.resize(own);
+  return result + opening + text + std::string(end);
+}
+
+std::string ChatTemplate::between_turns() const {
+  return std::string(end_of_message(m_format)) + opening_of(m_format, ChatRole::user);
+}
+
+std::string ChatTemplate::render(const std::vector<ChatMessage>& messages, bool thinking,
+                                 bool add_generation_prompt) const {
+  if (messages.empty()) throw Error("a chat template needs at least one message");
+  const bool has_system = messages.front().role == ChatRole::system;
+  std::string result = has_system ? beginning(messages.front().content) : beginning(std::nullopt);
+  // Qwen3 leaves thoughts where the answer to the last question is under way.
+  std::size_t last_question = messages.size() - 1;
+  for (std::size_t i = messages.size(); i-- > 0;) {
+    if (messages[i].role != ChatRole::user || is_tool_response(messages[i].content)) continue;
+    last_question = i;
+    break;
+  }
+  for (std::size_t i = has_system ? 1 : 0; i < messages.size(); ++i) {
+    const auto& [role, content] = messages[i];
+    result += opening_of(m_format, role);
+    if (m_format == ChatFormat::qwen3 && role == ChatRole::assistant) {
+      const QwenAnswer answer = qwen_answer(content);
+      const bool has_block =
+          i > last_question && (i + 1 == messages.size() || !answer.thoughts.empty());
+      if (has_block) result += fmt::format("<think>\n{}\n</think>\n\n", answer.thoughts);
+      result += has_block ? without_newlines(answer.text, true, false) : answer.text;
+    } else if (m_no_thinking.trim_content) {
+      result += trimmed(content);
+    } else {
+      result += content;
+    }
+    result += end_of_message(m_format);
+  }
+  if (!add_generation_prompt) return result;
+  const std::string& suffix = parts(thinking).suffix;
+  return result + suffix.substr(end_of_message(m_format).size());
 }
 
 ChatTemplate::Exchange ChatTemplate::exchange(std::string_view user,

@@ -8,12 +8,15 @@
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "unit/temporary_folder.hpp"
 
 namespace {
 
 using kvzap::ChatFormat;
+using kvzap::ChatMessage;
+using kvzap::ChatRole;
 using kvzap::ChatTemplate;
 using kvzap::test::expect_error;
 using kvzap::test::TemporaryFolder;
@@ -85,6 +88,44 @@ TEST(ChatTemplate, MatchesReferenceForPublishedFamilies) {
     EXPECT_EQ(exchange.text.find("Read this."), exchange.user);
     EXPECT_EQ(exchange.text.find("That."), exchange.assistant);
   }
+}
+
+TEST(ChatTemplate, RendersConversationsAsTransformersDoes) {
+  const std::map<std::string, ChatRole> roles = {
+      {"system", ChatRole::system}, {"user", ChatRole::user}, {"assistant", ChatRole::assistant}};
+  int conversations = 0;
+  for (const Json& golden : golden_cases()) {
+    if (!golden.contains("conversations")) continue;
+    const ChatTemplate chat_template = detect(golden["template"]);
+    for (const Json& conversation : golden["conversations"]) {
+      SCOPED_TRACE(golden["template"].get<std::string>() + conversation.dump());
+      std::vector<ChatMessage> messages;
+      for (const Json& message : conversation["messages"]) {
+        messages.push_back({roles.at(message[0]), message[1]});
+        EXPECT_EQ(name_of(messages.back().role), message[0].get<std::string>());
+      }
+      const bool thinking = conversation["thinking"];
+      const std::string expected = conversation["text"];
+      EXPECT_EQ(chat_template.render(messages, thinking, conversation["generation_prompt"]),
+                expected);
+      ++conversations;
+      if (messages.front().role != ChatRole::system || !conversation["generation_prompt"]) continue;
+      // The same in the parts that a conversation under way is made of.
+      const auto parts = chat_template.parts(thinking, messages[0].content);
+      const auto first = parts.prompt(messages[1].content);
+      if (messages.size() == 2) {
+        EXPECT_EQ(first, expected);
+      }
+    }
+  }
+  EXPECT_EQ(conversations, 7 * 7 * 4);
+
+  const ChatTemplate chat_template = detect(chatml);
+  const ChatTemplate::Parts parts = chat_template.parts(false);
+  EXPECT_EQ(parts.prompt("1") + "2" + chat_template.between_turns() + "3" + parts.suffix,
+            chat_template.render(
+                {{ChatRole::user, "1"}, {ChatRole::assistant, "2"}, {ChatRole::user, "3"}}, false));
+  expect_error([&] { chat_template.render({}, false); }, {"at least one message"});
 }
 
 TEST(ChatTemplate, ReadsTokenizerConfig) {

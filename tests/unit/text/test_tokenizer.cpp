@@ -192,6 +192,18 @@ TEST(Tokenizer, AddedTokensShareNoWhiteSpace) {
   EXPECT_EQ(tokenizer.encode("x \n\nx"), (std::vector<TokenId>{x, 5001, x}));
 }
 
+// tokenizers 0.22: a token that the normalizer changes is found as that, and decoded as it is
+// written.
+TEST(Tokenizer, AddedTokensDecodeAsTheyAreWritten) {
+  Json root = golden_tokenizer("gpt2");
+  root["normalizer"] = {{"type", "NFC"}};
+  root["added_tokens"].push_back(
+      {{"id", 5000}, {"content", "\u0958"}, {"special", false}, {"normalized", true}});
+  const Tokenizer tokenizer = load(root);
+  EXPECT_EQ(tokenizer.encode("\u0958"), std::vector<TokenId>{5000});
+  EXPECT_EQ(tokenizer.decode({5000}), "\u0958");
+}
+
 TEST(Tokenizer, LaterOfTwoEqualMergesCounts) {
   Json root = pair_tokenizer();
   root["model"]["vocab"]["ab"] = 257;

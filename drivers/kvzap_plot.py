@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Plots of what kvzap writes: the report of `kvzap run --json`, its `--snapshot`, `kvzap bench -o json`, of
+"""Plots of what kvzap writes: the report of `kvzap run --json`, its `--snapshot` and `--dump`, `kvzap bench -o json`, of
 surrogates the training.json of `kvzap train` and the thresholds.json of `kvzap calibrate`, and the folder of
 `kvzap eval`.
 
@@ -42,13 +42,62 @@ def integers(value):
     return isinstance(value, list) and all(isinstance(v, int) and not isinstance(v, bool) for v in value)
 
 
+HDF5_BEGIN = b"\x89HDF\r\n\x1a\n"
+# What writes the files of each format, and which command draws them.
+DRAWN_BY = {
+    "kvzap.run": ("a report of kvzap run --json", "kept"),
+    "kvzap.bench": ("a table of kvzap bench -o json", "bench"),
+    "kvzap.training": ("the training.json of kvzap train", "train"),
+    "kvzap.thresholds": ("the thresholds.json of kvzap calibrate", "thresholds"),
+    "kvzap.evaluation": ("the evaluation.json of kvzap eval", "eval FOLDER, of the folder that it is in"),
+    "kvzap.dump": ("a dump of kvzap run --dump", "scores"),
+    "hdf5": ("an HDF5 file, perhaps a snapshot", "snapshot (or kept, positions, scores, text)"),
+}
+
+
+def begins_with(file, magic):
+    """Whether a file that can be read begins so."""
+    try:
+        with open(file, "rb") as stream:
+            return stream.read(len(magic)) == magic
+    except OSError:
+        return False
+
+
+def format_of(file):
+    """Of which of DRAWN_BY's formats a file seems to be; empty if of none."""
+    if begins_with(file, HDF5_BEGIN):
+        return "hdf5"
+    try:
+        with open(file, "rb") as stream:
+            begin = stream.read(1 << 16)
+    except OSError:
+        return ""
+    # The first field of what kvzap writes; of safetensors, behind the header's size.
+    match = re.search(rb'"format"\s*:\s*"(kvzap\.[a-z]+)"', begin)
+    name = match[1].decode() if match else ""
+    return name if name in DRAWN_BY else ""
+
+
+def refuse(file, expected):
+    """Says what a file is that is not what a command draws."""
+    what = format_of(file)
+    if what:
+        found, command = DRAWN_BY[what]
+        raise PlotError(f"{file}: expected {expected}, found {found}; kvzap-plot {command} draws that")
+
+
 def read_report(file, wanted):
     """The JSON object of a file whose "format" is `wanted`, version 1."""
+    if format_of(file) != wanted:
+        refuse(file, DRAWN_BY[wanted][0])
     try:
         with open(file, encoding="utf-8") as stream:
             report = json.load(stream)
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlotError(f"{file}: {getattr(error, 'strerror', None) or error}") from None
+    except OSError as error:
+        raise PlotError(f"{file}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise PlotError(f"{file}: expected {DRAWN_BY.get(wanted, ('JSON',))[0]}, found no text") from None
     except (ValueError, RecursionError) as error:  # also numbers of too many digits, and too deep a nesting
         raise PlotError(f"{file}: not JSON: {error}") from None
     expect(isinstance(report, dict), file, "content", "a JSON object", type(report).__name__)
@@ -57,9 +106,60 @@ def read_report(file, wanted):
     return report
 
 
-def kept_shares(file, when):
+def short_policy(policy):
+    """A policy without its surrogate, and without the folders of its other files."""
+    return re.sub(r"=[^,;+\s]*/", "=", re.sub(r":surrogate=[^,;+\s]*(?=$|[;+\s])", "", policy))
+
+
+def amount(options):
+    """How much is evicted, of options by the names of flags: "threshold -4"."""
+    words = {"threshold": "threshold", "evict_ratio": "evict ratio", "keep_tokens": "rows a head",
+             "kv_budget_bytes": "bytes of KV", "kv_budget": "KV budget"}
+    given = {name.replace("-", "_"): value for name, value in options.items()}
+    for name, word in words.items():
+        value = given.get(name)
+        if isinstance(value, (int, float, str)) and not isinstance(value, bool) and value != "":
+            return f"{word} {value:g}" if is_number(value) else f"{word} {plain(str(value), 20)}"
+    return ""
+
+
+def setting_words(model, policy, amount_of_it, window):
+    """What a title says of a run: model; policy and how much it evicts; window."""
+    parts = [pathlib.PurePath(model).name, ", ".join(w for w in (short_policy(policy), amount_of_it) if w),
+             f"window {window:,}" if window and policy else ""]
+    return [plain(part, 60) for part in parts if part]
+
+
+class Kept:
+    """What every KV head of every layer has kept: `shares` (layer, KV head) of `tokens`, and words for a title."""
+
+    def __init__(self, file, when):
+        if begins_with(file, HDF5_BEGIN):
+            with Snapshot(file) as snapshot:
+                self.shares = keep_ratios(snapshot, range(snapshot.n_layers)).tolist()
+                self.tokens, self.words = snapshot.seen, snapshot.words()
+        else:
+            report = read_report(file, "kvzap.run")
+            self.shares, self.tokens = kept_shares(report, file, when)
+            self.words = run_words(report)
+        self.name = pathlib.Path(file).stem
+
+
+def run_words(report):
+    """setting_words of a report of kvzap run."""
+    def part(name, kind):
+        value = report.get(name)
+        return value if isinstance(value, kind) else kind()
+
+    model, options = part("model", dict), part("options", dict)
+    path = model.get("path")
+    window = options.get("window")
+    return setting_words(path if isinstance(path, str) else "", part("policy", str) or "full cache", amount(options),
+                         window if integers([window]) and "policy" in report else 0)
+
+
+def kept_shares(report, file, when):
     """Kept rows over tokens, (layer, KV head), after the context or at the end of the last answer."""
-    report = read_report(file, "kvzap.run")
     answers = report.get("answers")
     expect(isinstance(answers, list) and all(isinstance(a, dict) for a in answers), file, "answers",
            "a list of objects", json.dumps(answers)[:60])
@@ -73,19 +173,37 @@ def kept_shares(file, when):
 
 
 def plot_kept(options, pyplot):
-    runs = [(file, *kept_shares(file, options.when)) for file in options.files]
-    layers, heads = len(runs[0][1]), len(runs[0][1][0])
-    figure, axes = pyplot.subplots(1, len(runs), squeeze=False, sharey=True, constrained_layout=True,
-                                   figsize=(1.5 + len(runs) * max(2.2, 0.35 * heads), max(2.5, 0.18 * layers)))
-    for ax, (file, shares, tokens) in zip(axes[0], runs):
-        image = ax.imshow(shares, vmin=0, vmax=1, aspect="auto", cmap="viridis", interpolation="nearest")
-        mean = sum(map(sum, shares)) / sum(map(len, shares))
-        ax.set_title(f"{pathlib.Path(file).stem}\n{tokens:,} tokens, keep ratio {mean:.2f}", fontsize=8)
+    runs = [Kept(file, options.when) for file in options.files]
+    layers, heads = (max(len(sizes) for sizes in of_all) for of_all in zip(*((r.shares, r.shares[0]) for r in runs)))
+    # Runs of models with other layers, or layers left out, cannot share an axis.
+    share = len({len(run.shares) for run in runs}) == 1
+    figure, axes = pyplot.subplots(1, len(runs), squeeze=False, sharey=share, constrained_layout=True,
+                                   figsize=(1.5 + len(runs) * max(2.4, 0.35 * heads), min(7, max(2.8, 0.13 * layers + 0.8))))
+    for ax, run in zip(axes[0], runs):
+        image = ax.imshow(run.shares, vmin=0, vmax=1, aspect="auto", cmap="viridis", interpolation="nearest")
+        mean = sum(map(sum, run.shares)) / sum(map(len, run.shares))
+        named = [f"{run.name}: {run.words[0]}" if len(runs) > 1 and run.words else "".join(run.words[:1]) or run.name]
+        ax.set_title("\n".join(named + wrapped(run.words[1:], 44) + [f"{run.tokens:,} tokens, keep ratio {mean:.2f}"]),
+                     fontsize=7)
         ax.set_xlabel("KV head")
-        ax.set_xticks(range(len(shares[0])))
-    axes[0][0].set_ylabel("layer")
+        step = math.ceil(len(run.shares[0]) / 16)
+        ax.set_xticks(range(0, len(run.shares[0]), step))
+        name_ticks(ax.yaxis, range(len(run.shares)), pyplot)
+    for ax in axes[0] if not share else axes[0][:1]:
+        ax.set_ylabel("layer")
     figure.colorbar(image, ax=axes.ravel().tolist(), label="kept rows / tokens")
     return figure
+
+
+def wrapped(parts, width):
+    """Parts in lines of at most `width` characters, between commas."""
+    lines = []
+    for part in parts:
+        if lines and len(lines[-1]) + len(part) + 2 <= width:
+            lines[-1] += f", {part}"
+        else:
+            lines.append(part)
+    return lines
 
 
 class SnapshotLayer:
@@ -112,6 +230,8 @@ class Snapshot:
             raise PlotError("snapshots need h5py: apt-get install python3-h5py, or pip install h5py") from None
 
         self.name = file
+        if format_of(file) not in ("", "hdf5"):
+            refuse(file, "a snapshot of kvzap run --snapshot")
         with self.reading():
             self.file = h5py.File(file, "r")
         try:
@@ -148,6 +268,16 @@ class Snapshot:
             value = value.decode("utf-8", "replace")
         self.expect(isinstance(value, str), name, "text", value)
         return value
+
+    def words(self):
+        """setting_words of the run that wrote it."""
+        options = {}
+        with contextlib.suppress(ValueError, PlotError, RecursionError):
+            options = json.loads(self.text("options") or "{}")
+        policy = "full cache" if self.prune == "none" else self.policy
+        of_it = f"threshold {self.threshold:g}" if self.threshold is not None else (
+            amount(options) if isinstance(options, dict) and self.prune != "none" else "")
+        return setting_words(self.model, policy, of_it, self.window if self.prune != "none" else 0)
 
     def integer(self, name, least, default=None, at=None):
         attributes = (self.file if at is None else at).attrs
@@ -250,66 +380,123 @@ def position_shares(snapshot, layers, bins, by_head=False):
     return (shares if by_head else shares[:, 0]), edges
 
 
-def read_positions(file, bins):
-    """Kept pairs over pairs, (layer, bin of positions), of a snapshot, and its number of tokens."""
-    with Snapshot(file) as snapshot:
-        return position_shares(snapshot, range(snapshot.n_layers), bins)[0], snapshot.tokens
+class Positions:
+    """Kept pairs over pairs, (row, bin of positions): a row is a layer, or a KV head of one."""
+
+    def __init__(self, file, bins, by_head):
+        with Snapshot(file) as snapshot:
+            self.shares = position_shares(snapshot, range(snapshot.n_layers), bins, by_head)[0]
+            self.layers, self.heads = snapshot.n_layers, snapshot.n_heads
+            self.rows = self.shares.reshape(-1, self.shares.shape[-1])
+            self.tokens, self.words, self.name = snapshot.tokens, snapshot.words(), pathlib.Path(file).stem
+            pruned = snapshot.prune != "none"
+            # Where positions were closed up, what is in the window tells no positions of the text.
+            self.window = snapshot.window if pruned and not snapshot.closed_up else 0
+            self.sink = snapshot.sink if pruned and not snapshot.closed_up else 0
 
 
 def plot_positions(options, pyplot):
     if options.bins < 1:
         raise PlotError(f"--bins: expected at least 1, found {options.bins}")
-    snapshots = [(file, *read_positions(file, options.bins)) for file in options.files]
+    snapshots = [Positions(file, options.bins, options.by_head) for file in options.files]
+    heights = [max(1.6, min(12, (0.03 * s.heads + 0.05 if options.by_head else 0.14) * s.layers)) for s in snapshots]
     figure, axes = pyplot.subplots(len(snapshots), 1, squeeze=False, constrained_layout=True,
-                                   figsize=(8, 0.6 + sum(max(1.6, 0.14 * len(s)) for _, s, _ in snapshots)))
-    for ax, (file, shares, tokens) in zip(axes[:, 0], snapshots):
-        image = ax.imshow(shares, vmin=0, vmax=1, aspect="auto", cmap="viridis", interpolation="nearest",
-                          extent=(0, tokens, len(shares) - 0.5, -0.5))
-        ax.set_title(f"{pathlib.Path(file).stem}, {tokens:,} tokens", fontsize=8)
-        ax.set_ylabel("layer")
+                                   gridspec_kw={"height_ratios": heights}, figsize=(8, 0.8 + sum(heights)))
+    marks = {}
+    for ax, one in zip(axes[:, 0], snapshots):
+        image = ax.imshow(one.rows, vmin=0, vmax=1, aspect="auto", cmap="viridis", interpolation="nearest",
+                          extent=(0, one.tokens, one.layers - 0.5, -0.5))
+        if options.by_head:
+            for y in range(1, one.layers):
+                ax.axhline(y - 0.5, color="white", linewidth=0.6 if one.layers <= 16 else 0.3)
+        # Beside the image rather than over it: what is marked is to be seen.
+        for name, begin, end, color in (("window", max(0, one.tokens - one.window), one.tokens, NEWEST),
+                                        ("sinks", 0, min(one.sink, one.tokens), THRESHOLD)):
+            if end > begin and (one.window if name == "window" else one.sink):
+                marks[name] = ax.axvspan(begin, end, ymin=1, ymax=1.03, color=color, clip_on=False, linewidth=0)
+                ax.axvline(end if name == "sinks" else begin, color=color, linewidth=0.9, linestyle=(0, (3, 2)))
+        first = f"{one.name}: " if len(snapshots) > 1 else ""
+        words = wrapped([f"{first}{one.words[0]}"] + one.words[1:] + [f"{one.tokens:,} tokens"],
+                        int(11 * (options.size[0] if options.size else 8)))
+        ax.set_title("\n".join(words), fontsize=8, pad=9)
+        ax.set_ylabel("layer, a row for each KV head" if options.by_head and one.layers > 6 else "layer")
+        name_ticks(ax.yaxis, range(one.layers), pyplot)
     axes[-1, 0].set_xlabel("position")
-    figure.colorbar(image, ax=axes.ravel().tolist(), label="share of heads")
+    if marks:
+        axes[-1, 0].legend(marks.values(), marks.keys(), fontsize=7, loc="upper right", ncols=2, frameon=False,
+                           bbox_to_anchor=(1, -0.12 / heights[-1] * 1.6), borderaxespad=0)
+    figure.colorbar(image, ax=axes.ravel().tolist(),
+                    label="kept pairs / pairs" if options.by_head else "share of heads")
     return figure
 
 
-def read_bench(file):
-    """Rows of `kvzap bench`: (test, batch, evict ratio, skew, depth, rate, its deviation)."""
-    report = read_report(file, "kvzap.bench")
-    results = report.get("results")
-    expect(isinstance(results, list) and results, file, "results", "a list that is not empty", json.dumps(results)[:60])
-    names = ("test", "batch", "evict_ratio", "skew", "depth", "tokens_per_second", "tokens_per_second_stddev")
-    rows = []
-    for i, result in enumerate(results):
-        for name in names:
-            value = result.get(name) if isinstance(result, dict) else None
-            good = isinstance(value, str) if name == "test" else (
-                isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value))
-            expect(good, file, f"results[{i}].{name}", "text" if name == "test" else "a number", json.dumps(value))
-        rows.append(tuple(result[name] for name in names))
-    return rows
+class Bench:
+    """A table of `kvzap bench`: rows by the names of its fields, model and machine in words."""
+
+    NUMBERS = ("batch", "evict_ratio", "skew", "depth", "tokens_per_second", "tokens_per_second_stddev", "evicted",
+               "kv_live_bytes", "kv_allocated_bytes")
+
+    def __init__(self, file):
+        report = read_report(file, "kvzap.bench")
+        results = report.get("results")
+        expect(isinstance(results, list) and results, file, "results", "a list that is not empty",
+               json.dumps(results)[:60])
+        self.rows = []
+        for i, result in enumerate(results):
+            row = {}
+            for name in ("test", *self.NUMBERS):
+                value = result.get(name) if isinstance(result, dict) else None
+                good = isinstance(value, str) if name == "test" else is_number(value)
+                expect(good, file, f"results[{i}].{name}", "text" if name == "test" else "a number",
+                       json.dumps(value)[:60])
+                row[name] = value
+            self.rows.append(row)
+        model, system = (report.get(name) if isinstance(report.get(name), dict) else {} for name in ("model", "system"))
+        options = report.get("options") if isinstance(report.get("options"), dict) else {}
+        words = [model.get("name"), options.get("dtype")]
+        if integers([model.get("layers"), model.get("all_layers")]) and model["layers"] != model["all_layers"]:
+            words[0] = f"{model.get('name')} ({model['layers']} of {model['all_layers']} layers)"
+        ranks = system.get("ranks")
+        words.append(f"{ranks} rank{'s' if ranks != 1 else ''}" if integers([ranks]) else None)
+        words.append(system.get("processor"))
+        self.words = ", ".join(plain(word, 60) for word in words if isinstance(word, str) and word)
 
 
 def plot_bench(options, pyplot):
+    tables = {file: Bench(file) for file in options.files}
     tests = {}
-    for file in options.files:
-        source = f"{pathlib.Path(file).stem}: " if len(options.files) > 1 else ""
-        for test, batch, evict_ratio, skew, depth, rate, deviation in read_bench(file):
-            label = f"{source}evict ratio {evict_ratio:g}"
-            label += f", heads 1:{skew:g}" if skew != 1 else ""
-            label += f", batch {batch}" if batch != 1 else ""
-            tests.setdefault(test, {}).setdefault(label, []).append((depth, rate, deviation))
-    figure, axes = pyplot.subplots(1, len(tests), squeeze=False, constrained_layout=True,
-                                   figsize=(4.5 * len(tests), 3.6))
-    for ax, (test, lines) in zip(axes[0], tests.items()):
-        for label, points in lines.items():
-            depths, rates, deviations = zip(*sorted(points))
-            ax.errorbar(depths, rates, deviations, marker="o", capsize=2, label=label)
-        ax.set_title(test)
-        ax.set_xlabel("tokens in the cache before")
-        ax.set_ylim(bottom=0)
-        ax.grid(True, alpha=0.3)
-        ax.legend(fontsize=7)
-    axes[0][0].set_ylabel("tokens/s")
+    for file, table in tables.items():
+        source = f"{pathlib.Path(file).stem}: " if len(tables) > 1 else ""
+        for row in table.rows:
+            label = f"{source}evict ratio {row['evict_ratio']:g}"
+            label += f", heads 1:{row['skew']:g}" if row["skew"] != 1 else ""
+            label += f", batch {row['batch']}" if row["batch"] != 1 else ""
+            tests.setdefault(row["test"], {}).setdefault(label, []).append(row)
+    figure, axes = pyplot.subplots(3, len(tests), squeeze=False, sharex="col", constrained_layout=True,
+                                   gridspec_kw={"height_ratios": (3, 2, 2)}, figsize=(0.6 + 4.2 * len(tests), 6.6))
+    largest = max(row["kv_allocated_bytes"] for lines in tests.values() for rows in lines.values() for row in rows)
+    unit, divisor = next((u, d) for u, d in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1)) if largest >= d or d == 1)
+    for column, (test, lines) in zip(axes.T, tests.items()):
+        for label, rows in lines.items():
+            rows = sorted(rows, key=lambda row: row["depth"])
+            depths, rates, deviations, live, allocated, evicted = (
+                [row[name] for row in rows] for name in ("depth", "tokens_per_second", "tokens_per_second_stddev",
+                                                         "kv_live_bytes", "kv_allocated_bytes", "evicted"))
+            color = column[0].errorbar(depths, rates, deviations, marker="o", capsize=2, label=label)[0].get_color()
+            column[1].plot(depths, [value / divisor for value in allocated], marker="o", color=color)
+            column[1].plot(depths, [value / divisor for value in live], color=color, linestyle=":", linewidth=1)
+            column[2].plot(depths, evicted, marker="o", color=color)
+        column[0].set_title(test)
+        column[2].set_ylim(-0.03, 1.03)
+        for ax in column:
+            ax.grid(True, alpha=0.3)
+        for ax in column[:2]:
+            ax.set_ylim(bottom=0)
+        column[0].legend(fontsize=7)
+    for ax, name in zip(axes[:, 0], ("tokens/s", f"KV, {unit}\n(dotted: live)", "evicted,\nreached")):
+        ax.set_ylabel(name)
+    figure.supxlabel("tokens in the cache before", fontsize=pyplot.rcParams["axes.labelsize"])
+    figure.suptitle("\n".join(dict.fromkeys(table.words for table in tables.values())), fontsize=pyplot.rcParams["axes.labelsize"])
     return figure
 
 
@@ -1138,13 +1325,20 @@ class SnapshotFigures:
     def title(self):
         snapshot = self.snapshot
         parts = [plain(pathlib.Path(snapshot.name).name, 40)]
-        if snapshot.model:
-            parts.append(plain(pathlib.PurePath(snapshot.model).name or snapshot.model, 30))
+        parts += snapshot.words()
         parts += [f"{snapshot.seen:,} tokens", f"keep ratio {keep_ratios(snapshot, self.layers).mean():.3f}"]
         if self.options.layer is not None:
             parts.append(f"layers {plain(self.options.layer, 20)}" if len(self.layers) > 1 else
                          f"layer {self.layers[0]}")
-        return " · ".join(parts)
+        # About 18 characters of this size to an inch.
+        lines, width = [], int(18 * (min(self.width, 1.2 + 0.26 * max(4, min(32, self.snapshot.n_heads)))
+                                     if self.options.kind == "kept" else self.width))
+        for part in parts:
+            if lines and len(lines[-1]) + len(part) + 3 <= width:
+                lines[-1] += f" · {part}"
+            else:
+                lines.append(part)
+        return "\n".join(lines)
 
 
 class TokenTexts:
@@ -1407,22 +1601,22 @@ def snapshot_page(options, pyplot, snapshot, layers, notes):
              "format": f"version {snapshot.version}, content {snapshot.content}"}
     facts = "".join(f"<dt>{name}<dd>{html.escape(plain(value, 300))}" for name, value in facts.items() if value)
     notes_html = "".join(f"<p class=note>{html.escape(plain(note, 400))}</p>" for note in notes)
-    title = html.escape(plain(pathlib.Path(snapshot.name).name, 120))
+    title = html.escape(plain(options.title or f"{pathlib.Path(snapshot.name).name}: what was kept", 120))
     return (f"<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
-            f"<title>{title}: what was kept</title><style>{PAGE_STYLE}</style><h1>{title}: what was kept</h1>"
+            f"<title>{title}</title><style>{PAGE_STYLE}</style><h1>{title}</h1>"
             f"<dl>{facts}</dl>{notes_html}{''.join(parts)}</html>\n")
 
 
-def chosen_layers(options, snapshot):
-    """The layers that --layer names, in their order."""
-    if options.layer is None:
-        return list(range(snapshot.n_layers))
+def layers_of(text, n_layers):
+    """The layers of n_layers that --layer names, in their order."""
+    if text is None:
+        return list(range(n_layers))
     layers = set()
-    for part in options.layer.split(","):
+    for part in text.split(","):
         match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part.strip(), flags=re.ASCII)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if not first <= last < snapshot.n_layers:
-            raise PlotError(f"--layer: expected layers from 0 to {snapshot.n_layers - 1}, as 3 or 0,4-6; found "
+        if not first <= last < n_layers:
+            raise PlotError(f"--layer: expected layers from 0 to {n_layers - 1}, as 3 or 0,4-6; found "
                             f"{json.dumps(part)}")
         layers.update(range(first, last + 1))
     return sorted(layers)
@@ -1433,25 +1627,136 @@ def plot_snapshot(options, pyplot):
     if options.bins is not None and options.bins < 1:
         raise PlotError(f"--bins: expected at least 1, found {options.bins}")
     if options.kind == "text" and not is_page:
-        raise PlotError(f"--kind text: expected an output that ends with .html, found {options.output}")
+        raise PlotError(f"{'--kind ' if options.command == 'snapshot' else ''}text: expected an output that ends with "
+                        f".html, found {options.output}")
     use_small_type(pyplot)
     notes = []
     with Snapshot(options.files[0]) as snapshot:
-        layers = chosen_layers(options, snapshot)
+        layers = layers_of(options.layer, snapshot.n_layers)
         if options.kind == "scores" and not snapshot.has_scores:
             raise PlotError(f"{snapshot.name}: scores: expected a snapshot that has them, found content "
                             f"{snapshot.content}" + (" of version 1" if snapshot.version == 1 else ""))
         if options.kind == "text" and missing_text(snapshot):
-            raise PlotError(f"{snapshot.name}: --kind text: {missing_text(snapshot)}")
+            raise PlotError(f"{snapshot.name}: {'--kind ' if options.command == 'snapshot' else ''}text: "
+                            f"{missing_text(snapshot)}")
         if is_page:
             figure = snapshot_page(options, pyplot, snapshot, layers, notes)
         else:
             if options.kind == "all" and not snapshot.has_scores:
                 notes.append("no histograms: the file has no scores")
-            figure = getattr(SnapshotFigures(options, pyplot, snapshot, layers), options.kind)()
+            figures = SnapshotFigures(options, pyplot, snapshot, layers)
+            figure = getattr(figures, options.kind)()
+            if figure._suptitle is None:
+                figure.suptitle(figures.title(), fontsize=7)
     for note in notes:
         tell(f"{options.files[0]}: {note}")
     return figure
+
+
+class Dump:
+    """The scores of a dump of kvzap run, looked at as those of a snapshot: evicted pairs have theirs too."""
+
+    def __init__(self, file):
+        import numpy
+
+        self.name = file
+        try:
+            size = os.path.getsize(file)
+            with open(file, "rb") as stream:
+                length = int.from_bytes(stream.read(8), "little")
+                expect(length <= min(size - 8, 100_000_000), file, "header", "one that fits the file", f"{length} bytes")
+                header = json.loads(stream.read(length))
+                expect(isinstance(header, dict), file, "header", "a JSON object", type(header).__name__)
+                about = header.get("__metadata__")
+                expect(isinstance(about, dict) and about.get("format") == "kvzap.dump", file, "format", '"kvzap.dump"',
+                       json.dumps(about)[:60])
+                self.scores, self.evicted = (self.tensor(stream, header, 8 + length, size, *what) for what in (
+                    ("scores", "F32", numpy.float32), ("evicted_after_prefill", "U8", numpy.uint8)))
+        except OSError as error:
+            raise PlotError(f"{file}: {error.strerror or error}") from None
+        except (ValueError, RecursionError) as error:
+            raise PlotError(f"{file}: not a dump of kvzap run --dump: {error}") from None
+        expect(self.evicted.shape == self.scores.shape, file, "evicted_after_prefill", f"a shape of {self.scores.shape}",
+               self.evicted.shape)
+        self.words = setting_words(str(about.get("model", "")), str(about.get("policy", "")), "", 0)
+
+    def tensor(self, stream, header, begin, size, name, wanted, dtype):
+        import numpy
+
+        entry = header.get(name)
+        if entry is None:  # numbered where it depends on the question
+            name += ".1"
+            entry = header.get(name)
+        expect(isinstance(entry, dict), self.name, name, "a tensor", "none")
+        shape, offsets = entry.get("shape"), entry.get("data_offsets")
+        expect(entry.get("dtype") == wanted and integers(shape) and len(shape) == 3 and min(shape) >= 1, self.name, name,
+               f"{wanted} of three dimensions", f"{entry.get('dtype')} {shape}")
+        count = math.prod(shape)
+        expect(integers(offsets) and len(offsets) == 2 and 0 <= offsets[0] and begin + offsets[1] <= size and
+               offsets[1] - offsets[0] == count * numpy.dtype(dtype).itemsize, self.name, name,
+               "data that fit shape and file", f"{offsets}")
+        stream.seek(begin + offsets[0])
+        return numpy.frombuffer(stream.read(offsets[1] - offsets[0]), dtype).reshape(shape)
+
+
+def dump_figure(options, pyplot, file):
+    """Histograms of the scores of all pairs of a context, layer by layer: those kept, and those evicted on top."""
+    import numpy
+
+    dump = Dump(file)
+    layers = layers_of(options.layer, len(dump.scores))
+    finite = dump.scores[numpy.isfinite(dump.scores)].astype(float)
+    if not len(finite):
+        raise PlotError(f"{file}: scores: expected a finite one, found none")
+    edges = numpy.linspace(*page_of(finite, 0.25), (options.bins or 60) + 1)
+    columns = min(2 if options.column else 4, len(layers))
+    rows = math.ceil(len(layers) / columns)
+    width = COLUMN if options.column else PAGE
+    figure, axes = pyplot.subplots(rows, columns, squeeze=False, sharex=True, constrained_layout=True,
+                                   figsize=(width, 0.9 + 1.1 * rows))
+    for ax, layer in zip(axes.ravel(), layers):
+        scores, gone = dump.scores[layer], dump.evicted[layer] != 0
+        known = numpy.isfinite(scores)
+        kept, evicted = (numpy.histogram(scores[known & rows_of], edges)[0] for rows_of in (~gone, gone))
+        handles = [ax.stairs(kept, edges, fill=True, color=KEPT, linewidth=0, label="kept"),
+                   ax.stairs(kept + evicted, edges, baseline=kept, fill=True, color="#BBBBBB", linewidth=0,
+                             label="evicted")]
+        if options.threshold is not None:
+            handles.append(ax.axvline(options.threshold, color=THRESHOLD, linewidth=1, linestyle=(0, (4, 1.5)),
+                                      label=f"threshold {options.threshold:g}"))
+        ax.set_title(f"layer {layer}", pad=2)
+        ax.yaxis.set_major_locator(pyplot.MaxNLocator(3, integer=True))
+    for ax in axes.ravel()[len(layers):]:
+        ax.set_axis_off()
+    for ax in axes.ravel()[max(0, len(layers) - columns):len(layers)]:
+        ax.tick_params(labelbottom=True)
+        ax.set_xlabel("score")
+    for ax in axes[:, 0]:
+        ax.set_ylabel("pairs")
+    figure.suptitle("\n".join(wrapped(dump.words + ["scores of the context"], 60 if options.column else 110)), fontsize=8)
+    if len(layers) < axes.size:
+        axes.ravel()[len(layers)].legend(handles=handles, frameon=False, loc="center")
+    else:
+        axes[0][0].legend(handles=handles, fontsize=6, frameon=False)
+    return figure
+
+
+def plot_scores(options, pyplot):
+    use_small_type(pyplot)
+    file = options.files[0]
+    if format_of(file) == "kvzap.dump":
+        if options.bins is not None and options.bins < 1:
+            raise PlotError(f"--bins: expected at least 1, found {options.bins}")
+        return dump_figure(options, pyplot, file)
+    if options.threshold is not None:
+        raise PlotError("--threshold: expected a dump, which does not have it; a snapshot says its own")
+    options.kind = "scores"
+    return plot_snapshot(options, pyplot)
+
+
+def plot_text(options, pyplot):
+    options.kind, options.bins, options.column = "text", None, False
+    return plot_snapshot(options, pyplot)
 
 
 def parser():
@@ -1462,41 +1767,67 @@ def parser():
     def add(name, plot, text, file, files="+"):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("files", nargs=files, metavar=file)
-        command.add_argument("-o", "--output", default=f"{name}.svg", metavar="FILE",
-                             help="an image; its ending says of what kind: svg, png, pdf" +
-                             (", or html" if name == "snapshot" else "") + " (default: %(default)s)")
+        page = {"snapshot": ", or html", "text": ": html"}.get(name, "")
+        command.add_argument("-o", "--output", metavar="FILE", help=(
+            "a page; html" if name == "text" else f"an image; its ending says of what kind: svg, png, pdf{page}") +
+            f" (default: {name}.{'html' if name == 'text' else 'svg'}, or with the ending of --format)")
+        command.add_argument("--title", metavar="TEXT", help="above the figure, in place of its own title")
+        if name != "text":
+            command.add_argument("--size", metavar="WxH", help="of the figure in inches, as 3.5x2.6 (default: what the "
+                                 "content needs)")
+            command.add_argument("--format", metavar="KIND", help="svg, png, pdf and what else matplotlib writes, whatever "
+                                 "the output's ending")
         command.set_defaults(plot=plot)
         return command
 
-    kept = add("kept", plot_kept, "share of rows that every KV head of every layer kept", "RUN.json")
+    def add_layers(command):
+        command.add_argument("--layer", metavar="LIST", help="these layers alone, as 3 or 0,4-6 (default: all)")
+
+    def add_column(command):
+        command.add_argument("--column", action="store_true", help="3.3 inches wide, a column of a paper; default: 7")
+
+    def add_model(command):
+        command.add_argument("--model", metavar="DIR", help="the folder whose tokenizer.json has the texts of tokens "
+                             "(default: the one that the file names); without one ids are shown")
+
+    kept = add("kept", plot_kept, "share of rows that every KV head of every layer kept", "RUN.json|CACHE.h5")
     kept.add_argument("--when", choices=("context", "end"), default="context",
                       help="after the context, or after the last answer (default: %(default)s)")
     positions = add("positions", plot_positions,
                     "which positions of the text each layer kept, as the share of its KV heads that did", "CACHE.h5")
     positions.add_argument("--bins", type=int, default=400, help="columns of the image (default: %(default)s)")
+    positions.add_argument("--by-head", action="store_true", help="a row for each KV head, not for each layer")
     snapshot = add("snapshot", plot_snapshot, "what a snapshot keeps: keep ratio of every KV head of every layer, "
                    "which positions each kept, scores and the threshold, keep ratio against position; as .html a page with "
                    "these and the text, its tokens shaded by how many heads keep them", "FILE.h5", files=1)
-    snapshot.set_defaults(output="snapshot.svg")
     snapshot.add_argument("--kind", choices=(*SnapshotFigures.KINDS, "text", "all"), default="all",
                           help="keep ratio by layer and head (kept), kept positions of every head (raster), histograms "
                           "of scores with the threshold (scores), keep ratio against position (positions), the text "
                           "(text, .html alone); default: all of them")
-    snapshot.add_argument("--layer", metavar="LIST", help="these layers alone, as 3 or 0,4-6 (default: all)")
-    snapshot.add_argument("--model", metavar="DIR", help="the folder whose tokenizer.json has the texts of tokens "
-                          "(default: the one that the file names); without one ids are shown")
+    add_layers(snapshot)
+    add_model(snapshot)
     snapshot.add_argument("--bins", type=int, metavar="N", help="columns along positions (default: up to 1000 of the "
                           "raster, 100 of the ratio)")
-    snapshot.add_argument("--column", action="store_true", help="3.3 inches wide, a column of a paper; default: 7")
-    add("bench", plot_bench, "tokens per second against the tokens in the cache, a line for each evict ratio",
-        "BENCH.json")
+    add_column(snapshot)
+    scores = add("scores", plot_scores, "histograms of scores, layer by layer, with the threshold: of the pairs that a "
+                 "snapshot keeps, or of all pairs of the context in a dump of kvzap run --dump", "CACHE.h5|DUMP", files=1)
+    add_layers(scores)
+    scores.add_argument("--bins", type=int, metavar="N", help="of a dump's histograms (default: 60)")
+    scores.add_argument("--threshold", type=float, metavar="X", help="to be marked in a dump's histograms; a snapshot "
+                        "says its own")
+    add_column(scores)
+    text = add("text", plot_text, "the text as a page of HTML, its tokens shaded by how many KV heads keep them",
+               "CACHE.h5", files=1)
+    add_layers(text)
+    add_model(text)
+    add("bench", plot_bench, "tokens per second, bytes of KV and reached evict ratio against the tokens in the cache, "
+        "a line for each evict ratio", "BENCH.json")
     training = add("train", plot_training, "how well a surrogate predicts: R² of every KV head of every layer, and "
                    "predicted against oracle scores of validation pairs", "TRAINING.json")
     training.add_argument("--by-layer", action="store_true", help="the scatter of each layer by itself")
     add("thresholds", plot_thresholds, "evict ratio against threshold, with its spread over texts", "THRESHOLDS.json")
     evaluation = add("eval", plot_eval, "what kvzap eval has measured: accuracy against evict ratio, the spread of "
                      "evict ratios over prompts at a threshold, and what every KV head of every layer kept", "OUT")
-    evaluation.set_defaults(output="eval.svg")
     evaluation.add_argument("--kind", choices=tuple(EVAL_KINDS), help="accuracy against achieved evict ratio (curve), "
                             "evict ratios of single prompts (spread), keep ratios of heads (kept); default: curve, or "
                             "all three, as SVG and PNG, where -o names a folder")
@@ -1510,17 +1841,49 @@ def parser():
                             help="spread, kept: see --settings (default: %(default)s)")
     evaluation.add_argument("--intervals", choices=("auto", "shade", "bars", "none"), default="auto",
                             help="curve: 95 %% intervals; auto shades them for up to four policies, bars else")
-    evaluation.add_argument("--column", action="store_true", help="3.3 inches wide, a column of a paper; default: 7")
+    add_column(evaluation)
     return main
 
 
-def save(figure, output):
+def retitle(figure, title):
+    """One title in place of those that say what was run."""
+    drawn = [ax for ax in figure.axes if ax.get_visible() and ax.get_title() and not getattr(ax, "_colorbar", None)]
+    if len(drawn) == 1 and figure._suptitle is None:
+        drawn[0].set_title(title)
+    else:
+        figure.suptitle(title, fontsize=figure._suptitle.get_fontsize() if figure._suptitle else 9)
+
+
+def inches(size):
+    """Of --size: (width, height)."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)[xX×](\d+(?:\.\d+)?)", size.strip(), flags=re.ASCII)
+    width, height = (float(match[1]), float(match[2])) if match else (0, 0)
+    if not (0.5 <= width <= 100 and 0.5 <= height <= 100):
+        raise PlotError(f"--size: expected width x height in inches from 0.5 to 100, as 3.5x2.6; found "
+                        f"{plain(size, 40)!r}")
+    return width, height
+
+
+def settle(options):
+    """What options for any kind mean for this one: the output's name, and whether they go together."""
+    options.title = plain(options.title, 300) if getattr(options, "title", None) else None
+    options.size = inches(options.size) if getattr(options, "size", None) else None
+    options.format = (getattr(options, "format", None) or "").lower().lstrip(".")
+    if options.output is None:
+        options.output = f"{options.command}.{'html' if options.command == 'text' else options.format or 'svg'}"
+    is_page = pathlib.Path(options.output).suffix.lower() in (".html", ".htm") and options.command in ("snapshot", "text")
+    if is_page and (options.size or options.format):
+        raise PlotError(f"{'--size' if options.size else '--format'}: expected an image, found the page {options.output}")
+
+
+def save(figure, output, kind=""):
     """Writes an image, or a page, complete or not at all."""
-    kind = pathlib.Path(output).suffix[1:].lower()
+    kind = kind or pathlib.Path(output).suffix[1:].lower()
     if not isinstance(figure, str):
         kinds = figure.canvas.get_supported_filetypes()
         if kind not in kinds:
-            raise PlotError(f"--output: {output}: expected an ending of {', '.join(sorted(kinds))}")
+            raise PlotError(f"--output: {output}: expected an ending (or --format) of {', '.join(sorted(kinds))}, found "
+                            f"{plain(kind, 20)!r}")
     # The same file for the same figures.
     metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
     unfinished = f"{output}.tmp-{os.getpid()}"
@@ -1551,9 +1914,21 @@ def main():
         warnings.filterwarnings("ignore", "Glyph")  # names may have letters that the font lacks
         from matplotlib import pyplot
 
+        settle(options)
+        if options.size and options.size[0] < 5:
+            use_small_type(pyplot)
         figures = options.plot(options, pyplot)
-        for output, figure in (figures if isinstance(figures, dict) else {options.output: figures}).items():
-            save(figure, output)
+        if not isinstance(figures, dict):
+            figures = {options.output: figures}
+        elif options.format:  # a folder's
+            figures = {str(pathlib.Path(name).with_suffix(f".{options.format}")): f for name, f in figures.items()}
+        for output, figure in figures.items():
+            if not isinstance(figure, str):
+                if options.size:
+                    figure.set_size_inches(options.size)
+                if options.title:
+                    retitle(figure, options.title)
+            save(figure, output, options.format)
     except PlotError as error:
         tell(f"error: {error}")
         return 1

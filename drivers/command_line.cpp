@@ -37,6 +37,8 @@ CommandLine::CommandLine()
   app.name("kvzap");
   run = app.add_subcommand("run", "answer questions about a long prompt with a pruned cache");
   declare(*run, run_options);
+  chat = app.add_subcommand("chat", "talk with a model in the terminal, over one pruned cache");
+  declare_chat(*chat, chat_options);
   bench = app.add_subcommand(
       "bench", "measure prefill and decode at given context lengths and evict ratios");
   declare(*bench, bench_options);

@@ -7,6 +7,7 @@
 
 #include "bench_options.hpp"
 #include "calibrate.hpp"
+#include "chat.hpp"
 #include "collect.hpp"
 #include "diff.hpp"
 #include "eval.hpp"
@@ -25,6 +26,7 @@ struct CommandLine {
 
   CLI::App app;
   CLI::App* run;
+  CLI::App* chat;
   CLI::App* bench;
   CLI::App* collect;
   CLI::App* train;
@@ -40,6 +42,7 @@ struct CommandLine {
 
   // What parsing fills in.
   RunOptions run_options;
+  RunOptions chat_options;
   BenchOptions bench_options;
   CollectOptions collect_options;
   TrainOptions train_options;

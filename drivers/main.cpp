@@ -17,7 +17,9 @@
 
 #include "arguments.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/quote.hpp"
 #include "bench.hpp"
+#include "chat.hpp"
 #include "command_line.hpp"
 #include "console.hpp"
 #include "documents.hpp"
@@ -144,7 +146,9 @@ int run_program(char* name, const std::vector<std::string>& arguments,
   std::string quiet = "--kokkos-disable-warnings";
   if (!comm.is_root()) kokkos_arguments.push_back(quiet.data());
   const KokkosSession kokkos(kokkos_arguments);
-  if (line.bench->parsed()) {
+  if (line.chat->parsed()) {
+    return driver::chat(*line.chat, line.chat_options, comm, driver::version, driver::revision);
+  } else if (line.bench->parsed()) {
     return driver::bench(line.bench_options, comm, driver::version, driver::revision);
   } else if (line.collect->parsed()) {
     return driver::collect(line.collect_options, comm, driver::version);
@@ -188,19 +192,21 @@ int main(int argc, char** argv) try {
   try {
     return run_program(argv[0], arguments, comm);
   } catch (const kvzap::AgreedError& error) {
-    if (comm.is_root()) kvzap::driver::say("kvzap: error: {}\n", error.what());
+    if (comm.is_root())
+      kvzap::driver::say("kvzap: error: {}\n", kvzap::detail::shown_message(error.what()));
     return exit_failure;
   } catch (const std::exception& error) {
     // This rank's own trouble: the others wait in some collective call and must be ended.
     std::string what = dynamic_cast<const std::bad_alloc*>(&error) ? "out of memory" : error.what();
     std::replace(what.begin(), what.end(), '\n', ' ');  // Kokkos' message has several lines
-    kvzap::driver::say("kvzap: error: rank {}: {}\n", comm.rank(), what);
+    kvzap::driver::say("kvzap: error: rank {}: {}\n", comm.rank(),
+                       kvzap::detail::shown_message(what));
     std::fflush(stderr);
     comm.abort(exit_failure);
   }
 } catch (const std::exception& error) {
   // Before there are ranks, or where the message above could not be written.
-  std::fprintf(stderr, "kvzap: error: %s\n", error.what());
+  std::fprintf(stderr, "kvzap: error: %s\n", kvzap::detail::shown_message(error.what()).c_str());
   return exit_failure;
 } catch (...) {
   return exit_failure;

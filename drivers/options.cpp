@@ -234,6 +234,10 @@ void declare(CLI::App& app, RunOptions& o) {
             "question that follows the context; may be repeated: each is answered from the same "
             "pruned context, and its answer printed under a line \"[1] QUESTION\"")
       ->group(prompt);
+  app.add_option("--system", o.system,
+                 "system message before the context, in place of the chat template's own")
+      ->type_name("TEXT")
+      ->group(prompt);
   declare_template(app, o.raw, o.thinking, prompt);
   app.add_flag("--token-ids", o.token_ids,
                "context and questions are token ids separated by white space, and ids are printed; "
@@ -368,10 +372,16 @@ void validate(const RunOptions& o) {
   check_policy_options(o);
   check_sampling(o.sampling, o.sampling_flags);
   require(!(o.prompt && !o.file.empty()), "-p and -f both give the prompt: give one of them");
+  const char* const without_template = o.raw ? "--raw" : o.token_ids ? "--token-ids" : nullptr;
+  require(!o.system || !without_template,
+          fmt::format("--system does not go with {}: the chat template says where it stands",
+                      without_template ? without_template : ""));
+  require(!o.system || o.resume.empty(),
+          "--system does not go with --resume: the context has begun before");
   require(!o.json_token_ids || !o.json.empty(),
           "--json-token-ids has no effect without --json FILE");
   require(o.dump != "-", "--dump cannot be standard output");
-  if (o.dry_run || !o.resume.empty()) return;
+  if (o.dry_run || o.chats || !o.resume.empty()) return;
   require(o.prompt || !o.file.empty(), "no prompt: give one with -p TEXT or -f FILE");
 }
 

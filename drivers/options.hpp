@@ -45,6 +45,9 @@ struct RunOptions {
   std::optional<std::string> prompt;
   std::string file;
   std::vector<std::string> questions;
+  std::optional<std::string> system;
+  /// Of `kvzap chat`: what there is to say is not known at the start, so that no prompt is needed.
+  bool chats = false;
   bool token_ids = false;
   bool raw = false;
   std::string thinking = "off";

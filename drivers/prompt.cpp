@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
-#include <kvzap/chat_template.hpp>
 #include <limits>
 #include <sstream>
 
@@ -11,6 +10,14 @@
 #include "policy_setup.hpp"
 
 namespace kvzap::driver {
+
+ChatTemplate::Parts template_of(const RunOptions& options) {
+  const ChatTemplate chat_template = ChatTemplate::detect(options.model);
+  const bool thinking = options.thinking == "on";
+  return options.system ? chat_template.parts(thinking, *options.system)
+                        : chat_template.parts(thinking);
+}
+
 namespace {
 
 std::string read_whole(const std::string& file) {
@@ -38,10 +45,6 @@ std::vector<TokenId> parse_ids(const std::string& text, const std::string& what)
   return ids;
 }
 
-ChatTemplate::Parts template_of(const RunOptions& options) {
-  return ChatTemplate::detect(options.model).parts(options.thinking == "on");
-}
-
 /// The ids of the options' questions; of none, if there are none.
 std::vector<std::vector<TokenId>> question_ids(const RunOptions& options,
                                                const Tokenizer* tokenizer) {
@@ -56,9 +59,11 @@ std::vector<std::vector<TokenId>> question_ids(const RunOptions& options,
 }
 
 Prompt make_prompt(const RunOptions& options, const Tokenizer* tokenizer) {
-  const std::string text = options.prompt ? *options.prompt : read_whole(options.file);
+  const bool is_left_out = options.chats && options.file.empty();
+  const std::string text =
+      options.prompt || is_left_out ? options.prompt.value_or("") : read_whole(options.file);
   const std::string source = options.prompt ? "-p" : "-f " + options.file;
-  if (text.empty()) throw Error(fmt::format("{}: the prompt is empty", source));
+  if (text.empty() && !options.chats) throw Error(fmt::format("{}: the prompt is empty", source));
   Prompt prompt;
   prompt.questions = question_ids(options, tokenizer);
   if (options.token_ids) {

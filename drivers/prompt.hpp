@@ -1,6 +1,7 @@
 // Context and questions of a run, from text or token ids.
 #pragma once
 
+#include <kvzap/chat_template.hpp>
 #include <kvzap/communicator.hpp>
 #include <kvzap/model_config.hpp>
 #include <kvzap/tokenizer.hpp>
@@ -17,6 +18,10 @@ struct Prompt {
   std::vector<TokenId> context;
   std::vector<std::vector<TokenId>> questions;
 };
+
+/// What the chat template of the options' model puts around a message of the user, with the
+/// options' system message. Throws Error as ChatTemplate::detect.
+ChatTemplate::Parts template_of(const RunOptions& options);
 
 /// The prompt of the options. Rank 0 alone reads and tokenizes it; all ranks get its ids. `limit`:
 /// most tokens of context and question together; 0: any number. Collective; throws AgreedError

@@ -238,6 +238,10 @@ std::string snapshots_text(const RunReport& report) {
 
 }  // namespace
 
+std::string_view stop_reason_of(const AnsweredQuestion& answered) {
+  return answered.is_interrupted ? "interrupted" : name_of(answered.answer.stop_reason);
+}
+
 std::string human_bytes(std::int64_t bytes) {
   const auto [value, unit] = scaled(bytes);
   return unit == 0 ? fmt::format("{} B", bytes) : fmt::format("{:.1f} {}", value, byte_units[unit]);
@@ -326,7 +330,7 @@ ordered_json to_json(const RunReport& report, const RunOptions& options) {
     ordered_json answer = {{"question", item.question},
                            {"text", item.text},
                            {"ids", item.answer.tokens},
-                           {"stop_reason", name_of(item.answer.stop_reason)},
+                           {"stop_reason", stop_reason_of(item)},
                            {"question_tokens", item.answer.question_tokens},
                            {"new_tokens", item.answer.tokens.size()},
                            {"question_seconds", item.answer.question_seconds},
@@ -546,7 +550,7 @@ std::vector<std::vector<std::int64_t>> read_kept_rows(const std::string& file,
     for (const auto& count : layer) {
       if (!count.is_number_integer() || count.get<std::int64_t>() < 0) {
         fail(fmt::format("layer {}: expected whole numbers, found {}", kept.size() - 1,
-                         count.dump()));
+                         detail::described(count)));
       }
       kept.back().push_back(count.get<std::int64_t>());
     }

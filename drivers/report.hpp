@@ -19,8 +19,13 @@ struct AnsweredQuestion {
   std::string text;
   Answer answer;
   std::vector<Quantiles> scores;  // as RunReport::context_scores
+  /// A person has ended it (kvzap chat), which is then why it ends.
+  bool is_interrupted = false;
   bool is_from_snapshot = false;  // a run before has answered it; its times are not known
 };
+
+/// Why it ends: of kvzap::StopReason, or "interrupted".
+std::string_view stop_reason_of(const AnsweredQuestion& answered);
 
 /// A snapshot that a run has written.
 struct WrittenSnapshot {

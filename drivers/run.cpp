@@ -231,11 +231,12 @@ void dry_run(const RunOptions& options, const std::optional<PolicySpec>& spec,
 class Run {
  public:
   Run(const RunOptions& options, const RunDescription& description,
-      std::unique_ptr<ResumedRun> resumed, const Communicator& comm)
+      std::unique_ptr<ResumedRun> resumed, const Communicator& comm, const Talk& talk)
       : m_options(options),
         m_recorded(description.recorded),
         m_resumed(std::move(resumed)),
         m_comm(comm),
+        m_talk(talk),
         m_talks(comm.is_root() && !options.quiet),
         m_bar(m_talks, options.progress) {
     m_report.version = description.version;
@@ -279,6 +280,7 @@ class Run {
   bool is_last(TokenId token) const;
   void answer(std::size_t question);
   void answer_all();
+  void talk_on();
   void write_dump();
   void note_flags();
   void tell();
@@ -287,6 +289,7 @@ class Run {
   std::string m_recorded;
   std::unique_ptr<ResumedRun> m_resumed;
   Communicator m_comm;
+  const Talk& m_talk;
   bool m_talks;
   Progress m_bar;
   RunReport m_report;
@@ -307,6 +310,7 @@ class Run {
   std::optional<Dump> m_dump;
   std::optional<Snapshots> m_snapshots;
   bool m_is_snapshot_due = false;
+  SnapshotInfo m_info;  // of snapshots
 };
 
 // 1. What can be checked before the work starts.
@@ -387,7 +391,7 @@ void Run::take_prompt() {
 void Run::set_up_ring(std::int64_t longest) {
   int& window = m_report.cache_options.window;
   if (!m_resumed) {
-    if (!m_options.snapshot.empty()) {
+    if (!m_options.snapshot.empty() || m_talk) {
       longest = m_options.random_weights ? std::numeric_limits<std::int64_t>::max()
                                          : std::max(longest, config().longest_context());
     }
@@ -473,7 +477,7 @@ void Run::load() {
 
 void Run::set_up_snapshots() {
   SnapshotInfo info;
-  if (!m_options.snapshot.empty()) {
+  if (!m_options.snapshot.empty() || m_talk) {
     m_state.looked_up = m_report.looked_up;
     m_comm.agree_on_root([&] {
       if (!m_resumed) m_state.policy = identity_of_policy(m_options);
@@ -497,6 +501,7 @@ void Run::set_up_snapshots() {
     state.answers = m_report.answers;
     return to_json_text(state);
   };
+  m_info = info;
   m_snapshots.emplace(m_options, std::move(info), m_comm, m_bar, run_state, m_report.snapshots);
 }
 
@@ -534,7 +539,7 @@ void Run::run_context() {
   // An answer that is interrupted leaves a context that other questions may be asked about. (With
   // --decode-every that would take a second cache, for as long as there is one question.)
   const bool is_kept = m_snapshots->is_on() && m_options.decode_every == 0;
-  const bool reusable = m_prompt.questions.size() > 1 || is_kept;
+  const bool reusable = !m_talk && (m_prompt.questions.size() > 1 || is_kept);
   if (m_resumed) go_on(reusable);
   const std::int64_t before = m_report.resumed ? m_report.resumed->context_tokens : 0;
   std::int64_t done = before;
@@ -718,6 +723,13 @@ void Run::answer_all() {
   m_snapshots->finish();
 }
 
+/// In place of the questions.
+void Run::talk_on() {
+  OpenRun open{m_options, *m_generator, tokenizer(), m_prompt.context, m_stop_ids, m_limit, m_info,
+               m_state,   m_report,     m_bar,       m_progress,       m_comm};
+  m_talk(open);
+}
+
 // 5. What there is to say.
 
 /// Among what a signal may end is an answer that nobody can read any more, with nothing else to be
@@ -762,7 +774,7 @@ void Run::tell() {
   }
   m_comm.agree_on_root([&] {
     std::fflush(stdout);  // the answer comes first
-    if (m_talks) {
+    if (m_talks && !m_talk) {
       say("{}", to_text(m_report, m_options));
       if (m_report.signal != 0) say("kvzap: {}\n", stop_text(m_report, m_options));
     }
@@ -799,7 +811,7 @@ int Run::operator()() {
       m_generator->set_observer(&*m_dump);
     }
     run_context();
-    answer_all();
+    m_talk ? talk_on() : answer_all();
   } catch (const Interrupted& interrupted) {
     note_stop(interrupted.signal);
   } catch (const Error& error) {
@@ -815,8 +827,8 @@ int Run::operator()() {
 }  // namespace
 
 int run(const RunOptions& options, const RunDescription& description,
-        std::unique_ptr<ResumedRun> resumed, const Communicator& comm) {
-  return Run(options, description, std::move(resumed), comm)();
+        std::unique_ptr<ResumedRun> resumed, const Communicator& comm, const Talk& talk) {
+  return Run(options, description, std::move(resumed), comm, talk)();
 }
 
 }  // namespace kvzap::driver

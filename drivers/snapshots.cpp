@@ -32,8 +32,8 @@ std::string dumped(const ordered_json& value) {
 /// Of inputs, outputs and the machine: no run begins with those of another.
 bool is_recorded(const std::string& name) {
   static const std::set<std::string> not_recorded = {
-      "help", "config", "prompt", "file",  "question", "placement",      "json",
-      "dump", "resume", "append", "quiet", "dry-run",  "json-token-ids", "progress"};
+      "help", "config", "prompt", "file",  "system",  "question",       "placement", "json",
+      "dump", "resume", "append", "quiet", "dry-run", "json-token-ids", "progress"};
   return not_recorded.count(name) == 0 && name.rfind("snapshot", 0) != 0;
 }
 
@@ -264,7 +264,7 @@ CacheReport cache_of(const json& value, const SnapshotHeader& header) {
   return cache;
 }
 
-StopReason stop_reason_of(const std::string& name) {
+StopReason reason_from_name(const std::string& name) {
   for (const StopReason reason :
        {StopReason::stop_id, StopReason::max_new_tokens, StopReason::context_full}) {
     if (name == kvzap::name_of(reason)) return reason;
@@ -288,7 +288,9 @@ RunState state_of(const json& value, const SnapshotHeader& header) {
     answered.question = state.texts[state.answers.size()];
     answered.text = answer.at("text");
     answer.at("ids").get_to(answered.answer.tokens);
-    answered.answer.stop_reason = stop_reason_of(answer.at("stop_reason"));
+    const std::string stop_reason = answer.at("stop_reason");
+    answered.is_interrupted = stop_reason == "interrupted";
+    if (!answered.is_interrupted) answered.answer.stop_reason = reason_from_name(stop_reason);
     answered.answer.question_tokens =
         static_cast<std::int64_t>(state.questions[state.answers.size()].size());
     answered.answer.cache = cache_of(answer.at("cache"), header);
@@ -414,6 +416,30 @@ json parsed(const std::string& text, const std::string& snapshot, const char* at
   return value;
 }
 
+/// Opens it on all ranks; `recorded` gets its options. Collective.
+std::unique_ptr<ResumedRun> open_run(const std::string& file, json& recorded,
+                                     const Communicator& comm) {
+  const std::string snapshot = "snapshot " + file;
+  std::unique_ptr<ResumedRun> run;
+  comm.agree([&] {
+    SnapshotReader reader(file);
+    const SnapshotHeader& header = reader.header();
+    check_header(header, snapshot);
+    recorded = parsed(header.info.options, snapshot, "options");
+    RunState state;
+    try {
+      state = state_of(parsed(header.info.run_state, snapshot, "run_state"), header);
+    } catch (const std::exception& error) {
+      const std::string what = error.what();
+      throw Error(what.rfind(snapshot, 0) == 0 ? what
+                                               : fmt::format("{}: run_state: {}", snapshot, what));
+    }
+    run = std::make_unique<ResumedRun>(ResumedRun{std::move(reader), std::move(state), {}});
+  });
+  check_same_file(run->reader.header(), snapshot, comm);
+  return run;
+}
+
 }  // namespace
 
 std::string recorded_options(const CLI::App& app, const RunOptions& options) {
@@ -493,7 +519,7 @@ std::string to_json_text(const RunState& state) {
   for (const AnsweredQuestion& answered : state.answers) {
     value["answers"].push_back({{"text", answered.text},
                                 {"ids", answered.answer.tokens},
-                                {"stop_reason", kvzap::name_of(answered.answer.stop_reason)},
+                                {"stop_reason", stop_reason_of(answered)},
                                 {"cache", json_of(answered.answer.cache)}});
   }
   if (state.context) value["context"] = json_of(*state.context);
@@ -517,25 +543,9 @@ std::unique_ptr<ResumedRun> open_resumed(CLI::App& app, RunOptions& options,
   // (validate refuses the other two.)
   if (options.resume.empty() || options.resume == "-" || options.dry_run) return nullptr;
   const std::string snapshot = "snapshot " + options.resume;
-  std::unique_ptr<ResumedRun> run;
   json recorded;
-  comm.agree([&] {
-    SnapshotReader reader(options.resume);
-    const SnapshotHeader& header = reader.header();
-    check_header(header, snapshot);
-    recorded = parsed(header.info.options, snapshot, "options");
-    RunState state;
-    try {
-      state = state_of(parsed(header.info.run_state, snapshot, "run_state"), header);
-    } catch (const std::exception& error) {
-      const std::string what = error.what();
-      throw Error(what.rfind(snapshot, 0) == 0 ? what
-                                               : fmt::format("{}: run_state: {}", snapshot, what));
-    }
-    run = std::make_unique<ResumedRun>(ResumedRun{std::move(reader), std::move(state), {}});
-  });
+  std::unique_ptr<ResumedRun> run = open_run(options.resume, recorded, comm);
   const SnapshotInfo& info = run->reader.header().info;
-  check_same_file(run->reader.header(), snapshot, comm);
   comm.agree([&] { check_given(app, recorded, snapshot); });
   comm.agree_on_root([&] { check_given_policy(app, options, recorded, run->state, snapshot); });
   comm.agree([&] {
@@ -563,6 +573,50 @@ std::unique_ptr<ResumedRun> open_resumed(CLI::App& app, RunOptions& options,
     throw Error(fmt::format("{}: its policy was {}; by the files that are there now it is {}",
                             snapshot, run->state.policy, policy));
   });
+  return run;
+}
+
+std::unique_ptr<ResumedRun> open_fitting(const std::string& file, const std::string& recorded,
+                                         const SnapshotInfo& info, const RunState& state,
+                                         DType dtype, const Communicator& comm) {
+  json theirs;
+  std::unique_ptr<ResumedRun> run = open_run(file, theirs, comm);
+  const std::string snapshot = "snapshot " + file;
+  comm.agree_on_root([&] {
+    const json ours = json::parse(recorded);
+    json names = ours;
+    names.update(theirs);
+    const auto text = [](const json& of, const std::string& name) {
+      return of.contains(name) ? text_of(of.at(name)) : "";
+    };
+    const auto told = [](const std::string& name, const std::string& value) {
+      return value.empty() ? "without --" + name : fmt::format("with --{} {}", name, value);
+    };
+    for (const auto& [name, unused] : names.items()) {
+      if (is_free(name) || names_policy(name)) continue;
+      const std::string there = text(theirs, name), here = text(ours, name);
+      if (is_same_value(there, here)) continue;
+      throw Error(
+          fmt::format("{} was made {}, and this conversation {}; kvzap chat --resume {} "
+                      "goes on with it as it is",
+                      snapshot, told(name, there), told(name, here), file));
+    }
+    const auto check = [&](const char* what, const std::string& found,
+                           const std::string& expected) {
+      if (found == expected) return;
+      throw Error(fmt::format("{}: its {} is {}; expected that of this conversation, {}", snapshot,
+                              what, found, expected));
+    };
+    const SnapshotInfo& found = run->reader.header().info;
+    check("model's hash", found.model_hash, info.model_hash);
+    check("tokenizer's hash", found.tokenizer_hash, info.tokenizer_hash);
+    check("policy", run->state.policy, state.policy);
+    const auto threshold = [](const RunState& of) {
+      return of.looked_up ? fmt::format("{}", of.looked_up->threshold) : "none";
+    };
+    check("looked-up threshold", threshold(run->state), threshold(state));
+  });
+  comm.agree([&] { convert(run->state, dtype); });
   return run;
 }
 

@@ -85,6 +85,12 @@ struct ResumedRun {
 /// tokenizer or policy.
 std::unique_ptr<ResumedRun> open_resumed(CLI::App& app, RunOptions& options,
                                          const Communicator& comm);
+/// Opens a snapshot that a run under way is to go on with: of the same model and policy, by options
+/// with which its rows would be the same. `recorded`: the run's recorded_options; `info`: what its
+/// own snapshots say (on rank 0); `state`: its own. Collective. Throws AgreedError as open_resumed.
+std::unique_ptr<ResumedRun> open_fitting(const std::string& file, const std::string& recorded,
+                                         const SnapshotInfo& info, const RunState& state,
+                                         DType dtype, const Communicator& comm);
 
 /// The snapshots that a run writes; none if its options name no file. All ranks make the same
 /// calls in the same order.

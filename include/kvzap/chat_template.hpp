@@ -3,8 +3,10 @@
 
 #include <cstddef>
 #include <filesystem>
+#include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace kvzap {
 
@@ -12,9 +14,20 @@ namespace kvzap {
 /// system text, with Qwen3's switch for thinking, and Llama 3's headers.
 enum class ChatFormat { chatml, qwen2, qwen3, llama3 };
 
-/// What transformers' apply_chat_template makes of one user message, with the generation prompt
-/// appended. There is no Jinja interpreter: the template is followed as far as one user message and
-/// no tools decide its branches, and refused if that leaves anything open.
+/// Who says something in a conversation.
+enum class ChatRole { system, user, assistant };
+/// "system", "user" or "assistant".
+std::string_view name_of(ChatRole role);
+
+struct ChatMessage {
+  ChatRole role = ChatRole::user;
+  std::string content;
+};
+
+/// What transformers' apply_chat_template makes of messages. There is no Jinja interpreter: the
+/// template is followed as far as one user message with the generation prompt and no tools decide
+/// its branches, and refused if that leaves anything open. What it makes of other messages is what
+/// its format's published templates make of them.
 class ChatTemplate {
  public:
   /// What the template puts around a message.
@@ -54,6 +67,19 @@ class ChatTemplate {
   /// gets the date it falls back to, 26 Jul 2024 in the published ones, so that prompts stay the
   /// same from day to day.
   Parts parts(bool thinking) const;
+  /// The same with a system message before the user's. It takes the place of a default one, or
+  /// follows it where the template puts it there (Llama 3.1 and newer, behind the dates).
+  Parts parts(bool thinking, std::string_view system) const;
+
+  /// Messages, text to text, as apply_chat_template(messages, add_generation_prompt=...) has them:
+  /// Llama 3's are trimmed; Qwen3's answers lose the thoughts of earlier turns. Encode it without
+  /// add_special_tokens. Throws Error for no messages.
+  std::string render(const std::vector<ChatMessage>& messages, bool thinking,
+                     bool add_generation_prompt = true) const;
+
+  /// What stands between an answer and the next message of the user. It begins with one token, the
+  /// special one that ends every message.
+  std::string between_turns() const;
 
   /// An exchange without generation prompt. What stands between and behind the messages is that of
   /// the format's published templates (Qwen3: with the empty block of thoughts that its template
@@ -62,6 +88,8 @@ class ChatTemplate {
   Exchange exchange(std::string_view user, std::string_view assistant) const;
 
  private:
+  std::string beginning(const std::optional<std::string>& system) const;
+
   ChatFormat m_format = ChatFormat::chatml;
   Parts m_thinking;
   Parts m_no_thinking;

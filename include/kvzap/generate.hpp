@@ -98,6 +98,16 @@ class Generator {
   /// where they were if options.sampling has the same seed, else they begin anew. Throws Error if
   /// there is none.
   Answer resume_answer(const AnswerOptions& options);
+  /// The question and its answer become a part of the context, with `more` (at least one token, as
+  /// what the chat template has between an answer and the next message) behind them: the next
+  /// answer starts from there, and nothing goes back to the state before. Runs `more`, and before
+  /// it the answer's last token, which has not been run so far, unless it is left out (a stop id
+  /// that the template has not). These are judged as a question is. May follow an answer that was
+  /// interrupted. Throws Error, and changes nothing, without an answer, for no tokens, and with
+  /// PruneMoment::question, which runs all anew with each question.
+  void keep_answer(const std::vector<TokenId>& more, bool with_last_token = true);
+  /// Gives up everything that has been run: as before prefill.
+  void reset();
 
   /// Begins to write the sequence, as it is, to a file; see Engine::begin_snapshot. May be called
   /// from after_chunk, AnswerOptions::on_token, and between the functions above. Fills info's
@@ -114,9 +124,10 @@ class Generator {
   /// The same with nothing but the model's name.
   std::vector<std::string> write_snapshot(const std::filesystem::path& file,
                                           const std::string& model_name);
-  /// Goes on from a file, in place of prefill. `reusable` is as there, where the file has the state
-  /// of the context or is to have it. Collective. Throws what Engine::resume throws, and
-  /// AgreedError if the file is not one of begin_snapshot.
+  /// Goes on from a file, in place of prefill, and of whatever was run before, which stays if this
+  /// fails. `reusable` is as there, where the file has the state of the context or is to have it.
+  /// Collective. Throws what Engine::resume throws, and AgreedError if the file is not one of
+  /// begin_snapshot.
   void resume(const SnapshotReader& reader, bool reusable);
 
   /// The context, whole, and how many of its tokens have been run. (With PruneMoment::question it

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <kvzap/generate.hpp>
+#include <utility>
 
 #include "base/stopwatch.hpp"
 
@@ -259,6 +260,52 @@ void Generator::append_context(const std::vector<TokenId>& more) {
   m_has_ended = false;
 }
 
+void Generator::reset() {
+  forget();
+  m_question.clear();
+  m_answered.clear();
+  m_has_ended = false;
+  m_sampler.reset();
+  m_tokens = 0;
+}
+
+void Generator::keep_answer(const std::vector<TokenId>& more, bool with_last_token) {
+  if (m_phase != Phase::answering) throw Error("there is no answer that could be kept");
+  if (runs_whole()) {
+    throw Error("the context runs anew with each question: no answer can become a part of it");
+  }
+  if (more.empty()) throw Error("there is nothing behind the answer; expected at least one token");
+  check_whole();
+  std::vector<TokenId> said = m_answered;
+  std::vector<TokenId> tokens;
+  if (!said.empty()) {
+    if (with_last_token) {
+      tokens.push_back(said.back());
+    } else {
+      said.pop_back();
+    }
+  }
+  tokens.insert(tokens.end(), more.begin(), more.end());
+  const StepBatch batch(m_sequence, tokens, m_engine->rule(StepPart::question), StepOutput::logits);
+  StepResult result = std::move(m_engine->step(batch).front());
+  check_finite(result.logits);
+  if (m_pristine >= 0 && m_pristine != m_sequence) m_engine->free_sequence(m_pristine);
+  m_pristine = -1;
+  m_checkpoint.reset();
+  m_context_logits = std::move(result.logits);
+  for (const std::vector<TokenId>* part :
+       {&std::as_const(m_question), &std::as_const(said), &more}) {
+    m_context.insert(m_context.end(), part->begin(), part->end());
+  }
+  m_context_run = static_cast<std::int64_t>(m_context.size());
+  m_question.clear();
+  m_answered.clear();
+  m_has_ended = false;
+  m_tokens = m_engine->tokens(m_sequence);
+  m_phase = Phase::ready;
+  keep_context();
+}
+
 // A step that has failed halfway may have left tokens that nothing here knows of.
 void Generator::check_whole() const {
   if (m_engine->tokens(m_sequence) == m_tokens) return;
@@ -511,7 +558,6 @@ std::vector<std::string> Generator::write_snapshot(const std::filesystem::path& 
 }
 
 void Generator::resume(const SnapshotReader& reader, bool reusable) {
-  if (m_phase != Phase::empty) throw Error("resume comes in place of prefill, and once");
   const SnapshotHeader& header = reader.header();
   const SnapshotInfo& info = header.info;
   const Communicator& comm = m_engine->communicator();
@@ -530,6 +576,7 @@ void Generator::resume(const SnapshotReader& reader, bool reusable) {
     }
   });
   Engine::Resumed resumed = m_engine->resume(reader);
+  reset();
   m_sequence = resumed.sequence;
   m_checkpoint = std::move(resumed.context);
   m_is_reusable = reusable;

@@ -79,7 +79,7 @@ class Completion(TestCase):
         self.assertEqual(self.complete("kvzap", "completion", "b"), {"bash"})
 
     def test_options(self):
-        for command in ("run", "bench", "inspect", "diff"):  # `policies` takes a name too
+        for command in ("run", "chat", "bench", "inspect", "diff"):  # `policies` takes a name too
             self.assertEqual(self.complete("kvzap", command, "--"), long_flags(command))
         self.assertEqual(self.complete("kvzap", "run", "--raw", "--thr"), {"--threshold"})
 

@@ -322,7 +322,11 @@ QWEN3_TEMPLATE = r"""{%- if tools %}
             {%- endif %}
         {%- endif %}
         {%- if loop.index0 > ns.last_query_index %}
-            {{- '<|im_start|>' + message.role + '\n<think>\n' + reasoning_content.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}
+            {%- if loop.last or (not loop.last and reasoning_content) %}
+                {{- '<|im_start|>' + message.role + '\n<think>\n' + reasoning_content.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}
+            {%- else %}
+                {{- '<|im_start|>' + message.role + '\n' + content }}
+            {%- endif %}
         {%- else %}
             {{- '<|im_start|>' + message.role + '\n' + content }}
         {%- endif %}
@@ -445,6 +449,29 @@ CHATML_SPACED = """{# indented #}
 {% endif %}
 """
 
+# Roles and contents.
+CONVERSATIONS = [
+    [("user", "One.")],
+    [("system", " Be brief.\n"), ("user", "\tOne.  ")],
+    [("user", "One."), ("assistant", " Two.\n"), ("user", "Three.")],
+    [
+        ("system", "Be brief."),
+        ("user", "One."),
+        ("assistant", "<think>\nHm, <think>twice?\n\n</think>\n\nTwo."),
+        ("user", ""),
+        ("assistant", "<think>\n\n</think>\n\nFour. </think> Five."),
+        ("user", "\nSix."),
+    ],
+    [("user", "One."), ("assistant", "Two.</think>"), ("user", "3"), ("assistant", "\nFour.")],
+    [("user", "1"), ("assistant", "\n<think>a\nb\n</think>c"), ("system", "Now "), ("user", "2")],
+    [
+        ("user", "1"),
+        ("assistant", "<think>\nx\n</think>\n2"),
+        ("user", "<tool_response>3</tool_response>"),
+        ("assistant", "<think>\n\ny\n</think>\n\n4"),
+    ],
+]
+
 TEMPLATES = [
     ("chatml", CHATML),
     ("chatml", CHATML_SPACED),
@@ -493,6 +520,24 @@ def write_templates():
             date_string="26 Jul 2024",
         )
         case["exchange"] = exchange.split(marker)
+        if template != CHATML_SPACED:  # which knows no assistant
+            case["conversations"] = [
+                {
+                    "messages": messages,
+                    "thinking": thinking,
+                    "generation_prompt": prompt,
+                    "text": tokenizer.apply_chat_template(
+                        [dict(zip(("role", "content"), message)) for message in messages],
+                        add_generation_prompt=prompt,
+                        enable_thinking=thinking,
+                        tokenize=False,
+                        date_string="26 Jul 2024",
+                    ),
+                }
+                for messages in CONVERSATIONS
+                for thinking in (True, False)
+                for prompt in (True, False)
+            ]
         cases.append(case)
     write(
         OUT / "templates.json",

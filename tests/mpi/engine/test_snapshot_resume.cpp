@@ -537,7 +537,11 @@ TEST_F(Resume, RefusesWhatCannotGoOn) {
   EXPECT_TRUE(again->is_answering());
   EXPECT_EQ(again->question(), asked[0]);
   EXPECT_EQ(again->answered().size(), 3u);
-  expect_refused(resume(*again, middle), {"once"});
+  // Another one takes its place, unless it is refused.
+  again->resume(SnapshotReader(middle), true);
+  expect_refused(resume(*again, cache_alone), {"cache.h5", "/state lacks phase"});
+  EXPECT_TRUE(again->is_answering());
+  EXPECT_EQ(again->answered().size(), 3u);
   expect_refused([&] { again->answer(asked[2], how(kind, 0)); }, {"state has not been kept"});
   expect_refused([&] { again->append_context({1}); }, {"state has not been kept"});
   EXPECT_EQ(again->resume_answer(how(kind, 0)).tokens.size(), 7u);
@@ -559,6 +563,76 @@ TEST_F(Resume, RefusesWhatCannotGoOn) {
   EXPECT_EQ(by_queries->report().live_bytes, 0);
   by_queries->prefill(context, false);  // nothing is left of it
   EXPECT_EQ(by_queries->answer({1}, how(kind, 0)).tokens.size(), 7u);
+}
+
+// A conversation: each answer becomes a part of the context of the next.
+TEST_F(Resume, KeepsAnswers) {
+  const std::vector<TokenId> between = {7, 8, 9};
+  // Full caches first: there a conversation is what a fresh run of all of it is.
+  for (const std::size_t k : {0, 1}) {
+    const Kind& kind = kinds()[k];
+    SCOPED_TRACE(kind.label());
+    const auto run = generator(kind, world);
+    run->prefill(context, kind.reusable);
+    std::vector<TokenId> said = context;
+    for (std::size_t q = 0; q < asked.size(); ++q) {
+      const auto fresh = generator(kind, world);
+      fresh->prefill(said, false);
+      const Answer answer = run->answer(asked[q], how(kind, q));
+      EXPECT_EQ(fresh->answer(asked[q], how(kind, q)).tokens, answer.tokens);
+      const bool with_last = q != 1;
+      run->keep_answer(between, with_last);
+      said.insert(said.end(), asked[q].begin(), asked[q].end());
+      said.insert(said.end(), answer.tokens.begin(), answer.tokens.end() - (with_last ? 0 : 1));
+      said.insert(said.end(), between.begin(), between.end());
+      EXPECT_EQ(run->context(), said);
+      EXPECT_EQ(run->context_run(), static_cast<std::int64_t>(said.size()));
+    }
+  }
+  // Pruned ones: written and read on the way, again and again, interrupted or not.
+  for (const std::size_t k : {3, 4, 5, 9, 10, 12}) {
+    const Kind& kind = kinds()[k];
+    SCOPED_TRACE(kind.label());
+    const auto run = generator(kind, world), other = generator(kind, world);
+    run->prefill(context, kind.reusable);
+    AnswerOptions options = how(kind, 0);
+    options.on_token = [&](TokenId) {
+      if (run->answered().size() == 3) throw Interrupted{};
+    };
+    EXPECT_THROW(run->answer(asked[0], options), Interrupted);
+    run->keep_answer(between);
+    EXPECT_TRUE(run->is_context_done());
+    EXPECT_EQ(run->context().size(), context.size() + asked[0].size() + 3 + between.size());
+    run->write_snapshot(folder / "kept.h5", info(), {});
+    other->resume(SnapshotReader(folder / "kept.h5"), kind.reusable);
+    const Answer answer = run->answer(asked[2], how(kind, 1));
+    EXPECT_EQ(other->answer(asked[2], how(kind, 1)).tokens, answer.tokens);
+    EXPECT_EQ(other->report().kept, run->report().kept);
+    if (kind.reusable) {
+      // From the same place once more.
+      EXPECT_EQ(run->answer(asked[2], how(kind, 1)).tokens, answer.tokens);
+    }
+    run->keep_answer(between);
+    // From the beginning.
+    run->reset();
+    EXPECT_EQ(run->report().live_bytes, 0);
+    run->prefill(context, kind.reusable);
+    other->reset();
+    other->prefill(context, kind.reusable);
+    EXPECT_EQ(run->answer(asked[0], how(kind, 0)).tokens,
+              other->answer(asked[0], how(kind, 0)).tokens);
+  }
+  const auto run = generator(kinds()[1], world);
+  expect_refused([&] { run->keep_answer(between); }, {"no answer"});
+  run->prefill(context, false);
+  expect_refused([&] { run->keep_answer(between); }, {"no answer"});
+  run->answer(asked[0], how(kinds()[1], 0));
+  expect_refused([&] { run->keep_answer({}); }, {"at least one token"});
+  run->keep_answer(between);
+  const auto whole = generator(kinds()[18], world);
+  whole->prefill(context, false);
+  whole->answer(asked[0], how(kinds()[18], 0));
+  expect_refused([&] { whole->keep_answer(between); }, {"anew with each question"});
 }
 
 // The fork that is written is there no longer than anyone reads it.

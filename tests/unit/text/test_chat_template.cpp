@@ -8,12 +8,15 @@
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "unit/temporary_folder.hpp"
 
 namespace {
 
 using kvzap::ChatFormat;
+using kvzap::ChatMessage;
+using kvzap::ChatRole;
 using kvzap::ChatTemplate;
 using kvzap::test::expect_error;
 using kvzap::test::TemporaryFolder;
@@ -85,6 +88,44 @@ TEST(ChatTemplate, MatchesReferenceForPublishedFamilies) {
     EXPECT_EQ(exchange.text.find("Read this."), exchange.user);
     EXPECT_EQ(exchange.text.find("That."), exchange.assistant);
   }
+}
+
+TEST(ChatTemplate, RendersConversationsAsTransformersDoes) {
+  const std::map<std::string, ChatRole> roles = {
+      {"system", ChatRole::system}, {"user", ChatRole::user}, {"assistant", ChatRole::assistant}};
+  int conversations = 0;
+  for (const Json& golden : golden_cases()) {
+    if (!golden.contains("conversations")) continue;
+    const ChatTemplate chat_template = detect(golden["template"]);
+    for (const Json& conversation : golden["conversations"]) {
+      SCOPED_TRACE(golden["template"].get<std::string>() + conversation.dump());
+      std::vector<ChatMessage> messages;
+      for (const Json& message : conversation["messages"]) {
+        messages.push_back({roles.at(message[0]), message[1]});
+        EXPECT_EQ(name_of(messages.back().role), message[0].get<std::string>());
+      }
+      const bool thinking = conversation["thinking"];
+      const std::string expected = conversation["text"];
+      EXPECT_EQ(chat_template.render(messages, thinking, conversation["generation_prompt"]),
+                expected);
+      ++conversations;
+      if (messages.front().role != ChatRole::system || !conversation["generation_prompt"]) continue;
+      // The same in the parts that a conversation under way is made of.
+      const auto parts = chat_template.parts(thinking, messages[0].content);
+      const auto first = parts.prompt(messages[1].content);
+      if (messages.size() == 2) {
+        EXPECT_EQ(first, expected);
+      }
+    }
+  }
+  EXPECT_EQ(conversations, 7 * 7 * 4);
+
+  const ChatTemplate chat_template = detect(chatml);
+  const ChatTemplate::Parts parts = chat_template.parts(false);
+  EXPECT_EQ(parts.prompt("1") + "2" + chat_template.between_turns() + "3" + parts.suffix,
+            chat_template.render(
+                {{ChatRole::user, "1"}, {ChatRole::assistant, "2"}, {ChatRole::user, "3"}}, false));
+  expect_error([&] { chat_template.render({}, false); }, {"at least one message"});
 }
 
 TEST(ChatTemplate, ReadsTokenizerConfig) {
@@ -240,12 +281,75 @@ TEST(ChatTemplate, RefusesBrokenJinja) {
         "{% if " +
             [] {
               std::string s;
-              for (int i = 0; i < 50000; ++i) s += "not ";
+              for (int i = 0; i < 25000; ++i) s += "not ";
               return s;
             }() +
             "true %}a{% endif %}"}) {
     SCOPED_TRACE(source.substr(0, 100));
     expect_refused(source);
+  }
+}
+
+// Jinja takes all three for \n, in the text and in literals; Python's open() does before it.
+TEST(ChatTemplate, TakesAllLineEndsForOne) {
+  for (const char* const line_end : {"\r\n", "\r"}) {
+    std::string other;
+    for (const char c : chatml + "\n") other += c == '\n' ? line_end : std::string(1, c);
+    EXPECT_EQ(detect(other).parts(false).prompt("X"), detect(chatml).parts(false).prompt("X"));
+    EXPECT_EQ(detect(other).parts(false).prefix, "<|im_start|>user\n");
+  }
+}
+
+TEST(ChatTemplate, ReadsTheEscapesOfPython) {
+  const auto prefix_with = [](const std::string& escape) {
+    const auto parts = detect("{{ '" + escape + "' }}" + chatml).parts(false);
+    return parts.prefix.substr(0, parts.prefix.find("<|im_start|>"));
+  };
+  EXPECT_EQ(prefix_with(R"(\a\b\f\n\r\t\v\\\'\")"), "\a\b\f\n\r\t\v\\'\"");
+  EXPECT_EQ(prefix_with(R"(\x41\xe4\u20ac\U0001F600\101\08\q)"),
+            "A\u00e4\u20ac\U0001F600A" + std::string("\0008\\q", 4));
+  for (const char* const escape :
+       {R"(\N{BULLET})", R"(\x4)", R"(\uD800)", R"(\U00110000)", "\\\u00e4"}) {
+    expect_refused("{{ '" + std::string(escape) + "' }}" + chatml);
+  }
+}
+
+TEST(ChatTemplate, TakesLittleMemory) {
+  std::string doubled = "{% set a = 'a' %}";
+  for (int i = 0; i < 40; ++i) doubled += "{% set a = a + a %}";
+  expect_refused(doubled + "{{ a }}" + chatml, {"the output a"});
+  std::string many = "{% set a = 'a' %}";
+  for (int i = 0; i < 15; ++i) many += "{% set a = a + a %}";
+  for (int i = 0; i < 40; ++i) many += "{% set a" + std::to_string(i) + " = a %}";
+  expect_refused(many + chatml, {"the variable", "more than 4194304 bytes"});
+  many = "{% set a = 'a' %}";
+  for (int i = 0; i < 15; ++i) many += "{% set a = a + a %}";
+  for (int i = 0; i < 40; ++i) many += "{{ a }}";
+  expect_refused(many + chatml, {"an output of more than 4194304 bytes"});
+  expect_refused(std::string(200 << 10, ' ') + chatml, {"at most 131072 bytes", "--raw"});
+  const TemporaryFolder folder;
+  folder.write("tokenizer_config.json",
+               Json{{"chat_template", std::string(200 << 10, ' ') + chatml}}.dump());
+  expect_error([&] { ChatTemplate::detect(folder.path()); },
+               {"tokenizer_config.json: chat_template", "at most 131072 bytes", "--raw"});
+}
+
+// A hostile file can have megabytes where a message quotes it, and control characters.
+TEST(ChatTemplate, MessagesStayShortAndPlain) {
+  const std::string name(100 << 10, 'n');
+  for (const std::string& source :
+       {"{{ " + name + " }}" + chatml, "{% if " + name + " %}{{ 'x' }}{% endif %}" + chatml,
+        "{% " + name + " %}" + chatml, "{{ '\x1b[31m" + name + "' }}",
+        std::string("{{ '\0", 5) + name + "' + x }}"}) {
+    try {
+      detect(source);
+      ADD_FAILURE() << source.substr(0, 40);
+    } catch (const kvzap::Error& error) {
+      const std::string message = error.what();
+      EXPECT_LT(message.size(), 900u);
+      EXPECT_EQ(message.find('\x1b'), std::string::npos);
+      EXPECT_NE(message.find("--raw"), std::string::npos);
+    }
   }
 }
 

@@ -1,0 +1,271 @@
+"""kvzap chat: a conversation over one cache, its commands, its files, Ctrl-C."""
+import json
+import os
+import pathlib
+import pty
+import re
+import select
+import signal
+import subprocess
+import time
+import unittest
+
+from harness import (CASES, HAVE_HDF5, KVZAP, MLP, MODEL, PATIENCE, TestCase, kept_rows, kvzap, on_ranks, run_command)
+
+CASE = CASES[0]
+# Questions about the context of the case, the first with the line breaks that it begins with.
+ASKED = [CASE["question"], "What is the special magic number for hotel?", "And for ember?"]
+TYPED = [f'"""{ASKED[0]}"""', *ASKED[1:]]
+PRUNED = ["--surrogate", MLP, "--threshold", "-3.4", "--window", "32"]
+
+
+def chat(*arguments, lines=(), ranks=0, **options):
+    typed = "".join(line + "\n" for line in lines).encode()
+    return run_command(on_ranks(ranks, [KVZAP, "chat", "-m", MODEL, *arguments]), stdin=typed, **options)
+
+
+class ChatTest(TestCase):
+    def talk(self, *arguments, **options):
+        """The report of a conversation, and what it has printed."""
+        report = self.folder / "chat.json"
+        result = chat("--dtype", "f32", "--json", report, *arguments, **options)
+        self.assertEqual(result.code, 0, result)
+        self.assertEqual(result.errors, [], result)
+        return json.loads(report.read_text()), result
+
+    def ids(self, report):
+        return [answer["ids"] for answer in report["answers"]]
+
+
+class Conversations(ChatTest):
+    def rendered(self, context, turns, system=None):
+        """ChatML up to the last question's answer."""
+        text = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
+        for i, (question, answer) in enumerate(turns):
+            question = context + question if i == 0 else question
+            text += f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+            text += answer + "<|im_end|>\n" if answer is not None else ""
+        return text
+
+    def check_against_run(self, report, context, asked, *more, system=None):
+        """Each answer is that of a run of all that was said before."""
+        texts = [answer["text"] for answer in report["answers"]]
+        for i in range(len(asked)):
+            turns = [*zip(asked[:i], texts[:i]), (asked[i], None)]
+            whole = self.folder / "whole.txt"
+            whole.write_text(self.rendered(context, turns, system))
+            run = self.report("-m", MODEL, "--dtype", "f32", "--raw", "-f", whole, "-n", "24", *more)
+            self.assertEqual(report["answers"][i]["ids"], run["answers"][0]["ids"])
+
+    def test_answers_are_those_of_the_whole_rendered_conversation(self):
+        report, result = self.talk("-p", CASE["context"], "-n", "24", lines=TYPED)
+        self.assertEqual(result.text, "".join(answer["text"] + "\n" for answer in report["answers"]))
+        self.assertEqual(report["answers"][0]["text"], CASE["runs"]["full"]["text"])
+        self.assertEqual([answer["question"] for answer in report["answers"]], ASKED)
+        self.check_against_run(report, CASE["context"], ASKED)
+        # Without a context, with a system message and drawn by chance.
+        more = ["--temp", "1.5", "--seed", "7"]
+        asked = ["One of the special magic numbers for ember is: 9874.", "What is it,\nplease?"]
+        report, _ = self.talk("--system", "Be brief.", "-n", "24", *more, lines=[asked[0], "What is it,\\", "please?"])
+        self.check_against_run(report, "", asked, *more, system="Be brief.")
+        run = self.report("-m", MODEL, "--dtype", "f32", "-p", asked[0], "--system", "Be brief.", "-n", "24", *more)
+        self.assertEqual(run["answers"][0]["ids"], report["answers"][0]["ids"])
+
+    def test_what_is_typed_and_answered_is_pruned_alike_on_any_ranks(self):
+        alone, _ = self.talk("-p", CASE["context"], *PRUNED, lines=TYPED)
+        other, _ = self.talk("-p", CASE["context"], *PRUNED, lines=TYPED, ranks=2)
+        self.assertEqual(self.ids(alone), self.ids(other))
+        for one, two in zip(alone["answers"], other["answers"]):
+            self.assertEqual(one["cache"]["kept_rows"], two["cache"]["kept_rows"])
+        # The first answer is a run's, which prunes as it goes on too.
+        run = self.report("-m", MODEL, "--dtype", "f32", "-p", CASE["context"], "--question", CASE["question"],
+                          *PRUNED, "--prune", "always")
+        self.assertEqual(run["answers"][0]["ids"], alone["answers"][0]["ids"])
+        self.assertEqual(run["answers"][0]["cache"]["kept_rows"], alone["answers"][0]["cache"]["kept_rows"])
+        # A conversation without a context: nothing but what is said could have been evicted.
+        lines = [CASE["context"][:400]] * 2
+        said, _ = self.talk(*PRUNED, "-n", "8", "--ignore-eos", lines=lines)
+        full, _ = self.talk("-n", "8", "--ignore-eos", lines=lines)
+        last = said["answers"][-1]["cache"]
+        self.assertEqual(last["tokens"], full["answers"][-1]["cache"]["tokens"])
+        self.assertLess(kept_rows(last), 0.95 * kept_rows(full["answers"][-1]["cache"]))
+        self.assertEqual(said["options"]["prune"], "always")
+
+    def test_decoding_policies_cut_a_conversation(self):
+        cut = ["--policy", "knorm", "--decode-every", "16", "--decode-keep", "64"]
+        report, _ = self.talk("-p", CASE["context"], "--policy", "knorm", "--keep-tokens", "64", *cut[2:], "-n", "20",
+                              "--ignore-eos", lines=TYPED)
+        for rows in report["answers"][-1]["cache"]["kept_rows"]:
+            self.assertLess(max(rows), 64 + 32)
+
+    def test_full_context(self):
+        _, result = self.talk("-c", "64", "--ignore-eos", lines=["Hello.", "Hello.", "/stats"])
+        self.assertIn("the context is full: 64 tokens of 64; /reset begins anew", result.err.decode())
+        self.assertIn("and the message has", result.err.decode())
+        report, result = self.talk("-c", "64", "--ignore-eos", lines=["Hello.", "/reset", "Hello.", "x " * 64])
+        self.assertEqual(*self.ids(report))
+        self.assertRegex(result.err.decode(), r"the context is full: \d+ tokens of 64, and the message has \d+;")
+
+
+class Commands(ChatTest):
+    def test_stats_help_and_mistakes(self):
+        lines = ["/help", "/stats", "Hello.", "", "   ", "/stats", "/nonsense x", '"""/stats"""', "/exit", "not read"]
+        report, result = self.talk("-p", CASE["context"], "-n", "4", *PRUNED, lines=lines)
+        told = result.err.decode()
+        for words in ["/save FILE  write", "conversation  0 answers", "conversation  1 answer,", "evict ratio 0.",
+                      "tokens/s", "/nonsense is no command; /help lists them"]:
+            self.assertIn(words, told)
+        self.assertEqual([answer["question"] for answer in report["answers"]], ["Hello.", "/stats"])
+        self.assertEqual(result.text, "".join(answer["text"] + "\n" for answer in report["answers"]))
+        # Nothing but answers, or nothing but the report, for machines.
+        result = chat("-q", "-n", "4", "--json", "-", lines=["Hello."])
+        self.assertEqual((result.code, result.err), (0, b""), result)
+        self.assertEqual(len(json.loads(result.out)["answers"]), 1)
+
+    def test_input_ends_in_the_middle(self):
+        report, _ = self.talk("-n", "4", lines=['"""Hello,', "you"])
+        self.assertEqual(report["answers"][0]["question"], "Hello,\nyou")
+
+    def test_errors(self):
+        for arguments, words in [
+            (["-f", "-"], "-f - is standard input"),
+            (["--policy", "knorm", "--evict-ratio", "0.5"], "a budget is met where a context ends"),
+            (["--question", "x"], "unknown option --question"),
+            (["--resume", self.folder / "none.h5"], "none.h5"),
+            (["-p", "x", "--prune-after", "question"], "--prune-after"),
+        ]:
+            with self.subTest(arguments=arguments):
+                result = chat(*arguments, lines=["Hello."])
+                self.assertNotEqual(result.code, 0)
+                self.assertIn(words, " ".join(result.errors), result)
+
+
+@unittest.skipUnless(HAVE_HDF5, "needs HDF5")
+class Snapshots(ChatTest):
+    def test_saved_and_loaded(self):
+        file = self.folder / "talk.h5"
+        context = ["-p", CASE["context"], *PRUNED, "-n", "24"]
+        whole, _ = self.talk(*context, lines=TYPED)
+        saved, result = self.talk(*context, lines=[*TYPED[:2], f"/save {file}", TYPED[2]])
+        self.assertIn(f"tokens saved in {file}", result.err.decode())
+        self.assertEqual(self.ids(saved), self.ids(whole))
+        # In place of another conversation, on other ranks.
+        loaded, _ = self.talk(*context, lines=["Hello.", f"/load {file}", TYPED[2]], ranks=2)
+        self.assertEqual(self.ids(loaded)[1:], self.ids(whole))
+        self.assertEqual([a["question"] for a in loaded["answers"]], ["Hello.", *ASKED])
+        # By its own options, from the start.
+        resumed, _ = self.talk("--resume", file, lines=[TYPED[2]])
+        self.assertEqual(self.ids(resumed), self.ids(whole))
+        self.assertEqual(resumed["answers"][-1]["cache"]["kept_rows"], whole["answers"][-1]["cache"]["kept_rows"])
+        # It is a snapshot as those of runs.
+        run = self.report("--resume", file, "--question", ASKED[2])
+        self.assertEqual(run["answers"][0]["ids"], whole["answers"][2]["ids"])
+        again = self.succeed("--resume", file)
+        self.assertEqual(again.text, "".join(answer["text"] + "\n" for answer in whole["answers"][:2]))
+        seen = run_command([KVZAP, "inspect", file])
+        self.assertEqual(seen.code, 0, seen)
+
+    def test_snapshots_of_runs(self):
+        file = self.folder / "run.h5"
+        asked = self.report("-m", MODEL, "--dtype", "f32", "-p", CASE["context"], "--question", ASKED[0], *PRUNED,
+                            "--prune", "always", "-n", "24", "--snapshot", file)
+        whole, _ = self.talk("-p", CASE["context"], *PRUNED, "-n", "24", lines=TYPED[:2])
+        # Of a run that has the context alone, whose question is then the first message.
+        for lines, first in [([f"/load {file}", *TYPED[:2]], 0)]:
+            loaded, result = self.talk(*PRUNED, "-n", "24", lines=lines)
+            self.assertEqual(self.ids(loaded)[first:], self.ids(whole), result)
+        self.assertEqual(asked["answers"][0]["ids"], self.ids(whole)[0])
+
+    def test_refused(self):
+        file = self.folder / "talk.h5"
+        _, result = self.talk("-n", "4", lines=["/save", "/load", "/save /no/folder/x.h5", f"/save {file}", "Hello."])
+        told = result.err.decode()
+        for words in ["/save needs a file", "/load needs a file", "/no/folder"]:
+            self.assertIn(words, told)
+        spoilt = self.folder / "spoilt.h5"
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 255
+        spoilt.write_bytes(data)
+        plain = self.ids(self.talk("-n", "4", lines=["Hello.", "And you?"])[0])
+        for file, arguments, words in [
+            (self.folder / "none.h5", [], "none.h5"),
+            (spoilt, [], "spoilt.h5"),
+            (self.folder / "talk.h5", ["--sink", "4"], "with --sink 0, and this conversation with --sink 4"),
+            (self.folder / "talk.h5", PRUNED, "kvzap chat --resume"),
+        ]:
+            with self.subTest(file=file, arguments=arguments):
+                # The conversation goes on as if nothing had been said.
+                result = chat("--dtype", "f32", "-n", "4", *arguments, "--json", self.folder / "r.json",
+                              lines=["Hello.", f"/load {file}", "And you?"])
+                self.assertEqual(result.code, 0, result)
+                self.assertIn(words, " ".join(result.errors), result)
+                if arguments != PRUNED:
+                    self.assertEqual(self.ids(json.loads((self.folder / "r.json").read_text())), plain)
+
+
+class Typed(TestCase):
+    """At a terminal."""
+
+    def start(self, *arguments):
+        pid, self.master = pty.fork()
+        if pid == 0:
+            os.execv(KVZAP, [str(part) for part in [KVZAP, "chat", "-m", MODEL, *arguments]])
+        self.pid = pid
+        self.seen = b""
+        self.addCleanup(os.close, self.master)
+
+    def type(self, text):
+        os.write(self.master, text)
+
+    def wait_for(self, pattern):
+        """Until the terminal shows something new that fits."""
+        start = len(self.seen)
+        limit = time.monotonic() + PATIENCE
+        while not re.search(pattern, self.seen[start:]):
+            self.assertLess(time.monotonic(), limit, self.seen[-400:])
+            if not select.select([self.master], [], [], 1)[0]:
+                continue
+            try:
+                more = os.read(self.master, 1 << 16)
+            except OSError:
+                self.fail(f"ended without {pattern}: {self.seen[-400:]}")
+            self.seen += more
+
+    def finish(self):
+        try:
+            while more := os.read(self.master, 1 << 16):
+                self.seen += more
+        except OSError:
+            pass
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def test_ctrl_c_ends_an_answer_and_twice_leaves(self):
+        report = self.folder / "chat.json"
+        self.start("-n", "4000", "--ignore-eos", "--json", report)
+        self.wait_for(rb"> $")
+        self.type(b"Hello.\n")
+        self.wait_for(rb"Hello\.\r\n[^\r]*\w{3}")
+        self.type(b"\x03")
+        self.wait_for(rb"ended by Ctrl-C; once more leaves\)\r\n> $")
+        time.sleep(0.3)  # what comes sooner is no second wish
+        self.type(b"/stats\n")
+        self.wait_for(rb"evict ratio[^>]*> $")
+        self.type(b"half a line\x03")
+        self.wait_for(rb"Ctrl-C once more, /exit or Ctrl-D leaves\)\r\n> $")
+        time.sleep(0.3)
+        self.type(b"\x03")
+        self.assertEqual(self.finish(), 128 + signal.SIGINT, self.seen)
+        answers = json.loads(report.read_text())["answers"]
+        self.assertEqual([answer["question"] for answer in answers], ["Hello."])
+        self.assertTrue(0 < len(answers[0]["ids"]) < 4000)
+        self.assertEqual(answers[0]["stop_reason"], "interrupted")
+
+    def test_ctrl_d_leaves(self):
+        self.start("-n", "4")
+        self.wait_for(rb"> $")
+        self.type(b"\x04")
+        self.assertEqual(self.finish(), 0, self.seen)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -165,13 +165,11 @@ void declare(CLI::App& app, BenchOptions& o) {
       ->capture_default_str()
       ->check(CLI::IsMember({"md", "csv", "json"}))
       ->group(output);
-  app.add_option("--columns", o.columns,
-                 fmt::format("columns of the Markdown table, in this order: some of {}, between "
-                             "commas, or all; default: of those that say something about these "
-                             "tests as many as 120 characters hold (CSV and JSON have them all)",
-                             fmt::join(bench_column_names(), ", ")))
-      ->expected(1)
-      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
+  add_texts(app, "--columns", o.columns,
+            fmt::format("columns of the Markdown table, in this order: some of {}, between "
+                        "commas, or all; default: of those that say something about these "
+                        "tests as many as 120 characters hold (CSV and JSON have them all)",
+                        fmt::join(bench_column_names(), ", ")))
       ->type_name("LIST")
       ->group(output);
   declare_progress(app, o.progress, output);

@@ -414,7 +414,7 @@ class Layers(TestCase):
 class Help(TestCase):
     def test_every_option_is_there(self):
         source = (SOURCE / "drivers/bench_options.cpp").read_text()
-        declared = re.findall(r'add_(?:option|flag|list)\(\s*"([^"]+)"', source)
+        declared = re.findall(r'add_(?:option|flag|list|texts)\(\s*(?:app,\s*)?"([^"]+)"', source)
         self.assertGreater(len(declared), 20)
         names = {name.lstrip("!") for declaration in declared for name in declaration.split(",")}
         shared = re.findall(r"declare_(\w+)\(\s*app, o\.", source)  # by options.cpp, for several commands
@@ -426,10 +426,13 @@ class Help(TestCase):
             self.assertEqual((result.code, result.err), (0, b""), result)
             words = set(re.findall(r"(?<![\w-])-{1,2}[a-z][a-z-]*", result.text))
             self.assertEqual(words, names | {"-h", "--help"})
-        for part in ("--n-prompt LIST=512", "--n-gen LIST=128", "--n-depth LIST=0", "--batch LIST=1",
-                     "--evict-ratio LIST=0", "--skew LIST=1", "--repetitions INT=5", "}=md", "}=bf16",
-                     "--window INT=128", "--chunk INT=2048", "--page-rows INT=64", "--seed UINT=0"):
-            self.assertIn(part, result.text)
+        for flag, default in (("n-prompt LIST", "512"), ("n-gen LIST", "128"), ("n-depth LIST", "0"),
+                              ("batch LIST", "1"), ("evict-ratio LIST", "0"), ("skew LIST", "1"),
+                              ("repetitions INT", "5"), ("output md|csv|json", "md"), ("dtype f32|bf16|f16", "bf16"),
+                              ("window INT", "128"), ("chunk INT", "2048"), ("page-rows INT", "64"),
+                              ("seed INT", "0")):
+            entry = re.search(rf"(?ms)--{re.escape(flag)}\s+(.*?)(?=^\s+(?:-\w, |    )--|^$|\Z)", result.text)
+            self.assertIn(f"default: {default}", re.sub(r"\s+", " ", entry.group(1)), flag)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from harness import KVZAP, SOURCE, TestCase, run_command
 
 def long_flags(command):
     """Those that --help lists."""
-    return set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", run_command([KVZAP, command, "--help"]).text))
+    rows = re.findall(r"(?m)^  (?:-\w, |    )(--.*)$", run_command([KVZAP, command, "--help"]).text)
+    return {flag for row in rows for flag in re.findall(r"--[a-z-]+", row.split("  ")[0])}
 
 
 class Manual(TestCase):

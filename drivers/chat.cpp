@@ -541,7 +541,7 @@ void declare_chat(CLI::App& app, RunOptions& options) {
   describe("--quiet", "no prompts, no progress and no report on standard error");
 }
 
-int chat(CLI::App& app, RunOptions options, const Communicator& comm, const std::string& version) {
+int chat(CLI::App& app, RunOptions& options, const Communicator& comm, const std::string& version) {
   comm.agree([&] {
     require(options.file != "-",
             "-f - is standard input, from which the conversation comes: name a file");
@@ -556,6 +556,8 @@ int chat(CLI::App& app, RunOptions options, const Communicator& comm, const std:
         "a budget is met where a context ends, and there is none: give one with -p or -f, a "
         "--threshold in place of the budget, or --decode-every N");
   });
+  // The context is what the chat template begins with.
+  if (!options.prompt && options.file.empty() && !resumed) options.prompt = "";
   const std::string recorded = recorded_options(app, options);
   return run(options, recorded, std::move(resumed), comm, version,
              [&](OpenRun& open) { Conversation(open, recorded)(); });

@@ -76,6 +76,7 @@ ValueType type_of(const CLI::Option& option) {
       {"SEED", ValueType::unsigned_whole}, {"UINT", ValueType::unsigned_whole}};
   // Behind the name stands what validators say of themselves.
   const std::string type = option.get_type_name();
+  if (type.find('{') != std::string::npos) return ValueType::text;  // one of several names
   const auto found = types.find(type.substr(0, type.find_first_of(":,;")));
   if (found == types.end()) {
     throw std::logic_error(fmt::format("option {}: type {} is not known to strict_values.cpp",

@@ -47,6 +47,9 @@ class Conversations(ChatTest):
             text += answer + "<|im_end|>\n" if answer is not None else ""
         return text
 
+    # Where texts meet, tokens end: a chat's parts are then those of the whole text.
+    APART = [" " + ASKED[0].strip(), *ASKED[1:]]
+
     def check_against_run(self, report, context, asked, *more, system=None):
         """Each answer is that of a run of all that was said before."""
         texts = [answer["text"] for answer in report["answers"]]
@@ -58,11 +61,11 @@ class Conversations(ChatTest):
             self.assertEqual(report["answers"][i]["ids"], run["answers"][0]["ids"])
 
     def test_answers_are_those_of_the_whole_rendered_conversation(self):
-        report, result = self.talk("-p", CASE["context"], "-n", "24", lines=TYPED)
+        report, result = self.talk("-p", CASE["context"], "-n", "24", lines=self.APART)
         self.assertEqual(result.text, "".join(answer["text"] + "\n" for answer in report["answers"]))
         self.assertEqual(report["answers"][0]["text"], CASE["runs"]["full"]["text"])
-        self.assertEqual([answer["question"] for answer in report["answers"]], ASKED)
-        self.check_against_run(report, CASE["context"], ASKED)
+        self.assertEqual([answer["question"] for answer in report["answers"]], self.APART)
+        self.check_against_run(report, CASE["context"], self.APART)
         # Without a context, with a system message and drawn by chance.
         more = ["--temp", "1.5", "--seed", "7"]
         asked = ["One of the special magic numbers for ember is: 9874.", "What is it,\nplease?"]
@@ -178,7 +181,9 @@ class Snapshots(ChatTest):
 
     def test_refused(self):
         file = self.folder / "talk.h5"
-        _, result = self.talk("-n", "4", lines=["/save", "/load", "/save /no/folder/x.h5", f"/save {file}", "Hello."])
+        result = chat("-n", "4", "--dtype", "f32",
+                      lines=["/save", "/load", "/save /no/folder/x.h5", f"/save {file}", "Hello."])
+        self.assertEqual(result.code, 0, result)
         told = result.err.decode()
         for words in ["/save needs a file", "/load needs a file", "/no/folder"]:
             self.assertIn(words, told)

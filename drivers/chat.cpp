@@ -529,6 +529,10 @@ void declare_chat(CLI::App& app, RunOptions& options) {
   describe("--file", "file with it, taken whole");
   describe("--system",
            "system message, in place of the chat template's own; /reset begins with it too");
+  describe("--random-weights", "make weights up from this seed");
+  describe("--evict-ratio",
+           "budget: evicted share of all pairs of the context, in [0, 1); with --surrogate and "
+           "without --policy the threshold that kvzap calibrate has found for it");
   describe("--n-predict", "most tokens of an answer; 0 or more");
   describe("--prune",
            "what is judged: none, prefill (the context of -p or -f) or always (by a threshold, all "

@@ -51,10 +51,14 @@ if(KVZAP_ENABLE_DRIVERS)
   install(PROGRAMS drivers/kvzap_plot.py RENAME kvzap-plot DESTINATION ${CMAKE_INSTALL_BINDIR})
   if(TARGET kvzap_documents)
     # Not there if the program does not run on this machine.
-    install(FILES ${kvzap_documents}/kvzap.1 DESTINATION ${CMAKE_INSTALL_MANDIR}/man1 OPTIONAL)
+    install(FILES ${kvzap_documents}/kvzap.1 ${kvzap_documents}/kvzap-plot.1 DESTINATION ${CMAKE_INSTALL_MANDIR}/man1 OPTIONAL)
     install(FILES ${kvzap_documents}/kvzap.bash RENAME kvzap OPTIONAL
       DESTINATION ${CMAKE_INSTALL_DATADIR}/bash-completion/completions)
-    install(FILES ${kvzap_documents}/_kvzap OPTIONAL
+    install(FILES ${kvzap_documents}/kvzap-plot.bash RENAME kvzap-plot OPTIONAL
+      DESTINATION ${CMAKE_INSTALL_DATADIR}/bash-completion/completions)
+    install(FILES ${kvzap_documents}/kvzap.fish ${kvzap_documents}/kvzap-plot.fish OPTIONAL
+      DESTINATION ${CMAKE_INSTALL_DATADIR}/fish/vendor_completions.d)
+    install(FILES ${kvzap_documents}/_kvzap ${kvzap_documents}/_kvzap-plot OPTIONAL
       DESTINATION ${CMAKE_INSTALL_DATADIR}/zsh/site-functions)
   endif()
 endif()

@@ -4,12 +4,14 @@
 
 #include <Kokkos_Core.hpp>
 #include <algorithm>
+#include <iterator>
 #include <sstream>
 #include <string_view>
 #include <utility>
 
 #include "base/fnv.hpp"
 #include "base/nearest.hpp"
+#include "one_file.hpp"
 #include "strict_values.hpp"
 
 namespace kvzap::driver {
@@ -262,6 +264,54 @@ std::vector<std::string> values_of(const CommandLine& line) {
   return values;
 }
 
+// --- files
+
+/// Throws Error if a file that `command` writes is named by another of its options too.
+void check_files(const CLI::App& command) {
+  struct Named {
+    std::string flag;
+    std::string option;
+    std::string file;
+  };
+  static constexpr std::string_view outputs[] = {"json", "snapshot", "dump", "output", "plot"};
+  std::vector<Named> written, read;
+  for (const CLI::Option* option : command.get_options()) {
+    const std::vector<std::string>& names = option->get_lnames();
+    const bool is_file = option->get_type_name().rfind("FILE", 0) == 0 ||
+                         option->get_type_name().rfind("DECK", 0) == 0;
+    if (!is_file || option->count() == 0) continue;
+    const std::string name = names.empty() ? option->get_name(true) : names.front();
+    const std::string flag = names.empty()                  ? name
+                             : option->get_snames().empty() ? "--" + name
+                                                            : "-" + option->get_snames().front();
+    const bool is_output =
+        std::find(std::begin(outputs), std::end(outputs), name) != std::end(outputs);
+    for (const std::string& file : option->results()) {
+      if (file.empty()) continue;
+      (is_output ? written : read).push_back({flag, name, file});
+    }
+  }
+  const auto check = [](const Named& one, const Named& other) {
+    if (!name_one_file(one.file, other.file)) return;
+    throw Error(one.file == other.file
+                    ? fmt::format("{} and {} both name the file {}", one.flag, other.flag, one.file)
+                    : fmt::format("{} {} and {} {} name the same file", one.flag, one.file,
+                                  other.flag, other.file));
+  };
+  std::stable_sort(written.begin(), written.end(), [](const Named& a, const Named& b) {
+    return std::find(std::begin(outputs), std::end(outputs), a.option) <
+           std::find(std::begin(outputs), std::end(outputs), b.option);
+  });
+  for (auto one = written.begin(); one != written.end(); ++one) {
+    for (auto other = std::next(one); other != written.end(); ++other) check(*one, *other);
+    for (const Named& input : read) {
+      // A snapshot may replace the one that it goes on from. Standard input is no standard output.
+      if (input.file == "-" || (input.option == "resume" && one->option == "snapshot")) continue;
+      check(*one, input);
+    }
+  }
+}
+
 void broadcast(std::string& text, const Communicator& comm, int root) {
   std::int64_t size = static_cast<std::int64_t>(text.size());
   comm.broadcast(&size, sizeof(size), root);
@@ -338,6 +388,7 @@ void read_deck_of_command(CommandLine& line, const Communicator& comm) {
     const CLI::Option* const deck =
         commands.empty() ? nullptr : commands.front()->get_option_no_throw("--config");
     if (deck && deck->count() > 0) read_deck(*commands.front(), deck->as<std::string>());
+    if (!commands.empty()) check_files(*commands.front());
   });
 }
 

@@ -27,7 +27,8 @@ Reading read_arguments(CommandLine& line, const std::vector<std::string>& argume
 /// asks for another thing. Collective.
 void agree_on_reading(Reading& reading, const Communicator& comm);
 
-/// Reads the deck of the command that was given. Collective; throws AgreedError.
+/// Reads the deck of the command that was given, and checks that its options do not name one file
+/// twice where that is written, also under another name. Collective; throws AgreedError.
 void read_deck_of_command(CommandLine& line, const Communicator& comm);
 
 /// Ranks with options of their own would wait for one another for ever, or mix up what they

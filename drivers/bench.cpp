@@ -6,7 +6,6 @@
 #include <chrono>
 #include <cstdio>
 #include <filesystem>
-#include <fstream>
 #include <kvzap/decoder.hpp>
 #include <kvzap/memory_plan.hpp>
 #include <kvzap/synthetic.hpp>
@@ -14,8 +13,6 @@
 #include <random>
 #include <tuple>
 
-#include "base/build_info.hpp"
-#include "base/simd.hpp"
 #include "base/stopwatch.hpp"
 #include "bench_report.hpp"
 #include "console.hpp"
@@ -45,17 +42,6 @@ std::string name_of_model(const std::string& folder) {
   return error || path.filename().empty() ? folder : path.filename().string();
 }
 
-std::string processor_name() {
-  std::ifstream info("/proc/cpuinfo");
-  for (std::string line; std::getline(info, line);) {
-    const auto colon = line.find(": ");
-    if (line.rfind("model name", 0) == 0 && colon != std::string::npos) {
-      return line.substr(colon + 2);
-    }
-  }
-  return "unknown";
-}
-
 BenchSystem describe_system(const ModelSetup& setup, int ranks) {
   BenchSystem system;
   system.model = name_of_model(setup.folder);
@@ -63,14 +49,8 @@ BenchSystem describe_system(const ModelSetup& setup, int ranks) {
   system.all_layers = setup.all_layers;
   system.parameters = plan_memory(setup.config, DType::f32, 0, 0, 1, 1).weights /
                       static_cast<std::int64_t>(size_of(DType::f32));
-  system.backend = ExecutionSpace::name();
-  system.concurrency = static_cast<int>(ExecutionSpace().concurrency());
+  system.machine = describe_machine();
   system.ranks = ranks;
-  system.processor = processor_name();
-  system.simd = detail::name_of(detail::simd_level());
-  system.kokkos = detail::kokkos_version();
-  system.mpi = detail::mpi_library();
-  system.compiler = detail::compiler_name();
   return system;
 }
 

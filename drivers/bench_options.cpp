@@ -1,11 +1,13 @@
 #include "bench_options.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cmath>
 
 #include "base/decimal.hpp"
+#include "base/nearest.hpp"
 #include "options.hpp"
 #include "strict_values.hpp"
 
@@ -163,6 +165,15 @@ void declare(CLI::App& app, BenchOptions& o) {
       ->capture_default_str()
       ->check(CLI::IsMember({"md", "csv", "json"}))
       ->group(output);
+  app.add_option("--columns", o.columns,
+                 fmt::format("columns of the Markdown table, in this order: some of {}, between "
+                             "commas, or all; default: of those that say something about these "
+                             "tests as many as 120 characters hold (CSV and JSON have them all)",
+                             fmt::join(bench_column_names(), ", ")))
+      ->expected(1)
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
+      ->type_name("LIST")
+      ->group(output);
   declare_progress(app, o.progress, output);
   app.add_flag("-q,--quiet", o.quiet, "no notes and no progress on standard error")->group(output);
   app.add_option("--config", o.config,
@@ -172,7 +183,38 @@ void declare(CLI::App& app, BenchOptions& o) {
       ->group(output);
 }
 
+const std::vector<std::string>& bench_column_names() {
+  static const std::vector<std::string> names = {
+      "model", "size",     "params",  "backend",      "ranks",   "dtype",
+      "test",  "depth",    "batch",   "evict-ratio",  "skew",    "evicted",
+      "t/s",   "ms/token", "kv-live", "kv-allocated", "peak-rss"};
+  return names;
+}
+
+std::vector<std::string> columns_of(const BenchOptions& o) {
+  if (o.columns.empty()) return {};
+  require(o.output == "md",
+          fmt::format("--columns is for the Markdown table; -o {} has all of them", o.output));
+  const auto& known = bench_column_names();
+  const std::vector<std::string> entries = entries_of(o.columns, "--columns", "");
+  if (entries == std::vector<std::string>{"all"}) return known;
+  for (std::size_t i = 0; i < entries.size(); ++i) {
+    const auto begin = entries.begin();
+    const std::string& name = entries[i];
+    require(std::find(begin, begin + static_cast<std::ptrdiff_t>(i), name) ==
+                begin + static_cast<std::ptrdiff_t>(i),
+            fmt::format("--columns names {} twice", name));
+    if (std::find(known.begin(), known.end(), name) != known.end()) continue;
+    const std::string nearest = detail::nearest_name(name, known);
+    throw Error(fmt::format("--columns: there is no column '{}'{}; expected all, or some of {}",
+                            name, nearest.empty() ? "" : " (did you mean " + nearest + "?)",
+                            fmt::join(known, ", ")));
+  }
+  return entries;
+}
+
 std::vector<BenchTest> tests_of(const BenchOptions& o) {
+  columns_of(o);  // throws for those that there are not
   require(!o.model.empty(), "no model: give a Hugging Face folder with -m");
   require(o.window >= 1 && o.window <= (1 << 24),
           fmt::format("--window is {}; expected 1 to {}", o.window, 1 << 24));

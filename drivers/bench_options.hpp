@@ -40,6 +40,7 @@ struct BenchOptions {
   bool warmup = true;
   std::uint64_t seed = 0;
   std::string output = "md";
+  std::vector<std::string> columns;
   bool quiet = false;
   ProgressStyle progress = ProgressStyle::automatic;
   std::string config;
@@ -72,6 +73,13 @@ struct BenchTest {
 std::vector<double> real_numbers(const std::vector<std::string>& parts, const char* flag,
                                  const char* usual, const char* expected,
                                  const std::function<bool(double)>& is_good);
+
+/// Columns that the Markdown table may have, by the names of --columns, in their usual order.
+const std::vector<std::string>& bench_column_names();
+
+/// What --columns names, in its order; empty: the most useful ones. Throws Error for a name that
+/// there is not, and for --columns where no table is printed.
+std::vector<std::string> columns_of(const BenchOptions& options);
 
 /// Declares every option of `kvzap bench` on `app`; parsing fills `options`.
 void declare(CLI::App& app, BenchOptions& options);

@@ -7,6 +7,7 @@
 #include <functional>
 #include <nlohmann/json.hpp>
 #include <numeric>
+#include <utility>
 
 #include "report.hpp"
 
@@ -50,44 +51,60 @@ class Markdown final : public BenchTable {
     if (system.layers < system.all_layers) {
       model += fmt::format(" {}/{} layers", system.layers, system.all_layers);
     }
-    const bool batches =
-        std::any_of(tests.begin(), tests.end(), [](const auto& test) { return test.batch != 1; });
-    const bool skews =
-        std::any_of(tests.begin(), tests.end(), [](const auto& test) { return test.skew != 1; });
+    const auto any = [&](const auto& is) { return std::any_of(tests.begin(), tests.end(), is); };
     const auto same = [](const std::string& text) {
       return [text](const BenchResult&) { return text; };
     };
-    add("model", false, model.size(), same(model));
-    add("size", true, 8, same(human_bytes(system.weight_bytes)));
-    add("params", true, 8, same(human_count(system.parameters)));
-    const std::string backend = fmt::format("{} {}", system.backend, system.concurrency);
-    add("backend", false, backend.size(), same(backend));
-    add("ranks", true, 0, same(fmt::format("{}", system.ranks)));
-    add("dtype", false, 0, same(options.dtype));
-    add("test", true, 7, [](const BenchResult& r) { return r.test.name(); });
-    add("depth", true, 6, [](const BenchResult& r) { return fmt::format("{}", r.test.depth); });
-    if (batches) {
-      add("batch", true, 0, [](const BenchResult& r) { return fmt::format("{}", r.test.batch); });
-    }
-    if (system.surrogate_kind.empty()) {
-      add("evict ratio", true, 0,
-          [](const BenchResult& r) { return fmt::format("{}", r.test.evict_ratio.value_or(0)); });
-    }
-    if (skews) {
-      add("skew", true, 0, [](const BenchResult& r) { return fmt::format("{}", r.test.skew); });
-    }
-    add("evicted", true, 0,
+    add("model", "model", false, model.size(), same(model));
+    add("size", "size", true, 8, same(human_bytes(system.weight_bytes)));
+    add("params", "params", true, 8, same(human_count(system.parameters)));
+    const std::string backend =
+        fmt::format("{} {}", system.machine.backend, system.machine.concurrency);
+    add("backend", "backend", false, backend.size(), same(backend));
+    add("ranks", "ranks", true, 0, same(fmt::format("{}", system.ranks)));
+    add("dtype", "dtype", false, 0, same(options.dtype));
+    add("test", "test", true, 7, [](const BenchResult& r) { return r.test.name(); });
+    add("depth", "depth", true, 6,
+        [](const BenchResult& r) { return fmt::format("{}", r.test.depth); });
+    add("batch", "batch", true, 0,
+        [](const BenchResult& r) { return fmt::format("{}", r.test.batch); });
+    add("evict-ratio", "evict ratio", true, 0, [](const BenchResult& r) {
+      return r.test.evict_ratio ? fmt::format("{}", *r.test.evict_ratio) : "-";
+    });
+    add("skew", "skew", true, 0,
+        [](const BenchResult& r) { return fmt::format("{}", r.test.skew); });
+    add("evicted", "evicted", true, 0,
         [](const BenchResult& r) { return fmt::format("{:.1f} %", 100 * r.evicted()); });
-    add("t/s", true, 19, [](const BenchResult& r) {
+    add("t/s", "t/s", true, 19, [](const BenchResult& r) {
       const auto samples = r.tokens_per_second();
       return fmt::format("{:.2f} ± {:.2f}", mean(samples), standard_deviation(samples));
     });
-    add("ms/token", true, 9,
+    add("ms/token", "ms/token", true, 9,
         [](const BenchResult& r) { return fmt::format("{:.3f}", r.ms_per_token()); });
-    add("KV live", true, 8, [](const BenchResult& r) { return human_bytes(r.kv_live_bytes); });
-    add("KV allocated", true, 0,
+    add("kv-live", "KV live", true, 8,
+        [](const BenchResult& r) { return human_bytes(r.kv_live_bytes); });
+    add("kv-allocated", "KV allocated", true, 0,
         [](const BenchResult& r) { return human_bytes(r.kv_allocated_bytes); });
-    add("peak RSS", true, 8, [](const BenchResult& r) { return human_bytes(r.peak_rss_bytes); });
+    add("peak-rss", "peak RSS", true, 8,
+        [](const BenchResult& r) { return human_bytes(r.peak_rss_bytes); });
+
+    const std::vector<std::string> given = columns_of(options);
+    if (!given.empty()) {
+      take(given);
+      return;
+    }
+    // What tells tests apart always; the rest in the order of its use, as far as there is room.
+    std::vector<std::string> wanted = {"test", "t/s", "depth"};
+    if (any([](const auto& test) { return test.batch != 1; })) wanted.emplace_back("batch");
+    if (any([](const auto& test) { return test.evict_ratio.value_or(0) != 0; })) {
+      wanted.emplace_back("evict-ratio");
+    }
+    if (any([](const auto& test) { return test.skew != 1; })) wanted.emplace_back("skew");
+    for (const char* name : {"evicted", "kv-live", "model", "ms/token", "peak-rss", "ranks",
+                             "dtype", "kv-allocated", "backend", "size", "params"}) {
+      wanted.emplace_back(name);
+    }
+    take_what_fits(wanted);
   }
 
   std::string header() override {
@@ -106,16 +123,49 @@ class Markdown final : public BenchTable {
   }
 
  private:
+  static constexpr std::size_t most_characters = 120;
+
   struct Column {
+    std::string id;  // as --columns has it
     std::string name;
     bool right;
     std::size_t width;
     std::function<std::string(const BenchResult&)> cell;
   };
 
-  void add(const std::string& name, bool right, std::size_t width,
+  /// Leaves these columns, in this order.
+  void take(const std::vector<std::string>& ids) {
+    std::vector<Column> taken;
+    for (const std::string& id : ids) {
+      taken.push_back(*std::find_if(m_columns.begin(), m_columns.end(),
+                                    [&](const Column& column) { return column.id == id; }));
+    }
+    m_columns = std::move(taken);
+  }
+
+  /// Leaves of these columns, the most wanted first, as many as a line holds, in their usual order.
+  void take_what_fits(const std::vector<std::string>& wanted) {
+    std::size_t left = most_characters - 1;  // a bar at the end
+    std::vector<std::string> ids;
+    for (const std::string& id : wanted) {
+      const auto column = std::find_if(m_columns.begin(), m_columns.end(),
+                                       [&](const Column& one) { return one.id == id; });
+      constexpr std::size_t between = 3;  // a bar and two blanks
+      if (column->width + between > left) continue;
+      left -= column->width + between;
+      ids.push_back(id);
+    }
+    m_columns.erase(std::remove_if(m_columns.begin(), m_columns.end(),
+                                   [&](const Column& column) {
+                                     return std::find(ids.begin(), ids.end(), column.id) ==
+                                            ids.end();
+                                   }),
+                    m_columns.end());
+  }
+
+  void add(const std::string& id, const std::string& name, bool right, std::size_t width,
            std::function<std::string(const BenchResult&)> cell) {
-    m_columns.push_back({name, right, std::max(width, name.size()), std::move(cell)});
+    m_columns.push_back({id, name, right, std::max(width, name.size()), std::move(cell)});
   }
 
   static std::string padded(const Column& column, const std::string& text) {
@@ -154,8 +204,8 @@ class Csv final : public BenchTable {
         fmt::format("{}", m_system.layers),
         fmt::format("{}", m_system.weight_bytes),
         fmt::format("{}", m_system.parameters),
-        quoted(m_system.backend),
-        fmt::format("{}", m_system.concurrency),
+        quoted(m_system.machine.backend),
+        fmt::format("{}", m_system.machine.concurrency),
         fmt::format("{}", m_system.ranks),
         quoted(m_options.dtype),
         quoted(test.name()),
@@ -258,10 +308,7 @@ class Json final : public BenchTable {
         json["surrogate"]["threshold"] = threshold > 0 ? "inf" : "-inf";
       }
     }
-    json["system"] = {{"backend", m_system.backend}, {"concurrency", m_system.concurrency},
-                      {"ranks", m_system.ranks},     {"processor", m_system.processor},
-                      {"simd", m_system.simd},       {"kokkos", m_system.kokkos},
-                      {"mpi", m_system.mpi},         {"compiler", m_system.compiler}};
+    json["system"] = system_json(m_system.machine, m_system.ranks);
     json["options"] = {{"dtype", m_options.dtype},
                        {"window", m_options.window},
                        {"page_rows", m_options.page_rows},

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "bench_options.hpp"
+#include "machine.hpp"
 
 namespace kvzap::driver {
 
@@ -19,14 +20,8 @@ struct BenchSystem {
   std::int64_t parameters = 0;
   std::int64_t weight_bytes = 0;  // summed over ranks
   std::string surrogate_kind;     // empty: none
-  std::string backend;            // Kokkos' execution space
-  int concurrency = 1;
+  Machine machine;
   int ranks = 1;
-  std::string processor;
-  std::string simd;
-  std::string kokkos;
-  std::string mpi;
-  std::string compiler;
 };
 
 struct BenchResult {

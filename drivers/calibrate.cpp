@@ -17,6 +17,7 @@
 #include "console.hpp"
 #include "io/temporary_file.hpp"
 #include "linalg/host/blas_threads.hpp"
+#include "one_file.hpp"
 #include "options.hpp"
 #include "progress.hpp"
 #include "setup.hpp"
@@ -48,23 +49,18 @@ fs::path table_file(const CalibrateOptions& o) {
   return o.output.empty() ? ThresholdTable::file_in(o.surrogate) : fs::path(o.output);
 }
 
-/// Whether two names, neither of them empty, are of one file, there or not.
-bool name_one_file(const fs::path& a, const fs::path& b) {
-  if (a.empty() || b.empty()) return false;
-  std::error_code ignored;
-  return fs::equivalent(a, b, ignored) ||
-         fs::weakly_canonical(a, ignored) == fs::weakly_canonical(b, ignored);
-}
-
 /// No output may take the place of another or of the texts.
 void check_outputs_differ(const CalibrateOptions& o) {
-  const fs::path json = o.json == "-" ? "" : o.json;
+  const std::string table = table_file(o).string();
+  const auto both_name = [](const std::string& a, const std::string& b) {
+    return !a.empty() && !b.empty() && name_one_file(a, b);
+  };
   const char* const store = o.output.empty() ? "the thresholds" : "-o";
-  require(!name_one_file(json, table_file(o)),
+  require(!both_name(o.json, table),
           fmt::format("--json and {} both name the file {}", store, o.json));
-  require(!name_one_file(json, o.file), fmt::format("--json and -f both name the file {}", o.file));
-  require(!name_one_file(table_file(o), o.file),
-          fmt::format("{} and -f both name the file {}", store, o.file));
+  require(!both_name(o.json, o.file) || o.json == "-",
+          fmt::format("--json and -f both name the file {}", o.file));
+  require(!both_name(table, o.file), fmt::format("{} and -f both name the file {}", store, o.file));
 }
 
 void validate_calibration(const CalibrateOptions& o) {

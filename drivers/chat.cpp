@@ -545,7 +545,8 @@ void declare_chat(CLI::App& app, RunOptions& options) {
   describe("--quiet", "no prompts, no progress and no report on standard error");
 }
 
-int chat(CLI::App& app, RunOptions& options, const Communicator& comm, const std::string& version) {
+int chat(CLI::App& app, RunOptions& options, const Communicator& comm, const std::string& version,
+         const std::string& revision) {
   comm.agree([&] {
     require(options.file != "-",
             "-f - is standard input, from which the conversation comes: name a file");
@@ -562,9 +563,10 @@ int chat(CLI::App& app, RunOptions& options, const Communicator& comm, const std
   });
   // The context is what the chat template begins with.
   if (!options.prompt && options.file.empty() && !resumed) options.prompt = "";
-  const std::string recorded = recorded_options(app, options);
-  return run(options, recorded, std::move(resumed), comm, version,
-             [&](OpenRun& open) { Conversation(open, recorded)(); });
+  const RunDescription description{version, revision, recorded_options(app, options),
+                                   options_in_force(app, options)};
+  return run(options, description, std::move(resumed), comm,
+             [&](OpenRun& open) { Conversation(open, description.recorded)(); });
 }
 
 }  // namespace kvzap::driver

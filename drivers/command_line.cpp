@@ -72,9 +72,12 @@ CommandLine::CommandLine()
       ->check(known_policy);
   policies->add_flag("--json", policies_as_json, "as JSON");
   completion = app.add_subcommand("completion", "print the completion script of a shell");
-  completion->add_option("shell", shell, "for bash: source <(kvzap completion bash)")
+  completion
+      ->add_option("shell", shell,
+                   "for bash: source <(kvzap completion bash), which completes behind mpirun too; "
+                   "for fish: kvzap completion fish | source")
       ->required()
-      ->check(CLI::IsMember({"bash", "zsh"}));
+      ->check(CLI::IsMember({"bash", "zsh", "fish"}));
   manual = app.add_subcommand("manual", "print the man page (kvzap manual | man -l -)");
   make_strict(app);
   // Set last, because subcommands would inherit it.

@@ -252,6 +252,38 @@ _kvzap() {{
   mapfile -t COMPREPLY < <(compgen -W "$words" -- "$current")
 }}
 complete -F _kvzap kvzap
+
+# Behind a launcher, from the last kvzap of the line on; before that as it was without this script.
+_kvzap_launched() {{
+  local at
+  for ((at = COMP_CWORD - 1; at > 0; at--)); do
+    if [[ ${{COMP_WORDS[at]##*/}} = kvzap ]]; then
+      local words=("${{COMP_WORDS[@]:at}}") count=$((COMP_CWORD - at))
+      local COMP_WORDS=("${{words[@]}}") COMP_CWORD=$count
+      _kvzap
+      return
+    fi
+  done
+  local other=_kvzap_before_$1
+  if declare -F "${{!other}}" > /dev/null; then
+    "${{!other}}" "$@"
+    return
+  fi
+  compopt -o bashdefault -o default
+  mapfile -t COMPREPLY < <(compgen -c -- "${{COMP_WORDS[COMP_CWORD]}}")
+}}
+_kvzap_follow() {{
+  local launcher found
+  for launcher in mpirun mpiexec srun; do
+    {{ _comp_load "$launcher" || _completion_loader "$launcher"; }} &> /dev/null
+    found=$(complete -p "$launcher" 2> /dev/null)
+    if [[ $found =~ ' -F '([^ ]+) && ${{BASH_REMATCH[1]}} != _kvzap_launched ]]; then
+      printf -v "_kvzap_before_$launcher" %s "${{BASH_REMATCH[1]}}"
+    fi
+    complete -F _kvzap_launched "$launcher"
+  done
+}}
+_kvzap_follow
 )",
       names, values, words, words_of(app));
 }
@@ -264,9 +296,20 @@ std::string zsh_completion(const CLI::App& app) {
     cases += fmt::format("    {}) _arguments{} ;;\n", command->get_name(), zsh_arguments(*command));
   }
   return fmt::format(
-      R"(#compdef kvzap
+      R"(#compdef kvzap mpirun mpiexec
 # zsh completion for kvzap. Made by kvzap completion zsh from the program's own options.
 _kvzap() {{
+  if [[ $service = (mpirun|mpiexec|srun) ]]; then
+    # From the last kvzap of the line on.
+    local -i at=${{words[(I)(*/|)kvzap]}}
+    if (( at == 0 || at >= CURRENT )); then
+      _alternative 'commands:command:_command_names -e' 'files:file:_files'
+      return
+    fi
+    shift $(( at - 1 )) words
+    (( CURRENT -= at - 1 ))
+    local service=kvzap
+  fi
   local curcontext=$curcontext state line
   typeset -A opt_args
   local -a commands=(
@@ -279,9 +322,72 @@ _kvzap() {{
 {}    esac ;;
   esac
 }}
-if [ "$funcstack[1]" = "_kvzap" ]; then _kvzap "$@"; else compdef _kvzap kvzap; fi
+if [ "$funcstack[1]" = "_kvzap" ]; then _kvzap "$@"; else compdef _kvzap kvzap mpirun mpiexec; fi
 )",
       commands, zsh_arguments(app), cases);
+}
+
+std::string fish_completion(const CLI::App& app) {
+  const auto in_quotes = [](const std::string& text) {
+    return "'" + replaced(replaced(replaced(text, "\\", "\\\\"), "'", "\\'"), "\n", " ") + "'";
+  };
+  const auto values_of = [](const Entry& entry) -> std::string {
+    switch (entry.kind) {
+      case ValueKind::none:
+        return "";
+      case ValueKind::choice:
+      case ValueKind::policy:
+        return " -x -a '" + joined(entry.choices, " ") + "'";
+      case ValueKind::folder:
+        return " -x -a '(__fish_complete_directories)'";
+      case ValueKind::file:
+        return " -r -F";
+      default:
+        return " -x";
+    }
+  };
+  std::string text =
+      "# fish completion for kvzap. Made by kvzap completion fish from the program's own options.\n"
+      "complete -c kvzap -f\n";
+  const auto add_options = [&](const CLI::App& command, const std::string& condition) {
+    for (const Entry& entry : entries_of(command)) {
+      std::string flags;
+      for (const std::string& flag : entry.flags) {
+        flags += flag.rfind("--", 0) == 0 ? " -l " + flag.substr(2) : " -s " + flag.substr(1);
+      }
+      std::string values = values_of(entry);
+      if (entry.flags.empty() && values == " -x") continue;
+      text += fmt::format("complete -c kvzap -n '{}'{}{} -d {}\n", condition, flags, values,
+                          in_quotes(entry.description));
+    }
+  };
+  add_options(app, "__fish_use_subcommand");
+  for (const CLI::App* command : commands_of(app)) {
+    text += fmt::format("complete -c kvzap -n __fish_use_subcommand -a {} -d {}\n",
+                        command->get_name(), in_quotes(command->get_description()));
+    add_options(*command, "__fish_seen_subcommand_from " + command->get_name());
+  }
+  return text + R"(
+# Behind a launcher, from the last kvzap of the line on.
+function __kvzap_place
+    set -l words (commandline -opc)
+    for at in (seq (count $words) -1 2)
+        if string match -qr '(^|/)kvzap$' -- $words[$at]
+            echo $at
+            return
+        end
+    end
+    return 1
+end
+function __kvzap_launched
+    set -l words (commandline -opc)
+    set -l at (__kvzap_place)
+    complete -C (string join ' ' -- kvzap (string escape -- $words[$at..-1])[2..-1] (commandline -ct))
+end
+for launcher in mpirun mpiexec srun
+    complete -c $launcher -n __kvzap_place -x -a '(__kvzap_launched)'
+end
+)";
 }
 
 }  // namespace kvzap::driver

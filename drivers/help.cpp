@@ -36,7 +36,20 @@ std::string wrapped(std::string line, const std::string& text, std::size_t inden
   bool is_first = true;  // word of the line
   while (begin <= text.size()) {
     const std::size_t end = std::min(text.find_first_of(" \n", begin), text.size());
-    const std::string word = text.substr(begin, end - begin);
+    std::string word = text.substr(begin, end - begin);
+    // What fits on no line, as the pattern of a policy, is broken before a bracket.
+    for (const std::size_t room = columns - indent; width_of(word) > room;) {
+      const std::size_t bracket = word.rfind('[', room);
+      const std::size_t cut = bracket == 0 || bracket == std::string::npos ? room : bracket;
+      if (!is_first) {
+        out += line + "\n";
+        line = std::string(indent, ' ');
+      }
+      out += line + word.substr(0, cut) + "\n";
+      line = std::string(indent, ' ');
+      word.erase(0, cut);
+      is_first = true;
+    }
     const std::size_t blank = is_first ? 0 : 1;
     if (!is_first && width_of(line) + blank + width_of(word) > static_cast<std::size_t>(columns)) {
       out += line + "\n";

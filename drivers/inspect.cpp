@@ -4,7 +4,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstdio>
 
@@ -12,18 +11,15 @@
 #include "console.hpp"
 #include "options.hpp"
 #include "progress.hpp"
+#include "quantiles.hpp"
 #include "report.hpp"
 #include "setup.hpp"
+#include "snapshots.hpp"
 
 namespace kvzap::driver {
 namespace {
 
 using nlohmann::ordered_json;
-
-constexpr std::array<double, 5> quantile_shares = {0, 0.25, 0.5, 0.75, 1};
-constexpr std::array<const char*, 5> quantile_names = {"min", "q25", "median", "q75", "max"};
-/// Of the scores of kept rows; none if there are none.
-using Quantiles = std::optional<std::array<double, quantile_shares.size()>>;
 
 /// Of one head, or of a layer's heads together.
 struct KeptRows {
@@ -38,33 +34,6 @@ struct LayerRows {
   KeptRows all;
   std::vector<KeptRows> heads;  // those that are looked at
 };
-
-/// Between the two nearest of sorted values, as numpy.quantile does by default; where one of these
-/// is infinite, the nearer one. `values` are reordered, and NaN is left out.
-Quantiles quantiles_of(std::vector<float>& values) {
-  values.erase(
-      std::remove_if(values.begin(), values.end(), [](float value) { return std::isnan(value); }),
-      values.end());
-  if (values.empty()) return std::nullopt;
-  Quantiles quantiles{std::in_place};
-  auto sorted_to = values.begin();
-  for (std::size_t i = 0; i < quantile_shares.size(); ++i) {
-    const double place = quantile_shares[i] * static_cast<double>(values.size() - 1);
-    const auto below = static_cast<std::ptrdiff_t>(place);
-    const double share = place - static_cast<double>(below);
-    const auto low = values.begin() + below;
-    std::nth_element(sorted_to, low, values.end());
-    sorted_to = low;
-    double value = *low;
-    if (share > 0) {
-      const double next = *std::min_element(low + 1, values.end());
-      const double between = value + (next - value) * share;
-      value = std::isfinite(value) && std::isfinite(next) ? between : (share < 0.5 ? value : next);
-    }
-    (*quantiles)[i] = value;
-  }
-  return quantiles;
-}
 
 LayerRows read_layer(const SnapshotReader& reader, const HeadSelection& selection, int layer) {
   LayerRows result;
@@ -249,6 +218,10 @@ std::string heading(const SnapshotReader& reader, const std::optional<std::int64
               info.model_hash.empty() ? "hash not recorded" : "hash " + info.model_hash,
               info.tokenizer_hash.empty() ? "" : "tokenizer's hash " + info.tokenizer_hash));
   line("policy", policy_text(header));
+  const std::string surrogate = further_text(info, surrogate_folder_attribute);
+  if (!surrogate.empty()) {
+    line("surrogate", joined(surrogate, "hash " + further_text(info, surrogate_hash_attribute)));
+  }
   line("options", options_text(info.options));
   line("tokens", tokens_text(header));
   line("extents", fmt::format("{} layers, {} KV heads, head_dim {}", header.n_layers,
@@ -301,13 +274,7 @@ ordered_json rows_json(const SnapshotHeader& header, const KeptRows& rows, std::
                        {"kv_bytes", kv_bytes(header, rows.kept)},
                        {"unjudged", rows.unjudged ? ordered_json(*rows.unjudged) : ordered_json()},
                        {"unscored", rows.unscored}};
-  if (!rows.scores) {
-    json["scores"] = nullptr;
-    return json;
-  }
-  for (std::size_t i = 0; i < quantile_names.size(); ++i) {
-    json["scores"][quantile_names[i]] = number_json((*rows.scores)[i]);
-  }
+  json["scores"] = quantiles_json(rows.scores);
   return json;
 }
 

@@ -17,6 +17,7 @@
 
 #include "arguments.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/quote.hpp"
 #include "bench.hpp"
 #include "chat.hpp"
 #include "command_line.hpp"
@@ -90,6 +91,8 @@ int print_document(const kvzap::driver::CommandLine& line) {
     std::cout << kvzap::driver::policies_text(line.policy);
   } else if (line.shell == "zsh") {
     std::cout << kvzap::driver::zsh_completion(line.app);
+  } else if (line.shell == "fish") {
+    std::cout << kvzap::driver::fish_completion(line.app);
   } else {
     std::cout << kvzap::driver::bash_completion(line.app);
   }
@@ -144,7 +147,7 @@ int run_program(char* name, const std::vector<std::string>& arguments,
   if (!comm.is_root()) kokkos_arguments.push_back(quiet.data());
   const KokkosSession kokkos(kokkos_arguments);
   if (line.chat->parsed()) {
-    return driver::chat(*line.chat, line.chat_options, comm, driver::version);
+    return driver::chat(*line.chat, line.chat_options, comm, driver::version, driver::revision);
   } else if (line.bench->parsed()) {
     return driver::bench(line.bench_options, comm, driver::version, driver::revision);
   } else if (line.collect->parsed()) {
@@ -165,8 +168,10 @@ int run_program(char* name, const std::vector<std::string>& arguments,
     driver::diff(line.diff_options, comm, driver::version);
   } else {
     auto resumed = driver::open_resumed(*line.run, line.run_options, comm);
-    return driver::run(line.run_options, driver::recorded_options(*line.run, line.run_options),
-                       std::move(resumed), comm, driver::version);
+    const driver::RunDescription description{driver::version, driver::revision,
+                                             driver::recorded_options(*line.run, line.run_options),
+                                             driver::options_in_force(*line.run, line.run_options)};
+    return driver::run(line.run_options, description, std::move(resumed), comm);
   }
   return 0;
 }
@@ -187,19 +192,21 @@ int main(int argc, char** argv) try {
   try {
     return run_program(argv[0], arguments, comm);
   } catch (const kvzap::AgreedError& error) {
-    if (comm.is_root()) kvzap::driver::say("kvzap: error: {}\n", error.what());
+    if (comm.is_root())
+      kvzap::driver::say("kvzap: error: {}\n", kvzap::detail::shown_message(error.what()));
     return exit_failure;
   } catch (const std::exception& error) {
     // This rank's own trouble: the others wait in some collective call and must be ended.
     std::string what = dynamic_cast<const std::bad_alloc*>(&error) ? "out of memory" : error.what();
     std::replace(what.begin(), what.end(), '\n', ' ');  // Kokkos' message has several lines
-    kvzap::driver::say("kvzap: error: rank {}: {}\n", comm.rank(), what);
+    kvzap::driver::say("kvzap: error: rank {}: {}\n", comm.rank(),
+                       kvzap::detail::shown_message(what));
     std::fflush(stderr);
     comm.abort(exit_failure);
   }
 } catch (const std::exception& error) {
   // Before there are ranks, or where the message above could not be written.
-  std::fprintf(stderr, "kvzap: error: %s\n", error.what());
+  std::fprintf(stderr, "kvzap: error: %s\n", kvzap::detail::shown_message(error.what()).c_str());
   return exit_failure;
 } catch (...) {
   return exit_failure;

@@ -96,10 +96,10 @@ void check_parts(const fs::path& folder, bool needs_weights, bool needs_tokenize
         lacks_tokenizer ? " and token ids (--token-ids), as there is no tokenizer.json" : ""));
   }
   if (lacks_tokenizer) {
-    throw Error(
-        fmt::format("{}: expected a tokenizer, found no readable file; without one, prompts are token "
-                    "ids (--token-ids)",
-                    tokenizer.string()));
+    throw Error(fmt::format(
+        "{}: expected a tokenizer, found no readable file; without one, prompts are token "
+        "ids (--token-ids)",
+        tokenizer.string()));
   }
 }
 

@@ -24,13 +24,13 @@ struct ModelHashes {
 };
 ModelHashes hashes_of_model(const std::filesystem::path& folder, bool with_weights);
 
-/// Throws Error if the folder lacks what is needed of *.safetensors and tokenizer.json, with the
-/// options that do without.
-void check_parts(const std::filesystem::path& folder, bool needs_weights, bool needs_tokenizer);
-
 /// The same for a file or folder that a policy reads (PolicyParameter::Kind::file); of a folder,
 /// for what policies read of it.
 std::string hash_of_policy_file(const std::filesystem::path& file);
+
+/// Throws Error if the folder lacks what is needed of *.safetensors and tokenizer.json, with the
+/// options that do without.
+void check_parts(const std::filesystem::path& folder, bool needs_weights, bool needs_tokenizer);
 
 /// This rank's share of the weights. Collective.
 template <class Value>

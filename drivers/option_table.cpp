@@ -18,6 +18,7 @@ Entry entry_of(const CLI::Option& option) {
   // "TEXT:{f32,bf16}" with what validators say of themselves
   const std::string type = option.get_type_name();
   entry.type = type.substr(0, type.find(':'));
+  if (entry.type == "UINT") entry.type = "INT";  // a program's word
   const auto begin = type.find('{');
   const auto end = type.find('}', begin);
   if (option.get_expected_max() == 0) {

@@ -231,8 +231,8 @@ void declare(CLI::App& app, RunOptions& o) {
       ->type_name("FILE")
       ->group(prompt);
   add_texts(app, "--question", o.questions,
-            "question that follows the context; may be repeated, each is answered from the same "
-            "pruned context")
+            "question that follows the context; may be repeated: each is answered from the same "
+            "pruned context, and its answer printed under a line \"[1] QUESTION\"")
       ->group(prompt);
   app.add_option("--system", o.system,
                  "system message before the context, in place of the chat template's own")
@@ -340,6 +340,9 @@ void declare(CLI::App& app, RunOptions& o) {
   app.add_option("--json", o.json, "write a report to this file; - is standard output")
       ->type_name("FILE")
       ->group(output);
+  app.add_flag("--json-token-ids", o.json_token_ids,
+               "let that report have the token ids of context and questions, too")
+      ->group(output);
   app.add_option("--dump", o.dump,
                  "write token ids, the scores of the context, what was evicted and all logits to "
                  "this safetensors file")
@@ -375,24 +378,9 @@ void validate(const RunOptions& o) {
                       without_template ? without_template : ""));
   require(!o.system || o.resume.empty(),
           "--system does not go with --resume: the context has begun before");
+  require(!o.json_token_ids || !o.json.empty(),
+          "--json-token-ids has no effect without --json FILE");
   require(o.dump != "-", "--dump cannot be standard output");
-  const std::pair<const char*, const std::string*> outputs[] = {
-      {"--json", &o.json}, {"--snapshot", &o.snapshot}, {"--dump", &o.dump}};
-  for (const auto& [flag, file] : outputs) {
-    for (const auto& [other_flag, other] : outputs) {
-      if (file == other) break;  // each pair once
-      require(file->empty() || *file != *other,
-              fmt::format("{} and {} both name the file {}", other_flag, flag, *file));
-    }
-  }
-  for (const auto& [flag, input] : {std::pair("--resume", &o.resume), {"--append", &o.append}}) {
-    for (const auto& [other_flag, file] : outputs) {
-      // A snapshot may replace the one that it goes on from.
-      if (input == &o.resume && file == &o.snapshot) continue;
-      require(input->empty() || *input == "-" || *file != *input,
-              fmt::format("{} and {} both name the file {}", flag, other_flag, *input));
-    }
-  }
   if (o.dry_run || o.chats || !o.resume.empty()) return;
   require(o.prompt || !o.file.empty(), "no prompt: give one with -p TEXT or -f FILE");
 }

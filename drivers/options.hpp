@@ -60,6 +60,7 @@ struct RunOptions {
 
   std::optional<std::uint64_t> random_weights;
   std::string json;
+  bool json_token_ids = false;
   std::string snapshot;
   std::optional<std::int64_t> snapshot_every;
   std::optional<std::int64_t> snapshot_keep;

@@ -40,6 +40,18 @@ bool has_threshold(const RunOptions& o, const PolicySpec& spec) {
                      [](const auto& modifier) { return modifier.first->name == "dms"; });
 }
 
+/// Whether a budget is met over all layers together (Budget::Pool::model), as its policy, which
+/// may need weights to be made, will say.
+bool chooses_over_layers(const PolicySpec& spec) {
+  const auto& parameters = spec.info->parameters;
+  const bool may_by_layer =
+      std::any_of(parameters.begin(), parameters.end(),
+                  [](const PolicyParameter& parameter) { return parameter.name == "layerwise"; });
+  return (may_by_layer && !spec.arguments.flag("layerwise")) ||
+         std::any_of(spec.modifiers.begin(), spec.modifiers.end(),
+                     [](const auto& modifier) { return modifier.first->name == "global"; });
+}
+
 /// The budget of the flags with what modifiers that say how much stays make of it. (What others do
 /// is in whose favour rows go, or may need weights.)
 Budget planned_budget(const RunOptions& o, const std::optional<PolicySpec>& spec,
@@ -230,6 +242,15 @@ Budget budget_of(const RunOptions& o) {
   return budget;
 }
 
+std::string escaped_in_policy(const std::string& value) {
+  std::string escaped;
+  for (const char c : value) {
+    if (c == ',' || c == '+') escaped += '\\';  // part of the name
+    escaped += c;
+  }
+  return escaped;
+}
+
 std::string policy_text(const RunOptions& o) {
   if (o.surrogate.empty()) {
     require(name_in(o.policy) != "kvzap" || o.policy.find("surrogate=") != std::string::npos,
@@ -242,12 +263,7 @@ std::string policy_text(const RunOptions& o) {
           fmt::format("--surrogate is for --policy kvzap; --policy {} has no use for it", name));
   require(text.find("surrogate=") == std::string::npos,
           "--surrogate and --policy both name a surrogate: give one of them");
-  std::string folder;
-  for (const char c : o.surrogate) {
-    if (c == ',' || c == '+') folder += '\\';  // part of the name
-    folder += c;
-  }
-  return with_argument(with_layerwise(o, text), "surrogate=" + folder);
+  return with_argument(with_layerwise(o, text), "surrogate=" + escaped_in_policy(o.surrogate));
 }
 
 std::optional<PolicySpec> policy_spec(const RunOptions& o) {
@@ -376,7 +392,8 @@ PlannedEviction planned_eviction(const RunOptions& o, const std::optional<Policy
   const bool has_policy = !o.policy.empty() || !o.surrogate.empty();
   const bool is_plain_ratio =
       budget.amount == Budget::Amount::evict_ratio && (!has_policy || looks_up_threshold(o));
-  if (!budget.has_amount() || is_plain_ratio || tokens == 0) return {budget.evict_ratio, o.window};
+  if (!budget.has_amount()) return {0, o.window, !prunes(o)};
+  if (is_plain_ratio || tokens == 0) return {budget.evict_ratio, o.window, false};
   // A budget's choice reaches the rows of the window too.
   const Budget::Model model = budget_model(config, setup.dtype);
   std::int64_t rows = 0;
@@ -389,7 +406,9 @@ PlannedEviction planned_eviction(const RunOptions& o, const std::optional<Policy
   // The plan rounds down to whole rows, and the quotient may be a little too small.
   while (std::floor(ratio * static_cast<double>(tokens)) < evicted)
     ratio = std::nextafter(ratio, 1.0);
-  return {ratio, 0};
+  const bool waits_for_all =
+      spec && o.prefill == "dense" && (chooses_over_layers(*spec) || spec->info->repeats_context);
+  return {ratio, 0, !prunes(o) || waits_for_all};
 }
 
 }  // namespace kvzap::driver

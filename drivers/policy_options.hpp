@@ -37,6 +37,9 @@ LookedUpThreshold look_up_threshold(const RunOptions& options);
 /// The amount that the flags give, or none.
 Budget budget_of(const RunOptions& options);
 
+/// The value of a policy's parameter as parse_policy takes it.
+std::string escaped_in_policy(const std::string& value);
+
 /// The policy as parse_policy takes it, with the folder of --surrogate put in; empty without
 /// --policy and --surrogate. Throws Error if the two do not go together.
 std::string policy_text(const RunOptions& options);
@@ -55,6 +58,8 @@ struct PlannedEviction {
   double ratio = 0;
   /// Most recent tokens that stay whatever the ratio.
   int window = 0;
+  /// Nothing is evicted before the whole cache has been there.
+  bool is_full_at_first = false;
 };
 /// `config` is of the layers in use, that of `setup` of the whole model.
 PlannedEviction planned_eviction(const RunOptions& options, const std::optional<PolicySpec>& spec,

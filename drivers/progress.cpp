@@ -14,7 +14,6 @@
 #include <fstream>
 #include <iterator>
 #include <map>
-#include <optional>
 
 #include "console.hpp"
 #include "signals.hpp"
@@ -207,8 +206,10 @@ std::string progress_line(std::string_view what, double share, std::string_view 
 }
 
 Progress::Progress(bool enabled, ProgressStyle style)
-    : m_enabled(enabled && style != ProgressStyle::off), m_terminal(style == ProgressStyle::bar) {
-  m_bar = style != ProgressStyle::lines && m_terminal.exists();
+    : m_enabled(enabled && style != ProgressStyle::off) {
+  if (!m_enabled || style == ProgressStyle::lines) return;
+  m_terminal.emplace(style == ProgressStyle::bar);
+  if (!m_terminal->exists()) m_terminal.reset();
 }
 
 Progress::~Progress() { clear(); }
@@ -233,7 +234,7 @@ std::string Progress::time_left(Clock::time_point now, std::int64_t done,
   const double left =
       seconds * static_cast<double>(total - done) / static_cast<double>(done - m_done_at_start);
   constexpr double minute = 60, hour = 3600;
-  if (left < 2 * minute) return fmt::format("about {:.0f} s", left);
+  if (left < 2 * minute) return fmt::format("about {:.0f} s", std::max(1.0, left));
   if (left < 2 * hour) return fmt::format("about {:.0f} min", left / minute);
   return fmt::format("about {:.1f} h", left / hour);
 }
@@ -251,15 +252,16 @@ void Progress::update(std::string_view what, std::int64_t done, std::int64_t tot
   }
   const double seconds = std::chrono::duration<double>(now - m_last).count();
   const bool finished = done >= total;
-  if (m_bar) {
+  if (m_terminal) {
     if (seconds < 0.1 && !(finished && m_drawn)) return;
-    if (!m_terminal.is_ours()) return;
+    if (!m_terminal->is_ours()) return;
     const std::string line =
         progress_line(what, static_cast<double>(done) / static_cast<double>(total),
-                      rate(now, done, unit), time_left(now, done, total), m_terminal.columns());
-    m_terminal.write(fmt::format("\r{}\033[K", line));
-    terminal_with_bar = m_terminal.descriptor();
+                      rate(now, done, unit), time_left(now, done, total), m_terminal->columns());
+    // First who takes it away, as a signal may come right after.
     if (!m_drawn) erase_bar_at_the_end();
+    terminal_with_bar = m_terminal->descriptor();
+    m_terminal->write(fmt::format("\r{}\033[K", line));
     m_drawn = true;
     m_last = now;
   } else if (seconds >= 10 || (finished && m_line_printed)) {
@@ -273,7 +275,7 @@ void Progress::update(std::string_view what, std::int64_t done, std::int64_t tot
 
 void Progress::clear() {
   if (m_drawn) {
-    m_terminal.write(erase_line);
+    m_terminal->write(erase_line);
     terminal_with_bar = -1;
     // What is said now may still be on its way through mpirun when the next bar is due.
     m_last = Clock::now();

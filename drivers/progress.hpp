@@ -4,6 +4,7 @@
 #include <CLI/CLI.hpp>
 #include <chrono>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -77,8 +78,7 @@ class Progress {
   std::string rate(Clock::time_point now, std::int64_t done, std::string_view unit) const;
   std::string time_left(Clock::time_point now, std::int64_t done, std::int64_t total) const;
   bool m_enabled;
-  Terminal m_terminal;
-  bool m_bar = false;  // else lines
+  std::optional<Terminal> m_terminal;  // of a bar; without one there are lines
   bool m_drawn = false;
   bool m_line_printed = false;
   std::string m_what;

@@ -7,8 +7,10 @@
 #include <string>
 #include <vector>
 
+#include "machine.hpp"
 #include "options.hpp"
 #include "policy_options.hpp"
+#include "quantiles.hpp"
 
 namespace kvzap::driver {
 
@@ -16,6 +18,7 @@ struct AnsweredQuestion {
   std::string question;
   std::string text;
   Answer answer;
+  std::vector<Quantiles> scores;  // as RunReport::context_scores
   /// A person has ended it (kvzap chat), which is then why it ends.
   bool is_interrupted = false;
   bool is_from_snapshot = false;  // a run before has answered it; its times are not known
@@ -47,6 +50,9 @@ struct ResumedFrom {
 /// Everything a run measured; filled in as it goes.
 struct RunReport {
   std::string version;
+  std::string revision;
+  Machine machine;
+  nlohmann::ordered_json flags;  // of options_in_force
   ModelConfig model;
   std::int64_t all_layers = 0;                 // of the checkpoint; model has those in use
   std::string surrogate_kind;                  // empty: none
@@ -72,7 +78,12 @@ struct RunReport {
   double texts_seconds = 0;
   double prefill_seconds = 0;
   CacheReport context;
+  /// Of the scores of kept rows, layer by layer; empty: not known.
+  std::vector<Quantiles> context_scores;
   std::vector<AnsweredQuestion> answers;
+  // For --json-token-ids.
+  std::vector<TokenId> context_ids;
+  std::vector<std::vector<TokenId>> question_ids;
   std::vector<std::int64_t> weight_bytes;    // per rank
   std::vector<std::int64_t> peak_rss_bytes;  // per rank
 };
@@ -80,14 +91,39 @@ struct RunReport {
 /// "335.5 GB"; decimal units.
 std::string human_bytes(std::int64_t bytes);
 
+/// "[2] What is that?", for answers to several questions: the question as one line, shortened.
+std::string answer_heading(std::size_t number, const std::string& question);
+
 nlohmann::ordered_json to_json(const RunReport& report, const RunOptions& options);
 std::string to_text(const RunReport& report, const RunOptions& options);
 /// That a signal has ended the run, and what to do about it.
 std::string stop_text(const RunReport& report, const RunOptions& options);
-std::string to_text(const MemoryPlan& plan, const ModelConfig& model, DType dtype,
-                    std::int64_t tokens, double evict_ratio);
-nlohmann::ordered_json to_json(const MemoryPlan& plan, const RunOptions& options,
-                               std::int64_t tokens, double evict_ratio);
+
+/// What --dry-run finds out.
+struct PlanReport {
+  MemoryPlan plan;
+  std::int64_t tokens = 0;
+  PlannedEviction eviction;
+  int most_ranks = 1;  // that the model can be dealt to
+  /// The node on which least would be left, of all that ranks are on.
+  int nodes = 1;
+  int ranks_on_node = 1;
+  std::int64_t needed_on_node = 0;
+  std::int64_t available_on_node = -1;  // -1: not known, as on a device
+  /// Fewest nodes like this one, with as many ranks each, that would do; 0: none. Of interest
+  /// where it does not fit.
+  int nodes_that_fit = 0;
+
+  bool is_known() const { return available_on_node >= 0; }
+  bool fits() const { return needed_on_node <= available_on_node; }
+};
+
+/// What a rank (or all of them: MemoryPlan) has at most at any one time.
+std::int64_t needed_bytes(const MemoryPlan::Rank& part, bool is_full_at_first);
+std::int64_t needed_bytes(const MemoryPlan& part, bool is_full_at_first);
+
+std::string to_text(const PlanReport& report, const ModelConfig& model, DType dtype);
+nlohmann::ordered_json to_json(const PlanReport& report, const RunOptions& options);
 
 /// Kept rows [layer][KV head] from the JSON file of an earlier run. Throws Error naming file and
 /// field if they are not there or do not fit the model.

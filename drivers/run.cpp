@@ -3,7 +3,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
+#include <functional>
 #include <kvzap/calibrate.hpp>
 #include <kvzap/generate.hpp>
 #include <kvzap/memory_plan.hpp>
@@ -135,6 +137,51 @@ std::unique_ptr<Generator> make_generator(const RunOptions& options, const Cache
   return generator;
 }
 
+/// What a node with so many ranks needs, if all of them are on it, or at most.
+std::int64_t needed_on_node(const MemoryPlan& plan, bool is_full_at_first, int ranks_on_node) {
+  if (static_cast<int>(plan.ranks.size()) == ranks_on_node) {
+    return needed_bytes(plan, is_full_at_first);
+  }
+  std::int64_t most = 0;
+  for (const auto& rank : plan.ranks) {
+    most = std::max(most, needed_bytes(rank, is_full_at_first));
+  }
+  std::int64_t all = 0;
+  return __builtin_mul_overflow(most, ranks_on_node, &all)
+             ? std::numeric_limits<std::int64_t>::max()
+             : all;
+}
+
+/// Fills in what `report` has of nodes. Collective. `plan_for` plans for a number of ranks.
+void compare_with_nodes(PlanReport& report, const Communicator& comm,
+                        const std::function<MemoryPlan(int)>& plan_for) {
+  const bool is_full = report.eviction.is_full_at_first;
+  const auto all = comm.all_gather({report.ranks_on_node, available_bytes_of_node()});
+  double nodes = 0;
+  std::int64_t least_left = std::numeric_limits<std::int64_t>::max();
+  for (const auto& rank : all) {
+    const int ranks = static_cast<int>(rank[0]);
+    nodes += 1.0 / ranks;
+    const std::int64_t needed = needed_on_node(report.plan, is_full, ranks);
+    if (rank[1] - needed >= least_left) continue;
+    least_left = rank[1] - needed;
+    report.ranks_on_node = ranks;
+    report.needed_on_node = needed;
+    report.available_on_node = rank[1];
+  }
+  report.nodes = static_cast<int>(std::lround(nodes));
+  if (!report.is_known() || report.fits()) return;
+  comm.agree_on_root([&] {
+    const int most = report.most_ranks / report.ranks_on_node;
+    for (int n = report.nodes + 1; n <= most && report.nodes_that_fit == 0; ++n) {
+      const MemoryPlan plan = plan_for(n * report.ranks_on_node);
+      if (needed_on_node(plan, is_full, report.ranks_on_node) <= report.available_on_node) {
+        report.nodes_that_fit = n;
+      }
+    }
+  });
+}
+
 void dry_run(const RunOptions& options, const std::optional<PolicySpec>& spec,
              const ModelSetup& setup, const Tokenizer* tokenizer, std::int64_t limit,
              const Communicator& comm) {
@@ -151,15 +198,20 @@ void dry_run(const RunOptions& options, const std::optional<PolicySpec>& spec,
   const DType dtype = dtype_from_name(options.dtype);
   const ModelConfig whole = whole_config(setup);
   const PolicySetup policy_setup{whole, setup.partition_of_all_layers, dtype, options.model, comm};
-  MemoryPlan planned;
-  PlannedEviction eviction;
+  PlanReport report;
+  report.tokens = tokens;
+  report.most_ranks = static_cast<int>(config.num_key_value_heads);
+  report.ranks_on_node = comm.ranks_on_node();
   comm.agree([&] {
-    eviction = planned_eviction(options, spec, policy_setup, config, tokens);
-    planned = plan(options, config, tokens, comm.size(), eviction);
+    report.eviction = planned_eviction(options, spec, policy_setup, config, tokens);
+    report.plan = plan(options, config, tokens, comm.size(), report.eviction);
+  });
+  compare_with_nodes(report, comm, [&](int ranks) {
+    return plan(options, config, tokens, ranks, report.eviction);
   });
   comm.agree_on_root([&] {
     if (options.json != "-") {
-      const std::string text = to_text(planned, config, dtype, tokens, eviction.ratio);
+      const std::string text = to_text(report, config, dtype);
       std::fwrite(text.data(), 1, text.size(), stdout);
       if (spec && spec->info->repeats_context && prunes(options)) {
         fmt::print(
@@ -169,7 +221,7 @@ void dry_run(const RunOptions& options, const std::optional<PolicySpec>& spec,
       }
     }
     if (!options.json.empty()) {
-      write_whole(options.json, to_json(planned, options, tokens, eviction.ratio).dump(2) + "\n");
+      write_whole(options.json, to_json(report, options).dump(2) + "\n");
     }
     flush_stdout();
   });
@@ -178,16 +230,19 @@ void dry_run(const RunOptions& options, const std::optional<PolicySpec>& spec,
 /// One run, from its options to its report.
 class Run {
  public:
-  Run(const RunOptions& options, std::string recorded, std::unique_ptr<ResumedRun> resumed,
-      const Communicator& comm, const std::string& version, const Talk& talk)
+  Run(const RunOptions& options, const RunDescription& description,
+      std::unique_ptr<ResumedRun> resumed, const Communicator& comm, const Talk& talk)
       : m_options(options),
-        m_recorded(std::move(recorded)),
+        m_recorded(description.recorded),
         m_resumed(std::move(resumed)),
         m_comm(comm),
         m_talk(talk),
         m_talks(comm.is_root() && !options.quiet),
         m_bar(m_talks, options.progress) {
-    m_report.version = version;
+    m_report.version = description.version;
+    m_report.revision = description.revision;
+    m_report.flags = nlohmann::ordered_json::parse(description.flags);
+    m_report.machine = describe_machine();
     m_report.ranks = comm.size();
   }
 
@@ -214,10 +269,12 @@ class Run {
   void set_up_snapshots();
   void go_on(bool reusable);
   void run_context();
+  std::vector<Quantiles> score_quantiles() const;
   bool prints() const { return m_comm.is_root() && m_options.json != "-"; }
   void note_stop(int signal);
   void stop_if_asked() const;
-  void tell_again(const AnsweredQuestion& answered) const;
+  void begin_answer(std::size_t question) const;
+  void tell_again(std::size_t question) const;
   void write_due();
   void note_context_after_question();
   bool is_last(TokenId token) const;
@@ -225,6 +282,7 @@ class Run {
   void answer_all();
   void talk_on();
   void write_dump();
+  void note_flags();
   void tell();
 
   RunOptions m_options;
@@ -428,6 +486,11 @@ void Run::set_up_snapshots() {
                                      : hashes_of_model(m_options.model, !m_options.random_weights);
       info.model_hash = hashes.model;
       info.tokenizer_hash = hashes.tokenizer;
+      const SurrogateIdentity surrogate = identity_of_surrogate(m_options);
+      if (!surrogate.folder.empty()) {
+        info.further[surrogate_folder_attribute] = surrogate.folder;
+        info.further[surrogate_hash_attribute] = surrogate.hash;
+      }
     });
     info.model = m_options.model;
     info.kvzap_version = m_report.version;
@@ -508,18 +571,48 @@ void Run::run_context() {
     note();
     throw;
   }
+  const bool is_from_snapshot = m_state.context.has_value();
   note();
+  if (!is_after_question() && !is_from_snapshot) m_report.context_scores = score_quantiles();
   if (!is_after_question()) m_state.context = m_report.context;
   if (m_dump) m_dump->take_prefill(*m_generator);
 }
 
 // 4. Each question, from the same pruned context; tokens are printed as they come.
 
+/// One answer stands alone, for scripts; several say what they are answers to.
+void Run::begin_answer(std::size_t question) const {
+  if (!prints() || m_prompt.questions.size() < 2) return;
+  const std::string heading = fmt::format("{}{}\n", question > 0 ? "\n" : "",
+                                          answer_heading(question + 1, m_state.texts[question]));
+  std::fwrite(heading.data(), 1, heading.size(), stdout);
+  std::fflush(stdout);
+}
+
 /// What the run before has answered.
-void Run::tell_again(const AnsweredQuestion& answered) const {
+void Run::tell_again(std::size_t question) const {
   if (!prints()) return;
+  const AnsweredQuestion& answered = m_report.answers[question];
+  begin_answer(question);
   std::fwrite(answered.text.data(), 1, answered.text.size(), stdout);
   std::fwrite("\n", 1, 1, stdout);
+}
+
+/// For the report, of the rows that the sequence has now. Collective.
+std::vector<Quantiles> Run::score_quantiles() const {
+  if (m_options.json.empty() || m_report.cache_options.prune == PruneMode::none) return {};
+  std::vector<Quantiles> layers;
+  for (int layer = 0; layer < config().num_hidden_layers; ++layer) {
+    std::vector<float> scores;
+    m_comm.agree([&] {
+      for (const std::vector<float>& head : m_generator->scores(layer)) {
+        scores.insert(scores.end(), head.begin(), head.end());
+      }
+    });
+    std::vector<float> of_all_ranks = m_comm.gather(scores.data(), scores.size(), 0);
+    if (m_comm.is_root()) layers.push_back(quantiles_of(of_all_ranks));
+  }
+  return layers;
 }
 
 /// At the first token: what a run that goes on cannot find out any more.
@@ -550,6 +643,7 @@ void Run::answer(std::size_t question) {
     std::fwrite(piece.data(), 1, piece.size(), stdout);
     std::fflush(stdout);
   };
+  begin_answer(question);
   const auto emit_token = [&](TokenId token) {
     if (decoder) {
       emit(decoder->append(token));
@@ -608,6 +702,7 @@ void Run::answer(std::size_t question) {
   if (is_after_question() && !m_state.context) m_report.context = answered.answer.pruned;
   if (is_after_question()) m_state.context = m_report.context;
   end_line();
+  answered.scores = score_quantiles();
   m_report.answers.push_back(std::move(answered));
 }
 
@@ -623,7 +718,7 @@ void Run::answer_all() {
     write_due();
     m_snapshots->after_step(*m_generator, 0);
   }
-  for (const AnsweredQuestion& answered : m_report.answers) tell_again(answered);
+  for (std::size_t i = 0; i < m_report.answers.size(); ++i) tell_again(i);
   for (std::size_t i = m_report.answers.size(); i < m_prompt.questions.size(); ++i) answer(i);
   m_snapshots->finish();
 }
@@ -661,7 +756,19 @@ void Run::write_dump() {
                                  {"policy", m_report.policy.empty() ? "none" : m_report.policy}});
 }
 
+/// Options that were worked out.
+void Run::note_flags() {
+  nlohmann::ordered_json& flags = m_report.flags;
+  if (m_report.looked_up) flags["threshold"] = number_json(m_report.looked_up->threshold);
+  if (m_limit > 0) flags["ctx-size"] = m_limit;
+  flags["layers"] = config().num_hidden_layers;
+  if (!m_options.json_token_ids) return;
+  m_report.context_ids = m_prompt.context;
+  m_report.question_ids = m_prompt.questions;
+}
+
 void Run::tell() {
+  note_flags();
   for (const auto& rank : m_comm.all_gather({peak_rss_bytes()})) {
     m_report.peak_rss_bytes.push_back(rank.front());
   }
@@ -719,9 +826,9 @@ int Run::operator()() {
 
 }  // namespace
 
-int run(const RunOptions& options, std::string recorded, std::unique_ptr<ResumedRun> resumed,
-        const Communicator& comm, const std::string& version, const Talk& talk) {
-  return Run(options, std::move(recorded), std::move(resumed), comm, version, talk)();
+int run(const RunOptions& options, const RunDescription& description,
+        std::unique_ptr<ResumedRun> resumed, const Communicator& comm, const Talk& talk) {
+  return Run(options, description, std::move(resumed), comm, talk)();
 }
 
 }  // namespace kvzap::driver

@@ -36,12 +36,19 @@ struct OpenRun {
 /// What is done with it. May throw Interrupted on every rank.
 using Talk = std::function<void(OpenRun&)>;
 
-/// Carries out the command on all ranks. `recorded`: of recorded_options; `resumed`: of
-/// open_resumed; `talk`: in place of the options' questions, and of the report to a person. Returns
-/// the exit status, 128 + the number of the signal that has ended the run early, its snapshot
-/// written. Throws AgreedError, on every rank alike, for whatever is wrong with the input; any
-/// other exception is one rank's own.
-int run(const RunOptions& options, std::string recorded, std::unique_ptr<ResumedRun> resumed,
-        const Communicator& comm, const std::string& version, const Talk& talk = {});
+/// What a run says of itself.
+struct RunDescription {
+  std::string version;
+  std::string revision;  // of the sources
+  std::string recorded;  // of recorded_options
+  std::string flags;     // of options_in_force
+};
+
+/// Carries out the command on all ranks. `resumed`: of open_resumed; `talk`: in place of the
+/// options' questions, and of the report to a person. Returns the exit status, 128 + the number of
+/// the signal that has ended the run early, its snapshot written. Throws AgreedError, on every rank
+/// alike, for whatever is wrong with the input; any other exception is one rank's own.
+int run(const RunOptions& options, const RunDescription& description,
+        std::unique_ptr<ResumedRun> resumed, const Communicator& comm, const Talk& talk = {});
 
 }  // namespace kvzap::driver

@@ -144,12 +144,6 @@ std::int64_t kv_bytes(const SnapshotHeader& header, std::int64_t rows) {
   return 2 * rows * header.head_dim * static_cast<std::int64_t>(size_of(header.dtype));
 }
 
-nlohmann::ordered_json number_json(double value) {
-  if (std::isnan(value)) return nullptr;
-  if (std::isinf(value)) return value > 0 ? "inf" : "-inf";
-  return value;
-}
-
 std::string percent(std::int64_t part, std::int64_t whole) {
   if (whole == 0) return "-";
   return fmt::format("{:.1f} %", 100 * static_cast<double>(part) / static_cast<double>(whole));

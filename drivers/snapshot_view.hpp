@@ -70,9 +70,6 @@ void count_kept(const SnapshotReader& reader, int layer, int head,
 /// Keys and values of so many rows, in the type in which the file has, or would have, them.
 std::int64_t kv_bytes(const SnapshotHeader& header, std::int64_t rows);
 
-/// A number as JSON, which has no infinity: "inf", "-inf"; NaN is null.
-nlohmann::ordered_json number_json(double value);
-
 /// "42.1 %"; "-" of nothing.
 std::string percent(std::int64_t part, std::int64_t whole);
 

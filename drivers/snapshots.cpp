@@ -9,6 +9,7 @@
 #include <set>
 #include <utility>
 
+#include "base/escaped_list.hpp"
 #include "base/fnv.hpp"
 #include "base/json_file.hpp"
 #include "console.hpp"
@@ -31,8 +32,8 @@ std::string dumped(const ordered_json& value) {
 /// Of inputs, outputs and the machine: no run begins with those of another.
 bool is_recorded(const std::string& name) {
   static const std::set<std::string> not_recorded = {
-      "help", "config", "prompt", "file",   "system", "question", "placement",
-      "json", "dump",   "resume", "append", "quiet",  "dry-run",  "progress"};
+      "help", "config", "prompt", "file",  "system",  "question",       "placement", "json",
+      "dump", "resume", "append", "quiet", "dry-run", "json-token-ids", "progress"};
   return not_recorded.count(name) == 0 && name.rfind("snapshot", 0) != 0;
 }
 
@@ -89,6 +90,12 @@ ordered_json value_of(const CLI::Option& option, const std::string& text) {
   // Not infinity, which JSON lacks.
   if (is_number && json::accept(text)) return ordered_json::parse(text);
   return text;
+}
+
+/// What it is by default depends on others.
+std::string prune_of(const RunOptions& options) {
+  if (!prunes(options)) return "none";
+  return options.prune.empty() ? "prefill" : options.prune;
 }
 
 std::string text_of(const json& value) {
@@ -168,6 +175,58 @@ void restore_options(CLI::App& app, const json& recorded, const std::string& sna
       throw Error(fmt::format("{}: options: {}: {}", snapshot, name, explain(app, error)));
     }
   }
+}
+
+/// Where a file or folder is, seen from any folder; as it is if that cannot be said.
+std::string absolute(const std::string& file) {
+  std::error_code failed;
+  const fs::path path = fs::absolute(file, failed).lexically_normal();
+  return file.empty() || failed ? file : path.string();
+}
+
+/// Whether an argument of a policy names a file that is there. (Where none is needed, the standard
+/// value is a word such as "none".)
+bool names_file(const PolicyParameter& parameter, const std::string& value) {
+  return parameter.kind == PolicyParameter::Kind::file && !value.empty() &&
+         value != parameter.standard;
+}
+
+/// "name:key=value,…" with the files that it names as seen from any folder.
+std::string part_of_any_folder(const std::string& part,
+                               const std::vector<PolicyParameter>& parameters) {
+  const std::size_t colon = part.find(':');
+  if (colon == std::string::npos) return part;
+  std::string text = part.substr(0, colon);
+  char separator = ':';
+  for (const std::string& pair : detail::split_unescaped(part.substr(colon + 1), ',')) {
+    const std::size_t equals = pair.find('=');
+    const std::string key = pair.substr(0, equals);
+    const std::string value = detail::without_escapes(pair.substr(equals + 1), ",+");
+    const bool is_file =
+        std::any_of(parameters.begin(), parameters.end(), [&](const PolicyParameter& parameter) {
+          return parameter.name == key && names_file(parameter, value);
+        });
+    text += separator;
+    text += is_file ? key + "=" + escaped_in_policy(absolute(value)) : pair;
+    separator = ',';
+  }
+  return text;
+}
+
+/// --policy, likewise.
+std::string policy_of_any_folder(const RunOptions& options) {
+  PolicySpec spec;
+  try {
+    spec = parse_policy(policy_text(options));
+  } catch (const Error&) {
+    return options.policy;  // the run will say what is wrong with it
+  }
+  const std::vector<std::string> parts = detail::split_unescaped(options.policy, '+');
+  std::string text = part_of_any_folder(parts.front(), spec.info->parameters);
+  for (std::size_t i = 1; i < parts.size(); ++i) {
+    text += "+" + part_of_any_folder(parts[i], spec.modifiers.at(i - 1).first->parameters);
+  }
+  return text;
 }
 
 // --- the state of a run
@@ -320,6 +379,23 @@ void check_model(const RunOptions& options, const SnapshotInfo& info, const Mode
   check("tokenizer", found.tokenizer, info.tokenizer_hash);
 }
 
+/// Throws Error if the folder's surrogate is another than the snapshot's.
+void check_surrogate(const RunOptions& options, const SnapshotInfo& info,
+                     const std::string& snapshot) {
+  const std::string expected = further_text(info, surrogate_hash_attribute);
+  if (expected.empty()) return;
+  SurrogateIdentity found;
+  try {
+    found = identity_of_surrogate(options);
+  } catch (const Error&) {
+    return;  // identity_of_policy will throw the same
+  }
+  if (found.folder.empty() || found.hash == expected) return;
+  throw Error(fmt::format("{}: {} has another surrogate: its hash is {}; expected {}, that of {}",
+                          snapshot, found.folder, found.hash, expected,
+                          further_text(info, surrogate_folder_attribute)));
+}
+
 /// A copy that appears once it is complete. One process alone.
 void copy_whole(const fs::path& from, const fs::path& to) {
   const Communicator self = Communicator::self();
@@ -374,17 +450,34 @@ std::string recorded_options(const CLI::App& app, const RunOptions& options) {
     if (!text.empty()) recorded[name] = value_of(*option, text);
   }
   // Another run may begin in another folder.
-  const auto absolute = [&](const char* name, const std::string& folder) {
-    std::error_code failed;
-    const fs::path path = fs::absolute(folder, failed).lexically_normal();
-    if (!folder.empty() && !failed) recorded[name] = path.string();
-  };
-  absolute("model", options.model);
-  absolute("surrogate", options.surrogate);
-  // What it is by default depends on others.
-  recorded["prune"] =
-      prunes(options) ? (options.prune.empty() ? "prefill" : options.prune) : "none";
+  if (!options.model.empty()) recorded["model"] = absolute(options.model);
+  if (!options.surrogate.empty()) recorded["surrogate"] = absolute(options.surrogate);
+  if (!options.policy.empty()) recorded["policy"] = policy_of_any_folder(options);
+  recorded["prune"] = prune_of(options);
   return dumped(recorded);
+}
+
+std::string options_in_force(const CLI::App& app, const RunOptions& options) {
+  ordered_json all = ordered_json::object();
+  for (const CLI::Option* option : app.get_options()) {
+    const std::string name = name_of(*option);
+    if (name.empty() || name == "help") continue;
+    const std::string text = name == "question" ? "" : text_of(*option);
+    all[name] = text.empty() ? (is_flag(*option) ? ordered_json(false) : ordered_json())
+                             : value_of(*option, text);
+  }
+  if (options.prompt) all["prompt"] = *options.prompt;
+  all["question"] = options.questions;
+  all["trim"] = options.trim;
+  all["prune"] = prune_of(options);
+  return dumped(all);
+}
+
+std::string further_text(const SnapshotInfo& info, const char* name) {
+  const auto found = info.further.find(name);
+  if (found == info.further.end()) return "";
+  const auto* const text = std::get_if<std::string>(&found->second);
+  return text ? *text : "";
 }
 
 std::string identity_of_policy(const RunOptions& options) {
@@ -395,10 +488,7 @@ std::string identity_of_policy(const RunOptions& options) {
     identity += info.name;
     for (const PolicyParameter& parameter : info.parameters) {
       std::string value = arguments.text(parameter.name);
-      const bool is_file = parameter.kind == PolicyParameter::Kind::file;
-      if (is_file && !value.empty() && value != parameter.standard) {
-        value = hash_of_policy_file(value);
-      }
+      if (names_file(parameter, value)) value = hash_of_policy_file(value);
       identity += fmt::format(":{}={}", parameter.name, value);
     }
   };
@@ -408,6 +498,17 @@ std::string identity_of_policy(const RunOptions& options) {
     add(*info, arguments);
   }
   return identity;
+}
+
+SurrogateIdentity identity_of_surrogate(const RunOptions& options) {
+  if (!prunes(options)) return {};
+  const PolicySpec spec = parse_policy(policy_text(options));
+  for (const PolicyParameter& parameter : spec.info->parameters) {
+    const std::string value = spec.arguments.text(parameter.name);
+    if (parameter.name != "surrogate" || !names_file(parameter, value)) continue;
+    return {absolute(value), hash_of_policy_file(value)};
+  }
+  return {};
 }
 
 std::string to_json_text(const RunState& state) {
@@ -459,7 +560,15 @@ std::unique_ptr<ResumedRun> open_resumed(CLI::App& app, RunOptions& options,
     }
     run->hashes = hashes_of_model(options.model, !options.random_weights);
     check_model(options, info, run->hashes, snapshot);
-    const std::string policy = identity_of_policy(options);
+    check_surrogate(options, info, snapshot);
+    std::string policy;
+    try {
+      policy = identity_of_policy(options);
+    } catch (const Error& error) {
+      throw Error(
+          fmt::format("{}: {} (if it has been moved, --policy or --surrogate says where it is now)",
+                      snapshot, error.what()));
+    }
     if (policy == run->state.policy) return;
     throw Error(fmt::format("{}: its policy was {}; by the files that are there now it is {}",
                             snapshot, run->state.policy, policy));

@@ -27,9 +27,28 @@ namespace kvzap::driver {
 /// machines left out. `app` is `kvzap run`, parsed into `options`.
 std::string recorded_options(const CLI::App& app, const RunOptions& options);
 
+/// Every option of a run, as JSON: {"long flag": value in force, or null}. `app` is `kvzap run`,
+/// parsed into `options`.
+std::string options_in_force(const CLI::App& app, const RunOptions& options);
+
 /// What the policy of a run is, whatever the names of the files that it reads; empty without one.
 /// Reads those files. Throws Error as parse_policy does.
 std::string identity_of_policy(const RunOptions& options);
+
+/// Attributes of a snapshot that say which surrogate has scored its rows.
+inline constexpr const char* surrogate_folder_attribute = "surrogate_folder";
+inline constexpr const char* surrogate_hash_attribute = "surrogate_hash";
+
+/// The text of a further attribute; empty: the snapshot has none.
+std::string further_text(const SnapshotInfo& info, const char* name);
+
+/// The surrogate of a run, wherever its options name it.
+struct SurrogateIdentity {
+  std::string folder;  // absolute; empty: there is none
+  std::string hash;    // as identity_of_policy has it
+};
+/// Reads the folder's files. Throws Error as parse_policy does.
+SurrogateIdentity identity_of_surrogate(const RunOptions& options);
 
 /// How far a run is, apart from its cache and the answer under way.
 struct RunState {

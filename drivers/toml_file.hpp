@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace kvzap::driver {
@@ -18,7 +19,10 @@ struct TomlEntry {
   std::vector<std::optional<std::string>> values;
 };
 
-/// Throws std::runtime_error naming file and line if it cannot be read or is not TOML.
+/// Throws std::runtime_error naming file and line if it cannot be read, is no file or pipe, is not
+/// TOML, or is larger or nested deeper than any deck.
 std::vector<TomlEntry> read_toml(const std::string& file);
+/// The same of the file's text; `file` is for messages.
+std::vector<TomlEntry> parse_toml(std::string_view text, const std::string& file);
 
 }  // namespace kvzap::driver

@@ -252,6 +252,8 @@ class Engine {
 
   /// Positions of the rows that a head on this rank still has, ascending; for tests and analyses.
   virtual std::vector<std::int64_t> positions(SequenceId sequence, int layer, int head_on_rank) = 0;
+  /// Scores of those rows, in the same order, of each head on this rank; NaN: the row has none.
+  virtual std::vector<std::vector<float>> scores(SequenceId sequence, int layer) = 0;
   virtual void set_observer(StepObserver* observer) = 0;
   virtual void set_attention_path(AttentionPath path) = 0;
 

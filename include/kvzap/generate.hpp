@@ -147,6 +147,8 @@ class Generator {
   std::vector<std::int64_t> positions(int layer, int head_on_rank) {
     return m_engine->positions(m_sequence, layer, head_on_rank);
   }
+  /// As Engine::scores.
+  std::vector<std::vector<float>> scores(int layer) { return m_engine->scores(m_sequence, layer); }
   void set_observer(StepObserver* observer) { m_engine->set_observer(observer); }
   void set_attention_path(AttentionPath path) { m_engine->set_attention_path(path); }
   Engine& engine() { return *m_engine; }

@@ -33,11 +33,11 @@ struct SamplingOptions {
   /// The three penalties look at so many of the most recent tokens; 0: at none, -1: at all.
   std::int64_t repeat_last_n = -1;
   /// Tokens that are never drawn.
-  std::vector<TokenId> suppress_tokens;
+  std::vector<TokenId> suppress_tokens = {};
   /// Sequences, none of them empty, whose last token is not drawn where the others stand before it.
   /// As transformers' bad_words_ids: a sequence of more tokens than stand there at all does
   /// nothing.
-  std::vector<std::vector<TokenId>> bad_words;
+  std::vector<std::vector<TokenId>> bad_words = {};
 
   /// Whether anything may change logits.
   bool changes_logits() const;

@@ -2,46 +2,205 @@
 
 #include <fmt/format.h>
 
-#include <fstream>
-#include <set>
+#include <algorithm>
 #include <system_error>
+#include <utility>
 #include <vector>
 
-namespace kvzap::detail {
+#include "base/quote.hpp"
+#include "base/text_file.hpp"
 
-nlohmann::json parse_json(std::string_view text, const std::string& what) {
-  std::vector<std::set<std::string>> keys;
-  const auto check = [&](int depth, nlohmann::json::parse_event_t event,
-                         nlohmann::json& parsed) -> bool {
-    using Event = nlohmann::json::parse_event_t;
-    if (event == Event::object_start || event == Event::array_start) {
-      if (depth >= max_json_depth) {
-        throw Error(fmt::format("{}: JSON is nested too deeply: expected at most {} levels", what,
-                                max_json_depth));
-      }
-      keys.resize(static_cast<std::size_t>(depth) + 1);
-      keys.back().clear();
-    } else if (event == Event::key) {
-      const auto& key = parsed.get_ref<const std::string&>();
-      keys.resize(static_cast<std::size_t>(depth));
-      if (!keys.back().insert(key).second) {
-        throw Error(fmt::format("{}: key '{}' is given more than once", what, key));
-      }
-    }
-    return true;
-  };
-  try {
-    return nlohmann::json::parse(text.begin(), text.end(), check);
-  } catch (const nlohmann::json::exception& error) {
-    throw Error(fmt::format("{}: not valid JSON: {}", what, error.what()));
-  }
+namespace kvzap::detail {
+namespace {
+
+using Json = nlohmann::json;
+
+// What values take in memory, with the C library's own share: blocks are multiples of 16 bytes, 8
+// of them its own.
+constexpr std::size_t value_bytes = sizeof(Json);
+constexpr std::size_t string_bytes = 48;
+constexpr std::size_t object_bytes = 64;
+constexpr std::size_t list_bytes = 32;
+constexpr std::size_t member_bytes = 96;  // of an object, with its key and value
+
+std::size_t text_bytes(std::size_t length) { return length < 16 ? 0 : length + 32; }
+
+// (The library takes lists apart in lists that grow to three times their length. This many values
+// are in no list of any model's files, and are counted as what that takes.)
+std::size_t elements_bytes(std::size_t capacity) {
+  constexpr std::size_t very_long = 1u << 20;
+  return capacity == 0 ? 0 : 16 + capacity * value_bytes * (capacity < very_long ? 1 : 4);
 }
 
-nlohmann::json read_json_object(const std::filesystem::path& file, std::uintmax_t max_bytes) {
+/// "line 3, column 5 (byte 70)", all counted from 1.
+std::string place_of(std::string_view text, std::size_t offset) {
+  offset = std::min(offset, text.size());
+  const std::string_view before = text.substr(0, offset);
+  const auto line = std::count(before.begin(), before.end(), '\n') + 1;
+  const std::size_t newline = before.rfind('\n');
+  const std::size_t column = offset - (newline == std::string_view::npos ? 0 : newline + 1) + 1;
+  return fmt::format("line {}, column {} (byte {})", line, column, offset + 1);
+}
+
+/// Builds the value as it is parsed, and ends that as soon as a limit is exceeded: nesting, keys
+/// that are repeated, memory.
+class Builder final : public nlohmann::json_sax<Json> {
+ public:
+  Builder(std::string_view text, const std::string& what) : m_text(text), m_what(what) {}
+
+  Json take() { return std::move(m_root); }
+
+  bool null() override { return put(nullptr, 0); }
+  bool boolean(bool value) override { return put(value, 0); }
+  bool number_integer(number_integer_t value) override { return put(value, 0); }
+  bool number_unsigned(number_unsigned_t value) override { return put(value, 0); }
+  bool number_float(number_float_t value, const string_t&) override { return put(value, 0); }
+  bool string(string_t& value) override {
+    const std::size_t bytes = string_bytes + text_bytes(value.size());
+    return put(std::move(value), bytes);
+  }
+  bool binary(binary_t&) override { return false; }  // never in text
+
+  bool start_object(std::size_t) override { return open(Json::object(), object_bytes); }
+  bool start_array(std::size_t) override { return open(Json::array(), list_bytes); }
+  bool end_object() override { return close(); }
+  bool end_array() override { return close(); }
+
+  bool key(string_t& key) override {
+    spend(member_bytes + text_bytes(key.size()));
+    auto& object = m_open.back()->get_ref<Json::object_t&>();
+    const auto [member, is_new] = object.emplace(std::move(key), nullptr);
+    m_member = &member->second;
+    m_keys.back() = &member->first;
+    if (!is_new) {
+      throw Error(fmt::format("{}: key {} is given more than once{}", m_what,
+                              in_quotes(member->first), path_text()));
+    }
+    return true;
+  }
+
+  bool parse_error(std::size_t position, const std::string&,
+                   const nlohmann::json::exception& error) override {
+    // "[json.exception.parse_error.101] parse error at line 1, column 2: syntax error while …"
+    std::string_view problem = error.what();
+    for (const std::string_view skipped : {"] ", ": "}) {
+      const std::size_t found = problem.find(skipped);
+      if (found != problem.npos) problem.remove_prefix(found + skipped.size());
+    }
+    throw Error(fmt::format("{}: not valid JSON: {}{}: {}", m_what,
+                            place_of(m_text, position == 0 ? 0 : position - 1), path_text(),
+                            shown(problem, 300)));
+  }
+
+ private:
+  template <class Value>
+  bool put(Value&& value, std::size_t bytes) {
+    place(std::forward<Value>(value), bytes);
+    return true;
+  }
+
+  /// Puts a value where the text has it, and says where that is.
+  template <class Value>
+  Json* place(Value&& value, std::size_t bytes) {
+    spend(bytes);
+    if (m_open.empty()) {
+      m_root = Json(std::forward<Value>(value));
+      return &m_root;
+    }
+    if (m_open.back()->is_object()) {
+      *m_member = Json(std::forward<Value>(value));
+      return m_member;
+    }
+    auto& array = m_open.back()->get_ref<Json::array_t&>();
+    if (array.size() == array.capacity()) {
+      // Old and new elements lie side by side while they move.
+      const std::size_t old_capacity = array.capacity();
+      const std::size_t capacity = std::max<std::size_t>(2, 2 * old_capacity);
+      spend(elements_bytes(capacity));
+      array.reserve(capacity);
+      m_spent -= elements_bytes(old_capacity);
+    }
+    array.emplace_back(std::forward<Value>(value));
+    return &array.back();
+  }
+
+  bool open(Json container, std::size_t bytes) {
+    if (m_open.size() >= static_cast<std::size_t>(max_json_depth)) {
+      throw Error(fmt::format("{}: JSON is nested too deeply{}: expected at most {} levels", m_what,
+                              path_text(), max_json_depth));
+    }
+    m_open.push_back(place(std::move(container), bytes));
+    m_keys.push_back(nullptr);
+    return true;
+  }
+
+  bool close() {
+    m_open.pop_back();
+    m_keys.pop_back();
+    return true;
+  }
+
+  void spend(std::size_t bytes) {
+    m_spent += bytes;
+    const std::size_t limit = json_memory_limit(m_text.size());
+    if (m_spent > limit) {
+      throw Error(
+          fmt::format("{}: too many values{}: expected values that take at most {} MB in memory, "
+                      "for {} bytes of JSON, found more",
+                      m_what, path_text(), limit >> 20, m_text.size()));
+    }
+  }
+
+  /// " at model.merges[3]", or nothing at the top.
+  std::string path_text() const {
+    std::string path;
+    for (std::size_t level = 0; level < m_open.size(); ++level) {
+      if (m_open[level]->is_array()) {
+        path += fmt::format("[{}]", m_open[level]->size() - (level + 1 < m_open.size() ? 1 : 0));
+      } else if (m_keys[level] != nullptr) {
+        if (!path.empty()) path += '.';
+        path += shown(*m_keys[level], 40);
+      }
+      if (path.size() > 200) return " at " + path + "…";
+    }
+    return path.empty() ? path : " at " + path;
+  }
+
+  std::string_view m_text;
+  const std::string& m_what;
+  Json m_root;
+  std::vector<Json*> m_open;               // the containers around what comes next, outermost first
+  std::vector<const std::string*> m_keys;  // of each of them that is an object: the last key
+  Json* m_member = nullptr;                // of the innermost one, if it is an object
+  std::size_t m_spent = 0;
+};
+
+}  // namespace
+
+std::size_t json_memory_limit(std::size_t text_bytes) { return 3 * text_bytes + (38u << 20); }
+
+nlohmann::json parse_json(std::string_view text, const std::string& what) {
+  // The parser takes a NUL for the end of its input.
+  const std::size_t nul = text.find('\0');
+  if (nul != text.npos) {
+    throw Error(fmt::format("{}: not valid JSON: {}: expected text, found a NUL byte", what,
+                            place_of(text, nul)));
+  }
+  Builder builder(text, what);
+  nlohmann::json::sax_parse(text.begin(), text.end(), &builder);
+  return builder.take();
+}
+
+std::string read_text_file(const std::filesystem::path& file, std::uintmax_t max_bytes) {
   const std::string what = file.string();
   std::error_code status;
-  if (!std::filesystem::is_regular_file(file, status)) {
+  const auto kind = std::filesystem::status(file, status);
+  if (!std::filesystem::exists(kind)) {
     throw Error(fmt::format("{}: no such file", what));
+  }
+  if (!std::filesystem::is_regular_file(kind)) {
+    throw Error(fmt::format("{}: no such file: expected a regular file, found {}", what,
+                            std::filesystem::is_directory(kind) ? "a folder" : "something else"));
   }
   const std::uintmax_t bytes = std::filesystem::file_size(file, status);
   if (status) throw Error(fmt::format("{}: cannot be read: {}", what, status.message()));
@@ -49,16 +208,23 @@ nlohmann::json read_json_object(const std::filesystem::path& file, std::uintmax_
     throw Error(
         fmt::format("{}: too large: expected at most {} bytes, found {}", what, max_bytes, bytes));
   }
-  std::string text(static_cast<std::size_t>(bytes), '\0');
-  std::ifstream stream(file, std::ios::binary);
-  if (!stream.read(text.data(), static_cast<std::streamsize>(text.size()))) {
-    throw Error(fmt::format("{}: cannot be read", what));
-  }
-  nlohmann::json value = parse_json(text, what);
+  return read_text(file, max_bytes);
+}
+
+nlohmann::json read_json_object(const std::filesystem::path& file, std::uintmax_t max_bytes) {
+  const std::string what = file.string();
+  nlohmann::json value = parse_json(read_text_file(file, max_bytes), what);
   if (!value.is_object()) {
     throw Error(fmt::format("{}: expected a JSON object, found {}", what, value.type_name()));
   }
   return value;
+}
+
+std::string described(const nlohmann::json& value) {
+  if (value.is_string()) return in_quotes(value.get_ref<const std::string&>());
+  if (value.is_number() || value.is_boolean() || value.is_null()) return value.dump();
+  if (value.is_array()) return fmt::format("an array of {}", value.size());
+  return "an object";
 }
 
 }  // namespace kvzap::detail

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "base/instantiate.hpp"
+#include "base/json_file.hpp"
 #include "engine/watching.hpp"
 
 namespace kvzap {
@@ -13,13 +14,16 @@ namespace {
 
 // The text in a line of a file of JSON objects.
 std::string text_of(const std::string& line, const std::string& where) {
-  const auto json = nlohmann::json::parse(line, nullptr, false);
+  constexpr auto expected = "expected a JSON object with a field \"text\", as in the first line";
   const auto fail = [&](const std::string& found) {
-    throw Error(
-        fmt::format("{}: {}; expected a JSON object with a field \"text\", as in the first line",
-                    where, found));
+    throw Error(fmt::format("{}: {}; {}", where, found, expected));
   };
-  if (json.is_discarded()) fail("no valid JSON");
+  nlohmann::json json;
+  try {
+    json = detail::parse_json(line, where);
+  } catch (const Error& error) {
+    throw Error(fmt::format("{}; {}", error.what(), expected));
+  }
   if (!json.is_object()) fail(fmt::format("JSON of type {}", json.type_name()));
   const auto text = json.find("text");
   if (text == json.end()) fail("no field \"text\"");

@@ -698,6 +698,25 @@ class TypedEngine final : public Engine {
   std::vector<std::int64_t> positions(SequenceId sequence, int layer, int head_on_rank) override {
     return m_decoder.cache().positions(sequence, layer, head_on_rank);
   }
+  std::vector<std::vector<float>> scores(SequenceId sequence, int layer) override {
+    auto& cache = m_decoder.cache();
+    const int heads = cache.shape().heads[layer];
+    std::int64_t longest = 0;
+    for (int h = 0; h < heads; ++h) longest = std::max(longest, cache.rows(sequence, layer, h));
+    const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> of_rows(
+        Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::engine::row_scores"), heads,
+        longest);
+    const ExecutionSpace exec;
+    cache.row_scores(exec, sequence, layer, of_rows);
+    exec.fence();
+    const auto host = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), of_rows);
+    std::vector<std::vector<float>> result(heads);
+    for (int h = 0; h < heads; ++h) {
+      result[h].assign(host.data() + h * longest,
+                       host.data() + h * longest + cache.rows(sequence, layer, h));
+    }
+    return result;
+  }
   void set_observer(StepObserver* observer) override {
     m_observer = observer;
     m_decoder.set_observer(observer);

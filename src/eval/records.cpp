@@ -30,7 +30,7 @@ void read_field(const json& object, const char* name, Value& value) {
   try {
     value = found->get<Value>();
   } catch (const json::exception&) {
-    throw Error(fmt::format("{} is {}, which is of another type", name, found->dump()));
+    throw Error(fmt::format("{} is {}, which is of another type", name, described(*found)));
   }
 }
 
@@ -163,7 +163,9 @@ std::string EvalRecord::to_json_line() const {
 
 EvalRecord EvalRecord::parse(const std::string& line) {
   const json object = parse_json(line, "record");
-  if (!object.is_object()) throw Error("a record is a JSON object");
+  if (!object.is_object()) {
+    throw Error(fmt::format("expected a record, a JSON object, found {}", described(object)));
+  }
   EvalRecord record;
   read_field(object, "task_file", record.task_file);
   read_field(object, "line", record.line);

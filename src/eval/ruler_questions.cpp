@@ -22,26 +22,7 @@ Json read_question_json(const std::filesystem::path& file) {
   if (!std::filesystem::is_regular_file(file, status)) {
     throw Error(fmt::format("{}: cannot be read; expected a file of questions", what));
   }
-  const std::uintmax_t bytes = std::filesystem::file_size(file, status);
-  if (status || bytes > max_bytes) {
-    throw Error(fmt::format("{}: too large: expected at most {} bytes", what, max_bytes));
-  }
-  std::string text(static_cast<std::size_t>(bytes), '\0');
-  std::ifstream stream(file, std::ios::binary);
-  if (!stream.read(text.data(), static_cast<std::streamsize>(text.size()))) {
-    throw Error(fmt::format("{}: cannot be read", what));
-  }
-  try {
-    return parse_json(text, what);
-  } catch (const Error& error) {
-    // The parser may repeat whatever it cannot make sense of.
-    constexpr std::size_t most = 400;
-    const std::string_view message = error.what();
-    if (message.size() <= most) throw;
-    std::string head;
-    append_lossy(head, message.substr(0, most), false);
-    throw Error(head + " ...");
-  }
+  return parse_json(read_text_file(file, max_bytes), what);
 }
 
 bool is_blank(std::string_view text) {

@@ -279,18 +279,7 @@ Task task_of_line(std::string_view line, const std::string& where, const std::st
   if (!detail::is_valid_utf8(line)) {
     throw Error(fmt::format("{}: expected UTF-8, found other bytes", where));
   }
-  Json row;
-  try {
-    row = detail::parse_json(line, where);
-  } catch (const Error& error) {
-    // The parser repeats all of the text that it cannot make sense of.
-    constexpr std::size_t most = 400;
-    const std::string_view message = error.what();
-    if (message.size() <= most) throw;
-    std::string head;
-    detail::append_lossy(head, message.substr(0, most), false);
-    throw Error(head + " ...");
-  }
+  const Json row = detail::parse_json(line, where);
   if (!row.is_object()) {
     throw Error(fmt::format("{}: expected a JSON object, found {}", where, row.type_name()));
   }

@@ -17,6 +17,9 @@ namespace {
 bool looks_like_hub_name(const std::string& text) {
   const auto slash = text.find('/');
   if (slash == std::string::npos || slash == 0 || slash + 1 == text.size()) return false;
+  for (const char* file : {".safetensors", ".json", ".jsonl", ".tsv", ".txt", ".h5"}) {
+    if (fs::path(text).extension() == file) return false;
+  }
   if (text.front() == '.' || text.front() == '~' || text.front() == '-') return false;
   const auto is_allowed = [](char c) {
     return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '.' ||
@@ -29,6 +32,15 @@ bool looks_like_hub_name(const std::string& text) {
 
 }  // namespace
 
+std::string hub_hint(const std::string& name) {
+  if (!looks_like_hub_name(name)) return "";
+  const std::string own = name.substr(name.find('/') + 1);
+  return fmt::format(
+      ". What is on the Hugging Face hub is downloaded first: huggingface-cli download {} "
+      "--local-dir {}, and then given as {}",
+      name, own, own);
+}
+
 void check_folder(const fs::path& folder, std::string_view expected) {
   const std::string name = folder.string();
   std::error_code ignored;
@@ -36,12 +48,9 @@ void check_folder(const fs::path& folder, std::string_view expected) {
   if (folder.extension() == ".gguf") {
     throw Error(fmt::format("{}: GGUF files are not supported; expected {}", name, expected));
   }
-  if (!exists && looks_like_hub_name(name)) {
-    const std::string own = folder.filename().string();
-    throw Error(fmt::format(
-        "{}: no such folder; expected {}. A model of the Hugging Face hub is downloaded "
-        "first: huggingface-cli download {} --local-dir {}, and then given as {}",
-        name, expected, name, own, own));
+  const std::string hint = hub_hint(name);
+  if (!exists && !hint.empty()) {
+    throw Error(fmt::format("{}: no such folder; expected {}{}", name, expected, hint));
   }
   if (exists && !fs::is_directory(folder, ignored)) {
     throw Error(fmt::format("{}: is a file; expected {}", name, expected));

@@ -1,4 +1,5 @@
 #include "base/json_file.hpp"
+#include "base/quote.hpp"
 
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -51,8 +52,12 @@ MappedFile::MappedFile(const fs::path& file) {
     throw Error(fmt::format("{}: cannot be read: {}", file.string(),
                             std::generic_category().message(errno)));
   }
-  if (!S_ISREG(status.st_mode)) throw Error(fmt::format("{}: not a regular file", file.string()));
-  if (status.st_size <= 0) throw Error(fmt::format("{}: the file is empty", file.string()));
+  if (!S_ISREG(status.st_mode)) {
+    throw Error(fmt::format("{}: not a regular file; expected one", file.string()));
+  }
+  if (status.st_size <= 0) {
+    throw Error(fmt::format("{}: the file is empty: expected at least 8 bytes", file.string()));
+  }
   m_size = static_cast<std::size_t>(status.st_size);
   void* const address = ::mmap(nullptr, m_size, PROT_READ, MAP_PRIVATE, descriptor.get(), 0);
   if (address == MAP_FAILED) {
@@ -106,12 +111,17 @@ std::optional<DType> weight_dtype(std::string_view stored_dtype) {
 
 /// "[2, 3]".
 std::string shape_text(const std::vector<std::int64_t>& shape) {
+  constexpr std::size_t most = 16;
+  if (shape.size() > most) {
+    return fmt::format("[{}, … {} extents]", fmt::join(shape.begin(), shape.begin() + most, ", "),
+                       shape.size());
+  }
   return fmt::format("[{}]", fmt::join(shape, ", "));
 }
 
 [[noreturn]] void fail_tensor(const std::string& file, const std::string& name,
                               const std::string& problem) {
-  throw Error(fmt::format("{}: tensor '{}': {}", file, name, problem));
+  throw Error(fmt::format("{}: tensor {}: {}", file, detail::in_quotes(name, 200), problem));
 }
 
 const json& member(const std::string& file, const std::string& name, const json& entry,
@@ -151,7 +161,13 @@ ParsedTensor parse_entry(const std::string& file, const std::string& name, const
   const json& offsets = member(file, name, entry, "data_offsets");
   if (!offsets.is_array() || offsets.size() != 2 || !offsets[0].is_number_unsigned() ||
       !offsets[1].is_number_unsigned()) {
-    fail_tensor(file, name, "data_offsets: expected an array of two non-negative integers");
+    fail_tensor(
+        file, name,
+        fmt::format("data_offsets: expected an array of two non-negative integers, found {}",
+                    offsets.is_array() && offsets.size() == 2
+                        ? fmt::format("[{}, {}]", detail::described(offsets[0]),
+                                      detail::described(offsets[1]))
+                        : detail::described(offsets)));
   }
 
   ParsedTensor tensor{};
@@ -161,7 +177,9 @@ ParsedTensor parse_entry(const std::string& file, const std::string& name, const
   std::uint64_t count = 1;
   for (const json& extent : shape) {
     if (!extent.is_number_unsigned()) {
-      fail_tensor(file, name, "shape: expected non-negative integers");
+      fail_tensor(file, name,
+                  fmt::format("shape[{}]: expected a non-negative integer, found {}",
+                              tensor.info.shape.size(), detail::described(extent)));
     }
     const auto value = extent.get<std::uint64_t>();
     if (value > static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max()) ||
@@ -186,7 +204,7 @@ ParsedTensor parse_entry(const std::string& file, const std::string& name, const
     if (expected_bits % 8 != 0 || expected_bits / 8 != found_bytes) {
       fail_tensor(file, name,
                   fmt::format("data_offsets: expected {} bytes for {} of shape {}, found {}",
-                              (expected_bits + 7) / 8, tensor.info.stored_dtype,
+                              (expected_bits + 7) / 8, detail::shown(tensor.info.stored_dtype),
                               shape_text(tensor.info.shape), found_bytes));
     }
   }
@@ -264,13 +282,18 @@ std::map<std::string, TensorInfo, std::less<>> parse_file(const std::string& fil
     throw Error(
         fmt::format("{}: not a safetensors file: expected a header that starts with '{{'", file));
   }
-  const json header = detail::parse_json(text, file + ": header");
+  json header = detail::parse_json(text, file + ": header");
 
   const std::uint64_t header_end = length_bytes + header_bytes;
   const std::uint64_t data_bytes = size - header_end;
   std::vector<ParsedTensor> parsed;
-  for (const auto& [name, entry] : header.items()) {
-    if (name != "__metadata__") parsed.push_back(parse_entry(file, name, entry));
+  // What has been read is let go of: a header of many small tensors takes much more than its text.
+  auto& entries = header.get_ref<json::object_t&>();
+  parsed.reserve(entries.size());
+  while (!entries.empty()) {
+    const auto entry = entries.extract(entries.begin());
+    if (entry.key() == "__metadata__") continue;
+    parsed.push_back(parse_entry(file, entry.key(), entry.mapped()));
   }
   std::vector<Range> ranges;
   ranges.reserve(parsed.size());
@@ -327,8 +350,8 @@ void SafetensorsFolder::open_index(const fs::path& folder, const fs::path& index
   std::map<std::string, Tensors> shards;
   for (const auto& [name, value] : weight_map->items()) {
     if (!value.is_string()) {
-      throw Error(fmt::format("{}: weight_map: tensor '{}': expected a file name, found {}",
-                              index_text, name, value.type_name()));
+      throw Error(fmt::format("{}: weight_map: tensor {}: expected a file name, found {}",
+                              index_text, detail::in_quotes(name, 200), value.type_name()));
     }
     const auto& file = value.get_ref<const std::string&>();
     // A downloaded index must not be able to point outside its folder.
@@ -336,21 +359,26 @@ void SafetensorsFolder::open_index(const fs::path& folder, const fs::path& index
         file.find_first_of(std::string_view("/\\\0", 3)) != file.npos ||
         file.find("..") != file.npos) {
       throw Error(fmt::format(
-          "{}: weight_map: tensor '{}': expected a plain file name in the same folder, found '{}'",
-          index_text, name, file));
+          "{}: weight_map: tensor {}: expected a plain file name in the same folder, found {}",
+          index_text, detail::in_quotes(name, 200), detail::in_quotes(file)));
     }
     auto shard = shards.find(file);
     if (shard == shards.end()) {
       std::error_code status;
       if (!fs::is_regular_file(folder / file, status)) {
-        throw Error(fmt::format("{}: the index names the missing file '{}'", index_text, file));
+        throw Error(
+            fmt::format("{}: weight_map: tensor {}: expected a file of this folder, found "
+                        "none: the index names the missing file {}",
+                        index_text, detail::in_quotes(name, 200), detail::in_quotes(file)));
       }
       shard = shards.emplace(file, map_file(folder / file)).first;
     }
     const auto tensor = shard->second.find(name);
     if (tensor == shard->second.end()) {
-      throw Error(fmt::format("{}: the index places tensor '{}' in '{}', which does not hold it",
-                              index_text, name, file));
+      throw Error(
+          fmt::format("{}: weight_map: the index places tensor {} in {}, which does not "
+                      "hold it",
+                      index_text, detail::in_quotes(name, 200), detail::in_quotes(file)));
     }
     m_tensors.emplace(name, std::move(tensor->second));
   }

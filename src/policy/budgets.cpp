@@ -9,6 +9,7 @@
 #include <sstream>
 
 #include "base/json_file.hpp"
+#include "base/quote.hpp"
 #include "base/text_file.hpp"
 #include "policy/registry.hpp"
 
@@ -35,7 +36,8 @@ std::vector<double> read_ratios(const std::string& file, std::int64_t layers) {
     throw Error(
         fmt::format("{}: is a folder; expected a file with an evict ratio per layer", file));
   }
-  const std::string text = detail::read_text(file);
+  constexpr std::uintmax_t max_bytes = 1u << 20;
+  const std::string text = detail::read_text(file, max_bytes);
   std::vector<double> ratios;
   const std::size_t first = text.find_first_not_of(" \t\r\n");
   if (first != std::string::npos && text[first] == '[') {
@@ -43,7 +45,7 @@ std::vector<double> read_ratios(const std::string& file, std::int64_t layers) {
     for (const auto& entry : list) {
       if (!entry.is_number()) {
         throw Error(fmt::format("{}: entry {} is {}; expected a number", file, ratios.size(),
-                                entry.dump()));
+                                detail::described(entry)));
       }
       ratios.push_back(entry.get<double>());
     }
@@ -55,8 +57,8 @@ std::vector<double> read_ratios(const std::string& file, std::int64_t layers) {
       number.imbue(std::locale::classic());
       double ratio = 0;
       if (!(number >> ratio) || number.peek() != std::istringstream::traits_type::eof()) {
-        throw Error(
-            fmt::format("{}: entry {} is \"{}\"; expected a number", file, ratios.size(), word));
+        throw Error(fmt::format("{}: entry {} is \"{}\"; expected a number", file, ratios.size(),
+                                detail::shown(word)));
       }
       ratios.push_back(ratio);
     }

@@ -9,6 +9,7 @@
 #include <sstream>
 
 #include "base/json_file.hpp"
+#include "base/quote.hpp"
 #include "policy/mean_attention.hpp"
 #include "policy/registry.hpp"
 #include "policy/rows.hpp"
@@ -29,7 +30,7 @@ std::int64_t size_field(const nlohmann::json& json, const char* field, const std
   const auto found = json.find(field);
   if (found == json.end() || !found->is_number_integer() || found->get<std::int64_t>() < 0) {
     throw Error(fmt::format("{}: field {} is {}; expected a whole number of at least 0", file,
-                            field, found == json.end() ? "missing" : found->dump()));
+                            field, found == json.end() ? "missing" : detail::described(*found)));
   }
   return found->get<std::int64_t>();
 }
@@ -37,8 +38,8 @@ std::int64_t size_field(const nlohmann::json& json, const char* field, const std
 // (layer, KV head): the shares of full attention of a file of tab-separated numbers, a line for
 // each layer.
 std::vector<std::vector<double>> read_shares(const std::filesystem::path& file) {
-  std::ifstream stream(file);
-  if (!stream) throw Error(fmt::format("{}: cannot be read", file.string()));
+  constexpr std::uintmax_t max_bytes = 4u << 20;
+  std::istringstream stream(detail::read_text_file(file, max_bytes));
   std::vector<std::vector<double>> shares;
   std::size_t number = 0;
   for (std::string line; std::getline(stream, line);) {
@@ -50,8 +51,8 @@ std::vector<std::vector<double>> read_shares(const std::filesystem::path& file) 
       const char* const end = word.data() + word.size();
       const auto [used, error] = std::from_chars(word.data(), end, share);
       if (error != std::errc() || used != end || !std::isfinite(share)) {
-        throw Error(
-            fmt::format("{}: line {} has \"{}\"; expected a number", file.string(), number, word));
+        throw Error(fmt::format("{}: line {} has \"{}\"; expected a number", file.string(), number,
+                                detail::shown(word)));
       }
       row.push_back(std::clamp(share, 0.0, 1.0));
     }

@@ -9,6 +9,7 @@
 
 #include "base/escaped_list.hpp"
 #include "base/nearest.hpp"
+#include "model/model_folder.hpp"
 
 namespace kvzap {
 namespace {
@@ -114,8 +115,8 @@ void check(const std::string& what, const PolicyParameter& parameter, const std:
   std::error_code ignored;
   if (parameter.kind == Kind::file && value != parameter.standard &&
       !std::filesystem::exists(value, ignored)) {
-    throw Error(
-        fmt::format("{}: {} is \"{}\", and there is no such file", what, parameter.name, value));
+    throw Error(fmt::format("{}: {} is \"{}\", and there is no such file{}", what, parameter.name,
+                            value, detail::hub_hint(value)));
   }
 }
 

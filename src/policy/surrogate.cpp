@@ -31,7 +31,7 @@ std::int64_t positive_integer(const nlohmann::json& json, const char* field,
   if (!found->is_number_integer() || found->get<std::int64_t>() < 1 ||
       found->get<std::int64_t>() > std::numeric_limits<std::int32_t>::max()) {
     throw Error(fmt::format("{}: field {} is {}; expected a positive integer", file.string(), field,
-                            found->dump()));
+                            detail::described(*found)));
   }
   return found->get<std::int64_t>();
 }

@@ -28,7 +28,8 @@ class ThresholdFields {
   [[noreturn]] void fail(const char* field, const std::string& expected) const {
     const auto found = m_object.find(field);
     throw Error(fmt::format("{}: {}{}: expected {}, found {}", m_file.string(), m_prefix, field,
-                            expected, found == m_object.end() ? "nothing" : found->dump()));
+                            expected,
+                            found == m_object.end() ? "nothing" : detail::described(*found)));
   }
   const json& at(const char* field, const std::string& expected) const {
     const auto found = m_object.find(field);

@@ -1,33 +1,37 @@
 #include "text/added_tokens.hpp"
 
+#include <algorithm>
+#include <iterator>
+
 namespace kvzap::detail {
 
 bool AddedTokenMatcher::insert(std::string_view text, const AddedToken& token) {
-  std::uint32_t node = 0;
-  for (const char c : text) {
-    const auto [edge, is_new] = m_edges.try_emplace(key(node, c), m_token_at.size());
-    if (is_new) m_token_at.push_back(none);
-    node = edge->second;
-  }
-  if (m_token_at[node] != none) return false;
-  m_token_at[node] = m_tokens.size();
-  m_tokens.push_back(token);
+  if (!m_tokens.emplace(text, token).second) return false;
+  m_longest = std::max(m_longest, text.size());
   m_first[static_cast<unsigned char>(text.front())] = true;
   return true;
 }
 
 std::pair<const AddedToken*, std::size_t> AddedTokenMatcher::longest(std::string_view text,
                                                                      std::size_t position) const {
-  std::pair<const AddedToken*, std::size_t> best{nullptr, 0};
-  if (!m_first[static_cast<unsigned char>(text[position])]) return best;
-  std::uint32_t node = 0;
-  for (std::size_t i = position; i < text.size(); ++i) {
-    const auto edge = m_edges.find(key(node, text[i]));
-    if (edge == m_edges.end()) break;
-    node = edge->second;
-    if (m_token_at[node] != none) best = {&m_tokens[m_token_at[node]], i + 1 - position};
+  if (!m_first[static_cast<unsigned char>(text[position])]) return {nullptr, 0};
+  // The last token that does not follow the text in the order of the table either begins it or
+  // parts from it somewhere, and what begins it is then no longer than what both have in common.
+  std::string_view rest = text.substr(position, m_longest);
+  while (!rest.empty()) {
+    const auto after = m_tokens.upper_bound(rest);
+    if (after == m_tokens.begin()) break;
+    const auto& [candidate, token] = *std::prev(after);
+    const std::size_t longer = std::min(candidate.size(), rest.size());
+    const auto common = static_cast<std::size_t>(
+        std::mismatch(rest.begin(), rest.begin() + static_cast<std::ptrdiff_t>(longer),
+                      candidate.begin())
+            .first -
+        rest.begin());
+    if (common == candidate.size()) return {&token, common};
+    rest = rest.substr(0, common);
   }
-  return best;
+  return {nullptr, 0};
 }
 
 }  // namespace kvzap::detail

@@ -3,13 +3,12 @@
 
 #include <array>
 #include <cstddef>
-#include <cstdint>
+#include <functional>
 #include <kvzap/types.hpp>
-#include <limits>
+#include <map>
+#include <string>
 #include <string_view>
-#include <unordered_map>
 #include <utility>
-#include <vector>
 
 #include "text/utf8.hpp"
 
@@ -67,19 +66,13 @@ class AddedTokenMatcher {
   }
 
  private:
-  static constexpr std::size_t none = std::numeric_limits<std::size_t>::max();
-
-  static std::uint64_t key(std::uint32_t node, char c) {
-    return std::uint64_t{node} << 8 | static_cast<unsigned char>(c);
-  }
-
   // The longest token that starts at `position`, and its length; 0 if there is none.
   std::pair<const AddedToken*, std::size_t> longest(std::string_view text,
                                                     std::size_t position) const;
 
-  std::unordered_map<std::uint64_t, std::uint32_t> m_edges;
-  std::vector<std::size_t> m_token_at{none};
-  std::vector<AddedToken> m_tokens;
+  // A sorted table takes little more than its texts, however long they are.
+  std::map<std::string, AddedToken, std::less<>> m_tokens;
+  std::size_t m_longest = 0;
   std::array<bool, 256> m_first{};
 };
 

@@ -3,15 +3,17 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <fstream>
+#include <cstdint>
 #include <initializer_list>
-#include <iterator>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <vector>
 
+#include "base/json_file.hpp"
+#include "base/quote.hpp"
 #include "kvzap/types.hpp"
+#include "text/utf8.hpp"
 
 namespace kvzap {
 namespace {
@@ -23,7 +25,8 @@ constexpr std::string_view raw_hint =
 
 [[noreturn]] void fail(const std::string& where, std::string_view expected,
                        std::string_view found) {
-  throw Error(fmt::format("{}: expected {}, found {}{}", where, expected, found, raw_hint));
+  throw Error(fmt::format("{}: expected {}, found {}{}", where, expected, detail::shown(found, 300),
+                          raw_hint));
 }
 
 bool is_space(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
@@ -39,6 +42,11 @@ bool ends_with(std::string_view text, std::string_view end) {
 bool is_one_of(std::string_view text, std::initializer_list<std::string_view> values) {
   return std::find(values.begin(), values.end(), text) != values.end();
 }
+
+// Templates of published models have at most 20 KB, and what they write has less. Without limits a
+// few lines that double a variable take all memory.
+constexpr std::size_t max_template_bytes = 128u << 10;
+constexpr std::size_t max_text_bytes = 4u << 20;
 
 // A string literal as canonical expressions have it: double quotes; \n, \" and \\ escaped.
 std::string quote_literal(std::string_view text) {
@@ -61,6 +69,46 @@ struct Token {
   std::string text;  // of a literal: the value
 };
 
+// Appends what Python's literals mean by the escape whose backslash is before source[i], and puts i
+// on its last character. False for one that names a character, and for what is none in Python.
+bool append_escape(std::string_view source, std::size_t& i, std::string& value) {
+  constexpr std::string_view letters = "abfnrtv\\'\"", values = "\a\b\f\n\r\t\v\\'\"";
+  const char c = source[i];
+  if (const std::size_t found = letters.find(c); found != letters.npos) {
+    value += values[found];
+    return true;
+  }
+  if (c == '\n') return true;  // a line goes on
+  const bool is_octal = c >= '0' && c <= '7';
+  const std::size_t digits = c == 'x' ? 2 : c == 'u' ? 4 : c == 'U' ? 8 : 0;
+  if (!is_octal && digits == 0) {
+    value += '\\';
+    value += c;
+    return c != 'N' && static_cast<unsigned char>(c) < 0x80;
+  }
+  std::int64_t codepoint = 0;
+  if (is_octal) {
+    std::size_t end = i;
+    for (; end < std::min(i + 3, source.size()) && source[end] >= '0' && source[end] <= '7';
+         ++end) {
+      codepoint = codepoint * 8 + (source[end] - '0');
+    }
+    i = end - 1;
+  } else {
+    for (std::size_t k = 1; k <= digits; ++k) {
+      const char d = i + k < source.size() ? source[i + k] : '\0';
+      const bool is_digit = d >= '0' && d <= '9';
+      const char lower = static_cast<char>(d | 0x20);
+      if (!is_digit && (lower < 'a' || lower > 'f')) return false;
+      codepoint = codepoint * 16 + (is_digit ? d - '0' : lower - 'a' + 10);
+    }
+    i += digits;
+  }
+  if (codepoint > 0x10FFFF || (codepoint >= 0xD800 && codepoint < 0xE000)) return false;
+  detail::append_utf8(value, static_cast<utf8proc_int32_t>(codepoint));
+  return true;
+}
+
 // Reads the tokens of an expression. Operators come one character at a time, `~` as `+`.
 // Returns nothing for an unclosed literal.
 std::optional<std::vector<Token>> expression_tokens(std::string_view source) {
@@ -74,22 +122,7 @@ std::optional<std::vector<Token>> expression_tokens(std::string_view source) {
       for (++i; i < source.size() && source[i] != c; ++i) {
         if (source[i] == '\\' && i + 1 < source.size()) {
           ++i;
-          switch (source[i]) {
-            case 'n':
-              value += '\n';
-              break;
-            case 't':
-              value += '\t';
-              break;
-            case '\\':
-            case '\'':
-            case '"':
-              value += source[i];
-              break;
-            default:
-              value += '\\';
-              value += source[i];
-          }
+          if (!append_escape(source, i, value)) return std::nullopt;
         } else {
           value += source[i];
         }
@@ -264,6 +297,13 @@ struct Value {
   }
 };
 
+// What it takes in memory, about.
+std::size_t bytes_of(const Value& value) {
+  std::size_t bytes = 0;
+  for (const Part& part : value.parts) bytes += sizeof(Part) + part.text.size();
+  return bytes;
+}
+
 using Tokens = std::vector<Token>;
 using Iterator = Tokens::const_iterator;
 
@@ -274,7 +314,10 @@ class Evaluator {
   Evaluator(const std::vector<Node>& nodes, const std::optional<std::string>& bos_token,
             bool thinking)
       : m_nodes(nodes), m_thinking(thinking) {
-    if (bos_token) m_variables["bos_token"] = Value::of(*bos_token);
+    if (bos_token) {
+      m_variables["bos_token"] = Value::of(*bos_token);
+      m_variable_bytes = bytes_of(m_variables["bos_token"]);
+    }
     Value messages;
     messages.kind = Value::messages;
     m_variables["messages"] = messages;
@@ -325,6 +368,11 @@ class Evaluator {
     } else if (value.kind != Value::text) {
       m_problem = "the output " + spelled(tokens);
     } else {
+      m_result_bytes += bytes_of(value);
+      if (m_result_bytes > max_text_bytes) {
+        m_problem = fmt::format("an output of more than {} bytes", max_text_bytes);
+        return;
+      }
       m_result.insert(m_result.end(), value.parts.begin(), value.parts.end());
     }
   }
@@ -389,7 +437,16 @@ class Evaluator {
       m_problem = fmt::format("the statement \"{}\"", spelled(tokens));
       return;
     }
-    m_variables[name] = live() == Truth::yes ? evaluate(tokens.begin() + 3, tokens.end()) : Value{};
+    Value value = live() == Truth::yes ? evaluate(tokens.begin() + 3, tokens.end()) : Value{};
+    Value& variable = m_variables[name];
+    m_variable_bytes += bytes_of(value);
+    m_variable_bytes -= bytes_of(variable);
+    if (m_variable_bytes > max_text_bytes) {
+      m_problem = fmt::format("the variable \"{}\", with which all of them have more than {} bytes",
+                              detail::shown(name), max_text_bytes);
+      return;
+    }
+    variable = std::move(value);
   }
 
   Value value_of(const std::string& name) const {
@@ -404,9 +461,12 @@ class Evaluator {
                           [](const Token& t) { return t.kind == Token::symbol && t.text == "+"; });
     };
     Value sum = term(begin, plus(begin));
+    std::size_t sum_bytes = bytes_of(sum);
     for (Iterator next = plus(begin); next != end; next = plus(next + 1)) {
       const Value right = term(next + 1, plus(next + 1));
       if (sum.kind != Value::text || right.kind != Value::text) return {};
+      sum_bytes += bytes_of(right);
+      if (sum_bytes > max_text_bytes) return {};
       sum.parts.insert(sum.parts.end(), right.parts.begin(), right.parts.end());
     }
     return sum;
@@ -562,6 +622,8 @@ class Evaluator {
   std::map<std::string, Value> m_variables;
   std::vector<Block> m_blocks;
   std::vector<Part> m_result;
+  std::size_t m_variable_bytes = 0;
+  std::size_t m_result_bytes = 0;
   std::string m_unknown_condition;
   std::string m_problem;
 };
@@ -611,11 +673,31 @@ ChatFormat format_of(const std::string& where, const ChatTemplate::Parts& thinki
 
 // ---- Files --------------------------------------------------------------------------------------
 
-std::optional<std::string> read_file(const std::filesystem::path& path) {
+// What `read` makes of a file; its errors say what to do without the file.
+template <class Read>
+auto with_hint(Read read) {
+  try {
+    return read();
+  } catch (const Error& error) {
+    throw Error(std::string(error.what()) + std::string(raw_hint));
+  }
+}
+
+// Nothing if there is no such file.
+std::optional<std::string> read_file(const std::filesystem::path& path, std::size_t max_bytes) {
   if (!std::filesystem::is_regular_file(path)) return std::nullopt;
-  std::ifstream stream(path, std::ios::binary);
-  if (!stream) throw Error(fmt::format("{}: expected a readable file, found none", path.string()));
-  return std::string(std::istreambuf_iterator<char>(stream), {});
+  return with_hint([&] { return detail::read_text_file(path, max_bytes); });
+}
+
+// Jinja takes \r\n and \r for \n.
+std::string with_plain_newlines(std::string_view text) {
+  std::string result;
+  result.reserve(text.size());
+  for (std::size_t i = 0; i < text.size(); ++i) {
+    const bool is_pair = text[i] == '\r' && i + 1 < text.size() && text[i + 1] == '\n';
+    if (!is_pair) result += text[i] == '\r' ? '\n' : text[i];
+  }
+  return result;
 }
 
 const Json* member(const Json& object, const char* key) {
@@ -742,17 +824,15 @@ ChatTemplate ChatTemplate::detect(const std::filesystem::path& folder) {
   const std::filesystem::path config_path = folder / "tokenizer_config.json";
 
   Json config = Json::object();
-  if (const auto text = read_file(config_path)) {
-    try {
-      config = Json::parse(*text);
-    } catch (const Json::exception& error) {
-      fail(config_path.string(), "JSON", error.what());
-    }
+  if (std::filesystem::is_regular_file(config_path)) {
+    config = with_hint([&] {
+      return detail::parse_json(detail::read_text_file(config_path), config_path.string());
+    });
     if (!config.is_object()) fail(config_path.string(), "an object", config.type_name());
   }
 
   std::string where = template_path.string();
-  std::optional<std::string> source = read_file(template_path);
+  std::optional<std::string> source = read_file(template_path, max_template_bytes);
   if (!source) {
     where = config_path.string() + ": chat_template";
     source = configured_template(config, where);
@@ -772,7 +852,13 @@ ChatTemplate ChatTemplate::detect(const std::filesystem::path& folder) {
     bos_token = string_at(*field, bos_where);
   }
 
-  const auto nodes = parse(*source);
+  if (source->size() > max_template_bytes) {
+    fail(where, fmt::format("a template of at most {} bytes", max_template_bytes),
+         fmt::format("one of {}", source->size()));
+  }
+  if (!detail::is_valid_utf8(*source)) fail(where, "a template in UTF-8", "something else");
+
+  const auto nodes = parse(with_plain_newlines(*source));
   if (!nodes) fail(where, "a Jinja template", "an unclosed tag or literal");
   ChatTemplate result;
   result.m_thinking = parts_of(where, *nodes, bos_token, true);

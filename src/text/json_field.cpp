@@ -5,44 +5,30 @@
 #include <cstdint>
 #include <limits>
 
-#include "text/utf8.hpp"
+#include "base/json_file.hpp"
+#include "base/quote.hpp"
 
 namespace kvzap::detail {
-namespace {
-
-using Json = nlohmann::json;
-
-std::string describe(const Json& value) {
-  if (value.is_string()) return abbreviated(value.get_ref<const std::string&>());
-  if (value.is_number() || value.is_boolean() || value.is_null()) return value.dump();
-  if (value.is_array()) return fmt::format("an array of {}", value.size());
-  return "an object";
-}
-
-}  // namespace
 
 void throw_unexpected(const std::string& where, std::string_view expected, std::string_view found) {
   throw Error(fmt::format("{}: expected {}, found {}", where, expected, found));
 }
 
-std::string abbreviated(std::string_view text) {
-  constexpr std::size_t limit = 80;
-  if (text.size() <= limit) return fmt::format("\"{}\"", text);
-  std::string head;
-  append_lossy(head, text.substr(0, limit), false);
-  return fmt::format("\"{}...\"", head);
-}
+std::string abbreviated(std::string_view text) { return "\"" + shown(text) + "\""; }
 
 void JsonField::fail(std::string_view expected) const {
-  throw_unexpected(where(), expected, describe(*m_value));
+  throw_unexpected(where(), expected, described(*m_value));
 }
 
 JsonField JsonField::member(const std::string& key) const {
-  static const Json null_value;
+  static const nlohmann::json null_value;
   if (!m_value->is_object()) fail("an object");
   const auto found = m_value->find(key);
-  return {found == m_value->end() ? null_value : *found, m_file,
-          m_name.empty() ? key : m_name + "." + key};
+  return named(found == m_value->end() ? null_value : *found, key);
+}
+
+JsonField JsonField::named(const nlohmann::json& value, const std::string& key) const {
+  return {value, m_file, m_name.empty() ? shown(key) : m_name + "." + shown(key)};
 }
 
 JsonField JsonField::element(std::size_t index) const {

@@ -31,6 +31,8 @@ class JsonField {
   /// A member of an object; null stands for one that is absent.
   JsonField member(const std::string& key) const;
   JsonField element(std::size_t index) const;
+  /// A value that has been taken out of this object, under the name that member(key) has.
+  JsonField named(const nlohmann::json& value, const std::string& key) const;
   std::size_t array_size() const;
   bool is_null() const { return m_value->is_null(); }
 

@@ -19,11 +19,17 @@ constexpr std::string_view not_space_set =
     R"(\x{0}-\x{8}\x{e}-\x{1f}\x{21}-\x{84}\x{86}-\x{9f}\x{a1}-\x{167f}\x{1681}-\x{1fff})"
     R"(\x{200b}-\x{2027}\x{202a}-\x{202e}\x{2030}-\x{205e}\x{2060}-\x{2fff}\x{3001}-\x{10ffff})";
 
+// PCRE2 itself compiles nothing that is much longer, and a character can become a hundred.
+constexpr std::size_t max_pattern_bytes = 16u << 10;
+
 class PatternTranslator {
  public:
   explicit PatternTranslator(const JsonField& field) : m_field(field), m_pattern(field.string()) {}
 
   std::string translate() {
+    if (m_pattern.size() > max_pattern_bytes) {
+      m_field.fail(fmt::format("a regular expression of at most {} bytes", max_pattern_bytes));
+    }
     while (m_position < m_pattern.size()) {
       const char c = m_pattern[m_position];
       if (c == '\\') {

@@ -1,11 +1,10 @@
 #include <fmt/format.h>
 
 #include <deque>
-#include <fstream>
 #include <kvzap/tokenizer.hpp>
-#include <nlohmann/json.hpp>
 #include <utility>
 
+#include "base/json_file.hpp"
 #include "text/byte_alphabet.hpp"
 #include "text/tokenizer_data.hpp"
 #include "text/utf8.hpp"
@@ -13,15 +12,12 @@
 namespace kvzap {
 namespace {
 
-using Json = nlohmann::json;
 using detail::append_lossy;
 using detail::apply_merges;
 using detail::byte_alphabet;
 using detail::is_valid_utf8;
-using detail::JsonField;
 using detail::normalize_nfc;
 using detail::Splitter;
-using detail::throw_unexpected;
 
 // Pre-tokens longer than this are not worth remembering; neither are more than so many of them.
 constexpr std::size_t max_cached_bytes = 256;
@@ -82,18 +78,12 @@ Tokenizer::Tokenizer(std::shared_ptr<const Data> data) : m_data(std::move(data))
 
 Tokenizer Tokenizer::load(const std::filesystem::path& folder) {
   const std::filesystem::path path = folder / "tokenizer.json";
-  std::ifstream stream(path, std::ios::binary);
-  // Opening a directory succeeds; only reading it fails.
-  if (!stream || std::filesystem::is_directory(path)) {
+  if (!std::filesystem::is_regular_file(path)) {
     throw Error(fmt::format("{}: expected a tokenizer, found no readable file", path.string()));
   }
-  Json root;
-  try {
-    root = Json::parse(stream);
-  } catch (const Json::exception& error) {
-    throw_unexpected(path.string(), "JSON", error.what());
-  }
-  return Tokenizer(std::make_shared<const Data>(JsonField(root, path.string(), "")));
+  // (The text is gone before the tables are made.)
+  nlohmann::json content = detail::parse_json(detail::read_text_file(path), path.string());
+  return Tokenizer(std::make_shared<const Data>(std::move(content), path.string()));
 }
 
 std::vector<TokenId> Tokenizer::encode(std::string_view text, bool add_special_tokens) const {

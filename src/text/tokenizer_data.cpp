@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "text/byte_alphabet.hpp"
 #include "text/pattern.hpp"
@@ -14,6 +15,9 @@ namespace {
 
 // Sequences nest this deep at most, so that a hostile file cannot exhaust the stack.
 constexpr int max_nesting = 32;
+
+// Published tokenizers have three; each is a compiled pattern.
+constexpr std::size_t max_splitters = 64;
 
 using detail::abbreviated;
 using detail::AddedToken;
@@ -29,8 +33,19 @@ using detail::translated_pattern;
 
 }  // namespace
 
-Tokenizer::Data::Data(const JsonField& root) {
-  read_model(root.member("model"));
+Tokenizer::Data::Data(nlohmann::json content, const std::string& file) {
+  // Moved out of an object's member; null if there is none.
+  const auto taken = [](nlohmann::json& object, const char* key) {
+    const auto found = object.is_object() ? object.find(key) : object.end();
+    return found == object.end() ? nlohmann::json() : std::exchange(*found, nullptr);
+  };
+  nlohmann::json none;
+  const auto model = content.find("model");
+  nlohmann::json& model_content = model == content.end() ? none : *model;
+  nlohmann::json vocab = taken(model_content, "vocab");
+  nlohmann::json merge_list = taken(model_content, "merges");
+  const JsonField root(content, file, "");
+  read_model(root.member("model"), std::move(vocab), std::move(merge_list));
   read_normalizer(root.member("normalizer"), 0);
   read_added_tokens(root.member("added_tokens"));
   read_pre_tokenizers(root.member("pre_tokenizer"));
@@ -38,7 +53,8 @@ Tokenizer::Data::Data(const JsonField& root) {
   read_decoder(root.member("decoder"));
 }
 
-void Tokenizer::Data::read_model(const JsonField& model) {
+void Tokenizer::Data::read_model(const JsonField& model, nlohmann::json vocab,
+                                 nlohmann::json merge_list) {
   const JsonField type = model.member("type");
   // Files of old releases leave the type of a BPE model out.
   if (!type.is_null() && type.string() != "BPE") type.fail("\"BPE\"");
@@ -52,19 +68,25 @@ void Tokenizer::Data::read_model(const JsonField& model) {
   model.member("continuing_subword_prefix").require_null_or_empty_string();
   model.member("end_of_word_suffix").require_null_or_empty_string();
   ignore_merges = model.member("ignore_merges").boolean(false);
-  read_vocabulary(model.member("vocab"));
-  read_merges(model.member("merges"));
+  read_vocabulary(std::move(vocab), model);
+  read_merges(std::move(merge_list), model);
 }
 
-void Tokenizer::Data::read_vocabulary(const JsonField& field) {
-  if (!field.value().is_object()) field.fail("an object");
-  vocabulary.reserve(field.value().size());
-  for (const auto& [token, value] : field.value().items()) {
-    const TokenId id = field.member(token).token_id();
+void Tokenizer::Data::read_vocabulary(nlohmann::json vocab, const JsonField& model) {
+  const JsonField field = model.named(vocab, "vocab");
+  if (!vocab.is_object()) field.fail("an object");
+  auto& members = vocab.get_ref<nlohmann::json::object_t&>();
+  vocabulary.reserve(members.size());
+  bytes.reserve(members.size());
+  while (!members.empty()) {
+    auto member = members.extract(members.begin());
+    const std::string& token = member.key();
+    const JsonField value = field.named(member.mapped(), token);
+    const TokenId id = value.token_id();
     if (!bytes.emplace(id, byte_alphabet().decode(token)).second) {
-      field.member(token).fail("an id that no other token has");
+      value.fail("an id that no other token has");
     }
-    vocabulary.emplace(token, id);
+    vocabulary.emplace(std::move(member.key()), id);
   }
   size = vocabulary.size();
   for (int byte = 0; byte < 256; ++byte) {
@@ -79,7 +101,8 @@ void Tokenizer::Data::read_vocabulary(const JsonField& field) {
   }
 }
 
-void Tokenizer::Data::read_merges(const JsonField& field) {
+void Tokenizer::Data::read_merges(nlohmann::json list, const JsonField& model) {
+  const JsonField field = model.named(list, "merges");
   const std::size_t count = field.array_size();
   if (count == 0) field.fail("merges");
   merges.reserve(count);
@@ -109,6 +132,7 @@ void Tokenizer::Data::read_merges(const JsonField& field) {
     // A pair given twice counts with its later rank.
     merges[pair_key(id_of(left), id_of(right))] = {static_cast<std::uint32_t>(i),
                                                    id_of(left + right)};
+    list[i] = nullptr;
   }
 }
 
@@ -170,6 +194,9 @@ void Tokenizer::Data::read_pre_tokenizers(const JsonField& field) {
 
 // Returns whether it was, or ended with, ByteLevel; nothing may follow that.
 bool Tokenizer::Data::read_pre_tokenizer(const JsonField& field, bool is_last, int depth) {
+  if (splitters.size() >= max_splitters) {
+    field.fail(fmt::format("at most {} pre-tokenizers", max_splitters));
+  }
   const JsonField type = field.member("type");
   const std::string& name = type.string();
   if (name == "Sequence" && depth < max_nesting) {

@@ -4,6 +4,7 @@
 #include <array>
 #include <cstddef>
 #include <kvzap/tokenizer.hpp>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -44,12 +45,14 @@ struct Tokenizer::Data {
 
   std::vector<TokenId> prefix, suffix;
 
-  /// From the whole of a tokenizer.json.
-  explicit Data(const JsonField& root);
+  /// From the whole of a tokenizer.json, and how to call it in messages.
+  Data(nlohmann::json root, const std::string& file);
 
-  void read_model(const JsonField& model);
-  void read_vocabulary(const JsonField& field);
-  void read_merges(const JsonField& field);
+  // The vocabulary and the merges are nearly all of the file: what has been read of them is let go
+  // of, so that they are never twice in memory.
+  void read_model(const JsonField& model, nlohmann::json vocab, nlohmann::json merge_list);
+  void read_vocabulary(nlohmann::json vocab, const JsonField& model);
+  void read_merges(nlohmann::json list, const JsonField& model);
   void read_normalizer(const JsonField& field, int depth);
   void read_added_tokens(const JsonField& field);
   void read_pre_tokenizers(const JsonField& field);

@@ -55,6 +55,19 @@ std::vector<Number> numbers_of(const nlohmann::json& values) {
   return numbers;
 }
 
+// A field of a description. Throws Error, naming it.
+template <class Value>
+Value field_of(const nlohmann::json& object, const char* name) {
+  const auto found = object.is_object() ? object.find(name) : object.end();
+  if (found == object.end()) throw Error(fmt::format("description: {} is missing", name));
+  try {
+    return found->get<Value>();
+  } catch (const nlohmann::json::exception&) {
+    throw Error(
+        fmt::format("description: {} is {}, which is of another type", name, described(*found)));
+  }
+}
+
 }  // namespace
 
 fs::path checkpoint_folder(const fs::path& folder) { return folder / "checkpoint"; }
@@ -135,13 +148,13 @@ LayerCheckpoint read_checkpoint(const fs::path& folder, int layer) {
     if (!description) throw Error("it has no description");
     const nlohmann::json value =
         parse_json({reinterpret_cast<const char*>(description->data), description->bytes}, what);
-    if (value.at("layer").get<int>() != layer) throw Error("it is of another layer");
-    if (value.at("done").get<bool>()) {
+    if (field_of<int>(value, "layer") != layer) throw Error("it is of another layer");
+    if (field_of<bool>(value, "done")) {
       TrainedLayer trained;
       SurrogateLayer& s = trained.surrogate;
-      s.inputs = value.at("inputs").get<std::int64_t>();
-      s.hidden = value.at("hidden").get<std::int64_t>();
-      s.outputs = value.at("outputs").get<std::int64_t>();
+      s.inputs = field_of<std::int64_t>(value, "inputs");
+      s.hidden = field_of<std::int64_t>(value, "hidden");
+      s.outputs = field_of<std::int64_t>(value, "outputs");
       s.weight1 = floats_of(files, "weight1");
       s.bias1 = floats_of(files, "bias1");
       s.weight2 = floats_of(files, "weight2");
@@ -150,11 +163,11 @@ LayerCheckpoint read_checkpoint(const fs::path& folder, int layer) {
       checkpoint.trained = std::move(trained);
     } else {
       MlpTrainer::State s;
-      s.epoch = value.at("epoch").get<std::int64_t>();
-      s.batch = value.at("batch").get<std::int64_t>();
-      s.step = value.at("step").get<std::int64_t>();
+      s.epoch = field_of<std::int64_t>(value, "epoch");
+      s.batch = field_of<std::int64_t>(value, "batch");
+      s.step = field_of<std::int64_t>(value, "step");
       s.loss = number_of(value.at("loss"));
-      s.seconds = value.at("seconds").get<double>();
+      s.seconds = field_of<double>(value, "seconds");
       s.epoch_mse = numbers_of<double>(value.at("epoch_mse"));
       s.parameters = floats_of(files, "parameters");
       s.first_moment = floats_of(files, "first_moment");

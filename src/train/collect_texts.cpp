@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "base/fnv.hpp"
+#include "base/json_file.hpp"
 #include "text/utf8.hpp"
 
 namespace kvzap {
@@ -42,11 +43,16 @@ struct Line {
 };
 
 Line parse_line(const std::string& line, const std::string& where) {
-  const auto json = nlohmann::json::parse(line, nullptr, false);
+  constexpr auto expected = "expected a JSON object with a field \"text\"";
   const auto fail = [&](const std::string& found) {
-    throw Error(fmt::format("{}: {}; expected a JSON object with a field \"text\"", where, found));
+    throw Error(fmt::format("{}: {}; {}", where, found, expected));
   };
-  if (json.is_discarded()) fail("no valid JSON");
+  nlohmann::json json;
+  try {
+    json = detail::parse_json(line, where);
+  } catch (const Error& error) {
+    throw Error(fmt::format("{}; {}", error.what(), expected));
+  }
   if (!json.is_object()) fail(fmt::format("JSON of type {}", json.type_name()));
   const auto text = json.find("text");
   if (text == json.end()) fail("no field \"text\"");

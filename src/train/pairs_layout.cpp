@@ -5,6 +5,9 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 
+#include "base/json_file.hpp"
+#include "base/quote.hpp"
+
 namespace kvzap::detail {
 namespace {
 
@@ -145,12 +148,16 @@ std::vector<std::int64_t> chunk_extents(hid_t data_set, const std::string& name)
 }
 
 std::map<std::string, std::string> parse_command(const std::string& text) {
-  const auto json = nlohmann::json::parse(text, nullptr, false);
-  if (!json.is_object()) throw Error("attribute 'command' is no JSON object");
+  const nlohmann::json json = parse_json(text, "attribute 'command'");
+  if (!json.is_object()) {
+    throw Error(
+        fmt::format("attribute 'command': expected a JSON object, found {}", described(json)));
+  }
   std::map<std::string, std::string> command;
   for (const auto& [name, value] : json.items()) {
     if (!value.is_string()) {
-      throw Error(fmt::format("attribute 'command': '{}' is no text", name));
+      throw Error(fmt::format("attribute 'command': {}: expected a text, found {}", in_quotes(name),
+                              described(value)));
     }
     command[name] = value.get<std::string>();
   }

@@ -61,7 +61,7 @@ void check_replaceable(const fs::path& folder, bool has_checkpoint) {
     throw Error(
         fmt::format("{}: it is not of a surrogate (model_type is {}) and would be "
                     "replaced; give another folder",
-                    config.string(), type == content.end() ? "absent" : type->dump()));
+                    config.string(), type == content.end() ? "absent" : detail::described(*type)));
   }
   if (has_checkpoint) return;  // of a training that ended while it wrote the files
   for (const char* name : detail::surrogate_files) {

@@ -75,11 +75,11 @@ class Tables(BenchCase):
 
     def test_markdown(self):
         for ranks in (0, 2):
-            lines = self.succeed(*QUICK, *self.LISTS, ranks=ranks).text.splitlines()
+            lines = self.succeed(*QUICK, *self.LISTS, "--columns", "all", ranks=ranks).text.splitlines()
             cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
             self.assertEqual(
                 cells[0],
-                ["model", "size", "params", "backend", "ranks", "dtype", "test", "depth", "evict ratio", "skew",
+                ["model", "size", "params", "backend", "ranks", "dtype", "test", "depth", "batch", "evict ratio", "skew",
                  "evicted", "t/s", "ms/token", "KV live", "KV allocated", "peak RSS"])
             self.assertEqual(len({len(line) for line in lines}), 1, "columns are not aligned")
             self.assertTrue(all(re.fullmatch("-+:?", cell) for cell in cells[1]))
@@ -95,6 +95,34 @@ class Tables(BenchCase):
         header = self.succeed(*QUICK, "-p", "8", "-n", "1").text.splitlines()[0]
         self.assertNotIn("skew", header)
         self.assertNotIn("batch", header)
+
+    def columns(self, *flags, **options):
+        model = options.pop("model", MODEL)
+        flags = ["-m", model, *QUICK[2:], "-p", "8", "-n", "1", *flags]
+        lines = self.succeed(*flags, **options).text.splitlines()
+        self.assertLessEqual(max(map(len, lines)), 120)
+        self.assertEqual(len({len(line) for line in lines}), 1)
+        return [cell.strip() for cell in lines[0].strip("|").split("|")]
+
+    def test_columns(self):
+        usual = ["model", "ranks", "dtype", "test", "depth", "evicted", "t/s", "ms/token", "KV live", "peak RSS"]
+        self.assertEqual(self.columns(), usual)
+        # What tells rows apart goes first.
+        self.assertEqual(self.columns("-b", "1,2", "--evict-ratio", "0,0.5", "--skew", "1,2"),
+                         ["model", "test", "depth", "batch", "evict ratio", "skew", "evicted", "t/s", "ms/token", "KV live"])
+        long_name = self.copy(MODEL, "an-instruct-model-of-8B-parameters-with-a-long-name-and-then-some-more-letters-in-it")
+        self.assertNotIn("model", self.columns(model=long_name))
+        self.assertEqual(self.columns("--columns", "t/s,test,peak-rss,skew", ranks=2), ["t/s", "test", "peak RSS", "skew"])
+        deck = self.folder / "deck.toml"
+        deck.write_text('columns = ["test", "kv-allocated"]\n')
+        self.assertEqual(self.columns("--config", deck), ["test", "KV allocated"])
+        for flags, *parts in [
+            (["--columns", "test,t/z"], "--columns: there is no column 't/z' (did you mean t/s?)", "peak-rss"),
+            (["--columns", ""], "--columns: the list is empty"),
+            (["--columns", "test,test"], "--columns names test twice"),
+            (["--columns", "test", "-o", "csv"], "--columns is for the Markdown table; -o csv has all of them"),
+        ]:
+            self.fail_with(bench(*QUICK, *flags), *parts, code=1)
 
     def test_csv(self):
         out = self.succeed(*QUICK, *self.LISTS, "-o", "csv", "--dtype", "f32", ranks=2).text
@@ -320,7 +348,7 @@ class BadInput(BenchCase):
             ([*surrogate, "--threshold", "nan"], "--threshold is NaN"),
             ([*surrogate, "--threshold", "-4", "--evict-ratio", "0.5"], "--evict-ratio and --surrogate"),
             ([*surrogate, "--threshold", "-4", "--skew", "2"], "--skew and --surrogate"),
-            (["--surrogate", MODEL, "--threshold", "1"], "input_dim is missing"),
+            (["--surrogate", MODEL, "--threshold", "1"], "architectures: expected"),
             (["--evict-raito", "0"], "unknown option --evict-raito", "did you mean --evict-ratio?"),
             (["one"], "unexpected argument 'one'"),
         ]:

@@ -3,9 +3,10 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import unittest
 
-from harness import KVZAP, TestCase, run_command
+from harness import KVZAP, SOURCE, TestCase, run_command
 
 
 def long_flags(command):
@@ -57,7 +58,9 @@ class Completion(TestCase):
             source <("$KVZAP" completion bash)
             COMP_WORDS=("$@") COMP_CWORD=$(($# - 1))
             compopt() { :; }  # works in a real completion alone
-            _kvzap
+            function=_kvzap
+            [[ ${1##*/} = kvzap ]] || function=$(complete -p "$1" | sed 's/.*-F \([^ ]*\).*/\1/')
+            "$function" "$1" "${!#}" "${@:$#-1:1}"
             printf '%s\n' "${COMPREPLY[@]}"
         """
         result = run_command(["bash", "-c", script, "bash", *words],
@@ -102,19 +105,93 @@ class Completion(TestCase):
         self.assertEqual(self.complete("kvzap", "inspect", "d"), {"deck.toml"})
         self.assertEqual(self.complete("kvzap", "diff", "deck.toml", ""), {"deck.toml", "model"})
 
-    def test_zsh(self):
-        script = run_command([KVZAP, "completion", "zsh"])
+    def test_behind_launchers(self):
+        for launcher in ("mpirun", "mpiexec", "srun"):
+            self.assertEqual(self.complete(launcher, "-n", "2", "kvzap", "r"), {"run"})
+        begin = ["mpirun", "-n", "1", "kvzap", "bench", ":", "-n", "1", "build/kvzap"]
+        self.assertEqual(self.complete(*begin, "run", "--raw", "--thr"), {"--threshold"})
+        self.assertEqual(self.complete(*begin, "run", "--dtype", "b"), {"bf16"})
+        # Before the program, what there was before: here commands.
+        self.assertIn("bash", self.complete("mpirun", "-n", "2", "bas"))
+        self.assertNotIn("run", self.complete("mpirun", "-n", "2", "ru"))
+
+    def script(self, shell, file, check):
+        script = run_command([KVZAP, "completion", shell])
         self.assertEqual((script.code, script.err), (0, b""), script)
-        self.assertTrue(script.text.startswith("#compdef kvzap\n"))
-        if not shutil.which("zsh"):
-            self.skipTest("needs zsh")
-        file = self.folder / "_kvzap"
-        file.write_text(script.text)
-        self.assertEqual(run_command(["zsh", "-n", file]).code, 0)
+        (self.folder / file).write_text(script.text)
+        if not shutil.which(shell):
+            self.skipTest(f"needs {shell}")
+        result = run_command([shell, *check, self.folder / file])
+        self.assertEqual((result.code, result.err), (0, b""), result)
+        return script.text
+
+    def test_zsh(self):
+        text = self.script("zsh", "_kvzap", ["-n"])
+        self.assertTrue(text.startswith("#compdef kvzap mpirun mpiexec\n"))
+
+    def test_fish(self):
+        self.script("fish", "kvzap.fish", ["--no-execute"])
+        (self.folder / "deck.toml").touch()
+
+        def complete(line):
+            code = f"source {self.folder}/kvzap.fish; cd {self.folder}; complete -C '{line}'"
+            result = run_command(["fish", "--no-config", "-c", code], env={**os.environ, "HOME": str(self.folder)})
+            self.assertEqual((result.code, result.err), (0, b""), result)
+            return {line.split("\t")[0] for line in result.text.splitlines()}
+
+        for before in ("kvzap ", "mpirun -n 2 kvzap ", "mpirun -n 1 kvzap bench : -n 1 build/kvzap "):
+            self.assertEqual(complete(before + "r"), {"run"})
+            self.assertEqual(complete(before + "run --thresh"), {"--threshold"})
+            self.assertEqual(complete(before + "run --dtype b"), {"bf16"})
+            self.assertEqual(complete(before + "run --policy snap"), {"snapkv"})
+            self.assertEqual(complete(before + "run --config d"), {"deck.toml"})
+        self.assertLessEqual(long_flags("run"), complete("kvzap run --"))
 
     def test_other_shells(self):
-        result = run_command([KVZAP, "completion", "fish"])
-        self.fail_with(result, "fish", "bash,zsh", code=2)
+        result = run_command([KVZAP, "completion", "csh"])
+        self.fail_with(result, "csh", "bash,zsh,fish", code=2)
+
+
+class Plot(TestCase):
+    """Those of kvzap-plot, which the build makes."""
+
+    def setUp(self):
+        super().setUp()
+        script = SOURCE / "cmake/plot_documents.py"
+        result = run_command([sys.executable, script, SOURCE / "drivers/kvzap_plot.py", self.folder, "1.2"])
+        self.assertEqual((result.code, result.err), (0, b""), result)
+
+    def test_every_command_and_option(self):
+        script = [sys.executable, SOURCE / "drivers/kvzap_plot.py"]
+        commands = re.findall(r"(?m)^    ([\w-]+)(?:  |$)", run_command([*script, "--help"]).text)
+        self.assertIn("snapshot", commands)
+        texts = {file: (self.folder / file).read_text()
+                 for file in ("kvzap-plot.1", "kvzap-plot.bash", "_kvzap-plot", "kvzap-plot.fish")}
+        page = texts["kvzap-plot.1"].replace("\\-", "-")
+        for command in commands:
+            flags = set(re.findall(r"(?m)^ +(?:-\w(?: \S+)?, )?(--[a-z-]+)", run_command([*script, command, "--help"]).text))
+            section = page.split(f"\n.SH KVZAP-PLOT {command.upper()}\n")[1].split("\n.SH ")[0]
+            self.assertEqual(set(re.findall(r"\\fB(--[a-z-]+)", section)), flags)
+            for flag in flags:
+                self.assertIn(flag, texts["kvzap-plot.bash"])
+                self.assertIn(f"{flag}[", texts["_kvzap-plot"])
+                self.assertIn(f"-l {flag[2:]} ", texts["kvzap-plot.fish"])
+
+    def test_shells_read_them(self):
+        for shell, check, file in (("bash", "-n", "kvzap-plot.bash"), ("zsh", "-n", "_kvzap-plot"),
+                                   ("fish", "--no-execute", "kvzap-plot.fish")):
+            if shutil.which(shell):
+                result = run_command([shell, check, self.folder / file])
+                self.assertEqual((result.code, result.err), (0, b""), result)
+        if shutil.which("groff"):
+            result = run_command(["groff", "-man", "-ww", "-Tutf8", self.folder / "kvzap-plot.1"])
+            self.assertEqual((result.code, result.err), (0, b""), result)
+        script = f"""
+            source {self.folder}/kvzap-plot.bash; compopt() {{ :; }}
+            COMP_WORDS=(kvzap-plot snapshot --kin) COMP_CWORD=2; _kvzap_plot; echo "${{COMPREPLY[@]}}"
+            COMP_WORDS=(kvzap-plot sna) COMP_CWORD=1; _kvzap_plot; echo "${{COMPREPLY[@]}}"
+        """
+        self.assertEqual(run_command(["bash", "-c", script]).text, "--kind\nsnapshot\n")
 
 
 if __name__ == "__main__":

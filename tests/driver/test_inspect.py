@@ -131,6 +131,8 @@ class Inspect(InspectCase):
         for name in ("tokens", "context_tokens", "content", "dtype", "window", "prune", "sink", "created"):
             self.assertEqual(report[name], attributes[name], name)
         self.assertAlmostEqual(report["threshold"], -3.4, places=6)
+        self.assertEqual(report["attributes"]["surrogate_folder"], str(MLP))
+        self.assertRegex(report["attributes"]["surrogate_hash"], r"^[0-9a-f]{16}$")
         self.assertEqual(report["known_tokens"], len(ids))
         self.assertEqual((report["can_resume"], report["cannot_resume_because"]), (True, []))
         self.check_layers(report, file, 2)
@@ -146,7 +148,7 @@ class Inspect(InspectCase):
         file = snapshot("a")
         report = self.json_of("inspect", file)
         text = self.show("inspect", file).text
-        for part in (f"snapshot   {file}", "format     version 2", "threshold -3.4", "window 32",
+        for part in (f"surrogate  {MLP}, hash {report['attributes']['surrogate_hash']}\n", f"snapshot   {file}", "format     version 2", "threshold -3.4", "window 32",
                      "6 layers, 4 KV heads, head_dim 32", "can go on (kvzap run --resume)",
                      f"{report['kept']} of {report['kept'] + report['evicted']} pairs"):
             self.assertIn(part, text)

@@ -218,7 +218,7 @@ class Leaderboard(TestCase):
         self.fail_with(leaderboard(out, "-o", self.folder), "is a folder", code=1)
         self.fail_with(leaderboard(out, "--format", "pdf"), "--format", "html", code=2)
         self.fail_with(leaderboard(out, "-o", self.folder / "no" / "page.md"), "-o", "no/page.md", code=1)
-        self.fail_with(leaderboard(out, "-o", self.folder / "x.md", "--json", f"{self.folder}/./x.md"), "both name",
+        self.fail_with(leaderboard(out, "-o", self.folder / "x.md", "--json", f"{self.folder}/./x.md"), "name the same file",
                        code=1)
         page = self.folder / "page.txt"
         self.succeed(out, "-o", page, "--format", "markdown")

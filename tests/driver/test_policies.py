@@ -353,7 +353,7 @@ class Budgets(TestCase):
         self.assertGreater(context["pruning_seconds"], 0)
         self.assertLess(context["scoring_seconds"] + context["pruning_seconds"], context["prefill_seconds"])
         text = self.succeed(*ASK, "--policy", "h2o", "--evict-ratio", "0.5").err.decode()
-        self.assertIn("policy: h2o; evict ratio 0.5", text)
+        self.assertIn("policy   h2o; evict ratio 0.5", text)
         self.assertRegex(text, r"of that scoring \d+\.\d+ s, choosing and evicting \d+\.\d+ s")
         self.assertNotIn("the peak is the full cache", text)
 

@@ -176,7 +176,7 @@ class BadInput(QueryStatisticsCase):
     def test_texts(self):
         for content, *parts in (
             ("", "there is no text in it"),
-            ('{"text": "a"}\nwords\n', "texts.jsonl: line 2", "no valid JSON"),
+            ('{"text": "a"}\nwords\n', "texts.jsonl: line 2", "not valid JSON"),
             ('{"words": "a"}', 'line 1: no field "text"'),
             ('{"text": "a b"}', "none of its 1 texts can be used", "1 have fewer than 20 tokens"),
         ):

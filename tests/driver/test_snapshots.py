@@ -9,7 +9,7 @@ import signal
 import subprocess
 import unittest
 
-from harness import CASES, HAVE_HDF5, KVZAP, MLP, MODEL, PATIENCE, TestCase, kvzap, on_ranks
+from harness import CASES, HAVE_HDF5, KVZAP, LINEAR, MLP, MODEL, PATIENCE, TestCase, kvzap, on_ranks
 
 CASE = CASES[0]
 ASK = ["-m", MODEL, "-p", CASE["context"], "--question", CASE["question"]]
@@ -212,10 +212,32 @@ class GoingOn(SnapshotTest):
 
     def test_after_the_models_are_moved(self):
         expected = self.report(*ASK, *MLP_FLAGS, "-n", "8", "--snapshot", self.file, cwd=MODEL.parents[2])
-        model, surrogate = self.copy(MODEL, "model"), self.copy(MLP, "surrogate")
+        # From another folder.
+        self.assertEqual(self.ids(self.resume(self.file, cwd=self.folder)), self.ids(expected))
+        model, surrogate = self.copy(MODEL, "model"), self.copy(MLP, "surr,o+gate")
         report = self.resume(self.file, "-m", model, "--surrogate", surrogate)
         self.assertEqual(self.ids(report), self.ids(expected))
         self.assertEqual(report["surrogate"]["path"], str(surrogate))
+
+    def test_files_of_policies_are_found_from_any_folder(self):
+        expected = self.report(*ASK, *MLP_FLAGS, "-n", "8")
+        surrogate = self.copy(MLP, "surr,o+gate")
+        policy = ["--policy", r"kvzap:surrogate=surr\,o\+gate", *MLP_FLAGS[2:]]
+        self.report(*ASK, *policy, "-n", "8", "--snapshot", self.file, cwd=self.folder)
+        self.assertEqual(self.ids(self.resume(self.file)), self.ids(expected))
+        # From the same folder, by the name that it was given, too.
+        self.assertEqual(self.ids(self.resume(self.file, *policy[:2], cwd=self.folder)), self.ids(expected))
+        surrogate.rename(self.folder / "moved")
+        self.fail_with(kvzap("--resume", self.file), f"snapshot {self.file}: policy kvzap: surrogate is",
+                       "if it has been moved, --policy or --surrogate says where it is now", code=1)
+        report = self.resume(self.file, "--policy", f"kvzap:surrogate={self.folder / 'moved'}")
+        self.assertEqual(self.ids(report), self.ids(expected))
+        # A modifier's, among others.
+        ratios = self.folder / "ratios.json"
+        ratios.write_text(json.dumps([0.5] * 6))
+        expected = self.report(*ASK, "--policy", "keydiff+per-layer:ratios=ratios.json", "-n", "8", "--snapshot", self.file,
+                               cwd=self.folder)
+        self.assertEqual(self.ids(self.resume(self.file)), self.ids(expected))
 
 
 class Interrupted(SnapshotTest):
@@ -417,7 +439,7 @@ class Refused(SnapshotTest):
             (["-f", "one"], "-f does not go with --resume"),
             (["--dry-run"], "--dry-run does not go with --resume"),
             (["--dump", "x"], "--dump does not go with --resume"),
-            (["--json", self.file], f"--resume and --json both name the file {self.file}"),
+            (["--json", self.file], f"--json and --resume both name the file {self.file}"),
             (["--append", "none"], "none: cannot be opened"),
             (["--append", os.devnull], "--append /dev/null: the file has no tokens"),
             (["--config", self.deck("window = 5")], f"--window is 5; {made} with --window 32"),
@@ -457,7 +479,11 @@ class Refused(SnapshotTest):
         data = bytearray((surrogate / "model.safetensors").read_bytes())
         data[-1] ^= 1
         (surrogate / "model.safetensors").write_bytes(data)
-        self.refuse(parts=[f"snapshot {self.file}: its policy was kvzap:", "by the files that are there now it is"])
+        self.refuse(parts=[f"snapshot {self.file}: {surrogate} has another surrogate: its hash is ", "; expected ",
+                           f", that of {surrogate}"])
+        for ranks in (0, 2):
+            self.refuse("--surrogate", surrogate, ranks=ranks, parts=[f"{surrogate} has another surrogate: its hash is "])
+            self.refuse("--surrogate", LINEAR, ranks=ranks, parts=[f"--surrogate is {LINEAR}; ", f"{surrogate}"])
         shutil.rmtree(model)
         self.refuse(parts=[f"its model, {model}, is not there; give the model's folder with -m"])
 

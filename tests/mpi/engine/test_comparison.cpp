@@ -570,6 +570,23 @@ TEST_F(Comparisons, DrawSeveralTries) {
   EXPECT_EQ(same[1].tokens, std::vector<std::vector<TokenId>>(3, same[1].tokens[0]));
 }
 
+// Penalties know the context, the question, wherever it is run, and what has been answered.
+TEST_F(Comparisons, PenalizeWhatThereIs) {
+  settings.emplace_back();
+  add("snapkv", 0.5);
+  add_question("snapkv", 0.5);
+  const auto plain = expected(how, question);
+  how.sampling.repetition_penalty = 1.5;
+  how.sampling.frequency_penalty = 0.5;
+  how.sampling.suppress_tokens = {plain[0].tokens[0]};
+  how.sampling.bad_words = {{question.back(), plain[1].tokens[0]}};
+  const auto wanted = expected(how, question);
+  EXPECT_NE(wanted[0].tokens, plain[0].tokens);
+  Comparison comparison(plain_engine(), settings);
+  comparison.prefill(context);
+  expect_same(comparison.answer(question, how), wanted);
+}
+
 // The likelihood of given tokens is that of single steps' logits.
 TEST_F(Comparisons, WeighContinuations) {
   add_all(comm.size() == 1 ? 1 : 5);

@@ -224,8 +224,8 @@ TEST(Sampler, ChangesLogitsAsTransformers) {
       sampler.change(changed);
       for (std::size_t i = 0; i < changed.size(); ++i) {
         const auto& expected = golden.at("processed")[i];
-        EXPECT_EQ(changed[i],
-                  expected.is_null() ? -std::numeric_limits<float>::infinity() : expected.get<float>())
+        EXPECT_EQ(changed[i], expected.is_null() ? -std::numeric_limits<float>::infinity()
+                                                 : expected.get<float>())
             << i;
       }
       continue;

@@ -353,10 +353,10 @@ TEST(ModelConfig, WhatIsNoFolderOfAModel) {
   const auto load = [](const std::filesystem::path& path) {
     return [path] { ModelConfig::load(path); };
   };
-  expect_error(load("Nobody/No-Model"),
-               {"Nobody/No-Model: no such folder", "huggingface-cli download Nobody/No-Model "
-                                                   "--local-dir No-Model, and then given as "
-                                                   "No-Model"});
+  expect_error(load("Nobody/No-Model"), {"Nobody/No-Model: no such folder",
+                                         "huggingface-cli download Nobody/No-Model "
+                                         "--local-dir No-Model, and then given as "
+                                         "No-Model"});
   expect_error(load("a/b/c"), {"a/b/c/config.json: no such file"});
   expect_error(load("../x"), {"../x/config.json: no such file"});
   expect_error(load("models/x.Q4_K.gguf"), {"GGUF files are not supported", "config.json"});
@@ -659,23 +659,23 @@ TEST(GenerationConfig, EverythingElseThatWouldChangeAnswersIsRefused) {
            {"watermarking_config", "{\"bias\":2}"},
            {"dola_layers", "\"low\""},
            {"token_healing", "true"}}) {
-    expect_error([&] { load_generation("\"" + field + "\":" + value); },
-                 {"generation_config.json: " + field + ": expected", "--greedy-plain",
-                  "found " + value});
+    expect_error(
+        [&] { load_generation("\"" + field + "\":" + value); },
+        {"generation_config.json: " + field + ": expected", "--greedy-plain", "found " + value});
   }
 }
 
 TEST(GenerationConfig, MalformedFieldsAreRefused) {
-  for (const auto& [field, value] : std::vector<std::pair<std::string, std::string>>{
-           {"repetition_penalty", "0"},
-           {"repetition_penalty", "\"1.1\""},
-           {"repetition_penalty", "1e300"},
-           {"suppress_tokens", "3"},
-           {"suppress_tokens", "[10]"},
-           {"suppress_tokens", "[-1]"},
-           {"bad_words_ids", "[3]"},
-           {"bad_words_ids", "[[]]"},
-           {"bad_words_ids", "[[1,2.5]]"}}) {
+  for (const auto& [field, value] :
+       std::vector<std::pair<std::string, std::string>>{{"repetition_penalty", "0"},
+                                                        {"repetition_penalty", "\"1.1\""},
+                                                        {"repetition_penalty", "1e300"},
+                                                        {"suppress_tokens", "3"},
+                                                        {"suppress_tokens", "[10]"},
+                                                        {"suppress_tokens", "[-1]"},
+                                                        {"bad_words_ids", "[3]"},
+                                                        {"bad_words_ids", "[[]]"},
+                                                        {"bad_words_ids", "[[1,2.5]]"}}) {
     expect_error([&] { load_generation("\"" + field + "\":" + value); },
                  {"generation_config.json: " + field + ": expected", "found "});
   }

@@ -40,7 +40,7 @@ TEST_F(Texts, JsonObjects) {
   const std::vector<std::vector<TokenId>> expected = {m_tokenizer.encode("one\ntwo", true),
                                                       m_tokenizer.encode("{3", true)};
   EXPECT_EQ(read("\n{\"text\": \"one\\ntwo\", \"n\": 1}\n  {\"text\": \"{3\"}\n"), expected);
-  refuse("{\"text\": \"one\"}\ntwo\n", {"texts: line 2: no valid JSON", "as in the first line"});
+  refuse("{\"text\": \"one\"}\ntwo\n", {"texts: line 2: not valid JSON", "as in the first line"});
   refuse("{\"text\": \"one\"}\n\n[1]\n", {"line 3: JSON of type array"});
   refuse("{\"txt\": \"one\"}", {"line 1: no field \"text\""});
   refuse("{\"text\": 5}", {"line 1: field \"text\" is of type number"});

@@ -281,12 +281,75 @@ TEST(ChatTemplate, RefusesBrokenJinja) {
         "{% if " +
             [] {
               std::string s;
-              for (int i = 0; i < 50000; ++i) s += "not ";
+              for (int i = 0; i < 25000; ++i) s += "not ";
               return s;
             }() +
             "true %}a{% endif %}"}) {
     SCOPED_TRACE(source.substr(0, 100));
     expect_refused(source);
+  }
+}
+
+// Jinja takes all three for \n, in the text and in literals; Python's open() does before it.
+TEST(ChatTemplate, TakesAllLineEndsForOne) {
+  for (const char* const line_end : {"\r\n", "\r"}) {
+    std::string other;
+    for (const char c : chatml + "\n") other += c == '\n' ? line_end : std::string(1, c);
+    EXPECT_EQ(detect(other).parts(false).prompt("X"), detect(chatml).parts(false).prompt("X"));
+    EXPECT_EQ(detect(other).parts(false).prefix, "<|im_start|>user\n");
+  }
+}
+
+TEST(ChatTemplate, ReadsTheEscapesOfPython) {
+  const auto prefix_with = [](const std::string& escape) {
+    const auto parts = detect("{{ '" + escape + "' }}" + chatml).parts(false);
+    return parts.prefix.substr(0, parts.prefix.find("<|im_start|>"));
+  };
+  EXPECT_EQ(prefix_with(R"(\a\b\f\n\r\t\v\\\'\")"), "\a\b\f\n\r\t\v\\'\"");
+  EXPECT_EQ(prefix_with(R"(\x41\xe4\u20ac\U0001F600\101\08\q)"),
+            "A\u00e4\u20ac\U0001F600A" + std::string("\0008\\q", 4));
+  for (const char* const escape :
+       {R"(\N{BULLET})", R"(\x4)", R"(\uD800)", R"(\U00110000)", "\\\u00e4"}) {
+    expect_refused("{{ '" + std::string(escape) + "' }}" + chatml);
+  }
+}
+
+TEST(ChatTemplate, TakesLittleMemory) {
+  std::string doubled = "{% set a = 'a' %}";
+  for (int i = 0; i < 40; ++i) doubled += "{% set a = a + a %}";
+  expect_refused(doubled + "{{ a }}" + chatml, {"the output a"});
+  std::string many = "{% set a = 'a' %}";
+  for (int i = 0; i < 15; ++i) many += "{% set a = a + a %}";
+  for (int i = 0; i < 40; ++i) many += "{% set a" + std::to_string(i) + " = a %}";
+  expect_refused(many + chatml, {"the variable", "more than 4194304 bytes"});
+  many = "{% set a = 'a' %}";
+  for (int i = 0; i < 15; ++i) many += "{% set a = a + a %}";
+  for (int i = 0; i < 40; ++i) many += "{{ a }}";
+  expect_refused(many + chatml, {"an output of more than 4194304 bytes"});
+  expect_refused(std::string(200 << 10, ' ') + chatml, {"at most 131072 bytes", "--raw"});
+  const TemporaryFolder folder;
+  folder.write("tokenizer_config.json",
+               Json{{"chat_template", std::string(200 << 10, ' ') + chatml}}.dump());
+  expect_error([&] { ChatTemplate::detect(folder.path()); },
+               {"tokenizer_config.json: chat_template", "at most 131072 bytes", "--raw"});
+}
+
+// A hostile file can have megabytes where a message quotes it, and control characters.
+TEST(ChatTemplate, MessagesStayShortAndPlain) {
+  const std::string name(100 << 10, 'n');
+  for (const std::string& source :
+       {"{{ " + name + " }}" + chatml, "{% if " + name + " %}{{ 'x' }}{% endif %}" + chatml,
+        "{% " + name + " %}" + chatml, "{{ '\x1b[31m" + name + "' }}",
+        std::string("{{ '\0", 5) + name + "' + x }}"}) {
+    try {
+      detect(source);
+      ADD_FAILURE() << source.substr(0, 40);
+    } catch (const kvzap::Error& error) {
+      const std::string message = error.what();
+      EXPECT_LT(message.size(), 900u);
+      EXPECT_EQ(message.find('\x1b'), std::string::npos);
+      EXPECT_NE(message.find("--raw"), std::string::npos);
+    }
   }
 }
 

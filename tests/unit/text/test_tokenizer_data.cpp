@@ -188,4 +188,61 @@ TEST(Tokenizer, RefusesTokensThatNormalizeAlike) {
   expect_load_error(root, {"normalizes like no other"});
 }
 
+// Repeated keys, what stands behind a NUL, and texts that would take many times their size.
+TEST(Tokenizer, RefusesWhatOtherFilesMayNotHaveEither) {
+  const TemporaryFolder folder;
+  const auto refuse = [&](std::string_view content, std::initializer_list<std::string_view> parts) {
+    folder.write("tokenizer.json", content);
+    expect_error([&] { Tokenizer::load(folder.path()); }, {"tokenizer.json"});
+    expect_error([&] { Tokenizer::load(folder.path()); }, parts);
+  };
+  refuse(R"({"model": {"vocab": {"a": 1, "b": 2, "a": 3}}})",
+         {"'a' is given more than once at model.vocab.a"});
+  refuse(std::string_view("{}\0{", 4), {"a NUL byte", "byte 3"});
+  std::string lists = R"({"added_tokens": [)";
+  for (int i = 0; i < 2000000; ++i) lists += "[],";
+  refuse(lists, {"too many values at added_tokens[", "MB in memory"});
+}
+
+TEST(Tokenizer, QuotesHostileTokensShortly) {
+  const std::string token = "\x1b[31m" + std::string(2000000, 'x') + std::string(1, '\0');
+  for (const char* const pointer : {"/model/vocab/", "/model/merges/0", "/added_tokens/0/id",
+                                    "/model/type", "/pre_tokenizer/type", "/normalizer"}) {
+    Json root = golden_tokenizer("qwen2");
+    root[Json::json_pointer(pointer == std::string("/model/vocab/") ? pointer + token : pointer)] =
+        token;
+    try {
+      load(root);
+      ADD_FAILURE() << pointer;
+    } catch (const kvzap::Error& error) {
+      const std::string message = error.what();
+      EXPECT_LT(message.size(), 500u);
+      EXPECT_EQ(message.find('\x1b'), std::string::npos);
+      EXPECT_NE(message.find("\\x1b"), std::string::npos) << message;
+    }
+  }
+}
+
+// Of added tokens that begin alike the longest counts, whatever lies between them in the table.
+TEST(Tokenizer, TakesTheLongestOfAddedTokens) {
+  Json root = golden_tokenizer("qwen2");
+  int id = 2000;
+  for (const char* const content :
+       {"@@", "@@a", "@@ab", "@@abz", "@@ac", "@@abcd", "@@abcdefgh", "@@b"}) {
+    root["added_tokens"].push_back({{"id", id++}, {"content", content}, {"special", true}});
+  }
+  const Tokenizer tokenizer = load(root);
+  const auto first = [&](std::string_view text) { return tokenizer.encode(text).at(0); };
+  EXPECT_EQ(first("@@"), 2000);
+  EXPECT_EQ(first("@@x"), 2000);
+  EXPECT_EQ(first("@@aZ"), 2001);
+  EXPECT_EQ(first("@@abc"), 2002);
+  EXPECT_EQ(first("@@abcx"), 2002);
+  EXPECT_EQ(first("@@abzz"), 2003);
+  EXPECT_EQ(first("@@ac"), 2004);
+  EXPECT_EQ(first("@@abcdefg"), 2005);
+  EXPECT_EQ(first("@@abcdefgh"), 2006);
+  EXPECT_EQ(first("@@b"), 2007);
+}
+
 }  // namespace

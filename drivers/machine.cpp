@@ -1,0 +1,48 @@
+#include "machine.hpp"
+
+#include <fstream>
+#include <kvzap/types.hpp>
+
+#include "base/build_info.hpp"
+#include "base/simd.hpp"
+
+namespace kvzap::driver {
+namespace {
+
+std::string processor_name() {
+  std::ifstream info("/proc/cpuinfo");
+  for (std::string line; std::getline(info, line);) {
+    const auto colon = line.find(": ");
+    if (line.rfind("model name", 0) == 0 && colon != std::string::npos) {
+      return line.substr(colon + 2);
+    }
+  }
+  return "unknown";
+}
+
+}  // namespace
+
+Machine describe_machine() {
+  Machine machine;
+  machine.backend = ExecutionSpace::name();
+  machine.concurrency = static_cast<int>(ExecutionSpace().concurrency());
+  machine.processor = processor_name();
+  machine.simd = detail::name_of(detail::simd_level());
+  machine.kokkos = detail::kokkos_version();
+  machine.mpi = detail::mpi_library();
+  machine.compiler = detail::compiler_name();
+  return machine;
+}
+
+nlohmann::ordered_json system_json(const Machine& machine, int ranks) {
+  return {{"backend", machine.backend},
+          {"concurrency", machine.concurrency},
+          {"ranks", ranks},
+          {"processor", machine.processor},
+          {"simd", machine.simd},
+          {"kokkos", machine.kokkos},
+          {"mpi", machine.mpi},
+          {"compiler", machine.compiler}};
+}
+
+}  // namespace kvzap::driver

@@ -1,0 +1,25 @@
+// What ran a measurement: for reports.
+#pragma once
+
+#include <nlohmann/json.hpp>
+#include <string>
+
+namespace kvzap::driver {
+
+struct Machine {
+  std::string backend;  // Kokkos' execution space
+  int concurrency = 1;
+  std::string processor;
+  std::string simd;
+  std::string kokkos;
+  std::string mpi;
+  std::string compiler;
+};
+
+/// Of this process. Kokkos has to be initialized.
+Machine describe_machine();
+
+/// The field `system` of reports.
+nlohmann::ordered_json system_json(const Machine& machine, int ranks);
+
+}  // namespace kvzap::driver

@@ -1,0 +1,72 @@
+#include "base/quote.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+namespace kvzap::detail {
+namespace {
+
+bool is_continuation(char c) { return (static_cast<unsigned char>(c) & 0xC0u) == 0x80u; }
+
+// Bytes of the well-formed UTF-8 character that `text` begins with; 0 if it begins with none, or
+// with a control character of Latin-1's upper half.
+std::size_t character_bytes(std::string_view text) {
+  const auto first = static_cast<unsigned char>(text[0]);
+  if (first < 0x80) return 1;
+  if (first < 0xC2 || first > 0xF4) return 0;
+  const std::size_t length = first < 0xE0 ? 2 : first < 0xF0 ? 3 : 4;
+  if (text.size() < length) return 0;
+  for (std::size_t i = 1; i < length; ++i) {
+    if (!is_continuation(text[i])) return 0;
+  }
+  const auto second = static_cast<unsigned char>(text[1]);
+  const bool is_control = first == 0xC2 && second < 0xA0;
+  const bool is_overlong = (first == 0xE0 && second < 0xA0) || (first == 0xF0 && second < 0x90);
+  const bool is_surrogate = first == 0xED && second > 0x9F;
+  const bool is_too_large = first == 0xF4 && second > 0x8F;
+  return is_control || is_overlong || is_surrogate || is_too_large ? 0 : length;
+}
+
+}  // namespace
+
+std::string shown(std::string_view text, std::size_t max_bytes) {
+  std::string result;
+  for (std::size_t i = 0; i < text.size();) {
+    const std::size_t length = character_bytes(text.substr(i));
+    if (i + (length == 0 ? 1 : length) > max_bytes) return result + "…";
+    const char c = text[i];
+    if (length == 1 && c == '\n') {
+      result += "\\n";
+    } else if (length == 1 && c == '\t') {
+      result += "\\t";
+    } else if (length == 1 && c == '\r') {
+      result += "\\r";
+    } else if (length == 0 ||
+               (length == 1 && (static_cast<unsigned char>(c) < 0x20 || c == 0x7F))) {
+      result += fmt::format("\\x{:02x}", static_cast<unsigned char>(c));
+    } else {
+      result += text.substr(i, length);
+    }
+    i += length == 0 ? 1 : length;
+  }
+  return result;
+}
+
+std::string in_quotes(std::string_view text, std::size_t max_bytes) {
+  return "'" + shown(text, max_bytes) + "'";
+}
+
+std::string shown_message(std::string_view message) {
+  constexpr std::size_t max_bytes = 16u << 10;
+  std::string result;
+  while (true) {
+    const std::size_t end = message.find('\n');
+    result += shown(message.substr(0, end), max_bytes - std::min(max_bytes, result.size()));
+    if (end == message.npos || result.size() >= max_bytes) return result;
+    result += '\n';
+    message.remove_prefix(end + 1);
+  }
+}
+
+}  // namespace kvzap::detail

@@ -15,6 +15,8 @@
 #include <stdexcept>
 #include <system_error>
 
+#include "base/quote.hpp"
+
 namespace kvzap::driver {
 namespace {
 
@@ -139,8 +141,8 @@ std::vector<TomlEntry> parse_toml(std::string_view text, const std::string& file
   try {
     table = toml::parse(text, file);
   } catch (const toml::parse_error& error) {
-    throw std::runtime_error(
-        fmt::format("{}:{}: {}", file, error.source().begin.line, error.description()));
+    throw std::runtime_error(fmt::format("{}:{}: {}", file, error.source().begin.line,
+                                         kvzap::detail::shown(error.description(), 300)));
   }
   std::vector<TomlEntry> entries;
   for (const auto& [key, node] : table) {

@@ -16,6 +16,7 @@
 #include "base/crc32c.hpp"
 #include "base/instantiate.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/quote.hpp"
 #include "cache/raw_rows.hpp"
 #include "io/snapshot_file.hpp"
 #include "io/snapshot_rows.hpp"
@@ -55,7 +56,7 @@ auto about_file(const fs::path& file, const Work& work) -> decltype(work()) {
   } catch (const std::length_error&) {
     throw Error(fmt::format("snapshot {}: out of memory", file.string()));
   } catch (const Error& error) {
-    throw Error(fmt::format("snapshot {}: {}", file.string(), error.what()));
+    throw Error(fmt::format("snapshot {}: {}", file.string(), detail::shown(error.what(), 1000)));
   }
 }
 

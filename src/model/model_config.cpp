@@ -1,4 +1,5 @@
 #include "base/json_file.hpp"
+#include "base/quote.hpp"
 #include "model/model_folder.hpp"
 #include "model/rope.hpp"
 
@@ -51,8 +52,8 @@ class Fields {
 
   [[noreturn]] void fail(std::string_view field, std::string_view expected,
                          std::string_view found) const {
-    throw Error(
-        fmt::format("{}: {}{}: expected {}, found {}", m_file, m_prefix, field, expected, found));
+    throw Error(fmt::format("{}: {}{}: expected {}, found {}", m_file, m_prefix, field, expected,
+                            detail::shown(found, 300)));
   }
 
   const std::string& file() const { return m_file; }

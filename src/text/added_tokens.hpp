@@ -1,6 +1,7 @@
 // Tokens that are found in a text before anything else is done with it.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <functional>
@@ -50,6 +51,8 @@ class AddedTokenMatcher {
           if (!is_white_space(c)) break;
           begin -= bytes;
         }
+        begin =
+            std::max(begin, covered);  // the token before may have taken what this one is made of
       }
       if (token->rstrip) {
         while (end < text.size()) {
@@ -59,7 +62,7 @@ class AddedTokenMatcher {
         }
       }
       if (covered < begin) on_text(text.substr(covered, begin - covered));
-      on_token(token->id);
+      if (begin < end) on_token(token->id);
       covered = end;
     }
     if (covered < text.size()) on_text(text.substr(covered));

@@ -8,6 +8,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "base/json_file.hpp"
@@ -42,6 +43,34 @@ bool ends_with(std::string_view text, std::string_view end) {
 bool is_one_of(std::string_view text, std::initializer_list<std::string_view> values) {
   return std::find(values.begin(), values.end(), text) != values.end();
 }
+
+// White space as Jinja sees it around tags, and Python's str.strip(), which is its trim. (Inside
+// tags is_space is enough: what it does not know is a symbol there, and refused.)
+constexpr std::string_view spaces[] = {" ",      "\t",     "\n",     "\v",     "\f",     "\r",
+                                       "\x1C",   "\x1D",   "\x1E",   "\x1F",   "\u0085", "\u00A0",
+                                       "\u1680", "\u2000", "\u2001", "\u2002", "\u2003", "\u2004",
+                                       "\u2005", "\u2006", "\u2007", "\u2008", "\u2009", "\u200A",
+                                       "\u2028", "\u2029", "\u202F", "\u205F", "\u3000"};
+
+std::string_view left_trimmed(std::string_view text) {
+  const auto leads = [&](std::string_view space) { return starts_with(text, space); };
+  for (;;) {
+    const auto found = std::find_if(std::begin(spaces), std::end(spaces), leads);
+    if (found == std::end(spaces)) return text;
+    text.remove_prefix(found->size());
+  }
+}
+
+std::string_view right_trimmed(std::string_view text) {
+  const auto ends = [&](std::string_view space) { return ends_with(text, space); };
+  for (;;) {
+    const auto found = std::find_if(std::begin(spaces), std::end(spaces), ends);
+    if (found == std::end(spaces)) return text;
+    text.remove_suffix(found->size());
+  }
+}
+
+std::string_view trimmed(std::string_view text) { return right_trimmed(left_trimmed(text)); }
 
 // Templates of published models have at most 20 KB, and what they write has less. Without limits a
 // few lines that double a variable take all memory.
@@ -216,18 +245,18 @@ std::optional<std::vector<Node>> parse(std::string_view source) {
     const char kind = tag < source.size() ? source[tag + 1] : '\0';
     const char control = kind != '\0' && tag + 2 < source.size() ? source[tag + 2] : '\0';
     if (strip_left) {
-      while (!text.empty() && is_space(text.front())) text.remove_prefix(1);
+      text = left_trimmed(text);
     } else if (after_block && starts_with(text, "\n")) {
       text.remove_prefix(1);
       line_start = true;
     }
     if (control == '-') {
-      while (!text.empty() && is_space(text.back())) text.remove_suffix(1);
+      text = right_trimmed(text);
     } else if ((kind == '%' || kind == '#') && control != '+') {
       const std::size_t newline = text.rfind('\n');
       const std::size_t begin = newline == std::string_view::npos ? 0 : newline + 1;
       const std::string_view indent = text.substr(begin);
-      if ((begin > 0 || line_start) && std::all_of(indent.begin(), indent.end(), is_space)) {
+      if ((begin > 0 || line_start) && left_trimmed(indent).empty()) {
         text = text.substr(0, begin);
       }
     }
@@ -347,6 +376,8 @@ class Evaluator {
     std::string keyword;
     Truth runs;     // whether the current branch runs
     Truth earlier;  // whether an earlier branch of the same if has run
+    // Of a loop: variables as they were before each assignment, which the loop's end takes back.
+    std::vector<std::pair<std::string, std::optional<Value>>> before;
   };
 
   Truth live() const {
@@ -386,9 +417,9 @@ class Evaluator {
     const Iterator begin = tokens.begin() + 1, end = tokens.end();
     if (keyword == "if") {
       const Truth truth = condition(begin, end);
-      m_blocks.push_back({keyword, truth, truth});
+      m_blocks.push_back({keyword, truth, truth, {}});
     } else if (keyword == "for") {
-      m_blocks.push_back({keyword, loop(Tokens(begin, end)), Truth::no});
+      m_blocks.push_back({keyword, loop(Tokens(begin, end)), Truth::no, {}});
     } else if (keyword == "elif" || keyword == "else") {
       if (m_blocks.empty() || m_blocks.back().keyword != "if") {
         m_problem = fmt::format("\"{}\" outside an if", keyword);
@@ -402,6 +433,15 @@ class Evaluator {
       if (m_blocks.empty() || m_blocks.back().keyword != keyword.substr(3)) {
         m_problem = fmt::format("\"{}\" without its beginning", keyword);
         return;
+      }
+      auto& before = m_blocks.back().before;
+      for (auto change = before.rbegin(); change != before.rend(); ++change) {
+        m_variable_bytes -= bytes_of(m_variables[change->first]);
+        if (change->second) {
+          m_variables[change->first] = std::move(*change->second);
+        } else {
+          m_variables.erase(change->first);
+        }
       }
       m_blocks.pop_back();
     } else if (live() != Truth::no) {
@@ -433,14 +473,23 @@ class Evaluator {
       return;
     }
     const std::string& name = tokens[1].text;
-    if (is_one_of(name, {"message", "messages", "loop"})) {
+    // What transformers gives the template is known by its name.
+    if (is_one_of(name, {"message", "messages", "loop", "tools", "add_generation_prompt",
+                         "enable_thinking"})) {
       m_problem = fmt::format("the statement \"{}\"", spelled(tokens));
       return;
     }
     Value value = live() == Truth::yes ? evaluate(tokens.begin() + 3, tokens.end()) : Value{};
-    Value& variable = m_variables[name];
+    const auto [known, is_new] = m_variables.try_emplace(name);
+    Value& variable = known->second;
+    const auto inside = std::find_if(m_blocks.rbegin(), m_blocks.rend(),
+                                     [](const Block& block) { return block.keyword == "for"; });
     m_variable_bytes += bytes_of(value);
-    m_variable_bytes -= bytes_of(variable);
+    if (inside == m_blocks.rend()) {
+      m_variable_bytes -= bytes_of(variable);
+    } else {
+      inside->before.emplace_back(name, is_new ? std::nullopt : std::optional(variable));
+    }
     if (m_variable_bytes > max_text_bytes) {
       m_problem = fmt::format("the variable \"{}\", with which all of them have more than {} bytes",
                               detail::shown(name), max_text_bytes);
@@ -725,29 +774,6 @@ std::optional<std::string> configured_template(const Json& config, const std::st
     if (*name == "default") return string_at(*text, where + "[default]");
   }
   fail(where, "a template named \"default\"", "none");
-}
-
-// White space at both ends as Jinja's trim sees it, which is Python's str.strip().
-std::string_view trimmed(std::string_view text) {
-  constexpr std::string_view spaces[] = {" ",      "\t",     "\n",     "\v",     "\f",     "\r",
-                                         "\x1C",   "\x1D",   "\x1E",   "\x1F",   "\u0085", "\u00A0",
-                                         "\u1680", "\u2000", "\u2001", "\u2002", "\u2003", "\u2004",
-                                         "\u2005", "\u2006", "\u2007", "\u2008", "\u2009", "\u200A",
-                                         "\u2028", "\u2029", "\u202F", "\u205F", "\u3000"};
-  for (bool changed = true; changed;) {
-    changed = false;
-    for (const std::string_view space : spaces) {
-      if (starts_with(text, space)) {
-        text.remove_prefix(space.size());
-        changed = true;
-      }
-      if (ends_with(text, space)) {
-        text.remove_suffix(space.size());
-        changed = true;
-      }
-    }
-  }
-  return text;
 }
 
 // ---- Conversations ------------------------------------------------------------------------------

@@ -181,7 +181,7 @@ void Tokenizer::Data::read_added_tokens(const JsonField& field) {
     if (!(normalized ? normalized_matcher : raw_matcher).insert(pattern, token)) {
       entry.member("content").fail("a token that normalizes like no other");
     }
-    bytes[token.id] = byte_alphabet().decode(pattern);
+    bytes[token.id] = byte_alphabet().decode(content);
     if (is_special) special.insert(token.id);
   }
 }

@@ -153,6 +153,23 @@ TEST(ChatTemplate, NeedsNoTokenizerConfig) {
   EXPECT_EQ(ChatTemplate::detect(folder.path()).parts(true).prefix, "<|im_start|>user\n");
 }
 
+// As jinja2 3.1 renders them: white space is Python's, and a loop's variables end with it.
+TEST(ChatTemplate, FollowsJinjasRulesOfSpaceAndScope) {
+  for (const std::string& source :
+       {"\u00A0\x1F" + replaced(chatml, "{% for", "{%- for"),
+        replaced(chatml, "{% if", " \u2003\n{%- if"), replaced(chatml, "{% for", "\u3000{% for"),
+        replaced(chatml, "{% endfor %}", "{% endfor -%}\x1C \u0085\n"),
+        replaced(chatml, "{% endfor %}",
+                 "{% set x = '!' %}{% endfor %}"
+                 "{% if x is defined %}{{ x }}{% endif %}"),
+        "{% set x = '' %}" +
+            replaced(chatml, "{% endfor %}", "{% set x = '!' %}{% endfor %}{{ x }}")}) {
+    SCOPED_TRACE(source);
+    EXPECT_EQ(detect(source).parts(false).prompt("X"),
+              "<|im_start|>user\nX<|im_end|>\n<|im_start|>assistant\n");
+  }
+}
+
 TEST(ChatTemplate, TakesVariantsOfSpelling) {
   for (const std::string& source :
        {replaced(chatml, "message['content']", "message.content"),
@@ -244,6 +261,9 @@ TEST(ChatTemplate, RefusesWhatItCannotFollow) {
            replaced(chatml, "in messages %}", "in messages[1:] %}"),
            replaced(chatml, "{% for", "{% set messages = [] %}{% for"),
            replaced(chatml, "{% for", "{% if x > 1 %}{% set y = '?' %}{% endif %}{{ y }}{% for"),
+           replaced(chatml, "{% for", "{% set add_generation_prompt = false %}{% for"),
+           replaced(chatml, "{% for", "{% set tools = 'x' %}{% for"),
+           replaced(chatml, "{% endfor %}", "{% set x = '?' %}{% endfor %}{{ x }}"),
            replaced(chatml, "{% for", "{% set x %}text{% endset %}{% for"),
            replaced(chatml, "{% for", "{% macro f() %}{% endmacro %}{% for"),
            replaced(chatml, "{% for", "{% raw %}{% for"),

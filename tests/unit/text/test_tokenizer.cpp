@@ -172,6 +172,38 @@ TEST(Tokenizer, NormalizesLongRunsOfMarksQuickly) {
   EXPECT_LT(elapsed.count(), 20.0);
 }
 
+// As tokenizers 0.22 does: the white space that a token has taken is no token of its own any more.
+TEST(Tokenizer, AddedTokensShareNoWhiteSpace) {
+  Json root = golden_tokenizer("gpt2");
+  const auto add = [&](TokenId id, const char* content, bool lstrip, bool rstrip) {
+    root["added_tokens"].push_back({{"id", id},
+                                    {"content", content},
+                                    {"single_word", false},
+                                    {"lstrip", lstrip},
+                                    {"rstrip", rstrip},
+                                    {"normalized", false},
+                                    {"special", false}});
+  };
+  add(5000, "<a>", false, true);
+  add(5001, "\n\n", true, false);
+  const Tokenizer tokenizer = load(root);
+  const TokenId x = tokenizer.encode("x").at(0);
+  EXPECT_EQ(tokenizer.encode("<a>\n\nx"), (std::vector<TokenId>{5000, x}));
+  EXPECT_EQ(tokenizer.encode("x \n\nx"), (std::vector<TokenId>{x, 5001, x}));
+}
+
+// tokenizers 0.22: a token that the normalizer changes is found as that, and decoded as it is
+// written.
+TEST(Tokenizer, AddedTokensDecodeAsTheyAreWritten) {
+  Json root = golden_tokenizer("gpt2");
+  root["normalizer"] = {{"type", "NFC"}};
+  root["added_tokens"].push_back(
+      {{"id", 5000}, {"content", "\u0958"}, {"special", false}, {"normalized", true}});
+  const Tokenizer tokenizer = load(root);
+  EXPECT_EQ(tokenizer.encode("\u0958"), std::vector<TokenId>{5000});
+  EXPECT_EQ(tokenizer.decode({5000}), "\u0958");
+}
+
 TEST(Tokenizer, LaterOfTwoEqualMergesCounts) {
   Json root = pair_tokenizer();
   root["model"]["vocab"]["ab"] = 257;

@@ -1,0 +1,96 @@
+#!/usr/bin/env python3
+"""Chat templates as jinja2 renders them, in the environment and with the variables that transformers gives
+them, against kvzap: published templates, mutated. What kvzap refuses is not compared, nor what jinja2
+refuses. Without jinja2 nothing is tested.
+
+Usage: differential_template.py PEER [--seconds S | --cases N] [--seed N]"""
+
+import json
+import pathlib
+import random
+import re
+import sys
+
+from differential import Difference, Peer, arguments, run
+
+try:
+    import jinja2.ext
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+except ImportError:
+    print("differential_template: skipped, there is no jinja2")
+    sys.exit(0)
+
+GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden/tokenizer/templates.json"
+TEMPLATES = [case["template"] for case in json.loads(GOLDEN.read_text())["cases"]]
+TOKEN = re.compile(r"""\{%[-+]?|[-+]?%\}|\{\{[-+]?|[-+]?\}\}|\{#|#\}|'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|\w+|\s+|.""",
+                   re.DOTALL)
+PIECES = [
+    "{%- if tools %}", "{% endif %}", "{% else %}", "{% elif bos_token is defined %}", "{%- endif -%}",
+    "{% if true %}", "{% if not false %}", "{% set a = 'b' %}", "{{ a }}", "{{- a -}}", "{{ bos_token }}",
+    "{% if eos_token is defined %}", "{% if documents is defined %}", "{% if a is not defined %}",
+    "{% if messages[0]['role'] == 'user' %}", "{% if loop.first %}", "{% if loop.last and not tools %}",
+    "{% if 'a' == 'a' or x %}", "{% if 'a' != \"a\" %}", "{# c #}", "{#- c -#}", "{%+ if true +%}",
+    "\n", "\r\n", "\r", "  ", "\t", "\n    ", " ~ 'x'", " + 'x'", "|trim", ".strip()", "\\n", "\\t", "\\'",
+    "\\x41", "\\u0041", "\\a", "message", "messages", "'", '"', "{", "}", "-", "%", "and", "or", "not", "(", ")",
+    "==", "!=", "is", "defined", "none", "None", "True", "False", "0", "1", "[0]", "[-1]", "[::-1]", "é", "\u2028",
+    "\x0b", "\x0c", "\x1f", "\u0085", "\u00a0", "{% set bos_token = 'b' %}", "{% set tools = 'b' %}",
+    "{% set message = 'b' %}", "{% set enable_thinking = true %}", "{% set add_generation_prompt = false %}",
+]
+MESSAGES = ["A message.", " padded \n", "\u2003x\u00a0", "<|im_end|>", "\x1c{{ x }}\x1f", "a\r\nb"]
+
+
+def environment():
+    def raise_exception(message):
+        raise jinja2.exceptions.TemplateError(message)
+
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
+                                         extensions=[jinja2.ext.loopcontrols])
+    made.filters["tojson"] = lambda value, **_: json.dumps(value, ensure_ascii=False)
+    # (transformers' strftime_now is left out: kvzap takes the date that a template falls back to.)
+    made.globals["raise_exception"] = raise_exception
+    return made
+
+
+def mutated():
+    tokens = TOKEN.findall(random.choice(TEMPLATES))
+    for _ in range(random.choice([1, 1, 1, 2, 2, 3, 5])):
+        at = random.randrange(len(tokens) + 1)
+        kind = random.randrange(6)
+        if kind <= 2:
+            tokens.insert(at, random.choice(PIECES))
+        elif kind == 3 and at < len(tokens):
+            del tokens[at]
+        elif kind == 4 and at < len(tokens):
+            tokens[at] = random.choice(PIECES + tokens)
+        elif at < len(tokens):
+            end = min(len(tokens), at + random.randrange(1, 12))
+            tokens[at:end] = tokens[at:end] * 2
+    return "".join(tokens)
+
+
+def main():
+    given, seed = arguments(__doc__)
+    peer, jinja = Peer(given.peer), environment()
+
+    def one_case():
+        template, message = mutated(), random.choice(MESSAGES)
+        thinking = random.random() < 0.5
+        answer = peer.ask(template=template, message=message, thinking=thinking)
+        if "error" in answer:
+            return False
+        try:
+            expected = jinja.from_string(template).render(
+                messages=[{"role": "user", "content": message}], tools=None, documents=None,
+                add_generation_prompt=True, enable_thinking=thinking, bos_token="<s>", eos_token="</s>")
+        except Exception:  # whatever it is, there is nothing to compare with
+            return False
+        if answer["prompt"] != expected:
+            raise Difference(f"template {template!r}, message {message!r}, thinking {thinking}: "
+                             f"jinja2 {expected!r}, kvzap {answer['prompt']!r}")
+        return True
+
+    run("differential_template", given, seed, one_case)
+
+
+if __name__ == "__main__":
+    main()

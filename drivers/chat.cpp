@@ -160,6 +160,9 @@ void Conversation::adopt(RunState state) {
   state.texts.resize(std::min(count, state.texts.size()));
   state.questions.resize(state.texts.size());
   state.answers.clear();
+  auto& ids = m_run.report.question_ids;
+  ids.resize(m_earlier);
+  ids.insert(ids.end(), state.questions.begin(), state.questions.end());
   m_run.state = std::move(state);
   if (!is_open) return;
   // An answer that was under way is what there is of it.
@@ -371,6 +374,7 @@ void Conversation::run_answer(AnsweredQuestion& turn, const std::vector<TokenId>
 void Conversation::note(AnsweredQuestion turn, const std::vector<TokenId>& ids) {
   m_run.state.texts.push_back(turn.question);
   m_run.state.questions.push_back(ids);
+  m_run.report.question_ids.push_back(ids);
   m_run.report.answers.push_back(std::move(turn));
 }
 

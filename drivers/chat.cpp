@@ -160,6 +160,9 @@ void Conversation::adopt(RunState state) {
   state.texts.resize(std::min(count, state.texts.size()));
   state.questions.resize(state.texts.size());
   state.answers.clear();
+  auto& ids = m_run.report.question_ids;
+  ids.resize(m_earlier);
+  ids.insert(ids.end(), state.questions.begin(), state.questions.end());
   m_run.state = std::move(state);
   if (!is_open) return;
   // An answer that was under way is what there is of it.
@@ -371,6 +374,7 @@ void Conversation::run_answer(AnsweredQuestion& turn, const std::vector<TokenId>
 void Conversation::note(AnsweredQuestion turn, const std::vector<TokenId>& ids) {
   m_run.state.texts.push_back(turn.question);
   m_run.state.questions.push_back(ids);
+  m_run.report.question_ids.push_back(ids);
   m_run.report.answers.push_back(std::move(turn));
 }
 
@@ -529,6 +533,10 @@ void declare_chat(CLI::App& app, RunOptions& options) {
   describe("--file", "file with it, taken whole");
   describe("--system",
            "system message, in place of the chat template's own; /reset begins with it too");
+  describe("--random-weights", "make weights up from this seed");
+  describe("--evict-ratio",
+           "budget: evicted share of all pairs of the context, in [0, 1); with --surrogate and "
+           "without --policy the threshold that kvzap calibrate has found for it");
   describe("--n-predict", "most tokens of an answer; 0 or more");
   describe("--prune",
            "what is judged: none, prefill (the context of -p or -f) or always (by a threshold, all "
@@ -541,7 +549,7 @@ void declare_chat(CLI::App& app, RunOptions& options) {
   describe("--quiet", "no prompts, no progress and no report on standard error");
 }
 
-int chat(CLI::App& app, RunOptions options, const Communicator& comm, const std::string& version,
+int chat(CLI::App& app, RunOptions& options, const Communicator& comm, const std::string& version,
          const std::string& revision) {
   comm.agree([&] {
     require(options.file != "-",
@@ -557,6 +565,8 @@ int chat(CLI::App& app, RunOptions options, const Communicator& comm, const std:
         "a budget is met where a context ends, and there is none: give one with -p or -f, a "
         "--threshold in place of the budget, or --decode-every N");
   });
+  // The context is what the chat template begins with.
+  if (!options.prompt && options.file.empty() && !resumed) options.prompt = "";
   const RunDescription description{version, revision, recorded_options(app, options),
                                    options_in_force(app, options)};
   return run(options, description, std::move(resumed), comm,

@@ -16,7 +16,7 @@ void declare_chat(CLI::App& app, RunOptions& options);
 /// Carries out the command on all ranks: rank 0 reads messages and commands from standard input,
 /// answers go to standard output, all else to standard error. `app`: parsed into `options`. Returns
 /// the exit status, as run.
-int chat(CLI::App& app, RunOptions options, const Communicator& comm, const std::string& version,
+int chat(CLI::App& app, RunOptions& options, const Communicator& comm, const std::string& version,
          const std::string& revision);
 
 }  // namespace kvzap::driver

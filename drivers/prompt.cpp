@@ -59,9 +59,7 @@ std::vector<std::vector<TokenId>> question_ids(const RunOptions& options,
 }
 
 Prompt make_prompt(const RunOptions& options, const Tokenizer* tokenizer) {
-  const bool is_left_out = options.chats && options.file.empty();
-  const std::string text =
-      options.prompt || is_left_out ? options.prompt.value_or("") : read_whole(options.file);
+  const std::string text = options.prompt ? *options.prompt : read_whole(options.file);
   const std::string source = options.prompt ? "-p" : "-f " + options.file;
   if (text.empty() && !options.chats) throw Error(fmt::format("{}: the prompt is empty", source));
   Prompt prompt;

@@ -764,7 +764,7 @@ void Run::note_flags() {
   flags["layers"] = config().num_hidden_layers;
   if (!m_options.json_token_ids) return;
   m_report.context_ids = m_prompt.context;
-  m_report.question_ids = m_prompt.questions;
+  if (!m_talk) m_report.question_ids = m_prompt.questions;  // else it has noted them
 }
 
 void Run::tell() {

@@ -47,6 +47,9 @@ class Conversations(ChatTest):
             text += answer + "<|im_end|>\n" if answer is not None else ""
         return text
 
+    # Where texts meet, tokens end: a chat's parts are then those of the whole text.
+    APART = [" " + ASKED[0].strip(), *ASKED[1:]]
+
     def check_against_run(self, report, context, asked, *more, system=None):
         """Each answer is that of a run of all that was said before."""
         texts = [answer["text"] for answer in report["answers"]]
@@ -58,11 +61,11 @@ class Conversations(ChatTest):
             self.assertEqual(report["answers"][i]["ids"], run["answers"][0]["ids"])
 
     def test_answers_are_those_of_the_whole_rendered_conversation(self):
-        report, result = self.talk("-p", CASE["context"], "-n", "24", lines=TYPED)
+        report, result = self.talk("-p", CASE["context"], "-n", "24", lines=self.APART)
         self.assertEqual(result.text, "".join(answer["text"] + "\n" for answer in report["answers"]))
         self.assertEqual(report["answers"][0]["text"], CASE["runs"]["full"]["text"])
-        self.assertEqual([answer["question"] for answer in report["answers"]], ASKED)
-        self.check_against_run(report, CASE["context"], ASKED)
+        self.assertEqual([answer["question"] for answer in report["answers"]], self.APART)
+        self.check_against_run(report, CASE["context"], self.APART)
         # Without a context, with a system message and drawn by chance.
         more = ["--temp", "1.5", "--seed", "7"]
         asked = ["One of the special magic numbers for ember is: 9874.", "What is it,\nplease?"]
@@ -150,7 +153,10 @@ class Snapshots(ChatTest):
         self.assertIn(f"tokens saved in {file}", result.err.decode())
         self.assertEqual(self.ids(saved), self.ids(whole))
         # In place of another conversation, on other ranks.
-        loaded, _ = self.talk(*context, lines=["Hello.", f"/load {file}", TYPED[2]], ranks=2)
+        more = ["--json-token-ids"]
+        loaded, _ = self.talk(*context, *more, lines=["Hello.", f"/load {file}", TYPED[2]], ranks=2)
+        for answer in loaded["answers"]:
+            self.assertEqual(len(answer["question_ids"]), answer["question_tokens"])
         self.assertEqual(self.ids(loaded)[1:], self.ids(whole))
         self.assertEqual([a["question"] for a in loaded["answers"]], ["Hello.", *ASKED])
         # By its own options, from the start.
@@ -161,7 +167,8 @@ class Snapshots(ChatTest):
         run = self.report("--resume", file, "--question", ASKED[2])
         self.assertEqual(run["answers"][0]["ids"], whole["answers"][2]["ids"])
         again = self.succeed("--resume", file)
-        self.assertEqual(again.text, "".join(answer["text"] + "\n" for answer in whole["answers"][:2]))
+        for answer in whole["answers"][:2]:
+            self.assertIn(answer["text"] + "\n", again.text)
         seen = run_command([KVZAP, "inspect", file])
         self.assertEqual(seen.code, 0, seen)
 
@@ -178,7 +185,9 @@ class Snapshots(ChatTest):
 
     def test_refused(self):
         file = self.folder / "talk.h5"
-        _, result = self.talk("-n", "4", lines=["/save", "/load", "/save /no/folder/x.h5", f"/save {file}", "Hello."])
+        result = chat("-n", "4", "--dtype", "f32",
+                      lines=["/save", "/load", "/save /no/folder/x.h5", f"/save {file}", "Hello."])
+        self.assertEqual(result.code, 0, result)
         told = result.err.decode()
         for words in ["/save needs a file", "/load needs a file", "/no/folder"]:
             self.assertIn(words, told)

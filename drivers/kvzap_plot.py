@@ -49,7 +49,8 @@ DRAWN_BY = {
     "kvzap.bench": ("a table of kvzap bench -o json", "bench"),
     "kvzap.training": ("the training.json of kvzap train", "train"),
     "kvzap.thresholds": ("the thresholds.json of kvzap calibrate", "thresholds"),
-    "kvzap.evaluation": ("the evaluation.json of kvzap eval", "eval FOLDER, of the folder that it is in"),
+    "kvzap.evaluation": ("the evaluation.json of kvzap eval", "eval, given the folder that it is in,"),
+    "kvzap.evaluation_summary": ("the summary.json of kvzap eval", "eval, given the folder that it is in,"),
     "kvzap.dump": ("a dump of kvzap run --dump", "scores"),
     "hdf5": ("an HDF5 file, perhaps a snapshot", "snapshot (or kept, positions, scores, text)"),
 }
@@ -74,7 +75,7 @@ def format_of(file):
     except OSError:
         return ""
     # The first field of what kvzap writes; of safetensors, behind the header's size.
-    match = re.search(rb'"format"\s*:\s*"(kvzap\.[a-z]+)"', begin)
+    match = re.search(rb'"format"\s*:\s*"(kvzap\.[a-z_]+)"', begin)
     name = match[1].decode() if match else ""
     return name if name in DRAWN_BY else ""
 

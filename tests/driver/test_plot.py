@@ -5,6 +5,7 @@ import importlib.util
 import io
 import json
 import re
+import shutil
 import sys
 import unittest
 import unittest.mock
@@ -86,8 +87,17 @@ class Plots(PlotCase):
         self.run_model("--snapshot", snapshot)
         self.assertIn(b"<svg", self.expect_image("positions.svg", "positions", snapshot))
         # What is drawn: the window in full, and as many pairs as the file has.
-        shares, tokens = load_program().read_positions(snapshot, 10**9)
+        program = load_program()
+        drawn = program.Positions(snapshot, 10**9, by_head=False)
+        shares, tokens = drawn.rows, drawn.tokens
         self.assertTrue((shares[:, tokens - 32:] == 1).all())
+        self.assertEqual((drawn.window, drawn.sink), (32, 0))
+        self.assertEqual(drawn.words[0], MODEL.name)
+        self.assertIn("threshold -3.4", drawn.words[1])
+        heads_apart = program.Positions(snapshot, 10**9, by_head=True)
+        self.assertEqual(len(heads_apart.rows), len(shares) * heads_apart.heads)
+        self.assertTrue((abs(heads_apart.shares.mean(axis=1) - shares) < 1e-12).all())
+        self.assertIn(b"sinks", self.expect_texts("heads.svg", "positions", self.with_sinks(snapshot), "--by-head"))
         import h5py
 
         with h5py.File(snapshot) as file:
@@ -100,6 +110,86 @@ class Plots(PlotCase):
         self.assertIn((self.folder / "prompt.txt").read_text().rstrip(), text)
         self.expect_error("cut.h5", arguments=["positions", self.cut(snapshot, "cut.h5")])
 
+    def with_sinks(self, snapshot):
+        import h5py
+
+        other = self.folder / "sinks.h5"
+        shutil.copy(snapshot, other)
+        with h5py.File(other, "r+") as file:
+            file.attrs["sink"] = 4
+        return other
+
+    def expect_texts(self, name, *arguments):
+        """The image with its texts as texts."""
+        import matplotlib
+
+        with matplotlib.rc_context({"svg.fonttype": "none"}):
+            return self.expect_image(name, *arguments)
+
+    @unittest.skipUnless(HAVE_HDF5 and HAVE_H5PY, "needs HDF5 and h5py")
+    def test_kinds_of_files(self):
+        """Every kind draws what it can of a file, or says which kind does."""
+        report, snapshot, dump = (self.folder / name for name in ("run.json", "cache.h5", "dump.safetensors"))
+        self.run_model("--json", report, "--snapshot", snapshot, "--dump", dump)
+        program = load_program()
+        of_report, of_snapshot = program.Kept(report, "context"), program.Kept(snapshot, "context")
+        self.assertEqual(of_report.shares, of_snapshot.shares)
+        self.assertEqual((of_report.tokens, of_report.words[0]), (of_snapshot.tokens, MODEL.name))
+        self.assertIn(b"<svg", self.expect_image("both.svg", "kept", report, snapshot))
+        for kind, file, *parts in (("kept", dump, "kvzap-plot scores"), ("bench", report, "kvzap-plot kept"),
+                                   ("positions", report, "kvzap-plot kept"), ("snapshot", dump, "kvzap-plot scores"),
+                                   ("train", snapshot, "HDF5", "kvzap-plot snapshot"),
+                                   ("kept", dump.with_name("dump.safetensors"), "expected a report of kvzap run")):
+            self.expect_error(file.name, *parts, arguments=[kind, file])
+        # Scores: those of a snapshot, and those of every pair of the context with what became of them.
+        self.assertEqual(self.expect_image("a.svg", "scores", snapshot),
+                         self.expect_image("b.svg", "snapshot", snapshot, "--kind", "scores"))
+        self.assertIn(b"threshold -3.4", self.expect_texts("c.svg", "scores", dump, "--threshold", "-3.4"))
+        content = program.Dump(dump)
+        kept = content.evicted == 0
+        self.assertEqual(kept.mean(axis=2).round(12).tolist(),
+                         [[round(share, 12) for share in layer] for layer in of_report.shares])
+        self.assertTrue((content.scores[~kept] < -3.4).all())
+        page = self.expect_image("d.html", "text", snapshot, "--title", "My <text>").decode()
+        self.assertIn("<h1>My &lt;text&gt;</h1>", page)
+        self.expect_error("text", ".html", arguments=["text", snapshot])
+        self.expect_error("--threshold", arguments=["scores", snapshot, "--threshold", "1"])
+        for size in (7, 700):
+            part = self.folder / "cut.safetensors"
+            part.write_bytes(dump.read_bytes()[:size])
+            self.expect_error("cut.safetensors", arguments=["scores", part])
+
+    def test_title_size_and_format(self):
+        report = self.folder / "run.json"
+        shares = [[[0.25, 1.0], [0.5, 0.5], [0.125, 0.25]], [[0.5], [0.25]]]
+        files = []
+        for number, rows in enumerate(shares):
+            files.append(self.folder / f"run{number}.json")
+            files[-1].write_text(json.dumps({
+                "format": "kvzap.run", "format_version": 1, "model": {"path": "a/Model-$1"}, "answers": [],
+                "policy": "snapkv:window=8+ada", "options": {"evict_ratio": 0.75, "window": 64},
+                "context": {"tokens": 8, "kept_rows": [[int(8 * s) for s in layer] for layer in rows]}}))
+        report = files[0]
+        svg = self.expect_texts("own.svg", "kept", report).decode()
+        for words in ("Model-$1", "snapkv:window=8+ada, evict ratio 0.75", "window 64", "8 tokens, keep ratio 0.44"):
+            self.assertIn(words, svg)
+        # Layers of several models have axes of their own.
+        import matplotlib.pyplot as pyplot
+
+        program = load_program()
+        options = program.parser().parse_args(["kept", *map(str, files)])
+        program.settle(options)
+        axes = [ax for ax in program.plot_kept(options, pyplot).axes if ax.get_xlabel() == "KV head"]
+        self.assertEqual([ax.images[0].get_array().shape for ax in axes], [(3, 2), (2, 1)])
+        self.assertEqual([ax.get_ylim() for ax in axes], [(2.5, -0.5), (1.5, -0.5)])
+        titled = self.expect_texts("titled.svg", "kept", report, "--title", "A title", "--size", "3.5x2.5").decode()
+        self.assertIn("A title", titled)
+        self.assertNotIn("keep ratio 0.44", titled)
+        self.assertRegex(titled, r'<svg [^>]*width="252pt"')
+        self.assertTrue(self.expect_image("no.ending", "kept", report, "--format", "png").startswith(b"\x89PNG"))
+        for flag, value, part in (("--size", "3.5", "3.5x2.6"), ("--size", "0x3", "3.5x2.6"), ("--format", "docx", "png")):
+            self.expect_error(flag, part, arguments=["kept", report, flag, value])
+
     def cut(self, file, name):
         part = self.folder / name
         part.write_bytes(file.read_bytes()[:700])
@@ -111,8 +201,10 @@ class Plots(PlotCase):
         self.assertEqual(result.code, 0, result)
         report = self.folder / "bench.json"
         report.write_bytes(result.out)
-        self.assertIn(b"<svg", self.expect_image("bench.svg", "bench", report))
-        self.expect_error("bench.json", '"kvzap.run"', '"kvzap.bench"', arguments=["kept", report])
+        svg = self.expect_texts("bench.svg", "bench", report).decode()
+        for words in (MODEL.name, "1 rank", "tokens/s", "KV, ", "evicted", "evict ratio 0.5"):
+            self.assertIn(words, svg)
+        self.expect_error("bench.json", "kvzap run --json", "kvzap-plot bench", arguments=["kept", report])
 
     TRAINING = {"format": "kvzap.training", "format_version": 1, "layers": [
         {"r2": [0.5, None], "sample": {"oracle": [[-4, -3], [-2, -1.5]], "predicted": [[-4.1, -3], [-2, -1]]}},
@@ -162,7 +254,7 @@ class Plots(PlotCase):
             self.expect_error("thresholds.json", f"rows[1].{name}", "a number", arguments=["thresholds", table])
         table.write_text(json.dumps({**good, "rows": []}))
         self.expect_error("rows", arguments=["thresholds", table])
-        self.expect_error("kvzap.training", "kvzap.thresholds", arguments=["train", table])
+        self.expect_error("kvzap train", "kvzap-plot thresholds", arguments=["train", table])
 
     def test_bad_files(self):
         good = {"format": "kvzap.run", "format_version": 1, "answers": [],
@@ -348,8 +440,9 @@ class Snapshots(PlotCase):
             self.assertEqual(counts.without, len(layers) * self.HEADS)
             judged = counts.counts[:, 0, counts.edges[:-1] < -3.4 - 1e-6]
             self.assertEqual(judged.sum(), 0)  # none of the evicted
-        shares, tokens = module.read_positions(self.snapshot, 10**9)
-        self.assertEqual(tokens, self.TOKENS)
+        drawn = module.Positions(self.snapshot, 10**9, by_head=False)
+        shares = drawn.rows
+        self.assertEqual(drawn.tokens, self.TOKENS)
         numpy.testing.assert_allclose(shares, kept.mean(axis=1))
         self.expect_image("positions.svg", "positions", self.snapshot)
 
@@ -601,7 +694,7 @@ class Eval(PlotCase):
 
         expect("not JSON", text="[" * 100000)
         expect("not JSON", text='{"format_version": ' + "9" * 5000 + "}")
-        expect('"kvzap.evaluation_summary"', format="kvzap.run")
+        expect("the summary.json of kvzap eval", format="kvzap.run")
         expect("model.name", model={"name": 3})
         expect("rows:", rows=[])
         expect("rows[0]: expected an object", rows=[1])

@@ -228,7 +228,7 @@ class Placement(TestCase):
             ("{}", "context.kept_rows: missing"),
             ('{"context": {"kept_rows": [[1, 2, 3, 4]]}}', "expected 6 layers as the model has, found 1"),
             (json.dumps({"context": {"kept_rows": 6 * [[1]]}}), "expected 4 KV heads"),
-            (json.dumps({"context": {"kept_rows": 6 * [[1, 2, 3, "x"]]}}), 'found "x"'),
+            (json.dumps({"context": {"kept_rows": 6 * [[1, 2, 3, "x"]]}}), "found 'x'"),
             (json.dumps({"context": {"kept_rows": 6 * [[1, 2, 3, -1]]}}), "found -1"),
             (json.dumps({"context": []}), "missing"),
             ("{", "not valid JSON"),

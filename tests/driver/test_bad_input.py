@@ -316,14 +316,18 @@ class FailingRank(TestCase):
         return command
 
     def test_one_rank_finds_another_checkpoint(self):
-        def program(model):
-            return [KVZAP, "run", "-m", model, "-p", "one", "-n", "2"]
+        # As on nodes that do not share a file system: the same name, and not the same files.
+        def program(folder):
+            return ["sh", "-c", 'cd "$0" && exec "$@"', folder, KVZAP, "run", "-m", "model", "-p", "one", "-n", "2"]
 
-        bad = self.copy(MODEL, "bad")
-        (bad / "model.safetensors").write_bytes(b"bad")
-        for models in ((MODEL, bad), (bad, MODEL), (MODEL, MODEL, bad)):
-            result = self.ends_soon(self.programs(*map(program, models)))
-            self.fail_with(result, bad / "model.safetensors", f"on rank {models.index(bad)} of")
+        good, bad = self.folder / "good", self.folder / "bad"
+        for folder in (good, bad):
+            folder.mkdir()
+            self.copy(MODEL, folder / "model")
+        (bad / "model" / "model.safetensors").write_bytes(b"bad")
+        for folders in ((good, bad), (bad, good), (good, good, bad)):
+            result = self.ends_soon(self.programs(*map(program, folders)))
+            self.fail_with(result, "model/model.safetensors", f"on rank {folders.index(bad)} of")
 
     def test_one_rank_is_short_of_memory(self):
         # The weights of one rank take more than its limit; the other waits for it.

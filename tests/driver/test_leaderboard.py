@@ -182,7 +182,7 @@ class Leaderboard(TestCase):
             rows[2].update(changes)
             expect(*parts, rows=rows)
 
-        expect("format:", '"kvzap.evaluation_summary"', '"kvzap.run"', format="kvzap.run")
+        expect("format:", '"kvzap.evaluation_summary"', "'kvzap.run'", format="kvzap.run")
         expect("format_version: expected 1, found 2", format_version=2)
         expect("model: expected an object", model="x")
         expect("model.name: expected text, found 7", model={"name": 7})
@@ -193,7 +193,7 @@ class Leaderboard(TestCase):
         expect('a row of task "all"', rows=[row for row in good["rows"] if row["task"] != "all"])
         expect_row("rows[2].setting: expected text, found nothing", setting=None)
         expect_row("rows[2].accuracy: expected a number from 0 to 1, found 93", accuracy=93)
-        expect_row("rows[2].accuracy", '"x"', accuracy="x")
+        expect_row("rows[2].accuracy", "'x'", accuracy="x")
         expect_row("rows[2].evict_ratio_mean: expected a number from 0 to 1, found -0.5", evict_ratio_mean=-0.5)
         expect_row("rows[2].kv_bytes: expected a number that is not negative, found nothing", kv_bytes=None)
         expect_row("...", task=["x" * 1000])

@@ -193,7 +193,7 @@ class BadInput(MakeTasksTestCase):
         self.refused("ruler", "--length", "1500,3000000", "--per-task", 1, "-m", MODEL, "-o", out, "--tasks",
                      "niah_single_2", "--haystack", self.write("bad.txt", b"It ends <|im_end|> here."))
         self.assertEqual(out.read_bytes(), b"old\n")
-        self.assertIn("which is read from", self.refused(
+        self.assertIn("-o and --haystack both name the file", self.refused(
             "ruler", "--length", 1500, "-m", MODEL, "-o", out, "--haystack", out))
         model = self.folder / "model"
         shutil.copytree(MODEL, model)

@@ -221,7 +221,7 @@ TEST(Safetensors, NegativeExtent) {
 
 TEST(Safetensors, FractionalExtent) {
   expect_entry_error(R"({"dtype":"F32","shape":[1.0],"data_offsets":[0,4]})",
-                     {"shape", "non-negative integers"});
+                     {"shape", "non-negative integer"});
 }
 
 TEST(Safetensors, ShapeProductOverflows) {

@@ -19,6 +19,7 @@ enum class ChatRole { system, user, assistant };
 /// "system", "user" or "assistant".
 std::string_view name_of(ChatRole role);
 
+/// One turn of a conversation.
 struct ChatMessage {
   ChatRole role = ChatRole::user;
   std::string content;

@@ -196,7 +196,7 @@ class Leaderboard(TestCase):
         expect_row("rows[2].accuracy", "'x'", accuracy="x")
         expect_row("rows[2].evict_ratio_mean: expected a number from 0 to 1, found -0.5", evict_ratio_mean=-0.5)
         expect_row("rows[2].kv_bytes: expected a number that is not negative, found nothing", kv_bytes=None)
-        expect_row("...", task=["x" * 1000])
+        expect_row("expected text, found an array", task=["x" * 1000])
         for text, part in (("{", "not valid JSON"), ("[]", "expected a JSON object"), ("[" * 9999, "nested too deeply"),
                            ('{"format": 1, "format": 2}', "more than once")):
             file.write_text(text)

@@ -22,8 +22,8 @@ constexpr int exit_usage = 2;
 // --- Kokkos
 
 struct KokkosFlag {
-  const char* name;
-  bool needs_value;
+  const char* name = "";
+  bool needs_value = false;
   int since = 0;          // KOKKOS_VERSION
   int until = 1'000'000;  // exclusive
 };
@@ -63,6 +63,7 @@ std::string fault_of_kokkos_flag(const std::string& flag) {
   // Compared without what all have, which would make any two of them near.
   constexpr std::size_t prefix = std::string_view("--kokkos-").size();
   std::vector<std::string> ends;
+  ends.reserve(known.size());
   for (const std::string& one : known) ends.push_back(one.substr(prefix));
   const std::string nearest = detail::nearest_name(name.substr(prefix), ends);
   return fmt::format(

@@ -194,7 +194,7 @@ std::vector<std::string> columns_of(const BenchOptions& o) {
   require(o.output == "md",
           fmt::format("--columns is for the Markdown table; -o {} has all of them", o.output));
   const auto& known = bench_column_names();
-  const std::vector<std::string> entries = entries_of(o.columns, "--columns", "");
+  std::vector<std::string> entries = entries_of(o.columns, "--columns", "");
   if (entries == std::vector<std::string>{"all"}) return known;
   for (std::size_t i = 0; i < entries.size(); ++i) {
     const auto begin = entries.begin();

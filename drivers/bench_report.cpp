@@ -136,6 +136,7 @@ class Markdown final : public BenchTable {
   /// Leaves these columns, in this order.
   void take(const std::vector<std::string>& ids) {
     std::vector<Column> taken;
+    taken.reserve(ids.size());
     for (const std::string& id : ids) {
       taken.push_back(*std::find_if(m_columns.begin(), m_columns.end(),
                                     [&](const Column& column) { return column.id == id; }));

@@ -224,7 +224,7 @@ Command Conversation::next() {
   }
   detail::meet_asleep(m_comm);
   m_comm.agree_on_root([&] {
-    if (failure) throw *failure;
+    if (failure) throw Error(*failure);
   });
   std::int64_t sizes[] = {static_cast<std::int64_t>(command.wish),
                           static_cast<std::int64_t>(command.text.size())};

@@ -41,7 +41,7 @@ LineReader::Outcome LineReader::read(std::string& line) {
     pollfd input = {m_descriptor, POLLIN, 0};
     const int ready = poll(&input, 1, patience);
     if (ready == 0 || (ready < 0 && errno == EINTR)) continue;
-    std::array<char, 1 << 16> buffer;
+    std::array<char, 1 << 16> buffer = {};
     const ssize_t count = ready < 0 ? -1 : ::read(m_descriptor, buffer.data(), buffer.size());
     if (count < 0 && errno == EINTR) continue;
     if (count < 0) {

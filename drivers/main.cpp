@@ -122,7 +122,7 @@ bool takes_turns_on_devices([[maybe_unused]] const std::vector<char*>& kokkos_ar
 #endif
 }
 
-int run_program(char* name, const std::vector<std::string>& arguments,
+int run_program(const char* name, const std::vector<std::string>& arguments,
                 const kvzap::Communicator& comm) {
   namespace driver = kvzap::driver;
   driver::CommandLine line;
@@ -135,7 +135,8 @@ int run_program(char* name, const std::vector<std::string>& arguments,
     return comm.is_root() ? print_document(line) : 0;
   }
 
-  std::vector<char*> kokkos_arguments = {name};
+  std::string program = name;
+  std::vector<char*> kokkos_arguments = {program.data()};
   for (std::string& argument : reading.kokkos) kokkos_arguments.push_back(argument.data());
   // The ranks of a node take its devices in turns, unless the user says which.
   std::string map_devices = "--kokkos-map-device-id-by=mpi_rank";

@@ -310,7 +310,7 @@ ordered_json to_json(const RunReport& report, const RunOptions& options) {
       json["options"]["thresholds_file"] = report.looked_up->file;
     }
   }
-  json["flags"] = report.flags;
+  json["flags"] = ordered_json::parse(report.flags);
   json["ranks"] = report.ranks;
   json["context"] = cache_json(report.context, report.context_scores);
   if (options.json_token_ids) json["context"]["ids"] = report.context_ids;

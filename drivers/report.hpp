@@ -52,7 +52,7 @@ struct RunReport {
   std::string version;
   std::string revision;
   Machine machine;
-  nlohmann::ordered_json flags;  // of options_in_force
+  std::string flags;  // of options_in_force
   ModelConfig model;
   std::int64_t all_layers = 0;                 // of the checkpoint; model has those in use
   std::string surrogate_kind;                  // empty: none

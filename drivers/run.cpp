@@ -241,7 +241,7 @@ class Run {
         m_bar(m_talks, options.progress) {
     m_report.version = description.version;
     m_report.revision = description.revision;
-    m_report.flags = nlohmann::ordered_json::parse(description.flags);
+    m_report.flags = description.flags;
     m_report.machine = describe_machine();
     m_report.ranks = comm.size();
   }
@@ -758,10 +758,11 @@ void Run::write_dump() {
 
 /// Options that were worked out.
 void Run::note_flags() {
-  nlohmann::ordered_json& flags = m_report.flags;
+  auto flags = nlohmann::ordered_json::parse(m_report.flags);
   if (m_report.looked_up) flags["threshold"] = number_json(m_report.looked_up->threshold);
   if (m_limit > 0) flags["ctx-size"] = m_limit;
   flags["layers"] = config().num_hidden_layers;
+  m_report.flags = flags.dump();
   if (!m_options.json_token_ids) return;
   m_report.context_ids = m_prompt.context;
   if (!m_talk) m_report.question_ids = m_prompt.questions;  // else it has noted them

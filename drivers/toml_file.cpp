@@ -122,8 +122,6 @@ void check_nesting(std::string_view text, const std::string& file) {
         break;
       case '=':
       case ',':
-        dots = 0;
-        break;
       case '\n':
         dots = 0;
         break;

@@ -62,9 +62,9 @@ class Sampler {
   /// The next token of the answer (operator() does not append it by itself).
   void append(TokenId token);
 
-  /// The next token; ties go to the smaller id. Returns -1 if a logit is NaN, the largest is not
-  /// finite, or no token may be drawn.
-  TokenId operator()(const std::vector<float>& logits);
+  /// The next token, from the model's own logits; ties go to the smaller id. Returns -1 if a logit
+  /// is NaN, the largest is not finite, or no token may be drawn.
+  TokenId operator()(const std::vector<float>& original);
   /// What the options make of the logits, in float as in transformers: penalties; -inf for tokens
   /// that must not be drawn. Ids beyond the logits are passed over.
   void change(std::vector<float>& logits) const;

@@ -23,7 +23,7 @@ namespace kvzap::detail {
 inline std::string read_text(int descriptor, const std::string& name,
                              std::uintmax_t most = std::numeric_limits<std::uintmax_t>::max()) {
   std::string text;
-  std::array<char, std::size_t{64} << 10> block;
+  std::array<char, std::size_t{64} << 10> block = {};
   for (;;) {
     const ssize_t count = ::read(descriptor, block.data(), block.size());
     if (count < 0 && errno == EINTR) continue;

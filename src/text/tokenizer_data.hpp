@@ -46,7 +46,7 @@ struct Tokenizer::Data {
   std::vector<TokenId> prefix, suffix;
 
   /// From the whole of a tokenizer.json, and how to call it in messages.
-  Data(nlohmann::json root, const std::string& file);
+  Data(nlohmann::json content, const std::string& file);
 
   // The vocabulary and the merges are nearly all of the file: what has been read of them is let go
   // of, so that they are never twice in memory.

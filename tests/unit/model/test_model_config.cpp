@@ -660,7 +660,7 @@ TEST(GenerationConfig, EverythingElseThatWouldChangeAnswersIsRefused) {
            {"dola_layers", "\"low\""},
            {"token_healing", "true"}}) {
     expect_error(
-        [&] { load_generation("\"" + field + "\":" + value); },
+        [&, key = field, text = value] { load_generation("\"" + key + "\":" + text); },
         {"generation_config.json: " + field + ": expected", "--greedy-plain", "found " + value});
   }
 }
@@ -676,7 +676,7 @@ TEST(GenerationConfig, MalformedFieldsAreRefused) {
                                                         {"bad_words_ids", "[3]"},
                                                         {"bad_words_ids", "[[]]"},
                                                         {"bad_words_ids", "[[1,2.5]]"}}) {
-    expect_error([&] { load_generation("\"" + field + "\":" + value); },
+    expect_error([&, key = field, text = value] { load_generation("\"" + key + "\":" + text); },
                  {"generation_config.json: " + field + ": expected", "found "});
   }
 }

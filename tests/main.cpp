@@ -5,7 +5,6 @@
 #include <Kokkos_Core.hpp>
 #include <cstdlib>
 #include <kvzap/communicator.hpp>
-#include <string_view>
 
 #include "base/simd.hpp"
 #include "parallel/mpi_session.hpp"
@@ -18,17 +17,13 @@ constexpr int skipped = 77;
 /// Whether KVZAP_SIMD names an instruction set that this processor lacks; or, if
 /// KVZAP_SIMD_NARROWER is set, the one that would be used anyway.
 bool nothing_to_run() {
-  using kvzap::detail::SimdLevel;
   const char* asked = std::getenv("KVZAP_SIMD");
   if (!asked) return false;
-  const SimdLevel widest = kvzap::detail::simd_level_of_processor();
-  for (SimdLevel level :
-       {SimdLevel::baseline, SimdLevel::avx2, SimdLevel::avx512, SimdLevel::avx512_bf16}) {
-    if (std::string_view(asked) == kvzap::detail::name_of(level)) {
-      return level > widest || (level == widest && std::getenv("KVZAP_SIMD_NARROWER"));
-    }
-  }
-  return false;
+  const auto level = kvzap::detail::simd_level_named(asked);
+  if (!level) return false;
+  const auto widest = kvzap::detail::simd_level_of_processor();
+  return !kvzap::detail::processor_has(*level) ||
+         (level == widest && std::getenv("KVZAP_SIMD_NARROWER"));
 }
 
 }  // namespace

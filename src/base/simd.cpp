@@ -7,17 +7,23 @@
 #include <kvzap/types.hpp>
 #include <string_view>
 
+#if KVZAP_X86_TILES
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace kvzap::detail {
 namespace {
 
-constexpr SimdLevel levels[] = {SimdLevel::baseline, SimdLevel::avx2, SimdLevel::avx512,
-                                SimdLevel::avx512_bf16};
+constexpr SimdLevel levels[] = {SimdLevel::baseline,    SimdLevel::avx2,
+                                SimdLevel::avx512,      SimdLevel::avx512_bf16,
+                                SimdLevel::amx_emulated, SimdLevel::amx_bf16};
 
 SimdLevel checked(SimdLevel level, const char* asked_by) {
-  const SimdLevel most = simd_level_of_processor();
-  if (level > most) {
+  if (!processor_has(level)) {
     throw Error(fmt::format("{} asks for the instruction set {}; this processor has {} at most",
-                            asked_by, name_of(level), name_of(most)));
+                            asked_by, name_of(level), name_of(simd_level_of_processor())));
   }
   return level;
 }
@@ -25,11 +31,45 @@ SimdLevel checked(SimdLevel level, const char* asked_by) {
 SimdLevel initial_level() {
   const char* asked = std::getenv("KVZAP_SIMD");
   if (!asked || !*asked) return simd_level_of_processor();
-  for (SimdLevel level : levels) {
-    if (std::string_view(asked) == name_of(level)) return checked(level, "KVZAP_SIMD");
-  }
-  throw Error(
-      fmt::format("KVZAP_SIMD is \"{}\"; expected baseline, avx2, avx512 or avx512_bf16", asked));
+  if (const auto level = simd_level_named(asked)) return checked(*level, "KVZAP_SIMD");
+  throw Error(fmt::format(
+      "KVZAP_SIMD is \"{}\"; expected baseline, avx2, avx512, avx512_bf16 or amx", asked));
+}
+
+#if KVZAP_X86_TILES
+/// Whether there are tile registers for bf16, which this process and its threads may use from now
+/// on. Linux has to be asked, as each thread's state takes 8 KiB more (its file
+/// Documentation/arch/x86/xstate.rst), and denies them where it does not save them, or a thread's
+/// alternate signal stack has no room for them.
+bool ask_for_tiles() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+  constexpr unsigned amx_bf16 = 1u << 22, amx_tile = 1u << 24;
+  if ((edx & amx_bf16) == 0 || (edx & amx_tile) == 0) return false;
+  constexpr long arch_req_xcomp_perm = 0x1023, xfeature_xtiledata = 18;
+  return syscall(SYS_arch_prctl, arch_req_xcomp_perm, xfeature_xtiledata) == 0;
+}
+#endif
+
+SimdLevel widest_level() {
+#if KVZAP_X86
+  // The compiler's run-time support also checks that the system saves the wide registers.
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                    __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
+  if (!avx2) return SimdLevel::baseline;
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vl");
+  if (!avx512) return SimdLevel::avx2;
+  if (!__builtin_cpu_supports("avx512bf16")) return SimdLevel::avx512;
+#if KVZAP_X86_TILES
+  if (ask_for_tiles()) return SimdLevel::amx_bf16;
+#endif
+  return SimdLevel::avx512_bf16;
+#else
+  return SimdLevel::baseline;
+#endif
 }
 
 std::atomic<SimdLevel>& current_level() {
@@ -49,25 +89,30 @@ const char* name_of(SimdLevel level) {
       return "avx512";
     case SimdLevel::avx512_bf16:
       return "avx512_bf16";
+    case SimdLevel::amx_emulated:
+      return "amx_emulated";
+    case SimdLevel::amx_bf16:
+      return "amx_bf16";
   }
   return "unknown";
 }
 
+std::optional<SimdLevel> simd_level_named(std::string_view name) {
+  if (name == "amx") return SimdLevel::amx_bf16;
+  for (SimdLevel level : levels) {
+    if (name == name_of(level)) return level;
+  }
+  return std::nullopt;
+}
+
 SimdLevel simd_level_of_processor() {
-#if KVZAP_X86
-  // The compiler's run-time support also checks that the system saves the wide registers.
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                    __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
-  if (!avx2) return SimdLevel::baseline;
-  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
-                      __builtin_cpu_supports("avx512vl");
-  if (!avx512) return SimdLevel::avx2;
-  return __builtin_cpu_supports("avx512bf16") ? SimdLevel::avx512_bf16 : SimdLevel::avx512;
-#else
-  return SimdLevel::baseline;
-#endif
+  static const SimdLevel level = widest_level();
+  return level;
+}
+
+bool processor_has(SimdLevel level) {
+  const SimdLevel needed = level == SimdLevel::amx_emulated ? SimdLevel::avx512_bf16 : level;
+  return needed <= simd_level_of_processor();
 }
 
 SimdLevel simd_level() { return current_level().load(std::memory_order_relaxed); }

@@ -6,21 +6,33 @@
 // than the build's flags allow.
 #pragma once
 
+#include <optional>
+#include <string_view>
+
 namespace kvzap::detail {
 
 /// Ascending: each level can run what those before it can.
 enum class SimdLevel {
-  baseline,    // what the build's flags allow (SSE2 on x86-64); the only one elsewhere
-  avx2,        // x86-64-v3: AVX2, FMA, F16C
-  avx512,      // x86-64-v4: AVX-512 F, BW, CD, DQ, VL
-  avx512_bf16  // and its dot product of bf16 pairs
+  baseline,      // what the build's flags allow (SSE2 on x86-64); the only one elsewhere
+  avx2,          // x86-64-v3: AVX2, FMA, F16C
+  avx512,        // x86-64-v4: AVX-512 F, BW, CD, DQ, VL
+  avx512_bf16,   // and its dot product of bf16 pairs
+  amx_emulated,  // for tests: avx512_bf16, where arrays take the place of amx_bf16's tile registers
+  amx_bf16       // and AMX: tile registers, and products of tiles of bf16
 };
 
-/// "baseline", "avx2", "avx512" or "avx512_bf16".
+/// "baseline", "avx2", "avx512", "avx512_bf16", "amx_emulated" or "amx_bf16".
 const char* name_of(SimdLevel level);
 
-/// The widest level that this processor has.
+/// The level of that name, or amx_bf16 for "amx"; none if there is no such level.
+std::optional<SimdLevel> simd_level_named(std::string_view name);
+
+/// The widest level that this processor has, and the system lets this process use: AMX's registers
+/// are asked for when this is first called. Never amx_emulated.
 SimdLevel simd_level_of_processor();
+
+/// Whether the processor can run a level; amx_emulated wherever it can run avx512_bf16.
+bool processor_has(SimdLevel level);
 
 /// The level in use: the processor's, or a lower one named by the environment variable KVZAP_SIMD
 /// when first asked. Throws Error if that names no level, or one that the processor lacks.
@@ -38,6 +50,13 @@ void set_simd_level(SimdLevel level);
 // on a device, and there is no inner loop on the host whose speed matters.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__CUDACC__)
 #define KVZAP_X86 1
+// AMX's instructions are written as assembly, which needs an assembler that knows them (binutils
+// 2.35, Clang's own), but no intrinsics: the compiler would not allocate tile registers anyway.
+#if defined(__linux__) && ((defined(__clang__) && __clang_major__ >= 12) || __GNUC__ >= 11)
+#define KVZAP_X86_TILES 1
+#else
+#define KVZAP_X86_TILES 0
+#endif
 // Clang uses whole registers without being asked to, and ignores all of a list that asks it to.
 #if defined(__clang__)
 #define KVZAP_WHOLE_REGISTERS
@@ -64,6 +83,7 @@ void set_simd_level(SimdLevel level);
   }
 #else
 #define KVZAP_X86 0
+#define KVZAP_X86_TILES 0
 #define KVZAP_KERNEL(result, name, parameters, arguments) \
   result name parameters { return name##_body arguments; }
 #endif

@@ -2,7 +2,9 @@
 
 #include <atomic>
 #include <cmath>
+#include <type_traits>
 
+#include "attention/host/amx_prefill.hpp"
 #include "attention/host/flash_prefill.hpp"
 #include "attention/host/head_rows.hpp"
 #include "base/instantiate.hpp"
@@ -20,11 +22,46 @@ constexpr std::int64_t item_rows = 1024;
 
 std::int64_t workers() { return Kokkos::DefaultHostExecutionSpace().concurrency(); }
 
-/// Floats that one thread needs for items of either kind.
+/// Whether tiles of query tokens are AmxPrefill's, not FlashPrefill's.
 template <class Value>
-std::int64_t workspace_size(int group, int dim, bool rows, bool tiles) {
-  return (rows ? RowAttention<Value>::scratch_size(group, dim) : 0) +
-         (tiles ? FlashPrefill<Value>::scratch_size(group, dim) : 0);
+bool uses_amx() {
+  return std::is_same_v<Value, bfloat16> && AmxPrefill::available();
+}
+
+// Query heads of a KV head from which on rows of a single token are AmxPrefill's too: half a tile.
+// Fewer would leave most of its products unused.
+constexpr int amx_group = 8;
+
+/// Whether items of a single token's rows are AmxPrefill's, not RowAttention's. (It would copy each
+/// row of dim-major pages.)
+template <class Value, PageOrder order>
+bool uses_amx_for_rows(int group) {
+  return order == PageOrder::token_major && group >= amx_group && uses_amx<Value>();
+}
+
+/// At least: longer spans may have longer tiles.
+template <class Value>
+std::int64_t least_tile_tokens(int group) {
+  return uses_amx<Value>() ? AmxPrefill::least_tile_tokens(group)
+                           : FlashPrefill<Value>::tile_tokens(group);
+}
+
+template <class Value>
+std::int64_t tile_tokens(int group, std::int64_t span_tokens) {
+  return uses_amx<Value>() ? AmxPrefill::tile_tokens(group, span_tokens)
+                           : FlashPrefill<Value>::tile_tokens(group);
+}
+
+/// Floats that one thread needs for items of either kind: for all row items first, then for tiles
+/// and those row items that are done as such.
+template <class Value>
+std::int64_t row_space_size(int group, int dim) {
+  return RowAttention<Value>::scratch_size(group, dim);
+}
+template <class Value>
+std::int64_t tile_space_size(int group, int dim) {
+  return uses_amx<Value>() ? AmxPrefill::scratch_size(group, dim)
+                           : FlashPrefill<Value>::scratch_size(group, dim);
 }
 
 }  // namespace
@@ -32,7 +69,7 @@ std::int64_t workspace_size(int group, int dim, bool rows, bool tiles) {
 template <class Value, PageOrder order>
 typename HostAttention<Value, order>::Sizes HostAttention<Value, order>::sizes_of(
     const AttentionExtents& extents, bool by_tiles) {
-  const std::int64_t tile = FlashPrefill<Value>::tile_tokens(extents.group);
+  const std::int64_t tile = least_tile_tokens<Value>(extents.group);
   Sizes sizes{};
   sizes.singles = by_tiles ? 0 : extents.spans;
   sizes.row_items =
@@ -40,7 +77,11 @@ typename HostAttention<Value, order>::Sizes HostAttention<Value, order>::sizes_o
   sizes.tiles = (extents.tokens / tile + extents.spans) * extents.kv_heads;
   sizes.partials = sizes.row_items * partial_size(extents.group, extents.head_dim);
   sizes.workspaces =
-      workers() * workspace_size<Value>(extents.group, extents.head_dim, !by_tiles, true);
+      workers() *
+      (tile_space_size<Value>(extents.group, extents.head_dim) +
+       (by_tiles || uses_amx_for_rows<Value, order>(extents.group)
+            ? 0
+            : row_space_size<Value>(extents.group, extents.head_dim)));
   return sizes;
 }
 
@@ -78,7 +119,8 @@ void HostAttention<Value, order>::operator()(const ExecutionSpace& exec,
   m_row_items.clear();
   m_singles.clear();
   m_first_items.clear();
-  const std::int64_t tile_tokens = FlashPrefill<Value>::tile_tokens(group);
+  const bool by_amx = uses_amx<Value>();
+  const bool rows_by_amx = uses_amx_for_rows<Value, order>(group);
   for (int s = 0; s < static_cast<int>(spans.size()); ++s) {
     const Span& span = spans[s];
     if (!by_tiles && span.queries == 1) {
@@ -91,10 +133,11 @@ void HostAttention<Value, order>::operator()(const ExecutionSpace& exec,
         }
       }
     } else if (FlashPrefill<Value>::available()) {
+      const std::int64_t tile = tile_tokens<Value>(group, span.queries);
       for (int head = 0; head < kv_heads; ++head) {
         const std::int64_t before = span.cached.rows(head) + span.new_rows - span.queries;
-        for (std::int64_t first = 0; first < span.queries; first += tile_tokens) {
-          const std::int64_t count = std::min(tile_tokens, span.queries - first);
+        for (std::int64_t first = 0; first < span.queries; first += tile) {
+          const std::int64_t count = std::min(tile, span.queries - first);
           m_tiles.push_back({before + first + count, first, count, s, head});
         }
       }
@@ -106,8 +149,11 @@ void HostAttention<Value, order>::operator()(const ExecutionSpace& exec,
 
   const std::int64_t n_tiles = static_cast<std::int64_t>(m_tiles.size());
   const std::int64_t n_rows = static_cast<std::int64_t>(m_row_items.size());
-  const std::int64_t row_space = n_rows > 0 ? RowAttention<Value>::scratch_size(group, dim) : 0;
-  const std::int64_t space = workspace_size<Value>(group, dim, n_rows > 0, n_tiles > 0);
+  const std::int64_t row_space =
+      n_rows > 0 && !rows_by_amx ? row_space_size<Value>(group, dim) : 0;
+  const std::int64_t space =
+      row_space +
+      (n_tiles > 0 || (n_rows > 0 && rows_by_amx) ? tile_space_size<Value>(group, dim) : 0);
   const std::int64_t partial = partial_size(group, dim);
   const auto n_partials = static_cast<std::int64_t>(m_partials.extent(0));
   if (n_rows * partial > n_partials) {
@@ -123,7 +169,7 @@ void HostAttention<Value, order>::operator()(const ExecutionSpace& exec,
   const RowItem* const row_items = m_row_items.data();
   std::atomic<std::int64_t> next_item{0};
   std::atomic<std::int64_t>* const queue = &next_item;
-  const auto attend_tile = [=](FlashPrefill<Value>& attention, const Tile& tile) {
+  const auto attend_tile = [=](auto& attention, const Tile& tile) {
     const Span& span = span_list[tile.span];
     const std::int64_t first = span.first_query + tile.first_token;
     attention.begin(&call.queries(first, tile.head * group, 0), tile.tokens, call.queries.stride(0),
@@ -156,10 +202,32 @@ void HostAttention<Value, order>::operator()(const ExecutionSpace& exec,
     float* const result = partials + i * partial;
     attention.finish(result, result + group, result + 2 * std::int64_t{group});
   };
+  [[maybe_unused]] const auto attend_rows_by_amx = [=](auto& attention, std::int64_t i) {
+    const RowItem& item = row_items[i];
+    const Span& span = span_list[item.span];
+    attention.begin(&call.queries(span.first_query, item.head * group, 0), 1, 0,
+                    call.queries.stride(1), call.queries.stride(2), item.end - item.begin);
+    for (std::int64_t row = item.begin; row < item.end;) {
+      const auto run = run_of(span, item.head, call.new_keys, call.new_values, row, item.end);
+      attention.attend(run);
+      row += run.rows;
+    }
+    float* const result = partials + i * partial;
+    attention.finish(result, result + group, result + 2 * std::int64_t{group});
+  };
   Kokkos::parallel_for(
       "kvzap::attention::items", HostRange(0, workers()), [=](std::int64_t worker) {
         float* const workspace = workspaces + worker * space;
         std::int64_t i = (*queue)++;
+        if constexpr (std::is_same_v<Value, bfloat16>) {
+          const std::int64_t n_by_amx = rows_by_amx ? n_tiles + n_rows : by_amx ? n_tiles : 0;
+          if (i < n_by_amx) {
+            const TileScope scope;
+            AmxPrefill attention(group, dim, workspace + row_space);
+            for (; i < n_tiles; i = (*queue)++) attend_tile(attention, tiles[i]);
+            for (; i < n_by_amx; i = (*queue)++) attend_rows_by_amx(attention, i - n_tiles);
+          }
+        }
         if (i < n_tiles) {
           FlashPrefill<Value> attention(group, dim, workspace + row_space);
           for (; i < n_tiles; i = (*queue)++) attend_tile(attention, tiles[i]);

@@ -99,11 +99,14 @@ double tolerance_of(AttentionPath path) {
   return rounds && std::is_same_v<Value, bfloat16> ? pair_tolerance : tolerance;
 }
 
+/// All that the processor has. AMX is emulated where it has none.
 inline std::vector<SimdLevel> simd_levels() {
+  const bool amx = kvzap::detail::processor_has(SimdLevel::amx_bf16);
   std::vector<SimdLevel> levels;
-  for (SimdLevel level :
-       {SimdLevel::avx512_bf16, SimdLevel::avx512, SimdLevel::avx2, SimdLevel::baseline}) {
-    if (level <= kvzap::detail::simd_level_of_processor()) levels.push_back(level);
+  for (SimdLevel level : {amx ? SimdLevel::amx_bf16 : SimdLevel::amx_emulated,
+                          SimdLevel::avx512_bf16, SimdLevel::avx512, SimdLevel::avx2,
+                          SimdLevel::baseline}) {
+    if (kvzap::detail::processor_has(level)) levels.push_back(level);
   }
   return levels;
 }

@@ -1,0 +1,600 @@
+#include "attention/host/amx_prefill.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "attention/call.hpp"
+#include "attention/host/tile_registers.hpp"
+#include "attention/host/vector_math.hpp"
+#include "base/simd.hpp"
+
+// Within a tile offsets fit an int.
+// NOLINTBEGIN(bugprone-implicit-widening-of-multiplication-result)
+
+namespace kvzap::detail {
+namespace {
+
+// Query rows of a tile (tokens times group): with 128 dimensions and 512 keys, all that a tile of
+// the larger size works on takes half a level-2 cache of 2 MiB. Packing the keys and values takes
+// as long as 1 block of 32 rows does. Half as many in spans of fewer rows than `many`.
+constexpr std::int64_t tile_rows = 512;
+constexpr std::int64_t many_rows = 4096;
+
+// Rows of a block, and keys and dimensions of a step: two tiles each way.
+constexpr int block = 32;
+
+constexpr std::int64_t padded_tile(int group) {
+  return whole(std::max<std::int64_t>(tile_rows, group), block);
+}
+
+}  // namespace
+
+bool AmxPrefill::available() { return KVZAP_X86 && simd_level() >= SimdLevel::amx_emulated; }
+
+std::int64_t AmxPrefill::least_tile_tokens(int group) {
+  return std::max<std::int64_t>(1, tile_rows / 2 / group);
+}
+
+std::int64_t AmxPrefill::tile_tokens(int group, std::int64_t span_tokens) {
+  if (span_tokens * group < many_rows) return least_tile_tokens(group);
+  return std::max<std::int64_t>(1, tile_rows / group);
+}
+
+std::int64_t AmxPrefill::scratch_size(int group, int dim) {
+  const std::int64_t rows = padded_tile(group);
+  const std::int64_t padded = whole(dim, block);
+  // In the order of the constructor, in bytes.
+  const std::int64_t bytes = rows * padded * 2 + 2 * (tile_keys * padded * 2) +
+                             tile_keys * block * 4 + tile_keys * block * 2 + rows * padded * 4 +
+                             rows * 64 + rows * 4 + whole(2 * tile_keys * dim * 2, 64) + padded * 2;
+  return bytes / static_cast<std::int64_t>(sizeof(float));
+}
+
+AmxPrefill::AmxPrefill(int group, int dim, float* scratch)
+    : m_group(group),
+      m_dim(dim),
+      m_steps(static_cast<int>(whole(dim, block) / block)),
+      m_emulated(simd_level() == SimdLevel::amx_emulated),
+      m_scaling(1.44269504f / std::sqrt(static_cast<float>(dim))) {
+  const std::int64_t rows = padded_tile(group);
+  const std::int64_t padded = whole(dim, block);
+  char* at = reinterpret_cast<char*>(scratch);
+  const auto take = [&](std::int64_t bytes) {
+    char* const taken = at;
+    at += whole(bytes, 64);
+    return taken;
+  };
+  m_queries = take(rows * padded * 2);
+  m_keys = take(tile_keys * padded * 2);
+  m_values = take(tile_keys * padded * 2);
+  m_scores = take(tile_keys * block * 4);
+  m_weights = take(tile_keys * block * 2);
+  m_sums = reinterpret_cast<float*>(take(rows * padded * 4));
+  m_totals = reinterpret_cast<float*>(take(rows * 64));
+  m_shifts = reinterpret_cast<float*>(take(rows * 4));
+  m_copies = reinterpret_cast<bfloat16*>(take(2 * tile_keys * dim * 2));
+  m_zeros = reinterpret_cast<bfloat16*>(take(padded * 2));
+  std::fill_n(m_zeros, padded, bfloat16());
+}
+
+float* AmxPrefill::sums_of(std::int64_t row, int column_block) const {
+  const std::int64_t tile = (row / block * m_steps + column_block / 2) * 4 + row / 16 % 2 * 2;
+  return m_sums + (tile + column_block % 2) * 256 + row % 16 * 16;
+}
+
+/// Keys of the staged tile that a row sees.
+int AmxPrefill::limit_of(std::int64_t row) const {
+  return static_cast<int>(std::clamp<std::int64_t>(m_visible + row / m_group, 0, m_staged));
+}
+
+float AmxPrefill::total_of(std::int64_t row) const {
+  float total = 0;
+  for (int i = 0; i < 16; ++i) total += m_totals[row * 16 + i];
+  return total;
+}
+
+void AmxPrefill::copy_sums(std::int64_t row, float factor, float* target,
+                           std::int64_t dim_stride) const {
+  for (int d = 0; d < m_dim; ++d) {
+    target[d * dim_stride] = m_first ? 0.0f : sums_of(row, d / 16)[d % 16] * factor;
+  }
+}
+
+#if KVZAP_X86
+/// What is compiled for the instruction set.
+///
+/// Weights are 2^(m_scaling score - shift). The shift of a row is its largest score with the first
+/// 32 keys, and is raised only where weights exceed 2^30: float and bfloat16 have exponents to
+/// spare, so that no maximum need be taken of other scores.
+template <class Tiles>
+struct AmxPrefill::Kernels {
+  // Registers: 0 .. 3 sums [row half][column half], 4 and 5 rows, 6 and 7 columns. `both`: whether
+  // there are more than 16 rows; otherwise the second row half is left out.
+
+  template <bool both>
+  KVZAP_INLINE_AVX512_BF16 void zero() {
+    Tiles::template zero<0>();
+    Tiles::template zero<1>();
+    if (both) {
+      Tiles::template zero<2>();
+      Tiles::template zero<3>();
+    }
+  }
+
+  template <bool both>
+  KVZAP_INLINE_AVX512_BF16 void load(const char* source) {
+    Tiles::template load<0>(source);
+    Tiles::template load<1>(source + tile_bytes);
+    if (both) {
+      Tiles::template load<2>(source + 2 * tile_bytes);
+      Tiles::template load<3>(source + 3 * tile_bytes);
+    }
+  }
+
+  template <bool both>
+  KVZAP_INLINE_AVX512_BF16 void store(char* target) {
+    Tiles::template store<0>(target);
+    Tiles::template store<1>(target + tile_bytes);
+    if (both) {
+      Tiles::template store<2>(target + 2 * tile_bytes);
+      Tiles::template store<3>(target + 3 * tile_bytes);
+    }
+  }
+
+  /// sums += two tiles at a (rows) times two at b (columns). once: whether b is not read again soon.
+  template <bool both, bool once>
+  KVZAP_INLINE_AVX512_BF16 void multiply(const char* a, const char* b) {
+    if (once) {
+      Tiles::template load_once<6>(b);
+    } else {
+      Tiles::template load<6>(b);
+    }
+    Tiles::template load<4>(a);
+    Tiles::template multiply<0, 4, 6>();
+    if (once) {
+      Tiles::template load_once<7>(b + tile_bytes);
+    } else {
+      Tiles::template load<7>(b + tile_bytes);
+    }
+    Tiles::template multiply<1, 4, 7>();
+    if (both) {
+      Tiles::template load<5>(a + tile_bytes);
+      Tiles::template multiply<2, 5, 6>();
+      Tiles::template multiply<3, 5, 7>();
+    }
+  }
+
+  KVZAP_INLINE_AVX512_BF16 std::uint32_t first_lanes(std::int64_t count) {
+    return count >= 32 ? ~0u : count <= 0 ? 0u : (1u << count) - 1;
+  }
+  KVZAP_INLINE_AVX512_BF16 __mmask16 low(std::uint32_t lanes) {
+    return static_cast<__mmask16>(lanes & 0xffffu);
+  }
+  KVZAP_INLINE_AVX512_BF16 __mmask16 high(std::uint32_t lanes) {
+    return static_cast<__mmask16>(lanes >> 16);
+  }
+
+  /// 2^x within 2.2 units in the last place, NaN for NaN. A polynomial on [0, 1), where x - floor(x)
+  /// and the multiplication by 2^floor(x) are one instruction each.
+  KVZAP_INLINE_AVX512_BF16 __m512 exp2_of(__m512 x) {
+    const __m512 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    __m512 p = _mm512_set1_ps(0x1.ec320ap-10f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0x1.26900cp-7f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0x1.c95446p-5f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0x1.ebd5a8p-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0x1.62e4f6p-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0x1.fffffep-1f));
+    return _mm512_scalef_ps(p, x);
+  }
+
+  /// target[j][i] = source[i][j], 16 x 16 words.
+  KVZAP_INLINE_AVX512_BF16 void transpose_words(const __m512i* source, char* target) {
+    __m512i a[16], b[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i += 2) {
+      b[i] = _mm512_unpacklo_epi32(source[i], source[i + 1]);
+      b[i + 1] = _mm512_unpackhi_epi32(source[i], source[i + 1]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i += 4) {
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; ++h) {
+        a[i + 2 * h] = _mm512_unpacklo_epi64(b[i + h], b[i + 2 + h]);
+        a[i + 2 * h + 1] = _mm512_unpackhi_epi64(b[i + h], b[i + 2 + h]);
+      }
+    }
+    // a[4 g + k], 128-bit lane l: words 4 l + k of rows 4 g .. 4 g + 3.
+#pragma GCC unroll 16
+    for (int k = 0; k < 4; ++k) {
+      const __m512i even = _mm512_shuffle_i32x4(a[k], a[4 + k], 0x88);
+      const __m512i even_high = _mm512_shuffle_i32x4(a[8 + k], a[12 + k], 0x88);
+      const __m512i odd = _mm512_shuffle_i32x4(a[k], a[4 + k], 0xdd);
+      const __m512i odd_high = _mm512_shuffle_i32x4(a[8 + k], a[12 + k], 0xdd);
+      char* const t = target + 64 * k;
+      _mm512_store_si512(t, _mm512_shuffle_i32x4(even, even_high, 0x88));
+      _mm512_store_si512(t + 4 * 64, _mm512_shuffle_i32x4(odd, odd_high, 0x88));
+      _mm512_store_si512(t + 8 * 64, _mm512_shuffle_i32x4(even, even_high, 0xdd));
+      _mm512_store_si512(t + 12 * 64, _mm512_shuffle_i32x4(odd, odd_high, 0xdd));
+    }
+  }
+
+  KVZAP_TARGET_AVX512_BF16 static void round_query(const AmxPrefill& x, std::int64_t row,
+                                                   const float* source) {
+    for (int s = 0; s < x.m_steps; ++s) {
+      const std::uint32_t lanes = first_lanes(x.m_dim - s * block);
+      const __m512 first = _mm512_maskz_loadu_ps(low(lanes), source + s * block);
+      const __m512 second = _mm512_maskz_loadu_ps(high(lanes), source + s * block + 16);
+      _mm512_store_si512(
+          x.m_queries + (row / block * x.m_steps + s) * 2 * tile_bytes + row % block * 64,
+          (__m512i)_mm512_cvtne2ps_pbh(second, first));
+    }
+  }
+
+  /// The staged rows, and zeros up to a whole number of blocks, as tiles.
+  KVZAP_TARGET_AVX512_BF16 static void pack(AmxPrefill& x) {
+    const int padded = static_cast<int>(whole(x.m_staged, block));
+    for (int i = x.m_staged; i < padded; ++i) x.m_key_rows[i] = x.m_value_rows[i] = x.m_zeros;
+    const int steps = x.m_steps;
+    for (int k = 0; k < padded; k += 16) {
+      for (int s = 0; s < steps; ++s) {
+        const std::uint32_t lanes = first_lanes(x.m_dim - s * block);
+        __m512i rows[16];
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; ++i) {
+          rows[i] = _mm512_maskz_loadu_epi16(lanes, x.m_key_rows[k + i] + s * block);
+        }
+        transpose_words(rows, x.m_keys + (k / block * steps + s) * 2 * tile_bytes +
+                                  k / 16 % 2 * tile_bytes);
+      }
+    }
+    const __m512i halves = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9,
+                                            40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1,
+                                            32, 0);
+    const __m512i high_halves = _mm512_add_epi16(halves, _mm512_set1_epi16(16));
+    for (int k = 0; k < padded; k += 2) {
+      for (int s = 0; s < steps; ++s) {
+        const std::uint32_t lanes = first_lanes(x.m_dim - s * block);
+        const __m512i even = _mm512_maskz_loadu_epi16(lanes, x.m_value_rows[k] + s * block);
+        const __m512i odd = _mm512_maskz_loadu_epi16(lanes, x.m_value_rows[k + 1] + s * block);
+        char* const target =
+            x.m_values + (s * (tile_keys / block) + k / block) * 2 * tile_bytes + k % block / 2 * 64;
+        _mm512_store_si512(target, _mm512_permutex2var_epi16(even, halves, odd));
+        _mm512_store_si512(target + tile_bytes, _mm512_permutex2var_epi16(even, high_halves, odd));
+      }
+    }
+  }
+
+  KVZAP_INLINE_AVX512_BF16 bool is_finite(const bfloat16* row, int dim) {
+    const __m512i exponent = _mm512_set1_epi16(0x7f80);
+    __mmask32 found = 0;
+    for (int d = 0; d < dim; d += 32) {
+      const __m512i words = _mm512_maskz_loadu_epi16(first_lanes(dim - d), row + d);
+      found |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(words, exponent), exponent);
+    }
+    return found == 0;
+  }
+
+  /// Scores of the rows from `first` on with 32 keys from block k of the packed ones.
+  template <bool both>
+  KVZAP_INLINE_AVX512_BF16 void score(const AmxPrefill& x, std::int64_t first, int k,
+                                      char* scores) {
+    const int steps = x.m_steps;
+    const char* a = x.m_queries + first / block * steps * 2 * tile_bytes;
+    const char* b = x.m_keys + k * steps * 2 * tile_bytes;
+    zero<both>();
+    for (int s = 0; s < steps; ++s, a += 2 * tile_bytes, b += 2 * tile_bytes) {
+      multiply<both, false>(a, b);
+    }
+    store<both>(scores);
+  }
+
+  /// Weights of a row's scores with 32 keys, of which it sees `lanes`; adds them to *total.
+  KVZAP_INLINE_AVX512_BF16 void soften(const char* scores, __m512 scaling, float shift,
+                                       std::uint32_t lanes, char* weights, float* total) {
+    const __m512 by = _mm512_set1_ps(shift);
+    const auto* const score = reinterpret_cast<const float*>(scores);
+    __m512 first = exp2_of(_mm512_fmsub_ps(_mm512_load_ps(score), scaling, by));
+    __m512 second =
+        exp2_of(_mm512_fmsub_ps(_mm512_load_ps(score + tile_bytes / 4), scaling, by));
+    if (lanes != ~0u) {
+      first = _mm512_maskz_mov_ps(low(lanes), first);
+      second = _mm512_maskz_mov_ps(high(lanes), second);
+    }
+    const __m512i pairs = (__m512i)_mm512_cvtne2ps_pbh(second, first);
+    _mm512_store_si512(weights, pairs);
+    // The total is that of the rounded weights. (VDPBF16PS with ones would be slower.)
+    const __m512 even = (__m512)_mm512_slli_epi32(pairs, 16);
+    const __m512 odd = (__m512)_mm512_and_si512(pairs, _mm512_set1_epi32(-65536));
+    _mm512_store_ps(total, _mm512_add_ps(_mm512_load_ps(total), _mm512_add_ps(even, odd)));
+  }
+
+  /// Place of a row of a block among the scores with 32 keys; half of it if those were one tile.
+  KVZAP_INLINE_AVX512_BF16 int offset_of(int row) {
+    return row / 16 * 2 * tile_bytes + row % 16 * 64;
+  }
+
+  KVZAP_INLINE_AVX512_BF16 void scale(float* x, __m512 factor) {
+    _mm512_store_ps(x, _mm512_mul_ps(_mm512_load_ps(x), factor));
+  }
+
+  /// Raises a row's shift to its largest score with the first `blocks` times 32 keys, which are in
+  /// m_scores. False, with the shift as it was, where all that it sees are -infinity.
+  KVZAP_TARGET_AVX512_BF16 static bool raise(AmxPrefill& x, std::int64_t row, int blocks) {
+    const char* const scores = x.m_scores + offset_of(static_cast<int>(row % block));
+    const int limit = x.limit_of(row);
+    __m512 most = _mm512_set1_ps(minus_infinity);
+    std::uint32_t nans = 0;
+    for (int k = 0; k < blocks; ++k) {
+      const std::uint32_t lanes = first_lanes(limit - k * block);
+      const auto* const score = reinterpret_cast<const float*>(scores + k * 4 * tile_bytes);
+      const __m512 first = _mm512_load_ps(score);
+      const __m512 second = _mm512_load_ps(score + tile_bytes / 4);
+      // The last operand is the result if one is NaN: NaN never becomes the maximum.
+      most = _mm512_mask_max_ps(most, low(lanes), first, most);
+      most = _mm512_mask_max_ps(most, high(lanes), second, most);
+      nans |= _mm512_mask_cmp_ps_mask(low(lanes), first, first, _CMP_UNORD_Q);
+      nans |= _mm512_mask_cmp_ps_mask(high(lanes), second, second, _CMP_UNORD_Q);
+    }
+    const float before = x.m_shifts[row];
+    float shift = _mm512_reduce_max_ps(most) * x.m_scaling;
+    if (shift == minus_infinity) {
+      if (nans == 0) return false;
+      shift = 0;  // any but NaN, for the weights are: they, and no others, are to be
+    }
+    if (!std::isnan(before)) {
+      shift = std::max(shift, before);
+      if (!x.m_first) {
+        const __m512 factor = _mm512_set1_ps(std::exp2(before - shift));
+        for (int c = 0; c < 2 * x.m_steps; ++c) scale(x.sums_of(row, c), factor);
+        scale(x.m_totals + row * 16, factor);
+      }
+    }
+    x.m_shifts[row] = shift;
+    return true;
+  }
+
+  KVZAP_INLINE_AVX512_BF16 bool is_large(const float* total) {
+    return _mm512_cmp_ps_mask(_mm512_load_ps(total), _mm512_set1_ps(0x1p30f), _CMP_NLE_UQ) != 0;
+  }
+
+  /// Weights of `count` rows from `first` on with `blocks` times 32 staged keys, and their totals.
+  template <bool both>
+  KVZAP_TARGET_AVX512_BF16 static void weigh(AmxPrefill& x, std::int64_t first, int count,
+                                             int blocks) {
+    alignas(64) float totals[block][16];
+    int limits[block];
+    for (int r = 0; r < count; ++r) {
+      limits[r] = x.limit_of(first + r);
+      _mm512_store_ps(totals[r], _mm512_setzero_ps());
+    }
+    const __m512 scaling = _mm512_set1_ps(x.m_scaling);
+    const float* const shifts = x.m_shifts + first;
+    if (x.m_first) {
+      score<both>(x, first, 0, x.m_scores);
+      for (int r = 0; r < count; ++r) raise(x, first + r, 1);
+    }
+    char* weights = x.m_weights;
+    for (int k = 0; k < blocks; ++k, weights += 2 * tile_bytes) {
+      char* const scores = x.m_scores + k % 2 * 4 * tile_bytes;  // stays in the level-1 cache
+      score<both>(x, first, k, scores);
+      if (k * block + block <= limits[0]) {
+#pragma GCC unroll 4
+        for (int r = 0; r < count; ++r) {
+          soften(scores + offset_of(r), scaling, shifts[r], ~0u, weights + r * 64, totals[r]);
+        }
+      } else {
+        for (int r = 0; r < count; ++r) {
+          soften(scores + offset_of(r), scaling, shifts[r], first_lanes(limits[r] - k * block),
+                 weights + r * 64, totals[r]);
+        }
+      }
+    }
+    std::uint32_t large = 0;
+    for (int r = 0; r < count; ++r) large |= std::uint32_t{is_large(totals[r])} << r;
+    if (__builtin_expect(large != 0, 0)) weigh_again<both>(x, first, blocks, large, totals);
+    for (int r = 0; r < count; ++r) {
+      float* const total = x.m_totals + (first + r) * 16;
+      _mm512_store_ps(total, _mm512_add_ps(_mm512_load_ps(total), _mm512_load_ps(totals[r])));
+    }
+  }
+
+  /// For the given rows of a block the same with shifts raised to what all staged keys ask for.
+  template <bool both>
+  KVZAP_TARGET_AVX512_BF16 __attribute__((noinline)) static void weigh_again(
+      AmxPrefill& x, std::int64_t first, int blocks, std::uint32_t rows, float (*totals)[16]) {
+    const __m512 scaling = _mm512_set1_ps(x.m_scaling);
+    for (int k = 0; k < blocks; ++k) score<both>(x, first, k, x.m_scores + k * 4 * tile_bytes);
+    for (int r = 0; r < block; ++r) {
+      if ((rows >> r & 1) == 0) continue;
+      const std::int64_t row = first + r;
+      const int limit = raise(x, row, blocks) ? x.limit_of(row) : 0;
+      _mm512_store_ps(totals[r], _mm512_setzero_ps());
+      for (int k = 0; k < blocks; ++k) {
+        soften(x.m_scores + k * 4 * tile_bytes + offset_of(r), scaling, x.m_shifts[row],
+               first_lanes(limit - k * block), x.m_weights + k * 2 * tile_bytes + r * 64,
+               totals[r]);
+      }
+    }
+  }
+
+  template <bool both>
+  KVZAP_TARGET_AVX512_BF16 static void add_weighted(AmxPrefill& x, std::int64_t first,
+                                                    int blocks) {
+    for (int s = 0; s < x.m_steps; ++s) {
+      char* const sums =
+          reinterpret_cast<char*>(x.m_sums) + (first / block * x.m_steps + s) * 4 * tile_bytes;
+      if (x.m_first) {
+        zero<both>();
+      } else {
+        load<both>(sums);
+      }
+      const char* a = x.m_weights;
+      const char* b = x.m_values + s * (tile_keys / block) * 2 * tile_bytes;
+      for (int k = 0; k < blocks; ++k, a += 2 * tile_bytes, b += 2 * tile_bytes) {
+        multiply<both, true>(a, b);
+      }
+      store<both>(sums);
+    }
+  }
+
+  /// The same over exactly the staged values that each row sees.
+  static void add_seen(AmxPrefill& x, std::int64_t first, int count) {
+    for (int r = 0; r < count; ++r) {
+      const int limit = x.limit_of(first + r);
+      for (int d = 0; d < x.m_dim; ++d) {
+        float* const target = x.sums_of(first + r, d / 16) + d % 16;
+        float sum = x.m_first ? 0.0f : *target;
+        for (int k = 0; k < limit; ++k) {
+          bfloat16 weight;
+          std::memcpy(&weight, x.m_weights + k / block * 2 * tile_bytes + r * 64 + k % block * 2,
+                      sizeof(weight));
+          sum += static_cast<float>(weight) * static_cast<float>(x.m_value_rows[k][d]);
+        }
+        *target = sum;
+      }
+    }
+  }
+
+  template <bool both>
+  KVZAP_TARGET_AVX512_BF16 static void attend_block(AmxPrefill& x, std::int64_t first, int count,
+                                                    const std::uint8_t* not_finite) {
+    const int limit = x.limit_of(first + count - 1);
+    if (limit == 0) return;
+    const int blocks = (limit + block - 1) / block;
+    weigh<both>(x, first, count, blocks);
+    // The products multiply values that a row does not see by 0, which must give 0.
+    bool exactly = false;
+    if (not_finite) {
+      for (int k = x.limit_of(first); k < std::min(blocks * block, x.m_staged); ++k) {
+        exactly = exactly || not_finite[k] != 0;
+      }
+    }
+    if (exactly) {
+      add_seen(x, first, count);
+    } else {
+      add_weighted<both>(x, first, blocks);
+    }
+  }
+
+  KVZAP_TARGET_AVX512_BF16 static void attend(AmxPrefill& x) {
+    pack(x);
+    std::uint8_t not_finite[tile_keys];
+    std::uint8_t any = 0;
+    for (int k = x.limit_of(0); k < x.m_staged; ++k) {
+      not_finite[k] = is_finite(x.m_value_rows[k], x.m_dim) ? 0 : 1;
+      any |= not_finite[k];
+    }
+    for (std::int64_t first = 0; first < x.m_rows; first += block) {
+      const int count = static_cast<int>(std::min<std::int64_t>(block, x.m_rows - first));
+      if (count > 16) {
+        attend_block<true>(x, first, count, any ? not_finite : nullptr);
+      } else {
+        attend_block<false>(x, first, count, any ? not_finite : nullptr);
+      }
+    }
+  }
+};
+#endif
+
+void AmxPrefill::begin([[maybe_unused]] const float* queries, std::int64_t tokens,
+                       [[maybe_unused]] std::int64_t token_stride,
+                       [[maybe_unused]] std::int64_t head_stride,
+                       [[maybe_unused]] std::int64_t dim_stride, std::int64_t visible) {
+  m_rows = tokens * m_group;
+  m_visible = visible;
+  m_staged = 0;
+  m_first = true;
+  std::fill_n(m_totals, m_rows * 16, 0.0f);
+  std::fill_n(m_shifts, m_rows, std::numeric_limits<float>::quiet_NaN());
+#if KVZAP_X86
+  for (std::int64_t row = 0; row < m_rows; ++row) {
+    const float* source = queries + row / m_group * token_stride + row % m_group * head_stride;
+    if (dim_stride != 1) {
+      for (int d = 0; d < m_dim; ++d) m_sums[d] = source[d * dim_stride];  // not in use yet
+      source = m_sums;
+    }
+    Kernels<EmulatedTiles>::round_query(*this, row, source);
+  }
+#endif
+}
+
+void AmxPrefill::attend(const RowRun<bfloat16>& run) {
+  for (std::int64_t r = 0; r < run.rows; ++r) {
+    const auto stage = [&](const bfloat16* source, bfloat16* copy) -> const bfloat16* {
+      if (run.dim_stride == 1) return source;
+      for (int d = 0; d < m_dim; ++d) copy[d] = source[d * run.dim_stride];
+      return copy;
+    };
+    bfloat16* const copy = m_copies + std::int64_t{m_staged} * 2 * m_dim;
+    m_key_rows[m_staged] = stage(run.keys + r * run.row_stride, copy);
+    m_value_rows[m_staged] = stage(run.values + r * run.row_stride, copy + m_dim);
+    if (++m_staged == tile_keys) attend_staged();
+  }
+}
+
+void AmxPrefill::attend_staged() {
+#if KVZAP_X86_TILES
+  if (!m_emulated) Kernels<TileRegisters>::attend(*this);
+#endif
+#if KVZAP_X86
+  if (m_emulated) Kernels<EmulatedTiles>::attend(*this);
+#endif
+  m_visible -= m_staged;
+  m_staged = 0;
+  m_first = false;
+}
+
+void AmxPrefill::finish(float* output, std::int64_t token_stride, std::int64_t head_stride,
+                        std::int64_t dim_stride, float* lse, std::int64_t lse_token_stride,
+                        std::int64_t lse_head_stride) {
+  if (m_staged > 0) attend_staged();
+  constexpr float ln2 = 0.693147181f;
+  for (std::int64_t row = 0; row < m_rows; ++row) {
+    const std::int64_t token = row / m_group;
+    const std::int64_t head = row % m_group;
+    const float total = total_of(row);
+    copy_sums(row, inverse_of(total), output + token * token_stride + head * head_stride,
+              dim_stride);
+    if (lse) {
+      lse[token * lse_token_stride + head * lse_head_stride] =
+          log_sum_exp(m_shifts[row] * ln2, total);
+    }
+  }
+}
+
+void AmxPrefill::finish(float* maximum, float* weight, float* sums) {
+  if (m_staged > 0) attend_staged();
+  for (std::int64_t row = 0; row < m_rows; ++row) {
+    weight[row] = total_of(row);
+    maximum[row] = std::isnan(m_shifts[row]) ? minus_infinity : m_shifts[row] / m_scaling;
+    copy_sums(row, 1, sums + row * m_dim, 1);
+  }
+}
+
+TileScope::TileScope() : m_has_tiles(KVZAP_X86_TILES && simd_level() == SimdLevel::amx_bf16) {
+#if KVZAP_X86_TILES
+  if (!m_has_tiles) return;
+  struct alignas(64) Configuration {
+    std::uint8_t palette = 1, start = 0, reserved[14] = {};
+    std::uint16_t bytes[16] = {};
+    std::uint8_t rows[16] = {};
+  };
+  Configuration configuration;
+  for (int i = 0; i < 8; ++i) {
+    configuration.bytes[i] = 64;
+    configuration.rows[i] = 16;
+  }
+  asm volatile("ldtilecfg %0" : : "m"(configuration));
+#endif
+}
+
+TileScope::~TileScope() {
+#if KVZAP_X86_TILES
+  if (m_has_tiles) asm volatile("tilerelease");
+#endif
+}
+
+}  // namespace kvzap::detail
+
+// NOLINTEND(bugprone-implicit-widening-of-multiplication-result)

@@ -61,7 +61,8 @@ struct AttentionExtents {
 /// product of bfloat16 pairs, the paths rows (for token-major pages) and flash_prefill round
 /// queries and exponentials to bfloat16, each by at most 2^-9 of itself; weights are normalized by
 /// the sum of the rounded ones. The result is then within 2 (2^-9 + d), where d = 2^-9 sum_i |q_i
-/// k_i| / sqrt(head_dim) bounds how far the scores move; within 2^-7 for scores of order 1.
+/// k_i| / sqrt(head_dim) bounds how far the scores move; within 2^-7 for scores of order 1. With
+/// AMX, weights exceed 1 before they are normalized: sums of values beyond 2^80 may overflow.
 ///
 /// The path panels rounds queries and exponentials to the type of the rows: as above for bfloat16,
 /// and for half with 2^-11 instead of 2^-9. The path split_kv rounds neither. The log-sum-exp is

@@ -16,8 +16,8 @@
 namespace kvzap::detail {
 namespace {
 
-constexpr SimdLevel levels[] = {SimdLevel::baseline,    SimdLevel::avx2,
-                                SimdLevel::avx512,      SimdLevel::avx512_bf16,
+constexpr SimdLevel levels[] = {SimdLevel::baseline,     SimdLevel::avx2,
+                                SimdLevel::avx512,       SimdLevel::avx512_bf16,
                                 SimdLevel::amx_emulated, SimdLevel::amx_bf16};
 
 SimdLevel checked(SimdLevel level, const char* asked_by) {
@@ -36,7 +36,9 @@ SimdLevel initial_level() {
       "KVZAP_SIMD is \"{}\"; expected baseline, avx2, avx512, avx512_bf16 or amx", asked));
 }
 
-#if KVZAP_X86_TILES
+#if KVZAP_X86_TILES && defined(KVZAP_TILES_ARE_TRAPPED)
+bool ask_for_tiles() { return true; }  // see tests/tiles
+#elif KVZAP_X86_TILES
 /// Whether there are tile registers for bf16, which this process and its threads may use from now
 /// on. Linux has to be asked, as each thread's state takes 8 KiB more (its file
 /// Documentation/arch/x86/xstate.rst), and denies them where it does not save them, or a thread's

@@ -142,7 +142,8 @@ struct AmxPrefill::Kernels {
     }
   }
 
-  /// sums += two tiles at a (rows) times two at b (columns). once: whether b is not read again soon.
+  /// sums += two tiles at a (rows) times two at b (columns). once: whether b is not read again
+  /// soon.
   template <bool both, bool once>
   KVZAP_INLINE_AVX512_BF16 void multiply(const char* a, const char* b) {
     if (once) {
@@ -175,8 +176,8 @@ struct AmxPrefill::Kernels {
     return static_cast<__mmask16>(lanes >> 16);
   }
 
-  /// 2^x within 2.2 units in the last place, NaN for NaN. A polynomial on [0, 1), where x - floor(x)
-  /// and the multiplication by 2^floor(x) are one instruction each.
+  /// 2^x within 2.2 units in the last place, NaN for NaN. A polynomial on [0, 1), where x -
+  /// floor(x) and the multiplication by 2^floor(x) are one instruction each.
   KVZAP_INLINE_AVX512_BF16 __m512 exp2_of(__m512 x) {
     const __m512 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     __m512 p = _mm512_set1_ps(0x1.ec320ap-10f);
@@ -244,21 +245,21 @@ struct AmxPrefill::Kernels {
         for (int i = 0; i < 16; ++i) {
           rows[i] = _mm512_maskz_loadu_epi16(lanes, x.m_key_rows[k + i] + s * block);
         }
-        transpose_words(rows, x.m_keys + (k / block * steps + s) * 2 * tile_bytes +
-                                  k / 16 % 2 * tile_bytes);
+        transpose_words(
+            rows, x.m_keys + (k / block * steps + s) * 2 * tile_bytes + k / 16 % 2 * tile_bytes);
       }
     }
-    const __m512i halves = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9,
-                                            40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1,
-                                            32, 0);
+    const __m512i halves =
+        _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
+                         37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i high_halves = _mm512_add_epi16(halves, _mm512_set1_epi16(16));
     for (int k = 0; k < padded; k += 2) {
       for (int s = 0; s < steps; ++s) {
         const std::uint32_t lanes = first_lanes(x.m_dim - s * block);
         const __m512i even = _mm512_maskz_loadu_epi16(lanes, x.m_value_rows[k] + s * block);
         const __m512i odd = _mm512_maskz_loadu_epi16(lanes, x.m_value_rows[k + 1] + s * block);
-        char* const target =
-            x.m_values + (s * (tile_keys / block) + k / block) * 2 * tile_bytes + k % block / 2 * 64;
+        char* const target = x.m_values + (s * (tile_keys / block) + k / block) * 2 * tile_bytes +
+                             k % block / 2 * 64;
         _mm512_store_si512(target, _mm512_permutex2var_epi16(even, halves, odd));
         _mm512_store_si512(target + tile_bytes, _mm512_permutex2var_epi16(even, high_halves, odd));
       }
@@ -295,8 +296,7 @@ struct AmxPrefill::Kernels {
     const __m512 by = _mm512_set1_ps(shift);
     const auto* const score = reinterpret_cast<const float*>(scores);
     __m512 first = exp2_of(_mm512_fmsub_ps(_mm512_load_ps(score), scaling, by));
-    __m512 second =
-        exp2_of(_mm512_fmsub_ps(_mm512_load_ps(score + tile_bytes / 4), scaling, by));
+    __m512 second = exp2_of(_mm512_fmsub_ps(_mm512_load_ps(score + tile_bytes / 4), scaling, by));
     if (lanes != ~0u) {
       first = _mm512_maskz_mov_ps(low(lanes), first);
       second = _mm512_maskz_mov_ps(high(lanes), second);
@@ -419,8 +419,7 @@ struct AmxPrefill::Kernels {
   }
 
   template <bool both>
-  KVZAP_TARGET_AVX512_BF16 static void add_weighted(AmxPrefill& x, std::int64_t first,
-                                                    int blocks) {
+  KVZAP_TARGET_AVX512_BF16 static void add_weighted(AmxPrefill& x, std::int64_t first, int blocks) {
     for (int s = 0; s < x.m_steps; ++s) {
       char* const sums =
           reinterpret_cast<char*>(x.m_sums) + (first / block * x.m_steps + s) * 4 * tile_bytes;

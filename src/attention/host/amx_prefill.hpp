@@ -12,8 +12,10 @@ namespace kvzap::detail {
 /// is to be used within a TileScope.
 ///
 /// Queries and exponentials are rounded to bfloat16 (relative error 2^-9 each); the weights that
-/// are summed are the rounded ones. Sums are kept in float. What a query row gets does not depend
-/// on the others of its tile, except on whether one sees a value that is not finite.
+/// are summed are the rounded ones. Sums are kept in float, of weights up to about 2^30. What a
+/// query row gets does not depend on the others of its tile, except that a value which is not
+/// finite, and which one of its block of 32 sees and another does not, changes the order of their
+/// sums.
 class AmxPrefill {
  public:
   /// Whether the instruction set in use suffices.
@@ -60,8 +62,8 @@ class AmxPrefill {
 
   int m_group;
   int m_dim;
-  int m_steps;     // of 32 dimensions
-  bool m_emulated;
+  int m_steps;  // of 32 dimensions
+  [[maybe_unused]] bool m_emulated;
   float m_scaling;  // of scores, to the exponent of 2
   std::int64_t m_rows = 0;
   std::int64_t m_visible = 0;
@@ -77,10 +79,10 @@ class AmxPrefill {
   char* m_scores;
   char* m_weights;
   float* m_sums;
-  float* m_totals;      // [row][16 partial sums of weights]
-  float* m_shifts;      // [row], exponents of 2; NaN: no score but -infinity seen yet
-  bfloat16* m_copies;   // of rows whose dim_stride is not 1: keys, then values
-  bfloat16* m_zeros;    // a row
+  float* m_totals;     // [row][16 partial sums of weights]
+  float* m_shifts;     // [row], exponents of 2; NaN: no score but -infinity seen yet
+  bfloat16* m_copies;  // of rows whose dim_stride is not 1: keys, then values
+  bfloat16* m_zeros;   // a row
   const bfloat16* m_key_rows[tile_keys];
   const bfloat16* m_value_rows[tile_keys];
 };

@@ -76,12 +76,10 @@ typename HostAttention<Value, order>::Sizes HostAttention<Value, order>::sizes_o
       by_tiles ? 0 : extents.single_rows / item_rows + extents.spans * extents.kv_heads;
   sizes.tiles = (extents.tokens / tile + extents.spans) * extents.kv_heads;
   sizes.partials = sizes.row_items * partial_size(extents.group, extents.head_dim);
-  sizes.workspaces =
-      workers() *
-      (tile_space_size<Value>(extents.group, extents.head_dim) +
-       (by_tiles || uses_amx_for_rows<Value, order>(extents.group)
-            ? 0
-            : row_space_size<Value>(extents.group, extents.head_dim)));
+  sizes.workspaces = workers() * (tile_space_size<Value>(extents.group, extents.head_dim) +
+                                  (by_tiles || uses_amx_for_rows<Value, order>(extents.group)
+                                       ? 0
+                                       : row_space_size<Value>(extents.group, extents.head_dim)));
   return sizes;
 }
 
@@ -149,8 +147,7 @@ void HostAttention<Value, order>::operator()(const ExecutionSpace& exec,
 
   const std::int64_t n_tiles = static_cast<std::int64_t>(m_tiles.size());
   const std::int64_t n_rows = static_cast<std::int64_t>(m_row_items.size());
-  const std::int64_t row_space =
-      n_rows > 0 && !rows_by_amx ? row_space_size<Value>(group, dim) : 0;
+  const std::int64_t row_space = n_rows > 0 && !rows_by_amx ? row_space_size<Value>(group, dim) : 0;
   const std::int64_t space =
       row_space +
       (n_tiles > 0 || (n_rows > 0 && rows_by_amx) ? tile_space_size<Value>(group, dim) : 0);

@@ -103,9 +103,9 @@ double tolerance_of(AttentionPath path) {
 inline std::vector<SimdLevel> simd_levels() {
   const bool amx = kvzap::detail::processor_has(SimdLevel::amx_bf16);
   std::vector<SimdLevel> levels;
-  for (SimdLevel level : {amx ? SimdLevel::amx_bf16 : SimdLevel::amx_emulated,
-                          SimdLevel::avx512_bf16, SimdLevel::avx512, SimdLevel::avx2,
-                          SimdLevel::baseline}) {
+  for (SimdLevel level :
+       {amx ? SimdLevel::amx_bf16 : SimdLevel::amx_emulated, SimdLevel::avx512_bf16,
+        SimdLevel::avx512, SimdLevel::avx2, SimdLevel::baseline}) {
     if (kvzap::detail::processor_has(level)) levels.push_back(level);
   }
   return levels;

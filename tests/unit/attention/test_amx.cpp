@@ -71,8 +71,8 @@ class AmxAttention : public ::testing::Test {
   Attention<bfloat16, PageOrder::token_major> m_attention;
 };
 
-// Scores of hundreds, exact since queries are integers that bfloat16 holds, so that most rows' first
-// 32 keys say nothing of their largest score; and new keys that grow on top of it.
+// Scores of hundreds, exact since queries are integers that bfloat16 holds, so that most rows'
+// first 32 keys say nothing of their largest score; and new keys that grow on top of it.
 TEST_F(AmxAttention, ShiftsAreRaised) {
   for (const int group : {1, 8, 16}) {
     for (const int dim : {64, 72}) {
@@ -122,9 +122,8 @@ TEST_F(AmxAttention, RowsOfSingleTokensThatAreNotFinite) {
   spoil("an item of keys -infinity", set_keys(0, 1024, -infinity));
   spoil("all keys -infinity", set_keys(0, 1700, -infinity));
   spoil("a key +infinity", set_keys(44, 45, infinity));
-  spoil("a value NaN", [](AmxBatch& batch, int first) {
-    batch.new_values.at(first + 33, 0, 7) = bfloat16(nan);
-  });
+  spoil("a value NaN",
+        [](AmxBatch& batch, int first) { batch.new_values.at(first + 33, 0, 7) = bfloat16(nan); });
   spoil("a query NaN", [](AmxBatch& batch, int) {
     for (std::size_t t = 0; t < batch.queries.extents[0]; ++t) batch.queries.at(t, 4, 3) = nan;
   });

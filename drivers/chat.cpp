@@ -15,6 +15,7 @@
 #include "base/stopwatch.hpp"
 #include "chat_input.hpp"
 #include "console.hpp"
+#include "one_file.hpp"
 #include "parallel/meet_asleep.hpp"
 #include "policy_options.hpp"
 #include "policy_setup.hpp"
@@ -232,6 +233,8 @@ Command Conversation::next() {
   command.wish = static_cast<Wish>(sizes[0]);
   command.text.resize(static_cast<std::size_t>(sizes[1]));
   m_comm.broadcast(command.text.data(), command.text.size(), 0);
+  // Launchers send Ctrl-C to all ranks. What rank 0 has dealt with is not to end the next answer.
+  if (!m_comm.is_root() && command.wish != Wish::stop && caught_signal == SIGINT) forget_signals();
   return command;
 }
 
@@ -429,6 +432,16 @@ void Conversation::stats() {
 void Conversation::save(const std::string& file) {
   if (file.empty()) return tell("kvzap: /save needs a file: /save chat.h5\n");
   try {
+    m_comm.agree_on_root([&] {
+      // The report is written last, and would replace the conversation.
+      const std::pair<const char*, const std::string&> others[] = {{"--json", m_run.options.json},
+                                                                   {"-f", m_run.options.file}};
+      for (const auto& [flag, other] : others) {
+        if (!other.empty() && name_one_file(file, other)) {
+          throw Error(fmt::format("/save {}: {} names the same file", file, flag));
+        }
+      }
+    });
     for (const std::string& warning : check_snapshot_writable(file, m_comm)) {
       tell("kvzap: warning: {}\n", warning);
     }

@@ -192,6 +192,10 @@ class Snapshots(ChatTest):
         told = result.err.decode()
         for words in ["/save needs a file", "/load needs a file", "/no/folder"]:
             self.assertIn(words, told)
+        # No file of a shorter name, and nothing that moves a terminal's cursor.
+        result = chat("-n", "1", lines=[f"/save {self.folder}/cut\0.h5", "/load no\x1b[2J.h5", "/no\x1b[2J"])
+        self.assertEqual((list(self.folder.glob("cut*")), result.err.count(b"\x1b")), ([], 0), result)
+        self.assertIn("a file's name has no NUL", " ".join(result.errors), result)
         # The report comes last, and would be there in place of the conversation.
         report = self.folder / "report.json"
         result = chat("-n", "1", "--json", report, lines=[f"/save {self.folder}/./report.json", "Hello."])

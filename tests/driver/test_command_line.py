@@ -57,6 +57,7 @@ class Values(TestCase):
             self.fail_with(kvzap(*PLAIN, "--config", deck), deck, *parts, code=1)
         self.fail_with(kvzap(*PLAIN, "--raw=3"), "--raw is 3", "true or false", code=2)
         self.fail_with(kvzap(*PLAIN, "--temp"), "--temp needs a value", code=2)
+        self.fail_with(kvzap(*PLAIN, "--\x1b[2Jx"), r"unknown option --\x1b[2Jx", code=2)
         self.fail_with(kvzap(*PLAIN, "--top-k", "1", "--top-k", "2"), "--top-k is given more than once", code=2)
         for flag in ("-p", "-d"):
             self.fail_with(run_command([KVZAP, "bench", "-m", MODEL, flag, "0x10"]), f"{flag} has the entry '0x10'")

@@ -3,10 +3,11 @@
 // the emulated level this shows that their operands and the shape of the registers are right.
 #include <gtest/gtest.h>
 #include <immintrin.h>
-#include <signal.h>
 #include <ucontext.h>
 
+#include <csignal>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
 
 #include "base/simd.hpp"
@@ -140,7 +141,7 @@ bool carry_out(const Instruction& x) {
 
 void trap(int, siginfo_t*, void* context_of_signal) {
   Context& context = static_cast<ucontext_t*>(context_of_signal)->uc_mcontext.gregs;
-  Instruction instruction;
+  Instruction instruction{};
   if (decode(reinterpret_cast<const Byte*>(context[REG_RIP]), context, instruction) &&
       carry_out(instruction)) {
     ++trapped;

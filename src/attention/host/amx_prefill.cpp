@@ -445,7 +445,7 @@ struct AmxPrefill::Kernels {
         float* const target = x.sums_of(first + r, d / 16) + d % 16;
         float sum = x.m_first ? 0.0f : *target;
         for (int k = 0; k < limit; ++k) {
-          bfloat16 weight;
+          bfloat16 weight{};
           std::memcpy(&weight, x.m_weights + k / block * 2 * tile_bytes + r * 64 + k % block * 2,
                       sizeof(weight));
           sum += static_cast<float>(weight) * static_cast<float>(x.m_value_rows[k][d]);

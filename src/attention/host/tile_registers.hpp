@@ -7,6 +7,7 @@
 #include "attention/host/vector_math.hpp"
 
 #if KVZAP_X86
+// NOLINTBEGIN(bugprone-implicit-widening-of-multiplication-result): offsets within a tile
 namespace kvzap::detail {
 
 // All eight registers are 16 rows of 64 bytes. In memory a tile is 1 KiB without gaps: rows that
@@ -37,7 +38,7 @@ struct TileRegisters {
                    "m"(*reinterpret_cast<const TileBytes*>(source)));
   }
   template <int tile>
-  KVZAP_INLINE_AVX512_BF16 void store(char* target) {
+  KVZAP_INLINE_AVX512_BF16 void store(char* target) {  // NOLINT(readability-non-const-parameter)
     asm volatile("tilestored %%tmm%c3, (%1,%2,1)"
                  : "=m"(*reinterpret_cast<TileBytes*>(target))
                  : "r"(target), "r"(std::int64_t{64}), "i"(tile));
@@ -89,4 +90,5 @@ struct EmulatedTiles {
 };
 
 }  // namespace kvzap::detail
+// NOLINTEND(bugprone-implicit-widening-of-multiplication-result)
 #endif

@@ -96,8 +96,17 @@ float AmxPrefill::total_of(std::int64_t row) const {
 
 void AmxPrefill::copy_sums(std::int64_t row, float factor, float* target,
                            std::int64_t dim_stride) const {
-  for (int d = 0; d < m_dim; ++d) {
-    target[d * dim_stride] = m_first ? 0.0f : sums_of(row, d / 16)[d % 16] * factor;
+  for (int c = 0; c * 16 < m_dim; ++c) {
+    const float* const sums = sums_of(row, c);
+    const int count = std::min(16, m_dim - c * 16);
+    float* const columns = target + c * 16 * dim_stride;
+    if (m_first) {
+      for (int i = 0; i < count; ++i) columns[i * dim_stride] = 0;
+    } else if (count == 16 && dim_stride == 1) {
+      for (int i = 0; i < 16; ++i) columns[i] = sums[i] * factor;
+    } else {
+      for (int i = 0; i < count; ++i) columns[i * dim_stride] = sums[i] * factor;
+    }
   }
 }
 
@@ -362,12 +371,9 @@ struct AmxPrefill::Kernels {
   template <bool both>
   KVZAP_TARGET_AVX512_BF16 static void weigh(AmxPrefill& x, std::int64_t first, int count,
                                              int blocks) {
-    alignas(64) float totals[block][16];
+    alignas(64) float totals[block][16] = {};
     int limits[block];
-    for (int r = 0; r < count; ++r) {
-      limits[r] = x.limit_of(first + r);
-      _mm512_store_ps(totals[r], _mm512_setzero_ps());
-    }
+    for (int r = 0; r < count; ++r) limits[r] = x.limit_of(first + r);
     const __m512 scaling = _mm512_set1_ps(x.m_scaling);
     const float* const shifts = x.m_shifts + first;
     if (x.m_first) {
@@ -379,9 +385,12 @@ struct AmxPrefill::Kernels {
       char* const scores = x.m_scores + k % 2 * 4 * tile_bytes;  // stays in the level-1 cache
       score<both>(x, first, k, scores);
       if (k * block + block <= limits[0]) {
+        // In fours: what rows after the last one get is not looked at.
+        for (int q = 0; q < count; q += 4) {
 #pragma GCC unroll 4
-        for (int r = 0; r < count; ++r) {
-          soften(scores + offset_of(r), scaling, shifts[r], ~0u, weights + r * 64, totals[r]);
+          for (int r = q; r < q + 4; ++r) {
+            soften(scores + offset_of(r), scaling, shifts[r], ~0u, weights + r * 64, totals[r]);
+          }
         }
       } else {
         for (int r = 0; r < count; ++r) {
@@ -505,7 +514,7 @@ void AmxPrefill::begin([[maybe_unused]] const float* queries, std::int64_t token
   m_staged = 0;
   m_first = true;
   std::fill_n(m_totals, m_rows * 16, 0.0f);
-  std::fill_n(m_shifts, m_rows, std::numeric_limits<float>::quiet_NaN());
+  std::fill_n(m_shifts, whole(m_rows, block), std::numeric_limits<float>::quiet_NaN());
 #if KVZAP_X86
   for (std::int64_t row = 0; row < m_rows; ++row) {
     const float* source = queries + row / m_group * token_stride + row % m_group * head_stride;

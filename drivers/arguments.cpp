@@ -9,6 +9,7 @@
 #include <string_view>
 #include <utility>
 
+#include "base/decimal.hpp"
 #include "base/fnv.hpp"
 #include "base/nearest.hpp"
 #include "one_file.hpp"
@@ -23,28 +24,28 @@ constexpr int exit_usage = 2;
 
 struct KokkosFlag {
   const char* name = "";
-  bool needs_value = false;
+  enum Value { none, text, number } value = none;
   int since = 0;          // KOKKOS_VERSION
   int until = 1'000'000;  // exclusive
 };
 
 /// Of Kokkos 3.4 to 5. Those with an end are followed by a newer name.
-constexpr KokkosFlag kokkos_flags[] = {{"--kokkos-help", false},
-                                       {"--kokkos-disable-warnings", false},
-                                       {"--kokkos-print-configuration", false, 30700},
-                                       {"--kokkos-tune-internals", false},
-                                       {"--kokkos-num-threads", true, 30700},
-                                       {"--kokkos-threads", true, 0, 40000},
-                                       {"--kokkos-numa", true, 0, 40000},
-                                       {"--kokkos-device-id", true},
-                                       {"--kokkos-device", true, 0, 40000},
-                                       {"--kokkos-map-device-id-by", true, 30700},
-                                       {"--kokkos-num-devices", true, 0, 40000},
-                                       {"--kokkos-ndevices", true, 0, 40000},
-                                       {"--kokkos-tools-libs", true, 30700},
-                                       {"--kokkos-tools-library", true},
-                                       {"--kokkos-tools-args", true},
-                                       {"--kokkos-tools-help", false}};
+constexpr KokkosFlag kokkos_flags[] = {{"--kokkos-help", KokkosFlag::none},
+                                       {"--kokkos-disable-warnings", KokkosFlag::none},
+                                       {"--kokkos-print-configuration", KokkosFlag::none, 30700},
+                                       {"--kokkos-tune-internals", KokkosFlag::none},
+                                       {"--kokkos-num-threads", KokkosFlag::number, 30700},
+                                       {"--kokkos-threads", KokkosFlag::number, 0, 40000},
+                                       {"--kokkos-numa", KokkosFlag::number, 0, 40000},
+                                       {"--kokkos-device-id", KokkosFlag::number},
+                                       {"--kokkos-device", KokkosFlag::number, 0, 40000},
+                                       {"--kokkos-map-device-id-by", KokkosFlag::text, 30700},
+                                       {"--kokkos-num-devices", KokkosFlag::text, 0, 40000},
+                                       {"--kokkos-ndevices", KokkosFlag::text, 0, 40000},
+                                       {"--kokkos-tools-libs", KokkosFlag::text, 30700},
+                                       {"--kokkos-tools-library", KokkosFlag::text},
+                                       {"--kokkos-tools-args", KokkosFlag::text},
+                                       {"--kokkos-tools-help", KokkosFlag::none}};
 
 /// What is wrong with a flag that begins with --kokkos-, or "". Kokkos itself would pass over it.
 std::string fault_of_kokkos_flag(const std::string& flag) {
@@ -53,9 +54,15 @@ std::string fault_of_kokkos_flag(const std::string& flag) {
   for (const KokkosFlag& entry : kokkos_flags) {
     if (KOKKOS_VERSION < entry.since || KOKKOS_VERSION >= entry.until) continue;
     if (name == entry.name) {
-      const bool has_value = flag.size() > name.size() + 1;
-      return entry.needs_value && !has_value
-                 ? fmt::format("{} needs a value; expected {}=VALUE", name, name)
+      const std::string value = flag.substr(std::min(flag.size(), name.size() + 1));
+      if (entry.value == KokkosFlag::none) return "";
+      if (value.empty()) return fmt::format("{} needs a value; expected {}=VALUE", name, name);
+      int number = 0;  // for which Kokkos has no message, or one that does not say what it was
+      const bool is_number =
+          detail::read_whole(value, number) == detail::DecimalFault::none && number >= 0;
+      return entry.value == KokkosFlag::number && !is_number
+                 ? fmt::format("{} is {}; expected a whole number of 0 or more", name,
+                               in_quotes(value))
                  : "";
     }
     known.emplace_back(entry.name);

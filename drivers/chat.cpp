@@ -12,9 +12,11 @@
 #include <utility>
 #include <vector>
 
+#include "base/quote.hpp"
 #include "base/stopwatch.hpp"
 #include "chat_input.hpp"
 #include "console.hpp"
+#include "one_file.hpp"
 #include "parallel/meet_asleep.hpp"
 #include "policy_options.hpp"
 #include "policy_setup.hpp"
@@ -68,6 +70,9 @@ Command command_of(const std::string& line) {
   }
   return {Wish::unknown, name};
 }
+
+/// What the system would take for a shorter name is none.
+bool is_file_name(const std::string& text) { return text.find('\0') == std::string::npos; }
 
 /// A conversation from its first message to its end. All ranks take the same steps; rank 0 reads,
 /// prints, and tells the others what is wanted.
@@ -232,6 +237,8 @@ Command Conversation::next() {
   command.wish = static_cast<Wish>(sizes[0]);
   command.text.resize(static_cast<std::size_t>(sizes[1]));
   m_comm.broadcast(command.text.data(), command.text.size(), 0);
+  // Launchers send Ctrl-C to all ranks. What rank 0 has dealt with is not to end the next answer.
+  if (!m_comm.is_root() && command.wish != Wish::stop && caught_signal == SIGINT) forget_signals();
   return command;
 }
 
@@ -265,7 +272,7 @@ void Conversation::operator()() {
         tell(
             "kvzap: {} is no command; /help lists them (a message that begins with / goes "
             "between \"\"\" and \"\"\")\n",
-            command.text);
+            detail::shown_message(command.text));
         break;
       case Wish::stop:
         leave(std::stoi(command.text));
@@ -428,7 +435,18 @@ void Conversation::stats() {
 
 void Conversation::save(const std::string& file) {
   if (file.empty()) return tell("kvzap: /save needs a file: /save chat.h5\n");
+  if (!is_file_name(file)) return tell("kvzap: error: /save: a file's name has no NUL\n");
   try {
+    m_comm.agree_on_root([&] {
+      // The report is written last, and would replace the conversation.
+      const std::pair<const char*, const std::string&> others[] = {{"--json", m_run.options.json},
+                                                                   {"-f", m_run.options.file}};
+      for (const auto& [flag, other] : others) {
+        if (!other.empty() && name_one_file(file, other)) {
+          throw Error(fmt::format("/save {}: {} names the same file", file, flag));
+        }
+      }
+    });
     for (const std::string& warning : check_snapshot_writable(file, m_comm)) {
       tell("kvzap: warning: {}\n", warning);
     }
@@ -446,14 +464,15 @@ void Conversation::save(const std::string& file) {
          m_run.generator.write_snapshot(file, std::move(info), SnapshotOptions())) {
       tell("kvzap: warning: {}\n", warning);
     }
-    tell("kvzap: {} tokens saved in {}\n", tokens(), file);
+    tell("kvzap: {} tokens saved in {}\n", tokens(), detail::shown_message(file));
   } catch (const AgreedError& error) {
-    tell("kvzap: error: {}\n", error.what());
+    tell("kvzap: error: {}\n", detail::shown_message(error.what()));
   }
 }
 
 void Conversation::load(const std::string& file) {
   if (file.empty()) return tell("kvzap: /load needs a file: /load chat.h5\n");
+  if (!is_file_name(file)) return tell("kvzap: error: /load: a file's name has no NUL\n");
   try {
     const auto loaded = open_fitting(file, m_recorded, m_run.info, m_run.state,
                                      dtype_from_name(m_run.options.dtype), m_comm);
@@ -476,9 +495,9 @@ void Conversation::load(const std::string& file) {
       m_run.report.answers.push_back(std::move(answered));
     }
     adopt(std::move(loaded->state));
-    tell("kvzap: {} tokens loaded from {}\n", tokens(), file);
+    tell("kvzap: {} tokens loaded from {}\n", tokens(), detail::shown_message(file));
   } catch (const AgreedError& error) {
-    tell("kvzap: error: {}\n", error.what());
+    tell("kvzap: error: {}\n", detail::shown_message(error.what()));
     // The rest of a context, which has failed, takes all of it along.
     if (m_run.generator.context().empty()) reset();
   }

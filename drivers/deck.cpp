@@ -26,6 +26,9 @@ void read_deck(CLI::App& app, const std::string& file) {
     CLI::Option* option =
         key == "config" || key == "help" ? nullptr : app.get_option_no_throw("--" + key);
     if (!option) {
+      if (app.get_option_no_throw("--" + key)) {
+        throw Error(where + ": belongs on the command line, not in a deck");
+      }
       const std::string nearest = nearest_option(app, key);
       throw Error(where + ": unknown key" +
                   (nearest.empty() ? "" : "; did you mean '" + nearest + "'?"));

@@ -264,7 +264,7 @@ _kvzap_launched() {{
       return
     fi
   done
-  local other=_kvzap_before_$1
+  local other=_kvzap_before_${{1##*/}}
   if declare -F "${{!other}}" > /dev/null; then
     "${{!other}}" "$@"
     return

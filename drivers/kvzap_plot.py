@@ -1887,18 +1887,29 @@ def save(figure, output, kind=""):
                             f"{plain(kind, 20)!r}")
     # The same file for the same figures.
     metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
-    unfinished = f"{output}.tmp-{os.getpid()}"
+    target = os.path.realpath(output)  # a link stays one
+    unfinished = f"{target}.tmp-{os.getpid()}"
+    # Devices and pipes, /dev/stdout for instance, are written into rather than replaced.
+    in_place = os.path.exists(output) and not os.path.isfile(output)
+    if in_place:
+        target = unfinished = output
     try:
         if isinstance(figure, str):
-            pathlib.Path(unfinished).write_text(figure, encoding="utf-8")
+            data = figure.encode()
         else:
-            figure.savefig(unfinished, format=kind, metadata=metadata)
-        os.replace(unfinished, output)
+            image = io.BytesIO()
+            figure.savefig(image, format=kind, metadata=metadata)
+            data = image.getvalue()
+        with open(unfinished, "wb") as stream:
+            stream.write(data)
+        if not in_place:
+            os.replace(unfinished, target)
     except OSError as error:
         raise PlotError(f"{output}: {error.strerror or error}") from None
     finally:
-        with contextlib.suppress(OSError):
-            os.unlink(unfinished)
+        if not in_place:
+            with contextlib.suppress(OSError):
+                os.unlink(unfinished)
 
 
 def main():
@@ -1924,6 +1935,10 @@ def main():
         elif options.format:  # a folder's
             figures = {str(pathlib.Path(name).with_suffix(f".{options.format}")): f for name, f in figures.items()}
         for output, figure in figures.items():
+            for file in options.files:
+                with contextlib.suppress(OSError):
+                    if os.path.samefile(file, output):
+                        raise PlotError(f"--output: {output}: is the input {file} too")
             if not isinstance(figure, str):
                 if options.size:
                     figure.set_size_inches(options.size)

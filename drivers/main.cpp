@@ -57,7 +57,9 @@ int flush_exit() {
 /// Of a command line that runs nothing.
 int reading_exit(const kvzap::driver::Reading& reading, bool is_root) {
   if (!is_root) return reading.status;
-  if (!reading.error.empty()) kvzap::driver::say("kvzap: error: {}\n", reading.error);
+  if (!reading.error.empty()) {
+    kvzap::driver::say("kvzap: error: {}\n", kvzap::detail::shown_message(reading.error));
+  }
   std::cout << reading.out;
   const int failed = flush_exit();
   return failed != 0 ? failed : reading.status;

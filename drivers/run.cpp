@@ -759,7 +759,11 @@ void Run::write_dump() {
 /// Options that were worked out.
 void Run::note_flags() {
   auto flags = nlohmann::ordered_json::parse(m_report.flags);
-  if (m_report.looked_up) flags["threshold"] = number_json(m_report.looked_up->threshold);
+  if (m_report.looked_up) {
+    flags["threshold"] = number_json(m_report.looked_up->threshold);
+    // Both together would be two ways to say how much is evicted.
+    flags["evict-ratio"] = nullptr;
+  }
   if (m_limit > 0) flags["ctx-size"] = m_limit;
   flags["layers"] = config().num_hidden_layers;
   m_report.flags = flags.dump();

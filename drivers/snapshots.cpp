@@ -467,7 +467,7 @@ std::string options_in_force(const CLI::App& app, const RunOptions& options) {
                              : value_of(*option, text);
   }
   if (options.prompt) all["prompt"] = *options.prompt;
-  all["question"] = options.questions;
+  all["question"] = options.questions.empty() ? ordered_json() : ordered_json(options.questions);
   all["trim"] = options.trim;
   all["prune"] = prune_of(options);
   return dumped(all);

@@ -79,6 +79,27 @@ def bench(*arguments, ranks=0, **options):
     return run_command(on_ranks(ranks, [KVZAP, "bench", *arguments]), **options)
 
 
+def state_of(pid):
+    """State and parent of a process, as /proc tells them; ("X", 0) if there is none."""
+    try:
+        fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return "X", 0
+    return fields[0], int(fields[1])
+
+
+def running(pid):
+    """Whether there is such a process, other than as a zombie that nobody has asked about."""
+    return state_of(pid)[0] not in "ZX"
+
+
+def descendants(pid):
+    """Processes that this one has started, or those have."""
+    every = (int(path.name) for path in pathlib.Path("/proc").iterdir() if path.name.isdigit())
+    own = [child for child in every if state_of(child)[1] == pid]
+    return own + [other for child in own for other in descendants(child)]
+
+
 def write_safetensors(path, tensors):
     """tensors: {name: (dtype, shape, bytes)}."""
     header, offset = {}, 0

@@ -2,7 +2,6 @@
 import json
 import math
 import os
-import pathlib
 import resource
 import signal
 import struct
@@ -11,7 +10,7 @@ import time
 import unittest
 
 from harness import (CASES, FLAGS, HAVE_HDF5, KVZAP, LINEAR, MLP, MODEL, MPIEXEC, PATIENCE, TestCase,
-                     kvzap, on_ranks, read_safetensors, run_command, write_safetensors)
+                     kvzap, on_ranks, read_safetensors, run_command, running, write_safetensors)
 
 TENSOR = "model.layers.0.self_attn.q_proj.weight"
 
@@ -338,14 +337,6 @@ class FailingRank(TestCase):
         self.assertEqual(len(result.errors), 1, result)
         self.assertFalse(result.out)
 
-    def runs(self, pid):
-        """Whether there is such a process, other than as a zombie that nobody has asked about."""
-        try:
-            state = pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        except OSError:
-            return False
-        return state not in "ZX"
-
     def test_one_rank_is_killed(self):
         pids = self.folder / "pids"
         pids.mkdir()
@@ -364,9 +355,9 @@ class FailingRank(TestCase):
                 job.kill()
         self.assertNotEqual(job.returncode, 0)
         deadline = time.monotonic() + PATIENCE
-        while any(map(self.runs, started)) and time.monotonic() < deadline:
+        while any(map(running, started)) and time.monotonic() < deadline:
             time.sleep(0.1)
-        self.assertFalse(any(map(self.runs, started)))
+        self.assertFalse(any(map(running, started)))
 
     def test_weights_that_overflow(self):
         def change(tensors):

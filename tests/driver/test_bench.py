@@ -295,7 +295,7 @@ class Deck(BenchCase):
         for text, *parts in [
             ("n-promt = 3", ":1: n-promt: unknown key", "'n-prompt'"),
             ("question = 'x'", "question: unknown key"),
-            ("config = 'x'", "config: unknown key"),
+            ("config = 'x'", "config: belongs on the command line"),
             ("window = [1, 2]", "expected one value, found a list"),
             ("n-prompt = []", "n-prompt: the list is empty"),
             ("n-prompt = [[1]]", "expected a text, a number"),

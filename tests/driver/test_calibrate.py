@@ -174,6 +174,9 @@ class Lookup(WithSurrogate):
     def test_threshold(self):
         for ratio, threshold, ranks in (("0.5", "-4", 0), ("0.625", "-3.5", 0), ("0.25", "-5", 2)):
             found = self.report(*self.ask, "--evict-ratio", ratio, ranks=ranks)
+            # Flags are to make a deck: one way to say how much.
+            self.assertEqual((found["flags"]["threshold"], found["flags"]["evict-ratio"]),
+                             (found["options"]["threshold"], None))
             named = self.report(*self.ask, "--threshold", threshold)
             self.assertEqual(found["context"]["kept_rows"], named["context"]["kept_rows"])
             self.assertEqual(found["answers"][0]["ids"], named["answers"][0]["ids"])

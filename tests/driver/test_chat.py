@@ -7,6 +7,7 @@ import re
 import select
 import signal
 import subprocess
+import tempfile
 import time
 import unittest
 
@@ -191,6 +192,15 @@ class Snapshots(ChatTest):
         told = result.err.decode()
         for words in ["/save needs a file", "/load needs a file", "/no/folder"]:
             self.assertIn(words, told)
+        # No file of a shorter name, and nothing that moves a terminal's cursor.
+        result = chat("-n", "1", lines=[f"/save {self.folder}/cut\0.h5", "/load no\x1b[2J.h5", "/no\x1b[2J"])
+        self.assertEqual((list(self.folder.glob("cut*")), result.err.count(b"\x1b")), ([], 0), result)
+        self.assertIn("a file's name has no NUL", " ".join(result.errors), result)
+        # The report comes last, and would be there in place of the conversation.
+        report = self.folder / "report.json"
+        result = chat("-n", "1", "--json", report, lines=[f"/save {self.folder}/./report.json", "Hello."])
+        self.assertIn("--json names the same file", " ".join(result.errors), result)
+        self.assertEqual(len(json.loads(report.read_text())["answers"]), 1)
         spoilt = self.folder / "spoilt.h5"
         data = bytearray(file.read_bytes())
         data[len(data) // 2] ^= 255
@@ -274,6 +284,47 @@ class Typed(TestCase):
         self.wait_for(rb"> $")
         self.type(b"\x04")
         self.assertEqual(self.finish(), 0, self.seen)
+
+
+def processes_of(program, parent):
+    """Those that `parent` has started, itself or through others, and that run `program`."""
+    found = []
+    for task in pathlib.Path(f"/proc/{parent}/task").glob("*/children"):
+        for child in map(int, task.read_text().split()):
+            same = os.path.realpath(f"/proc/{child}/exe") == os.path.realpath(program)
+            found += [child] * same + processes_of(program, child)
+    return found
+
+
+class Ranks(TestCase):
+    @unittest.skipUnless(list(pathlib.Path("/proc/self/task").glob("*/children")), "needs /proc")
+    def test_ctrl_c_between_messages_spares_the_next_answer(self):
+        report = self.folder / "chat.json"
+        command = on_ranks(2, [KVZAP, "chat", "-m", MODEL, "-q", "-n", "8", "--ignore-eos", "--json", report])
+        with tempfile.TemporaryFile() as told, subprocess.Popen(
+                list(map(str, command)), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=told) as process:
+            self.addCleanup(process.kill)
+
+            def say_and_wait(number):
+                process.stdin.write(b"Hello.\n/stats\n")
+                process.stdin.flush()
+                limit = time.monotonic() + PATIENCE
+                while os.pread(told.fileno(), 1 << 20, 0).count(b"KV cache") < number:
+                    self.assertLess(time.monotonic(), limit, os.pread(told.fileno(), 1 << 20, 0))
+                    time.sleep(0.1)
+
+            say_and_wait(1)
+            time.sleep(0.5)  # until rank 0 reads again
+            ranks = processes_of(KVZAP, process.pid)
+            self.assertEqual(len(ranks), 2)
+            for rank in ranks:
+                os.kill(rank, signal.SIGINT)
+            time.sleep(0.5)
+            say_and_wait(2)
+            process.stdin.close()
+            self.assertEqual(process.wait(PATIENCE), 0)
+            self.assertNotIn(b"ended by Ctrl-C", os.pread(told.fileno(), 1 << 20, 0))
+        self.assertEqual([len(answer["ids"]) for answer in json.loads(report.read_text())["answers"]], [8, 8])
 
 
 if __name__ == "__main__":

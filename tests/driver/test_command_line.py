@@ -56,6 +56,9 @@ class Values(TestCase):
             deck.write_text(text)
             self.fail_with(kvzap(*PLAIN, "--config", deck), deck, *parts, code=1)
         self.fail_with(kvzap(*PLAIN, "--raw=3"), "--raw is 3", "true or false", code=2)
+        self.fail_with(kvzap(*PLAIN, "--temp"), "--temp needs a value", code=2)
+        self.fail_with(kvzap(*PLAIN, "--\x1b[2Jx"), r"unknown option --\x1b[2Jx", code=2)
+        self.fail_with(kvzap(*PLAIN, "--top-k", "1", "--top-k", "2"), "--top-k is given more than once", code=2)
         for flag in ("-p", "-d"):
             self.fail_with(run_command([KVZAP, "bench", "-m", MODEL, flag, "0x10"]), f"{flag} has the entry '0x10'")
 
@@ -120,7 +123,8 @@ class Foreign(TestCase):
     def test_flags_of_kokkos(self):
         for flag, *parts in [("--kokkos-foo", "unknown option --kokkos-foo", "knows --kokkos-help"),
                              ("--kokkos-disable-warning", "did you mean --kokkos-disable-warnings?"),
-                             ("--kokkos-device-id", "expected --kokkos-device-id=VALUE")]:
+                             ("--kokkos-device-id", "expected --kokkos-device-id=VALUE"),
+                             ("--kokkos-device-id=one", "--kokkos-device-id is 'one'; expected a whole number")]:
             self.fail_with(kvzap(*PLAIN, flag), *parts, code=2)
         self.succeed(*PLAIN, "-q", "--kokkos-disable-warnings", "--kokkos-device-id=0")
 

@@ -60,7 +60,7 @@ class Completion(TestCase):
             COMP_WORDS=("$@") COMP_CWORD=$(($# - 1))
             compopt() { :; }  # works in a real completion alone
             function=_kvzap
-            [[ ${1##*/} = kvzap ]] || function=$(complete -p "$1" | sed 's/.*-F \([^ ]*\).*/\1/')
+            [[ ${1##*/} = kvzap ]] || function=$(complete -p "${1##*/}" | sed 's/.*-F \([^ ]*\).*/\1/')
             "$function" "$1" "${!#}" "${@:$#-1:1}"
             printf '%s\n' "${COMPREPLY[@]}"
         """
@@ -114,6 +114,7 @@ class Completion(TestCase):
         self.assertEqual(self.complete(*begin, "run", "--dtype", "b"), {"bf16"})
         # Before the program, what there was before: here commands.
         self.assertIn("bash", self.complete("mpirun", "-n", "2", "bas"))
+        self.assertIn("bash", self.complete("/usr/bin/mpirun", "-n", "2", "bas"))
         self.assertNotIn("run", self.complete("mpirun", "-n", "2", "ru"))
 
     def script(self, shell, file, check):

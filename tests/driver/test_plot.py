@@ -189,6 +189,20 @@ class Plots(PlotCase):
         self.assertTrue(self.expect_image("no.ending", "kept", report, "--format", "png").startswith(b"\x89PNG"))
         for flag, value, part in (("--size", "3.5", "3.5x2.6"), ("--size", "0x3", "3.5x2.6"), ("--format", "docx", "png")):
             self.expect_error(flag, part, arguments=["kept", report, flag, value])
+        # Any name may be given with --format: that of the input, a link, a pipe.
+        before = report.read_bytes()
+        result = self.plot("kept", report, "--format", "png", "-o", self.folder / "." / ".." / self.folder.name / "run0.json")
+        self.assertEqual((result.code, report.read_bytes()), (1, before), result)
+        self.assertIn("is the input", result.err.decode())
+        (self.folder / "link").symlink_to("behind.png")
+        self.expect_image("link", "kept", report, "--format", "png")
+        self.assertTrue((self.folder / "link").is_symlink())
+        self.assertTrue((self.folder / "behind.png").read_bytes().startswith(b"\x89PNG"))
+        device = self.folder / "device"
+        device.symlink_to("/dev/stdout")
+        result = self.plot("kept", report, "--format", "png", "-o", device)
+        self.assertTrue(result.out.startswith(b"\x89PNG"), result)
+        self.assertTrue(device.is_symlink())
 
     def cut(self, file, name):
         part = self.folder / name

@@ -137,6 +137,16 @@ class Json(TestCase):
         flags = self.report("--config", deck, "-n", "2", "--no-trim")["flags"]
         self.assertEqual((flags["n-predict"], flags["trim"], flags["prune"], flags["question"], flags["config"]),
                          (2, False, "none", ["a", "b"], str(deck)))
+        # They make a deck of their own, which gives the same answers.
+        for more in ([], ["--question", "[a]", "--prune", "always", "--temp", "0.7"]):
+            first = self.report("-m", MODEL, "-p", CASE["context"], "-n", "4", *MLP_FLAGS, *more)
+            given = {name: value for name, value in first["flags"].items() if value is not None and name != "config"}
+            deck.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in given.items()))
+            again = run_command([KVZAP, "run", "--config", deck])
+            self.assertEqual(again.code, 0, again)
+            again = json.loads(again.out)
+            self.assertEqual([a["ids"] for a in again["answers"]], [a["ids"] for a in first["answers"]])
+            self.assertEqual(again["flags"], {**first["flags"], "config": str(deck)})
 
     def test_token_ids(self):
         ids = [5, 6, 7, 8, 9]

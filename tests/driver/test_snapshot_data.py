@@ -10,6 +10,8 @@ HAVE_H5PY = importlib.util.find_spec("h5py") is not None
 KINDS = {"positions": ["positions", "judged"], "scores": ["positions", "scores", "judged"],
          "all": ["positions", "scores", "judged", "keys", "values"]}
 DTYPES = {"f32": ("float32", "<u4"), "f16": ("float16", "<u2"), "bf16": ("float32", "<u2")}  # as h5py reads it; bits
+# Attributes of a run that prunes by one.
+SURROGATE = ["prefill", "surrogate", "surrogate_folder", "surrogate_hash"]
 
 
 @unittest.skipUnless(HAVE_HDF5 and HAVE_H5PY, "needs HDF5 and h5py")
@@ -106,6 +108,8 @@ class Data(TestCase):
         self.assertEqual((root["kvzap_format_version"], root["content"], root["dtype"], root["compress"]),
                          (2, content, dtype, compress))
         self.assertEqual(root["model"], str(MODEL))
+        if "surrogate_folder" in further:
+            self.assertEqual(root["surrogate_folder"], str(LINEAR))
         self.assertRegex(root["created"], r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$")
         for name in ("model_hash", "tokenizer_hash", "kvzap_version"):
             self.assertTrue(root[name], name)
@@ -163,7 +167,7 @@ class Data(TestCase):
         for number, dtype in enumerate(DTYPES):
             file, report = self.write(*self.KVZAP, "--dtype", "bf16" if number else "f32", "--snapshot-dtype", dtype,
                                       ranks=number)
-            self.check(file, "all", dtype, further=["prefill", "surrogate"])
+            self.check(file, "all", dtype, further=SURROGATE)
             kept = [[int(n) for n in (file[f"layers/{i}/offsets"][1:] - file[f"layers/{i}/offsets"][:-1])]
                     for i in range(file.attrs["n_layers"])]
             self.assertEqual(kept, report["context"]["kept_rows"])
@@ -173,13 +177,13 @@ class Data(TestCase):
         for arguments, content, compress in ((["positions"], "positions", 6), (["scores"], "scores", 6),
                                              (["all", "--snapshot-compress", "3"], "all", 3)):
             file, _ = self.write(*self.KVZAP, "--dtype", "bf16", "--snapshot-content", *arguments)
-            self.check(file, content, "bf16", compress, further=["prefill", "surrogate"])
+            self.check(file, content, "bf16", compress, further=SURROGATE)
             file.close()
 
     def test_context_to_cut_back_to_and_newest_queries(self):
         file, _ = self.write(*self.KVZAP, "--prune", "always", "--question", "What is the key?", "--question",
                              "Which door?", "--snapshot-every", "3", n=8)
-        self.check(file, "all", "bf16", further=["prefill", "surrogate", "sampler"], has_context=True)
+        self.check(file, "all", "bf16", further=[*SURROGATE, "sampler"], has_context=True)
         file.close()
         file, _ = self.write("--policy", "snapkv", "--evict-ratio", "0.5", "--decode-every", "4", "--decode-keep", "64",
                              "--snapshot-every", "3", n=8)

@@ -7,9 +7,11 @@ import resource
 import shutil
 import signal
 import subprocess
+import time
 import unittest
 
-from harness import CASES, HAVE_HDF5, KVZAP, LINEAR, MLP, MODEL, PATIENCE, TestCase, kvzap, on_ranks
+from harness import (CASES, HAVE_HDF5, KVZAP, LINEAR, MLP, MODEL, PATIENCE, TestCase, descendants, kvzap, on_ranks,
+                     running)
 
 CASE = CASES[0]
 ASK = ["-m", MODEL, "-p", CASE["context"], "--question", CASE["question"]]
@@ -290,8 +292,12 @@ class Interrupted(SnapshotTest):
             read = 0
             while read < 2000:
                 read += len(process.stdout.read(2000 - read))
+            ranks_of_job = descendants(process.pid)
+            self.assertGreaterEqual(len(ranks_of_job), ranks)
             process.kill()
             process.communicate(timeout=PATIENCE)
+            while any(map(running, ranks_of_job)):  # ranks may write for a moment after their mpiexec has gone
+                time.sleep(0.01)
             result = self.succeed("--resume", self.file, "-q", "--json", self.folder / "report", ranks=ranks)
             expected = kvzap(*self.FLAGS, "-q", ranks=ranks) if ranks else self  # sums are rounded otherwise
             self.assertEqual(result.out, expected.out)

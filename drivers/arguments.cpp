@@ -4,9 +4,11 @@
 
 #include <Kokkos_Core.hpp>
 #include <algorithm>
+#include <filesystem>
 #include <iterator>
 #include <sstream>
 #include <string_view>
+#include <system_error>
 #include <utility>
 
 #include "base/decimal.hpp"
@@ -17,6 +19,8 @@
 
 namespace kvzap::driver {
 namespace {
+
+namespace fs = std::filesystem;
 
 constexpr int exit_usage = 2;
 
@@ -274,7 +278,27 @@ std::vector<std::string> values_of(const CommandLine& line) {
 
 // --- files
 
-/// Throws Error if a file that `command` writes is named by another of its options too.
+/// What a folder of a model or a surrogate has of either; nothing if it is no folder.
+std::vector<std::string> files_of(const std::string& folder) {
+  static constexpr std::string_view names[] = {"config.json", "generation_config.json",
+                                               "tokenizer.json", "tokenizer_config.json",
+                                               "model.safetensors.index.json"};
+  std::vector<std::string> files;
+  std::error_code failed;
+  for (fs::directory_iterator entry(folder, failed), end; !failed && entry != end;
+       entry.increment(failed)) {
+    const fs::path& path = entry->path();
+    if (path.extension() == ".safetensors" || path.extension() == ".jinja" ||
+        std::find(std::begin(names), std::end(names), path.filename().string()) !=
+            std::end(names)) {
+      files.push_back(path.string());
+    }
+  }
+  return files;
+}
+
+/// Throws Error if a file that `command` writes is named by another of its options too, or belongs
+/// to the model or the surrogate.
 void check_files(const CLI::App& command) {
   struct Named {
     std::string flag;
@@ -282,16 +306,19 @@ void check_files(const CLI::App& command) {
     std::string file;
   };
   static constexpr std::string_view outputs[] = {"json", "snapshot", "dump", "output", "plot"};
-  std::vector<Named> written, read;
+  std::vector<Named> written, read, folders;
   for (const CLI::Option* option : command.get_options()) {
     const std::vector<std::string>& names = option->get_lnames();
     const bool is_file = option->get_type_name().rfind("FILE", 0) == 0 ||
                          option->get_type_name().rfind("DECK", 0) == 0;
-    if (!is_file || option->count() == 0) continue;
+    if (option->count() == 0) continue;
     const std::string name = names.empty() ? option->get_name(true) : names.front();
     const std::string flag = names.empty()                  ? name
                              : option->get_snames().empty() ? "--" + name
                                                             : "-" + option->get_snames().front();
+    if (name == "model" || name == "surrogate")
+      folders.push_back({flag, name, option->results().front()});
+    if (!is_file) continue;
     const bool is_output =
         std::find(std::begin(outputs), std::end(outputs), name) != std::end(outputs);
     for (const std::string& file : option->results()) {
@@ -316,6 +343,13 @@ void check_files(const CLI::App& command) {
       // A snapshot may replace the one that it goes on from. Standard input is no standard output.
       if (input.file == "-" || (input.option == "resume" && one->option == "snapshot")) continue;
       check(*one, input);
+    }
+    for (const Named& folder : folders) {
+      for (const std::string& file : files_of(folder.file)) {
+        if (!name_one_file(one->file, file)) continue;
+        throw Error(fmt::format("{} {} would replace a file of {} {}", one->flag, one->file,
+                                folder.flag, folder.file));
+      }
     }
   }
 }

@@ -16,6 +16,15 @@ namespace {
 
 constexpr std::string_view quotes = "\"\"\"";
 
+// Of a message: more than any model's context holds.
+constexpr std::size_t most_bytes = std::size_t{64} << 20;
+
+void check_length(std::size_t bytes) {
+  if (bytes > most_bytes) {
+    throw Error(fmt::format("standard input: a message has more than {} bytes", most_bytes));
+  }
+}
+
 bool ends_with(std::string_view text, std::string_view end) {
   return text.size() >= end.size() && text.substr(text.size() - end.size()) == end;
 }
@@ -49,6 +58,7 @@ LineReader::Outcome LineReader::read(std::string& line) {
     }
     if (count == 0) m_ended = true;
     m_rest.append(buffer.data(), static_cast<std::size_t>(count));
+    check_length(m_rest.size());
   }
 }
 
@@ -71,6 +81,7 @@ std::optional<std::string> MessageBuilder::add(std::string_view line) {
     m_text += line;
     if (m_open) m_text += '\n';
   }
+  check_length(m_text.size());
   if (m_open) return std::nullopt;
   return m_text;
 }

@@ -15,7 +15,8 @@ class LineReader {
 
   explicit LineReader(int descriptor) : m_descriptor(descriptor) {}
   /// The next line without its end ("\n" or "\r\n"); one that the input ends in without an end
-  /// counts. Throws Error if reading fails.
+  /// counts. Throws Error if reading fails, and for a line of
+  /// more than 64 MiB.
   Outcome read(std::string& line);
   /// Gives up what has been read of a line.
   void forget() { m_rest.clear(); }

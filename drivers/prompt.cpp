@@ -3,9 +3,11 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <cstdint>
 #include <limits>
 #include <sstream>
 
+#include "base/quote.hpp"
 #include "base/text_file.hpp"
 #include "policy_setup.hpp"
 
@@ -20,8 +22,12 @@ ChatTemplate::Parts template_of(const RunOptions& options) {
 
 namespace {
 
+// More than any model's context holds: what never ends, such as /dev/zero, ends here.
+constexpr std::uintmax_t most_text = std::uintmax_t{1} << 30;
+
 std::string read_whole(const std::string& file) {
-  return file == "-" ? detail::read_text(STDIN_FILENO, "standard input") : detail::read_text(file);
+  return file == "-" ? detail::read_text(STDIN_FILENO, "standard input", most_text)
+                     : detail::read_text(file, most_text);
 }
 
 std::vector<TokenId> parse_ids(const std::string& text, const std::string& what) {
@@ -36,9 +42,8 @@ std::vector<TokenId> parse_ids(const std::string& text, const std::string& what)
     }
     if (used != word.size() || id < 0 || id > std::numeric_limits<TokenId>::max()) {
       throw Error(
-          fmt::format("{}: '{}' is no token id; --token-ids expects ids separated by white "
-                      "space",
-                      what, word));
+          fmt::format("{}: {} is no token id; --token-ids expects ids separated by white space",
+                      what, detail::in_quotes(word)));
     }
     ids.push_back(static_cast<TokenId>(id));
   }

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <sched.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -81,6 +82,16 @@ fs::path target_of(const std::string& file, const std::string& flag) {
 bool is_special(const std::string& file) {
   std::error_code ignored;
   return fs::exists(file, ignored) && !fs::is_regular_file(file, ignored);
+}
+
+/// Whether `file` is what standard output goes to, as /dev/stdout is. A new file would take the
+/// place of the one with the answer; and what /dev/stdout leads to may be a pipe without a name.
+bool is_standard_output(const std::string& file) {
+  if (file == "-") return true;
+  struct stat named {};
+  struct stat output {};
+  return ::stat(file.c_str(), &named) == 0 && ::fstat(STDOUT_FILENO, &output) == 0 &&
+         named.st_dev == output.st_dev && named.st_ino == output.st_ino;
 }
 
 }  // namespace
@@ -170,7 +181,7 @@ void reset_peak_rss() {
 }
 
 void check_writable(const std::string& file) {
-  if (file.empty() || file == "-") return;
+  if (file.empty() || is_standard_output(file)) return;
   std::error_code ignored;
   if (fs::is_directory(file, ignored)) {
     throw Error(fmt::format("--json {}: is a folder; expected a file", file));
@@ -184,12 +195,12 @@ void check_writable(const std::string& file) {
 }
 
 void write_whole(const std::string& file, const std::string& text, const std::string& flag) {
-  if (file == "-") {
+  if (is_standard_output(file)) {
     std::fwrite(text.data(), 1, text.size(), stdout);
     return;
   }
   const bool in_place = is_special(file);
-  const fs::path target = target_of(file, flag);
+  const fs::path target = in_place ? fs::path(file) : target_of(file, flag);
   const fs::path temporary = in_place ? target : temporary_name(target);
   std::ofstream stream(temporary, std::ios::binary);
   stream << text;

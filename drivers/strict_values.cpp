@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "base/decimal.hpp"
+#include "base/quote.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -133,19 +134,8 @@ void make_strict(CLI::App& app) {
 
 std::string in_quotes(const std::string& text) {
   constexpr std::size_t most = 60;
-  const auto escaped = [](std::string_view part) {
-    std::string out;
-    for (const unsigned char c : part) {
-      if (c < 0x20 || c == 0x7f) {
-        out += fmt::format("\\x{:02x}", c);
-      } else {
-        out += static_cast<char>(c);
-      }
-    }
-    return out;
-  };
-  if (text.size() <= most) return "'" + escaped(text) + "'";
-  return fmt::format("'{}…' ({} bytes)", escaped(text.substr(0, most)), text.size());
+  const std::string quoted = detail::in_quotes(text, most);
+  return text.size() <= most ? quoted : fmt::format("{} ({} bytes)", quoted, text.size());
 }
 
 }  // namespace kvzap::driver

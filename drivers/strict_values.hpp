@@ -18,7 +18,7 @@ CLI::Option* add_texts(CLI::App& app, const std::string& names, std::vector<std:
 /// throws std::logic_error for a name that is unknown here.
 void make_strict(CLI::App& app);
 
-/// `text` in quotes, cut in the middle if it is long, with control characters as escapes.
+/// detail::in_quotes(text), with the length of a long one.
 std::string in_quotes(const std::string& text);
 
 }  // namespace kvzap::driver

@@ -199,7 +199,7 @@ std::string read_text_file(const std::filesystem::path& file, std::uintmax_t max
     throw Error(fmt::format("{}: no such file", what));
   }
   if (!std::filesystem::is_regular_file(kind)) {
-    throw Error(fmt::format("{}: no such file: expected a regular file, found {}", what,
+    throw Error(fmt::format("{}: expected a regular file, found {}", what,
                             std::filesystem::is_directory(kind) ? "a folder" : "something else"));
   }
   const std::uintmax_t bytes = std::filesystem::file_size(file, status);

@@ -380,7 +380,18 @@ Answer Generator::generate(const AnswerOptions& options, bool resumes) {
   const auto draw = [&](const std::vector<float>& logits) {
     if (options.on_logits) options.on_logits(logits);
     TokenId token = comm.is_root() ? (*m_sampler)(logits) : 0;
+    // The model's own logits may be as they should.
+    constexpr TokenId none_left = -2;
+    if (token < 0 && options.sampling.changes_logits() && Sampler({})(logits) >= 0) {
+      token = none_left;
+    }
     comm.broadcast(&token, sizeof(token), 0);
+    if (token == none_left) {
+      throw AgreedError(
+          "no token is left that may follow: suppress_tokens and bad_words_ids forbid all that the "
+          "model has (--greedy-plain leaves generation_config.json's aside), or penalties take "
+          "logits past float's range");
+    }
     return token;
   };
   // Any rank may want to see logits; all take part in bringing them together.

@@ -206,7 +206,8 @@ void TemporaryFile::create() {
 void TemporaryFile::create_on_root() {
   const fs::path target = fs::absolute(target_of_links(m_target));
   m_final = target;
-  const fs::file_status status = fs::status(target);
+  // Asked by its own name: what /dev/stdout leads to may be a pipe, which has none.
+  const fs::file_status status = fs::status(m_target);
   // Renaming onto a device would replace it.
   if (fs::exists(status) && !fs::is_regular_file(status)) {
     throw Error("cannot be written: it exists and is not a regular file");

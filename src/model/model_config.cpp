@@ -146,10 +146,17 @@ class Fields {
   /// Adds a warning for every field that was not looked at and is not in `harmless`.
   void warn_unknown(const std::set<std::string_view>& harmless,
                     std::vector<std::string>& warnings) const {
+    constexpr std::size_t most = 20;  // said one by one
+    std::size_t count = 0;
     for (const auto& [field, value] : m_object.items()) {
       if (value.is_null() || m_seen.count(field) != 0 || harmless.count(field) != 0) continue;
+      if (++count > most) continue;
       warnings.push_back(fmt::format("{}: {}{}: unknown field is ignored, found {}", m_file,
-                                     m_prefix, field, text_of(value)));
+                                     m_prefix, detail::shown(field), text_of(value)));
+    }
+    if (count > most) {
+      warnings.push_back(
+          fmt::format("{}: {} further unknown fields are ignored", m_file, count - most));
     }
   }
 

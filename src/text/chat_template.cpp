@@ -76,6 +76,8 @@ std::string_view trimmed(std::string_view text) { return right_trimmed(left_trim
 // few lines that double a variable take all memory.
 constexpr std::size_t max_template_bytes = 128u << 10;
 constexpr std::size_t max_text_bytes = 4u << 20;
+// Nor may thousands of statements copy such texts for minutes.
+constexpr std::size_t max_copied_bytes = 64u << 20;
 
 // A string literal as canonical expressions have it: double quotes; \n, \" and \\ escaped.
 std::string quote_literal(std::string_view text) {
@@ -360,6 +362,9 @@ class Evaluator {
       } else {
         statement(node.tokens);
       }
+      if (m_copied_bytes > max_copied_bytes) {
+        m_problem = fmt::format("one that copies more than {} bytes", max_copied_bytes);
+      }
       if (!m_problem.empty()) return std::nullopt;
     }
     if (!m_blocks.empty()) {
@@ -488,6 +493,7 @@ class Evaluator {
     if (inside == m_blocks.rend()) {
       m_variable_bytes -= bytes_of(variable);
     } else {
+      m_copied_bytes += bytes_of(variable);
       inside->before.emplace_back(name, is_new ? std::nullopt : std::optional(variable));
     }
     if (m_variable_bytes > max_text_bytes) {
@@ -500,7 +506,9 @@ class Evaluator {
 
   Value value_of(const std::string& name) const {
     const auto found = m_variables.find(name);
-    return found == m_variables.end() ? Value{} : found->second;
+    if (found == m_variables.end() || m_copied_bytes > max_copied_bytes) return {};
+    m_copied_bytes += bytes_of(found->second);
+    return found->second;
   }
 
   // A sum of texts, a boolean or the list of messages.
@@ -673,6 +681,7 @@ class Evaluator {
   std::vector<Part> m_result;
   std::size_t m_variable_bytes = 0;
   std::size_t m_result_bytes = 0;
+  mutable std::size_t m_copied_bytes = 0;  // of variables
   std::string m_unknown_condition;
   std::string m_problem;
 };

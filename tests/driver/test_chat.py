@@ -142,6 +142,8 @@ class Commands(ChatTest):
                 result = chat(*arguments, lines=["Hello."])
                 self.assertNotEqual(result.code, 0)
                 self.assertIn(words, " ".join(result.errors), result)
+        endless = chat(lines=["x" * (65 << 20)])
+        self.assertEqual(endless.errors, ["kvzap: error: standard input: a message has more than 67108864 bytes"])
 
 
 @unittest.skipUnless(HAVE_HDF5, "needs HDF5")

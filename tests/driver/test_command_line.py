@@ -108,6 +108,16 @@ class Files(TestCase):
         self.fail_with(train, "both name the file")
         self.succeed(*PLAIN, "-q", "--json", file, "--dump", folder / "x")
 
+    def test_files_of_the_model_are_not_replaced(self):
+        model = self.copy(MODEL, "model")
+        before = (model / "config.json").read_bytes()
+        for flag in ("--json", "--snapshot", "--dump"):
+            file = f"{model}/../{model.name}/config.json"
+            self.fail_with(kvzap("-m", model, *PLAIN[2:], flag, file), f"{flag} {file} would replace a file of -m")
+        self.assertEqual((model / "config.json").read_bytes(), before)
+        for _ in range(2):
+            self.succeed("-m", model, *PLAIN[2:], "-q", "--json", model / "run.json")
+
 
 class Foreign(TestCase):
     def test_flags_of_llama_cpp(self):

@@ -411,6 +411,16 @@ class Output(TestCase):
             self.assertEqual(json.loads(reader.stdout.read())["format"], "kvzap.run")
         self.assertTrue(pipe.is_fifo())
 
+    def test_standard_output_by_name(self):
+        # A pipe has no name of its own, and a file has the answer already.
+        result = run_command([KVZAP, "run", *ASK, "-q", "--json", "/dev/stdout"], stdout=subprocess.PIPE)
+        file = self.folder / "out"
+        with open(file, "wb") as stream:
+            self.assertEqual(run_command([KVZAP, "run", *ASK, "-q", "--json", "/dev/stdout"], stdout=stream).code, 0)
+        for text in (result.out.decode(), file.read_text(encoding="utf-8")):
+            self.assertTrue(text.startswith(GOLDEN + "\n"), text[:200])
+            self.assertEqual(json.loads(text[len(GOLDEN) :])["format"], "kvzap.run")
+
     def test_full_standard_output(self):
         if not pathlib.Path("/dev/full").exists():
             self.skipTest("no /dev/full")

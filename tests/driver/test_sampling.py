@@ -105,6 +105,13 @@ class Rules(Sampling):
                            "--greedy-plain", "found 3", code=1)
         self.assertEqual(self.ids(*flags, "--greedy-plain"), GOLDENS[0]["answer"])
 
+    def test_no_token_is_left(self):
+        size = json.loads((MODELS / "qwen2-random" / "config.json").read_text())["vocab_size"]
+        model = self.folder_with(MODELS / "qwen2-random", {"suppress_tokens": list(range(size))})
+        for ranks in (0, 2):
+            self.fail_with(kvzap(*self.flags(GOLDENS[0], model), ranks=ranks), "no token is left",
+                           "suppress_tokens", "--greedy-plain", code=1)
+
     @unittest.skipUnless(HAVE_HDF5, "needs HDF5")
     def test_a_run_that_goes_on(self):
         golden = GOLDENS[4]

@@ -43,6 +43,10 @@ def configs(folder):
         add(folder, "config", json.dumps({**base, "head_dim": 16, "rope_scaling": scaling}))
         add(folder, "config",
             json.dumps({**base, "head_dim": 16, "rope_parameters": {**scaling, "rope_theta": 1e6}}))
+    # generation_config.json's fields, in the same file: what is followed and what is refused.
+    rules = {"repetition_penalty": 1.05, "suppress_tokens": [1, 2], "bad_words_ids": [[3], [4, 5]]}
+    add(folder, "config", json.dumps({**base, **rules, "eos_token_id": [6, 7], "odd": 1}))
+    add(folder, "config", json.dumps({**base, **rules, "no_repeat_ngram_size": 3, "num_beams": 4}))
     add(folder, "config", json.dumps({**base, "sliding_window": 128, "use_sliding_window": True,
                                       "layer_types": ["full_attention"] * 28}))
 

@@ -155,6 +155,18 @@ TEST(ModelConfig, UnknownFieldsAreWarnings) {
   EXPECT_NE(config.warnings[0].find("1.21"), std::string::npos);
 }
 
+// The names are a stranger's, too.
+TEST(ModelConfig, WarningsStayShortAndPlain) {
+  std::string extra = R"("a\u001b[31m)" + std::string(1000000, 'x') + R"(":1)";
+  for (int i = 0; i < 1000; ++i) extra += fmt::format(R"(,"b{}":1)", i);
+  const ModelConfig config = load(llama, extra);
+  ASSERT_EQ(config.warnings.size(), 21u);
+  EXPECT_LT(config.warnings[0].size(), 300u);
+  EXPECT_NE(config.warnings[0].find(R"(a\x1b[31mxxx)"), std::string::npos) << config.warnings[0];
+  EXPECT_NE(config.warnings[20].find("981 further unknown fields"), std::string::npos)
+      << config.warnings[20];
+}
+
 TEST(ModelConfig, NeutralValuesOfUnsupportedFieldsAreAccepted) {
   const ModelConfig config =
       load(qwen2, R"("partial_rotary_factor":1.0,"logits_scaling":1,"num_experts":0,)"

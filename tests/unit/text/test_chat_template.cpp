@@ -346,6 +346,14 @@ TEST(ChatTemplate, TakesLittleMemory) {
   for (int i = 0; i < 15; ++i) many += "{% set a = a + a %}";
   for (int i = 0; i < 40; ++i) many += "{{ a }}";
   expect_refused(many + chatml, {"an output of more than 4194304 bytes"});
+  // Nor much time: each copies what stays below the limits.
+  for (const std::string statement : {"{% if a == a %}{% endif %}", "{% set b = a %}",
+                                      "{% for message in messages %}{% set a = a %}{% endfor %}"}) {
+    many = "{% set a = 'a' %}";
+    for (int i = 0; i < 14; ++i) many += "{% set a = a + a %}";
+    for (int i = 0; i < 2000; ++i) many += statement;
+    expect_refused(many + chatml, {"one that copies more than 67108864 bytes"});
+  }
   expect_refused(std::string(200 << 10, ' ') + chatml, {"at most 131072 bytes", "--raw"});
   const TemporaryFolder folder;
   folder.write("tokenizer_config.json",

@@ -280,9 +280,9 @@ std::vector<std::string> values_of(const CommandLine& line) {
 
 /// What a folder of a model or a surrogate has of either; nothing if it is no folder.
 std::vector<std::string> files_of(const std::string& folder) {
-  static constexpr std::string_view names[] = {"config.json", "generation_config.json",
-                                               "tokenizer.json", "tokenizer_config.json",
-                                               "model.safetensors.index.json"};
+  static constexpr std::string_view names[] = {
+      "config.json",           "generation_config.json", "tokenizer.json",
+      "tokenizer_config.json", "chat_template.json",     "model.safetensors.index.json"};
   std::vector<std::string> files;
   std::error_code failed;
   for (fs::directory_iterator entry(folder, failed), end; !failed && entry != end;

@@ -83,17 +83,6 @@ void check_output(const MakeTasksOptions& o) {
   if (o.output == "-") return;
   require(!fs::is_directory(o.output),
           fmt::format("-o {}: is a folder; expected a file", o.output));
-  std::vector<std::string> inputs = o.questions;
-  inputs.push_back(o.haystack);
-  for (const char* file : {"config.json", "tokenizer.json", "tokenizer_config.json",
-                           "chat_template.jinja", "chat_template.json"}) {
-    inputs.push_back((fs::path(o.model) / file).string());
-  }
-  for (const std::string& input : inputs) {
-    std::error_code ignored;
-    require(input.empty() || !fs::equivalent(input, o.output, ignored),
-            fmt::format("-o names the file {}, which is read from", input));
-  }
 }
 
 void validate_making(const MakeTasksOptions& o) {

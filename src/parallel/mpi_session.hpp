@@ -36,6 +36,9 @@ inline bool has_mpi_launcher() {
 inline void be_alone_in_mpi() {
   if (has_mpi_launcher()) return;
   setenv("OMPI_MCA_ess_singleton_isolated", "1", 0);
+  // All such processes of a user would share one folder, which the first to end takes away from
+  // those that begin.
+  setenv("OMPI_MCA_orte_create_session_dirs", "0", 0);
   setenv("OMPI_MCA_pml", "ob1", 0);
   setenv("OMPI_MCA_btl", "self", 0);
 }

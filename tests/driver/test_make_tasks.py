@@ -198,7 +198,7 @@ class BadInput(MakeTasksTestCase):
         model = self.folder / "model"
         shutil.copytree(MODEL, model)
         before = (model / "tokenizer.json").read_bytes()
-        self.assertIn("which is read from", self.refused(
+        self.assertIn("would replace a file of -m", self.refused(
             "recall", "--length", 256, "-m", model, "-o", model / "tokenizer.json"))
         self.assertEqual((model / "tokenizer.json").read_bytes(), before)
         result = make_tasks("recall", "--length", 256, "--per-task", 1, "-m", MODEL, "-o", out, "-q")

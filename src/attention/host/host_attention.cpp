@@ -47,7 +47,7 @@ std::int64_t least_tile_tokens(int group) {
 }
 
 template <class Value>
-std::int64_t tile_tokens(int group, std::int64_t span_tokens) {
+std::int64_t tile_tokens_of_span(int group, std::int64_t span_tokens) {
   return uses_amx<Value>() ? AmxPrefill::tile_tokens(group, span_tokens)
                            : FlashPrefill<Value>::tile_tokens(group);
 }
@@ -131,7 +131,7 @@ void HostAttention<Value, order>::operator()(const ExecutionSpace& exec,
         }
       }
     } else if (FlashPrefill<Value>::available()) {
-      const std::int64_t tile = tile_tokens<Value>(group, span.queries);
+      const std::int64_t tile = tile_tokens_of_span<Value>(group, span.queries);
       for (int head = 0; head < kv_heads; ++head) {
         const std::int64_t before = span.cached.rows(head) + span.new_rows - span.queries;
         for (std::int64_t first = 0; first < span.queries; first += tile) {

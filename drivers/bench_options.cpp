@@ -183,9 +183,9 @@ void declare(CLI::App& app, BenchOptions& o) {
 
 const std::vector<std::string>& bench_column_names() {
   static const std::vector<std::string> names = {
-      "model", "size",     "params",  "backend",      "ranks",   "dtype",
-      "test",  "depth",    "batch",   "evict-ratio",  "skew",    "evicted",
-      "t/s",   "ms/token", "kv-live", "kv-allocated", "peak-rss"};
+      "model",   "size", "params",   "backend", "simd",         "ranks",
+      "dtype",   "test", "depth",    "batch",   "evict-ratio",  "skew",
+      "evicted", "t/s",  "ms/token", "kv-live", "kv-allocated", "peak-rss"};
   return names;
 }
 

@@ -61,6 +61,7 @@ class Markdown final : public BenchTable {
     const std::string backend =
         fmt::format("{} {}", system.machine.backend, system.machine.concurrency);
     add("backend", "backend", false, backend.size(), same(backend));
+    add("simd", "simd", false, system.machine.simd.size(), same(system.machine.simd));
     add("ranks", "ranks", true, 0, same(fmt::format("{}", system.ranks)));
     add("dtype", "dtype", false, 0, same(options.dtype));
     add("test", "test", true, 7, [](const BenchResult& r) { return r.test.name(); });
@@ -100,7 +101,7 @@ class Markdown final : public BenchTable {
       wanted.emplace_back("evict-ratio");
     }
     if (any([](const auto& test) { return test.skew != 1; })) wanted.emplace_back("skew");
-    for (const char* name : {"evicted", "kv-live", "model", "ms/token", "peak-rss", "ranks",
+    for (const char* name : {"evicted", "kv-live", "model", "ms/token", "peak-rss", "ranks", "simd",
                              "dtype", "kv-allocated", "backend", "size", "params"}) {
       wanted.emplace_back(name);
     }
@@ -188,7 +189,8 @@ class Csv final : public BenchTable {
       : m_options(options), m_system(system) {}
 
   std::string header() override {
-    return "version,revision,model,layers,weight_bytes,parameters,backend,concurrency,ranks,dtype,"
+    return "version,revision,model,layers,weight_bytes,parameters,backend,concurrency,simd,ranks,"
+           "dtype,"
            "test,n_prompt,n_gen,depth,batch,evict_ratio,skew,threshold,evicted,prune,prefill,chunk,"
            "window,page_rows,repetitions,tokens_per_second,tokens_per_second_stddev,ms_per_token,"
            "kv_live_bytes,kv_allocated_bytes,peak_rss_bytes\n";
@@ -207,6 +209,7 @@ class Csv final : public BenchTable {
         fmt::format("{}", m_system.parameters),
         quoted(m_system.machine.backend),
         fmt::format("{}", m_system.machine.concurrency),
+        quoted(m_system.machine.simd),
         fmt::format("{}", m_system.ranks),
         quoted(m_options.dtype),
         quoted(test.name()),

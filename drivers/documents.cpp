@@ -6,6 +6,7 @@
 #include <cctype>
 #include <vector>
 
+#include "help.hpp"
 #include "option_table.hpp"
 #include "policies_command.hpp"
 
@@ -205,6 +206,10 @@ std::string man_page(const CLI::App& app, const std::string& version) {
       ".SH POLICIES\nOf \\fBrun \\-\\-policy\\fR; \\fBkvzap policies\\fR \\fINAME\\fR tells one in "
       "full.\n" +
       roff_policies();
+  text += ".SH ENVIRONMENT\n";
+  for (const EnvironmentVariable& variable : environment_variables()) {
+    text += ".TP\n\\fB" + roff(variable.name) + "\\fR\n" + roff(variable.description) + ".\n";
+  }
   text +=
       ".SH EXIT STATUS\n0 on success, 1 on an error, 2 on a command line that makes no sense. An "
       "error is one line on standard error. Commands that keep what they have done (eval, collect, "

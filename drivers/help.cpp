@@ -133,6 +133,19 @@ int help_columns() {
   return usual_columns;
 }
 
+const std::vector<EnvironmentVariable>& environment_variables() {
+  static const std::vector<EnvironmentVariable> variables = {
+      {"KVZAP_SIMD",
+       "instruction set of the inner loops, in place of the widest that the processor has, which "
+       "--version names: amx, avx512_bf16, avx512, avx2 or baseline; one that the processor lacks "
+       "is an error"},
+      {"KVZAP_PACK",
+       "off: weights stay plain rows, where oneDNN's layout of the processor takes their place"},
+      {"COLUMNS", "characters of a line of help and progress, in place of the terminal's"},
+  };
+  return variables;
+}
+
 std::string HelpFormatter::make_help(const CLI::App* app, std::string name,
                                      CLI::AppFormatMode /*mode*/) const {
   const int columns = help_columns();
@@ -170,6 +183,12 @@ std::string HelpFormatter::make_help(const CLI::App* app, std::string name,
     for (const Entry& entry : entries) {
       if (entry.group != group) continue;
       text += row(name_of(entry), description_of(entry), description_column, columns);
+    }
+  }
+  if (!parent) {
+    text += "\nEnvironment:\n";
+    for (const EnvironmentVariable& variable : environment_variables()) {
+      text += row(variable.name, variable.description, 14, columns);
     }
   }
   if (!app->get_footer().empty()) text += "\n" + wrapped("", app->get_footer(), 0, columns);

@@ -10,7 +10,7 @@ struct Machine {
   std::string backend;  // Kokkos' execution space
   int concurrency = 1;
   std::string processor;
-  std::string simd;
+  std::string simd;  // instruction set of the inner loops
   std::string kokkos;
   std::string mpi;
   std::string compiler;

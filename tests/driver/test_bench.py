@@ -14,7 +14,7 @@ from harness import KVZAP, LINEAR, MLP, MODEL, SOURCE, TestCase, bench, kvzap, r
 LAYERS, HEADS, DIM = 6, 4, 32
 QUICK = ["-m", MODEL, "-r", "1", "--no-warmup"]
 COLUMNS = (
-    "version,revision,model,layers,weight_bytes,parameters,backend,concurrency,ranks,dtype,test,n_prompt,"
+    "version,revision,model,layers,weight_bytes,parameters,backend,concurrency,simd,ranks,dtype,test,n_prompt,"
     "n_gen,depth,batch,evict_ratio,skew,threshold,evicted,prune,prefill,chunk,window,page_rows,repetitions,"
     "tokens_per_second,tokens_per_second_stddev,ms_per_token,kv_live_bytes,kv_allocated_bytes,peak_rss_bytes"
 )
@@ -105,7 +105,7 @@ class Tables(BenchCase):
         return [cell.strip() for cell in lines[0].strip("|").split("|")]
 
     def test_columns(self):
-        usual = ["model", "ranks", "dtype", "test", "depth", "evicted", "t/s", "ms/token", "KV live", "peak RSS"]
+        usual = ["model", "simd", "ranks", "test", "depth", "evicted", "t/s", "ms/token", "KV live", "peak RSS"]
         self.assertEqual(self.columns(), usual)
         # What tells rows apart goes first.
         self.assertEqual(self.columns("-b", "1,2", "--evict-ratio", "0,0.5", "--skew", "1,2"),
@@ -150,13 +150,28 @@ class Tables(BenchCase):
             self.assertEqual(report["options"]["seed"], 7)
             system = report["system"]
             self.assertEqual(system["ranks"], max(1, ranks))
-            self.assertIn(system["simd"], ("baseline", "avx2", "avx512", "avx512_bf16"))
+            self.assertIn(system["simd"], ("baseline", "avx2", "avx512", "avx512_bf16", "amx_bf16"))
             self.assertRegex(system["kokkos"], r"^\d+\.\d+\.\d+$")
             for name in ("backend", "processor", "mpi", "compiler"):
                 self.assertTrue(system[name])
             self.assertTrue(report["revision"])
         simd = self.json(*QUICK, "-p", "8", "-n", "1", env={**os.environ, "KVZAP_SIMD": "baseline"})
         self.assertEqual(simd["system"]["simd"], "baseline")
+
+    def test_simd(self):
+        """The instruction set that KVZAP_SIMD asks for is in every format."""
+        flags = [*QUICK, "-p", "8", "-n", "1", "--columns", "test,simd"]
+        for level in ("baseline", "avx2"):
+            environment = {**os.environ, "KVZAP_SIMD": level}
+            result = bench(*flags, env=environment)
+            if level != "baseline" and b"this processor has" in result.err:
+                continue
+            self.assertEqual([line.split("|")[2].strip() for line in result.text.splitlines()],
+                             ["simd", "-" * len(result.text.splitlines()[1].split("|")[2].strip()), level, level])
+            rows = csv.DictReader(io.StringIO(self.succeed(*flags[:-2], "-o", "csv", env=environment).text))
+            self.assertEqual({row["simd"] for row in rows}, {level})
+        result = bench(*flags, env={**os.environ, "KVZAP_SIMD": "sse9"})
+        self.fail_with(result, 'KVZAP_SIMD is "sse9"', "baseline, avx2, avx512, avx512_bf16 or amx", code=1)
 
     def test_defaults(self):
         report = self.json("-m", MODEL, "-r", "1", "--no-warmup")

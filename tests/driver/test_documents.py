@@ -28,7 +28,7 @@ class Manual(TestCase):
             section = plain.split(f"\n.SH KVZAP {command.upper()}\n")[1].split("\n.SH ")[0]
             flags = set(re.findall(r"\\fB(--[a-z-]+)", section))
             self.assertEqual(flags, long_flags(command))
-        for name in ("NAME", "SYNOPSIS", "DESCRIPTION", "OPTIONS", "POLICIES", "EXIT STATUS", "EXAMPLE"):
+        for name in ("NAME", "SYNOPSIS", "DESCRIPTION", "OPTIONS", "POLICIES", "ENVIRONMENT", "EXIT STATUS", "EXAMPLE"):
             self.assertIn(f"\n.SH {name}\n", plain)
 
     def test_has_every_policy(self):

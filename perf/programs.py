@@ -12,7 +12,25 @@ import tempfile
 # The programs' own suffixes of a name say how it was measured, not what.
 SUFFIX = re.compile(r"/(iterations|repeats|min_time|min_warmup_time|manual_time|real_time)\b.*")
 SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+# How other libraries are kept from wider instruction sets than KVZAP_SIMD names: oneDNN, OpenBLAS, PyTorch, MKL.
+OTHERS_LIMITED = {
+    "avx512_bf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
+    "avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "OPENBLAS_CORETYPE": "SkylakeX"},
+    "avx2": {
+        "ONEDNN_MAX_CPU_ISA": "AVX2", "OPENBLAS_CORETYPE": "Haswell", "ATEN_CPU_CAPABILITY": "avx2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    },
+    "baseline": {
+        "ONEDNN_MAX_CPU_ISA": "SSE41", "OPENBLAS_CORETYPE": "Nehalem", "ATEN_CPU_CAPABILITY": "default",
+        "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
+    },
+}  # fmt: skip
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+def limited(simd):
+    """Environment that limits kvzap and its peers to an instruction set; none for ""."""
+    return {"KVZAP_SIMD": simd, **OTHERS_LIMITED[simd]} if simd else {}
 
 
 def summary(values):
@@ -51,14 +69,15 @@ def condensed(raw):
     }
 
 
-def run(path, ranks, mpirun_flags, arguments):
+def run(path, ranks, mpirun_flags, arguments, environment={}):
     """Runs a program; returns its condensed results and the command as one would type it."""
     command = [str(path)] + arguments
-    shown = shlex.join(["mpirun", "-n", str(ranks)] + command)
+    shown = [f"{key}={value}" for key, value in environment.items()]
+    shown = shlex.join(shown + ["mpirun", "-n", str(ranks)] + command)
     print("$", shown, file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder) / "out.json"
         command += [f"--benchmark_out={out}", "--benchmark_out_format=json"]
         command = ["mpirun", "-n", str(ranks)] + mpirun_flags.split() + command
-        subprocess.run(command, check=True, stdout=sys.stderr, env={**os.environ, **ENVIRONMENT})
+        subprocess.run(command, check=True, stdout=sys.stderr, env={**os.environ, **ENVIRONMENT, **environment})
         return condensed(json.loads(out.read_text())), shown

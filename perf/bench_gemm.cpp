@@ -163,7 +163,7 @@ void add_model(const Options& options, const std::string& name,
       const auto repetition = std::make_shared<int>(0);
       add(title, iterations, 5, [=](benchmark::State& state) {
         run(state, *cycle, rows);
-        if (is_last && ++*repetition == 5) cycle->clear();
+        if (is_last && ++*repetition == repetitions_of(5)) cycle->clear();
       });
     }
   }

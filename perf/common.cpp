@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <fstream>
 #include <map>
 #include <optional>
@@ -24,6 +25,7 @@ namespace kvzap::perf {
 namespace {
 
 std::optional<Communicator> the_world;
+int most_repetitions = Options().repetitions;
 
 /// What add_context told Google Benchmark, which does not hand it to reporters of one's own.
 std::vector<std::pair<std::string, std::string>>& context() {
@@ -112,6 +114,10 @@ Options parse(int& argc, char** argv) {
     };
     if (argument == "--quick") {
       options.quick = true;
+    } else if (const char* count = value("--repetitions")) {
+      if (std::atoi(count) < 1)
+        throw Error(fmt::format("{}: expected a positive number", argument));
+      options.repetitions = std::atoi(count);
     } else if (const char* text = value("--config")) {
       options.config = text;
     } else if (const char* folder = value("--configs")) {
@@ -132,6 +138,7 @@ int run(int argc, char** argv) {
   if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
   const int cores = static_cast<int>(std::thread::hardware_concurrency());
   detail::set_blas_threads(std::max(1, cores / world().ranks_on_node()));
+  most_repetitions = options.repetitions;
   register_benchmarks(options);
   add_context();
   Table table(!world().is_root());
@@ -165,11 +172,13 @@ double sum_over_ranks(double value) {
   return value;
 }
 
+int repetitions_of(int repetitions) { return std::min(repetitions, most_repetitions); }
+
 void add(const std::string& name, std::int64_t iterations, int repetitions,
          std::function<void(benchmark::State&)> body) {
   benchmark::RegisterBenchmark(name.c_str(), body)
       ->Iterations(iterations)
-      ->Repetitions(repetitions)
+      ->Repetitions(repetitions_of(repetitions))
       ->UseManualTime()
       ->Unit(benchmark::kMillisecond);
 }

@@ -18,6 +18,7 @@ namespace kvzap::perf {
 struct Options {
   std::filesystem::path configs = KVZAP_CONFIGS;  // --configs=DIR: where model folders are
   std::string config = "Qwen3-0.6B";              // --config=NAME: one of them, or a path
+  int repetitions = 5;                            // --repetitions=N: of each benchmark, at most
   bool quick = false;                             // --quick: smaller sizes, fewer repetitions
 };
 
@@ -34,9 +35,11 @@ double max_over_ranks(double value);
 double sum_over_ranks(double value);
 
 /// Registers `body` with times measured by itself (time_iterations) and a fixed number of
-/// iterations and repetitions, so that all ranks agree on them.
+/// iterations and repetitions (or --repetitions, if that is less), so that all ranks agree on them.
 void add(const std::string& name, std::int64_t iterations, int repetitions,
          std::function<void(benchmark::State&)> body);
+/// What add makes of `repetitions`.
+int repetitions_of(int repetitions);
 
 /// Runs `work` as many times as the benchmark has iterations. All ranks begin each together, and it
 /// takes as long as on the slowest; `before` runs ahead of it, untimed. Returns the mean seconds.

@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Times prefill and decode in llama.cpp (llama-cpp-python) on a Qwen3 shape, bf16 random weights.
+"""Times prefill and decode in llama.cpp (llama-cpp-python) on a Qwen3 shape, random weights: bf16, or what
+llama.cpp's own quantisation makes of the same.
 
-The GGUF file is made from a config.json on first use. Prints one JSON object.
+GGUF files are made from a config.json on first use. Prints one JSON object.
 """
 import argparse
+import ctypes
 import json
 import os
 import pathlib
@@ -70,20 +72,42 @@ def make_gguf(config_folder, path):
     writer.close()
 
 
+def quantize(path, out, kind, threads):
+    """What llama.cpp's tool llama-quantize does, which is the same call."""
+    import llama_cpp
+
+    parameters = llama_cpp.llama_model_quantize_default_params()
+    parameters.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    parameters.nthread = threads
+    part = out + ".part"
+    llama_cpp.llama_backend_init()
+    status = llama_cpp.llama_model_quantize(path.encode(), part.encode(), ctypes.byref(parameters))
+    if status != 0:
+        raise SystemExit(f"llama.cpp could not quantise {path} to {kind}: status {status}")
+    os.replace(part, out)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config", help="folder with a config.json")
-    parser.add_argument("--gguf", required=True, help="file to use; made if it is not there")
+    parser.add_argument("--gguf", required=True, help="file of bf16 weights; made if it is not there")
+    parser.add_argument("--quantize", metavar="TYPE", help="Q8_0, Q4_K_M, ...: run these weights, made of the others beside them")
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--new", type=int, default=16)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     options = parser.parse_args()
     if not os.path.exists(options.gguf):
-        make_gguf(options.config, options.gguf)
+        make_gguf(options.config, options.gguf + ".part")
+        os.replace(options.gguf + ".part", options.gguf)  # a file that is there is whole
+    path = options.gguf
+    if options.quantize:
+        path = f"{options.gguf.removesuffix('.gguf')}-{options.quantize}.gguf"
+        if not os.path.exists(path):
+            quantize(options.gguf, path, options.quantize, options.threads)
     import llama_cpp
 
     model = llama_cpp.Llama(
-        options.gguf,
+        path,
         n_ctx=options.context + 64,
         n_threads=options.threads,
         n_threads_batch=options.threads,
@@ -107,7 +131,8 @@ def main():
                 "peer": "llama.cpp",
                 "package": "llama-cpp-python " + llama_cpp.__version__,
                 "config": os.path.basename(os.path.normpath(options.config)),
-                "dtype": "bf16 weights, f16 KV, flash attention",
+                "dtype": f"{options.quantize or 'bf16'} weights, f16 KV, flash attention",
+                "file_bytes": os.path.getsize(path),
                 "threads": options.threads,
                 "context": options.context,
                 "prefill_s": [prefill],

@@ -79,8 +79,8 @@ class Tables(BenchCase):
             cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
             self.assertEqual(
                 cells[0],
-                ["model", "size", "params", "backend", "ranks", "dtype", "test", "depth", "batch", "evict ratio", "skew",
-                 "evicted", "t/s", "ms/token", "KV live", "KV allocated", "peak RSS"])
+                ["model", "size", "params", "backend", "simd", "ranks", "dtype", "test", "depth", "batch", "evict ratio",
+                 "skew", "evicted", "t/s", "ms/token", "KV live", "KV allocated", "peak RSS"])
             self.assertEqual(len({len(line) for line in lines}), 1, "columns are not aligned")
             self.assertTrue(all(re.fullmatch("-+:?", cell) for cell in cells[1]))
             rows = [dict(zip(cells[0], row)) for row in cells[2:]]

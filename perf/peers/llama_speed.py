@@ -7,9 +7,11 @@ GGUF files are made from a config.json on first use. Prints one JSON object.
 import argparse
 import ctypes
 import json
+import multiprocessing
 import os
 import pathlib
 import resource
+import sys
 import time
 
 import numpy as np
@@ -81,10 +83,26 @@ def quantize(path, out, kind, threads):
     parameters.nthread = threads
     part = out + ".part"
     llama_cpp.llama_backend_init()
+
+    @llama_cpp.llama_log_callback
+    def only_errors(level, text, _):
+        if level == 4:
+            print(text.decode(errors="replace"), end="", file=sys.stderr)
+
+    llama_cpp.llama_log_set(only_errors, ctypes.c_void_p(0))
     status = llama_cpp.llama_model_quantize(path.encode(), part.encode(), ctypes.byref(parameters))
     if status != 0:
         raise SystemExit(f"llama.cpp could not quantise {path} to {kind}: status {status}")
     os.replace(part, out)
+
+
+def make_files(options, path):
+    """What is not there yet. A file that is there is whole."""
+    if not os.path.exists(options.gguf):
+        make_gguf(options.config, options.gguf + ".part")
+        os.replace(options.gguf + ".part", options.gguf)
+    if not os.path.exists(path):
+        quantize(options.gguf, path, options.quantize, options.threads)
 
 
 def main():
@@ -96,14 +114,15 @@ def main():
     parser.add_argument("--new", type=int, default=16)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     options = parser.parse_args()
-    if not os.path.exists(options.gguf):
-        make_gguf(options.config, options.gguf + ".part")
-        os.replace(options.gguf + ".part", options.gguf)  # a file that is there is whole
     path = options.gguf
     if options.quantize:
         path = f"{options.gguf.removesuffix('.gguf')}-{options.quantize}.gguf"
-        if not os.path.exists(path):
-            quantize(options.gguf, path, options.quantize, options.threads)
+    # By a process of its own, whose memory is not counted.
+    maker = multiprocessing.Process(target=make_files, args=(options, path))
+    maker.start()
+    maker.join()
+    if maker.exitcode != 0:
+        raise SystemExit(f"{path} could not be made")
     import llama_cpp
 
     model = llama_cpp.Llama(

@@ -169,6 +169,16 @@ class Product {
   dnnl::matmul m_product;
   std::unordered_map<int, dnnl::memory> m_arguments;
 };
+
+/// None where oneDNN has no such product for the processor, or for what it is limited to.
+std::unique_ptr<Product> bf16_product() {
+  try {
+    return std::make_unique<Product>(dnnl::memory::data_type::bf16);
+  } catch (const dnnl::error& error) {
+    if (error.status != dnnl_unimplemented) throw;
+    return nullptr;
+  }
+}
 #endif
 
 }  // namespace
@@ -179,7 +189,7 @@ struct LimitKernels::Buffers {
   std::vector<float> reduced;
 #ifdef KVZAP_HAVE_ONEDNN
   Product f32{dnnl::memory::data_type::f32};
-  Product bf16{dnnl::memory::data_type::bf16};
+  std::unique_ptr<Product> bf16 = bf16_product();
 #else
   detail::Matrix a{"kvzap::perf::a", gemm_m, gemm_k};
   detail::Matrix b{"kvzap::perf::b", gemm_n, gemm_k};
@@ -244,7 +254,8 @@ double LimitKernels::gemm_f32() {
 
 double LimitKernels::gemm_bf16() {
 #ifdef KVZAP_HAVE_ONEDNN
-  return seconds_of([&] { m_buffers->bf16.run(); });
+  if (!m_buffers->bf16) return gemm_f32();
+  return seconds_of([&] { m_buffers->bf16->run(); });
 #else
   return gemm_f32();
 #endif

@@ -12,7 +12,8 @@ enum class Limit {
   copy,      // bytes/s, read + written, with streaming stores
   fresh,     // bytes/s, each counted once, copied into memory never touched before
   gemm_f32,  // flop/s: product of 1024 x 2048 x 2048 on each rank
-  gemm_bf16  // flop/s: the same with bf16 operands and an f32 result
+  gemm_bf16  // flop/s: the same with bf16 operands and an f32 result; without such instructions
+             // gemm_f32
 };
 
 /// The best of some passes. Collective.

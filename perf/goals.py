@@ -340,7 +340,8 @@ def linear_in(text):
 
 def bench(run, pattern=""):
     program, ranks, _ = RUNS.get(run) or LIMITED_RUNS[run]
-    return f"mpirun -n {ranks or '{ranks}'} build/perf/{program}" + (f" --benchmark_filter='{pattern}'" if pattern else "")
+    chosen = f" --benchmark_filter='{pattern}'" if pattern else ""
+    return f"mpirun -n {ranks or '{ranks}'} build/perf/{program}{chosen}"
 
 
 PEERS = "perf/peers/compare"
@@ -368,14 +369,14 @@ GOALS = [
         Goal("attention-prefill-f32", "f32, 4096 tokens: share of f32 products", True, 0.8,
              bench("attention", "prefill/f32"),
              share("attention", "prefill/f32/group:4/tokens:4096")),
-        Goal("attention-f16-products", "prefill in bf16 over f16, 4096 tokens, where the processor multiplies f16", False, 1.3,
-             bench("attention", "prefill/"),
+        Goal("attention-f16-products", "prefill in bf16 over f16, 4096 tokens, where the processor multiplies f16", False,
+             1.3, bench("attention", "prefill/"),
              of_float16("GFLOP/s", "attention", "prefill/{}/group:4/tokens:4096"), multiplies_f16),
-        Goal("gemm-f16-products", "products in bf16 over f16, 4096 rows, where the processor multiplies f16", False, 1.3,
-             bench("gemm", "gemm/prefill/"),
+        Goal("gemm-f16-products", "products in bf16 over f16, 4096 rows, where the processor multiplies f16", False,
+             1.3, bench("gemm", "gemm/prefill/"),
              of_float16("GFLOP/s", "gemm", "gemm/prefill/Qwen3-0.6B/{}/gate/rows:4096"), multiplies_f16),
-        Goal("attention-sdpa", "bf16, 4096 tokens, over torch's scaled_dot_product_attention", True, {"": 3, "amx": 1.5, "avx2": 0.8},
-             PEERS + " --only kernels", against_peer("prefill/bf16/group:4/tokens:4096", "torch sdpa")),
+        Goal("attention-sdpa", "bf16, 4096 tokens, over torch's scaled_dot_product_attention", True,
+             {"": 3, "amx": 1.5, "avx2": 0.8}, PEERS + " --only kernels", against_peer("prefill/bf16/group:4/tokens:4096", "torch sdpa")),
     ]),
     ("Eviction", [
         Goal("gather", "bare gather of kept rows, 32768 tokens: share of copying", True, 0.5,
@@ -428,8 +429,9 @@ GOALS = [
              against_peer("prefill", "llama.cpp", 4096)),
         Goal("prefill-llama-8192", "prefill of 8192 tokens over llama.cpp", True, 1, PEERS,
              against_peer("prefill", "llama.cpp", 8192)),
-        *(Goal(f"decode-{ranks}-ranks", f"decode at 4096 tokens on {ranks} rank{'s' * (ranks > 1)}, full cache: share of "
-                                        "reading weights and cache", True, {"avx2": 0.75},
+        *(Goal(f"decode-{ranks}-ranks",
+               f"decode at 4096 tokens on {ranks} rank{'s' * (ranks > 1)}, full cache: share of reading weights and cache",
+               True, {"avx2": 0.75},
                bench(run, "engine/decode/.*/full/context:4096/"),
                share_counter(run, "engine/decode/.*/full/context:4096", "share", milliseconds, bound))
           for ranks, run in ((1, "engine-1-rank"), (4, "engine-4-ranks"))),

@@ -354,8 +354,8 @@ def measured_section(columns):
         rows.append([f"`{level}`", processors, ", ".join(own + forced) or "**not measured**"])
     lines += table(["instruction set", "processors that have it at most", "measured on"], rows)
     names = [
-        ("processors", "cores"), ("instruction_set", "instruction set"), ("ranks", "ranks"), ("kvzap_revision", "revision"),
-        ("onednn", "oneDNN"), ("compiler", "compiler"),
+        ("processors", "cores"), ("instruction_set", "instruction set"), ("ranks", "ranks"),
+        ("kvzap_revision", "revision"), ("onednn", "oneDNN"), ("compiler", "compiler"),
     ]  # fmt: skip
     rows = []
     for r in columns:

@@ -3,7 +3,7 @@ import pathlib
 import platform
 import re
 
-# (first model, last model) -> microarchitecture, by vendor and family of CPUID. A later line goes before an earlier one.
+# (first model, last model) -> microarchitecture, by vendor and family of CPUID. Of several that fit, the last.
 MICROARCHITECTURES = {
     ("AuthenticAMD", 23): [(0x00, 0xFF, "Zen 2"), (0x00, 0x2F, "Zen")],
     ("AuthenticAMD", 25): [

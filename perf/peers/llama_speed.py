@@ -109,7 +109,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config", help="folder with a config.json")
     parser.add_argument("--gguf", required=True, help="file of bf16 weights; made if it is not there")
-    parser.add_argument("--quantize", metavar="TYPE", help="Q8_0, Q4_K_M, ...: run these weights, made of the others beside them")
+    parser.add_argument("--quantize", metavar="TYPE", 
+                        help="Q8_0, Q4_K_M, ...: run these weights, made of the others beside them")
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--new", type=int, default=16)
     parser.add_argument("--threads", type=int, default=os.cpu_count())

@@ -166,10 +166,11 @@ class Tables(BenchCase):
             result = bench(*flags, env=environment)
             if level != "baseline" and b"this processor has" in result.err:
                 continue
-            self.assertEqual([line.split("|")[2].strip() for line in result.text.splitlines()],
-                             ["simd", "-" * len(result.text.splitlines()[1].split("|")[2].strip()), level, level])
+            cells = [line.split("|")[2].strip() for line in result.text.splitlines()]
+            self.assertEqual([cells[0], *cells[2:]], ["simd", level, level])
             rows = csv.DictReader(io.StringIO(self.succeed(*flags[:-2], "-o", "csv", env=environment).text))
             self.assertEqual({row["simd"] for row in rows}, {level})
+            self.assertRegex(run_command([KVZAP, "--version"], env=environment).text, rf"(?m)^instruction set +{level}$")
         result = bench(*flags, env={**os.environ, "KVZAP_SIMD": "sse9"})
         self.fail_with(result, 'KVZAP_SIMD is "sse9"', "baseline, avx2, avx512, avx512_bf16 or amx", code=1)
 

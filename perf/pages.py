@@ -221,7 +221,7 @@ def draw_plots(results, folder):
         save(figure, "growth")
 
 
-PEERS = ("transformers", "llama.cpp", "llama.cpp Q8_0", "llama.cpp Q4_K_M", "kvpress 75 %")
+PEERS = ("transformers", "transformers f32", "llama.cpp", "llama.cpp Q8_0", "llama.cpp Q4_K_M", "kvpress 75 %")
 QUICK = ["**Some of these figures are of a quick run with small sizes.**", ""]
 
 

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstdio>
 #include <fstream>
+#include <kvzap/threads.hpp>
 #include <map>
 #include <optional>
 #include <thread>
@@ -15,7 +16,6 @@
 
 #include "base/build_info.hpp"
 #include "base/simd.hpp"
-#include "linalg/host/blas_threads.hpp"
 #include "linalg/host/onednn.hpp"
 #include "parallel/mpi_session.hpp"
 #include "revision.hpp"
@@ -97,7 +97,7 @@ void add_context() {
   add("kokkos", fmt::format("{} {}", detail::kokkos_version(), ExecutionSpace::name()));
   add("mpi", detail::mpi_library());
   add("ranks", std::to_string(world().size()));
-  add("threads_per_rank", std::to_string(ExecutionSpace().concurrency()));
+  add("threads_per_rank", std::to_string(threads()));
   add("onednn", detail::onednn::is_available() ? detail::onednn::version() : "none");
 }
 
@@ -130,8 +130,7 @@ int run(int argc, char** argv) {
   const Options options = parse(argc, argv);
   benchmark::Initialize(&argc, argv);
   if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
-  const int cores = static_cast<int>(std::thread::hardware_concurrency());
-  detail::set_blas_threads(std::max(1, cores / world().ranks_on_node()));
+  set_threads(threads_of_rank(world()));
   register_benchmarks(options);
   add_context();
   Table table(!world().is_root());

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "base/host_threads.hpp"
 #include "cache/cache_impl.hpp"
 
 namespace kvzap::detail {
@@ -146,15 +147,6 @@ class RowStream {
   std::array<Batch, 2> m_batches;
 };
 
-/// Kokkos' parallel_for of a loop that only a host can run. This file is compiled for devices too,
-/// whose compilers take no such lambda for a kernel of theirs.
-template <class Work>
-void parallel_on_host([[maybe_unused]] const char* label,
-                      [[maybe_unused]] const ExecutionSpace& exec, [[maybe_unused]] std::int64_t n,
-                      [[maybe_unused]] const Work& work) {
-  if constexpr (runs_on_host) Kokkos::parallel_for(label, Range(exec, 0, n), work);
-}
-
 /// Whether so many bytes are worth lists of rows and non-temporal stores.
 bool use_streams(std::int64_t bytes) {
   const RowPath path = row_path();
@@ -292,8 +284,8 @@ void admit_on_host(const ExecutionSpace& exec, const AppendStep& step, const Rin
         }
       };
       const std::int64_t n_batches = (most + Stream::batch_rows - 1) / Stream::batch_rows;
-      const std::int64_t workers = std::min<std::int64_t>(n_batches, exec.concurrency());
-      parallel_on_host("kvzap::append::admit_streamed", exec, workers, [&](std::int64_t w) {
+      const std::int64_t workers = std::min<std::int64_t>(n_batches, host_threads());
+      detail::host_for("kvzap::append::admit_streamed", workers, [&](std::int64_t w) {
         batches(n_batches * w / workers, n_batches * (w + 1) / workers);
       });
       return;

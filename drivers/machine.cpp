@@ -5,6 +5,7 @@
 #include <kvzap/types.hpp>
 
 #include "base/build_info.hpp"
+#include "base/kokkos_compat.hpp"
 #include "base/simd.hpp"
 
 namespace kvzap::driver {

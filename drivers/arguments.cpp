@@ -92,16 +92,11 @@ struct ForeignOption {
   const char* what_instead;
 };
 
-constexpr const char* threads_flag =
-    KOKKOS_VERSION < 30700 ? "--kokkos-threads=N" : "--kokkos-num-threads=N";
-
 const std::vector<ForeignOption>& foreign_options() {
   static const std::vector<ForeignOption> options = {
       {{"-ngl", "--n-gpu-layers", "--gpu-layers"},
        "the whole model is on the device that kvzap was built for, which kvzap --version names"},
-      {{"-t", "--threads", "-tb", "--threads-batch"},
-       "mpirun -n N sets the number of ranks, and OMP_NUM_THREADS or {threads} that of threads in "
-       "each"},
+      {{"-tb", "--threads-batch"}, "-t sets the threads of prefill and decode alike"},
       {{"-b", "--batch-size", "-ub", "--ubatch-size"},
        "--prefill sparse reads the context in pieces of --chunk tokens"},
       {{"-fa", "--flash-attn"},
@@ -128,9 +123,7 @@ std::string what_instead_of(const std::string& name, bool has_chat) {
       return has_chat ? "kvzap chat is a conversation in the terminal"
                       : "--question asks about the context, and may be repeated";
     }
-    const auto threads = text.find("{threads}");
-    if (threads == std::string_view::npos) return std::string(text);
-    return std::string(text).replace(threads, 9, threads_flag);
+    return std::string(text);
   }
   return "";
 }

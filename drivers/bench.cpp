@@ -16,7 +16,6 @@
 #include "base/stopwatch.hpp"
 #include "bench_report.hpp"
 #include "console.hpp"
-#include "linalg/host/blas_threads.hpp"
 #include "progress.hpp"
 #include "setup.hpp"
 #include "signals.hpp"
@@ -300,6 +299,7 @@ int bench(const BenchOptions& given, const Communicator& comm, const std::string
   BenchSystem system;
   int window = options.window;
   const int ranks_on_node = comm.ranks_on_node();
+  use_threads(options.threads, ranks_on_node, comm.is_root() && !options.quiet);
   comm.agree([&] {
     tests = tests_of(options);
     setup = set_up_model(options.model, options.layers, "", comm.size(), options.rope);
@@ -322,7 +322,6 @@ int bench(const BenchOptions& given, const Communicator& comm, const std::string
       say("kvzap: note: {} has no *.safetensors: weights are random\n", options.model);
     }
   }
-  detail::set_blas_threads(cores_of_rank(ranks_on_node));
   const int signal = [&] {
     switch (dtype_from_name(options.dtype)) {
       case DType::f32:

@@ -96,6 +96,7 @@ void declare(CLI::App& app, BenchOptions& o) {
       "has none",
       model);
   declare_rope(app, o.rope, model);
+  declare_threads(app, o.threads, model);
   app.add_option("--surrogate", o.surrogate,
                  "KVzap surrogate folder: its scores decide instead of random ones, and what is "
                  "in the cache before a test is prefilled instead of made up")

@@ -20,6 +20,7 @@ struct BenchOptions {
   std::optional<double> threshold;
   std::string dtype = "bf16";
   std::optional<std::uint64_t> random_weights;
+  std::optional<std::int64_t> threads;
   RopeOptions rope;
   std::optional<std::int64_t> layers;
 

@@ -16,7 +16,6 @@
 #include "bench_options.hpp"
 #include "console.hpp"
 #include "io/temporary_file.hpp"
-#include "linalg/host/blas_threads.hpp"
 #include "one_file.hpp"
 #include "options.hpp"
 #include "progress.hpp"
@@ -205,6 +204,7 @@ void declare(CLI::App& app, CalibrateOptions& o) {
       "and a tokenizer",
       model);
   declare_rope(app, o.rope, model);
+  declare_threads(app, o.threads, model);
 
   const auto texts = "Texts";
   app.add_option("-f,--file", o.file,
@@ -295,7 +295,7 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
     check_memory(bytes, ranks_on_node,
                  fmt::format("weights and the longest of the texts, {} tokens", most));
   });
-  detail::set_blas_threads(cores_of_rank(ranks_on_node));
+  use_threads(options.threads, ranks_on_node, talks);
 
   // 2. Score the texts.
   const auto start = Clock::now();

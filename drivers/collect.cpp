@@ -16,7 +16,6 @@
 
 #include "base/stopwatch.hpp"
 #include "console.hpp"
-#include "linalg/host/blas_threads.hpp"
 #include "model/safetensors_writer.hpp"
 #include "model_loading.hpp"
 #include "options.hpp"
@@ -370,6 +369,7 @@ void declare(CLI::App& app, CollectOptions& o) {
   declare_random_weights(app, o.random_weights,
                          "make weights up from this seed: for trials of speed and space", input);
   declare_rope(app, o.rope, input);
+  declare_threads(app, o.threads, input);
   app.add_option("--layers", o.layers,
                  "use only so many of the first layers: for trials; default: all")
       ->group(input);
@@ -435,7 +435,7 @@ int collect(const CollectOptions& options, const Communicator& comm, const std::
   });
   const Work work{options, comm, version, *setup, comm.ranks_on_node(), start};
   if (comm.is_root()) print_notes(*setup, work.talks());
-  detail::set_blas_threads(cores_of_rank(work.ranks_on_node));
+  use_threads(options.threads, work.ranks_on_node, work.talks());
   return options.query_statistics.empty() ? collect_to_pairs(work) : collect_to_statistics(work);
 }
 

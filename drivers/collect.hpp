@@ -23,6 +23,7 @@ struct CollectOptions {
   std::int64_t sink = 4;
   std::string dtype = "bf16";
   std::optional<std::uint64_t> random_weights;
+  std::optional<std::int64_t> threads;
   RopeOptions rope;
   std::optional<std::int64_t> layers;  // absent: all
   CollectRules rules;

@@ -22,7 +22,6 @@
 #include "eval_exchange.hpp"
 #include "eval_prompts.hpp"
 #include "io/temporary_file.hpp"
-#include "linalg/host/blas_threads.hpp"
 #include "model_loading.hpp"
 #include "options.hpp"
 #include "policy_options.hpp"
@@ -560,7 +559,7 @@ void Evaluation::check_memory_of_ranks() {
     }
     check_memory(most, ranks_on_node, "weights and the cache of the longest prompt");
   });
-  detail::set_blas_threads(cores_of_rank(ranks_on_node));
+  use_threads(m_options.threads, ranks_on_node, m_comm.is_root() && !m_options.quiet);
 }
 
 // The weights are there. So many settings as fit decode together; one always may try.

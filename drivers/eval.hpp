@@ -20,6 +20,7 @@ struct EvalOptions {
   std::string surrogate;
   std::string dtype = "bf16";
   std::optional<std::uint64_t> random_weights;
+  std::optional<std::int64_t> threads;
   RopeOptions rope;
   std::string placement;
 

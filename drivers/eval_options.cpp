@@ -27,6 +27,7 @@ void declare(CLI::App& app, EvalOptions& o) {
                          "needs config.json and a tokenizer",
                          model);
   declare_rope(app, o.rope, model);
+  declare_threads(app, o.threads, model);
   app.add_option("--placement", o.placement,
                  "deal KV heads to ranks by the kept rows in this --json file of kvzap run")
       ->type_name("FILE")

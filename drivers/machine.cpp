@@ -1,9 +1,11 @@
 #include "machine.hpp"
 
 #include <fstream>
+#include <kvzap/threads.hpp>
 #include <kvzap/types.hpp>
 
 #include "base/build_info.hpp"
+#include "base/kokkos_compat.hpp"
 #include "base/simd.hpp"
 
 namespace kvzap::driver {
@@ -25,7 +27,8 @@ std::string processor_name() {
 Machine describe_machine() {
   Machine machine;
   machine.backend = ExecutionSpace::name();
-  machine.concurrency = static_cast<int>(ExecutionSpace().concurrency());
+  machine.concurrency =
+      detail::runs_on_host ? threads() : static_cast<int>(ExecutionSpace().concurrency());
   machine.processor = processor_name();
   machine.simd = detail::name_of(detail::simd_level());
   machine.kokkos = detail::kokkos_version();

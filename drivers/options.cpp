@@ -50,6 +50,17 @@ void declare_random_weights(CLI::App& app, std::optional<std::uint64_t>& seed,
       ->group(group);
 }
 
+void declare_threads(CLI::App& app, std::optional<std::int64_t>& threads,
+                     const std::string& group) {
+  app.add_option(
+         "-t,--threads", threads,
+         "threads of each rank, 1 to 4096; default: the cores that this rank is bound to, or "
+         "its share of the node's, or OMP_NUM_THREADS")
+      ->type_name("N")
+      ->check(CLI::Range(std::int64_t{1}, std::int64_t{4096}))
+      ->group(group);
+}
+
 void declare_rope(CLI::App& app, RopeOptions& rope, const std::string& group) {
   app.add_option("--rope-scaling", rope.scaling,
                  "scale RoPE for texts longer than the model's max_position_embeddings, by "
@@ -220,6 +231,7 @@ void declare(CLI::App& app, RunOptions& o) {
                  "makes no sense; default: all")
       ->group(model);
   declare_rope(app, o.rope, model);
+  declare_threads(app, o.threads, model);
   app.add_option("--placement", o.placement,
                  "deal KV heads to ranks by the kept rows in this --json file of an earlier run")
       ->type_name("FILE")

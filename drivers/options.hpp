@@ -39,7 +39,8 @@ struct RunOptions {
   std::string page_order = "token";
   std::string dtype = "bf16";
   std::string placement;
-  std::optional<std::int64_t> layers;  // absent: all
+  std::optional<std::int64_t> threads;  // absent: as many as this rank has cores for
+  std::optional<std::int64_t> layers;   // absent: all
   RopeOptions rope;
 
   std::optional<std::string> prompt;
@@ -90,6 +91,8 @@ void declare_dtype(CLI::App& app, std::string& dtype, const std::string& help,
                    const std::string& group);
 void declare_random_weights(CLI::App& app, std::optional<std::uint64_t>& seed,
                             const std::string& help, const std::string& group);
+/// --threads, also -t.
+void declare_threads(CLI::App& app, std::optional<std::int64_t>& threads, const std::string& group);
 /// --rope-scaling and --rope-scale.
 void declare_rope(CLI::App& app, RopeOptions& rope, const std::string& group);
 /// --raw and --thinking (on, off).

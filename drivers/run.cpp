@@ -17,7 +17,6 @@
 #include "base/stopwatch.hpp"
 #include "console.hpp"
 #include "dump.hpp"
-#include "linalg/host/blas_threads.hpp"
 #include "model/safetensors_writer.hpp"
 #include "model_loading.hpp"
 #include "policy_options.hpp"
@@ -242,7 +241,6 @@ class Run {
     m_report.version = description.version;
     m_report.revision = description.revision;
     m_report.flags = description.flags;
-    m_report.machine = describe_machine();
     m_report.ranks = comm.size();
   }
 
@@ -454,7 +452,6 @@ void Run::check_memory_of(std::int64_t tokens) const {
     check_memory(least_bytes(of_texts, true), ranks_on_node,
                  fmt::format("weights and the longest of the policy's texts, {} tokens", most));
   });
-  detail::set_blas_threads(cores_of_rank(ranks_on_node));
 }
 
 // 2. This rank's share of the weights, and what the policy learns from its texts.
@@ -795,6 +792,9 @@ void Run::tell() {
 
 int Run::operator()() {
   check_options();
+  // What is planned, and made, has room for each thread.
+  use_threads(m_options.threads, m_comm.ranks_on_node(), m_talks);
+  m_report.machine = describe_machine();
   if (m_options.dry_run) {
     dry_run(m_options, m_spec, *m_setup, tokenizer(), m_limit, m_comm);
     return 0;

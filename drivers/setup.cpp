@@ -1,7 +1,6 @@
 #include "setup.hpp"
 
 #include <fmt/format.h>
-#include <sched.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -10,6 +9,7 @@
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <kvzap/threads.hpp>
 #include <sstream>
 #include <thread>
 
@@ -155,15 +155,17 @@ void check_memory(std::int64_t bytes, int ranks_on_node, const std::string& purp
       human_bytes(bytes), ranks_on_node == 1 ? "" : "each ", purpose, human_bytes(available)));
 }
 
-int cores_of_rank(int ranks_on_node) {
-  const int cores = static_cast<int>(std::thread::hardware_concurrency());
-#ifdef __linux__
-  cpu_set_t set;
-  if (sched_getaffinity(0, sizeof(set), &set) == 0 && CPU_COUNT(&set) < cores) {
-    return CPU_COUNT(&set);
+void use_threads(std::optional<std::int64_t> asked, int ranks_on_node, bool talks) {
+  const int threads = asked ? static_cast<int>(*asked) : threads_of_rank(ranks_on_node);
+  const auto cores = static_cast<std::int64_t>(std::thread::hardware_concurrency());
+  if (talks && asked && cores > 0 && *asked * ranks_on_node > cores) {
+    say("kvzap: warning: --threads {}: {} {} with {} threads each, on {} {}: they will wait for "
+        "one "
+        "another\n",
+        threads, ranks_on_node, ranks_on_node == 1 ? "rank" : "ranks", threads, cores,
+        cores == 1 ? "core" : "cores");
   }
-#endif
-  return std::max(1, cores / ranks_on_node);
+  set_threads(threads);
 }
 
 std::int64_t peak_rss_bytes() {

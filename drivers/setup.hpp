@@ -56,8 +56,9 @@ std::int64_t available_bytes_of_node();
 /// without a word. `bytes`: what the largest rank needs for `purpose`. Throws Error.
 void check_memory(std::int64_t bytes, int ranks_on_node, const std::string& purpose);
 
-/// Cores that this rank may use: its own if it is bound to some, else its share of the node's.
-int cores_of_rank(int ranks_on_node);
+/// Computes on so many threads, or, if none are asked for, on those that this rank has cores for;
+/// of every rank of the node. Warns, if `talks`, where they are more than the node's cores.
+void use_threads(std::optional<std::int64_t> asked, int ranks_on_node, bool talks);
 
 /// Most memory that this process ever had resident, or since reset_peak_rss if the system has that.
 std::int64_t peak_rss_bytes();

@@ -16,7 +16,6 @@
 #include <vector>
 
 #include "console.hpp"
-#include "linalg/host/blas_threads.hpp"
 #include "options.hpp"
 #include "progress.hpp"
 #include "setup.hpp"
@@ -209,6 +208,7 @@ void declare(CLI::App& app, TrainOptions& o) {
   declare_progress(app, o.progress, output);
   app.add_flag("-q,--quiet", o.quiet, "no progress and no warnings on standard error")
       ->group(output);
+  declare_threads(app, o.threads, output);
   declare_deck(app, o.config, output);
 }
 
@@ -250,7 +250,7 @@ int train(const TrainOptions& options, const Communicator& comm, const std::stri
       check_writable(options.json);
     }
   });
-  detail::set_blas_threads(cores_of_rank(ranks_on_node));
+  use_threads(options.threads, ranks_on_node, comm.is_root() && !options.quiet);
 
   Progress bar(comm.is_root() && !options.quiet, options.progress);
   TrainingProgress progress;

@@ -15,6 +15,7 @@ struct TrainOptions {
   std::string kind;   // linear or mlp
   std::string pairs;  // a file of pairs
   std::string output;
+  std::optional<std::int64_t> threads;
   std::optional<std::int64_t> hidden;
   int epochs = 15;
   double learning_rate = 5e-3;

@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
+#include <kvzap/threads.hpp>
 #include <map>
 #include <optional>
 #include <thread>
@@ -16,7 +17,6 @@
 
 #include "base/build_info.hpp"
 #include "base/simd.hpp"
-#include "linalg/host/blas_threads.hpp"
 #include "linalg/host/onednn.hpp"
 #include "parallel/mpi_session.hpp"
 #include "revision.hpp"
@@ -99,7 +99,7 @@ void add_context() {
   add("kokkos", fmt::format("{} {}", detail::kokkos_version(), ExecutionSpace::name()));
   add("mpi", detail::mpi_library());
   add("ranks", std::to_string(world().size()));
-  add("threads_per_rank", std::to_string(ExecutionSpace().concurrency()));
+  add("threads_per_rank", std::to_string(threads()));
   add("onednn", detail::onednn::is_available() ? detail::onednn::version() : "none");
 }
 
@@ -136,9 +136,8 @@ int run(int argc, char** argv) {
   const Options options = parse(argc, argv);
   benchmark::Initialize(&argc, argv);
   if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
-  const int cores = static_cast<int>(std::thread::hardware_concurrency());
-  detail::set_blas_threads(std::max(1, cores / world().ranks_on_node()));
   most_repetitions = options.repetitions;
+  set_threads(threads_of_rank(world()));
   register_benchmarks(options);
   add_context();
   Table table(!world().is_root());

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "base/host_threads.hpp"
 #include "cache/cache_impl.hpp"
 
 namespace kvzap::detail {
@@ -146,13 +147,12 @@ class RowStream {
   std::array<Batch, 2> m_batches;
 };
 
-/// Kokkos' parallel_for of a loop that only a host can run. This file is compiled for devices too,
-/// whose compilers take no such lambda for a kernel of theirs.
+/// host_for of a loop that only a host can run. This file is compiled for devices too, whose
+/// compilers take no such lambda for a kernel of theirs.
 template <class Work>
-void parallel_on_host([[maybe_unused]] const char* label,
-                      [[maybe_unused]] const ExecutionSpace& exec, [[maybe_unused]] std::int64_t n,
+void parallel_on_host([[maybe_unused]] const char* label, [[maybe_unused]] std::int64_t n,
                       [[maybe_unused]] const Work& work) {
-  if constexpr (runs_on_host) Kokkos::parallel_for(label, Range(exec, 0, n), work);
+  if constexpr (runs_on_host) host_for(label, n, work);
 }
 
 /// Whether so many bytes are worth lists of rows and non-temporal stores.
@@ -232,9 +232,9 @@ std::int64_t list_flagged(const FlagsView& keep, int head, std::int64_t rows, st
 }
 
 template <class Value, PageOrder order>
-void admit_on_host(const ExecutionSpace& exec, const AppendStep& step, const RingRef<Value>& ring,
-                   const RowsRef<Value>& keys, const RowsRef<Value>& values,
-                   const ScoresRef& scores, const std::int32_t* kept,
+void admit_on_host(const ExecutionSpace& /*exec*/, const AppendStep& step,
+                   const RingRef<Value>& ring, const RowsRef<Value>& keys,
+                   const RowsRef<Value>& values, const ScoresRef& scores, const std::int32_t* kept,
                    const std::int64_t* kept_counts, const std::int64_t* retained,
                    const PageLists& pages) {
   const Block<order> ring_block{step.window, step.dim};
@@ -292,8 +292,8 @@ void admit_on_host(const ExecutionSpace& exec, const AppendStep& step, const Rin
         }
       };
       const std::int64_t n_batches = (most + Stream::batch_rows - 1) / Stream::batch_rows;
-      const std::int64_t workers = std::min<std::int64_t>(n_batches, exec.concurrency());
-      parallel_on_host("kvzap::append::admit_streamed", exec, workers, [&](std::int64_t w) {
+      const std::int64_t workers = std::min<std::int64_t>(n_batches, host_threads());
+      parallel_on_host("kvzap::append::admit_streamed", workers, [&](std::int64_t w) {
         batches(n_batches * w / workers, n_batches * (w + 1) / workers);
       });
       return;
@@ -354,7 +354,7 @@ void fill_ring_on_host(const AppendStep& step, const RingRef<Value>& ring,
 }
 
 template <class Value, PageOrder order>
-void compact_on_host(const ExecutionSpace& exec, int heads, const Block<order>& block,
+void compact_on_host(const ExecutionSpace& /*exec*/, int heads, const Block<order>& block,
                      std::int64_t moved, std::int64_t longest, const std::int32_t* kept,
                      const std::int64_t* first, const std::int64_t* kept_counts,
                      const PageLists& from, const PageLists& to) {
@@ -385,7 +385,7 @@ void compact_on_host(const ExecutionSpace& exec, int heads, const Block<order>& 
     }
     move_rows<Value>(first[head], kept_counts[head], block, row_of, page_of);
   };
-  parallel_on_host("kvzap::compact::heads", exec, heads,
+  parallel_on_host("kvzap::compact::heads", heads,
                    [&](std::int64_t head) { move_head(static_cast<int>(head)); });
 }
 

@@ -1,8 +1,10 @@
 #include "engine/step_kernels.hpp"
 
+#include <algorithm>
 #include <limits>
 
 #include "base/device_kernels.hpp"
+#include "base/host_threads.hpp"
 #include "base/instantiate.hpp"
 #include "base/kokkos_compat.hpp"
 #include "base/team.hpp"
@@ -12,8 +14,6 @@ namespace kvzap::detail {
 namespace {
 
 using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
-using HostRange =
-    Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace, Kokkos::IndexType<std::int64_t>>;
 using Team = Kokkos::TeamPolicy<ExecutionSpace>;
 using Member = typename Team::member_type;
 
@@ -50,6 +50,17 @@ void embed(const ExecutionSpace& exec, const Kokkos::View<const TokenId*, Memory
            std::int64_t first_token, const Matrix& h) {
   const std::int64_t rows = embedding.extent(0);
   const std::int64_t hidden = h.extent(1);
+  if (on_host()) {
+    host_for("kvzap::step::embed", h.extent(0), hidden, [=](std::int64_t i) {
+      const std::int64_t row = ids(i) - first_token;
+      if (row >= 0 && row < rows) {
+        widen(&embedding(row, 0), &h(i, 0), hidden);
+      } else {
+        std::fill_n(&h(i, 0), hidden, 0.0f);
+      }
+    });
+    return;
+  }
   Kokkos::parallel_for(
       "kvzap::step::embed", Range(exec, 0, h.extent(0) * hidden), KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t row = ids(i / hidden) - first_token;
@@ -75,15 +86,19 @@ void fill_angles(const ExecutionSpace& exec, std::int64_t tokens,
                  const Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace>& angles) {
   const std::int64_t pairs = frequencies.extent(1);
   const bool has_tables = tables.extent(0) > 0;
-  Kokkos::parallel_for(
-      "kvzap::step::angles", Range(exec, 0, tokens * pairs), KOKKOS_LAMBDA(std::int64_t i) {
-        const std::int64_t token = i / pairs;
-        const std::int64_t d = i % pairs;
-        const std::int64_t table = has_tables ? tables(token) : 0;
-        const float angle = static_cast<float>(positions(token)) * frequencies(table, d);
-        angles(token, d, 0) = math::cos(angle) * scale;
-        angles(token, d, 1) = math::sin(angle) * scale;
-      });
+  const auto fill = KOKKOS_LAMBDA(std::int64_t i) {
+    const std::int64_t token = i / pairs;
+    const std::int64_t d = i % pairs;
+    const std::int64_t table = has_tables ? tables(token) : 0;
+    const float angle = static_cast<float>(positions(token)) * frequencies(table, d);
+    angles(token, d, 0) = math::cos(angle) * scale;
+    angles(token, d, 1) = math::sin(angle) * scale;
+  };
+  if (on_host()) {
+    constexpr std::int64_t weight = 16;  // a sine and a cosine
+    return host_for("kvzap::step::angles", tokens * pairs, weight, fill);
+  }
+  Kokkos::parallel_for("kvzap::step::angles", Range(exec, 0, tokens * pairs), fill);
 }
 
 template <class Value>
@@ -93,11 +108,10 @@ void add_and_norm(const ExecutionSpace& exec, const Matrix& h, const ConstMatrix
   const std::int64_t size = h.extent(1);
   const bool adds = summand.extent(0) > 0;
   if (on_host()) {
-    Kokkos::parallel_for("kvzap::step::add_and_norm", HostRange(0, h.extent(0)),
-                         [=](std::int64_t i) {
-                           if (adds) add(&h(i, 0), &summand(i, 0), size);
-                           rms_norm(&h(i, 0), weight.data(), eps, &x(i, 0), size);
-                         });
+    host_for("kvzap::step::add_and_norm", h.extent(0), size, [=](std::int64_t i) {
+      if (adds) add(&h(i, 0), &summand(i, 0), size);
+      rms_norm(&h(i, 0), weight.data(), eps, &x(i, 0), size);
+    });
     return;
   }
   Kokkos::parallel_for(
@@ -124,8 +138,8 @@ void add_and_norm(const ExecutionSpace& exec, const Matrix& h, const ConstMatrix
 void add(const ExecutionSpace& exec, const Matrix& h, const ConstMatrix& summand) {
   const std::int64_t columns = h.extent(1);
   if (on_host()) {
-    Kokkos::parallel_for("kvzap::step::add", HostRange(0, h.extent(0)),
-                         [=](std::int64_t i) { add(&h(i, 0), &summand(i, 0), columns); });
+    host_for("kvzap::step::add", h.extent(0), columns,
+             [=](std::int64_t i) { add(&h(i, 0), &summand(i, 0), columns); });
     return;
   }
   Kokkos::parallel_for(
@@ -144,19 +158,18 @@ void qk_norm_and_rope(const ExecutionSpace& exec, const Matrix& qkv, int dim, st
   const int half_dim = dim / 2;
   if (heads == 0) return;
   if (on_host()) {
-    Kokkos::parallel_for(
-        "kvzap::step::qk_norm_and_rope", HostRange(0, qkv.extent(0)), [=](std::int64_t token) {
-          float* const row = &qkv(token, 0);
-          for (std::int64_t h = 0; h < q_heads + kv_heads; ++h) {
-            const ConstVector& norm = h < q_heads ? q_norm : k_norm;
-            if (norm.extent(0) > 0) {
-              rms_norm(row + h * dim, norm.data(), eps, row + h * dim, dim);
-            }
-            rotate(row + h * dim, &angles(first + token, 0, 0), half_dim);
-          }
-          narrow(row + q_heads * dim, keys + token * kv_size, kv_size);
-          narrow(row + (q_heads + kv_heads) * dim, values + token * kv_size, kv_size);
-        });
+    host_for("kvzap::step::qk_norm_and_rope", qkv.extent(0), heads * dim, [=](std::int64_t token) {
+      float* const row = &qkv(token, 0);
+      for (std::int64_t h = 0; h < q_heads + kv_heads; ++h) {
+        const ConstVector& norm = h < q_heads ? q_norm : k_norm;
+        if (norm.extent(0) > 0) {
+          rms_norm(row + h * dim, norm.data(), eps, row + h * dim, dim);
+        }
+        rotate(row + h * dim, &angles(first + token, 0, 0), half_dim);
+      }
+      narrow(row + q_heads * dim, keys + token * kv_size, kv_size);
+      narrow(row + (q_heads + kv_heads) * dim, values + token * kv_size, kv_size);
+    });
     return;
   }
   Kokkos::parallel_for(
@@ -208,7 +221,7 @@ void silu_times(const ExecutionSpace& exec, const ConstMatrix& gate_up, const Ma
   const std::int64_t rows = gated.extent(0);
   const std::int64_t width = gated.extent(1);
   if (on_host()) {
-    Kokkos::parallel_for("kvzap::step::silu", HostRange(0, rows), [=](std::int64_t i) {
+    host_for("kvzap::step::silu", rows, width, [=](std::int64_t i) {
       silu_times(&gate_up(i, 0), &gate_up(i, width), &gated(i, 0), width);
     });
     return;

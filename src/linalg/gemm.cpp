@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "base/device_kernels.hpp"
+#include "base/host_threads.hpp"
 #include "base/huge_pages.hpp"
 #include "base/instantiate.hpp"
 #include "base/kokkos_compat.hpp"
@@ -115,9 +116,8 @@ void widen_panel(const ExecutionSpace& exec, const Rows<Value>& weights, std::in
                  std::int64_t end, const Matrix& panel) {
   const std::int64_t dim = weights.extent(1);
   if constexpr (runs_on_host) {
-    Kokkos::parallel_for("kvzap::linear::widen",
-                         Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace>(begin, end),
-                         [=](std::int64_t n) { widen(&weights(n, 0), &panel(n - begin, 0), dim); });
+    host_for("kvzap::linear::widen", end - begin, dim,
+             [=](std::int64_t n) { widen(&weights(begin + n, 0), &panel(n, 0), dim); });
   } else {
     Kokkos::parallel_for(
         "kvzap::linear::widen",
@@ -132,13 +132,11 @@ void widen_panel(const ExecutionSpace& exec, const Rows<Value>& weights, std::in
 template <class X>
 void copy_rows(const ConstMatrix& x, std::int64_t stride, X* copy) {
   const std::int64_t inputs = x.extent(1);
-  Kokkos::parallel_for("kvzap::linear::copy",
-                       Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace>(0, x.extent(0)),
-                       [=](std::int64_t m) {
-                         X* row = copy + m * stride;
-                         narrow(&x(m, 0), row, inputs);
-                         std::fill(row + inputs, row + stride, X(0.0f));
-                       });
+  host_for("kvzap::linear::copy", x.extent(0), inputs, [=](std::int64_t m) {
+    X* row = copy + m * stride;
+    narrow(&x(m, 0), row, inputs);
+    std::fill(row + inputs, row + stride, X(0.0f));
+  });
 }
 
 // Rounds x to bf16 and widens it again.
@@ -176,22 +174,20 @@ void few_rows(const X* x, std::int64_t x_stride, std::int64_t rows,
   const std::int64_t padded = LinearWeights<Value>::padded_inputs(inputs);
   const Value* values = packed ? weights.packed().data() : weights.rows().data();
   const std::int64_t stride = packed ? padded : weights.rows().stride(0);
-  Kokkos::parallel_for(
-      "kvzap::linear::few_rows",
-      Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace>(0, (outputs + block - 1) / block),
-      [=](std::int64_t i) {
-        const std::int64_t begin = i * block;
-        const std::int64_t count = std::min(block, outputs - begin);
-        // bf16 weights are packed for bf16 dot products alone.
-        if constexpr (std::is_same_v<X, Value> || !std::is_same_v<Value, bfloat16>) {
-          if (packed) {
-            return packed_product(x, x_stride, static_cast<int>(rows), values + begin * stride,
-                                  padded, static_cast<int>(count), &y(0, begin), y.stride(0));
-          }
-        }
-        skinny_product(x, x_stride, static_cast<int>(rows), values + begin * stride, stride, count,
-                       inputs, &y(0, begin), y.stride(0));
-      });
+  host_for("kvzap::linear::few_rows", (outputs + block - 1) / block, block * inputs,
+           [=](std::int64_t i) {
+             const std::int64_t begin = i * block;
+             const std::int64_t count = std::min(block, outputs - begin);
+             // bf16 weights are packed for bf16 dot products alone.
+             if constexpr (std::is_same_v<X, Value> || !std::is_same_v<Value, bfloat16>) {
+               if (packed) {
+                 return packed_product(x, x_stride, static_cast<int>(rows), values + begin * stride,
+                                       padded, static_cast<int>(count), &y(0, begin), y.stride(0));
+               }
+             }
+             skinny_product(x, x_stride, static_cast<int>(rows), values + begin * stride, stride,
+                            count, inputs, &y(0, begin), y.stride(0));
+           });
 }
 
 // Many rows of x by few rows of weights: they change roles. x is read once, in the order in which
@@ -208,25 +204,24 @@ void by_few_outputs(const ConstMatrix& x, const Rows<Value>& weights, const Cons
   float* widened = scratch.data();
   for (std::int64_t n = 0; n < outputs; ++n) widen(&weights(n, 0), widened + n * stride, inputs);
   const std::int64_t rows = x.extent(0);
-  Kokkos::parallel_for(
-      "kvzap::linear::few_outputs",
-      Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace>(0, (rows + block - 1) / block),
-      [=](std::int64_t i) {
-        const std::int64_t begin = i * block;
-        const std::int64_t count = std::min(block, rows - begin);
-        float sums[few_outputs * block];
-        for (std::int64_t n = 0; n < outputs; n += skinny_product_rows) {
-          skinny_product(widened + n * stride, stride,
-                         static_cast<int>(std::min<std::int64_t>(skinny_product_rows, outputs - n)),
-                         reinterpret_cast<const Streamed*>(&x(begin, 0)), x.stride(0), count,
-                         inputs, sums + n * block, block);
-        }
-        for (std::int64_t m = 0; m < count; ++m) {
-          for (std::int64_t n = 0; n < outputs; ++n) {
-            y(begin + m, n) = sums[n * block + m] + (bias.extent(0) > 0 ? bias(n) : 0.0f);
-          }
-        }
-      });
+  host_for("kvzap::linear::few_outputs", (rows + block - 1) / block, block * inputs,
+           [=](std::int64_t i) {
+             const std::int64_t begin = i * block;
+             const std::int64_t count = std::min(block, rows - begin);
+             float sums[few_outputs * block];
+             for (std::int64_t n = 0; n < outputs; n += skinny_product_rows) {
+               skinny_product(
+                   widened + n * stride, stride,
+                   static_cast<int>(std::min<std::int64_t>(skinny_product_rows, outputs - n)),
+                   reinterpret_cast<const Streamed*>(&x(begin, 0)), x.stride(0), count, inputs,
+                   sums + n * block, block);
+             }
+             for (std::int64_t m = 0; m < count; ++m) {
+               for (std::int64_t n = 0; n < outputs; ++n) {
+                 y(begin + m, n) = sums[n * block + m] + (bias.extent(0) > 0 ? bias(n) : 0.0f);
+               }
+             }
+           });
 }
 
 void add_bias(const ExecutionSpace& exec, const ConstVector& bias, const Matrix& y) {
@@ -275,11 +270,8 @@ void by_onednn(const Value* x, std::int64_t x_stride, std::int64_t rows,
     const half* source = weights.packed().data() + begin * padded;
     float* target = scratch.data();
     const std::int64_t piece = block * padded;
-    Kokkos::parallel_for(
-        "kvzap::linear::widen",
-        Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace>(0,
-                                                               (end - begin + block - 1) / block),
-        [=](std::int64_t i) { widen(source + i * piece, target + i * piece, piece); });
+    host_for("kvzap::linear::widen", (end - begin + block - 1) / block, piece,
+             [=](std::int64_t i) { widen(source + i * piece, target + i * piece, piece); });
     const LinearWeights<float> panel(end - begin, inputs, scratch);
     by_onednn(
         x.data(), x.stride(0), x.extent(0), panel,

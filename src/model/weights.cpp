@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "base/host_threads.hpp"
 #include "base/huge_pages.hpp"
 #include "base/instantiate.hpp"
 #include "base/kokkos_compat.hpp"
@@ -144,17 +145,45 @@ Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> WeightSource::matrix(
   using View = Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace>;
   View view = allocate<View>(names_of(parts), total(parts), total(column_ranges));
   auto host = Kokkos::create_mirror_view(view);
-  Value* target = host.data();
+  Value* const target = host.data();
+  const std::int64_t inputs = total(column_ranges);
+  constexpr std::int64_t at_once = 64;
+  const std::vector<RowRun> runs = runs_of(parts, columns);
+  for (const RowRun& run : runs) {
+    const std::int64_t rows = run.end - run.begin;
+    for_each_on_threads((rows + at_once - 1) / at_once, [&](std::int64_t i) {
+      const std::int64_t begin = i * at_once;
+      read_rows(run.tensor, run.key, columns, run.begin + begin,
+                run.begin + std::min(rows, begin + at_once), column_ranges,
+                target + (run.first + begin) * inputs);
+    });
+  }
+  release(runs);
+  Kokkos::deep_copy(view, host);
+  return view;
+}
+
+std::vector<WeightSource::RowRun> WeightSource::runs_of(const std::vector<TensorRows>& parts,
+                                                        std::int64_t columns) const {
+  std::vector<RowRun> runs;
+  std::int64_t first = 0;
   for (const TensorRows& part : parts) {
     const TensorInfo* tensor = m_files ? &m_files->at(part.name, {part.extent, columns}) : nullptr;
     const std::uint64_t key = mix(m_seed) ^ hash_of(part.name);
     for (const auto& [begin, end] : part.ranges) {
-      target = read_rows(tensor, key, columns, begin, end, column_ranges, target);
+      runs.push_back({tensor, key, begin, end, first});
+      first += end - begin;
     }
-    if (tensor) m_files->release(*tensor);
   }
-  Kokkos::deep_copy(view, host);
-  return view;
+  return runs;
+}
+
+void WeightSource::release(const std::vector<RowRun>& runs) const {
+  const TensorInfo* before = nullptr;
+  for (const RowRun& run : runs) {
+    if (run.tensor && run.tensor != before) m_files->release(*run.tensor);
+    before = run.tensor;
+  }
 }
 
 template <class Value>
@@ -167,28 +196,27 @@ LinearWeights<Value> WeightSource::linear(const std::vector<TensorRows>& parts,
   }
   auto weights = std::get<PackedAllocator<Value>>(m_allocators)(outputs, inputs);
   // Rows pass through a buffer of one block, which stays in cache, on their way to their places.
+  // The thread that packs a block is the one that will multiply by it (few rows of x), and near its
+  // memory.
   constexpr std::int64_t block = LinearWeights<Value>::block_outputs;
-  std::vector<Value> buffer(block * inputs);
-  std::int64_t buffered = 0, packed = 0;
-  for (const TensorRows& part : parts) {
-    const TensorInfo* tensor = m_files ? &m_files->at(part.name, {part.extent, columns}) : nullptr;
-    const std::uint64_t key = mix(m_seed) ^ hash_of(part.name);
-    for (auto [begin, end] : part.ranges) {
-      while (begin < end) {
-        const std::int64_t count = std::min(block - buffered, end - begin);
-        read_rows(tensor, key, columns, begin, begin + count, column_ranges,
-                  buffer.data() + buffered * inputs);
-        begin += count;
-        buffered += count;
-        if (buffered == block || packed + buffered == outputs) {
-          pack_rows(buffer.data(), packed, buffered, weights);
-          packed += buffered;
-          buffered = 0;
-        }
-      }
+  const std::vector<RowRun> runs = runs_of(parts, columns);
+  const auto pack = [&](std::int64_t i) {
+    thread_local std::vector<Value> buffer;
+    buffer.resize(block * inputs);
+    const std::int64_t first = i * block;
+    const std::int64_t last = std::min(outputs, first + block);
+    for (const RowRun& run : runs) {
+      const std::int64_t begin = std::max(first, run.first);
+      const std::int64_t end = std::min(last, run.first + run.end - run.begin);
+      if (begin >= end) continue;
+      const std::int64_t row = run.begin + begin - run.first;
+      read_rows(run.tensor, run.key, columns, row, row + end - begin, column_ranges,
+                buffer.data() + (begin - first) * inputs);
     }
-    if (tensor) m_files->release(*tensor);
-  }
+    pack_rows(buffer.data(), first, last - first, weights);
+  };
+  for_each_on_threads((outputs + block - 1) / block, pack);
+  release(runs);
   return weights;
 }
 

@@ -61,6 +61,16 @@ class WeightSource {
                    std::int64_t row_begin, std::int64_t row_end, const Ranges& column_ranges,
                    Value* target) const;
 
+  /// Rows that lie one behind the other in a tensor, and in what is made of several.
+  struct RowRun {
+    const TensorInfo* tensor = nullptr;
+    std::uint64_t key = 0;            // of random weights
+    std::int64_t begin = 0, end = 0;  // in the tensor
+    std::int64_t first = 0;           // in the whole
+  };
+  std::vector<RowRun> runs_of(const std::vector<TensorRows>& parts, std::int64_t columns) const;
+  void release(const std::vector<RowRun>& runs) const;
+
   const SafetensorsFolder* m_files = nullptr;
   std::uint64_t m_seed = 0;
   // Reading is logically const; where the next packed matrix goes is nobody's business.

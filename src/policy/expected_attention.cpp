@@ -5,6 +5,7 @@
 #include <kvzap/safetensors.hpp>
 #include <memory>
 
+#include "base/host_threads.hpp"
 #include "base/scratch.hpp"
 #include "linalg/gemm.hpp"
 #include "linalg/host/row_kernels.hpp"
@@ -111,17 +112,16 @@ void soften(const ExecutionSpace& exec, float* logits, std::int64_t rows, int gr
             const RowVector& factors) {
   if (detail::uses_host_kernels()) {
     float* const of_heads = factors.data();
-    Kokkos::parallel_for(
-        "kvzap::expected_attention::softmax", HostRange(0, group), [=](std::int64_t g) {
-          constexpr std::int64_t slice = 1024;
-          float* const of_head = logits + g * rows;
-          const float largest = detail::max_of(of_head, rows);
-          double sum = 0;
-          for (std::int64_t r = 0; r < rows; r += slice) {
-            sum += detail::exp_shifted(of_head + r, std::min(slice, rows - r), largest);
-          }
-          of_heads[g] = static_cast<float>(1 / (sum * group));
-        });
+    detail::host_for("kvzap::expected_attention::softmax", group, [=](std::int64_t g) {
+      constexpr std::int64_t slice = 1024;
+      float* const of_head = logits + g * rows;
+      const float largest = detail::max_of(of_head, rows);
+      double sum = 0;
+      for (std::int64_t r = 0; r < rows; r += slice) {
+        sum += detail::exp_shifted(of_head + r, std::min(slice, rows - r), largest);
+      }
+      of_heads[g] = static_cast<float>(1 / (sum * group));
+    });
     return;
   }
   using Team = Kokkos::TeamPolicy<ExecutionSpace>;

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "base/host_threads.hpp"
 #include "base/scratch.hpp"
 #include "base/simd.hpp"
 #include "linalg/gemm.hpp"
@@ -18,7 +19,6 @@ namespace {
 using detail::Matrix;
 using detail::Vector;
 using KvzipRange = detail::PolicyRange;
-using KvzipHostRange = detail::PolicyHostRange;
 
 // Logits of a tile of queries: what stays in a second-level cache.
 constexpr std::int64_t kvzip_tile_logits = std::int64_t{1} << 19;
@@ -49,9 +49,8 @@ void kvzip_pack(const ExecutionSpace& exec, const TokenBlock::QueryView& queries
         queries.data() + first * queries.stride(0) + head * queries.stride(1);
     const auto stride = static_cast<std::int64_t>(queries.stride(0));
     float* const to = packed.data();
-    Kokkos::parallel_for(
-        "kvzap::kvzip::pack", KvzipHostRange(0, static_cast<std::int64_t>(packed.extent(0))),
-        [=](std::int64_t i) { std::copy_n(source + i * stride, dim, to + i * dim); });
+    detail::host_for("kvzap::kvzip::pack", static_cast<std::int64_t>(packed.extent(0)),
+                     [=](std::int64_t i) { std::copy_n(source + i * stride, dim, to + i * dim); });
     return;
   }
   Kokkos::parallel_for(
@@ -91,9 +90,8 @@ void kvzip_copy(const ExecutionSpace& exec, const PolicyLayer::RowsView& rows, s
   if (detail::uses_host_kernels()) {
     const float* const source = rows.data();
     Value* const to = target.data() + first * dim;
-    Kokkos::parallel_for("kvzap::kvzip::copy", KvzipHostRange(0, count), [=](std::int64_t r) {
-      detail::narrow(source + r * dim, to + r * dim, dim);
-    });
+    detail::host_for("kvzap::kvzip::copy", count,
+                     [=](std::int64_t r) { detail::narrow(source + r * dim, to + r * dim, dim); });
     return;
   }
   Kokkos::parallel_for(
@@ -107,7 +105,7 @@ void kvzip_copy(const ExecutionSpace& exec, const PolicyLayer::RowsView& rows, s
 void kvzip_exponentials(const ExecutionSpace& exec, const KvzipTile& tile) {
   if (detail::uses_host_kernels()) {
     detail::fence(exec, "kvzap::kvzip: host kernels read logits");
-    Kokkos::parallel_for("kvzap::kvzip::exp", KvzipHostRange(0, tile.queries), [=](std::int64_t q) {
+    detail::host_for("kvzap::kvzip::exp", tile.queries, [=](std::int64_t q) {
       float* const logits = tile.logits + q * tile.columns;
       const std::int64_t count = tile.seen + q;
       const float sum =
@@ -166,13 +164,13 @@ KVZAP_KERNEL(void, kvzip_maxima,
 // largest(c) = max over queries of factor * exponential, for the chunk's columns.
 void kvzip_reduce(const ExecutionSpace& exec, const KvzipTile& tile, float* largest) {
   if (detail::uses_host_kernels()) {
-    Kokkos::parallel_for(
-        "kvzap::kvzip::maxima", KvzipHostRange(0, (tile.chunk + kvzip_slice - 1) / kvzip_slice),
-        [=](std::int64_t slice) {
-          const std::int64_t first = slice * kvzip_slice;
-          kvzip_maxima(tile.logits + tile.begin + first, tile.columns, tile.factors, tile.queries,
-                       std::min(kvzip_slice, tile.chunk - first), largest + first);
-        });
+    detail::host_for("kvzap::kvzip::maxima", (tile.chunk + kvzip_slice - 1) / kvzip_slice,
+                     [=](std::int64_t slice) {
+                       const std::int64_t first = slice * kvzip_slice;
+                       kvzip_maxima(tile.logits + tile.begin + first, tile.columns, tile.factors,
+                                    tile.queries, std::min(kvzip_slice, tile.chunk - first),
+                                    largest + first);
+                     });
     return;
   }
   Kokkos::parallel_for(

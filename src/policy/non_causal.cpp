@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "base/device_kernels.hpp"
+#include "base/host_threads.hpp"
 #include "base/scratch.hpp"
 #include "linalg/gemm.hpp"
 #include "linalg/host/row_kernels.hpp"
@@ -40,18 +41,17 @@ void exponentials(const ExecutionSpace& exec, const Matrix& products, std::int64
                   const Floats& inverse) {
   const std::int64_t keys = products.extent(1);
   if (uses_host_kernels()) {
-    Kokkos::parallel_for("kvzap::policy::non_causal_softmax",
-                         PolicyHostRange(0, static_cast<std::int64_t>(products.extent(0))),
-                         [=](std::int64_t q) {
-                           float* const row = &products(q, 0);
-                           float largest = max_of(row, keys);
-                           if (padded > 0) largest = std::max(largest, padded_score);
-                           float sum = exp_shifted(row, keys, largest);
-                           if (padded > 0) {
-                             sum += static_cast<float>(padded) * std::exp(padded_score - largest);
-                           }
-                           inverse(q) = 1 / sum;
-                         });
+    host_for("kvzap::policy::non_causal_softmax", static_cast<std::int64_t>(products.extent(0)),
+             [=](std::int64_t q) {
+               float* const row = &products(q, 0);
+               float largest = max_of(row, keys);
+               if (padded > 0) largest = std::max(largest, padded_score);
+               float sum = exp_shifted(row, keys, largest);
+               if (padded > 0) {
+                 sum += static_cast<float>(padded) * std::exp(padded_score - largest);
+               }
+               inverse(q) = 1 / sum;
+             });
     return;
   }
   using Team = Kokkos::TeamPolicy<ExecutionSpace>;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/host_threads.hpp"
 #include "base/scratch.hpp"
 #include "base/simd.hpp"
 
@@ -83,9 +84,8 @@ void turn_queries(const ExecutionSpace& exec, const TokenBlock::QueryView& queri
   const std::int64_t half = turned.dim / 2;
   const std::int64_t size = turned.heads * turned.dim;
   if (detail::uses_host_kernels() && queries.stride(2) == 1) {
-    Kokkos::parallel_for(
-        "kvzap::query_statistics::turn", HostRange(0, slices(turned.count)),
-        [=](std::int64_t slice) {
+    detail::host_for(
+        "kvzap::query_statistics::turn", slices(turned.count), [=](std::int64_t slice) {
           float* const of_slice = partial.data() + slice * size;
           std::fill_n(of_slice, size, 0.0f);
           const std::int64_t end = std::min(turned.count, (slice + 1) * slice_tokens);
@@ -95,7 +95,7 @@ void turn_queries(const ExecutionSpace& exec, const TokenBlock::QueryView& queri
                       turned.count * turned.dim, of_slice);
           }
         });
-    Kokkos::parallel_for("kvzap::query_statistics::sum", HostRange(0, size), [=](std::int64_t i) {
+    detail::host_for("kvzap::query_statistics::sum", size, [=](std::int64_t i) {
       for (std::int64_t slice = 0; slice < slices(turned.count); ++slice) {
         sums.data()[i] += partial(slice * size + i);
       }

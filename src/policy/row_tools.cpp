@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "base/host_threads.hpp"
 #include "base/simd.hpp"
 
 namespace kvzap::policy {
@@ -96,14 +97,13 @@ void row_products(const ExecutionSpace& exec, const ConstMatrix& a, const float*
   const auto stride = static_cast<std::int64_t>(a.stride(0));
   const float* const first = a.data();
   if (detail::uses_host_kernels()) {
-    Kokkos::parallel_for("kvzap::policy::row_products",
-                         HostRange(0, (rows + slice_rows - 1) / slice_rows), [=](std::int64_t i) {
-                           const std::int64_t begin = i * slice_rows;
-                           products_of_rows(first + begin * stride, stride,
-                                            b ? b + begin * b_stride : nullptr, b_stride, v, by,
-                                            dim, std::min(slice_rows, rows - begin),
-                                            products + begin);
-                         });
+    detail::host_for("kvzap::policy::row_products", (rows + slice_rows - 1) / slice_rows,
+                     [=](std::int64_t i) {
+                       const std::int64_t begin = i * slice_rows;
+                       products_of_rows(first + begin * stride, stride,
+                                        b ? b + begin * b_stride : nullptr, b_stride, v, by, dim,
+                                        std::min(slice_rows, rows - begin), products + begin);
+                     });
     return;
   }
   Kokkos::parallel_for(
@@ -122,12 +122,12 @@ void row_norms(const ExecutionSpace& exec, const ConstMatrix& a, float* norms) {
   const auto stride = static_cast<std::int64_t>(a.stride(0));
   const float* const first = a.data();
   if (detail::uses_host_kernels()) {
-    Kokkos::parallel_for("kvzap::policy::row_norms",
-                         HostRange(0, (rows + slice_rows - 1) / slice_rows), [=](std::int64_t i) {
-                           const std::int64_t begin = i * slice_rows;
-                           norms_of_rows(first + begin * stride, stride, dim,
-                                         std::min(slice_rows, rows - begin), norms + begin);
-                         });
+    detail::host_for("kvzap::policy::row_norms", (rows + slice_rows - 1) / slice_rows,
+                     [=](std::int64_t i) {
+                       const std::int64_t begin = i * slice_rows;
+                       norms_of_rows(first + begin * stride, stride, dim,
+                                     std::min(slice_rows, rows - begin), norms + begin);
+                     });
     return;
   }
   Kokkos::parallel_for(

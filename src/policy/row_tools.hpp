@@ -12,7 +12,6 @@
 namespace kvzap::policy {
 
 using RowRange = detail::PolicyRange;
-using HostRange = detail::PolicyHostRange;
 /// One number per row of a head.
 using RowVector = Kokkos::View<float*, MemorySpace>;
 

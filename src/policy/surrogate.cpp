@@ -9,6 +9,7 @@
 #include <numeric>
 
 #include "base/device_kernels.hpp"
+#include "base/host_threads.hpp"
 #include "base/json_file.hpp"
 #include "base/kokkos_compat.hpp"
 #include "base/scratch.hpp"
@@ -89,10 +90,8 @@ void select_heads(const ExecutionSpace& exec, const Matrix& output,
 void gelu(const ExecutionSpace& exec, const Matrix& values) {
   const std::int64_t count = values.extent(1);
   if (detail::runs_on_host && !detail::uses_device_kernels()) {
-    Kokkos::parallel_for(
-        "kvzap::surrogate::gelu",
-        Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace>(0, values.extent(0)),
-        [=](std::int64_t i) { detail::gelu(&values(i, 0), count); });
+    detail::host_for("kvzap::surrogate::gelu", values.extent(0), count * 8,
+                     [=](std::int64_t i) { detail::gelu(&values(i, 0), count); });
     return;
   }
   Kokkos::parallel_for(

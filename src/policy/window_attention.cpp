@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "base/host_threads.hpp"
 #include "base/scratch.hpp"
 #include "base/simd.hpp"
 #include "linalg/host/row_kernels.hpp"
@@ -75,20 +76,19 @@ void find_seen(const ExecutionSpace& exec, const PolicyLayer::PositionView& posi
 // Turns logits into exp(logit - largest of the tile), 0 where a row is not seen.
 void exponentials(const ExecutionSpace& exec, const Tile& tile) {
   if (detail::uses_host_kernels()) {
-    Kokkos::parallel_for("kvzap::window_attention::exp", HostRange(0, tile.queries),
-                         [=](std::int64_t q) {
-                           float* const logits = tile.logits + q * tile.rows;
-                           const std::int64_t count = tile.seen_by(q);
-                           float largest = -std::numeric_limits<float>::infinity();
-                           float sum = 0;
-                           if (count > 0) {
-                             largest = detail::max_of(logits, count);
-                             sum = detail::exp_shifted(logits, count, largest);
-                           }
-                           std::fill(logits + count, logits + tile.rows, 0.0f);
-                           tile.largest[q] = largest;
-                           tile.sums[q] = sum;
-                         });
+    detail::host_for("kvzap::window_attention::exp", tile.queries, [=](std::int64_t q) {
+      float* const logits = tile.logits + q * tile.rows;
+      const std::int64_t count = tile.seen_by(q);
+      float largest = -std::numeric_limits<float>::infinity();
+      float sum = 0;
+      if (count > 0) {
+        largest = detail::max_of(logits, count);
+        sum = detail::exp_shifted(logits, count, largest);
+      }
+      std::fill(logits + count, logits + tile.rows, 0.0f);
+      tile.largest[q] = largest;
+      tile.sums[q] = sum;
+    });
     return;
   }
   using Team = Kokkos::TeamPolicy<ExecutionSpace>;
@@ -202,9 +202,9 @@ void reduce_tile(const ExecutionSpace& exec, const Tile& tile, bool counts, bool
                  float* result) {
   const float* const factors = tile.largest;
   if (detail::uses_host_kernels()) {
-    Kokkos::parallel_for(
-        "kvzap::window_attention::reduce",
-        HostRange(0, (tile.rows + reduced_rows - 1) / reduced_rows), [=](std::int64_t slice) {
+    detail::host_for(
+        "kvzap::window_attention::reduce", (tile.rows + reduced_rows - 1) / reduced_rows,
+        [=](std::int64_t slice) {
           const std::int64_t first = slice * reduced_rows;
           const auto count = static_cast<int>(std::min(reduced_rows, tile.rows - first));
           const float* const values = tile.logits + first;

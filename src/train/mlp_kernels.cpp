@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/device_kernels.hpp"
+#include "base/host_threads.hpp"
 #include "base/instantiate.hpp"
 #include "base/kokkos_compat.hpp"
 #include "linalg/host/row_kernels.hpp"
@@ -11,8 +12,6 @@ namespace kvzap::detail {
 namespace {
 
 using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
-using HostRange =
-    Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace, Kokkos::IndexType<std::int64_t>>;
 
 // Values of a part of a vector: their order of summation is the same whatever runs the parts.
 constexpr std::int64_t part_length = 4096;
@@ -28,9 +27,8 @@ void gather_rows(const ExecutionSpace& exec, const StoredRows<Value>& source, co
                  std::int64_t begin, const Matrix& target) {
   const std::int64_t rows = target.extent(0), columns = target.extent(1);
   if (by_host_loops()) {
-    Kokkos::parallel_for("kvzap::train::gather", HostRange(0, rows), [=](std::int64_t i) {
-      widen(&source(order(begin + i), 0), &target(i, 0), columns);
-    });
+    host_for("kvzap::train::gather", rows,
+             [=](std::int64_t i) { widen(&source(order(begin + i), 0), &target(i, 0), columns); });
     return;
   }
   Kokkos::parallel_for(
@@ -44,7 +42,7 @@ void gelu_with_slope(const ExecutionSpace& exec, const Matrix& values, const Con
                      const Matrix& activation) {
   const std::int64_t rows = values.extent(0), columns = values.extent(1);
   if (by_host_loops()) {
-    Kokkos::parallel_for("kvzap::train::gelu", HostRange(0, rows), [=](std::int64_t i) {
+    host_for("kvzap::train::gelu", rows, [=](std::int64_t i) {
       gelu_and_slope(&values(i, 0), bias.data(), &activation(i, 0), columns);
     });
     return;
@@ -81,7 +79,7 @@ void times_with_sums(const ExecutionSpace& exec, const Matrix& values, const Con
   const std::int64_t rows = values.extent(0), columns = values.extent(1);
   if (by_host_loops()) {
     const std::int64_t blocks = (columns + column_block - 1) / column_block;
-    Kokkos::parallel_for("kvzap::train::times", HostRange(0, blocks), [=](std::int64_t b) {
+    host_for("kvzap::train::times", blocks, [=](std::int64_t b) {
       const std::int64_t begin = b * column_block;
       const std::int64_t count = std::min(column_block, columns - begin);
       std::fill_n(&sums(begin), count, 0.0f);
@@ -135,7 +133,7 @@ std::int64_t square_parts(const ExecutionSpace& exec, const ConstVector& values,
                           const Doubles& partial) {
   const std::int64_t length = values.extent(0), parts = parts_of(length);
   if (by_host_loops()) {
-    Kokkos::parallel_for("kvzap::train::squares", HostRange(0, parts), [=](std::int64_t p) {
+    host_for("kvzap::train::squares", parts, [=](std::int64_t p) {
       const std::int64_t begin = p * part_length;
       partial(p) = sum_of_squares(&values(begin), std::min(part_length, length - begin));
     });
@@ -173,12 +171,11 @@ void adamw_step(const ExecutionSpace& exec, const Vector& parameters, const Cons
         squares(0) = clip > 0 && factor < 1 ? factor : 1.0;
       });
   if (by_host_loops()) {
-    Kokkos::parallel_for(
-        "kvzap::train::adamw", HostRange(0, parts_of(length)), [=](std::int64_t p) {
-          const std::int64_t begin = p * part_length;
-          adamw(&parameters(begin), &gradient(begin), static_cast<float>(squares(0)), &first(begin),
-                &second(begin), step, std::min(part_length, length - begin));
-        });
+    host_for("kvzap::train::adamw", parts_of(length), [=](std::int64_t p) {
+      const std::int64_t begin = p * part_length;
+      adamw(&parameters(begin), &gradient(begin), static_cast<float>(squares(0)), &first(begin),
+            &second(begin), step, std::min(part_length, length - begin));
+    });
     return;
   }
   Kokkos::parallel_for(

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "base/device_kernels.hpp"
+#include "base/host_threads.hpp"
 #include "base/huge_pages.hpp"
 #include "base/instantiate.hpp"
 #include "base/kokkos_compat.hpp"
@@ -14,8 +15,6 @@ namespace kvzap::detail {
 namespace {
 
 using NormalRange = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
-using NormalHostRange =
-    Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace, Kokkos::IndexType<std::int64_t>>;
 using DoubleMatrix = Kokkos::View<double**, Kokkos::LayoutRight, MemorySpace>;
 
 // z (rows, inputs + heads + 1), see NormalEquations, in float or double.
@@ -28,7 +27,7 @@ void normal_rows(const ExecutionSpace& exec, const StoredRows<Value>& hidden,
   const std::int64_t columns = inputs + heads + 1;
   if constexpr (std::is_same_v<Number, float>) {
     if (runs_on_host && !uses_device_kernels()) {
-      Kokkos::parallel_for("kvzap::ridge::rows", NormalHostRange(0, count), [=](std::int64_t i) {
+      host_for("kvzap::ridge::rows", count, [=](std::int64_t i) {
         float* const row = &z(i, 0);
         widen(&hidden(rows(i), 0), row, inputs);
         subtract(row, shift.data(), inputs);
@@ -78,7 +77,7 @@ void add_tile(const ExecutionSpace& exec, const ConstMatrix& products, std::int6
               std::int64_t column, const DoubleMatrix& sums) {
   const std::int64_t count = products.extent(0), columns = products.extent(1);
   if (runs_on_host && !uses_device_kernels()) {
-    Kokkos::parallel_for("kvzap::ridge::add", NormalHostRange(0, count), [=](std::int64_t i) {
+    host_for("kvzap::ridge::add", count, [=](std::int64_t i) {
       add_to_double(&products(i, 0), &sums(row + i, column), columns);
     });
     return;

@@ -122,12 +122,12 @@ class Files(TestCase):
 class Foreign(TestCase):
     def test_flags_of_llama_cpp(self):
         for flags, part in [(["-ngl", "99"], "--version"), (["--n-gpu-layers", "9"], "--version"),
-                            (["-t", "4"], "OMP_NUM_THREADS"), (["--threads=4"], "mpirun -n N"),
+                            (["-tb", "4"], "-t sets the threads"), (["--threads-batch=4"], "prefill and decode"),
                             (["-b", "512"], "--chunk"), (["-ub", "512"], "--chunk"), (["-fa"], "attention"),
                             (["-ctk", "q8_0"], "--dtype"), (["-cnv"], "kvzap"), (["-i"], "kvzap")]:
             self.fail_with(kvzap(*PLAIN, *flags), f"{flags[0].split('=')[0]} is no option here: ", part, code=2)
         # As values, and where a command has them.
-        self.succeed(*PLAIN, "-q", "--question", "-t", "--question=-ngl")
+        self.succeed(*PLAIN, "-q", "--question", "-tb", "--question=-ngl")
         self.fail_with(run_command([KVZAP, "bench", "-m", MODEL, "-b", "0"]), "-b has the entry '0'", code=1)
 
     def test_flags_of_kokkos(self):

@@ -4,6 +4,7 @@
 
 #include "attention/host/finite.hpp"
 #include "attention/host/load_row.hpp"
+#include "base/host_threads.hpp"
 #include "base/instantiate.hpp"
 #include "base/scratch.hpp"
 #include "linalg/host/row_kernels.hpp"
@@ -12,9 +13,6 @@ namespace kvzap::detail {
 namespace {
 
 using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
-using HostRange =
-    Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace, Kokkos::IndexType<std::int64_t>>;
-
 // Query rows and rows of a tile.
 constexpr std::int64_t tile_queries = 512;
 constexpr std::int64_t gemm_tile_keys = 512;
@@ -97,33 +95,31 @@ void GemmTiles<Value, order>::operator()(const ExecutionSpace& exec,
         const Matrix s(m_scores.data(), tile * group, rows);
         multiply_nt(exec, 1, q, k, 0, s);
         fence(exec, "kvzap::attention: host kernels read what the instance wrote");
-        Kokkos::parallel_for("kvzap::attention::softmax", HostRange(0, tile * group),
-                             [=](std::int64_t i) {
-                               float* row = &s(i, 0);
-                               const std::int64_t limit = std::min(rows, visible + i / group);
-                               if (limit > 0) {
-                                 const float largest = std::max(row_maximum(i), max_of(row, limit));
-                                 if (largest > row_maximum(i)) {
-                                   const float factor = std::exp(row_maximum(i) - largest);
-                                   row_weight(i) *= factor;
-                                   scale(&o(i, 0), dim, factor);
-                                   row_maximum(i) = largest;
-                                 }
-                                 row_weight(i) += exp_shifted(row, limit, shift_of(largest));
-                               }
-                               std::fill(row + std::max<std::int64_t>(0, limit), row + rows, 0.0f);
-                             });
+        host_for("kvzap::attention::softmax", tile * group, rows, [=](std::int64_t i) {
+          float* row = &s(i, 0);
+          const std::int64_t limit = std::min(rows, visible + i / group);
+          if (limit > 0) {
+            const float largest = std::max(row_maximum(i), max_of(row, limit));
+            if (largest > row_maximum(i)) {
+              const float factor = std::exp(row_maximum(i) - largest);
+              row_weight(i) *= factor;
+              scale(&o(i, 0), dim, factor);
+              row_maximum(i) = largest;
+            }
+            row_weight(i) += exp_shifted(row, limit, shift_of(largest));
+          }
+          std::fill(row + std::max<std::int64_t>(0, limit), row + rows, 0.0f);
+        });
         // The product multiplies values that a token does not see by 0, which must give 0.
         const std::int64_t seen_by_all = std::clamp<std::int64_t>(visible, 0, rows);
         if (seen_by_all < rows &&
             !all_finite(v.data() + seen_by_all * dim, (rows - seen_by_all) * dim)) {
-          Kokkos::parallel_for("kvzap::attention::finite_sums", HostRange(0, tile * group),
-                               [=](std::int64_t i) {
-                                 const std::int64_t limit = std::min(rows, visible + i / group);
-                                 for (std::int64_t r = 0; r < limit; ++r) {
-                                   for (int d = 0; d < dim; ++d) o(i, d) += s(i, r) * v(r, d);
-                                 }
-                               });
+          host_for("kvzap::attention::finite_sums", tile * group, rows * dim, [=](std::int64_t i) {
+            const std::int64_t limit = std::min(rows, visible + i / group);
+            for (std::int64_t r = 0; r < limit; ++r) {
+              for (int d = 0; d < dim; ++d) o(i, d) += s(i, r) * v(r, d);
+            }
+          });
           return;
         }
         multiply_nn(exec, 1, s, v, 1, o);

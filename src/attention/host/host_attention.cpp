@@ -7,20 +7,18 @@
 #include "attention/host/amx_prefill.hpp"
 #include "attention/host/flash_prefill.hpp"
 #include "attention/host/head_rows.hpp"
+#include "base/host_threads.hpp"
 #include "base/instantiate.hpp"
 #include "base/scratch.hpp"
 
 namespace kvzap::detail {
 namespace {
 
-using HostRange =
-    Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace, Kokkos::IndexType<std::int64_t>>;
-
 // Rows of a work item. Fixed, so that neither the number of threads nor other spans change how sums
 // are grouped; 512 KiB of bfloat16 keys and values of 128.
 constexpr std::int64_t item_rows = 1024;
 
-std::int64_t workers() { return Kokkos::DefaultHostExecutionSpace().concurrency(); }
+std::int64_t workers() { return host_threads(); }
 
 /// Whether tiles of query tokens are AmxPrefill's, not FlashPrefill's.
 template <class Value>
@@ -212,61 +210,60 @@ void HostAttention<Value, order>::operator()(const ExecutionSpace& exec,
     float* const result = partials + i * partial;
     attention.finish(result, result + group, result + 2 * std::int64_t{group});
   };
-  Kokkos::parallel_for(
-      "kvzap::attention::items", HostRange(0, workers()), [=](std::int64_t worker) {
-        float* const workspace = workspaces + worker * space;
-        std::int64_t i = (*queue)++;
-        if constexpr (std::is_same_v<Value, bfloat16>) {
-          const std::int64_t n_by_amx = rows_by_amx ? n_tiles + n_rows : by_amx ? n_tiles : 0;
-          if (i < n_by_amx) {
-            const TileScope scope;
-            AmxPrefill attention(group, dim, workspace + row_space);
-            for (; i < n_tiles; i = (*queue)++) attend_tile(attention, tiles[i]);
-            for (; i < n_by_amx; i = (*queue)++) attend_rows_by_amx(attention, i - n_tiles);
-          }
-        }
-        if (i < n_tiles) {
-          FlashPrefill<Value> attention(group, dim, workspace + row_space);
-          for (; i < n_tiles; i = (*queue)++) attend_tile(attention, tiles[i]);
-        }
-        if (i >= n_tiles + n_rows) return;
-        RowAttention<Value> attention(group, dim, order == PageOrder::token_major, workspace);
-        for (; i < n_tiles + n_rows; i = (*queue)++) {
-          attend_rows(attention, i - n_tiles);
-        }
-      });
+  host_for("kvzap::attention::items", workers(), [=](std::int64_t worker) {
+    float* const workspace = workspaces + worker * space;
+    std::int64_t i = (*queue)++;
+    if constexpr (std::is_same_v<Value, bfloat16>) {
+      const std::int64_t n_by_amx = rows_by_amx ? n_tiles + n_rows : by_amx ? n_tiles : 0;
+      if (i < n_by_amx) {
+        const TileScope scope;
+        AmxPrefill attention(group, dim, workspace + row_space);
+        for (; i < n_tiles; i = (*queue)++) attend_tile(attention, tiles[i]);
+        for (; i < n_by_amx; i = (*queue)++) attend_rows_by_amx(attention, i - n_tiles);
+      }
+    }
+    if (i < n_tiles) {
+      FlashPrefill<Value> attention(group, dim, workspace + row_space);
+      for (; i < n_tiles; i = (*queue)++) attend_tile(attention, tiles[i]);
+    }
+    if (i >= n_tiles + n_rows) return;
+    RowAttention<Value> attention(group, dim, order == PageOrder::token_major, workspace);
+    for (; i < n_tiles + n_rows; i = (*queue)++) {
+      attend_rows(attention, i - n_tiles);
+    }
+  });
   if (n_rows == 0) return;
 
   const std::int64_t* const first_of = m_first_items.data();
   const int* const singles = m_singles.data();
   const float scaling = 1.0f / std::sqrt(static_cast<float>(dim));
-  Kokkos::parallel_for(
-      "kvzap::attention::merge",
-      HostRange(0, static_cast<std::int64_t>(m_singles.size()) * kv_heads * group),
-      [=](std::int64_t i) {
-        const std::int64_t q = i % group;
-        const std::int64_t query = span_list[singles[i / group / kv_heads]].first_query;
-        const std::int64_t head = i / group % kv_heads;
-        const float* const begin = partials + first_of[i / group] * partial;
-        const float* const end = partials + first_of[i / group + 1] * partial;
-        float largest = minus_infinity;
-        for (const float* p = begin; p < end; p += partial) largest = std::max(largest, p[q]);
-        float* const result = &call.output(query, head * group + q, 0);
-        const std::int64_t stride = call.output.stride(2);
-        for (int d = 0; d < dim; ++d) result[d * stride] = 0;
-        float total = 0;
-        for (const float* p = begin; p < end; p += partial) {
-          const float factor = std::exp((p[q] - shift_of(largest)) * scaling);
-          total += factor * p[group + q];
-          const float* const summand = p + 2 * std::int64_t{group} + q * dim;
-          for (int d = 0; d < dim; ++d) result[d * stride] += factor * summand[d];
-        }
-        const float inverse = inverse_of(total);
-        for (int d = 0; d < dim; ++d) result[d * stride] *= inverse;
-        if (call.wants_lse()) {
-          call.lse(query, head * group + q) = log_sum_exp(largest * scaling, total);
-        }
-      });
+  host_for("kvzap::attention::merge",
+           static_cast<std::int64_t>(m_singles.size()) * kv_heads * group,
+           dim * (1 + n_rows / std::max<std::int64_t>(1, m_singles.size() * kv_heads)),
+           [=](std::int64_t i) {
+             const std::int64_t q = i % group;
+             const std::int64_t query = span_list[singles[i / group / kv_heads]].first_query;
+             const std::int64_t head = i / group % kv_heads;
+             const float* const begin = partials + first_of[i / group] * partial;
+             const float* const end = partials + first_of[i / group + 1] * partial;
+             float largest = minus_infinity;
+             for (const float* p = begin; p < end; p += partial) largest = std::max(largest, p[q]);
+             float* const result = &call.output(query, head * group + q, 0);
+             const std::int64_t stride = call.output.stride(2);
+             for (int d = 0; d < dim; ++d) result[d * stride] = 0;
+             float total = 0;
+             for (const float* p = begin; p < end; p += partial) {
+               const float factor = std::exp((p[q] - shift_of(largest)) * scaling);
+               total += factor * p[group + q];
+               const float* const summand = p + 2 * std::int64_t{group} + q * dim;
+               for (int d = 0; d < dim; ++d) result[d * stride] += factor * summand[d];
+             }
+             const float inverse = inverse_of(total);
+             for (int d = 0; d < dim; ++d) result[d * stride] *= inverse;
+             if (call.wants_lse()) {
+               call.lse(query, head * group + q) = log_sum_exp(largest * scaling, total);
+             }
+           });
 }
 
 #define KVZAP_INSTANTIATE(Value, order) template class HostAttention<Value, order>;

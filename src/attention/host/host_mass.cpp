@@ -6,15 +6,13 @@
 #include "attention/host/load_row.hpp"
 #include "attention/host/tile_mass.hpp"
 #include "attention/ring_order.hpp"
+#include "base/host_threads.hpp"
 #include "base/instantiate.hpp"
 #include "base/scratch.hpp"
 #include "linalg/host/row_kernels.hpp"
 
 namespace kvzap::detail {
 namespace {
-
-using HostRange =
-    Kokkos::RangePolicy<Kokkos::DefaultHostExecutionSpace, Kokkos::IndexType<std::int64_t>>;
 
 // Query rows and rows of a tile of the gemm form, and columns that one thread reduces.
 constexpr std::int64_t gemm_tile = 512;
@@ -53,7 +51,7 @@ void HostMass<Value, order>::by_tiles(const AttentionSpan<Value, order>& span,
   std::int64_t longest = 0;
   for (int h = 0; h < kv_heads; ++h) longest = std::max(longest, span.cached.rows(h));
   const std::int64_t items = (longest + span.new_rows + tile - 1) / tile * kv_heads;
-  const std::int64_t workers = Kokkos::DefaultHostExecutionSpace().concurrency();
+  const std::int64_t workers = host_threads();
   const std::int64_t space = TileMass<Value>::scratch_size(call.dim);
   reserve_scratch(m_workspaces, workers * space, "kvzap::mass::workspaces");
   float* const workspaces = m_workspaces.data();
@@ -63,7 +61,7 @@ void HostMass<Value, order>::by_tiles(const AttentionSpan<Value, order>& span,
   const bool has_query_factors = call.factors.queries.extent(0) > 0;
   std::atomic<std::int64_t> next_item{0};
   std::atomic<std::int64_t>* const queue = &next_item;
-  Kokkos::parallel_for("kvzap::mass::tiles", HostRange(0, workers), [=](std::int64_t worker) {
+  host_for("kvzap::mass::tiles", workers, [=](std::int64_t worker) {
     TileMass<Value> mass(call.dim, is_max, workspaces + worker * space);
     // Rows that many queries see come first.
     for (std::int64_t i = (*queue)++; i < items; i = (*queue)++) {
@@ -119,7 +117,7 @@ void HostMass<Value, order>::by_gemm(const ExecutionSpace& exec,
     for (std::int64_t begin = 0; begin < rows; begin += gemm_tile) {
       const std::int64_t count = std::min(gemm_tile, rows - begin);
       const Matrix k(m_keys.data(), count, dim);
-      Kokkos::parallel_for("kvzap::mass::load_keys", HostRange(0, count), [=](std::int64_t r) {
+      host_for("kvzap::mass::load_keys", count, dim, [=](std::int64_t r) {
         const auto row = key_of(*of, call, head, begin + r);
         load_row(row.key, row.dim_stride, &k(r, 0), dim);
       });
@@ -130,40 +128,38 @@ void HostMass<Value, order>::by_gemm(const ExecutionSpace& exec,
         const Matrix q(m_queries.data(), tile * group, dim);
         const Matrix s(m_scores.data(), tile * group, count);
         const std::int64_t first_token = span.first_query + first;
-        Kokkos::parallel_for(
-            "kvzap::mass::load_queries", HostRange(0, tile * group), [=](std::int64_t i) {
-              for (int d = 0; d < dim; ++d) {
-                q(i, d) = scaling * call.queries(first_token + i / group,
-                                                 std::int64_t{head} * group + i % group, d);
-              }
-            });
+        host_for("kvzap::mass::load_queries", tile * group, dim, [=](std::int64_t i) {
+          for (int d = 0; d < dim; ++d) {
+            q(i, d) = scaling * call.queries(first_token + i / group,
+                                             std::int64_t{head} * group + i % group, d);
+          }
+        });
         multiply_nt(exec, 1, q, k, 0, s);
         fence(exec, "kvzap::mass: host kernels read what the instance wrote");
-        Kokkos::parallel_for(
-            "kvzap::mass::reduce", HostRange(0, (count + columns_at_once - 1) / columns_at_once),
-            [=](std::int64_t block) {
-              const std::int64_t from = block * columns_at_once;
-              float found[columns_at_once] = {};
-              for (std::int64_t i = 0; i < tile * group; ++i) {
-                const std::int64_t token = first_token + i / group;
-                const std::int64_t query_head = std::int64_t{head} * group + i % group;
-                const std::int64_t limit =
-                    std::min({columns_at_once, count - from, visible + i / group - from});
-                const float lse = call.lse(token, query_head);
-                if (limit <= 0 || lse == minus_infinity) continue;
-                float* const p = &s(i, from);
-                exp_shifted(p, limit, lse);
-                const float factor = has_query_factors ? call.factors.queries(token) : 1.0f;
-                for (std::int64_t r = 0; r < limit; ++r) {
-                  const float by =
-                      has_row_factors ? call.factors.rows(query_head, begin + from + r) : 1.0f;
-                  take_mass(p[r] * factor * by, is_max, found[r]);
-                }
-              }
-              for (std::int64_t r = 0; r < std::min(columns_at_once, count - from); ++r) {
-                take_mass(found[r], is_max, call.mass(head, begin + from + r));
-              }
-            });
+        host_for("kvzap::mass::reduce", (count + columns_at_once - 1) / columns_at_once,
+                 [=](std::int64_t block) {
+                   const std::int64_t from = block * columns_at_once;
+                   float found[columns_at_once] = {};
+                   for (std::int64_t i = 0; i < tile * group; ++i) {
+                     const std::int64_t token = first_token + i / group;
+                     const std::int64_t query_head = std::int64_t{head} * group + i % group;
+                     const std::int64_t limit =
+                         std::min({columns_at_once, count - from, visible + i / group - from});
+                     const float lse = call.lse(token, query_head);
+                     if (limit <= 0 || lse == minus_infinity) continue;
+                     float* const p = &s(i, from);
+                     exp_shifted(p, limit, lse);
+                     const float factor = has_query_factors ? call.factors.queries(token) : 1.0f;
+                     for (std::int64_t r = 0; r < limit; ++r) {
+                       const float by =
+                           has_row_factors ? call.factors.rows(query_head, begin + from + r) : 1.0f;
+                       take_mass(p[r] * factor * by, is_max, found[r]);
+                     }
+                   }
+                   for (std::int64_t r = 0; r < std::min(columns_at_once, count - from); ++r) {
+                     take_mass(found[r], is_max, call.mass(head, begin + from + r));
+                   }
+                 });
       }
     }
   }

@@ -40,22 +40,16 @@ KVZAP_INLINE_AVX2 Wide16 load_wide(const bfloat16* p) {
   return wide_of(p, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 
-/// Words from `first` on of those before `count`, of 8.
-KVZAP_INLINE_AVX2 __m256i words_before(int count, int first) {
-  const __m256i index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-  return _mm256_cmpgt_epi32(_mm256_set1_epi32(count - first), index);
-}
-
 /// The first `count` < 16 dims, 0 for the others, which are not read.
 KVZAP_INLINE_AVX2 Wide16 load_wide(const float* p, int count) {
-  return {_mm256_maskload_ps(p, words_before(count, 0)),
-          _mm256_maskload_ps(p + 8, words_before(count, 8))};
+  return {_mm256_maskload_ps(p, lanes_before(count, 0)),
+          _mm256_maskload_ps(p + 8, lanes_before(count, 8))};
 }
 
 template <class Value>
 KVZAP_INLINE_AVX2 Wide16 load_wide(const Value* p, int count) {
   static_assert(sizeof(Value) == 2);
-  __m256i bits = _mm256_maskload_epi32(reinterpret_cast<const int*>(p), words_before(count / 2, 0));
+  __m256i bits = _mm256_maskload_epi32(reinterpret_cast<const int*>(p), lanes_before(count / 2, 0));
   if (count % 2 != 0) {
     // The first half of the word behind the whole ones.
     const int last = p[count - 1].bits;
@@ -151,7 +145,7 @@ KVZAP_TARGET_AVX2 void online_softmax_avx2(float* scores, int rows, float scalin
                                            float* weight, float* sums, int padded) {
   const int units = (rows * G + 7) / 8;
   float* const last = scores + (units - 1) * 8;
-  const __m256i valid = words_before(rows * G, (units - 1) * 8);
+  const __m256i valid = lanes_before(rows * G, (units - 1) * 8);
   _mm256_store_ps(last, _mm256_blendv_ps(_mm256_set1_ps(minus_infinity), _mm256_load_ps(last),
                                          _mm256_castsi256_ps(valid)));
   const __m256 before = _mm256_load_ps(maximum);

@@ -29,6 +29,12 @@ constexpr std::int64_t whole(std::int64_t count, std::int64_t unit) {
 
 namespace kvzap::detail {
 
+/// Lanes first + i < count of 8, as a mask.
+KVZAP_INLINE_AVX2 __m256i lanes_before(int count, int first) {
+  const __m256i index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(count - first), index);
+}
+
 /// exp(x) for x <= 0 within 2 units in the last place (Cephes' expf); 0 where it would be
 /// subnormal, NaN for NaN.
 KVZAP_INLINE_AVX512 __m512 exp_nonpositive(__m512 x) {

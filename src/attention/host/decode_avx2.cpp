@@ -60,6 +60,16 @@ KVZAP_INLINE_AVX2 Wide16 load_wide(const Value* p, int count) {
   return wide_of(p, bits);
 }
 
+/// 16 dims, or, where `is_part`, the first `count` < 16.
+template <bool is_part, class Value>
+KVZAP_INLINE_AVX2 Wide16 load_dims(const Value* p, int count) {
+  if constexpr (is_part) {
+    return load_wide(p, count);
+  } else {
+    return load_wide(p);
+  }
+}
+
 /// A vector whose lane i is the sum of vector i.
 KVZAP_INLINE_AVX2 __m256 fold_eight(const __m256* v) {
   __m256 two[4], four[2];
@@ -204,12 +214,7 @@ KVZAP_TARGET_AVX2 void accumulate_avx2(const Value* values, std::int64_t stride,
     if (r % 2 == 0) ahead.step();
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
-      Wide16 value;
-      if constexpr (is_part) {
-        value = load_wide(row + v * 16, left);
-      } else {
-        value = load_wide(row + v * 16);
-      }
+      const Wide16 value = load_dims<is_part>(row + v * 16, left);
 #pragma GCC unroll 4
       for (int q = 0; q < G; ++q) {
         const __m256 weight = _mm256_broadcast_ss(weights + r * G + q);

@@ -139,6 +139,36 @@ KVZAP_TARGET_AVX2 void score_avx2(const Value* keys, std::int64_t stride, int ro
   }
 }
 
+/// The same for one query, row after row, as they lie in memory, which is what the processor's
+/// prefetcher follows.
+template <class Value>
+KVZAP_TARGET_AVX2 void score_in_order_avx2(const Value* keys, std::int64_t stride, int rows,
+                                           const float* query, int dim, float* scores,
+                                           Ahead& ahead) {
+  const int steps = dim / 16, left = dim % 16;
+  for (int first = 0; first < rows; first += 8, scores += 8) {
+    ahead.step();
+    __m256 sums[8];
+#pragma GCC unroll 1
+    for (int i = 0; i < 8; ++i) {
+      const Value* row = keys + std::min(first + i, rows - 1) * stride;
+      __m256 low = _mm256_setzero_ps(), high = _mm256_setzero_ps();
+      for (int s = 0; s < steps; ++s) {
+        const Wide16 key = load_wide(row + s * 16);
+        low = _mm256_fmadd_ps(key.low, _mm256_load_ps(query + s * 16), low);
+        high = _mm256_fmadd_ps(key.high, _mm256_load_ps(query + s * 16 + 8), high);
+      }
+      if (left > 0) {
+        const Wide16 key = load_wide(row + steps * 16, left);
+        low = _mm256_fmadd_ps(key.low, _mm256_load_ps(query + steps * 16), low);
+        high = _mm256_fmadd_ps(key.high, _mm256_load_ps(query + steps * 16 + 8), high);
+      }
+      sums[i] = _mm256_add_ps(low, high);
+    }
+    _mm256_store_ps(scores, fold_eight(sums));
+  }
+}
+
 /// Maximum over the lanes that belong to the same query, in each of them.
 template <int G>
 KVZAP_INLINE_AVX2 __m256 max_by_query(__m256 x) {
@@ -236,7 +266,8 @@ KVZAP_TARGET_AVX2 void accumulate_avx2(const Value* values, std::int64_t stride,
 template <class V, int G>
 struct Avx2Kernels {
   using Value = V;
-  static constexpr bool always_prefetches = true;
+  // Rows of one query are read at the memory's full rate by going over them in order.
+  static constexpr bool always_prefetches = G > 1;
   // Blocks of 16 dims whose sums, of G queries, take half of the registers.
   static constexpr int wide = 4 / G;
 
@@ -250,7 +281,11 @@ struct Avx2Kernels {
   }
   static void score(const Value* keys, std::int64_t stride, int rows, const float* queries, int dim,
                     float* scores, Ahead& ahead) {
-    score_avx2<Value, G>(keys, stride, rows, queries, dim, scores, ahead);
+    if constexpr (G == 1) {
+      score_in_order_avx2(keys, stride, rows, queries, dim, scores, ahead);
+    } else {
+      score_avx2<Value, G>(keys, stride, rows, queries, dim, scores, ahead);
+    }
   }
   static void softmax(float* scores, int rows, float scaling, float* maximum, float* weight,
                       float* sums, int padded) {
@@ -258,21 +293,25 @@ struct Avx2Kernels {
   }
   static void accumulate(const Value* values, std::int64_t stride, int rows, const float* weights,
                          float* sums, int padded, int dim, Ahead& ahead) {
-    for (int first = 0; first < rows; first += near_rows) {
-      const int count = std::min(near_rows, rows - first);
-      const Value* const near = values + first * stride;
+    // (Of one query: 1 KiB of rows, or it is no longer in order.)
+    const int near = G > 1
+                         ? near_rows
+                         : std::clamp(1024 / (dim * static_cast<int>(sizeof(Value))), 2, near_rows);
+    for (int first = 0; first < rows; first += near) {
+      const int count = std::min(near, rows - first);
+      const Value* const part = values + first * stride;
       const float* const own = weights + first * G;
       int d = 0;
       for (; d + wide * 16 <= dim; d += wide * 16) {
-        accumulate_avx2<Value, G, wide, false>(near + d, stride, count, own, sums + d, padded, 0,
+        accumulate_avx2<Value, G, wide, false>(part + d, stride, count, own, sums + d, padded, 0,
                                                ahead);
       }
       for (; d + 16 <= dim; d += 16) {
-        accumulate_avx2<Value, G, 1, false>(near + d, stride, count, own, sums + d, padded, 0,
+        accumulate_avx2<Value, G, 1, false>(part + d, stride, count, own, sums + d, padded, 0,
                                             ahead);
       }
       if (d < dim) {
-        accumulate_avx2<Value, G, 1, true>(near + d, stride, count, own, sums + d, padded, dim - d,
+        accumulate_avx2<Value, G, 1, true>(part + d, stride, count, own, sums + d, padded, dim - d,
                                            ahead);
       }
     }

@@ -293,10 +293,7 @@ struct Avx2Kernels {
   }
   static void accumulate(const Value* values, std::int64_t stride, int rows, const float* weights,
                          float* sums, int padded, int dim, Ahead& ahead) {
-    // (Of one query: 1 KiB of rows, or it is no longer in order.)
-    const int near = G > 1
-                         ? near_rows
-                         : std::clamp(1024 / (dim * static_cast<int>(sizeof(Value))), 2, near_rows);
+    const int near = G > 1 ? near_rows : rows_in_order<Value>(dim, 1024);
     for (int first = 0; first < rows; first += near) {
       const int count = std::min(near, rows - first);
       const Value* const part = values + first * stride;

@@ -96,6 +96,40 @@ KVZAP_TARGET_AVX512 void score(const typename Ops::Value* keys, std::int64_t str
   }
 }
 
+/// The same for one query, row after row, as they lie in memory, which is what the processor's
+/// prefetcher follows.
+template <class Ops>
+KVZAP_TARGET_AVX512 void score_in_order(const typename Ops::Value* keys, std::int64_t stride,
+                                        int rows, const float* query, int dim, float* scores,
+                                        Ahead& ahead) {
+  const int steps = (dim + 15) / 16;
+  const std::uint32_t last = 0xffffu >> (steps * 16 - dim);
+  for (int first = 0; first < rows; first += 16, scores += 16) {
+    ahead.step();
+    __m512 sums[16];
+#pragma GCC unroll 1
+    for (int i = 0; i < 16; ++i) {
+      const typename Ops::Value* row = keys + std::min(first + i, rows - 1) * stride;
+      __m512 even = _mm512_setzero_ps(), odd = _mm512_setzero_ps();
+      int s = 0;
+      for (; s + 2 < steps; s += 2) {
+        even =
+            _mm512_fmadd_ps(Ops::load(row + s * 16, 0xffffu), _mm512_load_ps(query + s * 16), even);
+        odd = _mm512_fmadd_ps(Ops::load(row + s * 16 + 16, 0xffffu),
+                              _mm512_load_ps(query + s * 16 + 16), odd);
+      }
+      if (s + 1 < steps) {
+        even =
+            _mm512_fmadd_ps(Ops::load(row + s * 16, 0xffffu), _mm512_load_ps(query + s * 16), even);
+        ++s;
+      }
+      odd = _mm512_fmadd_ps(Ops::load(row + s * 16, last), _mm512_load_ps(query + s * 16), odd);
+      sums[i] = _mm512_add_ps(even, odd);
+    }
+    _mm512_store_ps(scores, fold_all<4>(sums));
+  }
+}
+
 /// One row's products with G queries, in vectors of 32 dims, folded to one vector. `steps`: vectors
 /// of a row, or 0 if `n_steps` says how many.
 template <int G, int steps>
@@ -342,16 +376,17 @@ constexpr int lane_of_dim(int d) { return d / 4 % 2 * 16 + d / 8 * 4 + d % 4; }
 
 /// Calls accumulate for all queries and vectors of a row. Whole rows are read at a time, for as
 /// many queries as the registers have room for: parts of rows are not read at the memory's full
-/// rate.
+/// rate. Of one query, where there is nothing else to wait for, see rows_in_order.
 template <class Ops, int G>
 void accumulate_all(const typename Ops::Value* values, std::int64_t stride, int rows,
                     const float* weights, float* sums, int padded, int dim, Ahead& ahead) {
   constexpr int queries = G == 4 ? 2 : G;  // NOLINT(bugprone-branch-clone): G may be 2
-  constexpr int wide = 8;
+  constexpr int wide = G == 1 ? 4 : 8;
   const int vectors = (dim + 15) / 16;
   const std::uint32_t last = 0xffffu >> (vectors * 16 - dim);
-  for (int first = 0; first < rows; first += near_rows) {
-    const int count = std::min(near_rows, rows - first);
+  const int near = G > 1 ? near_rows : rows_in_order<typename Ops::Value>(dim, 512);
+  for (int first = 0; first < rows; first += near) {
+    const int count = std::min(near, rows - first);
     for (int v = 0; v < vectors;) {
       const int taken = vectors - v >= wide ? wide : vectors - v >= 4 ? 4 : 1;
       const auto kernel = taken == wide ? accumulate<Ops, queries, wide>
@@ -401,7 +436,8 @@ template <class V, int G>
 struct VectorKernels {
   using Value = V;
   using Ops = OpsOf<Value>;
-  static constexpr bool always_prefetches = true;
+  // Rows of one query are read at the memory's full rate by going over them in order.
+  static constexpr bool always_prefetches = G > 1;
 
   static int score_steps(int rows) { return (rows * G + 15) / 16; }
   static int accumulate_steps(int rows, int /*dim*/) { return (G == 4 ? 2 : 1) * rows; }
@@ -411,7 +447,11 @@ struct VectorKernels {
   }
   static void score(const Value* keys, std::int64_t stride, int rows, const float* queries, int dim,
                     float* scores, Ahead& ahead) {
-    detail::score<Ops, G>(keys, stride, rows, queries, dim, scores, ahead);
+    if constexpr (G == 1) {
+      score_in_order<Ops>(keys, stride, rows, queries, dim, scores, ahead);
+    } else {
+      detail::score<Ops, G>(keys, stride, rows, queries, dim, scores, ahead);
+    }
   }
   static void softmax(float* scores, int rows, float scaling, float* maximum, float* weight,
                       float* sums, int padded) {

@@ -17,6 +17,13 @@ constexpr int decode_block_rows = 64;
 // Rows whose values are read from memory once and then again from the level-1 cache.
 constexpr int near_rows = 16;
 
+/// The same where rows are read without being asked for before, by the processor's prefetcher: it
+/// follows only what is nearly in the order in which it lies, so many bytes at a time.
+template <class Value>
+int rows_in_order(int dim, int bytes) {
+  return std::clamp(bytes / (dim * static_cast<int>(sizeof(Value))), 1, near_rows);
+}
+
 // Lanes of a block of queries in the running maximum and weight; AVX2 uses the first half.
 constexpr int block_lanes = 16;
 

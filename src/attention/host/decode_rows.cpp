@@ -4,6 +4,8 @@
 #include <cmath>
 #include <type_traits>
 
+#include "attention/host/decode_avx2.hpp"
+#include "attention/host/row_blocks.hpp"
 #include "attention/host/vector_math.hpp"
 #include "attention/softmax.hpp"
 #include "base/instantiate.hpp"
@@ -13,14 +15,6 @@
 // NOLINTBEGIN(bugprone-implicit-widening-of-multiplication-result)
 
 namespace kvzap::detail {
-namespace {
-
-// Rows whose scores are held at once: the running maximum is rescaled once per so many. With 128
-// 16-bit values per row, their keys and their values each fill half a level-1 cache.
-constexpr int decode_block_rows = 64;
-
-}  // namespace
-
 #if KVZAP_X86
 namespace {
 
@@ -72,53 +66,6 @@ KVZAP_INLINE_AVX512 __m512 fold_all(const __m512* vectors) {
   }
 }
 
-// Bytes by which prefetching is ahead of reading: many latencies of memory at its full rate. Into
-// the level-2 cache, as a level-1 cache would lose lines again in between.
-constexpr std::int64_t prefetch_distance = 16384;
-
-/// Rows that lie one behind the other, as bytes.
-struct Extent {
-  const char* begin = nullptr;
-  const char* end = nullptr;
-
-  template <class Value>
-  static Extent of(const Value* rows, std::int64_t count, std::int64_t stride) {
-    return {reinterpret_cast<const char*>(rows),
-            reinterpret_cast<const char*>(rows + count * stride)};
-  }
-};
-
-/// Prefetches in ascending order, a share with each step of a kernel, the memory that is read
-/// prefetch_distance later: the rest of what the kernel reads now, and the beginning of what is
-/// read next. Nothing if `steps` is 0.
-class Ahead {
- public:
-  Ahead(Extent now, Extent later, std::int64_t steps) {
-    const std::int64_t skipped = std::min<std::int64_t>(prefetch_distance, now.end - now.begin);
-    const std::int64_t more = std::min<std::int64_t>(prefetch_distance, later.end - later.begin);
-    m_now = {now.begin + skipped, now.end};
-    m_later = {later.begin, later.begin + more};
-    if (steps > 0) {
-      m_lines = static_cast<int>((m_now.end - m_now.begin + more + 64 * steps - 1) / (64 * steps));
-    }
-  }
-  KVZAP_TARGET_AVX512 inline __attribute__((always_inline)) void step() {
-    for (int i = 0; i < m_lines; ++i) {
-      if (m_now.begin >= m_now.end) {
-        m_now = m_later;
-        m_later = {};
-        if (m_now.begin >= m_now.end) return;
-      }
-      _mm_prefetch(m_now.begin, _MM_HINT_T1);
-      m_now.begin += 64;
-    }
-  }
-
- private:
-  Extent m_now, m_later;
-  int m_lines = 0;
-};
-
 /// Scores of 1 <= rows <= decode_block_rows rows and G query heads: lane e of vector u belongs to
 /// row u * 16 / G + e / G and query e % G. Lanes past the last row get some score of the last row.
 /// queries: [16 dims][G][16].
@@ -144,6 +91,40 @@ KVZAP_TARGET_AVX512 void score(const typename Ops::Value* keys, std::int64_t str
           sums[i * G + q] = _mm512_fmadd_ps(key, query[q], sums[i * G + q]);
         }
       }
+    }
+    _mm512_store_ps(scores, fold_all<4>(sums));
+  }
+}
+
+/// The same for one query, row after row, as they lie in memory, which is what the processor's
+/// prefetcher follows.
+template <class Ops>
+KVZAP_TARGET_AVX512 void score_in_order(const typename Ops::Value* keys, std::int64_t stride,
+                                        int rows, const float* query, int dim, float* scores,
+                                        Ahead& ahead) {
+  const int steps = (dim + 15) / 16;
+  const std::uint32_t last = 0xffffu >> (steps * 16 - dim);
+  for (int first = 0; first < rows; first += 16, scores += 16) {
+    ahead.step();
+    __m512 sums[16];
+#pragma GCC unroll 1
+    for (int i = 0; i < 16; ++i) {
+      const typename Ops::Value* row = keys + std::min(first + i, rows - 1) * stride;
+      __m512 even = _mm512_setzero_ps(), odd = _mm512_setzero_ps();
+      int s = 0;
+      for (; s + 2 < steps; s += 2) {
+        even =
+            _mm512_fmadd_ps(Ops::load(row + s * 16, 0xffffu), _mm512_load_ps(query + s * 16), even);
+        odd = _mm512_fmadd_ps(Ops::load(row + s * 16 + 16, 0xffffu),
+                              _mm512_load_ps(query + s * 16 + 16), odd);
+      }
+      if (s + 1 < steps) {
+        even =
+            _mm512_fmadd_ps(Ops::load(row + s * 16, 0xffffu), _mm512_load_ps(query + s * 16), even);
+        ++s;
+      }
+      odd = _mm512_fmadd_ps(Ops::load(row + s * 16, last), _mm512_load_ps(query + s * 16), odd);
+      sums[i] = _mm512_add_ps(even, odd);
     }
     _mm512_store_ps(scores, fold_all<4>(sums));
   }
@@ -393,21 +374,19 @@ KVZAP_TARGET_AVX512_BF16 void accumulate_pairs(const bfloat16* values, std::int6
 /// Lane of a block of 32 sums in which dim d is kept: unpacking splits each 8 neighbours in two.
 constexpr int lane_of_dim(int d) { return d / 4 % 2 * 16 + d / 8 * 4 + d % 4; }
 
-// Rows whose values are read from memory once and then again from the level-1 cache.
-constexpr int near_rows = 16;
-
 /// Calls accumulate for all queries and vectors of a row. Whole rows are read at a time, for as
 /// many queries as the registers have room for: parts of rows are not read at the memory's full
-/// rate.
+/// rate. Of one query, where there is nothing else to wait for, see rows_in_order.
 template <class Ops, int G>
 void accumulate_all(const typename Ops::Value* values, std::int64_t stride, int rows,
                     const float* weights, float* sums, int padded, int dim, Ahead& ahead) {
   constexpr int queries = G == 4 ? 2 : G;  // NOLINT(bugprone-branch-clone): G may be 2
-  constexpr int wide = 8;
+  constexpr int wide = G == 1 ? 4 : 8;
   const int vectors = (dim + 15) / 16;
   const std::uint32_t last = 0xffffu >> (vectors * 16 - dim);
-  for (int first = 0; first < rows; first += near_rows) {
-    const int count = std::min(near_rows, rows - first);
+  const int near = G > 1 ? near_rows : rows_in_order<typename Ops::Value>(dim, 512);
+  for (int first = 0; first < rows; first += near) {
+    const int count = std::min(near, rows - first);
     for (int v = 0; v < vectors;) {
       const int taken = vectors - v >= wide ? wide : vectors - v >= 4 ? 4 : 1;
       const auto kernel = taken == wide ? accumulate<Ops, queries, wide>
@@ -453,75 +432,78 @@ using OpsOf =
     std::conditional_t<std::is_same_v<Value, float>, FloatOps,
                        std::conditional_t<std::is_same_v<Value, half>, HalfOps, WideBfloatOps>>;
 
-/// State of one call of attend_blocks.
-template <class Value>
-struct Blocks {
-  int count, dim, padded;
-  float scaling;
-  const float* queries;
-  float *scores, *maximum, *weight, *sums;
+template <class V, int G>
+struct VectorKernels {
+  using Value = V;
+  using Ops = OpsOf<Value>;
+  // Rows of one query are read at the memory's full rate by going over them in order.
+  static constexpr bool always_prefetches = G > 1;
+
+  static int score_steps(int rows) { return (rows * G + 15) / 16; }
+  static int accumulate_steps(int rows, int /*dim*/) { return (G == 4 ? 2 : 1) * rows; }
+
+  static const float* queries_of(const float* queries, std::int64_t block, int padded) {
+    return queries + block * G * padded;
+  }
+  static void score(const Value* keys, std::int64_t stride, int rows, const float* queries, int dim,
+                    float* scores, Ahead& ahead) {
+    if constexpr (G == 1) {
+      score_in_order<Ops>(keys, stride, rows, queries, dim, scores, ahead);
+    } else {
+      detail::score<Ops, G>(keys, stride, rows, queries, dim, scores, ahead);
+    }
+  }
+  static void softmax(float* scores, int rows, float scaling, float* maximum, float* weight,
+                      float* sums, int padded) {
+    online_softmax<G>(scores, rows, scaling, maximum, weight, sums, padded);
+  }
+  static void accumulate(const Value* values, std::int64_t stride, int rows, const float* weights,
+                         float* sums, int padded, int dim, Ahead& ahead) {
+    accumulate_all<Ops, G>(values, stride, rows, weights, sums, padded, dim, ahead);
+  }
 };
 
-/// Whether `next` is empty or begins where `run` ends, but for the positions at a page's end.
-template <class Value>
-bool is_behind(const RowRun<Value>& next, const RowRun<Value>& run) {
-  if (next.rows == 0) return true;
-  const auto end = reinterpret_cast<std::uintptr_t>(run.values + run.rows * run.row_stride);
-  const auto begin = reinterpret_cast<std::uintptr_t>(next.keys);
-  return begin >= end && begin - end < 4096;
-}
+template <int G>
+struct PairKernels {
+  using Value = bfloat16;
+  static constexpr bool always_prefetches = false;
 
-template <class Value, int G, bool by_pairs>
-void attend_blocks(const Blocks<Value>& blocks, const RowRun<Value>& run,
-                   const RowRun<Value>& next) {
-  using Ops = OpsOf<Value>;
-  const int dim = blocks.dim, padded = blocks.padded;
-  // Rows that are read once, in the order in which they lie, are brought by the processor's own
-  // prefetcher, at the memory's full rate, which asking for single lines does not reach. It helps
-  // where the next page lies elsewhere, or where there is more to compute than to read.
-  const bool prefetches = !by_pairs || blocks.count > 1 || !is_behind(next, run);
-  for (std::int64_t begin = 0; begin < run.rows; begin += decode_block_rows) {
-    const int rows = static_cast<int>(std::min<std::int64_t>(decode_block_rows, run.rows - begin));
-    const Value* keys = run.keys + begin * run.row_stride;
-    const Value* values = run.values + begin * run.row_stride;
-    const Extent key_bytes = Extent::of(keys, rows, run.row_stride);
-    const Extent value_bytes = Extent::of(values, rows, run.row_stride);
-    Ahead ahead(key_bytes, value_bytes,
-                prefetches ? std::int64_t{blocks.count} * ((rows * G + 15) / 16) : 0);
-    for (int b = 0; b < blocks.count; ++b) {
-      float* scores = blocks.scores + b * G * decode_block_rows;
-      const float* queries = blocks.queries + std::int64_t{b} * G * padded;
-      if constexpr (by_pairs) {
-        score_pairs<G>(
-            keys, run.row_stride, rows,
-            reinterpret_cast<const bfloat16*>(blocks.queries) + std::int64_t{b} * G * padded, dim,
-            scores, ahead);
-      } else {
-        score<Ops, G>(keys, run.row_stride, rows, queries, dim, scores, ahead);
-      }
-    }
-    const std::int64_t left = run.rows - begin - decode_block_rows;
-    const Extent next_bytes =
-        left > 0 ? Extent::of(keys + decode_block_rows * run.row_stride,
-                              std::min<std::int64_t>(left, decode_block_rows), run.row_stride)
-                 : Extent::of(next.keys, std::min<std::int64_t>(next.rows, decode_block_rows),
-                              next.row_stride);
-    const std::int64_t passes = G == 4 ? 2 : 1;
-    ahead = Ahead(value_bytes, next_bytes,
-                  prefetches ? blocks.count * passes * (by_pairs ? (rows + 1) / 2 : rows) : 0);
-    for (int b = 0; b < blocks.count; ++b) {
-      float* scores = blocks.scores + b * G * decode_block_rows;
-      float* sums = blocks.sums + std::int64_t{b} * G * padded;
-      if constexpr (by_pairs) {
-        online_softmax_pairs<G>(scores, rows, blocks.scaling, blocks.maximum + b * 16,
-                                blocks.weight + b * 16, sums, padded);
-        accumulate_all_pairs<G>(values, run.row_stride, rows, scores, sums, padded, dim, ahead);
-      } else {
-        online_softmax<G>(scores, rows, blocks.scaling, blocks.maximum + b * 16,
-                          blocks.weight + b * 16, sums, padded);
-        accumulate_all<Ops, G>(values, run.row_stride, rows, scores, sums, padded, dim, ahead);
-      }
-    }
+  static int score_steps(int rows) { return (rows * G + 15) / 16; }
+  static int accumulate_steps(int rows, int /*dim*/) { return (G == 4 ? 2 : 1) * ((rows + 1) / 2); }
+
+  static const bfloat16* queries_of(const float* queries, std::int64_t block, int padded) {
+    return reinterpret_cast<const bfloat16*>(queries) + block * G * padded;
+  }
+  static void score(const bfloat16* keys, std::int64_t stride, int rows, const bfloat16* queries,
+                    int dim, float* scores, Ahead& ahead) {
+    score_pairs<G>(keys, stride, rows, queries, dim, scores, ahead);
+  }
+  static void softmax(float* scores, int rows, float scaling, float* maximum, float* weight,
+                      float* sums, int padded) {
+    online_softmax_pairs<G>(scores, rows, scaling, maximum, weight, sums, padded);
+  }
+  static void accumulate(const bfloat16* values, std::int64_t stride, int rows,
+                         const float* weights, float* sums, int padded, int dim, Ahead& ahead) {
+    accumulate_all_pairs<G>(values, stride, rows, weights, sums, padded, dim, ahead);
+  }
+};
+
+template <class Value, int G>
+using VectorKernelsOf = VectorKernels<Value, G>;
+template <class Value, int G>
+using PairKernelsOf = PairKernels<G>;
+
+/// attend_blocks with the kernels of blocks of `block_queries` queries.
+template <template <class, int> class KernelsOf, class Value>
+void attend_blocks_of(int block_queries, const Blocks<Value>& blocks, const RowRun<Value>& run,
+                      const RowRun<Value>& next) {
+  switch (block_queries) {
+    case 1:
+      return attend_blocks<KernelsOf<Value, 1>, 1>(blocks, run, next);
+    case 2:
+      return attend_blocks<KernelsOf<Value, 2>, 2>(blocks, run, next);
+    default:
+      return attend_blocks<KernelsOf<Value, 4>, 4>(blocks, run, next);
   }
 }
 
@@ -544,8 +526,9 @@ RowAttention<Value>::RowAttention(int group, int dim, [[maybe_unused]] bool by_r
     : m_group(group), m_dim(dim), m_scaling(1.0f / std::sqrt(static_cast<float>(dim))) {
 #if KVZAP_X86
   const SimdLevel level = simd_level();
-  if (by_row && level >= SimdLevel::avx512) {
-    m_kernels = std::is_same_v<Value, bfloat16> && level >= SimdLevel::avx512_bf16
+  if (by_row && level >= SimdLevel::avx2) {
+    m_kernels = level < SimdLevel::avx512 ? Kernels::avx2
+                : std::is_same_v<Value, bfloat16> && level >= SimdLevel::avx512_bf16
                     ? Kernels::pairs
                     : Kernels::vectors;
   }
@@ -569,12 +552,15 @@ void RowAttention<Value>::begin(const float* queries, std::int64_t head_stride,
                                 std::int64_t dim_stride) {
   const int padded_group = m_blocks * m_block_queries;
   std::fill_n(m_sums, std::int64_t{padded_group} * m_padded_dim, 0.0f);
-  const int lanes = m_kernels == Kernels::portable ? m_group : m_blocks * 16;
+  const int lanes = m_kernels == Kernels::portable ? m_group : m_blocks * block_lanes;
   std::fill_n(m_maximum, lanes, minus_infinity);
   std::fill_n(m_weight, lanes, 0.0f);
   const int step = m_kernels == Kernels::portable ? m_padded_dim
                    : m_kernels == Kernels::pairs  ? 32
                                                   : 16;
+  const auto lane_of = [&](int d) {
+    return m_kernels == Kernels::avx2 ? avx2_lane_of_dim<Value>(d % 16) : d % step;
+  };
   for (int b = 0; b < m_blocks; ++b) {
     for (int q = 0; q < m_block_queries; ++q) {
       const int head = b * m_block_queries + q;
@@ -583,7 +569,7 @@ void RowAttention<Value>::begin(const float* queries, std::int64_t head_stride,
             head < m_group && d < m_dim ? queries[head * head_stride + d * dim_stride] : 0.0f;
         const std::int64_t at =
             (std::int64_t{b} * m_padded_dim + d / step * step) * m_block_queries + q * step +
-            d % step;
+            lane_of(d);
         if (m_kernels == Kernels::pairs) {
           reinterpret_cast<bfloat16*>(m_queries)[at] = bfloat16(x);
         } else {
@@ -641,21 +627,15 @@ void RowAttention<Value>::attend(const RowRun<Value>& run,
   const Blocks<Value> blocks{m_blocks, m_dim,     m_padded_dim, m_scaling, m_queries,
                              m_scores, m_maximum, m_weight,     m_sums};
   const RowRun<Value>& ahead = next.keys && next.dim_stride == 1 ? next : run;
-  const auto attend_with = [&](auto by_pairs) {
-    constexpr bool pairs = decltype(by_pairs)::value;
-    switch (m_block_queries) {
-      case 1:
-        return attend_blocks<Value, 1, pairs>(blocks, run, ahead);
-      case 2:
-        return attend_blocks<Value, 2, pairs>(blocks, run, ahead);
-      default:
-        return attend_blocks<Value, 4, pairs>(blocks, run, ahead);
-    }
-  };
   if constexpr (std::is_same_v<Value, bfloat16>) {
-    if (m_kernels == Kernels::pairs) return attend_with(std::true_type());
+    if (m_kernels == Kernels::pairs) {
+      return attend_blocks_of<PairKernelsOf>(m_block_queries, blocks, run, ahead);
+    }
   }
-  attend_with(std::false_type());
+  if (m_kernels == Kernels::avx2) {
+    return attend_blocks_avx2(m_block_queries, blocks, run, ahead);
+  }
+  attend_blocks_of<VectorKernelsOf>(m_block_queries, blocks, run, ahead);
 #endif
 }
 
@@ -669,16 +649,18 @@ void RowAttention<Value>::finish(float* maximum, float* weight, float* sums) con
   }
 #if KVZAP_X86
   for (int head = 0; head < m_group; ++head) {
-    const int block = head / m_block_queries;
+    const int lanes = head / m_block_queries * block_lanes;
     const int q = head % m_block_queries;
-    maximum[head] = m_maximum[block * 16 + q];
+    maximum[head] = m_maximum[lanes + q];
     float total = 0;
-    for (int lane = q; lane < 16; lane += m_block_queries) total += m_weight[block * 16 + lane];
+    for (int lane = q; lane < block_lanes; lane += m_block_queries) total += m_weight[lanes + lane];
     weight[head] = total;
     const float* own = m_sums + std::int64_t{head} * m_padded_dim;
     for (int d = 0; d < m_dim; ++d) {
       sums[std::int64_t{head} * m_dim + d] =
-          own[m_kernels == Kernels::pairs ? d / 32 * 32 + lane_of_dim(d % 32) : d];
+          own[m_kernels == Kernels::pairs  ? d / 32 * 32 + lane_of_dim(d % 32)
+              : m_kernels == Kernels::avx2 ? d / 16 * 16 + avx2_lane_of_dim<Value>(d % 16)
+                                           : d];
     }
   }
 #endif

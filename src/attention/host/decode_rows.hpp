@@ -19,7 +19,7 @@ struct RowRun {
 
 /// Running softmax of `group` query heads over the rows seen so far. Sums are kept in float.
 ///
-/// Instruction sets from avx512 on go through kernels in which vectors of rows and query heads are
+/// Instruction sets from avx2 on go through kernels in which vectors of rows and query heads are
 /// blocked in registers; at avx512_bf16 with bfloat16 rows, queries and exponentials are rounded to
 /// bfloat16 (relative error 2^-9 each), and the weights that are summed are the rounded ones, so
 /// that the result is a weighted mean of the values in any case.
@@ -41,7 +41,7 @@ class RowAttention {
   void finish(float* maximum, float* weight, float* sums) const;
 
  private:
-  enum class Kernels { portable, vectors, pairs };
+  enum class Kernels { portable, avx2, vectors, pairs };
 
   void attend_portably(const RowRun<Value>& run);
 

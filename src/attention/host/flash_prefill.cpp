@@ -8,6 +8,7 @@
 #include "attention/call.hpp"
 #include "attention/host/finite.hpp"
 #include "attention/host/tile_products.hpp"
+#include "attention/host/tile_products_avx2.hpp"
 #include "attention/host/vector_math.hpp"
 #include "base/instantiate.hpp"
 #include "linalg/host/row_kernels.hpp"
@@ -18,33 +19,41 @@
 namespace kvzap::detail {
 namespace {
 
-// Rows of a tile (query tokens times group) and keys of a tile. With 128 dimensions, queries,
-// scores, sums and packed keys and values take half a level-2 cache of 1 MiB, and one packed panel
-// half a level-1 cache.
-constexpr std::int64_t tile_rows = 264;
-constexpr int tile_keys = 128;
+/// Rows of a tile (query tokens times group) and keys of a tile.
+struct TileShape {
+  std::int64_t rows;
+  int keys;
+};
 
-constexpr std::int64_t padded_rows(int group) {
-  return whole(std::max<std::int64_t>(tile_rows, group), 12);
+/// With 128 dimensions, queries, scores, sums and packed keys and values take half a level-2 cache
+/// of 1 MiB, and one packed panel half a level-1 cache. Processors without AVX-512 have 256 KiB or
+/// more, in which what either product goes over has room.
+TileShape tile_shape() {
+  return simd_level() >= SimdLevel::avx512 ? TileShape{264, 128} : TileShape{192, 96};
+}
+
+std::int64_t padded_rows(int group) {
+  return whole(std::max<std::int64_t>(tile_shape().rows, group), 12);
 }
 
 }  // namespace
 
 template <class Value>
 bool FlashPrefill<Value>::available() {
-  return KVZAP_X86 && simd_level() >= SimdLevel::avx512;
+  return TileKernels::available();
 }
 
 template <class Value>
 std::int64_t FlashPrefill<Value>::tile_tokens(int group) {
-  return std::max<std::int64_t>(1, tile_rows / group);
+  return std::max<std::int64_t>(1, tile_shape().rows / group);
 }
 
 template <class Value>
 std::int64_t FlashPrefill<Value>::scratch_size(int group, int dim) {
   const std::int64_t padded = whole(dim, 16);
-  return padded_rows(group) * (2 * padded + tile_keys) + 3 * whole(padded_rows(group), 16) +
-         4 * tile_keys * padded;
+  const std::int64_t keys = tile_shape().keys;
+  return padded_rows(group) * (2 * padded + keys) + 3 * whole(padded_rows(group), 16) +
+         4 * keys * padded;
 }
 
 #if KVZAP_X86
@@ -119,7 +128,9 @@ template <class Value>
 FlashPrefill<Value>::FlashPrefill(int group, int dim, float* scratch)
     : m_group(group),
       m_dim(dim),
-      m_pairs(std::is_same_v<Value, bfloat16> && simd_level() >= SimdLevel::avx512_bf16),
+      m_tile_keys(tile_shape().keys),
+      m_kernels(TileKernels::of(std::is_same_v<Value, bfloat16>)),
+      m_pairs(m_kernels.pairs),
       m_words(static_cast<int>(m_pairs ? whole(whole(dim, 2) / 2, 16) : whole(dim, 16))),
       m_columns(static_cast<int>(whole(dim, 16))) {
   const std::int64_t rows = padded_rows(group);
@@ -131,14 +142,14 @@ FlashPrefill<Value>::FlashPrefill(int group, int dim, float* scratch)
   };
   m_queries = take(rows * padded);
   m_sums = take(rows * padded);
-  m_scores = take(rows * tile_keys);
+  m_scores = take(rows * m_tile_keys);
   m_maximum = take(whole(rows, 16));
   m_weight = take(whole(rows, 16));
   m_factor = take(whole(rows, 16));
-  m_staging_keys = take(tile_keys * padded);
-  m_staging_values = take(tile_keys * padded);
-  m_keys = take(tile_keys * padded);
-  m_values = take(tile_keys * padded);
+  m_staging_keys = take(m_tile_keys * padded);
+  m_staging_values = take(m_tile_keys * padded);
+  m_keys = take(m_tile_keys * padded);
+  m_values = take(m_tile_keys * padded);
 }
 
 template <class Value>
@@ -149,7 +160,7 @@ void FlashPrefill<Value>::begin(const float* queries, std::int64_t tokens,
   m_visible = visible;
   m_staged = 0;
   const std::int64_t rows = tokens * m_group;
-  const std::int64_t padded = whole(rows, block_rows(m_pairs));
+  const std::int64_t padded = whole(rows, m_kernels.rows);
   std::fill_n(m_queries, padded * m_words, 0.0f);
   std::fill_n(m_sums, padded * m_columns, 0.0f);
   std::fill_n(m_maximum, padded, minus_infinity);
@@ -195,7 +206,7 @@ void FlashPrefill<Value>::attend(const RowRun<Value>& run) {
           m_words);
     stage(run.values + r * run.row_stride, m_staging_values + std::int64_t{m_staged} * m_columns,
           m_columns);
-    if (++m_staged == tile_keys) attend_staged();
+    if (++m_staged == m_tile_keys) attend_staged();
   }
 }
 
@@ -211,7 +222,7 @@ template <class Value>
 void FlashPrefill<Value>::add_values(std::int64_t row, int limit) {
   if (limit == 0) return;
   float* const sums = m_sums + row * m_columns;
-  const float* const weights = m_scores + row * tile_keys;
+  const float* const weights = m_scores + row * m_tile_keys;
   for (int d = 0; d < m_dim; ++d) {
     float sum = sums[d] * m_factor[row];
     for (int k = 0; k < limit; ++k) {
@@ -231,15 +242,15 @@ template <class Value>
 void FlashPrefill<Value>::attend_staged() {
 #if KVZAP_X86
   const int keys = m_staged;
-  const int R = block_rows(m_pairs);
-  const int width = block_vectors(m_pairs) * 16;
+  const int R = m_kernels.rows;
+  const int width = m_kernels.columns;
   const int words = m_pairs ? (m_dim + 1) / 2 : m_dim;
   const int padded_keys = static_cast<int>(whole(keys, width));
   for (int k = keys; k < padded_keys; ++k) {
     std::fill_n(m_staging_keys + std::int64_t{k} * m_words, m_words, 0.0f);
     std::fill_n(m_staging_values + std::int64_t{k} * m_columns, m_columns, 0.0f);
   }
-  pack_keys(m_staging_keys, padded_keys, m_words, width, m_keys);
+  m_kernels.pack(m_staging_keys, padded_keys, m_words, m_keys);
   const int steps_of_values = m_pairs ? padded_keys / 2 : padded_keys;
   // Full panels first, the rest in panels of one vector.
   const auto width_at = [&](int column) { return column + width <= m_columns ? width : 16; };
@@ -265,25 +276,26 @@ void FlashPrefill<Value>::attend_staged() {
     return static_cast<int>(std::clamp<std::int64_t>(m_visible + row / m_group, 0, keys));
   };
   const auto last_limit = [&](std::int64_t row) { return limit_of(std::min(row + R, rows) - 1); };
-  const auto product_of_scores = m_pairs ? multiply_pairs<6, 4> : multiply_floats<12, 2>;
   for (int k = 0; k < padded_keys; k += width) {
     for (std::int64_t row = 0; row < rows; row += R) {
       if (last_limit(row) <= k) continue;
-      product_of_scores(words, m_queries + row * m_words, m_words,
-                        m_keys + std::int64_t{k} * m_words, m_scores + row * tile_keys + k,
-                        tile_keys, nullptr);
+      m_kernels.product(words, m_queries + row * m_words, m_words,
+                        m_keys + std::int64_t{k} * m_words, m_scores + row * m_tile_keys + k,
+                        m_tile_keys, nullptr);
     }
   }
   const float scaling = 1.0f / std::sqrt(static_cast<float>(m_dim));
   for (std::int64_t row = 0; row < rows; ++row) {
     const int limit = limit_of(row);
     const int padded = static_cast<int>(whole(last_limit(row / R * R), 32));
-    float* const scores = m_scores + row * tile_keys;
+    float* const scores = m_scores + row * m_tile_keys;
     if (limit == 0) {
       m_factor[row] = 1;
       std::fill_n(scores, padded, 0.0f);
     } else {
-      const auto online_softmax = m_pairs ? online_softmax_row_pairs : online_softmax_row;
+      const auto online_softmax = m_pairs             ? online_softmax_row_pairs
+                                  : m_kernels.by_avx2 ? online_softmax_row_avx2
+                                                      : online_softmax_row;
       online_softmax(scores, limit, padded, scaling, m_maximum + row, m_weight + row,
                      m_factor + row);
     }
@@ -297,13 +309,11 @@ void FlashPrefill<Value>::attend_staged() {
     return;
   }
   for (int c = 0; c < m_columns; c += width_at(c)) {
-    const auto product = width_at(c) == width
-                             ? (m_pairs ? multiply_pairs<6, 4> : multiply_floats<12, 2>)
-                             : (m_pairs ? multiply_pairs<6, 1> : multiply_floats<12, 1>);
+    const auto product = width_at(c) == width ? m_kernels.product : m_kernels.narrow;
     for (std::int64_t row = 0; row < rows; row += R) {
       const int limit = last_limit(row);
       if (limit == 0) continue;
-      product(m_pairs ? (limit + 1) / 2 : limit, m_scores + row * tile_keys, tile_keys,
+      product(m_pairs ? (limit + 1) / 2 : limit, m_scores + row * m_tile_keys, m_tile_keys,
               m_values + std::int64_t{c} * steps_of_values, m_sums + row * m_columns + c, m_columns,
               m_factor + row);
     }

@@ -5,11 +5,12 @@
 #include <cstdint>
 
 #include "attention/host/decode_rows.hpp"
+#include "attention/host/tile_kernels.hpp"
 
 namespace kvzap::detail {
 
 /// Running softmax of a tile of query tokens, each with the `group` query heads of one KV head,
-/// over rows of that head. Needs the instruction set avx512.
+/// over rows of that head. Needs the instruction set avx2.
 ///
 /// At avx512_bf16 with bfloat16 rows, queries and exponentials are rounded to bfloat16 (relative
 /// error 2^-9 each) and multiplied in pairs; the weights that are summed are the rounded ones.
@@ -46,6 +47,8 @@ class FlashPrefill {
 
   int m_group;
   int m_dim;
+  int m_tile_keys;
+  TileKernels m_kernels;
   bool m_pairs;
   int m_words;    // 32-bit words of a row of queries or keys, a multiple of 16
   int m_columns;  // of the sums, a multiple of 16

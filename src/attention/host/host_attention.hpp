@@ -19,7 +19,7 @@ class HostAttention {
   using Span = AttentionSpan<Value, order>;
 
   /// Attends the spans that have one query token, or, by tiles, any. Those with more need the
-  /// instruction set avx512 and are left out where FlashPrefill is not available.
+  /// instruction set avx2 and are left out where FlashPrefill is not available.
   void operator()(const ExecutionSpace& exec, const std::vector<Span>& spans,
                   const AttentionCall<Value, order>& call, bool by_tiles);
 

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "attention/host/tile_products.hpp"
+#include "attention/host/vector_math.hpp"
 #include "attention/softmax.hpp"
 #include "base/instantiate.hpp"
 #include "linalg/host/row_kernels.hpp"
@@ -44,6 +44,7 @@ KVZAP_TARGET_AVX512 void take_row(const float* scores, int count, float scaling,
   }
 }
 
+/// mass[k] = sum or maximum of itself and tile[k] for k < count, and some of those behind.
 KVZAP_TARGET_AVX512 void take_tile(const float* tile, int count, bool is_max, float* mass) {
   for (int k = 0; k < count; k += 16) {
     const __m512 p = _mm512_load_ps(tile + k);
@@ -54,12 +55,45 @@ KVZAP_TARGET_AVX512 void take_tile(const float* tile, int count, bool is_max, fl
   }
 }
 
+/// The maximum of what is and what comes; a NaN stays.
+KVZAP_INLINE_AVX2 __m256 max_or_nan(__m256 p, __m256 before) {
+  // The second operand is the result if one is NaN.
+  return _mm256_blendv_ps(_mm256_max_ps(p, before), p, _mm256_cmp_ps(p, p, _CMP_UNORD_Q));
+}
+
+KVZAP_TARGET_AVX2 void take_row_avx2(const float* scores, int count, float scaling, float lse,
+                                     float factor, const float* row_factors, bool is_max,
+                                     float* mass) {
+  const __m256 by = _mm256_set1_ps(scaling);
+  const __m256 shift = _mm256_set1_ps(lse);
+  const __m256 weight = _mm256_set1_ps(factor);
+  for (int k = 0; k < count; k += 8) {
+    const __m256i mask = lanes_before(count, k);
+    const __m256 score = _mm256_load_ps(scores + k);
+    __m256 p = _mm256_mul_ps(exp_nonpositive(_mm256_fmsub_ps(score, by, shift)), weight);
+    if (row_factors) {
+      p = _mm256_mul_ps(p, _mm256_maskload_ps(row_factors + k, mask));
+    }
+    const __m256 before = _mm256_load_ps(mass + k);
+    const __m256 now = is_max ? max_or_nan(p, before) : _mm256_add_ps(before, p);
+    _mm256_store_ps(mass + k, _mm256_blendv_ps(before, now, _mm256_castsi256_ps(mask)));
+  }
+}
+
+KVZAP_TARGET_AVX2 void take_tile_avx2(const float* tile, int count, bool is_max, float* mass) {
+  for (int k = 0; k < count; k += 8) {
+    const __m256 p = _mm256_load_ps(tile + k);
+    const __m256 before = _mm256_load_ps(mass + k);
+    _mm256_store_ps(mass + k, is_max ? max_or_nan(p, before) : _mm256_add_ps(before, p));
+  }
+}
+
 }  // namespace
 #endif
 
 template <class Value>
 bool TileMass<Value>::available() {
-  return KVZAP_X86 && simd_level() >= SimdLevel::avx512;
+  return TileKernels::available();
 }
 
 template <class Value>
@@ -72,7 +106,8 @@ template <class Value>
 TileMass<Value>::TileMass(int dim, bool is_max, float* scratch)
     : m_dim(dim),
       m_is_max(is_max),
-      m_pairs(std::is_same_v<Value, bfloat16> && simd_level() >= SimdLevel::avx512_bf16),
+      m_kernels(TileKernels::of(std::is_same_v<Value, bfloat16>)),
+      m_pairs(m_kernels.pairs),
       m_words(static_cast<int>(m_pairs ? whole(whole(dim, 2) / 2, 16) : whole(dim, 16))) {
   const auto take = [&](std::int64_t count) {
     float* const taken = scratch;
@@ -118,11 +153,11 @@ void TileMass<Value>::add_key(const Value* key, std::int64_t dim_stride) {
 template <class Value>
 void TileMass<Value>::pack() {
 #if KVZAP_X86
-  const int width = block_vectors(m_pairs) * 16;
+  const int width = m_kernels.columns;
   const int padded = static_cast<int>(whole(m_count, width));
   std::fill(m_rows + std::int64_t{m_count} * m_words, m_rows + std::int64_t{padded} * m_words,
             0.0f);
-  pack_keys(m_rows, padded, m_words, width, m_keys);
+  m_kernels.pack(m_rows, padded, m_words, m_keys);
 #endif
 }
 
@@ -151,29 +186,30 @@ void TileMass<Value>::add_query(const float* query, std::int64_t dim_stride, int
 template <class Value>
 void TileMass<Value>::reduce_queries() {
 #if KVZAP_X86
-  const int R = block_rows(m_pairs);
-  const int width = block_vectors(m_pairs) * 16;
+  const int R = m_kernels.rows;
+  const int width = m_kernels.columns;
   const int words = m_pairs ? (m_dim + 1) / 2 : m_dim;
   const int rows = static_cast<int>(whole(m_waiting, R));
   std::fill(m_queries + std::int64_t{m_waiting} * m_words, m_queries + std::int64_t{rows} * m_words,
             0.0f);
-  const auto product = m_pairs ? multiply_pairs<6, 4> : multiply_floats<12, 2>;
   for (int k = 0; k < m_count; k += width) {
     for (int row = 0; row < rows; row += R) {
       // Later rows see more.
       if (m_seen[std::min(row + R, m_waiting) - 1].limit <= k) continue;
-      product(words, m_queries + row * m_words, m_words, m_keys + std::int64_t{k} * m_words,
-              m_scores + row * tile_keys + k, tile_keys, nullptr);
+      m_kernels.product(words, m_queries + row * m_words, m_words,
+                        m_keys + std::int64_t{k} * m_words, m_scores + row * tile_keys + k,
+                        tile_keys, nullptr);
     }
   }
   const float scaling = 1.0f / std::sqrt(static_cast<float>(m_dim));
   std::fill_n(m_tile_mass, tile_keys, 0.0f);
+  const auto take = m_kernels.by_avx2 ? take_row_avx2 : take_row;
   for (int row = 0; row < m_waiting; ++row) {
     const Row& seen = m_seen[row];
-    take_row(m_scores + row * tile_keys, seen.limit, scaling, seen.lse, seen.factor,
-             seen.row_factors, m_is_max, m_tile_mass);
+    take(m_scores + row * tile_keys, seen.limit, scaling, seen.lse, seen.factor, seen.row_factors,
+         m_is_max, m_tile_mass);
   }
-  take_tile(m_tile_mass, m_count, m_is_max, m_mass);
+  (m_kernels.by_avx2 ? take_tile_avx2 : take_tile)(m_tile_mass, m_count, m_is_max, m_mass);
 #endif
   m_waiting = 0;
 }

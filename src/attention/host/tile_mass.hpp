@@ -4,10 +4,12 @@
 #include <cstdint>
 #include <kvzap/types.hpp>
 
+#include "attention/host/tile_kernels.hpp"
+
 namespace kvzap::detail {
 
 /// The mass that a tile of one KV head's keys gets from any number of queries. Needs the
-/// instruction set avx512; multiplies what FlashPrefill multiplies.
+/// instruction set avx2; multiplies what FlashPrefill multiplies.
 template <class Value>
 class TileMass {
  public:
@@ -39,6 +41,7 @@ class TileMass {
 
   int m_dim;
   bool m_is_max;
+  TileKernels m_kernels;
   bool m_pairs;
   int m_words;         // 32-bit words of a row of queries or keys, a multiple of 16
   int m_count = 0;     // keys

@@ -22,11 +22,18 @@ constexpr std::int64_t whole(std::int64_t count, std::int64_t unit) {
 #endif
 #include <immintrin.h>
 
+#define KVZAP_INLINE_AVX2 KVZAP_TARGET_AVX2 static inline __attribute__((always_inline))
 #define KVZAP_INLINE_AVX512 KVZAP_TARGET_AVX512 static inline __attribute__((always_inline))
 #define KVZAP_INLINE_AVX512_BF16 \
   KVZAP_TARGET_AVX512_BF16 static inline __attribute__((always_inline))
 
 namespace kvzap::detail {
+
+/// Lanes first + i < count of 8, as a mask.
+KVZAP_INLINE_AVX2 __m256i lanes_before(int count, int first) {
+  const __m256i index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(count - first), index);
+}
 
 /// exp(x) for x <= 0 within 2 units in the last place (Cephes' expf); 0 where it would be
 /// subnormal, NaN for NaN.
@@ -47,7 +54,31 @@ KVZAP_INLINE_AVX512 __m512 exp_nonpositive(__m512 x) {
   return _mm512_maskz_scalef_ps(normal, p, n);
 }
 
+KVZAP_INLINE_AVX2 __m256 exp_nonpositive(__m256 x) {
+  const __m256 lowest = _mm256_set1_ps(-87.3f);
+  const __m256 normal = _mm256_cmp_ps(x, lowest, _CMP_NLT_UQ);  // NaN counts
+  const __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504f)),
+                                   _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), x);
+  r = _mm256_fmadd_ps(n, _mm256_set1_ps(2.12194440e-4f), r);
+  __m256 p = _mm256_set1_ps(1.9875691500e-4f);
+  p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.3981999507e-3f));
+  p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(8.3334519073e-3f));
+  p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(4.1665795894e-2f));
+  p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.6666665459e-1f));
+  p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(5.0000001201e-1f));
+  p = _mm256_fmadd_ps(_mm256_mul_ps(p, r), r, _mm256_add_ps(r, _mm256_set1_ps(1.0f)));
+  // 2^n, n > -127. A NaN stays in p.
+  const __m256i power =
+      _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+  return _mm256_and_ps(normal, _mm256_mul_ps(p, _mm256_castsi256_ps(power)));
+}
+
 /// The same as of one float (attention/softmax.hpp).
+KVZAP_INLINE_AVX2 __m256 shift_of(__m256 maximum) {
+  const __m256 none = _mm256_set1_ps(-__builtin_inff());
+  return _mm256_and_ps(_mm256_cmp_ps(maximum, none, _CMP_NEQ_UQ), maximum);
+}
 KVZAP_INLINE_AVX512 __m512 shift_of(__m512 maximum) {
   const __m512 none = _mm512_set1_ps(-__builtin_inff());
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(maximum, none, _CMP_NEQ_UQ), maximum);

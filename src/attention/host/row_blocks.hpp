@@ -1,0 +1,151 @@
+// What the kernels of decode attention share for all instruction sets: the walk over blocks of rows
+// and what is read ahead of it.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "attention/host/decode_rows.hpp"
+#include "attention/host/vector_math.hpp"
+
+namespace kvzap::detail {
+
+// Rows whose scores are held at once: the running maximum is rescaled once per so many. With 128
+// 16-bit values per row, their keys and their values each fill half a level-1 cache.
+constexpr int decode_block_rows = 64;
+
+// Rows whose values are read from memory once and then again from the level-1 cache.
+constexpr int near_rows = 16;
+
+/// The same where rows are read without being asked for before, by the processor's prefetcher: it
+/// follows only what is nearly in the order in which it lies, so many bytes at a time.
+template <class Value>
+int rows_in_order(int dim, int bytes) {
+  return std::clamp(bytes / (dim * static_cast<int>(sizeof(Value))), 1, near_rows);
+}
+
+// Lanes of a block of queries in the running maximum and weight; AVX2 uses the first half.
+constexpr int block_lanes = 16;
+
+}  // namespace kvzap::detail
+
+#if KVZAP_X86
+namespace kvzap::detail {
+
+// Bytes by which prefetching is ahead of reading: many latencies of memory at its full rate. Into
+// the level-2 cache, as a level-1 cache would lose lines again in between.
+constexpr std::int64_t prefetch_distance = 16384;
+
+/// Rows that lie one behind the other, as bytes.
+struct Extent {
+  const char* begin = nullptr;
+  const char* end = nullptr;
+
+  template <class Value>
+  static Extent of(const Value* rows, std::int64_t count, std::int64_t stride) {
+    return {reinterpret_cast<const char*>(rows),
+            reinterpret_cast<const char*>(rows + count * stride)};
+  }
+};
+
+/// Prefetches in ascending order, a share with each step of a kernel, the memory that is read
+/// prefetch_distance later: the rest of what the kernel reads now, and the beginning of what is
+/// read next. Nothing if `steps` is 0.
+class Ahead {
+ public:
+  Ahead(Extent now, Extent later, std::int64_t steps) {
+    const std::int64_t skipped = std::min<std::int64_t>(prefetch_distance, now.end - now.begin);
+    const std::int64_t more = std::min<std::int64_t>(prefetch_distance, later.end - later.begin);
+    m_now = {now.begin + skipped, now.end};
+    m_later = {later.begin, later.begin + more};
+    if (steps > 0) {
+      m_lines = static_cast<int>((m_now.end - m_now.begin + more + 64 * steps - 1) / (64 * steps));
+    }
+  }
+  // Of no target, so that it is inlined into kernels of any.
+  inline __attribute__((always_inline)) void step() {
+    for (int i = 0; i < m_lines; ++i) {
+      if (m_now.begin >= m_now.end) {
+        m_now = m_later;
+        m_later = {};
+        if (m_now.begin >= m_now.end) return;
+      }
+      _mm_prefetch(m_now.begin, _MM_HINT_T1);
+      m_now.begin += 64;
+    }
+  }
+
+ private:
+  Extent m_now, m_later;
+  int m_lines = 0;
+};
+
+/// State of one call of attend_blocks.
+template <class Value>
+struct Blocks {
+  int count, dim, padded;
+  float scaling;
+  const float* queries;
+  float *scores, *maximum, *weight, *sums;
+};
+
+/// Whether `next` is empty or begins where `run` ends, but for the positions at a page's end.
+template <class Value>
+bool is_behind(const RowRun<Value>& next, const RowRun<Value>& run) {
+  if (next.rows == 0) return true;
+  const auto end = reinterpret_cast<std::uintptr_t>(run.values + run.rows * run.row_stride);
+  const auto begin = reinterpret_cast<std::uintptr_t>(next.keys);
+  return begin >= end && begin - end < 4096;
+}
+
+/// Takes a run's rows into blocks of G query heads, decode_block_rows at a time. Kernels: what is
+/// done with each block of rows and queries:
+///   Value; always_prefetches,
+///   score_steps(rows), accumulate_steps(rows, dim): how often they step `ahead`,
+///   queries_of(queries, block, padded): a block's queries,
+///   score(keys, stride, rows, queries, dim, scores, ahead): scores of the rows, in an order of the
+///   kernels' own,
+///   softmax(scores, rows, scaling, maximum, weight, sums, padded): replaces them by exponentials,
+///   and takes them into the running maximum and weight, for which the sums are rescaled,
+///   accumulate(values, stride, rows, weights, sums, padded, dim, ahead): adds weighted values.
+template <class Kernels, int G>
+void attend_blocks(const Blocks<typename Kernels::Value>& blocks,
+                   const RowRun<typename Kernels::Value>& run,
+                   const RowRun<typename Kernels::Value>& next) {
+  using Value = typename Kernels::Value;
+  const int dim = blocks.dim, padded = blocks.padded;
+  // Rows that are read once, in the order in which they lie, are brought by the processor's own
+  // prefetcher, at the memory's full rate, which asking for single lines does not reach. It helps
+  // where the next page lies elsewhere, or where there is more to compute than to read.
+  const bool prefetches = Kernels::always_prefetches || blocks.count > 1 || !is_behind(next, run);
+  for (std::int64_t begin = 0; begin < run.rows; begin += decode_block_rows) {
+    const int rows = static_cast<int>(std::min<std::int64_t>(decode_block_rows, run.rows - begin));
+    const Value* keys = run.keys + begin * run.row_stride;
+    const Value* values = run.values + begin * run.row_stride;
+    const Extent key_bytes = Extent::of(keys, rows, run.row_stride);
+    const Extent value_bytes = Extent::of(values, rows, run.row_stride);
+    const std::int64_t count = prefetches ? blocks.count : 0;
+    Ahead ahead(key_bytes, value_bytes, count * Kernels::score_steps(rows));
+    for (int b = 0; b < blocks.count; ++b) {
+      Kernels::score(keys, run.row_stride, rows, Kernels::queries_of(blocks.queries, b, padded),
+                     dim, blocks.scores + std::int64_t{b} * G * decode_block_rows, ahead);
+    }
+    const std::int64_t left = run.rows - begin - decode_block_rows;
+    const Extent next_bytes =
+        left > 0 ? Extent::of(keys + decode_block_rows * run.row_stride,
+                              std::min<std::int64_t>(left, decode_block_rows), run.row_stride)
+                 : Extent::of(next.keys, std::min<std::int64_t>(next.rows, decode_block_rows),
+                              next.row_stride);
+    ahead = Ahead(value_bytes, next_bytes, count * Kernels::accumulate_steps(rows, dim));
+    for (int b = 0; b < blocks.count; ++b) {
+      float* scores = blocks.scores + std::int64_t{b} * G * decode_block_rows;
+      float* sums = blocks.sums + std::int64_t{b} * G * padded;
+      Kernels::softmax(scores, rows, blocks.scaling, blocks.maximum + b * block_lanes,
+                       blocks.weight + b * block_lanes, sums, padded);
+      Kernels::accumulate(values, run.row_stride, rows, scores, sums, padded, dim, ahead);
+    }
+  }
+}
+
+}  // namespace kvzap::detail
+#endif

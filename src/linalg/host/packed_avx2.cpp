@@ -230,46 +230,58 @@ KVZAP_TARGET_AVX2 void widen_panel(const Value* block, int first, std::int64_t b
   }
 }
 
-/// y (Rows, 16) = start + x (Rows, count) * panel (count, 16); rows of x lie gemm_inputs apart.
+/// sums (Rows, 16) += x (Rows, count) * panel (count, 16), or = if `first`; rows of x lie
+/// gemm_inputs apart. count is a multiple of 8. Asks for the rows behind these meanwhile.
 template <int Rows>
 KVZAP_TARGET_AVX2 void multiply_tile(const float* x, const float* panel, std::int64_t count,
-                                     const float* start, std::int64_t start_stride, float* y,
-                                     std::int64_t y_stride) {
+                                     bool first, float* sums) {
+  constexpr int unrolled = 8, line = 16;
   __m256 acc[Rows][2];
   KVZAP_UNROLL for (int m = 0; m < Rows; ++m) {
-    acc[m][0] = _mm256_loadu_ps(start + m * start_stride);
-    acc[m][1] = _mm256_loadu_ps(start + m * start_stride + width);
+    acc[m][0] = _mm256_setzero_ps();
+    acc[m][1] = _mm256_setzero_ps();
   }
-  for (std::int64_t k = 0; k < count; ++k) {
-    const __m256 low = _mm256_load_ps(panel + k * tile_outputs);
-    const __m256 high = _mm256_load_ps(panel + k * tile_outputs + width);
-    KVZAP_UNROLL for (int m = 0; m < Rows; ++m) {
-      const __m256 row = _mm256_broadcast_ss(x + m * gemm_inputs + k);
-      acc[m][0] = _mm256_fmadd_ps(low, row, acc[m][0]);
-      acc[m][1] = _mm256_fmadd_ps(high, row, acc[m][1]);
+  const float* next = x + Rows * gemm_inputs;
+  for (std::int64_t k = 0; k < count; k += unrolled) {
+    KVZAP_UNROLL for (int i = 0; i < Rows * unrolled; i += line) {
+      __builtin_prefetch(next + Rows * k + i, 0, 3);
+    }
+    KVZAP_UNROLL for (int i = 0; i < unrolled; ++i) {
+      const __m256 low = _mm256_load_ps(panel + (k + i) * tile_outputs);
+      const __m256 high = _mm256_load_ps(panel + (k + i) * tile_outputs + width);
+      KVZAP_UNROLL for (int m = 0; m < Rows; ++m) {
+        const __m256 row = _mm256_broadcast_ss(x + m * gemm_inputs + k + i);
+        acc[m][0] = _mm256_fmadd_ps(low, row, acc[m][0]);
+        acc[m][1] = _mm256_fmadd_ps(high, row, acc[m][1]);
+      }
     }
   }
   KVZAP_UNROLL for (int m = 0; m < Rows; ++m) {
-    _mm256_storeu_ps(y + m * y_stride, acc[m][0]);
-    _mm256_storeu_ps(y + m * y_stride + width, acc[m][1]);
+    float* to = sums + m * tile_outputs;
+    if (!first) {
+      acc[m][0] = _mm256_add_ps(acc[m][0], _mm256_load_ps(to));
+      acc[m][1] = _mm256_add_ps(acc[m][1], _mm256_load_ps(to + width));
+    }
+    _mm256_store_ps(to, acc[m][0]);
+    _mm256_store_ps(to + width, acc[m][1]);
   }
 }
 
-void multiply_rows(int n_rows, const float* x, const float* panel, std::int64_t count,
-                   const float* start, std::int64_t start_stride, float* y, std::int64_t y_stride) {
+void multiply_rows(int n_rows, const float* x, const float* panel, std::int64_t count, bool first,
+                   float* sums) {
   switch (n_rows) {
     case 1:
-      return multiply_tile<1>(x, panel, count, start, start_stride, y, y_stride);
+      return multiply_tile<1>(x, panel, count, first, sums);
     case 2:
-      return multiply_tile<2>(x, panel, count, start, start_stride, y, y_stride);
+      return multiply_tile<2>(x, panel, count, first, sums);
     case 3:
-      return multiply_tile<3>(x, panel, count, start, start_stride, y, y_stride);
+      return multiply_tile<3>(x, panel, count, first, sums);
     case 4:
-      return multiply_tile<4>(x, panel, count, start, start_stride, y, y_stride);
+      return multiply_tile<4>(x, panel, count, first, sums);
     case 5:
-      return multiply_tile<5>(x, panel, count, start, start_stride, y, y_stride);
+      return multiply_tile<5>(x, panel, count, first, sums);
     case 6:
-      return multiply_tile<6>(x, panel, count, start, start_stride, y, y_stride);
+      return multiply_tile<6>(x, panel, count, first, sums);
   }
 }
 
@@ -277,34 +289,39 @@ template <class Value>
 void gemm(const float* x, std::int64_t slice_stride, std::int64_t n_rows, const Value* block,
           std::int64_t padded_inputs, int outputs, const float* bias, float* y,
           std::int64_t y_stride) {
+  constexpr std::int64_t line = 64 / sizeof(Value);
+  constexpr std::int64_t slice_values = gemm_inputs * block_outputs;
   alignas(64) float panel[gemm_inputs * tile_outputs];
+  // Of a panel after the other, as rows of y may contend for the same sets of the caches.
+  alignas(64) float sums[gemm_rows * block_outputs];
+  const std::int64_t panels = (outputs + tile_outputs - 1) / tile_outputs;
+  const std::int64_t tiles = panels * ((n_rows + tile_rows - 1) / tile_rows);
+  const std::int64_t asked_by_tile = (slice_values / line + tiles - 1) / tiles * line;
   for (std::int64_t begin = 0; begin < padded_inputs; begin += gemm_inputs) {
     const std::int64_t count = std::min(gemm_inputs, padded_inputs - begin);
     const float* slice = x + begin / gemm_inputs * slice_stride;
+    // The next slice of weights is asked for in the order in which it lies. (Behind the last one it
+    // is the next block's first, or not read.)
+    const Value* next = block + (begin + count) * block_outputs;
+    for (std::int64_t p = 0; p < panels; ++p) {
+      widen_panel(block, static_cast<int>(p) * tile_outputs, begin, begin + count, panel);
+      for (std::int64_t m = 0; m < n_rows; m += tile_rows) {
+        for (std::int64_t i = 0; i < asked_by_tile; i += line) {
+          __builtin_prefetch(reinterpret_cast<const char*>(next + i), 0, 2);
+        }
+        next += asked_by_tile;
+        multiply_rows(static_cast<int>(std::min<std::int64_t>(tile_rows, n_rows - m)),
+                      slice + m * gemm_inputs, panel, count, begin == 0,
+                      sums + (p * n_rows + m) * tile_outputs);
+      }
+    }
+  }
+  for (std::int64_t m = 0; m < n_rows; ++m) {
     for (int first = 0; first < outputs; first += tile_outputs) {
       const int valid = std::min(tile_outputs, outputs - first);
-      alignas(64) float start[tile_outputs] = {};
-      if (bias) std::copy_n(bias + first, valid, start);
-      widen_panel(block, first, begin, begin + count, panel);
-      for (std::int64_t m = 0; m < n_rows; m += tile_rows) {
-        const int rows = static_cast<int>(std::min<std::int64_t>(tile_rows, n_rows - m));
-        float* target = y + m * y_stride + first;
-        const float* rows_of_x = slice + m * gemm_inputs;
-        if (valid == tile_outputs) {
-          multiply_rows(rows, rows_of_x, panel, count, begin == 0 ? start : target,
-                        begin == 0 ? 0 : y_stride, target, y_stride);
-          continue;
-        }
-        alignas(64) float tile[tile_rows * tile_outputs] = {};
-        for (int i = 0; begin > 0 && i < rows; ++i) {
-          std::copy_n(target + i * y_stride, valid, tile + i * tile_outputs);
-        }
-        multiply_rows(rows, rows_of_x, panel, count, begin == 0 ? start : tile,
-                      begin == 0 ? 0 : tile_outputs, tile, tile_outputs);
-        for (int i = 0; i < rows; ++i) {
-          std::copy_n(tile + i * tile_outputs, valid, target + i * y_stride);
-        }
-      }
+      const float* from = sums + (first / tile_outputs * n_rows + m) * tile_outputs;
+      float* to = y + m * y_stride + first;
+      for (int n = 0; n < valid; ++n) to[n] = from[n] + (bias ? bias[first + n] : 0.0f);
     }
   }
 }

@@ -30,20 +30,46 @@ constexpr int width = 8;
 template <class Value>
 constexpr int step_inputs = std::is_same_v<Value, bfloat16> ? 2 : 1;
 
-// The inputs of one step for eight outputs, widened.
-template <class Value>
-struct Step {
-  __m256 inputs[step_inputs<Value>];
-};
-
-KVZAP_INLINE_AVX2 Step<float> load(const float* p) { return {{_mm256_loadu_ps(p)}}; }
-KVZAP_INLINE_AVX2 Step<half> load(const half* p) {
-  return {{_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}};
+// Input number I of one step for eight outputs, widened.
+template <int I>
+KVZAP_INLINE_AVX2 __m256 load(const float* p) {
+  return _mm256_loadu_ps(p);
 }
-KVZAP_INLINE_AVX2 Step<bfloat16> load(const bfloat16* p) {
+template <int I>
+KVZAP_INLINE_AVX2 __m256 load(const half* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+template <int I>
+KVZAP_INLINE_AVX2 __m256 load(const bfloat16* p) {
   const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  return {{_mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)),
-           _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(-0x10000)))}};
+  return _mm256_castsi256_ps(I == 0 ? _mm256_slli_epi32(pairs, 16)
+                                    : _mm256_and_si256(pairs, _mm256_set1_epi32(-0x10000)));
+}
+
+/// acc (Rows, 8 * Vectors) += x (Rows) * weights (8 * Vectors) for input number I of a step; `x` is
+/// that input of the first row.
+template <int I, int Rows, int Vectors, class Value>
+KVZAP_INLINE_AVX2 void add_input(const float* x, std::int64_t x_stride, const Value* step,
+                                 __m256 (&acc)[Rows][Vectors]) {
+  constexpr int apart = width * step_inputs<Value>;
+  // Whatever of the two is less stays in registers beside the sums.
+  if constexpr (Rows <= 3) {
+    __m256 row[Rows];
+    KVZAP_UNROLL for (int m = 0; m < Rows; ++m) row[m] = _mm256_broadcast_ss(x + m * x_stride);
+    KVZAP_UNROLL for (int j = 0; j < Vectors; ++j) {
+      const __m256 w = load<I>(step + j * apart);
+      KVZAP_UNROLL for (int m = 0; m < Rows; ++m) acc[m][j] = _mm256_fmadd_ps(w, row[m], acc[m][j]);
+    }
+  } else {
+    __m256 w[Vectors];
+    KVZAP_UNROLL for (int j = 0; j < Vectors; ++j) w[j] = load<I>(step + j * apart);
+    KVZAP_UNROLL for (int m = 0; m < Rows; ++m) {
+      const __m256 row = _mm256_broadcast_ss(x + m * x_stride);
+      KVZAP_UNROLL for (int j = 0; j < Vectors; ++j) {
+        acc[m][j] = _mm256_fmadd_ps(w[j], row, acc[m][j]);
+      }
+    }
+  }
 }
 
 /// The outputs first .. first + 8 * Vectors of a block for Rows rows over the steps begin .. end,
@@ -60,28 +86,8 @@ KVZAP_INLINE_AVX2 void add_steps(const float* x, std::int64_t x_stride, const Va
   }
   for (std::int64_t k = begin; k < end; ++k) {
     const Value* step = block + (k * block_outputs + first) * together;
-    if constexpr (Rows == 1) {
-      __m256 row[together];
-      KVZAP_UNROLL for (int i = 0; i < together; ++i) row[i] =
-          _mm256_broadcast_ss(x + k * together + i);
-      KVZAP_UNROLL for (int j = 0; j < Vectors; ++j) {
-        const Step<Value> w = load(step + j * width * together);
-        KVZAP_UNROLL for (int i = 0; i < together; ++i) {
-          acc[0][j] = _mm256_fmadd_ps(w.inputs[i], row[i], acc[0][j]);
-        }
-      }
-    } else {
-      Step<Value> w[Vectors];
-      KVZAP_UNROLL for (int j = 0; j < Vectors; ++j) w[j] = load(step + j * width * together);
-      KVZAP_UNROLL for (int i = 0; i < together; ++i) {
-        KVZAP_UNROLL for (int m = 0; m < Rows; ++m) {
-          const __m256 row = _mm256_broadcast_ss(x + m * x_stride + k * together + i);
-          KVZAP_UNROLL for (int j = 0; j < Vectors; ++j) {
-            acc[m][j] = _mm256_fmadd_ps(w[j].inputs[i], row, acc[m][j]);
-          }
-        }
-      }
-    }
+    add_input<0>(x + k * together, x_stride, step, acc);
+    if constexpr (together == 2) add_input<1>(x + k * together + 1, x_stride, step, acc);
   }
   KVZAP_UNROLL for (int m = 0; m < Rows; ++m) {
     KVZAP_UNROLL for (int j = 0; j < Vectors; ++j) {
@@ -90,27 +96,28 @@ KVZAP_INLINE_AVX2 void add_steps(const float* x, std::int64_t x_stride, const Va
   }
 }
 
-/// All outputs, as many at once as leave the sums in sixteen registers.
+/// All outputs, as many at once as leave the sums in sixteen registers. (Inlined where the number
+/// of steps is known, GCC would unroll them, and run out of registers for addresses.)
 template <int Rows, class Value>
-KVZAP_INLINE_AVX2 void add_all(const float* x, std::int64_t x_stride, const Value* block,
-                               std::int64_t begin, std::int64_t end, float* sums) {
+KVZAP_TARGET_AVX2 __attribute__((noinline)) void add_all(const float* x, std::int64_t x_stride,
+                                                         const Value* block, std::int64_t begin,
+                                                         std::int64_t end, float* sums) {
   constexpr int vectors = Rows == 1 ? 8 : Rows <= 3 ? 4 : 2;
   for (int first = 0; first < block_outputs; first += vectors * width) {
     add_steps<Rows, vectors>(x, x_stride, block, first, begin, end, sums);
   }
 }
 
-/// Rows that take the weights straight from memory. Parts of a block take turns after every one or
-/// two KiB, so that lines are read nearly in the order in which they lie: the processor's
+/// Rows that take the weights straight from memory. Parts of a block take turns after every KiB, so
+/// that lines are read nearly in the order in which they lie: the processor's
 /// prefetcher then brings them at full speed, which asking for lines one by one would not reach.
 template <int Rows, class Value>
 KVZAP_TARGET_AVX2 void stream(const float* x, std::int64_t x_stride, const Value* block,
                               std::int64_t steps, float* sums) {
   constexpr std::int64_t step_bytes = block_outputs * step_inputs<Value> * sizeof(Value);
-  constexpr std::int64_t turn_bytes = std::is_same_v<Value, bfloat16> ? 1024 : 2048;
-  const std::int64_t turn = Rows == 1 ? steps : turn_bytes / step_bytes;
+  const std::int64_t turn = Rows == 1 ? steps : 1024 / step_bytes;  // padding makes it a divisor
   for (std::int64_t begin = 0; begin < steps; begin += turn) {
-    add_all<Rows>(x, x_stride, block, begin, std::min(steps, begin + turn), sums);
+    add_all<Rows>(x, x_stride, block, begin, begin + turn, sums);
   }
 }
 
@@ -124,10 +131,10 @@ KVZAP_TARGET_AVX2 void widen_inputs(const Value* source, std::int64_t count, flo
   constexpr int together = step_inputs<Value>;
   for (std::int64_t k = 0; k < count; k += together) {
     for (int j = 0; j < block_outputs; j += width) {
-      const Step<Value> w = load(source + k * block_outputs + j * together);
-      for (int i = 0; i < together; ++i) {
-        _mm256_store_ps(wide + (k + i) * block_outputs + j, w.inputs[i]);
-      }
+      const Value* step = source + k * block_outputs + j * together;
+      float* to = wide + k * block_outputs + j;
+      _mm256_store_ps(to, load<0>(step));
+      if constexpr (together == 2) _mm256_store_ps(to + block_outputs, load<1>(step));
     }
   }
 }
@@ -149,11 +156,11 @@ KVZAP_TARGET_AVX2 void share(const float* x, std::int64_t x_stride, int n_rows, 
     const std::int64_t count = std::min(widened_inputs, padded_inputs - begin);
     const Value* source = block + begin * block_outputs;
     widen_inputs(source, count, wide);
-    // Behind the last block lies what is not read.
-    const Value* next = source + widened_inputs * block_outputs;
+    // For the second-level cache, far enough ahead; behind the last block lies what is not read.
+    const Value* next = source + 2 * widened_inputs * block_outputs;
     for (int first = 0; first < block_outputs; first += 2 * width) {
       for (std::int64_t i = 0; i < widened_inputs * 2 * width; i += line) {
-        __builtin_prefetch(reinterpret_cast<const char*>(next + first * widened_inputs + i), 0, 3);
+        __builtin_prefetch(reinterpret_cast<const char*>(next + first * widened_inputs + i), 0, 2);
       }
       for (int g = 0; g < groups; ++g) {
         const int m = g * n_rows / groups;
@@ -222,10 +229,9 @@ KVZAP_TARGET_AVX2 void widen_panel(const Value* block, int first, std::int64_t b
   for (std::int64_t k = begin; k < end; k += together) {
     const Value* step = block + k * block_outputs + first * together;
     for (int j = 0; j < tile_outputs; j += width) {
-      const Step<Value> w = load(step + j * together);
-      for (int i = 0; i < together; ++i) {
-        _mm256_store_ps(panel + (k - begin + i) * tile_outputs + j, w.inputs[i]);
-      }
+      float* to = panel + (k - begin) * tile_outputs + j;
+      _mm256_store_ps(to, load<0>(step + j * together));
+      if constexpr (together == 2) _mm256_store_ps(to + tile_outputs, load<1>(step + j * together));
     }
   }
 }
@@ -295,7 +301,9 @@ void gemm(const float* x, std::int64_t slice_stride, std::int64_t n_rows, const 
   // Of a panel after the other, as rows of y may contend for the same sets of the caches.
   alignas(64) float sums[gemm_rows * block_outputs];
   const std::int64_t panels = (outputs + tile_outputs - 1) / tile_outputs;
-  const std::int64_t tiles = panels * ((n_rows + tile_rows - 1) / tile_rows);
+  // Tiles of as many rows as the others, or one less, as few rows keep the multipliers waiting.
+  const std::int64_t groups = (n_rows + tile_rows - 1) / tile_rows;
+  const std::int64_t tiles = panels * groups;
   const std::int64_t asked_by_tile = (slice_values / line + tiles - 1) / tiles * line;
   for (std::int64_t begin = 0; begin < padded_inputs; begin += gemm_inputs) {
     const std::int64_t count = std::min(gemm_inputs, padded_inputs - begin);
@@ -305,14 +313,14 @@ void gemm(const float* x, std::int64_t slice_stride, std::int64_t n_rows, const 
     const Value* next = block + (begin + count) * block_outputs;
     for (std::int64_t p = 0; p < panels; ++p) {
       widen_panel(block, static_cast<int>(p) * tile_outputs, begin, begin + count, panel);
-      for (std::int64_t m = 0; m < n_rows; m += tile_rows) {
+      for (std::int64_t g = 0; g < groups; ++g) {
+        const std::int64_t m = g * n_rows / groups;
         for (std::int64_t i = 0; i < asked_by_tile; i += line) {
           __builtin_prefetch(reinterpret_cast<const char*>(next + i), 0, 2);
         }
         next += asked_by_tile;
-        multiply_rows(static_cast<int>(std::min<std::int64_t>(tile_rows, n_rows - m)),
-                      slice + m * gemm_inputs, panel, count, begin == 0,
-                      sums + (p * n_rows + m) * tile_outputs);
+        multiply_rows(static_cast<int>((g + 1) * n_rows / groups - m), slice + m * gemm_inputs,
+                      panel, count, begin == 0, sums + (p * n_rows + m) * tile_outputs);
       }
     }
   }

@@ -14,6 +14,7 @@
 #include "base/scratch.hpp"
 #include "base/simd.hpp"
 #include "linalg/host/onednn.hpp"
+#include "linalg/host/packed_avx2.hpp"
 #include "linalg/host/packed_kernels.hpp"
 #include "linalg/host/row_kernels.hpp"
 #include "linalg/host/row_products.hpp"
@@ -128,13 +129,23 @@ void widen_panel(const ExecutionSpace& exec, const Rows<Value>& weights, std::in
   }
 }
 
-// Copies x (m, k), rounded if X is bf16, as rows of `stride` values, with zeros behind the k-th.
-template <class X>
+// Inputs as they enter a product with weights of type Value: rounded to bf16 if those are bf16.
+template <class Value, class X>
+void copy_inputs(const float* source, X* target, std::int64_t count) {
+  if constexpr (std::is_same_v<Value, bfloat16> && std::is_same_v<X, float>) {
+    round_to_bf16(source, target, count);
+  } else {
+    narrow(source, target, count);
+  }
+}
+
+// Copies x (m, k) as it enters a product as rows of `stride` values, with zeros behind the k-th.
+template <class Value, class X>
 void copy_rows(const ConstMatrix& x, std::int64_t stride, X* copy) {
   const std::int64_t inputs = x.extent(1);
   host_for("kvzap::linear::copy", x.extent(0), inputs, [=](std::int64_t m) {
     X* row = copy + m * stride;
-    narrow(&x(m, 0), row, inputs);
+    copy_inputs<Value>(&x(m, 0), row, inputs);
     std::fill(row + inputs, row + stride, X(0.0f));
   });
 }
@@ -178,12 +189,9 @@ void few_rows(const X* x, std::int64_t x_stride, std::int64_t rows,
            [=](std::int64_t i) {
              const std::int64_t begin = i * block;
              const std::int64_t count = std::min(block, outputs - begin);
-             // bf16 weights are packed for bf16 dot products alone.
-             if constexpr (std::is_same_v<X, Value> || !std::is_same_v<Value, bfloat16>) {
-               if (packed) {
-                 return packed_product(x, x_stride, static_cast<int>(rows), values + begin * stride,
-                                       padded, static_cast<int>(count), &y(0, begin), y.stride(0));
-               }
+             if (packed) {
+               return packed_product(x, x_stride, static_cast<int>(rows), values + begin * stride,
+                                     padded, static_cast<int>(count), &y(0, begin), y.stride(0));
              }
              skinny_product(x, x_stride, static_cast<int>(rows), values + begin * stride, stride,
                             count, inputs, &y(0, begin), y.stride(0));
@@ -252,13 +260,16 @@ void by_onednn(const Value* x, std::int64_t x_stride, std::int64_t rows,
 
 // Widens packed weights panel by panel, in the order in which they lie, and multiplies them as
 // packed floats.
-[[maybe_unused]] void by_packed_panels(const ConstMatrix& x, const LinearWeights<half>& weights,
-                                       const ConstVector& bias, Vector& scratch, const Matrix& y) {
-  constexpr std::int64_t block = LinearWeights<half>::block_outputs;
+template <class Value>
+void by_packed_panels(const float* x, std::int64_t x_stride, std::int64_t rows,
+                      const LinearWeights<Value>& weights, const ConstVector& bias, Vector& scratch,
+                      const Matrix& y) {
+  constexpr std::int64_t block = LinearWeights<Value>::block_outputs;
   const std::int64_t outputs = weights.outputs();
   const std::int64_t inputs = weights.inputs();
-  const std::int64_t padded = LinearWeights<half>::padded_inputs(inputs);
-  static_assert(LinearWeights<half>::block_inputs == LinearWeights<float>::block_inputs);
+  // Zeros behind the inputs of bf16 weights may be more than those of floats.
+  const std::int64_t source_padded = LinearWeights<Value>::padded_inputs(inputs);
+  const std::int64_t padded = LinearWeights<float>::padded_inputs(inputs);
   const std::int64_t block_bytes = block * padded * static_cast<std::int64_t>(sizeof(float));
   const std::int64_t panel_outputs =
       std::min((outputs + block - 1) / block,
@@ -267,25 +278,64 @@ void by_onednn(const Value* x, std::int64_t x_stride, std::int64_t rows,
   reserve_scratch(scratch, panel_outputs * padded, "kvzap::linear::panel");
   for (std::int64_t begin = 0; begin < outputs; begin += panel_outputs) {
     const std::int64_t end = std::min(begin + panel_outputs, outputs);
-    const half* source = weights.packed().data() + begin * padded;
+    const Value* source = weights.packed().data() + begin * source_padded;
     float* target = scratch.data();
-    const std::int64_t piece = block * padded;
-    host_for("kvzap::linear::widen", (end - begin + block - 1) / block, piece,
-             [=](std::int64_t i) { widen(source + i * piece, target + i * piece, piece); });
+    host_for("kvzap::linear::widen", (end - begin + block - 1) / block, block * padded,
+             [=](std::int64_t i) {
+               widen_block(source + i * block * source_padded, padded, target + i * block * padded);
+             });
     const LinearWeights<float> panel(end - begin, inputs, scratch);
     by_onednn(
-        x.data(), x.stride(0), x.extent(0), panel,
+        x, x_stride, rows, panel,
         bias.extent(0) > 0 ? ConstVector(Kokkos::subview(bias, std::make_pair(begin, end))) : bias,
         Kokkos::subview(y, Kokkos::ALL, std::make_pair(begin, end)));
   }
 }
 
-// Whether there are kernels for packed weights; those of bf16 are its dot products.
+// Many rows by packed weights without a library.
 template <class Value>
+void by_packed_gemm(const ConstMatrix& x, const LinearWeights<Value>& weights,
+                    const ConstVector& bias, Vector& scratch, const Matrix& y) {
+  constexpr std::int64_t block = LinearWeights<Value>::block_outputs;
+  constexpr std::int64_t slice = avx2::gemm_inputs;
+  constexpr std::int64_t rows_at_once = avx2::gemm_rows;
+  const std::int64_t rows = x.extent(0);
+  const std::int64_t inputs = weights.inputs();
+  const std::int64_t outputs = weights.outputs();
+  const std::int64_t padded = LinearWeights<Value>::padded_inputs(inputs);
+  const std::int64_t slice_stride = rows * slice;
+  reserve_scratch(scratch, (padded + slice - 1) / slice * slice_stride, "kvzap::linear::copied");
+  float* const copy = scratch.data();
+  host_for("kvzap::linear::copy", rows, padded, [=](std::int64_t m) {
+    for (std::int64_t k = 0; k < padded; k += slice) {
+      float* const row = copy + k / slice * slice_stride + m * slice;
+      const std::int64_t valid = std::clamp<std::int64_t>(inputs - k, 0, slice);
+      if (valid > 0) copy_inputs<Value>(&x(m, k), row, valid);
+      std::fill(row + valid, row + std::min(slice, padded - k), 0.0f);
+    }
+  });
+  const Value* const values = weights.packed().data();
+  const std::int64_t blocks = (outputs + block - 1) / block;
+  // The same rows for one block after the other: weights are the smaller stream of the two.
+  host_for("kvzap::linear::packed_gemm", (rows + rows_at_once - 1) / rows_at_once * blocks,
+           [=](std::int64_t i) {
+             const std::int64_t m = i / blocks * rows_at_once;
+             const std::int64_t n = i % blocks * block;
+             avx2::packed_gemm(copy + m * slice, slice_stride, std::min(rows_at_once, rows - m),
+                               values + n * padded, padded,
+                               static_cast<int>(std::min(block, outputs - n)),
+                               bias.extent(0) > 0 ? &bias(n) : nullptr, &y(m, n), y.stride(0));
+           });
+}
+
+// Whether there are kernels for packed weights.
 bool has_packed_products() {
-  constexpr SimdLevel needed =
-      std::is_same_v<Value, bfloat16> ? SimdLevel::avx512_bf16 : SimdLevel::avx512;
-  return runs_on_host && has_packed_kernels() && simd_level() >= needed;
+  return runs_on_host && has_packed_kernels() && simd_level() >= SimdLevel::avx2;
+}
+
+// Whether weights of bf16 are multiplied by dot products of bf16 pairs.
+bool has_bf16_products() {
+  return runs_on_host && has_packed_kernels() && simd_level() >= SimdLevel::avx512_bf16;
 }
 
 // Up to this many rows a product reads its weights at the speed of memory, or nearly so, and a gemm
@@ -385,8 +435,9 @@ void multiply_large(const ExecutionSpace& exec, Op op_a, const ConstMatrix& a, O
 template <class Value>
 bool packs_weights() {
   const char* asked = std::getenv("KVZAP_PACK");
-  return has_packed_products<Value>() && onednn::is_available() && !keeps_type() &&
-         !(asked && std::string_view(asked) == "off");
+  // Where AVX-512 needs a library for many rows, and there is none, plain rows are as good.
+  return has_packed_products() && (simd_level() == SimdLevel::avx2 || onednn::is_available()) &&
+         !keeps_type() && !(asked && std::string_view(asked) == "off");
 }
 
 template <class Value>
@@ -458,7 +509,7 @@ void LinearMap::operator()(const ExecutionSpace& exec, const ConstMatrix& x,
     if (bias.extent(0) > 0) add_bias(exec, bias, y);
     return;
   }
-  if (weights.is_packed() && (keeps_type() || !has_packed_products<Value>())) {
+  if (weights.is_packed() && (keeps_type() || !has_packed_products())) {
     throw Error("linear map: packed weights need the kernels they were packed for");
   }
   if (keeps_type()) {
@@ -497,24 +548,42 @@ void LinearMap::operator()(const ExecutionSpace& exec, const ConstMatrix& x,
       return by_few_outputs<Value>(x, weights.rows(), bias, m_panel, y);
     }
     if constexpr (std::is_same_v<Value, bfloat16>) {
-      if (has_packed_products<Value>() && (few || onednn::is_available())) {
+      if (has_bf16_products() && (few || onednn::has_fast_products<Value>(weights.is_packed()))) {
         const std::int64_t stride = few ? few_rows_stride<Value, bfloat16>(inputs)
                                         : LinearWeights<Value>::padded_inputs(inputs);
         reserve_scratch(m_bf16, rows * stride, "kvzap::linear::rounded");
-        copy_rows(x, stride, m_bf16.data());
+        copy_rows<Value>(x, stride, m_bf16.data());
         if (!few) return by_onednn(m_bf16.data(), stride, rows, weights, bias, y);
         few_rows(m_bf16.data(), stride, rows, weights, y);
         if (bias.extent(0) > 0) add_bias(exec, bias, y);
         return;
       }
     }
-    if constexpr (std::is_same_v<Value, float>) {
-      if (!few && onednn::is_available()) {
-        return by_onednn(x.data(), x.stride(0), rows, weights, bias, y);
+    if (few) {
+      const std::int64_t stride = few_rows_stride<Value, float>(inputs);
+      reserve_scratch(m_copied, rows * stride, "kvzap::linear::copied");
+      copy_rows<Value>(x, stride, m_copied.data());
+      few_rows(m_copied.data(), stride, rows, weights, y);
+      if (bias.extent(0) > 0) add_bias(exec, bias, y);
+      return;
+    }
+    if (weights.is_packed()) {
+      if (simd_level() == SimdLevel::avx2 || !onednn::has_fast_products<float>(true)) {
+        return by_packed_gemm(x, weights, bias, m_copied, y);
+      }
+      if constexpr (std::is_same_v<Value, half>) {
+        return by_packed_panels(x.data(), x.stride(0), rows, weights, bias, m_panel, y);
+      } else if constexpr (std::is_same_v<Value, bfloat16>) {
+        const std::int64_t stride = few_rows_stride<Value, float>(inputs);
+        reserve_scratch(m_copied, rows * stride, "kvzap::linear::copied");
+        copy_rows<Value>(x, stride, m_copied.data());
+        return by_packed_panels(m_copied.data(), stride, rows, weights, bias, m_panel, y);
       }
     }
-    if constexpr (std::is_same_v<Value, half>) {
-      if (!few && weights.is_packed()) return by_packed_panels(x, weights, bias, m_panel, y);
+    if constexpr (std::is_same_v<Value, float>) {
+      if (onednn::is_available()) {
+        return by_onednn(x.data(), x.stride(0), rows, weights, bias, y);
+      }
     }
   }
   // For bfloat16 it is replaced. NOLINTNEXTLINE(performance-unnecessary-copy-initialization)
@@ -526,14 +595,7 @@ void LinearMap::operator()(const ExecutionSpace& exec, const ConstMatrix& x,
     input = widened;
   }
   if (rows <= few_rows_limit(weights)) {
-    if constexpr (runs_on_host) {
-      const std::int64_t stride = few_rows_stride<Value, float>(inputs);
-      reserve_scratch(m_copied, rows * stride, "kvzap::linear::copied");
-      copy_rows(input, stride, m_copied.data());
-      few_rows(m_copied.data(), stride, rows, weights, y);
-    } else {
-      skinny<Value>(exec, input, weights.rows(), y);
-    }
+    if constexpr (!runs_on_host) skinny<Value>(exec, input, weights.rows(), y);
   } else if constexpr (std::is_same_v<Value, float>) {
     multiply_nt(exec, 1, input, weights.rows(), 0, y);
   } else {

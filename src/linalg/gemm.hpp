@@ -30,8 +30,8 @@ enum class Op { plain, transposed };
 void multiply_large(const ExecutionSpace& exec, Op op_a, const ConstMatrix& a, Op op_b,
                     const ConstMatrix& b, float beta, const Matrix& c);
 
-/// Whether weights of this type are worth packing at load: on a host with oneDNN and AVX-512 (bf16:
-/// and its dot product). KVZAP_PACK=off in the environment says no, for tests and comparisons.
+/// Whether weights of this type are worth packing at load: on a host with AVX2, or with AVX-512 and
+/// oneDNN. KVZAP_PACK=off in the environment says no, for tests and comparisons.
 template <class Value>
 bool packs_weights();
 

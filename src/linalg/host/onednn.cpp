@@ -156,7 +156,27 @@ bool is_available() { return true; }
 
 template <class Value>
 bool has_fast_product(const Product<Value>& p) {
-  return !plan_of(p).primitive.is_reference;
+  try {
+    return !plan_of(p).primitive.is_reference;
+  } catch (const dnnl::error&) {
+    return false;
+  }
+}
+
+template <class Value>
+bool has_fast_products(bool packed) {
+  const auto ask = [](std::int64_t weights_stride) {
+    Product<Value> product{};
+    product.m = 48;
+    product.n = 128;
+    product.k = 96;
+    product.x_stride = product.k;
+    product.weights_stride = weights_stride;
+    product.y_stride = product.n;
+    return has_fast_product(product);
+  };
+  static const bool of_packed = ask(0), of_plain = ask(96);
+  return packed ? of_packed : of_plain;
 }
 
 CacheUse cache_use() {
@@ -185,6 +205,8 @@ template void multiply(const Product<float>&);
 template void multiply(const Product<bfloat16>&);
 template bool has_fast_product(const Product<float>&);
 template bool has_fast_product(const Product<bfloat16>&);
+template bool has_fast_products<float>(bool);
+template bool has_fast_products<bfloat16>(bool);
 
 void multiply(const Gemm& g) {
   const dnnl_status_t status =
@@ -213,10 +235,16 @@ template <class Value>
 bool has_fast_product(const Product<Value>&) {
   return false;
 }
+template <class Value>
+bool has_fast_products(bool) {
+  return false;
+}
 template void multiply(const Product<float>&);
 template void multiply(const Product<bfloat16>&);
 template bool has_fast_product(const Product<float>&);
 template bool has_fast_product(const Product<bfloat16>&);
+template bool has_fast_products<float>(bool);
+template bool has_fast_products<bfloat16>(bool);
 
 }  // namespace kvzap::detail::onednn
 

@@ -29,9 +29,16 @@ struct Product {
 template <class Value>
 void multiply(const Product<Value>& product);
 
-/// Whether that takes a kernel made for the processor, not oneDNN's plain loops; for tests.
+/// Whether that takes a kernel made for the processor, not oneDNN's plain loops. False also where
+/// oneDNN has nothing for such a product at all.
 template <class Value>
 bool has_fast_product(const Product<Value>& product);
+
+/// Whether products with packed (else plain) weights of this type take such kernels. That depends
+/// on the processor, on oneDNN's version, and on what ONEDNN_MAX_CPU_ISA in the environment lets it
+/// use. Asked of oneDNN once.
+template <class Value>
+bool has_fast_products(bool packed);
 
 /// c (m, n) = alpha * op(a) * op(b) + beta * c in float, row after row, by the kernels that oneDNN
 /// has for a BLAS; op(a) (m, k) is the transpose of `a` if a_transposed. Nothing is kept. Throws

@@ -5,6 +5,8 @@
 #include <kvzap/linear_weights.hpp>
 
 #include "base/simd.hpp"
+#include "linalg/host/packed_avx2.hpp"
+#include "linalg/host/row_kernels.hpp"
 
 #if KVZAP_X86
 #include <immintrin.h>
@@ -58,7 +60,44 @@ KVZAP_TARGET_AVX512 inline __attribute__((always_inline)) void add_steps(
   }
 }
 
-/// The same for pairs of bf16.
+/// The same for pairs of bf16, widened.
+template <int Rows>
+KVZAP_TARGET_AVX512 inline __attribute__((always_inline)) void add_steps(
+    const float* x, std::int64_t x_stride, const bfloat16* block, std::int64_t begin,
+    std::int64_t end, float* sums) {
+  __m512 acc[Rows][vectors];
+  for (int m = 0; m < Rows; ++m) {
+    for (int j = 0; j < vectors; ++j) {
+      acc[m][j] = _mm512_load_ps(sums + m * block_outputs + j * width);
+    }
+  }
+  for (std::int64_t pair = begin; pair < end; ++pair) {
+    __m512i w[vectors];
+    for (int j = 0; j < vectors; ++j) {
+      w[j] = _mm512_loadu_si512(block + 2 * (pair * block_outputs + j * width));
+    }
+    for (int odd = 0; odd < 2; ++odd) {
+      __m512 wide[vectors];
+      for (int j = 0; j < vectors; ++j) {
+        wide[j] = _mm512_castsi512_ps(odd ? _mm512_and_si512(w[j], _mm512_set1_epi32(-0x10000))
+                                          : _mm512_slli_epi32(w[j], 16));
+      }
+      for (int m = 0; m < Rows; ++m) {
+        const __m512 broadcast = _mm512_set1_ps(x[m * x_stride + 2 * pair + odd]);
+        for (int j = 0; j < vectors; ++j) {
+          acc[m][j] = _mm512_fmadd_ps(wide[j], broadcast, acc[m][j]);
+        }
+      }
+    }
+  }
+  for (int m = 0; m < Rows; ++m) {
+    for (int j = 0; j < vectors; ++j) {
+      _mm512_store_ps(sums + m * block_outputs + j * width, acc[m][j]);
+    }
+  }
+}
+
+/// The same by dot products of pairs.
 template <int Rows>
 KVZAP_TARGET_AVX512_BF16 inline __attribute__((always_inline)) void add_steps(
     const bfloat16* x, std::int64_t x_stride, const bfloat16* block, std::int64_t begin,
@@ -205,6 +244,19 @@ KVZAP_TARGET_AVX512 void transpose_16x16(const __m512i* rows, std::int32_t* targ
   }
 }
 
+KVZAP_TARGET_AVX512 void widen_pairs(const bfloat16* block, std::int64_t padded_inputs,
+                                     float* target) {
+  for (std::int64_t k = 0; k < padded_inputs; k += 2) {
+    for (int n = 0; n < block_outputs; n += width) {
+      const __m512i pairs = _mm512_loadu_si512(block + k * block_outputs + 2 * n);
+      float* const to = target + k * block_outputs + n;
+      _mm512_storeu_ps(to, _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)));
+      _mm512_storeu_ps(to + block_outputs,
+                       _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(-0x10000))));
+    }
+  }
+}
+
 /// Columns k .. k + 16 of 16-bit pairs or 32-bit values of a row, as 32-bit words; zeros behind
 /// `inputs`.
 template <class Value>
@@ -243,23 +295,31 @@ void packed_product(const bfloat16* x, std::int64_t x_stride, int n_rows, const 
                     std::int64_t padded_inputs, int outputs, float* y, std::int64_t y_stride) {
   product(x, x_stride, n_rows, block, padded_inputs, outputs, y, y_stride);
 }
-void packed_product(const float* x, std::int64_t x_stride, int n_rows, const float* block,
-                    std::int64_t padded_inputs, int outputs, float* y, std::int64_t y_stride) {
-  product(x, x_stride, n_rows, block, padded_inputs, outputs, y, y_stride);
-}
-void packed_product(const float* x, std::int64_t x_stride, int n_rows, const half* block,
-                    std::int64_t padded_inputs, int outputs, float* y, std::int64_t y_stride) {
-  product(x, x_stride, n_rows, block, padded_inputs, outputs, y, y_stride);
-}
+#define KVZAP_PACKED_PRODUCT(Value)                                                               \
+  void packed_product(const float* x, std::int64_t x_stride, int n_rows, const Value* block,      \
+                      std::int64_t padded_inputs, int outputs, float* y, std::int64_t y_stride) { \
+    if (simd_level() == SimdLevel::avx2) {                                                        \
+      return avx2::packed_product(x, x_stride, n_rows, block, padded_inputs, outputs, y,          \
+                                  y_stride);                                                      \
+    }                                                                                             \
+    product(x, x_stride, n_rows, block, padded_inputs, outputs, y, y_stride);                     \
+  }
+KVZAP_PACKED_PRODUCT(float)
+KVZAP_PACKED_PRODUCT(half)
+KVZAP_PACKED_PRODUCT(bfloat16)
+#undef KVZAP_PACKED_PRODUCT
 
-void pack_block(const bfloat16* rows, std::int64_t stride, int n_rows, std::int64_t inputs,
-                std::int64_t padded_inputs, bfloat16* block) {
-  pack_words(rows, stride, n_rows, inputs, padded_inputs, block);
-}
-void pack_block(const float* rows, std::int64_t stride, int n_rows, std::int64_t inputs,
-                std::int64_t padded_inputs, float* block) {
-  pack_words(rows, stride, n_rows, inputs, padded_inputs, block);
-}
+#define KVZAP_PACK_BLOCK(Value)                                                            \
+  void pack_block(const Value* rows, std::int64_t stride, int n_rows, std::int64_t inputs, \
+                  std::int64_t padded_inputs, Value* block) {                              \
+    if (simd_level() == SimdLevel::avx2) {                                                 \
+      return avx2::pack_block(rows, stride, n_rows, inputs, padded_inputs, block);         \
+    }                                                                                      \
+    pack_words(rows, stride, n_rows, inputs, padded_inputs, block);                        \
+  }
+KVZAP_PACK_BLOCK(bfloat16)
+KVZAP_PACK_BLOCK(float)
+#undef KVZAP_PACK_BLOCK
 void pack_block(const half* rows, std::int64_t stride, int n_rows, std::int64_t inputs,
                 std::int64_t padded_inputs, half* block) {
   // Once at load: a plain transposition by tiles that stay in the first-level cache.
@@ -273,6 +333,13 @@ void pack_block(const half* rows, std::int64_t stride, int n_rows, std::int64_t 
   }
 }
 
+void widen_block(const half* block, std::int64_t padded_inputs, float* target) {
+  widen(block, target, padded_inputs * block_outputs);
+}
+void widen_block(const bfloat16* block, std::int64_t padded_inputs, float* target) {
+  widen_pairs(block, padded_inputs, target);
+}
+
 #else
 
 bool has_packed_kernels() { return false; }
@@ -282,6 +349,10 @@ void packed_product(const float*, std::int64_t, int, const float*, std::int64_t,
                     std::int64_t) {}
 void packed_product(const float*, std::int64_t, int, const half*, std::int64_t, int, float*,
                     std::int64_t) {}
+void packed_product(const float*, std::int64_t, int, const bfloat16*, std::int64_t, int, float*,
+                    std::int64_t) {}
+void widen_block(const bfloat16*, std::int64_t, float*) {}
+void widen_block(const half*, std::int64_t, float*) {}
 void pack_block(const bfloat16*, std::int64_t, int, std::int64_t, std::int64_t, bfloat16*) {}
 void pack_block(const float*, std::int64_t, int, std::int64_t, std::int64_t, float*) {}
 void pack_block(const half*, std::int64_t, int, std::int64_t, std::int64_t, half*) {}

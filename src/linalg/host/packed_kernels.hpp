@@ -1,5 +1,5 @@
 // Products of a few rows with packed weights (LinearWeights) at the speed of memory: AVX-512, for
-// bf16 with its dot product. To be called at SimdLevel::avx512 (bf16: avx512_bf16) or above alone.
+// bf16 with its dot product, or AVX2. To be called at SimdLevel::avx2 or above alone.
 #pragma once
 
 #include <cstdint>
@@ -15,14 +15,17 @@ bool has_packed_kernels();
 inline constexpr int packed_product_rows = 16;
 
 /// y[m * y_stride + n] = sum_k x[m * x_stride + k] * weights[n, k] for the n < `outputs` <= 64 of
-/// one packed block and n_rows <= packed_product_rows rows of x, accumulated in float (with bf16,
-/// subnormal values count as zero). x has `padded_inputs` values per row, zeros in the padding; it
-/// is read fastest if rows do not lie a multiple of 4 KiB apart.
+/// one packed block and n_rows <= packed_product_rows rows of x, accumulated in float (with x in
+/// bf16, subnormal values count as zero). x has `padded_inputs` values per row, zeros in the
+/// padding; it is read fastest if rows do not lie a multiple of 4 KiB apart. With x in bf16 at
+/// SimdLevel::avx512_bf16 or above alone.
 void packed_product(const bfloat16* x, std::int64_t x_stride, int n_rows, const bfloat16* block,
                     std::int64_t padded_inputs, int outputs, float* y, std::int64_t y_stride);
 void packed_product(const float* x, std::int64_t x_stride, int n_rows, const float* block,
                     std::int64_t padded_inputs, int outputs, float* y, std::int64_t y_stride);
 void packed_product(const float* x, std::int64_t x_stride, int n_rows, const half* block,
+                    std::int64_t padded_inputs, int outputs, float* y, std::int64_t y_stride);
+void packed_product(const float* x, std::int64_t x_stride, int n_rows, const bfloat16* block,
                     std::int64_t padded_inputs, int outputs, float* y, std::int64_t y_stride);
 
 /// Packs one block: rows (n_rows <= 64, inputs) of stride `stride` into `block`, with zeros where
@@ -33,5 +36,9 @@ void pack_block(const float* rows, std::int64_t stride, int n_rows, std::int64_t
                 std::int64_t padded_inputs, float* block);
 void pack_block(const half* rows, std::int64_t stride, int n_rows, std::int64_t inputs,
                 std::int64_t padded_inputs, half* block);
+
+/// target (padded_inputs, 64) = float(block), input after input, for a packed block.
+void widen_block(const bfloat16* block, std::int64_t padded_inputs, float* target);
+void widen_block(const half* block, std::int64_t padded_inputs, float* target);
 
 }  // namespace kvzap::detail

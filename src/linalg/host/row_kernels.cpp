@@ -129,15 +129,23 @@ KVZAP_BODY void scale_body(float* values, std::int64_t count, float factor) {
   for (std::int64_t i = 0; i < count; ++i) values[i] *= factor;
 }
 
+/// As bfloat16's constructor does it, without a branch, so that loops vectorize.
+KVZAP_BODY std::uint32_t bf16_bits(float value) {
+  const std::uint32_t word = float_bits(value);
+  const std::uint32_t rounded = (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
+  const std::uint32_t quiet = (word >> 16) | 0x40u;
+  const bool is_nan = (word & 0x7fffffffu) > 0x7f800000u;
+  return is_nan ? quiet : rounded;
+}
+
 KVZAP_BODY void narrow_body(const float* source, bfloat16* target, std::int64_t count) {
-  // As bfloat16's constructor does it, without a branch, so that the loop vectorizes.
   for (std::int64_t i = 0; i < count; ++i) {
-    const std::uint32_t word = float_bits(source[i]);
-    const std::uint32_t rounded = (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
-    const std::uint32_t quiet = (word >> 16) | 0x40u;
-    const bool is_nan = (word & 0x7fffffffu) > 0x7f800000u;
-    target[i].bits = static_cast<std::uint16_t>(is_nan ? quiet : rounded);
+    target[i].bits = static_cast<std::uint16_t>(bf16_bits(source[i]));
   }
+}
+
+KVZAP_BODY void round_to_bf16_body(const float* source, float* target, std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i) target[i] = bits_float(bf16_bits(source[i]) << 16);
 }
 
 KVZAP_BODY void narrow_body(const float* source, float* target, std::int64_t count) {
@@ -216,6 +224,8 @@ KVZAP_KERNEL(void, narrow, (const float* source, float* target, std::int64_t cou
 KVZAP_KERNEL(void, narrow, (const float* source, half* target, std::int64_t count),
              (source, target, count))
 KVZAP_KERNEL(void, narrow, (const float* source, bfloat16* target, std::int64_t count),
+             (source, target, count))
+KVZAP_KERNEL(void, round_to_bf16, (const float* source, float* target, std::int64_t count),
              (source, target, count))
 
 KVZAP_ROW_KERNELS(float)

@@ -16,6 +16,8 @@ void widen(const bfloat16* source, float* target, std::int64_t count);
 void narrow(const float* source, float* target, std::int64_t count);
 void narrow(const float* source, half* target, std::int64_t count);
 void narrow(const float* source, bfloat16* target, std::int64_t count);
+/// target[i] = float(bfloat16(source[i])), rounded to nearest even.
+void round_to_bf16(const float* source, float* target, std::int64_t count);
 
 /// scores[q * scores_stride + r] = sum_d queries[q * dim + d] * keys[r * row_stride + d *
 /// dim_stride]

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <iterator>
 #include <limits>
 #include <random>
@@ -180,6 +181,48 @@ class Linear : public ::testing::Test {
     expect_margins_untouched(y);
   }
 
+  /// Row 1 of x has a NaN in its last input; output 2 of the weights infinity, output n - 1 NaN.
+  void check_special_values(int m, int n, int k) {
+    SCOPED_TRACE("m " + std::to_string(m));
+    std::mt19937 random(m);
+    const Part<float> x(m, k, 0, 0);
+    const Part<Value> weights(n, k, 0, 0);
+    const Part<float> y(m, n, 0, 0);
+    x.fill(random);
+    weights.fill(random);
+    x.at(1, k - 1) = nan_value;
+    weights.at(2, k / 2) = Value(std::numeric_limits<float>::infinity());
+    weights.at(n - 1, 0) = Value(nan_value);
+    Kokkos::deep_copy(x.whole, x.host);
+    Kokkos::deep_copy(weights.whole, weights.host);
+    const auto expect_special = [&](const kvzap::LinearWeights<Value>& operand) {
+      mark(y);
+      const ExecutionSpace exec;
+      m_linear(exec, detail::ConstMatrix(x.view), operand, detail::ConstVector(), y.view);
+      exec.fence();
+      y.download();
+      for (int i = 0; i < m; ++i) {
+        for (int j = 0; j < n; ++j) {
+          const float value = y.at(i, j);
+          if (i == 1 || j == n - 1) {
+            ASSERT_TRUE(std::isnan(value)) << i << ", " << j;
+          } else if (j == 2) {
+            ASSERT_EQ(value, std::copysign(std::numeric_limits<float>::infinity(), x.at(i, k / 2)));
+          } else {
+            ASSERT_TRUE(std::isfinite(value)) << i << ", " << j;
+          }
+        }
+      }
+    };
+    expect_special(kvzap::LinearWeights<Value>(weights.view));
+    if (!detail::packs_weights<Value>()) return;
+    SCOPED_TRACE("packed");
+    const auto packed = detail::PackedAllocator<Value>()(n, k);
+    Kokkos::deep_copy(packed.packed(), Value(nan_value));
+    detail::pack_rows(weights.row(0), 0, n, packed);
+    expect_special(packed);
+  }
+
   detail::LinearMap m_linear;  // one for all shapes: its panel must fit each
 };
 using ValueTypes = ::testing::Types<float, half, bfloat16>;
@@ -236,11 +279,29 @@ TYPED_TEST(Linear, EveryInstructionSet) {
     if (level > widest) break;
     detail::set_simd_level(level);
     SCOPED_TRACE(detail::name_of(level));
-    for (int m = 1; m <= 8; ++m) this->check(m, 101, 45, true, 1);
+    for (int m = 1; m <= 18; ++m) this->check(m, 101, 45, true, 1);
     for (int m : {1, 5, 20}) {
       for (int k : {31, 100}) this->check(m, 70, k, true, 2);
       this->check(m, 9, 47, true, 0);
     }
+    // Several slices of inputs, blocks of rows and blocks of outputs, none of them full.
+    for (int m : {1, 7, 33, 100}) this->check(m, 77, 1000, m % 2 == 0, 1);
+    this->check(257, 140, 300, true, 3);
+    this->check(150, 17, 257, false, 0);
+  }
+  detail::set_simd_level(widest);
+}
+
+// NaN and infinity reach the results that they belong to, and no others: neither from rows of x and
+// outputs beside them, nor from padding.
+TYPED_TEST(Linear, SpecialValuesStayInTheirRowAndOutput) {
+  const auto widest = detail::simd_level();
+  for (auto level : {detail::SimdLevel::baseline, detail::SimdLevel::avx2,
+                     detail::SimdLevel::avx512, detail::SimdLevel::avx512_bf16}) {
+    if (level > widest) break;
+    detail::set_simd_level(level);
+    SCOPED_TRACE(detail::name_of(level));
+    for (int m : {3, 8, 40}) this->check_special_values(m, 67, 291);
   }
   detail::set_simd_level(widest);
 }
@@ -348,7 +409,12 @@ TYPED_TEST(Linear, RowsRoundedBefore) {
 // oneDNN's plain loops.
 TEST(OneDNN, TakesFastKernelsForPackedWeights) {
   namespace onednn = detail::onednn;
-  if (!detail::packs_weights<float>()) GTEST_SKIP() << "weights are not packed here";
+  if (!detail::packs_weights<float>() || detail::simd_level() < detail::SimdLevel::avx512) {
+    GTEST_SKIP() << "oneDNN does not multiply packed weights here";
+  }
+  for (const char* limit : {"ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"}) {
+    if (std::getenv(limit)) GTEST_SKIP() << limit << " is set";
+  }
   const auto expect_fast = [](auto value, std::int64_t x_stride, std::int64_t y_stride) {
     onednn::Product<decltype(value)> product{};
     product.m = 48;
@@ -361,7 +427,9 @@ TEST(OneDNN, TakesFastKernelsForPackedWeights) {
   for (const std::int64_t x_stride : {96, 200}) {
     for (const std::int64_t y_stride : {128, 300}) {
       expect_fast(float{}, x_stride, y_stride);
-      if (detail::packs_weights<bfloat16>()) expect_fast(bfloat16{}, x_stride, y_stride);
+      if (detail::simd_level() >= detail::SimdLevel::avx512_bf16) {
+        expect_fast(bfloat16{}, x_stride, y_stride);
+      }
     }
   }
 }

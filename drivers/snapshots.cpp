@@ -33,7 +33,7 @@ std::string dumped(const ordered_json& value) {
 bool is_recorded(const std::string& name) {
   static const std::set<std::string> not_recorded = {
       "help", "config", "prompt", "file",  "system",  "question",       "placement", "json",
-      "dump", "resume", "append", "quiet", "dry-run", "json-token-ids", "progress", "threads"};
+      "dump", "resume", "append", "quiet", "dry-run", "json-token-ids", "progress",  "threads"};
   return not_recorded.count(name) == 0 && name.rfind("snapshot", 0) != 0;
 }
 

@@ -56,8 +56,6 @@ void declare_threads(CLI::App& app, std::optional<std::int64_t>& threads,
          "-t,--threads", threads,
          "threads of each rank, 1 to 4096; default: the cores that this rank is bound to, or "
          "its share of the node's, or OMP_NUM_THREADS")
-      ->type_name("N")
-      ->check(CLI::Range(std::int64_t{1}, std::int64_t{4096}))
       ->group(group);
 }
 

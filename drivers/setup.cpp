@@ -156,6 +156,10 @@ void check_memory(std::int64_t bytes, int ranks_on_node, const std::string& purp
 }
 
 void use_threads(std::optional<std::int64_t> asked, int ranks_on_node, bool talks) {
+  constexpr std::int64_t most = 4096;
+  if (asked && (*asked < 1 || *asked > most)) {
+    throw AgreedError(fmt::format("--threads is {}; expected 1 to {}", *asked, most));
+  }
   const int threads = asked ? static_cast<int>(*asked) : threads_of_rank(ranks_on_node);
   const auto cores = static_cast<std::int64_t>(std::thread::hardware_concurrency());
   if (talks && asked && cores > 0 && *asked * ranks_on_node > cores) {

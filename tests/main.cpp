@@ -5,6 +5,7 @@
 #include <Kokkos_Core.hpp>
 #include <cstdlib>
 #include <kvzap/communicator.hpp>
+#include <kvzap/threads.hpp>
 
 #include "base/simd.hpp"
 #include "parallel/mpi_session.hpp"
@@ -38,6 +39,9 @@ int main(int argc, char** argv) {
   ::testing::InitGoogleTest(&argc, argv);
   const auto comm = kvzap::Communicator::world();
   Kokkos::initialize();
+  if (const char* threads = std::getenv("KVZAP_TEST_THREADS")) {
+    kvzap::set_threads(std::atoi(threads));
+  }
   if (!comm.is_root()) {
     // Failures on other ranks must be seen too; only the listing of tests is silenced.
     auto& listeners = ::testing::UnitTest::GetInstance()->listeners();

@@ -139,6 +139,21 @@ class Foreign(TestCase):
         self.succeed(*PLAIN, "-q", "--kokkos-disable-warnings", "--kokkos-device-id=0")
 
 
+class Threads(TestCase):
+    def test_same_answer_on_any_number(self):
+        answers = []
+        for threads in [1, 2, 3]:
+            report = self.report("-m", MODEL, "-p", "one two three " * 150, "-n", "12", "-t", str(threads))
+            self.assertIn(report["system"]["concurrency"], [threads, 1])
+            answers.append(report["answers"][0]["text"])
+        self.assertEqual(len(set(answers)), 1, answers)
+
+    def test_numbers(self):
+        for number in ["0", "-1", "4097", "many"]:
+            self.fail_with(kvzap(*PLAIN, "-t", number), "--threads", number, code=1)
+        self.assertIn(b"will wait for one another", self.succeed(*PLAIN, "-t", "4096").err)
+
+
 class Columns(TestCase):
     def text(self, *arguments, **environment):
         names = {key: value for key, value in os.environ.items() if key != "COLUMNS"}

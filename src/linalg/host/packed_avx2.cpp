@@ -394,6 +394,9 @@ void pack_block(const float* rows, std::int64_t stride, int n_rows, std::int64_t
   pack_words(rows, stride, n_rows, inputs, padded_inputs, block);
 }
 
+#undef KVZAP_INLINE_AVX2
+#undef KVZAP_UNROLL
+
 #else
 
 namespace {

@@ -298,7 +298,6 @@ void by_packed_gemm(const ConstMatrix& x, const LinearWeights<Value>& weights,
                     const ConstVector& bias, Vector& scratch, const Matrix& y) {
   constexpr std::int64_t block = LinearWeights<Value>::block_outputs;
   constexpr std::int64_t slice = avx2::gemm_inputs;
-  constexpr std::int64_t rows_at_once = avx2::gemm_rows;
   const std::int64_t rows = x.extent(0);
   const std::int64_t inputs = weights.inputs();
   const std::int64_t outputs = weights.outputs();
@@ -316,16 +315,16 @@ void by_packed_gemm(const ConstMatrix& x, const LinearWeights<Value>& weights,
   });
   const Value* const values = weights.packed().data();
   const std::int64_t blocks = (outputs + block - 1) / block;
+  const std::int64_t row_blocks = (rows + avx2::gemm_rows - 1) / avx2::gemm_rows;
   // The same rows for one block after the other: weights are the smaller stream of the two.
-  host_for("kvzap::linear::packed_gemm", (rows + rows_at_once - 1) / rows_at_once * blocks,
-           [=](std::int64_t i) {
-             const std::int64_t m = i / blocks * rows_at_once;
-             const std::int64_t n = i % blocks * block;
-             avx2::packed_gemm(copy + m * slice, slice_stride, std::min(rows_at_once, rows - m),
-                               values + n * padded, padded,
-                               static_cast<int>(std::min(block, outputs - n)),
-                               bias.extent(0) > 0 ? &bias(n) : nullptr, &y(m, n), y.stride(0));
-           });
+  host_for("kvzap::linear::packed_gemm", row_blocks * blocks, [=](std::int64_t i) {
+    const std::int64_t m = i / blocks * rows / row_blocks;
+    const std::int64_t end = (i / blocks + 1) * rows / row_blocks;
+    const std::int64_t n = i % blocks * block;
+    avx2::packed_gemm(copy + m * slice, slice_stride, end - m, values + n * padded, padded,
+                      static_cast<int>(std::min(block, outputs - n)),
+                      bias.extent(0) > 0 ? &bias(n) : nullptr, &y(m, n), y.stride(0));
+  });
 }
 
 // Whether there are kernels for packed weights.
@@ -334,7 +333,7 @@ bool has_packed_products() {
 }
 
 // Whether weights of bf16 are multiplied by dot products of bf16 pairs.
-bool has_bf16_products() {
+[[maybe_unused]] bool has_bf16_products() {
   return runs_on_host && has_packed_kernels() && simd_level() >= SimdLevel::avx512_bf16;
 }
 

@@ -19,14 +19,14 @@ void packed_product(const float* x, std::int64_t x_stride, int n_rows, const hal
 /// Inputs that packed_gemm takes at once: a panel of so many by 16 outputs, widened, fills half of
 /// a first-level cache of 32 KiB.
 inline constexpr std::int64_t gemm_inputs = 256;
-/// Rows of x that one call of packed_gemm should have: with gemm_inputs of each they fit a
-/// second-level cache of 256 KiB.
+/// The most rows of x that packed_gemm takes: with gemm_inputs of each they fit a second-level
+/// cache of 256 KiB.
 inline constexpr std::int64_t gemm_rows = 144;
 
 /// y[m * y_stride + n] = sum_k x(m, k) * weights[n, k] + bias[n] (0 if bias is null) for n_rows
-/// rows of x and the n < `outputs` <= 64 of one packed block, accumulated in float. x lies in
-/// slices of gemm_inputs inputs, x(m, k) at x[k / gemm_inputs * slice_stride + m * gemm_inputs + k
-/// % gemm_inputs], with zeros from the last input to `padded_inputs`.
+/// <= gemm_rows rows of x and the n < `outputs` <= 64 of one packed block, accumulated in float. x
+/// lies in slices of gemm_inputs inputs, x(m, k) at x[k / gemm_inputs * slice_stride + m *
+/// gemm_inputs + k % gemm_inputs], with zeros from the last input to `padded_inputs`.
 void packed_gemm(const float* x, std::int64_t slice_stride, std::int64_t n_rows,
                  const bfloat16* block, std::int64_t padded_inputs, int outputs, const float* bias,
                  float* y, std::int64_t y_stride);

@@ -487,7 +487,9 @@ bool Scheduler::add_span(Sequence& sequence, Room& room, Plan& plan) {
   }
   const Segment& segment = request.prompt[sequence.segment];
   const auto left = static_cast<std::int64_t>(segment.tokens.size() - sequence.offset);
+  const auto offset = static_cast<std::int64_t>(sequence.offset);
   std::int64_t count = std::min(left, room.rows);
+  bool is_cut = false;
   const bool prunes = request.setting.prune != PruneMode::none;
   switch (segment.kind) {
     case Segment::Kind::context:
@@ -498,6 +500,12 @@ bool Scheduler::add_span(Sequence& sequence, Room& room, Plan& plan) {
         count = left;
       } else {
         span.part = StepPart::held;
+        const auto& cuts = segment.cuts;
+        const auto cut = std::upper_bound(cuts.begin(), cuts.end(), offset);
+        if (cut != cuts.end() && *cut - offset <= count) {
+          count = *cut - offset;
+          is_cut = true;
+        }
       }
       break;
     case Segment::Kind::question:
@@ -519,10 +527,10 @@ bool Scheduler::add_span(Sequence& sequence, Room& room, Plan& plan) {
   if (ends_prompt && sequence.answered.empty()) span.output = output;
   if (segment.kind == Segment::Kind::context) {
     span.ends_context = ends_segment;
-    const std::int64_t offset = static_cast<std::int64_t>(sequence.offset) + count;
     const bool is_state =
-        ends_segment || (span.part == StepPart::context && prunes &&
-                         offset / kept_every_tokens > (offset - count) / kept_every_tokens);
+        ends_segment || is_cut ||
+        (span.part == StepPart::context && prunes &&
+         (offset + count) / kept_every_tokens > offset / kept_every_tokens);
     if (is_state && m_options.keeps_prefixes && m_executor.can_go_on(request.setting)) {
       PrefixKey key = sequence.key;
       if (sequence.offset == 0) key.push_back(context_begins);

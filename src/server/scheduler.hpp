@@ -27,6 +27,9 @@ struct Segment {
   };
   Kind kind = Kind::context;
   std::vector<TokenId> tokens;
+  /// Of a context: numbers of its first tokens, ascending, with which other prompts are expected to
+  /// begin. Where the context is judged as a whole, states are kept there too, of all their pairs.
+  std::vector<std::int64_t> cuts = {};
 };
 
 /// What a client asks for.

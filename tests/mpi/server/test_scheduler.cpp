@@ -120,8 +120,8 @@ class SchedulerTest : public ::testing::Test {
   }
   GenerationRequest request_of(const Asked& asked) const {
     GenerationRequest request;
-    request.prompt = {{Segment::Kind::context, asked.context},
-                      {Segment::Kind::question, asked.question}};
+    request.prompt = {{Segment::Kind::context, asked.context, {}},
+                      {Segment::Kind::question, asked.question, {}}};
     request.max_new_tokens = asked.new_tokens;
     request.setting.prune = options.prune;
     return request;
@@ -245,7 +245,9 @@ TEST_F(SchedulerTest, LittleMemoryDelaysAndChangesNothing) {
     const auto measured = engine();
     options.kv_limit = 3 * (measured->bytes_per_token() * 130 + measured->bytes_per_sequence());
     expect_answers(all, expected);
-    if (comm.is_root()) EXPECT_GT(last.preempted + last.prefixes_evicted, 0);
+    if (comm.is_root()) {
+      EXPECT_GT(last.preempted + last.prefixes_evicted, 0);
+    }
   }
 }
 
@@ -262,7 +264,9 @@ TEST_F(SchedulerTest, MemoryThatRunsOutInTheMiddlePreemptsTheNewest) {
     options.kv_limit = 3 * (measured->bytes_per_token() * 190 + measured->bytes_per_sequence());
     scheduling.keeps_prefixes = false;
     expect_answers(all, expected);
-    if (comm.is_root()) EXPECT_GT(last.preempted, 0);
+    if (comm.is_root()) {
+      EXPECT_GT(last.preempted, 0);
+    }
   }
 }
 
@@ -296,10 +300,14 @@ TEST_F(SchedulerTest, PromptsThatBeginAlikeGoOnFromThere) {
       const auto expected = answers_of(all);
       expect_answers(all, expected);
       // All but the first have the document from the cache, and of those that were cancelled some.
-      if (comm.is_root()) EXPECT_GE(last.cached_tokens, 400);
+      if (comm.is_root()) {
+        EXPECT_GE(last.cached_tokens, 400);
+      }
       scheduling.keeps_prefixes = false;
       expect_answers(all, expected);
-      if (comm.is_root()) EXPECT_EQ(last.cached_tokens, 0);
+      if (comm.is_root()) {
+        EXPECT_EQ(last.cached_tokens, 0);
+      }
       scheduling.keeps_prefixes = true;
     }
   }
@@ -327,6 +335,33 @@ TEST_F(SchedulerTest, SparsePrefillSharesTheBeginningOfAContext) {
   });
 }
 
+TEST_F(SchedulerTest, ContextsShareWhatTheyAreExpectedToBeginWith) {
+  for (const PruneMode prune : {PruneMode::prefill, PruneMode::always}) {
+    options.prune = prune;
+    const std::vector<TokenId> system = some(40);
+    std::vector<Asked> all;
+    for (int i = 0; i < 4; ++i) {
+      all.push_back({system, some(3), 7});
+      const std::vector<TokenId> user = some(20 + 9 * i);
+      all.back().context.insert(all.back().context.end(), user.begin(), user.end());
+    }
+    const auto expected = answers_of(all);
+    serve([&](Scheduler& scheduler) {
+      for (std::size_t i = 0; i < all.size(); ++i) {
+        const auto heard = std::make_shared<Heard>();
+        GenerationRequest request = request_of(all[i]);
+        request.prompt.front().cuts = {40};
+        scheduler.submit(request, heard);
+        while (scheduler.step()) {
+        }
+        EXPECT_EQ(heard->tokens[0], expected[i].tokens);
+        EXPECT_DOUBLE_EQ(heard->endings[0].evict_ratio, expected[i].cache.evict_ratio());
+        EXPECT_EQ(heard->endings[0].cached_tokens, i == 0 ? 0 : 40);
+      }
+    });
+  }
+}
+
 TEST_F(SchedulerTest, AConversationGoesOnFromItsOwnCache) {
   for (const PruneMode prune : {PruneMode::none, PruneMode::prefill, PruneMode::always}) {
     options.prune = prune;
@@ -351,9 +386,9 @@ TEST_F(SchedulerTest, AConversationGoesOnFromItsOwnCache) {
       std::vector<TokenId> last_and_between = {said.back()};
       said.pop_back();
       last_and_between.insert(last_and_between.end(), between.begin(), between.end());
-      request.prompt.push_back({Segment::Kind::generated, said});
-      request.prompt.push_back({Segment::Kind::question, last_and_between});
-      request.prompt.push_back({Segment::Kind::question, more});
+      request.prompt.push_back({Segment::Kind::generated, said, {}});
+      request.prompt.push_back({Segment::Kind::question, last_and_between, {}});
+      request.prompt.push_back({Segment::Kind::question, more, {}});
       scheduler.submit(request, second);
       while (scheduler.step()) {
       }

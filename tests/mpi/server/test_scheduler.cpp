@@ -186,7 +186,7 @@ class SchedulerTest : public ::testing::Test {
       for (std::size_t i = 0; i < all.size(); ++i) {
         heard.push_back(std::make_shared<Heard>());
         tickets.push_back(scheduler.submit(request_of(all[i]), heard.back()));
-        // Others that come and go.
+            // Others that come and go.
         const auto ticket = scheduler.submit(request_of(all[own() % all.size()]),
                                              std::make_shared<Heard>());
         for (unsigned steps = own() % 4; steps > 0; --steps) scheduler.step();
@@ -257,7 +257,7 @@ TEST_F(SchedulerTest, MemoryThatRunsOutInTheMiddlePreemptsTheNewest) {
   for (int i = 0; i < 6; ++i) all.push_back({some(6 + i), some(3), 150});
   for (const PruneMode prune : {PruneMode::none, PruneMode::always}) {
     options.prune = prune;
-    options.threshold = -0.5F;
+    options.threshold = -1000;  // all stay, each judged by itself
     options.kv_limit = 0;
     const auto expected = answers_of(all);
     const auto measured = engine();
@@ -299,9 +299,9 @@ TEST_F(SchedulerTest, PromptsThatBeginAlikeGoOnFromThere) {
       for (int i = 0; i < 5; ++i) all.push_back({document, some(4 + i), 6});
       const auto expected = answers_of(all);
       expect_answers(all, expected);
-      // All but the first have the document from the cache, and of those that were cancelled some.
+      // (Those that come while the first is under way run it by themselves.)
       if (comm.is_root()) {
-        EXPECT_GE(last.cached_tokens, 400);
+        EXPECT_GE(last.cached_tokens, 100);
       }
       scheduling.keeps_prefixes = false;
       expect_answers(all, expected);

@@ -167,6 +167,16 @@ class Engine {
   /// `progress` gets "repeat" and tokens.
   virtual void end_context(SequenceId sequence, const ProgressCallback& progress = {}) = 0;
 
+  /// Whether a context of such a sequence can be run in parts (StepPart::held) and judged at its
+  /// end, as one dense step would be: with the engine's scorer and a threshold, or unpruned.
+  virtual bool can_hold(SequenceId sequence) const = 0;
+  /// Judges the pairs of a context that was run in parts, as StepPart::held, once its last part has
+  /// been run: all but the newest `window`. The same rows stay as after one dense step, and of
+  /// what was judged before all. Collective. Throws AgreedOutOfMemory if a rank has no memory to
+  /// copy pages that another sequence shares: layers have been judged or not, and the sequence is
+  /// to be freed.
+  virtual void judge_context(SequenceId sequence) = 0;
+
   /// Throws Error for a setting that the engine could not have as its options.
   virtual void check(const PruneSetting& setting) const = 0;
   /// An empty sequence is pruned by `setting`, not by the engine's options (of which window, sink
@@ -254,6 +264,14 @@ class Engine {
   virtual std::vector<std::int64_t> positions(SequenceId sequence, int layer, int head_on_rank) = 0;
   /// Scores of those rows, in the same order, of each head on this rank; NaN: the row has none.
   virtual std::vector<std::vector<float>> scores(SequenceId sequence, int layer) = 0;
+  /// Bytes of this rank's part of the cache. Does not communicate.
+  virtual CacheBytes bytes() const = 0;
+  /// Bytes of this rank's rows of one token in pages, over all layers.
+  virtual std::size_t bytes_per_token() const = 0;
+  /// Bytes of this rank's rings of one sequence.
+  virtual std::size_t bytes_per_sequence() const = 0;
+  /// Bytes that this rank may still take within options().kv_limit; of free pages if there is none.
+  virtual std::size_t free_bytes() const = 0;
   virtual void set_observer(StepObserver* observer) = 0;
   virtual void set_attention_path(AttentionPath path) = 0;
 

@@ -15,7 +15,8 @@ enum class StepPart {
   context,    // the context, or a chunk of it
   question,   // a question about a context that was pruned before
   generated,  // a token that the model has generated
-  whole       // context and question in one; see StepRule::question
+  whole,      // context and question in one; see StepRule::question
+  held        // a part of a context whose pairs are judged together: Engine::judge_context
 };
 
 /// What is to happen to the pairs of a span's tokens and to those they push out of the ring.

@@ -5,7 +5,9 @@
 #include <functional>
 #include <kvzap/engine.hpp>
 #include <kvzap/snapshot.hpp>
+#include <limits>
 #include <map>
+#include <numeric>
 #include <optional>
 #include <stdexcept>
 
@@ -46,10 +48,15 @@ StepRule scorer_rule(bool judges, float threshold, std::int64_t sink) {
 }
 
 StepRule rule_of(const Pruning& pruning, std::int64_t sink, StepPart part, std::int64_t question) {
-  const bool is_context = part == StepPart::context || part == StepPart::whole;
+  const bool is_context =
+      part == StepPart::context || part == StepPart::whole || part == StepPart::held;
   const bool judges =
       pruning.prune == PruneMode::always || (is_context && pruning.prune == PruneMode::prefill);
-  if (!pruning.uses_policy) return scorer_rule(judges, pruning.threshold, sink);
+  if (!pruning.uses_policy) {
+    StepRule rule = scorer_rule(judges, pruning.threshold, sink);
+    if (part == StepPart::held) rule.eviction.judge = false;
+    return rule;
+  }
   const PolicyChoice& choice = *pruning.policy;
   StepRule rule;
   rule.part = part;
@@ -425,6 +432,30 @@ class TypedEngine final : public Engine {
     if (life.pruning->policy->rerotate) close_up(sequence);
   }
 
+  bool can_hold(SequenceId sequence) const override {
+    return !m_lives.at(sequence).pruning->uses_policy;
+  }
+
+  void judge_context(SequenceId sequence) override {
+    const Pruning& pruning = *m_lives.at(sequence).pruning;
+    if (pruning.prune == PruneMode::none) return;
+    const detail::Stopwatch watch(m_evict_seconds);
+    auto& cache = m_decoder.cache();
+    const ExecutionSpace exec;
+    agree_on_memory(communicator(), [&] {
+      if (!can_hold(sequence)) {
+        throw Error(fmt::format("policy {}: a context cannot be judged after its steps",
+                                pruning.policy->name));
+      }
+      const Cutoff cutoff = {pruning.threshold, std::numeric_limits<std::int64_t>::max()};
+      for (std::size_t l = 0; l < cache.shape().heads.size(); ++l) {
+        const std::vector<Cutoff> cutoffs(cache.shape().heads[l], cutoff);
+        cache.evict(exec, sequence, static_cast<int>(l), cutoffs,
+                    {options().sink, options().window});
+      }
+    });
+  }
+
   void check(const PruneSetting& setting) const override {
     kvzap::check(with_setting(options(), setting), setting.policy && setting.policy->scorer);
     check_rope(with_setting(options(), setting), m_model->config());
@@ -717,6 +748,16 @@ class TypedEngine final : public Engine {
     }
     return result;
   }
+  CacheBytes bytes() const override { return m_decoder.cache().bytes(); }
+  std::size_t bytes_per_token() const override {
+    return heads_of_all_layers() *
+           page_row_bytes(m_decoder.cache().shape().head_dim, sizeof(Value));
+  }
+  std::size_t bytes_per_sequence() const override {
+    const CacheShape& shape = m_decoder.cache().shape();
+    return heads_of_all_layers() * shape.window * ring_row_bytes(shape.head_dim, sizeof(Value));
+  }
+  std::size_t free_bytes() const override { return m_decoder.cache().pool().free_bytes(); }
   void set_observer(StepObserver* observer) override {
     m_observer = observer;
     m_decoder.set_observer(observer);
@@ -835,6 +876,11 @@ class TypedEngine final : public Engine {
       refuse(error.what());
     }
     return life;
+  }
+
+  std::size_t heads_of_all_layers() const {
+    const std::vector<int>& heads = m_decoder.cache().shape().heads;
+    return static_cast<std::size_t>(std::accumulate(heads.begin(), heads.end(), 0));
   }
 
   Life new_life(const std::shared_ptr<const Pruning>& pruning) const {

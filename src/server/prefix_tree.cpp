@@ -1,0 +1,145 @@
+#include "server/prefix_tree.hpp"
+
+#include <algorithm>
+
+namespace kvzap::server {
+
+struct PrefixTree::Node {
+  PrefixKey label;                                         // of the edge that leads here
+  std::map<std::int32_t, std::unique_ptr<Node>> children;  // by the first element of their labels
+  Node* parent = nullptr;
+  int state = -1;
+  std::uint64_t used = 0;
+};
+
+namespace {
+
+/// Elements of `label` that stand in `key` from `begin` on.
+std::size_t common(const PrefixKey& label, const PrefixKey& key, std::size_t begin) {
+  const std::size_t most = std::min(label.size(), key.size() - begin);
+  std::size_t count = 0;
+  while (count < most && label[count] == key[begin + count]) ++count;
+  return count;
+}
+
+}  // namespace
+
+PrefixTree::PrefixTree() : m_root(std::make_unique<Node>()) {}
+
+PrefixTree::~PrefixTree() {
+  // Conversations make deep trees: not by recursion.
+  std::vector<std::unique_ptr<Node>> nodes;
+  nodes.push_back(std::move(m_root));
+  while (!nodes.empty()) {
+    const std::unique_ptr<Node> node = std::move(nodes.back());
+    nodes.pop_back();
+    for (auto& [first, child] : node->children) nodes.push_back(std::move(child));
+  }
+}
+
+PrefixTree::Found PrefixTree::longest(const PrefixKey& key, std::int64_t most) {
+  Found found;
+  Node* best = nullptr;
+  Node* node = m_root.get();
+  for (std::size_t length = 0; length < key.size();) {
+    const auto child = node->children.find(key[length]);
+    if (child == node->children.end()) break;
+    node = child->second.get();
+    if (common(node->label, key, length) < node->label.size()) break;
+    length += node->label.size();
+    if (static_cast<std::int64_t>(length) > most) break;
+    if (node->state < 0) continue;
+    best = node;
+    found = {node->state, static_cast<std::int64_t>(length)};
+  }
+  ++m_clock;
+  for (; best; best = best->parent) best->used = m_clock;
+  return found;
+}
+
+bool PrefixTree::contains(const PrefixKey& key) const {
+  const Node* node = m_root.get();
+  for (std::size_t length = 0; length < key.size(); length += node->label.size()) {
+    const auto child = node->children.find(key[length]);
+    if (child == node->children.end()) return false;
+    node = child->second.get();
+    if (common(node->label, key, length) < node->label.size()) return false;
+  }
+  return node->state >= 0;
+}
+
+int PrefixTree::insert(const PrefixKey& key, int state) {
+  Node* node = m_root.get();
+  for (std::size_t length = 0; length < key.size();) {
+    auto& child = node->children[key[length]];
+    if (!child) {
+      child = std::make_unique<Node>();
+      child->label.assign(key.begin() + static_cast<std::ptrdiff_t>(length), key.end());
+      child->parent = node;
+    }
+    const std::size_t shared = common(child->label, key, length);
+    if (shared < child->label.size()) {
+      // The edge is cut in two.
+      auto middle = std::make_unique<Node>();
+      const auto cut = child->label.begin() + static_cast<std::ptrdiff_t>(shared);
+      middle->label.assign(child->label.begin(), cut);
+      middle->parent = node;
+      middle->used = child->used;
+      child->label.erase(child->label.begin(), cut);
+      child->parent = middle.get();
+      const std::int32_t first = child->label.front();
+      middle->children[first] = std::move(child);
+      child = std::move(middle);
+    }
+    node = child.get();
+    length += shared;
+  }
+  const int before = node->state;
+  if (before < 0) ++m_size;
+  node->state = state;
+  ++m_clock;
+  for (; node; node = node->parent) node->used = m_clock;
+  return before;
+}
+
+int PrefixTree::evict() {
+  Node* oldest = nullptr;
+  std::vector<Node*> nodes = {m_root.get()};
+  while (!nodes.empty()) {
+    Node* const node = nodes.back();
+    nodes.pop_back();
+    for (auto& [first, child] : node->children) nodes.push_back(child.get());
+    if (node->state < 0 || !node->children.empty()) continue;
+    if (!oldest || node->used < oldest->used) oldest = node;
+  }
+  if (!oldest) return -1;
+  const int state = oldest->state;
+  oldest->state = -1;
+  --m_size;
+  // Nodes that nothing needs any more go: without a state, a leaf or with a single edge behind.
+  for (Node* node = oldest; node != m_root.get() && node->state < 0;) {
+    Node* const parent = node->parent;
+    const std::int32_t first = node->label.front();
+    if (node->children.empty()) {
+      parent->children.erase(first);
+    } else if (node->children.size() == 1) {
+      std::unique_ptr<Node> child = std::move(node->children.begin()->second);
+      child->label.insert(child->label.begin(), node->label.begin(), node->label.end());
+      child->parent = parent;
+      parent->children[first] = std::move(child);
+      break;
+    } else {
+      break;
+    }
+    node = parent;
+  }
+  return state;
+}
+
+std::vector<int> PrefixTree::clear() {
+  std::vector<int> states;
+  for (int state = evict(); state >= 0; state = evict()) states.push_back(state);
+  return states;
+}
+
+}  // namespace kvzap::server

@@ -1,0 +1,559 @@
+// What a server's scheduler makes of many requests, against a generator of its own for each.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <kvzap/generate.hpp>
+#include <kvzap/policies.hpp>
+#include <map>
+#include <random>
+#include <thread>
+
+#include "server/scheduler.hpp"
+
+namespace kvzap::server {
+namespace {
+
+constexpr int served_layers = 3;
+constexpr int served_heads = 4;
+constexpr int served_words = 97;
+constexpr int served_hidden = 40;
+
+ModelConfig served_config() {
+  ModelConfig config{};
+  config.architecture = "LlamaForCausalLM";
+  config.hidden_size = served_hidden;
+  config.intermediate_size = 48;
+  config.num_hidden_layers = served_layers;
+  config.num_attention_heads = served_heads * 2;
+  config.num_key_value_heads = served_heads;
+  config.head_dim = 16;
+  config.vocab_size = served_words;
+  config.max_position_embeddings = 4096;
+  config.rms_norm_eps = 1e-6;
+  config.rope_theta = 10000;
+  return config;
+}
+
+/// Scores that depend on the hidden state, so that they show whatever a token has seen.
+class HiddenScorer final : public Scorer {
+ public:
+  HiddenScorer(const HeadPartition& partition, int rank) : m_partition(partition), m_rank(rank) {}
+  void score(const ExecutionSpace& exec, int layer, const PositionView&, const InputView& hidden,
+             const ScoreView& scores) override {
+    exec.fence();
+    const auto rows = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), hidden);
+    const auto& heads = m_partition.heads(layer, m_rank);
+    Kokkos::View<float**, Kokkos::LayoutRight, Kokkos::HostSpace> host("scores", heads.size(),
+                                                                       hidden.extent(0));
+    for (std::size_t h = 0; h < heads.size(); ++h) {
+      for (std::size_t t = 0; t < hidden.extent(0); ++t) {
+        float sum = 0;
+        for (int k = 0; k < served_hidden; ++k) {
+          sum += rows(t, k) * std::sin(0.7F * static_cast<float>(k * (heads[h] + 2) + layer));
+        }
+        host(h, t) = sum;
+      }
+    }
+    const auto device = Kokkos::create_mirror_view_and_copy(MemorySpace(), host);
+    Kokkos::deep_copy(exec, scores, device);
+    exec.fence();
+  }
+  std::string kind() const override { return "hidden"; }
+
+ private:
+  HeadPartition m_partition;
+  int m_rank;
+};
+
+/// What a listener has heard.
+struct Heard final : Listener {
+  std::map<int, std::vector<TokenId>> tokens;
+  std::map<int, std::vector<float>> logprobs;
+  std::map<int, Ending> endings;
+  std::string error;
+  std::int64_t stops_after = -1;
+
+  bool on_token(int choice, TokenId token, const TokenLogprobs* of_token) override {
+    tokens[choice].push_back(token);
+    if (of_token) logprobs[choice].push_back(of_token->logprob);
+    return static_cast<std::int64_t>(tokens[choice].size()) != stops_after;
+  }
+  void on_end(int choice, const Ending& ending) override { endings[choice] = ending; }
+  void on_error(const std::string& what, bool) override { error = what; }
+};
+
+struct Asked {
+  std::vector<TokenId> context, question;
+  std::int64_t new_tokens = 0;
+};
+
+class SchedulerTest : public ::testing::Test {
+ protected:
+  SchedulerTest()
+      : comm(Communicator::world()),
+        partition(HeadPartition::even(served_layers, served_heads, comm.size())),
+        model(std::make_shared<const Model<float>>(
+            Model<float>::load("", served_config(), partition, comm.rank(), 3))),
+        scorer(std::make_shared<HiddenScorer>(partition, comm.rank())) {
+    options.window = 8;
+    options.page_rows = 4;
+    options.chunk = 16;
+    options.sink = 2;
+    options.threshold = 0.1F;
+    scheduling.max_batch_tokens = 24;
+  }
+
+  std::vector<TokenId> some(std::int64_t count) {
+    std::vector<TokenId> tokens(static_cast<std::size_t>(count));
+    for (TokenId& token : tokens) token = static_cast<TokenId>(random() % served_words);
+    return tokens;
+  }
+  std::vector<Asked> some_asked(int count) {
+    std::vector<Asked> all;
+    for (int i = 0; i < count; ++i) {
+      all.push_back({some(1 + static_cast<std::int64_t>(random() % 90)),
+                     some(static_cast<std::int64_t>(random() % 14)),
+                     1 + static_cast<std::int64_t>(random() % 20)});
+    }
+    return all;
+  }
+  GenerationRequest request_of(const Asked& asked) const {
+    GenerationRequest request;
+    request.prompt = {{Segment::Kind::context, asked.context, {}},
+                      {Segment::Kind::question, asked.question, {}}};
+    request.max_new_tokens = asked.new_tokens;
+    request.setting.prune = options.prune;
+    return request;
+  }
+  std::unique_ptr<Engine> engine() const {
+    return Engine::create<float>(model, options.prune == PruneMode::none ? nullptr : scorer,
+                                 options, comm);
+  }
+  /// What a generator answers, on all ranks.
+  Answer answer_of(const Asked& asked, const SamplingOptions& sampling = {}) const {
+    Generator generator(engine());
+    generator.prefill(asked.context, false);
+    AnswerOptions wanted;
+    wanted.max_new_tokens = asked.new_tokens;
+    wanted.sampling = sampling;
+    return generator.answer(asked.question, wanted);
+  }
+  std::vector<Answer> answers_of(const std::vector<Asked>& all) const {
+    std::vector<Answer> answers;
+    answers.reserve(all.size());
+    for (const Asked& asked : all) answers.push_back(answer_of(asked));
+    return answers;
+  }
+
+  /// work(scheduler) on rank 0, while the others follow. Nothing is left in the cache afterwards.
+  template <class Work>
+  void serve(const Work& work) {
+    const auto served = engine();
+    Setting standard;
+    standard.prune = options.prune;
+    Executor executor(
+        *served, standard,
+        [&](const Setting& setting) {
+          if (!settings) ADD_FAILURE() << "no setting of a request's own is expected";
+          return settings(setting);
+        },
+        [&](const Setting&) {
+          return Executor::Traits{holds, holds};
+        });
+    if (comm.is_root()) {
+      Scheduler scheduler(executor, scheduling);
+      work(scheduler);
+      while (scheduler.step()) {
+      }
+      const SchedulerCounts counts = scheduler.counts();
+      EXPECT_EQ(counts.running, 0);
+      EXPECT_EQ(counts.waiting, 0);
+      scheduler.drain();
+      scheduler.run();
+    } else {
+      executor.follow();
+    }
+    EXPECT_EQ(executor.size(), 0);
+    EXPECT_EQ(served->bytes().live, 0U);
+  }
+
+  void expect_answers(const std::vector<Asked>& all, const std::vector<Answer>& expected) {
+    serve([&](Scheduler& scheduler) {
+      std::vector<std::shared_ptr<Heard>> heard;
+      std::vector<std::shared_ptr<Scheduler::Ticket>> tickets;
+      std::mt19937 own(5);
+      for (std::size_t i = 0; i < all.size(); ++i) {
+        heard.push_back(std::make_shared<Heard>());
+        tickets.push_back(scheduler.submit(request_of(all[i]), heard.back()));
+        // Others that come and go.
+        const auto ticket =
+            scheduler.submit(request_of(all[own() % all.size()]), std::make_shared<Heard>());
+        for (unsigned steps = own() % 4; steps > 0; --steps) scheduler.step();
+        ticket->cancel();
+      }
+      while (scheduler.step()) {
+      }
+      for (std::size_t i = 0; i < all.size(); ++i) {
+        SCOPED_TRACE(i);
+        EXPECT_EQ(heard[i]->error, "");
+        EXPECT_EQ(heard[i]->tokens[0], expected[i].tokens);
+        ASSERT_EQ(heard[i]->endings.count(0), 1U);
+        const Ending& ending = heard[i]->endings[0];
+        EXPECT_EQ(ending.reason, EndReason::max_new_tokens);
+        EXPECT_EQ(ending.prompt_tokens,
+                  static_cast<std::int64_t>(all[i].context.size() + all[i].question.size()));
+        EXPECT_EQ(ending.new_tokens, all[i].new_tokens);
+        EXPECT_DOUBLE_EQ(ending.evict_ratio, expected[i].cache.evict_ratio());
+        EXPECT_EQ(ending.full_kv_bytes, expected[i].cache.full_bytes);
+      }
+      last = scheduler.counts();
+    });
+  }
+
+  Communicator comm;
+  HeadPartition partition;
+  std::shared_ptr<const Model<float>> model;
+  std::shared_ptr<Scorer> scorer;
+  CacheOptions options;
+  SchedulerOptions scheduling;
+  Executor::Settings settings;
+  bool holds = true;
+  SchedulerCounts last;
+  std::mt19937 random{11};
+};
+
+TEST_F(SchedulerTest, AnswersAreThoseOfGenerators) {
+  const std::vector<Asked> all = some_asked(14);
+  for (const PruneMode prune : {PruneMode::none, PruneMode::prefill, PruneMode::always}) {
+    for (const PrefillMode prefill : {PrefillMode::dense, PrefillMode::sparse}) {
+      options.prune = prune;
+      options.prefill = prefill;
+      SCOPED_TRACE(std::string(name_of(prune)) + " " + std::string(name_of(prefill)));
+      expect_answers(all, answers_of(all));
+    }
+  }
+}
+
+TEST_F(SchedulerTest, LittleMemoryDelaysAndChangesNothing) {
+  const std::vector<Asked> all = some_asked(10);
+  for (const PruneMode prune : {PruneMode::prefill, PruneMode::always}) {
+    options.prune = prune;
+    options.kv_limit = 0;
+    const auto expected = answers_of(all);
+    // Of each rank: about three of the longest prompts, had none been evicted.
+    const auto measured = engine();
+    options.kv_limit = 3 * (measured->bytes_per_token() * 130 + measured->bytes_per_sequence());
+    expect_answers(all, expected);
+    if (comm.is_root()) {
+      EXPECT_GT(last.preempted + last.prefixes_evicted, 0);
+    }
+  }
+}
+
+TEST_F(SchedulerTest, MemoryThatRunsOutInTheMiddlePreemptsTheNewest) {
+  // Short prompts are all admitted, and then grow.
+  std::vector<Asked> all;
+  for (int i = 0; i < 6; ++i) all.push_back({some(6 + i), some(3), 150});
+  for (const PruneMode prune : {PruneMode::none, PruneMode::always}) {
+    options.prune = prune;
+    options.threshold = -1000;  // all stay, each judged by itself
+    options.kv_limit = 0;
+    const auto expected = answers_of(all);
+    const auto measured = engine();
+    options.kv_limit = 3 * (measured->bytes_per_token() * 190 + measured->bytes_per_sequence());
+    scheduling.keeps_prefixes = false;
+    expect_answers(all, expected);
+    if (comm.is_root()) {
+      EXPECT_GT(last.preempted, 0);
+    }
+  }
+}
+
+TEST_F(SchedulerTest, WhatCanNeverFitFailsAlone) {
+  options.prune = PruneMode::none;
+  const Asked small = {some(20), some(3), 5};
+  const Answer expected = answer_of(small);
+  const auto measured = engine();
+  options.kv_limit = measured->bytes_per_token() * 160 + 2 * measured->bytes_per_sequence();
+  serve([&](Scheduler& scheduler) {
+    const auto large = std::make_shared<Heard>(), other = std::make_shared<Heard>();
+    scheduler.submit(request_of({some(300), {}, 5}), large);
+    scheduler.submit(request_of(small), other);
+    while (scheduler.step()) {
+    }
+    EXPECT_NE(large->error, "");
+    EXPECT_EQ(other->error, "");
+    EXPECT_EQ(other->tokens[0], expected.tokens);
+    EXPECT_EQ(scheduler.counts().failed, 1);
+  });
+}
+
+TEST_F(SchedulerTest, PromptsThatBeginAlikeGoOnFromThere) {
+  for (const PrefillMode prefill : {PrefillMode::dense, PrefillMode::sparse}) {
+    for (const PruneMode prune : {PruneMode::prefill, PruneMode::always}) {
+      options.prefill = prefill;
+      options.prune = prune;
+      const std::vector<TokenId> document = some(100);
+      std::vector<Asked> all;
+      for (int i = 0; i < 5; ++i) all.push_back({document, some(4 + i), 6});
+      const auto expected = answers_of(all);
+      expect_answers(all, expected);
+      // (Those that come while the first is under way run it by themselves.)
+      if (comm.is_root()) {
+        EXPECT_GE(last.cached_tokens, 100);
+      }
+      scheduling.keeps_prefixes = false;
+      expect_answers(all, expected);
+      if (comm.is_root()) {
+        EXPECT_EQ(last.cached_tokens, 0);
+      }
+      scheduling.keeps_prefixes = true;
+    }
+  }
+}
+
+TEST_F(SchedulerTest, SparsePrefillSharesTheBeginningOfAContext) {
+  options.prefill = PrefillMode::sparse;
+  options.prune = PruneMode::prefill;
+  options.chunk = 1024;
+  std::vector<TokenId> begin = some(4200);
+  const Asked first = {begin, some(3), 2};
+  Asked second = {begin, some(3), 2};
+  for (std::size_t i = 4150; i < begin.size(); ++i) second.context[i] = 5;
+  const std::vector<Answer> expected = answers_of({first, second});
+  serve([&](Scheduler& scheduler) {
+    for (const int i : {0, 1}) {
+      const auto heard = std::make_shared<Heard>();
+      scheduler.submit(request_of(i == 0 ? first : second), heard);
+      while (scheduler.step()) {
+      }
+      EXPECT_EQ(heard->tokens[0], expected[i].tokens);
+      EXPECT_DOUBLE_EQ(heard->endings[0].evict_ratio, expected[i].cache.evict_ratio());
+      EXPECT_EQ(heard->endings[0].cached_tokens, i == 0 ? 0 : 4096);
+    }
+  });
+}
+
+TEST_F(SchedulerTest, ContextsShareWhatTheyAreExpectedToBeginWith) {
+  for (const PruneMode prune : {PruneMode::prefill, PruneMode::always}) {
+    options.prune = prune;
+    const std::vector<TokenId> system = some(40);
+    std::vector<Asked> all;
+    for (int i = 0; i < 4; ++i) {
+      all.push_back({system, some(3), 7});
+      const std::vector<TokenId> user = some(20 + 9 * i);
+      all.back().context.insert(all.back().context.end(), user.begin(), user.end());
+    }
+    const auto expected = answers_of(all);
+    serve([&](Scheduler& scheduler) {
+      for (std::size_t i = 0; i < all.size(); ++i) {
+        const auto heard = std::make_shared<Heard>();
+        GenerationRequest request = request_of(all[i]);
+        request.prompt.front().cuts = {40};
+        scheduler.submit(request, heard);
+        while (scheduler.step()) {
+        }
+        EXPECT_EQ(heard->tokens[0], expected[i].tokens);
+        EXPECT_DOUBLE_EQ(heard->endings[0].evict_ratio, expected[i].cache.evict_ratio());
+        EXPECT_EQ(heard->endings[0].cached_tokens, i == 0 ? 0 : 40);
+      }
+    });
+  }
+}
+
+TEST_F(SchedulerTest, AConversationGoesOnFromItsOwnCache) {
+  for (const PruneMode prune : {PruneMode::none, PruneMode::prefill, PruneMode::always}) {
+    options.prune = prune;
+    const std::vector<TokenId> context = some(60), question = some(5), between = some(2),
+                               more = some(7);
+    // The same by a generator: what is said between messages is a question's.
+    Generator generator(engine());
+    generator.prefill(context, false);
+    AnswerOptions wanted;
+    wanted.max_new_tokens = 12;
+    const Answer one = generator.answer(question, wanted);
+    generator.keep_answer(between);
+    const Answer two = generator.answer(more, wanted);
+    serve([&](Scheduler& scheduler) {
+      const auto first = std::make_shared<Heard>(), second = std::make_shared<Heard>();
+      GenerationRequest request = request_of({context, question, 12});
+      scheduler.submit(request, first);
+      while (scheduler.step()) {
+      }
+      ASSERT_EQ(first->tokens[0], one.tokens);
+      std::vector<TokenId> said = first->tokens[0];
+      std::vector<TokenId> last_and_between = {said.back()};
+      said.pop_back();
+      last_and_between.insert(last_and_between.end(), between.begin(), between.end());
+      request.prompt.push_back({Segment::Kind::generated, said, {}});
+      request.prompt.push_back({Segment::Kind::question, last_and_between, {}});
+      request.prompt.push_back({Segment::Kind::question, more, {}});
+      scheduler.submit(request, second);
+      while (scheduler.step()) {
+      }
+      EXPECT_EQ(second->tokens[0], two.tokens);
+      EXPECT_EQ(second->endings[0].cached_tokens,
+                static_cast<std::int64_t>(context.size() + question.size() + said.size()));
+      EXPECT_DOUBLE_EQ(second->endings[0].evict_ratio, two.cache.evict_ratio());
+    });
+  }
+}
+
+TEST_F(SchedulerTest, ChoicesDrawWithSeedsOfTheirOwn) {
+  options.prune = PruneMode::prefill;
+  const Asked asked = {some(50), some(4), 15};
+  SamplingOptions sampling;
+  sampling.temperature = 0.8;
+  sampling.top_p = 0.9;
+  sampling.repetition_penalty = 1.1;
+  std::vector<std::vector<TokenId>> expected;
+  for (std::uint64_t seed = 7; seed < 10; ++seed) {
+    sampling.seed = seed;
+    expected.push_back(answer_of(asked, sampling).tokens);
+  }
+  sampling.seed = 7;
+  for (const std::int64_t rows : {24, 2}) {
+    scheduling.max_batch_tokens = rows;
+    serve([&](Scheduler& scheduler) {
+      const auto heard = std::make_shared<Heard>();
+      GenerationRequest request = request_of(asked);
+      request.sampling = sampling;
+      request.choices = 3;
+      request.top_logprobs = 2;
+      scheduler.submit(request, heard);
+      while (scheduler.step()) {
+      }
+      for (int choice = 0; choice < 3; ++choice) {
+        EXPECT_EQ(heard->tokens[choice], expected[choice]) << choice;
+        EXPECT_EQ(heard->logprobs[choice].size(), 15U);
+        for (const float logprob : heard->logprobs[choice]) EXPECT_LE(logprob, 0);
+      }
+    });
+  }
+}
+
+TEST_F(SchedulerTest, RequestsMayHaveSettingsOfTheirOwn) {
+  options.prune = PruneMode::prefill;
+  const Asked asked = {some(80), some(4), 8};
+  std::map<float, Answer> expected;
+  for (const float threshold : {-0.4F, 0.1F, 0.6F}) {
+    options.threshold = threshold;
+    expected[threshold] = answer_of(asked);
+  }
+  options.threshold = 0.1F;
+  settings = [&](const Setting& setting) {
+    PruneSetting made;
+    if (setting.prune == PruneMode::none) return made;
+    auto choice = std::make_shared<PolicyChoice>();
+    choice->name = "kvzap";
+    choice->info = &*std::find_if(policies().begin(), policies().end(),
+                                  [](const PolicyInfo& info) { return info.name == "kvzap"; });
+    choice->scorer = scorer;
+    choice->threshold = setting.threshold;
+    choice->make = [] { return std::unique_ptr<Policy>(); };
+    made.policy = choice;
+    made.prune = setting.prune;
+    return made;
+  };
+  serve([&](Scheduler& scheduler) {
+    for (const auto& [threshold, answer] : expected) {
+      const auto heard = std::make_shared<Heard>();
+      GenerationRequest request = request_of(asked);
+      request.setting.threshold = threshold;
+      scheduler.submit(request, heard);
+      while (scheduler.step()) {
+      }
+      EXPECT_EQ(heard->error, "");
+      EXPECT_EQ(heard->tokens[0], answer.tokens);
+      EXPECT_DOUBLE_EQ(heard->endings[0].evict_ratio, answer.cache.evict_ratio());
+      EXPECT_EQ(heard->endings[0].cached_tokens, 0);
+    }
+  });
+}
+
+TEST_F(SchedulerTest, RefusesWhatCannotBeAnswered) {
+  scheduling.max_queue = 2;
+  scheduling.max_tokens = 30;
+  serve([&](Scheduler& scheduler) {
+    const auto refused = [&](const GenerationRequest& request) {
+      try {
+        scheduler.submit(request, std::make_shared<Heard>());
+      } catch (const Error& error) {
+        return std::string(error.what());
+      }
+      return std::string("accepted");
+    };
+    GenerationRequest request = request_of({some(5), {}, 3});
+    EXPECT_EQ(refused(request_of({{}, {}, 3})), "the prompt has no tokens");
+    EXPECT_NE(refused(request_of({some(31), {}, 3})).find("at most 30"), std::string::npos);
+    EXPECT_NE(refused(request_of({{1, 97}, {}, 3})).find("token id 97"), std::string::npos);
+    EXPECT_NE(refused(request_of({some(5), {}, 0})).find("0 new tokens"), std::string::npos);
+    request.choices = 0;
+    EXPECT_NE(refused(request).find("0 answers"), std::string::npos);
+    request.choices = 1;
+    request.sampling.temperature = -1;
+    EXPECT_NE(refused(request).find("-1"), std::string::npos);
+    // A full context ends an answer; a stop text too, and a stop id.
+    const auto heard = std::make_shared<Heard>(), cut = std::make_shared<Heard>();
+    scheduler.submit(request_of({some(25), {}, 100}), heard);
+    cut->stops_after = 2;
+    scheduler.submit(request_of({some(5), {}, 9}), cut);
+    EXPECT_EQ(refused(request_of({some(5), {}, 3})), "2 requests wait already");
+    while (scheduler.step()) {
+    }
+    EXPECT_EQ(heard->endings[0].reason, EndReason::context_full);
+    EXPECT_EQ(heard->tokens[0].size(), 6U);
+    EXPECT_EQ(cut->endings[0].reason, EndReason::cut);
+    EXPECT_EQ(cut->tokens[0].size(), 2U);
+    GenerationRequest stopped = request_of({some(5), {}, 9});
+    stopped.stop_ids.resize(served_words);
+    for (int i = 0; i < served_words; ++i) stopped.stop_ids[i] = i;
+    const auto at_once = std::make_shared<Heard>();
+    scheduler.submit(stopped, at_once);
+    while (scheduler.step()) {
+    }
+    EXPECT_EQ(at_once->endings[0].reason, EndReason::stop_id);
+    EXPECT_EQ(at_once->tokens[0].size(), 1U);
+  });
+}
+
+TEST_F(SchedulerTest, ServesFromOtherThreads) {
+  options.prune = PruneMode::always;
+  const std::vector<Asked> all = some_asked(8);
+  const auto expected = answers_of(all);
+  const auto served = engine();
+  Setting standard;
+  standard.prune = options.prune;
+  Executor executor(*served, standard, {}, [](const Setting&) { return Executor::Traits(); });
+  if (!comm.is_root()) {
+    executor.follow();
+    return;
+  }
+  Scheduler scheduler(executor, scheduling);
+  std::vector<std::shared_ptr<Heard>> heard;
+  for (std::size_t i = 0; i < all.size(); ++i) heard.push_back(std::make_shared<Heard>());
+  std::thread client([&] {
+    std::vector<std::thread> clients;
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      clients.emplace_back([&, i] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(7 * i));
+        scheduler.submit(request_of(all[i]), heard[i]);
+        scheduler.submit(request_of(all[i]), std::make_shared<Heard>())->cancel();
+        scheduler.sequences();
+      });
+    }
+    for (std::thread& one : clients) one.join();
+    scheduler.drain();
+  });
+  scheduler.run();
+  client.join();
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    EXPECT_EQ(heard[i]->tokens[0], expected[i].tokens) << i;
+  }
+  EXPECT_THROW(scheduler.submit(request_of(all[0]), std::make_shared<Heard>()), QueueFull);
+  EXPECT_EQ(executor.size(), 0);
+}
+
+}  // namespace
+}  // namespace kvzap::server

@@ -1,0 +1,297 @@
+// OpenAI's protocol: what requests are taken for, which are refused and why, what replies say.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <random>
+
+#include "server/protocol.hpp"
+
+namespace kvzap::server {
+namespace {
+
+using Json = nlohmann::json;
+
+ServedModel served() {
+  const std::filesystem::path folder =
+      std::filesystem::path(KVZAP_SOURCE_DIR) / "inputs/models/recall-4m";
+  ServedModel model;
+  model.name = "recall";
+  model.tokenizer = Tokenizer::load(folder);
+  model.chat_template = ChatTemplate::detect(folder);
+  model.stop_ids = {1, 2};
+  model.max_tokens = 4096;
+  model.setting_of = [](const PruneWish& wish) {
+    Setting setting;
+    setting.prune = wish.prune.value_or(PruneMode::prefill);
+    if (wish.threshold) setting.threshold = static_cast<float>(*wish.threshold);
+    if (wish.evict_ratio) throw BadRequest("kvzap.evict_ratio", "there is no budget");
+    return setting;
+  };
+  return model;
+}
+
+Json message(const std::string& role, const Json& content) {
+  return {{"role", role}, {"content", content}};
+}
+Json part(const std::string& text) { return {{"type", "text"}, {"text", text}}; }
+
+ApiRequest chat(const Json& body) { return parse_request(body.dump(), true, served()); }
+ApiRequest completion(const Json& body) { return parse_request(body.dump(), false, served()); }
+
+std::string text_of(const std::vector<Segment>& segments, const ServedModel& model) {
+  std::string text;
+  for (const Segment& segment : segments) text += model.tokenizer->decode(segment.tokens, false);
+  return text;
+}
+
+TEST(Protocol, ChatHasDefaultsAndOptions) {
+  Json body = {{"model", "recall"}, {"messages", {message("user", "What is 3?")}}};
+  ApiRequest request = chat(body);
+  EXPECT_TRUE(request.is_chat);
+  EXPECT_FALSE(request.streams);
+  EXPECT_EQ(request.generation.choices, 1);
+  EXPECT_EQ(request.generation.top_logprobs, -1);
+  EXPECT_EQ(request.generation.stop_ids, (std::vector<TokenId>{1, 2}));
+  EXPECT_EQ(request.generation.setting.prune, PruneMode::prefill);
+  EXPECT_TRUE(std::isnan(request.generation.setting.threshold));
+  std::int64_t prompt = 0;
+  for (const Segment& segment : request.generation.prompt) {
+    prompt += static_cast<std::int64_t>(segment.tokens.size());
+  }
+  EXPECT_EQ(request.generation.max_new_tokens, 4096 - prompt + 1);
+  body.update({{"max_tokens", 7},
+               {"max_completion_tokens", 5},
+               {"temperature", 0.5},
+               {"top_p", 0},
+               {"top_k", -1},
+               {"seed", -3},
+               {"stop", {"a", "bc"}},
+               {"n", 2},
+               {"stream", true},
+               {"stream_options", {{"include_usage", true}}},
+               {"logprobs", true},
+               {"top_logprobs", 4},
+               {"ignore_eos", true},
+               {"user", "somebody"},
+               {"tools", Json::array()},
+               {"kvzap", {{"threshold", -2.5}, {"prune", "none"}}}});
+  request = chat(body);
+  EXPECT_EQ(request.generation.max_new_tokens, 5);
+  EXPECT_EQ(request.generation.sampling.temperature, 0.5);
+  EXPECT_GT(request.generation.sampling.top_p, 0);
+  EXPECT_EQ(request.generation.sampling.top_k, 0);
+  EXPECT_EQ(request.generation.sampling.seed, static_cast<std::uint64_t>(-3));
+  EXPECT_EQ(request.stop, (std::vector<std::string>{"a", "bc"}));
+  EXPECT_EQ(request.generation.choices, 2);
+  EXPECT_TRUE(request.streams && request.includes_usage && request.has_logprobs);
+  EXPECT_EQ(request.generation.top_logprobs, 4);
+  EXPECT_TRUE(request.generation.stop_ids.empty());
+  EXPECT_EQ(request.generation.setting.threshold, -2.5F);
+  EXPECT_EQ(request.generation.setting.prune, PruneMode::none);
+}
+
+TEST(Protocol, CompletionsTakeTextOrIds) {
+  const ServedModel model = served();
+  const ApiRequest text = completion({{"prompt", "one two"}, {"echo", true}});
+  EXPECT_EQ(text.generation.prompt.front().tokens, model.tokenizer->encode("one two", true));
+  EXPECT_EQ(text.generation.max_new_tokens, 16);
+  EXPECT_EQ(text.prompt_text, "one two");
+  EXPECT_EQ(completion({{"prompt", {"one two"}}}).generation.prompt.front().tokens,
+            text.generation.prompt.front().tokens);
+  for (const Json& prompt : {Json({5, 6, 7}), Json(std::vector<Json>{{5, 6, 7}})}) {
+    const ApiRequest ids = completion({{"prompt", prompt}, {"logprobs", 2}});
+    EXPECT_EQ(ids.generation.prompt.front().tokens, (std::vector<TokenId>{5, 6, 7}));
+    EXPECT_EQ(ids.generation.top_logprobs, 2);
+  }
+}
+
+TEST(Protocol, BadRequestsNameTheirField) {
+  const auto expect = [](const std::string& body, bool is_chat, const std::string& field,
+                         const std::string& words) {
+    try {
+      parse_request(body, is_chat, served());
+      ADD_FAILURE() << body;
+    } catch (const BadRequest& error) {
+      EXPECT_EQ(error.field, field) << error.what();
+      EXPECT_NE(std::string(error.what()).find(words), std::string::npos) << error.what();
+    }
+  };
+  const auto of_chat = [&](Json fields, const std::string& field, const std::string& words) {
+    Json body = {{"messages", {message("user", "x")}}};
+    body.update(fields);
+    expect(body.dump(), true, field, words);
+  };
+  expect("", true, "", "body");
+  expect("[1]", true, "", "object");
+  expect("{\"messages\": 1", true, "", "body");
+  expect("{\"a\": 1, \"a\": 2}", true, "", "a");
+  expect(std::string("{}\0", 3), true, "", "NUL");
+  expect(std::string(200, '[') + std::string(200, ']'), true, "", "body");
+  expect("{\"messages\": [{\"role\": \"user\", \"content\": \"\xff\"}]}", true, "", "body");
+  expect("{}", true, "messages", "missing");
+  expect("{}", false, "prompt", "missing");
+  of_chat({{"model", "other"}}, "model", "recall");
+  of_chat({{"model", 3}}, "model", "text");
+  of_chat({{"messages", Json::array()}}, "messages", "1 to");
+  of_chat({{"messages", {1}}}, "messages[0]", "object");
+  of_chat({{"messages", {message("tool", "x")}}}, "messages[0].role", "tool");
+  of_chat({{"messages", {message("user", 3)}}}, "messages[0].content", "text");
+  of_chat({{"messages", {{{"role", "user"}}}}}, "messages[0].content", "missing");
+  of_chat({{"messages", {message("user", {{{"type", "image_url"}}})}}}, "messages[0].content",
+          "no text");
+  of_chat({{"messages", {message("user", "x"), message("assistant", "y")}}}, "messages",
+          "nothing to answer");
+  of_chat({{"temperature", -1}}, "temperature", "0 to 100");
+  of_chat({{"temperature", "hot"}}, "temperature", "hot");
+  of_chat({{"top_p", 1.5}}, "top_p", "0 to 1");
+  of_chat({{"max_tokens", 0}}, "max_tokens", "1");
+  of_chat({{"max_tokens", 1.5}}, "max_tokens", "integer");
+  of_chat({{"max_tokens", 1e30}}, "max_tokens", "integer");
+  of_chat({{"n", 17}}, "n", "1 to 16");
+  of_chat({{"seed", 0.5}}, "seed", "integer");
+  of_chat({{"stop", {1}}}, "stop", "text");
+  of_chat({{"stop", ""}}, "stop", "0 bytes");
+  of_chat({{"stop", std::vector<std::string>(17, "x")}}, "stop", "16");
+  of_chat({{"stream", "yes"}}, "stream", "true or false");
+  of_chat({{"top_logprobs", 2}}, "top_logprobs", "logprobs");
+  of_chat({{"logprobs", true}, {"top_logprobs", 21}}, "top_logprobs", "20");
+  of_chat({{"tools", {{{"type", "function"}}}}}, "tools", "not supported");
+  of_chat({{"logit_bias", {{"5", 1}}}}, "logit_bias", "not supported");
+  of_chat({{"response_format", {{"type", "json_object"}}}}, "response_format", "not supported");
+  of_chat({{"best_of", 3}}, "best_of", "not supported");
+  of_chat({{"kvzap", {{"treshold", 1}}}}, "kvzap", "treshold");
+  of_chat({{"kvzap", {{"threshold", "low"}}}}, "kvzap.threshold", "number");
+  of_chat({{"kvzap", {{"prune", "all"}}}}, "kvzap.prune", "always");
+  of_chat({{"kvzap", {{"threshold", 1}, {"evict_ratio", 0.5}}}}, "kvzap", "one of the two");
+  of_chat({{"kvzap", {{"evict_ratio", 0.5}}}}, "kvzap.evict_ratio", "no budget");
+  expect("{\"prompt\": []}", false, "prompt", "text");
+  expect("{\"prompt\": \"\"}", false, "prompt", "no tokens");
+  expect("{\"prompt\": [1, -2]}", false, "prompt", "0 or more");
+  expect("{\"prompt\": [1, 99999999999]}", false, "prompt", "token ids");
+  expect("{\"prompt\": [\"a\", \"b\"]}", false, "prompt", "one text");
+  std::vector<int> many(5000, 3);
+  expect(Json({{"prompt", many}}).dump(), false, "prompt", "4096");
+}
+
+TEST(Protocol, SegmentsAreTheRenderedConversation) {
+  const ServedModel model = served();
+  using Kind = Segment::Kind;
+  const auto kinds = [](const ApiRequest& request) {
+    std::vector<Kind> all;
+    for (const Segment& segment : request.generation.prompt) all.push_back(segment.kind);
+    return all;
+  };
+  const auto rendered = [&](const std::vector<ChatMessage>& messages) {
+    return model.chat_template->render(messages, false, true);
+  };
+  const ApiRequest one = chat({{"messages", {message("user", "a b")}}});
+  EXPECT_EQ(kinds(one), (std::vector<Kind>{Kind::context, Kind::question}));
+  EXPECT_EQ(text_of(one.generation.prompt, model), rendered({{ChatRole::user, "a b"}}));
+  // As `kvzap run` cuts a context from its question.
+  const ChatTemplate::Parts around = model.chat_template->parts(false);
+  EXPECT_EQ(one.generation.prompt[0].tokens, model.tokenizer->encode(around.context("a b")));
+  EXPECT_EQ(one.generation.prompt[1].tokens, model.tokenizer->encode(around.suffix));
+  const ApiRequest two = chat({{"messages", {message("user", {part("a b "), part("c?")})}}});
+  EXPECT_EQ(kinds(two), (std::vector<Kind>{Kind::context, Kind::question}));
+  EXPECT_EQ(two.generation.prompt[0].tokens, model.tokenizer->encode(around.context("a b ")));
+  EXPECT_EQ(two.generation.prompt[1].tokens, model.tokenizer->encode("c?" + around.suffix));
+  EXPECT_EQ(text_of(two.generation.prompt, model), rendered({{ChatRole::user, "a b c?"}}));
+  // A conversation begins with all that the one before had, and what was answered.
+  const ApiRequest later = chat({{"messages",
+                                  {message("system", "S s"), message("user", "a b"),
+                                   message("assistant", "user"), message("user", "d")}}});
+  EXPECT_EQ(kinds(later), (std::vector<Kind>{Kind::context, Kind::question, Kind::generated,
+                                             Kind::context, Kind::question}));
+  EXPECT_EQ(model.tokenizer->decode(later.generation.prompt[2].tokens), "user");
+  EXPECT_EQ(text_of(later.generation.prompt, model), rendered({{ChatRole::system, "S s"},
+                                                               {ChatRole::user, "a b"},
+                                                               {ChatRole::assistant, "user"},
+                                                               {ChatRole::user, "d"}}));
+  ASSERT_EQ(later.generation.prompt[0].cuts.size(), 1U);
+  const std::vector<TokenId>& first = later.generation.prompt[0].tokens;
+  const std::string shared =
+      model.tokenizer->decode({first.begin(), first.begin() + later.generation.prompt[0].cuts[0]});
+  EXPECT_NE(shared.find("S s"), std::string::npos);
+  EXPECT_EQ(shared.find("a b"), std::string::npos);
+}
+
+TEST(Protocol, AnswersEndBeforeAStopText) {
+  const ServedModel model = served();
+  std::mt19937 random(3);
+  const std::string letters = "ab c";
+  for (int round = 0; round < 200; ++round) {
+    std::string text;
+    for (int i = 0; i < 40; ++i) text += letters[random() % letters.size()];
+    std::vector<std::string> stops;
+    for (int s = 0; s < 3; ++s) {
+      std::string stop;
+      for (unsigned i = 0; i < 2 + random() % 4; ++i) stop += letters[random() % letters.size()];
+      stops.push_back(stop);
+    }
+    std::size_t end = text.size();
+    for (const std::string& stop : stops) end = std::min(end, text.find(stop));
+    AnswerText answer(*model.tokenizer, stops);
+    std::string said;
+    for (const TokenId token : model.tokenizer->encode(text)) {
+      said += answer.append(token);
+      if (answer.has_stopped()) break;
+    }
+    said += answer.finish();
+    // The first to be complete may not be the first to begin, but nothing of it is said.
+    EXPECT_EQ(said, text.substr(0, said.size()));
+    EXPECT_EQ(answer.has_stopped(), end < text.size());
+    for (const std::string& stop : stops) EXPECT_EQ(said.find(stop), std::string::npos);
+    if (!answer.has_stopped()) {
+      EXPECT_EQ(said, text);
+    }
+  }
+}
+
+TEST(Protocol, RepliesAreThoseOfOpenAi) {
+  const ServedModel model = served();
+  const ApiRequest request = chat({{"messages", {message("user", "x")}}, {"logprobs", true}});
+  ReplyWriter writer(request, model, 12, 1700000000);
+  Ending ending;
+  ending.reason = EndReason::max_new_tokens;
+  ending.prompt_tokens = 9;
+  ending.cached_tokens = 4;
+  ending.new_tokens = 2;
+  ending.evict_ratio = 0.5;
+  ending.kv_bytes = 100;
+  ending.full_kv_bytes = 200;
+  const float infinite = -std::numeric_limits<float>::infinity();
+  const Json whole =
+      Json::parse(writer.body({{"hi \xff", {{5, -0.5F, {{5, -0.5F}, {6, infinite}}}}, ending}}));
+  EXPECT_EQ(whole["object"], "chat.completion");
+  EXPECT_EQ(whole["id"], "chatcmpl-12");
+  EXPECT_EQ(whole["choices"][0]["message"]["role"], "assistant");
+  EXPECT_EQ(whole["choices"][0]["finish_reason"], "length");
+  EXPECT_EQ(whole["choices"][0]["logprobs"]["content"][0]["top_logprobs"][1]["logprob"], -9999.0);
+  EXPECT_EQ(whole["usage"]["total_tokens"], 11);
+  EXPECT_EQ(whole["usage"]["prompt_tokens_details"]["cached_tokens"], 4);
+  EXPECT_EQ(whole["kvzap"]["kv_bytes"], 100);
+  const auto event = [](const std::string& text) {
+    EXPECT_EQ(text.rfind("data: ", 0), 0U);
+    EXPECT_EQ(text.substr(text.size() - 2), "\n\n");
+    return Json::parse(text.substr(6));
+  };
+  EXPECT_EQ(event(writer.begin(0))["choices"][0]["delta"]["role"], "assistant");
+  EXPECT_EQ(event(writer.piece(0, "hi", {}))["choices"][0]["delta"]["content"], "hi");
+  ending.reason = EndReason::cut;
+  EXPECT_EQ(event(writer.end(0, ending))["choices"][0]["finish_reason"], "stop");
+  EXPECT_TRUE(event(writer.usage({ending}))["choices"].empty());
+  const Json error = Json::parse(error_body("bad\n\x1b", "invalid_request_error", "n"));
+  EXPECT_EQ(error["error"]["param"], "n");
+  EXPECT_EQ(error["error"]["message"].get<std::string>().find('\x1b'), std::string::npos);
+  const std::string metrics = metrics_text({}, model);
+  EXPECT_NE(
+      metrics.find("# TYPE kvzap_steps_total counter\nkvzap_steps_total{model_name=\"recall\"} 0"),
+      std::string::npos);
+}
+
+}  // namespace
+}  // namespace kvzap::server

@@ -299,7 +299,7 @@ int bench(const BenchOptions& given, const Communicator& comm, const std::string
   BenchSystem system;
   int window = options.window;
   const int ranks_on_node = comm.ranks_on_node();
-  use_threads(options.threads, ranks_on_node, comm.is_root() && !options.quiet);
+  use_threads(options.threads, comm, comm.is_root() && !options.quiet);
   comm.agree([&] {
     tests = tests_of(options);
     setup = set_up_model(options.model, options.layers, "", comm.size(), options.rope);

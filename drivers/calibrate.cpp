@@ -295,7 +295,7 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
     check_memory(bytes, ranks_on_node,
                  fmt::format("weights and the longest of the texts, {} tokens", most));
   });
-  use_threads(options.threads, ranks_on_node, talks);
+  use_threads(options.threads, comm, talks);
 
   // 2. Score the texts.
   const auto start = Clock::now();

@@ -435,7 +435,7 @@ int collect(const CollectOptions& options, const Communicator& comm, const std::
   });
   const Work work{options, comm, version, *setup, comm.ranks_on_node(), start};
   if (comm.is_root()) print_notes(*setup, work.talks());
-  use_threads(options.threads, work.ranks_on_node, work.talks());
+  use_threads(options.threads, comm, work.talks());
   return options.query_statistics.empty() ? collect_to_pairs(work) : collect_to_statistics(work);
 }
 

@@ -559,7 +559,7 @@ void Evaluation::check_memory_of_ranks() {
     }
     check_memory(most, ranks_on_node, "weights and the cache of the longest prompt");
   });
-  use_threads(m_options.threads, ranks_on_node, m_comm.is_root() && !m_options.quiet);
+  use_threads(m_options.threads, m_comm, m_comm.is_root() && !m_options.quiet);
 }
 
 // The weights are there. So many settings as fit decode together; one always may try.

@@ -793,7 +793,7 @@ void Run::tell() {
 int Run::operator()() {
   check_options();
   // What is planned, and made, has room for each thread.
-  use_threads(m_options.threads, m_comm.ranks_on_node(), m_talks);
+  use_threads(m_options.threads, m_comm, m_talks);
   m_report.machine = describe_machine();
   if (m_options.dry_run) {
     dry_run(m_options, m_spec, *m_setup, tokenizer(), m_limit, m_comm);

@@ -7,11 +7,11 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <kvzap/threads.hpp>
 #include <sstream>
-#include <thread>
 
 #include "base/kokkos_compat.hpp"
 #include "console.hpp"
@@ -155,21 +155,28 @@ void check_memory(std::int64_t bytes, int ranks_on_node, const std::string& purp
       human_bytes(bytes), ranks_on_node == 1 ? "" : "each ", purpose, human_bytes(available)));
 }
 
-void use_threads(std::optional<std::int64_t> asked, int ranks_on_node, bool talks) {
+void use_threads(std::optional<std::int64_t> asked, const Communicator& comm, bool talks) {
   constexpr std::int64_t most = 4096;
   if (asked && (*asked < 1 || *asked > most)) {
     throw AgreedError(fmt::format("--threads is {}; expected 1 to {}", *asked, most));
   }
-  const int threads = asked ? static_cast<int>(*asked) : threads_of_rank(ranks_on_node);
-  const auto cores = static_cast<std::int64_t>(std::thread::hardware_concurrency());
-  if (talks && asked && cores > 0 && *asked * ranks_on_node > cores) {
+  const int share = threads_of_rank(comm);
+  const int ranks = comm.ranks_on_node();
+  set_threads(asked ? static_cast<int>(*asked) : share);
+  if (!talks) return;
+  const std::int64_t cores = sysconf(_SC_NPROCESSORS_ONLN);
+  const char* const of_ranks = ranks == 1 ? "rank" : "ranks";
+  if (asked && *asked * ranks > cores) {
     say("kvzap: warning: --threads {}: {} {} with {} threads each, on {} {}: they will wait for "
         "one "
         "another\n",
-        threads, ranks_on_node, ranks_on_node == 1 ? "rank" : "ranks", threads, cores,
-        cores == 1 ? "core" : "cores");
+        *asked, ranks, of_ranks, *asked, cores, cores == 1 ? "core" : "cores");
   }
-  set_threads(threads);
+  if (!asked && !std::getenv("OMP_NUM_THREADS") && ranks > 1 && 2 * ranks * share <= cores) {
+    say("kvzap: note: {} {} on this node may use {} of {} cores: mpirun --bind-to none lets them "
+        "use all\n",
+        ranks, of_ranks, ranks * share, cores);
+  }
 }
 
 std::int64_t peak_rss_bytes() {

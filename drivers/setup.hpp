@@ -59,7 +59,7 @@ void check_memory(std::int64_t bytes, int ranks_on_node, const std::string& purp
 /// Computes on so many threads, or, if none are asked for, on those that this rank has cores for;
 /// of every rank of the node. Warns, if `talks`, where they are more than the node's cores. Throws
 /// AgreedError for a number out of range, which all ranks have been given.
-void use_threads(std::optional<std::int64_t> asked, int ranks_on_node, bool talks);
+void use_threads(std::optional<std::int64_t> asked, const Communicator& comm, bool talks);
 
 /// Most memory that this process ever had resident, or since reset_peak_rss if the system has that.
 std::int64_t peak_rss_bytes();

@@ -250,7 +250,7 @@ int train(const TrainOptions& options, const Communicator& comm, const std::stri
       check_writable(options.json);
     }
   });
-  use_threads(options.threads, ranks_on_node, comm.is_root() && !options.quiet);
+  use_threads(options.threads, comm, comm.is_root() && !options.quiet);
 
   Progress bar(comm.is_root() && !options.quiet, options.progress);
   TrainingProgress progress;

@@ -14,10 +14,9 @@ void set_threads(int threads);
 /// Threads on which loops of hosts run.
 int threads();
 
-/// Cores that this rank may use: those it is bound to, else its share of the node's, of which a
-/// container's quota may leave fewer; OMP_NUM_THREADS where that is set. At least 1. Collective.
+/// Cores that this rank may use: its share of those that it is bound to, among the ranks of its node
+/// that may use one of them too; a container's quota may leave fewer. OMP_NUM_THREADS where that is
+/// set. At least 1. Collective.
 int threads_of_rank(const Communicator& comm);
-/// The same for a rank that knows how many ranks are on its node.
-int threads_of_rank(int ranks_on_node);
 
 }  // namespace kvzap

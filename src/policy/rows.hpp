@@ -10,7 +10,6 @@
 namespace kvzap::detail {
 
 using PolicyRange = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
-/// For kernels in a form of hosts' own.
 /// Whether kernels that have such a form run in it.
 inline bool uses_host_kernels() { return runs_on_host && !uses_device_kernels(); }
 

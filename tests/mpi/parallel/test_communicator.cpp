@@ -1,8 +1,13 @@
 #include <gtest/gtest.h>
 
+#include <unistd.h>
+
+#include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <kvzap/communicator.hpp>
+#include <kvzap/threads.hpp>
 #include <new>
 #include <stdexcept>
 #include <string>
@@ -192,6 +197,24 @@ TEST(Agree, TheCommunicatorStaysUsableAfterAnError) {
                  AgreedError);
     EXPECT_EQ(comm.all_reduce_sum(std::int64_t{1}), comm.size());
   }
+}
+
+TEST(Threads, RanksShareTheCoresOfTheirNode) {
+  const char* const set = std::getenv("OMP_NUM_THREADS");
+  const std::string before = set ? set : "";
+  const Communicator comm = Communicator::world();
+  unsetenv("OMP_NUM_THREADS");
+  const int threads = kvzap::threads_of_rank(comm);
+  setenv("OMP_NUM_THREADS", "7,2", 1);
+  EXPECT_EQ(kvzap::threads_of_rank(comm), 7);
+  if (set) {
+    setenv("OMP_NUM_THREADS", before.c_str(), 1);
+  } else {
+    unsetenv("OMP_NUM_THREADS");
+  }
+  EXPECT_GE(threads, 1);
+  const auto cores = static_cast<std::int64_t>(sysconf(_SC_NPROCESSORS_ONLN));
+  EXPECT_LE(comm.all_reduce_sum(std::int64_t{threads}), std::max<std::int64_t>(cores, comm.size()));
 }
 
 }  // namespace

@@ -111,8 +111,7 @@ TEST(HostThreads, ViewsAreCountedAsBefore) {
 
 TEST(HostThreads, RefusesNone) {
   EXPECT_THROW(set_threads(0), Error);
-  EXPECT_GE(threads_of_rank(1), 1);
-  EXPECT_GE(threads_of_rank(1000), 1);
+  EXPECT_GE(threads_of_rank(Communicator::self()), 1);
 }
 
 ModelConfig threaded_config(int dim, int kv_heads, int group) {

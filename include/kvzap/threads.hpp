@@ -14,9 +14,9 @@ void set_threads(int threads);
 /// Threads on which loops of hosts run.
 int threads();
 
-/// Cores that this rank may use: its share of those that it is bound to, among the ranks of its node
-/// that may use one of them too; a container's quota may leave fewer. OMP_NUM_THREADS where that is
-/// set. At least 1. Collective.
+/// Cores that this rank may use: its share of those that it is bound to, among the ranks of its
+/// node that may use one of them too; a container's quota may leave fewer. OMP_NUM_THREADS where
+/// that is set. At least 1. Collective.
 int threads_of_rank(const Communicator& comm);
 
 }  // namespace kvzap

@@ -434,7 +434,7 @@ class Help(TestCase):
         self.assertGreater(len(declared), 20)
         names = {name.lstrip("!") for declaration in declared for name in declaration.split(",")}
         shared = re.findall(r"declare_(\w+)\(\s*app, o\.", source)  # by options.cpp, for several commands
-        flags_of = {"rope": {"--rope-scaling", "--rope-scale"}}
+        flags_of = {"rope": {"--rope-scaling", "--rope-scale"}, "threads": {"-t", "--threads"}}
         for name in shared:
             names |= flags_of.get(name, {"--" + name.replace("_", "-")})
         for flag in ("--help", "-h"):

@@ -82,7 +82,7 @@ class Completion(TestCase):
     def test_options(self):
         for command in ("run", "chat", "bench", "inspect", "diff"):  # `policies` takes a name too
             self.assertEqual(self.complete("kvzap", command, "--"), long_flags(command))
-        self.assertEqual(self.complete("kvzap", "run", "--raw", "--thr"), {"--threshold"})
+        self.assertEqual(self.complete("kvzap", "run", "--raw", "--thres"), {"--threshold"})
 
     def test_policies(self):
         names = self.complete("kvzap", "run", "--policy", "")
@@ -110,7 +110,7 @@ class Completion(TestCase):
         for launcher in ("mpirun", "mpiexec", "srun"):
             self.assertEqual(self.complete(launcher, "-n", "2", "kvzap", "r"), {"run"})
         begin = ["mpirun", "-n", "1", "kvzap", "bench", ":", "-n", "1", "build/kvzap"]
-        self.assertEqual(self.complete(*begin, "run", "--raw", "--thr"), {"--threshold"})
+        self.assertEqual(self.complete(*begin, "run", "--raw", "--thres"), {"--threshold"})
         self.assertEqual(self.complete(*begin, "run", "--dtype", "b"), {"bf16"})
         # Before the program, what there was before: here commands.
         self.assertIn("bash", self.complete("mpirun", "-n", "2", "bas"))

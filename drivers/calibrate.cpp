@@ -283,6 +283,7 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
   });
   const Texts texts = load_texts(options, config, limit, talks, comm);
   const int ranks_on_node = comm.ranks_on_node();
+  use_threads(options.threads, comm, talks);
   comm.agree([&] {
     std::size_t most = 0;
     for (const auto& text : texts) most = std::max(most, text.size());
@@ -295,7 +296,6 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
     check_memory(bytes, ranks_on_node,
                  fmt::format("weights and the longest of the texts, {} tokens", most));
   });
-  use_threads(options.threads, comm, talks);
 
   // 2. Score the texts.
   const auto start = Clock::now();

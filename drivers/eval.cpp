@@ -550,6 +550,7 @@ void Evaluation::share_rounds() {
 
 void Evaluation::check_memory_of_ranks() {
   const int ranks_on_node = m_ranks_on_node = m_comm.ranks_on_node();
+  use_threads(m_options.threads, m_comm, m_comm.is_root() && !m_options.quiet);
   m_comm.agree([&] {
     const MemoryPlan plan = plan_memory(m_setup->config, dtype_from_name(m_options.dtype),
                                         m_longest, 0, m_work.size(), m_options.window);
@@ -559,7 +560,6 @@ void Evaluation::check_memory_of_ranks() {
     }
     check_memory(most, ranks_on_node, "weights and the cache of the longest prompt");
   });
-  use_threads(m_options.threads, m_comm, m_comm.is_root() && !m_options.quiet);
 }
 
 // The weights are there. So many settings as fit decode together; one always may try.

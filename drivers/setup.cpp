@@ -16,6 +16,7 @@
 #include "base/kokkos_compat.hpp"
 #include "console.hpp"
 #include "io/temporary_file.hpp"
+#include "parallel/cores.hpp"
 #include "report.hpp"
 
 namespace kvzap::driver {
@@ -164,7 +165,7 @@ void use_threads(std::optional<std::int64_t> asked, const Communicator& comm, bo
   const int ranks = comm.ranks_on_node();
   set_threads(asked ? static_cast<int>(*asked) : share);
   if (!talks) return;
-  const std::int64_t cores = sysconf(_SC_NPROCESSORS_ONLN);
+  const int cores = detail::cores_of_node();
   const char* const of_ranks = ranks == 1 ? "rank" : "ranks";
   if (asked && *asked * ranks > cores) {
     say("kvzap: warning: --threads {}: {} {} with {} threads each, on {} {}: they will wait for "

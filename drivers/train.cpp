@@ -230,6 +230,7 @@ int train(const TrainOptions& options, const Communicator& comm, const std::stri
   training.overwrite = options.overwrite;
   comm.agree([&] { validate(options); });
   const int ranks_on_node = comm.ranks_on_node();
+  use_threads(options.threads, comm, comm.is_root() && !options.quiet);
   comm.agree([&] {
     training.command = command_of(options);
     training.dtype = dtype_from_name(options.dtype);
@@ -250,7 +251,6 @@ int train(const TrainOptions& options, const Communicator& comm, const std::stri
       check_writable(options.json);
     }
   });
-  use_threads(options.threads, comm, comm.is_root() && !options.quiet);
 
   Progress bar(comm.is_root() && !options.quiet, options.progress);
   TrainingProgress progress;

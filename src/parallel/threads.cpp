@@ -4,10 +4,14 @@
 #include <array>
 #include <charconv>
 #include <cmath>
+#include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <functional>
 #include <kvzap/threads.hpp>
+#include <sstream>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -18,22 +22,39 @@
 
 #include "base/host_threads.hpp"
 #include "linalg/host/blas_threads.hpp"
+#include "parallel/cores.hpp"
 
 namespace kvzap {
 namespace {
 
 constexpr int most_threads = 4096;
 
-/// Cores' worth of time that a container may take; infinite without a limit.
-double quota() {
-  const double none = INFINITY;
+/// Cores' worth of time in a cgroup's folder; infinite without a limit.
+double quota_in(const std::filesystem::path& folder) {
   double most = 0, period = 0;
-  std::ifstream v2("/sys/fs/cgroup/cpu.max");
-  if (v2 >> most >> period) return most > 0 && period > 0 ? most / period : none;  // "max 100000"
-  std::ifstream quota("/sys/fs/cgroup/cpu/cpu.cfs_quota_us");
-  std::ifstream length("/sys/fs/cgroup/cpu/cpu.cfs_period_us");
-  if (quota >> most && length >> period) return most > 0 && period > 0 ? most / period : none;
-  return none;
+  std::ifstream v2(folder / "cpu.max");  // "max 100000" without a limit
+  if (v2 >> most >> period && most > 0 && period > 0) return most / period;
+  return INFINITY;
+}
+
+/// Cores' worth of time that this process's groups may take.
+double quota() {
+  const std::filesystem::path root = "/sys/fs/cgroup";
+  double least = quota_in(root);
+  std::ifstream groups("/proc/self/cgroup");
+  for (std::string line; std::getline(groups, line);) {
+    if (line.rfind("0::/", 0) != 0) continue;
+    // Limits of the groups around it hold too.
+    for (std::filesystem::path group = line.substr(4); !group.empty();
+         group = group.parent_path()) {
+      least = std::min(least, quota_in(root / group));
+    }
+  }
+  double most = 0, period = 0;
+  std::ifstream v1(root / "cpu/cpu.cfs_quota_us"), length(root / "cpu/cpu.cfs_period_us");
+  if (v1 >> most && length >> period && most > 0 && period > 0)
+    least = std::min(least, most / period);
+  return least;
 }
 
 /// 0 if it is not set, or to no number. (It may be a list, of which the first counts.)
@@ -70,6 +91,25 @@ CoreSet cores_of_process() {
   return cores;
 }
 
+/// Of the processors of a set, those of a core count once.
+int cores_in(const CoreSet& set) {
+  const auto has = [&](long core) {
+    return (static_cast<std::uint64_t>(set[static_cast<std::size_t>(core) / 64]) >> core % 64 &
+            1) != 0;
+  };
+  int cores = 0;
+  for (long core = 0; core < static_cast<long>(64 * set.size()); ++core) {
+    if (!has(core)) continue;
+    // "3,67" or "6-7"
+    std::ifstream siblings(
+        fmt::format("/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list", core));
+    long first = core;
+    if (!(siblings >> first) || first < 0 || first > core || !has(first)) first = core;
+    if (first == core) ++cores;
+  }
+  return cores;
+}
+
 /// The same on all ranks of a node, and hardly ever on others.
 std::int64_t node_number() {
   std::array<char, 256> name = {};
@@ -77,7 +117,33 @@ std::int64_t node_number() {
   return static_cast<std::int64_t>(std::hash<std::string_view>()(name.data()));
 }
 
+/// Of a list such as "0-3,8"; 0 if it is none.
+int count_of_list(const std::string& list) {
+  int count = 0;
+  std::istringstream parts(list);
+  for (std::string part; std::getline(parts, part, ',');) {
+    int first = 0, last = 0;
+    const int found = std::sscanf(part.c_str(), "%d-%d", &first, &last);
+    if (found < 1 || (found == 2 && last < first)) return 0;
+    count += found == 2 ? last - first + 1 : 1;
+  }
+  return count;
+}
+
 }  // namespace
+
+int detail::cores_of_node() {
+  auto cores = static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN));
+  const std::string key = "Cpus_allowed_list:";
+  std::ifstream first_process("/proc/1/status");
+  for (std::string line; std::getline(first_process, line);) {
+    if (line.rfind(key, 0) != 0) continue;
+    if (const int allowed = count_of_list(line.substr(key.size())); allowed > 0) {
+      cores = std::min(cores, allowed);
+    }
+  }
+  return static_cast<int>(std::clamp<double>(std::round(quota()), 1, std::max(1, cores)));
+}
 
 void set_threads(int threads) {
   if (threads < 1)
@@ -103,10 +169,7 @@ int threads_of_rank(const Communicator& comm) {
     }
   }
   if (const int given = omp_num_threads(); given > 0) return given;
-  std::int64_t cores = 0;
-  for (const std::int64_t word : own)
-    cores += __builtin_popcountll(static_cast<std::uint64_t>(word));
-  double share = std::floor(static_cast<double>(cores) / std::max(1, sharing));
+  double share = std::floor(static_cast<double>(cores_in(own)) / std::max(1, sharing));
   share = std::min(share, std::round(quota() / std::max(1, on_node)));
   return static_cast<int>(std::clamp<double>(share, 1, most_threads));
 }

@@ -9,10 +9,6 @@
 namespace kvzap::detail {
 
 void set_blas_threads(int threads) {
-  for (const char* name :
-       {"OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "OMP_NUM_THREADS"}) {
-    if (std::getenv(name)) return;
-  }
   // Which BLAS is behind libblas.so is the system's choice at run time, so its setter is looked up,
   // not linked.
   using Setter = void (*)(int);
@@ -22,12 +18,18 @@ void set_blas_threads(int threads) {
       reinterpret_cast<Setter>(found)(threads);
     }
   }
-  for (const char* name :
-       {"openblas_set_num_threads", "MKL_Set_Num_Threads", "bli_thread_set_num_threads"}) {
-    if (void* found = dlsym(RTLD_DEFAULT, name)) {
-      reinterpret_cast<Setter>(found)(threads);
-      return;
-    }
+  struct Library {
+    const char* setter;
+    const char* variable;
+  };
+  for (const auto& [setter, variable] :
+       {Library{"openblas_set_num_threads", "OPENBLAS_NUM_THREADS"},
+        {"MKL_Set_Num_Threads", "MKL_NUM_THREADS"},
+        {"bli_thread_set_num_threads", "BLIS_NUM_THREADS"}}) {
+    void* const found = dlsym(RTLD_DEFAULT, setter);
+    if (!found) continue;
+    if (!std::getenv(variable)) reinterpret_cast<Setter>(found)(threads);
+    return;
   }
 }
 

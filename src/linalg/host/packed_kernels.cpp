@@ -309,6 +309,7 @@ KVZAP_PACKED_PRODUCT(half)
 KVZAP_PACKED_PRODUCT(bfloat16)
 #undef KVZAP_PACKED_PRODUCT
 
+// Value is a type. NOLINTBEGIN(bugprone-macro-parentheses)
 #define KVZAP_PACK_BLOCK(Value)                                                            \
   void pack_block(const Value* rows, std::int64_t stride, int n_rows, std::int64_t inputs, \
                   std::int64_t padded_inputs, Value* block) {                              \
@@ -320,6 +321,7 @@ KVZAP_PACKED_PRODUCT(bfloat16)
 KVZAP_PACK_BLOCK(bfloat16)
 KVZAP_PACK_BLOCK(float)
 #undef KVZAP_PACK_BLOCK
+// NOLINTEND(bugprone-macro-parentheses)
 void pack_block(const half* rows, std::int64_t stride, int n_rows, std::int64_t inputs,
                 std::int64_t padded_inputs, half* block) {
   // Once at load: a plain transposition by tiles that stay in the first-level cache.

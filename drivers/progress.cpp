@@ -254,7 +254,7 @@ void Progress::update(std::string_view what, std::int64_t done, std::int64_t tot
   const bool finished = done >= total;
   if (m_terminal) {
     if (seconds < 0.1 && !(finished && m_drawn)) return;
-    if (!m_terminal->is_ours()) return;
+    if (!m_terminal->is_ours() || may_be_killed_soon()) return;
     const std::string line =
         progress_line(what, static_cast<double>(done) / static_cast<double>(total),
                       rate(now, done, unit), time_left(now, done, total), m_terminal->columns());
@@ -263,6 +263,7 @@ void Progress::update(std::string_view what, std::int64_t done, std::int64_t tot
     terminal_with_bar = m_terminal->descriptor();
     m_terminal->write(fmt::format("\r{}\033[K", line));
     m_drawn = true;
+    if (may_be_killed_soon()) take_bar_away();  // told while the line was put together
     m_last = now;
   } else if (seconds >= 10 || (finished && m_line_printed)) {
     const std::string speed = rate(now, done, unit), left = time_left(now, done, total);

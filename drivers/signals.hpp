@@ -25,12 +25,16 @@ inline volatile std::sig_atomic_t terminal_with_bar = -1;
 /// Takes the cursor to the line's first column and erases the line.
 inline constexpr std::string_view erase_line = "\r\033[K";
 
+/// May be called where a signal is handled.
+inline void take_bar_away() {
+  if (terminal_with_bar < 0) return;
+  const auto written = write(terminal_with_bar, erase_line.data(), erase_line.size());
+  if (written < 0) terminal_with_bar = -1;  // what a failure leaves is a bar
+}
+
 /// Ends the process by the signal, and takes the bar away first.
 extern "C" inline void end_by_signal(int signal) {
-  if (terminal_with_bar >= 0) {
-    const auto written = write(terminal_with_bar, erase_line.data(), erase_line.size());
-    if (written < 0) terminal_with_bar = -1;  // what a failure leaves is a bar
-  }
+  take_bar_away();
   std::signal(signal, SIG_DFL);
   std::raise(signal);  // takes effect when the handler returns
 }
@@ -45,11 +49,17 @@ inline void erase_bar_at_the_end() {
   }
 }
 
-extern "C" inline void note_signal(int signal) {
+inline std::int64_t monotonic_nanoseconds() {
   timespec now = {};
   clock_gettime(CLOCK_MONOTONIC, &now);
+  return std::int64_t{1'000'000'000} * now.tv_sec + now.tv_nsec;
+}
+
+extern "C" inline void note_signal(int signal) {
+  // mpirun kills its ranks about a second after it has told them, wherever they are then.
+  take_bar_away();
   constexpr std::int64_t second = 1'000'000'000;
-  const std::int64_t at = second * now.tv_sec + now.tv_nsec;
+  const std::int64_t at = monotonic_nanoseconds();
   // Nobody's finger is as fast as a program that sends SIGINT twice.
   const std::int64_t pause = signal == SIGINT ? second / 5 : second;
   if (caught_signal == 0) {
@@ -58,6 +68,12 @@ extern "C" inline void note_signal(int signal) {
     end_by_signal(signal);
   }
   caught_signal = signal;
+}
+
+/// Whether the process may be killed before it can take a bar away that is drawn now.
+inline bool may_be_killed_soon() {
+  constexpr std::int64_t grace = 3'000'000'000;  // Open MPI's second, on a busy machine
+  return caught_signal != 0 && monotonic_nanoseconds() - caught_at < grace;
 }
 
 /// While it lives, the signals that ask a program to end are noted and nothing more. One that

@@ -161,22 +161,21 @@ void use_threads(std::optional<std::int64_t> asked, const Communicator& comm, bo
   if (asked && (*asked < 1 || *asked > most)) {
     throw AgreedError(fmt::format("--threads is {}; expected 1 to {}", *asked, most));
   }
-  const int share = threads_of_rank(comm);
+  const int threads = asked ? static_cast<int>(*asked) : threads_of_rank(comm);
   const int ranks = comm.ranks_on_node();
-  set_threads(asked ? static_cast<int>(*asked) : share);
+  set_threads(threads);
   if (!talks) return;
   const int cores = detail::cores_of_node();
   const char* const of_ranks = ranks == 1 ? "rank" : "ranks";
-  if (asked && *asked * ranks > cores) {
+  if (asked && threads * ranks > cores) {
     say("kvzap: warning: --threads {}: {} {} with {} threads each, on {} {}: they will wait for "
-        "one "
-        "another\n",
-        *asked, ranks, of_ranks, *asked, cores, cores == 1 ? "core" : "cores");
+        "one another\n",
+        threads, ranks, of_ranks, threads, cores, cores == 1 ? "core" : "cores");
   }
-  if (!asked && !std::getenv("OMP_NUM_THREADS") && ranks > 1 && 2 * ranks * share <= cores) {
+  if (!asked && !std::getenv("OMP_NUM_THREADS") && ranks > 1 && 2 * ranks * threads <= cores) {
     say("kvzap: note: {} {} on this node may use {} of {} cores: mpirun --bind-to none lets them "
         "use all\n",
-        ranks, of_ranks, ranks * share, cores);
+        ranks, of_ranks, ranks * threads, cores);
   }
 }
 

@@ -98,14 +98,13 @@ View allocate(const std::string& name, std::int64_t rows, std::int64_t columns) 
 }  // namespace
 
 template <class Value>
-Value* WeightSource::read_rows(const TensorInfo* tensor, std::uint64_t key, std::int64_t columns,
-                               std::int64_t row_begin, std::int64_t row_end,
-                               const Ranges& column_ranges, Value* target) const {
+void WeightSource::read_rows(const TensorInfo* tensor, std::uint64_t key, std::int64_t columns,
+                             std::int64_t row_begin, std::int64_t row_end,
+                             const Ranges& column_ranges, Value* target) const {
   const bool whole_rows = column_ranges.size() == 1 && total(column_ranges) == columns;
   if (tensor && whole_rows) {
     const std::int64_t count = (row_end - row_begin) * columns;
-    read_range(*tensor, row_begin * columns, count, target);
-    return target + count;
+    return read_range(*tensor, row_begin * columns, count, target);
   }
   for (std::int64_t row = row_begin; row < row_end; ++row) {
     for (const auto& [begin, end] : column_ranges) {
@@ -119,7 +118,6 @@ Value* WeightSource::read_rows(const TensorInfo* tensor, std::uint64_t key, std:
       target += end - begin;
     }
   }
-  return target;
 }
 
 namespace {

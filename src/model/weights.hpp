@@ -55,11 +55,11 @@ class WeightSource {
                                            float random_value) const;
 
  private:
-  /// Fills `target` with columns `column_ranges` of rows row_begin .. row_end; returns its end.
+  /// Fills `target` with columns `column_ranges` of rows row_begin .. row_end.
   template <class Value>
-  Value* read_rows(const TensorInfo* tensor, std::uint64_t key, std::int64_t columns,
-                   std::int64_t row_begin, std::int64_t row_end, const Ranges& column_ranges,
-                   Value* target) const;
+  void read_rows(const TensorInfo* tensor, std::uint64_t key, std::int64_t columns,
+                 std::int64_t row_begin, std::int64_t row_end, const Ranges& column_ranges,
+                 Value* target) const;
 
   /// Rows that lie one behind the other in a tensor, and in what is made of several.
   struct RowRun {

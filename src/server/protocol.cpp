@@ -266,12 +266,6 @@ std::vector<Segment> prompt_of(const Json& body, const ServedModel& model, std::
   return {{Segment::Kind::context, std::move(ids), {}}};
 }
 
-void check_utf8_free_of_nul(std::string_view body) {
-  if (body.find('\0') != std::string_view::npos) {
-    throw BadRequest("", "the body has a NUL byte; expected JSON");
-  }
-}
-
 const char* finish_reason(EndReason reason) {
   return reason == EndReason::stop_id || reason == EndReason::cut ? "stop" : "length";
 }
@@ -390,7 +384,6 @@ std::vector<Segment> segments_of(const std::vector<ChatMessage>& messages,
 }
 
 ApiRequest parse_request(std::string_view body, bool is_chat, const ServedModel& model) {
-  check_utf8_free_of_nul(body);
   Json json;
   try {
     json = detail::parse_json(body, "the body");
@@ -449,10 +442,7 @@ ApiRequest parse_request(std::string_view body, bool is_chat, const ServedModel&
     }
     generation.prompt = prompt_of(json, model, request.prompt_text);
   }
-  std::int64_t count = 0;
-  for (const Segment& segment : generation.prompt) {
-    count += static_cast<std::int64_t>(segment.tokens.size());
-  }
+  const std::int64_t count = tokens_of(generation.prompt);
   if (count == 0) throw BadRequest(is_chat ? "messages" : "prompt", "the prompt has no tokens");
   if (model.max_tokens > 0 && count > model.max_tokens) {
     throw BadRequest(is_chat ? "messages" : "prompt",

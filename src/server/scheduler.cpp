@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <numeric>
@@ -65,10 +64,9 @@ void append_segment(PrefixKey& key, const Segment& segment) {
   if (segment.kind == Segment::Kind::context) key.push_back(context_ends);
 }
 
-std::int64_t tokens_of(const std::vector<Segment>& prompt) {
-  std::int64_t count = 0;
-  for (const Segment& segment : prompt) count += static_cast<std::int64_t>(segment.tokens.size());
-  return count;
+/// Of the rows that are kept, over all ranks.
+std::int64_t kv_bytes_of(const CacheReport& report) {
+  return std::llround(static_cast<double>(report.full_bytes) * (1 - report.evict_ratio()));
 }
 
 bool needs_logits(const GenerationRequest& request) {
@@ -96,6 +94,12 @@ TokenLogprobs logprobs_of(const std::vector<float>& logits, TokenId token, int t
 }
 
 }  // namespace
+
+std::int64_t tokens_of(const std::vector<Segment>& prompt) {
+  std::int64_t count = 0;
+  for (const Segment& segment : prompt) count += static_cast<std::int64_t>(segment.tokens.size());
+  return count;
+}
 
 struct Scheduler::Job {
   GenerationRequest request;
@@ -131,6 +135,17 @@ struct Scheduler::Sequence {
   /// The next token that is run is the first one that nobody knows yet.
   bool is_decoding() const { return is_prompt_run() && fed + 1 == answered.size(); }
   std::int64_t prompt_left() const { return is_prompt_run() ? 0 : job->prompt_tokens - tokens; }
+
+  /// The key when so many more tokens of the segment under way have been run: like all keys until
+  /// the prompt's end, a beginning of the prompt's.
+  PrefixKey prompt_key_after(std::int64_t count) const {
+    const Segment& part = request().prompt[segment];
+    std::size_t length = key.size() + static_cast<std::size_t>(count);
+    if (offset == 0) ++length;  // the mark of its beginning
+    const bool is_context = part.kind == Segment::Kind::context;
+    if (is_context && offset + static_cast<std::size_t>(count) == part.tokens.size()) ++length;
+    return {job->key.begin(), job->key.begin() + static_cast<std::ptrdiff_t>(length)};
+  }
 
   /// As if nothing had been run.
   void rewind() {
@@ -328,12 +343,16 @@ void Scheduler::take_cancelled() {
     job.is_dead = true;
     const std::lock_guard<std::mutex> lock(m_mutex);
     ++m_counts.cancelled;
-    if (!job.has_run) --m_queued;
-    job.has_run = true;
+    leave_queue(job);
   };
   for (const auto& sequence : m_running) look(sequence);
   for (const auto& sequence : m_waiting) look(sequence);
   drop_dead();
+}
+
+/// A sequence of it runs, or none ever will. Under the mutex.
+void Scheduler::leave_queue(Job& job) {
+  if (!std::exchange(job.has_run, true)) --m_queued;
 }
 
 void Scheduler::fail(Job& job, const std::string& what, bool is_servers) {
@@ -342,8 +361,7 @@ void Scheduler::fail(Job& job, const std::string& what, bool is_servers) {
   {
     const std::lock_guard<std::mutex> lock(m_mutex);
     ++m_counts.failed;
-    if (!job.has_run) --m_queued;
-    job.has_run = true;
+    leave_queue(job);
   }
   job.listener->on_error(what, is_servers);
 }
@@ -441,9 +459,9 @@ bool Scheduler::begin(Sequence& sequence, Plan& plan) {
     // What is kept for others goes before somebody waits for it: at once, to see what that gives,
     // but for what a sequence of the plan begins from.
     if (!free_prefix()) return false;
-    Plan now;
-    now.frees = take_frees(plan);
-    if (!now.frees.empty()) carry_out(now);
+    Plan ahead;
+    ahead.frees = take_frees(plan);
+    if (!ahead.frees.empty()) carry_out(ahead);
   }
   const PrefixKey& whole = sequence.job->key;
   // At least one token has to be run, from whose logits the answer goes on.
@@ -456,11 +474,9 @@ bool Scheduler::begin(Sequence& sequence, Plan& plan) {
   if (found.state < 0) sequence.key = key_of(sequence.request().setting);
   sequence.handle = new_handle();
   plan.creates.push_back({sequence.handle, found.state, sequence.request().setting});
-  Job& job = *sequence.job;
   const std::lock_guard<std::mutex> lock(m_mutex);
   m_counts.cached_tokens += sequence.cached;
-  if (!job.has_run) --m_queued;
-  job.has_run = true;
+  leave_queue(*sequence.job);
   return true;
 }
 
@@ -531,11 +547,7 @@ bool Scheduler::add_span(Sequence& sequence, Room& room, Plan& plan) {
                           (span.part == StepPart::context && prunes &&
                            (offset + count) / kept_every_tokens > offset / kept_every_tokens);
     if (is_state && m_options.keeps_prefixes && m_executor.can_go_on(request.setting)) {
-      PrefixKey key = sequence.key;
-      if (sequence.offset == 0) key.push_back(context_begins);
-      key.insert(key.end(), span.tokens.begin(), span.tokens.end());
-      if (ends_segment) key.push_back(context_ends);
-      if (!m_tree.contains(key)) span.keep_as = new_handle();
+      if (!m_tree.contains(sequence.prompt_key_after(count))) span.keep_as = new_handle();
     }
   }
   plan.spans.push_back(std::move(span));
@@ -651,12 +663,9 @@ void Scheduler::advance(Sequence& sequence, const PlannedSpan& span, const StepR
     const std::lock_guard<std::mutex> lock(m_mutex);
     m_counts.prompt_tokens += count;
   }
-  const Segment& segment = sequence.request().prompt[sequence.segment];
-  if (sequence.offset == 0) sequence.key.push_back(mark_of(segment.kind));
-  sequence.key.insert(sequence.key.end(), span.tokens.begin(), span.tokens.end());
+  sequence.key = sequence.prompt_key_after(count);
   sequence.offset += span.tokens.size();
-  if (sequence.offset == segment.tokens.size()) {
-    if (segment.kind == Segment::Kind::context) sequence.key.push_back(context_ends);
+  if (sequence.offset == sequence.request().prompt[sequence.segment].tokens.size()) {
     ++sequence.segment;
     sequence.offset = 0;
   }
@@ -773,8 +782,7 @@ void Scheduler::end_answers() {
     ending.new_tokens = static_cast<std::int64_t>(sequence.answered.size());
     ending.evict_ratio = report.evict_ratio();
     ending.full_kv_bytes = report.full_bytes;
-    ending.kv_bytes = static_cast<std::int64_t>(
-        std::llround(static_cast<double>(report.full_bytes) * (1 - report.evict_ratio())));
+    ending.kv_bytes = kv_bytes_of(report);
     m_keep_ratio += newest_share * (1 - report.evict_ratio() - m_keep_ratio);
     sequence.job->listener->on_end(sequence.choice, ending);
     if (--sequence.job->open == 0) {
@@ -872,8 +880,7 @@ void Scheduler::note_sequences() {
       Sequence& sequence = *m_running[i];
       sequence.evict_ratio = outcome.reports[i].evict_ratio();
       sequence.full_kv_bytes = outcome.reports[i].full_bytes;
-      sequence.kv_bytes = static_cast<std::int64_t>(
-          std::llround(static_cast<double>(sequence.full_kv_bytes) * (1 - sequence.evict_ratio)));
+      sequence.kv_bytes = kv_bytes_of(outcome.reports[i]);
     }
   }
   std::vector<SequenceStatus> statuses;

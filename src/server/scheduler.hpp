@@ -32,6 +32,8 @@ struct Segment {
   std::vector<std::int64_t> cuts = {};
 };
 
+std::int64_t tokens_of(const std::vector<Segment>& prompt);
+
 /// What a client asks for.
 struct GenerationRequest {
   /// At least one token in all.
@@ -206,6 +208,7 @@ class Scheduler {
   bool make_room();
   void preempt(Sequence& sequence);
   void back_to_queue(std::unique_ptr<Sequence> sequence);
+  void leave_queue(Job& job);
   void fail(Job& job, const std::string& what, bool is_servers);
   void drop_dead();
   void keep(const PrefixKey& key, int handle);

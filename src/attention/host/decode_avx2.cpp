@@ -414,14 +414,7 @@ struct Avx2Kernels {
 template <class Value>
 void attend_blocks_avx2(int block_queries, const Blocks<Value>& blocks, const RowRun<Value>& run,
                         const RowRun<Value>& next) {
-  switch (block_queries) {
-    case 1:
-      return attend_blocks<Avx2Kernels<Value, 1>, 1>(blocks, run, next);
-    case 2:
-      return attend_blocks<Avx2Kernels<Value, 2>, 2>(blocks, run, next);
-    default:
-      return attend_blocks<Avx2Kernels<Value, 4>, 4>(blocks, run, next);
-  }
+  attend_blocks_of<Avx2Kernels>(block_queries, blocks, run, next);
 }
 
 #define KVZAP_INSTANTIATE(Value)                                                           \

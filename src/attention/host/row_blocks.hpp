@@ -147,5 +147,19 @@ void attend_blocks(const Blocks<typename Kernels::Value>& blocks,
   }
 }
 
+/// attend_blocks with the kernels of blocks of `block_queries` queries.
+template <template <class, int> class KernelsOf, class Value>
+void attend_blocks_of(int block_queries, const Blocks<Value>& blocks, const RowRun<Value>& run,
+                      const RowRun<Value>& next) {
+  switch (block_queries) {
+    case 1:
+      return attend_blocks<KernelsOf<Value, 1>, 1>(blocks, run, next);
+    case 2:
+      return attend_blocks<KernelsOf<Value, 2>, 2>(blocks, run, next);
+    default:
+      return attend_blocks<KernelsOf<Value, 4>, 4>(blocks, run, next);
+  }
+}
+
 }  // namespace kvzap::detail
 #endif

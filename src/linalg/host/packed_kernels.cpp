@@ -34,17 +34,33 @@ KVZAP_TARGET_AVX512 inline __m512 load(const half* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 
+/// Sums (Rows, 64) to registers and back.
+template <int Rows>
+KVZAP_TARGET_AVX512 inline __attribute__((always_inline)) void load_sums(
+    const float* sums, __m512 (&acc)[Rows][vectors]) {
+  for (int m = 0; m < Rows; ++m) {
+    for (int j = 0; j < vectors; ++j) {
+      acc[m][j] = _mm512_load_ps(sums + m * block_outputs + j * width);
+    }
+  }
+}
+template <int Rows>
+KVZAP_TARGET_AVX512 inline __attribute__((always_inline)) void store_sums(
+    const __m512 (&acc)[Rows][vectors], float* sums) {
+  for (int m = 0; m < Rows; ++m) {
+    for (int j = 0; j < vectors; ++j) {
+      _mm512_store_ps(sums + m * block_outputs + j * width, acc[m][j]);
+    }
+  }
+}
+
 /// All outputs of a block for Rows rows over the steps begin .. end, added to `sums` (Rows, 64).
 template <int Rows, class Value>
 KVZAP_TARGET_AVX512 inline __attribute__((always_inline)) void add_steps(
     const float* x, std::int64_t x_stride, const Value* block, std::int64_t begin, std::int64_t end,
     float* sums) {
   __m512 acc[Rows][vectors];
-  for (int m = 0; m < Rows; ++m) {
-    for (int j = 0; j < vectors; ++j) {
-      acc[m][j] = _mm512_load_ps(sums + m * block_outputs + j * width);
-    }
-  }
+  load_sums(sums, acc);
   for (std::int64_t k = begin; k < end; ++k) {
     __m512 w[vectors];
     for (int j = 0; j < vectors; ++j) w[j] = load(block + k * block_outputs + j * width);
@@ -53,11 +69,7 @@ KVZAP_TARGET_AVX512 inline __attribute__((always_inline)) void add_steps(
       for (int j = 0; j < vectors; ++j) acc[m][j] = _mm512_fmadd_ps(w[j], broadcast, acc[m][j]);
     }
   }
-  for (int m = 0; m < Rows; ++m) {
-    for (int j = 0; j < vectors; ++j) {
-      _mm512_store_ps(sums + m * block_outputs + j * width, acc[m][j]);
-    }
-  }
+  store_sums(acc, sums);
 }
 
 /// The same for pairs of bf16, widened.
@@ -66,11 +78,7 @@ KVZAP_TARGET_AVX512 inline __attribute__((always_inline)) void add_steps(
     const float* x, std::int64_t x_stride, const bfloat16* block, std::int64_t begin,
     std::int64_t end, float* sums) {
   __m512 acc[Rows][vectors];
-  for (int m = 0; m < Rows; ++m) {
-    for (int j = 0; j < vectors; ++j) {
-      acc[m][j] = _mm512_load_ps(sums + m * block_outputs + j * width);
-    }
-  }
+  load_sums(sums, acc);
   for (std::int64_t pair = begin; pair < end; ++pair) {
     __m512i w[vectors];
     for (int j = 0; j < vectors; ++j) {
@@ -90,11 +98,7 @@ KVZAP_TARGET_AVX512 inline __attribute__((always_inline)) void add_steps(
       }
     }
   }
-  for (int m = 0; m < Rows; ++m) {
-    for (int j = 0; j < vectors; ++j) {
-      _mm512_store_ps(sums + m * block_outputs + j * width, acc[m][j]);
-    }
-  }
+  store_sums(acc, sums);
 }
 
 /// The same by dot products of pairs.
@@ -103,11 +107,7 @@ KVZAP_TARGET_AVX512_BF16 inline __attribute__((always_inline)) void add_steps(
     const bfloat16* x, std::int64_t x_stride, const bfloat16* block, std::int64_t begin,
     std::int64_t end, float* sums) {
   __m512 acc[Rows][vectors];
-  for (int m = 0; m < Rows; ++m) {
-    for (int j = 0; j < vectors; ++j) {
-      acc[m][j] = _mm512_load_ps(sums + m * block_outputs + j * width);
-    }
-  }
+  load_sums(sums, acc);
   for (std::int64_t pair = begin; pair < end; ++pair) {
     __m512bh w[vectors];
     for (int j = 0; j < vectors; ++j) {
@@ -120,11 +120,7 @@ KVZAP_TARGET_AVX512_BF16 inline __attribute__((always_inline)) void add_steps(
       for (int j = 0; j < vectors; ++j) acc[m][j] = _mm512_dpbf16_ps(acc[m][j], w[j], broadcast);
     }
   }
-  for (int m = 0; m < Rows; ++m) {
-    for (int j = 0; j < vectors; ++j) {
-      _mm512_store_ps(sums + m * block_outputs + j * width, acc[m][j]);
-    }
-  }
+  store_sums(acc, sums);
 }
 
 /// Steps after which groups of rows take turns; padding makes every number of steps a multiple.

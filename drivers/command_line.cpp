@@ -39,6 +39,8 @@ CommandLine::CommandLine()
   declare(*run, run_options);
   chat = app.add_subcommand("chat", "talk with a model in the terminal, over one pruned cache");
   declare_chat(*chat, chat_options);
+  serve = app.add_subcommand("serve", "answer many users over HTTP, with OpenAI's protocol");
+  declare_serve(*serve, serve_options);
   bench = app.add_subcommand(
       "bench", "measure prefill and decode at given context lengths and evict ratios");
   declare(*bench, bench_options);

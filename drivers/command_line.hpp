@@ -15,6 +15,7 @@
 #include "leaderboard.hpp"
 #include "make_tasks.hpp"
 #include "options.hpp"
+#include "serve.hpp"
 #include "train.hpp"
 
 namespace kvzap::driver {
@@ -27,6 +28,7 @@ struct CommandLine {
   CLI::App app;
   CLI::App* run;
   CLI::App* chat;
+  CLI::App* serve;
   CLI::App* bench;
   CLI::App* collect;
   CLI::App* train;
@@ -43,6 +45,7 @@ struct CommandLine {
   // What parsing fills in.
   RunOptions run_options;
   RunOptions chat_options;
+  ServeOptions serve_options;
   BenchOptions bench_options;
   CollectOptions collect_options;
   TrainOptions train_options;

@@ -26,6 +26,7 @@
 #include "parallel/mpi_session.hpp"
 #include "policies_command.hpp"
 #include "run.hpp"
+#include "serve.hpp"
 #include "snapshots.hpp"
 #include "standard_streams.hpp"
 
@@ -151,6 +152,8 @@ int run_program(const char* name, const std::vector<std::string>& arguments,
   const KokkosSession kokkos(kokkos_arguments);
   if (line.chat->parsed()) {
     return driver::chat(*line.chat, line.chat_options, comm, driver::version, driver::revision);
+  } else if (line.serve->parsed()) {
+    return driver::serve(line.serve_options, comm);
   } else if (line.bench->parsed()) {
     return driver::bench(line.bench_options, comm, driver::version, driver::revision);
   } else if (line.collect->parsed()) {

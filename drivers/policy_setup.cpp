@@ -150,4 +150,34 @@ Texts load_policy_texts(const RunOptions& options, const PolicyChoice* choice,
   return texts;
 }
 
+CacheOptions cache_options(const RunOptions& options) {
+  CacheOptions cache;
+  cache.prune = !prunes(options)            ? PruneMode::none
+                : options.prune == "always" ? PruneMode::always
+                                            : PruneMode::prefill;
+  cache.prefill = options.prefill == "sparse" ? PrefillMode::sparse : PrefillMode::dense;
+  cache.chunk = options.chunk;
+  cache.threshold = static_cast<float>(options.threshold.value_or(0));
+  cache.window = options.window;
+  cache.sink = options.sink;
+  cache.trim = options.trim;
+  cache.page_rows = options.page_rows;
+  cache.order = options.page_order == "dim" ? PageOrder::dim_major : PageOrder::token_major;
+  cache.prune_after =
+      options.prune_after == "question" ? PruneMoment::question : PruneMoment::context;
+  cache.decode_every = options.decode_every;
+  cache.decode_keep = options.decode_keep.value_or(0);
+  cache.decode_evict_ratio = options.decode_evict_ratio.value_or(0);
+  return cache;
+}
+
+LookedUpThreshold share_threshold(const RunOptions& options, bool talks, const Communicator& comm) {
+  LookedUpThreshold found;
+  comm.agree_on_root([&] { found = look_up_threshold(options); });
+  comm.broadcast(&found.threshold, sizeof(found.threshold), 0);
+  if (!talks) return found;
+  for (const auto& warning : found.warnings) say("kvzap: warning: {}\n", warning);
+  return found;
+}
+
 }  // namespace kvzap::driver

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <kvzap/communicator.hpp>
+#include <kvzap/engine.hpp>
 #include <kvzap/policies.hpp>
 #include <kvzap/tokenizer.hpp>
 #include <memory>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "options.hpp"
+#include "policy_options.hpp"
 #include "setup.hpp"
 
 namespace kvzap::driver {
@@ -45,5 +47,12 @@ using Texts = std::vector<std::vector<TokenId>>;
 Texts load_policy_texts(const RunOptions& options, const PolicyChoice* choice,
                         const Tokenizer* tokenizer, const ModelConfig& config,
                         const Communicator& comm);
+
+/// What the options say of a cache, but for a policy that is to be loaded.
+CacheOptions cache_options(const RunOptions& options);
+
+/// The threshold that reaches --evict-ratio. Rank 0 alone reads the table, so that no rank has
+/// another threshold while somebody replaces the file; prints warnings if `talks`. Collective.
+LookedUpThreshold share_threshold(const RunOptions& options, bool talks, const Communicator& comm);
 
 }  // namespace kvzap::driver

@@ -34,17 +34,6 @@ namespace {
 using detail::Clock;
 using detail::seconds_since;
 
-/// The threshold that reaches --evict-ratio. Rank 0 alone reads the table, so that no rank has
-/// another threshold while somebody replaces the file.
-LookedUpThreshold share_threshold(const RunOptions& options, bool talks, const Communicator& comm) {
-  LookedUpThreshold found;
-  comm.agree_on_root([&] { found = look_up_threshold(options); });
-  comm.broadcast(&found.threshold, sizeof(found.threshold), 0);
-  if (!talks) return found;
-  for (const auto& warning : found.warnings) say("kvzap: warning: {}\n", warning);
-  return found;
-}
-
 /// Weights and what prefill needs at least; how much pruning will keep is not known.
 std::int64_t least_bytes(const MemoryPlan& plan, bool pruned) {
   std::int64_t most = 0;
@@ -59,27 +48,6 @@ MemoryPlan plan(const RunOptions& options, const ModelConfig& config, std::int64
                 int ranks, const PlannedEviction& eviction) {
   return plan_memory(config, dtype_from_name(options.dtype), tokens, eviction.ratio, ranks,
                      eviction.window, options.prefill == "sparse" ? options.chunk : 0);
-}
-
-CacheOptions cache_options(const RunOptions& options) {
-  CacheOptions cache;
-  cache.prune = !prunes(options)            ? PruneMode::none
-                : options.prune == "always" ? PruneMode::always
-                                            : PruneMode::prefill;
-  cache.prefill = options.prefill == "sparse" ? PrefillMode::sparse : PrefillMode::dense;
-  cache.chunk = options.chunk;
-  cache.threshold = static_cast<float>(options.threshold.value_or(0));
-  cache.window = options.window;
-  cache.sink = options.sink;
-  cache.trim = options.trim;
-  cache.page_rows = options.page_rows;
-  cache.order = options.page_order == "dim" ? PageOrder::dim_major : PageOrder::token_major;
-  cache.prune_after =
-      options.prune_after == "question" ? PruneMoment::question : PruneMoment::context;
-  cache.decode_every = options.decode_every;
-  cache.decode_keep = options.decode_keep.value_or(0);
-  cache.decode_evict_ratio = options.decode_evict_ratio.value_or(0);
-  return cache;
 }
 
 /// Loads what scores, before the weights: it is small, and whether it fits the model and its budget

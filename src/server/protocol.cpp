@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <set>
+#include <random>
 
 #include "base/json_file.hpp"
 #include "base/quote.hpp"
@@ -145,7 +145,8 @@ PruneWish wish_of(const Json& body) {
   return wish;
 }
 
-SamplingOptions sampling_of(const Json& body, const SamplingOptions& standard) {
+SamplingOptions sampling_of(const Json& body, const ServedModel& model) {
+  const SamplingOptions& standard = model.sampling;
   SamplingOptions sampling = standard;
   sampling.temperature = number_of(body, "temperature", 0, 100, standard.temperature);
   sampling.top_p = number_of(body, "top_p", 0, 1, standard.top_p);
@@ -164,6 +165,9 @@ SamplingOptions sampling_of(const Json& body, const SamplingOptions& standard) {
     sampling.seed = seed->is_number_unsigned()
                         ? seed->get<std::uint64_t>()
                         : static_cast<std::uint64_t>(seed->get<std::int64_t>());
+  } else if (!model.has_seed) {
+    std::random_device source;
+    sampling.seed = (std::uint64_t{source()} << 32) | source();
   }
   return sampling;
 }
@@ -264,6 +268,22 @@ std::vector<Segment> prompt_of(const Json& body, const ServedModel& model, std::
     refuse("prompt", "one text, or one list of token ids", *prompt);
   }
   return {{Segment::Kind::context, std::move(ids), {}}};
+}
+
+Json object_of(std::string_view body) {
+  Json json;
+  try {
+    json = detail::parse_json(body, "the body");
+  } catch (const Error& error) {
+    throw BadRequest("", error.what());
+  }
+  if (!json.is_object()) throw BadRequest("", "the body is not a JSON object");
+  return json;
+}
+
+const Tokenizer& tokenizer_of(const ServedModel& model) {
+  if (!model.tokenizer) throw BadRequest("", "the model has no tokenizer");
+  return *model.tokenizer;
 }
 
 const char* finish_reason(EndReason reason) {
@@ -384,13 +404,7 @@ std::vector<Segment> segments_of(const std::vector<ChatMessage>& messages,
 }
 
 ApiRequest parse_request(std::string_view body, bool is_chat, const ServedModel& model) {
-  Json json;
-  try {
-    json = detail::parse_json(body, "the body");
-  } catch (const Error& error) {
-    throw BadRequest("", error.what());
-  }
-  if (!json.is_object()) throw BadRequest("", "the body is not a JSON object");
+  const Json json = object_of(body);
   if (const Json* const name = field_of(json, "model")) {
     const std::string wanted = text_of(*name, "model");
     if (wanted != model.name) {
@@ -403,7 +417,7 @@ ApiRequest parse_request(std::string_view body, bool is_chat, const ServedModel&
   ApiRequest request;
   request.is_chat = is_chat;
   GenerationRequest& generation = request.generation;
-  generation.sampling = sampling_of(json, model.sampling);
+  generation.sampling = sampling_of(json, model);
   generation.choices = static_cast<int>(integer_of(json, "n", 1, model.max_choices, 1));
   generation.setting = model.setting_of(wish_of(json));
   request.stop = stops_of(json);
@@ -456,6 +470,33 @@ ApiRequest parse_request(std::string_view body, bool is_chat, const ServedModel&
   generation.max_new_tokens =
       std::min(room, integer_of(json, "max_completion_tokens", 1, most, asked));
   return request;
+}
+
+OrderedJson tokenize(std::string_view body, const ServedModel& model) {
+  const Json json = object_of(body);
+  const auto content = json.find("content");
+  if (content == json.end()) throw BadRequest("content", "content is missing");
+  const std::string text = text_of(*content, "content");
+  OrderedJson reply;
+  reply["tokens"] = tokenizer_of(model).encode(text, bool_of(json, "add_special", false));
+  return reply;
+}
+
+OrderedJson detokenize(std::string_view body, const ServedModel& model) {
+  const Json json = object_of(body);
+  const auto tokens = json.find("tokens");
+  if (tokens == json.end()) throw BadRequest("tokens", "tokens are missing");
+  if (!tokens->is_array()) refuse("tokens", "a list of token ids", *tokens);
+  const std::vector<TokenId> ids = ids_of(*tokens, "tokens");
+  OrderedJson reply;
+  try {
+    reply["content"] = tokenizer_of(model).decode(ids, false);
+  } catch (const BadRequest&) {
+    throw;
+  } catch (const Error& error) {
+    throw BadRequest("tokens", error.what());
+  }
+  return reply;
 }
 
 std::string error_body(const std::string& what, const std::string& type, const std::string& field) {

@@ -35,8 +35,9 @@ struct ServedModel {
   std::optional<ChatTemplate> chat_template;
   bool thinking = false;
   std::vector<TokenId> stop_ids;
-  /// Where a request says nothing.
+  /// Where a request says nothing, but for the seed: without `has_seed` each has another one.
   SamplingOptions sampling;
+  bool has_seed = false;
   /// Of prompt and answer together; 0: no limit.
   std::int64_t max_tokens = 0;
   std::int64_t max_choices = 16;
@@ -59,6 +60,10 @@ struct ApiRequest {
 /// Reads a body. Fields that change nothing here are passed over; those that ask for something that
 /// there is not (tools, logit_bias, …) are errors. Throws BadRequest.
 ApiRequest parse_request(std::string_view body, bool is_chat, const ServedModel& model);
+
+/// Replies to /tokenize and /detokenize. Throw BadRequest.
+nlohmann::ordered_json tokenize(std::string_view body, const ServedModel& model);
+nlohmann::ordered_json detokenize(std::string_view body, const ServedModel& model);
 
 /// The stretches of a rendered conversation: each message of the user is a context, judged at its
 /// end, what stands between it and the answer a question; what the assistant said counts as

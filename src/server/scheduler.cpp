@@ -25,6 +25,8 @@ constexpr std::int64_t headroom_tokens = 64;
 // In sparse prefill a state is kept every so many tokens of a context, for others that go on
 // differently from there.
 constexpr std::int64_t kept_every_tokens = 4096;
+// Of those who wait, the first so many may overtake others that wait for a prompt to be run.
+constexpr std::size_t looked_at = 64;
 // How much the newest observation counts in the keep ratio.
 constexpr double newest_share = 0.2;
 // Seconds for which somebody who looks at sequences is thought to go on looking, and between looks.
@@ -67,6 +69,12 @@ void append_segment(PrefixKey& key, const Segment& segment) {
 /// Of the rows that are kept, over all ranks.
 std::int64_t kv_bytes_of(const CacheReport& report) {
   return std::llround(static_cast<double>(report.full_bytes) * (1 - report.evict_ratio()));
+}
+
+/// Of the states that a prompt may go on from: at least one token has to be run, from whose logits
+/// the answer comes.
+std::int64_t longest_start(const PrefixKey& prompt) {
+  return static_cast<std::int64_t>(prompt.size()) - (prompt.back() == context_ends ? 2 : 1);
 }
 
 bool needs_logits(const GenerationRequest& request) {
@@ -453,6 +461,32 @@ bool Scheduler::is_admitted(const Sequence& sequence) const {
   return static_cast<std::int64_t>(engine.free_bytes()) >= wanted;
 }
 
+/// Whether one that runs is about to leave a state from which this one would rather begin: of
+/// several who ask about the same document, the first runs it for all.
+bool Scheduler::waits_for_prefix(const Sequence& sequence) {
+  if (!m_options.keeps_prefixes || !m_executor.can_go_on(sequence.request().setting)) return false;
+  const PrefixKey& whole = sequence.job->key;
+  const std::int64_t most = longest_start(whole);
+  const std::int64_t there = m_tree.longest(whole, most).length;
+  return std::any_of(m_running.begin(), m_running.end(), [&](const auto& other) {
+    if (other->is_prompt_run() || other->job->is_dead) return false;
+    const PrefixKey& theirs = other->job->key;
+    const auto differs = std::mismatch(whole.begin(), whole.end(), theirs.begin(), theirs.end());
+    const std::int64_t common = std::min<std::int64_t>(most, differs.first - whole.begin());
+    const auto has_run = static_cast<std::int64_t>(other->key.size());
+    const std::int64_t beyond = std::max(there, has_run);
+    if (common <= beyond) return false;
+    auto place = static_cast<std::int64_t>(key_of(other->request().setting).size());
+    for (const Segment& segment : other->request().prompt) {
+      const bool is_context = segment.kind == Segment::Kind::context;
+      place += 1 + static_cast<std::int64_t>(segment.tokens.size()) + (is_context ? 1 : 0);
+      if (place > common) return false;
+      if (is_context && place > beyond) return true;
+    }
+    return false;
+  });
+}
+
 /// Gives a sequence a handle, and what an earlier one has left of its prompt.
 bool Scheduler::begin(Sequence& sequence, Plan& plan) {
   while (!is_admitted(sequence)) {
@@ -464,10 +498,8 @@ bool Scheduler::begin(Sequence& sequence, Plan& plan) {
     if (!ahead.frees.empty()) carry_out(ahead);
   }
   const PrefixKey& whole = sequence.job->key;
-  // At least one token has to be run, from whose logits the answer goes on.
-  auto most = static_cast<std::int64_t>(whole.size()) - (whole.back() == context_ends ? 2 : 1);
   PrefixTree::Found found;
-  for (found = m_tree.longest(whole, most); found.state >= 0;) {
+  for (found = m_tree.longest(whole, longest_start(whole)); found.state >= 0;) {
     if (sequence.skip(found.length)) break;
     found = m_tree.longest(whole, found.length - 1);
   }
@@ -577,12 +609,17 @@ Plan Scheduler::make_plan(std::vector<Sequence*>& in_step) {
     if (!is_room) break;
     in_step.push_back(sequence);
   }
-  while (is_room && room.rows > 0 && !m_waiting.empty() && !m_is_full &&
+  std::size_t place = 0;  // of the first that does not wait for another's prompt
+  while (is_room && room.rows > 0 && place < std::min(m_waiting.size(), looked_at) && !m_is_full &&
          static_cast<std::int64_t>(m_running.size()) < m_options.max_sequences) {
-    Sequence& sequence = *m_waiting.front();
+    Sequence& sequence = *m_waiting[place];
+    if (waits_for_prefix(sequence)) {
+      ++place;
+      continue;
+    }
     if (!begin(sequence, plan)) break;
-    m_running.push_back(std::move(m_waiting.front()));
-    m_waiting.pop_front();
+    m_running.push_back(std::move(m_waiting[place]));
+    m_waiting.erase(m_waiting.begin() + static_cast<std::ptrdiff_t>(place));
     is_room = add_span(sequence, room, plan);
     if (is_room) in_step.push_back(&sequence);
   }

@@ -134,7 +134,8 @@ struct SequenceStatus {
 ///
 /// Each step takes the next token of every sequence that decodes, and chunks of prompts, first
 /// come, first served, up to max_batch_tokens, of which they have an eighth at least. A prompt is
-/// begun when the pool is expected to hold what will stay of it, at the keep ratio observed so far.
+/// begun when the pool is expected to hold what will stay of it, at the keep ratio observed so far,
+/// and when no other is about to leave a state from which it can go on.
 /// Where memory runs out all the same, states of earlier prompts go, least recently used first,
 /// then the newest sequence, which is computed anew later. What a sequence answers does not depend
 /// on the others but for the order of sums.
@@ -193,6 +194,7 @@ class Scheduler {
   void take_submitted();
   Plan make_plan(std::vector<Sequence*>& in_step);
   bool add_span(Sequence& sequence, Room& room, Plan& plan);
+  bool waits_for_prefix(const Sequence& sequence);
   bool begin(Sequence& sequence, Plan& plan);
   bool is_admitted(const Sequence& sequence) const;
   std::int64_t bytes_to_come(const Sequence& sequence) const;

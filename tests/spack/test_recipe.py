@@ -36,7 +36,7 @@ DEVICES = [
 
 def builds():
     """Every combination, with its dependencies at several versions."""
-    flags = ("mpi", "hdf5", "openmp", "onednn", "tests")
+    flags = ("mpi", "hdf5", "openmp", "onednn", "server", "tests")
     for values in itertools.product((False, True), repeat=len(flags)):
         for device, kokkos, cuda in itertools.product(
             DEVICES, ("4.6.02", "4.7.01", "5.1.1"), ("12.6", "13.0")
@@ -89,7 +89,7 @@ class Recipe(unittest.TestCase):
         self.assertEqual(
             set(variants),
             {"mpi", "hdf5", "openmp", "cuda", "cuda_arch", "rocm", "amdgpu_target", "sycl", "onednn",
-             "tests"},
+             "server", "tests"},
         )
         for name in ("cuda", "rocm", "sycl", "tests"):
             self.assertIs(variants[name]["default"], False)
@@ -118,6 +118,7 @@ class Recipe(unittest.TestCase):
                 if on["hdf5"]:
                     self.assertEqual(found["hdf5"], {"@1.10:", "+mpi" if on["mpi"] else "~mpi"})
                 self.assertEqual("onednn" in found, on["onednn"])
+                self.assertEqual("cpp-httplib" in found, on["server"])
                 self.assertEqual("googletest" in found, on["tests"])
                 self.assertEqual("python" in found, on["tests"])
                 for name in ("nlohmann-json", "fmt", "pcre2", "utf8proc", "cli11", "tomlplusplus",
@@ -178,7 +179,7 @@ class Recipe(unittest.TestCase):
             on = build.variants
             given = self.package(build).cmake_args()
             with self.subTest(variants=on, kokkos=build["kokkos"].version):
-                for name in ("MPI", "HDF5", "ONEDNN", "TESTS"):
+                for name in ("MPI", "HDF5", "ONEDNN", "SERVER", "TESTS"):
                     value = "ON" if on[name.lower()] else "OFF"
                     self.assertIn(f"-DKVZAP_ENABLE_{name}:BOOL={value}", given)
                 self.assertIn("-DKVZAP_ENABLE_DRIVERS:BOOL=ON", given)

@@ -35,6 +35,7 @@ class Kvzap(CMakePackage, CudaPackage, ROCmPackage):
     variant("openmp", default=True, description="Run host kernels in OpenMP threads")
     variant("sycl", default=False, description="Run on Intel GPUs through SYCL")
     variant("onednn", default=True, description="oneDNN for dense products on the host")
+    variant("server", default=True, description="kvzap serve")
     variant("tests", default=False, description="Build the project's own tests")
     # cuda, cuda_arch, rocm and amdgpu_target come with CudaPackage and ROCmPackage.
 
@@ -86,6 +87,7 @@ class Kvzap(CMakePackage, CudaPackage, ROCmPackage):
     depends_on("utf8proc@2.6:")
     depends_on("cli11@2.1:")
     depends_on("tomlplusplus@3.1:")
+    depends_on("cpp-httplib@0.11:", when="+server")
     depends_on("googletest@1.12:", type="build", when="+tests")
     depends_on("python@3.8:", type=("build", "run"), when="+tests")
 
@@ -105,6 +107,7 @@ class Kvzap(CMakePackage, CudaPackage, ROCmPackage):
             self.define_from_variant("KVZAP_ENABLE_MPI", "mpi"),
             self.define_from_variant("KVZAP_ENABLE_HDF5", "hdf5"),
             self.define_from_variant("KVZAP_ENABLE_ONEDNN", "onednn"),
+            self.define_from_variant("KVZAP_ENABLE_SERVER", "server"),
             self.define("KVZAP_ENABLE_TESTS", spec.satisfies("+tests")),
             self.define("KVZAP_ENABLE_DRIVERS", True),
             self.define("KVZAP_ENABLE_PERF", False),

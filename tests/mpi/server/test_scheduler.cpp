@@ -304,7 +304,6 @@ TEST_F(SchedulerTest, PromptsThatBeginAlikeGoOnFromThere) {
       for (int i = 0; i < 5; ++i) all.push_back({document, some(4 + i), 6});
       const auto expected = answers_of(all);
       expect_answers(all, expected);
-      // (Those that come while the first is under way run it by themselves.)
       if (comm.is_root()) {
         EXPECT_GE(last.cached_tokens, 100);
       }
@@ -314,6 +313,46 @@ TEST_F(SchedulerTest, PromptsThatBeginAlikeGoOnFromThere) {
         EXPECT_EQ(last.cached_tokens, 0);
       }
       scheduling.keeps_prefixes = true;
+    }
+  }
+}
+
+TEST_F(SchedulerTest, ADocumentIsRunOnceForAllWhoAskAboutIt) {
+  for (const PrefillMode prefill : {PrefillMode::dense, PrefillMode::sparse}) {
+    options.prefill = prefill;
+    options.prune = PruneMode::prefill;
+    const std::vector<TokenId> document = some(100);
+    std::vector<Asked> all;
+    std::int64_t questions = 0;
+    for (int i = 0; i < 5; ++i) {
+      all.push_back({document, some(4 + i), 6});
+      questions += 4 + i;
+    }
+    all.push_back({some(30), some(3), 2});  // which does not wait for them
+    const auto expected = answers_of(all);
+    // The first one goes away in the middle of the document, and another one runs it.
+    for (const bool is_cancelled : {false, true}) {
+      serve([&](Scheduler& scheduler) {
+        std::vector<std::shared_ptr<Heard>> heard;
+        std::vector<std::shared_ptr<Scheduler::Ticket>> tickets;
+        for (const Asked& asked : all) {
+          heard.push_back(std::make_shared<Heard>());
+          tickets.push_back(scheduler.submit(request_of(asked), heard.back()));
+        }
+        scheduler.step();
+        if (is_cancelled) tickets.front()->cancel();
+        while (scheduler.step()) {
+        }
+        for (std::size_t i = is_cancelled ? 1 : 0; i < all.size(); ++i) {
+          EXPECT_EQ(heard[i]->tokens[0], expected[i].tokens);
+          EXPECT_DOUBLE_EQ(heard[i]->endings[0].evict_ratio, expected[i].cache.evict_ratio());
+        }
+        const SchedulerCounts counts = scheduler.counts();
+        EXPECT_EQ(counts.cached_tokens, is_cancelled ? 300 : 400);
+        if (!is_cancelled) {
+          EXPECT_EQ(counts.prompt_tokens, 100 + questions + 33);
+        }
+      });
     }
   }
 }

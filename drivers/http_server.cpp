@@ -1,6 +1,5 @@
 #include "http_server.hpp"
 
-#include <arpa/inet.h>
 #include <fmt/chrono.h>
 #include <fmt/format.h>
 #include <httplib.h>
@@ -20,6 +19,7 @@
 #include <map>
 #include <mutex>
 #include <nlohmann/json.hpp>
+#include <string_view>
 #include <thread>
 #include <type_traits>
 #include <utility>
@@ -51,9 +51,13 @@ constexpr double body_rate = 64 << 10;
 constexpr std::size_t large_body = 1 << 20;
 constexpr std::int64_t all_bodies = std::int64_t{512} << 20;
 // Seconds between looks whether a client is still there, and between signs of life to it.
-constexpr auto look_every = std::chrono::milliseconds(250);
+constexpr int look_milliseconds = 250;
+constexpr auto look_every = std::chrono::milliseconds(look_milliseconds);
 constexpr double sign_every = 15;
-constexpr int keep_alive_seconds = 30;
+constexpr double keep_alive_seconds = 30;
+// Of a request before its body, in all.
+constexpr std::size_t longest_head = 64 << 10;
+constexpr double head_seconds = 30;
 constexpr int read_seconds = 30, write_seconds = 10;
 
 enum Status {
@@ -112,20 +116,170 @@ void reply(httplib::Response& response, const ordered_json& json) {
                        json_type);
 }
 
+/// The socket of a connection.
+class Socket {
+ public:
+  explicit Socket(int descriptor) : m_descriptor(descriptor) {}
+  /// That of the connection which this thread serves.
+  static Socket& current() {
+    static thread_local Socket socket(-1);
+    return socket;
+  }
+
+  /// Whether the client has closed it.
+  bool is_closed() const {
+    if (m_descriptor < 0) return false;
+    pollfd look = {m_descriptor, POLLRDHUP, 0};
+    return poll(&look, 1, 0) > 0 && (look.revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0;
+  }
+  /// Waits for a request until its body begins. What the library reads by itself has neither a
+  /// limit of bytes nor one of time: a head that is too long, or too slow, ends the connection.
+  /// `idle`: seconds until it begins; less if `ends` says so.
+  void wait_for_head(double idle, const std::atomic<bool>& ends) const;
+  /// Ends the connection, and takes what the client still sends, for a while: a socket that is
+  /// closed before takes the reply along.
+  void end() const;
+
+ private:
+  void refuse(const char* status) const;
+  bool wait(int milliseconds) const {
+    pollfd look = {m_descriptor, POLLIN, 0};
+    return poll(&look, 1, milliseconds) > 0;
+  }
+
+  int m_descriptor;
+};
+
+void Socket::wait_for_head(double idle, const std::atomic<bool>& ends) const {
+  if (m_descriptor < 0) return;
+  const auto is_more_than = [this](std::size_t bytes, int milliseconds) {
+    const int more = static_cast<int>(bytes + 1);
+    setsockopt(m_descriptor, SOL_SOCKET, SO_RCVLOWAT, &more, sizeof(more));
+    return wait(milliseconds);
+  };
+  const auto start = Clock::now();
+  while (!is_more_than(0, look_milliseconds)) {
+    if (seconds_since(start) > idle || ends) return;
+  }
+  const auto begin = Clock::now();
+  std::vector<char> head(longest_head);
+  std::size_t size = 0;
+  for (;;) {
+    const ssize_t seen = recv(m_descriptor, head.data(), head.size(), MSG_PEEK | MSG_DONTWAIT);
+    const bool is_over = seen >= 0 && static_cast<std::size_t>(seen) <= size;
+    if (is_over || (seen < 0 && errno != EAGAIN && errno != EINTR)) break;  // the client has gone
+    size = seen < 0 ? size : static_cast<std::size_t>(seen);
+    const std::string_view text(head.data(), size);
+    if (text.find("\n\r\n") != std::string_view::npos) break;
+    if (size == head.size()) return refuse("431 Request Header Fields Too Large");
+    while (!is_more_than(size, look_milliseconds)) {
+      if (seconds_since(begin) > head_seconds) return refuse("408 Request Timeout");
+      if (ends) return end();
+    }
+    if (seconds_since(begin) > head_seconds) return refuse("408 Request Timeout");
+  }
+  const int one = 1;
+  setsockopt(m_descriptor, SOL_SOCKET, SO_RCVLOWAT, &one, sizeof(one));
+}
+
+void Socket::refuse(const char* status) const {
+  const std::string text =
+      fmt::format("HTTP/1.1 {}\r\nConnection: close\r\nContent-Length: 0\r\n\r\n", status);
+  if (send(m_descriptor, text.data(), text.size(), MSG_NOSIGNAL | MSG_DONTWAIT) < 0) {
+    // Nobody will miss it.
+  }
+  end();
+}
+
+void Socket::end() const {
+  if (m_descriptor < 0) return;
+  ::shutdown(m_descriptor, SHUT_WR);
+  const auto start = Clock::now();
+  constexpr double patience = 1;
+  std::array<char, 16384> rest{};
+  const int one = 1;
+  setsockopt(m_descriptor, SOL_SOCKET, SO_RCVLOWAT, &one, sizeof(one));
+  while (seconds_since(start) < patience) {
+    constexpr int milliseconds = 100;
+    if (!wait(milliseconds)) continue;
+    if (recv(m_descriptor, rest.data(), rest.size(), 0) <= 0) break;
+  }
+  ::shutdown(m_descriptor, SHUT_RDWR);
+}
+
+/// Which of the process's sockets are connections to a port. The library keeps them to itself.
+class Arrivals {
+ public:
+  explicit Arrivals(int listening) : m_listening(listening) {}
+  /// The one that was not there the last time; -1 if none is found.
+  int newest() {
+    const Address own = address_of(m_listening, getsockname);
+    int found = -1;
+    std::map<int, Address> there;
+    std::error_code failed;
+    std::filesystem::directory_iterator entry("/proc/self/fd", failed);
+    for (; !failed && entry != std::filesystem::directory_iterator(); entry.increment(failed)) {
+      const int descriptor = std::atoi(entry->path().filename().c_str());
+      if (address_of(descriptor, getsockname).port != own.port) continue;
+      const Address other = address_of(descriptor, getpeername);
+      if (other.port < 0) continue;
+      const auto known = m_known.find(descriptor);
+      if (known == m_known.end() || known->second != other) found = descriptor;
+      there[descriptor] = other;
+    }
+    m_known = std::move(there);
+    return found;
+  }
+
+ private:
+  struct Address {
+    std::string text;
+    int port = -1;
+    bool operator!=(const Address& other) const { return text != other.text || port != other.port; }
+  };
+  template <class Name>
+  static Address address_of(int descriptor, const Name& name) {
+    sockaddr_storage address = {};
+    socklen_t size = sizeof(address);
+    if (name(descriptor, reinterpret_cast<sockaddr*>(&address), &size) != 0) return {};
+    if (address.ss_family == AF_INET) {
+      const auto& of = reinterpret_cast<const sockaddr_in&>(address);
+      return {{reinterpret_cast<const char*>(&of.sin_addr), sizeof(of.sin_addr)},
+              ntohs(of.sin_port)};
+    }
+    if (address.ss_family == AF_INET6) {
+      const auto& of = reinterpret_cast<const sockaddr_in6&>(address);
+      return {{reinterpret_cast<const char*>(&of.sin6_addr), sizeof(of.sin6_addr)},
+              ntohs(of.sin6_port)};
+    }
+    return {};
+  }
+
+  int m_listening;
+  std::map<int, Address> m_known;
+};
+
 /// Threads as there are connections: each waits for its own client for as long as an answer takes.
 class Connections final : public httplib::TaskQueue {
   // In some versions of the library it tells whether there is room.
   using Taken = decltype(std::declval<httplib::TaskQueue>().enqueue(std::function<void()>()));
 
  public:
-  explicit Connections(std::size_t most) : m_most(most) {}
+  Connections(std::size_t most, int listening, const std::atomic<bool>& ends)
+      : m_most(most), m_arrivals(listening), m_server_ends(ends) {}
   ~Connections() override { end(); }
 
   Taken enqueue(std::function<void()> work) override {
+    const int descriptor = m_arrivals.newest();
     std::unique_lock<std::mutex> lock(m_mutex);
     // The next one is not accepted before there is room.
     m_room.wait(lock, [&] { return m_work.size() < m_idle || m_threads.size() < m_most; });
-    m_work.push_back(std::move(work));
+    m_work.push_back([this, descriptor, work = std::move(work)] {
+      Socket::current() = Socket(descriptor);
+      Socket::current().wait_for_head(keep_alive_seconds, m_server_ends);
+      work();
+      Socket::current() = Socket(-1);
+    });
     if (m_work.size() > m_idle) m_threads.emplace_back([this] { run(); });
     m_wake.notify_one();
     return Taken(true);
@@ -159,71 +313,14 @@ class Connections final : public httplib::TaskQueue {
   }
 
   std::size_t m_most;
+  Arrivals m_arrivals;  // of the thread that accepts
+  const std::atomic<bool>& m_server_ends;
   std::mutex m_mutex;
   std::condition_variable m_wake, m_room;
   std::deque<std::function<void()>> m_work;
   std::vector<std::thread> m_threads;
   std::size_t m_idle = 0;
   bool m_ends = false;
-};
-
-/// The socket of a request, which the library keeps to itself: the one whose other end is the
-/// client's.
-class Socket {
- public:
-  explicit Socket(const httplib::Request& request) {
-    std::error_code failed;
-    std::filesystem::directory_iterator entry("/proc/self/fd", failed);
-    for (; !failed && entry != std::filesystem::directory_iterator(); entry.increment(failed)) {
-      const int descriptor = std::atoi(entry->path().filename().c_str());
-      if (!is_of(descriptor, request)) continue;
-      m_descriptor = descriptor;
-      return;
-    }
-  }
-  /// Whether the client has closed it.
-  bool is_closed() const {
-    if (m_descriptor < 0) return false;
-    pollfd look = {m_descriptor, POLLRDHUP, 0};
-    return poll(&look, 1, 0) > 0 && (look.revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0;
-  }
-  /// Ends the connection, and takes what the client still sends, for a while: a socket that is
-  /// closed before takes the reply along.
-  void end() const {
-    if (m_descriptor < 0) return;
-    ::shutdown(m_descriptor, SHUT_WR);
-    const auto start = Clock::now();
-    constexpr double patience = 1;
-    std::array<char, 16384> rest{};
-    while (seconds_since(start) < patience) {
-      pollfd look = {m_descriptor, POLLIN, 0};
-      constexpr int milliseconds = 100;
-      if (poll(&look, 1, milliseconds) <= 0) continue;
-      if (recv(m_descriptor, rest.data(), rest.size(), 0) <= 0) break;
-    }
-    ::shutdown(m_descriptor, SHUT_RDWR);
-  }
-
- private:
-  static bool is_of(int descriptor, const httplib::Request& request) {
-    sockaddr_storage address = {};
-    socklen_t size = sizeof(address);
-    if (getpeername(descriptor, reinterpret_cast<sockaddr*>(&address), &size) != 0) return false;
-    char text[INET6_ADDRSTRLEN] = {};
-    int port = -1;
-    if (address.ss_family == AF_INET) {
-      const auto& of = reinterpret_cast<const sockaddr_in&>(address);
-      inet_ntop(AF_INET, &of.sin_addr, text, sizeof(text));
-      port = ntohs(of.sin_port);
-    } else if (address.ss_family == AF_INET6) {
-      const auto& of = reinterpret_cast<const sockaddr_in6&>(address);
-      inet_ntop(AF_INET6, &of.sin6_addr, text, sizeof(text));
-      port = ntohs(of.sin6_port);
-    }
-    return port == request.remote_port && request.remote_addr == text;
-  }
-
-  int m_descriptor = -1;
 };
 
 /// What the scheduler says of a request, for the thread of its connection.
@@ -399,6 +496,7 @@ class HttpServer::Impl {
   const ServedModel* m_model = nullptr;
   std::optional<std::int64_t> m_kv_memory;
   std::atomic<bool> m_drains{false};
+  std::atomic<bool> m_ends{false};
   std::atomic<std::int64_t> m_requests{0};
   std::atomic<std::int64_t> m_answering{0};  // completions
   std::atomic<std::int64_t> m_held{0};       // bytes of bodies
@@ -430,7 +528,7 @@ struct HttpServer::Impl::Answering {
   std::shared_ptr<Exchange> exchange;
   std::shared_ptr<Scheduler::Ticket> ticket;
   std::optional<server::ReplyWriter> writer;
-  std::optional<Socket> socket;
+  Socket socket = Socket(-1);
   std::vector<Exchange::Event> events;
   std::vector<Ending> endings;
   bool has_ended = false;  // one of them
@@ -442,11 +540,13 @@ struct HttpServer::Impl::Answering {
 };
 
 HttpServer::Impl::Impl(const HttpOptions& options) : m_options(options) {
-  m_server.new_task_queue = [this] { return new Connections(m_options.max_connections); };
+  m_server.new_task_queue = [this] {
+    return new Connections(m_options.max_connections, m_socket, m_ends);
+  };
   m_server.set_tcp_nodelay(true);
   m_server.set_read_timeout(read_seconds);
   m_server.set_write_timeout(write_seconds);
-  m_server.set_keep_alive_timeout(keep_alive_seconds);
+  m_server.set_keep_alive_timeout(1);  // wait_for_head has waited before
   m_server.set_keep_alive_max_count(1 << 20);
   m_server.set_payload_max_length(largest_body);
   m_server.set_socket_options([this](auto socket) {
@@ -466,8 +566,12 @@ HttpServer::Impl::Impl(const HttpOptions& options) : m_options(options) {
     reply(response, server_error, words_of(server_error));
   });
   // Called when a reply has been written.
-  m_server.set_logger([](const Request& request, const Response& response) {
-    if (response.get_header_value("Connection") == "close") Socket(request).end();
+  m_server.set_logger([this](const Request& request, const Response& response) {
+    const Socket& socket = Socket::current();
+    if (response.get_header_value("Connection") == "close") return socket.end();
+    const std::string wish = request.get_header_value("Connection");
+    const bool is_last = wish == "close" || (request.version == "HTTP/1.0" && wish != "Keep-Alive");
+    if (!is_last && !m_ends) socket.wait_for_head(keep_alive_seconds, m_ends);
   });
   m_server.Get("/", [](const Request&, Response& response) {
     response.set_header("Content-Security-Policy",
@@ -522,6 +626,7 @@ HttpServer::Impl::Impl(const HttpOptions& options) : m_options(options) {
 }
 
 HttpServer::Impl::~Impl() {
+  m_ends = true;
   // Streams end with the library's stop, wherever they are.
   const auto start = Clock::now();
   while (m_answering > 0 && seconds_since(start) < write_seconds) {
@@ -688,7 +793,7 @@ void HttpServer::Impl::complete(const Request& request, Response& response,
   const auto seconds = std::chrono::system_clock::now().time_since_epoch();
   answering->writer.emplace(asked, *m_model, answering->ticket->id(),
                             std::chrono::duration_cast<std::chrono::seconds>(seconds).count());
-  answering->socket.emplace(request);
+  answering->socket = Socket::current();
   answering->has_begun.resize(static_cast<std::size_t>(asked.generation.choices));
   answering->method_and_path = fmt::format("{} {}", request.method, request.path);
   answering->client = request.remote_addr;
@@ -698,7 +803,7 @@ void HttpServer::Impl::complete(const Request& request, Response& response,
     if (const auto error = answering->exchange->error()) {
       return fail(answering->exchange->error_status(), *error);
     }
-    if (answering->socket->is_closed()) {
+    if (answering->socket.is_closed()) {
       answering->ticket->cancel();
       return fail(gone, "the client has gone");
     }
@@ -723,7 +828,7 @@ void HttpServer::Impl::wait_for_all(Answering& answering, Response& response) co
     if (const auto error = answering.exchange->error()) {
       return end(answering.exchange->error_status(), *error);
     }
-    if (answering.socket->is_closed()) {
+    if (answering.socket.is_closed()) {
       answering.ticket->cancel();
       return end(gone, "the client has gone");
     }
@@ -770,7 +875,7 @@ bool HttpServer::Impl::write_events(Answering& answering, httplib::DataSink& sin
   const bool is_silent = seconds_since(answering.last_sign) > sign_every;
   if (text.empty() && is_silent) text = ": still at it\n\n";  // for proxies that lose patience
   if (!text.empty()) answering.last_sign = Clock::now();
-  if (answering.socket->is_closed() || (!text.empty() && !sink.write(text.data(), text.size()))) {
+  if (answering.socket.is_closed() || (!text.empty() && !sink.write(text.data(), text.size()))) {
     answering.ticket->cancel();
     log_of(answering, gone, "the client has gone");
     return false;

@@ -109,6 +109,38 @@ TEST(Protocol, CompletionsTakeTextOrIds) {
   }
 }
 
+TEST(Protocol, RequestsWithoutASeedHaveOneOfTheirOwn) {
+  const Json body = {{"prompt", "a"}};
+  ServedModel model = served();
+  const auto seed = [&] {
+    return parse_request(body.dump(), false, model).generation.sampling.seed;
+  };
+  EXPECT_NE(seed(), seed());
+  model.has_seed = true;
+  model.sampling.seed = 7;
+  EXPECT_EQ(seed(), 7U);
+}
+
+TEST(Protocol, TextsAndTokensAreTurnedIntoOneAnother) {
+  ServedModel model = served();
+  const std::string text = "The sky: \xc3\xa4 1";
+  const auto tokens = tokenize(Json{{"content", text}}.dump(), model);
+  EXPECT_EQ(tokens["tokens"].get<std::vector<TokenId>>(), model.tokenizer->encode(text));
+  EXPECT_EQ(detokenize(tokens.dump(), model)["content"], text);
+  const auto with_special = tokenize(Json{{"content", "a"}, {"add_special", true}}.dump(), model);
+  EXPECT_EQ(with_special["tokens"].get<std::vector<TokenId>>(), model.tokenizer->encode("a", true));
+  for (const char* wrong :
+       {"", "[]", "{}", R"({"content": 3})", R"({"content": "a", "add_special": 1})"}) {
+    EXPECT_THROW(tokenize(wrong, model), BadRequest) << wrong;
+  }
+  for (const char* wrong : {"", "[]", "{}", R"({"tokens": "a"})", R"({"tokens": [1.5]})",
+                            R"({"tokens": [-1]})", R"({"tokens": [99999999999]})"}) {
+    EXPECT_THROW(detokenize(wrong, model), BadRequest) << wrong;
+  }
+  model.tokenizer.reset();
+  EXPECT_THROW(tokenize(R"({"content": "a"})", model), BadRequest);
+}
+
 TEST(Protocol, BadRequestsNameTheirField) {
   const auto expect = [](const std::string& body, bool is_chat, const std::string& field,
                          const std::string& words) {

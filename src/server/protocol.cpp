@@ -377,8 +377,8 @@ std::vector<Segment> segments_of(const std::vector<ChatMessage>& messages,
           end(Segment::Kind::context);
         }
         text += has_parts ? parts[i].back() : content;
-        // The last part of the last message is a question, and what follows belongs to it.
-        if (!(is_last && has_parts)) end(Segment::Kind::context);
+        // The last part is a question, and what follows belongs to it.
+        if (!has_parts) end(Segment::Kind::context);
         break;
       }
     }

@@ -67,8 +67,7 @@ nlohmann::ordered_json detokenize(std::string_view body, const ServedModel& mode
 
 /// The stretches of a rendered conversation: each message of the user is a context, judged at its
 /// end, what stands between it and the answer a question; what the assistant said counts as
-/// generated. Of the last message, if it has several parts, the last is a question too. Throws
-/// BadRequest.
+/// generated. Of a message that has several parts the last is a question too. Throws BadRequest.
 std::vector<Segment> segments_of(const std::vector<ChatMessage>& messages,
                                  const std::vector<std::vector<std::string>>& parts, bool thinking,
                                  const ServedModel& model);

@@ -213,7 +213,7 @@ def ask(target, path, body):
 class Watch:
     """Looks at /kvzap/status while a load runs, and keeps the largest that it sees."""
 
-    def __init__(self, target, every=0.2):
+    def __init__(self, target, every=0.1):
         self.target, self.every = target, every
         self.most = {}
         self.ends = threading.Event()
@@ -334,9 +334,13 @@ def figures(replies, most=None):
 
 def measure(target, make, *, clients=None, rate=None, requests, seconds, seed=1):
     """One load; `make(number)` gives a request's path and body."""
+    before = target.metrics()
     with Watch(target) as watch:
         if rate:
             replies = open_loop(target, make, rate, requests, seconds, seed)
         else:
             replies = closed_loop(target, make, clients, requests, seconds)
-    return {**({"rate": rate} if rate else {"clients": clients}), **figures(replies, watch.most)}
+    after = target.metrics()
+    preempted = after["kvzap_preemptions_total"] - before["kvzap_preemptions_total"] if after else None
+    kind = {"rate": rate} if rate else {"clients": clients}
+    return {**kind, **figures(replies, watch.most), "preempted": preempted}

@@ -81,7 +81,7 @@ class Server:
         os.kill(self.rank0(), number)
 
     def wait(self):
-        """The exit status."""
+        """The exit status, after which the log is whole."""
         code = self.process.wait(PATIENCE)
         self.reader.join(PATIENCE)
         self.process.stderr.close()
@@ -93,9 +93,11 @@ class Server:
         return self.wait()
 
     def kill(self):
+        """Where a test has failed, with all ranks."""
         if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
+            for pid in [*descendants(self.process.pid), self.process.pid]:
+                os.kill(pid, signal.SIGKILL)
+        self.wait()
 
     def log(self):
         return "\n".join(self.lines)
@@ -129,7 +131,10 @@ class Server:
         connection = self.connect()
         connection.request("POST", path, json.dumps({**body, "stream": True}), {"Content-Type": "application/json"})
         response = connection.getresponse()
-        assert response.status == 200, (response.status, response.read())
+        if response.status != 200:
+            text = response.read()
+            connection.close()
+            raise AssertionError((response.status, text))
         return connection, response
 
     def stream(self, path, body):
@@ -312,7 +317,7 @@ class Protocol(Shared):
     def test_status_of_a_sequence(self):
         server = self.start(*ENDLESS, *PRUNED)
         connection, response = server.open_stream(CHAT, {**ASK, "max_tokens": 10**6, "ignore_eos": True, "n": 2})
-        ids = {event["id"] for event, _ in zip(events_of(response), range(5))}
+        ids = {event["id"] for _, event in zip(range(5), events_of(response))}
         there = server.wait_for("two that decode", lambda s: [q["phase"] for q in s["sequences"]] == 2 * ["decode"]
                                 and all(q["evict_ratio"] > 0 for q in s["sequences"]))
         self.assertEqual(there["running"], 2)
@@ -596,11 +601,17 @@ class Errors(Shared):
         self.check_error(self.ask("POST", PLAIN, b"[" * 100000), 400)
 
     def test_too_large(self):
+        size = (64 << 20) + 1
         connection = self.server.connect()
         connection.putrequest("POST", CHAT)
         connection.putheader("Authorization", f"Bearer {self.KEYS[0]}")
-        connection.putheader("Content-Length", str(1 << 40))
+        connection.putheader("Content-Length", str(size))
         connection.endheaders()
+        try:
+            for begin in range(0, size, 1 << 20):
+                connection.send(b" " * min(1 << 20, size - begin))
+        except OSError:
+            pass  # it need not be read to its end
         response = connection.getresponse()
         self.check_error((response.status, response.headers, response.read()), 413)
         connection.close()
@@ -668,3 +679,405 @@ class Errors(Shared):
             self.fail_with(result, part)
         taken = run_command([KVZAP, "serve", "-m", MODEL, "--port", self.server.port])
         self.fail_with(taken, str(self.server.port))
+
+
+class Job:
+    """A request, what `kvzap run` answers to it, and what is done with it."""
+
+    def __init__(self, number, body, expected):
+        self.number, self.body, self.expected = number, body, expected
+        self.stream, self.events = False, None  # after how many its client goes away
+
+
+class Answers(ServerTest):
+    """Many clients at once get the answers that kvzap run gives to each alone."""
+
+    QUESTIONS = [None, "\n\nWhat is the special magic number for ember?",
+                 " Hm? What is it that comes after all of this, and is long enough to leave the window?"]
+    MODES = [("none", None), ("prefill", "-3.4"), ("always", "-3.4"), ("prefill", "-4.3")]
+    expected = None
+
+    @classmethod
+    def answers(cls):
+        """[(body, what a run says of it)], which does not depend on ranks."""
+        if Answers.expected is not None:
+            return Answers.expected
+        Answers.expected = []
+        for case in CASES:
+            questions = [question or case["question"] for question in cls.QUESTIONS]
+            for prune, threshold in cls.MODES:
+                flags = ["-m", MODEL, "-p", case["context"], "--dtype", "f32", "-n", case["max_new_tokens"], "--ignore-eos"]
+                flags += [flag for question in questions for flag in ("--question", question)]
+                if prune != "none":
+                    flags += ["--surrogate", MLP, f"--threshold={threshold}", "--window", "32", "--prune", prune]
+                result = harness.kvzap(*flags, "--json", "-", "-q")
+                assert result.code == 0, result
+                report = json.loads(result.out)
+                wish = {"prune": prune, **({} if threshold is None else {"threshold": float(threshold)})}
+                for question, answer in zip(questions, report["answers"]):
+                    body = asking(case["context"], question, max_tokens=case["max_new_tokens"], ignore_eos=True, kvzap=wish)
+                    Answers.expected.append((body, {
+                        "text": answer["text"], "new_tokens": answer["new_tokens"],
+                        "prompt_tokens": report["context"]["tokens"] + answer["question_tokens"],
+                        "evict_ratio": answer["cache"]["evict_ratio"],
+                    }))
+        return Answers.expected
+
+    def jobs(self, count, draw):
+        """So many that are answered, and a third more whose clients go away."""
+        answers = self.answers()
+        jobs = []
+        for number in range(count + count // 3):
+            job = Job(number, *answers[number % len(answers)] if count >= len(answers) else draw.choice(answers))
+            job.stream = draw.random() < 0.5
+            if number >= count:
+                job.stream, job.events = True, draw.randrange(job.expected["new_tokens"])
+            jobs.append(job)
+        draw.shuffle(jobs)
+        return jobs
+
+    def run_job(self, server, job):
+        if job.events is not None:
+            connection, response = server.open_stream(CHAT, job.body)
+            for _ in zip(range(job.events), events_of(response)):
+                pass
+            connection.close()
+            return None
+        if job.stream:
+            events = server.stream(CHAT, {**job.body, "stream_options": {"include_usage": True}})
+            text, _, last = streamed(events)
+            usage, pruned = events[-1]["usage"], last["kvzap"]
+        else:
+            reply = server.post(CHAT, job.body)
+            text, usage, pruned = text_of(reply), reply["usage"], reply["kvzap"]
+        return {"text": text, "new_tokens": usage["completion_tokens"], "prompt_tokens": usage["prompt_tokens"],
+                "evict_ratio": pruned["evict_ratio"]}
+
+    def check(self, count, ranks, *flags, clients=16):
+        draw = random.Random(f"{seed()} {ranks} {flags}")
+        jobs = queue.SimpleQueue()
+        for job in self.jobs(count, draw):
+            jobs.put(job)
+        server = self.start(*PRUNED, *flags, ranks=ranks)
+        wrong = []
+
+        def client():
+            while True:
+                try:
+                    job = jobs.get_nowait()
+                except queue.Empty:
+                    return
+                try:
+                    found = self.run_job(server, job)
+                except Exception as error:
+                    found = repr(error)
+                if job.events is None and found != {**job.expected, "evict_ratio": same(found, job.expected)}:
+                    wrong.append((job.number, job.body["messages"][0]["content"][-1], job.body["kvzap"], found, job.expected))
+
+        threads = [threading.Thread(target=client) for _ in range(clients)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(wrong, [], f"seed {seed()}\n{server.log()}")
+        server.wait_until_idle()
+        counts = server.metrics()
+        self.assertEqual(counts["kvzap_requests_failed_total"], 0)
+        self.stop(server)
+        return counts
+
+    def test_one_process(self):
+        self.assertEqual(len(self.answers()), 36)
+        self.check(36, 0)
+
+    def test_on_ranks(self):
+        for ranks, count in ((1, 12), (2, 18), (4, 8)):
+            with self.subTest(ranks=ranks):
+                self.check(count, ranks)
+
+    def test_small_steps(self):
+        """Prompts in pieces, a few sequences at a time."""
+        self.check(18, 0, "--max-batch-tokens", "24", "--max-sequences", "5")
+
+    def test_little_memory(self):
+        """Earlier prompts and whole sequences have to go for others."""
+        counts = self.check(24, 0, "--kv-memory", "9MiB", "--page-rows", "16")
+        self.assertGreater(counts["kvzap_prefixes_evicted_total"], 0)
+
+    def test_too_little_memory(self):
+        server = self.start(*PRUNED, "--kv-memory", "3MiB", "--page-rows", "16")
+        long = asking(CASES[2]["context"], CASES[2]["question"], max_tokens=24)
+        reply = server.request("POST", CHAT, long)
+        self.assertIn(reply[0], (400, 500))
+        self.assertIn("memory", self.check_error(reply, reply[0])["message"])
+        self.assertEqual(text_of(server.post(CHAT, ASK)), CASE["expected"])
+        self.assertEqual(server.stop(), 0, server.log())
+        self.assertIn("; 0 bytes of keys and values in use", server.log())
+
+
+def same(found, expected):
+    """The evict ratio that is to be found: the one expected, but for its last digits."""
+    ratio = found["evict_ratio"] if isinstance(found, dict) else None
+    return ratio if ratio is not None and abs(ratio - expected["evict_ratio"]) < 1e-9 else expected["evict_ratio"]
+
+
+class Leaving(ServerTest):
+    """Clients that go away, and those that find no room."""
+
+    def setUp(self):
+        super().setUp()
+        self.server = self.start(*ENDLESS, *PRUNED, "--max-sequences", "4", "--max-queue", "2")
+        self.expected = text_of(self.server.post(CHAT, ASK))
+
+    def endless(self, **fields):
+        return {**ASK, "max_tokens": 10**6, "ignore_eos": True, **fields}
+
+    def send(self, body):
+        """A connection on which a request has been sent, and no more."""
+        connection = self.server.connect()
+        connection.request("POST", CHAT, json.dumps(body), {"Content-Type": "application/json"})
+        self.addCleanup(connection.close)
+        return connection
+
+    def tearDown(self):
+        self.server.wait_until_idle()
+        self.assertEqual(text_of(self.server.post(CHAT, ASK)), self.expected)
+        self.stop(self.server)
+        super().tearDown()
+
+    def test_in_a_stream(self):
+        for choices in (1, 3):
+            before = self.server.metrics()["kvzap_requests_cancelled_total"]
+            connection, response = self.server.open_stream(CHAT, self.endless(n=choices))
+            for _ in zip(range(5), events_of(response)):
+                pass
+            self.server.wait_for("running", lambda s: s["running"] == choices)
+            connection.close()
+            self.server.wait_until_idle()
+            self.assertEqual(self.server.metrics()["kvzap_requests_cancelled_total"], before + 1)
+
+    def test_while_waiting_for_the_whole(self):
+        for choices in (1, 3):
+            connection = self.send(self.endless(n=choices))
+            self.server.wait_for("running", lambda s: s["running"] == choices)
+            connection.close()
+            self.server.wait_until_idle()
+
+    def test_with_a_reset(self):
+        for stream in (True, False):
+            connection = self.send(self.endless(stream=stream))
+            self.server.wait_for("running", lambda s: s["running"] == 1)
+            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.close()
+            self.server.wait_until_idle()
+
+    def test_without_reading(self):
+        """A client that takes nothing holds up nobody else."""
+        silent = socket.socket()
+        silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        silent.connect(("127.0.0.1", self.server.port))
+        body = json.dumps(self.endless(stream=True, logprobs=True, top_logprobs=20)).encode()
+        silent.sendall(b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+                       % (CHAT.encode(), len(body), body))
+        self.server.wait_for("running", lambda s: s["running"] == 1)
+        for _ in range(3):
+            self.assertEqual(text_of(self.server.post(CHAT, ASK)), self.expected)
+        silent.close()
+
+    def test_no_room(self):
+        running = []
+        for count in range(1, 5):
+            running.append(self.send(self.endless(stream=True)))
+            self.server.wait_for("one more that runs", lambda s: s["running"] == count)
+        waiting = [self.send(self.endless()) for _ in range(2)]
+        self.server.wait_for("two that wait", lambda s: s["waiting"] == 2)
+        for body in (ASK, {**ASK, "stream": True}):
+            reply = self.server.request("POST", CHAT, body)
+            self.check_error(reply, 429)
+            self.assertGreaterEqual(int(reply[1]["Retry-After"]), 1)
+        self.assertEqual(self.server.metrics()["kvzap_requests_refused_total"], 2)
+        # One that waits goes away, and another one may.
+        waiting.pop().close()
+        self.server.wait_for("room", lambda s: s["waiting"] == 1)
+        waiting.append(self.send(ASK))
+        self.server.wait_for("two that wait", lambda s: s["waiting"] == 2)
+        running[0].close()
+        running[1].close()
+        response = waiting[1].getresponse()
+        self.assertEqual((response.status, text_of(json.loads(response.read()))), (200, self.expected))
+        for connection in running + waiting:
+            connection.close()
+
+
+class Ending(ServerTest):
+    """Signals."""
+
+    def endless(self, server):
+        """A stream that has begun, and does not end by itself."""
+        connection, response = server.open_stream(CHAT, {**ASK, "max_tokens": 10**6, "ignore_eos": True})
+        self.addCleanup(connection.close)
+        events = events_of(response)
+        for _ in zip(range(3), events):
+            pass
+        return connection, events
+
+    def test_idle(self):
+        for number in (signal.SIGTERM, signal.SIGINT):
+            for ranks in (0, 2) if number == signal.SIGTERM else (0,):
+                server = self.start(*PRUNED, ranks=ranks)
+                self.assertEqual(text_of(server.post(CHAT, ASK)), CASE["expected"])
+                self.assertEqual(server.stop(number), 0, server.log())
+                self.check_end(server)
+        server = self.start(*PRUNED)  # nobody has asked for anything
+        self.stop(server)
+
+    def test_what_runs_is_finished(self):
+        for ranks in (0, 2):
+            server = self.start(*PRUNED, "--max-sequences", "1", ranks=ranks)
+            ask = {**ASK, "max_tokens": 1500, "ignore_eos": True}
+            connection, response = server.open_stream(CHAT, {**ask, "stream_options": {"include_usage": True}})
+            events = events_of(response)
+            first = [event for _, event in zip(range(3), events)]
+            waits = server.connect()
+            waits.request("POST", CHAT, json.dumps(ASK), {"Content-Type": "application/json"})
+            server.wait_for("one that waits", lambda s: s["waiting"] == 1 or s["running"] == 0)
+            server.send(signal.SIGTERM)
+            rest = list(events)
+            self.assertEqual(rest[-1], "[DONE]")
+            self.assertEqual(rest[-2]["usage"]["completion_tokens"], 1500)
+            self.assertTrue(streamed(first + rest[:-1])[0].startswith(CASE["expected"]))
+            reply = waits.getresponse()
+            self.assertEqual((reply.status, text_of(json.loads(reply.read()))), (200, CASE["expected"]))
+            connection.close()
+            waits.close()
+            self.assertEqual(server.wait(), 0, server.log())
+            self.check_end(server)
+
+    def test_nobody_new(self):
+        server = self.start(*ENDLESS, *PRUNED)
+        connection, _ = self.endless(server)
+        server.send(signal.SIGTERM)
+        end = time.monotonic() + PATIENCE
+        while server.request("GET", "/health")[0] != 503:
+            self.assertLess(time.monotonic(), end)
+        for body in (ASK, {**ASK, "stream": True}):
+            self.check_error(server.request("POST", CHAT, body), 503)
+        self.assertEqual(server.status()["running"], 1)
+        connection.close()
+        self.assertEqual(server.wait(), 0, server.log())
+        self.check_end(server)
+
+    def cut(self, server, events):
+        """A stream that the server ends, with an error or in the middle."""
+        try:
+            rest = list(events)
+        except (OSError, http.client.HTTPException):
+            rest = []
+        self.assertFalse(any("choices" in event and event["choices"] and event["choices"][0]["finish_reason"]
+                             for event in rest if event != "[DONE]"))
+        self.assertEqual(server.wait(), 128 + signal.SIGTERM, server.log())
+        self.check_end(server)
+
+    def test_twice(self):
+        server = self.start(*ENDLESS, *PRUNED)
+        _, events = self.endless(server)
+        server.send(signal.SIGTERM)
+        end = time.monotonic() + PATIENCE
+        while server.request("GET", "/health")[0] != 503:
+            self.assertLess(time.monotonic(), end)
+        server.send(signal.SIGTERM)
+        self.cut(server, events)
+
+    def test_no_longer_than_said(self):
+        server = self.start(*ENDLESS, *PRUNED, "--drain-seconds", "0.3")
+        _, events = self.endless(server)
+        server.send(signal.SIGTERM)
+        self.cut(server, events)
+
+    def test_while_weights_are_loaded(self):
+        config = harness.SOURCE / "inputs/configs/Qwen3-0.6B"
+        process = subprocess.Popen([KVZAP, "serve", "-m", config, "--random-weights", "1", "--port", "0", "--progress",
+                                    "lines"], stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
+        self.addCleanup(process.kill)
+        self.assertIn(b"no tokenizer", process.stderr.readline())
+        process.send_signal(signal.SIGTERM)
+        _, rest = process.communicate(timeout=PATIENCE)
+        # It may just have been done.
+        self.assertIn(process.returncode, (0, 128 + signal.SIGTERM), rest)
+
+
+class Prefixes(ServerTest):
+    """What begins as an earlier prompt did is not run again, and answered all the same."""
+
+    QUESTIONS = [CASE["question"], *Answers.QUESTIONS[1:]]
+
+    def cached(self, reply):
+        return reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    def ask(self, server, question, **fields):
+        body = asking(CASE["context"], question, max_tokens=24, ignore_eos=True, **fields)
+        reply = server.post(CHAT, body)
+        return text_of(reply), reply["kvzap"], self.cached(reply), reply["usage"]["prompt_tokens"]
+
+    def test_second_question(self):
+        alone = []
+        for question in self.QUESTIONS:
+            server = self.start(*PRUNED)
+            alone.append(self.ask(server, question))
+            self.assertEqual(alone[-1][2], 0)
+            self.stop(server)
+        for ranks in (0, 2):
+            server = self.start(*PRUNED, ranks=ranks)
+            for place, i in enumerate((2, 0, 1, 0)):
+                text, pruned, cached, prompt = self.ask(server, self.QUESTIONS[i])
+                self.assertEqual((text, prompt), (alone[i][0], alone[i][3]))
+                self.assertAlmostEqual(pruned["evict_ratio"], alone[i][1]["evict_ratio"], places=9)
+                self.assertEqual(pruned["full_kv_bytes"], alone[i][1]["full_kv_bytes"])
+                if place:
+                    self.assertGreaterEqual(cached, CASE["n_context"] - 8)  # but for what the template adds
+                    self.assertLess(cached, prompt)
+            # Pruned otherwise, it is another prompt.
+            self.assertEqual(self.ask(server, self.QUESTIONS[0], kvzap={"threshold": -4})[2], 0)
+            self.assertEqual(self.ask(server, self.QUESTIONS[0], kvzap={"prune": "none"})[2], 0)
+            self.assertGreater(self.ask(server, self.QUESTIONS[1], kvzap={"prune": "none"})[2], 0)
+            self.assertGreater(server.metrics()["kvzap_cached_prompt_tokens_total"], 0)
+            self.stop(server)
+
+    def test_same_prompt(self):
+        server = self.start(*PRUNED)
+        ids = server.post("/tokenize", {"content": CASE["context"]})["tokens"]
+        ask = {"prompt": ids, "max_tokens": 8, "temperature": 0}
+        first, second = server.post(PLAIN, ask), server.post(PLAIN, ask)
+        self.assertEqual(text_of(first), text_of(second))
+        self.assertEqual(first["kvzap"], second["kvzap"])
+        self.assertEqual(self.cached(first), 0)
+        self.stop(server)
+
+    def test_conversation(self):
+        server, other = self.start(*PRUNED), self.start(*PRUNED)
+        turns = [*ASK["messages"]]
+        for question in self.QUESTIONS[1:]:
+            reply = server.post(CHAT, {**ASK, "messages": turns})
+            turns = [*turns, {"role": "assistant", "content": text_of(reply)}, {"role": "user", "content": question}]
+        reply = server.post(CHAT, {**ASK, "messages": turns})
+        self.assertGreater(self.cached(reply), CASE["n_context"] - 8)
+        fresh = other.post(CHAT, {**ASK, "messages": turns})
+        self.assertEqual(self.cached(fresh), 0)
+        self.assertEqual(text_of(reply), text_of(fresh))
+        self.assertAlmostEqual(reply["kvzap"]["evict_ratio"], fresh["kvzap"]["evict_ratio"], places=9)
+        self.stop(server)
+        self.stop(other)
+
+    def test_system_message(self):
+        server = self.start(*PRUNED)
+        system = {"role": "system", "content": CASE["context"]}
+        seen = []
+        for context in (CASES[1]["context"], "The code of the red box is 5."):
+            for _ in range(2):
+                reply = server.post(CHAT, {**ASK, "messages": [system, {"role": "user", "content": context}]})
+                seen.append((text_of(reply), self.cached(reply)))
+        self.assertEqual(seen[0][0], seen[1][0])
+        self.assertEqual(seen[2][0], seen[3][0])
+        self.assertEqual(seen[0][1], 0)
+        self.assertGreater(seen[2][1], 0)
+        self.stop(server)

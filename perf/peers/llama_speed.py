@@ -17,6 +17,31 @@ import time
 import numpy as np
 
 
+def add_tokenizer(writer, folder):
+    """That of a folder's tokenizer.json, if there is one: of bytes, as perf/shapes.py makes it."""
+    import gguf
+
+    file = pathlib.Path(folder) / "tokenizer.json"
+    if not file.exists():
+        writer.add_tokenizer_model("none")
+        return
+    config = json.loads((pathlib.Path(folder) / "config.json").read_text())
+    tokenizer = json.loads(file.read_text())
+    special = {entry["content"]: entry["id"] for entry in tokenizer["added_tokens"]}
+    tokens = {**tokenizer["model"]["vocab"], **special}
+    tokens = sorted(tokens, key=tokens.get)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    kinds = gguf.TokenType
+    writer.add_token_types([kinds.CONTROL if token in special else kinds.NORMAL for token in tokens])
+    writer.add_token_merges([" ".join(merge) for merge in tokenizer["model"]["merges"]])
+    writer.add_eos_token_id(config["eos_token_id"])
+    writer.add_add_bos_token(False)
+    settings = json.loads((pathlib.Path(folder) / "tokenizer_config.json").read_text())
+    writer.add_chat_template(settings["chat_template"])
+
+
 def make_gguf(config_folder, path):
     import gguf
 
@@ -36,7 +61,7 @@ def make_gguf(config_folder, path):
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_vocab_size(vocabulary)
-    writer.add_tokenizer_model("none")
+    add_tokenizer(writer, config_folder)
     draw = np.random.default_rng(0)
 
     def matrix(name, rows, columns):
@@ -114,6 +139,7 @@ def main():
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--new", type=int, default=16)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--only-make", action="store_true", help="the files")
     options = parser.parse_args()
     path = options.gguf
     if options.quantize:
@@ -124,6 +150,8 @@ def main():
     maker.join()
     if maker.exitcode != 0:
         raise SystemExit(f"{path} could not be made")
+    if options.only_make:
+        return
     import llama_cpp
 
     model = llama_cpp.Llama(

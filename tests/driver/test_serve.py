@@ -1,0 +1,1083 @@
+"""kvzap serve from outside, over HTTP: the protocol, answers beside those of kvzap run, clients that go away, the end."""
+import collections
+import http.client
+import json
+import math
+import os
+import pathlib
+import queue
+import random
+import re
+import signal
+import socket
+import struct
+import subprocess
+import tempfile
+import threading
+import time
+import unittest
+
+import harness
+from harness import CASES, KVZAP, MLP, MODEL, PATIENCE, TestCase, descendants, on_ranks, run_command
+
+try:
+    import openai
+except ImportError:
+    openai = None
+
+CASE = CASES[0]
+PRUNED = ["--surrogate", MLP, "--threshold=-3.4", "--window", "32", "--dtype", "f32"]
+ENDLESS = ["--random-weights", "1", "-c", "2000000"]  # answers that somebody else has to end
+ERROR_FIELDS = {"message", "type", "param", "code"}
+
+
+def seed():
+    """Of what is drawn at random; $KVZAP_SEED draws otherwise."""
+    return int(os.environ.get("KVZAP_SEED", "1"))
+
+
+class Server:
+    """kvzap serve on a port of its own, until `stop`."""
+
+    def __init__(self, *flags, ranks=0, model=MODEL):
+        command = on_ranks(ranks, [KVZAP, "serve", "-m", model, "--port", "0", *flags])
+        self.process = subprocess.Popen(list(map(str, command)), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                                        stderr=subprocess.PIPE)
+        self.ranks, self.lines = ranks, []
+        ports = queue.Queue()
+
+        def read():
+            for line in self.process.stderr:
+                self.lines.append(line.decode(errors="replace").rstrip("\n"))
+                found = re.search(r"kvzap: listening on http://127\.0\.0\.1:(\d+)$", self.lines[-1])
+                if found:
+                    ports.put(int(found.group(1)))
+            ports.put(None)
+
+        self.reader = threading.Thread(target=read, daemon=True)
+        self.reader.start()
+        self.port = ports.get(timeout=PATIENCE)
+        if self.port is None:
+            self.process.wait(PATIENCE)
+            if any("built without cpp-httplib" in line for line in self.lines):
+                raise unittest.SkipTest("needs cpp-httplib")
+            raise AssertionError(f"no server: {self.lines}")
+
+    def rank0(self):
+        """The process that listens, which mpiexec has started."""
+        if not self.ranks or not harness.MPIEXEC:
+            return self.process.pid
+        for pid in descendants(self.process.pid):
+            try:
+                variables = pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                program = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
+            except OSError:
+                continue
+            if program == str(KVZAP) and {b"OMPI_COMM_WORLD_RANK=0", b"PMI_RANK=0", b"PMIX_RANK=0"} & set(variables):
+                return pid
+        return self.process.pid
+
+    def send(self, number):
+        os.kill(self.rank0(), number)
+
+    def wait(self):
+        """The exit status, after which the log is whole."""
+        code = self.process.wait(PATIENCE)
+        self.reader.join(PATIENCE)
+        self.process.stderr.close()
+        return code
+
+    def stop(self, number=signal.SIGTERM):
+        if self.process.poll() is None:
+            self.send(number)
+        return self.wait()
+
+    def kill(self):
+        """Where a test has failed, with all ranks."""
+        if self.process.poll() is None:
+            for pid in [*descendants(self.process.pid), self.process.pid]:
+                os.kill(pid, signal.SIGKILL)
+        self.wait()
+
+    def log(self):
+        return "\n".join(self.lines)
+
+    def connect(self):
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
+
+    def request(self, method, path, body=None, headers={}):
+        """Status, headers and body of the reply."""
+        connection = self.connect()
+        try:
+            data = body if body is None or isinstance(body, (bytes, str)) else json.dumps(body)
+            connection.request(method, path, data, {"Content-Type": "application/json", **headers} if body else headers)
+            response = connection.getresponse()
+            return response.status, response.headers, response.read()
+        finally:
+            connection.close()
+
+    def get(self, path):
+        status, _, body = self.request("GET", path)
+        assert status == 200, (path, status, body)
+        return json.loads(body)
+
+    def post(self, path, body, headers={}):
+        status, _, reply = self.request("POST", path, body, headers)
+        assert status == 200, (status, reply)
+        return json.loads(reply)
+
+    def open_stream(self, path, body):
+        """A connection and its response, whose head has been read."""
+        connection = self.connect()
+        connection.request("POST", path, json.dumps({**body, "stream": True}), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        if response.status != 200:
+            text = response.read()
+            connection.close()
+            raise AssertionError((response.status, text))
+        return connection, response
+
+    def stream(self, path, body):
+        """Events of a stream that ends as it should."""
+        connection, response = self.open_stream(path, body)
+        try:
+            assert response.headers["Content-Type"].startswith("text/event-stream"), response.headers
+            events = list(events_of(response))
+        finally:
+            connection.close()
+        assert events and events[-1] == "[DONE]", events[-1:]
+        return events[:-1]
+
+    def status(self):
+        return self.get("/kvzap/status")
+
+    def wait_for(self, what, condition):
+        """Until /kvzap/status is as it should."""
+        end = time.monotonic() + PATIENCE
+        while True:
+            status = self.status()
+            if condition(status):
+                return status
+            if time.monotonic() > end:
+                raise AssertionError(f"never {what}: {status}")
+            time.sleep(0.005)
+
+    def wait_until_idle(self):
+        return self.wait_for("idle", lambda s: s["running"] == s["waiting"] == 0 and not s["sequences"])
+
+    def metrics(self):
+        _, _, body = self.request("GET", "/metrics")
+        lines = [line for line in body.decode().splitlines() if line and not line.startswith("#")]
+        return {line.split("{")[0].split()[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
+
+
+def events_of(response):
+    """Events of a stream as they come, parsed; [DONE] as it is."""
+    for line in iter(response.readline, b""):
+        line = line.rstrip(b"\r\n")
+        if line.startswith(b"data: "):
+            yield "[DONE]" if line == b"data: [DONE]" else json.loads(line[6:])
+        elif line and not line.startswith(b":"):
+            raise AssertionError(f"no event: {line!r}")
+
+
+def asking(document, question=None, **fields):
+    """A chat request, as `kvzap run -f document --question question`."""
+    parts = [{"type": "text", "text": text} for text in (document, question) if text is not None]
+    return {"messages": [{"role": "user", "content": parts}], "temperature": 0, **fields}
+
+
+CHAT = "/v1/chat/completions"
+PLAIN = "/v1/completions"
+ASK = asking(CASE["context"], CASE["question"], max_tokens=24)
+
+
+def text_of(reply, choice=0):
+    one = reply["choices"][choice]
+    return one["message"]["content"] if "message" in one else one["text"]
+
+
+def streamed(events, choice=0):
+    """Text, reason and the last chunk of a choice."""
+    text, last = "", None
+    for event in events:
+        for one in event["choices"]:
+            if one["index"] != choice:
+                continue
+            text += one["delta"].get("content", "") if "delta" in one else one["text"]
+            if one["finish_reason"]:
+                last = one
+    return text, last["finish_reason"], last
+
+
+class ServerTest(TestCase):
+    def start(self, *flags, **options):
+        server = Server(*flags, **options)
+        self.addCleanup(server.kill)
+        return server
+
+    def stop(self, server, code=0):
+        """Drained, with nothing left of any sequence."""
+        self.assertEqual(server.stop(), code, server.log())
+        self.check_end(server)
+
+    def check_end(self, server):
+        (last,) = [line for line in server.lines if line.startswith("kvzap: stopped: ")]
+        self.assertRegex(last, r"; 0 bytes of keys and values in use$")
+        errors = [line for line in server.lines if "kvzap: error" in line]
+        self.assertEqual(errors, [])
+        return last
+
+    def check_error(self, reply, status, param=None):
+        """OpenAI's shape of an error."""
+        code, headers, body = reply
+        self.assertEqual(code, status, body)
+        self.assertTrue(headers["Content-Type"].startswith("application/json"), headers)
+        error = json.loads(body)["error"]
+        self.assertEqual(set(error), ERROR_FIELDS)
+        self.assertIsInstance(error["message"], str)
+        self.assertTrue(error["message"])
+        self.assertIsInstance(error["type"], str)
+        if param is not None:
+            self.assertEqual(error["param"], param, error)
+        return error
+
+
+class Shared(ServerTest):
+    """Tests that may share a server."""
+
+    FLAGS = PRUNED
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.server = Server(*cls.FLAGS)
+
+    @classmethod
+    def tearDownClass(cls):
+        code = cls.server.stop()
+        log = cls.server.log()
+        assert code == 0 and "; 0 bytes of keys and values in use" in log and "kvzap: error" not in log, (code, log)
+        super().tearDownClass()
+
+
+class Protocol(Shared):
+    def check_usage(self, usage):
+        self.assertEqual(usage["total_tokens"], usage["prompt_tokens"] + usage["completion_tokens"])
+        self.assertGreater(usage["prompt_tokens"], 0)
+        self.assertLessEqual(0, usage["prompt_tokens_details"]["cached_tokens"])
+        self.assertLess(usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"])
+
+    def check_pruned(self, one):
+        self.assertEqual(set(one), {"evict_ratio", "kv_bytes", "full_kv_bytes"})
+        self.assertGreater(one["evict_ratio"], 0.05)
+        self.assertLess(one["evict_ratio"], 1)
+        self.assertAlmostEqual(one["kv_bytes"], one["full_kv_bytes"] * (1 - one["evict_ratio"]), delta=1)
+
+    def check_frame(self, frame, kind, name):
+        self.assertRegex(frame["id"], rf"^{name}-\d+$")
+        self.assertEqual((frame["object"], frame["model"]), (kind, "recall-4m"))
+        self.assertIsInstance(frame["created"], int)
+
+    def test_what_there_is_to_see(self):
+        self.assertEqual(self.server.get("/health"), {"status": "ok"})
+        models = self.server.get("/v1/models")
+        self.assertEqual((models["object"], [model["id"] for model in models["data"]]), ("list", ["recall-4m"]))
+        self.assertEqual(models["data"][0]["object"], "model")
+        status, headers, page = self.server.request("GET", "/")
+        self.assertEqual(status, 200)
+        self.assertTrue(headers["Content-Type"].startswith("text/html"))
+        self.assertTrue(page)
+        self.server.post(CHAT, ASK)
+        self.server.wait_until_idle()
+        status, headers, text = self.server.request("GET", "/metrics")
+        self.assertEqual(status, 200)
+        self.assertTrue(headers["Content-Type"].startswith("text/plain"))
+        for line in text.decode().splitlines():
+            self.assertRegex(line, r'^(# (HELP|TYPE) kvzap_\w+ .+|kvzap_\w+(\{\w+="[^"]*"\})? [-+.\de]+)$')
+        metrics = self.server.metrics()
+        for name in ("requests_finished_total", "steps_total", "generation_tokens_total", "step_seconds_total"):
+            self.assertGreater(metrics[f"kvzap_{name}"], 0)
+        self.assertEqual(metrics["kvzap_requests_running"], 0)
+        there = self.server.status()
+        self.assertEqual(there["model"], "recall-4m")
+        self.assertEqual(there["max_tokens"], 4096)
+        self.assertEqual((there["running"], there["waiting"], there["sequences"]), (0, 0, []))
+        self.assertGreater(there["prefixes"], 0)
+        self.assertGreater(there["kv_allocated"], 0)
+        self.assertLess(there["keep_ratio"], 1)
+
+    def test_head(self):
+        connection = self.server.connect()
+        connection.request("HEAD", "/health")
+        response = connection.getresponse()
+        self.assertEqual((response.status, response.read()), (200, b""))
+        connection.close()
+
+    def test_status_of_a_sequence(self):
+        server = self.start(*ENDLESS, *PRUNED)
+        connection, response = server.open_stream(CHAT, {**ASK, "max_tokens": 10**6, "ignore_eos": True, "n": 2})
+        ids = {event["id"] for _, event in zip(range(5), events_of(response))}
+        there = server.wait_for("two that decode", lambda s: [q["phase"] for q in s["sequences"]] == 2 * ["decode"]
+                                and all(q["evict_ratio"] > 0 for q in s["sequences"]))
+        self.assertEqual(there["running"], 2)
+        for choice, one in enumerate(there["sequences"]):
+            self.assertEqual(ids, {f"chatcmpl-{one['request']}"})
+            self.assertEqual(one["choice"], choice)
+            self.assertGreaterEqual(one["tokens"], 289 + one["new_tokens"] - 1)
+            self.assertGreater(one["new_tokens"], 0)
+            self.assertLess(one["kv_bytes"], one["full_kv_bytes"])
+        later = server.wait_for("more", lambda s: s["sequences"][0]["new_tokens"] > there["sequences"][0]["new_tokens"])
+        self.assertGreater(later["sequences"][0]["full_kv_bytes"], there["sequences"][0]["full_kv_bytes"])
+        connection.close()
+        server.wait_until_idle()
+        self.stop(server)
+
+    def test_tokens(self):
+        for text in ("The code is 5.", CASE["context"], "", " a\n\n b", "Grüße, 日本 \U0001f600"):
+            tokens = self.server.post("/tokenize", {"content": text})["tokens"]
+            self.assertTrue(all(isinstance(token, int) for token in tokens))
+            self.assertEqual(self.server.post("/detokenize", {"tokens": tokens}), {"content": text})
+            self.assertEqual(self.server.post("/tokenize", {"content": text, "add_special": True})["tokens"][-len(tokens):]
+                             if tokens else [], tokens)
+        for path, body, param in (("/tokenize", {"content": 5}, "content"), ("/tokenize", {}, "content"),
+                                  ("/detokenize", {"tokens": ["a"]}, "tokens"), ("/detokenize", {}, "tokens"),
+                                  ("/detokenize", {"tokens": [-1]}, "tokens")):
+            self.check_error(self.server.request("POST", path, body), 400, param)
+
+    def test_chat(self):
+        reply = self.server.post(CHAT, ASK)
+        self.check_frame(reply, "chat.completion", "chatcmpl")
+        (choice,) = reply["choices"]
+        self.assertEqual(choice["index"], 0)
+        self.assertEqual(choice["message"], {"role": "assistant", "content": CASE["expected"]})
+        self.assertEqual(choice["finish_reason"], "stop")
+        self.assertIsNone(choice["logprobs"])
+        self.check_usage(reply["usage"])
+        self.check_pruned(choice["kvzap"])
+        self.assertEqual(reply["kvzap"], choice["kvzap"])
+        again = self.server.post(CHAT, ASK)
+        self.assertEqual(text_of(again), CASE["expected"])
+        self.assertGreater(int(again["id"].split("-")[1]), int(reply["id"].split("-")[1]))
+
+    def test_chat_in_a_stream(self):
+        whole = self.server.post(CHAT, ASK)
+        for includes in (True, False):
+            events = self.server.stream(CHAT, {**ASK, "stream_options": {"include_usage": includes}})
+            for event in events:
+                self.check_frame(event, "chat.completion.chunk", "chatcmpl")
+            self.assertEqual(len({event["id"] for event in events}), 1)
+            self.assertEqual(events[0]["choices"][0]["delta"].get("role"), "assistant")
+            text, reason, last = streamed(events)
+            self.assertEqual((text, reason), (CASE["expected"], "stop"))
+            self.assertEqual(last["kvzap"], whole["choices"][0]["kvzap"])
+            usages = [event["usage"] for event in events if event.get("usage")]
+            self.assertEqual(len(usages), int(includes))
+            if includes:
+                self.assertEqual(events[-1]["choices"], [])
+                self.check_usage(usages[0])
+                self.assertEqual(usages[0]["completion_tokens"], whole["usage"]["completion_tokens"])
+            more = [one for event in events for one in event["choices"] if one is not last]
+            self.assertTrue(all(one["finish_reason"] is None for one in more))
+
+    def test_completions(self):
+        text = CASE["context"] + CASE["question"]
+        ids = self.server.post("/tokenize", {"content": text})["tokens"]
+        fields = {"max_tokens": 20, "temperature": 0, "ignore_eos": True}
+        seen = []
+        for prompt in (text, ids, [text], [ids]):
+            reply = self.server.post(PLAIN, {**fields, "prompt": prompt})
+            self.check_frame(reply, "text_completion", "cmpl")
+            (choice,) = reply["choices"]
+            self.assertEqual((choice["index"], choice["finish_reason"]), (0, "length"))
+            self.assertEqual(reply["usage"]["completion_tokens"], 20)
+            self.assertEqual(reply["usage"]["prompt_tokens"], len(ids))
+            self.check_usage(reply["usage"])
+            self.check_pruned(choice["kvzap"])
+            self.check_pruned(reply["kvzap"])
+            seen.append(choice["text"])
+        self.assertEqual(len(set(seen)), 1)
+        events = self.server.stream(PLAIN, {**fields, "prompt": ids})
+        self.check_frame(events[0], "text_completion", "cmpl")
+        self.assertEqual(streamed(events)[:2], (seen[0], "length"))
+        echo = {**fields, "prompt": text, "echo": True}
+        self.assertEqual(text_of(self.server.post(PLAIN, echo)), text + seen[0])
+        self.assertEqual(streamed(self.server.stream(PLAIN, echo))[0], text + seen[0])
+        # OpenAI's defaults.
+        few = self.server.post(PLAIN, {"prompt": text, "ignore_eos": True})
+        self.assertEqual(few["usage"]["completion_tokens"], 16)
+
+    def test_lengths(self):
+        for field in ("max_tokens", "max_completion_tokens"):
+            reply = self.server.post(CHAT, {**asking(CASE["context"], CASE["question"]), field: 3})
+            self.assertEqual((reply["usage"]["completion_tokens"], reply["choices"][0]["finish_reason"]), (3, "length"))
+            self.assertTrue(CASE["expected"].startswith(text_of(reply)))
+        # The context's end.
+        ids = self.server.post("/tokenize", {"content": " the" * 4090})["tokens"][:4090]
+        reply = self.server.post(PLAIN, {"prompt": ids, "max_tokens": 100, "ignore_eos": True})
+        self.assertEqual(reply["choices"][0]["finish_reason"], "length")
+        self.assertIn(4090 + reply["usage"]["completion_tokens"], (4096, 4097))
+        self.check_error(self.server.request("POST", PLAIN, {"prompt": 2 * ids}), 400, "prompt")
+
+    def test_several_answers(self):
+        # A temperature at which a recall model has more than one thing to say.
+        ask = {**ASK, "temperature": 3.0, "seed": 7, "max_tokens": 12, "ignore_eos": True}
+        alone = [text_of(self.server.post(CHAT, {**ask, "seed": 7 + i})) for i in range(3)]
+        self.assertEqual(len(set(alone)), 3)
+        reply = self.server.post(CHAT, {**ask, "n": 3})
+        self.assertEqual([choice["index"] for choice in reply["choices"]], [0, 1, 2])
+        self.assertEqual([text_of(reply, i) for i in range(3)], alone)
+        self.assertEqual(reply["usage"]["completion_tokens"], 36)
+        self.check_usage(reply["usage"])
+        for choice in reply["choices"]:
+            self.check_pruned(choice["kvzap"])
+        events = self.server.stream(CHAT, {**ask, "n": 3, "stream_options": {"include_usage": True}})
+        self.assertEqual([streamed(events, i)[0] for i in range(3)], alone)
+        self.assertEqual(events[-1]["usage"]["completion_tokens"], 36)
+        self.assertEqual([text_of(self.server.post(CHAT, ask)) for _ in range(2)], 2 * alone[:1])
+        # One each without a seed; greedily all are the same.
+        free = {key: value for key, value in ask.items() if key != "seed"}
+        self.assertGreater(len({text_of(self.server.post(CHAT, free)) for _ in range(8)}), 1)
+        greedy = self.server.post(CHAT, {**ASK, "n": 4, "seed": 3})
+        self.assertEqual([text_of(greedy, i) for i in range(4)], 4 * [CASE["expected"]])
+
+    def test_narrow_sampling_is_greedy(self):
+        for field in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"top_p": 0}):
+            reply = self.server.post(CHAT, {**ASK, "temperature": 2.0, "seed": 5, **field})
+            self.assertEqual(text_of(reply), CASE["expected"], field)
+
+    def test_penalties(self):
+        server = self.start(*ENDLESS, "--dtype", "f32")  # of weights that prefer nothing by much
+        ask = {"prompt": "The code is 5.", "ignore_eos": True, "max_tokens": 40, "temperature": 0}
+        plain = text_of(server.post(PLAIN, ask))
+        for field in ({"presence_penalty": 2.0}, {"frequency_penalty": 2.0}, {"repetition_penalty": 50.0}):
+            self.assertNotEqual(text_of(server.post(PLAIN, {**ask, **field})), plain, field)
+        self.assertEqual(text_of(server.post(PLAIN, {**ask, "presence_penalty": 0, "repetition_penalty": 1})), plain)
+        self.stop(server)
+
+    def test_stop(self):
+        answer = CASE["expected"]  # The special magic number for victor is 4467.
+        whole = self.server.post(CHAT, ASK)
+        for stop, text in ((" for", answer[: answer.index(" for")]), (["xyz", "ma", "4"], answer[: answer.index("ma")]),
+                           ("number for victor is", answer[: answer.index("number")]), (["T"], ""), ("zzz", answer),
+                           (answer + "?", answer)):
+            reply = self.server.post(CHAT, {**ASK, "stop": stop})
+            self.assertEqual((text_of(reply), reply["choices"][0]["finish_reason"]), (text, "stop"), stop)
+            events = self.server.stream(CHAT, {**ASK, "stop": stop, "stream_options": {"include_usage": True}})
+            self.assertEqual(streamed(events)[:2], (text, "stop"), stop)
+            tokens = reply["usage"]["completion_tokens"]
+            self.assertEqual(events[-1]["usage"]["completion_tokens"], tokens)
+            if len(text) < len(answer) - 10:
+                self.assertLess(tokens, whole["usage"]["completion_tokens"])
+        self.server.wait_until_idle()
+
+    def test_logprobs(self):
+        ask = {**ASK, "logprobs": True, "top_logprobs": 3}
+        reply = self.server.post(CHAT, ask)
+        content = reply["choices"][0]["logprobs"]["content"]
+        self.check_chat_logprobs(content)
+        self.assertIn(len(content), (reply["usage"]["completion_tokens"], reply["usage"]["completion_tokens"] - 1))
+        pieces = []
+        for event in self.server.stream(CHAT, ask):
+            for one in event["choices"]:
+                pieces += (one["logprobs"] or {"content": []})["content"]
+        self.assertEqual([one["token"] for one in pieces], [one["token"] for one in content])
+        for one, other in zip(pieces, content):
+            self.assertAlmostEqual(one["logprob"], other["logprob"], delta=1e-3)
+        none = self.server.post(CHAT, {**ASK, "logprobs": True})["choices"][0]["logprobs"]["content"]
+        self.assertTrue(all(one["top_logprobs"] == [] for one in none))
+
+        prompt = {"prompt": CASE["context"], "max_tokens": 8, "temperature": 0, "logprobs": 2}
+        choice = self.server.post(PLAIN, prompt)["choices"][0]
+        lists = choice["logprobs"]
+        self.assertEqual("".join(lists["tokens"]), choice["text"])
+        offset = 0
+        for i, token in enumerate(lists["tokens"]):
+            self.assertEqual(lists["text_offset"][i], offset)
+            offset += len(token.encode())
+            self.assertLessEqual(lists["token_logprobs"][i], 0)
+            self.assertAlmostEqual(max(lists["top_logprobs"][i].values()), lists["token_logprobs"][i], places=5)
+
+    def check_chat_logprobs(self, content):
+        spoken = b"".join(bytes(one["bytes"]) for one in content)
+        self.assertEqual(spoken.decode().removesuffix("<|im_end|>"), CASE["expected"])
+        for one in content:
+            self.assertLessEqual(one["logprob"], 0)
+            top = one["top_logprobs"]
+            self.assertEqual(len(top), 3)
+            self.assertEqual([t["logprob"] for t in top], sorted((t["logprob"] for t in top), reverse=True))
+            self.assertEqual((top[0]["token"], top[0]["logprob"]), (one["token"], one["logprob"]))
+            self.assertLessEqual(sum(math.exp(t["logprob"]) for t in top), 1 + 1e-5)
+
+    def test_what_is_pruned(self):
+        full = self.server.post(CHAT, {**ASK, "kvzap": {"prune": "none"}})
+        self.assertEqual(full["kvzap"]["evict_ratio"], 0)
+        self.assertEqual(full["kvzap"]["kv_bytes"], full["kvzap"]["full_kv_bytes"])
+        ratios = [self.server.post(CHAT, {**ASK, "kvzap": {"threshold": t}})["kvzap"]["evict_ratio"] for t in (-9, -4, -3, 1)]
+        self.assertEqual(ratios, sorted(ratios))
+        self.assertLess(ratios[0] + 0.3, ratios[-1])
+        standard = self.server.post(CHAT, ASK)["kvzap"]
+        self.assertEqual(self.server.post(CHAT, {**ASK, "kvzap": {"threshold": -3.4, "prune": "prefill"}})["kvzap"],
+                         standard)
+        answered = {**ASK, "ignore_eos": True, "max_tokens": 100}
+        always = self.server.post(CHAT, {**answered, "kvzap": {"prune": "always", "threshold": 1}})["kvzap"]["evict_ratio"]
+        prefill = self.server.post(CHAT, {**answered, "kvzap": {"threshold": 1}})["kvzap"]["evict_ratio"]
+        self.assertGreater(always, prefill + 0.05)
+
+    def test_connection_stays(self):
+        connection = self.server.connect()
+        for path, body in ((CHAT, ASK), (CHAT, {**ASK, "stream": True}), (PLAIN, {"prompt": 5}), (CHAT, ASK)):
+            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+            where = connection.sock
+            response = connection.getresponse()
+            body = response.read()
+            self.assertEqual(response.status, 200 if path == CHAT else 400, body)
+            if path == CHAT:
+                self.assertIs(connection.sock, where)
+        connection.close()
+
+    def test_body_in_chunks(self):
+        connection = self.server.connect()
+        text = json.dumps(ASK).encode()
+        pieces = [text[i : i + 100] for i in range(0, len(text), 100)]
+        connection.request("POST", CHAT, iter(pieces), {"Content-Type": "application/json"}, encode_chunked=True)
+        response = connection.getresponse()
+        self.assertEqual(response.status, 200)
+        self.assertEqual(text_of(json.loads(response.read())), CASE["expected"])
+        connection.close()
+
+
+class Errors(Shared):
+    KEYS = ["secret-1", "secret-2"]
+
+    @classmethod
+    def setUpClass(cls):
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        file = pathlib.Path(folder.name) / "keys"
+        file.write_text("\n".join(cls.KEYS) + "\n")
+        file.chmod(0o600)
+        cls.FLAGS = [*PRUNED, "--api-key-file", file, "--alias", "some model"]
+        super().setUpClass()
+
+    def ask(self, method, path, body=None, key=KEYS[0], **headers):
+        return self.server.request(method, path, body, {**({"Authorization": f"Bearer {key}"} if key else {}), **headers})
+
+    def bad(self, body, param=None, path=CHAT):
+        return self.check_error(self.ask("POST", path, body), 400, param)
+
+    def test_keys(self):
+        for path in ("/", "/health"):
+            self.assertEqual(self.ask("GET", path, key=None)[0], 200)
+        every = [("GET", path) for path in ("/v1/models", "/metrics", "/kvzap/status", "/none")]
+        every += [("POST", path) for path in (CHAT, PLAIN, "/tokenize", "/detokenize")]
+        for method, path in every:
+            body = None if method == "GET" else ASK
+            for headers in ({}, {"Authorization": "Bearer secret"}, {"Authorization": "Bearer secret-12"},
+                            {"Authorization": "Bearer "}, {"Authorization": "Basic secret-1"},
+                            {"Authorization": "secret-1"}, {"Authorization": "Bearer secret-1\tx"}):
+                error = self.check_error(self.server.request(method, path, body, headers), 401)
+                self.assertNotIn("secret", error["message"])
+        for key in self.KEYS:
+            status, _, body = self.ask("GET", "/v1/models", key=key)
+            self.assertEqual((status, json.loads(body)["data"][0]["id"]), (200, "some model"))
+            self.assertEqual(self.ask("POST", CHAT, {**ASK, "model": "some model"}, key=key)[0], 200)
+        self.assertFalse(any(key in self.server.log() for key in self.KEYS))
+
+    def test_paths_and_methods(self):
+        for method, path in (("GET", "/none"), ("POST", "/none"), ("GET", "/v1"), ("POST", "/v1/embeddings"),
+                             ("GET", "/kvzap"), ("GET", "/../etc/passwd"), ("GET", "/%2e%2e/%2e%2e/etc/passwd")):
+            self.check_error(self.ask(method, path, {} if method == "POST" else None), 404)
+        for method, path in (("GET", CHAT), ("GET", PLAIN), ("GET", "/tokenize"), ("POST", "/health"), ("POST", "/v1/models"),
+                             ("DELETE", CHAT), ("PUT", CHAT), ("PATCH", "/kvzap/status"), ("POST", "/")):
+            self.check_error(self.ask(method, path, ASK if method != "GET" else None), 405)
+
+    def test_bodies(self):
+        for body in ("", "{", "[]", "5", "null", '"text"', "{}{}", "{'a': 1}", "\ufeff{}", '{"a": NaN}'):
+            self.check_error(self.ask("POST", CHAT, body.encode() or b" "), 400)
+        for body in (b"\xff", b'{"prompt": "\xff"}', b'{"prompt": "\xc0\x80"}', b'{"prompt": "a\x00b"}',
+                     b'{"prompt": "\\ud800"}', b"\x00"):
+            self.check_error(self.ask("POST", PLAIN, body), 400)
+        self.check_error(self.ask("POST", PLAIN, b"[" * 100000), 400)
+
+    def test_too_large(self):
+        size = (64 << 20) + 1
+        connection = self.server.connect()
+        connection.putrequest("POST", CHAT)
+        connection.putheader("Authorization", f"Bearer {self.KEYS[0]}")
+        connection.putheader("Content-Length", str(size))
+        connection.endheaders()
+        try:
+            for begin in range(0, size, 1 << 20):
+                connection.send(b" " * min(1 << 20, size - begin))
+        except OSError:
+            pass  # it need not be read to its end
+        response = connection.getresponse()
+        self.check_error((response.status, response.headers, response.read()), 413)
+        connection.close()
+
+    def test_fields(self):
+        for changes, param in [
+            ({"model": "another"}, "model"), ({"model": 5}, "model"),
+            ({"messages": []}, "messages"), ({"messages": None}, "messages"), ({"messages": "text"}, "messages"),
+            ({"messages": [5]}, "messages[0]"), ({"messages": [{"role": "user"}]}, "messages[0].content"),
+            ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+            ({"messages": [{"content": "x"}]}, "messages[0].role"),
+            ({"messages": [{"role": "assistant", "content": "x"}]}, "messages"),
+            ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+             "messages[0].content"),
+            ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": -1}, "max_tokens"), ({"max_tokens": 1.5}, "max_tokens"),
+            ({"max_tokens": "5"}, "max_tokens"), ({"max_tokens": 10**30}, "max_tokens"),
+            ({"max_completion_tokens": 0}, "max_completion_tokens"),
+            ({"temperature": -0.1}, "temperature"), ({"temperature": "hot"}, "temperature"),
+            ({"temperature": 1e308}, "temperature"), ({"temperature": []}, "temperature"),
+            ({"top_p": 1.5}, "top_p"), ({"top_p": -1}, "top_p"), ({"top_k": -2}, "top_k"), ({"top_k": 0.5}, "top_k"),
+            ({"min_p": 2}, "min_p"), ({"presence_penalty": 3}, "presence_penalty"),
+            ({"frequency_penalty": -3}, "frequency_penalty"), ({"repetition_penalty": 0}, "repetition_penalty"),
+            ({"seed": "x"}, "seed"), ({"seed": 1.5}, "seed"), ({"n": 0}, "n"), ({"n": 1000}, "n"), ({"n": "2"}, "n"),
+            ({"stop": 5}, "stop"), ({"stop": [5]}, "stop"), ({"stop": ""}, "stop"), ({"stop": 100 * ["a"]}, "stop"),
+            ({"stream": "yes"}, "stream"), ({"stream_options": 5}, "stream_options"), ({"ignore_eos": 1}, "ignore_eos"),
+            ({"logprobs": 3}, "logprobs"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+            ({"top_logprobs": 3}, "top_logprobs"), ({"logit_bias": {"5": 1}}, "logit_bias"),
+            ({"tools": [{"type": "function"}]}, "tools"), ({"response_format": {"type": "json_object"}}, "response_format"),
+            ({"kvzap": 5}, "kvzap"), ({"kvzap": {"other": 1}}, "kvzap"), ({"kvzap": {"threshold": "x"}}, "kvzap.threshold"),
+            ({"kvzap": {"threshold": 1, "evict_ratio": 0.5}}, "kvzap"), ({"kvzap": {"prune": "some"}}, "kvzap.prune"),
+            ({"kvzap": {"prune": "none", "threshold": 1}}, "kvzap"),
+        ]:
+            with self.subTest(changes):
+                self.bad({**ASK, **changes}, param)
+        for changes, param in [
+            ({"prompt": None}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": [[]]}, "prompt"), ({"prompt": {}}, "prompt"),
+            ({"prompt": [1.5]}, "prompt"), ({"prompt": [-1]}, "prompt"), ({"prompt": [10**20]}, "prompt"),
+            ({"prompt": ["a", "b"]}, "prompt"), ({"prompt": [1024]}, None), ({"prompt": ""}, "prompt"),
+            ({"logprobs": 21}, "logprobs"), ({"best_of": 3}, "best_of"), ({"suffix": "x"}, "suffix"),
+            ({"echo": True, "logprobs": 1}, "echo"),
+        ]:
+            with self.subTest(changes):
+                self.bad({"prompt": "x", **changes}, param, PLAIN)
+        self.bad({"max_tokens": 5}, "messages")
+        self.bad({"max_tokens": 5}, "prompt", PLAIN)
+        # Asking for nothing is no error, nor are fields that nobody knows.
+        status, _, body = self.ask("POST", CHAT, {**ASK, "tools": [], "logit_bias": {}, "response_format": {"type": "text"},
+                                                  "user": "u", "stop": None, "n": None, "metadata": {"a": 1}})
+        self.assertEqual((status, text_of(json.loads(body))), (200, CASE["expected"]))
+
+    def test_nothing_to_prune_by(self):
+        server = self.start("--dtype", "f32")
+        for wish in ({"threshold": -3}, {"evict_ratio": 0.5}, {"prune": "always"}):
+            self.check_error(server.request("POST", CHAT, {**ASK, "kvzap": wish}), 400)
+        reply = server.post(CHAT, {**ASK, "kvzap": {"prune": "none"}})
+        self.assertEqual((text_of(reply), reply["kvzap"]["evict_ratio"]), (CASE["expected"], 0))
+        self.stop(server)
+
+    def test_command_line(self):
+        for flags, part in ((["--port", "70000"], "--port"), (["--kv-memory", "1B"], "--kv-memory"),
+                            (["--host", "no.such.host.invalid"], "--host"), (["--max-queue", "0"], "--max-queue"),
+                            (["--api-key-file", self.folder / "none"], "none"), (["-p", "text"], "-p"),
+                            (["--drain-seconds", "-1"], "--drain-seconds")):
+            result = run_command([KVZAP, "serve", "-m", MODEL, "--port", "0", *flags])
+            self.fail_with(result, part)
+        taken = run_command([KVZAP, "serve", "-m", MODEL, "--port", self.server.port])
+        self.fail_with(taken, str(self.server.port))
+
+
+class Job:
+    """A request, what `kvzap run` answers to it, and what is done with it."""
+
+    def __init__(self, number, body, expected):
+        self.number, self.body, self.expected = number, body, expected
+        self.stream, self.events = False, None  # after how many its client goes away
+
+
+class Answers(ServerTest):
+    """Many clients at once get the answers that kvzap run gives to each alone."""
+
+    QUESTIONS = [None, "\n\nWhat is the special magic number for ember?",
+                 " Hm? What is it that comes after all of this, and is long enough to leave the window?"]
+    MODES = [("none", None), ("prefill", "-3.4"), ("always", "-3.4"), ("prefill", "-4.3")]
+    expected = None
+
+    @classmethod
+    def answers(cls):
+        """[(body, what a run says of it)], which does not depend on ranks."""
+        if Answers.expected is not None:
+            return Answers.expected
+        Answers.expected = []
+        for case in CASES:
+            questions = [question or case["question"] for question in cls.QUESTIONS]
+            for prune, threshold in cls.MODES:
+                flags = ["-m", MODEL, "-p", case["context"], "--dtype", "f32", "-n", case["max_new_tokens"], "--ignore-eos"]
+                flags += [flag for question in questions for flag in ("--question", question)]
+                if prune != "none":
+                    flags += ["--surrogate", MLP, f"--threshold={threshold}", "--window", "32", "--prune", prune]
+                result = harness.kvzap(*flags, "--json", "-", "-q")
+                assert result.code == 0, result
+                report = json.loads(result.out)
+                wish = {"prune": prune, **({} if threshold is None else {"threshold": float(threshold)})}
+                for question, answer in zip(questions, report["answers"]):
+                    body = asking(case["context"], question, max_tokens=case["max_new_tokens"], ignore_eos=True, kvzap=wish)
+                    Answers.expected.append((body, {
+                        "text": answer["text"], "new_tokens": answer["new_tokens"],
+                        "prompt_tokens": report["context"]["tokens"] + answer["question_tokens"],
+                        "evict_ratio": answer["cache"]["evict_ratio"],
+                    }))
+        return Answers.expected
+
+    def jobs(self, count, draw):
+        """So many that are answered, and a third more whose clients go away."""
+        answers = self.answers()
+        jobs = []
+        for number in range(count + count // 3):
+            job = Job(number, *answers[number % len(answers)] if count >= len(answers) else draw.choice(answers))
+            job.stream = draw.random() < 0.5
+            if number >= count:
+                job.stream, job.events = True, draw.randrange(job.expected["new_tokens"])
+            jobs.append(job)
+        draw.shuffle(jobs)
+        return jobs
+
+    def run_job(self, server, job):
+        if job.events is not None:
+            connection, response = server.open_stream(CHAT, job.body)
+            for _ in zip(range(job.events), events_of(response)):
+                pass
+            connection.close()
+            return None
+        if job.stream:
+            events = server.stream(CHAT, {**job.body, "stream_options": {"include_usage": True}})
+            text, _, last = streamed(events)
+            usage, pruned = events[-1]["usage"], last["kvzap"]
+        else:
+            reply = server.post(CHAT, job.body)
+            text, usage, pruned = text_of(reply), reply["usage"], reply["kvzap"]
+        return {"text": text, "new_tokens": usage["completion_tokens"], "prompt_tokens": usage["prompt_tokens"],
+                "evict_ratio": pruned["evict_ratio"]}
+
+    def check(self, count, ranks, *flags, clients=16):
+        draw = random.Random(f"{seed()} {ranks} {flags}")
+        jobs = queue.SimpleQueue()
+        for job in self.jobs(count, draw):
+            jobs.put(job)
+        server = self.start(*PRUNED, *flags, ranks=ranks)
+        wrong = []
+
+        def client():
+            while True:
+                try:
+                    job = jobs.get_nowait()
+                except queue.Empty:
+                    return
+                try:
+                    found = self.run_job(server, job)
+                except Exception as error:
+                    found = repr(error)
+                if job.events is None and found != {**job.expected, "evict_ratio": same(found, job.expected)}:
+                    wrong.append((job.number, job.body["messages"][0]["content"][-1], job.body["kvzap"], found, job.expected))
+
+        threads = [threading.Thread(target=client) for _ in range(clients)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(wrong, [], f"seed {seed()}\n{server.log()}")
+        server.wait_until_idle()
+        counts = server.metrics()
+        self.assertEqual(counts["kvzap_requests_failed_total"], 0)
+        self.stop(server)
+        return counts
+
+    def test_one_process(self):
+        self.assertEqual(len(self.answers()), 36)
+        self.check(36, 0)
+
+    def test_on_ranks(self):
+        for ranks, count in ((1, 12), (2, 18), (4, 8)):
+            with self.subTest(ranks=ranks):
+                self.check(count, ranks)
+
+    def test_small_steps(self):
+        """Prompts in pieces, a few sequences at a time."""
+        self.check(18, 0, "--max-batch-tokens", "24", "--max-sequences", "5")
+
+    def test_little_memory(self):
+        """Earlier prompts and whole sequences have to go for others."""
+        counts = self.check(24, 0, "--kv-memory", "9MiB", "--page-rows", "16")
+        self.assertGreater(counts["kvzap_prefixes_evicted_total"], 0)
+
+    def test_too_little_memory(self):
+        server = self.start(*PRUNED, "--kv-memory", "3MiB", "--page-rows", "16")
+        long = asking(CASES[2]["context"], CASES[2]["question"], max_tokens=24)
+        reply = server.request("POST", CHAT, long)
+        self.assertIn(reply[0], (400, 500))
+        self.assertIn("memory", self.check_error(reply, reply[0])["message"])
+        self.assertEqual(text_of(server.post(CHAT, ASK)), CASE["expected"])
+        self.assertEqual(server.stop(), 0, server.log())
+        self.assertIn("; 0 bytes of keys and values in use", server.log())
+
+
+def same(found, expected):
+    """The evict ratio that is to be found: the one expected, but for its last digits."""
+    ratio = found["evict_ratio"] if isinstance(found, dict) else None
+    return ratio if ratio is not None and abs(ratio - expected["evict_ratio"]) < 1e-9 else expected["evict_ratio"]
+
+
+class Leaving(ServerTest):
+    """Clients that go away, and those that find no room."""
+
+    def setUp(self):
+        super().setUp()
+        self.server = self.start(*ENDLESS, *PRUNED, "--max-sequences", "4", "--max-queue", "2")
+        self.expected = text_of(self.server.post(CHAT, ASK))
+
+    def endless(self, **fields):
+        return {**ASK, "max_tokens": 10**6, "ignore_eos": True, **fields}
+
+    def send(self, body):
+        """A connection on which a request has been sent, and no more."""
+        connection = self.server.connect()
+        connection.request("POST", CHAT, json.dumps(body), {"Content-Type": "application/json"})
+        self.addCleanup(connection.close)
+        return connection
+
+    def tearDown(self):
+        self.server.wait_until_idle()
+        self.assertEqual(text_of(self.server.post(CHAT, ASK)), self.expected)
+        self.stop(self.server)
+        super().tearDown()
+
+    def test_in_a_stream(self):
+        for choices in (1, 3):
+            before = self.server.metrics()["kvzap_requests_cancelled_total"]
+            connection, response = self.server.open_stream(CHAT, self.endless(n=choices))
+            for _ in zip(range(5), events_of(response)):
+                pass
+            self.server.wait_for("running", lambda s: s["running"] == choices)
+            connection.close()
+            self.server.wait_until_idle()
+            self.assertEqual(self.server.metrics()["kvzap_requests_cancelled_total"], before + 1)
+
+    def test_while_waiting_for_the_whole(self):
+        for choices in (1, 3):
+            connection = self.send(self.endless(n=choices))
+            self.server.wait_for("running", lambda s: s["running"] == choices)
+            connection.close()
+            self.server.wait_until_idle()
+
+    def test_with_a_reset(self):
+        for stream in (True, False):
+            connection = self.send(self.endless(stream=stream))
+            self.server.wait_for("running", lambda s: s["running"] == 1)
+            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.close()
+            self.server.wait_until_idle()
+
+    def test_without_reading(self):
+        """A client that takes nothing holds up nobody else."""
+        silent = socket.socket()
+        silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        silent.connect(("127.0.0.1", self.server.port))
+        body = json.dumps(self.endless(stream=True, logprobs=True, top_logprobs=20)).encode()
+        silent.sendall(b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+                       % (CHAT.encode(), len(body), body))
+        self.server.wait_for("running", lambda s: s["running"] == 1)
+        for _ in range(3):
+            self.assertEqual(text_of(self.server.post(CHAT, ASK)), self.expected)
+        silent.close()
+
+    def test_no_room(self):
+        running = []
+        for count in range(1, 5):
+            running.append(self.send(self.endless(stream=True)))
+            self.server.wait_for("one more that runs", lambda s: s["running"] == count)
+        waiting = [self.send(self.endless()) for _ in range(2)]
+        self.server.wait_for("two that wait", lambda s: s["waiting"] == 2)
+        for body in (ASK, {**ASK, "stream": True}):
+            reply = self.server.request("POST", CHAT, body)
+            self.check_error(reply, 429)
+            self.assertGreaterEqual(int(reply[1]["Retry-After"]), 1)
+        self.assertEqual(self.server.metrics()["kvzap_requests_refused_total"], 2)
+        # One that waits goes away, and another one may.
+        waiting.pop().close()
+        self.server.wait_for("room", lambda s: s["waiting"] == 1)
+        waiting.append(self.send(ASK))
+        self.server.wait_for("two that wait", lambda s: s["waiting"] == 2)
+        running[0].close()
+        running[1].close()
+        response = waiting[1].getresponse()
+        self.assertEqual((response.status, text_of(json.loads(response.read()))), (200, self.expected))
+        for connection in running + waiting:
+            connection.close()
+
+
+class Ending(ServerTest):
+    """Signals."""
+
+    def endless(self, server):
+        """A stream that has begun, and does not end by itself."""
+        connection, response = server.open_stream(CHAT, {**ASK, "max_tokens": 10**6, "ignore_eos": True})
+        self.addCleanup(connection.close)
+        events = events_of(response)
+        for _ in zip(range(3), events):
+            pass
+        return connection, events
+
+    def test_idle(self):
+        for number in (signal.SIGTERM, signal.SIGINT):
+            for ranks in (0, 2) if number == signal.SIGTERM else (0,):
+                server = self.start(*PRUNED, ranks=ranks)
+                self.assertEqual(text_of(server.post(CHAT, ASK)), CASE["expected"])
+                self.assertEqual(server.stop(number), 0, server.log())
+                self.check_end(server)
+        server = self.start(*PRUNED)  # nobody has asked for anything
+        self.stop(server)
+
+    def test_what_runs_is_finished(self):
+        for ranks in (0, 2):
+            server = self.start(*PRUNED, "--max-sequences", "1", ranks=ranks)
+            ask = {**ASK, "max_tokens": 1500, "ignore_eos": True}
+            connection, response = server.open_stream(CHAT, {**ask, "stream_options": {"include_usage": True}})
+            events = events_of(response)
+            first = [event for _, event in zip(range(3), events)]
+            waits = server.connect()
+            waits.request("POST", CHAT, json.dumps(ASK), {"Content-Type": "application/json"})
+            server.wait_for("one that waits", lambda s: s["waiting"] == 1 or s["running"] == 0)
+            server.send(signal.SIGTERM)
+            rest = list(events)
+            self.assertEqual(rest[-1], "[DONE]")
+            self.assertEqual(rest[-2]["usage"]["completion_tokens"], 1500)
+            self.assertTrue(streamed(first + rest[:-1])[0].startswith(CASE["expected"]))
+            reply = waits.getresponse()
+            self.assertEqual((reply.status, text_of(json.loads(reply.read()))), (200, CASE["expected"]))
+            connection.close()
+            waits.close()
+            self.assertEqual(server.wait(), 0, server.log())
+            self.check_end(server)
+
+    def test_nobody_new(self):
+        server = self.start(*ENDLESS, *PRUNED)
+        connection, _ = self.endless(server)
+        server.send(signal.SIGTERM)
+        end = time.monotonic() + PATIENCE
+        while server.request("GET", "/health")[0] != 503:
+            self.assertLess(time.monotonic(), end)
+        for body in (ASK, {**ASK, "stream": True}):
+            self.check_error(server.request("POST", CHAT, body), 503)
+        self.assertEqual(server.status()["running"], 1)
+        connection.close()
+        self.assertEqual(server.wait(), 0, server.log())
+        self.check_end(server)
+
+    def cut(self, server, events):
+        """A stream that the server ends, with an error or in the middle."""
+        try:
+            rest = list(events)
+        except (OSError, http.client.HTTPException):
+            rest = []
+        self.assertFalse(any("choices" in event and event["choices"] and event["choices"][0]["finish_reason"]
+                             for event in rest if event != "[DONE]"))
+        self.assertEqual(server.wait(), 128 + signal.SIGTERM, server.log())
+        self.check_end(server)
+
+    def test_twice(self):
+        server = self.start(*ENDLESS, *PRUNED)
+        _, events = self.endless(server)
+        server.send(signal.SIGTERM)
+        end = time.monotonic() + PATIENCE
+        while server.request("GET", "/health")[0] != 503:
+            self.assertLess(time.monotonic(), end)
+        server.send(signal.SIGTERM)
+        self.cut(server, events)
+
+    def test_no_longer_than_said(self):
+        server = self.start(*ENDLESS, *PRUNED, "--drain-seconds", "0.3")
+        _, events = self.endless(server)
+        server.send(signal.SIGTERM)
+        self.cut(server, events)
+
+    def test_while_weights_are_loaded(self):
+        config = harness.SOURCE / "inputs/configs/Qwen3-0.6B"
+        process = subprocess.Popen([KVZAP, "serve", "-m", config, "--random-weights", "1", "--port", "0", "--progress",
+                                    "lines"], stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
+        self.addCleanup(process.kill)
+        self.assertIn(b"no tokenizer", process.stderr.readline())
+        process.send_signal(signal.SIGTERM)
+        _, rest = process.communicate(timeout=PATIENCE)
+        # It may just have been done.
+        self.assertIn(process.returncode, (0, 128 + signal.SIGTERM), rest)
+
+
+class Prefixes(ServerTest):
+    """What begins as an earlier prompt did is not run again, and answered all the same."""
+
+    QUESTIONS = [CASE["question"], *Answers.QUESTIONS[1:]]
+
+    def cached(self, reply):
+        return reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    def ask(self, server, question, **fields):
+        body = asking(CASE["context"], question, max_tokens=24, ignore_eos=True, **fields)
+        reply = server.post(CHAT, body)
+        return text_of(reply), reply["kvzap"], self.cached(reply), reply["usage"]["prompt_tokens"]
+
+    def test_second_question(self):
+        alone = []
+        for question in self.QUESTIONS:
+            server = self.start(*PRUNED)
+            alone.append(self.ask(server, question))
+            self.assertEqual(alone[-1][2], 0)
+            self.stop(server)
+        for ranks in (0, 2):
+            server = self.start(*PRUNED, ranks=ranks)
+            for place, i in enumerate((2, 0, 1, 0)):
+                text, pruned, cached, prompt = self.ask(server, self.QUESTIONS[i])
+                self.assertEqual((text, prompt), (alone[i][0], alone[i][3]))
+                self.assertAlmostEqual(pruned["evict_ratio"], alone[i][1]["evict_ratio"], places=9)
+                self.assertEqual(pruned["full_kv_bytes"], alone[i][1]["full_kv_bytes"])
+                if place:
+                    self.assertGreaterEqual(cached, CASE["n_context"] - 8)  # but for what the template adds
+                    self.assertLess(cached, prompt)
+            # Pruned otherwise, it is another prompt.
+            self.assertEqual(self.ask(server, self.QUESTIONS[0], kvzap={"threshold": -4})[2], 0)
+            self.assertEqual(self.ask(server, self.QUESTIONS[0], kvzap={"prune": "none"})[2], 0)
+            self.assertGreater(self.ask(server, self.QUESTIONS[1], kvzap={"prune": "none"})[2], 0)
+            self.assertGreater(server.metrics()["kvzap_cached_prompt_tokens_total"], 0)
+            self.stop(server)
+
+    def test_same_prompt(self):
+        server = self.start(*PRUNED)
+        ids = server.post("/tokenize", {"content": CASE["context"]})["tokens"]
+        ask = {"prompt": ids, "max_tokens": 8, "temperature": 0}
+        first, second = server.post(PLAIN, ask), server.post(PLAIN, ask)
+        self.assertEqual(text_of(first), text_of(second))
+        self.assertEqual(first["kvzap"], second["kvzap"])
+        self.assertEqual(self.cached(first), 0)
+        self.stop(server)
+
+    def test_conversation(self):
+        server, other = self.start(*PRUNED), self.start(*PRUNED)
+        turns = [*ASK["messages"]]
+        for question in self.QUESTIONS[1:]:
+            reply = server.post(CHAT, {**ASK, "messages": turns})
+            turns = [*turns, {"role": "assistant", "content": text_of(reply)}, {"role": "user", "content": question}]
+        reply = server.post(CHAT, {**ASK, "messages": turns})
+        self.assertGreater(self.cached(reply), CASE["n_context"] - 8)
+        fresh = other.post(CHAT, {**ASK, "messages": turns})
+        self.assertEqual(self.cached(fresh), 0)
+        self.assertEqual(text_of(reply), text_of(fresh))
+        self.assertAlmostEqual(reply["kvzap"]["evict_ratio"], fresh["kvzap"]["evict_ratio"], places=9)
+        self.stop(server)
+        self.stop(other)
+
+    def test_system_message(self):
+        server = self.start(*PRUNED)
+        system = {"role": "system", "content": CASE["context"]}
+        seen = []
+        for context in (CASES[1]["context"], "The code of the red box is 5."):
+            for _ in range(2):
+                reply = server.post(CHAT, {**ASK, "messages": [system, {"role": "user", "content": context}]})
+                seen.append((text_of(reply), self.cached(reply)))
+        self.assertEqual(seen[0][0], seen[1][0])
+        self.assertEqual(seen[2][0], seen[3][0])
+        self.assertEqual(seen[0][1], 0)
+        self.assertGreater(seen[2][1], 0)
+        self.stop(server)

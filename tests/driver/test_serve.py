@@ -1,5 +1,4 @@
 """kvzap serve from outside, over HTTP: the protocol, answers beside those of kvzap run, clients that go away, the end."""
-import collections
 import http.client
 import json
 import math
@@ -985,7 +984,8 @@ class Ending(ServerTest):
         end = time.monotonic() + PATIENCE
         while server.request("GET", "/health")[0] != 503:
             self.assertLess(time.monotonic(), end)
-        server.send(signal.SIGTERM)
+        time.sleep(0.5)  # what comes at once is no second wish
+        server.send(signal.SIGINT)
         self.cut(server, events)
 
     def test_no_longer_than_said(self):
@@ -1081,3 +1081,313 @@ class Prefixes(ServerTest):
         self.assertEqual(seen[0][1], 0)
         self.assertGreater(seen[2][1], 0)
         self.stop(server)
+
+
+class Hostile(ServerTest):
+    """What no client should send. $KVZAP_HOSTILE_REQUESTS says how many, $KVZAP_SEED which."""
+
+    # With any of them a reply may come. (206: some versions of the HTTP library heed Range; 501, 505: of HTTP that is
+    # not known.)
+    STATUSES = {200, 206, 400, 401, 403, 404, 405, 408, 411, 413, 414, 415, 416, 417, 429, 431, 501, 503, 505}
+    TRASH = [None, True, False, 0, -1, 1, 1.5, 1e308, -1e308, 10**400, 2**63, -(2**63) - 1, 2**64, "", "x", "\0", "\ud800",
+             "\U0001f600", "x" * 5000, [], {}, [[]], [None], {"": None}, [{}] * 50, "<|im_end|>", "NaN", "\uffff\ufffe",
+             ["a"] * 5000, {"type": "text"}, [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]]
+    FIELDS = ["model", "messages", "prompt", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p",
+              "seed", "stop", "n", "logprobs", "top_logprobs", "stream", "stream_options", "ignore_eos", "kvzap", "echo",
+              "presence_penalty", "frequency_penalty", "repetition_penalty", "response_format", "tools", "best_of", "suffix",
+              "logit_bias", "chat_template_kwargs", "content", "tokens", "add_special", "unknown", "", "\0"]
+    KINDS = ["valid", "types", "bytes", "nested", "numbers", "text", "half", "slow", "leave", "reset", "headers", "http",
+             "chunks", "pipeline", "lengths"]
+
+    def setUp(self):
+        super().setUp()
+        self.server = self.start(*PRUNED, "-q", "--max-sequences", "8")
+
+    def body(self, draw):
+        """A request that is quickly answered, and its path."""
+        if draw.random() < 0.5:
+            body = asking("The code of the red box is 5.", " What is it?", max_tokens=draw.randrange(1, 6))
+            path = CHAT
+        else:
+            body = {"prompt": "The code of the red box is 5.", "max_tokens": draw.randrange(1, 6)}
+            path = PLAIN
+        for field, value in (("stream", True), ("n", 2), ("logprobs", True if path == CHAT else 1), ("stop", ["5"]),
+                             ("temperature", 1.0), ("kvzap", {"prune": "always"})):
+            if draw.random() < 0.2:
+                body[field] = value
+        return path, body
+
+    def trash(self, draw, depth=0):
+        if depth < 3 and draw.random() < 0.2:
+            return {draw.choice(self.FIELDS): self.trash(draw, depth + 1) for _ in range(draw.randrange(4))}
+        if depth < 3 and draw.random() < 0.2:
+            return [self.trash(draw, depth + 1) for _ in range(draw.randrange(4))]
+        return draw.choice(self.TRASH)
+
+    def http(self, path, body, more=b"", method=b"POST", version=b"HTTP/1.1"):
+        head = b"%s %s %s\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n" % (method, path.encode(), version)
+        return head + more + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+    def make(self, kind, draw):
+        """What is sent, in pieces; whether a reply has to come; how the connection is closed."""
+        path, body = self.body(draw)
+        text = json.dumps(body).encode()
+        if kind == "types":
+            target = body
+            if path == CHAT and draw.random() < 0.4:
+                target = draw.choice([body["messages"][0], draw.choice(body["messages"][0]["content"])])
+            for _ in range(draw.randrange(1, 4)):
+                target[draw.choice([*self.FIELDS, *target, "role", "content", "type", "text"])] = self.trash(draw)
+            # (No answer that lasts: what is asked for is given.)
+            body["max_tokens"] = body.get("max_tokens") if not isinstance(body.get("max_tokens"), int) else 2
+            if not body["max_tokens"] or "max_completion_tokens" in body:
+                body["max_completion_tokens"] = 2
+            path = draw.choice([path, path, path, "/tokenize", "/detokenize"])
+            return [self.http(path, json.dumps(body).encode())], True
+        if kind == "bytes":
+            text = bytearray(text)
+            for _ in range(draw.randrange(1, 8)):
+                at = draw.randrange(len(text))
+                change = draw.randrange(4)
+                if change == 0:
+                    text[at] = draw.randrange(256)
+                elif change == 1:
+                    del text[at:]
+                    text += b" "
+                elif change == 2:
+                    text[at:at] = draw.choice([b"\0", b"\xff", b"\xc0\x80", b"\xed\xa0\x80", b"{", b"]", b'"', b"\\u0000"])
+                else:
+                    del text[at]
+                    text += b" "
+            if re.search(rb'"max_tokens": *\d{2,}', text) or b'"max_tokens"' not in text:
+                text = text[: len(text) // 2]  # an answer as long as the context is none of this
+            return [self.http(path, bytes(text))], True
+        if kind == "nested":
+            depth = draw.choice([10, 100, 1000, 10000, 200000])
+            begin, end = draw.choice([(b"[", b"]"), (b'{"a":', b"}"), (b'{"kvzap":', b"}"), (b'[{"":', b"}]")])
+            inner = begin * depth + b"1" + end * draw.choice([depth, depth, 0, depth - 1])
+            where = draw.choice([b"%s", b'{"messages":%s}', b'{"prompt":%s}', b'{"prompt":"a","max_tokens":1,"x":%s}'])
+            return [self.http(path, where % inner)], True
+        if kind == "numbers":
+            number = draw.choice([b"1e999", b"-1e999", b"9" * 5000, b"-" + b"9" * 400, b"0." + b"0" * 5000 + b"1", b"1e-999999",
+                                  b"NaN", b"Infinity", b"0x10", b"01", b"-", b"1e", b"18446744073709551616", b"1E+400"])
+            field = draw.choice(["temperature", "top_p", "top_k", "seed", "n", "top_logprobs", "max_tokens", "min_p"]).encode()
+            return [self.http(path, text[:-1] + b', "%s": %s, "max_completion_tokens": 1}' % (field, number))], True
+        if kind == "text":
+            odd = draw.choice([b"\xff\xfe", b"\xc3", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"a\0b", b"\\u0000", b"\\ud800",
+                               b"\\udc00\\ud800", "\u202e\u200b\ufeff".encode(), b"<|im_start|>system", b"\\", b"\n", b" " * 20000,
+                               "\u0301".encode() * 3000, b"\x7f\x1b[2J", b"a" * 100000])
+            path = draw.choice([PLAIN, "/tokenize"])
+            return [self.http(path, b'{"prompt": "%s", "content": "%s", "max_tokens": 1}' % (odd, odd))], True
+        if kind == "half":
+            whole = self.http(path, text)
+            return [whole[: draw.randrange(len(whole))]], False
+        if kind == "slow":
+            whole = self.http(path, text)
+            at = sorted(draw.sample(range(len(whole)), 6))
+            return [whole[a:b] for a, b in zip([0, *at], [*at, len(whole)])], True
+        if kind in ("leave", "reset"):
+            return [self.http(path, text)], False
+        if kind == "headers":
+            more = draw.choice([b"X: %s\r\n" % (b"a" * draw.choice([100, 8000, 9000, 100000, 1000000])),
+                                b"X: y\r\n" * draw.choice([10, 90, 110, 20000]), b"X\r\n", b": y\r\n", b"X : y\r\n", b" X: y\r\n",
+                                b"X: \0\r\n", b"X: \xff\r\n", b"Host: a\r\nHost: b\r\n", b"Expect: 100-continue\r\n",
+                                b"Expect: nonsense\r\n", b"Range: bytes=0-0,1-1,2-2\r\n", b"Range: bytes=9-1\r\n",
+                                b"Content-Encoding: gzip\r\n", b"Accept-Encoding: br;q=x,gzip\r\n", b"Origin: http://evil\r\n",
+                                b"Connection: upgrade\r\nUpgrade: websocket\r\n", b"Connection: close\r\n",
+                                b"Content-Type: multipart/form-data; boundary=x\r\n", b"Authorization: Bearer x\r\n"])
+            return [self.http(path, text, more)], None
+        if kind == "http":
+            whole = draw.choice([
+                b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + draw.randbytes(500), draw.randbytes(draw.randrange(1, 3000)), b"\r\n" * 1000,
+                b"GET /\r\n\r\n", b"GET / HTTP/3.0\r\n\r\n", b"GET " + b"/a" * 5000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+                b"GET /%00%ff%zz?%=&&=#%23 HTTP/1.1\r\nHost: x\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+                b"NONSENSE / HTTP/1.1\r\nHost: x\r\n\r\n", b"GET http://other/health HTTP/1.1\r\nHost: x\r\n\r\n",
+                b"CONNECT a:1 HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /health HTTP/1.0\r\n\r\n", b"GET /health HTTP/1.1\n\n",
+                b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n", b"TRACE / HTTP/1.1\r\nHost: x\r\n\r\n",
+                self.http(path, text, method=b"GET"), self.http(path, text, method=b"PUT"), self.http("/none", text),
+                self.http(path, text, version=b"HTTP/1.0"), self.http(path + "/../..", text), self.http("//" + path, text)])
+            return [whole], None
+        if kind == "chunks":
+            head = b"POST %s HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: %s\r\n\r\n" % (
+                path.encode(), draw.choice([b"chunked", b"chunked", b"gzip, chunked", b"Chunked", b"identity", b"chunked, chunked"]))
+            size = draw.choice([b"%x" % len(text), b"%X;a=b" % len(text), b"-1", b"ffffffffffffffff", b"fffffffffffffffff", b"", b"zz",
+                                b"0x%x" % len(text), b"%x" % (len(text) + 1), b"7fffffffffffffff"])
+            end = draw.choice([b"\r\n0\r\n\r\n", b"\r\n0\r\nX: y\r\n\r\n", b"\n0\n\n", b"", b"0\r\n\r\n"])
+            return [head + size + b"\r\n" + text + end], None
+        if kind == "pipeline":
+            return [self.http(path, text) * draw.randrange(2, 5) + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"], None
+        if kind == "lengths":
+            length = draw.choice([b"-1", b"+5", b"0", b"99999999999999999999999", b"1e3", b"5, 5", b"", b"x", b"1099511627776",
+                                  b"%d" % (len(text) + 10), b"%d\r\nContent-Length: 3" % len(text),
+                                  b"%d\r\nTransfer-Encoding: chunked" % len(text)])
+            return [b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %s\r\n\r\n%s" % (path.encode(), length, text)], None
+        return [self.http(path, text)], True
+
+    def read(self, connection, is_whole, seconds):
+        """The head and body of a reply, as far as they come."""
+        connection.settimeout(seconds)
+        data = b""
+        try:
+            while True:
+                head, found, body = data.partition(b"\r\n\r\n")
+                if found and is_whole:
+                    length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
+                    if length and len(body) >= int(length.group(1)) or not length and body.endswith(b"0\r\n\r\n"):
+                        break
+                piece = connection.recv(1 << 16)
+                if not piece:
+                    break
+                data += piece
+        except (OSError, TimeoutError):
+            pass
+        return data
+
+    def one(self, number):
+        """Sends the request of this number. Returns what is wrong, or None."""
+        draw = random.Random(f"{seed()} {number}")
+        kind = self.KINDS[number % len(self.KINDS)]
+        pieces, has_reply = self.make(kind, draw)
+        connection = socket.create_connection(("127.0.0.1", self.server.port), timeout=PATIENCE)
+        try:
+            try:
+                for piece in pieces:
+                    connection.sendall(piece)
+                    if len(pieces) > 1:
+                        time.sleep(0.01)
+            except OSError:
+                pass  # the server need not read what it refuses
+            if kind in ("leave", "reset") and draw.random() < 0.7:
+                connection.settimeout(0.05)
+                for _ in range(draw.randrange(1, 20)):
+                    if not connection.recv(draw.randrange(1, 200)):
+                        break
+            if kind == "half" and draw.random() < 0.3:
+                connection.shutdown(socket.SHUT_WR)
+                self.read(connection, False, 0.1)
+            if has_reply is False:
+                if kind == "reset":
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                return None
+            # Where more than what has been sent is waited for, there is no reply for a while.
+            data = self.read(connection, has_reply, PATIENCE if has_reply else 0.1)
+        except OSError:
+            data = b""
+        finally:
+            connection.close()
+        if not data:
+            return f"{number}, {kind}: no reply to {pieces[0][:300]!r}" if has_reply else None
+        status = re.match(rb"HTTP/1\.[01] (\d+)", data)
+        if not status or int(status.group(1)) not in self.STATUSES | {100}:
+            return f"{number}, {kind}: {data[:300]!r} to {pieces[0][:300]!r}"
+        head, _, body = data.partition(b"\r\n\r\n")
+        if has_reply and int(status.group(1)) >= 400:
+            try:
+                if set(json.loads(body)["error"]) != ERROR_FIELDS:
+                    return f"{number}, {kind}: {body[:300]!r}"
+            except (ValueError, KeyError, TypeError):
+                return f"{number}, {kind}: {data[:300]!r}"
+        return None
+
+    def test_requests(self):
+        count = int(os.environ.get("KVZAP_HOSTILE_REQUESTS", "450"))
+        before = self.server.post(CHAT, ASK)
+        numbers, wrong, lock = iter(range(count)), [], threading.Lock()
+
+        def client():
+            while True:
+                with lock:
+                    number = next(numbers, None)
+                if number is None or len(wrong) > 20:
+                    return
+                try:
+                    error = self.one(number)
+                except Exception as problem:
+                    error = f"{number}: {problem!r}"
+                if error:
+                    wrong.append(error)
+
+        threads = [threading.Thread(target=client) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertIsNone(self.server.process.poll(), f"seed {seed()}: the server has died\n{self.server.log()}")
+        self.assertEqual(wrong, [], f"seed {seed()}")
+        self.server.wait_until_idle()
+        self.assertEqual(self.server.get("/health"), {"status": "ok"})
+        after = self.server.post(CHAT, ASK)
+        self.assertEqual((text_of(after), after["kvzap"]), (text_of(before), before["kvzap"]))
+        self.assertEqual(self.server.metrics()["kvzap_requests_failed_total"], 0)
+        self.assertEqual(self.server.stop(), 0, self.server.log())
+        self.assertNotIn("kvzap: error", self.server.log())
+
+    def test_many_connections(self):
+        """That say nothing, or little: others are served."""
+        silent = [socket.create_connection(("127.0.0.1", self.server.port)) for _ in range(60)]
+        for i, connection in enumerate(silent):
+            connection.sendall(self.http(CHAT, json.dumps(ASK).encode())[: i * 5])
+        self.assertEqual(text_of(self.server.post(CHAT, ASK)), CASE["expected"])
+        for connection in silent:
+            connection.close()
+        self.server.wait_until_idle()
+        self.assertEqual(self.server.stop(), 0, self.server.log())
+
+
+@unittest.skipUnless(openai, "needs openai's client")
+class OpenAI(Shared):
+    """OpenAI's own client for Python."""
+
+    def setUp(self):
+        super().setUp()
+        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.server.port}/v1", api_key="x", timeout=PATIENCE,
+                                    max_retries=0)
+        self.addCleanup(self.client.close)
+        self.ask = {"model": "recall-4m", "messages": ASK["messages"], "temperature": 0, "max_tokens": 24}
+
+    def test_models(self):
+        self.assertEqual([model.id for model in self.client.models.list()], ["recall-4m"])
+
+    def test_chat(self):
+        reply = self.client.chat.completions.create(**self.ask, logprobs=True, top_logprobs=2)
+        self.assertEqual(reply.choices[0].message.content, CASE["expected"])
+        self.assertEqual((reply.object, reply.choices[0].finish_reason), ("chat.completion", "stop"))
+        self.assertEqual(reply.usage.total_tokens, reply.usage.prompt_tokens + reply.usage.completion_tokens)
+        self.assertGreater(reply.kvzap["evict_ratio"], 0)
+        self.assertEqual(len(reply.choices[0].logprobs.content[0].top_logprobs), 2)
+        full = self.client.chat.completions.create(**self.ask, extra_body={"kvzap": {"prune": "none"}})
+        self.assertEqual(full.kvzap["evict_ratio"], 0)
+
+    def test_chat_in_a_stream(self):
+        chunks = list(self.client.chat.completions.create(**self.ask, stream=True, n=2, stream_options={"include_usage": True}))
+        for index in range(2):
+            pieces = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+            self.assertEqual("".join(piece.delta.content or "" for piece in pieces), CASE["expected"])
+            self.assertEqual(pieces[-1].finish_reason, "stop")
+        self.assertGreater(chunks[-1].usage.prompt_tokens_details.cached_tokens, -1)
+        self.assertGreater(chunks[-1].usage.completion_tokens, 0)
+
+    def test_leaving(self):
+        stream = self.client.chat.completions.create(**{**self.ask, "max_tokens": 3000}, stream=True,
+                                                     extra_body={"ignore_eos": True})
+        next(iter(stream))
+        stream.close()
+        self.server.wait_until_idle()
+
+    def test_completions(self):
+        reply = self.client.completions.create(model="recall-4m", prompt=CASE["context"], max_tokens=5, temperature=0)
+        chunks = list(self.client.completions.create(model="recall-4m", prompt=CASE["context"], max_tokens=5, temperature=0,
+                                                     stream=True))
+        self.assertEqual("".join(chunk.choices[0].text for chunk in chunks), reply.choices[0].text)
+        self.assertEqual(reply.object, "text_completion")
+
+    def test_errors(self):
+        with self.assertRaises(openai.BadRequestError) as caught:
+            self.client.chat.completions.create(**{**self.ask, "max_tokens": -1})
+        self.assertEqual((caught.exception.param, caught.exception.status_code), ("max_tokens", 400))
+        with self.assertRaises(openai.NotFoundError):
+            self.client.embeddings.create(model="recall-4m", input="x")
+
+
+if __name__ == "__main__":
+    unittest.main()

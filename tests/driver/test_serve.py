@@ -752,12 +752,14 @@ class Answers(ServerTest):
         return {"text": text, "new_tokens": usage["completion_tokens"], "prompt_tokens": usage["prompt_tokens"],
                 "evict_ratio": pruned["evict_ratio"]}
 
-    def check(self, count, ranks, *flags, clients=16):
+    def check(self, count, ranks, *flags, clients=16, dtype="f32", others=0):
+        """`others`: how many answers may be others."""
+        tolerance = 1e-9 if dtype == "f32" else 2e-3  # a score near the threshold may round to its other side
         draw = random.Random(f"{seed()} {ranks} {flags}")
         jobs = queue.SimpleQueue()
         for job in self.jobs(count, draw):
             jobs.put(job)
-        server = self.start(*PRUNED, *flags, ranks=ranks)
+        server = self.start(*PRUNED[:-1], dtype, *flags, ranks=ranks)
         wrong = []
 
         def client():
@@ -770,15 +772,17 @@ class Answers(ServerTest):
                     found = self.run_job(server, job)
                 except Exception as error:
                     found = repr(error)
-                if job.events is None and found != {**job.expected, "evict_ratio": same(found, job.expected)}:
-                    wrong.append((job.number, job.body["messages"][0]["content"][-1], job.body["kvzap"], found, job.expected))
+                if job.events is None and found != {**job.expected, "evict_ratio": same(found, job.expected, tolerance)}:
+                    wrong.append((job.number, job.body["messages"][0]["content"][-1], job.body.get("kvzap"), found, job.expected))
 
         threads = [threading.Thread(target=client) for _ in range(clients)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        self.assertEqual(wrong, [], f"seed {seed()}\n{server.log()}")
+        self.assertLessEqual(len(wrong), others, f"seed {seed()}: {wrong}\n{server.log()}")
+        if wrong:
+            print(f"{ranks} ranks, {dtype}: {len(wrong)} of {count} answers are others")
         server.wait_until_idle()
         counts = server.metrics()
         self.assertEqual(counts["kvzap_requests_failed_total"], 0)
@@ -814,10 +818,60 @@ class Answers(ServerTest):
         self.assertIn("; 0 bytes of keys and values in use", server.log())
 
 
-def same(found, expected):
-    """The evict ratio that is to be found: the one expected, but for its last digits."""
+def same(found, expected, tolerance):
+    """The evict ratio that is to be found: the one expected, but for so much."""
     ratio = found["evict_ratio"] if isinstance(found, dict) else None
-    return ratio if ratio is not None and abs(ratio - expected["evict_ratio"]) < 1e-9 else expected["evict_ratio"]
+    return ratio if ratio is not None and abs(ratio - expected["evict_ratio"]) < tolerance else expected["evict_ratio"]
+
+
+class Tasks(Answers):
+    """The same with prompts of kvzap make-tasks, as many as $KVZAP_SERVE_TASKS says, in f32 and bf16."""
+
+    COUNT = int(os.environ.get("KVZAP_SERVE_TASKS", "12"))
+    RUN = ["-m", MODEL, "--surrogate", MLP, "--threshold=-3.4", "--window", "32"]
+    made, dtype = {}, "f32"
+
+    def answers(self):
+        if self.dtype in Tasks.made:
+            return Tasks.made[self.dtype]
+        tasks = self.folder / "tasks.jsonl"
+        result = run_command([KVZAP, "make-tasks", "--kind", "recall", "--length", "400,900", "--per-task", "50", "--seed", "3",
+                              "-m", MODEL, "-o", tasks, "-q"])
+        self.assertEqual(result.code, 0, result)
+        rows = [json.loads(line) for line in tasks.read_text().splitlines()]
+        made = Tasks.made[self.dtype] = []
+        for row in random.Random(1).sample(rows, min(self.COUNT, len(rows))):
+            result = harness.kvzap(*self.RUN, "-p", row["context"], "--question", row["question"], "--dtype", self.dtype,
+                                   "-n", "24", "--json", "-", "-q")
+            self.assertEqual(result.code, 0, result)
+            report = json.loads(result.out)
+            answer = report["answers"][0]
+            made.append((asking(row["context"], row["question"], max_tokens=24), {
+                "text": answer["text"], "new_tokens": answer["new_tokens"],
+                "prompt_tokens": report["context"]["tokens"] + answer["question_tokens"],
+                "evict_ratio": answer["cache"]["evict_ratio"],
+            }))
+        return made
+
+    def agree(self, ranks, dtype, others=0):
+        self.dtype = dtype
+        self.check(self.COUNT, ranks, dtype=dtype, others=others)
+
+    def test_one_process(self):
+        self.agree(0, "f32")
+
+    def test_on_ranks(self):
+        for ranks in 1, 2, 4:
+            with self.subTest(ranks=ranks):
+                self.agree(ranks, "f32")
+
+    def test_bf16(self):
+        """Where two tokens are nearly as likely, the order of sums can decide."""
+        for ranks in 1, 2, 4:
+            with self.subTest(ranks=ranks):
+                self.agree(ranks, "bf16", others=max(1, self.COUNT // 20))
+
+    test_small_steps = test_little_memory = test_too_little_memory = None
 
 
 class Leaving(ServerTest):

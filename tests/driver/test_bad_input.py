@@ -214,7 +214,7 @@ class Options(TestCase):
     def test_nothing_to_do(self):
         bare = run_command([KVZAP])
         self.assertEqual((bare.code, bare.text, bare.err), (2, run_command([KVZAP, "--help"]).text, b""))
-        self.fail_with(run_command([KVZAP, "rnu"]), "unknown subcommand 'rnu'", "expected run, chat, bench, collect, train, calibrate, eval, make-tasks, leaderboard, inspect, diff or policies")
+        self.fail_with(run_command([KVZAP, "rnu"]), "unknown subcommand 'rnu'", "expected run, chat, serve, bench, collect, train, calibrate, eval, make-tasks, leaderboard, inspect, diff or policies")
         self.fail_with(run_command([KVZAP, "--hlep"]), "did you mean --help?")
         self.fail_with(kvzap(), "no model", "-m")
         self.fail_with(kvzap("-m", MODEL), "no prompt", "-p", "-f")

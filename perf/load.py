@@ -224,7 +224,7 @@ class Watch:
         return self
 
     def look(self):
-        while not self.ends.is_set():
+        while True:
             try:
                 status = self.target.status()
             except (OSError, http.client.HTTPException, ValueError):
@@ -233,7 +233,8 @@ class Watch:
                 return
             for key in ("running", "waiting", "prefixes", "kv_allocated"):
                 self.most[key] = max(self.most.get(key, 0), status.get(key) or 0)
-            self.ends.wait(self.every)
+            if self.ends.wait(self.every):
+                return
 
     def __exit__(self, *_):
         self.ends.set()

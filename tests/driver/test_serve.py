@@ -1,4 +1,5 @@
-"""kvzap serve from outside, over HTTP: the protocol, answers beside those of kvzap run, clients that go away, the end."""
+"""kvzap serve from outside, over HTTP: the protocol, answers beside those of kvzap run, clients that go away, signals,
+prompts that are kept, and what no client should send."""
 import http.client
 import json
 import math
@@ -337,8 +338,8 @@ class Protocol(Shared):
             tokens = self.server.post("/tokenize", {"content": text})["tokens"]
             self.assertTrue(all(isinstance(token, int) for token in tokens))
             self.assertEqual(self.server.post("/detokenize", {"tokens": tokens}), {"content": text})
-            self.assertEqual(self.server.post("/tokenize", {"content": text, "add_special": True})["tokens"][-len(tokens):]
-                             if tokens else [], tokens)
+            special = self.server.post("/tokenize", {"content": text, "add_special": True})["tokens"]
+            self.assertEqual(special[len(special) - len(tokens) :], tokens)
         for path, body, param in (("/tokenize", {"content": 5}, "content"), ("/tokenize", {}, "content"),
                                   ("/detokenize", {"tokens": ["a"]}, "tokens"), ("/detokenize", {}, "tokens"),
                                   ("/detokenize", {"tokens": [-1]}, "tokens")):
@@ -512,15 +513,20 @@ class Protocol(Shared):
         full = self.server.post(CHAT, {**ASK, "kvzap": {"prune": "none"}})
         self.assertEqual(full["kvzap"]["evict_ratio"], 0)
         self.assertEqual(full["kvzap"]["kv_bytes"], full["kvzap"]["full_kv_bytes"])
-        ratios = [self.server.post(CHAT, {**ASK, "kvzap": {"threshold": t}})["kvzap"]["evict_ratio"] for t in (-9, -4, -3, 1)]
+        ratios = []
+        for threshold in (-9, -4, -3, 1):
+            reply = self.server.post(CHAT, {**ASK, "kvzap": {"threshold": threshold}})
+            ratios.append(reply["kvzap"]["evict_ratio"])
         self.assertEqual(ratios, sorted(ratios))
         self.assertLess(ratios[0] + 0.3, ratios[-1])
         standard = self.server.post(CHAT, ASK)["kvzap"]
         self.assertEqual(self.server.post(CHAT, {**ASK, "kvzap": {"threshold": -3.4, "prune": "prefill"}})["kvzap"],
                          standard)
         answered = {**ASK, "ignore_eos": True, "max_tokens": 100}
-        always = self.server.post(CHAT, {**answered, "kvzap": {"prune": "always", "threshold": 1}})["kvzap"]["evict_ratio"]
-        prefill = self.server.post(CHAT, {**answered, "kvzap": {"threshold": 1}})["kvzap"]["evict_ratio"]
+        prefill, always = (
+            self.server.post(CHAT, {**answered, "kvzap": {"prune": prune, "threshold": 1}})["kvzap"]["evict_ratio"]
+            for prune in ("prefill", "always")
+        )
         self.assertGreater(always, prefill + 0.05)
 
     def test_connection_stays(self):
@@ -560,7 +566,8 @@ class Errors(Shared):
         super().setUpClass()
 
     def ask(self, method, path, body=None, key=KEYS[0], **headers):
-        return self.server.request(method, path, body, {**({"Authorization": f"Bearer {key}"} if key else {}), **headers})
+        return self.server.request(method, path, body, {**({"Authorization": f"Bearer {key}"} if key else {}),
+                                                        **headers})
 
     def bad(self, body, param=None, path=CHAT):
         return self.check_error(self.ask("POST", path, body), 400, param)
@@ -587,8 +594,9 @@ class Errors(Shared):
         for method, path in (("GET", "/none"), ("POST", "/none"), ("GET", "/v1"), ("POST", "/v1/embeddings"),
                              ("GET", "/kvzap"), ("GET", "/../etc/passwd"), ("GET", "/%2e%2e/%2e%2e/etc/passwd")):
             self.check_error(self.ask(method, path, {} if method == "POST" else None), 404)
-        for method, path in (("GET", CHAT), ("GET", PLAIN), ("GET", "/tokenize"), ("POST", "/health"), ("POST", "/v1/models"),
-                             ("DELETE", CHAT), ("PUT", CHAT), ("PATCH", "/kvzap/status"), ("POST", "/")):
+        for method, path in (("GET", CHAT), ("GET", PLAIN), ("GET", "/tokenize"), ("POST", "/health"),
+                             ("POST", "/v1/models"), ("DELETE", CHAT), ("PUT", CHAT), ("PATCH", "/kvzap/status"),
+                             ("POST", "/")):
             self.check_error(self.ask(method, path, ASK if method != "GET" else None), 405)
 
     def test_bodies(self):
@@ -638,27 +646,30 @@ class Errors(Shared):
             ({"stream": "yes"}, "stream"), ({"stream_options": 5}, "stream_options"), ({"ignore_eos": 1}, "ignore_eos"),
             ({"logprobs": 3}, "logprobs"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
             ({"top_logprobs": 3}, "top_logprobs"), ({"logit_bias": {"5": 1}}, "logit_bias"),
-            ({"tools": [{"type": "function"}]}, "tools"), ({"response_format": {"type": "json_object"}}, "response_format"),
-            ({"kvzap": 5}, "kvzap"), ({"kvzap": {"other": 1}}, "kvzap"), ({"kvzap": {"threshold": "x"}}, "kvzap.threshold"),
+            ({"tools": [{"type": "function"}]}, "tools"), ({"response_format": {"type": "json_object"}},
+                                                           "response_format"),
+            ({"kvzap": 5}, "kvzap"), ({"kvzap": {"other": 1}}, "kvzap"),
+            ({"kvzap": {"threshold": "x"}}, "kvzap.threshold"),
             ({"kvzap": {"threshold": 1, "evict_ratio": 0.5}}, "kvzap"), ({"kvzap": {"prune": "some"}}, "kvzap.prune"),
             ({"kvzap": {"prune": "none", "threshold": 1}}, "kvzap"),
         ]:
             with self.subTest(changes):
                 self.bad({**ASK, **changes}, param)
         for changes, param in [
-            ({"prompt": None}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": [[]]}, "prompt"), ({"prompt": {}}, "prompt"),
-            ({"prompt": [1.5]}, "prompt"), ({"prompt": [-1]}, "prompt"), ({"prompt": [10**20]}, "prompt"),
-            ({"prompt": ["a", "b"]}, "prompt"), ({"prompt": [1024]}, None), ({"prompt": ""}, "prompt"),
-            ({"logprobs": 21}, "logprobs"), ({"best_of": 3}, "best_of"), ({"suffix": "x"}, "suffix"),
-            ({"echo": True, "logprobs": 1}, "echo"),
+            ({"prompt": None}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": [[]]}, "prompt"),
+            ({"prompt": {}}, "prompt"), ({"prompt": [1.5]}, "prompt"), ({"prompt": [-1]}, "prompt"),
+            ({"prompt": [10**20]}, "prompt"), ({"prompt": ["a", "b"]}, "prompt"), ({"prompt": [1024]}, None),
+            ({"prompt": ""}, "prompt"), ({"logprobs": 21}, "logprobs"), ({"best_of": 3}, "best_of"),
+            ({"suffix": "x"}, "suffix"), ({"echo": True, "logprobs": 1}, "echo"),
         ]:
             with self.subTest(changes):
                 self.bad({"prompt": "x", **changes}, param, PLAIN)
         self.bad({"max_tokens": 5}, "messages")
         self.bad({"max_tokens": 5}, "prompt", PLAIN)
         # Asking for nothing is no error, nor are fields that nobody knows.
-        status, _, body = self.ask("POST", CHAT, {**ASK, "tools": [], "logit_bias": {}, "response_format": {"type": "text"},
-                                                  "user": "u", "stop": None, "n": None, "metadata": {"a": 1}})
+        status, _, body = self.ask("POST", CHAT, {**ASK, "tools": [], "logit_bias": {},
+                                                  "response_format": {"type": "text"}, "user": "u", "stop": None,
+                                                  "n": None, "metadata": {"a": 1}})
         self.assertEqual((status, text_of(json.loads(body))), (200, CASE["expected"]))
 
     def test_nothing_to_prune_by(self):
@@ -705,7 +716,8 @@ class Answers(ServerTest):
         for case in CASES:
             questions = [question or case["question"] for question in cls.QUESTIONS]
             for prune, threshold in cls.MODES:
-                flags = ["-m", MODEL, "-p", case["context"], "--dtype", "f32", "-n", case["max_new_tokens"], "--ignore-eos"]
+                flags = ["-m", MODEL, "-p", case["context"], "--dtype", "f32", "-n", case["max_new_tokens"],
+                         "--ignore-eos"]
                 flags += [flag for question in questions for flag in ("--question", question)]
                 if prune != "none":
                     flags += ["--surrogate", MLP, f"--threshold={threshold}", "--window", "32", "--prune", prune]
@@ -714,7 +726,8 @@ class Answers(ServerTest):
                 report = json.loads(result.out)
                 wish = {"prune": prune, **({} if threshold is None else {"threshold": float(threshold)})}
                 for question, answer in zip(questions, report["answers"]):
-                    body = asking(case["context"], question, max_tokens=case["max_new_tokens"], ignore_eos=True, kvzap=wish)
+                    body = asking(case["context"], question, max_tokens=case["max_new_tokens"], ignore_eos=True,
+                                  kvzap=wish)
                     Answers.expected.append((body, {
                         "text": answer["text"], "new_tokens": answer["new_tokens"],
                         "prompt_tokens": report["context"]["tokens"] + answer["question_tokens"],
@@ -773,7 +786,8 @@ class Answers(ServerTest):
                 except Exception as error:
                     found = repr(error)
                 if job.events is None and found != {**job.expected, "evict_ratio": same(found, job.expected, tolerance)}:
-                    wrong.append((job.number, job.body["messages"][0]["content"][-1], job.body.get("kvzap"), found, job.expected))
+                    wrong.append((job.number, job.body["messages"][0]["content"][-1], job.body.get("kvzap"), found,
+                                  job.expected))
 
         threads = [threading.Thread(target=client) for _ in range(clients)]
         for thread in threads:
@@ -1143,15 +1157,17 @@ class Hostile(ServerTest):
     # With any of them a reply may come. (206: some versions of the HTTP library heed Range; 501, 505: of HTTP that is
     # not known.)
     STATUSES = {200, 206, 400, 401, 403, 404, 405, 408, 411, 413, 414, 415, 416, 417, 429, 431, 501, 503, 505}
-    TRASH = [None, True, False, 0, -1, 1, 1.5, 1e308, -1e308, 10**400, 2**63, -(2**63) - 1, 2**64, "", "x", "\0", "\ud800",
-             "\U0001f600", "x" * 5000, [], {}, [[]], [None], {"": None}, [{}] * 50, "<|im_end|>", "NaN", "\uffff\ufffe",
-             ["a"] * 5000, {"type": "text"}, [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]]
-    FIELDS = ["model", "messages", "prompt", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p",
-              "seed", "stop", "n", "logprobs", "top_logprobs", "stream", "stream_options", "ignore_eos", "kvzap", "echo",
-              "presence_penalty", "frequency_penalty", "repetition_penalty", "response_format", "tools", "best_of", "suffix",
-              "logit_bias", "chat_template_kwargs", "content", "tokens", "add_special", "unknown", "", "\0"]
-    KINDS = ["valid", "types", "bytes", "nested", "numbers", "text", "half", "slow", "leave", "reset", "headers", "http",
-             "chunks", "pipeline", "lengths"]
+    TRASH = [None, True, False, 0, -1, 1, 1.5, 1e308, -1e308, 10**400, 2**63, -(2**63) - 1, 2**64, "", "x", "\0",
+             "\ud800", "\U0001f600", "x" * 5000, [], {}, [[]], [None], {"": None}, [{}] * 50, "<|im_end|>", "NaN",
+             "\uffff\ufffe", ["a"] * 5000, {"type": "text"},
+             [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]]
+    FIELDS = ["model", "messages", "prompt", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k",
+              "min_p", "seed", "stop", "n", "logprobs", "top_logprobs", "stream", "stream_options", "ignore_eos",
+              "kvzap", "echo",
+              "presence_penalty", "frequency_penalty", "repetition_penalty", "response_format", "tools", "best_of",
+              "suffix", "logit_bias", "chat_template_kwargs", "content", "tokens", "add_special", "unknown", "", "\0"]
+    KINDS = ["valid", "types", "bytes", "nested", "numbers", "text", "half", "slow", "leave", "reset", "headers",
+             "http", "chunks", "pipeline", "lengths"]
 
     def setUp(self):
         super().setUp()
@@ -1209,7 +1225,8 @@ class Hostile(ServerTest):
                     del text[at:]
                     text += b" "
                 elif change == 2:
-                    text[at:at] = draw.choice([b"\0", b"\xff", b"\xc0\x80", b"\xed\xa0\x80", b"{", b"]", b'"', b"\\u0000"])
+                    text[at:at] = draw.choice([b"\0", b"\xff", b"\xc0\x80", b"\xed\xa0\x80", b"{", b"]", b'"',
+                                               b"\\u0000"])
                 else:
                     del text[at]
                     text += b" "
@@ -1223,13 +1240,16 @@ class Hostile(ServerTest):
             where = draw.choice([b"%s", b'{"messages":%s}', b'{"prompt":%s}', b'{"prompt":"a","max_tokens":1,"x":%s}'])
             return [self.http(path, where % inner)], True
         if kind == "numbers":
-            number = draw.choice([b"1e999", b"-1e999", b"9" * 5000, b"-" + b"9" * 400, b"0." + b"0" * 5000 + b"1", b"1e-999999",
-                                  b"NaN", b"Infinity", b"0x10", b"01", b"-", b"1e", b"18446744073709551616", b"1E+400"])
-            field = draw.choice(["temperature", "top_p", "top_k", "seed", "n", "top_logprobs", "max_tokens", "min_p"]).encode()
+            number = draw.choice([b"1e999", b"-1e999", b"9" * 5000, b"-" + b"9" * 400, b"0." + b"0" * 5000 + b"1",
+                                  b"1e-999999", b"NaN", b"Infinity", b"0x10", b"01", b"-", b"1e",
+                                  b"18446744073709551616", b"1E+400"])
+            field = draw.choice(["temperature", "top_p", "top_k", "seed", "n", "top_logprobs", "max_tokens",
+                                 "min_p"]).encode()
             return [self.http(path, text[:-1] + b', "%s": %s, "max_completion_tokens": 1}' % (field, number))], True
         if kind == "text":
-            odd = draw.choice([b"\xff\xfe", b"\xc3", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"a\0b", b"\\u0000", b"\\ud800",
-                               b"\\udc00\\ud800", "\u202e\u200b\ufeff".encode(), b"<|im_start|>system", b"\\", b"\n", b" " * 20000,
+            odd = draw.choice([b"\xff\xfe", b"\xc3", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"a\0b", b"\\u0000",
+                               b"\\ud800", b"\\udc00\\ud800", "\u202e\u200b\ufeff".encode(), b"<|im_start|>system",
+                               b"\\", b"\n", b" " * 20000,
                                "\u0301".encode() * 3000, b"\x7f\x1b[2J", b"a" * 100000])
             path = draw.choice([PLAIN, "/tokenize"])
             return [self.http(path, b'{"prompt": "%s", "content": "%s", "max_tokens": 1}' % (odd, odd))], True
@@ -1244,38 +1264,45 @@ class Hostile(ServerTest):
             return [self.http(path, text)], False
         if kind == "headers":
             more = draw.choice([b"X: %s\r\n" % (b"a" * draw.choice([100, 8000, 9000, 100000, 1000000])),
-                                b"X: y\r\n" * draw.choice([10, 90, 110, 20000]), b"X\r\n", b": y\r\n", b"X : y\r\n", b" X: y\r\n",
-                                b"X: \0\r\n", b"X: \xff\r\n", b"Host: a\r\nHost: b\r\n", b"Expect: 100-continue\r\n",
-                                b"Expect: nonsense\r\n", b"Range: bytes=0-0,1-1,2-2\r\n", b"Range: bytes=9-1\r\n",
-                                b"Content-Encoding: gzip\r\n", b"Accept-Encoding: br;q=x,gzip\r\n", b"Origin: http://evil\r\n",
+                                b"X: y\r\n" * draw.choice([10, 90, 110, 20000]), b"X\r\n", b": y\r\n", b"X : y\r\n",
+                                b" X: y\r\n", b"X: \0\r\n", b"X: \xff\r\n", b"Host: a\r\nHost: b\r\n",
+                                b"Expect: 100-continue\r\n", b"Expect: nonsense\r\n", b"Range: bytes=0-0,1-1,2-2\r\n",
+                                b"Range: bytes=9-1\r\n", b"Content-Encoding: gzip\r\n",
+                                b"Accept-Encoding: br;q=x,gzip\r\n", b"Origin: http://evil\r\n",
                                 b"Connection: upgrade\r\nUpgrade: websocket\r\n", b"Connection: close\r\n",
                                 b"Content-Type: multipart/form-data; boundary=x\r\n", b"Authorization: Bearer x\r\n"])
             return [self.http(path, text, more)], None
         if kind == "http":
             whole = draw.choice([
-                b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + draw.randbytes(500), draw.randbytes(draw.randrange(1, 3000)), b"\r\n" * 1000,
-                b"GET /\r\n\r\n", b"GET / HTTP/3.0\r\n\r\n", b"GET " + b"/a" * 5000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+                b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + draw.randbytes(500),
+                draw.randbytes(draw.randrange(1, 3000)), b"\r\n" * 1000, b"GET /\r\n\r\n", b"GET / HTTP/3.0\r\n\r\n",
+                b"GET " + b"/a" * 5000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
                 b"GET /%00%ff%zz?%=&&=#%23 HTTP/1.1\r\nHost: x\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
                 b"NONSENSE / HTTP/1.1\r\nHost: x\r\n\r\n", b"GET http://other/health HTTP/1.1\r\nHost: x\r\n\r\n",
-                b"CONNECT a:1 HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /health HTTP/1.0\r\n\r\n", b"GET /health HTTP/1.1\n\n",
-                b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n", b"TRACE / HTTP/1.1\r\nHost: x\r\n\r\n",
-                self.http(path, text, method=b"GET"), self.http(path, text, method=b"PUT"), self.http("/none", text),
-                self.http(path, text, version=b"HTTP/1.0"), self.http(path + "/../..", text), self.http("//" + path, text)])
+                b"CONNECT a:1 HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /health HTTP/1.0\r\n\r\n",
+                b"GET /health HTTP/1.1\n\n", b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n",
+                b"TRACE / HTTP/1.1\r\nHost: x\r\n\r\n", self.http(path, text, method=b"GET"),
+                self.http(path, text, method=b"PUT"), self.http("/none", text),
+                self.http(path, text, version=b"HTTP/1.0"), self.http(path + "/../..", text),
+                self.http("//" + path, text)])
             return [whole], None
         if kind == "chunks":
             head = b"POST %s HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: %s\r\n\r\n" % (
-                path.encode(), draw.choice([b"chunked", b"chunked", b"gzip, chunked", b"Chunked", b"identity", b"chunked, chunked"]))
-            size = draw.choice([b"%x" % len(text), b"%X;a=b" % len(text), b"-1", b"ffffffffffffffff", b"fffffffffffffffff", b"", b"zz",
-                                b"0x%x" % len(text), b"%x" % (len(text) + 1), b"7fffffffffffffff"])
+                path.encode(), draw.choice([b"chunked", b"chunked", b"gzip, chunked", b"Chunked", b"identity",
+                                            b"chunked, chunked"]))
+            size = draw.choice([b"%x" % len(text), b"%X;a=b" % len(text), b"-1", b"ffffffffffffffff",
+                                b"fffffffffffffffff", b"", b"zz", b"0x%x" % len(text), b"%x" % (len(text) + 1),
+                                b"7fffffffffffffff"])
             end = draw.choice([b"\r\n0\r\n\r\n", b"\r\n0\r\nX: y\r\n\r\n", b"\n0\n\n", b"", b"0\r\n\r\n"])
             return [head + size + b"\r\n" + text + end], None
         if kind == "pipeline":
             return [self.http(path, text) * draw.randrange(2, 5) + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"], None
         if kind == "lengths":
-            length = draw.choice([b"-1", b"+5", b"0", b"99999999999999999999999", b"1e3", b"5, 5", b"", b"x", b"1099511627776",
-                                  b"%d" % (len(text) + 10), b"%d\r\nContent-Length: 3" % len(text),
+            length = draw.choice([b"-1", b"+5", b"0", b"99999999999999999999999", b"1e3", b"5, 5", b"", b"x",
+                                  b"1099511627776", b"%d" % (len(text) + 10), b"%d\r\nContent-Length: 3" % len(text),
                                   b"%d\r\nTransfer-Encoding: chunked" % len(text)])
-            return [b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %s\r\n\r\n%s" % (path.encode(), length, text)], None
+            head = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %s\r\n\r\n" % (path.encode(), length)
+            return [head + text], None
         return [self.http(path, text)], True
 
     def read(self, connection, is_whole, seconds):
@@ -1413,7 +1440,8 @@ class OpenAI(Shared):
         self.assertEqual(full.kvzap["evict_ratio"], 0)
 
     def test_chat_in_a_stream(self):
-        chunks = list(self.client.chat.completions.create(**self.ask, stream=True, n=2, stream_options={"include_usage": True}))
+        chunks = list(self.client.chat.completions.create(**self.ask, stream=True, n=2,
+                                                          stream_options={"include_usage": True}))
         for index in range(2):
             pieces = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
             self.assertEqual("".join(piece.delta.content or "" for piece in pieces), CASE["expected"])
@@ -1430,8 +1458,8 @@ class OpenAI(Shared):
 
     def test_completions(self):
         reply = self.client.completions.create(model="recall-4m", prompt=CASE["context"], max_tokens=5, temperature=0)
-        chunks = list(self.client.completions.create(model="recall-4m", prompt=CASE["context"], max_tokens=5, temperature=0,
-                                                     stream=True))
+        chunks = list(self.client.completions.create(model="recall-4m", prompt=CASE["context"], max_tokens=5,
+                                                     temperature=0, stream=True))
         self.assertEqual("".join(chunk.choices[0].text for chunk in chunks), reply.choices[0].text)
         self.assertEqual(reply.object, "text_completion")
 

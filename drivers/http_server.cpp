@@ -19,6 +19,7 @@
 #include <map>
 #include <mutex>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <string_view>
 #include <thread>
 #include <type_traits>
@@ -89,6 +90,13 @@ const char* type_of(int status) {
     default:
       return status >= server_error ? "server_error" : "invalid_request_error";
   }
+}
+
+/// By what its head says of its body.
+bool is_too_large(const httplib::Request& request) {
+  const std::string length = request.get_header_value("Content-Length");
+  // (A number that has too many digits is too large.)
+  return length.size() > 18 || std::strtoull(length.c_str(), nullptr, 10) > largest_body;
 }
 
 const char* words_of(int status) {
@@ -276,8 +284,10 @@ class Connections final : public httplib::TaskQueue {
     m_room.wait(lock, [&] { return m_work.size() < m_idle || m_threads.size() < m_most; });
     m_work.push_back([this, descriptor, work = std::move(work)] {
       Socket::current() = Socket(descriptor);
+      note(descriptor, true);
       Socket::current().wait_for_head(keep_alive_seconds, m_server_ends);
       work();
+      note(descriptor, false);
       Socket::current() = Socket(-1);
     });
     if (m_work.size() > m_idle) m_threads.emplace_back([this] { run(); });
@@ -285,8 +295,21 @@ class Connections final : public httplib::TaskQueue {
     return Taken(true);
   }
   void shutdown() override { end(); }
+  /// Nobody waits any more for what clients have not sent.
+  void stop_reading() {
+    const std::lock_guard<std::mutex> lock(m_mutex);
+    for (const int descriptor : m_open) ::shutdown(descriptor, SHUT_RD);
+  }
 
  private:
+  void note(int descriptor, bool is_open) {
+    const std::lock_guard<std::mutex> lock(m_mutex);
+    if (is_open && descriptor >= 0) {
+      m_open.insert(descriptor);
+    } else {
+      m_open.erase(descriptor);
+    }
+  }
   void run() {
     std::unique_lock<std::mutex> lock(m_mutex);
     for (;;) {
@@ -318,6 +341,7 @@ class Connections final : public httplib::TaskQueue {
   std::mutex m_mutex;
   std::condition_variable m_wake, m_room;
   std::deque<std::function<void()>> m_work;
+  std::set<int> m_open;
   std::vector<std::thread> m_threads;
   std::size_t m_idle = 0;
   bool m_ends = false;
@@ -488,6 +512,7 @@ class HttpServer::Impl {
 
   HttpOptions m_options;
   httplib::Server m_server;
+  std::atomic<Connections*> m_connections{nullptr};
   std::thread m_listener;
   int m_port = 0;
   int m_socket = -1;
@@ -541,7 +566,8 @@ struct HttpServer::Impl::Answering {
 
 HttpServer::Impl::Impl(const HttpOptions& options) : m_options(options) {
   m_server.new_task_queue = [this] {
-    return new Connections(m_options.max_connections, m_socket, m_ends);
+    m_connections = new Connections(m_options.max_connections, m_socket, m_ends);
+    return m_connections.load();  // to be deleted by the library, when it listens no more
   };
   m_server.set_tcp_nodelay(true);
   m_server.set_read_timeout(read_seconds);
@@ -562,6 +588,13 @@ HttpServer::Impl::Impl(const HttpOptions& options) : m_options(options) {
         reply(response, response.status, words_of(response.status));
         return Handling::Handled;
       }));
+  m_server.set_expect_100_continue_handler([](const Request& request, Response& response) {
+    constexpr int go_on = 100;
+    if (!is_too_large(request)) return go_on;
+    reply(response, too_large, words_of(too_large));
+    response.set_header("Connection", "close");
+    return static_cast<int>(too_large);
+  });
   m_server.set_exception_handler([](const Request&, Response& response, const auto&...) {
     reply(response, server_error, words_of(server_error));
   });
@@ -635,6 +668,7 @@ HttpServer::Impl::~Impl() {
   while (!m_server.is_running() && seconds_since(start) < write_seconds) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));  // it has hardly begun
   }
+  if (Connections* const open = m_connections) open->stop_reading();
   m_server.stop();
   m_listener.join();
 }
@@ -643,6 +677,8 @@ HttpServer::Impl::~Impl() {
 /// looks for the path.)
 HttpServer::Impl::Handling HttpServer::Impl::admit(const Request& request, Response& response) {
   ++m_requests;
+  // The library would cut any reply by it.
+  const_cast<Request&>(request).ranges.clear();
   static const std::map<std::string, bool> paths = {{"/", false},
                                                     {"/health", false},
                                                     {"/metrics", false},
@@ -678,6 +714,9 @@ HttpServer::Impl::Handling HttpServer::Impl::admit(const Request& request, Respo
   if (!origin.empty() &&
       (host == std::string::npos || origin.substr(host + 3) != request.get_header_value("Host"))) {
     return stop(forbidden, "the request comes from a page of another server");
+  }
+  if (is_too_large(request)) {
+    return stop(too_large, fmt::format("the body is larger than {} bytes", largest_body));
   }
   if (!posts && request.has_header("Transfer-Encoding")) {
     return stop(bad_request, "a GET has no body");

@@ -650,7 +650,7 @@ void Scheduler::take_results(const Plan& plan, const Outcome& outcome,
     return;
   }
   if (outcome.out_of_memory) {
-    if (!make_room()) fail(*m_running.front()->job, too_long, true);
+    if (!make_room()) fail(*m_running.front()->job, too_long, false);
     return;
   }
   if (!outcome.failure.empty()) {
@@ -671,7 +671,7 @@ void Scheduler::take_results(const Plan& plan, const Outcome& outcome,
       if (free_prefix() || m_running.size() > 1) {
         preempt(sequence);
       } else {
-        fail(*sequence.job, too_long, true);
+        fail(*sequence.job, too_long, false);
       }
       continue;
     }

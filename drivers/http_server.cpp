@@ -282,7 +282,7 @@ class Connections final : public httplib::TaskQueue {
     std::unique_lock<std::mutex> lock(m_mutex);
     // The next one is not accepted before there is room.
     m_room.wait(lock, [&] { return m_work.size() < m_idle || m_threads.size() < m_most; });
-    m_work.push_back([this, descriptor, work = std::move(work)] {
+    m_work.emplace_back([this, descriptor, work = std::move(work)] {
       Socket::current() = Socket(descriptor);
       note(descriptor, true);
       Socket::current().wait_for_head(keep_alive_seconds, m_server_ends);

@@ -802,7 +802,9 @@ void HttpServer::Impl::complete(const Request& request, Response& response,
       response.set_header("Retry-After", std::to_string(retry_after()));
     }
     reply(response, status, what, field);
-    log(request, status, detail::shown_message(what));
+    // What is wrong with a request is told in its own words, which are nobody else's business.
+    const bool may_quote = status == bad_request && !m_options.logs_prompts;
+    log(request, status, may_quote ? field : detail::shown_message(what));
   };
   if (m_drains) return fail(unavailable, "the server is about to stop");
   std::shared_ptr<Answering> answering;
@@ -939,7 +941,8 @@ void HttpServer::Impl::tokenize(const Request& request, Response& response,
     log(request, ok, "");
   } catch (const BadRequest& error) {
     reply(response, bad_request, error.what(), error.field);
-    log(request, bad_request, detail::shown_message(error.what()));
+    log(request, bad_request,
+        m_options.logs_prompts ? detail::shown_message(error.what()) : error.field);
   }
 }
 

@@ -180,8 +180,11 @@ Setting Pruner::setting_of(const PruneWish& wish) const {
       looked_up.evict_ratio = wish.evict_ratio;
       try {
         setting.threshold = static_cast<float>(look_up_threshold(looked_up).threshold);
-      } catch (const Error& error) {
-        throw BadRequest("kvzap.evict_ratio", error.what());
+      } catch (const Error&) {
+        throw BadRequest(
+            "kvzap.evict_ratio",
+            "the server has no threshold for this evict ratio: none was calibrated, or "
+            "it is out of their range");
       }
     } else if (m_cache.policy->budget.amount != Budget::Amount::evict_ratio) {
       throw BadRequest("kvzap.evict_ratio", "the server was started without an evict ratio");

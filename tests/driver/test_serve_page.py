@@ -10,6 +10,7 @@ import signal
 import socket
 import struct
 import subprocess
+import tempfile
 import time
 import unittest
 import urllib.request
@@ -105,13 +106,14 @@ class Page(TestCase):
 
     def end(self):
         for process in self.processes:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # a browser is many processes
             process.wait()
             process.stderr.close()
 
     def start(self, command, pattern):
         """A process; returns what its standard error says by the pattern."""
-        process = subprocess.Popen([str(part) for part in command], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen([str(part) for part in command], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
+                                   start_new_session=True)
         self.processes.append(process)
         seen = ""
         while not (found := re.search(pattern, seen)):
@@ -123,8 +125,10 @@ class Page(TestCase):
     def open(self, *flags, size=(1280, 800)):
         url = self.start([KVZAP, "serve", "-m", MODEL, "--surrogate", MLP, "--threshold", "-3.4", "--window", "32",
                           "--port", "0", "-q", *flags], r"listening on (http://\S+)")
+        profile = tempfile.mkdtemp(prefix="kvzap-page-")
+        self.addCleanup(shutil.rmtree, profile, ignore_errors=True)  # which may still be written to
         tools = self.start([CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-                            "--remote-debugging-port=0", "--no-first-run", f"--user-data-dir={self.folder / 'profile'}",
+                            "--remote-debugging-port=0", "--no-first-run", f"--user-data-dir={profile}",
                             f"--window-size={size[0]},{size[1]}", "about:blank"], r"DevTools listening on (ws://\S+)")
         port = re.search(r":(\d+)/", tools)[1]
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=PATIENCE) as reply:
@@ -282,7 +286,7 @@ class Page(TestCase):
         # A key that is wrong, and one that is given while the reply to that is under way.
         self.type(browser, "message", "Hello")
         self.type(browser, "key", "secret-2")
-        self.enter(browser)
+        browser.value("document.getElementById('send').click()")  # the field may be gone, and with it who has the focus
         browser.wait_for("document.querySelector('.error.message')?.textContent.includes('key')")
         self.assertEqual(browser.value("document.getElementById('message').value"), "Hello")
         self.assertFalse(browser.value("document.getElementById('key-row').hidden"))

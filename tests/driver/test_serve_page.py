@@ -102,6 +102,8 @@ class Page(TestCase):
     def setUp(self):
         super().setUp()
         self.processes = []
+        self.profile = tempfile.mkdtemp(prefix="kvzap-page-")
+        self.addCleanup(shutil.rmtree, self.profile, ignore_errors=True)
         self.addCleanup(self.end)
 
     def end(self):
@@ -125,10 +127,8 @@ class Page(TestCase):
     def open(self, *flags, size=(1280, 800)):
         url = self.start([KVZAP, "serve", "-m", MODEL, "--surrogate", MLP, "--threshold", "-3.4", "--window", "32",
                           "--port", "0", "-q", *flags], r"listening on (http://\S+)")
-        profile = tempfile.mkdtemp(prefix="kvzap-page-")
-        self.addCleanup(shutil.rmtree, profile, ignore_errors=True)  # which may still be written to
         tools = self.start([CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-                            "--remote-debugging-port=0", "--no-first-run", f"--user-data-dir={profile}",
+                            "--remote-debugging-port=0", "--no-first-run", f"--user-data-dir={self.profile}",
                             f"--window-size={size[0]},{size[1]}", "about:blank"], r"DevTools listening on (ws://\S+)")
         port = re.search(r":(\d+)/", tools)[1]
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=PATIENCE) as reply:

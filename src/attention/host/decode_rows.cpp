@@ -141,6 +141,7 @@ KVZAP_TARGET_AVX512_BF16 inline __attribute__((always_inline)) __m512 score_row_
 #pragma GCC unroll 4
   for (int s = 0; s < count; ++s) {
     const std::uint32_t mask = s + 1 < count ? 0xffffffffu : last;
+    if constexpr (G <= 2) prefetch_in_order(row + s * 32);
     const __m512bh key = (__m512bh)_mm512_maskz_loadu_epi16(mask, row + s * 32);
 #pragma GCC unroll 4
     for (int q = 0; q < G; ++q) {
@@ -271,6 +272,13 @@ KVZAP_TARGET_AVX512_BF16 void online_softmax_pairs(float* scores, int rows, floa
                                                    float* maximum, float* weight, float* sums,
                                                    int padded) {
   const __m512 shift = raise_maximum<G>(scores, rows, scaling, maximum, weight, sums, padded);
+  // In powers of 2, for which there is less to do than for those of e; what the exponents' rounding
+  // adds is far below that of the weights.
+  const __m512 log2_scaling = _mm512_set1_ps(scaling * 1.44269504f);
+  const __m512 log2_shift = _mm512_mul_ps(shift, log2_scaling);
+  const auto weights_of = [&](const float* unit) KVZAP_TARGET_AVX512_BF16 {
+    return exp2_of(_mm512_fmsub_ps(_mm512_load_ps(unit), log2_scaling, log2_shift));
+  };
   alignas(64) std::uint16_t order[32];
   for (int w = 0; w < 32; ++w) {
     order[w] = static_cast<std::uint16_t>((2 * (w / (2 * G)) + w % 2) * G + w / 2 % G);
@@ -280,9 +288,8 @@ KVZAP_TARGET_AVX512_BF16 void online_softmax_pairs(float* scores, int rows, floa
   __m512 total = _mm512_load_ps(weight);
   const int units = (rows * G + 15) / 16;
   for (int u = 0; u < units; u += 2) {
-    const __m512 low = exponential(scores + u * 16, shift, scaling);
-    const __m512 high =
-        u + 1 < units ? exponential(scores + u * 16 + 16, shift, scaling) : _mm512_setzero_ps();
+    const __m512 low = weights_of(scores + u * 16);
+    const __m512 high = u + 1 < units ? weights_of(scores + u * 16 + 16) : _mm512_setzero_ps();
     const __m512i rounded = (__m512i)_mm512_cvtne2ps_pbh(high, low);
     const __m512i paired = G == 1 ? rounded : _mm512_permutexvar_epi16(permutation, rounded);
     total = _mm512_dpbf16_ps(total, (__m512bh)paired, ones);
@@ -328,12 +335,11 @@ KVZAP_TARGET_AVX512 void accumulate(const typename Ops::Value* values, std::int6
 
 /// The same by products of pairs of rows, for V vectors of 32 dims. Their order in `sums` is that
 /// in which unpacking leaves them, see dim_of_pair_lane.
-/// weights: [row / 2][stride of G or more][row % 2].
+/// weights: [row / 2][G][row % 2].
 template <int G, int V>
 KVZAP_TARGET_AVX512_BF16 void accumulate_pairs(const bfloat16* values, std::int64_t stride,
-                                               int rows, const std::uint32_t* weights,
-                                               int weights_stride, float* sums, int padded,
-                                               std::uint32_t last_mask, Ahead& ahead) {
+                                               int rows, const std::uint32_t* weights, float* sums,
+                                               int padded, std::uint32_t last_mask, Ahead& ahead) {
   __m512 sum[G * 2 * V];
 #pragma GCC unroll 16
   for (int q = 0; q < G; ++q) {
@@ -346,22 +352,28 @@ KVZAP_TARGET_AVX512_BF16 void accumulate_pairs(const bfloat16* values, std::int6
     // there.
     const bfloat16* odd = r + 1 < rows ? even + stride : even;
     ahead.step();
-    __m512bh value[2 * V];
+    __m512bh weight[G];
+#pragma GCC unroll 16
+    for (int q = 0; q < G; ++q) {
+      weight[q] = (__m512bh)_mm512_set1_epi32(static_cast<int>(weights[r / 2 * G + q]));
+    }
 #pragma GCC unroll 16
     for (int v = 0; v < V; ++v) {
       const std::uint32_t mask = v + 1 < V ? 0xffffffffu : last_mask;
+      if constexpr (G <= 2) {
+        prefetch_in_order(even + v * 32);
+        prefetch_in_order(odd + v * 32);
+      }
       const __m512i a = _mm512_maskz_loadu_epi16(mask, even + v * 32);
       const __m512i b = _mm512_maskz_loadu_epi16(mask, odd + v * 32);
-      value[2 * v] = (__m512bh)_mm512_unpacklo_epi16(a, b);
-      value[2 * v + 1] = (__m512bh)_mm512_unpackhi_epi16(a, b);
-    }
+      const auto low = (__m512bh)_mm512_unpacklo_epi16(a, b);
+      const auto high = (__m512bh)_mm512_unpackhi_epi16(a, b);
 #pragma GCC unroll 16
-    for (int q = 0; q < G; ++q) {
-      const __m512bh weight =
-          (__m512bh)_mm512_set1_epi32(static_cast<int>(weights[r / 2 * weights_stride + q]));
-#pragma GCC unroll 16
-      for (int v = 0; v < 2 * V; ++v)
-        sum[q * 2 * V + v] = _mm512_dpbf16_ps(sum[q * 2 * V + v], weight, value[v]);
+      for (int q = 0; q < G; ++q) {
+        __m512* const own = sum + (q * V + v) * 2;
+        own[0] = _mm512_dpbf16_ps(own[0], weight[q], low);
+        own[1] = _mm512_dpbf16_ps(own[1], weight[q], high);
+      }
     }
   }
 #pragma GCC unroll 16
@@ -401,27 +413,28 @@ void accumulate_all(const typename Ops::Value* values, std::int64_t stride, int 
   }
 }
 
+// Vectors of 32 dims whose sums for G queries the registers have room for, all G at once: so that
+// rows, if in parts, are read and unpacked once.
+template <int G>
+constexpr int pair_vectors = G == 4 ? 3 : 4;
+
 /// The same by accumulate_pairs.
 template <int G>
 void accumulate_all_pairs(const bfloat16* values, std::int64_t stride, int rows,
                           const float* weights, float* sums, int padded, int dim, Ahead& ahead) {
-  constexpr int queries = G == 4 ? 2 : G;  // NOLINT(bugprone-branch-clone): G may be 2
-  constexpr int wide = 4;
   const int vectors = (dim + 31) / 32;
   const std::uint32_t last = 0xffffffffu >> (vectors * 32 - dim);
   for (int first = 0; first < rows; first += near_rows) {
     const int count = std::min(near_rows, rows - first);
     const auto* pairs = reinterpret_cast<const std::uint32_t*>(weights) + first / 2 * G;
     for (int v = 0; v < vectors;) {
-      const int taken = vectors - v >= wide ? wide : vectors - v >= 2 ? 2 : 1;
-      const auto kernel = taken == wide ? accumulate_pairs<queries, wide>
-                          : taken == 2  ? accumulate_pairs<queries, 2>
-                                        : accumulate_pairs<queries, 1>;
-      for (int q = 0; q < G; q += queries) {
-        kernel(values + first * stride + v * 32, stride, count, pairs + q, G,
-               sums + q * padded + v * 32, padded, v + taken == vectors ? last : 0xffffffffu,
-               ahead);
-      }
+      const int taken = std::min(vectors - v, pair_vectors<G>);
+      const auto kernel = taken == pair_vectors<G> ? accumulate_pairs<G, pair_vectors<G>>
+                          : taken == 3             ? accumulate_pairs<G, 3>
+                          : taken == 2             ? accumulate_pairs<G, 2>
+                                                   : accumulate_pairs<G, 1>;
+      kernel(values + first * stride + v * 32, stride, count, pairs, sums + v * 32, padded,
+             v + taken == vectors ? last : 0xffffffffu, ahead);
       v += taken;
     }
   }
@@ -469,7 +482,10 @@ struct PairKernels {
   static constexpr bool always_prefetches = false;
 
   static int score_steps(int rows) { return (rows * G + 15) / 16; }
-  static int accumulate_steps(int rows, int /*dim*/) { return (G == 4 ? 2 : 1) * ((rows + 1) / 2); }
+  static int accumulate_steps(int rows, int dim) {
+    const int vectors = (dim + 31) / 32;
+    return (vectors + pair_vectors<G> - 1) / pair_vectors<G> * ((rows + 1) / 2);
+  }
 
   static const bfloat16* queries_of(const float* queries, std::int64_t block, int padded) {
     return reinterpret_cast<const bfloat16*>(queries) + block * G * padded;
@@ -544,23 +560,26 @@ void RowAttention<Value>::begin(const float* queries, std::int64_t head_stride,
   const int step = m_kernels == Kernels::portable ? m_padded_dim
                    : m_kernels == Kernels::pairs  ? 32
                                                   : 16;
-  const auto lane_of = [&](int d) {
-    return m_kernels == Kernels::avx2 ? avx2_lane_of_dim<Value>(d % 16) : d % step;
-  };
-  for (int b = 0; b < m_blocks; ++b) {
-    for (int q = 0; q < m_block_queries; ++q) {
-      const int head = b * m_block_queries + q;
-      for (int d = 0; d < m_padded_dim; ++d) {
-        const float x =
-            head < m_group && d < m_dim ? queries[head * head_stride + d * dim_stride] : 0.0f;
-        const std::int64_t at =
-            (std::int64_t{b} * m_padded_dim + d / step * step) * m_block_queries + q * step +
-            lane_of(d);
+  for (int head = 0; head < padded_group; ++head) {
+    const std::int64_t block = std::int64_t{head / m_block_queries} * m_padded_dim;
+    for (int d = 0; d < m_padded_dim; d += step) {
+      const int count = head < m_group ? std::clamp(m_dim - d, 0, step) : 0;
+      const float* const source = queries + head * head_stride + d * dim_stride;
+      const auto copy = [&](float* target) {
+        for (int i = 0; i < count; ++i) target[i] = source[i * dim_stride];
+        std::fill(target + count, target + step, 0.0f);
+      };
+      const std::int64_t at = (block + d) * m_block_queries + head % m_block_queries * step;
+      if (m_kernels == Kernels::pairs || m_kernels == Kernels::avx2) {
+        float dims[32];
+        copy(dims);
         if (m_kernels == Kernels::pairs) {
-          reinterpret_cast<bfloat16*>(m_queries)[at] = bfloat16(x);
+          narrow(dims, reinterpret_cast<bfloat16*>(m_queries) + at, step);
         } else {
-          m_queries[at] = x;
+          for (int i = 0; i < 16; ++i) m_queries[at + avx2_lane_of_dim<Value>(i)] = dims[i];
         }
+      } else {
+        copy(m_queries + at);
       }
     }
   }
@@ -642,11 +661,19 @@ void RowAttention<Value>::finish(float* maximum, float* weight, float* sums) con
     for (int lane = q; lane < block_lanes; lane += m_block_queries) total += m_weight[lanes + lane];
     weight[head] = total;
     const float* own = m_sums + std::int64_t{head} * m_padded_dim;
-    for (int d = 0; d < m_dim; ++d) {
-      sums[std::int64_t{head} * m_dim + d] =
-          own[m_kernels == Kernels::pairs  ? d / 32 * 32 + lane_of_dim(d % 32)
-              : m_kernels == Kernels::avx2 ? d / 16 * 16 + avx2_lane_of_dim<Value>(d % 16)
-                                           : d];
+    float* const target = sums + std::int64_t{head} * m_dim;
+    if (m_kernels == Kernels::vectors) {
+      std::copy_n(own, m_dim, target);
+      continue;
+    }
+    for (int d = 0; d < m_dim; d += 32) {
+      float dims[32];
+      for (int i = 0; i < 32; ++i) {
+        dims[i] = own[d + (m_kernels == Kernels::pairs
+                               ? lane_of_dim(i)
+                               : i / 16 * 16 + avx2_lane_of_dim<Value>(i % 16))];
+      }
+      std::copy_n(dims, std::min(32, m_dim - d), target + d);
     }
   }
 #endif

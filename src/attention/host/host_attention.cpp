@@ -62,6 +62,19 @@ std::int64_t tile_space_size(int group, int dim) {
                            : FlashPrefill<Value>::scratch_size(group, dim);
 }
 
+/// Asks for the first keys of a run of rows.
+template <class Value>
+void prefetch_begin([[maybe_unused]] const RowRun<Value>& run) {
+#if defined(__GNUC__)
+  constexpr std::int64_t line = 64, lines = 16;
+  const std::int64_t bytes = run.rows * run.row_stride * static_cast<std::int64_t>(sizeof(Value));
+  const char* const keys = reinterpret_cast<const char*>(run.keys);
+  for (std::int64_t i = 0; i < std::min(lines * line, bytes); i += line) {
+    __builtin_prefetch(keys + i, 0, 2);
+  }
+#endif
+}
+
 }  // namespace
 
 template <class Value, PageOrder order>
@@ -193,6 +206,13 @@ void HostAttention<Value, order>::operator()(const ExecutionSpace& exec,
       const auto next = run_at(row);
       attention.attend(run, next);
       run = next;
+    }
+    // What this thread most likely reads next is on its way while the item is brought to an end.
+    if (const std::int64_t likely = queue->load(std::memory_order_relaxed) - n_tiles;
+        likely < n_rows) {
+      const RowItem& later = row_items[likely];
+      prefetch_begin(run_of(span_list[later.span], later.head, call.new_keys, call.new_values,
+                            later.begin, later.end));
     }
     float* const result = partials + i * partial;
     attention.finish(result, result + group, result + 2 * std::int64_t{group});

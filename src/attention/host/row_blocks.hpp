@@ -36,6 +36,20 @@ namespace kvzap::detail {
 // the level-2 cache, as a level-1 cache would lose lines again in between.
 constexpr std::int64_t prefetch_distance = 16384;
 
+// Bytes by which kernels that read every row once, in the order in which rows lie, ask for lines
+// before they read them: far enough for the processor's own prefetcher to see the next memory page
+// in time, and near enough for the line to be on its way already, so that asking takes none of the
+// few misses that a level-1 cache can have at once. Twice as many are as good, eight times as many
+// cost a third of the rate.
+constexpr std::int64_t in_order_distance = 1024;
+
+/// Asks for the line that is in_order_distance behind that of `row`.
+// Of no target, so that it is inlined into kernels of any.
+template <class Value>
+inline __attribute__((always_inline)) void prefetch_in_order(const Value* row) {
+  _mm_prefetch(reinterpret_cast<const char*>(row) + in_order_distance, _MM_HINT_T1);
+}
+
 /// Rows that lie one behind the other, as bytes.
 struct Extent {
   const char* begin = nullptr;

@@ -669,9 +669,9 @@ void RowAttention<Value>::finish(float* maximum, float* weight, float* sums) con
     for (int d = 0; d < m_dim; d += 32) {
       float dims[32];
       for (int i = 0; i < 32; ++i) {
-        dims[i] = own[d + (m_kernels == Kernels::pairs
-                               ? lane_of_dim(i)
-                               : i / 16 * 16 + avx2_lane_of_dim<Value>(i % 16))];
+        dims[i] =
+            own[d + (m_kernels == Kernels::pairs ? lane_of_dim(i)
+                                                 : i / 16 * 16 + avx2_lane_of_dim<Value>(i % 16))];
       }
       std::copy_n(dims, std::min(32, m_dim - d), target + d);
     }

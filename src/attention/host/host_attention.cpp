@@ -14,9 +14,15 @@
 namespace kvzap::detail {
 namespace {
 
-// Rows of a work item. Fixed, so that neither the number of threads nor other spans change how sums
-// are grouped; 512 KiB of bfloat16 keys and values of 128.
-constexpr std::int64_t item_rows = 1024;
+// Rows of a work item, at least: 512 KiB of bfloat16 keys and values of 128.
+constexpr std::int64_t least_item_rows = 1024;
+
+/// Rows of the work items of a head of so many: more of a long one, as an item has a beginning and
+/// an end. It depends on nothing else, so that neither the number of threads nor other spans change
+/// how sums are grouped.
+constexpr std::int64_t item_rows(std::int64_t rows) {
+  return std::clamp(rows / 8 / least_item_rows, std::int64_t{1}, std::int64_t{4}) * least_item_rows;
+}
 
 std::int64_t workers() { return host_threads(); }
 
@@ -62,19 +68,6 @@ std::int64_t tile_space_size(int group, int dim) {
                            : FlashPrefill<Value>::scratch_size(group, dim);
 }
 
-/// Asks for the first keys of a run of rows.
-template <class Value>
-void prefetch_begin([[maybe_unused]] const RowRun<Value>& run) {
-#if defined(__GNUC__)
-  constexpr std::int64_t line = 64, lines = 16;
-  const std::int64_t bytes = run.rows * run.row_stride * static_cast<std::int64_t>(sizeof(Value));
-  const char* const keys = reinterpret_cast<const char*>(run.keys);
-  for (std::int64_t i = 0; i < std::min(lines * line, bytes); i += line) {
-    __builtin_prefetch(keys + i, 0, 2);
-  }
-#endif
-}
-
 }  // namespace
 
 template <class Value, PageOrder order>
@@ -84,7 +77,7 @@ typename HostAttention<Value, order>::Sizes HostAttention<Value, order>::sizes_o
   Sizes sizes{};
   sizes.singles = by_tiles ? 0 : extents.spans;
   sizes.row_items =
-      by_tiles ? 0 : extents.single_rows / item_rows + extents.spans * extents.kv_heads;
+      by_tiles ? 0 : extents.single_rows / least_item_rows + extents.spans * extents.kv_heads;
   sizes.tiles = (extents.tokens / tile + extents.spans) * extents.kv_heads;
   sizes.partials = sizes.row_items * partial_size(extents.group, extents.head_dim);
   sizes.workspaces = workers() * (tile_space_size<Value>(extents.group, extents.head_dim) +
@@ -137,8 +130,9 @@ void HostAttention<Value, order>::operator()(const ExecutionSpace& exec,
       for (int head = 0; head < kv_heads; ++head) {
         m_first_items.push_back(static_cast<std::int64_t>(m_row_items.size()));
         const std::int64_t rows = span.cached.rows(head) + span.new_rows;
-        for (std::int64_t begin = 0; begin < rows; begin += item_rows) {
-          m_row_items.push_back({begin, std::min(rows, begin + item_rows), s, head});
+        const std::int64_t step = item_rows(rows);
+        for (std::int64_t begin = 0; begin < rows; begin += step) {
+          m_row_items.push_back({begin, std::min(rows, begin + step), s, head});
         }
       }
     } else if (FlashPrefill<Value>::available()) {
@@ -206,13 +200,6 @@ void HostAttention<Value, order>::operator()(const ExecutionSpace& exec,
       const auto next = run_at(row);
       attention.attend(run, next);
       run = next;
-    }
-    // What this thread most likely reads next is on its way while the item is brought to an end.
-    if (const std::int64_t likely = queue->load(std::memory_order_relaxed) - n_tiles;
-        likely < n_rows) {
-      const RowItem& later = row_items[likely];
-      prefetch_begin(run_of(span_list[later.span], later.head, call.new_keys, call.new_values,
-                            later.begin, later.end));
     }
     float* const result = partials + i * partial;
     attention.finish(result, result + group, result + 2 * std::int64_t{group});

@@ -114,14 +114,13 @@ KVZAP_INLINE_AVX2 void multiply_dims(const Wide16* keys, const float* queries, _
 template <class Value, int G>
 KVZAP_TARGET_AVX2 void score_avx2(const Value* keys, std::int64_t stride, int rows,
                                   const float* queries, int dim, float* scores, Ahead& ahead) {
-  AheadSteps steps_ahead(ahead);
   constexpr int unit = 8 / G;
   const int steps = dim / 16, left = dim % 16;
   for (int first = 0; first < rows; first += unit, scores += 8) {
     const Value* row[unit];
 #pragma GCC unroll 8
     for (int i = 0; i < unit; ++i) row[i] = keys + std::min(first + i, rows - 1) * stride;
-    steps_ahead.step();
+    ahead.step();
     __m256 sums[8];
 #pragma GCC unroll 8
     for (int e = 0; e < 8; ++e) sums[e] = _mm256_setzero_ps();
@@ -204,14 +203,13 @@ template <class Value>
 KVZAP_TARGET_AVX2 void score_by_four_avx2(const Value* keys, std::int64_t stride, int rows,
                                           const float* queries, int dim, float* scores,
                                           Ahead& ahead) {
-  AheadSteps steps_ahead(ahead);
   constexpr int unit = rows_by_four;
   const int steps = dim / 16, left = dim % 16;
   for (int first = 0; first < rows; first += unit) {
     const Value* row[unit];
 #pragma GCC unroll 3
     for (int i = 0; i < unit; ++i) row[i] = keys + std::min(first + i, rows - 1) * stride;
-    steps_ahead.step();
+    ahead.step();
     __m256 sums[4 * unit];
 #pragma GCC unroll 12
     for (int e = 0; e < 4 * unit; ++e) sums[e] = _mm256_setzero_ps();
@@ -235,10 +233,9 @@ template <class Value>
 KVZAP_TARGET_AVX2 void score_in_order_avx2(const Value* keys, std::int64_t stride, int rows,
                                            const float* query, int dim, float* scores,
                                            Ahead& ahead) {
-  AheadSteps steps_ahead(ahead);
   const int steps = dim / 16, left = dim % 16;
   for (int first = 0; first < rows; first += 8, scores += 8) {
-    steps_ahead.step();
+    ahead.step();
     __m256 sums[8];
 #pragma GCC unroll 1
     for (int i = 0; i < 8; ++i) {
@@ -320,7 +317,6 @@ template <class Value, int G, int V, bool is_part>
 KVZAP_TARGET_AVX2 void accumulate_avx2(const Value* values, std::int64_t stride, int rows,
                                        const float* weights, float* sums, int padded, int left,
                                        Ahead& ahead) {
-  AheadSteps steps_ahead(ahead);
   static_assert(G * V <= 4);
   __m256 low[G * V], high[G * V];
 #pragma GCC unroll 4
@@ -336,7 +332,7 @@ KVZAP_TARGET_AVX2 void accumulate_avx2(const Value* values, std::int64_t stride,
   // to the same sum does not wait for the one before.
   for (; G > 1 && r + 2 <= rows; r += 2) {
     const Value* const row = values + r * stride;
-    steps_ahead.step();
+    ahead.step();
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
       const Wide16 first = load_dims<is_part>(row + v * 16, left);
@@ -354,7 +350,7 @@ KVZAP_TARGET_AVX2 void accumulate_avx2(const Value* values, std::int64_t stride,
   }
   for (; r < rows; ++r) {
     const Value* row = values + r * stride;
-    if (r % 2 == 0) steps_ahead.step();
+    if (r % 2 == 0) ahead.step();
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
       const Wide16 value = load_dims<is_part>(row + v * 16, left);

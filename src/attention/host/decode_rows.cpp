@@ -72,14 +72,13 @@ KVZAP_INLINE_AVX512 __m512 fold_all(const __m512* vectors) {
 template <class Ops, int G>
 KVZAP_TARGET_AVX512 void score(const typename Ops::Value* keys, std::int64_t stride, int rows,
                                const float* queries, int dim, float* scores, Ahead& ahead) {
-  AheadSteps steps_ahead(ahead);
   constexpr int unit = 16 / G;
   const int steps = (dim + 15) / 16;
   const std::uint32_t last = 0xffffu >> (steps * 16 - dim);
   for (int first = 0; first < rows; first += unit, scores += 16) {
     const typename Ops::Value* row[unit];
     for (int i = 0; i < unit; ++i) row[i] = keys + std::min(first + i, rows - 1) * stride;
-    steps_ahead.step();
+    ahead.step();
     __m512 sums[16];
     for (int e = 0; e < 16; ++e) sums[e] = _mm512_setzero_ps();
     for (int s = 0; s < steps; ++s) {
@@ -103,11 +102,10 @@ template <class Ops>
 KVZAP_TARGET_AVX512 void score_in_order(const typename Ops::Value* keys, std::int64_t stride,
                                         int rows, const float* query, int dim, float* scores,
                                         Ahead& ahead) {
-  AheadSteps steps_ahead(ahead);
   const int steps = (dim + 15) / 16;
   const std::uint32_t last = 0xffffu >> (steps * 16 - dim);
   for (int first = 0; first < rows; first += 16, scores += 16) {
-    steps_ahead.step();
+    ahead.step();
     __m512 sums[16];
 #pragma GCC unroll 1
     for (int i = 0; i < 16; ++i) {
@@ -177,14 +175,13 @@ template <int G, int steps>
 KVZAP_TARGET_AVX512_BF16 void score_pairs_of(const bfloat16* keys, std::int64_t stride, int rows,
                                              const bfloat16* queries, int dim, float* scores,
                                              Ahead& ahead) {
-  AheadSteps steps_ahead(ahead);
   constexpr int unit = 16 / G;
   const int n_steps = (dim + 31) / 32;
   const std::uint32_t last = 0xffffffffu >> (n_steps * 32 - dim);
   for (int first = 0; first < rows; first += unit, scores += 16) {
     const bfloat16* row[unit];
     for (int i = 0; i < unit; ++i) row[i] = keys + std::min(first + i, rows - 1) * stride;
-    steps_ahead.step();
+    ahead.step();
     _mm512_store_ps(scores, score_unit_pairs<G, steps, 4>(row, queries, n_steps, last));
   }
 }
@@ -307,7 +304,6 @@ template <class Ops, int G, int V>
 KVZAP_TARGET_AVX512 void accumulate(const typename Ops::Value* values, std::int64_t stride,
                                     int rows, const float* weights, int weights_stride, float* sums,
                                     int padded, std::uint32_t last_mask, Ahead& ahead) {
-  AheadSteps steps_ahead(ahead);
   __m512 sum[G * V];
 #pragma GCC unroll 16
   for (int q = 0; q < G; ++q) {
@@ -316,7 +312,7 @@ KVZAP_TARGET_AVX512 void accumulate(const typename Ops::Value* values, std::int6
   }
   for (int r = 0; r < rows; ++r) {
     const typename Ops::Value* row = values + r * stride;
-    steps_ahead.step();
+    ahead.step();
     __m512 value[V];
 #pragma GCC unroll 16
     for (int v = 0; v < V; ++v) {
@@ -344,7 +340,6 @@ template <int G, int V>
 KVZAP_TARGET_AVX512_BF16 void accumulate_pairs(const bfloat16* values, std::int64_t stride,
                                                int rows, const std::uint32_t* weights, float* sums,
                                                int padded, std::uint32_t last_mask, Ahead& ahead) {
-  AheadSteps steps_ahead(ahead);
   __m512 sum[G * 2 * V];
 #pragma GCC unroll 16
   for (int q = 0; q < G; ++q) {
@@ -356,7 +351,7 @@ KVZAP_TARGET_AVX512_BF16 void accumulate_pairs(const bfloat16* values, std::int6
     // The pair of an odd last row has the weight 0; it must not be multiplied with what is not
     // there.
     const bfloat16* odd = r + 1 < rows ? even + stride : even;
-    steps_ahead.step();
+    ahead.step();
     __m512bh weight[G];
 #pragma GCC unroll 16
     for (int q = 0; q < G; ++q) {

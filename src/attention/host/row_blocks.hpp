@@ -78,7 +78,7 @@ class Ahead {
   // Of no target, so that it is inlined into kernels of any.
   inline __attribute__((always_inline)) void step() {
     for (int i = 0; i < m_lines; ++i) {
-      if (__builtin_expect(m_now.begin >= m_now.end, 0)) {
+      if (m_now.begin >= m_now.end) {
         m_now = m_later;
         m_later = {};
         if (m_now.begin >= m_now.end) return;
@@ -91,21 +91,6 @@ class Ahead {
  private:
   Extent m_now, m_later;
   int m_lines = 0;
-};
-
-/// Steps a kernel's Ahead from a copy while it lives, which stays in registers.
-class AheadSteps {
- public:
-  inline __attribute__((always_inline)) explicit AheadSteps(Ahead& origin)
-      : m_origin(origin), m_own(origin) {}
-  inline __attribute__((always_inline)) ~AheadSteps() { m_origin = m_own; }
-  AheadSteps(const AheadSteps&) = delete;
-  AheadSteps& operator=(const AheadSteps&) = delete;
-  inline __attribute__((always_inline)) void step() { m_own.step(); }
-
- private:
-  Ahead& m_origin;
-  Ahead m_own;
 };
 
 /// State of one call of attend_blocks.

@@ -382,9 +382,12 @@ struct Avx2Kernels {
 
   static constexpr bool by_four = G == 4 && sizeof(Value) == 2;
 
-  // A quarter of a small level-1 cache: with more rows at a time loops begin and end less often.
+  // Half of a small level-1 cache, or a quarter where there is less to compute than to read: with
+  // more rows at a time loops begin and end less often.
   static int near_rows_of(int dim) {
-    return std::clamp(8192 / (dim * static_cast<int>(sizeof(Value))), near_rows, 2 * near_rows);
+    const int bytes = G == 4 ? 16384 : 8192;
+    return std::clamp(bytes / (dim * static_cast<int>(sizeof(Value))), near_rows,
+                      sizeof(Value) == 2 ? decode_block_rows : near_rows);
   }
 
   static int score_steps(int rows) {

@@ -129,8 +129,10 @@ void attend_blocks(const Blocks<typename Kernels::Value>& blocks,
   const int dim = blocks.dim, padded = blocks.padded;
   // Rows that are read once, in the order in which they lie, are brought by the processor's own
   // prefetcher, at the memory's full rate, which asking for single lines does not reach. It helps
-  // where the next page lies elsewhere, or where there is more to compute than to read.
-  const bool prefetches = Kernels::always_prefetches || blocks.count > 1 || !is_behind(next, run);
+  // where the next page lies elsewhere, or, of several queries, where keys and values of a block
+  // do (longer pages), and where there is more to compute than to read.
+  const bool in_order = is_behind(next, run) && (G == 1 || run.rows <= decode_block_rows);
+  const bool prefetches = Kernels::always_prefetches || blocks.count > 1 || !in_order;
   for (std::int64_t begin = 0; begin < run.rows; begin += decode_block_rows) {
     const int rows = static_cast<int>(std::min<std::int64_t>(decode_block_rows, run.rows - begin));
     const Value* keys = run.keys + begin * run.row_stride;

@@ -6,7 +6,7 @@ import re
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
-# Instruction sets, the widest first, as KVZAP_SIMD names them; programs report amx as amx_bf16.
+# Instruction sets, the widest first, as KVZAP_SIMD names them; programs report amx as amx_bf16 or amx_fp16.
 LEVELS = ["amx", "avx512_bf16", "avx512", "avx2", "baseline"]
 # Those that a wider processor's run may be limited to; its files are called RUN-LEVEL.json then.
 LIMITS = LEVELS[1:]
@@ -72,7 +72,7 @@ class Results:
 
     def level(self):
         """The instruction set of these figures, as KVZAP_SIMD names it; "" if they do not tell."""
-        return self.limited_to or self.context().get("instruction_set", "").replace("amx_bf16", "amx")
+        return self.limited_to or self.context().get("instruction_set", "").replace("amx_bf16", "amx").replace("amx_fp16", "amx")
 
     def all(self, run, pattern):
         """Benchmarks of a run, and of what --all adds to it, whose name the pattern matches as a whole."""

@@ -63,6 +63,9 @@ struct AttentionExtents {
 /// the sum of the rounded ones. The result is then within 2 (2^-9 + d), where d = 2^-9 sum_i |q_i
 /// k_i| / sqrt(head_dim) bounds how far the scores move; within 2^-7 for scores of order 1. With
 /// AMX, weights exceed 1 before they are normalized: sums of values beyond 2^80 may overflow.
+/// For half rows on processors with AMX, flash_prefill, and rows where a KV head has 8 query heads
+/// or more, round queries and exponentials too: with AMX's products of half by 2^-11 (as panels
+/// does), with those of bfloat16 alone by 2^-17, and as much again in each product.
 ///
 /// The path panels rounds queries and exponentials to the type of the rows: as above for bfloat16,
 /// and for half with 2^-11 instead of 2^-9. The path split_kv rounds neither. The log-sum-exp is

@@ -16,9 +16,14 @@
 namespace kvzap::detail {
 namespace {
 
-constexpr SimdLevel levels[] = {SimdLevel::baseline,     SimdLevel::avx2,
-                                SimdLevel::avx512,       SimdLevel::avx512_bf16,
-                                SimdLevel::amx_emulated, SimdLevel::amx_bf16};
+constexpr SimdLevel levels[] = {SimdLevel::baseline,
+                                SimdLevel::avx2,
+                                SimdLevel::avx512,
+                                SimdLevel::avx512_bf16,
+                                SimdLevel::amx_bf16_emulated,
+                                SimdLevel::amx_emulated,
+                                SimdLevel::amx_bf16,
+                                SimdLevel::amx_fp16};
 
 SimdLevel checked(SimdLevel level, const char* asked_by) {
   if (!processor_has(level)) {
@@ -37,19 +42,26 @@ SimdLevel initial_level() {
 }
 
 #if KVZAP_X86_TILES && defined(KVZAP_TILES_ARE_TRAPPED)
-bool ask_for_tiles() { return true; }  // see tests/tiles
+SimdLevel level_with_tiles() { return SimdLevel::amx_fp16; }  // see tests/tiles
 #elif KVZAP_X86_TILES
-/// Whether there are tile registers for bf16, which this process and its threads may use from now
-/// on. Linux has to be asked, as each thread's state takes 8 KiB more (its file
-/// Documentation/arch/x86/xstate.rst), and denies them where it does not save them, or a thread's
-/// alternate signal stack has no room for them.
-bool ask_for_tiles() {
+/// The level of the processor's tile registers, which this process and its threads may use from now
+/// on; avx512_bf16 if there are none for bf16. Linux has to be asked, as each thread's state takes
+/// 8 KiB more (its file Documentation/arch/x86/xstate.rst), and denies them where it does not save
+/// them, or a thread's alternate signal stack has no room for them.
+SimdLevel level_with_tiles() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return SimdLevel::avx512_bf16;
+  const unsigned subleaves = eax;
   constexpr unsigned amx_bf16 = 1u << 22, amx_tile = 1u << 24;
-  if ((edx & amx_bf16) == 0 || (edx & amx_tile) == 0) return false;
+  if ((edx & amx_bf16) == 0 || (edx & amx_tile) == 0) return SimdLevel::avx512_bf16;
   constexpr long arch_req_xcomp_perm = 0x1023, xfeature_xtiledata = 18;
-  return syscall(SYS_arch_prctl, arch_req_xcomp_perm, xfeature_xtiledata) == 0;
+  if (syscall(SYS_arch_prctl, arch_req_xcomp_perm, xfeature_xtiledata) != 0) {
+    return SimdLevel::avx512_bf16;
+  }
+  constexpr unsigned amx_fp16 = 1u << 21;
+  const bool has_fp16 =
+      subleaves >= 1 && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & amx_fp16) != 0;
+  return has_fp16 ? SimdLevel::amx_fp16 : SimdLevel::amx_bf16;
 }
 #endif
 
@@ -66,9 +78,10 @@ SimdLevel widest_level() {
   if (!avx512) return SimdLevel::avx2;
   if (!__builtin_cpu_supports("avx512bf16")) return SimdLevel::avx512;
 #if KVZAP_X86_TILES
-  if (ask_for_tiles()) return SimdLevel::amx_bf16;
-#endif
+  return level_with_tiles();
+#else
   return SimdLevel::avx512_bf16;
+#endif
 #else
   return SimdLevel::baseline;
 #endif
@@ -91,16 +104,22 @@ const char* name_of(SimdLevel level) {
       return "avx512";
     case SimdLevel::avx512_bf16:
       return "avx512_bf16";
+    case SimdLevel::amx_bf16_emulated:
+      return "amx_bf16_emulated";
     case SimdLevel::amx_emulated:
       return "amx_emulated";
     case SimdLevel::amx_bf16:
       return "amx_bf16";
+    case SimdLevel::amx_fp16:
+      return "amx_fp16";
   }
   return "unknown";
 }
 
 std::optional<SimdLevel> simd_level_named(std::string_view name) {
-  if (name == "amx") return SimdLevel::amx_bf16;
+  if (name == "amx") {
+    return processor_has(SimdLevel::amx_fp16) ? SimdLevel::amx_fp16 : SimdLevel::amx_bf16;
+  }
   for (SimdLevel level : levels) {
     if (name == name_of(level)) return level;
   }
@@ -113,8 +132,8 @@ SimdLevel simd_level_of_processor() {
 }
 
 bool processor_has(SimdLevel level) {
-  const SimdLevel needed = level == SimdLevel::amx_emulated ? SimdLevel::avx512_bf16 : level;
-  return needed <= simd_level_of_processor();
+  const bool emulated = level == SimdLevel::amx_emulated || level == SimdLevel::amx_bf16_emulated;
+  return (emulated ? SimdLevel::avx512_bf16 : level) <= simd_level_of_processor();
 }
 
 SimdLevel simd_level() { return current_level().load(std::memory_order_relaxed); }

@@ -13,25 +13,29 @@ namespace kvzap::detail {
 
 /// Ascending: each level can run what those before it can.
 enum class SimdLevel {
-  baseline,      // what the build's flags allow (SSE2 on x86-64); the only one elsewhere
-  avx2,          // x86-64-v3: AVX2, FMA, F16C
-  avx512,        // x86-64-v4: AVX-512 F, BW, CD, DQ, VL
-  avx512_bf16,   // and its dot product of bf16 pairs
-  amx_emulated,  // for tests: avx512_bf16, where arrays take the place of amx_bf16's tile registers
-  amx_bf16       // and AMX: tile registers, and products of tiles of bf16
+  baseline,           // what the build's flags allow (SSE2 on x86-64); the only one elsewhere
+  avx2,               // x86-64-v3: AVX2, FMA, F16C
+  avx512,             // x86-64-v4: AVX-512 F, BW, CD, DQ, VL
+  avx512_bf16,        // and its dot product of bf16 pairs
+  amx_bf16_emulated,  // for tests: avx512_bf16, with arrays in place of amx_bf16's tile registers
+  amx_emulated,       // for tests: the same of amx_fp16's
+  amx_bf16,           // and AMX: tile registers, and products of tiles of bf16
+  amx_fp16            // and products of tiles of f16
 };
 
-/// "baseline", "avx2", "avx512", "avx512_bf16", "amx_emulated" or "amx_bf16".
+/// "baseline", "avx2", "avx512", "avx512_bf16", "amx_bf16" or "amx_fp16"; for tests also
+/// "amx_bf16_emulated" and "amx_emulated".
 const char* name_of(SimdLevel level);
 
-/// The level of that name, or amx_bf16 for "amx"; none if there is no such level.
+/// The level of that name; for "amx" amx_fp16 if the processor has it, else amx_bf16. None if there
+/// is no such level.
 std::optional<SimdLevel> simd_level_named(std::string_view name);
 
 /// The widest level that this processor has, and the system lets this process use: AMX's registers
-/// are asked for when this is first called. Never amx_emulated.
+/// are asked for when this is first called. Never an emulated one.
 SimdLevel simd_level_of_processor();
 
-/// Whether the processor can run a level; amx_emulated wherever it can run avx512_bf16.
+/// Whether the processor can run a level; the emulated ones wherever it can run avx512_bf16.
 bool processor_has(SimdLevel level);
 
 /// The level in use: the processor's, or a lower one named by the environment variable KVZAP_SIMD

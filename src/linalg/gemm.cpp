@@ -292,6 +292,65 @@ void by_packed_panels(const float* x, std::int64_t x_stride, std::int64_t rows,
   }
 }
 
+// Many rows by f16 weights in tiles of the processor: x scaled row by row and rounded, packed
+// weights put in pairs of inputs panel by panel.
+void by_half_tiles(const ConstMatrix& x, const LinearWeights<half>& weights,
+                   const ConstVector& bias, Kokkos::View<half*, MemorySpace>& rounded,
+                   Vector& unscale, Kokkos::View<half*, MemorySpace>& pairs, const Matrix& y) {
+  constexpr std::int64_t block = LinearWeights<half>::block_outputs;
+  const std::int64_t rows = x.extent(0);
+  const std::int64_t inputs = weights.inputs();
+  const std::int64_t outputs = weights.outputs();
+  const std::int64_t stride = LinearWeights<bfloat16>::padded_inputs(inputs);
+  reserve_scratch(rounded, rows * stride, "kvzap::linear::rounded");
+  reserve_scratch(unscale, rows, "kvzap::linear::unscale");
+  half* const values = rounded.data();
+  float* const factors = unscale.data();
+  host_for("kvzap::linear::copy", rows, inputs, [=](std::int64_t m) {
+    half* const row = values + m * stride;
+    factors[m] = scale_to_half(&x(m, 0), inputs, row);
+    std::fill(row + inputs, row + stride, half{0});
+  });
+  onednn::Product<half> product{};
+  product.m = rows;
+  product.n = outputs;
+  product.k = inputs;
+  product.x = values;
+  product.x_stride = stride;
+  product.y = y.data();
+  product.y_stride = y.stride(0);
+  if (!weights.is_packed()) {
+    product.weights = weights.rows().data();
+    product.weights_stride = weights.rows().stride(0);
+    onednn::multiply(product);
+  } else {
+    const std::int64_t padded = LinearWeights<half>::padded_inputs(inputs);
+    const std::int64_t block_bytes = block * stride * static_cast<std::int64_t>(sizeof(half));
+    const std::int64_t blocks = (outputs + block - 1) / block;
+    const std::int64_t panel_blocks =
+        std::min(blocks, std::max<std::int64_t>(1, packed_panel_bytes / block_bytes));
+    reserve_scratch(pairs, panel_blocks * block * stride, "kvzap::linear::panel");
+    half* const panel = pairs.data();
+    for (std::int64_t first = 0; first < blocks; first += panel_blocks) {
+      const std::int64_t count = std::min(panel_blocks, blocks - first);
+      const half* const source = weights.packed().data() + first * block * padded;
+      host_for("kvzap::linear::pair", count, block * stride, [=](std::int64_t i) {
+        pair_block(source + i * block * padded, padded, stride, panel + i * block * stride);
+      });
+      product.n = std::min(count * block, outputs - first * block);
+      product.weights = panel;
+      product.y = y.data() + first * block;
+      onednn::multiply(product);
+    }
+  }
+  host_for("kvzap::linear::finish", rows, outputs, [=](std::int64_t m) {
+    float* const row = &y(m, 0);
+    for (std::int64_t n = 0; n < outputs; ++n) {
+      row[n] = row[n] * factors[m] + (bias.extent(0) > 0 ? bias(n) : 0.0f);
+    }
+  });
+}
+
 // Many rows by packed weights without a library.
 template <class Value>
 void by_packed_gemm(const ConstMatrix& x, const LinearWeights<Value>& weights,
@@ -335,6 +394,11 @@ bool has_packed_products() {
 // Whether weights of bf16 are multiplied by dot products of bf16 pairs.
 [[maybe_unused]] bool has_bf16_products() {
   return runs_on_host && has_packed_kernels() && simd_level() >= SimdLevel::avx512_bf16;
+}
+
+// Whether the processor multiplies tiles of f16.
+[[maybe_unused]] bool has_half_tiles() {
+  return runs_on_host && has_packed_kernels() && simd_level() >= SimdLevel::amx_fp16;
 }
 
 // Up to this many rows a product reads its weights at the speed of memory, or nearly so, and a gemm
@@ -556,6 +620,11 @@ void LinearMap::operator()(const ExecutionSpace& exec, const ConstMatrix& x,
         few_rows(m_bf16.data(), stride, rows, weights, y);
         if (bias.extent(0) > 0) add_bias(exec, bias, y);
         return;
+      }
+    }
+    if constexpr (std::is_same_v<Value, half>) {
+      if (!few && has_half_tiles() && onednn::has_fast_products<half>(weights.is_packed())) {
+        return by_half_tiles(x, weights, bias, m_half, m_unscale, m_pairs, y);
       }
     }
     if (few) {

@@ -61,9 +61,11 @@ void pack_rows(const Value* rows, std::int64_t begin, std::int64_t n_rows,
 
 /// y = x W^T + bias as torch.nn.Linear has it, accumulated in float whatever W is stored in. With
 /// bf16 weights x is rounded to bf16 first, on every path, as transformers has it. With f16 weights
-/// x stays float on hosts; where products keep the weights' type (on CUDA), every row of x is
+/// x stays float on hosts. Where products keep the weights' type (on CUDA), or a host's processor
+/// has those of tiles of f16 (AMX-FP16, by oneDNN 3) and there are many rows, every row of x is
 /// rounded to f16 after a power of two has brought its largest value near the largest of f16, so
-/// that nothing overflows and values down to 2^-28 of the row's largest keep 11 bits. The object
+/// that nothing overflows and values down to 2^-28 of the row's largest keep 11 bits: each sum is
+/// then off by at most 2^-11 of the sum of its terms' magnitudes. The object
 /// keeps scratch space and is not for two threads at a time.
 class LinearMap {
  public:
@@ -91,6 +93,7 @@ class LinearMap {
   Vector m_copied;                              // a few rows of x, padded
   Kokkos::View<bfloat16*, MemorySpace> m_bf16;  // x, rounded and padded
   Kokkos::View<half*, MemorySpace> m_half;      // x, rounded, its rows scaled
+  Kokkos::View<half*, MemorySpace> m_pairs;     // weights in pairs of inputs
   Vector m_unscale;                             // what undoes the scaling of each row
 };
 

@@ -150,7 +150,7 @@ class Tables(BenchCase):
             self.assertEqual(report["options"]["seed"], 7)
             system = report["system"]
             self.assertEqual(system["ranks"], max(1, ranks))
-            self.assertIn(system["simd"], ("baseline", "avx2", "avx512", "avx512_bf16", "amx_bf16"))
+            self.assertIn(system["simd"], ("baseline", "avx2", "avx512", "avx512_bf16", "amx_bf16", "amx_fp16"))
             self.assertRegex(system["kokkos"], r"^\d+\.\d+\.\d+$")
             for name in ("backend", "processor", "mpi", "compiler"):
                 self.assertTrue(system[name])

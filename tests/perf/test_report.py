@@ -122,7 +122,7 @@ class Report(unittest.TestCase):
         self.write("one", "attention-avx2", run_of("avx2", benchmark(DECODE, GB_per_s=20, limit=40, share=0.5)))
         self.write("one", "peers-avx2", peers_of(("prefill", "transformers", 4096, 1.1), simd="avx2", notes=["A note."]))
         self.write("two", "processor", {"title": "Two", "identity": "two", "float16": ["avx512_fp16"]})
-        self.write("two", "attention", run_of("amx_bf16", benchmark(DECODE, GB_per_s=32, limit=40, share=0.8)))
+        self.write("two", "attention", run_of("amx_fp16", benchmark(DECODE, GB_per_s=32, limit=40, share=0.8)))
         self.write("two", "peers", peers_of(("prefill", "transformers", 4096, 1.3)))
         (self.results / "one" / "reasons.toml").write_text(
             'prefill-4096 = "Too slow."\nattention-decode-remark = "A remark."\n'

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <kvzap/types.hpp>
 
 #include "base/simd.hpp"
 
@@ -22,7 +23,8 @@ struct Registers {
 };
 thread_local Registers registers;
 
-std::int64_t trapped = 0;  // instructions
+std::int64_t trapped = 0;         // instructions
+std::int64_t trapped_halves = 0;  // products of f16 among them
 const char* wrong = nullptr;
 
 using Context = decltype(ucontext_t::uc_mcontext.gregs);
@@ -107,6 +109,24 @@ KVZAP_TARGET_AVX512_BF16 void multiply(float* sums, const float* a, const float*
   }
 }
 
+void multiply_halves(float* sums, const float* a, const float* b) {
+  kvzap::half packed[2][512];
+  float rows[512], columns[512];
+  std::memcpy(packed[0], a, sizeof(packed[0]));
+  std::memcpy(packed[1], b, sizeof(packed[1]));
+  for (int i = 0; i < 512; ++i) {
+    rows[i] = static_cast<float>(packed[0][i]);
+    columns[i] = static_cast<float>(packed[1][i]);
+  }
+  for (int row = 0; row < 16; ++row) {
+    for (int k = 0; k < 32; ++k) {
+      for (int column = 0; column < 16; ++column) {
+        sums[row * 16 + column] += rows[row * 32 + k] * columns[k / 2 * 32 + column * 2 + k % 2];
+      }
+    }
+  }
+}
+
 /// False if it is none of the instructions.
 bool carry_out(const Instruction& x) {
   auto& tiles = registers.tiles;
@@ -130,9 +150,10 @@ bool carry_out(const Instruction& x) {
         std::memcpy(line, memory + row * x.stride, 64);
       }
     }
-  } else if (x.opcode == 0x5c && x.prefix == 2 && !x.in_memory) {  // tdpbf16ps
+  } else if (x.opcode == 0x5c && x.prefix >= 2 && !x.in_memory) {  // tdpbf16ps, tdpfp16ps
     if (x.reg == x.rm || x.reg == x.third || x.rm == x.third || x.third > 7) return false;
-    multiply(tiles[x.reg], tiles[x.rm], tiles[x.third]);
+    if (x.prefix == 3) ++trapped_halves;
+    (x.prefix == 2 ? multiply : multiply_halves)(tiles[x.reg], tiles[x.rm], tiles[x.third]);
   } else {
     return false;
   }
@@ -172,10 +193,11 @@ class Trap : public ::testing::Environment {
 TEST(ZTiles, WereUsedAndReleased) {
   if (!KVZAP_X86_TILES) GTEST_SKIP() << "built without AMX";
   if (!processor_has(SimdLevel::avx512_bf16)) GTEST_SKIP() << "the handler needs AVX512-BF16";
-  EXPECT_EQ(kvzap::detail::simd_level_of_processor(), SimdLevel::amx_bf16);
+  EXPECT_EQ(kvzap::detail::simd_level_of_processor(), SimdLevel::amx_fp16);
   EXPECT_FALSE(registers.has_shape);
   // None on a processor that has AMX.
   EXPECT_TRUE(trapped == 0 || trapped > 10000) << trapped;
+  EXPECT_TRUE(trapped == 0 || trapped_halves > 1000) << trapped_halves;
 }
 
 }  // namespace

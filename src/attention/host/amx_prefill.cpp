@@ -3,11 +3,13 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 
 #include "attention/call.hpp"
 #include "attention/host/tile_registers.hpp"
 #include "attention/host/vector_math.hpp"
 #include "base/simd.hpp"
+#include "linalg/rounded_rows.hpp"
 
 // Within a tile offsets fit an int.
 // NOLINTBEGIN(bugprone-implicit-widening-of-multiplication-result)
@@ -28,34 +30,138 @@ constexpr std::int64_t padded_tile(int group) {
   return whole(std::max<std::int64_t>(tile_rows, group), block);
 }
 
+#if KVZAP_X86
+/// A format's operations. Packed: what tiles hold. headroom, large: see Kernels. round: two vectors
+/// of 16 floats in all parts; take_apart: 32 values of rows likewise; sum_of: of both vectors, as
+/// rounded.
+template <class Format>
+struct AmxFormat;
+
+template <>
+struct AmxFormat<BfloatTiles> {
+  using Packed = bfloat16;
+  static constexpr float headroom = 0;
+  static constexpr float large = 0x1p30f;
+  KVZAP_INLINE_AVX512_BF16 void round(__m512 first, __m512 second, __m512i* parts) {
+    parts[0] = (__m512i)_mm512_cvtne2ps_pbh(second, first);
+  }
+  KVZAP_INLINE_AVX512_BF16 void take_apart(__m512i values, __m512i* parts) { parts[0] = values; }
+  KVZAP_INLINE_AVX512_BF16 __m512 sum_of(const __m512i* parts) {
+    // (VDPBF16PS with ones would be slower.)
+    return _mm512_add_ps((__m512)_mm512_slli_epi32(parts[0], 16),
+                         (__m512)_mm512_and_si512(parts[0], _mm512_set1_epi32(-65536)));
+  }
+  template <class Tiles, int sums, int a, int b>
+  KVZAP_INLINE_AVX512_BF16 void multiply() {
+    Tiles::template multiply<sums, a, b>();
+  }
+};
+
+template <>
+struct AmxFormat<HalfTiles> {
+  using Packed = half;
+  static constexpr float headroom = 6;
+  static constexpr float large = 0x1p15f;
+  KVZAP_INLINE_AVX512_BF16 void round(__m512 first, __m512 second, __m512i* parts) {
+    constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    parts[0] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtps_ph(first, nearest)),
+                                  _mm512_cvtps_ph(second, nearest), 1);
+  }
+  KVZAP_INLINE_AVX512_BF16 void take_apart(__m512i values, __m512i* parts) { parts[0] = values; }
+  KVZAP_INLINE_AVX512_BF16 __m512 sum_of(const __m512i* parts) {
+    return _mm512_add_ps(_mm512_cvtph_ps(_mm512_castsi512_si256(parts[0])),
+                         _mm512_cvtph_ps(_mm512_extracti64x4_epi64(parts[0], 1)));
+  }
+  template <class Tiles, int sums, int a, int b>
+  KVZAP_INLINE_AVX512_BF16 void multiply() {
+    Tiles::template multiply_halves<sums, a, b>();
+  }
+};
+
+template <>
+struct AmxFormat<SplitHalfTiles> {
+  using Packed = bfloat16;
+  static constexpr float headroom = 0;
+  static constexpr float large = 0x1p30f;
+  KVZAP_INLINE_AVX512_BF16 void round(__m512 first, __m512 second, __m512i* parts) {
+    const __m512i high = (__m512i)_mm512_cvtne2ps_pbh(second, first);
+    const __m512 first_high = widen(_mm512_castsi512_si256(high));
+    const __m512 second_high = widen(_mm512_extracti64x4_epi64(high, 1));
+    const __mmask16 first_odd = not_finite(first_high), second_odd = not_finite(second_high);
+    // What is not finite is the low part, and the high one only its sign: products are then what
+    // they are of the whole, never infinity times 0 or less infinity.
+    const __m512 first_low =
+        _mm512_mask_mov_ps(_mm512_sub_ps(first, first_high), first_odd, first_high);
+    const __m512 second_low =
+        _mm512_mask_mov_ps(_mm512_sub_ps(second, second_high), second_odd, second_high);
+    const __mmask32 odd = static_cast<std::uint32_t>(second_odd) << 16 | first_odd;
+    const __m512i signs = _mm512_and_si512(high, _mm512_set1_epi16(-0x8000));
+    constexpr short one = 0x3f80;
+    parts[0] = _mm512_mask_mov_epi16(high, odd, _mm512_or_si512(signs, _mm512_set1_epi16(one)));
+    parts[1] = (__m512i)_mm512_cvtne2ps_pbh(second_low, first_low);
+  }
+  KVZAP_INLINE_AVX512_BF16 void take_apart(__m512i values, __m512i* parts) {
+    round(_mm512_cvtph_ps(_mm512_castsi512_si256(values)),
+          _mm512_cvtph_ps(_mm512_extracti64x4_epi64(values, 1)), parts);
+  }
+  KVZAP_INLINE_AVX512_BF16 __m512 sum_of(const __m512i* parts) {
+    return _mm512_add_ps(AmxFormat<BfloatTiles>::sum_of(parts),
+                         AmxFormat<BfloatTiles>::sum_of(parts + 1));
+  }
+  template <class Tiles, int sums, int a, int b>
+  KVZAP_INLINE_AVX512_BF16 void multiply() {
+    Tiles::template multiply<sums, a, b>();
+  }
+
+ private:
+  KVZAP_INLINE_AVX512_BF16 __m512 widen(__m256i values) {
+    return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(values), 16);
+  }
+  KVZAP_INLINE_AVX512_BF16 __mmask16 not_finite(__m512 x) {
+    constexpr int nan_or_infinite = 0x99;
+    return _mm512_fpclass_ps_mask(x, nan_or_infinite);
+  }
+};
+#endif
+
 }  // namespace
 
-bool AmxPrefill::available() { return KVZAP_X86 && simd_level() >= SimdLevel::amx_emulated; }
-
-std::int64_t AmxPrefill::least_tile_tokens(int group) {
+std::int64_t amx_least_tile_tokens(int group) {
   return std::max<std::int64_t>(1, tile_rows / 2 / group);
 }
 
-std::int64_t AmxPrefill::tile_tokens(int group, std::int64_t span_tokens) {
-  if (span_tokens * group < many_rows) return least_tile_tokens(group);
+std::int64_t amx_tile_tokens(int group, std::int64_t span_tokens) {
+  if (span_tokens * group < many_rows) return amx_least_tile_tokens(group);
   return std::max<std::int64_t>(1, tile_rows / group);
 }
 
-std::int64_t AmxPrefill::scratch_size(int group, int dim) {
+template <class Format>
+bool AmxPrefill<Format>::available() {
+  const SimdLevel level = simd_level();
+  if (!KVZAP_X86 || level < SimdLevel::amx_bf16_emulated) return false;
+  const bool has_half = level == SimdLevel::amx_emulated || level == SimdLevel::amx_fp16;
+  return std::is_same_v<Format, BfloatTiles> || has_half == std::is_same_v<Format, HalfTiles>;
+}
+
+template <class Format>
+std::int64_t AmxPrefill<Format>::scratch_size(int group, int dim) {
   const std::int64_t rows = padded_tile(group);
   const std::int64_t padded = whole(dim, block);
   // In the order of the constructor, in bytes.
-  const std::int64_t bytes = rows * padded * 2 + 2 * (tile_keys * padded * 2) +
-                             tile_keys * block * 4 + tile_keys * block * 2 + rows * padded * 4 +
-                             rows * 64 + rows * 4 + whole(2 * tile_keys * dim * 2, 64) + padded * 2;
+  constexpr std::int64_t size = Format::parts * 2;  // of a packed value
+  const std::int64_t bytes = rows * padded * size + 2 * (tile_keys * padded * size) +
+                             tile_keys * block * 4 + tile_keys * block * size + rows * padded * 4 +
+                             rows * 64 + rows * 4 + (Format::scales_queries ? rows * 4 : 0) +
+                             whole(2 * tile_keys * dim * 2, 64) + padded * 2;
   return bytes / static_cast<std::int64_t>(sizeof(float));
 }
 
-AmxPrefill::AmxPrefill(int group, int dim, float* scratch)
+template <class Format>
+AmxPrefill<Format>::AmxPrefill(int group, int dim, float* scratch)
     : m_group(group),
       m_dim(dim),
       m_steps(static_cast<int>(whole(dim, block) / block)),
-      m_emulated(simd_level() == SimdLevel::amx_emulated),
+      m_emulated(simd_level() < SimdLevel::amx_bf16),
       m_scaling(1.44269504f / std::sqrt(static_cast<float>(dim))) {
   const std::int64_t rows = padded_tile(group);
   const std::int64_t padded = whole(dim, block);
@@ -65,37 +171,43 @@ AmxPrefill::AmxPrefill(int group, int dim, float* scratch)
     at += whole(bytes, 64);
     return taken;
   };
-  m_queries = take(rows * padded * 2);
-  m_keys = take(tile_keys * padded * 2);
-  m_values = take(tile_keys * padded * 2);
+  constexpr std::int64_t size = Format::parts * 2;
+  m_queries = take(rows * padded * size);
+  m_keys = take(tile_keys * padded * size);
+  m_values = take(tile_keys * padded * size);
   m_scores = take(tile_keys * block * 4);
-  m_weights = take(tile_keys * block * 2);
+  m_weights = take(tile_keys * block * size);
   m_sums = reinterpret_cast<float*>(take(rows * padded * 4));
   m_totals = reinterpret_cast<float*>(take(rows * 64));
   m_shifts = reinterpret_cast<float*>(take(rows * 4));
-  m_copies = reinterpret_cast<bfloat16*>(take(2 * tile_keys * dim * 2));
-  m_zeros = reinterpret_cast<bfloat16*>(take(padded * 2));
-  std::fill_n(m_zeros, padded, bfloat16());
+  m_scalings = reinterpret_cast<float*>(take(Format::scales_queries ? rows * 4 : 0));
+  m_copies = reinterpret_cast<Value*>(take(2 * tile_keys * dim * 2));
+  m_zeros = reinterpret_cast<Value*>(take(padded * 2));
+  std::fill_n(m_zeros, padded, Value());
 }
 
-float* AmxPrefill::sums_of(std::int64_t row, int column_block) const {
+template <class Format>
+float* AmxPrefill<Format>::sums_of(std::int64_t row, int column_block) const {
   const std::int64_t tile = (row / block * m_steps + column_block / 2) * 4 + row / 16 % 2 * 2;
   return m_sums + (tile + column_block % 2) * 256 + row % 16 * 16;
 }
 
 /// Keys of the staged tile that a row sees.
-int AmxPrefill::limit_of(std::int64_t row) const {
+template <class Format>
+int AmxPrefill<Format>::limit_of(std::int64_t row) const {
   return static_cast<int>(std::clamp<std::int64_t>(m_visible + row / m_group, 0, m_staged));
 }
 
-float AmxPrefill::total_of(std::int64_t row) const {
+template <class Format>
+float AmxPrefill<Format>::total_of(std::int64_t row) const {
   float total = 0;
   for (int i = 0; i < 16; ++i) total += m_totals[row * 16 + i];
   return total;
 }
 
-void AmxPrefill::copy_sums(std::int64_t row, float factor, float* target,
-                           std::int64_t dim_stride) const {
+template <class Format>
+void AmxPrefill<Format>::copy_sums(std::int64_t row, float factor, float* target,
+                                   std::int64_t dim_stride) const {
   for (int c = 0; c * 16 < m_dim; ++c) {
     const float* const sums = sums_of(row, c);
     const int count = std::min(16, m_dim - c * 16);
@@ -113,11 +225,20 @@ void AmxPrefill::copy_sums(std::int64_t row, float factor, float* target,
 #if KVZAP_X86
 /// What is compiled for the instruction set.
 ///
-/// Weights are 2^(m_scaling score - shift). The shift of a row is its largest score with the first
-/// 32 keys, and is raised only where weights exceed 2^30: float and bfloat16 have exponents to
-/// spare, so that no maximum need be taken of other scores.
+/// Weights are 2^(scaling score - shift). The shift of a row is its largest score with the first 32
+/// keys, less `headroom`, and is raised only where weights exceed `large`: float and bfloat16 have
+/// exponents to spare, so that no maximum need be taken of other scores. Half has few: the largest
+/// score starts at 2^6, so that most of its range is below it, and any weight is far from overflow
+/// while 16 sums of weights are at most 2^15. (One that has overflown makes its sum infinite.)
+template <class Format>
 template <class Tiles>
-struct AmxPrefill::Kernels {
+struct AmxPrefill<Format>::Kernels {
+  using By = AmxFormat<Format>;
+  static constexpr int parts = Format::parts;
+  // Of 32 rows, keys or columns, and a step of 32: both halves of all parts.
+  static constexpr int part_bytes = 2 * tile_bytes;
+  static constexpr int step_bytes = parts * part_bytes;
+
   // Registers: 0 .. 3 sums [row half][column half], 4 and 5 rows, 6 and 7 columns. `both`: whether
   // there are more than 16 rows; otherwise the second row half is left out.
 
@@ -152,27 +273,45 @@ struct AmxPrefill::Kernels {
   }
 
   /// sums += two tiles at a (rows) times two at b (columns). once: whether b is not read again
-  /// soon.
-  template <bool both, bool once>
+  /// soon. loads_a, loads_b: false where the registers still have them.
+  template <bool both, bool once, bool loads_a = true, bool loads_b = true>
   KVZAP_INLINE_AVX512_BF16 void multiply(const char* a, const char* b) {
-    if (once) {
-      Tiles::template load_once<6>(b);
-    } else {
-      Tiles::template load<6>(b);
-    }
-    Tiles::template load<4>(a);
-    Tiles::template multiply<0, 4, 6>();
-    if (once) {
-      Tiles::template load_once<7>(b + tile_bytes);
-    } else {
-      Tiles::template load<7>(b + tile_bytes);
-    }
-    Tiles::template multiply<1, 4, 7>();
+    if (loads_b) load_column<6, once>(b);
+    if (loads_a) Tiles::template load<4>(a);
+    By::template multiply<Tiles, 0, 4, 6>();
+    if (loads_b) load_column<7, once>(b + tile_bytes);
+    By::template multiply<Tiles, 1, 4, 7>();
     if (both) {
-      Tiles::template load<5>(a + tile_bytes);
-      Tiles::template multiply<2, 5, 6>();
-      Tiles::template multiply<3, 5, 7>();
+      if (loads_a) Tiles::template load<5>(a + tile_bytes);
+      By::template multiply<Tiles, 2, 5, 6>();
+      By::template multiply<Tiles, 3, 5, 7>();
     }
+  }
+
+  template <int tile, bool once>
+  KVZAP_INLINE_AVX512_BF16 void load_column(const char* source) {
+    if (once) {
+      Tiles::template load_once<tile>(source);
+    } else {
+      Tiles::template load<tile>(source);
+    }
+  }
+
+  /// The same of all parts: the small products first.
+  template <bool both, bool once>
+  KVZAP_INLINE_AVX512_BF16 void multiply_parts(const char* a, const char* b) {
+    if constexpr (parts == 1) {
+      multiply<both, once>(a, b);
+    } else {
+      multiply<both, once>(a + part_bytes, b);
+      multiply<both, once, true, false>(a, b);
+      multiply<both, once, false, true>(a, b + part_bytes);
+    }
+  }
+
+  KVZAP_INLINE_AVX512_BF16 void store_parts(const __m512i* values, char* target) {
+#pragma GCC unroll 2
+    for (int p = 0; p < parts; ++p) _mm512_store_si512(target + p * part_bytes, values[p]);
   }
 
   KVZAP_INLINE_AVX512_BF16 std::uint32_t first_lanes(std::int64_t count) {
@@ -229,16 +368,39 @@ struct AmxPrefill::Kernels {
     }
   }
 
-  KVZAP_TARGET_AVX512_BF16 static void round_query(const AmxPrefill& x, std::int64_t row,
+  KVZAP_TARGET_AVX512_BF16 static void round_query(AmxPrefill& x, std::int64_t row,
                                                    const float* source) {
+    __m512 factor = _mm512_set1_ps(1);
+    if constexpr (Format::scales_queries) {
+      const int shift = half_shift(largest_finite(source, x.m_dim));
+      factor = _mm512_set1_ps(power_of_two(shift));
+      x.m_scalings[row] = x.m_scaling * power_of_two(-shift);
+    }
     for (int s = 0; s < x.m_steps; ++s) {
       const std::uint32_t lanes = first_lanes(x.m_dim - s * block);
-      const __m512 first = _mm512_maskz_loadu_ps(low(lanes), source + s * block);
-      const __m512 second = _mm512_maskz_loadu_ps(high(lanes), source + s * block + 16);
-      _mm512_store_si512(
-          x.m_queries + (row / block * x.m_steps + s) * 2 * tile_bytes + row % block * 64,
-          (__m512i)_mm512_cvtne2ps_pbh(second, first));
+      __m512 first = _mm512_maskz_loadu_ps(low(lanes), source + s * block);
+      __m512 second = _mm512_maskz_loadu_ps(high(lanes), source + s * block + 16);
+      if constexpr (Format::scales_queries) {
+        first = _mm512_mul_ps(first, factor);
+        second = _mm512_mul_ps(second, factor);
+      }
+      __m512i rounded[parts];
+      By::round(first, second, rounded);
+      store_parts(rounded,
+                  x.m_queries + (row / block * x.m_steps + s) * step_bytes + row % block * 64);
     }
+  }
+
+  /// Largest finite magnitude; 0 if there is none.
+  KVZAP_INLINE_AVX512_BF16 float largest_finite(const float* values, int count) {
+    const __m512 infinite = _mm512_set1_ps(-minus_infinity);
+    __m512 most = _mm512_setzero_ps();
+    for (int i = 0; i < count; i += 16) {
+      const __m512 x =
+          _mm512_abs_ps(_mm512_maskz_loadu_ps(low(first_lanes(count - i)), values + i));
+      most = _mm512_mask_max_ps(most, _mm512_cmp_ps_mask(x, infinite, _CMP_LT_OQ), most, x);
+    }
+    return _mm512_reduce_max_ps(most);
   }
 
   /// The staged rows, and zeros up to a whole number of blocks, as tiles.
@@ -249,13 +411,17 @@ struct AmxPrefill::Kernels {
     for (int k = 0; k < padded; k += 16) {
       for (int s = 0; s < steps; ++s) {
         const std::uint32_t lanes = first_lanes(x.m_dim - s * block);
-        __m512i rows[16];
+        __m512i rows[parts][16];
 #pragma GCC unroll 16
         for (int i = 0; i < 16; ++i) {
-          rows[i] = _mm512_maskz_loadu_epi16(lanes, x.m_key_rows[k + i] + s * block);
+          __m512i values[parts];
+          By::take_apart(_mm512_maskz_loadu_epi16(lanes, x.m_key_rows[k + i] + s * block), values);
+          for (int p = 0; p < parts; ++p) rows[p][i] = values[p];
         }
-        transpose_words(
-            rows, x.m_keys + (k / block * steps + s) * 2 * tile_bytes + k / 16 % 2 * tile_bytes);
+        for (int p = 0; p < parts; ++p) {
+          transpose_words(rows[p], x.m_keys + (k / block * steps + s) * step_bytes +
+                                       p * part_bytes + k / 16 % 2 * tile_bytes);
+        }
       }
     }
     const __m512i halves =
@@ -265,18 +431,22 @@ struct AmxPrefill::Kernels {
     for (int k = 0; k < padded; k += 2) {
       for (int s = 0; s < steps; ++s) {
         const std::uint32_t lanes = first_lanes(x.m_dim - s * block);
-        const __m512i even = _mm512_maskz_loadu_epi16(lanes, x.m_value_rows[k] + s * block);
-        const __m512i odd = _mm512_maskz_loadu_epi16(lanes, x.m_value_rows[k + 1] + s * block);
-        char* const target = x.m_values + (s * (tile_keys / block) + k / block) * 2 * tile_bytes +
-                             k % block / 2 * 64;
-        _mm512_store_si512(target, _mm512_permutex2var_epi16(even, halves, odd));
-        _mm512_store_si512(target + tile_bytes, _mm512_permutex2var_epi16(even, high_halves, odd));
+        __m512i even[parts], odd[parts];
+        By::take_apart(_mm512_maskz_loadu_epi16(lanes, x.m_value_rows[k] + s * block), even);
+        By::take_apart(_mm512_maskz_loadu_epi16(lanes, x.m_value_rows[k + 1] + s * block), odd);
+        char* target =
+            x.m_values + (s * (tile_keys / block) + k / block) * step_bytes + k % block / 2 * 64;
+        for (int p = 0; p < parts; ++p, target += part_bytes) {
+          _mm512_store_si512(target, _mm512_permutex2var_epi16(even[p], halves, odd[p]));
+          _mm512_store_si512(target + tile_bytes,
+                             _mm512_permutex2var_epi16(even[p], high_halves, odd[p]));
+        }
       }
     }
   }
 
-  KVZAP_INLINE_AVX512_BF16 bool is_finite(const bfloat16* row, int dim) {
-    const __m512i exponent = _mm512_set1_epi16(0x7f80);
+  KVZAP_INLINE_AVX512_BF16 bool is_finite(const Value* row, int dim) {
+    const __m512i exponent = _mm512_set1_epi16(std::is_same_v<Value, half> ? 0x7c00 : 0x7f80);
     __mmask32 found = 0;
     for (int d = 0; d < dim; d += 32) {
       const __m512i words = _mm512_maskz_loadu_epi16(first_lanes(dim - d), row + d);
@@ -290,32 +460,32 @@ struct AmxPrefill::Kernels {
   KVZAP_INLINE_AVX512_BF16 void score(const AmxPrefill& x, std::int64_t first, int k,
                                       char* scores) {
     const int steps = x.m_steps;
-    const char* a = x.m_queries + first / block * steps * 2 * tile_bytes;
-    const char* b = x.m_keys + k * steps * 2 * tile_bytes;
+    const char* a = x.m_queries + first / block * steps * step_bytes;
+    const char* b = x.m_keys + k * steps * step_bytes;
     zero<both>();
-    for (int s = 0; s < steps; ++s, a += 2 * tile_bytes, b += 2 * tile_bytes) {
-      multiply<both, false>(a, b);
+    for (int s = 0; s < steps; ++s, a += step_bytes, b += step_bytes) {
+      multiply_parts<both, false>(a, b);
     }
     store<both>(scores);
   }
 
   /// Weights of a row's scores with 32 keys, of which it sees `lanes`; adds them to *total.
-  KVZAP_INLINE_AVX512_BF16 void soften(const char* scores, __m512 scaling, float shift,
+  KVZAP_INLINE_AVX512_BF16 void soften(const char* scores, float scaling, float shift,
                                        std::uint32_t lanes, char* weights, float* total) {
+    const __m512 factor = _mm512_set1_ps(scaling);
     const __m512 by = _mm512_set1_ps(shift);
     const auto* const score = reinterpret_cast<const float*>(scores);
-    __m512 first = exp2_of(_mm512_fmsub_ps(_mm512_load_ps(score), scaling, by));
-    __m512 second = exp2_of(_mm512_fmsub_ps(_mm512_load_ps(score + tile_bytes / 4), scaling, by));
+    __m512 first = exp2_of(_mm512_fmsub_ps(_mm512_load_ps(score), factor, by));
+    __m512 second = exp2_of(_mm512_fmsub_ps(_mm512_load_ps(score + tile_bytes / 4), factor, by));
     if (lanes != ~0u) {
       first = _mm512_maskz_mov_ps(low(lanes), first);
       second = _mm512_maskz_mov_ps(high(lanes), second);
     }
-    const __m512i pairs = (__m512i)_mm512_cvtne2ps_pbh(second, first);
-    _mm512_store_si512(weights, pairs);
-    // The total is that of the rounded weights. (VDPBF16PS with ones would be slower.)
-    const __m512 even = (__m512)_mm512_slli_epi32(pairs, 16);
-    const __m512 odd = (__m512)_mm512_and_si512(pairs, _mm512_set1_epi32(-65536));
-    _mm512_store_ps(total, _mm512_add_ps(_mm512_load_ps(total), _mm512_add_ps(even, odd)));
+    __m512i rounded[parts];
+    By::round(first, second, rounded);
+    store_parts(rounded, weights);
+    // The total is that of the rounded weights.
+    _mm512_store_ps(total, _mm512_add_ps(_mm512_load_ps(total), By::sum_of(rounded)));
   }
 
   /// Place of a row of a block among the scores with 32 keys; half of it if those were one tile.
@@ -346,7 +516,7 @@ struct AmxPrefill::Kernels {
       nans |= _mm512_mask_cmp_ps_mask(high(lanes), second, second, _CMP_UNORD_Q);
     }
     const float before = x.m_shifts[row];
-    float shift = _mm512_reduce_max_ps(most) * x.m_scaling;
+    float shift = _mm512_reduce_max_ps(most) * x.scaling_of(row) - By::headroom;
     if (shift == minus_infinity) {
       if (nans == 0) return false;
       shift = 0;  // any but NaN, for the weights are: they, and no others, are to be
@@ -364,7 +534,7 @@ struct AmxPrefill::Kernels {
   }
 
   KVZAP_INLINE_AVX512_BF16 bool is_large(const float* total) {
-    return _mm512_cmp_ps_mask(_mm512_load_ps(total), _mm512_set1_ps(0x1p30f), _CMP_NLE_UQ) != 0;
+    return _mm512_cmp_ps_mask(_mm512_load_ps(total), _mm512_set1_ps(By::large), _CMP_NLE_UQ) != 0;
   }
 
   /// Weights of `count` rows from `first` on with `blocks` times 32 staged keys, and their totals.
@@ -374,14 +544,15 @@ struct AmxPrefill::Kernels {
     alignas(64) float totals[block][16] = {};
     int limits[block];
     for (int r = 0; r < count; ++r) limits[r] = x.limit_of(first + r);
-    const __m512 scaling = _mm512_set1_ps(x.m_scaling);
+    const float constant = x.m_scaling;
     const float* const shifts = x.m_shifts + first;
+    [[maybe_unused]] const float* const scalings = x.m_scalings + first;
     if (x.m_first) {
       score<both>(x, first, 0, x.m_scores);
       for (int r = 0; r < count; ++r) raise(x, first + r, 1);
     }
     char* weights = x.m_weights;
-    for (int k = 0; k < blocks; ++k, weights += 2 * tile_bytes) {
+    for (int k = 0; k < blocks; ++k, weights += step_bytes) {
       char* const scores = x.m_scores + k % 2 * 4 * tile_bytes;  // stays in the level-1 cache
       score<both>(x, first, k, scores);
       if (k * block + block <= limits[0]) {
@@ -389,13 +560,14 @@ struct AmxPrefill::Kernels {
         for (int q = 0; q < count; q += 4) {
 #pragma GCC unroll 4
           for (int r = q; r < q + 4; ++r) {
-            soften(scores + offset_of(r), scaling, shifts[r], ~0u, weights + r * 64, totals[r]);
+            soften(scores + offset_of(r), Format::scales_queries ? scalings[r] : constant,
+                   shifts[r], ~0u, weights + r * 64, totals[r]);
           }
         }
       } else {
         for (int r = 0; r < count; ++r) {
-          soften(scores + offset_of(r), scaling, shifts[r], first_lanes(limits[r] - k * block),
-                 weights + r * 64, totals[r]);
+          soften(scores + offset_of(r), Format::scales_queries ? scalings[r] : constant, shifts[r],
+                 first_lanes(limits[r] - k * block), weights + r * 64, totals[r]);
         }
       }
     }
@@ -412,7 +584,6 @@ struct AmxPrefill::Kernels {
   template <bool both>
   KVZAP_TARGET_AVX512_BF16 __attribute__((noinline)) static void weigh_again(
       AmxPrefill& x, std::int64_t first, int blocks, std::uint32_t rows, float (*totals)[16]) {
-    const __m512 scaling = _mm512_set1_ps(x.m_scaling);
     for (int k = 0; k < blocks; ++k) score<both>(x, first, k, x.m_scores + k * 4 * tile_bytes);
     for (int r = 0; r < block; ++r) {
       if ((rows >> r & 1) == 0) continue;
@@ -420,9 +591,8 @@ struct AmxPrefill::Kernels {
       const int limit = raise(x, row, blocks) ? x.limit_of(row) : 0;
       _mm512_store_ps(totals[r], _mm512_setzero_ps());
       for (int k = 0; k < blocks; ++k) {
-        soften(x.m_scores + k * 4 * tile_bytes + offset_of(r), scaling, x.m_shifts[row],
-               first_lanes(limit - k * block), x.m_weights + k * 2 * tile_bytes + r * 64,
-               totals[r]);
+        soften(x.m_scores + k * 4 * tile_bytes + offset_of(r), x.scaling_of(row), x.m_shifts[row],
+               first_lanes(limit - k * block), x.m_weights + k * step_bytes + r * 64, totals[r]);
       }
     }
   }
@@ -438,9 +608,9 @@ struct AmxPrefill::Kernels {
         load<both>(sums);
       }
       const char* a = x.m_weights;
-      const char* b = x.m_values + s * (tile_keys / block) * 2 * tile_bytes;
-      for (int k = 0; k < blocks; ++k, a += 2 * tile_bytes, b += 2 * tile_bytes) {
-        multiply<both, true>(a, b);
+      const char* b = x.m_values + s * (tile_keys / block) * step_bytes;
+      for (int k = 0; k < blocks; ++k, a += step_bytes, b += step_bytes) {
+        multiply_parts<both, true>(a, b);
       }
       store<both>(sums);
     }
@@ -454,10 +624,14 @@ struct AmxPrefill::Kernels {
         float* const target = x.sums_of(first + r, d / 16) + d % 16;
         float sum = x.m_first ? 0.0f : *target;
         for (int k = 0; k < limit; ++k) {
-          bfloat16 weight{};
-          std::memcpy(&weight, x.m_weights + k / block * 2 * tile_bytes + r * 64 + k % block * 2,
-                      sizeof(weight));
-          sum += static_cast<float>(weight) * static_cast<float>(x.m_value_rows[k][d]);
+          const char* source = x.m_weights + k / block * step_bytes + r * 64 + k % block * 2;
+          float weight = 0;
+          for (int p = 0; p < parts; ++p, source += part_bytes) {
+            typename By::Packed part{};
+            std::memcpy(&part, source, sizeof(part));
+            weight += static_cast<float>(part);
+          }
+          sum += weight * static_cast<float>(x.m_value_rows[k][d]);
         }
         *target = sum;
       }
@@ -505,10 +679,11 @@ struct AmxPrefill::Kernels {
 };
 #endif
 
-void AmxPrefill::begin([[maybe_unused]] const float* queries, std::int64_t tokens,
-                       [[maybe_unused]] std::int64_t token_stride,
-                       [[maybe_unused]] std::int64_t head_stride,
-                       [[maybe_unused]] std::int64_t dim_stride, std::int64_t visible) {
+template <class Format>
+void AmxPrefill<Format>::begin([[maybe_unused]] const float* queries, std::int64_t tokens,
+                               [[maybe_unused]] std::int64_t token_stride,
+                               [[maybe_unused]] std::int64_t head_stride,
+                               [[maybe_unused]] std::int64_t dim_stride, std::int64_t visible) {
   m_rows = tokens * m_group;
   m_visible = visible;
   m_staged = 0;
@@ -527,21 +702,23 @@ void AmxPrefill::begin([[maybe_unused]] const float* queries, std::int64_t token
 #endif
 }
 
-void AmxPrefill::attend(const RowRun<bfloat16>& run) {
+template <class Format>
+void AmxPrefill<Format>::attend(const RowRun<Value>& run) {
   for (std::int64_t r = 0; r < run.rows; ++r) {
-    const auto stage = [&](const bfloat16* source, bfloat16* copy) -> const bfloat16* {
+    const auto stage = [&](const Value* source, Value* copy) -> const Value* {
       if (run.dim_stride == 1) return source;
       for (int d = 0; d < m_dim; ++d) copy[d] = source[d * run.dim_stride];
       return copy;
     };
-    bfloat16* const copy = m_copies + std::int64_t{m_staged} * 2 * m_dim;
+    Value* const copy = m_copies + std::int64_t{m_staged} * 2 * m_dim;
     m_key_rows[m_staged] = stage(run.keys + r * run.row_stride, copy);
     m_value_rows[m_staged] = stage(run.values + r * run.row_stride, copy + m_dim);
     if (++m_staged == tile_keys) attend_staged();
   }
 }
 
-void AmxPrefill::attend_staged() {
+template <class Format>
+void AmxPrefill<Format>::attend_staged() {
 #if KVZAP_X86_TILES
   if (!m_emulated) Kernels<TileRegisters>::attend(*this);
 #endif
@@ -553,9 +730,10 @@ void AmxPrefill::attend_staged() {
   m_first = false;
 }
 
-void AmxPrefill::finish(float* output, std::int64_t token_stride, std::int64_t head_stride,
-                        std::int64_t dim_stride, float* lse, std::int64_t lse_token_stride,
-                        std::int64_t lse_head_stride) {
+template <class Format>
+void AmxPrefill<Format>::finish(float* output, std::int64_t token_stride, std::int64_t head_stride,
+                                std::int64_t dim_stride, float* lse, std::int64_t lse_token_stride,
+                                std::int64_t lse_head_stride) {
   if (m_staged > 0) attend_staged();
   constexpr float ln2 = 0.693147181f;
   for (std::int64_t row = 0; row < m_rows; ++row) {
@@ -571,7 +749,8 @@ void AmxPrefill::finish(float* output, std::int64_t token_stride, std::int64_t h
   }
 }
 
-void AmxPrefill::finish(float* maximum, float* weight, float* sums) {
+template <class Format>
+void AmxPrefill<Format>::finish(float* maximum, float* weight, float* sums) {
   if (m_staged > 0) attend_staged();
   for (std::int64_t row = 0; row < m_rows; ++row) {
     weight[row] = total_of(row);
@@ -580,7 +759,11 @@ void AmxPrefill::finish(float* maximum, float* weight, float* sums) {
   }
 }
 
-TileScope::TileScope() : m_has_tiles(KVZAP_X86_TILES && simd_level() == SimdLevel::amx_bf16) {
+template class AmxPrefill<BfloatTiles>;
+template class AmxPrefill<HalfTiles>;
+template class AmxPrefill<SplitHalfTiles>;
+
+TileScope::TileScope() : m_has_tiles(KVZAP_X86_TILES && simd_level() >= SimdLevel::amx_bf16) {
 #if KVZAP_X86_TILES
   if (!m_has_tiles) return;
   struct alignas(64) Configuration {

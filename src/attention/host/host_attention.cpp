@@ -26,10 +26,26 @@ constexpr std::int64_t item_rows(std::int64_t rows) {
 
 std::int64_t workers() { return host_threads(); }
 
+/// Calls visit(Format()) with the format that rows of this type take in tiles of AMX, and returns
+/// true; false where the instruction set in use has none.
+template <class Value, class Visitor>
+bool visit_amx([[maybe_unused]] const Visitor& visit) {
+  [[maybe_unused]] const auto try_format = [&](auto format) {
+    if (!AmxPrefill<decltype(format)>::available()) return false;
+    visit(format);
+    return true;
+  };
+  if constexpr (std::is_same_v<Value, bfloat16>) return try_format(BfloatTiles());
+  if constexpr (std::is_same_v<Value, half>) {
+    return try_format(HalfTiles()) || try_format(SplitHalfTiles());
+  }
+  return false;
+}
+
 /// Whether tiles of query tokens are AmxPrefill's, not FlashPrefill's.
 template <class Value>
 bool uses_amx() {
-  return std::is_same_v<Value, bfloat16> && AmxPrefill::available();
+  return visit_amx<Value>([](auto) {});
 }
 
 // Query heads of a KV head from which on rows of a single token are AmxPrefill's too: half a tile.
@@ -46,13 +62,12 @@ bool uses_amx_for_rows(int group) {
 /// At least: longer spans may have longer tiles.
 template <class Value>
 std::int64_t least_tile_tokens(int group) {
-  return uses_amx<Value>() ? AmxPrefill::least_tile_tokens(group)
-                           : FlashPrefill<Value>::tile_tokens(group);
+  return uses_amx<Value>() ? amx_least_tile_tokens(group) : FlashPrefill<Value>::tile_tokens(group);
 }
 
 template <class Value>
 std::int64_t tile_tokens_of_span(int group, std::int64_t span_tokens) {
-  return uses_amx<Value>() ? AmxPrefill::tile_tokens(group, span_tokens)
+  return uses_amx<Value>() ? amx_tile_tokens(group, span_tokens)
                            : FlashPrefill<Value>::tile_tokens(group);
 }
 
@@ -64,8 +79,10 @@ std::int64_t row_space_size(int group, int dim) {
 }
 template <class Value>
 std::int64_t tile_space_size(int group, int dim) {
-  return uses_amx<Value>() ? AmxPrefill::scratch_size(group, dim)
-                           : FlashPrefill<Value>::scratch_size(group, dim);
+  std::int64_t size = 0;
+  const bool by_amx = visit_amx<Value>(
+      [&](auto format) { size = AmxPrefill<decltype(format)>::scratch_size(group, dim); });
+  return by_amx ? size : FlashPrefill<Value>::scratch_size(group, dim);
 }
 
 }  // namespace
@@ -204,7 +221,7 @@ void HostAttention<Value, order>::operator()(const ExecutionSpace& exec,
     float* const result = partials + i * partial;
     attention.finish(result, result + group, result + 2 * std::int64_t{group});
   };
-  [[maybe_unused]] const auto attend_rows_by_amx = [=](auto& attention, std::int64_t i) {
+  const auto attend_rows_by_amx = [=](auto& attention, std::int64_t i) {
     const RowItem& item = row_items[i];
     const Span& span = span_list[item.span];
     attention.begin(&call.queries(span.first_query, item.head * group, 0), 1, 0,
@@ -220,14 +237,14 @@ void HostAttention<Value, order>::operator()(const ExecutionSpace& exec,
   host_for("kvzap::attention::items", workers(), [=](std::int64_t worker) {
     float* const workspace = workspaces + worker * space;
     std::int64_t i = (*queue)++;
-    if constexpr (std::is_same_v<Value, bfloat16>) {
-      const std::int64_t n_by_amx = rows_by_amx ? n_tiles + n_rows : by_amx ? n_tiles : 0;
-      if (i < n_by_amx) {
+    const std::int64_t n_by_amx = rows_by_amx ? n_tiles + n_rows : by_amx ? n_tiles : 0;
+    if (i < n_by_amx) {
+      visit_amx<Value>([&](auto format) {
         const TileScope scope;
-        AmxPrefill attention(group, dim, workspace + row_space);
+        AmxPrefill<decltype(format)> attention(group, dim, workspace + row_space);
         for (; i < n_tiles; i = (*queue)++) attend_tile(attention, tiles[i]);
         for (; i < n_by_amx; i = (*queue)++) attend_rows_by_amx(attention, i - n_tiles);
-      }
+      });
     }
     if (i < n_tiles) {
       FlashPrefill<Value> attention(group, dim, workspace + row_space);

@@ -11,8 +11,8 @@ namespace kvzap::detail {
 /// merge exactly in the end (RowAttention). Longer ones, and all if `by_tiles`, are cut into tiles
 /// of query tokens of a KV head (FlashPrefill). Threads take items from one queue, tiles first, the
 /// largest of them first. How a span is cut depends on itself alone. Waits for `exec` at the start.
-/// With AMX and bfloat16 rows, AmxPrefill takes the place of FlashPrefill, and, where the pages are
-/// token-major and a KV head has 8 query heads or more, that of RowAttention.
+/// With AMX and rows of 16 bits, AmxPrefill takes the place of FlashPrefill, and, where the pages
+/// are token-major and a KV head has 8 query heads or more, that of RowAttention.
 template <class Value, PageOrder order>
 class HostAttention {
  public:

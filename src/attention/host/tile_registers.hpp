@@ -48,6 +48,13 @@ struct TileRegisters {
   KVZAP_INLINE_AVX512_BF16 void multiply() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sums), "i"(a), "i"(b));
   }
+  /// The same of half, TDPFP16PS: in bytes, as assemblers before binutils 2.40 do not know it.
+  template <int sums, int a, int b>
+  KVZAP_INLINE_AVX512_BF16 void multiply_halves() {
+    asm volatile(".byte 0xc4, 0xe2, %c0, 0x5c, %c1"
+                 :
+                 : "i"((~b & 15) << 3 | 3), "i"(0xc0 | sums << 3 | a));
+  }
 };
 #endif
 
@@ -73,6 +80,10 @@ struct EmulatedTiles {
   KVZAP_INLINE_AVX512_BF16 void multiply() {
     multiply(registers[sums], registers[a], registers[b]);
   }
+  template <int sums, int a, int b>
+  KVZAP_INLINE_AVX512_BF16 void multiply_halves() {
+    multiply_halves(registers[sums], registers[a], registers[b]);
+  }
 
  private:
   KVZAP_TARGET_AVX512_BF16 static void multiply(float* sums, const float* a, const float* b) {
@@ -83,6 +94,23 @@ struct EmulatedTiles {
                                (__m512bh)_mm512_load_ps(b + pair * 16));
       }
       _mm512_store_ps(sums + row * 16, sum);
+    }
+  }
+
+  KVZAP_TARGET_AVX512_BF16 static void multiply_halves(float* sums, const float* a,
+                                                       const float* b) {
+    for (int pair = 0; pair < 16; ++pair) {
+      const __m512i column = (__m512i)_mm512_load_ps(b + pair * 16);
+      const __m512 even = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(column));
+      const __m512 odd = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(column, 16)));
+      for (int row = 0; row < 16; ++row) {
+        short halves[2];
+        std::memcpy(halves, a + row * 16 + pair, sizeof(halves));
+        __m512 sum = _mm512_load_ps(sums + row * 16);
+        sum = _mm512_fmadd_ps(_mm512_cvtph_ps(_mm256_set1_epi16(halves[0])), even, sum);
+        sum = _mm512_fmadd_ps(_mm512_cvtph_ps(_mm256_set1_epi16(halves[1])), odd, sum);
+        _mm512_store_ps(sums + row * 16, sum);
+      }
     }
   }
 

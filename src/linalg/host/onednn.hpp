@@ -17,20 +17,22 @@ struct Product {
   std::int64_t m, n, k;
   const Value* x;
   std::int64_t x_stride;
-  const Value* weights;         // (n, k), or as LinearWeights packs them
+  const Value* weights;         // (n, k), or as LinearWeights packs them (half: as bfloat16)
   std::int64_t weights_stride;  // 0: packed
   const float* bias;            // (n), or null
   float* y;
   std::int64_t y_stride;
 };
 
-/// Value: float or bfloat16. Accumulates in float. Not for two threads at a time. Throws Error if
-/// oneDNN refuses.
+/// Value: float, bfloat16 or half. Accumulates in float. Not for two threads at a time. Throws
+/// Error if oneDNN refuses.
 template <class Value>
 void multiply(const Product<Value>& product);
 
-/// Whether that takes a kernel made for the processor, not oneDNN's plain loops. False also where
-/// oneDNN has nothing for such a product at all.
+/// Whether that takes a kernel made for the processor, not oneDNN's plain loops, and for half one
+/// whose products the processor has in tiles: those of AVX512-FP16 alone widen both operands, and
+/// are no faster than products of floats, which need not round x. False also where oneDNN has
+/// nothing for such a product at all.
 template <class Value>
 bool has_fast_product(const Product<Value>& product);
 

@@ -7,6 +7,7 @@
 #include "base/simd.hpp"
 #include "linalg/host/packed_avx2.hpp"
 #include "linalg/host/row_kernels.hpp"
+#include "linalg/rounded_rows.hpp"
 
 #if KVZAP_X86
 #include <immintrin.h>
@@ -331,6 +332,44 @@ void pack_block(const half* rows, std::int64_t stride, int n_rows, std::int64_t 
   }
 }
 
+KVZAP_TARGET_AVX512 void pair_block(const half* block, std::int64_t padded_inputs,
+                                    std::int64_t paired_inputs, half* target) {
+  const __m512i halves =
+      _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
+                       37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+  const __m512i high_halves = _mm512_add_epi16(halves, _mm512_set1_epi16(16));
+  for (std::int64_t k = 0; k < padded_inputs; k += 2, block += 2 * block_outputs) {
+    for (int n = 0; n < block_outputs; n += 32, target += 64) {
+      const __m512i even = _mm512_loadu_si512(block + n);
+      const __m512i odd = _mm512_loadu_si512(block + block_outputs + n);
+      _mm512_storeu_si512(target, _mm512_permutex2var_epi16(even, halves, odd));
+      _mm512_storeu_si512(target + 32, _mm512_permutex2var_epi16(even, high_halves, odd));
+    }
+  }
+  std::fill_n(target, (paired_inputs - padded_inputs) * block_outputs, half{0});
+}
+
+KVZAP_TARGET_AVX512 float scale_to_half(const float* source, std::int64_t count, half* target) {
+  const auto lanes = [](std::int64_t left) {
+    return static_cast<__mmask16>(left >= 16 ? 0xffffu : (1u << left) - 1);
+  };
+  const __m512 infinite = _mm512_set1_ps(__builtin_inff());
+  __m512 most = _mm512_setzero_ps();
+  for (std::int64_t i = 0; i < count; i += 16) {
+    const __m512 x = _mm512_abs_ps(_mm512_maskz_loadu_ps(lanes(count - i), source + i));
+    most = _mm512_mask_max_ps(most, _mm512_cmp_ps_mask(x, infinite, _CMP_LT_OQ), most, x);
+  }
+  const int shift = half_shift(_mm512_reduce_max_ps(most));
+  const __m512 factor = _mm512_set1_ps(power_of_two(shift));
+  for (std::int64_t i = 0; i < count; i += 16) {
+    const __mmask16 mask = lanes(count - i);
+    const __m512 x = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, source + i), factor);
+    _mm256_mask_storeu_epi16(target + i, mask,
+                             _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+  return power_of_two(-shift);
+}
+
 void widen_block(const half* block, std::int64_t padded_inputs, float* target) {
   widen(block, target, padded_inputs * block_outputs);
 }
@@ -350,6 +389,8 @@ void packed_product(const float*, std::int64_t, int, const half*, std::int64_t, 
 void packed_product(const float*, std::int64_t, int, const bfloat16*, std::int64_t, int, float*,
                     std::int64_t) {}
 void widen_block(const bfloat16*, std::int64_t, float*) {}
+void pair_block(const half*, std::int64_t, std::int64_t, half*) {}
+float scale_to_half(const float*, std::int64_t, half*) { return 1; }
 void widen_block(const half*, std::int64_t, float*) {}
 void pack_block(const bfloat16*, std::int64_t, int, std::int64_t, std::int64_t, bfloat16*) {}
 void pack_block(const float*, std::int64_t, int, std::int64_t, std::int64_t, float*) {}

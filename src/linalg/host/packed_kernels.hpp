@@ -41,4 +41,15 @@ void pack_block(const half* rows, std::int64_t stride, int n_rows, std::int64_t 
 void widen_block(const bfloat16* block, std::int64_t padded_inputs, float* target);
 void widen_block(const half* block, std::int64_t padded_inputs, float* target);
 
+/// The same block in the order in which bf16 is packed, pair of inputs after pair, with zeros
+/// behind up to `paired_inputs`, a multiple of 32. At SimdLevel::avx512 or above alone, as is the
+/// next.
+void pair_block(const half* block, std::int64_t padded_inputs, std::int64_t paired_inputs,
+                half* target);
+
+/// target[i] = half(2^s source[i]) for i < count, where 2^s brings the largest finite magnitude to
+/// at least 2^14 and below 2^15: nothing finite overflows, and values down to 2^-28 of the largest
+/// keep 11 bits. Returns 2^-s.
+float scale_to_half(const float* source, std::int64_t count, half* target);
+
 }  // namespace kvzap::detail

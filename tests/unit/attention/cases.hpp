@@ -88,25 +88,43 @@ inline constexpr double tolerance = 1e-5;
 /// scores of order 1, whose terms' errors are independent.
 inline constexpr double pair_tolerance = 0x1p-7;
 
+/// Where they are rounded to half, and where they are the sums of two bfloat16.
+inline constexpr double half_tolerance = pair_tolerance / 4;
+inline constexpr double split_tolerance = 0x1p-15;
+
 /// What a path may differ by from exact arithmetic at the level in use.
 template <class Value>
 double tolerance_of(AttentionPath path) {
   if (path == AttentionPath::portable || path == AttentionPath::split_kv) return tolerance;
   const bool panels = path == AttentionPath::panels ||
                       (path != AttentionPath::rows && kvzap::detail::uses_device_kernels());
-  if (panels && std::is_same_v<Value, half>) return pair_tolerance / 4;
-  const bool rounds = panels || kvzap::detail::simd_level() >= SimdLevel::avx512_bf16;
+  if (panels && std::is_same_v<Value, half>) return half_tolerance;
+  const SimdLevel level = kvzap::detail::simd_level();
+  if (std::is_same_v<Value, half> && level >= SimdLevel::amx_bf16_emulated) {
+    const bool has_half = level == SimdLevel::amx_emulated || level == SimdLevel::amx_fp16;
+    return has_half ? half_tolerance : split_tolerance;
+  }
+  const bool rounds = panels || level >= SimdLevel::avx512_bf16;
   return rounds && std::is_same_v<Value, bfloat16> ? pair_tolerance : tolerance;
 }
 
-/// All that the processor has. AMX is emulated where it has none.
-inline std::vector<SimdLevel> simd_levels() {
-  const bool amx = kvzap::detail::processor_has(SimdLevel::amx_bf16);
+/// The level, or where the processor lacks it the one that emulates it.
+inline SimdLevel or_emulated(SimdLevel level) {
+  if (kvzap::detail::processor_has(level)) return level;
+  return level == SimdLevel::amx_bf16   ? SimdLevel::amx_bf16_emulated
+         : level == SimdLevel::amx_fp16 ? SimdLevel::amx_emulated
+                                        : level;
+}
+
+/// All that the processor has and rows of this type tell apart. AMX is emulated where it has none.
+template <class Value>
+std::vector<SimdLevel> simd_levels() {
   std::vector<SimdLevel> levels;
   for (SimdLevel level :
-       {amx ? SimdLevel::amx_bf16 : SimdLevel::amx_emulated, SimdLevel::avx512_bf16,
+       {or_emulated(SimdLevel::amx_fp16), or_emulated(SimdLevel::amx_bf16), SimdLevel::avx512_bf16,
         SimdLevel::avx512, SimdLevel::avx2, SimdLevel::baseline}) {
-    if (kvzap::detail::processor_has(level)) levels.push_back(level);
+    const bool differs = std::is_same_v<Value, half> || level != or_emulated(SimdLevel::amx_bf16);
+    if (differs && kvzap::detail::processor_has(level)) levels.push_back(level);
   }
   return levels;
 }

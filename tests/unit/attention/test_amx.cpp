@@ -2,9 +2,11 @@
 // with large groups. (The other tests of attention go through its level too.)
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <functional>
 #include <limits>
 #include <string>
+#include <type_traits>
 
 #include "unit/attention/cases.hpp"
 
@@ -13,6 +15,7 @@ namespace {
 using kvzap::Attention;
 using kvzap::AttentionPath;
 using kvzap::bfloat16;
+using kvzap::half;
 using kvzap::PageOrder;
 using kvzap::detail::SimdLevel;
 using namespace kvzap::test::attention;
@@ -20,18 +23,31 @@ using namespace kvzap::test::attention;
 constexpr float infinity = std::numeric_limits<float>::infinity();
 constexpr float nan = std::numeric_limits<float>::quiet_NaN();
 
-using AmxBatch = Batch<bfloat16, PageOrder::token_major>;
+/// Rows of a type, and the level at which they take one format.
+template <class ValueType, SimdLevel simd_level>
+struct Format {
+  using Value = ValueType;
+  static constexpr SimdLevel level = simd_level;
+  static constexpr bool is_half = std::is_same_v<Value, half>;
+  static constexpr double tolerance = !is_half                            ? pair_tolerance
+                                      : simd_level == SimdLevel::amx_fp16 ? half_tolerance
+                                                                          : split_tolerance;
+};
 
+template <class Format>
 class AmxAttention : public ::testing::Test {
  protected:
-  static SimdLevel level() { return simd_levels().front(); }
+  using Value = typename Format::Value;
+  using AmxBatch = Batch<Value, PageOrder::token_major>;
+
+  static SimdLevel level() { return or_emulated(Format::level); }
   void SetUp() override {
-    if (level() < SimdLevel::amx_emulated) GTEST_SKIP() << "the processor has no AVX512-BF16";
+    if (!kvzap::detail::processor_has(level())) GTEST_SKIP() << "the processor has no AVX512-BF16";
     if (kvzap::detail::uses_device_kernels()) GTEST_SKIP() << "kernels of devices are in use";
   }
 
   /// The batch as it is now, by all that hosts have for it, against the reference.
-  void check(AmxBatch& batch) {
+  void check(AmxBatch& batch, double tolerance = Format::tolerance) {
     batch.queries.upload();
     batch.new_keys.upload();
     batch.new_values.upload();
@@ -46,10 +62,10 @@ class AmxAttention : public ::testing::Test {
           for (int h = 0; h < batch.heads; ++h) {
             SCOPED_TRACE("token " + std::to_string(row) + " head " + std::to_string(h));
             const double lse = batch.lse[row * batch.heads + h];
-            expect_same(found.lse.at(row, h, 0), lse, 4 * pair_tolerance + 1e-6 * std::fabs(lse));
+            expect_same(found.lse.at(row, h, 0), lse, 4 * tolerance + 1e-6 * std::fabs(lse));
             for (int d = 0; d < batch.dim; ++d) {
               expect_same(found.output.at(row, h, d),
-                          batch.output[(row * batch.heads + h) * batch.dim + d], pair_tolerance);
+                          batch.output[(row * batch.heads + h) * batch.dim + d], tolerance);
             }
             if (HasFailure()) return;
           }
@@ -68,17 +84,23 @@ class AmxAttention : public ::testing::Test {
     }
   }
 
-  Attention<bfloat16, PageOrder::token_major> m_attention;
+  Attention<Value, PageOrder::token_major> m_attention;
 };
+using Formats =
+    ::testing::Types<Format<bfloat16, SimdLevel::amx_bf16>, Format<half, SimdLevel::amx_fp16>,
+                     Format<half, SimdLevel::amx_bf16>>;
+TYPED_TEST_SUITE(AmxAttention, Formats);
 
-// Scores of hundreds, exact since queries are integers that bfloat16 holds, so that most rows'
-// first 32 keys say nothing of their largest score; and new keys that grow on top of it.
-TEST_F(AmxAttention, ShiftsAreRaised) {
+// Scores of hundreds, exact but for sums since queries are integers that bfloat16 holds, so that
+// most rows' first 32 keys say nothing of their largest score; and new keys that grow on top of it.
+TYPED_TEST(AmxAttention, ShiftsAreRaised) {
+  using Value = typename TypeParam::Value;
   for (const int group : {1, 8, 16}) {
     for (const int dim : {64, 72}) {
       SCOPED_TRACE("group " + std::to_string(group) + " dim " + std::to_string(dim));
-      AmxBatch batch(dim, group, 8, 64,
-                     {{{1500, 40}, 8, 1, 1}, {{0, 700}, 8, 40, 600}, {{3, 0}, 8, 530, 530}}, 500);
+      typename TestFixture::AmxBatch batch(
+          dim, group, 8, 64, {{{1500, 40}, 8, 1, 1}, {{0, 700}, 8, 40, 600}, {{3, 0}, 8, 530, 530}},
+          500);
       for (std::size_t t = 0; t < batch.queries.extents[0]; ++t) {
         for (int h = 0; h < batch.heads; ++h) {
           for (int d = 0; d < dim; ++d) {
@@ -91,16 +113,18 @@ TEST_F(AmxAttention, ShiftsAreRaised) {
       for (int r = 0; r < grown.new_rows; ++r) {
         for (int d = 0; d < dim; ++d) {
           auto& k = batch.new_keys.at(grown.first_new + r, 1, d);
-          k = bfloat16(static_cast<float>(k) * static_cast<float>(1 + r / 50));
+          k = Value(static_cast<float>(k) * static_cast<float>(1 + r / 50));
         }
       }
-      check(batch);
+      this->check(batch, std::max(TypeParam::tolerance, 0x1p-13));
     }
   }
 }
 
 // Large groups: the rows of a single token in items of 1,024, whose softmaxes are merged.
-TEST_F(AmxAttention, RowsOfSingleTokensThatAreNotFinite) {
+TYPED_TEST(AmxAttention, RowsOfSingleTokensThatAreNotFinite) {
+  using Value = typename TypeParam::Value;
+  using AmxBatch = typename TestFixture::AmxBatch;
   const auto spoil = [&](const char* what, const std::function<void(AmxBatch&, int)>& change) {
     SCOPED_TRACE(what);
     AmxBatch batch(40, 9, 8, 16, {{{0, 0}, 0, 1, 1700}, {{0, 0}, 0, 1, 45}}, 600);
@@ -108,12 +132,12 @@ TEST_F(AmxAttention, RowsOfSingleTokensThatAreNotFinite) {
       for (int h = 0; h < batch.heads; ++h) batch.queries.at(t, h, 0) = h % 3 == 2 ? -0.5f : 0.5f;
     }
     for (const auto& span : batch.spans) change(batch, static_cast<int>(span.first_new));
-    check(batch);
+    this->check(batch);
   };
   const auto set_keys = [](int begin, int end, float value) {
     return [=](AmxBatch& batch, int first) {
       for (int r = begin; r < end && first + r < static_cast<int>(batch.new_keys.extents[0]); ++r) {
-        batch.new_keys.at(first + r, 1, 0) = bfloat16(value);
+        batch.new_keys.at(first + r, 1, 0) = Value(value);
       }
     };
   };
@@ -123,22 +147,65 @@ TEST_F(AmxAttention, RowsOfSingleTokensThatAreNotFinite) {
   spoil("all keys -infinity", set_keys(0, 1700, -infinity));
   spoil("a key +infinity", set_keys(44, 45, infinity));
   spoil("a value NaN",
-        [](AmxBatch& batch, int first) { batch.new_values.at(first + 33, 0, 7) = bfloat16(nan); });
+        [](AmxBatch& batch, int first) { batch.new_values.at(first + 33, 0, 7) = Value(nan); });
+  spoil("a value +infinity", [](AmxBatch& batch, int first) {
+    batch.new_values.at(first + 33, 0, 7) = Value(infinity);
+  });
+  spoil("a query -infinity", [](AmxBatch& batch, int) {
+    for (std::size_t t = 0; t < batch.queries.extents[0]; ++t) {
+      batch.queries.at(t, 4, 3) = -infinity;
+    }
+  });
+  spoil("a query and keys infinite", [&](AmxBatch& batch, int first) {
+    set_keys(0, 40, -infinity)(batch, first);
+    for (std::size_t t = 0; t < batch.queries.extents[0]; ++t) {
+      for (int h = 0; h < batch.heads; h += 2) batch.queries.at(t, h, 0) = infinity;
+    }
+  });
   spoil("a query NaN", [](AmxBatch& batch, int) {
     for (std::size_t t = 0; t < batch.queries.extents[0]; ++t) batch.queries.at(t, 4, 3) = nan;
   });
 }
 
 // The products give a row 0 times what it does not see, which must add nothing.
-TEST_F(AmxAttention, ValuesThatARowDoesNotSeeAreNothingToIt) {
+TYPED_TEST(AmxAttention, ValuesThatARowDoesNotSeeAreNothingToIt) {
   for (const int group : {1, 5, 16}) {
     SCOPED_TRACE("group " + std::to_string(group));
-    AmxBatch batch(80, group, 8, 16, {{{5, 700}, 8, 90, 90}}, 700);
+    typename TestFixture::AmxBatch batch(80, group, 8, 16, {{{5, 700}, 8, 90, 90}}, 700);
     const auto& span = batch.spans[0];
     for (const int r : {1, 31, 32, 64, 89}) {
-      batch.new_values.at(span.first_new + r, r % 2, r % 80) = bfloat16(r == 32 ? infinity : nan);
+      batch.new_values.at(span.first_new + r, r % 2, r % 80) =
+          typename TypeParam::Value(r == 32 ? infinity : nan);
     }
-    check(batch);
+    this->check(batch);
+  }
+}
+
+// Query rows beyond what half holds, and far below it, each with values of very different size.
+TYPED_TEST(AmxAttention, QueriesOfAnyMagnitude) {
+  using Value = typename TypeParam::Value;
+  for (const int group : {3, 8}) {
+    SCOPED_TRACE("group " + std::to_string(group));
+    typename TestFixture::AmxBatch batch(72, group, 8, 16,
+                                         {{{0, 0}, 0, 1, 600}, {{0, 0}, 0, 70, 90}}, 800);
+    for (std::size_t t = 0; t < batch.new_keys.extents[0]; ++t) {
+      for (int h = 0; h < batch.kv_heads; ++h) {
+        for (int d = 0; d < batch.dim; ++d) {
+          auto& k = batch.new_keys.at(t, h, d);
+          // Subnormal as half.
+          k = Value(static_cast<float>(k) * (d % 3 == 0 ? 0x1p-16f : 1.0f));
+        }
+      }
+    }
+    for (std::size_t t = 0; t < batch.queries.extents[0]; ++t) {
+      for (int h = 0; h < batch.heads; ++h) {
+        const float factor = h % 3 == 0 ? 1.0f : h % 3 == 1 ? 0x1p-40f : 0.0f;
+        for (int d = 0; d < batch.dim; ++d) {
+          batch.queries.at(t, h, d) *= factor * (d % 3 == 0 ? 0x1p17f : 1.0f);
+        }
+      }
+    }
+    this->check(batch);
   }
 }
 

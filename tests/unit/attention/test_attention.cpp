@@ -118,12 +118,12 @@ class AttentionPaths : public ::testing::Test {
         {"portable", AttentionPath::portable}};
     if (p.queries == 1) paths.push_back({"rows", AttentionPath::rows});
     if (p.queries == 1) paths.push_back({"split", AttentionPath::split_kv});
-    for (const SimdLevel level : simd_levels()) {
+    for (const SimdLevel level : simd_levels<Value>()) {
       const LevelInUse in_use(level);
       for (const auto& [name, path] : paths) {
         const bool has_levels = path != AttentionPath::portable &&
                                 path != AttentionPath::split_kv && path != AttentionPath::panels;
-        if (!has_levels && level != simd_levels().front()) continue;
+        if (!has_levels && level != simd_levels<Value>().front()) continue;
         if (left_out(path, p.queries)) continue;
         SCOPED_TRACE(name);
         SCOPED_TRACE(kvzap::detail::name_of(level));
@@ -420,7 +420,7 @@ TYPED_TEST(AttentionPaths, BatchedDecodeEqualsSingleCalls) {
                                  AttentionPath::rows,      AttentionPath::split_kv,
                                  AttentionPath::panels,    AttentionPath::portable};
   const ExecutionSpace exec;
-  for (const SimdLevel level : simd_levels()) {
+  for (const SimdLevel level : simd_levels<Value>()) {
     const LevelInUse in_use(level);
     for (const AttentionPath path : paths) {
       Array<float> batched(count, heads, p.dim, Arrangement::right);
@@ -460,7 +460,7 @@ TYPED_TEST(AttentionPaths, NonFiniteKeys) {
   typename TestFixture::Cache cache(CacheShape{{1}, dim, 8, 16});
   const auto layer = cache.layer(cache.add_sequence(), 0);
   const ExecutionSpace exec;
-  for (const SimdLevel level : simd_levels()) {
+  for (const SimdLevel level : simd_levels<Value>()) {
     const LevelInUse in_use(level);
     for (const AttentionPath path :
          {AttentionPath::automatic, AttentionPath::split_kv, AttentionPath::portable}) {

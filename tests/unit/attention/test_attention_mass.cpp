@@ -34,8 +34,8 @@ class Mass : public ::testing::Test {
   void check(Batch<Value, order>& batch, int blocks = 1, const MassFactors& factors = {}) {
     batch.solve();
     for (const bool device : {false, true}) {
-      for (const SimdLevel level : simd_levels()) {
-        if (device && level != simd_levels().front()) continue;
+      for (const SimdLevel level : simd_levels<Value>()) {
+        if (device && level != simd_levels<Value>().front()) continue;
         const LevelInUse in_use(level);
         SCOPED_TRACE(device ? "device" : kvzap::detail::name_of(level));
         kvzap::detail::set_device_kernels(device);

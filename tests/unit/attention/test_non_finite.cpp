@@ -82,14 +82,14 @@ class NonFinite : public ::testing::Test {
     batch.new_values.upload();
     batch.solve();
 
-    for (const SimdLevel level : simd_levels()) {
+    for (const SimdLevel level : simd_levels<Value>()) {
       const LevelInUse in_use(level);
       for (const AttentionPath path :
            {AttentionPath::automatic, AttentionPath::rows, AttentionPath::flash_prefill,
             AttentionPath::split_kv, AttentionPath::panels, AttentionPath::portable}) {
         const bool is_single = path == AttentionPath::rows || path == AttentionPath::split_kv;
         if (is_single && queries > 1) continue;
-        if (!has_levels(path) && level != simd_levels().front()) continue;
+        if (!has_levels(path) && level != simd_levels<Value>().front()) continue;
         if (left_out(path, queries)) continue;
         SCOPED_TRACE(kvzap::detail::name_of(level));
         SCOPED_TRACE(name_of(path));

@@ -82,10 +82,10 @@ class AttentionSpans : public ::testing::Test {
     for (const auto& span : batch.spans) {
       if (span.queries <= 1) singles.push_back(span);
     }
-    for (const SimdLevel level : simd_levels()) {
+    for (const SimdLevel level : simd_levels<Value>()) {
       const LevelInUse in_use(level);
       for (const AttentionPath path : all_paths) {
-        if (!has_levels(path) && level != simd_levels().front()) continue;
+        if (!has_levels(path) && level != simd_levels<Value>().front()) continue;
         SCOPED_TRACE(kvzap::detail::name_of(level));
         SCOPED_TRACE(name_of(path));
         if (!takes(path, batch.spans)) {
@@ -142,10 +142,10 @@ TYPED_TEST(AttentionSpans, AreIndependentOfEachOther) {
   for (int copies = 0; copies < 2; ++copies) {
     singles.insert(singles.end(), singles.begin(), singles.end());
   }
-  for (const SimdLevel level : simd_levels()) {
+  for (const SimdLevel level : simd_levels<Value>()) {
     const LevelInUse in_use(level);
     for (const AttentionPath path : TestFixture::all_paths) {
-      if (!has_levels(path) && level != simd_levels().front()) continue;
+      if (!has_levels(path) && level != simd_levels<Value>().front()) continue;
       SCOPED_TRACE(kvzap::detail::name_of(level));
       SCOPED_TRACE(name_of(path));
       auto spans = TestFixture::takes(path, batch.spans) ? batch.spans : singles;
@@ -227,7 +227,7 @@ TYPED_TEST(AttentionSpans, ReserveIsEnough) {
     }
   }
   for (const bool device : {false, true}) {
-    for (const SimdLevel level : simd_levels()) {
+    for (const SimdLevel level : simd_levels<Value>()) {
       const LevelInUse in_use(level);
       SCOPED_TRACE(device ? "device" : kvzap::detail::name_of(level));
       kvzap::detail::set_device_kernels(device);

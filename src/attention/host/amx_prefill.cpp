@@ -324,19 +324,6 @@ struct AmxPrefill<Format>::Kernels {
     return static_cast<__mmask16>(lanes >> 16);
   }
 
-  /// 2^x within 2.2 units in the last place, NaN for NaN. A polynomial on [0, 1), where x -
-  /// floor(x) and the multiplication by 2^floor(x) are one instruction each.
-  KVZAP_INLINE_AVX512_BF16 __m512 exp2_of(__m512 x) {
-    const __m512 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-    __m512 p = _mm512_set1_ps(0x1.ec320ap-10f);
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0x1.26900cp-7f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0x1.c95446p-5f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0x1.ebd5a8p-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0x1.62e4f6p-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0x1.fffffep-1f));
-    return _mm512_scalef_ps(p, x);
-  }
-
   /// target[j][i] = source[i][j], 16 x 16 words.
   KVZAP_INLINE_AVX512_BF16 void transpose_words(const __m512i* source, char* target) {
     __m512i a[16], b[16];

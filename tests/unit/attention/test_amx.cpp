@@ -116,7 +116,7 @@ TYPED_TEST(AmxAttention, ShiftsAreRaised) {
           k = Value(static_cast<float>(k) * static_cast<float>(1 + r / 50));
         }
       }
-      this->check(batch, std::max(TypeParam::tolerance, 0x1p-13));
+      this->check(batch, std::max(TypeParam::tolerance, 0x1p-12));
     }
   }
 }

@@ -6,6 +6,7 @@
 
 #include <oneapi/dnnl/dnnl_debug.h>
 #include <algorithm>
+#include <cstdlib>
 #include <oneapi/dnnl/dnnl.hpp>
 #include <string_view>
 #include <tuple>
@@ -46,8 +47,23 @@ struct Plan {
   bool copies_x = false, copies_y = false;
 };
 
+// What oneDNN keeps itself, if nobody says otherwise.
+constexpr int usual_primitives = 1024;
+
+/// Has oneDNN keep no more primitives than there are plans, for the whole process; where its user
+/// or the program has chosen a number, that stays.
+void bound_primitives() {
+  for (const char* name : {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY"}) {
+    if (std::getenv(name)) return;
+  }
+  if (dnnl::get_primitive_cache_capacity() != usual_primitives) return;
+  dnnl::set_primitive_cache_capacity(static_cast<int>(max_plans));
+}
+
 // Never destroyed: oneDNN's own globals may be gone before ours.
 struct Library {
+  Library() { bound_primitives(); }
+
   dnnl::engine engine{dnnl::engine::kind::cpu, 0};
   dnnl::stream stream{engine};
   LruCache<Key, Plan> plans{static_cast<std::size_t>(max_plans)};
@@ -184,7 +200,8 @@ bool has_fast_products(bool packed) {
 }
 
 CacheUse cache_use() {
-  return {static_cast<std::int64_t>(library().plans.size()), library().look_ups};
+  return {static_cast<std::int64_t>(library().plans.size()), library().look_ups,
+          dnnl::get_primitive_cache_capacity()};
 }
 
 const char* version() {
@@ -232,7 +249,7 @@ namespace kvzap::detail::onednn {
 
 bool is_available() { return false; }
 const char* version() { return ""; }
-CacheUse cache_use() { return {0, 0}; }
+CacheUse cache_use() { return {0, 0, 0}; }
 template <class Value>
 void multiply(const Product<Value>&) {
   throw Error("this build has no oneDNN");

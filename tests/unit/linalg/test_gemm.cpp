@@ -459,6 +459,10 @@ TEST(OneDnn, KeepsAsManyPlansAsItSays) {
       ASSERT_NEAR(y[(rows - 1) * stride + j], expected, 1e-5f) << rows << " rows";
     }
   }
+  if (std::getenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY") == nullptr &&
+      std::getenv("DNNL_PRIMITIVE_CACHE_CAPACITY") == nullptr) {
+    EXPECT_LE(onednn::cache_use().most_primitives, onednn::max_plans);
+  }
 }
 
 TYPED_TEST(Linear, NothingToMultiply) {

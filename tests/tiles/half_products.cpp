@@ -22,7 +22,7 @@ int half_products = 0;
 
 bool is_available() { return true; }
 const char* version() { return "stand-in"; }
-CacheUse cache_use() { return {0, 0}; }
+CacheUse cache_use() { return {0, 0, 0}; }
 void multiply(const Gemm&) { throw Error("the stand-in has none"); }
 
 template <class Value>

@@ -16,6 +16,7 @@ RUNS = {
     "limits": ("bench_limits", None, ""),
     # Without the longest prefills, which take many minutes.
     "attention": ("bench_attention", None, "-prefill/.*/tokens:(8192|16384)"),
+    "attention-1-rank": ("bench_attention", 1, "decode/bf16/dim:128/group:.*/paged"),
     "prune": ("bench_prune", None, ""),
     "gemm": ("bench_gemm", None, "/Qwen3-(0.6B|8B)/"),
     "score": ("bench_score", None, ""),
@@ -350,6 +351,9 @@ GOALS = [
     ("Decode attention", [
         Goal("attention-decode", "bf16, head_dim 128, group 4: share of reading", True, 0.85,
              bench("attention", "decode/bf16"), share("attention", f"decode/bf16/{HEAD}/paged")),
+        # On a machine that cannot feed all its cores at once, as those that can feed each.
+        Goal("attention-decode-1-rank", "the same on one core alone: share of its reading", True, 0.85,
+             bench("attention-1-rank", "decode/bf16"), share("attention-1-rank", f"decode/bf16/{HEAD}/paged")),
         Goal("attention-decode-lowest", "lowest of all measured value types, head_dims and groups: share of reading", True,
              0.85, bench("attention", "decode/"), share("attention", "decode/.*/paged")),
         Goal("attention-paged", "pages over one contiguous run, bf16", True, 0.95,

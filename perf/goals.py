@@ -352,7 +352,7 @@ GOALS = [
         Goal("attention-decode", "bf16, head_dim 128, group 4: share of reading", True, 0.85,
              bench("attention", "decode/bf16"), share("attention", f"decode/bf16/{HEAD}/paged")),
         # On a machine that cannot feed all its cores at once, as those that can feed each.
-        Goal("attention-decode-1-rank", "the same on one core alone: share of its reading", True, 0.85,
+        Goal("attention-decode-1-rank", "bf16, head_dim 128, group 4, one core alone: share of what it reads", True, 0.85,
              bench("attention-1-rank", "decode/bf16"), share("attention-1-rank", f"decode/bf16/{HEAD}/paged")),
         Goal("attention-decode-lowest", "lowest of all measured value types, head_dims and groups: share of reading", True,
              0.85, bench("attention", "decode/"), share("attention", "decode/.*/paged")),

@@ -376,7 +376,7 @@ template <class V, int G>
 struct Avx2Kernels {
   using Value = V;
   // Rows of one query are read at the memory's full rate by going over them in order.
-  static constexpr bool always_prefetches = G > 1;
+  static bool always_prefetches(int /*dim*/) { return G > 1; }
   // Blocks of 16 dims whose sums, of G queries, take half of the registers.
   static constexpr int wide = 4 / G;
 

@@ -334,12 +334,14 @@ KVZAP_TARGET_AVX512 void accumulate(const typename Ops::Value* values, std::int6
 }
 
 /// The same by products of pairs of rows, for V vectors of 32 dims. Their order in `sums` is that
-/// in which unpacking leaves them, see dim_of_pair_lane.
+/// in which unpacking leaves them, see lane_of_dim. `later`: vectors behind these, which are asked
+/// for, as the next call is to find them in the level-1 cache.
 /// weights: [row / 2][G][row % 2].
 template <int G, int V>
 KVZAP_TARGET_AVX512_BF16 void accumulate_pairs(const bfloat16* values, std::int64_t stride,
                                                int rows, const std::uint32_t* weights, float* sums,
-                                               int padded, std::uint32_t last_mask, Ahead& ahead) {
+                                               int padded, std::uint32_t last_mask, int later,
+                                               Ahead& ahead) {
   __m512 sum[G * 2 * V];
 #pragma GCC unroll 16
   for (int q = 0; q < G; ++q) {
@@ -374,6 +376,14 @@ KVZAP_TARGET_AVX512_BF16 void accumulate_pairs(const bfloat16* values, std::int6
         own[0] = _mm512_dpbf16_ps(own[0], weight[q], low);
         own[1] = _mm512_dpbf16_ps(own[1], weight[q], high);
       }
+    }
+    for (int v = V; v < V + later; ++v) {
+      if constexpr (G <= 2) {
+        prefetch_in_order(even + v * 32);
+        prefetch_in_order(odd + v * 32);
+      }
+      _mm_prefetch(reinterpret_cast<const char*>(even + v * 32), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(odd + v * 32), _MM_HINT_T0);
     }
   }
 #pragma GCC unroll 16
@@ -414,7 +424,7 @@ void accumulate_all(const typename Ops::Value* values, std::int64_t stride, int 
 }
 
 // Vectors of 32 dims whose sums for G queries the registers have room for, all G at once: so that
-// rows, if in parts, are read and unpacked once.
+// rows, if in parts, are unpacked once. They are read from memory whole all the same.
 template <int G>
 constexpr int pair_vectors = G == 4 ? 3 : 4;
 
@@ -434,7 +444,7 @@ void accumulate_all_pairs(const bfloat16* values, std::int64_t stride, int rows,
                           : taken == 2             ? accumulate_pairs<G, 2>
                                                    : accumulate_pairs<G, 1>;
       kernel(values + first * stride + v * 32, stride, count, pairs, sums + v * 32, padded,
-             v + taken == vectors ? last : 0xffffffffu, ahead);
+             v + taken == vectors ? last : 0xffffffffu, v == 0 ? vectors - taken : 0, ahead);
       v += taken;
     }
   }
@@ -450,7 +460,7 @@ struct VectorKernels {
   using Value = V;
   using Ops = OpsOf<Value>;
   // Rows of one query are read at the memory's full rate by going over them in order.
-  static constexpr bool always_prefetches = G > 1;
+  static bool always_prefetches(int /*dim*/) { return G > 1; }
 
   static int score_steps(int rows) { return (rows * G + 15) / 16; }
   static int accumulate_steps(int rows, int /*dim*/) { return (G == 4 ? 2 : 1) * rows; }
@@ -479,7 +489,8 @@ struct VectorKernels {
 template <int G>
 struct PairKernels {
   using Value = bfloat16;
-  static constexpr bool always_prefetches = false;
+  // Rows that are read in several parts, and whose queries the registers have no room for.
+  static bool always_prefetches(int dim) { return dim > 128; }
 
   static int score_steps(int rows) { return (rows * G + 15) / 16; }
   static int accumulate_steps(int rows, int dim) {

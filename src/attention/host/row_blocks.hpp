@@ -113,7 +113,7 @@ bool is_behind(const RowRun<Value>& next, const RowRun<Value>& run) {
 
 /// Takes a run's rows into blocks of G query heads, decode_block_rows at a time. Kernels: what is
 /// done with each block of rows and queries:
-///   Value; always_prefetches,
+///   Value; always_prefetches(dim): whether lines are asked for ahead wherever they lie,
 ///   score_steps(rows), accumulate_steps(rows, dim): how often they step `ahead`,
 ///   queries_of(queries, block, padded): a block's queries,
 ///   score(keys, stride, rows, queries, dim, scores, ahead): scores of the rows, in an order of the
@@ -132,7 +132,7 @@ void attend_blocks(const Blocks<typename Kernels::Value>& blocks,
   // where the next page lies elsewhere, or, of several queries, where keys and values of a block
   // do (longer pages), and where there is more to compute than to read.
   const bool in_order = is_behind(next, run) && (G == 1 || run.rows <= decode_block_rows);
-  const bool prefetches = Kernels::always_prefetches || blocks.count > 1 || !in_order;
+  const bool prefetches = Kernels::always_prefetches(dim) || blocks.count > 1 || !in_order;
   for (std::int64_t begin = 0; begin < run.rows; begin += decode_block_rows) {
     const int rows = static_cast<int>(std::min<std::int64_t>(decode_block_rows, run.rows - begin));
     const Value* keys = run.keys + begin * run.row_stride;

@@ -68,8 +68,10 @@ class Results:
         self.title = self.processor.get("title", folder.name)
 
     def context(self):
-        """What the programs say of the machine and themselves."""
-        return next((r["context"] for r in self.runs.values() if "compiler" in r.get("context", {})), {})
+        """What the programs say of the machine and themselves; of a run on as many ranks as most where there is one."""
+        planned = runs_of(self.limited_to)
+        names = sorted(self.runs, key=lambda name: (planned.get(name, ("", None))[1] is not None, name))
+        return next((self.runs[n]["context"] for n in names if "compiler" in self.runs[n].get("context", {})), {})
 
     def level(self):
         """The instruction set of these figures, as KVZAP_SIMD names it; "" if they do not tell."""

@@ -70,6 +70,23 @@ KVZAP_INLINE_AVX2 Wide16 load_dims(const Value* p, int count) {
   }
 }
 
+/// The second half of what load_dims gives.
+template <bool is_part, class Value>
+KVZAP_INLINE_AVX2 __m256 load_high(const Value* p, int count) {
+  if constexpr (is_part || !std::is_same_v<Value, bfloat16>) {
+    return load_dims<is_part>(p, count).high;
+  } else {
+    // The mask from memory: in a register, it would push out the query, which GCC then loads once
+    // per product.
+    alignas(32) static constexpr std::uint32_t odd[8] = {0xffff0000u, 0xffff0000u, 0xffff0000u,
+                                                         0xffff0000u, 0xffff0000u, 0xffff0000u,
+                                                         0xffff0000u, 0xffff0000u};
+    __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    asm("vpand %1, %0, %0" : "+x"(bits) : "m"(odd));
+    return _mm256_castsi256_ps(bits);
+  }
+}
+
 /// A vector whose lane i is the sum of vector i.
 KVZAP_INLINE_AVX2 __m256 fold_eight(const __m256* v) {
   __m256 two[4], four[2];
@@ -88,23 +105,30 @@ KVZAP_INLINE_AVX2 __m256 fold_eight(const __m256* v) {
                        _mm256_permute2f128_ps(four[0], four[1], 0x31));
 }
 
-/// Products of 16 dims of 8 / G rows with G queries [G][16].
-template <int G>
-KVZAP_INLINE_AVX2 void multiply_dims(const Wide16* keys, const float* queries, __m256* sums) {
+/// sums[row][query] += products of 16 dims of `unit` rows with G queries [G][16]; of the first
+/// `left` where `is_part`. One half after the other, for which there are registers enough.
+template <bool is_part, int G, int unit, class Value>
+KVZAP_INLINE_AVX2 void multiply_dims(const Value* const* rows, int left, const float* queries,
+                                     __m256* sums) {
+  __m256 key[unit];
+#pragma GCC unroll 8
+  for (int i = 0; i < unit; ++i) key[i] = load_dims<is_part>(rows[i], left).low;
 #pragma GCC unroll 4
   for (int q = 0; q < G; ++q) {
-    const __m256 low = _mm256_load_ps(queries + q * 16);
+    const __m256 query = _mm256_load_ps(queries + q * 16);
 #pragma GCC unroll 8
-    for (int i = 0; i < 8 / G; ++i) {
-      sums[i * G + q] = _mm256_fmadd_ps(keys[i].low, low, sums[i * G + q]);
+    for (int i = 0; i < unit; ++i) {
+      sums[i * G + q] = _mm256_fmadd_ps(key[i], query, sums[i * G + q]);
     }
   }
+#pragma GCC unroll 8
+  for (int i = 0; i < unit; ++i) key[i] = load_high<is_part>(rows[i], left);
 #pragma GCC unroll 4
   for (int q = 0; q < G; ++q) {
-    const __m256 high = _mm256_load_ps(queries + q * 16 + 8);
+    const __m256 query = _mm256_load_ps(queries + q * 16 + 8);
 #pragma GCC unroll 8
-    for (int i = 0; i < 8 / G; ++i) {
-      sums[i * G + q] = _mm256_fmadd_ps(keys[i].high, high, sums[i * G + q]);
+    for (int i = 0; i < unit; ++i) {
+      sums[i * G + q] = _mm256_fmadd_ps(key[i], query, sums[i * G + q]);
     }
   }
 }
@@ -124,17 +148,13 @@ KVZAP_TARGET_AVX2 void score_avx2(const Value* keys, std::int64_t stride, int ro
     __m256 sums[8];
 #pragma GCC unroll 8
     for (int e = 0; e < 8; ++e) sums[e] = _mm256_setzero_ps();
-    Wide16 key[unit];
-    for (int s = 0; s < steps; ++s) {
+    const float* query = queries;
+    for (int s = 0; s < steps; ++s, query += 16 * G) {
+      multiply_dims<false, G, unit>(row, 0, query, sums);
 #pragma GCC unroll 8
-      for (int i = 0; i < unit; ++i) key[i] = load_wide(row[i] + s * 16);
-      multiply_dims<G>(key, queries + s * G * 16, sums);
+      for (int i = 0; i < unit; ++i) row[i] += 16;
     }
-    if (left > 0) {
-#pragma GCC unroll 8
-      for (int i = 0; i < unit; ++i) key[i] = load_wide(row[i] + steps * 16, left);
-      multiply_dims<G>(key, queries + steps * G * 16, sums);
-    }
+    if (left > 0) multiply_dims<true, G, unit>(row, left, query, sums);
     _mm256_store_ps(scores, fold_eight(sums));
   }
 }
@@ -150,53 +170,8 @@ KVZAP_INLINE_AVX2 __m128 fold_four(const __m256* v) {
 }
 
 // Rows that are scored with four queries at once: their sums take 12 of the 16 registers, which
-// leaves just enough for what is widened. (Rows of floats gain nothing.)
+// leaves just enough for what is widened, one half after the other. (Rows of floats gain nothing.)
 constexpr int rows_by_four = 3;
-
-/// The second half of what load_dims gives.
-template <bool is_part, class Value>
-KVZAP_INLINE_AVX2 __m256 load_high(const Value* p, int count) {
-  if constexpr (is_part || !std::is_same_v<Value, bfloat16>) {
-    return load_dims<is_part>(p, count).high;
-  } else {
-    // The mask from memory: in a register, it would push out the query, which GCC then loads once
-    // per product.
-    alignas(32) static constexpr std::uint32_t odd[8] = {0xffff0000u, 0xffff0000u, 0xffff0000u,
-                                                         0xffff0000u, 0xffff0000u, 0xffff0000u,
-                                                         0xffff0000u, 0xffff0000u};
-    __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-    asm("vpand %1, %0, %0" : "+x"(bits) : "m"(odd));
-    return _mm256_castsi256_ps(bits);
-  }
-}
-
-/// sums[row][query] += products of 16 dims of rows with four queries [4][16]; of the first `left`
-/// where `is_part`.
-template <bool is_part, class Value>
-KVZAP_INLINE_AVX2 void multiply_by_four(const Value* const* rows, int left, const float* queries,
-                                        __m256* sums) {
-  __m256 key[rows_by_four];
-#pragma GCC unroll 3
-  for (int i = 0; i < rows_by_four; ++i) key[i] = load_dims<is_part>(rows[i], left).low;
-#pragma GCC unroll 4
-  for (int q = 0; q < 4; ++q) {
-    const __m256 query = _mm256_load_ps(queries + q * 16);
-#pragma GCC unroll 3
-    for (int i = 0; i < rows_by_four; ++i) {
-      sums[i * 4 + q] = _mm256_fmadd_ps(key[i], query, sums[i * 4 + q]);
-    }
-  }
-#pragma GCC unroll 3
-  for (int i = 0; i < rows_by_four; ++i) key[i] = load_high<is_part>(rows[i], left);
-#pragma GCC unroll 4
-  for (int q = 0; q < 4; ++q) {
-    const __m256 query = _mm256_load_ps(queries + q * 16 + 8);
-#pragma GCC unroll 3
-    for (int i = 0; i < rows_by_four; ++i) {
-      sums[i * 4 + q] = _mm256_fmadd_ps(key[i], query, sums[i * 4 + q]);
-    }
-  }
-}
 
 /// The same scores as score_avx2's of four queries.
 template <class Value>
@@ -215,11 +190,11 @@ KVZAP_TARGET_AVX2 void score_by_four_avx2(const Value* keys, std::int64_t stride
     for (int e = 0; e < 4 * unit; ++e) sums[e] = _mm256_setzero_ps();
     const float* query = queries;
     for (int s = 0; s < steps; ++s, query += 64) {
-      multiply_by_four<false>(row, 0, query, sums);
+      multiply_dims<false, 4, unit>(row, 0, query, sums);
 #pragma GCC unroll 3
       for (int i = 0; i < unit; ++i) row[i] += 16;
     }
-    if (left > 0) multiply_by_four<true>(row, left, query, sums);
+    if (left > 0) multiply_dims<true, 4, unit>(row, left, query, sums);
 #pragma GCC unroll 3
     for (int i = 0; i < unit; ++i) {
       if (first + i < rows) _mm_store_ps(scores + (first + i) * 4, fold_four(sums + i * 4));
@@ -311,6 +286,13 @@ KVZAP_TARGET_AVX2 void online_softmax_avx2(float* scores, int rows, float scalin
   _mm256_store_ps(weight, total);
 }
 
+/// sum + weights[0] * first + weights[G] * second.
+template <int G>
+KVZAP_INLINE_AVX2 __m256 add_two(__m256 sum, __m256 first, __m256 second, const float* weights) {
+  const __m256 product = _mm256_mul_ps(_mm256_broadcast_ss(weights), first);
+  return _mm256_add_ps(sum, _mm256_fmadd_ps(_mm256_broadcast_ss(weights + G), second, product));
+}
+
 /// sums[q][16 * v ..] += weights[row][q] * values[row][16 * v ..] for V blocks of 16 dims, whose
 /// last has `left` dims if that is not 0.
 template <class Value, int G, int V, bool is_part>
@@ -335,16 +317,30 @@ KVZAP_TARGET_AVX2 void accumulate_avx2(const Value* values, std::int64_t stride,
     ahead.step();
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
-      const Wide16 first = load_dims<is_part>(row + v * 16, left);
-      const Wide16 second = load_dims<is_part>(row + stride + v * 16, left);
+      const Value* const here = row + v * 16;
+      const float* const own = weights + r * G;
+      if constexpr (G == 4) {
+        const Wide16 first = load_dims<is_part>(here, left);
+        const Wide16 second = load_dims<is_part>(here + stride, left);
 #pragma GCC unroll 4
-      for (int q = 0; q < G; ++q) {
-        const __m256 by = _mm256_broadcast_ss(weights + r * G + q);
-        const __m256 by_second = _mm256_broadcast_ss(weights + (r + 1) * G + q);
-        const __m256 lows = _mm256_fmadd_ps(by_second, second.low, _mm256_mul_ps(by, first.low));
-        low[q * V + v] = _mm256_add_ps(low[q * V + v], lows);
-        const __m256 highs = _mm256_fmadd_ps(by_second, second.high, _mm256_mul_ps(by, first.high));
-        high[q * V + v] = _mm256_add_ps(high[q * V + v], highs);
+        for (int q = 0; q < G; ++q) {
+          low[q * V + v] = add_two<G>(low[q * V + v], first.low, second.low, own + q);
+          high[q * V + v] = add_two<G>(high[q * V + v], first.high, second.high, own + q);
+        }
+      } else {
+        // One half after the other: there are no registers for more.
+        __m256 first = load_dims<is_part>(here, left).low;
+        __m256 second = load_dims<is_part>(here + stride, left).low;
+#pragma GCC unroll 4
+        for (int q = 0; q < G; ++q) {
+          low[q * V + v] = add_two<G>(low[q * V + v], first, second, own + q);
+        }
+        first = load_high<is_part>(here, left);
+        second = load_high<is_part>(here + stride, left);
+#pragma GCC unroll 4
+        for (int q = 0; q < G; ++q) {
+          high[q * V + v] = add_two<G>(high[q * V + v], first, second, own + q);
+        }
       }
     }
   }

@@ -124,6 +124,30 @@ KVZAP_TARGET_AVX512 void products_avx512(const float* x, std::int64_t x_stride,
   }
 }
 
+/// Neighbouring outputs of one row of x, one after the other, as their weights lie in memory: there
+/// are no other rows to spare loads for, and what the processor's prefetcher brings by itself comes
+/// faster than what is asked for. The sums are as many as hide the latency of adding to them.
+template <class Value>
+KVZAP_TARGET_AVX512 void one_row_avx512(const float* x, const Value* weights,
+                                        std::int64_t weights_stride, std::int64_t outputs,
+                                        std::int64_t inputs, float* y) {
+  for (std::int64_t n = 0; n < outputs; ++n) {
+    const Value* row = weights + n * weights_stride;
+    __m512 even = _mm512_setzero_ps(), odd = _mm512_setzero_ps();
+    std::int64_t k = 0;
+    for (; k + 32 <= inputs; k += 32) {
+      even = _mm512_fmadd_ps(load16(row + k), load16(x + k), even);
+      odd = _mm512_fmadd_ps(load16(row + k + 16), load16(x + k + 16), odd);
+    }
+    for (; k < inputs; k += 16) {
+      const std::int64_t left = std::min<std::int64_t>(16, inputs - k);
+      const auto mask = static_cast<__mmask16>((1u << left) - 1);
+      even = _mm512_fmadd_ps(load16(row + k, mask), load16(x + k, mask), even);
+    }
+    y[n] = _mm512_reduce_add_ps(_mm512_add_ps(even, odd));
+  }
+}
+
 KVZAP_TARGET_AVX2 inline __m256 load8(const float* p) { return _mm256_loadu_ps(p); }
 KVZAP_TARGET_AVX2 inline __m256 load8(const half* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -180,6 +204,32 @@ KVZAP_TARGET_AVX2 void products_avx2(const float* x, std::int64_t x_stride, cons
       }
       y[m * y_stride + n] = sum;
     }
+  }
+}
+
+/// Outputs of one row of x, as above.
+template <class Value>
+KVZAP_TARGET_AVX2 void one_row_avx2(const float* x, const Value* weights,
+                                    std::int64_t weights_stride, std::int64_t outputs,
+                                    std::int64_t inputs, float* y) {
+  constexpr int chains = 4;
+  for (std::int64_t n = 0; n < outputs; ++n) {
+    const Value* row = weights + n * weights_stride;
+    __m256 sums[chains];
+    for (__m256& sum : sums) sum = _mm256_setzero_ps();
+    std::int64_t k = 0;
+    for (; k + 8 * chains <= inputs; k += 8 * chains) {
+      for (int c = 0; c < chains; ++c) {
+        sums[c] = _mm256_fmadd_ps(load8(row + k + 8 * c), load8(x + k + 8 * c), sums[c]);
+      }
+    }
+    for (; k + 8 <= inputs; k += 8) {
+      sums[0] = _mm256_fmadd_ps(load8(row + k), load8(x + k), sums[0]);
+    }
+    float sum =
+        sum_of(_mm256_add_ps(_mm256_add_ps(sums[0], sums[1]), _mm256_add_ps(sums[2], sums[3])));
+    for (; k < inputs; ++k) sum += static_cast<float>(row[k]) * x[k];
+    y[n] = sum;
   }
 }
 
@@ -249,14 +299,23 @@ void float_products(const float* x, std::int64_t x_stride, int n_rows, const Val
   const SimdLevel level = simd_level();
   if (level >= SimdLevel::avx512) {
     return with_rows(n_rows, [&](auto rows) {
-      constexpr int at_once = rows <= 2 ? 8 : rows <= 6 ? 4 : 3;
-      all_outputs(at_once, products_avx512<rows, at_once, Value>, products_avx512<rows, 1, Value>);
+      if constexpr (rows == 1) {
+        one_row_avx512(x, weights, weights_stride, outputs, inputs, y);
+      } else {
+        constexpr int at_once = rows == 2 ? 8 : rows <= 6 ? 4 : 3;
+        all_outputs(at_once, products_avx512<rows, at_once, Value>,
+                    products_avx512<rows, 1, Value>);
+      }
     });
   }
   if (level == SimdLevel::avx2) {
     return with_rows(n_rows, [&](auto rows) {
-      constexpr int at_once = rows <= 2 ? 4 : rows <= 4 ? 3 : rows <= 6 ? 2 : 1;
-      all_outputs(at_once, products_avx2<rows, at_once, Value>, products_avx2<rows, 1, Value>);
+      if constexpr (rows == 1) {
+        one_row_avx2(x, weights, weights_stride, outputs, inputs, y);
+      } else {
+        constexpr int at_once = rows == 2 ? 4 : rows <= 4 ? 3 : rows <= 6 ? 2 : 1;
+        all_outputs(at_once, products_avx2<rows, at_once, Value>, products_avx2<rows, 1, Value>);
+      }
     });
   }
 #endif

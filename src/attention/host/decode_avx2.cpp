@@ -378,10 +378,9 @@ struct Avx2Kernels {
 
   static constexpr bool by_four = G == 4 && sizeof(Value) == 2;
 
-  // Half of a small level-1 cache, or a quarter where there is less to compute than to read: with
-  // more rows at a time loops begin and end less often.
+  // Half of a small level-1 cache: with more rows at a time loops begin and end less often.
   static int near_rows_of(int dim) {
-    const int bytes = G == 4 ? 16384 : 8192;
+    constexpr int bytes = 16384;
     return std::clamp(bytes / (dim * static_cast<int>(sizeof(Value))), near_rows,
                       sizeof(Value) == 2 ? decode_block_rows : near_rows);
   }

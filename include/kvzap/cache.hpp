@@ -30,7 +30,10 @@ using SequenceId = int;
 /// value is found through span.
 template <class Value, PageOrder order>
 struct RaggedLayer {
-  Kokkos::View<const std::uintptr_t*, MemorySpace> addresses;                 // by page id
+  // By page id: a page's keys, behind which are its values; and its rows' positions (int32), behind
+  // which are their scores (float).
+  Kokkos::View<const std::uintptr_t*, MemorySpace> addresses;
+  Kokkos::View<const std::uintptr_t*, MemorySpace> note_addresses;
   Kokkos::View<const PageId**, Kokkos::LayoutRight, MemorySpace> page_table;  // (head, page)
   Kokkos::View<const std::int64_t*, MemorySpace> retained;                    // (head)
   Kokkos::View<const Value**, Kokkos::LayoutRight, MemorySpace> ring;  // (head, 2 * window * dim)
@@ -349,7 +352,7 @@ class KVCache {
   /// Where the rows of one head lie, for a thread of the host that reads them while other sequences
   /// of the cache go on. Good for as long as the sequence neither changes nor is freed.
   struct RawRows {
-    std::vector<const char*> pages;  // all full but for the last
+    std::vector<PageAddress> pages;  // all full but for the last
     std::int64_t retained = 0;       // rows in pages
     const Value* ring = nullptr;     // 2 * window * dim
     const float* ring_scores = nullptr;

@@ -67,19 +67,30 @@ class OutOfMemory : public Error {
 /// Names a page of a pool; a released page's id is used again.
 using PageId = std::int32_t;
 
-/// Pages of one size. Memory comes in slabs that grow with the pool (a 128th of it, or a 64th once
-/// that fills huge pages, so that little is ever idle); a page is taken from the oldest slab that
-/// has one free, so that young slabs drain and can be handed back by trim(). allocate, retain and
-/// release cost O(log slabs); only allocate takes memory, so that only it can run out of it.
+/// Where a page's two parts begin: keys and values, and what is noted of their rows.
+struct PageAddress {
+  std::uintptr_t rows = 0;
+  std::uintptr_t notes = 0;
+};
+
+/// Pages of one size, in two parts: the bytes that every decode step reads, its rows, and a few
+/// more, its notes. The rows of a slab's pages lie one behind the other, so that pages that were
+/// taken one after the other are read as one stream, and all notes behind them. Memory comes in
+/// slabs that grow with the pool (a 128th of it, or a 64th once that fills huge pages, so that
+/// little is ever idle); a page is taken from the oldest slab that has one free, so that young
+/// slabs drain and can be handed back by trim(). allocate, retain and release cost O(log slabs);
+/// only allocate takes memory, so that only it can run out of it.
 ///
 /// Not thread-safe: one host thread drives one pool.
 class PagePool {
  public:
   using AddressView = Kokkos::View<std::uintptr_t*, MemorySpace>;
 
-  /// page_bytes is rounded up to a multiple of 64, so that every page is aligned to 64 bytes.
-  /// `meter`, if given, outlives the pool and is told of every slab. `limit`: see set_limit.
-  explicit PagePool(std::size_t page_bytes, MemoryMeter* meter = nullptr, std::size_t limit = 0);
+  /// row_bytes, of a page's rows, is rounded up to a multiple of 64, so that they are aligned to 64
+  /// bytes, and note_bytes to one of 8. `meter`, if given, outlives the pool and is told of every
+  /// slab. `limit`: see set_limit.
+  explicit PagePool(std::size_t row_bytes, MemoryMeter* meter = nullptr, std::size_t limit = 0,
+                    std::size_t note_bytes = 0);
   ~PagePool();
   PagePool(const PagePool&) = delete;
   PagePool& operator=(const PagePool&) = delete;
@@ -110,23 +121,28 @@ class PagePool {
   /// Gives slabs without a page in use back to the system. Returns their bytes.
   std::size_t trim();
 
-  std::size_t page_bytes() const { return m_page_bytes; }
+  /// Bytes of a page, and of its parts.
+  std::size_t page_bytes() const { return m_row_bytes + m_note_bytes; }
+  std::size_t row_bytes() const { return m_row_bytes; }
+  std::size_t note_bytes() const { return m_note_bytes; }
   std::size_t pages_in_use() const { return m_in_use; }
-  std::size_t allocated_bytes() const { return m_allocated_pages * m_page_bytes; }
+  std::size_t allocated_bytes() const { return m_allocated_pages * page_bytes(); }
   /// Bytes that trim() has given back so far.
   std::size_t returned_bytes() const { return m_returned_bytes; }
 
-  /// Address of every page's first byte, by page id, for kernels. Valid until the next allocate or
+  /// Where the rows of every page begin, by page id, for kernels. Valid until the next allocate or
   /// trim.
   AddressView addresses();
   /// The same for kernels that follow on `exec`, which as a rule is not waited for; but for another
   /// instance that has written addresses since.
   AddressView addresses(const ExecutionSpace& exec);
-  std::uintptr_t address(PageId page) const { return m_pages[page].address; }
+  /// Where their notes begin, as of the last call of addresses().
+  AddressView note_addresses() const { return m_note_addresses; }
+  PageAddress address(PageId page) const { return m_pages[page].address; }
 
  private:
   struct Page {
-    std::uintptr_t address = 0;
+    PageAddress address;
     int references = 0;
     int slab = -1;  // -1: an id without memory behind it, free for the next slab
   };
@@ -143,7 +159,7 @@ class PagePool {
   std::size_t drop(int index);
   std::size_t room() const;
 
-  std::size_t m_page_bytes;
+  std::size_t m_row_bytes, m_note_bytes;
   MemoryMeter* m_meter;
   std::size_t m_limit = 0;
   std::size_t m_claimed = 0;
@@ -155,7 +171,7 @@ class PagePool {
   std::size_t m_in_use = 0;
   std::size_t m_allocated_pages = 0;
   std::size_t m_returned_bytes = 0;
-  AddressView m_addresses;
+  AddressView m_addresses, m_note_addresses;
   std::optional<ExecutionSpace> m_addresses_on;  // where they were last written, unless waited for
   // Pages whose addresses have yet to be written there.
   static constexpr std::size_t none_stale = ~std::size_t{0};

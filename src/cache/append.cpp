@@ -247,11 +247,12 @@ AppendCounts KVCache<Value, order>::append_spans(const ExecutionSpace& exec,
         const auto own = std::make_pair(first_entry, first_entry + heads);
         if (most > 0) {
           upload_table(exec, sequence, layer);
+          const auto addresses = m_pool.addresses(exec);
           detail::admit<Value, order>(
               exec, step, most, ring, own_keys, own_values, own_scores,
               Kokkos::subview(m_kept, std::make_pair(first_kept, first_kept + heads * step.exits)),
               Kokkos::subview(m_begins, own), Kokkos::subview(m_kept_counts, own),
-              layer.device_retained, m_pool.addresses(exec),
+              layer.device_retained, addresses, m_pool.note_addresses(),
               Kokkos::subview(sequence.table,
                               std::make_pair(layer.first_head, layer.first_head + heads),
                               Kokkos::ALL));

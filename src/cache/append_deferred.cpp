@@ -40,6 +40,7 @@ struct StepKernel {
   const Value* values = nullptr;  // the same
   const float* scores = nullptr;  // (head, row) with strides
   const std::uintptr_t* addresses = nullptr;
+  const std::uintptr_t* note_addresses = nullptr;
   std::int64_t key_row = 0, key_head = 0, key_dim = 0;
   std::int64_t value_row = 0, value_head = 0, value_dim = 0;
   std::int64_t score_head = 0, score_row = 0;
@@ -61,11 +62,11 @@ struct StepKernel {
     const float score = exits ? *ring_score : 0.0f;
     const bool keep = exits && rule.keeps(score, position);
     const std::int64_t row = span.retained[head];
-    const std::uintptr_t page =
-        keep ? addresses[span.table[head * span.table_stride + row / page_rows]] : 0;
+    const PageId page = keep ? span.table[head * span.table_stride + row / page_rows] : 0;
     Value* const from = span.rings + 2 * head * window * dim + ring_block.row_offset(slot);
     Value* const to =
-        keep ? reinterpret_cast<Value*>(page) + page_block.row_offset(row % page_rows) : nullptr;
+        keep ? reinterpret_cast<Value*>(addresses[page]) + page_block.row_offset(row % page_rows)
+             : nullptr;
     Value* const saved =
         exits && span.saved ? span.saved + 2 * head * span.saved_rows * dim : nullptr;
     const Value* const key = keys + span.row * key_row + local * key_head;
@@ -86,9 +87,9 @@ struct StepKernel {
       *ring_score =
           span.scored ? scores[local * score_head + span.row * score_row] : detail::no_score();
       if (keep) {
-        detail::page_positions<Value>(page, page_rows, dim)[row % page_rows] =
-            static_cast<std::int32_t>(position);
-        detail::page_scores<Value>(page, page_rows, dim)[row % page_rows] = score;
+        const std::uintptr_t notes = note_addresses[page];
+        detail::page_positions(notes)[row % page_rows] = static_cast<std::int32_t>(position);
+        detail::page_scores(notes, page_rows)[row % page_rows] = score;
         span.retained[head] = row + 1;
       }
       if (!exits || !rule.judge) return;
@@ -243,6 +244,7 @@ void KVCache<Value, order>::defer_spans(const ExecutionSpace& exec, const Append
     kernel.values = values.data();
     kernel.scores = scores.data();
     kernel.addresses = m_pool.addresses(exec).data();
+    kernel.note_addresses = m_pool.note_addresses().data();
     kernel.key_row = keys.stride(0);
     kernel.key_head = keys.stride(1);
     kernel.key_dim = keys.stride(2);

@@ -127,10 +127,11 @@ AppendCounts KVCache<Value, order>::append_kept(const ExecutionSpace& exec, Sequ
     const auto all_values = RowsRef<Value>::of(values, 0);
     if (most > 0 && portable) {
       upload_table(exec, sequence, layer);
+      const auto addresses = m_pool.addresses(exec);
       detail::admit<Value, order>(
           exec, step, most, {}, all_keys, all_values, own_scores, m_kept,
           Kokkos::subview(m_begins, heads_part), Kokkos::subview(m_kept_counts, heads_part),
-          layer.device_retained, m_pool.addresses(exec),
+          layer.device_retained, addresses, m_pool.note_addresses(),
           Kokkos::subview(sequence.table,
                           std::make_pair(layer.first_head, layer.first_head + heads), Kokkos::ALL));
     } else if (most > 0) {

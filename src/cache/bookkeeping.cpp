@@ -183,8 +183,13 @@ const AppendCounts& KVCache<Value, order>::counts(SequenceId sequence) const {
 
 template <class Value, PageOrder order>
 void KVCache<Value, order>::copy_page(const ExecutionSpace& exec, PageId from, PageId to) {
-  detail::copy_elements(exec, reinterpret_cast<char*>(m_pool.address(to)),
-                        reinterpret_cast<const char*>(m_pool.address(from)), m_pool.page_bytes());
+  const auto copy = [&](std::uintptr_t target, std::uintptr_t source, std::size_t bytes) {
+    detail::copy_elements(exec, reinterpret_cast<char*>(target),
+                          reinterpret_cast<const char*>(source), bytes);
+  };
+  const PageAddress source = m_pool.address(from), target = m_pool.address(to);
+  copy(target.rows, source.rows, m_pool.row_bytes());
+  copy(target.notes, source.notes, m_pool.note_bytes());
 }
 
 // Whether the next row of a head would go into a page that another list holds too.

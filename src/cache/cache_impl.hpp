@@ -45,14 +45,12 @@ struct Block {
   KOKKOS_INLINE_FUNCTION std::int64_t values_offset() const { return std::int64_t{capacity} * dim; }
 };
 
-/// Behind a page's keys and values lie the positions of its rows, and behind those their scores.
-template <class Value>
-KOKKOS_INLINE_FUNCTION std::int32_t* page_positions(std::uintptr_t page, int page_rows, int dim) {
-  return reinterpret_cast<std::int32_t*>(page + 2 * sizeof(Value) * page_rows * dim);
+/// A page's notes are the positions of its rows, and behind those their scores.
+KOKKOS_INLINE_FUNCTION std::int32_t* page_positions(std::uintptr_t notes) {
+  return reinterpret_cast<std::int32_t*>(notes);
 }
-template <class Value>
-KOKKOS_INLINE_FUNCTION float* page_scores(std::uintptr_t page, int page_rows, int dim) {
-  return reinterpret_cast<float*>(page_positions<Value>(page, page_rows, dim) + page_rows);
+KOKKOS_INLINE_FUNCTION float* page_scores(std::uintptr_t notes, int page_rows) {
+  return reinterpret_cast<float*>(page_positions(notes) + page_rows);
 }
 
 /// A view of the caller as kernels take it: (row, head, dim). Smaller than a view.
@@ -131,7 +129,7 @@ struct RingRef {
 struct PageLists {
   const PagePool* pool;
   const std::vector<std::vector<PageId>>* lists;  // (head, page)
-  std::uintptr_t operator()(int head, std::int64_t page) const {
+  PageAddress operator()(int head, std::int64_t page) const {
     return pool->address((*lists)[head][page]);
   }
 };
@@ -228,7 +226,7 @@ void admit(const ExecutionSpace& exec, const AppendStep& step, std::int64_t most
            const RingRef<Value>& ring, const RowsRef<Value>& keys, const RowsRef<Value>& values,
            const ScoresRef& scores, const Kept& kept, const Counts& begins, const Counts& counts,
            const Counts& old_retained, const PagePool::AddressView& addresses,
-           const PageTable& table);
+           const PagePool::AddressView& notes, const PageTable& table);
 
 template <class Value, PageOrder order>
 void save(const ExecutionSpace& exec, const AppendStep& step, const RingRef<Value>& ring,
@@ -249,7 +247,7 @@ void select_flagged(const ExecutionSpace& exec, int heads, std::int64_t extent,
 template <class Value, PageOrder order>
 void compact_columns(const ExecutionSpace& exec, int heads, int page_rows, int dim,
                      const Kept& kept, const Counts& begins, const Counts& counts,
-                     const PagePool::AddressView& addresses, const PageTable& from,
-                     const PageTable& to);
+                     const PagePool::AddressView& addresses, const PagePool::AddressView& notes,
+                     const PageTable& from, const PageTable& to);
 
 }  // namespace kvzap::detail

@@ -11,7 +11,7 @@ using detail::Range;
 template <class Value, PageOrder order>
 void turn_keys(const ExecutionSpace& exec, std::int64_t heads, std::int64_t rows,
                const detail::Block<order>& block, const PagePool::AddressView& addresses,
-               const detail::PageTable& table,
+               const PagePool::AddressView& notes, const detail::PageTable& table,
                const Kokkos::View<const float*, MemorySpace>& inverse_frequencies) {
   const int half = block.dim / 2;
   Kokkos::parallel_for(
@@ -19,13 +19,12 @@ void turn_keys(const ExecutionSpace& exec, std::int64_t heads, std::int64_t rows
         const std::int64_t head = i / rows;
         const std::int64_t row = i % rows;
         const std::int64_t slot = row % block.capacity;
-        const std::uintptr_t page = addresses(table(head, row / block.capacity));
-        std::int32_t& position =
-            detail::page_positions<Value>(page, block.capacity, block.dim)[slot];
+        const PageId page = table(head, row / block.capacity);
+        std::int32_t& position = detail::page_positions(notes(page))[slot];
         const std::int64_t shift = row - position;
         if (shift == 0) return;
         position = static_cast<std::int32_t>(row);
-        Value* const key = reinterpret_cast<Value*>(page) + block.row_offset(slot);
+        Value* const key = reinterpret_cast<Value*>(addresses(page)) + block.row_offset(slot);
         const std::int64_t stride = block.dim_stride();
         for (int j = 0; j < half; ++j) {
           const float angle = static_cast<float>(shift) * inverse_frequencies(j);
@@ -74,9 +73,10 @@ std::int64_t KVCache<Value, order>::close_up(
     for (std::size_t l = 0; l < sequence.layers.size(); ++l) {
       own_pages(exec, sequence, static_cast<int>(l));
     }
+    const auto addresses = m_pool.addresses(exec);
     turn_keys<Value, order>(exec, all_heads(), rows,
-                            detail::Block<order>{m_shape.page_rows, m_shape.head_dim},
-                            m_pool.addresses(exec), sequence.table, inverse_frequencies);
+                            detail::Block<order>{m_shape.page_rows, m_shape.head_dim}, addresses,
+                            m_pool.note_addresses(), sequence.table, inverse_frequencies);
   }
   for (LayerStore& layer : sequence.layers) layer.tokens = layer.ring_first = rows;
   sequence.checkpoints.clear();

@@ -344,13 +344,14 @@ CompactCounts KVCache<Value, order>::rearrange(const ExecutionSpace& exec, Seque
       const auto own = std::make_pair(layer.first_head, layer.first_head + heads);
       detail::compact_columns<Value, order>(
           exec, heads, m_shape.page_rows, dim, m_kept, Kokkos::subview(m_begins, pages_part),
-          kept_counts, addresses, Kokkos::subview(sequence.table, own, Kokkos::ALL), target_table);
+          kept_counts, addresses, m_pool.note_addresses(),
+          Kokkos::subview(sequence.table, own, Kokkos::ALL), target_table);
     }
     if (most_of_ring > 0) {
       detail::admit<Value, order>(exec, ring_step, most_of_ring, ring, {}, {}, {}, ring_kept,
                                   Kokkos::subview(m_begins, ring_part),
                                   Kokkos::subview(m_kept_counts, ring_part), kept_counts, addresses,
-                                  target_table);
+                                  m_pool.note_addresses(), target_table);
     }
     detail::fence(exec, "kvzap::compact: the pages that rows have left can be taken by others");
   } else if constexpr (detail::runs_on_host) {

@@ -52,7 +52,7 @@ void admit(const ExecutionSpace& exec, const AppendStep& step, std::int64_t most
            const RingRef<Value>& ring, const RowsRef<Value>& keys, const RowsRef<Value>& values,
            const ScoresRef& scores, const Kept& kept, const Counts& begins, const Counts& counts,
            const Counts& old_retained, const PagePool::AddressView& addresses,
-           const PageTable& table) {
+           const PagePool::AddressView& notes, const PageTable& table) {
   const Block<order> ring_block{step.window, step.dim};
   const Block<order> page_block{step.page_rows, step.dim};
   // One dimension of a row each, so that neighbours read and write neighbouring bytes.
@@ -68,14 +68,13 @@ void admit(const ExecutionSpace& exec, const AppendStep& step, std::int64_t most
         const std::int64_t ring_slot = step.slot(step.first + exit);
         const std::int64_t token = exit - step.in_ring;
         const std::int64_t row = old_retained(head) + n;
-        const std::uintptr_t page = addresses(table(head, row / step.page_rows));
+        const PageId page = table(head, row / step.page_rows);
         const std::int64_t slot = row % step.page_rows;
-        Value* const target = reinterpret_cast<Value*>(page) + page_block.row_offset(slot) +
-                              d * page_block.dim_stride();
+        Value* const target = reinterpret_cast<Value*>(addresses(page)) +
+                              page_block.row_offset(slot) + d * page_block.dim_stride();
         if (d == 0) {
-          page_positions<Value>(page, step.page_rows, step.dim)[slot] =
-              static_cast<std::int32_t>(step.first + exit);
-          page_scores<Value>(page, step.page_rows, step.dim)[slot] =
+          page_positions(notes(page))[slot] = static_cast<std::int32_t>(step.first + exit);
+          page_scores(notes(page), step.page_rows)[slot] =
               from_ring ? ring.scores[head * step.window + ring_slot] : scores(head, token);
         }
         if (from_ring) {
@@ -174,8 +173,8 @@ void select_flagged(const ExecutionSpace& exec, int heads, std::int64_t extent,
 template <class Value, PageOrder order>
 void compact_columns(const ExecutionSpace& exec, int heads, int page_rows, int dim,
                      const Kept& kept, const Counts& begins, const Counts& counts,
-                     const PagePool::AddressView& addresses, const PageTable& from,
-                     const PageTable& to) {
+                     const PagePool::AddressView& addresses, const PagePool::AddressView& notes,
+                     const PageTable& from, const PageTable& to) {
   const Block<order> block{page_rows, dim};
   const std::int64_t columns = 2 * std::int64_t{dim} + 2;
   Kokkos::parallel_for(
@@ -188,19 +187,19 @@ void compact_columns(const ExecutionSpace& exec, int heads, int page_rows, int d
         for (std::int64_t n = 0; n < counts(head); ++n) {
           const std::int64_t row = kept(begins(head) + n);
           if (row == n) continue;
-          const std::uintptr_t source = addresses(from(head, row / page_rows));
-          const std::uintptr_t target = addresses(to(head, n / page_rows));
+          const PageId source = from(head, row / page_rows);
+          const PageId target = to(head, n / page_rows);
           const std::int64_t old_slot = row % page_rows;
           const std::int64_t slot = n % page_rows;
           if (column == columns - 2) {
-            page_positions<Value>(target, page_rows, dim)[slot] =
-                page_positions<Value>(source, page_rows, dim)[old_slot];
+            page_positions(notes(target))[slot] = page_positions(notes(source))[old_slot];
           } else if (column == columns - 1) {
-            page_scores<Value>(target, page_rows, dim)[slot] =
-                page_scores<Value>(source, page_rows, dim)[old_slot];
+            page_scores(notes(target), page_rows)[slot] =
+                page_scores(notes(source), page_rows)[old_slot];
           } else {
-            reinterpret_cast<Value*>(target)[block.row_offset(slot) + offset] =
-                reinterpret_cast<const Value*>(source)[block.row_offset(old_slot) + offset];
+            reinterpret_cast<Value*>(addresses(target))[block.row_offset(slot) + offset] =
+                reinterpret_cast<const Value*>(
+                    addresses(source))[block.row_offset(old_slot) + offset];
           }
         }
       });
@@ -210,7 +209,8 @@ void compact_columns(const ExecutionSpace& exec, int heads, int page_rows, int d
   template void admit<Value, order>(                                                              \
       const ExecutionSpace&, const AppendStep&, std::int64_t, const RingRef<Value>&,              \
       const RowsRef<Value>&, const RowsRef<Value>&, const ScoresRef&, const Kept&, const Counts&, \
-      const Counts&, const Counts&, const PagePool::AddressView&, const PageTable&);              \
+      const Counts&, const Counts&, const PagePool::AddressView&, const PagePool::AddressView&,   \
+      const PageTable&);                                                                          \
   template void save<Value, order>(const ExecutionSpace&, const AppendStep&,                      \
                                    const RingRef<Value>&, const SavedRows<Value>&, bool);         \
   template void fill_ring<Value, order>(const ExecutionSpace&, const AppendStep&,                 \
@@ -218,7 +218,8 @@ void compact_columns(const ExecutionSpace& exec, int heads, int page_rows, int d
                                         const RowsRef<Value>&, const ScoresRef&);                 \
   template void compact_columns<Value, order>(                                                    \
       const ExecutionSpace&, int, int, int, const Kept&, const Counts&, const Counts&,            \
-      const PagePool::AddressView&, const PageTable&, const PageTable&);
+      const PagePool::AddressView&, const PagePool::AddressView&, const PageTable&,               \
+      const PageTable&);
 KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 

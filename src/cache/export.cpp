@@ -85,6 +85,7 @@ auto KVCache<Value, order>::layer(SequenceId sequence, int layer_index) -> Layer
   const int heads = m_shape.heads[layer_index];
   Layer layer;
   layer.addresses = m_pool.addresses();
+  layer.note_addresses = m_pool.note_addresses();
   layer.page_table =
       Kokkos::subview(sequence_at(sequence).table,
                       std::make_pair(from.first_head, from.first_head + heads), Kokkos::ALL);
@@ -183,7 +184,7 @@ auto KVCache<Value, order>::raw_rows(SequenceId sequence, int layer_index, int h
     raw.retained = from.retained(head);
     const std::int64_t pages = (raw.retained + m_shape.page_rows - 1) / m_shape.page_rows;
     for (std::int64_t p = 0; p < pages; ++p) {
-      raw.pages.push_back(reinterpret_cast<const char*>(m_pool.address(from.pages[head][p])));
+      raw.pages.push_back(m_pool.address(from.pages[head][p]));
     }
     raw.rings = sequence_at(sequence).rings;
     raw.all_ring_scores = sequence_at(sequence).ring_scores;

@@ -181,10 +181,8 @@ void gather_positions(const ExecutionSpace& exec, const RaggedLayer<Value, order
         } else if (behind >= 0) {
           out(i) = first_in_ring + behind;
         } else {
-          const std::uintptr_t page =
-              cached.addresses(cached.page_table(head, row / cached.page_rows));
-          out(i) = page_positions<Value>(page, cached.page_rows,
-                                         cached.head_dim)[row % cached.page_rows];
+          const PageId page = cached.page_table(head, row / cached.page_rows);
+          out(i) = page_positions(cached.note_addresses(page))[row % cached.page_rows];
         }
       });
 }

@@ -41,20 +41,20 @@ void copy_row_on_host(const Value* source, std::int64_t source_stride, Value* ta
 }
 
 /// Moves rows first .. last - 1 of a head one by one. row_of(r) is the row that becomes the head's
-/// row r, page_of(p) the address of the head's page p.
+/// row r, page_of(p) where the head's page p lies.
 template <class Value, PageOrder order, class RowOf, class PageOf>
 void move_rows(std::int64_t first, std::int64_t last, const Block<order>& block,
                const RowOf& row_of, const PageOf& page_of) {
   for (std::int64_t r = first; r < last; ++r) {
     const MovingRow<Value> row = row_of(r);
-    const std::uintptr_t page = page_of(r / block.capacity);
+    const PageAddress page = page_of(r / block.capacity);
     const std::int64_t slot = r % block.capacity;
-    Value* key = reinterpret_cast<Value*>(page) + block.row_offset(slot);
+    Value* key = reinterpret_cast<Value*>(page.rows) + block.row_offset(slot);
     copy_row_on_host(row.key, row.key_stride, key, block.dim_stride(), block.dim);
     copy_row_on_host(row.value, row.value_stride, key + block.values_offset(), block.dim_stride(),
                      block.dim);
-    page_positions<Value>(page, block.capacity, block.dim)[slot] = row.position;
-    page_scores<Value>(page, block.capacity, block.dim)[slot] = row.score;
+    page_positions(page.notes)[slot] = row.position;
+    page_scores(page.notes, block.capacity)[slot] = row.score;
   }
 }
 
@@ -112,7 +112,7 @@ class RowStream {
     std::array<const char*, 2 * batch_rows + prefetch_rows> rows;
     std::array<std::int32_t, batch_rows> positions;
     std::array<float, batch_rows> scores;
-    std::array<std::uintptr_t, batch_rows> pages;
+    std::array<PageAddress, batch_rows> pages;
   };
 
   Batch& batch() { return m_batches[m_current]; }
@@ -123,17 +123,17 @@ class RowStream {
       for (std::size_t p = 0; r < batch.count; ++p) {
         const std::int64_t slot = (batch.first + r) % m_block.capacity;
         const std::int64_t n = std::min(batch.count - r, m_block.capacity - slot);
-        Value* page = reinterpret_cast<Value*>(batch.pages[p]);
+        Value* page = reinterpret_cast<Value*>(batch.pages[p].rows);
         Value* target =
             page + m_block.row_offset(slot) + (values ? m_block.values_offset() : std::int64_t{0});
         gather_rows(batch.rows.data() + (values ? batch.count : 0) + r, n,
                     reinterpret_cast<char*>(target), m_row_bytes, m_stream);
         if (!values) {
-          const std::uintptr_t address = batch.pages[p];
-          std::memcpy(page_positions<Value>(address, m_block.capacity, m_block.dim) + slot,
-                      batch.positions.data() + r, n * sizeof(std::int32_t));
-          std::memcpy(page_scores<Value>(address, m_block.capacity, m_block.dim) + slot,
-                      batch.scores.data() + r, n * sizeof(float));
+          const std::uintptr_t notes = batch.pages[p].notes;
+          std::memcpy(page_positions(notes) + slot, batch.positions.data() + r,
+                      n * sizeof(std::int32_t));
+          std::memcpy(page_scores(notes, m_block.capacity) + slot, batch.scores.data() + r,
+                      n * sizeof(float));
         }
         r += n;
       }
@@ -362,14 +362,14 @@ void compact_on_host(const ExecutionSpace& /*exec*/, int heads, const Block<orde
     const auto row_of = [&, head_kept = kept + head * longest](std::int64_t r) {
       const std::int32_t row = head_kept[r];
       const std::int32_t slot = row % block.capacity;
-      const std::uintptr_t page = from(head, row / block.capacity);
-      const Value* key = reinterpret_cast<const Value*>(page) + block.row_offset(slot);
+      const PageAddress page = from(head, row / block.capacity);
+      const Value* key = reinterpret_cast<const Value*>(page.rows) + block.row_offset(slot);
       return MovingRow<Value>{key,
                               key + block.values_offset(),
                               block.dim_stride(),
                               block.dim_stride(),
-                              page_positions<Value>(page, block.capacity, block.dim)[slot],
-                              page_scores<Value>(page, block.capacity, block.dim)[slot]};
+                              page_positions(page.notes)[slot],
+                              page_scores(page.notes, block.capacity)[slot]};
     };
     const auto page_of = [&](std::int64_t p) { return to(head, p); };
     if constexpr (order == PageOrder::token_major) {

@@ -44,9 +44,8 @@ void write_rows(const ExecutionSpace& exec, const LayerRows<Value>& rows, int he
         const auto found = rows.at(head, row);
         if (arrived.scores.extent(0) > 0) *found.score = arrived.scores(i);
         if (arrived.positions.extent(0) > 0 && row < rows.retained[head]) {
-          const std::uintptr_t page =
-              rows.addresses[rows.table[head * rows.table_stride + row / rows.page_rows]];
-          detail::page_positions<Value>(page, rows.page_rows, rows.dim)[row % rows.page_rows] =
+          const PageId page = rows.table[head * rows.table_stride + row / rows.page_rows];
+          detail::page_positions(rows.note_addresses[page])[row % rows.page_rows] =
               arrived.positions(i);
         }
         for (int d = 0; d < rows.dim; ++d) {

@@ -9,6 +9,7 @@ namespace kvzap::detail {
 template <class Value>
 struct LayerRows {
   const std::uintptr_t* addresses = nullptr;
+  const std::uintptr_t* note_addresses = nullptr;
   const PageId* table = nullptr;
   const std::int64_t* retained = nullptr;
   Value* ring = nullptr;
@@ -27,6 +28,7 @@ struct LayerRows {
                       PageOrder order) {
     LayerRows rows;
     rows.addresses = layer.addresses.data();
+    rows.note_addresses = layer.note_addresses.data();
     rows.table = layer.page_table.data();
     rows.retained = layer.retained.data();
     rows.ring = const_cast<Value*>(layer.ring.data());
@@ -58,15 +60,14 @@ struct LayerRows {
     const std::int64_t position = tokens - in_ring + row - retained[head];  // in the ring
     const std::int64_t slot = in_page ? row % page_rows : (position - ring_first) % window;
     const std::int64_t capacity = in_page ? page_rows : window;
-    const std::uintptr_t page =
-        in_page ? addresses[table[head * table_stride + row / page_rows]] : 0;
+    const PageId page = in_page ? table[head * table_stride + row / page_rows] : 0;
+    const std::uintptr_t notes = in_page ? note_addresses[page] : 0;
     const Value* base =
-        in_page ? reinterpret_cast<const Value*>(page) : ring + 2 * head * window * dim;
+        in_page ? reinterpret_cast<const Value*>(addresses[page]) : ring + 2 * head * window * dim;
     const Value* key = base + (token_major ? slot * dim : slot);
     return {key, key + capacity * dim, token_major ? 1 : capacity,
-            in_page ? page_positions<Value>(page, page_rows, dim)[slot] : position,
-            in_page ? page_scores<Value>(page, page_rows, dim) + slot
-                    : ring_scores + head * window + slot};
+            in_page ? page_positions(notes)[slot] : position,
+            in_page ? page_scores(notes, page_rows) + slot : ring_scores + head * window + slot};
   }
 };
 

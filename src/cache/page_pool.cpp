@@ -15,6 +15,7 @@
 namespace kvzap {
 namespace {
 constexpr std::size_t page_alignment = 64;
+constexpr std::size_t note_alignment = 8;
 constexpr std::size_t largest_slab_bytes = std::size_t{4} << 20;
 // What a new slab adds to the pool, and hence the most of it that is idle while it grows. Twice as
 // much where that fills huge pages.
@@ -22,11 +23,13 @@ constexpr std::size_t slab_fraction = 128;
 constexpr std::size_t huge_slab_fraction = 64;
 }  // namespace
 
-PagePool::PagePool(std::size_t page_bytes, MemoryMeter* meter, std::size_t limit)
-    : m_page_bytes((page_bytes + page_alignment - 1) / page_alignment * page_alignment),
+PagePool::PagePool(std::size_t row_bytes, MemoryMeter* meter, std::size_t limit,
+                   std::size_t note_bytes)
+    : m_row_bytes((row_bytes + page_alignment - 1) / page_alignment * page_alignment),
+      m_note_bytes((note_bytes + note_alignment - 1) / note_alignment * note_alignment),
       m_meter(meter),
       m_limit(limit) {
-  if (page_bytes == 0) throw Error("page pool: a page of 0 bytes");
+  if (row_bytes == 0) throw Error("page pool: a page of 0 bytes");
 }
 
 PagePool::~PagePool() {
@@ -40,8 +43,8 @@ std::size_t PagePool::room() const {
 }
 
 std::size_t PagePool::free_bytes() const {
-  const std::size_t idle = (m_allocated_pages - m_in_use) * m_page_bytes;
-  return m_limit == 0 ? idle : idle + room() / m_page_bytes * m_page_bytes;
+  const std::size_t idle = (m_allocated_pages - m_in_use) * page_bytes();
+  return m_limit == 0 ? idle : idle + room() / page_bytes() * page_bytes();
 }
 
 void PagePool::claim(std::size_t bytes) {
@@ -56,13 +59,13 @@ void PagePool::claim(std::size_t bytes) {
 
 // Adds a slab of as many pages as suit, and returns its index. The caller needs `wanted_bytes`.
 int PagePool::grow(std::size_t wanted_bytes) {
-  const std::size_t most = std::max<std::size_t>(1, largest_slab_bytes / m_page_bytes);
+  const std::size_t most = std::max<std::size_t>(1, largest_slab_bytes / page_bytes());
   const bool fills_huge_pages =
-      allocated_bytes() / huge_slab_fraction >= detail::huge_page_bytes + m_page_bytes;
+      allocated_bytes() / huge_slab_fraction >= detail::huge_page_bytes + page_bytes();
   const std::size_t count = std::min(
       std::clamp<std::size_t>(
           m_allocated_pages / (fills_huge_pages ? huge_slab_fraction : slab_fraction), 1, most),
-      room() / m_page_bytes);
+      room() / page_bytes());
   if (count == 0) {
     throw OutOfMemory(
         fmt::format("out of memory: the page pool holds {} bytes, beside {} of rings, of at most "
@@ -75,7 +78,7 @@ int PagePool::grow(std::size_t wanted_bytes) {
                             std::numeric_limits<PageId>::max()));
   }
   Slab slab;
-  const std::size_t bytes = count * m_page_bytes;
+  const std::size_t bytes = count * page_bytes();
   // On a host, large slabs start where a huge page can: attention then reads pages that lie
   // scattered up to a third faster. What is only slack is never written, so it takes address space
   // alone.
@@ -105,6 +108,7 @@ int PagePool::grow(std::size_t wanted_bytes) {
   }
   const auto base = reinterpret_cast<std::uintptr_t>(slab.memory.data());
   const auto first = (base + alignment - 1) / alignment * alignment;
+  const auto first_note = first + count * m_row_bytes;
   if (huge) {
     detail::advise_huge_pages(reinterpret_cast<void*>(first),
                               (bytes + alignment - 1) / alignment * alignment);
@@ -125,7 +129,7 @@ int PagePool::grow(std::size_t wanted_bytes) {
       id = m_spare_ids.back();
       m_spare_ids.pop_back();
     }
-    m_pages[id] = {first + i * m_page_bytes, 0, index};
+    m_pages[id] = {{first + i * m_row_bytes, first_note + i * m_note_bytes}, 0, index};
     m_first_stale = std::min<std::size_t>(m_first_stale, id);
     m_last_stale = std::max<std::size_t>(m_last_stale, id);
     slab.pages.push_back(id);
@@ -152,15 +156,15 @@ PageId PagePool::take() {
 }
 
 PageId PagePool::allocate() {
-  if (m_slabs_with_free.empty()) grow(m_page_bytes);
+  if (m_slabs_with_free.empty()) grow(page_bytes());
   return take();
 }
 
 void PagePool::allocate(std::size_t count, std::vector<PageId>& pages) {
   if (count == 0) return;
-  const std::size_t wanted = count * m_page_bytes;
+  const std::size_t wanted = count * page_bytes();
   const std::size_t idle = m_allocated_pages - m_in_use;
-  if (count > idle && (count - idle) > room() / m_page_bytes) {
+  if (count > idle && (count - idle) > room() / page_bytes()) {
     throw OutOfMemory(fmt::format("out of memory: {} bytes of pages wanted, {} can be had of at "
                                   "most {} for pages and rings",
                                   wanted, free_bytes(), m_limit),
@@ -215,7 +219,7 @@ std::size_t PagePool::drop(int index) {
     m_pages[page] = {};
     m_spare_ids.push_back(page);
   }
-  const std::size_t bytes = slab.pages.size() * m_page_bytes;
+  const std::size_t bytes = slab.pages.size() * page_bytes();
   m_allocated_pages -= slab.pages.size();
   slab = {};
   m_spare_slabs.push_back(index);
@@ -241,9 +245,13 @@ PagePool::AddressView PagePool::addresses() {
   if (m_addresses.extent(0) < m_pages.size()) {
     try {
       const std::size_t size = std::max<std::size_t>(64, m_pages.size() * 3 / 2);
-      detail::before_allocation(size * sizeof(std::uintptr_t));
-      m_addresses = AddressView(
+      detail::before_allocation(2 * size * sizeof(std::uintptr_t));
+      const AddressView rows(
           Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::page_pool::addresses"), size);
+      m_note_addresses = AddressView(
+          Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::page_pool::note_addresses"),
+          size);
+      m_addresses = rows;
     } catch (const std::exception&) {
       throw OutOfMemory("out of memory: no room for the addresses of pages",
                         m_pages.size() * sizeof(std::uintptr_t), free_bytes());
@@ -251,10 +259,16 @@ PagePool::AddressView PagePool::addresses() {
     m_first_stale = 0;
     m_last_stale = m_pages.size() - 1;
   }
-  const auto stale = Kokkos::subview(m_addresses, std::make_pair(m_first_stale, m_last_stale + 1));
-  const auto host = Kokkos::create_mirror_view(stale);
-  for (std::size_t i = 0; i < host.extent(0); ++i) host(i) = m_pages[m_first_stale + i].address;
-  Kokkos::deep_copy(stale, host);
+  const auto bring = [&](const AddressView& target, std::uintptr_t PageAddress::*part) {
+    const auto stale = Kokkos::subview(target, std::make_pair(m_first_stale, m_last_stale + 1));
+    const auto host = Kokkos::create_mirror_view(stale);
+    for (std::size_t i = 0; i < host.extent(0); ++i) {
+      host(i) = m_pages[m_first_stale + i].address.*part;
+    }
+    Kokkos::deep_copy(stale, host);
+  };
+  bring(m_addresses, &PageAddress::rows);
+  bring(m_note_addresses, &PageAddress::notes);
   m_first_stale = none_stale;
   m_last_stale = 0;
   return m_addresses;
@@ -265,16 +279,19 @@ namespace {
 /// Addresses that travel as arguments of a kernel.
 struct NewAddresses {
   static constexpr int most = 16;
-  std::uintptr_t address[most] = {};
+  PageAddress address[most];
   std::int64_t first = 0;
   int count = 0;
 };
 
-void write_addresses(const ExecutionSpace& exec, const PagePool::AddressView& target,
-                     const NewAddresses& entries) {
+void write_addresses(const ExecutionSpace& exec, const PagePool::AddressView& rows,
+                     const PagePool::AddressView& notes, const NewAddresses& entries) {
   Kokkos::parallel_for(
       "kvzap::page_pool::addresses", Kokkos::RangePolicy<ExecutionSpace>(exec, 0, entries.count),
-      KOKKOS_LAMBDA(int i) { target(entries.first + i) = entries.address[i]; });
+      KOKKOS_LAMBDA(int i) {
+        rows(entries.first + i) = entries.address[i].rows;
+        notes(entries.first + i) = entries.address[i].notes;
+      });
 }
 
 }  // namespace
@@ -292,7 +309,7 @@ PagePool::AddressView PagePool::addresses(const ExecutionSpace& exec) {
   for (std::size_t page = m_first_stale; page <= m_last_stale; ++page) {
     entries.address[entries.count++] = m_pages[page].address;
     if (entries.count < NewAddresses::most && page < m_last_stale) continue;
-    write_addresses(exec, m_addresses, entries);
+    write_addresses(exec, m_addresses, m_note_addresses, entries);
     entries.first += entries.count;
     entries.count = 0;
   }

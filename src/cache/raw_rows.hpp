@@ -33,7 +33,7 @@ void convert_elements(const Value* source, Element* target, std::int64_t count) 
 
 /// Rows of a head that lie one behind the other, in a page or (without one) in the ring.
 struct RawRun {
-  const char* page;
+  PageAddress page;
   std::int64_t slot, rows, position;
 };
 
@@ -41,7 +41,7 @@ struct RawRun {
 template <class Raw, class Work>
 void each_raw_run(const Raw& raw, std::int64_t begin, std::int64_t count, const Work& work) {
   for (std::int64_t row = begin; row < begin + count;) {
-    RawRun run{nullptr, 0, begin + count - row, 0};
+    RawRun run{{}, 0, begin + count - row, 0};
     if (row < raw.retained) {
       run.page = raw.pages[row / raw.page_rows];
       run.slot = row % raw.page_rows;
@@ -79,10 +79,7 @@ class RawReader {
   template <class Integer>
   void positions(std::int64_t begin, std::int64_t count, Integer* target) const {
     each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
-      const std::int32_t* const held =
-          run.page ? page_positions<Value>(reinterpret_cast<std::uintptr_t>(run.page),
-                                           m_raw.page_rows, m_raw.dim)
-                   : nullptr;
+      const std::int32_t* const held = run.page.rows ? page_positions(run.page.notes) : nullptr;
       for (std::int64_t i = 0; i < run.rows; ++i) {
         *target++ = static_cast<Integer>(held ? held[run.slot + i] : run.position + i);
       }
@@ -90,10 +87,8 @@ class RawReader {
   }
   void scores(std::int64_t begin, std::int64_t count, float* target) const {
     each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
-      const float* const held = run.page
-                                    ? page_scores<Value>(reinterpret_cast<std::uintptr_t>(run.page),
-                                                         m_raw.page_rows, m_raw.dim)
-                                    : m_raw.ring_scores;
+      const float* const held =
+          run.page.rows ? page_scores(run.page.notes, m_raw.page_rows) : m_raw.ring_scores;
       target = std::copy_n(held + run.slot, run.rows, target);
     });
   }
@@ -101,11 +96,11 @@ class RawReader {
   template <class Element>
   void elements(bool values, std::int64_t begin, std::int64_t count, Element* target) const {
     each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
-      const int capacity = run.page ? m_raw.page_rows : m_raw.window;
+      const int capacity = run.page.rows ? m_raw.page_rows : m_raw.window;
       const Block<order> block{capacity, m_raw.dim};
-      const Value* const base = (run.page ? reinterpret_cast<const Value*>(run.page) : m_raw.ring) +
-                                (values ? block.values_offset() : std::int64_t{0}) +
-                                block.row_offset(run.slot);
+      const Value* const base =
+          (run.page.rows ? reinterpret_cast<const Value*>(run.page.rows) : m_raw.ring) +
+          (values ? block.values_offset() : std::int64_t{0}) + block.row_offset(run.slot);
       if constexpr (order == PageOrder::token_major) {
         convert_elements(base, target, run.rows * m_raw.dim);
       } else {
@@ -146,21 +141,16 @@ class RawWriter {
   /// Of rows begin … begin + count - 1. Those of the ring follow from where they are.
   void positions(std::int64_t begin, std::int64_t count, const std::int32_t* source) const {
     each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
-      if (run.page) {
-        std::copy_n(source, run.rows,
-                    page_positions<Value>(reinterpret_cast<std::uintptr_t>(run.page),
-                                          m_raw.page_rows, m_raw.dim) +
-                        run.slot);
+      if (run.page.rows) {
+        std::copy_n(source, run.rows, page_positions(run.page.notes) + run.slot);
       }
       source += run.rows;
     });
   }
   void scores(std::int64_t begin, std::int64_t count, const float* source) const {
     each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
-      float* const target = run.page
-                                ? page_scores<Value>(reinterpret_cast<std::uintptr_t>(run.page),
-                                                     m_raw.page_rows, m_raw.dim)
-                                : const_cast<float*>(m_raw.ring_scores);
+      float* const target = run.page.rows ? page_scores(run.page.notes, m_raw.page_rows)
+                                          : const_cast<float*>(m_raw.ring_scores);
       std::copy_n(source, run.rows, target + run.slot);
       source += run.rows;
     });
@@ -184,9 +174,10 @@ class RawWriter {
   void each_element_run(bool values, std::int64_t begin, std::int64_t count,
                         const Work& work) const {
     each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
-      const int capacity = run.page ? m_raw.page_rows : m_raw.window;
+      const int capacity = run.page.rows ? m_raw.page_rows : m_raw.window;
       const Block<order> block{capacity, m_raw.dim};
-      const Value* const base = run.page ? reinterpret_cast<const Value*>(run.page) : m_raw.ring;
+      const Value* const base =
+          run.page.rows ? reinterpret_cast<const Value*>(run.page.rows) : m_raw.ring;
       work(const_cast<Value*>(base) + (values ? block.values_offset() : std::int64_t{0}) +
                block.row_offset(run.slot),
            run.rows, std::int64_t{capacity});

@@ -31,7 +31,8 @@ template <class Value, PageOrder order>
 KVCache<Value, order>::KVCache(const CacheShape& shape, MemoryMeter* meter, std::size_t limit)
     : m_shape(checked(shape)),
       m_meter(meter),
-      m_pool(m_shape.page_rows * page_row_bytes(m_shape.head_dim, sizeof(Value)), meter, limit) {}
+      m_pool(2 * sizeof(Value) * m_shape.page_rows * m_shape.head_dim, meter, limit,
+             (sizeof(std::int32_t) + sizeof(float)) * m_shape.page_rows) {}
 
 template <class Value, PageOrder order>
 KVCache<Value, order>::~KVCache() {}  // NOLINT(modernize-use-equals-default): is instantiated below

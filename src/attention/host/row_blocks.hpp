@@ -102,13 +102,14 @@ struct Blocks {
   float *scores, *maximum, *weight, *sums;
 };
 
-/// Whether `next` is empty or begins where `run` ends, but for the positions at a page's end.
+/// Whether `next` is empty or begins where `run` ends, or so little behind it that the processor's
+/// prefetcher goes on.
 template <class Value>
 bool is_behind(const RowRun<Value>& next, const RowRun<Value>& run) {
   if (next.rows == 0) return true;
   const auto end = reinterpret_cast<std::uintptr_t>(run.values + run.rows * run.row_stride);
   const auto begin = reinterpret_cast<std::uintptr_t>(next.keys);
-  return begin >= end && begin - end < 4096;
+  return begin >= end && begin - end < in_order_distance;
 }
 
 /// Takes a run's rows into blocks of G query heads, decode_block_rows at a time. Kernels: what is

@@ -21,7 +21,7 @@ using kvzap::test::expect_error;
 using Bytes = Kokkos::View<char*, kvzap::MemorySpace, Kokkos::MemoryTraits<Kokkos::Unmanaged>>;
 
 Bytes page_of(const PagePool& pool, PageId page) {
-  return Bytes(reinterpret_cast<char*>(pool.address(page)), pool.page_bytes());
+  return Bytes(reinterpret_cast<char*>(pool.address(page).rows), pool.row_bytes());
 }
 
 bool holds(const PagePool& pool, PageId page, char content) {
@@ -47,10 +47,54 @@ TEST(PagePool, PagesAreAlignedDisjointAndListed) {
     const auto addresses =
         Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, pool.addresses());
     for (int i = 0; i < 300; ++i) {
-      EXPECT_EQ(pool.address(pages[i]) % 64, 0u);
-      EXPECT_EQ(addresses(pages[i]), pool.address(pages[i]));
+      EXPECT_EQ(pool.address(pages[i]).rows % 64, 0u);
+      EXPECT_EQ(addresses(pages[i]), pool.address(pages[i]).rows);
       EXPECT_TRUE(holds(pool, pages[i], static_cast<char>(i)));
     }
+  }
+}
+
+// Rows one behind the other over long runs of pages, and notes that are nobody else's.
+TEST(PagePool, RowsAndNotesLieApart) {
+  constexpr std::size_t rows = 1000, notes = 20;
+  PagePool pool(rows, nullptr, 0, notes);
+  EXPECT_EQ(pool.row_bytes(), 1024u);
+  EXPECT_EQ(pool.note_bytes(), 24u);
+  EXPECT_EQ(pool.page_bytes(), 1048u);
+  const auto part = [](std::uintptr_t address, std::size_t bytes) {
+    return Bytes(reinterpret_cast<char*>(address), bytes);
+  };
+  constexpr int count = 1000;
+  std::vector<PageId> pages;
+  int behind = 0;
+  for (int i = 0; i < count; ++i) {
+    pages.push_back(pool.allocate());
+    const kvzap::PageAddress at = pool.address(pages.back());
+    EXPECT_EQ(at.rows % 64, 0u);
+    EXPECT_EQ(at.notes % 8, 0u);
+    if (i > 0 && at.rows == pool.address(pages[i - 1]).rows + pool.row_bytes()) ++behind;
+    Kokkos::deep_copy(part(at.rows, pool.row_bytes()), static_cast<char>(i));
+    Kokkos::deep_copy(part(at.notes, pool.note_bytes()), static_cast<char>(i + 1));
+  }
+  // All but the first pages of slabs, which grow by a 128th.
+  EXPECT_GT(behind, count / 2);
+  EXPECT_EQ(pool.allocated_bytes() % pool.page_bytes(), 0u);
+  const auto addresses = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, pool.addresses());
+  const auto note_addresses =
+      Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, pool.note_addresses());
+  for (int i = 0; i < count; ++i) {
+    const kvzap::PageAddress at = pool.address(pages[i]);
+    EXPECT_EQ(addresses(pages[i]), at.rows);
+    EXPECT_EQ(note_addresses(pages[i]), at.notes);
+    const auto holds_all = [&](const Bytes& bytes, char content) {
+      const auto host = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, bytes);
+      for (std::size_t b = 0; b < host.extent(0); ++b) {
+        if (host(b) != content) return false;
+      }
+      return true;
+    };
+    EXPECT_TRUE(holds_all(part(at.rows, pool.row_bytes()), static_cast<char>(i)));
+    EXPECT_TRUE(holds_all(part(at.notes, pool.note_bytes()), static_cast<char>(i + 1)));
   }
 }
 
@@ -186,7 +230,7 @@ TEST(PagePool, RandomOperationsAgreeWithACountPerPage) {
   std::set<std::uintptr_t> addresses;
   for (const auto& [page, count] : references) {
     EXPECT_EQ(pool.reference_count(page), count);
-    EXPECT_TRUE(addresses.insert(pool.address(page)).second);
+    EXPECT_TRUE(addresses.insert(pool.address(page).rows).second);
   }
   EXPECT_GT(returned, 0u);
   for (PageId page : held) pool.release(page);

@@ -34,14 +34,15 @@ void convert_elements(const Value* source, Element* target, std::int64_t count) 
 /// Rows of a head that lie one behind the other, in a page or (without one) in the ring.
 struct RawRun {
   PageAddress page;
-  std::int64_t slot, rows, position;
+  std::int64_t slot = 0, rows = 0, position = 0;
 };
 
 /// Calls work(run) for those that hold rows begin … begin + count - 1, in order.
 template <class Raw, class Work>
 void each_raw_run(const Raw& raw, std::int64_t begin, std::int64_t count, const Work& work) {
   for (std::int64_t row = begin; row < begin + count;) {
-    RawRun run{{}, 0, begin + count - row, 0};
+    RawRun run;
+    run.rows = begin + count - row;
     if (row < raw.retained) {
       run.page = raw.pages[row / raw.page_rows];
       run.slot = row % raw.page_rows;

@@ -59,7 +59,7 @@ class SnapshotFile {
 
  private:
   struct Chunk {
-    std::int64_t first, place, bytes;  // `first`: where it begins along the first extent
+    std::int64_t first = 0, place = 0, bytes = 0;  // `first`: where it begins along the first extent
     std::optional<std::uint32_t> crc;
     bool is_deflated = false, is_shuffled = false;
   };

@@ -59,7 +59,8 @@ class SnapshotFile {
 
  private:
   struct Chunk {
-    std::int64_t first = 0, place = 0, bytes = 0;  // `first`: where it begins along the first extent
+    std::int64_t first = 0;  // where it begins along the first extent
+    std::int64_t place = 0, bytes = 0;
     std::optional<std::uint32_t> crc;
     bool is_deflated = false, is_shuffled = false;
   };

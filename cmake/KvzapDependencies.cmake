@@ -7,7 +7,8 @@
 #   kvzap::lapack    LAPACK: Cholesky factors of training, on the host
 #   kvzap::onednn    oneDNN, if it is to be used and was found
 #
-# In: KVZAP_WITH_MPI, KVZAP_WITH_HDF5, KVZAP_WITH_ONEDNN (OFF, ON: use it if found, REQUIRED),
+# In: KVZAP_COMPONENTS (core, model, engine, lab, server: those whose dependencies are looked for),
+# KVZAP_WITH_MPI, KVZAP_WITH_HDF5, KVZAP_WITH_ONEDNN (OFF, ON: use it if found, REQUIRED),
 # KVZAP_WITH_PRIVATE (whether what the library alone uses is needed: not by those who link a shared
 # kvzap), KVZAP_IMPORTED_SCOPE (GLOBAL or nothing), KVZAP_BUILT_WITH_HDF5 (libraries
 # to take if they exist). Out: KVZAP_MISSING, one line that says what was not found, or empty.
@@ -110,7 +111,7 @@ function(kvzap_find_hdf5)
     set(KVZAP_HDF5_LIBRARIES "${HDF5_C_LIBRARIES}" PARENT_SCOPE)
   endif()
 endfunction()
-if(NOT KVZAP_MISSING AND KVZAP_WITH_PRIVATE AND KVZAP_WITH_HDF5)
+if(NOT KVZAP_MISSING AND KVZAP_WITH_PRIVATE AND KVZAP_WITH_HDF5 AND "engine" IN_LIST KVZAP_COMPONENTS)
   kvzap_find_hdf5()
 endif()
 
@@ -141,7 +142,7 @@ function(kvzap_find_lapack)
     target_link_options(kvzap::lapack INTERFACE ${LAPACK_LINKER_FLAGS})
   endif()
 endfunction()
-if(NOT KVZAP_MISSING AND KVZAP_WITH_PRIVATE)
+if(NOT KVZAP_MISSING AND KVZAP_WITH_PRIVATE AND "lab" IN_LIST KVZAP_COMPONENTS)
   kvzap_find_lapack()
 endif()
 
@@ -176,7 +177,7 @@ function(kvzap_find_by_pkg_config name module)
   add_library(kvzap::${name} INTERFACE IMPORTED ${KVZAP_IMPORTED_SCOPE})
   target_link_libraries(kvzap::${name} INTERFACE PkgConfig::${prefix})
 endfunction()
-if(NOT KVZAP_MISSING AND KVZAP_WITH_PRIVATE)
+if(NOT KVZAP_MISSING AND KVZAP_WITH_PRIVATE AND "model" IN_LIST KVZAP_COMPONENTS)
   find_package(PkgConfig QUIET)
   if(NOT PkgConfig_FOUND)
     set(KVZAP_MISSING "pkg-config was not found")

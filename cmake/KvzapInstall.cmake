@@ -5,15 +5,23 @@ include(KvzapPkgConfig)
 set(KVZAP_DATA_DIR ${CMAKE_INSTALL_DATADIR}/kvzap)
 set(config_dir ${CMAKE_INSTALL_LIBDIR}/cmake/kvzap)
 
-install(TARGETS kvzap EXPORT kvzapTargets
-  ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR}
-  LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR}
-  RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+# A file of targets for each component: find_package(kvzap COMPONENTS core) needs nothing of the others.
+foreach(component IN LISTS KVZAP_COMPONENTS ITEMS all)
+  set(targets kvzap_${component})
+  if(component STREQUAL "all")
+    set(targets kvzap)
+  endif()
+  install(TARGETS ${targets} EXPORT kvzap_${component}
+    ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR}
+    LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR}
+    RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+  install(EXPORT kvzap_${component} NAMESPACE kvzap:: FILE kvzap_${component}.cmake DESTINATION ${config_dir})
+endforeach()
 install(DIRECTORY include/kvzap ${CMAKE_CURRENT_BINARY_DIR}/include/kvzap
   DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN "*.hpp")
 
 # CMake consumers.
-get_target_property(kvzap_type kvzap TYPE)
+get_target_property(kvzap_type kvzap_core TYPE)
 set(KVZAP_CONFIG_PRIVATE ON)
 if(kvzap_type STREQUAL "SHARED_LIBRARY")
   set(KVZAP_CONFIG_PRIVATE OFF)
@@ -26,7 +34,6 @@ configure_package_config_file(cmake/kvzapConfig.cmake.in kvzapConfig.cmake
   INSTALL_DESTINATION ${config_dir} PATH_VARS KVZAP_DATA_DIR)
 # Before version 1 a new minor version may change the interface.
 write_basic_package_version_file(kvzapConfigVersion.cmake COMPATIBILITY SameMinorVersion)
-install(EXPORT kvzapTargets NAMESPACE kvzap:: DESTINATION ${config_dir})
 install(FILES ${CMAKE_CURRENT_BINARY_DIR}/kvzapConfig.cmake
               ${CMAKE_CURRENT_BINARY_DIR}/kvzapConfigVersion.cmake
               cmake/KvzapDependencies.cmake
@@ -35,7 +42,9 @@ install(FILES ${CMAKE_CURRENT_BINARY_DIR}/kvzapConfig.cmake
 # Everybody else.
 set(pkg_config_targets ${kvzap_public_targets})
 if(KVZAP_CONFIG_PRIVATE)
-  list(APPEND pkg_config_targets ${kvzap_private_targets} ${CMAKE_DL_LIBS})
+  foreach(component IN LISTS KVZAP_COMPONENTS)
+    list(APPEND pkg_config_targets ${kvzap_${component}_links})
+  endforeach()
 endif()
 kvzap_write_pkg_config(${CMAKE_CURRENT_BINARY_DIR}/kvzap.pc ${pkg_config_targets})
 install(FILES ${CMAKE_CURRENT_BINARY_DIR}/kvzap.pc.CXX RENAME kvzap.pc

@@ -78,6 +78,6 @@ Name: kvzap
 Description: ${PROJECT_DESCRIPTION}
 Version: ${PROJECT_VERSION}
 Cflags: -std=c++${CMAKE_CXX_STANDARD} -I\${includedir} $<$<BOOL:${includes}>:-isystem $<JOIN:${includes}, -isystem >> $<$<BOOL:${definitions}>:-D$<JOIN:${definitions}, -D>> $<JOIN:${options}, >
-Libs: -L\${libdir} -lkvzap $<JOIN:${link_options}, >
+Libs: -L\${libdir} -lkvzap_server -lkvzap_lab -lkvzap_engine -lkvzap_model -lkvzap_core $<JOIN:${link_options}, >
 ")
 endfunction()

@@ -6,7 +6,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <iostream>
-#include <kvzap/communicator.hpp>
+#include <kvzap/core/communicator.hpp>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -15,20 +15,20 @@
 #include <malloc.h>
 #endif
 
-#include "arguments.hpp"
 #include "base/kokkos_compat.hpp"
 #include "base/quote.hpp"
-#include "bench.hpp"
-#include "chat.hpp"
-#include "command_line.hpp"
-#include "console.hpp"
-#include "documents.hpp"
+#include "commands/bench.hpp"
+#include "commands/chat.hpp"
+#include "commands/command_line.hpp"
+#include "commands/documents.hpp"
+#include "commands/policies_command.hpp"
+#include "commands/run.hpp"
+#include "commands/serve.hpp"
+#include "commands/snapshots.hpp"
+#include "console/console.hpp"
+#include "console/standard_streams.hpp"
+#include "options/arguments.hpp"
 #include "parallel/mpi_session.hpp"
-#include "policies_command.hpp"
-#include "run.hpp"
-#include "serve.hpp"
-#include "snapshots.hpp"
-#include "standard_streams.hpp"
 
 namespace {
 

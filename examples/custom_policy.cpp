@@ -6,9 +6,9 @@
 #include <cstdio>
 #include <fstream>
 #include <iterator>
-#include <kvzap/generate.hpp>
-#include <kvzap/policies.hpp>
-#include <kvzap/tokenizer.hpp>
+#include <kvzap/engine/generate.hpp>
+#include <kvzap/engine/policies.hpp>
+#include <kvzap/model/tokenizer.hpp>
 #include <memory>
 #if KVZAP_HAVE_MPI
 #include <mpi.h>

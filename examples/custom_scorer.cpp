@@ -4,8 +4,8 @@
 #include <cstdio>
 #include <fstream>
 #include <iterator>
-#include <kvzap/generate.hpp>
-#include <kvzap/tokenizer.hpp>
+#include <kvzap/engine/generate.hpp>
+#include <kvzap/model/tokenizer.hpp>
 #include <memory>
 #if KVZAP_HAVE_MPI
 #include <mpi.h>

@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <kvzap/attention.hpp>
-#include <kvzap/cache.hpp>
+#include <kvzap/core/attention.hpp>
+#include <kvzap/core/cache.hpp>
 #include <random>
 #include <string>
 #include <vector>

@@ -3,8 +3,8 @@
 #include <Kokkos_Core.hpp>
 #include <algorithm>
 #include <cstdio>
-#include <kvzap/keep_list.hpp>
-#include <kvzap/surrogate.hpp>
+#include <kvzap/core/keep_list.hpp>
+#include <kvzap/engine/surrogate.hpp>
 #include <random>
 #include <vector>
 

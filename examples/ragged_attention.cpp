@@ -2,8 +2,8 @@
 #include <Kokkos_Core.hpp>
 #include <cmath>
 #include <cstdio>
-#include <kvzap/attention.hpp>
-#include <kvzap/cache.hpp>
+#include <kvzap/core/attention.hpp>
+#include <kvzap/core/cache.hpp>
 #include <random>
 #include <string>
 #include <vector>

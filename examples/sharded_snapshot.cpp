@@ -3,7 +3,7 @@
 #include <Kokkos_Core.hpp>
 #include <cstdio>
 #include <filesystem>
-#include <kvzap/snapshot.hpp>
+#include <kvzap/engine/snapshot.hpp>
 #if KVZAP_HAVE_MPI
 #include <mpi.h>
 #endif

@@ -3,8 +3,8 @@
 // the mass of attention). Every rank has a cache of its own.
 #include <algorithm>
 #include <cstdint>
-#include <kvzap/attention.hpp>
-#include <kvzap/attention_mass.hpp>
+#include <kvzap/core/attention.hpp>
+#include <kvzap/core/attention_mass.hpp>
 #include <numeric>
 #include <random>
 #include <string>

@@ -8,7 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
-#include <kvzap/surrogate.hpp>
+#include <kvzap/engine/surrogate.hpp>
 #include <numeric>
 #include <optional>
 #include <string>

@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <cstdio>
 #include <fstream>
-#include <kvzap/engine.hpp>
-#include <kvzap/surrogate.hpp>
+#include <kvzap/engine/engine.hpp>
+#include <kvzap/engine/surrogate.hpp>
 #include <map>
 #include <random>
 #include <string>

@@ -7,10 +7,10 @@
 #include <algorithm>
 #include <cstring>
 #include <functional>
-#include <kvzap/cache.hpp>
-#include <kvzap/communicator.hpp>
-#include <kvzap/selection.hpp>
-#include <kvzap/synthetic.hpp>
+#include <kvzap/core/cache.hpp>
+#include <kvzap/core/communicator.hpp>
+#include <kvzap/core/selection.hpp>
+#include <kvzap/engine/synthetic.hpp>
 #include <numeric>
 #include <random>
 #include <string>

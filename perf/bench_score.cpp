@@ -3,7 +3,7 @@
 // in. A layer scored and unscored, and the scorer alone, are timed in turn.
 #include <fmt/format.h>
 
-#include <kvzap/surrogate.hpp>
+#include <kvzap/engine/surrogate.hpp>
 #include <optional>
 
 #include "common.hpp"

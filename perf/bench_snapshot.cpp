@@ -12,7 +12,7 @@
 #include <cstring>
 #include <fstream>
 #include <functional>
-#include <kvzap/snapshot.hpp>
+#include <kvzap/engine/snapshot.hpp>
 #include <memory>
 #include <optional>
 #include <random>

@@ -8,15 +8,15 @@
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
-#include <kvzap/threads.hpp>
+#include <kvzap/core/threads.hpp>
 #include <map>
 #include <optional>
 #include <thread>
 #include <utility>
 #include <vector>
 
-#include "base/build_info.hpp"
 #include "base/simd.hpp"
+#include "engine/build_info.hpp"
 #include "linalg/host/onednn.hpp"
 #include "parallel/mpi_session.hpp"
 #include "revision.hpp"

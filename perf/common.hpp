@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
-#include <kvzap/communicator.hpp>
-#include <kvzap/model_config.hpp>
+#include <kvzap/core/communicator.hpp>
+#include <kvzap/model/model_config.hpp>
 #include <string>
 
 #include "limits.hpp"

@@ -3,9 +3,9 @@
 
 #include <cstdint>
 #include <filesystem>
-#include <kvzap/decoder.hpp>
-#include <kvzap/model.hpp>
-#include <kvzap/synthetic.hpp>
+#include <kvzap/engine/decoder.hpp>
+#include <kvzap/engine/synthetic.hpp>
+#include <kvzap/model/model.hpp>
 #include <memory>
 #include <vector>
 
@@ -17,7 +17,7 @@ namespace kvzap::perf {
 class Engine {
  public:
   using Value = bfloat16;
-  using Decoder = kvzap::Decoder<Value, PageOrder::token_major>;
+  using Decoder = kvzap::Decoder<Value>;
   static constexpr int window = 128;
   static constexpr int page_rows = 64;
 

@@ -7,7 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
-#include <kvzap/types.hpp>
+#include <kvzap/core/types.hpp>
 #include <numeric>
 #include <vector>
 

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <kvzap/budget.hpp>
+#include <kvzap/engine/budget.hpp>
 #include <limits>
 #include <random>
 #include <tuple>

@@ -4,8 +4,8 @@
 
 #include <Kokkos_Core.hpp>
 #include <cstdlib>
-#include <kvzap/communicator.hpp>
-#include <kvzap/threads.hpp>
+#include <kvzap/core/communicator.hpp>
+#include <kvzap/core/threads.hpp>
 
 #include "base/simd.hpp"
 #include "parallel/mpi_session.hpp"

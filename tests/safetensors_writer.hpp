@@ -5,7 +5,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <kvzap/types.hpp>
+#include <kvzap/core/types.hpp>
 #include <map>
 #include <stdexcept>
 #include <string>

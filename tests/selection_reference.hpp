@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <kvzap/selection.hpp>
+#include <kvzap/core/selection.hpp>
 #include <vector>
 
 namespace kvzap::test {

@@ -1,7 +1,7 @@
 // Steps of one kind, as most tests want them.
 #pragma once
 
-#include <kvzap/decoder.hpp>
+#include <kvzap/engine/decoder.hpp>
 #include <vector>
 
 namespace kvzap::test {

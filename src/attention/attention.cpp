@@ -1,6 +1,6 @@
 #include <fmt/format.h>
 
-#include <kvzap/attention.hpp>
+#include <kvzap/core/attention.hpp>
 
 #include "attention/call.hpp"
 #include "attention/device/panels.hpp"

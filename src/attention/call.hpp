@@ -3,7 +3,7 @@
 #pragma once
 
 #include <algorithm>
-#include <kvzap/attention.hpp>
+#include <kvzap/core/attention.hpp>
 
 #include "attention/softmax.hpp"
 

@@ -1,6 +1,6 @@
 #include <fmt/format.h>
 
-#include <kvzap/attention_mass.hpp>
+#include <kvzap/core/attention_mass.hpp>
 
 #include "attention/device/panel_mass.hpp"
 #include "attention/host/host_mass.hpp"

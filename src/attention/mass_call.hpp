@@ -1,7 +1,7 @@
 // What the implementations of AttentionMass share.
 #pragma once
 
-#include <kvzap/attention_mass.hpp>
+#include <kvzap/core/attention_mass.hpp>
 
 #include "attention/call.hpp"
 

@@ -1,7 +1,7 @@
 // The rows of a head in order of position.
 #pragma once
 
-#include <kvzap/cache.hpp>
+#include <kvzap/core/cache.hpp>
 
 namespace kvzap::detail {
 

@@ -4,7 +4,7 @@
 
 #include <atomic>
 #include <cstdlib>
-#include <kvzap/types.hpp>
+#include <kvzap/core/types.hpp>
 #include <string_view>
 
 #include "base/kokkos_compat.hpp"

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
-#include <kvzap/types.hpp>
+#include <kvzap/core/types.hpp>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <algorithm>
-#include <kvzap/types.hpp>
+#include <kvzap/core/types.hpp>
 
 #include "base/kokkos_compat.hpp"
 

@@ -10,7 +10,7 @@
 #include <cerrno>
 #include <cstdint>
 #include <filesystem>
-#include <kvzap/types.hpp>
+#include <kvzap/core/types.hpp>
 #include <limits>
 #include <string>
 #include <system_error>

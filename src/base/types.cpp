@@ -1,4 +1,4 @@
-#include <kvzap/types.hpp>
+#include <kvzap/core/types.hpp>
 
 namespace kvzap {
 

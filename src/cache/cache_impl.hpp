@@ -6,7 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
-#include <kvzap/cache.hpp>
+#include <kvzap/core/cache.hpp>
 #include <limits>
 #include <new>
 #include <string>

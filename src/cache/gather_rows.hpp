@@ -2,7 +2,7 @@
 // step's new tokens.
 #pragma once
 
-#include <kvzap/cache.hpp>
+#include <kvzap/core/cache.hpp>
 
 namespace kvzap::detail {
 

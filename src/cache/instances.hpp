@@ -1,7 +1,7 @@
 // Order between execution-space instances that work on the same pages.
 #pragma once
 
-#include <kvzap/types.hpp>
+#include <kvzap/core/types.hpp>
 
 #include "base/kokkos_compat.hpp"
 

@@ -1,7 +1,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <kvzap/page_pool.hpp>
+#include <kvzap/core/page_pool.hpp>
 #include <limits>
 
 #include "base/huge_pages.hpp"

@@ -1,7 +1,7 @@
 #include "cache/row_copy.hpp"
 
 #include <cstring>
-#include <kvzap/prune.hpp>
+#include <kvzap/core/eviction.hpp>
 
 #include "base/simd.hpp"
 #if KVZAP_X86

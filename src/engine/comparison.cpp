@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <kvzap/comparison.hpp>
+#include <kvzap/engine/comparison.hpp>
 #include <numeric>
 #include <optional>
 

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <kvzap/decoder.hpp>
-#include <kvzap/head_partition.hpp>
+#include <kvzap/core/head_partition.hpp>
+#include <kvzap/engine/decoder.hpp>
 #include <map>
 #include <new>
 #include <numeric>
@@ -64,15 +64,15 @@ std::pair<std::int64_t, std::int64_t> range(std::int64_t begin, std::int64_t end
 }  // namespace
 
 /// Rows of the step that go through a layer at once.
-template <class Value, PageOrder order>
-struct Decoder<Value, order>::Rows {
+template <class Value>
+struct Decoder<Value>::Rows {
   std::int64_t begin;
   std::int64_t end;
   std::int64_t count() const { return end - begin; }
 };
 
-template <class Value, PageOrder order>
-struct Decoder<Value, order>::Scratch {
+template <class Value>
+struct Decoder<Value>::Scratch {
   // Buffers of activations. Grown on demand, kept between steps: no step of a length seen before
   // allocates any.
   enum Buffer { residual, normed, projected, attended, gates, last_rows, last_added, n_buffers };
@@ -100,7 +100,7 @@ struct Decoder<Value, order>::Scratch {
   bool scores = false;    // some span's tokens are scored
   bool deferred = false;  // the cache does not wait for its kernels in each layer
   std::vector<std::int64_t> first_positions;  // of each span
-  std::vector<AttentionSpan<Value, order>> attention_spans;
+  std::vector<AttentionSpan<Value, engine_page_order>> attention_spans;
   std::vector<AppendSpan> append_spans;
   std::vector<SequenceId> sequences;
   // Outputs: rows of the last tokens of the spans that want one, those that want the argmax first.
@@ -149,9 +149,9 @@ struct Decoder<Value, order>::Scratch {
 };
 
 /// Spans of the step under way whose rules have a policy.
-template <class Value, PageOrder order>
-struct Decoder<Value, order>::Policies {
-  using Layer = detail::DecoderLayer<Value, order>;
+template <class Value>
+struct Decoder<Value>::Policies {
+  using Layer = detail::DecoderLayer<Value>;
 
   // Of each span of the step: null where the rule has no policy.
   std::vector<PolicyStep*> steps;
@@ -161,7 +161,7 @@ struct Decoder<Value, order>::Policies {
   bool log_sum_exp = false;
   // Rows of spans that no policy has chosen from: what append takes.
   std::vector<AppendSpan> append_spans;
-  detail::PolicyScratch<Value, order> scratch;
+  detail::PolicyScratch<Value> scratch;
 
   /// After a step that has failed: also what it has left to choose by.
   void release() {
@@ -174,9 +174,9 @@ struct Decoder<Value, order>::Policies {
   }
 };
 
-template <class Value, PageOrder order>
-Decoder<Value, order>::Decoder(const Model<Value>& model, Scorer* scorer, const Communicator& comm,
-                               int window, int page_rows, MemoryMeter* meter)
+template <class Value>
+Decoder<Value>::Decoder(const Model<Value>& model, Scorer* scorer, const Communicator& comm,
+                        int window, int page_rows, MemoryMeter* meter)
     : m_model(model),
       m_scorer(scorer),
       m_comm(comm),
@@ -203,11 +203,11 @@ Decoder<Value, order>::Decoder(const Model<Value>& model, Scorer* scorer, const 
                                                         frequencies.data(), frequencies.size()));
 }
 
-template <class Value, PageOrder order>
-Decoder<Value, order>::~Decoder() = default;
+template <class Value>
+Decoder<Value>::~Decoder() = default;
 
-template <class Value, PageOrder order>
-Kokkos::View<const float*, MemorySpace> Decoder<Value, order>::inverse_frequencies() const {
+template <class Value>
+Kokkos::View<const float*, MemorySpace> Decoder<Value>::inverse_frequencies() const {
   if (m_model.config().rope_depends_on_length()) {
     throw Error(
         fmt::format("decoder: with RoPE scaling of type {} frequencies depend on the length "
@@ -219,9 +219,9 @@ Kokkos::View<const float*, MemorySpace> Decoder<Value, order>::inverse_frequenci
 
 // Work of this rank alone. After an error in it the ranks go on side by side to where they next
 // agree: a rank that left would let the others wait for it in a sum.
-template <class Value, PageOrder order>
+template <class Value>
 template <class Work>
-void Decoder<Value, order>::locally(const Work& work) {
+void Decoder<Value>::locally(const Work& work) {
   if (m_failure) return;
   try {
     work();
@@ -232,21 +232,21 @@ void Decoder<Value, order>::locally(const Work& work) {
 
 // Work that may communicate, and is therefore done after an error too, with whatever the buffers
 // hold. Among several ranks its own errors end the program: whether the others wait is not known.
-template <class Value, PageOrder order>
+template <class Value>
 template <class Work>
-void Decoder<Value, order>::by_policy(const Work& work) {
+void Decoder<Value>::by_policy(const Work& work) {
   if (m_comm.size() == 1) return locally(work);
   work();
 }
 
 // Throws on all ranks if one of them has failed.
-template <class Value, PageOrder order>
-void Decoder<Value, order>::agree_on_failure() {
+template <class Value>
+void Decoder<Value>::agree_on_failure() {
   throw_if(m_comm.all_reduce_max(outcome_of(m_failure)));
 }
 
-template <class Value, PageOrder order>
-void Decoder<Value, order>::throw_if(std::int64_t worst) {
+template <class Value>
+void Decoder<Value>::throw_if(std::int64_t worst) {
   if (worst == done) return;
   const std::exception_ptr failure = std::exchange(m_failure, nullptr);
   if (m_comm.size() == 1 && worst == failed) std::rethrow_exception(failure);
@@ -260,9 +260,9 @@ void Decoder<Value, order>::throw_if(std::int64_t worst) {
   }
 }
 
-template <class Value, PageOrder order>
-std::vector<StepResult> Decoder<Value, order>::step(const StepBatch& batch,
-                                                    const ProgressCallback& progress) {
+template <class Value>
+std::vector<StepResult> Decoder<Value>::step(const StepBatch& batch,
+                                             const ProgressCallback& progress) {
   check(batch);
   m_failure = nullptr;
   bool begun = false;
@@ -325,8 +325,8 @@ std::vector<StepResult> Decoder<Value, order>::step(const StepBatch& batch,
 }
 
 /// Throws Error for what no rank can run.
-template <class Value, PageOrder order>
-void Decoder<Value, order>::check(const StepBatch& batch) const {
+template <class Value>
+void Decoder<Value>::check(const StepBatch& batch) const {
   const ModelConfig& config = m_model.config();
   if (batch.spans().empty()) throw Error("decoder: a step needs at least one token");
   for (const StepBatch::Span& span : batch.spans()) {
@@ -366,8 +366,8 @@ void Decoder<Value, order>::check(const StepBatch& batch) const {
 
 // All memory that this step takes, but for scratch space of products and the kept rows of long
 // spans.
-template <class Value, PageOrder order>
-void Decoder<Value, order>::reserve(const StepBatch& batch) {
+template <class Value>
+void Decoder<Value>::reserve(const StepBatch& batch) {
   Scratch& scratch = *m_scratch;
   const ModelConfig& config = m_model.config();
   const std::int64_t count = batch.tokens().size();
@@ -463,9 +463,8 @@ void Decoder<Value, order>::reserve(const StepBatch& batch) {
 }
 
 /// At most what this step's calls of attention have, as if nothing had been evicted.
-template <class Value, PageOrder order>
-AttentionExtents Decoder<Value, order>::attention_extents(const StepBatch& batch,
-                                                          int kv_heads) const {
+template <class Value>
+AttentionExtents Decoder<Value>::attention_extents(const StepBatch& batch, int kv_heads) const {
   const ModelConfig& config = m_model.config();
   AttentionExtents extents;
   extents.kv_heads = kv_heads;
@@ -486,8 +485,8 @@ AttentionExtents Decoder<Value, order>::attention_extents(const StepBatch& batch
 }
 
 /// Whether the rows of the outputs are consecutive, as they are for one span and for single tokens.
-template <class Value, PageOrder order>
-bool Decoder<Value, order>::outputs_lie_together() const {
+template <class Value>
+bool Decoder<Value>::outputs_lie_together() const {
   const auto& rows = m_scratch->output_rows;
   for (std::size_t i = 1; i < rows.size(); ++i) {
     if (rows[i] != rows[0] + static_cast<std::int64_t>(i)) return false;
@@ -495,8 +494,8 @@ bool Decoder<Value, order>::outputs_lie_together() const {
   return true;
 }
 
-template <class Value, PageOrder order>
-void Decoder<Value, order>::begin_cache_step(const StepBatch& batch) {
+template <class Value>
+void Decoder<Value>::begin_cache_step(const StepBatch& batch) {
   std::vector<StepSpan> spans;
   spans.reserve(batch.spans().size());
   for (const StepBatch::Span& span : batch.spans()) spans.push_back({span.sequence, span.count});
@@ -504,8 +503,8 @@ void Decoder<Value, order>::begin_cache_step(const StepBatch& batch) {
 }
 
 // Token ids and positions, and with these RoPE's angles, in float as transformers computes them.
-template <class Value, PageOrder order>
-void Decoder<Value, order>::place_rows(const StepBatch& batch) {
+template <class Value>
+void Decoder<Value>::place_rows(const StepBatch& batch) {
   Scratch& scratch = *m_scratch;
   const std::int64_t count = batch.tokens().size();
   locally([&] {
@@ -536,8 +535,8 @@ void Decoder<Value, order>::place_rows(const StepBatch& batch) {
 
 // Which frequencies each span's tokens are turned by: those of the length its sequence has when the
 // step is over.
-template <class Value, PageOrder order>
-void Decoder<Value, order>::choose_frequencies(const StepBatch& batch) {
+template <class Value>
+void Decoder<Value>::choose_frequencies(const StepBatch& batch) {
   Scratch& scratch = *m_scratch;
   const ModelConfig& config = m_model.config();
   const RopeScaling& scaling = *config.rope_scaling;
@@ -572,8 +571,8 @@ void Decoder<Value, order>::choose_frequencies(const StepBatch& batch) {
 }
 
 // Each rank fills the rows of its part of the vocabulary, the sum brings them together.
-template <class Value, PageOrder order>
-void Decoder<Value, order>::embed() {
+template <class Value>
+void Decoder<Value>::embed() {
   Scratch& scratch = *m_scratch;
   locally([&] {
     detail::embed<Value>(scratch.exec, scratch.ids, m_model.embedding(), m_model.first_token(),
@@ -583,10 +582,9 @@ void Decoder<Value, order>::embed() {
 }
 
 // Calls visit(span, first row, end row) for the part of each span that lies among `rows`.
-template <class Value, PageOrder order>
+template <class Value>
 template <class Visit>
-void Decoder<Value, order>::for_each_span(const StepBatch& batch, const Rows& rows,
-                                          const Visit& visit) {
+void Decoder<Value>::for_each_span(const StepBatch& batch, const Rows& rows, const Visit& visit) {
   for (std::size_t s = 0; s < batch.spans().size(); ++s) {
     const StepBatch::Span& span = batch.spans()[s];
     const std::int64_t begin = std::max(rows.begin, span.first);
@@ -597,9 +595,8 @@ void Decoder<Value, order>::for_each_span(const StepBatch& batch, const Rows& ro
 
 // Scores of the rows from the first to the last one of spans that are scored: one call, whatever
 // the number of sequences.
-template <class Value, PageOrder order>
-void Decoder<Value, order>::score(const StepBatch& batch, int layer, const Rows& rows,
-                                  const Matrix& x) {
+template <class Value>
+void Decoder<Value>::score(const StepBatch& batch, int layer, const Rows& rows, const Matrix& x) {
   Scratch& scratch = *m_scratch;
   std::int64_t begin = rows.end, end = rows.begin;
   for_each_span(batch, rows, [&](std::size_t s, std::int64_t first, std::int64_t last) {
@@ -622,24 +619,24 @@ void Decoder<Value, order>::score(const StepBatch& batch, int layer, const Rows&
 }
 
 /// Keys or values of the step's tokens in a layer: (token, head, dim).
-template <class Value, PageOrder order>
-auto Decoder<Value, order>::new_rows(const Kokkos::View<Value*, MemorySpace>& rows,
-                                     const StepBatch& batch, int layer) const -> NewRows {
+template <class Value>
+auto Decoder<Value>::new_rows(const Kokkos::View<Value*, MemorySpace>& rows, const StepBatch& batch,
+                              int layer) const -> NewRows {
   return NewRows(rows.data(), batch.tokens().size(), m_cache.shape().heads[layer],
                  m_model.config().head_dim);
 }
 
 /// (head, token) of a layer.
-template <class Value, PageOrder order>
-auto Decoder<Value, order>::new_scores(const StepBatch& batch, int layer) const -> Activations {
+template <class Value>
+auto Decoder<Value>::new_scores(const StepBatch& batch, int layer) const -> Activations {
   const bool exist = m_scratch->scores;
   return Activations(m_scratch->new_scores.data(), exist ? m_cache.shape().heads[layer] : 0,
                      exist ? batch.tokens().size() : 0);
 }
 
 // norm → score → q, k, v → norm and RoPE → attention → o → sum over ranks
-template <class Value, PageOrder order>
-void Decoder<Value, order>::attention_block(const StepBatch& batch, int layer, const Rows& rows) {
+template <class Value>
+void Decoder<Value>::attention_block(const StepBatch& batch, int layer, const Rows& rows) {
   Scratch& scratch = *m_scratch;
   const ExecutionSpace& exec = scratch.exec;
   const ModelConfig& config = m_model.config();
@@ -675,7 +672,7 @@ void Decoder<Value, order>::attention_block(const StepBatch& batch, int layer, c
                              values.data() + rows.begin * kv_heads * dim);
 
     const Matrix a = scratch.matrix(Scratch::attended, m, q_heads * dim);
-    using Queries = typename Attention<Value, order>::QueryView;
+    using Queries = typename Attention<Value, engine_page_order>::QueryView;
     using Heads = Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace>;
     const Queries queries(qkv.data(), Kokkos::LayoutStride(m, qkv.extent(1), q_heads, dim, dim, 1));
     const Heads attended(a.data(), m, q_heads, dim);
@@ -703,8 +700,8 @@ void Decoder<Value, order>::attention_block(const StepBatch& batch, int layer, c
 }
 
 // norm → gate, up → SiLU → down → sum over ranks
-template <class Value, PageOrder order>
-void Decoder<Value, order>::feed_forward_block(int layer, const Rows& rows, bool is_whole) {
+template <class Value>
+void Decoder<Value>::feed_forward_block(int layer, const Rows& rows, bool is_whole) {
   Scratch& scratch = *m_scratch;
   const ExecutionSpace& exec = scratch.exec;
   const ModelConfig& config = m_model.config();
@@ -733,8 +730,8 @@ void Decoder<Value, order>::feed_forward_block(int layer, const Rows& rows, bool
 }
 
 // Which spans have a policy, and what these ask for.
-template <class Value, PageOrder order>
-void Decoder<Value, order>::begin_policies(const StepBatch& batch) {
+template <class Value>
+void Decoder<Value>::begin_policies(const StepBatch& batch) {
   Policies& policies = *m_policies;
   policies.steps.clear();
   policies.layers.clear();
@@ -770,8 +767,8 @@ void Decoder<Value, order>::begin_policies(const StepBatch& batch) {
 
 // What apply_policies writes: nothing is taken there, where ranks are between sums. Throws if the
 // budget cannot be met, too.
-template <class Value, PageOrder order>
-void Decoder<Value, order>::reserve_scores(const StepBatch::Span& span) {
+template <class Value>
+void Decoder<Value>::reserve_scores(const StepBatch::Span& span) {
   PolicyStep& step = *span.rule.policy;
   if (!step.scores_rows()) return;
   const auto model = detail::budget_model<Value>(m_model.config());
@@ -798,8 +795,8 @@ void Decoder<Value, order>::reserve_scores(const StepBatch::Span& span) {
   if (step.chooses) detail::reserve_scratch(scratch.keep, largest, "kvzap::policy::keep");
 }
 
-template <class Value, PageOrder order>
-void Decoder<Value, order>::show_layer(const StepBatch& batch, int layer) {
+template <class Value>
+void Decoder<Value>::show_layer(const StepBatch& batch, int layer) {
   const NewRows keys = new_rows(m_scratch->new_keys, batch, layer);
   const NewRows values = new_rows(m_scratch->new_values, batch, layer);
   for (std::size_t s = 0; s < batch.spans().size(); ++s) {
@@ -813,8 +810,8 @@ void Decoder<Value, order>::show_layer(const StepBatch& batch, int layer) {
 }
 
 // Shows a block to the policies that ask for it, and keeps the queries of the newest tokens.
-template <class Value, PageOrder order>
-void Decoder<Value, order>::observe(const StepBatch& batch, int layer, const Rows& rows) {
+template <class Value>
+void Decoder<Value>::observe(const StepBatch& batch, int layer, const Rows& rows) {
   Scratch& scratch = *m_scratch;
   const detail::Stopwatch watch(m_seconds.scoring);
   const std::int64_t m = rows.count();
@@ -847,8 +844,8 @@ void Decoder<Value, order>::observe(const StepBatch& batch, int layer, const Row
 }
 
 // Scores, and where a policy chooses, which rows stay.
-template <class Value, PageOrder order>
-void Decoder<Value, order>::apply_policies(const StepBatch& batch, int layer) {
+template <class Value>
+void Decoder<Value>::apply_policies(const StepBatch& batch, int layer) {
   Scratch& scratch = *m_scratch;
   Policies& policies = *m_policies;
   const ExecutionSpace& exec = scratch.exec;
@@ -905,8 +902,8 @@ void Decoder<Value, order>::apply_policies(const StepBatch& batch, int layer) {
   }
 }
 
-template <class Value, PageOrder order>
-void Decoder<Value, order>::append(const StepBatch& batch, int layer) {
+template <class Value>
+void Decoder<Value>::append(const StepBatch& batch, int layer) {
   const bool judges =
       std::any_of(batch.spans().begin(), batch.spans().end(),
                   [](const StepBatch::Span& span) { return span.rule.eviction.judge; });
@@ -938,8 +935,8 @@ void Decoder<Value, order>::append(const StepBatch& batch, int layer) {
 
 // Each rank's part of the vocabulary for the last token of every span that wants to know. Tokens
 // leave a device alone; logits are gathered on rank 0.
-template <class Value, PageOrder order>
-void Decoder<Value, order>::output_head() {
+template <class Value>
+void Decoder<Value>::output_head() {
   Scratch& scratch = *m_scratch;
   const ExecutionSpace& exec = scratch.exec;
   const ModelConfig& config = m_model.config();
@@ -1001,8 +998,8 @@ void Decoder<Value, order>::output_head() {
 }
 
 // Each rank has (output, its part of the vocabulary); wanted on rank 0: the vocabulary of each.
-template <class Value, PageOrder order>
-void Decoder<Value, order>::gather_logits() {
+template <class Value>
+void Decoder<Value>::gather_logits() {
   Scratch& scratch = *m_scratch;
   const std::int64_t vocabulary = m_model.config().vocab_size;
   const std::int64_t outputs = scratch.output_rows.size() - scratch.n_argmax;
@@ -1022,8 +1019,8 @@ void Decoder<Value, order>::gather_logits() {
   }
 }
 
-#define KVZAP_INSTANTIATE(Value, order) template class Decoder<Value, order>;
-KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#define KVZAP_INSTANTIATE(Value) template class Decoder<Value>;
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
 }  // namespace kvzap

@@ -3,8 +3,8 @@
 #include <array>
 #include <cmath>
 #include <functional>
-#include <kvzap/engine.hpp>
-#include <kvzap/snapshot.hpp>
+#include <kvzap/engine/engine.hpp>
+#include <kvzap/engine/snapshot.hpp>
 #include <limits>
 #include <map>
 #include <numeric>
@@ -327,7 +327,7 @@ class ForkWriting final : public SnapshotWriting {
   std::function<void()> m_free_fork;
 };
 
-template <class Value, PageOrder order>
+template <class Value>
 class TypedEngine final : public Engine {
  public:
   TypedEngine(std::shared_ptr<const Model<Value>> model, std::shared_ptr<Scorer> scorer,
@@ -791,7 +791,7 @@ class TypedEngine final : public Engine {
     }
   };
 
-  using CacheState = typename KVCache<Value, order>::Checkpoint;
+  using CacheState = typename KVCache<Value, engine_page_order>::Checkpoint;
 
   struct TypedCheckpoint final : Checkpoint {
     std::shared_ptr<const CacheState> state;  // which a snapshot under way reads, too
@@ -1011,7 +1011,7 @@ class TypedEngine final : public Engine {
     const std::vector<RepeatStep> steps = repeat_steps(context, choice.repeat);
     std::int64_t all = 0;
     for (const RepeatStep& repeat : steps) all += static_cast<std::int64_t>(repeat.tokens.size());
-    typename KVCache<Value, order>::Checkpoint before;
+    typename KVCache<Value, engine_page_order>::Checkpoint before;
     Policy* policy = nullptr;
     agree_on_memory(communicator(), [&] {
       for (int l = 0; l < static_cast<int>(cache.shape().heads.size()); ++l) {
@@ -1211,7 +1211,7 @@ class TypedEngine final : public Engine {
   MemoryMeter m_meter;
   std::shared_ptr<const Model<Value>> m_model;
   std::shared_ptr<Scorer> m_scorer;
-  Decoder<Value, order> m_decoder;
+  Decoder<Value> m_decoder;
   std::shared_ptr<const Pruning> m_standard;  // of sequences without a setting of their own
   std::map<SequenceId, Life> m_lives;
   StepBatch m_batch;
@@ -1276,12 +1276,7 @@ std::unique_ptr<Engine> Engine::create(std::shared_ptr<const Model<Value>> model
                                        const Communicator& comm) {
   kvzap::check(options, scorer != nullptr);
   check_rope(options, model->config());
-  if (options.order == PageOrder::dim_major) {
-    return std::make_unique<TypedEngine<Value, PageOrder::dim_major>>(
-        std::move(model), std::move(scorer), options, comm);
-  }
-  return std::make_unique<TypedEngine<Value, PageOrder::token_major>>(
-      std::move(model), std::move(scorer), options, comm);
+  return std::make_unique<TypedEngine<Value>>(std::move(model), std::move(scorer), options, comm);
 }
 
 // NOLINTBEGIN(bugprone-macro-parentheses): a type takes none

@@ -1,7 +1,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <kvzap/generate.hpp>
+#include <kvzap/engine/generate.hpp>
 #include <utility>
 
 #include "base/stopwatch.hpp"

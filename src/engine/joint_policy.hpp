@@ -1,8 +1,8 @@
 // Several policies that score one context while it is read once.
 #pragma once
 
-#include <kvzap/engine.hpp>
-#include <kvzap/policies.hpp>
+#include <kvzap/engine/engine.hpp>
+#include <kvzap/engine/policies.hpp>
 #include <memory>
 #include <vector>
 

@@ -102,9 +102,9 @@ void set_keep(const Budget* budget, const Budget::Model& model, std::int64_t tok
           : 1 - static_cast<double>(extents.keep) / static_cast<double>(tokens);
 }
 
-template <class Value, PageOrder order>
-void DecoderLayer<Value, order>::show(const PolicyStep& step, SequenceId sequence, int layer,
-                                      std::int64_t new_tokens) {
+template <class Value>
+void DecoderLayer<Value>::show(const PolicyStep& step, SequenceId sequence, int layer,
+                               std::int64_t new_tokens) {
   m_step = &step;
   m_sequence = sequence;
   m_has_scores = false;
@@ -125,33 +125,33 @@ void DecoderLayer<Value, order>::show(const PolicyStep& step, SequenceId sequenc
            m_extents);
 }
 
-template <class Value, PageOrder order>
-auto DecoderLayer<Value, order>::gather(int head, std::int64_t begin, std::int64_t count,
-                                        bool values, Vector& room) -> RowsView {
+template <class Value>
+auto DecoderLayer<Value>::gather(int head, std::int64_t begin, std::int64_t count, bool values,
+                                 Vector& room) -> RowsView {
   const int dim = m_extents.head_dim;
   reserve_scratch(room, count * dim, "kvzap::policy::rows");
   const Matrix out(room.data(), count, dim);
   // Rows that are not shown come before all others.
   const std::int64_t hidden = m_step->scores_all ? 0 : m_cache.rows(m_sequence, layer(), head);
-  gather_rows<Value, order>(exec(), m_cache.layer(m_sequence, layer()), head,
-                            values ? m_new_values : m_new_keys, hidden + begin, count, values, out);
+  gather_rows<Value, engine_page_order>(exec(), m_cache.layer(m_sequence, layer()), head,
+                                        values ? m_new_values : m_new_keys, hidden + begin, count,
+                                        values, out);
   return out;
 }
 
-template <class Value, PageOrder order>
-auto DecoderLayer<Value, order>::positions(int head, std::int64_t begin, std::int64_t count)
+template <class Value>
+auto DecoderLayer<Value>::positions(int head, std::int64_t begin, std::int64_t count)
     -> PositionView {
   reserve_scratch(m_scratch.positions, count, "kvzap::policy::positions");
   const Kokkos::View<std::int64_t*, MemorySpace> out(m_scratch.positions.data(), count);
   const std::int64_t hidden = m_step->scores_all ? 0 : m_cache.rows(m_sequence, layer(), head);
-  gather_positions<Value, order>(exec(), m_cache.layer(m_sequence, layer()), head, m_first_new,
-                                 hidden + begin, count, out);
+  gather_positions<Value, engine_page_order>(exec(), m_cache.layer(m_sequence, layer()), head,
+                                             m_first_new, hidden + begin, count, out);
   return out;
 }
 
-template <class Value, PageOrder order>
-auto DecoderLayer<Value, order>::cached_scores(int head)
-    -> Kokkos::View<const float*, MemorySpace> {
+template <class Value>
+auto DecoderLayer<Value>::cached_scores(int head) -> Kokkos::View<const float*, MemorySpace> {
   const std::int64_t most = std::max<std::int64_t>(0, most_rows() - m_extents.new_tokens);
   // (Layers of other sequences share the room.)
   if ((!m_has_scores || m_scratch.cached_scores_of != this) && m_step->scores_all) {
@@ -165,20 +165,20 @@ auto DecoderLayer<Value, order>::cached_scores(int head)
                                                  m_step->scores_all ? cached_rows(head) : 0);
 }
 
-template <class Value, PageOrder order>
-TokenBlock DecoderLayer<Value, order>::recent() {
+template <class Value>
+TokenBlock DecoderLayer<Value>::recent() {
   if (!m_step->recent) throw Error("policy: it asks for recent tokens without needing them");
   return m_step->recent->newest(exec(), layer(), m_extents.tokens);
 }
 
-template <class Value, PageOrder order>
-void DecoderLayer<Value, order>::attention_mass(const TokenBlock& queries, MassReduction reduction,
-                                                const MassView& mass, const MassFactors& factors) {
+template <class Value>
+void DecoderLayer<Value>::attention_mass(const TokenBlock& queries, MassReduction reduction,
+                                         const MassView& mass, const MassFactors& factors) {
   if (!m_step->scores_all) {
     throw Error("policy: attention over all rows, where it is to judge new tokens by themselves");
   }
   const std::int64_t seen = queries.first + queries.count - m_first_new;
-  AttentionSpan<Value, order> span;
+  AttentionSpan<Value, engine_page_order> span;
   span.cached = m_cache.layer(m_sequence, layer());
   span.queries = queries.count;
   span.new_rows = seen;
@@ -187,8 +187,8 @@ void DecoderLayer<Value, order>::attention_mass(const TokenBlock& queries, MassR
                  queries.log_sum_exp, reduction, mass, factors);
 }
 
-template <class Value, PageOrder order>
-auto DecoderLayer<Value, order>::output_weights(int query_head) -> RowsView {
+template <class Value>
+auto DecoderLayer<Value>::output_weights(int query_head) -> RowsView {
   const auto& weights = m_model.layer(layer()).o;
   const std::int64_t dim = m_extents.head_dim;
   reserve_scratch(m_scratch.output_weights, dim * weights.outputs(),
@@ -198,8 +198,8 @@ auto DecoderLayer<Value, order>::output_weights(int query_head) -> RowsView {
   return y;
 }
 
-#define KVZAP_INSTANTIATE(Value, order) template class DecoderLayer<Value, order>;
-KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#define KVZAP_INSTANTIATE(Value) template class DecoderLayer<Value>;
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 
 }  // namespace detail

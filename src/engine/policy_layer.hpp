@@ -1,9 +1,10 @@
 // A layer of one sequence as the decoder shows it to a policy.
 #pragma once
 
-#include <kvzap/cache.hpp>
-#include <kvzap/model.hpp>
-#include <kvzap/policy_step.hpp>
+#include <kvzap/core/cache.hpp>
+#include <kvzap/engine/decoder.hpp>
+#include <kvzap/engine/policy_step.hpp>
+#include <kvzap/model/model.hpp>
 
 #include "base/scratch.hpp"
 #include "cache/gather_rows.hpp"
@@ -38,7 +39,7 @@ void set_keep(const Budget* budget, const Budget::Model& model, std::int64_t tok
               PolicyLayer::Extents& extents);
 
 /// Memory that the layers of all spans share, one after the other.
-template <class Value, PageOrder order>
+template <class Value>
 struct PolicyScratch {
   Vector keys, values;
   Kokkos::View<std::int64_t*, MemorySpace> positions;
@@ -48,7 +49,7 @@ struct PolicyScratch {
   Vector lse;     // (token, query head) of a block
   Vector output_weights;
   Kokkos::View<std::uint8_t*, MemorySpace> keep;  // (head, row)
-  AttentionMass<Value, order> mass;
+  AttentionMass<Value, engine_page_order> mass;
 
   /// What grows with the tokens.
   void release() {
@@ -61,14 +62,14 @@ struct PolicyScratch {
   }
 };
 
-template <class Value, PageOrder order>
+template <class Value>
 class DecoderLayer final : public PolicyLayer {
  public:
-  using Cache = KVCache<Value, order>;
+  using Cache = KVCache<Value, engine_page_order>;
   using NewRows = Kokkos::View<Value***, Kokkos::LayoutRight, MemorySpace>;
 
   DecoderLayer(const ExecutionSpace& exec, const Communicator& comm, const Model<Value>& model,
-               Cache& cache, PolicyScratch<Value, order>& scratch, const Vector& frequencies)
+               Cache& cache, PolicyScratch<Value>& scratch, const Vector& frequencies)
       : PolicyLayer(exec, comm),
         m_model(model),
         m_cache(cache),
@@ -120,7 +121,7 @@ class DecoderLayer final : public PolicyLayer {
 
   const Model<Value>& m_model;
   Cache& m_cache;
-  PolicyScratch<Value, order>& m_scratch;
+  PolicyScratch<Value>& m_scratch;
   Vector m_frequencies;
   const PolicyStep* m_step = nullptr;
   SequenceId m_sequence = -1;

@@ -1,7 +1,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <kvzap/policy_step.hpp>
+#include <kvzap/engine/policy_step.hpp>
 
 namespace kvzap {
 namespace {

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <kvzap/sampler.hpp>
+#include <kvzap/engine/sampler.hpp>
 #include <limits>
 #include <locale>
 #include <numeric>

@@ -1,6 +1,6 @@
 #include <fmt/format.h>
 
-#include <kvzap/step_batch.hpp>
+#include <kvzap/engine/step_batch.hpp>
 
 namespace kvzap {
 

@@ -2,7 +2,7 @@
 // hosts, row by row, and in one for devices.
 #pragma once
 
-#include <kvzap/types.hpp>
+#include <kvzap/core/types.hpp>
 
 #include "linalg/gemm.hpp"
 

@@ -1,6 +1,6 @@
 #include "engine/watching.hpp"
 
-#include <kvzap/policies.hpp>
+#include <kvzap/engine/policies.hpp>
 #include <memory>
 #include <utility>
 

@@ -1,8 +1,8 @@
 // Engines that run texts for what a policy sees of them, and keep next to nothing.
 #pragma once
 
-#include <kvzap/engine.hpp>
-#include <kvzap/policy.hpp>
+#include <kvzap/engine/engine.hpp>
+#include <kvzap/engine/policy.hpp>
 #include <string>
 
 namespace kvzap::detail {

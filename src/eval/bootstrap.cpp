@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <kvzap/metrics.hpp>
-#include <kvzap/types.hpp>
+#include <kvzap/core/types.hpp>
+#include <kvzap/lab/metrics.hpp>
 #include <limits>
 #include <random>
 

@@ -4,9 +4,9 @@
 
 #include <cstdint>
 #include <functional>
-#include <kvzap/chat_template.hpp>
-#include <kvzap/tasks.hpp>
-#include <kvzap/tokenizer.hpp>
+#include <kvzap/lab/tasks.hpp>
+#include <kvzap/model/chat_template.hpp>
+#include <kvzap/model/tokenizer.hpp>
 #include <optional>
 #include <random>
 #include <string>

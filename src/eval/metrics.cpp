@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <array>
-#include <kvzap/metrics.hpp>
-#include <kvzap/types.hpp>
+#include <kvzap/core/types.hpp>
+#include <kvzap/lab/metrics.hpp>
 #include <string>
 #include <string_view>
 #include <utility>

@@ -9,11 +9,11 @@
 #include <cerrno>
 #include <cmath>
 #include <fstream>
-#include <kvzap/types.hpp>
+#include <kvzap/core/types.hpp>
 #include <set>
 
 #include "base/json_file.hpp"
-#include "io/temporary_file.hpp"
+#include "base/temporary_file.hpp"
 
 namespace kvzap::detail {
 namespace {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <cstdint>
-#include <kvzap/policies.hpp>
+#include <kvzap/engine/policies.hpp>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <kvzap/metrics.hpp>
+#include <kvzap/lab/metrics.hpp>
 #include <tuple>
 
 namespace kvzap::detail {

@@ -4,9 +4,9 @@
 #include <array>
 #include <cmath>
 #include <fstream>
-#include <kvzap/metrics.hpp>
-#include <kvzap/tasks.hpp>
-#include <kvzap/types.hpp>
+#include <kvzap/core/types.hpp>
+#include <kvzap/lab/metrics.hpp>
+#include <kvzap/lab/tasks.hpp>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>

@@ -5,7 +5,7 @@
 #include <fmt/format.h>
 #include <hdf5.h>
 
-#include <kvzap/types.hpp>
+#include <kvzap/core/types.hpp>
 #include <string>
 #include <utility>
 

@@ -7,7 +7,7 @@
 
 #include <cerrno>
 
-#include "io/temporary_file.hpp"
+#include "base/temporary_file.hpp"
 
 namespace kvzap::detail {
 namespace {

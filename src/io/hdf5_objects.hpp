@@ -3,8 +3,8 @@
 
 #include <cstdint>
 #include <filesystem>
-#include <kvzap/communicator.hpp>
-#include <kvzap/types.hpp>
+#include <kvzap/core/communicator.hpp>
+#include <kvzap/core/types.hpp>
 #include <string>
 #include <vector>
 

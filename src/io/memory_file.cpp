@@ -11,7 +11,7 @@
 #include <cstdlib>
 #include <string>
 
-#include "io/temporary_file.hpp"
+#include "base/temporary_file.hpp"
 
 namespace kvzap::detail {
 

@@ -7,13 +7,13 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <kvzap/types.hpp>
+#include <kvzap/core/types.hpp>
 #include <limits>
 #include <string>
 #include <string_view>
 
 #include "base/crc32c.hpp"
-#include "io/temporary_file.hpp"
+#include "base/temporary_file.hpp"
 
 namespace kvzap::detail {
 namespace {

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "base/instantiate.hpp"
-#include "io/temporary_file.hpp"
+#include "base/temporary_file.hpp"
 
 namespace kvzap::detail {
 namespace {

@@ -2,10 +2,10 @@
 #pragma once
 
 #include <filesystem>
-#include <kvzap/cache.hpp>
-#include <kvzap/communicator.hpp>
-#include <kvzap/head_partition.hpp>
-#include <kvzap/snapshot.hpp>
+#include <kvzap/core/cache.hpp>
+#include <kvzap/core/communicator.hpp>
+#include <kvzap/core/head_partition.hpp>
+#include <kvzap/engine/snapshot.hpp>
 
 #include "io/snapshot_layout.hpp"
 

@@ -6,15 +6,15 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
-#include <kvzap/snapshot.hpp>
+#include <kvzap/engine/snapshot.hpp>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "base/temporary_file.hpp"
 #include "io/hdf5.hpp"
 #include "io/seal.hpp"
 #include "io/snapshot_layout.hpp"
-#include "io/temporary_file.hpp"
 
 namespace kvzap::detail {
 

@@ -13,10 +13,10 @@
 #include <cerrno>
 
 #include "base/crc32c.hpp"
+#include "base/temporary_file.hpp"
 #include "io/hdf5_objects.hpp"
 #include "io/memory_file.hpp"
 #include "io/seal.hpp"
-#include "io/temporary_file.hpp"
 
 namespace kvzap::detail {
 namespace {

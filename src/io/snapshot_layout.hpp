@@ -2,8 +2,8 @@
 #pragma once
 
 #include <cstdint>
-#include <kvzap/cache.hpp>
-#include <kvzap/snapshot.hpp>
+#include <kvzap/core/cache.hpp>
+#include <kvzap/engine/snapshot.hpp>
 #include <string>
 #include <vector>
 

@@ -1,7 +1,7 @@
 // Names that builds without HDF5 know too.
 #include <fmt/format.h>
 
-#include <kvzap/snapshot.hpp>
+#include <kvzap/engine/snapshot.hpp>
 
 namespace kvzap {
 

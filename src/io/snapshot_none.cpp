@@ -1,7 +1,7 @@
 // Snapshots of a build without HDF5: there are none, and one says so.
 #include <fmt/format.h>
 
-#include <kvzap/snapshot.hpp>
+#include <kvzap/engine/snapshot.hpp>
 
 #include "base/instantiate.hpp"
 

@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <exception>
-#include <kvzap/decoder.hpp>
-#include <kvzap/snapshot.hpp>
+#include <kvzap/core/communicator.hpp>
+#include <kvzap/engine/snapshot.hpp>
 #include <new>
 #include <string>
 #include <utility>

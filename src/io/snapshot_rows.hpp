@@ -4,7 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
-#include <kvzap/cache.hpp>
+#include <kvzap/core/cache.hpp>
 #include <memory>
 #include <utility>
 #include <vector>

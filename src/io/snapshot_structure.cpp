@@ -11,7 +11,7 @@
 #include <variant>
 
 #include "base/crc32c.hpp"
-#include "io/temporary_file.hpp"
+#include "base/temporary_file.hpp"
 
 namespace kvzap::detail {
 namespace {

@@ -9,7 +9,7 @@
 #include <cerrno>
 #include <csignal>
 #include <functional>
-#include <kvzap/snapshot.hpp>
+#include <kvzap/engine/snapshot.hpp>
 #include <new>
 #include <string>
 #include <thread>
@@ -18,10 +18,10 @@
 
 #include "base/crc32c.hpp"
 #include "base/instantiate.hpp"
+#include "base/temporary_file.hpp"
 #include "io/snapshot_describe.hpp"
 #include "io/snapshot_heads.hpp"
 #include "io/snapshot_structure.hpp"
-#include "io/temporary_file.hpp"
 
 namespace kvzap {
 namespace {

@@ -1,7 +1,7 @@
 // Rows of activations in the form in which a device's products take them.
 #pragma once
 
-#include <kvzap/types.hpp>
+#include <kvzap/core/types.hpp>
 #include <type_traits>
 
 #include "base/kokkos_compat.hpp"

@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <cmath>
 #include <initializer_list>
-#include <kvzap/attention.hpp>
-#include <kvzap/head_partition.hpp>
-#include <kvzap/memory_plan.hpp>
+#include <kvzap/core/attention.hpp>
+#include <kvzap/core/head_partition.hpp>
+#include <kvzap/model/memory_plan.hpp>
 
 namespace kvzap {
 

@@ -1,7 +1,7 @@
 #include <fmt/format.h>
 
-#include <kvzap/model.hpp>
-#include <kvzap/safetensors.hpp>
+#include <kvzap/model/model.hpp>
+#include <kvzap/model/safetensors.hpp>
 
 #include "base/instantiate.hpp"
 #include "model/weights.hpp"

@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <kvzap/model_config.hpp>
+#include <kvzap/model/model_config.hpp>
 #include <set>
 #include <string_view>
 #include <system_error>

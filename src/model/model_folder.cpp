@@ -3,7 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <kvzap/types.hpp>
+#include <kvzap/core/types.hpp>
 #include <string>
 #include <system_error>
 

@@ -1,7 +1,7 @@
 // What reading a model's config.json needs to know of RoPE scaling.
 #pragma once
 
-#include <kvzap/model_config.hpp>
+#include <kvzap/model/model_config.hpp>
 #include <string>
 
 namespace kvzap::detail {

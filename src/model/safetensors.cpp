@@ -10,7 +10,7 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <kvzap/safetensors.hpp>
+#include <kvzap/model/safetensors.hpp>
 #include <limits>
 #include <optional>
 #include <system_error>

@@ -5,12 +5,12 @@
 #include <algorithm>
 #include <cerrno>
 #include <fstream>
-#include <kvzap/communicator.hpp>
-#include <kvzap/types.hpp>
+#include <kvzap/core/communicator.hpp>
+#include <kvzap/core/types.hpp>
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include "io/temporary_file.hpp"
+#include "base/temporary_file.hpp"
 
 namespace kvzap::detail {
 namespace {

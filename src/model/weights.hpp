@@ -1,9 +1,9 @@
 // Cuts this rank's part out of a checkpoint's tensors, or makes it up from a seed.
 #pragma once
 
-#include <kvzap/linear_weights.hpp>
-#include <kvzap/safetensors.hpp>
-#include <kvzap/types.hpp>
+#include <kvzap/core/types.hpp>
+#include <kvzap/model/linear_weights.hpp>
+#include <kvzap/model/safetensors.hpp>
 #include <optional>
 #include <string>
 #include <tuple>

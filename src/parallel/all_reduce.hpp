@@ -1,7 +1,7 @@
 // Sums over ranks of what lies in execution-space memory.
 #pragma once
 
-#include <kvzap/communicator.hpp>
+#include <kvzap/core/communicator.hpp>
 
 #include "base/kokkos_compat.hpp"
 #include "base/scratch.hpp"

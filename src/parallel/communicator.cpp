@@ -1,7 +1,7 @@
 // What all ranks agree on, by the calls that communicator_mpi.cpp or communicator_serial.cpp gives.
 #include <fmt/format.h>
 
-#include <kvzap/communicator.hpp>
+#include <kvzap/core/communicator.hpp>
 #include <new>
 #include <string>
 

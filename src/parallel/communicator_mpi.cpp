@@ -3,7 +3,7 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <kvzap/communicator.hpp>
+#include <kvzap/core/communicator.hpp>
 #include <limits>
 #include <string>
 

@@ -1,7 +1,7 @@
 // Communicator of a build without MPI: one rank, which has everything already.
 #include <algorithm>
 #include <cstdlib>
-#include <kvzap/communicator.hpp>
+#include <kvzap/core/communicator.hpp>
 
 namespace kvzap {
 

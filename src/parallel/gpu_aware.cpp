@@ -2,7 +2,7 @@
 
 #include <cstdlib>
 #include <kvzap/config.hpp>
-#include <kvzap/types.hpp>
+#include <kvzap/core/types.hpp>
 
 #if KVZAP_HAVE_MPI
 #include <mpi.h>

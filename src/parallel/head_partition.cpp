@@ -1,7 +1,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <kvzap/head_partition.hpp>
+#include <kvzap/core/head_partition.hpp>
 #include <numeric>
 
 namespace kvzap {

@@ -1,7 +1,7 @@
 // Ranks that wait for one another for as long as a person thinks.
 #pragma once
 
-#include <kvzap/communicator.hpp>
+#include <kvzap/core/communicator.hpp>
 
 namespace kvzap::detail {
 

@@ -9,7 +9,7 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
-#include <kvzap/threads.hpp>
+#include <kvzap/core/threads.hpp>
 #include <sstream>
 #include <string>
 #include <string_view>

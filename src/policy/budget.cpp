@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <kvzap/budget.hpp>
+#include <kvzap/engine/budget.hpp>
 #include <limits>
 
 #include "base/kokkos_compat.hpp"

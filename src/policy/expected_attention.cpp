@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <kvzap/safetensors.hpp>
+#include <kvzap/model/safetensors.hpp>
 #include <memory>
 
 #include "base/host_threads.hpp"

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <kvzap/safetensors.hpp>
+#include <kvzap/model/safetensors.hpp>
 
 #include "base/scratch.hpp"
 #include "linalg/gemm.hpp"

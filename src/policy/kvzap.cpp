@@ -1,4 +1,4 @@
-#include <kvzap/surrogate.hpp>
+#include <kvzap/engine/surrogate.hpp>
 
 #include "base/scratch.hpp"
 #include "policy/new_scores.hpp"

@@ -1,7 +1,7 @@
 // Approximate leverage scores of keys, for the policies leverage and compactor.
 #pragma once
 
-#include <kvzap/policy.hpp>
+#include <kvzap/engine/policy.hpp>
 #include <map>
 #include <memory>
 #include <vector>

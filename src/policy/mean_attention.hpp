@@ -1,7 +1,7 @@
 // How far back each KV head looks, from its mean query and key over a few texts.
 #pragma once
 
-#include <kvzap/policies.hpp>
+#include <kvzap/engine/policies.hpp>
 
 namespace kvzap::policy {
 

@@ -1,7 +1,7 @@
 // Scores that policies make of hidden states in `observe`, kept until `score` asks for them.
 #pragma once
 
-#include <kvzap/policy.hpp>
+#include <kvzap/engine/policy.hpp>
 
 namespace kvzap::detail {
 

@@ -1,7 +1,7 @@
 // Attention within chunks of tokens that sees both ways, for the policies non-causal and compactor.
 #pragma once
 
-#include <kvzap/policy.hpp>
+#include <kvzap/engine/policy.hpp>
 
 #include "policy/rows.hpp"
 

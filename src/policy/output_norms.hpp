@@ -1,7 +1,7 @@
 // How much each row of a KV head writes into the residual stream: the norm of W_O v.
 #pragma once
 
-#include <kvzap/policy.hpp>
+#include <kvzap/engine/policy.hpp>
 #include <vector>
 
 #include "linalg/gemm.hpp"

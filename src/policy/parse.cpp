@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
-#include <kvzap/policies.hpp>
+#include <kvzap/engine/policies.hpp>
 #include <optional>
 #include <string_view>
 

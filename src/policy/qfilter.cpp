@@ -1,4 +1,4 @@
-#include <kvzap/safetensors.hpp>
+#include <kvzap/model/safetensors.hpp>
 
 #include "policy/registry.hpp"
 #include "policy/rows.hpp"

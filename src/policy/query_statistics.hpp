@@ -2,7 +2,7 @@
 // be like.
 #pragma once
 
-#include <kvzap/policy.hpp>
+#include <kvzap/engine/policy.hpp>
 
 #include "linalg/gemm.hpp"
 #include "policy/row_tools.hpp"

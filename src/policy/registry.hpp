@@ -1,7 +1,7 @@
 // The functions that describe each policy and modifier; one line for each in registry.cpp's lists.
 #pragma once
 
-#include <kvzap/policies.hpp>
+#include <kvzap/engine/policies.hpp>
 
 namespace kvzap::policy {
 

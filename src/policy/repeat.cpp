@@ -1,7 +1,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <kvzap/oracle.hpp>
+#include <kvzap/engine/repeat_prompt.hpp>
 
 namespace kvzap {
 namespace {

@@ -2,7 +2,7 @@
 // them.
 #pragma once
 
-#include <kvzap/policy.hpp>
+#include <kvzap/engine/policy.hpp>
 #include <utility>
 #include <vector>
 

@@ -1,7 +1,7 @@
 // What several policies do with the rows of a head: norms, sums over many rows, z-scores.
 #pragma once
 
-#include <kvzap/policy.hpp>
+#include <kvzap/engine/policy.hpp>
 #include <vector>
 
 #include "base/device_kernels.hpp"

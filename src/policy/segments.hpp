@@ -2,8 +2,8 @@
 // select_top.
 #pragma once
 
-#include <kvzap/communicator.hpp>
-#include <kvzap/selection.hpp>
+#include <kvzap/core/communicator.hpp>
+#include <kvzap/core/selection.hpp>
 #include <vector>
 
 namespace kvzap::detail {

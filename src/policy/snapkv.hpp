@@ -1,7 +1,7 @@
 // SnapKV's scores, which PyramidKV has too.
 #pragma once
 
-#include <kvzap/policies.hpp>
+#include <kvzap/engine/policies.hpp>
 
 namespace kvzap::policy {
 

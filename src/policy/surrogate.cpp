@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <exception>
-#include <kvzap/safetensors.hpp>
-#include <kvzap/surrogate.hpp>
+#include <kvzap/engine/surrogate.hpp>
+#include <kvzap/model/safetensors.hpp>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <numeric>

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
-#include <kvzap/safetensors.hpp>
+#include <kvzap/model/safetensors.hpp>
 
 namespace kvzap::detail {
 

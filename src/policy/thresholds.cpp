@@ -3,12 +3,12 @@
 #include <cerrno>
 #include <cmath>
 #include <fstream>
-#include <kvzap/communicator.hpp>
-#include <kvzap/thresholds.hpp>
+#include <kvzap/core/communicator.hpp>
+#include <kvzap/engine/thresholds.hpp>
 #include <limits>
 
 #include "base/json_file.hpp"
-#include "io/temporary_file.hpp"
+#include "base/temporary_file.hpp"
 
 namespace kvzap {
 namespace {

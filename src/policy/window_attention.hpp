@@ -2,7 +2,7 @@
 // the head has now.
 #pragma once
 
-#include <kvzap/policy.hpp>
+#include <kvzap/engine/policy.hpp>
 
 #include "linalg/gemm.hpp"
 #include "policy/row_tools.hpp"

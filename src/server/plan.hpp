@@ -3,7 +3,7 @@
 
 #include <cstdint>
 #include <functional>
-#include <kvzap/engine.hpp>
+#include <kvzap/engine/engine.hpp>
 #include <limits>
 #include <map>
 #include <string>

@@ -2,8 +2,8 @@
 #pragma once
 
 #include <functional>
-#include <kvzap/chat_template.hpp>
-#include <kvzap/tokenizer.hpp>
+#include <kvzap/model/chat_template.hpp>
+#include <kvzap/model/tokenizer.hpp>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
-#include <kvzap/sampler.hpp>
+#include <kvzap/engine/sampler.hpp>
 #include <memory>
 #include <mutex>
 #include <optional>

@@ -5,7 +5,7 @@
 #include <array>
 #include <cstddef>
 #include <functional>
-#include <kvzap/types.hpp>
+#include <kvzap/core/types.hpp>
 #include <map>
 #include <string>
 #include <string_view>

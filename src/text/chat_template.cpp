@@ -1,4 +1,4 @@
-#include "kvzap/chat_template.hpp"
+#include "kvzap/model/chat_template.hpp"
 
 #include <fmt/format.h>
 
@@ -13,7 +13,7 @@
 
 #include "base/json_file.hpp"
 #include "base/quote.hpp"
-#include "kvzap/types.hpp"
+#include "kvzap/core/types.hpp"
 #include "text/utf8.hpp"
 
 namespace kvzap {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <cstddef>
-#include <kvzap/types.hpp>
+#include <kvzap/core/types.hpp>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>

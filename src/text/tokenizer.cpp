@@ -1,7 +1,7 @@
 #include <fmt/format.h>
 
 #include <deque>
-#include <kvzap/tokenizer.hpp>
+#include <kvzap/model/tokenizer.hpp>
 #include <utility>
 
 #include "base/json_file.hpp"

@@ -3,7 +3,7 @@
 
 #include <array>
 #include <cstddef>
-#include <kvzap/tokenizer.hpp>
+#include <kvzap/model/tokenizer.hpp>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>

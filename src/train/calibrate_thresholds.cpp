@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <kvzap/calibrate_thresholds.hpp>
+#include <kvzap/lab/calibrate_thresholds.hpp>
 #include <limits>
 #include <numeric>
 #include <utility>

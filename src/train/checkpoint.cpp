@@ -3,11 +3,11 @@
 #include <fmt/format.h>
 
 #include <cmath>
-#include <kvzap/safetensors.hpp>
+#include <kvzap/model/safetensors.hpp>
 #include <limits>
 
 #include "base/json_file.hpp"
-#include "io/temporary_file.hpp"
+#include "base/temporary_file.hpp"
 #include "model/safetensors_writer.hpp"
 
 namespace kvzap::detail {

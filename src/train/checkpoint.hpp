@@ -3,7 +3,7 @@
 #pragma once
 
 #include <filesystem>
-#include <kvzap/train.hpp>
+#include <kvzap/lab/train.hpp>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>

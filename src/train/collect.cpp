@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <kvzap/collect.hpp>
+#include <kvzap/lab/collect.hpp>
 
 #include "base/instantiate.hpp"
 #include "base/kokkos_compat.hpp"

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <fstream>
 #include <functional>
-#include <kvzap/collect.hpp>
+#include <kvzap/lab/collect.hpp>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <numeric>

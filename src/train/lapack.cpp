@@ -3,7 +3,7 @@
 #include <fmt/format.h>
 
 #include <cstddef>
-#include <kvzap/types.hpp>
+#include <kvzap/core/types.hpp>
 #include <limits>
 #include <vector>
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <cstdint>
-#include <kvzap/train.hpp>
+#include <kvzap/lab/train.hpp>
 
 #include "train/mlp_kernels.hpp"
 

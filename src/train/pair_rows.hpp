@@ -2,7 +2,7 @@
 #pragma once
 
 #include <cstdint>
-#include <kvzap/pairs.hpp>
+#include <kvzap/lab/pairs.hpp>
 
 namespace kvzap::detail {
 

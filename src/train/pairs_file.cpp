@@ -1,6 +1,6 @@
 #include <fmt/format.h>
 
-#include <kvzap/pairs.hpp>
+#include <kvzap/lab/pairs.hpp>
 #include <new>
 
 #include "train/pairs_layout.hpp"

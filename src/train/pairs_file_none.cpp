@@ -1,7 +1,7 @@
 // Files of pairs in a build without HDF5: there are none, and one says so.
 #include <fmt/format.h>
 
-#include <kvzap/pairs.hpp>
+#include <kvzap/lab/pairs.hpp>
 
 namespace kvzap {
 namespace {

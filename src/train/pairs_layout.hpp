@@ -4,7 +4,7 @@
 
 #include <cstdint>
 #include <filesystem>
-#include <kvzap/pairs.hpp>
+#include <kvzap/lab/pairs.hpp>
 #include <string>
 #include <vector>
 

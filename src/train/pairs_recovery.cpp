@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "base/fnv.hpp"
-#include "io/temporary_file.hpp"
+#include "base/temporary_file.hpp"
 
 namespace kvzap::detail {
 namespace {

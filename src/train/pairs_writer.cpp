@@ -3,8 +3,8 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <kvzap/head_partition.hpp>
-#include <kvzap/pairs.hpp>
+#include <kvzap/core/head_partition.hpp>
+#include <kvzap/lab/pairs.hpp>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <numeric>
@@ -12,7 +12,7 @@
 #include <random>
 
 #include "base/stopwatch.hpp"
-#include "io/temporary_file.hpp"
+#include "base/temporary_file.hpp"
 #include "train/pairs_layout.hpp"
 #include "train/pairs_recovery.hpp"
 

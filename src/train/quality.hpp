@@ -2,7 +2,7 @@
 #pragma once
 
 #include <cstdint>
-#include <kvzap/train.hpp>
+#include <kvzap/lab/train.hpp>
 #include <vector>
 
 namespace kvzap::detail {

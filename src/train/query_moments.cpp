@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <kvzap/collect.hpp>
+#include <kvzap/lab/collect.hpp>
 
 #include "base/instantiate.hpp"
 #include "base/kokkos_compat.hpp"

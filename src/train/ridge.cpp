@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <kvzap/train.hpp>
+#include <kvzap/lab/train.hpp>
 
 #include "base/kokkos_compat.hpp"
 #include "base/stopwatch.hpp"

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <kvzap/train.hpp>
+#include <kvzap/lab/train.hpp>
 
 #include "train/random.hpp"
 

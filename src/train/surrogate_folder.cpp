@@ -3,10 +3,10 @@
 #include <fmt/format.h>
 
 #include <cmath>
-#include <kvzap/thresholds.hpp>
+#include <kvzap/engine/thresholds.hpp>
 #include <nlohmann/json.hpp>
 
-#include "io/temporary_file.hpp"
+#include "base/temporary_file.hpp"
 #include "model/safetensors_writer.hpp"
 #include "train/checkpoint.hpp"
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <filesystem>
-#include <kvzap/train.hpp>
+#include <kvzap/lab/train.hpp>
 #include <string>
 #include <vector>
 

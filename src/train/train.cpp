@@ -1,13 +1,13 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <kvzap/train.hpp>
+#include <kvzap/lab/train.hpp>
 #include <nlohmann/json.hpp>
 #include <system_error>
 
 #include "base/json_file.hpp"
 #include "base/stopwatch.hpp"
-#include "io/temporary_file.hpp"
+#include "base/temporary_file.hpp"
 #include "train/checkpoint.hpp"
 #include "train/surrogate_folder.hpp"
 

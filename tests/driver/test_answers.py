@@ -91,9 +91,9 @@ class Golden(TestCase):
     def test_storage_does_not_matter(self):
         expected = outcome(self.report(*PRUNED, "--dtype", "f32"))
         for more in (
-            ["--page-rows", "16", "--page-order", "dim"],
+            ["--page-rows", "16"],
             ["--page-rows", "1"],
-            ["--page-rows", "1000", "--page-order", "dim"],
+            ["--page-rows", "1000"],
             ["--no-trim"],
         ):
             for ranks in (1, 2):

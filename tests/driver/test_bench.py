@@ -429,7 +429,7 @@ class Layers(TestCase):
 
 class Help(TestCase):
     def test_every_option_is_there(self):
-        source = (SOURCE / "drivers/bench_options.cpp").read_text()
+        source = (SOURCE / "drivers/options/bench_options.cpp").read_text()
         declared = re.findall(r'add_(?:option|flag|list|texts)\(\s*(?:app,\s*)?"([^"]+)"', source)
         self.assertGreater(len(declared), 20)
         names = {name.lstrip("!") for declaration in declared for name in declaration.split(",")}

@@ -65,7 +65,6 @@ class Memory(TestCase):
                 ["sparse"],
                 ["dense"],
                 ["sparse", "--prune", "always"],
-                ["dense", "--page-order", "dim"],
             ):
                 report = self.report(*self.flags(threshold, prefill), *more, ranks=ranks)
                 for cache in (report["context"], report["answers"][0]["cache"]):

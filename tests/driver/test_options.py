@@ -448,7 +448,7 @@ class Output(TestCase):
 
 class Help(TestCase):
     def test_every_option_is_there(self):
-        source = (SOURCE / "drivers/options.cpp").read_text()
+        source = (SOURCE / "drivers/options/options.cpp").read_text()
         files = ("options.cpp", "sampling_options.cpp")
         source = "".join((SOURCE / "drivers" / file).read_text() for file in files)
         declared = re.findall(r'add_(?:option|flag|texts)\(\s*(?:app,\s*)?"([^"]+)"', source)

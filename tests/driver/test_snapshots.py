@@ -93,7 +93,7 @@ class GoingOn(SnapshotTest):
         # What rows do not depend on may be another, also where the snapshot is of an answer under way.
         _, files = self.write_all(*ASK, *MLP_FLAGS, "-n", "6", "--ignore-eos", every=2)
         middle = files[max(files)]
-        for flags in (["--dtype", "f32"], ["--dtype", "f16", "--page-rows", "7", "--page-order", "dim"],
+        for flags in (["--dtype", "f32"], ["--dtype", "f16", "--page-rows", "7"],
                       ["--temp", "1", "--seed", "3"]):
             asked = self.report(*ASK[:4], *MLP_FLAGS, *other, *flags, "-n", "9")
             later = self.resume(middle, *other, *flags, "-n", "9", ranks=2)

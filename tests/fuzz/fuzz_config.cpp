@@ -1,5 +1,5 @@
 // config.json and generation_config.json of a model folder. One input is both files.
-#include <kvzap/model_config.hpp>
+#include <kvzap/model/model_config.hpp>
 #include <string>
 #include <vector>
 

@@ -1,5 +1,5 @@
 // Decks: TOML as --config takes it.
-#include <kvzap/types.hpp>
+#include <kvzap/core/types.hpp>
 #include <stdexcept>
 
 #include "../../drivers/toml_file.hpp"

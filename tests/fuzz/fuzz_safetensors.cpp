@@ -1,7 +1,7 @@
 // *.safetensors, and model.safetensors.index.json (inputs that begin with `{`).
 #include <cstdint>
 #include <cstring>
-#include <kvzap/safetensors.hpp>
+#include <kvzap/model/safetensors.hpp>
 #include <string>
 
 #include "harness.hpp"

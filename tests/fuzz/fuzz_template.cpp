@@ -1,7 +1,7 @@
 // Chat templates. An input is chat_template.jinja; what comes behind a NUL is
 // tokenizer_config.json. Inputs that begin with `{"` are tokenizer_config.json alone.
 #include <algorithm>
-#include <kvzap/chat_template.hpp>
+#include <kvzap/model/chat_template.hpp>
 
 #include "harness.hpp"
 #include "json_mutator.hpp"

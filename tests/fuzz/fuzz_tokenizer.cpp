@@ -1,7 +1,7 @@
 // tokenizer.json. `"$BYTES":0` in an input stands for the 256 tokens of the byte alphabet, ids 0 to
 // 255, which every vocabulary needs: mutations then meet what differs between files. What comes
 // behind a NUL is a text to tokenize.
-#include <kvzap/tokenizer.hpp>
+#include <kvzap/model/tokenizer.hpp>
 
 #include "harness.hpp"
 #include "json_mutator.hpp"

@@ -8,7 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <kvzap/types.hpp>
+#include <kvzap/core/types.hpp>
 
 namespace kvzap::fuzz {
 namespace {

@@ -5,8 +5,8 @@
 #include <filesystem>
 #include <fstream>
 #include <iostream>
-#include <kvzap/chat_template.hpp>
-#include <kvzap/tokenizer.hpp>
+#include <kvzap/model/chat_template.hpp>
+#include <kvzap/model/tokenizer.hpp>
 #include <nlohmann/json.hpp>
 #include <string>
 

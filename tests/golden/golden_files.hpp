@@ -4,8 +4,8 @@
 #include <cstring>
 #include <filesystem>
 #include <kvzap/config.hpp>
-#include <kvzap/safetensors.hpp>
-#include <kvzap/types.hpp>
+#include <kvzap/core/types.hpp>
+#include <kvzap/model/safetensors.hpp>
 #include <string>
 #include <vector>
 

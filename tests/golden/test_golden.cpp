@@ -8,13 +8,13 @@
 #include <algorithm>
 #include <cmath>
 #include <fstream>
-#include <kvzap/chat_template.hpp>
 #include <kvzap/config.hpp>
-#include <kvzap/generate.hpp>
-#include <kvzap/memory_plan.hpp>
-#include <kvzap/safetensors.hpp>
-#include <kvzap/surrogate.hpp>
-#include <kvzap/tokenizer.hpp>
+#include <kvzap/engine/generate.hpp>
+#include <kvzap/engine/surrogate.hpp>
+#include <kvzap/model/chat_template.hpp>
+#include <kvzap/model/memory_plan.hpp>
+#include <kvzap/model/safetensors.hpp>
+#include <kvzap/model/tokenizer.hpp>
 #include <map>
 #include <nlohmann/json.hpp>
 
@@ -126,15 +126,11 @@ void compare_generation(const std::vector<TokenId>& expected_ids,
 }
 
 struct Variant {
-  PageOrder order;
   int page_rows;
   bool balanced;
 };
 
-constexpr Variant variants[] = {{PageOrder::token_major, 64, false},
-                                {PageOrder::dim_major, 16, false},
-                                {PageOrder::token_major, 16, true},
-                                {PageOrder::dim_major, 64, true}};
+constexpr Variant variants[] = {{64, false}, {16, false}, {16, true}, {64, true}};
 constexpr int n_variants = 4;
 
 /// The variants of the index-th run at so many ranks: as many as it takes for all of them to come
@@ -217,12 +213,10 @@ TEST_P(Golden, EveryRun) {
     for (const auto& [run, content] : item["runs"].items()) {
       for (const Variant& variant : variants_of(index++, comm.size(), KVZAP_HAVE_MPI ? heads : 1)) {
         auto& [partition, model, surrogates] = placed[variant.balanced];
-        const std::string what = fmt::format(
-            "{} case {} {} pages of {} {}", name, item["case"].get<int>(), run, variant.page_rows,
-            variant.order == PageOrder::token_major ? "by token" : "by dim");
+        const std::string what = fmt::format("{} case {} {} pages of {}", name,
+                                             item["case"].get<int>(), run, variant.page_rows);
         CacheOptions options;
         options.page_rows = variant.page_rows;
-        options.order = variant.order;
         std::shared_ptr<Surrogate> surrogate;
         std::string kind;
         if (run != "full") {

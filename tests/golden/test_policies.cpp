@@ -7,10 +7,10 @@
 #include <algorithm>
 #include <cmath>
 #include <fstream>
-#include <kvzap/calibrate.hpp>
-#include <kvzap/chat_template.hpp>
-#include <kvzap/generate.hpp>
-#include <kvzap/policies.hpp>
+#include <kvzap/engine/generate.hpp>
+#include <kvzap/engine/learn_from_texts.hpp>
+#include <kvzap/engine/policies.hpp>
+#include <kvzap/model/chat_template.hpp>
 #include <limits>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -354,16 +354,13 @@ bool compare_ids(const PolicyRun& run, const std::vector<TokenId>& expected,
 }
 
 struct Variant {
-  PageOrder order;
   int page_rows;
   bool balanced;
   int window;  // of the ring: budgets may take rows out of it
 };
 
-constexpr Variant variants[] = {{PageOrder::token_major, 64, false, 128},
-                                {PageOrder::dim_major, 16, false, 16},
-                                {PageOrder::token_major, 16, true, 1024},
-                                {PageOrder::dim_major, 64, true, 48}};
+constexpr Variant variants[] = {
+    {64, false, 128}, {16, false, 16}, {16, true, 1024}, {64, true, 48}};
 constexpr int n_variants = 4;
 
 struct Placed {
@@ -375,7 +372,6 @@ CacheOptions cache_options(const PolicyRun& run, const Variant& variant,
                            std::shared_ptr<const PolicyChoice> choice) {
   CacheOptions options;
   options.page_rows = variant.page_rows;
-  options.order = variant.order;
   options.prune = PruneMode::prefill;
   options.window = variant.window;
   if (run.has_threshold()) {
@@ -516,10 +512,8 @@ TEST_P(PolicyGoldens, EveryRun) {
       const Variant& variant = variants[(index++ + comm.size()) % n_variants];
       PolicyRun run;
       run.entry = entry;
-      run.what =
-          fmt::format("{} case {} {} window {} pages of {} {}", name, item["case"].get<int>(),
-                      entry["name"].get<std::string>(), variant.window, variant.page_rows,
-                      variant.order == PageOrder::token_major ? "by token" : "by dim");
+      run.what = fmt::format("{} case {} {} window {} pages of {}", name, item["case"].get<int>(),
+                             entry["name"].get<std::string>(), variant.window, variant.page_rows);
       if (entry.contains("scores")) {
         run.scores.emplace(file, entry["scores"].get<std::string>(), layers, heads);
         run.largest = entry["largest"].get<std::vector<double>>();

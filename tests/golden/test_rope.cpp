@@ -7,8 +7,8 @@
 #include <cmath>
 #include <cstring>
 #include <fstream>
-#include <kvzap/engine.hpp>
-#include <kvzap/safetensors.hpp>
+#include <kvzap/engine/engine.hpp>
+#include <kvzap/model/safetensors.hpp>
 #include <nlohmann/json.hpp>
 
 #include "engine/step_kernels.hpp"

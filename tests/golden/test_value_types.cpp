@@ -4,10 +4,10 @@
 #include <gtest/gtest.h>
 
 #include <fstream>
-#include <kvzap/chat_template.hpp>
-#include <kvzap/generate.hpp>
-#include <kvzap/surrogate.hpp>
-#include <kvzap/tokenizer.hpp>
+#include <kvzap/engine/generate.hpp>
+#include <kvzap/engine/surrogate.hpp>
+#include <kvzap/model/chat_template.hpp>
+#include <kvzap/model/tokenizer.hpp>
 #include <nlohmann/json.hpp>
 
 namespace kvzap {

@@ -24,7 +24,7 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
-#include <kvzap/snapshot.hpp>
+#include <kvzap/engine/snapshot.hpp>
 #include <map>
 #include <memory>
 #include <optional>

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 
 #include <filesystem>
-#include <kvzap/communicator.hpp>
+#include <kvzap/core/communicator.hpp>
 #include <set>
 #include <string>
 

@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
-#include <kvzap/types.hpp>
+#include <kvzap/core/types.hpp>
 
 #include "base/simd.hpp"
 

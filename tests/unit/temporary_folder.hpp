@@ -7,7 +7,7 @@
 #include <filesystem>
 #include <fstream>
 #include <initializer_list>
-#include <kvzap/types.hpp>
+#include <kvzap/core/types.hpp>
 #include <stdexcept>
 #include <string>
 #include <string_view>

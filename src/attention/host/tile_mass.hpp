@@ -2,7 +2,7 @@
 #pragma once
 
 #include <cstdint>
-#include <kvzap/types.hpp>
+#include <kvzap/core/types.hpp>
 
 #include "attention/host/tile_kernels.hpp"
 

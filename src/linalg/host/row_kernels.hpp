@@ -3,7 +3,7 @@
 #pragma once
 
 #include <cstdint>
-#include <kvzap/types.hpp>
+#include <kvzap/core/types.hpp>
 
 namespace kvzap::detail {
 

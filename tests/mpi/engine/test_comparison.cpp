@@ -7,7 +7,7 @@
 #include <cmath>
 #include <filesystem>
 #include <fstream>
-#include <kvzap/comparison.hpp>
+#include <kvzap/engine/comparison.hpp>
 #include <limits>
 #include <map>
 #include <optional>

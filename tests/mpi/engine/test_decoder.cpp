@@ -4,10 +4,10 @@
 
 #include <Kokkos_Core.hpp>
 #include <cmath>
-#include <kvzap/decoder.hpp>
-#include <kvzap/generate.hpp>
-#include <kvzap/sampler.hpp>
-#include <kvzap/surrogate.hpp>
+#include <kvzap/engine/decoder.hpp>
+#include <kvzap/engine/generate.hpp>
+#include <kvzap/engine/sampler.hpp>
+#include <kvzap/engine/surrogate.hpp>
 #include <random>
 #include <set>
 #include <string_view>
@@ -248,7 +248,7 @@ StepsResult run_steps(const ModelConfig& config, const Checkpoint& checkpoint,
   const auto model = Model<float>::load(checkpoint.folder.path(), config, partition, comm.rank());
   auto surrogate = Surrogate::load(checkpoint.surrogate.path(), config, partition, comm.rank(),
                                    DType::f32, comm);
-  Decoder<float, PageOrder::token_major> decoder(model, &surrogate, comm, window, 4);
+  Decoder<float> decoder(model, &surrogate, comm, window, 4);
   decoder.set_attention_path(path);
   const SequenceId sequence = decoder.cache().add_sequence();
   StepRule rule;
@@ -351,7 +351,7 @@ TEST_P(DecoderShapes, ManySequencesDoNotMatter) {
   const auto model = Model<float>::load(checkpoint.folder.path(), config, partition, comm.rank());
   auto surrogate = Surrogate::load(checkpoint.surrogate.path(), config, partition, comm.rank(),
                                    DType::f32, comm);
-  using TestDecoder = Decoder<float, PageOrder::token_major>;
+  using TestDecoder = Decoder<float>;
   TestDecoder alone(model, &surrogate, comm, 8, 4);
   TestDecoder together(model, &surrogate, comm, 8, 4);
   StepRule rule;
@@ -415,7 +415,7 @@ TEST_P(DecoderShapes, MixesOfSpansDoNotMatter) {
   const auto model = Model<float>::load(checkpoint.folder.path(), config, partition, comm.rank());
   auto surrogate = Surrogate::load(checkpoint.surrogate.path(), config, partition, comm.rank(),
                                    DType::f32, comm);
-  using TestDecoder = Decoder<float, PageOrder::token_major>;
+  using TestDecoder = Decoder<float>;
   TestDecoder alone(model, &surrogate, comm, 8, 4);
   TestDecoder together(model, &surrogate, comm, 8, 4);
   const auto tokens = some_tokens(900);
@@ -514,7 +514,7 @@ TEST(Observer, SeesEachSequenceAtItsOwnPositions) {
   const auto model = Model<float>::load(checkpoint.folder.path(), config, partition, comm.rank());
   auto surrogate = Surrogate::load(checkpoint.surrogate.path(), config, partition, comm.rank(),
                                    DType::f32, comm);
-  Decoder<float, PageOrder::token_major> decoder(model, &surrogate, comm, 8, 4);
+  Decoder<float> decoder(model, &surrogate, comm, 8, 4);
   const auto tokens = some_tokens(600);
   const SequenceId a = decoder.cache().add_sequence(), b = decoder.cache().add_sequence();
   StepRule scored;
@@ -541,7 +541,7 @@ void compare_greedy_steps(const ModelConfig& config, const Checkpoint& checkpoin
   const auto partition =
       HeadPartition::even(layers, static_cast<int>(config.num_key_value_heads), comm.size());
   const auto model = Model<Value>::load(checkpoint.folder.path(), config, partition, comm.rank());
-  Decoder<Value, PageOrder::token_major> decoder(model, nullptr, comm, 8, 4);
+  Decoder<Value> decoder(model, nullptr, comm, 8, 4);
   Sampler sampler({});
   const auto tokens = some_tokens(60);
   std::vector<SequenceId> with_logits, greedy;
@@ -590,7 +590,7 @@ TEST(ManySequences, MoreThanABlock) {
   const auto partition =
       HeadPartition::even(layers, static_cast<int>(config.num_key_value_heads), comm.size());
   const auto model = Model<float>::load(checkpoint.folder.path(), config, partition, comm.rank());
-  Decoder<float, PageOrder::token_major> decoder(model, nullptr, comm, 2, 4);
+  Decoder<float> decoder(model, nullptr, comm, 2, 4);
   constexpr int count = 515;
   const auto tokens = some_tokens(2 * count);
   std::vector<SequenceId> ids, twins;
@@ -624,7 +624,7 @@ TEST_P(DecoderShapes, PathsOfBf16Agree) {
   const auto logits_of = [&] {
     const auto model =
         Model<bfloat16>::load(checkpoint.folder.path(), config, partition, comm.rank());
-    Decoder<bfloat16, PageOrder::token_major> decoder(model, nullptr, comm, 8, 4);
+    Decoder<bfloat16> decoder(model, nullptr, comm, 8, 4);
     const SequenceId sequence = decoder.cache().add_sequence();
     step_argmax(decoder, sequence, {tokens.begin(), tokens.begin() + 40});
     std::vector<float> logits;
@@ -714,7 +714,7 @@ TEST(StepOutOfMemory, LeavesAllSequencesAsTheyWere) {
     for (int failing_rank = 0; failing_rank < std::min(comm.size(), 2); ++failing_rank) {
       auto surrogate = Surrogate::load(checkpoint.surrogate.path(), config, partition, comm.rank(),
                                        DType::f32, comm);
-      using TestDecoder = Decoder<float, PageOrder::token_major>;
+      using TestDecoder = Decoder<float>;
       TestDecoder decoder(model, &surrogate, comm, 8, 4),
           undisturbed(model, &surrogate, comm, 8, 4);
       std::vector<SequenceId> ids, twins;
@@ -776,7 +776,7 @@ TEST(StepOutOfMemory, GoesAwayWhenASequenceIsFreed) {
   const auto partition =
       HeadPartition::even(layers, static_cast<int>(config.num_key_value_heads), comm.size());
   const auto model = Model<float>::load(checkpoint.folder.path(), config, partition, comm.rank());
-  Decoder<float, PageOrder::token_major> decoder(model, nullptr, comm, 8, 4);
+  Decoder<float> decoder(model, nullptr, comm, 8, 4);
   auto& cache = decoder.cache();
   const auto tokens = some_tokens(60);
   const SequenceId first = cache.add_sequence();
@@ -849,7 +849,7 @@ TEST(DecodeStep, AllocatesNothingButPages) {
   const auto model = Model<bfloat16>::load(checkpoint.folder.path(), config, partition, 0);
   auto surrogate =
       Surrogate::load(checkpoint.surrogate.path(), config, partition, 0, DType::bf16, self);
-  Decoder<bfloat16, PageOrder::token_major> decoder(model, &surrogate, self, 4, 4);
+  Decoder<bfloat16> decoder(model, &surrogate, self, 4, 4);
   const SequenceId sequence = decoder.cache().add_sequence();
   StepRule rule;
   rule.score = true;
@@ -908,7 +908,7 @@ TEST(DecodeStep, WaitsAsOftenForManyLayersAsForFew) {
     const auto model = Model<bfloat16>::load(checkpoint.folder.path(), config, partition, 0);
     auto surrogate =
         Surrogate::load(checkpoint.surrogate.path(), config, partition, 0, DType::bf16, self);
-    Decoder<bfloat16, PageOrder::token_major> decoder(model, &surrogate, self, 4, 16);
+    Decoder<bfloat16> decoder(model, &surrogate, self, 4, 16);
     const SequenceId sequence = decoder.cache().add_sequence();
     StepRule rule;
     rule.score = true;

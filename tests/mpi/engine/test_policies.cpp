@@ -4,7 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <kvzap/generate.hpp>
+#include <kvzap/engine/generate.hpp>
 #include <map>
 #include <numeric>
 #include <optional>
@@ -296,17 +296,16 @@ class Policies : public testing::Test {
   Seen seen;
 };
 
-// More than a block of tokens, so that blocks meet; every pool; a page order each.
+// More than a block of tokens, so that blocks meet; every pool; what is observed in two ways.
 TEST_F(Policies, ChooseAfterTheContext) {
   const int tokens = 700;
   for (const auto pool : {Budget::Pool::head, Budget::Pool::layer, Budget::Pool::model}) {
-    for (const auto order : {PageOrder::token_major, PageOrder::dim_major}) {
+    for (const bool observes : {true, false}) {
       const Budget budget = by_ratio(0.6, pool);
       PolicyNeeds needs;
-      needs.blocks = needs.log_sum_exp = order == PageOrder::token_major;
+      needs.blocks = needs.log_sum_exp = observes;
       needs.recent = 20;
       options.policy = probe(budget, &seen, needs);
-      options.order = order;
       const auto run = generator();
       run->prefill(some_tokens(tokens), false);
       EXPECT_EQ(kept(*run), mine(chosen(everything(tokens), budget, tokens)));

@@ -8,8 +8,8 @@
 #include <fstream>
 #include <functional>
 #include <iterator>
-#include <kvzap/generate.hpp>
-#include <kvzap/synthetic.hpp>
+#include <kvzap/engine/generate.hpp>
+#include <kvzap/engine/synthetic.hpp>
 #include <optional>
 #include <string>
 #include <vector>
@@ -123,8 +123,7 @@ class Resume : public testing::Test {
  protected:
   template <class Value = float>
   std::unique_ptr<Generator> generator(const Kind& kind, const Communicator& comm,
-                                       PageOrder order = PageOrder::token_major, int page_rows = 4,
-                                       std::size_t kv_limit = 0) const {
+                                       int page_rows = 4, std::size_t kv_limit = 0) const {
     const auto partition = HeadPartition::even(resumed_layers, resumed_heads, comm.size());
     const ModelConfig config = resumed_config();
     CacheOptions options;
@@ -135,7 +134,6 @@ class Resume : public testing::Test {
     options.window = 8;
     options.sink = 1;
     options.page_rows = page_rows;
-    options.order = order;
     options.kv_limit = kv_limit;
     options.decode_every = kind.decode_every;
     options.decode_evict_ratio = kind.decode_every > 0 ? 0.5 : 0;
@@ -319,9 +317,9 @@ class Resume : public testing::Test {
 TEST_F(Resume, GoesOnToTheSameIdsAndBits) {
   int number = 0;
   for (const Kind& kind : kinds()) {
-    const PageOrder order = ++number % 2 == 0 ? PageOrder::token_major : PageOrder::dim_major;
+    ++number;
     std::vector<Point> points;
-    const auto run = generator(kind, world, order);
+    const auto run = generator(kind, world);
     const auto ids = run_through(*run, kind, kind.reusable ? 5 : 2, number, "run", points);
     const std::string wanted = bits(*run, world);
     ASSERT_GE(points.size(), 4u) << kind.label();
@@ -329,7 +327,7 @@ TEST_F(Resume, GoesOnToTheSameIdsAndBits) {
       SCOPED_TRACE(kind.label() + ", point " + std::to_string(p) + ", question " +
                    std::to_string(points[p].question));
       const SnapshotReader reader(points[p].file);
-      const auto again = generator(kind, world, order);
+      const auto again = generator(kind, world);
       again->resume(reader, kind.reusable);
       const std::size_t first = points[p].question;
       if (first == questions(kind)) {
@@ -397,8 +395,7 @@ TEST_F(Resume, GoesOnOnOtherRanks) {
         kind, 7,
         [&](const fs::path& file, std::size_t first, const std::vector<std::vector<TokenId>>& ids,
             const Communicator& comm, bool is_same) {
-          const auto run =
-              is_same ? generator(kind, comm) : generator(kind, comm, PageOrder::dim_major, 7);
+          const auto run = is_same ? generator(kind, comm) : generator(kind, comm, 7);
           run->resume(SnapshotReader(file), kind.reusable);
           auto got = go_on(*run, kind, first, [](std::size_t) {});
           // Rank 0 has taken part in every run.
@@ -412,12 +409,12 @@ TEST_F(Resume, KeepsAndConvertsTypes) {
   const auto through = [&](auto value, const std::string& name) {
     using Value = decltype(value);
     std::vector<Point> points;
-    const auto run = generator<Value>(kind, world, PageOrder::token_major);
+    const auto run = generator<Value>(kind, world);
     const auto ids = run_through(*run, kind, 6, 1, name, points);
     const std::string wanted = bits(*run, world);
     for (const Point& point : points) {
       SCOPED_TRACE(point.file.string());
-      const auto again = generator<Value>(kind, world, PageOrder::token_major);
+      const auto again = generator<Value>(kind, world);
       again->resume(SnapshotReader(point.file), kind.reusable);
       if (point.question == questions(kind)) continue;
       expect_same(go_on(*again, kind, point.question, [](std::size_t) {}), ids, point.question);
@@ -664,8 +661,7 @@ TEST_F(Resume, FreesWhatItHasWritten) {
   plain->prefill(context, false);
   const std::int64_t heads = (resumed_heads + world.size() - 1) / world.size();  // of rank 0
   const std::int64_t bytes_of_rank = plain->report().allocated_bytes * heads / resumed_heads;
-  const auto tight = generator(kind, world, PageOrder::token_major, 4,
-                               static_cast<std::size_t>(3 * bytes_of_rank));
+  const auto tight = generator(kind, world, 4, static_cast<std::size_t>(3 * bytes_of_rank));
   tight->prefill(context, true);
   std::vector<std::unique_ptr<SnapshotWriting>> writings;
   bool is_out_of_memory = false;

@@ -9,7 +9,7 @@
 #include <fstream>
 #include <initializer_list>
 #include <iterator>
-#include <kvzap/snapshot.hpp>
+#include <kvzap/engine/snapshot.hpp>
 #include <limits>
 #include <memory>
 #include <optional>

@@ -11,7 +11,7 @@
 #include <cstring>
 #include <fstream>
 #include <iterator>
-#include <kvzap/snapshot.hpp>
+#include <kvzap/engine/snapshot.hpp>
 #include <limits>
 #include <memory>
 #include <set>
@@ -19,8 +19,8 @@
 #include <vector>
 
 #include "base/crc32c.hpp"
+#include "base/temporary_file.hpp"
 #include "io/seal.hpp"
-#include "io/temporary_file.hpp"
 #include "mpi/ranks.hpp"
 
 namespace kvzap {

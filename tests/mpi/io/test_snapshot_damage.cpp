@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "base/crc32c.hpp"
+#include "base/temporary_file.hpp"
 #include "io/hdf5_objects.hpp"
 #include "io/seal.hpp"
-#include "io/temporary_file.hpp"
 #include "mpi/io/snapshot_stories.hpp"
 #include "mpi/ranks.hpp"
 #include "unit/temporary_folder.hpp"

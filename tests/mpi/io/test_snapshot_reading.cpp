@@ -2,7 +2,7 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
-#include <kvzap/decoder.hpp>
+#include <kvzap/engine/decoder.hpp>
 #include <string>
 #include <type_traits>
 #include <vector>

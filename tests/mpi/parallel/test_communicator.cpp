@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <kvzap/communicator.hpp>
-#include <kvzap/threads.hpp>
+#include <kvzap/core/communicator.hpp>
+#include <kvzap/core/threads.hpp>
 #include <new>
 #include <stdexcept>
 #include <string>

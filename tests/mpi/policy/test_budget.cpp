@@ -1,7 +1,7 @@
 // Budgets over ranks: the same rows whatever rank has which head.
 #include <gtest/gtest.h>
 
-#include <kvzap/budget.hpp>
+#include <kvzap/engine/budget.hpp>
 
 #include "budget_reference.hpp"
 

@@ -2,7 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <kvzap/selection.hpp>
+#include <kvzap/core/selection.hpp>
 #include <limits>
 #include <random>
 #include <string>

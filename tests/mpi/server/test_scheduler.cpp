@@ -3,8 +3,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <kvzap/generate.hpp>
-#include <kvzap/policies.hpp>
+#include <kvzap/engine/generate.hpp>
+#include <kvzap/engine/policies.hpp>
 #include <map>
 #include <random>
 #include <thread>

@@ -1,8 +1,8 @@
 // Thresholds from scores that are spread over ranks, and from texts that ranks run together.
 #include <gtest/gtest.h>
 
-#include <kvzap/calibrate_thresholds.hpp>
-#include <kvzap/surrogate.hpp>
+#include <kvzap/engine/surrogate.hpp>
+#include <kvzap/lab/calibrate_thresholds.hpp>
 #include <random>
 #include <vector>
 

@@ -6,8 +6,8 @@
 #include <cstring>
 #include <fstream>
 #include <functional>
-#include <kvzap/collect.hpp>
-#include <kvzap/safetensors.hpp>
+#include <kvzap/lab/collect.hpp>
+#include <kvzap/model/safetensors.hpp>
 #include <limits>
 #include <optional>
 #include <string>

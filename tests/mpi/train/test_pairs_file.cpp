@@ -14,8 +14,8 @@
 #include <fstream>
 #include <functional>
 #include <iterator>
-#include <kvzap/head_partition.hpp>
-#include <kvzap/pairs.hpp>
+#include <kvzap/core/head_partition.hpp>
+#include <kvzap/lab/pairs.hpp>
 #include <limits>
 #include <set>
 #include <string>

@@ -6,8 +6,8 @@
 #include <cmath>
 #include <filesystem>
 #include <functional>
-#include <kvzap/collect.hpp>
-#include <kvzap/safetensors.hpp>
+#include <kvzap/lab/collect.hpp>
+#include <kvzap/model/safetensors.hpp>
 #include <memory>
 #include <optional>
 #include <string>

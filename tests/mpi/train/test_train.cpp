@@ -3,7 +3,7 @@
 
 #include <fstream>
 #include <iterator>
-#include <kvzap/train.hpp>
+#include <kvzap/lab/train.hpp>
 #include <memory>
 #include <string>
 

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <kvzap/attention.hpp>
+#include <kvzap/core/attention.hpp>
 #include <random>
 #include <type_traits>
 #include <utility>

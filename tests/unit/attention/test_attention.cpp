@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <kvzap/attention.hpp>
+#include <kvzap/core/attention.hpp>
 #include <limits>
 #include <random>
 #include <string>

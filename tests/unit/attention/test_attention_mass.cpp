@@ -1,7 +1,7 @@
 // The mass of attention of every pair, against double precision.
 #include <gtest/gtest.h>
 
-#include <kvzap/attention_mass.hpp>
+#include <kvzap/core/attention_mass.hpp>
 #include <limits>
 #include <string>
 

@@ -5,9 +5,9 @@
 #include <Kokkos_Core.hpp>
 #include <atomic>
 #include <cstring>
-#include <kvzap/generate.hpp>
-#include <kvzap/synthetic.hpp>
-#include <kvzap/threads.hpp>
+#include <kvzap/core/threads.hpp>
+#include <kvzap/engine/generate.hpp>
+#include <kvzap/engine/synthetic.hpp>
 #include <set>
 #include <thread>
 #include <vector>

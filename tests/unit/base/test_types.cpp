@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <kvzap/types.hpp>
+#include <kvzap/core/types.hpp>
 #include <limits>
 #include <random>
 

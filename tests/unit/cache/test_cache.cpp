@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <deque>
-#include <kvzap/cache.hpp>
+#include <kvzap/core/cache.hpp>
 #include <limits>
 #include <map>
 #include <random>

@@ -2,7 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <Kokkos_Core.hpp>
-#include <kvzap/cache.hpp>
+#include <kvzap/core/cache.hpp>
 #include <set>
 #include <string>
 #include <vector>

@@ -7,7 +7,7 @@
 #include <deque>
 #include <functional>
 #include <iterator>
-#include <kvzap/cache.hpp>
+#include <kvzap/core/cache.hpp>
 #include <limits>
 #include <map>
 #include <new>

@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
-#include <kvzap/cache.hpp>
+#include <kvzap/core/cache.hpp>
 #include <limits>
 #include <vector>
 

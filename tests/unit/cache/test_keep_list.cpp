@@ -1,7 +1,7 @@
 // Lists of kept pairs and gathered rows against loops over plain vectors.
 #include <gtest/gtest.h>
 
-#include <kvzap/keep_list.hpp>
+#include <kvzap/core/keep_list.hpp>
 #include <limits>
 #include <random>
 #include <set>

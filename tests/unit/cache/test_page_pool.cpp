@@ -1,7 +1,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
-#include <kvzap/page_pool.hpp>
+#include <kvzap/core/page_pool.hpp>
 #include <map>
 #include <random>
 #include <set>

@@ -2,7 +2,7 @@
 // what another one, of the same or of fewer tokens, is given.
 #include <gtest/gtest.h>
 
-#include <kvzap/policy_step.hpp>
+#include <kvzap/engine/policy_step.hpp>
 #include <string>
 #include <vector>
 

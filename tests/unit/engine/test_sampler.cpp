@@ -4,7 +4,7 @@
 #include <chrono>
 #include <cmath>
 #include <fstream>
-#include <kvzap/sampler.hpp>
+#include <kvzap/engine/sampler.hpp>
 #include <limits>
 #include <map>
 #include <nlohmann/json.hpp>

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <kvzap/sampler.hpp>
+#include <kvzap/engine/sampler.hpp>
 #include <limits>
 #include <random>
 #include <vector>

@@ -6,8 +6,8 @@
 #include <cmath>
 #include <cstdint>
 #include <initializer_list>
-#include <kvzap/metrics.hpp>
-#include <kvzap/tasks.hpp>
+#include <kvzap/lab/metrics.hpp>
+#include <kvzap/lab/tasks.hpp>
 #include <string>
 #include <string_view>
 #include <vector>

@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <kvzap/metrics.hpp>
+#include <kvzap/lab/metrics.hpp>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>

@@ -4,9 +4,9 @@
 #include <cstdint>
 #include <filesystem>
 #include <initializer_list>
-#include <kvzap/metrics.hpp>
-#include <kvzap/tasks.hpp>
-#include <kvzap/types.hpp>
+#include <kvzap/core/types.hpp>
+#include <kvzap/lab/metrics.hpp>
+#include <kvzap/lab/tasks.hpp>
 #include <string>
 #include <string_view>
 #include <vector>

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "base/crc32c.hpp"
-#include "io/temporary_file.hpp"
+#include "base/temporary_file.hpp"
 #include "unit/temporary_folder.hpp"
 
 #if KVZAP_HAVE_HDF5

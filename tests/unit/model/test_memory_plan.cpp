@@ -1,7 +1,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
-#include <kvzap/memory_plan.hpp>
+#include <kvzap/model/memory_plan.hpp>
 #include <limits>
 #include <string>
 

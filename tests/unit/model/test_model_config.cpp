@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <filesystem>
-#include <kvzap/model_config.hpp>
+#include <kvzap/model/model_config.hpp>
 #include <string>
 #include <utility>
 #include <vector>

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 #include <cstring>
-#include <kvzap/safetensors.hpp>
+#include <kvzap/model/safetensors.hpp>
 #include <random>
 #include <string>
 #include <type_traits>

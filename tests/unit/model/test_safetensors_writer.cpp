@@ -3,7 +3,7 @@
 
 #include <cstring>
 #include <fstream>
-#include <kvzap/safetensors.hpp>
+#include <kvzap/model/safetensors.hpp>
 
 #include "model/safetensors_writer.hpp"
 #include "unit/temporary_folder.hpp"

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <kvzap/head_partition.hpp>
+#include <kvzap/core/head_partition.hpp>
 #include <numeric>
 #include <random>
 #include <vector>

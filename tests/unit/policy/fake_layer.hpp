@@ -4,7 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <kvzap/policy.hpp>
+#include <kvzap/engine/policy.hpp>
 #include <limits>
 #include <map>
 #include <numeric>

@@ -1,7 +1,7 @@
 // Makes policies for tests, by what describes them, without a registry.
 #pragma once
 
-#include <kvzap/policies.hpp>
+#include <kvzap/engine/policies.hpp>
 #include <map>
 #include <memory>
 #include <string>

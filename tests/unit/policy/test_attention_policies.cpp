@@ -4,7 +4,7 @@
 #include <cmath>
 #include <complex>
 #include <cstdint>
-#include <kvzap/policies.hpp>
+#include <kvzap/engine/policies.hpp>
 #include <map>
 #include <random>
 #include <string>

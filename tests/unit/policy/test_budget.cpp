@@ -1,7 +1,7 @@
 #include <gtest/gtest.h>
 
 #include <functional>
-#include <kvzap/budget.hpp>
+#include <kvzap/engine/budget.hpp>
 #include <string>
 
 #include "base/device_kernels.hpp"

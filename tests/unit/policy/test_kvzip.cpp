@@ -3,7 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <kvzap/policies.hpp>
+#include <kvzap/engine/policies.hpp>
 #include <string>
 #include <vector>
 

@@ -2,7 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <kvzap/surrogate.hpp>
+#include <kvzap/engine/surrogate.hpp>
 #include <string>
 #include <vector>
 

@@ -1,6 +1,6 @@
 #include <gtest/gtest.h>
 
-#include <kvzap/oracle.hpp>
+#include <kvzap/engine/repeat_prompt.hpp>
 #include <numeric>
 #include <string>
 #include <vector>

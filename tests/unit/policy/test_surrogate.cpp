@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <kvzap/surrogate.hpp>
+#include <kvzap/engine/surrogate.hpp>
 #include <map>
 #include <random>
 #include <string>

@@ -1,7 +1,7 @@
 // The table of thresholds beside a surrogate: what it gives, and what it refuses.
 #include <gtest/gtest.h>
 
-#include <kvzap/thresholds.hpp>
+#include <kvzap/engine/thresholds.hpp>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>

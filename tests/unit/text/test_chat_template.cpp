@@ -3,7 +3,7 @@
 #include <filesystem>
 #include <fstream>
 #include <initializer_list>
-#include <kvzap/chat_template.hpp>
+#include <kvzap/model/chat_template.hpp>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <string>

@@ -1,7 +1,7 @@
 #include <gtest/gtest.h>
 
 #include <cstddef>
-#include <kvzap/tokenizer.hpp>
+#include <kvzap/model/tokenizer.hpp>
 #include <string>
 #include <string_view>
 

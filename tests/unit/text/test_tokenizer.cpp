@@ -4,7 +4,7 @@
 #include <chrono>
 #include <cstddef>
 #include <filesystem>
-#include <kvzap/tokenizer.hpp>
+#include <kvzap/model/tokenizer.hpp>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>

@@ -6,7 +6,7 @@
 #include <filesystem>
 #include <fstream>
 #include <initializer_list>
-#include <kvzap/tokenizer.hpp>
+#include <kvzap/model/tokenizer.hpp>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <string>

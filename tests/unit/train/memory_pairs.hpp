@@ -3,7 +3,7 @@
 
 #include <cmath>
 #include <cstring>
-#include <kvzap/pairs.hpp>
+#include <kvzap/lab/pairs.hpp>
 #include <random>
 #include <vector>
 

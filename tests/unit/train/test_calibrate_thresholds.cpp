@@ -3,7 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <kvzap/calibrate_thresholds.hpp>
+#include <kvzap/lab/calibrate_thresholds.hpp>
 #include <limits>
 #include <random>
 #include <vector>

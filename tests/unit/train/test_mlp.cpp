@@ -1,7 +1,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <kvzap/train.hpp>
+#include <kvzap/lab/train.hpp>
 #include <limits>
 #include <numeric>
 

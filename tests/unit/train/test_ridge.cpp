@@ -2,7 +2,7 @@
 
 #include <cmath>
 #include <cstring>
-#include <kvzap/train.hpp>
+#include <kvzap/lab/train.hpp>
 #include <limits>
 
 #include "golden/golden_files.hpp"

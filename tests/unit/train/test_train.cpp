@@ -3,8 +3,8 @@
 #include <cmath>
 #include <fstream>
 #include <iterator>
-#include <kvzap/surrogate.hpp>
-#include <kvzap/train.hpp>
+#include <kvzap/engine/surrogate.hpp>
+#include <kvzap/lab/train.hpp>
 #include <nlohmann/json.hpp>
 #include <set>
 

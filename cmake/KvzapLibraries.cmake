@@ -1,0 +1,129 @@
+# The libraries, each on top of the one before it. A component may include headers of its own rooms
+# (folders of src) and of the components below, never of those above: tests/unit/base/test_rooms.cpp.
+#
+#   kvzap::core    ragged paged cache, attention over it, products, ranks
+#   kvzap::model   checkpoints, tokenizers, chat templates
+#   kvzap::engine  policies, the forward pass, sequences, snapshots
+#   kvzap::lab     training of surrogates, evaluation
+#   kvzap::server  scheduler and protocol of kvzap serve
+#   kvzap::kvzap   all of them
+set(kvzap_core_rooms base parallel linalg cache attention selection)
+set(kvzap_model_rooms model text)
+set(kvzap_engine_rooms policy io engine)
+set(kvzap_lab_rooms train eval)
+set(kvzap_server_rooms server)
+
+set(kvzap_core_links fmt::fmt ${CMAKE_THREAD_LIBS_INIT} ${CMAKE_DL_LIBS})
+set(kvzap_model_links fmt::fmt kvzap::pcre2 kvzap::utf8proc)
+set(kvzap_engine_links fmt::fmt ${CMAKE_THREAD_LIBS_INIT} ${CMAKE_DL_LIBS})
+set(kvzap_lab_links fmt::fmt kvzap::utf8proc kvzap::lapack)
+set(kvzap_server_links fmt::fmt)
+if(KVZAP_HAVE_HDF5)
+  list(APPEND kvzap_engine_links kvzap::hdf5)
+  list(APPEND kvzap_lab_links kvzap::hdf5)
+endif()
+foreach(target kvzap::onednn CUDA::cublas)
+  if(TARGET ${target})
+    list(APPEND kvzap_core_links ${target})
+  endif()
+endforeach()
+# Loops on several threads, where Kokkos' host backend has one. (Of one file: elsewhere pragmas would be Kokkos'.)
+if(KVZAP_HAVE_OPENMP)
+  list(APPEND kvzap_core_links ${OpenMP_CXX_LIBRARIES})
+  set_source_files_properties(src/base/host_threads.cpp PROPERTIES COMPILE_OPTIONS "${OpenMP_CXX_FLAGS}"
+                              SKIP_PRECOMPILE_HEADERS ON)
+endif()
+
+# Sources of a room that this build has nothing for, and their stand-ins.
+function(kvzap_room_sources out room)
+  file(GLOB_RECURSE sources CONFIGURE_DEPENDS src/${room}/*.cpp)
+  set(without "")
+  if(room STREQUAL "parallel")
+    if(KVZAP_HAVE_MPI)
+      set(without "/communicator_serial\\.cpp$")
+    else()
+      set(without "/communicator_mpi\\.cpp$")
+    endif()
+  elseif(room STREQUAL "io")
+    if(KVZAP_HAVE_HDF5)
+      set(without "/snapshot_none\\.cpp$")
+    else()
+      list(FILTER sources INCLUDE REGEX "/snapshot_(none|names)\\.cpp$")
+    endif()
+  elseif(room STREQUAL "train")
+    if(KVZAP_HAVE_HDF5)
+      set(without "/pairs_file_none\\.cpp$")
+    else()
+      set(without "/pairs_(file|layout|recovery|writer)\\.cpp$")
+    endif()
+  endif()
+  if(without)
+    list(FILTER sources EXCLUDE REGEX "${without}")
+  endif()
+  set(${out} ${sources} PARENT_SCOPE)
+endfunction()
+
+add_library(kvzap INTERFACE)
+add_library(kvzap::kvzap ALIAS kvzap)
+set(kvzap_libraries kvzap)
+set(below "")
+foreach(component IN LISTS KVZAP_COMPONENTS)
+  set(library kvzap_${component})
+  set(component_sources "")
+  foreach(room IN LISTS kvzap_${component}_rooms)
+    kvzap_room_sources(room_sources ${room})
+    list(APPEND component_sources ${room_sources})
+  endforeach()
+  add_library(${library} ${component_sources})
+  add_library(kvzap::${component} ALIAS ${library})
+  target_include_directories(${library}
+    PUBLIC $<BUILD_INTERFACE:${CMAKE_CURRENT_SOURCE_DIR}/include>
+           $<BUILD_INTERFACE:${CMAKE_CURRENT_BINARY_DIR}/include>
+           $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>
+    PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/src)
+  target_compile_features(${library} PUBLIC cxx_std_17)
+  # One set of definitions for all of them: they share a precompiled header.
+  if(KVZAP_HAVE_MPI)
+    # MPI's deprecated C++ bindings are never used, and old OpenMPI headers warn about themselves.
+    target_compile_definitions(${library} PUBLIC OMPI_SKIP_MPICXX MPICH_SKIP_MPICXX)
+  endif()
+  if(TARGET kvzap::onednn)
+    target_compile_definitions(${library} PRIVATE KVZAP_HAVE_ONEDNN=1)
+  endif()
+  target_link_libraries(${library} PUBLIC ${kvzap_public_targets} ${below}
+    PRIVATE ${kvzap_${component}_links} $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
+  set_target_properties(${library} PROPERTIES EXPORT_NAME ${component}
+    VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR}
+    INSTALL_RPATH_USE_LINK_PATH ON)
+  target_compile_options(${library} PRIVATE ${kvzap_warnings} -fopenmp-simd)
+  if(KVZAP_PRECOMPILE_HEADERS)
+    if(component STREQUAL "core")
+      kvzap_precompile(${library} Kokkos_Core.hpp fmt/format.h nlohmann/json.hpp algorithm filesystem fstream functional
+                       map memory optional string vector)
+    else()
+      target_precompile_headers(${library} REUSE_FROM kvzap_core)
+    endif()
+  endif()
+  target_link_libraries(kvzap INTERFACE ${library})
+  list(APPEND kvzap_libraries ${library})
+  set(below ${library})
+endforeach()
+
+# GCC 12 takes the undefined operands inside its own intrinsics for ours (GCC bug 105593).
+set_source_files_properties(src/attention/host/decode_rows.cpp src/attention/host/decode_avx2.cpp
+  src/attention/host/flash_prefill.cpp src/attention/host/tile_kernels.cpp
+  src/attention/host/amx_prefill.cpp src/attention/host/tile_mass.cpp
+  src/linalg/host/packed_kernels.cpp src/linalg/host/row_products.cpp src/cache/row_copy.cpp
+  PROPERTIES COMPILE_OPTIONS "$<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized;-Wno-uninitialized>")
+# A square root that may set errno stays a call, and its loop scalar.
+set_source_files_properties(src/train/host_loops.cpp PROPERTIES SKIP_PRECOMPILE_HEADERS ON
+  COMPILE_OPTIONS "$<$<CXX_COMPILER_ID:GNU,Clang>:-fno-math-errno>")
+set_source_files_properties(src/base/huge_pages.cpp src/linalg/host/blas_threads.cpp
+  PROPERTIES SKIP_PRECOMPILE_HEADERS ON)  # they include less than comes with it
+
+if(CMAKE_BUILD_TYPE STREQUAL "Sanitize" OR KVZAP_UNITE_SOURCES)  # see scripts/sanitize
+  include(KvzapUnity)
+  foreach(component IN LISTS KVZAP_COMPONENTS)
+    kvzap_unite(kvzap_${component} PLAIN base engine eval io model parallel policy text train)
+  endforeach()
+endif()

@@ -1,0 +1,61 @@
+// What `kvzap bench` measured, as a Markdown table, CSV or JSON.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "console/machine.hpp"
+#include "options/bench_options.hpp"
+
+namespace kvzap::driver {
+
+/// What all tests of one call have in common.
+struct BenchSystem {
+  std::string version;
+  std::string revision;
+  std::string model;  // the folder's name
+  std::int64_t layers = 0;
+  std::int64_t all_layers = 0;
+  std::int64_t parameters = 0;
+  std::int64_t weight_bytes = 0;  // summed over ranks
+  std::string surrogate_kind;     // empty: none
+  Machine machine;
+  int ranks = 1;
+};
+
+struct BenchResult {
+  BenchTest test;
+  /// Of each repetition, on the slowest rank.
+  std::vector<double> seconds;
+  // After the last repetition, summed over ranks.
+  std::int64_t kept_rows = 0;
+  std::int64_t full_rows = 0;  // had none been evicted
+  std::int64_t kv_live_bytes = 0;
+  std::int64_t kv_allocated_bytes = 0;
+  /// Over the repetitions; over the whole process where the system has no such figure.
+  std::int64_t peak_rss_bytes = 0;
+
+  double evicted() const;
+  /// New tokens of all sequences, per repetition.
+  std::vector<double> tokens_per_second() const;
+  /// Mean time between two tokens of one sequence.
+  double ms_per_token() const;
+};
+
+/// Rows of a table as they become known.
+class BenchTable {
+ public:
+  virtual ~BenchTable() = default;
+  /// What to print before the first row, for a row, and after the last one.
+  virtual std::string header() = 0;
+  virtual std::string row(const BenchResult& result) = 0;
+  virtual std::string footer() { return ""; }
+
+  /// `tests`: all that will come, so that columns are as wide as they need to be. The arguments
+  /// outlive the table.
+  static std::unique_ptr<BenchTable> create(const BenchOptions& options, const BenchSystem& system,
+                                            const std::vector<BenchTest>& tests);
+};
+
+}  // namespace kvzap::driver

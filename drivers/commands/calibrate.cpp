@@ -1,0 +1,357 @@
+#include "commands/calibrate.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <filesystem>
+#include <kvzap/lab/calibrate_thresholds.hpp>
+#include <kvzap/model/chat_template.hpp>
+#include <kvzap/model/memory_plan.hpp>
+#include <kvzap/model/model.hpp>
+#include <kvzap/model/tokenizer.hpp>
+#include <nlohmann/json.hpp>
+
+#include "base/stopwatch.hpp"
+#include "base/temporary_file.hpp"
+#include "commands/setup.hpp"
+#include "console/console.hpp"
+#include "console/progress.hpp"
+#include "options/bench_options.hpp"
+#include "options/one_file.hpp"
+#include "options/options.hpp"
+#include "options/strict_values.hpp"
+
+namespace kvzap::driver {
+namespace {
+
+namespace fs = std::filesystem;
+using detail::Clock;
+using detail::seconds_since;
+using Texts = std::vector<std::vector<TokenId>>;
+
+constexpr const char* usual_ratios = "0.5,0.66,0.75";
+
+/// Ascending, each once.
+std::vector<double> asked_ratios(const CalibrateOptions& o) {
+  std::vector<double> ratios =
+      real_numbers(o.evict_ratios, "--evict-ratio", usual_ratios, "a number above 0 and below 1",
+                   [](double r) { return r > 0 && r < 1; });
+  std::sort(ratios.begin(), ratios.end());
+  ratios.erase(std::unique(ratios.begin(), ratios.end()), ratios.end());
+  return ratios;
+}
+
+/// Where the table is stored; empty: nowhere.
+fs::path table_file(const CalibrateOptions& o) {
+  if (!o.store) return {};
+  return o.output.empty() ? ThresholdTable::file_in(o.surrogate) : fs::path(o.output);
+}
+
+/// No output may take the place of another or of the texts.
+void check_outputs_differ(const CalibrateOptions& o) {
+  const std::string table = table_file(o).string();
+  const auto both_name = [](const std::string& a, const std::string& b) {
+    return !a.empty() && !b.empty() && name_one_file(a, b);
+  };
+  const char* const store = o.output.empty() ? "the thresholds" : "-o";
+  require(!both_name(o.json, table),
+          fmt::format("--json and {} both name the file {}", store, o.json));
+  require(!both_name(o.json, o.file) || o.json == "-",
+          fmt::format("--json and -f both name the file {}", o.file));
+  require(!both_name(table, o.file), fmt::format("{} and -f both name the file {}", store, o.file));
+}
+
+void validate_calibration(const CalibrateOptions& o) {
+  require(!o.model.empty(), "no model: give a Hugging Face folder with -m");
+  require(!o.surrogate.empty(), "no surrogate: give its folder with --surrogate");
+  require(!o.file.empty(), "no texts: give a file of them with -f FILE");
+  asked_ratios(o);
+  require(o.window >= 1 && o.window <= (1 << 24),
+          fmt::format("--window is {}; expected 1 to {}", o.window, 1 << 24));
+  require(o.sink >= 0, fmt::format("--sink is {}; expected 0 or more", o.sink));
+  require(!o.max_texts || *o.max_texts >= 1,
+          fmt::format("--max-texts is {}; expected at least 1", o.max_texts.value_or(0)));
+  require(!o.max_context || *o.max_context >= 1,
+          fmt::format("-c is {}; expected at least 1", o.max_context.value_or(0)));
+  require(o.store || o.output.empty(), "-o and --no-store: give one of them");
+  require(o.output != "-", "-o cannot be standard output; --json - is");
+  check_outputs_differ(o);
+  require(o.output.empty() || !fs::is_directory(o.output),
+          fmt::format("-o {}: is a folder; expected a file", o.output));
+}
+
+/// Tries whether the table can be stored, before minutes of work. Returns what was cleared away.
+std::vector<std::string> check_storable(const fs::path& file) {
+  if (file.empty()) return {};
+  const auto self = Communicator::self();
+  try {
+    detail::TemporaryFile probe(file, self, detail::DurableCalls::of_system(), "thresholds");
+    probe.create();
+    return probe.remove_leftovers();
+  } catch (const Error& error) {
+    throw Error(fmt::format("{}; -o FILE stores them elsewhere, --no-store nowhere", error.what()));
+  }
+}
+
+/// The texts as contexts of `kvzap run`, those of at most `limit` tokens (0: any).
+Texts load_texts(const CalibrateOptions& o, const ModelConfig& config, std::int64_t limit,
+                 bool talks, const Communicator& comm) {
+  std::optional<Tokenizer> tokenizer;
+  ChatTemplate::Parts parts;
+  comm.agree_on_root([&] {
+    tokenizer = Tokenizer::load(o.model);
+    if (!o.raw) parts = ChatTemplate::detect(o.model).parts(false);
+  });
+  const TextEncoder encode = [&](const std::string& text) {
+    return o.raw ? tokenizer->encode(text, true) : tokenizer->encode(parts.context(text));
+  };
+  Texts texts = read_texts(o.file, encode, config, comm, o.max_texts.value_or(0));
+  if (limit == 0) return texts;
+  const std::size_t all = texts.size();
+  texts.erase(std::remove_if(
+                  texts.begin(), texts.end(),
+                  [&](const auto& text) { return static_cast<std::int64_t>(text.size()) > limit; }),
+              texts.end());
+  const std::size_t too_long = all - texts.size();
+  if (texts.empty()) {
+    throw AgreedError(fmt::format(
+        "{}: all {} texts have more than {} tokens, the longest accepted (-c, or the model's "
+        "{} = {})",
+        o.file, all, limit, name_of_longest(config), config.longest_context()));
+  }
+  if (too_long > 0 && talks) {
+    say("kvzap: warning: {}: {} of {} texts have more than {} tokens: left out\n", o.file, too_long,
+        all, limit);
+  }
+  return texts;
+}
+
+template <class Value>
+ScoredTexts score(const CalibrateOptions& o, const ModelSetup& setup,
+                  const std::shared_ptr<Scorer>& scorer, const Texts& texts,
+                  const Communicator& comm, const ProgressCallback& progress) {
+  std::shared_ptr<const Model<Value>> model;
+  comm.agree([&] {
+    model = std::make_shared<const Model<Value>>(Model<Value>::load(
+        o.model, setup.config, setup.partition, comm.rank(), o.random_weights, progress));
+  });
+  return score_texts<Value>(model, scorer, texts, {o.window, o.sink}, comm, progress);
+}
+
+ScoredTexts score(const CalibrateOptions& o, const ModelSetup& setup,
+                  const std::shared_ptr<Scorer>& scorer, const Texts& texts,
+                  const Communicator& comm, const ProgressCallback& progress) {
+  switch (dtype_from_name(o.dtype)) {
+    case DType::f32:
+      return score<float>(o, setup, scorer, texts, comm, progress);
+    case DType::f16:
+      return score<half>(o, setup, scorer, texts, comm, progress);
+    case DType::bf16:
+      return score<bfloat16>(o, setup, scorer, texts, comm, progress);
+  }
+  throw Error("unknown value type");
+}
+
+/// The report. `by_row`: evict ratios of the texts for each row of the table.
+nlohmann::ordered_json to_json(const CalibrateOptions& o, const ThresholdTable& table,
+                               const std::vector<std::vector<double>>& by_row, const Texts& texts,
+                               const std::string& version) {
+  nlohmann::ordered_json json = {{"format", "kvzap.calibration"},
+                                 {"format_version", 1},
+                                 {"version", version},
+                                 {"model", o.model},
+                                 {"surrogate", o.surrogate},
+                                 {"dtype", o.dtype},
+                                 {"chat_template", !o.raw},
+                                 {"window", o.window},
+                                 {"sink", o.sink},
+                                 {"stored", table_file(o).string()},
+                                 {"tokens", table.tokens},
+                                 {"rows", nlohmann::ordered_json::array()},
+                                 {"texts", nlohmann::ordered_json::array()}};
+  for (const auto& row : table.rows) {
+    json["rows"].push_back({{"evict_ratio", row.evict_ratio},
+                            {"threshold", row.threshold},
+                            {"mean", row.mean},
+                            {"deviation", row.deviation},
+                            {"least", row.least},
+                            {"most", row.most}});
+  }
+  for (std::size_t i = 0; i < texts.size(); ++i) {
+    std::vector<double> ratios;
+    ratios.reserve(by_row.size());
+    for (const auto& row : by_row) ratios.push_back(row[i]);
+    json["texts"].push_back({{"tokens", texts[i].size()}, {"evict_ratios", ratios}});
+  }
+  return json;
+}
+
+}  // namespace
+
+void declare(CLI::App& app, CalibrateOptions& o) {
+  const auto model = "Model";
+  app.add_option("-m,--model", o.model, "Hugging Face folder; required")
+      ->type_name("DIR")
+      ->group(model);
+  app.add_option("--surrogate", o.surrogate, "KVzap surrogate folder; required")
+      ->type_name("DIR")
+      ->group(model);
+  declare_dtype(app, o.dtype, "value type of weights and cache", model);
+  declare_random_weights(
+      app, o.random_weights,
+      "make the model's weights up from this seed; the folder then needs config.json "
+      "and a tokenizer",
+      model);
+  declare_rope(app, o.rope, model);
+  declare_threads(app, o.threads, model);
+
+  const auto texts = "Texts";
+  app.add_option("-f,--file", o.file,
+                 "file of texts, each taken as a context of kvzap run: one per line, or a JSON "
+                 "object per line with a field \"text\"; required")
+      ->type_name("FILE")
+      ->group(texts);
+  app.add_option("--max-texts", o.max_texts, "use only so many of the first texts; default: all")
+      ->group(texts);
+  app.add_flag("--raw", o.raw, "no chat template; BOS only where the tokenizer adds one")
+      ->group(texts);
+  app.add_option(
+         "-c,--ctx-size", o.max_context,
+         "leave out texts of more tokens; default: the model's max_position_embeddings, or what "
+         "RoPE scaling makes of it (none with --random-weights)")
+      ->group(texts);
+
+  const auto thresholds = "Thresholds";
+  add_texts(app, "--evict-ratio", o.evict_ratios,
+            "evicted shares of all pairs after the context that thresholds are found for, on "
+            "average over the texts; above 0 and below 1, between commas")
+      ->type_name("LIST")
+      ->default_str(usual_ratios)
+      ->group(thresholds);
+  app.add_option("--window", o.window,
+                 "most recent tokens that are always kept, as the run will have it; at least 1")
+      ->capture_default_str()
+      ->group(thresholds);
+  app.add_option("--sink", o.sink, "first positions that are always kept, as the run will have it")
+      ->capture_default_str()
+      ->group(thresholds);
+
+  const auto output = "Output";
+  app.add_option("-o,--output", o.output,
+                 "store the thresholds in this file; default: thresholds.json in the surrogate's "
+                 "folder, where kvzap run --evict-ratio looks them up")
+      ->type_name("FILE")
+      ->group(output);
+  app.add_flag("--store,!--no-store", o.store,
+               "store the thresholds, or only print them (default: store)")
+      ->group(output);
+  app.add_option("--json", o.json,
+                 "write a report, with the evict ratios of every text, to this file; - is standard "
+                 "output")
+      ->type_name("FILE")
+      ->group(output);
+  declare_progress(app, o.progress, output);
+  app.add_flag("-q,--quiet", o.quiet, "no progress on standard error")->group(output);
+  declare_deck(app, o.config, output);
+}
+
+void calibrate(const CalibrateOptions& options, const Communicator& comm,
+               const std::string& version) {
+  const bool talks = comm.is_root() && !options.quiet;
+
+  // 1. Check what can be checked before the work starts.
+  std::optional<ModelSetup> setup;
+  std::int64_t limit = 0;
+  comm.agree([&] {
+    validate_calibration(options);
+    setup = set_up_model(options.model, std::nullopt, "", comm.size(), options.rope);
+    limit =
+        options.max_context.value_or(options.random_weights ? 0 : setup->config.longest_context());
+  });
+  const ModelConfig& config = setup->config;
+  if (comm.is_root()) print_notes(*setup, talks);
+  comm.agree_on_root([&] {
+    check_writable(options.json);
+    for (const auto& note : check_storable(table_file(options))) {
+      if (talks) say("kvzap: warning: {}\n", note);
+    }
+  });
+  std::shared_ptr<Surrogate> surrogate;
+  comm.agree([&] {
+    surrogate = load_surrogate(options.surrogate, *setup, dtype_from_name(options.dtype), comm);
+  });
+  const Texts texts = load_texts(options, config, limit, talks, comm);
+  const int ranks_on_node = comm.ranks_on_node();
+  use_threads(options.threads, comm, talks);
+  comm.agree([&] {
+    std::size_t most = 0;
+    for (const auto& text : texts) most = std::max(most, text.size());
+    const MemoryPlan plan = plan_memory(config, dtype_from_name(options.dtype),
+                                        static_cast<std::int64_t>(most), 0, comm.size(), 1);
+    std::int64_t bytes = 0;
+    for (const auto& rank : plan.ranks) {
+      bytes = std::max(bytes, rank.weights + rank.activations + rank.attention + rank.dense_layer);
+    }
+    check_memory(bytes, ranks_on_node,
+                 fmt::format("weights and the longest of the texts, {} tokens", most));
+  });
+
+  // 2. Score the texts.
+  const auto start = Clock::now();
+  Progress bar(talks, options.progress);
+  const ProgressCallback progress = [&](std::string_view what, std::int64_t done,
+                                        std::int64_t total) {
+    bar.update(what, done, total, what == "load" ? "" : "tokens");
+  };
+  const ScoredTexts scored = score(options, *setup, surrogate, texts, comm, progress);
+  bar.clear();
+
+  // 3. Find the thresholds.
+  ThresholdTable table;
+  table.model = options.model;
+  table.dtype = dtype_from_name(options.dtype);
+  table.chat_template = !options.raw;
+  table.texts = scored.curves.texts();
+  table.tokens = scored.curves.tokens();
+  table.window = options.window;
+  table.sink = options.sink;
+  std::vector<std::vector<double>> by_row;
+  for (const double ratio : asked_ratios(options)) {
+    table.rows.push_back(scored.curves.row(ratio));
+    const auto& row = table.rows.back();
+    by_row.push_back(scored.curves.evict_ratios(static_cast<float>(row.threshold)));
+    constexpr double coarse = 0.01;
+    if (talks && std::abs(row.mean - ratio) > coarse) {
+      say("kvzap: warning: an evict ratio of {} is met by no threshold: {:.3f} is the "
+          "nearest, since many scores are alike\n",
+          ratio, row.mean);
+    }
+  }
+
+  // 4. Report and store.
+  comm.agree_on_root([&] {
+    if (talks && scored.non_finite_scores > 0) {
+      say("kvzap: warning: {} pairs have a score that is NaN or infinite; no threshold "
+          "evicts them\n",
+          scored.non_finite_scores);
+    }
+    const std::string text = options.json != "-" ? table.text() : "";
+    std::fwrite(text.data(), 1, text.size(), stdout);
+    const fs::path file = table_file(options);
+    if (!file.empty()) table.write(file);
+    if (!options.json.empty()) {
+      write_whole(options.json,
+                  to_json(options, table, by_row, texts, version)
+                          .dump(2, ' ', false, nlohmann::json::error_handler_t::replace) +
+                      "\n");
+    }
+    flush_stdout();
+    if (talks) {
+      say("{} texts of {} tokens in {:.1f} s; {}\n", table.texts, table.tokens,
+          seconds_since(start), file.empty() ? "not stored" : "stored in " + file.string());
+    }
+  });
+}
+
+}  // namespace kvzap::driver

@@ -1,0 +1,49 @@
+// `kvzap calibrate`: thresholds at which a surrogate reaches given evict ratios.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <cstdint>
+#include <kvzap/core/communicator.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "console/progress.hpp"
+#include "options/rope_options.hpp"
+
+namespace kvzap::driver {
+
+struct CalibrateOptions {
+  std::string model;
+  std::string surrogate;
+  std::string dtype = "bf16";
+  std::optional<std::uint64_t> random_weights;
+  std::optional<std::int64_t> threads;
+  RopeOptions rope;
+
+  std::string file;
+  std::optional<std::int64_t> max_texts;  // absent: all
+  bool raw = false;
+  std::optional<std::int64_t> max_context;  // absent: what the model was made for
+
+  std::vector<std::string> evict_ratios;  // as given: numbers between commas
+  int window = 128;
+  std::int64_t sink = 0;
+
+  std::string output;  // empty: thresholds.json in the surrogate's folder
+  bool store = true;
+  std::string json;
+  bool quiet = false;
+  ProgressStyle progress = ProgressStyle::automatic;
+  std::string config;
+};
+
+/// Declares every option of the command on `app`; parsing fills `options`.
+void declare(CLI::App& app, CalibrateOptions& options);
+
+/// Carries out the command on all ranks. Throws AgreedError, on every rank alike, for whatever is
+/// wrong with the input; any other exception is one rank's own.
+void calibrate(const CalibrateOptions& options, const Communicator& comm,
+               const std::string& version);
+
+}  // namespace kvzap::driver

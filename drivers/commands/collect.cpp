@@ -1,0 +1,442 @@
+#include "commands/collect.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <kvzap/lab/collect.hpp>
+#include <kvzap/lab/pairs.hpp>
+#include <kvzap/model/chat_template.hpp>
+#include <kvzap/model/memory_plan.hpp>
+#include <kvzap/model/tokenizer.hpp>
+#include <nlohmann/json.hpp>
+#include <vector>
+
+#include "base/stopwatch.hpp"
+#include "commands/model_loading.hpp"
+#include "commands/report.hpp"
+#include "commands/setup.hpp"
+#include "console/console.hpp"
+#include "console/progress.hpp"
+#include "console/signals.hpp"
+#include "model/safetensors_writer.hpp"
+#include "options/options.hpp"
+
+namespace kvzap::driver {
+namespace {
+
+namespace fs = std::filesystem;
+using detail::Clock;
+using detail::seconds_since;
+
+constexpr const char* statistics_option = "--query-statistics";
+
+void validate(const CollectOptions& o) {
+  require(!o.model.empty(), "no model: give a folder with -m");
+  require(!o.texts.empty(), "no texts: give a JSONL file with -f");
+  const bool pairs = o.query_statistics.empty();
+  require(!pairs || !o.output.empty(),
+          "no output: give a file of pairs with -o, or one of statistics with --query-statistics");
+  if (!pairs) {
+    for (const char* option : {"--output", "--tokens-per-text", "--seed", "--compression"}) {
+      require(!o.is_given(option),
+              fmt::format("{} has no meaning with --query-statistics, which writes no pairs and "
+                          "takes all tokens of a text but the first --sink",
+                          option));
+    }
+  }
+  require(pairs || o.sink >= 0, fmt::format("--sink is {}; expected at least 0", o.sink));
+  require(!pairs || !o.is_given("--sink"), "--sink goes with --query-statistics alone");
+  const CollectRules& r = o.rules;
+  require(r.tokens_per_text >= 1,
+          fmt::format("--tokens-per-text is {}; expected at least 1", r.tokens_per_text));
+  require(r.min_tokens >= 1, fmt::format("--min-tokens is {}; expected at least 1", r.min_tokens));
+  require(r.max_tokens >= r.min_tokens,
+          fmt::format("--max-tokens is {}; expected at least --min-tokens, {}", r.max_tokens,
+                      r.min_tokens));
+  require(r.per_subset >= 1, fmt::format("--per-subset is {}; expected at least 1", r.per_subset));
+  require(r.max_texts >= 0,
+          fmt::format("--max-texts is {}; expected at least 1, or 0 for all", r.max_texts));
+  require(o.compression >= 0 && o.compression <= 9,
+          fmt::format("--compression is {}; expected 0 to 9", o.compression));
+  require(pairs || r.min_tokens > o.sink,
+          fmt::format("--min-tokens is {}; expected more than --sink, {}, for the first tokens do "
+                      "not count",
+                      r.min_tokens, o.sink));
+  require(!pairs || has_pairs_files,
+          "collect -o writes HDF5; this kvzap was built without it (KVZAP_ENABLE_HDF5=OFF)");
+}
+
+PairsPlan plan_of(const CollectOptions& options, const ModelSetup& setup) {
+  PairsPlan plan;
+  plan.model = options.model;
+  plan.dtype = dtype_from_name(options.dtype);
+  plan.hidden_size = setup.config.hidden_size;
+  plan.layers = static_cast<int>(setup.config.num_hidden_layers);
+  plan.kv_heads = static_cast<int>(setup.config.num_key_value_heads);
+  plan.compression = options.compression;
+  const CollectRules& r = options.rules;
+  plan.command = {{"--tokens-per-text", std::to_string(r.tokens_per_text)},
+                  {"--min-tokens", std::to_string(r.min_tokens)},
+                  {"--max-tokens", std::to_string(r.max_tokens)},
+                  {"--per-subset", std::to_string(r.per_subset)},
+                  {"--max-texts", std::to_string(r.max_texts)},
+                  {"--seed", std::to_string(r.seed)}};
+  if (options.random_weights) {
+    plan.command["--random-weights"] = std::to_string(*options.random_weights);
+  }
+  if (!options.rope.scaling.empty()) plan.command["--rope-scaling"] = options.rope.scaling;
+  if (options.rope.scale) plan.command["--rope-scale"] = fmt::format("{}", *options.rope.scale);
+  return plan;
+}
+
+/// What prefill of the longest text takes beside the weights, and `more` bytes of a rank.
+void check_texts_fit(const CollectOptions& options, const ModelConfig& config,
+                     const std::string& what, std::int64_t longest, std::int64_t more,
+                     const Communicator& comm, int ranks_on_node) {
+  const MemoryPlan planned =
+      plan_memory(config, dtype_from_name(options.dtype), longest, 0, comm.size(), 1, 0);
+  std::int64_t most = 0;
+  for (const auto& rank : planned.ranks) {
+    most = std::max(most, rank.weights + rank.activations + rank.attention + rank.dense_layer);
+  }
+  check_memory(most + more, ranks_on_node,
+               fmt::format("weights and the longest text{}, {} tokens", what, longest));
+}
+
+/// Pairs of a text, once as the watcher takes them, once as they wait for a whole chunk.
+std::int64_t bytes_of_pairs(const CollectOptions& options, const ModelConfig& config,
+                            std::int64_t most_pairs) {
+  const auto value = static_cast<std::int64_t>(size_of(dtype_from_name(options.dtype)));
+  return 2 * config.num_hidden_layers * most_pairs * config.hidden_size * value;
+}
+
+/// Sums of a rank, and the file's content, which is rank 0's.
+std::int64_t bytes_of_moments(const ModelConfig& config, int ranks) {
+  const std::int64_t per_head = config.num_hidden_layers * config.head_dim * (config.head_dim + 1);
+  const std::int64_t group = config.num_attention_heads / config.num_key_value_heads;
+  const std::int64_t kv_heads_of_rank = (config.num_key_value_heads + ranks - 1) / ranks;
+  return per_head * (8 * kv_heads_of_rank * group + 4 * config.num_attention_heads);
+}
+
+std::string skipped_text(const CollectTexts& texts) {
+  std::vector<std::string> parts;
+  const auto add = [&](std::int64_t count, const char* why) {
+    if (count > 0) parts.push_back(fmt::format("{} {}", count, why));
+  };
+  add(texts.too_short, "too short");
+  add(texts.too_long, "too long");
+  add(texts.over_subset, "beyond --per-subset");
+  add(texts.over_max_texts, "beyond --max-texts");
+  return parts.empty() ? "" : fmt::format("; left out: {}", fmt::join(parts, ", "));
+}
+
+nlohmann::ordered_json skipped_json(const CollectTexts& texts) {
+  return {{"too_short", texts.too_short},
+          {"too_long", texts.too_long},
+          {"over_per_subset", texts.over_subset},
+          {"over_max_texts", texts.over_max_texts}};
+}
+
+void write_report(const CollectOptions& options, const nlohmann::ordered_json& json) {
+  write_whole(options.json,
+              json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
+  flush_stdout();
+}
+
+/// What both kinds of output need: the model's shape, and what to say to whom.
+struct Work {
+  const CollectOptions& options;
+  const Communicator& comm;
+  const std::string& version;
+  const ModelSetup& setup;
+  int ranks_on_node = 1;
+  Clock::time_point start;
+
+  bool talks() const { return comm.is_root() && !options.quiet; }
+  void warn(const std::string& text) const {
+    if (talks()) say("kvzap: {}\n", text);
+  }
+  void say_texts(std::int64_t used, const CollectTexts& texts) const {
+    warn(fmt::format("{} of {} texts{}", used, texts.lines, skipped_text(texts)));
+  }
+};
+
+int collect_to_pairs(const Work& work) {
+  const CollectOptions& options = work.options;
+  const Communicator& comm = work.comm;
+  const ModelSetup& setup = work.setup;
+  PairsPlan plan = plan_of(options, setup);
+  CollectTexts texts;
+  std::int64_t extents[2] = {0, 0};  // of the texts: most tokens, most pairs
+  comm.agree_on_root([&] {
+    check_writable(options.json);
+    const Tokenizer tokenizer = Tokenizer::load(options.model);
+    ChatTemplate chat_template;
+    try {
+      chat_template = ChatTemplate::detect(options.model);
+    } catch (const Error& error) {
+      const std::string what = error.what();
+      throw Error(what.substr(0, what.find("; --raw")));  // no option of this command
+    }
+    texts =
+        read_collect_texts(options.texts, options.rules, tokenizer, chat_template, setup.config);
+    plan.command["the texts' hash"] = texts.hash;
+    plan.command["the model's hash"] = hash_of_model(options.model, !options.random_weights);
+    plan.texts = texts.plan;
+    for (const CollectText& text : texts.texts) {
+      extents[0] = std::max(extents[0], static_cast<std::int64_t>(text.ids.size()));
+      extents[1] = std::max(extents[1], static_cast<std::int64_t>(text.positions.size()));
+    }
+  });
+  comm.broadcast(extents, sizeof(extents), 0);
+  comm.agree([&] {
+    check_texts_fit(options, setup.config, " with its repetition", extents[0],
+                    bytes_of_pairs(options, setup.config, extents[1]), comm, work.ranks_on_node);
+  });
+
+  std::vector<std::vector<int>> heads;
+  heads.reserve(static_cast<std::size_t>(comm.size()));
+  for (int rank = 0; rank < comm.size(); ++rank) heads.push_back(setup.partition.heads(0, rank));
+  const SignalWatch watch;
+  const auto writer = PairsWriter::open(options.output, plan, heads, comm);
+  for (const std::string& note : writer->notes()) work.warn(note);
+  work.say_texts(writer->planned_texts(), texts);
+
+  Progress bar(work.talks(), options.progress);
+  const ProgressCallback progress = [&](std::string_view what, std::int64_t done,
+                                        std::int64_t total) {
+    bar.update(what, done, total, what == "load" ? "" : "texts");
+  };
+  CollectResult result;
+  const auto collecting = Clock::now();
+  if (writer->texts() < writer->planned_texts()) {
+    result = with_value_type(plan.dtype, [&](auto value) {
+      const auto model = load_model<decltype(value)>(setup, options.random_weights, comm, progress);
+      return collect_pairs<decltype(value)>(
+          model, texts.texts, *writer, comm, [] { return caught_signal != 0; }, progress);
+    });
+  }
+  const double seconds = seconds_since(collecting);
+  bar.clear();
+  const auto signal = static_cast<int>(
+      result.stopped ? comm.all_reduce_max(std::int64_t{caught_signal}) : std::int64_t{0});
+
+  if (result.stopped) {
+    work.warn(fmt::format("stopped by signal {}: {} has {} of {} texts; the same command goes on",
+                          signal, options.output, writer->safe_texts(), writer->planned_texts()));
+  }
+  if (result.non_finite_scores > 0) {
+    work.warn(
+        fmt::format("warning: {} scores are no finite numbers; kvzap train leaves their pairs out",
+                    result.non_finite_scores));
+  }
+  comm.agree_on_root([&] {
+    if (work.talks() && result.texts > 0) {
+      say("kvzap: {} pairs of {} texts in {:.1f} s ({:.0f} tokens/s); {} has {}\n", result.pairs,
+          result.texts, seconds, static_cast<double>(result.tokens) / seconds, options.output,
+          human_bytes(writer->bytes()));
+    }
+    if (options.json.empty()) return;
+    const nlohmann::ordered_json json = {
+        {"kvzap", work.version},
+        {"model", options.model},
+        {"texts_file", options.texts},
+        {"output", options.output},
+        {"ranks", comm.size()},
+        {"dtype", options.dtype},
+        {"layers", plan.layers},
+        {"hidden_size", plan.hidden_size},
+        {"kv_heads", plan.kv_heads},
+        {"complete", writer->safe_texts() == writer->planned_texts()},
+        {"texts", writer->safe_texts()},
+        {"planned_texts", writer->planned_texts()},
+        {"skipped", skipped_json(texts)},
+        {"file_bytes", writer->bytes()},
+        {"this_run",
+         {{"texts", result.texts},
+          {"pairs", result.pairs},
+          {"tokens", result.tokens},
+          {"non_finite_scores", result.non_finite_scores},
+          {"seconds", seconds},
+          {"write_seconds", result.write_seconds},
+          {"total_seconds", seconds_since(work.start)}}}};
+    write_report(options, json);
+  });
+  return result.stopped ? 128 + signal : 0;
+}
+
+int collect_to_statistics(const Work& work) {
+  const CollectOptions& options = work.options;
+  const Communicator& comm = work.comm;
+  const ModelConfig& config = work.setup.config;
+  CollectTexts texts;
+  std::int64_t extents[2] = {0, 0};  // texts, tokens of the longest
+  comm.agree_on_root([&] {
+    check_writable(options.json);
+    for (const auto& note :
+         detail::check_safetensors_writable(options.query_statistics, statistics_option)) {
+      work.warn(note);
+    }
+    texts = read_plain_texts(options.texts, options.rules, Tokenizer::load(options.model), config);
+    extents[0] = static_cast<std::int64_t>(texts.texts.size());
+    for (const CollectText& text : texts.texts) extents[1] = std::max(extents[1], text.text_end);
+  });
+  comm.broadcast(extents, sizeof(extents), 0);
+  comm.agree([&] {
+    check_texts_fit(options, config, " and the statistics", extents[1],
+                    bytes_of_moments(config, comm.size()), comm, work.ranks_on_node);
+  });
+  const SignalWatch watch;
+  work.say_texts(extents[0], texts);
+
+  Progress bar(work.talks(), options.progress);
+  const ProgressCallback progress = [&](std::string_view what, std::int64_t done,
+                                        std::int64_t total) {
+    bar.update(what, done, total, what == "load" ? "" : "texts");
+  };
+  const auto collecting = Clock::now();
+  const QueryMoments moments = with_value_type(dtype_from_name(options.dtype), [&](auto value) {
+    const auto model =
+        load_model<decltype(value)>(work.setup, options.random_weights, comm, progress);
+    return collect_query_moments<decltype(value)>(
+        model, texts.texts, options.sink, comm, [] { return caught_signal != 0; }, progress);
+  });
+  const double seconds = seconds_since(collecting);
+  bar.clear();
+  const auto signal = static_cast<int>(
+      moments.stopped ? comm.all_reduce_max(std::int64_t{caught_signal}) : std::int64_t{0});
+  if (moments.stopped) {
+    work.warn(fmt::format("stopped by signal {} after {} of {} texts: {} is not written", signal,
+                          moments.texts, extents[0], options.query_statistics));
+  }
+  comm.agree_on_root([&] {
+    if (!moments.stopped) {
+      write_query_moments(options.query_statistics, moments, config,
+                          {{"kvzap", work.version},
+                           {"model", options.model},
+                           {"dtype", options.dtype},
+                           {"texts_hash", texts.hash},
+                           {"texts", std::to_string(moments.texts)},
+                           {"queries", std::to_string(moments.queries)},
+                           {"sink", std::to_string(options.sink)}});
+      work.warn(fmt::format("{} queries of {} texts in {:.1f} s ({:.0f} tokens/s); {} is written",
+                            moments.queries, moments.texts, seconds,
+                            static_cast<double>(moments.tokens) / seconds,
+                            options.query_statistics));
+    }
+    if (options.json.empty()) return;
+    write_report(options, {{"kvzap", work.version},
+                           {"model", options.model},
+                           {"texts_file", options.texts},
+                           {"query_statistics", options.query_statistics},
+                           {"ranks", comm.size()},
+                           {"dtype", options.dtype},
+                           {"layers", config.num_hidden_layers},
+                           {"query_heads", config.num_attention_heads},
+                           {"head_dim", config.head_dim},
+                           {"sink", options.sink},
+                           {"complete", !moments.stopped},
+                           {"texts", moments.texts},
+                           {"planned_texts", extents[0]},
+                           {"skipped", skipped_json(texts)},
+                           {"queries", moments.queries},
+                           {"tokens", moments.tokens},
+                           {"seconds", seconds},
+                           {"total_seconds", seconds_since(work.start)}});
+  });
+  return moments.stopped ? 128 + signal : 0;
+}
+
+}  // namespace
+
+void declare(CLI::App& app, CollectOptions& o) {
+  o.is_given = [&app](const std::string& option) { return app.get_option(option)->count() > 0; };
+  const auto input = "Input";
+  app.add_option("-m,--model", o.model,
+                 "Hugging Face folder: config.json, *.safetensors, tokenizer.json, chat template; "
+                 "required")
+      ->type_name("DIR")
+      ->group(input);
+  app.add_option("-f,--file", o.texts,
+                 "JSONL file: an object per line with a field text and, for balanced sampling, a "
+                 "field subset; required")
+      ->type_name("FILE")
+      ->group(input);
+  declare_dtype(app, o.dtype, "value type of weights, and of hidden states in the file", input);
+  declare_random_weights(app, o.random_weights,
+                         "make weights up from this seed: for trials of speed and space", input);
+  declare_rope(app, o.rope, input);
+  declare_threads(app, o.threads, input);
+  app.add_option("--layers", o.layers,
+                 "use only so many of the first layers: for trials; default: all")
+      ->group(input);
+
+  const auto sampling = "Sampling";
+  app.add_option("--tokens-per-text", o.rules.tokens_per_text,
+                 "tokens of each text whose pairs are kept, drawn without replacement; all of a "
+                 "text with fewer")
+      ->capture_default_str()
+      ->group(sampling);
+  app.add_option("--min-tokens", o.rules.min_tokens, "texts with fewer tokens are left out")
+      ->capture_default_str()
+      ->group(sampling);
+  app.add_option("--max-tokens", o.rules.max_tokens, "texts with more tokens are left out")
+      ->capture_default_str()
+      ->group(sampling);
+  app.add_option("--per-subset", o.rules.per_subset,
+                 "texts of each subset at most, the first ones; all of those without a subset")
+      ->capture_default_str()
+      ->group(sampling);
+  app.add_option("--max-texts", o.rules.max_texts, "texts in all, the first ones; 0: all")
+      ->capture_default_str()
+      ->group(sampling);
+  app.add_option("--seed", o.rules.seed, "of the draw of tokens")
+      ->capture_default_str()
+      ->check(not_negative)
+      ->group(sampling);
+
+  const auto output = "Output";
+  app.add_option("-o,--output", o.output,
+                 "HDF5 file of pairs; one that the same command has begun is continued; required, "
+                 "or --query-statistics")
+      ->type_name("FILE")
+      ->group(output);
+  app.add_option(
+         "--query-statistics", o.query_statistics,
+         "instead of pairs: a safetensors file with mean and covariance of the queries, for "
+         "run --policy expected-attention:statistics=FILE; texts are run as they are, once, "
+         "and a run that is stopped writes none")
+      ->type_name("FILE")
+      ->group(output);
+  app.add_option("--sink", o.sink,
+                 "with --query-statistics: first tokens of each text whose queries do not count")
+      ->capture_default_str()
+      ->group(output);
+  app.add_option("--compression", o.compression, "level of deflate, 0 (none) to 9")
+      ->capture_default_str()
+      ->group(output);
+  app.add_option("--json", o.json, "write a report to this file; - is standard output")
+      ->type_name("FILE")
+      ->group(output);
+  declare_progress(app, o.progress, output);
+  app.add_flag("-q,--quiet", o.quiet, "print errors only")->group(output);
+  declare_deck(app, o.config, output);
+}
+
+int collect(const CollectOptions& options, const Communicator& comm, const std::string& version) {
+  const auto start = Clock::now();
+  std::optional<ModelSetup> setup;
+  comm.agree([&] {
+    validate(options);
+    setup = set_up_model(options.model, options.layers, "", comm.size(), options.rope);
+  });
+  const Work work{options, comm, version, *setup, comm.ranks_on_node(), start};
+  if (comm.is_root()) print_notes(*setup, work.talks());
+  use_threads(options.threads, comm, work.talks());
+  return options.query_statistics.empty() ? collect_to_pairs(work) : collect_to_statistics(work);
+}
+
+}  // namespace kvzap::driver

@@ -1,0 +1,48 @@
+// `kvzap collect`: what texts tell of a model: hidden states and oracle scores, from which
+// surrogates are trained, or statistics of queries.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <cstdint>
+#include <functional>
+#include <kvzap/core/communicator.hpp>
+#include <kvzap/lab/collect.hpp>
+#include <optional>
+#include <string>
+
+#include "console/progress.hpp"
+#include "options/rope_options.hpp"
+
+namespace kvzap::driver {
+
+struct CollectOptions {
+  std::string model;
+  std::string texts;
+  std::string output;
+  std::string query_statistics;  // a file of them instead of pairs
+  std::int64_t sink = 4;
+  std::string dtype = "bf16";
+  std::optional<std::uint64_t> random_weights;
+  std::optional<std::int64_t> threads;
+  RopeOptions rope;
+  std::optional<std::int64_t> layers;  // absent: all
+  CollectRules rules;
+  int compression = 1;
+  std::string json;
+  bool quiet = false;
+  ProgressStyle progress = ProgressStyle::automatic;
+  std::string config;
+  /// Whether the command line or the deck has this option. Set by `declare`.
+  std::function<bool(const std::string& option)> is_given;
+};
+
+/// Declares every option of the command on `app`, which must live as long as `options`; parsing
+/// fills `options`.
+void declare(CLI::App& app, CollectOptions& options);
+
+/// Carries out the command on all ranks. Returns the exit status: 0, or 128 plus the number of the
+/// signal that has ended it after a text. Throws AgreedError, on every rank alike, for whatever is
+/// wrong with the input; any other exception is one rank's own.
+int collect(const CollectOptions& options, const Communicator& comm, const std::string& version);
+
+}  // namespace kvzap::driver

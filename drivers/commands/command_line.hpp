@@ -1,0 +1,68 @@
+// Every command of the program with all its options: the one table that parsing, --help, the man
+// page and shell completion are made from.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <string>
+
+#include "commands/calibrate.hpp"
+#include "commands/chat.hpp"
+#include "commands/collect.hpp"
+#include "commands/diff.hpp"
+#include "commands/eval.hpp"
+#include "commands/inspect.hpp"
+#include "commands/leaderboard.hpp"
+#include "commands/make_tasks.hpp"
+#include "commands/serve.hpp"
+#include "commands/train.hpp"
+#include "options/bench_options.hpp"
+#include "options/options.hpp"
+
+namespace kvzap::driver {
+
+struct CommandLine {
+  CommandLine();
+  CommandLine(const CommandLine&) = delete;
+  CommandLine& operator=(const CommandLine&) = delete;
+
+  CLI::App app;
+  CLI::App* run;
+  CLI::App* chat;
+  CLI::App* serve;
+  CLI::App* bench;
+  CLI::App* collect;
+  CLI::App* train;
+  CLI::App* calibrate;
+  CLI::App* evaluate;
+  CLI::App* make_tasks;
+  CLI::App* leaderboard;
+  CLI::App* inspect;
+  CLI::App* diff;
+  CLI::App* policies;
+  CLI::App* completion;
+  CLI::App* manual;
+
+  // What parsing fills in.
+  RunOptions run_options;
+  RunOptions chat_options;
+  ServeOptions serve_options;
+  BenchOptions bench_options;
+  CollectOptions collect_options;
+  TrainOptions train_options;
+  CalibrateOptions calibrate_options;
+  EvalOptions eval_options;
+  MakeTasksOptions make_tasks_options;
+  LeaderboardOptions leaderboard_options;
+  InspectOptions inspect_options;
+  DiffOptions diff_options;
+  std::string shell;
+  std::string policy;  // that `policies` is to tell about; empty: all
+  bool policies_as_json = false;
+};
+
+/// "0.1.0"
+extern const char* const version;
+/// The revision of the sources as Git describes it, or "unknown".
+extern const char* const revision;
+
+}  // namespace kvzap::driver

@@ -1,0 +1,802 @@
+#include "commands/eval.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <filesystem>
+#include <functional>
+#include <kvzap/engine/comparison.hpp>
+#include <kvzap/engine/learn_from_texts.hpp>
+#include <kvzap/model/memory_plan.hpp>
+#include <limits>
+#include <map>
+#include <set>
+
+#include "base/stopwatch.hpp"
+#include "base/temporary_file.hpp"
+#include "commands/eval_exchange.hpp"
+#include "commands/eval_prompts.hpp"
+#include "commands/model_loading.hpp"
+#include "commands/policy_setup.hpp"
+#include "commands/setup.hpp"
+#include "console/console.hpp"
+#include "console/progress.hpp"
+#include "console/signals.hpp"
+#include "eval/records.hpp"
+#include "eval/settings.hpp"
+#include "eval/summary.hpp"
+#include "options/options.hpp"
+#include "options/policy_options.hpp"
+#include "text/utf8.hpp"
+
+namespace kvzap::driver {
+namespace {
+
+namespace fs = std::filesystem;
+using detail::EvalRecord;
+using detail::EvalSetting;
+using detail::EvaluationFolder;
+using detail::EvaluationSummary;
+using nlohmann::ordered_json;
+
+std::string joined(const std::vector<std::string>& parts, const char* separator) {
+  return fmt::format("{}", fmt::join(parts, separator));
+}
+
+void validate_eval(const EvalOptions& o) {
+  require(!o.model.empty(), "no model: give a Hugging Face folder with -m");
+  require(!file_list(o.tasks).empty(), "no tasks: give JSONL files with --tasks");
+  const auto files = file_list(o.tasks);
+  for (const std::string& file : files) {
+    require(std::count(files.begin(), files.end(), file) == 1,
+            fmt::format("--tasks has {} twice", file));
+    // Records are found again by it.
+    require(detail::is_valid_utf8(file),
+            fmt::format("--tasks: {}: the file's name is not UTF-8", file));
+  }
+  require(detail::is_valid_utf8(joined(o.policies, ";")),
+          "--policies is not UTF-8, as settings' labels have to be");
+  require(!o.policies.empty(), "no policies: give a list such as --policies \"none;snapkv;h2o\"");
+  require(!o.output.empty(), "no output: give a folder with -o");
+  require(o.window >= 1 && o.window <= (1 << 24),
+          fmt::format("--window is {}; expected 1 to {}", o.window, 1 << 24));
+  require(o.sink >= 0, fmt::format("--sink is {}; expected 0 or more", o.sink));
+  require(o.chunk >= 1, fmt::format("--chunk is {}; expected at least 1", o.chunk));
+  const std::pair<const char*, const std::optional<std::int64_t>*> counts[] = {
+      {"-c", &o.max_context},
+      {"--max-prompts", &o.max_prompts},
+      {"--per-task", &o.per_task},
+      {"-n", &o.new_tokens}};
+  for (const auto& [flag, count] : counts) {
+    require(!*count || **count >= 1,
+            fmt::format("{} is {}; expected at least 1", flag, count->value_or(0)));
+  }
+  constexpr int most = 1 << 20;
+  require(!o.new_tokens || *o.new_tokens <= most,
+          fmt::format("-n is {}; expected at most {}", o.new_tokens.value_or(0), most));
+  require(o.surrogate.empty() || fs::is_directory(o.surrogate),
+          fmt::format("--surrogate {}: there is no such folder", o.surrogate));
+  const Sampler checks_its_options(o.sampling);
+  require(o.tries >= 1 && o.tries <= most,
+          fmt::format("--tries is {}; expected 1 to {}", o.tries, most));
+  require(o.tries == 1 || o.sampling.temperature > 0,
+          fmt::format("--tries {} needs --temp above 0: greedy answers are all alike", o.tries));
+  require(o.pass_k >= 0 && o.pass_k <= o.tries,
+          fmt::format("--pass-k is {}; expected 1 to --tries, {}, or 0", o.pass_k, o.tries));
+  require(o.batch >= 0, fmt::format("--batch is {}; expected 0 or more", o.batch));
+  require(o.bootstrap_samples >= 1 && o.bootstrap_samples <= (1 << 24),
+          fmt::format("--bootstrap-samples is {}; expected 1 to {}", o.bootstrap_samples, 1 << 24));
+  require(o.placement.empty() || o.parallel == "heads",
+          "--placement has no effect with --parallel prompts, where every rank has all heads");
+}
+
+std::vector<EvalSetting> settings_of(const EvalOptions& o) {
+  detail::SettingsRequest request;
+  request.policies = joined(o.policies, ";");
+  const std::string ratios =
+      o.evict_ratios.empty() ? "0,0.25,0.5,0.75,0.9" : joined(o.evict_ratios, ",");
+  request.evict_ratios = detail::parse_numbers(ratios, "--evict-ratios",
+                                               "numbers of at least 0 and less than 1", 0, 1);
+  if (!o.thresholds.empty()) {
+    constexpr double most = std::numeric_limits<float>::max();
+    request.thresholds = detail::parse_numbers(joined(o.thresholds, ","), "--thresholds",
+                                               "numbers in the range of float", -most, most);
+  }
+  request.prune_after = o.prune_after;
+  request.prune = o.prune;
+  request.prefill = o.prefill;
+  request.surrogate = o.surrogate;
+  return parse_settings(request);
+}
+
+/// What `kvzap run` would be told for this setting.
+RunOptions run_options(const EvalOptions& o, const EvalSetting& setting) {
+  RunOptions run;
+  run.model = o.model;
+  run.dtype = o.dtype;
+  run.raw = o.raw;
+  run.window = o.window;
+  run.sink = o.sink;
+  run.chunk = o.chunk;
+  run.quiet = o.quiet;
+  run.questions = {""};  // there is one
+  if (setting.is_none()) return run;
+  run.policy = detail::policy_with_surrogate(setting.policy, o.surrogate);
+  run.evict_ratio = setting.evict_ratio;
+  run.threshold = setting.threshold;
+  run.keep_tokens = setting.keep_tokens;
+  run.kv_budget = setting.kv_budget;
+  run.prune_after = setting.prune_after;
+  run.prune = setting.prune;
+  run.prefill = setting.prefill;
+  return run;
+}
+
+std::string name_of_share(PrefillShare share) {
+  switch (share) {
+    case PrefillShare::context:
+      return "context";
+    case PrefillShare::whole:
+      return "whole";
+    case PrefillShare::none:
+      break;
+  }
+  return "none";
+}
+
+/// As `kvzap run` reports it: the cache after the context, where that has been pruned by then. The
+/// question's rows, all of which are there, are taken out.
+CacheReport without_question(CacheReport report, std::int64_t question) {
+  std::int64_t rows = 0, heads = 0;
+  for (auto& layer : report.kept) {
+    heads += static_cast<std::int64_t>(layer.size());
+    for (std::int64_t& kept : layer) rows += kept -= question;
+  }
+  const std::int64_t pair = report.full_bytes / std::max<std::int64_t>(1, heads * report.tokens);
+  report.tokens -= question;
+  report.full_bytes = heads * report.tokens * pair;
+  report.live_bytes = rows * pair;
+  return report;
+}
+
+/// An evaluation on all ranks.
+class Evaluation {
+ public:
+  Evaluation(const EvalOptions& options, const Communicator& comm, const std::string& version)
+      : m_options(options),
+        m_comm(comm),
+        m_work(options.parallel == "prompts" ? Communicator::self() : comm),
+        m_version(version),
+        m_files(file_list(options.tasks)),
+        m_talks(comm.is_root() && !options.quiet) {}
+
+  int run() {
+    prepare();
+    load_policies();
+    const SignalWatch watch;
+    open_folder();
+    print_plan();
+    share_rounds();
+    int signal = 0;
+    try {
+      if (m_rounds > 0) signal = answer_all();
+    } catch (const AgreedError&) {
+      // What is there is worth telling; a disk that is full may not take it.
+      if (m_comm.is_root()) {
+        try {
+          write_summary();
+        } catch (const Error&) {
+        }
+      }
+      throw;
+    }
+    m_comm.agree_on_root([&] { finish(signal); });
+    return signal == 0 ? 0 : 128 + signal;
+  }
+
+ private:
+  // 1. What can be checked before the work starts.
+  void prepare();
+  // 2. The policies of all settings, and whether they go with every prompt.
+  void load_policies();
+  std::shared_ptr<PolicyChoice> load_policy(std::size_t index,
+                                            const std::optional<RepeatPrompt>& repeat);
+  void check_prompts(const std::optional<RepeatPrompt>& repeat) const;
+  // 3. What is done already.
+  void open_folder();
+  void add_policy_files(ordered_json& options) const;
+  ordered_json description() const;
+  void print_plan() const;
+  void share_rounds();
+  std::vector<std::vector<std::size_t>> queues() const;
+  void check_memory_of_ranks();
+  std::size_t cache_limit() const;
+  // 4. The rest.
+  int answer_all();
+  void on_workers(const std::function<void()>& work) const;
+  template <class Value>
+  std::unique_ptr<Comparison> make_comparison(const ProgressCallback& progress);
+  std::vector<EvalJob> jobs_of(std::int64_t round,
+                               const std::vector<std::vector<std::size_t>>& queues) const;
+  std::vector<SettingAnswer> answer(Comparison& comparison, const EvalJob& job,
+                                    Progress& bar) const;
+  void record(const EvalPrompt& prompt, const std::vector<SettingAnswer>& answers);
+  // 5. What was found.
+  ordered_json write_summary() const;
+  void finish(int signal) const;
+
+  int workers() const { return m_options.parallel == "prompts" ? m_comm.size() : 1; }
+  void warn(const std::string& text) const {
+    if (m_talks) say("kvzap: warning: {}\n", text);
+  }
+
+  const EvalOptions& m_options;
+  const Communicator& m_comm;  // all ranks
+  Communicator m_work;         // those that share a model with this one
+  const std::string& m_version;
+  const std::vector<std::string> m_files;
+  bool m_talks;
+
+  std::optional<ModelSetup> m_setup;
+  std::int64_t m_limit = 0;
+  std::vector<TokenId> m_stop_ids;
+  std::int64_t m_longest = 0;  // tokens of a prompt with its answer
+  int m_ranks_on_node = 1;
+
+  std::vector<EvalSetting> m_settings;
+  std::vector<RunOptions> m_run_options;           // of each setting
+  std::vector<std::optional<PolicySpec>> m_specs;  // of each setting
+  std::vector<PruneSetting> m_prune;               // of each setting
+  std::vector<Texts> m_texts;                      // of each setting
+  std::int64_t m_rounds = 0;                       // left, in each of which a worker has a prompt
+
+  // On rank 0.
+  std::optional<Tokenizer> m_tokenizer;
+  EvalPrompts m_prompts;
+  std::unique_ptr<EvaluationFolder> m_folder;
+  std::unique_ptr<EvaluationSummary> m_summary;
+  std::vector<std::size_t> m_left;  // prompts that are not done
+};
+
+void Evaluation::prepare() {
+  m_comm.agree([&] {
+    validate_eval(m_options);
+    m_settings = settings_of(m_options);
+    m_setup = set_up_model(m_options.model, std::nullopt, m_options.placement, m_work.size(),
+                           m_options.rope);
+    const ModelConfig& config = m_setup->config;
+    m_limit = context_limit(m_options.max_context, config, m_options.random_weights.has_value());
+    m_stop_ids = load_stop_ids(m_options.model, config.vocab_size);
+    for (const EvalSetting& setting : m_settings) {
+      m_run_options.push_back(run_options(m_options, setting));
+      const RunOptions& run = m_run_options.back();
+      try {
+        check_policy_options(run);
+        m_specs.push_back(policy_spec(run));
+      } catch (const Error& error) {
+        throw Error(fmt::format("--policies: {}: {}", setting.label, error.what()));
+      }
+    }
+  });
+  if (m_comm.is_root()) print_notes(*m_setup, m_talks);
+  // Answers are those of kvpress' pipeline, which takes the largest of the model's own logits.
+  const std::string left_aside =
+      m_talks ? rules_left_aside(m_options.model, m_setup->config.vocab_size) : "";
+  if (!left_aside.empty()) {
+    say("kvzap: note: eval chooses tokens by the model's logits alone, as kvpress does; {}\n",
+        left_aside);
+  }
+  m_comm.agree_on_root([&] {
+    check_writable(m_options.json);
+    m_tokenizer = Tokenizer::load(m_options.model);
+    m_prompts = read_eval_prompts(m_options, *m_tokenizer, m_setup->config, m_limit);
+    for (const EvalPrompt& prompt : m_prompts.prompts) {
+      const EvalTokens& tokens = prompt.tokens;
+      m_longest = std::max(
+          m_longest, static_cast<std::int64_t>(tokens.context.size() + tokens.question.size() +
+                                               tokens.continuation.size()) +
+                         tokens.new_tokens);
+    }
+    if (m_limit > 0) m_longest = std::min(m_longest, m_limit);  // generation ends there
+  });
+  m_comm.broadcast(&m_longest, sizeof(m_longest), 0);
+  const std::size_t left_out = m_prompts.left_out.size();
+  constexpr std::size_t shown = 5;
+  for (std::size_t i = 0; i < std::min(shown, left_out); ++i) warn(m_prompts.left_out[i]);
+  if (left_out > 0) warn(fmt::format("{} prompts left out", left_out));
+}
+
+std::shared_ptr<PolicyChoice> Evaluation::load_policy(std::size_t index,
+                                                      const std::optional<RepeatPrompt>& repeat) {
+  const RunOptions& run = m_run_options[index];
+  const PolicySpec& spec = *m_specs[index];
+  // A surrogate may be large, and its scores do not depend on how many of them are used.
+  if (spec.info->name == "kvzap" && spec.modifiers.empty()) {
+    for (std::size_t i = 0; i < index; ++i) {
+      if (!m_prune[i].policy || m_run_options[i].policy != run.policy) continue;
+      auto choice = std::make_shared<PolicyChoice>(*m_prune[i].policy);
+      choice->budget = budget_of(run);
+      choice->threshold = run.threshold.value_or(0);
+      return choice;
+    }
+  }
+  return load_choice(run, spec, repeat, *m_setup, m_work);
+}
+
+void Evaluation::load_policies() {
+  // The same prompt for all policies and contexts.
+  std::optional<RepeatPrompt> repeat;
+  for (std::size_t i = 0; i < m_settings.size() && !repeat; ++i) {
+    const std::vector<TokenId> none;
+    repeat =
+        share_repeat_prompt(m_run_options[i], m_specs[i], m_tokenizer ? &*m_tokenizer : nullptr,
+                            m_comm.is_root() ? m_prompts.prompts.front().tokens.context : none,
+                            m_setup->config, m_comm);
+  }
+  for (std::size_t i = 0; i < m_settings.size(); ++i) {
+    const EvalSetting& setting = m_settings[i];
+    PruneSetting prune;
+    prune.prune = setting.prune == "always" ? PruneMode::always : PruneMode::prefill;
+    prune.prune_after =
+        setting.prune_after == "question" ? PruneMoment::question : PruneMoment::context;
+    prune.prefill = setting.prefill == "sparse" ? PrefillMode::sparse : PrefillMode::dense;
+    m_comm.agree([&] {
+      try {
+        if (m_specs[i])
+          prune.policy = load_policy(i, m_specs[i]->info->repeats_context ? repeat : std::nullopt);
+      } catch (const Error& error) {
+        throw Error(fmt::format("--policies: {}: {}", setting.label, error.what()));
+      }
+    });
+    m_prune.push_back(prune);
+    m_texts.push_back(load_policy_texts(m_run_options[i], prune.policy.get(),
+                                        m_tokenizer ? &*m_tokenizer : nullptr, m_setup->config,
+                                        m_comm));
+  }
+  m_comm.agree_on_root([&] { check_prompts(repeat); });
+}
+
+void Evaluation::check_prompts(const std::optional<RepeatPrompt>& repeat) const {
+  std::set<std::size_t> lengths;
+  for (const EvalPrompt& prompt : m_prompts.prompts) {
+    const std::size_t length = prompt.tokens.context.size();
+    if (!lengths.insert(length).second) continue;
+    for (std::size_t i = 0; i < m_settings.size(); ++i) {
+      if (!m_prune[i].policy) continue;
+      try {
+        check_budget(*m_prune[i].policy, m_run_options[i], *m_setup,
+                     static_cast<std::int64_t>(length));
+        if (repeat && m_specs[i]->info->repeats_context &&
+            static_cast<std::int64_t>(length) <= repeat->prefix) {
+          throw Error("the context has nothing to repeat");
+        }
+      } catch (const Error& error) {
+        throw Error(fmt::format("{}: {}: {}", prompt.where(), m_settings[i].label, error.what()));
+      }
+    }
+  }
+}
+
+// What policies read, without which their names do not say what they do.
+void Evaluation::add_policy_files(ordered_json& options) const {
+  std::map<std::string, std::string> hashes;
+  const auto add = [&](const auto& info, const PolicyArguments& arguments, bool is_own) {
+    for (const PolicyParameter& parameter : info.parameters) {
+      if (parameter.kind != PolicyParameter::Kind::file) continue;
+      const std::string& file = arguments.text(parameter.name);
+      if (file.empty() || file == parameter.standard) continue;
+      if (is_own) {
+        hashes.emplace(file, hash_of_policy_file(file));
+      } else {
+        options["surrogate"] = file;
+        options["surrogate_hash"] = hash_of_policy_file(file);
+      }
+    }
+  };
+  for (std::size_t i = 0; i < m_settings.size(); ++i) {
+    if (!m_specs[i]) continue;
+    // With a surrogate of --surrogate the policy is another than the setting's.
+    add(*m_specs[i]->info, m_specs[i]->arguments, m_run_options[i].policy == m_settings[i].policy);
+    for (const auto& [info, arguments] : m_specs[i]->modifiers) add(*info, arguments, true);
+  }
+  if (!hashes.empty()) options["policy_files"] = hashes;
+}
+
+ordered_json Evaluation::description() const {
+  const EvalOptions& o = m_options;
+  const ModelConfig& config = m_setup->config;
+  const fs::path folder = fs::weakly_canonical(o.model);
+  ordered_json options = {{"dtype", o.dtype},
+                          {"raw", o.raw},
+                          {"thinking", o.thinking},
+                          {"max_context", m_limit},
+                          {"window", o.window},
+                          {"sink", o.sink},
+                          {"chunk", o.chunk},
+                          {"tries", o.tries},
+                          {"temperature", o.sampling.temperature},
+                          {"top_k", o.sampling.top_k},
+                          {"top_p", o.sampling.top_p},
+                          {"seed", o.sampling.seed}};
+  const auto add = [&](const char* name, const auto& value) {
+    if (value) options[name] = *value;
+  };
+  // Folders of releases before have no such option, and go on.
+  if (o.sampling.min_p != 0) options["min_p"] = o.sampling.min_p;
+  add("random_weights", o.random_weights);
+  add("n_predict", o.new_tokens);
+  add("max_prompts", o.max_prompts);
+  add("per_task", o.per_task);
+  if (!o.prompt_templates.empty()) {
+    options["prompt_templates"] = o.prompt_templates;
+    options["prompt_templates_hash"] = m_prompts.templates_hash;
+  }
+  add_policy_files(options);
+  ordered_json settings = ordered_json::array();
+  for (std::size_t i = 0; i < m_settings.size(); ++i) {
+    settings.push_back(to_json(m_settings[i]));
+    settings.back()["shares"] = name_of_share(prefill_share(m_prune[i]));
+  }
+  return {{"format", "kvzap.evaluation"},
+          {"format_version", 1},
+          {"version", m_version},
+          {"model",
+           {{"name", folder.filename().string()},
+            {"folder", o.model},
+            {"config_hash", hash_of_model(o.model, !o.random_weights)},
+            {"layers", config.num_hidden_layers},
+            {"kv_heads", config.num_key_value_heads},
+            {"max_position_embeddings", config.max_position_embeddings},
+            {"rope_scaling", rope_json(config)}}},
+          {"options", options},
+          {"tasks", m_prompts.files},
+          {"settings", settings}};
+}
+
+void Evaluation::open_folder() {
+  m_comm.agree_on_root([&] {
+    detail::SummaryOptions summary;
+    summary.seed = m_options.sampling.seed;
+    summary.resamples = m_options.bootstrap_samples;
+    summary.pass_k = m_options.pass_k;
+    summary.prompts = static_cast<std::int64_t>(m_prompts.prompts.size());
+    m_summary = std::make_unique<EvaluationSummary>(m_settings, summary);
+    std::vector<std::string> labels;
+    for (const EvalSetting& setting : m_settings) labels.push_back(setting.label);
+    using Key = std::pair<std::string, std::int64_t>;
+    std::set<Key> known, done;
+    for (const EvalPrompt& prompt : m_prompts.prompts) {
+      m_summary->add_task(prompt.name);
+      known.emplace(prompt.file, prompt.task.line);
+    }
+
+    m_folder = std::make_unique<EvaluationFolder>(m_options.output);
+    m_folder->begin(description());
+    const std::int64_t torn = m_folder->read(labels, [&](EvalRecord&& record) {
+      const Key key(record.task_file, record.line);
+      if (known.count(key) == 0) {
+        throw Error(fmt::format("{}: has a record of {}, line {}, which is not among the tasks",
+                                m_folder->records_file().string(), key.first, key.second));
+      }
+      done.insert(key);
+      m_summary->add(record);
+    });
+    if (torn > 0) {
+      warn(fmt::format("{}: a prompt that was torn when a run was ended has been cut off",
+                       m_folder->records_file().string()));
+    }
+    for (std::size_t i = 0; i < m_prompts.prompts.size(); ++i) {
+      const EvalPrompt& prompt = m_prompts.prompts[i];
+      if (done.count({prompt.file, prompt.task.line}) == 0) m_left.push_back(i);
+    }
+  });
+}
+
+void Evaluation::print_plan() const {
+  if (!m_talks) return;
+  const std::size_t all = m_prompts.prompts.size();
+  const std::size_t done = all - m_left.size();
+  say("kvzap: {} prompts, {} settings{}\n", all, m_settings.size(),
+      done > 0 ? fmt::format("; {} prompts are done already", done) : "");
+  std::map<PrefillShare, std::vector<std::string>> of_share;
+  for (std::size_t i = 0; i < m_settings.size(); ++i) {
+    of_share[prefill_share(m_prune[i])].push_back(m_settings[i].label);
+  }
+  const std::size_t alone = of_share[PrefillShare::none].size();
+  const std::size_t prefills = alone + (of_share[PrefillShare::context].empty() ? 0 : 1) +
+                               (of_share[PrefillShare::whole].empty() ? 0 : 1);
+  say("kvzap: {} of each prompt:\n",
+      prefills == 1 ? std::string("1 prefill") : fmt::format("{} prefills", prefills));
+  const auto tell = [&](PrefillShare share, const std::string& what) {
+    const auto& labels = of_share[share];
+    if (labels.empty()) return;
+    constexpr std::size_t most = 3;
+    std::string list;
+    for (std::size_t i = 0; i < std::min(most, labels.size()); ++i) {
+      list += (i == 0 ? "" : ", ") + labels[i];
+    }
+    if (labels.size() > most) list += fmt::format(", and {} more", labels.size() - most);
+    say("kvzap:   {}: {}\n", what, list);
+  };
+  tell(PrefillShare::context, "1 of the context is shared by");
+  tell(PrefillShare::whole, "1 of context and question is shared by");
+  tell(PrefillShare::none, "each needs its own");
+}
+
+// Prompts that share a context follow one another on one worker; adjacent ones, which are mostly
+// alike, are answered at the same time.
+std::vector<std::vector<std::size_t>> Evaluation::queues() const {
+  std::vector<std::vector<std::size_t>> queues(static_cast<std::size_t>(workers()));
+  std::size_t worker = 0;
+  for (std::size_t i = 0; i < m_left.size(); ++i) {
+    if (i > 0) {
+      const auto& before = m_prompts.prompts[m_left[i - 1]].tokens.context;
+      if (m_prompts.prompts[m_left[i]].tokens.context != before)
+        worker = (worker + 1) % queues.size();
+    }
+    queues[worker].push_back(m_left[i]);
+  }
+  return queues;
+}
+
+void Evaluation::share_rounds() {
+  for (const auto& queue : queues()) {
+    m_rounds = std::max(m_rounds, static_cast<std::int64_t>(queue.size()));
+  }
+  m_comm.broadcast(&m_rounds, sizeof(m_rounds), 0);
+}
+
+void Evaluation::check_memory_of_ranks() {
+  const int ranks_on_node = m_ranks_on_node = m_comm.ranks_on_node();
+  use_threads(m_options.threads, m_comm, m_comm.is_root() && !m_options.quiet);
+  m_comm.agree([&] {
+    const MemoryPlan plan = plan_memory(m_setup->config, dtype_from_name(m_options.dtype),
+                                        m_longest, 0, m_work.size(), m_options.window);
+    std::int64_t most = 0;
+    for (const auto& rank : plan.ranks) {
+      most = std::max(most, rank.weights + rank.activations + rank.attention + rank.kv_full);
+    }
+    check_memory(most, ranks_on_node, "weights and the cache of the longest prompt");
+  });
+}
+
+// The weights are there. So many settings as fit decode together; one always may try.
+std::size_t Evaluation::cache_limit() const {
+  const std::int64_t available = available_bytes_of_node();
+  if (available < 0) return 0;
+  const MemoryPlan plan = plan_memory(m_setup->config, dtype_from_name(m_options.dtype), m_longest,
+                                      0, m_work.size(), m_options.window);
+  const auto& own = plan.ranks[static_cast<std::size_t>(m_work.rank())];
+  constexpr double share = 0.9;  // steps take some too
+  const auto left =
+      static_cast<std::int64_t>(share * static_cast<double>(available)) / m_ranks_on_node;
+  return static_cast<std::size_t>(
+      std::max(left - own.activations - own.attention, 3 * own.kv_full));
+}
+
+// What fails on one worker fails on all. (Ranks of the same worker agree by themselves.)
+void Evaluation::on_workers(const std::function<void()>& work) const {
+  if (workers() > 1) {
+    m_comm.agree(work);
+  } else {
+    work();
+  }
+}
+
+template <class Value>
+std::unique_ptr<Comparison> Evaluation::make_comparison(const ProgressCallback& progress) {
+  std::shared_ptr<const Model<Value>> model;
+  on_workers([&] {
+    model = load_model<Value>(*m_setup, m_options.random_weights, m_work, progress);
+    for (std::size_t i = 0; i < m_prune.size(); ++i) {
+      if (!m_texts[i].empty()) {
+        kvzap::calibrate<Value>(model, *m_prune[i].policy, m_texts[i], m_work, progress);
+      }
+    }
+  });
+  CacheOptions cache;
+  cache.window = ring_rows(m_options.window, m_longest);
+  cache.sink = m_options.sink;
+  cache.chunk = m_options.chunk;
+  cache.kv_limit = cache_limit();  // the weights of all ranks are there
+  std::unique_ptr<Comparison> comparison;
+  on_workers([&] {
+    comparison = std::make_unique<Comparison>(Engine::create<Value>(model, nullptr, cache, m_work),
+                                              m_prune, m_options.batch);
+  });
+  return comparison;
+}
+
+std::vector<EvalJob> Evaluation::jobs_of(
+    std::int64_t round, const std::vector<std::vector<std::size_t>>& queues) const {
+  std::vector<EvalJob> jobs(queues.size());
+  const auto at = static_cast<std::size_t>(round);
+  for (std::size_t worker = 0; worker < queues.size(); ++worker) {
+    const auto& queue = queues[worker];
+    if (at >= queue.size()) continue;
+    EvalJob& job = jobs[worker];
+    job.prompt = static_cast<std::int64_t>(queue[at]);
+    const EvalPrompt& prompt = m_prompts.prompts[queue[at]];
+    const auto file = std::find(m_files.begin(), m_files.end(), prompt.file);
+    job.file = file - m_files.begin();
+    job.line = prompt.task.line;
+    job.tokens = prompt.tokens;
+    job.has_new_context =
+        at == 0 || m_prompts.prompts[queue[at - 1]].tokens.context != job.tokens.context;
+  }
+  return jobs;
+}
+
+std::vector<SettingAnswer> Evaluation::answer(Comparison& comparison, const EvalJob& job,
+                                              Progress& bar) const try {
+  // Prompts that take long show what is going on within them.
+  const auto start = detail::Clock::now();
+  bar.restart();
+  constexpr double patience = 3;  // seconds
+  const ProgressCallback progress = [&](std::string_view what, std::int64_t done,
+                                        std::int64_t total) {
+    if (detail::seconds_since(start) > patience) {
+      bar.update(what, done, total, "tokens");
+    }
+  };
+  if (job.has_new_context) comparison.prefill(job.tokens.context, progress);
+  ComparisonOptions options;
+  options.max_new_tokens = job.tokens.new_tokens;
+  options.stop_ids = m_stop_ids;
+  options.max_tokens = m_limit;
+  options.sampling = m_options.sampling;
+  options.tries = m_options.tries;
+  options.continuation = job.tokens.continuation;
+  return comparison.answer(job.tokens.question, options, progress);
+} catch (const AgreedError& error) {
+  throw AgreedError(fmt::format("{}: line {}: {}", m_files.at(static_cast<std::size_t>(job.file)),
+                                job.line, error.what()));
+}
+
+void Evaluation::record(const EvalPrompt& prompt, const std::vector<SettingAnswer>& answers) {
+  std::vector<EvalRecord> records;
+  std::vector<std::string> lines;
+  for (std::size_t i = 0; i < m_settings.size(); ++i) {
+    const SettingAnswer& answer = answers.at(i);
+    EvalRecord record;
+    record.task_file = prompt.file;
+    record.line = prompt.task.line;
+    record.id = prompt.task.id;
+    record.task = prompt.name;
+    record.metric = prompt.metric->name;
+    record.setting = m_settings[i].label;
+    record.policy = m_settings[i].is_none() ? "none" : m_settings[i].policy;
+    record.expected = prompt.task.answers;
+    record.context_tokens = static_cast<std::int64_t>(prompt.tokens.context.size());
+    record.question_tokens = static_cast<std::int64_t>(prompt.tokens.question.size());
+    // What is judged as it is generated is known in the end.
+    const CacheReport pruned = m_settings[i].prune == "always" ? answer.cache
+                               : m_settings[i].prune_after == "context"
+                                   ? without_question(answer.pruned, record.question_tokens)
+                                   : answer.pruned;
+    record.evict_ratio = pruned.evict_ratio();
+    record.kept_rows = pruned.kept;
+    record.cache_tokens = pruned.tokens;
+    record.kv_bytes = pruned.live_bytes;
+    record.full_kv_bytes = pruned.full_bytes;
+    record.kv_bytes_at_end = answer.cache.live_bytes;
+    record.full_kv_bytes_at_end = answer.cache.full_bytes;
+    record.prefill_seconds = answer.prefill_seconds;
+    record.decode_seconds = answer.decode_seconds;
+    if (prompt.metric->is_perplexity) {
+      double nll = 0;
+      for (const double value : answer.log_probabilities) nll -= value;
+      record.generated_tokens = static_cast<std::int64_t>(answer.log_probabilities.size());
+      const double perplexity =
+          std::exp(nll / static_cast<double>(answer.log_probabilities.size()));
+      if (std::isfinite(nll)) record.nll = nll;
+      if (std::isfinite(perplexity)) record.perplexity = perplexity;
+    } else {
+      double sum = 0;
+      for (const auto& tokens : answer.tokens) {
+        record.generated_tokens += static_cast<std::int64_t>(tokens.size());
+        record.answers.push_back(m_tokenizer->decode(tokens));
+        record.scores.push_back(prompt.metric->score(prompt.task, record.answers.back()));
+        sum += record.scores.back();
+      }
+      record.score = sum / static_cast<double>(record.scores.size());
+    }
+    lines.push_back(record.to_json_line());
+    records.push_back(std::move(record));
+  }
+  m_folder->append(lines);
+  for (const EvalRecord& record : records) m_summary->add(record);
+}
+
+int Evaluation::answer_all() {
+  check_memory_of_ranks();
+  Progress bar(m_talks, m_options.progress),
+      within(m_talks, m_options.progress);  // of all prompts, of one
+  const ProgressCallback progress = [&](std::string_view what, std::int64_t done,
+                                        std::int64_t total) {
+    bar.update(what, done, total, what == "load" ? "" : "tokens");
+  };
+  std::unique_ptr<Comparison> comparison =
+      with_value_type(dtype_from_name(m_options.dtype),
+                      [&](auto value) { return make_comparison<decltype(value)>(progress); });
+
+  const auto waiting = queues();
+  const bool is_by_prompt = m_options.parallel == "prompts";
+  const auto total = static_cast<std::int64_t>(m_prompts.prompts.size());
+  auto done = static_cast<std::int64_t>(total - static_cast<std::int64_t>(m_left.size()));
+  bar.update("eval", done, total, "prompts");
+  int signal = 0;
+  for (std::int64_t round = 0; round < m_rounds; ++round) {
+    signal = static_cast<int>(m_comm.all_reduce_max(std::int64_t{caught_signal}));
+    if (signal != 0) break;
+    std::vector<EvalJob> jobs;
+    if (m_comm.is_root()) jobs = jobs_of(round, waiting);
+    broadcast(jobs, m_comm);
+
+    // Answers of each worker, on rank 0.
+    std::vector<std::vector<SettingAnswer>> answers(jobs.size());
+    if (is_by_prompt) {
+      const EvalJob& own = jobs[static_cast<std::size_t>(m_comm.rank())];
+      std::vector<SettingAnswer> found;
+      on_workers([&] {
+        if (own.prompt >= 0) found = answer(*comparison, own, within);
+      });
+      const auto gathered = m_comm.all_gather(packed(found));
+      for (std::size_t i = 0; m_comm.is_root() && i < jobs.size(); ++i) {
+        answers[i] = unpacked(gathered[i]);
+      }
+    } else {
+      answers[0] = answer(*comparison, jobs[0], within);
+    }
+    m_comm.agree_on_root([&] {
+      for (std::size_t i = 0; i < jobs.size(); ++i) {
+        if (jobs[i].prompt < 0) continue;
+        record(m_prompts.prompts[static_cast<std::size_t>(jobs[i].prompt)], answers[i]);
+        within.clear();
+        bar.update("eval", ++done, total, "prompts");
+      }
+    });
+  }
+  within.clear();
+  bar.clear();
+  return signal;
+}
+
+ordered_json Evaluation::write_summary() const {
+  const fs::path folder = m_folder->folder();
+  ordered_json summary = {{"format", "kvzap.evaluation_summary"},
+                          {"format_version", 1},
+                          {"version", m_version},
+                          {"model", description().at("model")},
+                          {"tasks", m_prompts.files},
+                          {"left_out", m_prompts.left_out.size()}};
+  summary.update(m_summary->rows());
+  detail::write_text(folder / "summary.json",
+                     summary.dump(2, ' ', false, ordered_json::error_handler_t::replace) + "\n");
+  detail::write_text(folder / "summary.csv", m_summary->csv());
+  return summary;
+}
+
+void Evaluation::finish(int signal) const {
+  const ordered_json summary = write_summary();
+  if (!m_options.json.empty()) {
+    write_whole(m_options.json,
+                summary.dump(2, ' ', false, ordered_json::error_handler_t::replace) + "\n");
+  }
+  if (m_options.json != "-") fmt::print("{}", m_summary->table());
+  flush_stdout();
+  if (signal != 0 && m_talks) {
+    say("kvzap: stopped by signal {}: {} has {} of {} prompts; the same command goes on\n", signal,
+        m_options.output, m_summary->prompts(), m_prompts.prompts.size());
+  }
+}
+
+}  // namespace
+
+int evaluate(const EvalOptions& options, const Communicator& comm, const std::string& version) {
+  return Evaluation(options, comm, version).run();
+}
+
+}  // namespace kvzap::driver

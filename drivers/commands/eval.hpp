@@ -1,0 +1,70 @@
+// `kvzap eval`: accuracy against evict ratio, for any number of policies, on prompts with known
+// answers.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <cstdint>
+#include <kvzap/core/communicator.hpp>
+#include <kvzap/engine/sampler.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "console/progress.hpp"
+#include "options/rope_options.hpp"
+
+namespace kvzap::driver {
+
+struct EvalOptions {
+  std::string model;
+  std::string surrogate;
+  std::string dtype = "bf16";
+  std::optional<std::uint64_t> random_weights;
+  std::optional<std::int64_t> threads;
+  RopeOptions rope;
+  std::string placement;
+
+  // Lists; each may be given in several parts.
+  std::vector<std::string> tasks;
+  std::string prompt_templates;
+  bool raw = false;
+  std::string thinking = "off";
+  std::optional<std::int64_t> max_context;  // absent: what the model was made for
+  std::optional<std::int64_t> max_prompts;
+  std::optional<std::int64_t> per_task;
+  bool keep_going = false;
+
+  std::vector<std::string> policies;
+  std::vector<std::string> evict_ratios;
+  std::vector<std::string> thresholds;
+  std::string prune_after = "context";
+  std::string prune = "prefill";
+  std::string prefill = "dense";
+  std::int64_t chunk = 2048;
+  int window = 128;
+  std::int64_t sink = 0;
+
+  std::optional<std::int64_t> new_tokens;  // absent: as the tasks say
+  SamplingOptions sampling;
+  int tries = 1;
+  std::int64_t pass_k = 0;
+  std::string parallel = "heads";
+  std::int64_t batch = 0;
+
+  std::string output;
+  int bootstrap_samples = 2000;
+  std::string json;
+  bool quiet = false;
+  ProgressStyle progress = ProgressStyle::automatic;
+  std::string config;
+};
+
+/// Declares every option of the command on `app`; parsing fills `options`.
+void declare(CLI::App& app, EvalOptions& options);
+
+/// Carries out the command on all ranks. Returns the exit status: 0, or 128 + the number of the
+/// signal that ended it early, after the prompt under way was written. Throws AgreedError, on every
+/// rank alike, for whatever is wrong with the input; any other exception is one rank's own.
+int evaluate(const EvalOptions& options, const Communicator& comm, const std::string& version);
+
+}  // namespace kvzap::driver

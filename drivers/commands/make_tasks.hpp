@@ -1,0 +1,40 @@
+// `kvzap make-tasks`: prompts with known answers, of any length.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <cstdint>
+#include <kvzap/core/communicator.hpp>
+#include <string>
+#include <vector>
+
+#include "console/progress.hpp"
+
+namespace kvzap::driver {
+
+struct MakeTasksOptions {
+  std::string kind;  // "ruler" or "recall"
+  std::string model;
+  bool raw = false;
+
+  std::vector<std::string> lengths;  // as given: numbers between commas
+  std::vector<std::string> tasks;    // names between commas; empty: all
+  std::int64_t per_task = 50;
+  std::uint64_t seed = 0;
+  std::string haystack;
+  std::vector<std::string> questions;  // files
+
+  std::string output;
+  bool quiet = false;
+  ProgressStyle progress = ProgressStyle::automatic;
+  std::string config;
+};
+
+/// Declares every option of the command on `app`; parsing fills `options`.
+void declare(CLI::App& app, MakeTasksOptions& options);
+
+/// Rank 0 alone does the work. Throws AgreedError, on every rank alike, for whatever is wrong with
+/// the input.
+void make_tasks(const MakeTasksOptions& options, const Communicator& comm,
+                const std::string& version);
+
+}  // namespace kvzap::driver

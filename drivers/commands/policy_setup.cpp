@@ -1,0 +1,182 @@
+#include "commands/policy_setup.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <filesystem>
+#include <kvzap/engine/learn_from_texts.hpp>
+#include <kvzap/model/chat_template.hpp>
+
+#include "console/console.hpp"
+#include "options/policy_options.hpp"
+
+namespace kvzap::driver {
+namespace {
+
+/// Where `part` begins in `ids`: how many special tokens the tokenizer has put in front of it.
+std::int64_t tokens_before(const std::vector<TokenId>& part, const std::vector<TokenId>& ids) {
+  return std::search(ids.begin(), ids.end(), part.begin(), part.end()) - ids.begin();
+}
+
+bool begins_with(const std::vector<TokenId>& ids, const std::vector<TokenId>& begin) {
+  return ids.size() >= begin.size() && std::equal(begin.begin(), begin.end(), ids.begin());
+}
+
+/// How the model is asked to repeat the context: as a user's message within the chat template, or,
+/// without a template, after a line break. Ids that begin as the template does are taken as made by
+/// it; special tokens that the tokenizer puts in front of any text are never repeated.
+RepeatPrompt repeat_prompt(const RunOptions& options, const Tokenizer& tokenizer,
+                           const std::vector<TokenId>& context) {
+  if (!options.raw && !options.token_ids) {
+    const auto parts = ChatTemplate::detect(options.model).parts(false);
+    return make_repeat_prompt(tokenizer, parts.prefix, parts.suffix);
+  }
+  if (options.token_ids) {
+    try {
+      const auto parts = ChatTemplate::detect(options.model).parts(false);
+      if (!parts.prefix.empty() && begins_with(context, tokenizer.encode(parts.prefix))) {
+        return make_repeat_prompt(tokenizer, parts.prefix, parts.suffix);
+      }
+    } catch (const Error&) {
+      // No template, or none that is known: the ids are plain text.
+    }
+  }
+  RepeatPrompt prompt = make_repeat_prompt(tokenizer, "", "\n");
+  const std::vector<TokenId> marked = tokenizer.encode("a", true);
+  const std::int64_t special = tokens_before(tokenizer.encode("a"), marked);
+  if (begins_with(context, {marked.begin(), marked.begin() + special})) prompt.prefix = special;
+  return prompt;
+}
+
+}  // namespace
+
+void broadcast(std::vector<TokenId>& ids, const Communicator& comm) {
+  std::int64_t count = ids.size();
+  comm.broadcast(&count, sizeof(count), 0);
+  ids.resize(count);
+  comm.broadcast(ids.data(), count * sizeof(TokenId), 0);
+}
+
+ModelConfig whole_config(const ModelSetup& setup) {
+  ModelConfig whole = setup.config;
+  whole.num_hidden_layers = setup.all_layers;
+  return whole;
+}
+
+std::optional<RepeatPrompt> share_repeat_prompt(
+    const RunOptions& options, const std::optional<PolicySpec>& spec, const Tokenizer* tokenizer,
+    const std::vector<TokenId>& context, const ModelConfig& config, const Communicator& comm) {
+  if (!spec || !spec->info->repeats_context || !prunes(options)) return {};
+  RepeatPrompt repeat;
+  comm.agree_on_root([&] {
+    std::optional<Tokenizer> own;
+    if (!tokenizer) {
+      try {
+        own = Tokenizer::load(options.model);
+      } catch (const Error& error) {
+        throw Error(
+            fmt::format("--policy {}: the model is asked to repeat the context in words, "
+                        "which needs its tokenizer: {}",
+                        spec->info->name, error.what()));
+      }
+    }
+    repeat = repeat_prompt(options, own ? *own : *tokenizer, context);
+    for (const auto* ids : {&repeat.first, &repeat.later, &repeat.suffix}) {
+      for (const TokenId id : *ids) {
+        if (id < config.vocab_size) continue;
+        throw Error(
+            fmt::format("--policy {}: token id {} of the prompt that repeats the context "
+                        "is not in the vocabulary; expected less than {}",
+                        spec->info->name, id, config.vocab_size));
+      }
+    }
+    repeat_steps(context, repeat);  // throws if there is nothing to repeat
+  });
+  broadcast(repeat.first, comm);
+  broadcast(repeat.later, comm);
+  broadcast(repeat.suffix, comm);
+  comm.broadcast(&repeat.prefix, sizeof(repeat.prefix), 0);
+  return repeat;
+}
+
+std::shared_ptr<PolicyChoice> load_choice(const RunOptions& options, const PolicySpec& spec,
+                                          const std::optional<RepeatPrompt>& repeat,
+                                          const ModelSetup& setup, const Communicator& comm) {
+  const ModelConfig whole = whole_config(setup);
+  const PolicySetup policy_setup{whole, setup.partition_of_all_layers,
+                                 dtype_from_name(options.dtype), options.model, comm};
+  auto choice = std::make_shared<PolicyChoice>(
+      make_policy(spec, budget_of(options), options.threshold, policy_setup));
+  if (repeat) {
+    const std::int64_t chunk = choice->repeat.chunk;
+    choice->repeat = *repeat;
+    choice->repeat.chunk = chunk;
+  }
+  return choice;
+}
+
+void check_budget(const PolicyChoice& choice, const RunOptions& options, const ModelSetup& setup,
+                  std::int64_t tokens) {
+  if (!choice.budget.has_amount()) return;
+  const Budget::Model model = budget_model(setup.config, dtype_from_name(options.dtype));
+  for (int layer = 0; layer < model.layers; ++layer) {
+    choice.budget.rows_per_head(model, layer, tokens);  // throws if it is too small
+  }
+}
+
+Texts load_policy_texts(const RunOptions& options, const PolicyChoice* choice,
+                        const Tokenizer* tokenizer, const ModelConfig& config,
+                        const Communicator& comm) {
+  if (!choice || !choice->calibration) return {};
+  const std::filesystem::path file = choice->calibration->texts();
+  std::optional<Tokenizer> own;
+  comm.agree_on_root([&] {
+    if (tokenizer) return;  // else the prompt is token ids
+    try {
+      own = Tokenizer::load(options.model);
+    } catch (const Error& error) {
+      throw Error(fmt::format("{}: these texts need the model's tokenizer: {}", file.string(),
+                              error.what()));
+    }
+  });
+  Texts texts = read_texts(file, own ? &*own : tokenizer, config, comm);
+  if (options.quiet || !comm.is_root()) return texts;
+  for (std::size_t i = 0; i < texts.size(); ++i) {
+    if (static_cast<std::int64_t>(texts[i].size()) <= config.longest_context()) continue;
+    say("kvzap: warning: {}: text {} has {} tokens, more than the model's {} = {}\n", file.string(),
+        i + 1, texts[i].size(), name_of_longest(config), config.longest_context());
+  }
+  return texts;
+}
+
+CacheOptions cache_options(const RunOptions& options) {
+  CacheOptions cache;
+  cache.prune = !prunes(options)            ? PruneMode::none
+                : options.prune == "always" ? PruneMode::always
+                                            : PruneMode::prefill;
+  cache.prefill = options.prefill == "sparse" ? PrefillMode::sparse : PrefillMode::dense;
+  cache.chunk = options.chunk;
+  cache.threshold = static_cast<float>(options.threshold.value_or(0));
+  cache.window = options.window;
+  cache.sink = options.sink;
+  cache.trim = options.trim;
+  cache.page_rows = options.page_rows;
+  cache.prune_after =
+      options.prune_after == "question" ? PruneMoment::question : PruneMoment::context;
+  cache.decode_every = options.decode_every;
+  cache.decode_keep = options.decode_keep.value_or(0);
+  cache.decode_evict_ratio = options.decode_evict_ratio.value_or(0);
+  return cache;
+}
+
+LookedUpThreshold share_threshold(const RunOptions& options, bool talks, const Communicator& comm) {
+  LookedUpThreshold found;
+  comm.agree_on_root([&] { found = look_up_threshold(options); });
+  comm.broadcast(&found.threshold, sizeof(found.threshold), 0);
+  if (!talks) return found;
+  for (const auto& warning : found.warnings) say("kvzap: warning: {}\n", warning);
+  return found;
+}
+
+}  // namespace kvzap::driver

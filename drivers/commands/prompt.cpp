@@ -1,0 +1,157 @@
+#include "commands/prompt.hpp"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <limits>
+#include <sstream>
+
+#include "base/quote.hpp"
+#include "base/text_file.hpp"
+#include "commands/policy_setup.hpp"
+
+namespace kvzap::driver {
+
+ChatTemplate::Parts template_of(const RunOptions& options) {
+  const ChatTemplate chat_template = ChatTemplate::detect(options.model);
+  const bool thinking = options.thinking == "on";
+  return options.system ? chat_template.parts(thinking, *options.system)
+                        : chat_template.parts(thinking);
+}
+
+namespace {
+
+// More than any model's context holds: what never ends, such as /dev/zero, ends here.
+constexpr std::uintmax_t most_text = std::uintmax_t{1} << 30;
+
+std::string read_whole(const std::string& file) {
+  return file == "-" ? detail::read_text(STDIN_FILENO, "standard input", most_text)
+                     : detail::read_text(file, most_text);
+}
+
+std::vector<TokenId> parse_ids(const std::string& text, const std::string& what) {
+  std::vector<TokenId> ids;
+  std::istringstream stream(text);
+  for (std::string word; stream >> word;) {
+    std::size_t used = 0;
+    long long id = -1;
+    try {
+      id = std::stoll(word, &used);
+    } catch (const std::exception&) {
+    }
+    if (used != word.size() || id < 0 || id > std::numeric_limits<TokenId>::max()) {
+      throw Error(
+          fmt::format("{}: {} is no token id; --token-ids expects ids separated by white space",
+                      what, detail::in_quotes(word)));
+    }
+    ids.push_back(static_cast<TokenId>(id));
+  }
+  return ids;
+}
+
+/// The ids of the options' questions; of none, if there are none.
+std::vector<std::vector<TokenId>> question_ids(const RunOptions& options,
+                                               const Tokenizer* tokenizer) {
+  const bool has_template = !options.token_ids && !options.raw && !options.questions.empty();
+  const std::string suffix = has_template ? template_of(options).suffix : "";
+  std::vector<std::vector<TokenId>> questions;
+  for (const auto& question : options.questions) {
+    questions.push_back(options.token_ids ? parse_ids(question, "--question")
+                                          : tokenizer->encode(question + suffix));
+  }
+  return questions;
+}
+
+Prompt make_prompt(const RunOptions& options, const Tokenizer* tokenizer) {
+  const std::string text = options.prompt ? *options.prompt : read_whole(options.file);
+  const std::string source = options.prompt ? "-p" : "-f " + options.file;
+  if (text.empty() && !options.chats) throw Error(fmt::format("{}: the prompt is empty", source));
+  Prompt prompt;
+  prompt.questions = question_ids(options, tokenizer);
+  if (options.token_ids) {
+    prompt.context = parse_ids(text, source);
+  } else if (options.raw) {
+    prompt.context = tokenizer->encode(text, true);
+  } else {
+    const auto parts = template_of(options);
+    prompt.context = tokenizer->encode(parts.context(text));
+    if (options.questions.empty()) prompt.questions.push_back(tokenizer->encode(parts.suffix));
+  }
+  if (prompt.context.empty()) throw Error(fmt::format("{}: the prompt has no tokens", source));
+  if (prompt.questions.empty()) prompt.questions.emplace_back();
+  return prompt;
+}
+
+/// What --append adds to a context.
+std::vector<TokenId> appended_ids(const RunOptions& options, const Tokenizer* tokenizer) {
+  const std::string source = "--append " + options.append;
+  const std::string text = read_whole(options.append);
+  // Within the user's message, as the context before it.
+  auto ids = options.token_ids ? parse_ids(text, source) : tokenizer->encode(text);
+  if (ids.empty()) throw Error(fmt::format("{}: the file has no tokens", source));
+  return ids;
+}
+
+void check_prompt(const Prompt& prompt, const ModelConfig& config, std::int64_t limit) {
+  const auto check_ids = [&](const std::vector<TokenId>& ids, const char* what) {
+    for (TokenId id : ids) {
+      if (id < 0 || id >= config.vocab_size) {
+        throw Error(fmt::format("{}: token id {} is not in the vocabulary; expected less than {}",
+                                what, id, config.vocab_size));
+      }
+    }
+  };
+  check_ids(prompt.context, "prompt");
+  for (const auto& question : prompt.questions) {
+    check_ids(question, "--question");
+    const std::int64_t tokens = prompt.context.size() + question.size();
+    if (limit > 0 && tokens > limit) {
+      throw Error(
+          fmt::format("the prompt has {} tokens; the longest context accepted is {} (-c, or "
+                      "the model's {} = {}){}",
+                      tokens, limit, name_of_longest(config), config.longest_context(),
+                      tokens > config.longest_context() ? hint_for_longer(config, tokens) : ""));
+    }
+  }
+}
+
+/// Rank 0's to all ranks.
+void share(Prompt& prompt, const Communicator& comm) {
+  broadcast(prompt.context, comm);
+  std::int64_t questions = prompt.questions.size();
+  comm.broadcast(&questions, sizeof(questions), 0);
+  prompt.questions.resize(questions);
+  for (auto& question : prompt.questions) broadcast(question, comm);
+}
+
+}  // namespace
+
+Prompt share_prompt(const RunOptions& options, const Tokenizer* tokenizer,
+                    const ModelConfig& config, std::int64_t limit, const Communicator& comm) {
+  Prompt prompt;
+  comm.agree_on_root([&] {
+    prompt = make_prompt(options, tokenizer);
+    check_prompt(prompt, config, limit);
+  });
+  share(prompt, comm);
+  return prompt;
+}
+
+Prompt share_longer_prompt(const Prompt& recorded, const RunOptions& options,
+                           const Tokenizer* tokenizer, const ModelConfig& config,
+                           std::int64_t limit, const Communicator& comm) {
+  Prompt prompt = recorded;
+  comm.agree_on_root([&] {
+    if (!options.questions.empty()) prompt.questions = question_ids(options, tokenizer);
+    if (!options.append.empty()) {
+      const auto more = appended_ids(options, tokenizer);
+      prompt.context.insert(prompt.context.end(), more.begin(), more.end());
+    }
+    check_prompt(prompt, config, limit);
+  });
+  share(prompt, comm);
+  return prompt;
+}
+
+}  // namespace kvzap::driver

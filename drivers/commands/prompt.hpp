@@ -1,0 +1,38 @@
+// Context and questions of a run, from text or token ids.
+#pragma once
+
+#include <kvzap/core/communicator.hpp>
+#include <kvzap/model/chat_template.hpp>
+#include <kvzap/model/model_config.hpp>
+#include <kvzap/model/tokenizer.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "options/options.hpp"
+
+namespace kvzap::driver {
+
+/// Token ids of the context and of each question (at least one, possibly empty).
+struct Prompt {
+  std::vector<TokenId> context;
+  std::vector<std::vector<TokenId>> questions;
+};
+
+/// What the chat template of the options' model puts around a message of the user, with the
+/// options' system message. Throws Error as ChatTemplate::detect.
+ChatTemplate::Parts template_of(const RunOptions& options);
+
+/// The prompt of the options. Rank 0 alone reads and tokenizes it; all ranks get its ids. `limit`:
+/// most tokens of context and question together; 0: any number. Collective; throws AgreedError
+/// naming the flag.
+Prompt share_prompt(const RunOptions& options, const Tokenizer* tokenizer,
+                    const ModelConfig& config, std::int64_t limit, const Communicator& comm);
+
+/// The same for a run that goes on with `recorded`: its context, behind it what --append adds, and
+/// the options' questions or, if there are none, its own.
+Prompt share_longer_prompt(const Prompt& recorded, const RunOptions& options,
+                           const Tokenizer* tokenizer, const ModelConfig& config,
+                           std::int64_t limit, const Communicator& comm);
+
+}  // namespace kvzap::driver

@@ -1,0 +1,581 @@
+#include "commands/serve.hpp"
+
+#include <fmt/format.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cmath>
+#include <ctime>
+#include <filesystem>
+#include <fstream>
+#include <kvzap/engine/engine.hpp>
+#include <kvzap/engine/learn_from_texts.hpp>
+#include <kvzap/engine/policies.hpp>
+#include <kvzap/model/chat_template.hpp>
+#include <kvzap/model/memory_plan.hpp>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "base/quote.hpp"
+#include "commands/model_loading.hpp"
+#include "commands/policy_setup.hpp"
+#include "commands/prompt.hpp"
+#include "commands/setup.hpp"
+#include "console/console.hpp"
+#include "console/signal_watch.hpp"
+#include "console/signals.hpp"
+#include "http/http_server.hpp"
+#include "options/policy_options.hpp"
+#include "server/plan.hpp"
+
+namespace kvzap::driver {
+namespace {
+
+using server::BadRequest;
+using server::Executor;
+using server::PruneWish;
+using server::Scheduler;
+using server::Setting;
+
+constexpr int most_port = 65535;
+constexpr std::size_t longest_key = 4096;
+
+void check(const ServeOptions& o) {
+  RunOptions run = o.run;
+  run.chats = true;  // there is no prompt
+  validate(run);
+  require(o.port >= 0 && o.port <= most_port,
+          fmt::format("--port is {}; expected 0 (any) to {}", o.port, most_port));
+  require(!o.host.empty(), "--host is empty; expected an address or a name");
+  const auto check_count = [](const char* flag, std::int64_t value) {
+    constexpr std::int64_t most = std::int64_t{1} << 24;
+    require(value >= 1 && value <= most,
+            fmt::format("{} is {}; expected 1 to {}", flag, value, most));
+  };
+  check_count("--max-batch-tokens", o.scheduling.max_batch_tokens);
+  check_count("--max-sequences", o.scheduling.max_sequences);
+  check_count("--max-queue", o.scheduling.max_queue);
+  require(o.drain_seconds >= 0 && std::isfinite(o.drain_seconds),
+          fmt::format("--drain-seconds is {}; expected 0 or more", o.drain_seconds));
+  if (!o.kv_memory.empty()) parse_bytes(o.kv_memory, "--kv-memory");
+}
+
+/// One key a line.
+std::vector<std::string> read_keys(const std::string& file) {
+  if (file.empty()) return {};
+  std::ifstream stream(file);
+  if (!stream) throw Error(fmt::format("--api-key-file {}: it cannot be read", file));
+  std::vector<std::string> keys;
+  std::string line;
+  for (int number = 1; std::getline(stream, line); ++number) {
+    if (!line.empty() && line.back() == '\r') line.pop_back();
+    if (line.empty()) continue;
+    const bool is_plain =
+        std::all_of(line.begin(), line.end(), [](char c) { return c > ' ' && c < '\x7f'; });
+    if (!is_plain || line.size() > longest_key) {
+      throw Error(
+          fmt::format("--api-key-file {}: line {} is no key; expected up to {} printable "
+                      "characters without blanks",
+                      file, number, longest_key));
+    }
+    keys.push_back(line);
+  }
+  if (stream.bad()) throw Error(fmt::format("--api-key-file {}: it cannot be read", file));
+  if (keys.empty()) {
+    throw Error(fmt::format("--api-key-file {}: it has no key; expected one a line", file));
+  }
+  struct stat status = {};
+  if (stat(file.c_str(), &status) == 0 && (status.st_mode & (S_IRGRP | S_IROTH)) != 0) {
+    say("kvzap: warning: --api-key-file {}: others than its owner may read it\n",
+        detail::shown_message(file));
+  }
+  return keys;
+}
+
+/// How requests are pruned: as the server was started, or, within that, as they wish.
+class Pruner {
+ public:
+  Pruner(const RunOptions& options, CacheOptions cache)
+      : m_options(options), m_cache(std::move(cache)) {
+    m_standard.prune = m_cache.prune;
+  }
+
+  const Setting& standard() const { return m_standard; }
+  /// Which of the modes the engine can carry out; on rank 0, once there is one.
+  void take_modes(const Engine& engine) {
+    for (const PruneMode mode : {PruneMode::prefill, PruneMode::always}) {
+      if (!m_cache.policy) break;
+      Setting setting = m_standard;
+      setting.prune = mode;
+      try {
+        engine.check(prune_setting(setting));
+        m_modes.push_back(mode);
+      } catch (const Error&) {
+        // Requests that ask for it are refused.
+      }
+    }
+  }
+
+  /// For threads of rank 0.
+  Setting setting_of(const PruneWish& wish) const;
+  /// On every rank alike.
+  PruneSetting prune_setting(const Setting& setting) const;
+  Executor::Traits traits_of(const Setting& setting) const;
+
+ private:
+  bool has_budget() const { return m_cache.policy && m_cache.policy->budget.has_amount(); }
+  bool is_scorer_alone() const {
+    return m_cache.policy && m_cache.policy->scorer && !has_budget() && m_cache.decode_every == 0;
+  }
+
+  RunOptions m_options;
+  CacheOptions m_cache;
+  Setting m_standard;
+  std::vector<PruneMode> m_modes;
+};
+
+Setting Pruner::setting_of(const PruneWish& wish) const {
+  Setting setting = m_standard;
+  const bool has_amount = wish.threshold || wish.evict_ratio;
+  if (!m_cache.policy) {
+    const bool asks = has_amount || (wish.prune && *wish.prune != PruneMode::none);
+    if (asks) throw BadRequest("kvzap", "the server was started without a surrogate or policy");
+    return setting;
+  }
+  if (wish.prune) {
+    const bool is_there = *wish.prune == PruneMode::none ||
+                          std::find(m_modes.begin(), m_modes.end(), *wish.prune) != m_modes.end();
+    if (!is_there) {
+      throw BadRequest("kvzap.prune", fmt::format("kvzap.prune {} does not go with policy {}",
+                                                  name_of(*wish.prune), m_cache.policy->name));
+    }
+    setting.prune = *wish.prune;
+  }
+  if (setting.prune == PruneMode::none) {
+    if (has_amount) {
+      throw BadRequest("kvzap", "kvzap has a threshold or an evict_ratio where nothing is pruned");
+    }
+    return setting;
+  }
+  if (wish.threshold) {
+    if (has_budget() || m_cache.policy->info->has_own_budget) {
+      throw BadRequest("kvzap.threshold", "the server was started with a budget: evict_ratio");
+    }
+    const double largest = std::numeric_limits<float>::max();
+    if (std::fabs(*wish.threshold) > largest) {
+      throw BadRequest("kvzap.threshold", "kvzap.threshold is out of the range of float");
+    }
+    setting.threshold = static_cast<float>(*wish.threshold);
+  }
+  if (wish.evict_ratio) {
+    if (!(*wish.evict_ratio >= 0 && *wish.evict_ratio < 1)) {
+      throw BadRequest("kvzap.evict_ratio", fmt::format("kvzap.evict_ratio is {}; expected 0 <= "
+                                                        "ratio < 1",
+                                                        *wish.evict_ratio));
+    }
+    if (!m_options.surrogate.empty() && m_options.policy.empty()) {
+      RunOptions looked_up = m_options;
+      looked_up.threshold.reset();
+      looked_up.evict_ratio = wish.evict_ratio;
+      try {
+        setting.threshold = static_cast<float>(look_up_threshold(looked_up).threshold);
+      } catch (const Error&) {
+        throw BadRequest(
+            "kvzap.evict_ratio",
+            "the server has no threshold for this evict ratio: none was calibrated, or "
+            "it is out of their range");
+      }
+    } else if (m_cache.policy->budget.amount != Budget::Amount::evict_ratio) {
+      throw BadRequest("kvzap.evict_ratio", "the server was started without an evict ratio");
+    } else if (m_options.policy.find('+') != std::string::npos) {
+      throw BadRequest("kvzap.evict_ratio",
+                       fmt::format("policy {} has modifiers: its evict ratio is the server's",
+                                   m_cache.policy->name));
+    } else {
+      setting.evict_ratio = *wish.evict_ratio;
+    }
+  }
+  // What is asked for may be what there is: prompts are shared with those who ask for nothing.
+  if (setting.threshold == m_cache.threshold) setting.threshold = m_standard.threshold;
+  if (has_budget() && setting.evict_ratio == m_cache.policy->budget.evict_ratio) {
+    setting.evict_ratio = m_standard.evict_ratio;
+  }
+  return setting;
+}
+
+PruneSetting Pruner::prune_setting(const Setting& setting) const {
+  PruneSetting made;
+  made.prune = setting.prune;
+  made.prefill = m_cache.prefill;
+  if (setting.prune == PruneMode::none || !m_cache.policy) return made;
+  auto choice = std::make_shared<PolicyChoice>(*m_cache.policy);
+  if (!std::isnan(setting.threshold)) choice->threshold = setting.threshold;
+  if (setting.evict_ratio >= 0) choice->budget.evict_ratio = setting.evict_ratio;
+  made.policy = std::move(choice);
+  return made;
+}
+
+Executor::Traits Pruner::traits_of(const Setting& setting) const {
+  Executor::Traits traits;
+  if (setting.prune == PruneMode::none || !m_cache.policy || is_scorer_alone()) return traits;
+  // As the engine decides for a sequence: can_hold, check_more_context.
+  const PolicyChoice& choice = *m_cache.policy;
+  traits.holds = false;
+  traits.goes_on = m_cache.prefill == PrefillMode::sparse && !choice.info->repeats_context &&
+                   choice.info->scores_again && !choice.info->has_own_budget && !choice.rerotate;
+  return traits;
+}
+
+/// A server, from its options to its end.
+class Serving {
+ public:
+  Serving(ServeOptions& options, const Communicator& comm)
+      : m_options(options), m_run(options.run), m_comm(comm), m_talks(comm.is_root()) {
+    if (m_run.quiet) m_talks = false;
+  }
+  int operator()();
+
+ private:
+  void check_options();
+  void listen();
+  void load_policy();
+  template <class Value>
+  std::unique_ptr<Engine> make_engine(Progress& bar);
+  std::size_t kv_limit() const;
+  int run(Engine& engine);
+
+  ServeOptions& m_options;
+  RunOptions& m_run;
+  const Communicator& m_comm;
+  bool m_talks;
+  std::optional<StopWatch> m_watch;
+  std::optional<ModelSetup> m_setup;
+  std::optional<PolicySpec> m_spec;
+  std::optional<RepeatPrompt> m_repeat;
+  CacheOptions m_cache;
+  std::shared_ptr<PolicyChoice> m_choice;
+  Texts m_texts;
+  server::ServedModel m_model;
+  std::unique_ptr<HttpServer> m_http;  // of rank 0
+};
+
+void Serving::check_options() {
+  m_comm.agree([&] { check(m_options); });
+  if (looks_up_threshold(m_run) && prunes(m_run)) {
+    m_run.threshold = share_threshold(m_run, m_talks, m_comm).threshold;
+    m_run.evict_ratio.reset();  // which is no budget
+  }
+  m_comm.agree([&] {
+    policy_spec(m_run);  // checks what options ask of one another
+    if (prunes(m_run)) m_spec = parse_policy(policy_text(m_run));
+    m_cache = cache_options(m_run);
+    m_cache.trim = false;  // the scheduler says when
+    m_setup = set_up_model(m_run.model, m_run.layers, m_run.placement, m_comm.size(), m_run.rope);
+    m_model.max_tokens =
+        context_limit(m_run.max_context, m_setup->config, m_run.random_weights.has_value());
+    check_parts(m_run.model, !m_run.random_weights, !m_run.random_weights);
+    const GenerationConfig rules =
+        rules_of_answers(m_run.model, m_setup->config.vocab_size, m_run.sampling_flags);
+    m_model.sampling = sampling_in_force(m_run.sampling, m_run.sampling_flags, rules);
+    m_model.has_seed = m_options.seed.has_value();
+    m_model.sampling.seed = m_options.seed.value_or(0);
+    m_model.stop_ids = rules.stop_ids;
+    if (m_comm.is_root()) print_rules(rules, m_run.sampling_flags, m_talks);
+  });
+  const std::int64_t longest =
+      m_model.max_tokens > 0 ? m_model.max_tokens : std::numeric_limits<std::int64_t>::max();
+  m_cache.window = ring_rows(m_cache.window, longest);
+  m_options.scheduling.max_tokens = m_model.max_tokens;
+  m_comm.agree_on_root([&] {
+    print_notes(*m_setup, m_talks);
+    const std::filesystem::path folder = m_run.model;
+    const std::string own = folder.filename().empty() ? folder.parent_path().filename().string()
+                                                      : folder.filename().string();
+    m_model.name = !m_options.alias.empty() ? m_options.alias : own.empty() ? m_run.model : own;
+    m_model.created = static_cast<std::int64_t>(std::time(nullptr));
+    m_model.thinking = m_run.thinking == "on";
+    m_model.max_choices = std::min<std::int64_t>(16, m_options.scheduling.max_sequences);
+    std::error_code ignored;
+    if (std::filesystem::exists(folder / "tokenizer.json", ignored) || !m_run.random_weights) {
+      m_model.tokenizer = Tokenizer::load(m_run.model);
+    } else if (m_talks) {
+      say("kvzap: note: there is no tokenizer: prompts and answers are token ids\n");
+    }
+    if (!m_model.tokenizer) return;
+    try {
+      m_model.chat_template = ChatTemplate::detect(m_run.model);
+    } catch (const Error& error) {
+      if (m_talks) say("kvzap: note: no /v1/chat/completions: {}\n", error.what());
+    }
+  });
+}
+
+/// Before minutes are spent on the weights.
+void Serving::listen() {
+  m_comm.agree_on_root([&] {
+    HttpOptions http;
+    http.host = m_options.host;
+    http.port = m_options.port;
+    http.api_keys = read_keys(m_options.api_key_file);
+    http.logs = m_talks;
+    http.logs_prompts = m_options.log_prompts;
+    // Those who wait, those who are answered, and some who ask how it goes.
+    constexpr std::int64_t others = 64, most = 8192;
+    http.max_connections = static_cast<std::size_t>(std::min(
+        most, m_options.scheduling.max_sequences + m_options.scheduling.max_queue + others));
+    m_http = std::make_unique<HttpServer>(http);
+    const bool is_local =
+        http.host == "127.0.0.1" || http.host == "localhost" || http.host == "::1";
+    if (!is_local && http.api_keys.empty() && m_talks) {
+      say("kvzap: warning: --host {}: whoever reaches this address can use the server; "
+          "--api-key-file asks for a key\n",
+          detail::shown_message(http.host));
+    }
+  });
+}
+
+void Serving::load_policy() {
+  if (!m_spec) return;
+  const Tokenizer* const tokenizer = m_model.tokenizer ? &*m_model.tokenizer : nullptr;
+  // The prompt to repeat a context does not depend on it, but for one of token ids.
+  std::vector<TokenId> context;
+  if (tokenizer && m_spec->info->repeats_context) {
+    m_comm.agree_on_root([&] {
+      const auto parts = ChatTemplate::detect(m_run.model).parts(false);
+      context = tokenizer->encode(parts.prefix + "a");
+    });
+  }
+  m_repeat = share_repeat_prompt(m_run, m_spec, tokenizer, context, m_setup->config, m_comm);
+  m_comm.agree([&] { m_choice = load_choice(m_run, *m_spec, m_repeat, *m_setup, m_comm); });
+  m_texts = load_policy_texts(m_run, m_choice.get(), tokenizer, m_setup->config, m_comm);
+  m_cache.policy = m_choice;
+  if (!m_choice->budget.has_amount()) {
+    m_cache.threshold = static_cast<float>(m_choice->threshold);
+  }
+}
+
+/// Bytes that this rank's rings and pages may take: its heads' share of --kv-memory or, without
+/// that, of most of what is there once the weights are; 0: nobody knows.
+std::size_t Serving::kv_limit() const {
+  std::int64_t own = 0, all = 0;
+  for (int layer = 0; layer < m_setup->partition.n_layers(); ++layer) {
+    own += static_cast<std::int64_t>(m_setup->partition.heads(layer, m_comm.rank()).size());
+    all += m_setup->partition.n_kv_heads();
+  }
+  const double share = static_cast<double>(own) / static_cast<double>(all);
+  if (!m_options.kv_memory.empty()) {
+    const auto bytes = static_cast<double>(parse_bytes(m_options.kv_memory, "--kv-memory"));
+    return static_cast<std::size_t>(std::max(1.0, bytes * share));
+  }
+  const std::int64_t available = available_bytes_of_node();
+  if (available < 0) return 0;
+  constexpr double used = 0.8;  // steps take some too
+  return static_cast<std::size_t>(used * static_cast<double>(available) / m_comm.ranks_on_node());
+}
+
+template <class Value>
+std::unique_ptr<Engine> Serving::make_engine(Progress& bar) {
+  const ProgressCallback progress = [&](std::string_view what, std::int64_t done,
+                                        std::int64_t total) {
+    bar.update(what, done, total, what == "load" ? "" : "tokens");
+    if (m_watch->signal() != 0) throw Error(stop_words);
+  };
+  const auto model = load_model<Value>(*m_setup, m_run.random_weights, m_comm, progress);
+  if (!m_texts.empty()) {
+    kvzap::calibrate<Value>(model, *m_choice, m_texts, m_comm, progress);
+  }
+  bar.clear();
+  // (All ranks have their weights before any looks at what is left.)
+  m_comm.agree([] {});
+  m_cache.kv_limit = kv_limit();
+  std::unique_ptr<Engine> engine;
+  m_comm.agree([&] {
+    engine = Engine::create<Value>(model, m_choice ? m_choice->scorer : nullptr, m_cache, m_comm);
+    const std::size_t least =
+        engine->bytes_per_sequence() +
+        static_cast<std::size_t>(m_cache.page_rows) * engine->bytes_per_token();
+    if (m_cache.kv_limit > 0 && m_cache.kv_limit < least) {
+      throw Error(
+          fmt::format("--kv-memory: rank {} has {} bytes of it; expected at least {}, for "
+                      "one short sequence",
+                      m_comm.rank(), m_cache.kv_limit, least));
+    }
+  });
+  return engine;
+}
+
+int Serving::run(Engine& engine) {
+  Pruner pruner(m_run, m_cache);
+  Executor executor(
+      engine, pruner.standard(),
+      [&](const Setting& setting) { return pruner.prune_setting(setting); },
+      [&](const Setting& setting) { return pruner.traits_of(setting); });
+  if (!m_comm.is_root()) {
+    executor.follow();
+    return 0;
+  }
+  pruner.take_modes(engine);
+  m_model.setting_of = [&](const PruneWish& wish) { return pruner.setting_of(wish); };
+  Scheduler scheduler(executor, m_options.scheduling);
+  m_http->open(m_model, scheduler,
+               m_cache.kv_limit > 0 ? std::optional<std::int64_t>(m_cache.kv_limit) : std::nullopt);
+  say("kvzap: listening on http://{}:{}\n",
+      m_options.host.find(':') == std::string::npos ? m_options.host : "[" + m_options.host + "]",
+      m_http->port());
+  m_watch->begin(
+      [&] {
+        m_http->drain();
+        scheduler.drain();
+        if (m_talks) {
+          say("kvzap: signal {}: running requests have {} s; another signal ends them\n",
+              m_watch->signal(), m_options.drain_seconds);
+        }
+      },
+      [&] { scheduler.stop(); }, m_options.drain_seconds);
+  try {
+    scheduler.run();
+  } catch (const std::exception& error) {
+    // Connections wait for what will never come, and other ranks for a plan.
+    say("kvzap: error: rank 0: {}\n", detail::shown_message(error.what()));
+    m_comm.abort(1);
+  }
+  m_watch->end();
+  m_http.reset();
+  const server::SchedulerCounts counts = scheduler.counts();
+  if (m_talks) {
+    say("kvzap: stopped: {} requests answered, {} cancelled, {} refused, {} failed; {} tokens; "
+        "{} bytes of keys and values in use\n",
+        counts.finished, counts.cancelled, counts.refused, counts.failed, counts.new_tokens,
+        engine.bytes().live);
+  }
+  constexpr int by_signal = 128;
+  return m_watch->has_cut() ? by_signal + m_watch->signal() : 0;
+}
+
+int Serving::operator()() {
+  m_watch.emplace(m_comm.is_root());
+  check_options();
+  use_threads(m_run.threads, m_comm, m_talks);
+  listen();
+  load_policy();
+  const MemoryPlan plan = plan_memory(m_setup->config, dtype_from_name(m_run.dtype), 1, 0,
+                                      m_comm.size(), m_cache.window);
+  const int ranks_on_node = m_comm.ranks_on_node();
+  m_comm.agree([&] {
+    std::int64_t most = 0;
+    for (const auto& rank : plan.ranks) most = std::max(most, rank.weights + rank.activations);
+    check_memory(most, ranks_on_node, "weights");
+  });
+  Progress bar(m_talks, m_run.progress);
+  std::unique_ptr<Engine> engine;
+  try {
+    with_value_type(dtype_from_name(m_run.dtype),
+                    [&](auto zero) { engine = make_engine<decltype(zero)>(bar); });
+  } catch (const Error& error) {
+    if (!is_stop(error)) throw;
+    const int signal = static_cast<int>(m_comm.all_reduce_max(std::int64_t{m_watch->signal()}));
+    bar.clear();
+    if (m_talks) say("kvzap: stopped by signal {} while weights were loaded\n", signal);
+    m_http.reset();
+    constexpr int by_signal = 128;
+    return by_signal + signal;
+  }
+  // The same status everywhere.
+  return static_cast<int>(m_comm.all_reduce_max(std::int64_t{run(*engine)}));
+}
+
+}  // namespace
+
+void declare_serve(CLI::App& app, ServeOptions& o) {
+  declare(app, o.run);
+  for (const char* name : {"--prompt",
+                           "--file",
+                           "--question",
+                           "--system",
+                           "--raw",
+                           "--token-ids",
+                           "--prune-after",
+                           "--dump",
+                           "--dry-run",
+                           "--append",
+                           "--resume",
+                           "--snapshot",
+                           "--snapshot-every",
+                           "--snapshot-keep",
+                           "--snapshot-content",
+                           "--snapshot-compress",
+                           "--snapshot-dtype",
+                           "--n-predict",
+                           "--ignore-eos",
+                           "--seed",
+                           "--json",
+                           "--json-token-ids",
+                           "--trim"}) {
+    app.remove_option(app.get_option(name));
+  }
+  const auto describe = [&](const char* name, const char* text) {
+    app.get_option(name)->description(text);
+  };
+  describe("--ctx-size",
+           "longest sequence, prompt and answer, in tokens; default: the model's "
+           "max_position_embeddings, or what RoPE scaling makes of it (no limit with "
+           "--random-weights)");
+  describe("--random-weights",
+           "make weights up from this seed; without a tokenizer.json prompts are token ids");
+  describe("--evict-ratio",
+           "budget: evicted share of all pairs of a prompt, in [0, 1); with --surrogate and "
+           "without --policy the threshold that kvzap calibrate has found for it");
+  describe("--prune",
+           "what is judged, unless a request says otherwise: none, prefill (what users say) or "
+           "always (by a threshold, answers too); default: prefill with a policy, none without");
+  describe("--thinking", "let a Qwen3 model think before it answers, unless a request says");
+  describe("--quiet", "nothing but errors, and where it listens, on standard error");
+  const auto server = "Server";
+  app.add_option("--host", o.host, "address to listen on; 0.0.0.0 and :: are all of them")
+      ->capture_default_str()
+      ->type_name("NAME")
+      ->group(server);
+  app.add_option("--port", o.port, "port to listen on; 0: one that is free")
+      ->capture_default_str()
+      ->group(server);
+  app.add_option("--api-key-file", o.api_key_file,
+                 "file of keys, one a line, one of which each request has to bring; default: none "
+                 "is asked for")
+      ->type_name("FILE")
+      ->group(server);
+  app.add_option("--alias", o.alias, "the model's name for clients; default: that of its folder")
+      ->type_name("NAME")
+      ->group(server);
+  app.add_option("--kv-memory", o.kv_memory,
+                 "bytes that keys and values of all requests and kept prompts may take, over all "
+                 "ranks, as 512M, 2GB or 1.5GiB; default: four fifths of what is free once the "
+                 "weights are loaded")
+      ->type_name("SIZE")
+      ->group(server);
+  app.add_option("--max-batch-tokens", o.scheduling.max_batch_tokens,
+                 "rows of a step: tokens that are generated, and chunks of prompts")
+      ->capture_default_str()
+      ->group(server);
+  app.add_option("--max-sequences", o.scheduling.max_sequences, "sequences that run at once")
+      ->capture_default_str()
+      ->group(server);
+  app.add_option("--max-queue", o.scheduling.max_queue,
+                 "requests that wait; those beyond are refused")
+      ->capture_default_str()
+      ->group(server);
+  app.add_option("--drain-seconds", o.drain_seconds,
+                 "seconds that running requests have after SIGTERM, SIGINT or SIGUSR1; a second "
+                 "signal ends them at once")
+      ->capture_default_str()
+      ->group(server);
+  app.add_flag("--log-prompts", o.log_prompts, "log what is asked, too")->group(server);
+  app.add_option("--seed", o.seed,
+                 "seed of the sampler for requests that have none; default: another one each")
+      ->check(not_negative)
+      ->group("Generation");
+}
+
+int serve(ServeOptions& options, const Communicator& comm) { return Serving(options, comm)(); }
+
+}  // namespace kvzap::driver

@@ -1,0 +1,236 @@
+#include "commands/setup.hpp"
+
+#include <fmt/format.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <kvzap/core/threads.hpp>
+#include <sstream>
+
+#include "base/kokkos_compat.hpp"
+#include "base/temporary_file.hpp"
+#include "commands/report.hpp"
+#include "console/console.hpp"
+#include "parallel/cores.hpp"
+
+namespace kvzap::driver {
+namespace {
+
+namespace fs = std::filesystem;
+
+/// The number in a file of one line, or -1 ("max" in a cgroup's limit is none).
+std::int64_t number_in(const fs::path& file) {
+  std::int64_t number = -1;
+  std::ifstream stream(file);
+  return stream >> number ? number : -1;
+}
+
+/// Bytes of a line "name: N kB" of a file in /proc, or -1.
+std::int64_t bytes_in(const char* file, const std::string& name) {
+  std::ifstream stream(file);
+  for (std::string line; std::getline(stream, line);) {
+    std::istringstream words(line);
+    std::string word;
+    std::int64_t kilobytes = 0;
+    if (words >> word >> kilobytes && word == name + ":") return 1024 * kilobytes;
+  }
+  return -1;
+}
+
+/// Memory that processes on this node may still take, or -1 if the system does not say: what the
+/// kernel has left, or, in a container or a batch job, what its control group has.
+std::int64_t available_bytes() {
+  std::int64_t available = bytes_in("/proc/meminfo", "MemAvailable");
+  std::ifstream groups("/proc/self/cgroup");
+  for (std::string line; std::getline(groups, line);) {
+    if (line.rfind("0::/", 0) != 0) continue;  // version 2's one hierarchy
+    for (fs::path group = fs::path(line.substr(3)).relative_path();; group = group.parent_path()) {
+      const fs::path folder = "/sys/fs/cgroup" / group;
+      const std::int64_t limit = number_in(folder / "memory.max");
+      const std::int64_t used = number_in(folder / "memory.current");
+      if (limit >= 0 && used >= 0) {
+        const std::int64_t left = std::max<std::int64_t>(0, limit - used);
+        available = available < 0 ? left : std::min(available, left);
+      }
+      if (group.empty()) break;
+    }
+  }
+  return available;
+}
+
+/// Name under which a result is written before it takes its final one.
+fs::path temporary_name(fs::path target) {
+  target += fmt::format(".tmp-{}", static_cast<long>(getpid()));
+  return target;
+}
+
+/// What a symbolic link leads to, with the flag in messages.
+fs::path target_of(const std::string& file, const std::string& flag) {
+  try {
+    return detail::target_of_links(file);
+  } catch (const Error& error) {
+    throw Error(fmt::format("{} {}: {}", flag, file, error.what()));
+  }
+}
+
+/// Whether `file` is there and is a pipe or a device, which no new file may take the place of.
+bool is_special(const std::string& file) {
+  std::error_code ignored;
+  return fs::exists(file, ignored) && !fs::is_regular_file(file, ignored);
+}
+
+/// Whether `file` is what standard output goes to, as /dev/stdout is. A new file would take the
+/// place of the one with the answer; and what /dev/stdout leads to may be a pipe without a name.
+bool is_standard_output(const std::string& file) {
+  if (file == "-") return true;
+  struct stat named {};
+  struct stat output {};
+  return ::stat(file.c_str(), &named) == 0 && ::fstat(STDOUT_FILENO, &output) == 0 &&
+         named.st_dev == output.st_dev && named.st_ino == output.st_ino;
+}
+
+}  // namespace
+
+ModelSetup set_up_model(const std::string& folder, std::optional<std::int64_t> layers,
+                        const std::string& placement, int ranks, const RopeOptions& rope) {
+  ModelConfig config = ModelConfig::load(folder);
+  apply_rope(rope, config);
+  const std::int64_t all_layers = config.num_hidden_layers;
+  if (layers && (*layers < 1 || *layers > all_layers)) {
+    throw Error(fmt::format("--layers is {}; expected 1 to {}, the layers of {}", *layers,
+                            all_layers, folder));
+  }
+  config.num_hidden_layers = layers.value_or(all_layers);
+  const auto even = [&](std::int64_t count) {
+    return HeadPartition::even(static_cast<int>(count),
+                               static_cast<int>(config.num_key_value_heads), ranks);
+  };
+  if (placement.empty()) {
+    return {folder, config, even(config.num_hidden_layers), all_layers, even(all_layers)};
+  }
+  auto kept = read_kept_rows(placement, config);
+  HeadPartition partition = HeadPartition::balanced(kept, ranks);
+  kept.resize(all_layers, kept.back());
+  return {folder, config, std::move(partition), all_layers, HeadPartition::balanced(kept, ranks)};
+}
+
+void print_notes(const ModelSetup& setup, bool talks) {
+  for (const auto& warning : setup.config.warnings) {
+    say("kvzap: warning: {}\n", warning);
+  }
+  if (talks && setup.is_truncated()) {
+    say("kvzap: note: only the first {} of {} layers of {} are used\n",
+        setup.config.num_hidden_layers, setup.all_layers, setup.folder);
+  }
+}
+
+std::shared_ptr<Surrogate> load_surrogate(const std::string& folder, const ModelSetup& setup,
+                                          DType dtype, const Communicator& comm) {
+  ModelConfig whole = setup.config;
+  whole.num_hidden_layers = setup.all_layers;
+  return std::make_shared<Surrogate>(
+      Surrogate::load(folder, whole, setup.partition_of_all_layers, comm.rank(), dtype, comm));
+}
+
+int ring_rows(int window, std::int64_t longest) {
+  constexpr std::int64_t small_ring = 1024;
+  return static_cast<int>(std::min<std::int64_t>(window, std::max(small_ring, longest)));
+}
+
+std::int64_t available_bytes_of_node() { return detail::runs_on_host ? available_bytes() : -1; }
+
+void check_memory(std::int64_t bytes, int ranks_on_node, const std::string& purpose) {
+  if (!detail::runs_on_host) return;
+  const std::int64_t available = available_bytes();
+  // Divided, because the product may not fit 64 bits.
+  if (available < 0 || bytes <= available / ranks_on_node) return;
+  throw Error(fmt::format(
+      "not enough memory: {} rank{} on this node need{} {} {}for {}, {} are available",
+      ranks_on_node, ranks_on_node == 1 ? "" : "s", ranks_on_node == 1 ? "s" : "",
+      human_bytes(bytes), ranks_on_node == 1 ? "" : "each ", purpose, human_bytes(available)));
+}
+
+void use_threads(std::optional<std::int64_t> asked, const Communicator& comm, bool talks) {
+  constexpr std::int64_t most = 4096;
+  if (asked && (*asked < 1 || *asked > most)) {
+    throw AgreedError(fmt::format("--threads is {}; expected 1 to {}", *asked, most));
+  }
+  const int threads = asked ? static_cast<int>(*asked) : threads_of_rank(comm);
+  const int ranks = comm.ranks_on_node();
+  set_threads(threads);
+  if (!talks) return;
+  const int cores = detail::cores_of_node();
+  const char* const of_ranks = ranks == 1 ? "rank" : "ranks";
+  if (asked && threads * ranks > cores) {
+    say("kvzap: warning: --threads {}: {} {} with {} threads each, on {} {}: they will wait for "
+        "one another\n",
+        threads, ranks, of_ranks, threads, cores, cores == 1 ? "core" : "cores");
+  }
+  if (!asked && !std::getenv("OMP_NUM_THREADS") && ranks > 1 && 2 * ranks * threads <= cores) {
+    say("kvzap: note: {} {} on this node may use {} of {} cores: mpirun --bind-to none lets them "
+        "use all\n",
+        ranks, of_ranks, ranks * threads, cores);
+  }
+}
+
+std::int64_t peak_rss_bytes() {
+  // getrusage remembers peaks from before a reset.
+  const std::int64_t peak = bytes_in("/proc/self/status", "VmHWM");
+  if (peak >= 0) return peak;
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return std::int64_t{1024} * usage.ru_maxrss;
+}
+
+void reset_peak_rss() {
+  // proc(5): 5 resets the peak resident set size.
+  std::ofstream("/proc/self/clear_refs") << "5\n";
+}
+
+void check_writable(const std::string& file) {
+  if (file.empty() || is_standard_output(file)) return;
+  std::error_code ignored;
+  if (fs::is_directory(file, ignored)) {
+    throw Error(fmt::format("--json {}: is a folder; expected a file", file));
+  }
+  // Opening a pipe would wait for its reader.
+  if (is_special(file)) return;
+  const fs::path probe = temporary_name(target_of(file, "--json"));
+  const bool opened = std::ofstream(probe).good();
+  fs::remove(probe, ignored);
+  if (!opened) throw Error(fmt::format("--json {}: no file can be created there", file));
+}
+
+void write_whole(const std::string& file, const std::string& text, const std::string& flag) {
+  if (is_standard_output(file)) {
+    std::fwrite(text.data(), 1, text.size(), stdout);
+    return;
+  }
+  const bool in_place = is_special(file);
+  const fs::path target = in_place ? fs::path(file) : target_of(file, flag);
+  const fs::path temporary = in_place ? target : temporary_name(target);
+  std::ofstream stream(temporary, std::ios::binary);
+  stream << text;
+  stream.close();
+  std::error_code error;
+  if (stream && !in_place) fs::rename(temporary, target, error);
+  if (!stream || error) {
+    std::error_code ignored;
+    if (!in_place) fs::remove(temporary, ignored);
+    throw Error(fmt::format("{} {}: writing failed (is the disk full?)", flag, file));
+  }
+}
+
+void flush_stdout() {
+  if (std::fflush(stdout) != 0 || std::ferror(stdout)) {
+    throw Error("standard output: writing failed (is the disk full?)");
+  }
+}
+
+}  // namespace kvzap::driver

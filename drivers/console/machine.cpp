@@ -1,0 +1,51 @@
+#include "console/machine.hpp"
+
+#include <fstream>
+#include <kvzap/core/threads.hpp>
+#include <kvzap/core/types.hpp>
+
+#include "base/kokkos_compat.hpp"
+#include "base/simd.hpp"
+#include "engine/build_info.hpp"
+
+namespace kvzap::driver {
+namespace {
+
+std::string processor_name() {
+  std::ifstream info("/proc/cpuinfo");
+  for (std::string line; std::getline(info, line);) {
+    const auto colon = line.find(": ");
+    if (line.rfind("model name", 0) == 0 && colon != std::string::npos) {
+      return line.substr(colon + 2);
+    }
+  }
+  return "unknown";
+}
+
+}  // namespace
+
+Machine describe_machine() {
+  Machine machine;
+  machine.backend = ExecutionSpace::name();
+  machine.concurrency =
+      detail::runs_on_host ? threads() : static_cast<int>(ExecutionSpace().concurrency());
+  machine.processor = processor_name();
+  machine.simd = detail::name_of(detail::simd_level());
+  machine.kokkos = detail::kokkos_version();
+  machine.mpi = detail::mpi_library();
+  machine.compiler = detail::compiler_name();
+  return machine;
+}
+
+nlohmann::ordered_json system_json(const Machine& machine, int ranks) {
+  return {{"backend", machine.backend},
+          {"concurrency", machine.concurrency},
+          {"ranks", ranks},
+          {"processor", machine.processor},
+          {"simd", machine.simd},
+          {"kokkos", machine.kokkos},
+          {"mpi", machine.mpi},
+          {"compiler", machine.compiler}};
+}
+
+}  // namespace kvzap::driver

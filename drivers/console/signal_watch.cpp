@@ -1,0 +1,102 @@
+#include "console/signal_watch.hpp"
+
+#include <fcntl.h>
+#include <poll.h>
+
+#include <chrono>
+#include <kvzap/core/types.hpp>
+#include <utility>
+
+namespace kvzap::driver {
+namespace {
+
+std::atomic<int> told = -1;  // where the handler writes
+
+extern "C" void tell_stop_watch(int signal) {
+  const int error = errno;
+  const auto number = static_cast<unsigned char>(signal);
+  if (write(told, &number, 1) < 0) {
+    // The pipe is full of signals.
+  }
+  errno = error;
+}
+
+}  // namespace
+
+StopWatch::StopWatch(bool acts) : m_acts(acts) {
+  if (pipe2(m_pipe.data(), O_CLOEXEC | O_NONBLOCK) != 0) throw Error("a pipe cannot be made");
+  told = m_pipe[1];
+  sigset_t mask;
+  sigemptyset(&mask);
+  for (std::size_t i = 0; i < signals.size(); ++i) {
+    struct sigaction action = {};
+    action.sa_handler = tell_stop_watch;
+    sigemptyset(&action.sa_mask);
+    action.sa_flags = SA_RESTART;
+    sigaction(signals[i], &action, &m_before[i]);
+    sigaddset(&mask, signals[i]);
+  }
+  // Of the threads of this program one alone is told.
+  m_thread = std::thread([this] { watch(); });
+  pthread_sigmask(SIG_BLOCK, &mask, &m_mask_before);
+}
+
+StopWatch::~StopWatch() {
+  const unsigned char none = 0;
+  while (write(m_pipe[1], &none, 1) < 0 && errno == EAGAIN) std::this_thread::yield();
+  m_thread.join();
+  for (std::size_t i = 0; i < signals.size(); ++i) sigaction(signals[i], &m_before[i], nullptr);
+  pthread_sigmask(SIG_SETMASK, &m_mask_before, nullptr);
+  told = -1;
+  for (const int end : m_pipe) close(end);
+}
+
+void StopWatch::begin(std::function<void()> drain, std::function<void()> cut, double patience) {
+  const std::lock_guard<std::mutex> lock(m_mutex);
+  m_drain = std::move(drain);
+  m_cut = std::move(cut);
+  m_patience = patience;
+}
+
+void StopWatch::end() {
+  const std::lock_guard<std::mutex> lock(m_mutex);
+  m_drain = m_cut = nullptr;
+}
+
+void StopWatch::watch() {
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point first;
+  for (;;) {
+    pollfd look = {m_pipe[0], POLLIN, 0};
+    constexpr int every = 50;  // milliseconds
+    poll(&look, 1, m_signal == 0 ? -1 : every);
+    unsigned char number = 0;
+    bool cuts = false;
+    while (read(m_pipe[0], &number, 1) == 1) {
+      if (number == 0) return;
+      if (!m_acts) continue;
+      if (m_signal == 0) {
+        m_signal = number;
+        first = Clock::now();
+        continue;
+      }
+      // What comes at once is no second wish: see SignalWatch.
+      cuts =
+          cuts || Clock::now() - first > std::chrono::milliseconds(number == SIGINT ? 200 : 1000);
+    }
+    if (m_signal == 0) continue;
+    const std::lock_guard<std::mutex> lock(m_mutex);
+    if (m_drain && !m_has_drained) {
+      m_has_drained = true;
+      first = Clock::now();
+      m_drain();
+    }
+    if (!m_cut || m_has_cut) continue;
+    const std::chrono::duration<double> since = Clock::now() - first;
+    if (!cuts && since.count() < m_patience) continue;
+    m_has_cut = true;
+    m_cut();
+  }
+}
+
+}  // namespace kvzap::driver

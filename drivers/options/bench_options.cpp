@@ -1,0 +1,280 @@
+#include "options/bench_options.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "base/decimal.hpp"
+#include "base/nearest.hpp"
+#include "options/options.hpp"
+#include "options/strict_values.hpp"
+
+namespace kvzap::driver {
+namespace {
+
+/// Enough for any context; products of two such numbers still fit.
+constexpr std::int64_t most_tokens = 1'000'000'000;
+constexpr std::int64_t most_sequences = 65536;
+
+[[noreturn]] void fail_entry(const char* flag, const std::string& entry,
+                             const std::string& expected) {
+  throw Error(fmt::format("{} has the entry '{}'; expected {}, or several of them between commas",
+                          flag, entry, expected));
+}
+
+/// Entries of a list that was given in one or several parts; `usual` if it was not given.
+std::vector<std::string> entries_of(const std::vector<std::string>& parts, const char* flag,
+                                    const char* usual) {
+  const std::vector<std::string> standard = {usual};
+  std::vector<std::string> entries;
+  for (const std::string& part : parts.empty() ? standard : parts) {
+    if (part.empty()) throw Error(fmt::format("{}: the list is empty", flag));
+    for (std::size_t begin = 0; begin <= part.size();) {
+      const std::size_t end = std::min(part.find(',', begin), part.size());
+      entries.push_back(part.substr(begin, end - begin));
+      begin = end + 1;
+    }
+  }
+  return entries;
+}
+
+std::vector<std::int64_t> whole_numbers(const std::vector<std::string>& parts, const char* flag,
+                                        const char* usual, std::int64_t least, std::int64_t most) {
+  std::vector<std::int64_t> numbers;
+  for (const std::string& entry : entries_of(parts, flag, usual)) {
+    std::int64_t number = 0;
+    if (detail::read_whole(entry, number) != detail::DecimalFault::none || number < least ||
+        number > most) {
+      fail_entry(flag, entry, fmt::format("a whole number from {} to {}", least, most));
+    }
+    numbers.push_back(number);
+  }
+  return numbers;
+}
+
+}  // namespace
+
+std::vector<double> real_numbers(const std::vector<std::string>& parts, const char* flag,
+                                 const char* usual, const char* expected,
+                                 const std::function<bool(double)>& is_good) {
+  std::vector<double> numbers;
+  for (const std::string& entry : entries_of(parts, flag, usual)) {
+    double number = 0;
+    if (detail::read_real(entry, number) != detail::DecimalFault::none || !std::isfinite(number) ||
+        !is_good(number)) {
+      fail_entry(flag, entry, expected);
+    }
+    numbers.push_back(number);
+  }
+  return numbers;
+}
+
+std::string BenchTest::name() const {
+  return fmt::format("{}{}", kind == Kind::prefill ? "pp" : "tg", tokens);
+}
+
+void declare(CLI::App& app, BenchOptions& o) {
+  // One part per flag, so that what follows is not taken for another; a flag may be repeated.
+  const auto add_list = [&](const std::string& name, std::vector<std::string>& parts,
+                            const char* usual, const std::string& description) {
+    return add_texts(app, name, parts, description)->type_name("LIST")->default_str(usual);
+  };
+
+  const auto model = "Model";
+  app.add_option("-m,--model", o.model,
+                 "Hugging Face folder; without *.safetensors weights are random. Required")
+      ->type_name("DIR")
+      ->group(model);
+  declare_dtype(app, o.dtype, "value type of weights and cache", model);
+  app.add_option("--layers", o.layers, "use only so many of the first layers; default: all")
+      ->group(model);
+  declare_random_weights(
+      app, o.random_weights,
+      "make weights up from this seed even if the folder has some; default: 0 where it "
+      "has none",
+      model);
+  declare_rope(app, o.rope, model);
+  declare_threads(app, o.threads, model);
+  app.add_option("--surrogate", o.surrogate,
+                 "KVzap surrogate folder: its scores decide instead of random ones, and what is "
+                 "in the cache before a test is prefilled instead of made up")
+      ->type_name("DIR")
+      ->group(model);
+
+  const auto tests = "Tests (LIST: numbers between commas; every combination is a test)";
+  add_list("-p,--n-prompt", o.prompt_tokens, "512",
+           "prefill of so many random tokens, tests pp512 etc.; 0: no such test")
+      ->group(tests);
+  add_list("-n,--n-gen", o.new_tokens, "128",
+           "decode of so many tokens, one at a time, tests tg128 etc.; 0: no such test")
+      ->group(tests);
+  add_list("-d,--n-depth", o.depths, "0", "tokens that the context has before the test")
+      ->group(tests);
+  add_list("-b,--batch", o.batches, "1", "sequences that are decoded together")->group(tests);
+  add_list("--evict-ratio", o.evict_ratios, "0",
+           "share of all pairs that random scores evict, in [0, 1)")
+      ->group(tests);
+  add_list("--skew", o.skews, "1",
+           "longest over shortest KV head of a layer after eviction, at least 1; tested once where "
+           "nothing is evicted")
+      ->group(tests);
+
+  const auto pruning = "Pruning";
+  app.add_option("--threshold", o.threshold,
+                 "log score below which a pair is evicted; required with --surrogate")
+      ->group(pruning);
+  app.add_option("--prune", o.prune,
+                 "what is judged: prefill (what is in the cache before the test, and prompts) or "
+                 "always (generated tokens too)")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"prefill", "always"}))
+      ->group(pruning);
+  app.add_option("--window", o.window, "most recent tokens that are always kept; at least 1")
+      ->capture_default_str()
+      ->group(pruning);
+  app.add_option("--prefill", o.prefill,
+                 "dense: a prompt attends to all of itself, then is pruned; sparse: chunk by "
+                 "chunk, over what earlier chunks left; default: sparse where pairs are evicted, "
+                 "else dense")
+      ->check(CLI::IsMember({"dense", "sparse"}))
+      ->group(pruning);
+  app.add_option("--chunk", o.chunk, "tokens of a chunk in sparse prefill; at least 1")
+      ->capture_default_str()
+      ->group(pruning);
+  app.add_option("--page-rows", o.page_rows, "rows of a cache page; 1 to 1048576")
+      ->capture_default_str()
+      ->group(pruning);
+
+  const auto measurement = "Measurement";
+  app.add_option("-r,--repetitions", o.repetitions,
+                 "timed repetitions of each test, each from the same cache; at least 1")
+      ->capture_default_str()
+      ->group(measurement);
+  app.add_flag("--warmup,!--no-warmup", o.warmup,
+               "run each test once untimed before, or not (default: once)")
+      ->group(measurement);
+  app.add_option("--seed", o.seed, "seed of tokens, scores and contents of the cache")
+      ->capture_default_str()
+      ->check(not_negative)
+      ->group(measurement);
+
+  const auto output = "Output";
+  app.add_option("-o,--output", o.output,
+                 "format of the results on standard output: a Markdown table, CSV or JSON")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"md", "csv", "json"}))
+      ->group(output);
+  add_texts(app, "--columns", o.columns,
+            fmt::format("columns of the Markdown table, in this order: some of {}, between "
+                        "commas, or all; default: of those that say something about these "
+                        "tests as many as 120 characters hold (CSV and JSON have them all)",
+                        fmt::join(bench_column_names(), ", ")))
+      ->type_name("LIST")
+      ->group(output);
+  declare_progress(app, o.progress, output);
+  app.add_flag("-q,--quiet", o.quiet, "no notes and no progress on standard error")->group(output);
+  app.add_option("--config", o.config,
+                 "TOML deck with any of these options under their long names, lists as lists or as "
+                 "texts; flags override it")
+      ->type_name("DECK")
+      ->group(output);
+}
+
+const std::vector<std::string>& bench_column_names() {
+  static const std::vector<std::string> names = {
+      "model",   "size", "params",   "backend", "simd",         "ranks",
+      "dtype",   "test", "depth",    "batch",   "evict-ratio",  "skew",
+      "evicted", "t/s",  "ms/token", "kv-live", "kv-allocated", "peak-rss"};
+  return names;
+}
+
+std::vector<std::string> columns_of(const BenchOptions& o) {
+  if (o.columns.empty()) return {};
+  require(o.output == "md",
+          fmt::format("--columns is for the Markdown table; -o {} has all of them", o.output));
+  const auto& known = bench_column_names();
+  std::vector<std::string> entries = entries_of(o.columns, "--columns", "");
+  if (entries == std::vector<std::string>{"all"}) return known;
+  for (std::size_t i = 0; i < entries.size(); ++i) {
+    const auto begin = entries.begin();
+    const std::string& name = entries[i];
+    require(std::find(begin, begin + static_cast<std::ptrdiff_t>(i), name) ==
+                begin + static_cast<std::ptrdiff_t>(i),
+            fmt::format("--columns names {} twice", name));
+    if (std::find(known.begin(), known.end(), name) != known.end()) continue;
+    const std::string nearest = detail::nearest_name(name, known);
+    throw Error(fmt::format("--columns: there is no column '{}'{}; expected all, or some of {}",
+                            name, nearest.empty() ? "" : " (did you mean " + nearest + "?)",
+                            fmt::join(known, ", ")));
+  }
+  return entries;
+}
+
+std::vector<BenchTest> tests_of(const BenchOptions& o) {
+  columns_of(o);  // throws for those that there are not
+  require(!o.model.empty(), "no model: give a Hugging Face folder with -m");
+  require(o.window >= 1 && o.window <= (1 << 24),
+          fmt::format("--window is {}; expected 1 to {}", o.window, 1 << 24));
+  check_chunk_and_pages(o.chunk, o.page_rows);
+  require(o.repetitions >= 1 && o.repetitions <= 1'000'000,
+          fmt::format("-r is {}; expected 1 to 1000000", o.repetitions));
+  const bool has_surrogate = !o.surrogate.empty();
+  require(has_surrogate == o.threshold.has_value(),
+          has_surrogate ? "--surrogate needs --threshold: the log score below which a pair is "
+                          "evicted"
+                        : "--threshold has no effect without --surrogate: --evict-ratio says what "
+                          "random scores evict");
+  check_threshold(o.threshold);
+  require(!has_surrogate || o.evict_ratios.empty(),
+          "--evict-ratio and --surrogate: with a surrogate, --threshold decides what is evicted");
+  require(!has_surrogate || o.skews.empty(),
+          "--skew and --surrogate: the surrogate decides which heads keep more");
+
+  const auto prompts = whole_numbers(o.prompt_tokens, "-p", "512", 0, most_tokens);
+  const auto generated = whole_numbers(o.new_tokens, "-n", "128", 0, most_tokens);
+  const auto depths = whole_numbers(o.depths, "-d", "0", 0, most_tokens);
+  const auto batches = whole_numbers(o.batches, "-b", "1", 1, most_sequences);
+  const auto ratios =
+      real_numbers(o.evict_ratios, "--evict-ratio", "0", "a number of at least 0 and less than 1",
+                   [](double ratio) { return ratio >= 0 && ratio < 1; });
+  const auto skews = real_numbers(o.skews, "--skew", "1", "a number of at least 1",
+                                  [](double skew) { return skew >= 1; });
+
+  std::vector<BenchTest> tests;
+  for (const double ratio : ratios) {
+    // Where all heads keep everything, skews would only repeat one another.
+    for (const double skew : ratio == 0 ? std::vector<double>{1} : skews) {
+      BenchTest test;
+      if (!has_surrogate) test.evict_ratio = ratio;
+      test.skew = skew;
+      test.is_sparse = o.prefill.empty() ? test.is_pruned() : o.prefill == "sparse";
+      for (const std::int64_t depth : depths) {
+        test.depth = depth;
+        test.kind = BenchTest::Kind::prefill;
+        test.batch = 1;
+        for (const std::int64_t tokens : prompts) {
+          if (tokens == 0) continue;
+          test.tokens = tokens;
+          test.step_tokens = test.is_sparse ? std::min(tokens, o.chunk) : tokens;
+          tests.push_back(test);
+        }
+        test.kind = BenchTest::Kind::decode;
+        test.step_tokens = 1;
+        for (const std::int64_t batch : batches) {
+          test.batch = static_cast<int>(batch);
+          for (const std::int64_t tokens : generated) {
+            if (tokens == 0) continue;
+            test.tokens = tokens;
+            tests.push_back(test);
+          }
+        }
+      }
+    }
+  }
+  require(!tests.empty(), "nothing to test: -p and -n are both 0");
+  return tests;
+}
+
+}  // namespace kvzap::driver

@@ -1,0 +1,92 @@
+// What `kvzap bench` can be told, by flags or by a deck.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "console/progress.hpp"
+#include "options/rope_options.hpp"
+
+namespace kvzap::driver {
+
+/// As given; lists are texts of numbers between commas.
+struct BenchOptions {
+  std::string model;
+  std::string surrogate;
+  std::optional<double> threshold;
+  std::string dtype = "bf16";
+  std::optional<std::uint64_t> random_weights;
+  std::optional<std::int64_t> threads;
+  RopeOptions rope;
+  std::optional<std::int64_t> layers;
+
+  std::vector<std::string> prompt_tokens;
+  std::vector<std::string> new_tokens;
+  std::vector<std::string> depths;
+  std::vector<std::string> batches;
+  std::vector<std::string> evict_ratios;
+  std::vector<std::string> skews;
+
+  std::string prune = "prefill";
+  std::string prefill;  // empty: sparse where pairs are evicted, else dense
+  std::int64_t chunk = 2048;
+  int window = 128;
+  int page_rows = 64;
+
+  std::int64_t repetitions = 5;
+  bool warmup = true;
+  std::uint64_t seed = 0;
+  std::string output = "md";
+  std::vector<std::string> columns;
+  bool quiet = false;
+  ProgressStyle progress = ProgressStyle::automatic;
+  std::string config;
+};
+
+/// One row of the result.
+struct BenchTest {
+  enum class Kind { prefill, decode };
+  Kind kind = Kind::prefill;
+  /// Of the prompt, or generated for each sequence.
+  std::int64_t tokens = 0;
+  /// Tokens that each sequence has had before.
+  std::int64_t depth = 0;
+  /// Sequences that are decoded together.
+  int batch = 1;
+  /// Evicted share that random scores aim at; absent with a surrogate.
+  std::optional<double> evict_ratio;
+  double skew = 1;
+  /// Tokens of a prompt that go through the model at once: all, or a chunk in sparse prefill.
+  bool is_sparse = false;
+  std::int64_t step_tokens = 0;
+
+  bool is_pruned() const { return !evict_ratio || *evict_ratio > 0; }
+  /// "pp512" or "tg128", as in llama-bench.
+  std::string name() const;
+};
+
+/// Numbers between commas, given in one or several parts, or those of `usual` if there are none.
+/// Throws Error, naming the flag, for an entry that is no finite number or not good.
+std::vector<double> real_numbers(const std::vector<std::string>& parts, const char* flag,
+                                 const char* usual, const char* expected,
+                                 const std::function<bool(double)>& is_good);
+
+/// Columns that the Markdown table may have, by the names of --columns, in their usual order.
+const std::vector<std::string>& bench_column_names();
+
+/// What --columns names, in its order; empty: the most useful ones. Throws Error for a name that
+/// there is not, and for --columns where no table is printed.
+std::vector<std::string> columns_of(const BenchOptions& options);
+
+/// Declares every option of `kvzap bench` on `app`; parsing fills `options`.
+void declare(CLI::App& app, BenchOptions& options);
+
+/// The tests that the options ask for, in the order in which they run. Throws Error, naming the
+/// flag, for options that are out of range or contradict one another.
+std::vector<BenchTest> tests_of(const BenchOptions& options);
+
+}  // namespace kvzap::driver

@@ -1,0 +1,198 @@
+#include "options/help.hpp"
+
+#include <fmt/format.h>
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cctype>
+#include <cstdlib>
+#include <vector>
+
+#include "base/decimal.hpp"
+#include "commands/option_table.hpp"
+
+namespace kvzap::driver {
+namespace {
+
+constexpr int least_columns = 60;
+constexpr int most_columns = 120;
+constexpr int usual_columns = 80;
+
+/// Where descriptions begin.
+constexpr std::size_t description_column = 26;
+
+/// Characters, of which UTF-8 may take several bytes.
+std::size_t width_of(const std::string& text) {
+  return std::count_if(text.begin(), text.end(),
+                       [](unsigned char c) { return (c & 0xc0) != 0x80; });
+}
+
+/// `text` from the column that `line` has reached, broken at blanks; further lines begin in column
+/// `indent`.
+std::string wrapped(std::string line, const std::string& text, std::size_t indent, int columns) {
+  std::string out;
+  std::size_t begin = 0;
+  bool is_first = true;  // word of the line
+  while (begin <= text.size()) {
+    const std::size_t end = std::min(text.find_first_of(" \n", begin), text.size());
+    std::string word = text.substr(begin, end - begin);
+    // What fits on no line, as the pattern of a policy, is broken before a bracket.
+    for (const std::size_t room = columns - indent; width_of(word) > room;) {
+      const std::size_t bracket = word.rfind('[', room);
+      const std::size_t cut = bracket == 0 || bracket == std::string::npos ? room : bracket;
+      if (!is_first) {
+        out += line + "\n";
+        line = std::string(indent, ' ');
+      }
+      out += line + word.substr(0, cut) + "\n";
+      line = std::string(indent, ' ');
+      word.erase(0, cut);
+      is_first = true;
+    }
+    const std::size_t blank = is_first ? 0 : 1;
+    if (!is_first && width_of(line) + blank + width_of(word) > static_cast<std::size_t>(columns)) {
+      out += line + "\n";
+      line = std::string(indent, ' ') + word;
+    } else {
+      line += (is_first ? "" : " ") + word;
+    }
+    is_first = false;
+    if (end < text.size() && text[end] == '\n') {
+      out += line + "\n";
+      line = std::string(indent, ' ');
+      is_first = true;
+    }
+    begin = end + 1;
+  }
+  return out + line + "\n";
+}
+
+/// "  name   description", the description in a column of its own.
+std::string row(const std::string& name, const std::string& description, std::size_t column,
+                int columns) {
+  std::string line = "  " + name;
+  std::string out;
+  if (width_of(line) + 2 > column) {
+    out = wrapped("  ", name, 6, columns);
+    line.clear();
+  }
+  line.resize(line.size() + column - width_of(line), ' ');
+  return out + wrapped(line, description, column, columns);
+}
+
+/// "-m, --model DIR"
+std::string name_of(const Entry& entry) {
+  if (entry.flags.empty()) return entry.repeats ? entry.name + " ..." : entry.name;
+  std::string text = fmt::format("{}", fmt::join(entry.flags, ", "));
+  // Long flags stand below one another.
+  if (entry.flags.front().rfind("--", 0) == 0) text = "    " + text;
+  if (entry.kind == ValueKind::choice) {
+    text += fmt::format(" {}", fmt::join(entry.choices, "|"));
+  } else if (entry.kind != ValueKind::none) {
+    text += " " + entry.type;
+  }
+  return text;
+}
+
+std::string description_of(const Entry& entry) {
+  std::string text = entry.description;
+  if (entry.flags.empty() && entry.kind == ValueKind::choice) {
+    text += fmt::format(": {}", fmt::join(entry.choices, ", "));
+  }
+  if (!entry.default_text.empty()) text += "; default: " + entry.default_text;
+  return text;
+}
+
+std::string usage_of(const CLI::App& app, const std::string& name) {
+  if (!commands_of(app).empty()) return fmt::format("Usage: {} COMMAND [options]", name);
+  std::string text = fmt::format("Usage: {} [options]", name);
+  for (const Entry& entry : entries_of(app)) {
+    if (!entry.flags.empty()) continue;
+    const std::string shown = name_of(entry);
+    text += entry.is_required ? " " + shown : fmt::format(" [{}]", shown);
+  }
+  return text;
+}
+
+}  // namespace
+
+int help_columns() {
+  const auto bounded = [](long columns) {
+    return static_cast<int>(std::clamp<long>(columns, least_columns, most_columns));
+  };
+  const char* const told = std::getenv("COLUMNS");
+  long columns = 0;
+  if (told && detail::read_whole(told, columns) == detail::DecimalFault::none && columns > 0) {
+    return bounded(columns);
+  }
+  winsize size{};
+  if (isatty(STDOUT_FILENO) && ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0) {
+    return bounded(size.ws_col);
+  }
+  return usual_columns;
+}
+
+const std::vector<EnvironmentVariable>& environment_variables() {
+  static const std::vector<EnvironmentVariable> variables = {
+      {"KVZAP_SIMD",
+       "instruction set of the inner loops, in place of the widest that the processor has, which "
+       "--version names: amx, avx512_bf16, avx512, avx2 or baseline; one that the processor lacks "
+       "is an error"},
+      {"KVZAP_PACK",
+       "off: weights stay plain rows, where oneDNN's layout of the processor takes their place"},
+      {"COLUMNS", "characters of a line of help and progress, in place of the terminal's"},
+  };
+  return variables;
+}
+
+std::string HelpFormatter::make_help(const CLI::App* app, std::string name,
+                                     CLI::AppFormatMode /*mode*/) const {
+  const int columns = help_columns();
+  // (CLI11 gives the names of the commands above, without the last one.)
+  if (name.empty()) name = app->get_name();
+  const CLI::App* const parent = app->get_parent();
+  if (parent) name = parent->get_name() + " " + app->get_name();
+  std::string text = wrapped("", usage_of(*app, name), 7, columns) + "\n";
+  std::string description = app->get_description();
+  if (parent && !description.empty()) {
+    description.front() = static_cast<char>(std::toupper(description.front()));
+    description += ".";
+  }
+  text += wrapped("", description, 0, columns);
+
+  const std::vector<const CLI::App*> commands = commands_of(*app);
+  if (!commands.empty()) {
+    std::size_t widest = 0;
+    for (const CLI::App* command : commands) {
+      widest = std::max(widest, command->get_name().size());
+    }
+    text += "\nCommands:\n";
+    for (const CLI::App* command : commands) {
+      text += row(command->get_name(), command->get_description(), widest + 4, columns);
+    }
+  }
+  std::vector<std::string> groups;
+  const std::vector<Entry> entries = entries_of(*app);
+  for (const Entry& entry : entries) {
+    const bool is_new = std::find(groups.begin(), groups.end(), entry.group) == groups.end();
+    if (is_new && !entry.group.empty()) groups.push_back(entry.group);
+  }
+  for (const std::string& group : groups) {
+    text += "\n" + wrapped("", group + ":", 0, columns);
+    for (const Entry& entry : entries) {
+      if (entry.group != group) continue;
+      text += row(name_of(entry), description_of(entry), description_column, columns);
+    }
+  }
+  if (!parent) {
+    text += "\nEnvironment:\n";
+    for (const EnvironmentVariable& variable : environment_variables()) {
+      text += row(variable.name, variable.description, 14, columns);
+    }
+  }
+  if (!app->get_footer().empty()) text += "\n" + wrapped("", app->get_footer(), 0, columns);
+  return text;
+}
+
+}  // namespace kvzap::driver

@@ -1,0 +1,431 @@
+#include "options/options.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "base/nearest.hpp"
+#include "options/policy_options.hpp"
+#include "options/strict_values.hpp"
+
+namespace kvzap::driver {
+
+std::string not_negative(const std::string& text) {
+  return text.find('-') == std::string::npos ? "" : text + "; expected 0 or more";
+}
+
+void require(bool good, const std::string& message) {
+  if (!good) throw Error(message);
+}
+
+void check_threshold(const std::optional<double>& threshold) {
+  if (!threshold) return;
+  require(!std::isnan(*threshold), "--threshold is NaN; expected a number (no score is below NaN)");
+  require(std::isinf(*threshold) || std::fabs(*threshold) <= std::numeric_limits<float>::max(),
+          fmt::format("--threshold is {}; expected a number in the range of float, or inf or -inf",
+                      *threshold));
+}
+
+void check_chunk_and_pages(std::int64_t chunk, int page_rows) {
+  require(chunk >= 1, fmt::format("--chunk is {}; expected at least 1", chunk));
+  require(page_rows >= 1 && page_rows <= (1 << 20),
+          fmt::format("--page-rows is {}; expected 1 to {}", page_rows, 1 << 20));
+}
+
+void declare_dtype(CLI::App& app, std::string& dtype, const std::string& help,
+                   const std::string& group) {
+  app.add_option("--dtype", dtype, help)
+      ->capture_default_str()
+      ->check(CLI::IsMember({"f32", "bf16", "f16"}))
+      ->group(group);
+}
+
+void declare_random_weights(CLI::App& app, std::optional<std::uint64_t>& seed,
+                            const std::string& help, const std::string& group) {
+  app.add_option("--random-weights", seed, help)
+      ->type_name("SEED")
+      ->check(not_negative)
+      ->group(group);
+}
+
+void declare_threads(CLI::App& app, std::optional<std::int64_t>& threads,
+                     const std::string& group) {
+  app.add_option(
+         "-t,--threads", threads,
+         "threads of each rank, 1 to 4096; default: the cores that this rank is bound to, or "
+         "its share of the node's, or OMP_NUM_THREADS")
+      ->group(group);
+}
+
+void declare_rope(CLI::App& app, RopeOptions& rope, const std::string& group) {
+  app.add_option("--rope-scaling", rope.scaling,
+                 "scale RoPE for texts longer than the model's max_position_embeddings, by "
+                 "--rope-scale; none: not even as config.json has it; default: as config.json has "
+                 "it")
+      ->check(CLI::IsMember({"none", "linear", "dynamic", "yarn"}))
+      ->group(group);
+  app.add_option("--rope-scale", rope.scale, "how many times longer texts may get; at least 1")
+      ->type_name("FACTOR")
+      ->group(group);
+}
+
+void declare_template(CLI::App& app, bool& raw, std::string& thinking, const std::string& group) {
+  app.add_flag("--raw", raw, "no chat template; BOS only where the tokenizer adds one")
+      ->group(group);
+  app.add_option("--thinking", thinking, "let a Qwen3 model think before it answers")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"on", "off"}))
+      ->group(group);
+}
+
+void declare_filters(CLI::App& app, SamplingOptions& sampling, const std::string& group) {
+  app.add_option("--top-k", sampling.top_k, "sample from the k most likely tokens; 0: all")
+      ->capture_default_str()
+      ->group(group);
+  app.add_option("--top-p", sampling.top_p,
+                 "sample from the most likely tokens whose probabilities sum to this, in (0, 1]")
+      ->capture_default_str()
+      ->group(group);
+  app.add_option("--min-p", sampling.min_p,
+                 "sample from tokens at least this many times as likely as the likeliest, in [0, "
+                 "1]; 0: all")
+      ->capture_default_str()
+      ->group(group);
+}
+
+void declare_protected(CLI::App& app, int& window, std::int64_t& sink, const std::string& group) {
+  app.add_option("--window", window, "most recent tokens that a threshold always keeps; at least 1")
+      ->capture_default_str()
+      ->group(group);
+  app.add_option("--sink", sink, "first positions that are always kept")
+      ->capture_default_str()
+      ->group(group);
+}
+
+void declare_deck(CLI::App& app, std::string& deck, const std::string& group) {
+  app.add_option("--config", deck,
+                 "TOML deck with any of these options under their long names; flags override it")
+      ->type_name("DECK")
+      ->group(group);
+}
+
+namespace {
+
+void declare_snapshots(CLI::App& app, RunOptions& o) {
+  const auto group = "Snapshots";
+  // A variable of a script that is not set must not end in a run without snapshots.
+  const auto file_name = [](const std::string& text) {
+    return text.empty() ? "the name is empty; expected a file" : "";
+  };
+  app.add_option("--snapshot", o.snapshot,
+                 "write the cache to this HDF5 file after the context, and again if SIGTERM, "
+                 "SIGINT or SIGUSR1 ends the run, whose exit status is then 128 + the signal's "
+                 "number")
+      ->check(file_name)
+      ->type_name("FILE")
+      ->group(group);
+  app.add_option("--snapshot-every", o.snapshot_every,
+                 "write it anew after every so many tokens of context (sparse prefill; dense "
+                 "prefill has no such points), question and answer, while the run goes on; at "
+                 "least 1")
+      ->group(group);
+  app.add_option("--snapshot-keep", o.snapshot_keep,
+                 "how many of the newest snapshots stay: the file, and those before it under its "
+                 "name with their tokens, as cache.4096.h5; at least 1; default: 1")
+      ->group(group);
+  app.add_option("--snapshot-content", o.snapshot_content,
+                 "what is written of each row: its position, its score too, or all: key and value "
+                 "too, without which no run can go on; default: all")
+      ->check(CLI::IsMember({"positions", "scores", "all"}))
+      ->group(group);
+  app.add_option("--snapshot-compress", o.snapshot_compress,
+                 "level at which rows are deflated, 1 to 9; 0: not at all; default: 0, or 6 "
+                 "without keys and values")
+      ->type_name("LEVEL")
+      ->group(group);
+  app.add_option("--snapshot-dtype", o.snapshot_dtype,
+                 "value type of keys and values in the file; default: the cache's")
+      ->check(CLI::IsMember({"f32", "f16", "bf16"}))
+      ->group(group);
+  app.add_option("--resume", o.resume,
+                 "go on from this snapshot, on any number of ranks: with its model, its context "
+                 "and its options, of which those may be given anew that its rows do not depend "
+                 "on. Answers go on where they were; with --question its context is asked that "
+                 "instead")
+      ->check(file_name)
+      ->type_name("FILE")
+      ->group(group);
+  app.add_option("--append", o.append,
+                 "file with more context, taken whole, that follows the context of --resume "
+                 "before questions are asked, its own anew; - is standard input")
+      ->check(file_name)
+      ->type_name("FILE")
+      ->group(group);
+}
+
+void check_snapshot_options(const RunOptions& o) {
+  const std::pair<const char*, bool> needs_file[] = {
+      {"--snapshot-every", o.snapshot_every.has_value()},
+      {"--snapshot-keep", o.snapshot_keep.has_value()},
+      {"--snapshot-content", !o.snapshot_content.empty()},
+      {"--snapshot-compress", o.snapshot_compress.has_value()},
+      {"--snapshot-dtype", !o.snapshot_dtype.empty()}};
+  for (const auto& [flag, is_given] : needs_file) {
+    require(!is_given || !o.snapshot.empty(),
+            fmt::format("{} has no effect without --snapshot FILE", flag));
+  }
+  require(o.snapshot != "-", "--snapshot cannot be standard output");
+  require(o.resume != "-", "--resume cannot be standard input");
+  const auto check_count = [](const std::optional<std::int64_t>& count, const char* flag) {
+    require(!count || *count >= 1,
+            fmt::format("{} is {}; expected at least 1", flag, count.value_or(0)));
+  };
+  check_count(o.snapshot_every, "--snapshot-every");
+  check_count(o.snapshot_keep, "--snapshot-keep");
+  const int level = o.snapshot_compress.value_or(0);
+  require(level >= 0 && level <= 9,
+          fmt::format("--snapshot-compress is {}; expected 0 to 9", level));
+  const bool has_values = o.snapshot_content.empty() || o.snapshot_content == "all";
+  require(has_values || o.snapshot_dtype.empty(),
+          fmt::format("--snapshot-dtype has no effect with --snapshot-content {}: no keys and "
+                      "values are written",
+                      o.snapshot_content));
+  require(o.append.empty() || !o.resume.empty(),
+          "--append needs --resume FILE, whose context it adds to; a run's own context is given "
+          "with -p or -f");
+  if (o.resume.empty()) return;
+  require(!o.prompt && o.file.empty(),
+          fmt::format("{} does not go with --resume, which has its context from the snapshot; "
+                      "--append FILE adds to it",
+                      o.prompt ? "-p" : "-f"));
+  require(!o.dry_run, "--dry-run does not go with --resume: it plans for a run's own context");
+  require(o.dump.empty(),
+          "--dump does not go with --resume: the context's scores are of the run before");
+}
+
+}  // namespace
+
+void declare(CLI::App& app, RunOptions& o) {
+  const auto model = "Model";
+  app.add_option("-m,--model", o.model,
+                 "Hugging Face folder: config.json, *.safetensors, tokenizer.json; required")
+      ->type_name("DIR")
+      ->group(model);
+  app.add_option("--surrogate", o.surrogate,
+                 "KVzap surrogate folder: the policy is kvzap; without it and --policy nothing is "
+                 "pruned")
+      ->type_name("DIR")
+      ->group(model);
+  declare_dtype(app, o.dtype, "value type of weights and cache", model);
+  declare_random_weights(
+      app, o.random_weights,
+      "make weights up from this seed; with --token-ids or -c and --dry-run the folder "
+      "then needs config.json alone",
+      model);
+  app.add_option("--layers", o.layers,
+                 "use only so many of the first layers: for trials, as a checkpoint's text then "
+                 "makes no sense; default: all")
+      ->group(model);
+  declare_rope(app, o.rope, model);
+  declare_threads(app, o.threads, model);
+  app.add_option("--placement", o.placement,
+                 "deal KV heads to ranks by the kept rows in this --json file of an earlier run")
+      ->type_name("FILE")
+      ->group(model);
+
+  const auto prompt = "Prompt";
+  app.add_option("-p,--prompt", o.prompt, "context; either this or -f is required")->group(prompt);
+  app.add_option("-f,--file", o.file, "file with the context, taken whole; - is standard input")
+      ->type_name("FILE")
+      ->group(prompt);
+  add_texts(app, "--question", o.questions,
+            "question that follows the context; may be repeated: each is answered from the same "
+            "pruned context, and its answer printed under a line \"[1] QUESTION\"")
+      ->group(prompt);
+  app.add_option("--system", o.system,
+                 "system message before the context, in place of the chat template's own")
+      ->type_name("TEXT")
+      ->group(prompt);
+  declare_template(app, o.raw, o.thinking, prompt);
+  app.add_flag("--token-ids", o.token_ids,
+               "context and questions are token ids separated by white space, and ids are printed; "
+               "implies --raw")
+      ->group(prompt);
+  app.add_option("-c,--ctx-size", o.max_context,
+                 "longest sequence accepted, in tokens; default: the model's "
+                 "max_position_embeddings, or what RoPE scaling makes of it (no limit with "
+                 "--random-weights)")
+      ->group(prompt);
+
+  const auto pruning = "Pruning";
+  app.add_option(
+         "--policy", o.policy,
+         "what gives pairs their scores, NAME[:key=value,...][+MODIFIER[:key=value,...]...]; "
+         "kvzap policies lists names and keys. How much is evicted, exactly one of the next "
+         "four says")
+      ->type_name("POLICY")
+      ->group(pruning);
+  app.add_option("--threshold", o.threshold,
+                 "score below which a pair is evicted, -inf and inf included (kvzap: log score)")
+      ->group(pruning);
+  app.add_option(
+         "--evict-ratio", o.evict_ratio,
+         "budget: evicted share of all pairs, in [0, 1); with --surrogate and without --policy "
+         "the threshold that kvzap calibrate has found for it; without either what --dry-run "
+         "assumes")
+      ->group(pruning);
+  app.add_option(
+         "--keep-tokens", o.keep_tokens,
+         "budget: rows that each KV head keeps (on average, where heads compete); at least 1")
+      ->group(pruning);
+  app.add_option(
+         "--kv-budget", o.kv_budget,
+         "budget: bytes of keys and values over all layers and ranks, as 512M, 2GB or 1.5GiB")
+      ->type_name("SIZE")
+      ->group(pruning);
+  app.add_flag("--layerwise", o.layerwise,
+               "with kvzip, kvzip-plus and fastkvzip: the budget is met in each layer, instead of "
+               "over all layers together")
+      ->group(pruning);
+  app.add_option("--prune-after", o.prune_after,
+                 "when a budget is met: after the context, or after context and question together, "
+                 "which then decides what stays; the cache is full until then")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"context", "question"}))
+      ->group(pruning);
+  app.add_option("--decode-every", o.decode_every,
+                 "cut the cache again after every so many tokens that follow the context; 0: never")
+      ->capture_default_str()
+      ->group(pruning);
+  app.add_option("--decode-keep", o.decode_keep,
+                 "rows per KV head that --decode-every leaves; at least 1")
+      ->group(pruning);
+  app.add_option("--decode-evict-ratio", o.decode_evict_ratio,
+                 "evicted share of all tokens so far after --decode-every has cut, in [0, 1)")
+      ->group(pruning);
+  app.add_option("--prune", o.prune,
+                 "what is judged: none, prefill (the context) or always (by a threshold, questions "
+                 "and generated tokens too); default: prefill with a policy, none without")
+      ->check(CLI::IsMember({"none", "prefill", "always"}))
+      ->group(pruning);
+  declare_protected(app, o.window, o.sink, pruning);
+  app.add_option("--prefill", o.prefill,
+                 "dense: the context attends to all of itself, then is pruned; sparse: chunk by "
+                 "chunk, over what earlier chunks left")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"dense", "sparse"}))
+      ->group(pruning);
+  app.add_option("--chunk", o.chunk, "tokens of a chunk in sparse prefill; at least 1")
+      ->capture_default_str()
+      ->group(pruning);
+  app.add_flag("--trim,!--no-trim", o.trim,
+               "hand unused cache memory back to the system, or keep it (default: hand back)")
+      ->group(pruning);
+  app.add_option("--page-rows", o.page_rows, "rows of a cache page; 1 to 1048576")
+      ->capture_default_str()
+      ->group(pruning);
+
+  const auto generation = "Generation";
+  app.add_option("-n,--n-predict", o.new_tokens, "most tokens to generate per question; 0 or more")
+      ->capture_default_str()
+      ->group(generation);
+  app.add_flag("--ignore-eos", o.ignore_eos, "go on after a token that ends the answer")
+      ->group(generation);
+  declare_sampling(app, o.sampling, o.sampling_flags, generation);
+  app.add_option("--seed", o.sampling.seed, "seed of the sampler, the same for each question")
+      ->capture_default_str()
+      ->check(not_negative)
+      ->group(generation);
+
+  declare_snapshots(app, o);
+
+  const auto output = "Output";
+  app.add_option("--json", o.json, "write a report to this file; - is standard output")
+      ->type_name("FILE")
+      ->group(output);
+  app.add_flag("--json-token-ids", o.json_token_ids,
+               "let that report have the token ids of context and questions, too")
+      ->group(output);
+  app.add_option("--dump", o.dump,
+                 "write token ids, the scores of the context, what was evicted and all logits to "
+                 "this safetensors file")
+      ->type_name("FILE")
+      ->group(output);
+  app.add_flag(
+         "--dry-run", o.dry_run,
+         "print how much memory each rank needs for -c tokens (default: the prompt's and -n, or "
+         "max_position_embeddings, or what RoPE scaling makes of it, without a prompt) and exit")
+      ->group(output);
+  declare_progress(app, o.progress, output);
+  app.add_flag("-q,--quiet", o.quiet, "no progress and no report on standard error")->group(output);
+  declare_deck(app, o.config, output);
+}
+
+void validate(const RunOptions& o) {
+  check_snapshot_options(o);
+  require(!o.model.empty(), "no model: give a Hugging Face folder with -m");
+  require(o.window >= 1, fmt::format("--window is {}; expected at least 1", o.window));
+  require(o.sink >= 0, fmt::format("--sink is {}; expected 0 or more", o.sink));
+  check_chunk_and_pages(o.chunk, o.page_rows);
+  require(o.window <= (1 << 24),
+          fmt::format("--window is {}; expected at most {}", o.window, 1 << 24));
+  require(o.new_tokens >= 0, fmt::format("-n is {}; expected 0 or more", o.new_tokens));
+  require(!o.max_context || *o.max_context >= 1,
+          fmt::format("-c is {}; expected at least 1", o.max_context.value_or(0)));
+  check_policy_options(o);
+  check_sampling(o.sampling, o.sampling_flags);
+  require(!(o.prompt && !o.file.empty()), "-p and -f both give the prompt: give one of them");
+  const char* const without_template = o.raw ? "--raw" : o.token_ids ? "--token-ids" : nullptr;
+  require(!o.system || !without_template,
+          fmt::format("--system does not go with {}: the chat template says where it stands",
+                      without_template ? without_template : ""));
+  require(!o.system || o.resume.empty(),
+          "--system does not go with --resume: the context has begun before");
+  require(!o.json_token_ids || !o.json.empty(),
+          "--json-token-ids has no effect without --json FILE");
+  require(o.dump != "-", "--dump cannot be standard output");
+  if (o.dry_run || o.chats || !o.resume.empty()) return;
+  require(o.prompt || !o.file.empty(), "no prompt: give one with -p TEXT or -f FILE");
+}
+
+std::string explain(const CLI::App& app, const CLI::ParseError& error) {
+  std::string message = error.what();
+  // "--window: is 'wide'; expected a whole number", of make_strict
+  const auto is = message.find(": is ");
+  if (dynamic_cast<const CLI::ValidationError*>(&error) && is != std::string::npos &&
+      message.find(' ') == is + 1) {
+    return message.erase(is, 1);
+  }
+  // "--question: 1 required TEXT missing", "--window: At Most 1 required but received 2"
+  const auto colon = message.find(": ");
+  if (dynamic_cast<const CLI::ArgumentMismatch*>(&error) && colon != std::string::npos) {
+    const std::string flag = message.substr(0, colon);
+    if (message.find("missing", colon) != std::string::npos) return flag + " needs a value";
+    if (message.find("At Most 1 ", colon) != std::string::npos) {
+      return flag + " is given more than once";
+    }
+  }
+  // "Could not convert: --window = 99999999999"
+  const auto name = message.find("--");
+  const auto equals = message.find(" = ", name);
+  if (!dynamic_cast<const CLI::ConversionError*>(&error) || equals == std::string::npos) {
+    return message;
+  }
+  const std::string flag = message.substr(name, equals - name);
+  const CLI::Option* option = app.get_option_no_throw(flag);
+  const bool is_flag = option && option->get_expected_max() == 0;
+  return fmt::format("{} is {}; expected {}", flag, message.substr(equals + 3),
+                     is_flag ? "no value, true or false" : "a whole number within range");
+}
+
+std::string nearest_option(const CLI::App& app, const std::string& name) {
+  std::vector<std::string> names;
+  for (const CLI::Option* option : app.get_options()) {
+    names.insert(names.end(), option->get_lnames().begin(), option->get_lnames().end());
+  }
+  return detail::nearest_name(name, names);
+}
+
+}  // namespace kvzap::driver

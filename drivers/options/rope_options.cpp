@@ -1,0 +1,66 @@
+#include "options/rope_options.hpp"
+
+#include <fmt/format.h>
+
+#include "options/options.hpp"
+
+namespace kvzap::driver {
+
+void apply_rope(const RopeOptions& rope, ModelConfig& config) {
+  const bool scales = !rope.scaling.empty() && rope.scaling != "none";
+  require(scales || !rope.scale,
+          fmt::format("--rope-scale needs --rope-scaling linear, dynamic or yarn{}",
+                      rope.scaling.empty() ? "" : "; it is none"));
+  require(!scales || rope.scale,
+          fmt::format("--rope-scaling {} needs --rope-scale, how many times longer texts may get",
+                      rope.scaling));
+  if (rope.scaling == "none") config.rope_scaling.reset();
+  for (const RopeType type : {RopeType::linear, RopeType::dynamic, RopeType::yarn}) {
+    if (!scales || rope.scaling != name_of(type)) continue;
+    try {
+      config.rope_scaling = rope_scaling_by_factor(config, type, *rope.scale);
+    } catch (const Error& error) {
+      throw Error(fmt::format("--rope-scaling {} --rope-scale {}: {}", rope.scaling, *rope.scale,
+                              error.what()));
+    }
+  }
+}
+
+std::string name_of_longest(const ModelConfig& config) {
+  if (config.longest_context() == config.sliding_window) return "sliding_window";
+  if (config.longest_context() == config.max_position_embeddings) return "max_position_embeddings";
+  return fmt::format("longest context with RoPE scaling {}", name_of(config.rope_scaling->type));
+}
+
+std::string hint_for_longer(const ModelConfig& config, std::int64_t tokens) {
+  if (config.longest_context() == config.sliding_window) {
+    return " (beyond its sliding window a model attends to less, which is not supported)";
+  }
+  if (config.rope_scaling) return " (--rope-scale extends it)";
+  const std::int64_t longest = config.longest_context();
+  return fmt::format(" (for longer texts RoPE is scaled: --rope-scaling yarn --rope-scale {})",
+                     tokens / longest + (tokens % longest == 0 ? 0 : 1));
+}
+
+std::int64_t context_limit(const std::optional<std::int64_t>& max_context,
+                           const ModelConfig& config, bool has_random_weights) {
+  const std::int64_t longest =
+      has_random_weights ? config.sliding_window : config.longest_context();
+  const std::int64_t limit = max_context.value_or(longest);
+  require(longest == 0 || limit <= longest,
+          fmt::format("-c is {}; the model's {} is {}{}", limit, name_of_longest(config), longest,
+                      hint_for_longer(config, limit)));
+  return limit;
+}
+
+nlohmann::ordered_json rope_json(const ModelConfig& config) {
+  if (!config.rope_scaling) return nullptr;
+  const RopeScaling& scaling = *config.rope_scaling;
+  return {{"type", name_of(scaling.type)},
+          {"factor", scaling.factor},
+          {"original_max_position_embeddings", scaling.original_max_position_embeddings},
+          {"attention_factor", scaling.attention_factor},
+          {"longest_context", config.longest_context()}};
+}
+
+}  // namespace kvzap::driver

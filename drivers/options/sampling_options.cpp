@@ -1,0 +1,122 @@
+#include "options/sampling_options.hpp"
+
+#include <fmt/format.h>
+
+#include <filesystem>
+#include <utility>
+
+#include "console/console.hpp"
+#include "options/options.hpp"
+
+namespace kvzap::driver {
+namespace {
+
+/// "repetition_penalty 1.05, 3 suppressed tokens".
+std::string text_of_rules(const GenerationConfig& rules, bool with_penalty) {
+  std::string text;
+  const auto add = [&](const std::string& part) { text += (text.empty() ? "" : ", ") + part; };
+  if (with_penalty && rules.repetition_penalty != 1) {
+    add(fmt::format("repetition_penalty {}", rules.repetition_penalty));
+  }
+  if (!rules.suppress_tokens.empty()) {
+    add(fmt::format("suppress_tokens ({} tokens)", rules.suppress_tokens.size()));
+  }
+  if (!rules.bad_words.empty()) {
+    add(fmt::format("bad_words_ids ({} words)", rules.bad_words.size()));
+  }
+  return text;
+}
+
+}  // namespace
+
+void declare_sampling(CLI::App& app, SamplingOptions& sampling, SamplingFlags& flags,
+                      const std::string& group) {
+  app.add_option("--temp", sampling.temperature, "sampling temperature; 0 is greedy")
+      ->capture_default_str()
+      ->group(group);
+  declare_filters(app, sampling, group);
+  app.add_option("--repeat-penalty", flags.repeat_penalty,
+                 "divide positive logits of tokens that the prompt or the answer has by this, and "
+                 "multiply negative ones, greedy or not; 1: do not; default: "
+                 "generation_config.json's repetition_penalty")
+      ->group(group);
+  app.add_option(
+         "--repeat-last-n", sampling.repeat_last_n,
+         "penalties look at so many of the latest tokens; 0: none; -1: all, as transformers "
+         "(llama.cpp: 64)")
+      ->capture_default_str()
+      ->group(group);
+  app.add_option(
+         "--presence-penalty", sampling.presence_penalty,
+         "take this off the logits of tokens that the answer has; the prompt does not count "
+         "(in llama.cpp it does)")
+      ->capture_default_str()
+      ->group(group);
+  app.add_option("--frequency-penalty", sampling.frequency_penalty,
+                 "the same, as often as the answer has the token")
+      ->capture_default_str()
+      ->group(group);
+  app.add_flag("--greedy-plain", flags.greedy_plain,
+               "leave logits as the model has them: of generation_config.json only eos_token_id "
+               "counts; default: repetition_penalty, suppress_tokens and bad_words_ids are "
+               "followed, and other fields that change answers are errors")
+      ->group(group);
+}
+
+void check_sampling(const SamplingOptions& sampling, const SamplingFlags& flags) {
+  SamplingOptions checked = sampling;
+  checked.repetition_penalty = flags.repeat_penalty.value_or(1);
+  const Sampler checks_its_options(checked);
+}
+
+GenerationConfig rules_of_answers(const std::string& folder, std::int64_t vocab_size,
+                                  const SamplingFlags& flags) {
+  if (!flags.greedy_plain) return GenerationConfig::load(folder, vocab_size);
+  GenerationConfig rules;
+  rules.stop_ids = load_stop_ids(folder, vocab_size);
+  return rules;
+}
+
+SamplingOptions sampling_in_force(SamplingOptions sampling, const SamplingFlags& flags,
+                                  const GenerationConfig& rules) {
+  sampling.repetition_penalty = flags.repeat_penalty.value_or(rules.repetition_penalty);
+  sampling.suppress_tokens = rules.suppress_tokens;
+  sampling.bad_words = rules.bad_words;
+  return sampling;
+}
+
+void print_rules(const GenerationConfig& rules, const SamplingFlags& flags, bool talks) {
+  for (const auto& warning : rules.warnings) say("kvzap: warning: {}\n", warning);
+  const std::string text = text_of_rules(rules, !flags.repeat_penalty);
+  if (!talks || text.empty()) return;
+  say("kvzap: note: {}: {} in force, as in transformers (--greedy-plain: not)\n",
+      std::filesystem::path(rules.file).filename().string(), text);
+}
+
+std::string rules_left_aside(const std::string& folder, std::int64_t vocab_size) {
+  try {
+    const GenerationConfig rules = GenerationConfig::load(folder, vocab_size);
+    const std::string text = text_of_rules(rules, true);
+    return text.empty() ? "" : fmt::format("{}: {} left aside", rules.file, text);
+  } catch (const Error& error) {
+    return fmt::format("left aside: {}", error.what());
+  }
+}
+
+nlohmann::ordered_json sampling_json(const SamplingOptions& sampling, const SamplingFlags& flags) {
+  nlohmann::ordered_json json = {{"temp", sampling.temperature},
+                                 {"top_k", sampling.top_k},
+                                 {"top_p", sampling.top_p},
+                                 {"min_p", sampling.min_p},
+                                 {"repeat_penalty", sampling.repetition_penalty},
+                                 {"repeat_last_n", sampling.repeat_last_n},
+                                 {"presence_penalty", sampling.presence_penalty},
+                                 {"frequency_penalty", sampling.frequency_penalty},
+                                 {"greedy_plain", flags.greedy_plain}};
+  if (!sampling.suppress_tokens.empty()) json["suppress_tokens"] = sampling.suppress_tokens;
+  if (!sampling.bad_words.empty()) json["bad_words_ids"] = sampling.bad_words;
+  json["seed"] = sampling.seed;
+  return json;
+}
+
+}  // namespace kvzap::driver

@@ -1,0 +1,141 @@
+#include "options/strict_values.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <map>
+#include <stdexcept>
+
+#include "base/decimal.hpp"
+#include "base/quote.hpp"
+
+namespace kvzap::driver {
+namespace {
+
+using detail::DecimalFault;
+
+/// In quotes where it would otherwise be hard to see.
+std::string shown(const std::string& text) {
+  const bool is_plain =
+      !text.empty() && text.size() <= 40 &&
+      std::all_of(text.begin(), text.end(), [](char c) { return c > 0x20 && c < 0x7f; });
+  return is_plain ? text : in_quotes(text);
+}
+
+/// Makes `text` what CLI11 reads as the same number: it would take 010 for octal. Returns what is
+/// wrong with it, or "".
+template <class T>
+std::string normalize_whole(std::string& text) {
+  T number{};
+  switch (detail::read_whole(text, number)) {
+    case DecimalFault::none:
+      text = fmt::format("{}", number);
+      return "";
+    case DecimalFault::range:
+      if (std::is_unsigned_v<T> && text.front() == '-') {
+        return fmt::format("is {}; expected 0 or more", shown(text));
+      }
+      return fmt::format("is {}; expected a whole number from {} to {}", shown(text),
+                         std::numeric_limits<T>::min(), std::numeric_limits<T>::max());
+    default:
+      return fmt::format("is {}; expected a whole number", shown(text));
+  }
+}
+
+std::string normalize_real(std::string& text) {
+  double number = 0;
+  switch (detail::read_real(text, number)) {
+    case DecimalFault::none:
+      return "";
+    case DecimalFault::range:
+      return fmt::format("is {}; expected a number in the range of double", shown(text));
+    default:
+      return fmt::format("is {}; expected a number", shown(text));
+  }
+}
+
+/// CLI11 takes any number for true.
+std::string fault_of_flag(const std::string& text) {
+  for (const char* value : {"true", "false", "on", "off", "yes", "no", "1", "0"}) {
+    if (text == value) return "";
+  }
+  return fmt::format("is {}; expected no value, true or false", shown(text));
+}
+
+enum class ValueType { text, whole, unsigned_whole, real };
+
+ValueType type_of(const CLI::Option& option) {
+  static const std::map<std::string, ValueType> types = {
+      {"TEXT", ValueType::text},           {"DIR", ValueType::text},
+      {"FILE", ValueType::text},           {"DECK", ValueType::text},
+      {"NAME", ValueType::text},           {"POLICY", ValueType::text},
+      {"LIST", ValueType::text},           {"SIZE", ValueType::text},
+      {"INT", ValueType::whole},           {"LEVEL", ValueType::whole},
+      {"FLOAT", ValueType::real},          {"FACTOR", ValueType::real},
+      {"SEED", ValueType::unsigned_whole}, {"UINT", ValueType::unsigned_whole}};
+  // Behind the name stands what validators say of themselves.
+  const std::string type = option.get_type_name();
+  if (type.find('{') != std::string::npos) return ValueType::text;  // one of several names
+  const auto found = types.find(type.substr(0, type.find_first_of(":,;")));
+  if (found == types.end()) {
+    throw std::logic_error(fmt::format("option {}: type {} is not known to strict_values.cpp",
+                                       option.get_name(), type));
+  }
+  return found->second;
+}
+
+}  // namespace
+
+CLI::Option* add_texts(CLI::App& app, const std::string& names, std::vector<std::string>& texts,
+                       const std::string& help) {
+  return app
+      .add_option(
+          names,
+          [&texts](const CLI::results_t& given) {
+            texts = given;
+            return true;
+          },
+          help)
+      ->type_name("TEXT")
+      ->expected(1)
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+}
+
+void make_strict(CLI::App& app) {
+  for (CLI::Option* option : app.get_options()) {
+    // Else "[a, b]" is a list, and what follows a value is one more.
+    if (option->get_positional()) continue;
+    option->allow_extra_args(false);
+    if (option->get_expected_max() == 0) {
+      option->check(fault_of_flag);
+      continue;
+    }
+    // (As a transformation it comes before all checks.)
+    switch (type_of(*option)) {
+      case ValueType::text:
+        break;
+      case ValueType::whole:
+        option->transform(CLI::Validator(normalize_whole<std::int64_t>, ""));
+        break;
+      case ValueType::unsigned_whole:
+        option->transform(CLI::Validator(normalize_whole<std::uint64_t>, ""));
+        break;
+      case ValueType::real:
+        option->transform(CLI::Validator(normalize_real, ""));
+        break;
+    }
+  }
+  for (CLI::App* command : app.get_subcommands([](CLI::App*) { return true; })) {
+    make_strict(*command);
+  }
+}
+
+std::string in_quotes(const std::string& text) {
+  constexpr std::size_t most = 60;
+  const std::string quoted = detail::in_quotes(text, most);
+  return text.size() <= most ? quoted : fmt::format("{} ({} bytes)", quoted, text.size());
+}
+
+}  // namespace kvzap::driver

@@ -1,0 +1,50 @@
+// The verdict on a key-value pair: which scores evict.
+#pragma once
+
+#include <kvzap/core/types.hpp>
+
+namespace kvzap {
+
+/// KVzap's rule (arXiv 2601.07891, section 3): a pair whose predicted log KVzip+ score is below the
+/// threshold is evicted once it has left the sliding window.
+struct EvictionRule {
+  /// Log score below which a pair is evicted.
+  float threshold = 0;
+  /// The first `sink` positions are never evicted (attention sinks).
+  std::int64_t sink = 0;
+  /// When false, pairs leave the window unjudged and are all kept.
+  bool judge = false;
+
+  /// Keeps every pair.
+  static EvictionRule keep_all() { return {}; }
+
+  /// Whether the pair at `position` stays. A NaN or infinite score keeps its pair: a surrogate that
+  /// breaks down must not cost the model its context.
+  KOKKOS_INLINE_FUNCTION bool keeps(float score, std::int64_t position) const {
+    // Without branches: kept and evicted pairs alternate at random, and none would be predicted.
+    return static_cast<bool>(static_cast<int>(!judge) | static_cast<int>(position < sink) |
+                             static_cast<int>(!is_finite(score)) |
+                             static_cast<int>(score >= threshold));
+  }
+
+  KOKKOS_INLINE_FUNCTION static bool is_finite(float score) {
+    return (detail::float_bits(score) & 0x7f800000u) != 0x7f800000u;
+  }
+};
+
+/// A second verdict on the rows of a head, by what they score: those that score above `score` stay;
+/// of those equal to it the `ties` oldest; NaN and infinite scores stay (and are counted).
+struct Cutoff {
+  float score = 0;
+  std::int64_t ties = 0;
+};
+
+/// Rows that no cutoff evicts.
+struct EvictOptions {
+  /// Positions below this stay.
+  std::int64_t sink = 0;
+  /// The so many newest tokens stay.
+  std::int64_t recent = 0;
+};
+
+}  // namespace kvzap

@@ -1,0 +1,136 @@
+// One step of the transformer: new tokens through all layers, their pairs into the cache.
+#pragma once
+
+#include <exception>
+#include <kvzap/core/attention.hpp>
+#include <kvzap/core/cache.hpp>
+#include <kvzap/core/communicator.hpp>
+#include <kvzap/engine/policy_step.hpp>
+#include <kvzap/engine/scorer.hpp>
+#include <kvzap/engine/step_batch.hpp>
+#include <kvzap/model/model.hpp>
+#include <memory>
+#include <vector>
+
+namespace kvzap {
+
+/// Sees what passes through a step: training data for surrogates, and tests. Called on every rank.
+class StepObserver {
+ public:
+  using HiddenView = Kokkos::View<const float**, Kokkos::LayoutRight, MemorySpace>;
+  using ScoresView = Kokkos::View<const float**, Kokkos::LayoutStride, MemorySpace>;
+  virtual ~StepObserver() = default;
+  /// hidden (token, hidden_size) enters attention of `layer`: consecutive tokens of one sequence,
+  /// of which the first has position `first`.
+  virtual void attention_input(SequenceId /*sequence*/, int /*layer*/, std::int64_t /*first*/,
+                               const HiddenView& /*hidden*/) {}
+  /// scores (head on this rank, token) of a span's tokens, from position `first` on.
+  virtual void scores(SequenceId /*sequence*/, int /*layer*/, std::int64_t /*first*/,
+                      const ScoresView& /*scores*/) {}
+};
+
+/// A rank had no memory for a step; every rank throws this, and no sequence has changed anywhere.
+/// The step can be tried again once memory has been freed: a sequence, or pages by eviction.
+class StepOutOfMemory : public AgreedOutOfMemory {
+ public:
+  using AgreedOutOfMemory::AgreedOutOfMemory;
+};
+
+/// How the caches of decoders store rows. Callers of KVCache and Attention choose for themselves.
+inline constexpr PageOrder engine_page_order = PageOrder::token_major;
+
+/// The forward pass of Qwen3, Qwen2, Llama and Mistral decoders over a ragged cache, on one rank's
+/// share of the heads. All ranks call step with the same arguments.
+template <class Value>
+class Decoder {
+ public:
+  using Cache = KVCache<Value, engine_page_order>;
+
+  /// `window` and `page_rows` shape the cache. The scorer may be absent; then no step may score.
+  /// model, scorer and meter outlive the decoder.
+  Decoder(const Model<Value>& model, Scorer* scorer, const Communicator& comm, int window,
+          int page_rows, MemoryMeter* meter = nullptr);
+  ~Decoder();
+
+  /// Runs the batch's tokens through the model, layer by layer. In each layer the tokens of a span
+  /// attend to what their sequence's cache holds and to one another causally; then their pairs are
+  /// appended under the span's rule. Beside the cache, keys and values of the step's tokens exist
+  /// for one layer at a time. What a span gets does not depend on the other spans but for the order
+  /// of sums in products. Returns one result for each span.
+  ///
+  /// Memory is reserved before the first layer, for all of them, but for the kept rows of spans
+  /// longer than the window, whose number is known layer by layer. Throws StepOutOfMemory if a rank
+  /// has none, and Error for an empty batch, a token id outside the vocabulary or a span that
+  /// scores without a scorer, or whose policy turns by RoPE's frequencies where these depend on the
+  /// length of the text. A span whose rule has a policy: its rows are scored, and if the
+  /// policy chooses, those that stay are all that is stored of the layer. After an error, on any
+  /// rank, the sequences are as they were before the step, on every rank.
+  std::vector<StepResult> step(const StepBatch& batch, const ProgressCallback& progress = {});
+
+  Cache& cache() { return m_cache; }
+  const Cache& cache() const { return m_cache; }
+  const Model<Value>& model() const { return m_model; }
+  const Communicator& communicator() const { return m_comm; }
+  void set_observer(StepObserver* observer) { m_observer = observer; }
+  void set_attention_path(AttentionPath path) { m_attention_path = path; }
+  /// Of all steps so far.
+  const PruneSeconds& seconds() const { return m_seconds; }
+  /// RoPE's (head_dim / 2): angle of dimensions (i, i + head_dim/2) per position. Throws Error
+  /// where it depends on the length of the text (ModelConfig::rope_depends_on_length).
+  Kokkos::View<const float*, MemorySpace> inverse_frequencies() const;
+
+ private:
+  struct Scratch;
+  struct Rows;
+  struct Policies;
+  using NewRows = Kokkos::View<Value***, Kokkos::LayoutRight, MemorySpace>;
+  using Activations = Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>;
+
+  void check(const StepBatch& batch) const;
+  void reserve(const StepBatch& batch);
+  void begin_cache_step(const StepBatch& batch);
+  void place_rows(const StepBatch& batch);
+  void choose_frequencies(const StepBatch& batch);
+  void embed();
+  void attention_block(const StepBatch& batch, int layer, const Rows& rows);
+  void score(const StepBatch& batch, int layer, const Rows& rows, const Activations& x);
+  void feed_forward_block(int layer, const Rows& rows, bool is_whole);
+  void begin_policies(const StepBatch& batch);
+  void reserve_scores(const StepBatch::Span& span);
+  void show_layer(const StepBatch& batch, int layer);
+  void observe(const StepBatch& batch, int layer, const Rows& rows);
+  void apply_policies(const StepBatch& batch, int layer);
+  void append(const StepBatch& batch, int layer);
+  void output_head();
+  void gather_logits();
+
+  AttentionExtents attention_extents(const StepBatch& batch, int kv_heads) const;
+  NewRows new_rows(const Kokkos::View<Value*, MemorySpace>& rows, const StepBatch& batch,
+                   int layer) const;
+  Activations new_scores(const StepBatch& batch, int layer) const;
+  bool outputs_lie_together() const;
+  template <class Visit>
+  static void for_each_span(const StepBatch& batch, const Rows& rows, const Visit& visit);
+
+  template <class Work>
+  void locally(const Work& work);
+  template <class Work>
+  void by_policy(const Work& work);
+  void agree_on_failure();
+  void throw_if(std::int64_t worst);
+
+  const Model<Value>& m_model;
+  Scorer* m_scorer;
+  Communicator m_comm;
+  MemoryMeter* m_meter;
+  Cache m_cache;
+  Attention<Value, engine_page_order> m_attention;
+  AttentionPath m_attention_path = AttentionPath::automatic;
+  StepObserver* m_observer = nullptr;
+  std::unique_ptr<Scratch> m_scratch;
+  std::unique_ptr<Policies> m_policies;
+  PruneSeconds m_seconds;
+  std::exception_ptr m_failure;  // of this rank, in the step under way
+};
+
+}  // namespace kvzap

@@ -1,0 +1,53 @@
+// Weights of a linear map, laid out as the matrix products want them.
+#pragma once
+
+#include <kvzap/core/types.hpp>
+#include <type_traits>
+
+namespace kvzap {
+
+/// Weights W (outputs n, inputs k) of y = x W^T, either as torch.nn.Linear has them, row after row,
+/// or packed once at load: in blocks of 64 outputs, within a block input after input (bf16: pair of
+/// inputs after pair), each of all 64 outputs together, padded with zeros to whole blocks of 64
+/// outputs and 16 inputs (bf16: 32). Products with packed weights need no rearrangement, whether
+/// for one row of x or for thousands.
+template <class Value>
+class LinearWeights {
+ public:
+  using Rows = Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace>;
+  using Packed = Kokkos::View<Value*, MemorySpace>;
+  static constexpr std::int64_t block_outputs = 64;
+  static constexpr std::int64_t block_inputs = std::is_same_v<Value, bfloat16> ? 32 : 16;
+
+  LinearWeights() = default;
+  /// Shares `rows` (n, k).
+  explicit LinearWeights(const Rows& rows)
+      : m_outputs(rows.extent(0)), m_inputs(rows.extent(1)), m_rows(rows) {}
+  /// Shares `packed`, whose size is packed_size(outputs, inputs).
+  LinearWeights(std::int64_t outputs, std::int64_t inputs, const Packed& packed)
+      : m_outputs(outputs), m_inputs(inputs), m_packed(packed) {}
+
+  static std::int64_t packed_size(std::int64_t outputs, std::int64_t inputs) {
+    return (outputs + block_outputs - 1) / block_outputs * block_outputs * padded_inputs(inputs);
+  }
+  static std::int64_t padded_inputs(std::int64_t inputs) {
+    return (inputs + block_inputs - 1) / block_inputs * block_inputs;
+  }
+
+  std::int64_t outputs() const { return m_outputs; }
+  std::int64_t inputs() const { return m_inputs; }
+  bool is_packed() const { return m_packed.data() != nullptr; }
+  /// (n, k); empty if packed.
+  const Rows& rows() const { return m_rows; }
+  const Packed& packed() const { return m_packed; }
+  /// Bytes held, padding included.
+  std::size_t bytes() const { return (m_rows.size() + m_packed.size()) * sizeof(Value); }
+
+ private:
+  std::int64_t m_outputs = 0;
+  std::int64_t m_inputs = 0;
+  Rows m_rows;
+  Packed m_packed;
+};
+
+}  // namespace kvzap

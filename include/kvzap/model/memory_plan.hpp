@@ -1,0 +1,60 @@
+// How much memory a model and its KV cache will take on each rank, before anything is loaded.
+#pragma once
+
+#include <cstdint>
+#include <kvzap/core/types.hpp>
+#include <kvzap/model/model_config.hpp>
+#include <vector>
+
+namespace kvzap {
+
+/// Bytes by purpose, for each rank and in total (a replicated weight counts once per rank).
+struct MemoryPlan {
+  /// Bytes of one rank.
+  struct Rank {
+    /// Weights: matrices in the chosen value type, norms and biases in f32.
+    std::int64_t weights = 0;
+    /// Keys and values of every token in every layer.
+    std::int64_t kv_full = 0;
+    /// Keys and values that are left after pruning, without the slack of partly filled pages.
+    std::int64_t kv_kept = 0;
+    /// Keys and values of a step's tokens in one layer: what exists beside kv_kept in prefill.
+    std::int64_t dense_layer = 0;
+    /// Residual stream and RoPE angles of a step's tokens, in f32; each rank holds them whole.
+    /// Other activations inside a layer are not counted: their size does not grow with the context.
+    std::int64_t activations = 0;
+    /// Scratch space of attention: parts of a decode step's softmax, tiles of a prefill's.
+    std::int64_t attention = 0;
+  };
+  std::vector<Rank> ranks;
+  std::int64_t weights = 0;
+  std::int64_t kv_full = 0;
+  std::int64_t kv_kept = 0;
+  std::int64_t dense_layer = 0;
+  std::int64_t activations = 0;
+  std::int64_t attention = 0;
+};
+
+/// Plans `config` with weights and cache in `dtype` and a sequence of `tokens` tokens on `ranks`
+/// ranks.
+///
+/// KV heads, with their query groups, are dealt evenly by count in contiguous ranges (the first
+/// ranks get one more where they do not divide evenly), and so are the MLP's intermediate
+/// dimensions and the vocabulary rows of embedding and output head (one copy if tied). Norms are
+/// on every rank, the biases of o and down on rank 0.
+///
+/// Of each head's `tokens` rows, the fraction `evict_ratio` is evicted, rounded down to whole rows,
+/// but min(tokens, window) rows always stay.
+///
+/// `step_tokens` are the tokens of the largest step: a chunk in sparse prefill, 0 (or more than
+/// `tokens`) for all of them as in dense prefill.
+///
+/// Attention's scratch space is that of this machine's kernels, for one sequence; Kokkos has to be
+/// initialized.
+///
+/// Throws Error if evict_ratio is not in [0, 1), if ranks < 1 or ranks > KV heads, if tokens or
+/// window is negative, or if a number of bytes does not fit 64 bits.
+MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t tokens,
+                       double evict_ratio, int ranks, int window, std::int64_t step_tokens = 0);
+
+}  // namespace kvzap

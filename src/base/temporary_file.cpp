@@ -1,0 +1,316 @@
+#include "base/temporary_file.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <csignal>
+#include <cstdint>
+#include <fstream>
+#include <limits>
+#include <new>
+#include <optional>
+#include <string_view>
+#include <system_error>
+
+namespace kvzap::detail {
+namespace {
+
+namespace fs = std::filesystem;
+
+// Without a write for so long, a file that another node's run has begun is a leftover: a run that
+// is alive writes at least every few seconds.
+constexpr std::int64_t seconds_of_day = std::int64_t{24} * 60 * 60;
+
+void file_to_disk(const fs::path& file) {
+  // MPI-IO and HDF5 leave data in the caches of the node that wrote it.
+  const FileDescriptor descriptor(file, O_RDWR | O_CLOEXEC);
+  if (descriptor.get() < 0) throw system_error("cannot be opened", errno);
+  int code = 0;
+  do {
+    code = ::fsync(descriptor.get()) == 0 ? 0 : errno;
+  } while (code == EINTR);
+  if (code != 0) throw system_error("cannot be brought to the disk", code);
+}
+
+void folder_to_disk(const fs::path& folder) {
+  const FileDescriptor descriptor(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  // Folders may be writable without being readable, and some file systems cannot sync them; the
+  // rename then lasts as well as they make it.
+  if (descriptor.get() < 0 && errno == EACCES) return;
+  if (descriptor.get() < 0) throw system_error("its folder cannot be opened", errno);
+  int code = 0;
+  do {
+    code = ::fsync(descriptor.get()) == 0 ? 0 : errno;
+  } while (code == EINTR);
+  if (code != 0 && code != EINVAL && code != ENOTSUP && code != EBADF) {
+    throw system_error("its name cannot be brought to the disk", code);
+  }
+}
+
+// A temporary file's name, taken apart.
+struct Writer {
+  std::string node;  // "" in names of older versions
+  std::int64_t process;
+};
+
+std::optional<std::int64_t> number(std::string_view digits) {
+  constexpr std::size_t most_digits = 18;
+  if (digits.empty() || digits.size() > most_digits) return std::nullopt;
+  std::int64_t value = 0;
+  for (const char c : digits) {
+    if (c < '0' || c > '9') return std::nullopt;
+    value = 10 * value + (c - '0');
+  }
+  return value;
+}
+
+// `name` without the target's name and ".tmp-": NODE-PROCESS-NUMBER or PROCESS-NUMBER.
+std::optional<Writer> writer_of(std::string_view name) {
+  const std::size_t last = name.rfind('-');
+  if (last == std::string_view::npos || !number(name.substr(last + 1))) return std::nullopt;
+  name = name.substr(0, last);
+  const std::size_t middle = name.rfind('-');
+  const std::size_t begin = middle == std::string_view::npos ? 0 : middle + 1;
+  const auto process = number(name.substr(begin));
+  if (!process || *process == 0 || *process > std::numeric_limits<pid_t>::max()) {
+    return std::nullopt;
+  }
+  return Writer{std::string(name.substr(0, begin == 0 ? 0 : middle)), *process};
+}
+
+// A process that has ended, but that its parent has not asked for, is none: where nobody asks, as
+// in containers without init, it would be there for ever.
+bool is_alive(std::int64_t process) {
+  if (::kill(static_cast<pid_t>(process), 0) != 0 && errno == ESRCH) return false;
+  std::ifstream stream(fmt::format("/proc/{}/stat", process));
+  std::string text;  // "PROCESS (NAME) STATE ...", and the name may have anything in it
+  std::getline(stream, text);
+  const std::size_t name_end = text.rfind(") ");
+  if (name_end == std::string::npos) return true;  // nothing is known of it
+  const char state = name_end + 2 < text.size() ? text[name_end + 2] : ' ';
+  return state != 'Z' && state != 'X';
+}
+
+std::optional<std::int64_t> modified_at(const fs::path& file) {
+  struct stat status = {};
+  if (::lstat(file.c_str(), &status) != 0 || !S_ISREG(status.st_mode)) return std::nullopt;
+  return status.st_mtime;
+}
+
+}  // namespace
+
+Error system_error(const std::string& what, int code) {
+  return Error(fmt::format("{}: {}", what, std::generic_category().message(code)));
+}
+
+void agree_on_file(const Communicator& comm, const fs::path& file,
+                   const std::function<void()>& local_work, const std::string& kind) {
+  comm.agree([&] {
+    try {
+      local_work();
+    } catch (const std::bad_alloc&) {
+      throw Error(fmt::format("{} {}: out of memory", kind, file.string()));
+    } catch (const std::exception& error) {
+      throw Error(fmt::format("{} {}: {}", kind, file.string(), error.what()));
+    }
+  });
+}
+
+fs::path target_of_links(const fs::path& file) {
+  fs::path target = file;
+  constexpr int most = 40;  // as the system follows
+  for (int i = 0; i < most; ++i) {
+    std::error_code none;
+    if (!fs::is_symlink(fs::symlink_status(target, none))) return target;
+    const fs::path next = fs::read_symlink(target, none);
+    if (none) throw system_error("cannot be read as a link", none.value());
+    target = next.is_absolute() ? next : target.parent_path() / next;
+  }
+  throw system_error("cannot be followed", ELOOP);
+}
+
+FileDescriptor::FileDescriptor(const fs::path& file, int flags)
+    : m_descriptor(::open(file.c_str(), flags, 0666)) {}
+
+FileDescriptor::~FileDescriptor() {
+  if (m_descriptor >= 0) ::close(m_descriptor);
+}
+
+DurableCalls DurableCalls::of_system() {
+  return {file_to_disk, [](const fs::path& from, const fs::path& to) { fs::rename(from, to); },
+          folder_to_disk};
+}
+
+// Containers of one node may have its name and yet process ids of their own; the first set of
+// process ids has the same number on every Linux.
+std::string node_name() {
+  std::array<char, 256> host{};
+  if (::gethostname(host.data(), host.size() - 1) != 0) return "unknown";
+  std::string name = host.data();
+  for (char& c : name) {
+    if (c == '/') c = '_';
+  }
+  constexpr std::string_view first = "pid:[4026531836]";
+  std::array<char, 64> processes{};
+  const ssize_t length = ::readlink("/proc/self/ns/pid", processes.data(), processes.size());
+  if (length > 0) {
+    const std::string_view text(processes.data(), static_cast<std::size_t>(length));
+    const std::size_t begin = text.find('['), end = text.find(']');
+    if (text != first && begin != std::string_view::npos && end != std::string_view::npos) {
+      name += fmt::format("-{}", text.substr(begin + 1, end - begin - 1));
+    }
+  }
+  return name;
+}
+
+TemporaryFile::TemporaryFile(const fs::path& target, const Communicator& comm, DurableCalls calls,
+                             std::string kind)
+    : m_target(target), m_comm(comm), m_calls(std::move(calls)), m_kind(std::move(kind)) {}
+
+TemporaryFile::~TemporaryFile() {
+  if (!m_exists) return;
+  std::error_code ignored;
+  fs::remove(m_path, ignored);
+}
+
+// MPI_File_open may hang if it fails on some ranks only, so that each rank tries first, by itself,
+// whether it can open the file.
+void TemporaryFile::create() {
+  std::string name;
+  agree_on_file(
+      m_comm, m_target,
+      [&] {
+        if (!m_comm.is_root()) return;
+        create_on_root();
+        name = m_path.string();
+      },
+      m_kind);
+  std::int64_t length = static_cast<std::int64_t>(name.size());
+  m_comm.broadcast(&length, sizeof(length), 0);
+  name.resize(static_cast<std::size_t>(length));
+  m_comm.broadcast(name.data(), name.size(), 0);
+  m_path = name;
+  agree_on_file(
+      m_comm, m_target,
+      [&] {
+        const FileDescriptor descriptor(m_path, O_RDWR | O_CLOEXEC);
+        if (descriptor.get() < 0) throw system_error("the new file cannot be opened", errno);
+      },
+      m_kind);
+}
+
+void TemporaryFile::create_on_root() {
+  const fs::path target = fs::absolute(target_of_links(m_target));
+  m_final = target;
+  // Asked by its own name: what /dev/stdout leads to may be a pipe, which has none.
+  const fs::file_status status = fs::status(m_target);
+  // Renaming onto a device would replace it.
+  if (fs::exists(status) && !fs::is_regular_file(status)) {
+    throw Error("cannot be written: it exists and is not a regular file");
+  }
+  const std::string node = node_name();
+  constexpr int max_attempts = 100;
+  for (int attempt = 0;; ++attempt) {
+    m_path = target;
+    m_path += fmt::format(".tmp-{}-{}-{}", node, ::getpid(), attempt);
+    const FileDescriptor descriptor(m_path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC);
+    if (descriptor.get() >= 0) break;
+    if (errno != EEXIST || attempt == max_attempts) {
+      throw system_error("no file can be created in its folder", errno);
+    }
+  }
+  m_exists = true;
+}
+
+// Who may still be writing? On this node the process says it: gone means a leftover. A process id
+// that another program has got since then keeps the file, which is the harmless mistake. Of another
+// node's processes nothing is known, so that only time tells; it is counted from our own new
+// file's, because both times are the file server's, whose clock need not be ours. (A lock that the
+// writer holds would tell at once, but HDF5 takes locks of its own, and on parallel file systems
+// locks often do not reach other nodes.)
+std::vector<std::string> TemporaryFile::remove_leftovers() const {
+  std::vector<std::string> notes;
+  if (!m_exists) return notes;
+  const std::string prefix = m_final.filename().string() + ".tmp-";
+  const std::string node = node_name();
+  const auto now = modified_at(m_path);
+  std::error_code error;
+  fs::directory_iterator entry(m_path.parent_path(), error);
+  for (; !error && entry != fs::directory_iterator(); entry.increment(error)) {
+    const fs::path file = entry->path();
+    const std::string name = file.filename().string();
+    if (name.compare(0, prefix.size(), prefix) != 0 || file.filename() == m_path.filename()) {
+      continue;
+    }
+    const auto writer = writer_of(std::string_view(name).substr(prefix.size()));
+    const auto then = modified_at(file);
+    if (!writer || !then) continue;
+    const bool is_old = now && *now - *then >= seconds_of_day;
+    const bool is_ours = writer->node == node;
+    if (is_ours ? is_alive(writer->process) : !is_old) {
+      if (!is_ours) {
+        notes.push_back(
+            fmt::format("{} is of another node's run, which may be alive; remove it if it is not",
+                        file.string()));
+      } else if (is_old) {
+        notes.push_back(
+            fmt::format("{} is of process {}, and older than a day; remove it if that is another "
+                        "program by now",
+                        file.string(), writer->process));
+      }
+      continue;
+    }
+    std::error_code failure;
+    const bool removed = fs::remove(file, failure);
+    if (removed) {
+      notes.push_back(fmt::format("removed {}, which a run that was ended while writing had left",
+                                  file.string()));
+    } else if (failure) {
+      notes.push_back(
+          fmt::format("{} was left by a run that was ended while writing, and cannot be "
+                      "removed: {}",
+                      file.string(), failure.message()));
+    }  // else another run was faster
+  }
+  return notes;
+}
+
+void TemporaryFile::move_to_target() {
+  // Each node has written a part.
+  agree_on_file(
+      m_comm, m_target, [&] { m_calls.sync_file(m_path); }, m_kind);
+  agree_on_file(
+      m_comm, m_target,
+      [&] {
+        if (!m_comm.is_root()) return;
+        m_calls.rename(m_path, m_final);
+        m_exists = false;
+        m_calls.sync_folder(m_path.parent_path());
+      },
+      m_kind);
+}
+
+void write_text(const fs::path& file, const std::string& text) {
+  const std::string kind = "file";
+  const auto self = Communicator::self();
+  TemporaryFile temporary(file, self, DurableCalls::of_system(), kind);
+  temporary.create();
+  agree_on_file(
+      self, file,
+      [&] {
+        temporary.remove_leftovers();
+        std::ofstream stream(temporary.path(), std::ios::binary);
+        errno = 0;
+        stream << text;
+        stream.close();
+        if (!stream) throw system_error("cannot be written", errno == 0 ? EIO : errno);
+      },
+      kind);
+  temporary.move_to_target();
+}
+
+}  // namespace kvzap::detail

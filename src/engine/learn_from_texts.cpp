@@ -1,0 +1,146 @@
+#include <fmt/format.h>
+
+#include <fstream>
+#include <kvzap/engine/learn_from_texts.hpp>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "base/instantiate.hpp"
+#include "base/json_file.hpp"
+#include "engine/watching.hpp"
+
+namespace kvzap {
+namespace {
+
+// The text in a line of a file of JSON objects.
+std::string text_of(const std::string& line, const std::string& where) {
+  constexpr auto expected = "expected a JSON object with a field \"text\", as in the first line";
+  const auto fail = [&](const std::string& found) {
+    throw Error(fmt::format("{}: {}; {}", where, found, expected));
+  };
+  nlohmann::json json;
+  try {
+    json = detail::parse_json(line, where);
+  } catch (const Error& error) {
+    throw Error(fmt::format("{}; {}", error.what(), expected));
+  }
+  if (!json.is_object()) fail(fmt::format("JSON of type {}", json.type_name()));
+  const auto text = json.find("text");
+  if (text == json.end()) fail("no field \"text\"");
+  if (!text->is_string()) fail(fmt::format("field \"text\" is of type {}", text->type_name()));
+  return text->get<std::string>();
+}
+
+// Of each text in the file.
+std::vector<std::vector<TokenId>> tokenize(const std::filesystem::path& file,
+                                           const TextEncoder& encode, const ModelConfig& config,
+                                           std::int64_t most) {
+  std::ifstream stream(file, std::ios::binary);
+  if (!stream || std::filesystem::is_directory(file)) {
+    throw Error(fmt::format("{}: cannot be read; expected a file of texts", file.string()));
+  }
+  constexpr const char* blanks = " \t\r\n\v\f";
+  std::vector<std::vector<TokenId>> texts;
+  bool is_json = false;
+  std::int64_t number = 0;
+  for (std::string line; std::getline(stream, line);) {
+    if (most > 0 && static_cast<std::int64_t>(texts.size()) == most) break;
+    ++number;
+    if (!line.empty() && line.back() == '\r') line.pop_back();
+    const std::size_t begin = line.find_first_not_of(blanks);
+    if (begin == std::string::npos) continue;
+    const std::string where = fmt::format("{}: line {}", file.string(), number);
+    if (texts.empty()) is_json = line[begin] == '{';
+    std::vector<TokenId> ids = encode(is_json ? text_of(line, where) : line);
+    if (ids.empty()) throw Error(fmt::format("{}: the text has no tokens", where));
+    for (const TokenId id : ids) {
+      if (id >= config.vocab_size) {
+        throw Error(fmt::format("{}: token id {} is not in the vocabulary; expected less than {}",
+                                where, id, config.vocab_size));
+      }
+    }
+    texts.push_back(std::move(ids));
+  }
+  if (stream.bad()) throw Error(fmt::format("{}: reading failed", file.string()));
+  if (texts.empty()) {
+    throw Error(fmt::format("{}: there is no text in it; expected one per line", file.string()));
+  }
+  return texts;
+}
+
+}  // namespace
+
+std::vector<std::vector<TokenId>> read_texts(const std::filesystem::path& file,
+                                             const Tokenizer* tokenizer, const ModelConfig& config,
+                                             const Communicator& comm) {
+  const auto encode = [&](const std::string& text) {
+    if (!tokenizer) {
+      throw Error(fmt::format("{}: these texts need the model's tokenizer, and there is none",
+                              file.string()));
+    }
+    return tokenizer->encode(text, true);
+  };
+  return read_texts(file, encode, config, comm);
+}
+
+std::vector<std::vector<TokenId>> read_texts(const std::filesystem::path& file,
+                                             const TextEncoder& encode, const ModelConfig& config,
+                                             const Communicator& comm, std::int64_t most) {
+  std::vector<std::vector<TokenId>> texts;
+  comm.agree_on_root([&] { texts = tokenize(file, encode, config, most); });
+  auto count = static_cast<std::int64_t>(texts.size());
+  comm.broadcast(&count, sizeof(count), 0);
+  texts.resize(static_cast<std::size_t>(count));
+  for (auto& ids : texts) {
+    auto size = static_cast<std::int64_t>(ids.size());
+    comm.broadcast(&size, sizeof(size), 0);
+    ids.resize(static_cast<std::size_t>(size));
+    comm.broadcast(ids.data(), ids.size() * sizeof(TokenId), 0);
+  }
+  return texts;
+}
+
+template <class Value>
+void calibrate(const std::shared_ptr<const Model<Value>>& model, const PolicyChoice& choice,
+               const std::vector<std::vector<TokenId>>& texts, const Communicator& comm,
+               const ProgressCallback& progress) {
+  const std::shared_ptr<Calibration> calibration = choice.calibration;
+  if (!calibration) return;
+  if (texts.empty()) throw Error(fmt::format("policy {}: there are no texts", choice.name));
+  std::int64_t tokens = 0;
+  for (const auto& text : texts) {
+    if (text.empty()) throw Error(fmt::format("policy {}: a text has no tokens", choice.name));
+    tokens += static_cast<std::int64_t>(text.size());
+  }
+
+  const CacheOptions options =
+      detail::watching_options(choice.name, [calibration] { return calibration->watch(); });
+  std::unique_ptr<Engine> engine;
+  comm.agree([&] { engine = Engine::create<Value>(model, nullptr, options, comm); });
+
+  calibration->begin();
+  std::int64_t before = 0;
+  for (const auto& text : texts) {
+    const auto count = static_cast<std::int64_t>(text.size());
+    const auto of_text = [&](std::string_view /*what*/, std::int64_t done, std::int64_t total) {
+      if (progress) progress("texts", before + count * done / total, tokens);
+    };
+    const SequenceId sequence = engine->add_sequence();
+    engine->step(StepBatch(sequence, text, engine->rule(StepPart::context), StepOutput::none),
+                 of_text);
+    engine->free_sequence(sequence);
+    before += count;
+  }
+  calibration->finish(comm);
+}
+
+// NOLINTBEGIN(bugprone-macro-parentheses): a type takes none
+#define KVZAP_INSTANTIATE(Value)                                                           \
+  template void calibrate(const std::shared_ptr<const Model<Value>>&, const PolicyChoice&, \
+                          const std::vector<std::vector<TokenId>>&, const Communicator&,   \
+                          const ProgressCallback&);
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
+#undef KVZAP_INSTANTIATE
+// NOLINTEND(bugprone-macro-parentheses)
+
+}  // namespace kvzap

@@ -1,0 +1,306 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdlib>
+#include <functional>
+#include <kvzap/engine/pruning.hpp>
+#include <set>
+
+#include "base/decimal.hpp"
+#include "base/escaped_list.hpp"
+#include "base/nearest.hpp"
+#include "policy/pruning_text.hpp"
+
+namespace kvzap {
+namespace {
+
+constexpr std::array<std::string_view, 17> field_names = {
+    "policy",      "surrogate",    "threshold",   "evict_ratio",
+    "keep_tokens", "kv_budget",    "layerwise",   "prune",
+    "prune_after", "prefill",      "chunk",       "window",
+    "sink",        "decode_every", "decode_keep", "decode_evict_ratio",
+    "question"};
+
+std::string trimmed(const std::string& text) {
+  const std::size_t begin = text.find_first_not_of(" \t\r\n");
+  if (begin == std::string::npos) return "";
+  return text.substr(begin, text.find_last_not_of(" \t\r\n") - begin + 1);
+}
+
+double read_number(const std::string& value, const std::string& what) {
+  double number = 0;
+  if (detail::read_real(value, number) != detail::DecimalFault::none) {
+    throw Error(fmt::format("{} is '{}'; expected a number", what, value));
+  }
+  return number == 0 ? 0 : number;  // no -0 in texts
+}
+
+template <class Integer>
+Integer read_integer(const std::string& value, const std::string& what) {
+  Integer number = 0;
+  if (detail::read_whole(value, number) != detail::DecimalFault::none) {
+    throw Error(fmt::format("{} is '{}'; expected a whole number", what, value));
+  }
+  return number;
+}
+
+template <class Choice>
+Choice read_choice(const std::string& value, const std::string& what,
+                   const std::vector<Choice>& choices) {
+  for (const Choice choice : choices) {
+    if (name_of(choice) == value) return choice;
+  }
+  throw Error(fmt::format("{} is \"{}\"; expected {} or {}", what, value, name_of(choices[0]),
+                          name_of(choices[1])));
+}
+
+/// A setting behind an @ of a policy's text.
+struct TextKey {
+  const char* name;
+  void (*read)(Pruning&, const std::string& value, const std::string& what);
+};
+
+const std::vector<TextKey>& text_keys() {
+  using Text = const std::string&;
+  static const std::vector<TextKey> keys = {
+      {"threshold",
+       [](Pruning& p, Text value, Text what) { p.threshold(read_number(value, what)); }},
+      {"evict-ratio",
+       [](Pruning& p, Text value, Text what) { p.evict_ratio(read_number(value, what)); }},
+      {"keep-tokens", [](Pruning& p, Text value,
+                         Text what) { p.keep_tokens(read_integer<std::int64_t>(value, what)); }},
+      {"kv-budget",
+       [](Pruning& p, Text value, Text what) { p.kv_bytes(parse_bytes(value, what)); }},
+      {"layerwise",
+       [](Pruning& p, Text value, Text what) {
+         if (value != "on" && value != "off") {
+           throw Error(fmt::format("{} is \"{}\"; expected on or off", what, value));
+         }
+         p.layerwise = value == "on";
+       }},
+      {"prune",
+       [](Pruning& p, Text value, Text what) {
+         p.mode = read_choice<PruneMode>(value, what, {PruneMode::prefill, PruneMode::always});
+       }},
+      {"prune-after",
+       [](Pruning& p, Text value, Text what) {
+         p.moment =
+             read_choice<PruneMoment>(value, what, {PruneMoment::context, PruneMoment::question});
+       }},
+      {"prefill",
+       [](Pruning& p, Text value, Text what) {
+         p.prefill =
+             read_choice<PrefillMode>(value, what, {PrefillMode::dense, PrefillMode::sparse});
+       }},
+      {"chunk", [](Pruning& p, Text value,
+                   Text what) { p.chunk = read_integer<std::int64_t>(value, what); }},
+      {"window",
+       [](Pruning& p, Text value, Text what) { p.window = read_integer<int>(value, what); }},
+      {"sink",
+       [](Pruning& p, Text value, Text what) { p.sink = read_integer<std::int64_t>(value, what); }},
+      {"decode-every", [](Pruning& p, Text value,
+                          Text what) { p.decode.every = read_integer<std::int64_t>(value, what); }},
+      {"decode-keep", [](Pruning& p, Text value,
+                         Text what) { p.decode.keep = read_integer<std::int64_t>(value, what); }},
+      {"decode-evict-ratio",
+       [](Pruning& p, Text value, Text what) { p.decode.evict_ratio = read_number(value, what); }}};
+  return keys;
+}
+
+}  // namespace
+
+std::string_view name_of(PruningField field) {
+  return field_names.at(static_cast<std::size_t>(field));
+}
+
+std::string_view name_of(PruneMoment moment) {
+  return moment == PruneMoment::question ? "question" : "context";
+}
+
+const PruningNames& plain_names() {
+  static const PruningNames names = [](PruningField field) { return std::string(name_of(field)); };
+  return names;
+}
+
+bool Pruning::Amount::operator==(const Amount& other) const {
+  return threshold == other.threshold && evict_ratio == other.evict_ratio &&
+         keep_tokens == other.keep_tokens && kv_bytes == other.kv_bytes;
+}
+
+bool Pruning::DecodeCuts::operator==(const DecodeCuts& other) const {
+  return every == other.every && keep == other.keep && evict_ratio == other.evict_ratio;
+}
+
+bool Pruning::operator==(const Pruning& other) const {
+  return policy == other.policy && surrogate == other.surrogate && amount == other.amount &&
+         layerwise == other.layerwise && mode == other.mode && moment == other.moment &&
+         prefill == other.prefill && chunk == other.chunk && window == other.window &&
+         sink == other.sink && decode == other.decode;
+}
+
+Pruning Pruning::kvzap(std::filesystem::path surrogate) {
+  Pruning pruning;
+  pruning.surrogate = std::move(surrogate);
+  return pruning;
+}
+
+Pruning Pruning::parse(const std::string& text) {
+  const std::vector<std::string> parts = detail::split_unescaped(text, '@');
+  Pruning pruning;
+  pruning.policy = detail::without_escapes(trimmed(parts[0]), "@");
+  if (pruning.policy == "none") {
+    if (parts.size() > 1) {
+      throw Error(fmt::format("{}: the full cache has no settings of its own", text));
+    }
+    pruning.policy.clear();
+    return pruning;
+  }
+  std::set<std::string> seen;
+  for (std::size_t i = 1; i < parts.size(); ++i) {
+    const std::size_t equals = parts[i].find('=');
+    if (equals == std::string::npos) {
+      throw Error(fmt::format("{}: \"@{}\" is not @key=value", text, parts[i]));
+    }
+    const std::string key = trimmed(parts[i].substr(0, equals));
+    const auto& keys = text_keys();
+    const auto known =
+        std::find_if(keys.begin(), keys.end(), [&](const TextKey& k) { return key == k.name; });
+    if (known == keys.end()) {
+      std::vector<std::string> names;
+      for (const TextKey& k : keys) names.emplace_back(k.name);
+      const std::string nearest = detail::nearest_name(key, names);
+      throw Error(fmt::format("{}: @{}: unknown setting; {}an @ is followed by one of {}", text,
+                              key, nearest.empty() ? "" : "did you mean " + nearest + "? ",
+                              fmt::join(names, ", ")));
+    }
+    if (!seen.insert(key).second) {
+      throw Error(fmt::format("{}: @{} is given twice", text, key));
+    }
+    known->read(pruning, trimmed(parts[i].substr(equals + 1)), fmt::format("{}: @{}", text, key));
+  }
+  return pruning;
+}
+
+Pruning& Pruning::threshold(double log_score) {
+  amount.threshold = log_score;
+  return *this;
+}
+
+Pruning& Pruning::evict_ratio(double ratio) {
+  amount.evict_ratio = ratio;
+  return *this;
+}
+
+Pruning& Pruning::keep_tokens(std::int64_t rows) {
+  amount.keep_tokens = rows;
+  return *this;
+}
+
+Pruning& Pruning::kv_bytes(std::int64_t bytes) {
+  amount.kv_bytes = bytes;
+  return *this;
+}
+
+bool Pruning::is_plain_kvzap() const {
+  return !surrogate.empty() && (policy.empty() || policy == "kvzap");
+}
+
+bool Pruning::looks_up_threshold() const {
+  return amount.evict_ratio && !surrogate.empty() && policy.empty();
+}
+
+bool Pruning::is_judged_by_surrogate() const {
+  return is_plain_kvzap() && (!amount.has_budget() || looks_up_threshold()) && decode.every == 0;
+}
+
+Budget Pruning::budget() const {
+  Budget budget;
+  if (amount.evict_ratio) {
+    budget.amount = Budget::Amount::evict_ratio;
+    budget.evict_ratio = *amount.evict_ratio;
+  } else if (amount.keep_tokens) {
+    budget.amount = Budget::Amount::keep_tokens;
+    budget.keep_tokens = *amount.keep_tokens;
+  } else if (amount.kv_bytes) {
+    budget.amount = Budget::Amount::bytes;
+    budget.bytes = *amount.kv_bytes;
+  }
+  return budget;
+}
+
+std::string Pruning::text() const {
+  if (!has_policy()) return "none";
+  std::string text = policy.empty() ? "kvzap" : policy;
+  if (!surrogate.empty()) {
+    text = detail::with_argument(text, "surrogate=" + escaped_in_policy(surrogate.string()));
+  }
+  std::string escaped;
+  for (const char c : text) {
+    if (c == '@') escaped += '\\';
+    escaped += c;
+  }
+  const auto add = [&](const char* key, const auto& value) {
+    escaped += fmt::format("@{}={}", key, value);
+  };
+  const Pruning standard;
+  if (amount.threshold) add("threshold", *amount.threshold);
+  if (amount.evict_ratio) add("evict-ratio", *amount.evict_ratio);
+  if (amount.keep_tokens) add("keep-tokens", *amount.keep_tokens);
+  if (amount.kv_bytes) add("kv-budget", *amount.kv_bytes);
+  if (layerwise) add("layerwise", "on");
+  if (mode == PruneMode::always) add("prune", name_of(*mode));
+  if (moment != standard.moment) add("prune-after", name_of(moment));
+  if (prefill != standard.prefill) add("prefill", name_of(prefill));
+  if (chunk != standard.chunk) add("chunk", chunk);
+  if (window != standard.window) add("window", window);
+  if (sink != standard.sink) add("sink", sink);
+  if (decode.every != 0) add("decode-every", decode.every);
+  if (decode.keep) add("decode-keep", *decode.keep);
+  if (decode.evict_ratio) add("decode-evict-ratio", *decode.evict_ratio);
+  return escaped;
+}
+
+std::int64_t parse_bytes(const std::string& text, const std::string& what) {
+  const auto fail = [&] {
+    throw Error(
+        fmt::format("{} is '{}'; expected bytes, as 512M, 2GB (powers of 1000) or 1.5GiB "
+                    "(of 1024)",
+                    what, text));
+  };
+  // No sign, no "inf", no hexadecimal number.
+  if (text.empty() || text.front() < '0' || text.front() > '9') fail();
+  if (text.find_first_of("xX") != std::string::npos) fail();
+  char* used = nullptr;
+  double bytes = std::strtod(text.c_str(), &used);
+  std::string unit = used;
+  unit.erase(0, std::min(unit.find_first_not_of(' '), unit.size()));
+  if (!unit.empty() && (unit.back() == 'B' || unit.back() == 'b')) unit.pop_back();
+  double base = 1000;
+  if (unit.size() == 2 && unit.back() == 'i') {
+    base = 1024;
+    unit.pop_back();
+  }
+  if (!unit.empty()) {
+    const auto power = std::string("KMGTP").find(unit == "k" ? 'K' : unit.front());
+    if (unit.size() > 1 || power == std::string::npos) fail();
+    bytes *= std::pow(base, static_cast<double>(power + 1));
+  } else if (base != 1000) {
+    fail();
+  }
+  constexpr double most = 9.2e18;  // of 64 bits
+  if (!(bytes >= 1 && bytes <= most)) fail();
+  return static_cast<std::int64_t>(bytes);
+}
+
+std::string escaped_in_policy(const std::string& value) {
+  std::string escaped;
+  for (const char c : value) {
+    if (c == ',' || c == '+') escaped += '\\';  // part of the name
+    escaped += c;
+  }
+  return escaped;
+}
+
+}  // namespace kvzap

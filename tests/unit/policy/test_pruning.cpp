@@ -170,7 +170,7 @@ std::vector<Case> cases() {
        Pruning::parse("knorm@keep-tokens=9@prune=always")},
       {Code::conflict,
        {Field::layerwise, Field::policy},
-       "layerwise does not go with policy snapkv; it is for kvzip, kvzip-plus, fastkvzip",
+       "layerwise does not go with policy snapkv; it is for fastkvzip, kvzip, kvzip-plus",
        changed(half, [](Pruning& p) { p.layerwise = true; })},
   };
 }

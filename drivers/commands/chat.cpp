@@ -516,12 +516,11 @@ void Conversation::reset() {
 }
 
 /// By a threshold every pair is judged as it leaves the window, whoever has said it.
-bool judges_what_is_said(const RunOptions& options) {
-  const bool has_amount = (options.evict_ratio && !looks_up_threshold(options)) ||
-                          options.keep_tokens || !options.kv_budget.empty();
-  if (!prunes(options) || has_amount || options.decode_every > 0) return false;
-  if (options.policy.empty()) return true;
-  const PolicyInfo& info = *parse_policy(policy_text(options)).info;
+bool judges_what_is_said(const Pruning& pruning) {
+  const bool has_budget = pruning.amount.has_budget() && !pruning.looks_up_threshold();
+  if (!pruning.prunes() || has_budget || pruning.decode.every > 0) return false;
+  if (pruning.policy.empty()) return true;
+  const PolicyInfo& info = *parse_policy(pruning.policy_text(flag_names())).info;
   return info.judges_tokens && !info.has_own_budget;
 }
 
@@ -539,7 +538,7 @@ void declare_chat(CLI::App& app, RunOptions& options) {
     app.remove_option(app.get_option(name));
   }
   // (Snapshots of kvzap run have it among their options.)
-  app.add_option("--prune-after", options.prune_after,
+  app.add_option("--prune-after", options.pruning_texts.prune_after,
                  "when a budget is met: after the context (after each question is for kvzap run, "
                  "which then runs all of it anew)")
       ->capture_default_str()
@@ -576,13 +575,14 @@ int chat(CLI::App& app, RunOptions& options, const Communicator& comm, const std
   });
   auto resumed = open_resumed(app, options, comm);
   comm.agree([&] {
-    if (options.prune.empty() && judges_what_is_said(options)) options.prune = "always";
+    Pruning& pruning = options.pruning;
+    if (!pruning.mode && judges_what_is_said(pruning)) pruning.mode = PruneMode::always;
     // Otherwise a context of a few tokens would be all that is ever pruned.
     const bool has_context = options.prompt || !options.file.empty() || resumed;
-    require(
-        !prunes(options) || options.prune == "always" || options.decode_every > 0 || has_context,
-        "a budget is met where a context ends, and there is none: give one with -p or -f, a "
-        "--threshold in place of the budget, or --decode-every N");
+    require(!pruning.prunes() || pruning.mode == PruneMode::always || pruning.decode.every > 0 ||
+                has_context,
+            "a budget is met where a context ends, and there is none: give one with -p or -f, a "
+            "--threshold in place of the budget, or --decode-every N");
   });
   // The context is what the chat template begins with.
   if (!options.prompt && options.file.empty() && !resumed) options.prompt = "";

@@ -104,9 +104,9 @@ std::vector<EvalSetting> settings_of(const EvalOptions& o) {
     request.thresholds = detail::parse_numbers(joined(o.thresholds, ","), "--thresholds",
                                                "numbers in the range of float", -most, most);
   }
-  request.prune_after = o.prune_after;
-  request.prune = o.prune;
-  request.prefill = o.prefill;
+  if (o.prune_after == "question") request.prune_after = PruneMoment::question;
+  if (o.prune == "always") request.prune = PruneMode::always;
+  if (o.prefill == "sparse") request.prefill = PrefillMode::sparse;
   request.surrogate = o.surrogate;
   return parse_settings(request);
 }
@@ -117,20 +117,14 @@ RunOptions run_options(const EvalOptions& o, const EvalSetting& setting) {
   run.model = o.model;
   run.dtype = o.dtype;
   run.raw = o.raw;
-  run.window = o.window;
-  run.sink = o.sink;
-  run.chunk = o.chunk;
   run.quiet = o.quiet;
   run.questions = {""};  // there is one
+  run.pruning = setting.pruning;
+  run.pruning.window = o.window;
+  run.pruning.sink = o.sink;
+  run.pruning.chunk = o.chunk;
   if (setting.is_none()) return run;
-  run.policy = detail::policy_with_surrogate(setting.policy, o.surrogate);
-  run.evict_ratio = setting.evict_ratio;
-  run.threshold = setting.threshold;
-  run.keep_tokens = setting.keep_tokens;
-  run.kv_budget = setting.kv_budget;
-  run.prune_after = setting.prune_after;
-  run.prune = setting.prune;
-  run.prefill = setting.prefill;
+  run.pruning.policy = detail::policy_with_surrogate(setting.pruning.policy, o.surrogate);
   return run;
 }
 
@@ -273,8 +267,7 @@ void Evaluation::prepare() {
       m_run_options.push_back(run_options(m_options, setting));
       const RunOptions& run = m_run_options.back();
       try {
-        check_policy_options(run);
-        m_specs.push_back(policy_spec(run));
+        m_specs.push_back(policy_spec(run.pruning, pruning_use(run), flag_names()));
       } catch (const Error& error) {
         throw Error(fmt::format("--policies: {}: {}", setting.label, error.what()));
       }
@@ -315,10 +308,10 @@ std::shared_ptr<PolicyChoice> Evaluation::load_policy(std::size_t index,
   // A surrogate may be large, and its scores do not depend on how many of them are used.
   if (spec.info->name == "kvzap" && spec.modifiers.empty()) {
     for (std::size_t i = 0; i < index; ++i) {
-      if (!m_prune[i].policy || m_run_options[i].policy != run.policy) continue;
+      if (!m_prune[i].policy || m_run_options[i].pruning.policy != run.pruning.policy) continue;
       auto choice = std::make_shared<PolicyChoice>(*m_prune[i].policy);
-      choice->budget = budget_of(run);
-      choice->threshold = run.threshold.value_or(0);
+      choice->budget = run.pruning.budget();
+      choice->threshold = run.pruning.amount.threshold.value_or(0);
       return choice;
     }
   }
@@ -338,10 +331,9 @@ void Evaluation::load_policies() {
   for (std::size_t i = 0; i < m_settings.size(); ++i) {
     const EvalSetting& setting = m_settings[i];
     PruneSetting prune;
-    prune.prune = setting.prune == "always" ? PruneMode::always : PruneMode::prefill;
-    prune.prune_after =
-        setting.prune_after == "question" ? PruneMoment::question : PruneMoment::context;
-    prune.prefill = setting.prefill == "sparse" ? PrefillMode::sparse : PrefillMode::dense;
+    prune.prune = setting.pruning.mode.value_or(PruneMode::prefill);
+    prune.prune_after = setting.pruning.moment;
+    prune.prefill = setting.pruning.prefill;
     m_comm.agree([&] {
       try {
         if (m_specs[i])
@@ -366,7 +358,7 @@ void Evaluation::check_prompts(const std::optional<RepeatPrompt>& repeat) const 
     for (std::size_t i = 0; i < m_settings.size(); ++i) {
       if (!m_prune[i].policy) continue;
       try {
-        check_budget(*m_prune[i].policy, m_run_options[i], *m_setup,
+        check_budget(m_prune[i].policy->budget, m_setup->config, dtype_from_name(m_options.dtype),
                      static_cast<std::int64_t>(length));
         if (repeat && m_specs[i]->info->repeats_context &&
             static_cast<std::int64_t>(length) <= repeat->prefix) {
@@ -398,7 +390,8 @@ void Evaluation::add_policy_files(ordered_json& options) const {
   for (std::size_t i = 0; i < m_settings.size(); ++i) {
     if (!m_specs[i]) continue;
     // With a surrogate of --surrogate the policy is another than the setting's.
-    add(*m_specs[i]->info, m_specs[i]->arguments, m_run_options[i].policy == m_settings[i].policy);
+    add(*m_specs[i]->info, m_specs[i]->arguments,
+        m_run_options[i].pruning.policy == m_settings[i].pruning.policy);
     for (const auto& [info, arguments] : m_specs[i]->modifiers) add(*info, arguments, true);
   }
   if (!hashes.empty()) options["policy_files"] = hashes;
@@ -667,13 +660,14 @@ void Evaluation::record(const EvalPrompt& prompt, const std::vector<SettingAnswe
     record.task = prompt.name;
     record.metric = prompt.metric->name;
     record.setting = m_settings[i].label;
-    record.policy = m_settings[i].is_none() ? "none" : m_settings[i].policy;
+    record.policy = m_settings[i].is_none() ? "none" : m_settings[i].pruning.policy;
     record.expected = prompt.task.answers;
     record.context_tokens = static_cast<std::int64_t>(prompt.tokens.context.size());
     record.question_tokens = static_cast<std::int64_t>(prompt.tokens.question.size());
     // What is judged as it is generated is known in the end.
-    const CacheReport pruned = m_settings[i].prune == "always" ? answer.cache
-                               : m_settings[i].prune_after == "context"
+    const Pruning& pruning = m_settings[i].pruning;
+    const CacheReport pruned = pruning.mode == PruneMode::always ? answer.cache
+                               : pruning.moment == PruneMoment::context
                                    ? without_question(answer.pruned, record.question_tokens)
                                    : answer.pruned;
     record.evict_ratio = pruned.evict_ratio();

@@ -67,7 +67,7 @@ ModelConfig whole_config(const ModelSetup& setup) {
 std::optional<RepeatPrompt> share_repeat_prompt(
     const RunOptions& options, const std::optional<PolicySpec>& spec, const Tokenizer* tokenizer,
     const std::vector<TokenId>& context, const ModelConfig& config, const Communicator& comm) {
-  if (!spec || !spec->info->repeats_context || !prunes(options)) return {};
+  if (!spec || !spec->info->repeats_context || !options.pruning.prunes()) return {};
   RepeatPrompt repeat;
   comm.agree_on_root([&] {
     std::optional<Tokenizer> own;
@@ -107,22 +107,13 @@ std::shared_ptr<PolicyChoice> load_choice(const RunOptions& options, const Polic
   const PolicySetup policy_setup{whole, setup.partition_of_all_layers,
                                  dtype_from_name(options.dtype), options.model, comm};
   auto choice = std::make_shared<PolicyChoice>(
-      make_policy(spec, budget_of(options), options.threshold, policy_setup));
+      make_policy(spec, options.pruning.budget(), options.pruning.amount.threshold, policy_setup));
   if (repeat) {
     const std::int64_t chunk = choice->repeat.chunk;
     choice->repeat = *repeat;
     choice->repeat.chunk = chunk;
   }
   return choice;
-}
-
-void check_budget(const PolicyChoice& choice, const RunOptions& options, const ModelSetup& setup,
-                  std::int64_t tokens) {
-  if (!choice.budget.has_amount()) return;
-  const Budget::Model model = budget_model(setup.config, dtype_from_name(options.dtype));
-  for (int layer = 0; layer < model.layers; ++layer) {
-    choice.budget.rows_per_head(model, layer, tokens);  // throws if it is too small
-  }
 }
 
 Texts load_policy_texts(const RunOptions& options, const PolicyChoice* choice,
@@ -152,21 +143,19 @@ Texts load_policy_texts(const RunOptions& options, const PolicyChoice* choice,
 
 CacheOptions cache_options(const RunOptions& options) {
   CacheOptions cache;
-  cache.prune = !prunes(options)            ? PruneMode::none
-                : options.prune == "always" ? PruneMode::always
-                                            : PruneMode::prefill;
-  cache.prefill = options.prefill == "sparse" ? PrefillMode::sparse : PrefillMode::dense;
-  cache.chunk = options.chunk;
-  cache.threshold = static_cast<float>(options.threshold.value_or(0));
-  cache.window = options.window;
-  cache.sink = options.sink;
+  const Pruning& pruning = options.pruning;
+  cache.prune = pruning.mode_in_force();
+  cache.prefill = pruning.prefill;
+  cache.chunk = pruning.chunk;
+  cache.threshold = static_cast<float>(pruning.amount.threshold.value_or(0));
+  cache.window = pruning.window;
+  cache.sink = pruning.sink;
   cache.trim = options.trim;
   cache.page_rows = options.page_rows;
-  cache.prune_after =
-      options.prune_after == "question" ? PruneMoment::question : PruneMoment::context;
-  cache.decode_every = options.decode_every;
-  cache.decode_keep = options.decode_keep.value_or(0);
-  cache.decode_evict_ratio = options.decode_evict_ratio.value_or(0);
+  cache.prune_after = pruning.moment;
+  cache.decode_every = pruning.decode.every;
+  cache.decode_keep = pruning.decode.keep.value_or(0);
+  cache.decode_evict_ratio = pruning.decode.evict_ratio.value_or(0);
   return cache;
 }
 

@@ -35,10 +35,6 @@ std::shared_ptr<PolicyChoice> load_choice(const RunOptions& options, const Polic
                                           const std::optional<RepeatPrompt>& repeat,
                                           const ModelSetup& setup, const Communicator& comm);
 
-/// Throws Error if the choice's budget is too small for so many tokens.
-void check_budget(const PolicyChoice& choice, const RunOptions& options, const ModelSetup& setup,
-                  std::int64_t tokens);
-
 /// Token ids of texts.
 using Texts = std::vector<std::vector<TokenId>>;
 

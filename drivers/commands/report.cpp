@@ -28,41 +28,39 @@ std::vector<double> evict_ratios(const CacheReport& cache) {
 }
 
 /// How much is evicted, and when again.
-void add_budget(ordered_json& json, const RunOptions& options) {
+void add_budget(ordered_json& json, const Pruning& pruning) {
+  const Pruning::Amount& amount = pruning.amount;
   // JSON has no infinity; a threshold of plus or minus infinity is written as text.
-  if (options.threshold && std::isfinite(static_cast<float>(*options.threshold))) {
-    json["threshold"] = *options.threshold;
-  } else if (options.threshold) {
-    json["threshold"] = *options.threshold > 0 ? "inf" : "-inf";
+  if (amount.threshold && std::isfinite(static_cast<float>(*amount.threshold))) {
+    json["threshold"] = *amount.threshold;
+  } else if (amount.threshold) {
+    json["threshold"] = *amount.threshold > 0 ? "inf" : "-inf";
   }
-  if (options.evict_ratio) json["evict_ratio"] = *options.evict_ratio;
-  if (options.keep_tokens) json["keep_tokens"] = *options.keep_tokens;
-  if (!options.kv_budget.empty()) {
-    json["kv_budget_bytes"] = parse_bytes(options.kv_budget, "--kv-budget");
-  }
-  if (options.decode_every > 0) json["decode_every"] = options.decode_every;
-  if (options.decode_keep) json["decode_keep"] = *options.decode_keep;
-  if (options.decode_evict_ratio) json["decode_evict_ratio"] = *options.decode_evict_ratio;
+  if (amount.evict_ratio) json["evict_ratio"] = *amount.evict_ratio;
+  if (amount.keep_tokens) json["keep_tokens"] = *amount.keep_tokens;
+  if (amount.kv_bytes) json["kv_budget_bytes"] = *amount.kv_bytes;
+  if (pruning.decode.every > 0) json["decode_every"] = pruning.decode.every;
+  if (pruning.decode.keep) json["decode_keep"] = *pruning.decode.keep;
+  if (pruning.decode.evict_ratio) json["decode_evict_ratio"] = *pruning.decode.evict_ratio;
 }
 
 /// The same for people; empty without a budget.
-std::string budget_text(const RunOptions& options) {
+std::string budget_text(const Pruning& pruning) {
   std::string text;
   const auto add = [&](const std::string& part) { text += (text.empty() ? "" : ", ") + part; };
-  if (options.threshold) add(fmt::format("threshold {}", *options.threshold));
-  if (options.evict_ratio) add(fmt::format("evict ratio {}", *options.evict_ratio));
-  if (options.keep_tokens) add(fmt::format("{} rows a head", *options.keep_tokens));
-  if (!options.kv_budget.empty()) {
-    add(human_bytes(parse_bytes(options.kv_budget, "--kv-budget")) + " of KV");
+  const Pruning::Amount& amount = pruning.amount;
+  if (amount.threshold) add(fmt::format("threshold {}", *amount.threshold));
+  if (amount.evict_ratio) add(fmt::format("evict ratio {}", *amount.evict_ratio));
+  if (amount.keep_tokens) add(fmt::format("{} rows a head", *amount.keep_tokens));
+  if (amount.kv_bytes) add(human_bytes(*amount.kv_bytes) + " of KV");
+  if (pruning.moment == PruneMoment::question) add("after the question");
+  if (pruning.decode.keep) {
+    add(fmt::format("every {} tokens to {} rows a head", pruning.decode.every,
+                    *pruning.decode.keep));
   }
-  if (options.prune_after == "question") add("after the question");
-  if (options.decode_keep) {
-    add(fmt::format("every {} tokens to {} rows a head", options.decode_every,
-                    *options.decode_keep));
-  }
-  if (options.decode_evict_ratio) {
-    add(fmt::format("every {} tokens to an evict ratio of {}", options.decode_every,
-                    *options.decode_evict_ratio));
+  if (pruning.decode.evict_ratio) {
+    add(fmt::format("every {} tokens to an evict ratio of {}", pruning.decode.every,
+                    *pruning.decode.evict_ratio));
   }
   return text;
 }
@@ -291,19 +289,19 @@ ordered_json to_json(const RunReport& report, const RunOptions& options) {
   json["options"] = {{"dtype", options.dtype},
                      {"prune", name_of(cache.prune)},
                      {"prefill", name_of(cache.prefill)},
-                     {"prune_after", options.prune_after},
-                     {"window", options.window},
+                     {"prune_after", name_of(options.pruning.moment)},
+                     {"window", options.pruning.window},
                      {"sink", cache.sink},
                      {"page_rows", cache.page_rows},
                      {"trim", cache.trim}};
   json["options"].update(sampling_json(options.sampling, options.sampling_flags));
   if (cache.prefill == PrefillMode::sparse) json["options"]["chunk"] = cache.chunk;
   if (!report.surrogate_kind.empty()) {
-    json["surrogate"] = {{"path", options.surrogate}, {"kind", report.surrogate_kind}};
+    json["surrogate"] = {{"path", options.pruning.surrogate}, {"kind", report.surrogate_kind}};
   }
   if (!report.policy.empty()) {
     json["policy"] = report.policy;
-    add_budget(json["options"], options);
+    add_budget(json["options"], options.pruning);
     if (report.looked_up) {
       json["options"]["evict_ratio"] = report.looked_up->evict_ratio;
       json["options"]["thresholds_file"] = report.looked_up->file;
@@ -368,7 +366,7 @@ std::string to_text(const RunReport& report, const RunOptions& options) {
       report.answers.empty() ? report.context : report.answers.back().answer.cache;
   line("");
   if (report.cache_options.prune != PruneMode::none) {
-    std::string budget = budget_text(options);
+    std::string budget = budget_text(options.pruning);
     if (report.looked_up) {
       budget += fmt::format(" for an evict ratio of {}, by {}", report.looked_up->evict_ratio,
                             report.looked_up->file);

@@ -47,7 +47,8 @@ std::int64_t least_bytes(const MemoryPlan& plan, bool pruned) {
 MemoryPlan plan(const RunOptions& options, const ModelConfig& config, std::int64_t tokens,
                 int ranks, const PlannedEviction& eviction) {
   return plan_memory(config, dtype_from_name(options.dtype), tokens, eviction.ratio, ranks,
-                     eviction.window, options.prefill == "sparse" ? options.chunk : 0);
+                     eviction.window,
+                     options.pruning.prefill == PrefillMode::sparse ? options.pruning.chunk : 0);
 }
 
 /// Loads what scores, before the weights: it is small, and whether it fits the model and its budget
@@ -59,9 +60,10 @@ std::shared_ptr<Scorer> load_policy(const RunOptions& options,
                                     const ModelSetup& setup, std::int64_t tokens,
                                     const Communicator& comm, CacheOptions& cache) {
   if (cache.prune == PruneMode::none) return nullptr;
-  if (!spec) return load_surrogate(options.surrogate, setup, dtype_from_name(options.dtype), comm);
+  if (!spec)
+    return load_surrogate(options.pruning.surrogate, setup, dtype_from_name(options.dtype), comm);
   const auto choice = load_choice(options, *spec, repeat, setup, comm);
-  check_budget(*choice, options, setup, tokens);
+  check_budget(choice->budget, setup.config, dtype_from_name(options.dtype), tokens);
   cache.policy = choice;
   if (!choice->budget.has_amount()) cache.threshold = static_cast<float>(choice->threshold);
   return choice->scorer;
@@ -180,7 +182,7 @@ void dry_run(const RunOptions& options, const std::optional<PolicySpec>& spec,
     if (options.json != "-") {
       const std::string text = to_text(report, config, dtype);
       std::fwrite(text.data(), 1, text.size(), stdout);
-      if (spec && spec->info->repeats_context && prunes(options)) {
+      if (spec && spec->info->repeats_context && options.pruning.prunes()) {
         fmt::print(
             "note: full at first; while the context is repeated, rows of up to {} more tokens and "
             "of the prompt exist\n",
@@ -284,16 +286,16 @@ class Run {
 void Run::check_options() {
   RunOptions& options = m_options;
   m_comm.agree([&] { validate(options); });
-  if (looks_up_threshold(options) && prunes(options) && !options.dry_run) {
+  if (options.pruning.looks_up_threshold() && options.pruning.prunes() && !options.dry_run) {
     // A run goes on with the threshold that it has begun with.
     m_report.looked_up = m_resumed && m_resumed->state.looked_up
                              ? m_resumed->state.looked_up
                              : share_threshold(options, m_talks, m_comm);
-    options.threshold = m_report.looked_up->threshold;
-    options.evict_ratio.reset();  // which is no budget
+    options.pruning.amount.threshold = m_report.looked_up->threshold;
+    options.pruning.amount.evict_ratio.reset();  // which is no budget
   }
   m_comm.agree([&] {
-    m_spec = policy_spec(options);
+    m_spec = policy_spec(options.pruning, pruning_use(options), flag_names());
     m_report.cache_options = cache_options(options);
     m_setup =
         set_up_model(options.model, options.layers, options.placement, m_comm.size(), options.rope);
@@ -402,8 +404,8 @@ void Run::set_up_policy() {
   m_texts = load_policy_texts(m_options, cache.policy.get(), tokenizer(), config(), m_comm);
   // Rows of a repeat stand behind the context's for a while.
   check_memory_of(m_report.context_tokens + repeat_tokens);
-  if (cache.prune != PruneMode::none) m_report.policy = policy_text(m_options);
-  if (m_scorer && !m_options.surrogate.empty()) m_report.surrogate_kind = m_scorer->kind();
+  if (cache.prune != PruneMode::none) m_report.policy = m_options.pruning.policy_text(flag_names());
+  if (m_scorer && !m_options.pruning.surrogate.empty()) m_report.surrogate_kind = m_scorer->kind();
 }
 
 void Run::check_memory_of(std::int64_t tokens) const {
@@ -445,13 +447,13 @@ void Run::set_up_snapshots() {
   if (!m_options.snapshot.empty() || m_talk) {
     m_state.looked_up = m_report.looked_up;
     m_comm.agree_on_root([&] {
-      if (!m_resumed) m_state.policy = identity_of_policy(m_options);
+      if (!m_resumed) m_state.policy = identity_of_policy(m_options.pruning);
       const ModelHashes hashes = m_resumed
                                      ? m_resumed->hashes
                                      : hashes_of_model(m_options.model, !m_options.random_weights);
       info.model_hash = hashes.model;
       info.tokenizer_hash = hashes.tokenizer;
-      const SurrogateIdentity surrogate = identity_of_surrogate(m_options);
+      const SurrogateIdentity surrogate = identity_of_surrogate(m_options.pruning);
       if (!surrogate.folder.empty()) {
         info.further[surrogate_folder_attribute] = surrogate.folder;
         info.further[surrogate_hash_attribute] = surrogate.hash;
@@ -503,7 +505,7 @@ void Run::go_on(bool reusable) {
 void Run::run_context() {
   // An answer that is interrupted leaves a context that other questions may be asked about. (With
   // --decode-every that would take a second cache, for as long as there is one question.)
-  const bool is_kept = m_snapshots->is_on() && m_options.decode_every == 0;
+  const bool is_kept = m_snapshots->is_on() && m_options.pruning.decode.every == 0;
   const bool reusable = !m_talk && (m_prompt.questions.size() > 1 || is_kept);
   if (m_resumed) go_on(reusable);
   const std::int64_t before = m_report.resumed ? m_report.resumed->context_tokens : 0;

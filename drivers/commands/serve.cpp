@@ -174,10 +174,10 @@ Setting Pruner::setting_of(const PruneWish& wish) const {
                                                         "ratio < 1",
                                                         *wish.evict_ratio));
     }
-    if (!m_options.surrogate.empty() && m_options.policy.empty()) {
+    if (!m_options.pruning.surrogate.empty() && m_options.pruning.policy.empty()) {
       RunOptions looked_up = m_options;
-      looked_up.threshold.reset();
-      looked_up.evict_ratio = wish.evict_ratio;
+      looked_up.pruning.amount.threshold.reset();
+      looked_up.pruning.amount.evict_ratio = wish.evict_ratio;
       try {
         setting.threshold = static_cast<float>(look_up_threshold(looked_up).threshold);
       } catch (const Error&) {
@@ -188,7 +188,7 @@ Setting Pruner::setting_of(const PruneWish& wish) const {
       }
     } else if (m_cache.policy->budget.amount != Budget::Amount::evict_ratio) {
       throw BadRequest("kvzap.evict_ratio", "the server was started without an evict ratio");
-    } else if (m_options.policy.find('+') != std::string::npos) {
+    } else if (m_options.pruning.policy.find('+') != std::string::npos) {
       throw BadRequest("kvzap.evict_ratio",
                        fmt::format("policy {} has modifiers: its evict ratio is the server's",
                                    m_cache.policy->name));
@@ -261,14 +261,17 @@ class Serving {
 };
 
 void Serving::check_options() {
-  m_comm.agree([&] { check(m_options); });
-  if (looks_up_threshold(m_run) && prunes(m_run)) {
-    m_run.threshold = share_threshold(m_run, m_talks, m_comm).threshold;
-    m_run.evict_ratio.reset();  // which is no budget
+  m_comm.agree([&] {
+    resolve_pruning(m_run);
+    check(m_options);
+  });
+  if (m_run.pruning.looks_up_threshold() && m_run.pruning.prunes()) {
+    m_run.pruning.amount.threshold = share_threshold(m_run, m_talks, m_comm).threshold;
+    m_run.pruning.amount.evict_ratio.reset();  // which is no budget
   }
   m_comm.agree([&] {
-    policy_spec(m_run);  // checks what options ask of one another
-    if (prunes(m_run)) m_spec = parse_policy(policy_text(m_run));
+    policy_spec(m_run.pruning, pruning_use(m_run), flag_names());  // checks
+    if (m_run.pruning.prunes()) m_spec = parse_policy(m_run.pruning.policy_text(flag_names()));
     m_cache = cache_options(m_run);
     m_cache.trim = false;  // the scheduler says when
     m_setup = set_up_model(m_run.model, m_run.layers, m_run.placement, m_comm.size(), m_run.rope);

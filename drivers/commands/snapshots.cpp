@@ -93,8 +93,7 @@ ordered_json value_of(const CLI::Option& option, const std::string& text) {
 
 /// What it is by default depends on others.
 std::string prune_of(const RunOptions& options) {
-  if (!prunes(options)) return "none";
-  return options.prune.empty() ? "prefill" : options.prune;
+  return std::string(kvzap::name_of(options.pruning.mode_in_force()));
 }
 
 std::string text_of(const json& value) {
@@ -132,11 +131,17 @@ void check_given_policy(const CLI::App& app, const RunOptions& options, const js
   const auto there = [&](const char* name) {
     return recorded.contains(name) ? text_of(recorded.at(name)) : "";
   };
-  RunOptions named = options;
-  if (named.policy.empty()) named.policy = there("policy");
-  if (named.surrogate.empty()) named.surrogate = there("surrogate");
-  if (app.get_option("--layerwise")->count() == 0) named.layerwise = there("layerwise") == "true";
-  named.prune = there("prune");
+  const Pruning before = Pruning::parse(there("policy"));
+  const std::string& given = options.pruning_texts.policy;
+  Pruning named = given.empty() ? before : Pruning::parse(given);
+  Pruning settings = named;
+  settings.policy = before.policy;
+  const bool is_set_alike = settings == before;  // by what stands behind an @
+  named.surrogate =
+      options.pruning.surrogate.empty() ? there("surrogate") : options.pruning.surrogate;
+  named.layerwise = app.get_option("--layerwise")->count() == 0 ? there("layerwise") == "true"
+                                                                : options.pruning.layerwise;
+  named.mode = there("prune") == "none" ? PruneMode::none : PruneMode::prefill;
   std::string identity;
   for (const char* name : policy_flags) {
     const CLI::Option& option = *app.get_option(std::string("--") + name);
@@ -148,7 +153,7 @@ void check_given_policy(const CLI::App& app, const RunOptions& options, const js
         identity = "?";  // two policies in one
       }
     }
-    if (identity == state.policy) return;
+    if (identity == state.policy && is_set_alike) return;
     throw Error(fmt::format("--{} is {}; {} was made {}", name, text_of(option), snapshot,
                             there(name).empty() ? fmt::format("without --{}", name)
                                                 : fmt::format("with --{} {}", name, there(name))));
@@ -214,18 +219,20 @@ std::string part_of_any_folder(const std::string& part,
 
 /// --policy, likewise.
 std::string policy_of_any_folder(const RunOptions& options) {
+  const std::string& given = options.pruning_texts.policy;
   PolicySpec spec;
   try {
-    spec = parse_policy(policy_text(options));
+    spec = parse_policy(options.pruning.policy_text(flag_names()));
   } catch (const Error&) {
-    return options.policy;  // the run will say what is wrong with it
+    return given;  // the run will say what is wrong with it
   }
-  const std::vector<std::string> parts = detail::split_unescaped(options.policy, '+');
+  const std::string settings = given.substr(detail::split_unescaped(given, '@').front().size());
+  const std::vector<std::string> parts = detail::split_unescaped(options.pruning.policy, '+');
   std::string text = part_of_any_folder(parts.front(), spec.info->parameters);
   for (std::size_t i = 1; i < parts.size(); ++i) {
     text += "+" + part_of_any_folder(parts[i], spec.modifiers.at(i - 1).first->parameters);
   }
-  return text;
+  return escaped_in_settings(text) + settings;
 }
 
 // --- the state of a run
@@ -385,7 +392,7 @@ void check_surrogate(const RunOptions& options, const SnapshotInfo& info,
   if (expected.empty()) return;
   SurrogateIdentity found;
   try {
-    found = identity_of_surrogate(options);
+    found = identity_of_surrogate(options.pruning);
   } catch (const Error&) {
     return;  // identity_of_policy will throw the same
   }
@@ -450,8 +457,9 @@ std::string recorded_options(const CLI::App& app, const RunOptions& options) {
   }
   // Another run may begin in another folder.
   if (!options.model.empty()) recorded["model"] = absolute(options.model);
-  if (!options.surrogate.empty()) recorded["surrogate"] = absolute(options.surrogate);
-  if (!options.policy.empty()) recorded["policy"] = policy_of_any_folder(options);
+  const std::string& surrogate = options.pruning.surrogate;
+  if (!surrogate.empty()) recorded["surrogate"] = absolute(surrogate);
+  if (!options.pruning_texts.policy.empty()) recorded["policy"] = policy_of_any_folder(options);
   recorded["prune"] = prune_of(options);
   return dumped(recorded);
 }
@@ -479,9 +487,9 @@ std::string further_text(const SnapshotInfo& info, const char* name) {
   return text ? *text : "";
 }
 
-std::string identity_of_policy(const RunOptions& options) {
-  if (!prunes(options)) return "";
-  const PolicySpec spec = parse_policy(policy_text(options));
+std::string identity_of_policy(const Pruning& pruning) {
+  if (!pruning.prunes()) return "";
+  const PolicySpec spec = parse_policy(pruning.policy_text(flag_names()));
   std::string identity;
   const auto add = [&](const auto& info, const PolicyArguments& arguments) {
     identity += info.name;
@@ -499,9 +507,9 @@ std::string identity_of_policy(const RunOptions& options) {
   return identity;
 }
 
-SurrogateIdentity identity_of_surrogate(const RunOptions& options) {
-  if (!prunes(options)) return {};
-  const PolicySpec spec = parse_policy(policy_text(options));
+SurrogateIdentity identity_of_surrogate(const Pruning& pruning) {
+  if (!pruning.prunes()) return {};
+  const PolicySpec spec = parse_policy(pruning.policy_text(flag_names()));
   for (const PolicyParameter& parameter : spec.info->parameters) {
     const std::string value = spec.arguments.text(parameter.name);
     if (parameter.name != "surrogate" || !names_file(parameter, value)) continue;
@@ -540,7 +548,10 @@ Prompt ResumedRun::prompt() const {
 std::unique_ptr<ResumedRun> open_resumed(CLI::App& app, RunOptions& options,
                                          const Communicator& comm) {
   // (validate refuses the other two.)
-  if (options.resume.empty() || options.resume == "-" || options.dry_run) return nullptr;
+  if (options.resume.empty() || options.resume == "-" || options.dry_run) {
+    comm.agree([&] { resolve_pruning(options); });
+    return nullptr;
+  }
   const std::string snapshot = "snapshot " + options.resume;
   json recorded;
   std::unique_ptr<ResumedRun> run = open_run(options.resume, recorded, comm);
@@ -549,6 +560,7 @@ std::unique_ptr<ResumedRun> open_resumed(CLI::App& app, RunOptions& options,
   comm.agree_on_root([&] { check_given_policy(app, options, recorded, run->state, snapshot); });
   comm.agree([&] {
     restore_options(app, recorded, snapshot);
+    resolve_pruning(options);
     convert(run->state, dtype_from_name(options.dtype));
   });
   comm.agree_on_root([&] {
@@ -562,7 +574,7 @@ std::unique_ptr<ResumedRun> open_resumed(CLI::App& app, RunOptions& options,
     check_surrogate(options, info, snapshot);
     std::string policy;
     try {
-      policy = identity_of_policy(options);
+      policy = identity_of_policy(options.pruning);
     } catch (const Error& error) {
       throw Error(
           fmt::format("{}: {} (if it has been moved, --policy or --surrogate says where it is now)",

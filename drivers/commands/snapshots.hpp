@@ -33,7 +33,7 @@ std::string options_in_force(const CLI::App& app, const RunOptions& options);
 
 /// What the policy of a run is, whatever the names of the files that it reads; empty without one.
 /// Reads those files. Throws Error as parse_policy does.
-std::string identity_of_policy(const RunOptions& options);
+std::string identity_of_policy(const Pruning& pruning);
 
 /// Attributes of a snapshot that say which surrogate has scored its rows.
 inline constexpr const char* surrogate_folder_attribute = "surrogate_folder";
@@ -48,7 +48,7 @@ struct SurrogateIdentity {
   std::string hash;    // as identity_of_policy has it
 };
 /// Reads the folder's files. Throws Error as parse_policy does.
-SurrogateIdentity identity_of_surrogate(const RunOptions& options);
+SurrogateIdentity identity_of_surrogate(const Pruning& pruning);
 
 /// How far a run is, apart from its cache and the answer under way.
 struct RunState {

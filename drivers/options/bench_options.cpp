@@ -217,7 +217,8 @@ std::vector<BenchTest> tests_of(const BenchOptions& o) {
   require(!o.model.empty(), "no model: give a Hugging Face folder with -m");
   require(o.window >= 1 && o.window <= (1 << 24),
           fmt::format("--window is {}; expected 1 to {}", o.window, 1 << 24));
-  check_chunk_and_pages(o.chunk, o.page_rows);
+  require(o.chunk >= 1, fmt::format("--chunk is {}; expected at least 1", o.chunk));
+  check_page_rows(o.page_rows);
   require(o.repetitions >= 1 && o.repetitions <= 1'000'000,
           fmt::format("-r is {}; expected 1 to 1000000", o.repetitions));
   const bool has_surrogate = !o.surrogate.empty();

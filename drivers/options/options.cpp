@@ -28,8 +28,7 @@ void check_threshold(const std::optional<double>& threshold) {
                       *threshold));
 }
 
-void check_chunk_and_pages(std::int64_t chunk, int page_rows) {
-  require(chunk >= 1, fmt::format("--chunk is {}; expected at least 1", chunk));
+void check_page_rows(int page_rows) {
   require(page_rows >= 1 && page_rows <= (1 << 20),
           fmt::format("--page-rows is {}; expected 1 to {}", page_rows, 1 << 20));
 }
@@ -213,7 +212,7 @@ void declare(CLI::App& app, RunOptions& o) {
                  "Hugging Face folder: config.json, *.safetensors, tokenizer.json; required")
       ->type_name("DIR")
       ->group(model);
-  app.add_option("--surrogate", o.surrogate,
+  app.add_option("--surrogate", o.pruning.surrogate,
                  "KVzap surrogate folder: the policy is kvzap; without it and --policy nothing is "
                  "pruned")
       ->type_name("DIR")
@@ -261,63 +260,63 @@ void declare(CLI::App& app, RunOptions& o) {
 
   const auto pruning = "Pruning";
   app.add_option(
-         "--policy", o.policy,
-         "what gives pairs their scores, NAME[:key=value,...][+MODIFIER[:key=value,...]...]; "
-         "kvzap policies lists names and keys. How much is evicted, exactly one of the next "
-         "four says")
+         "--policy", o.pruning_texts.policy,
+         "policy that scores pairs, NAME[:key=value,...][+MODIFIER[:key=value,...]...]; kvzap "
+         "policies lists names and keys. Give how much it evicts by exactly one of the next "
+         "four; @OPTION=value behind the policy sets an option of this group too")
       ->type_name("POLICY")
       ->group(pruning);
-  app.add_option("--threshold", o.threshold,
+  app.add_option("--threshold", o.pruning.amount.threshold,
                  "score below which a pair is evicted, -inf and inf included (kvzap: log score)")
       ->group(pruning);
   app.add_option(
-         "--evict-ratio", o.evict_ratio,
+         "--evict-ratio", o.pruning.amount.evict_ratio,
          "budget: evicted share of all pairs, in [0, 1); with --surrogate and without --policy "
          "the threshold that kvzap calibrate has found for it; without either what --dry-run "
          "assumes")
       ->group(pruning);
   app.add_option(
-         "--keep-tokens", o.keep_tokens,
+         "--keep-tokens", o.pruning.amount.keep_tokens,
          "budget: rows that each KV head keeps (on average, where heads compete); at least 1")
       ->group(pruning);
   app.add_option(
-         "--kv-budget", o.kv_budget,
+         "--kv-budget", o.pruning_texts.kv_budget,
          "budget: bytes of keys and values over all layers and ranks, as 512M, 2GB or 1.5GiB")
       ->type_name("SIZE")
       ->group(pruning);
-  app.add_flag("--layerwise", o.layerwise,
+  app.add_flag("--layerwise", o.pruning.layerwise,
                "with kvzip, kvzip-plus and fastkvzip: the budget is met in each layer, instead of "
                "over all layers together")
       ->group(pruning);
-  app.add_option("--prune-after", o.prune_after,
+  app.add_option("--prune-after", o.pruning_texts.prune_after,
                  "when a budget is met: after the context, or after context and question together, "
                  "which then decides what stays; the cache is full until then")
       ->capture_default_str()
       ->check(CLI::IsMember({"context", "question"}))
       ->group(pruning);
-  app.add_option("--decode-every", o.decode_every,
+  app.add_option("--decode-every", o.pruning.decode.every,
                  "cut the cache again after every so many tokens that follow the context; 0: never")
       ->capture_default_str()
       ->group(pruning);
-  app.add_option("--decode-keep", o.decode_keep,
+  app.add_option("--decode-keep", o.pruning.decode.keep,
                  "rows per KV head that --decode-every leaves; at least 1")
       ->group(pruning);
-  app.add_option("--decode-evict-ratio", o.decode_evict_ratio,
+  app.add_option("--decode-evict-ratio", o.pruning.decode.evict_ratio,
                  "evicted share of all tokens so far after --decode-every has cut, in [0, 1)")
       ->group(pruning);
-  app.add_option("--prune", o.prune,
+  app.add_option("--prune", o.pruning_texts.prune,
                  "what is judged: none, prefill (the context) or always (by a threshold, questions "
                  "and generated tokens too); default: prefill with a policy, none without")
       ->check(CLI::IsMember({"none", "prefill", "always"}))
       ->group(pruning);
-  declare_protected(app, o.window, o.sink, pruning);
-  app.add_option("--prefill", o.prefill,
+  declare_protected(app, o.pruning.window, o.pruning.sink, pruning);
+  app.add_option("--prefill", o.pruning_texts.prefill,
                  "dense: the context attends to all of itself, then is pruned; sparse: chunk by "
                  "chunk, over what earlier chunks left")
       ->capture_default_str()
       ->check(CLI::IsMember({"dense", "sparse"}))
       ->group(pruning);
-  app.add_option("--chunk", o.chunk, "tokens of a chunk in sparse prefill; at least 1")
+  app.add_option("--chunk", o.pruning.chunk, "tokens of a chunk in sparse prefill; at least 1")
       ->capture_default_str()
       ->group(pruning);
   app.add_flag("--trim,!--no-trim", o.trim,
@@ -366,15 +365,11 @@ void declare(CLI::App& app, RunOptions& o) {
 void validate(const RunOptions& o) {
   check_snapshot_options(o);
   require(!o.model.empty(), "no model: give a Hugging Face folder with -m");
-  require(o.window >= 1, fmt::format("--window is {}; expected at least 1", o.window));
-  require(o.sink >= 0, fmt::format("--sink is {}; expected 0 or more", o.sink));
-  check_chunk_and_pages(o.chunk, o.page_rows);
-  require(o.window <= (1 << 24),
-          fmt::format("--window is {}; expected at most {}", o.window, 1 << 24));
+  check_page_rows(o.page_rows);
   require(o.new_tokens >= 0, fmt::format("-n is {}; expected 0 or more", o.new_tokens));
   require(!o.max_context || *o.max_context >= 1,
           fmt::format("-c is {}; expected at least 1", o.max_context.value_or(0)));
-  check_policy_options(o);
+  check(o.pruning, pruning_use(o), flag_names());
   check_sampling(o.sampling, o.sampling_flags);
   require(!(o.prompt && !o.file.empty()), "-p and -f both give the prompt: give one of them");
   const char* const without_template = o.raw ? "--raw" : o.token_ids ? "--token-ids" : nullptr;

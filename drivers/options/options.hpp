@@ -3,6 +3,7 @@
 
 #include <CLI/CLI.hpp>
 #include <kvzap/engine/generate.hpp>
+#include <kvzap/engine/pruning.hpp>
 #include <optional>
 #include <string>
 #include <vector>
@@ -13,27 +14,20 @@
 
 namespace kvzap::driver {
 
+/// Flags that are texts of parts of a Pruning.
+struct PruningTexts {
+  std::string policy;
+  std::string kv_budget;
+  std::string prune;  // empty: prefill with a policy, none without
+  std::string prune_after = "context";
+  std::string prefill = "dense";
+};
+
 struct RunOptions {
   std::string model;
-  std::string surrogate;
-  std::string policy;
-  std::optional<double> threshold;
-  // Of the budget; with a surrogate alone what its threshold is looked up for; without a policy
-  // what
-  // --dry-run assumes.
-  std::optional<double> evict_ratio;
-  std::optional<std::int64_t> keep_tokens;
-  std::string kv_budget;
-  bool layerwise = false;
-  std::string prune_after = "context";
-  std::int64_t decode_every = 0;
-  std::optional<std::int64_t> decode_keep;
-  std::optional<double> decode_evict_ratio;
-  int window = 128;
-  std::int64_t sink = 0;
-  std::string prune;  // empty: prefill with a surrogate, none without
-  std::string prefill = "dense";
-  std::int64_t chunk = 2048;
+  /// Complete once resolve_pruning has read the texts.
+  Pruning pruning;
+  PruningTexts pruning_texts;
   bool trim = true;
   int page_rows = 64;
   std::string dtype = "bf16";
@@ -83,7 +77,7 @@ std::string not_negative(const std::string& text);
 void require(bool good, const std::string& message);
 /// What every command asks of these options; throws Error naming the flag.
 void check_threshold(const std::optional<double>& threshold);
-void check_chunk_and_pages(std::int64_t chunk, int page_rows);
+void check_page_rows(int page_rows);
 
 /// Options that several commands have: --dtype (f32, bf16, f16), --random-weights.
 void declare_dtype(CLI::App& app, std::string& dtype, const std::string& help,

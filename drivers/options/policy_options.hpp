@@ -3,6 +3,7 @@
 #pragma once
 
 #include <kvzap/engine/policies.hpp>
+#include <kvzap/engine/pruning.hpp>
 #include <optional>
 #include <string>
 #include <vector>
@@ -11,16 +12,18 @@
 
 namespace kvzap::driver {
 
-/// Bytes of "512M", "1.5GiB", "2 GB" or "4096": k, M, G, T and P are powers of 1000, Ki, Mi, … of
-/// 1024, a B may follow. Throws Error naming `flag` for anything else and for less than 1 byte.
-std::int64_t parse_bytes(const std::string& text, const std::string& flag);
+/// Names fields of a Pruning as flags: "--evict-ratio".
+const PruningNames& flag_names();
 
-/// Whether anything is to be pruned: --prune, or, without it, whether there is a policy.
-bool prunes(const RunOptions& options);
+/// Reads the texts of the flags into options.pruning; what stands behind an @ of --policy comes on
+/// top. Again has no further effect. Throws Error naming the flag.
+void resolve_pruning(RunOptions& options);
 
-/// Whether --evict-ratio is reached by a threshold that `kvzap calibrate` has stored beside the
-/// surrogate: with --surrogate and without --policy.
-bool looks_up_threshold(const RunOptions& options);
+/// What a run, or its plan, asks of its pruning.
+PruningUse pruning_use(const RunOptions& options);
+
+/// A policy in front of settings: @ behind a backslash.
+std::string escaped_in_settings(const std::string& policy);
 
 /// A threshold that was looked up.
 struct LookedUpThreshold {
@@ -30,28 +33,9 @@ struct LookedUpThreshold {
   /// For the user: where the table was made for another run than this.
   std::vector<std::string> warnings;
 };
-/// For options that look_up_threshold is true of. One process alone. Throws Error, which has the
+/// For a pruning that looks_up_threshold. One process alone. Throws Error, which has the
 /// table or how to make one.
 LookedUpThreshold look_up_threshold(const RunOptions& options);
-
-/// The amount that the flags give, or none.
-Budget budget_of(const RunOptions& options);
-
-/// The value of a policy's parameter as parse_policy takes it.
-std::string escaped_in_policy(const std::string& value);
-
-/// The policy as parse_policy takes it, with the folder of --surrogate put in; empty without
-/// --policy and --surrogate. Throws Error if the two do not go together.
-std::string policy_text(const RunOptions& options);
-
-/// The policy that is to be made for this run. None without one, if nothing is pruned, and where
-/// the surrogate alone scores: kvzap with a threshold and without modifiers. Checks what options
-/// and policy ask of one another; throws Error naming the flag.
-std::optional<PolicySpec> policy_spec(const RunOptions& options);
-
-/// Throws Error, naming the flag, for options of this header that are out of range or contradict
-/// one another, whatever the policy.
-void check_policy_options(const RunOptions& options);
 
 /// The share of a sequence's pairs that a plan takes as evicted.
 struct PlannedEviction {
@@ -65,8 +49,5 @@ struct PlannedEviction {
 PlannedEviction planned_eviction(const RunOptions& options, const std::optional<PolicySpec>& spec,
                                  const PolicySetup& setup, const ModelConfig& config,
                                  std::int64_t tokens);
-
-/// What rows are made of, for budgets.
-Budget::Model budget_model(const ModelConfig& config, DType dtype);
 
 }  // namespace kvzap::driver

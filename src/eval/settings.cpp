@@ -39,18 +39,17 @@ struct Entry {
   std::vector<double> thresholds;
   std::vector<std::int64_t> keep_tokens;
   std::vector<std::string> kv_budgets;
-  std::optional<std::string> prune_after;
-  std::optional<std::string> prune;
-  std::optional<std::string> prefill;
+  std::optional<PruneMoment> prune_after;
+  std::optional<PruneMode> prune;
+  std::optional<PrefillMode> prefill;
 };
 
-std::string one_of(const std::string& value, const std::vector<std::string>& choices,
-                   const std::string& where) {
-  if (std::find(choices.begin(), choices.end(), value) == choices.end()) {
-    throw Error(
-        fmt::format("{} is \"{}\"; expected {} or {}", where, value, choices[0], choices[1]));
-  }
-  return value;
+template <class Choice>
+Choice one_of(const std::string& value, Choice first, Choice second, const std::string& where) {
+  if (value == name_of(first)) return first;
+  if (value == name_of(second)) return second;
+  throw Error(fmt::format("{} is \"{}\"; expected {} or {}", where, value, name_of(first),
+                          name_of(second)));
 }
 
 void read_setting(Entry& entry, const std::string& key, const std::string& value,
@@ -77,11 +76,11 @@ void read_setting(Entry& entry, const std::string& key, const std::string& value
       entry.kv_budgets.push_back(trimmed(size));
     }
   } else if (key == "prune-after") {
-    entry.prune_after = one_of(value, {"context", "question"}, what);
+    entry.prune_after = one_of(value, PruneMoment::context, PruneMoment::question, what);
   } else if (key == "prune") {
-    entry.prune = one_of(value, {"prefill", "always"}, what);
+    entry.prune = one_of(value, PruneMode::prefill, PruneMode::always, what);
   } else if (key == "prefill") {
-    entry.prefill = one_of(value, {"dense", "sparse"}, what);
+    entry.prefill = one_of(value, PrefillMode::dense, PrefillMode::sparse, what);
   } else {
     const std::string nearest = nearest_name(key, setting_keys);
     throw Error(fmt::format("{}: unknown setting; {}an @ is followed by one of {}", what,
@@ -145,18 +144,19 @@ EvalSetting setting_of(const Entry& entry, const PolicySpec& spec, const Setting
                        bool is_budget) {
   const PolicyInfo& info = *spec.info;
   EvalSetting setting;
-  setting.policy = entry.policy;
+  Pruning& pruning = setting.pruning;
+  pruning.policy = entry.policy;
   if (entry.prune_after) {
-    setting.prune_after = *entry.prune_after;
+    pruning.moment = *entry.prune_after;
   } else if (info.needs_question ||
-             (request.prune_after == "question" && !info.repeats_context && is_budget)) {
-    setting.prune_after = "question";
+             (request.prune_after == PruneMoment::question && !info.repeats_context && is_budget)) {
+    pruning.moment = PruneMoment::question;
   }
   const bool judges = !is_budget && info.judges_tokens && !info.has_own_budget;
-  setting.prune = entry.prune.value_or(judges ? request.prune : "prefill");
+  pruning.mode = entry.prune.value_or(judges ? request.prune : PruneMode::prefill);
   const bool scores_chunks =
-      info.scores_again && !info.has_own_budget && setting.prune_after == "context";
-  setting.prefill = entry.prefill.value_or(scores_chunks ? request.prefill : "dense");
+      info.scores_again && !info.has_own_budget && pruning.moment == PruneMoment::context;
+  pruning.prefill = entry.prefill.value_or(scores_chunks ? request.prefill : PrefillMode::dense);
   return setting;
 }
 
@@ -229,11 +229,12 @@ std::vector<EvalSetting> parse_settings(const SettingsRequest& request) {
       EvalSetting setting = setting_of(entry, spec, request, is_budget);
       set(setting);
       std::string label = entry.text + amount;
-      if (setting.prune_after == "question" && !spec.info->needs_question) {
+      const Pruning& pruning = setting.pruning;
+      if (pruning.moment == PruneMoment::question && !spec.info->needs_question) {
         label += "@prune-after=question";
       }
-      if (setting.prune != "prefill") label += "@prune=" + setting.prune;
-      if (setting.prefill != "dense") label += "@prefill=" + setting.prefill;
+      if (pruning.mode == PruneMode::always) label += "@prune=always";
+      if (pruning.prefill == PrefillMode::sparse) label += "@prefill=sparse";
       add(std::move(setting), label);
     };
     if (own_amount) {
@@ -245,19 +246,21 @@ std::vector<EvalSetting> parse_settings(const SettingsRequest& request) {
         continue;
       }
       add_amount(fmt::format("@evict-ratio={}", ratio), true,
-                 [&](EvalSetting& setting) { setting.evict_ratio = ratio; });
+                 [&](EvalSetting& setting) { setting.pruning.evict_ratio(ratio); });
     }
     for (const double threshold : entry.thresholds) {
       add_amount(fmt::format("@threshold={}", threshold), false,
-                 [&](EvalSetting& setting) { setting.threshold = threshold; });
+                 [&](EvalSetting& setting) { setting.pruning.threshold(threshold); });
     }
     for (const std::int64_t tokens : entry.keep_tokens) {
       add_amount(fmt::format("@keep-tokens={}", tokens), true,
-                 [&](EvalSetting& setting) { setting.keep_tokens = tokens; });
+                 [&](EvalSetting& setting) { setting.pruning.keep_tokens(tokens); });
     }
     for (const std::string& size : entry.kv_budgets) {
-      add_amount("@kv-budget=" + size, true,
-                 [&](EvalSetting& setting) { setting.kv_budget = size; });
+      add_amount("@kv-budget=" + size, true, [&](EvalSetting& setting) {
+        setting.kv_budget = size;
+        setting.pruning.kv_bytes(parse_bytes(size, where + "@kv-budget"));
+      });
     }
     if (!own_amount && entry.evict_ratios.empty() && entry.thresholds.empty() &&
         entry.keep_tokens.empty() && entry.kv_budgets.empty()) {
@@ -274,15 +277,16 @@ std::vector<EvalSetting> parse_settings(const SettingsRequest& request) {
 
 nlohmann::ordered_json to_json(const EvalSetting& setting) {
   nlohmann::ordered_json json = {{"label", setting.label},
-                                 {"policy", setting.is_none() ? "none" : setting.policy}};
+                                 {"policy", setting.is_none() ? "none" : setting.pruning.policy}};
+  const Pruning& pruning = setting.pruning;
   if (setting.is_none()) json["evict_ratio"] = 0;
-  if (setting.evict_ratio) json["evict_ratio"] = *setting.evict_ratio;
-  if (setting.threshold) json["threshold"] = *setting.threshold;
-  if (setting.keep_tokens) json["keep_tokens"] = *setting.keep_tokens;
+  if (pruning.amount.evict_ratio) json["evict_ratio"] = *pruning.amount.evict_ratio;
+  if (pruning.amount.threshold) json["threshold"] = *pruning.amount.threshold;
+  if (pruning.amount.keep_tokens) json["keep_tokens"] = *pruning.amount.keep_tokens;
   if (!setting.kv_budget.empty()) json["kv_budget"] = setting.kv_budget;
-  json["prune_after"] = setting.prune_after;
-  json["prune"] = setting.prune;
-  json["prefill"] = setting.prefill;
+  json["prune_after"] = name_of(pruning.moment);
+  json["prune"] = name_of(pruning.mode.value_or(PruneMode::prefill));
+  json["prefill"] = name_of(pruning.prefill);
   return json;
 }
 

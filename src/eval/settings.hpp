@@ -2,7 +2,7 @@
 #pragma once
 
 #include <cstdint>
-#include <kvzap/engine/policies.hpp>
+#include <kvzap/engine/pruning.hpp>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
@@ -10,23 +10,16 @@
 
 namespace kvzap::detail {
 
-/// A policy, how much it evicts, and when: what `kvzap run` is told by the options of these names.
+/// One way to prune, with a name.
 struct EvalSetting {
   /// Unique, and an entry that gives this one setting again: "snapkv@evict-ratio=0.5".
   std::string label;
-  /// As parse_policy takes it, but for the surrogate of kvzap, which may be left out; empty: the
-  /// full cache.
-  std::string policy;
-  // One of these at most.
-  std::optional<double> evict_ratio;
-  std::optional<double> threshold;
-  std::optional<std::int64_t> keep_tokens;
+  /// Its policy may lack kvzap's surrogate; window, sink and chunk are the evaluation's.
+  Pruning pruning;
+  /// The bytes of the budget as they were written.
   std::string kv_budget;
-  std::string prune_after = "context";  // or question
-  std::string prune = "prefill";        // or always
-  std::string prefill = "dense";        // or sparse
 
-  bool is_none() const { return policy.empty(); }
+  bool is_none() const { return pruning.policy.empty(); }
 };
 
 /// What entries of the list of policies are combined with.
@@ -36,9 +29,9 @@ struct SettingsRequest {
   std::vector<double> evict_ratios;
   std::vector<double> thresholds;
   // Of the policies that they go with; an entry's own settings are of that entry whatever it is.
-  std::string prune_after = "context";
-  std::string prune = "prefill";
-  std::string prefill = "dense";
+  PruneMoment prune_after = PruneMoment::context;
+  PruneMode prune = PruneMode::prefill;
+  PrefillMode prefill = PrefillMode::dense;
   /// Put in where kvzap names no surrogate of its own; may be empty.
   std::string surrogate;
 };

@@ -16,12 +16,12 @@
 namespace kvzap {
 namespace {
 
-constexpr std::array<std::string_view, 17> field_names = {
+constexpr std::array<std::string_view, 18> field_names = {
     "policy",      "surrogate",    "threshold",   "evict_ratio",
     "keep_tokens", "kv_budget",    "layerwise",   "prune",
     "prune_after", "prefill",      "chunk",       "window",
     "sink",        "decode_every", "decode_keep", "decode_evict_ratio",
-    "question"};
+    "question",    "plan"};
 
 std::string trimmed(const std::string& text) {
   const std::size_t begin = text.find_first_not_of(" \t\r\n");
@@ -140,15 +140,14 @@ bool Pruning::operator==(const Pruning& other) const {
          sink == other.sink && decode == other.decode;
 }
 
-Pruning Pruning::kvzap(std::filesystem::path surrogate) {
+Pruning Pruning::kvzap(std::string surrogate) {
   Pruning pruning;
   pruning.surrogate = std::move(surrogate);
   return pruning;
 }
 
-Pruning Pruning::parse(const std::string& text) {
+Pruning Pruning::parse(const std::string& text, Pruning pruning) {
   const std::vector<std::string> parts = detail::split_unescaped(text, '@');
-  Pruning pruning;
   pruning.policy = detail::without_escapes(trimmed(parts[0]), "@");
   if (pruning.policy == "none") {
     if (parts.size() > 1) {
@@ -234,7 +233,7 @@ std::string Pruning::text() const {
   if (!has_policy()) return "none";
   std::string text = policy.empty() ? "kvzap" : policy;
   if (!surrogate.empty()) {
-    text = detail::with_argument(text, "surrogate=" + escaped_in_policy(surrogate.string()));
+    text = detail::with_argument(text, "surrogate=" + escaped_in_policy(surrogate));
   }
   std::string escaped;
   for (const char c : text) {

@@ -154,12 +154,12 @@ void check_presence(Rules& rules, const Pruning& p, const PruningUse& use) {
                                      name(Field::threshold), name(Field::surrogate),
                                      name(Field::policy));
                 });
-  rules.require(p.has_policy() || given.empty() || use.plans, Code::no_effect,
-                given.empty() ? std::vector<Field>{} : std::vector<Field>{given[0], Field::policy},
-                [&] {
-                  return fmt::format("{} has no effect without {} or {}", name(given[0]),
-                                     name(Field::policy), name(Field::surrogate));
-                });
+  rules.require(
+      p.has_policy() || given.empty() || use.plans, Code::no_effect,
+      given.empty() ? std::vector<Field>{} : std::vector<Field>{given[0], Field::policy}, [&] {
+        return fmt::format("{} has no effect without {}, {} or {}", name(given[0]),
+                           name(Field::plan), name(Field::policy), name(Field::surrogate));
+      });
   rules.require(
       !p.prunes() || use.plans || !p.is_plain_kvzap() || p.amount.threshold || !given.empty(),
       Code::missing, {Field::threshold, Field::evict_ratio, Field::keep_tokens, Field::kv_budget},
@@ -387,7 +387,7 @@ std::string Pruning::policy_text(const PruningNames& names) const {
   std::string text = policy.empty() ? "kvzap" : policy;
   if (layerwise) text = detail::with_argument(text, "layerwise=on");
   if (surrogate.empty()) return text;
-  return detail::with_argument(text, "surrogate=" + escaped_in_policy(surrogate.string()));
+  return detail::with_argument(text, "surrogate=" + escaped_in_policy(surrogate));
 }
 
 std::optional<PruningFault> find_fault(const Pruning& p, const PolicyInfo& info, bool has_budget,

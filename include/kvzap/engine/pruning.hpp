@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <filesystem>
 #include <functional>
 #include <kvzap/engine/engine.hpp>
 #include <kvzap/engine/policies.hpp>
@@ -34,7 +33,8 @@ enum class PruningField {
   decode_every,
   decode_keep,
   decode_evict_ratio,
-  question
+  question,
+  plan  // PruningUse::plans
 };
 
 /// How an error names a field. The program names its flags, a server the keys of a request.
@@ -101,7 +101,7 @@ struct Pruning {
   /// "name:key=value+modifier", see parse_policy; empty: kvzap with `surrogate`, or no policy.
   std::string policy;
   /// Folder of the surrogate of kvzap; empty: `policy` names it, or needs none.
-  std::filesystem::path surrogate;
+  std::string surrogate;
   Amount amount;
   /// Layers have budgets of their own, for policies that would share one (kvzip).
   bool layerwise = false;
@@ -120,13 +120,14 @@ struct Pruning {
   /// The full cache.
   static Pruning none() { return {}; }
   /// KVzap (arXiv 2601.07891) with the surrogate in this folder.
-  static Pruning kvzap(std::filesystem::path surrogate);
+  static Pruning kvzap(std::string surrogate);
   /// Reads the text that --policy, decks and `kvzap eval` share: a policy, followed by settings,
   /// each behind an @: threshold, evict-ratio, keep-tokens, kv-budget, prune, prune-after, prefill,
   /// chunk, window, sink, decode-every, decode-keep, decode-evict-ratio, layerwise. "none" is the
   /// full cache. A backslash before @ makes it part of the policy. Throws Error for an unknown key
-  /// (with the nearest one), a key given twice, and values out of their type.
-  static Pruning parse(const std::string& text);
+  /// (with the nearest one), a key given twice, and values out of their type. Fields that the text
+  /// does not name are those of `base`.
+  static Pruning parse(const std::string& text, Pruning base = none());
 
   Pruning& threshold(double log_score);
   Pruning& evict_ratio(double ratio);

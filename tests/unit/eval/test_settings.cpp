@@ -80,19 +80,19 @@ TEST(EvalSettings, GeneralMomentsHoldForThePoliciesThatTheyGoWith) {
   SettingsRequest always = request("kvzap;snapkv;kvzip");
   always.evict_ratios = {0.5};
   always.thresholds = {-4};
-  always.prune = "always";
-  always.prefill = "sparse";
+  always.prune = kvzap::PruneMode::always;
+  always.prefill = kvzap::PrefillMode::sparse;
   EXPECT_EQ(labels(always),
             (Labels{"kvzap@evict-ratio=0.5@prefill=sparse",
                     "kvzap@threshold=-4@prune=always@prefill=sparse",
                     "snapkv@evict-ratio=0.5@prefill=sparse", "kvzip@evict-ratio=0.5"}));
   SettingsRequest question = request("finch;snapkv;kvzip");
   question.evict_ratios = {0.5};
-  question.prune_after = "question";
+  question.prune_after = kvzap::PruneMoment::question;
   EXPECT_EQ(labels(question),
             (Labels{"finch@evict-ratio=0.5", "snapkv@evict-ratio=0.5@prune-after=question",
                     "kvzip@evict-ratio=0.5"}));
-  EXPECT_EQ(parse_settings(question)[0].prune_after, "question");
+  EXPECT_EQ(parse_settings(question)[0].pruning.moment, kvzap::PruneMoment::question);
 }
 
 TEST(EvalSettings, SeparatorsBehindABackslashBelongToThePolicy) {
@@ -103,7 +103,7 @@ TEST(EvalSettings, SeparatorsBehindABackslashBelongToThePolicy) {
       "kvzap:surrogate=" + (folder.path() / "a\\@b\\;c").string() + "@threshold=-4";
   const auto settings = parse_settings(request(text));
   ASSERT_EQ(settings.size(), 1u);
-  EXPECT_EQ(settings[0].policy, "kvzap:surrogate=" + surrogate.string());
+  EXPECT_EQ(settings[0].pruning.policy, "kvzap:surrogate=" + surrogate.string());
   EXPECT_EQ(settings[0].label, text);
 }
 

@@ -18,11 +18,11 @@ using nlohmann::ordered_json;
 std::vector<EvalSetting> settings() {
   EvalSetting none, chunk;
   none.label = "none";
-  chunk.policy = "snapkv+chunk:length=20";
+  chunk.pruning.policy = "snapkv+chunk:length=20";
   chunk.label =
       "snapkv:window=16,kernel=3,pooling=max+chunk:length=20+rerotate@evict-ratio=0.5"
       "@prune-after=question";
-  chunk.evict_ratio = 0.5;
+  chunk.pruning.evict_ratio(0.5);
   return {none, chunk};
 }
 

@@ -1,0 +1,178 @@
+// Compressed rows of a snapshot: where their chunks lie, and their content inflated.
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <zlib.h>
+
+#include <algorithm>
+#include <new>
+
+#include "base/crc32c.hpp"
+#include "io/snapshot_file.hpp"
+#include "io/snapshot_objects.hpp"
+
+namespace kvzap::detail {
+
+using snapshot_objects::largest;
+using snapshot_objects::product;
+
+namespace {
+
+// What is compressed may be this much larger than what it takes in the file: deflate gains no more.
+constexpr std::int64_t most_gain = 1100;
+constexpr std::int64_t most_chunk_bytes = std::int64_t{1} << 30;
+
+}  // namespace
+
+// Where the chunks of a compressed data set are: only filters that a snapshot has, and as many
+// chunks as the extents take, each of whole rows (whole query heads).
+void SnapshotFile::find_chunks(RowSet& set, hid_t data_set, hid_t create,
+                               const std::string& path) const {
+#if H5_VERSION_GE(1, 10, 5)
+  const int filters = checked_hdf5(H5Pget_nfilters(create), "H5Pget_nfilters");
+  bool deflates = false;
+  bool shuffles = false;
+  for (int i = 0; i < filters; ++i) {
+    unsigned flags = 0;
+    unsigned config = 0;
+    std::size_t values = 0;
+    const H5Z_filter_t filter =
+        checked_hdf5(H5Pget_filter2(create, static_cast<unsigned>(i), &flags, &values, nullptr, 0,
+                                    nullptr, &config),
+                     "H5Pget_filter2");
+    const bool is_shuffle = filter == H5Z_FILTER_SHUFFLE && i == 0;
+    if (!is_shuffle && (filter != H5Z_FILTER_DEFLATE || deflates)) {
+      throw Error(fmt::format("data set '{}' has filter {}; expected shuffle and deflate", path,
+                              static_cast<int>(filter)));
+    }
+    deflates = deflates || filter == H5Z_FILTER_DEFLATE;
+    shuffles = shuffles || is_shuffle;
+  }
+  const std::size_t rank = set.extents.size();
+  std::vector<hsize_t> chunk(rank);
+  if (H5Pget_chunk(create, static_cast<int>(rank), chunk.data()) != static_cast<int>(rank)) {
+    throw Error(hdf5_failure("H5Pget_chunk"));
+  }
+  std::int64_t expected = 1;
+  std::int64_t chunk_bytes = set.element_bytes;
+  bool is_whole = true;
+  for (std::size_t i = 0; i < rank; ++i) {
+    const auto extent = static_cast<std::int64_t>(std::min<hsize_t>(chunk[i], largest));
+    if (extent < 1 || extent > std::max<std::int64_t>(set.extents[i], 1)) {
+      throw Error(fmt::format("data set '{}' has chunks of ({}); its extents are ({})", path,
+                              fmt::join(chunk, ", "), fmt::join(set.extents, ", ")));
+    }
+    expected = product(expected, (set.extents[i] + extent - 1) / extent);
+    chunk_bytes = product(chunk_bytes, extent);
+    is_whole = is_whole && (i == 0 || extent == set.extents[i]);
+  }
+  if (chunk_bytes > most_chunk_bytes || !is_whole) {
+    throw Error(
+        fmt::format("data set '{}' has chunks of ({}), {} bytes; expected whole rows, at "
+                    "most {} bytes",
+                    path, fmt::join(chunk, ", "), chunk_bytes, most_chunk_bytes));
+  }
+  const Hdf5Handle space(H5Dget_space(data_set), H5Sclose, "H5Dget_space");
+  hsize_t count = 0;
+  checked_hdf5(H5Dget_num_chunks(data_set, space, &count), "H5Dget_num_chunks");
+  if (count != static_cast<hsize_t>(expected)) {
+    throw Error(fmt::format("data set '{}' has {} chunks; expected {}", path, count, expected));
+  }
+  set.chunk_extent = static_cast<std::int64_t>(chunk[0]);
+  set.chunk_bytes = chunk_bytes;
+  // By where they begin: by their number each would be looked for from the first one on.
+  std::vector<hsize_t> offset(rank, 0);
+  for (hsize_t i = 0; i < count; ++i) {
+    unsigned skipped = 0;
+    haddr_t place = HADDR_UNDEF;
+    hsize_t bytes = 0;
+    checked_hdf5(H5Dget_chunk_info_by_coord(data_set, offset.data(), &skipped, &place, &bytes),
+                 "H5Dget_chunk_info_by_coord");
+    const bool in_file = place < static_cast<haddr_t>(m_bytes) &&
+                         bytes <= static_cast<hsize_t>(m_bytes) - static_cast<hsize_t>(place);
+    // What deflate would have made larger stands as it is.
+    const bool as_is = !deflates || (skipped & (1U << static_cast<unsigned>(filters - 1))) != 0;
+    if (!in_file || bytes == 0 || (as_is && bytes != static_cast<hsize_t>(chunk_bytes)) ||
+        chunk_bytes / most_gain > static_cast<std::int64_t>(bytes)) {
+      throw Error(
+          fmt::format("data set '{}': chunk {} has {} bytes from {} on, for {}; the file "
+                      "has {}",
+                      path, i, bytes, place, chunk_bytes, m_bytes));
+    }
+    Chunk found{static_cast<std::int64_t>(offset[0]),
+                static_cast<std::int64_t>(place),
+                static_cast<std::int64_t>(bytes),
+                {},
+                !as_is,
+                shuffles && (skipped & 1U) == 0};
+    const auto& extents = m_seal->extents;
+    const auto extent =
+        std::lower_bound(extents.begin(), extents.end(), found.place,
+                         [](const SealedExtent& a, std::int64_t begin) { return a.begin < begin; });
+    if (extent != extents.end() && extent->begin == found.place && extent->bytes == found.bytes) {
+      found.crc = extent->crc;
+    }
+    set.chunks.push_back(found);
+    for (std::size_t d = rank; d-- > 0;) {
+      offset[d] += chunk[d];
+      if (offset[d] < static_cast<hsize_t>(set.extents[d])) break;
+      offset[d] = 0;
+    }
+  }
+#else
+  (void)set;
+  (void)data_set;
+  (void)create;
+  throw Error(fmt::format("data set '{}' is compressed, which takes HDF5 1.10.5 or newer", path));
+#endif
+}
+
+void SnapshotFile::read_chunk(const Chunk& chunk, std::vector<char>& stored) const {
+  stored.resize(static_cast<std::size_t>(chunk.bytes));
+  read_fully(m_descriptor.get(), stored.data(), chunk.bytes, chunk.place);
+  if (!chunk.crc) return;  // covered by the seal itself
+  const std::uint32_t found = crc32c(stored.data(), stored.size());
+  if (found != *chunk.crc) {
+    throw Error(
+        fmt::format("the compressed chunk at byte {} is damaged: checksum {:08x}; expected "
+                    "{:08x}",
+                    chunk.place, found, *chunk.crc));
+  }
+}
+
+// What shuffle and deflate have made a chunk of is undone here: HDF5 takes it that a chunk inflates
+// to what its extents say, and reads on behind the end of one that does not.
+const std::vector<char>& SnapshotFile::inflated(const RowSet& set, const Chunk& chunk) const {
+  if (m_inflated_of == &chunk) return m_inflated;
+  m_inflated_of = nullptr;
+  read_chunk(chunk, m_stored);
+  if (chunk.is_deflated) {
+    m_inflated.resize(static_cast<std::size_t>(set.chunk_bytes));
+    auto bytes = static_cast<uLongf>(m_inflated.size());
+    const int code =
+        ::uncompress(static_cast<Bytef*>(static_cast<void*>(m_inflated.data())), &bytes,
+                     static_cast<const Bytef*>(static_cast<const void*>(m_stored.data())),
+                     static_cast<uLong>(m_stored.size()));
+    if (code == Z_MEM_ERROR) throw std::bad_alloc();
+    if (code != Z_OK || bytes != m_inflated.size()) {
+      throw Error(fmt::format("the compressed chunk at byte {} does not inflate to {} bytes",
+                              chunk.place, set.chunk_bytes));
+    }
+  } else {
+    m_inflated = m_stored;
+  }
+  if (chunk.is_shuffled && set.element_bytes > 1) {
+    // The first bytes of all elements, then their second bytes, and so on.
+    m_shuffled = m_inflated;
+    const auto width = static_cast<std::size_t>(set.element_bytes);
+    const std::size_t count = m_shuffled.size() / width;
+    for (std::size_t byte = 0; byte < width; ++byte) {
+      const char* const from = m_shuffled.data() + byte * count;
+      char* const to = m_inflated.data() + byte;
+      for (std::size_t i = 0; i < count; ++i) to[i * width] = from[i];
+    }
+  }
+  m_inflated_of = &chunk;
+  return m_inflated;
+}
+
+}  // namespace kvzap::detail

@@ -1,0 +1,230 @@
+#include "model/rope_config.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "model/rope.hpp"
+
+namespace kvzap::detail {
+
+using nlohmann::json;
+
+namespace {
+
+constexpr double min_attention = 1e-3;
+constexpr double max_attention = 1e3;
+constexpr double min_beta = 1e-6;
+constexpr double max_beta = 1e9;
+// What single precision computes with, with room for a product.
+constexpr double smallest_float = 1e-30;
+constexpr double largest_float = 1e30;
+
+/// What one of the two dialects says about RoPE.
+struct Rope {
+  std::optional<double> theta;
+  std::optional<RopeScaling> scaling;
+};
+
+constexpr std::string_view rope_types = "default, linear, dynamic, yarn, longrope or llama3";
+
+/// A base whose powers are floats.
+std::optional<double> find_theta(ConfigFields& fields) {
+  const auto theta = fields.find_positive("rope_theta");
+  if (theta) fields.find_number("rope_theta", smallest_float, largest_float);
+  return theta;
+}
+
+/// Tokens a model was trained on before its context was extended. transformers lets a field beside
+/// the RoPE parameters, as Phi-3 has it, win over one among them.
+std::int64_t original_length(ConfigFields& fields, std::optional<std::int64_t> beside,
+                             const ModelConfig& config, std::vector<std::string>& warnings) {
+  const auto own = fields.find_size("original_max_position_embeddings", max_size);
+  if (beside && own && *beside != *own) {
+    warnings.push_back(
+        fmt::format("{}: original_max_position_embeddings = {} counts, not the {} among the RoPE "
+                    "parameters, as in transformers",
+                    fields.file(), *beside, *own));
+  }
+  const std::int64_t length = beside ? *beside : own.value_or(config.max_position_embeddings);
+  if (length < 2) {
+    fields.fail("original_max_position_embeddings", "a whole number above 1",
+                fmt::format("{}", length));
+  }
+  return length;
+}
+
+/// The factor, or, where that is null, what max_position_embeddings is of the original length.
+double extension(ConfigFields& fields, bool may_be_absent, std::int64_t original,
+                 const ModelConfig& config) {
+  const auto factor = fields.find_number("factor", 1, max_rope_factor);
+  if (factor) return *factor;
+  if (!may_be_absent && !fields.has_key("factor")) {
+    fields.fail("factor", fmt::format("a number from 1 to {}", max_rope_factor), "none");
+  }
+  if (original > config.max_position_embeddings) {
+    fields.fail("original_max_position_embeddings",
+                fmt::format("at most max_position_embeddings ({}), as there is no factor",
+                            config.max_position_embeddings),
+                fmt::format("{}", original));
+  }
+  return static_cast<double>(config.max_position_embeddings) / static_cast<double>(original);
+}
+
+std::vector<double> factors_of_longrope(ConfigFields& fields, const std::string& field,
+                                        std::int64_t pairs) {
+  const auto expected = fmt::format("an array of {} numbers above 0 (half of head_dim), up to {}",
+                                    pairs, max_rope_factor);
+  const json* const value = fields.get(field);
+  if (value == nullptr) fields.fail(field, expected, "none");
+  if (!value->is_array()) fields.fail(field, expected, json_text(*value));
+  if (value->size() != static_cast<std::size_t>(pairs)) {
+    fields.fail(field, expected, fmt::format("{} values", value->size()));
+  }
+  std::vector<double> factors;
+  for (const json& factor : *value) {
+    // Smaller ones than this would be frequencies beyond all sense, or no floats at all.
+    if (!factor.is_number() || !(factor.get<double>() >= 1 / max_rope_factor) ||
+        !(factor.get<double>() <= max_rope_factor)) {
+      fields.fail(field, expected, json_text(factor));
+    }
+    factors.push_back(factor.get<double>());
+  }
+  return factors;
+}
+
+void read_llama3(ConfigFields& fields, RopeScaling& scaling) {
+  const auto positive = [&](const char* field) {
+    fields.positive(field);
+    return fields.number(field, 1 / max_rope_factor, max_rope_factor);
+  };
+  scaling.factor = positive("factor");
+  scaling.low_freq_factor = positive("low_freq_factor");
+  scaling.high_freq_factor = positive("high_freq_factor");
+  if (!(scaling.high_freq_factor > scaling.low_freq_factor)) {
+    fields.fail("high_freq_factor",
+                fmt::format("more than low_freq_factor ({})", scaling.low_freq_factor),
+                fmt::format("{}", scaling.high_freq_factor));
+  }
+}
+
+void read_yarn(ConfigFields& fields, RopeScaling& scaling) {
+  const auto attention = fields.find_number("attention_factor", min_attention, max_attention);
+  // 0 means absent, as in transformers.
+  const double mscale = fields.find_number("mscale", 0, max_attention).value_or(0);
+  const double mscale_all_dim = fields.find_number("mscale_all_dim", 0, max_attention).value_or(0);
+  scaling.attention_factor =
+      attention.value_or(yarn_attention_factor(scaling.factor, mscale, mscale_all_dim));
+  scaling.beta_fast = fields.find_number("beta_fast", min_beta, max_beta).value_or(32);
+  scaling.beta_slow = fields.find_number("beta_slow", min_beta, max_beta).value_or(1);
+  if (scaling.beta_fast < scaling.beta_slow) {
+    fields.fail("beta_fast", fmt::format("at least beta_slow ({})", scaling.beta_slow),
+                fmt::format("{}", scaling.beta_fast));
+  }
+  // Absent and null are not the same to transformers.
+  if (fields.has_key("truncate") && fields.get("truncate") == nullptr) {
+    fields.fail("truncate", "true or false", "null");
+  }
+  scaling.truncate = fields.flag("truncate", true);
+}
+
+void read_longrope(ConfigFields& fields, const ModelConfig& config, RopeScaling& scaling) {
+  const auto attention = fields.find_number("attention_factor", min_attention, max_attention);
+  const auto original = static_cast<double>(scaling.original_max_position_embeddings);
+  scaling.attention_factor = attention.value_or(
+      scaling.factor <= 1 ? 1.0 : std::sqrt(1 + std::log(scaling.factor) / std::log(original)));
+  scaling.short_factor = factors_of_longrope(fields, "short_factor", config.head_dim / 2);
+  scaling.long_factor = factors_of_longrope(fields, "long_factor", config.head_dim / 2);
+}
+
+/// Reads the object `key`: "rope_scaling" (older files) or "rope_parameters" (transformers 5).
+Rope parse_rope(ConfigFields& config, const std::string& key, const json& value,
+                std::optional<std::int64_t> original_beside, const ModelConfig& sizes,
+                std::vector<std::string>& warnings) {
+  if (!value.is_object()) config.fail(key, "an object", json_text(value));
+  for (const auto& [field, nested] : value.items()) {
+    if (nested.is_object()) {
+      config.fail(fmt::format("{}.{}", key, field), "one set of RoPE parameters for all layers",
+                  json_text(nested));
+    }
+  }
+  ConfigFields fields(value, config.file(), key + ".");
+  const auto current_type = fields.find_text("rope_type");
+  const auto older_type = fields.find_text("type");
+  if (!current_type && !older_type && fields.has_key("factor")) {
+    fields.fail("rope_type", rope_types, "none");
+  }
+  const std::string type = current_type ? *current_type : older_type.value_or("default");
+
+  Rope rope;
+  rope.theta = find_theta(fields);
+  fields.require("partial_rotary_factor", 1);
+  RopeScaling scaling;
+  if (type == "linear" || type == "dynamic") {
+    scaling.type = type == "linear" ? RopeType::linear : RopeType::dynamic;
+    scaling.factor = fields.number("factor", 1, max_rope_factor);
+    scaling.original_max_position_embeddings = sizes.max_position_embeddings;
+  } else if (type == "yarn" || type == "longrope") {
+    scaling.type = type == "yarn" ? RopeType::yarn : RopeType::longrope;
+    scaling.original_max_position_embeddings =
+        original_length(fields, original_beside, sizes, warnings);
+    scaling.factor = extension(fields, scaling.type == RopeType::longrope,
+                               scaling.original_max_position_embeddings, sizes);
+    if (scaling.type == RopeType::yarn) {
+      read_yarn(fields, scaling);
+    } else {
+      read_longrope(fields, sizes, scaling);
+    }
+  } else if (type == "llama3") {
+    scaling.type = RopeType::llama3;
+    scaling.original_max_position_embeddings =
+        original_length(fields, original_beside, sizes, warnings);
+    read_llama3(fields, scaling);
+  } else if (type != "default") {
+    fields.fail(current_type ? "rope_type" : "type", rope_types, "\"" + type + "\"");
+  }
+  if (type != "default") rope.scaling = scaling;
+  fields.warn_unknown({}, warnings);
+  return rope;
+}
+
+}  // namespace
+
+void read_rope(ConfigFields& fields, ModelConfig& config) {
+  const auto theta = find_theta(fields);
+  const auto original = fields.find_size("original_max_position_embeddings", max_size);
+  const json* const older = fields.get("rope_scaling");
+  const json* const current = fields.get("rope_parameters");
+  Rope rope;
+  if (older != nullptr) {
+    rope = parse_rope(fields, "rope_scaling", *older, original, config, config.warnings);
+  }
+  if (current != nullptr) {
+    const Rope parsed =
+        parse_rope(fields, "rope_parameters", *current, original, config, config.warnings);
+    if (older != nullptr && rope.scaling != parsed.scaling) {
+      fields.fail("rope_parameters", "the same as rope_scaling", json_text(*current));
+    }
+    if (rope.theta && parsed.theta && *rope.theta != *parsed.theta) {
+      fields.fail("rope_parameters.rope_theta", fmt::format("{} as in rope_scaling", *rope.theta),
+                  fmt::format("{}", *parsed.theta));
+    }
+    rope.scaling = parsed.scaling;
+    if (parsed.theta) rope.theta = parsed.theta;
+  }
+  if (theta && rope.theta && *theta != *rope.theta) {
+    fields.fail("rope_theta", fmt::format("{} as in the RoPE parameters", *rope.theta),
+                fmt::format("{}", *theta));
+  }
+  constexpr double default_theta = 10000.0;
+  config.rope_theta = rope.theta.value_or(theta.value_or(default_theta));
+  config.rope_scaling = rope.scaling;
+  if (!config.rope_scaling) return;
+  if (const std::string problem = rope_problem(config, *config.rope_scaling); !problem.empty()) {
+    throw Error(fmt::format("{}: {}", fields.file(), problem));
+  }
+}
+
+}  // namespace kvzap::detail

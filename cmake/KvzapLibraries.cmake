@@ -44,6 +44,12 @@ function(kvzap_room_sources out room)
     else()
       set(without "/communicator_mpi\\.cpp$")
     endif()
+  elseif(room STREQUAL "attention")
+    if(KVZAP_HAVE_DEVICE_KERNELS)
+      set(without "/device/absent\\.cpp$")
+    else()
+      set(without "/device/(split_kv|panels|panel_mass)\\.cpp$")
+    endif()
   elseif(room STREQUAL "io")
     if(KVZAP_HAVE_HDF5)
       set(without "/snapshot_none\\.cpp$")
@@ -121,9 +127,13 @@ set_source_files_properties(src/train/host_loops.cpp PROPERTIES SKIP_PRECOMPILE_
 set_source_files_properties(src/base/huge_pages.cpp src/linalg/host/blas_threads.cpp
   PROPERTIES SKIP_PRECOMPILE_HEADERS ON)  # they include less than comes with it
 
-if(CMAKE_BUILD_TYPE STREQUAL "Sanitize" OR KVZAP_UNITE_SOURCES)  # see scripts/sanitize
+if(CMAKE_BUILD_TYPE STREQUAL "Sanitize" OR KVZAP_UNITE_SOURCES)
   include(KvzapUnity)
+  set(plain "")
+  if(CMAKE_BUILD_TYPE MATCHES "^(Sanitize|Debug)$")  # see scripts/sanitize, tests/install
+    set(plain PLAIN base engine eval io model parallel policy text train)
+  endif()
   foreach(component IN LISTS KVZAP_COMPONENTS)
-    kvzap_unite(kvzap_${component} PLAIN base engine eval io model parallel policy text train)
+    kvzap_unite(kvzap_${component} ROOT src ${plain})
   endforeach()
 endif()

@@ -38,11 +38,14 @@ kvzap_install() {
 }
 
 # kvzap_build CMAKE_OPTION...: configures and builds into build/; prints the log only if that fails.
+# A first configuration unites sources, which halves the work of a build from nothing; one that is there
+# stays as it is.
 kvzap_build() {
   local log
   mkdir -p build
   log=build/build.log
   if [ ! -x build/kvzap ]; then echo "Building into build/ (log: $log) ..." >&2; fi
+  if [ ! -f build/CMakeCache.txt ]; then set -- -DKVZAP_UNITE_SOURCES=ON "$@"; fi
   if ! { cmake -S . -B build -G Ninja -DCMAKE_BUILD_TYPE=Release "$@" && cmake --build build; } \
     >"$log" 2>&1; then
     tail -n 60 "$log" >&2

@@ -25,8 +25,8 @@ constexpr std::int64_t most_sequences = 65536;
 }
 
 /// Entries of a list that was given in one or several parts; `usual` if it was not given.
-std::vector<std::string> entries_of(const std::vector<std::string>& parts, const char* flag,
-                                    const char* usual) {
+std::vector<std::string> listed_in(const std::vector<std::string>& parts, const char* flag,
+                                   const char* usual) {
   const std::vector<std::string> standard = {usual};
   std::vector<std::string> entries;
   for (const std::string& part : parts.empty() ? standard : parts) {
@@ -43,7 +43,7 @@ std::vector<std::string> entries_of(const std::vector<std::string>& parts, const
 std::vector<std::int64_t> whole_numbers(const std::vector<std::string>& parts, const char* flag,
                                         const char* usual, std::int64_t least, std::int64_t most) {
   std::vector<std::int64_t> numbers;
-  for (const std::string& entry : entries_of(parts, flag, usual)) {
+  for (const std::string& entry : listed_in(parts, flag, usual)) {
     std::int64_t number = 0;
     if (detail::read_whole(entry, number) != detail::DecimalFault::none || number < least ||
         number > most) {
@@ -60,7 +60,7 @@ std::vector<double> real_numbers(const std::vector<std::string>& parts, const ch
                                  const char* usual, const char* expected,
                                  const std::function<bool(double)>& is_good) {
   std::vector<double> numbers;
-  for (const std::string& entry : entries_of(parts, flag, usual)) {
+  for (const std::string& entry : listed_in(parts, flag, usual)) {
     double number = 0;
     if (detail::read_real(entry, number) != detail::DecimalFault::none || !std::isfinite(number) ||
         !is_good(number)) {
@@ -195,7 +195,7 @@ std::vector<std::string> columns_of(const BenchOptions& o) {
   require(o.output == "md",
           fmt::format("--columns is for the Markdown table; -o {} has all of them", o.output));
   const auto& known = bench_column_names();
-  std::vector<std::string> entries = entries_of(o.columns, "--columns", "");
+  std::vector<std::string> entries = listed_in(o.columns, "--columns", "");
   if (entries == std::vector<std::string>{"all"}) return known;
   for (std::size_t i = 0; i < entries.size(); ++i) {
     const auto begin = entries.begin();

@@ -17,7 +17,7 @@ namespace {
 using detail::DecimalFault;
 
 /// In quotes where it would otherwise be hard to see.
-std::string shown(const std::string& text) {
+std::string quoted_value(const std::string& text) {
   const bool is_plain =
       !text.empty() && text.size() <= 40 &&
       std::all_of(text.begin(), text.end(), [](char c) { return c > 0x20 && c < 0x7f; });
@@ -35,12 +35,12 @@ std::string normalize_whole(std::string& text) {
       return "";
     case DecimalFault::range:
       if (std::is_unsigned_v<T> && text.front() == '-') {
-        return fmt::format("is {}; expected 0 or more", shown(text));
+        return fmt::format("is {}; expected 0 or more", quoted_value(text));
       }
-      return fmt::format("is {}; expected a whole number from {} to {}", shown(text),
+      return fmt::format("is {}; expected a whole number from {} to {}", quoted_value(text),
                          std::numeric_limits<T>::min(), std::numeric_limits<T>::max());
     default:
-      return fmt::format("is {}; expected a whole number", shown(text));
+      return fmt::format("is {}; expected a whole number", quoted_value(text));
   }
 }
 
@@ -50,9 +50,9 @@ std::string normalize_real(std::string& text) {
     case DecimalFault::none:
       return "";
     case DecimalFault::range:
-      return fmt::format("is {}; expected a number in the range of double", shown(text));
+      return fmt::format("is {}; expected a number in the range of double", quoted_value(text));
     default:
-      return fmt::format("is {}; expected a number", shown(text));
+      return fmt::format("is {}; expected a number", quoted_value(text));
   }
 }
 
@@ -61,7 +61,7 @@ std::string fault_of_flag(const std::string& text) {
   for (const char* value : {"true", "false", "on", "off", "yes", "no", "1", "0"}) {
     if (text == value) return "";
   }
-  return fmt::format("is {}; expected no value, true or false", shown(text));
+  return fmt::format("is {}; expected no value, true or false", quoted_value(text));
 }
 
 enum class ValueType { text, whole, unsigned_whole, real };

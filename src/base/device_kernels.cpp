@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <kvzap/config.hpp>
 #include <kvzap/core/types.hpp>
 #include <string_view>
 
@@ -17,6 +18,11 @@ bool device_at_start() {
   const std::string_view name = asked ? asked : "";
   if (!name.empty() && name != "device" && name != "host") {
     throw Error(fmt::format("KVZAP_KERNELS is \"{}\"; expected host or device", name));
+  }
+  if (name == "device" && !KVZAP_HAVE_DEVICE_KERNELS) {
+    throw Error(
+        "KVZAP_KERNELS is \"device\"; this build has no kernels of devices: configure it with "
+        "KVZAP_DEVICE_KERNELS_ON_HOST=ON");
   }
   return name == "device";
 }

@@ -15,8 +15,10 @@
 #include <malloc.h>
 #endif
 
+#include "base/device_kernels.hpp"
 #include "base/kokkos_compat.hpp"
 #include "base/quote.hpp"
+#include "base/simd.hpp"
 #include "commands/bench.hpp"
 #include "commands/chat.hpp"
 #include "commands/command_line.hpp"
@@ -27,6 +29,7 @@
 #include "commands/snapshots.hpp"
 #include "console/console.hpp"
 #include "console/standard_streams.hpp"
+#include "linalg/gemm.hpp"
 #include "options/arguments.hpp"
 #include "parallel/mpi_session.hpp"
 
@@ -64,6 +67,13 @@ int reading_exit(const kvzap::driver::Reading& reading, bool is_root) {
   std::cout << reading.out;
   const int failed = flush_exit();
   return failed != 0 ? failed : reading.status;
+}
+
+/// Throws Error for a variable of the environment whose value kvzap does not know.
+void check_environment() {
+  kvzap::detail::simd_level();
+  kvzap::detail::uses_device_kernels();
+  kvzap::detail::may_pack_weights();
 }
 
 /// Whether this is one of several ranks that were started together, as their launcher says.
@@ -128,6 +138,7 @@ bool takes_turns_on_devices([[maybe_unused]] const std::vector<char*>& kokkos_ar
 int run_program(const char* name, const std::vector<std::string>& arguments,
                 const kvzap::Communicator& comm) {
   namespace driver = kvzap::driver;
+  comm.agree(check_environment);
   driver::CommandLine line;
   driver::Reading reading = driver::read_arguments(line, arguments);
   driver::agree_on_reading(reading, comm);
@@ -182,9 +193,7 @@ int run_program(const char* name, const std::vector<std::string>& arguments,
   return 0;
 }
 
-}  // namespace
-
-int main(int argc, char** argv) try {
+int main_status(int argc, char** argv) try {
   kvzap::driver::prepare_standard_streams();
 #ifdef M_MMAP_THRESHOLD
   // Large blocks keep coming from mmap, so that what is freed goes back to the system at once:
@@ -208,6 +217,9 @@ int main(int argc, char** argv) try {
     kvzap::driver::say("kvzap: error: rank {}: {}\n", comm.rank(),
                        kvzap::detail::shown_message(what));
     std::fflush(stderr);
+    // Nobody waits for a process that is alone. MPI's own end could print a banner, or wait for
+    // memory that there is not.
+    if (comm.size() == 1) std::_Exit(exit_failure);
     comm.abort(exit_failure);
   }
 } catch (const std::exception& error) {
@@ -216,4 +228,16 @@ int main(int argc, char** argv) try {
   return exit_failure;
 } catch (...) {
   return exit_failure;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int status = main_status(argc, argv);
+  if (status == 0) return 0;
+  // Without the handlers of libraries: OpenBLAS waits there for its threads, which try to get
+  // memory until they have some, and so for ever where there is none.
+  std::cout.flush();
+  std::fflush(nullptr);
+  std::_Exit(status);
 }

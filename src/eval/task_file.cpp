@@ -235,6 +235,12 @@ Task task_of(const Json& row, const std::string& where, const std::string& defau
   const char* const context = index == ruler_rows ? "input" : "context";
   const char* const question = only_row_field(row, scheme.questions, where);
   const char* const answer = only_row_field(row, scheme.answers, where);
+  // Other fields may be null, as data sets have them: the parts of a prompt may not.
+  for (const char* field : {context, question}) {
+    if (row.contains(field) && row.at(field).is_null()) {
+      throw Error(fmt::format("{}: {}: expected a string, found null", where, field));
+    }
+  }
   if (scheme.needs_context) require(context);
   if (index == kvpress_rows) require("question");
   task.context = row_text(row, context, where);

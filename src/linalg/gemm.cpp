@@ -495,12 +495,19 @@ void multiply_large(const ExecutionSpace& exec, Op op_a, const ConstMatrix& a, O
   gemm(exec, a_transposed, b_transposed, 1, a, b, beta, c);
 }
 
+bool may_pack_weights() {
+  const char* asked = std::getenv("KVZAP_PACK");
+  const std::string_view name = asked ? asked : "";
+  if (name.empty() || name == "on") return true;
+  if (name == "off") return false;
+  throw Error(fmt::format("KVZAP_PACK is \"{}\"; expected on or off", name));
+}
+
 template <class Value>
 bool packs_weights() {
-  const char* asked = std::getenv("KVZAP_PACK");
   // Where AVX-512 needs a library for many rows, and there is none, plain rows are as good.
-  return has_packed_products() && (simd_level() == SimdLevel::avx2 || onednn::is_available()) &&
-         !keeps_type() && !(asked && std::string_view(asked) == "off");
+  return may_pack_weights() && has_packed_products() &&
+         (simd_level() == SimdLevel::avx2 || onednn::is_available()) && !keeps_type();
 }
 
 template <class Value>

@@ -30,8 +30,11 @@ enum class Op { plain, transposed };
 void multiply_large(const ExecutionSpace& exec, Op op_a, const ConstMatrix& a, Op op_b,
                     const ConstMatrix& b, float beta, const Matrix& c);
 
+/// False where KVZAP_PACK=off is in the environment, for tests and comparisons. Throws Error for
+/// any value but on and off.
+bool may_pack_weights();
 /// Whether weights of this type are worth packing at load: on a host with AVX2, or with AVX-512 and
-/// oneDNN. KVZAP_PACK=off in the environment says no, for tests and comparisons.
+/// oneDNN, if they may be packed at all.
 template <class Value>
 bool packs_weights();
 

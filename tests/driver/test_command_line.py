@@ -155,6 +155,20 @@ class Threads(TestCase):
         self.assertIn(b"will wait for one another", self.succeed(*PLAIN, "-t", "64").err)
 
 
+class Environment(TestCase):
+    def test_unknown_values(self):
+        for name, expected in [
+            ("KVZAP_SIMD", "baseline, avx2, avx512, avx512_bf16 or amx"),
+            ("KVZAP_PACK", "on or off"),
+            ("KVZAP_KERNELS", "host or device"),
+        ]:
+            result = run_command([KVZAP, "run", *map(str, PLAIN)], env={**os.environ, name: "bogus"})
+            self.assertEqual(result.code, 1)
+            self.assertEqual(result.out, b"")
+            # No more than that: MPI prints nothing of its own.
+            self.assertEqual(result.err.decode(), f'kvzap: error: {name} is "bogus"; expected {expected}\n')
+
+
 class Columns(TestCase):
     def text(self, *arguments, **environment):
         names = {key: value for key, value in os.environ.items() if key != "COLUMNS"}

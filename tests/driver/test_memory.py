@@ -6,7 +6,7 @@ import re
 import struct
 import unittest
 
-from harness import KVZAP, TestCase, run_command, write_safetensors
+from harness import KVZAP, MODEL, SOURCE, TestCase, run_command, write_safetensors
 
 LAYERS, HIDDEN, HEADS, DIM = 2, 128, 2, 128
 TOKENS = 8192
@@ -93,6 +93,25 @@ class Memory(TestCase):
             for threshold in ("-inf", "inf")
         ]
         self.assertLess(peaks[1], 0.3 * peaks[0])
+
+
+class LittleAddressSpace(TestCase):
+    """A process that gets no more memory says so and ends, whatever the libraries' threads wait for."""
+
+    def test_ends_with_one_error(self):
+        for megabytes in (176, 256, 336):
+            for arguments in (
+                ["run", "-m", MODEL, "-p", "Hello", "-n", "4", "-t", "1", "-q"],
+                ["eval", "-m", MODEL, "--tasks", SOURCE / "inputs/eval/recall-256.jsonl", "--max-prompts", "1",
+                 "--policies", "none", "-o", self.folder / f"eval{megabytes}", "-q"],
+            ):
+                with self.subTest(megabytes=megabytes, command=arguments[0]):
+                    limit = f'ulimit -v {megabytes * 1024} && exec "$@"'
+                    result = run_command(["bash", "-c", limit, "bash", KVZAP, *map(str, arguments)], timeout=60)
+                    error = result.err.decode()
+                    self.assertIn(result.code, (0, 1), error)
+                    if result.code == 1 and "OPAL" not in error:  # Open MPI may fail before kvzap begins
+                        self.assertRegex(error, r"\Akvzap: error: [^\n]*(memory|weights)[^\n]*\n\Z")
 
 
 if __name__ == "__main__":

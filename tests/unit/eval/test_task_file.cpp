@@ -65,12 +65,21 @@ TEST_F(TaskFiles, ReadsKvpressColumns) {
   EXPECT_EQ(task.id, "7");
   EXPECT_EQ(task.line, 1);
 
-  // Numbers are answers too, null is no field, and the file names the task that has no name.
+  // Numbers are answers too, null is no field but of the prompt, and the file names the task that
+  // has no name.
   const Task sparse = read_one(
-      R"({"context": null, "question": "q", "answers": [70, 0.5, "s"], "max_new_tokens": null})");
+      R"({"context": "", "question": "q", "answers": [70, 0.5, "s"], "max_new_tokens": null})");
   EXPECT_EQ(sparse.answers, (Answers{"70", "0.5", "s"}));
   EXPECT_EQ(sparse.task, "mine");
   EXPECT_EQ(sparse.max_new_tokens, 128);
+  try {
+    read_one(R"({"context": null, "question": "q", "answers": ["s"]})");
+    FAIL();
+  } catch (const kvzap::Error& error) {
+    EXPECT_NE(std::string(error.what()).find("line 1: context: expected a string, found null"),
+              std::string::npos)
+        << error.what();
+  }
 }
 
 TEST_F(TaskFiles, WritesWhatItReads) {

@@ -13,12 +13,11 @@
 namespace kvzap::detail {
 
 using snapshot_objects::largest;
+using snapshot_objects::most_gain;
 using snapshot_objects::product;
 
 namespace {
 
-// What is compressed may be this much larger than what it takes in the file: deflate gains no more.
-constexpr std::int64_t most_gain = 1100;
 constexpr std::int64_t most_chunk_bytes = std::int64_t{1} << 30;
 
 }  // namespace

@@ -25,6 +25,7 @@ using snapshot_objects::has_child;
 using snapshot_objects::integer;
 using snapshot_objects::largest;
 using snapshot_objects::layout_of;
+using snapshot_objects::most_gain;
 using snapshot_objects::open_group;
 using snapshot_objects::open_set;
 using snapshot_objects::OpenSet;
@@ -37,8 +38,6 @@ namespace fs = std::filesystem;
 
 // Positions and numbers of heads are 32-bit numbers in a cache.
 constexpr std::int64_t largest_extent = std::numeric_limits<std::int32_t>::max();
-// What is compressed may be this much larger than what it takes in the file: deflate gains no more.
-constexpr std::int64_t most_gain = 1100;
 
 Hdf5Handle type_of_row(RowKind kind, DType dtype, bool is_version_1) {
   if (!is_version_1 || kind != RowKind::positions) return type_of_rows(kind, dtype);

@@ -19,6 +19,10 @@ namespace kvzap::detail::snapshot_objects {
 
 inline constexpr std::int64_t largest = std::numeric_limits<std::int64_t>::max();
 
+/// Compressed content is at most this much larger than its bytes in the file: deflate gains no
+/// more.
+inline constexpr std::int64_t most_gain = 1100;
+
 /// a * b of numbers that are not negative, or `largest`.
 inline std::int64_t product(std::int64_t a, std::int64_t b) {
   return b != 0 && a > largest / b ? largest : a * b;

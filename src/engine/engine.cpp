@@ -1,7 +1,6 @@
 #include <fmt/format.h>
 
 #include <array>
-#include <cmath>
 #include <functional>
 #include <kvzap/engine/engine.hpp>
 #include <kvzap/engine/snapshot.hpp>
@@ -9,323 +8,19 @@
 #include <map>
 #include <numeric>
 #include <optional>
-#include <stdexcept>
 
 #include "base/instantiate.hpp"
 #include "base/stopwatch.hpp"
+#include "engine/agree_on_memory.hpp"
+#include "engine/check_options.hpp"
+#include "engine/fork_writing.hpp"
 #include "engine/joint_policy.hpp"
 #include "engine/policy_layer.hpp"
+#include "engine/row_scores.hpp"
+#include "engine/sequence_pruning.hpp"
 
 namespace kvzap {
 namespace {
-
-/// Whether a policy scores rows; with a threshold alone a scorer does what its policy would.
-bool uses_policy(const CacheOptions& options) {
-  return options.prune != PruneMode::none && options.policy && options.policy->make &&
-         !(options.policy->scorer && !options.policy->budget.has_amount() &&
-           options.decode_every == 0);
-}
-
-/// Whether rows are chosen, by a budget or the policy itself, and not judged by a threshold.
-bool chooses_rows(const PolicyChoice& choice) {
-  return choice.budget.has_amount() || choice.info->has_own_budget;
-}
-
-/// How a sequence is pruned.
-struct Pruning {
-  std::shared_ptr<const PolicyChoice> policy;
-  PruneMode prune = PruneMode::none;
-  PrefillMode prefill = PrefillMode::dense;
-  float threshold = 0;  // of the engine's scorer
-  bool uses_policy = false;
-};
-
-StepRule scorer_rule(bool judges, float threshold, std::int64_t sink) {
-  StepRule rule;
-  rule.score = judges;
-  rule.eviction = {threshold, sink, judges};
-  return rule;
-}
-
-StepRule rule_of(const Pruning& pruning, std::int64_t sink, StepPart part, std::int64_t question) {
-  const bool is_context =
-      part == StepPart::context || part == StepPart::whole || part == StepPart::held;
-  const bool judges =
-      pruning.prune == PruneMode::always || (is_context && pruning.prune == PruneMode::prefill);
-  if (!pruning.uses_policy) {
-    StepRule rule = scorer_rule(judges, pruning.threshold, sink);
-    if (part == StepPart::held) rule.eviction.judge = false;
-    return rule;
-  }
-  const PolicyChoice& choice = *pruning.policy;
-  StepRule rule;
-  rule.part = part;
-  rule.question = question;
-  // Without a budget a threshold decides, as pairs leave the window.
-  rule.eviction = {static_cast<float>(choice.threshold), sink, judges && !chooses_rows(choice)};
-  return rule;
-}
-
-/// What an engine has as its options where all its sequences are pruned like this.
-CacheOptions with_setting(CacheOptions options, const PruneSetting& setting) {
-  options.policy = setting.prune == PruneMode::none ? nullptr : setting.policy;
-  options.prune = options.policy ? setting.prune : PruneMode::none;
-  options.prune_after = setting.prune_after;
-  options.prefill = setting.prefill;
-  if (options.policy) options.threshold = static_cast<float>(options.policy->threshold);
-  return options;
-}
-
-using LayerScores = decltype(PolicyStep::scores);
-
-/// Scores of the first rows, which a choice overwrites to mark them (sinks).
-LayerScores copy_first(const ExecutionSpace& exec, const LayerScores& scores, std::int64_t sink) {
-  LayerScores copies;
-  for (const auto& of_layer : scores) {
-    const auto rows = std::min<std::int64_t>(sink, of_layer.extent(1));
-    detail::before_allocation(of_layer.extent(0) * rows * sizeof(float));
-    copies.emplace_back(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::engine::first"),
-                        of_layer.extent(0), rows);
-    Kokkos::deep_copy(
-        exec, copies.back(),
-        Kokkos::subview(of_layer, Kokkos::ALL, std::make_pair(std::int64_t{0}, rows)));
-  }
-  return copies;
-}
-
-void put_back(const ExecutionSpace& exec, const LayerScores& copies, const LayerScores& scores) {
-  for (std::size_t l = 0; l < copies.size(); ++l) {
-    const auto rows = static_cast<std::int64_t>(copies[l].extent(1));
-    Kokkos::deep_copy(
-        exec, Kokkos::subview(scores[l], Kokkos::ALL, std::make_pair(std::int64_t{0}, rows)),
-        copies[l]);
-  }
-}
-
-/// Work of each rank by itself. Throws AgreedOutOfMemory on all of them if one has no memory.
-template <class Work>
-void agree_on_memory(const Communicator& comm, const Work& work) {
-  bool out_of_memory = false;
-  try {
-    comm.agree([&] {
-      try {
-        work();
-      } catch (const OutOfMemory&) {
-        out_of_memory = true;
-        throw;
-      } catch (const Error&) {
-        throw;
-      } catch (const std::logic_error&) {
-        throw;
-      } catch (const std::exception& error) {
-        // Kokkos' own allocations throw a runtime_error or bad_alloc, depending on its version.
-        out_of_memory = true;
-        throw Error(fmt::format("out of memory ({})", error.what()));
-      }
-    });
-  } catch (const AgreedError& error) {
-    if (comm.all_reduce_max(out_of_memory ? 1 : 0) == 0) throw;
-    throw AgreedOutOfMemory(error.what());
-  }
-}
-
-// Of the rows [0, end) of each head that stay, those without a finite score.
-std::int64_t count_non_finite(const ExecutionSpace& exec, const ScoredLayer& layer,
-                              std::int64_t end) {
-  const auto scores = layer.scores;
-  const auto keep = layer.keep;
-  std::int64_t count = 0;
-  Kokkos::parallel_reduce(
-      "kvzap::engine::count_non_finite",
-      Kokkos::RangePolicy<ExecutionSpace>(exec, 0,
-                                          static_cast<std::int64_t>(layer.heads.size()) * end),
-      KOKKOS_LAMBDA(const std::int64_t i, std::int64_t& sum) {
-        const bool stays = keep(i / end, i % end) != 0;
-        if (stays && !EvictionRule::is_finite(scores(i / end, i % end))) ++sum;
-      },
-      count);
-  return count;
-}
-
-// keep = what `rule` keeps of the rows [0, end) of each head, whose positions are these, and all
-// behind them.
-void judge_rows(const ExecutionSpace& exec, const ScoredLayer& layer, const EvictionRule& rule,
-                std::int64_t end) {
-  const auto scores = layer.scores;
-  const auto keep = layer.keep;
-  const auto columns = static_cast<std::int64_t>(keep.extent(1));
-  Kokkos::parallel_for(
-      "kvzap::engine::judge_rows",
-      Kokkos::RangePolicy<ExecutionSpace>(exec, 0, static_cast<std::int64_t>(keep.size())),
-      KOKKOS_LAMBDA(const std::int64_t i) {
-        const std::int64_t row = i % columns;
-        keep(i / columns, row) = static_cast<std::uint8_t>(
-            row >= end || rule.keeps(scores(i / columns, row), row) ? 1 : 0);
-      });
-}
-
-void check_policy(const CacheOptions& options) {
-  const PolicyChoice& choice = *options.policy;
-  const auto refuse = [&](const std::string& what) {
-    throw Error(fmt::format("--policy {}: {}", choice.name, what));
-  };
-  if (options.decode_every < 0 || options.decode_keep < 0) {
-    refuse("--decode-every and --decode-keep are 0 or more");
-  }
-  if (!(options.decode_evict_ratio >= 0 && options.decode_evict_ratio < 1)) {
-    refuse(fmt::format("--decode-evict-ratio is {}; expected a number in [0, 1)",
-                       options.decode_evict_ratio));
-  }
-  if (choice.info->repeats_context) {
-    if (options.prune_after == PruneMoment::question) {
-      refuse("the model repeats the context before any question: --prune-after context");
-    }
-    if (options.prune == PruneMode::always) {
-      refuse("the model repeats the context alone: --prune prefill");
-    }
-    if (choice.repeat.first.empty() || choice.repeat.later.empty()) {
-      refuse("nothing asks the model to repeat the context (PolicyChoice::repeat is empty)");
-    }
-  }
-  if (options.decode_every > 0 && !choice.info->scores_again) {
-    refuse("--decode-every needs a policy that can score again while the model generates");
-  }
-  if (options.decode_every > 0 && choice.info->has_own_budget) {
-    refuse("--decode-every needs a policy without a budget of its own");
-  }
-  if (options.prune == PruneMode::always && options.decode_every == 0) {
-    if (chooses_rows(choice)) {
-      refuse(
-          "--prune always judges pairs by a threshold as they leave the window; a budget is kept "
-          "to while the model generates with --decode-every");
-    }
-    if (!choice.info->judges_tokens) {
-      refuse(
-          "--prune always needs a policy that judges a new token from its own key, value and "
-          "hidden state; cut the cache every n tokens with --decode-every instead");
-    }
-  }
-  if (options.prune == PruneMode::always && options.decode_every > 0 && !chooses_rows(choice)) {
-    // Which rows a cut moves out of the ring, unjudged, depends on the heads of the rank.
-    refuse(
-        "--prune always judges new tokens by the threshold, --decode-every cuts by rank: one of "
-        "the two (--prune prefill leaves new tokens to --decode-every)");
-  }
-  if (choice.info->needs_question && options.prune_after != PruneMoment::question) {
-    refuse("it scores by the question: --prune-after question");
-  }
-  if (options.prefill == PrefillMode::sparse) {
-    if (!choice.info->scores_again || choice.info->has_own_budget) {
-      refuse("--prefill sparse needs a policy that can score again after each chunk");
-    }
-  }
-}
-
-/// Refuses policies that turn keys or queries where no one frequency fits all that are cached.
-void check_rope(const CacheOptions& options, const ModelConfig& config) {
-  if (!config.rope_depends_on_length() || !uses_policy(options)) return;
-  const PolicyChoice& choice = *options.policy;
-  const std::string what = fmt::format(
-      "depend on the length of the text with RoPE scaling of type {}; expected a model with "
-      "another type, or another policy",
-      name_of(config.rope_scaling->type));
-  if (choice.rerotate) {
-    throw Error(fmt::format("--policy {}: it turns keys to new positions by frequencies, which {}",
-                            choice.name, what));
-  }
-  // (What is still to look at texts is refused when it does so.)
-  if (!choice.calibration && choice.make()->needs().frequencies) {
-    throw Error(fmt::format("--policy {}: it turns queries or keys back by frequencies, which {}",
-                            choice.name, what));
-  }
-}
-
-void check(const CacheOptions& options, bool has_scorer) {
-  if (options.window < 1) {
-    throw Error(fmt::format("--window is {}; expected at least 1", options.window));
-  }
-  if (options.sink < 0) throw Error(fmt::format("--sink is {}; expected 0 or more", options.sink));
-  if (options.chunk < 1)
-    throw Error(fmt::format("--chunk is {}; expected at least 1", options.chunk));
-  if (options.page_rows < 1) {
-    throw Error(fmt::format("--page-rows is {}; expected at least 1", options.page_rows));
-  }
-  if (options.prune != PruneMode::none) {
-    if (std::isnan(options.threshold)) {
-      throw Error("--threshold is NaN; expected a number (no score is below NaN)");
-    }
-    if (options.policy && options.policy->make && options.prefill == PrefillMode::sparse &&
-        options.prune_after == PruneMoment::question) {
-      throw Error(
-          fmt::format("--policy {}: --prune-after question runs context and question as one step: "
-                      "--prefill dense",
-                      options.policy->name));
-    }
-    if (uses_policy(options)) {
-      check_policy(options);
-    } else if (!has_scorer) {
-      throw Error(
-          fmt::format("--prune {} needs a surrogate (--surrogate DIR)", name_of(options.prune)));
-    }
-  }
-}
-
-/// Writes a fork, which is freed as soon as nobody reads it any more.
-class ForkWriting final : public SnapshotWriting {
- public:
-  /// `context` is read, too, while this lives.
-  ForkWriting(std::unique_ptr<SnapshotWriting> writing, std::shared_ptr<const void> context,
-              std::function<void()> free_fork)
-      : m_context(std::move(context)),
-        m_writing(std::move(writing)),
-        m_free_fork(std::move(free_fork)) {}
-  ForkWriting(const ForkWriting&) = delete;
-  ForkWriting& operator=(const ForkWriting&) = delete;
-  ~ForkWriting() override {
-    m_writing.reset();  // waits
-    free_fork();
-  }
-
-  bool advance() override {
-    return and_free([&] { return m_writing->advance(); });
-  }
-  void finish() override {
-    and_free([&] {
-      m_writing->finish();
-      return true;
-    });
-  }
-  std::int64_t file_bytes() const override { return m_writing ? m_writing->file_bytes() : 0; }
-  const std::vector<std::string>& notes() const override {
-    static const std::vector<std::string> none;
-    return m_writing ? m_writing->notes() : none;
-  }
-
- private:
-  template <class Work>
-  bool and_free(const Work& work) {
-    if (!m_writing) throw Error("the snapshot could not be written, which has been said before");
-    bool is_finished = false;
-    try {
-      is_finished = work();
-    } catch (...) {
-      m_writing.reset();
-      free_fork();
-      throw;
-    }
-    if (is_finished) free_fork();
-    return is_finished;
-  }
-  void free_fork() {
-    if (m_free_fork) m_free_fork();
-    m_free_fork = nullptr;
-    m_context.reset();
-  }
-
-  std::shared_ptr<const void> m_context;
-  std::unique_ptr<SnapshotWriting> m_writing;
-  std::function<void()> m_free_fork;
-};
 
 template <class Value>
 class TypedEngine final : public Engine {
@@ -336,9 +31,9 @@ class TypedEngine final : public Engine {
         m_model(std::move(model)),
         m_scorer(std::move(scorer)),
         m_decoder(*m_model, m_scorer.get(), comm, options.window, options.page_rows, &m_meter),
-        m_standard(
-            std::make_shared<const Pruning>(Pruning{options.policy, options.prune, options.prefill,
-                                                    options.threshold, uses_policy(options)})) {
+        m_standard(std::make_shared<const detail::SequencePruning>(
+            detail::SequencePruning{options.policy, options.prune, options.prefill,
+                                    options.threshold, detail::uses_policy(options)})) {
     m_decoder.cache().set_limit(options.kv_limit);
   }
 
@@ -364,7 +59,7 @@ class TypedEngine final : public Engine {
 
   std::unique_ptr<Checkpoint> checkpoint(SequenceId sequence) override {
     auto taken = std::make_unique<TypedCheckpoint>();
-    agree_on_memory(communicator(), [&] {
+    detail::agree_on_memory(communicator(), [&] {
       taken->state = std::make_shared<const CacheState>(m_decoder.cache().checkpoint(sequence));
       taken->life = m_lives.at(sequence).copy({});
     });
@@ -384,7 +79,7 @@ class TypedEngine final : public Engine {
   }
 
   StepRule rule(SequenceId sequence, StepPart part, std::int64_t question) const override {
-    return rule_of(*m_lives.at(sequence).pruning, options().sink, part, question);
+    return detail::rule_of(*m_lives.at(sequence).pruning, options().sink, part, question);
   }
 
   std::vector<StepResult> step(const StepBatch& batch, const ProgressCallback& progress) override {
@@ -437,12 +132,12 @@ class TypedEngine final : public Engine {
   }
 
   void judge_context(SequenceId sequence) override {
-    const Pruning& pruning = *m_lives.at(sequence).pruning;
+    const detail::SequencePruning& pruning = *m_lives.at(sequence).pruning;
     if (pruning.prune == PruneMode::none) return;
     const detail::Stopwatch watch(m_evict_seconds);
     auto& cache = m_decoder.cache();
     const ExecutionSpace exec;
-    agree_on_memory(communicator(), [&] {
+    detail::agree_on_memory(communicator(), [&] {
       if (!can_hold(sequence)) {
         throw Error(fmt::format("policy {}: a context cannot be judged after its steps",
                                 pruning.policy->name));
@@ -457,12 +152,13 @@ class TypedEngine final : public Engine {
   }
 
   void check(const PruneSetting& setting) const override {
-    kvzap::check(with_setting(options(), setting), setting.policy && setting.policy->scorer);
-    check_rope(with_setting(options(), setting), m_model->config());
+    detail::check_options(detail::with_setting(options(), setting),
+                          setting.policy && setting.policy->scorer);
+    detail::check_rope(detail::with_setting(options(), setting), m_model->config());
   }
 
   void set_pruning(SequenceId sequence, const PruneSetting& setting) override {
-    agree_on_memory(communicator(), [&] {
+    detail::agree_on_memory(communicator(), [&] {
       check(setting);
       if (tokens(sequence) > 0) {
         throw Error(fmt::format("sequence {} has tokens: it is too late to say how it is pruned",
@@ -483,7 +179,7 @@ class TypedEngine final : public Engine {
     std::vector<std::vector<std::size_t>> groups(1);
     std::vector<std::unique_ptr<detail::JointPolicy>> joint;
     std::optional<RecentQueries> recent;
-    agree_on_memory(communicator(), [&] {
+    detail::agree_on_memory(communicator(), [&] {
       if (m_lives.at(sequence).pruning->prune != PruneMode::none || this->tokens(sequence) > 0) {
         throw Error(fmt::format("sequence {} is pruned or has tokens: it cannot be read for others",
                                 sequence));
@@ -554,7 +250,7 @@ class TypedEngine final : public Engine {
   SequenceId prune(SequenceId source, const PruneSetting& setting,
                    const ContextScores* scores) override {
     const bool prunes = setting.policy && setting.prune != PruneMode::none;
-    const bool chooses = prunes && chooses_rows(*setting.policy);
+    const bool chooses = prunes && detail::chooses_rows(*setting.policy);
     // Where a layer is chosen before the next one runs, nothing of it waits in a ring.
     const bool empties_ring =
         chooses && (setting.policy->rerotate ||
@@ -562,7 +258,7 @@ class TypedEngine final : public Engine {
     const bool communicates = chooses && detail::choice_communicates(setting.policy->budget);
     const ExecutionSpace exec;
     std::vector<ScoredLayer> layers;
-    LayerScores first;  // other settings have the scores too
+    detail::LayerScores first;  // other settings have the scores too
     const SequenceId sequence = on_all_ranks([&](std::optional<SequenceId>& made) {
       check(setting);
       if (setting.prefill != PrefillMode::dense) {
@@ -582,17 +278,18 @@ class TypedEngine final : public Engine {
       if (!chooses) return judge(*made, scores->layers);
       life.budget = setting.policy->budget;
       layers = scored_layers(*made, scores->layers);
-      first = copy_first(exec, scores->layers, options().sink);
+      first = detail::copy_first(exec, scores->layers, options().sink);
       if (communicates) return;
       choose(*made, layers, scores->layers);
-      put_back(exec, first, scores->layers);
+      detail::put_back(exec, first, scores->layers);
       evict(*made, layers, empties_ring, false);
     });
     try {
       if (communicates) {
         choose(sequence, layers, scores->layers);
-        put_back(exec, first, scores->layers);
-        agree_on_memory(communicator(), [&] { evict(sequence, layers, empties_ring, false); });
+        detail::put_back(exec, first, scores->layers);
+        detail::agree_on_memory(communicator(),
+                                [&] { evict(sequence, layers, empties_ring, false); });
       }
       if (prunes && setting.policy->rerotate) close_up(sequence);
     } catch (...) {
@@ -663,7 +360,7 @@ class TypedEngine final : public Engine {
         on_all_ranks([&](std::optional<SequenceId>& made) { made = cache.fork(sequence); });
     const auto free_copy = [&cache, copy] { cache.free_sequence(copy); };
     try {
-      return std::make_unique<ForkWriting>(
+      return std::make_unique<detail::ForkWriting>(
           kvzap::begin_snapshot(file, cache, copy, m_model->partition(), communicator(), info,
                                 options, state.get()),
           state, free_copy);
@@ -689,7 +386,7 @@ class TypedEngine final : public Engine {
     Resumed resumed;
     resumed.sequence = loaded.sequence;
     try {
-      agree_on_memory(communicator(), [&] {
+      detail::agree_on_memory(communicator(), [&] {
         m_lives[loaded.sequence] = read_life(reader, "", loaded.recent_queries);
         if (!loaded.context) return;
         auto context = std::make_unique<TypedCheckpoint>();
@@ -767,7 +464,7 @@ class TypedEngine final : public Engine {
  private:
   /// What a policy keeps of a sequence between steps.
   struct Life {
-    std::shared_ptr<const Pruning> pruning;
+    std::shared_ptr<const detail::SequencePruning> pruning;
     std::unique_ptr<Policy> policy;
     std::optional<RecentQueries> recent;
     std::int64_t steps = 0;        // since the context, or since the last cut
@@ -804,9 +501,9 @@ class TypedEngine final : public Engine {
                                              SnapshotInfo& info) {
     const auto* const taken = dynamic_cast<const TypedCheckpoint*>(context);
     const Life& life = m_lives.at(sequence);
-    const Pruning& pruning = *life.pruning;
+    const detail::SequencePruning& pruning = *life.pruning;
     std::array<std::int64_t, 2> non_finite = {life.non_finite, taken ? taken->life.non_finite : 0};
-    agree_on_memory(communicator(), [&] {
+    detail::agree_on_memory(communicator(), [&] {
       if (context && (!taken || taken->state->sequence != sequence)) {
         throw Error(fmt::format("the context is not a state of sequence {}", sequence));
       }
@@ -825,7 +522,7 @@ class TypedEngine final : public Engine {
     info.further["prefill"] = std::string(name_of(pruning.prefill));
     if (pruning.prune != PruneMode::none) {
       info.sink = options().sink;
-      const bool has_budget = pruning.uses_policy && chooses_rows(*pruning.policy);
+      const bool has_budget = pruning.uses_policy && detail::chooses_rows(*pruning.policy);
       if (!has_budget) info.threshold = rule(sequence, StepPart::context, 0).eviction.threshold;
       if (pruning.uses_policy) {
         info.further["policy"] = pruning.policy->name;
@@ -883,7 +580,7 @@ class TypedEngine final : public Engine {
     return static_cast<std::size_t>(std::accumulate(heads.begin(), heads.end(), 0));
   }
 
-  Life new_life(const std::shared_ptr<const Pruning>& pruning) const {
+  Life new_life(const std::shared_ptr<const detail::SequencePruning>& pruning) const {
     Life life;
     life.pruning = pruning;
     if (!pruning->uses_policy) return life;
@@ -905,13 +602,13 @@ class TypedEngine final : public Engine {
                          every_layer);
   }
 
-  std::shared_ptr<const Pruning> pruning_of(const PruneSetting& setting) const {
-    const CacheOptions options = with_setting(this->options(), setting);
+  std::shared_ptr<const detail::SequencePruning> pruning_of(const PruneSetting& setting) const {
+    const CacheOptions options = detail::with_setting(this->options(), setting);
     // The decoder's fast path is the engine's own scorer's.
     const bool uses_scorer = options.policy && options.policy->scorer == m_scorer;
-    return std::make_shared<const Pruning>(
-        Pruning{options.policy, options.prune, options.prefill, options.threshold,
-                options.policy && (uses_policy(options) || !uses_scorer)});
+    return std::make_shared<const detail::SequencePruning>(
+        detail::SequencePruning{options.policy, options.prune, options.prefill, options.threshold,
+                                options.policy && (detail::uses_policy(options) || !uses_scorer)});
   }
 
   /// Null where the sequence has none, or is none.
@@ -946,7 +643,7 @@ class TypedEngine final : public Engine {
     life.cuts = false;
     const bool is_context =
         span.rule.part == StepPart::context || span.rule.part == StepPart::whole;
-    if (is_context && chooses_rows(choice)) {
+    if (is_context && detail::chooses_rows(choice)) {
       life.budget = choice.budget;
       step.budget = &life.budget;
       step.chooses = before == 0 && life.budget.by_layer();
@@ -989,7 +686,7 @@ class TypedEngine final : public Engine {
     auto& cache = m_decoder.cache();
     const ExecutionSpace exec;
     const int layers = static_cast<int>(scores.size());
-    agree_on_memory(communicator(), [&] {
+    detail::agree_on_memory(communicator(), [&] {
       for (int l = 0; l < layers; ++l) {
         cache.set_row_scores(exec, span.sequence, l, scores[l]);
       }
@@ -1013,7 +710,7 @@ class TypedEngine final : public Engine {
     for (const RepeatStep& repeat : steps) all += static_cast<std::int64_t>(repeat.tokens.size());
     typename KVCache<Value, engine_page_order>::Checkpoint before;
     Policy* policy = nullptr;
-    agree_on_memory(communicator(), [&] {
+    detail::agree_on_memory(communicator(), [&] {
       for (int l = 0; l < static_cast<int>(cache.shape().heads.size()); ++l) {
         for (int h = 0; h < cache.shape().heads[l]; ++h) {
           if (cache.rows(sequence, l, h) == static_cast<std::int64_t>(context.size())) continue;
@@ -1051,7 +748,7 @@ class TypedEngine final : public Engine {
     // The policy's own time in these steps is counted by the decoder.
     const double scoring_before = m_decoder.seconds().scoring;
     double seconds = 0;
-    LayerScores scores;
+    detail::LayerScores scores;
     {
       const detail::Stopwatch watch(seconds);
       std::unique_ptr<Policy> policy;
@@ -1068,7 +765,7 @@ class TypedEngine final : public Engine {
     }
     m_repeat_seconds += seconds - (m_decoder.seconds().scoring - scoring_before);
     const detail::Stopwatch watch(m_evict_seconds);
-    agree_on_memory(communicator(), [&] {
+    detail::agree_on_memory(communicator(), [&] {
       for (std::size_t l = 0; l < scores.size(); ++l) {
         cache.set_row_scores(exec, sequence, static_cast<int>(l), scores[l]);
       }
@@ -1079,7 +776,7 @@ class TypedEngine final : public Engine {
   }
 
   /// What a choice from `scores` is made of.
-  std::vector<ScoredLayer> scored_layers(SequenceId sequence, const LayerScores& scores) {
+  std::vector<ScoredLayer> scored_layers(SequenceId sequence, const detail::LayerScores& scores) {
     auto& cache = m_decoder.cache();
     std::vector<ScoredLayer> layers(scores.size());
     for (std::size_t l = 0; l < layers.size(); ++l) {
@@ -1097,25 +794,25 @@ class TypedEngine final : public Engine {
   }
 
   /// Cuts to life.budget by scores that the rows have.
-  void cut(SequenceId sequence, const LayerScores& scores) {
+  void cut(SequenceId sequence, const detail::LayerScores& scores) {
     const bool empties_ring = m_lives.at(sequence).pruning->policy->rerotate;
     std::vector<ScoredLayer> layers;
     if (!detail::choice_communicates(m_lives.at(sequence).budget)) {
-      agree_on_memory(communicator(), [&] {
+      detail::agree_on_memory(communicator(), [&] {
         layers = scored_layers(sequence, scores);
         choose(sequence, layers, scores);
         evict(sequence, layers, empties_ring, true);
       });
       return;
     }
-    agree_on_memory(communicator(), [&] { layers = scored_layers(sequence, scores); });
+    detail::agree_on_memory(communicator(), [&] { layers = scored_layers(sequence, scores); });
     choose(sequence, layers, scores);
-    agree_on_memory(communicator(), [&] { evict(sequence, layers, empties_ring, true); });
+    detail::agree_on_memory(communicator(), [&] { evict(sequence, layers, empties_ring, true); });
   }
 
   /// Which rows stay; collective if choice_communicates.
   void choose(SequenceId sequence, const std::vector<ScoredLayer>& layers,
-              const LayerScores& scores) {
+              const detail::LayerScores& scores) {
     const Life& life = m_lives.at(sequence);
     const std::int64_t tokens = m_decoder.cache().tokens(sequence, 0) + life.closed_up;
     detail::choose_rows(ExecutionSpace(), communicator(), life.budget,
@@ -1135,7 +832,7 @@ class TypedEngine final : public Engine {
     for (const ScoredLayer& layer : layers) {
       const std::int64_t stored =
           cache.evict(exec, sequence, layer.layer, layer.keep, empties_ring).non_finite;
-      life.non_finite += is_stored ? stored : count_non_finite(exec, layer, tokens);
+      life.non_finite += is_stored ? stored : detail::count_non_finite(exec, layer, tokens);
     }
     life.steps = 0;
   }
@@ -1156,7 +853,7 @@ class TypedEngine final : public Engine {
 
   /// Judges the rows of a context, all of which are there, as if they had been when they left the
   /// window.
-  void judge(SequenceId sequence, const LayerScores& scores) {
+  void judge(SequenceId sequence, const detail::LayerScores& scores) {
     Life& life = m_lives.at(sequence);
     auto& cache = m_decoder.cache();
     const ExecutionSpace exec;
@@ -1170,8 +867,8 @@ class TypedEngine final : public Engine {
     const std::int64_t judged = cache.tokens(sequence, 0) - options().window;
     if (judged <= 0) return;
     for (const ScoredLayer& layer : scored_layers(sequence, scores)) {
-      judge_rows(exec, layer, eviction, judged);
-      life.non_finite += count_non_finite(exec, layer, judged);
+      detail::judge_rows(exec, layer, eviction, judged);
+      life.non_finite += detail::count_non_finite(exec, layer, judged);
       cache.evict(exec, sequence, layer.layer, layer.keep);
     }
   }
@@ -1187,7 +884,7 @@ class TypedEngine final : public Engine {
       if (cache.shape().heads[l] > 0) rows = cache.rows(sequence, l, 0);
     }
     rows = communicator().all_reduce_max(rows);
-    agree_on_memory(communicator(), [&] {
+    detail::agree_on_memory(communicator(), [&] {
       cache.close_up(ExecutionSpace(), sequence, m_decoder.inverse_frequencies(), rows);
     });
     life.closed_up += before - cache.tokens(sequence, 0);
@@ -1200,7 +897,7 @@ class TypedEngine final : public Engine {
   SequenceId on_all_ranks(const Make& make) {
     std::optional<SequenceId> made;
     try {
-      agree_on_memory(communicator(), [&] { make(made); });
+      detail::agree_on_memory(communicator(), [&] { make(made); });
     } catch (...) {
       if (made) free_sequence(*made);
       throw;
@@ -1212,7 +909,8 @@ class TypedEngine final : public Engine {
   std::shared_ptr<const Model<Value>> m_model;
   std::shared_ptr<Scorer> m_scorer;
   Decoder<Value> m_decoder;
-  std::shared_ptr<const Pruning> m_standard;  // of sequences without a setting of their own
+  std::shared_ptr<const detail::SequencePruning>
+      m_standard;  // of sequences without a setting of their own
   std::map<SequenceId, Life> m_lives;
   StepBatch m_batch;
   StepObserver* m_observer = nullptr;
@@ -1253,13 +951,13 @@ double CacheReport::evict_ratio() const {
 }
 
 StepRule Engine::rule(bool judges) const {
-  return scorer_rule(judges, m_options.threshold, m_options.sink);
+  return detail::scorer_rule(judges, m_options.threshold, m_options.sink);
 }
 
 StepRule Engine::rule(StepPart part, std::int64_t question) const {
-  const Pruning pruning{m_options.policy, m_options.prune, m_options.prefill, m_options.threshold,
-                        uses_policy(m_options)};
-  return rule_of(pruning, m_options.sink, part, question);
+  const detail::SequencePruning pruning{m_options.policy, m_options.prune, m_options.prefill,
+                                        m_options.threshold, detail::uses_policy(m_options)};
+  return detail::rule_of(pruning, m_options.sink, part, question);
 }
 
 std::vector<std::string> Engine::write_snapshot(const std::filesystem::path& file,
@@ -1274,8 +972,8 @@ template <class Value>
 std::unique_ptr<Engine> Engine::create(std::shared_ptr<const Model<Value>> model,
                                        std::shared_ptr<Scorer> scorer, const CacheOptions& options,
                                        const Communicator& comm) {
-  kvzap::check(options, scorer != nullptr);
-  check_rope(options, model->config());
+  detail::check_options(options, scorer != nullptr);
+  detail::check_rope(options, model->config());
   return std::make_unique<TypedEngine<Value>>(std::move(model), std::move(scorer), options, comm);
 }
 

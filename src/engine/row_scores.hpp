@@ -1,0 +1,26 @@
+// Scores of a sequence's rows as the engine cuts by them.
+#pragma once
+
+#include <cstdint>
+#include <kvzap/engine/policy_step.hpp>
+
+namespace kvzap::detail {
+
+using LayerScores = decltype(PolicyStep::scores);
+
+/// Scores of the first rows, which a choice overwrites to mark them (sinks).
+LayerScores copy_first(const ExecutionSpace& exec, const LayerScores& scores, std::int64_t sink);
+
+/// Writes the copies of `copy_first` back.
+void put_back(const ExecutionSpace& exec, const LayerScores& copies, const LayerScores& scores);
+
+/// Counts the rows of [0, end) of each head that stay and lack a finite score. Waits.
+std::int64_t count_non_finite(const ExecutionSpace& exec, const ScoredLayer& layer,
+                              std::int64_t end);
+
+/// Sets `keep` to the rows of [0, end) of each head that `rule` keeps, by their positions, and to
+/// all rows behind them.
+void judge_rows(const ExecutionSpace& exec, const ScoredLayer& layer, const EvictionRule& rule,
+                std::int64_t end);
+
+}  // namespace kvzap::detail

@@ -6,6 +6,7 @@
 #include <netinet/in.h>
 #include <poll.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -15,7 +16,6 @@
 #include <cstring>
 #include <ctime>
 #include <deque>
-#include <filesystem>
 #include <map>
 #include <mutex>
 #include <nlohmann/json.hpp>
@@ -140,16 +140,16 @@ class Socket {
     pollfd look = {m_descriptor, POLLRDHUP, 0};
     return poll(&look, 1, 0) > 0 && (look.revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0;
   }
-  /// Waits for a request until its body begins. What the library reads by itself has neither a
-  /// limit of bytes nor one of time: a head that is too long, or too slow, ends the connection.
-  /// `idle`: seconds until it begins; less if `ends` says so.
-  void wait_for_head(double idle, const std::atomic<bool>& ends) const;
+  /// Waits until the head of a request has come; false if the connection shall close. The library
+  /// limits neither the size nor the time of a head, so a long or slow head ends the connection.
+  /// `idle`: the longest wait for the first byte in seconds; `ends` stops all waiting.
+  bool wait_for_head(double idle, const std::atomic<bool>& ends) const;
   /// Ends the connection, and takes what the client still sends, for a while: a socket that is
   /// closed before takes the reply along.
   void end() const;
 
  private:
-  void refuse(const char* status) const;
+  bool refuse(const char* status) const;  // returns false
   bool wait(int milliseconds) const {
     pollfd look = {m_descriptor, POLLIN, 0};
     return poll(&look, 1, milliseconds) > 0;
@@ -158,8 +158,8 @@ class Socket {
   int m_descriptor;
 };
 
-void Socket::wait_for_head(double idle, const std::atomic<bool>& ends) const {
-  if (m_descriptor < 0) return;
+bool Socket::wait_for_head(double idle, const std::atomic<bool>& ends) const {
+  if (m_descriptor < 0) return false;
   const auto is_more_than = [this](std::size_t bytes, int milliseconds) {
     const int more = static_cast<int>(bytes + 1);
     setsockopt(m_descriptor, SOL_SOCKET, SO_RCVLOWAT, &more, sizeof(more));
@@ -167,7 +167,7 @@ void Socket::wait_for_head(double idle, const std::atomic<bool>& ends) const {
   };
   const auto start = Clock::now();
   while (!is_more_than(0, look_milliseconds)) {
-    if (seconds_since(start) > idle || ends) return;
+    if (seconds_since(start) > idle || ends) return false;
   }
   const auto begin = Clock::now();
   std::vector<char> head(longest_head);
@@ -182,21 +182,26 @@ void Socket::wait_for_head(double idle, const std::atomic<bool>& ends) const {
     if (size == head.size()) return refuse("431 Request Header Fields Too Large");
     while (!is_more_than(size, look_milliseconds)) {
       if (seconds_since(begin) > head_seconds) return refuse("408 Request Timeout");
-      if (ends) return end();
+      if (ends) {
+        end();
+        return false;
+      }
     }
     if (seconds_since(begin) > head_seconds) return refuse("408 Request Timeout");
   }
   const int one = 1;
   setsockopt(m_descriptor, SOL_SOCKET, SO_RCVLOWAT, &one, sizeof(one));
+  return size > 0;
 }
 
-void Socket::refuse(const char* status) const {
+bool Socket::refuse(const char* status) const {
   const std::string text =
       fmt::format("HTTP/1.1 {}\r\nConnection: close\r\nContent-Length: 0\r\n\r\n", status);
   if (send(m_descriptor, text.data(), text.size(), MSG_NOSIGNAL | MSG_DONTWAIT) < 0) {
-    // Nobody will miss it.
+    // The client has gone.
   }
   end();
+  return false;
 }
 
 void Socket::end() const {
@@ -215,101 +220,27 @@ void Socket::end() const {
   ::shutdown(m_descriptor, SHUT_RDWR);
 }
 
-/// Which of the process's sockets are connections to a port. The library keeps them to itself.
-class Arrivals {
- public:
-  explicit Arrivals(int listening) : m_listening(listening) {}
-  /// The one that was not there the last time; -1 if none is found.
-  int newest() {
-    const Address own = address_of(m_listening, getsockname);
-    int found = -1;
-    std::map<int, Address> there;
-    std::error_code failed;
-    std::filesystem::directory_iterator entry("/proc/self/fd", failed);
-    for (; !failed && entry != std::filesystem::directory_iterator(); entry.increment(failed)) {
-      const int descriptor = std::atoi(entry->path().filename().c_str());
-      if (address_of(descriptor, getsockname).port != own.port) continue;
-      const Address other = address_of(descriptor, getpeername);
-      if (other.port < 0) continue;
-      const auto known = m_known.find(descriptor);
-      if (known == m_known.end() || known->second != other) found = descriptor;
-      there[descriptor] = other;
-    }
-    m_known = std::move(there);
-    return found;
-  }
-
- private:
-  struct Address {
-    std::string text;
-    int port = -1;
-    bool operator!=(const Address& other) const { return text != other.text || port != other.port; }
-  };
-  template <class Name>
-  static Address address_of(int descriptor, const Name& name) {
-    sockaddr_storage address = {};
-    socklen_t size = sizeof(address);
-    if (name(descriptor, reinterpret_cast<sockaddr*>(&address), &size) != 0) return {};
-    if (address.ss_family == AF_INET) {
-      const auto& of = reinterpret_cast<const sockaddr_in&>(address);
-      return {{reinterpret_cast<const char*>(&of.sin_addr), sizeof(of.sin_addr)},
-              ntohs(of.sin_port)};
-    }
-    if (address.ss_family == AF_INET6) {
-      const auto& of = reinterpret_cast<const sockaddr_in6&>(address);
-      return {{reinterpret_cast<const char*>(&of.sin6_addr), sizeof(of.sin6_addr)},
-              ntohs(of.sin6_port)};
-    }
-    return {};
-  }
-
-  int m_listening;
-  std::map<int, Address> m_known;
-};
-
-/// Threads as there are connections: each waits for its own client for as long as an answer takes.
+/// Runs one thread for each connection, because an answer may take long.
 class Connections final : public httplib::TaskQueue {
-  // In some versions of the library it tells whether there is room.
+  // Some versions of the library return whether the queue has room.
   using Taken = decltype(std::declval<httplib::TaskQueue>().enqueue(std::function<void()>()));
 
  public:
-  Connections(std::size_t most, int listening, const std::atomic<bool>& ends)
-      : m_most(most), m_arrivals(listening), m_server_ends(ends) {}
+  explicit Connections(std::size_t most) : m_most(most) {}
   ~Connections() override { end(); }
 
   Taken enqueue(std::function<void()> work) override {
-    const int descriptor = m_arrivals.newest();
     std::unique_lock<std::mutex> lock(m_mutex);
-    // The next one is not accepted before there is room.
+    // The library accepts no further connection until this one has a thread.
     m_room.wait(lock, [&] { return m_work.size() < m_idle || m_threads.size() < m_most; });
-    m_work.emplace_back([this, descriptor, work = std::move(work)] {
-      Socket::current() = Socket(descriptor);
-      note(descriptor, true);
-      Socket::current().wait_for_head(keep_alive_seconds, m_server_ends);
-      work();
-      note(descriptor, false);
-      Socket::current() = Socket(-1);
-    });
+    m_work.push_back(std::move(work));
     if (m_work.size() > m_idle) m_threads.emplace_back([this] { run(); });
     m_wake.notify_one();
     return Taken(true);
   }
   void shutdown() override { end(); }
-  /// Nobody waits any more for what clients have not sent.
-  void stop_reading() {
-    const std::lock_guard<std::mutex> lock(m_mutex);
-    for (const int descriptor : m_open) ::shutdown(descriptor, SHUT_RD);
-  }
 
  private:
-  void note(int descriptor, bool is_open) {
-    const std::lock_guard<std::mutex> lock(m_mutex);
-    if (is_open && descriptor >= 0) {
-      m_open.insert(descriptor);
-    } else {
-      m_open.erase(descriptor);
-    }
-  }
   void run() {
     std::unique_lock<std::mutex> lock(m_mutex);
     for (;;) {
@@ -336,15 +267,60 @@ class Connections final : public httplib::TaskQueue {
   }
 
   std::size_t m_most;
-  Arrivals m_arrivals;  // of the thread that accepts
-  const std::atomic<bool>& m_server_ends;
   std::mutex m_mutex;
   std::condition_variable m_wake, m_room;
   std::deque<std::function<void()>> m_work;
-  std::set<int> m_open;
   std::vector<std::thread> m_threads;
   std::size_t m_idle = 0;
   bool m_ends = false;
+};
+
+/// The library's server, with the socket of each connection known to the thread that serves it.
+class SocketServer final : public httplib::Server {
+ public:
+  /// Stops reading from all clients; replies can still be written.
+  void stop_reading() {
+    m_ends = true;
+    const std::lock_guard<std::mutex> lock(m_mutex);
+    for (const int descriptor : m_open) ::shutdown(descriptor, SHUT_RD);
+  }
+  /// Connections close after their current request.
+  void end_connections() { m_ends = true; }
+
+ private:
+  // The library calls this on the connection's thread, with the socket that it has accepted.
+  bool process_and_close_socket(socket_t descriptor) override {
+    note(descriptor, true);
+    Socket& socket = Socket::current();
+    socket = Socket(descriptor);
+    bool is_well = true, is_closed = false;
+    for (std::size_t left = keep_alive_max_count_; left > 0 && is_well && !is_closed; --left) {
+      if (!socket.wait_for_head(keep_alive_seconds, m_ends)) break;
+      is_well = httplib::detail::process_client_socket(
+          descriptor, read_timeout_sec_, read_timeout_usec_, write_timeout_sec_,
+          write_timeout_usec_, [&](httplib::Stream& stream) {
+            return process_request(stream, left == 1, is_closed, nullptr);
+          });
+    }
+    socket = Socket(-1);
+    // Forget the descriptor before closing it: the next connection may get the same number.
+    note(descriptor, false);
+    ::shutdown(descriptor, SHUT_RDWR);
+    ::close(descriptor);
+    return is_well;
+  }
+  void note(int descriptor, bool is_open) {
+    const std::lock_guard<std::mutex> lock(m_mutex);
+    if (is_open) {
+      m_open.insert(descriptor);
+    } else {
+      m_open.erase(descriptor);
+    }
+  }
+
+  std::atomic<bool> m_ends{false};
+  std::mutex m_mutex;
+  std::set<int> m_open;
 };
 
 /// What the scheduler says of a request, for the thread of its connection.
@@ -408,7 +384,7 @@ class Exchange final : public server::Listener {
     const std::lock_guard<std::mutex> lock(m_mutex);
     return m_error;
   }
-  int error_status() const { return m_is_servers_error ? server_error : bad_request; }
+  bool is_servers_error() const { return m_is_servers_error; }
 
  private:
   void add(Event event) {
@@ -485,6 +461,11 @@ class HttpServer::Impl {
   void drain() { m_drains = true; }
 
  private:
+  /// A server that stops asks the client to try elsewhere; it has not failed.
+  int error_status(const Exchange& exchange) const {
+    if (!exchange.is_servers_error()) return bad_request;
+    return m_drains ? unavailable : server_error;
+  }
   using Request = httplib::Request;
   using Response = httplib::Response;
   using Handling = httplib::Server::HandlerResponse;
@@ -511,8 +492,7 @@ class HttpServer::Impl {
   void log_of(const Answering& answering, int status, const std::string& what) const;
 
   HttpOptions m_options;
-  httplib::Server m_server;
-  std::atomic<Connections*> m_connections{nullptr};
+  SocketServer m_server;
   std::thread m_listener;
   int m_port = 0;
   int m_socket = -1;
@@ -521,7 +501,6 @@ class HttpServer::Impl {
   const ServedModel* m_model = nullptr;
   std::optional<std::int64_t> m_kv_memory;
   std::atomic<bool> m_drains{false};
-  std::atomic<bool> m_ends{false};
   std::atomic<std::int64_t> m_requests{0};
   std::atomic<std::int64_t> m_answering{0};  // completions
   std::atomic<std::int64_t> m_held{0};       // bytes of bodies
@@ -565,14 +544,11 @@ struct HttpServer::Impl::Answering {
 };
 
 HttpServer::Impl::Impl(const HttpOptions& options) : m_options(options) {
-  m_server.new_task_queue = [this] {
-    m_connections = new Connections(m_options.max_connections, m_socket, m_ends);
-    return m_connections.load();  // to be deleted by the library, when it listens no more
-  };
+  // The library deletes the queue when it stops listening.
+  m_server.new_task_queue = [this] { return new Connections(m_options.max_connections); };
   m_server.set_tcp_nodelay(true);
   m_server.set_read_timeout(read_seconds);
   m_server.set_write_timeout(write_seconds);
-  m_server.set_keep_alive_timeout(1);  // wait_for_head has waited before
   m_server.set_keep_alive_max_count(1 << 20);
   m_server.set_payload_max_length(largest_body);
   m_server.set_socket_options([this](auto socket) {
@@ -599,12 +575,10 @@ HttpServer::Impl::Impl(const HttpOptions& options) : m_options(options) {
     reply(response, server_error, words_of(server_error));
   });
   // Called when a reply has been written.
-  m_server.set_logger([this](const Request& request, const Response& response) {
-    const Socket& socket = Socket::current();
-    if (response.get_header_value("Connection") == "close") return socket.end();
-    const std::string wish = request.get_header_value("Connection");
-    const bool is_last = wish == "close" || (request.version == "HTTP/1.0" && wish != "Keep-Alive");
-    if (!is_last && !m_ends) socket.wait_for_head(keep_alive_seconds, m_ends);
+  m_server.set_logger([](const Request&, const Response& response) {
+    if (response.get_header_value("Connection") != "close") return;
+    Socket::current().end();
+    Socket::current() = Socket(-1);  // bytes of an unread body are no next request
   });
   m_server.Get("/", [](const Request&, Response& response) {
     response.set_header("Content-Security-Policy",
@@ -659,7 +633,7 @@ HttpServer::Impl::Impl(const HttpOptions& options) : m_options(options) {
 }
 
 HttpServer::Impl::~Impl() {
-  m_ends = true;
+  m_server.end_connections();
   // Streams end with the library's stop, wherever they are.
   const auto start = Clock::now();
   while (m_answering > 0 && seconds_since(start) < write_seconds) {
@@ -668,7 +642,7 @@ HttpServer::Impl::~Impl() {
   while (!m_server.is_running() && seconds_since(start) < write_seconds) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));  // it has hardly begun
   }
-  if (Connections* const open = m_connections) open->stop_reading();
+  m_server.stop_reading();
   m_server.stop();
   m_listener.join();
 }
@@ -842,7 +816,7 @@ void HttpServer::Impl::complete(const Request& request, Response& response,
   // What fails before anything is said has a status of its own.
   while (!answering->take() && seconds_since(answering->start) < sign_every) {
     if (const auto error = answering->exchange->error()) {
-      return fail(answering->exchange->error_status(), *error);
+      return fail(error_status(*answering->exchange), *error);
     }
     if (answering->socket.is_closed()) {
       answering->ticket->cancel();
@@ -867,7 +841,7 @@ void HttpServer::Impl::wait_for_all(Answering& answering, Response& response) co
       if (event.ending) answer.ending = *event.ending;
     }
     if (const auto error = answering.exchange->error()) {
-      return end(answering.exchange->error_status(), *error);
+      return end(error_status(*answering.exchange), *error);
     }
     if (answering.socket.is_closed()) {
       answering.ticket->cancel();
@@ -923,7 +897,7 @@ bool HttpServer::Impl::write_events(Answering& answering, httplib::DataSink& sin
   }
   if (error || is_done) {
     sink.done();
-    log_of(answering, error ? server_error : ok, error.value_or(""));
+    log_of(answering, error ? error_status(*answering.exchange) : ok, error.value_or(""));
   }
   return true;
 }

@@ -126,8 +126,9 @@ class Builder final : public nlohmann::json_sax<Json> {
 
   bool open(Json container, std::size_t bytes) {
     if (m_open.size() >= static_cast<std::size_t>(max_json_depth)) {
+      constexpr std::size_t deep_path = 40;  // a path through all levels fills many lines
       throw Error(fmt::format("{}: JSON is nested too deeply{}: expected at most {} levels", m_what,
-                              path_text(), max_json_depth));
+                              path_text(deep_path), max_json_depth));
     }
     m_open.push_back(place(std::move(container), bytes));
     m_keys.push_back(nullptr);
@@ -151,8 +152,8 @@ class Builder final : public nlohmann::json_sax<Json> {
     }
   }
 
-  /// " at model.merges[3]", or nothing at the top.
-  std::string path_text() const {
+  /// " at model.merges[3]", or nothing at the top; cut soon after `longest` bytes.
+  std::string path_text(std::size_t longest = 200) const {
     std::string path;
     for (std::size_t level = 0; level < m_open.size(); ++level) {
       if (m_open[level]->is_array()) {
@@ -161,7 +162,7 @@ class Builder final : public nlohmann::json_sax<Json> {
         if (!path.empty()) path += '.';
         path += shown(*m_keys[level], 40);
       }
-      if (path.size() > 200) return " at " + path + "…";
+      if (path.size() > longest) return " at " + path + "…";
     }
     return path.empty() ? path : " at " + path;
   }

@@ -8,6 +8,7 @@ import pathlib
 import queue
 import random
 import re
+import resource
 import signal
 import socket
 import struct
@@ -605,7 +606,8 @@ class Errors(Shared):
         for body in (b"\xff", b'{"prompt": "\xff"}', b'{"prompt": "\xc0\x80"}', b'{"prompt": "a\x00b"}',
                      b'{"prompt": "\\ud800"}', b"\x00"):
             self.check_error(self.ask("POST", PLAIN, body), 400)
-        self.check_error(self.ask("POST", PLAIN, b"[" * 100000), 400)
+        for deep in (b"[" * 100000, b'{"a":[' * 1000):
+            self.assertLess(len(self.check_error(self.ask("POST", PLAIN, deep), 400)["message"]), 160)
 
     def test_too_large(self):
         size = (64 << 20) + 1
@@ -976,6 +978,56 @@ class Leaving(ServerTest):
             connection.close()
 
 
+class FewDescriptors(ServerTest):
+    """More clients than the process has descriptors for."""
+    LIMIT, CLIENTS, SECONDS = 48, 120, 60
+
+    def start_limited(self):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (self.LIMIT, hard))  # the server inherits it
+        try:
+            return self.start(*PRUNED, "--max-sequences", "8", "--max-queue", "200")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    def client(self, server, number, ends):
+        """Appends how the request ended; every third client leaves, every fourth one waits for the whole reply."""
+        try:
+            body = {**ASK, "max_tokens": 60, "ignore_eos": True}
+            if number % 4 == 1 and number % 3 != 0:
+                ends.append(("whole", server.request("POST", CHAT, body)[0] == 200))
+                return
+            connection, response = server.open_stream(CHAT, body)
+            events = events_of(response)
+            if number % 3 == 0:
+                next(events)
+                connection.close()
+                response.close()
+                ends.append(("left", True))
+                return
+            ends.append(("stream", list(events)[-1] == "[DONE]"))
+            connection.close()
+        except (OSError, http.client.HTTPException, AssertionError, IndexError, StopIteration) as error:
+            ends.append((repr(error), False))
+
+    def test_no_live_request_is_cut_off(self):
+        server = self.start_limited()
+        ends = []
+        threads = [threading.Thread(target=self.client, args=(server, i, ends), daemon=True)
+                   for i in range(self.CLIENTS)]
+        for thread in threads:
+            thread.start()
+        end = time.monotonic() + max(self.SECONDS, PATIENCE)
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        self.assertEqual(len(ends), self.CLIENTS)
+        self.assertEqual([kind for kind, is_well in ends if not is_well], [], server.log())
+        left = sum(kind == "left" for kind, _ in ends)
+        self.stop(server)
+        gone = [line for line in server.lines if "the client has gone" in line]
+        self.assertLessEqual(len(gone), left, gone)
+
+
 class Ending(ServerTest):
     """Signals."""
 
@@ -1061,6 +1113,18 @@ class Ending(ServerTest):
         _, events = self.endless(server)
         server.send(signal.SIGTERM)
         self.cut(server, events)
+
+    def test_whole_reply_that_is_cut_off_is_503(self):
+        server = self.start(*ENDLESS, *PRUNED, "--drain-seconds", "0.3")
+        waits = server.connect()
+        self.addCleanup(waits.close)
+        waits.request("POST", CHAT, json.dumps({**ASK, "max_tokens": 10**6, "ignore_eos": True}),
+                      {"Content-Type": "application/json"})
+        server.wait_for("running", lambda s: s["running"] == 1)
+        server.send(signal.SIGTERM)
+        response = waits.getresponse()
+        self.check_error((response.status, response.headers, response.read()), 503)
+        self.assertEqual(server.wait(), 128 + signal.SIGTERM, server.log())
 
     def test_while_weights_are_loaded(self):
         config = harness.SOURCE / "inputs/configs/Qwen3-0.6B"

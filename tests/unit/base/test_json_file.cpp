@@ -70,6 +70,8 @@ TEST(JsonFile, NestingIsLimited) {
   EXPECT_EQ(message_of(repeated("{\"a\":", 64) + "1" + repeated("}", 64)), "no error");
   EXPECT_NE(message_of(repeated("[", 50000000)).find("nested too deeply"), std::string::npos);
   EXPECT_NE(message_of(repeated("{\"a\":[", 65)).find("nested too deeply"), std::string::npos);
+  EXPECT_LT(message_of(repeated("[", 200)).size(), 160);
+  EXPECT_LT(message_of(repeated("{\"a\":[", 200)).size(), 160);
 }
 
 // Twenty times the text would be 240 MB.

@@ -9,7 +9,7 @@
 #   kvzap::kvzap   all of them
 set(kvzap_core_rooms base parallel linalg cache attention selection)
 set(kvzap_model_rooms model text)
-set(kvzap_engine_rooms policy io engine)
+set(kvzap_engine_rooms policy io engine session)
 set(kvzap_lab_rooms train eval)
 set(kvzap_server_rooms server)
 

@@ -10,6 +10,7 @@
 #include "base/quote.hpp"
 #include "base/text_file.hpp"
 #include "commands/policy_setup.hpp"
+#include "session/prompt.hpp"
 
 namespace kvzap::driver {
 
@@ -94,17 +95,9 @@ std::vector<TokenId> appended_ids(const RunOptions& options, const Tokenizer* to
 }
 
 void check_prompt(const Prompt& prompt, const ModelConfig& config, std::int64_t limit) {
-  const auto check_ids = [&](const std::vector<TokenId>& ids, const char* what) {
-    for (TokenId id : ids) {
-      if (id < 0 || id >= config.vocab_size) {
-        throw Error(fmt::format("{}: token id {} is not in the vocabulary; expected less than {}",
-                                what, id, config.vocab_size));
-      }
-    }
-  };
-  check_ids(prompt.context, "prompt");
+  detail::check_ids(prompt.context, config, "prompt");
   for (const auto& question : prompt.questions) {
-    check_ids(question, "--question");
+    detail::check_ids(question, config, "--question");
     const std::int64_t tokens = prompt.context.size() + question.size();
     if (limit > 0 && tokens > limit) {
       throw Error(

@@ -107,17 +107,11 @@ ModelSetup set_up_model(const std::string& folder, std::optional<std::int64_t> l
                             all_layers, folder));
   }
   config.num_hidden_layers = layers.value_or(all_layers);
-  const auto even = [&](std::int64_t count) {
-    return HeadPartition::even(static_cast<int>(count),
-                               static_cast<int>(config.num_key_value_heads), ranks);
-  };
-  if (placement.empty()) {
-    return {folder, config, even(config.num_hidden_layers), all_layers, even(all_layers)};
-  }
-  auto kept = read_kept_rows(placement, config);
-  HeadPartition partition = HeadPartition::balanced(kept, ranks);
-  kept.resize(all_layers, kept.back());
-  return {folder, config, std::move(partition), all_layers, HeadPartition::balanced(kept, ranks)};
+  auto kept = placement.empty() ? std::vector<std::vector<std::int64_t>>()
+                                : read_kept_rows(placement, config);
+  const std::int64_t used = config.num_hidden_layers;
+  config.num_hidden_layers = all_layers;
+  return detail::deal_model(folder, std::move(config), used, std::move(kept), ranks);
 }
 
 void print_notes(const ModelSetup& setup, bool talks) {
@@ -128,19 +122,6 @@ void print_notes(const ModelSetup& setup, bool talks) {
     say("kvzap: note: only the first {} of {} layers of {} are used\n",
         setup.config.num_hidden_layers, setup.all_layers, setup.folder);
   }
-}
-
-std::shared_ptr<Surrogate> load_surrogate(const std::string& folder, const ModelSetup& setup,
-                                          DType dtype, const Communicator& comm) {
-  ModelConfig whole = setup.config;
-  whole.num_hidden_layers = setup.all_layers;
-  return std::make_shared<Surrogate>(
-      Surrogate::load(folder, whole, setup.partition_of_all_layers, comm.rank(), dtype, comm));
-}
-
-int ring_rows(int window, std::int64_t longest) {
-  constexpr std::int64_t small_ring = 1024;
-  return static_cast<int>(std::min<std::int64_t>(window, std::max(small_ring, longest)));
 }
 
 std::int64_t available_bytes_of_node() { return detail::runs_on_host ? available_bytes() : -1; }

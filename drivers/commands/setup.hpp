@@ -3,30 +3,17 @@
 #pragma once
 
 #include <kvzap/core/communicator.hpp>
-#include <kvzap/core/head_partition.hpp>
-#include <kvzap/engine/surrogate.hpp>
-#include <kvzap/model/model_config.hpp>
-#include <memory>
 #include <optional>
 #include <string>
 
 #include "options/rope_options.hpp"
+#include "session/model_setup.hpp"
 
 namespace kvzap::driver {
 
-/// A model, or the first layers of one, dealt to ranks.
-struct ModelSetup {
-  std::string folder;
-  /// num_hidden_layers is that of the layers in use.
-  ModelConfig config;
-  HeadPartition partition;
-  /// Layers that config.json declares.
-  std::int64_t all_layers;
-  /// As `partition` where that has the layer.
-  HeadPartition partition_of_all_layers;
-
-  bool is_truncated() const { return config.num_hidden_layers < all_layers; }
-};
+using detail::load_surrogate;
+using detail::ModelSetup;
+using detail::ring_rows;
 
 /// Reads `folder`'s config.json and deals its KV heads, evenly or by the kept rows in the file
 /// `placement` of an earlier run. With `layers`, only that many of the first ones are used; `rope`
@@ -38,15 +25,6 @@ ModelSetup set_up_model(const std::string& folder, std::optional<std::int64_t> l
 /// Prints config.json's warnings to standard error (fields that are not known may matter, so that
 /// -q does not hide them), and, if `talks`, that layers are left out. For rank 0.
 void print_notes(const ModelSetup& setup, bool talks);
-
-/// This rank's part of a surrogate of the whole model, of which the first layers are used. Does not
-/// communicate.
-std::shared_ptr<Surrogate> load_surrogate(const std::string& folder, const ModelSetup& setup,
-                                          DType dtype, const Communicator& comm);
-
-/// Rows of the ring for sequences of at most `longest` tokens: a ring much longer than a sequence
-/// would only waste memory, as no pair ever leaves either.
-int ring_rows(int window, std::int64_t longest);
 
 /// Memory that caches on this node's ranks may still take together; -1 if nobody knows, or if they
 /// are on a device.

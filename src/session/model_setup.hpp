@@ -1,0 +1,73 @@
+// A model folder made ready for a number of ranks: its layers, its heads' places, its weights.
+#pragma once
+
+#include <kvzap/core/communicator.hpp>
+#include <kvzap/core/head_partition.hpp>
+#include <kvzap/engine/surrogate.hpp>
+#include <kvzap/model/model.hpp>
+#include <kvzap/model/model_config.hpp>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace kvzap::detail {
+
+/// A model, or the first layers of one, dealt to ranks.
+struct ModelSetup {
+  std::string folder;
+  /// num_hidden_layers is that of the layers in use.
+  ModelConfig config;
+  HeadPartition partition;
+  /// Layers that config.json declares.
+  std::int64_t all_layers;
+  /// As `partition` where that has the layer.
+  HeadPartition partition_of_all_layers;
+
+  bool is_truncated() const { return config.num_hidden_layers < all_layers; }
+};
+
+/// Deals the KV heads of the model's first `layers` layers to ranks: evenly, or balanced by the
+/// rows that each head has kept in an earlier run ([layer][KV head]; empty: evenly). `config` has
+/// all layers; `layers` is 1 to their number. Throws Error as HeadPartition does.
+ModelSetup deal_model(const std::string& folder, ModelConfig config, std::int64_t layers,
+                      std::vector<std::vector<std::int64_t>> kept, int ranks);
+
+/// This rank's part of a surrogate of the whole model, of which the first layers are used. Does not
+/// communicate.
+std::shared_ptr<Surrogate> load_surrogate(const std::string& folder, const ModelSetup& setup,
+                                          DType dtype, const Communicator& comm);
+
+/// Rows of the ring for sequences of at most `longest` tokens: a ring much longer than a sequence
+/// would only waste memory, as no pair ever leaves either.
+int ring_rows(int window, std::int64_t longest);
+
+/// This rank's share of the weights. Collective.
+template <class Value>
+std::shared_ptr<const Model<Value>> load_model(const ModelSetup& setup,
+                                               std::optional<std::uint64_t> random_weights,
+                                               const Communicator& comm,
+                                               const ProgressCallback& progress) {
+  std::shared_ptr<const Model<Value>> model;
+  comm.agree([&] {
+    model = std::make_shared<const Model<Value>>(Model<Value>::load(
+        setup.folder, setup.config, setup.partition, comm.rank(), random_weights, progress));
+  });
+  return model;
+}
+
+/// work(value) with a value of the type that --dtype names.
+template <class Work>
+auto with_value_type(DType dtype, const Work& work) {
+  switch (dtype) {
+    case DType::f32:
+      return work(float{});
+    case DType::f16:
+      return work(half{});
+    case DType::bf16:
+      break;
+  }
+  return work(bfloat16{});
+}
+
+}  // namespace kvzap::detail

@@ -1,0 +1,109 @@
+// A model that reads a text with a pruned KV cache and answers questions about it.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <kvzap/core/communicator.hpp>
+#include <kvzap/engine/generate.hpp>
+#include <kvzap/engine/pruning.hpp>
+#include <kvzap/model/chat_template.hpp>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace kvzap {
+
+/// How a Session runs its model.
+struct SessionOptions {
+  /// Type of weights and cache.
+  DType dtype = DType::bf16;
+  /// Threads of this rank; 0: as many as it has cores for.
+  int threads = 0;
+  /// Most tokens of context, question and answer together; 0: the model's longest context.
+  std::int64_t max_context = 0;
+  /// Wrap text in the model's chat template.
+  bool chat_template = true;
+  /// Let a Qwen3 model think before it answers.
+  bool thinking = false;
+  /// System message of the chat template; absent: the template's default.
+  std::optional<std::string> system;
+  /// How answers are drawn. repetition_penalty, suppress_tokens and bad_words always come from the
+  /// model's generation_config.json.
+  SamplingOptions sampling;
+};
+
+/// How one question is answered.
+struct AskOptions {
+  std::int64_t max_new_tokens = 128;
+  /// Called on rank 0 with each piece of the answer's text. Return false to stop the answer.
+  std::function<bool(std::string_view)> on_text;
+};
+
+/// State of a Session's cache, over all ranks.
+struct SessionReport {
+  std::int64_t context_tokens = 0;
+  CacheReport cache;
+  /// One line: tokens, evict ratio and bytes.
+  std::string text() const;
+};
+
+/// A model, its cache and a context: read once, then ask any number of questions about it.
+///
+///     kvzap::Session session(folder, Pruning::kvzap(surrogate).threshold(-4), communicator);
+///     session.read(text);
+///     std::string answer = session.ask("What was decided?");
+///
+/// Each answer starts from the context alone. All ranks make the same calls in the same order, and
+/// every call but `answer` is collective. Texts, messages and ids of rank 0 count; the other ranks
+/// may pass empty ones. Kokkos (and MPI, in a build with it) must be initialized before the first
+/// Session and finalized after the last. Every error is an Error with the same text on all ranks.
+class Session {
+ public:
+  /// Loads the model and whatever the pruning needs. Throws AgreedError if the folder, the pruning
+  /// or an option is not valid.
+  Session(const std::filesystem::path& folder, const Pruning& pruning,
+          const Communicator& communicator, const SessionOptions& options = {});
+  ~Session();
+  Session(Session&&) noexcept;
+  Session& operator=(Session&&) noexcept;
+
+  /// Reads text as the beginning of the user's message, or, called again, as more of it. Throws
+  /// AgreedError for an empty text, too many tokens, or a pruning that allows no more context.
+  void read(const std::string& text);
+  void read(const char* text) { read(std::string(text)); }
+  /// Reads a conversation, the last message of which is the user's and is continued by `ask`. Only
+  /// as the first reading of a session with a chat template.
+  void read(const std::vector<ChatMessage>& messages);
+  /// Reads token ids as they are.
+  void read(const std::vector<TokenId>& ids);
+
+  /// Asks a question, possibly an empty one, and returns the answer's text on rank 0 (empty text
+  /// elsewhere). With a chat template the question ends the user's message. Throws AgreedError
+  /// before the first `read`, for too many tokens, and if `on_text` throws.
+  std::string ask(const std::string& question, const AskOptions& options = {});
+  /// Tokens of the last answer, the same on all ranks. After a stop by `on_text`: those so far.
+  const std::vector<TokenId>& answer() const;
+
+  /// The context before an answer, and the last answer's sequence after one.
+  SessionReport report();
+
+  /// Writes context and cache to an HDF5 file. Throws AgreedError before the first `read` and if
+  /// the file cannot be written.
+  void save(const std::filesystem::path& file);
+  /// Goes on from a file of `save`, on any number of ranks. Pruning, dtype, chat template, thinking
+  /// and system message come from the file, the rest from `options`. `folder`: where the model is
+  /// now; empty: where it was. Throws AgreedError for another file, or if model, tokenizer or
+  /// surrogate have changed.
+  static Session resume(const std::filesystem::path& file, const Communicator& communicator,
+                        SessionOptions options = {}, const std::filesystem::path& folder = {});
+
+ private:
+  struct Impl;
+  explicit Session(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> m_impl;
+};
+
+}  // namespace kvzap

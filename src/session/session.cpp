@@ -1,0 +1,395 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <exception>
+#include <kvzap/core/threads.hpp>
+#include <kvzap/engine/learn_from_texts.hpp>
+#include <kvzap/engine/session.hpp>
+#include <kvzap/engine/thresholds.hpp>
+#include <kvzap/model/tokenizer.hpp>
+#include <utility>
+
+#include "session/model_files.hpp"
+#include "session/model_setup.hpp"
+#include "session/prompt.hpp"
+
+namespace kvzap {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char* pruning_attribute = "session_pruning";
+constexpr const char* surrogate_attribute = "session_surrogate";
+constexpr const char* surrogate_hash_attribute = "session_surrogate_hash";
+constexpr const char* template_attribute = "session_chat_template";
+constexpr const char* thinking_attribute = "session_thinking";
+constexpr const char* system_attribute = "session_system";
+
+/// Ends an answer on all ranks.
+struct Stopped {};
+
+CacheOptions cache_options(const Pruning& pruning) {
+  CacheOptions cache;
+  cache.prune = pruning.mode_in_force();
+  cache.prefill = pruning.prefill;
+  cache.chunk = pruning.chunk;
+  cache.threshold = static_cast<float>(pruning.amount.threshold.value_or(0));
+  cache.window = pruning.window;
+  cache.sink = pruning.sink;
+  cache.prune_after = pruning.moment;
+  cache.decode_every = pruning.decode.every;
+  cache.decode_keep = pruning.decode.keep.value_or(0);
+  cache.decode_evict_ratio = pruning.decode.evict_ratio.value_or(0);
+  return cache;
+}
+
+template <class T>
+T attribute(const SnapshotInfo& info, const char* name) {
+  const auto found = info.further.find(name);
+  if (found == info.further.end() || !std::holds_alternative<T>(found->second)) {
+    throw Error(fmt::format("no attribute {}; expected a file of Session::save", name));
+  }
+  return std::get<T>(found->second);
+}
+
+std::string surrogate_hash(const std::string& folder) {
+  return folder.empty() ? "" : detail::hash_of_policy_file(folder);
+}
+
+void check_hash(const std::string& what, const std::string& found, const std::string& expected) {
+  if (found == expected) return;
+  throw Error(fmt::format("another {}: its hash is {}; expected {}", what, found, expected));
+}
+
+}  // namespace
+
+std::string SessionReport::text() const {
+  return fmt::format("{} tokens of context, {:.1f} % evicted, {} of {} bytes live", context_tokens,
+                     100 * cache.evict_ratio(), cache.live_bytes, cache.full_bytes);
+}
+
+struct Session::Impl {
+  Impl(const fs::path& folder, Pruning wanted, const Communicator& communicator,
+       SessionOptions with)
+      : comm(communicator), pruning(std::move(wanted)), options(std::move(with)) {
+    set_up(folder);
+    with_generator();
+  }
+
+  void set_up(const fs::path& folder);
+  void look_up_threshold();
+  void with_generator();
+  std::shared_ptr<PolicyChoice> make_choice() const;
+  void read(std::vector<TokenId> ids);
+  std::string ask(const std::string& question, const AskOptions& ask_options);
+  std::string generate(const std::vector<TokenId>& ids, const AskOptions& ask_options,
+                       bool streams);
+  SnapshotInfo info() const;
+
+  bool has_context() const { return !generator->context().empty(); }
+  void check_tokens(std::int64_t tokens) const {
+    if (tokens <= limit) return;
+    throw Error(
+        fmt::format("the prompt has {} tokens; the longest context accepted is {}", tokens, limit));
+  }
+
+  Communicator comm;
+  Pruning pruning;
+  SessionOptions options;
+  std::optional<detail::ModelSetup> setup;
+  std::optional<Tokenizer> tokenizer;         // on rank 0
+  std::optional<ChatTemplate> chat_template;  // on rank 0
+  ChatTemplate::Parts parts;                  // empty without a chat template
+  std::vector<TokenId> stop_ids;
+  std::int64_t limit = 0;
+  std::unique_ptr<Generator> generator;
+  std::vector<TokenId> answered;
+};
+
+void Session::Impl::set_up(const fs::path& folder) {
+  comm.agree([&] {
+    check(pruning);
+    if (options.threads < 0) {
+      throw Error(fmt::format("threads is {}; expected 0 or more", options.threads));
+    }
+    ModelConfig config = ModelConfig::load(folder);
+    const std::int64_t layers = config.num_hidden_layers;
+    setup = detail::deal_model(folder.string(), std::move(config), layers, {}, comm.size());
+    const std::int64_t longest = setup->config.longest_context();
+    limit = options.max_context == 0 ? longest : options.max_context;
+    if (limit < 1 || limit > longest) {
+      throw Error(fmt::format("max_context is {}; expected 1 to {}, or 0", limit, longest));
+    }
+    const GenerationConfig rules = GenerationConfig::load(folder, setup->config.vocab_size);
+    stop_ids = rules.stop_ids;
+    options.sampling.repetition_penalty = rules.repetition_penalty;
+    options.sampling.suppress_tokens = rules.suppress_tokens;
+    options.sampling.bad_words = rules.bad_words;
+    const Sampler checks_its_options(options.sampling);
+  });
+  comm.agree_on_root([&] {
+    tokenizer = Tokenizer::load(folder);
+    if (!options.chat_template) return;
+    chat_template = ChatTemplate::detect(folder);
+    parts = options.system ? chat_template->parts(options.thinking, *options.system)
+                           : chat_template->parts(options.thinking);
+  });
+  const int threads = options.threads > 0 ? options.threads : threads_of_rank(comm);
+  set_threads(threads);
+  if (pruning.looks_up_threshold() && pruning.prunes()) look_up_threshold();
+}
+
+/// Rank 0 alone reads the table, so that no rank has another threshold while it is replaced.
+void Session::Impl::look_up_threshold() {
+  float threshold = 0;
+  comm.agree_on_root([&] {
+    const ThresholdTable table = ThresholdTable::load(ThresholdTable::file_in(pruning.surrogate));
+    threshold = static_cast<float>(table.threshold(*pruning.amount.evict_ratio));
+  });
+  comm.broadcast(&threshold, sizeof(threshold), 0);
+  pruning.amount = {};
+  pruning.amount.threshold = threshold;
+}
+
+std::shared_ptr<PolicyChoice> Session::Impl::make_choice() const {
+  const auto spec = policy_spec(pruning);
+  if (!spec || !pruning.prunes()) return nullptr;
+  if (spec->info->repeats_context || spec->info->needs_question) {
+    // Both depend on the prompt's form, which a session learns only when it reads.
+    throw Error(fmt::format(
+        "a session cannot prune by {} yet: the policy {}", spec->info->name,
+        spec->info->repeats_context ? "has the model repeat the context" : "needs the question"));
+  }
+  const PolicySetup policy_setup{setup->config, setup->partition_of_all_layers, options.dtype,
+                                 setup->folder, comm};
+  return std::make_shared<PolicyChoice>(
+      make_policy(*spec, pruning.budget(), pruning.amount.threshold, policy_setup));
+}
+
+void Session::Impl::with_generator() {
+  CacheOptions cache = cache_options(pruning);
+  cache.window = detail::ring_rows(cache.window, setup->config.longest_context());
+  std::shared_ptr<Scorer> scorer;
+  std::shared_ptr<PolicyChoice> choice;
+  comm.agree([&] {
+    choice = make_choice();
+    if (choice) {
+      scorer = choice->scorer;
+      cache.policy = choice;
+      if (!choice->budget.has_amount()) cache.threshold = static_cast<float>(choice->threshold);
+    } else if (pruning.prunes()) {
+      scorer = detail::load_surrogate(pruning.surrogate, *setup, options.dtype, comm);
+    }
+  });
+  std::vector<std::vector<TokenId>> texts;
+  if (choice && choice->calibration) {
+    texts = read_texts(choice->calibration->texts(), tokenizer ? &*tokenizer : nullptr,
+                       setup->config, comm);
+  }
+  detail::with_value_type(options.dtype, [&](auto zero) {
+    using Value = decltype(zero);
+    const auto model = detail::load_model<Value>(*setup, std::nullopt, comm, {});
+    comm.agree([&] { generator = Generator::create<Value>(model, scorer, cache, comm); });
+    if (!texts.empty()) calibrate<Value>(model, *choice, texts, comm);
+  });
+}
+
+/// Rank 0's ids count.
+void Session::Impl::read(std::vector<TokenId> ids) {
+  comm.agree_on_root([&] {
+    if (ids.empty()) throw Error("there is nothing to read: no tokens");
+    detail::check_ids(ids, setup->config, "read");
+    check_tokens(static_cast<std::int64_t>(generator->context().size() + ids.size()));
+  });
+  detail::broadcast_ids(ids, comm);
+  answered.clear();
+  if (!has_context()) {
+    comm.agree([&] {
+      if (const auto& choice = generator->engine().options().policy) {
+        check_budget(choice->budget, setup->config, options.dtype,
+                     static_cast<std::int64_t>(ids.size()));
+      }
+    });
+    generator->prefill(ids, /*reusable*/ true);
+    return;
+  }
+  comm.agree([&] { generator->append_context(ids); });
+  generator->prefill_rest();
+}
+
+std::string Session::Impl::ask(const std::string& question, const AskOptions& ask_options) {
+  std::vector<TokenId> ids;
+  comm.agree_on_root([&] {
+    if (!has_context()) throw Error("there is no context to ask about: read one first");
+    if (ask_options.max_new_tokens < 1) {
+      throw Error(
+          fmt::format("max_new_tokens is {}; expected at least 1", ask_options.max_new_tokens));
+    }
+    ids = tokenizer->encode(question + parts.suffix);
+    detail::check_ids(ids, setup->config, "question");
+    check_tokens(static_cast<std::int64_t>(generator->context().size() + ids.size()));
+  });
+  detail::broadcast_ids(ids, comm);
+  // Rank 0's callback and length count.
+  std::int64_t asked[] = {ask_options.max_new_tokens, ask_options.on_text ? 1 : 0};
+  comm.broadcast(asked, sizeof(asked), 0);
+  AskOptions agreed = ask_options;
+  agreed.max_new_tokens = asked[0];
+  return generate(ids, agreed, asked[1] != 0);
+}
+
+std::string Session::Impl::generate(const std::vector<TokenId>& ids, const AskOptions& ask_options,
+                                    bool streams) {
+  std::string text;
+  std::optional<Tokenizer::StreamDecoder> decoder;
+  if (tokenizer) decoder.emplace(*tokenizer);
+  std::exception_ptr failure;
+  /// Whether the caller wants no more.
+  const auto emit = [&](const std::string& piece) {
+    text += piece;
+    if (!streams || piece.empty()) return false;
+    try {
+      return !ask_options.on_text(piece);
+    } catch (...) {
+      failure = std::current_exception();
+      return true;
+    }
+  };
+  AnswerOptions answer_options;
+  answer_options.max_new_tokens = ask_options.max_new_tokens;
+  answer_options.stop_ids = stop_ids;
+  answer_options.max_tokens = limit;
+  answer_options.sampling = options.sampling;
+  answer_options.on_token = [&](TokenId token) {
+    const bool stops = decoder && emit(decoder->append(token));
+    if (streams && comm.all_reduce_max(std::int64_t{stops ? 1 : 0}) != 0) throw Stopped();
+  };
+  bool was_stopped = false;
+  try {
+    generator->answer(ids, answer_options);
+  } catch (const Stopped&) {
+    was_stopped = true;
+  }
+  answered = generator->answered();
+  if (decoder && !was_stopped) emit(decoder->finish());
+  comm.agree_on_root([&] {
+    if (failure) std::rethrow_exception(failure);
+  });
+  return text;
+}
+
+SnapshotInfo Session::Impl::info() const {
+  SnapshotInfo info;
+  const detail::ModelHashes hashes = detail::hashes_of_model(setup->folder, true);
+  info.model = fs::absolute(setup->folder).string();
+  info.model_hash = hashes.model;
+  info.tokenizer_hash = hashes.tokenizer;
+  // The text would make the surrogate an argument of the policy, which then judges otherwise.
+  Pruning recorded = pruning.prunes() ? pruning : Pruning::none();
+  const std::string surrogate = std::exchange(recorded.surrogate, {});
+  if (!surrogate.empty() && recorded.policy.empty()) recorded.policy = "kvzap";
+  info.further[pruning_attribute] = recorded.text();
+  info.further[surrogate_attribute] =
+      surrogate.empty() ? surrogate : fs::absolute(surrogate).string();
+  info.further[surrogate_hash_attribute] = surrogate_hash(surrogate);
+  info.further[template_attribute] = std::int64_t{options.chat_template ? 1 : 0};
+  info.further[thinking_attribute] = std::int64_t{options.thinking ? 1 : 0};
+  if (options.system) info.further[system_attribute] = *options.system;
+  return info;
+}
+
+Session::Session(const fs::path& folder, const Pruning& pruning, const Communicator& communicator,
+                 const SessionOptions& options)
+    : m_impl(std::make_unique<Impl>(folder, pruning, communicator, options)) {}
+Session::Session(std::unique_ptr<Impl> impl) : m_impl(std::move(impl)) {}
+Session::~Session() = default;
+Session::Session(Session&&) noexcept = default;
+Session& Session::operator=(Session&&) noexcept = default;
+
+void Session::read(const std::string& text) {
+  std::vector<TokenId> ids;
+  m_impl->comm.agree_on_root([&] {
+    const bool is_first = !m_impl->has_context();
+    if (text.empty()) throw Error("there is nothing to read: the text is empty");
+    ids = !is_first                       ? m_impl->tokenizer->encode(text)
+          : m_impl->options.chat_template ? m_impl->tokenizer->encode(m_impl->parts.context(text))
+                                          : m_impl->tokenizer->encode(text, true);
+  });
+  m_impl->read(std::move(ids));
+}
+
+void Session::read(const std::vector<ChatMessage>& messages) {
+  std::vector<TokenId> ids;
+  m_impl->comm.agree_on_root([&] {
+    if (!m_impl->chat_template) throw Error("messages need a chat template");
+    if (m_impl->has_context()) throw Error("messages are read first, before any other context");
+    if (messages.empty() || messages.back().role != ChatRole::user) {
+      throw Error("the last message is not the user's; the question continues it");
+    }
+    const std::string text = m_impl->chat_template->render(messages, m_impl->options.thinking);
+    const std::string& suffix = m_impl->parts.suffix;
+    if (text.size() < suffix.size() ||
+        text.compare(text.size() - suffix.size(), suffix.size(), suffix) != 0) {
+      throw Error("the chat template does not end the messages as it ends one message");
+    }
+    ids = m_impl->tokenizer->encode(text.substr(0, text.size() - suffix.size()));
+  });
+  m_impl->read(std::move(ids));
+}
+
+void Session::read(const std::vector<TokenId>& ids) { m_impl->read(ids); }
+
+std::string Session::ask(const std::string& question, const AskOptions& options) {
+  return m_impl->ask(question, options);
+}
+
+const std::vector<TokenId>& Session::answer() const { return m_impl->answered; }
+
+SessionReport Session::report() {
+  return {static_cast<std::int64_t>(m_impl->generator->context().size()),
+          m_impl->generator->report()};
+}
+
+void Session::save(const fs::path& file) {
+  SnapshotInfo info;
+  m_impl->comm.agree([&] {
+    if (!m_impl->has_context()) throw Error("there is no context to save: read one first");
+  });
+  m_impl->comm.agree_on_root([&] { info = m_impl->info(); });
+  m_impl->generator->write_snapshot(file, std::move(info), {});
+}
+
+Session Session::resume(const fs::path& file, const Communicator& communicator,
+                        SessionOptions options, const fs::path& folder) {
+  std::optional<SnapshotReader> reader;
+  Pruning pruning;
+  fs::path model = folder;
+  communicator.agree([&] {
+    reader.emplace(file);
+    const SnapshotInfo& info = reader->header().info;
+    try {
+      pruning = Pruning::parse(attribute<std::string>(info, pruning_attribute));
+      pruning.surrogate = attribute<std::string>(info, surrogate_attribute);
+      options.chat_template = attribute<std::int64_t>(info, template_attribute) != 0;
+      options.thinking = attribute<std::int64_t>(info, thinking_attribute) != 0;
+      options.system.reset();
+      if (info.further.count(system_attribute) > 0) {
+        options.system = attribute<std::string>(info, system_attribute);
+      }
+      options.dtype = reader->header().dtype;
+      if (model.empty()) model = info.model;
+      const detail::ModelHashes hashes = detail::hashes_of_model(model, true);
+      check_hash("model", hashes.model, info.model_hash);
+      check_hash("tokenizer", hashes.tokenizer, info.tokenizer_hash);
+      check_hash("surrogate", surrogate_hash(pruning.surrogate),
+                 attribute<std::string>(info, surrogate_hash_attribute));
+    } catch (const std::exception& error) {
+      throw Error(fmt::format("snapshot {}: {}", file.string(), error.what()));
+    }
+  });
+  auto impl = std::make_unique<Impl>(model, pruning, communicator, std::move(options));
+  impl->generator->resume(*reader, /*reusable*/ true);
+  return Session(std::move(impl));
+}
+
+}  // namespace kvzap

@@ -1,0 +1,117 @@
+// A session's answers are those of the golden runs, however its context is read.
+#include <gtest/gtest.h>
+
+#include <fstream>
+#include <kvzap/engine/session.hpp>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "mpi/ranks.hpp"
+
+namespace kvzap {
+namespace {
+
+const std::string source = KVZAP_SOURCE_DIR;
+const std::string model = source + "/inputs/models/recall-4m";
+const std::string surrogate = source + "/inputs/models/kvzap-mlp-recall-4m";
+
+class SessionTest : public ::testing::Test {
+ protected:
+  SessionTest() : comm(Communicator::world()) {
+    std::ifstream stream(source + "/tests/golden/recall-4m.json");
+    golden = nlohmann::json::parse(stream)[0];
+    context = golden["context"];
+    question = golden["question"];
+    options.dtype = DType::f32;
+    ask.max_new_tokens = golden["max_new_tokens"];
+  }
+  std::string expected(const std::string& run) const {
+    return comm.is_root() ? golden["runs"][run]["text"].get<std::string>() : "";
+  }
+  Session open(const Pruning& pruning) const { return {model, pruning, comm, options}; }
+  static Pruning pruned() { return Pruning::kvzap(surrogate).threshold(-4.3); }
+  static constexpr const char* pruned_run = "kvzap-mlp.tau-4.3.w128.prefill";
+
+  Communicator comm;
+  nlohmann::json golden;
+  std::string context, question;
+  SessionOptions options;
+  AskOptions ask;
+};
+
+TEST_F(SessionTest, AnswersAsTheGoldenRuns) {
+  Session full = open(Pruning::none());
+  full.read(context);
+  EXPECT_EQ(full.ask(question, ask), expected("full"));
+  EXPECT_EQ(full.report().cache.evict_ratio(), 0);
+  Session session = open(pruned());
+  session.read(context);
+  for (int repeat = 0; repeat < 2; ++repeat) {
+    EXPECT_EQ(session.ask(question, ask), expected(pruned_run));
+  }
+  EXPECT_GT(session.report().cache.evict_ratio(), 0);
+  EXPECT_NE(session.report().text().find("evicted"), std::string::npos);
+}
+
+TEST_F(SessionTest, ReadsInPartsAndMessages) {
+  const std::size_t half = context.find(". ") + 1;
+  Session parts = open(Pruning::none());
+  parts.read(context.substr(0, half));
+  parts.ask(question, ask);
+  parts.read(context.substr(half));
+  EXPECT_EQ(parts.ask(question, ask), expected("full"));
+  Session messages = open(Pruning::none());
+  messages.read(std::vector<ChatMessage>{{ChatRole::user, context}});
+  EXPECT_EQ(messages.report().context_tokens, golden["n_context"].get<std::int64_t>());
+  EXPECT_EQ(messages.ask(question, ask), expected("full"));
+}
+
+TEST_F(SessionTest, StreamsAndStops) {
+  Session session = open(Pruning::none());
+  session.read(context);
+  std::string streamed;
+  AskOptions streams = ask;
+  streams.on_text = [&](std::string_view piece) {
+    streamed += piece;
+    return true;
+  };
+  EXPECT_EQ(session.ask(question, streams), expected("full"));
+  EXPECT_EQ(streamed, expected("full"));
+  streams.on_text = [](std::string_view) { return false; };
+  session.ask(question, streams);
+  EXPECT_EQ(session.answer().size(), 1U);
+  streams.on_text = [](std::string_view) -> bool { throw std::runtime_error("no paper"); };
+  EXPECT_THROW(session.ask(question, streams), AgreedError);
+  EXPECT_EQ(session.ask(question, ask), expected("full"));
+}
+
+TEST_F(SessionTest, RefusesBadInput) {
+  EXPECT_THROW(Session(model + "-none", Pruning::none(), comm, options), AgreedError);
+  EXPECT_THROW(open(Pruning::kvzap(surrogate)), AgreedError);  // no amount
+  SessionOptions few = options;
+  few.max_context = 8;
+  Session session(model, Pruning::none(), comm, few);
+  EXPECT_THROW(session.ask(question), AgreedError);
+  EXPECT_THROW(session.read(""), AgreedError);
+  EXPECT_THROW(session.read(context), AgreedError);
+  EXPECT_THROW(session.read(std::vector<TokenId>{-1}), AgreedError);
+}
+
+TEST_F(SessionTest, GoesOnFromAFile) {
+  if (!has_snapshots) GTEST_SKIP() << "built without HDF5";
+  const test::SharedFolder folder;
+  const auto file = folder / "session.h5";
+  {
+    Session session = open(pruned());
+    EXPECT_THROW(session.save(file), AgreedError);
+    session.read(context);
+    session.ask(question, ask);
+    session.save(file);
+  }
+  Session session = Session::resume(file, comm);
+  EXPECT_EQ(session.ask(question, ask), expected(pruned_run));
+  EXPECT_THROW(Session::resume(folder / "none.h5", comm), AgreedError);
+}
+
+}  // namespace
+}  // namespace kvzap

@@ -451,6 +451,7 @@ void Run::set_up_snapshots() {
       const ModelHashes hashes = m_resumed
                                      ? m_resumed->hashes
                                      : hashes_of_model(m_options.model, !m_options.random_weights);
+      m_state.generation = hashes.generation;
       info.model_hash = hashes.model;
       info.tokenizer_hash = hashes.tokenizer;
       const SurrogateIdentity surrogate = identity_of_surrogate(m_options.pruning);

@@ -307,6 +307,7 @@ RunState state_of(const json& value, const SnapshotHeader& header) {
   if (value.contains("context")) state.context = cache_of(value.at("context"), header);
   state.dtype = dtype_from_name(value.at("dtype").get<std::string>());
   value.at("policy").get_to(state.policy);
+  if (value.contains("generation_hash")) state.generation = value.at("generation_hash");
   if (value.contains("threshold")) {
     const json& found = value.at("threshold");
     state.looked_up.emplace();
@@ -383,6 +384,15 @@ void check_model(const RunOptions& options, const SnapshotInfo& info, const Mode
   };
   check("model", found.model, info.model_hash);
   check("tokenizer", found.tokenizer, info.tokenizer_hash);
+}
+
+/// Throws Error if the folder's generation_config.json has changed: answers would end elsewhere.
+void check_generation(const RunOptions& options, const RunState& state, const ModelHashes& found,
+                      const std::string& snapshot) {
+  if (!state.generation || *state.generation == found.generation) return;
+  const auto shown = [](const std::string& hash) { return hash.empty() ? "no such file" : hash; };
+  throw Error(fmt::format("{}: {}/generation_config.json: expected the hash {}, found {}", snapshot,
+                          options.model, shown(*state.generation), shown(found.generation)));
 }
 
 /// Throws Error if the folder's surrogate is another than the snapshot's.
@@ -532,6 +542,7 @@ std::string to_json_text(const RunState& state) {
   if (state.context) value["context"] = json_of(*state.context);
   value["dtype"] = kvzap::name_of(state.dtype);
   value["policy"] = state.policy;
+  if (state.generation) value["generation_hash"] = *state.generation;
   if (state.looked_up) {
     value["threshold"] = {{"evict_ratio", state.looked_up->evict_ratio},
                           {"value", fmt::format("{}", state.looked_up->threshold)},
@@ -571,6 +582,7 @@ std::unique_ptr<ResumedRun> open_resumed(CLI::App& app, RunOptions& options,
     }
     run->hashes = hashes_of_model(options.model, !options.random_weights);
     check_model(options, info, run->hashes, snapshot);
+    check_generation(options, run->state, run->hashes, snapshot);
     check_surrogate(options, info, snapshot);
     std::string policy;
     try {

@@ -63,6 +63,8 @@ struct RunState {
   DType dtype = DType::f32;
   /// identity_of_policy.
   std::string policy;
+  /// Hash of the model's generation_config.json; "" if it has none. Absent in older snapshots.
+  std::optional<std::string> generation;
   std::optional<LookedUpThreshold> looked_up;
 };
 /// As the snapshot's attribute run_state.

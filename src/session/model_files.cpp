@@ -80,8 +80,10 @@ ModelHashes hashes_of_model(const fs::path& folder, bool with_weights) {
     const std::vector<fs::path> weights = weight_files(folder);
     files.insert(files.end(), weights.begin(), weights.end());
   }
-  return {hash(files), hash({folder / "tokenizer.json", folder / "tokenizer_config.json",
-                             folder / "chat_template.jinja"})};
+  return {hash(files),
+          hash({folder / "tokenizer.json", folder / "tokenizer_config.json",
+                folder / "chat_template.jinja"}),
+          hash({folder / "generation_config.json"})};
 }
 
 std::string hash_of_policy_file(const fs::path& file) {

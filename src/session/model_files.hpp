@@ -15,11 +15,13 @@ std::vector<std::filesystem::path> weight_files(const std::filesystem::path& fol
 /// than loading this rank's share; training changes all tensors.)
 std::string hash_of_model(const std::filesystem::path& folder, bool with_weights);
 
-/// What hash_of_model covers, in two: config.json and weights, which decide on a cache's rows, and
-/// what turns text into token ids. Empty where the folder has no such file.
+/// What hash_of_model covers, in three: config.json and weights, which decide on a cache's rows;
+/// the files that turn text into token ids; generation_config.json, which decides where answers
+/// end. Empty where the folder has no such file.
 struct ModelHashes {
   std::string model;
   std::string tokenizer;
+  std::string generation;
 };
 ModelHashes hashes_of_model(const std::filesystem::path& folder, bool with_weights);
 

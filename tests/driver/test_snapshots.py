@@ -478,6 +478,13 @@ class Refused(SnapshotTest):
         self.refuse("-m", words, parts=[f"{words} has another tokenizer: its hash is "])
         self.refuse("-m", self.folder / "none", parts=["its model, ", "is not there; give the model's folder with -m"])
 
+    def test_another_generation_config(self):
+        model = self.copy(MODEL, "ending")
+        file = model / "generation_config.json"
+        config = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps({**config, "eos_token_id": [0, 5]}))
+        self.refuse("-m", model, parts=[f"snapshot {self.file}: {file}: expected the hash ", ", found "])
+
     def test_another_surrogate(self):
         surrogate = self.copy(MLP, "surrogate")
         model = self.copy(MODEL, "model")

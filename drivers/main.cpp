@@ -1,5 +1,6 @@
 // The kvzap program: starts MPI and Kokkos, reads the command line, hands over to a subcommand.
 #include <fmt/format.h>
+#include <sys/resource.h>
 
 #include <Kokkos_Core.hpp>
 #include <algorithm>
@@ -28,6 +29,7 @@
 #include "commands/serve.hpp"
 #include "commands/snapshots.hpp"
 #include "console/console.hpp"
+#include "console/restart.hpp"
 #include "console/standard_streams.hpp"
 #include "linalg/gemm.hpp"
 #include "options/arguments.hpp"
@@ -135,6 +137,15 @@ bool takes_turns_on_devices([[maybe_unused]] const std::vector<char*>& kokkos_ar
 #endif
 }
 
+/// Throws Error where MPI would end the process with words of its own.
+void check_open_files() {
+  constexpr rlim_t least = 12;
+  rlimit limit = {};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= least) return;
+  throw kvzap::Error(fmt::format("limit of open files (ulimit -n): expected at least {}, found {}",
+                                 least, limit.rlim_cur));
+}
+
 int run_program(const char* name, const std::vector<std::string>& arguments,
                 const kvzap::Communicator& comm) {
   namespace driver = kvzap::driver;
@@ -202,6 +213,8 @@ int main_status(int argc, char** argv) try {
 #endif
   const std::vector<std::string> arguments(argv + std::min(argc, 1), argv + argc);
   if (asks_for_document(arguments)) return print_document(arguments);
+  kvzap::driver::restart_with_settings(argv);
+  check_open_files();
   const kvzap::detail::MpiSession mpi(argc, argv);
   const auto comm = kvzap::Communicator::world();
   try {

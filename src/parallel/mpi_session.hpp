@@ -16,17 +16,21 @@ namespace kvzap::detail {
 
 #if KVZAP_HAVE_MPI
 /// Whether a launcher of MPI (mpirun, mpiexec, srun) has started this process: each tells its ranks
-/// by variables of these names who they are.
+/// by variables of these names who they are. First called before MPI starts, which sets some
+/// itself.
 inline bool has_mpi_launcher() {
-  constexpr std::string_view prefixes[] = {
-      "OMPI_COMM_WORLD_", "PMIX_", "PMI_",  "PMI2_", "MPI_LOCALRANKID",
-      "I_MPI_HYDRA_",     "HYDI_", "ALPS_", "JSM_"};
-  for (char** variable = environ; variable && *variable; ++variable) {
-    for (const std::string_view prefix : prefixes) {
-      if (std::string_view(*variable).rfind(prefix, 0) == 0) return true;
+  static const bool found = [] {
+    constexpr std::string_view prefixes[] = {
+        "OMPI_COMM_WORLD_", "PMIX_", "PMI_",  "PMI2_", "MPI_LOCALRANKID",
+        "I_MPI_HYDRA_",     "HYDI_", "ALPS_", "JSM_"};
+    for (char** variable = environ; variable && *variable; ++variable) {
+      for (const std::string_view prefix : prefixes) {
+        if (std::string_view(*variable).rfind(prefix, 0) == 0) return true;
+      }
     }
-  }
-  return false;
+    return false;
+  }();
+  return found;
 }
 
 /// A process that no launcher has started talks to nobody. Unless it is told so, Open MPI starts a
@@ -50,6 +54,11 @@ class MpiSession {
   MpiSession([[maybe_unused]] int& argc, [[maybe_unused]] char**& argv) {
 #if KVZAP_HAVE_MPI
     be_alone_in_mpi();
+    // Nothing here uses shared file pointers of MPI-IO. Open MPI's other components for them leave
+    // a lock file behind a process that is killed, and print an error in a process that is alone.
+    setenv("OMPI_MCA_sharedfp", "individual", 0);
+    // A rank that waits gives its core to whoever needs it.
+    setenv("OMPI_MCA_mpi_yield_when_idle", "1", 0);
     // Threads of Kokkos and of the BLAS exist beside the one that calls MPI.
     int provided = MPI_THREAD_SINGLE;
     if (MPI_Init_thread(&argc, &argv, MPI_THREAD_FUNNELED, &provided) != MPI_SUCCESS ||

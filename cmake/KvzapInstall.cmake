@@ -57,7 +57,18 @@ install(DIRECTORY examples DESTINATION ${KVZAP_DATA_DIR})
 
 if(KVZAP_ENABLE_DRIVERS)
   install(TARGETS kvzap_driver RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
-  install(PROGRAMS drivers/kvzap_plot.py RENAME kvzap-plot DESTINATION ${CMAKE_INSTALL_BINDIR})
+  # The path from the command to its package is relative, so that the prefix can move.
+  set(plot_package ${KVZAP_DATA_DIR}/plot)
+  if(NOT IS_ABSOLUTE "${plot_package}")
+    file(RELATIVE_PATH plot_package ${CMAKE_INSTALL_FULL_BINDIR} ${CMAKE_INSTALL_PREFIX}/${plot_package})
+  endif()
+  file(READ drivers/kvzap_plot.py plot_command)
+  string(REPLACE "PACKAGE = \"plot\"" "PACKAGE = \"${plot_package}\"" plot_command "${plot_command}")
+  file(CONFIGURE OUTPUT kvzap-plot CONTENT "${plot_command}" @ONLY)
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS drivers/kvzap_plot.py)
+  install(PROGRAMS ${CMAKE_CURRENT_BINARY_DIR}/kvzap-plot DESTINATION ${CMAKE_INSTALL_BINDIR})
+  install(DIRECTORY drivers/plot DESTINATION ${KVZAP_DATA_DIR} FILES_MATCHING PATTERN "*.py"
+    PATTERN __pycache__ EXCLUDE)
   if(TARGET kvzap_documents)
     # Not there if the program does not run on this machine.
     install(FILES ${kvzap_documents}/kvzap.1 ${kvzap_documents}/kvzap-plot.1 DESTINATION ${CMAKE_INSTALL_MANDIR}/man1 OPTIONAL)

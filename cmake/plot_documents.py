@@ -3,21 +3,17 @@
     python3 plot_documents.py KVZAP_PLOT.PY FOLDER VERSION
 """
 import argparse
-import importlib.util
 import pathlib
 import re
 import sys
 
 
 def parser_of(script):
-    # The script may be part of a package beside it.
     sys.path.insert(0, str(script.parent))
     sys.dont_write_bytecode = True
-    spec = importlib.util.spec_from_file_location("kvzap_plot", script)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["kvzap_plot"] = module
-    spec.loader.exec_module(module)
-    return module.parser()
+    from plot.arguments import parser
+
+    return parser()
 
 
 def commands_of(parser):

@@ -16,6 +16,17 @@ from evaluations import TASKS, write_evaluation
 from harness import HAVE_HDF5, KVZAP, LINEAR, MODEL, SOURCE, Result, TestCase, kvzap, run_command
 
 PLOT = SOURCE / "drivers" / "kvzap_plot.py"
+sys.path.insert(0, str(PLOT.parent))
+from plot.arguments import parser
+from plot.command import main, settle
+from plot.evaluation_files import Evaluation, lines_of, split_setting
+from plot.kept import Kept, plot_kept
+from plot.positions import Positions
+from plot.scores import Dump
+from plot.snapshot_figures import ScoreCounts
+from plot.snapshot_file import Snapshot, keep_ratios, position_shares
+from plot.style import COLORS, MARKERS
+
 HAVE_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 HAVE_H5PY = importlib.util.find_spec("h5py") is not None
 
@@ -24,20 +35,13 @@ def plot(*arguments):
     return run_command([sys.executable, "-B", PLOT, *arguments])
 
 
-def load_program():
-    spec = importlib.util.spec_from_file_location("kvzap_plot", PLOT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def plot_here(*arguments):
     """The same in this process, which imports matplotlib once."""
-    module, out, err = load_program(), io.StringIO(), io.StringIO()
+    out, err = io.StringIO(), io.StringIO()
     with unittest.mock.patch.object(sys, "argv", ["kvzap-plot", *map(str, arguments)]):
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             with warnings.catch_warnings():
-                code = module.main()
+                code = main()
     if "matplotlib.pyplot" in sys.modules:
         sys.modules["matplotlib.pyplot"].close("all")
     return Result(code, out.getvalue().encode(), err.getvalue().encode())
@@ -87,14 +91,13 @@ class Plots(PlotCase):
         self.run_model("--snapshot", snapshot)
         self.assertIn(b"<svg", self.expect_image("positions.svg", "positions", snapshot))
         # What is drawn: the window in full, and as many pairs as the file has.
-        program = load_program()
-        drawn = program.Positions(snapshot, 10**9, by_head=False)
+        drawn = Positions(snapshot, 10**9, by_head=False)
         shares, tokens = drawn.rows, drawn.tokens
         self.assertTrue((shares[:, tokens - 32:] == 1).all())
         self.assertEqual((drawn.window, drawn.sink), (32, 0))
         self.assertEqual(drawn.words[0], MODEL.name)
         self.assertIn("threshold -3.4", drawn.words[1])
-        heads_apart = program.Positions(snapshot, 10**9, by_head=True)
+        heads_apart = Positions(snapshot, 10**9, by_head=True)
         self.assertEqual(len(heads_apart.rows), len(shares) * heads_apart.heads)
         self.assertTrue((abs(heads_apart.shares.mean(axis=1) - shares) < 1e-12).all())
         self.assertIn(b"sinks", self.expect_texts("heads.svg", "positions", self.with_sinks(snapshot), "--by-head"))
@@ -131,8 +134,7 @@ class Plots(PlotCase):
         """Every kind draws what it can of a file, or says which kind does."""
         report, snapshot, dump = (self.folder / name for name in ("run.json", "cache.h5", "dump.safetensors"))
         self.run_model("--json", report, "--snapshot", snapshot, "--dump", dump)
-        program = load_program()
-        of_report, of_snapshot = program.Kept(report, "context"), program.Kept(snapshot, "context")
+        of_report, of_snapshot = Kept(report, "context"), Kept(snapshot, "context")
         self.assertEqual(of_report.shares, of_snapshot.shares)
         self.assertEqual((of_report.tokens, of_report.words[0]), (of_snapshot.tokens, MODEL.name))
         self.assertIn(b"<svg", self.expect_image("both.svg", "kept", report, snapshot))
@@ -145,7 +147,7 @@ class Plots(PlotCase):
         self.assertEqual(self.expect_image("a.svg", "scores", snapshot),
                          self.expect_image("b.svg", "snapshot", snapshot, "--kind", "scores"))
         self.assertIn(b"threshold -3.4", self.expect_texts("c.svg", "scores", dump, "--threshold", "-3.4"))
-        content = program.Dump(dump)
+        content = Dump(dump)
         kept = content.evicted == 0
         self.assertEqual(kept.mean(axis=2).round(12).tolist(),
                          [[round(share, 12) for share in layer] for layer in of_report.shares])
@@ -176,10 +178,9 @@ class Plots(PlotCase):
         # Layers of several models have axes of their own.
         import matplotlib.pyplot as pyplot
 
-        program = load_program()
-        options = program.parser().parse_args(["kept", *map(str, files)])
-        program.settle(options)
-        axes = [ax for ax in program.plot_kept(options, pyplot).axes if ax.get_xlabel() == "KV head"]
+        options = parser().parse_args(["kept", *map(str, files)])
+        settle(options)
+        axes = [ax for ax in plot_kept(options, pyplot).axes if ax.get_xlabel() == "KV head"]
         self.assertEqual([ax.images[0].get_array().shape for ax in axes], [(3, 2), (2, 1)])
         self.assertEqual([ax.get_ylim() for ax in axes], [(2.5, -0.5), (1.5, -0.5)])
         titled = self.expect_texts("titled.svg", "kept", report, "--title", "A title", "--size", "3.5x2.5").decode()
@@ -430,20 +431,19 @@ class Snapshots(PlotCase):
         self.assertEqual(self.expect_image("column.svg", *column), self.expect_image("again.svg", *column))
         self.assertTrue(self.expect_image("kept.pdf", *column, "--kind", "kept").startswith(b"%PDF"))
         # What is drawn, against the rows that were written.
-        module = load_program()
         kept = numpy.zeros((self.LAYERS, self.HEADS, self.TOKENS))
         for layer, heads in zip(kept, rows):
             for head, (positions, _, _) in zip(layer, heads):
                 head[positions] = 1
-        with module.Snapshot(self.snapshot) as snapshot:
+        with Snapshot(self.snapshot) as snapshot:
             layers = [0, 2, 3]
-            numpy.testing.assert_allclose(module.keep_ratios(snapshot, layers), kept[layers].mean(axis=2))
-            shares, edges = module.position_shares(snapshot, layers, 10**9, by_head=True)
+            numpy.testing.assert_allclose(keep_ratios(snapshot, layers), kept[layers].mean(axis=2))
+            shares, edges = position_shares(snapshot, layers, 10**9, by_head=True)
             numpy.testing.assert_array_equal(shares, kept[layers])
-            shares, edges = module.position_shares(snapshot, layers, 7)
+            shares, edges = position_shares(snapshot, layers, 7)
             numpy.testing.assert_allclose(shares, [
                 [heads[:, int(a):int(b)].mean() for a, b in zip(edges, edges[1:])] for heads in kept[layers]])
-            counts = module.ScoreCounts(snapshot, layers, 20)
+            counts = ScoreCounts(snapshot, layers, 20)
             self.assertIn(numpy.float32(-3.4), counts.edges.astype("f4"))
             for count, n in zip(counts.counts, layers):
                 for row, wanted in zip(count, (True, False)):
@@ -454,7 +454,7 @@ class Snapshots(PlotCase):
             self.assertEqual(counts.without, len(layers) * self.HEADS)
             judged = counts.counts[:, 0, counts.edges[:-1] < -3.4 - 1e-6]
             self.assertEqual(judged.sum(), 0)  # none of the evicted
-        drawn = module.Positions(self.snapshot, 10**9, by_head=False)
+        drawn = Positions(self.snapshot, 10**9, by_head=False)
         shares = drawn.rows
         self.assertEqual(drawn.tokens, self.TOKENS)
         numpy.testing.assert_allclose(shares, kept.mean(axis=1))
@@ -512,10 +512,9 @@ class Snapshots(PlotCase):
         result = self.plot("snapshot", self.snapshot, "-o", self.folder / "some.svg")
         self.assertEqual((result.code, len(result.err.splitlines())), (0, 1), result)
         # A budget has no threshold.
-        module = load_program()
         for attributes, threshold in (({}, -3.4), ({"budget": "evict-ratio=0.5"}, None), ({"prune": "none"}, None)):
             self.write(**attributes)
-            with module.Snapshot(self.snapshot) as snapshot:
+            with Snapshot(self.snapshot) as snapshot:
                 self.assertAlmostEqual(snapshot.threshold or 0, threshold or 0, places=6)
 
     def test_bad_input(self):
@@ -610,19 +609,18 @@ class Eval(PlotCase):
         self.assertEqual([t for t in texts if t in (*self.POLICIES, *TASKS, "all prompts", "full cache")],
                          ["facts", "all prompts", "full cache", "kvzap"])
         # What is drawn: every row's point, and no two lines that look the same.
-        module = load_program()
-        evaluation = module.Evaluation(self.out)
+        evaluation = Evaluation(self.out)
         evaluation.indices = range(len(evaluation.rows))
-        lines = module.lines_of([evaluation])
+        lines = lines_of([evaluation])
         points = sorted((name, task, *point[:4]) for (name, _), line in lines.items()
                         for task, points in line["tasks"].items() for point in points)
         expected = sorted((row["setting"].split("@")[0], row["task"], row["evict_ratio_mean"],
                            *(100 * row[f] for f in ("accuracy", "accuracy_low", "accuracy_high")))
                           for row in summary["rows"])
         self.assertEqual(points, expected)
-        looks = [(module.COLORS[i % len(module.COLORS)], module.MARKERS[i % len(module.MARKERS)]) for i in range(80)]
+        looks = [(COLORS[i % len(COLORS)], MARKERS[i % len(MARKERS)]) for i in range(80)]
         self.assertEqual(len(set(looks)), 80)
-        self.assertEqual(module.split_setting(r"qfilter:filters=a\@b@evict-ratio=0.5@prune-after=question"),
+        self.assertEqual(split_setting(r"qfilter:filters=a\@b@evict-ratio=0.5@prune-after=question"),
                          (r"qfilter:filters=a\@b@prune-after=question", "evict-ratio"))
 
     def test_folder_of_plots(self):
@@ -656,9 +654,8 @@ class Eval(PlotCase):
         texts, _ = self.texts("kept.svg", self.out, "--kind", "kept", "--evict-ratio", "0.5")
         self.assertIn("evicted 0.50", texts)
         self.assertEqual([t for t in texts if t in ("none", "kvzap", "snapkv")], ["kvzap", "snapkv"])
-        module = load_program()
-        evaluation = module.Evaluation(self.out)
-        ratios = module.Evaluation.records(evaluation, "snapkv@evict-ratio=0.5")
+        evaluation = Evaluation(self.out)
+        ratios = Evaluation.records(evaluation, "snapkv@evict-ratio=0.5")
         self.assertEqual(ratios, {task: [0.5] * 10 for task in TASKS})
         # A record that was cut off is left out, as kvzap eval does when it goes on.
         records = self.out / "records.jsonl"

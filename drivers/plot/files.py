@@ -1,0 +1,69 @@
+"""Reads the JSON files that kvzap writes and tells their formats apart."""
+import json
+import re
+
+from .errors import PlotError, expect
+
+HDF5_BEGIN = b"\x89HDF\r\n\x1a\n"
+# What writes the files of each format, and which command draws them.
+DRAWN_BY = {
+    "kvzap.run": ("a report of kvzap run --json", "kept"),
+    "kvzap.bench": ("a table of kvzap bench -o json", "bench"),
+    "kvzap.training": ("the training.json of kvzap train", "train"),
+    "kvzap.thresholds": ("the thresholds.json of kvzap calibrate", "thresholds"),
+    "kvzap.evaluation": ("the evaluation.json of kvzap eval", "eval, given the folder that it is in,"),
+    "kvzap.evaluation_summary": ("the summary.json of kvzap eval", "eval, given the folder that it is in,"),
+    "kvzap.dump": ("a dump of kvzap run --dump", "scores"),
+    "hdf5": ("an HDF5 file, perhaps a snapshot", "snapshot (or kept, positions, scores, text)"),
+}
+
+
+def begins_with(file, magic):
+    """Whether a file that can be read begins so."""
+    try:
+        with open(file, "rb") as stream:
+            return stream.read(len(magic)) == magic
+    except OSError:
+        return False
+
+
+def format_of(file):
+    """Of which of DRAWN_BY's formats a file seems to be; empty if of none."""
+    if begins_with(file, HDF5_BEGIN):
+        return "hdf5"
+    try:
+        with open(file, "rb") as stream:
+            begin = stream.read(1 << 16)
+    except OSError:
+        return ""
+    # The first field of what kvzap writes; of safetensors, behind the header's size.
+    match = re.search(rb'"format"\s*:\s*"(kvzap\.[a-z_]+)"', begin)
+    name = match[1].decode() if match else ""
+    return name if name in DRAWN_BY else ""
+
+
+def refuse(file, expected):
+    """Says what a file is that is not what a command draws."""
+    what = format_of(file)
+    if what:
+        found, command = DRAWN_BY[what]
+        raise PlotError(f"{file}: expected {expected}, found {found}; kvzap-plot {command} draws that")
+
+
+def read_report(file, wanted):
+    """The JSON object of a file whose "format" is `wanted`, version 1."""
+    if format_of(file) != wanted:
+        refuse(file, DRAWN_BY[wanted][0])
+    try:
+        with open(file, encoding="utf-8") as stream:
+            report = json.load(stream)
+    except OSError as error:
+        raise PlotError(f"{file}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise PlotError(f"{file}: expected {DRAWN_BY.get(wanted, ('JSON',))[0]}, found no text") from None
+    except (ValueError, RecursionError) as error:  # also numbers of too many digits, and too deep a nesting
+        raise PlotError(f"{file}: not JSON: {error}") from None
+    expect(isinstance(report, dict), file, "content", "a JSON object", type(report).__name__)
+    expect(report.get("format") == wanted, file, "format", f'"{wanted}"', json.dumps(report.get("format")))
+    expect(report.get("format_version") == 1, file, "format_version", "1", json.dumps(report.get("format_version")))
+    return report

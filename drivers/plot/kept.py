@@ -1,0 +1,75 @@
+"""`kvzap-plot kept`: the share of rows that every KV head kept."""
+import json
+import math
+import pathlib
+
+from .errors import expect, integers
+from .files import HDF5_BEGIN, begins_with, read_report
+from .snapshot_file import Snapshot, keep_ratios
+from .style import name_ticks
+from .words import amount, setting_words, wrapped
+
+
+class Kept:
+    """What every KV head of every layer has kept: `shares` (layer, KV head) of `tokens`, and words for a title."""
+
+    def __init__(self, file, when):
+        if begins_with(file, HDF5_BEGIN):
+            with Snapshot(file) as snapshot:
+                self.shares = keep_ratios(snapshot, range(snapshot.n_layers)).tolist()
+                self.tokens, self.words = snapshot.seen, snapshot.words()
+        else:
+            report = read_report(file, "kvzap.run")
+            self.shares, self.tokens = kept_shares(report, file, when)
+            self.words = run_words(report)
+        self.name = pathlib.Path(file).stem
+
+
+def run_words(report):
+    """setting_words of a report of kvzap run."""
+    def part(name, kind):
+        value = report.get(name)
+        return value if isinstance(value, kind) else kind()
+
+    model, options = part("model", dict), part("options", dict)
+    path = model.get("path")
+    window = options.get("window")
+    return setting_words(path if isinstance(path, str) else "", part("policy", str) or "full cache", amount(options),
+                         window if integers([window]) and "policy" in report else 0)
+
+
+def kept_shares(report, file, when):
+    """Kept rows over tokens, (layer, KV head), after the context or at the end of the last answer."""
+    answers = report.get("answers")
+    expect(isinstance(answers, list) and all(isinstance(a, dict) for a in answers), file, "answers",
+           "a list of objects", json.dumps(answers)[:60])
+    cache = report.get("context") if when == "context" or not answers else answers[-1].get("cache")
+    expect(isinstance(cache, dict), file, when, "an object", type(cache).__name__)
+    rows, tokens = cache.get("kept_rows"), cache.get("tokens")
+    expect(integers([tokens]) and tokens > 0, file, "tokens", "a positive integer", json.dumps(tokens))
+    expect(isinstance(rows, list) and rows and all(integers(r) and len(r) == len(rows[0]) > 0 for r in rows), file,
+           "kept_rows", "a list of integers for each layer, of one length", json.dumps(rows)[:60])
+    return [[row / tokens for row in heads] for heads in rows], tokens
+
+
+def plot_kept(options, pyplot):
+    runs = [Kept(file, options.when) for file in options.files]
+    layers, heads = (max(len(sizes) for sizes in of_all) for of_all in zip(*((r.shares, r.shares[0]) for r in runs)))
+    # Runs of models with other layers, or layers left out, cannot share an axis.
+    share = len({len(run.shares) for run in runs}) == 1
+    figure, axes = pyplot.subplots(1, len(runs), squeeze=False, sharey=share, constrained_layout=True,
+                                   figsize=(1.5 + len(runs) * max(2.4, 0.35 * heads), min(7, max(2.8, 0.13 * layers + 0.8))))
+    for ax, run in zip(axes[0], runs):
+        image = ax.imshow(run.shares, vmin=0, vmax=1, aspect="auto", cmap="viridis", interpolation="nearest")
+        mean = sum(map(sum, run.shares)) / sum(map(len, run.shares))
+        named = [f"{run.name}: {run.words[0]}" if len(runs) > 1 and run.words else "".join(run.words[:1]) or run.name]
+        ax.set_title("\n".join(named + wrapped(run.words[1:], 44) + [f"{run.tokens:,} tokens, keep ratio {mean:.2f}"]),
+                     fontsize=7)
+        ax.set_xlabel("KV head")
+        step = math.ceil(len(run.shares[0]) / 16)
+        ax.set_xticks(range(0, len(run.shares[0]), step))
+        name_ticks(ax.yaxis, range(len(run.shares)), pyplot)
+    for ax in axes[0] if not share else axes[0][:1]:
+        ax.set_ylabel("layer")
+    figure.colorbar(image, ax=axes.ravel().tolist(), label="kept rows / tokens")
+    return figure

@@ -10,7 +10,7 @@
 
 namespace kvzap {
 
-/// thresholds.json in a surrogate's folder (docs/surrogates.md has its fields).
+/// thresholds.json in a surrogate's folder (docs/guide/train.md has its fields).
 struct ThresholdTable {
   /// A threshold, and the evict ratios of texts that were pruned by it. A text's evict ratio is
   /// that of a run after its context: evicted pairs / (KV heads * tokens), mean over layers.

@@ -1,5 +1,5 @@
 // Training of surrogates (KVzap, arXiv 2601.07891, section 3), layer by layer, and the folder in
-// which a surrogate is published. docs/surrogates.md tells how to use it.
+// which a surrogate is published. docs/guide/train.md describes its use.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // An eviction policy of one's own: half of the context's pairs go by the norms of their values, in
-// prefill of a whole model, and nothing in kvzap has to be changed for it. docs/policies.md walks
+// prefill of a whole model, and nothing in kvzap has to be changed for it. docs/reference/policies.md walks
 // through it.
 #include <Kokkos_Core.hpp>
 #include <cmath>

@@ -25,7 +25,7 @@ class SnapshotLayer:
 
 
 class Snapshot:
-    """A snapshot of version 1 or 2, of any content (docs/snapshot-format.md). Rows are read layer by layer."""
+    """A snapshot of version 1 or 2, of any content (docs/reference/snapshot-format.md). Rows are read layer by layer."""
 
     def __init__(self, file):
         try:

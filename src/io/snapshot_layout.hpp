@@ -1,4 +1,4 @@
-// What is in a snapshot of version 2, and how large it is: docs/snapshot-format.md.
+// What is in a snapshot of version 2, and how large it is: docs/reference/snapshot-format.md.
 #pragma once
 
 #include <cstdint>

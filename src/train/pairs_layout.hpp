@@ -1,5 +1,5 @@
 // The HDF5 objects of a file of pairs, as the reader and the writer know them;
-// docs/pairs-format.md tells users.
+// docs/reference/pairs-format.md tells users.
 #pragma once
 
 #include <cstdint>

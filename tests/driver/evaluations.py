@@ -1,4 +1,4 @@
-"""Folders as kvzap eval writes them (docs/evaluation.md), with figures that are made up."""
+"""Folders as kvzap eval writes them (docs/reference/evaluation.md), with figures that are made up."""
 import hashlib
 import json
 

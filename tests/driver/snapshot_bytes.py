@@ -1,4 +1,4 @@
-"""Bytes of snapshot files, as docs/snapshot-format.md has them."""
+"""Bytes of snapshot files, as docs/reference/snapshot-format.md has them."""
 import struct
 
 

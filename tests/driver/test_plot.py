@@ -362,7 +362,7 @@ class Snapshots(PlotCase):
         self.ids = ([9, 0, 1, 2, 3, 4, 5, 6, 7, 77] * self.TOKENS)[:self.TOKENS + 2]
 
     def write(self, version=2, content="all", ids=True, closed_up=0, **attributes):
-        """A snapshot as docs/snapshot-format.md has it, without keys and values; [layer][head]: (positions, scores,
+        """A snapshot as docs/reference/snapshot-format.md has it, without keys and values; [layer][head]: (positions, scores,
         judged)."""
         import h5py
         import numpy

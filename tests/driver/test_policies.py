@@ -97,7 +97,7 @@ class Listing(TestCase):
 class Documents(TestCase):
     def setUp(self):
         super().setUp()
-        self.page = (SOURCE / "docs/policies.md").read_text()
+        self.page = (SOURCE / "docs/reference/policies.md").read_text()
 
     def test_has_every_policy(self):
         listed = json.loads(policies("--json").text)

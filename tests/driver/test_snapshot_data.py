@@ -1,4 +1,4 @@
-"""Every data set and attribute of a snapshot, read by h5py, is as docs/snapshot-format.md says."""
+"""Every data set and attribute of a snapshot, read by h5py, is as docs/reference/snapshot-format.md says."""
 import importlib.util
 import json
 import unittest

@@ -1,5 +1,5 @@
 // One sequence of a cache as an HDF5 file: kept, moved to other ranks, gone on with, and analysed
-// by other programs. docs/snapshot-format.md describes the file.
+// by other programs. docs/reference/snapshot-format.md describes the file.
 #pragma once
 
 #include <cstdint>

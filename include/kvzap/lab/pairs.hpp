@@ -1,5 +1,5 @@
 // Training data of surrogates: hidden states that enter attention, and the log KVzip+ scores that
-// the oracle gives the pairs of their tokens. docs/pairs-format.md describes the file.
+// the oracle gives the pairs of their tokens. docs/reference/pairs-format.md describes the file.
 #pragma once
 
 #include <cstdint>

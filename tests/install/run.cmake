@@ -84,6 +84,16 @@ elseif(STEP STREQUAL "find_package")
   list(JOIN PREFIX_PATH "\;" paths)
   build_examples(${FOLDER}/build-find_package "-DCMAKE_PREFIX_PATH=${prefix}\;${paths}"
                  -DCMAKE_BUILD_TYPE=Release)
+elseif(STEP STREQUAL "core")
+  list(JOIN PREFIX_PATH "\;" paths)
+  set(folder ${FOLDER}/build-core)
+  file(REMOVE_RECURSE ${folder})
+  run(${CMAKE_COMMAND} -S ${SOURCE}/tests/install/core -B ${folder} -G ${GENERATOR} ${MACHINE}
+      "-DCMAKE_PREFIX_PATH=${prefix}\;${paths}" -DCMAKE_BUILD_TYPE=Release -DEXAMPLES=${SOURCE}/examples)
+  run(${CMAKE_COMMAND} --build ${folder})
+  foreach(example prune_own_cache ragged_attention)
+    run_example(${folder}/${example})
+  endforeach()
 elseif(STEP STREQUAL "add_subdirectory")
   # The library is compiled once more, hence without optimization and folder by folder.
   list(JOIN PREFIX_PATH "\;" paths)

@@ -3,11 +3,12 @@
 # build like this; an editor's build compiles file by file, and so only what changed.
 # Names in anonymous namespaces of a folder's sources differ therefore.
 #
-# kvzap_unite(TARGET ROOT FOLDER [PLAIN folders...]): units of up to 24 sources, each of one folder
-# below ROOT with those below it. Sources with options of their own, and those without a precompiled header, stay alone. Those of PLAIN folders,
+# kvzap_unite(TARGET ROOT FOLDER [ALONE sources...] [PLAIN folders...]): units of up to 24 sources, each of one folder
+# below ROOT with those below it. ALONE sources, those with options of their own,
+# and those without a precompiled header are no part of a unit. Those of PLAIN folders,
 # which have no loop that takes long, are not optimized.
 function(kvzap_unite target)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "" "ROOT" "PLAIN")
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "ROOT" "PLAIN;ALONE")
   set(largest 24)
   get_target_property(sources ${target} SOURCES)
   set(alone "")
@@ -18,7 +19,7 @@ function(kvzap_unite target)
     get_source_file_property(definitions ${source} COMPILE_DEFINITIONS)
     get_source_file_property(unlike ${source} SKIP_PRECOMPILE_HEADERS)
     file(RELATIVE_PATH path ${PROJECT_SOURCE_DIR}/${arg_ROOT} ${source})
-    if(options OR definitions OR unlike OR NOT path MATCHES "^([a-z]+)/")
+    if(options OR definitions OR unlike OR path IN_LIST arg_ALONE OR NOT path MATCHES "^([a-z]+)/")
       list(APPEND alone ${source})
     else()
       list(APPEND folders ${CMAKE_MATCH_1})

@@ -54,9 +54,6 @@ class MpiSession {
   MpiSession([[maybe_unused]] int& argc, [[maybe_unused]] char**& argv) {
 #if KVZAP_HAVE_MPI
     be_alone_in_mpi();
-    // Nothing here uses shared file pointers of MPI-IO. Open MPI's other components for them leave
-    // a lock file behind a process that is killed, and print an error in a process that is alone.
-    setenv("OMPI_MCA_sharedfp", "individual", 0);
     // A rank that waits gives its core to whoever needs it.
     setenv("OMPI_MCA_mpi_yield_when_idle", "1", 0);
     // Threads of Kokkos and of the BLAS exist beside the one that calls MPI.

@@ -107,15 +107,14 @@ Hdf5Handle open_together(const std::filesystem::path& path, const std::filesyste
                          const Communicator& comm, const std::string& kind) {
   CollectiveOutcome outcome;
   Hdf5Handle access;
-  // One rank does without MPI-IO, which leaves files of its own behind where a process is killed.
-  agree_on_file(
-      comm, file,
-      [&] { access = comm.size() > 1 ? property_list(H5P_FILE_ACCESS) : serial_access(); }, kind);
 #if KVZAP_HAVE_MPI
-  if (comm.size() > 1) {
-    outcome.note(H5Pset_fapl_mpio(access, comm.mpi(), MPI_INFO_NULL), "H5Pset_fapl_mpio");
-  }
+  agree_on_file(
+      comm, file, [&] { access = property_list(H5P_FILE_ACCESS); }, kind);
+  outcome.note(H5Pset_fapl_mpio(access, comm.mpi(), MPI_INFO_NULL), "H5Pset_fapl_mpio");
   outcome.agree(comm, file, kind);
+#else
+  agree_on_file(
+      comm, file, [&] { access = serial_access(); }, kind);
 #endif
   const hid_t id = H5Fopen(path.c_str(), H5F_ACC_RDWR, access);
   outcome.note(id < 0 ? -1 : 0, "H5Fopen");

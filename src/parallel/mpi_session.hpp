@@ -54,8 +54,6 @@ class MpiSession {
   MpiSession([[maybe_unused]] int& argc, [[maybe_unused]] char**& argv) {
 #if KVZAP_HAVE_MPI
     be_alone_in_mpi();
-    // A rank that waits gives its core to whoever needs it.
-    setenv("OMPI_MCA_mpi_yield_when_idle", "1", 0);
     // Threads of Kokkos and of the BLAS exist beside the one that calls MPI.
     int provided = MPI_THREAD_SINGLE;
     if (MPI_Init_thread(&argc, &argv, MPI_THREAD_FUNNELED, &provided) != MPI_SUCCESS ||

@@ -1,8 +1,8 @@
 // The one door to matrix products: which library or kernel does the work is decided here.
 #pragma once
 
+#include <kvzap/core/linear_weights.hpp>
 #include <kvzap/core/types.hpp>
-#include <kvzap/model/linear_weights.hpp>
 
 #include "linalg/rounded_rows.hpp"
 

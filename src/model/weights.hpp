@@ -1,8 +1,8 @@
 // Cuts this rank's part out of a checkpoint's tensors, or makes it up from a seed.
 #pragma once
 
+#include <kvzap/core/linear_weights.hpp>
 #include <kvzap/core/types.hpp>
-#include <kvzap/model/linear_weights.hpp>
 #include <kvzap/model/safetensors.hpp>
 #include <optional>
 #include <string>

@@ -5,7 +5,7 @@
 #include <functional>
 #include <kvzap/core/communicator.hpp>
 #include <kvzap/core/head_partition.hpp>
-#include <kvzap/model/linear_weights.hpp>
+#include <kvzap/core/linear_weights.hpp>
 #include <kvzap/model/model_config.hpp>
 #include <optional>
 #include <string_view>

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
-#include <kvzap/model/linear_weights.hpp>
+#include <kvzap/core/linear_weights.hpp>
 
 #include "base/simd.hpp"
 #include "linalg/host/packed_kernels.hpp"

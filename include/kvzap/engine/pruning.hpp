@@ -122,11 +122,11 @@ struct Pruning {
   /// KVzap (arXiv 2601.07891) with the surrogate in this folder.
   static Pruning kvzap(std::string surrogate);
   /// Reads the text that --policy, decks and `kvzap eval` share: a policy, followed by settings,
-  /// each behind an @: threshold, evict-ratio, keep-tokens, kv-budget, prune, prune-after, prefill,
-  /// chunk, window, sink, decode-every, decode-keep, decode-evict-ratio, layerwise. "none" is the
-  /// full cache. A backslash before @ makes it part of the policy. Throws Error for an unknown key
-  /// (with the nearest one), a key given twice, and values out of their type. Fields that the text
-  /// does not name are those of `base`.
+  /// each behind an at sign: threshold, evict-ratio, keep-tokens, kv-budget, prune, prune-after,
+  /// prefill, chunk, window, sink, decode-every, decode-keep, decode-evict-ratio, layerwise. "none"
+  /// is the full cache. A backslash before an at sign makes it part of the policy. Throws Error for
+  /// an unknown key (with the nearest one), a key given twice, and values out of their type. Fields
+  /// that the text does not name are those of `base`.
   static Pruning parse(const std::string& text, Pruning base = none());
 
   Pruning& threshold(double log_score);

@@ -25,6 +25,7 @@
 #include "options/one_file.hpp"
 #include "options/policy_options.hpp"
 #include "parallel/meet_asleep.hpp"
+#include "session/prompt.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -149,8 +150,8 @@ void Conversation::prepare() {
     m_suffix = m_run.tokenizer->encode(m_parts.suffix);
     m_between = m_run.tokenizer->encode(chat_template.between_turns());
   });
-  broadcast(m_suffix, m_comm);
-  broadcast(m_between, m_comm);
+  detail::broadcast_ids(m_suffix, m_comm);
+  detail::broadcast_ids(m_between, m_comm);
   adopt(m_run.state);
 }
 
@@ -302,7 +303,7 @@ void Conversation::answer(const std::string& text) {
     tell("kvzap: {}\n", error.what());
     return;
   }
-  broadcast(ids, m_comm);
+  detail::broadcast_ids(ids, m_comm);
   AnsweredQuestion turn;
   turn.question = text;
   run_answer(turn, ids);

@@ -10,6 +10,8 @@
 
 #include "console/console.hpp"
 #include "options/policy_options.hpp"
+#include "session/model_setup.hpp"
+#include "session/prompt.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -51,13 +53,6 @@ RepeatPrompt repeat_prompt(const RunOptions& options, const Tokenizer& tokenizer
 
 }  // namespace
 
-void broadcast(std::vector<TokenId>& ids, const Communicator& comm) {
-  std::int64_t count = ids.size();
-  comm.broadcast(&count, sizeof(count), 0);
-  ids.resize(count);
-  comm.broadcast(ids.data(), count * sizeof(TokenId), 0);
-}
-
 ModelConfig whole_config(const ModelSetup& setup) {
   ModelConfig whole = setup.config;
   whole.num_hidden_layers = setup.all_layers;
@@ -93,9 +88,9 @@ std::optional<RepeatPrompt> share_repeat_prompt(
     }
     repeat_steps(context, repeat);  // throws if there is nothing to repeat
   });
-  broadcast(repeat.first, comm);
-  broadcast(repeat.later, comm);
-  broadcast(repeat.suffix, comm);
+  detail::broadcast_ids(repeat.first, comm);
+  detail::broadcast_ids(repeat.later, comm);
+  detail::broadcast_ids(repeat.suffix, comm);
   comm.broadcast(&repeat.prefix, sizeof(repeat.prefix), 0);
   return repeat;
 }
@@ -142,20 +137,9 @@ Texts load_policy_texts(const RunOptions& options, const PolicyChoice* choice,
 }
 
 CacheOptions cache_options(const RunOptions& options) {
-  CacheOptions cache;
-  const Pruning& pruning = options.pruning;
-  cache.prune = pruning.mode_in_force();
-  cache.prefill = pruning.prefill;
-  cache.chunk = pruning.chunk;
-  cache.threshold = static_cast<float>(pruning.amount.threshold.value_or(0));
-  cache.window = pruning.window;
-  cache.sink = pruning.sink;
+  CacheOptions cache = detail::cache_options(options.pruning);
   cache.trim = options.trim;
   cache.page_rows = options.page_rows;
-  cache.prune_after = pruning.moment;
-  cache.decode_every = pruning.decode.every;
-  cache.decode_keep = pruning.decode.keep.value_or(0);
-  cache.decode_evict_ratio = pruning.decode.evict_ratio.value_or(0);
   return cache;
 }
 

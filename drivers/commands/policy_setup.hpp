@@ -17,9 +17,6 @@
 
 namespace kvzap::driver {
 
-/// Rank 0's ids to all ranks. Collective.
-void broadcast(std::vector<TokenId>& ids, const Communicator& comm);
-
 /// Of all layers, of which the first are used: that is what a policy's files are for.
 ModelConfig whole_config(const ModelSetup& setup);
 

@@ -27,6 +27,21 @@ std::shared_ptr<Surrogate> load_surrogate(const std::string& folder, const Model
       Surrogate::load(folder, whole, setup.partition_of_all_layers, comm.rank(), dtype, comm));
 }
 
+CacheOptions cache_options(const Pruning& pruning) {
+  CacheOptions cache;
+  cache.prune = pruning.mode_in_force();
+  cache.prefill = pruning.prefill;
+  cache.chunk = pruning.chunk;
+  cache.threshold = static_cast<float>(pruning.amount.threshold.value_or(0));
+  cache.window = pruning.window;
+  cache.sink = pruning.sink;
+  cache.prune_after = pruning.moment;
+  cache.decode_every = pruning.decode.every;
+  cache.decode_keep = pruning.decode.keep.value_or(0);
+  cache.decode_evict_ratio = pruning.decode.evict_ratio.value_or(0);
+  return cache;
+}
+
 int ring_rows(int window, std::int64_t longest) {
   constexpr std::int64_t small_ring = 1024;
   return static_cast<int>(std::min<std::int64_t>(window, std::max(small_ring, longest)));

@@ -3,6 +3,7 @@
 
 #include <kvzap/core/communicator.hpp>
 #include <kvzap/core/head_partition.hpp>
+#include <kvzap/engine/pruning.hpp>
 #include <kvzap/engine/surrogate.hpp>
 #include <kvzap/model/model.hpp>
 #include <kvzap/model/model_config.hpp>
@@ -37,6 +38,9 @@ ModelSetup deal_model(const std::string& folder, ModelConfig config, std::int64_
 /// communicate.
 std::shared_ptr<Surrogate> load_surrogate(const std::string& folder, const ModelSetup& setup,
                                           DType dtype, const Communicator& comm);
+
+/// How a pruning fills and prunes a cache, but for the policy, which is to be loaded.
+CacheOptions cache_options(const Pruning& pruning);
 
 /// Rows of the ring for sequences of at most `longest` tokens: a ring much longer than a sequence
 /// would only waste memory, as no pair ever leaves either.

@@ -28,21 +28,6 @@ constexpr const char* system_attribute = "session_system";
 /// Ends an answer on all ranks.
 struct Stopped {};
 
-CacheOptions cache_options(const Pruning& pruning) {
-  CacheOptions cache;
-  cache.prune = pruning.mode_in_force();
-  cache.prefill = pruning.prefill;
-  cache.chunk = pruning.chunk;
-  cache.threshold = static_cast<float>(pruning.amount.threshold.value_or(0));
-  cache.window = pruning.window;
-  cache.sink = pruning.sink;
-  cache.prune_after = pruning.moment;
-  cache.decode_every = pruning.decode.every;
-  cache.decode_keep = pruning.decode.keep.value_or(0);
-  cache.decode_evict_ratio = pruning.decode.evict_ratio.value_or(0);
-  return cache;
-}
-
 template <class T>
 T attribute(const SnapshotInfo& info, const char* name) {
   const auto found = info.further.find(name);
@@ -167,7 +152,7 @@ std::shared_ptr<PolicyChoice> Session::Impl::make_choice() const {
 }
 
 void Session::Impl::with_generator() {
-  CacheOptions cache = cache_options(pruning);
+  CacheOptions cache = detail::cache_options(pruning);
   cache.window = detail::ring_rows(cache.window, setup->config.longest_context());
   std::shared_ptr<Scorer> scorer;
   std::shared_ptr<PolicyChoice> choice;

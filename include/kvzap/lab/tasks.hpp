@@ -9,8 +9,7 @@
 
 namespace kvzap {
 
-/// One prompt of an evaluation, a row of a JSONL file (docs/reference/evaluation.md has the
-/// fields).
+/// One prompt of an evaluation, a row of a JSONL file (docs/reference/tasks.md has the fields).
 struct Task {
   std::string task;     // "niah_single_1"; the file's stem if the row names none
   std::string context;  // may be empty if the question is not

@@ -1,6 +1,6 @@
 // An eviction policy of one's own: half of the context's pairs go by the norms of their values, in
 // prefill of a whole model, and nothing in kvzap has to be changed for it.
-// docs/reference/policies.md walks through it.
+// docs/developers/policies.md explains it.
 #include <Kokkos_Core.hpp>
 #include <cmath>
 #include <cstdio>

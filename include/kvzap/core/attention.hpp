@@ -12,71 +12,82 @@ template <class Value, PageOrder order>
 struct AttentionScratch;
 }
 
-/// Which implementation computes attention. All give the same result up to rounding.
+/// The implementation that computes attention. All give the same result up to rounding.
 enum class AttentionPath {
-  automatic,      // for each span: rows if it has one query token, flash_prefill if it has more
-  rows,           // one pass over the rows of a KV head for all query heads of its group; spans of
-                  // one query token
-  flash_prefill,  // tiles of scores and weighted sums, online softmax; any number of query tokens
-  split_kv,       // what rows is on devices: a kernel over parts of every head's rows; any backend
-  panels,         // what flash_prefill is on devices: batched products over all heads; any backend
-  portable        // plain loops that run on any backend; the reference of the others
+  automatic,  // rows for spans of one query token, flash_prefill for longer spans
+  rows,       // spans of one query token: one pass over a KV head's rows for all query heads of its
+              // group
+  flash_prefill,  // any number of query tokens: tiles of scores and weighted sums, online softmax
+  split_kv,       // the form of `rows` for devices: a kernel over parts of every head's rows; runs
+                  // anywhere
+  panels,         // the form of `flash_prefill` for devices: batched products over all heads; runs
+                  // anywhere
+  portable        // plain loops that run on any backend; the reference for the others
 };
 
-/// One sequence's part of a call: consecutive query tokens, and the rows that they see.
+/// One sequence's part of a call: consecutive query tokens and the rows that they see.
 template <class Value, PageOrder order>
 struct AttentionSpan {
-  /// Every query of the span sees all rows of this.
+  /// Cached rows; every query of the span sees all of them.
   CachedLayer<Value, order> cached;
-  /// Rows first_query .. first_query + queries - 1 of the call's `queries` and `output`.
+  /// The queries are rows first_query .. first_query + queries - 1 of the call's `queries` and
+  /// `output`.
   std::int64_t first_query = 0;
   std::int64_t queries = 1;
-  /// Rows first_new .. first_new + new_rows - 1 of the call's `new_keys` and `new_values`. The
-  /// queries belong to the last `queries` of them; each sees those up to its own.
+  /// The new rows are rows first_new .. first_new + new_rows - 1 of the call's `new_keys` and
+  /// `new_values`. The queries belong to the last `queries` of these rows. Each query sees the new
+  /// rows up to its own.
   std::int64_t first_new = 0;
   std::int64_t new_rows = 1;
 };
 
-/// (token, query head): natural logarithm of the sum of exp of the scaled scores that a query sees.
+/// (token, query head): natural logarithm of the sum of exp over the scaled scores that a query
+/// sees.
 using LogSumExpView = Kokkos::View<float**, Kokkos::LayoutStride, MemorySpace>;
 
-/// What calls of Attention have at most, for Attention::reserve.
+/// Upper bounds on the calls of Attention, for Attention::reserve.
 struct AttentionExtents {
   int kv_heads = 0;                 // of any layer
-  int group = 1;                    // query heads of a KV head
+  int group = 1;                    // query heads per KV head
   int head_dim = 1;                 // dimensions of a head
-  std::int64_t spans = 0;           // of one call
-  std::int64_t tokens = 0;          // query tokens of one call's spans together
+  std::int64_t spans = 0;           // spans of one call
+  std::int64_t tokens = 0;          // query tokens of all spans of one call
   std::int64_t single_rows = 0;     // rows that all heads of all spans of one query token see
   std::int64_t longest_single = 0;  // rows that one head of such a span sees
 };
 
-/// Softmax attention (scaled by 1/sqrt(head_dim)) with grouped query heads, of any mix of spans in
-/// one call. Holds scratch space that repeated calls share: a call allocates only if it needs more
-/// than those before it, and `reserve`, have made room for.
+/// Softmax attention (scaled by 1/sqrt(head_dim)) with grouped query heads, for any mix of spans in
+/// one call. The object holds scratch space and reuses it. A call allocates only if it needs more
+/// than earlier calls and `reserve` have taken.
 ///
 /// Precision, relative to the largest |value| that a query sees: products and sums are accumulated
-/// in float, exp is good to 2 units in the last place, and for scores of order 1 the result is
-/// within 1e-5 of exact arithmetic over the stored rows. For bfloat16 rows on processors with a dot
-/// product of bfloat16 pairs, the paths rows (for token-major pages) and flash_prefill round
-/// queries and exponentials to bfloat16, each by at most 2^-9 of itself; weights are normalized by
-/// the sum of the rounded ones. The result is then within 2 (2^-9 + d), where d = 2^-9 sum_i |q_i
-/// k_i| / sqrt(head_dim) bounds how far the scores move; within 2^-7 for scores of order 1. With
-/// AMX, weights exceed 1 before they are normalized: sums of values beyond 2^80 may overflow.
-/// For half rows on processors with AMX, flash_prefill, and rows where a KV head has 8 query heads
-/// or more, round queries and exponentials too: with AMX's products of half by 2^-11 (as panels
-/// does), with those of bfloat16 alone by 2^-17, and as much again in each product.
+/// in float, and exp is accurate to 2 units in the last place. For scores of order 1 the result is
+/// within 1e-5 of exact arithmetic over the stored rows.
 ///
-/// The path panels rounds queries and exponentials to the type of the rows: as above for bfloat16,
-/// and for half with 2^-11 instead of 2^-9. The path split_kv rounds neither. The log-sum-exp is
-/// that of the scores and exponentials that the path uses: it is off by the same bounds.
+/// bfloat16 rows on processors with a dot product of bfloat16 pairs: the paths rows (for
+/// token-major pages) and flash_prefill round queries and exponentials to bfloat16, each by at most
+/// 2^-9 of its value. Weights are normalized by the sum of the rounded exponentials. The result is
+/// then within 2 (2^-9 + d), where d = 2^-9 sum_i |q_i k_i| / sqrt(head_dim) bounds the change of
+/// the scores. For scores of order 1 this is within 2^-7. With AMX, weights exceed 1 before they
+/// are normalized: sums of values beyond 2^80 may overflow.
 ///
-/// What is not finite means the same on every path. A score (a product of a query and a key) of
-/// -infinity weighs nothing; a query all of whose scores are -infinity gives 0, and -infinity for
-/// its log-sum-exp. A score that is NaN or +infinity makes output and log-sum-exp of its query head
-/// NaN: a NaN in a query reaches that query head's output, one in a key every query that sees its
-/// row, and no other. Values are multiplied by their weights even where those are 0: a NaN in a
-/// value reaches exactly the queries that see its row, in its dimension, and an infinite value
+/// half rows on processors with AMX: flash_prefill rounds queries and exponentials, and so does
+/// rows where a KV head has 8 query heads or more. AMX's products of half round them by 2^-11, as
+/// panels does. AMX with bfloat16 products alone rounds them by 2^-17, and each product by as much
+/// again.
+///
+/// The path panels rounds queries and exponentials to the type of the rows: by the bounds above for
+/// bfloat16, and with 2^-11 instead of 2^-9 for half. The path split_kv rounds neither. The
+/// log-sum-exp is computed from the scores and exponentials that the path uses, so the same bounds
+/// hold for it.
+///
+/// Values that are not finite have the same effect on every path. A score (the product of a query
+/// and a key) of -infinity has weight 0. A query whose scores are all -infinity gives the output 0
+/// and the log-sum-exp -infinity. A score that is NaN or +infinity makes the output and the
+/// log-sum-exp of its query head NaN. So a NaN in a query reaches only that query head's output,
+/// and a NaN in a key reaches every query that sees its row, and no other. Values are multiplied by
+/// their weights even where a weight is 0. So a NaN in a value reaches exactly the queries that see
+/// its row, in its dimension, and an infinite value makes the same elements infinite or NaN.
 /// makes the same elements infinite or NaN.
 template <class Value, PageOrder order>
 class Attention {
@@ -90,39 +101,42 @@ class Attention {
   Attention();
   ~Attention();
 
-  /// output (token, query head, dim) = attention of every span's query tokens over the rows that
-  /// they see. What a span gets does not depend, bit for bit, on the other spans of the call, nor
-  /// on the number of threads.
+  /// Computes attention of every span's query tokens over the rows that they see. The part of one
+  /// span does not depend, bit for bit, on the other spans of the call or on the number of threads.
   ///
   /// queries: (M, query head, dim), after RoPE, unscaled. Query head q reads KV head q / group.
-  /// new_keys, new_values: (C, KV head, dim), with the same strides. The layers have the same heads
-  /// and head_dim. Rows of queries and output that belong to no span are left alone; a span may
-  /// have no queries. With one query, one new row and a filled cache a span is a decode step; with
-  /// as many new rows as queries and an empty cache it is dense causal attention.
-  /// lse: (M, query head), or empty if nobody asks.
-  /// Throws Error on extents or spans that do not fit, or if `path` is rows or split_kv and a span
-  /// has more than one query token.
+  /// new_keys, new_values: (C, KV head, dim), with the same strides.
+  /// output: (M, query head, dim).
+  /// lse: (M, query head), or empty if it is not needed.
+  ///
+  /// The layers of all spans have the same heads and head_dim. Rows of queries and output that
+  /// belong to no span are left unchanged. A span may have no queries. A span with one query, one
+  /// new row and a filled cache is a decode step. A span with as many new rows as queries and an
+  /// empty cache is dense causal attention.
+  /// Throws Error if extents or spans do not fit, or if `path` is rows or split_kv and a span has
+  /// more than one query token.
   void operator()(const ExecutionSpace& exec, const std::vector<Span>& spans,
                   const QueryView& queries, const RowsView& new_keys, const RowsView& new_values,
                   const OutputView& output, AttentionPath path = AttentionPath::automatic,
                   const LogSumExpView& lse = {});
 
-  /// The same for one span: M query tokens over all rows that `cached` holds and over the C new
-  /// rows up to their own; the queries belong to the last M of these, C >= M.
+  /// Computes one span: M query tokens over all rows that `cached` holds and over the C new rows up
+  /// to their own. The queries belong to the last M new rows, so C >= M.
   void operator()(const ExecutionSpace& exec, const Layer& cached, const QueryView& queries,
                   const RowsView& new_keys, const RowsView& new_values, const OutputView& output,
                   AttentionPath path = AttentionPath::automatic, const LogSumExpView& lse = {});
 
-  /// The same for one decode step of B sequences: row b of the output = attention of query row b
-  /// over all rows that cached[b] holds and over new row b, the sequence's own newest.
+  /// Computes one decode step of B sequences. Row b of the output is the attention of query row b
+  /// over all rows that cached[b] holds and over new row b, the newest of the sequence.
   void decode(const ExecutionSpace& exec, const std::vector<Layer>& cached,
               const QueryView& queries, const RowsView& new_keys, const RowsView& new_values,
               const OutputView& output, AttentionPath path = AttentionPath::automatic,
               const LogSumExpView& lse = {});
 
-  /// Makes room for calls of up to these extents with this path: those allocate nothing.
+  /// Allocates scratch space for calls of up to these extents with this path. Such calls then
+  /// allocate nothing.
   void reserve(const AttentionExtents& extents, AttentionPath path = AttentionPath::automatic);
-  /// Bytes that reserve takes for them, if nothing was reserved before.
+  /// Returns the bytes that `reserve` allocates for these extents if nothing was reserved before.
   static std::size_t scratch_bytes(const AttentionExtents& extents,
                                    AttentionPath path = AttentionPath::automatic);
 

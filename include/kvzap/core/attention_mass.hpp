@@ -1,4 +1,4 @@
-// How much attention every pair of a layer gets from chosen queries.
+// The attention that every pair of a layer gets from chosen queries.
 #pragma once
 
 #include <kvzap/core/attention.hpp>
@@ -11,27 +11,29 @@ template <class Value, PageOrder order>
 struct MassScratch;
 }
 
-/// How the probabilities that many queries give a pair become one number.
+/// The reduction of the probabilities that many queries give a pair to one number.
 enum class MassReduction { sum, max };
 
-/// Factors by which probabilities are multiplied before they are reduced, each an empty view for 1;
-/// not negative. KVzip+ has the norm of W_O v of each pair, and 1 over that of each hidden state.
+/// Factors that multiply the probabilities before they are reduced; none may be negative. An empty
+/// view stands for factors of 1. KVzip+ uses the norm of W_O v for each pair and 1 / the norm of
+/// each hidden state.
 struct MassFactors {
-  /// (query head, row): of each row, in the order of the mass.
+  /// (query head, row): the factor of each row, in the row order of the mass.
   Kokkos::View<const float**, Kokkos::LayoutRight, MemorySpace> rows;
-  /// (M): of each query token; 0 leaves a token out, unless a probability of it is NaN.
+  /// (M): the factor of each query token. A factor of 0 leaves a token out, unless one of its
+  /// probabilities is NaN.
   Kokkos::View<const float*, Kokkos::LayoutStride, MemorySpace> queries;
 };
 
-/// A second pass over attention: for each pair of a KV head the sum, or the largest, of the softmax
-/// probabilities that the query heads of its group give it in the tokens of a span. Tile by tile:
-/// scratch space does not grow with the number of rows or tokens. Scores are products of what the
-/// paths flash_prefill and panels multiply, rounded as there; those of other paths differ as
-/// Attention says.
+/// A second pass over attention. For each pair of a KV head it computes the sum or the maximum of
+/// the softmax probabilities that the query heads of its group give it, over the tokens of a span.
+/// It works tile by tile: scratch space does not grow with the number of rows or tokens. Scores are
+/// the products that the paths flash_prefill and panels compute, with the same rounding. Scores of
+/// other paths differ within the bounds that Attention states.
 ///
-/// A query whose log-sum-exp is -infinity contributes nothing. A score of -infinity has the
-/// probability 0. A score, or a log-sum-exp, that is NaN makes the mass of the rows concerned NaN:
-/// after Attention, that of all rows that such a query sees.
+/// A query whose log-sum-exp is -infinity contributes nothing. A score of -infinity has probability
+/// 0. A score or a log-sum-exp that is NaN makes the mass of its rows NaN. After Attention, these
+/// are all rows that the query sees.
 template <class Value, PageOrder order>
 class AttentionMass {
  public:
@@ -43,15 +45,18 @@ class AttentionMass {
   AttentionMass();
   ~AttentionMass();
 
-  /// Takes the probabilities of a span's queries into `mass` (KV head, row), which the caller fills
-  /// with 0 before the first call; the calls of one step's blocks add up, since the rows of a head
-  /// come in the same order: by position (its retained rows, those of the ring, then the span's new
-  /// rows). Columns behind a head's rows are left alone.
+  /// Adds the probabilities of a span's queries to `mass` (KV head, row), or takes their maximum.
+  /// The caller fills `mass` with 0 before the first call. Calls for the blocks of one step
+  /// accumulate, because the rows of a head keep their order, by position: retained rows, ring
+  /// rows, then the span's new rows. Columns behind a head's rows are left unchanged.
   ///
   /// queries: (M, query head, dim), as in Attention. To choose tokens that are not the last ones,
-  /// let the span end with the last of them. new_keys: (C, KV head, dim). lse: (M, query head),
-  /// from Attention. Does not wait for `exec` on devices. Throws Error on extents that do not fit,
-  /// such as a mass with fewer columns than the longest head may have rows.
+  /// let the span end with the last of them.
+  /// new_keys: (C, KV head, dim).
+  /// lse: (M, query head), from Attention.
+  ///
+  /// Does not wait for `exec` on devices. Throws Error if extents do not fit, for example a mass
+  /// with fewer columns than the longest head has rows.
   void operator()(const ExecutionSpace& exec, const Span& span, const QueryView& queries,
                   const RowsView& new_keys, const LogSumExpView& lse, MassReduction reduction,
                   const MassView& mass, const MassFactors& factors = {});

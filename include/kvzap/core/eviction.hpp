@@ -1,27 +1,28 @@
-// The verdict on a key-value pair: which scores evict.
+// The rules that decide from a score whether a key-value pair is evicted.
 #pragma once
 
 #include <kvzap/core/types.hpp>
 
 namespace kvzap {
 
-/// KVzap's rule (arXiv 2601.07891, section 3): a pair whose predicted log KVzip+ score is below the
-/// threshold is evicted once it has left the sliding window.
+/// KVzap's rule (arXiv 2601.07891, section 3): once a pair has left the sliding window, it is
+/// evicted if its predicted log KVzip+ score is below the threshold.
 struct EvictionRule {
   /// Log score below which a pair is evicted.
   float threshold = 0;
   /// The first `sink` positions are never evicted (attention sinks).
   std::int64_t sink = 0;
-  /// When false, pairs leave the window unjudged and are all kept.
+  /// When false, every pair stays and none is judged.
   bool judge = false;
 
-  /// Keeps every pair.
+  /// Returns the rule that keeps every pair.
   static EvictionRule keep_all() { return {}; }
 
-  /// Whether the pair at `position` stays. A NaN or infinite score keeps its pair: a surrogate that
-  /// breaks down must not cost the model its context.
+  /// Returns whether the pair at `position` stays. A NaN or infinite score keeps its pair: a
+  /// surrogate that breaks down must not cost the model its context.
   KOKKOS_INLINE_FUNCTION bool keeps(float score, std::int64_t position) const {
-    // Without branches: kept and evicted pairs alternate at random, and none would be predicted.
+    // Without branches: kept and evicted pairs alternate at random, so branches would be
+    // mispredicted.
     return static_cast<bool>(static_cast<int>(!judge) | static_cast<int>(position < sink) |
                              static_cast<int>(!is_finite(score)) |
                              static_cast<int>(score >= threshold));
@@ -32,8 +33,9 @@ struct EvictionRule {
   }
 };
 
-/// A second verdict on the rows of a head, by what they score: those that score above `score` stay;
-/// of those equal to it the `ties` oldest; NaN and infinite scores stay (and are counted).
+/// A second verdict on the rows of a head, by score. Rows with a score above `score` stay. Of the
+/// rows with a score equal to it, the `ties` oldest stay. Rows with NaN or infinite scores stay and
+/// are counted.
 struct Cutoff {
   float score = 0;
   std::int64_t ties = 0;
@@ -41,9 +43,9 @@ struct Cutoff {
 
 /// Rows that no cutoff evicts.
 struct EvictOptions {
-  /// Positions below this stay.
+  /// Rows at positions below this stay.
   std::int64_t sink = 0;
-  /// The so many newest tokens stay.
+  /// The rows of this many newest tokens stay.
   std::int64_t recent = 0;
 };
 

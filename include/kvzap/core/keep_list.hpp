@@ -1,5 +1,5 @@
-// Pruning of keys and values that lie in views of the caller: scores in, list of the kept pairs and
-// compacted rows out. For engines that have a cache of their own; KVCache prunes itself.
+// Pruning of keys and values in the caller's own views: scores in, list of the kept pairs and
+// compacted rows out. For engines that have their own cache; KVCache prunes itself.
 #pragma once
 
 #include <cstdint>
@@ -10,17 +10,17 @@
 
 namespace kvzap {
 
-/// The tokens that each KV head keeps, head after head: those of head h are tokens(offsets(h)) …
+/// The tokens that each KV head keeps, head after head. Head h keeps tokens(offsets(h)) …
 /// tokens(offsets(h + 1) - 1), ascending.
 template <class Space = MemorySpace>
 struct KeepList {
   Kokkos::View<std::int64_t*, Space> offsets;  // (heads + 1)
   Kokkos::View<std::int64_t*, Space> tokens;   // (rows), index into the scores' second extent
-  Kokkos::View<std::int32_t*, Space> heads;    // (rows), whose row it is
-  std::int64_t extent = 0;                     // tokens that there were
-  std::int64_t rows = 0;                       // kept, over all heads
+  Kokkos::View<std::int32_t*, Space> heads;    // (rows), KV head of each row
+  std::int64_t extent = 0;                     // number of tokens before pruning
+  std::int64_t rows = 0;                       // kept rows, over all heads
   std::int64_t judged = 0;                     // pairs that the rule was applied to
-  std::int64_t non_finite = 0;  // of those, kept because the score is NaN or infinite
+  std::int64_t non_finite = 0;  // judged pairs kept because the score is NaN or infinite
 };
 
 namespace detail {
@@ -31,12 +31,14 @@ inline void check_keep_list(bool good, const char* function, const std::string& 
 
 }  // namespace detail
 
-/// Judges every pair of T tokens and lists the ones that stay.
+/// Judges every pair of T tokens and lists the pairs that stay.
 ///
-/// scores: (head, token), any layout, convertible to float; token t is at position `first` + t,
-/// which decides what a sink protects. The last `window` tokens are kept unjudged, however many
-/// there are. `heads` and T may be 0. Two kernels and one read of a count by the host; work is
-/// spread over (head, token), so that heads of very different lengths do not matter.
+/// scores: (head, token), any layout, convertible to float. Token t is at position `first` + t; the
+/// sink protects positions. The last `window` tokens (or all T, if there are fewer) stay unjudged.
+/// The number of heads and T may be 0.
+///
+/// Runs two kernels, and the host waits to read one count. Work is spread over (head, token), so
+/// heads of very different lengths do not slow it down. Allocates the list.
 ///
 /// Throws Error if `window` or `first` is negative.
 template <class Exec, class Scores>

@@ -1,4 +1,4 @@
-// Weights of a linear map, laid out as the matrix products want them.
+// Weights of a linear map, in the layouts that the matrix products read.
 #pragma once
 
 #include <kvzap/core/types.hpp>
@@ -6,11 +6,11 @@
 
 namespace kvzap {
 
-/// Weights W (outputs n, inputs k) of y = x W^T, either as torch.nn.Linear has them, row after row,
-/// or packed once at load: in blocks of 64 outputs, within a block input after input (bf16: pair of
-/// inputs after pair), each of all 64 outputs together, padded with zeros to whole blocks of 64
-/// outputs and 16 inputs (bf16: 32). Products with packed weights need no rearrangement, whether
-/// for one row of x or for thousands.
+/// Weights W (outputs n, inputs k) of y = x W^T, in one of two layouts. The rows layout is that of
+/// torch.nn.Linear: row after row. The packed layout is made once at load. It consists of blocks of
+/// 64 outputs; a block stores input after input (bf16: pair of inputs after pair), each for all 64
+/// outputs. It is padded with zeros to whole blocks of 64 outputs and 16 inputs (bf16: 32).
+/// Products with packed weights rearrange nothing, whether x has one row or thousands.
 template <class Value>
 class LinearWeights {
  public:
@@ -40,7 +40,7 @@ class LinearWeights {
   /// (n, k); empty if packed.
   const Rows& rows() const { return m_rows; }
   const Packed& packed() const { return m_packed; }
-  /// Bytes held, padding included.
+  /// Returns the bytes held, padding included.
   std::size_t bytes() const { return (m_rows.size() + m_packed.size()) * sizeof(Value); }
 
  private:

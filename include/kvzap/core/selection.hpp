@@ -1,4 +1,4 @@
-// Which scores are the largest of many heads, of a layer, or of a whole model, over ranks.
+// Selection of the largest scores of heads, of a layer or of a whole model, over ranks.
 #pragma once
 
 #include <cstdint>
@@ -9,35 +9,35 @@
 
 namespace kvzap {
 
-/// The scores of one KV head of one layer, and what they compete with.
+/// The scores of one KV head of one layer, and the pool in which they compete.
 struct ScoreSegment {
   /// (row), in order of position; may be empty.
   Kokkos::View<const float*, Kokkos::LayoutStride, MemorySpace> scores;
-  /// The segments of one pool, on whichever ranks, compete for the same places.
+  /// Segments of the same pool compete with each other, whichever ranks they are on.
   std::int64_t pool = 0;
-  /// The segment's place among those of its pool, for ties: layer * KV heads + KV head, say. No two
-  /// segments of a pool have the same.
+  /// Rank of the segment within its pool for ties, for example layer * KV heads + KV head. Two
+  /// segments of a pool must not have the same order.
   std::int64_t order = 0;
 };
 
-/// Exact selection of the largest scores of each pool: where to cut each of this rank's segments
-/// `mine` so that `keep_of_pool[p]` rows of pool p stay, over all ranks and segments. The k-th
-/// largest score is found by three passes over the scores' bits; what is summed over ranks are
-/// counts, so that the result depends neither on the number of ranks, nor on where segments are or
-/// in which order they are given.
+/// Selects the largest scores of each pool, exactly. It computes the cutoff of each of this rank's
+/// segments `mine` such that `keep_of_pool[p]` rows of pool p stay, over all ranks and segments.
+/// Three passes over the bits of the scores find the k-th largest score. Ranks add up counts alone.
+/// So the result does not depend on the number of ranks, on the placement of segments or on their
+/// order in `mine`.
 ///
 /// Ties stay in order of (segment's order, position). Zero and negative zero are equal. As in
-/// EvictionRule, a score that is NaN or infinite, of either sign, is no number to judge by: it
-/// counts as larger than all others and stays, even if that makes more than `keep_of_pool[p]`. So
-/// the rows that stay are max(keep, scores that are NaN or infinite), and those of a larger `keep`
-/// include those of a smaller one.
+/// EvictionRule, a score that is NaN or infinite, of either sign, cannot be judged. It counts as
+/// larger than all others and stays, even if more than `keep_of_pool[p]` rows stay then. So the
+/// number of rows that stay is max(keep, number of NaN or infinite scores), and a larger `keep`
+/// keeps all rows of a smaller one.
 ///
-/// Returns a Cutoff for each of `mine`; where no finite score stays, it is {infinity, 0}.
-/// Collective, with the same `keep_of_pool` on every rank; a rank may have no segments. Pools
-/// whose segments all lie on one rank cost no communication but the call's exchange of extents and
-/// one agreement. Waits for `exec`. Throws AgreedError if `keep_of_pool` differs over ranks or is
-/// not within [0, rows of the pool], a pool is not in it, or two segments of a pool have the same
-/// order.
+/// Returns a Cutoff for each segment in `mine`; {infinity, 0} where no finite score stays.
+/// Collective, with the same `keep_of_pool` on every rank; a rank may have no segments. If each
+/// pool's segments are all on one rank, the call communicates only to exchange extents and for one
+/// agreement. Waits for `exec`. Allocates.
+/// Throws AgreedError if `keep_of_pool` differs over ranks or is not within [0, rows of the pool],
+/// if a segment's pool is not in it, or if two segments of a pool have the same order.
 std::vector<Cutoff> select_top(const ExecutionSpace& exec, const Communicator& comm,
                                const std::vector<ScoreSegment>& mine,
                                const std::vector<std::int64_t>& keep_of_pool);

@@ -1,22 +1,23 @@
-// How many threads a process computes on.
+// The number of threads that a process computes on.
 #pragma once
 
 #include <kvzap/core/communicator.hpp>
 
 namespace kvzap {
 
-/// Threads on which loops of hosts run from now on, and BLAS' and oneDNN's products that this
-/// thread starts; 1 at first. Results do not depend on it. Not while anything of this library runs,
-/// and before the first engine: what has been made keeps room for as many threads as there were.
-/// Where Kokkos' host backend has threads of its own (OpenMP, Threads), and in builds without
-/// OpenMP, products alone follow. Throws Error unless threads >= 1.
+/// Sets the number of threads for loops on the host, and for products of BLAS and oneDNN that this
+/// thread starts. It is 1 at first. Results do not depend on it. Call this function before the
+/// first engine is made, because objects allocate scratch space for the current number of threads.
+/// Do not call it while any function of this library runs. Where Kokkos' host backend has its own
+/// threads (OpenMP, Threads), and in builds without OpenMP, it affects products alone. Throws Error
+/// unless threads >= 1.
 void set_threads(int threads);
-/// Threads on which loops of hosts run.
+/// Returns the number of threads for loops on the host.
 int threads();
 
-/// Cores that this rank may use: its share of those that it is bound to, among the ranks of its
-/// node that may use one of them too; a container's quota may leave fewer. OMP_NUM_THREADS where
-/// that is set. At least 1. Collective.
+/// Returns the number of cores that this rank may use, at least 1. If OMP_NUM_THREADS is set, it
+/// decides. Otherwise the cores that the rank is bound to are divided among the ranks on its node
+/// that share any of them; a container's quota may reduce the result. Collective.
 int threads_of_rank(const Communicator& comm);
 
 }  // namespace kvzap

@@ -1,4 +1,4 @@
-// Value types, storage orders and the error type that every other header builds on.
+// Value types, storage orders and the error type that all other headers use.
 #pragma once
 
 #include <Kokkos_Core.hpp>
@@ -8,11 +8,12 @@
 #include <string>
 #include <string_view>
 
-/// A KV cache whose evicted pairs are really freed, and a decoder over it.
+/// A KV cache that frees the memory of evicted pairs, and a decoder over it.
 namespace kvzap {
 
-/// What went wrong, in which file and field, what was expected and what was found. Thrown by every
-/// public function that can fail; the driver prints what() on rank 0 and exits non-zero.
+/// An error: the fault, the file and field, what was expected and what was found. Every public
+/// function that can fail throws it. The program prints what() on rank 0 and exits with a non-zero
+/// status.
 class Error : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -31,8 +32,8 @@ KOKKOS_INLINE_FUNCTION float bits_float(std::uint32_t bits) {
 }
 }  // namespace detail
 
-/// 16-bit brain floating point: the upper half of an IEEE binary32. Kokkos 3.4 has no such type,
-/// and storing one never needs more than these conversions: arithmetic is done in float.
+/// 16-bit brain floating point: the upper half of an IEEE binary32. Kokkos 3.4 has no such type. It
+/// is a storage type with conversions only: arithmetic uses float.
 struct bfloat16 {
   std::uint16_t bits;
 
@@ -46,7 +47,7 @@ struct bfloat16 {
       bits = static_cast<std::uint16_t>((word + 0x7fffu + ((word >> 16) & 1u)) >> 16);
     }
   }
-  // Implicit, as it loses nothing. NOLINTNEXTLINE(google-explicit-constructor)
+  // Implicit, because it is exact. NOLINTNEXTLINE(google-explicit-constructor)
   KOKKOS_INLINE_FUNCTION operator float() const {
     return detail::bits_float(static_cast<std::uint32_t>(bits) << 16);
   }
@@ -57,7 +58,7 @@ struct half {
   std::uint16_t bits;
 
   half() = default;
-  /// Rounds to nearest even; overflow gives infinity, NaN stays NaN.
+  /// Rounds to nearest even; overflow gives infinity; NaN stays NaN.
   KOKKOS_INLINE_FUNCTION explicit half(float value) {
     const std::uint32_t word = detail::float_bits(value);
     const std::uint32_t sign = (word >> 16) & 0x8000u;
@@ -74,11 +75,11 @@ struct half {
       bits = static_cast<std::uint16_t>(sign | ((magnitude - 0x38000000u + 0xfffu + odd) >> 13));
     }
   }
-  // Implicit, as it loses nothing. NOLINTNEXTLINE(google-explicit-constructor)
+  // Implicit, because it is exact. NOLINTNEXTLINE(google-explicit-constructor)
   KOKKOS_INLINE_FUNCTION operator float() const {
-    // The exponent is moved up by a multiplication that is exact, subnormals included; infinity and
-    // NaN (all exponent bits set) need theirs filled in. Written without branches so that loops
-    // over rows vectorize.
+    // A multiplication moves the exponent up. It is exact, subnormals included. Infinity and NaN
+    // (all exponent bits set) need their exponent filled in. No branches, so that loops over rows
+    // vectorize.
     const std::uint32_t sign = static_cast<std::uint32_t>(bits & 0x8000u) << 16;
     const std::uint32_t magnitude = static_cast<std::uint32_t>(bits & 0x7fffu) << 13;
     const std::uint32_t special = (bits & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u;
@@ -87,14 +88,14 @@ struct half {
   }
 };
 
-/// Value type of weights and of cached keys and values; arithmetic is always accumulated in float.
+/// Value type of weights and of cached keys and values. Arithmetic always accumulates in float.
 enum class DType { f32, f16, bf16 };
 
-/// Bytes of one value: 4, 2 or 2.
+/// Returns the bytes of one value: 4, 2 or 2.
 std::size_t size_of(DType dtype);
-/// "f32", "f16" or "bf16".
+/// Returns "f32", "f16" or "bf16".
 std::string_view name_of(DType dtype);
-/// Inverse of name_of. Throws Error for any other text.
+/// Returns the type with this name. Throws Error for any other text.
 DType dtype_from_name(std::string_view name);
 
 /// The DType of a C++ type.
@@ -116,12 +117,12 @@ struct DTypeOf<bfloat16> {
   static constexpr DType value = DType::bf16;
 };
 
-/// How the rows of one page lie in memory: row after row, or dimension after dimension.
+/// Layout of the rows of one page: row after row, or dimension after dimension.
 enum class PageOrder { token_major, dim_major };
 
-/// Where kernels run: Kokkos' default.
+/// The execution space of kernels: Kokkos' default.
 using ExecutionSpace = Kokkos::DefaultExecutionSpace;
-/// Where weights, pages and activations are.
+/// The memory space of weights, pages and activations.
 using MemorySpace = ExecutionSpace::memory_space;
 
 /// Token id; ids are below 2^31 in every published vocabulary.

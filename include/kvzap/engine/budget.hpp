@@ -1,4 +1,4 @@
-// How many rows stay, and which: the second of the three parts of an eviction policy.
+// The number and choice of the rows that stay: the second of the three parts of an eviction policy.
 #pragma once
 
 #include <cstdint>
@@ -9,29 +9,29 @@
 
 namespace kvzap {
 
-/// Scores of one layer's heads on this rank, and where to put the verdict on each row.
+/// Scores of one layer's heads on this rank, and the view for the verdict on each row.
 struct ScoredLayer {
   int layer = 0;
-  /// (head on this rank): number of each in the model.
+  /// (head on this rank): index of each head in the model.
   std::vector<int> heads;
-  /// (head on this rank): rows of each.
+  /// (head on this rank): number of rows of each head.
   std::vector<std::int64_t> rows;
-  /// (head on this rank, row), rows by position.
+  /// (head on this rank, row): scores, rows by position.
   Kokkos::View<const float**, Kokkos::LayoutStride, MemorySpace> scores;
   /// (head on this rank, row): 1 where the row stays. Same extents as the scores.
   Kokkos::View<std::uint8_t**, Kokkos::LayoutRight, MemorySpace> keep;
 };
 
-/// Which scores stay: the top share of a pool of rows. Counts follow kvpress: a head of n tokens
-/// keeps max(1, floor(n (1 - evict_ratio))).
+/// The number of rows that stay: the top share of a pool of rows. Counts follow kvpress: a head of
+/// n tokens keeps max(1, floor(n (1 - evict_ratio))).
 struct Budget {
-  /// Rows that compete for the same places.
+  /// The set of rows that compete with each other.
   enum class Pool {
-    head,   // those of a head: every head keeps as many
-    layer,  // those of all heads of a layer ("ada", arXiv 2407.11550)
-    model   // those of all layers ("global")
+    head,   // rows of one head: every head keeps the same number
+    layer,  // rows of all heads of a layer ("ada", arXiv 2407.11550)
+    model   // rows of all layers ("global")
   };
-  /// What is given; none: no budget, a threshold decides.
+  /// The unit of the amount; none: no budget, a threshold decides.
   enum class Amount { none, evict_ratio, keep_tokens, bytes };
 
   Amount amount = Amount::none;
@@ -39,57 +39,62 @@ struct Budget {
   std::int64_t keep_tokens = 0;  // rows per head
   std::int64_t bytes = 0;        // of keys and values, over all layers and ranks
   Pool pool = Pool::head;
-  /// Pool::layer, Pool::model: every head keeps at least this share of what Pool::head would keep,
-  /// and one row if the share is not 0.
+  /// Pool::layer, Pool::model: every head keeps at least this share of the rows that Pool::head
+  /// would keep for it, and at least one row if the share is not 0.
   double safeguard = 0.2;
-  /// Pool::layer, Pool::model: the evict ratio is of the pool's rows, of which floor(rows * ratio)
-  /// go (kvpress' KVzip and FastKVzip), instead of heads times what a head would keep (its AdaKV).
+  /// Pool::layer, Pool::model: the evict ratio counts the pool's rows, and floor(rows * ratio) are
+  /// evicted (kvpress' KVzip and FastKVzip). Otherwise the pool keeps heads times the rows that one
+  /// head would keep (kvpress' AdaKV).
   bool counts_pools = false;
-  /// Evict ratio of each layer; empty: the same for all ("per-layer").
+  /// Evict ratio of each layer; empty: the same for all layers ("per-layer").
   std::vector<double> layer_ratios;
-  /// Whether the budget falls with depth ("pyramid", arXiv 2406.02069), from 1 - 1/beta above the
-  /// mean to as much below it; `window` rows are never part of the fall.
+  /// Whether the budget decreases with depth ("pyramid", arXiv 2406.02069), from 1 - 1/beta above
+  /// the mean to the same amount below it. The decrease excludes `pyramid_window` rows.
   bool pyramid = false;
   std::int64_t pyramid_window = 64;
   double pyramid_beta = 20;
-  /// Rows of a part of the sequence that has a budget of its own (kvpress' ChunkPress); 0: whole.
+  /// Rows of one part of the sequence, each with its own budget (kvpress' ChunkPress); 0: no parts.
   std::int64_t chunk = 0;
-  /// Rows that stay or go together, in all heads of a layer (ChunkKV, arXiv 2502.00299); 0: each
-  /// row by itself.
+  /// Rows that stay or are evicted together, in all heads of a layer (ChunkKV, arXiv 2502.00299);
+  /// 0: each row by itself.
   std::int64_t group = 0;
 
-  /// What counts are made of.
+  /// The sizes of the model that counts depend on.
   struct Model {
     int layers = 1;
-    int kv_heads = 1;            // of a layer, over all ranks
+    int kv_heads = 1;            // of one layer, over all ranks
     std::int64_t row_bytes = 1;  // key and value of one row of one head
   };
 
   bool has_amount() const { return amount != Amount::none; }
-  /// "evict ratio 0.5", "1024 tokens", "1000000 bytes", or "own".
+  /// Returns "evict ratio 0.5", "1024 tokens", "1000000 bytes" or "own".
   std::string text() const;
-  /// Whether a layer's rows can be chosen without the others' scores.
+  /// Returns whether the rows of a layer can be chosen without the scores of other layers.
   bool by_layer() const { return pool != Pool::model; }
-  /// Rows that a head of `layer` keeps of the `tokens` that its sequence has seen (the mean over
-  /// heads where they compete, rounded down); not more than that. Throws Error if the budget is
-  /// below the least possible, naming it.
+  /// Returns the rows that a head of `layer` keeps when its sequence has seen `tokens` tokens; at
+  /// most `tokens`. Where heads compete this is the mean over heads, rounded down. Throws Error
+  /// that names the smallest possible budget if this one is smaller.
   std::int64_t rows_per_head(const Model& model, int layer, std::int64_t tokens) const;
-  /// Of the rows [begin, end) of a head's `rows` (one part of them, see `chunk`), how many stay.
+  /// Returns the number of rows that stay of the rows [begin, end) of a head with `rows` rows. This
+  /// range is one part of the sequence, see `chunk`.
   std::int64_t rows_of_part(const Model& model, int layer, std::int64_t tokens, std::int64_t rows,
                             std::int64_t begin, std::int64_t end) const;
-  /// Rows that stay in any case of a head that would keep `rows` if it had not to compete.
+  /// Returns the rows that the safeguard keeps of a head that would keep `rows` without
+  /// competition.
   std::int64_t safe_rows(std::int64_t rows) const;
 
-  /// Fills `keep` of all layers: any number of them if by_layer(), else all of the model. Exact, by
-  /// order of (score, head, position), the oldest of equal ones first; the same for any number of
-  /// ranks and any placement of heads. Scores that are NaN or infinite stay, even beyond the
-  /// budget. A head or pool that has fewer rows than the budget allows, since some of the
-  /// sequence's went before, keeps them all. What stands behind a head's rows in `keep` is not
-  /// written.
+  /// Chooses the rows that stay: fills `keep` of all layers. `layers` are any number of layers if
+  /// by_layer(), else all layers of the model. `tokens`: tokens that the sequence has seen.
   ///
-  /// Collective, with the same layers on every rank, unless heads do not compete (Pool::head
-  /// without `group`): then nothing is communicated. Waits for `exec`. Throws Error if the budget
-  /// is below the least possible or parts of it contradict each other.
+  /// The choice is exact, in the order of (score, head, position); of equal scores the oldest stay.
+  /// It is the same for any number of ranks and any placement of heads. Scores that are NaN or
+  /// infinite stay, even beyond the budget. A head or pool with fewer rows than the budget keeps
+  /// them all; this happens when earlier steps have evicted rows. Columns of `keep` behind a head's
+  /// rows are not written.
+  ///
+  /// Collective, with the same layers on every rank. If heads do not compete (Pool::head without
+  /// `group`), it communicates nothing. Waits for `exec`. Allocates. Throws Error if the budget is
+  /// smaller than the smallest possible one, or if parts of it contradict each other.
   void choose(const ExecutionSpace& exec, const Communicator& comm, const Model& model,
               std::int64_t tokens, const std::vector<ScoredLayer>& layers) const;
 };

@@ -1,5 +1,5 @@
-// One context, many ways to prune it: the model reads the context once, every setting scores it,
-// and the answers of all settings are generated side by side.
+// Comparison of several prunings of one context. The model reads the context once, every setting
+// scores it, and the answers of all settings are generated in one batch.
 #pragma once
 
 #include <cstdint>
@@ -12,81 +12,81 @@
 
 namespace kvzap {
 
-/// What settings can share of the context's prefill.
+/// The part of the prefill that a setting shares with others.
 enum class PrefillShare {
   context,  // one dense prefill of the context
   whole,    // one dense prefill of context and question together
-  none      // a prefill of their own
+  none      // nothing: each setting has its own prefill
 };
-/// What a setting shares; a full cache shares the context's prefill.
+/// Returns the part that a setting shares. A full cache shares the context's prefill.
 PrefillShare prefill_share(const PruneSetting& setting);
 
-/// What became of one setting.
+/// The answers under one setting.
 struct SettingAnswer {
-  /// One a try.
+  /// Token ids of each try.
   std::vector<std::vector<TokenId>> tokens;
   std::vector<StopReason> stop_reasons;
-  /// After pruning and the question, before the first generated token; bytes and seconds are those
-  /// of this setting alone: full_bytes, live_bytes, score_seconds (what scored the context, shared
-  /// with other settings or not) and prune_seconds.
+  /// The cache after pruning and the question, before the first generated token. These fields are
+  /// of this setting alone: full_bytes, live_bytes, score_seconds (the scoring of the context, even
+  /// if other settings share it) and prune_seconds.
   CacheReport pruned;
-  /// The same at the end of the first try: with the question's rows and those generated, of which
-  /// PruneMode::always has evicted some.
+  /// The cache at the end of the first try, with the rows of the question and of the generated
+  /// tokens. With PruneMode::always some of them have been evicted.
   CacheReport cache;
-  /// Log probabilities (natural) of the continuation's tokens, if one was given.
+  /// Log probabilities (natural) of the continuation's tokens, if a continuation was given.
   std::vector<double> log_probabilities;
-  /// The shared prefill of the group it belongs to, without what only others needed, and its own
-  /// scoring and pruning.
+  /// Seconds of the group's shared prefill without the scoring for other settings, plus the scoring
+  /// and pruning of this setting.
   double prefill_seconds = 0;
-  /// Its share of the steps after, the question's included: a step's time is divided evenly among
-  /// its sequences. Of all tries.
+  /// Seconds of this setting in the later steps, the question's included, over all tries. The time
+  /// of a step is divided evenly among its sequences.
   double decode_seconds = 0;
 };
 
-/// How a question is answered under every setting.
+/// Options for the answers to one question.
 struct ComparisonOptions {
   std::int64_t max_new_tokens = 128;
   std::vector<TokenId> stop_ids;
-  /// Positions that may be used at all; 0: no limit.
+  /// Largest number of positions in a sequence; 0: no limit.
   std::int64_t max_tokens = 0;
   SamplingOptions sampling;
-  /// Answers drawn for each setting; the seed of try t is sampling.seed + t. Without a temperature
-  /// all are the first one.
+  /// Answers drawn for each setting. The seed of try t is sampling.seed + t. Without a temperature
+  /// all tries equal the first one.
   int tries = 1;
-  /// Instead of generating, these tokens are fed and their likelihood taken, as far as max_tokens
-  /// lets them.
+  /// If not empty, these tokens are fed instead of generated ones, and their likelihood is
+  /// measured, up to max_tokens.
   std::vector<TokenId> continuation;
 };
 
-/// Reads a context once for many settings and answers questions under each of them, with the rows
-/// and the tokens that a Generator with an engine of the setting alone has (what is equal up to the
-/// rounding of sums aside).
+/// Reads a context once for many settings and answers questions under each of them. Rows and tokens
+/// equal those of a Generator whose engine has the setting alone, up to the rounding of sums.
 ///
-/// The context's rows stay as long as it is at hand, beside 4 bytes a row and KV head for each
-/// policy that is not another's equal; where policies look at the question, its rows and theirs
-/// exist once more while they answer. Every setting's answer is generated from a fork, of which it
-/// evicts its rows: so many sequences together as `batch` allows, and half as many each time that
-/// the engine (CacheOptions::kv_limit) has no memory for them. What is free between contexts stays
-/// in the engine's pool (Engine::trim hands it back).
+/// The context's rows stay in memory while the context is in use. In addition, each distinct policy
+/// takes 4 bytes per row and KV head. Where policies depend on the question, their prefill of
+/// context and question takes memory once more while they answer. The answer of each setting is
+/// generated from a fork that evicts its own rows. Up to `batch` sequences run together. If the
+/// engine runs out of memory (CacheOptions::kv_limit), it halves that number. Memory that is free
+/// between contexts stays in the engine's pool; Engine::trim releases it.
 ///
-/// All ranks make the same calls in the same order.
+/// Every rank must make the same calls in the same order.
 class Comparison {
  public:
-  /// `engine` prunes nothing by itself (CacheOptions::prune is none); its window, sink and chunk
-  /// are every setting's. `batch`: sequences that generate together at most; 0: as many as there
-  /// are. Policies that learn from texts have been calibrated. Throws Error for a setting that an
-  /// engine of its own would refuse, naming it.
+  /// `engine` must not prune by itself (CacheOptions::prune is none). Its window, sink and chunk
+  /// apply to every setting. `batch`: largest number of sequences that generate together; 0: no
+  /// limit. Policies that learn from texts must have been calibrated. Throws Error that names the
+  /// setting if an engine with this setting alone would refuse it.
   Comparison(std::unique_ptr<Engine> engine, std::vector<PruneSetting> settings,
              std::int64_t batch = 0);
   ~Comparison();
 
-  /// Reads a context, and forgets the one before. Throws what Engine::step throws; no context is at
-  /// hand then. `progress` gets "prefill" and "repeat".
+  /// Reads a context and forgets the one before. `progress` receives "prefill" and "repeat". Throws
+  /// the errors of Engine::step; then there is no context.
   void prefill(const std::vector<TokenId>& context, const ProgressCallback& progress = {});
-  /// Answers a question about it (possibly empty: the answer then continues the context) under
-  /// every setting, in their order; may be called again. `progress` gets "answer" and answers.
-  /// Throws AgreedOutOfMemory where there is no room for a single setting, what Engine::step
-  /// throws, and AgreedError where logits are not finite.
+  /// Answers a question about the context under every setting. Returns the answers in the order of
+  /// the settings. If the question is empty, the answer continues the context. May be called again.
+  /// `progress` receives "answer" and the number of answers. Throws AgreedOutOfMemory if there is
+  /// no memory for even one setting, AgreedError if logits are not finite, and the errors of
+  /// Engine::step.
   std::vector<SettingAnswer> answer(const std::vector<TokenId>& question,
                                     const ComparisonOptions& options,
                                     const ProgressCallback& progress = {});

@@ -1,4 +1,5 @@
-// One step of the transformer: new tokens through all layers, their pairs into the cache.
+// One step of the transformer: it runs new tokens through all layers and appends their pairs to the
+// cache.
 #pragma once
 
 #include <exception>
@@ -14,57 +15,61 @@
 
 namespace kvzap {
 
-/// Sees what passes through a step: training data for surrogates, and tests. Called on every rank.
+/// Receives the intermediate values of a step, for training surrogates and for tests. Called on
+/// every rank.
 class StepObserver {
  public:
   using HiddenView = Kokkos::View<const float**, Kokkos::LayoutRight, MemorySpace>;
   using ScoresView = Kokkos::View<const float**, Kokkos::LayoutStride, MemorySpace>;
   virtual ~StepObserver() = default;
-  /// hidden (token, hidden_size) enters attention of `layer`: consecutive tokens of one sequence,
-  /// of which the first has position `first`.
+  /// Receives the input of attention of `layer`. hidden: (token, hidden_size), consecutive tokens
+  /// of one sequence; the first has position `first`.
   virtual void attention_input(SequenceId /*sequence*/, int /*layer*/, std::int64_t /*first*/,
                                const HiddenView& /*hidden*/) {}
-  /// scores (head on this rank, token) of a span's tokens, from position `first` on.
+  /// Receives the scores (head on this rank, token) of a span's tokens, from position `first` on.
   virtual void scores(SequenceId /*sequence*/, int /*layer*/, std::int64_t /*first*/,
                       const ScoresView& /*scores*/) {}
 };
 
-/// A rank had no memory for a step; every rank throws this, and no sequence has changed anywhere.
-/// The step can be tried again once memory has been freed: a sequence, or pages by eviction.
+/// A rank had no memory for a step. Every rank throws this, and no sequence has changed on any
+/// rank. The caller can retry after it has freed memory: a sequence, or pages by eviction.
 class StepOutOfMemory : public AgreedOutOfMemory {
  public:
   using AgreedOutOfMemory::AgreedOutOfMemory;
 };
 
-/// How the caches of decoders store rows. Callers of KVCache and Attention choose for themselves.
+/// Page layout of the decoders' caches. Direct users of KVCache and Attention choose their own.
 inline constexpr PageOrder engine_page_order = PageOrder::token_major;
 
-/// The forward pass of Qwen3, Qwen2, Llama and Mistral decoders over a ragged cache, on one rank's
-/// share of the heads. All ranks call step with the same arguments.
+/// The forward pass of Qwen3, Qwen2, Llama and Mistral decoders over a ragged cache, for one rank's
+/// share of the heads. Every rank must call step with the same arguments.
 template <class Value>
 class Decoder {
  public:
   using Cache = KVCache<Value, engine_page_order>;
 
-  /// `window` and `page_rows` shape the cache. The scorer may be absent; then no step may score.
-  /// model, scorer and meter outlive the decoder.
+  /// Makes a decoder with an empty cache of this `window` and `page_rows`. `scorer` may be null;
+  /// then no step may score. `meter` counts the memory of the cache; it may be null. model, scorer
+  /// and meter must outlive the decoder.
   Decoder(const Model<Value>& model, Scorer* scorer, const Communicator& comm, int window,
           int page_rows, MemoryMeter* meter = nullptr);
   ~Decoder();
 
-  /// Runs the batch's tokens through the model, layer by layer. In each layer the tokens of a span
-  /// attend to what their sequence's cache holds and to one another causally; then their pairs are
-  /// appended under the span's rule. Beside the cache, keys and values of the step's tokens exist
-  /// for one layer at a time. What a span gets does not depend on the other spans but for the order
-  /// of sums in products. Returns one result for each span.
+  /// Runs the batch's tokens through the model, layer by layer, and appends their pairs to the
+  /// cache. In each layer the tokens of a span attend to the rows in their sequence's cache and to
+  /// one another causally. Then their pairs are appended under the span's rule. If the rule has a
+  /// policy, the policy scores the rows; if the policy also chooses, only the rows that stay are
+  /// stored. Beside the cache, keys and values of the step's tokens exist for one layer at a time.
+  /// The result of a span depends on other spans only through the order of sums in products.
+  /// Returns one result for each span.
   ///
-  /// Memory is reserved before the first layer, for all of them, but for the kept rows of spans
-  /// longer than the window, whose number is known layer by layer. Throws StepOutOfMemory if a rank
-  /// has none, and Error for an empty batch, a token id outside the vocabulary or a span that
-  /// scores without a scorer, or whose policy turns by RoPE's frequencies where these depend on the
-  /// length of the text. A span whose rule has a policy: its rows are scored, and if the
-  /// policy chooses, those that stay are all that is stored of the layer. After an error, on any
-  /// rank, the sequences are as they were before the step, on every rank.
+  /// Memory for all layers is reserved before the first one. The exception is the kept rows of
+  /// spans longer than the window, whose number is known only layer by layer. After an error on any
+  /// rank, the sequences are in their state before the step, on every rank.
+  ///
+  /// Collective. Throws StepOutOfMemory if a rank runs out of memory. Throws Error for an empty
+  /// batch, for a token id outside the vocabulary, for a span that scores without a scorer, and for
+  /// a policy that uses RoPE's frequencies where these depend on the length of the text.
   std::vector<StepResult> step(const StepBatch& batch, const ProgressCallback& progress = {});
 
   Cache& cache() { return m_cache; }
@@ -73,10 +78,11 @@ class Decoder {
   const Communicator& communicator() const { return m_comm; }
   void set_observer(StepObserver* observer) { m_observer = observer; }
   void set_attention_path(AttentionPath path) { m_attention_path = path; }
-  /// Of all steps so far.
+  /// Returns the seconds of all steps so far.
   const PruneSeconds& seconds() const { return m_seconds; }
-  /// RoPE's (head_dim / 2): angle of dimensions (i, i + head_dim/2) per position. Throws Error
-  /// where it depends on the length of the text (ModelConfig::rope_depends_on_length).
+  /// Returns RoPE's inverse frequencies (head_dim / 2): the angle of dimensions (i, i + head_dim/2)
+  /// per position. Throws Error if they depend on the length of the text
+  /// (ModelConfig::rope_depends_on_length).
   Kokkos::View<const float*, MemorySpace> inverse_frequencies() const;
 
  private:

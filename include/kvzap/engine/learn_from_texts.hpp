@@ -1,4 +1,4 @@
-// Runs the texts from which a policy learns before it scores anything.
+// Runs the texts from which a policy learns before its first sequence.
 #pragma once
 
 #include <filesystem>
@@ -11,31 +11,31 @@
 
 namespace kvzap {
 
-/// Token ids of the texts in a file: one text per line, or, if its first line begins with a brace,
-/// a JSON object per line whose field `text` has the text. Blank lines are skipped. Ids are those
-/// of the plain text, without chat template, with the special tokens that the tokenizer puts around
+/// Returns the token ids of the texts in a file. The file has one text per line. If its first line
+/// begins with a brace, it has one JSON object per line, and the text is in the field `text`. Blank
+/// lines are skipped. Texts get no chat template, but the special tokens that the tokenizer adds to
 /// any text.
 ///
-/// Rank 0 reads and tokenizes, with its `tokenizer` (that of other ranks may be null), and all
-/// ranks get the ids. Collective. Throws AgreedError if there is no tokenizer, the file cannot be
-/// read, has no text or a line of another form, or a token is not in the model's vocabulary.
+/// Rank 0 reads and tokenizes with its `tokenizer` (null on other ranks is allowed) and sends the
+/// ids to all ranks. Collective. Throws AgreedError if there is no tokenizer, if the file cannot be
+/// read, has no text or has a malformed line, or if a token is not in the model's vocabulary.
 std::vector<std::vector<TokenId>> read_texts(const std::filesystem::path& file,
                                              const Tokenizer* tokenizer, const ModelConfig& config,
                                              const Communicator& comm);
 
-/// What makes token ids of a text.
+/// Converts a text to token ids.
 using TextEncoder = std::function<std::vector<TokenId>(const std::string& text)>;
-/// The same with ids of the caller's making, on rank 0. `most`: only so many texts from the
-/// beginning of the file; 0: all.
+/// Does the same with the caller's `encode`, which is called on rank 0. `most`: number of texts to
+/// read from the beginning of the file; 0: all.
 std::vector<std::vector<TokenId>> read_texts(const std::filesystem::path& file,
                                              const TextEncoder& encode, const ModelConfig& config,
                                              const Communicator& comm, std::int64_t most = 0);
 
-/// Runs each text through the model, one after the other, as `choice.calibration` wants to see it;
-/// does nothing if the choice has none. To be called before the first sequence of an engine that
-/// has the choice as its policy. Of a text one layer's keys and values exist at a time, and nothing
-/// of it stays. Collective: all ranks pass the same texts. Throws Error if there are none or one of
-/// them is empty, and what Engine::step throws. `progress` gets "texts" and tokens.
+/// Runs each text through the model for `choice.calibration`, one after the other. Does nothing if
+/// the choice has no calibration. Call it before the first sequence of an engine with this choice.
+/// Keys and values of a text exist for one layer at a time; nothing of it stays. `progress`
+/// receives "texts" and the number of tokens. Collective: all ranks pass the same texts. Throws
+/// Error if there is no text or a text is empty, and the errors of Engine::step.
 template <class Value>
 void calibrate(const std::shared_ptr<const Model<Value>>& model, const PolicyChoice& choice,
                const std::vector<std::vector<TokenId>>& texts, const Communicator& comm,

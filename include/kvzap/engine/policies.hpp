@@ -1,4 +1,4 @@
-// The policies and modifiers that there are, by name, and what --policy says of them.
+// The list of policies and modifiers, and the parser of the text that names them.
 #pragma once
 
 #include <filesystem>
@@ -21,24 +21,24 @@ namespace kvzap {
 struct PolicyParameter {
   enum class Kind { integer, number, flag, text, file };
 
-  std::string name;  // as in name:key=value
+  std::string name;  // the name in name:key=value
   Kind kind = Kind::number;
-  std::string standard;  // its value if none is given; empty: it must be given
+  std::string standard;  // default value; empty: the parameter is required
   double least = 0;      // integer and number: the valid range
   double most = 0;
   std::vector<std::string> choices;  // text: the valid values
-  std::string help;                  // what it is, with its unit
-  /// May be left out although it has no standard value; its text is empty then.
+  std::string help;                  // meaning, with its unit
+  /// May be omitted although it has no default value; its text is then empty.
   bool optional = false;
 };
 
-/// Values of a policy's parameters, all of them present and valid.
+/// Values of a policy's parameters. All of them are present and valid.
 class PolicyArguments {
  public:
   PolicyArguments() = default;
   explicit PolicyArguments(std::map<std::string, std::string> values)
       : m_values(std::move(values)) {}
-  /// Whether an optional parameter was given.
+  /// Returns whether an optional parameter was given.
   bool has(const std::string& name) const { return !text(name).empty(); }
   std::int64_t integer(const std::string& name) const;
   double number(const std::string& name) const;
@@ -49,8 +49,8 @@ class PolicyArguments {
   std::map<std::string, std::string> m_values;
 };
 
-/// What a factory may want to know: the whole model (all its layers, even if fewer are run), and
-/// which part of it this rank has.
+/// The input of a policy's factory: the whole model (all its layers, even if fewer are run) and
+/// this rank's part of it.
 struct PolicySetup {
   const ModelConfig& config;
   const HeadPartition& partition;
@@ -61,7 +61,7 @@ struct PolicySetup {
 
 struct PolicyChoice;
 
-/// A policy as `kvzap policies` lists it: one file of src/policy, one line in policies().
+/// A policy as `kvzap policies` lists it: one file of src/policy and one line in policies().
 struct PolicyInfo {
   std::string name;
   std::string paper;    // "SnapKV, arXiv 2404.14469"
@@ -69,35 +69,36 @@ struct PolicyInfo {
   std::string needs;    // "keys", "attention of the last w queries", ...
   std::string cost;     // order of time and extra memory
   std::vector<PolicyParameter> parameters;
-  /// A new token's score is known from its own row and hidden state and never changes: with a
-  /// threshold it is judged as it leaves the window, and --prune always works.
+  /// The score of a new token depends only on its own row and hidden state and never changes. So
+  /// with a threshold the token is judged as it leaves the window, and PruneMode::always works.
   bool judges_tokens = false;
-  /// The rows it gives scores to are rows of one head, looked at apart from other heads, and any
-  /// part of a sequence can be scored alone (for `chunk`).
+  /// The policy scores the rows of one head without looking at other heads, and it can score any
+  /// part of a sequence alone (for `chunk`).
   bool scores_parts = false;
-  /// Keys, values and positions are all it looks at, or its state spans steps: it can score again
-  /// while the model generates (--decode-every), and chunk by chunk.
+  /// The policy uses only keys, values and positions, or keeps its state across steps. So it can
+  /// score again while the model generates (Pruning's decode cadence) and chunk by chunk.
   bool scores_again = true;
-  /// What it scores follows from the question (--prune-after question is needed).
+  /// Scores depend on the question, so pruning must follow it (PruneMoment::question).
   bool needs_question = false;
-  /// It decides which rows stay by scores of 1 and 0 and a budget of its own: no --evict-ratio,
-  /// --keep-tokens or --kv-budget fits it.
+  /// The policy decides with scores of 1 and 0 and its own budget which rows stay. So it accepts no
+  /// amount and no threshold.
   bool has_own_budget = false;
-  /// It scores the context by how the model repeats it, in steps of their own once all of it has
-  /// been run: PolicyChoice::repeat, Policy::context_scores.
+  /// The policy scores the context by how the model repeats it, in separate steps after the whole
+  /// context: PolicyChoice::repeat, Policy::context_scores.
   bool repeats_context = false;
-  /// Loads what the policy needs, once for all sequences.
+  /// Loads the policy's files and tables, once for all sequences.
   std::function<PolicyMaker(const PolicyArguments&, const PolicySetup&)> make;
-  /// For policies that bring more than scores (a budget's shape, a scorer): called in place of
-  /// `make`, with a choice that has its budget's amount, and sets PolicyChoice::make too. Modifiers
-  /// come after it. May be empty.
+  /// For policies that define more than scores (the shape of a budget, a scorer). Called instead of
+  /// `make`, with a choice whose budget has its amount; also sets PolicyChoice::make. Modifiers
+  /// follow it. May be empty.
   std::function<void(PolicyChoice&, const PolicyArguments&, const PolicySetup&)> set_up;
 };
 
-/// All policies, in the order in which `kvzap policies` lists them.
+/// Returns all policies, in the order of `kvzap policies`.
 const std::vector<PolicyInfo>& policies();
 
-/// What a policy learns from texts before its first sequence; kvzap::calibrate runs them.
+/// The calibration of a policy on texts, before its first sequence. kvzap::calibrate runs the
+/// texts.
 class Calibration {
  public:
   Calibration() = default;
@@ -105,55 +106,58 @@ class Calibration {
   Calibration& operator=(const Calibration&) = delete;
   virtual ~Calibration() = default;
 
-  /// File of the texts, for read_texts.
+  /// Returns the file of the texts, for read_texts.
   virtual const std::filesystem::path& texts() const = 0;
-  /// Forgets what was learned before.
+  /// Discards the results of earlier texts.
   virtual void begin() = 0;
-  /// Makes what watches the next text, which it sees as one step of a sequence of its own. Nothing
-  /// follows: rows that score above 0 stay, and one is enough. This object outlives it.
+  /// Makes the policy that observes the next text. It sees the text as one step of its own
+  /// sequence. Nothing follows that step; rows that score above 0 stay, and one row is enough. This
+  /// object outlives the policy.
   virtual std::unique_ptr<Policy> watch() = 0;
-  /// All texts have been seen. Collective; every rank then knows the same.
+  /// Called after all texts. Collective; afterwards every rank has the same results.
   virtual void finish(const Communicator& comm) = 0;
 };
 
 /// A policy with its modifiers and its budget, ready to run.
 struct PolicyChoice {
-  std::string name;  // as it was given: "snapkv:window=32+ada"
+  std::string name;  // as given: "snapkv:window=32+ada"
   const PolicyInfo* info = nullptr;
   PolicyMaker make;
   Budget budget;
-  /// Scores below which a pair is evicted as it leaves the window; used if the budget has no
-  /// amount. While modifiers are applied: NaN if none was given.
+  /// A pair with a score below this is evicted as it leaves the window; used if the budget has no
+  /// amount. While modifiers are applied it is NaN if none was given.
   double threshold = 0;
-  /// Close positions up after the context is pruned, and turn keys to their new ones.
+  /// Renumber positions without gaps after the context is pruned, and rotate keys to them.
   bool rerotate = false;
   /// For policies that judge new tokens from hidden states alone, in one call for all sequences of
   /// a step (kvzap): the decoder's fast path with a threshold.
   std::shared_ptr<Scorer> scorer;
-  /// What `make` waits for, if there is something: calibrate() before the first sequence.
+  /// If set, run calibrate() before the first sequence; `make` depends on its results.
   std::shared_ptr<Calibration> calibration;
-  /// How a policy with PolicyInfo::repeats_context asks the model to repeat the context. The policy
-  /// sets the chunk's length, who makes the engine the rest: make_repeat_prompt.
+  /// The prompt by which a policy with PolicyInfo::repeats_context asks the model to repeat the
+  /// context. The policy sets the length of a chunk; the caller that makes the engine sets all else
+  /// with make_repeat_prompt.
   RepeatPrompt repeat;
-  /// Some rows have the largest finite score, to mark them (critical).
+  /// Some rows are marked with the largest finite score (critical).
   bool scores_are_marked = false;
 };
 
-/// What changes a policy's scores, its budget or what becomes of the rows that stay; combined by +.
+/// A change of a policy's scores, of its budget or of the kept rows; combined by +.
 struct ModifierInfo {
   std::string name;
   std::string paper;
   std::string effect;  // one line
   std::vector<PolicyParameter> parameters;
-  /// Changes the choice, whose policy is made already (and whose budget has its amount). Throws
-  /// Error if that has no meaning, saying why. Applied in the order of modifiers().
+  /// Changes the choice, whose policy exists already (and whose budget has its amount). Throws
+  /// Error that gives the reason if the combination has no meaning. Applied in the order of
+  /// modifiers().
   std::function<void(PolicyChoice&, const PolicyArguments&, const PolicySetup&)> apply;
 };
 
-/// All modifiers, in the order in which they are applied.
+/// Returns all modifiers, in the order in which they are applied.
 const std::vector<ModifierInfo>& modifiers();
 
-/// A policy as --policy names it, its parameters with all their values.
+/// A parsed policy text, with the values of all parameters.
 struct PolicySpec {
   std::string text;
   const PolicyInfo* info = nullptr;
@@ -162,15 +166,15 @@ struct PolicySpec {
       modifiers;  // in order of modifiers()
 };
 
-/// Reads "name:key=value,key=value+modifier:key=value+…"; a backslash before , or + makes it part
-/// of a value. Throws Error for an unknown name or key (with the nearest one), a value out of its
-/// range or a file that is missing.
+/// Parses "name:key=value,key=value+modifier:key=value+…". A backslash before , or + makes it part
+/// of a value. Throws Error for an unknown name or key (with the nearest known one), for a value
+/// outside its range, and for a missing file.
 PolicySpec parse_policy(const std::string& text);
 
-/// Loads what the policy needs. `budget` has the amount that the user gave, `threshold` what was
-/// given instead: one of the two, unless the policy or a modifier has its own. Throws Error for
-/// files that do not fit the model and combinations without meaning, saying why. Called on every
-/// rank.
+/// Loads what the policy needs and returns it with its budget. Give an amount in `budget` or a
+/// `threshold`, exactly one of the two, unless the policy or a modifier defines its own. Every rank
+/// must call it. Throws Error that gives the reason for files that do not fit the model and for
+/// combinations without meaning.
 PolicyChoice make_policy(const PolicySpec& spec, const Budget& budget,
                          std::optional<double> threshold, const PolicySetup& setup);
 

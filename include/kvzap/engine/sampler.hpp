@@ -1,4 +1,4 @@
-// From logits to the next token.
+// Choice of the next token from the logits.
 #pragma once
 
 #include <kvzap/core/types.hpp>
@@ -9,70 +9,70 @@
 
 namespace kvzap {
 
-/// How the next token is drawn from the logits.
+/// Options of the choice of the next token.
 struct SamplingOptions {
-  /// 0: greedy. Otherwise logits are divided by it.
+  /// 0: greedy. Otherwise logits are divided by the temperature.
   double temperature = 0;
   /// Keep the k most likely tokens; 0 keeps all.
   std::int64_t top_k = 0;
   /// Keep the smallest set of most likely tokens whose probabilities sum to at least top_p.
   double top_p = 1;
   std::uint64_t seed = 0;
-  /// Keep the tokens that are at least this many times as likely as the likeliest; 0 keeps all.
+  /// Keep the tokens with at least this fraction of the largest probability; 0 keeps all.
   double min_p = 0;
 
-  // The rest changes logits before anything else, greedy or not, by the tokens that came before.
+  // The options below change logits before all others, greedy or not, based on earlier tokens.
 
-  /// The logit of each token of the prompt or the answer is divided by it where it is positive, and
-  /// multiplied otherwise; 1 changes nothing. As transformers' repetition_penalty.
+  /// For each token of the prompt and the answer, a positive logit is divided by this penalty and
+  /// any other is multiplied by it; 1 changes nothing. As transformers' repetition_penalty.
   double repetition_penalty = 1;
-  /// Taken off the logit of each token that the answer has already: presence_penalty once,
-  /// frequency_penalty as often as it has it. As OpenAI's API and vLLM; the prompt does not count.
+  /// For each token of the answer, presence_penalty is subtracted from its logit once and
+  /// frequency_penalty once per occurrence. The prompt does not count. As in OpenAI's API and vLLM.
   double presence_penalty = 0;
   double frequency_penalty = 0;
-  /// The three penalties look at so many of the most recent tokens; 0: at none, -1: at all.
+  /// The three penalties consider this many of the most recent tokens; 0: none, -1: all.
   std::int64_t repeat_last_n = -1;
   /// Tokens that are never drawn.
   std::vector<TokenId> suppress_tokens = {};
-  /// Sequences, none of them empty, whose last token is not drawn where the others stand before it.
-  /// As transformers' bad_words_ids: a sequence of more tokens than stand there at all does
-  /// nothing.
+  /// Token sequences, none of them empty. The last token of a sequence is not drawn where the
+  /// sequence's other tokens precede it. A sequence that is longer than the prompt and answer so
+  /// far has no effect, as in transformers' bad_words_ids.
   std::vector<std::vector<TokenId>> bad_words = {};
 
-  /// Whether anything may change logits.
+  /// Returns whether an option may change logits.
   bool changes_logits() const;
-  /// Whether the next token is simply that with the largest logit, so that no logits are needed.
+  /// Returns whether the next token is that with the largest logit, so that no logits are needed.
   bool is_plain() const { return temperature == 0 && !changes_logits(); }
 };
 
-/// Draws tokens. Logits are changed in the order repetition penalty, frequency and presence
-/// penalty, bad words, suppressed tokens; filters apply in the order temperature, top-k, top-p,
-/// min-p: the order of transformers, which has no frequency and presence penalties. The same seed
-/// gives the same draws on every platform.
+/// Draws tokens. Logits change in the order repetition penalty, frequency and presence penalty, bad
+/// words, suppressed tokens. Filters apply in the order temperature, top-k, top-p, min-p. This is
+/// the order of transformers, which has no frequency and presence penalties. The same seed gives
+/// the same draws on every platform.
 class Sampler {
  public:
-  /// Throws Error, naming the option, if temperature < 0, top_k < 0, top_p outside (0, 1], min_p
-  /// outside [0, 1], repetition_penalty not in [1e-6, 1e6], another penalty beyond 1e6 in size,
-  /// repeat_last_n < -1, any is NaN, a suppressed token is negative, or a bad word is empty or has
-  /// a negative token.
+  /// Throws Error that names the option if temperature < 0, top_k < 0, top_p outside (0, 1], min_p
+  /// outside [0, 1], repetition_penalty outside [1e-6, 1e6], another penalty beyond 1e6 in size,
+  /// repeat_last_n < -1, any of them is NaN, a suppressed token is negative, or a bad word is empty
+  /// or has a negative token.
   explicit Sampler(const SamplingOptions& options);
 
-  /// Tokens of the prompt, in parts or whole, before any of the answer.
+  /// Appends tokens of the prompt, in parts or whole. Call it before any `append`.
   void append_prompt(const std::vector<TokenId>& tokens);
-  /// The next token of the answer (operator() does not append it by itself).
+  /// Appends the next token of the answer. operator() does not append it.
   void append(TokenId token);
 
-  /// The next token, from the model's own logits; ties go to the smaller id. Returns -1 if a logit
-  /// is NaN, the largest is not finite, or no token may be drawn.
+  /// Returns the next token, given the model's own logits; ties give the smaller id. Returns -1 if
+  /// a logit is NaN, the largest is not finite, or no token may be drawn.
   TokenId operator()(const std::vector<float>& original);
-  /// What the options make of the logits, in float as in transformers: penalties; -inf for tokens
-  /// that must not be drawn. Ids beyond the logits are passed over.
+  /// Applies the options to the logits, in float as in transformers: penalties, and -inf for tokens
+  /// that must not be drawn. Ids beyond the logits are ignored.
   void change(std::vector<float>& logits) const;
 
-  /// Where the random numbers are: the text that C++ defines for std::mt19937_64, so that it fits
-  /// every platform. Tokens are not part of it.
+  /// Returns the state of the random numbers: the text that C++ defines for std::mt19937_64, which
+  /// is the same on every platform. It does not include tokens.
   std::string state() const;
-  /// Goes on from there. Throws Error, and changes nothing, for a text that is none.
+  /// Restores such a state. Throws Error and changes nothing if the text is not valid.
   void set_state(const std::string& state);
 
  private:

@@ -1,4 +1,4 @@
-// What gives a pair its score.
+// The interface of scorers: they score pairs from hidden states.
 #pragma once
 
 #include <kvzap/core/types.hpp>
@@ -6,8 +6,8 @@
 
 namespace kvzap {
 
-/// Scores the pairs of new tokens, higher meaning more worth keeping. A Decoder asks it once per
-/// layer and block of tokens, whatever sequences these belong to.
+/// Scores the pairs of new tokens; a higher score means more worth keeping. A Decoder calls it once
+/// per layer and block of tokens, for all sequences together.
 class Scorer {
  public:
   using InputView = Kokkos::View<const float**, Kokkos::LayoutRight, MemorySpace>;
@@ -15,17 +15,20 @@ class Scorer {
   using ScoreView = Kokkos::View<float**, Kokkos::LayoutStride, MemorySpace>;
 
   virtual ~Scorer() = default;
-  /// Fills scores (KV head on this rank, token) of M tokens of a layer. positions (M): where each
-  /// stands in its sequence. hidden: (M, hidden_size), what enters attention, the same on all
-  /// ranks. Called on every rank that takes part in the model, in the same order, also where it
-  /// owns no head of the layer. Throws Error on extents that do not fit; a scorer that communicates
-  /// does so on every rank even if something else fails on one of them, and throws afterwards.
+  /// Fills scores (KV head on this rank, token) of M tokens of a layer.
+  ///
+  /// positions: (M), the position of each token in its sequence.
+  /// hidden: (M, hidden_size), the input of attention, the same on all ranks.
+  ///
+  /// Called on every rank that shares the model, in the same order, even where the rank owns no
+  /// head of the layer. Throws Error if extents do not fit. A scorer that communicates does so on
+  /// every rank, even if it fails on one of them, and throws afterwards.
   virtual void score(const ExecutionSpace& exec, int layer, const PositionView& positions,
                      const InputView& hidden, const ScoreView& scores) = 0;
-  /// Takes the memory that score needs for up to `tokens` tokens, so that it cannot run out of it
-  /// in the middle of a step. Called before each step.
+  /// Allocates the memory that `score` needs for up to `tokens` tokens, so that a step cannot run
+  /// out of it. Called before each step.
   virtual void reserve(std::int64_t /*tokens*/) {}
-  /// What to call it in reports: "linear", "mlp", "random", ...
+  /// Returns its name in reports: "linear", "mlp", "random", ...
   virtual std::string kind() const = 0;
 };
 

@@ -1,4 +1,4 @@
-// What one step takes through the model: spans of new tokens of any number of sequences.
+// The input of one step: spans of new tokens of any number of sequences.
 #pragma once
 
 #include <kvzap/core/cache.hpp>
@@ -9,17 +9,17 @@ namespace kvzap {
 
 struct PolicyStep;
 
-/// Which part of a sequence's life a span is; an engine with a policy acts by it.
+/// The role of a span in its sequence. An engine with a policy acts according to it.
 enum class StepPart {
-  other,      // the policy has no part in it
+  other,      // the policy ignores it
   context,    // the context, or a chunk of it
   question,   // a question about a context that was pruned before
-  generated,  // a token that the model has generated
+  generated,  // a question about a context that is already pruned
   whole,      // context and question in one; see StepRule::question
-  held        // a part of a context whose pairs are judged together: Engine::judge_context
+  held        // a part of a context that is judged as one: Engine::judge_context
 };
 
-/// What is to happen to the pairs of a span's tokens and to those they push out of the ring.
+/// The treatment of a span's new pairs and of the pairs that they push out of the ring.
 struct StepRule {
   /// Score the new pairs with the scorer.
   bool score = false;
@@ -28,20 +28,20 @@ struct StepRule {
   StepPart part = StepPart::other;
   /// Tokens of the question at the end of the span, for StepPart::whole.
   std::int64_t question = 0;
-  /// What a policy does to the sequence; set by the engine. Outlives the step.
+  /// The policy's part in this span; set by the engine. It must outlive the step.
   PolicyStep* policy = nullptr;
 };
 
-/// What a span asks of the token that follows its last one.
+/// The output that a span wants for the token after its last one.
 enum class StepOutput {
-  none,    // nothing: a chunk of a prompt that goes on
-  argmax,  // the token with the largest logit, on every rank; nothing else leaves a device
+  none,    // none: a chunk of a prompt that continues
+  argmax,  // the token with the largest logit, on every rank; no logits leave a device
   logits   // all logits, on rank 0
 };
 
-/// Spans of consecutive new tokens, each of a sequence of its own and of any length: chunks of
-/// prompts beside single tokens of sequences that decode. All of them go through the model together
-/// and read its weights once.
+/// Spans of consecutive new tokens, each of another sequence and of any length. A batch can mix
+/// chunks of prompts with single tokens of decoding sequences. All spans run through the model
+/// together and read its weights once.
 class StepBatch {
  public:
   /// The tokens of one sequence.
@@ -61,16 +61,16 @@ class StepBatch {
   }
 
   /// Adds the next tokens of a sequence that is not in the batch yet. Throws Error if it is, or if
-  /// there are none.
+  /// `tokens` is empty.
   void add(SequenceId sequence, const std::vector<TokenId>& tokens, const StepRule& rule,
            StepOutput output);
-  /// Gives a span's rule a policy.
+  /// Sets the policy of a span's rule.
   void set_policy(std::size_t span, PolicyStep* policy) { m_spans.at(span).rule.policy = policy; }
-  /// Forgets all spans and keeps their memory.
+  /// Removes all spans and keeps the allocated memory.
   void clear();
 
   const std::vector<Span>& spans() const { return m_spans; }
-  /// Of all spans, one behind the other.
+  /// Returns the tokens of all spans, one span after the other.
   const std::vector<TokenId>& tokens() const { return m_tokens; }
 
  private:
@@ -78,12 +78,12 @@ class StepBatch {
   std::vector<TokenId> m_tokens;
 };
 
-/// What a span asked for.
+/// The output of one span.
 struct StepResult {
-  /// The smaller id of equal ones; -1 where a logit is NaN or the largest is not finite, and if it
-  /// was not asked for.
+  /// The token with the largest logit; ties give the smaller id. -1 if a logit is NaN or the
+  /// largest is not finite, and if it was not requested.
   TokenId argmax = -1;
-  /// (vocab_size) on rank 0 if asked for, else empty.
+  /// (vocab_size) on rank 0 if requested, else empty.
   std::vector<float> logits;
 };
 

@@ -1,5 +1,5 @@
-// KVzap's surrogate: predicts from the hidden state that enters attention how much each KV head's
-// pair at that position will matter.
+// KVzap's surrogate: it predicts the importance of each KV head's pair from the hidden state that
+// enters attention.
 #pragma once
 
 #include <filesystem>
@@ -14,18 +14,21 @@
 
 namespace kvzap {
 
-/// One linear map, or one 2-layer MLP with exact GELU, per layer of the model (arXiv 2601.07891,
-/// section 3). A linear map's outputs are split over ranks as the KV heads are; of an MLP each rank
-/// has an equal part of the hidden units, and the partial scores are summed over ranks.
+/// One linear map, or one 2-layer MLP with exact GELU, for each layer of the model (arXiv
+/// 2601.07891, section 3). The outputs of a linear map are split over ranks like the KV heads. Each
+/// rank has an equal part of the hidden units of an MLP, and the partial scores are summed over
+/// ranks.
 class Surrogate final : public Scorer {
  public:
-  /// Reads a folder as published (nvidia/KVzap-linear-…, nvidia/KVzap-mlp-…): config.json with
-  /// input_dim, output_dim, hidden_dim (null: linear) and n_modules; tensors layers.N.weight|bias,
-  /// or layers.N.0.* and layers.N.2.*. Throws Error if it does not fit the model, naming both.
+  /// Reads a published folder (nvidia/KVzap-linear-…, nvidia/KVzap-mlp-…): config.json with
+  /// input_dim, output_dim, hidden_dim (null: linear) and n_modules, and tensors
+  /// layers.N.weight|bias, or layers.N.0.* and layers.N.2.*. Throws Error that names both models if
+  /// the surrogate does not fit the model.
   ///
-  /// dtype: how the weights are held; with bf16, inputs of the products are rounded to bf16 too.
-  /// ranks: those of the partition, which then share an MLP's hidden layer, and all call score
-  /// together; without it, this rank computes the hidden layer whole.
+  /// dtype: value type of the weights in memory. With bf16, inputs of the products are rounded to
+  /// bf16 too.
+  /// ranks: the ranks of the partition. They share the hidden layer of an MLP, and all must call
+  /// score together. If absent, this rank computes the whole hidden layer.
   static Surrogate load(const std::filesystem::path& folder, const ModelConfig& model,
                         const HeadPartition& partition, int rank, DType dtype = DType::f32,
                         std::optional<Communicator> ranks = std::nullopt);
@@ -33,14 +36,15 @@ class Surrogate final : public Scorer {
   Surrogate& operator=(Surrogate&&) noexcept;
   ~Surrogate() override;
 
-  /// scores (head on this rank, token) = predicted log KVzip+ scores of M tokens of a layer.
-  /// hidden: (M, hidden_size), the output of the layer's input norm.
+  /// Fills scores (head on this rank, token) with the predicted log KVzip+ scores of M tokens of a
+  /// layer. hidden: (M, hidden_size), the output of the layer's input norm. Collective if the
+  /// surrogate is an MLP that several ranks share.
   void score(const ExecutionSpace& exec, int layer, const PositionView& positions,
              const InputView& hidden, const ScoreView& scores) override;
 
   void reserve(std::int64_t tokens) override;
 
-  /// "linear" or "mlp".
+  /// Returns "linear" or "mlp".
   std::string kind() const override;
 
   struct Layers;  // by value type

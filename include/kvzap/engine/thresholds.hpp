@@ -1,5 +1,5 @@
-// Thresholds of a surrogate that reach given evict ratios, as `kvzap calibrate` stores them beside
-// it.
+// Thresholds of a surrogate for given evict ratios, which `kvzap calibrate` stores in the
+// surrogate's folder.
 #pragma once
 
 #include <cstdint>
@@ -10,16 +10,17 @@
 
 namespace kvzap {
 
-/// thresholds.json in a surrogate's folder (docs/guide/train.md has its fields).
+/// The contents of thresholds.json in a surrogate's folder (docs/guide/train.md describes the
+/// fields).
 struct ThresholdTable {
-  /// A threshold, and the evict ratios of texts that were pruned by it. A text's evict ratio is
-  /// that of a run after its context: evicted pairs / (KV heads * tokens), mean over layers.
+  /// A threshold, and the evict ratios of texts pruned with it. The evict ratio of a text is
+  /// measured after its context: evicted pairs / (KV heads * tokens), mean over layers.
   struct Row {
-    double evict_ratio = 0;  // that was asked for
+    double evict_ratio = 0;  // requested
     double threshold = 0;    // log score below which a pair is evicted
-    double mean = 0;         // over texts; as near to evict_ratio as a threshold can bring it
-    double deviation = 0;    // standard deviation over texts; 0 of one text
-    double least = 0;        // of a text
+    double mean = 0;         // over texts; the closest to evict_ratio that a threshold reaches
+    double deviation = 0;    // standard deviation over texts; 0 for one text
+    double least = 0;        // smallest of a text
     double most = 0;
   };
   std::string model;
@@ -31,16 +32,17 @@ struct ThresholdTable {
   std::int64_t sink = 0;
   std::vector<Row> rows;  // by ascending evict_ratio, thresholds not descending
 
+  /// Returns the path of the table in a surrogate's folder.
   static std::filesystem::path file_in(const std::filesystem::path& surrogate);
-  /// Throws Error, naming the file and the field, if it is missing or malformed.
+  /// Reads the table. Throws Error that names the file and the field if it is missing or malformed.
   static ThresholdTable load(const std::filesystem::path& file);
-  /// Replaces the file in one step. Throws Error, naming it.
+  /// Replaces the file in one step. Throws Error that names the file.
   void write(const std::filesystem::path& file) const;
 
-  /// Between two rows by linear interpolation. Throws Error, with the table in its text, for a
-  /// ratio outside of it.
+  /// Returns the threshold for an evict ratio, linearly interpolated between two rows. Throws Error
+  /// that shows the table if the ratio is outside of it.
   double threshold(double evict_ratio) const;
-  /// For a person: a heading, and a line for each row.
+  /// Returns a readable table: a heading and one line for each row.
   std::string text() const;
 };
 

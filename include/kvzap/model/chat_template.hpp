@@ -1,4 +1,5 @@
-// The prompt text around a user's message, from the chat template of a Hugging Face model folder.
+// The prompt text around a user's message, taken from the chat template of a Hugging Face model
+// folder.
 #pragma once
 
 #include <cstddef>
@@ -10,82 +11,86 @@
 
 namespace kvzap {
 
-/// Families of chat templates: ChatML without a system text, with Qwen2's or Qwen2.5's default
-/// system text, with Qwen3's switch for thinking, and Llama 3's headers.
+/// Families of chat templates: ChatML without a system message, ChatML with the default system
+/// message of Qwen2 or Qwen2.5, ChatML with Qwen3's switch for thinking, and the headers of Llama
+/// 3.
 enum class ChatFormat { chatml, qwen2, qwen3, llama3 };
 
-/// Who says something in a conversation.
+/// The author of a message.
 enum class ChatRole { system, user, assistant };
-/// "system", "user" or "assistant".
+/// Returns "system", "user" or "assistant".
 std::string_view name_of(ChatRole role);
 
-/// One turn of a conversation.
+/// One message of a conversation.
 struct ChatMessage {
   ChatRole role = ChatRole::user;
   std::string content;
 };
 
-/// What transformers' apply_chat_template makes of messages. There is no Jinja interpreter: the
-/// template is followed as far as one user message with the generation prompt and no tools decide
-/// its branches, and refused if that leaves anything open. What it makes of other messages is what
-/// its format's published templates make of them.
+/// The text that transformers' apply_chat_template makes of messages. There is no Jinja
+/// interpreter. The template is evaluated for one user message with the generation prompt and
+/// without tools. A template whose branches this input does not decide is refused. Other messages
+/// are rendered as the published templates of the detected format render them.
 class ChatTemplate {
  public:
-  /// What the template puts around a message.
+  /// The text that the template puts around a message.
   struct Parts {
     std::string prefix;
     std::string suffix;
-    /// The template strips white space from both ends of the message (Llama 3 does), which
-    /// prompt() then does too.
+    /// The template strips white space from both ends of the message, as Llama 3's does. prompt()
+    /// then does so too.
     bool trim_content = false;
 
-    /// prefix, then the message (trimmed if trim_content), then suffix. Encode it without
-    /// add_special_tokens: where the template wants a beginning-of-text token, prefix has it.
+    /// Returns prefix, the message (trimmed if trim_content) and suffix. Encode it without
+    /// add_special_tokens: prefix contains the beginning-of-text token if the template writes one.
     std::string prompt(std::string_view user_text) const;
 
-    /// The beginning of prompt() for a message that goes on behind user_text, as a context does
-    /// before its question: prefix, then the text, trimmed at its beginning alone if trim_content.
+    /// Returns the beginning of prompt() for a message that continues behind user_text, such as a
+    /// context that precedes its question: prefix and the text. If trim_content, only the beginning
+    /// of the text is trimmed.
     std::string context(std::string_view user_text) const;
   };
 
-  /// A user's message and the assistant's answer, as the template writes them, and where they are
-  /// in the text, in bytes.
+  /// A user's message and the assistant's answer as the template writes them, and their offsets in
+  /// the text, in bytes.
   struct Exchange {
     std::string text;
     std::size_t user = 0;
     std::size_t assistant = 0;
   };
 
-  /// Reads folder/chat_template.jinja, or else chat_template in folder/tokenizer_config.json: a
-  /// string, or a list of {name, template} of which "default" is taken. Throws Error, which names
-  /// the option --raw, if there is no template or one whose output is not known to be one of
-  /// ChatFormat's.
+  /// Reads the template from folder/chat_template.jinja, or else from chat_template in
+  /// folder/tokenizer_config.json: a string, or the entry "default" of a list of {name, template}.
+  /// Throws Error if there is no template, or if its output is not that of a known ChatFormat; the
+  /// message names the option --raw.
   static ChatTemplate detect(const std::filesystem::path& folder);
 
   ChatFormat format() const { return m_format; }
 
-  /// `thinking` matters to Qwen3 only. A template that writes today's date (Llama 3.1 and newer)
-  /// gets the date it falls back to, 26 Jul 2024 in the published ones, so that prompts stay the
-  /// same from day to day.
+  /// Returns the text around a message. `thinking` affects Qwen3 only. A template that writes
+  /// today's date (Llama 3.1 and newer) gets its fallback date, 26 Jul 2024 in the published ones,
+  /// so prompts do not change from day to day.
   Parts parts(bool thinking) const;
-  /// The same with a system message before the user's. It takes the place of a default one, or
-  /// follows it where the template puts it there (Llama 3.1 and newer, behind the dates).
+  /// Returns the text around a message that follows a system message. `system` replaces a default
+  /// system message. In Llama 3.1 and newer it follows the dates that begin the template's own
+  /// system message.
   Parts parts(bool thinking, std::string_view system) const;
 
-  /// Messages, text to text, as apply_chat_template(messages, add_generation_prompt=...) has them:
-  /// Llama 3's are trimmed; Qwen3's answers lose the thoughts of earlier turns. Encode it without
-  /// add_special_tokens. Throws Error for no messages.
+  /// Returns the text that apply_chat_template(messages, add_generation_prompt=...) makes of the
+  /// messages. Llama 3's messages are trimmed. Qwen3's answers lose the thoughts of earlier turns.
+  /// Encode it without add_special_tokens. Throws Error if there are no messages.
   std::string render(const std::vector<ChatMessage>& messages, bool thinking,
                      bool add_generation_prompt = true) const;
 
-  /// What stands between an answer and the next message of the user. It begins with one token, the
-  /// special one that ends every message.
+  /// Returns the text between an answer and the user's next message. It begins with one token, the
+  /// special token that ends every message.
   std::string between_turns() const;
 
-  /// An exchange without generation prompt. What stands between and behind the messages is that of
-  /// the format's published templates (Qwen3: with the empty block of thoughts that its template
-  /// puts before an answer without any). `user` and `assistant` must have no white space at their
-  /// ends, which some templates strip. Encode it without add_special_tokens.
+  /// Returns an exchange without generation prompt. The text between and behind the messages is
+  /// that of the format's published templates. For Qwen3 this includes the empty block of thoughts
+  /// that its template puts before an answer without thoughts. `user` and `assistant` must not
+  /// begin or end with white space, because some templates strip it. Encode the text without
+  /// add_special_tokens.
   Exchange exchange(std::string_view user, std::string_view assistant) const;
 
  private:

@@ -1,4 +1,4 @@
-// How much memory a model and its KV cache will take on each rank, before anything is loaded.
+// The memory that a model and its KV cache take on each rank, computed before anything is loaded.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace kvzap {
 
-/// Bytes by purpose, for each rank and in total (a replicated weight counts once per rank).
+/// Bytes by purpose, for each rank and in total. A replicated weight counts once per rank.
 struct MemoryPlan {
   /// Bytes of one rank.
   struct Rank {
@@ -16,14 +16,14 @@ struct MemoryPlan {
     std::int64_t weights = 0;
     /// Keys and values of every token in every layer.
     std::int64_t kv_full = 0;
-    /// Keys and values that are left after pruning, without the slack of partly filled pages.
+    /// Keys and values that stay after pruning, without the slack of partly filled pages.
     std::int64_t kv_kept = 0;
-    /// Keys and values of a step's tokens in one layer: what exists beside kv_kept in prefill.
+    /// Keys and values of a step's tokens in one layer. They exist beside kv_kept during prefill.
     std::int64_t dense_layer = 0;
-    /// Residual stream and RoPE angles of a step's tokens, in f32; each rank holds them whole.
-    /// Other activations inside a layer are not counted: their size does not grow with the context.
+    /// Residual stream and RoPE angles of a step's tokens, in f32. Each rank holds all of them.
+    /// Other activations are not counted: their size does not grow with the context.
     std::int64_t activations = 0;
-    /// Scratch space of attention: parts of a decode step's softmax, tiles of a prefill's.
+    /// Scratch space of attention: parts of a decode step's softmax and tiles of a prefill.
     std::int64_t attention = 0;
   };
   std::vector<Rank> ranks;
@@ -35,25 +35,25 @@ struct MemoryPlan {
   std::int64_t attention = 0;
 };
 
-/// Plans `config` with weights and cache in `dtype` and a sequence of `tokens` tokens on `ranks`
-/// ranks.
+/// Returns the plan for `config` with weights and cache in `dtype` and a sequence of `tokens`
+/// tokens on `ranks` ranks.
 ///
-/// KV heads, with their query groups, are dealt evenly by count in contiguous ranges (the first
-/// ranks get one more where they do not divide evenly), and so are the MLP's intermediate
-/// dimensions and the vocabulary rows of embedding and output head (one copy if tied). Norms are
-/// on every rank, the biases of o and down on rank 0.
+/// KV heads, with their query groups, are split evenly in contiguous ranges; the first ranks get
+/// one more head where the number does not divide evenly. The MLP's intermediate dimensions and the
+/// vocabulary rows of embedding and output head (one copy if tied) are split in the same way. Norms
+/// are on every rank, the biases of o and down on rank 0.
 ///
-/// Of each head's `tokens` rows, the fraction `evict_ratio` is evicted, rounded down to whole rows,
-/// but min(tokens, window) rows always stay.
+/// Of each head's `tokens` rows, the fraction `evict_ratio` is evicted, rounded down to whole rows.
+/// At least min(tokens, window) rows stay.
 ///
-/// `step_tokens` are the tokens of the largest step: a chunk in sparse prefill, 0 (or more than
-/// `tokens`) for all of them as in dense prefill.
+/// `step_tokens`: tokens of the largest step. In sparse prefill this is the chunk; 0, or more than
+/// `tokens`, means all tokens, as in dense prefill.
 ///
-/// Attention's scratch space is that of this machine's kernels, for one sequence; Kokkos has to be
-/// initialized.
+/// The scratch space of attention is that of this machine's kernels, for one sequence. Kokkos must
+/// be initialized.
 ///
-/// Throws Error if evict_ratio is not in [0, 1), if ranks < 1 or ranks > KV heads, if tokens or
-/// window is negative, or if a number of bytes does not fit 64 bits.
+/// Throws Error if evict_ratio is not in [0, 1), if ranks < 1 or ranks > KV heads, if tokens,
+/// window or step_tokens is negative, or if a number of bytes does not fit 64 bits.
 MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t tokens,
                        double evict_ratio, int ranks, int window, std::int64_t step_tokens = 0);
 

@@ -13,14 +13,14 @@
 
 namespace kvzap {
 
-/// Told how far a long operation is: what it is, steps done, steps in all. May be empty.
+/// Reports the progress of a long operation: its name, steps done, steps in total. May be empty.
 using ProgressCallback = std::function<void(std::string_view, std::int64_t, std::int64_t)>;
 
-/// Weights of one rank, split as Megatron-LM does (arXiv 1909.08053): q, k and v by rows (heads), o
-/// by columns to match, gate and up by rows, down by columns; embedding and output head by rows of
-/// the vocabulary. Norms are replicated. All matrices are (outputs, inputs), as torch.nn.Linear has
-/// them; those of the layers, and an output head of its own, may be packed. Maps of the same input
-/// are one matrix, so that a step takes one product for them.
+/// Weights of one rank, split as in Megatron-LM (arXiv 1909.08053): q, k and v by rows (heads), o
+/// by the matching columns, gate and up by rows, down by columns, embedding and output head by rows
+/// of the vocabulary. Norms are replicated. All matrices are (outputs, inputs), as in
+/// torch.nn.Linear. Those of the layers may be packed, and so may an output head that is not tied.
+/// Maps of the same input form one matrix, so that a step computes one product for them.
 template <class Value>
 class Model {
  public:
@@ -31,8 +31,8 @@ class Model {
   /// This rank's part of one layer's weights.
   struct Layer {
     Vector input_norm, attention_norm;  // (hidden)
-    // Outputs of q, then of k, then of v: ((query heads + 2 KV heads) * dim, hidden), and their
-    // biases, or empty.
+    // Outputs of q, then k, then v: ((query heads + 2 KV heads) * dim, hidden). Their biases, or
+    // empty.
     Linear qkv;
     Vector qkv_bias;
     Linear o;               // (hidden, query heads * dim)
@@ -44,8 +44,8 @@ class Model {
     Vector down_bias;       // on rank 0 alone
   };
 
-  /// Reads this rank's part of `folder`'s *.safetensors, or makes weights up from `random_seed`.
-  /// Throws Error naming file and tensor.
+  /// Reads this rank's part of the *.safetensors in `folder`. If `random_seed` is given, generates
+  /// random weights instead. Throws Error that names file and tensor.
   static Model load(const std::filesystem::path& folder, const ModelConfig& config,
                     const HeadPartition& partition, int rank,
                     std::optional<std::uint64_t> random_seed = std::nullopt,
@@ -56,11 +56,12 @@ class Model {
   int rank() const { return m_rank; }
   const Layer& layer(int index) const { return m_layers[index]; }
   const Vector& final_norm() const { return m_final_norm; }
-  /// Rows first_token() .. first_token() + extent(0) of the vocabulary.
+  /// The rows first_token() .. first_token() + extent(0) - 1 of the vocabulary.
   const Matrix& embedding() const { return m_embedding; }
   const Linear& output_head() const { return m_output_head; }
   std::int64_t first_token() const { return m_first_token; }
-  /// Bytes of all weights above, padding of packed ones included (a tied output head counts once).
+  /// Returns the bytes of all weights above, padding of packed ones included. A tied output head
+  /// counts once.
   std::size_t bytes() const;
 
  private:

@@ -1,4 +1,4 @@
-// Memory-mapped, fully checked reading of *.safetensors files, sharded or not.
+// Memory-mapped and fully checked reading of *.safetensors files, sharded or not.
 #pragma once
 
 #include <cstddef>
@@ -13,31 +13,32 @@
 
 namespace kvzap {
 
-/// Where one tensor lies in a mapped file.
+/// The location of one tensor in a mapped file.
 struct TensorInfo {
   std::string name;
-  /// Value type. Meaningful only where `is_weight` is true.
+  /// Value type. Valid only if `is_weight` is true.
   DType dtype;
-  /// The value type is F32, F16 or BF16. Files may hold others (I64, F8_E4M3, ...) beside weights.
+  /// Whether the value type is F32, F16 or BF16. Files may hold other types (I64, F8_E4M3, ...)
+  /// beside weights.
   bool is_weight;
-  /// The value type as the file spells it, e.g. "BF16" or "I64".
+  /// The value type as written in the file, e.g. "BF16" or "I64".
   std::string stored_dtype;
   /// Extents, slowest first; empty for a scalar.
   std::vector<std::int64_t> shape;
-  /// First byte of the little-endian, row-major values. The format promises no alignment: read
-  /// values with memcpy, never through a cast pointer. Valid as long as the SafetensorsFolder
-  /// lives.
+  /// First byte of the little-endian, row-major values. The format guarantees no alignment: read
+  /// values with memcpy, never through a cast pointer. Valid during the lifetime of the
+  /// SafetensorsFolder.
   const std::byte* data;
-  /// Bytes from `data` on: product of shape times value size.
+  /// Bytes from `data` on: product of the shape times the value size.
   std::size_t bytes;
-  /// Path of the file that holds it.
+  /// Path of the file that holds the tensor.
   std::string file;
 };
 
 namespace detail {
 
-/// A whole file mapped read-only. Shortening the file while it is mapped ends the process (SIGBUS),
-/// as with every mapping.
+/// A file mapped read-only. If another process shortens the file while it is mapped, an access ends
+/// this process (SIGBUS), as with every mapping.
 class MappedFile {
  public:
   /// Throws Error if `file` is not a regular file, is empty or cannot be mapped.
@@ -58,19 +59,20 @@ class MappedFile {
 
 }  // namespace detail
 
-/// The tensors of a model folder: one *.safetensors file or several. Move-only; moving keeps data
-/// pointers valid.
+/// The tensors of a model folder, from one *.safetensors file or several. Move-only; moving keeps
+/// data pointers valid.
 class SafetensorsFolder {
  public:
-  /// Maps the files of `folder` and checks their headers: every offset, size and shape, so that no
-  /// later access can leave the file.
+  /// Maps the files of `folder` and checks their headers: every offset, size and shape. Later
+  /// accesses stay within the files.
   ///
-  /// With a model.safetensors.index.json, exactly the tensors it lists, from the files it names;
-  /// else model.safetensors; else all *.safetensors of the folder, which must not share a tensor
-  /// name. `folder` may also be the path of a single file, which is then read alone.
+  /// With a model.safetensors.index.json, the folder has exactly the tensors that the index lists,
+  /// from the files that it names. Otherwise it has those of model.safetensors, or else of all
+  /// *.safetensors, which must not share a tensor name. `folder` may also be the path of a single
+  /// file, which is then read alone.
   ///
-  /// Throws Error naming the file and what is wrong: no weights, a damaged or truncated file, an
-  /// index that names what is not there.
+  /// Throws Error that names the file and the fault: no weights, a damaged or truncated file, or an
+  /// index that names a missing file or tensor.
   static SafetensorsFolder open(const std::filesystem::path& folder);
 
   SafetensorsFolder(SafetensorsFolder&&) = default;
@@ -78,17 +80,17 @@ class SafetensorsFolder {
   SafetensorsFolder(const SafetensorsFolder&) = delete;
   SafetensorsFolder& operator=(const SafetensorsFolder&) = delete;
 
-  /// The weight called `name`. Throws Error if there is none, if its value type is not F32, F16 or
-  /// BF16, or if its shape is not `expected_shape`; the message names file, tensor, what was
-  /// expected and what was found. The reference is valid as long as this object lives unmoved.
+  /// Returns the weight called `name`. Throws Error if it does not exist, if its value type is not
+  /// F32, F16 or BF16, or if its shape is not `expected_shape`. The message names file, tensor,
+  /// expected and found shape. The reference is valid while this object exists and is not moved.
   const TensorInfo& at(std::string_view name,
                        const std::vector<std::int64_t>& expected_shape) const;
-  /// The tensor called `name`, of any shape and value type, or nullptr.
+  /// Returns the tensor called `name`, of any shape and value type, or nullptr.
   const TensorInfo* find(std::string_view name) const;
-  /// Tells the system that the tensor's pages need not stay in this process's memory. Reading it
-  /// again works, but reads the file again.
+  /// Lets the system drop the tensor's pages from this process's memory. A later access reads the
+  /// file again.
   void release(const TensorInfo& tensor) const;
-  /// Names of all tensors in lexicographic order.
+  /// Returns the names of all tensors in lexicographic order.
   std::vector<std::string> names() const;
 
  private:

@@ -27,7 +27,7 @@ def table(names, rows):
 
 
 def goals_section(results, reasons):
-    """`reasons`: by the keys of goals, why one is missed; under KEY-remark what else is to be said of it."""
+    """`reasons`: by the key of a goal, the reason why it is missed, and under KEY-remark a remark."""
     lines = []
     missed, shown = [], []
     for title, members in GOALS:
@@ -50,11 +50,11 @@ def goals_section(results, reasons):
             rows.append([goal.name, cell(limit), cell(ours), cell(peer), number(ratio), wanted, mark, command])
         if rows:
             lines += [f"### {title}", ""]
-            lines += table(["what", "limit", "ours", "peer", "ratio", "goal", "met", "command"], rows)
+            lines += table(["figure", "limit", "kvzap", "peer", "ratio", "goal", "met", "command"], rows)
     if missed:
-        lines += ["Why a goal is missed:", ""]
+        lines += ["Reasons for missed goals:", ""]
         for place, goal in enumerate(missed, 1):
-            lines.append(f"{place}. *{goal.name}*: {reasons.get(goal.key, 'reason not known yet.')}")
+            lines.append(f"{place}. *{goal.name}*: {reasons.get(goal.key, 'the reason is not known yet.')}")
         lines.append("")
     remarks = [goal for goal in shown if f"{goal.key}-remark" in reasons]
     if remarks:
@@ -78,7 +78,7 @@ def machine_section(results):
     lines.append("")
     limits = results.all("limits", "limit/.*")
     if limits:
-        lines += ["Limits, measured with all ranks at work at once and summed over them:", "",
+        lines += ["Limits of the machine, measured on all ranks at once and summed over them:", "",
                   "| limit | median | smallest .. largest |", "| --- | --- | --- |"]
         for b in limits:
             unit, value = next((u, c) for u, c in b["counters"].items())
@@ -95,18 +95,18 @@ def peers_section(results):
         peers = results.runs.get(run)
         if not peers:
             continue
-        each = f"{peers['ranks']} ranks of kvzap, {peers['threads']} threads of the peer"
+        each = f"kvzap had {peers['ranks']} ranks, the peer {peers['threads']} threads"
         if run == "processes":
-            each = f"one process of {peers['threads']} threads beside {peers['ranks']} ranks"
-        simd = f" Instruction set of kvzap: {peers['simd']}." if peers.get("simd") else ""
-        lines += [f"`{peers['command']}`, in turn on the same cores (rounds: {peers['rounds']}, fewer for long "
-                  f"contexts); {each}.{simd} A ratio above 1 is in kvzap's favour.", ""]
+            each = f"One process had {peers['threads']} threads, the peer is kvzap on {peers['ranks']} ranks"
+        simd = f" The instruction set of kvzap was {peers['simd']}." if peers.get("simd") else ""
+        lines += [f"`{peers['command']}` ran the programs in turn on the same cores (rounds: {peers['rounds']}, fewer "
+                  f"for long contexts). {each}.{simd} A ratio above 1 favours kvzap.", ""]
         rows = []
         for row in peers["rows"]:
             scale, unit = (1e-6, "MB") if row["unit"] == "bytes" else (1, row["unit"])
             rows.append([row["what"], str(row.get("context", "")), row["peer"], f"{scale * row['ours']:.4g} {unit}",
                          f"{scale * row['theirs']:.4g} {unit}", f"{row['ratio']:.2f}"])
-        lines += table(["what", "context", "peer", "kvzap", "peer's", "ratio"], rows)
+        lines += table(["figure", "context", "peer", "kvzap", "peer's", "ratio"], rows)
         lines += [f"- {note}" for note in peers.get("notes", [])] + ([""] if peers.get("notes") else [])
     return lines
 
@@ -222,7 +222,7 @@ def draw_plots(results, folder):
 
 
 PEERS = ("transformers", "transformers f32", "llama.cpp", "llama.cpp Q8_0", "llama.cpp Q4_K_M", "kvpress 75 %")
-QUICK = ["**Some of these figures are of a quick run with small sizes.**", ""]
+QUICK = ["**Some of these figures come from a quick run with small sizes.**", ""]
 
 
 def is_quick(results):
@@ -236,8 +236,8 @@ def processor_page(folder, docs, with_plots=True):
     path = folder / "reasons.toml"
     reasons = tomllib.loads(path.read_text()) if path.exists() else {}
     lines = [f"# Performance on {results.title}", "",
-             f"Written by `perf/report` from the files in perf/results/{results.name}; see "
-             "[perf/README.md](../../perf/README.md). Beside other processors: [performance.md](../performance.md).", ""]
+             f"`perf/report` writes this page from the files in perf/results/{results.name} "
+             "([perf/README.md](../../perf/README.md)). [performance.md](../performance.md) compares processors.", ""]
     if any(map(is_quick, [results, *limited])):
         lines += QUICK
     lines += machine_section(results)
@@ -245,8 +245,8 @@ def processor_page(folder, docs, with_plots=True):
         lines += ["## Goals", ""] + goals_section(results, reasons)
     for one in limited:
         lines += [f"## Limited to {one.limited_to}", "",
-                  f"With `KVZAP_SIMD={one.limited_to}`, and other programs and libraries limited alike: what to expect of "
-                  "processors that have no more, but for their memory and clock.", ""]
+                  f"`KVZAP_SIMD={one.limited_to}` limited kvzap, and other programs and libraries were limited alike. "
+                  "Processors without wider instructions should differ only by their memory and clock.", ""]
         lines += goals_section(one, reasons.get(one.limited_to, {}))
         lines += peers_section(one)
     plots = docs / "performance" / results.name
@@ -258,7 +258,7 @@ def processor_page(folder, docs, with_plots=True):
     peers = peers_section(results)
     if peers:
         lines += ["## Beside other programs", ""] + peers
-    lines += ["## All figures", "", "Medians over repetitions, with the smallest and largest.", ""]
+    lines += ["## All figures", "", "Medians over repetitions, with the smallest and the largest value.", ""]
     lines += figures_section(results)
     for one in limited:
         lines += [f"### Limited to {one.limited_to}", ""] + figures_section(one)
@@ -352,7 +352,7 @@ def measured_section(columns):
         own = [column_title(r) for r in columns if not r.limited_to and r.level() == level]
         forced = [column_title(r) for r in columns if r.limited_to == level]
         rows.append([f"`{level}`", processors, ", ".join(own + forced) or "**not measured**"])
-    lines += table(["instruction set", "processors that have it at most", "measured on"], rows)
+    lines += table(["instruction set", "processors that have none wider", "measured on"], rows)
     names = [
         ("processors", "cores"), ("instruction_set", "instruction set"), ("ranks", "ranks"),
         ("kvzap_revision", "revision"), ("onednn", "oneDNN"), ("compiler", "compiler"),
@@ -375,16 +375,17 @@ def headlines_section(columns):
         if any(cells):
             rows.append([name, *(text or "" for text in cells)])
     return ["## Headline figures", "",
-            "Qwen3-0.6B's shape, random weights, bf16. *n* ×: our speed over the peer's, in one run.", "",
+            "The model has Qwen3-0.6B's shape and random weights in bf16. *n* × is kvzap's speed divided by the peer's "
+            "in the same run.", "",
             *table(["", *map(column_title, columns)], rows)]
 
 
 def side_by_side_goals(columns):
     """Ratios, and whether goals are met; and how many are."""
     lines = ["## Goals", "",
-             "Ratios of ours to the limit or the peer measured beside it: ✓ meets the goal, **✗** misses it; where a processor "
-             "has a goal of its own, it follows. What each row is measured against, and why a goal is missed, is on the "
-             "processors' pages.", ""]
+             "Each cell is the ratio of kvzap to the limit or peer that was measured beside it. ✓ meets the goal, **✗** "
+             "misses it. A processor's own goal follows in parentheses. The pages of the processors have the limit of "
+             "each row, and the reasons for missed goals.", ""]
     totals = {id(r): [0, 0] for r in columns}
     rows = []
     for title, members in GOALS:

@@ -5,7 +5,7 @@
 
 #include "base/simd.hpp"
 
-// Written as assembly, which CUDA's compiler takes too, where it knows no intrinsics for it.
+// Inline assembly: CUDA's compiler accepts it, but does not know the intrinsics.
 #if defined(__x86_64__) && defined(__GNUC__)
 #define KVZAP_CRC_INSTRUCTION 1
 #else
@@ -20,7 +20,7 @@ constexpr std::uint32_t polynomial = 0x82f63b78u;
 
 using Table = std::array<std::uint32_t, 256>;
 
-// Table i: what a byte with i zero bytes behind it adds.
+// Table i: the contribution of a byte that i zero bytes follow.
 constexpr std::array<Table, 8> byte_tables() {
   std::array<Table, 8> tables{};
   for (std::uint32_t byte = 0; byte < 256; ++byte) {
@@ -39,8 +39,8 @@ constexpr std::array<Table, 8> byte_tables() {
 
 constexpr std::array<Table, 8> by_byte = byte_tables();
 
-// Eight bytes at a time (Kounavis and Berry, "A systematic approach to building high performance
-// software-based CRC generators", 2005). Without the inversions at both ends.
+// Processes eight bytes at a time (Kounavis and Berry, "A systematic approach to building high
+// performance software-based CRC generators", 2005), without the inversions at both ends.
 std::uint32_t run_table(std::uint32_t crc, const unsigned char* data, std::size_t bytes) {
   for (; bytes >= 8; bytes -= 8, data += 8) {
     for (int i = 0; i < 4; ++i) crc ^= std::uint32_t{data[i]} << (8 * i);
@@ -76,11 +76,11 @@ KVZAP_BODY std::uint32_t step_byte(std::uint32_t crc, unsigned char byte) {
   return crc;
 }
 
-// The instruction gives its result after three cycles, and one can begin in each: three parts of
-// the data are run at once, and joined.
+// The instruction has a latency of three cycles and a throughput of one per cycle. So three parts
+// of the data are processed in parallel and then combined.
 constexpr std::size_t part_bytes = 4096;
 
-// Table i: what byte i of a checksum becomes behind `part_bytes` zero bytes.
+// Table i: the contribution of byte i of a checksum that `part_bytes` zero bytes follow.
 const std::array<Table, 4>& shift_tables() {
   static const std::array<Table, 4> tables = [] {
     std::array<Table, 4> made{};

@@ -6,9 +6,8 @@
 
 namespace kvzap::detail {
 
-/// Goes on from `crc` (0 at the beginning) with `bytes` bytes: crc32c(b, crc32c(a)) is that of a
-/// and b together. Uses the processor's instruction where SimdLevel is avx2 or more. Safe in any
-/// thread.
+/// Continues the checksum `crc` (0 at the beginning) with `bytes` bytes: crc32c(b, crc32c(a)) is
+/// that of a and b together. Uses the processor's instruction from SimdLevel avx2 on. Thread-safe.
 std::uint32_t crc32c(const void* data, std::size_t bytes, std::uint32_t crc = 0);
 
 }  // namespace kvzap::detail

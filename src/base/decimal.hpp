@@ -1,4 +1,4 @@
-// Numbers as people write them: decimal, whole text or nothing.
+// Strict parsing of decimal numbers: the whole text is a number, or it is an error.
 #pragma once
 
 #include <algorithm>
@@ -13,9 +13,9 @@ namespace kvzap::detail {
 
 enum class DecimalFault { none, syntax, range };
 
-/// Reads a whole number of type T: digits behind at most one sign. Zeros before them mean nothing
-/// (010 is ten, not eight). Unlike strtoll, nothing may stand before or behind, an empty text is no
-/// number, and what T cannot hold is out of range instead of T's largest.
+/// Reads a whole number of type T: digits after at most one sign. Leading zeros have no meaning
+/// (010 is ten, not eight). Unlike strtoll, it accepts no text before or after, refuses an empty
+/// text, and reports values that T cannot hold as out of range.
 template <class T>
 DecimalFault read_whole(std::string_view text, T& number) {
   if (!text.empty() && text.front() == '+') {
@@ -31,8 +31,9 @@ DecimalFault read_whole(std::string_view text, T& number) {
                                                                    : DecimalFault::range;
 }
 
-/// Reads a number such as -3, 0.5, .5, 5. or 1e-6, or inf, -inf or nan. Unlike strtod, nothing may
-/// stand before or behind, nothing is hexadecimal, and what a double cannot hold is out of range.
+/// Reads a number such as -3, 0.5, .5, 5. or 1e-6, or inf, -inf or nan. Unlike strtod, it accepts
+/// no text before or after and no hexadecimal digits, and reports values that a double cannot hold
+/// as out of range.
 inline DecimalFault read_real(const std::string& text, double& number) {
   const std::string_view digits = "0123456789";
   std::string_view left = text;

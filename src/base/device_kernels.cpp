@@ -21,7 +21,7 @@ bool device_at_start() {
   }
   if (name == "device" && !KVZAP_HAVE_DEVICE_KERNELS) {
     throw Error(
-        "KVZAP_KERNELS is \"device\"; this build has no kernels of devices: configure it with "
+        "KVZAP_KERNELS is \"device\"; this build has no device kernels: configure it with "
         "KVZAP_DEVICE_KERNELS_ON_HOST=ON");
   }
   return name == "device";

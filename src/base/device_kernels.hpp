@@ -1,15 +1,15 @@
-// Which form of a step runs where a host has one of its own.
+// The choice between the host's and the devices' form of a step.
 #pragma once
 
 namespace kvzap::detail {
 
-/// Whether steps run in the form that they have on devices: always where the execution space is a
-/// device; on a host, where faster forms exist, if KVZAP_KERNELS=device is in the environment when
-/// first asked, so that tests reach the code of devices without one. Throws Error if the variable
-/// is anything but "device", "host" or empty.
+/// Returns whether steps run in their form for devices. They always do if the execution space is a
+/// device. On a host, which has faster forms, they do if the environment has KVZAP_KERNELS=device
+/// at the first call; so tests reach the device code without a device. Throws Error if the variable
+/// is not "device", "host" or empty.
 bool uses_device_kernels();
 
-/// Uses the one or the other form on hosts from now on, for tests; not while kernels run.
+/// Selects the form for hosts from now on, for tests. Do not call it while kernels run.
 void set_device_kernels(bool device);
 
 }  // namespace kvzap::detail

@@ -1,4 +1,4 @@
-// Lists in a text whose separators may be part of an entry, behind a backslash.
+// Lists in a text; a backslash makes a separator part of an entry.
 #pragma once
 
 #include <string>
@@ -7,8 +7,8 @@
 
 namespace kvzap::detail {
 
-/// Parts between separators; what follows a backslash belongs to its part. Backslashes stay, since
-/// parts may be split again.
+/// Returns the parts between separators. A character after a backslash belongs to its part.
+/// Backslashes stay, because parts may be split again.
 inline std::vector<std::string> split_unescaped(std::string_view text, char separator) {
   std::vector<std::string> parts(1);
   for (std::size_t i = 0; i < text.size(); ++i) {
@@ -24,7 +24,7 @@ inline std::vector<std::string> split_unescaped(std::string_view text, char sepa
   return parts;
 }
 
-/// Without the backslashes in front of one of `separators`.
+/// Returns `text` without the backslashes before `separators`.
 inline std::string without_escapes(std::string_view text, std::string_view separators) {
   std::string plain;
   for (std::size_t i = 0; i < text.size(); ++i) {

@@ -1,4 +1,4 @@
-// The exponential that inner loops on the host vectorize over.
+// An exponential that inner loops on the host can vectorize.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace kvzap::detail {
 
-// exp for x <= 0 by range reduction and a degree-6 polynomial (Cephes' expf); no branches, so that
-// loops over it vectorize. Below -87.3, where the result would be subnormal, it is 0.
+// exp for x <= 0 by range reduction and a degree-6 polynomial (Cephes' expf). It has no branches,
+// so loops vectorize. Below -87.3, where the result would be subnormal, it is 0.
 KVZAP_BODY float exp_nonpositive(float x) {
   const float clamped = x < -87.3f ? -87.3f : x;
   constexpr float round_to_integer = 12582912.0f;  // 1.5 * 2^23: adding it leaves the integer part

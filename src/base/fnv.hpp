@@ -1,4 +1,4 @@
-// FNV-1a: a hash that tells apart what was not made to collide.
+// FNV-1a: a hash for data without deliberate collisions.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@ namespace kvzap::detail {
 
 constexpr std::uint64_t fnv_start = 14695981039346656037u;
 
-/// Goes on from `hash` with the bytes of `data`.
+/// Continues `hash` with the bytes of `data`.
 inline std::uint64_t fnv1a(std::string_view data, std::uint64_t hash = fnv_start) {
   constexpr std::uint64_t prime = 1099511628211u;
   for (const char c : data) hash = (hash ^ static_cast<unsigned char>(c)) * prime;

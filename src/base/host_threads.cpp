@@ -10,7 +10,7 @@
 namespace kvzap::detail {
 namespace {
 
-/// Of Kokkos' host backend.
+/// Threads of Kokkos' host backend.
 int kokkos_threads() {
   static const int threads = Kokkos::DefaultHostExecutionSpace().concurrency();
   return threads;
@@ -42,11 +42,11 @@ void on_host_threads(std::int64_t n, const void* work,
 #if defined(_OPENMP)
   const int threads = own_threads();
   if (threads > 1 && omp_in_parallel() == 0) {
-    std::exception_ptr error;  // that of the first part that has thrown
+    std::exception_ptr error;  // of the first part that threw
     int part_of_error = threads;
 #pragma omp parallel num_threads(threads)
     {
-      // There may be fewer threads than were asked for (OMP_THREAD_LIMIT): parts stay the same.
+      // OpenMP may give fewer threads than requested (OMP_THREAD_LIMIT); the parts stay the same.
       for (int t = omp_get_thread_num(); t < threads; t += omp_get_num_threads()) {
         try {
           piece(work, n * t / threads, n * (t + 1) / threads);

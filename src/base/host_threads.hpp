@@ -1,8 +1,9 @@
-// Loops of hosts on several threads of this process, whatever Kokkos' host backend is.
+// Host loops on several threads of this process, for every host backend of Kokkos.
 //
-// Where that backend has threads of its own (OpenMP, Threads), loops are its. Where it is Serial,
-// as Debian's, they run on OpenMP's threads, which oneDNN brings in any case: as many for every
-// loop, since GNU's run time would otherwise end threads and begin new ones from loop to loop.
+// If the backend has its own threads (OpenMP, Threads), the backend runs the loops. If it is
+// Serial, as in Debian's Kokkos, loops run on OpenMP's threads, which oneDNN needs in any case.
+// Every loop uses the same number of threads, because GNU's run time would otherwise end threads
+// and start new ones between loops.
 #pragma once
 
 #include <cstdint>
@@ -11,22 +12,22 @@
 
 namespace kvzap::detail {
 
-/// Threads on which loops of hosts run.
+/// Returns the number of threads for host loops.
 int host_threads();
-/// How many there are from now on, 1 at first; not while loops run. Without effect where Kokkos'
-/// host backend has threads of its own, and in builds without OpenMP.
+/// Sets the number of threads, 1 at first. Do not call it while loops run. It has no effect if
+/// Kokkos' host backend has its own threads, and in builds without OpenMP.
 void set_host_threads(int threads);
-/// Whether set_host_threads has an effect.
+/// Returns whether set_host_threads has an effect.
 bool can_set_host_threads();
 
-/// Calls piece(work, begin, end) for a part of [0, n) on each of host_threads() threads, the t-th
-/// part, in order, on the t-th thread. Throws what the first of these parts that threw has thrown.
-/// From within itself: on the calling thread alone.
+/// Calls piece(work, begin, end) for one part of [0, n) on each of host_threads() threads: the t-th
+/// part, in order, on the t-th thread. Rethrows the exception of the first part that threw. A
+/// nested call runs on the calling thread alone.
 void on_host_threads(std::int64_t n, const void* work,
                      void (*piece)(const void* work, std::int64_t begin, std::int64_t end));
 
-/// work(i) for 0 <= i < n, apart from Kokkos: for work that may throw. The same parts on the same
-/// threads as host_for's.
+/// Calls work(i) for 0 <= i < n, without Kokkos; `work` may throw. Parts and threads are those of
+/// host_for.
 template <class Work>
 void for_each_on_threads(std::int64_t n, const Work& work) {
   on_host_threads(n, &work, [](const void* body, std::int64_t begin, std::int64_t end) {
@@ -35,14 +36,14 @@ void for_each_on_threads(std::int64_t n, const Work& work) {
   });
 }
 
-/// Work for a thread below which a loop is not worth others: as elements of a row.
+/// Elements per thread below which more threads do not pay off.
 constexpr std::int64_t worthwhile_elements = 8192;
 
-/// work(i) for 0 <= i < n. Which thread does which i does not change from call to call with the
-/// same n, so that what one loop writes first another finds near. `weight`: elements that each i
-/// stands for; loops of few run on one thread. `work` must not depend on the order, must not launch
-/// kernels, and has no use for Kokkos' atomics, which a build of Kokkos for Serial alone makes
-/// plain accesses.
+/// Calls work(i) for 0 <= i < n. Calls with the same n give each i to the same thread, so that a
+/// loop finds in its cache the data that another loop wrote. `weight`: elements that each i stands
+/// for; loops of few elements run on one thread. `work` must not depend on the order and must not
+/// launch kernels. It must not need Kokkos' atomics, which are plain accesses in a build of Kokkos
+/// for Serial alone.
 template <class Work>
 void host_for(const char* label, std::int64_t n, std::int64_t weight, const Work& work) {
   using Range =
@@ -52,8 +53,8 @@ void host_for(const char* label, std::int64_t n, std::int64_t weight, const Work
     Kokkos::parallel_for(label, Range(0, n), work);
     return;
   }
-  // As one kernel, whose copy of `work` has views that count no references: these counts are not
-  // made for threads either. And tools see the loop by its name.
+  // One kernel wraps the loop. The views in its copy of `work` count no references; these counts
+  // are not thread-safe in such builds either. Profiling tools see the loop by its name.
   Kokkos::parallel_for(label, Range(0, 1), [=](std::int64_t) {
     on_host_threads(n, &work, [](const void* body, std::int64_t begin, std::int64_t end) {
       const Work& one = *static_cast<const Work*>(body);
@@ -62,7 +63,7 @@ void host_for(const char* label, std::int64_t n, std::int64_t weight, const Work
   });
 }
 
-/// The same for i that are worth a thread each.
+/// Does the same for i that are each worth a thread.
 template <class Work>
 void host_for(const char* label, std::int64_t n, const Work& work) {
   host_for(label, n, worthwhile_elements, work);

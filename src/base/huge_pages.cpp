@@ -9,12 +9,12 @@ namespace kvzap::detail {
 
 void advise_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] std::size_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-  // Whole small pages only: the system itself finds the huge ones that fit between them.
+  // Whole small pages only: the system itself finds the huge pages that fit.
   constexpr std::uintptr_t page = 4096;
   if (bytes < huge_page_bytes) return;
   const auto begin = (reinterpret_cast<std::uintptr_t>(data) + page - 1) / page * page;
   const auto end = (reinterpret_cast<std::uintptr_t>(data) + bytes) / page * page;
-  // A refusal costs speed alone.
+  // A failure only costs speed.
   (void)madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 #endif
 }

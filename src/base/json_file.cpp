@@ -15,8 +15,8 @@ namespace {
 
 using Json = nlohmann::json;
 
-// What values take in memory, with the C library's own share: blocks are multiples of 16 bytes, 8
-// of them its own.
+// Memory of values, with the overhead of the C library: blocks are multiples of 16 bytes, and 8
+// bytes of each are overhead.
 constexpr std::size_t value_bytes = sizeof(Json);
 constexpr std::size_t string_bytes = 48;
 constexpr std::size_t object_bytes = 64;
@@ -25,8 +25,8 @@ constexpr std::size_t member_bytes = 96;  // of an object, with its key and valu
 
 std::size_t text_bytes(std::size_t length) { return length < 16 ? 0 : length + 32; }
 
-// (The library takes lists apart in lists that grow to three times their length. This many values
-// are in no list of any model's files, and are counted as what that takes.)
+// The library frees arrays through arrays that grow to three times their length. No array in a
+// model's files has this many values; for longer ones the limit counts that memory, too.
 std::size_t elements_bytes(std::size_t capacity) {
   constexpr std::size_t very_long = 1u << 20;
   return capacity == 0 ? 0 : 16 + capacity * value_bytes * (capacity < very_long ? 1 : 4);
@@ -42,8 +42,8 @@ std::string place_of(std::string_view text, std::size_t offset) {
   return fmt::format("line {}, column {} (byte {})", line, column, offset + 1);
 }
 
-/// Builds the value as it is parsed, and ends that as soon as a limit is exceeded: nesting, keys
-/// that are repeated, memory.
+/// Builds the value during parsing, and stops at once if it exceeds a limit of nesting, repeated
+/// keys or memory.
 class Builder final : public nlohmann::json_sax<Json> {
  public:
   Builder(std::string_view text, const std::string& what) : m_text(text), m_what(what) {}
@@ -99,7 +99,7 @@ class Builder final : public nlohmann::json_sax<Json> {
     return true;
   }
 
-  /// Puts a value where the text has it, and says where that is.
+  /// Puts a value in its place in the document, and returns that place.
   template <class Value>
   Json* place(Value&& value, std::size_t bytes) {
     spend(bytes);
@@ -113,7 +113,7 @@ class Builder final : public nlohmann::json_sax<Json> {
     }
     auto& array = m_open.back()->get_ref<Json::array_t&>();
     if (array.size() == array.capacity()) {
-      // Old and new elements lie side by side while they move.
+      // Old and new elements exist side by side while they move.
       const std::size_t old_capacity = array.capacity();
       const std::size_t capacity = std::max<std::size_t>(2, 2 * old_capacity);
       spend(elements_bytes(capacity));
@@ -152,7 +152,7 @@ class Builder final : public nlohmann::json_sax<Json> {
     }
   }
 
-  /// " at model.merges[3]", or nothing at the top; cut soon after `longest` bytes.
+  /// Returns " at model.merges[3]", or nothing at the top. It is cut soon after `longest` bytes.
   std::string path_text(std::size_t longest = 200) const {
     std::string path;
     for (std::size_t level = 0; level < m_open.size(); ++level) {
@@ -170,9 +170,9 @@ class Builder final : public nlohmann::json_sax<Json> {
   std::string_view m_text;
   const std::string& m_what;
   Json m_root;
-  std::vector<Json*> m_open;               // the containers around what comes next, outermost first
-  std::vector<const std::string*> m_keys;  // of each of them that is an object: the last key
-  Json* m_member = nullptr;                // of the innermost one, if it is an object
+  std::vector<Json*> m_open;               // open containers, outermost first
+  std::vector<const std::string*> m_keys;  // the last key of each open object
+  Json* m_member = nullptr;  // where the last key's value belongs, if the innermost is an object
   std::size_t m_spent = 0;
 };
 
@@ -181,7 +181,7 @@ class Builder final : public nlohmann::json_sax<Json> {
 std::size_t json_memory_limit(std::size_t text_bytes) { return 3 * text_bytes + (38u << 20); }
 
 nlohmann::json parse_json(std::string_view text, const std::string& what) {
-  // The parser takes a NUL for the end of its input.
+  // The parser takes a NUL as the end of its input.
   const std::size_t nul = text.find('\0');
   if (nul != text.npos) {
     throw Error(fmt::format("{}: not valid JSON: {}: expected text, found a NUL byte", what,

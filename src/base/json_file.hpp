@@ -1,5 +1,5 @@
-// Reading of JSON that somebody else wrote: size, nesting and repeated keys are checked. Compiled
-// once, since the parser takes seconds to compile.
+// Reads untrusted JSON: size, nesting and repeated keys are checked. One source compiles the
+// parser, because that takes seconds.
 #pragma once
 
 #include <cstddef>
@@ -12,31 +12,31 @@
 
 namespace kvzap::detail {
 
-/// Deepest nesting of objects and arrays that any file of a model folder needs, with room to spare.
+/// Deepest nesting of objects and arrays. Files of model folders need less.
 inline constexpr int max_json_depth = 64;
 
-/// Most bytes that the values of a JSON text may take in memory: 3 × text + 38 MB. With the text
-/// that stays below 4 × text + 64 MB, also while the values are taken apart. Hostile texts would
-/// take 20 times theirs; of the files that models come with, the tokenizers' come closest.
+/// Returns the limit on the memory that the values of a JSON text may take: 3 × text + 38 MB. With
+/// the text, the total stays below 4 × text + 64 MB, also while the values are freed. Hostile texts
+/// would take 20 times their size; of the files of models, tokenizers come closest to the limit.
 std::size_t json_memory_limit(std::size_t text_bytes);
 
-/// Parses `text`; `what` names it in messages. Throws Error, which says where, for anything that is
-/// not one JSON value (a NUL byte, too), for nesting deeper than max_json_depth, for a key that is
-/// repeated within one object (parsers disagree on which of the two counts) and for values that
-/// take more than json_memory_limit.
+/// Parses `text`; `what` names it in messages. Throws Error that gives the place if the text is not
+/// one JSON value (or has a NUL byte), if its nesting is deeper than max_json_depth, if an object
+/// repeats a key (parsers disagree on which value counts), or if its values exceed
+/// json_memory_limit.
 nlohmann::json parse_json(std::string_view text, const std::string& what);
 
-/// All of a regular file. Throws Error for a missing one, anything else, one larger than
-/// `max_bytes` and a read error.
+/// Returns the contents of a regular file. Throws Error if it is missing, not regular or larger
+/// than `max_bytes`, or if reading fails.
 std::string read_text_file(const std::filesystem::path& file, std::uintmax_t max_bytes = 64u << 20);
 
-/// Reads and parses a JSON file that must hold an object. Throws Error for a missing file, one
-/// larger than `max_bytes`, or anything but an object.
+/// Reads and parses a JSON file that must contain an object. Throws Error if it is missing or
+/// larger than `max_bytes`, or if it contains anything else.
 nlohmann::json read_json_object(const std::filesystem::path& file,
                                 std::uintmax_t max_bytes = 64u << 20);
 
-/// A value for messages: a short one as it is, a long text shortened and quoted, of arrays and
-/// objects only what they are.
+/// Returns a description of a value for messages: a short value unchanged, a long text shortened
+/// and quoted, arrays and objects by their kind only.
 std::string described(const nlohmann::json& value);
 
 }  // namespace kvzap::detail

@@ -1,4 +1,4 @@
-// The one place where differences between Kokkos versions (3.4 to 5) live.
+// The only place that knows differences between Kokkos versions (3.4 to 5).
 #pragma once
 
 #include <Kokkos_Core.hpp>
@@ -17,15 +17,15 @@ namespace math = Kokkos::Experimental;
 inline constexpr bool runs_on_host =
     std::is_same_v<Kokkos::DefaultExecutionSpace, Kokkos::DefaultHostExecutionSpace>;
 
-/// Host memory that a device copies from and to at its full rate, without waiting for the host.
+/// Host memory that a device copies at full rate, without waiting for the host.
 #if defined(KOKKOS_HAS_SHARED_HOST_PINNED_SPACE)
 using StagingSpace = Kokkos::SharedHostPinnedSpace;
 #else
 using StagingSpace = Kokkos::HostSpace;
 #endif
 
-/// Waits for one execution-space instance; the name says why. (Kokkos 3.4's Serial fence takes no
-/// label.)
+/// Waits for one execution-space instance; the name gives the reason. (Kokkos 3.4's Serial fence
+/// takes no label.)
 template <class Exec>
 void fence(const Exec& exec, [[maybe_unused]] const char* name) {
 #if KOKKOS_VERSION >= 30500
@@ -49,8 +49,8 @@ bool equal_instances(const Exec& a, const Exec& b, ...) {
   return a.impl_instance_id() == b.impl_instance_id();
 }
 
-/// Whether kernels of one instance run after those that the other got earlier. (Kokkos 3.4 cannot
-/// compare them.)
+/// Returns whether kernels of one instance run after earlier kernels of the other. (Kokkos 3.4
+/// cannot compare instances.)
 template <class Exec>
 bool same_instance(const Exec& a, const Exec& b) {
   return equal_instances(a, b, 0);

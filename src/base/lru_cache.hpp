@@ -1,4 +1,4 @@
-// A map of bounded size that forgets what has not been asked for the longest.
+// A map of bounded size that drops its least recently used entries.
 #pragma once
 
 #include <cstddef>
@@ -8,17 +8,17 @@
 
 namespace kvzap::detail {
 
-/// Not for two threads at a time.
+/// Not thread-safe.
 template <class Key, class Value>
 class LruCache {
  public:
-  /// `capacity` (at least 1): the most entries that it holds.
+  /// `capacity` (at least 1): the largest number of entries.
   explicit LruCache(std::size_t capacity) : m_capacity(capacity) {}
 
   std::size_t size() const { return m_entries.size(); }
 
-  /// The value of `key`; if it is not there, what `make()` returns becomes it. Valid until the next
-  /// call. If `make` throws, nothing has changed.
+  /// Returns the value of `key`; if there is none, inserts the result of `make()`. The reference is
+  /// valid until the next call. If `make` throws, nothing changes.
   template <class Make>
   Value& get(const Key& key, Make make) {
     const auto found = m_places.find(key);
@@ -41,7 +41,7 @@ class LruCache {
   }
 
  private:
-  using Entries = std::list<std::pair<Key, Value>>;  // the last one that was asked for comes first
+  using Entries = std::list<std::pair<Key, Value>>;  // most recently used first
 
   std::size_t m_capacity;
   Entries m_entries;

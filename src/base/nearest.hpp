@@ -1,4 +1,4 @@
-// What somebody who wrote a name that there is not may have meant.
+// Suggestions for misspelled names.
 #pragma once
 
 #include <algorithm>
@@ -9,14 +9,14 @@
 
 namespace kvzap::detail {
 
-/// The one of `names` that takes the fewest insertions, deletions and substitutions to come to from
-/// `name` (Levenshtein's distance), the first of equally near ones; empty if all are far: more than
-/// half of `name` would have to change, or more than two letters of a short one.
+/// Returns the one of `names` with the smallest edit distance to `name` (Levenshtein), the first of
+/// equally near ones. Returns an empty text if all are far: more than half of `name` would have to
+/// change, or more than two letters of a short one.
 inline std::string nearest_name(std::string_view name, const std::vector<std::string>& names) {
   std::string best;
   std::size_t best_distance = std::max<std::size_t>(2, name.size() / 2) + 1;
   for (const std::string& candidate : names) {
-    // Row by row of the table of distances between beginnings of both.
+    // Row by row of the table of distances between prefixes of both.
     std::vector<std::size_t> row(candidate.size() + 1);
     for (std::size_t j = 0; j <= candidate.size(); ++j) row[j] = j;
     for (std::size_t i = 1; i <= name.size(); ++i) {

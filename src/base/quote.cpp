@@ -9,8 +9,8 @@ namespace {
 
 bool is_continuation(char c) { return (static_cast<unsigned char>(c) & 0xC0u) == 0x80u; }
 
-// Bytes of the well-formed UTF-8 character that `text` begins with; 0 if it begins with none, or
-// with a control character of Latin-1's upper half.
+// Returns the bytes of the well-formed UTF-8 character that `text` begins with; 0 if there is none,
+// or if it is a control character of Latin-1's upper half.
 std::size_t character_bytes(std::string_view text) {
   const auto first = static_cast<unsigned char>(text[0]);
   if (first < 0x80) return 1;

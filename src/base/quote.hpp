@@ -1,4 +1,4 @@
-// What other people's files say, fit to be shown in a message.
+// Makes untrusted text safe for messages.
 #pragma once
 
 #include <cstddef>
@@ -7,16 +7,15 @@
 
 namespace kvzap::detail {
 
-/// `text` with everything in it that a terminal would act upon, or that would end a C string, as
-/// an escape: \n, \t, \r, \xNN for other control characters and for bytes that are no UTF-8. A text
-/// of more than `max_bytes` ends in "…" where a character ends.
+/// Returns `text` with escapes for all characters that a terminal would act on or that would end a
+/// C string: \n, \t, \r, and \xNN for other control characters and for bytes that are not UTF-8. A
+/// text of more than `max_bytes` is cut at a character and ends in "…".
 std::string shown(std::string_view text, std::size_t max_bytes = 80);
 
-/// shown(text) between single quotes.
+/// Returns shown(text) in single quotes.
 std::string in_quotes(std::string_view text, std::size_t max_bytes = 80);
 
-/// An error's message as a terminal may have it: shown(), but lines stay lines, and of a very long
-/// one the beginning.
+/// Returns an error's message as shown(), but keeps line breaks, and cuts a very long message.
 std::string shown_message(std::string_view message);
 
 }  // namespace kvzap::detail

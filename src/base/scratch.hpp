@@ -12,9 +12,9 @@
 
 namespace kvzap::detail {
 
-/// Called with the number of bytes before a cache or its scratch memory takes some; may throw what
-/// an allocation throws. For tests, which let any allocation fail; not while other threads
-/// allocate.
+/// Called with the number of bytes before a cache or its scratch memory allocates; may throw the
+/// exceptions of an allocation. Tests use it to make any allocation fail. Do not change it while
+/// other threads allocate.
 using AllocationHook = void (*)(std::size_t bytes);
 inline AllocationHook allocation_hook = nullptr;
 
@@ -22,21 +22,22 @@ inline void before_allocation(std::size_t bytes) {
   if (allocation_hook) allocation_hook(bytes);
 }
 
-/// Makes room for `size` elements in all, more than it takes if it has to grow.
+/// Reserves room for `size` elements in total, and more if it has to grow.
 template <class Vector>
 void reserve_room(Vector& vector, std::size_t size) {
   if (vector.capacity() < size) vector.reserve(std::max(size, 2 * vector.capacity()));
 }
 
-/// Makes room for `count` more elements.
+/// Reserves room for `count` more elements.
 template <class Vector>
 void reserve_more(Vector& vector, std::size_t count) {
   reserve_room(vector, vector.size() + count);
 }
 
-/// Makes `scratch` hold at least `count` elements, of unspecified content if it had to grow. What
-/// it held is freed before more is taken, so that both never exist together. On the host, much of
-/// it lies on huge pages: kernels read it in long runs, and eviction reads rows scattered over it.
+/// Makes `scratch` hold at least `count` elements; if it grows, their contents are unspecified. The
+/// old memory is freed before the new one is allocated, so that both never exist together. On the
+/// host, huge pages hold much of it: kernels read it in long runs, and eviction reads scattered
+/// rows.
 template <class Value, class... Properties>
 void reserve_scratch(Kokkos::View<Value*, Properties...>& scratch, std::int64_t count,
                      const char* label) {

@@ -44,10 +44,10 @@ SimdLevel initial_level() {
 #if KVZAP_X86_TILES && defined(KVZAP_TILES_ARE_TRAPPED)
 SimdLevel level_with_tiles() { return SimdLevel::amx_fp16; }  // see tests/tiles
 #elif KVZAP_X86_TILES
-/// The level of the processor's tile registers, which this process and its threads may use from now
-/// on; avx512_bf16 if there are none for bf16. Linux has to be asked, as each thread's state takes
-/// 8 KiB more (its file Documentation/arch/x86/xstate.rst), and denies them where it does not save
-/// them, or a thread's alternate signal stack has no room for them.
+/// Returns the level of the processor's tile registers, and enables them for this process and its
+/// threads; avx512_bf16 if there are none for bf16. Linux requires a request, because each thread's
+/// state grows by 8 KiB (see Documentation/arch/x86/xstate.rst). It refuses if it does not save
+/// these registers, or if a thread's alternate signal stack has no room for them.
 SimdLevel level_with_tiles() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return SimdLevel::avx512_bf16;

@@ -1,9 +1,9 @@
-// Which instruction set the explicit inner loops use, decided once when the program runs.
+// The instruction set of the explicit inner loops, chosen once at run time.
 //
-// A kernel's body is an always-inlined function. KVZAP_KERNEL wraps it in one plain function per
-// instruction set, each compiled for that set alone, and in a dispatcher of the kernel's name. So
-// the library runs on any processor of its architecture, and no other code is compiled for more
-// than the build's flags allow.
+// The body of a kernel is an always-inlined function. KVZAP_KERNEL wraps it in one plain function
+// for each instruction set, compiled for that set alone, and in a dispatcher with the kernel's
+// name. So the library runs on any processor of its architecture. All other code is compiled for
+// the build's flags alone.
 #pragma once
 
 #include <optional>
@@ -11,57 +11,60 @@
 
 namespace kvzap::detail {
 
-/// Ascending: each level can run what those before it can.
+/// Ascending: each level can run the code of the levels before it.
 enum class SimdLevel {
-  baseline,           // what the build's flags allow (SSE2 on x86-64); the only one elsewhere
+  baseline,           // the build's flags (SSE2 on x86-64); the only level on other architectures
   avx2,               // x86-64-v3: AVX2, FMA, F16C
   avx512,             // x86-64-v4: AVX-512 F, BW, CD, DQ, VL
-  avx512_bf16,        // and its dot product of bf16 pairs
-  amx_bf16_emulated,  // for tests: avx512_bf16, with arrays in place of amx_bf16's tile registers
-  amx_emulated,       // for tests: the same of amx_fp16's
-  amx_bf16,           // and AMX: tile registers, and products of tiles of bf16
-  amx_fp16            // and products of tiles of f16
+  avx512_bf16,        // also the dot product of bf16 pairs
+  amx_bf16_emulated,  // for tests: avx512_bf16, with arrays instead of amx_bf16's tile registers
+  amx_emulated,       // for tests: the same for amx_fp16
+  amx_bf16,           // also AMX: tile registers, and products of tiles of bf16
+  amx_fp16            // also products of tiles of f16
 };
 
-/// "baseline", "avx2", "avx512", "avx512_bf16", "amx_bf16" or "amx_fp16"; for tests also
+/// Returns "baseline", "avx2", "avx512", "avx512_bf16", "amx_bf16" or "amx_fp16"; for tests also
 /// "amx_bf16_emulated" and "amx_emulated".
 const char* name_of(SimdLevel level);
 
-/// The level of that name; for "amx" amx_fp16 if the processor has it, else amx_bf16. None if there
-/// is no such level.
+/// Returns the level of that name, or nothing if there is none. "amx" stands for amx_fp16 if the
+/// processor has it, else for amx_bf16.
 std::optional<SimdLevel> simd_level_named(std::string_view name);
 
-/// The widest level that this processor has, and the system lets this process use: AMX's registers
-/// are asked for when this is first called. Never an emulated one.
+/// Returns the widest level that the processor has and the system lets this process use. The first
+/// call requests AMX's registers. It is never an emulated level.
 SimdLevel simd_level_of_processor();
 
-/// Whether the processor can run a level; the emulated ones wherever it can run avx512_bf16.
+/// Returns whether the processor can run a level. It can run the emulated ones if it can run
+/// avx512_bf16.
 bool processor_has(SimdLevel level);
 
-/// The level in use: the processor's, or a lower one named by the environment variable KVZAP_SIMD
-/// when first asked. Throws Error if that names no level, or one that the processor lacks.
+/// Returns the level in use: the processor's, or a lower one that the environment variable
+/// KVZAP_SIMD names at the first call. Throws Error if it names no level, or one that the processor
+/// lacks.
 SimdLevel simd_level();
 
-/// Uses another level from now on, for tests and benchmarks; not while kernels run. Throws Error if
-/// the processor lacks it.
+/// Selects another level from now on, for tests and benchmarks. Do not call it while kernels run.
+/// Throws Error if the processor lacks it.
 void set_simd_level(SimdLevel level);
 
 }  // namespace kvzap::detail
 
 #define KVZAP_BODY static inline __attribute__((always_inline))
 
-// CUDA compilers read neither target attributes nor all intrinsics. They are used where kernels run
-// on a device, and there is no inner loop on the host whose speed matters.
+// CUDA compilers read neither target attributes nor all intrinsics. Builds with them run kernels on
+// a device, so the speed of inner loops on the host does not matter there.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__CUDACC__)
 #define KVZAP_X86 1
-// AMX's instructions are written as assembly, which needs an assembler that knows them (binutils
-// 2.35, Clang's own), but no intrinsics: the compiler would not allocate tile registers anyway.
+// AMX's instructions are written as inline assembly, which needs an assembler that knows them
+// (binutils 2.35, or Clang's own). Intrinsics would not help: the compiler does not allocate tile
+// registers.
 #if defined(__linux__) && ((defined(__clang__) && __clang_major__ >= 12) || __GNUC__ >= 11)
 #define KVZAP_X86_TILES 1
 #else
 #define KVZAP_X86_TILES 0
 #endif
-// Clang uses whole registers without being asked to, and ignores all of a list that asks it to.
+// Clang uses whole registers by default, and ignores an attribute list that asks for them.
 #if defined(__clang__)
 #define KVZAP_WHOLE_REGISTERS
 #else

@@ -1,4 +1,4 @@
-// How long work takes.
+// Measures the duration of work.
 #pragma once
 
 #include <chrono>
@@ -11,7 +11,7 @@ inline double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-/// Adds the seconds until its end to a sum.
+/// Adds the seconds until its destruction to a sum.
 class Stopwatch {
  public:
   explicit Stopwatch(double& sum) : m_sum(sum) {}

@@ -14,7 +14,7 @@ TeamShape initial_shape() {
   if (!asked || !*asked) return {0, 0};
   TeamShape shape;
   char rest = 0;
-  // NOLINTNEXTLINE(cert-err34-c): what does not convert is refused
+  // NOLINTNEXTLINE(cert-err34-c): a failed conversion is refused
   if (std::sscanf(asked, "%d,%d%c", &shape.threads, &shape.lanes, &rest) != 2 ||
       shape.threads < 1 || shape.lanes < 1) {
     throw Error(fmt::format("KVZAP_TEAM is \"{}\"; expected threads,lanes such as 4,1", asked));

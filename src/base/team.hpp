@@ -1,4 +1,4 @@
-// Teams of the kernels of devices: how many threads and lanes they have, and what they may ask for.
+// Teams of device kernels: their numbers of threads and lanes, and their limits.
 #pragma once
 
 #include <algorithm>
@@ -14,24 +14,25 @@ struct TeamShape {
   int lanes = 1;
 };
 
-/// What teams have: on a device `wanted`, on a host one thread of one lane, and on either what
-/// KVZAP_TEAM=threads,lanes in the environment says when first asked (no more threads than there
-/// are), so that tests can run teams of several on hosts. Throws Error if the variable is not two
-/// positive numbers.
+/// Returns the shape of teams: `wanted` on a device, one thread of one lane on a host. The
+/// environment variable KVZAP_TEAM=threads,lanes, read at the first call, overrides both (up to the
+/// number of threads that exist), so that tests can run larger teams on hosts. Throws Error if the
+/// variable is not two positive numbers.
 TeamShape team_shape(TeamShape wanted);
-/// The same shape for all kernels from now on, for tests; {0, 0}: no longer. Not while kernels run.
+/// Sets the shape for all kernels from now on, for tests; {0, 0} resets it. Do not call it while
+/// kernels run.
 void set_team_shape(TeamShape shape);
 
-/// Bytes of a kernel's own that Kokkos still passes as arguments: with its policy they are at most
-/// 512. More go through a buffer on the device, before each of whose uses the host waits for the
-/// one before.
+/// Largest size of a kernel's own data, in bytes, that Kokkos still passes as arguments; with its
+/// policy that is at most 512 bytes. Larger kernels use a buffer on the device; before each use the
+/// host waits for the previous one.
 inline constexpr std::size_t most_arguments = 384;
 
 using TeamPolicy = Kokkos::TeamPolicy<ExecutionSpace>;
 using TeamMember = typename TeamPolicy::member_type;
 
-/// A policy of `teams` teams for `kernel` that have up to `wanted` threads: fewer where the backend
-/// allows no more, or where bytes(threads) of team scratch is more than is safe to ask for.
+/// Returns a policy of `teams` teams for `kernel` with up to `wanted` threads. They have fewer if
+/// the backend allows no more, or if bytes(threads) of team scratch exceeds the safe limit.
 template <class Kernel, class Bytes>
 TeamPolicy team_policy(const ExecutionSpace& exec, std::int64_t teams, TeamShape wanted,
                        const Kernel& kernel, const Bytes& bytes) {
@@ -51,7 +52,7 @@ TeamPolicy team_policy(const ExecutionSpace& exec, std::int64_t teams, TeamShape
   return policy_of(threads);
 }
 
-/// Bytes of team scratch of level 0 that are safe to ask for.
+/// Returns the bytes of team scratch of level 0 that are safe to request.
 inline std::size_t team_scratch_limit() {
   return static_cast<std::size_t>(TeamPolicy::scratch_size_max(0)) - 16;
 }

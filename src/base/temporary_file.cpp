@@ -21,8 +21,8 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Without a write for so long, a file that another node's run has begun is a leftover: a run that
-// is alive writes at least every few seconds.
+// After this long without a write, a file of another node's run is a leftover: a live run writes at
+// least every few seconds.
 constexpr std::int64_t seconds_of_day = std::int64_t{24} * 60 * 60;
 
 void file_to_disk(const fs::path& file) {
@@ -38,8 +38,8 @@ void file_to_disk(const fs::path& file) {
 
 void folder_to_disk(const fs::path& folder) {
   const FileDescriptor descriptor(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  // Folders may be writable without being readable, and some file systems cannot sync them; the
-  // rename then lasts as well as they make it.
+  // A folder may be writable but not readable, and some file systems cannot sync folders. The
+  // rename is then as durable as that file system makes it.
   if (descriptor.get() < 0 && errno == EACCES) return;
   if (descriptor.get() < 0) throw system_error("its folder cannot be opened", errno);
   int code = 0;
@@ -51,7 +51,7 @@ void folder_to_disk(const fs::path& folder) {
   }
 }
 
-// A temporary file's name, taken apart.
+// The parts of a temporary file's name.
 struct Writer {
   std::string node;  // "" in names of older versions
   std::int64_t process;
@@ -68,7 +68,7 @@ std::optional<std::int64_t> number(std::string_view digits) {
   return value;
 }
 
-// `name` without the target's name and ".tmp-": NODE-PROCESS-NUMBER or PROCESS-NUMBER.
+// Reads `name` without the target's name and ".tmp-": NODE-PROCESS-NUMBER or PROCESS-NUMBER.
 std::optional<Writer> writer_of(std::string_view name) {
   const std::size_t last = name.rfind('-');
   if (last == std::string_view::npos || !number(name.substr(last + 1))) return std::nullopt;
@@ -82,8 +82,7 @@ std::optional<Writer> writer_of(std::string_view name) {
   return Writer{std::string(name.substr(0, begin == 0 ? 0 : middle)), *process};
 }
 
-// A process that has ended, but that its parent has not asked for, is none: where nobody asks, as
-// in containers without init, it would be there for ever.
+// A zombie counts as dead: in containers without init nobody reaps it, so it would stay for ever.
 bool is_alive(std::int64_t process) {
   if (::kill(static_cast<pid_t>(process), 0) != 0 && errno == ESRCH) return false;
   std::ifstream stream(fmt::format("/proc/{}/stat", process));
@@ -122,7 +121,7 @@ void agree_on_file(const Communicator& comm, const fs::path& file,
 
 fs::path target_of_links(const fs::path& file) {
   fs::path target = file;
-  constexpr int most = 40;  // as the system follows
+  constexpr int most = 40;  // the limit of the system
   for (int i = 0; i < most; ++i) {
     std::error_code none;
     if (!fs::is_symlink(fs::symlink_status(target, none))) return target;
@@ -145,8 +144,8 @@ DurableCalls DurableCalls::of_system() {
           folder_to_disk};
 }
 
-// Containers of one node may have its name and yet process ids of their own; the first set of
-// process ids has the same number on every Linux.
+// Containers on one node may share its name and yet have separate process ids. The first PID
+// namespace has the same number on every Linux.
 std::string node_name() {
   std::array<char, 256> host{};
   if (::gethostname(host.data(), host.size() - 1) != 0) return "unknown";
@@ -177,8 +176,8 @@ TemporaryFile::~TemporaryFile() {
   fs::remove(m_path, ignored);
 }
 
-// MPI_File_open may hang if it fails on some ranks only, so that each rank tries first, by itself,
-// whether it can open the file.
+// MPI_File_open may hang if it fails on some ranks only. So each rank first tries alone to open the
+// file.
 void TemporaryFile::create() {
   std::string name;
   agree_on_file(
@@ -206,7 +205,7 @@ void TemporaryFile::create() {
 void TemporaryFile::create_on_root() {
   const fs::path target = fs::absolute(target_of_links(m_target));
   m_final = target;
-  // Asked by its own name: what /dev/stdout leads to may be a pipe, which has none.
+  // The status of the path itself: /dev/stdout may lead to a pipe, which has no name.
   const fs::file_status status = fs::status(m_target);
   // Renaming onto a device would replace it.
   if (fs::exists(status) && !fs::is_regular_file(status)) {
@@ -226,12 +225,12 @@ void TemporaryFile::create_on_root() {
   m_exists = true;
 }
 
-// Who may still be writing? On this node the process says it: gone means a leftover. A process id
-// that another program has got since then keeps the file, which is the harmless mistake. Of another
-// node's processes nothing is known, so that only time tells; it is counted from our own new
-// file's, because both times are the file server's, whose clock need not be ours. (A lock that the
-// writer holds would tell at once, but HDF5 takes locks of its own, and on parallel file systems
-// locks often do not reach other nodes.)
+// Which leftovers still have a writer? On this node the process id answers: a process that is gone
+// left a leftover. If another program has got that id, the file stays, which is harmless. Processes
+// of other nodes cannot be checked, so only time decides. It is measured against our own new file,
+// because both times come from the file server, whose clock may differ from ours. (A lock held by
+// the writer would be exact, but HDF5 takes its own locks, and on parallel file systems locks often
+// do not reach other nodes.)
 std::vector<std::string> TemporaryFile::remove_leftovers() const {
   std::vector<std::string> notes;
   if (!m_exists) return notes;

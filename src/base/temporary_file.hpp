@@ -9,18 +9,18 @@
 
 namespace kvzap::detail {
 
-/// "what: the system's words for the error `code`".
+/// Returns the error "what: MESSAGE", with the system's message for `code`.
 Error system_error(const std::string& what, int code);
 
-/// Communicator::agree with "KIND FILE: " in front of the message.
+/// Calls Communicator::agree and puts "KIND FILE: " before its message.
 void agree_on_file(const Communicator& comm, const std::filesystem::path& file,
                    const std::function<void()>& local_work, const std::string& kind = "snapshot");
 
-/// An open file, closed at the end.
+/// An open file that is closed on destruction.
 class FileDescriptor {
  public:
-  /// Of open(2); what it creates, the user's mask decides on. `get()` is negative, and errno says
-  /// why, if it failed.
+  /// Calls open(2); the umask applies to a new file. If it fails, `get()` is negative and errno has
+  /// the reason.
   FileDescriptor(const std::filesystem::path& file, int flags);
   ~FileDescriptor();
   FileDescriptor(const FileDescriptor&) = delete;
@@ -31,49 +31,50 @@ class FileDescriptor {
   int m_descriptor;
 };
 
-/// What `file` names in the end, if it is a symbolic link (or a link to one, and so on), whether
-/// that exists or not; else itself. What takes its place leaves the links as they are. Throws Error
-/// for a circle of links.
+/// Returns the final target of `file` if it is a symbolic link (or a chain of links), whether that
+/// exists or not; else `file` itself. A file that replaces the target leaves the links unchanged.
+/// Throws Error for a circle of links.
 std::filesystem::path target_of_links(const std::filesystem::path& file);
 
-/// The calls that make a file last. They throw if they fail; tests put others in their place.
+/// The calls that make a file durable. They throw on failure. Tests replace them.
 struct DurableCalls {
-  /// Brings what this node has written to a file to the disk.
+  /// Brings the data that this node has written to a file to the disk.
   std::function<void(const std::filesystem::path&)> sync_file;
   std::function<void(const std::filesystem::path& from, const std::filesystem::path& to)> rename;
-  /// The same for the names in a folder.
+  /// Brings the names in a folder to the disk.
   std::function<void(const std::filesystem::path&)> sync_folder;
 
-  /// Those of the system.
+  /// Returns the calls of the system.
   static DurableCalls of_system();
 };
 
-/// A new, empty file next to the target, removed unless it is moved there. A target that is a
-/// symbolic link stands for what it leads to. All ranks know its name:
-/// TARGET.tmp-NODE-PROCESS-NUMBER, with the names of rank 0's node (node_name) and process.
+/// A new, empty file next to the target. It is removed unless it is moved to the target. If the
+/// target is a symbolic link, the file that it leads to takes its place. All ranks know the name
+/// TARGET.tmp-NODE-PROCESS-NUMBER, with the node (node_name) and process of rank 0.
 class TemporaryFile {
  public:
-  /// `kind` is what messages call the file.
+  /// `kind`: the word for the file in messages.
   TemporaryFile(const std::filesystem::path& target, const Communicator& comm,
                 DurableCalls calls = DurableCalls::of_system(), std::string kind = "snapshot");
   ~TemporaryFile();
   TemporaryFile(const TemporaryFile&) = delete;
   TemporaryFile& operator=(const TemporaryFile&) = delete;
 
-  /// Collective. Throws AgreedError if the file cannot be created, or not be opened by every rank.
+  /// Creates the file. Collective. Throws AgreedError if it cannot be created, or a rank cannot
+  /// open it.
   void create();
 
   const std::filesystem::path& path() const { return m_path; }
 
-  /// Removes what runs that were killed have left of the same target, and tells it on rank 0: a
-  /// sentence for each file that was removed, or that could not be, or of which nobody can tell
-  /// here whether its run is alive. Files of processes that are alive are left alone. After
-  /// create(); throws nothing but for lack of memory.
+  /// Removes the leftovers of killed runs with the same target. On rank 0 it returns a sentence for
+  /// each file that was removed, that could not be removed, or whose run may still be alive. Files
+  /// of live processes are kept. Call it after create(). It throws only if memory runs out.
   std::vector<std::string> remove_leftovers() const;
 
-  /// Moves the file, which all ranks have closed, to the target, so that it is there after a power
-  /// failure too: brings it to the disk, renames it, and brings the name to the disk. Collective;
-  /// throws AgreedError if any of this fails, until the name has changed with the target as it was.
+  /// Moves the file to the target such that it survives a power failure: it brings the file to the
+  /// disk, renames it, and brings the name to the disk. All ranks must have closed the file.
+  /// Collective. Throws AgreedError if any of this fails; unless the rename has succeeded, the
+  /// target is unchanged.
   void move_to_target();
 
  private:
@@ -84,16 +85,16 @@ class TemporaryFile {
   DurableCalls m_calls;
   std::string m_kind;
   std::filesystem::path m_path;
-  // On rank 0, which alone creates, removes and renames it:
-  std::filesystem::path m_final;  // what the target leads to
+  // Used on rank 0, which alone creates, removes and renames the file:
+  std::filesystem::path m_final;  // final target of the links
   bool m_exists = false;
 };
 
-/// Writes a text file that appears under its name once it is complete and on the disk. One process
-/// alone. Throws Error, naming the file.
+/// Writes a text file that appears under its name once it is complete and on the disk. For one
+/// process alone. Throws Error that names the file.
 void write_text(const std::filesystem::path& file, const std::string& text);
 
-/// What names this node, and on it the set of processes that process ids belong to.
+/// Returns a name for this node and for the PID namespace of this process.
 std::string node_name();
 
 }  // namespace kvzap::detail

@@ -1,4 +1,4 @@
-// Files that are read whole.
+// Reading of whole files.
 #pragma once
 
 #include <fcntl.h>
@@ -17,9 +17,9 @@
 
 namespace kvzap::detail {
 
-/// All bytes of an open file, which stays open. A read that fails in the middle is an error, unlike
-/// with streams, which then look as if they had ended. Throws Error that begins with `name`: if
-/// reading fails, for a folder, and for more than `most` bytes.
+/// Returns all bytes of an open file, which stays open. Unlike with streams, a read that fails in
+/// the middle is an error and not an end of file. Throws Error that begins with `name` if reading
+/// fails, if it is a folder, or if it has more than `most` bytes.
 inline std::string read_text(int descriptor, const std::string& name,
                              std::uintmax_t most = std::numeric_limits<std::uintmax_t>::max()) {
   std::string text;
@@ -42,7 +42,7 @@ inline std::string read_text(int descriptor, const std::string& name,
   }
 }
 
-/// The same by the file's name.
+/// Does the same for the file of that name.
 inline std::string read_text(const std::filesystem::path& file,
                              std::uintmax_t most = std::numeric_limits<std::uintmax_t>::max()) {
   const std::string name = file.string();

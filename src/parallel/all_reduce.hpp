@@ -1,4 +1,4 @@
-// Sums over ranks of what lies in execution-space memory.
+// Sums over ranks of values in execution-space memory.
 #pragma once
 
 #include <kvzap/core/communicator.hpp>
@@ -10,11 +10,11 @@
 
 namespace kvzap::detail {
 
-/// Sums over ranks, with the host memory that they go through where MPI cannot read a device's. The
-/// memory is kept between calls.
+/// Sums over ranks. Holds the host buffer for MPI libraries that cannot read device memory. The
+/// buffer is kept between calls.
 class RankSum {
  public:
-  /// values = sum of every rank's values, in place; contiguous. Collective. Later work on `exec`
+  /// Replaces each of `values` (contiguous) by its sum over ranks. Collective. Later work on `exec`
   /// sees the sums.
   void operator()(const ExecutionSpace& exec, const Communicator& comm, const Matrix& values) {
     if (comm.size() == 1) return;
@@ -33,7 +33,7 @@ class RankSum {
     Kokkos::deep_copy(exec, device, host);
   }
 
-  /// Takes the host memory for sums of up to `count` values, so that those take none.
+  /// Allocates the host buffer for sums of up to `count` values, so that these allocate nothing.
   void reserve(const Communicator& comm, std::int64_t count) {
     if (comm.size() > 1 && !takes_device_memory()) {
       reserve_scratch(m_staging, count, "kvzap::all_reduce::staging");

@@ -1,4 +1,4 @@
-// Communicator over MPI; communicator_serial.cpp is what takes its place in a build without it.
+// Communicator over MPI. communicator_serial.cpp replaces it in a build without MPI.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -27,8 +27,9 @@ int narrow(std::size_t count, const char* call) {
   return static_cast<int>(count);
 }
 
-// Large reductions and broadcasts go in pieces: no count overflows MPI's int, and MPI's own
-// buffers, which grow with the message, stay small (Open MPI takes half the message on each rank).
+// Large reductions and broadcasts are split into pieces. So no count overflows MPI's int, and MPI's
+// own buffers, which grow with the message, stay small (Open MPI takes half the message on each
+// rank).
 constexpr std::size_t max_piece = std::size_t{1} << 22;
 
 template <class Value>
@@ -55,10 +56,10 @@ Communicator Communicator::self() { return Communicator(MPI_COMM_SELF); }
 void Communicator::barrier() const { check(MPI_Barrier(m_comm), "MPI_Barrier"); }
 
 void Communicator::abort(int status) const {
-  // Without a launcher there is nobody else to end, and MPI_Abort prints eight lines.
+  // Without a launcher there are no other ranks to end, and MPI_Abort would print eight lines.
   if (!detail::has_mpi_launcher()) std::_Exit(status);
   MPI_Abort(m_comm, status);
-  std::_Exit(status);  // MPI_Abort is not declared to stay away
+  std::_Exit(status);  // MPI_Abort is not declared noreturn
 }
 
 int Communicator::ranks_on_node() const {

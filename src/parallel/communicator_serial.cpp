@@ -1,4 +1,4 @@
-// Communicator of a build without MPI: one rank, which has everything already.
+// Communicator of a build without MPI: one rank, which already has all data.
 #include <algorithm>
 #include <cstdlib>
 #include <kvzap/core/communicator.hpp>

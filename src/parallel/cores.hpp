@@ -1,10 +1,10 @@
-// Cores that processes may use.
+// The number of cores that processes may use.
 #pragma once
 
 namespace kvzap::detail {
 
-/// Cores of the node that its containers' limits leave to all ranks together: those that the first
-/// process of the container may run on, and no more than the quota of time. At least 1.
+/// Returns the cores of the node that its container leaves to all ranks together: those that the
+/// container's first process may run on, limited by the quota of CPU time. At least 1.
 int cores_of_node();
 
 }  // namespace kvzap::detail

@@ -16,7 +16,7 @@
 namespace kvzap::detail {
 namespace {
 
-// ExecutionSpace::name() is not the same in all versions of Kokkos.
+// ExecutionSpace::name() differs between versions of Kokkos.
 #if defined(KOKKOS_ENABLE_CUDA)
 constexpr std::string_view backend_of_build = "Cuda";
 constexpr const char* variable_of_backend = "MV2_USE_CUDA";
@@ -37,7 +37,7 @@ constexpr const char* variable_of_backend = "";
 }
 
 #if KVZAP_HAVE_MPI && defined(MPIX_GPU_SUPPORT_CUDA)
-// MPICH's question, for all kinds of GPU.
+// The query of MPICH, for all kinds of GPU.
 std::optional<bool> ask(int kind) {
   int is_supported = 0;
   if (MPIX_GPU_query_support(kind, &is_supported) != MPI_SUCCESS) return std::nullopt;
@@ -79,8 +79,8 @@ GpuAnswers ask_mpi() {
 #elif defined(MPIX_ZE_AWARE_SUPPORT)
   answers.level_zero = MPIX_Query_ze_support() == 1;
 #endif
-  // Cray's MPICH has no question to ask, but is built for the GPU of its machine; MVAPICH2 has a
-  // variable for each kind, Intel's MPI one that stands for Level Zero.
+  // Cray's MPICH has no query, but is built for the GPU of its machine. MVAPICH2 has a variable for
+  // each kind of GPU; Intel's MPI has one that stands for Level Zero.
   answers.variable =
       is_switched_on("MPICH_GPU_SUPPORT_ENABLED") || is_switched_on(variable_of_backend);
 #endif

@@ -1,4 +1,4 @@
-// Whether MPI takes addresses of a GPU's memory.
+// Whether MPI accepts addresses of GPU memory.
 #pragma once
 
 #include <optional>
@@ -6,24 +6,24 @@
 
 namespace kvzap::detail {
 
-/// What an MPI library says of each kind of GPU; nothing where it cannot be asked. `variable` is
-/// whether the environment switches GPU support on in a library whose only sign that is, for the
-/// backend that this build has.
+/// Answers of an MPI library for each kind of GPU; nothing if it has no query. `variable`: for a
+/// library without a query, whether the environment enables GPU support for the backend of this
+/// build.
 struct GpuAnswers {
   std::optional<bool> cuda, rocm, level_zero;
   bool variable = false;
 };
 
-/// Whether addresses of the memory of a Kokkos backend ("Cuda", "HIP", "SYCL", "OpenMP", …) may be
-/// handed to MPI. Each backend has an answer of its own: a library that reads CUDA's memory would
-/// take a HIP or SYCL address for one of the host's. Where there is no answer, and for backends
-/// that are not known here, data goes through host memory; so it does for those that have no other.
+/// Returns whether MPI accepts addresses of memory of a Kokkos backend ("Cuda", "HIP", "SYCL",
+/// "OpenMP", …). Each backend has its own answer: a library that reads CUDA memory would take a HIP
+/// or SYCL address for a host address. Without an answer, and for unknown backends, data passes
+/// through host memory. This also covers backends that have only host memory.
 bool takes_device_memory(std::string_view backend, const GpuAnswers& answers);
 
-/// What this process' MPI says. Some libraries know it only after MPI has been started.
+/// Queries this process's MPI library. Some libraries answer only after MPI has started.
 GpuAnswers ask_mpi();
 
-/// The same for the backend of this build.
+/// Returns the answer for the backend of this build.
 bool mpi_is_gpu_aware();
 
 }  // namespace kvzap::detail

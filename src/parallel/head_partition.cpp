@@ -64,7 +64,7 @@ HeadPartition HeadPartition::balanced(const std::vector<std::vector<std::int64_t
     std::vector<std::int64_t> load(n_ranks, 0);
     for (int head : order) {
       const auto rank = std::min_element(load.begin(), load.end()) - load.begin();
-      // The one row that an empty head counts for leaves no rank without a head.
+      // An empty head counts as one row, so that every rank gets a head.
       load[rank] += kept[layer][head] + 1;
       partition.m_heads[layer][rank].push_back(head);
     }

@@ -9,7 +9,7 @@ namespace kvzap::detail {
 void meet_asleep(const Communicator& comm) {
   if (comm.size() == 1) return;
   const auto check = [](int code) {
-    if (code != MPI_SUCCESS) throw Error("MPI_Ibarrier: ranks cannot meet");
+    if (code != MPI_SUCCESS) throw Error("MPI_Ibarrier failed");
   };
   MPI_Request request = MPI_REQUEST_NULL;
   check(MPI_Ibarrier(comm.mpi(), &request));

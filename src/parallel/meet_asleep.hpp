@@ -1,12 +1,12 @@
-// Ranks that wait for one another for as long as a person thinks.
+// A barrier for ranks that wait for a person's input.
 #pragma once
 
 #include <kvzap/core/communicator.hpp>
 
 namespace kvzap::detail {
 
-/// As Communicator::barrier where rank 0 may be minutes late: the others sleep meanwhile, in naps
-/// of two milliseconds, in place of asking all the time. Collective.
+/// Waits for all ranks, as Communicator::barrier does, when rank 0 may be minutes late. The other
+/// ranks poll every two milliseconds and sleep between, instead of spinning. Collective.
 void meet_asleep(const Communicator& comm);
 
 }  // namespace kvzap::detail

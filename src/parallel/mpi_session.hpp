@@ -1,4 +1,4 @@
-// MPI from the start of a program to its end. Without MPI there is nothing to start.
+// MPI from the start of a program to its end. In a build without MPI it does nothing.
 #pragma once
 
 #include <kvzap/config.hpp>
@@ -15,9 +15,9 @@
 namespace kvzap::detail {
 
 #if KVZAP_HAVE_MPI
-/// Whether a launcher of MPI (mpirun, mpiexec, srun) has started this process: each tells its ranks
-/// by variables of these names who they are. First called before MPI starts, which sets some
-/// itself.
+/// Returns whether an MPI launcher (mpirun, mpiexec, srun) has started this process. Launchers set
+/// variables with these prefixes for their ranks. Call it first before MPI starts, because MPI sets
+/// some of them itself.
 inline bool has_mpi_launcher() {
   static const bool found = [] {
     constexpr std::string_view prefixes[] = {
@@ -33,32 +33,32 @@ inline bool has_mpi_launcher() {
   return found;
 }
 
-/// A process that no launcher has started talks to nobody. Unless it is told so, Open MPI starts a
-/// daemon (orted) for what such a process might spawn, which stays behind if the process is killed,
-/// and looks for networks: together 0.3 s, against 0.03. What the user has set stays; other MPIs do
-/// not know these variables.
+/// Tells Open MPI that a process without a launcher is alone. Otherwise Open MPI looks for networks
+/// and starts a daemon (orted) for processes that it might spawn; the daemon survives if the
+/// process is killed. This takes 0.3 s instead of 0.03 s. Variables that the user has set stay.
+/// Other MPI libraries ignore these variables.
 inline void be_alone_in_mpi() {
   if (has_mpi_launcher()) return;
   setenv("OMPI_MCA_ess_singleton_isolated", "1", 0);
-  // All such processes of a user would share one folder, which the first to end takes away from
-  // those that begin.
+  // All such processes of a user would share one folder, and the first to end would remove it while
+  // others start.
   setenv("OMPI_MCA_orte_create_session_dirs", "0", 0);
   setenv("OMPI_MCA_pml", "ob1", 0);
   setenv("OMPI_MCA_btl", "self", 0);
 }
 #endif
 
-/// MPI from construction to destruction.
+/// Starts MPI in the constructor and ends it in the destructor.
 class MpiSession {
  public:
   MpiSession([[maybe_unused]] int& argc, [[maybe_unused]] char**& argv) {
 #if KVZAP_HAVE_MPI
     be_alone_in_mpi();
-    // Threads of Kokkos and of the BLAS exist beside the one that calls MPI.
+    // Threads of Kokkos and of the BLAS exist beside the thread that calls MPI.
     int provided = MPI_THREAD_SINGLE;
     if (MPI_Init_thread(&argc, &argv, MPI_THREAD_FUNNELED, &provided) != MPI_SUCCESS ||
         provided < MPI_THREAD_FUNNELED) {
-      std::fprintf(stderr, "kvzap: error: MPI cannot be started beside threads\n");
+      std::fprintf(stderr, "kvzap: error: MPI has no support for threads (MPI_THREAD_FUNNELED)\n");
       std::exit(1);
     }
 #endif

@@ -29,7 +29,7 @@ namespace {
 
 constexpr int most_threads = 4096;
 
-/// Cores' worth of time in a cgroup's folder; infinite without a limit.
+/// Returns the CPU quota of a cgroup's folder in cores; infinite without a limit.
 double quota_in(const std::filesystem::path& folder) {
   double most = 0, period = 0;
   std::ifstream v2(folder / "cpu.max");  // "max 100000" without a limit
@@ -37,14 +37,14 @@ double quota_in(const std::filesystem::path& folder) {
   return INFINITY;
 }
 
-/// Cores' worth of time that this process's groups may take.
+/// Returns the CPU quota of this process's cgroups in cores.
 double quota() {
   const std::filesystem::path root = "/sys/fs/cgroup";
   double least = quota_in(root);
   std::ifstream groups("/proc/self/cgroup");
   for (std::string line; std::getline(groups, line);) {
     if (line.rfind("0::/", 0) != 0) continue;
-    // Limits of the groups around it hold too.
+    // The limits of the enclosing groups apply, too.
     for (std::filesystem::path group = line.substr(4); !group.empty();
          group = group.parent_path()) {
       least = std::min(least, quota_in(root / group));
@@ -57,7 +57,7 @@ double quota() {
   return least;
 }
 
-/// 0 if it is not set, or to no number. (It may be a list, of which the first counts.)
+/// Returns 0 if it is not set or not a number. If it is a list, the first number counts.
 int omp_num_threads() {
   const char* text = std::getenv("OMP_NUM_THREADS");
   if (!text) return 0;
@@ -67,7 +67,7 @@ int omp_num_threads() {
   return std::clamp(threads, 0, most_threads);
 }
 
-// A bit for each core, the first 4,096.
+// One bit for each of the first 4,096 cores.
 using CoreSet = std::array<std::int64_t, 64>;
 
 CoreSet cores_of_process() {
@@ -78,7 +78,7 @@ CoreSet cores_of_process() {
       cores[word] |= static_cast<std::int64_t>(std::uint64_t{1} << core % 64);
   };
 #ifdef __linux__
-  // (Larger than cpu_set_t: the system refuses sets that have no room for all of its cores.)
+  // Larger than cpu_set_t: the system refuses sets without room for all of its cores.
   std::array<cpu_set_t, 8 * sizeof(CoreSet) / CPU_SETSIZE> set = {};
   if (sched_getaffinity(0, sizeof(set), set.data()) == 0) {
     for (int core = 0; core < static_cast<int>(8 * sizeof(set)); ++core) {
@@ -91,7 +91,7 @@ CoreSet cores_of_process() {
   return cores;
 }
 
-/// Of the processors of a set, those of a core count once.
+/// Counts the cores of a set; the hardware threads of a core count once.
 int cores_in(const CoreSet& set) {
   const auto has = [&](long core) {
     return (static_cast<std::uint64_t>(set[static_cast<std::size_t>(core) / 64]) >> core % 64 &
@@ -110,14 +110,15 @@ int cores_in(const CoreSet& set) {
   return cores;
 }
 
-/// The same on all ranks of a node, and hardly ever on others.
+/// Returns a number that is equal on all ranks of a node, and almost certainly differs between
+/// nodes.
 std::int64_t node_number() {
   std::array<char, 256> name = {};
   gethostname(name.data(), name.size() - 1);
   return static_cast<std::int64_t>(std::hash<std::string_view>()(name.data()));
 }
 
-/// Of a list such as "0-3,8"; 0 if it is none.
+/// Returns the number of entries of a list such as "0-3,8"; 0 for a malformed list.
 int count_of_list(const std::string& list) {
   int count = 0;
   std::istringstream parts(list);
@@ -147,7 +148,7 @@ int detail::cores_of_node() {
 
 void set_threads(int threads) {
   if (threads < 1)
-    throw Error(fmt::format("{} threads are asked for; expected at least 1", threads));
+    throw Error(fmt::format("the number of threads is {}; expected at least 1", threads));
   detail::set_host_threads(threads);
   detail::set_blas_threads(threads);
 }

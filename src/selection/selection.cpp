@@ -15,16 +15,16 @@
 namespace kvzap {
 namespace {
 
-// A key's bits, from the top, are found in three passes: sign, exponent and two bits of the
-// mantissa first, which a histogram of 8 KiB has room for.
+// Three passes find the bits of a key, from the top. The first finds sign, exponent and two bits of
+// the mantissa, for which a histogram of 8 KiB suffices.
 constexpr int n_passes = 3;
 constexpr std::array<int, n_passes> pass_shift = {21, 10, 0};
 constexpr std::array<int, n_passes> pass_bits = {11, 11, 10};
 constexpr int n_bins = 1 << 11;
 // Histograms that exist at the same time, one for each pool: 1 MiB.
 constexpr std::size_t max_group_pools = 64;
-// Rows that one work item reads. A host's item has a histogram for itself, which must not cost more
-// than its rows; a device wants many items.
+// Rows that one work item reads. A work item on a host has its own histogram, which must not cost
+// more than its rows. A device needs many work items.
 constexpr std::int64_t host_tile_rows = 1 << 16;
 constexpr std::int64_t device_tile_rows = 1 << 13;
 // Threads that share a tile on a device.
@@ -32,8 +32,8 @@ constexpr int device_team_size = 256;
 
 constexpr std::uint32_t not_finite = 0xffffffffu;
 
-// Larger scores have larger keys, equal ones the same; the largest key of all is for what is not
-// finite.
+// Maps larger scores to larger keys and equal scores to equal keys. The largest key stands for
+// scores that are not finite.
 KOKKOS_INLINE_FUNCTION std::uint32_t key_of(float score) {
   const std::uint32_t bits = detail::float_bits(score);
   if ((bits & 0x7f800000u) == 0x7f800000u) return not_finite;
@@ -51,7 +51,7 @@ struct Tile {
   const float* scores;
   std::int64_t stride;
   std::int32_t rows;
-  std::int32_t slot;     // of its pool, among those that are looked at together
+  std::int32_t slot;     // slot of its pool in the group
   std::int32_t segment;  // of this rank
 
   KOKKOS_INLINE_FUNCTION std::uint32_t key(std::int32_t row) const {
@@ -66,8 +66,8 @@ using Histograms = Kokkos::View<std::int64_t**, Kokkos::LayoutRight, MemorySpace
 using Team = Kokkos::TeamPolicy<ExecutionSpace>;
 using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
 
-// What one pass counts: of the keys whose bits in `mask` are those of their pool's prefix, the
-// digit behind.
+// The digit that one pass counts. It counts keys whose bits in `mask` equal those of their pool's
+// prefix.
 struct Digit {
   std::uint32_t mask;
   int shift;
@@ -86,7 +86,7 @@ struct Digit {
   }
 };
 
-// histograms(slot, digit) += keys of the tiles of that slot. One item has a histogram for itself.
+// histograms(slot, digit) += keys of the tiles of that slot. Each work item has its own histogram.
 void count_on_host(const ExecutionSpace& exec, const Tiles& tiles, const Keys& prefixes,
                    const Digit digit, const Histograms& histograms) {
   Kokkos::parallel_for(
@@ -113,7 +113,7 @@ Team teams_of(const ExecutionSpace& exec, const Tiles& tiles) {
   return Team(exec, static_cast<int>(tiles.extent(0)), shape.threads, shape.lanes);
 }
 
-// The same by teams, each with a histogram in its scratch memory.
+// Does the same with teams; each has a histogram in its scratch memory.
 void count_on_device(const ExecutionSpace& exec, const Tiles& tiles, const Keys& prefixes,
                      const Digit digit, const Histograms& histograms) {
   constexpr std::size_t scratch_bytes = n_bins * sizeof(std::uint32_t);
@@ -125,7 +125,7 @@ void count_on_device(const ExecutionSpace& exec, const Tiles& tiles, const Keys&
         const std::uint32_t prefix = prefixes(tile.slot);
         auto* const counts =
             static_cast<std::uint32_t*>(team.team_scratch(0).get_shmem_aligned(scratch_bytes, 16));
-        // (Over threads and lanes: over threads alone, each lane would count.)
+        // Over threads and lanes: with threads alone, each lane would count.
         Kokkos::parallel_for(Kokkos::TeamVectorRange(team, int{n_bins}),
                              [&](int bin) { counts[bin] = 0; });
         team.team_barrier();  // before others count
@@ -144,7 +144,7 @@ void count_on_device(const ExecutionSpace& exec, const Tiles& tiles, const Keys&
       });
 }
 
-// ties(segment) += keys of the tiles of that segment that are their pool's.
+// ties(segment) += keys of the segment's tiles that equal their pool's key.
 void count_ties(const ExecutionSpace& exec, const Tiles& tiles, const Keys& keys,
                 const Counts& ties) {
   Kokkos::parallel_for(
@@ -174,13 +174,14 @@ struct Pool {
   std::int64_t rows = 0;
   std::int64_t keep = 0;
   bool is_shared = false;  // by ranks
-  // What the passes find: the key of the keep-th largest score, from the top, and which of the
-  // scores with that key it is.
+  // Results of the passes: the key of the keep-th largest score, from the top, and its place among
+  // the scores with that key.
   std::uint32_t key = 0;
   std::int64_t left = 0;
 };
 
-// All pools, the same on every rank; each throws the same error if something does not fit.
+// Returns all pools, the same on every rank. Every rank throws the same error if the input does not
+// fit.
 std::vector<Pool> describe(const Communicator& comm, const std::vector<ScoreSegment>& mine,
                            const std::vector<std::int64_t>& keep_of_pool) {
   std::vector<std::int64_t> numbers = {static_cast<std::int64_t>(keep_of_pool.size())};
@@ -199,7 +200,7 @@ std::vector<Pool> describe(const Communicator& comm, const std::vector<ScoreSegm
     const auto asked_end = all[0].begin() + 1 + n_pools;
     if (theirs[0] != n_pools || !std::equal(all[0].begin(), asked_end, theirs.begin())) {
       throw AgreedError(
-          fmt::format("select_top: rank {} asks for other numbers of rows than rank 0", rank));
+          fmt::format("select_top: the rows to keep on rank {} differ from those on rank 0", rank));
     }
     for (std::size_t i = 1 + static_cast<std::size_t>(n_pools); i < theirs.size(); i += 3) {
       const std::int64_t pool = theirs[i];
@@ -220,8 +221,8 @@ std::vector<Pool> describe(const Communicator& comm, const std::vector<ScoreSegm
     Pool& p = pools[i];
     p.keep = p.left = keep_of_pool[i];
     if (p.keep < 0 || p.keep > p.rows) {
-      throw AgreedError(
-          fmt::format("select_top: {} rows of pool {} are to stay; it has {}", p.keep, i, p.rows));
+      throw AgreedError(fmt::format("select_top: {} rows of pool {} should stay, but it has {}",
+                                    p.keep, i, p.rows));
     }
     std::sort(p.places.begin(), p.places.end(),
               [](const Place& a, const Place& b) { return a.order < b.order; });
@@ -235,7 +236,7 @@ std::vector<Pool> describe(const Communicator& comm, const std::vector<ScoreSegm
   return pools;
 }
 
-// Pools that are looked at together, and this rank's part of them.
+// Pools that are processed together, and this rank's part of them.
 struct Group {
   std::vector<Pool*> pools;
   std::vector<Tile> tiles;
@@ -246,7 +247,7 @@ std::vector<Group> groups_of(std::vector<Pool>& pools, const std::vector<ScoreSe
                              int rank) {
   const std::int64_t tile_rows = detail::uses_device_kernels() ? device_tile_rows : host_tile_rows;
   std::vector<Group> groups;
-  // All ranks have the same shared groups, in the same order, and then groups of their own.
+  // All ranks have the same shared groups, in the same order, followed by their own groups.
   for (const bool is_shared : {true, false}) {
     std::size_t room = 0;
     for (Pool& pool : pools) {
@@ -314,7 +315,7 @@ struct Buffers {
   }
 };
 
-// Keys of the pools, and which of their ties are the last to stay; adds up the ties of this rank's
+// Finds the keys of the pools, and the last of their ties to stay. Counts the ties of this rank's
 // segments. Collective if the group is shared.
 void find_keys(const ExecutionSpace& exec, const Communicator& comm, const Group& group,
                Buffers& buffers) {
@@ -355,7 +356,7 @@ void find_keys(const ExecutionSpace& exec, const Communicator& comm, const Group
   }
   send_keys();
   if (has_tiles) count_ties(exec, tiles, keys, buffers.ties);
-  // The next group overwrites what the kernels read.
+  // The next group overwrites the input of the kernels.
   detail::fence(exec, "kvzap::select_top: tiles and keys are read");
 }
 
@@ -374,14 +375,14 @@ std::vector<Cutoff> select_top(const ExecutionSpace& exec, const Communicator& c
   if (comm.size() > 1) {
     comm.agree(take_memory);
   } else {
-    take_memory();  // no other rank knows of its error
+    take_memory();  // no other rank learns of its error
   }
   Kokkos::deep_copy(exec, buffers->ties, std::int64_t{0});
   for (const Group& group : groups) find_keys(exec, comm, group, *buffers);
   Kokkos::deep_copy(exec, buffers->host_ties, buffers->ties);
   detail::fence(exec, "kvzap::select_top: the host deals out the ties");
 
-  // Ties of every rank's segments, where another rank needs to know them.
+  // Ties of every rank's segments, if another rank needs them.
   std::vector<std::int64_t> numbers(buffers->host_ties.data(),
                                     buffers->host_ties.data() + mine.size());
   const bool any_shared = std::any_of(pools.begin(), pools.end(), [](const Pool& pool) {

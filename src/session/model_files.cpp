@@ -24,7 +24,7 @@ std::vector<fs::path> weight_files(const fs::path& folder) {
 
 namespace {
 
-/// Of the name, the size and evenly spread parts of each of them that is there.
+/// Hashes the name, the size and evenly spaced parts of each existing file.
 std::string hash_of_files(const std::vector<fs::path>& files) {
   std::uint64_t hash = fnv_start;
   const auto add_part = [&](const fs::path& file, std::uintmax_t begin, std::size_t bytes) {
@@ -94,7 +94,7 @@ std::string hash_of_policy_file(const fs::path& file) {
     files.push_back(file / "config.json");
   } else {
     files.push_back(file);
-    // A pattern of duo-attention, the rest of which is beside it.
+    // A pattern of duo-attention: its config.json is in the same folder.
     if (file.extension() == ".tsv") files.push_back(file.parent_path() / "config.json");
   }
   return hash_of_files(files);

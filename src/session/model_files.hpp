@@ -1,4 +1,4 @@
-// Files of a model folder: weights, and hashes that tell models and tokenizers apart.
+// Files of a model folder: weights, and hashes that distinguish models and tokenizers.
 #pragma once
 
 #include <filesystem>
@@ -7,17 +7,17 @@
 
 namespace kvzap::detail {
 
-/// The folder's *.safetensors files, sorted by name.
+/// Returns the folder's *.safetensors files, sorted by name.
 std::vector<std::filesystem::path> weight_files(const std::filesystem::path& folder);
 
-/// Tells models apart: the text files that decide on what a model computes, and of each file of
-/// weights its name, its size, and parts of it, evenly spread. (Reading all of it would take longer
-/// than loading this rank's share; training changes all tensors.)
+/// Returns a hash that distinguishes models. It covers the text files that affect the results of a
+/// model. Of each file of weights it covers the name, the size and evenly spaced parts. (To read
+/// all of it would take longer than to load this rank's share; training changes all tensors.)
 std::string hash_of_model(const std::filesystem::path& folder, bool with_weights);
 
-/// What hash_of_model covers, in three: config.json and weights, which decide on a cache's rows;
-/// the files that turn text into token ids; generation_config.json, which decides where answers
-/// end. Empty where the folder has no such file.
+/// The files of hash_of_model in three groups. First, config.json and weights, which determine the
+/// rows of a cache. Second, the files that turn text into token ids. Third, generation_config.json,
+/// which determines the end of answers. A hash is empty if the folder has no such file.
 struct ModelHashes {
   std::string model;
   std::string tokenizer;
@@ -25,8 +25,8 @@ struct ModelHashes {
 };
 ModelHashes hashes_of_model(const std::filesystem::path& folder, bool with_weights);
 
-/// The same for a file or folder that a policy reads (PolicyParameter::Kind::file); of a folder,
-/// for what policies read of it.
+/// Returns the same hash of a file or folder that a policy reads (PolicyParameter::Kind::file). For
+/// a folder, it covers the files that policies read.
 std::string hash_of_policy_file(const std::filesystem::path& file);
 
 }  // namespace kvzap::detail

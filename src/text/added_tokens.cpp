@@ -15,8 +15,9 @@ bool AddedTokenMatcher::insert(std::string_view text, const AddedToken& token) {
 std::pair<const AddedToken*, std::size_t> AddedTokenMatcher::longest(std::string_view text,
                                                                      std::size_t position) const {
   if (!m_first[static_cast<unsigned char>(text[position])]) return {nullptr, 0};
-  // The last token that does not follow the text in the order of the table either begins it or
-  // parts from it somewhere, and what begins it is then no longer than what both have in common.
+  // Find the last token that is not after the text in the table's order. Either the text begins
+  // with it, or the two differ at some character. In that case a token that begins the text is no
+  // longer than their common prefix.
   std::string_view rest = text.substr(position, m_longest);
   while (!rest.empty()) {
     const auto after = m_tokens.upper_bound(rest);

@@ -1,4 +1,4 @@
-// Tokens that are found in a text before anything else is done with it.
+// Tokens that are found in a text before it is normalized and split.
 #pragma once
 
 #include <algorithm>
@@ -15,17 +15,17 @@
 
 namespace kvzap::detail {
 
-/// An entry of tokenizer.json's added_tokens: whether it has to stand apart from words, and whether
-/// it takes the white space to its left and right along.
+/// An entry of added_tokens in tokenizer.json: whether it must be a whole word, and whether it
+/// includes the white space to its left and right.
 struct AddedToken {
   TokenId id;
   bool single_word, lstrip, rstrip;
 };
 
-/// Finds added tokens in a text: leftmost first, and of those the longest.
+/// Finds added tokens in a text: the leftmost first, and of several at one place the longest.
 class AddedTokenMatcher {
  public:
-  /// False if there is a token of this text already.
+  /// Returns false if a token with this text exists already.
   bool insert(std::string_view text, const AddedToken& token);
 
   /// Calls on_token(id) and on_text(text) in the order of the text.
@@ -52,7 +52,7 @@ class AddedTokenMatcher {
           begin -= bytes;
         }
         begin =
-            std::max(begin, covered);  // the token before may have taken what this one is made of
+            std::max(begin, covered);  // the previous token may include the beginning of this one
       }
       if (token->rstrip) {
         while (end < text.size()) {
@@ -69,11 +69,11 @@ class AddedTokenMatcher {
   }
 
  private:
-  // The longest token that starts at `position`, and its length; 0 if there is none.
+  // Returns the longest token that starts at `position`, and its length; 0 if there is none.
   std::pair<const AddedToken*, std::size_t> longest(std::string_view text,
                                                     std::size_t position) const;
 
-  // A sorted table takes little more than its texts, however long they are.
+  // A sorted table takes little more memory than its texts, however long they are.
   std::map<std::string, AddedToken, std::less<>> m_tokens;
   std::size_t m_longest = 0;
   std::array<bool, 256> m_first{};

@@ -8,8 +8,8 @@
 
 namespace kvzap::detail {
 
-// In n log n steps: the symbols are a linked list, the candidate merges a heap in which outdated
-// ones are skipped.
+// In n log n steps: the symbols form a linked list, and the candidate merges a heap in which
+// outdated ones are skipped.
 void apply_merges(std::vector<TokenId>& symbols, const MergeTable& merges) {
   struct Node {
     TokenId id;

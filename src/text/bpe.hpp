@@ -8,13 +8,13 @@
 
 namespace kvzap::detail {
 
-/// What two symbols become, and how early.
+/// The result of merging two symbols, and the rank of the merge.
 struct Merge {
   std::uint32_t rank;
   TokenId id;
 };
 
-/// Merges by pair_key of their symbols.
+/// Merges, indexed by pair_key of their symbols.
 using MergeTable = std::unordered_map<std::uint64_t, Merge>;
 
 inline std::uint64_t pair_key(TokenId left, TokenId right) {

@@ -1,4 +1,4 @@
-// GPT-2's bijection from bytes to printable characters, in which tokenizer.json writes its tokens.
+// GPT-2's bijection from bytes to printable characters; tokenizer.json writes tokens in it.
 #pragma once
 
 #include <utf8proc.h>
@@ -9,15 +9,15 @@
 
 namespace kvzap::detail {
 
-/// Latin-1's printable characters stand for themselves, the other 68 bytes for U+0100 and
-/// following.
+/// Printable characters of Latin-1 represent themselves; U+0100 and the following characters
+/// represent the other 68 bytes.
 struct ByteAlphabet {
   std::array<std::string, 256> of_byte;
   std::unordered_map<utf8proc_int32_t, unsigned char> byte_of;
 
   ByteAlphabet();
 
-  /// Bytes of a token; a token with characters outside the alphabet stands for itself.
+  /// Returns the bytes of a token. A token with characters outside the alphabet represents itself.
   std::string decode(const std::string& token) const;
 };
 

@@ -83,7 +83,7 @@ ChatFormat format_of(const std::string& where, const ChatTemplate::Parts& thinki
 
 // ---- Files --------------------------------------------------------------------------------------
 
-// What `read` makes of a file; its errors say what to do without the file.
+// Returns the result of `read`; its errors say how to run without the file.
 template <class Read>
 auto with_hint(Read read) {
   try {
@@ -93,13 +93,13 @@ auto with_hint(Read read) {
   }
 }
 
-// Nothing if there is no such file.
+// Returns nothing if the file does not exist.
 std::optional<std::string> read_file(const std::filesystem::path& path, std::size_t max_bytes) {
   if (!std::filesystem::is_regular_file(path)) return std::nullopt;
   return with_hint([&] { return detail::read_text_file(path, max_bytes); });
 }
 
-// Jinja takes \r\n and \r for \n.
+// Jinja reads \r\n and \r as \n.
 std::string with_plain_newlines(std::string_view text) {
   std::string result;
   result.reserve(text.size());
@@ -120,7 +120,7 @@ const std::string& string_at(const Json& value, const std::string& where) {
   return value.get_ref<const std::string&>();
 }
 
-// The template of tokenizer_config.json, if it has one.
+// Returns the template of tokenizer_config.json, if it has one.
 std::optional<std::string> configured_template(const Json& config, const std::string& where) {
   const Json* const field = member(config, "chat_template");
   if (field == nullptr) return std::nullopt;
@@ -155,7 +155,7 @@ std::string without_newlines(std::string_view text, bool at_begin, bool at_end) 
   return std::string(text);
 }
 
-// An assistant's message as Qwen3's template takes it apart.
+// The parts of an assistant's message in Qwen3's template.
 struct QwenAnswer {
   std::string thoughts;
   std::string text;
@@ -173,7 +173,8 @@ QwenAnswer qwen_answer(std::string_view content) {
           without_newlines(content.substr(content.rfind(end) + end.size()), true, false)};
 }
 
-// Of a tool, in the user's name: no question by Qwen3's template.
+// Whether a user message is the response of a tool; Qwen3's template does not count it as a
+// question.
 bool is_tool_response(std::string_view content) {
   return starts_with(content, "<tool_response>") && ends_with(content, "</tool_response>");
 }
@@ -198,8 +199,9 @@ std::string ChatTemplate::Parts::prompt(std::string_view user_text) const {
 }
 
 std::string ChatTemplate::Parts::context(std::string_view user_text) const {
-  // A template that trims its message does so where the context begins. Where the context ends the
-  // message goes on, as in kvpress: a mark stands in for what follows.
+  // A template that trims its message trims the beginning of the context. It does not trim the end
+  // of the context, where the message continues, as in kvpress: a mark stands for the rest of the
+  // message.
   const Parts before{prefix, "", trim_content};
   std::string context = before.prompt(std::string(user_text) + "|");
   context.pop_back();
@@ -264,7 +266,7 @@ ChatTemplate::Parts ChatTemplate::parts(bool thinking, std::string_view system) 
   return result;
 }
 
-// What stands before the first message that is not the system's.
+// Returns the text before the first message that is not a system message.
 std::string ChatTemplate::beginning(const std::optional<std::string>& system) const {
   const std::string user = opening_of(m_format, ChatRole::user);
   std::string result = m_no_thinking.prefix.substr(0, m_no_thinking.prefix.size() - user.size());
@@ -274,7 +276,7 @@ std::string ChatTemplate::beginning(const std::optional<std::string>& system) co
   const std::string text(m_no_thinking.trim_content ? trimmed(*system) : *system);
   const std::size_t own = result.find(opening);
   if (m_format == ChatFormat::llama3 && own != std::string::npos && ends_with(result, end)) {
-    // Behind the dates that its own system message begins with.
+    // Behind the dates that begin the template's own system message.
     return result.insert(result.size() - end.size(), text);
   }
   if (own != std::string::npos) result.resize(own);
@@ -290,7 +292,7 @@ std::string ChatTemplate::render(const std::vector<ChatMessage>& messages, bool 
   if (messages.empty()) throw Error("a chat template needs at least one message");
   const bool has_system = messages.front().role == ChatRole::system;
   std::string result = has_system ? beginning(messages.front().content) : beginning(std::nullopt);
-  // Qwen3 leaves thoughts where the answer to the last question is under way.
+  // Qwen3 keeps thoughts in answers that follow the last question.
   std::size_t last_question = messages.size() - 1;
   for (std::size_t i = messages.size(); i-- > 0;) {
     if (messages[i].role != ChatRole::user || is_tool_response(messages[i].content)) continue;

@@ -25,8 +25,8 @@ namespace {
 
 bool is_space(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
 
-// White space as Jinja sees it around tags, and Python's str.strip(), which is its trim. (Inside
-// tags is_space is enough: what it does not know is a symbol there, and refused.)
+// White space that Jinja strips around tags and that Python's str.strip(), its `trim`, removes.
+// (Inside tags, is_space suffices: other characters are symbols there, and are refused.)
 constexpr std::string_view spaces[] = {" ",      "\t",     "\n",     "\v",     "\f",     "\r",
                                        "\x1C",   "\x1D",   "\x1E",   "\x1F",   "\u0085", "\u00A0",
                                        "\u1680", "\u2000", "\u2001", "\u2002", "\u2003", "\u2004",
@@ -70,8 +70,8 @@ std::string quote_literal(std::string_view text) {
 
 namespace {
 
-// Appends what Python's literals mean by the escape whose backslash is before source[i], and puts i
-// on its last character. False for one that names a character, and for what is none in Python.
+// Appends the character of a Python escape whose backslash is before source[i], and moves i to its
+// last character. Returns false for an escape by character name and for an unknown escape.
 bool append_escape(std::string_view source, std::size_t& i, std::string& value) {
   constexpr std::string_view letters = "abfnrtv\\'\"", values = "\a\b\f\n\r\t\v\\'\"";
   const char c = source[i];
@@ -79,7 +79,7 @@ bool append_escape(std::string_view source, std::size_t& i, std::string& value) 
     value += values[found];
     return true;
   }
-  if (c == '\n') return true;  // a line goes on
+  if (c == '\n') return true;  // a continued line
   const bool is_octal = c >= '0' && c <= '7';
   const std::size_t digits = c == 'x' ? 2 : c == 'u' ? 4 : c == 'U' ? 8 : 0;
   if (!is_octal && digits == 0) {
@@ -110,8 +110,8 @@ bool append_escape(std::string_view source, std::size_t& i, std::string& value) 
   return true;
 }
 
-// Reads the tokens of an expression. Operators come one character at a time, `~` as `+`.
-// Returns nothing for an unclosed literal.
+// Returns the tokens of an expression, or nothing for an unclosed literal. Each operator character
+// is one token; `~` becomes `+`.
 std::optional<std::vector<Token>> expression_tokens(std::string_view source) {
   std::vector<Token> tokens;
   for (std::size_t i = 0; i < source.size();) {
@@ -153,7 +153,7 @@ bool is_symbol(const std::vector<Token>& tokens, std::size_t index, char symbol)
 
 namespace {
 
-// Turns x["key"] into x.key and x[0] into x.0, and drops parentheses around everything.
+// Turns x["key"] into x.key and x[0] into x.0, and drops parentheses around whole expressions.
 std::vector<Token> simplified(const std::vector<Token>& tokens) {
   std::vector<Token> result;
   for (std::size_t i = 0; i < tokens.size(); ++i) {
@@ -201,7 +201,7 @@ std::string spelled(const std::vector<Token>& tokens) {
 std::optional<std::vector<Node>> parse(std::string_view source) {
   if (ends_with(source, "\n")) source.remove_suffix(1);
   std::vector<Node> nodes;
-  bool strip_left = false;   // the tag before ended with -
+  bool strip_left = false;   // the previous tag ended with -
   bool after_block = false;  // it was a statement or comment: trim_blocks
   bool line_start = true;    // the text begins a line
   std::size_t position = 0;

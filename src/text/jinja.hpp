@@ -1,4 +1,5 @@
-// Chat templates taken apart: a Jinja template as outputs and statements, in a canonical spelling.
+// Parser of chat templates: it splits a Jinja template into outputs and statements, spelled
+// uniformly.
 #pragma once
 
 #include <initializer_list>
@@ -14,24 +15,24 @@ bool starts_with(std::string_view text, std::string_view start);
 bool ends_with(std::string_view text, std::string_view end);
 bool is_one_of(std::string_view text, std::initializer_list<std::string_view> values);
 
-/// Without the white space at both ends that Python's str.strip() removes.
+/// Returns `text` without the white space at both ends that Python's str.strip() removes.
 std::string_view trimmed(std::string_view text);
 
-/// A string literal as canonical expressions have it: double quotes; \n, \" and \\ escaped.
+/// Returns a string literal in canonical form: double quotes; \n, \" and \\ escaped.
 std::string quote_literal(std::string_view text);
 
 struct Token {
   enum Kind { literal, name, symbol } kind;
-  std::string text;  // of a literal: the value
+  std::string text;  // for a literal: the value
 };
 
-/// Whether tokens[index] is that symbol.
+/// Returns whether tokens[index] is that symbol.
 bool is_symbol(const std::vector<Token>& tokens, std::size_t index, char symbol);
 
-/// The canonical spelling of an expression.
+/// Returns the canonical spelling of an expression.
 std::string spelled(const std::vector<Token>& tokens);
 
-/// What a template consists of: outputs (with the text between tags as literals) and statements.
+/// A part of a template: an output (text between tags is a literal) or a statement.
 struct Node {
   enum Kind { output, statement } kind;
   std::vector<Token> tokens;

@@ -54,7 +54,7 @@ bool JsonField::boolean(std::optional<bool> fallback) const {
 TokenId JsonField::token_id() const {
   constexpr auto expected = "a token id from 0 to 2147483647";
   if (!m_value->is_number_integer()) fail(expected);
-  // Beyond int64 the value is unsigned and its int64 reading negative.
+  // An id beyond int64 is unsigned, and negative when read as int64.
   const auto id = m_value->get<std::int64_t>();
   if (id < 0 || id > std::numeric_limits<TokenId>::max()) fail(expected);
   return static_cast<TokenId>(id);

@@ -1,4 +1,4 @@
-// Fields of tokenizer.json, and messages that say which of them is wrong.
+// Fields of tokenizer.json, with error messages that name the field.
 #pragma once
 
 #include <cstddef>
@@ -14,11 +14,11 @@ namespace kvzap::detail {
 [[noreturn]] void throw_unexpected(const std::string& where, std::string_view expected,
                                    std::string_view found);
 
-/// A text in quotes for messages, its first characters if it is long.
+/// Returns a text in quotes for messages; a long text is cut.
 std::string abbreviated(std::string_view text);
 
-/// A JSON value and how to call it in messages: "folder/tokenizer.json: model.merges[3]". Each
-/// reader throws Error, with that name, if the value is something else. The value must outlive it.
+/// A JSON value and its name in messages: "folder/tokenizer.json: model.merges[3]". Each reader
+/// throws Error with that name if the value has another type. The value must outlive this object.
 class JsonField {
  public:
   JsonField(const nlohmann::json& value, std::string file, std::string name)
@@ -28,10 +28,10 @@ class JsonField {
   std::string where() const { return m_name.empty() ? m_file : m_file + ": " + m_name; }
   [[noreturn]] void fail(std::string_view expected) const;
 
-  /// A member of an object; null stands for one that is absent.
+  /// Returns a member of an object; null if it is absent.
   JsonField member(const std::string& key) const;
   JsonField element(std::size_t index) const;
-  /// A value that has been taken out of this object, under the name that member(key) has.
+  /// Returns a value that was moved out of this object, with the name that member(key) has.
   JsonField named(const nlohmann::json& value, const std::string& key) const;
   std::size_t array_size() const;
   bool is_null() const { return m_value->is_null(); }

@@ -42,7 +42,7 @@ Pattern::Pattern(const std::string& text, std::uint32_t options, std::string whe
         m_where, "a regular expression",
         fmt::format("\"{}\" at offset {} of {}", pcre2_message(code), offset, abbreviated(text)));
   }
-  // Where there is no just-in-time compiler, PCRE2 interprets.
+  // Without a just-in-time compiler, PCRE2 interprets the pattern.
   pcre2_jit_compile(m_code.get(), PCRE2_JIT_COMPLETE);
 }
 
@@ -51,8 +51,8 @@ std::vector<Match> Pattern::find(std::string_view text) const {
   Owned<pcre2_match_context> context(pcre2_match_context_create(nullptr));
   Owned<pcre2_jit_stack> stack(pcre2_jit_stack_create(32 << 10, 16 << 20, nullptr));
   pcre2_jit_stack_assign(context.get(), nullptr, stack.get());
-  // A run as long as the text is backtracked over once per alternative: no default limit may
-  // fail that, but exponential patterns must still end.
+  // Each alternative may backtrack over a run as long as the text. No default limit may make that
+  // fail, but exponential patterns must still end.
   constexpr std::size_t base_limit = 10000000, per_byte = 64, highest = 4000000000u;
   pcre2_set_match_limit(context.get(), static_cast<std::uint32_t>(
                                            std::min(base_limit + per_byte * text.size(), highest)));
@@ -72,7 +72,7 @@ std::vector<Match> Pattern::find(std::string_view text) const {
     }
     const std::size_t begin = span[0], end = span[1];
     if (begin == end && any && end == covered) {
-      // An empty match right after the previous one: go on behind the next character.
+      // An empty match right after the previous one: continue after the next character.
       if (position == text.size()) break;
       position += first_character(text.substr(position)).second;
       continue;

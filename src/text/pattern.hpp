@@ -15,7 +15,7 @@
 
 namespace kvzap::detail {
 
-/// A piece of a text, in bytes: a match, or what lies between two.
+/// A piece of a text, in bytes: a match, or the text between two matches.
 struct Match {
   std::size_t begin, end;
   bool is_match;
@@ -23,11 +23,11 @@ struct Match {
 
 class Pattern {
  public:
-  /// `options` are PCRE2's; `where` names the pattern in messages. Throws Error if PCRE2 refuses
-  /// it.
+  /// Compiles `text`. `options` are PCRE2's; `where` names the pattern in messages. Throws Error if
+  /// PCRE2 refuses it.
   Pattern(const std::string& text, std::uint32_t options, std::string where);
 
-  /// Cuts text (valid UTF-8) into the matches and what lies between them. Throws Error if PCRE2's
+  /// Splits text (valid UTF-8) into the matches and the text between them. Throws Error if PCRE2's
   /// limits are exceeded.
   std::vector<Match> find(std::string_view text) const;
 
@@ -40,7 +40,7 @@ class Pattern {
   std::unique_ptr<pcre2_code, Deleter> m_code;
 };
 
-/// The pattern that a field of tokenizer.json holds in Oniguruma's syntax.
+/// Returns the pattern that a field of tokenizer.json gives in Oniguruma's syntax.
 Pattern translated_pattern(const JsonField& field);
 
 }  // namespace kvzap::detail

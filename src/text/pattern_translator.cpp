@@ -12,14 +12,15 @@ namespace kvzap::detail {
 namespace {
 
 // White_Space and its complement as the inside of a PCRE2 class: under UCP, PCRE2's own \s also
-// matches U+180E. Both end with a range, after which a hyphen is literal as it is after \s.
+// matches U+180E. Both end with a range, so a following hyphen is literal, as it is after \s.
 constexpr std::string_view space_set =
     R"(\x{9}-\x{d}\x{20}\x{85}\x{a0}\x{1680}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}\x{2000}-\x{200a})";
 constexpr std::string_view not_space_set =
     R"(\x{0}-\x{8}\x{e}-\x{1f}\x{21}-\x{84}\x{86}-\x{9f}\x{a1}-\x{167f}\x{1681}-\x{1fff})"
     R"(\x{200b}-\x{2027}\x{202a}-\x{202e}\x{2030}-\x{205e}\x{2060}-\x{2fff}\x{3001}-\x{10ffff})";
 
-// PCRE2 itself compiles nothing that is much longer, and a character can become a hundred.
+// PCRE2 compiles no pattern that is much longer, and the translation of a character can take a
+// hundred bytes.
 constexpr std::size_t max_pattern_bytes = 16u << 10;
 
 class PatternTranslator {
@@ -76,7 +77,7 @@ class PatternTranslator {
         return replace(2, "\\p{Nd}");
       case 'D':
         return replace(2, "\\P{Nd}");
-      case 'v':  // the vertical tab; for PCRE2 it is a class
+      case 'v':  // the vertical tab; in PCRE2, \v is a class
         return replace(2, "\\x{b}");
       case 'p':
       case 'P':
@@ -95,13 +96,13 @@ class PatternTranslator {
         if ((c >= '0' && c <= '9') || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z')) {
           refuse(fmt::format("\\{}", c));
         }
-        // The escaped character may be of several bytes; the others follow as ordinary ones.
+        // The escaped character may have several bytes; the others follow as ordinary ones.
         return copy(2);
     }
   }
 
-  // \p{L}, \p{Lu}, \p{^L}, \p{Han}. A script means its Script property, which PCRE2 10.40 and newer
-  // must be told; before, it knew no other.
+  // p{L}, \p{Lu}, \p{^L}, \p{Han}. A script stands for its Script property. PCRE2 10.40 and newer
+  // needs the prefix sc: for that; older versions know no other property of scripts.
   void property() {
     const std::size_t end = rest().find('}');
     if (rest().size() < 3 || rest()[2] != '{' || end == std::string_view::npos) {
@@ -141,7 +142,7 @@ class PatternTranslator {
     const bool complete =
         braces ? end > begin && end < rest().size() && rest()[end] == '}' : end - begin == most;
     if (!complete) refuse("a malformed \\x or \\u");
-    // Without braces, Oniguruma's \x80 and above are bytes, not characters.
+    // Without braces, Oniguruma reads \x80 and above as bytes, not characters.
     if (at("\\x") && !braces && rest()[begin] >= '8') refuse("\\x with a byte above 7f");
     const std::string digits(rest().substr(begin, end - begin));
     replace(end + (braces ? 1 : 0), fmt::format("\\x{{{}}}", digits));
@@ -172,13 +173,13 @@ class PatternTranslator {
     for (const std::string_view opening : {"(?:", "(?=", "(?!", "(?<=", "(?<!", "(?>", "(?i:"}) {
       if (at(opening)) return copy(opening.size());
     }
-    // Elsewhere than at the start, the reach of (?i) differs across the alternatives.
+    // At other places, the scope of (?i) differs across the alternatives.
     if (m_position == 0 && at("(?i)")) return copy(4);
     refuse(fmt::format("the group {}", rest().substr(0, 4)));
   }
 
-  // {n}, {n,}, {n,m} and Oniguruma's {,m}. A + after one makes it possessive for PCRE2 but repeats
-  // it for Oniguruma; a ? after {n} makes it optional for Oniguruma.
+  // {n}, {n,}, {n,m} and Oniguruma's {,m}. A + after an interval makes it possessive in PCRE2 but
+  // repeats it in Oniguruma. A ? after {n} makes it optional in Oniguruma.
   void interval() {
     const std::size_t end = rest().find('}');
     if (end == std::string_view::npos) refuse("an unclosed {");

@@ -1,4 +1,4 @@
-// Regular expressions of tokenizer.json in PCRE2's syntax.
+// Translation of the regular expressions of tokenizer.json to PCRE2's syntax.
 #pragma once
 
 #include <string>
@@ -7,9 +7,9 @@
 
 namespace kvzap::detail {
 
-/// Rewrites a pattern of Oniguruma (Ruby syntax, what the tokenizers library uses) so that PCRE2
-/// takes it for the same thing. What the two read differently and no published tokenizer needs is
-/// refused by an Error: better no tokenizer than one that splits differently.
+/// Rewrites a pattern of Oniguruma (Ruby syntax, which the tokenizers library uses) for PCRE2 with
+/// the same meaning. Throws Error for constructs that the two read differently and that no
+/// published tokenizer needs: a refusal is better than a tokenizer that splits differently.
 std::string translate_pattern(const JsonField& field);
 
 }  // namespace kvzap::detail

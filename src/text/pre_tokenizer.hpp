@@ -1,4 +1,4 @@
-// How pre-tokenizers cut a text.
+// The splitting of texts by pre-tokenizers.
 #pragma once
 
 #include <string_view>
@@ -10,14 +10,14 @@
 
 namespace kvzap::detail {
 
-/// What becomes of a pattern's matches, by the names of tokenizer.json.
+/// The treatment of a pattern's matches, with the names of tokenizer.json.
 enum class SplitBehavior { isolated, removed, merged_with_previous, merged_with_next, contiguous };
 
 SplitBehavior split_behavior(const JsonField& field);
 
 class Splitter {
  public:
-  /// `invert`: the matches are what lies between those of the pattern.
+  /// `invert`: the matches are the text between those of the pattern.
   Splitter(Pattern pattern, SplitBehavior behavior, bool invert)
       : m_pattern(std::move(pattern)), m_behavior(behavior), m_invert(invert) {}
 

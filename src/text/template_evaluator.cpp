@@ -11,9 +11,9 @@
 namespace kvzap::detail::jinja {
 namespace {
 
-// Without limits a few lines that double a variable take all memory.
+// Without a limit, a few lines that double a variable would take all memory.
 constexpr std::size_t max_text_bytes = 4u << 20;
-// Nor may thousands of statements copy such texts for minutes.
+// A second limit: thousands of statements must not copy such texts for minutes.
 constexpr std::size_t max_copied_bytes = 64u << 20;
 
 enum class Truth { no, yes, unknown };
@@ -28,7 +28,7 @@ struct Value {
   static Value of(std::string literal) {
     return {text, false, {{Part::literal, std::move(literal)}}};
   }
-  // The text if all of it is known.
+  // Returns the text if all of it is known.
   std::optional<std::string> constant() const {
     if (kind != text) return std::nullopt;
     std::string result;
@@ -40,7 +40,7 @@ struct Value {
   }
 };
 
-// What it takes in memory, about.
+// Returns the approximate memory of a value.
 std::size_t bytes_of(const Value& value) {
   std::size_t bytes = 0;
   for (const Part& part : value.parts) bytes += sizeof(Part) + part.text.size();
@@ -50,8 +50,8 @@ std::size_t bytes_of(const Value& value) {
 using Tokens = std::vector<Token>;
 using Iterator = Tokens::const_iterator;
 
-// Runs a template on one user message as far as its text is known. Each condition that decides
-// about output must be known too, so that nothing is ever guessed.
+// Runs a template on one user message, as far as its text is known. Each condition that decides
+// about output must be known, so nothing is guessed.
 class Evaluator {
  public:
   Evaluator(const std::vector<Node>& nodes, const std::optional<std::string>& bos_token,
@@ -66,7 +66,7 @@ class Evaluator {
     m_variables["messages"] = messages;
   }
 
-  // Nothing if something is not understood: problem() then says what.
+  // Returns nothing if a part is not understood; problem() then names it.
   std::optional<std::vector<Part>> run() {
     for (const Node& node : m_nodes) {
       if (node.kind == Node::output) {
@@ -93,7 +93,7 @@ class Evaluator {
     std::string keyword;
     Truth runs;     // whether the current branch runs
     Truth earlier;  // whether an earlier branch of the same if has run
-    // Of a loop: variables as they were before each assignment, which the loop's end takes back.
+    // For a loop: variables before each assignment; the end of the loop restores them.
     std::vector<std::pair<std::string, std::optional<Value>>> before;
   };
 
@@ -170,7 +170,7 @@ class Evaluator {
     }
   }
 
-  // A loop over the messages runs once, for the user's.
+  // A loop over the messages runs once, for the user's message.
   Truth loop(const Tokens& tokens) {
     const bool over_messages = tokens.size() >= 3 && tokens[0].text == "message" &&
                                tokens[1].text == "in" &&
@@ -190,7 +190,7 @@ class Evaluator {
       return;
     }
     const std::string& name = tokens[1].text;
-    // What transformers gives the template is known by its name.
+    // Values that transformers passes to the template are identified by name.
     if (is_one_of(name, {"message", "messages", "loop", "tools", "add_generation_prompt",
                          "enable_thinking"})) {
       m_problem = fmt::format("the statement \"{}\"", spelled(tokens));
@@ -223,7 +223,7 @@ class Evaluator {
     return found->second;
   }
 
-  // A sum of texts, a boolean or the list of messages.
+  // A concatenation of texts, a boolean or the list of messages.
   Value evaluate(Iterator begin, Iterator end) const {
     const auto plus = [&](Iterator from) {
       return std::find_if(from, end,
@@ -288,7 +288,7 @@ class Evaluator {
     return truth;
   }
 
-  // The next token `keyword` outside parentheses, or end.
+  // Returns the next token `keyword` outside parentheses, or end.
   static Iterator find_keyword(Iterator begin, Iterator end, std::string_view keyword) {
     int depth = 0;
     for (; begin != end; ++begin) {
@@ -372,8 +372,8 @@ class Evaluator {
     return value.kind == Value::boolean ? truth_of(value.truth) : Truth::unknown;
   }
 
-  // transformers passes the messages, tools (none) and the settings it is called with.
-  // strftime_now, which it also passes, is taken to be missing: see ChatTemplate::parts.
+  // transformers passes the messages, tools (none) and the settings of its call. It also passes
+  // strftime_now, which counts as missing here: see ChatTemplate::parts.
   Truth is_defined(const std::string& name) const {
     if (name.empty() ||
         (!std::all_of(name.begin(), name.end(), is_name) && !starts_with(name, "message."))) {

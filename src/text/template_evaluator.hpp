@@ -1,4 +1,4 @@
-// The text that a chat template puts out for one user message.
+// The output of a chat template for one user message.
 #pragma once
 
 #include <optional>
@@ -9,14 +9,14 @@
 
 namespace kvzap::detail::jinja {
 
-/// A text that is known up to the user's message.
+/// A text that is known except for the user's message.
 struct Part {
   enum Kind { literal, content, trimmed_content } kind;
   std::string text;
 };
 
-/// Runs a template on one user message. Returns nothing if some part is not understood; `problem`
-/// then names it.
+/// Runs a template on one user message. Returns nothing if a part is not understood; `problem` then
+/// names it.
 std::optional<std::vector<Part>> evaluate(const std::vector<Node>& nodes,
                                           const std::optional<std::string>& bos_token,
                                           bool thinking, std::string& problem);

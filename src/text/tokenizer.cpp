@@ -19,7 +19,7 @@ using detail::is_valid_utf8;
 using detail::normalize_nfc;
 using detail::Splitter;
 
-// Pre-tokens longer than this are not worth remembering; neither are more than so many of them.
+// Limits of the cache of pre-tokens: bytes of one, and their number.
 constexpr std::size_t max_cached_bytes = 256;
 constexpr std::size_t max_cached_pre_tokens = 100000;
 
@@ -64,7 +64,7 @@ void Tokenizer::Data::encode_text(std::string_view text, Cache& cache,
     pieces.swap(parts);
   };
   for (const Splitter& splitter : splitters) split_all(splitter);
-  std::deque<std::string> prefixed;  // what the pieces view; a deque never moves its elements
+  std::deque<std::string> prefixed;  // storage of pieces; a deque never moves its elements
   if (add_prefix_space) {
     for (std::string_view& piece : pieces) {
       if (piece.front() != ' ') piece = prefixed.emplace_back(" " + std::string(piece));
@@ -81,7 +81,7 @@ Tokenizer Tokenizer::load(const std::filesystem::path& folder) {
   if (!std::filesystem::is_regular_file(path)) {
     throw Error(fmt::format("{}: expected a tokenizer, found no readable file", path.string()));
   }
-  // (The text is gone before the tables are made.)
+  // The text is freed before the tables are built.
   nlohmann::json content = detail::parse_json(detail::read_text_file(path), path.string());
   return Tokenizer(std::make_shared<const Data>(std::move(content), path.string()));
 }

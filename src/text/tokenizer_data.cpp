@@ -13,7 +13,7 @@
 namespace kvzap {
 namespace {
 
-// Sequences nest this deep at most, so that a hostile file cannot exhaust the stack.
+// Limit on nested Sequences, so that a hostile file cannot exhaust the stack.
 constexpr int max_nesting = 32;
 
 // Published tokenizers have three; each is a compiled pattern.
@@ -34,7 +34,7 @@ using detail::translated_pattern;
 }  // namespace
 
 Tokenizer::Data::Data(nlohmann::json content, const std::string& file) {
-  // Moved out of an object's member; null if there is none.
+  // Returns a value moved out of an object's member; null if there is none.
   const auto taken = [](nlohmann::json& object, const char* key) {
     const auto found = object.is_object() ? object.find(key) : object.end();
     return found == object.end() ? nlohmann::json() : std::exchange(*found, nullptr);
@@ -56,7 +56,7 @@ Tokenizer::Data::Data(nlohmann::json content, const std::string& file) {
 void Tokenizer::Data::read_model(const JsonField& model, nlohmann::json vocab,
                                  nlohmann::json merge_list) {
   const JsonField type = model.member("type");
-  // Files of old releases leave the type of a BPE model out.
+  // Files of old releases omit the type of a BPE model.
   if (!type.is_null() && type.string() != "BPE") type.fail("\"BPE\"");
   if (model.member("byte_fallback").boolean(false)) {
     model.member("byte_fallback").fail("false (a byte-level, not a SentencePiece, vocabulary)");
@@ -129,7 +129,7 @@ void Tokenizer::Data::read_merges(nlohmann::json list, const JsonField& model) {
       }
       return found->second;
     };
-    // A pair given twice counts with its later rank.
+    // If a pair appears twice, its later rank counts.
     merges[pair_key(id_of(left), id_of(right))] = {static_cast<std::uint32_t>(i),
                                                    id_of(left + right)};
     list[i] = nullptr;
@@ -192,7 +192,7 @@ void Tokenizer::Data::read_pre_tokenizers(const JsonField& field) {
   }
 }
 
-// Returns whether it was, or ended with, ByteLevel; nothing may follow that.
+// Returns whether the pre-tokenizer is ByteLevel or ends with it; nothing may follow ByteLevel.
 bool Tokenizer::Data::read_pre_tokenizer(const JsonField& field, bool is_last, int depth) {
   if (splitters.size() >= max_splitters) {
     field.fail(fmt::format("at most {} pre-tokenizers", max_splitters));
@@ -252,7 +252,7 @@ void Tokenizer::Data::read_post_processor(const JsonField& field, int depth) {
     }
   } else if (name == "TemplateProcessing") {
     read_template(field);
-  } else if (name != "ByteLevel") {  // which only changes offsets
+  } else if (name != "ByteLevel") {  // ByteLevel only changes offsets
     type.fail("ByteLevel, TemplateProcessing or a Sequence of these");
   }
 }
@@ -281,7 +281,7 @@ void Tokenizer::Data::read_template(const JsonField& field) {
     }
   }
   if (!text_seen) single.fail("the sequence A once");
-  // In a Sequence of post-processors a later template goes around the earlier ones.
+  // In a Sequence of post-processors, a later template surrounds the earlier ones.
   prefix.insert(prefix.begin(), before.begin(), before.end());
   suffix.insert(suffix.end(), after.begin(), after.end());
 }

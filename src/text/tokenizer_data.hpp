@@ -1,4 +1,4 @@
-// A tokenizer's tables; read by tokenizer_data.cpp, used by tokenizer.cpp.
+// A tokenizer's tables. tokenizer_data.cpp reads them, tokenizer.cpp uses them.
 #pragma once
 
 #include <array>
@@ -19,20 +19,20 @@
 
 namespace kvzap {
 
-/// What tokenizer.json says, and the way of a text through it.
+/// The contents of tokenizer.json, and the steps of encoding and decoding.
 struct Tokenizer::Data {
   using JsonField = detail::JsonField;
 
-  // Tokens in the byte alphabet, added ones as they are written.
+  // Tokens in the byte alphabet; added tokens as they are written.
   std::unordered_map<std::string, TokenId> vocabulary;
-  // What each token decodes to.
+  // The bytes that each token decodes to.
   std::unordered_map<TokenId, std::string> bytes;
   std::unordered_set<TokenId> special;
   std::size_t size = 0;
 
   std::unordered_map<std::string, TokenId> added;
-  detail::AddedTokenMatcher raw_matcher;         // added tokens sought in the text as it is
-  detail::AddedTokenMatcher normalized_matcher;  // those sought in the normalized text
+  detail::AddedTokenMatcher raw_matcher;         // added tokens sought in the raw text
+  detail::AddedTokenMatcher normalized_matcher;  // added tokens sought in the normalized text
 
   bool nfc = false;
   std::vector<detail::Splitter> splitters;
@@ -45,11 +45,11 @@ struct Tokenizer::Data {
 
   std::vector<TokenId> prefix, suffix;
 
-  /// From the whole of a tokenizer.json, and how to call it in messages.
+  /// `content`: a whole tokenizer.json; `file`: its name in messages.
   Data(nlohmann::json content, const std::string& file);
 
-  // The vocabulary and the merges are nearly all of the file: what has been read of them is let go
-  // of, so that they are never twice in memory.
+  // Vocabulary and merges are nearly all of the file. Their JSON is freed during reading, so that
+  // they are never in memory twice.
   void read_model(const JsonField& model, nlohmann::json vocab, nlohmann::json merge_list);
   void read_vocabulary(nlohmann::json vocab, const JsonField& model);
   void read_merges(nlohmann::json list, const JsonField& model);
@@ -65,7 +65,7 @@ struct Tokenizer::Data {
   void encode_text(std::string_view text, Cache& cache, std::vector<TokenId>& ids) const;
   void encode_pre_token(std::string_view text, Cache& cache, std::vector<TokenId>& ids) const;
 
-  // Bytes that a token adds to the decoded text.
+  // Returns the bytes that a token adds to the decoded text.
   std::string_view decoded(TokenId id, bool skip_special_tokens) const {
     const auto found = bytes.find(id);
     if (found == bytes.end() || (skip_special_tokens && special.count(id) != 0)) return {};

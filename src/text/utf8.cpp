@@ -14,8 +14,8 @@ struct Utf8Step {
   enum { valid, invalid, truncated } status;
 };
 
-// The character, or the maximal subpart of an ill-formed one, that bytes (not empty) starts with:
-// Unicode's table 3-7. `truncated` is an ill-formed subpart that more bytes could complete.
+// Reads the character that bytes (not empty) starts with, or the maximal subpart of an ill-formed
+// one (Unicode's table 3-7). `truncated`: an ill-formed subpart that more bytes could complete.
 Utf8Step utf8_step(std::string_view bytes) {
   const auto at = [&](std::size_t i) { return static_cast<unsigned char>(bytes[i]); };
   const unsigned char lead = at(0);
@@ -108,15 +108,15 @@ bool is_word(utf8proc_int32_t c) {
     case UTF8PROC_CATEGORY_PC:
       return true;
     default:
-      // Join controls and the circled and squared letters, which are Alphabetic symbols.
+      // Join controls, and the circled and squared letters, which are Alphabetic symbols.
       return c == 0x200C || c == 0x200D || (c >= 0x24B6 && c <= 0x24E9) ||
              (c >= 0x1F130 && c <= 0x1F149) || (c >= 0x1F150 && c <= 0x1F169) ||
              (c >= 0x1F170 && c <= 0x1F189);
   }
 }
 
-// utf8proc_map would do it all, but puts marks in canonical order by a sort that takes quadratic
-// time on long runs of them.
+// utf8proc_map would do all of this, but it sorts marks into canonical order in quadratic time on
+// long runs of them.
 std::string normalize_nfc(std::string_view text) {
   if (std::all_of(text.begin(), text.end(),
                   [](char c) { return static_cast<unsigned char>(c) < 0x80; })) {

@@ -1,4 +1,4 @@
-// UTF-8: well-formed and not, and the properties of characters that the tokenizer asks for.
+// Well-formed and ill-formed UTF-8, and the properties of characters that the tokenizer needs.
 #pragma once
 
 #include <utf8proc.h>
@@ -10,13 +10,13 @@
 
 namespace kvzap::detail {
 
-/// Appends bytes to text with U+FFFD for what is ill-formed. Unless this is the end of the input,
-/// an incomplete last character is left alone. Returns the number of bytes consumed.
+/// Appends bytes to text, with U+FFFD for ill-formed parts. Unless this is the end of the input, an
+/// incomplete last character is not consumed. Returns the number of bytes consumed.
 std::size_t append_lossy(std::string& text, std::string_view bytes, bool at_end);
 
 bool is_valid_utf8(std::string_view bytes);
 
-/// First (last) character of valid UTF-8 (not empty) and its length in bytes.
+/// Returns the first (last) character of valid UTF-8 (not empty) and its length in bytes.
 std::pair<utf8proc_int32_t, std::size_t> first_character(std::string_view text);
 std::pair<utf8proc_int32_t, std::size_t> last_character(std::string_view text);
 
@@ -28,7 +28,7 @@ bool is_white_space(utf8proc_int32_t c);
 /// Unicode's \w (UTS #18): Alphabetic, marks, decimal numbers, connectors, join controls.
 bool is_word(utf8proc_int32_t c);
 
-/// Normal form C of valid UTF-8.
+/// Returns normal form C of valid UTF-8.
 std::string normalize_nfc(std::string_view text);
 
 }  // namespace kvzap::detail

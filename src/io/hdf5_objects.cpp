@@ -107,14 +107,15 @@ Hdf5Handle open_together(const std::filesystem::path& path, const std::filesyste
                          const Communicator& comm, const std::string& kind) {
   CollectiveOutcome outcome;
   Hdf5Handle access;
+  // One rank needs no MPI-IO, which leaves a lock file behind a process that is killed.
+  agree_on_file(
+      comm, file,
+      [&] { access = comm.size() > 1 ? property_list(H5P_FILE_ACCESS) : serial_access(); }, kind);
 #if KVZAP_HAVE_MPI
-  agree_on_file(
-      comm, file, [&] { access = property_list(H5P_FILE_ACCESS); }, kind);
-  outcome.note(H5Pset_fapl_mpio(access, comm.mpi(), MPI_INFO_NULL), "H5Pset_fapl_mpio");
+  if (comm.size() > 1) {
+    outcome.note(H5Pset_fapl_mpio(access, comm.mpi(), MPI_INFO_NULL), "H5Pset_fapl_mpio");
+  }
   outcome.agree(comm, file, kind);
-#else
-  agree_on_file(
-      comm, file, [&] { access = serial_access(); }, kind);
 #endif
   const hid_t id = H5Fopen(path.c_str(), H5F_ACC_RDWR, access);
   outcome.note(id < 0 ? -1 : 0, "H5Fopen");
@@ -122,10 +123,12 @@ Hdf5Handle open_together(const std::filesystem::path& path, const std::filesyste
   return Hdf5Handle(id, H5Fclose, "H5Fopen");
 }
 
-Hdf5Handle transfer_together() {
+Hdf5Handle transfer_together([[maybe_unused]] const Communicator& comm) {
   Hdf5Handle transfer = property_list(H5P_DATASET_XFER);
 #if KVZAP_HAVE_MPI
-  checked_hdf5(H5Pset_dxpl_mpio(transfer, H5FD_MPIO_COLLECTIVE), "H5Pset_dxpl_mpio");
+  if (comm.size() > 1) {
+    checked_hdf5(H5Pset_dxpl_mpio(transfer, H5FD_MPIO_COLLECTIVE), "H5Pset_dxpl_mpio");
+  }
 #endif
   return transfer;
 }

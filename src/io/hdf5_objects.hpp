@@ -46,7 +46,7 @@ Hdf5Handle open_together(const std::filesystem::path& path, const std::filesyste
                          const Communicator& comm, const std::string& kind = "snapshot");
 
 /// Transfers in which all ranks take part, each with a part of its own.
-Hdf5Handle transfer_together();
+Hdf5Handle transfer_together(const Communicator& comm);
 
 /// Takes the space on the disk before anything is written: bytes begin … begin + bytes - 1 of the
 /// file, which may become longer. A full disk must not be found out later: HDF5 cannot close a file

@@ -319,7 +319,7 @@ class Hdf5PairsWriter final : public PairsWriter {
     m_file->file = detail::open_together(m_path, m_path, m_comm, pairs_kind);
     agree([&] {
       m_file->root = Hdf5Handle(H5Gopen2(m_file->file, "/", H5P_DEFAULT), H5Gclose, "H5Gopen2");
-      m_file->transfer = detail::transfer_together();
+      m_file->transfer = detail::transfer_together(m_comm);
       m_file->hidden_type = detail::type_in_memory(m_dtype);
       const auto open = [&](std::size_t layer, const char* name, std::int64_t columns,
                             std::int64_t chunk_columns, std::vector<DataSet>& data_sets) {
@@ -424,13 +424,25 @@ class Hdf5PairsWriter final : public PairsWriter {
     try {
       take_room(pairs);
     } catch (const AgreedError&) {
-      // What was taken for earlier chunks and not filled, HDF5 gives back as it cuts the file to
-      // its length.
-      CollectiveOutcome outcome;
-      outcome.note(H5Fflush(m_file->file, H5F_SCOPE_GLOBAL), "H5Fflush");
-      outcome.agree(m_comm, m_path, pairs_kind);
+      // Gives back the room that was taken for earlier chunks and not filled.
+      flush_file();
       take_room(pairs);
     }
+  }
+
+  // Writes all that HDF5 holds back and cuts the file to its length. HDF5's driver for MPI-IO cuts
+  // by itself; the one for a single process does not know that take_room made the file longer.
+  // Collective.
+  void flush_file() const {
+    CollectiveOutcome outcome;
+    outcome.note(H5Fflush(m_file->file, H5F_SCOPE_GLOBAL), "H5Fflush");
+    outcome.agree(m_comm, m_path, pairs_kind);
+    if (m_comm.size() > 1) return;
+    agree([&] {
+      haddr_t end = 0;
+      checked_hdf5(H5Fget_eoa(m_file->file, &end), "H5Fget_eoa");
+      fs::resize_file(m_path, end);
+    });
   }
 
   // Room for pairs as large as they are unpacked. Collective.
@@ -471,7 +483,7 @@ class Hdf5PairsWriter final : public PairsWriter {
       if (columns == 0) checked_hdf5(H5Sselect_none(memory), "H5Sselect_none");
     });
     CollectiveOutcome outcome;
-    place_chunks(data_set, first, rows, outcome);
+    if (m_comm.size() > 1) place_chunks(data_set, first, rows, outcome);
     outcome.note(H5Dwrite(data_set.handle, type, memory, space, m_file->transfer, data),
                  "H5Dwrite");
     outcome.agree(m_comm, m_path, pairs_kind);
@@ -499,13 +511,12 @@ class Hdf5PairsWriter final : public PairsWriter {
     while (texts < m_texts && m_text_begin[texts + 1] <= m_written) ++texts;
     if (texts == m_safe_texts) return;
     const auto start = Clock::now();
-    CollectiveOutcome outcome;
     if (texts == m_planned_texts) {
       // A file that says that it is complete must be.
-      outcome.note(H5Fflush(m_file->file, H5F_SCOPE_GLOBAL), "H5Fflush");
-      outcome.agree(m_comm, m_path, pairs_kind);
+      flush_file();
       agree([&] { m_calls.sync_file(m_path); });
     }
+    CollectiveOutcome outcome;
     const auto note = [&](const char* name, std::int64_t value) {
       const hid_t attribute = H5Aopen(m_file->root, name, H5P_DEFAULT);
       outcome.note(attribute < 0 ? -1 : 0, "H5Aopen");
@@ -516,8 +527,8 @@ class Hdf5PairsWriter final : public PairsWriter {
     note("texts", texts);
     note("pairs", m_text_begin[texts]);
     note("written", m_written);
-    outcome.note(H5Fflush(m_file->file, H5F_SCOPE_GLOBAL), "H5Fflush");
     outcome.agree(m_comm, m_path, pairs_kind);
+    flush_file();
     // Each node has written a part.
     agree([&] { m_calls.sync_file(m_path); });
     agree([&] {

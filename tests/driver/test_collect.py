@@ -40,6 +40,7 @@ class CollectCase(TestCase):
     def finish(self, output, *more, **options):
         result = collect(*self.arguments(output, "--json", "-", "-q", *more), **options)
         self.assertEqual(result.code, 0, result)
+        self.assertEqual(result.err, b"")  # neither from the libraries that write the file
         report = json.loads(result.out)
         self.assertTrue(report["complete"])
         self.assertFalse(pathlib.Path(f"{output}.recovery").exists())
@@ -133,10 +134,15 @@ class GoingOn(CollectCase):
         process.communicate(timeout=PATIENCE)
         return process.returncode
 
+    def files_beside(self, file):
+        """What MPI-IO leaves beside a file whose writer was killed."""
+        return sorted(path.name for path in self.folder.glob(f"{file.name}-*"))
+
     def test_killed(self):
         file = self.folder / "pairs.h5"
         ends = [self.interrupt(file, signal.SIGKILL, 0.1 * i) for i in range(6)]
         self.assertIn(-signal.SIGKILL, ends)
+        self.assertEqual(self.files_beside(file), [])
         self.finish(file)
         self.assertEqual(self.weights(file), self.expected)
 
@@ -147,6 +153,7 @@ class GoingOn(CollectCase):
         for i in range(3):
             self.interrupt(file, signal.SIGKILL, 0.2 * i, ranks=2)
             time.sleep(1)  # mpiexec is gone; its ranks end as they notice
+        self.assertEqual(self.files_beside(file), [])
         self.finish(file, ranks=2)
         self.assertEqual(self.weights(file), self.weights(whole))
 

@@ -124,27 +124,122 @@ void HostAttention<Value, order>::reserve(const AttentionExtents& extents, bool 
   reserve_scratch(m_workspaces, sizes.workspaces, "kvzap::attention::workspaces");
 }
 
+/// The items of a plan and where their results go, as threads share them.
+template <class Value, PageOrder order>
+struct HostAttention<Value, order>::Items {
+  const Span* spans;
+  Call call;
+  const Tile* tiles;
+  const RowItem* row_items;
+  std::int64_t n_tiles, n_rows;
+  bool rows_by_amx;
+  float* partials;  // one of `partial` floats for each row item
+  std::int64_t partial;
+  float* workspaces;  // `space` floats for each worker: row items' first, then tiles'
+  std::int64_t row_space, space;
+
+  template <class Tiles>
+  void attend_tile(Tiles& attention, const Tile& tile) const {
+    const Span& span = spans[tile.span];
+    const std::int64_t first = span.first_query + tile.first_token;
+    attention.begin(&call.queries(first, tile.head * call.group, 0), tile.tokens,
+                    call.queries.stride(0), call.queries.stride(1), call.queries.stride(2),
+                    tile.rows - tile.tokens + 1);
+    for (std::int64_t row = 0; row < tile.rows;) {
+      const auto run = run_of(span, tile.head, call.new_keys, call.new_values, row, tile.rows);
+      attention.attend(run);
+      row += run.rows;
+    }
+    attention.finish(&call.output(first, tile.head * call.group, 0), call.output.stride(0),
+                     call.output.stride(1), call.output.stride(2),
+                     call.wants_lse() ? &call.lse(first, tile.head * call.group) : nullptr,
+                     call.lse.stride(0), call.lse.stride(1));
+  }
+
+  void attend_rows(RowAttention<Value>& attention, std::int64_t i) const {
+    const RowItem& item = row_items[i];
+    const Span& span = spans[item.span];
+    attention.begin(&call.queries(span.first_query, item.head * call.group, 0),
+                    call.queries.stride(1), call.queries.stride(2));
+    const auto run_at = [&](std::int64_t row) {
+      return run_of(span, item.head, call.new_keys, call.new_values, row, item.end);
+    };
+    auto run = run_at(item.begin);
+    for (std::int64_t row = item.begin; row < item.end;) {
+      row += run.rows;
+      const auto next = run_at(row);
+      attention.attend(run, next);
+      run = next;
+    }
+    finish_rows(attention, i);
+  }
+
+  template <class Tiles>
+  void attend_rows_by_amx(Tiles& attention, std::int64_t i) const {
+    const RowItem& item = row_items[i];
+    const Span& span = spans[item.span];
+    attention.begin(&call.queries(span.first_query, item.head * call.group, 0), 1, 0,
+                    call.queries.stride(1), call.queries.stride(2), item.end - item.begin);
+    for (std::int64_t row = item.begin; row < item.end;) {
+      const auto run = run_of(span, item.head, call.new_keys, call.new_values, row, item.end);
+      attention.attend(run);
+      row += run.rows;
+    }
+    finish_rows(attention, i);
+  }
+
+  template <class Rows>
+  void finish_rows(Rows& attention, std::int64_t i) const {
+    float* const result = partials + i * partial;
+    attention.finish(result, result + call.group, result + 2 * std::int64_t{call.group});
+  }
+
+  /// Takes items from the queue until it is empty.
+  void work(std::int64_t worker, std::atomic<std::int64_t>& queue) const {
+    float* const workspace = workspaces + worker * space;
+    std::int64_t i = queue++;
+    const std::int64_t n_by_amx = rows_by_amx ? n_tiles + n_rows : uses_amx<Value>() ? n_tiles : 0;
+    if (i < n_by_amx) {
+      visit_amx<Value>([&](auto format) {
+        const TileScope scope;
+        AmxPrefill<decltype(format)> attention(call.group, call.dim, workspace + row_space);
+        for (; i < n_tiles; i = queue++) attend_tile(attention, tiles[i]);
+        for (; i < n_by_amx; i = queue++) attend_rows_by_amx(attention, i - n_tiles);
+      });
+    }
+    if (i < n_tiles) {
+      FlashPrefill<Value> attention(call.group, call.dim, workspace + row_space);
+      for (; i < n_tiles; i = queue++) attend_tile(attention, tiles[i]);
+    }
+    if (i >= n_tiles + n_rows) return;
+    RowAttention<Value> attention(call.group, call.dim, order == PageOrder::token_major, workspace);
+    for (; i < n_tiles + n_rows; i = queue++) attend_rows(attention, i - n_tiles);
+  }
+};
+
 template <class Value, PageOrder order>
 void HostAttention<Value, order>::operator()(const ExecutionSpace& exec,
-                                             const std::vector<Span>& spans,
-                                             const AttentionCall<Value, order>& call,
+                                             const std::vector<Span>& spans, const Call& call,
                                              bool by_tiles) {
-  const int kv_heads = call.kv_heads;
-  const int group = call.group;
-  const int dim = call.dim;
   fence(exec, "kvzap::attention: host kernels read what the instance wrote");
+  plan(spans, call, by_tiles);
+  run(spans, call);
+  if (!m_row_items.empty()) merge(spans, call);
+}
 
+// Cuts the spans into tiles, the largest first, and row items.
+template <class Value, PageOrder order>
+void HostAttention<Value, order>::plan(const std::vector<Span>& spans, const Call& call,
+                                       bool by_tiles) {
   m_tiles.clear();
   m_row_items.clear();
   m_singles.clear();
   m_first_items.clear();
-  const bool by_amx = uses_amx<Value>();
-  const bool rows_by_amx = uses_amx_for_rows<Value, order>(group);
   for (int s = 0; s < static_cast<int>(spans.size()); ++s) {
     const Span& span = spans[s];
     if (!by_tiles && span.queries == 1) {
       m_singles.push_back(s);
-      for (int head = 0; head < kv_heads; ++head) {
+      for (int head = 0; head < call.kv_heads; ++head) {
         m_first_items.push_back(static_cast<std::int64_t>(m_row_items.size()));
         const std::int64_t rows = span.cached.rows(head) + span.new_rows;
         const std::int64_t step = item_rows(rows);
@@ -153,8 +248,8 @@ void HostAttention<Value, order>::operator()(const ExecutionSpace& exec,
         }
       }
     } else if (FlashPrefill<Value>::available()) {
-      const std::int64_t tile = tile_tokens_of_span<Value>(group, span.queries);
-      for (int head = 0; head < kv_heads; ++head) {
+      const std::int64_t tile = tile_tokens_of_span<Value>(call.group, span.queries);
+      for (int head = 0; head < call.kv_heads; ++head) {
         const std::int64_t before = span.cached.rows(head) + span.new_rows - span.queries;
         for (std::int64_t first = 0; first < span.queries; first += tile) {
           const std::int64_t count = std::min(tile, span.queries - first);
@@ -166,98 +261,49 @@ void HostAttention<Value, order>::operator()(const ExecutionSpace& exec,
   m_first_items.push_back(static_cast<std::int64_t>(m_row_items.size()));
   std::sort(m_tiles.begin(), m_tiles.end(),
             [](const Tile& a, const Tile& b) { return a.rows * a.tokens > b.rows * b.tokens; });
+}
 
-  const std::int64_t n_tiles = static_cast<std::int64_t>(m_tiles.size());
-  const std::int64_t n_rows = static_cast<std::int64_t>(m_row_items.size());
-  const std::int64_t row_space = n_rows > 0 && !rows_by_amx ? row_space_size<Value>(group, dim) : 0;
-  const std::int64_t space =
-      row_space +
-      (n_tiles > 0 || (n_rows > 0 && rows_by_amx) ? tile_space_size<Value>(group, dim) : 0);
-  const std::int64_t partial = partial_size(group, dim);
-  const auto n_partials = static_cast<std::int64_t>(m_partials.extent(0));
-  if (n_rows * partial > n_partials) {
-    // More at once than is needed now: heads grow in every step.
-    reserve_scratch(m_partials, std::max(n_rows * partial, n_partials + n_partials / 2),
-                    "kvzap::attention::partials");
+// Tiles write their output; row items leave partial softmaxes.
+template <class Value, PageOrder order>
+void HostAttention<Value, order>::run(const std::vector<Span>& spans, const Call& call) {
+  Items items{};
+  items.spans = spans.data();
+  items.call = call;
+  items.tiles = m_tiles.data();
+  items.row_items = m_row_items.data();
+  items.n_tiles = static_cast<std::int64_t>(m_tiles.size());
+  items.n_rows = static_cast<std::int64_t>(m_row_items.size());
+  items.rows_by_amx = uses_amx_for_rows<Value, order>(call.group);
+  items.partial = partial_size(call.group, call.dim);
+  const bool by_rows = items.n_rows > 0 && !items.rows_by_amx;
+  const bool by_tiles = items.n_tiles > 0 || (items.n_rows > 0 && items.rows_by_amx);
+  items.row_space = by_rows ? row_space_size<Value>(call.group, call.dim) : 0;
+  items.space = items.row_space + (by_tiles ? tile_space_size<Value>(call.group, call.dim) : 0);
+  const std::int64_t needed = items.n_rows * items.partial;
+  const auto room = static_cast<std::int64_t>(m_partials.extent(0));
+  if (needed > room) {
+    // Half as much again at least: heads grow in every step.
+    reserve_scratch(m_partials, std::max(needed, room + room / 2), "kvzap::attention::partials");
   }
-  reserve_scratch(m_workspaces, workers() * space, "kvzap::attention::workspaces");
-  float* const partials = m_partials.data();
-  float* const workspaces = m_workspaces.data();
-  const Span* const span_list = spans.data();
-  const Tile* const tiles = m_tiles.data();
-  const RowItem* const row_items = m_row_items.data();
+  reserve_scratch(m_workspaces, workers() * items.space, "kvzap::attention::workspaces");
+  items.partials = m_partials.data();
+  items.workspaces = m_workspaces.data();
   std::atomic<std::int64_t> next_item{0};
   std::atomic<std::int64_t>* const queue = &next_item;
-  const auto attend_tile = [=](auto& attention, const Tile& tile) {
-    const Span& span = span_list[tile.span];
-    const std::int64_t first = span.first_query + tile.first_token;
-    attention.begin(&call.queries(first, tile.head * group, 0), tile.tokens, call.queries.stride(0),
-                    call.queries.stride(1), call.queries.stride(2), tile.rows - tile.tokens + 1);
-    for (std::int64_t row = 0; row < tile.rows;) {
-      const auto run = run_of(span, tile.head, call.new_keys, call.new_values, row, tile.rows);
-      attention.attend(run);
-      row += run.rows;
-    }
-    attention.finish(&call.output(first, tile.head * group, 0), call.output.stride(0),
-                     call.output.stride(1), call.output.stride(2),
-                     call.wants_lse() ? &call.lse(first, tile.head * group) : nullptr,
-                     call.lse.stride(0), call.lse.stride(1));
-  };
-  const auto attend_rows = [=](RowAttention<Value>& attention, std::int64_t i) {
-    const RowItem& item = row_items[i];
-    const Span& span = span_list[item.span];
-    attention.begin(&call.queries(span.first_query, item.head * group, 0), call.queries.stride(1),
-                    call.queries.stride(2));
-    const auto run_at = [&](std::int64_t row) {
-      return run_of(span, item.head, call.new_keys, call.new_values, row, item.end);
-    };
-    auto run = run_at(item.begin);
-    for (std::int64_t row = item.begin; row < item.end;) {
-      row += run.rows;
-      const auto next = run_at(row);
-      attention.attend(run, next);
-      run = next;
-    }
-    float* const result = partials + i * partial;
-    attention.finish(result, result + group, result + 2 * std::int64_t{group});
-  };
-  const auto attend_rows_by_amx = [=](auto& attention, std::int64_t i) {
-    const RowItem& item = row_items[i];
-    const Span& span = span_list[item.span];
-    attention.begin(&call.queries(span.first_query, item.head * group, 0), 1, 0,
-                    call.queries.stride(1), call.queries.stride(2), item.end - item.begin);
-    for (std::int64_t row = item.begin; row < item.end;) {
-      const auto run = run_of(span, item.head, call.new_keys, call.new_values, row, item.end);
-      attention.attend(run);
-      row += run.rows;
-    }
-    float* const result = partials + i * partial;
-    attention.finish(result, result + group, result + 2 * std::int64_t{group});
-  };
-  host_for("kvzap::attention::items", workers(), [=](std::int64_t worker) {
-    float* const workspace = workspaces + worker * space;
-    std::int64_t i = (*queue)++;
-    const std::int64_t n_by_amx = rows_by_amx ? n_tiles + n_rows : by_amx ? n_tiles : 0;
-    if (i < n_by_amx) {
-      visit_amx<Value>([&](auto format) {
-        const TileScope scope;
-        AmxPrefill<decltype(format)> attention(group, dim, workspace + row_space);
-        for (; i < n_tiles; i = (*queue)++) attend_tile(attention, tiles[i]);
-        for (; i < n_by_amx; i = (*queue)++) attend_rows_by_amx(attention, i - n_tiles);
-      });
-    }
-    if (i < n_tiles) {
-      FlashPrefill<Value> attention(group, dim, workspace + row_space);
-      for (; i < n_tiles; i = (*queue)++) attend_tile(attention, tiles[i]);
-    }
-    if (i >= n_tiles + n_rows) return;
-    RowAttention<Value> attention(group, dim, order == PageOrder::token_major, workspace);
-    for (; i < n_tiles + n_rows; i = (*queue)++) {
-      attend_rows(attention, i - n_tiles);
-    }
-  });
-  if (n_rows == 0) return;
+  host_for("kvzap::attention::items", workers(),
+           [=](std::int64_t worker) { items.work(worker, *queue); });
+}
 
+// Outputs of spans of one query token, from the partial softmaxes of their heads' row items.
+template <class Value, PageOrder order>
+void HostAttention<Value, order>::merge(const std::vector<Span>& spans, const Call& call) {
+  const int kv_heads = call.kv_heads;
+  const int group = call.group;
+  const int dim = call.dim;
+  const std::int64_t partial = partial_size(group, dim);
+  const auto n_rows = static_cast<std::int64_t>(m_row_items.size());
+  const Span* const span_list = spans.data();
+  const float* const partials = m_partials.data();
   const std::int64_t* const first_of = m_first_items.data();
   const int* const singles = m_singles.data();
   const float scaling = 1.0f / std::sqrt(static_cast<float>(dim));

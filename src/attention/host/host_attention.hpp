@@ -7,19 +7,19 @@
 
 namespace kvzap::detail {
 
-/// Spans of one query token are cut into items of 1,024 rows of a KV head, whose partial softmaxes
-/// merge exactly in the end (RowAttention). Longer ones, and all if `by_tiles`, are cut into tiles
-/// of query tokens of a KV head (FlashPrefill). Threads take items from one queue, tiles first, the
-/// largest of them first. How a span is cut depends on itself alone. Waits for `exec` at the start.
-/// With AMX and rows of 16 bits, AmxPrefill takes the place of FlashPrefill, and, where the pages
-/// are token-major and a KV head has 8 query heads or more, that of RowAttention.
+/// Cuts spans of one query token into items of 1,024 rows of a KV head (RowAttention), whose
+/// partial softmaxes merge exactly at the end. Cuts longer spans, and all spans if `by_tiles`, into
+/// tiles of query tokens of a KV head (FlashPrefill). Threads take items from one queue: tiles
+/// first, the largest first. The cuts of a span depend on that span alone. Waits for `exec` at the
+/// start. With AMX and rows of 16 bits, AmxPrefill replaces FlashPrefill. It also replaces
+/// RowAttention if the pages are token-major and a KV head has 8 query heads or more.
 template <class Value, PageOrder order>
 class HostAttention {
  public:
   using Span = AttentionSpan<Value, order>;
 
-  /// Attends the spans that have one query token, or, by tiles, any. Those with more need the
-  /// instruction set avx2 and are left out where FlashPrefill is not available.
+  /// Computes attention of the spans with one query token, and of the longer ones if FlashPrefill
+  /// is available (avx2); it leaves out the others.
   void operator()(const ExecutionSpace& exec, const std::vector<Span>& spans,
                   const AttentionCall<Value, order>& call, bool by_tiles);
 
@@ -27,6 +27,7 @@ class HostAttention {
   static std::size_t scratch_bytes(const AttentionExtents& extents, bool by_tiles);
 
  private:
+  using Call = AttentionCall<Value, order>;
   struct Tile {
     std::int64_t rows;  // that its last token sees
     std::int64_t first_token;
@@ -41,12 +42,17 @@ class HostAttention {
     int span;
     int head;
   };
+  struct Items;
   struct Sizes {
     std::int64_t partials, workspaces;  // floats
     std::int64_t tiles, row_items, singles;
   };
   static Sizes sizes_of(const AttentionExtents& extents, bool by_tiles);
   static std::int64_t partial_size(int group, int dim) { return std::int64_t{group} * (dim + 2); }
+
+  void plan(const std::vector<Span>& spans, const Call& call, bool by_tiles);
+  void run(const std::vector<Span>& spans, const Call& call);
+  void merge(const std::vector<Span>& spans, const Call& call);
 
   std::vector<Tile> m_tiles;
   std::vector<RowItem> m_row_items;

@@ -91,6 +91,11 @@ class LinearMap {
   RoundedRows<Value> room_for_rounded(std::int64_t m, std::int64_t k);
 
  private:
+  template <class Value>
+  void by_own_type(const ExecutionSpace& exec, const ConstMatrix& x,
+                   const RoundedRows<Value>& rounded, const LinearWeights<Value>& weights,
+                   const ConstVector& bias, const Matrix& y);
+
   Vector m_panel;                               // widened weights
   Vector m_widened;                             // x, rounded to bf16 and widened again
   Vector m_copied;                              // a few rows of x, padded

@@ -4,7 +4,7 @@
 #include <memory>
 #include <utility>
 
-#include "policy/rows.hpp"
+#include "policy/row_math.hpp"
 
 namespace kvzap::detail {
 namespace {

@@ -7,7 +7,8 @@
 #include "policy/inverse_factor.hpp"
 #include "policy/query_statistics.hpp"
 #include "policy/registry.hpp"
-#include "policy/row_tools.hpp"
+#include "policy/row_products.hpp"
+#include "policy/row_protection.hpp"
 
 namespace kvzap::policy {
 namespace {

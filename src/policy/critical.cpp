@@ -6,7 +6,7 @@
 #include "base/scratch.hpp"
 #include "linalg/gemm.hpp"
 #include "policy/registry.hpp"
-#include "policy/rows.hpp"
+#include "policy/row_math.hpp"
 #include "policy/segments.hpp"
 
 namespace kvzap::policy {

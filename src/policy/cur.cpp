@@ -5,7 +5,7 @@
 #include "base/scratch.hpp"
 #include "linalg/gemm.hpp"
 #include "policy/registry.hpp"
-#include "policy/rows.hpp"
+#include "policy/row_math.hpp"
 #include "policy/torch_random.hpp"
 
 namespace kvzap::policy {

@@ -12,7 +12,7 @@
 #include "base/quote.hpp"
 #include "policy/mean_attention.hpp"
 #include "policy/registry.hpp"
-#include "policy/rows.hpp"
+#include "policy/row_math.hpp"
 
 namespace kvzap::policy {
 namespace {

@@ -11,7 +11,8 @@
 #include "linalg/host/row_kernels.hpp"
 #include "policy/query_statistics.hpp"
 #include "policy/registry.hpp"
-#include "policy/row_tools.hpp"
+#include "policy/row_products.hpp"
+#include "policy/row_protection.hpp"
 #include "policy/tensor_floats.hpp"
 
 namespace kvzap::policy {

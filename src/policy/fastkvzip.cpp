@@ -9,7 +9,7 @@
 #include "model/weights.hpp"
 #include "policy/new_scores.hpp"
 #include "policy/registry.hpp"
-#include "policy/rows.hpp"
+#include "policy/row_math.hpp"
 #include "policy/tensor_floats.hpp"
 
 namespace kvzap::policy {

@@ -2,7 +2,7 @@
 
 #include "base/scratch.hpp"
 #include "policy/registry.hpp"
-#include "policy/row_tools.hpp"
+#include "policy/row_protection.hpp"
 
 namespace kvzap::policy {
 namespace {

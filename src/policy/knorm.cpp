@@ -1,5 +1,5 @@
 #include "policy/registry.hpp"
-#include "policy/rows.hpp"
+#include "policy/row_math.hpp"
 
 namespace kvzap::policy {
 namespace {

@@ -11,7 +11,7 @@
 #include "linalg/host/row_kernels.hpp"
 #include "policy/output_norms.hpp"
 #include "policy/registry.hpp"
-#include "policy/rows.hpp"
+#include "policy/row_math.hpp"
 
 namespace kvzap::policy {
 namespace {

@@ -2,7 +2,7 @@
 
 #include "base/scratch.hpp"
 #include "policy/registry.hpp"
-#include "policy/rows.hpp"
+#include "policy/row_math.hpp"
 
 namespace kvzap::policy {
 namespace {

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "linalg/gemm.hpp"
-#include "policy/rows.hpp"
+#include "policy/row_math.hpp"
 #include "policy/torch_random.hpp"
 
 namespace kvzap::detail {

@@ -6,7 +6,7 @@
 #include <cmath>
 
 #include "base/scratch.hpp"
-#include "policy/rows.hpp"
+#include "policy/row_math.hpp"
 
 namespace kvzap::detail {
 namespace {

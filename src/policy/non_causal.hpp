@@ -3,7 +3,7 @@
 
 #include <kvzap/engine/policy.hpp>
 
-#include "policy/rows.hpp"
+#include "policy/row_math.hpp"
 
 namespace kvzap::detail {
 

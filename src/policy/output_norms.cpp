@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "base/scratch.hpp"
-#include "policy/rows.hpp"
+#include "policy/row_math.hpp"
 
 extern "C" {
 // LAPACK: QR of a general matrix.

@@ -1,7 +1,7 @@
 #include <kvzap/model/safetensors.hpp>
 
 #include "policy/registry.hpp"
-#include "policy/rows.hpp"
+#include "policy/row_math.hpp"
 #include "policy/tensor_floats.hpp"
 
 namespace kvzap::policy {

@@ -6,7 +6,7 @@
 
 #include "base/scratch.hpp"
 #include "policy/registry.hpp"
-#include "policy/row_tools.hpp"
+#include "policy/row_protection.hpp"
 #include "policy/window_attention.hpp"
 
 namespace kvzap::policy {

@@ -1,7 +1,7 @@
 #include <algorithm>
 
 #include "policy/registry.hpp"
-#include "policy/rows.hpp"
+#include "policy/row_math.hpp"
 
 namespace kvzap::policy {
 namespace {

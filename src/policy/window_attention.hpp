@@ -5,7 +5,7 @@
 #include <kvzap/engine/policy.hpp>
 
 #include "linalg/gemm.hpp"
-#include "policy/row_tools.hpp"
+#include "policy/row_protection.hpp"
 
 namespace kvzap::policy {
 

@@ -10,8 +10,9 @@
 #include "base/scratch.hpp"
 #include "base/stopwatch.hpp"
 #include "engine/watching.hpp"
+#include "linalg/gemm.hpp"
 #include "policy/output_norms.hpp"
-#include "policy/row_tools.hpp"
+#include "policy/row_math.hpp"
 
 namespace kvzap {
 namespace {

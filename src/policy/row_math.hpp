@@ -1,4 +1,4 @@
-// What several policies do with the rows of a head: norms, sums over many rows, z-scores.
+// Arithmetic on the rows of a head that several policies share: norms, sums over rows, z-scores.
 #pragma once
 
 #include <kvzap/engine/policy.hpp>

@@ -1,4 +1,4 @@
-#include "policy/rows.hpp"
+#include "policy/row_math.hpp"
 
 #include <algorithm>
 #include <cmath>

@@ -1,0 +1,16 @@
+// Products and norms of the rows of a matrix.
+#pragma once
+
+#include <cstdint>
+
+#include "linalg/gemm.hpp"
+
+namespace kvzap::policy {
+
+/// products[r] = sum_d a(r, d) * (b[r * b_stride + d] + by * v[d]); b may be null, for zeros.
+void row_products(const ExecutionSpace& exec, const detail::ConstMatrix& a, const float* b,
+                  std::int64_t b_stride, const float* v, float by, float* products);
+/// norms[r] = the Euclidean norm of a(r, :).
+void row_norms(const ExecutionSpace& exec, const detail::ConstMatrix& a, float* norms);
+
+}  // namespace kvzap::policy

@@ -123,7 +123,7 @@ class Leaderboard(TestCase):
         for row in rows:
             self.assertEqual((row[niah] == "-", row[perplexity]),
                              (row[0] == "b", "perplexity 12.35" if row[0] == "b" else "-"), row)
-        for part in ("b is not complete", "Models differ", "Prompts differ",
+        for part in ("b is incomplete", "Models differ", "Prompts differ",
                      "a: 30 of niah_single, niah_noise and facts", "Options differ: window: 32 (a), 64 (b)"):
             self.assertIn(part, text)
         # One evaluation with itself has nothing to be said; of folders of the same name the paths are told.

@@ -18,7 +18,7 @@ namespace {
 
 // [policy]
 /// Scores a pair by its value's 1-norm, the factor that VATP (arXiv 2406.12335) gives attention:
-/// scores(head, row) = sum_d |v(row, d)|. Time O(rows * head_dim), no memory.
+/// scores(head, row) = sum_d |v(row, d)|. Time O(rows * head_dim), no extra memory.
 class ValueNorm final : public kvzap::Policy {
  public:
   void score(kvzap::PolicyLayer& layer, const ScoreView& scores) override {
@@ -44,7 +44,7 @@ kvzap::PolicyInfo value_norm() {
   info.paper = "VATP's value norm, arXiv 2406.12335";
   info.formula = "||v||_1";
   info.needs = "values";
-  info.cost = "O(rows * head_dim), no memory";
+  info.cost = "O(rows * head_dim), no extra memory";
   info.judges_tokens = true;  // a row's score never changes, so that a threshold can judge it
   info.scores_parts = true;   // and it is the same in whatever part of a sequence it lies
   info.make = [](const kvzap::PolicyArguments&, const kvzap::PolicySetup&) -> kvzap::PolicyMaker {

@@ -17,12 +17,12 @@ using detail::select_alone;
 
 using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
 
-// As Python's int(n * (1 - ratio)): kvpress' counts have to come out.
+// As Python's int(n * (1 - ratio)), so that counts equal those of kvpress.
 std::int64_t kept_share(std::int64_t n, double ratio) {
   return static_cast<std::int64_t>(static_cast<double>(n) * (1 - ratio));
 }
 
-// One, unless there is none to keep.
+// At least one, unless there is no row to keep.
 std::int64_t at_least_one(std::int64_t kept, std::int64_t n) {
   return std::min(n, std::max<std::int64_t>(1, kept));
 }
@@ -40,8 +40,8 @@ std::int64_t heads_of(const Budget::Model& model) {
   return static_cast<std::int64_t>(model.layers) * model.kv_heads;
 }
 
-// Rows of a head where nothing but the amount is looked at; a fraction of one for `pyramid`, which
-// rounds later.
+// Rows of a head that the amount alone gives. For `pyramid`, which rounds later, it may be a
+// fraction.
 double mean_rows(const Budget& budget, const Budget::Model& model, int layer, std::int64_t tokens) {
   const auto n = static_cast<double>(tokens);
   switch (budget.amount) {
@@ -55,7 +55,7 @@ double mean_rows(const Budget& budget, const Budget::Model& model, int layer, st
       const std::int64_t rows = rows_of_bytes(budget, model) / heads_of(model);
       if (rows < 1) {
         throw Error(
-            fmt::format("the budget of {} bytes is below the least possible, {}: a row of {} bytes "
+            fmt::format("the budget of {} bytes is below the minimum, {}: a row of {} bytes "
                         "in each of {} "
                         "heads of {} layers",
                         budget.bytes, heads_of(model) * model.row_bytes, model.row_bytes,
@@ -72,7 +72,7 @@ std::int64_t pyramid_rows(const Budget& budget, const Budget::Model& model, int 
                           std::int64_t tokens) {
   const double mean = mean_rows(budget, model, layer, tokens);
   const auto round = [&](double rows) {
-    // To even, as Python does. A size in bytes is not to be exceeded.
+    // To even, as Python does. A size in bytes must not be exceeded.
     const double whole =
         budget.amount == Budget::Amount::bytes ? std::floor(rows) : std::nearbyint(rows);
     return at_least_one(static_cast<std::int64_t>(whole), tokens);
@@ -91,13 +91,13 @@ std::int64_t pyramid_rows(const Budget& budget, const Budget::Model& model, int 
   return round(most - layer * step);
 }
 
-// The counts of a pool of `pool_rows` rows are made of its own size.
+// A pool of `pool_rows` rows keeps a share of its own size.
 std::int64_t kept_of_pool(const Budget& budget, int layer, std::int64_t pool_rows) {
   const double evicted = static_cast<double>(pool_rows) * ratio_of(budget, layer);
   return pool_rows - static_cast<std::int64_t>(evicted);
 }
 
-// Of groups of rows that stay or go together, how many stay.
+// The number of groups that stay, where the rows of a group stay or are evicted together.
 std::int64_t groups_kept(const Budget& budget, const Budget::Model& model, int layer,
                          std::int64_t tokens) {
   const std::int64_t groups = (tokens + budget.group - 1) / budget.group;
@@ -111,7 +111,7 @@ std::int64_t groups_kept(const Budget& budget, const Budget::Model& model, int l
   if (rows < budget.group && !budget.pyramid) {
     const bool in_bytes = budget.amount == Budget::Amount::bytes;
     throw Error(fmt::format(
-        "the budget of {} is below the least possible, {}: rows stay or go in groups of {}",
+        "the budget of {} is below the minimum, {}: rows are kept or evicted in groups of {}",
         in_bytes ? fmt::format("{} bytes", budget.bytes) : fmt::format("{} tokens", rows),
         in_bytes ? budget.group * heads_of(model) * model.row_bytes : budget.group, budget.group));
   }
@@ -143,7 +143,7 @@ Segment segment_of(const ScoredLayer& layer, int head, std::int64_t begin, std::
   return segment;
 }
 
-// Every head, or every part of one, by itself.
+// Chooses in every head, or in every part of a head, by itself.
 void choose_by_head(const ExecutionSpace& exec, const Budget& budget, const Budget::Model& model,
                     std::int64_t tokens, const std::vector<ScoredLayer>& layers) {
   std::vector<Segment> segments;
@@ -166,7 +166,7 @@ void choose_by_head(const ExecutionSpace& exec, const Budget& budget, const Budg
   judge(exec, segments);
 }
 
-// Heads of a layer, or of the model, compete.
+// Chooses where the heads of a layer, or of the model, compete.
 void choose_by_pool(const ExecutionSpace& exec, const Communicator& comm, const Budget& budget,
                     const Budget::Model& model, std::int64_t tokens,
                     const std::vector<ScoredLayer>& layers) {
@@ -203,7 +203,7 @@ void choose_by_pool(const ExecutionSpace& exec, const Communicator& comm, const 
     keep.push_back(std::min(rows, rows_of_pool[pool]));
   }
 
-  // What is safe counts as larger than all others: as infinite, in a copy.
+  // Safe rows count as larger than all others: they are infinite in a copy of the scores.
   Kokkos::View<float*, MemorySpace> marked;
   if (budget.safeguard > 0) {
     marked = Kokkos::View<float*, MemorySpace>(
@@ -227,7 +227,7 @@ void choose_by_pool(const ExecutionSpace& exec, const Communicator& comm, const 
 
 using Sums = Kokkos::View<double**, Kokkos::LayoutRight, MemorySpace>;
 
-// sums(head on this rank, group) = scores of the group's rows.
+// sums(head on this rank, group) = sum of the scores of the group's rows.
 void sum_groups(const ExecutionSpace& exec, const ScoredLayer& layer, std::int64_t group,
                 const Kokkos::View<const std::int64_t*, MemorySpace>& rows, const Sums& sums) {
   const auto scores = layer.scores;
@@ -257,8 +257,8 @@ void keep_groups(const ExecutionSpace& exec, const ScoredLayer& layer, std::int6
       });
 }
 
-// Groups of rows of a layer, the same in all heads. The sums of single heads are what ranks
-// exchange, so that they are added up in one order everywhere.
+// Chooses groups of rows of a layer, the same in all heads. Ranks exchange the sums of single
+// heads, so that every rank adds them in the same order.
 void choose_groups(const ExecutionSpace& exec, const Communicator& comm, const Budget& budget,
                    const Budget::Model& model, std::int64_t tokens, const ScoredLayer& layer) {
   std::int64_t most_rows = 0;
@@ -380,7 +380,7 @@ std::int64_t Budget::rows_of_part(const Model& model, int layer, std::int64_t to
   if (rows == tokens && amount == Amount::evict_ratio && !pyramid) {
     return at_least_one(kept_share(end - begin, ratio_of(*this, layer)), end - begin);
   }
-  // Even shares that add up to what the head keeps.
+  // Even shares that add up to the rows that the head keeps.
   const std::int64_t kept = std::min(rows, rows_per_head(model, layer, tokens));
   return kept * end / rows - kept * begin / rows;
 }

@@ -1,5 +1,5 @@
-// Modifiers that change how many rows stay, and which compete: ada, global, pyramid, per-layer,
-// chunkkv, dms; and rerotate, which changes what becomes of those that stay.
+// Modifiers that change how many rows stay and which rows compete: ada, global, pyramid, per-layer,
+// chunkkv, dms. And rerotate, which changes the positions of the rows that stay.
 #include <fmt/format.h>
 
 #include <cmath>
@@ -25,12 +25,12 @@ void need_budget(const PolicyChoice& choice, const char* name, const char* why) 
                   name, why));
 }
 
-// The word for what two modifiers cannot both set.
+// Throws Error that modifier `name` has no meaning here if `condition` holds.
 void refuse(bool condition, const char* name, const std::string& why) {
   if (condition) throw Error(fmt::format("{} has no meaning here: {}", name, why));
 }
 
-// Ratios of a text file, one per line, or of a JSON list.
+// Reads ratios from a text file with one per line, or from a JSON list.
 std::vector<double> read_ratios(const std::string& file, std::int64_t layers) {
   if (std::filesystem::is_directory(file)) {
     throw Error(
@@ -80,10 +80,11 @@ std::vector<double> read_ratios(const std::string& file, std::int64_t layers) {
 
 }  // namespace
 
-/// AdaKV (arXiv 2407.11550): the rows of all heads of a layer compete for kv_heads times what a
-/// head would keep; in each head the best max(1, floor(alpha * that)) are safe (none if alpha is
-/// 0). As kvpress has it. With `pyramid`, which goes before, the layer's mean falls with depth (the
-/// paper's Ada-PyramidKV). Cost: two selections instead of one; a copy of the layer's scores.
+/// AdaKV (arXiv 2407.11550), as in kvpress. The rows of all heads of a layer compete for kv_heads
+/// times the rows that one head would keep. In each head the best max(1, floor(alpha * that)) are
+/// safe (none if alpha is 0). With `pyramid`, which is applied before, the layer's mean decreases
+/// with depth (the paper's Ada-PyramidKV). Cost: two selections instead of one; a copy of the
+/// layer's scores.
 ModifierInfo ada() {
   ModifierInfo info;
   info.name = "ada";
@@ -95,9 +96,9 @@ ModifierInfo ada() {
                       0,
                       1,
                       {},
-                      "share of a head's even budget that each head keeps in any case"}};
+                      "minimum share of a head's even budget that each head keeps"}};
   info.apply = [](PolicyChoice& choice, const PolicyArguments& arguments, const PolicySetup&) {
-    need_budget(choice, "ada", "shares a budget out over heads");
+    need_budget(choice, "ada", "divides a budget among heads");
     choice.budget.pool = Budget::Pool::layer;
     choice.budget.counts_pools = false;
     choice.budget.safeguard = arguments.number("alpha");
@@ -105,10 +106,11 @@ ModifierInfo ada() {
   return info;
 }
 
-/// All heads of all layers compete: what kvpress does for KVzip and FastKVzip. Of the model's rows
-/// floor(rows * ratio) go. kvpress has no safeguard there, so alpha is 0 by default; else as in
-/// `ada`. Scores must be comparable over layers, which those of policies that normalize by layer
-/// are not. Cost: the cache is whole until the last layer has its scores.
+/// All heads of all layers compete, as kvpress does for KVzip and FastKVzip. Of the model's rows,
+/// floor(rows * ratio) are evicted. kvpress has no safeguard there, so alpha is 0 by default;
+/// otherwise it has the meaning of `ada`. Scores must be comparable over layers, which those of
+/// policies that normalize by layer are not. Cost: the cache is whole until the last layer has its
+/// scores.
 ModifierInfo global() {
   ModifierInfo info;
   info.name = "global";
@@ -120,15 +122,15 @@ ModifierInfo global() {
                       0,
                       1,
                       {},
-                      "share of a head's even budget that each head keeps in any case"}};
+                      "minimum share of a head's even budget that each head keeps"}};
   info.apply = [](PolicyChoice& choice, const PolicyArguments& arguments, const PolicySetup&) {
-    need_budget(choice, "global", "shares a budget out over layers");
+    need_budget(choice, "global", "divides a budget among layers");
     refuse(choice.budget.pool == Budget::Pool::layer && !choice.budget.counts_pools, "global",
-           "with ada the heads of a layer compete, with global those of all layers; give one");
+           "with ada the heads of a layer compete, with global the heads of all layers; give one");
     refuse(choice.budget.pyramid, "global",
-           "what a layer keeps follows from its scores, so its budget cannot fall with depth too");
+           "scores decide the rows of a layer, so its budget cannot decrease with depth, too");
     refuse(!choice.budget.layer_ratios.empty(), "global",
-           "what a layer keeps follows from its scores, so it cannot have a ratio of its own too");
+           "scores decide the rows of a layer, so it cannot have its own ratio, too");
     choice.budget.pool = Budget::Pool::model;
     choice.budget.counts_pools = true;
     choice.budget.safeguard = arguments.number("alpha");
@@ -136,15 +138,15 @@ ModifierInfo global() {
   return info;
 }
 
-/// PyramidKV's budget (arXiv 2406.02069) for any policy's scores, in kvpress' form: layer l of L
-/// keeps round(max - l (max - min) / (L - 1)) rows, where m = tokens (1 - ratio), min = m / beta,
-/// max = 2 m - min; if max exceeds tokens - window it is that, and min = 2 m - max. Where min is
-/// below the window or the order of these is broken, every layer keeps round(m).
+/// PyramidKV's budget (arXiv 2406.02069) for the scores of any policy, in kvpress' form. Layer l of
+/// L keeps round(max - l (max - min) / (L - 1)) rows, where m = tokens (1 - ratio), min = m / beta
+/// and max = 2 m - min. If max exceeds tokens - window, it is set to that, and min = 2 m - max. If
+/// min is below the window, or these values are out of order, every layer keeps round(m).
 ///
-/// kvpress differs from the paper in applying the ratio to prompts of any length, and in counting
-/// the window as part of it. PyramidKV's own policy has this budget without being asked, except
-/// under modifiers that kvpress implements as presses which take its scores alone (ada, global,
-/// critical, chunk, chunkkv, rerotate): there add `pyramid`.
+/// kvpress differs from the paper: it applies the ratio to prompts of any length, and counts the
+/// window as part of it. The policy pyramidkv has this budget by default. It loses it under
+/// modifiers that kvpress implements as presses over its scores alone (ada, global, critical,
+/// chunk, chunkkv, rerotate): add `pyramid` there.
 ModifierInfo pyramid() {
   ModifierInfo info;
   info.name = "pyramid";
@@ -156,22 +158,22 @@ ModifierInfo pyramid() {
                       0,
                       1 << 24,
                       {},
-                      "no layer keeps fewer rows than this, or the budget does not fall (rows)"},
+                      "minimum rows of a layer; if the last would keep fewer, all keep the same"},
                      {"beta",
                       Kind::number,
                       "20",
                       1,
                       1e6,
                       {},
-                      "how steep: the last layer keeps 1/beta of the mean"}};
+                      "steepness: the last layer keeps 1/beta of the mean"}};
   info.apply = [](PolicyChoice& choice, const PolicyArguments& arguments, const PolicySetup&) {
-    need_budget(choice, "pyramid", "shares a budget out over layers");
+    need_budget(choice, "pyramid", "divides a budget among layers");
     refuse(choice.budget.pool == Budget::Pool::model, "pyramid",
            fmt::format("in policy {} all layers compete for one budget", choice.info->name));
     refuse(!choice.budget.layer_ratios.empty(), "pyramid",
            "per-layer gives every layer a ratio already");
     refuse(choice.budget.counts_pools, "pyramid",
-           fmt::format("the budget of policy {} is of whole layers, as many rows in each",
+           fmt::format("policy {} has a budget for each layer, with the same number of rows",
                        choice.info->name));
     choice.budget.pyramid = true;
     choice.budget.pyramid_window = arguments.integer("window");
@@ -180,27 +182,27 @@ ModifierInfo pyramid() {
   return info;
 }
 
-/// An evict ratio for each layer (kvpress' PerLayerCompressionPress), from a file: one ratio in
-/// [0, 1) a line, or a JSON list; as many as the model has layers. They are the budget, so none is
-/// given beside them.
+/// An evict ratio for each layer (kvpress' PerLayerCompressionPress), from a file: one ratio in [0,
+/// 1) per line, or a JSON list, for all layers of the model. They are the budget, so no other
+/// amount may be given.
 ModifierInfo per_layer() {
   ModifierInfo info;
   info.name = "per-layer";
   info.paper = "kvpress' PerLayerCompressionPress";
-  info.effect = "every layer has an evict ratio of its own";
+  info.effect = "every layer has its own evict ratio";
   info.parameters = {{"ratios",
                       Kind::file,
                       "",
                       0,
                       0,
                       {},
-                      "file of one evict ratio per layer, a line each or a JSON list"}};
+                      "file with one evict ratio per layer, one per line or a JSON list"}};
   info.apply = [](PolicyChoice& choice, const PolicyArguments& arguments,
                   const PolicySetup& setup) {
     refuse(choice.budget.has_amount() || !std::isnan(choice.threshold), "per-layer",
            "its file gives the evict ratios; give neither a threshold nor another budget");
     refuse(choice.budget.pyramid, "per-layer",
-           fmt::format("the budget of policy {} falls with depth already", choice.info->name));
+           fmt::format("the budget of policy {} already decreases with depth", choice.info->name));
     refuse(choice.budget.pool != Budget::Pool::head || choice.budget.counts_pools, "per-layer",
            fmt::format("policy {} has a budget over many heads; it takes one ratio for all",
                        choice.info->name));
@@ -214,18 +216,18 @@ ModifierInfo per_layer() {
   return info;
 }
 
-/// ChunkKV (arXiv 2502.00299) as kvpress has it: groups of `length` consecutive rows stay or go
-/// together, in all heads of a layer. A group's score is the mean over its rows of the sum over the
-/// layer's heads; of G groups (the last may be shorter) max(1, floor(G (1 - ratio))) stay. A
-/// sequence without one whole group is pruned row by row. kvpress leaves out the paper's reuse of
-/// indices over layers, and so does this.
+/// ChunkKV (arXiv 2502.00299), as in kvpress: groups of `length` consecutive rows stay or are
+/// evicted together, in all heads of a layer. A group's score is the mean over its rows of the sum
+/// over the layer's heads. Of G groups (the last may be shorter) max(1, floor(G (1 - ratio))) stay.
+/// A sequence shorter than one group is pruned row by row. Like kvpress, this omits the paper's
+/// reuse of indices over layers.
 ModifierInfo chunkkv() {
   ModifierInfo info;
   info.name = "chunkkv";
   info.paper = "ChunkKV, arXiv 2502.00299";
-  info.effect = "groups of consecutive tokens stay or go together, in all heads of a layer";
-  info.parameters = {
-      {"length", Kind::integer, "20", 1, 1 << 24, {}, "tokens that stay or go together"}};
+  info.effect =
+      "groups of consecutive tokens stay or are evicted together, in all heads of a layer";
+  info.parameters = {{"length", Kind::integer, "20", 1, 1 << 24, {}, "tokens of a group"}};
   info.apply = [](PolicyChoice& choice, const PolicyArguments& arguments, const PolicySetup&) {
     need_budget(choice, "chunkkv", "keeps a number of groups of tokens");
     refuse(choice.budget.pool != Budget::Pool::head, "chunkkv",
@@ -242,9 +244,9 @@ ModifierInfo chunkkv() {
   return info;
 }
 
-/// A threshold over any policy's scores (kvpress' DMSPress; inference of Dynamic Memory
-/// Sparsification, arXiv 2506.05345, without its trained scores): a row whose score is below it
-/// goes once it has left the window. The same as giving a threshold with the policy alone.
+/// A threshold over the scores of any policy (kvpress' DMSPress; inference of Dynamic Memory
+/// Sparsification, arXiv 2506.05345, without its trained scores). A row with a score below it is
+/// evicted once it has left the window. This equals a threshold given with the policy alone.
 ModifierInfo dms() {
   ModifierInfo info;
   info.name = "dms";
@@ -258,7 +260,7 @@ ModifierInfo dms() {
   info.parameters = {threshold};
   info.apply = [](PolicyChoice& choice, const PolicyArguments& arguments, const PolicySetup&) {
     refuse(choice.budget.has_amount(), "dms",
-           "it judges each row by a threshold, and a budget is given");
+           "it judges each row by a threshold, but a budget is given");
     if (!arguments.has("threshold")) return;
     refuse(!std::isnan(choice.threshold), "dms:threshold", "another threshold is given beside it");
     choice.threshold = arguments.number("threshold");
@@ -266,17 +268,17 @@ ModifierInfo dms() {
   return info;
 }
 
-/// Closes up the positions of the rows that stay and turns their keys to the new ones (kvpress'
-/// KeyRerotationPress; FINCH, TACL 2024). Every head of every layer must keep as many rows, since a
-/// sequence has one length: so it goes with budgets of heads alone.
+/// Renumbers the positions of the rows that stay without gaps, and rotates their keys to them
+/// (kvpress' KeyRerotationPress; FINCH, TACL 2024). Every head of every layer must keep the same
+/// number of rows, because a sequence has one length. So only budgets of single heads allow it.
 ModifierInfo rerotate() {
   ModifierInfo info;
   info.name = "rerotate";
   info.paper = "FINCH, TACL 2024 (kvpress' KeyRerotationPress)";
-  info.effect = "positions of what stays are closed up, keys turned to them";
+  info.effect = "kept rows get positions without gaps, and their keys are rotated to them";
   info.apply = [](PolicyChoice& choice, const PolicyArguments&, const PolicySetup&) {
     need_budget(choice, "rerotate",
-                "needs as many rows in every head, which a threshold does not give");
+                "needs the same number of rows in every head, which a threshold does not give");
     refuse(choice.budget.pool != Budget::Pool::head, "rerotate",
            "heads that compete (ada, global, fastkvzip) keep different numbers of rows, and a "
            "sequence has one length");

@@ -16,7 +16,7 @@ namespace {
 using detail::ConstMatrix;
 using detail::Matrix;
 
-// Rows whose weighted values exist at a time.
+// Rows whose weighted values exist at the same time.
 constexpr std::int64_t cap_tile_rows = 1024;
 
 struct CapParameters {
@@ -28,7 +28,7 @@ struct CapParameters {
   std::int64_t history = 256;
 };
 
-// weights(r) = tau * (k_r . mu), of unit vectors if `normalizes`; `weights` has k_r . mu before.
+// weights(r) = tau * (k_r . mu), of unit vectors if `normalizes`. On entry, `weights` is k_r . mu.
 void align(const ExecutionSpace& exec, std::int64_t rows, const float* mean_norm, float tau,
            bool normalizes, const RowVector& key_norms, const RowVector& weights) {
   Kokkos::parallel_for(
@@ -44,7 +44,7 @@ void align(const ExecutionSpace& exec, std::int64_t rows, const float* mean_norm
       });
 }
 
-// weights = exp(weights - their largest)
+// weights = exp(weights - maximum)
 void exponentials(const ExecutionSpace& exec, std::int64_t rows, const RowVector& weights) {
   float largest = 0;
   Kokkos::parallel_reduce(
@@ -81,21 +81,21 @@ void add_scores(const ExecutionSpace& exec, std::int64_t rows, const RowVector& 
       });
 }
 
-/// CapKV (arXiv 2604.25975): rows are kept for the capacity that they add, the volume that the
-/// weighted values span.
+/// CapKV (arXiv 2604.25975), as in kvpress: rows stay for the capacity that they add, the volume
+/// that the weighted values span.
 ///
 ///   s(r) = mean over the group of w_r v_r' A^-1 v_r,  A = I + sum_r (w_r + epsilon) v_r v_r',
 ///   w_r = exp(tau (cos(k_r, mu) - max_r cos(k_r, mu)))
 ///
-/// with mu the mean query without the first `sink` tokens, turned by RoPE's rotation averaged over
-/// the next `future-positions` positions. Rows of the first `sink` positions are left out and get
-/// the layer's largest score + 1. Shapes: A (query heads, head_dim, head_dim). Cost per query head:
-/// 4 rows head_dim^2 operations and head_dim^3 for A's factor (in double, on the host); memory
-/// O(rows).
+/// Here mu is the mean query without the first `sink` tokens, rotated by RoPE's rotation averaged
+/// over the next `future-positions` positions. Rows of the first `sink` positions are excluded and
+/// get the layer's largest score + 1. Shapes: A (query heads, head_dim, head_dim). Cost per query
+/// head: 4 rows head_dim^2 operations, and head_dim^3 for the factor of A (in double, on the host);
+/// memory O(rows).
 ///
-/// As kvpress has it. The paper takes k . mu where kvpress takes their cosine (`normalize=off`), a
-/// mean query without averaged RoPE, and no 1 more for the first rows. In steps that bring fewer
-/// than `history` tokens to a sequence that has more, the newest `history` tokens give mu.
+/// The paper uses k . mu instead of kvpress' cosine (`normalize=off`), a mean query without
+/// averaged RoPE, and no + 1 for the first rows. In steps that add fewer than `history` tokens to a
+/// longer sequence, the newest `history` tokens give mu.
 class Cap final : public Policy {
  public:
   explicit Cap(const CapParameters& parameters)
@@ -180,10 +180,10 @@ class Cap final : public Policy {
     const auto host = Kokkos::create_mirror_view(m_capacity);
     Kokkos::deep_copy(exec, host, m_capacity);
     detail::fence(exec, "kvzap::cap: the host factorizes");
-    // The identity keeps pivots at 1 and above, but for the rounding of the sums.
+    // The identity keeps pivots at 1 or above, except for the rounding of the sums.
     if (!detail::invert_factor(host.data(), static_cast<std::int64_t>(host.extent(0)), 1, 1,
                                m_factor, host.data())) {
-      // Values that are not finite: their rows are kept.
+      // Values that are not finite: their rows stay.
       std::fill_n(host.data(), host.size(), std::nanf(""));
     }
     Kokkos::deep_copy(exec, m_capacity, host);
@@ -196,7 +196,7 @@ class Cap final : public Policy {
   RowVector m_mean_norms;  // (query head)
   RowVector m_weights;     // (row)
   RowVector m_key_norms;   // (row)
-  RowVector m_norms;       // (row): of L^-1 v
+  RowVector m_norms;       // (row): norm of L^-1 v
   RowVector m_tile;        // (row of a tile, head_dim)
   std::vector<double> m_factor;
   Matrix m_capacity;  // A - I, then the inverse of A's factor
@@ -209,7 +209,7 @@ PolicyInfo cap() {
   PolicyInfo info;
   info.name = "cap";
   info.paper = "CapKV, arXiv 2604.25975";
-  info.formula = "leverage of a row's value, weighted by its key's likeness to the mean query";
+  info.formula = "leverage of a row's value, weighted by its key's similarity to the mean query";
   info.needs = "all queries, keys, values";
   info.cost = "time O(rows d^2) per query head; memory O(rows)";
   info.parameters = {
@@ -220,8 +220,14 @@ PolicyInfo cap() {
        1,
        1 << 24,
        {},
-       "positions to come over which RoPE is averaged"},
-      {"sink", Kind::integer, "4", 0, 1 << 30, {}, "first positions, which stay and are left out"},
+       "future positions over which RoPE is averaged"},
+      {"sink",
+       Kind::integer,
+       "4",
+       0,
+       1 << 30,
+       {},
+       "first positions: they stay and are excluded from statistics"},
       {"epsilon", Kind::number, "1e-6", 0, 1, {}, "added to the weights in A"},
       {"normalize", Kind::flag, "on", 0, 0, {}, "whether keys and mean query have unit length"},
       {"history",

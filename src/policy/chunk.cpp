@@ -7,10 +7,10 @@
 namespace kvzap::policy {
 namespace {
 
-/// Rows [begin, end) of each head of a layer, as if they were all.
+/// Rows [begin, end) of each head of a layer, presented as the whole layer.
 class PartLayer final : public PolicyLayer {
  public:
-  /// budget: what `chunk` cuts into parts.
+  /// budget: the budget that `chunk` splits into parts.
   PartLayer(PolicyLayer& whole, const Budget& budget, std::int64_t begin, std::int64_t end,
             std::int64_t most_rows)
       : PolicyLayer(whole.exec(), whole.comm()), m_whole(&whole), m_begin(begin) {
@@ -57,7 +57,7 @@ class PartLayer final : public PolicyLayer {
   }
 
  private:
-  // (A head may end before the part begins.)
+  // A head may end before the part begins.
   std::int64_t row_of(int head, std::int64_t row) const {
     return std::min(m_begin + row, m_whole->rows(head));
   }
@@ -77,7 +77,7 @@ class Chunked final : public Policy {
   }
 
   void score(PolicyLayer& layer, const ScoreView& scores) override {
-    // As many parts on every rank: the policy may communicate.
+    // The same number of parts on every rank, because the policy may communicate.
     const std::int64_t most_rows = layer.comm().all_reduce_max(layer.most_rows());
     const Budget budget = budget_of(layer);
     for (std::int64_t begin = 0; begin < most_rows; begin += budget.chunk) {
@@ -91,7 +91,7 @@ class Chunked final : public Policy {
   }
 
  private:
-  // What the layer keeps now; while the model generates it may be another amount than at first.
+  // The amount that the layer keeps now. It may differ while the model generates.
   Budget budget_of(const PolicyLayer& layer) const {
     const PolicyLayer::Extents& extents = layer.extents();
     Budget budget = m_budget;
@@ -112,9 +112,9 @@ class Chunked final : public Policy {
 }  // namespace
 
 /// Scores and prunes parts of `length` consecutive rows one by one, as if each were a sequence
-/// (kvpress' ChunkPress; FINCH's setting, TACL 2024): of a part of n rows max(1, floor(n (1 -
-/// ratio))) stay; other budgets are shared out evenly. Scores of a row that depend on the rows
-/// beside it are those of its part. For policies that can score a part alone.
+/// (kvpress' ChunkPress; FINCH's setting, TACL 2024). Of a part of n rows, max(1, floor(n (1 -
+/// ratio))) stay; other budgets are divided evenly. A score that depends on neighbouring rows uses
+/// those of its own part. For policies that can score a part alone.
 ModifierInfo chunk() {
   ModifierInfo info;
   info.name = "chunk";
@@ -135,7 +135,7 @@ ModifierInfo chunk() {
           "heads cannot compete (ada, global, fastkvzip)");
     }
     choice.budget.chunk = arguments.integer("length");
-    // Scores that follow from a row alone are the same in a part.
+    // A score that depends on its row alone is the same in a part.
     if (policy.judges_tokens && !choice.scores_are_marked) return;
     if (!policy.scores_parts) {
       throw Error(fmt::format(

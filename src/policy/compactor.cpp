@@ -18,17 +18,17 @@ void add_scaled(const ExecutionSpace& exec, const Policy::ScoreView& summands, d
       });
 }
 
-/// Leverage of keys and attention within chunks together: blending * leverage + non-causal, each
-/// standardized over all heads of the layer, of all tokens but the first 8 and the last 4, which
+/// Leverage of keys and attention within chunks, combined: blending * leverage + non-causal. Each
+/// is standardized over all heads of the layer and all tokens but the first 8 and the last 4, which
 /// have the largest score of the layer (Chari and Van Durme: "Compactor", arXiv 2507.08143). See
 /// policies leverage and non-causal.
 ///
-/// The cost of both, and a float per row of a layer.
+/// Cost: that of both, and a float per row of a layer.
 ///
-/// kvpress, as here: blending is the evict ratio where the paper has a constant (blending=0.35).
-/// Where tokens come in several steps, those of a step are scored by themselves, its last 4 tokens
-/// have the largest score, and rows keep the score of their step; tokens that came one by one have
-/// the largest score there is.
+/// As in kvpress, blending is the evict ratio; the paper has a constant (blending=0.35). If tokens
+/// come in several steps, the tokens of each step are scored by themselves, and the last 4 of each
+/// step have the largest score. Rows keep the score of their step. Tokens that came one by one have
+/// the largest score of all.
 class Compactor final : public Policy {
  public:
   struct Options {
@@ -47,7 +47,7 @@ class Compactor final : public Policy {
   PolicyNeeds needs() const override {
     PolicyNeeds needs;
     needs.blocks = true;
-    // A step's queries are gone after it.
+    // The queries of a step exist only during it.
     needs.every_step = true;
     needs.frequencies = true;
     needs.budget = m_options.blending < 0;
@@ -74,7 +74,7 @@ class Compactor final : public Policy {
   }
 
  private:
-  /// Of the step's tokens, those that are not protected.
+  /// The step's tokens that are not protected.
   detail::TokenRange tokens_of(const PolicyLayer& layer) const {
     const auto& extents = layer.extents();
     const std::int64_t first = extents.tokens - extents.new_tokens;
@@ -115,11 +115,11 @@ PolicyInfo compactor() {
   info.parameters = {
       {"sink-start", Kind::integer, "8", 0, 1e9, {}, "first tokens that stay"},
       {"sink-end", Kind::integer, "4", 0, 1e9, {}, "last tokens that stay"},
-      {"chunk", Kind::integer, "256", 1, 65536, {}, "tokens that see one another"},
+      {"chunk", Kind::integer, "256", 1, 65536, {}, "tokens of a chunk, which see one another"},
       {"sketch-dimension", Kind::integer, "48", 1, 4096, {}, "columns of the random matrix"},
       {"blending", Kind::number, "-1", -1, 1e6, {}, "weight of leverage; below 0: the evict ratio"},
       {"scaled", Kind::flag, "off", 0, 0, {}, "divide products by sqrt(head_dim)"},
-      {"seed", Kind::integer, "0", 0, 4294967295.0, {}, "of the random matrix"}};
+      {"seed", Kind::integer, "0", 0, 4294967295.0, {}, "seed of the random matrix"}};
   info.make = [](const PolicyArguments& arguments, const PolicySetup&) -> PolicyMaker {
     Compactor::Options options;
     options.sink_start = arguments.integer("sink-start");

@@ -19,7 +19,7 @@ using Range = detail::PolicyRange;
 using Flags = Kokkos::View<std::uint8_t**, Kokkos::LayoutRight, MemorySpace>;
 
 constexpr float largest = std::numeric_limits<float>::max();
-// Rows of values that go through W_O at a time.
+// Rows of values that are multiplied by W_O at a time.
 constexpr std::int64_t critical_tile_rows = 512;
 
 // norms(first + row) += scale * sum of |projected(row, ·)|
@@ -29,7 +29,7 @@ void add_norms(const ExecutionSpace& exec, const Matrix& projected, std::int64_t
   Kokkos::parallel_for(
       "kvzap::critical::norms", Range(exec, 0, static_cast<std::int64_t>(projected.extent(0))),
       KOKKOS_LAMBDA(std::int64_t row) {
-        // Several sums, so that they vectorize.
+        // Several sums, so that the loop vectorizes.
         constexpr int n_sums = 16;
         float sums[n_sums] = {};
         const float* const values = &projected(row, 0);
@@ -44,7 +44,8 @@ void add_norms(const ExecutionSpace& exec, const Matrix& projected, std::int64_t
       });
 }
 
-// scores = largest where flagged, else (score + epsilon) * norm. What is not finite stays so.
+// scores = largest where flagged, else (score + epsilon) * norm. Scores that are not finite stay
+// so.
 void weigh(const ExecutionSpace& exec, const Flags& flags, int head, std::int64_t rows,
            float epsilon, const Vector& norms, const Policy::ScoreView& scores) {
   Kokkos::parallel_for(
@@ -52,7 +53,7 @@ void weigh(const ExecutionSpace& exec, const Flags& flags, int head, std::int64_
         const float score = scores(head, row);
         if (!EvictionRule::is_finite(score)) return;
         const float weighed = flags(head, row) != 0 ? largest : (score + epsilon) * norms(row);
-        // It may overflow, and what is infinite would stay.
+        // The product may overflow, and an infinite score would stay.
         scores(head, row) = weighed > largest ? largest : weighed < -largest ? -largest : weighed;
       });
 }
@@ -77,7 +78,7 @@ std::int64_t count_flags(const ExecutionSpace& exec, const Flags& flags, int hea
   return count;
 }
 
-// turned(i, d) = weights(d, i), which bf16 holds exactly.
+// turned(i, d) = weights(d, i); bf16 holds them exactly.
 void turn_weights(const ExecutionSpace& exec, const PolicyLayer::RowsView& weights,
                   const LinearWeights<bfloat16>::Rows& turned) {
   const auto dim = static_cast<std::int64_t>(turned.extent(1));
@@ -89,11 +90,11 @@ void turn_weights(const ExecutionSpace& exec, const PolicyLayer::RowsView& weigh
 }
 
 struct CriticalOptions {
-  bool in_bf16 = false;  // values and W_O are
+  bool in_bf16 = false;  // type of values and W_O
   double epsilon = 1e-4;
   double first = 0.5;
   bool heads_compete = false;  // CriticalAda
-  double safeguard = 0;        // then
+  double safeguard = 0;        // for CriticalAda
 };
 
 class Critical final : public Policy {
@@ -103,7 +104,7 @@ class Critical final : public Policy {
 
   PolicyNeeds needs() const override {
     PolicyNeeds needs = m_inner->needs();
-    needs.budget = true;  // of which the first stage has its share
+    needs.budget = true;  // the first stage gets a share of it
     return needs;
   }
   void observe(PolicyLayer& layer, const TokenBlock& block) override {
@@ -114,7 +115,7 @@ class Critical final : public Policy {
     m_inner->score(layer, scores);
     const Flags flags(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::critical::flags"),
                       layer.heads(), scores.extent(1));
-    std::vector<std::int64_t> budgets;  // of heads that compete
+    std::vector<std::int64_t> budgets;  // for heads that compete
     std::vector<std::int64_t> first;
     if (m_options.heads_compete) {
       Budget even;
@@ -152,7 +153,7 @@ class Critical final : public Policy {
         mark(layer.exec(), flags, head, layer.rows(head), scores);
       }
     }
-    // The flags go.
+    // The flags are freed.
     detail::fence(layer.exec(), "kvzap::critical: scores are there");
   }
 
@@ -221,24 +222,25 @@ class Critical final : public Policy {
 
 }  // namespace
 
-/// CriticalKV (arXiv 2502.03805) over any policy's scores, as kvpress has it: in each head the best
-/// max(1, floor(first * budget)) rows stay by their scores alone (they get the largest float);
-/// the others get (score + epsilon) * mean over the group's query heads of the 1-norm of W_O v.
+/// CriticalKV (arXiv 2502.03805) over the scores of any policy, as in kvpress. In each head, the
+/// best max(1, floor(first * budget)) rows stay by their scores alone (they get the largest float).
+/// The others get (score + epsilon) * mean over the group's query heads of the 1-norm of W_O v.
 ///
-/// With `ada` (kvpress' CriticalAdaKVPress): a head's budget is what it would keep when heads
-/// compete by the policy's scores, with ada's safeguard; the first stage is that share of it, and
-/// the second fills it up. With `global` the first stage takes its share of the even budget.
+/// With `ada` (kvpress' CriticalAdaKVPress), a head's budget is the number of rows that it would
+/// keep if heads competed by the policy's scores, with ada's safeguard. The first stage gets its
+/// share of it, and the second stage fills it. With `global`, the first stage gets its share of the
+/// even budget.
 ///
-/// Cost: what the output projection of all rows takes; 512 * hidden_size floats.
+/// Cost: the output projection of all rows; 512 * hidden_size floats.
 ModifierInfo critical() {
   using Kind = PolicyParameter::Kind;
   ModifierInfo info;
   info.name = "critical";
   info.paper = "CriticalKV, arXiv 2502.03805";
-  info.effect = "a second stage weighs scores by the 1-norm of W_O v";
+  info.effect = "a second stage multiplies scores by the 1-norm of W_O v";
   info.parameters = {
-      {"epsilon", Kind::number, "1e-4", 0, 1e6, {}, "added to scores before they are weighed"},
-      {"first", Kind::number, "0.5", 0, 1, {}, "share of the budget that goes by scores alone"}};
+      {"epsilon", Kind::number, "1e-4", 0, 1e6, {}, "added to scores before that multiplication"},
+      {"first", Kind::number, "0.5", 0, 1, {}, "share of the budget that scores alone decide"}};
   info.apply = [](PolicyChoice& choice, const PolicyArguments& arguments,
                   const PolicySetup& setup) {
     if (!choice.budget.has_amount()) {
@@ -259,7 +261,7 @@ ModifierInfo critical() {
       }
       options.heads_compete = true;
       options.safeguard = choice.budget.safeguard;
-      // The scores bring it with them.
+      // The scores include the safeguard.
       choice.budget.safeguard = 0;
     }
     choice.scores_are_marked = true;

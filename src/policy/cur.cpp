@@ -27,7 +27,7 @@ void squared_norms(const ExecutionSpace& exec, const PolicyLayer::RowsView& rows
       KOKKOS_LAMBDA(std::int64_t r) { squares(r) = detail::dot(&rows(r, 0), &rows(r, 0), dim); });
 }
 
-// Divides by the sum over windows of `window` rows; a window of zeros stays one.
+// Divides by the sum over windows of `window` rows; a window of zeros is unchanged.
 void normalize_windows(const ExecutionSpace& exec, std::int64_t rows, std::int64_t window,
                        const Floats& squares) {
   Kokkos::parallel_for(
@@ -72,7 +72,7 @@ void finish(const ExecutionSpace& exec, std::int64_t rows, std::int64_t sink, co
       });
 }
 
-/// What policies of several sequences share: the projection of each layer.
+/// Shared by policies of several sequences: the projection of each layer.
 class Projections {
  public:
   explicit Projections(std::uint32_t seed) : m_normals(seed) {}
@@ -99,17 +99,17 @@ class Projections {
   std::map<int, detail::Matrix> m_layers;
 };
 
-/// The leverage of a row in a CUR decomposition, taken from norms: k² = ||k||² and v² = ||v||²,
-/// each divided by its sum over the window of rows around it, multiplied, and divided by the sum
+/// The leverage of a row in a CUR decomposition, estimated from norms: k² = ||k||² and v² = ||v||²,
+/// each divided by its sum over the surrounding window of rows, multiplied, and divided by the sum
 /// over all rows of the head. The first `sink` rows have the score 1 (Sengupta, Chaudhary,
 /// Chakraborty: "CurDKV", arXiv 2509.15038).
 ///
-/// One pass over keys and values, (rows, head_dim) of each head; two floats per row. With the
-/// random projection 40 * head_dim operations of a row and 20 floats more.
+/// One pass over keys and values, (rows, head_dim) of each head; two floats per row. The random
+/// projection adds 40 * head_dim operations and 20 floats per row.
 ///
-/// kvpress: windows (on by default) are its own, and the paper's Gaussian projection is off by
-/// default; `random-leverage=on,local=off` is the paper's way. Its random numbers are those that
-/// kvpress draws after torch.manual_seed(seed). Windows and sinks count rows that are there.
+/// Windows (on by default) are an addition of kvpress, which turns the paper's Gaussian projection
+/// off by default; `random-leverage=on,local=off` is the paper's form. The random numbers are those
+/// that kvpress draws after torch.manual_seed(seed). Windows and sinks count rows of the cache.
 class Cur final : public Policy {
  public:
   struct Options {
@@ -189,11 +189,11 @@ PolicyInfo cur() {
        0,
        0,
        {"key", "value", "kv-avg", "kv-product"},
-       "what is taken into account"},
+       "the norms that count"},
       {"random-leverage", Kind::flag, "off", 0, 0, {}, "project rows by a random matrix first"},
       {"local", Kind::flag, "on", 0, 0, {}, "divide by sums over windows"},
-      {"window", Kind::integer, "16", 1, 1e9, {}, "tokens of such a window"},
-      {"seed", Kind::integer, "0", 0, 4294967295.0, {}, "of the random matrix"}};
+      {"window", Kind::integer, "16", 1, 1e9, {}, "tokens of a window"},
+      {"seed", Kind::integer, "0", 0, 4294967295.0, {}, "seed of the random matrix"}};
   info.scores_parts = true;
   info.make = [](const PolicyArguments& arguments, const PolicySetup&) -> PolicyMaker {
     Cur::Options options;

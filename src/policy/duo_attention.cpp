@@ -19,7 +19,7 @@ namespace {
 
 using Range = detail::PolicyRange;
 
-// What a pattern and a ratio come to.
+// A pattern at a given ratio.
 struct Pattern {
   std::vector<std::vector<bool>> streaming;  // (layer, KV head)
   std::int64_t sink = 0;
@@ -35,8 +35,8 @@ std::int64_t size_field(const nlohmann::json& json, const char* field, const std
   return found->get<std::int64_t>();
 }
 
-// (layer, KV head): the shares of full attention of a file of tab-separated numbers, a line for
-// each layer.
+// Returns (layer, KV head): the shares of full attention in a file of tab-separated numbers, one
+// line per layer.
 std::vector<std::vector<double>> read_shares(const std::filesystem::path& file) {
   constexpr std::uintmax_t max_bytes = 4u << 20;
   std::istringstream stream(detail::read_text_file(file, max_bytes));
@@ -62,7 +62,8 @@ std::vector<std::vector<double>> read_shares(const std::filesystem::path& file) 
   return shares;
 }
 
-// The heads with the least shares (layer, KV head), in order of (share, layer, head), stream.
+// Returns which heads stream: those with the smallest shares (layer, KV head), in the order (share,
+// layer, head).
 std::vector<std::vector<bool>> streaming_heads(const std::vector<std::vector<double>>& shares,
                                                double ratio) {
   const std::size_t heads = shares.at(0).size();
@@ -71,7 +72,7 @@ std::vector<std::vector<bool>> streaming_heads(const std::vector<std::vector<dou
   std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
     return shares[a / heads][a % heads] < shares[b / heads][b % heads];
   });
-  // (To even, as Python rounds.)
+  // To even, as Python rounds.
   const auto count =
       static_cast<std::size_t>(std::nearbyint(static_cast<double>(order.size()) * ratio));
   std::vector<std::vector<bool>> streaming(shares.size(), std::vector<bool>(heads, false));
@@ -169,7 +170,7 @@ void set_up_duo_attention(PolicyChoice& choice, const PolicyArguments& arguments
     }
     auto pattern = std::make_shared<Pattern>();
     pattern->streaming = streaming_heads(attention->scores(), ratio);
-    // As kvpress has it.
+    // As in kvpress.
     pattern->sink = 128;
     pattern->recent = 256;
     return std::make_unique<DuoAttention>(std::move(pattern));
@@ -179,20 +180,19 @@ void set_up_duo_attention(PolicyChoice& choice, const PolicyArguments& arguments
 }  // namespace
 
 /// DuoAttention (arXiv 2410.10819): retrieval heads keep every row, streaming heads the first
-/// `sink_size` positions and the last `recent_size`. Which heads stream is learned and published as
-/// a pattern: shares of full attention (layer, KV head), of which the least round(heads * ratio)
-/// stream; shares that are equal go by (layer, head), where kvpress leaves the order to numpy's
+/// `sink_size` positions and the last `recent_size`. A learned and published pattern decides which
+/// heads stream. It has the shares of full attention (layer, KV head); the smallest round(heads *
+/// ratio) stream. Equal shares are ordered by (layer, head); kvpress leaves their order to numpy's
 /// sort.
 ///
-/// With `texts` in place of a pattern, MeanAttention's scores, which the model gives its heads in
-/// running some texts, take the place of the shares, and streaming heads have 128 and 256
-/// positions: kvpress' on_the_fly_scoring, which the paper does not have. kvpress takes 50 chapters
-/// of BookSum; here the texts are the user's. Like kvpress it uses all of a text, however long, and
-/// the layers that are run.
+/// With `texts` instead of a pattern, the scores of MeanAttention replace the shares. They come
+/// from running some texts. Streaming heads then have 128 and 256 positions. This is kvpress'
+/// on_the_fly_scoring, which the paper does not have. kvpress uses 50 chapters of BookSum; here the
+/// user gives the texts. As in kvpress, all of a text and all layers in use count.
 ///
-/// Scores (head, row) are 1 for rows that stay and 0 for others. Where the paper splits heads at a
-/// share of 0.5 or by a quantile, this has kvpress' number of them. Cost: a pass over positions;
-/// with texts, a prefill of each of them before.
+/// Scores (head, row) are 1 for rows that stay and 0 for others. The paper splits heads at a share
+/// of 0.5 or by a quantile; this has kvpress' number of them. Cost: a pass over positions; with
+/// texts, a prefill of each text before.
 PolicyInfo duo_attention() {
   using Kind = PolicyParameter::Kind;
   PolicyInfo info;
@@ -217,7 +217,8 @@ PolicyInfo duo_attention() {
        0,
        0,
        {},
-       "in place of pattern: texts that tell how far back each head looks, one per line, or JSON "
+       "instead of pattern: file of texts that show how far back each head looks, one per line, or "
+       "JSON "
        "objects with a field \"text\", one per line",
        true},
       {"tokens",
@@ -226,7 +227,7 @@ PolicyInfo duo_attention() {
        1,
        1e6,
        {},
-       "with texts: positions at which a head's mean query and key are looked at"},
+       "with texts: number of positions that get a head's mean query and key"},
       {"head-evict-ratio", Kind::number, "0", 0, 1, {}, "share of KV heads that stream"}};
   info.has_own_budget = true;
   info.set_up = set_up_duo_attention;

@@ -21,7 +21,7 @@ namespace {
 using detail::ConstMatrix;
 using detail::Matrix;
 
-// Rows whose products with the covariances of a group exist at a time.
+// Rows whose products with the covariances of a group exist at the same time.
 constexpr std::int64_t expected_tile_rows = 512;
 
 struct ExpectedParameters {
@@ -33,7 +33,7 @@ struct ExpectedParameters {
   std::int64_t history = 256;
 };
 
-/// Statistics that were gathered before, as kvpress' ExpectedAttentionStats saves them.
+/// Statistics that were collected before, as kvpress' ExpectedAttentionStats saves them.
 class QueryStatisticsFile {
  public:
   QueryStatisticsFile(const std::string& file, const ModelConfig& config)
@@ -44,7 +44,7 @@ class QueryStatisticsFile {
         m_covariance(m_tensors.at("query_cov", {config.num_hidden_layers, m_heads, m_dim, m_dim})) {
   }
 
-  /// The query heads of the layer's KV heads on this rank.
+  /// Reads the query heads of the layer's KV heads on this rank.
   void read(const PolicyLayer& layer, const Matrix& means,
             const QueryStatistics::Covariances& covariances) const {
     const auto host_means = Kokkos::create_mirror_view(means);
@@ -74,8 +74,8 @@ class QueryStatisticsFile {
   const TensorInfo& m_covariance;
 };
 
-// forms (d, group * d): the covariance over 2 d of each query head of KV head `head`, side by side,
-// the lower left quarter of each added to the upper right one: k' F k is the same, and the lower
+// forms (d, group * d): covariance / (2 d) of each query head of KV head `head`, side by side. The
+// lower left quarter of each is added to the upper right one: k' F k stays the same, and the lower
 // left quarter need not be multiplied.
 void fill_forms(const ExecutionSpace& exec, const QueryStatistics::Covariances& covariances,
                 int head, int group, const Matrix& forms) {
@@ -107,8 +107,8 @@ void multiply_form(const ExecutionSpace& exec, const ConstMatrix& keys, const Ma
                       Kokkos::subview(products, Kokkos::ALL, right));
 }
 
-// Turns the logits of each query head (group, rows) into exponentials, and gives the factor that
-// makes them probabilities, over the group's size.
+// Turns the logits of each query head (group, rows) into exponentials. Also computes the factor
+// that makes them probabilities, divided by the size of the group.
 void soften(const ExecutionSpace& exec, float* logits, std::int64_t rows, int group,
             const RowVector& factors) {
   if (detail::uses_host_kernels()) {
@@ -164,27 +164,27 @@ void write_scores(const ExecutionSpace& exec, const float* probabilities, std::i
       });
 }
 
-/// Expected attention (Devoto et al., arXiv 2510.00636): queries to come are like those that were,
-/// normally distributed before RoPE, so that the attention they will pay to a row is known.
+/// Expected attention (Devoto et al., arXiv 2510.00636). Future queries resemble past ones and are
+/// normally distributed before RoPE. So the attention that they will give a row is known.
 ///
 ///   s(r) = (mean over the group of softmax_r(mu . k_r / sqrt(d) + k_r' C k_r / (2 d)) + epsilon)
 ///          * |v_r|
 ///
 /// mu and C are the mean and covariance of the queries before RoPE without the first `sink` tokens,
-/// turned by RoPE's rotation averaged over the next `future-positions` positions; d is head_dim.
-/// Rows of the first `sink` positions are left out and get the layer's largest score + 1. Shapes:
-/// mu (query heads, head_dim), C (query heads, head_dim, head_dim). Cost per query head: 1.5
-/// tokens d^2 operations for the statistics and 1.5 rows d^2 for the scores; memory O(rows * group
-/// + heads d^2).
+/// rotated by RoPE's rotation averaged over the next `future-positions` positions; d is head_dim.
+/// Rows of the first `sink` positions are excluded and get the layer's largest score + 1. Shapes:
+/// mu (query heads, head_dim), C (query heads, head_dim, head_dim). Cost per query head: 1.5 tokens
+/// d^2 operations for the statistics and 1.5 rows d^2 for the scores; memory O(rows * group + heads
+/// d^2).
 ///
-/// In steps that bring fewer than `history` tokens to a sequence that has more, the newest
-/// `history` tokens give the statistics, as in kvpress' DecodingPress; but its averaged rotation
-/// then begins at the number of those tokens, here at the next token's position, and it leaves out
-/// the first `sink` of the newest tokens too.
+/// In steps that add fewer than `history` tokens to a longer sequence, the newest `history` tokens
+/// give the statistics, as in kvpress' DecodingPress. There, however, the averaged rotation begins
+/// at the number of those tokens; here it begins at the next token's position. kvpress also
+/// excludes the first `sink` of the newest tokens.
 ///
-/// With `statistics` mu and C before RoPE come from a file (query_mean: layers, query heads, d;
-/// query_cov: layers, query heads, d, d), as kvpress' ExpectedAttentionStats has them. kvpress
-/// rounds them to the model's type; here they stay as they are.
+/// With `statistics`, mu and C before RoPE come from a file (query_mean: layers, query heads, d;
+/// query_cov: layers, query heads, d, d), as kvpress' ExpectedAttentionStats saves them. kvpress
+/// rounds them to the model's type; here they are not rounded.
 class ExpectedAttention final : public Policy {
  public:
   ExpectedAttention(const ExpectedParameters& parameters,
@@ -220,7 +220,7 @@ class ExpectedAttention final : public Policy {
   }
 
  private:
-  // The layer's mean and covariance of queries to come.
+  // The layer's mean and covariance of future queries.
   void prepare(PolicyLayer& layer) {
     const ExecutionSpace& exec = layer.exec();
     std::int64_t end = 0;
@@ -315,7 +315,7 @@ PolicyInfo expected_attention() {
   PolicyInfo info;
   info.name = "expected-attention";
   info.paper = "Expected Attention, arXiv 2510.00636";
-  info.formula = "attention of normally distributed queries to come, times |v|";
+  info.formula = "expected attention of normally distributed future queries, times |v|";
   info.needs = "all queries or their statistics from a file, keys, values";
   info.cost = "time O((tokens + rows) d^2) per query head; memory O(rows)";
   info.parameters = {
@@ -325,11 +325,17 @@ PolicyInfo expected_attention() {
        1,
        1 << 24,
        {},
-       "positions to come over which RoPE is averaged"},
-      {"sink", Kind::integer, "4", 0, 1 << 30, {}, "first positions, which stay and are left out"},
-      {"covariance", Kind::flag, "on", 0, 0, {}, "whether the queries' covariance counts"},
+       "future positions over which RoPE is averaged"},
+      {"sink",
+       Kind::integer,
+       "4",
+       0,
+       1 << 30,
+       {},
+       "first positions: they stay and are excluded from statistics"},
+      {"covariance", Kind::flag, "on", 0, 0, {}, "whether to use the queries' covariance"},
       {"vnorm", Kind::flag, "on", 0, 0, {}, "whether scores are multiplied by |v|"},
-      {"epsilon", Kind::number, "0", 0, 1e6, {}, "added to scores before that"},
+      {"epsilon", Kind::number, "0", 0, 1e6, {}, "added to scores before that multiplication"},
       {"history",
        Kind::integer,
        "256",

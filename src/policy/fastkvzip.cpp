@@ -21,18 +21,18 @@ using detail::Vector;
 using Range = detail::PolicyRange;
 using ScoreView = Policy::ScoreView;
 
-// Of torch's Qwen3RMSNorm.
+// The epsilon of torch's Qwen3RMSNorm.
 constexpr float norm_epsilon = 1e-6f;
 
 // Extents of a gate.
 struct GateShape {
   std::int64_t heads = 0;  // of the model
-  std::int64_t group = 0;  // queries of a head
-  std::int64_t dim = 0;    // of a query and a key
+  std::int64_t group = 0;  // queries per head
+  std::int64_t dim = 0;    // dimensions of a query and a key
   std::int64_t sink = 0;   // learned keys beside the token's own
 };
 
-// What a gate's kernel reads, of this rank's heads.
+// Input of a gate's kernel, for this rank's heads.
 struct GateViews {
   Matrix queries;              // (token, (head, query, dim))
   Matrix keys;                 // (token, (head, dim))
@@ -84,16 +84,16 @@ void score_gate(const ExecutionSpace& exec, const GateViews& views, const GateSh
       });
 }
 
-// Gates of all layers, of this rank's heads.
+// Gates of all layers, for this rank's heads.
 class Gates {
  public:
   virtual ~Gates() = default;
-  /// scores (head on this rank, token) of hidden (token, hidden_size).
+  /// Fills scores (head on this rank, token) from hidden (token, hidden_size).
   virtual void score(const ExecutionSpace& exec, int layer, const detail::ConstMatrix& hidden,
                      const ScoreView& scores) = 0;
 };
 
-// Of a tensor whose first extent is the model's heads, the parts of `heads`.
+// Returns the parts of `heads` of a tensor whose first extent is the model's heads.
 ConstVector of_heads(const TensorInfo& tensor, const std::vector<int>& heads, const char* label) {
   const std::size_t part =
       tensor.bytes / size_of(tensor.dtype) / static_cast<std::size_t>(tensor.shape[0]);
@@ -219,8 +219,8 @@ std::shared_ptr<Gates> load(const std::string& path, const PolicySetup& setup) {
   throw Error("fastkvzip: unknown value type");
 }
 
-// What the gates gave the rows that score() gave 1 for being the newest: in a later step these are
-// no longer. By position, so that a step may begin again after one that failed, or from a
+// The gates' scores of rows that score() set to 1 as the newest: in a later step they are no longer
+// the newest. Indexed by position, so that a step may start again after a failure or from a
 // checkpoint.
 struct Protected {
   Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>
@@ -228,7 +228,7 @@ struct Protected {
   std::int64_t first = 0;
 };
 
-// Room for positions from `first` to `end` - 1, with what there is.
+// Makes room for positions from `first` to `end` - 1, and keeps the contents.
 void grow(const ExecutionSpace& exec, std::int64_t heads, std::int64_t first, std::int64_t end,
           Protected& rows) {
   const auto known = static_cast<std::int64_t>(rows.gates.extent(1));
@@ -236,7 +236,7 @@ void grow(const ExecutionSpace& exec, std::int64_t heads, std::int64_t first, st
   first = std::min(first, rows.first);
   end = std::max(end, rows.first + known);
   if (first == rows.first && end == rows.first + known) return;
-  // (Half as much again, so that a token at a time does not copy all each time.)
+  // Half as much again, so that steps of one token do not copy all each time.
   const std::int64_t columns = std::max(end - first, known + known / 2);
   const decltype(rows.gates) gates("kvzap::fastkvzip::protected", heads, columns);
   Kokkos::deep_copy(exec, gates, std::nanf(""));
@@ -251,7 +251,7 @@ void grow(const ExecutionSpace& exec, std::int64_t heads, std::int64_t first, st
   rows.first = first;
 }
 
-// Forgets the positions from `begin` to `end` - 1.
+// Removes the positions from `begin` to `end` - 1.
 void forget(const ExecutionSpace& exec, std::int64_t begin, std::int64_t end,
             const Protected& rows) {
   const auto gates = rows.gates;
@@ -264,7 +264,7 @@ void forget(const ExecutionSpace& exec, std::int64_t begin, std::int64_t end,
       KOKKOS_LAMBDA(std::int64_t i) { gates(i / count, begin + i % count) = nan; });
 }
 
-// Puts back what the gates gave a head's rows, and protects those at positions before `sink` and
+// Restores the gates' scores of a head's rows, and protects those at positions before `sink` and
 // from `newest` on.
 void protect(const ExecutionSpace& exec, const PolicyLayer::PositionView& positions, int head,
              const Protected& rows, std::int64_t sink, std::int64_t newest,
@@ -302,7 +302,7 @@ class FastKvzip final : public Policy {
   PolicyNeeds needs() const override {
     PolicyNeeds needs;
     needs.blocks = true;
-    // Hidden states are gone once a step is done: who scores again needs the scores of all tokens.
+    // Hidden states exist only during a step: to score again, the scores of all tokens are needed.
     needs.every_step = true;
     return needs;
   }
@@ -320,7 +320,7 @@ class FastKvzip final : public Policy {
     m_protected.resize(static_cast<std::size_t>(layer.extents().layers));
     Protected& rows = m_protected.at(static_cast<std::size_t>(layer.layer()));
     grow(layer.exec(), layer.heads(), newest, tokens, rows);
-    // (Another token may have been there before.)
+    // Another token may have had this position before.
     forget(layer.exec(), tokens - layer.extents().new_tokens, tokens, rows);
     for (int head = 0; head < layer.heads(); ++head) {
       protect(layer.exec(), layer.positions(head), head, rows, m_options.sink, newest, scores);
@@ -345,22 +345,25 @@ class FastKvzip final : public Policy {
 
 }  // namespace
 
-/// Fast KVzip (arXiv 2601.17668): a gate for each KV head, made of the hidden state x that enters
-/// attention: q_g = norm(Q_g x + c_g) for each of its queries g, k = norm(K x), and
+/// Fast KVzip (arXiv 2601.17668): a gate for each KV head, computed from the hidden state x that
+/// enters attention. For each of its queries g it has q_g = norm(Q_g x + c_g); with k = norm(K x),
 ///   score = mean over g of 1 / (1 + sum over s of exp((b_s . q_g - k . q_g) / sqrt(d) - bias_g))
-/// with learned keys b_s. The first `sink` positions and the newest rows get 1: max(1, floor(T *
-/// window-ratio)) of T tokens, from 32000 tokens on `window`. As kvpress has it, the heads of all
-/// layers compete and floor(rows * ratio) rows go; with layerwise=on those of a layer.
+/// with learned keys b_s. The first `sink` positions and the newest rows get 1. The newest rows are
+/// max(1, floor(T * window-ratio)) of T tokens, and `window` rows from 32000 tokens on. As in
+/// kvpress, the heads of all layers compete and floor(rows * ratio) rows are evicted; with
+/// layerwise=on the heads of a layer compete.
 ///
 /// `gates`: the published weights, converted once by
 ///   layers = torch.load("q4_dim16_sink16.pt", weights_only=False)["module"]
-///   tensors = {f"{i}.{k}": v.contiguous() for i, layer in enumerate(layers) for k, v in
-///   layer.items()} safetensors.torch.save_file(tensors, "gates.safetensors")
+///   tensors = {f"{i}.{k}": v.contiguous()
+///              for i, layer in enumerate(layers) for k, v in layer.items()}
+///   safetensors.torch.save_file(tensors, "gates.safetensors")
 /// Shapes: q_proj (heads * g * d, hidden_size), k_proj (heads * d, hidden_size), k_base (heads, 1,
 /// sinks, d), b (heads, 1, g).
 ///
-/// Cost: products of hidden states with heads * (g + 1) * d outputs, O(heads * g * sinks * d) a
-/// token; 4 bytes a row of the step, and of those that were among the newest of a step.
+/// Cost: products of hidden states with heads * (g + 1) * d outputs, and O(heads * g * sinks * d)
+/// per token; 4 bytes for each row of the step and for each row that was among the newest of a
+/// step.
 PolicyInfo fastkvzip() {
   using Kind = PolicyParameter::Kind;
   PolicyInfo info;
@@ -371,10 +374,22 @@ PolicyInfo fastkvzip() {
   info.cost = "a product of hidden states with KV heads x (queries + 1) x 16 outputs";
   info.parameters = {
       {"gates", Kind::file, "", 0, 0, {}, "safetensors file of the gates"},
-      {"layerwise", Kind::flag, "off", 0, 0, {}, "every layer keeps as many rows"},
+      {"layerwise", Kind::flag, "off", 0, 0, {}, "every layer keeps the same number of rows"},
       {"sink", Kind::integer, "4", 0, 1 << 24, {}, "first tokens that stay"},
-      {"window", Kind::integer, "4096", 1, 1 << 24, {}, "newest tokens that stay, from 32000 on"},
-      {"window-ratio", Kind::number, "0.02", 0, 1, {}, "the same as a share, below 32000 tokens"}};
+      {"window",
+       Kind::integer,
+       "4096",
+       1,
+       1 << 24,
+       {},
+       "newest tokens that stay, of 32000 tokens or more"},
+      {"window-ratio",
+       Kind::number,
+       "0.02",
+       0,
+       1,
+       {},
+       "share of newest tokens that stay, below 32000 tokens"}};
   info.make = [](const PolicyArguments& arguments, const PolicySetup& setup) -> PolicyMaker {
     const std::shared_ptr<Gates> gates = load(arguments.text("gates"), setup);
     FastKvzipOptions options;

@@ -32,20 +32,21 @@ void write_scores(const ExecutionSpace& exec, const RowVector& mass, std::int64_
       KOKKOS_LAMBDA(std::int64_t r) { scores(head, r) = factor * mass(r); });
 }
 
-/// FINCH (Corallo and Papotti, TACL 2024, 10.1162/tacl_a_00716): what the question looks at stays.
+/// FINCH (Corallo and Papotti, TACL 2024, 10.1162/tacl_a_00716): rows that the question attends to
+/// stay.
 ///
 ///   s(r) = mean over the question's tokens q and the group of n(q) p(q, r),  r a row before it
 ///
-/// with p the softmax probabilities of the query over all rows that it sees, and n(q) the rows
-/// before its own: a later query shares its attention among more rows. The question's own rows have
-/// the layer's largest score + 1. Shapes: queries (question, query heads, head_dim), gathered while
-/// context and question run as one step. Cost: 2 question rows head_dim operations per query head;
-/// see WindowAttention for memory.
+/// Here p are the softmax probabilities of the query over all rows that it sees, and n(q) is the
+/// number of rows before its own: a later query divides its attention among more rows. The
+/// question's own rows have the layer's largest score + 1. Shapes: queries (question, query heads,
+/// head_dim), collected while context and question run as one step. Cost: 2 question rows head_dim
+/// operations per query head; see WindowAttention for memory.
 ///
-/// As kvpress has it: one pass over all of the context, the budget by parts of `chunk` rows if that
-/// is not 0. The paper runs the context chunk by chunk, each with the question behind it, so that
-/// later chunks see what stayed of earlier ones alone. Without `normalize` n(q) is 1. kvpress and
-/// the paper close positions up afterwards: add "+rerotate".
+/// As in kvpress: one pass over all of the context, and a budget for each part of `chunk` rows if
+/// that is not 0. The paper runs the context chunk by chunk, each with the question behind it, so
+/// that later chunks see only the rows that stayed of earlier ones. Without `normalize`, n(q) is 1.
+/// kvpress and the paper renumber positions afterwards: add "+rerotate".
 ///
 /// A step without a question gives all rows the score 0.
 class Finch final : public Policy {
@@ -54,7 +55,7 @@ class Finch final : public Policy {
 
   PolicyNeeds needs() const override {
     PolicyNeeds needs;
-    // The question is as long as it is: its queries are taken as they come.
+    // The length of the question varies: its queries are taken block by block.
     needs.blocks = true;
     return needs;
   }
@@ -62,7 +63,7 @@ class Finch final : public Policy {
   void observe(PolicyLayer& layer, const TokenBlock& block) override {
     const auto& extents = layer.extents();
     if (extents.question == 0) return;
-    // Not by what `score` has left: a step that failed may not have come so far.
+    // Independent of the state that `score` left: a failed step may not have reached it.
     if (block.first == extents.tokens - extents.new_tokens) {
       m_observed = 0;
       m_queries = {};
@@ -70,7 +71,7 @@ class Finch final : public Policy {
                           extents.question, static_cast<std::size_t>(layer.heads()) * extents.group,
                           extents.head_dim);
     }
-    // Of the step's tokens the question has the last.
+    // The question has the last of the step's tokens.
     const std::int64_t context = extents.new_tokens - extents.question;
     const std::int64_t begin = std::clamp<std::int64_t>(context - m_observed, 0, block.count);
     const std::int64_t target = m_observed + begin - context;
@@ -111,7 +112,7 @@ class Finch final : public Policy {
 
  private:
   bool m_normalizes;
-  Queries m_queries;            // of the question
+  Queries m_queries;            // queries of the question
   std::int64_t m_first = 0;     // its position
   std::int64_t m_observed = 0;  // tokens of this step in this layer
   WindowAttention m_attention;
@@ -141,7 +142,7 @@ PolicyInfo finch() {
                       0,
                       1 << 30,
                       {},
-                      "rows of a part of the context with a budget of its own; 0: all in one"}};
+                      "rows of a part of the context with its own budget; 0: one part"}};
   info.needs_question = true;
   // While the model generates there is no question to score by.
   info.scores_again = false;

@@ -7,16 +7,16 @@
 namespace kvzap::policy {
 namespace {
 
-// Multiplying a protected row's score by a power of two puts it above all others and can be undone
-// exactly, so that sums that go on from it lose nothing.
+// A protected row's score is multiplied by a power of two. This puts it above all others and can be
+// undone exactly, so that sums that continue from it lose nothing.
 constexpr float protection = 18446744073709551616.0f;  // 2^64
-constexpr float least_protected = 4294967296.0f;       // 2^32: no sum of probabilities is as large
+constexpr float least_protected = 4294967296.0f;  // 2^32: every sum of probabilities is smaller
 
-/// How sums become scores, and scores sums again.
+/// The conversion of sums to scores, and of scores back to sums.
 struct H2OScore {
   bool normalizes = true;
   std::int64_t tokens_before = 0;    // position of the step's first token
-  std::int64_t tokens = 0;           // and behind its last one
+  std::int64_t tokens = 0;           // position after its last token
   std::int64_t first_protected = 0;  // row
   float group = 1;
 
@@ -49,22 +49,22 @@ void write_scores(const ExecutionSpace& exec, const H2OScore& score,
       });
 }
 
-/// H2O (Zhang et al., arXiv 2306.14048), as kvpress' ObservedAttentionPress has it: rows that got
-/// much attention from all queries so far, heavy hitters, stay.
+/// H2O (Zhang et al., arXiv 2306.14048), as in kvpress' ObservedAttentionPress: rows that all
+/// queries so far gave much attention, heavy hitters, stay.
 ///
 ///   s(r) = mean over the group of (sum over all queries q that see r of p(q, r)) / (number of
 ///   them)
 ///
-/// with p the softmax probabilities over the rows that were there when q was computed. The number
-/// of queries that see a row is that of tokens from its own on. Later steps go on from the scores
-/// that their rows have: the sum is the score times the number of queries before the step. Shapes:
-/// probabilities are made tile by tile (PolicyLayer::attention_mass), their sums are (KV head,
-/// row). Cost: a second pass over the attention of every step, 2 rows head_dim operations per query
-/// and query head; 4 bytes per row and KV head.
+/// Here p are the softmax probabilities over the rows that existed when q was computed. The number
+/// of queries that see a row is the number of tokens from its own on. Later steps continue from the
+/// scores of the cached rows: the sum is the score times the number of queries before the step.
+/// Shapes: probabilities are computed tile by tile (PolicyLayer::attention_mass), their sums are
+/// (KV head, row). Cost: a second pass over the attention of every step, 2 rows head_dim operations
+/// per query and query head; 4 bytes per row and KV head.
 ///
-/// The paper takes plain sums (`normalize=off`), which favour old rows, and gives half of the
-/// budget to the newest rows (`local=on`). Their scores are then 2^64 times what they would be,
-/// above all others; the factor is taken out again when they are no longer the newest.
+/// The paper uses plain sums (`normalize=off`), which favour old rows, and gives half of the budget
+/// to the newest rows (`local=on`). Their scores are then multiplied by 2^64, above all others. The
+/// factor is removed when they are no longer the newest.
 class H2O final : public Policy {
  public:
   H2O(bool normalizes, bool local) : m_normalizes(normalizes), m_local(local) {}
@@ -80,7 +80,7 @@ class H2O final : public Policy {
 
   void observe(PolicyLayer& layer, const TokenBlock& block) override {
     const auto& extents = layer.extents();
-    // Not by what `score` has left: a step that failed may not have come so far.
+    // Independent of the state that `score` left: a failed step may not have reached it.
     if (block.first == extents.tokens - extents.new_tokens) start(layer, block);
     m_end = block.first + block.count;
     if (layer.heads() > 0) layer.attention_mass(block, MassReduction::sum, m_mass);
@@ -103,7 +103,7 @@ class H2O final : public Policy {
  private:
   void start(PolicyLayer& layer, const TokenBlock& block) {
     m_first = block.first;
-    // Whether the layer's rows are those up to this block or up to the step's end.
+    // The rows of the layer are those up to this block or up to the step's end.
     const std::int64_t columns = layer.heads() > 0 ? most_rows(layer) : 0;
     const std::int64_t size = layer.heads() * columns;
     detail::reserve_scratch(m_sums, size, "kvzap::h2o::sums");
@@ -121,7 +121,7 @@ class H2O final : public Policy {
   bool m_normalizes;
   bool m_local;
   std::int64_t m_first = 0;  // position of the step's first token
-  std::int64_t m_end = 0;    // and behind its last one
+  std::int64_t m_end = 0;    // position after its last token
   RowVector m_sums;
   PolicyLayer::MassView m_mass;  // (head, row): sums of this step
 };

@@ -7,7 +7,7 @@ namespace kvzap::detail {
 bool invert_factor(const float* a, std::int64_t n, double diagonal, double least,
                    std::vector<double>& factor, float* inverse) {
   factor.assign(2 * n * n, 0.0);
-  double* const rows = factor.data() + n * n;  // of the inverse
+  double* const rows = factor.data() + n * n;  // rows of the inverse
   for (std::int64_t i = 0; i < n; ++i) {
     for (std::int64_t j = 0; j <= i; ++j) {
       double sum = 0.5 * (static_cast<double>(a[i * n + j]) + a[j * n + i]);
@@ -22,7 +22,7 @@ bool invert_factor(const float* a, std::int64_t n, double diagonal, double least
       factor[i * n + i] = std::sqrt(sum);
     }
   }
-  // Row i of the inverse from the rows above it, so that the inner loops run along rows.
+  // Computes row i of the inverse from the rows above it, so that the inner loops run along rows.
   for (std::int64_t i = 0; i < n; ++i) {
     double* const row = rows + i * n;
     for (std::int64_t k = 0; k < i; ++k) {

@@ -18,8 +18,8 @@ void inverse_norms(const ExecutionSpace& exec, const PolicyLayer::RowsView& keys
       });
 }
 
-// The anchor's length does not matter to a cosine: it is brought to 1 (kvpress: to that of a mean)
-// so that sums over many rows stay in range.
+// The anchor's length does not affect a cosine. It is scaled to 1 (kvpress: to that of a mean), so
+// that sums over many rows stay in range.
 void unit_anchor(const ExecutionSpace& exec, const detail::ColumnSums::Sums& sums, std::int64_t dim,
                  const Floats& anchor) {
   Kokkos::parallel_for(
@@ -51,7 +51,7 @@ void negative_cosines(const ExecutionSpace& exec, const PolicyLayer::RowsView& k
 ///
 /// Two passes over the keys, (rows, head_dim) of each head; one float per row.
 ///
-/// The paper evicts block by block, which kvpress' press alone does not: --prefill sparse does.
+/// The paper evicts block by block. kvpress' press alone does not; sparse prefill does.
 class KeyDiff final : public Policy {
  public:
   void score(PolicyLayer& layer, const ScoreView& scores) override {

@@ -13,12 +13,12 @@ void negative_norms(const ExecutionSpace& exec, const PolicyLayer::RowsView& key
 }
 
 /// Keys of small norm get much attention: the score of a row is the negative Euclidean norm of its
-/// key (Devoto, Zhao, Scardapane and Minervini, arXiv 2406.11430). RoPE leaves norms alone.
+/// key (Devoto, Zhao, Scardapane and Minervini, arXiv 2406.11430). RoPE does not change norms.
 ///
 /// One pass over the keys, (rows, head_dim) of each head; no extra memory.
 ///
-/// The paper leaves the first two layers whole; kvpress does not, and neither does this (modifier
-/// per-layer gives them ratios of their own).
+/// The paper does not prune the first two layers; kvpress does, and so does this (the modifier
+/// per-layer gives layers their own ratios).
 class KeyNorm final : public Policy {
  public:
   void score(PolicyLayer& layer, const ScoreView& scores) override {
@@ -36,7 +36,7 @@ PolicyInfo knorm() {
   info.paper = "Devoto et al., arXiv 2406.11430";
   info.formula = "-||k||";
   info.needs = "keys";
-  info.cost = "O(rows * head_dim), no memory";
+  info.cost = "O(rows * head_dim), no extra memory";
   info.judges_tokens = true;
   info.scores_parts = true;
   info.make = [](const PolicyArguments&, const PolicySetup&) -> PolicyMaker {

@@ -22,7 +22,7 @@ class Kvzap final : public Policy {
   PolicyNeeds needs() const override {
     PolicyNeeds needs;
     needs.blocks = true;
-    // Hidden states are gone once a step is done: who scores again needs the scores of all tokens.
+    // Hidden states exist only during a step: to score again, the scores of all tokens are needed.
     needs.every_step = true;
     return needs;
   }
@@ -58,11 +58,11 @@ PolicyMaker maker_of(const std::shared_ptr<Scorer>& scorer) {
 
 }  // namespace
 
-/// KVzap (arXiv 2601.07891): log KVzip+ scores as a linear map or a 2-layer MLP of the hidden state
-/// that enters attention predicts them, a row's once and for all; see Surrogate. With a threshold
-/// rows are judged as they leave the window, as in the paper; with budgets as kvpress' KVzapPress.
-/// Cost: the product of hidden states (M, hidden_size) with the surrogate's weights; 4 bytes a row
-/// of the step.
+/// KVzap (arXiv 2601.07891): a linear map or a 2-layer MLP predicts log KVzip+ scores from the
+/// hidden state that enters attention; see Surrogate. The score of a row never changes. With a
+/// threshold, rows are judged as they leave the window, as in the paper; with a budget, as in
+/// kvpress' KVzapPress. Cost: the product of hidden states (M, hidden_size) with the surrogate's
+/// weights; 4 bytes per row of the step.
 PolicyInfo kvzap() {
   PolicyInfo info;
   info.name = "kvzap";
@@ -77,7 +77,7 @@ PolicyInfo kvzap() {
                       0,
                       0,
                       {},
-                      "folder of a surrogate as published (config.json, *.safetensors)"}};
+                      "folder of a published surrogate (config.json, *.safetensors)"}};
   info.judges_tokens = true;
   info.make = [](const PolicyArguments& arguments, const PolicySetup& setup) {
     return maker_of(load(arguments, setup));

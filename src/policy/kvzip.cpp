@@ -20,21 +20,21 @@ using detail::Matrix;
 using detail::Vector;
 using KvzipRange = detail::PolicyRange;
 
-// Logits of a tile of queries: what stays in a second-level cache.
+// Logits of a tile of queries: they fit in a second-level cache.
 constexpr std::int64_t kvzip_tile_logits = std::int64_t{1} << 19;
 constexpr std::int64_t kvzip_least_queries = 64;
 // Columns that one work item reduces on a host.
 constexpr std::int64_t kvzip_slice = 512;
 
 /// Queries of one query head, one after the other, against all columns: the sinks, the chunk, and
-/// the rows of the repeat up to the last query's.
+/// the rows of the repeat up to that of the last query.
 struct KvzipTile {
   float* logits;        // (query, column), unscaled; exponentials later
-  float* factors;       // (query): by which exponentials are multiplied
-  const float* scales;  // (query): what probabilities are multiplied by
+  float* factors;       // (query): factors of the exponentials
+  const float* scales;  // (query): factors of the probabilities
   std::int64_t queries;
   std::int64_t columns;
-  std::int64_t seen;   // columns that the first query sees; each one later sees one more
+  std::int64_t seen;   // columns that the first query sees; each later one sees one more
   std::int64_t begin;  // first column of the chunk
   std::int64_t chunk;  // columns of the chunk
   float scaling;       // of logits
@@ -100,8 +100,9 @@ void kvzip_copy(const ExecutionSpace& exec, const PolicyLayer::RowsView& rows, s
       });
 }
 
-// Turns logits into exp(logit - largest) of the columns that a query sees, and finds its factor:
-// scale / sum of all. What is behind the chunk and not seen is left alone.
+// Turns logits into exp(logit - maximum) for the columns that a query sees, and computes its
+// factor: scale / sum of all. Columns behind the chunk that the query does not see are left
+// unchanged.
 void kvzip_exponentials(const ExecutionSpace& exec, const KvzipTile& tile) {
   if (detail::uses_host_kernels()) {
     detail::fence(exec, "kvzap::kvzip: host kernels read logits");
@@ -141,7 +142,7 @@ void kvzip_exponentials(const ExecutionSpace& exec, const KvzipTile& tile) {
       });
 }
 
-// largest[c] = max over queries of factors[q] * values[q * stride + c]; what is no number stays.
+// largest[c] = max over queries of factors[q] * values[q * stride + c]; NaN stays NaN.
 KVZAP_BODY void kvzip_maxima_body(const float* values, std::int64_t stride, const float* factors,
                                   std::int64_t queries, std::int64_t count, float* largest) {
   float most[kvzip_slice];
@@ -185,8 +186,8 @@ void kvzip_reduce(const ExecutionSpace& exec, const KvzipTile& tile, float* larg
       });
 }
 
-// scores(head, begin + c) = max(itself, largest(member, c) * norms(member, c)), of all members;
-// without norms, largest alone.
+// scores(head, begin + c) = max(itself, largest(member, c) * norms(member, c)), over all members.
+// Without norms, largest alone.
 void kvzip_merge(const ExecutionSpace& exec, const Matrix& largest, const Matrix& norms,
                  bool has_norms, int head, std::int64_t begin, const Matrix& scores) {
   const auto group = static_cast<std::int64_t>(largest.extent(0));
@@ -203,7 +204,7 @@ void kvzip_merge(const ExecutionSpace& exec, const Matrix& largest, const Matrix
       });
 }
 
-// The largest score that is finite.
+// Returns the largest finite score.
 float kvzip_largest(const ExecutionSpace& exec, const Matrix& scores) {
   float largest = -std::numeric_limits<float>::infinity();
   const auto columns = static_cast<std::int64_t>(scores.extent(1));
@@ -265,14 +266,14 @@ class Kvzip final : public Policy {
   }
 
   void score(PolicyLayer& /*layer*/, const ScoreView& /*scores*/) override {
-    throw Error("policy kvzip: it scores when the context has been repeated");
+    throw Error("policy kvzip: it scores only after the model has repeated the context");
   }
 
   Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> context_scores(const ExecutionSpace& exec,
                                                                          const Communicator& comm,
                                                                          int layer) override {
     if (!m_has_first) {
-      // The first positions score more than all others.
+      // The first positions get a higher score than all others.
       double largest = 0;
       for (const Matrix& scores : m_scores) {
         if (scores.size() > 0) largest = std::max<double>(largest, kvzip_largest(exec, scores));
@@ -294,7 +295,7 @@ class Kvzip final : public Policy {
   template <class Value>
   using Keys = Kokkos::View<Value*, MemorySpace>;
 
-  /// keys (column, head_dim) = those of the sinks, the chunk and the repeat.
+  /// keys (column, head_dim) = keys of the sinks, the chunk and the repeat.
   template <class Value>
   void gather(PolicyLayer& layer, int head, std::int64_t sink, std::int64_t repeated,
               Keys<Value>& keys) {
@@ -309,7 +310,7 @@ class Kvzip final : public Policy {
   }
 
   /// m_largest (query head of the group, column of the chunk) = the largest probability, divided by
-  /// ||h|| if that is to be.
+  /// ||h|| for KVzip+.
   template <class Value>
   void pass(PolicyLayer& layer, int head, const TokenBlock& block, std::int64_t sink,
             std::int64_t columns, const Keys<Value>& keys) {
@@ -347,7 +348,7 @@ class Kvzip final : public Policy {
     }
   }
 
-  /// Of the chunk's values, for all heads of the layer.
+  /// Computes the norms of the chunk's values, for all heads of the layer.
   void find_norms(PolicyLayer& layer, std::int64_t begin, std::int64_t chunk) {
     detail::reserve_scratch(m_value_norms,
                             std::int64_t{layer.heads()} * layer.extents().group * chunk,
@@ -365,7 +366,7 @@ class Kvzip final : public Policy {
   KvzipOptions m_options;
   std::shared_ptr<OutputNorms> m_norms;
   std::vector<Matrix> m_scores;  // [layer] (head on this rank, position)
-  bool m_has_first = false;      // their first positions' are there
+  bool m_has_first = false;      // whether the first positions have theirs
   // Scratch.
   detail::LinearMap m_product;
   Keys<float> m_keys;
@@ -381,18 +382,18 @@ PolicyInfo kvzip_info(bool plus) {
   info.paper = plus ? "KVzip+: KVzap, arXiv 2601.07891" : "KVzip, arXiv 2505.23416";
   info.formula = plus ? "max over the repeat's queries of p ||W_O v|| / ||h||"
                       : "max over the repeat's queries of p";
-  info.needs = "the context once more, repeated by the model";
+  info.needs = "the context, repeated by the model";
   info.cost = "about 2 prefills; 4 bytes a row, a full cache and a chunk";
   info.parameters = {
-      {"layerwise", Kind::flag, "off", 0, 0, {}, "every layer keeps as many rows"},
+      {"layerwise", Kind::flag, "off", 0, 0, {}, "every layer keeps the same number of rows"},
       {"sink",
        Kind::integer,
        "4",
        0,
        1 << 24,
        {},
-       "first tokens, which the repeat attends to and which stay before all others"},
-      {"chunk", Kind::integer, "2048", 1, 1 << 24, {}, "tokens that are repeated at a time"}};
+       "first tokens: the repeat attends to them, and they stay before all others"},
+      {"chunk", Kind::integer, "2048", 1, 1 << 24, {}, "tokens repeated at a time"}};
   info.scores_again = false;
   info.repeats_context = true;
   info.make = [plus](const PolicyArguments& arguments, const PolicySetup& setup) -> PolicyMaker {
@@ -422,27 +423,26 @@ PolicyInfo kvzip_info(bool plus) {
 
 }  // namespace
 
-/// KVzip (arXiv 2505.23416) as kvpress has it: once the context is there, the model repeats it, in
-/// chunks (see repeat_steps). A repeat's queries attend, with a softmax of their own, to the first
-/// `sink` positions (as far as they lie before the chunk), the chunk's rows and the repeat itself
-/// up to the query, and
+/// KVzip (arXiv 2505.23416), as in kvpress. After the context, the model repeats it in chunks (see
+/// repeat_steps). The queries of a repeat attend, with their own softmax, to three groups of rows:
+/// the first `sink` positions (as far as they precede the chunk), the chunk's rows, and the repeat
+/// itself up to the query. Then
 ///   score = max over all positions of the repeat and the query heads of the group of p.
-/// The first `sink` positions get the largest of all scores plus 1; those of a chat template's
+/// The first `sink` positions get the largest of all scores plus 1. Positions of a chat template's
 /// prefix behind them are not repeated and score 0. The heads of all layers compete, and floor(rows
-/// * ratio) rows go; with layerwise=on those of a layer.
+/// * ratio) rows are evicted; with layerwise=on the heads of a layer compete.
 ///
-/// Products are those of attention: of bf16 values where the cache has them. Logits exist for a few
-/// dozen queries at a time; scores are 4 bytes a row and head.
+/// Products are those of attention: of bf16 values if the cache has them. Logits exist for a few
+/// dozen queries at a time; scores take 4 bytes per row and head.
 ///
 /// Cost: a forward pass over the repeat, and per query head a product of its queries with up to
-/// sink
-/// + chunk + repeat keys.
+/// sink + chunk + repeat keys.
 PolicyInfo kvzip() { return kvzip_info(false); }
 
-/// KVzip+ (KVzap, arXiv 2601.07891, eq. 2, as kvpress has it): as KVzip, with
+/// KVzip+ (KVzap, arXiv 2601.07891, eq. 2, as in kvpress): as KVzip, with
 ///   score = max of p * ||W_O v|| / ||h||,
-/// v the pair's value, W_O the part of the output projection that takes the query head's output, h
-/// what enters attention at the repeat's position.
+/// where v is the pair's value, W_O the part of the output projection for the query head's output,
+/// and h the input of attention at the repeat's position.
 PolicyInfo kvzip_plus() { return kvzip_info(true); }
 
 }  // namespace kvzap::policy

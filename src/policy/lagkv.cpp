@@ -10,14 +10,14 @@ namespace {
 using Floats = Kokkos::View<float*, MemorySpace>;
 using LagRows = PolicyLayer::RowsView;
 
-/// Partitions of `lag` rows each, behind the sink.
+/// Partitions of `lag` rows each, after the sink.
 struct Partitions {
   std::int64_t sink = 0;
   std::int64_t lag = 1;
   std::int64_t count = 0;
 };
 
-// ranges (partition, 2, dim): least and largest value of each dimension in partitions 1 … count
+// ranges (partition, 2, dim): smallest and largest value of each dimension in partitions 1 … count
 // - 1.
 void value_ranges(const ExecutionSpace& exec, const LagRows& rows, const Partitions& p,
                   const Floats& ranges) {
@@ -49,8 +49,8 @@ void value_ranges(const ExecutionSpace& exec, const LagRows& rows, const Partiti
       });
 }
 
-// deviations(row behind the sink): of a row's values on the scale of the next partition's ranges,
-// over dimensions, as of a sample.
+// deviations(row after the sink): standard deviation, as of a sample, over the dimensions of a row,
+// each scaled by the next partition's range.
 void deviations(const ExecutionSpace& exec, const LagRows& rows, const Partitions& p,
                 const Floats& ranges, const Floats& result) {
   constexpr int lanes = 8;
@@ -82,7 +82,7 @@ void deviations(const ExecutionSpace& exec, const LagRows& rows, const Partition
           square += squares[lane];
         }
         const double variance = dim > 1 ? (square - sum * sum / dim) / (dim - 1) : 0.0;
-        // Rounding may bring it below 0; NaN stays NaN.
+        // Rounding may make it negative; NaN stays NaN.
         result(i) = static_cast<float>(detail::math::sqrt(variance < 0 ? 0.0 : variance));
       });
 }
@@ -109,8 +109,8 @@ void add_softmax(const ExecutionSpace& exec, const Partitions& p, const Floats& 
       });
 }
 
-// scores = place of each score in its partition, the least first and equal ones by position, over
-// the size of a partition.
+// scores = rank of each score in its partition, in ascending order and equal ones by position,
+// divided by the size of a partition.
 void rank_in_partitions(const ExecutionSpace& exec, const Partitions& p, const Floats& copy,
                         int head, const Policy::ScoreView& scores) {
   const std::int64_t rows = (p.count - 1) * p.lag;
@@ -138,7 +138,7 @@ void fill_ends(const ExecutionSpace& exec, const Partitions& p, std::int64_t row
       KOKKOS_LAMBDA(std::int64_t r) { scores(head, r) = r >= p.sink && r < end ? 0.0f : 1.0f; });
 }
 
-// Too few rows to judge: 1 in the sink, then rising from 0 so that the newest stay.
+// Too few rows to judge: 1 in the sink, then rising from 0, so that the newest stay.
 void fill_short(const ExecutionSpace& exec, std::int64_t sink, std::int64_t rows, int head,
                 const Policy::ScoreView& scores) {
   Kokkos::parallel_for(
@@ -149,20 +149,21 @@ void fill_short(const ExecutionSpace& exec, std::int64_t sink, std::int64_t rows
       });
 }
 
-/// How far a row's key and value stand out when the partition of rows that follows gives the scale
-/// (Liang et al.: "LagKV", arXiv 2504.04704). Rows behind the first `sink` ones form partitions of
-/// `lag`. A dimension x of a row is brought to (x - min) / (max - min), with the least and largest
-/// value that the next partition has there; the standard deviation over dimensions goes through a
-/// softmax over the partition's rows, and the mean of that of keys and that of values is a row's
-/// score. With cross-scoring off, its rank in its partition over `lag` takes its place, so that
-/// each partition loses as many. Sink, the last partition and the rows behind it have the score 1;
-/// if there are not two partitions, the newest rows are kept (rising scores).
+/// The deviation of a row's key and value, on the scale of the following partition of rows (Liang
+/// et al.: "LagKV", arXiv 2504.04704). Rows after the first `sink` ones form partitions of `lag`
+/// rows. A dimension x of a row is scaled to (x - min) / (max - min), with the smallest and largest
+/// value of the next partition in this dimension. The standard deviation over dimensions passes
+/// through a softmax over the partition's rows. The score of a row is the mean of its results for
+/// keys and values. With cross-scoring off, its rank in its partition, divided by lag, replaces it,
+/// so that each partition loses the same number of rows. The sink, the last partition and the rows
+/// after it have the score 1. If there are not two partitions, the newest rows stay (rising
+/// scores).
 ///
-/// Two passes over keys and values, (rows, head_dim) of each head, and lag comparisons of a row;
-/// a float per row and 2 * head_dim per partition.
+/// Two passes over keys and values, (rows, head_dim) of each head, and lag comparisons per row; a
+/// float per row and 2 * head_dim per partition.
 ///
-/// kvpress: cross-scoring is its own addition; ranks of equal scores are in no certain order there
-/// (here: by position).
+/// Cross-scoring is an addition of kvpress. The order of equal scores is undefined there; here it
+/// is by position.
 class LagKv final : public Policy {
  public:
   LagKv(std::int64_t sink, std::int64_t lag, bool cross_scoring)

@@ -18,9 +18,9 @@ using Rows = PolicyLayer::RowsView;
 // Positions between two coarse ones.
 constexpr std::int64_t fine_positions = 128;
 
-// rows = keys, turned back by their positions. The angle is the float that RoPE computes, position
-// * frequency: sine and cosine of the exact product come from those of its coarse and its fine
-// part, and what rounding does to the angle, a small turn, is added.
+// rows = keys, rotated back by their positions. The angle is the float that RoPE computes, position
+// * frequency. Sine and cosine of the exact product come from those of its coarse and its fine
+// part. The rounding of the angle is a small rotation, which is added.
 void turn_back(const ExecutionSpace& exec, const Rows& keys, const Positions& positions,
                const Kokkos::View<const float*, MemorySpace>& frequencies, const float* coarse,
                const float* fine, const Matrix& rows) {
@@ -91,8 +91,8 @@ void sum_squares(const ExecutionSpace& exec, const ConstMatrix& x, int head, std
       });
 }
 
-// For each of `heads` Gram matrices (n, n) one after the other the inverse factor, with the same
-// jitter for all of the layer. Collective.
+// Returns the inverse factor of each of `heads` Gram matrices (n, n), one after the other, with the
+// same jitter for all of the layer. Collective.
 std::vector<float> invert_factors(const Communicator& comm, const std::vector<float>& grams,
                                   std::int64_t n) {
   std::vector<float> inverses(grams.size());
@@ -102,12 +102,12 @@ std::vector<float> invert_factors(const Communicator& comm, const std::vector<fl
                        [](float x) { return std::isfinite(x); });
   };
   const double first = 1e-2;
-  // Floats have no room for more tries.
+  // Floats have no range for more tries.
   for (double jitter = first; jitter < 1e38; jitter *= 10) {
     std::int64_t failed = 0;
     for (std::size_t begin = 0; begin < grams.size(); begin += n * n) {
       if (!is_finite(begin)) {
-        // Nothing helps; the others go on without it.
+        // No jitter helps; the other heads continue without it.
         std::fill_n(&inverses[begin], n * n, std::numeric_limits<float>::quiet_NaN());
       } else if (!invert_factor(&grams[begin], n, jitter, 0, factor, &inverses[begin])) {
         failed = 1;
@@ -170,7 +170,7 @@ void LeverageScores::operator()(PolicyLayer& layer, const std::vector<RowPart>& 
     reserve_scratch(m_projected, all * n, "kvzap::policy::leverage_projected");
     reserve_scratch(m_solved, most * n, "kvzap::policy::leverage_solved");
     float* const fine_turns = m_turns.data() + coarse * dim;
-    // Keys are turned back and lose what RoPE has multiplied them by.
+    // Rotates keys back and removes RoPE's factor from them.
     fill_turns(exec, 0, fine_positions, coarse, frequencies, 1.0 / layer.extents().rope_scale,
                m_turns.data());
     fill_turns(exec, 0, 1, fine_positions, frequencies, 1, fine_turns);
@@ -213,17 +213,17 @@ void LeverageScores::operator()(PolicyLayer& layer, const std::vector<RowPart>& 
 namespace kvzap::policy {
 namespace {
 
-/// Rows whose keys, before RoPE, stand out from the others of the head: approximate leverage scores
+/// Rows whose keys, before RoPE, differ from the others of the head: approximate leverage scores
 /// (detail::LeverageScores), standardized over all heads of the layer (Chari and Van Durme:
 /// "Compactor", arXiv 2507.08143).
 ///
-/// 2 * k * (head_dim + 2 k) operations of a row for a sketch of dimension k; head_dim + k floats
-/// for each row of one head and k for each row of all heads of a layer.
+/// 2 * k * (head_dim + 2 k) operations per row for a sketch of dimension k; head_dim + k floats for
+/// each row of one head and k for each row of all heads of a layer.
 ///
-/// kvpress, as here: a Cholesky factorization with 0.01 on the diagonal in place of the paper's
-/// decomposition; in float32 it gives these scores after torch.manual_seed(seed). It takes keys
-/// from hidden states; here they are those of the cache, turned back, so that rows can be scored at
-/// any time.
+/// As in kvpress, a Cholesky factorization with 0.01 on the diagonal replaces the paper's
+/// decomposition. In float32, kvpress gives these scores after torch.manual_seed(seed). It computes
+/// keys from hidden states; here they come from the cache, rotated back, so that rows can be scored
+/// at any time.
 class Leverage final : public Policy {
  public:
   explicit Leverage(std::shared_ptr<detail::Sketches> sketches) : m_leverage(std::move(sketches)) {}
@@ -256,7 +256,7 @@ PolicyInfo leverage() {
   info.cost = "O(rows * k * (head_dim + k)), k floats per row of a layer";
   info.parameters = {
       {"sketch-dimension", Kind::integer, "48", 1, 4096, {}, "columns of the random matrix"},
-      {"seed", Kind::integer, "0", 0, 4294967295.0, {}, "of the random matrix"}};
+      {"seed", Kind::integer, "0", 0, 4294967295.0, {}, "seed of the random matrix"}};
   info.make = [](const PolicyArguments& arguments, const PolicySetup&) -> PolicyMaker {
     const auto sketches =
         std::make_shared<detail::Sketches>(arguments.integer("sketch-dimension"),

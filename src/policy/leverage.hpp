@@ -12,17 +12,17 @@
 
 namespace kvzap::detail {
 
-/// The Gaussian sketches of all layers, which policies of several sequences share. Not for two
-/// threads at a time.
+/// The Gaussian sketches of all layers, which policies of several sequences share. Not thread-safe.
 class Sketches {
  public:
   /// `dimension`: columns of a sketch.
   Sketches(std::int64_t dimension, std::uint32_t seed) : m_dimension(dimension), m_normals(seed) {}
 
   std::int64_t dimension() const { return m_dimension; }
-  /// (head on this rank)(dimension, head_dim): the transposed sketch of each head of a layer, of
-  /// variance 1 / dimension. They are those of torch.randn(1, KV heads, head_dim, dimension), drawn
-  /// layer by layer after torch.manual_seed(seed), whatever heads this rank has.
+  /// Returns (head on this rank)(dimension, head_dim): the transposed sketch of each head of a
+  /// layer, with variance 1 / dimension. The numbers are those of torch.randn(1, KV heads,
+  /// head_dim, dimension), drawn layer by layer after torch.manual_seed(seed). They do not depend
+  /// on the heads of this rank.
   const std::vector<Matrix>& of_layer(const PolicyLayer::Extents& extents);
 
  private:
@@ -36,16 +36,17 @@ class Sketches {
   std::map<int, OfLayer> m_layers;
 };
 
-/// Leverage of rows of keys before RoPE: with X the keys of a head less their mean, times a
-/// Gaussian sketch Φ, diag(X (XᵀX + εI)⁻¹ Xᵀ) (Chari and Van Durme: "Compactor", arXiv 2507.08143).
+/// Leverage of rows of keys before RoPE: diag(X (XᵀX + εI)⁻¹ Xᵀ), where X are the keys of a head
+/// minus their mean, times a Gaussian sketch Φ (Chari and Van Durme: "Compactor", arXiv
+/// 2507.08143).
 class LeverageScores {
  public:
   explicit LeverageScores(std::shared_ptr<Sketches> sketches) : m_sketches(std::move(sketches)) {}
 
-  /// Fills scores(head, row) of the parts, each taken for all rows that there are. Keys are turned
-  /// back by their position. ε is 0.01, and ten times as much as long as a Cholesky factorization
-  /// fails in any head of the layer on any rank (kvpress gives up after the fifth time). Keys that
-  /// are not finite give NaN. Collective; waits for the layer's exec.
+  /// Fills scores(head, row) of the parts; each part counts as all rows. Keys are rotated back by
+  /// their positions. ε is 0.01; it grows tenfold while a Cholesky factorization fails in any head
+  /// of the layer on any rank (kvpress gives up after five tries). Keys that are not finite give
+  /// NaN. Collective; waits for the layer's exec.
   void operator()(PolicyLayer& layer, const std::vector<RowPart>& parts,
                   const Policy::ScoreView& scores);
 
@@ -53,8 +54,8 @@ class LeverageScores {
   std::shared_ptr<Sketches> m_sketches;
   ColumnSums m_sums;
   Kokkos::View<float*, MemorySpace> m_turns;      // sines and cosines of coarse and fine positions
-  Kokkos::View<float*, MemorySpace> m_keys;       // (row, head_dim): before RoPE, less their mean
-  Kokkos::View<float*, MemorySpace> m_projected;  // of all heads: (dimension, row)
+  Kokkos::View<float*, MemorySpace> m_keys;       // (row, head_dim): before RoPE, minus their mean
+  Kokkos::View<float*, MemorySpace> m_projected;  // for all heads: (dimension, row)
   Kokkos::View<float*, MemorySpace> m_solved;     // (dimension, row)
 };
 

@@ -1,25 +1,26 @@
-// How far back each KV head looks, from its mean query and key over a few texts.
+// The distance that each KV head looks back, from its mean query and key over a few texts.
 #pragma once
 
 #include <kvzap/engine/policies.hpp>
 
 namespace kvzap::policy {
 
-/// The scores that kvpress' duo_attention_on_the_fly computes in place of a learned pattern. Of
-/// each text, as long as it is: the mean over its tokens of a head's queries and keys, before RoPE
-/// and after the norms that some models have there. Then, as if each of `tokens` positions had the
-/// mean query and the mean key, turned by RoPE: the attention of the last query, a_j, and
+/// The scores that kvpress' duo_attention_on_the_fly computes instead of a learned pattern. For
+/// each text, of any length, it takes the mean over tokens of a head's queries and keys, before
+/// RoPE and after the norms that some models have there. Then each of `tokens` positions is given
+/// the mean query and the mean key, rotated by RoPE. With a_j the attention of the last query,
 ///
-///   score = mean over i of sum over j <= i of a_j,
+///   score = mean over i of sum over j <= i of a_j.
 ///
-/// which is near 0 if it all goes to the newest positions and near 1 if it all goes to the first.
-/// A KV head has the mean over its query heads, and over texts.
+/// This is near 0 if all attention is on the newest positions, and near 1 if all is on the first.
+/// The score of a KV head is the mean over its query heads and over texts.
 ///
-/// Cost, on top of running the texts: a pass over queries and keys, and tokens * head_dim
+/// Cost beside running the texts: a pass over queries and keys, and tokens * head_dim operations
+/// per query head, layer and text. Memory: one block's queries and one head's keys.
 /// operations per query head, layer and text. Memory: one block's queries, one head's keys.
 class MeanAttention final : public Calibration {
  public:
-  /// tokens: positions that the means are repeated at, >= 1.
+  /// tokens: number of positions that get the means, >= 1.
   MeanAttention(std::filesystem::path texts, std::int64_t tokens)
       : m_texts(std::move(texts)), m_tokens(tokens) {}
 
@@ -28,7 +29,7 @@ class MeanAttention final : public Calibration {
   std::unique_ptr<Policy> watch() override;
   void finish(const Communicator& comm) override;
 
-  /// (layer, KV head), of all ranks: in (0, 1]. Empty until `finish`.
+  /// (layer, KV head) of all ranks, in (0, 1]. Empty until `finish`.
   const std::vector<std::vector<double>>& scores() const { return m_scores; }
 
  private:

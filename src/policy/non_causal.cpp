@@ -16,7 +16,7 @@ namespace {
 
 using Floats = Kokkos::View<float*, MemorySpace>;
 
-// What kvpress fills scores of padded keys with. Not -infinity: they take part in the softmax.
+// The score that kvpress gives padded keys. It is not -infinity: they take part in the softmax.
 constexpr float padded_score = -1e-9f;
 
 void copy_queries(const ExecutionSpace& exec, const TokenBlock::QueryView& queries,
@@ -35,8 +35,8 @@ void copy_queries(const ExecutionSpace& exec, const TokenBlock::QueryView& queri
       });
 }
 
-// products (query, key) become exponentials, inverse(query) 1 over their sum, to which `padded`
-// further keys add theirs.
+// Turns products (query, key) into exponentials. inverse(query) is 1 over their sum, which includes
+// `padded` further keys.
 void exponentials(const ExecutionSpace& exec, const Matrix& products, std::int64_t padded,
                   const Floats& inverse) {
   const std::int64_t keys = products.extent(1);
@@ -151,7 +151,7 @@ float take_stored(const ExecutionSpace& exec, const Kokkos::View<const float*, M
         if (!has_score(stored, known, r)) return;
         if (r < known.cached) scores(head, r) = stored(r);
         const float score = scores(head, r);
-        if (score > most && score - score == 0) most = score;  // a finite one
+        if (score > most && score - score == 0) most = score;  // a finite score
       },
       Kokkos::Max<float>(largest));
   return largest;
@@ -170,7 +170,7 @@ std::int64_t first_token(const PolicyLayer& layer) {
   return layer.extents().tokens - layer.extents().new_tokens;
 }
 
-// Of a token of this step.
+// The row of a token of this step.
 std::int64_t row_of(const PolicyLayer& layer, int head, std::int64_t position) {
   return layer.rows(head) - layer.extents().tokens + position;
 }
@@ -220,7 +220,7 @@ void ChunkAttention::finish_chunk(PolicyLayer& layer, std::int64_t begin, std::i
     const ConstMatrix of_head(m_queries.data() + h * m_chunk * group * dim, queries, dim);
     multiply_nt(exec, scale, of_head, keys, 0, products);
     exponentials(exec, products, padded, m_inverse);
-    // Padded queries give every key of the chunk the same.
+    // Padded queries give every key of the chunk the same attention.
     sum_over_queries(
         exec, products, m_inverse, static_cast<float>(padded) / static_cast<float>(m_chunk),
         static_cast<int>(group), h * m_tokens.count() + begin - m_tokens.begin, m_attention);
@@ -263,7 +263,7 @@ void complete_scores(PolicyLayer& layer, const TokenRange& scored,
     largest = std::max<double>(largest, of_head);
   }
   layer.comm().all_reduce_max(&largest, 1);
-  // What a maximum over no score at all is.
+  // The maximum of no scores.
   if (largest <= std::numeric_limits<float>::lowest()) largest = 0;
   for (int h = 0; h < layer.heads(); ++h) {
     fill_missing(layer.exec(), layer.cached_scores(h), known[h], layer.rows(h), h,
@@ -276,18 +276,19 @@ void complete_scores(PolicyLayer& layer, const TokenRange& scored,
 namespace kvzap::policy {
 namespace {
 
-/// Rows that get attention when all tokens of a chunk of tokens see one another: softmax of the
-/// products of the chunk's queries and keys, after RoPE, summed over queries, mean over the group,
-/// times the norm of the row's value; mean over three neighbouring rows; standardized over all
-/// heads of the layer (part of Chari and Van Durme: "Compactor", arXiv 2507.08143).
+/// Rows that get attention when all tokens of a chunk see one another. The score is the softmax of
+/// the products of the chunk's queries and keys, after RoPE, summed over queries, averaged over the
+/// group, and multiplied by the norm of the row's value. Then it is averaged over three
+/// neighbouring rows, and standardized over all heads of the layer (part of Chari and Van Durme:
+/// "Compactor", arXiv 2507.08143).
 ///
-/// 4 * chunk * head_dim operations of a query; the queries of a chunk and its products, (chunk,
+/// 4 * chunk * head_dim operations per query; the queries of a chunk and its products, (chunk,
 /// query heads, head_dim) and (chunk * group, chunk), and a float per row of the step.
 ///
-/// kvpress, as here: products are not divided by sqrt(head_dim) (`scaled=on` does), and the last
-/// chunk is filled up with keys of score 0, and with queries that give each key the same. It scores
-/// one prefill alone. Where more tokens follow, rows keep the score of the step that brought them,
-/// standardized among its rows, and tokens that came one by one have the largest score there is.
+/// As in kvpress, products are not divided by sqrt(head_dim) (`scaled=on` does), and the last chunk
+/// is padded with keys of score 0 and with queries that give each key the same attention. kvpress
+/// scores only one prefill. Here, if more tokens follow, rows keep the score of their own step,
+/// standardized among its rows. Tokens that came one by one have the largest score of all.
 class NonCausal final : public Policy {
  public:
   NonCausal(std::int64_t chunk, bool scaled) : m_attention(chunk, scaled) {}
@@ -295,7 +296,7 @@ class NonCausal final : public Policy {
   PolicyNeeds needs() const override {
     PolicyNeeds needs;
     needs.blocks = true;
-    // A step's queries are gone after it.
+    // The queries of a step exist only during it.
     needs.every_step = true;
     return needs;
   }
@@ -334,8 +335,9 @@ PolicyInfo non_causal() {
   info.formula = "||v|| * sum over a chunk's queries of softmax(q . k)";
   info.needs = "queries, keys, values";
   info.cost = "O(rows * group * chunk * head_dim), queries of a chunk";
-  info.parameters = {{"chunk", Kind::integer, "256", 1, 65536, {}, "tokens that see one another"},
-                     {"scaled", Kind::flag, "off", 0, 0, {}, "divide products by sqrt(head_dim)"}};
+  info.parameters = {
+      {"chunk", Kind::integer, "256", 1, 65536, {}, "tokens of a chunk, which see one another"},
+      {"scaled", Kind::flag, "off", 0, 0, {}, "divide products by sqrt(head_dim)"}};
   info.make = [](const PolicyArguments& arguments, const PolicySetup&) -> PolicyMaker {
     const std::int64_t chunk = arguments.integer("chunk");
     const bool scaled = arguments.flag("scaled");

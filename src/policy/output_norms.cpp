@@ -25,7 +25,7 @@ using Range = detail::PolicyRange;
 constexpr std::int64_t norms_tile_rows = 512;
 
 // r (min(columns, length), columns) = R of the QR decomposition of the transpose of a (columns,
-// length): its columns lie one after the other, as LAPACK has them. Overwrites `a`.
+// length). Its columns are stored one after the other, as in LAPACK. Overwrites `a`.
 void triangular_factor(std::vector<double>& a, std::int64_t columns, std::int64_t length,
                        std::vector<double>& work, float* r) {
   const int m = static_cast<int>(length), n = static_cast<int>(columns);

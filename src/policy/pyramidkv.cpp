@@ -4,31 +4,30 @@
 namespace kvzap::policy {
 
 /// PyramidKV (Cai et al., arXiv 2406.02069): SnapKV's scores (snapkv.cpp: formula, shapes, cost),
-/// and a budget that falls from the first layer to the last, Budget::pyramid with this policy's
+/// and a budget that decreases from the first layer to the last, Budget::pyramid with this policy's
 /// `window` and `beta`:
 ///
 ///   n(layer) = n_max - layer (n_max - n_min) / (layers - 1),  n_min = r / beta,
 ///   n_max = 2 r - n_min,  r = tokens (1 - evict ratio)
 ///
-/// unless n_max leaves the sequence (it is capped, n_min rises) or n_min falls below the window
-/// (then all layers keep r). That is kvpress', which always applies the ratio; the paper's code
-/// keeps short prompts whole.
+/// If n_max exceeds the sequence, it is capped and n_min rises. If n_min is below the window, all
+/// layers keep r. This is kvpress' form, which always applies the ratio; the paper's code does not
+/// prune short prompts.
 PolicyInfo pyramidkv() {
   PolicyInfo info;
   info.name = "pyramidkv";
   info.paper = "PyramidKV, arXiv 2406.02069";
-  info.formula = "snapkv's; the budget falls with depth";
+  info.formula = "snapkv's; the budget decreases with depth";
   info.needs = "queries of the newest w tokens, keys";
   info.cost = "time O(w d rows) per query head; memory O(rows), at most 16 MiB more";
   info.parameters = snapkv_parameters();
-  info.parameters.push_back(
-      {"beta",
-       PolicyParameter::Kind::number,
-       "20",
-       1,
-       1e6,
-       {},
-       "the last layer keeps 1/beta of the mean budget, the first one the rest"});
+  info.parameters.push_back({"beta",
+                             PolicyParameter::Kind::number,
+                             "20",
+                             1,
+                             1e6,
+                             {},
+                             "steepness: the last layer keeps 1/beta of the mean budget"});
   info.make = [](const PolicyArguments& arguments, const PolicySetup&) {
     return make_snapkv(arguments);
   };

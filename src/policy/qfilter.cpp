@@ -33,15 +33,16 @@ void negative_products(const ExecutionSpace& exec, const PolicyLayer::RowsView& 
       });
 }
 
-/// The queries of a head point in one direction, and keys along it get attention: the score of a
+/// The queries of a head point in one direction, and keys along it get attention. The score of a
 /// row is minus the product of its key, after RoPE, with the head's filter, a direction learned
 /// from queries (Godey et al.: "Q-Filters", arXiv 2503.02812).
 ///
-/// One pass over the keys, (rows, head_dim) of each head; no extra memory but for the filters,
+/// One pass over the keys, (rows, head_dim) of each head. Extra memory only for the filters,
 /// (layers, KV heads, head_dim). They are in `filters`, a safetensors file as published for a model
 /// (nthngdy/*_qfilt), under the name q_filters.
 ///
-/// kvpress rounds filters to the model's type; here they are floats, as keys are for policies.
+/// kvpress rounds filters to the model's type; here they are floats, like the keys that policies
+/// see.
 class QFilter final : public Policy {
  public:
   explicit QFilter(Filters filters) : m_filters(std::move(filters)) {}
@@ -67,7 +68,7 @@ PolicyInfo qfilter() {
   info.paper = "Q-Filters, arXiv 2503.02812";
   info.formula = "-(f . k)";
   info.needs = "keys, learned filters";
-  info.cost = "O(rows * head_dim), no memory";
+  info.cost = "O(rows * head_dim), no extra memory";
   info.parameters = {{"filters",
                       PolicyParameter::Kind::file,
                       "",

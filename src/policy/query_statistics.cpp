@@ -14,10 +14,11 @@ using Angles = Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace>;
 using Frequencies = Kokkos::View<const float*, MemorySpace>;
 using Covariances = QueryStatistics::Covariances;
 
-// Tokens whose angles are one token's and then a step that all runs share: sines are dear.
+// Tokens of a run. An angle combines that of the run with that of a place in it, because sines are
+// slow.
 constexpr std::int64_t run = 32;
 
-// angles(t, :, d): the turn of t's run and then that of t within it.
+// angles(t, :, d): the rotation of t's run combined with that of t within it.
 void combine_turns(const ExecutionSpace& exec, std::int64_t count, const Angles& runs,
                    const Angles& within, const Angles& angles) {
   const auto pairs = static_cast<std::int64_t>(angles.extent(2));
@@ -33,7 +34,7 @@ void combine_turns(const ExecutionSpace& exec, std::int64_t count, const Angles&
       });
 }
 
-// target = query turned back by its angle - shift, for each query head of a token; sums += target.
+// target = query rotated back by its angle - shift, for each query head of a token; sums += target.
 KVZAP_BODY void turn_back_body(const float* query, std::int64_t head_stride, std::int64_t heads,
                                const float* angles, const float* shift, std::int64_t half,
                                float* target, std::int64_t target_stride, float* sums) {
@@ -71,12 +72,12 @@ struct Turned {
   std::int64_t dim;
 };
 
-// Tokens whose sums are one work item's of a host.
+// Tokens that one work item adds up on a host.
 constexpr std::int64_t slice_tokens = 64;
 
 std::int64_t slices(std::int64_t count) { return (count + slice_tokens - 1) / slice_tokens; }
 
-// values = queries turned back - shift, sums(head, d) += their sum over tokens. partial has
+// values = queries rotated back - shift, sums(head, d) += their sum over tokens. partial has
 // slices(count) * heads * dim elements.
 void turn_queries(const ExecutionSpace& exec, const TokenBlock::QueryView& queries,
                   const Angles& angles, const Matrix& shift, const Turned& turned,
@@ -127,7 +128,7 @@ void turn_queries(const ExecutionSpace& exec, const TokenBlock::QueryView& queri
       });
 }
 
-// products += x^T x for x (count, dim), but for the upper right quarter, which follows from the
+// products += x^T x for x (count, dim), except for the upper right quarter, which follows from the
 // lower left one.
 void add_products(const ExecutionSpace& exec, const Matrix& x, const Matrix& products) {
   const auto dim = static_cast<std::int64_t>(x.extent(1));
@@ -139,7 +140,7 @@ void add_products(const ExecutionSpace& exec, const Matrix& x, const Matrix& pro
   detail::multiply_tn(exec, 1, x_right, x, 1, Kokkos::subview(products, right, Kokkos::ALL));
 }
 
-// Moves what is subtracted to the mean of the first block.
+// Moves the shift to the mean of the first block.
 void shift_to_mean(const ExecutionSpace& exec, const Turned& turned, const Matrix& shift,
                    const Matrix& sums) {
   Kokkos::parallel_for(
@@ -159,7 +160,7 @@ void shift_to_mean(const ExecutionSpace& exec, const Turned& turned, const Matri
       });
 }
 
-// Sums around the shift become means and covariances.
+// Turns sums around the shift into means and covariances.
 void finish_moments(const ExecutionSpace& exec, std::int64_t count, const Matrix& shift,
                     const Matrix& means, const Covariances& covariances) {
   const auto heads = static_cast<std::int64_t>(means.extent(0));
@@ -172,7 +173,7 @@ void finish_moments(const ExecutionSpace& exec, std::int64_t count, const Matrix
           const std::int64_t head = i / dim;
           const std::int64_t row = i % dim;
           const float mean = means(head, row) * by;
-          // A row of the lower half goes to the upper right quarter too.
+          // A row of the lower half is also written to the upper right quarter.
           for (std::int64_t d = 0; d < (row < dim / 2 ? dim / 2 : dim); ++d) {
             const float covariance = covariances(head, row, d) * by - mean * (means(head, d) * by);
             covariances(head, row, d) = covariance;
@@ -229,7 +230,7 @@ void QueryStatistics::begin(PolicyLayer& layer) {
 
 void QueryStatistics::observe(PolicyLayer& layer, const TokenBlock& block) {
   const auto& extents = layer.extents();
-  // Not by what `finish` has left: a step that failed may not have come so far.
+  // Independent of the state that `finish` left: a failed step may not have reached it.
   if (block.first == extents.tokens - extents.new_tokens) begin(layer);
   m_end = block.first + block.count;
   // finish takes the newest tokens instead.
@@ -262,7 +263,7 @@ void QueryStatistics::add(PolicyLayer& layer, const TokenBlock& block) {
     m_angles = Angles("kvzap::query_statistics::angles", count, 2, dim / 2);
     m_runs = Angles("kvzap::query_statistics::runs", (count + run - 1) / run, 2, dim / 2);
   }
-  // Queries are turned back and lose what RoPE has multiplied them by.
+  // Queries are rotated back and lose RoPE's factor.
   detail::fill_turns(exec, block.first + skipped, run, (count + run - 1) / run, frequencies,
                      1.0 / layer.extents().rope_scale, m_runs.data());
   combine_turns(exec, count, m_runs, m_within, m_angles);
@@ -291,7 +292,7 @@ void QueryStatistics::finish(PolicyLayer& layer) {
 }
 
 void AverageRope::prepare(PolicyLayer& layer, std::int64_t begin, std::int64_t count) {
-  if (begin == m_begin && count == m_count) return;  // of the layer before
+  if (begin == m_begin && count == m_count) return;  // same as in the previous layer
   const auto frequencies = layer.inverse_frequencies();
   if (m_mean.extent(0) != frequencies.extent(0)) {
     m_mean = Kokkos::View<double**, Kokkos::LayoutRight, MemorySpace>("kvzap::average_rope::mean",
@@ -322,7 +323,7 @@ void AverageRope::turn(const ExecutionSpace& exec,
                        const QueryStatistics::Covariances& covariances) const {
   const auto mean = m_mean;
   const auto half = static_cast<std::int64_t>(mean.extent(0));
-  // A pair of rows and a pair of columns at a time: the four numbers where they meet.
+  // A pair of rows and a pair of columns at a time: the four numbers at their crossings.
   Kokkos::parallel_for(
       "kvzap::average_rope::covariances",
       RowRange(exec, 0, static_cast<std::int64_t>(covariances.extent(0)) * half * half),

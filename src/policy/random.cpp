@@ -4,8 +4,8 @@
 namespace kvzap::policy {
 namespace {
 
-/// The finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): a bijection whose outputs look
-/// random.
+/// The finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): a bijection with
+/// random-looking outputs.
 KOKKOS_INLINE_FUNCTION std::uint64_t mix(std::uint64_t x) {
   x += 0x9e3779b97f4a7c15u;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -23,12 +23,12 @@ void hash_positions(const ExecutionSpace& exec, const PolicyLayer::PositionView&
       });
 }
 
-/// Every row gets a number in [0, 1) that depends on the seed, the layer, the head's number in the
-/// model and the row's position alone: the same on any number of ranks, and in every step.
+/// Every row gets a number in [0, 1) that depends only on the seed, the layer, the head's index in
+/// the model and the row's position. It is the same on any number of ranks, and in every step.
 ///
 /// One pass over positions, no extra memory.
 ///
-/// kvpress draws from torch's generator, whose numbers these are not.
+/// kvpress draws from torch's generator; these are other numbers.
 class Random final : public Policy {
  public:
   explicit Random(std::int64_t seed) : m_seed(static_cast<std::uint64_t>(seed)) {}
@@ -53,9 +53,14 @@ PolicyInfo random() {
   info.paper = "none: a baseline";
   info.formula = "hash of (seed, layer, head, position)";
   info.needs = "positions";
-  info.cost = "O(rows), no memory";
-  info.parameters = {
-      {"seed", PolicyParameter::Kind::integer, "0", 0, 4294967295.0, {}, "of the random numbers"}};
+  info.cost = "O(rows), no extra memory";
+  info.parameters = {{"seed",
+                      PolicyParameter::Kind::integer,
+                      "0",
+                      0,
+                      4294967295.0,
+                      {},
+                      "seed of the random numbers"}};
   info.judges_tokens = true;
   info.scores_parts = true;
   info.make = [](const PolicyArguments& arguments, const PolicySetup&) -> PolicyMaker {

@@ -27,8 +27,8 @@ const std::vector<PolicyInfo>& policies() {
 }
 
 const std::vector<ModifierInfo>& modifiers() {
-  // First what the amount is, then who shares it, then what changes scores, last what becomes of
-  // the rows: each looks at what those before it have set.
+  // First modifiers of the amount, then of the pools that share it, then of scores, and last of the
+  // rows that stay. Each modifier sees the settings of those before it.
   static const std::vector<ModifierInfo> all = {
       policy::dms(),      policy::per_layer(), policy::pyramid(),  //
       policy::ada(),      policy::global(),                        //
@@ -47,15 +47,16 @@ void check_amount(const Budget& budget) {
                             budget.evict_ratio));
   }
   if (budget.amount == Budget::Amount::keep_tokens && budget.keep_tokens < 1) {
-    throw Error(fmt::format("{} tokens are to be kept; expected at least 1", budget.keep_tokens));
+    throw Error(
+        fmt::format("the number of tokens to keep is {}; expected at least 1", budget.keep_tokens));
   }
   if (budget.amount == Budget::Amount::bytes && budget.bytes < 1) {
     throw Error(fmt::format("the budget is {} bytes; expected at least 1", budget.bytes));
   }
 }
 
-// In kvpress PyramidKV's budget is a part of how it compresses, and what wraps it takes its scores
-// alone and compresses in a way of its own; `+pyramid` says that the budget is to fall there too.
+// In kvpress, PyramidKV's budget is part of its compression. A press that wraps it uses its scores
+// alone and compresses in its own way. `+pyramid` requests the decreasing budget there, too.
 bool keeps_pyramid(const PolicySpec& spec) {
   return std::all_of(spec.modifiers.begin(), spec.modifiers.end(), [](const auto& modifier) {
     const std::string& name = modifier.first->name;
@@ -94,10 +95,11 @@ PolicyChoice make_policy(const PolicySpec& spec, const Budget& budget,
   }
 
   if (info.repeats_context && !spec.modifiers.empty()) {
-    throw Error(fmt::format(
-        "policy {} scores the context when it has been repeated, and its budget is of all layers "
-        "or of each one (layerwise=on): modifier {} does not go with it",
-        info.name, spec.modifiers[0].first->name));
+    throw Error(
+        fmt::format("policy {} scores the context after the model has repeated it, with one budget "
+                    "for all layers "
+                    "or for each (layerwise=on): it cannot have the modifier {}",
+                    info.name, spec.modifiers[0].first->name));
   }
 
   PolicyChoice choice;

@@ -1,4 +1,4 @@
-// The functions that describe each policy and modifier; one line for each in registry.cpp's lists.
+// The functions that describe each policy and modifier; registry.cpp has one line for each of them.
 #pragma once
 
 #include <kvzap/engine/policies.hpp>
@@ -30,7 +30,7 @@ PolicyInfo finch();
 PolicyInfo kvzap();
 PolicyInfo fastkvzip();
 PolicyInfo duo_attention();
-// From how the model repeats the context.
+// From the model's repetition of the context.
 PolicyInfo kvzip();
 PolicyInfo kvzip_plus();
 

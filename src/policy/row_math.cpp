@@ -8,7 +8,7 @@
 namespace kvzap::detail {
 namespace {
 
-// Rows that are summed up by one work item.
+// Rows that one work item adds up.
 constexpr std::int64_t block_rows = 256;
 
 using Doubles = Kokkos::View<double*, MemorySpace>;
@@ -63,8 +63,8 @@ double sum_of_powers(const ExecutionSpace& exec, const Policy::ScoreView& scores
   return sum;
 }
 
-// Over all heads of the layer. Each head's sum is made on one rank and they are added in the order
-// of heads on all, so that the result does not depend on the placement.
+// Sum over all heads of the layer. One rank computes each head's sum, and every rank adds them in
+// the order of heads. So the result does not depend on the placement.
 double sum_over_layer(const PolicyLayer& layer, const std::vector<RowPart>& parts,
                       const Policy::ScoreView& scores, double shift, int power) {
   std::vector<double> sums(layer.extents().kv_heads);
@@ -135,7 +135,7 @@ void standardize(const PolicyLayer& layer, const std::vector<RowPart>& parts,
   const double deviation = count > 1 ? std::sqrt(squares / static_cast<double>(count - 1)) : 0.0;
   for (int h = 0; h < layer.heads(); ++h) {
     if (parts[h].count == 0) continue;
-    // Not std::max(deviation, …), which would turn NaN into a number.
+    // std::max(deviation, …) would turn NaN into a number.
     shift_and_scale(layer.exec(), scores, h, parts[h], mean, deviation < 1e-6 ? 1e-6 : deviation);
   }
 }

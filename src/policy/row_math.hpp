@@ -10,7 +10,7 @@
 namespace kvzap::detail {
 
 using PolicyRange = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
-/// Whether kernels that have such a form run in it.
+/// Returns whether kernels with a form for hosts run in it.
 inline bool uses_host_kernels() { return runs_on_host && !uses_device_kernels(); }
 
 /// Rows begin … begin + count - 1 of a head.
@@ -22,11 +22,11 @@ struct RowPart {
 /// All rows of the heads on this rank.
 std::vector<RowPart> whole_heads(const PolicyLayer& layer);
 
-/// Columns that one work item goes over: a host's takes a run of them that vectorizes, on a device
-/// each thread has one, so that neighbours read neighbouring values.
+/// Columns of one work item. On a host it takes a run of columns that vectorizes. On a device each
+/// thread has one column, so that neighbours read neighbouring values.
 inline constexpr std::int64_t columns_per_item = runs_on_host ? 64 : 1;
 
-/// sum_d a[d] * b[d]. The lanes let a compiler vectorize a sum that it may not reorder.
+/// sum_d a[d] * b[d]. Separate lanes let the compiler vectorize a sum that it may not reorder.
 KOKKOS_INLINE_FUNCTION float dot(const float* a, const float* b, std::int64_t dim) {
   constexpr int lanes = 16;
   float sums[lanes];
@@ -47,19 +47,19 @@ KOKKOS_INLINE_FUNCTION float norm(const float* x, std::int64_t dim) {
   return math::sqrt(dot(x, x, dim));
 }
 
-/// Cosines and sines of RoPE, turns (count, 2, pairs): of the angles (first + stride * t) *
+/// Cosines and sines of RoPE, turns (count, 2, pairs), for the angles (first + stride * t) *
 /// frequencies(d), in double; times `scale`.
 void fill_turns(const ExecutionSpace& exec, std::int64_t first, std::int64_t stride,
                 std::int64_t count, const Kokkos::View<const float*, MemorySpace>& frequencies,
                 double scale, float* turns);
 
-/// Sums over the rows of a head. Keeps scratch space.
+/// Sums over the rows of a head. Holds scratch space.
 class ColumnSums {
  public:
   using Sums = Kokkos::View<const double*, MemorySpace>;
 
-  /// (columns): sum_r factors(r) * rows(r, column), in double; without factors (an empty view), of
-  /// the rows themselves. Valid until the next call.
+  /// Returns (columns): sum_r factors(r) * rows(r, column), in double. Without factors (an empty
+  /// view) it sums the rows themselves. Valid until the next call.
   Sums operator()(const ExecutionSpace& exec, const PolicyLayer::RowsView& rows,
                   const Kokkos::View<const float*, MemorySpace>& factors = {});
 
@@ -69,9 +69,8 @@ class ColumnSums {
 };
 
 /// scores = (scores - mean) / max(standard deviation, 1e-6), over the parts of all heads of the
-/// layer on all ranks together; the deviation is that of a sample (n - 1, as torch has it) and 0
-/// for fewer than two rows. The same for any number of ranks. Collective; waits for the layer's
-/// exec.
+/// layer on all ranks together. The deviation is that of a sample (n - 1, as in torch), and 0 for
+/// fewer than two rows. The same for any number of ranks. Collective; waits for the layer's exec.
 void standardize(const PolicyLayer& layer, const std::vector<RowPart>& parts,
                  const Policy::ScoreView& scores);
 

@@ -12,7 +12,7 @@ namespace {
 using detail::ConstMatrix;
 using detail::PolicyRange;
 
-// Rows that one work item of a host reads.
+// Rows that one work item reads on a host.
 constexpr std::int64_t slice_rows = 128;
 
 KVZAP_BODY void products_of_rows_body(const float* a, std::int64_t a_stride, const float* b,

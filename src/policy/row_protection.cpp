@@ -64,7 +64,7 @@ void protect_rows(PolicyLayer& layer, const Policy::ScoreView& scores,
     max_of_rows(layer.exec(), scores, h, {rows[h].second, layer.rows(h)}, largest);
   }
   layer.comm().all_reduce_max(&largest, 1);
-  // What a maximum over no score at all is, or over NaN alone.
+  // The maximum of no scores, or of NaN alone.
   if (largest <= std::numeric_limits<float>::lowest()) largest = 0;
   const auto value = static_cast<float>(largest + 1);
   for (int h = 0; h < layer.heads(); ++h) fill_rows(layer.exec(), scores, h, rows[h], value);

@@ -16,22 +16,22 @@ void write_scores(const ExecutionSpace& exec, const RowVector& counts, std::int6
       });
 }
 
-/// Scissorhands (Liu et al., arXiv 2305.17118, algorithm 2): importance persists, so a row that the
-/// queries of a history window paid little attention to can go.
+/// Scissorhands (Liu et al., arXiv 2305.17118, algorithm 2): importance persists. So a row can be
+/// evicted if the queries of a history window gave it little attention.
 ///
 ///   s(r) = -mean over the group of #{q in history : q sees r and p(q, r) < 1 / t(q)}
 ///
-/// with p the softmax probabilities over the t(q) rows that a query sees: a row counts against
-/// itself whenever it gets less than the average. The newest `window` rows have the score 1, above
+/// Here p are the softmax probabilities over the t(q) rows that a query sees: each query that gives
+/// a row less than the average counts against it. The newest `window` rows have the score 1, above
 /// all others. Shapes: queries (history, query heads, head_dim). Cost: 2 history rows head_dim
 /// operations per query head; see WindowAttention for memory.
 ///
-/// The history has 400 tokens and the window 10, as in the paper's experiments. It keeps the
-/// probabilities that the history's queries had when they were computed; here they are computed
-/// from the rows that are there when scores are needed, the same as long as nothing was evicted
-/// within the history. It decides for each query head; a group shares its pairs here, so that
-/// counts are averaged. The share of the budget that it drops at a time (m = 0.5 B) is the budget's
-/// matter: --decode-every. kvpress has no such press.
+/// The history has 400 tokens and the window 10, as in the paper's experiments. The paper stores
+/// the probabilities of the history's queries when they are computed. Here they are computed from
+/// the rows that exist when scores are needed; this is the same unless rows within the history were
+/// evicted. The paper decides for each query head. Here a group shares its pairs, so counts are
+/// averaged. The share of the budget that it drops at a time (m = 0.5 B) is set by the decode
+/// cadence. kvpress has no such press.
 class Scissorhands final : public Policy {
  public:
   Scissorhands(std::int64_t history, std::int64_t window) : m_history(history), m_window(window) {}

@@ -14,7 +14,7 @@ constexpr int device_team_size = 256;
 
 using Segments = Kokkos::View<const Segment*, MemorySpace>;
 
-// A team for each segment, since the ties that stay are the oldest.
+// One team per segment, because the oldest ties stay.
 struct JudgeRows {
   Segments segments;
 

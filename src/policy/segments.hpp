@@ -1,5 +1,4 @@
-// Runs of scores that compete with one another, and the verdict on each row: what is around
-// select_top.
+// Runs of scores that compete with one another, and the verdict on each row. Wraps select_top.
 #pragma once
 
 #include <kvzap/core/communicator.hpp>
@@ -8,7 +7,7 @@
 
 namespace kvzap::detail {
 
-/// Consecutive rows of a head. One of `keep` and `marked` says where the verdict goes.
+/// Consecutive rows of a head. Either `keep` or `marked` receives the verdict.
 struct Segment {
   const float* scores = nullptr;  // (row)
   std::int64_t stride = 1;        // floats from one row to the next
@@ -19,14 +18,14 @@ struct Segment {
   float mark = 0;
 };
 
-/// Fills the segments' cutoffs by select_top, which see: pools and orders (segment), keep_of_pool
-/// (pool). Collective.
+/// Fills the segments' cutoffs by select_top; see there for pools and orders (segment) and
+/// keep_of_pool (pool). Collective.
 void select(const ExecutionSpace& exec, const Communicator& comm,
             const std::vector<std::int64_t>& pools, const std::vector<std::int64_t>& orders,
             const std::vector<std::int64_t>& keep_of_pool, std::vector<Segment>& segments);
 
-/// The same where every segment is a pool by itself, of which keep (segment) rows stay: nothing is
-/// communicated.
+/// Does the same where every segment is its own pool and keep (segment) of its rows stay.
+/// Communicates nothing.
 void select_alone(const ExecutionSpace& exec, const std::vector<std::int64_t>& keep,
                   std::vector<Segment>& segments);
 

@@ -16,7 +16,7 @@ struct Shape {
   std::int64_t recent = 1024;
   std::int64_t initial = 4;
 
-  /// Up to so many rows of a head all stay.
+  /// If a head has at most this many rows, all stay.
   std::int64_t always_kept() const { return initial + recent + last; }
 };
 
@@ -37,21 +37,21 @@ void write_scores(const ExecutionSpace& exec, std::int64_t rows, Rows dropped, i
       });
 }
 
-/// SimLayerKV (Zhang et al., arXiv 2410.13846): a layer whose newest queries look at the first and
-/// the newest rows alone is lazy, and keeps no others.
+/// SimLayerKV (Zhang et al., arXiv 2410.13846): a layer whose newest queries attend only to the
+/// first and the newest rows is lazy, and keeps no others.
 ///
 ///   lazy  <=>  mean over the layer's query heads and the `last` newest queries of
 ///              (attention to the first `initial` rows + to the newest `recent` before the last)
 ///              > lazy-threshold
 ///
-/// Scores are 1 for rows that stay and 0 for those that go; the budget is the policy's own. Shapes:
-/// queries (last, query heads, head_dim); one number per layer goes over ranks. Cost: 2 last rows
+/// Scores are 1 for rows that stay and 0 for evicted ones; the policy has its own budget. Shapes:
+/// queries (last, query heads, head_dim); ranks exchange one number per layer. Cost: 2 last rows
 /// head_dim operations per query head.
 ///
-/// As kvpress has it: a lazy layer keeps its first `initial` and its newest `recent` - `last` rows;
-/// with lazy-threshold 1, or for heads of no more than initial + recent + last rows, all stay. Its
+/// As in kvpress: a lazy layer keeps its first `initial` and its newest `recent` - `last` rows.
+/// With lazy-threshold 1, or for heads of at most initial + recent + last rows, all stay. Its
 /// default, 1, evicts nothing: kvpress recommends 0.9 for Llama 3, 0.65 for Llama 2, 0.8 for
-/// Mistral, 0.85 for Qwen. The paper looks at the last 32 queries while prefilling (`last=32`).
+/// Mistral, 0.85 for Qwen. The paper uses the last 32 queries during prefill (`last=32`).
 class SimLayerKV final : public Policy {
  public:
   explicit SimLayerKV(const Shape& shape) : m_shape(shape) {}
@@ -108,7 +108,8 @@ PolicyInfo simlayerkv() {
   PolicyInfo info;
   info.name = "simlayerkv";
   info.paper = "SimLayerKV, arXiv 2410.13846";
-  info.formula = "1 for the first and newest rows, 0 for others, in layers that look at no others";
+  info.formula =
+      "1 for the first and newest rows, else 0, in layers that attend only to those rows";
   info.needs = "queries of the newest tokens, keys";
   info.cost = "time O(last d rows) per query head; memory O(rows)";
   info.parameters = {
@@ -118,9 +119,15 @@ PolicyInfo simlayerkv() {
        0,
        1,
        {},
-       "attention to first and newest rows above which a layer is lazy; 1: none is"},
-      {"last", Kind::integer, "1", 1, most, {}, "newest tokens whose queries are looked at"},
-      {"recent", Kind::integer, "1024", 2, most, {}, "newest rows that count, and stay but `last`"},
+       "attention to first and newest rows above which a layer is lazy; 1: no layer is"},
+      {"last", Kind::integer, "1", 1, most, {}, "newest tokens whose queries count"},
+      {"recent",
+       Kind::integer,
+       "1024",
+       2,
+       most,
+       {},
+       "newest rows that count; recent - last of them stay"},
       {"initial", Kind::integer, "4", 0, most, {}, "first rows that count and stay"}};
   info.has_own_budget = true;
   info.make = [](const PolicyArguments& arguments, const PolicySetup&) -> PolicyMaker {

@@ -17,7 +17,7 @@ struct Pooling {
   bool is_max = false;
 };
 
-// scores(head, r) = factor * mass(r), pooled over the rows around r of those below `rows`.
+// scores(head, r) = factor * mass(r), pooled over neighbouring rows below `rows`.
 void pool_rows(const ExecutionSpace& exec, const RowVector& mass, std::int64_t rows, float factor,
                const Pooling& pooling, int head, const Policy::ScoreView& scores) {
   const std::int64_t reach = pooling.kernel / 2;
@@ -36,20 +36,21 @@ void pool_rows(const ExecutionSpace& exec, const RowVector& mass, std::int64_t r
       });
 }
 
-/// SnapKV (Li et al., arXiv 2404.14469): what the newest w tokens, the observation window, look at
-/// is what later tokens will look at.
+/// SnapKV (Li et al., arXiv 2404.14469): later tokens attend to the same rows as the newest w
+/// tokens, the observation window.
 ///
 ///   s(r) = pool_k(mean over window and group of p(q, r)),  r a row before the window
 ///
-/// with p the softmax probabilities of the query over all rows that it sees, and pool_k the mean
-/// over k rows around r (zeros beyond the ends). The window's own rows have the layer's largest
-/// score + 1. Shapes: queries (w, query heads, head_dim), one score per row of each head. Cost: 2 w
-/// g rows head_dim operations per KV head of g query heads; see WindowAttention for memory.
+/// Here p are the softmax probabilities of the query over all rows that it sees, and pool_k is the
+/// mean over k rows around r (zeros beyond the ends). The window's own rows have the layer's
+/// largest score + 1. Shapes: queries (w, query heads, head_dim), one score per row of each head.
+/// Cost: 2 w g rows head_dim operations per KV head of g query heads; see WindowAttention for
+/// memory.
 ///
-/// As kvpress has it: the mean over the group is taken before rows are chosen, where the paper
-/// chooses for each query head apart (pairs are shared by a group here). The paper pools with a
-/// maximum in its retrieval test (`pooling=max`; of the group's mean here) and a mean elsewhere;
-/// its windows have 16 to 32 tokens, its kernels 5 to 7.
+/// As in kvpress, the mean over the group is taken before rows are chosen; the paper chooses for
+/// each query head separately (here a group shares its pairs). The paper pools with a maximum in
+/// its retrieval test (`pooling=max`; here of the group's mean) and a mean elsewhere. Its windows
+/// have 16 to 32 tokens, its kernels 5 to 7.
 ///
 /// kvpress refuses sequences that are not longer than the window; here their window is the newer
 /// half of the sequence.
@@ -82,7 +83,7 @@ class SnapKV final : public Policy {
   }
 
  private:
-  // Leaves the newest `count` tokens.
+  // Shortens the window to its newest `count` tokens.
   static void shorten(TokenBlock& window, std::int64_t count) {
     const std::int64_t from = window.count - std::min(count, window.count);
     window.queries = Kokkos::subview(window.queries, std::make_pair(from, window.count),
@@ -101,8 +102,8 @@ class SnapKV final : public Policy {
 
 std::vector<PolicyParameter> snapkv_parameters() {
   using Kind = PolicyParameter::Kind;
-  return {{"window", Kind::integer, "64", 1, 1 << 20, {}, "tokens whose queries are looked at"},
-          {"kernel", Kind::integer, "5", 1, 1 << 20, {}, "rows that are pooled, an odd number"},
+  return {{"window", Kind::integer, "64", 1, 1 << 20, {}, "newest tokens whose queries count"},
+          {"kernel", Kind::integer, "5", 1, 1 << 20, {}, "number of rows that are pooled; odd"},
           {"pooling", Kind::text, "mean", 0, 0, {"mean", "max"}, "how rows are pooled"}};
 }
 

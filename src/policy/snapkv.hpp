@@ -1,11 +1,11 @@
-// SnapKV's scores, which PyramidKV has too.
+// SnapKV's scores, which PyramidKV uses too.
 #pragma once
 
 #include <kvzap/engine/policies.hpp>
 
 namespace kvzap::policy {
 
-/// The parameters window, kernel and pooling.
+/// Returns the parameters window, kernel and pooling.
 std::vector<PolicyParameter> snapkv_parameters();
 /// Makes policies with SnapKV's scores. Throws Error if the kernel's width is even.
 PolicyMaker make_snapkv(const PolicyArguments& arguments);

@@ -15,14 +15,14 @@ void sinks_and_newest(const ExecutionSpace& exec, std::int64_t rows, std::int64_
       });
 }
 
-/// Attention sinks and the newest rows stay: the first `sink` rows of a head have the score 1, of
-/// those that follow as many have 0 as the budget takes away, the rest has 1 (Xiao, Tian, Chen, Han
-/// and Lewis: "StreamingLLM", arXiv 2309.17453).
+/// Attention sinks and the newest rows stay. The first `sink` rows of a head have the score 1. Of
+/// the rows that follow, the oldest have 0, as many as the budget evicts, and the others have 1
+/// (Xiao, Tian, Chen, Han and Lewis: "StreamingLLM", arXiv 2309.17453).
 ///
 /// One pass over scores, no extra memory. Without a budget (with a threshold) all rows have 1.
 ///
-/// In the paper positions are those in the cache, as if what was evicted had never been there:
-/// modifier rerotate.
+/// In the paper, positions are those in the cache, as if evicted rows had never existed: modifier
+/// rerotate.
 class StreamingLlm final : public Policy {
  public:
   explicit StreamingLlm(std::int64_t sink) : m_sink(sink) {}
@@ -53,7 +53,7 @@ PolicyInfo streaming_llm() {
   info.paper = "StreamingLLM, arXiv 2309.17453";
   info.formula = "1 for the first and the newest rows, else 0";
   info.needs = "the budget";
-  info.cost = "O(rows), no memory";
+  info.cost = "O(rows), no extra memory";
   info.parameters = {
       {"sink", PolicyParameter::Kind::integer, "4", 0, 1e9, {}, "first tokens that stay"}};
   info.scores_parts = true;

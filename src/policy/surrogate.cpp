@@ -37,7 +37,7 @@ std::int64_t positive_integer(const nlohmann::json& json, const char* field,
   return found->get<std::int64_t>();
 }
 
-/// What a surrogate computes is in its code; a config that says otherwise is of other code.
+/// The code defines a surrogate's computation; a config with other settings belongs to other code.
 void check_kind(const nlohmann::json& json, const std::filesystem::path& file) {
   const auto expect = [&](const char* field, const nlohmann::json& wanted) {
     const auto found = json.find(field);
@@ -160,7 +160,7 @@ class TypedLayers final : public Surrogate::Layers {
     reserve(tokens);
     const Matrix output(m_output.data(), tokens, layer.weight.outputs());
     if (m_is_mlp && m_ranks && m_ranks->size() > 1) {
-      // All ranks take part in the sum, also one whose summand has failed.
+      // All ranks take part in the sum, even a rank whose part has failed.
       std::exception_ptr failure;
       try {
         multiply(exec, layer, hidden, output);
@@ -188,12 +188,12 @@ class TypedLayers final : public Surrogate::Layers {
 
  private:
   struct Layer {
-    std::int64_t heads = 0;              // of this rank
+    std::int64_t heads = 0;              // on this rank
     LinearWeights<Value> hidden_weight;  // (hidden units of this rank, input_dim), MLP only
     ConstVector hidden_bias;             // (hidden units of this rank), MLP only
     // MLP: (all KV heads, hidden units of this rank); linear: (heads of this rank, input_dim).
     LinearWeights<Value> weight;
-    ConstVector bias;                                 // as many as outputs of weight
+    ConstVector bias;                                 // one for each output of weight
     Kokkos::View<const int*, MemorySpace> selection;  // output of each head of this rank
   };
 

@@ -1,4 +1,4 @@
-// Values of a safetensors file as floats, for policies that read small tensors.
+// Reads values of a safetensors file as floats, for policies with small tensors.
 #pragma once
 
 #include <cstdint>
@@ -11,13 +11,14 @@ template <class Value>
 void floats_as(const std::byte* source, std::int64_t count, float* target) {
   for (std::int64_t i = 0; i < count; ++i) {
     Value value = {};
-    // (The file promises no alignment.)
+    // The file guarantees no alignment.
     std::memcpy(&value, source + i * sizeof(Value), sizeof(Value));
     target[i] = static_cast<float>(value);
   }
 }
 
-/// target[i] = the tensor's value `first` + i, i < count. Weights alone (TensorInfo::is_weight).
+/// target[i] = value `first` + i of the tensor, i < count. Only for weights
+/// (TensorInfo::is_weight).
 inline void floats_of(const TensorInfo& tensor, std::int64_t first, std::int64_t count,
                       float* target) {
   const std::byte* const source =

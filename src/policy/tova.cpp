@@ -26,17 +26,17 @@ void take_by_position(const ExecutionSpace& exec, const PolicyLayer::PositionVie
       });
 }
 
-/// TOVA (Oren et al., arXiv 2401.06104): what the newest token looks at, the same for all heads of
-/// a layer.
+/// TOVA (Oren et al., arXiv 2401.06104): rows that the newest token attends to, the same for all
+/// heads of a layer.
 ///
 ///   s(r) = mean over all query heads of the layer of p(newest query, r)
 ///
-/// A head that lacks a row (heads may have been pruned apart before) gives it no attention. Shapes:
-/// queries (1, query heads, head_dim); the sums of a layer have one number per position and go over
-/// ranks. Cost: 2 rows head_dim operations per query head, 8 bytes per position.
+/// A head that lacks a row (heads may have been pruned separately before) gives it no attention.
+/// Shapes: queries (1, query heads, head_dim); the sums of a layer have one number per position,
+/// and ranks add them up. Cost: 2 rows head_dim operations per query head, 8 bytes per position.
 ///
-/// As kvpress has it, the newest row gets the layer's largest score + 1. The paper leaves it to its
-/// own attention (`protect=off`).
+/// As in kvpress, the newest row gets the layer's largest score + 1. In the paper its own attention
+/// decides (`protect=off`).
 class Tova final : public Policy {
  public:
   explicit Tova(bool protects) : m_protects(protects) {}
@@ -105,7 +105,7 @@ PolicyInfo tova() {
                       0,
                       0,
                       {},
-                      "whether the newest row stays whatever its attention"}};
+                      "whether the newest row always stays"}};
   info.make = [](const PolicyArguments& arguments, const PolicySetup&) -> PolicyMaker {
     const bool protects = arguments.flag("protect");
     return [=] { return std::make_unique<Tova>(protects); };

@@ -16,7 +16,7 @@ using detail::ConstMatrix;
 using detail::Matrix;
 using Seen = Kokkos::View<std::int64_t*, MemorySpace>;
 
-// Logits of a tile: what stays in a second-level cache.
+// Logits of a tile: they fit in a second-level cache.
 constexpr std::int64_t tile_logits = std::int64_t{1} << 17;
 constexpr std::int64_t least_tile_rows = 128;
 constexpr std::int64_t most_tile_rows = 4096;
@@ -25,7 +25,7 @@ constexpr std::int64_t reduced_rows = 256;
 
 /// One tile of rows against all queries of a group.
 struct Tile {
-  float* logits;             // (query, row); probabilities times what `largest` hides, later
+  float* logits;             // (query, row); later probabilities times the factor in `largest`
   float* largest;            // (query)
   float* sums;               // (query)
   const std::int64_t* seen;  // (token)
@@ -121,8 +121,8 @@ void exponentials(const ExecutionSpace& exec, const Tile& tile) {
       });
 }
 
-// Turns the largest logits (tile, query) into what a tile's exponentials have to be multiplied by;
-// or, if these are to be counted, into what they have to stay below.
+// Turns the largest logits (tile, query) into the factors of a tile's exponentials. If these are to
+// be counted, turns them into limits instead.
 void finish_factors(const ExecutionSpace& exec, std::int64_t tiles, std::int64_t queries, int group,
                     const Seen& seen, bool counts, bool by_rows_before, const float* sums,
                     float* largest) {  // NOLINT(readability-non-const-parameter): written
@@ -196,8 +196,8 @@ KVZAP_KERNEL(void, count_below,
              (const float* values, float limit, std::int64_t count, float* result),
              (values, limit, count, result))
 
-// result(row) += the sum of factor * exponential, or how many are below it, for the tile's rows;
-// = where `begins`.
+// result(row) += the sum of factor * exponential, or the number of exponentials below their limit,
+// for the tile's rows; = where `begins`.
 void reduce_tile(const ExecutionSpace& exec, const Tile& tile, bool counts, bool begins,
                  float* result) {
   const float* const factors = tile.largest;
@@ -311,7 +311,7 @@ void WindowAttention::reduce_some(PolicyLayer& layer, const PolicyLayer::RowsVie
   for (std::int64_t t = 0; t < tiles; ++t) {
     Tile tile = tile_at(t);
     if (!stored) {
-      // The same exponentials again; what the first pass made of their largest stays.
+      // The same exponentials again; the factors of the first pass stay.
       tile.largest = m_sums.data();
       tile.sums = m_sums.data();
       multiply(tile);

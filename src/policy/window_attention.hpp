@@ -1,4 +1,4 @@
-// How much attention the newest queries pay to each row of a KV head, normalised over the rows that
+// The attention that the newest queries give each row of a KV head, normalised over the rows that
 // the head has now.
 #pragma once
 
@@ -11,21 +11,21 @@ namespace kvzap::policy {
 
 /// The probabilities that some queries, in all query heads of a KV head's group, give each row of
 /// that head: softmax(q . k / sqrt(head_dim)) over the rows at positions up to the query's own, in
-/// float. They are made tile by tile from the head's keys, for as many queries at a time as have
-/// room for their logits (most_stored), and twice for rows so many that this would be but a few
-/// queries; so that extra memory is at most 16 MiB and a few numbers per query and tile, beside the
-/// head's keys. Cost: 2 * w * g * rows * head_dim operations per KV head for w queries and g query
-/// heads in a group, and as many exponentials as logits.
+/// float. They are computed tile by tile from the head's keys. One product takes as many queries as
+/// their logits have room for (most_stored). For very many rows that would be only a few queries,
+/// so logits are then computed twice. Extra memory is at most 16 MiB and a few numbers per query
+/// and tile, beside the head's keys. Cost: 2 * w * g * rows * head_dim operations per KV head for w
+/// queries and g query heads in a group, and one exponential per logit.
 ///
 /// Keeps scratch space between calls.
 class WindowAttention {
  public:
-  /// Logits that are kept at a time.
+  /// Largest number of logits in memory.
   static constexpr std::int64_t most_stored = std::int64_t{1} << 22;
-  /// Queries of a product, at least: with fewer of them products are slow.
+  /// Smallest number of queries in a product: products with fewer are slow.
   static constexpr std::int64_t least_queries = 64;
 
-  /// What a query's probabilities are multiplied by before they are summed.
+  /// The factor of a query's probabilities before they are summed.
   enum class Factor {
     one,
     rows_before  // rows that it sees before its own: FINCH's normalisation
@@ -35,8 +35,8 @@ class WindowAttention {
   /// rows r of `head` (on this rank); `mass` has at least rows(head) elements.
   void sum(PolicyLayer& layer, int head, const TokenBlock& queries, Factor factor,
            const RowVector& mass);
-  /// counts(r) = in how many (query, query head) pairs the row is seen and its probability is below
-  /// 1 / (rows that the query sees).
+  /// counts(r) = number of (query, query head) pairs that see the row and give it a probability
+  /// below 1 / (rows that the query sees).
   void count_below_mean(PolicyLayer& layer, int head, const TokenBlock& queries,
                         const RowVector& counts);
   /// Frees the scratch space.

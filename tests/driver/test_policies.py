@@ -139,7 +139,7 @@ class Options(TestCase):
             ([*snapkv, "--kv-budget", "5X"], "--kv-budget is '5X'"),
             ([*snapkv, "--kv-budget", "0"], "--kv-budget is '0'"),
             ([*snapkv, "--kv-budget", "0x10"], "--kv-budget is '0x10'"),
-            ([*snapkv, "--kv-budget", "100"], "100 bytes", "below the least possible", "3072"),
+            ([*snapkv, "--kv-budget", "100"], "100 bytes", "below the minimum", "3072"),
             ([*snapkv, *half, "--keep-tokens", "5"], "--evict-ratio and --keep-tokens", "give one of"),
             ([*snapkv, *half, "--threshold", "5"], "--threshold and --evict-ratio", "give one of"),
             ([*snapkv, "--keep-tokens", "5", "--kv-budget", "5M"], "--keep-tokens and --kv-budget"),
@@ -264,7 +264,7 @@ class Options(TestCase):
             self.assertEqual(plan("--kv-budget", size)["total"]["kv_kept_bytes"], rows * row)
         result = kvzap("-m", MODEL, "-c", "1000", "--dry-run", "--kv-budget", "5k")
         self.assertEqual(result.code, 0, result)
-        self.fail_with(kvzap("-m", MODEL, "-c", "1000", "--dry-run", "--kv-budget", "3k"), "least possible")
+        self.fail_with(kvzap("-m", MODEL, "-c", "1000", "--dry-run", "--kv-budget", "3k"), "below the minimum")
         # Modifiers that say how much stays.
         ratios = self.folder / "ratios"
         ratios.write_text("0.9 0.9 0.9 0.1 0.1 0.1")
@@ -272,7 +272,7 @@ class Options(TestCase):
         planned = plan("--policy", "snapkv+chunkkv:length=100", "--keep-tokens", "199")
         self.assertEqual(planned["total"]["kv_kept_bytes"], 100 * row)
         self.fail_with(kvzap("-m", MODEL, "-c", "1000", "--dry-run", "--policy", "snapkv+chunkkv:length=100",
-                             "--keep-tokens", "99"), "least possible, 100")
+                             "--keep-tokens", "99"), "minimum, 100")
 
 
 class Budgets(TestCase):

@@ -80,7 +80,7 @@ TEST(BudgetCounts, TokensAndBytes) {
   EXPECT_EQ(bytes_budget(12 * 64 * 5).rows_per_head(small, 0, 3), 3);
   const std::string message =
       message_of([] { bytes_budget(12 * 64 - 1).rows_per_head(small, 0, 1000); });
-  EXPECT_NE(message.find("least possible, 768"), std::string::npos) << message;
+  EXPECT_NE(message.find("minimum, 768"), std::string::npos) << message;
 }
 
 TEST(BudgetCounts, PyramidIsThatOfKvpress) {
@@ -165,7 +165,7 @@ TEST(BudgetCounts, Groups) {
   EXPECT_EQ(budget.rows_per_head(small, 0, 210), 40);
   budget.keep_tokens = 19;
   const std::string message = message_of([&] { budget.rows_per_head(small, 0, 210); });
-  EXPECT_NE(message.find("least possible, 20"), std::string::npos) << message;
+  EXPECT_NE(message.find("minimum, 20"), std::string::npos) << message;
   budget.keep_tokens = 500;
   EXPECT_EQ(budget.rows_per_head(small, 0, 210), 210);
 }

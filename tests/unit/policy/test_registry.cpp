@@ -292,7 +292,7 @@ TEST_F(MakePolicy, AmountsThatAreMissingOrTooMany) {
   refuse("knorm", budget, {}, {"the evict ratio is 1; expected at least 0 and less than 1"});
   budget = {};
   budget.amount = Budget::Amount::keep_tokens;
-  refuse("knorm", budget, {}, {"0 tokens are to be kept; expected at least 1"});
+  refuse("knorm", budget, {}, {"the number of tokens to keep is 0; expected at least 1"});
   budget.amount = Budget::Amount::bytes;
   refuse("knorm", budget, {}, {"the budget is 0 bytes"});
 }
@@ -304,10 +304,12 @@ TEST_F(MakePolicy, CombinationsWithoutMeaning) {
   }
   const Budget budget = half();
   refuse("knorm+ada+global", budget, {}, {"global has no meaning here", "give one"});
-  refuse("knorm+pyramid+global", budget, {}, {"global has no meaning", "cannot fall with depth"});
-  refuse("knorm+global" + m_ratios, {}, {}, {"global has no meaning", "ratio of its own"});
+  refuse("knorm+pyramid+global", budget, {},
+         {"global has no meaning", "cannot decrease with depth"});
+  refuse("knorm+global" + m_ratios, {}, {}, {"global has no meaning", "its own ratio"});
   refuse("knorm+pyramid" + m_ratios, {}, {}, {"pyramid has no meaning", "per-layer"});
-  refuse("pyramidkv" + m_ratios, {}, {}, {"per-layer has no meaning", "falls with depth already"});
+  refuse("pyramidkv" + m_ratios, {}, {},
+         {"per-layer has no meaning", "already decreases with depth"});
   refuse("knorm+chunk+ada", budget, {}, {"chunk has no meaning", "heads cannot compete"});
   refuse("knorm+chunkkv+ada", budget, {}, {"chunkkv has no meaning", "heads cannot compete"});
   refuse("knorm+chunkkv+chunk", budget, {}, {"chunkkv has no meaning"});

@@ -21,7 +21,7 @@ struct detail::AttentionScratch {
   detail::GemmTiles<Value, order> tiles;
   detail::SplitKV<Value, order> split;
   detail::PanelAttention<Value, order> panels;
-  std::vector<AttentionSpan<Value, order>> spans;  // of the overloads that take none
+  std::vector<AttentionSpan<Value, order>> spans;  // for the overloads that take one span
 };
 
 template <class Value, PageOrder order>
@@ -38,8 +38,8 @@ std::int64_t extent(const View& view, int i) {
   return static_cast<std::int64_t>(view.extent(i));
 }
 
-/// Throws Error on views that do not fit each other and a layer's heads, or with fewer new rows
-/// than least_rows.
+/// Throws Error if the views do not fit each other and a layer's heads, or if they have fewer new
+/// rows than least_rows.
 template <class Layer, class QueryView, class RowsView, class OutputView>
 void check_views(const Layer& cached, const QueryView& queries, const RowsView& new_keys,
                  const RowsView& new_values, const OutputView& output, const LogSumExpView& lse,
@@ -78,7 +78,8 @@ void check_views(const Layer& cached, const QueryView& queries, const RowsView& 
   }
 }
 
-/// Throws Error on a span that does not lie in the views, or not beside the first one.
+/// Throws Error if a span does not lie in the views or if its layer's shape differs from the first
+/// span's.
 template <class Span, class QueryView, class RowsView>
 void check_span(const Span& span, std::size_t index, const Span& first, const QueryView& queries,
                 const RowsView& new_keys) {
@@ -108,12 +109,12 @@ bool is_for_singles(AttentionPath path) {
   return path == AttentionPath::rows || path == AttentionPath::split_kv;
 }
 
-/// Which of the implementations a path means here.
+/// The implementations that a path selects on this backend.
 struct Implementations {
   bool host = false;      // HostAttention, GemmTiles
-  bool by_tiles = false;  // those, for single queries too
+  bool by_tiles = false;  // HostAttention and GemmTiles take single queries too
   bool split = false;
-  bool panels = false;  // for spans of more than one query token if `split`, else for all
+  bool panels = false;  // for spans of more than one query token if `split`, else for all spans
 };
 
 Implementations implementations(AttentionPath path) {
@@ -144,7 +145,7 @@ Implementations implementations(AttentionPath path) {
   return which;
 }
 
-/// Empties a vector when the scope ends, so that it holds no layer longer than that.
+/// Empties a vector when the scope ends, so that it holds no layer longer.
 template <class Vector>
 class Emptied {
  public:

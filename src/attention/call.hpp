@@ -1,5 +1,4 @@
-// What the implementations of attention share: the views of a call, and what a softmax is where
-// nothing is visible.
+// The views of an attention call, as all implementations of attention take them.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +8,7 @@
 
 namespace kvzap::detail {
 
-/// The views of one call, whose extents fit each other, and what follows from them.
+/// The views of one call, checked to fit each other, and sizes derived from them.
 template <class Value, PageOrder order>
 struct AttentionCall {
   using Span = AttentionSpan<Value, order>;

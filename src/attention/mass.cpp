@@ -25,7 +25,7 @@ AttentionMass<Value, order>::~AttentionMass() = default;
 
 namespace {
 
-/// Throws Error on extents that do not fit each other.
+/// Throws Error if the extents do not fit each other.
 template <class Value, PageOrder order>
 void check(const AttentionSpan<Value, order>& span, const detail::MassCall<Value, order>& call) {
   const auto extent = [](const auto& view, int i) {

@@ -1,4 +1,4 @@
-// What the implementations of AttentionMass share.
+// The views of a call of AttentionMass, as all its implementations take them.
 #pragma once
 
 #include <kvzap/core/attention_mass.hpp>
@@ -7,7 +7,7 @@
 
 namespace kvzap::detail {
 
-/// The views of one call, whose extents fit each other, and what follows from them.
+/// The views of one call, checked to fit each other, and sizes derived from them.
 template <class Value, PageOrder order>
 struct MassCall {
   typename AttentionMass<Value, order>::QueryView queries;
@@ -21,7 +21,7 @@ struct MassCall {
   int dim = 1;
 };
 
-/// Takes `p` into `mass`. A NaN stays.
+/// Adds `p` to `mass`; with is_max, keeps the larger of the two. A NaN stays.
 KOKKOS_INLINE_FUNCTION void take_mass(float p, bool is_max, float& mass) {
   if (!is_max) {
     mass += p;

@@ -11,7 +11,7 @@ void attend_portable(const ExecutionSpace& exec, const AttentionSpan<Value, orde
                      const AttentionCall<Value, order>& call) {
   using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
   using Run = typename RaggedLayer<Value, order>::Span;
-  // Kernels get the base alone.
+  // Kernels receive only the base class.
   const RaggedLayer<Value, order> cached = span.cached;  // NOLINT(cppcoreguidelines-slicing)
   const auto queries = call.queries;
   const auto new_keys = call.new_keys;
@@ -33,7 +33,7 @@ void attend_portable(const ExecutionSpace& exec, const AttentionSpan<Value, orde
         const std::int64_t visible_new = before + i / heads + 1;
         const int head = static_cast<int>(i % heads);
         const int kv_head = head / group;
-        // Pages, ring, new rows.
+        // Pages, then ring, then new rows.
         const std::int64_t n_runs = cached.pages(kv_head) + 2;
         const auto run_of = [&](std::int64_t s) -> Run {
           if (s < n_runs - 1) return cached.span(kv_head, s);

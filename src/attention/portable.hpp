@@ -1,11 +1,11 @@
-// Attention by plain loops on any backend: the reference of the other implementations.
+// Attention by plain loops on any backend: the reference for the other implementations.
 #pragma once
 
 #include "attention/call.hpp"
 
 namespace kvzap::detail {
 
-/// A two-pass softmax per (query token, query head) of one span, in float. Does not wait for
+/// A two-pass softmax for each (query token, query head) of one span, in float. Does not wait for
 /// its end.
 template <class Value, PageOrder order>
 void attend_portable(const ExecutionSpace& exec, const AttentionSpan<Value, order>& span,

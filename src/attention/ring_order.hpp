@@ -5,14 +5,14 @@
 
 namespace kvzap::detail {
 
-/// Slot of the ring's i-th oldest row.
+/// Returns the slot of the ring's i-th oldest row.
 template <class Value, PageOrder order>
 KOKKOS_INLINE_FUNCTION std::int64_t ring_slot(const RaggedLayer<Value, order>& layer,
                                               std::int64_t i) {
   return (layer.tokens - layer.ring_first - layer.ring_rows() + i) % layer.window;
 }
 
-/// Where a row lies.
+/// The place of a row in memory.
 template <class Value>
 struct RowPlace {
   const Value* key;
@@ -20,7 +20,7 @@ struct RowPlace {
   std::int64_t dim_stride;
 };
 
-/// The i-th oldest of the rows that a head has in the cache: retained ones, then the ring's.
+/// Returns the i-th oldest row of a head in the cache: retained rows first, then the ring's.
 template <class Value, PageOrder order>
 KOKKOS_INLINE_FUNCTION RowPlace<Value> cached_row(const RaggedLayer<Value, order>& layer, int head,
                                                   std::int64_t i) {

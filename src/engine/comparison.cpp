@@ -21,7 +21,7 @@ std::string name_of(const PruneSetting& setting) {
   return prunes(setting) ? setting.policy->name : "none";
 }
 
-/// Sequences that are freed when it goes, `most` at a time.
+/// Sequences that the destructor frees, at most `most` of them.
 class Borrowed {
  public:
   Borrowed(Engine& engine, std::size_t most) : m_engine(engine) { m_sequences.reserve(most); }
@@ -29,7 +29,7 @@ class Borrowed {
   Borrowed& operator=(const Borrowed&) = delete;
   ~Borrowed() { clear(); }
 
-  /// Takes no memory, for want of which the sequence would be lost.
+  /// Does not allocate: without memory, the sequence would be lost.
   SequenceId add(SequenceId sequence) {
     m_sequences.push_back(sequence);
     return sequence;
@@ -48,18 +48,18 @@ class Borrowed {
   std::vector<SequenceId> m_sequences;
 };
 
-/// Where settings begin: a context that has been run, and how long that took.
+/// The starting point of settings: a context that has run, and its time.
 struct Start {
   SequenceId sequence = -1;
   StepResult next;  // the token that follows: argmax on every rank, logits on rank 0
-  /// Of the context's policies, for dense ones.
+  /// Scores of the context by its policies, for dense settings.
   std::shared_ptr<const ContextScores> scores;
-  double prefill_seconds = 0;  // without what other policies took, and pruning to come
+  double prefill_seconds = 0;  // without the time of other policies and of later pruning
   double score_seconds = 0;
   double prune_seconds = 0;  // in the prefill
 };
 
-/// An answer in the making.
+/// An answer under way.
 struct Job {
   std::size_t setting = 0;
   int attempt = 0;
@@ -72,7 +72,7 @@ struct Job {
   double decode_seconds = 0;
 };
 
-// Natural logarithm of the probability of a token.
+// Returns the natural logarithm of a token's probability.
 double log_probability(const std::vector<float>& logits, TokenId token) {
   const double largest = *std::max_element(logits.begin(), logits.end());
   double sum = 0;
@@ -100,9 +100,9 @@ struct Comparison::State {
   std::vector<PruneSetting> settings;
   std::int64_t batch;
   std::vector<TokenId> context;
-  std::vector<TokenId> asked;  // the question that is being answered
+  std::vector<TokenId> asked;  // the question under way
   Borrowed kept;               // the context's sequences
-  std::vector<Start> starts;   // (setting); of those that read the question too, not yet
+  std::vector<Start> starts;   // (setting); empty yet for settings that read the question too
 
   const Communicator& comm() const { return engine->communicator(); }
   void forget() {
@@ -140,13 +140,13 @@ Comparison::~Comparison() = default;
 const std::vector<PruneSetting>& Comparison::settings() const { return m_state->settings; }
 Engine& Comparison::engine() { return *m_state->engine; }
 
-// Rank 0 has the logits.
+// The logits are on rank 0.
 void Comparison::State::find_argmax(StepResult& result) const {
   if (comm().is_root()) result.argmax = Sampler({})(result.logits);
   comm().broadcast(&result.argmax, sizeof(result.argmax), 0);
 }
 
-// One dense step for all settings of a group.
+// Runs one dense step for all settings of a group.
 void Comparison::State::read(const std::vector<TokenId>& tokens, std::int64_t question,
                              PrefillShare share, Borrowed& owner, std::vector<Start>& into,
                              const ProgressCallback& progress) {
@@ -162,7 +162,7 @@ void Comparison::State::read(const std::vector<TokenId>& tokens, std::int64_t qu
   Engine::Reading reading =
       engine->read(sequence, tokens, question, policies, StepOutput::logits, progress);
   find_argmax(reading.result);
-  // Of the slowest rank (others wait for it): the step's, what all policies took of it, each one's.
+  // Seconds of the slowest rank, for which others wait: the step, all its policies, each policy.
   std::vector<double> times = {reading.step_seconds, reading.scoring_seconds};
   for (const auto& scores : reading.scores) times.push_back(scores->seconds);
   comm().all_reduce_max(times.data(), times.size());
@@ -194,7 +194,7 @@ void Comparison::State::prefill_sparse(std::size_t setting, const ProgressCallba
     for (std::int64_t begin = 0; begin < count; begin += chunk) {
       const std::int64_t end = std::min(count, begin + chunk);
       const auto of_chunk = [&](std::string_view what, std::int64_t done, std::int64_t total) {
-        // In tokens, so that chunks add up whatever their inner steps.
+        // In tokens, so that chunks add up independently of their inner steps.
         if (progress) progress(what, begin + (end - begin) * done / total, count);
       };
       const StepBatch step(start.sequence, {context.begin() + begin, context.begin() + end}, rule,
@@ -221,12 +221,12 @@ void Comparison::prefill(const std::vector<TokenId>& context, const ProgressCall
       if (prefill_share(state.settings[s]) == PrefillShare::none) state.prefill_sparse(s, progress);
     }
   } catch (...) {
-    state.forget();  // so that it can be tried again
+    state.forget();  // the caller can retry
     throw;
   }
 }
 
-// Kept rows of each, and bytes of each sequence alone.
+// Returns the kept rows and the bytes of each sequence alone.
 std::vector<CacheReport> Comparison::State::reports_of(const std::vector<Job*>& jobs) const {
   std::vector<SequenceId> sequences;
   sequences.reserve(jobs.size());
@@ -262,7 +262,7 @@ std::vector<SettingAnswer> Comparison::answer(const std::vector<TokenId>& questi
     }
   }
   state.asked = question;
-  // What is not drawn is the same in every try.
+  // Without sampling every try gives the same answer.
   const bool draws = options.sampling.temperature != 0 && options.continuation.empty();
   const int attempts = draws ? options.tries : 1;
   std::vector<SettingAnswer> answers(state.settings.size());
@@ -329,7 +329,7 @@ std::vector<SettingAnswer> Comparison::answer(const std::vector<TokenId>& questi
   return answers;
 }
 
-// Sequences that are generated from together. Writes to `answers` when all has gone well.
+// Sequences that generate together. Writes to `answers` when all have succeeded.
 void Comparison::State::answer_wave(std::vector<Job>& jobs, const std::vector<TokenId>& question,
                                     const ComparisonOptions& options,
                                     const std::vector<Start>& from,
@@ -337,7 +337,7 @@ void Comparison::State::answer_wave(std::vector<Job>& jobs, const std::vector<To
   const bool generates = options.max_new_tokens > 0 || !options.continuation.empty();
   const bool by_logits = !options.sampling.is_plain() || !options.continuation.empty();
   Borrowed owner(*engine, jobs.size());
-  std::vector<Job*> first;  // of each setting; further tries are forks of it
+  std::vector<Job*> first;  // of each setting; further tries are its forks
   std::vector<double> prune_seconds(jobs.size(), 0);
   for (std::size_t j = 0; j < jobs.size(); ++j) {
     Job& job = jobs[j];
@@ -395,7 +395,7 @@ void Comparison::State::answer_wave(std::vector<Job>& jobs, const std::vector<To
   }
 }
 
-// Takes the token that follows each of the active sequences.
+// Takes the next token of each active sequence.
 void Comparison::State::take_tokens(std::vector<Job*>& active, const ComparisonOptions& options,
                                     std::vector<Sampler>& samplers, const Job* first) {
   const bool draws = !options.sampling.is_plain();
@@ -432,7 +432,7 @@ void Comparison::State::take_tokens(std::vector<Job*>& active, const ComparisonO
   }
 }
 
-// One token after the other for all sequences; those that end leave.
+// Generates one token after the other for all sequences; finished sequences leave.
 void Comparison::State::generate(std::vector<Job>& jobs, const ComparisonOptions& options,
                                  Borrowed& owner) {
   const bool is_given = !options.continuation.empty();
@@ -455,7 +455,7 @@ void Comparison::State::generate(std::vector<Job>& jobs, const ComparisonOptions
     if (stops) {
       job.reason = StopReason::stop_id;
     } else if (static_cast<std::int64_t>(job.tokens.size()) < most) {
-      // The last token that fits is still generated from, not the one after it.
+      // The last token that fits still gets a successor, but that successor does not run.
       if (options.max_tokens == 0 || engine->tokens(job.sequence) < options.max_tokens) {
         return false;
       }
@@ -464,7 +464,7 @@ void Comparison::State::generate(std::vector<Job>& jobs, const ComparisonOptions
     return true;
   };
   const auto leave = [&](const std::vector<Job*>& ended) {
-    std::vector<Job*> first;  // tries, of which one is reported
+    std::vector<Job*> first;  // tries; one of them is reported
     std::copy_if(ended.begin(), ended.end(), std::back_inserter(first),
                  [](const Job* job) { return job->attempt == 0; });
     if (!first.empty()) {

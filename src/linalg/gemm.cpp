@@ -30,8 +30,8 @@ void gemm(const ExecutionSpace& exec, bool a_transposed, bool transposed, float 
   multiply(exec, product);
 }
 #else
-// c (m, 1). Kokkos Kernels 4 turns such a product into a matrix-vector one that loses the stride of
-// a column in a wider matrix.
+// c (m, 1). Kokkos Kernels 4 turns such a product into a matrix-vector product and loses the stride
+// of a column in a wider matrix.
 void single_column(const ExecutionSpace& exec, bool a_transposed, bool transposed, float alpha,
                    const ConstMatrix& a, const ConstMatrix& b, float beta, const Matrix& c) {
   const std::int64_t dim = a.extent(a_transposed ? 0 : 1);
@@ -47,8 +47,8 @@ void single_column(const ExecutionSpace& exec, bool a_transposed, bool transpose
       });
 }
 
-// Kokkos Kernels 3.4 has no overload that takes an instance: its gemm runs on the default one,
-// after what was launched there before.
+// Kokkos Kernels 3.4 has no overload that takes an instance. Its gemm runs on the default instance,
+// after the kernels launched there before.
 void gemm(const ExecutionSpace& exec, bool a_transposed, bool transposed, float alpha,
           const ConstMatrix& a, const ConstMatrix& b, float beta, const Matrix& c) {
   if (c.extent(0) == 0 || c.extent(1) == 0) return;

@@ -27,7 +27,8 @@ using Rows = typename LinearWeights<Value>::Rows;
 
 // Widened weights of one panel: small enough to stay in the second-level cache.
 constexpr std::int64_t panel_bytes = std::int64_t{1} << 20;
-// The same of packed ones, which oneDNN takes block by block: x passes by fewer times.
+// The same for packed weights. oneDNN reads them block by block, so a larger panel reads x fewer
+// times.
 constexpr std::int64_t packed_panel_bytes = std::int64_t{8} << 20;
 
 // A few rows on a device.
@@ -130,8 +131,8 @@ void by_panels(const ExecutionSpace& exec, const ConstMatrix& x, const Rows<Valu
   }
 }
 
-// Values from one row of x to the next for the kernels for a few rows: an odd number of cache
-// lines, so that rows, whose extent is often a power of two, do not contend for the same sets of
+// Distance between rows of x for the kernels for a few rows: an odd number of cache lines. The
+// extent of rows is often a power of two; at that distance rows would contend for the same sets of
 // the first-level cache.
 template <class Value, class X>
 std::int64_t few_rows_stride(std::int64_t inputs) {
@@ -139,11 +140,11 @@ std::int64_t few_rows_stride(std::int64_t inputs) {
   return ((LinearWeights<Value>::padded_inputs(inputs) + line - 1) / line | 1) * line;
 }
 
-// A few rows of x by weights of either layout.
+// Multiplies a few rows of x by weights of either layout.
 template <class X, class Value>
 void few_rows(const X* x, std::int64_t x_stride, std::int64_t rows,
               const LinearWeights<Value>& weights, const Matrix& y) {
-  // A multiple of what the kernels for plain rows take at once.
+  // A multiple of the rows that the kernels for plain rows take at once.
   constexpr std::int64_t plain_block = 96;
   constexpr std::int64_t packed_block = LinearWeights<Value>::block_outputs;
   const bool packed = weights.is_packed();
@@ -175,8 +176,8 @@ void by_few_rows(const ConstMatrix& x, Kokkos::View<X*, MemorySpace>& scratch,
   few_rows(scratch.data(), stride, x.extent(0), weights, y);
 }
 
-// Many rows of x by few rows of weights: they change roles. x is read once, in the order in which
-// it lies, and with bf16 weights rounded on the way.
+// Multiplies many rows of x by few rows of weights: they change roles. x is read once, in memory
+// order, and rounded on the way if the weights are bf16.
 template <class Value>
 void by_few_outputs(const ConstMatrix& x, const Rows<Value>& weights, const ConstVector& bias,
                     Vector& scratch, const Matrix& y) {
@@ -235,8 +236,7 @@ void by_onednn(const Value* x, std::int64_t x_stride, std::int64_t rows,
   onednn::multiply(product);
 }
 
-// Widens packed weights panel by panel, in the order in which they lie, and multiplies them as
-// packed floats.
+// Widens packed weights panel by panel, in memory order, and multiplies them as packed floats.
 template <class Value>
 void by_packed_panels(const float* x, std::int64_t x_stride, std::int64_t rows,
                       const LinearWeights<Value>& weights, const ConstVector& bias, Vector& scratch,
@@ -244,7 +244,7 @@ void by_packed_panels(const float* x, std::int64_t x_stride, std::int64_t rows,
   constexpr std::int64_t block = LinearWeights<Value>::block_outputs;
   const std::int64_t outputs = weights.outputs();
   const std::int64_t inputs = weights.inputs();
-  // Zeros behind the inputs of bf16 weights may be more than those of floats.
+  // bf16 weights may have more padding behind their inputs than floats.
   const std::int64_t source_padded = LinearWeights<Value>::padded_inputs(inputs);
   const std::int64_t padded = LinearWeights<float>::padded_inputs(inputs);
   const std::int64_t block_bytes = block * padded * static_cast<std::int64_t>(sizeof(float));
@@ -269,8 +269,8 @@ void by_packed_panels(const float* x, std::int64_t x_stride, std::int64_t rows,
   }
 }
 
-// Many rows by f16 weights in tiles of the processor: x scaled row by row and rounded, packed
-// weights put in pairs of inputs panel by panel.
+// Multiplies many rows by f16 weights in the processor's tiles. Each row of x is scaled and
+// rounded. Packed weights are rearranged to pairs of inputs, panel by panel.
 void by_half_tiles(const ConstMatrix& x, const LinearWeights<half>& weights,
                    const ConstVector& bias, Kokkos::View<half*, MemorySpace>& rounded,
                    Vector& unscale, Kokkos::View<half*, MemorySpace>& pairs, const Matrix& y) {
@@ -328,7 +328,7 @@ void by_half_tiles(const ConstMatrix& x, const LinearWeights<half>& weights,
   });
 }
 
-// Many rows by packed weights without a library.
+// Multiplies many rows by packed weights without a library.
 template <class Value>
 void by_packed_gemm(const ConstMatrix& x, const LinearWeights<Value>& weights,
                     const ConstVector& bias, Vector& scratch, const Matrix& y) {
@@ -352,7 +352,7 @@ void by_packed_gemm(const ConstMatrix& x, const LinearWeights<Value>& weights,
   const Value* const values = weights.packed().data();
   const std::int64_t blocks = (outputs + block - 1) / block;
   const std::int64_t row_blocks = (rows + avx2::gemm_rows - 1) / avx2::gemm_rows;
-  // The same rows for one block after the other: weights are the smaller stream of the two.
+  // One group of rows takes all blocks in turn: weights are the smaller stream of the two.
   host_for("kvzap::linear::packed_gemm", row_blocks * blocks, [=](std::int64_t i) {
     const std::int64_t m = i / blocks * rows / row_blocks;
     const std::int64_t end = (i / blocks + 1) * rows / row_blocks;
@@ -402,12 +402,12 @@ void finish_rows(const ExecutionSpace& exec, const ConstVector& unscale, const C
       });
 }
 
-// Whether there are kernels for packed weights.
+// Whether this processor has kernels for packed weights.
 bool has_packed_products() {
   return runs_on_host && has_packed_kernels() && simd_level() >= SimdLevel::avx2;
 }
 
-// Whether weights of bf16 are multiplied by dot products of bf16 pairs.
+// Whether bf16 weights are multiplied by dot products of bf16 pairs.
 bool has_bf16_products() {
   return runs_on_host && has_packed_kernels() && simd_level() >= SimdLevel::avx512_bf16;
 }
@@ -417,8 +417,8 @@ bool has_half_tiles() {
   return runs_on_host && has_packed_kernels() && simd_level() >= SimdLevel::amx_fp16;
 }
 
-// Up to this many rows a product reads its weights at the speed of memory, or nearly so, and a gemm
-// would be slower.
+// Up to this many rows, a product reads its weights at nearly the speed of memory, and a gemm would
+// be slower.
 template <class Value>
 std::int64_t few_rows_limit(const LinearWeights<Value>& weights) {
   return weights.is_packed() ? packed_product_rows : skinny_product_rows;
@@ -427,7 +427,7 @@ std::int64_t few_rows_limit(const LinearWeights<Value>& weights) {
 /// Whether products run on operands of the weights' type, without waiting for `exec`.
 bool keeps_type() { return has_product_library() || (runs_on_host && uses_device_kernels()); }
 
-/// Who multiplies x by the weights.
+/// The kernel or library that multiplies x by the weights.
 enum class Route {
   own_type,        ///< a product whose operands have the weights' type
   few_outputs,     ///< weights and x change roles
@@ -485,7 +485,7 @@ bool may_pack_weights() {
 
 template <class Value>
 bool packs_weights() {
-  // Where AVX-512 needs a library for many rows, and there is none, plain rows are as good.
+  // AVX-512 needs oneDNN for many rows; without it, plain rows are as fast.
   return may_pack_weights() && has_packed_products() &&
          (simd_level() == SimdLevel::avx2 || onednn::is_available()) && !keeps_type();
 }
@@ -493,7 +493,7 @@ bool packs_weights() {
 template <class Value>
 LinearWeights<Value> PackedAllocator<Value>::operator()(std::int64_t outputs, std::int64_t inputs) {
   using Packed = typename LinearWeights<Value>::Packed;
-  // What of a block is never used is never touched either, and takes address space alone.
+  // Unused parts of a block are never touched and take only address space.
   constexpr std::int64_t block_values = (std::int64_t{64} << 20) / sizeof(Value);
   constexpr std::int64_t alignment = huge_page_bytes / sizeof(Value);
   const std::int64_t size = LinearWeights<Value>::packed_size(outputs, inputs);
@@ -588,7 +588,7 @@ void LinearMap::operator()(const ExecutionSpace& exec, const ConstMatrix& x,
   const std::int64_t inputs = weights.inputs();
   if (rows == 0 || weights.outputs() == 0) return;
   if (inputs == 0) {
-    Kokkos::deep_copy(exec, y, 0.0f);  // a gemm with no inner extent leaves its result as it was
+    Kokkos::deep_copy(exec, y, 0.0f);  // a gemm with no inner extent does not write its result
     if (bias.extent(0) > 0) add_bias(exec, bias, y);
     return;
   }
@@ -599,7 +599,7 @@ void LinearMap::operator()(const ExecutionSpace& exec, const ConstMatrix& x,
   if (runs_on_host && route != Route::own_type) {
     fence(exec, "kvzap::linear: host kernels read what the instance wrote");
   }
-  // Cases under `if constexpr` are routes of that type alone.
+  // The routes under `if constexpr` exist for that type only.
   switch (route) {
     case Route::own_type:
       return by_own_type(exec, x, rounded, weights, bias, y);

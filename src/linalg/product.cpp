@@ -8,11 +8,11 @@ bool has_product_library() { return cublas::is_available; }
 
 namespace {
 
-// Columns of c that are summed up together.
+// Columns of c that are summed together.
 constexpr std::int64_t columns_at_once = 16;
 
-/// sums[j] = a · the column of b that begins at j b_stride, each of k elements in one piece; count
-/// columns. Four at a time, so that sums need not wait for one another.
+/// sums[j] = a · column j of b, for `count` columns of k contiguous elements, b_stride apart. Sums
+/// are independent in groups of four, so that additions do not wait for one another.
 template <class Value>
 KOKKOS_INLINE_FUNCTION void dots(const Value* a, const Value* b, std::int64_t b_stride,
                                  std::int64_t k, int count, float* sums) {
@@ -67,8 +67,8 @@ void plain_product(const ExecutionSpace& exec, const Product<Value>& p) {
         const Value* b = p.b + batch * p.b_step + first * next_column;
         float sums[columns_at_once];
         for (float& sum : sums) sum = 0;
-        // What lies in one piece is read along it, or hosts, which run this for tests, spend most
-        // of their time here.
+        // Contiguous elements are read along memory. Otherwise hosts, which run this kernel in
+        // tests, would spend most of their time here.
         if (p.transposed && !p.a_transposed) {
           dots(a, b, p.b_stride, p.k, count, sums);
         } else if (!p.transposed && count == columns_at_once) {

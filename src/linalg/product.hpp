@@ -1,4 +1,4 @@
-// Matrix products of the device: operands stay in the type in which they are stored.
+// Matrix products of a device. Operands keep the type in which they are stored.
 #pragma once
 
 #include <cstdint>
@@ -6,12 +6,12 @@
 
 namespace kvzap::detail {
 
-/// c (m, n) = alpha * a * b + beta * c, `batch` times. All matrices lie row after row.
+/// c (m, n) = alpha * a * b + beta * c, `batch` times. All matrices are row-major.
 template <class Value>
 struct Product {
   std::int64_t m = 0, n = 0, k = 0;
   const Value* a = nullptr;   // (k, m) if a_transposed, else (m, k)
-  std::int64_t a_stride = 0;  // elements from one row to the next; of b and c alike
+  std::int64_t a_stride = 0;  // elements from one row to the next; b_stride and c_stride likewise
   bool a_transposed = false;
   const Value* b = nullptr;  // (n, k) if transposed, else (k, n)
   std::int64_t b_stride = 0;
@@ -26,13 +26,14 @@ struct Product {
   std::int64_t c_step = 0;
 };
 
-/// Runs on `exec` without waiting; sums are accumulated in float. Value: float, half or bfloat16.
-/// On CUDA by cuBLAS, where 16-bit operands use the tensor cores and float ones do not (no TF32);
-/// elsewhere by a plain kernel. With k = 0, c = beta * c. Throws Error if the library refuses.
+/// Computes the product on `exec` without waiting; sums are accumulated in float. Value: float,
+/// half or bfloat16. On CUDA cuBLAS computes it: 16-bit operands use the tensor cores, float ones
+/// do not (no TF32). Elsewhere a plain kernel does. With k = 0, c = beta * c. Throws Error if the
+/// library refuses.
 template <class Value>
 void multiply(const ExecutionSpace& exec, const Product<Value>& product);
 
-/// Whether a vendor's library does these products.
+/// Whether a vendor's library computes these products.
 bool has_product_library();
 
 }  // namespace kvzap::detail

@@ -1,4 +1,4 @@
-// Rows of activations in the form in which a device's products take them.
+// Rows of activations, rounded to the type of a device's products.
 #pragma once
 
 #include <kvzap/core/types.hpp>
@@ -8,8 +8,8 @@
 
 namespace kvzap::detail {
 
-/// The power of two that brings `largest`, the largest magnitude of a row, to at least 2^14 and
-/// below 2^15, near the largest of f16; 0 for infinity and NaN, which stay what they are.
+/// Returns the power of two that scales `largest`, the largest magnitude of a row, to [2^14, 2^15),
+/// near the largest value of f16. Returns 0 for infinity and NaN, which stay unscaled.
 KOKKOS_INLINE_FUNCTION int half_shift(float largest) {
   const int exponent = static_cast<int>((float_bits(largest) >> 23) & 0xffu) - 127;
   return exponent == 128 ? 0 : (exponent < -112 ? 126 : 14 - exponent);
@@ -20,9 +20,9 @@ KOKKOS_INLINE_FUNCTION float power_of_two(int exponent) {
   return bits_float(static_cast<std::uint32_t>(127 + exponent) << 23);
 }
 
-/// Rows of x (m, k), rounded to Value, one after the other: made once, for all products that read
-/// them. Rows of half are scaled by a power of two each, so that none overflows. May be empty:
-/// products then take x itself. There are none for float.
+/// Rows of x (m, k), rounded to Value, one after the other. They are made once for all products
+/// that read them. Each row of half is scaled by a power of two so that nothing overflows. Empty
+/// rows mean that products take x itself, as they do for float.
 template <class Value>
 struct RoundedRows {
   Value* values = nullptr;   // (m, k)
@@ -31,8 +31,8 @@ struct RoundedRows {
   static constexpr bool is_scaled = std::is_same_v<Value, half>;
   KOKKOS_INLINE_FUNCTION bool exist() const { return values != nullptr; }
 
-  /// Rounds a row of `size` values, x(k), by all threads of a team, which call this together after
-  /// what x(k) reads has been written.
+  /// Rounds a row of `size` values x(k). All threads of a team call this together, after they have
+  /// written the values that x(k) reads.
   template <class Member, class Row>
   KOKKOS_INLINE_FUNCTION void store(const Member& team, std::int64_t row, std::int64_t size,
                                     const Row& x) const {

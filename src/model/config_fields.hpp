@@ -1,4 +1,4 @@
-// Fields of a model's config.json and generation_config.json, each checked as it is read.
+// Checked fields of a model's config.json and generation_config.json.
 #pragma once
 
 #include <fmt/format.h>
@@ -18,11 +18,11 @@
 
 namespace kvzap::detail {
 
-// Bounds far above any published model. They keep a hostile file from asking for absurd amounts of
-// memory before its weights are looked at.
+// Bounds far above any published model. A hostile file must not request absurd amounts of memory
+// before its weights are checked.
 inline constexpr std::int64_t max_size = 2147483647;
 
-/// A value as a message shows it: JSON, cut to a readable length.
+/// Returns a value as messages show it: JSON, cut to a readable length.
 inline std::string json_text(const nlohmann::json& value) {
   constexpr std::size_t longest = 80;
   std::string text = value.dump(-1, ' ', true);
@@ -30,11 +30,11 @@ inline std::string json_text(const nlohmann::json& value) {
   return text;
 }
 
-/// One JSON object of a file. Remembers which fields were looked at, so that the rest can be
+/// One JSON object of a file. It remembers which fields were read, so that the others can be
 /// reported.
 class ConfigFields {
  public:
-  /// `prefix` is put before field names in messages, e.g. "rope_scaling.".
+  /// `prefix` precedes field names in messages, e.g. "rope_scaling.".
   ConfigFields(const nlohmann::json& object, std::string file, std::string prefix = "")
       : m_object(object), m_file(std::move(file)), m_prefix(std::move(prefix)) {}
 
@@ -46,7 +46,8 @@ class ConfigFields {
 
   const std::string& file() const { return m_file; }
 
-  /// The field's value; nullptr if it is absent or null, which mean the same in these files.
+  /// Returns the field's value; nullptr if it is absent or null, which mean the same in these
+  /// files.
   const nlohmann::json* get(const std::string& field) {
     m_seen.insert(field);
     const auto found = m_object.find(field);
@@ -55,7 +56,7 @@ class ConfigFields {
 
   bool has_key(const std::string& field) const { return m_object.contains(field); }
 
-  /// A whole number in [1, bound].
+  /// Returns a whole number in [1, bound].
   std::optional<std::int64_t> find_size(const std::string& field, std::int64_t bound) {
     const nlohmann::json* const value = get(field);
     if (value == nullptr) return std::nullopt;
@@ -72,7 +73,7 @@ class ConfigFields {
     return *value;
   }
 
-  /// A number above zero.
+  /// Returns a number above zero.
   std::optional<double> find_positive(const std::string& field) {
     const nlohmann::json* const value = get(field);
     if (value == nullptr) return std::nullopt;
@@ -89,11 +90,11 @@ class ConfigFields {
     return *value;
   }
 
-  /// A number in [low, high].
+  /// Returns a number in [low, high].
   std::optional<double> find_number(const std::string& field, double low, double high) {
     const nlohmann::json* const value = get(field);
     if (value == nullptr) return std::nullopt;
-    // NaN is in no range.
+    // NaN fails this comparison too.
     if (!value->is_number() || !(value->get<double>() >= low) || !(value->get<double>() <= high)) {
       fail(field, fmt::format("a number from {} to {}", low, high), json_text(*value));
     }
@@ -120,22 +121,22 @@ class ConfigFields {
     return value->get<std::string>();
   }
 
-  /// The field may only be absent, null or equal to `neutral`.
+  /// Throws Error unless the field is absent, null or equal to `neutral`.
   void require(const std::string& field, const nlohmann::json& neutral) {
     const nlohmann::json* const value = get(field);
     if (value != nullptr && *value != neutral) fail(field, json_text(neutral), json_text(*value));
   }
 
-  /// The field may only be absent or null.
+  /// Throws Error unless the field is absent or null.
   void require_none(const std::string& field) {
     const nlohmann::json* const value = get(field);
     if (value != nullptr) fail(field, "none (it is not supported)", json_text(*value));
   }
 
-  /// Adds a warning for every field that was not looked at and is not in `harmless`.
+  /// Adds a warning for every field that was not read and is not in `harmless`.
   void warn_unknown(const std::set<std::string_view>& harmless,
                     std::vector<std::string>& warnings) const {
-    constexpr std::size_t most = 20;  // said one by one
+    constexpr std::size_t most = 20;  // fields named one by one
     std::size_t count = 0;
     for (const auto& [field, value] : m_object.items()) {
       if (value.is_null() || m_seen.count(field) != 0 || harmless.count(field) != 0) continue;

@@ -1,4 +1,4 @@
-// generation_config.json: stop tokens and the rules of sampling that a model comes with.
+// generation_config.json: the stop tokens and sampling rules of a model.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -29,7 +29,7 @@ TokenId token_of(const ConfigFields& fields, const char* field, const json& id,
   return id.get<TokenId>();
 }
 
-/// Appends the ids of `fields`' eos_token_id; false if it has none.
+/// Appends the ids of eos_token_id in `fields`. Returns false if it has none.
 bool read_stop_ids(ConfigFields& fields, std::int64_t vocab_size, std::vector<TokenId>& ids) {
   const json* const value = fields.get("eos_token_id");
   if (value == nullptr) return false;
@@ -66,7 +66,7 @@ std::vector<std::vector<TokenId>> read_bad_words(ConfigFields& fields, std::int6
   return words;
 }
 
-/// What transformers' generate would follow, in a greedy answer, and nothing here does.
+/// Fields that transformers' generate follows in a greedy answer and kvzap does not.
 void refuse_generation_fields(ConfigFields& fields) {
   const auto expect = [&](const char* field, const char* expected, auto is_neutral) {
     const json* const value = fields.get(field);
@@ -92,8 +92,8 @@ void refuse_generation_fields(ConfigFields& fields) {
   }
 }
 
-/// ConfigFields of generation_config.json that sample, bound lengths, name tokens, or say how
-/// generate computes and what it returns.
+/// ConfigFields of generation_config.json that set sampling, bounds of lengths, names of tokens, or
+/// how generate computes and returns its result.
 const std::set<std::string_view>& harmless_generation_fields() {
   static const std::set<std::string_view> fields = {
       "_commit_hash",
@@ -170,7 +170,7 @@ std::vector<TokenId> load_stop_ids(const fs::path& folder, std::int64_t vocab_si
 }
 
 GenerationConfig GenerationConfig::load(const fs::path& folder, std::int64_t vocab_size) {
-  constexpr double largest_penalty = 1e6;  // as Sampler has it
+  constexpr double largest_penalty = 1e6;  // the bound of Sampler
   GenerationConfig config;
   config.stop_ids = load_stop_ids(folder, vocab_size);
   std::error_code status;
@@ -194,7 +194,7 @@ GenerationConfig GenerationConfig::load(const fs::path& folder, std::int64_t voc
   auto& words = config.bad_words;
   words.erase(std::remove_if(words.begin(), words.end(), is_stop), words.end());
   refuse_generation_fields(fields);
-  // The others of config.json are ModelConfig's.
+  // ModelConfig reads the other fields of config.json.
   if (has_own_file) fields.warn_unknown(harmless_generation_fields(), config.warnings);
   return config;
 }

@@ -11,7 +11,7 @@ namespace kvzap {
 
 namespace {
 
-// Tokens that a decoder takes through attention at once.
+// Tokens that a decoder runs through attention at once.
 constexpr std::int64_t largest_block = 512;
 
 [[noreturn]] void fail_overflow() {
@@ -39,7 +39,7 @@ std::int64_t share(std::int64_t count, int ranks, int rank) {
   return end - begin;
 }
 
-/// Rows of one head that stay of `tokens`.
+/// Returns the rows of one head that stay of `tokens`.
 std::int64_t kept_rows(std::int64_t tokens, double evict_ratio, std::int64_t window) {
   const auto evicted =
       static_cast<std::int64_t>(std::floor(static_cast<double>(tokens) * evict_ratio));
@@ -74,7 +74,7 @@ std::int64_t weight_bytes(const ModelConfig& config, DType dtype, int ranks, int
 }
 
 std::int64_t attention_bytes(const AttentionExtents& extents, DType dtype) {
-  constexpr PageOrder order = PageOrder::token_major;  // it takes as much in the other one
+  constexpr PageOrder order = PageOrder::token_major;  // the other order takes the same memory
   switch (dtype) {
     case DType::f32:
       return Attention<float, order>::scratch_bytes(extents);
@@ -105,7 +105,7 @@ MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t toke
   if (tokens < 0) {
     throw Error(fmt::format("plan_memory: tokens: expected 0 or more, found {}", tokens));
   }
-  // Beyond 2^53 a token count is no longer exact as the double that evict_ratio multiplies.
+  // Above 2^53 a token count is no longer exact as a double, which evict_ratio multiplies.
   if (tokens > (std::int64_t{1} << 53)) fail_overflow();
   if (window < 0) {
     throw Error(fmt::format("plan_memory: window: expected 0 or more, found {}", window));

@@ -23,11 +23,11 @@ using nlohmann::json;
 namespace {
 
 constexpr std::int64_t max_count = 65536;
-// What single precision computes with, with room for a product.
+// The range in which single precision computes, with room for a product.
 constexpr double smallest_float = 1e-30;
 constexpr double largest_float = 1e30;
 
-/// What differs between the supported architectures.
+/// The differences between the supported architectures.
 struct Architecture {
   std::string_view name;
   std::string_view model_type;
@@ -35,7 +35,7 @@ struct Architecture {
   bool always_qkv_bias;
   bool has_attention_bias_field;
   bool has_mlp_bias_field;
-  /// What an absent field means to transformers; 0: derived from the other sizes, as null is.
+  /// Meaning of an absent field in transformers; 0: derived from the other sizes, as for null.
   std::int64_t default_key_value_heads;
   std::int64_t default_head_dim;
 };
@@ -104,8 +104,8 @@ void read_sizes(ConfigFields& fields, const Architecture& architecture, ModelCon
   }
 }
 
-/// Transformers ignores a bias field its class does not have. A file that sets one was probably
-/// written for other code, so it is worth a warning.
+/// transformers ignores a bias field that its class does not have. A file that sets one was
+/// probably written for other code, so it gets a warning.
 bool read_bias(ConfigFields& fields, const std::string& field, bool is_supported,
                ModelConfig& config) {
   const bool value = fields.flag(field, false);
@@ -133,7 +133,7 @@ void read_dtype(ConfigFields& fields, ModelConfig& config) {
   }
 }
 
-/// The kinds of attention that a file gives its layers; true: some have a sliding window.
+/// Kinds of attention of a file's layers; true: with a sliding window.
 bool read_layer_types(ConfigFields& fields, const json& types, bool has_window,
                       const ModelConfig& config) {
   if (!types.is_array() || types.size() != static_cast<std::size_t>(config.num_hidden_layers)) {
@@ -151,7 +151,7 @@ bool read_layer_types(ConfigFields& fields, const json& types, bool has_window,
   return slides;
 }
 
-/// The window that some layer has, or 0, as transformers' classes find it.
+/// Returns the window of the layers that have one, or 0, by the rules of transformers' classes.
 std::int64_t read_sliding_window(ConfigFields& fields, const ModelConfig& config) {
   constexpr std::int64_t class_default = 4096;
   constexpr std::int64_t default_max_window_layers = 28;
@@ -167,7 +167,7 @@ std::int64_t read_sliding_window(ConfigFields& fields, const ModelConfig& config
   }
   const bool is_qwen =
       config.architecture == "Qwen2ForCausalLM" || config.architecture == "Qwen3ForCausalLM";
-  // Llama has no such field; there a stray sliding_window stays among the unknown ones.
+  // Llama has no such field; a stray sliding_window there stays among the unknown fields.
   if (is_qwen) fields.get("sliding_window");
   const std::int64_t window =
       is_qwen && fields.flag("use_sliding_window", false) ? window_or_default() : 0;
@@ -181,7 +181,7 @@ std::int64_t read_sliding_window(ConfigFields& fields, const ModelConfig& config
   return first < config.num_hidden_layers ? window : 0;
 }
 
-/// Features of related architectures. Where a file sets one, the weights expect it.
+/// Features of related architectures. If a file sets one, its weights depend on it.
 void refuse_unsupported(ConfigFields& fields) {
   fields.require("hidden_act", "silu");
   for (const char* field : {"hidden_activation", "activation_function"}) {
@@ -205,7 +205,7 @@ void refuse_unsupported(ConfigFields& fields) {
   }
 }
 
-/// ConfigFields that name, document or train a model, or tell other programs how to run it.
+/// ConfigFields that name, document or train a model, or configure other programs.
 const std::set<std::string_view>& harmless_fields() {
   static const std::set<std::string_view> fields = {
       "_attn_implementation",

@@ -1,4 +1,4 @@
-// What to tell a person whose folder of a model or a surrogate is none.
+// Errors for a folder that holds no model or surrogate.
 #pragma once
 
 #include <filesystem>
@@ -7,13 +7,13 @@
 
 namespace kvzap::detail {
 
-/// What to do about a name that is no file here and looks like one of the Hugging Face hub, with
-/// ". " before it; else empty.
+/// Returns advice for a name that is no file here but looks like a name on the Hugging Face hub,
+/// preceded by ". "; else an empty string.
 std::string hub_hint(const std::string& name);
 
-/// Throws Error if `folder` is not a folder with a config.json: for a name of the Hugging Face hub
-/// with the line that downloads it, for a GGUF file, a file of a folder, and a folder without
-/// config.json. `expected`: what it should be.
+/// Throws Error if `folder` is not a folder with a config.json. The message names the case: a name
+/// of the Hugging Face hub (with the command that downloads it), a GGUF file, another file, or a
+/// folder without config.json. `expected`: the kind of folder, for the message.
 void check_folder(const std::filesystem::path& folder, std::string_view expected);
 
 }  // namespace kvzap::detail

@@ -10,7 +10,7 @@
 namespace kvzap {
 namespace {
 
-/// What torch gives for float32 `base ** exponent`, for a double that is rounded correctly.
+/// Returns the result of torch for float32 `base ** exponent`, which is a correctly rounded double.
 float power(float base, float exponent) {
   return static_cast<float>(std::pow(static_cast<double>(base), static_cast<double>(exponent)));
 }
@@ -34,7 +34,7 @@ void scale_llama3(const RopeScaling& scaling, std::vector<float>& frequencies) {
   const auto span = static_cast<float>(scaling.high_freq_factor - scaling.low_freq_factor);
   constexpr auto two_pi = static_cast<float>(6.283185307179586);
   for (float& frequency : frequencies) {
-    // A number divided by a tensor is the tensor's reciprocal times that number, in torch.
+    // torch computes number / tensor as the reciprocal of the tensor times the number.
     const float wavelen = (1.0f / frequency) * two_pi;
     if (wavelen > low_freq_wavelen) {
       frequency = frequency / factor;
@@ -45,12 +45,12 @@ void scale_llama3(const RopeScaling& scaling, std::vector<float>& frequencies) {
   }
 }
 
-/// powers: base^(2i / head_dim); become frequencies.
+/// `powers` holds base^(2i / head_dim) and receives the frequencies.
 void scale_yarn(const RopeScaling& scaling, double theta, std::int64_t head_dim,
                 std::vector<float>& powers) {
   constexpr double pi = 3.141592653589793;
   const auto dim = static_cast<double>(head_dim);
-  // The dimension that turns so often within the original length.
+  // The dimension that makes `turns` rotations within the original length.
   const auto dimension_of = [&](double turns) {
     return dim *
            std::log(static_cast<double>(scaling.original_max_position_embeddings) /
@@ -78,8 +78,8 @@ void scale_yarn(const RopeScaling& scaling, double theta, std::int64_t head_dim,
   }
 }
 
-/// The base that dynamic scaling has at a length beyond the original one. transformers computes it
-/// with a tensor's float from the length on.
+/// Returns the base of dynamic scaling at a length beyond the original one. transformers computes
+/// it in float32, from the length on.
 float dynamic_base(const RopeScaling& scaling, double theta, std::int64_t head_dim,
                    std::int64_t length) {
   const auto original = static_cast<float>(scaling.original_max_position_embeddings);
@@ -150,7 +150,7 @@ std::int64_t ModelConfig::longest_context() const {
   }
   const double longest =
       static_cast<double>(rope_scaling->original_max_position_embeddings) * rope_scaling->factor;
-  // A factor that was itself derived from lengths gives them back.
+  // A factor that was derived from lengths gives these lengths back.
   const auto scaled =
       static_cast<std::int64_t>(std::min(std::floor(longest + 1e-6), static_cast<double>(bound)));
   return std::min(std::max(max_position_embeddings, scaled), bound);

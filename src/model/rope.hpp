@@ -1,4 +1,4 @@
-// What reading a model's config.json needs to know of RoPE scaling.
+// RoPE scaling as the reader of config.json needs it.
 #pragma once
 
 #include <kvzap/model/model_config.hpp>
@@ -6,14 +6,14 @@
 
 namespace kvzap::detail {
 
-/// Far above any published model.
+/// A bound far above any published model.
 inline constexpr double max_rope_factor = 1e6;
 
-/// YaRN's attention factor where config.json has none (arXiv 2309.00071, equation 22, and what
-/// DeepSeek's mscale and mscale_all_dim make of it; 0: not given).
+/// Returns YaRN's attention factor for a config.json without one (arXiv 2309.00071, equation 22),
+/// with DeepSeek's mscale and mscale_all_dim (0: not given).
 double yarn_attention_factor(double factor, double mscale, double mscale_all_dim);
 
-/// Why a model's sizes do not go with a scaling, naming the field; "" if they do.
+/// Returns why a model's sizes do not fit a scaling, with the field; "" if they fit.
 std::string rope_problem(const ModelConfig& config, const RopeScaling& scaling);
 
 }  // namespace kvzap::detail

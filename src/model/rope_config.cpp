@@ -18,11 +18,11 @@ constexpr double min_attention = 1e-3;
 constexpr double max_attention = 1e3;
 constexpr double min_beta = 1e-6;
 constexpr double max_beta = 1e9;
-// What single precision computes with, with room for a product.
+// The range in which single precision computes, with room for a product.
 constexpr double smallest_float = 1e-30;
 constexpr double largest_float = 1e30;
 
-/// What one of the two dialects says about RoPE.
+/// The RoPE settings of one of the two dialects.
 struct Rope {
   std::optional<double> theta;
   std::optional<RopeScaling> scaling;
@@ -30,15 +30,15 @@ struct Rope {
 
 constexpr std::string_view rope_types = "default, linear, dynamic, yarn, longrope or llama3";
 
-/// A base whose powers are floats.
+/// Returns a base whose powers are floats.
 std::optional<double> find_theta(ConfigFields& fields) {
   const auto theta = fields.find_positive("rope_theta");
   if (theta) fields.find_number("rope_theta", smallest_float, largest_float);
   return theta;
 }
 
-/// Tokens a model was trained on before its context was extended. transformers lets a field beside
-/// the RoPE parameters, as Phi-3 has it, win over one among them.
+/// Returns the number of tokens that a model was trained on before its context was extended. In
+/// transformers a field beside the RoPE parameters, as in Phi-3, overrides one among them.
 std::int64_t original_length(ConfigFields& fields, std::optional<std::int64_t> beside,
                              const ModelConfig& config, std::vector<std::string>& warnings) {
   const auto own = fields.find_size("original_max_position_embeddings", max_size);
@@ -56,7 +56,7 @@ std::int64_t original_length(ConfigFields& fields, std::optional<std::int64_t> b
   return length;
 }
 
-/// The factor, or, where that is null, what max_position_embeddings is of the original length.
+/// Returns the factor; if null, the ratio of max_position_embeddings to the original length.
 double extension(ConfigFields& fields, bool may_be_absent, std::int64_t original,
                  const ModelConfig& config) {
   const auto factor = fields.find_number("factor", 1, max_rope_factor);
@@ -85,7 +85,7 @@ std::vector<double> factors_of_longrope(ConfigFields& fields, const std::string&
   }
   std::vector<double> factors;
   for (const json& factor : *value) {
-    // Smaller ones than this would be frequencies beyond all sense, or no floats at all.
+    // Smaller values would give absurd frequencies, or none that are floats.
     if (!factor.is_number() || !(factor.get<double>() >= 1 / max_rope_factor) ||
         !(factor.get<double>() <= max_rope_factor)) {
       fields.fail(field, expected, json_text(factor));
@@ -123,7 +123,7 @@ void read_yarn(ConfigFields& fields, RopeScaling& scaling) {
     fields.fail("beta_fast", fmt::format("at least beta_slow ({})", scaling.beta_slow),
                 fmt::format("{}", scaling.beta_fast));
   }
-  // Absent and null are not the same to transformers.
+  // transformers distinguishes absent from null here.
   if (fields.has_key("truncate") && fields.get("truncate") == nullptr) {
     fields.fail("truncate", "true or false", "null");
   }

@@ -65,7 +65,7 @@ MappedFile::MappedFile(const fs::path& file) {
                             std::generic_category().message(errno)));
   }
   m_data = static_cast<std::byte*>(address);
-  // Weights are copied out once and front to back. Only a hint, so a refusal does not matter.
+  // Weights are copied once, front to back. This is only a hint, so a refusal does not matter.
   static_cast<void>(::madvise(address, m_size, MADV_SEQUENTIAL));
 }
 
@@ -89,7 +89,7 @@ namespace {
 constexpr std::uint64_t length_bytes = 8;
 constexpr std::uint64_t max_header_bytes = 100'000'000;
 
-/// Bits of one value of a stored type; nothing for a type this reader has never heard of.
+/// Bits of one value of a stored type; empty for an unknown type.
 std::optional<std::uint64_t> bits_of(std::string_view stored_dtype) {
   static const std::map<std::string_view, std::uint64_t> bits = {
       {"F4", 4},          {"F6_E2M3", 6}, {"F6_E3M2", 6}, {"BOOL", 8},    {"U8", 8},
@@ -109,7 +109,7 @@ std::optional<DType> weight_dtype(std::string_view stored_dtype) {
   return std::nullopt;
 }
 
-/// "[2, 3]".
+/// Formats a shape as "[2, 3]".
 std::string shape_text(const std::vector<std::int64_t>& shape) {
   constexpr std::size_t most = 16;
   if (shape.size() > most) {
@@ -144,8 +144,8 @@ struct ParsedTensor {
   std::uint64_t end;
 };
 
-/// Checks one entry of the header by itself. `info.data` is filled in later, when the range is
-/// known to lie in the file.
+/// Checks one entry of the header by itself. `info.data` is set later, when the range is known to
+/// lie in the file.
 ParsedTensor parse_entry(const std::string& file, const std::string& name, const json& entry) {
   if (!entry.is_object()) {
     fail_tensor(file, name, fmt::format("expected an object, found {}", entry.type_name()));
@@ -287,7 +287,8 @@ std::map<std::string, TensorInfo, std::less<>> parse_file(const std::string& fil
   const std::uint64_t header_end = length_bytes + header_bytes;
   const std::uint64_t data_bytes = size - header_end;
   std::vector<ParsedTensor> parsed;
-  // What has been read is let go of: a header of many small tensors takes much more than its text.
+  // Free the parsed parts at once: a header of many small tensors takes much more memory than its
+  // text.
   auto& entries = header.get_ref<json::object_t&>();
   parsed.reserve(entries.size());
   while (!entries.empty()) {
@@ -311,7 +312,7 @@ std::map<std::string, TensorInfo, std::less<>> parse_file(const std::string& fil
   return tensors;
 }
 
-/// Every regular *.safetensors file of the folder, sorted by name.
+/// Returns every regular *.safetensors file of the folder, sorted by name.
 std::vector<fs::path> weight_files(const fs::path& folder, bool& has_bin) {
   std::vector<fs::path> files;
   has_bin = false;
@@ -354,7 +355,7 @@ void SafetensorsFolder::open_index(const fs::path& folder, const fs::path& index
                               index_text, detail::in_quotes(name, 200), value.type_name()));
     }
     const auto& file = value.get_ref<const std::string&>();
-    // A downloaded index must not be able to point outside its folder.
+    // A downloaded index must not point outside its folder.
     if (file.empty() || file == "." ||
         file.find_first_of(std::string_view("/\\\0", 3)) != file.npos ||
         file.find("..") != file.npos) {
@@ -449,7 +450,7 @@ const TensorInfo* SafetensorsFolder::find(std::string_view name) const {
 }
 
 void SafetensorsFolder::release(const TensorInfo& tensor) const {
-  // Whole pages alone: those at the ends hold parts of neighbours.
+  // Whole pages only: those at the ends hold parts of neighbours.
   const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
   const auto begin = (reinterpret_cast<std::uintptr_t>(tensor.data) + page - 1) / page * page;
   const auto end = (reinterpret_cast<std::uintptr_t>(tensor.data) + tensor.bytes) / page * page;

@@ -36,7 +36,7 @@ std::size_t bytes_of(const SafetensorsEntry& tensor) {
   return bytes;
 }
 
-/// In descending order of value size every tensor is aligned if the first one is.
+/// In descending order of value size, every tensor is aligned if the first one is.
 std::vector<const SafetensorsEntry*> by_value_size(const std::vector<SafetensorsEntry>& tensors) {
   std::vector<const SafetensorsEntry*> order;
   order.reserve(tensors.size());

@@ -1,4 +1,4 @@
-// Writing of *.safetensors files.
+// Writes *.safetensors files.
 #pragma once
 
 #include <cstdint>
@@ -9,28 +9,28 @@
 
 namespace kvzap::detail {
 
-/// A tensor to write. `data` has the values as the file will: row-major, little-endian (as on every
-/// machine that kvzap runs on).
+/// A tensor to write. `data` holds the values in file order: row-major, little-endian (as on every
+/// machine that runs kvzap).
 struct SafetensorsEntry {
   std::string name;
-  std::string dtype;                // as the format spells it: "F32", "I32", "U8", ...
+  std::string dtype;                // as the format names it: "F32", "I32", "U8", ...
   std::vector<std::int64_t> shape;  // slowest first; an extent may be 0
   const void* data = nullptr;
 };
 
-/// Writes one file, in the order of `tensors`, each aligned to its own value size at least; one
-/// process alone. A file of that name is replaced in one step once the new one is complete and on
-/// the disk, else it stays whole. `metadata` becomes __metadata__; `kind` is what messages call the
-/// file. Throws Error, naming the file, if it cannot be written, and for names that are not
-/// distinct, a value type that is not known or negative extents.
+/// Writes one file with `tensors` in this order, each aligned at least to the size of its values.
+/// For one process only. The new file replaces an existing one in one step, once it is complete and
+/// on disk; until then the old file stays whole. `metadata` becomes __metadata__; messages call the
+/// file a `kind`. Throws Error that names the file if it cannot be written, and for duplicate
+/// names, unknown value types and negative extents.
 void write_safetensors(const std::filesystem::path& file,
                        const std::vector<SafetensorsEntry>& tensors,
                        const std::map<std::string, std::string>& metadata,
                        const std::string& kind = "safetensors");
 
-/// Tries whether a file can be created at `file`, as write_safetensors does, and leaves nothing
-/// behind. Removes what killed runs left there, and returns a sentence for each. Throws Error,
-/// naming the file.
+/// Checks that write_safetensors could create a file at `file`, and leaves nothing behind. Removes
+/// the remains of killed runs there and returns a sentence for each. Throws Error that names the
+/// file.
 std::vector<std::string> check_safetensors_writable(const std::filesystem::path& file,
                                                     const std::string& kind = "safetensors");
 

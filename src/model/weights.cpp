@@ -45,7 +45,7 @@ void convert(const std::byte* source, Value* target, std::int64_t count,
   if constexpr (std::is_same_v<Stored, Value>) {
     std::memcpy(target, source, count * sizeof(Value));
   } else {
-    // The file promises no alignment.
+    // The file format guarantees no alignment.
     buffer.resize(count);
     std::memcpy(buffer.data(), source, count * sizeof(Stored));
     wide.resize(count);
@@ -122,7 +122,7 @@ void WeightSource::read_rows(const TensorInfo* tensor, std::uint64_t key, std::i
 
 namespace {
 
-/// What the tensors are called together, in messages.
+/// Returns the common name of the tensors, for messages.
 std::string names_of(const std::vector<TensorRows>& parts) {
   std::string names;
   for (const TensorRows& part : parts) names += (names.empty() ? "" : " + ") + part.name;
@@ -193,9 +193,8 @@ LinearWeights<Value> WeightSource::linear(const std::vector<TensorRows>& parts,
     return LinearWeights<Value>(matrix<Value>(parts, columns, column_ranges));
   }
   auto weights = std::get<PackedAllocator<Value>>(m_allocators)(outputs, inputs);
-  // Rows pass through a buffer of one block, which stays in cache, on their way to their places.
-  // The thread that packs a block is the one that will multiply by it (few rows of x), and near its
-  // memory.
+  // Rows pass through a buffer of one block, which stays in cache. The thread that packs a block is
+  // the one that later multiplies by it (few rows of x), so the block lies near its memory.
   constexpr std::int64_t block = LinearWeights<Value>::block_outputs;
   const std::vector<RowRun> runs = runs_of(parts, columns);
   const auto pack = [&](std::int64_t i) {

@@ -1,4 +1,4 @@
-// Stands in for the kernels of devices where nothing can choose them: see
+// Replaces the device kernels in builds where nothing can select them: see
 // KVZAP_HAVE_DEVICE_KERNELS.
 #include "attention/device/panel_mass.hpp"
 #include "attention/device/panels.hpp"

@@ -14,7 +14,7 @@ namespace {
 // Query rows that one thread reduces.
 constexpr std::int64_t slice_rows = 64;
 
-/// One panel of some heads against one tile of query tokens.
+/// One panel of some heads and one tile of query tokens.
 struct PanelOfMass {
   const std::int64_t* retained;
   const float* scores;   // (own head, query row, panel)
@@ -23,7 +23,7 @@ struct PanelOfMass {
   std::int64_t rows;     // query rows
   std::int64_t panel;
   std::int64_t begin;    // row of the panel's first column
-  std::int64_t visible;  // of a head: retained rows and so many are seen by the tile's first token
+  std::int64_t visible;  // the tile's first token sees this many rows beyond a head's retained rows
   std::int64_t first_token;
   int first_head, heads, group;
   bool is_max, has_row_factors, has_query_factors;

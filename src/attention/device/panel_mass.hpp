@@ -6,10 +6,9 @@
 
 namespace kvzap::detail {
 
-/// A tile of query tokens at a time, over one panel of rows of every head after the other, as
-/// PanelAttention has them: scores by one batched product, then the probabilities of each column
-/// reduced, over 64 query rows first and then over all of them. Runs on any backend, and waits for
-/// nothing.
+/// Works on a tile of query tokens and one panel of rows of every head at a time, as PanelAttention
+/// does. One batched product computes the scores. The probabilities of each column are then
+/// reduced, first over 64 query rows and then over all. Runs on any backend and does not wait.
 template <class Value, PageOrder order>
 class PanelMass {
  public:

@@ -1,4 +1,4 @@
-// Tiles of queries and panels of rows as batched products take them.
+// Tiles of queries and panels of rows, laid out for batched products.
 #pragma once
 
 #include <type_traits>
@@ -11,15 +11,15 @@
 
 namespace kvzap::detail {
 
-// Query tokens of a tile: as many as a decoder takes through a layer at once.
+// Query tokens of a tile: the most that a decoder runs through a layer at once.
 inline constexpr std::int64_t tile_tokens = 512;
-// Rows of a panel. The fewer query rows there are, the more, up to where a panel's scores (4 bytes)
-// and weights (2) still fit a large second-level cache.
+// Rows of a panel. Fewer query rows allow more rows, as long as a panel's scores (4 bytes) and
+// weights (2) fit a large second-level cache.
 inline constexpr std::int64_t least_rows = 64;
 inline constexpr std::int64_t most_rows = 512;
 inline constexpr std::int64_t most_scores = std::int64_t{1} << 22;
 
-// Teams on a device.
+// Shape of teams on a device.
 inline constexpr TeamShape row_team{4, 32};
 
 using DeviceRange = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
@@ -29,13 +29,13 @@ struct QueryRows {
   float* maximum;
   float* weight;
   float* unscale;
-  float* sums;  // (head, query row, dim); null where there are none
+  float* sums;  // (head, query row, dim); may be null
   std::int64_t count;
   int dim;
 };
 
-/// Tokens first .. first + count / group - 1 of the queries into a tile, rounded to Value. any:
-/// (head), set to 0 if there are sums.
+/// Loads the tokens first .. first + count / group - 1 of the queries into a tile, rounded to
+/// Value. any: (head); set to 0 if there are sums.
 template <class Value, class QueryView>
 void load_queries(const ExecutionSpace& exec, const QueryView& queries, int kv_heads,
                   std::int64_t first, const QueryRows& rows, int* any, Value* target) {
@@ -78,10 +78,10 @@ void load_queries(const ExecutionSpace& exec, const QueryView& queries, int kv_h
       });
 }
 
-/// Rows begin .. begin + panel - 1 of `heads` heads from `first_head` on, in order of position
-/// over cache and new rows; zeros behind a head's last one, and instead of flagged values of the
-/// tile's own tokens, the new rows from first_own on. keys, values: (head, row, dim); values may be
-/// null.
+/// Gathers the rows begin .. begin + panel - 1 of `heads` heads from `first_head` on, in order of
+/// position over cache and new rows. Rows behind a head's last one become zero, and so do flagged
+/// values of the tile's own tokens (the new rows from first_own on). keys, values: (head, row,
+/// dim); values may be null.
 template <class Value, PageOrder order, class RowsView>
 void gather(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cached,
             const RowsView& new_keys, const RowsView& new_values, int first_head, int heads,
@@ -89,7 +89,7 @@ void gather(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cached,
             const int* flags, Value* keys, Value* values) {
   constexpr int width = RowVector<Value>::width;
   const int dim = cached.head_dim;
-  // Pointers and strides, as views would make the kernel's arguments large.
+  // Pointers and strides: views would make the kernel's arguments large.
   const Value* const first_key = new_keys.data();
   const Value* const first_value = new_values.data();
   const std::int64_t row_stride = new_keys.stride(0);
@@ -118,7 +118,7 @@ void gather(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cached,
       stride = dim_stride;
     }
     const std::int64_t own = row - cached_rows - first_own;
-    // (No query of the tile sees what comes after its own tokens.)
+    // (No query of the tile sees rows after its own tokens.)
     const bool dropped =
         values && own >= 0 && (own >= own_count || flags[head * own_count + own] != 0);
     const bool whole = key && !dropped && stride == 1 && d0 + width <= dim && dim % width == 0 &&

@@ -6,36 +6,38 @@
 
 namespace kvzap::detail {
 
-/// Softmax attention of many query tokens, a tile of them at a time, over one panel of rows of
-/// every head after the other: gather the panel's keys and values, scores by one batched product, a
-/// running softmax, weighted sums by another. Operands are of type Value (16-bit ones use tensor
-/// cores), so that queries and exponentials are rounded to it; rows of half queries are scaled by
-/// powers of two first, as LinearMap does. Rows of values that are not finite and that some queries
-/// of a tile do not see are kept out of the product and added for those that do. Scratch space does
-/// not grow with the number of rows or tokens. Runs on any backend, and waits for nothing.
+/// Softmax attention of many query tokens. It works on one tile of tokens and one panel of rows of
+/// every head at a time: it gathers the panel's keys and values, computes scores by one batched
+/// product, updates a running softmax, and adds weighted sums by another product.
+///
+/// Operands have the type Value (16-bit types use tensor cores), so queries and exponentials are
+/// rounded to it. Rows of half queries are first scaled by powers of two, as in LinearMap. A row of
+/// values that are not finite and that only some queries of a tile see is kept out of the product
+/// and added for those queries. Scratch space does not grow with the number of rows or tokens. Runs
+/// on any backend and does not wait.
 template <class Value, PageOrder order>
 class PanelAttention {
  public:
   using Span = AttentionSpan<Value, order>;
 
-  /// One span of any number of query tokens.
+  /// Computes one span of any number of query tokens.
   void operator()(const ExecutionSpace& exec, const Span& span,
                   const AttentionCall<Value, order>& call);
 
-  /// For spans of up to `tokens` query tokens.
+  /// Reserves scratch space for spans of up to `tokens` query tokens.
   void reserve(int kv_heads, int group, int dim, std::int64_t tokens);
   static std::size_t scratch_bytes(int kv_heads, int group, int dim, std::int64_t tokens);
 
  private:
   using Values = Kokkos::View<Value*, MemorySpace>;
-  Values m_queries;  // (head, query row, dim); a query row is a token and a head of the group
+  Values m_queries;  // (head, query row, dim); a query row is a token and a query head of the group
   Values m_keys;     // (head, row, dim)
   Values m_values;   // (head, row, dim)
   Values m_weights;  // (head, query row, row)
   Vector m_scores;   // (head, query row, row)
   Vector m_sums;     // (head, query row, dim)
-  Vector m_rows;     // of each query row: maximum, weight, and what undoes its scaling
-  // (head, own token): whether a value is not finite; then (head): whether one of its values is.
+  Vector m_rows;     // of each query row: maximum, weight, and the factor that undoes its scaling
+  // (head, own token): whether a value is not finite; then (head): whether any of its values is.
   Kokkos::View<int*, MemorySpace> m_flags;
 };
 

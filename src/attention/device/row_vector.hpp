@@ -1,4 +1,4 @@
-// Sixteen bytes of a row at once, as kernels on devices read them.
+// Sixteen bytes of a row at once, as device kernels read them.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@
 
 namespace kvzap::detail {
 
-/// 16 bytes that are loaded and stored by one instruction where the processor has one. They may be
-/// the bytes of any values.
+/// 16 bytes that one instruction loads or stores, if the processor has such an instruction. They
+/// may hold values of any type.
 #if defined(__GNUC__)
 struct __attribute__((may_alias, aligned(16))) Bytes16 {
 #else

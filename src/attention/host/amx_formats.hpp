@@ -1,5 +1,4 @@
-// The formats of numbers that prefill with tiles multiplies: how each is packed, rounded and
-// summed.
+// The number formats that prefill with tiles multiplies: their packing, rounding and summing.
 #pragma once
 
 #include <cstdint>
@@ -11,9 +10,9 @@
 #if KVZAP_X86
 namespace kvzap::detail {
 
-/// A format's operations. Packed: what tiles hold. headroom, large: see Kernels. round: two vectors
-/// of 16 floats in all parts; take_apart: 32 values of rows likewise; sum_of: of both vectors, as
-/// rounded.
+/// Operations of a format. Packed: the type of a tile's values. headroom, large: see Kernels.
+/// round: rounds two vectors of 16 floats to all parts. take_apart: splits 32 values of rows
+/// likewise. sum_of: the sum of both vectors as rounded.
 template <class Format>
 struct AmxFormat;
 
@@ -68,8 +67,8 @@ struct AmxFormat<SplitHalfTiles> {
     const __m512 first_high = widen(_mm512_castsi512_si256(high));
     const __m512 second_high = widen(_mm512_extracti64x4_epi64(high, 1));
     const __mmask16 first_odd = not_finite(first_high), second_odd = not_finite(second_high);
-    // What is not finite is the low part, and the high one only its sign: products are then what
-    // they are of the whole, never infinity times 0 or less infinity.
+    // A value that is not finite is the low part; the high part holds only its sign. Products then
+    // equal those of the whole value, never infinity times 0 or infinity less infinity.
     const __m512 first_low =
         _mm512_mask_mov_ps(_mm512_sub_ps(first, first_high), first_odd, first_high);
     const __m512 second_low =

@@ -18,9 +18,9 @@
 namespace kvzap::detail {
 namespace {
 
-// Query rows of a tile (tokens times group): with 128 dimensions and 512 keys, all that a tile of
-// the larger size works on takes half a level-2 cache of 2 MiB. Packing the keys and values takes
-// as long as 1 block of 32 rows does. Half as many in spans of fewer rows than `many`.
+// Query rows of a tile (tokens times group). With 128 dimensions and 512 keys, a tile of the larger
+// size takes half a level-2 cache of 2 MiB. Packing the keys and values takes as long as one block
+// of 32 rows. Spans of fewer rows than `many` have tiles of half the size.
 constexpr std::int64_t tile_rows = 512;
 constexpr std::int64_t many_rows = 4096;
 
@@ -54,7 +54,7 @@ template <class Format>
 std::int64_t AmxPrefill<Format>::scratch_size(int group, int dim) {
   const std::int64_t rows = padded_tile(group);
   const std::int64_t padded = whole(dim, block);
-  // In the order of the constructor, in bytes.
+  // Sizes in bytes, in the order of the constructor.
   constexpr std::int64_t size = Format::parts * 2;  // of a packed value
   const std::int64_t bytes = rows * padded * size + 2 * (tile_keys * padded * size) +
                              tile_keys * block * 4 + tile_keys * block * size + rows * padded * 4 +
@@ -99,7 +99,7 @@ float* AmxPrefill<Format>::sums_of(std::int64_t row, int column_block) const {
   return m_sums + (tile + column_block % 2) * 256 + row % 16 * 16;
 }
 
-/// Keys of the staged tile that a row sees.
+/// Returns the keys of the staged tile that a row sees.
 template <class Format>
 int AmxPrefill<Format>::limit_of(std::int64_t row) const {
   return static_cast<int>(std::clamp<std::int64_t>(m_visible + row / m_group, 0, m_staged));
@@ -130,24 +130,25 @@ void AmxPrefill<Format>::copy_sums(std::int64_t row, float factor, float* target
 }
 
 #if KVZAP_X86
-/// What is compiled for the instruction set.
+/// The part that is compiled for the instruction set.
 ///
-/// Weights are 2^(scaling score - shift). The shift of a row is its largest score with the first 32
-/// keys, less `headroom`, and is raised only where weights exceed `large`: float and bfloat16 have
-/// exponents to spare, so that no maximum need be taken of other scores. Half has few: the largest
-/// score starts at 2^6, so that most of its range is below it, and any weight is far from overflow
-/// while 16 sums of weights are at most 2^15. (One that has overflown makes its sum infinite.)
+/// Weights are 2^(scaling score - shift). The first shift of a row is its largest score with the
+/// first 32 keys, less `headroom`. It is raised only where weights exceed `large`. Float and
+/// bfloat16 have enough exponents, so no maximum of later scores is needed. Half has few: the
+/// largest score starts at 2^6, which leaves most of its range below, and any weight is far from
+/// overflow while 16 sums of weights are at most 2^15. (A weight that overflows makes its sum
+/// infinite.)
 template <class Format>
 template <class Tiles>
 struct AmxPrefill<Format>::Kernels {
   using By = AmxFormat<Format>;
   static constexpr int parts = Format::parts;
-  // Of 32 rows, keys or columns, and a step of 32: both halves of all parts.
+  // Elements of 32 rows, keys or columns and a step of 32: both halves of all parts.
   static constexpr int part_bytes = 2 * tile_bytes;
   static constexpr int step_bytes = parts * part_bytes;
 
-  // Registers: 0 .. 3 sums [row half][column half], 4 and 5 rows, 6 and 7 columns. `both`: whether
-  // there are more than 16 rows; otherwise the second row half is left out.
+  // Tile registers: 0 .. 3 sums [row half][column half], 4 and 5 rows, 6 and 7 columns. `both`:
+  // there are more than 16 rows; otherwise the second row half is skipped.
 
   template <bool both>
   KVZAP_INLINE_AVX512_BF16 void zero() {
@@ -179,8 +180,8 @@ struct AmxPrefill<Format>::Kernels {
     }
   }
 
-  /// sums += two tiles at a (rows) times two at b (columns). once: whether b is not read again
-  /// soon. loads_a, loads_b: false where the registers still have them.
+  /// sums += two tiles at a (rows) times two at b (columns). once: b is not read again soon.
+  /// loads_a, loads_b: false if the registers still hold them.
   template <bool both, bool once, bool loads_a = true, bool loads_b = true>
   KVZAP_INLINE_AVX512_BF16 void multiply(const char* a, const char* b) {
     if (loads_b) load_column<6, once>(b);
@@ -204,7 +205,7 @@ struct AmxPrefill<Format>::Kernels {
     }
   }
 
-  /// The same of all parts: the small products first.
+  /// The same for all parts, small products first.
   template <bool both, bool once>
   KVZAP_INLINE_AVX512_BF16 void multiply_parts(const char* a, const char* b) {
     if constexpr (parts == 1) {
@@ -285,7 +286,7 @@ struct AmxPrefill<Format>::Kernels {
     }
   }
 
-  /// Largest finite magnitude; 0 if there is none.
+  /// Returns the largest finite magnitude; 0 if there is none.
   KVZAP_INLINE_AVX512_BF16 float largest_finite(const float* values, int count) {
     const __m512 infinite = _mm512_set1_ps(-minus_infinity);
     __m512 most = _mm512_setzero_ps();
@@ -297,7 +298,7 @@ struct AmxPrefill<Format>::Kernels {
     return _mm512_reduce_max_ps(most);
   }
 
-  /// The staged rows, and zeros up to a whole number of blocks, as tiles.
+  /// Packs the staged rows into tiles, with zeros up to a whole number of blocks.
   KVZAP_TARGET_AVX512_BF16 static void pack(AmxPrefill& x) {
     const int padded = static_cast<int>(whole(x.m_staged, block));
     for (int i = x.m_staged; i < padded; ++i) x.m_key_rows[i] = x.m_value_rows[i] = x.m_zeros;
@@ -349,7 +350,7 @@ struct AmxPrefill<Format>::Kernels {
     return found == 0;
   }
 
-  /// Scores of the rows from `first` on with 32 keys from block k of the packed ones.
+  /// Computes scores of the rows from `first` on with 32 keys from block k of the packed keys.
   template <bool both>
   KVZAP_INLINE_AVX512_BF16 void score(const AmxPrefill& x, std::int64_t first, int k,
                                       char* scores) {
@@ -363,7 +364,7 @@ struct AmxPrefill<Format>::Kernels {
     store<both>(scores);
   }
 
-  /// Weights of a row's scores with 32 keys, of which it sees `lanes`; adds them to *total.
+  /// Turns a row's scores with 32 keys into weights; it sees `lanes` of them. Adds them to *total.
   KVZAP_INLINE_AVX512_BF16 void soften(const char* scores, float scaling, float shift,
                                        std::uint32_t lanes, char* weights, float* total) {
     const __m512 factor = _mm512_set1_ps(scaling);
@@ -378,11 +379,12 @@ struct AmxPrefill<Format>::Kernels {
     __m512i rounded[parts];
     By::round(first, second, rounded);
     store_parts(rounded, weights);
-    // The total is that of the rounded weights.
+    // The total is the sum of the rounded weights.
     _mm512_store_ps(total, _mm512_add_ps(_mm512_load_ps(total), By::sum_of(rounded)));
   }
 
-  /// Place of a row of a block among the scores with 32 keys; half of it if those were one tile.
+  /// Returns the place of a block's row among the scores with 32 keys; half of it if a row half has
+  /// one tile.
   KVZAP_INLINE_AVX512_BF16 int offset_of(int row) {
     return row / 16 * 2 * tile_bytes + row % 16 * 64;
   }
@@ -392,7 +394,7 @@ struct AmxPrefill<Format>::Kernels {
   }
 
   /// Raises a row's shift to its largest score with the first `blocks` times 32 keys, which are in
-  /// m_scores. False, with the shift as it was, where all that it sees are -infinity.
+  /// m_scores. Returns false and keeps the shift if all scores that the row sees are -infinity.
   KVZAP_TARGET_AVX512_BF16 static bool raise(AmxPrefill& x, std::int64_t row, int blocks) {
     const char* const scores = x.m_scores + offset_of(static_cast<int>(row % block));
     const int limit = x.limit_of(row);
@@ -403,7 +405,7 @@ struct AmxPrefill<Format>::Kernels {
       const auto* const score = reinterpret_cast<const float*>(scores + k * 4 * tile_bytes);
       const __m512 first = _mm512_load_ps(score);
       const __m512 second = _mm512_load_ps(score + tile_bytes / 4);
-      // The last operand is the result if one is NaN: NaN never becomes the maximum.
+      // max returns its last operand if one is NaN, so NaN never becomes the maximum.
       most = _mm512_mask_max_ps(most, low(lanes), first, most);
       most = _mm512_mask_max_ps(most, high(lanes), second, most);
       nans |= _mm512_mask_cmp_ps_mask(low(lanes), first, first, _CMP_UNORD_Q);
@@ -413,7 +415,7 @@ struct AmxPrefill<Format>::Kernels {
     float shift = _mm512_reduce_max_ps(most) * x.scaling_of(row) - By::headroom;
     if (shift == minus_infinity) {
       if (nans == 0) return false;
-      shift = 0;  // any but NaN, for the weights are: they, and no others, are to be
+      shift = 0;  // any number but NaN: all weights of the row, and no others, become NaN
     }
     if (!std::isnan(before)) {
       shift = std::max(shift, before);
@@ -431,7 +433,8 @@ struct AmxPrefill<Format>::Kernels {
     return _mm512_cmp_ps_mask(_mm512_load_ps(total), _mm512_set1_ps(By::large), _CMP_NLE_UQ) != 0;
   }
 
-  /// Weights of `count` rows from `first` on with `blocks` times 32 staged keys, and their totals.
+  /// Computes weights and totals of `count` rows from `first` on with `blocks` times 32 staged
+  /// keys.
   template <bool both>
   KVZAP_TARGET_AVX512_BF16 static void weigh(AmxPrefill& x, std::int64_t first, int count,
                                              int blocks) {
@@ -450,7 +453,7 @@ struct AmxPrefill<Format>::Kernels {
       char* const scores = x.m_scores + k % 2 * 4 * tile_bytes;  // stays in the level-1 cache
       score<both>(x, first, k, scores);
       if (k * block + block <= limits[0]) {
-        // In fours: what rows after the last one get is not looked at.
+        // In fours: results of rows after the last one are not read.
         for (int q = 0; q < count; q += 4) {
 #pragma GCC unroll 4
           for (int r = q; r < q + 4; ++r) {
@@ -474,7 +477,8 @@ struct AmxPrefill<Format>::Kernels {
     }
   }
 
-  /// For the given rows of a block the same with shifts raised to what all staged keys ask for.
+  /// The same for the given rows of a block, after raising their shifts to those of all staged
+  /// keys.
   template <bool both>
   KVZAP_TARGET_AVX512_BF16 __attribute__((noinline)) static void weigh_again(
       AmxPrefill& x, std::int64_t first, int blocks, std::uint32_t rows, float (*totals)[16]) {
@@ -588,7 +592,7 @@ void AmxPrefill<Format>::begin([[maybe_unused]] const float* queries, std::int64
   for (std::int64_t row = 0; row < m_rows; ++row) {
     const float* source = queries + row / m_group * token_stride + row % m_group * head_stride;
     if (dim_stride != 1) {
-      for (int d = 0; d < m_dim; ++d) m_sums[d] = source[d * dim_stride];  // not in use yet
+      for (int d = 0; d < m_dim; ++d) m_sums[d] = source[d * dim_stride];  // m_sums is still free
       source = m_sums;
     }
     Kernels<EmulatedTiles>::round_query(*this, row, source);

@@ -40,7 +40,7 @@ KVZAP_INLINE_AVX2 Wide16 load_wide(const bfloat16* p) {
   return wide_of(p, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 
-/// The first `count` < 16 dims, 0 for the others, which are not read.
+/// Loads the first `count` < 16 dims as floats; the others are 0 and not read.
 KVZAP_INLINE_AVX2 Wide16 load_wide(const float* p, int count) {
   return {_mm256_maskload_ps(p, lanes_before(count, 0)),
           _mm256_maskload_ps(p + 8, lanes_before(count, 8))};
@@ -51,7 +51,7 @@ KVZAP_INLINE_AVX2 Wide16 load_wide(const Value* p, int count) {
   static_assert(sizeof(Value) == 2);
   __m256i bits = _mm256_maskload_epi32(reinterpret_cast<const int*>(p), lanes_before(count / 2, 0));
   if (count % 2 != 0) {
-    // The first half of the word behind the whole ones.
+    // The first half of the word behind the whole words.
     const int last = p[count - 1].bits;
     const __m256i index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     const __m256i here = _mm256_cmpeq_epi32(_mm256_set1_epi32(count / 2), index);
@@ -60,7 +60,7 @@ KVZAP_INLINE_AVX2 Wide16 load_wide(const Value* p, int count) {
   return wide_of(p, bits);
 }
 
-/// 16 dims, or, where `is_part`, the first `count` < 16.
+/// Loads 16 dims, or the first `count` < 16 if `is_part`.
 template <bool is_part, class Value>
 KVZAP_INLINE_AVX2 Wide16 load_dims(const Value* p, int count) {
   if constexpr (is_part) {
@@ -70,14 +70,14 @@ KVZAP_INLINE_AVX2 Wide16 load_dims(const Value* p, int count) {
   }
 }
 
-/// The second half of what load_dims gives.
+/// Loads the second half of the dims of load_dims.
 template <bool is_part, class Value>
 KVZAP_INLINE_AVX2 __m256 load_high(const Value* p, int count) {
   if constexpr (is_part || !std::is_same_v<Value, bfloat16>) {
     return load_dims<is_part>(p, count).high;
   } else {
-    // The mask from memory: in a register, it would push out the query, which GCC then loads once
-    // per product.
+    // Load the mask from memory: in a register it would push out the query, which GCC then loads
+    // once per product.
     alignas(32) static constexpr std::uint32_t odd[8] = {0xffff0000u, 0xffff0000u, 0xffff0000u,
                                                          0xffff0000u, 0xffff0000u, 0xffff0000u,
                                                          0xffff0000u, 0xffff0000u};
@@ -87,7 +87,7 @@ KVZAP_INLINE_AVX2 __m256 load_high(const Value* p, int count) {
   }
 }
 
-/// A vector whose lane i is the sum of vector i.
+/// Returns a vector whose lane i is the sum of vector i.
 KVZAP_INLINE_AVX2 __m256 fold_eight(const __m256* v) {
   __m256 two[4], four[2];
 #pragma GCC unroll 4
@@ -105,8 +105,8 @@ KVZAP_INLINE_AVX2 __m256 fold_eight(const __m256* v) {
                        _mm256_permute2f128_ps(four[0], four[1], 0x31));
 }
 
-/// sums[row][query] += products of 16 dims of `unit` rows with G queries [G][16]; of the first
-/// `left` where `is_part`. One half after the other, for which there are registers enough.
+/// sums[row][query] += products of 16 dims of `unit` rows with G queries [G][16], or of the first
+/// `left` dims if `is_part`. One half follows the other: there are registers for one.
 template <bool is_part, int G, int unit, class Value>
 KVZAP_INLINE_AVX2 void multiply_dims(const Value* const* rows, int left, const float* queries,
                                      __m256* sums) {
@@ -133,8 +133,8 @@ KVZAP_INLINE_AVX2 void multiply_dims(const Value* const* rows, int left, const f
   }
 }
 
-/// Scores of 1 <= rows <= decode_block_rows rows and G query heads: lane e of vector u belongs to
-/// row u * 8 / G + e / G and query e % G. Lanes past the last row get some value.
+/// Computes scores of 1 <= rows <= decode_block_rows rows and G query heads. Lane e of vector u
+/// belongs to row u * 8 / G + e / G and query e % G. Lanes past the last row hold arbitrary scores.
 template <class Value, int G>
 KVZAP_TARGET_AVX2 void score_avx2(const Value* keys, std::int64_t stride, int rows,
                                   const float* queries, int dim, float* scores, Ahead& ahead) {
@@ -159,7 +159,7 @@ KVZAP_TARGET_AVX2 void score_avx2(const Value* keys, std::int64_t stride, int ro
   }
 }
 
-/// The same sums of two times four lanes.
+/// The same sums for two times four lanes.
 KVZAP_INLINE_AVX2 __m128 fold_four(const __m256* v) {
   const __m256 a = _mm256_add_ps(_mm256_unpacklo_ps(v[0], v[1]), _mm256_unpackhi_ps(v[0], v[1]));
   const __m256 b = _mm256_add_ps(_mm256_unpacklo_ps(v[2], v[3]), _mm256_unpackhi_ps(v[2], v[3]));
@@ -169,11 +169,12 @@ KVZAP_INLINE_AVX2 __m128 fold_four(const __m256* v) {
   return _mm_add_ps(_mm256_castps256_ps128(sum), _mm256_extractf128_ps(sum, 1));
 }
 
-// Rows that are scored with four queries at once: their sums take 12 of the 16 registers, which
-// leaves just enough for what is widened, one half after the other. (Rows of floats gain nothing.)
+// Rows that are scored with four queries at once. Their sums take 12 of the 16 registers; the
+// others just suffice for the widened values, one half after the other. (Rows of floats gain
+// nothing.)
 constexpr int rows_by_four = 3;
 
-/// The same scores as score_avx2's of four queries.
+/// The same scores as score_avx2's, of four queries.
 template <class Value>
 KVZAP_TARGET_AVX2 void score_by_four_avx2(const Value* keys, std::int64_t stride, int rows,
                                           const float* queries, int dim, float* scores,
@@ -202,8 +203,7 @@ KVZAP_TARGET_AVX2 void score_by_four_avx2(const Value* keys, std::int64_t stride
   }
 }
 
-/// The same for one query, row after row, as they lie in memory, which is what the processor's
-/// prefetcher follows.
+/// The same for one query, row after row in memory order, which the processor's prefetcher follows.
 template <class Value>
 KVZAP_TARGET_AVX2 void score_in_order_avx2(const Value* keys, std::int64_t stride, int rows,
                                            const float* query, int dim, float* scores,
@@ -232,7 +232,7 @@ KVZAP_TARGET_AVX2 void score_in_order_avx2(const Value* keys, std::int64_t strid
   }
 }
 
-/// Maximum over the lanes that belong to the same query, in each of them.
+/// Returns, in each lane, the maximum over the lanes of the same query.
 template <int G>
 KVZAP_INLINE_AVX2 __m256 max_by_query(__m256 x) {
   x = _mm256_max_ps(x, _mm256_permute2f128_ps(x, x, 0x01));
@@ -241,8 +241,8 @@ KVZAP_INLINE_AVX2 __m256 max_by_query(__m256 x) {
   return x;
 }
 
-/// Takes `rows` rows' scores into the running maximum, for which the weight and the sums are
-/// rescaled, and replaces the scores by exponentials, 0 past the last row.
+/// Updates the running maximum with the scores of `rows` rows and rescales the weight and the sums.
+/// Replaces the scores by exponentials, with 0 past the last row.
 template <int G>
 KVZAP_TARGET_AVX2 void online_softmax_avx2(float* scores, int rows, float scaling, float* maximum,
                                            float* weight, float* sums, int padded) {
@@ -252,7 +252,7 @@ KVZAP_TARGET_AVX2 void online_softmax_avx2(float* scores, int rows, float scalin
   _mm256_store_ps(last, _mm256_blendv_ps(_mm256_set1_ps(minus_infinity), _mm256_load_ps(last),
                                          _mm256_castsi256_ps(valid)));
   const __m256 before = _mm256_load_ps(maximum);
-  // The second operand is the result if one is NaN: NaN never becomes the maximum.
+  // max returns its second operand if one is NaN, so NaN never becomes the maximum.
   __m256 largest = before;
   for (int u = 0; u < units; ++u) {
     largest = _mm256_max_ps(_mm256_load_ps(scores + u * 8), largest);
@@ -293,8 +293,8 @@ KVZAP_INLINE_AVX2 __m256 add_two(__m256 sum, __m256 first, __m256 second, const 
   return _mm256_add_ps(sum, _mm256_fmadd_ps(_mm256_broadcast_ss(weights + G), second, product));
 }
 
-/// sums[q][16 * v ..] += weights[row][q] * values[row][16 * v ..] for V blocks of 16 dims, whose
-/// last has `left` dims if that is not 0.
+/// sums[q][16 * v ..] += weights[row][q] * values[row][16 * v ..] for V blocks of 16 dims. The last
+/// block has `left` dims if `left` is not 0.
 template <class Value, int G, int V, bool is_part>
 KVZAP_TARGET_AVX2 void accumulate_avx2(const Value* values, std::int64_t stride, int rows,
                                        const float* weights, float* sums, int padded, int left,
@@ -310,8 +310,8 @@ KVZAP_TARGET_AVX2 void accumulate_avx2(const Value* values, std::int64_t stride,
     }
   }
   int r = 0;
-  // Rows in twos: their products are summed before they are added to the sums, so that an addition
-  // to the same sum does not wait for the one before.
+  // Rows in twos: their products are added to each other before the sums, so that additions to the
+  // same sum do not wait for each other.
   for (; G > 1 && r + 2 <= rows; r += 2) {
     const Value* const row = values + r * stride;
     ahead.step();
@@ -328,7 +328,7 @@ KVZAP_TARGET_AVX2 void accumulate_avx2(const Value* values, std::int64_t stride,
           high[q * V + v] = add_two<G>(high[q * V + v], first.high, second.high, own + q);
         }
       } else {
-        // One half after the other: there are no registers for more.
+        // One half after the other: there are no registers for both.
         __m256 first = load_dims<is_part>(here, left).low;
         __m256 second = load_dims<is_part>(here + stride, left).low;
 #pragma GCC unroll 4
@@ -371,14 +371,14 @@ KVZAP_TARGET_AVX2 void accumulate_avx2(const Value* values, std::int64_t stride,
 template <class V, int G>
 struct Avx2Kernels {
   using Value = V;
-  // Rows of one query are read at the memory's full rate by going over them in order.
+  // Rows of one query are read in memory order, at the memory's full rate.
   static bool always_prefetches(int /*dim*/) { return G > 1; }
-  // Blocks of 16 dims whose sums, of G queries, take half of the registers.
+  // Blocks of 16 dims whose sums, for G queries, take half of the registers.
   static constexpr int wide = 4 / G;
 
   static constexpr bool by_four = G == 4 && sizeof(Value) == 2;
 
-  // Half of a small level-1 cache: with more rows at a time loops begin and end less often.
+  // Half of a small level-1 cache: with more rows at a time, loops start and end less often.
   static int near_rows_of(int dim) {
     constexpr int bytes = 16384;
     return std::clamp(bytes / (dim * static_cast<int>(sizeof(Value))), near_rows,

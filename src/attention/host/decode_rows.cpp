@@ -18,7 +18,7 @@ namespace kvzap::detail {
 #if KVZAP_X86
 namespace {
 
-// How 16 elements of a row become a register of floats.
+// Loads of 16 elements of a row as a register of floats.
 struct FloatOps {
   using Value = float;
   KVZAP_INLINE_AVX512 __m512 load(const float* p, std::uint32_t mask) {
@@ -41,8 +41,8 @@ struct WideBfloatOps {
   }
 };
 
-/// Sums of lanes of two vectors of partial sums, interleaved: level by level, 16 vectors become one
-/// whose lane i is the sum of vector i.
+/// Adds the lanes of two vectors of partial sums and interleaves them. Level by level, 16 vectors
+/// become one whose lane i is the sum of vector i.
 template <int level>
 KVZAP_INLINE_AVX512 __m512 fold(__m512 a, __m512 b) {
   if constexpr (level == 1) {
@@ -66,9 +66,9 @@ KVZAP_INLINE_AVX512 __m512 fold_all(const __m512* vectors) {
   }
 }
 
-/// Scores of 1 <= rows <= decode_block_rows rows and G query heads: lane e of vector u belongs to
-/// row u * 16 / G + e / G and query e % G. Lanes past the last row get some score of the last row.
-/// queries: [16 dims][G][16].
+/// Computes scores of 1 <= rows <= decode_block_rows rows and G query heads. Lane e of vector u
+/// belongs to row u * 16 / G + e / G and query e % G. Lanes past the last row hold a score of the
+/// last row. queries: [16 dims][G][16].
 template <class Ops, int G>
 KVZAP_TARGET_AVX512 void score(const typename Ops::Value* keys, std::int64_t stride, int rows,
                                const float* queries, int dim, float* scores, Ahead& ahead) {
@@ -96,8 +96,7 @@ KVZAP_TARGET_AVX512 void score(const typename Ops::Value* keys, std::int64_t str
   }
 }
 
-/// The same for one query, row after row, as they lie in memory, which is what the processor's
-/// prefetcher follows.
+/// The same for one query, row after row in memory order, which the processor's prefetcher follows.
 template <class Ops>
 KVZAP_TARGET_AVX512 void score_in_order(const typename Ops::Value* keys, std::int64_t stride,
                                         int rows, const float* query, int dim, float* scores,
@@ -130,8 +129,8 @@ KVZAP_TARGET_AVX512 void score_in_order(const typename Ops::Value* keys, std::in
   }
 }
 
-/// One row's products with G queries, in vectors of 32 dims, folded to one vector. `steps`: vectors
-/// of a row, or 0 if `n_steps` says how many.
+/// Multiplies one row with G queries, in vectors of 32 dims, and folds the products to one vector.
+/// `steps`: vectors of a row, or 0 if `n_steps` gives their number.
 template <int G, int steps>
 KVZAP_TARGET_AVX512_BF16 inline __attribute__((always_inline)) __m512 score_row_pairs(
     const bfloat16* row, const bfloat16* queries, int n_steps, std::uint32_t last) {
@@ -154,9 +153,9 @@ KVZAP_TARGET_AVX512_BF16 inline __attribute__((always_inline)) __m512 score_row_
   if constexpr (G == 4) return fold<2>(fold<1>(sums[0], sums[1]), fold<1>(sums[2], sums[3]));
 }
 
-/// Rows first .. first + 2^(level - log2 G) - 1 and their queries, folded up to `level`: depth
-/// first, so that rows are read one after the other, as they lie in memory, which is what the
-/// processor's prefetcher follows.
+/// Folds rows first .. first + 2^(level - log2 G) - 1 and their queries up to `level`. It works
+/// depth first, so that rows are read one after the other in memory order, which the processor's
+/// prefetcher follows.
 template <int G, int steps, int level>
 KVZAP_TARGET_AVX512_BF16 inline __attribute__((always_inline)) __m512 score_unit_pairs(
     const bfloat16* const* rows, const bfloat16* queries, int n_steps, std::uint32_t last) {
@@ -186,7 +185,7 @@ KVZAP_TARGET_AVX512_BF16 void score_pairs_of(const bfloat16* keys, std::int64_t 
   }
 }
 
-/// The same from products of bfloat16 pairs. queries: [32 dims][G][32].
+/// The same by products of bfloat16 pairs. queries: [32 dims][G][32].
 template <int G>
 void score_pairs(const bfloat16* keys, std::int64_t stride, int rows, const bfloat16* queries,
                  int dim, float* scores, Ahead& ahead) {
@@ -198,7 +197,7 @@ void score_pairs(const bfloat16* keys, std::int64_t stride, int rows, const bflo
   kernel(keys, stride, rows, queries, dim, scores, ahead);
 }
 
-/// Maximum over the lanes that belong to the same query, in each of them.
+/// Returns, in each lane, the maximum over the lanes of the same query.
 template <int G>
 KVZAP_INLINE_AVX512 __m512 max_by_query(__m512 x) {
   x = _mm512_max_ps(x, _mm512_shuffle_f32x4(x, x, 0x4e));
@@ -208,10 +207,10 @@ KVZAP_INLINE_AVX512 __m512 max_by_query(__m512 x) {
   return x;
 }
 
-/// Takes `rows` rows' scores into the running maximum, for which the weight and the sums are
-/// rescaled. Scores past the last row become -infinity. maximum, weight: vectors whose
-/// lane e belongs to query e % G (the weight is the sum of its lanes). sums: [G][padded].
-/// Returns what is to be subtracted from scores before exp.
+/// Updates the running maximum with the scores of `rows` rows and rescales the weight and the sums.
+/// Scores past the last row become -infinity. maximum, weight: vectors whose lane e belongs to
+/// query e % G (the weight is the sum of its lanes). sums: [G][padded]. Returns the shift to
+/// subtract from scores before exp.
 template <int G>
 KVZAP_INLINE_AVX512 __m512 raise_maximum(float* scores, int rows, float scaling, float* maximum,
                                          float* weight, float* sums, int padded) {
@@ -221,7 +220,7 @@ KVZAP_INLINE_AVX512 __m512 raise_maximum(float* scores, int rows, float scaling,
   _mm512_store_ps(last,
                   _mm512_mask_mov_ps(_mm512_set1_ps(minus_infinity), valid, _mm512_load_ps(last)));
   const __m512 before = _mm512_load_ps(maximum);
-  // The second operand is the result if one is NaN: NaN never becomes the maximum.
+  // max returns its second operand if one is NaN, so NaN never becomes the maximum.
   __m512 largest = before;
   for (int u = 0; u < units; ++u) {
     largest = _mm512_max_ps(_mm512_load_ps(scores + u * 16), largest);
@@ -272,8 +271,8 @@ KVZAP_TARGET_AVX512_BF16 void online_softmax_pairs(float* scores, int rows, floa
                                                    float* maximum, float* weight, float* sums,
                                                    int padded) {
   const __m512 shift = raise_maximum<G>(scores, rows, scaling, maximum, weight, sums, padded);
-  // In powers of 2, for which there is less to do than for those of e; what the exponents' rounding
-  // adds is far below that of the weights.
+  // Powers of 2 need fewer instructions than powers of e. The rounding of exponents adds far less
+  // error than the rounding of weights.
   const __m512 log2_scaling = _mm512_set1_ps(scaling * 1.44269504f);
   const __m512 log2_shift = _mm512_mul_ps(shift, log2_scaling);
   const auto weights_of = [&](const float* unit) KVZAP_TARGET_AVX512_BF16 {
@@ -333,10 +332,10 @@ KVZAP_TARGET_AVX512 void accumulate(const typename Ops::Value* values, std::int6
   }
 }
 
-/// The same by products of pairs of rows, for V vectors of 32 dims. Their order in `sums` is that
-/// in which unpacking leaves them, see lane_of_dim. `later`: vectors behind these, which are asked
-/// for, as the next call is to find them in the level-1 cache.
-/// weights: [row / 2][G][row % 2].
+/// The same by products of pairs of rows, for V vectors of 32 dims. `sums` has the order in which
+/// unpacking leaves them, see lane_of_dim. `later`: number of vectors behind these that are
+/// prefetched, since the next call must find them in the level-1 cache. weights: [row / 2][G][row %
+/// 2].
 template <int G, int V>
 KVZAP_TARGET_AVX512_BF16 void accumulate_pairs(const bfloat16* values, std::int64_t stride,
                                                int rows, const std::uint32_t* weights, float* sums,
@@ -350,8 +349,8 @@ KVZAP_TARGET_AVX512_BF16 void accumulate_pairs(const bfloat16* values, std::int6
   }
   for (int r = 0; r < rows; r += 2) {
     const bfloat16* even = values + r * stride;
-    // The pair of an odd last row has the weight 0; it must not be multiplied with what is not
-    // there.
+    // The pair of an odd last row has the weight 0. It must not be multiplied by memory behind the
+    // row.
     const bfloat16* odd = r + 1 < rows ? even + stride : even;
     ahead.step();
     __m512bh weight[G];
@@ -393,12 +392,12 @@ KVZAP_TARGET_AVX512_BF16 void accumulate_pairs(const bfloat16* values, std::int6
   }
 }
 
-/// Lane of a block of 32 sums in which dim d is kept: unpacking splits each 8 neighbours in two.
+/// Returns the lane of dim d in a block of 32 sums: unpacking splits each 8 neighbours in two.
 constexpr int lane_of_dim(int d) { return d / 4 % 2 * 16 + d / 8 * 4 + d % 4; }
 
-/// Calls accumulate for all queries and vectors of a row. Whole rows are read at a time, for as
-/// many queries as the registers have room for: parts of rows are not read at the memory's full
-/// rate. Of one query, where there is nothing else to wait for, see rows_in_order.
+/// Calls accumulate for all queries and vectors of a row. It reads whole rows at a time, for as
+/// many queries as have room in registers: parts of rows are not read at the memory's full rate.
+/// For one query, which waits for nothing else, see rows_in_order.
 template <class Ops, int G>
 void accumulate_all(const typename Ops::Value* values, std::int64_t stride, int rows,
                     const float* weights, float* sums, int padded, int dim, Ahead& ahead) {
@@ -423,8 +422,8 @@ void accumulate_all(const typename Ops::Value* values, std::int64_t stride, int 
   }
 }
 
-// Vectors of 32 dims whose sums for G queries the registers have room for, all G at once: so that
-// rows, if in parts, are unpacked once. They are read from memory whole all the same.
+// Vectors of 32 dims whose sums, for all G queries at once, have room in registers: rows that are
+// read in parts are then unpacked once. Rows are still read from memory as a whole.
 template <int G>
 constexpr int pair_vectors = G == 4 ? 3 : 4;
 
@@ -459,7 +458,7 @@ template <class V, int G>
 struct VectorKernels {
   using Value = V;
   using Ops = OpsOf<Value>;
-  // Rows of one query are read at the memory's full rate by going over them in order.
+  // Rows of one query are read in memory order, at the memory's full rate.
   static bool always_prefetches(int /*dim*/) { return G > 1; }
 
   static int score_steps(int rows) { return (rows * G + 15) / 16; }
@@ -489,7 +488,7 @@ struct VectorKernels {
 template <int G>
 struct PairKernels {
   using Value = bfloat16;
-  // Rows that are read in several parts, and whose queries the registers have no room for.
+  // Rows that are read in several parts because the registers have no room for all queries.
   static bool always_prefetches(int dim) { return dim > 128; }
 
   static int score_steps(int rows) { return (rows * G + 15) / 16; }

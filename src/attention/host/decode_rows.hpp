@@ -7,7 +7,8 @@
 
 namespace kvzap::detail {
 
-/// Rows with constant strides; keys + i * row_stride + d * dim_stride, values alike.
+/// Rows with constant strides: element d of key i is keys[i * row_stride + d * dim_stride]; values
+/// alike.
 template <class Value>
 struct RowRun {
   const Value* keys = nullptr;
@@ -17,27 +18,27 @@ struct RowRun {
   std::int64_t dim_stride = 1;
 };
 
-/// Running softmax of `group` query heads over the rows seen so far. Sums are kept in float.
+/// Running softmax of `group` query heads over the rows added so far. Sums are float.
 ///
-/// Instruction sets from avx2 on go through kernels in which vectors of rows and query heads are
-/// blocked in registers; at avx512_bf16 with bfloat16 rows, queries and exponentials are rounded to
-/// bfloat16 (relative error 2^-9 each), and the weights that are summed are the rounded ones, so
-/// that the result is a weighted mean of the values in any case.
+/// From avx2 on, the kernels block vectors of rows and query heads in registers. At avx512_bf16
+/// with bfloat16 rows, queries and exponentials are rounded to bfloat16 (relative error 2^-9 each).
+/// The sum of weights uses the rounded ones, so the result is always a weighted mean of the values.
 template <class Value>
 class RowAttention {
  public:
-  /// Floats of scratch space, a multiple of 16, for any storage order and instruction set.
+  /// Returns the floats of scratch space, a multiple of 16, for any storage order and instruction
+  /// set.
   static std::int64_t scratch_size(int group, int dim);
 
-  /// scratch: aligned to 64 bytes. by_row: whether most runs have dim_stride 1.
+  /// scratch: aligned to 64 bytes. by_row: most runs have dim_stride 1.
   RowAttention(int group, int dim, bool by_row, float* scratch);
 
-  /// Forgets all rows. queries: (group, dim) with the given strides, unscaled.
+  /// Starts a new softmax. queries: (group, dim) with the given strides, unscaled.
   void begin(const float* queries, std::int64_t head_stride, std::int64_t dim_stride);
-  /// Takes in rows; `next` is what the following call will read (only a hint).
+  /// Adds rows. `next`: the rows of the following call (only a hint).
   void attend(const RowRun<Value>& run, const RowRun<Value>& next);
-  /// maximum (group): largest unscaled score; weight (group): sum of exp(scaling * (score -
-  /// maximum)); sums (group, dim): sum of the same times the value.
+  /// Writes the partial softmax. maximum (group): largest unscaled score. weight (group): sum of
+  /// exp(scaling * (score - maximum)). sums (group, dim): sum of the same times the value.
   void finish(float* maximum, float* weight, float* sums) const;
 
  private:
@@ -49,7 +50,7 @@ class RowAttention {
   int m_dim;
   int m_padded_dim;     // to whole vectors
   int m_block_queries;  // query heads held in registers at once
-  int m_blocks;         // blocks of so many, the last one padded by zeros
+  int m_blocks;         // blocks of that size, the last one padded by zeros
   Kernels m_kernels = Kernels::portable;
   float m_scaling;
   float* m_queries;

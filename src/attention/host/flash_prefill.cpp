@@ -27,7 +27,7 @@ struct TileShape {
 
 /// With 128 dimensions, queries, scores, sums and packed keys and values take half a level-2 cache
 /// of 1 MiB, and one packed panel half a level-1 cache. Processors without AVX-512 have 256 KiB or
-/// more, in which what either product goes over has room.
+/// more, enough for the operands of one product.
 TileShape tile_shape() {
   return simd_level() >= SimdLevel::avx512 ? TileShape{264, 128} : TileShape{192, 96};
 }
@@ -59,13 +59,13 @@ std::int64_t FlashPrefill<Value>::scratch_size(int group, int dim) {
 #if KVZAP_X86
 namespace {
 
-/// Takes `count` >= 1 scores into the running maximum of a row. Returns what is to be subtracted
-/// from scores before exp; factor: that of earlier weights and sums.
+/// Updates the running maximum of a row with `count` >= 1 scores. Returns the shift to subtract
+/// from scores before exp. factor: rescales earlier weights and sums.
 KVZAP_INLINE_AVX512 __m512 raise_row(const float* scores, int count, float scaling, float* maximum,
                                      float* factor) {
   const __m512 none = _mm512_set1_ps(minus_infinity);
   const float before = *maximum;
-  // The second operand is the result if one is NaN: NaN never becomes the maximum.
+  // max returns its second operand if one is NaN, so NaN never becomes the maximum.
   __m512 largest = _mm512_set1_ps(before);
   int k = 0;
   for (; k + 16 <= count; k += 16) largest = _mm512_max_ps(_mm512_load_ps(scores + k), largest);
@@ -103,7 +103,7 @@ KVZAP_TARGET_AVX512 void online_softmax_row(float* scores, int count, int padded
   *weight = *weight * *factor + _mm512_reduce_add_ps(total);
 }
 
-/// The same, where exponentials become bfloat16, in the first half of the row.
+/// The same with exponentials in bfloat16, stored in the first half of the row.
 KVZAP_TARGET_AVX512_BF16 void online_softmax_row_pairs(float* scores, int count, int padded,
                                                        float scaling, float* maximum, float* weight,
                                                        float* factor) {
@@ -271,7 +271,7 @@ void FlashPrefill<Value>::attend_staged() {
   }
 
   const std::int64_t rows = m_tokens * m_group;
-  // Keys of the tile that a row's token sees.
+  // Returns the keys of the tile that a row's token sees.
   const auto limit_of = [&](std::int64_t row) {
     return static_cast<int>(std::clamp<std::int64_t>(m_visible + row / m_group, 0, keys));
   };

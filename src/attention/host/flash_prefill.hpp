@@ -1,5 +1,5 @@
-// Prefill attention on the host: tiles of query tokens against tiles of rows, by matrix products
-// that are blocked for registers and caches.
+// Prefill attention on the host: tiles of query tokens times tiles of rows, by matrix products that
+// are blocked for registers and caches.
 #pragma once
 
 #include <cstdint>
@@ -9,32 +9,32 @@
 
 namespace kvzap::detail {
 
-/// Running softmax of a tile of query tokens, each with the `group` query heads of one KV head,
-/// over rows of that head. Needs the instruction set avx2.
+/// Running softmax of a tile of query tokens over rows of one KV head. Each token has the `group`
+/// query heads of that head. Needs the instruction set avx2.
 ///
 /// At avx512_bf16 with bfloat16 rows, queries and exponentials are rounded to bfloat16 (relative
-/// error 2^-9 each) and multiplied in pairs; the weights that are summed are the rounded ones.
-/// Otherwise rows are widened to float. Sums are kept in float.
+/// error 2^-9 each) and multiplied in pairs; the sum of weights uses the rounded ones. Otherwise
+/// rows are widened to float. Sums are float.
 template <class Value>
 class FlashPrefill {
  public:
   /// Whether the instruction set in use suffices.
   static bool available();
-  /// Query tokens of a tile.
+  /// Returns the query tokens of a tile.
   static std::int64_t tile_tokens(int group);
-  /// Floats of scratch space, a multiple of 16.
+  /// Returns the floats of scratch space, a multiple of 16.
   static std::int64_t scratch_size(int group, int dim);
 
   /// scratch: aligned to 64 bytes.
   FlashPrefill(int group, int dim, float* scratch);
 
-  /// Forgets all rows. queries: (token, group, dim) with the given strides, unscaled; at most
+  /// Starts a new softmax. queries: (token, group, dim) with the given strides, unscaled; at most
   /// tile_tokens. Token i sees the first visible + i of the rows that follow.
   void begin(const float* queries, std::int64_t tokens, std::int64_t token_stride,
              std::int64_t head_stride, std::int64_t dim_stride, std::int64_t visible);
   void attend(const RowRun<Value>& run);
-  /// Writes (token, group, dim) after the last row, and the log-sum-exp (token, group) unless `lse`
-  /// is null.
+  /// Call it after the last row. Writes the output (token, group, dim), and the log-sum-exp (token,
+  /// group) unless `lse` is null.
   void finish(float* output, std::int64_t token_stride, std::int64_t head_stride,
               std::int64_t dim_stride, float* lse = nullptr, std::int64_t lse_token_stride = 0,
               std::int64_t lse_head_stride = 0);

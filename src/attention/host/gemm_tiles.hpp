@@ -1,4 +1,4 @@
-// Prefill attention on hosts whose processor has no AVX-512: tiles of scores by gemm.
+// Prefill attention on hosts whose processor has no AVX2: tiles of scores by gemm.
 #pragma once
 
 #include "attention/call.hpp"
@@ -6,9 +6,9 @@
 
 namespace kvzap::detail {
 
-/// Attention of one span of any number of query tokens: per KV head and tile of query tokens, for
-/// each tile of rows, scores by gemm, an online softmax, weighted sums by gemm. Rows are gathered
-/// into tiles of float, which costs a 1/512 part of the arithmetic. Kernels run one after the
+/// Attention of one span of any number of query tokens. For each KV head, tile of query tokens and
+/// tile of rows, it computes scores by gemm, an online softmax, and weighted sums by gemm. Rows are
+/// gathered into tiles of float, which costs 1/512 of the arithmetic. Kernels run one after the
 /// other, each on all threads.
 template <class Value, PageOrder order>
 class GemmTiles {
@@ -16,7 +16,7 @@ class GemmTiles {
   void operator()(const ExecutionSpace& exec, const AttentionSpan<Value, order>& span,
                   const AttentionCall<Value, order>& call);
 
-  /// For spans of up to `tokens` query tokens.
+  /// Reserves scratch space for spans of up to `tokens` query tokens.
   void reserve(int group, int dim, std::int64_t tokens);
   static std::size_t scratch_bytes(int group, int dim, std::int64_t tokens);
 

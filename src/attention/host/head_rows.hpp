@@ -1,4 +1,4 @@
-// Where the rows of a head lie that a span's queries see, for kernels on the host.
+// The memory of the rows of a head that a span's queries see, for kernels on the host.
 #pragma once
 
 #include <algorithm>
@@ -8,9 +8,9 @@
 
 namespace kvzap::detail {
 
-/// The run of rows of a head that begins at `row` and ends before `end` at the latest. Rows are
-/// counted over the head's pages, the ring as it lies, and the span's new rows. Empty from `end`
-/// on.
+/// Returns the run of rows of a head that begins at `row` and ends at `end` at the latest; empty
+/// from `end` on. Rows are counted over the head's pages, the ring in slot order, and the span's
+/// new rows.
 template <class Value, PageOrder order>
 RowRun<Value> run_of(const AttentionSpan<Value, order>& span, int head,
                      const typename Attention<Value, order>::RowsView& new_keys,

@@ -14,20 +14,20 @@
 namespace kvzap::detail {
 namespace {
 
-// Rows of a work item, at least: 512 KiB of bfloat16 keys and values of 128.
+// The fewest rows of a work item: 512 KiB of bfloat16 keys and values of 128 dimensions.
 constexpr std::int64_t least_item_rows = 1024;
 
-/// Rows of the work items of a head of so many: more of a long one, as an item has a beginning and
-/// an end. It depends on nothing else, so that neither the number of threads nor other spans change
-/// how sums are grouped.
+/// Returns the rows of the work items of a head with `rows` rows. Long heads have longer items, as
+/// each item has a fixed cost. Only the length decides, so neither the number of threads nor other
+/// spans change the order of sums.
 constexpr std::int64_t item_rows(std::int64_t rows) {
   return std::clamp(rows / 8 / least_item_rows, std::int64_t{1}, std::int64_t{4}) * least_item_rows;
 }
 
 std::int64_t workers() { return host_threads(); }
 
-/// Calls visit(Format()) with the format that rows of this type take in tiles of AMX, and returns
-/// true; false where the instruction set in use has none.
+/// Calls visit(Format()) with the AMX format for rows of this type and returns true. Returns false
+/// if the instruction set in use has none.
 template <class Value, class Visitor>
 bool visit_amx([[maybe_unused]] const Visitor& visit) {
   [[maybe_unused]] const auto try_format = [&](auto format) {
@@ -42,24 +42,24 @@ bool visit_amx([[maybe_unused]] const Visitor& visit) {
   return false;
 }
 
-/// Whether tiles of query tokens are AmxPrefill's, not FlashPrefill's.
+/// Whether AmxPrefill, not FlashPrefill, takes tiles of query tokens.
 template <class Value>
 bool uses_amx() {
   return visit_amx<Value>([](auto) {});
 }
 
-// Query heads of a KV head from which on rows of a single token are AmxPrefill's too: half a tile.
-// Fewer would leave most of its products unused.
+// From this many query heads of a KV head on, AmxPrefill takes rows of a single token too: half a
+// tile. With fewer, most of its products would be unused.
 constexpr int amx_group = 8;
 
-/// Whether items of a single token's rows are AmxPrefill's, not RowAttention's. (It would copy each
-/// row of dim-major pages.)
+/// Whether AmxPrefill, not RowAttention, takes the row items. (It would have to copy each row of
+/// dim-major pages.)
 template <class Value, PageOrder order>
 bool uses_amx_for_rows(int group) {
   return order == PageOrder::token_major && group >= amx_group && uses_amx<Value>();
 }
 
-/// At least: longer spans may have longer tiles.
+/// Returns the smallest tile; longer spans may have longer tiles.
 template <class Value>
 std::int64_t least_tile_tokens(int group) {
   return uses_amx<Value>() ? amx_least_tile_tokens(group) : FlashPrefill<Value>::tile_tokens(group);
@@ -71,8 +71,8 @@ std::int64_t tile_tokens_of_span(int group, std::int64_t span_tokens) {
                            : FlashPrefill<Value>::tile_tokens(group);
 }
 
-/// Floats that one thread needs for items of either kind: for all row items first, then for tiles
-/// and those row items that are done as such.
+/// Floats of scratch space that one thread needs: row_space_size for row items, then
+/// tile_space_size for tiles and for row items that AmxPrefill takes.
 template <class Value>
 std::int64_t row_space_size(int group, int dim) {
   return RowAttention<Value>::scratch_size(group, dim);
@@ -124,7 +124,7 @@ void HostAttention<Value, order>::reserve(const AttentionExtents& extents, bool 
   reserve_scratch(m_workspaces, sizes.workspaces, "kvzap::attention::workspaces");
 }
 
-/// The items of a plan and where their results go, as threads share them.
+/// The items of a plan and the places of their results, as threads share them.
 template <class Value, PageOrder order>
 struct HostAttention<Value, order>::Items {
   const Span* spans;
@@ -135,7 +135,7 @@ struct HostAttention<Value, order>::Items {
   bool rows_by_amx;
   float* partials;  // one of `partial` floats for each row item
   std::int64_t partial;
-  float* workspaces;  // `space` floats for each worker: row items' first, then tiles'
+  float* workspaces;  // `space` floats for each worker: first for row items, then for tiles
   std::int64_t row_space, space;
 
   template <class Tiles>
@@ -263,7 +263,7 @@ void HostAttention<Value, order>::plan(const std::vector<Span>& spans, const Cal
             [](const Tile& a, const Tile& b) { return a.rows * a.tokens > b.rows * b.tokens; });
 }
 
-// Tiles write their output; row items leave partial softmaxes.
+// Runs all items on all threads. Tiles write their output; row items leave partial softmaxes.
 template <class Value, PageOrder order>
 void HostAttention<Value, order>::run(const std::vector<Span>& spans, const Call& call) {
   Items items{};
@@ -282,7 +282,7 @@ void HostAttention<Value, order>::run(const std::vector<Span>& spans, const Call
   const std::int64_t needed = items.n_rows * items.partial;
   const auto room = static_cast<std::int64_t>(m_partials.extent(0));
   if (needed > room) {
-    // Half as much again at least: heads grow in every step.
+    // At least half as much again: heads grow in every step.
     reserve_scratch(m_partials, std::max(needed, room + room / 2), "kvzap::attention::partials");
   }
   reserve_scratch(m_workspaces, workers() * items.space, "kvzap::attention::workspaces");
@@ -294,7 +294,7 @@ void HostAttention<Value, order>::run(const std::vector<Span>& spans, const Call
            [=](std::int64_t worker) { items.work(worker, *queue); });
 }
 
-// Outputs of spans of one query token, from the partial softmaxes of their heads' row items.
+// Merges the partial softmaxes of row items into the outputs of their query heads.
 template <class Value, PageOrder order>
 void HostAttention<Value, order>::merge(const std::vector<Span>& spans, const Call& call) {
   const int kv_heads = call.kv_heads;

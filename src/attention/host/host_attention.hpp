@@ -29,7 +29,7 @@ class HostAttention {
  private:
   using Call = AttentionCall<Value, order>;
   struct Tile {
-    std::int64_t rows;  // that its last token sees
+    std::int64_t rows;  // rows that its last token sees
     std::int64_t first_token;
     std::int64_t tokens;
     int span;

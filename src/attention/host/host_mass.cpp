@@ -14,11 +14,11 @@
 namespace kvzap::detail {
 namespace {
 
-// Query rows and rows of a tile of the gemm form, and columns that one thread reduces.
+// Query rows and keys of a tile of the gemm path, and columns that one thread reduces.
 constexpr std::int64_t gemm_tile = 512;
 constexpr std::int64_t columns_at_once = 64;
 
-/// Where row `row` of a head lies, in order of position over cache and new rows.
+/// Returns the place of row `row` of a head, in order of position over cache and new rows.
 template <class Value, PageOrder order>
 RowPlace<Value> key_of(const AttentionSpan<Value, order>& span, const MassCall<Value, order>& call,
                        int head, std::int64_t row) {
@@ -76,7 +76,7 @@ void HostMass<Value, order>::by_tiles(const AttentionSpan<Value, order>& span,
         mass.add_key(row.key, row.dim_stride);
       }
       mass.pack();
-      // Rows of this tile that the span's first token sees; each later one sees one more.
+      // Rows of this tile that the span's first token sees; each later token sees one more.
       const std::int64_t visible = rows - of->queries + 1 - begin;
       for (std::int64_t t = std::max<std::int64_t>(0, 1 - visible); t < of->queries; ++t) {
         const std::int64_t token = of->first_query + t;

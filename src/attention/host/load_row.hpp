@@ -1,4 +1,4 @@
-// One row as float.
+// Loads one row as float.
 #pragma once
 
 #include "base/kokkos_compat.hpp"

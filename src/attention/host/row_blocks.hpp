@@ -1,5 +1,5 @@
-// What the kernels of decode attention share for all instruction sets: the walk over blocks of rows
-// and what is read ahead of it.
+// The walk over blocks of rows and its prefetching, shared by the decode kernels of all instruction
+// sets.
 #pragma once
 
 #include <algorithm>
@@ -10,15 +10,15 @@
 
 namespace kvzap::detail {
 
-// Rows whose scores are held at once: the running maximum is rescaled once per so many. With 128
-// 16-bit values per row, their keys and their values each fill half a level-1 cache.
+// Rows whose scores are held at once: the running maximum is rescaled once for each block. With 128
+// 16-bit values per row, the keys and the values of a block each fill half a level-1 cache.
 constexpr int decode_block_rows = 64;
 
 // Rows whose values are read from memory once and then again from the level-1 cache.
 constexpr int near_rows = 16;
 
-/// The same where rows are read without being asked for before, by the processor's prefetcher: it
-/// follows only what is nearly in the order in which it lies, so many bytes at a time.
+/// The same for rows that the processor's prefetcher brings without prefetch instructions. It
+/// follows only reads nearly in memory order, this many bytes at a time.
 template <class Value>
 int rows_in_order(int dim, int bytes) {
   return std::clamp(bytes / (dim * static_cast<int>(sizeof(Value))), 1, near_rows);
@@ -32,14 +32,14 @@ constexpr int block_lanes = 16;
 #if KVZAP_X86
 namespace kvzap::detail {
 
-// Bytes by which prefetching is ahead of reading: many latencies of memory at its full rate. Into
-// the level-2 cache, as a level-1 cache would lose lines again in between.
+// Distance in bytes from reading to prefetching: many latencies of memory at its full rate. Into
+// the level-2 cache, as a level-1 cache would lose lines before they are read.
 constexpr std::int64_t prefetch_distance = 16384;
 
-// Bytes by which kernels that read every row once, in the order in which rows lie, ask for lines
-// before they read them: enough to lead the processor's own prefetcher over the ends of memory
-// pages, and so near that asking takes none of the few misses that a level-1 cache can have at once
-// from it. Four times as many are as good, sixteen times as many cost a third of the rate.
+// Distance in bytes for kernels that read every row once in memory order. It is enough to lead the
+// processor's prefetcher over the ends of memory pages. It is short enough to leave the prefetcher
+// the few misses that a level-1 cache can have at once. Four times the distance is as good; sixteen
+// times costs a third of the rate.
 constexpr std::int64_t in_order_distance = 512;
 
 /// Asks for the line that is in_order_distance behind that of `row`.
@@ -49,7 +49,7 @@ inline __attribute__((always_inline)) void prefetch_in_order(const Value* row) {
   _mm_prefetch(reinterpret_cast<const char*>(row) + in_order_distance, _MM_HINT_T1);
 }
 
-/// Rows that lie one behind the other, as bytes.
+/// Consecutive rows, as bytes.
 struct Extent {
   const char* begin = nullptr;
   const char* end = nullptr;
@@ -61,9 +61,9 @@ struct Extent {
   }
 };
 
-/// Prefetches in ascending order, a share with each step of a kernel, the memory that is read
-/// prefetch_distance later: the rest of what the kernel reads now, and the beginning of what is
-/// read next. Nothing if `steps` is 0.
+/// Prefetches, with each step of a kernel, a share of the memory that is read prefetch_distance
+/// later, in ascending order: the rest of the kernel's current rows, then the first of the next
+/// rows. Does nothing if `steps` is 0.
 class Ahead {
  public:
   Ahead(Extent now, Extent later, std::int64_t steps) {
@@ -102,8 +102,8 @@ struct Blocks {
   float *scores, *maximum, *weight, *sums;
 };
 
-/// Whether `next` is empty or begins where `run` ends, or so little behind it that the processor's
-/// prefetcher goes on.
+/// Whether `next` is empty, begins at the end of `run`, or begins so close behind it that the
+/// processor's prefetcher goes on.
 template <class Value>
 bool is_behind(const RowRun<Value>& next, const RowRun<Value>& run) {
   if (next.rows == 0) return true;
@@ -128,10 +128,10 @@ void attend_blocks(const Blocks<typename Kernels::Value>& blocks,
                    const RowRun<typename Kernels::Value>& next) {
   using Value = typename Kernels::Value;
   const int dim = blocks.dim, padded = blocks.padded;
-  // Rows that are read once, in the order in which they lie, are brought by the processor's own
-  // prefetcher, at the memory's full rate, which asking for single lines does not reach. It helps
-  // where the next page lies elsewhere, or, of several queries, where keys and values of a block
-  // do (longer pages), and where there is more to compute than to read.
+  // The processor's own prefetcher brings rows that are read once in memory order, at the memory's
+  // full rate; prefetch instructions do not reach that rate. They help in three cases: the next
+  // page lies elsewhere; with several queries, the keys and values of a block do (longer pages); or
+  // there is more to compute than to read.
   const bool in_order = is_behind(next, run) && (G == 1 || run.rows <= decode_block_rows);
   const bool prefetches = Kernels::always_prefetches(dim) || blocks.count > 1 || !in_order;
   for (std::int64_t begin = 0; begin < run.rows; begin += decode_block_rows) {
@@ -163,7 +163,7 @@ void attend_blocks(const Blocks<typename Kernels::Value>& blocks,
   }
 }
 
-/// attend_blocks with the kernels of blocks of `block_queries` queries.
+/// Calls attend_blocks with the kernels of blocks of `block_queries` queries.
 template <template <class, int> class KernelsOf, class Value>
 void attend_blocks_of(int block_queries, const Blocks<Value>& blocks, const RowRun<Value>& run,
                       const RowRun<Value>& next) {

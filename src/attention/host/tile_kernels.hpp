@@ -1,12 +1,12 @@
-// Which matrix product attention's tiles are multiplied by, at the instruction set in use.
+// The matrix product of attention's tiles at the instruction set in use.
 #pragma once
 
 #include <cstdint>
 
 namespace kvzap::detail {
 
-/// The products of tiles, and the blocks that they work on. Words are floats or, where `pairs`,
-/// pairs of bfloat16.
+/// The products of tiles and the sizes of their blocks. Words are floats, or pairs of bfloat16 if
+/// `pairs`.
 struct TileKernels {
   /// c (rows, columns) = factor * c + a (rows, steps) * b (steps, columns) of words; factor[r] for
   /// row r, 0 if null. b and c are aligned to 64 bytes.
@@ -20,12 +20,13 @@ struct TileKernels {
   Product product = nullptr;  // of whole panels
   Product narrow = nullptr;   // of panels of 16 columns
 
-  /// Whether the instruction set in use has any: from avx2 on.
+  /// Whether the instruction set in use has a product: from avx2 on.
   static bool available();
-  /// Those for rows of bfloat16, or of other values.
+  /// Returns the products for rows of bfloat16, or of other types.
   static TileKernels of(bool bfloat_rows);
 
-  /// Rows of keys (padded_keys, words), aligned, into panels [panel][word][key] of `columns` keys.
+  /// Packs rows of keys (padded_keys, words), aligned, into panels [panel][word][key] of `columns`
+  /// keys.
   void pack(const float* keys, int padded_keys, int words, float* target) const;
 };
 

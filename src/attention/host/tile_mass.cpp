@@ -18,8 +18,8 @@ namespace kvzap::detail {
 #if KVZAP_X86
 namespace {
 
-/// mass[k] = sum or maximum of itself and factor * row_factors[k] * exp(scaling * scores[k] - lse)
-/// for k < count. A NaN stays.
+/// mass[k] = sum or maximum of mass[k] and factor * row_factors[k] * exp(scaling * scores[k] -
+/// lse), for k < count. A NaN stays.
 KVZAP_TARGET_AVX512 void take_row(const float* scores, int count, float scaling, float lse,
                                   float factor, const float* row_factors, bool is_max,
                                   float* mass) {
@@ -35,7 +35,7 @@ KVZAP_TARGET_AVX512 void take_row(const float* scores, int count, float scaling,
     const __m512 before = _mm512_load_ps(mass + k);
     __m512 now;
     if (is_max) {
-      // The second operand is the result if one is NaN.
+      // max returns its second operand if one is NaN.
       now = _mm512_mask_mov_ps(_mm512_max_ps(p, before), _mm512_cmp_ps_mask(p, p, _CMP_UNORD_Q), p);
     } else {
       now = _mm512_add_ps(before, p);
@@ -44,7 +44,7 @@ KVZAP_TARGET_AVX512 void take_row(const float* scores, int count, float scaling,
   }
 }
 
-/// mass[k] = sum or maximum of itself and tile[k] for k < count, and some of those behind.
+/// mass[k] = sum or maximum of mass[k] and tile[k] for k < count; also for some k behind.
 KVZAP_TARGET_AVX512 void take_tile(const float* tile, int count, bool is_max, float* mass) {
   for (int k = 0; k < count; k += 16) {
     const __m512 p = _mm512_load_ps(tile + k);
@@ -55,9 +55,9 @@ KVZAP_TARGET_AVX512 void take_tile(const float* tile, int count, bool is_max, fl
   }
 }
 
-/// The maximum of what is and what comes; a NaN stays.
+/// Returns the maximum of `p` and `before`; a NaN stays.
 KVZAP_INLINE_AVX2 __m256 max_or_nan(__m256 p, __m256 before) {
-  // The second operand is the result if one is NaN.
+  // max returns its second operand if one is NaN.
   return _mm256_blendv_ps(_mm256_max_ps(p, before), p, _mm256_cmp_ps(p, p, _CMP_UNORD_Q));
 }
 
@@ -164,7 +164,7 @@ void TileMass<Value>::pack() {
 template <class Value>
 void TileMass<Value>::add_query(const float* query, std::int64_t dim_stride, int limit, float lse,
                                 float factor, const float* row_factors) {
-  // Where nothing weighs anything there are no probabilities.
+  // Without any weight there are no probabilities.
   if (limit <= 0 || lse == minus_infinity) return;
   float* const target = m_queries + std::int64_t{m_waiting} * m_words;
   if (m_pairs) {
@@ -194,7 +194,7 @@ void TileMass<Value>::reduce_queries() {
             0.0f);
   for (int k = 0; k < m_count; k += width) {
     for (int row = 0; row < rows; row += R) {
-      // Later rows see more.
+      // Later rows see more keys.
       if (m_seen[std::min(row + R, m_waiting) - 1].limit <= k) continue;
       m_kernels.product(words, m_queries + row * m_words, m_words,
                         m_keys + std::int64_t{k} * m_words, m_scores + row * tile_keys + k,

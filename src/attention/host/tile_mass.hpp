@@ -1,4 +1,4 @@
-// Probabilities of tiles of queries for tiles of keys on the host, reduced over the queries.
+// Probabilities of tiles of keys on the host, reduced over all queries.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace kvzap::detail {
 
-/// The mass that a tile of one KV head's keys gets from any number of queries. Needs the
-/// instruction set avx2; multiplies what FlashPrefill multiplies.
+/// The attention mass of a tile of one KV head's keys, from any number of queries. Needs the
+/// instruction set avx2. It multiplies the same operands as FlashPrefill.
 template <class Value>
 class TileMass {
  public:
@@ -17,23 +17,23 @@ class TileMass {
   /// Keys, and query rows (tokens times group), of a tile.
   static constexpr int tile_keys = 512;
   static constexpr int tile_rows = 96;
-  /// Floats of scratch space, a multiple of 16.
+  /// Returns the floats of scratch space, a multiple of 16.
   static std::int64_t scratch_size(int dim);
 
   /// scratch: aligned to 64 bytes.
   TileMass(int dim, bool is_max, float* scratch);
 
-  /// Forgets all keys.
+  /// Removes all keys.
   void begin();
-  /// One more key, dim values that are dim_stride apart; at most tile_keys.
+  /// Adds a key: dim values that are dim_stride apart. At most tile_keys.
   void add_key(const Value* key, std::int64_t dim_stride);
-  /// After the last key.
+  /// Call it after the last key.
   void pack();
-  /// Takes in one query row, which sees the first `limit` keys. row_factors: of the keys, next to
-  /// each other, or null for 1.
+  /// Adds one query row, which sees the first `limit` keys. row_factors: factors of the keys,
+  /// contiguous, or null for 1.
   void add_query(const float* query, std::int64_t dim_stride, int limit, float lse, float factor,
                  const float* row_factors);
-  /// Mass of the keys.
+  /// Returns the mass of the keys.
   const float* finish();
 
  private:

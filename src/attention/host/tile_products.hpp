@@ -1,4 +1,4 @@
-// Matrix products that are blocked for registers, and the packed forms of rows that they take.
+// Matrix products that are blocked for registers, and the packing of their rows.
 #pragma once
 
 #include <cstdint>
@@ -124,7 +124,7 @@ KVZAP_TARGET_AVX512 inline void transpose(const float* source, std::int64_t sour
   }
 }
 
-/// target[c] = source (even row)[c] and (odd row)[c] as a pair.
+/// target[c] = the pair of source (even row)[c] and (odd row)[c].
 KVZAP_TARGET_AVX512 inline void interleave(const std::uint16_t* even, const std::uint16_t* odd,
                                            float* target, int columns) {
   for (int c = 0; c < columns; c += 16) {
@@ -136,7 +136,8 @@ KVZAP_TARGET_AVX512 inline void interleave(const std::uint16_t* even, const std:
   }
 }
 
-/// Rows of keys (padded_keys, words), aligned, into panels [panel][word][key] of `width` keys.
+/// Packs rows of keys (padded_keys, words), aligned, into panels [panel][word][key] of `width`
+/// keys.
 inline void pack_keys(const float* rows, int padded_keys, int words, int width, float* target) {
   for (int k = 0; k < padded_keys; k += 16) {
     float* const panel = target + std::int64_t{k / width * width} * words + k % width;

@@ -1,5 +1,5 @@
-// The matrix products, packing and softmax of attention's tiles for processors with AVX2 and FMA,
-// which take floats alone. See tile_products.hpp.
+// The matrix products, packing and softmax of attention's tiles for processors with AVX2 and FMA.
+// They take only floats. See tile_products.hpp.
 #pragma once
 
 #include <cmath>
@@ -37,7 +37,7 @@ KVZAP_TARGET_AVX2 inline void multiply_floats_avx2(int steps, const float* a, st
       high[r] = _mm256_mul_ps(_mm256_load_ps(c + r * c_stride + 8), by);
     }
   }
-  // Rows 0 to 2 and 3 to 5 by one register each, and multiples of the stride.
+  // Rows 0 to 2 and rows 3 to 5 are addressed by one register each and multiples of the stride.
   const float* upper = a;
   const float* lower = a + 3 * a_stride;
   for (int s = 0; s < steps; ++s, b += avx2_block_columns) {
@@ -61,7 +61,7 @@ KVZAP_TARGET_AVX2 inline void multiply_floats_avx2(int steps, const float* a, st
 KVZAP_INLINE_AVX2 void transpose_eight(const float* source, std::int64_t source_stride,
                                        float* target, std::int64_t target_stride) {
   __m256 a[8], b[8];
-  // Halves of rows i and i + 4 side by side, so that 128-bit lanes need not be crossed later.
+  // Halves of rows i and i + 4 side by side, so that later steps need not cross 128-bit lanes.
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
     const float* const near = source + i * source_stride;
@@ -85,8 +85,8 @@ KVZAP_INLINE_AVX2 void transpose_eight(const float* source, std::int64_t source_
   for (int j = 0; j < 8; ++j) _mm256_store_ps(target + j * target_stride, b[j]);
 }
 
-/// Rows of keys (padded_keys, words), aligned, into panels [panel][word][key] of 16 keys; words: a
-/// multiple of 8.
+/// Packs rows of keys (padded_keys, words), aligned, into panels [panel][word][key] of 16 keys.
+/// words: a multiple of 8.
 KVZAP_TARGET_AVX2 inline void pack_keys_avx2(const float* rows, int padded_keys, int words,
                                              float* target) {
   constexpr int width = avx2_block_columns;
@@ -98,15 +98,15 @@ KVZAP_TARGET_AVX2 inline void pack_keys_avx2(const float* rows, int padded_keys,
   }
 }
 
-/// Takes `count` >= 1 scores into the running maximum of a row, replaces them by exponentials, and
-/// those after them up to `padded`, a multiple of 8, by 0. factor: that of earlier weights and
+/// Updates the running maximum of a row with `count` >= 1 scores. Replaces them by exponentials,
+/// and those after them up to `padded`, a multiple of 8, by 0. factor: rescales earlier weights and
 /// sums.
 KVZAP_TARGET_AVX2 inline void online_softmax_row_avx2(float* scores, int count, int padded,
                                                       float scaling, float* maximum, float* weight,
                                                       float* factor) {
   const __m256 none = _mm256_set1_ps(minus_infinity);
   const float before = *maximum;
-  // The second operand is the result if one is NaN: NaN never becomes the maximum.
+  // max returns its second operand if one is NaN, so NaN never becomes the maximum.
   __m256 largest = _mm256_set1_ps(before);
   int k = 0;
   for (; k + 8 <= count; k += 8) largest = _mm256_max_ps(_mm256_load_ps(scores + k), largest);

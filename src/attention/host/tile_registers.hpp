@@ -1,4 +1,4 @@
-// AMX's tile registers, and arrays in their place.
+// AMX's tile registers, and arrays that emulate them.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 // NOLINTBEGIN(bugprone-implicit-widening-of-multiplication-result): offsets within a tile
 namespace kvzap::detail {
 
-// All eight registers are 16 rows of 64 bytes. In memory a tile is 1 KiB without gaps: rows that
+// All eight registers have 16 rows of 64 bytes. In memory a tile is 1 KiB without gaps: rows that
 // are a power of two apart would share few cache sets.
 inline constexpr int tile_bytes = 1024;
 using TileBytes = char[tile_bytes];
@@ -29,7 +29,7 @@ struct TileRegisters {
                  : "r"(source), "r"(std::int64_t{64}), "i"(tile),
                    "m"(*reinterpret_cast<const TileBytes*>(source)));
   }
-  /// For what is read once before it leaves the level-1 cache: what is reused stays there.
+  /// For data that is read once before it leaves the level-1 cache: reused data stays there.
   template <int tile>
   KVZAP_INLINE_AVX512_BF16 void load_once(const char* source) {
     asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2"
@@ -48,7 +48,7 @@ struct TileRegisters {
   KVZAP_INLINE_AVX512_BF16 void multiply() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sums), "i"(a), "i"(b));
   }
-  /// The same of half, TDPFP16PS: in bytes, as assemblers before binutils 2.40 do not know it.
+  /// The same for half, TDPFP16PS: in bytes, as assemblers before binutils 2.40 do not know it.
   template <int sums, int a, int b>
   KVZAP_INLINE_AVX512_BF16 void multiply_halves() {
     asm volatile(".byte 0xc4, 0xe2, %c0, 0x5c, %c1"

@@ -1,4 +1,4 @@
-// Pieces that the vectorized attention kernels share: padding, exp, what a softmax subtracts.
+// Helpers of the vectorized attention kernels: padding, exp, and the shift of a softmax.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace kvzap::detail {
 
-/// `count` rounded up to a multiple of `unit`.
+/// Returns `count` rounded up to a multiple of `unit`.
 constexpr std::int64_t whole(std::int64_t count, std::int64_t unit) {
   return (count + unit - 1) / unit * unit;
 }
@@ -29,13 +29,13 @@ constexpr std::int64_t whole(std::int64_t count, std::int64_t unit) {
 
 namespace kvzap::detail {
 
-/// Lanes first + i < count of 8, as a mask.
+/// Returns lanes first + i < count of 8 as a mask.
 KVZAP_INLINE_AVX2 __m256i lanes_before(int count, int first) {
   const __m256i index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(count - first), index);
 }
 
-/// exp(x) for x <= 0 within 2 units in the last place (Cephes' expf); 0 where it would be
+/// Returns exp(x) for x <= 0 within 2 units in the last place (Cephes' expf); 0 where it would be
 /// subnormal, NaN for NaN.
 KVZAP_INLINE_AVX512 __m512 exp_nonpositive(__m512 x) {
   const __m512 lowest = _mm512_set1_ps(-87.3f);
@@ -74,8 +74,8 @@ KVZAP_INLINE_AVX2 __m256 exp_nonpositive(__m256 x) {
   return _mm256_and_ps(normal, _mm256_mul_ps(p, _mm256_castsi256_ps(power)));
 }
 
-/// 2^x within 2.2 units in the last place, 0 for -infinity, NaN for NaN. A polynomial on [0, 1),
-/// where x - floor(x) and the multiplication by 2^floor(x) are one instruction each.
+/// Returns 2^x within 2.2 units in the last place, 0 for -infinity, NaN for NaN. It is a polynomial
+/// on [0, 1); x - floor(x) and the multiplication by 2^floor(x) are one instruction each.
 KVZAP_INLINE_AVX512 __m512 exp2_of(__m512 x) {
   const __m512 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
   __m512 p = _mm512_set1_ps(0x1.ec320ap-10f);
@@ -87,7 +87,7 @@ KVZAP_INLINE_AVX512 __m512 exp2_of(__m512 x) {
   return _mm512_scalef_ps(p, x);
 }
 
-/// The same as of one float (attention/softmax.hpp).
+/// The same as shift_of for one float (attention/softmax.hpp).
 KVZAP_INLINE_AVX2 __m256 shift_of(__m256 maximum) {
   const __m256 none = _mm256_set1_ps(-__builtin_inff());
   return _mm256_and_ps(_mm256_cmp_ps(maximum, none, _CMP_NEQ_UQ), maximum);

@@ -12,7 +12,7 @@
 namespace kvzap::detail::cublas {
 namespace {
 
-// What NVIDIA's documentation recommends for Hopper; given once, so that no product allocates.
+// The size that NVIDIA recommends for Hopper. It is allocated once, so that no product allocates.
 constexpr std::size_t workspace_bytes = std::size_t{32} << 20;
 
 void check(cublasStatus_t status, const char* call) {
@@ -21,7 +21,7 @@ void check(cublasStatus_t status, const char* call) {
   }
 }
 
-/// A handle that works on one stream.
+/// A cuBLAS handle for one stream.
 class Handle {
  public:
   explicit Handle(cudaStream_t stream) {
@@ -29,7 +29,7 @@ class Handle {
     m_workspace = Kokkos::View<char*, Kokkos::CudaSpace>(
         Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::cublas::workspace"),
         workspace_bytes);
-    // The stream first: setting it puts the library's own workspace back.
+    // Set the stream first: setting it resets the library's workspace.
     check(cublasSetStream(m_handle, stream), "cublasSetStream");
     check(cublasSetWorkspace(m_handle, m_workspace.data(), workspace_bytes), "cublasSetWorkspace");
     check(cublasSetMathMode(m_handle, CUBLAS_DEFAULT_MATH), "cublasSetMathMode");
@@ -45,7 +45,7 @@ class Handle {
   Kokkos::View<char*, Kokkos::CudaSpace> m_workspace;
 };
 
-/// One handle for each stream; they go when Kokkos is finalized.
+/// One handle for each stream, destroyed when Kokkos is finalized.
 cublasHandle_t handle_of(cudaStream_t stream) {
   static std::mutex mutex;
   static std::map<cudaStream_t, Handle> handles;
@@ -76,8 +76,8 @@ constexpr cudaDataType_t type_of() {
 
 }  // namespace
 
-// cuBLAS stores by columns: what it takes for a (n, m) matrix is our (m, n), so that the operands
-// change places.
+// cuBLAS stores matrices by columns. Its (n, m) matrix is our (m, n), so the operands change
+// places.
 template <class Value>
 void multiply(const Kokkos::Cuda& exec, const Product<Value>& p) {
   const cublasHandle_t handle = handle_of(exec.cuda_stream());

@@ -8,7 +8,7 @@ namespace kvzap::detail::cublas {
 #if defined(KOKKOS_ENABLE_CUDA)
 inline constexpr bool is_available = true;
 
-/// As detail::multiply; k > 0. Throws Error if cuBLAS refuses.
+/// The same as detail::multiply, for k > 0. Throws Error if cuBLAS refuses.
 template <class Value>
 void multiply(const Kokkos::Cuda& exec, const Product<Value>& product);
 #else

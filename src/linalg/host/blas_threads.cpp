@@ -9,10 +9,10 @@
 namespace kvzap::detail {
 
 void set_blas_threads(int threads) {
-  // Which BLAS is behind libblas.so is the system's choice at run time, so its setter is looked up,
-  // not linked.
+  // The system chooses the BLAS behind libblas.so at run time, so its setter is looked up and not
+  // linked.
   using Setter = void (*)(int);
-  // oneDNN follows the OpenMP run time that it was built with.
+  // oneDNN uses the OpenMP run time that it was built with.
   if (Kokkos::DefaultHostExecutionSpace().concurrency() == 1) {
     if (void* found = dlsym(RTLD_DEFAULT, "omp_set_num_threads")) {
       reinterpret_cast<Setter>(found)(threads);

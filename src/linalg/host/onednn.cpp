@@ -24,34 +24,34 @@ constexpr memory::data_type data_type = std::is_same_v<Value, float>  ? memory::
                                         : std::is_same_v<Value, half> ? memory::data_type::f16
                                                                       : memory::data_type::bf16;
 
-// LinearWeights' order in oneDNN's terms; of half that of bfloat16, which tiles take.
+// The order of LinearWeights in oneDNN's terms. Half has the order of bfloat16, which tiles need.
 template <class Value>
 constexpr memory::format_tag packed_order =
     std::is_same_v<Value, float> ? memory::format_tag::BA16a64b : memory::format_tag::BA16a64b2a;
 
-// What a plan is made for.
+// The key of a plan.
 using Key = std::tuple<memory::data_type, std::int64_t, std::int64_t, std::int64_t, std::int64_t,
                        std::int64_t, std::int64_t, bool>;
 
 struct Primitive {
   memory::desc x, weights, bias, y;
   dnnl::matmul matmul;
-  // Not one of oneDNN's plain loops, a thousand times as slow; and see has_fast_product.
+  // Not one of oneDNN's plain loops, a thousand times as slow. See has_fast_product.
   bool is_fast = false;
 };
 
-// How a product is done: by a primitive whose rows of x and y may lie one behind the other where
-// those of the product do not.
+// The plan of a product: a primitive. Its rows of x and y may be contiguous where those of the
+// product are not.
 struct Plan {
   Primitive primitive;
   bool copies_x = false, copies_y = false;
 };
 
-// What oneDNN keeps itself, if nobody says otherwise.
+// The number of primitives that oneDNN keeps by default.
 constexpr int usual_primitives = 1024;
 
-/// Has oneDNN keep no more primitives than there are plans, for the whole process; where its user
-/// or the program has chosen a number, that stays.
+/// Limits the primitives that oneDNN keeps to the number of plans, for the whole process. A number
+/// that the user or the program has chosen stays.
 void bound_primitives() {
   for (const char* name : {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY"}) {
     if (std::getenv(name)) return;
@@ -60,7 +60,7 @@ void bound_primitives() {
   dnnl::set_primitive_cache_capacity(static_cast<int>(max_plans));
 }
 
-// Never destroyed: oneDNN's own globals may be gone before ours.
+// Never destroyed: oneDNN's own globals may be destroyed earlier.
 struct Library {
   Library() { bound_primitives(); }
 
@@ -122,8 +122,9 @@ void execute(const Primitive& primitive, const Product<Value>& p) {
   library().stream.wait();
 }
 
-/// A plan with a fast kernel, if there is any: of `p` as it is, or with the rows of y, or of x and
-/// y, one behind the other. (oneDNN 2.6 has fast kernels for packed weights only where y's are.)
+/// Returns a plan with a fast kernel, if one exists: for `p` as it is, or with contiguous rows of
+/// y, or of x and y. (oneDNN 2.6 has fast kernels for packed weights only with contiguous rows of
+/// y.)
 template <class Value>
 Plan make_plan(const Product<Value>& p) {
   Plan as_it_is{make_primitive(p)};
@@ -138,7 +139,7 @@ Plan make_plan(const Product<Value>& p) {
   return as_it_is;
 }
 
-/// Making a plan generates code, so plans are kept. Valid until the next call.
+/// Returns the plan, valid until the next call. Making one generates code, so plans are kept.
 template <class Value>
 const Plan& plan_of(const Product<Value>& p) {
   const Key key{data_type<Value>, p.m, p.n, p.k, p.x_stride, p.weights_stride, p.y_stride,
@@ -147,7 +148,7 @@ const Plan& plan_of(const Product<Value>& p) {
   return library().plans.get(key, [&] { return make_plan(p); });
 }
 
-/// Grows only: a vector that grows again clears what is new.
+/// Only grows: a vector that is resized clears the new elements.
 template <class Element>
 Element* reserve(std::vector<Element>& buffer, std::int64_t count) {
   if (static_cast<std::int64_t>(buffer.size()) < count) buffer.resize(count);

@@ -1,4 +1,4 @@
-// Dense products by oneDNN, where the build found it; on the host alone.
+// Dense products by oneDNN, if the build has it. Hosts only.
 #pragma once
 
 #include <cstdint>
@@ -8,10 +8,10 @@ namespace kvzap::detail::onednn {
 
 /// Whether the build has oneDNN.
 bool is_available();
-/// Its version, "" without it.
+/// Returns its version, "" without it.
 const char* version();
 
-/// Operands of y (m, n) = x (m, k) * W^T + bias, row after row.
+/// Operands of y (m, n) = x (m, k) * W^T + bias, all row-major.
 template <class Value>
 struct Product {
   std::int64_t m, n, k;
@@ -24,26 +24,26 @@ struct Product {
   std::int64_t y_stride;
 };
 
-/// Value: float, bfloat16 or half. Accumulates in float. Not for two threads at a time. Throws
-/// Error if oneDNN refuses.
+/// Computes the product. Value: float, bfloat16 or half. Accumulates in float. Must not be called
+/// by two threads at a time. Throws Error if oneDNN refuses.
 template <class Value>
 void multiply(const Product<Value>& product);
 
-/// Whether that takes a kernel made for the processor, not oneDNN's plain loops, and for half one
-/// whose products the processor has in tiles: those of AVX512-FP16 alone widen both operands, and
-/// are no faster than products of floats, which need not round x. False also where oneDNN has
-/// nothing for such a product at all.
+/// Whether `product` takes a kernel made for the processor and not oneDNN's plain loops. For half
+/// the processor must also multiply tiles of f16: kernels for AVX512-FP16 alone widen both operands
+/// and are no faster than products of floats, which need not round x. False if oneDNN has no kernel
+/// at all.
 template <class Value>
 bool has_fast_product(const Product<Value>& product);
 
-/// Whether products with packed (else plain) weights of this type take such kernels. That depends
-/// on the processor, on oneDNN's version, and on what ONEDNN_MAX_CPU_ISA in the environment lets it
-/// use. Asked of oneDNN once.
+/// Whether products with packed or plain weights of this type take such kernels. The answer depends
+/// on the processor, on oneDNN's version, and on ONEDNN_MAX_CPU_ISA in the environment. It is asked
+/// of oneDNN once.
 template <class Value>
 bool has_fast_products(bool packed);
 
-/// c (m, n) = alpha * op(a) * op(b) + beta * c in float, row after row, by the kernels that oneDNN
-/// has for a BLAS; op(a) (m, k) is the transpose of `a` if a_transposed. Nothing is kept. Throws
+/// c (m, n) = alpha * op(a) * op(b) + beta * c in float, row-major, by oneDNN's kernels for a BLAS.
+/// op(a) (m, k) is the transpose of `a` if a_transposed; op(b) likewise. No plan is kept. Throws
 /// Error if oneDNN refuses.
 struct Gemm {
   std::int64_t m, n, k;
@@ -60,20 +60,21 @@ struct Gemm {
 };
 void multiply(const Gemm& gemm);
 
-/// Plans (oneDNN's primitives, and what is copied for them) are kept, at most so many: those of the
-/// products that were done last. A layer has about six products, each with the rows of a full block
-/// of tokens, of a last block, and of decode steps, so that a run comes back to some dozens;
-/// prompts of any length and a server's chunks would add six for each number of rows that ever
-/// comes up. A plan takes some 40 kB, so oneDNN, which keeps 1,024 primitives beside ours, is told
-/// to keep no more than this either (ONEDNN_PRIMITIVE_CACHE_CAPACITY in the environment says
-/// otherwise): else a server grows by 50 MB in its first hour. One that is made anew costs 0.15 ms,
-/// or 0.02 ms while oneDNN has its code: with hundreds of clients 0.2 % of the time of steps.
-/// (Hence no rounding up of rows, with which the time of a product rises in proportion, at 17 rows
-/// as at 500; and a primitive of oneDNN 2.6 for any number of rows has no fast kernel.)
+/// The most plans that are kept: those of the latest products. A plan is oneDNN's primitive and the
+/// buffers for its operands. A layer has about six products, each with the rows of a full block of
+/// tokens, of a last block and of decode steps, so a run reuses some dozens of plans. Prompts of
+/// any length and a server's chunks would add six for each new number of rows.
+///
+/// A plan takes about 40 kB. oneDNN keeps 1,024 primitives of its own, with which a server grows by
+/// 50 MB in its first hour; it is told to keep no more than this number, unless
+/// ONEDNN_PRIMITIVE_CACHE_CAPACITY is set. A new plan costs 0.15 ms, or 0.02 ms while oneDNN has
+/// its code: with hundreds of clients 0.2 % of the time of steps.
+///
+/// Rows are not rounded up to share plans: the time of a product is proportional to its rows, from
+/// 17 to 500. A primitive of oneDNN 2.6 for any number of rows has no fast kernel.
 inline constexpr std::int64_t max_plans = 128;
 
-/// Plans kept now, how often one was looked up so far, and the most primitives that oneDNN keeps;
-/// for tests.
+/// Plans kept now, look-ups so far, and the most primitives that oneDNN keeps; for tests.
 struct CacheUse {
   std::int64_t plans, look_ups, most_primitives;
 };

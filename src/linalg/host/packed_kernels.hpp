@@ -1,5 +1,5 @@
-// Products of a few rows with packed weights (LinearWeights) at the speed of memory: AVX-512, for
-// bf16 with its dot product, or AVX2. To be called at SimdLevel::avx2 or above alone.
+// Products of a few rows with packed weights (LinearWeights) at the speed of memory, by AVX-512
+// (bf16: by its dot product) or AVX2. Call them only at SimdLevel::avx2 or above.
 #pragma once
 
 #include <cstdint>
@@ -7,18 +7,17 @@
 
 namespace kvzap::detail {
 
-/// Whether the functions below exist in this build (x86-64 and a compiler that knows the
-/// instructions).
+/// Whether this build has the functions below: x86-64 and a compiler that knows the instructions.
 bool has_packed_kernels();
 
 /// The most rows that packed_product takes.
 inline constexpr int packed_product_rows = 16;
 
 /// y[m * y_stride + n] = sum_k x[m * x_stride + k] * weights[n, k] for the n < `outputs` <= 64 of
-/// one packed block and n_rows <= packed_product_rows rows of x, accumulated in float (with x in
-/// bf16, subnormal values count as zero). x has `padded_inputs` values per row, zeros in the
-/// padding; it is read fastest if rows do not lie a multiple of 4 KiB apart. With x in bf16 at
-/// SimdLevel::avx512_bf16 or above alone.
+/// one packed block and n_rows <= packed_product_rows rows of x, accumulated in float. A row of x
+/// has `padded_inputs` values, with zeros in the padding. It is read fastest if rows are not a
+/// multiple of 4 KiB apart. x in bf16 needs SimdLevel::avx512_bf16 and counts subnormal values as
+/// zero.
 void packed_product(const bfloat16* x, std::int64_t x_stride, int n_rows, const bfloat16* block,
                     std::int64_t padded_inputs, int outputs, float* y, std::int64_t y_stride);
 void packed_product(const float* x, std::int64_t x_stride, int n_rows, const float* block,
@@ -28,8 +27,8 @@ void packed_product(const float* x, std::int64_t x_stride, int n_rows, const hal
 void packed_product(const float* x, std::int64_t x_stride, int n_rows, const bfloat16* block,
                     std::int64_t padded_inputs, int outputs, float* y, std::int64_t y_stride);
 
-/// Packs one block: rows (n_rows <= 64, inputs) of stride `stride` into `block`, with zeros where
-/// there is no row or input.
+/// Packs one block: rows (n_rows <= 64, inputs) of stride `stride` into `block`, with zeros for
+/// missing rows and inputs.
 void pack_block(const bfloat16* rows, std::int64_t stride, int n_rows, std::int64_t inputs,
                 std::int64_t padded_inputs, bfloat16* block);
 void pack_block(const float* rows, std::int64_t stride, int n_rows, std::int64_t inputs,
@@ -41,15 +40,14 @@ void pack_block(const half* rows, std::int64_t stride, int n_rows, std::int64_t 
 void widen_block(const bfloat16* block, std::int64_t padded_inputs, float* target);
 void widen_block(const half* block, std::int64_t padded_inputs, float* target);
 
-/// The same block in the order in which bf16 is packed, pair of inputs after pair, with zeros
-/// behind up to `paired_inputs`, a multiple of 32. At SimdLevel::avx512 or above alone, as is the
-/// next.
+/// Rearranges the block to the packed order of bf16, pair of inputs after pair, with zeros up to
+/// `paired_inputs`, a multiple of 32. This function and the next need SimdLevel::avx512 or above.
 void pair_block(const half* block, std::int64_t padded_inputs, std::int64_t paired_inputs,
                 half* target);
 
-/// target[i] = half(2^s source[i]) for i < count, where 2^s brings the largest finite magnitude to
-/// at least 2^14 and below 2^15: nothing finite overflows, and values down to 2^-28 of the largest
-/// keep 11 bits. Returns 2^-s.
+/// target[i] = half(2^s source[i]) for i < count. 2^s scales the largest finite magnitude to [2^14,
+/// 2^15): no finite value overflows, and values down to 2^-28 of the largest keep 11 bits. Returns
+/// 2^-s.
 float scale_to_half(const float* source, std::int64_t count, half* target);
 
 }  // namespace kvzap::detail

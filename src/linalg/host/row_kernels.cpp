@@ -13,8 +13,8 @@
 namespace kvzap::detail {
 namespace {
 
-// Partial sums per dot product: enough independent chains to hide the latency of an addition, and a
-// whole number of vector registers in every instruction set.
+// Partial sums of a dot product: enough independent chains to hide the latency of an addition, and
+// a whole number of vector registers in every instruction set.
 constexpr int lanes = 32;
 
 template <class Value>
@@ -99,7 +99,7 @@ KVZAP_BODY void accumulate_rows_body(const Value* values, std::int64_t row_strid
   }
 }
 
-// By lanes, as Clang takes no maximum of floats for a reduction.
+// By lanes: Clang has no reduction for the maximum of floats.
 KVZAP_BODY float max_of_body(const float* values, std::int64_t count) {
   float partial[lanes];
   for (float& p : partial) p = values[0];
@@ -129,7 +129,7 @@ KVZAP_BODY void scale_body(float* values, std::int64_t count, float factor) {
   for (std::int64_t i = 0; i < count; ++i) values[i] *= factor;
 }
 
-/// As bfloat16's constructor does it, without a branch, so that loops vectorize.
+/// Rounds as the constructor of bfloat16 does, without a branch, so that loops vectorize.
 KVZAP_BODY std::uint32_t bf16_bits(float value) {
   const std::uint32_t word = float_bits(value);
   const std::uint32_t rounded = (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;

@@ -1,5 +1,5 @@
-// Inner loops over rows on the host, compiled for several instruction sets and chosen when the
-// program starts. The portable Kokkos kernels beside them do the same work on any backend.
+// Inner loops over rows on the host, compiled for several instruction sets; the program chooses one
+// at start. The portable Kokkos kernels beside them compute the same on any backend.
 #pragma once
 
 #include <cstdint>
@@ -39,10 +39,11 @@ void accumulate_rows(const bfloat16* values, std::int64_t row_stride, std::int64
                      int rows, const float* weights, int weights_stride, int n_queries, int dim,
                      float* sums);
 
-/// The largest of `count` >= 1 values.
+/// Returns the largest of `count` >= 1 values.
 float max_of(const float* values, std::int64_t count);
-/// values[i] = exp(scaling * (values[i] - shift)), for values[i] <= shift and scaling > 0 within 2
-/// units in the last place of the rounded argument's; returns their sum. NaN gives NaN.
+/// values[i] = exp(scaling * (values[i] - shift)) for values[i] <= shift and scaling > 0; returns
+/// their sum. The error is within 2 units in the last place of the exponential of the rounded
+/// argument. NaN gives NaN.
 float exp_shifted(float* values, std::int64_t count, float shift, float scaling = 1);
 /// values[i] *= factor
 void scale(float* values, std::int64_t count, float factor);

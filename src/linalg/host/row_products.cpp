@@ -16,7 +16,7 @@
 namespace kvzap::detail {
 namespace {
 
-/// Calls run with n_rows as a compile-time constant.
+/// Calls `run` with n_rows as a compile-time constant.
 template <class Run>
 void with_rows(int n_rows, const Run& run) {
   switch (n_rows) {
@@ -41,8 +41,8 @@ void with_rows(int n_rows, const Run& run) {
 
 #if KVZAP_X86
 
-/// Asks for the lines that hold `count` values from `values` on. The addresses may lie behind the
-/// weights: they are not read.
+/// Prefetches the lines of `count` values from `values` on. The addresses may lie behind the
+/// weights; they are not read.
 template <class Value>
 inline void prefetch(const Value* values, std::int64_t count) {
   constexpr std::int64_t line = 64 / sizeof(Value);
@@ -60,7 +60,7 @@ KVZAP_TARGET_AVX512 inline __m512 load16(const bfloat16* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
 
-/// As bfloat16's constructor rounds.
+/// Rounds as the constructor of bfloat16 does.
 KVZAP_TARGET_AVX512 inline __m512 rounded(__m512 values) {
   const __m512i bits = _mm512_castps_si512(values);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -88,9 +88,9 @@ KVZAP_TARGET_AVX512 inline __m512 load16(const RoundedFloat* p, __mmask16 mask) 
   return rounded(_mm512_maskz_loadu_ps(mask, &p->value));
 }
 
-/// Outputs neighbouring outputs of Rows rows. Several outputs at once spare loads of x. But they
-/// are several streams, which the processor's prefetcher does not follow: so the rows behind them
-/// are asked for meanwhile, in the order in which they lie, and found in the second-level cache.
+/// Outputs neighbouring outputs of Rows rows. Several outputs at once save loads of x, but they are
+/// several streams, which the processor's prefetcher does not follow. The rows behind them are
+/// therefore prefetched in memory order and later found in the second-level cache.
 template <int Rows, int Outputs, class Value>
 KVZAP_TARGET_AVX512 void products_avx512(const float* x, std::int64_t x_stride,
                                          const Value* weights, std::int64_t weights_stride,
@@ -124,9 +124,9 @@ KVZAP_TARGET_AVX512 void products_avx512(const float* x, std::int64_t x_stride,
   }
 }
 
-/// Neighbouring outputs of one row of x, one after the other, as their weights lie in memory: there
-/// are no other rows to spare loads for, and what the processor's prefetcher brings by itself comes
-/// faster than what is asked for. The sums are as many as hide the latency of adding to them.
+/// Neighbouring outputs of one row of x, one after the other in memory order. There are no other
+/// rows to save loads for, and the processor's own prefetcher is faster than prefetch instructions.
+/// There are enough sums to hide the latency of an addition.
 template <class Value>
 KVZAP_TARGET_AVX512 void one_row_avx512(const float* x, const Value* weights,
                                         std::int64_t weights_stride, std::int64_t outputs,
@@ -240,14 +240,14 @@ KVZAP_TARGET_AVX512_BF16 inline __m512bh load_bf16(const bfloat16* p, std::int64
   return (__m512bh)_mm512_maskz_loadu_epi16(static_cast<__mmask32>((1ull << count) - 1), p);
 }
 
-/// One output of Rows rows. Weights are walked row by row: several rows at once would be several
+/// One output of Rows rows. Weights are read row by row: several rows at once would be several
 /// streams in one memory page, which the processor's prefetcher does not follow.
 template <int Rows>
 KVZAP_TARGET_AVX512_BF16 void bf16_products(const bfloat16* x, std::int64_t x_stride,
                                             const bfloat16* weights, std::int64_t weights_stride,
                                             std::int64_t outputs, std::int64_t inputs, float* y,
                                             std::int64_t y_stride) {
-  // Independent sums hide the latency of the dot product; with several rows there are enough.
+  // Independent sums hide the latency of the dot product; several rows have enough of them.
   constexpr int chains = Rows >= 4 ? 1 : (Rows >= 2 ? 2 : 4);
   for (std::int64_t n = 0; n < outputs; ++n) {
     const bfloat16* row = weights + n * weights_stride;
@@ -286,7 +286,7 @@ void float_products(const float* x, std::int64_t x_stride, int n_rows, const Val
                     std::int64_t weights_stride, std::int64_t outputs, std::int64_t inputs,
                     float* y, std::int64_t y_stride) {
 #if KVZAP_X86
-  // As many outputs at once as leave the sums in registers, one at the end of the outputs.
+  // As many outputs at once as leave the sums in registers, one at a time at the end.
   const auto all_outputs = [&](auto at_once, const auto& some, const auto& one) {
     std::int64_t n = 0;
     for (; n + at_once <= outputs; n += at_once) {

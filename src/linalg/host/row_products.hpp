@@ -1,5 +1,5 @@
-// Products of a few rows with plain rows of weights, each weight read once from memory, in kernels
-// for several instruction sets.
+// Products of a few rows with plain rows of weights, for several instruction sets. Each weight is
+// read from memory once.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace kvzap::detail {
 inline constexpr int skinny_product_rows = 8;
 
 /// y[m * y_stride + n] = sum_k x[m * x_stride + k] * weights[n * weights_stride + k] for n_rows <=
-/// skinny_product_rows rows of x, accumulated in float. x is read fastest if rows do not lie a
+/// skinny_product_rows rows of x, accumulated in float. x is read fastest if its rows are not a
 /// multiple of 4 KiB apart.
 void skinny_product(const float* x, std::int64_t x_stride, int n_rows, const float* weights,
                     std::int64_t weights_stride, std::int64_t outputs, std::int64_t inputs,
@@ -23,19 +23,19 @@ void skinny_product(const float* x, std::int64_t x_stride, int n_rows, const bfl
                     std::int64_t weights_stride, std::int64_t outputs, std::int64_t inputs,
                     float* y, std::int64_t y_stride);
 
-/// A float that a product rounds to bf16 first; NaN stays NaN.
+/// A float that a product first rounds to bf16; NaN stays NaN.
 struct RoundedFloat {
   float value;
   explicit operator float() const { return static_cast<float>(bfloat16(value)); }
 };
 
-/// The same with weights rounded on the way; at SimdLevel::avx2 or above alone.
+/// The same with weights that the product rounds. Needs SimdLevel::avx2 or above.
 void skinny_product(const float* x, std::int64_t x_stride, int n_rows, const RoundedFloat* weights,
                     std::int64_t weights_stride, std::int64_t outputs, std::int64_t inputs,
                     float* y, std::int64_t y_stride);
 
-/// The same by dot products of bf16 pairs, which count subnormal values as zero; at
-/// SimdLevel::avx512_bf16 alone.
+/// The same by dot products of bf16 pairs, which count subnormal values as zero. Needs
+/// SimdLevel::avx512_bf16 or above.
 void skinny_product(const bfloat16* x, std::int64_t x_stride, int n_rows, const bfloat16* weights,
                     std::int64_t weights_stride, std::int64_t outputs, std::int64_t inputs,
                     float* y, std::int64_t y_stride);

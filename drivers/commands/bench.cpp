@@ -283,7 +283,7 @@ int measure_all(const BenchOptions& options, const ModelSetup& setup, int window
   bar.clear();
   if (table) print(table->footer());
   if (signal != 0 && comm.is_root() && !options.quiet) {
-    say("kvzap: stopped by signal {}: what comes after these rows is not measured\n", signal);
+    say("kvzap: stopped by signal {}: the remaining tests are not measured\n", signal);
   }
   return signal;
 }
@@ -318,7 +318,7 @@ int bench(const BenchOptions& given, const Communicator& comm, const std::string
   if (comm.is_root()) print_notes(*setup, !options.quiet);
   if (comm.is_root() && !options.quiet) {
     if (!given.random_weights && options.random_weights) {
-      say("kvzap: note: {} has no *.safetensors: weights are random\n", options.model);
+      say("kvzap: note: {} has no *.safetensors; the weights are random\n", options.model);
     }
   }
   const int signal = [&] {

@@ -27,63 +27,64 @@ const char* const revision = KVZAP_REVISION;
 
 CommandLine::CommandLine()
     : app("kvzap prunes the KV cache of a language model while it runs, and frees the memory.\n"
-          "Flags that begin with --kokkos- are passed on to Kokkos.") {
+          "Flags that begin with --kokkos- are passed to Kokkos.") {
   // Set first, because subcommands inherit it.
   app.formatter(std::make_shared<HelpFormatter>());
   app.set_help_flag("-h,--help", "print this and exit");
   app.set_version_flag("--version", version_text,
-                       "print the version, and what this program was built with, and exit");
+                       "print the version and the build configuration, and exit");
   app.require_subcommand(1);
   app.name("kvzap");
   run = app.add_subcommand("run", "answer questions about a long prompt with a pruned cache");
   declare(*run, run_options);
-  chat = app.add_subcommand("chat", "talk with a model in the terminal, over one pruned cache");
+  chat = app.add_subcommand("chat", "talk with a model in the terminal, with one pruned cache");
   declare_chat(*chat, chat_options);
-  serve = app.add_subcommand("serve", "answer many users over HTTP, with OpenAI's protocol");
+  serve = app.add_subcommand("serve", "serve many users over HTTP, with OpenAI's protocol");
   declare_serve(*serve, serve_options);
   bench = app.add_subcommand(
       "bench", "measure prefill and decode at given context lengths and evict ratios");
   declare(*bench, bench_options);
   collect = app.add_subcommand(
       "collect",
-      "gather training data of surrogates: hidden states and the oracle's scores of texts");
+      "collect training data for surrogates: hidden states and the oracle's scores of texts");
   declare(*collect, collect_options);
-  train = app.add_subcommand("train", "train a surrogate on what collect has gathered");
+  train = app.add_subcommand("train", "train a surrogate on the data of kvzap collect");
   declare(*train, train_options);
   calibrate = app.add_subcommand(
-      "calibrate", "find the thresholds at which a surrogate reaches given evict ratios on texts");
+      "calibrate",
+      "find the thresholds with which a surrogate reaches given evict ratios on texts");
   declare(*calibrate, calibrate_options);
   evaluate = app.add_subcommand(
       "eval", "measure accuracy against evict ratio on prompts with known answers");
   declare(*evaluate, eval_options);
   make_tasks = app.add_subcommand("make-tasks", "write prompts with known answers, of any length");
   declare(*make_tasks, make_tasks_options);
-  leaderboard = app.add_subcommand("leaderboard", "put evaluations side by side on one page");
+  leaderboard = app.add_subcommand("leaderboard", "compare evaluations on one page");
   declare(*leaderboard, leaderboard_options);
   inspect =
-      app.add_subcommand("inspect", "tell what a snapshot holds, and what was kept of the text");
+      app.add_subcommand("inspect", "show a snapshot's contents and the kept parts of its text");
   declare(*inspect, inspect_options);
-  diff = app.add_subcommand("diff", "tell what two snapshots of one text kept differently");
+  diff = app.add_subcommand("diff", "show the differences between two snapshots of one text");
   declare(*diff, diff_options);
   policies =
       app.add_subcommand("policies", "list the eviction policies of a run, with their parameters");
   policies
       ->add_option("name", policy,
-                   "tell this policy or modifier in full; default: list all of them")
+                   "show this policy or modifier in detail; default: list all of them")
       ->type_name("POLICY")
       ->check(known_policy);
-  policies->add_flag("--json", policies_as_json, "as JSON");
+  policies->add_flag("--json", policies_as_json, "print JSON");
   completion = app.add_subcommand("completion", "print the completion script of a shell");
   completion
       ->add_option("shell", shell,
-                   "for bash: source <(kvzap completion bash), which completes behind mpirun too; "
+                   "for bash: source <(kvzap completion bash), which also completes after mpirun; "
                    "for fish: kvzap completion fish | source")
       ->required()
       ->check(CLI::IsMember({"bash", "zsh", "fish"}));
   manual = app.add_subcommand("manual", "print the man page (kvzap manual | man -l -)");
   make_strict(app);
   // Set last, because subcommands would inherit it.
-  app.footer("kvzap COMMAND --help lists the options of each.");
+  app.footer("kvzap COMMAND --help lists the options of a command.");
 }
 
 }  // namespace kvzap::driver

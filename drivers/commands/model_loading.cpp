@@ -12,10 +12,11 @@ void check_parts(const fs::path& folder, bool needs_weights, bool needs_tokenize
   const bool lacks_tokenizer = needs_tokenizer && !fs::exists(tokenizer, ignored);
   if (needs_weights && detail::weight_files(folder).empty()) {
     throw Error(fmt::format(
-        "{}: no *.safetensors file: the whole checkpoint is needed, or, to try a model's shape, "
-        "made-up weights (--random-weights SEED){}",
+        "{}: no *.safetensors file: download the whole checkpoint, or use random weights "
+        "(--random-weights SEED) to try a model's shape{}",
         folder.string(),
-        lacks_tokenizer ? " and token ids (--token-ids), as there is no tokenizer.json" : ""));
+        lacks_tokenizer ? " with token ids (--token-ids), because there is no tokenizer.json"
+                        : ""));
   }
   if (lacks_tokenizer) {
     throw Error(fmt::format(

@@ -86,7 +86,7 @@ std::string parameter_rows(const std::vector<PolicyParameter>& parameters) {
 
 std::string amounts_text(const PolicyInfo& info) {
   if (info.has_own_budget)
-    return "its own: no --threshold, --evict-ratio, --keep-tokens or --kv-budget";
+    return "its own; accepts no --threshold, --evict-ratio, --keep-tokens or --kv-budget";
   if (info.repeats_context) return "--evict-ratio, --keep-tokens or --kv-budget";
   return "--threshold, --evict-ratio, --keep-tokens or --kv-budget";
 }
@@ -97,7 +97,7 @@ std::string decode_text(const PolicyInfo& info) {
     return cuts ? "--prune always with --threshold, or --decode-every"
                 : "--prune always with --threshold";
   }
-  return cuts ? "--decode-every" : "generated tokens all stay";
+  return cuts ? "--decode-every" : "all generated tokens stay";
 }
 
 std::string in_full(const PolicyInfo& info) {
@@ -170,7 +170,7 @@ std::string known_policy(const std::string& name) {
   for (const std::string& modifier : modifier_names()) names.push_back(modifier);
   const std::string nearest = detail::nearest_name(plain(name), names);
   return fmt::format(
-      "'{}' is no policy or modifier{}", name,
+      "'{}' is not a policy or modifier{}", name,
       nearest.empty() ? "; kvzap policies lists them" : "; did you mean " + nearest + "?");
 }
 
@@ -194,12 +194,12 @@ std::string policies_text(const std::string& name) {
     text += row(info.name, info.paper, width) + row("", "needs " + info.needs, width) +
             row("", parameters_text(info.parameters), width);
   }
-  text += "\nModifiers, of any policy with which they have a meaning:\n";
+  text += "\nModifiers; a combination without a meaning is an error:\n";
   for (const ModifierInfo& info : modifiers()) {
     text += row("+" + info.name, info.effect, width) + row("", info.paper, width) +
             row("", parameters_text(info.parameters), width);
   }
-  return text + "\nkvzap policies NAME tells one of them in full.\n";
+  return text + "\nkvzap policies NAME shows one of them in detail.\n";
 }
 
 ordered_json policies_json(const std::string& name) {

@@ -43,7 +43,7 @@ std::vector<TokenId> parse_ids(const std::string& text, const std::string& what)
     }
     if (used != word.size() || id < 0 || id > std::numeric_limits<TokenId>::max()) {
       throw Error(
-          fmt::format("{}: {} is no token id; --token-ids expects ids separated by white space",
+          fmt::format("{}: {} is not a token id; --token-ids expects ids separated by white space",
                       what, detail::in_quotes(word)));
     }
     ids.push_back(static_cast<TokenId>(id));

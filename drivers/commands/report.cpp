@@ -149,22 +149,22 @@ std::int64_t needed_of(const MemoryPlan::Rank& part, bool is_full_at_first) {
 std::string node_text(const PlanReport& report) {
   const int ranks = report.ranks_on_node;
   const std::string of_ranks = fmt::format("{} rank{}", ranks, ranks == 1 ? "" : "s");
-  if (!report.is_known()) return "whether that fits is not known here\n";
+  if (!report.is_known()) return "the available memory is not known here\n";
   std::string text =
       report.nodes == 1
           ? "this node: "
-          : fmt::format("{} nodes, on the one with the least to spare: ", report.nodes);
+          : fmt::format("{} nodes; on the one with the least free memory: ", report.nodes);
   text += fmt::format("{} need{} {}, {} are available: {}\n", of_ranks, ranks == 1 ? "s" : "",
                       human_bytes(report.needed_on_node), human_bytes(report.available_on_node),
                       report.fits() ? "it fits" : "it does not fit");
   if (report.fits()) return text;
   if (report.nodes_that_fit > 0) {
-    return text + fmt::format("{} nodes like this one would do, with {} on each\n",
+    return text + fmt::format("{} nodes like this one, with {} on each, would be enough\n",
                               report.nodes_that_fit, of_ranks);
   }
   return text + fmt::format(
-                    "no number of nodes like this one would do, with {} on each: a rank has "
-                    "at least one KV head\n",
+                    "no number of nodes like this one, with {} on each, would be enough: each rank "
+                    "has at least one KV head\n",
                     of_ranks);
 }
 
@@ -372,7 +372,7 @@ std::string to_text(const RunReport& report, const RunOptions& options) {
                             report.looked_up->file);
     }
     line(fmt::format("policy   {}{}{}", report.policy, budget.empty() ? "" : "; ", budget));
-    line("layer  evicted after context  evicted at end  tokens kept by a KV head (fewest - most)");
+    line("layer  evicted after context  evicted at end  tokens kept per KV head (fewest - most)");
     for (std::size_t l = 0; l < end.kept.size(); ++l) {
       const auto [least, most] = std::minmax_element(end.kept[l].begin(), end.kept[l].end());
       line(fmt::format("{:5}  {:20.1f}%  {:13.1f}%  {} - {} of {}", l,
@@ -385,9 +385,8 @@ std::string to_text(const RunReport& report, const RunOptions& options) {
   text += cache_text(end, report.cache_options.prune != PruneMode::none);
   if (!report.policy.empty() && report.is_full_at_first) {
     line(
-        "         note: what stays is chosen over all layers, after the question or after a "
-        "repeat, so that "
-        "the peak is the full cache (and a chunk of the repeat)");
+        "         note: the rows that stay are chosen over all layers, after the question or after "
+        "a repeat, so the peak is the full cache (and a chunk of the repeat)");
   }
   if (end.non_finite_scores > 0) {
     line(fmt::format("warning: {} pairs have a score that is NaN or infinite; they were kept",
@@ -398,7 +397,7 @@ std::string to_text(const RunReport& report, const RunOptions& options) {
       report.ranks == 1 ? " of the process" : fmt::format("s of {} ranks", report.ranks),
       human_bytes(sum(report.weight_bytes))));
   if (report.cache_options.prune_after == PruneMoment::question) {
-    line(fmt::format("time     load {:.2f} s; the context of {} tokens runs with each question",
+    line(fmt::format("time     load {:.2f} s; the context of {} tokens is run with each question",
                      report.load_seconds, report.context_tokens));
   } else {
     line(fmt::format("time     load {:.2f} s, context of {} tokens {:.2f} s ({:.0f} tokens/s)",
@@ -410,7 +409,7 @@ std::string to_text(const RunReport& report, const RunOptions& options) {
                      report.context.score_seconds, report.context.prune_seconds));
   }
   if (report.texts > 0) {
-    line(fmt::format("         before the context the policy's {} text{} {:.2f} s", report.texts,
+    line(fmt::format("         before the context: the policy's {} text{} {:.2f} s", report.texts,
                      report.texts == 1 ? "" : "s", report.texts_seconds));
   }
   for (std::size_t i = 0; i < report.answers.size(); ++i) {
@@ -427,11 +426,11 @@ std::string to_text(const RunReport& report, const RunOptions& options) {
 
 std::string stop_text(const RunReport& report, const RunOptions& options) {
   if (options.snapshot.empty() || report.snapshots.empty()) {
-    std::string where = "before anything was run";
+    std::string where = "before the first step";
     const auto tokens =
         fmt::format("after {} of {} tokens", report.stopped_after, report.stopped_of);
     if (report.stopped_in == "load") {
-      where = "while weights were loaded";
+      where = "while loading weights";
     } else if (report.stopped_in == "context") {
       where = fmt::format("in the context, {}", tokens);
     } else if (report.stopped_in == "texts") {
@@ -448,8 +447,9 @@ std::string stop_text(const RunReport& report, const RunOptions& options) {
   const bool has_values = options.snapshot_content.empty() || options.snapshot_content == "all";
   return fmt::format("stopped by signal {}: {} has {} tokens{}", report.signal, options.snapshot,
                      report.snapshots.empty() ? 0 : report.snapshots.back().tokens,
-                     has_values ? fmt::format("; kvzap run --resume {} goes on", options.snapshot)
-                                : " but not their keys and values: no run can go on from it");
+                     has_values
+                         ? fmt::format("; continue with kvzap run --resume {}", options.snapshot)
+                         : " but not their keys and values: no run can continue from it");
 }
 
 std::int64_t needed_bytes(const MemoryPlan::Rank& part, bool is_full_at_first) {
@@ -483,8 +483,8 @@ std::string to_text(const PlanReport& report, const ModelConfig& model, DType dt
   for (std::size_t r = 0; r < plan.ranks.size(); ++r) row(fmt::format("{}", r), plan.ranks[r]);
   row("all", plan);
   text += is_full ? "needed at once: weights, the full cache, activations and attention\n"
-                  : "needed at once: weights, what stays of the cache, one layer's keys and values "
-                    "in full, activations\nand attention\n";
+                  : "needed at once: weights, the kept part of the cache, all keys and values of "
+                    "one layer, activations\nand attention\n";
   return text + node_text(report);
 }
 
@@ -528,18 +528,18 @@ std::vector<std::vector<std::int64_t>> read_kept_rows(const std::string& file,
     throw Error(fmt::format("{}: field context.kept_rows: {}", file, what));
   };
   const nlohmann::json::json_pointer pointer("/context/kept_rows");
-  if (!json.contains(pointer)) fail("missing; expected the --json file of an earlier run");
+  if (!json.contains(pointer)) fail("missing; expected the report (--json) of an earlier run");
   const auto& rows = json.at(pointer);
   const auto layers = static_cast<std::size_t>(model.num_hidden_layers);
   const auto heads = static_cast<std::size_t>(model.num_key_value_heads);
   if (!rows.is_array() || rows.size() != layers) {
-    fail(fmt::format("expected {} layers as the model has, found {}", layers,
+    fail(fmt::format("expected {} layers as in the model, found {}", layers,
                      rows.is_array() ? fmt::format("{}", rows.size()) : rows.type_name()));
   }
   std::vector<std::vector<std::int64_t>> kept;
   for (const auto& layer : rows) {
     if (!layer.is_array() || layer.size() != heads) {
-      fail(fmt::format("layer {}: expected {} KV heads as the model has, found {}", kept.size(),
+      fail(fmt::format("layer {}: expected {} KV heads as in the model, found {}", kept.size(),
                        heads,
                        layer.is_array() ? fmt::format("{}", layer.size()) : layer.type_name()));
     }

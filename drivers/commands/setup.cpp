@@ -119,7 +119,7 @@ void print_notes(const ModelSetup& setup, bool talks) {
     say("kvzap: warning: {}\n", warning);
   }
   if (talks && setup.is_truncated()) {
-    say("kvzap: note: only the first {} of {} layers of {} are used\n",
+    say("kvzap: note: the run uses only the first {} of {} layers of {}\n",
         setup.config.num_hidden_layers, setup.all_layers, setup.folder);
   }
 }

@@ -114,7 +114,7 @@ void declare_progress(CLI::App& app, ProgressStyle& style, const std::string& gr
                                                               {"off", ProgressStyle::off}};
   app.add_option_function<std::string>(
          "--progress", [&style](const std::string& name) { style = styles.at(name); },
-         "how to show progress on standard error: auto (a bar on a terminal, also mpirun's; else a "
+         "form of progress on standard error: auto (a bar on a terminal, also on mpirun's; else a "
          "line every 10 s), bar, lines or off")
       ->type_name("HOW")
       ->default_str("auto")

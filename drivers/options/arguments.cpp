@@ -408,8 +408,8 @@ void agree_on_reading(Reading& reading, const Communicator& comm) {
     const auto ending =
         std::find_if(all.begin(), all.end(), [](const auto& one) { return one[0] != 0; });
     reading.error = fmt::format(
-        "arguments differ between ranks: rank {} asks for help or the version, and others do not "
-        "or for other help",
+        "arguments differ between ranks: rank {} asks for help or the version; other ranks do not, "
+        "or ask for other help",
         ending - all.begin());
   }
   reading.ends = true;

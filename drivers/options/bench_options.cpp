@@ -20,8 +20,9 @@ constexpr std::int64_t most_sequences = 65536;
 
 [[noreturn]] void fail_entry(const char* flag, const std::string& entry,
                              const std::string& expected) {
-  throw Error(fmt::format("{} has the entry '{}'; expected {}, or several of them between commas",
-                          flag, entry, expected));
+  throw Error(
+      fmt::format("{} has the entry '{}'; expected {}, or several of them separated by commas",
+                  flag, entry, expected));
 }
 
 /// Entries of a list that was given in one or several parts; `usual` if it was not given.
@@ -88,56 +89,53 @@ void declare(CLI::App& app, BenchOptions& o) {
       ->type_name("DIR")
       ->group(model);
   declare_dtype(app, o.dtype, "value type of weights and cache", model);
-  app.add_option("--layers", o.layers, "use only so many of the first layers; default: all")
-      ->group(model);
-  declare_random_weights(
-      app, o.random_weights,
-      "make weights up from this seed even if the folder has some; default: 0 where it "
-      "has none",
-      model);
+  app.add_option("--layers", o.layers, "use only the first INT layers; default: all")->group(model);
+  declare_random_weights(app, o.random_weights,
+                         "generate random weights from this seed, even if the folder has weights; "
+                         "default: 0 if it has none",
+                         model);
   declare_rope(app, o.rope, model);
   declare_threads(app, o.threads, model);
   app.add_option("--surrogate", o.surrogate,
-                 "KVzap surrogate folder: its scores decide instead of random ones, and what is "
-                 "in the cache before a test is prefilled instead of made up")
+                 "KVzap surrogate folder: its scores replace random ones, and a prefill fills the "
+                 "cache before a test instead of random rows")
       ->type_name("DIR")
       ->group(model);
 
-  const auto tests = "Tests (LIST: numbers between commas; every combination is a test)";
+  const auto tests = "Tests (LIST: numbers separated by commas; every combination is a test)";
   add_list("-p,--n-prompt", o.prompt_tokens, "512",
-           "prefill of so many random tokens, tests pp512 etc.; 0: no such test")
+           "prefill of this many random tokens, tests pp512 etc.; 0: no such test")
       ->group(tests);
   add_list("-n,--n-gen", o.new_tokens, "128",
-           "decode of so many tokens, one at a time, tests tg128 etc.; 0: no such test")
+           "decode of this many tokens, one at a time, tests tg128 etc.; 0: no such test")
       ->group(tests);
   add_list("-d,--n-depth", o.depths, "0", "tokens that the context has before the test")
       ->group(tests);
-  add_list("-b,--batch", o.batches, "1", "sequences that are decoded together")->group(tests);
+  add_list("-b,--batch", o.batches, "1", "sequences that decode together")->group(tests);
   add_list("--evict-ratio", o.evict_ratios, "0",
            "share of all pairs that random scores evict, in [0, 1)")
       ->group(tests);
   add_list("--skew", o.skews, "1",
-           "longest over shortest KV head of a layer after eviction, at least 1; tested once where "
-           "nothing is evicted")
+           "ratio of the longest to the shortest KV head of a layer after eviction, at least 1; "
+           "without eviction, only one value is tested")
       ->group(tests);
 
   const auto pruning = "Pruning";
   app.add_option("--threshold", o.threshold,
-                 "log score below which a pair is evicted; required with --surrogate")
+                 "evict pairs with a log score below this; required with --surrogate")
       ->group(pruning);
   app.add_option("--prune", o.prune,
-                 "what is judged: prefill (what is in the cache before the test, and prompts) or "
-                 "always (generated tokens too)")
+                 "tokens to judge: prefill (prompts, and rows in the cache before the test) or "
+                 "always (also generated tokens)")
       ->capture_default_str()
       ->check(CLI::IsMember({"prefill", "always"}))
       ->group(pruning);
-  app.add_option("--window", o.window, "most recent tokens that are always kept; at least 1")
+  app.add_option("--window", o.window, "most recent tokens that always stay; at least 1")
       ->capture_default_str()
       ->group(pruning);
   app.add_option("--prefill", o.prefill,
-                 "dense: a prompt attends to all of itself, then is pruned; sparse: chunk by "
-                 "chunk, over what earlier chunks left; default: sparse where pairs are evicted, "
-                 "else dense")
+                 "dense: run a prompt with the full cache, then prune; sparse: run and prune chunk "
+                 "by chunk; default: sparse if pairs are evicted, else dense")
       ->check(CLI::IsMember({"dense", "sparse"}))
       ->group(pruning);
   app.add_option("--chunk", o.chunk, "tokens of a chunk in sparse prefill; at least 1")
@@ -149,11 +147,11 @@ void declare(CLI::App& app, BenchOptions& o) {
 
   const auto measurement = "Measurement";
   app.add_option("-r,--repetitions", o.repetitions,
-                 "timed repetitions of each test, each from the same cache; at least 1")
+                 "timed repetitions of each test, all from the same cache; at least 1")
       ->capture_default_str()
       ->group(measurement);
   app.add_flag("--warmup,!--no-warmup", o.warmup,
-               "run each test once untimed before, or not (default: once)")
+               "run each test once untimed first, or not (default: run it)")
       ->group(measurement);
   app.add_option("--seed", o.seed, "seed of tokens, scores and contents of the cache")
       ->capture_default_str()
@@ -167,16 +165,17 @@ void declare(CLI::App& app, BenchOptions& o) {
       ->check(CLI::IsMember({"md", "csv", "json"}))
       ->group(output);
   add_texts(app, "--columns", o.columns,
-            fmt::format("columns of the Markdown table, in this order: some of {}, between "
-                        "commas, or all; default: of those that say something about these "
-                        "tests as many as 120 characters hold (CSV and JSON have them all)",
+            fmt::format("columns of the Markdown table, in this order: some of {}, separated by "
+                        "commas, or all; default: the columns that differ or matter most in these "
+                        "tests, up to 120 characters (CSV and JSON have all)",
                         fmt::join(bench_column_names(), ", ")))
       ->type_name("LIST")
       ->group(output);
   declare_progress(app, o.progress, output);
-  app.add_flag("-q,--quiet", o.quiet, "no notes and no progress on standard error")->group(output);
+  app.add_flag("-q,--quiet", o.quiet, "print no notes and no progress on standard error")
+      ->group(output);
   app.add_option("--config", o.config,
-                 "TOML deck with any of these options under their long names, lists as lists or as "
+                 "TOML deck with any of these options, by their long names, lists as lists or as "
                  "texts; flags override it")
       ->type_name("DECK")
       ->group(output);
@@ -223,13 +222,14 @@ std::vector<BenchTest> tests_of(const BenchOptions& o) {
           fmt::format("-r is {}; expected 1 to 1000000", o.repetitions));
   const bool has_surrogate = !o.surrogate.empty();
   require(has_surrogate == o.threshold.has_value(),
-          has_surrogate ? "--surrogate needs --threshold: the log score below which a pair is "
-                          "evicted"
-                        : "--threshold has no effect without --surrogate: --evict-ratio says what "
-                          "random scores evict");
+          has_surrogate
+              ? "--surrogate needs --threshold, the log score below which a pair is evicted"
+              : "--threshold has no effect without --surrogate: --evict-ratio sets the share that "
+                "random scores evict");
   check_threshold(o.threshold);
   require(!has_surrogate || o.evict_ratios.empty(),
-          "--evict-ratio and --surrogate: with a surrogate, --threshold decides what is evicted");
+          "--evict-ratio and --surrogate: with a surrogate, --threshold decides which pairs are "
+          "evicted");
   require(!has_surrogate || o.skews.empty(),
           "--skew and --surrogate: the surrogate decides which heads keep more");
 

@@ -136,12 +136,11 @@ int help_columns() {
 const std::vector<EnvironmentVariable>& environment_variables() {
   static const std::vector<EnvironmentVariable> variables = {
       {"KVZAP_SIMD",
-       "instruction set of the inner loops, in place of the widest that the processor has, which "
-       "--version names: amx, avx512_bf16, avx512, avx2 or baseline; one that the processor lacks "
-       "is an error"},
-      {"KVZAP_PACK",
-       "off: weights stay plain rows, where oneDNN's layout of the processor takes their place"},
-      {"COLUMNS", "characters of a line of help and progress, in place of the terminal's"},
+       "instruction set of the inner loops: amx, avx512_bf16, avx512, avx2 or baseline; default: "
+       "the widest of the processor, which --version names. A set that the processor lacks is an "
+       "error"},
+      {"KVZAP_PACK", "off: keep weights as plain rows; default: oneDNN's layout for the processor"},
+      {"COLUMNS", "characters per line of help and progress; default: those of the terminal"},
   };
   return variables;
 }

@@ -51,27 +51,26 @@ void declare_random_weights(CLI::App& app, std::optional<std::uint64_t>& seed,
 
 void declare_threads(CLI::App& app, std::optional<std::int64_t>& threads,
                      const std::string& group) {
-  app.add_option(
-         "-t,--threads", threads,
-         "threads of each rank, 1 to 4096; default: the cores that this rank is bound to, or "
-         "its share of the node's, or OMP_NUM_THREADS")
+  app.add_option("-t,--threads", threads,
+                 "threads of each rank, 1 to 4096; default: OMP_NUM_THREADS, else the cores that "
+                 "this rank is bound to, or its share of the node's cores")
       ->group(group);
 }
 
 void declare_rope(CLI::App& app, RopeOptions& rope, const std::string& group) {
-  app.add_option("--rope-scaling", rope.scaling,
-                 "scale RoPE for texts longer than the model's max_position_embeddings, by "
-                 "--rope-scale; none: not even as config.json has it; default: as config.json has "
-                 "it")
+  app.add_option(
+         "--rope-scaling", rope.scaling,
+         "scale RoPE by --rope-scale, for texts longer than the model's max_position_embeddings; "
+         "none: also ignore the scaling of config.json; default: the scaling of config.json")
       ->check(CLI::IsMember({"none", "linear", "dynamic", "yarn"}))
       ->group(group);
-  app.add_option("--rope-scale", rope.scale, "how many times longer texts may get; at least 1")
+  app.add_option("--rope-scale", rope.scale, "factor by which texts may be longer; at least 1")
       ->type_name("FACTOR")
       ->group(group);
 }
 
 void declare_template(CLI::App& app, bool& raw, std::string& thinking, const std::string& group) {
-  app.add_flag("--raw", raw, "no chat template; BOS only where the tokenizer adds one")
+  app.add_flag("--raw", raw, "use no chat template; BOS only if the tokenizer adds one")
       ->group(group);
   app.add_option("--thinking", thinking, "let a Qwen3 model think before it answers")
       ->capture_default_str()
@@ -88,8 +87,8 @@ void declare_filters(CLI::App& app, SamplingOptions& sampling, const std::string
       ->capture_default_str()
       ->group(group);
   app.add_option("--min-p", sampling.min_p,
-                 "sample from tokens at least this many times as likely as the likeliest, in [0, "
-                 "1]; 0: all")
+                 "sample from tokens with at least this fraction of the largest probability, in "
+                 "[0, 1]; 0: all")
       ->capture_default_str()
       ->group(group);
 }
@@ -105,7 +104,7 @@ void declare_protected(CLI::App& app, int& window, std::int64_t& sink, const std
 
 void declare_deck(CLI::App& app, std::string& deck, const std::string& group) {
   app.add_option("--config", deck,
-                 "TOML deck with any of these options under their long names; flags override it")
+                 "TOML deck with any of these options, by their long names; flags override it")
       ->type_name("DECK")
       ->group(group);
 }
@@ -118,30 +117,29 @@ void declare_snapshots(CLI::App& app, RunOptions& o) {
   const auto file_name = [](const std::string& text) {
     return text.empty() ? "the name is empty; expected a file" : "";
   };
-  app.add_option("--snapshot", o.snapshot,
-                 "write the cache to this HDF5 file after the context, and again if SIGTERM, "
-                 "SIGINT or SIGUSR1 ends the run, whose exit status is then 128 + the signal's "
-                 "number")
+  app.add_option(
+         "--snapshot", o.snapshot,
+         "write the cache to this HDF5 file after the context, and again if SIGTERM, SIGINT or "
+         "SIGUSR1 ends the run; the exit status is then 128 + the signal's number")
       ->check(file_name)
       ->type_name("FILE")
       ->group(group);
   app.add_option("--snapshot-every", o.snapshot_every,
-                 "write it anew after every so many tokens of context (sparse prefill; dense "
-                 "prefill has no such points), question and answer, while the run goes on; at "
-                 "least 1")
+                 "also write it after every INT tokens of context (only in sparse prefill), "
+                 "question and answer, in the background; at least 1")
       ->group(group);
   app.add_option("--snapshot-keep", o.snapshot_keep,
-                 "how many of the newest snapshots stay: the file, and those before it under its "
-                 "name with their tokens, as cache.4096.h5; at least 1; default: 1")
+                 "number of newest snapshots to keep: the file itself, and earlier ones with their "
+                 "tokens in the name, such as cache.4096.h5; at least 1; default: 1")
       ->group(group);
   app.add_option("--snapshot-content", o.snapshot_content,
-                 "what is written of each row: its position, its score too, or all: key and value "
-                 "too, without which no run can go on; default: all")
+                 "data to write for each row: its position; also its score; or all, with key and "
+                 "value, which --resume needs; default: all")
       ->check(CLI::IsMember({"positions", "scores", "all"}))
       ->group(group);
   app.add_option("--snapshot-compress", o.snapshot_compress,
-                 "level at which rows are deflated, 1 to 9; 0: not at all; default: 0, or 6 "
-                 "without keys and values")
+                 "deflate level of the rows, 1 to 9; 0: no compression; default: 0, or 6 without "
+                 "keys and values")
       ->type_name("LEVEL")
       ->group(group);
   app.add_option("--snapshot-dtype", o.snapshot_dtype,
@@ -149,16 +147,15 @@ void declare_snapshots(CLI::App& app, RunOptions& o) {
       ->check(CLI::IsMember({"f32", "f16", "bf16"}))
       ->group(group);
   app.add_option("--resume", o.resume,
-                 "go on from this snapshot, on any number of ranks: with its model, its context "
-                 "and its options, of which those may be given anew that its rows do not depend "
-                 "on. Answers go on where they were; with --question its context is asked that "
-                 "instead")
+                 "continue from this snapshot with its model, context and options, on any number "
+                 "of ranks. Options that do not affect its rows can be changed. Unfinished answers "
+                 "continue; with --question, the run answers that question instead")
       ->check(file_name)
       ->type_name("FILE")
       ->group(group);
   app.add_option("--append", o.append,
-                 "file with more context, taken whole, that follows the context of --resume "
-                 "before questions are asked, its own anew; - is standard input")
+                 "file with more context, used verbatim, that follows the context of --resume; its "
+                 "questions are then asked again; - is standard input")
       ->check(file_name)
       ->type_name("FILE")
       ->group(group);
@@ -192,16 +189,17 @@ void check_snapshot_options(const RunOptions& o) {
                       "values are written",
                       o.snapshot_content));
   require(o.append.empty() || !o.resume.empty(),
-          "--append needs --resume FILE, whose context it adds to; a run's own context is given "
-          "with -p or -f");
+          "--append needs --resume FILE, because it adds to that context; give the context of a "
+          "new run with -p or -f");
   if (o.resume.empty()) return;
   require(!o.prompt && o.file.empty(),
-          fmt::format("{} does not go with --resume, which has its context from the snapshot; "
+          fmt::format("{} does not go with --resume, which takes its context from the snapshot; "
                       "--append FILE adds to it",
                       o.prompt ? "-p" : "-f"));
-  require(!o.dry_run, "--dry-run does not go with --resume: it plans for a run's own context");
+  require(!o.dry_run, "--dry-run does not go with --resume: it plans a new run");
   require(o.dump.empty(),
-          "--dump does not go with --resume: the context's scores are of the run before");
+          "--dump does not go with --resume: the snapshot's run has computed the scores of the "
+          "context");
 }
 
 }  // namespace
@@ -213,106 +211,103 @@ void declare(CLI::App& app, RunOptions& o) {
       ->type_name("DIR")
       ->group(model);
   app.add_option("--surrogate", o.pruning.surrogate,
-                 "KVzap surrogate folder: the policy is kvzap; without it and --policy nothing is "
-                 "pruned")
+                 "KVzap surrogate folder; selects the policy kvzap. Without --surrogate and "
+                 "--policy nothing is pruned")
       ->type_name("DIR")
       ->group(model);
   declare_dtype(app, o.dtype, "value type of weights and cache", model);
-  declare_random_weights(
-      app, o.random_weights,
-      "make weights up from this seed; with --token-ids or -c and --dry-run the folder "
-      "then needs config.json alone",
-      model);
+  declare_random_weights(app, o.random_weights,
+                         "generate random weights from this seed; with --token-ids, or with -c and "
+                         "--dry-run, the folder then needs only config.json",
+                         model);
   app.add_option("--layers", o.layers,
-                 "use only so many of the first layers: for trials, as a checkpoint's text then "
-                 "makes no sense; default: all")
+                 "use only the first INT layers, for trials: the answers of a truncated model make "
+                 "no sense; default: all")
       ->group(model);
   declare_rope(app, o.rope, model);
   declare_threads(app, o.threads, model);
-  app.add_option("--placement", o.placement,
-                 "deal KV heads to ranks by the kept rows in this --json file of an earlier run")
+  app.add_option(
+         "--placement", o.placement,
+         "assign KV heads to ranks by the kept rows in this report (--json) of an earlier run")
       ->type_name("FILE")
       ->group(model);
 
   const auto prompt = "Prompt";
-  app.add_option("-p,--prompt", o.prompt, "context; either this or -f is required")->group(prompt);
-  app.add_option("-f,--file", o.file, "file with the context, taken whole; - is standard input")
+  app.add_option("-p,--prompt", o.prompt, "context; give either -p or -f")->group(prompt);
+  app.add_option("-f,--file", o.file, "file with the context, used verbatim; - is standard input")
       ->type_name("FILE")
       ->group(prompt);
   add_texts(app, "--question", o.questions,
-            "question that follows the context; may be repeated: each is answered from the same "
-            "pruned context, and its answer printed under a line \"[1] QUESTION\"")
+            "question that follows the context. May be repeated: each question is answered from "
+            "the same pruned context, and its answer printed below a line \"[1] QUESTION\"")
       ->group(prompt);
   app.add_option("--system", o.system,
-                 "system message before the context, in place of the chat template's own")
+                 "system message before the context; replaces that of the chat template")
       ->type_name("TEXT")
       ->group(prompt);
   declare_template(app, o.raw, o.thinking, prompt);
   app.add_flag("--token-ids", o.token_ids,
-               "context and questions are token ids separated by white space, and ids are printed; "
+               "read context and questions as token ids separated by white space, and print ids; "
                "implies --raw")
       ->group(prompt);
-  app.add_option("-c,--ctx-size", o.max_context,
-                 "longest sequence accepted, in tokens; default: the model's "
-                 "max_position_embeddings, or what RoPE scaling makes of it (no limit with "
-                 "--random-weights)")
+  app.add_option(
+         "-c,--ctx-size", o.max_context,
+         "longest sequence accepted, in tokens; default: the model's max_position_embeddings, "
+         "extended by RoPE scaling (no limit with --random-weights)")
       ->group(prompt);
 
   const auto pruning = "Pruning";
-  app.add_option(
-         "--policy", o.pruning_texts.policy,
-         "policy that scores pairs, NAME[:key=value,...][+MODIFIER[:key=value,...]...]; kvzap "
-         "policies lists names and keys. Give how much it evicts by exactly one of the next "
-         "four; @OPTION=value behind the policy sets an option of this group too")
+  app.add_option("--policy", o.pruning_texts.policy,
+                 "policy that scores pairs, NAME[:key=value,...][+MODIFIER[:key=value,...]...]; "
+                 "kvzap policies lists names and keys. Set the amount with exactly one of the next "
+                 "four options. An @OPTION=value after the policy sets an option of this group")
       ->type_name("POLICY")
       ->group(pruning);
   app.add_option("--threshold", o.pruning.amount.threshold,
-                 "score below which a pair is evicted, -inf and inf included (kvzap: log score)")
+                 "evict pairs with a score below this, -inf and inf included (kvzap: log score)")
       ->group(pruning);
-  app.add_option(
-         "--evict-ratio", o.pruning.amount.evict_ratio,
-         "budget: evicted share of all pairs, in [0, 1); with --surrogate and without --policy "
-         "the threshold that kvzap calibrate has found for it; without either what --dry-run "
-         "assumes")
+  app.add_option("--evict-ratio", o.pruning.amount.evict_ratio,
+                 "budget: evicted share of all pairs, in [0, 1). With --surrogate and without "
+                 "--policy: the threshold that kvzap calibrate has stored for this ratio. Without "
+                 "both: the ratio that --dry-run plans with")
       ->group(pruning);
-  app.add_option(
-         "--keep-tokens", o.pruning.amount.keep_tokens,
-         "budget: rows that each KV head keeps (on average, where heads compete); at least 1")
+  app.add_option("--keep-tokens", o.pruning.amount.keep_tokens,
+                 "budget: rows that each KV head keeps (on average, if heads compete); at least 1")
       ->group(pruning);
   app.add_option(
          "--kv-budget", o.pruning_texts.kv_budget,
-         "budget: bytes of keys and values over all layers and ranks, as 512M, 2GB or 1.5GiB")
+         "budget: bytes of keys and values over all layers and ranks, such as 512M, 2GB or 1.5GiB")
       ->type_name("SIZE")
       ->group(pruning);
   app.add_flag("--layerwise", o.pruning.layerwise,
-               "with kvzip, kvzip-plus and fastkvzip: the budget is met in each layer, instead of "
-               "over all layers together")
+               "apply the budget to each layer, instead of all layers together (kvzip, kvzip-plus "
+               "and fastkvzip)")
       ->group(pruning);
   app.add_option("--prune-after", o.pruning_texts.prune_after,
-                 "when a budget is met: after the context, or after context and question together, "
-                 "which then decides what stays; the cache is full until then")
+                 "apply a budget after the context, or after context and question together: then "
+                 "the question decides which rows stay. Until then the cache is full")
       ->capture_default_str()
       ->check(CLI::IsMember({"context", "question"}))
       ->group(pruning);
   app.add_option("--decode-every", o.pruning.decode.every,
-                 "cut the cache again after every so many tokens that follow the context; 0: never")
+                 "prune the cache again after every INT tokens that follow the context; 0: never")
       ->capture_default_str()
       ->group(pruning);
   app.add_option("--decode-keep", o.pruning.decode.keep,
-                 "rows per KV head that --decode-every leaves; at least 1")
+                 "rows per KV head that stay after --decode-every prunes; at least 1")
       ->group(pruning);
   app.add_option("--decode-evict-ratio", o.pruning.decode.evict_ratio,
-                 "evicted share of all tokens so far after --decode-every has cut, in [0, 1)")
+                 "evicted share of all tokens so far after --decode-every prunes, in [0, 1)")
       ->group(pruning);
   app.add_option("--prune", o.pruning_texts.prune,
-                 "what is judged: none, prefill (the context) or always (by a threshold, questions "
-                 "and generated tokens too); default: prefill with a policy, none without")
+                 "tokens to judge: none, prefill (the context) or always (with a threshold: also "
+                 "questions and generated tokens); default: prefill with a policy, none without")
       ->check(CLI::IsMember({"none", "prefill", "always"}))
       ->group(pruning);
   declare_protected(app, o.pruning.window, o.pruning.sink, pruning);
   app.add_option("--prefill", o.pruning_texts.prefill,
-                 "dense: the context attends to all of itself, then is pruned; sparse: chunk by "
-                 "chunk, over what earlier chunks left")
+                 "dense: run the context with the full cache, then prune; sparse: run and prune "
+                 "chunk by chunk; each chunk attends to the rows that earlier chunks kept")
       ->capture_default_str()
       ->check(CLI::IsMember({"dense", "sparse"}))
       ->group(pruning);
@@ -320,17 +315,18 @@ void declare(CLI::App& app, RunOptions& o) {
       ->capture_default_str()
       ->group(pruning);
   app.add_flag("--trim,!--no-trim", o.trim,
-               "hand unused cache memory back to the system, or keep it (default: hand back)")
+               "return unused cache memory to the system, or keep it (default: return it)")
       ->group(pruning);
   app.add_option("--page-rows", o.page_rows, "rows of a cache page; 1 to 1048576")
       ->capture_default_str()
       ->group(pruning);
 
   const auto generation = "Generation";
-  app.add_option("-n,--n-predict", o.new_tokens, "most tokens to generate per question; 0 or more")
+  app.add_option("-n,--n-predict", o.new_tokens,
+                 "largest number of tokens to generate per question; 0 or more")
       ->capture_default_str()
       ->group(generation);
-  app.add_flag("--ignore-eos", o.ignore_eos, "go on after a token that ends the answer")
+  app.add_flag("--ignore-eos", o.ignore_eos, "continue after a token that ends the answer")
       ->group(generation);
   declare_sampling(app, o.sampling, o.sampling_flags, generation);
   app.add_option("--seed", o.sampling.seed, "seed of the sampler, the same for each question")
@@ -345,20 +341,21 @@ void declare(CLI::App& app, RunOptions& o) {
       ->type_name("FILE")
       ->group(output);
   app.add_flag("--json-token-ids", o.json_token_ids,
-               "let that report have the token ids of context and questions, too")
+               "include the token ids of context and questions in that report")
       ->group(output);
   app.add_option("--dump", o.dump,
-                 "write token ids, the scores of the context, what was evicted and all logits to "
+                 "write token ids, the scores of the context, the evicted pairs and all logits to "
                  "this safetensors file")
       ->type_name("FILE")
       ->group(output);
   app.add_flag(
          "--dry-run", o.dry_run,
-         "print how much memory each rank needs for -c tokens (default: the prompt's and -n, or "
-         "max_position_embeddings, or what RoPE scaling makes of it, without a prompt) and exit")
+         "print the memory that each rank needs for -c tokens and exit; default: the prompt's "
+         "tokens plus -n; without a prompt, max_position_embeddings, extended by RoPE scaling")
       ->group(output);
   declare_progress(app, o.progress, output);
-  app.add_flag("-q,--quiet", o.quiet, "no progress and no report on standard error")->group(output);
+  app.add_flag("-q,--quiet", o.quiet, "print no progress and no report on standard error")
+      ->group(output);
   declare_deck(app, o.config, output);
 }
 
@@ -371,13 +368,13 @@ void validate(const RunOptions& o) {
           fmt::format("-c is {}; expected at least 1", o.max_context.value_or(0)));
   check(o.pruning, pruning_use(o), flag_names());
   check_sampling(o.sampling, o.sampling_flags);
-  require(!(o.prompt && !o.file.empty()), "-p and -f both give the prompt: give one of them");
+  require(!(o.prompt && !o.file.empty()), "-p and -f both set the prompt: give one of them");
   const char* const without_template = o.raw ? "--raw" : o.token_ids ? "--token-ids" : nullptr;
   require(!o.system || !without_template,
-          fmt::format("--system does not go with {}: the chat template says where it stands",
+          fmt::format("--system does not go with {}: only a chat template has a system message",
                       without_template ? without_template : ""));
   require(!o.system || o.resume.empty(),
-          "--system does not go with --resume: the context has begun before");
+          "--system does not go with --resume: the snapshot has the beginning of the context");
   require(!o.json_token_ids || !o.json.empty(),
           "--json-token-ids has no effect without --json FILE");
   require(o.dump != "-", "--dump cannot be standard output");

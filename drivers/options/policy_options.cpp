@@ -90,11 +90,11 @@ LookedUpThreshold look_up_threshold(const RunOptions& o) {
   const std::filesystem::path file = ThresholdTable::file_in(o.pruning.surrogate);
   std::error_code ignored;
   if (!std::filesystem::exists(file, ignored)) {
-    throw Error(fmt::format(
-        "--evict-ratio {}: {} is not there, which says by what threshold the surrogate reaches it: "
-        "kvzap calibrate makes it; or give --threshold, or --policy kvzap, which takes an evict "
-        "ratio as a budget",
-        *o.pruning.amount.evict_ratio, file.string()));
+    throw Error(
+        fmt::format("--evict-ratio {}: {}, the surrogate's table of thresholds, does not exist: "
+                    "make it with kvzap calibrate, or give --threshold, or --policy kvzap, which "
+                    "takes an evict ratio as a budget",
+                    *o.pruning.amount.evict_ratio, file.string()));
   }
   const ThresholdTable table = ThresholdTable::load(file);
   LookedUpThreshold found;
@@ -109,15 +109,15 @@ LookedUpThreshold look_up_threshold(const RunOptions& o) {
   const auto differs = [&](const char* flag, std::int64_t of_table, std::int64_t of_run) {
     if (of_table == of_run) return;
     found.warnings.push_back(
-        fmt::format("{} was calibrated with {} {}, and {} is {}: another share will be evicted",
+        fmt::format("{} was calibrated with {} {}, but {} is {}: the evicted share will differ",
                     found.file, flag, of_table, flag, of_run));
   };
   differs("--window", table.window, o.pruning.window);
   differs("--sink", table.sink, o.pruning.sink);
   if (!o.token_ids && table.chat_template == o.raw) {
     found.warnings.push_back(
-        fmt::format("{} was calibrated {} the chat template, and this run is {} it: another share "
-                    "will be evicted",
+        fmt::format("{} was calibrated {} the chat template, but this run is {} it: the evicted "
+                    "share will differ",
                     found.file, table.chat_template ? "with" : "without",
                     table.chat_template ? "without" : "with"));
   }

@@ -11,9 +11,10 @@ void apply_rope(const RopeOptions& rope, ModelConfig& config) {
   require(scales || !rope.scale,
           fmt::format("--rope-scale needs --rope-scaling linear, dynamic or yarn{}",
                       rope.scaling.empty() ? "" : "; it is none"));
-  require(!scales || rope.scale,
-          fmt::format("--rope-scaling {} needs --rope-scale, how many times longer texts may get",
-                      rope.scaling));
+  require(
+      !scales || rope.scale,
+      fmt::format("--rope-scaling {} needs --rope-scale, the factor by which texts may be longer",
+                  rope.scaling));
   if (rope.scaling == "none") config.rope_scaling.reset();
   for (const RopeType type : {RopeType::linear, RopeType::dynamic, RopeType::yarn}) {
     if (!scales || rope.scaling != name_of(type)) continue;
@@ -34,11 +35,11 @@ std::string name_of_longest(const ModelConfig& config) {
 
 std::string hint_for_longer(const ModelConfig& config, std::int64_t tokens) {
   if (config.longest_context() == config.sliding_window) {
-    return " (beyond its sliding window a model attends to less, which is not supported)";
+    return " (texts beyond a model's sliding window are not supported)";
   }
   if (config.rope_scaling) return " (--rope-scale extends it)";
   const std::int64_t longest = config.longest_context();
-  return fmt::format(" (for longer texts RoPE is scaled: --rope-scaling yarn --rope-scale {})",
+  return fmt::format(" (to scale RoPE for longer texts: --rope-scaling yarn --rope-scale {})",
                      tokens / longest + (tokens % longest == 0 ? 0 : 1));
 }
 

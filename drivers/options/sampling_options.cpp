@@ -36,30 +36,28 @@ void declare_sampling(CLI::App& app, SamplingOptions& sampling, SamplingFlags& f
       ->group(group);
   declare_filters(app, sampling, group);
   app.add_option("--repeat-penalty", flags.repeat_penalty,
-                 "divide positive logits of tokens that the prompt or the answer has by this, and "
-                 "multiply negative ones, greedy or not; 1: do not; default: "
-                 "generation_config.json's repetition_penalty")
+                 "for tokens of the prompt and the answer, divide positive logits by this and "
+                 "multiply negative ones, greedy or not; 1: no change; default: repetition_penalty "
+                 "of generation_config.json")
       ->group(group);
-  app.add_option(
-         "--repeat-last-n", sampling.repeat_last_n,
-         "penalties look at so many of the latest tokens; 0: none; -1: all, as transformers "
-         "(llama.cpp: 64)")
+  app.add_option("--repeat-last-n", sampling.repeat_last_n,
+                 "number of latest tokens that the penalties consider; 0: none; -1: all, as in "
+                 "transformers (llama.cpp: 64)")
       ->capture_default_str()
       ->group(group);
-  app.add_option(
-         "--presence-penalty", sampling.presence_penalty,
-         "take this off the logits of tokens that the answer has; the prompt does not count "
-         "(in llama.cpp it does)")
+  app.add_option("--presence-penalty", sampling.presence_penalty,
+                 "subtract this from the logits of tokens in the answer; the prompt does not count "
+                 "(in llama.cpp it does)")
       ->capture_default_str()
       ->group(group);
   app.add_option("--frequency-penalty", sampling.frequency_penalty,
-                 "the same, as often as the answer has the token")
+                 "subtract this from the logit of a token once for each time it is in the answer")
       ->capture_default_str()
       ->group(group);
   app.add_flag("--greedy-plain", flags.greedy_plain,
-               "leave logits as the model has them: of generation_config.json only eos_token_id "
-               "counts; default: repetition_penalty, suppress_tokens and bad_words_ids are "
-               "followed, and other fields that change answers are errors")
+               "use the model's logits unchanged: of generation_config.json only eos_token_id "
+               "counts. Default: repetition_penalty, suppress_tokens and bad_words_ids apply, and "
+               "other fields that change answers are errors")
       ->group(group);
 }
 
@@ -89,7 +87,7 @@ void print_rules(const GenerationConfig& rules, const SamplingFlags& flags, bool
   for (const auto& warning : rules.warnings) say("kvzap: warning: {}\n", warning);
   const std::string text = text_of_rules(rules, !flags.repeat_penalty);
   if (!talks || text.empty()) return;
-  say("kvzap: note: {}: {} in force, as in transformers (--greedy-plain: not)\n",
+  say("kvzap: note: {}: {} in force, as in transformers (--greedy-plain turns this off)\n",
       std::filesystem::path(rules.file).filename().string(), text);
 }
 
@@ -97,9 +95,9 @@ std::string rules_left_aside(const std::string& folder, std::int64_t vocab_size)
   try {
     const GenerationConfig rules = GenerationConfig::load(folder, vocab_size);
     const std::string text = text_of_rules(rules, true);
-    return text.empty() ? "" : fmt::format("{}: {} left aside", rules.file, text);
+    return text.empty() ? "" : fmt::format("{}: {} ignored", rules.file, text);
   } catch (const Error& error) {
-    return fmt::format("left aside: {}", error.what());
+    return fmt::format("ignored: {}", error.what());
   }
 }
 

@@ -226,7 +226,7 @@ class Placement(TestCase):
         file = self.folder / "earlier.json"
         for content, part in [
             ("{}", "context.kept_rows: missing"),
-            ('{"context": {"kept_rows": [[1, 2, 3, 4]]}}', "expected 6 layers as the model has, found 1"),
+            ('{"context": {"kept_rows": [[1, 2, 3, 4]]}}', "expected 6 layers as in the model, found 1"),
             (json.dumps({"context": {"kept_rows": 6 * [[1]]}}), "expected 4 KV heads"),
             (json.dumps({"context": {"kept_rows": 6 * [[1, 2, 3, "x"]]}}), "found 'x'"),
             (json.dumps({"context": {"kept_rows": 6 * [[1, 2, 3, -1]]}}), "found -1"),

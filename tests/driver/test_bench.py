@@ -191,7 +191,7 @@ class Tables(BenchCase):
         (bare / "config.json").write_text((MODEL / "config.json").read_text())
         for ranks in (0, 2):
             result = self.succeed("-m", bare, "-p", "8", "-n", "1", "-r", "1", ranks=ranks)
-            self.assertIn("weights are random", result.err.decode())
+            self.assertIn("the weights are random", result.err.decode())
         report = self.json("-m", bare, "-p", "8", "-n", "0")
         self.assertEqual((report["model"]["name"], report["model"]["random_weights"]), ("bare", 0))
         report = self.json(*QUICK, "-p", "8", "-n", "0", "--random-weights", "3")

@@ -207,7 +207,7 @@ class Lookup(WithSurrogate):
             self.assertIn(f"kvzap: warning: {self.stored} was calibrated with {flag}", result.err.decode())
             self.assertIn(f"{flag} is {value}", result.err.decode())
         result = self.succeed(*self.plain, *WINDOW, "--evict-ratio", "0.5", "--raw")
-        self.assertIn("was calibrated with the chat template, and this run is without it", result.err.decode())
+        self.assertIn("was calibrated with the chat template, but this run is without it", result.err.decode())
 
     def test_budgets_stay(self):
         self.stored.unlink()
@@ -244,7 +244,7 @@ class Lookup(WithSurrogate):
         self.write([(0.5, -4.0)], format="kvzap.run")
         refuse(self.stored, "format", "kvzap.thresholds", ranks=2)
         self.stored.unlink()
-        refuse(self.stored, "is not there", "kvzap calibrate", ranks=2)
+        refuse(self.stored, "does not exist", "kvzap calibrate", ranks=2)
 
 
 if __name__ == "__main__":

@@ -352,10 +352,10 @@ class DryRun(TestCase):
             self.assertIn("it does not fit", result.text)
             many = node["nodes_that_fit"]
             if many is None:
-                self.assertIn("no number of nodes like this one would do", result.text)
+                self.assertIn("no number of nodes like this one, with", result.text)
             else:
                 self.assertGreaterEqual(many * node["available_bytes"], node["needed_bytes"])
-                self.assertIn(f"{many} nodes like this one would do, with {ranks} rank", result.text)
+                self.assertIn(f"{many} nodes like this one, with {ranks} rank", result.text)
         # What is needed at once depends on when what stays is chosen.
         def total(*more):
             return json.loads(self.succeed("-m", MODEL, "-c", "4096", "--dry-run", "--json", "-", *more).out)

@@ -86,7 +86,7 @@ class Listing(TestCase):
         self.assertEqual(self.listed("+ada"), self.listed("ada"))
 
     def test_unknown(self):
-        self.fail_with(policies("snpkv"), "'snpkv' is no policy or modifier", "did you mean snapkv?", code=2)
+        self.fail_with(policies("snpkv"), "'snpkv' is not a policy or modifier", "did you mean snapkv?", code=2)
         self.fail_with(policies("zzzzzzzzzzz"), "kvzap policies lists them", code=2)
 
     def test_needs_nothing_to_be_started(self):

@@ -267,7 +267,7 @@ class Interrupted(SnapshotTest):
                 lines = [line for line in err.decode().splitlines() if line.startswith("kvzap:")]
                 self.assertEqual(len(lines), 1, err)
                 self.assertIn(f"stopped by signal {number:d}: {self.file} has ", lines[0])
-                self.assertIn(f"kvzap run --resume {self.file} goes on", lines[0])
+                self.assertIn(f"continue with kvzap run --resume {self.file}", lines[0])
                 report = json.loads((self.folder / "report").read_text())
                 self.assertEqual((report["signal"], report["answers"]), (number, []))
                 self.assertEqual(report["context"]["tokens"], 300)

@@ -176,7 +176,7 @@ class Signals(TerminalTest):
         self.wait_for_bar("load")
         process.send_signal(signal.SIGTERM)
         self.stopped(process, signal.SIGTERM, "load")
-        self.assertIn("stopped by signal 15 while weights were loaded", self.seen.decode())
+        self.assertIn("stopped by signal 15 while loading weights", self.seen.decode())
 
     def test_in_a_dense_context(self):
         # mpirun passes SIGUSR1 on and waits for its ranks' end, however busy the machine.

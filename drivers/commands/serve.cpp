@@ -13,6 +13,9 @@
 #include <kvzap/engine/policies.hpp>
 #include <kvzap/model/chat_template.hpp>
 #include <kvzap/model/memory_plan.hpp>
+#include <kvzap/server/executor.hpp>
+#include <kvzap/server/protocol.hpp>
+#include <kvzap/server/scheduler.hpp>
 #include <limits>
 #include <utility>
 #include <vector>
@@ -27,7 +30,6 @@
 #include "console/signals.hpp"
 #include "http/http_server.hpp"
 #include "options/policy_options.hpp"
-#include "server/plan.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -61,11 +63,11 @@ void check(const ServeOptions& o) {
   if (!o.kv_memory.empty()) parse_bytes(o.kv_memory, "--kv-memory");
 }
 
-/// One key a line.
+/// Reads a file with one key a line.
 std::vector<std::string> read_keys(const std::string& file) {
   if (file.empty()) return {};
   std::ifstream stream(file);
-  if (!stream) throw Error(fmt::format("--api-key-file {}: it cannot be read", file));
+  if (!stream) throw Error(fmt::format("--api-key-file {}: cannot be read", file));
   std::vector<std::string> keys;
   std::string line;
   for (int number = 1; std::getline(stream, line); ++number) {
@@ -75,25 +77,26 @@ std::vector<std::string> read_keys(const std::string& file) {
         std::all_of(line.begin(), line.end(), [](char c) { return c > ' ' && c < '\x7f'; });
     if (!is_plain || line.size() > longest_key) {
       throw Error(
-          fmt::format("--api-key-file {}: line {} is no key; expected up to {} printable "
+          fmt::format("--api-key-file {}: line {} is not a key; expected up to {} printable "
                       "characters without blanks",
                       file, number, longest_key));
     }
     keys.push_back(line);
   }
-  if (stream.bad()) throw Error(fmt::format("--api-key-file {}: it cannot be read", file));
+  if (stream.bad()) throw Error(fmt::format("--api-key-file {}: cannot be read", file));
   if (keys.empty()) {
-    throw Error(fmt::format("--api-key-file {}: it has no key; expected one a line", file));
+    throw Error(fmt::format("--api-key-file {}: no key found; expected one a line", file));
   }
   struct stat status = {};
   if (stat(file.c_str(), &status) == 0 && (status.st_mode & (S_IRGRP | S_IROTH)) != 0) {
-    say("kvzap: warning: --api-key-file {}: others than its owner may read it\n",
+    say("kvzap: warning: --api-key-file {}: other users may read the file\n",
         detail::shown_message(file));
   }
   return keys;
 }
 
-/// How requests are pruned: as the server was started, or, within that, as they wish.
+/// Decides how requests are pruned: by the start options and, as far as these allow, by the
+/// request.
 class Pruner {
  public:
   Pruner(const RunOptions& options, CacheOptions cache)
@@ -102,7 +105,7 @@ class Pruner {
   }
 
   const Setting& standard() const { return m_standard; }
-  /// Which of the modes the engine can carry out; on rank 0, once there is one.
+  /// Finds the modes that the engine supports. Rank 0 calls it once.
   void take_modes(const Engine& engine) {
     for (const PruneMode mode : {PruneMode::prefill, PruneMode::always}) {
       if (!m_cache.policy) break;
@@ -112,14 +115,14 @@ class Pruner {
         engine.check(prune_setting(setting));
         m_modes.push_back(mode);
       } catch (const Error&) {
-        // Requests that ask for it are refused.
+        // Requests for this mode are refused.
       }
     }
   }
 
-  /// For threads of rank 0.
+  /// The setting for a request. Called by connection threads of rank 0.
   Setting setting_of(const PruneWish& wish) const;
-  /// On every rank alike.
+  /// The engine's form of a setting. Called by all ranks.
   PruneSetting prune_setting(const Setting& setting) const;
   Executor::Traits traits_of(const Setting& setting) const;
 
@@ -147,24 +150,26 @@ Setting Pruner::setting_of(const PruneWish& wish) const {
     const bool is_there = *wish.prune == PruneMode::none ||
                           std::find(m_modes.begin(), m_modes.end(), *wish.prune) != m_modes.end();
     if (!is_there) {
-      throw BadRequest("kvzap.prune", fmt::format("kvzap.prune {} does not go with policy {}",
-                                                  name_of(*wish.prune), m_cache.policy->name));
+      throw BadRequest("kvzap.prune",
+                       fmt::format("kvzap.prune is {}, which policy {} does not support",
+                                   name_of(*wish.prune), m_cache.policy->name));
     }
     setting.prune = *wish.prune;
   }
   if (setting.prune == PruneMode::none) {
     if (has_amount) {
-      throw BadRequest("kvzap", "kvzap has a threshold or an evict_ratio where nothing is pruned");
+      throw BadRequest("kvzap", "kvzap has a threshold or an evict_ratio, but prune is none");
     }
     return setting;
   }
   if (wish.threshold) {
     if (has_budget() || m_cache.policy->info->has_own_budget) {
-      throw BadRequest("kvzap.threshold", "the server was started with a budget: evict_ratio");
+      throw BadRequest("kvzap.threshold",
+                       "the server prunes to a budget; expected kvzap.evict_ratio");
     }
     const double largest = std::numeric_limits<float>::max();
     if (std::fabs(*wish.threshold) > largest) {
-      throw BadRequest("kvzap.threshold", "kvzap.threshold is out of the range of float");
+      throw BadRequest("kvzap.threshold", "kvzap.threshold is outside the range of float");
     }
     setting.threshold = static_cast<float>(*wish.threshold);
   }
@@ -181,22 +186,21 @@ Setting Pruner::setting_of(const PruneWish& wish) const {
       try {
         setting.threshold = static_cast<float>(look_up_threshold(looked_up).threshold);
       } catch (const Error&) {
-        throw BadRequest(
-            "kvzap.evict_ratio",
-            "the server has no threshold for this evict ratio: none was calibrated, or "
-            "it is out of their range");
+        throw BadRequest("kvzap.evict_ratio",
+                         "the server has no calibrated threshold for this evict ratio");
       }
     } else if (m_cache.policy->budget.amount != Budget::Amount::evict_ratio) {
-      throw BadRequest("kvzap.evict_ratio", "the server was started without an evict ratio");
+      throw BadRequest("kvzap.evict_ratio", "the server does not prune to an evict ratio");
     } else if (m_options.pruning.policy.find('+') != std::string::npos) {
-      throw BadRequest("kvzap.evict_ratio",
-                       fmt::format("policy {} has modifiers: its evict ratio is the server's",
-                                   m_cache.policy->name));
+      throw BadRequest(
+          "kvzap.evict_ratio",
+          fmt::format("policy {} has modifiers, so a request cannot change its evict ratio",
+                      m_cache.policy->name));
     } else {
       setting.evict_ratio = *wish.evict_ratio;
     }
   }
-  // What is asked for may be what there is: prompts are shared with those who ask for nothing.
+  // A wish for the server's own values is no wish, so that such requests share kept prompts.
   if (setting.threshold == m_cache.threshold) setting.threshold = m_standard.threshold;
   if (has_budget() && setting.evict_ratio == m_cache.policy->budget.evict_ratio) {
     setting.evict_ratio = m_standard.evict_ratio;
@@ -219,7 +223,7 @@ PruneSetting Pruner::prune_setting(const Setting& setting) const {
 Executor::Traits Pruner::traits_of(const Setting& setting) const {
   Executor::Traits traits;
   if (setting.prune == PruneMode::none || !m_cache.policy || is_scorer_alone()) return traits;
-  // As the engine decides for a sequence: can_hold, check_more_context.
+  // The engine decides the same for a sequence (can_hold, check_more_context).
   const PolicyChoice& choice = *m_cache.policy;
   traits.holds = false;
   traits.goes_on = m_cache.prefill == PrefillMode::sparse && !choice.info->repeats_context &&
@@ -227,7 +231,7 @@ Executor::Traits Pruner::traits_of(const Setting& setting) const {
   return traits;
 }
 
-/// A server, from its options to its end.
+/// Runs the command, from checks of the options to the end of the server.
 class Serving {
  public:
   Serving(ServeOptions& options, const Communicator& comm)
@@ -257,7 +261,7 @@ class Serving {
   std::shared_ptr<PolicyChoice> m_choice;
   Texts m_texts;
   server::ServedModel m_model;
-  std::unique_ptr<HttpServer> m_http;  // of rank 0
+  std::unique_ptr<HttpServer> m_http;  // on rank 0
 };
 
 void Serving::check_options() {
@@ -267,13 +271,13 @@ void Serving::check_options() {
   });
   if (m_run.pruning.looks_up_threshold() && m_run.pruning.prunes()) {
     m_run.pruning.amount.threshold = share_threshold(m_run, m_talks, m_comm).threshold;
-    m_run.pruning.amount.evict_ratio.reset();  // which is no budget
+    m_run.pruning.amount.evict_ratio.reset();  // the threshold stands for it
   }
   m_comm.agree([&] {
     policy_spec(m_run.pruning, pruning_use(m_run), flag_names());  // checks
     if (m_run.pruning.prunes()) m_spec = parse_policy(m_run.pruning.policy_text(flag_names()));
     m_cache = cache_options(m_run);
-    m_cache.trim = false;  // the scheduler says when
+    m_cache.trim = false;  // the scheduler decides when
     m_setup = set_up_model(m_run.model, m_run.layers, m_run.placement, m_comm.size(), m_run.rope);
     m_model.max_tokens =
         context_limit(m_run.max_context, m_setup->config, m_run.random_weights.has_value());
@@ -303,7 +307,7 @@ void Serving::check_options() {
     if (std::filesystem::exists(folder / "tokenizer.json", ignored) || !m_run.random_weights) {
       m_model.tokenizer = Tokenizer::load(m_run.model);
     } else if (m_talks) {
-      say("kvzap: note: there is no tokenizer: prompts and answers are token ids\n");
+      say("kvzap: note: no tokenizer: prompts and answers are token ids\n");
     }
     if (!m_model.tokenizer) return;
     try {
@@ -314,7 +318,8 @@ void Serving::check_options() {
   });
 }
 
-/// Before minutes are spent on the weights.
+/// Listens before the weights are loaded, which may take minutes, so that a wrong address fails
+/// early.
 void Serving::listen() {
   m_comm.agree_on_root([&] {
     HttpOptions http;
@@ -323,7 +328,7 @@ void Serving::listen() {
     http.api_keys = read_keys(m_options.api_key_file);
     http.logs = m_talks;
     http.logs_prompts = m_options.log_prompts;
-    // Those who wait, those who are answered, and some who ask how it goes.
+    // Connections for running and waiting requests, and some for status and metrics.
     constexpr std::int64_t others = 64, most = 8192;
     http.max_connections = static_cast<std::size_t>(std::min(
         most, m_options.scheduling.max_sequences + m_options.scheduling.max_queue + others));
@@ -331,8 +336,8 @@ void Serving::listen() {
     const bool is_local =
         http.host == "127.0.0.1" || http.host == "localhost" || http.host == "::1";
     if (!is_local && http.api_keys.empty() && m_talks) {
-      say("kvzap: warning: --host {}: whoever reaches this address can use the server; "
-          "--api-key-file asks for a key\n",
+      say("kvzap: warning: --host {}: everybody who reaches this address can use the server; "
+          "set --api-key-file to require a key\n",
           detail::shown_message(http.host));
     }
   });
@@ -341,7 +346,7 @@ void Serving::listen() {
 void Serving::load_policy() {
   if (!m_spec) return;
   const Tokenizer* const tokenizer = m_model.tokenizer ? &*m_model.tokenizer : nullptr;
-  // The prompt to repeat a context does not depend on it, but for one of token ids.
+  // The prompt that repeats a context does not depend on its text, so any text will do.
   std::vector<TokenId> context;
   if (tokenizer && m_spec->info->repeats_context) {
     m_comm.agree_on_root([&] {
@@ -358,8 +363,8 @@ void Serving::load_policy() {
   }
 }
 
-/// Bytes that this rank's rings and pages may take: its heads' share of --kv-memory or, without
-/// that, of most of what is there once the weights are; 0: nobody knows.
+/// Maximum bytes of this rank's rings and pages: its heads' share of --kv-memory, or most of the
+/// free memory after the weights are loaded. 0: the free memory is unknown.
 std::size_t Serving::kv_limit() const {
   std::int64_t own = 0, all = 0;
   for (int layer = 0; layer < m_setup->partition.n_layers(); ++layer) {
@@ -373,7 +378,7 @@ std::size_t Serving::kv_limit() const {
   }
   const std::int64_t available = available_bytes_of_node();
   if (available < 0) return 0;
-  constexpr double used = 0.8;  // steps take some too
+  constexpr double used = 0.8;  // steps need the rest
   return static_cast<std::size_t>(used * static_cast<double>(available) / m_comm.ranks_on_node());
 }
 
@@ -389,7 +394,7 @@ std::unique_ptr<Engine> Serving::make_engine(Progress& bar) {
     kvzap::calibrate<Value>(model, *m_choice, m_texts, m_comm, progress);
   }
   bar.clear();
-  // (All ranks have their weights before any looks at what is left.)
+  // All ranks load their weights before any rank measures the free memory.
   m_comm.agree([] {});
   m_cache.kv_limit = kv_limit();
   std::unique_ptr<Engine> engine;
@@ -400,7 +405,7 @@ std::unique_ptr<Engine> Serving::make_engine(Progress& bar) {
         static_cast<std::size_t>(m_cache.page_rows) * engine->bytes_per_token();
     if (m_cache.kv_limit > 0 && m_cache.kv_limit < least) {
       throw Error(
-          fmt::format("--kv-memory: rank {} has {} bytes of it; expected at least {}, for "
+          fmt::format("--kv-memory: rank {} gets {} bytes of it; expected at least {}, for "
                       "one short sequence",
                       m_comm.rank(), m_cache.kv_limit, least));
     }
@@ -439,7 +444,7 @@ int Serving::run(Engine& engine) {
   try {
     scheduler.run();
   } catch (const std::exception& error) {
-    // Connections wait for what will never come, and other ranks for a plan.
+    // Other ranks wait for a plan, and connections for answers that never come.
     say("kvzap: error: rank 0: {}\n", detail::shown_message(error.what()));
     m_comm.abort(1);
   }
@@ -479,12 +484,12 @@ int Serving::operator()() {
     if (!is_stop(error)) throw;
     const int signal = static_cast<int>(m_comm.all_reduce_max(std::int64_t{m_watch->signal()}));
     bar.clear();
-    if (m_talks) say("kvzap: stopped by signal {} while weights were loaded\n", signal);
+    if (m_talks) say("kvzap: stopped by signal {} while loading weights\n", signal);
     m_http.reset();
     constexpr int by_signal = 128;
     return by_signal + signal;
   }
-  // The same status everywhere.
+  // All ranks return the same status.
   return static_cast<int>(m_comm.all_reduce_max(std::int64_t{run(*engine)}));
 }
 
@@ -521,60 +526,62 @@ void declare_serve(CLI::App& app, ServeOptions& o) {
     app.get_option(name)->description(text);
   };
   describe("--ctx-size",
-           "longest sequence, prompt and answer, in tokens; default: the model's "
-           "max_position_embeddings, or what RoPE scaling makes of it (no limit with "
+           "maximum tokens of prompt and answer together; default: the model's "
+           "max_position_embeddings, extended by its RoPE scaling (no limit with "
            "--random-weights)");
   describe("--random-weights",
-           "make weights up from this seed; without a tokenizer.json prompts are token ids");
+           "draw weights from this seed; without a tokenizer.json prompts are token ids");
   describe("--evict-ratio",
-           "budget: evicted share of all pairs of a prompt, in [0, 1); with --surrogate and "
-           "without --policy the threshold that kvzap calibrate has found for it");
+           "evict this share of a prompt's pairs, in [0, 1); with --surrogate and without --policy "
+           "by the threshold that kvzap calibrate found for it");
   describe("--prune",
-           "what is judged, unless a request says otherwise: none, prefill (what users say) or "
-           "always (by a threshold, answers too); default: prefill with a policy, none without");
-  describe("--thinking", "let a Qwen3 model think before it answers, unless a request says");
-  describe("--quiet", "nothing but errors, and where it listens, on standard error");
+           "tokens to judge, unless a request sets it: none, prefill (user messages) or always "
+           "(answers too, by a threshold); default: prefill with a policy, none without");
+  describe("--thinking", "let a Qwen3 model think before it answers, unless a request sets it");
+  describe("--quiet", "print only errors and the address on standard error");
   const auto server = "Server";
-  app.add_option("--host", o.host, "address to listen on; 0.0.0.0 and :: are all of them")
+  app.add_option("--host", o.host, "address to listen on; 0.0.0.0 or :: for all addresses")
       ->capture_default_str()
       ->type_name("NAME")
       ->group(server);
-  app.add_option("--port", o.port, "port to listen on; 0: one that is free")
+  app.add_option("--port", o.port, "port to listen on; 0: any free port")
       ->capture_default_str()
       ->group(server);
   app.add_option("--api-key-file", o.api_key_file,
-                 "file of keys, one a line, one of which each request has to bring; default: none "
-                 "is asked for")
+                 "file with API keys, one a line; each request needs one of them; default: no key "
+                 "needed")
       ->type_name("FILE")
       ->group(server);
-  app.add_option("--alias", o.alias, "the model's name for clients; default: that of its folder")
+  app.add_option("--alias", o.alias, "model name for clients; default: the folder's name")
       ->type_name("NAME")
       ->group(server);
   app.add_option("--kv-memory", o.kv_memory,
-                 "bytes that keys and values of all requests and kept prompts may take, over all "
-                 "ranks, as 512M, 2GB or 1.5GiB; default: four fifths of what is free once the "
-                 "weights are loaded")
+                 "memory for the keys and values of all requests and kept prompts, over all ranks: "
+                 "512M, 2GB, 1.5GiB; default: four fifths of the free memory after the weights are "
+                 "loaded")
       ->type_name("SIZE")
       ->group(server);
   app.add_option("--max-batch-tokens", o.scheduling.max_batch_tokens,
-                 "rows of a step: tokens that are generated, and chunks of prompts")
+                 "maximum tokens of a step: generated tokens and prompt chunks")
       ->capture_default_str()
       ->group(server);
-  app.add_option("--max-sequences", o.scheduling.max_sequences, "sequences that run at once")
+  app.add_option("--max-sequences", o.scheduling.max_sequences,
+                 "maximum sequences that run at once")
       ->capture_default_str()
       ->group(server);
   app.add_option("--max-queue", o.scheduling.max_queue,
-                 "requests that wait; those beyond are refused")
+                 "maximum requests that wait; others are refused")
       ->capture_default_str()
       ->group(server);
   app.add_option("--drain-seconds", o.drain_seconds,
-                 "seconds that running requests have after SIGTERM, SIGINT or SIGUSR1; a second "
+                 "seconds to finish running requests after SIGTERM, SIGINT or SIGUSR1; a second "
                  "signal ends them at once")
       ->capture_default_str()
       ->group(server);
-  app.add_flag("--log-prompts", o.log_prompts, "log what is asked, too")->group(server);
-  app.add_option("--seed", o.seed,
-                 "seed of the sampler for requests that have none; default: another one each")
+  app.add_flag("--log-prompts", o.log_prompts, "log the text of prompts, too")->group(server);
+  app.add_option(
+         "--seed", o.seed,
+         "seed of the sampler for requests without one; default: a random seed for each request")
       ->check(not_negative)
       ->group("Generation");
 }

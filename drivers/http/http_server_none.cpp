@@ -1,4 +1,4 @@
-// A program that was built without cpp-httplib.
+// Stands in for http_server.cpp in a program that is built without cpp-httplib.
 #include "http/http_server.hpp"
 
 namespace kvzap::driver {

@@ -6,12 +6,10 @@
 #include <cmath>
 #include <cstring>
 
-#include "parallel/meet_asleep.hpp"
-
 namespace kvzap::server {
 namespace {
 
-// Numbers of the first broadcast, the length among them: 8 KiB.
+// Numbers in the first broadcast, with the message's length: 8 KiB.
 constexpr std::size_t first_numbers = 1024;
 
 std::int64_t bits_of(double value) {
@@ -30,14 +28,14 @@ class Reader {
  public:
   explicit Reader(const std::vector<std::int64_t>& message) : m_message(message) {}
   std::int64_t next() {
-    if (m_place >= m_message.size()) throw Error("a plan of rank 0 ends too early");
+    if (m_place >= m_message.size()) throw Error("rank 0 sent a plan that ends too early");
     return m_message[m_place++];
   }
   int next_int() { return static_cast<int>(next()); }
   std::size_t next_count() {
     const std::int64_t count = next();
     if (count < 0 || static_cast<std::size_t>(count) > m_message.size() - m_place) {
-      throw Error(fmt::format("a plan of rank 0 counts {} things", count));
+      throw Error(fmt::format("rank 0 sent a plan with {} elements in a list", count));
     }
     return static_cast<std::size_t>(count);
   }
@@ -73,7 +71,7 @@ std::vector<std::int64_t> Plan::encode() const {
   append(message, reports);
   append(message, frees);
   message.push_back(static_cast<std::int64_t>(creates.size()));
-  for (const Create& create : creates) {
+  for (const PlannedSequence& create : creates) {
     message.insert(message.end(),
                    {create.handle, create.source, static_cast<std::int64_t>(create.setting.prune),
                     bits_of(create.setting.threshold), bits_of(create.setting.evict_ratio)});
@@ -99,7 +97,7 @@ Plan Plan::decode(const std::vector<std::int64_t>& message) {
   plan.reports = read_ints(reader);
   plan.frees = read_ints(reader);
   plan.creates.resize(reader.next_count());
-  for (Create& create : plan.creates) {
+  for (PlannedSequence& create : plan.creates) {
     create.handle = reader.next_int();
     create.source = reader.next_int();
     create.setting.prune = static_cast<PruneMode>(reader.next());
@@ -116,7 +114,7 @@ Plan Plan::decode(const std::vector<std::int64_t>& message) {
     span.tokens.resize(reader.next_count());
     for (TokenId& token : span.tokens) token = static_cast<TokenId>(reader.next());
   }
-  if (!reader.is_at_end()) throw Error("a plan of rank 0 goes on behind its end");
+  if (!reader.is_at_end()) throw Error("rank 0 sent a plan with numbers after its end");
   return plan;
 }
 
@@ -139,109 +137,6 @@ void share(Plan& plan, const Communicator& comm) {
     comm.broadcast(message.data() + taken, (size - taken) * sizeof(std::int64_t), 0);
   }
   if (!comm.is_root()) plan = Plan::decode(message);
-}
-
-Executor::Executor(Engine& engine, const Setting& standard, Settings settings, TraitsOf traits)
-    : m_engine(engine),
-      m_standard(standard),
-      m_settings(std::move(settings)),
-      m_traits(std::move(traits)) {}
-
-void Executor::create(const Plan::Create& create) {
-  Sequence sequence;
-  if (create.source >= 0) {
-    const Sequence& source = m_sequences.at(create.source);
-    sequence = {m_engine.fork(source.id), source.setting};
-  } else {
-    sequence = {m_engine.add_sequence(), create.setting};
-    if (!(create.setting == m_standard)) {
-      try {
-        m_engine.set_pruning(sequence.id, m_settings(create.setting));
-      } catch (...) {
-        m_engine.free_sequence(sequence.id);
-        throw;
-      }
-    }
-  }
-  m_sequences[create.handle] = sequence;
-}
-
-void Executor::free(int handle) {
-  m_engine.free_sequence(m_sequences.at(handle).id);
-  m_sequences.erase(handle);
-}
-
-StepRule Executor::rule_of(const PlannedSpan& span) const {
-  return m_engine.rule(m_sequences.at(span.handle).id, span.part);
-}
-
-void Executor::step(const Plan& plan, Outcome& outcome) {
-  m_batch.clear();
-  for (const PlannedSpan& span : plan.spans) {
-    m_batch.add(m_sequences.at(span.handle).id, span.tokens, rule_of(span), span.output);
-  }
-  try {
-    outcome.results = m_engine.step(m_batch);
-  } catch (const StepOutOfMemory&) {
-    outcome.out_of_memory = true;
-    return;
-  } catch (const AgreedError& error) {
-    // A policy's cut behind the step has failed: which layers have been cut nobody knows.
-    outcome.failure = error.what();
-    for (const PlannedSpan& span : plan.spans) {
-      free(span.handle);
-      outcome.lost.push_back(span.handle);
-      if (span.keep_as >= 0) outcome.not_kept.push_back(span.keep_as);
-    }
-    return;
-  }
-  for (const PlannedSpan& span : plan.spans) {
-    const Sequence& sequence = m_sequences.at(span.handle);
-    try {
-      if (span.ends_context && span.part == StepPart::held) m_engine.judge_context(sequence.id);
-      if (span.ends_context && span.part != StepPart::held) m_engine.end_context(sequence.id);
-    } catch (const AgreedError&) {
-      free(span.handle);
-      outcome.lost.push_back(span.handle);
-      if (span.keep_as >= 0) outcome.not_kept.push_back(span.keep_as);
-      continue;
-    }
-    if (span.keep_as < 0) continue;
-    try {
-      create({span.keep_as, span.handle, {}});
-    } catch (const AgreedOutOfMemory&) {
-      outcome.not_kept.push_back(span.keep_as);
-    }
-  }
-}
-
-Outcome Executor::operator()(const Plan& plan) {
-  Outcome outcome;
-  if (!plan.reports.empty()) {
-    std::vector<SequenceId> ids;
-    for (const int handle : plan.reports) ids.push_back(m_sequences.at(handle).id);
-    outcome.reports = m_engine.reports(ids);
-  }
-  for (const int handle : plan.frees) free(handle);
-  if (plan.trims) m_engine.trim();
-  for (const Plan::Create& wanted : plan.creates) {
-    try {
-      create(wanted);
-    } catch (const AgreedOutOfMemory&) {
-      outcome.not_made.push_back(wanted.handle);
-    }
-  }
-  if (!plan.spans.empty() && outcome.not_made.empty()) step(plan, outcome);
-  return outcome;
-}
-
-void Executor::follow() {
-  const Communicator& comm = m_engine.communicator();
-  for (Plan plan; !plan.ends;) {
-    if (plan.sleeps) detail::meet_asleep(comm);
-    share(plan, comm);
-    (*this)(plan);
-  }
 }
 
 }  // namespace kvzap::server

@@ -1,126 +1,68 @@
-// What all ranks of a server do next, as rank 0 has decided: a message, and carrying it out.
+// The message in which rank 0 tells all ranks of a server their next step, and its outcome.
 #pragma once
 
 #include <cstdint>
-#include <functional>
-#include <kvzap/engine/engine.hpp>
-#include <limits>
-#include <map>
+#include <kvzap/server/executor.hpp>
 #include <string>
 #include <vector>
 
 namespace kvzap::server {
 
-/// How a request wants its sequence pruned, where it differs from what the server was started with.
-struct Setting {
-  PruneMode prune = PruneMode::none;
-  /// NaN: the server's.
-  float threshold = std::numeric_limits<float>::quiet_NaN();
-  /// Of a policy's budget; negative: the server's.
-  double evict_ratio = -1;
-
-  bool operator==(const Setting& other) const;
-};
-
-/// Next tokens of a sequence, and what follows behind them.
+/// Next tokens of a sequence.
 struct PlannedSpan {
   int handle = -1;
   StepPart part = StepPart::other;
   StepOutput output = StepOutput::none;
-  /// A context ends with it: it is judged (StepPart::held), or its policy told.
+  /// The span ends a context, which is judged now (StepPart::held), or its policy is told.
   bool ends_context = false;
-  /// The sequence is forked then, under this handle; -1: it is not.
+  /// Fork the sequence after the span, under this handle; -1: no fork.
   int keep_as = -1;
   std::vector<TokenId> tokens;
 };
 
-/// One message. Sequences have handles that rank 0 has chosen. Done in the order of the members.
+/// A new sequence: an empty one or a fork.
+struct PlannedSequence {
+  int handle = -1;
+  int source = -1;  // -1: an empty sequence
+  Setting setting;  // of an empty sequence
+};
+
+/// One message. Rank 0 chooses the handles of sequences. The executor acts in the order of members.
 struct Plan {
-  struct Create {
-    int handle = -1;
-    int source = -1;  // -1: an empty sequence
-    Setting setting;  // of an empty one
-  };
-  std::vector<int> reports;  // sequences whose state is asked for
+  std::vector<int> reports;  // sequences whose state is reported
   std::vector<int> frees;
   bool trims = false;
-  std::vector<Create> creates;
+  std::vector<PlannedSequence> creates;
   std::vector<PlannedSpan> spans;
-  /// Nothing comes for a while: ranks wait for the next one asleep.
+  /// There is no work now: ranks sleep until the next plan.
   bool sleeps = false;
-  /// None comes any more.
+  /// This is the last plan.
   bool ends = false;
 
   std::vector<std::int64_t> encode() const;
-  /// Throws Error for what encode cannot have made.
+  /// Throws Error for a message that `encode` cannot have made.
   static Plan decode(const std::vector<std::int64_t>& message);
 };
 
-/// The plan of rank 0, on every rank: one broadcast, of which a decode step of some tens of
-/// sequences fills a part; a second one for what does not fit. Collective.
+/// Gives every rank the plan of rank 0. One broadcast is enough for a decode step of some tens of
+/// sequences; a longer plan needs a second one. Collective.
 void share(Plan& plan, const Communicator& comm);
 
-/// What has become of a plan; the same on every rank, but for logits.
+/// The outcome of a plan: equal on all ranks, except for logits.
 struct Outcome {
-  /// Sequences that could not be made for want of memory. The step is left out then.
+  /// Sequences that could not be created for lack of memory. The step is left out then.
   std::vector<int> not_made;
-  /// There was no memory for the step: no sequence has changed.
+  /// The step ran out of memory and changed no sequence.
   bool out_of_memory = false;
-  /// The step was taken or left out otherwise: its error. Sequences of its spans are as they were.
+  /// The error of a step that failed for another reason; its sequences are freed.
   std::string failure;
-  /// Of each span, if there was a step.
+  /// One result for each span, if a step ran.
   std::vector<StepResult> results;
-  /// Of the step's sequences, those that are gone, since there was no memory for what follows it.
+  /// Sequences that were freed, because the work after their step failed.
   std::vector<int> lost;
-  /// Handles of `keep_as` under which there is no sequence, for the same reason.
+  /// Handles of `keep_as` without a sequence, because the fork failed.
   std::vector<int> not_kept;
   std::vector<CacheReport> reports;
-};
-
-/// Carries plans out, on every rank alike.
-class Executor {
- public:
-  /// What the engine makes of a request's setting; called on every rank alike.
-  using Settings = std::function<PruneSetting(const Setting&)>;
-  /// What can be done with a sequence that is pruned so.
-  struct Traits {
-    bool holds = true;
-    bool goes_on = true;
-  };
-  using TraitsOf = std::function<Traits(const Setting&)>;
-
-  /// `standard`: the setting of sequences that ask for nothing, for which `settings` is not called.
-  Executor(Engine& engine, const Setting& standard, Settings settings, TraitsOf traits);
-
-  /// Collective. Throws what cannot be gone on from.
-  Outcome operator()(const Plan& plan);
-  /// Carries out what rank 0 shares, until a plan ends it. For the other ranks.
-  void follow();
-
-  Engine& engine() const { return m_engine; }
-  /// Whether a context under such a setting may be run in parts (Engine::can_hold).
-  bool can_hold(const Setting& setting) const { return m_traits(setting).holds; }
-  /// Whether a sequence under such a setting may get more context, and be a state of others.
-  bool can_go_on(const Setting& setting) const { return m_traits(setting).goes_on; }
-  std::int64_t size() const { return static_cast<std::int64_t>(m_sequences.size()); }
-
- private:
-  struct Sequence {
-    SequenceId id = -1;
-    Setting setting;
-  };
-
-  void create(const Plan::Create& create);
-  void free(int handle);
-  void step(const Plan& plan, Outcome& outcome);
-  StepRule rule_of(const PlannedSpan& span) const;
-
-  Engine& m_engine;
-  Setting m_standard;
-  Settings m_settings;
-  TraitsOf m_traits;
-  std::map<int, Sequence> m_sequences;
-  StepBatch m_batch;
 };
 
 }  // namespace kvzap::server

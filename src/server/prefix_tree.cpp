@@ -14,7 +14,7 @@ struct PrefixTree::Node {
 
 namespace {
 
-/// Elements of `label` that stand in `key` from `begin` on.
+/// Number of elements that `label` and `key` from `begin` on have in common.
 std::size_t common(const PrefixKey& label, const PrefixKey& key, std::size_t begin) {
   const std::size_t most = std::min(label.size(), key.size() - begin);
   std::size_t count = 0;
@@ -27,7 +27,7 @@ std::size_t common(const PrefixKey& label, const PrefixKey& key, std::size_t beg
 PrefixTree::PrefixTree() : m_root(std::make_unique<Node>()) {}
 
 PrefixTree::~PrefixTree() {
-  // Conversations make deep trees: not by recursion.
+  // Without recursion: conversations make deep trees.
   std::vector<std::unique_ptr<Node>> nodes;
   nodes.push_back(std::move(m_root));
   while (!nodes.empty()) {
@@ -79,7 +79,7 @@ int PrefixTree::insert(const PrefixKey& key, int state) {
     }
     const std::size_t shared = common(child->label, key, length);
     if (shared < child->label.size()) {
-      // The edge is cut in two.
+      // Split the edge in two.
       auto middle = std::make_unique<Node>();
       const auto cut = child->label.begin() + static_cast<std::ptrdiff_t>(shared);
       middle->label.assign(child->label.begin(), cut);
@@ -116,7 +116,7 @@ int PrefixTree::evict() {
   const int state = oldest->state;
   oldest->state = -1;
   --m_size;
-  // Nodes that nothing needs any more go: without a state, a leaf or with a single edge behind.
+  // Remove nodes without a state that are leaves or have a single child.
   for (Node* node = oldest; node != m_root.get() && node->state < 0;) {
     Node* const parent = node->parent;
     const std::int32_t first = node->label.front();

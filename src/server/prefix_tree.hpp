@@ -1,4 +1,4 @@
-// States of sequences by the tokens that led to them: what a prompt that begins alike goes on from.
+// Cache states by the tokens that led to them. A prompt continues from the state of a beginning.
 #pragma once
 
 #include <cstdint>
@@ -8,13 +8,13 @@
 
 namespace kvzap::server {
 
-/// What a sequence has been through: token ids, and marks (negative numbers) wherever something
-/// other than the tokens decides on its cache, such as where a context ended and was judged. Equal
-/// keys, equal caches.
+/// The history of a sequence: token ids, and marks (negative numbers). A mark stands where more
+/// than the tokens determines the cache, such as the end of a judged context. Equal keys mean equal
+/// caches.
 using PrefixKey = std::vector<std::int32_t>;
 
-/// A radix tree over such keys. A state is a number that stands for a sequence; the tree does not
-/// know what it is. Costs O(key) for a search, O(states) for an eviction. Not thread-safe.
+/// A radix tree over keys. A state is the number of a sequence, which the caller owns. A search
+/// costs O(key), an eviction O(states). Not thread-safe.
 class PrefixTree {
  public:
   PrefixTree();
@@ -26,17 +26,17 @@ class PrefixTree {
     int state = -1;  // none
     std::int64_t length = 0;
   };
-  /// The state of the longest beginning of `key` that has one and is not longer than `most`. It
-  /// counts as used, and all on the way to it.
+  /// The state of the longest beginning of `key` that has a state and at most `most` elements.
+  /// Marks it and the states on the way to it as used.
   Found longest(const PrefixKey& key, std::int64_t most);
   /// Whether exactly this key has a state.
   bool contains(const PrefixKey& key) const;
-  /// Gives a key a state. Returns the one that it had, or -1.
+  /// Sets the state of a key. Returns its earlier state, or -1.
   int insert(const PrefixKey& key, int state);
-  /// Takes out the least recently used of those states of which no longer key goes on. Returns it,
-  /// or -1 if there is none.
+  /// Removes the least recently used state that no longer key with a state continues. Returns it,
+  /// or -1 if the tree is empty.
   int evict();
-  /// Takes out all states, the longest keys first.
+  /// Removes all states. Returns them, longest keys first.
   std::vector<int> clear();
 
   std::int64_t size() const { return m_size; }

@@ -1024,7 +1024,7 @@ class FewDescriptors(ServerTest):
         self.assertEqual([kind for kind, is_well in ends if not is_well], [], server.log())
         left = sum(kind == "left" for kind, _ in ends)
         self.stop(server)
-        gone = [line for line in server.lines if "the client has gone" in line]
+        gone = [line for line in server.lines if "the client has disconnected" in line]
         self.assertLessEqual(len(gone), left, gone)
 
 

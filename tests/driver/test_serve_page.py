@@ -26,7 +26,7 @@ STREAM = "".join(
     f"data: {json.dumps(event, ensure_ascii=False)}\n\n"
     for event in [{"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}]
     + [{"choices": [{"index": 0, "delta": {"content": TEXT[i : i + 7]}}]} for i in range(0, len(TEXT), 7)]
-) + ": still at it\n\n"
+) + ": in progress\n\n"
 LAST = ('data: {"choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\n'
         'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":7,'
         '"prompt_tokens_details":{"cached_tokens":4}},'
@@ -161,7 +161,7 @@ class Page(TestCase):
         self.type(browser, "message", CASE["question"].strip())
         self.enter(browser)
         note = browser.wait_for("document.querySelector('.note')?.textContent")
-        self.assertRegex(note, r"^\d+ tokens asked \(0 were there\), \d+ answered; "
+        self.assertRegex(note, r"^\d+ prompt tokens \(0 cached\), \d+ new tokens; "
                                r"[1-9]\d?\.\d % evicted: [\d.]+ kB of [\d.]+ [kM]B$")
         answers = "[...document.querySelectorAll('.message:not(.user)')].map(of => of.textContent)"
         answer, = browser.value(answers)
@@ -174,7 +174,7 @@ class Page(TestCase):
         self.type(browser, "message", "And what else?")
         browser.value("document.getElementById('send').click()")
         note = browser.wait_for("document.querySelectorAll('.note')[1]?.textContent")
-        asked, there = map(int, re.search(r"^(\d+) tokens asked \((\d+) were there\)", note).groups())
+        asked, there = map(int, re.search(r"^(\d+) prompt tokens \((\d+) cached\)", note).groups())
         self.assertGreater(there, CASE["n_context"])
         self.assertLess(asked - there, 40)
         self.assertEqual(len(browser.value(answers)), 2)
@@ -240,7 +240,7 @@ class Page(TestCase):
         self.assertEqual(browser.value("document.querySelectorAll('#messages img, #messages b').length"), 0)
         self.assertEqual(browser.value("document.title"), "kvzap")
         self.assertEqual(browser.value("[...document.querySelectorAll('.note')].at(-1).textContent"),
-                         "9 tokens asked (4 were there), 7 answered; 25.0 % evicted: 750 B of 1.00 kB")
+                         "9 prompt tokens (4 cached), 7 new tokens; 25.0 % evicted: 750 B of 1.00 kB")
         first, second = browser.value("asked.slice(0, 2)")
         self.assertEqual(first["kvzap"], {"threshold": -3.5})
         self.assertTrue(first["stream"])
@@ -250,7 +250,7 @@ class Page(TestCase):
         self.assertEqual(second["messages"], [question, {"role": "assistant", "content": TEXT},
                                               {"role": "user", "content": "Question 2"}])
         # What has come stays when the rest does not come.
-        for stream, error in [(STREAM, "the answer has broken off"),
+        for stream, error in [(STREAM, "the answer was cut off"),
                               (STREAM + 'data: {"error":{"message":"a fault"}}\n\n' + LAST, "a fault")]:
             self.play(browser, stream, 11)
             self.type(browser, "message", "Once more")

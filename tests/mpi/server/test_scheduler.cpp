@@ -5,11 +5,10 @@
 #include <cmath>
 #include <kvzap/engine/generate.hpp>
 #include <kvzap/engine/policies.hpp>
+#include <kvzap/server/scheduler.hpp>
 #include <map>
 #include <random>
 #include <thread>
-
-#include "server/scheduler.hpp"
 
 namespace kvzap::server {
 namespace {
@@ -543,7 +542,7 @@ TEST_F(SchedulerTest, RefusesWhatCannotBeAnswered) {
     scheduler.submit(request_of({some(25), {}, 100}), heard);
     cut->stops_after = 2;
     scheduler.submit(request_of({some(5), {}, 9}), cut);
-    EXPECT_EQ(refused(request_of({some(5), {}, 3})), "2 requests wait already");
+    EXPECT_EQ(refused(request_of({some(5), {}, 3})), "the queue is full with 2 requests");
     while (scheduler.step()) {
     }
     EXPECT_EQ(heard->endings[0].reason, EndReason::context_full);

@@ -5,10 +5,9 @@
 #include <cmath>
 #include <filesystem>
 #include <fstream>
+#include <kvzap/server/protocol.hpp>
 #include <nlohmann/json.hpp>
 #include <random>
-
-#include "server/protocol.hpp"
 
 namespace kvzap::server {
 namespace {
@@ -124,10 +123,11 @@ TEST(Protocol, RequestsWithoutASeedHaveOneOfTheirOwn) {
 TEST(Protocol, TextsAndTokensAreTurnedIntoOneAnother) {
   ServedModel model = served();
   const std::string text = "The sky: \xc3\xa4 1";
-  const auto tokens = tokenize(Json{{"content", text}}.dump(), model);
+  const Json tokens = Json::parse(tokenize(Json{{"content", text}}.dump(), model));
   EXPECT_EQ(tokens["tokens"].get<std::vector<TokenId>>(), model.tokenizer->encode(text));
-  EXPECT_EQ(detokenize(tokens.dump(), model)["content"], text);
-  const auto with_special = tokenize(Json{{"content", "a"}, {"add_special", true}}.dump(), model);
+  EXPECT_EQ(Json::parse(detokenize(tokens.dump(), model))["content"], text);
+  const Json with_special =
+      Json::parse(tokenize(Json{{"content", "a"}, {"add_special", true}}.dump(), model));
   EXPECT_EQ(with_special["tokens"].get<std::vector<TokenId>>(), model.tokenizer->encode("a", true));
   for (const char* wrong :
        {"", "[]", "{}", R"({"content": 3})", R"({"content": "a", "add_special": 1})"}) {
@@ -167,16 +167,16 @@ TEST(Protocol, BadRequestsNameTheirField) {
   expect("{}", true, "messages", "missing");
   expect("{}", false, "prompt", "missing");
   of_chat({{"model", "other"}}, "model", "recall");
-  of_chat({{"model", 3}}, "model", "text");
+  of_chat({{"model", 3}}, "model", "string");
   of_chat({{"messages", Json::array()}}, "messages", "1 to");
   of_chat({{"messages", {1}}}, "messages[0]", "object");
   of_chat({{"messages", {message("tool", "x")}}}, "messages[0].role", "tool");
-  of_chat({{"messages", {message("user", 3)}}}, "messages[0].content", "text");
+  of_chat({{"messages", {message("user", 3)}}}, "messages[0].content", "string");
   of_chat({{"messages", {{{"role", "user"}}}}}, "messages[0].content", "missing");
   of_chat({{"messages", {message("user", {{{"type", "image_url"}}})}}}, "messages[0].content",
-          "no text");
+          "not text");
   of_chat({{"messages", {message("user", "x"), message("assistant", "y")}}}, "messages",
-          "nothing to answer");
+          "not a user message");
   of_chat({{"temperature", -1}}, "temperature", "0 to 100");
   of_chat({{"temperature", "hot"}}, "temperature", "hot");
   of_chat({{"top_p", 1.5}}, "top_p", "0 to 1");
@@ -185,7 +185,7 @@ TEST(Protocol, BadRequestsNameTheirField) {
   of_chat({{"max_tokens", 1e30}}, "max_tokens", "integer");
   of_chat({{"n", 17}}, "n", "1 to 16");
   of_chat({{"seed", 0.5}}, "seed", "integer");
-  of_chat({{"stop", {1}}}, "stop", "text");
+  of_chat({{"stop", {1}}}, "stop", "string");
   of_chat({{"stop", ""}}, "stop", "0 bytes");
   of_chat({{"stop", std::vector<std::string>(17, "x")}}, "stop", "16");
   of_chat({{"stream", "yes"}}, "stream", "true or false");
@@ -198,13 +198,13 @@ TEST(Protocol, BadRequestsNameTheirField) {
   of_chat({{"kvzap", {{"treshold", 1}}}}, "kvzap", "treshold");
   of_chat({{"kvzap", {{"threshold", "low"}}}}, "kvzap.threshold", "number");
   of_chat({{"kvzap", {{"prune", "all"}}}}, "kvzap.prune", "always");
-  of_chat({{"kvzap", {{"threshold", 1}, {"evict_ratio", 0.5}}}}, "kvzap", "one of the two");
+  of_chat({{"kvzap", {{"threshold", 1}, {"evict_ratio", 0.5}}}}, "kvzap", "one of them");
   of_chat({{"kvzap", {{"evict_ratio", 0.5}}}}, "kvzap.evict_ratio", "no budget");
-  expect("{\"prompt\": []}", false, "prompt", "text");
+  expect("{\"prompt\": []}", false, "prompt", "string");
   expect("{\"prompt\": \"\"}", false, "prompt", "no tokens");
   expect("{\"prompt\": [1, -2]}", false, "prompt", "0 or more");
   expect("{\"prompt\": [1, 99999999999]}", false, "prompt", "token ids");
-  expect("{\"prompt\": [\"a\", \"b\"]}", false, "prompt", "one text");
+  expect("{\"prompt\": [\"a\", \"b\"]}", false, "prompt", "one string");
   std::vector<int> many(5000, 3);
   expect(Json({{"prompt", many}}).dump(), false, "prompt", "4096");
 }

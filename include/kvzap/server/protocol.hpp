@@ -1,33 +1,34 @@
-// OpenAI's protocol: from the body of a request to what the scheduler is asked, and back.
+// OpenAI's protocol: request bodies to generation requests, and answers to reply bodies.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <kvzap/model/chat_template.hpp>
 #include <kvzap/model/tokenizer.hpp>
-#include <nlohmann/json.hpp>
+#include <kvzap/server/request.hpp>
+#include <kvzap/server/scheduler.hpp>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
-
-#include "server/scheduler.hpp"
 
 namespace kvzap::server {
 
-/// A request that is answered with status 400; `field`: what of it is wrong, or "".
+/// A request that the server answers with status 400. `field`: the field at fault, or "".
 class BadRequest : public Error {
  public:
   BadRequest(std::string of, const std::string& what) : Error(what), field(std::move(of)) {}
   std::string field;
 };
 
-/// What a request asks for under "kvzap".
+/// The fields of a request's "kvzap" object.
 struct PruneWish {
   std::optional<double> threshold, evict_ratio;
   std::optional<PruneMode> prune;
 };
 
-/// What requests are read with.
+/// The model as the protocol sees it, and the values of fields that a request leaves out.
 struct ServedModel {
   std::string name;
   std::int64_t created = 0;  // seconds since 1970
@@ -35,13 +36,13 @@ struct ServedModel {
   std::optional<ChatTemplate> chat_template;
   bool thinking = false;
   std::vector<TokenId> stop_ids;
-  /// Where a request says nothing, but for the seed: without `has_seed` each has another one.
   SamplingOptions sampling;
+  /// Whether requests without a seed use the seed of `sampling`. If not, each gets a random seed.
   bool has_seed = false;
-  /// Of prompt and answer together; 0: no limit.
+  /// Tokens of prompt and answer together; 0: no limit.
   std::int64_t max_tokens = 0;
   std::int64_t max_choices = 16;
-  /// What a wish comes to. Throws BadRequest for one that the server was not started for.
+  /// Returns the setting for a wish. Throws BadRequest if the server cannot prune that way.
   std::function<Setting(const PruneWish&)> setting_of;
 };
 
@@ -51,41 +52,35 @@ struct ApiRequest {
   GenerationRequest generation;
   std::vector<std::string> stop;
   bool streams = false;
-  bool includes_usage = false;  // in a stream
+  bool includes_usage = false;  // at the end of a stream
   bool has_logprobs = false;
   bool echoes = false;
-  std::string prompt_text;  // to be echoed
+  std::string prompt_text;  // for `echoes`
 };
 
-/// Reads a body. Fields that change nothing here are passed over; those that ask for something that
-/// there is not (tools, logit_bias, …) are errors. Throws BadRequest.
+/// Reads a request body. Ignores fields that have no effect here. Throws BadRequest for invalid
+/// fields and for features that are not supported (tools, logit_bias, …).
 ApiRequest parse_request(std::string_view body, bool is_chat, const ServedModel& model);
 
-/// Replies to /tokenize and /detokenize. Throw BadRequest.
-nlohmann::ordered_json tokenize(std::string_view body, const ServedModel& model);
-nlohmann::ordered_json detokenize(std::string_view body, const ServedModel& model);
+/// The reply body to a request to /tokenize. Throws BadRequest.
+std::string tokenize(std::string_view body, const ServedModel& model);
+/// The reply body to a request to /detokenize. Throws BadRequest.
+std::string detokenize(std::string_view body, const ServedModel& model);
 
-/// The stretches of a rendered conversation: each message of the user is a context, judged at its
-/// end, what stands between it and the answer a question; what the assistant said counts as
-/// generated. Of a message that has several parts the last is a question too. Throws BadRequest.
-std::vector<Segment> segments_of(const std::vector<ChatMessage>& messages,
-                                 const std::vector<std::vector<std::string>>& parts, bool thinking,
-                                 const ServedModel& model);
-
-/// {"error": {…}} as OpenAI's. `type`: "invalid_request_error", "server_error", …
+/// The body of an error reply: {"error": {…}}. `type`: "invalid_request_error", "server_error", …
 std::string error_body(const std::string& what, const std::string& type,
                        const std::string& field = {});
 
-/// The text of an answer as its tokens come, up to the first of the texts that end it.
+/// The text of an answer, token by token, up to the first stop text.
 class AnswerText {
  public:
   AnswerText(const Tokenizer& tokenizer, std::vector<std::string> stop)
       : m_decoder(tokenizer), m_stop(std::move(stop)) {}
-  /// What can be said with this token. Text that may begin one of `stop` is held back.
+  /// Adds a token and returns new text. Holds back text that may begin a stop text.
   std::string append(TokenId token);
-  /// What was held back.
+  /// Returns the text held back.
   std::string finish();
-  /// Whether a text of `stop` has come.
+  /// Whether a stop text was found.
   bool has_stopped() const { return m_has_stopped; }
 
  private:
@@ -97,16 +92,17 @@ class AnswerText {
   bool m_has_stopped = false;
 };
 
-/// A token with what it is likely to be, for people.
+/// A token with its log probability and those of the likeliest tokens.
 struct TokenText {
   TokenId token = -1;
   float logprob = 0;
   std::vector<std::pair<TokenId, float>> top;
 };
 
-/// Writes replies to one request.
+/// Writes the reply to one request. The model outlives it.
 class ReplyWriter {
  public:
+  /// `id`: of the scheduler's ticket. `created`: seconds since 1970.
   ReplyWriter(const ApiRequest& request, const ServedModel& model, std::int64_t id,
               std::int64_t created);
 
@@ -116,23 +112,22 @@ class ReplyWriter {
     std::vector<TokenText> tokens;
     Ending ending;
   };
-  /// The body of a reply that is not streamed; one answer for each choice.
+  /// The body of a reply that is not streamed, with one answer for each choice.
   std::string body(const std::vector<Whole>& answers) const;
 
-  /// Events of a stream, each "data: …\n\n".
+  /// The first event of a choice in a stream. All events are "data: …\n\n".
   std::string begin(int choice) const;
+  /// An event with new text of a choice. `tokens`: for log probabilities.
   std::string piece(int choice, const std::string& text, const std::vector<TokenText>& tokens);
+  /// The last event of a choice.
   std::string end(int choice, const Ending& ending) const;
+  /// The event with token counts.
   std::string usage(const std::vector<Ending>& endings) const;
+  /// The last event of a stream.
   static std::string done() { return "data: [DONE]\n\n"; }
 
  private:
-  nlohmann::ordered_json frame(bool is_chunk) const;
-  nlohmann::ordered_json choice_of(int choice) const;
-  nlohmann::ordered_json usage_of(const std::vector<Ending>& endings) const;
-  nlohmann::ordered_json logprobs_of(const std::vector<TokenText>& tokens,
-                                     std::size_t offset) const;
-  std::string text_of(TokenId token) const;
+  struct Parts;
 
   bool m_is_chat;
   bool m_has_logprobs;
@@ -143,10 +138,12 @@ class ReplyWriter {
   std::vector<std::size_t> m_offsets;  // bytes of text so far, of each choice
 };
 
-/// What a page, or a person, reads of a pruned sequence.
-nlohmann::ordered_json kvzap_of(const Ending& ending);
-
-/// /metrics, in Prometheus' text format.
+/// The body of /v1/models.
+std::string models_body(const ServedModel& model);
+/// The body of /kvzap/status. `kv_memory`: bytes over all ranks; none: no limit.
+std::string status_body(const ServedModel& model, const Scheduler& scheduler,
+                        std::optional<std::int64_t> kv_memory);
+/// The body of /metrics, in Prometheus' text format.
 std::string metrics_text(const SchedulerCounts& counts, const ServedModel& model);
 
 }  // namespace kvzap::server

@@ -1,0 +1,68 @@
+#include "http/exchange.hpp"
+
+#include <algorithm>
+#include <utility>
+
+namespace kvzap::driver {
+
+Exchange::Exchange(const server::ApiRequest& request, const server::ServedModel& model)
+    : m_stop_ids(request.generation.stop_ids),
+      m_open(request.generation.choices),
+      m_texts(static_cast<std::size_t>(request.generation.choices)) {
+  if (!model.tokenizer) return;
+  for (auto& text : m_texts) text.emplace(*model.tokenizer, request.stop);
+}
+
+bool Exchange::on_token(int choice, TokenId token, const server::TokenLogprobs* logprobs) {
+  if (std::find(m_stop_ids.begin(), m_stop_ids.end(), token) != m_stop_ids.end()) return true;
+  auto& text = m_texts[static_cast<std::size_t>(choice)];
+  Event event;
+  event.choice = choice;
+  event.text = text ? text->append(token) : std::to_string(token) + " ";
+  if (logprobs) event.tokens.push_back({token, logprobs->logprob, logprobs->top});
+  const bool goes_on = !text || !text->has_stopped();
+  if (!event.text.empty() || !event.tokens.empty()) add(std::move(event));
+  return goes_on;
+}
+
+void Exchange::on_end(int choice, const server::Ending& ending) {
+  auto& text = m_texts[static_cast<std::size_t>(choice)];
+  Event event;
+  event.choice = choice;
+  if (text) event.text = text->finish();
+  event.ending = ending;
+  add(std::move(event));
+}
+
+void Exchange::on_error(const std::string& what, bool is_servers) {
+  {
+    const std::lock_guard<std::mutex> lock(m_mutex);
+    m_error = what;
+    m_is_servers_error = is_servers;
+  }
+  m_wake.notify_one();
+}
+
+std::vector<Exchange::Event> Exchange::take() {
+  std::unique_lock<std::mutex> lock(m_mutex);
+  m_wake.wait_for(lock, look_every, [&] { return !m_events.empty() || m_error; });
+  std::vector<Event> events;
+  events.swap(m_events);
+  for (const Event& event : events) m_open -= event.ending ? 1 : 0;
+  return events;
+}
+
+std::optional<std::string> Exchange::error() const {
+  const std::lock_guard<std::mutex> lock(m_mutex);
+  return m_error;
+}
+
+void Exchange::add(Event event) {
+  {
+    const std::lock_guard<std::mutex> lock(m_mutex);
+    m_events.push_back(std::move(event));
+  }
+  m_wake.notify_one();
+}
+
+}  // namespace kvzap::driver

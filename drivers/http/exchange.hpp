@@ -1,0 +1,55 @@
+// The answers to one request, on their way from the scheduler's thread to the connection's thread.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <kvzap/server/protocol.hpp>
+#include <kvzap/server/request.hpp>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace kvzap::driver {
+
+/// Time between two checks whether a client is still connected.
+constexpr auto look_every = std::chrono::milliseconds(250);
+
+/// Turns tokens into text on the scheduler's thread, and queues the text for the connection.
+class Exchange final : public server::Listener {
+ public:
+  /// New text or the end of one answer.
+  struct Event {
+    int choice = 0;
+    std::string text;
+    std::vector<server::TokenText> tokens;
+    std::optional<server::Ending> ending;
+  };
+
+  Exchange(const server::ApiRequest& request, const server::ServedModel& model);
+
+  bool on_token(int choice, TokenId token, const server::TokenLogprobs* logprobs) override;
+  void on_end(int choice, const server::Ending& ending) override;
+  void on_error(const std::string& what, bool is_servers) override;
+
+  /// Takes the events since the last call. Waits up to look_every for the first one.
+  std::vector<Event> take();
+  /// Whether all events were taken.
+  bool is_done() const { return m_open == 0; }
+  std::optional<std::string> error() const;
+  bool is_servers_error() const { return m_is_servers_error; }
+
+ private:
+  void add(Event event);
+
+  std::vector<TokenId> m_stop_ids;
+  int m_open;
+  std::vector<std::optional<server::AnswerText>> m_texts;  // of the scheduler's thread
+  mutable std::mutex m_mutex;
+  std::condition_variable m_wake;
+  std::vector<Event> m_events;
+  std::optional<std::string> m_error;
+  bool m_is_servers_error = false;
+};
+
+}  // namespace kvzap::driver

@@ -1,0 +1,58 @@
+// cpp-httplib's server, with a thread for each connection, which knows its socket.
+#pragma once
+
+#include <httplib.h>
+
+#include <atomic>
+#include <cstddef>
+#include <mutex>
+#include <set>
+
+namespace kvzap::driver {
+
+/// The socket of a connection. A copy names the same socket; nothing here closes it.
+class Socket {
+ public:
+  /// `descriptor`: -1 for none.
+  explicit Socket(int descriptor) : m_descriptor(descriptor) {}
+  /// The socket of the connection that this thread serves.
+  static Socket& current();
+
+  /// Whether the client has closed it.
+  bool is_closed() const;
+  /// Waits until the head of a request has come. Returns false if the connection shall close. The
+  /// library limits neither the size nor the time of a head, so a long or slow head ends the
+  /// connection. `idle`: seconds to wait for the first byte; `ends`: stops all waiting.
+  bool wait_for_head(double idle, const std::atomic<bool>& ends) const;
+  /// Ends the connection after reading the client's remaining bytes for up to a second. Closing a
+  /// socket with unread bytes would discard the reply.
+  void end() const;
+
+ private:
+  bool refuse(const char* status) const;  // returns false
+  bool wait(int milliseconds) const;
+
+  int m_descriptor;
+};
+
+/// cpp-httplib's server. Each connection's thread finds its socket in Socket::current().
+class SocketServer final : public httplib::Server {
+ public:
+  /// Serves at most `max_connections` at once; others wait to be accepted.
+  explicit SocketServer(std::size_t max_connections);
+
+  /// Stops reading from all clients. Replies can still be written.
+  void stop_reading();
+  /// Closes connections after their current request.
+  void end_connections() { m_ends = true; }
+
+ private:
+  bool process_and_close_socket(socket_t descriptor) override;
+  void note(int descriptor, bool is_open);
+
+  std::atomic<bool> m_ends{false};
+  std::mutex m_mutex;
+  std::set<int> m_open;
+};
+
+}  // namespace kvzap::driver

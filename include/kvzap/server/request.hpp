@@ -1,0 +1,85 @@
+// A request to a server's scheduler, and the listener that receives its answers.
+#pragma once
+
+#include <cstdint>
+#include <kvzap/engine/sampler.hpp>
+#include <kvzap/server/executor.hpp>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace kvzap::server {
+
+/// A part of a prompt.
+struct Segment {
+  /// How the tokens of a segment are judged.
+  enum class Kind {
+    context,   // at the segment's end; in sparse prefill chunk by chunk
+    question,  // they run over the pruned context; PruneMode::always alone judges them
+    generated  // an earlier answer of the model, judged like one that it generates now
+  };
+  Kind kind = Kind::context;
+  std::vector<TokenId> tokens;
+  /// Lengths of beginnings that other prompts are expected to share, ascending. For a context that
+  /// is judged as a whole: the scheduler also keeps the state of these beginnings, unjudged.
+  std::vector<std::int64_t> cuts = {};
+};
+
+/// Number of tokens in all segments.
+std::int64_t tokens_of(const std::vector<Segment>& prompt);
+
+/// One prompt and how to answer it.
+struct GenerationRequest {
+  /// Has at least one token.
+  std::vector<Segment> prompt;
+  /// Number of answers to the prompt. Answer i draws with the seed of `sampling` + i.
+  int choices = 1;
+  /// At least 1.
+  std::int64_t max_new_tokens = 128;
+  /// An answer ends with the first of these ids, which is its last token.
+  std::vector<TokenId> stop_ids;
+  SamplingOptions sampling;
+  /// Number of likeliest tokens whose log probabilities are reported beside each token's own.
+  /// Negative: no log probabilities.
+  int top_logprobs = -1;
+  Setting setting;
+};
+
+/// Natural logarithms of probabilities, before temperature, penalties and filters.
+struct TokenLogprobs {
+  float logprob = 0;
+  /// The likeliest tokens first; the lower id first if two are equally likely.
+  std::vector<std::pair<TokenId, float>> top;
+};
+
+/// Why an answer ends. `cut`: its listener returned false.
+enum class EndReason { stop_id, cut, max_new_tokens, context_full };
+
+/// An answer's counts at its end.
+struct Ending {
+  EndReason reason = EndReason::stop_id;
+  std::int64_t prompt_tokens = 0;
+  /// Prompt tokens that were in the cache from an earlier request.
+  std::int64_t cached_tokens = 0;
+  std::int64_t new_tokens = 0;
+  double evict_ratio = 0;
+  /// Bytes of the sequence's keys and values over all ranks.
+  std::int64_t kv_bytes = 0;
+  /// The same without eviction.
+  std::int64_t full_kv_bytes = 0;
+};
+
+/// Receives the answers to a request. The scheduler's thread calls it, so it must return quickly.
+class Listener {
+ public:
+  virtual ~Listener() = default;
+  /// Receives a token of answer `choice`. Returns false to end the answer with this token.
+  virtual bool on_token(int choice, TokenId token, const TokenLogprobs* logprobs) = 0;
+  /// Receives the end of answer `choice`.
+  virtual void on_end(int choice, const Ending& ending) = 0;
+  /// Receives an error, after which nothing else comes. `is_servers`: the server is at fault, not
+  /// the request.
+  virtual void on_error(const std::string& what, bool is_servers) = 0;
+};
+
+}  // namespace kvzap::server

@@ -1,0 +1,119 @@
+// Continuous batching over one pruned cache: the scheduler selects the sequences of each step.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <kvzap/server/executor.hpp>
+#include <kvzap/server/request.hpp>
+#include <memory>
+#include <vector>
+
+namespace kvzap::server {
+
+/// Thrown when the queue has no room for a request, or the server stops.
+class QueueFull : public Error {
+ public:
+  using Error::Error;
+};
+
+/// Limits of a Scheduler.
+struct SchedulerOptions {
+  /// Tokens of a step: generated ones and prompt chunks together. Chunks of sparse prefill may
+  /// exceed it.
+  std::int64_t max_batch_tokens = 512;
+  /// Sequences that run at once.
+  std::int64_t max_sequences = 256;
+  /// Requests that wait.
+  std::int64_t max_queue = 1024;
+  /// Tokens of a sequence; 0: no limit.
+  std::int64_t max_tokens = 0;
+  /// Whether the cache states of prompts are kept for later requests.
+  bool keeps_prefixes = true;
+};
+
+/// Totals since the start, and the current state.
+struct SchedulerCounts {
+  std::int64_t waiting = 0, running = 0, prefixes = 0;
+  std::int64_t finished = 0, cancelled = 0, failed = 0, refused = 0, preempted = 0;
+  std::int64_t steps = 0;
+  std::int64_t prompt_tokens = 0;  // that ran
+  std::int64_t cached_tokens = 0;  // that did not run, because a kept state has them
+  std::int64_t new_tokens = 0;
+  std::int64_t prefixes_evicted = 0;
+  double step_seconds = 0;                     // in the engine
+  double own_seconds = 0;                      // planning, sampling, calls of listeners
+  std::int64_t kv_allocated = 0, kv_free = 0;  // bytes of rank 0
+  double keep_ratio = 1;                       // running mean over finished answers
+};
+
+/// The current state of a sequence.
+struct SequenceStatus {
+  std::int64_t request = 0;
+  int choice = 0;
+  const char* phase = "";  // "waiting", "prefill" or "decode"
+  std::int64_t tokens = 0;
+  std::int64_t new_tokens = 0;
+  double evict_ratio = 0;
+  std::int64_t kv_bytes = 0, full_kv_bytes = 0;  // over all ranks
+};
+
+/// Serves many requests with one engine. Runs on rank 0; the other ranks call Executor::follow.
+///
+/// Each step takes the next token of every decoding sequence, and prompt chunks in order of arrival
+/// up to max_batch_tokens. Prompt chunks get at least one eighth of the step. A prompt starts when
+/// the page pool is expected to hold its kept rows, at the keep ratio observed so far. It waits if
+/// another sequence is about to leave a state from which it can continue.
+/// When memory runs out, the scheduler frees the least recently used states of earlier prompts.
+/// Then it preempts the newest sequence, and computes it again later. An answer does not depend on
+/// the other sequences, except for the order of floating-point sums.
+class Scheduler {
+  class Impl;
+
+ public:
+  /// A submitted request.
+  class Ticket {
+   public:
+    /// Cancels the request: its listener is not called after the current step. From any thread,
+    /// while the scheduler exists.
+    void cancel();
+    std::int64_t id() const { return m_id; }
+
+   private:
+    friend class Scheduler;
+    std::atomic<bool> m_is_cancelled{false};
+    std::int64_t m_id = 0;
+    Impl* m_scheduler = nullptr;
+  };
+
+  /// The executor outlives the scheduler. Throws Error for limits below 1.
+  Scheduler(Executor& executor, const SchedulerOptions& options);
+  ~Scheduler();
+
+  /// Queues a request. From any thread. Throws QueueFull. Throws Error for a request that cannot be
+  /// answered: no tokens, more than max_tokens, ids outside the vocabulary, invalid sampling.
+  std::shared_ptr<Ticket> submit(GenerationRequest request, std::shared_ptr<Listener> listener);
+  /// Finishes the submitted requests and accepts no others: `submit` throws QueueFull. From any
+  /// thread.
+  void drain();
+  /// Ends all requests with an error, and then `run`. From any thread.
+  void stop();
+
+  /// Serves until `drain` or `stop`, then ends the other ranks. Call it from the thread that drives
+  /// MPI and Kokkos.
+  void run();
+  /// Runs at most one step, for tests. Returns whether there was work.
+  bool step();
+  /// Frees the kept states of prompts. Call it from the thread that calls `step`.
+  void forget_prefixes();
+
+  /// From any thread.
+  SchedulerCounts counts() const;
+  /// From any thread. Calls at least every 5 seconds get states that are at most half a second and
+  /// one step old.
+  std::vector<SequenceStatus> sequences() const;
+
+ private:
+  std::unique_ptr<Impl> m_impl;
+};
+
+}  // namespace kvzap::server

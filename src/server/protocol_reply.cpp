@@ -1,0 +1,243 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <kvzap/server/protocol.hpp>
+#include <nlohmann/json.hpp>
+
+#include "base/quote.hpp"
+#include "server/dump.hpp"
+
+namespace kvzap::server {
+namespace {
+
+using OrderedJson = nlohmann::ordered_json;
+
+const char* finish_reason(EndReason reason) {
+  return reason == EndReason::stop_id || reason == EndReason::cut ? "stop" : "length";
+}
+
+OrderedJson kvzap_of(const Ending& ending) {
+  OrderedJson json;
+  json["evict_ratio"] = ending.evict_ratio;
+  json["kv_bytes"] = ending.kv_bytes;
+  json["full_kv_bytes"] = ending.full_kv_bytes;
+  return json;
+}
+
+OrderedJson usage_of(const std::vector<Ending>& endings) {
+  std::int64_t prompt = 0, cached = 0, generated = 0;
+  for (const Ending& ending : endings) {
+    prompt = std::max(prompt, ending.prompt_tokens);
+    generated += ending.new_tokens;
+  }
+  if (!endings.empty()) cached = endings.front().cached_tokens;
+  OrderedJson usage;
+  usage["prompt_tokens"] = prompt;
+  usage["completion_tokens"] = generated;
+  usage["total_tokens"] = prompt + generated;
+  usage["prompt_tokens_details"] = {{"cached_tokens", cached}};
+  return usage;
+}
+
+std::string event_of(const OrderedJson& json) { return "data: " + dump(json) + "\n\n"; }
+
+// JSON has no infinities.
+double number_of(float logprob) { return std::isfinite(logprob) ? logprob : -9999.0; }
+
+}  // namespace
+
+std::string error_body(const std::string& what, const std::string& type, const std::string& field) {
+  OrderedJson error;
+  error["message"] = detail::shown_message(what);
+  error["type"] = type;
+  error["param"] = field.empty() ? OrderedJson() : OrderedJson(field);
+  error["code"] = nullptr;
+  return dump({{"error", error}});
+}
+
+std::string AnswerText::append(TokenId token) {
+  if (m_has_stopped) return {};
+  m_held += m_decoder.append(token);
+  return release(false);
+}
+
+std::string AnswerText::finish() {
+  if (m_has_stopped) return {};
+  m_held += m_decoder.finish();
+  return release(true);
+}
+
+std::string AnswerText::release(bool all) {
+  std::size_t end = std::string::npos;
+  for (const std::string& stop : m_stop) end = std::min(end, m_held.find(stop));
+  if (end != std::string::npos) {
+    m_has_stopped = true;
+    return m_held.substr(0, end);
+  }
+  std::size_t kept = 0;  // length of the longest end that may begin a stop text
+  for (const std::string& stop : m_stop) {
+    const std::size_t most = std::min(stop.size() - 1, m_held.size());
+    for (std::size_t count = most; count > kept; --count) {
+      if (m_held.compare(m_held.size() - count, count, stop, 0, count) == 0) kept = count;
+    }
+  }
+  if (all) kept = 0;
+  std::string said = m_held.substr(0, m_held.size() - kept);
+  m_held.erase(0, m_held.size() - kept);
+  return said;
+}
+
+ReplyWriter::ReplyWriter(const ApiRequest& request, const ServedModel& model, std::int64_t id,
+                         std::int64_t created)
+    : m_is_chat(request.is_chat),
+      m_has_logprobs(request.has_logprobs),
+      m_model(model),
+      m_id(fmt::format("{}-{}", request.is_chat ? "chatcmpl" : "cmpl", id)),
+      m_created(created),
+      m_echo(request.echoes ? request.prompt_text : ""),
+      m_offsets(static_cast<std::size_t>(request.generation.choices), 0) {}
+
+/// The parts that replies and events have in common.
+struct ReplyWriter::Parts {
+  const ReplyWriter& of;
+
+  OrderedJson frame(bool is_chunk) const {
+    OrderedJson frame;
+    frame["id"] = of.m_id;
+    frame["object"] = !of.m_is_chat ? "text_completion"
+                      : is_chunk    ? "chat.completion.chunk"
+                                    : "chat.completion";
+    frame["created"] = of.m_created;
+    frame["model"] = of.m_model.name;
+    frame["choices"] = OrderedJson::array();
+    return frame;
+  }
+
+  std::string text_of(TokenId token) const {
+    const auto& tokenizer = of.m_model.tokenizer;
+    return tokenizer ? tokenizer->decode({token}, false) : std::to_string(token);
+  }
+
+  OrderedJson logprobs(const std::vector<TokenText>& tokens, std::size_t offset) const {
+    if (!of.m_has_logprobs) return {};
+    return of.m_is_chat ? chat_logprobs(tokens) : completion_logprobs(tokens, offset);
+  }
+
+  OrderedJson chat_logprobs(const std::vector<TokenText>& tokens) const {
+    const auto entry = [&](TokenId token, float logprob) {
+      const std::string text = text_of(token);
+      OrderedJson one;
+      one["token"] = text;
+      one["logprob"] = number_of(logprob);
+      // A token may be a part of a character.
+      if (text.find("\xef\xbf\xbd") == std::string::npos) {
+        one["bytes"] = std::vector<int>();
+        for (const char byte : text) one["bytes"].push_back(static_cast<unsigned char>(byte));
+      } else {
+        one["bytes"] = nullptr;
+      }
+      return one;
+    };
+    OrderedJson json;
+    json["content"] = OrderedJson::array();
+    for (const TokenText& token : tokens) {
+      OrderedJson one = entry(token.token, token.logprob);
+      one["top_logprobs"] = OrderedJson::array();
+      for (const auto& [id, logprob] : token.top) {
+        one["top_logprobs"].push_back(entry(id, logprob));
+      }
+      json["content"].push_back(std::move(one));
+    }
+    return json;
+  }
+
+  OrderedJson completion_logprobs(const std::vector<TokenText>& tokens, std::size_t offset) const {
+    OrderedJson json;
+    json["tokens"] = OrderedJson::array();
+    json["token_logprobs"] = OrderedJson::array();
+    json["top_logprobs"] = OrderedJson::array();
+    json["text_offset"] = OrderedJson::array();
+    for (const TokenText& token : tokens) {
+      const std::string text = text_of(token.token);
+      json["tokens"].push_back(text);
+      json["token_logprobs"].push_back(number_of(token.logprob));
+      OrderedJson top = OrderedJson::object();
+      for (const auto& [id, logprob] : token.top) top[text_of(id)] = number_of(logprob);
+      json["top_logprobs"].push_back(std::move(top));
+      json["text_offset"].push_back(offset);
+      offset += text.size();
+    }
+    return json;
+  }
+
+  /// An event of one choice. `chat`: the changes to a chat message; `text`: those to a completion.
+  std::string event(int choice, OrderedJson chat, const std::string& text, OrderedJson logprobs,
+                    const Ending* ending) const {
+    OrderedJson json = frame(true);
+    OrderedJson one;
+    one["index"] = choice;
+    if (of.m_is_chat) {
+      one["delta"] = std::move(chat);
+    } else {
+      one["text"] = text;
+    }
+    one["logprobs"] = std::move(logprobs);
+    one["finish_reason"] = ending ? OrderedJson(finish_reason(ending->reason)) : OrderedJson();
+    if (ending) one["kvzap"] = kvzap_of(*ending);
+    json["choices"].push_back(std::move(one));
+    return event_of(json);
+  }
+};
+
+std::string ReplyWriter::body(const std::vector<Whole>& answers) const {
+  const Parts parts{*this};
+  OrderedJson json = parts.frame(false);
+  std::vector<Ending> endings;
+  for (std::size_t i = 0; i < answers.size(); ++i) {
+    const Whole& answer = answers[i];
+    OrderedJson choice;
+    choice["index"] = static_cast<int>(i);
+    if (m_is_chat) {
+      choice["message"]["role"] = "assistant";
+      choice["message"]["content"] = answer.text;
+    } else {
+      choice["text"] = m_echo + answer.text;
+    }
+    choice["logprobs"] = parts.logprobs(answer.tokens, m_echo.size());
+    choice["finish_reason"] = finish_reason(answer.ending.reason);
+    choice["kvzap"] = kvzap_of(answer.ending);
+    json["choices"].push_back(std::move(choice));
+    endings.push_back(answer.ending);
+  }
+  json["usage"] = usage_of(endings);
+  if (!answers.empty()) json["kvzap"] = kvzap_of(answers.front().ending);
+  return dump(json);
+}
+
+std::string ReplyWriter::begin(int choice) const {
+  if (!m_is_chat && m_echo.empty()) return {};
+  return Parts{*this}.event(choice, {{"role", "assistant"}, {"content", ""}}, m_echo, {}, nullptr);
+}
+
+std::string ReplyWriter::piece(int choice, const std::string& text,
+                               const std::vector<TokenText>& tokens) {
+  const Parts parts{*this};
+  std::size_t& offset = m_offsets[static_cast<std::size_t>(choice)];
+  OrderedJson logprobs = parts.logprobs(tokens, m_echo.size() + offset);
+  offset += text.size();
+  return parts.event(choice, {{"content", text}}, text, std::move(logprobs), nullptr);
+}
+
+std::string ReplyWriter::end(int choice, const Ending& ending) const {
+  return Parts{*this}.event(choice, OrderedJson::object(), "", {}, &ending);
+}
+
+std::string ReplyWriter::usage(const std::vector<Ending>& endings) const {
+  OrderedJson json = Parts{*this}.frame(true);
+  json["usage"] = usage_of(endings);
+  if (!endings.empty()) json["kvzap"] = kvzap_of(endings.front());
+  return event_of(json);
+}
+
+}  // namespace kvzap::server

@@ -1,0 +1,399 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <kvzap/server/protocol.hpp>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <random>
+
+#include "base/json_file.hpp"
+#include "base/quote.hpp"
+#include "server/dump.hpp"
+#include "server/segments.hpp"
+
+namespace kvzap::server {
+namespace {
+
+using Json = nlohmann::json;
+using OrderedJson = nlohmann::ordered_json;
+
+constexpr std::size_t most_messages = 4096;
+constexpr std::size_t most_parts = 4096;
+constexpr std::size_t most_stops = 16;
+constexpr std::size_t longest_stop = 1024;
+constexpr int most_logprobs = 20;
+
+[[noreturn]] void refuse(const std::string& field, const std::string& expected, const Json& found) {
+  throw BadRequest(field,
+                   fmt::format("{} is {}; expected {}", field, detail::described(found), expected));
+}
+
+/// The field, or null if it is absent or null.
+const Json* field_of(const Json& object, const char* name) {
+  const auto found = object.find(name);
+  return found == object.end() || found->is_null() ? nullptr : &*found;
+}
+
+bool bool_of(const Json& object, const char* name, bool otherwise) {
+  const Json* const field = field_of(object, name);
+  if (!field) return otherwise;
+  if (!field->is_boolean()) refuse(name, "true or false", *field);
+  return field->get<bool>();
+}
+
+double number_of(const Json& object, const char* name, double least, double most,
+                 double otherwise) {
+  const Json* const field = field_of(object, name);
+  if (!field) return otherwise;
+  const double value = field->is_number() ? field->get<double>() : std::nan("");
+  if (!(value >= least && value <= most)) {
+    refuse(name, fmt::format("a number from {} to {}", least, most), *field);
+  }
+  return value;
+}
+
+std::int64_t integer_of(const Json& object, const char* name, std::int64_t least, std::int64_t most,
+                        std::int64_t otherwise) {
+  const Json* const field = field_of(object, name);
+  if (!field) return otherwise;
+  const bool fits = field->is_number_integer() &&
+                    (!field->is_number_unsigned() ||
+                     field->get<std::uint64_t>() <=
+                         static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max()));
+  if (!fits || field->get<std::int64_t>() < least || field->get<std::int64_t>() > most) {
+    refuse(name, fmt::format("an integer from {} to {}", least, most), *field);
+  }
+  return field->get<std::int64_t>();
+}
+
+std::string text_of(const Json& value, const std::string& name) {
+  if (!value.is_string()) refuse(name, "a string", value);
+  return value.get<std::string>();
+}
+
+/// Refuses fields for unsupported features, unless their value is empty.
+void refuse_unsupported(const Json& body) {
+  for (const char* name : {"tools", "functions", "logit_bias", "modalities", "audio", "prediction",
+                           "web_search_options", "guided_json", "guided_regex", "guided_choice",
+                           "guided_grammar", "suffix"}) {
+    const Json* const field = field_of(body, name);
+    if (field && !(field->is_string() && field->get_ref<const std::string&>().empty()) &&
+        !((field->is_array() || field->is_object()) && field->empty())) {
+      throw BadRequest(name, fmt::format("{} is not supported", name));
+    }
+  }
+  if (const Json* const format = field_of(body, "response_format")) {
+    const Json* const type = format->is_object() ? field_of(*format, "type") : nullptr;
+    if (!type || *type != "text") {
+      throw BadRequest("response_format",
+                       "response_format is not supported; expected {\"type\": \"text\"}");
+    }
+  }
+  const std::int64_t choices = integer_of(body, "n", 1, std::numeric_limits<int>::max(), 1);
+  if (integer_of(body, "best_of", 1, std::numeric_limits<int>::max(), choices) != choices) {
+    throw BadRequest("best_of", "best_of is not supported; expected the value of n");
+  }
+}
+
+std::vector<std::string> stops_of(const Json& body) {
+  const Json* const field = field_of(body, "stop");
+  std::vector<std::string> stops;
+  if (!field) return stops;
+  if (field->is_string()) {
+    stops.push_back(field->get<std::string>());
+  } else if (field->is_array() && field->size() <= most_stops) {
+    for (const Json& one : *field) stops.push_back(text_of(one, "stop"));
+  } else {
+    refuse("stop", fmt::format("a string, or an array of at most {} strings", most_stops), *field);
+  }
+  for (const std::string& stop : stops) {
+    if (!stop.empty() && stop.size() <= longest_stop) continue;
+    throw BadRequest("stop", fmt::format("stop has a string of {} bytes; expected 1 to {}",
+                                         stop.size(), longest_stop));
+  }
+  return stops;
+}
+
+PruneWish wish_of(const Json& body) {
+  PruneWish wish;
+  const Json* const field = field_of(body, "kvzap");
+  if (!field) return wish;
+  if (!field->is_object()) refuse("kvzap", "an object", *field);
+  for (const auto& [key, value] : field->items()) {
+    if (key == "threshold" || key == "evict_ratio") {
+      if (!value.is_number() || !std::isfinite(value.get<double>())) {
+        refuse("kvzap." + key, "a number", value);
+      }
+      (key == "threshold" ? wish.threshold : wish.evict_ratio) = value.get<double>();
+    } else if (key == "prune") {
+      const std::string name = text_of(value, "kvzap.prune");
+      for (const PruneMode mode : {PruneMode::none, PruneMode::prefill, PruneMode::always}) {
+        if (name == name_of(mode)) wish.prune = mode;
+      }
+      if (!wish.prune) refuse("kvzap.prune", "\"none\", \"prefill\" or \"always\"", value);
+    } else {
+      throw BadRequest("kvzap", fmt::format("kvzap has no field {}; expected threshold, "
+                                            "evict_ratio or prune",
+                                            detail::in_quotes(key)));
+    }
+  }
+  if (wish.threshold && wish.evict_ratio) {
+    throw BadRequest("kvzap", "kvzap has threshold and evict_ratio; expected one of them");
+  }
+  return wish;
+}
+
+SamplingOptions sampling_of(const Json& body, const ServedModel& model) {
+  const SamplingOptions& standard = model.sampling;
+  SamplingOptions sampling = standard;
+  sampling.temperature = number_of(body, "temperature", 0, 100, standard.temperature);
+  sampling.top_p = number_of(body, "top_p", 0, 1, standard.top_p);
+  // Other servers take 0 and -1 for all tokens.
+  sampling.top_k = std::max<std::int64_t>(
+      0, integer_of(body, "top_k", -1, std::numeric_limits<int>::max(), standard.top_k));
+  sampling.min_p = number_of(body, "min_p", 0, 1, standard.min_p);
+  sampling.presence_penalty = number_of(body, "presence_penalty", -2, 2, standard.presence_penalty);
+  sampling.frequency_penalty =
+      number_of(body, "frequency_penalty", -2, 2, standard.frequency_penalty);
+  sampling.repetition_penalty =
+      number_of(body, "repetition_penalty", 1e-3, 1e3, standard.repetition_penalty);
+  if (sampling.top_p == 0) sampling.top_p = std::numeric_limits<double>::min();  // the likeliest
+  if (const Json* const seed = field_of(body, "seed")) {
+    if (!seed->is_number_integer()) refuse("seed", "an integer", *seed);
+    sampling.seed = seed->is_number_unsigned()
+                        ? seed->get<std::uint64_t>()
+                        : static_cast<std::uint64_t>(seed->get<std::int64_t>());
+  } else if (!model.has_seed) {
+    std::random_device source;
+    sampling.seed = (std::uint64_t{source()} << 32) | source();
+  }
+  return sampling;
+}
+
+struct Messages {
+  std::vector<ChatMessage> messages;
+  std::vector<std::vector<std::string>> parts;
+};
+
+ChatRole role_of(const Json& message, const std::string& name) {
+  const Json* const role = field_of(message, "role");
+  const std::string found = role ? text_of(*role, name + ".role") : "";
+  if (found == "system" || found == "developer") return ChatRole::system;
+  if (found == "user") return ChatRole::user;
+  if (found == "assistant") return ChatRole::assistant;
+  throw BadRequest(name + ".role",
+                   fmt::format("{}.role is {}; expected \"system\", \"user\" or \"assistant\"",
+                               name, role ? detail::described(*role) : "missing"));
+}
+
+std::vector<std::string> parts_of(const Json& message, const std::string& name) {
+  const Json* const content = field_of(message, "content");
+  if (!content) throw BadRequest(name + ".content", name + ".content is missing");
+  if (content->is_string()) return {content->get<std::string>()};
+  if (!content->is_array() || content->size() > most_parts) {
+    refuse(name + ".content", "a string or an array of parts", *content);
+  }
+  std::vector<std::string> parts;
+  for (const Json& part : *content) {
+    const Json* const type = part.is_object() ? field_of(part, "type") : nullptr;
+    const Json* const text = part.is_object() ? field_of(part, "text") : nullptr;
+    if (!type || *type != "text" || !text) {
+      throw BadRequest(name + ".content",
+                       fmt::format("{}.content has a part that is not text; other types are not "
+                                   "supported",
+                                   name));
+    }
+    parts.push_back(text_of(*text, name + ".content.text"));
+  }
+  return parts;
+}
+
+Messages messages_of(const Json& body) {
+  const auto found = body.find("messages");
+  if (found == body.end()) throw BadRequest("messages", "messages are missing");
+  if (!found->is_array() || found->empty() || found->size() > most_messages) {
+    refuse("messages", fmt::format("1 to {} messages", most_messages), *found);
+  }
+  Messages result;
+  for (std::size_t i = 0; i < found->size(); ++i) {
+    const Json& message = (*found)[i];
+    const std::string name = fmt::format("messages[{}]", i);
+    if (!message.is_object()) refuse(name, "an object", message);
+    ChatMessage one;
+    one.role = role_of(message, name);
+    if (const Json* const calls = field_of(message, "tool_calls"); calls && !calls->empty()) {
+      throw BadRequest(name + ".tool_calls", "tool calls are not supported");
+    }
+    std::vector<std::string> parts = parts_of(message, name);
+    for (const std::string& part : parts) one.content += part;
+    result.messages.push_back(std::move(one));
+    result.parts.push_back(std::move(parts));
+  }
+  if (result.messages.back().role != ChatRole::user) {
+    throw BadRequest("messages", "the last message is not a user message");
+  }
+  return result;
+}
+
+std::vector<TokenId> ids_of(const Json& list, const std::string& name) {
+  std::vector<TokenId> ids;
+  ids.reserve(list.size());
+  for (const Json& id : list) {
+    if (!id.is_number_integer() || id.get<std::int64_t>() < 0 ||
+        id.get<std::int64_t>() > std::numeric_limits<TokenId>::max()) {
+      refuse(name, "token ids of 0 or more", id);
+    }
+    ids.push_back(id.get<TokenId>());
+  }
+  return ids;
+}
+
+/// Reads a prompt: a text or token ids. Stores its text.
+std::vector<Segment> prompt_of(const Json& body, const ServedModel& model, std::string& text) {
+  const auto found = body.find("prompt");
+  if (found == body.end()) throw BadRequest("prompt", "the prompt is missing");
+  const Json* prompt = &*found;
+  if (prompt->is_array() && prompt->size() == 1 && !prompt->front().is_number()) {
+    prompt = &prompt->front();
+  }
+  std::vector<TokenId> ids;
+  if (prompt->is_string()) {
+    if (!model.tokenizer)
+      throw BadRequest("prompt", "the model has no tokenizer; expected token ids");
+    text = prompt->get<std::string>();
+    ids = model.tokenizer->encode(text, true);
+  } else if (prompt->is_array() && !prompt->empty() && prompt->front().is_number()) {
+    ids = ids_of(*prompt, "prompt");
+    if (model.tokenizer) text = model.tokenizer->decode(ids);
+  } else {
+    refuse("prompt", "one string, or one array of token ids", *prompt);
+  }
+  return {{Segment::Kind::context, std::move(ids), {}}};
+}
+
+Json object_of(std::string_view body) {
+  Json json;
+  try {
+    json = detail::parse_json(body, "the body");
+  } catch (const Error& error) {
+    throw BadRequest("", error.what());
+  }
+  if (!json.is_object()) throw BadRequest("", "the body is not a JSON object");
+  return json;
+}
+
+const Tokenizer& tokenizer_of(const ServedModel& model) {
+  if (!model.tokenizer) throw BadRequest("", "the model has no tokenizer");
+  return *model.tokenizer;
+}
+
+void read_chat(const Json& json, const ServedModel& model, ApiRequest& request) {
+  GenerationRequest& generation = request.generation;
+  request.has_logprobs = bool_of(json, "logprobs", false);
+  const std::int64_t top = integer_of(json, "top_logprobs", 0, most_logprobs, 0);
+  if (request.has_logprobs) {
+    generation.top_logprobs = static_cast<int>(top);
+  } else if (top > 0) {
+    throw BadRequest("top_logprobs", "top_logprobs needs logprobs to be true");
+  }
+  bool thinking = model.thinking;
+  if (const Json* const wish = field_of(json, "chat_template_kwargs")) {
+    if (!wish->is_object()) refuse("chat_template_kwargs", "an object", *wish);
+    thinking = bool_of(*wish, "enable_thinking", thinking);
+  }
+  const Messages messages = messages_of(json);
+  generation.prompt = segments_of(messages.messages, messages.parts, thinking, model);
+}
+
+void read_completion(const Json& json, const ServedModel& model, ApiRequest& request) {
+  GenerationRequest& generation = request.generation;
+  if (field_of(json, "logprobs")) {
+    request.has_logprobs = true;
+    generation.top_logprobs = static_cast<int>(integer_of(json, "logprobs", 0, most_logprobs, 0));
+  }
+  request.echoes = bool_of(json, "echo", false);
+  if (request.echoes && request.has_logprobs) {
+    throw BadRequest("echo", "echo with logprobs is not supported");
+  }
+  generation.prompt = prompt_of(json, model, request.prompt_text);
+}
+
+}  // namespace
+
+ApiRequest parse_request(std::string_view body, bool is_chat, const ServedModel& model) {
+  const Json json = object_of(body);
+  if (const Json* const name = field_of(json, "model")) {
+    const std::string wanted = text_of(*name, "model");
+    if (wanted != model.name) {
+      throw BadRequest("model", fmt::format("model is {}; expected {}", detail::in_quotes(wanted),
+                                            detail::in_quotes(model.name)));
+    }
+  }
+  refuse_unsupported(json);
+  ApiRequest request;
+  request.is_chat = is_chat;
+  GenerationRequest& generation = request.generation;
+  generation.sampling = sampling_of(json, model);
+  generation.choices = static_cast<int>(integer_of(json, "n", 1, model.max_choices, 1));
+  generation.setting = model.setting_of(wish_of(json));
+  request.stop = stops_of(json);
+  if (!request.stop.empty() && !model.tokenizer) {
+    throw BadRequest("stop", "stop needs a model with a tokenizer");
+  }
+  if (!bool_of(json, "ignore_eos", false)) generation.stop_ids = model.stop_ids;
+  request.streams = bool_of(json, "stream", false);
+  if (const Json* const options = field_of(json, "stream_options")) {
+    if (!options->is_object()) refuse("stream_options", "an object", *options);
+    request.includes_usage = bool_of(*options, "include_usage", false);
+  }
+  if (is_chat) {
+    read_chat(json, model, request);
+  } else {
+    read_completion(json, model, request);
+  }
+  const std::int64_t count = tokens_of(generation.prompt);
+  if (count == 0) throw BadRequest(is_chat ? "messages" : "prompt", "the prompt has no tokens");
+  if (model.max_tokens > 0 && count > model.max_tokens) {
+    throw BadRequest(
+        is_chat ? "messages" : "prompt",
+        fmt::format("the prompt has {} tokens; expected at most {}, the length of the context",
+                    count, model.max_tokens));
+  }
+  constexpr std::int64_t most = std::int64_t{1} << 40;
+  const std::int64_t room = model.max_tokens > 0 ? model.max_tokens - count + 1 : most;
+  const std::int64_t standard = is_chat ? room : 16;
+  const std::int64_t asked = integer_of(json, "max_tokens", 1, most, standard);
+  generation.max_new_tokens =
+      std::min(room, integer_of(json, "max_completion_tokens", 1, most, asked));
+  return request;
+}
+
+std::string tokenize(std::string_view body, const ServedModel& model) {
+  const Json json = object_of(body);
+  const auto content = json.find("content");
+  if (content == json.end()) throw BadRequest("content", "content is missing");
+  const std::string text = text_of(*content, "content");
+  OrderedJson reply;
+  reply["tokens"] = tokenizer_of(model).encode(text, bool_of(json, "add_special", false));
+  return dump(reply);
+}
+
+std::string detokenize(std::string_view body, const ServedModel& model) {
+  const Json json = object_of(body);
+  const auto tokens = json.find("tokens");
+  if (tokens == json.end()) throw BadRequest("tokens", "tokens are missing");
+  if (!tokens->is_array()) refuse("tokens", "an array of token ids", *tokens);
+  const std::vector<TokenId> ids = ids_of(*tokens, "tokens");
+  OrderedJson reply;
+  try {
+    reply["content"] = tokenizer_of(model).decode(ids, false);
+  } catch (const BadRequest&) {
+    throw;
+  } catch (const Error& error) {
+    throw BadRequest("tokens", error.what());
+  }
+  return dump(reply);
+}
+
+}  // namespace kvzap::server

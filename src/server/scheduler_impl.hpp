@@ -1,0 +1,108 @@
+// The parts of a scheduler: queue and loop (scheduler.cpp), plans (step_plan.cpp), results
+// (step_results.cpp).
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <kvzap/server/scheduler.hpp>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "server/plan.hpp"
+#include "server/prefix_tree.hpp"
+#include "server/sequence.hpp"
+
+namespace kvzap::server {
+
+class Scheduler::Impl {
+ public:
+  Impl(Executor& executor, const SchedulerOptions& options);
+
+  std::shared_ptr<Ticket> submit(GenerationRequest request, std::shared_ptr<Listener> listener);
+  void note_cancelled();
+  void drain();
+  void stop();
+  void run();
+  bool step();
+  void forget_prefixes();
+  SchedulerCounts counts() const;
+  std::vector<SequenceStatus> sequences() const;
+
+ private:
+  using Sequences = std::vector<std::unique_ptr<Sequence>>;
+  /// Room of a step for prompts.
+  struct Room {
+    std::int64_t rows = 0;
+    bool has_chunk = false;
+  };
+
+  // Queue and loop.
+  void wake() { m_work.notify_all(); }
+  void wait_for_work();
+  void take_cancelled();
+  void take_submitted();
+  void leave_queue(Job& job);
+  void back_to_queue(std::unique_ptr<Sequence> sequence);
+  void fail(Job& job, const std::string& what, bool is_servers);
+  void drop_dead();
+  Outcome carry_out(Plan& plan);
+  std::vector<int> take_frees(const Plan& plan);
+  void note_counts();
+  void note_sequences();
+
+  // Plans.
+  Plan make_plan(std::vector<Sequence*>& in_step);
+  bool add_span(Sequence& sequence, Room& room, Plan& plan);
+  void add_answer_span(Sequence& sequence, Room& room, Plan& plan);
+  bool waits_for_prefix(const Sequence& sequence);
+  bool begin(Sequence& sequence, Plan& plan);
+  bool is_admitted(const Sequence& sequence) const;
+  std::int64_t bytes_to_come(const Sequence& sequence) const;
+  bool keeps_states(const Sequence& sequence) const;
+
+  // Results.
+  void take_results(const Plan& plan, const Outcome& outcome,
+                    const std::vector<Sequence*>& in_step);
+  void take_not_made(const std::vector<int>& handles);
+  void take_lost(Sequence& sequence);
+  void advance(Sequence& sequence, const PlannedSpan& span, const StepResult& result);
+  void draw(Sequence& sequence, const StepResult& result);
+  void begin_other_choices(Sequence& first, const StepResult& result);
+  void end_answers();
+  void keep(const PrefixKey& key, int handle);
+  bool free_prefix();
+  bool make_room();
+  void preempt(Sequence& sequence);
+
+  int new_handle() { return m_next_handle++; }
+
+  Executor& m_executor;
+  SchedulerOptions m_options;
+  PrefixTree m_tree;
+  Sequences m_running;                              // in order of admission
+  std::deque<std::unique_ptr<Sequence>> m_waiting;  // in order of arrival
+  Sequences m_ended;
+  std::vector<int> m_to_free;
+  int m_next_handle = 0;
+  double m_keep_ratio = 1;
+  bool m_is_asleep = false;  // the other ranks
+  bool m_is_full = false;    // a sequence was preempted, and none has ended since
+  double m_last_look = -1;
+
+  mutable std::mutex m_mutex;  // guards all below
+  std::condition_variable m_work;
+  std::deque<std::shared_ptr<Job>> m_submitted;
+  std::int64_t m_next_request = 1;
+  std::int64_t m_queued = 0;  // requests without a running sequence
+  bool m_is_draining = false;
+  bool m_is_stopping = false;
+  bool m_has_cancelled = false;
+  SchedulerCounts m_counts;
+  std::vector<SequenceStatus> m_statuses;
+  mutable double m_last_asked = -1;  // time of the latest call of `sequences`
+};
+
+}  // namespace kvzap::server

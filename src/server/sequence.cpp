@@ -1,0 +1,107 @@
+#include "server/sequence.hpp"
+
+#include <cmath>
+#include <cstring>
+
+namespace kvzap::server {
+namespace {
+
+// Marks in keys (PrefixKey).
+constexpr std::int32_t context_begins = -1;
+constexpr std::int32_t context_ends = -2;
+constexpr std::int32_t question_begins = -3;
+constexpr std::int32_t generated_begins = -4;
+
+std::int32_t mark_of(Segment::Kind kind) {
+  switch (kind) {
+    case Segment::Kind::context:
+      return context_begins;
+    case Segment::Kind::question:
+      return question_begins;
+    case Segment::Kind::generated:
+      break;
+  }
+  return generated_begins;
+}
+
+}  // namespace
+
+std::int64_t tokens_of(const std::vector<Segment>& prompt) {
+  std::int64_t count = 0;
+  for (const Segment& segment : prompt) count += static_cast<std::int64_t>(segment.tokens.size());
+  return count;
+}
+
+std::int64_t kv_bytes_of(const CacheReport& report) {
+  return std::llround(static_cast<double>(report.full_bytes) * (1 - report.evict_ratio()));
+}
+
+PrefixKey key_of(const Setting& setting) {
+  PrefixKey key(4);
+  key[0] = static_cast<std::int32_t>(setting.prune);
+  std::memcpy(&key[1], &setting.threshold, sizeof(float));
+  std::memcpy(&key[2], &setting.evict_ratio, sizeof(double));
+  return key;
+}
+
+std::int64_t key_length(const Segment& segment) {
+  const bool is_context = segment.kind == Segment::Kind::context;
+  return 1 + static_cast<std::int64_t>(segment.tokens.size()) + (is_context ? 1 : 0);
+}
+
+void append_segment(PrefixKey& key, const Segment& segment) {
+  key.push_back(mark_of(segment.kind));
+  key.insert(key.end(), segment.tokens.begin(), segment.tokens.end());
+  if (segment.kind == Segment::Kind::context) key.push_back(context_ends);
+}
+
+void append_answer(PrefixKey& key, const std::vector<TokenId>& tokens, bool begins) {
+  if (begins) key.push_back(generated_begins);
+  key.insert(key.end(), tokens.begin(), tokens.end());
+}
+
+std::int64_t longest_start(const PrefixKey& prompt) {
+  return static_cast<std::int64_t>(prompt.size()) - (prompt.back() == context_ends ? 2 : 1);
+}
+
+PrefixKey Sequence::prompt_key_after(std::int64_t count) const {
+  const Segment& part = request().prompt[segment];
+  std::size_t length = key.size() + static_cast<std::size_t>(count);
+  if (offset == 0) ++length;  // the mark of its beginning
+  const bool is_context = part.kind == Segment::Kind::context;
+  if (is_context && offset + static_cast<std::size_t>(count) == part.tokens.size()) ++length;
+  return {job->key.begin(), job->key.begin() + static_cast<std::ptrdiff_t>(length)};
+}
+
+void Sequence::rewind() {
+  handle = -1;
+  key.clear();
+  tokens = cached = 0;
+  segment = offset = 0;
+  fed = 0;
+}
+
+bool Sequence::skip(std::int64_t length) {
+  auto place = static_cast<std::int64_t>(key_of(request().setting).size());
+  std::int64_t count = 0;
+  std::size_t s = 0, from = 0;
+  for (; s < request().prompt.size() && place < length; ++s) {
+    const Segment& part = request().prompt[s];
+    if (place + key_length(part) <= length) {
+      place += key_length(part);
+      count += static_cast<std::int64_t>(part.tokens.size());
+      continue;
+    }
+    from = static_cast<std::size_t>(length - place - 1);
+    if (from == part.tokens.size()) return false;
+    count += static_cast<std::int64_t>(from);
+    break;
+  }
+  segment = s;
+  offset = from;
+  tokens = cached = count;
+  key.assign(job->key.begin(), job->key.begin() + length);
+  return true;
+}
+
+}  // namespace kvzap::server

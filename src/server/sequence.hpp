@@ -1,0 +1,75 @@
+// A request under way, its sequences, and the keys under which the prefix tree keeps their states.
+#pragma once
+
+#include <cstdint>
+#include <kvzap/engine/sampler.hpp>
+#include <kvzap/server/scheduler.hpp>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "server/prefix_tree.hpp"
+
+namespace kvzap::server {
+
+/// The beginning of a key. Sequences with different settings share no key.
+PrefixKey key_of(const Setting& setting);
+/// Number of key elements of a segment: its tokens and marks.
+std::int64_t key_length(const Segment& segment);
+void append_segment(PrefixKey& key, const Segment& segment);
+/// Adds generated tokens. `begins`: they are the first of the answer.
+void append_answer(PrefixKey& key, const std::vector<TokenId>& tokens, bool begins);
+/// Length of the longest kept state from which a prompt can continue. At least one token has to
+/// run, because its logits give the first token of the answer.
+std::int64_t longest_start(const PrefixKey& prompt);
+
+/// Bytes of the kept rows, over all ranks.
+std::int64_t kv_bytes_of(const CacheReport& report);
+
+/// A request under way.
+struct Job {
+  GenerationRequest request;
+  std::shared_ptr<Listener> listener;
+  std::shared_ptr<Scheduler::Ticket> ticket;
+  std::int64_t prompt_tokens = 0;
+  PrefixKey key;         // of the whole prompt
+  int open = 0;          // answers that have not ended
+  bool has_run = false;  // one of its sequences
+  bool is_dead = false;  // cancelled or failed: its listener is not called again
+};
+
+/// One answer of a request, waiting or running.
+struct Sequence {
+  std::shared_ptr<Job> job;
+  int choice = 0;
+  int handle = -1;  // of a running sequence
+  PrefixKey key;    // of the tokens that have run
+  std::int64_t tokens = 0;
+  std::int64_t cached = 0;
+  // The next token of the prompt.
+  std::size_t segment = 0;
+  std::size_t offset = 0;
+  std::vector<TokenId> answered;
+  std::size_t fed = 0;  // tokens of `answered` that have run
+  std::optional<Sampler> sampler;
+  bool has_ended = false;
+  EndReason reason = EndReason::stop_id;
+  double evict_ratio = 0;
+  std::int64_t kv_bytes = 0, full_kv_bytes = 0;
+
+  const GenerationRequest& request() const { return job->request; }
+  bool is_prompt_run() const { return segment == request().prompt.size(); }
+  /// Whether the next step yields a new token.
+  bool is_decoding() const { return is_prompt_run() && fed + 1 == answered.size(); }
+  std::int64_t prompt_left() const { return is_prompt_run() ? 0 : job->prompt_tokens - tokens; }
+
+  /// The key after `count` more tokens of the current segment: a beginning of the prompt's key.
+  PrefixKey prompt_key_after(std::int64_t count) const;
+  /// Returns to the state before the first token. Keeps the answer so far.
+  void rewind();
+  /// Skips the first `length` elements of the prompt's key. If only the judging of a context would
+  /// remain after them, returns false and changes nothing.
+  bool skip(std::int64_t length);
+};
+
+}  // namespace kvzap::server

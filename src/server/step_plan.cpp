@@ -1,0 +1,229 @@
+#include <algorithm>
+#include <utility>
+
+#include "server/scheduler_impl.hpp"
+
+namespace kvzap::server {
+namespace {
+
+// Tokens for which a decoding sequence reserves memory when others are admitted.
+constexpr std::int64_t headroom_tokens = 64;
+// Tokens between the states that sparse prefill keeps inside a context, for prompts that differ
+// from there on.
+constexpr std::int64_t kept_every_tokens = 4096;
+// The number of waiting sequences that may overtake others, which wait for a shared prefix.
+constexpr std::size_t looked_at = 64;
+
+StepOutput output_of(const GenerationRequest& request) {
+  const bool needs_logits = !request.sampling.is_plain() || request.top_logprobs >= 0;
+  return needs_logits ? StepOutput::logits : StepOutput::argmax;
+}
+
+}  // namespace
+
+/// Whether the states of a sequence are kept for others.
+bool Scheduler::Impl::keeps_states(const Sequence& sequence) const {
+  return m_options.keeps_prefixes && m_executor.can_go_on(sequence.request().setting);
+}
+
+/// Bytes that a sequence is expected to take from the pool.
+std::int64_t Scheduler::Impl::bytes_to_come(const Sequence& sequence) const {
+  const Engine& engine = m_executor.engine();
+  const CacheOptions& options = engine.options();
+  const GenerationRequest& request = sequence.request();
+  const bool prunes = request.setting.prune != PruneMode::none;
+  auto rows = static_cast<double>(sequence.prompt_left());
+  if (prunes && options.prefill == PrefillMode::sparse) {
+    rows = m_keep_ratio * rows + static_cast<double>(options.chunk);
+  }
+  rows += static_cast<double>(
+      std::min(headroom_tokens,
+               request.max_new_tokens - static_cast<std::int64_t>(sequence.answered.size())));
+  return static_cast<std::int64_t>(rows * static_cast<double>(engine.bytes_per_token())) +
+         (sequence.handle < 0 ? static_cast<std::int64_t>(engine.bytes_per_sequence()) : 0);
+}
+
+/// Whether the pool is expected to hold a sequence beside the running ones.
+bool Scheduler::Impl::is_admitted(const Sequence& sequence) const {
+  const Engine& engine = m_executor.engine();
+  if (m_running.empty() || engine.options().kv_limit == 0) return true;
+  std::int64_t wanted = bytes_to_come(sequence);
+  for (const auto& other : m_running) wanted += bytes_to_come(*other);
+  return static_cast<std::int64_t>(engine.free_bytes()) >= wanted;
+}
+
+/// Whether a running sequence will soon leave a better state to start from. The first of several
+/// questions about a document then runs the document for all.
+bool Scheduler::Impl::waits_for_prefix(const Sequence& sequence) {
+  if (!keeps_states(sequence)) return false;
+  const PrefixKey& whole = sequence.job->key;
+  const std::int64_t most = longest_start(whole);
+  const std::int64_t there = m_tree.longest(whole, most).length;
+  return std::any_of(m_running.begin(), m_running.end(), [&](const auto& other) {
+    if (other->is_prompt_run() || other->job->is_dead) return false;
+    const PrefixKey& theirs = other->job->key;
+    const auto differs = std::mismatch(whole.begin(), whole.end(), theirs.begin(), theirs.end());
+    const std::int64_t common = std::min<std::int64_t>(most, differs.first - whole.begin());
+    const auto has_run = static_cast<std::int64_t>(other->key.size());
+    const std::int64_t beyond = std::max(there, has_run);
+    if (common <= beyond) return false;
+    auto place = static_cast<std::int64_t>(key_of(other->request().setting).size());
+    for (const Segment& segment : other->request().prompt) {
+      place += key_length(segment);
+      if (place > common) return false;
+      if (segment.kind == Segment::Kind::context && place > beyond) return true;
+    }
+    return false;
+  });
+}
+
+/// Gives a sequence a handle and the longest kept state of its prompt. Returns false if it has to
+/// wait for memory.
+bool Scheduler::Impl::begin(Sequence& sequence, Plan& plan) {
+  while (!is_admitted(sequence)) {
+    // Free kept states before a request waits. Free them now, to see the memory that this gives,
+    // except for the sources of sequences in the plan.
+    if (!free_prefix()) return false;
+    Plan ahead;
+    ahead.frees = take_frees(plan);
+    if (!ahead.frees.empty()) carry_out(ahead);
+  }
+  const PrefixKey& whole = sequence.job->key;
+  PrefixTree::Found found;
+  for (found = m_tree.longest(whole, longest_start(whole)); found.state >= 0;) {
+    if (sequence.skip(found.length)) break;
+    found = m_tree.longest(whole, found.length - 1);
+  }
+  if (found.state < 0) sequence.key = key_of(sequence.request().setting);
+  sequence.handle = new_handle();
+  plan.creates.push_back({sequence.handle, found.state, sequence.request().setting});
+  const std::lock_guard<std::mutex> lock(m_mutex);
+  m_counts.cached_tokens += sequence.cached;
+  leave_queue(*sequence.job);
+  return true;
+}
+
+/// Adds the next token of an answer. After a preemption: several known tokens at once, unless each
+/// is judged.
+void Scheduler::Impl::add_answer_span(Sequence& sequence, Room& room, Plan& plan) {
+  const GenerationRequest& request = sequence.request();
+  const bool judges_all = request.setting.prune == PruneMode::always;
+  const auto known = static_cast<std::int64_t>(sequence.answered.size() - sequence.fed);
+  std::int64_t count = 1;
+  if (known > 1 && !judges_all) count = std::min(known - 1, std::max<std::int64_t>(room.rows, 1));
+  PlannedSpan span;
+  span.handle = sequence.handle;
+  span.part = StepPart::generated;
+  const auto first = sequence.answered.begin() + static_cast<std::ptrdiff_t>(sequence.fed);
+  span.tokens.assign(first, first + count);
+  if (known == 1) span.output = output_of(request);
+  room.rows -= count;
+  plan.spans.push_back(std::move(span));
+}
+
+/// Adds the next tokens of a sequence. Returns false if there is no room for them.
+bool Scheduler::Impl::add_span(Sequence& sequence, Room& room, Plan& plan) {
+  if (sequence.is_prompt_run()) {
+    add_answer_span(sequence, room, plan);
+    return true;
+  }
+  const Engine& engine = m_executor.engine();
+  const GenerationRequest& request = sequence.request();
+  const bool judges_all = request.setting.prune == PruneMode::always;
+  PlannedSpan span;
+  span.handle = sequence.handle;
+  const Segment& segment = request.prompt[sequence.segment];
+  const auto left = static_cast<std::int64_t>(segment.tokens.size() - sequence.offset);
+  const auto offset = static_cast<std::int64_t>(sequence.offset);
+  std::int64_t count = std::min(left, room.rows);
+  bool is_cut = false;
+  const bool prunes = request.setting.prune != PruneMode::none;
+  switch (segment.kind) {
+    case Segment::Kind::context:
+      span.part = StepPart::context;
+      if (prunes && engine.options().prefill == PrefillMode::sparse) {
+        count = std::min(left, engine.options().chunk);
+      } else if (!m_executor.can_hold(request.setting)) {
+        count = left;
+      } else {
+        span.part = StepPart::held;
+        const auto& cuts = segment.cuts;
+        const auto cut = std::upper_bound(cuts.begin(), cuts.end(), offset);
+        if (cut != cuts.end() && *cut - offset <= count) {
+          count = *cut - offset;
+          is_cut = true;
+        }
+      }
+      break;
+    case Segment::Kind::question:
+      span.part = StepPart::question;
+      if (judges_all) count = left;  // in one step: its tokens attend to one another
+      break;
+    case Segment::Kind::generated:
+      span.part = StepPart::generated;
+      if (judges_all) count = left;
+      break;
+  }
+  if (count > room.rows && room.has_chunk) return false;
+  room.rows -= count;
+  room.has_chunk = true;
+  const auto first = segment.tokens.begin() + static_cast<std::ptrdiff_t>(sequence.offset);
+  span.tokens.assign(first, first + count);
+  const bool ends_segment = count == left;
+  const bool ends_prompt = ends_segment && sequence.segment + 1 == request.prompt.size();
+  if (ends_prompt && sequence.answered.empty()) span.output = output_of(request);
+  if (segment.kind == Segment::Kind::context) {
+    span.ends_context = ends_segment;
+    const bool is_state = ends_segment || is_cut ||
+                          (span.part == StepPart::context && prunes &&
+                           (offset + count) / kept_every_tokens > offset / kept_every_tokens);
+    if (is_state && keeps_states(sequence) && !m_tree.contains(sequence.prompt_key_after(count))) {
+      span.keep_as = new_handle();
+    }
+  }
+  plan.spans.push_back(std::move(span));
+  return true;
+}
+
+Plan Scheduler::Impl::make_plan(std::vector<Sequence*>& in_step) {
+  Plan plan;
+  Room room{m_options.max_batch_tokens};
+  for (const auto& sequence : m_running) {
+    if (!sequence->is_decoding()) continue;
+    add_span(*sequence, room, plan);
+    in_step.push_back(sequence.get());
+  }
+  // Prompts make progress even if many sequences decode.
+  room.rows = std::max({room.rows, m_options.max_batch_tokens / 8, std::int64_t{1}});
+  std::vector<Sequence*> prompts;
+  for (const auto& sequence : m_running) {
+    if (!sequence->is_decoding()) prompts.push_back(sequence.get());
+  }
+  std::sort(prompts.begin(), prompts.end(), [](const Sequence* a, const Sequence* b) {
+    return a->job->ticket->id() < b->job->ticket->id();
+  });
+  bool is_room = true;
+  for (Sequence* const sequence : prompts) {
+    is_room = room.rows > 0 && add_span(*sequence, room, plan);
+    if (!is_room) break;
+    in_step.push_back(sequence);
+  }
+  std::size_t place = 0;  // of the first that does not wait for a shared prefix
+  while (is_room && room.rows > 0 && place < std::min(m_waiting.size(), looked_at) && !m_is_full &&
+         static_cast<std::int64_t>(m_running.size()) < m_options.max_sequences) {
+    Sequence& sequence = *m_waiting[place];
+    if (waits_for_prefix(sequence)) {
+      ++place;
+      continue;
+    }
+    if (!begin(sequence, plan)) break;
+    m_running.push_back(std::move(m_waiting[place]));
+    m_waiting.erase(m_waiting.begin() + static_cast<std::ptrdiff_t>(place));
+    is_room = add_span(sequence, room, plan);
+    if (is_room) in_step.push_back(&sequence);
+  }
+  plan.frees = take_frees(plan);
+  return plan;
+}
+
+}  // namespace kvzap::server

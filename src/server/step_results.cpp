@@ -1,0 +1,298 @@
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <utility>
+
+#include "server/scheduler_impl.hpp"
+
+namespace kvzap::server {
+namespace {
+
+// Weight of the newest answer in the mean keep ratio.
+constexpr double newest_share = 0.2;
+
+constexpr const char* too_long =
+    "the sequence does not fit into the server's memory for keys and values";
+
+TokenLogprobs logprobs_of(const std::vector<float>& logits, TokenId token, int top) {
+  double largest = -std::numeric_limits<double>::infinity();
+  for (const float logit : logits) largest = std::max(largest, static_cast<double>(logit));
+  double sum = 0;
+  for (const float logit : logits) sum += std::exp(logit - largest);
+  const double total = largest + std::log(sum);
+  TokenLogprobs result;
+  result.logprob = static_cast<float>(logits[static_cast<std::size_t>(token)] - total);
+  std::vector<TokenId> order(logits.size());
+  std::iota(order.begin(), order.end(), 0);
+  const auto count = std::min<std::ptrdiff_t>(top, static_cast<std::ptrdiff_t>(order.size()));
+  std::partial_sort(order.begin(), order.begin() + count, order.end(), [&](TokenId a, TokenId b) {
+    return logits[a] != logits[b] ? logits[a] > logits[b] : a < b;
+  });
+  for (std::ptrdiff_t i = 0; i < count; ++i) {
+    result.top.emplace_back(order[i], static_cast<float>(logits[order[i]] - total));
+  }
+  return result;
+}
+
+EndReason reason_of(bool is_stop, bool goes_on, bool has_all) {
+  if (is_stop) return EndReason::stop_id;
+  if (!goes_on) return EndReason::cut;
+  return has_all ? EndReason::max_new_tokens : EndReason::context_full;
+}
+
+}  // namespace
+
+/// Puts sequences that could not be created back into the queue.
+void Scheduler::Impl::take_not_made(const std::vector<int>& handles) {
+  for (const int handle : handles) {
+    const auto found = std::find_if(m_running.begin(), m_running.end(), [&](const auto& sequence) {
+      return sequence->handle == handle;
+    });
+    if (found == m_running.end()) continue;
+    (*found)->rewind();
+    std::unique_ptr<Sequence> sequence = std::move(*found);
+    m_running.erase(found);
+    back_to_queue(std::move(sequence));
+  }
+  // Without a freed state it waits until another sequence ends.
+  const bool has_freed = free_prefix();
+  if (!m_running.empty()) {
+    m_is_full = !has_freed;
+  } else if (!has_freed) {
+    fail(*m_waiting.front()->job, "the server has no memory for the ring of one sequence", true);
+  }
+}
+
+/// Computes a sequence again that ran out of memory after its step.
+void Scheduler::Impl::take_lost(Sequence& sequence) {
+  sequence.handle = -1;
+  if (free_prefix() || m_running.size() > 1) {
+    preempt(sequence);
+  } else {
+    fail(*sequence.job, too_long, false);
+  }
+}
+
+void Scheduler::Impl::take_results(const Plan& plan, const Outcome& outcome,
+                                   const std::vector<Sequence*>& in_step) {
+  if (!outcome.not_made.empty()) return take_not_made(outcome.not_made);
+  if (outcome.out_of_memory) {
+    if (!make_room()) fail(*m_running.front()->job, too_long, false);
+    return;
+  }
+  if (!outcome.failure.empty()) {
+    for (Sequence* const sequence : in_step) {
+      sequence->handle = -1;  // freed
+      fail(*sequence->job, outcome.failure, true);
+    }
+    return;
+  }
+  const auto is_in = [](const std::vector<int>& list, int handle) {
+    return std::find(list.begin(), list.end(), handle) != list.end();
+  };
+  for (std::size_t s = 0; s < plan.spans.size(); ++s) {
+    const PlannedSpan& span = plan.spans[s];
+    Sequence& sequence = *in_step[s];
+    if (is_in(outcome.lost, span.handle)) {
+      take_lost(sequence);
+      continue;
+    }
+    PlannedSpan done = span;
+    if (is_in(outcome.not_kept, span.keep_as)) done.keep_as = -1;
+    try {
+      advance(sequence, done, outcome.results[s]);
+    } catch (const std::exception& error) {
+      fail(*sequence.job, error.what(), true);
+    }
+  }
+}
+
+/// Moves a sequence past the tokens that have run.
+void Scheduler::Impl::advance(Sequence& sequence, const PlannedSpan& span,
+                              const StepResult& result) {
+  const auto count = static_cast<std::int64_t>(span.tokens.size());
+  sequence.tokens += count;
+  if (sequence.is_prompt_run()) {
+    append_answer(sequence.key, span.tokens, sequence.fed == 0);
+    sequence.fed += span.tokens.size();
+    if (sequence.fed == sequence.answered.size()) draw(sequence, result);
+    return;
+  }
+  {
+    const std::lock_guard<std::mutex> lock(m_mutex);
+    m_counts.prompt_tokens += count;
+  }
+  sequence.key = sequence.prompt_key_after(count);
+  sequence.offset += span.tokens.size();
+  if (sequence.offset == sequence.request().prompt[sequence.segment].tokens.size()) {
+    ++sequence.segment;
+    sequence.offset = 0;
+  }
+  if (span.keep_as >= 0) keep(sequence.key, span.keep_as);
+  if (!sequence.is_prompt_run() || !sequence.answered.empty()) return;
+  if (sequence.choice == 0 && sequence.request().choices > 1) {
+    begin_other_choices(sequence, result);
+  }
+  draw(sequence, result);
+}
+
+/// Forks the other choices of a request from the first, whose prompt has run.
+void Scheduler::Impl::begin_other_choices(Sequence& first, const StepResult& result) {
+  Plan plan;
+  Sequences others;
+  for (int choice = 1; choice < first.request().choices; ++choice) {
+    auto other = std::make_unique<Sequence>();
+    other->job = first.job;
+    other->choice = choice;
+    if (static_cast<std::int64_t>(m_running.size() + others.size()) < m_options.max_sequences) {
+      other->handle = new_handle();
+      other->key = first.key;
+      other->tokens = first.tokens;
+      other->cached = first.tokens;
+      other->segment = first.segment;
+      plan.creates.push_back({other->handle, first.handle, {}});
+    }
+    others.push_back(std::move(other));
+  }
+  Outcome outcome;
+  if (!plan.creates.empty()) outcome = carry_out(plan);
+  // Choices that could not be forked compute the prompt later themselves.
+  for (auto& other : others) {
+    const bool is_made =
+        other->handle >= 0 && std::find(outcome.not_made.begin(), outcome.not_made.end(),
+                                        other->handle) == outcome.not_made.end();
+    if (!is_made) {
+      other->rewind();
+      back_to_queue(std::move(other));
+      continue;
+    }
+    m_running.push_back(std::move(other));
+    draw(*m_running.back(), result);
+  }
+}
+
+/// Samples the next token of an answer and decides whether the answer ends.
+void Scheduler::Impl::draw(Sequence& sequence, const StepResult& result) {
+  Job& job = *sequence.job;
+  if (job.is_dead) return;
+  const GenerationRequest& request = job.request;
+  if (!sequence.sampler) {
+    SamplingOptions options = request.sampling;
+    options.seed += static_cast<std::uint64_t>(sequence.choice);
+    sequence.sampler.emplace(options);
+    for (const Segment& segment : request.prompt) sequence.sampler->append_prompt(segment.tokens);
+  }
+  const TokenId token = request.sampling.is_plain() && result.logits.empty()
+                            ? result.argmax
+                            : (*sequence.sampler)(result.logits);
+  if (token < 0) {
+    return fail(job, "no token can be sampled: logits are not finite, or all tokens are forbidden",
+                true);
+  }
+  sequence.answered.push_back(token);
+  sequence.sampler->append(token);
+  {
+    const std::lock_guard<std::mutex> lock(m_mutex);
+    ++m_counts.new_tokens;
+  }
+  std::optional<TokenLogprobs> logprobs;
+  if (request.top_logprobs >= 0) {
+    logprobs = logprobs_of(result.logits, token, request.top_logprobs);
+  }
+  const bool goes_on =
+      job.listener->on_token(sequence.choice, token, logprobs ? &*logprobs : nullptr);
+  const bool is_stop =
+      std::find(request.stop_ids.begin(), request.stop_ids.end(), token) != request.stop_ids.end();
+  const auto answered = static_cast<std::int64_t>(sequence.answered.size());
+  const bool is_full = m_options.max_tokens > 0 && sequence.tokens >= m_options.max_tokens;
+  const bool has_all = answered >= request.max_new_tokens;
+  sequence.has_ended = is_stop || !goes_on || has_all || is_full;
+  sequence.reason = reason_of(is_stop, goes_on, has_all);
+}
+
+/// Keeps a state, unless the tree has one for its key.
+void Scheduler::Impl::keep(const PrefixKey& key, int handle) {
+  if (m_tree.contains(key)) {
+    m_to_free.push_back(handle);
+    return;
+  }
+  m_tree.insert(key, handle);
+}
+
+/// Reports the ends of answers. Keeps their states for the next turn of a conversation.
+void Scheduler::Impl::end_answers() {
+  Plan plan;
+  for (auto& sequence : m_running) {
+    if (!sequence->has_ended || sequence->job->is_dead) continue;
+    plan.reports.push_back(sequence->handle);
+    m_ended.push_back(std::move(sequence));
+  }
+  if (m_ended.empty()) return;
+  m_running.erase(std::remove(m_running.begin(), m_running.end(), nullptr), m_running.end());
+  m_is_full = false;
+  const Outcome outcome = carry_out(plan);
+  for (std::size_t i = 0; i < m_ended.size(); ++i) {
+    Sequence& sequence = *m_ended[i];
+    const CacheReport& report = outcome.reports[i];
+    Ending ending;
+    ending.reason = sequence.reason;
+    ending.prompt_tokens = sequence.job->prompt_tokens;
+    ending.cached_tokens = sequence.cached;
+    ending.new_tokens = static_cast<std::int64_t>(sequence.answered.size());
+    ending.evict_ratio = report.evict_ratio();
+    ending.full_kv_bytes = report.full_bytes;
+    ending.kv_bytes = kv_bytes_of(report);
+    m_keep_ratio += newest_share * (1 - report.evict_ratio() - m_keep_ratio);
+    sequence.job->listener->on_end(sequence.choice, ending);
+    if (--sequence.job->open == 0) {
+      const std::lock_guard<std::mutex> lock(m_mutex);
+      ++m_counts.finished;
+    }
+    if (keeps_states(sequence)) {
+      keep(sequence.key, sequence.handle);
+    } else {
+      m_to_free.push_back(sequence.handle);
+    }
+  }
+  m_ended.clear();
+}
+
+/// Frees the least recently used state of a prompt. Returns false if there is none.
+bool Scheduler::Impl::free_prefix() {
+  const int state = m_tree.evict();
+  if (state < 0) return false;
+  m_to_free.push_back(state);
+  const std::lock_guard<std::mutex> lock(m_mutex);
+  ++m_counts.prefixes_evicted;
+  return true;
+}
+
+/// Frees memory for a step. Returns false if a single sequence runs and no state is kept.
+bool Scheduler::Impl::make_room() {
+  if (free_prefix()) return true;
+  if (m_running.size() < 2) return false;
+  const auto age = [](const Sequence& of) { return std::pair(of.job->ticket->id(), of.choice); };
+  const auto newest =
+      std::max_element(m_running.begin(), m_running.end(),
+                       [&](const auto& a, const auto& b) { return age(*a) < age(*b); });
+  preempt(**newest);
+  return true;
+}
+
+/// Frees a sequence. It is computed again when there is room.
+void Scheduler::Impl::preempt(Sequence& sequence) {
+  if (sequence.handle >= 0) m_to_free.push_back(sequence.handle);
+  sequence.rewind();
+  m_is_full = true;
+  const auto found = std::find_if(m_running.begin(), m_running.end(),
+                                  [&](const auto& other) { return other.get() == &sequence; });
+  std::unique_ptr<Sequence> owned = std::move(*found);
+  m_running.erase(found);
+  back_to_queue(std::move(owned));
+  if (m_running.empty()) m_is_full = false;
+  const std::lock_guard<std::mutex> lock(m_mutex);
+  ++m_counts.preempted;
+}
+
+}  // namespace kvzap::server

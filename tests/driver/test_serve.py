@@ -823,6 +823,23 @@ class Answers(ServerTest):
         counts = self.check(24, 0, "--kv-memory", "9MiB", "--page-rows", "16")
         self.assertGreater(counts["kvzap_prefixes_evicted_total"], 0)
 
+    def test_preemption(self):
+        """Sequences that were all admitted grow beyond the memory: the newest ones are computed again, with the same
+        answers."""
+        bodies = [{"prompt": f"Line {number}: the sky is", "max_tokens": 128, "ignore_eos": True, "temperature": 0}
+                  for number in range(4)]
+        server = self.start("--dtype", "f32", "--window", "32", "--page-rows", "16", "--kv-memory", "2MB")
+        alone = [text_of(server.post(PLAIN, body)) for body in bodies]
+        self.assertEqual(server.metrics()["kvzap_preemptions_total"], 0)
+        streams = [server.open_stream(PLAIN, body) for body in bodies]
+        together = [streamed(list(events_of(response))[:-1])[0] for _, response in streams]
+        for connection, _ in streams:
+            connection.close()
+        self.assertEqual(together, alone)
+        server.wait_until_idle()
+        self.assertGreater(server.metrics()["kvzap_preemptions_total"], 0)
+        self.stop(server)
+
     def test_too_little_memory(self):
         server = self.start(*PRUNED, "--kv-memory", "3MiB", "--page-rows", "16")
         long = asking(CASES[2]["context"], CASES[2]["question"], max_tokens=24)

@@ -10,8 +10,8 @@
 #include "attention/host/host_attention.hpp"
 #include "attention/portable.hpp"
 #include "base/device_kernels.hpp"
-#include "base/instantiate.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/value_types.hpp"
 
 namespace kvzap {
 

@@ -6,7 +6,7 @@
 #include "attention/host/host_mass.hpp"
 #include "attention/mass_call.hpp"
 #include "base/device_kernels.hpp"
-#include "base/instantiate.hpp"
+#include "base/value_types.hpp"
 
 namespace kvzap {
 

@@ -2,7 +2,7 @@
 
 #include <cmath>
 
-#include "base/instantiate.hpp"
+#include "base/value_types.hpp"
 
 namespace kvzap::detail {
 

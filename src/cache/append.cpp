@@ -1,22 +1,16 @@
-// Appends that wait for their verdicts: judge, take pages, move what stays, fill the ring.
+// Appends that wait for their verdicts: judge rows, take pages, move kept rows, fill the ring.
 #include "cache/cache_impl.hpp"
 
 namespace kvzap {
 
 using detail::AppendStep;
-using detail::RingRef;
+using detail::has_scores;
+using detail::KeptPart;
+using detail::RowMover;
 using detail::RowsRef;
 using detail::SavedRows;
 using detail::ScoresRef;
-
-namespace {
-
-template <class View>
-bool has_scores(const View& scores) {
-  return scores.extent(0) > 0 && scores.extent(1) > 0;
-}
-
-}  // namespace
+using detail::SpanRows;
 
 template <class Value, PageOrder order>
 void KVCache<Value, order>::check_rows(int layer, const RowsView& keys,
@@ -35,15 +29,16 @@ void KVCache<Value, order>::check_rows(int layer, const RowsView& keys,
   }
 }
 
-// Notes the sequences of the spans in m_called. Throws Error if spans do not fit the extents of the
-// rows, each other, or the step, or positions would overflow.
+// Notes the sequences of the spans in `called`. Throws Error if spans do not fit the extents of the
+// rows, each other, or the step, or if positions would overflow.
 template <class Value, PageOrder order>
 void KVCache<Value, order>::check_spans(const AppendSpan* spans, std::size_t n, int layer_index,
                                         const RowsView& keys, const RowsView& values,
                                         const ScoresView& scores) {
-  m_called.clear();
+  std::vector<Sequence*>& called = m_work->called;
+  called.clear();
   if (n == 0) return;
-  detail::or_out_of_memory("an append", 0, m_pool, [&] { detail::reserve_room(m_called, n); });
+  detail::or_out_of_memory("an append", 0, m_pool, [&] { detail::reserve_room(called, n); });
   check_layer(layer_index);
   check_rows(layer_index, keys, values);
   const int heads = m_shape.heads[layer_index];
@@ -57,7 +52,7 @@ void KVCache<Value, order>::check_spans(const AppendSpan* spans, std::size_t n, 
   for (std::size_t i = 0; i < n; ++i) {
     const AppendSpan& span = spans[i];
     Sequence& sequence = sequence_at(span.sequence);
-    m_called.push_back(&sequence);
+    called.push_back(&sequence);
     const LayerStore& layer = sequence.layers[layer_index];
     if (sequence.call == m_calls) {
       throw Error(fmt::format("cache append: sequence {} twice in one call", span.sequence));
@@ -103,7 +98,7 @@ AppendStep KVCache<Value, order>::step_of(const LayerStore& layer, int layer_ind
   return step;
 }
 
-// Where the first row that leaves the ring next is saved within a step, for the layer's first head.
+// Returns the row of m_saved for the row that leaves the ring next, in the layer's first head.
 template <class Value, PageOrder order>
 std::int64_t KVCache<Value, order>::saved_row(const Sequence& sequence, const LayerStore& layer,
                                               int layer_index) const {
@@ -116,216 +111,190 @@ std::int64_t KVCache<Value, order>::saved_row(const Sequence& sequence, const La
          oldest(old_tokens);
 }
 
+// An append in phases. Memory for all spans is taken before anything changes. After that nothing
+// fails on hosts; elsewhere the launch of a kernel can, before it has run.
 template <class Value, PageOrder order>
-AppendCounts KVCache<Value, order>::append_spans(const ExecutionSpace& exec,
-                                                 const AppendSpan* spans, std::size_t n,
-                                                 int layer_index, const RowsView& keys,
-                                                 const RowsView& values, const ScoresView& scores) {
-  check_spans(spans, n, layer_index, keys, values, scores);
-  AppendCounts sum;
-  if (n == 0) return sum;
-  const int heads = m_shape.heads[layer_index];
-  const bool portable = detail::use_portable_path();
-  const auto sequence_of = [&](std::size_t span) -> Sequence& { return *m_called[span]; };
-  for (std::size_t i = 0; i < n; ++i) {
-    Sequence& sequence = sequence_of(i);
-    settle(sequence);
-    enter(exec, sequence);
-  }
+class KVCache<Value, order>::Append {
+ public:
+  Append(KVCache& cache, const ExecutionSpace& exec, const AppendSpan* spans, std::size_t n,
+         int layer, const RowsView& keys, const RowsView& values, const ScoresView& scores)
+      : m_cache(cache),
+        m_work(*cache.m_work),
+        m_mover(detail::row_mover<Value, order>()),
+        m_exec(exec),
+        m_spans(spans),
+        m_n(n),
+        m_layer(layer),
+        m_heads(cache.m_shape.heads[layer]),
+        m_keys(keys),
+        m_values(values),
+        m_scores(scores) {}
 
-  // Judge: the numbers of the kept rows among those that leave each ring.
-  std::int64_t exits = 0;
-  const std::int64_t entries = static_cast<std::int64_t>(n) * heads;
-  detail::or_out_of_memory("an append", 0, m_pool, [&] {
-    m_append_steps.clear();
-    detail::reserve_room(m_append_steps, n);
-    for (std::size_t i = 0; i < n; ++i) {
-      const LayerStore& layer = sequence_of(i).layers[layer_index];
-      m_append_steps.push_back(step_of(layer, layer_index, spans[i].rows));
-      exits += m_append_steps[i].exits * heads;
+  AppendCounts run() {
+    for (std::size_t i = 0; i < m_n; ++i) {
+      m_cache.settle(sequence(i));
+      m_cache.enter(m_exec, sequence(i));
     }
-    if (exits > 0) reserve_kept(exits, entries + static_cast<std::int64_t>(n));
-  });
-  std::int64_t first_kept = 0;
-  for (std::size_t i = 0; i < n && exits > 0; ++i) {
-    const AppendStep& step = m_append_steps[i];
-    const std::int64_t first_entry = static_cast<std::int64_t>(i) * heads;
-    const LayerStore& layer = sequence_of(i).layers[layer_index];
-    const ScoresRef own_scores = ScoresRef::of(scores, spans[i].first_row, spans[i].scored);
-    if (portable) {
-      const auto own = std::make_pair(first_entry, first_entry + heads);
-      if (step.exits == 0) {
-        Kokkos::deep_copy(exec, Kokkos::subview(m_kept_counts, own), std::int64_t{0});
-        Kokkos::deep_copy(exec, Kokkos::subview(m_kept_counts, entries + i), std::int64_t{0});
-        continue;
-      }
-      detail::judge(
-          exec, step, layer.ring_scores.data(), own_scores, spans[i].rule,
-          Kokkos::subview(m_kept, std::make_pair(first_kept, first_kept + heads * step.exits)),
-          Kokkos::subview(m_begins, own), Kokkos::subview(m_kept_counts, own),
-          Kokkos::subview(m_kept_counts, entries + i));
-    } else if constexpr (detail::runs_on_host) {
-      std::int64_t non_finite = 0;
-      for (int h = 0; h < heads; ++h) {
-        m_host_kept_counts(first_entry + h) =
-            step.exits == 0 ? 0
-                            : detail::judge_on_host(
-                                  step, h, layer.ring_scores.data(), own_scores, spans[i].rule,
-                                  m_kept.data() + first_kept + h * step.exits, non_finite);
-      }
-      m_host_kept_counts(entries + i) = non_finite;
+    detail::or_out_of_memory("an append", 0, m_cache.m_pool, [&] { list_steps(); });
+    if (m_exits > 0) judge();
+    PageLoan loan(m_cache, m_layer);
+    if (m_exits > 0) {
+      detail::or_out_of_memory("an append", 0, m_cache.m_pool, [&] { borrow(loan); });
     }
-    first_kept += heads * step.exits;
-  }
-  if (portable && exits > 0) {
-    detail::fence(exec, "kvzap::append: the number of kept rows decides how many pages it takes");
-    Kokkos::deep_copy(m_host_kept_counts, m_kept_counts);
-  }
-
-  // Take memory for all spans before anything changes.
-  const std::int64_t* const all_kept = m_host_kept_counts.data();
-  const auto kept_of = [&](std::size_t span, int head) {
-    return exits == 0 ? 0 : all_kept[static_cast<std::int64_t>(span) * heads + head];
-  };
-  const auto from_stock = [&](const Sequence& sequence) {
-    return sequence.step >= 0 && m_step[sequence.step].reserved;
-  };
-  if (exits > 0) {
-    detail::or_out_of_memory("an append", 0, m_pool, [&] {
-      std::size_t missing = 0;
-      for (std::size_t i = 0; i < n; ++i) {
-        Sequence& sequence = sequence_of(i);
-        LayerStore& layer = sequence.layers[layer_index];
-        if (from_stock(sequence)) continue;
-        std::size_t longest = 0;
-        for (int h = 0; h < heads; ++h) {
-          const std::int64_t kept = kept_of(i, h);
-          if (kept == 0) continue;
-          const PageNeeds needs = list_room(layer, h, kept);
-          missing += needs.missing;
-          longest = std::max(longest, needs.listed);
-        }
-        widen_table(exec, sequence, longest);
-      }
-      stock_up(exec, missing);
-    });
-  }
-
-  // Admit: kept rows move into their pages, dropped ones are never touched. On hosts nothing fails
-  // from here on, but for the launch of a kernel, before it has run.
-  first_kept = 0;
-  try {
-    for (std::size_t i = 0; i < n; ++i) {
-      Sequence& sequence = sequence_of(i);
-      LayerStore& layer = sequence.layers[layer_index];
-      const AppendStep& step = m_append_steps[i];
-      const std::int64_t first_entry = static_cast<std::int64_t>(i) * heads;
-      std::vector<PageId>& pages = from_stock(sequence) ? m_stock : m_fresh;
-      std::int64_t most = 0;
-      for (int h = 0; h < heads; ++h) {
-        const std::int64_t kept = kept_of(i, h);
-        if (kept == 0) continue;
-        most = std::max(most, kept);
-        take_pages(exec, sequence, layer_index, h, kept, pages);
-        write_entries(sequence, layer, h, layer.retained(h) / m_shape.page_rows);
-      }
-      if (heads == 0 || step.count == 0) continue;
-      const RingRef<Value> ring{layer.ring.data(), layer.ring_scores.data()};
-      const auto own_keys = RowsRef<Value>::of(keys, spans[i].first_row);
-      const auto own_values = RowsRef<Value>::of(values, spans[i].first_row);
-      const ScoresRef own_scores = ScoresRef::of(scores, spans[i].first_row, spans[i].scored);
-      SavedRows<Value> saved;
-      if (sequence.step >= 0) {
-        const StepState& state = m_step[sequence.step];
-        const std::int64_t first = saved_row(sequence, layer, layer_index);
-        saved = {m_saved.data() + 2 * first * m_shape.head_dim, m_saved_scores.data() + first,
-                 state.saved_rows,
-                 std::max<std::int64_t>(
-                     0, std::min(step.exits, state.tokens[layer_index] - step.first))};
-      }
-      if (portable) {
-        const auto own = std::make_pair(first_entry, first_entry + heads);
-        if (most > 0) {
-          upload_table(exec, sequence, layer);
-          const auto addresses = m_pool.addresses(exec);
-          detail::admit<Value, order>(
-              exec, step, most, ring, own_keys, own_values, own_scores,
-              Kokkos::subview(m_kept, std::make_pair(first_kept, first_kept + heads * step.exits)),
-              Kokkos::subview(m_begins, own), Kokkos::subview(m_kept_counts, own),
-              layer.device_retained, addresses, m_pool.note_addresses(),
-              Kokkos::subview(sequence.table,
-                              std::make_pair(layer.first_head, layer.first_head + heads),
-                              Kokkos::ALL));
-        }
-        if (saved.count > 0) detail::save<Value, order>(exec, step, ring, saved, false);
-      } else if constexpr (detail::runs_on_host) {
-        if (most > 0) {
-          detail::admit_on_host<Value, order>(
-              exec, step, ring, own_keys, own_values, own_scores, m_kept.data() + first_kept,
-              m_host_kept_counts.data() + first_entry, layer.retained.data(),
-              detail::PageLists{&m_pool, &layer.pages});
-        }
-        if (saved.count > 0) detail::save_on_host<Value, order>(step, ring, saved, false);
-      }
-      first_kept += heads * step.exits;
-    }
+    admit(loan);
     // Rings change last, and after all that can fail on hosts.
-    for (std::size_t i = 0; i < n && heads > 0; ++i) {
-      const AppendStep& step = m_append_steps[i];
-      if (step.count == 0) continue;
-      const LayerStore& layer = sequence_of(i).layers[layer_index];
-      const RingRef<Value> ring{layer.ring.data(), layer.ring_scores.data()};
-      const auto own_keys = RowsRef<Value>::of(keys, spans[i].first_row);
-      const auto own_values = RowsRef<Value>::of(values, spans[i].first_row);
-      const ScoresRef own_scores = ScoresRef::of(scores, spans[i].first_row, spans[i].scored);
-      if (portable) {
-        detail::fill_ring<Value, order>(exec, step, ring, own_keys, own_values, own_scores);
-      } else if constexpr (detail::runs_on_host) {
-        detail::fill_ring_on_host<Value, order>(step, ring, own_keys, own_values, own_scores);
+    for (std::size_t i = 0; i < m_n; ++i) {
+      if (moves(i)) m_mover.fill_ring(m_exec, rows_of(i));
+    }
+    loan.commit();
+    return record();
+  }
+
+ private:
+  Sequence& sequence(std::size_t span) const { return *m_work.called[span]; }
+  LayerStore& layer(std::size_t span) const { return sequence(span).layers[m_layer]; }
+  const AppendStep& step(std::size_t span) const { return m_work.append_steps[span]; }
+  bool moves(std::size_t span) const { return m_heads > 0 && step(span).count > 0; }
+
+  SpanRows<Value> rows_of(std::size_t i) const {
+    const AppendSpan& span = m_spans[i];
+    return {step(i),
+            {layer(i).ring.data(), layer(i).ring_scores.data()},
+            RowsRef<Value>::of(m_keys, span.first_row),
+            RowsRef<Value>::of(m_values, span.first_row),
+            ScoresRef::of(m_scores, span.first_row, span.scored)};
+  }
+  // Entries of the lists: the heads of all spans, then a sum per span.
+  KeptPart kept_of(std::size_t i, std::int64_t first_row) const {
+    const auto span = static_cast<std::int64_t>(i);
+    return m_work.kept.part(span * m_heads, m_heads, first_row, step(i).exits,
+                            static_cast<std::int64_t>(m_n) * m_heads + span);
+  }
+
+  void list_steps() {
+    m_work.append_steps.clear();
+    detail::reserve_room(m_work.append_steps, m_n);
+    for (std::size_t i = 0; i < m_n; ++i) {
+      m_work.append_steps.push_back(m_cache.step_of(layer(i), m_layer, m_spans[i].rows));
+      m_exits += step(i).exits * m_heads;
+    }
+    if (m_exits > 0) m_work.kept.reserve(m_exits, static_cast<std::int64_t>(m_n) * (m_heads + 1));
+  }
+
+  void judge() {
+    std::int64_t first_row = 0;
+    for (std::size_t i = 0; i < m_n; ++i) {
+      m_mover.judge(m_exec, rows_of(i), m_spans[i].rule, kept_of(i, first_row));
+      first_row += m_heads * step(i).exits;
+    }
+    if (m_mover.runs_kernels()) {
+      m_work.kept.fetch(m_exec, "kvzap::append: the kept rows decide how many pages it takes");
+    }
+  }
+
+  void borrow(PageLoan& loan) {
+    std::size_t missing = 0;
+    for (std::size_t i = 0; i < m_n; ++i) {
+      if (m_cache.draws_on_stock(sequence(i))) continue;
+      const KeptPart kept = kept_of(i, 0);
+      std::size_t longest = 0;
+      for (int h = 0; h < m_heads; ++h) {
+        if (kept.host_counts[h] == 0) continue;
+        const PageNeeds needs = m_cache.list_room(layer(i), h, kept.host_counts[h]);
+        missing += needs.missing;
+        longest = std::max(longest, needs.listed);
+      }
+      m_cache.widen_table(m_exec, sequence(i), longest);
+    }
+    loan.take(m_exec, missing);
+  }
+
+  // Kept rows move into their pages; dropped rows are never touched.
+  void admit(PageLoan& loan) {
+    std::int64_t first_row = 0;
+    for (std::size_t i = 0; i < m_n; ++i) {
+      if (!moves(i)) continue;
+      if (step(i).exits > 0) {
+        const KeptPart kept = kept_of(i, first_row);
+        bool any = false;
+        for (int h = 0; h < m_heads; ++h) {
+          if (kept.host_counts[h] == 0) continue;
+          any = true;
+          m_cache.take_pages(m_exec, sequence(i), m_layer, h, kept.host_counts[h], loan,
+                             m_cache.draws_on_stock(sequence(i)));
+          m_cache.write_entries(sequence(i), layer(i), h,
+                                layer(i).retained(h) / m_cache.m_shape.page_rows);
+        }
+        const SpanRows<Value> rows = rows_of(i);
+        if (any) {
+          m_cache.upload_table(m_exec, sequence(i), layer(i));
+          m_mover.admit(m_exec, rows, kept,
+                        {layer(i).retained.data(), layer(i).device_retained.data()},
+                        m_cache.pages_of(m_exec, sequence(i), layer(i)));
+        }
+        if (sequence(i).step >= 0) save(i, rows);
+      }
+      first_row += m_heads * step(i).exits;
+    }
+  }
+
+  // Within a step: copies the rows that leave the ring, for cancel_step.
+  void save(std::size_t i, const SpanRows<Value>& rows) {
+    const StepState& state = m_cache.m_step[sequence(i).step];
+    const std::int64_t first = m_cache.saved_row(sequence(i), layer(i), m_layer);
+    const SavedRows<Value> saved{
+        m_cache.m_saved.data() + 2 * first * m_cache.m_shape.head_dim,
+        m_cache.m_saved_scores.data() + first, state.saved_rows,
+        std::max<std::int64_t>(0,
+                               std::min(rows.step.exits, state.tokens[m_layer] - rows.step.first))};
+    if (saved.count > 0) m_mover.save(m_exec, rows, saved, false);
+  }
+
+  AppendCounts record() {
+    AppendCounts sum;
+    for (std::size_t i = 0; i < m_n; ++i) {
+      layer(i).tokens += step(i).count;
+      if (step(i).exits == 0 || m_heads == 0) continue;
+      const KeptPart kept = kept_of(i, 0);
+      std::int64_t n_kept = 0;
+      for (int h = 0; h < m_heads; ++h) {
+        layer(i).retained(h) += kept.host_counts[h];
+        n_kept += kept.host_counts[h];
+      }
+      if (n_kept > 0) m_cache.upload_lengths(m_exec, layer(i));
+      if (!m_spans[i].rule.judge) continue;
+      const std::int64_t judged = m_heads * step(i).exits;
+      for (AppendCounts* counts : {&sum, &sequence(i).total}) {
+        counts->judged += judged;
+        counts->evicted += judged - n_kept;
+        counts->non_finite += *kept.host_non_finite;
       }
     }
-  } catch (...) {
-    for (std::size_t i = 0; i < n; ++i) {
-      release_surplus(sequence_of(i).layers[layer_index]);
-    }
-    for (PageId page : m_fresh) m_pool.release(page);
-    m_fresh.clear();
-    throw;
+    return sum;
   }
-  // Two sequences that shared a page do not both need a copy of it.
-  for (PageId page : m_fresh) m_pool.release(page);
-  m_fresh.clear();
 
-  for (std::size_t i = 0; i < n; ++i) {
-    Sequence& sequence = sequence_of(i);
-    LayerStore& layer = sequence.layers[layer_index];
-    const AppendStep& step = m_append_steps[i];
-    layer.tokens += step.count;
-    if (step.exits == 0) continue;
-    std::int64_t kept = 0;
-    for (int h = 0; h < heads; ++h) {
-      layer.retained(h) += kept_of(i, h);
-      kept += kept_of(i, h);
-    }
-    if (kept > 0) upload_lengths(exec, layer);
-    if (!spans[i].rule.judge || heads == 0) continue;
-    const std::int64_t judged = heads * step.exits;
-    const std::int64_t non_finite = m_host_kept_counts(entries + i);
-    for (AppendCounts* counts : {&sum, &sequence.total}) {
-      counts->judged += judged;
-      counts->evicted += judged - kept;
-      counts->non_finite += non_finite;
-    }
-  }
-  return sum;
-}
+  KVCache& m_cache;
+  Workspace& m_work;
+  const RowMover<Value, order>& m_mover;
+  const ExecutionSpace& m_exec;
+  const AppendSpan* m_spans;
+  std::size_t m_n;
+  int m_layer;
+  int m_heads;
+  const RowsView& m_keys;
+  const RowsView& m_values;
+  const ScoresView& m_scores;
+  std::int64_t m_exits = 0;  // of all heads of all spans
+};
 
 template <class Value, PageOrder order>
 AppendCounts KVCache<Value, order>::append(const ExecutionSpace& exec,
                                            const std::vector<AppendSpan>& spans, int layer,
                                            const RowsView& keys, const RowsView& values,
                                            const ScoresView& scores) {
-  return append_spans(exec, spans.data(), spans.size(), layer, keys, values, scores);
+  check_spans(spans.data(), spans.size(), layer, keys, values, scores);
+  if (spans.empty()) return {};
+  return Append(*this, exec, spans.data(), spans.size(), layer, keys, values, scores).run();
 }
 
 template <class Value, PageOrder order>
@@ -334,7 +303,8 @@ AppendCounts KVCache<Value, order>::append(const ExecutionSpace& exec, SequenceI
                                            const ScoresView& scores, const EvictionRule& rule) {
   const AppendSpan span{sequence, 0, static_cast<std::int64_t>(keys.extent(0)), rule,
                         has_scores(scores)};
-  return append_spans(exec, &span, 1, layer, keys, values, scores);
+  check_spans(&span, 1, layer, keys, values, scores);
+  return Append(*this, exec, &span, 1, layer, keys, values, scores).run();
 }
 
 #define KVZAP_INSTANTIATE(Value, order)                                                           \

@@ -139,112 +139,157 @@ struct NewEntries {
 
 }  // namespace
 
+// An append_deferred in phases, of one token for each of at least one sequence.
 template <class Value, PageOrder order>
-void KVCache<Value, order>::defer_spans(const ExecutionSpace& exec, const AppendSpan* spans,
-                                        std::size_t n, int layer_index, const RowsView& keys,
-                                        const RowsView& values, const ScoresView& scores) {
-  using Args = SpanArgs<Value>;
-  check_spans(spans, n, layer_index, keys, values, scores);
-  for (std::size_t i = 0; i < n; ++i) {
-    if (spans[i].rows != 1) {
-      throw Error(fmt::format("cache append: {} tokens in one step; expected 1", spans[i].rows));
-    }
-  }
-  if (n == 0) return;
-  const int heads = m_shape.heads[layer_index];
-  if (heads == 0) {
-    for (std::size_t i = 0; i < n; ++i) {
-      ++m_called[i]->layers[layer_index].tokens;
-    }
-    return;
-  }
-  const auto exits = [&](const LayerStore& layer) {
-    return layer.tokens - layer.ring_first >= m_shape.window;
-  };
-  const auto from_stock = [&](const Sequence& sequence) {
-    return sequence.step >= 0 && m_step[sequence.step].reserved;
-  };
-  for (std::size_t i = 0; i < n; ++i) enter(exec, *m_called[i]);
+class KVCache<Value, order>::DeferredAppend {
+ public:
+  DeferredAppend(KVCache& cache, const ExecutionSpace& exec, const AppendSpan* spans, std::size_t n,
+                 int layer)
+      : m_cache(cache),
+        m_work(*cache.m_work),
+        m_exec(exec),
+        m_spans(spans),
+        m_n(n),
+        m_layer(layer),
+        m_heads(cache.m_shape.heads[layer]) {}
 
-  detail::or_out_of_memory("an append", 0, m_pool, [&] {
+  void run(const RowsView& keys, const RowsView& values, const ScoresView& scores) {
+    for (std::size_t i = 0; i < m_n; ++i) m_cache.enter(m_exec, sequence(i));
+    PageLoan loan(m_cache, m_layer);
+    detail::or_out_of_memory("an append", 0, m_cache.m_pool, [&] { borrow(loan); });
+    link_pages(loan);
+    Kernel kernel;
+    std::memset(static_cast<void*>(kernel.own), 0, sizeof(kernel.own));
+    const bool passed = m_n <= std::size_t{Kernel::most_own};
+    Args* const all = passed ? kernel.own : reinterpret_cast<Args*>(m_work.new_args.data());
+    std::memset(static_cast<void*>(all), 0, m_n * sizeof(Args));
+    for (std::size_t i = 0; i < m_n; ++i) fill(all[i], i);
+    if (!passed) {
+      kernel.shared = reinterpret_cast<const Args*>(m_work.span_args.data());
+      write_args();
+    }
+    fill(kernel, keys, values, scores);
+    launch(m_exec, static_cast<int>(m_n), kernel);
+    loan.commit();
+    record();
+  }
+
+ private:
+  using Args = SpanArgs<Value>;
+  using Kernel = StepKernel<Value, order>;
+
+  Sequence& sequence(std::size_t span) const { return *m_work.called[span]; }
+  LayerStore& layer(std::size_t span) const { return sequence(span).layers[m_layer]; }
+  /// Whether a row leaves the ring.
+  bool exits(std::size_t span) const {
+    return layer(span).tokens - layer(span).ring_first >= m_cache.m_shape.window;
+  }
+
+  void borrow(PageLoan& loan) {
     std::size_t missing = 0;
-    for (std::size_t i = 0; i < n; ++i) {
-      Sequence& sequence = *m_called[i];
-      LayerStore& layer = sequence.layers[layer_index];
-      if (!exits(layer) || from_stock(sequence)) continue;
+    for (std::size_t i = 0; i < m_n; ++i) {
+      if (!exits(i) || m_cache.draws_on_stock(sequence(i))) continue;
       std::size_t longest = 0;
-      for (int h = 0; h < heads; ++h) {
-        const PageNeeds needs = list_room(layer, h, 1);
+      for (int h = 0; h < m_heads; ++h) {
+        const PageNeeds needs = m_cache.list_room(layer(i), h, 1);
         missing += needs.missing;
         longest = std::max(longest, needs.listed);
       }
-      widen_table(exec, sequence, longest);
+      m_cache.widen_table(m_exec, sequence(i), longest);
     }
-    reserve_args(n);
-    stock_up(exec, missing);
-  });
+    m_cache.reserve_args(m_n);
+    loan.take(m_exec, missing);
+  }
 
-  StepKernel<Value, order> kernel;
-  std::memset(static_cast<void*>(kernel.own), 0, sizeof(kernel.own));
-  Args* const all =
-      n <= std::size_t{kernel.most_own} ? kernel.own : reinterpret_cast<Args*>(m_new_args.data());
-  std::memset(static_cast<void*>(all), 0, n * sizeof(Args));
-  try {
+  // Every head whose ring a row leaves gets room for it; kernels write new pages to the tables.
+  void link_pages(PageLoan& loan) {
     NewEntries entries;
-    for (std::size_t i = 0; i < n; ++i) {
-      Sequence& sequence = *m_called[i];
-      LayerStore& layer = sequence.layers[layer_index];
-      const std::int64_t stride = sequence.table.stride(0);
-      for (int h = 0; h < heads && exits(layer); ++h) {
-        const std::vector<PageId>& list = layer.pages[h];
+    for (std::size_t i = 0; i < m_n; ++i) {
+      if (!exits(i)) continue;
+      Sequence& own = sequence(i);
+      const bool of_stock = m_cache.draws_on_stock(own);
+      const std::int64_t stride = own.table.stride(0);
+      for (int h = 0; h < m_heads; ++h) {
+        const std::vector<PageId>& list = layer(i).pages[h];
         const std::size_t old_size = list.size();
         const PageId old_last = list.empty() ? -1 : list.back();
-        take_pages(exec, sequence, layer_index, h, 1, from_stock(sequence) ? m_stock : m_fresh);
+        m_cache.take_pages(m_exec, own, m_layer, h, 1, loan, of_stock);
         if (list.size() == old_size && list.back() == old_last) continue;
         const std::size_t index = list.size() - 1;
-        sequence.host_table(layer.first_head + h, index) = list.back();
-        entries.entry[entries.count++] = {
-            sequence.table.data() + (layer.first_head + h) * stride + index, list.back()};
-        if (entries.count == NewEntries::most) entries.link(exec);
-      }
-      Args& args = all[i];
-      args.rings = sequence.rings.data();
-      args.ring_scores = sequence.ring_scores.data();
-      args.table = sequence.table.data();
-      args.retained = sequence.lengths.data();
-      args.totals = sequence.lengths.data() + sequence.lengths.extent(0) - 2;
-      args.table_stride = stride;
-      args.row = spans[i].first_row;
-      args.token = static_cast<std::int32_t>(layer.tokens);
-      args.ring_first = static_cast<std::int32_t>(layer.ring_first);
-      args.threshold = spans[i].rule.threshold;
-      args.sink = static_cast<std::int32_t>(std::clamp<std::int64_t>(
-          spans[i].rule.sink, 0, std::numeric_limits<std::int32_t>::max()));
-      args.judge = spans[i].rule.judge ? 1 : 0;
-      args.exits = exits(layer) ? 1 : 0;
-      args.scored = spans[i].scored ? 1 : 0;
-      if (sequence.step >= 0 && exits(layer)) {
-        const StepState& state = m_step[sequence.step];
-        // Rows that came within the step need no copy.
-        if (layer.tokens - m_shape.window < state.tokens[layer_index]) {
-          const std::int64_t row =
-              saved_row(sequence, layer, layer_index) - layer.first_head * state.saved_rows;
-          args.saved = m_saved.data() + 2 * row * m_shape.head_dim;
-          args.saved_scores = m_saved_scores.data() + row;
-          args.saved_rows = static_cast<std::int32_t>(state.saved_rows);
-        }
+        const int head = layer(i).first_head + h;
+        own.host_table(head, index) = list.back();
+        entries.entry[entries.count++] = {own.table.data() + head * stride + index, list.back()};
+        if (entries.count == NewEntries::most) entries.link(m_exec);
       }
     }
-    entries.link(exec);
-    if (n > std::size_t{kernel.most_own}) {
-      kernel.shared = reinterpret_cast<const Args*>(m_span_args.data());
-      write_args(exec, n);
+    entries.link(m_exec);
+  }
+
+  void fill(Args& args, std::size_t i) const {
+    const Sequence& own = sequence(i);
+    const LayerStore& store = layer(i);
+    const EvictionRule& rule = m_spans[i].rule;
+    args.rings = own.rings.data();
+    args.ring_scores = own.ring_scores.data();
+    args.table = own.table.data();
+    args.retained = own.lengths.data();
+    args.totals = own.lengths.data() + own.lengths.extent(0) - 2;
+    args.table_stride = own.table.stride(0);
+    args.row = m_spans[i].first_row;
+    args.token = static_cast<std::int32_t>(store.tokens);
+    args.ring_first = static_cast<std::int32_t>(store.ring_first);
+    args.threshold = rule.threshold;
+    args.sink = static_cast<std::int32_t>(
+        std::clamp<std::int64_t>(rule.sink, 0, std::numeric_limits<std::int32_t>::max()));
+    args.judge = rule.judge ? 1 : 0;
+    args.exits = exits(i) ? 1 : 0;
+    args.scored = m_spans[i].scored ? 1 : 0;
+    if (own.step < 0 || !exits(i)) return;
+    const StepState& state = m_cache.m_step[own.step];
+    // Rows that came within the step need no copy.
+    if (store.tokens - m_cache.m_shape.window >= state.tokens[m_layer]) return;
+    const std::int64_t row =
+        m_cache.saved_row(own, store, m_layer) - store.first_head * state.saved_rows;
+    args.saved = m_cache.m_saved.data() + 2 * row * m_cache.m_shape.head_dim;
+    args.saved_scores = m_cache.m_saved_scores.data() + row;
+    args.saved_rows = static_cast<std::int32_t>(state.saved_rows);
+  }
+
+  // Brings the arguments to the kernel's memory, unless they are there already, as in all layers of
+  // a step but the first.
+  void write_args() {
+    if (m_work.span_args_on) {
+      detail::follow(*m_work.span_args_on, m_exec, "kvzap::append: arguments are in use elsewhere");
     }
+    m_work.span_args_on = m_exec;
+    const std::size_t bytes = m_n * sizeof(Args);
+    if (m_work.n_written == m_n &&
+        std::memcmp(m_work.new_args.data(), m_work.written_args.data(), bytes) == 0) {
+      return;
+    }
+    m_work.n_written = 0;
+    Args* const target = reinterpret_cast<Args*>(m_work.span_args.data());
+    for (std::size_t i = 0; i < m_n; i += WriteArgs<Value>::most) {
+      WriteArgs<Value> write;
+      const std::size_t count = std::min<std::size_t>(WriteArgs<Value>::most, m_n - i);
+      std::memcpy(static_cast<void*>(write.args), m_work.new_args.data() + i * sizeof(Args),
+                  count * sizeof(Args));
+      write.target = target + i;
+      Kokkos::parallel_for("kvzap::append::span_args",
+                           Kokkos::RangePolicy<ExecutionSpace>(m_exec, 0, static_cast<int>(count)),
+                           write);
+    }
+    std::memcpy(m_work.written_args.data(), m_work.new_args.data(), bytes);
+    m_work.n_written = m_n;
+  }
+
+  void fill(Kernel& kernel, const RowsView& keys, const RowsView& values,
+            const ScoresView& scores) const {
     kernel.keys = keys.data();
     kernel.values = values.data();
     kernel.scores = scores.data();
-    kernel.addresses = m_pool.addresses(exec).data();
-    kernel.note_addresses = m_pool.note_addresses().data();
+    kernel.addresses = m_cache.m_pool.addresses(m_exec).data();
+    kernel.note_addresses = m_cache.m_pool.note_addresses().data();
     kernel.key_row = keys.stride(0);
     kernel.key_head = keys.stride(1);
     kernel.key_dim = keys.stride(2);
@@ -253,80 +298,70 @@ void KVCache<Value, order>::defer_spans(const ExecutionSpace& exec, const Append
     kernel.value_dim = values.stride(2);
     kernel.score_head = scores.stride(0);
     kernel.score_row = scores.stride(1);
-    kernel.heads = heads;
-    kernel.first_head = m_called[0]->layers[layer_index].first_head;
-    kernel.dim = m_shape.head_dim;
-    kernel.window = m_shape.window;
-    kernel.page_rows = m_shape.page_rows;
-    launch(exec, static_cast<int>(n), kernel);
-  } catch (...) {
-    for (std::size_t i = 0; i < n; ++i) {
-      release_surplus(m_called[i]->layers[layer_index]);
-    }
-    for (PageId page : m_fresh) m_pool.release(page);
-    m_fresh.clear();
-    throw;
+    kernel.heads = m_heads;
+    kernel.first_head = layer(0).first_head;
+    kernel.dim = m_cache.m_shape.head_dim;
+    kernel.window = m_cache.m_shape.window;
+    kernel.page_rows = m_cache.m_shape.page_rows;
   }
-  // Two sequences that shared a page do not both need a copy of it.
-  for (PageId page : m_fresh) m_pool.release(page);
-  m_fresh.clear();
 
-  for (std::size_t i = 0; i < n; ++i) {
-    Sequence& sequence = *m_called[i];
-    LayerStore& layer = sequence.layers[layer_index];
-    if (exits(layer)) {
-      for (int h = 0; h < heads; ++h) ++layer.retained(h);
-      layer.deferred = true;
-      if (spans[i].rule.judge) {
-        sequence.collected.judged += heads;
-        sequence.total.judged += heads;
+  void record() {
+    for (std::size_t i = 0; i < m_n; ++i) {
+      LayerStore& store = layer(i);
+      if (exits(i)) {
+        for (int h = 0; h < m_heads; ++h) ++store.retained(h);
+        store.deferred = true;
+        if (m_spans[i].rule.judge) {
+          sequence(i).collected.judged += m_heads;
+          sequence(i).total.judged += m_heads;
+        }
       }
+      sequence(i).pending = true;
+      ++store.tokens;
     }
-    sequence.pending = true;
-    ++layer.tokens;
   }
-}
 
-// Room for the arguments of so many sequences, beside those that were last written.
-template <class Value, PageOrder order>
-void KVCache<Value, order>::reserve_args(std::size_t n) {
-  const std::size_t bytes = n * sizeof(SpanArgs<Value>);
-  if (n <= std::size_t{StepKernel<Value, order>::most_own}) return;
-  if (m_new_args.size() < bytes) m_new_args.resize(2 * bytes);
-  if (m_written_args.size() < m_new_args.size()) m_written_args.resize(m_new_args.size());
-  if (m_span_args.extent(0) < bytes) {
-    m_n_written = 0;
-    detail::reserve_scratch(m_span_args, 2 * bytes, "kvzap::append::span_args");
-  }
-}
+  KVCache& m_cache;
+  Workspace& m_work;
+  const ExecutionSpace& m_exec;
+  const AppendSpan* m_spans;
+  std::size_t m_n;
+  int m_layer;
+  int m_heads;
+};
 
-// Brings m_new_args, the arguments of n sequences, to where the kernel reads them, unless they are
-// there, as they are in all layers of a step but the first.
 template <class Value, PageOrder order>
-void KVCache<Value, order>::write_args(const ExecutionSpace& exec, std::size_t n) {
-  using Args = SpanArgs<Value>;
-  if (m_span_args_on) {
-    detail::follow(*m_span_args_on, exec, "kvzap::append: arguments are in use elsewhere");
+void KVCache<Value, order>::defer_spans(const ExecutionSpace& exec, const AppendSpan* spans,
+                                        std::size_t n, int layer, const RowsView& keys,
+                                        const RowsView& values, const ScoresView& scores) {
+  check_spans(spans, n, layer, keys, values, scores);
+  for (std::size_t i = 0; i < n; ++i) {
+    if (spans[i].rows != 1) {
+      throw Error(fmt::format("cache append: {} tokens in one step; expected 1", spans[i].rows));
+    }
   }
-  m_span_args_on = exec;
-  const std::size_t bytes = n * sizeof(Args);
-  if (m_n_written == n && std::memcmp(m_new_args.data(), m_written_args.data(), bytes) == 0) {
+  if (n == 0) return;
+  if (m_shape.heads[layer] > 0) {
+    DeferredAppend(*this, exec, spans, n, layer).run(keys, values, scores);
     return;
   }
-  m_n_written = 0;
-  Args* const target = reinterpret_cast<Args*>(m_span_args.data());
-  for (std::size_t i = 0; i < n; i += WriteArgs<Value>::most) {
-    WriteArgs<Value> write;
-    const std::size_t count = std::min<std::size_t>(WriteArgs<Value>::most, n - i);
-    std::memcpy(static_cast<void*>(write.args), m_new_args.data() + i * sizeof(Args),
-                count * sizeof(Args));
-    write.target = target + i;
-    Kokkos::parallel_for("kvzap::append::span_args",
-                         Kokkos::RangePolicy<ExecutionSpace>(exec, 0, static_cast<int>(count)),
-                         write);
+  for (std::size_t i = 0; i < n; ++i) ++m_work->called[i]->layers[layer].tokens;
+}
+
+// Makes room for the arguments of `n` sequences, beside those that were last written.
+template <class Value, PageOrder order>
+void KVCache<Value, order>::reserve_args(std::size_t n) {
+  if (n <= std::size_t{StepKernel<Value, order>::most_own}) return;
+  const std::size_t bytes = n * sizeof(SpanArgs<Value>);
+  Workspace& work = *m_work;
+  if (work.new_args.size() < bytes) work.new_args.resize(2 * bytes);
+  if (work.written_args.size() < work.new_args.size()) {
+    work.written_args.resize(work.new_args.size());
   }
-  std::memcpy(m_written_args.data(), m_new_args.data(), bytes);
-  m_n_written = n;
+  if (work.span_args.extent(0) < bytes) {
+    work.n_written = 0;
+    detail::reserve_scratch(work.span_args, 2 * bytes, "kvzap::append::span_args");
+  }
 }
 
 template <class Value, PageOrder order>
@@ -342,7 +377,7 @@ void KVCache<Value, order>::append_deferred(const ExecutionSpace& exec, Sequence
                                             int layer, const RowsView& keys, const RowsView& values,
                                             const ScoresView& scores, const EvictionRule& rule) {
   const AppendSpan span{sequence, 0, static_cast<std::int64_t>(keys.extent(0)), rule,
-                        scores.extent(0) > 0 && scores.extent(1) > 0};
+                        detail::has_scores(scores)};
   defer_spans(exec, &span, 1, layer, keys, values, scores);
 }
 

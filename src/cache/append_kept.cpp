@@ -1,31 +1,120 @@
-// Appends of which the caller says what stays: the rows of a prompt whose verdicts are known.
+// Appends whose verdicts are known: the caller's flags say which rows of a prompt stay.
 #include "cache/cache_impl.hpp"
 
 namespace kvzap {
 
 using detail::AppendStep;
-using detail::Range;
+using detail::KeptPart;
+using detail::RowMover;
 using detail::RowsRef;
 using detail::ScoresRef;
+using detail::SpanRows;
 
-namespace {
+// An append_kept in phases, of at least one row and one head.
+template <class Value, PageOrder order>
+class KVCache<Value, order>::KeptAppend {
+ public:
+  KeptAppend(KVCache& cache, const ExecutionSpace& exec, Sequence& sequence, int layer,
+             const RowsView& keys, const RowsView& values, const ScoresView& scores,
+             const FlagsView& keep)
+      : m_cache(cache),
+        m_mover(detail::row_mover<Value, order>()),
+        m_exec(exec),
+        m_sequence(sequence),
+        m_layer_index(layer),
+        m_layer(sequence.layers[layer]),
+        m_heads(cache.m_shape.heads[layer]),
+        m_keep(keep) {
+    m_rows.step = cache.step_of(m_layer, layer, keys.extent(0));
+    // The mover sees all rows leave a ring that none has entered.
+    m_rows.step.exits = m_rows.step.count;
+    m_rows.keys = RowsRef<Value>::of(keys, 0);
+    m_rows.values = RowsRef<Value>::of(values, 0);
+    m_rows.scores = ScoresRef::of(scores, 0, detail::has_scores(scores));
+  }
 
-/// How many of the flagged rows have a score that is not finite, into *non_finite.
-template <class Keep>
-void count_non_finite(const ExecutionSpace& exec, int heads, std::int64_t rows, const Keep& keep,
-                      const ScoresRef& scores,
-                      const Kokkos::View<std::int64_t, MemorySpace>& non_finite) {
-  Kokkos::parallel_reduce(
-      "kvzap::append_kept::count_non_finite", Range(exec, 0, scores.data ? heads * rows : 0),
-      KOKKOS_LAMBDA(std::int64_t i, std::int64_t & sum) {
-        const std::int64_t head = i / rows;
-        const std::int64_t row = i % rows;
-        if (keep(head, row) != 0 && !EvictionRule::is_finite(scores(head, row))) ++sum;
-      },
-      non_finite);
-}
+  AppendCounts run() {
+    m_cache.settle(m_sequence);
+    m_cache.enter(m_exec, m_sequence);
+    PageLoan loan(m_cache, m_layer_index);
+    detail::or_out_of_memory("an append", 0, m_cache.m_pool, [&] {
+      list();
+      borrow(loan);
+    });
+    for (int h = 0; h < m_heads; ++h) {
+      m_cache.take_pages(m_exec, m_sequence, m_layer_index, h, m_kept.host_counts[h], loan, false);
+      m_cache.write_entries(m_sequence, m_layer, h, 0);
+    }
+    m_cache.upload_table(m_exec, m_sequence, m_layer);
+    m_mover.admit(m_exec, m_rows, m_kept, {m_layer.retained.data(), m_layer.device_retained.data()},
+                  m_cache.pages_of(m_exec, m_sequence, m_layer));
+    loan.commit();
+    return record();
+  }
 
-}  // namespace
+ private:
+  void list() {
+    const std::int64_t rows = m_rows.step.count;
+    detail::KeptRows& kept = m_cache.m_work->kept;
+    kept.reserve(m_heads * rows, std::int64_t{m_heads} + 1);
+    m_kept = kept.part(0, m_heads, 0, rows, m_heads);
+    m_mover.select(m_exec, m_keep, {}, m_kept);
+    m_mover.count_non_finite(m_exec, m_rows.scores, m_kept);
+    if (m_mover.runs_kernels()) {
+      kept.fetch(m_exec, "kvzap::append_kept: the kept rows decide how many pages it takes");
+    }
+  }
+
+  void borrow(PageLoan& loan) {
+    std::size_t missing = 0;
+    std::size_t longest = 0;
+    for (int h = 0; h < m_heads; ++h) {
+      const PageNeeds needs = m_cache.list_room(m_layer, h, m_kept.host_counts[h]);
+      missing += needs.missing;
+      longest = std::max(longest, needs.listed);
+    }
+    m_cache.widen_table(m_exec, m_sequence, longest);
+    const std::size_t of_stock = std::min({pages_of_step(), missing, m_cache.m_stock.size()});
+    loan.take(m_exec, missing - of_stock, of_stock);
+  }
+
+  // A step has set aside the layer's pages for the case that all rows that can leave the ring stay.
+  // If later rows of the step can leave the new ring, then those pages have room for these rows
+  // too.
+  std::size_t pages_of_step() const {
+    if (!m_cache.draws_on_stock(m_sequence)) return 0;
+    const StepState& state = m_cache.m_step[m_sequence.step];
+    return m_heads * m_cache.pages_for(m_cache.step_of(m_layer, m_layer_index, state.rows).exits);
+  }
+
+  AppendCounts record() {
+    m_layer.tokens = m_layer.ring_first = m_rows.step.count;
+    AppendCounts counts;
+    counts.judged = m_heads * m_rows.step.count;
+    counts.evicted = counts.judged;
+    counts.non_finite = *m_kept.host_non_finite;
+    for (int h = 0; h < m_heads; ++h) {
+      m_layer.retained(h) = m_kept.host_counts[h];
+      counts.evicted -= m_kept.host_counts[h];
+    }
+    m_cache.upload_lengths(m_exec, m_layer);
+    m_sequence.total.judged += counts.judged;
+    m_sequence.total.evicted += counts.evicted;
+    m_sequence.total.non_finite += counts.non_finite;
+    return counts;
+  }
+
+  KVCache& m_cache;
+  const RowMover<Value, order>& m_mover;
+  const ExecutionSpace& m_exec;
+  Sequence& m_sequence;
+  int m_layer_index;
+  LayerStore& m_layer;
+  int m_heads;
+  const FlagsView& m_keep;
+  SpanRows<Value> m_rows;
+  KeptPart m_kept = {};
+};
 
 template <class Value, PageOrder order>
 AppendCounts KVCache<Value, order>::append_kept(const ExecutionSpace& exec, SequenceId id,
@@ -33,8 +122,7 @@ AppendCounts KVCache<Value, order>::append_kept(const ExecutionSpace& exec, Sequ
                                                 const RowsView& values, const ScoresView& scores,
                                                 const FlagsView& keep) {
   const std::int64_t rows = keys.extent(0);
-  const bool scored = scores.extent(0) > 0 && scores.extent(1) > 0;
-  const AppendSpan span{id, 0, rows, {}, scored};
+  const AppendSpan span{id, 0, rows, {}, detail::has_scores(scores)};
   check_spans(&span, 1, layer_index, keys, values, scores);
   const int heads = m_shape.heads[layer_index];
   if (static_cast<int>(keep.extent(0)) != heads ||
@@ -54,119 +142,7 @@ AppendCounts KVCache<Value, order>::append_kept(const ExecutionSpace& exec, Sequ
     layer.tokens = layer.ring_first = rows;
     return {};
   }
-  settle(sequence);
-  enter(exec, sequence);
-
-  // To what moves rows, all of them leave a ring that none has entered.
-  AppendStep step = step_of(layer, layer_index, rows);
-  step.exits = rows;
-  const bool portable = detail::use_portable_path();
-  const ScoresRef own_scores = ScoresRef::of(scores, 0, scored);
-  const auto heads_part = std::make_pair(0, heads);
-  // A step has set aside what the layer needs if all rows that can leave the ring stay. If later
-  // rows of the step can leave the new ring, then those pages have room for these rows too.
-  std::size_t from_stock = 0;
-  if (sequence.step >= 0 && m_step[sequence.step].reserved) {
-    const std::int64_t exits = step_of(layer, layer_index, m_step[sequence.step].rows).exits;
-    from_stock = heads * ((exits + m_shape.page_rows - 1) / m_shape.page_rows);
-  }
-  detail::or_out_of_memory("an append", 0, m_pool, [&] {
-    reserve_kept(heads * rows, std::int64_t{heads} + 1);
-    if (portable) {
-      detail::before_allocation(heads * sizeof(std::int64_t));
-      const detail::Counts all("kvzap::append_kept::rows", heads);
-      Kokkos::deep_copy(exec, all, rows);
-      detail::select_flagged(
-          exec, heads, rows, all, keep, m_kept, Kokkos::subview(m_begins, heads_part),
-          Kokkos::subview(m_kept_counts, heads_part), Kokkos::subview(m_firsts, heads_part));
-      count_non_finite(exec, heads, rows, keep, own_scores, Kokkos::subview(m_kept_counts, heads));
-      detail::fence(exec, "kvzap::append_kept: the number of kept rows decides how many pages");
-      Kokkos::deep_copy(m_host_kept_counts, m_kept_counts);
-    } else if constexpr (detail::runs_on_host) {
-      std::int64_t non_finite = 0;
-      for (int h = 0; h < heads; ++h) {
-        std::int32_t* const kept = m_kept.data() + h * rows;
-        std::int64_t unused = 0;
-        const std::int64_t n = detail::list_flagged(keep, h, rows, kept, unused);
-        for (std::int64_t i = 0; scored && i < n; ++i) {
-          non_finite += EvictionRule::is_finite(own_scores(h, kept[i])) ? 0 : 1;
-        }
-        m_host_kept_counts(h) = n;
-      }
-      m_host_kept_counts(heads) = non_finite;
-    }
-
-    std::size_t missing = 0;
-    std::size_t longest = 0;
-    for (int h = 0; h < heads; ++h) {
-      const PageNeeds needs = list_room(layer, h, m_host_kept_counts(h));
-      missing += needs.missing;
-      longest = std::max(longest, needs.listed);
-    }
-    widen_table(exec, sequence, longest);
-    from_stock = std::min({from_stock, missing, m_stock.size()});
-    m_fresh.clear();
-    detail::reserve_room(m_fresh, missing);
-    stock_up(exec, missing - from_stock);
-  });
-  m_fresh.insert(m_fresh.end(), m_stock.end() - static_cast<std::ptrdiff_t>(from_stock),
-                 m_stock.end());
-  m_stock.resize(m_stock.size() - from_stock);
-
-  std::int64_t kept = 0;
-  std::int64_t most = 0;
-  try {
-    for (int h = 0; h < heads; ++h) {
-      const std::int64_t n = m_host_kept_counts(h);
-      kept += n;
-      most = std::max(most, n);
-      take_pages(exec, sequence, layer_index, h, n, m_fresh);
-      write_entries(sequence, layer, h, 0);
-    }
-    const auto all_keys = RowsRef<Value>::of(keys, 0);
-    const auto all_values = RowsRef<Value>::of(values, 0);
-    if (most > 0 && portable) {
-      upload_table(exec, sequence, layer);
-      const auto addresses = m_pool.addresses(exec);
-      detail::admit<Value, order>(
-          exec, step, most, {}, all_keys, all_values, own_scores, m_kept,
-          Kokkos::subview(m_begins, heads_part), Kokkos::subview(m_kept_counts, heads_part),
-          layer.device_retained, addresses, m_pool.note_addresses(),
-          Kokkos::subview(sequence.table,
-                          std::make_pair(layer.first_head, layer.first_head + heads), Kokkos::ALL));
-    } else if (most > 0) {
-      if constexpr (detail::runs_on_host) {
-        detail::admit_on_host<Value, order>(exec, step, {}, all_keys, all_values, own_scores,
-                                            m_kept.data(), m_host_kept_counts.data(),
-                                            layer.retained.data(),
-                                            detail::PageLists{&m_pool, &layer.pages});
-      }
-    }
-  } catch (...) {
-    // The step has its pages back: any are as good as those that it lent.
-    for (auto& list : layer.pages) {
-      m_fresh.insert(m_fresh.end(), list.begin(), list.end());
-      list.clear();
-    }
-    for (std::size_t i = 0; i < m_fresh.size(); ++i) {
-      if (i < from_stock) {
-        m_stock.push_back(m_fresh[i]);
-      } else {
-        m_pool.release(m_fresh[i]);
-      }
-    }
-    m_fresh.clear();
-    throw;
-  }
-
-  layer.tokens = layer.ring_first = rows;
-  for (int h = 0; h < heads; ++h) layer.retained(h) = m_host_kept_counts(h);
-  upload_lengths(exec, layer);
-  const AppendCounts counts{heads * rows, heads * rows - kept, m_host_kept_counts(heads)};
-  sequence.total.judged += counts.judged;
-  sequence.total.evicted += counts.evicted;
-  sequence.total.non_finite += counts.non_finite;
-  return counts;
+  return KeptAppend(*this, exec, sequence, layer_index, keys, values, scores, keep).run();
 }
 
 #define KVZAP_INSTANTIATE(Value, order)                                                            \

@@ -115,18 +115,8 @@ void KVCache<Value, order>::take_lengths(Sequence& sequence) {
     for (std::size_t h = 0; h < layer.pages.size(); ++h) {
       layer.retained(h) = layer.host_retained(h);
     }
-    // In a step these pages may be needed yet.
-    if (sequence.step < 0 || !m_step[sequence.step].reserved) {
-      release_surplus(layer);
-      continue;
-    }
-    for (std::size_t h = 0; h < layer.pages.size(); ++h) {
-      const std::size_t needed = (layer.retained(h) + m_shape.page_rows - 1) / m_shape.page_rows;
-      while (layer.pages[h].size() > needed) {
-        m_stock.push_back(layer.pages[h].back());
-        layer.pages[h].pop_back();
-      }
-    }
+    // The step may need these pages for later rows.
+    release_surplus(layer, draws_on_stock(sequence));
   }
   const std::size_t totals = sequence.lengths.extent(0) - 2;
   const std::int64_t evicted = sequence.host_lengths(totals) - sequence.evicted_before;
@@ -192,6 +182,18 @@ void KVCache<Value, order>::copy_page(const ExecutionSpace& exec, PageId from, P
   copy(target.notes, source.notes, m_pool.note_bytes());
 }
 
+// Returns the number of pages that hold `rows` rows.
+template <class Value, PageOrder order>
+std::size_t KVCache<Value, order>::pages_for(std::int64_t rows) const {
+  return (rows + m_shape.page_rows - 1) / m_shape.page_rows;
+}
+
+// Returns whether a step has reserved all pages that appends to the sequence can need.
+template <class Value, PageOrder order>
+bool KVCache<Value, order>::draws_on_stock(const Sequence& sequence) const {
+  return sequence.step >= 0 && m_step[sequence.step].reserved;
+}
+
 // Whether the next row of a head would go into a page that another list holds too.
 template <class Value, PageOrder order>
 bool KVCache<Value, order>::shares_last_page(const LayerStore& layer, int head) const {
@@ -206,25 +208,23 @@ auto KVCache<Value, order>::list_room(LayerStore& layer, int head, std::int64_t 
     -> PageNeeds {
   std::vector<PageId>& pages = layer.pages[head];
   if (more_rows == 0) return {pages.size(), 0, false};
-  const std::int64_t rows = layer.retained(head) + more_rows;
-  const std::size_t needed = (rows + m_shape.page_rows - 1) / m_shape.page_rows;
+  const std::size_t needed = pages_for(layer.retained(head) + more_rows);
   detail::reserve_room(pages, needed);
   const bool shares_last = shares_last_page(layer, head);
   const std::size_t lacking = needed > pages.size() ? needed - pages.size() : 0;
   return {needed, lacking + (shares_last ? 1 : 0), shares_last};
 }
 
-// Gives a head those pages, from the end of `from`. Cannot fail on hosts.
+// Gives a head the pages for `more_rows` more rows. Cannot fail on hosts.
 template <class Value, PageOrder order>
 void KVCache<Value, order>::take_pages(const ExecutionSpace& exec, Sequence& sequence,
                                        int layer_index, int head, std::int64_t more_rows,
-                                       std::vector<PageId>& from) {
+                                       PageLoan& loan, bool of_stock) {
   if (more_rows == 0) return;
   LayerStore& layer = sequence.layers[layer_index];
   auto& pages = layer.pages[head];
   if (shares_last_page(layer, head)) {
-    const PageId own = from.back();
-    from.pop_back();
+    const PageId own = loan.next(of_stock);
     copy_page(exec, pages.back(), own);
     if (sequence.step >= 0) {
       m_replaced.push_back({sequence.step, layer_index, head, pages.back()});
@@ -234,54 +234,24 @@ void KVCache<Value, order>::take_pages(const ExecutionSpace& exec, Sequence& seq
       note_releases(exec);
     }
     pages.back() = own;
+    loan.keep_last(of_stock);
   }
-  const std::int64_t rows = layer.retained(head) + more_rows;
-  const std::size_t needed = (rows + m_shape.page_rows - 1) / m_shape.page_rows;
-  while (pages.size() < needed) {
-    pages.push_back(from.back());
-    from.pop_back();
-  }
+  const std::size_t needed = pages_for(layer.retained(head) + more_rows);
+  while (pages.size() < needed) pages.push_back(loan.next(of_stock));
 }
 
-// Puts that many new pages into m_fresh, the next one last.
+// Returns pages that the retained rows do not need to the pool, or to the step's stock.
 template <class Value, PageOrder order>
-void KVCache<Value, order>::stock_up(const ExecutionSpace& exec, std::size_t pages) {
-  m_fresh.clear();
-  m_pool.allocate(pages, m_fresh);
-  std::reverse(m_fresh.begin(), m_fresh.end());
-  try {
-    m_pool.addresses(exec);
-  } catch (...) {
-    for (PageId page : m_fresh) m_pool.release(page);
-    m_fresh.clear();
-    throw;
-  }
-}
-
-// Room to list so many rows that a judgement keeps, and so many counts of them.
-template <class Value, PageOrder order>
-void KVCache<Value, order>::reserve_kept(std::int64_t rows, std::int64_t counts) {
-  detail::reserve_scratch(m_kept, rows, "kvzap::cache::kept");
-  if (static_cast<std::int64_t>(m_kept_counts.extent(0)) >= counts) return;
-  // Together, so that all have room once the last one has.
-  m_kept_counts = {};
-  m_host_kept_counts = {};
-  detail::reserve_scratch(m_begins, counts, "kvzap::cache::begins");
-  detail::reserve_scratch(m_firsts, counts, "kvzap::cache::firsts");
-  Counts grown;
-  detail::reserve_scratch(grown, counts, "kvzap::cache::kept_counts");
-  m_host_kept_counts = Kokkos::create_mirror_view(grown);
-  m_kept_counts = grown;
-}
-
-// Gives back pages that the retained rows do not need.
-template <class Value, PageOrder order>
-void KVCache<Value, order>::release_surplus(LayerStore& layer) {
+void KVCache<Value, order>::release_surplus(LayerStore& layer, bool to_stock) {
   for (std::size_t h = 0; h < layer.pages.size(); ++h) {
-    const std::size_t needed = (layer.retained(h) + m_shape.page_rows - 1) / m_shape.page_rows;
-    while (layer.pages[h].size() > needed) {
-      m_pool.release(layer.pages[h].back());
-      layer.pages[h].pop_back();
+    std::vector<PageId>& pages = layer.pages[h];
+    const std::size_t needed = pages_for(layer.retained(h));
+    for (; pages.size() > needed; pages.pop_back()) {
+      if (to_stock) {
+        m_stock.push_back(pages.back());
+      } else {
+        m_pool.release(pages.back());
+      }
     }
   }
 }
@@ -356,6 +326,19 @@ void KVCache<Value, order>::upload_all([[maybe_unused]] const ExecutionSpace& ex
   }
 }
 
+template <class Value, PageOrder order>
+detail::PagesRef KVCache<Value, order>::pages_of(const ExecutionSpace& exec, Sequence& sequence,
+                                                 const LayerStore& layer) {
+  const auto addresses = m_pool.addresses(exec);
+  const std::int64_t stride = sequence.table.stride(0);
+  return {&m_pool,
+          &layer.pages,
+          addresses.data(),
+          m_pool.note_addresses().data(),
+          sequence.table.data() + layer.first_head * stride,
+          stride};
+}
+
 #define KVZAP_INSTANTIATE(Value, order)                                                            \
   template auto KVCache<Value, order>::sequence_at(SequenceId) const->const Sequence&;             \
   template auto KVCache<Value, order>::sequence_at(SequenceId)->Sequence&;                         \
@@ -376,18 +359,20 @@ void KVCache<Value, order>::upload_all([[maybe_unused]] const ExecutionSpace& ex
   template void KVCache<Value, order>::copy_page(const ExecutionSpace&, PageId, PageId);           \
   template bool KVCache<Value, order>::shares_last_page(const LayerStore&, int) const;             \
   template auto KVCache<Value, order>::list_room(LayerStore&, int, std::int64_t) const->PageNeeds; \
+  template std::size_t KVCache<Value, order>::pages_for(std::int64_t) const;                       \
+  template bool KVCache<Value, order>::draws_on_stock(const Sequence&) const;                      \
   template void KVCache<Value, order>::take_pages(const ExecutionSpace&, Sequence&, int, int,      \
-                                                  std::int64_t, std::vector<PageId>&);             \
-  template void KVCache<Value, order>::stock_up(const ExecutionSpace&, std::size_t);               \
-  template void KVCache<Value, order>::reserve_kept(std::int64_t, std::int64_t);                   \
-  template void KVCache<Value, order>::release_surplus(LayerStore&);                               \
+                                                  std::int64_t, PageLoan&, bool);                  \
+  template void KVCache<Value, order>::release_surplus(LayerStore&, bool);                         \
   template void KVCache<Value, order>::write_entries(Sequence&, const LayerStore&, int,            \
                                                      std::size_t);                                 \
   template void KVCache<Value, order>::widen_table(const ExecutionSpace&, Sequence&, std::size_t); \
   template void KVCache<Value, order>::upload_table(const ExecutionSpace&, Sequence&,              \
                                                     const LayerStore&);                            \
   template void KVCache<Value, order>::upload_lengths(const ExecutionSpace&, LayerStore&);         \
-  template void KVCache<Value, order>::upload_all(const ExecutionSpace&, Sequence&);
+  template void KVCache<Value, order>::upload_all(const ExecutionSpace&, Sequence&);               \
+  template detail::PagesRef KVCache<Value, order>::pages_of(const ExecutionSpace&, Sequence&,      \
+                                                            const LayerStore&);
 KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE
 

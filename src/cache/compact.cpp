@@ -224,167 +224,180 @@ CompactCounts KVCache<Value, order>::rearrange_judged(const ExecutionSpace& exec
   return done;
 }
 
-// Keeps what is flagged of a layer's retained rows and, if there are flags for them, of its ring's
-// rows, which then go behind those. Changes nothing but content without an owner before it returns.
+// Keeps the flagged ones of a layer's retained rows and, if there are flags for them, of its ring's
+// rows, which then follow those in pages. Until all rows have moved, only pages without an owner
+// are written, and places behind the rows that still have to move.
+template <class Value, PageOrder order>
+class KVCache<Value, order>::Rearrangement {
+ public:
+  Rearrangement(KVCache& cache, const ExecutionSpace& exec, Sequence& sequence, int layer,
+                const FlagsView& keep, const FlagsView& keep_of_ring)
+      : m_cache(cache),
+        m_mover(detail::row_mover<Value, order>()),
+        m_exec(exec),
+        m_sequence(sequence),
+        m_layer(sequence.layers[layer]),
+        m_heads(cache.m_shape.heads[layer]),
+        m_keep(keep),
+        m_keep_of_ring(keep_of_ring),
+        m_with_ring(keep_of_ring.extent(1) > 0) {
+    // The ring's kept rows are admitted as by an append of no tokens through which all leave.
+    m_ring.step = cache.step_of(m_layer, layer, 0);
+    m_ring.step.exits = m_with_ring ? m_ring.step.in_ring : 0;
+    m_ring.ring = {m_layer.ring.data(), m_layer.ring_scores.data()};
+  }
+
+  CompactCounts run() {
+    list();
+    const CompactCounts counts = plan();
+    if (counts.evicted == 0 && !m_with_ring) return counts;
+    TargetTable table;
+    if (m_mover.runs_kernels()) {
+      table.entries = allocate_view<PageTable>("kvzap::compact::page_table", std::size_t(m_heads),
+                                               std::max<std::size_t>(m_widest, 1));
+      table.host = Kokkos::create_mirror_view(table.entries);
+    }
+    m_cache.widen_table(m_exec, m_sequence, m_widest);
+    PageLoan loan(m_cache);
+    loan.take(m_exec, m_missing);
+    replace_pages(loan);
+    move(table);
+    loan.commit();
+    record();
+    return counts;
+  }
+
+ private:
+  // The new page lists for kernels.
+  struct TargetTable {
+    PageTable entries;  // (head, page)
+    typename PageTable::HostMirror host;
+  };
+
+  void list() {
+    detail::KeptRows& kept = m_cache.m_work->kept;
+    const std::int64_t longest = most_retained(m_layer, m_heads);
+    const std::int64_t in_ring = m_ring.step.exits;
+    kept.reserve(m_heads * (longest + in_ring), 2 * std::int64_t{m_heads} + 1);
+    m_kept = kept.part(0, m_heads, 0, longest, 2 * m_heads);
+    m_ring_kept = kept.part(m_heads, m_heads, m_heads * longest, in_ring, 2 * m_heads);
+    m_mover.select(m_exec, m_keep, {m_layer.retained.data(), m_layer.device_retained.data()},
+                   m_kept);
+    m_mover.select(m_exec, m_keep_of_ring, {}, m_ring_kept);
+    if (m_mover.runs_kernels()) {
+      kept.fetch(m_exec, "kvzap::compact: the kept rows decide which pages are written");
+    }
+  }
+
+  std::int64_t first_written(int head) const { return m_kept.host_firsts[head]; }
+  std::int64_t rows_after(int head) const {
+    return m_kept.host_counts[head] + m_ring_kept.host_counts[head];
+  }
+  // The pages of a head that are written: from the one with its first evicted row on, if any row
+  // moves.
+  std::size_t first_written_page(int head) const {
+    return rows_after(head) == first_written(head)
+               ? m_lists[head].size()
+               : static_cast<std::size_t>(first_written(head) / m_cache.m_shape.page_rows);
+  }
+  // Written pages that another list shares are replaced; the others are written in place.
+  bool is_replaced(int head, std::size_t page) const {
+    const std::vector<PageId>& list = m_layer.pages[head];
+    return page >= list.size() || m_cache.m_pool.reference_count(list[page]) > 1;
+  }
+
+  CompactCounts plan() {
+    CompactCounts counts;
+    m_lists = m_layer.pages;
+    for (int h = 0; h < m_heads; ++h) {
+      const std::int64_t before = m_layer.retained(h) + m_ring.step.exits;
+      counts.judged += before;
+      counts.evicted += before - rows_after(h);
+      counts.moved += rows_after(h) - first_written(h);
+      m_lists[h].resize(m_cache.pages_for(rows_after(h)));
+      m_widest = std::max(m_widest, m_lists[h].size());
+      for (std::size_t p = first_written_page(h); p < m_lists[h].size(); ++p) {
+        m_missing += is_replaced(h, p) ? 1 : 0;
+      }
+    }
+    return counts;
+  }
+
+  void replace_pages(PageLoan& loan) {
+    for (int h = 0; h < m_heads; ++h) {
+      const std::size_t first = first_written_page(h);
+      for (std::size_t p = first; p < m_lists[h].size(); ++p) {
+        if (is_replaced(h, p)) m_lists[h][p] = loan.next();
+      }
+      if (first >= m_lists[h].size() || first_written(h) % m_cache.m_shape.page_rows == 0) continue;
+      // The rows before the first evicted one.
+      if (m_lists[h][first] != m_layer.pages[h][first]) {
+        m_cache.copy_page(m_exec, m_layer.pages[h][first], m_lists[h][first]);
+      }
+    }
+  }
+
+  void move(const TargetTable& table) {
+    const detail::PagesRef from = m_cache.pages_of(m_exec, m_sequence, m_layer);
+    detail::PagesRef to = from;
+    to.lists = &m_lists;
+    if (m_mover.runs_kernels()) {
+      for (int h = 0; h < m_heads; ++h) {
+        for (std::size_t p = 0; p < m_lists[h].size(); ++p) table.host(h, p) = m_lists[h][p];
+      }
+      Kokkos::deep_copy(m_exec, table.entries, table.host);
+      to.table = table.entries.data();
+      to.table_stride = table.entries.stride(0);
+    }
+    m_mover.compact(m_exec, {m_cache.m_shape.page_rows, m_cache.m_shape.head_dim}, m_kept, from,
+                    to);
+    m_mover.admit(m_exec, m_ring, m_ring_kept, m_kept.head_counts(), to);
+    if (m_mover.runs_kernels()) {
+      detail::fence(m_exec, "kvzap::compact: the pages that rows have left can be taken by others");
+    }
+  }
+
+  void record() {
+    for (int h = 0; h < m_heads; ++h) {
+      for (std::size_t p = 0; p < m_layer.pages[h].size(); ++p) {
+        const bool stays = p < m_lists[h].size() && m_lists[h][p] == m_layer.pages[h][p];
+        if (!stays) m_cache.m_pool.release(m_layer.pages[h][p]);
+      }
+      m_layer.retained(h) = rows_after(h);
+    }
+    m_layer.pages.swap(m_lists);
+    if (m_with_ring) m_layer.ring_first = m_layer.tokens;
+    m_cache.note_releases(m_exec);
+    for (int h = 0; h < m_heads; ++h) m_cache.write_entries(m_sequence, m_layer, h, 0);
+    m_cache.upload_table(m_exec, m_sequence, m_layer);
+    m_cache.upload_lengths(m_exec, m_layer);
+  }
+
+  KVCache& m_cache;
+  const detail::RowMover<Value, order>& m_mover;
+  const ExecutionSpace& m_exec;
+  Sequence& m_sequence;
+  LayerStore& m_layer;
+  int m_heads;
+  const FlagsView& m_keep;
+  const FlagsView& m_keep_of_ring;
+  bool m_with_ring;
+  detail::SpanRows<Value> m_ring;
+  detail::KeptPart m_kept = {};
+  detail::KeptPart m_ring_kept = {};
+  std::vector<std::vector<PageId>> m_lists;  // the pages afterwards
+  std::size_t m_missing = 0;                 // pages to take
+  std::size_t m_widest = 0;                  // of the lists
+};
+
 template <class Value, PageOrder order>
 CompactCounts KVCache<Value, order>::rearrange(const ExecutionSpace& exec, Sequence& sequence,
-                                               int layer_index, const FlagsView& keep,
+                                               int layer, const FlagsView& keep,
                                                const FlagsView& keep_of_ring) {
-  LayerStore& layer = sequence.layers[layer_index];
-  const int heads = m_shape.heads[layer_index];
-  const int dim = m_shape.head_dim;
-  const std::int64_t page_rows = m_shape.page_rows;
-  const bool with_ring = keep_of_ring.extent(1) > 0;
-  const std::int64_t longest = most_retained(layer, heads);
-  // The ring's rows that stay are admitted as by an append of no tokens through which all leave.
-  AppendStep ring_step = step_of(layer, layer_index, 0);
-  ring_step.exits = with_ring ? ring_step.in_ring : 0;
-
-  const bool portable = detail::use_portable_path();
-  const std::int64_t ring_kept_at = heads * longest;
-  reserve_kept(ring_kept_at + heads * ring_step.exits, 2 * std::int64_t{heads});
-  std::vector<std::int64_t> first(heads, 0);  // evicted row of each head, or its end
-  const auto pages_part = std::make_pair(0, heads);
-  const auto ring_part = std::make_pair(heads, 2 * heads);
-  const auto ring_kept =
-      Kokkos::subview(m_kept, std::make_pair(ring_kept_at, ring_kept_at + heads * ring_step.exits));
-  if (portable) {
-    Kokkos::deep_copy(exec, m_kept_counts, std::int64_t{0});
-    Kokkos::deep_copy(exec, m_firsts, std::int64_t{0});
-    if (longest > 0) {
-      detail::select_flagged(exec, heads, longest, layer.device_retained, keep, m_kept,
-                             Kokkos::subview(m_begins, pages_part),
-                             Kokkos::subview(m_kept_counts, pages_part),
-                             Kokkos::subview(m_firsts, pages_part));
-    }
-    if (with_ring) {
-      const detail::Counts in_ring("kvzap::compact::in_ring", heads);
-      Kokkos::deep_copy(exec, in_ring, ring_step.in_ring);
-      detail::select_flagged(exec, heads, ring_step.in_ring, in_ring, keep_of_ring, ring_kept,
-                             Kokkos::subview(m_begins, ring_part),
-                             Kokkos::subview(m_kept_counts, ring_part),
-                             Kokkos::subview(m_firsts, ring_part));
-    }
-    detail::fence(exec, "kvzap::compact: the kept rows decide which pages are written");
-    Kokkos::deep_copy(m_host_kept_counts, m_kept_counts);
-    const auto host = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, m_firsts);
-    for (int h = 0; h < heads; ++h) first[h] = host(h);
-  } else if constexpr (detail::runs_on_host) {
-    for (int h = 0; h < heads; ++h) {
-      std::int64_t unused = 0;
-      m_host_kept_counts(h) =
-          detail::list_flagged(keep, h, layer.retained(h), m_kept.data() + h * longest, first[h]);
-      m_host_kept_counts(heads + h) =
-          detail::list_flagged(keep_of_ring, h, ring_step.exits,
-                               m_kept.data() + ring_kept_at + h * ring_step.exits, unused);
-    }
-  }
-
-  // Pages that are written but held by another list too are replaced; the others are written in
-  // place.
-  CompactCounts counts;
-  std::vector<std::vector<PageId>> lists(layer.pages);
-  std::vector<std::int64_t> written_from(heads);
-  std::size_t missing = 0;
-  std::size_t widest = 0;
-  std::int64_t most_of_ring = 0;
-  const auto is_replaced = [&](int head, std::size_t page) {
-    return page >= layer.pages[head].size() || m_pool.reference_count(layer.pages[head][page]) > 1;
-  };
-  for (int h = 0; h < heads; ++h) {
-    const std::int64_t kept = m_host_kept_counts(h);
-    const std::int64_t from_ring = with_ring ? m_host_kept_counts(heads + h) : 0;
-    counts.judged += layer.retained(h) + ring_step.exits;
-    counts.evicted += layer.retained(h) - kept + ring_step.exits - from_ring;
-    counts.moved += kept - first[h] + from_ring;
-    most_of_ring = std::max(most_of_ring, from_ring);
-    written_from[h] = first[h];
-    lists[h].resize((kept + from_ring + page_rows - 1) / page_rows);
-    widest = std::max(widest, lists[h].size());
-    if (kept + from_ring == first[h]) continue;  // nothing is written
-    for (std::size_t p = first[h] / page_rows; p < lists[h].size(); ++p) {
-      missing += is_replaced(h, p) ? 1 : 0;
-    }
-  }
-  if (counts.evicted == 0 && !with_ring) return counts;
-  PageTable target_table;
-  typename PageTable::HostMirror host_table;
-  if (portable) {
-    target_table = allocate_view<PageTable>("kvzap::compact::page_table", std::size_t(heads),
-                                            std::max<std::size_t>(widest, 1));
-    host_table = Kokkos::create_mirror_view(target_table);
-  }
-  widen_table(exec, sequence, widest);
-  stock_up(exec, missing);
-
-  for (int h = 0; h < heads; ++h) {
-    const std::int64_t kept = m_host_kept_counts(h);
-    const std::int64_t from_ring = with_ring ? m_host_kept_counts(heads + h) : 0;
-    if (kept + from_ring == first[h]) continue;
-    for (std::size_t p = first[h] / page_rows; p < lists[h].size(); ++p) {
-      if (!is_replaced(h, p)) continue;
-      lists[h][p] = m_fresh.back();
-      m_fresh.pop_back();
-    }
-    const std::int64_t p = first[h] / page_rows;
-    if (first[h] % page_rows == 0 || lists[h][p] == layer.pages[h][p]) continue;
-    // The rows before the first evicted one.
-    copy_page(exec, layer.pages[h][p], lists[h][p]);
-  }
-
-  const detail::RingRef<Value> ring{layer.ring.data(), layer.ring_scores.data()};
-  if (portable) {
-    for (int h = 0; h < heads; ++h) {
-      for (std::size_t p = 0; p < lists[h].size(); ++p) host_table(h, p) = lists[h][p];
-    }
-    Kokkos::deep_copy(exec, target_table, host_table);
-    const auto addresses = m_pool.addresses(exec);
-    const auto kept_counts = Kokkos::subview(m_kept_counts, pages_part);
-    if (longest > 0) {
-      const auto own = std::make_pair(layer.first_head, layer.first_head + heads);
-      detail::compact_columns<Value, order>(
-          exec, heads, m_shape.page_rows, dim, m_kept, Kokkos::subview(m_begins, pages_part),
-          kept_counts, addresses, m_pool.note_addresses(),
-          Kokkos::subview(sequence.table, own, Kokkos::ALL), target_table);
-    }
-    if (most_of_ring > 0) {
-      detail::admit<Value, order>(exec, ring_step, most_of_ring, ring, {}, {}, {}, ring_kept,
-                                  Kokkos::subview(m_begins, ring_part),
-                                  Kokkos::subview(m_kept_counts, ring_part), kept_counts, addresses,
-                                  m_pool.note_addresses(), target_table);
-    }
-    detail::fence(exec, "kvzap::compact: the pages that rows have left can be taken by others");
-  } else if constexpr (detail::runs_on_host) {
-    std::int64_t moved = 0;
-    for (int h = 0; h < heads; ++h) moved += m_host_kept_counts(h) - first[h];
-    const detail::PageLists targets{&m_pool, &lists};
-    detail::compact_on_host<Value, order>(
-        exec, heads, detail::Block<order>{m_shape.page_rows, dim}, moved, longest, m_kept.data(),
-        first.data(), m_host_kept_counts.data(), detail::PageLists{&m_pool, &layer.pages}, targets);
-    if (most_of_ring > 0) {
-      detail::admit_on_host<Value, order>(
-          exec, ring_step, ring, {}, {}, {}, m_kept.data() + ring_kept_at,
-          m_host_kept_counts.data() + heads, m_host_kept_counts.data(), targets);
-    }
-  }
-
-  for (int h = 0; h < heads; ++h) {
-    for (std::size_t p = 0; p < layer.pages[h].size(); ++p) {
-      const bool stays = p < lists[h].size() && lists[h][p] == layer.pages[h][p];
-      if (!stays) m_pool.release(layer.pages[h][p]);
-    }
-    layer.retained(h) = m_host_kept_counts(h) + (with_ring ? m_host_kept_counts(heads + h) : 0);
-  }
-  layer.pages.swap(lists);
-  if (with_ring) layer.ring_first = layer.tokens;
-  note_releases(exec);
-  for (int h = 0; h < heads; ++h) write_entries(sequence, layer, h, 0);
-  upload_table(exec, sequence, layer);
-  upload_lengths(exec, layer);
-  return counts;
+  return Rearrangement(*this, exec, sequence, layer, keep, keep_of_ring).run();
 }
 
-// Replaces pages of a layer that other lists hold too by own copies.
+// Replaces pages of a layer that other lists share by own copies.
 template <class Value, PageOrder order>
 void KVCache<Value, order>::own_pages(const ExecutionSpace& exec, Sequence& sequence,
                                       int layer_index) {
@@ -394,14 +407,15 @@ void KVCache<Value, order>::own_pages(const ExecutionSpace& exec, Sequence& sequ
     for (PageId page : list) shared += m_pool.reference_count(page) > 1 ? 1 : 0;
   }
   if (shared == 0) return;
-  detail::or_out_of_memory("own pages", 0, m_pool, [&] { stock_up(exec, shared); });
+  PageLoan loan(*this);
+  detail::or_out_of_memory("own pages", 0, m_pool, [&] { loan.take(exec, shared); });
   for (std::size_t h = 0; h < layer.pages.size(); ++h) {
     for (PageId& page : layer.pages[h]) {
       if (m_pool.reference_count(page) == 1) continue;
-      copy_page(exec, page, m_fresh.back());
-      m_pool.release(page);
-      page = m_fresh.back();
-      m_fresh.pop_back();
+      const PageId own = loan.next();
+      copy_page(exec, page, own);
+      m_pool.release(std::exchange(page, own));
+      loan.keep_last();
     }
     write_entries(sequence, layer, static_cast<int>(h), 0);
   }

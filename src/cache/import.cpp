@@ -119,7 +119,10 @@ void KVCache<Value, order>::import_layer(const ExecutionSpace& exec, SequenceId 
   }
   settle(sequence);
   enter(exec, sequence);
+  PageLoan loan(*this, layer_index);
+  m_work->called.clear();
   detail::or_out_of_memory("an import", 0, m_pool, [&] {
+    m_work->called.push_back(&sequence);
     std::size_t missing = 0;
     std::size_t longest = 0;
     for (int h = 0; h < heads; ++h) {
@@ -128,16 +131,17 @@ void KVCache<Value, order>::import_layer(const ExecutionSpace& exec, SequenceId 
       longest = std::max(longest, needs.listed);
     }
     widen_table(exec, sequence, longest);
-    stock_up(exec, missing);
+    loan.take(exec, missing);
   });
   for (int h = 0; h < heads; ++h) {
-    take_pages(exec, sequence, layer_index, h, rows[h] - in_ring, m_fresh);
+    take_pages(exec, sequence, layer_index, h, rows[h] - in_ring, loan, false);
     write_entries(sequence, layer, h, 0);
   }
+  upload_table(exec, sequence, layer);
+  loan.commit();
   layer.tokens = tokens;
   layer.ring_first = ring_first;
   for (int h = 0; h < heads; ++h) layer.retained(h) = rows[h] - in_ring;
-  upload_table(exec, sequence, layer);
   upload_lengths(exec, layer);
 }
 

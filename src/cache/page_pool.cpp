@@ -7,7 +7,7 @@
 #include "base/huge_pages.hpp"
 #include "base/kokkos_compat.hpp"
 #include "base/scratch.hpp"
-#include "cache/instances.hpp"
+#include "cache/instance_order.hpp"
 #ifdef __GLIBC__
 #include <malloc.h>
 #endif

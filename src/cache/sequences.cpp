@@ -32,7 +32,8 @@ KVCache<Value, order>::KVCache(const CacheShape& shape, MemoryMeter* meter, std:
     : m_shape(checked(shape)),
       m_meter(meter),
       m_pool(2 * sizeof(Value) * m_shape.page_rows * m_shape.head_dim, meter, limit,
-             (sizeof(std::int32_t) + sizeof(float)) * m_shape.page_rows) {}
+             (sizeof(std::int32_t) + sizeof(float)) * m_shape.page_rows),
+      m_work(std::make_unique<Workspace>()) {}
 
 template <class Value, PageOrder order>
 KVCache<Value, order>::~KVCache() {}  // NOLINT(modernize-use-equals-default): is instantiated below

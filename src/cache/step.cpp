@@ -1,19 +1,122 @@
-// The transaction around a step: memory for all layers first, and the way back.
+// Steps: all memory is taken before the first append, and cancel_step undoes the appends.
 #include "cache/cache_impl.hpp"
 
 namespace kvzap {
+
+// Notes the state of a step's sequences and takes all that its appends need.
+template <class Value, PageOrder order>
+class KVCache<Value, order>::StepPreparation {
+ public:
+  StepPreparation(KVCache& cache, const ExecutionSpace& exec)
+      : m_cache(cache),
+        m_work(*cache.m_work),
+        m_exec(exec),
+        m_layers(static_cast<int>(cache.m_shape.heads.size())) {}
+
+  void run(const std::vector<StepSpan>& spans) {
+    const std::size_t n = spans.size();
+    if (m_cache.m_step.size() < n) m_cache.m_step.resize(n);
+    for (std::size_t i = 0; i < n; ++i) {
+      note(m_cache.m_step[i], *m_work.called[i], spans[i]);
+      add_pages(m_cache.m_step[i], *m_work.called[i]);
+    }
+    reserve_lists(n);
+    detail::reserve_room(m_work.append_steps, n);
+    detail::reserve_room(m_cache.m_replaced, m_shared);
+    detail::reserve_room(m_work.lent, m_missing);
+    detail::reserve_scratch(m_cache.m_saved, 2 * m_saved * m_cache.m_shape.head_dim,
+                            "kvzap::cache::saved");
+    detail::reserve_scratch(m_cache.m_saved_scores, m_saved, "kvzap::cache::saved_scores");
+    if (detail::uses_device_kernels()) m_cache.reserve_args(n);
+    detail::reserve_room(m_cache.m_stock, m_missing);
+    PageLoan loan(m_cache);
+    loan.take(m_exec, m_missing);
+    m_cache.m_stock.assign(m_work.fresh.begin(), m_work.fresh.end());
+    m_work.fresh.clear();
+  }
+
+ private:
+  void note(StepState& state, const Sequence& sequence, const StepSpan& span) {
+    state.id = span.sequence;
+    state.rows = span.tokens;
+    state.reserved = true;
+    state.tokens.resize(m_layers);
+    state.ring_first.resize(m_layers);
+    state.retained.assign(sequence.retained.data(),
+                          sequence.retained.data() + sequence.retained.extent(0));
+    state.total = sequence.total;
+    state.collected = sequence.collected;
+    state.saved_rows = 0;
+    for (int l = 0; l < m_layers; ++l) {
+      const detail::AppendStep step = m_cache.step_of(sequence.layers[l], l, state.rows);
+      state.tokens[l] = step.old_tokens;
+      state.ring_first[l] = step.ring_first;
+      if (step.heads == 0) continue;
+      state.saved_rows = std::max(state.saved_rows, std::min(step.exits, step.in_ring));
+      if (step.exits > m_cache.m_shape.window) state.reserved = false;
+    }
+    state.first_saved = m_saved;
+    m_saved += state.saved_rows * m_cache.all_heads();
+  }
+
+  void add_pages(const StepState& state, Sequence& sequence) {
+    std::size_t longest = 0;
+    for (int l = 0; l < m_layers; ++l) {
+      LayerStore& layer = sequence.layers[l];
+      const std::int64_t exits = m_cache.step_of(layer, l, state.rows).exits;
+      if (exits == 0) continue;
+      for (int h = 0; h < m_cache.m_shape.heads[l]; ++h) {
+        if (!state.reserved) {
+          m_shared += m_cache.shares_last_page(layer, h) ? 1 : 0;
+          continue;
+        }
+        const PageNeeds needs = m_cache.list_room(layer, h, exits);
+        m_shared += needs.shares_last ? 1 : 0;
+        m_missing += needs.missing;
+        longest = std::max(longest, needs.listed);
+      }
+    }
+    m_cache.widen_table(m_exec, sequence, longest);
+  }
+
+  // Room to list the kept rows of the layer with the most.
+  void reserve_lists(std::size_t n) {
+    std::int64_t most_exits = 0;
+    std::int64_t most_heads = 0;
+    for (int l = 0; l < m_layers; ++l) {
+      std::int64_t exits = 0;
+      for (std::size_t i = 0; i < n; ++i) {
+        exits += m_cache.step_of(m_work.called[i]->layers[l], l, m_cache.m_step[i].rows).exits;
+      }
+      most_exits = std::max(most_exits, exits * m_cache.m_shape.heads[l]);
+      most_heads = std::max<std::int64_t>(most_heads, m_cache.m_shape.heads[l]);
+    }
+    if (most_exits > 0) {
+      m_work.kept.reserve(most_exits, static_cast<std::int64_t>(n) * (most_heads + 1));
+    }
+  }
+
+  KVCache& m_cache;
+  Workspace& m_work;
+  const ExecutionSpace& m_exec;
+  int m_layers;
+  std::size_t m_missing = 0;  // pages
+  std::size_t m_shared = 0;   // pages that need a copy
+  std::int64_t m_saved = 0;   // rows, of all heads
+};
 
 template <class Value, PageOrder order>
 void KVCache<Value, order>::begin_step(const ExecutionSpace& exec,
                                        const std::vector<StepSpan>& spans) {
   if (m_in_step) throw Error("cache begin_step: the step before has not been ended");
   ++m_calls;
-  m_called.clear();
+  std::vector<Sequence*>& called = m_work->called;
+  called.clear();
   detail::or_out_of_memory("a step", 0, m_pool,
-                           [&] { detail::reserve_room(m_called, spans.size()); });
+                           [&] { detail::reserve_room(called, spans.size()); });
   for (const StepSpan& span : spans) {
     Sequence& sequence = sequence_at(span.sequence);
-    m_called.push_back(&sequence);
+    called.push_back(&sequence);
     if (sequence.call == m_calls) {
       throw Error(fmt::format("cache begin_step: sequence {} twice in one step", span.sequence));
     }
@@ -23,90 +126,14 @@ void KVCache<Value, order>::begin_step(const ExecutionSpace& exec,
           fmt::format("cache begin_step: {} tokens for sequence {}", span.tokens, span.sequence));
     }
   }
-  for (Sequence* sequence : m_called) {
+  for (Sequence* sequence : called) {
     settle(*sequence);
     enter(exec, *sequence);
   }
-
-  const std::size_t n = spans.size();
-  const int n_layers = static_cast<int>(m_shape.heads.size());
   m_stock.clear();
-  try {
-    detail::or_out_of_memory("a step", 0, m_pool, [&] {
-      std::size_t missing = 0;
-      std::size_t shared = 0;
-      std::int64_t saved = 0;
-      if (m_step.size() < n) m_step.resize(n);
-      for (std::size_t i = 0; i < n; ++i) {
-        Sequence& sequence = *m_called[i];
-        StepState& state = m_step[i];
-        state.id = spans[i].sequence;
-        state.rows = spans[i].tokens;
-        state.reserved = true;
-        state.tokens.resize(n_layers);
-        state.ring_first.resize(n_layers);
-        state.retained.assign(sequence.retained.data(),
-                              sequence.retained.data() + sequence.retained.extent(0));
-        state.total = sequence.total;
-        state.collected = sequence.collected;
-        state.saved_rows = 0;
-        for (int l = 0; l < n_layers; ++l) {
-          const detail::AppendStep step = step_of(sequence.layers[l], l, state.rows);
-          state.tokens[l] = step.old_tokens;
-          state.ring_first[l] = step.ring_first;
-          if (step.heads == 0) continue;
-          state.saved_rows = std::max(state.saved_rows, std::min(step.exits, step.in_ring));
-          if (step.exits > m_shape.window) state.reserved = false;
-        }
-        state.first_saved = saved;
-        saved += state.saved_rows * all_heads();
-        std::size_t longest = 0;
-        for (int l = 0; l < n_layers; ++l) {
-          LayerStore& layer = sequence.layers[l];
-          const std::int64_t exits = step_of(layer, l, state.rows).exits;
-          if (exits == 0) continue;
-          for (int h = 0; h < m_shape.heads[l]; ++h) {
-            if (!state.reserved) {
-              shared += shares_last_page(layer, h) ? 1 : 0;
-              continue;
-            }
-            const PageNeeds needs = list_room(layer, h, exits);
-            shared += needs.shares_last ? 1 : 0;
-            missing += needs.missing;
-            longest = std::max(longest, needs.listed);
-          }
-        }
-        widen_table(exec, sequence, longest);
-      }
-      std::int64_t most_exits = 0;
-      std::int64_t most_heads = 0;
-      for (int l = 0; l < n_layers; ++l) {
-        std::int64_t exits = 0;
-        for (std::size_t i = 0; i < n; ++i) {
-          exits += step_of(m_called[i]->layers[l], l, m_step[i].rows).exits;
-        }
-        most_exits = std::max(most_exits, exits * m_shape.heads[l]);
-        most_heads = std::max<std::int64_t>(most_heads, m_shape.heads[l]);
-      }
-      if (most_exits > 0) {
-        reserve_kept(most_exits, static_cast<std::int64_t>(n) * (most_heads + 1));
-      }
-      detail::reserve_room(m_append_steps, n);
-      detail::reserve_room(m_replaced, shared);
-      detail::reserve_scratch(m_saved, 2 * saved * m_shape.head_dim, "kvzap::cache::saved");
-      detail::reserve_scratch(m_saved_scores, saved, "kvzap::cache::saved_scores");
-      if (detail::uses_device_kernels()) reserve_args(n);
-      m_pool.allocate(missing, m_stock);
-      m_pool.addresses(exec);
-    });
-  } catch (...) {
-    for (PageId page : m_stock) m_pool.release(page);
-    m_stock.clear();
-    throw;
-  }
-  std::reverse(m_stock.begin(), m_stock.end());
-  for (std::size_t i = 0; i < n; ++i) m_called[i]->step = static_cast<int>(i);
-  m_n_step = n;
+  detail::or_out_of_memory("a step", 0, m_pool, [&] { StepPreparation(*this, exec).run(spans); });
+  for (std::size_t i = 0; i < spans.size(); ++i) called[i]->step = static_cast<int>(i);
+  m_n_step = spans.size();
   m_in_step = true;
 }
 
@@ -131,40 +158,36 @@ void KVCache<Value, order>::close_step() {
   m_in_step = false;
 }
 
+// Returns rings and lengths of a sequence to its state before the step.
+template <class Value, PageOrder order>
+void KVCache<Value, order>::bring_back(const StepState& state, Sequence& sequence) {
+  const auto& mover = detail::row_mover<Value, order>();
+  for (std::size_t l = 0; l < sequence.layers.size(); ++l) {
+    LayerStore& layer = sequence.layers[l];
+    const std::int64_t appended = layer.tokens - state.tokens[l];
+    layer.tokens = state.tokens[l];
+    layer.ring_first = state.ring_first[l];
+    detail::SpanRows<Value> rows;
+    rows.step = step_of(layer, static_cast<int>(l), appended);
+    rows.ring = {layer.ring.data(), layer.ring_scores.data()};
+    const std::int64_t first = state.first_saved + layer.first_head * state.saved_rows;
+    const detail::SavedRows<Value> saved{m_saved.data() + 2 * first * m_shape.head_dim,
+                                         m_saved_scores.data() + first, state.saved_rows,
+                                         std::min(rows.step.exits, rows.step.in_ring)};
+    if (saved.count > 0 && rows.step.heads > 0) mover.save(*sequence.last, rows, saved, true);
+    for (std::size_t h = 0; h < layer.pages.size(); ++h) {
+      layer.retained(h) = state.retained[layer.first_head + h];
+    }
+  }
+  sequence.total = state.total;
+  sequence.collected = state.collected;
+}
+
 template <class Value, PageOrder order>
 void KVCache<Value, order>::cancel_step() {
   if (!m_in_step) throw Error("cache cancel_step: no step was begun");
-  const bool portable = detail::use_portable_path();
   for (std::size_t i = 0; i < m_n_step; ++i) settle(m_step[i].id);
-  for (std::size_t i = 0; i < m_n_step; ++i) {
-    const StepState& state = m_step[i];
-    Sequence& sequence = sequence_at(state.id);
-    const ExecutionSpace& exec = *sequence.last;
-    for (std::size_t l = 0; l < sequence.layers.size(); ++l) {
-      LayerStore& layer = sequence.layers[l];
-      const std::int64_t appended = layer.tokens - state.tokens[l];
-      layer.tokens = state.tokens[l];
-      layer.ring_first = state.ring_first[l];
-      detail::AppendStep step = step_of(layer, static_cast<int>(l), appended);
-      const detail::RingRef<Value> ring{layer.ring.data(), layer.ring_scores.data()};
-      const std::int64_t first = state.first_saved + layer.first_head * state.saved_rows;
-      const detail::SavedRows<Value> saved{m_saved.data() + 2 * first * m_shape.head_dim,
-                                           m_saved_scores.data() + first, state.saved_rows,
-                                           std::min(step.exits, step.in_ring)};
-      if (saved.count > 0 && step.heads > 0) {
-        if (portable) {
-          detail::save<Value, order>(exec, step, ring, saved, true);
-        } else if constexpr (detail::runs_on_host) {
-          detail::save_on_host<Value, order>(step, ring, saved, true);
-        }
-      }
-      for (std::size_t h = 0; h < layer.pages.size(); ++h) {
-        layer.retained(h) = state.retained[layer.first_head + h];
-      }
-    }
-    sequence.total = state.total;
-    sequence.collected = state.collected;
-  }
+  for (std::size_t i = 0; i < m_n_step; ++i) bring_back(m_step[i], sequence_at(m_step[i].id));
   for (const Replaced& replaced : m_replaced) {
     LayerStore& layer = sequence_at(m_step[replaced.step].id).layers[replaced.layer];
     PageId& page = layer.pages[replaced.head][layer.retained(replaced.head) / m_shape.page_rows];

@@ -9,10 +9,10 @@
 #include <numeric>
 
 #include "base/device_kernels.hpp"
-#include "base/instantiate.hpp"
 #include "base/kokkos_compat.hpp"
 #include "base/scratch.hpp"
 #include "base/stopwatch.hpp"
+#include "base/value_types.hpp"
 #include "engine/policy_layer.hpp"
 #include "engine/step_kernels.hpp"
 #include "linalg/gemm.hpp"

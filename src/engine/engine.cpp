@@ -9,8 +9,8 @@
 #include <numeric>
 #include <optional>
 
-#include "base/instantiate.hpp"
 #include "base/stopwatch.hpp"
+#include "base/value_types.hpp"
 #include "engine/agree_on_memory.hpp"
 #include "engine/check_options.hpp"
 #include "engine/fork_writing.hpp"

@@ -5,8 +5,8 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
-#include "base/instantiate.hpp"
 #include "base/json_file.hpp"
+#include "base/value_types.hpp"
 #include "engine/watching.hpp"
 
 namespace kvzap {

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cfloat>
 
-#include "base/instantiate.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/value_types.hpp"
 
 namespace kvzap {
 

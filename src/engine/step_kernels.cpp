@@ -5,9 +5,9 @@
 
 #include "base/device_kernels.hpp"
 #include "base/host_threads.hpp"
-#include "base/instantiate.hpp"
 #include "base/kokkos_compat.hpp"
 #include "base/team.hpp"
+#include "base/value_types.hpp"
 #include "linalg/host/row_kernels.hpp"
 
 namespace kvzap::detail {

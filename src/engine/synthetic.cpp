@@ -1,7 +1,7 @@
 #include <fmt/format.h>
 
-#include "base/instantiate.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/value_types.hpp"
 
 #include <algorithm>
 #include <cmath>

@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "base/instantiate.hpp"
 #include "base/temporary_file.hpp"
+#include "base/value_types.hpp"
 
 namespace kvzap::detail {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <kvzap/engine/snapshot.hpp>
 
-#include "base/instantiate.hpp"
+#include "base/value_types.hpp"
 
 namespace kvzap {
 namespace {

@@ -14,9 +14,9 @@
 #include <vector>
 
 #include "base/crc32c.hpp"
-#include "base/instantiate.hpp"
 #include "base/kokkos_compat.hpp"
 #include "base/quote.hpp"
+#include "base/value_types.hpp"
 #include "cache/raw_rows.hpp"
 #include "io/snapshot_file.hpp"
 #include "io/snapshot_rows.hpp"

@@ -17,8 +17,8 @@
 #include <vector>
 
 #include "base/crc32c.hpp"
-#include "base/instantiate.hpp"
 #include "base/temporary_file.hpp"
+#include "base/value_types.hpp"
 #include "io/snapshot_describe.hpp"
 #include "io/snapshot_heads.hpp"
 #include "io/snapshot_structure.hpp"

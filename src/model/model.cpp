@@ -3,7 +3,7 @@
 #include <kvzap/model/model.hpp>
 #include <kvzap/model/safetensors.hpp>
 
-#include "base/instantiate.hpp"
+#include "base/value_types.hpp"
 #include "model/weights.hpp"
 
 namespace kvzap {

@@ -8,8 +8,8 @@
 
 #include "base/host_threads.hpp"
 #include "base/huge_pages.hpp"
-#include "base/instantiate.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/value_types.hpp"
 #include "linalg/gemm.hpp"
 #include "linalg/host/row_kernels.hpp"
 

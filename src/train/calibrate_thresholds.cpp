@@ -8,7 +8,7 @@
 #include <numeric>
 #include <utility>
 
-#include "base/instantiate.hpp"
+#include "base/value_types.hpp"
 
 namespace kvzap {
 namespace {

@@ -5,10 +5,10 @@
 #include <cstring>
 #include <kvzap/lab/collect.hpp>
 
-#include "base/instantiate.hpp"
 #include "base/kokkos_compat.hpp"
 #include "base/scratch.hpp"
 #include "base/stopwatch.hpp"
+#include "base/value_types.hpp"
 #include "engine/watching.hpp"
 #include "linalg/gemm.hpp"
 #include "policy/output_norms.hpp"

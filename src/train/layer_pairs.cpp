@@ -5,8 +5,8 @@
 #include <algorithm>
 
 #include "base/huge_pages.hpp"
-#include "base/instantiate.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/value_types.hpp"
 #include "train/pair_rows.hpp"
 
 namespace kvzap::detail {

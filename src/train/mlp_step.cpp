@@ -4,8 +4,8 @@
 #include <string>
 
 #include "base/huge_pages.hpp"
-#include "base/instantiate.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/value_types.hpp"
 
 namespace kvzap::detail {
 namespace {

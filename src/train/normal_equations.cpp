@@ -6,8 +6,8 @@
 #include "base/device_kernels.hpp"
 #include "base/host_threads.hpp"
 #include "base/huge_pages.hpp"
-#include "base/instantiate.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/value_types.hpp"
 #include "linalg/host/row_kernels.hpp"
 #include "train/lapack.hpp"
 

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "base/instantiate.hpp"
+#include "base/value_types.hpp"
 
 namespace kvzap::detail {
 

@@ -4,8 +4,8 @@
 #include <cmath>
 #include <kvzap/lab/collect.hpp>
 
-#include "base/instantiate.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/value_types.hpp"
 #include "engine/watching.hpp"
 #include "model/safetensors_writer.hpp"
 #include "policy/query_statistics.hpp"

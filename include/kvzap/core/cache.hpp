@@ -1,10 +1,11 @@
-// The ragged key-value cache: per sequence, layer and KV head a ring of the most recent rows, and
-// pages of the retained rows among older ones.
+// The ragged key-value cache. Each sequence, layer and KV head has a ring of the most recent rows
+// and pages of the older rows that were retained.
 #pragma once
 
 #include <kvzap/core/eviction.hpp>
 #include <kvzap/core/page_pool.hpp>
 #include <map>
+#include <memory>
 #include <optional>
 #include <set>
 #include <vector>
@@ -22,24 +23,24 @@ struct CacheShape {
   int page_rows = 64;
 };
 
-/// Names a sequence of a cache; never used twice.
+/// Identifies a sequence of a cache. An id is never used twice.
 using SequenceId = int;
 
-/// One layer of one sequence as attention reads it. A head's rows are its ring rows and its
-/// retained rows; their order does not matter to attention, and every pair of each row's key and
-/// value is found through span.
+/// One layer of one sequence as attention kernels read it. A head has retained rows in pages and
+/// rows in its ring. Their order does not matter to attention. Kernels find every row's key and
+/// value through span().
 template <class Value, PageOrder order>
 struct RaggedLayer {
-  // By page id: a page's keys, behind which are its values; and its rows' positions (int32), behind
-  // which are their scores (float).
+  // By page id: the address of a page's keys, followed by its values; and of its rows' positions
+  // (int32), followed by their scores (float).
   Kokkos::View<const std::uintptr_t*, MemorySpace> addresses;
   Kokkos::View<const std::uintptr_t*, MemorySpace> note_addresses;
   Kokkos::View<const PageId**, Kokkos::LayoutRight, MemorySpace> page_table;  // (head, page)
   Kokkos::View<const std::int64_t*, MemorySpace> retained;                    // (head)
   Kokkos::View<const Value**, Kokkos::LayoutRight, MemorySpace> ring;  // (head, 2 * window * dim)
   std::int64_t tokens = 0;                                             // appended so far
-  // The ring holds no position below this: 0, or the tokens when `evict` last emptied it. Position
-  // p has ring slot (p - ring_first) % window, so that slots 0 … ring_rows() - 1 are in use.
+  // The ring holds no position below this: 0, or the number of tokens when `evict` last emptied it.
+  // Position p has ring slot (p - ring_first) % window: slots 0 … ring_rows() - 1 are in use.
   std::int64_t ring_first = 0;
   int heads = 0;
   int window = 1;
@@ -63,7 +64,7 @@ struct RaggedLayer {
   KOKKOS_INLINE_FUNCTION std::int64_t pages(int head) const {
     return (retained(head) + page_rows - 1) / page_rows;
   }
-  /// Spans 0 .. pages-1 are the pages, span `pages` is the ring (it may have no rows).
+  /// Spans 0 … pages - 1 are the pages; span `pages` is the ring, which may have no rows.
   KOKKOS_INLINE_FUNCTION Span span(int head, std::int64_t index) const {
     const bool is_ring = index == pages(head);
     const int capacity = is_ring ? window : page_rows;
@@ -78,42 +79,43 @@ struct RaggedLayer {
   }
 };
 
-/// What the host knows of such a layer without waiting for kernels; those get the base alone.
+/// Such a layer with the bounds that the host knows without waiting for kernels. Kernels get the
+/// base alone.
 template <class Value, PageOrder order>
 struct CachedLayer : RaggedLayer<Value, order> {
-  /// (head): no head has more retained rows than this.
+  /// (head): an upper bound of its retained rows.
   Kokkos::View<const std::int64_t*, Kokkos::HostSpace> bounds;
 };
 
-/// What an append did, summed over this rank's heads of the layer.
+/// Counts of an append, summed over this rank's heads of the layer.
 struct AppendCounts {
-  std::int64_t judged = 0;      // pairs that a rule, or the caller's flags, decided upon
-  std::int64_t evicted = 0;     // of those, dropped
-  std::int64_t non_finite = 0;  // of those, kept although their score is NaN or infinite
+  std::int64_t judged = 0;   // pairs that a rule or the caller's flags decided on
+  std::int64_t evicted = 0;  // judged pairs that were dropped
+  std::int64_t non_finite =
+      0;  // judged pairs that were kept although their score is NaN or infinite
 };
 
-/// What a compaction did, summed over this rank's heads of the layer.
+/// Counts of a compaction or eviction, summed over this rank's heads of the layer.
 struct CompactCounts {
   std::int64_t judged = 0;      // rows before
-  std::int64_t evicted = 0;     // of those, gone
-  std::int64_t moved = 0;       // of those that stayed, the rows that now lie elsewhere
-  std::int64_t non_finite = 0;  // of those that stayed, the rows whose score is NaN or infinite;
-                                // counted by evict alone
+  std::int64_t evicted = 0;     // rows dropped
+  std::int64_t moved = 0;       // kept rows that now lie elsewhere
+  std::int64_t non_finite = 0;  // kept rows whose score is NaN or infinite; counted by evict alone
 };
 
-/// What one sequence gets of the rows of an append.
+/// The part of an append's rows that one sequence gets.
 struct AppendSpan {
   SequenceId sequence = -1;
-  /// Rows first_row … first_row + rows - 1 of keys and values, and such columns of scores.
+  /// Rows first_row … first_row + rows - 1 of keys and values, and the same columns of scores.
   std::int64_t first_row = 0;
   std::int64_t rows = 1;
   /// Judges the pairs that leave the ring.
   EvictionRule rule;
-  /// Whether the scores are these rows'; otherwise they have none (NaN).
+  /// Whether `scores` has scores of these rows. Otherwise their scores are NaN.
   bool scored = false;
 };
 
-/// How many tokens a step is to append to a sequence, in every layer.
+/// The tokens that a step appends to one sequence, in every layer.
 struct StepSpan {
   SequenceId sequence = -1;
   std::int64_t tokens = 1;
@@ -132,29 +134,33 @@ constexpr std::size_t ring_row_bytes(int head_dim, std::size_t value_bytes) {
 struct CacheBytes {
   std::size_t live = 0;       // keys and values of rows that attention can see
   std::size_t allocated = 0;  // pages of the pool, in use or free, and rings
-  std::size_t returned = 0;   // handed back to the system by trim
+  std::size_t returned = 0;   // returned to the system by trim
 };
 
 namespace detail {
 struct AppendStep;
-}
+struct PagesRef;
+}  // namespace detail
 
 /// A cache of any number of sequences that share one page pool.
 ///
-/// Rows arrive in order of position, 0, 1, 2, …; the row at position p stays in the ring until
-/// `window` newer ones have arrived, and then is admitted to its head's pages or dropped: it is
-/// judged once and moves at most once. Keys are stored as they come (after RoPE at their own
-/// position). The score of a row stays with it: in place beside the ring, then in its page.
+/// Rows arrive in order of position: 0, 1, 2, …. A row stays in the ring until `window` newer rows
+/// have arrived. Then it is judged, once, and either moves into a page of its head or is dropped.
+/// Keys are stored as they arrive (after RoPE at their own position). A row's score stays with it:
+/// beside the ring, then in its page.
 ///
-/// Execution-space instances: a function that takes one does its work there, after all that the
-/// cache did for the sequence on another one (it waits for that one if it has to) and before
-/// pages that it frees are written on another one. Kernels of the caller that read a layer are
-/// ordered with all this if they run on the instance of the next call for the sequence. A function
-/// that takes none uses ExecutionSpace().
+/// No function communicates: every rank has its own part.
 ///
-/// A function that throws leaves the cache as it was.
+/// Execution-space instances: a function that takes an instance runs its kernels there. They run
+/// after all that the cache did for the sequence on other instances (the function waits for those
+/// if necessary), and pages that it frees are not written on another instance before. Kernels of
+/// the caller that read a layer must run on the instance of the next call for the sequence. A
+/// function that takes no instance uses ExecutionSpace().
 ///
-/// Value: float, half or bfloat16. order: how the rows of a page, and of the ring, lie in memory.
+/// A function that throws leaves the cache unchanged. Every function throws Error for an unknown
+/// sequence, layer or head.
+///
+/// Value: float, half or bfloat16. order: how the rows of a page and of the ring lie in memory.
 template <class Value, PageOrder order>
 class KVCache {
  public:
@@ -166,138 +172,145 @@ class KVCache {
   using PositionsOut = Kokkos::View<std::int64_t**, Kokkos::LayoutStride, MemorySpace>;
   using Layer = CachedLayer<Value, order>;
 
-  /// `limit`: see set_limit. Throws Error if an extent of the shape is not positive (a rank may own
-  /// no head of a layer).
+  /// Makes an empty cache. `meter`, if given, outlives it. `limit`: see set_limit. Throws Error if
+  /// an extent of the shape is not positive (a rank may own no head of a layer).
   explicit KVCache(const CacheShape& shape, MemoryMeter* meter = nullptr, std::size_t limit = 0);
   ~KVCache();
   KVCache(const KVCache&) = delete;
   KVCache& operator=(const KVCache&) = delete;
 
-  /// An empty sequence. Throws OutOfMemory; as with fork, the call has used up an id even then, so
-  /// that ids stay the same on ranks that make the same calls, whichever of them has no memory.
+  /// Adds an empty sequence. Throws OutOfMemory. A failed call uses up an id too, as does a failed
+  /// fork: ranks that make the same calls get the same ids, whichever of them has no memory.
   SequenceId add_sequence();
-  /// A second sequence with the same content: pages are shared (and copied when one of the two has
-  /// to write into them), rings are copied. Throws OutOfMemory.
+  /// Adds a second sequence with the same content. The two share pages, which are copied when one
+  /// of them writes into them; rings are copied. Throws OutOfMemory.
   SequenceId fork(const ExecutionSpace& exec, SequenceId source);
   /// fork on ExecutionSpace().
   SequenceId fork(SequenceId source) { return fork(ExecutionSpace(), source); }
-  /// Frees the sequence; its pages are reusable at once.
+  /// Frees the sequence. Its pages are reusable at once.
   void free_sequence(const ExecutionSpace& exec, SequenceId sequence);
   /// free_sequence on ExecutionSpace().
   void free_sequence(SequenceId sequence) { free_sequence(ExecutionSpace(), sequence); }
 
-  /// Pages and rings together take at most so many bytes from now on; 0: no limit.
+  /// Limits pages and rings together to `bytes` from now on (0: no limit).
   void set_limit(std::size_t bytes) { m_pool.set_limit(bytes); }
 
-  /// Begins a step that appends spans[i].tokens rows to every layer of spans[i].sequence, each
-  /// sequence once, by any number of calls of append and append_deferred per layer. Memory that
-  /// these need is taken now, for all layers: in the step no append can fail for want of it, unless
-  /// more than `window` rows per head leave a sequence's ring; for such a span append takes pages
-  /// when it knows how many rows stay, as append_kept always does. Until end_step or cancel_step
-  /// the sequences cannot be forked, freed, checkpointed, restored, compacted or evicted from.
-  /// Throws OutOfMemory; Error within another step, or for spans that make no sense.
+  /// Begins a step, which appends spans[i].tokens rows to every layer of spans[i].sequence.
+  ///
+  /// Each sequence occurs once. A layer gets its rows by any number of calls of append,
+  /// append_deferred and append_kept. The step takes the memory of all layers now, so that no
+  /// append fails within the step. Exceptions: a span that moves more than `window` rows per head
+  /// out of a ring, and append_kept, take pages when the number of kept rows is known. Until
+  /// end_step or cancel_step the sequences cannot be forked, freed, checkpointed, restored,
+  /// compacted or evicted from. Throws OutOfMemory; Error within another step or for invalid spans.
   void begin_step(const ExecutionSpace& exec, const std::vector<StepSpan>& spans);
-  /// Ends the step; pages that were not needed are free. Does not wait.
+  /// Ends the step and frees the pages that it did not need. Does not wait.
   void end_step();
-  /// Ends the step with all of its sequences as they were when it began, whatever was appended.
+  /// Ends the step and returns its sequences to their state before it.
   void cancel_step();
-  /// Whether a step was begun and not ended.
+  /// Returns whether a step has begun and not ended.
   bool in_step() const { return m_in_step; }
 
-  /// Appends rows to every head of a layer of any number of sequences, each at most once.
-  /// keys, values: (row, head, dim). scores: (head, row), the log scores of the new pairs; may be
-  /// empty if no span has any (they then count as NaN, should they be judged). Every pair that
-  /// leaves a ring through this is judged by its span's rule, or admitted unjudged if the rule does
-  /// not judge. Returns the sum over spans. Throws Error on extents that do not fit, OutOfMemory,
-  /// with all sequences as they were.
+  /// Appends rows to every head of a layer, for any number of sequences, each at most once.
+  ///
+  /// keys, values: (row, head, dim). scores: (head, row), log scores of the new pairs; may be empty
+  /// if no span has scores. The span's rule judges every pair that leaves a ring through this call;
+  /// a rule that does not judge keeps all. Returns the counts of all spans. Throws Error for
+  /// extents that do not fit; OutOfMemory.
   AppendCounts append(const ExecutionSpace& exec, const std::vector<AppendSpan>& spans, int layer,
                       const RowsView& keys, const RowsView& values, const ScoresView& scores);
-  /// The same for all rows and one sequence; these are scored unless `scores` is empty.
+  /// Appends all rows to one sequence. They have scores unless `scores` is empty.
   AppendCounts append(const ExecutionSpace& exec, SequenceId sequence, int layer,
                       const RowsView& keys, const RowsView& values, const ScoresView& scores,
                       const EvictionRule& rule);
 
-  /// The rows of a sequence that has had none in this layer, of which keep(h, r), (head, row), says
-  /// whether row r of head h stays. Those that stay go straight into pages, with their positions
-  /// and scores, and the others are never copied. The ring is empty afterwards and begins anew, so
-  /// that no later append judges these rows. In a step the pages are taken when it is known how
-  /// many rows stay, beyond those that the step has. Returns all pairs as judged, and the scores of
-  /// those that stay as non-finite where they are; none are if `scores` is empty. Throws Error on
-  /// extents that do not fit or if the layer has had rows, OutOfMemory.
+  /// Appends the first rows of a layer, of which the caller's flags say which to keep.
+  ///
+  /// keep(h, r), (head, row): whether row r of head h stays. Kept rows go directly into pages, with
+  /// positions and scores; the others are never copied. Afterwards the ring is empty and begins
+  /// anew, so that no later append judges these rows. Within a step it takes the pages that the
+  /// step lacks. Returns all pairs as judged, and as non-finite the kept pairs with such scores
+  /// (none if `scores` is empty). Throws Error for extents that do not fit or if the layer has had
+  /// rows; OutOfMemory.
   AppendCounts append_kept(const ExecutionSpace& exec, SequenceId id, int layer,
                            const RowsView& keys, const RowsView& values, const ScoresView& scores,
                            const FlagsView& keep);
 
-  /// append of one token to each sequence, for devices: one kernel for all of them, and no wait for
-  /// `exec`. Heads that may need a page get it ahead, and the kernels alone know which rows they
-  /// kept, until collect, or any other function that needs the lengths of a sequence's heads,
-  /// brings that back. Where the last append of a sequence ran on another instance, that one is
-  /// waited for first.
+  /// Appends one token to each sequence with one kernel and without waiting, for devices.
+  ///
+  /// Heads that may need a page get it in advance. Only the kernels know which rows they kept,
+  /// until collect, or another function that needs the lengths of heads, brings the numbers to the
+  /// host. If the last append of a sequence ran on another instance, the call waits for that one.
+  /// Throws as append does.
   void append_deferred(const ExecutionSpace& exec, const std::vector<AppendSpan>& spans, int layer,
                        const RowsView& keys, const RowsView& values, const ScoresView& scores);
-  /// The same for one sequence, whose token is scored unless `scores` is empty.
+  /// The same for one sequence. The token has a score unless `scores` is empty.
   void append_deferred(const ExecutionSpace& exec, SequenceId sequence, int layer,
                        const RowsView& keys, const RowsView& values, const ScoresView& scores,
                        const EvictionRule& rule);
-  /// Waits, once, for what append_deferred has launched, and gives pages back that were not needed
-  /// after all. Returns what those calls did, in all layers, since the last collect.
+  /// Waits, once, for the kernels of append_deferred and frees pages that they did not need.
+  /// Returns the counts of those calls, in all layers, since the last collect.
   AppendCounts collect(const std::vector<SequenceId>& sequences);
-  /// The same for one sequence.
+  /// collect for one sequence.
   AppendCounts collect(SequenceId sequence);
 
-  /// What all appends to the sequence did; a fork goes on from its source's, restore from the
-  /// checkpoint's. Valid until the sequence is freed.
+  /// Returns the counts of all appends to the sequence. A fork continues its source's counts;
+  /// restore returns to the checkpoint's. Waits if deferred appends are pending. Valid until the
+  /// sequence is freed.
   const AppendCounts& counts(SequenceId sequence) const;
 
-  /// Evicts retained rows of a layer a second time, in place. keep: (head, retained row), of which
-  /// keep(h, i) says whether the i-th oldest of head h's rows(…) - ring rows stays; there may be
-  /// more columns than a head has retained rows. The rows that stay keep their order and positions,
-  /// and those before a head's first evicted one are not touched; the ring is left as it is. Pages
-  /// that become empty are free, and pages that another sequence holds too are copied before they
-  /// are written. Checkpoints of the sequence become void. Throws Error on extents that do not fit,
-  /// OutOfMemory.
+  /// Evicts retained rows of a layer by flags and closes the gaps.
+  ///
+  /// keep(h, i), (head, retained row): whether the i-th oldest retained row of head h stays. There
+  /// may be more columns than a head has retained rows. Kept rows keep their order and positions;
+  /// rows before a head's first evicted row do not move; the ring is unchanged. Empty pages become
+  /// free. Pages that another sequence shares are copied before they are written. Checkpoints of
+  /// the sequence become void. Waits. Throws Error for extents that do not fit; OutOfMemory.
   CompactCounts compact(const ExecutionSpace& exec, SequenceId id, int layer,
                         const FlagsView& keep);
 
-  /// The same by scores, for pages and ring: of head h stays what cutoffs[h] says; the `ties`
-  /// oldest are those of all its rows, whether or not `options` keeps them. If rows of the ring go,
-  /// in any head, all of its rows that stay move into pages, and the ring begins anew, so that no
-  /// later append judges them. Throws Error if there is not one cutoff for each head, OutOfMemory.
+  /// Evicts rows of pages and ring by scores: cutoffs[h] is for head h.
+  ///
+  /// `ties` counts the oldest of all rows of the head, whether or not `options` keeps them. If a
+  /// row of any head's ring is evicted, all kept ring rows move into pages and the ring begins
+  /// anew, so that no later append judges them. Otherwise as compact. Throws Error if there is not
+  /// one cutoff per head, or a cutoff is NaN; OutOfMemory.
   CompactCounts evict(const ExecutionSpace& exec, SequenceId id, int layer,
                       const std::vector<Cutoff>& cutoffs, const EvictOptions& options = {});
-  /// The same by flags: keep(h, i) says whether the i-th of head h's rows(…) stays, in order of
-  /// position; there may be more columns. Throws Error on extents that do not fit, OutOfMemory.
-  /// With `empties_ring` the rows that stay leave the ring for pages even if none of it goes.
+  /// Evicts rows of pages and ring by flags. keep(h, i): whether row i of head h, in order of
+  /// position, stays; there may be more columns than rows. With `empties_ring` the kept rows leave
+  /// the ring even if none of it is evicted. Otherwise as evict by cutoffs.
   CompactCounts evict(const ExecutionSpace& exec, SequenceId id, int layer, const FlagsView& keep,
                       bool empties_ring = false);
 
-  /// Gives the rows that are left the positions 0, 1, 2, … in all layers: row i of every head turns
-  /// by RoPE's angles from its old position p to i, (i - p) * inverse_frequencies(j) for dimensions
-  /// j and j + head_dim / 2. (As in FINCH, Corallo and Papotti, arXiv 2408.00167, section 3.2, and
-  /// kvpress' KeyRerotationPress; computed in float from the key as it is stored, and rounded
-  /// once.) Every head of every layer must have the same number of rows, n, none of them in a ring
-  /// (as after append_kept, or an eviction that took rows of the ring). The next token's position
-  /// is n, and `tokens` becomes n: who asks it how many tokens the sequence was given, as for the
-  /// bytes of an unpruned cache, must have asked before. `rows`, if not negative, is what n must
-  /// be; a rank without any heads cannot know it otherwise. Pages that another sequence holds too
-  /// are copied first. Checkpoints of the sequence become void. Returns n. Throws Error if heads
-  /// differ, a ring has rows, or the frequencies are not head_dim / 2; OutOfMemory.
+  /// Renumbers the rows of all layers to positions 0, 1, 2, … and turns their keys to match.
+  ///
+  /// Row i of every head turns by RoPE's angles from its old position p to i: by
+  /// (i - p) * inverse_frequencies(j) for dimensions j and j + head_dim / 2. (FINCH, Corallo and
+  /// Papotti, arXiv 2408.00167, section 3.2, and kvpress' KeyRerotationPress; computed in float
+  /// from the stored key and rounded once.) Every head of every layer must have the same number of
+  /// rows, n, and empty rings, as after append_kept or an eviction that took rows of the ring. The
+  /// next token gets position n, and `tokens` becomes n: read the number of appended tokens before.
+  /// If `rows` is not negative, n must equal it; a rank without heads needs it. Pages that another
+  /// sequence shares are copied first. Checkpoints of the sequence become void. Returns n. Throws
+  /// Error if heads differ, a ring has rows, or there are not head_dim / 2 frequencies;
+  /// OutOfMemory.
   std::int64_t close_up(const ExecutionSpace& exec, SequenceId id,
                         const Kokkos::View<const float*, MemorySpace>& inverse_frequencies,
                         std::int64_t rows = -1);
 
-  /// Writes the scores of head h's rows(…), in order of position, to scores(h, 0), scores(h, 1), …,
-  /// and their positions likewise, unless that view is empty. Does not wait. Throws Error if there
-  /// is not a row for each head and a column for each of the longest head's rows.
+  /// Writes the scores of head h's rows, in order of position, to scores(h, 0), scores(h, 1), …,
+  /// and their positions likewise, unless that view is empty. Does not wait. Throws Error if the
+  /// views do not have one row per head and a column for each row of the longest head.
   void row_scores(const ExecutionSpace& exec, SequenceId sequence, int layer,
                   const ScoresOut& scores, const PositionsOut& positions = {});
-  /// The inverse: gives rows new scores. Pages that another sequence holds too are copied first.
-  /// Throws Error on extents that do not fit, OutOfMemory.
+  /// Sets the scores of rows, in the same order. Pages that another sequence shares are copied
+  /// first. Throws Error for extents that do not fit; OutOfMemory.
   void set_row_scores(const ExecutionSpace& exec, SequenceId sequence, int layer,
                       const ScoresView& scores);
 
-  /// The state of a sequence to which restore returns: copies of the rings, lengths of the pages.
-  /// (Scores that set_row_scores has changed in pages since stay changed.)
+  /// A state of a sequence to which restore returns: copies of the rings, and lengths of the page
+  /// lists. Scores in pages that set_row_scores has changed since stay changed.
   struct Checkpoint {
     SequenceId sequence = -1;
     std::int64_t id = -1;
@@ -309,48 +322,50 @@ class KVCache {
     AppendCounts counts;
     MeteredBytes bytes;
   };
-  /// Throws OutOfMemory.
+  /// Records the state of a sequence. Throws OutOfMemory.
   Checkpoint checkpoint(const ExecutionSpace& exec, SequenceId id);
   /// checkpoint on ExecutionSpace().
   Checkpoint checkpoint(SequenceId sequence) { return checkpoint(ExecutionSpace(), sequence); }
-  /// Cuts the sequence back to an earlier state of itself, any number of times; pages past it are
-  /// freed, and checkpoints taken after it are void, as all are once a layer was compacted. Throws
-  /// Error for a void checkpoint or one of another sequence.
+  /// Cuts the sequence back to a recorded state, any number of times. Frees the pages past it and
+  /// voids later checkpoints. Throws Error for a void checkpoint or one of another sequence.
   void restore(const ExecutionSpace& exec, SequenceId id, const Checkpoint& checkpoint);
   /// restore on ExecutionSpace().
   void restore(SequenceId sequence, const Checkpoint& checkpoint) {
     restore(ExecutionSpace(), sequence, checkpoint);
   }
 
-  /// Hands memory of the pool that no page needs back to the system; returns the bytes.
+  /// Returns free memory of the pool to the system. Returns the bytes.
   std::size_t trim();
 
-  /// For kernels; valid until the cache changes (what it refers to stays readable even then). After
-  /// append_deferred for kernels on the same instance.
+  /// Returns a layer for kernels. Valid until the cache changes (its memory stays readable even
+  /// then); after append_deferred, for kernels on the same instance.
   Layer layer(SequenceId sequence, int layer);
-  /// Tokens appended so far, kept or not; since close_up, counted from the rows that were left.
+  /// Returns the number of tokens appended so far, kept or not; after close_up, counted from the
+  /// rows that were left.
   std::int64_t tokens(SequenceId sequence, int layer) const;
-  /// Rows that head `head` (index on this rank) still has.
+  /// Returns the number of rows that head `head` (index on this rank) holds.
   std::int64_t rows(SequenceId sequence, int layer, int head) const;
-  /// Positions of those rows, ascending.
+  /// Returns the positions of those rows, ascending. Waits.
   std::vector<std::int64_t> positions(SequenceId sequence, int layer, int head);
-  /// Keys, values (rows x head_dim, row-major) and scores (NaN: none) of those rows on the host, in
-  /// order of position.
+  /// Rows of one head on the host, in order of position: keys and values (rows x head_dim,
+  /// row-major), and scores (NaN: none).
   struct HostRows {
     std::vector<std::int64_t> positions;
     std::vector<Value> keys;
     std::vector<Value> values;
     std::vector<float> scores;
   };
+  /// Returns all rows of a head. Waits.
   HostRows host_rows(SequenceId sequence, int layer, int head);
-  /// The same of the ring rows that a checkpoint holds. `head` counts within the layer.
+  /// Returns the ring rows that a checkpoint holds. `head` counts within the layer. Waits.
   HostRows host_rows(const Checkpoint& checkpoint, int layer, int head) const;
-  /// Rows of the ring of such a head, and rows that it has in pages of the sequence.
+  /// Returns the number of rows that a head's ring had at a checkpoint.
   std::int64_t ring_rows(const Checkpoint& checkpoint, int layer) const;
+  /// Returns the number of rows that a head had in pages at a checkpoint.
   std::int64_t retained_rows(const Checkpoint& checkpoint, int layer, int head) const;
 
-  /// Where the rows of one head lie, for a thread of the host that reads them while other sequences
-  /// of the cache go on. Good for as long as the sequence neither changes nor is freed.
+  /// The memory of one head's rows, for a host thread that reads them while other sequences of the
+  /// cache continue. Valid until the sequence changes or is freed.
   struct RawRows {
     std::vector<PageAddress> pages;  // all full but for the last
     std::int64_t retained = 0;       // rows in pages
@@ -358,57 +373,61 @@ class KVCache {
     const float* ring_scores = nullptr;
     std::int64_t tokens = 0, ring_first = 0, ring_rows = 0;
     int window = 1, page_rows = 1, dim = 1;
-    // What a ring is part of, so that a checkpoint's lives on. Let go of by who may use Kokkos.
+    // Keep a checkpoint's ring alive. Release them only on a thread that may call Kokkos.
     Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> rings;
     Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> all_ring_scores;
 
     std::int64_t rows() const { return retained + ring_rows; }
   };
-  /// On host backends only: elsewhere the host cannot read rows where they lie, and Error is
-  /// thrown.
+  /// Returns the memory of a head's rows. Waits. Throws Error on device backends, where the host
+  /// cannot read rows in place.
   RawRows raw_rows(SequenceId sequence, int layer, int head);
-  /// The ring rows that a checkpoint holds; no pages.
+  /// Returns the memory of the ring rows that a checkpoint holds; no pages.
   RawRows raw_rows(const Checkpoint& checkpoint, int layer, int head) const;
-  /// Position from which on the layer's ring has the rows: see RaggedLayer.
+  /// Returns the first position of the layer's ring: see RaggedLayer::ring_first.
   std::int64_t ring_first(SequenceId sequence, int layer) const;
 
-  /// Gives a layer of a sequence that has had no tokens there the extents of a cache that was kept:
-  /// head h has rows[h] rows of `tokens` tokens; the newest ones, min(tokens - ring_first, window),
-  /// are in the ring. What they hold is undefined until import_rows has written it. Throws Error if
-  /// the layer has had tokens, or for numbers that no cache has; OutOfMemory.
+  /// Gives an empty layer of a sequence the extents of a saved cache.
+  ///
+  /// Head h gets rows[h] rows of `tokens` tokens; the newest min(tokens - ring_first, window) are
+  /// in the ring. Their content is undefined until import_rows has written it. Throws Error if the
+  /// layer has had tokens, or for extents that no cache has; OutOfMemory.
   void import_layer(const ExecutionSpace& exec, SequenceId id, int layer, std::int64_t tokens,
                     std::int64_t ring_first, const std::vector<std::int64_t>& rows);
-  /// Of rows of one head on the host; null: not to be written.
+  /// Rows of one head in host memory. A null pointer: do not write these.
   struct ImportedRows {
-    const std::int32_t* positions = nullptr;  // those of ring rows do not matter
+    const std::int32_t* positions = nullptr;  // ignored for ring rows
     const float* scores = nullptr;
     const Value* keys = nullptr;  // (row, head_dim)
     const Value* values = nullptr;
   };
   /// Writes the head's rows begin … begin + count - 1 after import_layer, while no other sequence
-  /// shares its pages. Throws Error for rows that it does not have.
+  /// shares its pages. Throws Error for rows that the head does not have; OutOfMemory.
   void import_rows(const ExecutionSpace& exec, SequenceId id, int layer, int head,
                    std::int64_t begin, std::int64_t count, const ImportedRows& rows);
-  /// What counts(id) is from now on.
+  /// Sets the value that counts(id) returns.
   void import_counts(SequenceId id, const AppendCounts& counts);
-  /// A checkpoint of a state that the sequence was in before it was kept: tokens and ring_first of
-  /// each layer, retained rows of each head of any layer. The content of its rings is undefined
-  /// until import_rows has written it. Throws Error if the sequence cannot be cut back to such a
-  /// state; OutOfMemory.
+  /// Makes a checkpoint of an earlier state of a saved sequence.
+  ///
+  /// tokens, ring_first: (layer). retained: (head of any layer). The content of its rings is
+  /// undefined until import_rows has written it. Throws Error if the sequence cannot be cut back to
+  /// such a state; OutOfMemory.
   Checkpoint import_checkpoint(const ExecutionSpace& exec, SequenceId id,
                                const std::vector<std::int64_t>& tokens,
                                const std::vector<std::int64_t>& ring_first,
                                const std::vector<std::int64_t>& retained,
                                const AppendCounts& counts);
-  /// Writes ring rows begin … begin + count - 1, counted from the oldest one, of such a checkpoint.
+  /// Writes ring rows begin … begin + count - 1 of such a checkpoint, counted from the oldest.
   void import_rows(const ExecutionSpace& exec, const Checkpoint& checkpoint, int layer, int head,
                    std::int64_t begin, std::int64_t count, const ImportedRows& rows);
 
+  /// Returns the bytes of this rank's part. Waits if deferred appends are pending.
   CacheBytes bytes() const;
   const CacheShape& shape() const { return m_shape; }
   const PagePool& pool() const { return m_pool; }
-  /// Page ids of a head, in order. Within a step there may be more than the rows need.
+  /// Returns the page ids of a head, in order. Within a step there may be more than its rows need.
   const std::vector<PageId>& page_list(SequenceId sequence, int layer, int head) const;
+  /// Returns the ids of all sequences, ascending.
   std::vector<SequenceId> sequences() const;
 
  private:
@@ -418,14 +437,14 @@ class KVCache {
   using Rings = Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace>;
   using RingScores = Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>;
 
-  // Heads of all layers are numbered through: the layer's head h is head first_head + h.
+  // Heads are numbered through all layers: head h of a layer has number first_head + h.
   struct LayerStore {
     std::int64_t tokens = 0;
     std::int64_t ring_first = 0;
     std::vector<std::vector<PageId>> pages;  // per head
     bool deferred = false;
     int first_head = 0;
-    // Parts of the sequence's, for this layer's heads.
+    // Subviews of the sequence's views, for this layer's heads.
     HostCounts retained;
     Rings ring;
     RingScores ring_scores;
@@ -436,19 +455,19 @@ class KVCache {
     std::vector<LayerStore> layers;
     Rings rings;             // (head, 2 * window * dim)
     RingScores ring_scores;  // (head, window)
-    // Retained rows per head; since a deferred append, what they can be at most.
+    // Retained rows per head; since a deferred append, an upper bound.
     HostCounts retained;
-    // The same for kernels, and what is copied there (the same memory on host backends): page table
-    // (head, page); retained rows per head, then how many pairs deferred appends have evicted, and
-    // how many they have kept for want of a finite score, ever.
+    // For kernels, with their host copies (the same memory on host backends). `table`: (head,
+    // page). `lengths`: retained rows per head, then two totals of all deferred appends: pairs
+    // evicted, and pairs kept because their score is not finite.
     PageTable table;
     typename PageTable::HostMirror host_table;
     Counts lengths;
     typename Counts::HostMirror host_lengths;
-    std::int64_t evicted_before = 0;  // of those, the ones that were collected
+    std::int64_t evicted_before = 0;  // the collected part of those totals
     std::int64_t non_finite_before = 0;
-    AppendCounts collected;              // and not yet told
-    AppendCounts total;                  // of all appends, deferred ones once collected
+    AppendCounts collected;              // since the last call of collect
+    AppendCounts total;                  // of all appends; deferred ones once collected
     bool pending = false;                // deferred appends have not been collected
     std::optional<ExecutionSpace> last;  // where the cache last worked on the sequence
     std::int64_t call = -1;              // the last call of append or begin_step that named it
@@ -456,11 +475,11 @@ class KVCache {
     MeteredBytes ring_bytes;
     std::set<std::int64_t> checkpoints;  // those that restore still accepts, oldest first
   };
-  // What cancel_step needs to know of a sequence, and append of its share of the step.
+  // The state of a sequence before the step, and its share of the step.
   struct StepState {
     SequenceId id = -1;
     std::int64_t rows = 0;
-    bool reserved = true;                  // the pages, for as many rows as can leave the ring
+    bool reserved = true;                  // whether m_stock has its pages
     std::vector<std::int64_t> tokens;      // (layer)
     std::vector<std::int64_t> ring_first;  // (layer)
     std::vector<std::int64_t> retained;    // (head)
@@ -477,14 +496,21 @@ class KVCache {
     int head;
     PageId page;
   };
-
-  // What more rows of a head take.
+  // Pages that a head needs for more rows.
   struct PageNeeds {
-    std::size_t listed;  // pages of its list then
-    std::size_t
-        missing;       // those to be taken: what the list lacks, and an own copy of its last page
-    bool shares_last;  // whether it needs that copy
+    std::size_t listed;   // the length of its list with them
+    std::size_t missing;  // pages to take: those that the list lacks, and a copy of a shared one
+    bool shares_last;     // whether it needs that copy of its last page
   };
+  // Defined in src/cache/cache_impl.hpp.
+  struct Workspace;
+  class PageLoan;
+  // Calls in phases, each defined beside the function that makes it.
+  class Append;
+  class KeptAppend;
+  class DeferredAppend;
+  class StepPreparation;
+  class Rearrangement;
 
   const Sequence& sequence_at(SequenceId sequence) const;
   Sequence& sequence_at(SequenceId sequence);
@@ -500,14 +526,10 @@ class KVCache {
   void check_spans(const AppendSpan* spans, std::size_t n, int layer, const RowsView& keys,
                    const RowsView& values, const ScoresView& scores);
   void check_outside_step(SequenceId sequence, const char* what) const;
-  AppendCounts append_spans(const ExecutionSpace& exec, const AppendSpan* spans, std::size_t n,
-                            int layer, const RowsView& keys, const RowsView& values,
-                            const ScoresView& scores);
   void defer_spans(const ExecutionSpace& exec, const AppendSpan* spans, std::size_t n, int layer,
                    const RowsView& keys, const RowsView& values, const ScoresView& scores);
   detail::AppendStep step_of(const LayerStore& layer, int layer_index, std::int64_t rows) const;
   void reserve_args(std::size_t n);
-  void write_args(const ExecutionSpace& exec, std::size_t n);
   void enter(const ExecutionSpace& exec, Sequence& sequence);
   void order_releases(const ExecutionSpace& exec);
   void note_releases(const ExecutionSpace& exec);
@@ -515,18 +537,20 @@ class KVCache {
   void settle(Sequence& sequence);
   void take_lengths(Sequence& sequence);
   void copy_page(const ExecutionSpace& exec, PageId from, PageId to);
+  std::size_t pages_for(std::int64_t rows) const;
+  bool draws_on_stock(const Sequence& sequence) const;
   bool shares_last_page(const LayerStore& layer, int head) const;
   PageNeeds list_room(LayerStore& layer, int head, std::int64_t more_rows) const;
   void take_pages(const ExecutionSpace& exec, Sequence& sequence, int layer, int head,
-                  std::int64_t more_rows, std::vector<PageId>& from);
-  void stock_up(const ExecutionSpace& exec, std::size_t pages);
-  void reserve_kept(std::int64_t rows, std::int64_t counts);
-  void release_surplus(LayerStore& layer);
+                  std::int64_t more_rows, PageLoan& loan, bool of_stock);
+  void release_surplus(LayerStore& layer, bool to_stock = false);
   void write_entries(Sequence& sequence, const LayerStore& layer, int head, std::size_t first_page);
   void widen_table(const ExecutionSpace& exec, Sequence& sequence, std::size_t pages);
   void upload_table(const ExecutionSpace& exec, Sequence& sequence, const LayerStore& layer);
   void upload_lengths(const ExecutionSpace& exec, LayerStore& layer);
   void upload_all(const ExecutionSpace& exec, Sequence& sequence);
+  detail::PagesRef pages_of(const ExecutionSpace& exec, Sequence& sequence,
+                            const LayerStore& layer);
   std::int64_t saved_row(const Sequence& sequence, const LayerStore& layer, int layer_index) const;
   CompactCounts rearrange(const ExecutionSpace& exec, Sequence& sequence, int layer,
                           const FlagsView& keep, const FlagsView& keep_of_ring);
@@ -537,6 +561,7 @@ class KVCache {
   std::int64_t check_row_scores(SequenceId sequence, int layer, std::size_t heads,
                                 std::size_t columns);
   void own_pages(const ExecutionSpace& exec, Sequence& sequence, int layer);
+  void bring_back(const StepState& state, Sequence& sequence);
   void close_step();
 
   CacheShape m_shape;
@@ -546,10 +571,10 @@ class KVCache {
   SequenceId m_next_sequence = 0;
   std::int64_t m_next_checkpoint = 0;
   std::int64_t m_calls = 0;
-  // Where pages were released that kernels there may still read.
+  // An instance whose kernels may still read pages that were released.
   std::optional<ExecutionSpace> m_released_on;
 
-  // What follows is kept between calls, so that a decode step allocates nothing.
+  // Kept between steps, so that a decode step allocates nothing.
   bool m_in_step = false;
   std::size_t m_n_step = 0;                          // sequences of the step
   std::vector<StepState> m_step;                     // their states, and those of earlier steps
@@ -557,24 +582,7 @@ class KVCache {
   std::vector<Replaced> m_replaced;                  // each still holds its page
   Kokkos::View<Value*, MemorySpace> m_saved;         // (row, 2 * dim)
   Kokkos::View<float*, MemorySpace> m_saved_scores;  // (row)
-  std::vector<PageId> m_fresh;
-  std::vector<Sequence*> m_called;  // sequences of the spans of the current call
-  std::vector<detail::AppendStep> m_append_steps;
-  // The rows that a judgement keeps: those of entry e, a head of a span, are m_kept(m_begins(e)) …
-  // , m_kept_counts(e) of them (on hosts they begin where the entry's rows would if all were kept).
-  // Behind the counts are those of scores that are not finite, per span.
-  Kokkos::View<std::int32_t*, MemorySpace> m_kept;
-  Counts m_begins;
-  Counts m_kept_counts;
-  Counts m_firsts;
-  typename Counts::HostMirror m_host_kept_counts;
-  // Arguments of the kernel of append_deferred: on the device, as they were last written there, and
-  // those of the current call.
-  Kokkos::View<char*, MemorySpace> m_span_args;
-  std::vector<char> m_written_args;
-  std::size_t m_n_written = 0;  // sequences
-  std::vector<char> m_new_args;
-  std::optional<ExecutionSpace> m_span_args_on;
+  std::unique_ptr<Workspace> m_work;
 };
 
 }  // namespace kvzap

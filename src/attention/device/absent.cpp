@@ -3,7 +3,7 @@
 #include "attention/device/panel_mass.hpp"
 #include "attention/device/panels.hpp"
 #include "attention/device/split_kv.hpp"
-#include "base/instantiate.hpp"
+#include "base/value_types.hpp"
 
 namespace kvzap::detail {
 namespace {

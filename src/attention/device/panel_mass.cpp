@@ -4,8 +4,8 @@
 #include <cmath>
 
 #include "attention/device/panel_rows.hpp"
-#include "base/instantiate.hpp"
 #include "base/scratch.hpp"
+#include "base/value_types.hpp"
 #include "linalg/product.hpp"
 
 namespace kvzap::detail {

@@ -5,9 +5,9 @@
 #include <type_traits>
 
 #include "attention/device/panel_rows.hpp"
-#include "base/instantiate.hpp"
 #include "base/kokkos_compat.hpp"
 #include "base/scratch.hpp"
+#include "base/value_types.hpp"
 #include "linalg/product.hpp"
 
 namespace kvzap::detail {

@@ -3,9 +3,9 @@
 #include <cmath>
 
 #include "attention/device/row_vector.hpp"
-#include "base/instantiate.hpp"
 #include "base/scratch.hpp"
 #include "base/team.hpp"
+#include "base/value_types.hpp"
 
 namespace kvzap::detail {
 

@@ -1,7 +1,7 @@
 #include "attention/host/decode_avx2.hpp"
 
 #include "attention/softmax.hpp"
-#include "base/instantiate.hpp"
+#include "base/value_types.hpp"
 
 #if KVZAP_X86
 

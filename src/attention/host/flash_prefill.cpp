@@ -10,7 +10,7 @@
 #include "attention/host/tile_products.hpp"
 #include "attention/host/tile_products_avx2.hpp"
 #include "attention/host/vector_math.hpp"
-#include "base/instantiate.hpp"
+#include "base/value_types.hpp"
 #include "linalg/host/row_kernels.hpp"
 
 // Within a block of rows that a kernel works on, offsets fit an int.

@@ -5,8 +5,8 @@
 #include "attention/host/finite.hpp"
 #include "attention/host/load_row.hpp"
 #include "base/host_threads.hpp"
-#include "base/instantiate.hpp"
 #include "base/scratch.hpp"
+#include "base/value_types.hpp"
 #include "linalg/host/row_kernels.hpp"
 
 namespace kvzap::detail {

@@ -8,8 +8,8 @@
 #include "attention/host/flash_prefill.hpp"
 #include "attention/host/head_rows.hpp"
 #include "base/host_threads.hpp"
-#include "base/instantiate.hpp"
 #include "base/scratch.hpp"
+#include "base/value_types.hpp"
 
 namespace kvzap::detail {
 namespace {

@@ -7,8 +7,8 @@
 #include "attention/host/tile_mass.hpp"
 #include "attention/ring_order.hpp"
 #include "base/host_threads.hpp"
-#include "base/instantiate.hpp"
 #include "base/scratch.hpp"
+#include "base/value_types.hpp"
 #include "linalg/host/row_kernels.hpp"
 
 namespace kvzap::detail {

@@ -7,7 +7,7 @@
 
 #include "attention/host/vector_math.hpp"
 #include "attention/softmax.hpp"
-#include "base/instantiate.hpp"
+#include "base/value_types.hpp"
 #include "linalg/host/row_kernels.hpp"
 
 // Within a block of rows that a kernel works on, offsets fit an int.

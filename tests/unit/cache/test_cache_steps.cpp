@@ -19,7 +19,7 @@
 #include "allocations.hpp"
 #include "base/device_kernels.hpp"
 #include "base/scratch.hpp"
-#include "cache/instances.hpp"
+#include "cache/instance_order.hpp"
 #include "cache/row_copy.hpp"
 #include "unit/temporary_folder.hpp"
 

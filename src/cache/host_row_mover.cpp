@@ -1,0 +1,447 @@
+// The row mover of hosts: loops over rows, in batches that stream where many rows move.
+#include <array>
+#include <cstring>
+#include <numeric>
+
+#include "base/host_threads.hpp"
+#include "base/value_types.hpp"
+#include "cache/row_mover.hpp"
+
+namespace kvzap::detail {
+namespace {
+
+template <class Value>
+void copy_strided(const Value* source, std::int64_t source_stride, Value* target,
+                  std::int64_t target_stride, int dim) {
+  if (source_stride == 1 && target_stride == 1) {
+    for (int d = 0; d < dim; ++d) target[d] = source[d];
+  } else {
+    for (int d = 0; d < dim; ++d) target[d * target_stride] = source[d * source_stride];
+  }
+}
+
+/// A row that is to move: where its key and value are, and which position they have.
+template <class Value>
+struct MovingRow {
+  const Value* key;
+  const Value* value;
+  std::int64_t key_stride;  // of dimensions
+  std::int64_t value_stride;
+  std::int32_t position;
+  float score;
+};
+
+template <class Value>
+void copy_row_on_host(const Value* source, std::int64_t source_stride, Value* target,
+                      std::int64_t target_stride, int dim) {
+  if (source_stride == 1 && target_stride == 1) {
+    std::memcpy(target, source, dim * sizeof(Value));
+  } else {
+    copy_strided(source, source_stride, target, target_stride, dim);
+  }
+}
+
+/// Moves rows first .. last - 1 of a head one by one. row_of(r) is the row that becomes the head's
+/// row r, page_of(p) where the head's page p lies.
+template <class Value, PageOrder order, class RowOf, class PageOf>
+void move_rows(std::int64_t first, std::int64_t last, const Block<order>& block,
+               const RowOf& row_of, const PageOf& page_of) {
+  for (std::int64_t r = first; r < last; ++r) {
+    const MovingRow<Value> row = row_of(r);
+    const PageAddress page = page_of(r / block.capacity);
+    const std::int64_t slot = r % block.capacity;
+    Value* key = reinterpret_cast<Value*>(page.rows) + block.row_offset(slot);
+    copy_row_on_host(row.key, row.key_stride, key, block.dim_stride(), block.dim);
+    copy_row_on_host(row.value, row.value_stride, key + block.values_offset(), block.dim_stride(),
+                     block.dim);
+    page_positions(page.notes)[slot] = row.position;
+    page_scores(page.notes, block.capacity)[slot] = row.score;
+  }
+}
+
+/// Moves rows of whole heads in batches, each of which knows where the next one begins, so that
+/// fetching runs ahead across batches. For rows without strides in token-major pages.
+template <class Value>
+class RowStream {
+ public:
+  RowStream(const Block<PageOrder::token_major>& block, bool stream)
+      : m_block(block), m_row_bytes(sizeof(Value) * block.dim), m_stream(stream) {}
+  RowStream(const RowStream&) = delete;
+  RowStream& operator=(const RowStream&) = delete;
+  ~RowStream() {
+    // Nothing follows the last batch; it fetches its own last row again.
+    for (int i = 0; i < prefetch_rows; ++i) {
+      batch().rows[2 * batch().count + i] =
+          batch().count > 0 ? batch().rows[2 * batch().count - 1] : nullptr;
+    }
+    write(batch());
+    if (m_stream) stream_fence();
+  }
+
+  static constexpr std::int64_t batch_rows = 64;
+
+  /// Moves rows first .. last - 1, at most batch_rows, of a head; at the latest on destruction.
+  template <class RowOf, class PageOf>
+  void move(std::int64_t first, std::int64_t last, const RowOf& row_of, const PageOf& page_of) {
+    if (first >= last) return;
+    Batch& next = m_batches[1 - m_current];
+    next.first = first;
+    next.count = last - first;
+    for (std::int64_t i = 0; i < next.count; ++i) {
+      const MovingRow<Value> row = row_of(first + i);
+      next.rows[i] = reinterpret_cast<const char*>(row.key);
+      next.rows[next.count + i] = reinterpret_cast<const char*>(row.value);
+      next.positions[i] = row.position;
+      next.scores[i] = row.score;
+    }
+    const std::int64_t first_page = first / m_block.capacity;
+    const std::int64_t last_page = (last - 1) / m_block.capacity;
+    for (std::int64_t p = first_page; p <= last_page; ++p) next.pages[p - first_page] = page_of(p);
+    Batch& now = batch();
+    for (int i = 0; i < prefetch_rows; ++i) {
+      now.rows[2 * now.count + i] = next.rows[std::min<std::int64_t>(i, 2 * next.count - 1)];
+    }
+    write(now);
+    m_current = 1 - m_current;
+  }
+
+ private:
+  struct Batch {  // NOLINT(cppcoreguidelines-pro-type-member-init): filled before it is read
+    std::int64_t first = 0;
+    std::int64_t count = 0;
+    // Keys, values, and the rows to fetch after them.
+    std::array<const char*, 2 * batch_rows + prefetch_rows> rows;
+    std::array<std::int32_t, batch_rows> positions;
+    std::array<float, batch_rows> scores;
+    std::array<PageAddress, batch_rows> pages;
+  };
+
+  Batch& batch() { return m_batches[m_current]; }
+
+  void write(const Batch& batch) {
+    for (const bool values : {false, true}) {
+      std::int64_t r = 0;
+      for (std::size_t p = 0; r < batch.count; ++p) {
+        const std::int64_t slot = (batch.first + r) % m_block.capacity;
+        const std::int64_t n = std::min(batch.count - r, m_block.capacity - slot);
+        Value* page = reinterpret_cast<Value*>(batch.pages[p].rows);
+        Value* target =
+            page + m_block.row_offset(slot) + (values ? m_block.values_offset() : std::int64_t{0});
+        gather_rows(batch.rows.data() + (values ? batch.count : 0) + r, n,
+                    reinterpret_cast<char*>(target), m_row_bytes, m_stream);
+        if (!values) {
+          const std::uintptr_t notes = batch.pages[p].notes;
+          std::memcpy(page_positions(notes) + slot, batch.positions.data() + r,
+                      n * sizeof(std::int32_t));
+          std::memcpy(page_scores(notes, m_block.capacity) + slot, batch.scores.data() + r,
+                      n * sizeof(float));
+        }
+        r += n;
+      }
+    }
+  }
+
+  Block<PageOrder::token_major> m_block;
+  std::size_t m_row_bytes;
+  bool m_stream;
+  int m_current = 0;
+  std::array<Batch, 2> m_batches;
+};
+
+/// host_for of a loop that only a host can run. This file is compiled for devices too, whose
+/// compilers take no such lambda for a kernel of theirs.
+template <class Work>
+void parallel_on_host([[maybe_unused]] const char* label, [[maybe_unused]] std::int64_t n,
+                      [[maybe_unused]] const Work& work) {
+  if constexpr (runs_on_host) host_for(label, n, work);
+}
+
+/// Whether so many bytes are worth lists of rows and non-temporal stores.
+bool use_streams(std::int64_t bytes) {
+  const RowPath path = row_path();
+  return path == RowPath::streaming || (path == RowPath::automatic && bytes >= streaming_bytes);
+}
+
+/// Judges `n` pairs with positions first, first + 1, …, whose scores lie `stride` apart, and adds
+/// the numbers number, number + 1, … of the kept ones to `kept`.
+std::int64_t judge_run(const float* scores, std::int64_t stride, std::int64_t n, std::int64_t first,
+                       std::int32_t number, const EvictionRule& rule, std::int32_t* kept,
+                       std::int64_t& non_finite) {
+  std::int64_t n_kept = 0;
+  std::int64_t i = 0;
+  const std::int64_t one_by_one =
+      stride == 1 ? std::clamp<std::int64_t>(rule.sink - first, 0, n) : n;
+  for (; i < one_by_one; ++i) {
+    const float score = scores[i * stride];
+    kept[n_kept] = number + static_cast<std::int32_t>(i);
+    n_kept += rule.keeps(score, first + i) ? 1 : 0;
+    non_finite += EvictionRule::is_finite(score) ? 0 : 1;
+  }
+  return n_kept + list_retained(scores + i * stride, n - i, rule.threshold,
+                                number + static_cast<std::int32_t>(i), kept + n_kept, non_finite);
+}
+
+/// Lists the exits of a head that `rule` keeps; returns how many. ring_scores: (head, window).
+std::int64_t judge_head(const AppendStep& step, int head, const float* ring_scores,
+                        const ScoresRef& scores, const EvictionRule& rule, std::int32_t* kept,
+                        std::int64_t& non_finite) {
+  if (!rule.judge) {
+    std::iota(kept, kept + step.exits, 0);
+    return step.exits;
+  }
+  // The ring's rows that leave lie in one or two runs of slots.
+  const std::int64_t from_ring = std::min(step.exits, step.in_ring);
+  const std::int64_t slot = step.slot(step.first);
+  const float* ring = ring_scores + std::int64_t{head} * step.window;
+  if (step.exits == 1 && from_ring == 1) {  // a decode step's
+    kept[0] = 0;
+    non_finite += EvictionRule::is_finite(ring[slot]) ? 0 : 1;
+    return rule.keeps(ring[slot], step.first) ? 1 : 0;
+  }
+  const std::int64_t before_end = std::min<std::int64_t>(from_ring, step.window - slot);
+  std::int64_t n = 0;
+  n += judge_run(ring + slot, 1, before_end, step.first, 0, rule, kept, non_finite);
+  n += judge_run(ring, 1, from_ring - before_end, step.first + before_end,
+                 static_cast<std::int32_t>(before_end), rule, kept + n, non_finite);
+  const std::int64_t passing = step.exits - from_ring;
+  if (passing == 0) return n;
+  const float unscored = no_score();
+  const bool scored = scores.data != nullptr;
+  n += judge_run(scored ? scores.data + head * scores.head_stride : &unscored,
+                 scored ? scores.row_stride : 0, passing, step.first + from_ring,
+                 static_cast<std::int32_t>(from_ring), rule, kept + n, non_finite);
+  return n;
+}
+
+/// Lists the flagged ones of a head's first `rows` rows; returns how many, and the first row
+/// without a flag (or their end) in `first`.
+std::int64_t list_flagged(const FlagsView& keep, int head, std::int64_t rows, std::int32_t* kept,
+                          std::int64_t& first) {
+  std::int64_t n = 0;
+  if (rows > 0) {
+    const std::int64_t stride = keep.stride(1);
+    const std::uint8_t* flags = keep.data() + head * static_cast<std::int64_t>(keep.stride(0));
+    for (std::int64_t row = 0; row < rows; ++row) {
+      kept[n] = static_cast<std::int32_t>(row);
+      n += flags[row * stride] != 0 ? 1 : 0;
+    }
+  }
+  // Rows before the first evicted one are their own numbers.
+  first = std::partition_point(kept, kept + n,
+                               [&](const std::int32_t& row) { return row == &row - kept; }) -
+          kept;
+  return n;
+}
+
+template <class Value, PageOrder order>
+class HostRowMover : public RowMover<Value, order> {
+ public:
+  bool runs_kernels() const override { return false; }
+
+  void judge(const ExecutionSpace& /*exec*/, const SpanRows<Value>& span, const EvictionRule& rule,
+             const KeptPart& kept) const override {
+    std::int64_t non_finite = 0;
+    for (int h = 0; h < kept.heads; ++h) {
+      kept.host_counts[h] = span.step.exits == 0
+                                ? 0
+                                : judge_head(span.step, h, span.ring.scores, span.scores, rule,
+                                             kept.rows + h * kept.extent, non_finite);
+    }
+    *kept.host_non_finite = non_finite;
+  }
+
+  void select(const ExecutionSpace& /*exec*/, const FlagsView& keep, const HeadCounts& rows,
+              const KeptPart& kept) const override {
+    for (int h = 0; h < kept.heads; ++h) {
+      kept.host_counts[h] = list_flagged(keep, h, rows.host ? rows.host[h] : kept.extent,
+                                         kept.rows + h * kept.extent, kept.host_firsts[h]);
+    }
+  }
+
+  void count_non_finite(const ExecutionSpace& /*exec*/, const ScoresRef& scores,
+                        const KeptPart& kept) const override {
+    std::int64_t n = 0;
+    for (int h = 0; h < kept.heads && scores.data; ++h) {
+      const std::int32_t* const rows = kept.rows + h * kept.extent;
+      for (std::int64_t i = 0; i < kept.host_counts[h]; ++i) {
+        n += EvictionRule::is_finite(scores(h, rows[i])) ? 0 : 1;
+      }
+    }
+    *kept.host_non_finite = n;
+  }
+
+  void admit(const ExecutionSpace& /*exec*/, const SpanRows<Value>& span, const KeptPart& kept,
+             const HeadCounts& retained, const PagesRef& pages) const override {
+    const AppendStep& step = span.step;
+    const Block<order> ring_block{step.window, step.dim};
+    const Block<order> page_block{step.page_rows, step.dim};
+    std::int64_t total = 0;
+    std::int64_t most = 0;
+    for (int h = 0; h < step.heads; ++h) {
+      total += kept.host_counts[h];
+      most = std::max(most, kept.host_counts[h]);
+    }
+    if (total == 0) return;
+    const auto row_of = [&](int head, std::int64_t old) {
+      // Rows that are appended straight into pages have no ring behind them.
+      const Value* head_ring =
+          span.ring.rows ? span.ring.rows + 2 * std::int64_t{head} * step.window * step.dim
+                         : nullptr;
+      const float* head_scores =
+          span.ring.scores ? span.ring.scores + std::int64_t{head} * step.window : nullptr;
+      const std::int32_t* head_kept = kept.rows + head * kept.extent;
+      return [=, &step, &span](std::int64_t r) {
+        const std::int64_t exit = head_kept[r - old];
+        const auto position = static_cast<std::int32_t>(step.first + exit);
+        if (exit < step.in_ring) {
+          const std::int64_t slot = step.slot(position);
+          const Value* key = head_ring + ring_block.row_offset(slot);
+          return MovingRow<Value>{key,
+                                  key + ring_block.values_offset(),
+                                  ring_block.dim_stride(),
+                                  ring_block.dim_stride(),
+                                  position,
+                                  head_scores[slot]};
+        }
+        const std::int64_t token = exit - step.in_ring;
+        return MovingRow<Value>{span.keys.at(token, head),
+                                span.values.at(token, head),
+                                span.keys.dim_stride,
+                                span.values.dim_stride,
+                                position,
+                                span.scores(head, token)};
+      };
+    };
+    if constexpr (order == PageOrder::token_major) {
+      const std::int64_t row_bytes = sizeof(Value) * step.dim;
+      const bool rows_whole =
+          (span.keys.dim_stride == 1 && span.values.dim_stride == 1) || step.dim == 1;
+      if (rows_whole && use_streams(2 * row_bytes * total)) {
+        // Heads take turns: their rows of the same tokens are neighbours in the caller's views.
+        using Stream = RowStream<Value>;
+        const auto batches = [&](std::int64_t begin, std::int64_t end) {
+          Stream stream(page_block, row_bytes % 16 == 0);
+          for (std::int64_t b = begin; b < end; ++b) {
+            for (int h = 0; h < step.heads; ++h) {
+              const std::int64_t old = retained.host[h];
+              stream.move(old + b * Stream::batch_rows,
+                          old + std::min((b + 1) * Stream::batch_rows, kept.host_counts[h]),
+                          row_of(h, old), [&](std::int64_t p) { return pages.at(h, p); });
+            }
+          }
+        };
+        const std::int64_t n_batches = (most + Stream::batch_rows - 1) / Stream::batch_rows;
+        const std::int64_t workers = std::min<std::int64_t>(n_batches, host_threads());
+        parallel_on_host("kvzap::append::admit_streamed", workers, [&](std::int64_t w) {
+          batches(n_batches * w / workers, n_batches * (w + 1) / workers);
+        });
+        return;
+      }
+    }
+    for (int h = 0; h < step.heads; ++h) {
+      const std::int64_t old = retained.host[h];
+      if (kept.host_counts[h] == 0) continue;
+      move_rows<Value>(old, old + kept.host_counts[h], page_block, row_of(h, old),
+                       [&](std::int64_t p) { return pages.at(h, p); });
+    }
+  }
+
+  void save(const ExecutionSpace& /*exec*/, const SpanRows<Value>& span,
+            const SavedRows<Value>& saved, bool back) const override {
+    const AppendStep& step = span.step;
+    const RingRef<Value>& ring = span.ring;
+    const Block<order> block{step.window, step.dim};
+    const std::int64_t stride = block.dim_stride();
+    const std::int64_t ring_values = 2 * std::int64_t{step.window} * step.dim;
+    for (std::int64_t i = 0; i < saved.count; ++i) {
+      const std::int64_t slot = step.slot(step.first + i);
+      Value* row = ring.rows + block.row_offset(slot);
+      for (int h = 0; h < step.heads; ++h, row += ring_values) {
+        const std::int64_t saved_row = h * saved.head_rows + i;
+        Value* copy = saved.rows + 2 * saved_row * step.dim;
+        float* score = ring.scores + std::int64_t{h} * step.window + slot;
+        float* score_copy = saved.scores + saved_row;
+        if (back) {
+          copy_row_on_host(copy, 1, row, stride, step.dim);
+          copy_row_on_host(copy + step.dim, 1, row + block.values_offset(), stride, step.dim);
+          *score = *score_copy;
+        } else {
+          copy_row_on_host(row, stride, copy, 1, step.dim);
+          copy_row_on_host(row + block.values_offset(), stride, copy + step.dim, 1, step.dim);
+          *score_copy = *score;
+        }
+      }
+    }
+  }
+
+  void fill_ring(const ExecutionSpace& /*exec*/, const SpanRows<Value>& span) const override {
+    const AppendStep& step = span.step;
+    const Block<order> block{step.window, step.dim};
+    const std::int64_t entering = std::min<std::int64_t>(step.count, step.window);
+    const std::int64_t ring_values = 2 * std::int64_t{step.window} * step.dim;
+    for (std::int64_t token = step.count - entering; token < step.count; ++token) {
+      const std::int64_t slot = step.slot(step.old_tokens + token);
+      Value* target = span.ring.rows + block.row_offset(slot);
+      for (int h = 0; h < step.heads; ++h, target += ring_values) {
+        copy_row_on_host(span.keys.at(token, h), span.keys.dim_stride, target, block.dim_stride(),
+                         step.dim);
+        copy_row_on_host(span.values.at(token, h), span.values.dim_stride,
+                         target + block.values_offset(), block.dim_stride(), step.dim);
+        span.ring.scores[std::int64_t{h} * step.window + slot] = span.scores(h, token);
+      }
+    }
+  }
+
+  // Rows are written in ascending order, and never behind one that is still to be read.
+  void compact(const ExecutionSpace& /*exec*/, const Block<order>& block, const KeptPart& kept,
+               const PagesRef& from, const PagesRef& to) const override {
+    std::int64_t moved = 0;
+    for (int h = 0; h < kept.heads; ++h) moved += kept.host_counts[h] - kept.host_firsts[h];
+    const auto move_head = [&](int head) {
+      const auto row_of = [&, head_kept = kept.rows + head * kept.extent](std::int64_t r) {
+        const std::int32_t row = head_kept[r];
+        const std::int32_t slot = row % block.capacity;
+        const PageAddress page = from.at(head, row / block.capacity);
+        const Value* key = reinterpret_cast<const Value*>(page.rows) + block.row_offset(slot);
+        return MovingRow<Value>{key,
+                                key + block.values_offset(),
+                                block.dim_stride(),
+                                block.dim_stride(),
+                                page_positions(page.notes)[slot],
+                                page_scores(page.notes, block.capacity)[slot]};
+      };
+      const auto page_of = [&](std::int64_t p) { return to.at(head, p); };
+      if constexpr (order == PageOrder::token_major) {
+        const std::int64_t row_bytes = sizeof(Value) * block.dim;
+        if (use_streams(2 * row_bytes * moved)) {
+          using Stream = RowStream<Value>;
+          Stream stream(block, row_bytes % 16 == 0);
+          for (std::int64_t r = kept.host_firsts[head]; r < kept.host_counts[head];
+               r += Stream::batch_rows) {
+            stream.move(r, std::min(r + Stream::batch_rows, kept.host_counts[head]), row_of,
+                        page_of);
+          }
+          return;
+        }
+      }
+      move_rows<Value>(kept.host_firsts[head], kept.host_counts[head], block, row_of, page_of);
+    };
+    parallel_on_host("kvzap::compact::heads", kept.heads,
+                     [&](std::int64_t head) { move_head(static_cast<int>(head)); });
+  }
+};
+
+}  // namespace
+
+template <class Value, PageOrder order>
+const RowMover<Value, order>& host_row_mover() {
+  static const HostRowMover<Value, order> mover;
+  return mover;
+}
+
+#define KVZAP_INSTANTIATE(Value, order) \
+  template const RowMover<Value, order>& host_row_mover<Value, order>();
+KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#undef KVZAP_INSTANTIATE
+
+}  // namespace kvzap::detail

@@ -1,0 +1,302 @@
+// The row mover of kernels, for devices and (in tests) for hosts.
+#include <algorithm>
+
+#include "base/value_types.hpp"
+#include "cache/row_mover.hpp"
+
+namespace kvzap::detail {
+namespace {
+
+using Total = Kokkos::View<std::int64_t, MemorySpace, Kokkos::MemoryTraits<Kokkos::Unmanaged>>;
+
+/// The score of a row that leaves the ring, or passes by.
+struct ExitScore {
+  AppendStep step;
+  const float* ring_scores;
+  ScoresRef scores;
+  KOKKOS_INLINE_FUNCTION float operator()(std::int64_t head, std::int64_t exit) const {
+    return exit < step.in_ring ? ring_scores[head * step.window + step.slot(step.first + exit)]
+                               : scores(head, exit - step.in_ring);
+  }
+};
+
+// Kernels are functions of this namespace: compilers of devices take none from a member.
+
+void clear_counts(const ExecutionSpace& exec, const KeptPart& kept) {
+  Kokkos::parallel_for(
+      "kvzap::cache::clear_counts", Range(exec, 0, std::max(kept.heads, 1)),
+      KOKKOS_LAMBDA(std::int64_t head) {
+        if (head < kept.heads) kept.counts[head] = kept.firsts[head] = 0;
+        if (head == 0) *kept.non_finite = 0;
+      });
+}
+
+void judge_exits(const ExecutionSpace& exec, const AppendStep& step, const ExitScore& score_of,
+                 const EvictionRule& rule, const KeptPart& kept) {
+  Kokkos::parallel_scan(
+      "kvzap::append::judge", Range(exec, 0, step.heads * step.exits),
+      KOKKOS_LAMBDA(std::int64_t i, std::int64_t & n, bool final) {
+        const std::int64_t head = i / step.exits;
+        const std::int64_t exit = i % step.exits;
+        const bool keep = rule.keeps(score_of(head, exit), step.first + exit);
+        if (final) {
+          if (exit == 0) kept.begins[head] = n;
+          if (keep) kept.rows[n] = static_cast<std::int32_t>(exit);
+          if (exit == step.exits - 1) kept.counts[head] = n + (keep ? 1 : 0);
+        }
+        if (keep) ++n;
+      });
+  Kokkos::parallel_for(
+      "kvzap::append::judge_counts", Range(exec, 0, step.heads),
+      KOKKOS_LAMBDA(std::int64_t head) { kept.counts[head] -= kept.begins[head]; });
+  const bool judges = rule.judge;
+  Kokkos::parallel_reduce(
+      "kvzap::append::count_non_finite", Range(exec, 0, judges ? step.heads * step.exits : 0),
+      KOKKOS_LAMBDA(std::int64_t i, std::int64_t & sum) {
+        if (!EvictionRule::is_finite(score_of(i / step.exits, i % step.exits))) ++sum;
+      },
+      Total(kept.non_finite));
+}
+
+void select_flagged(const ExecutionSpace& exec, const FlagsView& keep, const std::int64_t* rows,
+                    const KeptPart& kept) {
+  const std::int64_t extent = kept.extent;
+  Kokkos::parallel_scan(
+      "kvzap::cache::select", Range(exec, 0, kept.heads * extent),
+      KOKKOS_LAMBDA(std::int64_t i, std::int64_t & n, bool final) {
+        const std::int64_t head = i / extent;
+        const std::int64_t row = i % extent;
+        const bool keeps = (!rows || row < rows[head]) && keep(head, row) != 0;
+        if (final) {
+          if (row == 0) kept.begins[head] = n;
+          if (keeps) kept.rows[n] = static_cast<std::int32_t>(row);
+          if (row == extent - 1) kept.counts[head] = n + (keeps ? 1 : 0);
+        }
+        if (keeps) ++n;
+      });
+  Kokkos::parallel_for(
+      "kvzap::cache::select_counts", Range(exec, 0, kept.heads), KOKKOS_LAMBDA(std::int64_t head) {
+        kept.counts[head] -= kept.begins[head];
+        kept.firsts[head] = rows ? rows[head] : extent;
+      });
+  Kokkos::parallel_for(
+      "kvzap::cache::select_firsts", Range(exec, 0, kept.heads * extent),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t head = i / extent;
+        const std::int64_t row = i % extent;
+        if ((!rows || row < rows[head]) && keep(head, row) == 0) {
+          Kokkos::atomic_fetch_min(&kept.firsts[head], row);
+        }
+      });
+}
+
+void count_listed(const ExecutionSpace& exec, const ScoresRef& scores, const KeptPart& kept) {
+  const std::int64_t extent = kept.extent;
+  Kokkos::parallel_reduce(
+      "kvzap::cache::count_non_finite", Range(exec, 0, scores.data ? kept.heads * extent : 0),
+      KOKKOS_LAMBDA(std::int64_t i, std::int64_t & sum) {
+        const std::int64_t head = i / extent;
+        const std::int64_t n = i % extent;
+        if (n >= kept.counts[head]) return;
+        if (!EvictionRule::is_finite(scores(head, kept.rows[kept.begins[head] + n]))) ++sum;
+      },
+      Total(kept.non_finite));
+}
+
+/// `most`: of the heads' listed rows.
+template <class Value, PageOrder order>
+void admit_listed(const ExecutionSpace& exec, const SpanRows<Value>& span, std::int64_t most,
+                  const KeptPart& kept, const std::int64_t* retained, const PagesRef& pages) {
+  const AppendStep step = span.step;
+  const Block<order> ring_block{step.window, step.dim};
+  const Block<order> page_block{step.page_rows, step.dim};
+  // One dimension of a row each, so that neighbours read and write neighbouring bytes.
+  Kokkos::parallel_for(
+      "kvzap::append::admit", Range(exec, 0, step.heads * most * step.dim),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const int d = static_cast<int>(i % step.dim);
+        const std::int64_t head = i / step.dim / most;
+        const std::int64_t n = i / step.dim % most;
+        if (n >= kept.counts[head]) return;
+        const std::int64_t exit = kept.rows[kept.begins[head] + n];
+        const bool from_ring = exit < step.in_ring;
+        const std::int64_t ring_slot = step.slot(step.first + exit);
+        const std::int64_t token = exit - step.in_ring;
+        const std::int64_t row = retained[head] + n;
+        const PageId page = pages.id(head, row / step.page_rows);
+        const std::uintptr_t notes = pages.notes[page];
+        const std::int64_t slot = row % step.page_rows;
+        Value* const target = reinterpret_cast<Value*>(pages.addresses[page]) +
+                              page_block.row_offset(slot) + d * page_block.dim_stride();
+        if (d == 0) {
+          page_positions(notes)[slot] = static_cast<std::int32_t>(step.first + exit);
+          page_scores(notes, step.page_rows)[slot] =
+              from_ring ? span.ring.scores[head * step.window + ring_slot]
+                        : span.scores(head, token);
+        }
+        if (from_ring) {
+          const Value* const source = span.ring.rows + 2 * head * step.window * step.dim +
+                                      ring_block.row_offset(ring_slot) +
+                                      d * ring_block.dim_stride();
+          target[0] = source[0];
+          target[page_block.values_offset()] = source[ring_block.values_offset()];
+        } else {
+          target[0] = span.keys.at(token, head)[d * span.keys.dim_stride];
+          target[page_block.values_offset()] =
+              span.values.at(token, head)[d * span.values.dim_stride];
+        }
+      });
+}
+
+/// One dimension of a row each.
+template <class Value, PageOrder order>
+void save_exits(const ExecutionSpace& exec, const AppendStep& step, const RingRef<Value>& ring,
+                const SavedRows<Value>& saved, bool back) {
+  const Block<order> block{step.window, step.dim};
+  Kokkos::parallel_for(
+      "kvzap::append::save", Range(exec, 0, step.heads * saved.count * step.dim),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const int d = static_cast<int>(i % step.dim);
+        const std::int64_t head = i / step.dim / saved.count;
+        const std::int64_t n = i / step.dim % saved.count;
+        const std::int64_t slot = step.slot(step.first + n);
+        Value* const row = ring.rows + 2 * head * step.window * step.dim + block.row_offset(slot) +
+                           d * block.dim_stride();
+        Value* const copy = saved.rows + 2 * (head * saved.head_rows + n) * step.dim + d;
+        float* const score = ring.scores + head * step.window + slot;
+        float* const score_copy = saved.scores + head * saved.head_rows + n;
+        if (back) {
+          row[0] = copy[0];
+          row[block.values_offset()] = copy[step.dim];
+          if (d == 0) *score = *score_copy;
+        } else {
+          copy[0] = row[0];
+          copy[step.dim] = row[block.values_offset()];
+          if (d == 0) *score_copy = *score;
+        }
+      });
+}
+
+template <class Value, PageOrder order>
+void write_ring(const ExecutionSpace& exec, const SpanRows<Value>& span) {
+  const AppendStep step = span.step;
+  const Block<order> block{step.window, step.dim};
+  const std::int64_t entering = std::min<std::int64_t>(step.count, step.window);
+  Kokkos::parallel_for(
+      "kvzap::append::ring", Range(exec, 0, step.heads * entering * step.dim),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const int d = static_cast<int>(i % step.dim);
+        const std::int64_t head = i / step.dim / entering;
+        const std::int64_t token = step.count - entering + i / step.dim % entering;
+        const std::int64_t slot = step.slot(step.old_tokens + token);
+        Value* const target = span.ring.rows + 2 * head * step.window * step.dim +
+                              block.row_offset(slot) + d * block.dim_stride();
+        target[0] = span.keys.at(token, head)[d * span.keys.dim_stride];
+        target[block.values_offset()] = span.values.at(token, head)[d * span.values.dim_stride];
+        if (d == 0) span.ring.scores[head * step.window + slot] = span.scores(head, token);
+      });
+}
+
+/// Every dimension of a head moves on its own, in ascending order of rows, so that nothing is
+/// overwritten before it was read.
+template <class Value, PageOrder order>
+void compact_columns(const ExecutionSpace& exec, const Block<order>& block, const KeptPart& kept,
+                     const PagesRef& from, const PagesRef& to) {
+  const int page_rows = block.capacity;
+  const int dim = block.dim;
+  const std::int64_t columns = 2 * std::int64_t{dim} + 2;
+  Kokkos::parallel_for(
+      "kvzap::compact::columns", Range(exec, 0, kept.heads * columns),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t head = i / columns;
+        const std::int64_t column = i % columns;
+        const std::int64_t offset =
+            column < dim ? column * block.dim_stride()
+                         : block.values_offset() + (column - dim) * block.dim_stride();
+        for (std::int64_t n = 0; n < kept.counts[head]; ++n) {
+          const std::int64_t row = kept.rows[kept.begins[head] + n];
+          if (row == n) continue;
+          const PageId source = from.id(head, row / page_rows);
+          const PageId target = to.id(head, n / page_rows);
+          const std::int64_t old_slot = row % page_rows;
+          const std::int64_t slot = n % page_rows;
+          if (column == columns - 2) {
+            page_positions(to.notes[target])[slot] = page_positions(from.notes[source])[old_slot];
+          } else if (column == columns - 1) {
+            page_scores(to.notes[target], page_rows)[slot] =
+                page_scores(from.notes[source], page_rows)[old_slot];
+          } else {
+            reinterpret_cast<Value*>(to.addresses[target])[block.row_offset(slot) + offset] =
+                reinterpret_cast<const Value*>(
+                    from.addresses[source])[block.row_offset(old_slot) + offset];
+          }
+        }
+      });
+}
+
+template <class Value, PageOrder order>
+class KernelRowMover : public RowMover<Value, order> {
+ public:
+  bool runs_kernels() const override { return true; }
+
+  void judge(const ExecutionSpace& exec, const SpanRows<Value>& span, const EvictionRule& rule,
+             const KeptPart& kept) const override {
+    if (span.step.exits == 0) {
+      clear_counts(exec, kept);
+    } else {
+      judge_exits(exec, span.step, {span.step, span.ring.scores, span.scores}, rule, kept);
+    }
+  }
+
+  void select(const ExecutionSpace& exec, const FlagsView& keep, const HeadCounts& rows,
+              const KeptPart& kept) const override {
+    if (kept.extent == 0) {
+      clear_counts(exec, kept);
+    } else {
+      select_flagged(exec, keep, rows.device, kept);
+    }
+  }
+
+  void count_non_finite(const ExecutionSpace& exec, const ScoresRef& scores,
+                        const KeptPart& kept) const override {
+    count_listed(exec, scores, kept);
+  }
+
+  void admit(const ExecutionSpace& exec, const SpanRows<Value>& span, const KeptPart& kept,
+             const HeadCounts& retained, const PagesRef& pages) const override {
+    std::int64_t most = 0;
+    for (int h = 0; h < kept.heads; ++h) most = std::max(most, kept.host_counts[h]);
+    if (most > 0) {
+      admit_listed<Value, order>(exec, span, most, kept, retained.device, pages);
+    }
+  }
+
+  void save(const ExecutionSpace& exec, const SpanRows<Value>& span, const SavedRows<Value>& saved,
+            bool back) const override {
+    save_exits<Value, order>(exec, span.step, span.ring, saved, back);
+  }
+
+  void fill_ring(const ExecutionSpace& exec, const SpanRows<Value>& span) const override {
+    write_ring<Value, order>(exec, span);
+  }
+
+  void compact(const ExecutionSpace& exec, const Block<order>& block, const KeptPart& kept,
+               const PagesRef& from, const PagesRef& to) const override {
+    if (kept.extent > 0) compact_columns<Value, order>(exec, block, kept, from, to);
+  }
+};
+
+}  // namespace
+
+template <class Value, PageOrder order>
+const RowMover<Value, order>& kernel_row_mover() {
+  static const KernelRowMover<Value, order> mover;
+  return mover;
+}
+
+#define KVZAP_INSTANTIATE(Value, order) \
+  template const RowMover<Value, order>& kernel_row_mover<Value, order>();
+KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#undef KVZAP_INSTANTIATE
+
+}  // namespace kvzap::detail

@@ -1,0 +1,262 @@
+// Lists rows by verdict and moves them between the caller's views, rings and pages: by loops of the
+// host, or by kernels of any backend.
+#pragma once
+
+#include <kvzap/core/cache.hpp>
+#include <vector>
+
+#include "base/device_kernels.hpp"
+#include "base/kokkos_compat.hpp"
+#include "base/scratch.hpp"
+#include "cache/row_copy.hpp"
+
+namespace kvzap::detail {
+
+using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
+using Counts = Kokkos::View<std::int64_t*, MemorySpace>;
+using PageTable = Kokkos::View<PageId**, Kokkos::LayoutRight, MemorySpace>;
+using FlagsView = Kokkos::View<const std::uint8_t**, Kokkos::LayoutStride, MemorySpace>;
+
+/// Whether Kokkos kernels move rows rather than the host's own loops.
+inline bool use_portable_path() { return uses_device_kernels() || row_path() == RowPath::portable; }
+
+/// The score of a row without one: NaN.
+KOKKOS_INLINE_FUNCTION float no_score() { return bits_float(0x7fc00000u); }
+
+/// Strides of a block of `capacity` rows: a page or a ring.
+template <PageOrder order>
+struct Block {
+  int capacity;
+  int dim;
+  KOKKOS_INLINE_FUNCTION std::int64_t row_offset(std::int64_t row) const {
+    return order == PageOrder::token_major ? row * dim : row;
+  }
+  KOKKOS_INLINE_FUNCTION std::int64_t dim_stride() const {
+    return order == PageOrder::token_major ? 1 : capacity;
+  }
+  KOKKOS_INLINE_FUNCTION std::int64_t values_offset() const { return std::int64_t{capacity} * dim; }
+};
+
+/// The notes of a page hold the positions of its rows, followed by their scores.
+KOKKOS_INLINE_FUNCTION std::int32_t* page_positions(std::uintptr_t notes) {
+  return reinterpret_cast<std::int32_t*>(notes);
+}
+KOKKOS_INLINE_FUNCTION float* page_scores(std::uintptr_t notes, int page_rows) {
+  return reinterpret_cast<float*>(page_positions(notes) + page_rows);
+}
+
+/// A view of the caller in the form that kernels take: (row, head, dim). Smaller than a view.
+template <class Value>
+struct RowsRef {
+  const Value* data = nullptr;
+  std::int64_t row_stride = 0, head_stride = 0, dim_stride = 0;
+  template <class View>
+  static RowsRef of(const View& view, std::int64_t first_row) {
+    RowsRef ref{view.data(), static_cast<std::int64_t>(view.stride(0)),
+                static_cast<std::int64_t>(view.stride(1)),
+                static_cast<std::int64_t>(view.stride(2))};
+    ref.data += first_row * ref.row_stride;
+    return ref;
+  }
+  KOKKOS_INLINE_FUNCTION const Value* at(std::int64_t row, std::int64_t head) const {
+    return data + row * row_stride + head * head_stride;
+  }
+};
+
+/// The same for scores, (head, row). Without data, no row has a score.
+struct ScoresRef {
+  const float* data = nullptr;
+  std::int64_t head_stride = 0, row_stride = 0;
+  template <class View>
+  static ScoresRef of(const View& view, std::int64_t first_row, bool scored) {
+    if (!scored) return {};
+    ScoresRef ref{view.data(), static_cast<std::int64_t>(view.stride(0)),
+                  static_cast<std::int64_t>(view.stride(1))};
+    ref.data += first_row * ref.row_stride;
+    return ref;
+  }
+  KOKKOS_INLINE_FUNCTION float operator()(std::int64_t head, std::int64_t row) const {
+    return data ? data[head * head_stride + row * row_stride] : no_score();
+  }
+};
+
+/// Extents of one span's append to a layer. The rows that leave the ring ("exits") have positions
+/// first … first + exits - 1. The older ones are in the ring; the younger ones pass by, if more
+/// than a window of rows arrives at once.
+struct AppendStep {
+  int heads = 0;
+  int dim = 0;
+  int window = 1;
+  int page_rows = 1;
+  std::int64_t count = 0;
+  std::int64_t old_tokens = 0;
+  std::int64_t ring_first = 0;
+  std::int64_t in_ring = 0;
+  std::int64_t first = 0;
+  std::int64_t exits = 0;
+
+  KOKKOS_INLINE_FUNCTION std::int64_t slot(std::int64_t position) const {
+    return (position - ring_first) % window;
+  }
+};
+
+/// The ring of a layer: keys and values (head, 2 * window * dim), scores (head, window).
+template <class Value>
+struct RingRef {
+  Value* rows = nullptr;
+  float* scores = nullptr;
+};
+
+/// One span's append to a layer: its extents, the ring, and the rows that arrive.
+template <class Value>
+struct SpanRows {
+  AppendStep step;
+  RingRef<Value> ring;
+  RowsRef<Value> keys, values;
+  ScoresRef scores;
+};
+
+/// Copies of ring rows that cancel_step brings back: row i of head h is copy h * head_rows + i, for
+/// the first `count` rows that leave the ring.
+template <class Value>
+struct SavedRows {
+  Value* rows = nullptr;  // (copy, 2 * dim)
+  float* scores = nullptr;
+  std::int64_t head_rows = 0;
+  std::int64_t count = 0;
+};
+
+/// The pages of a layer's heads, for the host and for kernels.
+struct PagesRef {
+  const PagePool* pool;
+  const std::vector<std::vector<PageId>>* lists;  // (head, page)
+  const std::uintptr_t* addresses;                // by page id, for kernels
+  const std::uintptr_t* notes;
+  const PageId* table;  // (head, page), for kernels
+  std::int64_t table_stride;
+
+  /// On the host.
+  PageAddress at(int head, std::int64_t page) const { return pool->address((*lists)[head][page]); }
+  KOKKOS_INLINE_FUNCTION PageId id(std::int64_t head, std::int64_t page) const {
+    return table[head * table_stride + page];
+  }
+};
+
+/// Numbers per head, for the host and for kernels (the same memory on host backends).
+struct HeadCounts {
+  const std::int64_t* host;
+  const std::int64_t* device;
+};
+
+/// The rows that a verdict keeps, for some heads of a layer: row numbers of each head, ascending.
+/// The host lists head h's from rows[h * extent] on, kernels from rows[begins[h]] on.
+struct KeptPart {
+  int heads;
+  std::int64_t extent;  // room for a head's rows
+  std::int32_t* rows;
+  std::int64_t* begins;       // (head), for kernels
+  std::int64_t* counts;       // (head)
+  std::int64_t* firsts;       // (head), of flags alone: the first row that is not kept
+  std::int64_t* non_finite;   // one number: scores that are not finite
+  std::int64_t* host_counts;  // the same on the host, once KeptRows::fetch has run
+  std::int64_t* host_firsts;
+  std::int64_t* host_non_finite;
+
+  HeadCounts head_counts() const { return {host_counts, counts}; }
+};
+
+/// Memory for such lists. An entry has a list; further entries hold sums.
+class KeptRows {
+ public:
+  /// Makes room for so many rows and entries; what was listed is lost if that takes memory.
+  void reserve(std::int64_t rows, std::int64_t entries) {
+    reserve_scratch(m_rows, rows, "kvzap::cache::kept");
+    if (m_entries >= entries) return;
+    m_entries = 0;
+    m_numbers = {};
+    m_host_numbers = {};
+    reserve_scratch(m_numbers, 3 * entries, "kvzap::cache::kept_counts");
+    m_host_numbers = Kokkos::create_mirror_view(m_numbers);
+    m_entries = entries;
+  }
+  /// The lists of entries first_entry … first_entry + heads - 1, which begin at row first_row.
+  KeptPart part(std::int64_t first_entry, int heads, std::int64_t first_row, std::int64_t extent,
+                std::int64_t non_finite_entry) const {
+    std::int64_t* const counts = m_numbers.data();
+    std::int64_t* const host = m_host_numbers.data();
+    return {heads,
+            extent,
+            m_rows.data() + first_row,
+            counts + 2 * m_entries + first_entry,
+            counts + first_entry,
+            counts + m_entries + first_entry,
+            counts + non_finite_entry,
+            host + first_entry,
+            host + m_entries + first_entry,
+            host + non_finite_entry};
+  }
+  /// Brings counts, firsts and sums to the host, after what was launched on `exec`. Waits.
+  void fetch(const ExecutionSpace& exec, const char* why) const {
+    fence(exec, why);
+    Kokkos::deep_copy(m_host_numbers, m_numbers);
+  }
+
+ private:
+  Kokkos::View<std::int32_t*, MemorySpace> m_rows;
+  Counts m_numbers;  // (3, entry): counts, firsts, begins
+  typename Counts::HostMirror m_host_numbers;
+  std::int64_t m_entries = 0;
+};
+
+/// Lists and moves the rows of one layer of one sequence. Nothing here takes memory of the cache or
+/// changes its books.
+template <class Value, PageOrder order>
+class RowMover {
+ public:
+  RowMover() = default;
+  RowMover(const RowMover&) = delete;
+  RowMover& operator=(const RowMover&) = delete;
+  virtual ~RowMover() = default;
+
+  /// Whether kernels do the work, so that the host must fetch what they list.
+  virtual bool runs_kernels() const = 0;
+
+  /// Lists the exits that `rule` keeps, and counts those whose score is not finite.
+  virtual void judge(const ExecutionSpace& exec, const SpanRows<Value>& span,
+                     const EvictionRule& rule, const KeptPart& kept) const = 0;
+  /// Lists the flagged ones of each head's first `rows` rows, keep(head, row); without `rows`, of
+  /// kept.extent rows.
+  virtual void select(const ExecutionSpace& exec, const FlagsView& keep, const HeadCounts& rows,
+                      const KeptPart& kept) const = 0;
+  /// Counts the listed rows whose score, (head, row), is not finite.
+  virtual void count_non_finite(const ExecutionSpace& exec, const ScoresRef& scores,
+                                const KeptPart& kept) const = 0;
+  /// Copies the listed exits into pages, behind the `retained` rows of their heads.
+  virtual void admit(const ExecutionSpace& exec, const SpanRows<Value>& span, const KeptPart& kept,
+                     const HeadCounts& retained, const PagesRef& pages) const = 0;
+  /// Copies rows that are about to leave the ring, or brings them `back`.
+  virtual void save(const ExecutionSpace& exec, const SpanRows<Value>& span,
+                    const SavedRows<Value>& saved, bool back) const = 0;
+  /// Writes the last rows to arrive into the ring slots of those that left.
+  virtual void fill_ring(const ExecutionSpace& exec, const SpanRows<Value>& span) const = 0;
+  /// Moves the listed rows of pages `from` to the front of pages `to`, which may be the same pages.
+  /// Rows before a head's first dropped one are not copied: those of its page lie in both.
+  virtual void compact(const ExecutionSpace& exec, const Block<order>& block, const KeptPart& kept,
+                       const PagesRef& from, const PagesRef& to) const = 0;
+};
+
+template <class Value, PageOrder order>
+const RowMover<Value, order>& host_row_mover();
+template <class Value, PageOrder order>
+const RowMover<Value, order>& kernel_row_mover();
+
+/// The mover for this backend and the row path in force.
+template <class Value, PageOrder order>
+const RowMover<Value, order>& row_mover() {
+  if constexpr (runs_on_host) {
+    if (!use_portable_path()) return host_row_mover<Value, order>();
+  }
+  return kernel_row_mover<Value, order>();
+}
+
+}  // namespace kvzap::detail

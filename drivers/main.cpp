@@ -1,4 +1,4 @@
-// The kvzap program: starts MPI and Kokkos, reads the command line, hands over to a subcommand.
+// The kvzap program: starts MPI and Kokkos, parses the command line, and runs a command.
 #include <fmt/format.h>
 #include <sys/resource.h>
 
@@ -39,8 +39,8 @@ namespace {
 
 constexpr int exit_failure = 1;
 
-/// Kokkos from construction to destruction. It sees only its own flags: version 3.4 swallows --help
-/// and --threads.
+/// Initializes Kokkos in the constructor and finalizes it in the destructor. Kokkos sees only its
+/// own flags: version 3.4 removes --help and --threads.
 class KokkosSession {
  public:
   explicit KokkosSession(std::vector<char*> arguments) {
@@ -60,7 +60,7 @@ int flush_exit() {
   return exit_failure;
 }
 
-/// Of a command line that runs nothing.
+/// Exit status of a command line that runs nothing.
 int reading_exit(const kvzap::driver::Reading& reading, bool is_root) {
   if (!is_root) return reading.status;
   if (!reading.error.empty()) {
@@ -71,14 +71,14 @@ int reading_exit(const kvzap::driver::Reading& reading, bool is_root) {
   return failed != 0 ? failed : reading.status;
 }
 
-/// Throws Error for a variable of the environment whose value kvzap does not know.
+/// Throws Error for an environment variable with a value that kvzap does not know.
 void check_environment() {
   kvzap::detail::simd_level();
   kvzap::detail::uses_device_kernels();
   kvzap::detail::may_pack_weights();
 }
 
-/// Whether this is one of several ranks that were started together, as their launcher says.
+/// Returns whether this is one of several ranks that a launcher started together.
 bool has_company() {
   for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE",
                            "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS"}) {
@@ -88,9 +88,9 @@ bool has_company() {
   return false;
 }
 
-/// What was asked for needs neither MPI nor Kokkos: a build makes the man page and the completion
-/// scripts, also on a machine where neither can start. (Of several ranks some may ask for other
-/// things, and wait.)
+/// Returns whether the command needs neither MPI nor Kokkos. A build makes the man page and the
+/// completion scripts, even on a machine where neither can start. (Several ranks may get different
+/// commands, and would wait.)
 bool asks_for_document(const std::vector<std::string>& arguments) {
   if (has_company()) return false;
   const std::string command = arguments.empty() ? "" : arguments.front();
@@ -120,8 +120,8 @@ int print_document(const std::vector<std::string>& arguments) {
   return reading.ends ? reading_exit(reading, true) : print_document(line);
 }
 
-/// Whether Kokkos is to be told how ranks choose devices: not on hosts, nor if the user has told
-/// it.
+/// Returns whether to tell Kokkos how ranks choose devices: not on hosts, and not if the user has
+/// done so.
 bool takes_turns_on_devices([[maybe_unused]] const std::vector<char*>& kokkos_arguments) {
 #if KOKKOS_VERSION >= 30700
   if (kvzap::detail::runs_on_host) return false;
@@ -137,7 +137,7 @@ bool takes_turns_on_devices([[maybe_unused]] const std::vector<char*>& kokkos_ar
 #endif
 }
 
-/// Throws Error where MPI would end the process with words of its own.
+/// Throws Error in a case in which MPI would end the process with its own message.
 void check_open_files() {
   constexpr rlim_t least = 12;
   rlimit limit = {};
@@ -163,12 +163,12 @@ int run_program(const char* name, const std::vector<std::string>& arguments,
   std::string program = name;
   std::vector<char*> kokkos_arguments = {program.data()};
   for (std::string& argument : reading.kokkos) kokkos_arguments.push_back(argument.data());
-  // The ranks of a node take its devices in turns, unless the user says which.
+  // The ranks of a node take its devices in turns, unless the user assigns them.
   std::string map_devices = "--kokkos-map-device-id-by=mpi_rank";
   if (comm.size() > 1 && takes_turns_on_devices(kokkos_arguments)) {
     kokkos_arguments.push_back(map_devices.data());
   }
-  // Each rank would print Kokkos' warnings, all the same.
+  // Without it each rank would print the same warnings of Kokkos.
   std::string quiet = "--kokkos-disable-warnings";
   if (!comm.is_root()) kokkos_arguments.push_back(quiet.data());
   const KokkosSession kokkos(kokkos_arguments);
@@ -207,8 +207,8 @@ int run_program(const char* name, const std::vector<std::string>& arguments,
 int main_status(int argc, char** argv) try {
   kvzap::driver::prepare_standard_streams();
 #ifdef M_MMAP_THRESHOLD
-  // Large blocks keep coming from mmap, so that what is freed goes back to the system at once:
-  // glibc otherwise raises this limit to the largest block it has seen freed.
+  // Large blocks always come from mmap, so that freed memory returns to the system at once.
+  // Otherwise glibc raises this limit to the largest block that was freed.
   mallopt(M_MMAP_THRESHOLD, 1 << 20);
 #endif
   const std::vector<std::string> arguments(argv + std::min(argc, 1), argv + argc);
@@ -224,19 +224,19 @@ int main_status(int argc, char** argv) try {
       kvzap::driver::say("kvzap: error: {}\n", kvzap::detail::shown_message(error.what()));
     return exit_failure;
   } catch (const std::exception& error) {
-    // This rank's own trouble: the others wait in some collective call and must be ended.
+    // An error of this rank alone: the others wait in a collective call and must be ended.
     std::string what = dynamic_cast<const std::bad_alloc*>(&error) ? "out of memory" : error.what();
-    std::replace(what.begin(), what.end(), '\n', ' ');  // Kokkos' message has several lines
+    std::replace(what.begin(), what.end(), '\n', ' ');  // Kokkos' messages have several lines
     kvzap::driver::say("kvzap: error: rank {}: {}\n", comm.rank(),
                        kvzap::detail::shown_message(what));
     std::fflush(stderr);
-    // Nobody waits for a process that is alone. MPI's own end could print a banner, or wait for
-    // memory that there is not.
+    // No other process waits for a single one. MPI's own end could print a banner, or wait for
+    // memory that does not exist.
     if (comm.size() == 1) std::_Exit(exit_failure);
     comm.abort(exit_failure);
   }
 } catch (const std::exception& error) {
-  // Before there are ranks, or where the message above could not be written.
+  // Before MPI has started, or if the message above could not be written.
   std::fprintf(stderr, "kvzap: error: %s\n", kvzap::detail::shown_message(error.what()).c_str());
   return exit_failure;
 } catch (...) {
@@ -248,8 +248,8 @@ int main_status(int argc, char** argv) try {
 int main(int argc, char** argv) {
   const int status = main_status(argc, argv);
   if (status == 0) return 0;
-  // Without the handlers of libraries: OpenBLAS waits there for its threads, which try to get
-  // memory until they have some, and so for ever where there is none.
+  // Skips the exit handlers of libraries: OpenBLAS' handler waits for its threads, which retry to
+  // allocate memory, and so for ever if there is none.
   std::cout.flush();
   std::fflush(nullptr);
   std::_Exit(status);

@@ -34,7 +34,7 @@ bool has_weights(const std::string& folder) {
   return false;
 }
 
-/// The folder's own name, however it was spelled.
+/// Returns the folder's own name, however the path was written.
 std::string name_of_model(const std::string& folder) {
   std::error_code error;
   const fs::path path = fs::canonical(folder, error);
@@ -53,9 +53,9 @@ BenchSystem describe_system(const ModelSetup& setup, int ranks) {
   return system;
 }
 
-/// What the largest rank needs for a test: weights, activations of a step, what is kept of all
-/// sequences, copies of their rings, and a prompt's keys and values in one layer. With a surrogate,
-/// what will be kept is not known and left out.
+/// Returns the memory that the largest rank needs for a test: weights, activations of a step, kept
+/// rows of all sequences, copies of their rings, and a prompt's keys and values in one layer. With
+/// a surrogate the number of kept rows is unknown and omitted.
 std::int64_t bytes_of(const BenchTest& test, const BenchOptions& options, const ModelSetup& setup,
                       int window, int ranks) {
   const std::int64_t batch = test.batch;
@@ -75,19 +75,19 @@ std::int64_t bytes_of(const BenchTest& test, const BenchOptions& options, const 
   return most;
 }
 
-/// Tests that follow one another with the same key start from the same contents of the cache.
+/// Consecutive tests with the same key start from the same contents of the cache.
 auto key_of(const BenchTest& test) {
   return std::make_tuple(test.evict_ratio, test.skew, test.depth, test.is_sparse);
 }
 
-/// Sequences that have seen `depth` tokens, and what is timed on them.
+/// Sequences that have seen `depth` tokens, and the timed work on them.
 template <class Value>
 class Context {
  public:
   using Cache = typename Decoder<Value>::Cache;
 
-  /// With a surrogate, the tokens before the test are prefilled: their scores need hidden states.
-  /// Otherwise rows and scores are made up.
+  /// With a surrogate, the tokens before the test are prefilled, because their scores need hidden
+  /// states. Otherwise rows and scores are random.
   Context(const Model<Value>& model, Surrogate* surrogate, const Communicator& comm,
           const BenchOptions& options, int window, const BenchTest& test)
       : m_options(options),
@@ -146,7 +146,7 @@ class Context {
     }
   }
 
-  /// Each sequence has rows of its own: shared ones would be read from memory once for all.
+  /// Each sequence has its own rows: shared rows would be read from memory once for all.
   void hold_sequences(int count) {
     auto& cache = m_decoder->cache();
     while (static_cast<int>(m_checkpoints.size()) > count) {
@@ -220,17 +220,17 @@ class Context {
   std::vector<typename Cache::Checkpoint> m_checkpoints;
 };
 
-/// Returns the signal that has ended it, or 0.
+/// Returns the signal that ended it, or 0.
 template <class Value>
 int measure_all(const BenchOptions& options, const ModelSetup& setup, int window,
                 const std::vector<BenchTest>& tests, BenchSystem& system,
                 const Communicator& comm) {
   const SignalWatch watch;
   Progress bar(comm.is_root() && !options.quiet, options.progress);
-  // The surrogate first: it is small, and whether it fits is known before minutes of loading.
+  // The surrogate first: it is small, and a misfit shows before minutes of loading.
   std::shared_ptr<Surrogate> surrogate;
   std::optional<Model<Value>> model;
-  std::unique_ptr<BenchTable> table;  // once something of it is printed
+  std::unique_ptr<BenchTable> table;  // set once a part of it is printed
   const auto print = [&](const std::string& text) {
     comm.agree_on_root([&] {
       bar.clear();

@@ -8,9 +8,9 @@
 
 namespace kvzap::driver {
 
-/// Carries out the command on all ranks. Throws AgreedError, on every rank alike, for whatever is
-/// wrong with the input; any other exception is one rank's own. Returns the exit status: 0, or 128
-/// + the number of the signal that has ended it, with the rows that it had.
+/// Runs the command on all ranks. Throws AgreedError, equal on every rank, for errors in the input;
+/// any other exception belongs to one rank. Returns the exit status: 0, or 128 + the number of the
+/// signal that ended it after printing the finished rows.
 int bench(const BenchOptions& given, const Communicator& comm, const std::string& version,
           const std::string& revision);
 

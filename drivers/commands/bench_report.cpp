@@ -20,7 +20,7 @@ double mean(const std::vector<double>& values) {
   return std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
 }
 
-/// Of a sample, as llama-bench has it; 0 for one value.
+/// Of a sample, as in llama-bench; 0 for one value.
 double standard_deviation(const std::vector<double>& values) {
   if (values.size() < 2) return 0;
   const double center = mean(values);
@@ -94,7 +94,8 @@ class Markdown final : public BenchTable {
       take(given);
       return;
     }
-    // What tells tests apart always; the rest in the order of its use, as far as there is room.
+    // Columns that always identify a test; the others in the order of their use, while there is
+    // room.
     std::vector<std::string> wanted = {"test", "t/s", "depth"};
     if (any([](const auto& test) { return test.batch != 1; })) wanted.emplace_back("batch");
     if (any([](const auto& test) { return test.evict_ratio.value_or(0) != 0; })) {
@@ -127,14 +128,14 @@ class Markdown final : public BenchTable {
   static constexpr std::size_t most_characters = 120;
 
   struct Column {
-    std::string id;  // as --columns has it
+    std::string id;  // name in --columns
     std::string name;
     bool right;
     std::size_t width;
     std::function<std::string(const BenchResult&)> cell;
   };
 
-  /// Leaves these columns, in this order.
+  /// Keeps these columns, in this order.
   void take(const std::vector<std::string>& ids) {
     std::vector<Column> taken;
     taken.reserve(ids.size());
@@ -145,7 +146,7 @@ class Markdown final : public BenchTable {
     m_columns = std::move(taken);
   }
 
-  /// Leaves of these columns, the most wanted first, as many as a line holds, in their usual order.
+  /// Keeps as many of these columns as a line holds, the most wanted first, in their usual order.
   void take_what_fits(const std::vector<std::string>& wanted) {
     std::size_t left = most_characters - 1;  // a bar at the end
     std::vector<std::string> ids;
@@ -171,7 +172,7 @@ class Markdown final : public BenchTable {
   }
 
   static std::string padded(const Column& column, const std::string& text) {
-    // Characters, not bytes: ± has two of these.
+    // Characters, not bytes: ± has two bytes.
     const auto length =
         static_cast<std::size_t>(std::count_if(text.begin(), text.end(), [](char c) {
           return (static_cast<unsigned char>(c) >> 6) != 2;

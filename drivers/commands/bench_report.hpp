@@ -1,4 +1,4 @@
-// What `kvzap bench` measured, as a Markdown table, CSV or JSON.
+// The results of `kvzap bench` as a Markdown table, CSV or JSON.
 #pragma once
 
 #include <memory>
@@ -10,7 +10,7 @@
 
 namespace kvzap::driver {
 
-/// What all tests of one call have in common.
+/// Properties that all tests of one call share.
 struct BenchSystem {
   std::string version;
   std::string revision;
@@ -26,34 +26,34 @@ struct BenchSystem {
 
 struct BenchResult {
   BenchTest test;
-  /// Of each repetition, on the slowest rank.
+  /// Seconds of each repetition, on the slowest rank.
   std::vector<double> seconds;
   // After the last repetition, summed over ranks.
   std::int64_t kept_rows = 0;
-  std::int64_t full_rows = 0;  // had none been evicted
+  std::int64_t full_rows = 0;  // without eviction
   std::int64_t kv_live_bytes = 0;
   std::int64_t kv_allocated_bytes = 0;
-  /// Over the repetitions; over the whole process where the system has no such figure.
+  /// Over the repetitions; over the whole process if the system has no such figure.
   std::int64_t peak_rss_bytes = 0;
 
   double evicted() const;
-  /// New tokens of all sequences, per repetition.
+  /// Returns the new tokens of all sequences per second, for each repetition.
   std::vector<double> tokens_per_second() const;
-  /// Mean time between two tokens of one sequence.
+  /// Returns the mean time between two tokens of one sequence.
   double ms_per_token() const;
 };
 
-/// Rows of a table as they become known.
+/// A table that prints its rows one by one.
 class BenchTable {
  public:
   virtual ~BenchTable() = default;
-  /// What to print before the first row, for a row, and after the last one.
+  /// Returns the text before the first row, for a row, and after the last one.
   virtual std::string header() = 0;
   virtual std::string row(const BenchResult& result) = 0;
   virtual std::string footer() { return ""; }
 
-  /// `tests`: all that will come, so that columns are as wide as they need to be. The arguments
-  /// outlive the table.
+  /// `tests`: all tests of the call; they set the width of the columns. The arguments must outlive
+  /// the table.
   static std::unique_ptr<BenchTable> create(const BenchOptions& options, const BenchSystem& system,
                                             const std::vector<BenchTest>& tests);
 };

@@ -1,5 +1,5 @@
-// Every command of the program with all its options: the one table that parsing, --help, the man
-// page and shell completion are made from.
+// Every command of the program with all its options. Parsing, --help, the man page and shell
+// completion use this one table.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -42,7 +42,7 @@ struct CommandLine {
   CLI::App* completion;
   CLI::App* manual;
 
-  // What parsing fills in.
+  // Filled by parsing.
   RunOptions run_options;
   RunOptions chat_options;
   ServeOptions serve_options;
@@ -56,7 +56,7 @@ struct CommandLine {
   InspectOptions inspect_options;
   DiffOptions diff_options;
   std::string shell;
-  std::string policy;  // that `policies` is to tell about; empty: all
+  std::string policy;  // to show; empty: all
   bool policies_as_json = false;
 };
 

@@ -1,4 +1,4 @@
-// How commands load a model's weights, and tell models apart.
+// Loading of a model's weights, and checks of its folder.
 #pragma once
 
 #include <filesystem>
@@ -17,8 +17,8 @@ using detail::load_model;
 using detail::ModelHashes;
 using detail::with_value_type;
 
-/// Throws Error if the folder lacks what is needed of *.safetensors and tokenizer.json, with the
-/// options that do without.
+/// Throws Error if the folder lacks required files: *.safetensors and tokenizer.json. The message
+/// names the options that work without them.
 void check_parts(const std::filesystem::path& folder, bool needs_weights, bool needs_tokenizer);
 
 }  // namespace kvzap::driver

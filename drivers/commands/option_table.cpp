@@ -15,10 +15,10 @@ Entry entry_of(const CLI::Option& option) {
   entry.group = option.get_group();
   entry.repeats = option.get_multi_option_policy() == CLI::MultiOptionPolicy::TakeAll;
   entry.is_required = option.get_required();
-  // "TEXT:{f32,bf16}" with what validators say of themselves
+  // "TEXT:{f32,bf16}", with the text of validators
   const std::string type = option.get_type_name();
   entry.type = type.substr(0, type.find(':'));
-  if (entry.type == "UINT") entry.type = "INT";  // a program's word
+  if (entry.type == "UINT") entry.type = "INT";  // CLI11's word for unsigned integers
   const auto begin = type.find('{');
   const auto end = type.find('}', begin);
   if (option.get_expected_max() == 0) {
@@ -35,7 +35,7 @@ Entry entry_of(const CLI::Option& option) {
       }
     }
   } else if (entry.type == "POLICY") {
-    // What a policy's text begins with.
+    // The beginning of a policy's text.
     entry.kind = ValueKind::policy;
     entry.choices = policy_names();
     if (entry.flags.empty()) {

@@ -1,4 +1,4 @@
-// Options and commands of the program as help, man page and completion show them.
+// Options and commands of the program for help, man page and completion.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -12,7 +12,7 @@ enum class ValueKind { none, any, choice, policy, folder, file };
 /// An option as the documents show it.
 struct Entry {
   std::vector<std::string> flags;  // "-m", "--model"; none: a positional argument
-  std::string name;                // of a positional argument
+  std::string name;                // for a positional argument
   std::string type;                // "INT", "DIR", ...
   std::vector<std::string> choices;
   std::string description;
@@ -23,7 +23,7 @@ struct Entry {
   bool is_required = false;
 };
 
-/// In the order in which they were declared.
+/// Returns the options in the order in which they were declared.
 std::vector<Entry> entries_of(const CLI::App& app);
 std::vector<const CLI::App*> commands_of(const CLI::App& app);
 

@@ -49,7 +49,7 @@ bool has_range(const PolicyParameter& p) {
   return p.kind == Kind::integer || p.kind == Kind::number;
 }
 
-/// Whether so large a bound says anything.
+/// Returns whether a bound is small enough to mean something.
 bool is_bound(double value) { return std::fabs(value) < 1e15; }
 
 std::string values_text(const PolicyParameter& p) {
@@ -67,7 +67,8 @@ std::string row(const std::string& name, const std::string& text, int width) {
   return text.empty() ? "" : fmt::format("  {:<{}} {}\n", name, width, text);
 }
 
-/// "window=64", "surrogate=FILE" if it must be given, "[file=FILE]" if it may be left out.
+/// Returns "window=64", "surrogate=FILE" for a required parameter, "[file=FILE]" for an optional
+/// one.
 std::string assignment(const PolicyParameter& p) {
   const std::string value =
       !p.standard.empty() ? p.standard : (p.kind == Kind::file ? "FILE" : "VALUE");

@@ -1,4 +1,4 @@
-// `kvzap policies`: what --policy takes, told by the library's own lists.
+// `kvzap policies`: the values of --policy, from the library's own lists.
 #pragma once
 
 #include <kvzap/engine/policies.hpp>
@@ -12,15 +12,15 @@ namespace kvzap::driver {
 std::vector<std::string> policy_names();
 std::vector<std::string> modifier_names();
 
-/// Refuses what is neither, as a CLI11 check; names the nearest one.
+/// A CLI11 check that refuses names of neither; the message has the nearest name.
 std::string known_policy(const std::string& name);
 
-/// All of them in a few lines each, or the one called `name` in full; empty: all.
+/// Returns all of them in a few lines each, or the one called `name` in detail; empty: all.
 std::string policies_text(const std::string& name);
-/// The same for machines.
+/// Returns the same as JSON.
 nlohmann::ordered_json policies_json(const std::string& name);
 
-/// "window=64, kernel=5": parameters with the values that they have if none is given.
+/// Returns "window=64, kernel=5": parameters with their default values.
 std::string parameters_text(const std::vector<PolicyParameter>& parameters);
 
 }  // namespace kvzap::driver

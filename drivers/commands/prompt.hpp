@@ -19,18 +19,18 @@ struct Prompt {
   std::vector<std::vector<TokenId>> questions;
 };
 
-/// What the chat template of the options' model puts around a message of the user, with the
-/// options' system message. Throws Error as ChatTemplate::detect.
+/// Returns the text that the chat template of the options' model puts around a user's message, with
+/// the options' system message. Throws Error as ChatTemplate::detect does.
 ChatTemplate::Parts template_of(const RunOptions& options);
 
-/// The prompt of the options. Rank 0 alone reads and tokenizes it; all ranks get its ids. `limit`:
-/// most tokens of context and question together; 0: any number. Collective; throws AgreedError
-/// naming the flag.
+/// Returns the prompt of the options. Rank 0 alone reads and tokenizes it; all ranks get its ids.
+/// `limit`: largest number of tokens of context and question together; 0: no limit. Collective;
+/// throws AgreedError that names the flag.
 Prompt share_prompt(const RunOptions& options, const Tokenizer* tokenizer,
                     const ModelConfig& config, std::int64_t limit, const Communicator& comm);
 
-/// The same for a run that goes on with `recorded`: its context, behind it what --append adds, and
-/// the options' questions or, if there are none, its own.
+/// Does the same for a run that continues `recorded`: its context, followed by the tokens of
+/// --append, and the options' questions, or its own if there are none.
 Prompt share_longer_prompt(const Prompt& recorded, const RunOptions& options,
                            const Tokenizer* tokenizer, const ModelConfig& config,
                            std::int64_t limit, const Communicator& comm);

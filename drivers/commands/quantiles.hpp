@@ -1,4 +1,4 @@
-// Quantiles of the scores of kept rows, as reports have them.
+// Quantiles of the scores of kept rows, for reports.
 #pragma once
 
 #include <array>
@@ -10,17 +10,18 @@ namespace kvzap::driver {
 
 inline constexpr std::array<double, 5> quantile_shares = {0, 0.25, 0.5, 0.75, 1};
 inline constexpr std::array<const char*, 5> quantile_names = {"min", "q25", "median", "q75", "max"};
-/// None if there are no values.
+/// Absent if there are no values.
 using Quantiles = std::optional<std::array<double, quantile_shares.size()>>;
 
-/// Between the two nearest of sorted values, as numpy.quantile does by default; where one of these
-/// is infinite, the nearer one. `values` are reordered, and NaN is left out.
+/// Returns quantiles, interpolated between the two nearest of the sorted values as numpy.quantile
+/// does by default; if one of these is infinite, the nearer one. Reorders `values`, and ignores
+/// NaN.
 Quantiles quantiles_of(std::vector<float>& values);
 
-/// {"min": …, "q25": …, …}; null if there are none.
+/// Returns {"min": …, "q25": …, …}; null if there are none.
 nlohmann::ordered_json quantiles_json(const Quantiles& quantiles);
 
-/// A number as JSON, which has no infinity: "inf", "-inf"; NaN is null.
+/// Returns a number for JSON, which has no infinity: "inf", "-inf"; NaN is null.
 nlohmann::ordered_json number_json(double value);
 
 }  // namespace kvzap::driver

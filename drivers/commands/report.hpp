@@ -1,4 +1,4 @@
-// What a run has to say: tables for people, JSON for machines.
+// The report of a run: tables for people, JSON for programs.
 #pragma once
 
 #include <kvzap/engine/generate.hpp>
@@ -19,12 +19,12 @@ struct AnsweredQuestion {
   std::string text;
   Answer answer;
   std::vector<Quantiles> scores;  // as RunReport::context_scores
-  /// A person has ended it (kvzap chat), which is then why it ends.
+  /// A person has ended the answer (kvzap chat); this is then its stop reason.
   bool is_interrupted = false;
-  bool is_from_snapshot = false;  // a run before has answered it; its times are not known
+  bool is_from_snapshot = false;  // an earlier run has answered it; its times are unknown
 };
 
-/// Why it ends: of kvzap::StopReason, or "interrupted".
+/// Returns the stop reason: that of kvzap::StopReason, or "interrupted".
 std::string_view stop_reason_of(const AnsweredQuestion& answered);
 
 /// A snapshot that a run has written.
@@ -32,53 +32,53 @@ struct WrittenSnapshot {
   std::string file;
   std::int64_t tokens = 0;  // in the cache
   std::int64_t bytes = 0;
-  double seconds = 0;          // until it was in its place
-  double waiting_seconds = 0;  // of these the run waited
+  double seconds = 0;          // until the file was in place
+  double waiting_seconds = 0;  // the part that the run waited for
 };
 
-/// What a run goes on with.
+/// The snapshot that a run continues.
 struct ResumedFrom {
   std::string file;
-  std::string kvzap_version;  // that wrote it
+  std::string kvzap_version;  // version that wrote it
   std::int64_t bytes = 0;
   std::int64_t tokens = 0;          // in the cache
-  std::int64_t context_tokens = 0;  // that had been run
-  std::int64_t answer_tokens = 0;   // of the answer under way
+  std::int64_t context_tokens = 0;  // tokens of the context that had been run
+  std::int64_t answer_tokens = 0;   // tokens of the unfinished answer
   double seconds = 0;               // to read it
 };
 
-/// Everything a run measured; filled in as it goes.
+/// Everything that a run measured; filled during the run.
 struct RunReport {
   std::string version;
   std::string revision;
   Machine machine;
   std::string flags;  // of options_in_force
   ModelConfig model;
-  std::int64_t all_layers = 0;                 // of the checkpoint; model has those in use
+  std::int64_t all_layers = 0;                 // of the checkpoint; `model` has the layers in use
   std::string surrogate_kind;                  // empty: none
-  std::string policy;                          // as parse_policy takes it; empty: nothing is pruned
-  std::optional<LookedUpThreshold> looked_up;  // where the options' threshold is from
-  bool is_full_at_first = true;  // nothing is evicted before the whole cache has been there
+  std::string policy;                          // as parse_policy reads it; empty: nothing is pruned
+  std::optional<LookedUpThreshold> looked_up;  // source of the options' threshold
+  bool is_full_at_first = true;                // the whole cache exists before the first eviction
   CacheOptions cache_options;
   int ranks = 1;
   std::int64_t context_tokens = 0;
-  std::int64_t prefill_tokens = 0;  // of them, run by this run
+  std::int64_t prefill_tokens = 0;  // the part that this run has run
   std::optional<ResumedFrom> resumed;
   std::vector<WrittenSnapshot> snapshots;
-  int signal = 0;  // that has ended the run early
-  /// Where that was: of "load", "texts", "context", "repeat", "question" or "answer" so many steps
-  /// (load: parts of the weights; else tokens) of the total.
+  int signal = 0;  // signal that ended the run early
+  /// The place where it ended: "load", "texts", "context", "repeat", "question" or "answer", steps
+  /// done (load: parts of the weights; else tokens) and steps in total.
   std::string stopped_in;
   std::int64_t stopped_after = 0;
   std::int64_t stopped_of = 0;
-  /// The answer under way, if one was.
+  /// The unfinished answer, if there was one.
   std::optional<AnsweredQuestion> unfinished;
   double load_seconds = 0;
-  std::int64_t texts = 0;  // from which the policy has learned
+  std::int64_t texts = 0;  // number of texts from which the policy has learned
   double texts_seconds = 0;
   double prefill_seconds = 0;
   CacheReport context;
-  /// Of the scores of kept rows, layer by layer; empty: not known.
+  /// Scores of kept rows, layer by layer; empty: unknown.
   std::vector<Quantiles> context_scores;
   std::vector<AnsweredQuestion> answers;
   // For --json-token-ids.
@@ -88,45 +88,46 @@ struct RunReport {
   std::vector<std::int64_t> peak_rss_bytes;  // per rank
 };
 
-/// "335.5 GB"; decimal units.
+/// Returns "335.5 GB"; decimal units.
 std::string human_bytes(std::int64_t bytes);
 
-/// "[2] What is that?", for answers to several questions: the question as one line, shortened.
+/// Returns "[2] What is that?", for answers to several questions: the question as one line,
+/// shortened.
 std::string answer_heading(std::size_t number, const std::string& question);
 
 nlohmann::ordered_json to_json(const RunReport& report, const RunOptions& options);
 std::string to_text(const RunReport& report, const RunOptions& options);
-/// That a signal has ended the run, and what to do about it.
+/// Returns the message that a signal has ended the run, and how to continue.
 std::string stop_text(const RunReport& report, const RunOptions& options);
 
-/// What --dry-run finds out.
+/// The results of --dry-run.
 struct PlanReport {
   MemoryPlan plan;
   std::int64_t tokens = 0;
   PlannedEviction eviction;
-  int most_ranks = 1;  // that the model can be dealt to
-  /// The node on which least would be left, of all that ranks are on.
+  int most_ranks = 1;  // largest number of ranks for the model
+  /// The node with the least free memory of all nodes with ranks.
   int nodes = 1;
   int ranks_on_node = 1;
   std::int64_t needed_on_node = 0;
   std::int64_t available_on_node = -1;  // -1: not known, as on a device
-  /// Fewest nodes like this one, with as many ranks each, that would do; 0: none. Of interest
-  /// where it does not fit.
+  /// Smallest number of nodes like this one, with the same number of ranks each, that is enough; 0:
+  /// none. Only meaningful if the plan does not fit.
   int nodes_that_fit = 0;
 
   bool is_known() const { return available_on_node >= 0; }
   bool fits() const { return needed_on_node <= available_on_node; }
 };
 
-/// What a rank (or all of them: MemoryPlan) has at most at any one time.
+/// Returns the peak memory of a rank (or of all ranks: MemoryPlan).
 std::int64_t needed_bytes(const MemoryPlan::Rank& part, bool is_full_at_first);
 std::int64_t needed_bytes(const MemoryPlan& part, bool is_full_at_first);
 
 std::string to_text(const PlanReport& report, const ModelConfig& model, DType dtype);
 nlohmann::ordered_json to_json(const PlanReport& report, const RunOptions& options);
 
-/// Kept rows [layer][KV head] from the JSON file of an earlier run. Throws Error naming file and
-/// field if they are not there or do not fit the model.
+/// Reads kept rows [layer][KV head] from the report of an earlier run. Throws Error that names file
+/// and field if they are missing or do not fit the model.
 std::vector<std::vector<std::int64_t>> read_kept_rows(const std::string& file,
                                                       const ModelConfig& model);
 

@@ -24,14 +24,14 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// The number in a file of one line, or -1 ("max" in a cgroup's limit is none).
+/// Returns the number in a file of one line, or -1 ("max" in a cgroup's limit counts as none).
 std::int64_t number_in(const fs::path& file) {
   std::int64_t number = -1;
   std::ifstream stream(file);
   return stream >> number ? number : -1;
 }
 
-/// Bytes of a line "name: N kB" of a file in /proc, or -1.
+/// Returns the bytes of a line "name: N kB" of a file in /proc, or -1.
 std::int64_t bytes_in(const char* file, const std::string& name) {
   std::ifstream stream(file);
   for (std::string line; std::getline(stream, line);) {
@@ -43,8 +43,8 @@ std::int64_t bytes_in(const char* file, const std::string& name) {
   return -1;
 }
 
-/// Memory that processes on this node may still take, or -1 if the system does not say: what the
-/// kernel has left, or, in a container or a batch job, what its control group has.
+/// Returns the memory that processes on this node may still allocate, or -1 if the system does not
+/// tell. In a container or a batch job, the limit of its control group counts.
 std::int64_t available_bytes() {
   std::int64_t available = bytes_in("/proc/meminfo", "MemAvailable");
   std::ifstream groups("/proc/self/cgroup");
@@ -64,13 +64,13 @@ std::int64_t available_bytes() {
   return available;
 }
 
-/// Name under which a result is written before it takes its final one.
+/// Returns the name under which a result is written before it gets its final name.
 fs::path temporary_name(fs::path target) {
   target += fmt::format(".tmp-{}", static_cast<long>(getpid()));
   return target;
 }
 
-/// What a symbolic link leads to, with the flag in messages.
+/// Returns the target of a symbolic link; errors name the flag.
 fs::path target_of(const std::string& file, const std::string& flag) {
   try {
     return detail::target_of_links(file);
@@ -79,14 +79,14 @@ fs::path target_of(const std::string& file, const std::string& flag) {
   }
 }
 
-/// Whether `file` is there and is a pipe or a device, which no new file may take the place of.
+/// Returns whether `file` exists and is a pipe or a device, which a new file must not replace.
 bool is_special(const std::string& file) {
   std::error_code ignored;
   return fs::exists(file, ignored) && !fs::is_regular_file(file, ignored);
 }
 
-/// Whether `file` is what standard output goes to, as /dev/stdout is. A new file would take the
-/// place of the one with the answer; and what /dev/stdout leads to may be a pipe without a name.
+/// Returns whether `file` is the target of standard output, such as /dev/stdout. A new file would
+/// replace the one with the answer, and /dev/stdout may lead to a pipe without a name.
 bool is_standard_output(const std::string& file) {
   if (file == "-") return true;
   struct stat named {};
@@ -161,7 +161,7 @@ void use_threads(std::optional<std::int64_t> asked, const Communicator& comm, bo
 }
 
 std::int64_t peak_rss_bytes() {
-  // getrusage remembers peaks from before a reset.
+  // getrusage still reports peaks from before a reset.
   const std::int64_t peak = bytes_in("/proc/self/status", "VmHWM");
   if (peak >= 0) return peak;
   rusage usage{};

@@ -1,5 +1,5 @@
-// What subcommands do before their own work: which model, how it is dealt to ranks, whether it
-// fits, and what the process itself has taken.
+// Work that commands share before their own: load the model's configuration, assign it to ranks,
+// check memory, and measure the process.
 #pragma once
 
 #include <kvzap/core/communicator.hpp>
@@ -15,40 +15,43 @@ using detail::load_surrogate;
 using detail::ModelSetup;
 using detail::ring_rows;
 
-/// Reads `folder`'s config.json and deals its KV heads, evenly or by the kept rows in the file
-/// `placement` of an earlier run. With `layers`, only that many of the first ones are used; `rope`
-/// replaces config.json's RoPE scaling. Throws Error if there are not so many layers, and as
-/// apply_rope does.
+/// Reads `folder`'s config.json and assigns its KV heads to ranks, evenly or by the kept rows in
+/// the file `placement` of an earlier run. If `layers` is given, only that many of the first layers
+/// are used. `rope` replaces config.json's RoPE scaling. Throws Error if the model has fewer
+/// layers, and the errors of apply_rope.
 ModelSetup set_up_model(const std::string& folder, std::optional<std::int64_t> layers,
                         const std::string& placement, int ranks, const RopeOptions& rope = {});
 
-/// Prints config.json's warnings to standard error (fields that are not known may matter, so that
-/// -q does not hide them), and, if `talks`, that layers are left out. For rank 0.
+/// Prints config.json's warnings to standard error, even with -q, because unknown fields may
+/// matter. If `talks`, also prints that layers are left out. For rank 0.
 void print_notes(const ModelSetup& setup, bool talks);
 
-/// Memory that caches on this node's ranks may still take together; -1 if nobody knows, or if they
-/// are on a device.
+/// Returns the memory that caches on this node's ranks may still allocate together; -1 if it is
+/// unknown, or if they are on a device.
 std::int64_t available_bytes_of_node();
 
-/// Refuses what cannot fit before minutes are spent on it: the system would otherwise kill a rank
-/// without a word. `bytes`: what the largest rank needs for `purpose`. Throws Error.
+/// Throws Error if a run cannot fit in memory, before minutes are spent on it: the system would
+/// otherwise kill a rank without a message. `bytes`: memory that the largest rank needs for
+/// `purpose`.
 void check_memory(std::int64_t bytes, int ranks_on_node, const std::string& purpose);
 
-/// Computes on so many threads, or, if none are asked for, on those that this rank has cores for;
-/// of every rank of the node. Warns, if `talks`, where they are more than the node's cores. Throws
-/// AgreedError for a number out of range, which all ranks have been given.
+/// Sets the number of threads: `asked`, or, if absent, the cores of this rank. Every rank of the
+/// node calls it. If `talks`, warns if the ranks have more threads than the node has cores. Throws
+/// AgreedError on all ranks if the number is out of range.
 void use_threads(std::optional<std::int64_t> asked, const Communicator& comm, bool talks);
 
-/// Most memory that this process ever had resident, or since reset_peak_rss if the system has that.
+/// Returns the peak resident memory of this process, since reset_peak_rss if the system supports a
+/// reset.
 std::int64_t peak_rss_bytes();
-/// Starts peak_rss_bytes anew, where the system lets a process do so.
+/// Resets peak_rss_bytes, if the system allows it.
 void reset_peak_rss();
 
-/// Tries whether the report can be written to the file that --json names ("-" is standard output,
-/// "" none). Throws Error.
+/// Tests whether the report can be written to the file of --json ("-" is standard output, "" none).
+/// Throws Error.
 void check_writable(const std::string& file);
-/// Writes a report there: beside the target, which it then replaces, so that an older file stays
-/// whole if the disk is full. Devices and pipes are written to as they are. Throws Error.
+/// Writes a report there. It first writes a file beside the target and then replaces the target, so
+/// that an older file stays whole if the disk is full. Devices and pipes are written directly.
+/// Throws Error.
 void write_whole(const std::string& file, const std::string& text,
                  const std::string& flag = "--json");
 

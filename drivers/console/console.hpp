@@ -1,4 +1,4 @@
-// What the program tells a person on standard error: errors, warnings, notes, progress.
+// Messages for people on standard error: errors, warnings, notes, progress.
 #pragma once
 
 #include <fmt/format.h>
@@ -9,8 +9,8 @@
 
 namespace kvzap::driver {
 
-/// Writes to standard error what fmt::format makes of the arguments. That nothing may be read or
-/// stored there (a full disk, a closed pipe) is no reason to end a run: such text is lost.
+/// Writes the text that fmt::format makes of the arguments to standard error. If it cannot be
+/// written (full disk, closed pipe), the text is lost and the run continues.
 template <class... Arguments>
 void say(fmt::format_string<Arguments...> format, Arguments&&... arguments) {
   const std::string text = fmt::format(format, std::forward<Arguments>(arguments)...);

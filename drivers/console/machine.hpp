@@ -1,4 +1,4 @@
-// What ran a measurement: for reports.
+// Description of the machine, for reports.
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -16,10 +16,10 @@ struct Machine {
   std::string compiler;
 };
 
-/// Of this process. Kokkos has to be initialized.
+/// Describes the machine of this process. Kokkos must be initialized.
 Machine describe_machine();
 
-/// The field `system` of reports.
+/// Returns the field `system` of reports.
 nlohmann::ordered_json system_json(const Machine& machine, int ranks);
 
 }  // namespace kvzap::driver

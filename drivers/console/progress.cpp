@@ -23,13 +23,13 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// All of a file of /proc, which tells no size; empty if it cannot be read.
+/// Returns the contents of a file in /proc, whose size is unknown; empty if it cannot be read.
 std::string text_of_process(int process, const char* file) {
   std::ifstream stream(fmt::format("/proc/{}/{}", process, file), std::ios::binary);
   return {std::istreambuf_iterator<char>(stream), {}};
 }
 
-/// proc(5): "process (name) state parent ..."; 0 if nobody knows.
+/// proc(5): "process (name) state parent ..."; 0 if unknown.
 int parent_of(int process) {
   const std::string text = text_of_process(process, "stat");
   const std::size_t name_end = text.rfind(") ");
@@ -48,8 +48,8 @@ bool is_launcher(int process) {
          name.rfind("mpiexec.", 0) == 0 || name.rfind("mpirun.", 0) == 0;
 }
 
-/// Whether the launcher puts something in front of each line, or keeps lines apart: a bar, which is
-/// a part of a line, would be torn.
+/// Returns whether the launcher adds a prefix to each line, or passes on whole lines: it would
+/// break a bar, which is part of a line.
 bool marks_lines(int launcher) {
   const std::string arguments = text_of_process(launcher, "cmdline");
   constexpr std::string_view marking[] = {"tag-output",   "timestamp-output", "output-filename",
@@ -69,7 +69,8 @@ bool marks_lines(int launcher) {
   return false;
 }
 
-/// Whether the process has the pipe that /proc calls `pipe` open: it is what reads our output.
+/// Returns whether the process has the pipe that /proc calls `pipe` open, so that it reads our
+/// output.
 bool has_open(int process, const fs::path& pipe) {
   std::error_code failed;
   fs::directory_iterator entry(fmt::format("/proc/{}/fd", process), failed);
@@ -80,8 +81,8 @@ bool has_open(int process, const fs::path& pipe) {
   return false;
 }
 
-/// The launcher, among the processes that have started this one, whose standard error is a terminal
-/// to which it passes on what this process writes to `stream`.
+/// Returns the launcher among the ancestors of this process. Its standard error is a terminal, to
+/// which it passes on the output of this process to `stream`.
 std::optional<int> launcher_with_terminal(int stream) {
   struct stat status = {};
   if (fstat(stream, &status) != 0 || !(S_ISFIFO(status.st_mode) || S_ISSOCK(status.st_mode))) {
@@ -97,7 +98,7 @@ std::optional<int> launcher_with_terminal(int stream) {
     if (!is_launcher(process)) continue;
     if (marks_lines(process)) return std::nullopt;
     is_passed_on = is_passed_on || has_open(process, pipe);
-    if (!is_passed_on) return std::nullopt;  // somebody between has it
+    if (!is_passed_on) return std::nullopt;  // another process in between reads it
     const fs::path terminal =
         fs::read_symlink(fmt::format("/proc/{}/fd/{}", process, STDERR_FILENO), failed);
     if (!failed && terminal.string().rfind("/dev/", 0) == 0) return process;
@@ -133,7 +134,7 @@ Terminal::Terminal(bool forced) : m_group(static_cast<int>(getpgrp())) {
   const int terminal = open(name.c_str(), O_WRONLY | O_NOCTTY | O_CLOEXEC);
   if (terminal < 0) return;
   termios settings = {};
-  // With TOSTOP, which hardly anybody sets, drawing on it from another group would stop us.
+  // With TOSTOP, which is rarely set, drawing from another process group would stop this process.
   if (isatty(terminal) == 0 || tcgetattr(terminal, &settings) != 0 ||
       (settings.c_lflag & TOSTOP) != 0) {
     close(terminal);
@@ -149,7 +150,7 @@ Terminal::~Terminal() {
 }
 
 bool Terminal::is_ours() const {
-  const auto group = tcgetpgrp(m_descriptor);  // fails if it does not control this process
+  const auto group = tcgetpgrp(m_descriptor);  // fails if it is not the controlling terminal
   return group < 0 || group == m_group;
 }
 
@@ -172,7 +173,7 @@ void Terminal::write(std::string_view text) const {
 
 std::string progress_line(std::string_view what, double share, std::string_view rate,
                           std::string_view left, int columns) {
-  // The last column stays free: a terminal that has one in it may go on to the next line.
+  // The last column stays free: after a character in it, a terminal may move to the next line.
   const auto room = static_cast<std::size_t>(std::max(columns - 1, 0));
   share = std::min(std::max(share, 0.0), 1.0);
   const std::string name = fmt::format("{:8} ", what);
@@ -182,7 +183,7 @@ std::string progress_line(std::string_view what, double share, std::string_view 
   const auto fits = [&](const std::string& more, std::size_t bar) {
     return name.size() + percent.size() + more.size() + (bar > 0 ? bar + brackets : 0) <= room;
   };
-  // What is left is worth more than how fast it goes.
+  // The time left is more useful than the rate.
   std::string all;
   if (!rate.empty()) all += fmt::format("  {}", rate);
   if (!left.empty()) all += fmt::format("{}{} left", all.empty() ? "  " : ", ", left);
@@ -218,7 +219,7 @@ double Progress::seconds_since_start(Clock::time_point now) const {
   return std::chrono::duration<double>(now - m_start).count();
 }
 
-// How fast it has gone since the first call; empty as long as that says little.
+// Returns the rate since the first call; empty while it is not meaningful.
 std::string Progress::rate(Clock::time_point now, std::int64_t done, std::string_view unit) const {
   const double seconds = seconds_since_start(now);
   if (unit.empty() || seconds < 0.5 || done <= m_done_at_start) return "";
@@ -226,7 +227,7 @@ std::string Progress::rate(Clock::time_point now, std::int64_t done, std::string
   return fmt::format("{:.{}f} {}/s", rate, rate < 10 ? 1 : 0, unit);
 }
 
-// What is left if it goes on as fast as since the first call; empty as long as that says little.
+// Returns the time left at the rate since the first call; empty while it is not meaningful.
 std::string Progress::time_left(Clock::time_point now, std::int64_t done,
                                 std::int64_t total) const {
   const double seconds = seconds_since_start(now);
@@ -258,12 +259,12 @@ void Progress::update(std::string_view what, std::int64_t done, std::int64_t tot
     const std::string line =
         progress_line(what, static_cast<double>(done) / static_cast<double>(total),
                       rate(now, done, unit), time_left(now, done, total), m_terminal->columns());
-    // First who takes it away, as a signal may come right after.
+    // First set the handler that erases the bar, because a signal may arrive right after.
     if (!m_drawn) erase_bar_at_the_end();
     terminal_with_bar = m_terminal->descriptor();
     m_terminal->write(fmt::format("\r{}\033[K", line));
     m_drawn = true;
-    if (may_be_killed_soon()) take_bar_away();  // told while the line was put together
+    if (may_be_killed_soon()) take_bar_away();  // a signal arrived during this function
     m_last = now;
   } else if (seconds >= 10 || (finished && m_line_printed)) {
     const std::string speed = rate(now, done, unit), left = time_left(now, done, total);
@@ -278,7 +279,7 @@ void Progress::clear() {
   if (m_drawn) {
     m_terminal->write(erase_line);
     terminal_with_bar = -1;
-    // What is said now may still be on its way through mpirun when the next bar is due.
+    // This text may still be on its way through mpirun when the next bar is due.
     m_last = Clock::now();
   }
   m_drawn = false;

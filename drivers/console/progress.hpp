@@ -10,25 +10,25 @@
 
 namespace kvzap::driver {
 
-/// How progress is shown: a bar where there is a terminal, sparse lines elsewhere (automatic), or
-/// either of them in any case.
+/// The form of progress: automatic (a bar on a terminal, else sparse lines), or always one of the
+/// two.
 enum class ProgressStyle { automatic, bar, lines, off };
 
 /// Declares --progress (auto, bar, lines, off).
 void declare_progress(CLI::App& app, ProgressStyle& style, const std::string& group);
 
-/// A line of at most `columns` - 1 characters that shows progress: what, a bar, per cent,
-/// `rate` and time `left` (either may be empty), of which what is least needed is left out where
-/// there is no room. `share` is of 0 to 1.
+/// Returns a line of at most `columns` - 1 characters that shows progress: `what`, a bar, per cent,
+/// `rate` and time `left` (either may be empty). The least important parts are omitted if there is
+/// no room. `share` is in [0, 1].
 std::string progress_line(std::string_view what, double share, std::string_view rate,
                           std::string_view left, int columns);
 
-/// The terminal on which a person sees what this process writes to standard error: its own, or,
-/// where standard error is a pipe to mpirun (or another launcher on this node), that of mpirun. On
-/// that one things are written at once, whatever mpirun is still to pass on.
+/// The terminal on which a person sees the standard error of this process. This is its own
+/// terminal, or, if standard error is a pipe to mpirun (or another launcher on this node), that of
+/// mpirun. Text on the latter appears at once, whatever output mpirun still has to pass on.
 class Terminal {
  public:
-  /// Finds it. With `forced`, standard error counts as one whatever it is.
+  /// Finds the terminal. If `forced`, standard error counts as a terminal in any case.
   explicit Terminal(bool forced);
   ~Terminal();
   Terminal(const Terminal&) = delete;
@@ -36,37 +36,37 @@ class Terminal {
 
   bool exists() const { return m_descriptor >= 0; }
   int descriptor() const { return m_descriptor; }
-  /// Whether those who look at it want to see us: not if the shell has sent us, or our launcher, to
-  /// the background.
+  /// Returns whether this process may draw: not if the shell has put it, or its launcher, into the
+  /// background.
   bool is_ours() const;
-  /// Its width; where it does not say, that of $COLUMNS, or 80.
+  /// Returns its width; if it reports none, that of $COLUMNS, or 80.
   int columns() const;
-  /// What cannot be written is lost.
+  /// Writes text. Text that cannot be written is lost.
   void write(std::string_view text) const;
 
  private:
   int m_descriptor = -1;
   bool m_owned = false;
-  int m_group = 0;  // of processes that draw: ours, or the launcher's
+  int m_group = 0;  // process group that draws: ours, or the launcher's
 };
 
 class Progress {
  public:
-  /// Silent unless `enabled`.
+  /// Prints nothing unless `enabled`.
   explicit Progress(bool enabled, ProgressStyle style = ProgressStyle::automatic);
   ~Progress();
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
 
-  /// `done` of `total` steps of `what` are finished; what is left is told with a rate, in `unit`s,
-  /// and an estimate of its time. A bar is redrawn at most ten times a second, and work of less
-  /// than a tenth of one has none;
-  /// without a terminal a line is printed at most every ten seconds, and one in the end if any was.
+  /// Reports that `done` of `total` steps of `what` are finished. Shows the rest with a rate, in
+  /// `unit`s, and an estimate of its time. A bar is redrawn at most ten times a second; work of
+  /// less than a tenth of a second has none. Without a terminal, a line is printed at most every
+  /// ten seconds, and a last one if any was printed.
   void update(std::string_view what, std::int64_t done, std::int64_t total,
               std::string_view unit = "");
-  /// Takes the bar off the terminal, so that other output can follow.
+  /// Erases the bar, so that other output can follow.
   void clear();
-  /// Forgets what went before: what comes next is a new piece of work, even of the same name.
+  /// Resets the state: the next update is a new piece of work, even if it has the same name.
   void restart() {
     clear();
     m_what.clear();
@@ -78,7 +78,7 @@ class Progress {
   std::string rate(Clock::time_point now, std::int64_t done, std::string_view unit) const;
   std::string time_left(Clock::time_point now, std::int64_t done, std::int64_t total) const;
   bool m_enabled;
-  std::optional<Terminal> m_terminal;  // of a bar; without one there are lines
+  std::optional<Terminal> m_terminal;  // for a bar; without one, lines
   bool m_drawn = false;
   bool m_line_printed = false;
   std::string m_what;

@@ -8,7 +8,7 @@
 namespace kvzap::driver {
 namespace {
 
-/// Set by the first run for the second: "blas" if OPENBLAS_NUM_THREADS is ours.
+/// Set by the first process for the second: "blas" if OPENBLAS_NUM_THREADS is ours.
 constexpr const char* marker = "KVZAP_RESTARTED";
 
 void set_by_default(const char* name, const char* value) { setenv(name, value, 0); }
@@ -19,7 +19,7 @@ void restart_with_settings([[maybe_unused]] char** argv) {
 #if defined(__linux__) && defined(__GLIBC__)
   constexpr const char* blas_threads = "OPENBLAS_NUM_THREADS";
   if (const char* const restarted = std::getenv(marker)) {
-    // set_blas_threads leaves a number alone that the user has set.
+    // set_blas_threads respects a number that the user has set.
     if (restarted == std::string_view("blas")) unsetenv(blas_threads);
     unsetenv(marker);
     return;
@@ -30,8 +30,8 @@ void restart_with_settings([[maybe_unused]] char** argv) {
   if (!std::getenv("OMP_WAIT_POLICY")) set_by_default("GOMP_SPINCOUNT", "400");
   // OpenBLAS' threads likewise; 2^15 cycles are 10 µs.
   set_by_default("OPENBLAS_THREAD_TIMEOUT", "15");
-  // OpenBLAS starts threads while it is loaded. Each asks for 128 MB until it gets them, and the
-  // process cannot end before: it hung where memory is short.
+  // OpenBLAS starts threads while it is loaded. Each thread retries to allocate 128 MB until it
+  // succeeds, and the process cannot end before: it hung if memory was short.
   const bool is_ours = !std::getenv(blas_threads);
   set_by_default(blas_threads, "1");
   setenv(marker, is_ours ? "blas" : "user", 1);

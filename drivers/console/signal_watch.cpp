@@ -10,13 +10,13 @@
 namespace kvzap::driver {
 namespace {
 
-std::atomic<int> told = -1;  // where the handler writes
+std::atomic<int> told = -1;  // descriptor that the handler writes to
 
 extern "C" void tell_stop_watch(int signal) {
   const int error = errno;
   const auto number = static_cast<unsigned char>(signal);
   if (write(told, &number, 1) < 0) {
-    // The pipe is full of signals.
+    // the pipe is full of signals
   }
   errno = error;
 }
@@ -36,7 +36,7 @@ StopWatch::StopWatch(bool acts) : m_acts(acts) {
     sigaction(signals[i], &action, &m_before[i]);
     sigaddset(&mask, signals[i]);
   }
-  // Of the threads of this program one alone is told.
+  // Only one thread of this program handles signals.
   m_thread = std::thread([this] { watch(); });
   pthread_sigmask(SIG_BLOCK, &mask, &m_mask_before);
 }
@@ -80,7 +80,7 @@ void StopWatch::watch() {
         first = Clock::now();
         continue;
       }
-      // What comes at once is no second wish: see SignalWatch.
+      // A signal that follows at once is not a second request: see SignalWatch.
       cuts =
           cuts || Clock::now() - first > std::chrono::milliseconds(number == SIGINT ? 200 : 1000);
     }

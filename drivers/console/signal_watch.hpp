@@ -1,4 +1,4 @@
-// Signals that end a server: the first lets it finish, the second does not.
+// Signals that end a server: the first lets it finish, the second ends it at once.
 #pragma once
 
 #include <pthread.h>
@@ -13,25 +13,26 @@
 
 namespace kvzap::driver {
 
-/// While it lives, SIGTERM, SIGINT and SIGUSR1 are noted. (They are handled on a thread of their
-/// own, or on one of a library that does not block them: SignalWatch says what a handler can do to
-/// oneDNN's sgemm. Threads that begin later do not see them.) One of a process at a time.
+/// While it exists, SIGTERM, SIGINT and SIGUSR1 are recorded. Its own thread handles them, or a
+/// thread of a library that does not block them; SignalWatch describes the danger of handlers for
+/// oneDNN's sgemm. Threads that start later do not receive them. A process may have one such object
+/// at a time.
 class StopWatch {
  public:
-  /// Without `acts` signals are caught and forgotten: rank 0 speaks for all.
+  /// Without `acts`, signals are caught and ignored: rank 0 decides for all.
   explicit StopWatch(bool acts);
   ~StopWatch();
   StopWatch(const StopWatch&) = delete;
   StopWatch& operator=(const StopWatch&) = delete;
 
-  /// The first signal; 0: none yet.
+  /// Returns the first signal; 0: none yet.
   int signal() const { return m_signal; }
-  /// Calls `drain` for the first signal, also one that has come before, and `cut` for the second
-  /// one, or when the first is `patience` seconds ago. Both by a thread of their own, once.
+  /// Calls `drain` for the first signal, even one that came before. Calls `cut` for the second one,
+  /// or `patience` seconds after the first. Each is called once, on a separate thread.
   void begin(std::function<void()> drain, std::function<void()> cut, double patience);
-  /// Neither is called any more.
+  /// Ends the calls to both.
   void end();
-  /// Whether `cut` was called.
+  /// Returns whether `cut` was called.
   bool has_cut() const { return m_has_cut; }
 
  private:
@@ -45,7 +46,7 @@ class StopWatch {
   std::thread m_thread;
   std::atomic<int> m_signal{0};
   std::atomic<bool> m_has_cut{false};
-  std::mutex m_mutex;  // of what follows
+  std::mutex m_mutex;  // for the members below
   std::function<void()> m_drain, m_cut;
   double m_patience = 0;
   bool m_has_drained = false;

@@ -1,4 +1,4 @@
-// The three standard streams and the signals that writing raises, put in order before all else.
+// Prepares the three standard streams and the signals of write errors, before anything else runs.
 #pragma once
 
 #include <fcntl.h>
@@ -8,18 +8,17 @@
 
 namespace kvzap::driver {
 
-/// Gives standard streams that are closed something to be: else the next file that is opened, such
-/// as a snapshot, takes the number of standard error, and messages are written into it. Reading
-/// such an input and writing such an output fails as if it were closed; messages are lost.
+/// Opens standard streams that are closed. Otherwise the next file, such as a snapshot, would get
+/// the number of standard error, and messages would be written into it. Reading such an input or
+/// writing such an output fails as if it were closed; messages are lost.
 ///
-/// Nobody reads the pipe (SIGPIPE) and a file that is larger than the user may write (SIGXFSZ)
-/// become errors of the call that writes, so that whoever writes can tell it and remove what is
-/// unfinished.
+/// A pipe without a reader (SIGPIPE) and a file beyond the user's size limit (SIGXFSZ) become
+/// errors of the write call. So the writer can report them and remove unfinished files.
 inline void prepare_standard_streams() {
   constexpr int modes[] = {O_WRONLY, O_RDONLY, O_RDWR};
   for (int stream = 0; stream < 3; ++stream) {
     if (fcntl(stream, F_GETFD) >= 0) continue;
-    // The lowest number that is free is the one that is missing.
+    // open returns the lowest free number, which is the closed stream.
     static_cast<void>(open("/dev/null", modes[stream]));
   }
   std::signal(SIGPIPE, SIG_IGN);

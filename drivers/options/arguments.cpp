@@ -33,7 +33,7 @@ struct KokkosFlag {
   int until = 1'000'000;  // exclusive
 };
 
-/// Of Kokkos 3.4 to 5. Those with an end are followed by a newer name.
+/// Flags of Kokkos 3.4 to 5. Flags with an end have a newer name.
 constexpr KokkosFlag kokkos_flags[] = {{"--kokkos-help", KokkosFlag::none},
                                        {"--kokkos-disable-warnings", KokkosFlag::none},
                                        {"--kokkos-print-configuration", KokkosFlag::none, 30700},
@@ -51,7 +51,7 @@ constexpr KokkosFlag kokkos_flags[] = {{"--kokkos-help", KokkosFlag::none},
                                        {"--kokkos-tools-args", KokkosFlag::text},
                                        {"--kokkos-tools-help", KokkosFlag::none}};
 
-/// What is wrong with a flag that begins with --kokkos-, or "". Kokkos itself would pass over it.
+/// Returns the error in a flag that begins with --kokkos-, or "". Kokkos itself would ignore it.
 std::string fault_of_kokkos_flag(const std::string& flag) {
   const std::string name = flag.substr(0, flag.find('='));
   std::vector<std::string> known;
@@ -61,7 +61,7 @@ std::string fault_of_kokkos_flag(const std::string& flag) {
       const std::string value = flag.substr(std::min(flag.size(), name.size() + 1));
       if (entry.value == KokkosFlag::none) return "";
       if (value.empty()) return fmt::format("{} needs a value; expected {}=VALUE", name, name);
-      int number = 0;  // for which Kokkos has no message, or one that does not say what it was
+      int number = 0;  // Kokkos has no message for it, or one without the value
       const bool is_number =
           detail::read_whole(value, number) == detail::DecimalFault::none && number >= 0;
       return entry.value == KokkosFlag::number && !is_number
@@ -71,7 +71,7 @@ std::string fault_of_kokkos_flag(const std::string& flag) {
     }
     known.emplace_back(entry.name);
   }
-  // Compared without what all have, which would make any two of them near.
+  // Compared without the common prefix, which would make all flags similar.
   constexpr std::size_t prefix = std::string_view("--kokkos-").size();
   std::vector<std::string> ends;
   ends.reserve(known.size());
@@ -114,7 +114,7 @@ const std::vector<ForeignOption>& foreign_options() {
   return options;
 }
 
-/// What takes the place of an option that people know from llama.cpp, or "".
+/// Returns the replacement of an option that users know from llama.cpp, or "".
 std::string what_instead_of(const std::string& name, bool has_chat) {
   for (const ForeignOption& option : foreign_options()) {
     if (std::find(option.names.begin(), option.names.end(), name) == option.names.end()) continue;
@@ -130,7 +130,7 @@ std::string what_instead_of(const std::string& name, bool has_chat) {
 
 // --- arguments one by one
 
-/// Whether an argument that is an option has its value in the next argument.
+/// Returns whether an option takes its value from the next argument.
 bool awaits_value(const CLI::App& command, const std::string& argument) {
   const auto takes_value = [&](const std::string& name) {
     const CLI::Option* option = command.get_option_no_throw(name);
@@ -146,8 +146,8 @@ bool awaits_value(const CLI::App& command, const std::string& argument) {
   return false;
 }
 
-/// Takes flags of Kokkos out of the arguments, and refuses those that CLI11 would misread: it takes
-/// -ngl for -n with the value gl, and lets an empty value pass for none.
+/// Removes flags of Kokkos from the arguments, and refuses arguments that CLI11 would misread.
+/// CLI11 reads -ngl as -n with the value gl, and accepts an empty value as none.
 std::vector<std::string> sift(const CLI::App& app, const std::vector<std::string>& arguments,
                               Reading& reading) {
   std::vector<std::string> own;
@@ -207,7 +207,7 @@ std::string names_of_commands(const CLI::App& app) {
   return names;
 }
 
-/// What the parser could not place, or else what it says itself.
+/// Returns the argument that the parser could not place, or else the parser's own message.
 std::string usage_message(const CLI::App& app, const CLI::ParseError& error) {
   const auto given = app.get_subcommands();
   const CLI::App& command = given.empty() ? app : *given.front();
@@ -232,7 +232,7 @@ std::string encoded(const std::string& value) {
   return fmt::format("\n{}:{}", value.size(), value);
 }
 
-/// Texts that encoded() has written behind one another, from `begin` on.
+/// Reads texts that encoded() has concatenated, from `begin` on.
 std::vector<std::string> decoded(const std::string& text, std::size_t begin) {
   std::vector<std::string> values;
   while (begin < text.size()) {
@@ -254,7 +254,7 @@ std::string shown(const std::string& value_of_option) {
   return text.empty() ? "not given" : text;
 }
 
-/// Options of the given command with the values that they have now, each value behind its length.
+/// Returns the options of the given command with their current values, each preceded by its length.
 std::vector<std::string> values_of(const CommandLine& line) {
   const auto commands = line.app.get_subcommands();
   std::vector<std::string> values;
@@ -271,7 +271,7 @@ std::vector<std::string> values_of(const CommandLine& line) {
 
 // --- files
 
-/// What a folder of a model or a surrogate has of either; nothing if it is no folder.
+/// Returns the files of a model or a surrogate in a folder; nothing if it is not a folder.
 std::vector<std::string> files_of(const std::string& folder) {
   static constexpr std::string_view names[] = {
       "config.json",           "generation_config.json", "tokenizer.json",
@@ -290,7 +290,7 @@ std::vector<std::string> files_of(const std::string& folder) {
   return files;
 }
 
-/// Throws Error if a file that `command` writes is named by another of its options too, or belongs
+/// Throws Error if another option also names a file that `command` writes, or if that file belongs
 /// to the model or the surrogate.
 void check_files(const CLI::App& command) {
   struct Named {
@@ -333,7 +333,7 @@ void check_files(const CLI::App& command) {
   for (auto one = written.begin(); one != written.end(); ++one) {
     for (auto other = std::next(one); other != written.end(); ++other) check(*one, *other);
     for (const Named& input : read) {
-      // A snapshot may replace the one that it goes on from. Standard input is no standard output.
+      // A snapshot may replace the one that it continues. Standard input is not standard output.
       if (input.file == "-" || (input.option == "resume" && one->option == "snapshot")) continue;
       check(*one, input);
     }
@@ -364,14 +364,14 @@ Reading read_arguments(CommandLine& line, const std::vector<std::string>& argume
     reading.error = message;
   };
   if (arguments.empty()) {
-    // As git does: help, and a status that tells a script that nothing was done.
+    // As in git: help, and a status that tells a script that nothing was done.
     reading.ends = true;
     reading.status = exit_usage;
     reading.out = line.app.help();
     return reading;
   }
   std::vector<std::string> own = sift(line.app, arguments, reading);
-  std::reverse(own.begin(), own.end());  // CLI11 takes them last first
+  std::reverse(own.begin(), own.end());  // CLI11 expects them in reverse order
   try {
     line.app.parse(own);
     if (!reading.error.empty()) fail(reading.error);

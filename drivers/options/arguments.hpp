@@ -1,4 +1,4 @@
-// The command line of one rank, and that all ranks have the same one.
+// Parsing of the command line on one rank, and the check that all ranks have the same one.
 #pragma once
 
 #include <kvzap/core/communicator.hpp>
@@ -9,30 +9,32 @@
 
 namespace kvzap::driver {
 
-/// What reading the command line has come to.
+/// The result of parsing the command line.
 struct Reading {
   /// Flags for Kokkos.
   std::vector<std::string> kokkos;
-  /// Nothing is to be run: --help, --version, or an error.
+  /// Nothing needs to run: --help, --version, or an error.
   bool ends = false;
   int status = 0;
   std::string out;    // for standard output
   std::string error;  // one line, without "kvzap: error: "
 };
 
-/// Fills `line` from the arguments behind the program's name. Never throws CLI11's errors.
+/// Fills `line` from the arguments after the program's name. Converts CLI11's errors; never throws
+/// them.
 Reading read_arguments(CommandLine& line, const std::vector<std::string>& arguments);
 
-/// What all ranks' readings come to: the same text on all of them, an error if one rank has one or
-/// asks for another thing. Collective.
+/// Combines the results of all ranks: the same text on all of them, and an error if one rank has
+/// one or asks for something else. Collective.
 void agree_on_reading(Reading& reading, const Communicator& comm);
 
-/// Reads the deck of the command that was given, and checks that its options do not name one file
-/// twice where that is written, also under another name. Collective; throws AgreedError.
+/// Reads the deck of the given command. Also checks that no option names a file that another option
+/// writes, even by another name. Collective; throws AgreedError.
 void read_deck_of_command(CommandLine& line, const Communicator& comm);
 
-/// Ranks with options of their own would wait for one another for ever, or mix up what they
-/// compute. Throws AgreedError that names the first option that differs. Collective.
+/// Checks that all ranks have the same options: otherwise they would wait for one another for ever,
+/// or mix up their results. Throws AgreedError that names the first option that differs.
+/// Collective.
 void check_same_on_ranks(const CommandLine& line, const Communicator& comm);
 
 }  // namespace kvzap::driver

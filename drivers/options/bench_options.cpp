@@ -14,7 +14,7 @@
 namespace kvzap::driver {
 namespace {
 
-/// Enough for any context; products of two such numbers still fit.
+/// Enough for any context; the product of two such numbers does not overflow.
 constexpr std::int64_t most_tokens = 1'000'000'000;
 constexpr std::int64_t most_sequences = 65536;
 
@@ -25,7 +25,8 @@ constexpr std::int64_t most_sequences = 65536;
                   flag, entry, expected));
 }
 
-/// Entries of a list that was given in one or several parts; `usual` if it was not given.
+/// Returns the entries of a list that was given in one or several parts; `usual` if it was not
+/// given.
 std::vector<std::string> listed_in(const std::vector<std::string>& parts, const char* flag,
                                    const char* usual) {
   const std::vector<std::string> standard = {usual};
@@ -77,7 +78,8 @@ std::string BenchTest::name() const {
 }
 
 void declare(CLI::App& app, BenchOptions& o) {
-  // One part per flag, so that what follows is not taken for another; a flag may be repeated.
+  // One part per flag, so that the next argument is not taken as another part; a flag may be
+  // repeated.
   const auto add_list = [&](const std::string& name, std::vector<std::string>& parts,
                             const char* usual, const std::string& description) {
     return add_texts(app, name, parts, description)->type_name("LIST")->default_str(usual);
@@ -212,7 +214,7 @@ std::vector<std::string> columns_of(const BenchOptions& o) {
 }
 
 std::vector<BenchTest> tests_of(const BenchOptions& o) {
-  columns_of(o);  // throws for those that there are not
+  columns_of(o);  // throws for unknown columns
   require(!o.model.empty(), "no model: give a Hugging Face folder with -m");
   require(o.window >= 1 && o.window <= (1 << 24),
           fmt::format("--window is {}; expected 1 to {}", o.window, 1 << 24));
@@ -245,7 +247,7 @@ std::vector<BenchTest> tests_of(const BenchOptions& o) {
 
   std::vector<BenchTest> tests;
   for (const double ratio : ratios) {
-    // Where all heads keep everything, skews would only repeat one another.
+    // If all heads keep everything, other values of skew would repeat the test.
     for (const double skew : ratio == 0 ? std::vector<double>{1} : skews) {
       BenchTest test;
       if (!has_surrogate) test.evict_ratio = ratio;

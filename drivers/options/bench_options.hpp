@@ -1,4 +1,4 @@
-// What `kvzap bench` can be told, by flags or by a deck.
+// Options of `kvzap bench`, from flags or a deck.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -13,7 +13,7 @@
 
 namespace kvzap::driver {
 
-/// As given; lists are texts of numbers between commas.
+/// Options as given; lists are texts of numbers separated by commas.
 struct BenchOptions {
   std::string model;
   std::string surrogate;
@@ -32,7 +32,7 @@ struct BenchOptions {
   std::vector<std::string> skews;
 
   std::string prune = "prefill";
-  std::string prefill;  // empty: sparse where pairs are evicted, else dense
+  std::string prefill;  // empty: sparse if pairs are evicted, else dense
   std::int64_t chunk = 2048;
   int window = 128;
   int page_rows = 64;
@@ -51,16 +51,16 @@ struct BenchOptions {
 struct BenchTest {
   enum class Kind { prefill, decode };
   Kind kind = Kind::prefill;
-  /// Of the prompt, or generated for each sequence.
+  /// Tokens of the prompt, or tokens generated for each sequence.
   std::int64_t tokens = 0;
-  /// Tokens that each sequence has had before.
+  /// Tokens that each sequence has before the test.
   std::int64_t depth = 0;
-  /// Sequences that are decoded together.
+  /// Sequences that decode together.
   int batch = 1;
   /// Evicted share that random scores aim at; absent with a surrogate.
   std::optional<double> evict_ratio;
   double skew = 1;
-  /// Tokens of a prompt that go through the model at once: all, or a chunk in sparse prefill.
+  /// Whether a prompt runs chunk by chunk (sparse prefill) instead of as a whole.
   bool is_sparse = false;
   std::int64_t step_tokens = 0;
 
@@ -69,24 +69,26 @@ struct BenchTest {
   std::string name() const;
 };
 
-/// Numbers between commas, given in one or several parts, or those of `usual` if there are none.
-/// Throws Error, naming the flag, for an entry that is no finite number or not good.
+/// Returns the numbers of a list, given in one or several parts and separated by commas; those of
+/// `usual` if there are none. Throws Error that names the flag for an entry that is not a finite
+/// number or not in range.
 std::vector<double> real_numbers(const std::vector<std::string>& parts, const char* flag,
                                  const char* usual, const char* expected,
                                  const std::function<bool(double)>& is_good);
 
-/// Columns that the Markdown table may have, by the names of --columns, in their usual order.
+/// Returns the columns that the Markdown table can have, by the names of --columns, in their usual
+/// order.
 const std::vector<std::string>& bench_column_names();
 
-/// What --columns names, in its order; empty: the most useful ones. Throws Error for a name that
-/// there is not, and for --columns where no table is printed.
+/// Returns the columns that --columns names, in its order; empty: the most useful ones. Throws
+/// Error for an unknown name, and for --columns without a Markdown table.
 std::vector<std::string> columns_of(const BenchOptions& options);
 
 /// Declares every option of `kvzap bench` on `app`; parsing fills `options`.
 void declare(CLI::App& app, BenchOptions& options);
 
-/// The tests that the options ask for, in the order in which they run. Throws Error, naming the
-/// flag, for options that are out of range or contradict one another.
+/// Returns the tests that the options select, in the order in which they run. Throws Error that
+/// names the flag for options that are out of range or contradict one another.
 std::vector<BenchTest> tests_of(const BenchOptions& options);
 
 }  // namespace kvzap::driver

@@ -12,13 +12,13 @@ void read_deck(CLI::App& app, const std::string& file) {
   } catch (const std::runtime_error& error) {
     throw Error(error.what());
   }
-  // A prompt on the command line replaces the deck's in whichever of the two ways that gives it.
+  // A prompt on the command line replaces the deck's prompt, even if the two use different options.
   const auto is_given = [&](const char* name) {
     const CLI::Option* option = app.get_option_no_throw(name);
     return option && option->count() > 0;
   };
   const bool has_prompt = is_given("--prompt") || is_given("--file");
-  // The deck of a run that is to go on: context and questions are in the snapshot.
+  // The deck of a resumed run: context and questions are in the snapshot.
   const bool resumes = is_given("--resume");
   for (const TomlEntry& entry : deck) {
     const std::string& key = entry.key;
@@ -51,7 +51,7 @@ void read_deck(CLI::App& app, const std::string& file) {
     }
     try {
       for (const std::string& value : values) {
-        // Turns "no-trim = true" around, as the flag --no-trim does.
+        // Inverts "no-trim = true" as the flag --no-trim does.
         option->add_result(is_flag ? option->get_flag_value(key, value) : value);
       }
       option->run_callback();

@@ -19,25 +19,25 @@ constexpr int least_columns = 60;
 constexpr int most_columns = 120;
 constexpr int usual_columns = 80;
 
-/// Where descriptions begin.
+/// Column in which descriptions begin.
 constexpr std::size_t description_column = 26;
 
-/// Characters, of which UTF-8 may take several bytes.
+/// Returns the number of characters; in UTF-8 a character may take several bytes.
 std::size_t width_of(const std::string& text) {
   return std::count_if(text.begin(), text.end(),
                        [](unsigned char c) { return (c & 0xc0) != 0x80; });
 }
 
-/// `text` from the column that `line` has reached, broken at blanks; further lines begin in column
-/// `indent`.
+/// Appends `text` to `line`, broken at blanks; further lines begin in column `indent`.
 std::string wrapped(std::string line, const std::string& text, std::size_t indent, int columns) {
   std::string out;
   std::size_t begin = 0;
-  bool is_first = true;  // word of the line
+  bool is_first = true;  // first word of the line
   while (begin <= text.size()) {
     const std::size_t end = std::min(text.find_first_of(" \n", begin), text.size());
     std::string word = text.substr(begin, end - begin);
-    // What fits on no line, as the pattern of a policy, is broken before a bracket.
+    // A word that is too long for a line, such as the pattern of a policy, is broken before a
+    // bracket.
     for (const std::size_t room = columns - indent; width_of(word) > room;) {
       const std::size_t bracket = word.rfind('[', room);
       const std::size_t cut = bracket == 0 || bracket == std::string::npos ? room : bracket;
@@ -68,7 +68,7 @@ std::string wrapped(std::string line, const std::string& text, std::size_t inden
   return out + line + "\n";
 }
 
-/// "  name   description", the description in a column of its own.
+/// "  name   description", with the description in its own column.
 std::string row(const std::string& name, const std::string& description, std::size_t column,
                 int columns) {
   std::string line = "  " + name;
@@ -85,7 +85,7 @@ std::string row(const std::string& name, const std::string& description, std::si
 std::string name_of(const Entry& entry) {
   if (entry.flags.empty()) return entry.repeats ? entry.name + " ..." : entry.name;
   std::string text = fmt::format("{}", fmt::join(entry.flags, ", "));
-  // Long flags stand below one another.
+  // Align long flags in one column.
   if (entry.flags.front().rfind("--", 0) == 0) text = "    " + text;
   if (entry.kind == ValueKind::choice) {
     text += fmt::format(" {}", fmt::join(entry.choices, "|"));
@@ -148,7 +148,7 @@ const std::vector<EnvironmentVariable>& environment_variables() {
 std::string HelpFormatter::make_help(const CLI::App* app, std::string name,
                                      CLI::AppFormatMode /*mode*/) const {
   const int columns = help_columns();
-  // (CLI11 gives the names of the commands above, without the last one.)
+  // CLI11 passes the names of the parent commands, without the last one.
   if (name.empty()) name = app->get_name();
   const CLI::App* const parent = app->get_parent();
   if (parent) name = parent->get_name() + " " + app->get_name();

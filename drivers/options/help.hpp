@@ -1,4 +1,4 @@
-// --help of the program and of its commands.
+// The --help texts of the program and of its commands.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -7,19 +7,19 @@
 
 namespace kvzap::driver {
 
-/// Columns of the terminal that standard output is, or what the environment variable COLUMNS says,
-/// from 60 to 120; 80 where neither is known.
+/// Returns the columns for help: those of the environment variable COLUMNS or of the terminal on
+/// standard output, from 60 to 120; 80 if neither is known.
 int help_columns();
 
-/// What the program reads from the environment, for its help and its man page.
+/// An environment variable that the program reads, for its help and its man page.
 struct EnvironmentVariable {
   std::string name;
   std::string description;
 };
 const std::vector<EnvironmentVariable>& environment_variables();
 
-/// Writes help so that no line is wider than help_columns(), without what only the parser needs to
-/// know: flags, what they take, what they mean, defaults.
+/// Writes help with lines of at most help_columns(): flags, their values, their meaning, defaults.
+/// It omits details that only the parser needs.
 class HelpFormatter : public CLI::FormatterBase {
  public:
   std::string make_help(const CLI::App* app, std::string name,

@@ -8,12 +8,12 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// Where a file of this name is or would be written: links are followed, also to what is not there
-/// yet.
+/// Returns the place where a file of this name is or would be written. Links are followed, even to
+/// a file that does not exist yet.
 fs::path place_of(const std::string& name) {
   std::error_code failed;
   fs::path path = fs::absolute(name, failed);
-  constexpr int most_links = 40;  // as the kernel has it
+  constexpr int most_links = 40;  // the limit of the kernel
   for (int i = 0; i < most_links && fs::is_symlink(path, failed); ++i) {
     path = path.parent_path() / fs::read_symlink(path, failed);
   }
@@ -27,7 +27,7 @@ bool name_one_file(const std::string& a, const std::string& b) {
   if (a == b) return true;
   if (a == "-" || b == "-") return false;
   std::error_code failed;
-  return place_of(a) == place_of(b) || fs::equivalent(a, b, failed);  // the latter: hard links
+  return place_of(a) == place_of(b) || fs::equivalent(a, b, failed);  // the latter for hard links
 }
 
 }  // namespace kvzap::driver

@@ -4,8 +4,8 @@
 
 namespace kvzap::driver {
 
-/// Whether two names are of one file: through "..", symbolic links (also to what is not there yet)
-/// or hard links. "-" is no file, and the same as itself alone.
+/// Returns whether two names belong to one file: through "..", symbolic links (even to a file that
+/// does not exist yet) or hard links. "-" is not a file, and equals only itself.
 bool name_one_file(const std::string& a, const std::string& b);
 
 }  // namespace kvzap::driver

@@ -113,7 +113,7 @@ namespace {
 
 void declare_snapshots(CLI::App& app, RunOptions& o) {
   const auto group = "Snapshots";
-  // A variable of a script that is not set must not end in a run without snapshots.
+  // An unset variable of a script must not lead to a run without snapshots.
   const auto file_name = [](const std::string& text) {
     return text.empty() ? "the name is empty; expected a file" : "";
   };

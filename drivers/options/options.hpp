@@ -1,4 +1,4 @@
-// What `kvzap run` can be told, by flags or by a deck; decks and messages of every subcommand.
+// Options of `kvzap run`, from flags or a deck; decks and messages of every command.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -32,7 +32,7 @@ struct RunOptions {
   int page_rows = 64;
   std::string dtype = "bf16";
   std::string placement;
-  std::optional<std::int64_t> threads;  // absent: as many as this rank has cores for
+  std::optional<std::int64_t> threads;  // absent: the cores of this rank
   std::optional<std::int64_t> layers;   // absent: all
   RopeOptions rope;
 
@@ -40,16 +40,16 @@ struct RunOptions {
   std::string file;
   std::vector<std::string> questions;
   std::optional<std::string> system;
-  /// Of `kvzap chat`: what there is to say is not known at the start, so that no prompt is needed.
+  /// Set by `kvzap chat`: messages come later, so no prompt is needed.
   bool chats = false;
   bool token_ids = false;
   bool raw = false;
   std::string thinking = "off";
-  std::optional<std::int64_t> max_context;  // absent: what the model was made for
+  std::optional<std::int64_t> max_context;  // absent: the model's longest context
 
   std::int64_t new_tokens = 128;
   bool ignore_eos = false;
-  SamplingOptions sampling;  // of its penalties by the model, see sampling_in_force
+  SamplingOptions sampling;  // penalties by the model: see sampling_in_force
   SamplingFlags sampling_flags;
 
   std::optional<std::uint64_t> random_weights;
@@ -59,7 +59,7 @@ struct RunOptions {
   std::optional<std::int64_t> snapshot_every;
   std::optional<std::int64_t> snapshot_keep;
   std::string snapshot_content;          // empty: all
-  std::optional<int> snapshot_compress;  // absent: what suits the content
+  std::optional<int> snapshot_compress;  // absent: depends on the content
   std::string snapshot_dtype;            // empty: the cache's
   std::string resume;
   std::string append;
@@ -70,16 +70,16 @@ struct RunOptions {
   std::string config;
 };
 
-/// Refuses numbers below zero, as a CLI11 check: CLI11 takes -1 for the largest unsigned number.
+/// A CLI11 check that refuses negative numbers: CLI11 reads -1 as the largest unsigned number.
 std::string not_negative(const std::string& text);
 
 /// Throws Error with the message unless `good`.
 void require(bool good, const std::string& message);
-/// What every command asks of these options; throws Error naming the flag.
+/// Checks that every command makes; throws Error that names the flag.
 void check_threshold(const std::optional<double>& threshold);
 void check_page_rows(int page_rows);
 
-/// Options that several commands have: --dtype (f32, bf16, f16), --random-weights.
+/// Declares options of several commands: --dtype (f32, bf16, f16), --random-weights.
 void declare_dtype(CLI::App& app, std::string& dtype, const std::string& help,
                    const std::string& group);
 void declare_random_weights(CLI::App& app, std::optional<std::uint64_t>& seed,
@@ -92,7 +92,7 @@ void declare_rope(CLI::App& app, RopeOptions& rope, const std::string& group);
 void declare_template(CLI::App& app, bool& raw, std::string& thinking, const std::string& group);
 /// --top-k, --top-p and --min-p.
 void declare_filters(CLI::App& app, SamplingOptions& sampling, const std::string& group);
-/// --window and --sink: what a threshold never evicts.
+/// Declares --window and --sink: rows that a threshold never evicts.
 void declare_protected(CLI::App& app, int& window, std::int64_t& sink, const std::string& group);
 /// --config.
 void declare_deck(CLI::App& app, std::string& deck, const std::string& group);
@@ -101,18 +101,18 @@ void declare_deck(CLI::App& app, std::string& deck, const std::string& group);
 void declare(CLI::App& app, RunOptions& options);
 
 /// Sets the options that the deck `file` (TOML) names and the command line did not. Keys are the
-/// long flags without their dashes. Throws Error naming file, line and key: for an unknown key
-/// (with the nearest valid one), a value of the wrong type or out of range, and text that is not
-/// TOML.
+/// long flags without their dashes. Throws Error that names file, line and key: for an unknown key
+/// (with the nearest valid one), for a value of the wrong type or out of range, and for text that
+/// is not TOML.
 void read_deck(CLI::App& app, const std::string& file);
 
-/// The long option name of `app` that is spelled most like `name`, or "" if none is near.
+/// Returns the long option name of `app` that is most similar to `name`, or "" if none is similar.
 std::string nearest_option(const CLI::App& app, const std::string& name);
 
-/// What is wrong with an option's value, and what was expected instead.
+/// Returns a message for an invalid value of an option, with the expected values.
 std::string explain(const CLI::App& app, const CLI::ParseError& error);
 
-/// Throws Error, naming the flag, for options that are out of range or contradict one another.
+/// Throws Error that names the flag for options that are out of range or contradict one another.
 void validate(const RunOptions& options);
 
 }  // namespace kvzap::driver

@@ -1,4 +1,4 @@
-// RoPE scaling by the command line: --rope-scaling and --rope-scale of every command that runs a
+// RoPE scaling on the command line: --rope-scaling and --rope-scale of every command that runs a
 // model.
 #pragma once
 
@@ -10,27 +10,26 @@
 namespace kvzap::driver {
 
 struct RopeOptions {
-  std::string scaling;  // none, linear, dynamic or yarn; empty: what config.json has
+  std::string scaling;  // none, linear, dynamic or yarn; empty: that of config.json
   std::optional<double> scale;
 };
 
-/// Gives `config` the scaling that the options ask for, in place of its own. Throws Error naming
-/// the flag, for one option without the other and a factor out of [1, 1e6].
+/// Replaces the scaling of `config` by the options' scaling. Throws Error that names the flag for
+/// one option without the other, and for a factor outside [1, 1e6].
 void apply_rope(const RopeOptions& rope, ModelConfig& config);
 
-/// What the longest context of a model is called in messages: max_position_embeddings, unless RoPE
+/// Returns the name of a model's longest context for messages: max_position_embeddings, unless RoPE
 /// scaling makes it longer.
 std::string name_of_longest(const ModelConfig& config);
-/// What a person may do whose text is longer than that: a clause in parentheses, with a space
-/// before it.
+/// Returns a hint for texts that are longer: a clause in parentheses, with a space before it.
 std::string hint_for_longer(const ModelConfig& config, std::int64_t tokens);
-/// The longest sequence accepted, from -c (absent: the model's), or 0: no limit. Random weights
-/// have none but a sliding window. Throws Error if -c asks for more than the model can.
+/// Returns the longest sequence accepted, from -c (absent: the model's), or 0: no limit. With
+/// random weights only a sliding window limits it. Throws Error if -c exceeds the model's limit.
 std::int64_t context_limit(const std::optional<std::int64_t>& max_context,
                            const ModelConfig& config, bool has_random_weights);
 
-/// For reports: type, factor, original_max_position_embeddings, attention_factor; null without
-/// scaling.
+/// Returns type, factor, original_max_position_embeddings and attention_factor for reports; null
+/// without scaling.
 nlohmann::ordered_json rope_json(const ModelConfig& config);
 
 }  // namespace kvzap::driver

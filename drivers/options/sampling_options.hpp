@@ -1,4 +1,4 @@
-// How tokens are chosen: by the command line, and by what a model's files say.
+// The choice of tokens: options of the command line and settings of the model's files.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -10,38 +10,39 @@
 
 namespace kvzap::driver {
 
-/// What sampling flags say beside SamplingOptions.
+/// Sampling flags that SamplingOptions does not have.
 struct SamplingFlags {
-  std::optional<double> repeat_penalty;  // absent: as generation_config.json has it
+  std::optional<double> repeat_penalty;  // absent: that of generation_config.json
   bool greedy_plain = false;
 };
 
-/// --temp, --top-k, --top-p, --min-p, --repeat-penalty, --repeat-last-n, --presence-penalty,
-/// --frequency-penalty and --greedy-plain. (--seed has help of its own in each command.)
+/// Declares --temp, --top-k, --top-p, --min-p, --repeat-penalty, --repeat-last-n,
+/// --presence-penalty, --frequency-penalty and --greedy-plain. (Each command declares --seed with
+/// its own help.)
 void declare_sampling(CLI::App& app, SamplingOptions& sampling, SamplingFlags& flags,
                       const std::string& group);
 
-/// Throws Error naming the flag for values out of range.
+/// Throws Error that names the flag for values out of range.
 void check_sampling(const SamplingOptions& sampling, const SamplingFlags& flags);
 
-/// What the model's files say of it; with --greedy-plain only which tokens end an answer. Throws
-/// what GenerationConfig::load throws.
+/// Returns the settings of the model's files; with --greedy-plain only the tokens that end an
+/// answer. Throws the errors of GenerationConfig::load.
 GenerationConfig rules_of_answers(const std::string& folder, std::int64_t vocab_size,
                                   const SamplingFlags& flags);
 
-/// What is in force: the flags, and where they say nothing the rules.
+/// Returns the options in force: the flags, and the model's settings for flags that are not given.
 SamplingOptions sampling_in_force(SamplingOptions sampling, const SamplingFlags& flags,
                                   const GenerationConfig& rules);
 
-/// Says on standard error which fields of the file are not known, and, if `talks`, which change
-/// the answers. For rank 0.
+/// Prints on standard error which fields of the file are unknown, and, if `talks`, which fields
+/// change the answers. For rank 0.
 void print_rules(const GenerationConfig& rules, const SamplingFlags& flags, bool talks);
 
-/// A line about rules that a command leaves aside that chooses tokens by the model's logits alone;
+/// Returns a line about settings that a command ignores because it uses the model's logits alone;
 /// empty if there are none.
 std::string rules_left_aside(const std::string& folder, std::int64_t vocab_size);
 
-/// Of a report: the options in force, under the names of their flags.
+/// Returns the options in force for a report, under the names of their flags.
 nlohmann::ordered_json sampling_json(const SamplingOptions& sampling, const SamplingFlags& flags);
 
 }  // namespace kvzap::driver

@@ -16,7 +16,7 @@ namespace {
 
 using detail::DecimalFault;
 
-/// In quotes where it would otherwise be hard to see.
+/// Quotes a text that would otherwise be hard to see.
 std::string quoted_value(const std::string& text) {
   const bool is_plain =
       !text.empty() && text.size() <= 40 &&
@@ -24,8 +24,8 @@ std::string quoted_value(const std::string& text) {
   return is_plain ? text : in_quotes(text);
 }
 
-/// Makes `text` what CLI11 reads as the same number: it would take 010 for octal. Returns what is
-/// wrong with it, or "".
+/// Rewrites `text` such that CLI11 reads the same number: it would read 010 as octal. Returns the
+/// error in it, or "".
 template <class T>
 std::string normalize_whole(std::string& text) {
   T number{};
@@ -56,7 +56,7 @@ std::string normalize_real(std::string& text) {
   }
 }
 
-/// CLI11 takes any number for true.
+/// CLI11 accepts any number as true.
 std::string fault_of_flag(const std::string& text) {
   for (const char* value : {"true", "false", "on", "off", "yes", "no", "1", "0"}) {
     if (text == value) return "";
@@ -75,7 +75,7 @@ ValueType type_of(const CLI::Option& option) {
       {"INT", ValueType::whole},           {"LEVEL", ValueType::whole},
       {"FLOAT", ValueType::real},          {"FACTOR", ValueType::real},
       {"SEED", ValueType::unsigned_whole}, {"UINT", ValueType::unsigned_whole}};
-  // Behind the name stands what validators say of themselves.
+  // Text from validators follows the type's name.
   const std::string type = option.get_type_name();
   if (type.find('{') != std::string::npos) return ValueType::text;  // one of several names
   const auto found = types.find(type.substr(0, type.find_first_of(":,;")));
@@ -105,14 +105,14 @@ CLI::Option* add_texts(CLI::App& app, const std::string& names, std::vector<std:
 
 void make_strict(CLI::App& app) {
   for (CLI::Option* option : app.get_options()) {
-    // Else "[a, b]" is a list, and what follows a value is one more.
+    // Otherwise "[a, b]" is a list, and the argument after a value is one more value.
     if (option->get_positional()) continue;
     option->allow_extra_args(false);
     if (option->get_expected_max() == 0) {
       option->check(fault_of_flag);
       continue;
     }
-    // (As a transformation it comes before all checks.)
+    // A transformation runs before all checks.
     switch (type_of(*option)) {
       case ValueType::text:
         break;

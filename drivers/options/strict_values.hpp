@@ -1,4 +1,4 @@
-// Values of options: texts as they stand, numbers as they are written.
+// Strict parsing of option values: texts unchanged, numbers in decimal.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -7,18 +7,18 @@
 
 namespace kvzap::driver {
 
-/// An option that may be given several times, each time with one text, which is taken as it stands.
-/// (CLI11 reads "[a, b]" and "{}" as lists where the variable is a std::vector.)
+/// Adds an option that may be given several times, each time with one text, which is used
+/// unchanged. (CLI11 reads "[a, b]" and "{}" as lists if the variable is a std::vector.)
 CLI::Option* add_texts(CLI::App& app, const std::string& names, std::vector<std::string>& texts,
                        const std::string& help);
 
-/// Makes every option of `app` and of its subcommands take exactly what it was given: texts as they
-/// stand, one for each flag, and decimal numbers within range, with nothing before or behind. Call
-/// it once all options are declared. Which options are numbers, the names of their types say;
-/// throws std::logic_error for a name that is unknown here.
+/// Makes every option of `app` and of its subcommands take exactly the given value: texts
+/// unchanged, one for each flag, and decimal numbers within range, with no text before or after.
+/// Call it once all options are declared. The names of the options' types tell which are numbers;
+/// throws std::logic_error for an unknown type name.
 void make_strict(CLI::App& app);
 
-/// detail::in_quotes(text), with the length of a long one.
+/// Returns detail::in_quotes(text), with the length of a long text.
 std::string in_quotes(const std::string& text);
 
 }  // namespace kvzap::driver

@@ -3,9 +3,9 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/stat.h>
-// What toml++ asserts does not always hold ("[a" and a control character), and is then an error a
-// few lines on: where it is compiled here, from headers alone, a deck must not end the program.
-// (NDEBUG would make its assertions assumptions instead.)
+// toml++'s assertions can fail on invalid input ("[a" and a control character) that it reports as
+// an error a few lines later. A deck must not end the program where toml++ is compiled here, as a
+// header-only library. (NDEBUG would turn its assertions into assumptions.)
 #define TOML_ASSERT(expr) static_assert(true)
 #include <toml++/toml.h>
 #include <unistd.h>
@@ -28,7 +28,8 @@ std::optional<std::string> text_of(const toml::node& node) {
   return std::nullopt;
 }
 
-/// More than any prompt in a deck; values, of which toml++ makes much larger objects, are few.
+/// More than any prompt in a deck. The limit on values is low, because toml++ makes large objects
+/// of them.
 constexpr std::size_t most_bytes = std::size_t{16} << 20;
 constexpr int most_values = 100'000;
 
@@ -36,7 +37,7 @@ constexpr int most_values = 100'000;
   throw std::runtime_error(file + ": " + what);
 }
 
-/// All bytes of a regular file or a pipe.
+/// Returns all bytes of a regular file or a pipe.
 std::string read_bytes(const std::string& file) {
   const int descriptor = open(file.c_str(), O_RDONLY | O_CLOEXEC);
   if (descriptor < 0) {
@@ -65,9 +66,9 @@ std::string read_bytes(const std::string& file) {
   }
 }
 
-/// Throws std::runtime_error for brackets within brackets and for names with dots that go deeper
-/// than any deck: toml++ makes a table of each and takes them apart by recursion, until the stack
-/// is full. Strings and comments are passed over as TOML has them.
+/// Throws std::runtime_error if brackets or dotted names are nested deeper than in any deck. toml++
+/// makes a table of each and frees them by recursion, which could exhaust the stack. Skips strings
+/// and comments by TOML's rules.
 void check_nesting(std::string_view text, const std::string& file) {
   constexpr int most_levels = 16;
   int line = 1, brackets = 0, dots = 0, values = 0;
@@ -93,13 +94,13 @@ void check_nesting(std::string_view text, const std::string& file) {
         const bool is_long = text.substr(at, 3) == std::string(3, c);
         for (at += is_long ? 3 : 1; at < text.size(); ++at) {
           if (text[at] == '\n') ++line;
-          if (text[at] == '\n' && !is_long) break;  // toml++ says what is wrong
+          if (text[at] == '\n' && !is_long) break;  // toml++ reports the error
           if (text[at] == '\\' && c == '"') {
             ++at;
             if (at < text.size() && text[at] == '\n') ++line;
           } else if (text[at] == c && (!is_long || text.substr(at, 3) == std::string(3, c))) {
             if (is_long) at += 2;
-            // Up to two more belong to the text.
+            // Up to two more quotes belong to the text.
             for (int more = 0; is_long && more < 2 && at + 1 < text.size() && text[at + 1] == c;
                  ++more)
               ++at;

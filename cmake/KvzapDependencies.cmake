@@ -1,24 +1,25 @@
-# Finds what kvzap builds on and gives each package one imported target of a fixed name. Included by
-# kvzap's own build and, once installed, by kvzapConfig.cmake, so that both see the same thing.
+# Finds kvzap's dependencies and gives each package one imported target with a fixed name. Both
+# kvzap's own build and the installed kvzapConfig.cmake include this file, so that they find the
+# same packages.
 #   kvzap::kokkos    Kokkos and Kokkos Kernels, either generation (see below)
 #   kvzap::hdf5      HDF5: parallel with MPI, serial without
 #   kvzap::pcre2     PCRE2, 8-bit code units
 #   kvzap::utf8proc  utf8proc (Unicode normal forms)
 #   kvzap::lapack    LAPACK: Cholesky factors of training, on the host
-#   kvzap::onednn    oneDNN, if it is to be used and was found
+#   kvzap::onednn    oneDNN, if it is enabled and found
 #
-# In: KVZAP_COMPONENTS (core, model, engine, lab, server: those whose dependencies are looked for),
+# In: KVZAP_COMPONENTS (core, model, engine, lab, server: components whose dependencies to find),
 # KVZAP_WITH_MPI, KVZAP_WITH_HDF5, KVZAP_WITH_ONEDNN (OFF, ON: use it if found, REQUIRED),
-# KVZAP_WITH_PRIVATE (whether what the library alone uses is needed: not by those who link a shared
-# kvzap), KVZAP_IMPORTED_SCOPE (GLOBAL or nothing), KVZAP_BUILT_WITH_HDF5 (libraries
-# to take if they exist). Out: KVZAP_MISSING, one line that says what was not found, or empty.
+# KVZAP_WITH_PRIVATE (whether to find packages that only the library uses: not needed to link a
+# shared kvzap), KVZAP_IMPORTED_SCOPE (GLOBAL or nothing), KVZAP_BUILT_WITH_HDF5 (libraries to use
+# if they exist). Out: KVZAP_MISSING, one line that names the missing package, or empty.
 
 set(KVZAP_MISSING "")
 
-# Kokkos bridge. Kokkos Kernels 4 and newer exports Kokkos::kokkoskernels. The 3.4 of
-# Debian's and Ubuntu's Trilinos packages sets KokkosKernels_LIBRARIES and
-# KokkosKernels_INCLUDE_DIRS, and has no Kokkos::kokkos target. Its config also sets variables that
-# are none of our business, so that it is read in a function of its own.
+# Kokkos bridge. Kokkos Kernels 4 and newer exports Kokkos::kokkoskernels. Version 3.4 of Debian's
+# and Ubuntu's Trilinos packages sets KokkosKernels_LIBRARIES and KokkosKernels_INCLUDE_DIRS, and
+# has no Kokkos::kokkos target. Its config sets other variables, too, so a separate function reads
+# it.
 function(kvzap_find_kokkos)
   find_package(KokkosKernels QUIET)
   if(NOT KokkosKernels_FOUND)
@@ -46,7 +47,7 @@ function(kvzap_find_kokkos)
 endfunction()
 kvzap_find_kokkos()
 
-# Products on CUDA devices go to cuBLAS.
+# Products on CUDA devices use cuBLAS.
 if(NOT KVZAP_MISSING AND KVZAP_WITH_PRIVATE AND KVZAP_KOKKOS_BACKENDS MATCHES "CUDA")
   find_package(CUDAToolkit QUIET)
   if(NOT CUDAToolkit_FOUND)
@@ -61,8 +62,8 @@ if(NOT KVZAP_MISSING AND KVZAP_WITH_MPI)
   endif()
 endif()
 
-# Headers and libraries of HDF5. Of several installations the one that fits is taken: parallel with
-# MPI, serial without (its header would want mpi.h otherwise). Debian has both side by side.
+# Headers and libraries of HDF5. Of several installations, the one that fits is used: parallel with
+# MPI, serial without (otherwise its header would include mpi.h). Debian installs both side by side.
 function(kvzap_find_hdf5)
   if(KVZAP_BUILT_WITH_HDF5)
     set(there ON)
@@ -85,7 +86,7 @@ function(kvzap_find_hdf5)
   endif()
   set(HDF5_PREFER_PARALLEL ${KVZAP_WITH_MPI})
   find_package(HDF5 QUIET COMPONENTS C)
-  # Compressed rows of snapshots are inflated without HDF5, whose own filter trusts what it reads.
+  # Compressed rows of snapshots are inflated without HDF5, whose own filter trusts its input.
   find_package(ZLIB QUIET)
   list(APPEND HDF5_C_LIBRARIES ${ZLIB_LIBRARIES})
   list(APPEND HDF5_INCLUDE_DIRS ${ZLIB_INCLUDE_DIRS})
@@ -105,7 +106,7 @@ function(kvzap_find_hdf5)
     target_link_libraries(kvzap::hdf5 INTERFACE ${HDF5_C_LIBRARIES})
   endif()
   set(KVZAP_HDF5_VERSION "${HDF5_VERSION}" PARENT_SCOPE)
-  # For those who link this build: they need no headers, and the same library.
+  # For users of an installed build: they need no headers, and the same library.
   set(KVZAP_HDF5_LIBRARIES "" PARENT_SCOPE)
   if(NOT HDF5_C_LIBRARIES MATCHES "(^|;)[^/]")
     set(KVZAP_HDF5_LIBRARIES "${HDF5_C_LIBRARIES}" PARENT_SCOPE)
@@ -115,13 +116,13 @@ if(NOT KVZAP_MISSING AND KVZAP_WITH_PRIVATE AND KVZAP_WITH_HDF5 AND "engine" IN_
   kvzap_find_hdf5()
 endif()
 
-# LAPACK by its Fortran names, and what it needs. OpenBLAS, MKL and others bring it along.
+# LAPACK by its Fortran names, and its dependencies. OpenBLAS, MKL and others include it.
 function(kvzap_find_lapack)
   if(TARGET kvzap::lapack)
     return()
   endif()
-  # liblapack.so first: distributions let the user choose what is behind that name, as behind the
-  # libblas.so of Kokkos Kernels.
+  # liblapack.so first: distributions let the user choose the library behind that name, and behind
+  # the libblas.so of Kokkos Kernels.
   set(vendor "${BLA_VENDOR}")
   if(vendor STREQUAL "")
     set(BLA_VENDOR Generic)
@@ -146,10 +147,10 @@ if(NOT KVZAP_MISSING AND KVZAP_WITH_PRIVATE AND "lab" IN_LIST KVZAP_COMPONENTS)
   kvzap_find_lapack()
 endif()
 
-# Optional: without it the dense products go to Kokkos Kernels and the BLAS behind it. On CUDA devices
-# they go to cuBLAS.
+# Optional: without it, dense products use Kokkos Kernels and its BLAS. On CUDA devices they use
+# cuBLAS.
 if(NOT KVZAP_MISSING AND KVZAP_WITH_PRIVATE AND KVZAP_WITH_ONEDNN AND NOT KVZAP_KOKKOS_BACKENDS MATCHES "CUDA")
-  # Not by its own config: Debian's requires the OpenCL headers, which only GPU use needs.
+  # Without its own config: Debian's requires the OpenCL headers, which only GPU use needs.
   find_path(KVZAP_ONEDNN_INCLUDE_DIR oneapi/dnnl/dnnl.hpp)
   find_library(KVZAP_ONEDNN_LIBRARY dnnl)
   mark_as_advanced(KVZAP_ONEDNN_INCLUDE_DIR KVZAP_ONEDNN_LIBRARY)

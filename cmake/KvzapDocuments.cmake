@@ -1,5 +1,5 @@
-# Lets the program that was just built print its man page and completion scripts. A machine that
-# compiles for others may be unable to run it: then there are none, and the build goes on.
+# Runs the program that was just built to print its man page and completion scripts. In a cross
+# build the program may not run: then they are omitted, and the build continues.
 #   cmake -DPROGRAM=... -DFOLDER=... [-DPYTHON=... -DSOURCE=... -DVERSION=...] -P KvzapDocuments.cmake
 foreach(document "manual|kvzap.1" "completion;bash|kvzap.bash" "completion;zsh|_kvzap"
         "completion;fish|kvzap.fish")
@@ -15,7 +15,7 @@ foreach(document "manual|kvzap.1" "completion;bash|kvzap.bash" "completion;zsh|_
   endif()
   file(WRITE ${FOLDER}/${file} "${text}")
 endforeach()
-# Those of kvzap-plot, from the table of its options.
+# Documents of kvzap-plot, from the table of its options.
 if(PYTHON)
   execute_process(COMMAND ${PYTHON} ${SOURCE}/cmake/plot_documents.py ${SOURCE}/drivers/kvzap_plot.py
                           ${FOLDER} ${VERSION}

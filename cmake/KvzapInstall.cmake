@@ -1,11 +1,12 @@
-# What `cmake --install` puts where.
+# The files that `cmake --install` installs, and their folders.
 include(CMakePackageConfigHelpers)
 include(KvzapPkgConfig)
 
 set(KVZAP_DATA_DIR ${CMAKE_INSTALL_DATADIR}/kvzap)
 set(config_dir ${CMAKE_INSTALL_LIBDIR}/cmake/kvzap)
 
-# A file of targets for each component: find_package(kvzap COMPONENTS core) needs nothing of the others.
+# A file of targets for each component: find_package(kvzap COMPONENTS core) needs no other
+# component.
 foreach(component IN LISTS KVZAP_COMPONENTS ITEMS all)
   set(targets kvzap_${component})
   if(component STREQUAL "all")
@@ -39,7 +40,7 @@ install(FILES ${CMAKE_CURRENT_BINARY_DIR}/kvzapConfig.cmake
               cmake/KvzapDependencies.cmake
   DESTINATION ${config_dir})
 
-# Everybody else.
+# For builds without CMake.
 set(pkg_config_targets ${kvzap_public_targets})
 if(KVZAP_CONFIG_PRIVATE)
   foreach(component IN LISTS KVZAP_COMPONENTS)
@@ -51,13 +52,13 @@ install(FILES ${CMAKE_CURRENT_BINARY_DIR}/kvzap.pc.CXX RENAME kvzap.pc
   DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
 
 install(FILES LICENSE README.md CHANGELOG.md DESTINATION ${CMAKE_INSTALL_DOCDIR})
-# Decks name files from the folder above inputs/, in the sources as here.
+# Decks name files relative to the folder above inputs/, both in the sources and here.
 install(DIRECTORY inputs DESTINATION ${KVZAP_DATA_DIR} PATTERN eval EXCLUDE)
 install(DIRECTORY examples DESTINATION ${KVZAP_DATA_DIR})
 
 if(KVZAP_ENABLE_DRIVERS)
   install(TARGETS kvzap_driver RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
-  # The path from the command to its package is relative, so that the prefix can move.
+  # The path from the command to its package is relative, so that the prefix can be moved.
   set(plot_package ${KVZAP_DATA_DIR}/plot)
   if(NOT IS_ABSOLUTE "${plot_package}")
     file(RELATIVE_PATH plot_package ${CMAKE_INSTALL_FULL_BINDIR} ${CMAKE_INSTALL_PREFIX}/${plot_package})
@@ -70,7 +71,7 @@ if(KVZAP_ENABLE_DRIVERS)
   install(DIRECTORY drivers/plot DESTINATION ${KVZAP_DATA_DIR} FILES_MATCHING PATTERN "*.py"
     PATTERN __pycache__ EXCLUDE)
   if(TARGET kvzap_documents)
-    # Not there if the program does not run on this machine.
+    # Missing if the program does not run on this machine.
     install(FILES ${kvzap_documents}/kvzap.1 ${kvzap_documents}/kvzap-plot.1 DESTINATION ${CMAKE_INSTALL_MANDIR}/man1 OPTIONAL)
     install(FILES ${kvzap_documents}/kvzap.bash RENAME kvzap OPTIONAL
       DESTINATION ${CMAKE_INSTALL_DATADIR}/bash-completion/completions)

@@ -27,14 +27,15 @@ foreach(target kvzap::onednn CUDA::cublas)
     list(APPEND kvzap_core_links ${target})
   endif()
 endforeach()
-# Loops on several threads, where Kokkos' host backend has one. (Of one file: elsewhere pragmas would be Kokkos'.)
+# Threaded loops, if Kokkos' host backend has no threads of its own. (Only one file: elsewhere
+# Kokkos would use the pragmas.)
 if(KVZAP_HAVE_OPENMP)
   list(APPEND kvzap_core_links ${OpenMP_CXX_LIBRARIES})
   set_source_files_properties(src/base/host_threads.cpp PROPERTIES COMPILE_OPTIONS "${OpenMP_CXX_FLAGS}"
                               SKIP_PRECOMPILE_HEADERS ON)
 endif()
 
-# Sources of a room that this build has nothing for, and their stand-ins.
+# Sources of a room that need an option that is off, and their replacements.
 function(kvzap_room_sources out room)
   file(GLOB_RECURSE sources CONFIGURE_DEPENDS src/${room}/*.cpp)
   set(without "")
@@ -88,7 +89,7 @@ foreach(component IN LISTS KVZAP_COMPONENTS)
            $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>
     PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/src)
   target_compile_features(${library} PUBLIC cxx_std_17)
-  # One set of definitions for all of them: they share a precompiled header.
+  # One set of definitions for all libraries: they share a precompiled header.
   if(KVZAP_HAVE_MPI)
     # MPI's deprecated C++ bindings are never used, and old OpenMPI headers warn about themselves.
     target_compile_definitions(${library} PUBLIC OMPI_SKIP_MPICXX MPICH_SKIP_MPICXX)
@@ -115,17 +116,17 @@ foreach(component IN LISTS KVZAP_COMPONENTS)
   set(below ${library})
 endforeach()
 
-# GCC 12 takes the undefined operands inside its own intrinsics for ours (GCC bug 105593).
+# GCC 12 attributes undefined operands inside its own intrinsics to this code (GCC bug 105593).
 set_source_files_properties(src/attention/host/decode_rows.cpp src/attention/host/decode_avx2.cpp
   src/attention/host/flash_prefill.cpp src/attention/host/tile_kernels.cpp
   src/attention/host/amx_prefill.cpp src/attention/host/tile_mass.cpp
   src/linalg/host/packed_kernels.cpp src/linalg/host/row_products.cpp src/cache/row_copy.cpp
   PROPERTIES COMPILE_OPTIONS "$<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized;-Wno-uninitialized>")
-# A square root that may set errno stays a call, and its loop scalar.
+# A square root that may set errno remains a call, and its loop is not vectorized.
 set_source_files_properties(src/train/host_loops.cpp PROPERTIES SKIP_PRECOMPILE_HEADERS ON
   COMPILE_OPTIONS "$<$<CXX_COMPILER_ID:GNU,Clang>:-fno-math-errno>")
 set_source_files_properties(src/base/huge_pages.cpp src/linalg/host/blas_threads.cpp
-  PROPERTIES SKIP_PRECOMPILE_HEADERS ON)  # they include less than comes with it
+  PROPERTIES SKIP_PRECOMPILE_HEADERS ON)  # they include less than the precompiled header
 
 if(CMAKE_BUILD_TYPE STREQUAL "Sanitize" OR KVZAP_UNITE_SOURCES)
   include(KvzapUnity)
@@ -134,7 +135,7 @@ if(CMAKE_BUILD_TYPE STREQUAL "Sanitize" OR KVZAP_UNITE_SOURCES)
     set(plain PLAIN base engine eval io model parallel policy text train)
   endif()
   foreach(component IN LISTS KVZAP_COMPONENTS)
-    # (tests/tiles puts others in the place of these two.)
+    # tests/tiles replaces these two.
     kvzap_unite(kvzap_${component} ROOT src ALONE base/simd.cpp linalg/host/onednn.cpp ${plain})
   endforeach()
 endif()

@@ -1,10 +1,10 @@
-# Writes kvzap.pc: what a program that links kvzap without CMake has to say. Needs imported targets
-# alone behind the library, whose link interfaces are walked here, as CMake has no expression for the
-# closure of one.
+# Writes kvzap.pc, the flags for programs that link kvzap without CMake. All dependencies of the
+# library must be imported targets. Their link interfaces are walked here, because CMake has no
+# expression for the closure of one.
 
-# Appends to `out` what the linker is to be told for `item`, and everything behind it.
+# Appends the linker's arguments for `item` and all its dependencies to `out`.
 function(kvzap_link_flags out item)
-  # A dependency of the library alone, as static libraries have them.
+  # A private dependency, as static libraries have them.
   string(REGEX REPLACE "^\\$<LINK_ONLY:(.*)>$" "\\1" item "${item}")
   set(flags ${${out}})
   if(TARGET "${item}")
@@ -28,7 +28,7 @@ function(kvzap_link_flags out item)
       endforeach()
     endif()
   elseif(item MATCHES "::")
-    # A target that is not there, such as an optional one.
+    # A target that does not exist, such as an optional one.
   elseif(item MATCHES "^[-/$]")
     list(APPEND flags "${item}")
   elseif(NOT item STREQUAL "")
@@ -37,19 +37,19 @@ function(kvzap_link_flags out item)
   set(${out} "${flags}" PARENT_SCOPE)
 endfunction()
 
-# kvzap_write_pkg_config(FILE targets...): what those who link the library have to link.
+# kvzap_write_pkg_config(FILE targets...): the targets that users of the library link.
 function(kvzap_write_pkg_config file)
   set(libraries "")
   foreach(target IN LISTS ARGN)
     kvzap_link_flags(libraries ${target})
   endforeach()
-  # For the flags of compilation CMake has expressions.
+  # For compiler flags, CMake has expressions.
   add_library(kvzap_interface INTERFACE)
   target_link_libraries(kvzap_interface INTERFACE kvzap::kokkos)
   if(KVZAP_HAVE_MPI)
     target_link_libraries(kvzap_interface INTERFACE MPI::MPI_CXX)
   endif()
-  # Named as -isystem, the compiler's own folders hide the C headers from those of C++.
+  # As -isystem, the compiler's own folders would hide the C headers from those of C++.
   set(includes "$<TARGET_PROPERTY:kvzap_interface,INTERFACE_INCLUDE_DIRECTORIES>")
   foreach(folder IN LISTS CMAKE_CXX_IMPLICIT_INCLUDE_DIRECTORIES)
     string(REGEX REPLACE "([+.])" "[\\1]" folder "${folder}")
@@ -58,7 +58,7 @@ function(kvzap_write_pkg_config file)
   set(includes "$<REMOVE_DUPLICATES:${includes}>")
   set(definitions "$<TARGET_PROPERTY:kvzap_interface,INTERFACE_COMPILE_DEFINITIONS>")
   set(options "$<TARGET_PROPERTY:kvzap_interface,INTERFACE_COMPILE_OPTIONS>")
-  # Expressions of the linker's language are for targets alone; here it is C++.
+  # Expressions with the linker's language exist only for targets; here it is C++.
   string(REPLACE "$<LINK_LANGUAGE:CXX>" "1" link_options "${libraries}")
   string(REGEX REPLACE "\\$<LINK_LANGUAGE:[^>]*>" "0" link_options "${link_options}")
   if(IS_ABSOLUTE "${CMAKE_INSTALL_LIBDIR}")
@@ -68,7 +68,7 @@ function(kvzap_write_pkg_config file)
   endif()
   file(RELATIVE_PATH to_prefix "${CMAKE_INSTALL_FULL_LIBDIR}/pkgconfig" "${CMAKE_INSTALL_PREFIX}")
   string(REGEX REPLACE "/$" "" to_prefix "${to_prefix}")
-  # One file a language, as the flags may depend on it; the one for C++ is installed.
+  # One file per language, because the flags may depend on it; the one for C++ is installed.
   file(GENERATE OUTPUT "${file}.$<COMPILE_LANGUAGE>" CONTENT
 "prefix=\${pcfiledir}/${to_prefix}
 libdir=${libdir}

@@ -1,12 +1,12 @@
-# Few translation units in place of many: nearly all that a source compiles is templates of Kokkos, the
-# standard library and JSON, the same in every file. scripts/demo, scripts/check and scripts/sanitize
-# build like this; an editor's build compiles file by file, and so only what changed.
-# Names in anonymous namespaces of a folder's sources differ therefore.
+# Compiles few translation units instead of many. Nearly all that a source compiles is templates of
+# Kokkos, the standard library and JSON, the same in every file. scripts/demo, scripts/check and
+# scripts/sanitize build like this, so names in anonymous namespaces of a folder's sources must
+# differ. An editor's build compiles file by file, and so only changed files.
 #
-# kvzap_unite(TARGET ROOT FOLDER [ALONE sources...] [PLAIN folders...]): units of up to 24 sources, each of one folder
-# below ROOT with those below it. ALONE sources, those with options of their own,
-# and those without a precompiled header are no part of a unit. Those of PLAIN folders,
-# which have no loop that takes long, are not optimized.
+# kvzap_unite(TARGET ROOT FOLDER [ALONE sources...] [PLAIN folders...]): forms units of up to 24
+# sources, each of one folder below ROOT and its subfolders. ALONE sources, which have their own
+# options, and sources without a precompiled header are not part of a unit. Sources of PLAIN
+# folders, which have no long loops, are not optimized.
 function(kvzap_unite target)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "ROOT" "PLAIN;ALONE")
   set(largest 24)
@@ -37,8 +37,9 @@ function(kvzap_unite target)
       list(SUBLIST sources_of_${folder} ${begin} ${each} members)
       list(JOIN members "\"\n#include \"" includes)
       set(unit ${PROJECT_BINARY_DIR}/units/${arg_ROOT}/${folder}_${begin}.cpp)
-      # A local name may be one of another file's namespace: -Wshadow is for builds file by file. And GCC
-      # takes the sources for headers, whose lambdas should not capture what is of an anonymous namespace.
+      # A local name may shadow one of another file's namespace: builds file by file check -Wshadow.
+      # GCC takes the sources for headers, whose lambdas should not capture members of an anonymous
+      # namespace.
       file(CONFIGURE OUTPUT ${unit} @ONLY
            CONTENT "#pragma GCC diagnostic ignored \"-Wshadow\"
 #ifndef __clang__
@@ -46,7 +47,7 @@ function(kvzap_unite target)
 #endif
 #include \"${includes}\"\n")
       if(folder IN_LIST arg_PLAIN)
-        # (Optimized otherwise than the precompiled header.)
+        # Not optimized like the precompiled header.
         set_source_files_properties(${unit} PROPERTIES COMPILE_OPTIONS -O0 SKIP_PRECOMPILE_HEADERS ON)
       endif()
       list(APPEND alone ${unit})

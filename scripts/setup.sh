@@ -1,4 +1,4 @@
-# Shared by scripts/demo and scripts/check: installs what is missing and builds into build/.
+# Shared by scripts/demo and scripts/check: installs missing packages and builds into build/.
 # Sourced, not run. Needs bash.
 
 kvzap_packages=(
@@ -12,7 +12,7 @@ kvzap_packages=(
 )
 kvzap_sanitizer_packages=(clang-14 libclang-rt-14-dev)
 
-# kvzap_install PACKAGE...: installs those that are missing, or says which line does and stops.
+# kvzap_install PACKAGE...: installs missing packages, or prints the command that does and stops.
 kvzap_install() {
   local missing=() package
   for package in "$@"; do
@@ -37,9 +37,9 @@ kvzap_install() {
   rm -f "$log"
 }
 
-# kvzap_build CMAKE_OPTION...: configures and builds into build/; prints the log only if that fails.
-# A first configuration unites sources, which halves the work of a build from nothing; one that is there
-# stays as it is.
+# kvzap_build CMAKE_OPTION...: configures and builds into build/; prints the log only on failure. A
+# first configuration unites sources, which halves the work of a full build; an existing
+# configuration is kept.
 kvzap_build() {
   local log
   mkdir -p build

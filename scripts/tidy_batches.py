@@ -15,12 +15,12 @@ import subprocess
 import sys
 import tempfile
 
-# Kokkos marks functions for the static analyzer with attributes that do not fit lambdas; the options
-# may be GCC's.
+# Kokkos marks functions for the static analyzer with attributes that do not fit lambdas. The
+# options may be GCC's.
 EXTRA = ["-U__clang_analyzer__", "-Wno-unknown-warning-option"]
 
-# Folders of src that are one unit, as are the folders below each of them; any other folder is one on its
-# own. No larger, so that several processors have work and names need not differ everywhere.
+# Folders of src that form one unit, together with the folders below them; every other folder is its
+# own unit. Units are not larger, so that several processors have work and fewer names must differ.
 TOGETHER = [("base", "parallel", "linalg"), ("model", "text"), ("cache", "io", "engine"), ("policy", "train"), ("eval",)]
 
 
@@ -56,7 +56,8 @@ def tidy(program, name, sources, flags):
             unit = os.path.join(folder, name.replace("/", "_") + ".cpp")
             lines = (f'#include "{source}"  // NOLINT(bugprone-suspicious-include)\n' for source in sources)
             pathlib.Path(unit).write_text("".join(lines))
-        # A local name may be one of another file's namespace: -Wshadow is for the compilers, file by file.
+        # A local name may shadow one of another file's namespace: the compilers check -Wshadow file
+        # by file.
         arguments = [*dict.fromkeys(flag for source in sources for flag in flags[source]), "-Wno-shadow"]
         if len(sources) == 1:
             arguments = flags[unit]
@@ -68,7 +69,7 @@ def tidy(program, name, sources, flags):
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         if done.returncode == 0 and not done.stdout.strip():
             return ""
-        # How many warnings of other people's headers were suppressed is no news.
+        # Drop the count of suppressed warnings from system headers.
         errors = (line for line in done.stderr.splitlines(True) if not line.endswith(" generated.\n"))
         return done.stdout + "".join(errors) or f"clang-tidy: exit status {done.returncode}\n"
 
@@ -102,7 +103,7 @@ def main():
     batches = {}
     for file in files:
         path = os.path.realpath(file)
-        if path in flags:  # else it stands for another one, where an option is off
+        if path in flags:  # else it is the stand-in of another file, where an option is off
             batches.setdefault(unit_of(file), []).append(path)
     largest_first = sorted(batches.items(), key=lambda item: -sum(map(os.path.getsize, item[1])))
     with concurrent.futures.ThreadPoolExecutor(int(jobs)) as pool:

@@ -111,8 +111,8 @@ std::int64_t KVCache<Value, order>::saved_row(const Sequence& sequence, const La
          oldest(old_tokens);
 }
 
-// An append in phases. Memory for all spans is taken before anything changes. After that nothing
-// fails on hosts; elsewhere the launch of a kernel can, before it has run.
+// An append in phases. It takes the memory for all spans before it changes anything. After that
+// nothing fails on hosts; on devices the launch of a kernel can.
 template <class Value, PageOrder order>
 class KVCache<Value, order>::Append {
  public:
@@ -142,7 +142,7 @@ class KVCache<Value, order>::Append {
       detail::or_out_of_memory("an append", 0, m_cache.m_pool, [&] { borrow(loan); });
     }
     admit(loan);
-    // Rings change last, and after all that can fail on hosts.
+    // Last, after all that can fail on hosts.
     for (std::size_t i = 0; i < m_n; ++i) {
       if (moves(i)) m_mover.fill_ring(m_exec, rows_of(i));
     }
@@ -164,7 +164,7 @@ class KVCache<Value, order>::Append {
             RowsRef<Value>::of(m_values, span.first_row),
             ScoresRef::of(m_scores, span.first_row, span.scored)};
   }
-  // Entries of the lists: the heads of all spans, then a sum per span.
+  // The lists have an entry for each head of each span, then a sum for each span.
   KeptPart kept_of(std::size_t i, std::int64_t first_row) const {
     const auto span = static_cast<std::int64_t>(i);
     return m_work.kept.part(span * m_heads, m_heads, first_row, step(i).exits,

@@ -1,13 +1,13 @@
-// Appends of one token for which the host does not wait: one kernel judges and moves the rows that
-// leave the rings of all sequences of a step.
+// Appends of one token without waiting: one kernel judges and moves the rows that leave the rings
+// of all sequences of a step.
 #include "base/team.hpp"
 #include "cache/cache_impl.hpp"
 
 namespace kvzap {
 namespace {
 
-/// A sequence as the kernel takes it: the same for all layers of a step. Heads of all layers are
-/// numbered through.
+/// The kernel's view of a sequence, which is the same for all layers of a step. Heads are numbered
+/// through all layers.
 template <class Value>
 struct SpanArgs {
   Value* rings;               // (head, 2 * window * dim)
@@ -27,10 +27,10 @@ struct SpanArgs {
   std::uint8_t judge, exits, scored;
 };
 
-/// One token of one layer for each of several sequences: the row that leaves the ring is judged
-/// and, if kept, moved to the end of its head's pages; the new one takes its slot. Pointers rather
-/// than views, because Kokkos passes large kernels through a buffer for which it waits; more than a
-/// few sequences are read from memory.
+/// Appends one token of a layer to each of several sequences. The row that leaves the ring is
+/// judged and, if kept, moves to the end of its head's pages; the new row takes its slot. The
+/// kernel holds pointers rather than views, because Kokkos passes large kernels through a buffer
+/// and waits for it. The arguments of more than a few sequences lie in memory.
 template <class Value, PageOrder order>
 struct StepKernel {
   static constexpr int most_own = 2;
@@ -109,7 +109,7 @@ void launch(const ExecutionSpace& exec, int spans, const StepKernel<Value, order
       kernel);
 }
 
-/// Writes arguments for the kernel, which travel as those of another one: nothing waits.
+/// Writes the kernel's arguments, which are arguments of this kernel themselves: nothing waits.
 template <class Value>
 struct WriteArgs {
   static constexpr int most = 3;
@@ -118,7 +118,7 @@ struct WriteArgs {
   KOKKOS_FUNCTION void operator()(int i) const { target[i] = args[i]; }
 };
 
-/// Entries of page tables that travel as arguments of a kernel.
+/// New entries of page tables, passed as arguments of a kernel.
 struct NewEntries {
   static constexpr int most = 16;
   struct Entry {
@@ -139,7 +139,7 @@ struct NewEntries {
 
 }  // namespace
 
-// An append_deferred in phases, of one token for each of at least one sequence.
+// An append_deferred in phases, for at least one sequence and one head.
 template <class Value, PageOrder order>
 class KVCache<Value, order>::DeferredAppend {
  public:
@@ -180,7 +180,7 @@ class KVCache<Value, order>::DeferredAppend {
 
   Sequence& sequence(std::size_t span) const { return *m_work.called[span]; }
   LayerStore& layer(std::size_t span) const { return sequence(span).layers[m_layer]; }
-  /// Whether a row leaves the ring.
+  // Whether a row leaves the ring.
   bool exits(std::size_t span) const {
     return layer(span).tokens - layer(span).ring_first >= m_cache.m_shape.window;
   }

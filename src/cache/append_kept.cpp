@@ -26,7 +26,7 @@ class KVCache<Value, order>::KeptAppend {
         m_heads(cache.m_shape.heads[layer]),
         m_keep(keep) {
     m_rows.step = cache.step_of(m_layer, layer, keys.extent(0));
-    // The mover sees all rows leave a ring that none has entered.
+    // To the mover, all rows leave a ring that none has entered.
     m_rows.step.exits = m_rows.step.count;
     m_rows.keys = RowsRef<Value>::of(keys, 0);
     m_rows.values = RowsRef<Value>::of(values, 0);
@@ -78,9 +78,8 @@ class KVCache<Value, order>::KeptAppend {
     loan.take(m_exec, missing - of_stock, of_stock);
   }
 
-  // A step has set aside the layer's pages for the case that all rows that can leave the ring stay.
-  // If later rows of the step can leave the new ring, then those pages have room for these rows
-  // too.
+  // The layer's pages in the stock, which suffice if all rows that can leave the ring stay. If
+  // later rows of the step can leave the new ring, these pages have room for them too.
   std::size_t pages_of_step() const {
     if (!m_cache.draws_on_stock(m_sequence)) return 0;
     const StepState& state = m_cache.m_step[m_sequence.step];

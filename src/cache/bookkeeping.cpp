@@ -1,5 +1,5 @@
-// What the host knows of a cache: sequences, page lists and tables, lengths, and the order of
-// instances.
+// The host's books of a cache: sequences, page lists and tables, lengths, and the order of
+// execution-space instances.
 #include <numeric>
 
 #include "cache/cache_impl.hpp"
@@ -60,8 +60,8 @@ void KVCache<Value, order>::check_outside_step(SequenceId sequence, const char* 
   }
 }
 
-// What is launched on `exec` from now on follows what other instances do with the sequence, and
-// with pages that were released.
+// Makes later kernels of `exec` run after those that other instances have for the sequence and for
+// released pages.
 template <class Value, PageOrder order>
 void KVCache<Value, order>::enter(const ExecutionSpace& exec, Sequence& sequence) {
   order_releases(exec);
@@ -79,7 +79,7 @@ void KVCache<Value, order>::order_releases(const ExecutionSpace& exec) {
   m_released_on.reset();
 }
 
-// Pages have been released that kernels on `exec` may still read. One instance is remembered.
+// Records that kernels of `exec` may still read released pages. The cache remembers one instance.
 template <class Value, PageOrder order>
 void KVCache<Value, order>::note_releases(const ExecutionSpace& exec) {
   if (m_released_on && detail::in_order(*m_released_on, exec)) return;
@@ -88,9 +88,9 @@ void KVCache<Value, order>::note_releases(const ExecutionSpace& exec) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Lengths that kernels alone know.
+// Lengths that only kernels know.
 
-// Logically nothing changes: what the kernels have decided becomes known.
+// Brings the lengths to the host. Const, because the content of the cache does not change.
 template <class Value, PageOrder order>
 void KVCache<Value, order>::settle(SequenceId sequence) const {
   KVCache& self = const_cast<KVCache&>(*this);
@@ -105,7 +105,7 @@ void KVCache<Value, order>::settle(Sequence& sequence) {
   take_lengths(sequence);
 }
 
-// Of lengths that have arrived on the host.
+// Adopts lengths that have arrived on the host.
 template <class Value, PageOrder order>
 void KVCache<Value, order>::take_lengths(Sequence& sequence) {
   sequence.pending = false;
@@ -194,15 +194,15 @@ bool KVCache<Value, order>::draws_on_stock(const Sequence& sequence) const {
   return sequence.step >= 0 && m_step[sequence.step].reserved;
 }
 
-// Whether the next row of a head would go into a page that another list holds too.
+// Returns whether another list shares the page that gets the head's next row.
 template <class Value, PageOrder order>
 bool KVCache<Value, order>::shares_last_page(const LayerStore& layer, int head) const {
-  // After a deferred append the last page is its own already.
+  // A deferred append has already replaced a shared last page.
   return !layer.deferred && layer.retained(head) % m_shape.page_rows != 0 &&
          m_pool.reference_count(layer.pages[head].back()) > 1;
 }
 
-// What `more_rows` more rows of a head take, with room for it in its page list.
+// Returns the pages that `more_rows` more rows of a head need, and reserves room in its page list.
 template <class Value, PageOrder order>
 auto KVCache<Value, order>::list_room(LayerStore& layer, int head, std::int64_t more_rows) const
     -> PageNeeds {
@@ -229,7 +229,7 @@ void KVCache<Value, order>::take_pages(const ExecutionSpace& exec, Sequence& seq
     if (sequence.step >= 0) {
       m_replaced.push_back({sequence.step, layer_index, head, pages.back()});
     } else {
-      // The list that keeps it may change it in place from now on.
+      // The list that keeps the page may change it in place from now on.
       m_pool.release(pages.back());
       note_releases(exec);
     }
@@ -240,7 +240,7 @@ void KVCache<Value, order>::take_pages(const ExecutionSpace& exec, Sequence& seq
   while (pages.size() < needed) pages.push_back(loan.next(of_stock));
 }
 
-// Returns pages that the retained rows do not need to the pool, or to the step's stock.
+// Returns surplus pages, which the retained rows do not need, to the pool or to the step's stock.
 template <class Value, PageOrder order>
 void KVCache<Value, order>::release_surplus(LayerStore& layer, bool to_stock) {
   for (std::size_t h = 0; h < layer.pages.size(); ++h) {
@@ -257,9 +257,9 @@ void KVCache<Value, order>::release_surplus(LayerStore& layer, bool to_stock) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// What kernels are to know of page lists and lengths.
+// Page lists and lengths for kernels.
 
-// Writes a head's pages from page `first_page` on to the host's copy of the table.
+// Copies a head's page list, from page `first_page` on, to the host's copy of the table.
 template <class Value, PageOrder order>
 void KVCache<Value, order>::write_entries(Sequence& sequence, const LayerStore& layer, int head,
                                           std::size_t first_page) {
@@ -269,7 +269,7 @@ void KVCache<Value, order>::write_entries(Sequence& sequence, const LayerStore& 
   }
 }
 
-// Makes room for so many pages of a head.
+// Makes room in the table for `pages` pages per head.
 template <class Value, PageOrder order>
 void KVCache<Value, order>::widen_table(const ExecutionSpace& exec, Sequence& sequence,
                                         std::size_t pages) {

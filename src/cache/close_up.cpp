@@ -1,4 +1,4 @@
-// Rows that are left of a sequence get the positions they would have had alone.
+// close_up: the remaining rows of a sequence get consecutive positions.
 #include "cache/cache_impl.hpp"
 
 namespace kvzap {
@@ -6,8 +6,8 @@ namespace {
 
 using detail::Range;
 
-/// Turns the keys of all heads of all layers, `rows` each, and numbers their rows. One kernel, so
-/// that it runs or does not.
+/// Turns the keys of all heads of all layers, `rows` each, and numbers their rows. A single kernel
+/// does all of it, so that a failed launch changes nothing.
 template <class Value, PageOrder order>
 void turn_keys(const ExecutionSpace& exec, std::int64_t heads, std::int64_t rows,
                const detail::Block<order>& block, const PagePool::AddressView& addresses,

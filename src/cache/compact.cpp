@@ -1,4 +1,4 @@
-// Second decisions: rows that were kept once are evicted, or get new scores.
+// Later eviction: rows that were kept once are judged again.
 #include "base/team.hpp"
 #include "cache/cache_impl.hpp"
 #include "cache/layer_rows.hpp"
@@ -12,14 +12,14 @@ namespace {
 
 using Flags = Kokkos::View<std::uint8_t**, Kokkos::LayoutRight, MemorySpace>;
 
-/// Decides what stays of a layer: a team for each head, since the ties that stay are the oldest.
+/// Decides which rows of a layer stay. One team per head, because the oldest ties stay.
 template <class Value>
 struct JudgeAgain {
   detail::LayerRows<Value> rows;
   Kokkos::View<const Cutoff*, MemorySpace> cutoffs;
   Flags keep_page;        // (head, row)
   Flags keep_ring;        // (head, row)
-  detail::Counts totals;  // dropped from the ring, not finite
+  detail::Counts totals;  // rows dropped from the ring, scores that are not finite
   std::int64_t sink = 0;
   std::int64_t first_recent = 0;  // position
 
@@ -50,8 +50,8 @@ struct JudgeAgain {
   }
 };
 
-/// The flags of the ring's rows, which lie behind those of retained rows, for themselves, and what
-/// goes of it.
+/// Copies the flags of ring rows, which follow those of retained rows, to keep_ring. totals: ring
+/// rows dropped, and kept rows whose score is not finite.
 template <class Value, class Keep>
 void split_flags(const ExecutionSpace& exec, const detail::LayerRows<Value>& rows, int heads,
                  std::int64_t most, const Keep& keep, const Flags& keep_ring,
@@ -73,7 +73,7 @@ void split_flags(const ExecutionSpace& exec, const detail::LayerRows<Value>& row
       });
 }
 
-/// Of the head with the most retained rows.
+/// Returns the number of retained rows of the head with the most.
 template <class Layer>
 std::int64_t most_retained(const Layer& layer, int heads) {
   std::int64_t most = 0;
@@ -199,8 +199,8 @@ CompactCounts KVCache<Value, order>::evict(const ExecutionSpace& exec, SequenceI
   return counts;
 }
 
-// rearrange, where kernels have decided what stays: the ring as it is, unless totals(0) of its rows
-// go or it is to be emptied. totals(1) of all rows that stay have no finite score.
+// Calls rearrange for flags that kernels have written. The ring stays unchanged unless rows of it
+// are dropped, totals(0), or `empties_ring`. totals(1) counts the kept rows without a finite score.
 template <class Value, PageOrder order>
 CompactCounts KVCache<Value, order>::rearrange_judged(const ExecutionSpace& exec,
                                                       Sequence& sequence, int layer_index,
@@ -224,9 +224,8 @@ CompactCounts KVCache<Value, order>::rearrange_judged(const ExecutionSpace& exec
   return done;
 }
 
-// Keeps the flagged ones of a layer's retained rows and, if there are flags for them, of its ring's
-// rows, which then follow those in pages. Until all rows have moved, only pages without an owner
-// are written, and places behind the rows that still have to move.
+// Keeps the flagged rows of a layer, in phases. Ring rows take part if they have flags; the kept
+// ones then follow the retained rows in pages. After the pages are taken, nothing fails on hosts.
 template <class Value, PageOrder order>
 class KVCache<Value, order>::Rearrangement {
  public:
@@ -241,7 +240,7 @@ class KVCache<Value, order>::Rearrangement {
         m_keep(keep),
         m_keep_of_ring(keep_of_ring),
         m_with_ring(keep_of_ring.extent(1) > 0) {
-    // The ring's kept rows are admitted as by an append of no tokens through which all leave.
+    // To the mover, an append of no tokens through which all rows leave the ring.
     m_ring.step = cache.step_of(m_layer, layer, 0);
     m_ring.step.exits = m_with_ring ? m_ring.step.in_ring : 0;
     m_ring.ring = {m_layer.ring.data(), m_layer.ring_scores.data()};
@@ -293,8 +292,8 @@ class KVCache<Value, order>::Rearrangement {
   std::int64_t rows_after(int head) const {
     return m_kept.host_counts[head] + m_ring_kept.host_counts[head];
   }
-  // The pages of a head that are written: from the one with its first evicted row on, if any row
-  // moves.
+  // The first page that is written: the one with the head's first evicted row. If no row moves, the
+  // end of the list.
   std::size_t first_written_page(int head) const {
     return rows_after(head) == first_written(head)
                ? m_lists[head].size()
@@ -330,7 +329,7 @@ class KVCache<Value, order>::Rearrangement {
         if (is_replaced(h, p)) m_lists[h][p] = loan.next();
       }
       if (first >= m_lists[h].size() || first_written(h) % m_cache.m_shape.page_rows == 0) continue;
-      // The rows before the first evicted one.
+      // The mover does not copy the rows before the first evicted one.
       if (m_lists[h][first] != m_layer.pages[h][first]) {
         m_cache.copy_page(m_exec, m_layer.pages[h][first], m_lists[h][first]);
       }
@@ -397,7 +396,7 @@ CompactCounts KVCache<Value, order>::rearrange(const ExecutionSpace& exec, Seque
   return Rearrangement(*this, exec, sequence, layer, keep, keep_of_ring).run();
 }
 
-// Replaces pages of a layer that other lists share by own copies.
+// Replaces the shared pages of a layer by copies of its own.
 template <class Value, PageOrder order>
 void KVCache<Value, order>::own_pages(const ExecutionSpace& exec, Sequence& sequence,
                                       int layer_index) {

@@ -1,4 +1,4 @@
-// What a cache shows of its rows: to kernels, to the host, and their scores.
+// Read access to the rows of a cache, for kernels and for the host; their scores.
 #include <numeric>
 
 #include "cache/cache_impl.hpp"
@@ -12,7 +12,7 @@ using detail::Range;
 
 namespace {
 
-/// Rows of one head, one behind the other.
+/// Consecutive copies of a head's rows.
 template <class Value>
 struct Gathered {
   Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> keys;

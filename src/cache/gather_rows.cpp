@@ -6,7 +6,7 @@
 namespace kvzap::detail {
 namespace {
 
-/// Rows of a head one by one, and as runs that lie with constant strides.
+/// The rows of a head, as single rows and as runs with constant strides.
 template <class Value, PageOrder order>
 struct HeadRows {
   const std::uintptr_t* addresses;
@@ -19,7 +19,7 @@ struct HeadRows {
   Block<order> page_block, ring_block;
   bool values;
 
-  /// Row `row` and those behind it, at most `left`, that have its strides.
+  /// The run that begins at row `row`: at most `left` rows.
   struct Run {
     const Value* data;
     std::int64_t rows, row_stride, dim_stride;
@@ -41,7 +41,7 @@ struct HeadRows {
     const Value* base =
         in_page ? reinterpret_cast<const Value*>(addresses[pages[row / page_block.capacity]])
                 : ring;
-    // Pages are full but for the last one, and the ring from its oldest row to its end.
+    // All pages but the last are full. The ring's run ends at its last slot.
     std::int64_t rows = block.capacity - slot;
     const std::int64_t until_end = in_page ? -behind : in_ring - behind;
     rows = rows < until_end ? rows : until_end;
@@ -79,7 +79,7 @@ template <class Value, PageOrder order>
 void gather_by_kernel(const ExecutionSpace& exec, const HeadRows<Value, order>& rows,
                       std::int64_t begin, std::int64_t count, std::int64_t dim,
                       const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>& out) {
-  // One dimension of a row each, so that neighbours read and write neighbouring bytes.
+  // One dimension of a row per thread: neighbours read and write neighbouring bytes.
   Kokkos::parallel_for(
       "kvzap::gather_rows", Range(exec, 0, count * dim), KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t row = i / dim;
@@ -89,8 +89,8 @@ void gather_by_kernel(const ExecutionSpace& exec, const HeadRows<Value, order>& 
       });
 }
 
-/// Rows of a run where a dimension's rows are neighbours: a few rows at a time, whose part of the
-/// target stays in the nearest cache, are read along their dimensions.
+/// Copies a dim-major run. It reads a few rows at a time along their dimensions, so that their part
+/// of the target stays in the first-level cache.
 template <class Value>
 [[maybe_unused]] void transpose(const Value* source, std::int64_t dim_stride, std::int64_t rows,
                                 std::int64_t dim, float* target) {

@@ -1,4 +1,4 @@
-// The row mover of hosts: loops over rows, in batches that stream where many rows move.
+// The row mover of hosts: loops over rows. Where many rows move, it streams them in batches.
 #include <array>
 #include <cstring>
 #include <numeric>
@@ -20,7 +20,7 @@ void copy_strided(const Value* source, std::int64_t source_stride, Value* target
   }
 }
 
-/// A row that is to move: where its key and value are, and which position they have.
+/// A row to move: the addresses of its key and value, its position and its score.
 template <class Value>
 struct MovingRow {
   const Value* key;
@@ -41,8 +41,8 @@ void copy_row_on_host(const Value* source, std::int64_t source_stride, Value* ta
   }
 }
 
-/// Moves rows first .. last - 1 of a head one by one. row_of(r) is the row that becomes the head's
-/// row r, page_of(p) where the head's page p lies.
+/// Moves rows first … last - 1 of a head one by one. row_of(r): the row that becomes the head's row
+/// r. page_of(p): the address of the head's page p.
 template <class Value, PageOrder order, class RowOf, class PageOf>
 void move_rows(std::int64_t first, std::int64_t last, const Block<order>& block,
                const RowOf& row_of, const PageOf& page_of) {
@@ -59,8 +59,8 @@ void move_rows(std::int64_t first, std::int64_t last, const Block<order>& block,
   }
 }
 
-/// Moves rows of whole heads in batches, each of which knows where the next one begins, so that
-/// fetching runs ahead across batches. For rows without strides in token-major pages.
+/// Moves rows of whole heads in batches. Each batch knows the first rows of the next one, so that
+/// prefetching continues across batches. For contiguous rows in token-major pages.
 template <class Value>
 class RowStream {
  public:
@@ -69,7 +69,7 @@ class RowStream {
   RowStream(const RowStream&) = delete;
   RowStream& operator=(const RowStream&) = delete;
   ~RowStream() {
-    // Nothing follows the last batch; it fetches its own last row again.
+    // No batch follows the last one: it prefetches its own last row again.
     for (int i = 0; i < prefetch_rows; ++i) {
       batch().rows[2 * batch().count + i] =
           batch().count > 0 ? batch().rows[2 * batch().count - 1] : nullptr;
@@ -80,7 +80,7 @@ class RowStream {
 
   static constexpr std::int64_t batch_rows = 64;
 
-  /// Moves rows first .. last - 1, at most batch_rows, of a head; at the latest on destruction.
+  /// Moves rows first … last - 1, at most batch_rows, of a head, on destruction at the latest.
   template <class RowOf, class PageOf>
   void move(std::int64_t first, std::int64_t last, const RowOf& row_of, const PageOf& page_of) {
     if (first >= last) return;
@@ -109,7 +109,7 @@ class RowStream {
   struct Batch {  // NOLINT(cppcoreguidelines-pro-type-member-init): filled before it is read
     std::int64_t first = 0;
     std::int64_t count = 0;
-    // Keys, values, and the rows to fetch after them.
+    // Keys, values, and the rows to prefetch after them.
     std::array<const char*, 2 * batch_rows + prefetch_rows> rows;
     std::array<std::int32_t, batch_rows> positions;
     std::array<float, batch_rows> scores;
@@ -148,22 +148,22 @@ class RowStream {
   std::array<Batch, 2> m_batches;
 };
 
-/// host_for of a loop that only a host can run. This file is compiled for devices too, whose
-/// compilers take no such lambda for a kernel of theirs.
+/// host_for for a loop that only hosts can run. This file is compiled for devices too, whose
+/// compilers reject such a lambda as a kernel.
 template <class Work>
 void parallel_on_host([[maybe_unused]] const char* label, [[maybe_unused]] std::int64_t n,
                       [[maybe_unused]] const Work& work) {
   if constexpr (runs_on_host) host_for(label, n, work);
 }
 
-/// Whether so many bytes are worth lists of rows and non-temporal stores.
+/// Returns whether `bytes` are enough for lists of rows and non-temporal stores to pay.
 bool use_streams(std::int64_t bytes) {
   const RowPath path = row_path();
   return path == RowPath::streaming || (path == RowPath::automatic && bytes >= streaming_bytes);
 }
 
-/// Judges `n` pairs with positions first, first + 1, …, whose scores lie `stride` apart, and adds
-/// the numbers number, number + 1, … of the kept ones to `kept`.
+/// Judges `n` pairs with positions first, first + 1, …, and scores `stride` apart. Lists the kept
+/// ones in `kept` by their numbers, number, number + 1, …; returns how many.
 std::int64_t judge_run(const float* scores, std::int64_t stride, std::int64_t n, std::int64_t first,
                        std::int32_t number, const EvictionRule& rule, std::int32_t* kept,
                        std::int64_t& non_finite) {
@@ -189,7 +189,7 @@ std::int64_t judge_head(const AppendStep& step, int head, const float* ring_scor
     std::iota(kept, kept + step.exits, 0);
     return step.exits;
   }
-  // The ring's rows that leave lie in one or two runs of slots.
+  // The rows that leave the ring lie in one or two runs of slots.
   const std::int64_t from_ring = std::min(step.exits, step.in_ring);
   const std::int64_t slot = step.slot(step.first);
   const float* ring = ring_scores + std::int64_t{head} * step.window;
@@ -226,7 +226,7 @@ std::int64_t list_flagged(const FlagsView& keep, int head, std::int64_t rows, st
       n += flags[row * stride] != 0 ? 1 : 0;
     }
   }
-  // Rows before the first evicted one are their own numbers.
+  // Up to the first evicted row, each row's number is its place in the list.
   first = std::partition_point(kept, kept + n,
                                [&](const std::int32_t& row) { return row == &row - kept; }) -
           kept;
@@ -283,7 +283,7 @@ class HostRowMover : public RowMover<Value, order> {
     }
     if (total == 0) return;
     const auto row_of = [&](int head, std::int64_t old) {
-      // Rows that are appended straight into pages have no ring behind them.
+      // append_kept passes no ring.
       const Value* head_ring =
           span.ring.rows ? span.ring.rows + 2 * std::int64_t{head} * step.window * step.dim
                          : nullptr;
@@ -317,7 +317,7 @@ class HostRowMover : public RowMover<Value, order> {
       const bool rows_whole =
           (span.keys.dim_stride == 1 && span.values.dim_stride == 1) || step.dim == 1;
       if (rows_whole && use_streams(2 * row_bytes * total)) {
-        // Heads take turns: their rows of the same tokens are neighbours in the caller's views.
+        // Heads alternate: rows of the same tokens are neighbours in the caller's views.
         using Stream = RowStream<Value>;
         const auto batches = [&](std::int64_t begin, std::int64_t end) {
           Stream stream(page_block, row_bytes % 16 == 0);
@@ -392,7 +392,7 @@ class HostRowMover : public RowMover<Value, order> {
     }
   }
 
-  // Rows are written in ascending order, and never behind one that is still to be read.
+  // Ascending order: no row is overwritten before it has been read.
   void compact(const ExecutionSpace& /*exec*/, const Block<order>& block, const KeptPart& kept,
                const PagesRef& from, const PagesRef& to) const override {
     std::int64_t moved = 0;

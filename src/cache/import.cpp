@@ -1,4 +1,4 @@
-// Rows from the host into a cache: what a snapshot holds becomes a sequence again.
+// Imports rows from the host: the content of a snapshot becomes a sequence again.
 #include <numeric>
 
 #include "cache/cache_impl.hpp"
@@ -13,7 +13,7 @@ using detail::Range;
 
 namespace {
 
-/// Rows on their way from the host to kernels; what is not to be written is empty.
+/// Copies of the host's rows for kernels. Views that are not to be written are empty.
 template <class Value>
 struct ArrivedRows {
   Kokkos::View<std::int32_t*, MemorySpace> positions;
@@ -243,7 +243,7 @@ void KVCache<Value, order>::import_rows(const ExecutionSpace& exec, const Checkp
   checked_head(layer, head);
   check_range(begin, count, ring_rows(checkpoint, layer));
   if (count == 0) return;
-  // A ring is small: it is changed on the host, as a whole.
+  // A ring is small: the host changes a copy of the whole ring.
   const int index = std::accumulate(m_shape.heads.begin(), m_shape.heads.begin() + layer, head);
   const auto ring = Kokkos::subview(checkpoint.rings, index, Kokkos::ALL);
   const auto scores = Kokkos::subview(checkpoint.ring_scores, index, Kokkos::ALL);

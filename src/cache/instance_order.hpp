@@ -1,4 +1,4 @@
-// Order between execution-space instances that work on the same pages.
+// The order of kernels on different execution-space instances that use the same pages.
 #pragma once
 
 #include <kvzap/core/types.hpp>
@@ -7,17 +7,17 @@
 
 namespace kvzap::detail {
 
-/// How often one instance was waited for because another one took over, for tests.
+/// Number of waits for an instance because another one took over, for tests.
 inline int instance_waits = 0;
-/// Lets every instance count as another one, for tests: some backends have only one.
+/// Treats every instance as different, for tests: some backends have only one.
 inline bool instances_differ = false;
 
-/// Whether what follows on `next` runs after what was launched on `last` anyway.
+/// Returns whether later kernels of `next` run after the kernels of `last` without a wait.
 inline bool in_order(const ExecutionSpace& last, const ExecutionSpace& next) {
   return !instances_differ && same_instance(last, next);
 }
 
-/// Has what follows on `next` run after what was launched on `last`.
+/// Makes later kernels of `next` run after the kernels of `last`. Waits if necessary.
 inline void follow(const ExecutionSpace& last, const ExecutionSpace& next, const char* name) {
   if (in_order(last, next)) return;
   ++instance_waits;

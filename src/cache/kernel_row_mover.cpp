@@ -20,7 +20,7 @@ struct ExitScore {
   }
 };
 
-// Kernels are functions of this namespace: compilers of devices take none from a member.
+// Kernels are in functions of this namespace: device compilers reject them in private classes.
 
 void clear_counts(const ExecutionSpace& exec, const KeptPart& kept) {
   Kokkos::parallel_for(
@@ -103,14 +103,14 @@ void count_listed(const ExecutionSpace& exec, const ScoresRef& scores, const Kep
       Total(kept.non_finite));
 }
 
-/// `most`: of the heads' listed rows.
+/// `most`: the listed rows of the head with the most.
 template <class Value, PageOrder order>
 void admit_listed(const ExecutionSpace& exec, const SpanRows<Value>& span, std::int64_t most,
                   const KeptPart& kept, const std::int64_t* retained, const PagesRef& pages) {
   const AppendStep step = span.step;
   const Block<order> ring_block{step.window, step.dim};
   const Block<order> page_block{step.page_rows, step.dim};
-  // One dimension of a row each, so that neighbours read and write neighbouring bytes.
+  // One dimension of a row per thread: neighbours read and write neighbouring bytes.
   Kokkos::parallel_for(
       "kvzap::append::admit", Range(exec, 0, step.heads * most * step.dim),
       KOKKOS_LAMBDA(std::int64_t i) {
@@ -148,7 +148,7 @@ void admit_listed(const ExecutionSpace& exec, const SpanRows<Value>& span, std::
       });
 }
 
-/// One dimension of a row each.
+/// One dimension of a row per thread.
 template <class Value, PageOrder order>
 void save_exits(const ExecutionSpace& exec, const AppendStep& step, const RingRef<Value>& ring,
                 const SavedRows<Value>& saved, bool back) {
@@ -197,8 +197,8 @@ void write_ring(const ExecutionSpace& exec, const SpanRows<Value>& span) {
       });
 }
 
-/// Every dimension of a head moves on its own, in ascending order of rows, so that nothing is
-/// overwritten before it was read.
+/// One dimension of a head per thread, in ascending order of rows: no element is overwritten before
+/// it has been read.
 template <class Value, PageOrder order>
 void compact_columns(const ExecutionSpace& exec, const Block<order>& block, const KeptPart& kept,
                      const PagesRef& from, const PagesRef& to) {

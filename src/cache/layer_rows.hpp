@@ -1,11 +1,11 @@
-// The rows of a layer one by one, in order of position, for kernels that are not about speed.
+// Access to single rows of a layer in order of position, for kernels whose speed does not matter.
 #pragma once
 
 #include "cache/cache_impl.hpp"
 
 namespace kvzap::detail {
 
-/// Pages, then ring, of every head.
+/// The rows of every head of a layer: those in pages, then those in the ring.
 template <class Value>
 struct LayerRows {
   const std::uintptr_t* addresses = nullptr;

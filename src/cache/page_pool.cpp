@@ -17,8 +17,8 @@ namespace {
 constexpr std::size_t page_alignment = 64;
 constexpr std::size_t note_alignment = 8;
 constexpr std::size_t largest_slab_bytes = std::size_t{4} << 20;
-// What a new slab adds to the pool, and hence the most of it that is idle while it grows. Twice as
-// much where that fills huge pages.
+// A new slab adds this part of the pool: the largest part that is idle while the pool grows. Twice
+// as much where that fills huge pages.
 constexpr std::size_t slab_fraction = 128;
 constexpr std::size_t huge_slab_fraction = 64;
 }  // namespace
@@ -57,7 +57,7 @@ void PagePool::claim(std::size_t bytes) {
   m_claimed += bytes;
 }
 
-// Adds a slab of as many pages as suit, and returns its index. The caller needs `wanted_bytes`.
+// Adds a slab and returns its index. wanted_bytes: what the caller needs, for the message.
 int PagePool::grow(std::size_t wanted_bytes) {
   const std::size_t most = std::max<std::size_t>(1, largest_slab_bytes / page_bytes());
   const bool fills_huge_pages =
@@ -79,18 +79,17 @@ int PagePool::grow(std::size_t wanted_bytes) {
   }
   Slab slab;
   const std::size_t bytes = count * page_bytes();
-  // On a host, large slabs start where a huge page can: attention then reads pages that lie
-  // scattered up to a third faster. What is only slack is never written, so it takes address space
-  // alone.
+  // On a host, large slabs are aligned to huge pages: attention then reads scattered pages up to a
+  // third faster. The slack is never written, so it takes only address space.
   const bool huge = detail::runs_on_host && bytes >= detail::huge_page_bytes;
   const std::size_t alignment = huge ? detail::huge_page_bytes : page_alignment;
   try {
     detail::before_allocation(bytes);
-    // The slack lets the first page start on an aligned address whatever the allocator gives.
+    // The slack allows an aligned first page at any address of the allocator.
     slab.memory = Kokkos::View<char*, MemorySpace>(
         Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::page_pool::slab"),
         bytes + (huge ? 2 : 1) * alignment);
-    // All that can fail comes before anything is changed; trim and release need room in these.
+    // All that can fail comes before any change. trim and release need room in these lists.
     slab.pages.reserve(count);
     slab.free.reserve(count);
     detail::reserve_more(m_pages, count);
@@ -143,7 +142,7 @@ int PagePool::grow(std::size_t wanted_bytes) {
   return index;
 }
 
-// A page of the oldest slab that has one free; there is one.
+// Takes a page of the oldest slab with a free one. There must be one.
 PageId PagePool::take() {
   const auto oldest = m_slabs_with_free.begin();
   Slab& slab = m_slabs[*oldest];
@@ -175,14 +174,14 @@ void PagePool::allocate(std::size_t count, std::vector<PageId>& pages) {
   } catch (const std::bad_alloc&) {
     throw OutOfMemory("out of memory: no room for a list of pages", wanted, free_bytes());
   }
-  // The pages that are free already are taken first: no new slab has one then but at the end.
+  // Free pages of old slabs are taken first: in the end only the last new slab can have free pages.
   const std::size_t before = pages.size();
   const PageId* const first_new = pages.data() + before;
   try {
     while (pages.size() < before + count) pages.push_back(allocate());
   } catch (...) {
-    // Slabs that were added for this go again. Only full ones, all of whose pages are ours, can
-    // have been, so that they are found by their pages.
+    // Drop the slabs that this call has added. All of them are full of pages of this call, by which
+    // they are found.
     const std::size_t taken = pages.size() - before;
     for (std::size_t i = 0; i < taken; ++i) release(first_new[i]);
     for (std::size_t i = idle; i < taken; ++i) {
@@ -212,7 +211,7 @@ void PagePool::release(PageId page) {
   --m_in_use;
 }
 
-// Gives a slab without a page in use back to the system; returns its bytes.
+// Returns a slab without a page in use to the system. Returns its bytes.
 std::size_t PagePool::drop(int index) {
   Slab& slab = m_slabs[index];
   for (PageId page : slab.pages) {
@@ -276,7 +275,7 @@ PagePool::AddressView PagePool::addresses() {
 
 namespace {
 
-/// Addresses that travel as arguments of a kernel.
+/// New addresses, passed as arguments of a kernel.
 struct NewAddresses {
   static constexpr int most = 16;
   PageAddress address[most];

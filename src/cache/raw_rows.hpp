@@ -1,5 +1,5 @@
-// Rows of a head read, or written, by a thread of the host, in order of position. No Kokkos kernel,
-// so that any thread may.
+// Reads and writes the rows of a head in order of position, on any thread of the host: no function
+// here runs a Kokkos kernel.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace kvzap::detail {
 
-/// target[i] = Element(source[i]), rounded once; the same bits if the types are the same.
+/// Converts elements, rounding once. Equal types keep the same bits.
 template <class Value, class Element>
 void convert_elements(const Value* source, Element* target, std::int64_t count) {
   if constexpr (std::is_same_v<Value, Element>) {
@@ -31,13 +31,13 @@ void convert_elements(const Value* source, Element* target, std::int64_t count) 
   }
 }
 
-/// Rows of a head that lie one behind the other, in a page or (without one) in the ring.
+/// Consecutive rows of a head in a page, or (without a page) in the ring.
 struct RawRun {
   PageAddress page;
   std::int64_t slot = 0, rows = 0, position = 0;
 };
 
-/// Calls work(run) for those that hold rows begin … begin + count - 1, in order.
+/// Calls work(run) for the runs of rows begin … begin + count - 1, in order.
 template <class Raw, class Work>
 void each_raw_run(const Raw& raw, std::int64_t begin, std::int64_t count, const Work& work) {
   for (std::int64_t row = begin; row < begin + count;) {
@@ -57,7 +57,7 @@ void each_raw_run(const Raw& raw, std::int64_t begin, std::int64_t count, const 
   }
 }
 
-/// Says of `raw` how the ring of a sequence that has been given `tokens` tokens lies.
+/// Sets the ring extents of `raw` for a sequence with `tokens` appended tokens.
 template <class Raw>
 void set_ring_extents(Raw& raw, const CacheShape& shape, std::int64_t tokens,
                       std::int64_t ring_first) {
@@ -76,7 +76,7 @@ class RawReader {
   /// `raw` outlives the reader.
   explicit RawReader(const Raw& raw) : m_raw(raw) {}
 
-  /// Of rows begin … begin + count - 1.
+  /// Reads rows begin … begin + count - 1, as do the next two functions.
   template <class Integer>
   void positions(std::int64_t begin, std::int64_t count, Integer* target) const {
     each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
@@ -93,7 +93,7 @@ class RawReader {
       target = std::copy_n(held + run.slot, run.rows, target);
     });
   }
-  /// Keys, or values: (row, dim), rounded to Element.
+  /// Reads keys, or values: (row, dim), rounded to Element.
   template <class Element>
   void elements(bool values, std::int64_t begin, std::int64_t count, Element* target) const {
     each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
@@ -112,8 +112,7 @@ class RawReader {
   }
 
  private:
-  // A dimension's rows are neighbours: few rows at a time, so that their part of the target stays
-  // in the nearest cache.
+  // A few rows at a time, so that their part of the target stays in the first-level cache.
   template <class Element>
   void transpose(const Value* source, int capacity, std::int64_t rows, Element* target) const {
     constexpr std::int64_t block = 32;
@@ -131,7 +130,7 @@ class RawReader {
   const Raw& m_raw;
 };
 
-/// The inverse, for rows of which nobody else knows yet.
+/// Writes rows that no other thread reads yet.
 template <class Value, PageOrder order>
 class RawWriter {
  public:
@@ -139,7 +138,7 @@ class RawWriter {
   /// `raw` outlives the writer.
   explicit RawWriter(const Raw& raw) : m_raw(raw) {}
 
-  /// Of rows begin … begin + count - 1. Those of the ring follow from where they are.
+  /// Writes rows begin … begin + count - 1, as do the next functions. Ring rows need no positions.
   void positions(std::int64_t begin, std::int64_t count, const std::int32_t* source) const {
     each_raw_run(m_raw, begin, count, [&](const RawRun& run) {
       if (run.page.rows) {
@@ -156,7 +155,7 @@ class RawWriter {
       source += run.rows;
     });
   }
-  /// Keys, or values: (row, dim).
+  /// Writes keys, or values: (row, dim).
   void elements(bool values, std::int64_t begin, std::int64_t count, const Value* source) const {
     each_element_run(values, begin, count,
                      [&](Value* target, std::int64_t rows, [[maybe_unused]] std::int64_t capacity) {
@@ -169,8 +168,8 @@ class RawWriter {
                        source += rows * m_raw.dim;
                      });
   }
-  /// Calls work(first element, rows, capacity) for each run of them: in token-major order a run's
-  /// rows lie as (row, dim), else as (dim, capacity).
+  /// Calls work(first element, rows, capacity) for each run. A run is (row, dim) in token-major
+  /// order, else (dim, capacity).
   template <class Work>
   void each_element_run(bool values, std::int64_t begin, std::int64_t count,
                         const Work& work) const {

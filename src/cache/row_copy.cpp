@@ -18,7 +18,7 @@ constexpr std::size_t line_bytes = 64;
 KVZAP_BODY void prefetch_row([[maybe_unused]] const char* row,
                              [[maybe_unused]] std::size_t row_bytes) {
 #if defined(__GNUC__)
-  // Into the second-level cache: a dozen rows of keys and of values would crowd the first.
+  // Into the second-level cache: the first one is too small for a dozen rows of keys and values.
   for (std::size_t b = 0; b < row_bytes; b += line_bytes) __builtin_prefetch(row + b, 0, 2);
 #endif
 }
@@ -30,7 +30,7 @@ void gather_stored(const char* const* rows, std::int64_t n, char* target, std::s
   }
 }
 
-// From score i on, behind n_kept numbers.
+// Continues at score i, after n_kept listed numbers.
 KVZAP_BODY std::int64_t list_retained_from(std::int64_t i, const float* scores, std::int64_t n,
                                            float threshold, std::int32_t first, std::int32_t* kept,
                                            std::int64_t n_kept, std::int64_t& non_finite) {
@@ -63,7 +63,7 @@ KVZAP_TARGET_AVX512 std::int64_t list_retained_avx512(const float* scores, std::
     const __mmask16 odd =
         _mm512_cmpeq_epi32_mask(_mm512_and_si512(_mm512_castps_si512(score), exponent), exponent);
     const __mmask16 keep = odd | _mm512_cmp_ps_mask(score, limit, _CMP_GE_OQ);
-    // All sixteen are written: no more numbers than scores have been listed, so there is room.
+    // Writes all sixteen. There is room: at most one number per score has been listed.
     _mm512_storeu_si512(kept + n_kept, _mm512_maskz_compress_epi32(keep, numbers));
     n_kept += __builtin_popcount(keep);
     odd_scores += __builtin_popcount(odd);
@@ -85,7 +85,7 @@ void gather_streamed_sse2(const char* const* rows, std::int64_t n, char* target,
   }
 }
 
-// Whole cache lines at a time.
+// Copies whole cache lines.
 KVZAP_TARGET_AVX512 void gather_streamed_avx512(const char* const* rows, std::int64_t n,
                                                 char* target, std::size_t row_bytes) {
   for (std::int64_t i = 0; i < n; ++i) {

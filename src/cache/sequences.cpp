@@ -1,4 +1,4 @@
-// Sequences of a cache: added, forked, freed, checkpointed and restored; what the cache holds.
+// Adds, forks, frees, checkpoints and restores sequences; reports the content of the cache.
 #include <numeric>
 
 #include "cache/cache_impl.hpp"
@@ -6,7 +6,7 @@
 namespace kvzap {
 namespace {
 
-// Pages of a head for which a sequence has room from the start.
+// The initial width of a sequence's page table.
 constexpr std::size_t first_table_width = 16;
 
 const CacheShape& checked(const CacheShape& shape) {
@@ -85,7 +85,7 @@ auto KVCache<Value, order>::make_sequence() const -> Sequence {
   return sequence;
 }
 
-// Takes a new sequence in, with what it holds counted.
+// Inserts a new sequence and counts its memory.
 template <class Value, PageOrder order>
 void KVCache<Value, order>::insert(SequenceId id, Sequence&& sequence) {
   m_pool.claim(ring_bytes());
@@ -131,7 +131,7 @@ SequenceId KVCache<Value, order>::fork(const ExecutionSpace& exec, SequenceId so
     copy_elements(exec, copy.rings.data(), from.rings.data(), from.rings.size());
     copy_elements(exec, copy.ring_scores.data(), from.ring_scores.data(), from.ring_scores.size());
     insert(id, std::move(copy));
-    // Nothing can fail any more.
+    // After the last step that can fail.
     for (const LayerStore& layer : from.layers) {
       for (const auto& list : layer.pages) {
         for (PageId page : list) m_pool.retain(page);
@@ -197,8 +197,7 @@ void KVCache<Value, order>::restore(const ExecutionSpace& exec, SequenceId id,
                             checkpoint.sequence));
   }
   Sequence& sequence = sequence_at(id);
-  // Rows that came after an earlier state are gone once the sequence has been cut back to it, and
-  // so are the checkpoints between.
+  // Cutting a sequence back to an earlier state drops the later rows and voids later checkpoints.
   auto& valid = sequence.checkpoints;
   const auto found = valid.find(checkpoint.id);
   if (found == valid.end()) {

@@ -1,4 +1,4 @@
-// Fixed-size, reference-counted pages from which every head, layer and sequence takes its storage.
+// Fixed-size pages with reference counts: the storage of every head, layer and sequence.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace kvzap {
 
-/// Counts the bytes that a cache and the prefill beside it hold, and the most they ever held.
+/// Counts the bytes that a cache and its prefill hold, and their maximum so far.
 class MemoryMeter {
  public:
   void add(std::size_t bytes) {
@@ -26,7 +26,7 @@ class MemoryMeter {
   std::size_t m_peak = 0;
 };
 
-/// Counts `bytes` on a meter for as long as it lives.
+/// Adds `bytes` to a meter and subtracts them on destruction.
 class MeteredBytes {
  public:
   MeteredBytes() = default;
@@ -52,91 +52,95 @@ class MeteredBytes {
   std::size_t m_bytes = 0;
 };
 
-/// There is no memory, or the limit that the caller has set leaves none: something can be freed,
-/// and the call be made again. What threw it has changed nothing.
+/// Memory is exhausted, or the caller's limit is. The call that throws it has changed nothing: the
+/// caller can free memory and call again.
 class OutOfMemory : public Error {
  public:
   OutOfMemory(const std::string& what, std::size_t wanted, std::size_t free)
       : Error(what), bytes_wanted(wanted), bytes_free(free) {}
-  /// What was asked for.
+  /// Bytes that the call asked for.
   std::size_t bytes_wanted;
-  /// What pages without an owner and the limit leave; without a limit the pages alone.
+  /// Bytes of free pages, and of new pages within the limit if there is one.
   std::size_t bytes_free;
 };
 
-/// Names a page of a pool; a released page's id is used again.
+/// Identifies a page of a pool. The id of a released page is used again.
 using PageId = std::int32_t;
 
-/// Where a page's two parts begin: keys and values, and what is noted of their rows.
+/// Addresses of the two parts of a page: its rows (keys and values), and its notes (positions and
+/// scores).
 struct PageAddress {
   std::uintptr_t rows = 0;
   std::uintptr_t notes = 0;
 };
 
-/// Pages of one size, in two parts: the bytes that every decode step reads, its rows, and a few
-/// more, its notes. The rows of a slab's pages lie one behind the other, so that pages that were
-/// taken one after the other are read as one stream, and all notes behind them. Memory comes in
-/// slabs that grow with the pool (a 128th of it, or a 64th once that fills huge pages, so that
-/// little is ever idle); a page is taken from the oldest slab that has one free, so that young
-/// slabs drain and can be handed back by trim(). allocate, retain and release cost O(log slabs);
-/// only allocate takes memory, so that only it can run out of it.
+/// Pages of one size in two parts: rows, which every decode step reads, and notes, which are few.
 ///
-/// Not thread-safe: one host thread drives one pool.
+/// Memory comes in slabs. The rows of a slab's pages lie one after the other, followed by all their
+/// notes: decode reads pages that were taken one after the other as one stream. Slabs grow with the
+/// pool, so that little memory is idle: a slab has a 128th of the pool, or a 64th once that fills
+/// huge pages. A page comes from the oldest slab with a free one, so that young slabs become empty
+/// and trim() can return them. allocate, retain and release cost O(log slabs). Only allocate takes
+/// memory.
+///
+/// Not thread-safe: one host thread uses a pool at a time. No function communicates.
 class PagePool {
  public:
   using AddressView = Kokkos::View<std::uintptr_t*, MemorySpace>;
 
-  /// row_bytes, of a page's rows, is rounded up to a multiple of 64, so that they are aligned to 64
-  /// bytes, and note_bytes to one of 8. `meter`, if given, outlives the pool and is told of every
-  /// slab. `limit`: see set_limit.
+  /// Makes a pool without pages. row_bytes, the bytes of a page's rows, is rounded up to a multiple
+  /// of 64, which is also their alignment; note_bytes to a multiple of 8. `meter`, if given,
+  /// outlives the pool and counts every slab. `limit`: see set_limit. Throws Error if row_bytes is
+  /// 0.
   explicit PagePool(std::size_t row_bytes, MemoryMeter* meter = nullptr, std::size_t limit = 0,
                     std::size_t note_bytes = 0);
   ~PagePool();
   PagePool(const PagePool&) = delete;
   PagePool& operator=(const PagePool&) = delete;
 
-  /// A page with reference count 1 and unspecified content. Throws OutOfMemory.
+  /// Takes a page, with reference count 1 and unspecified content. Throws OutOfMemory.
   PageId allocate();
-  /// Adds `count` such pages to the end of `pages`, in the order in which allocate would give them.
-  /// Throws OutOfMemory with pool and `pages` as they were.
+  /// Appends `count` such pages to `pages`, in the order of single calls of allocate. Throws
+  /// OutOfMemory with pool and `pages` unchanged.
   void allocate(std::size_t count, std::vector<PageId>& pages);
-  /// One more page list holds this page.
+  /// Adds a reference: one more page list holds this page. Throws Error if the page is free.
   void retain(PageId page);
-  /// One page list fewer holds it; with the last one the page is free, reusable at once.
+  /// Removes a reference. Without references the page is free and reusable at once. Throws Error if
+  /// it is free already.
   void release(PageId page);
   int reference_count(PageId page) const { return m_pages[page].references; }
 
-  /// Slabs and what claim has taken never exceed so many bytes; 0: no limit. What is there already
-  /// stays.
+  /// Limits slabs and claimed bytes together to `bytes` (0: no limit). Memory above a new limit is
+  /// not freed.
   void set_limit(std::size_t bytes) { m_limit = bytes; }
-  /// What set_limit was last given.
+  /// Returns the limit in bytes (0: none).
   std::size_t limit() const { return m_limit; }
   /// Counts memory beside the pool towards its limit. Throws OutOfMemory.
   void claim(std::size_t bytes);
-  /// Gives back what claim has taken.
+  /// Returns claimed bytes.
   void unclaim(std::size_t bytes) { m_claimed -= bytes; }
-  /// What can be had within the limit: bytes of free pages, and of new ones if there is a limit.
+  /// Returns the bytes of free pages and, if there is a limit, of new pages within it.
   std::size_t free_bytes() const;
 
-  /// Gives slabs without a page in use back to the system. Returns their bytes.
+  /// Returns slabs without a page in use to the system. Returns their bytes.
   std::size_t trim();
 
-  /// Bytes of a page, and of its parts.
+  /// Bytes of a page and of its parts.
   std::size_t page_bytes() const { return m_row_bytes + m_note_bytes; }
   std::size_t row_bytes() const { return m_row_bytes; }
   std::size_t note_bytes() const { return m_note_bytes; }
   std::size_t pages_in_use() const { return m_in_use; }
   std::size_t allocated_bytes() const { return m_allocated_pages * page_bytes(); }
-  /// Bytes that trim() has given back so far.
+  /// Bytes that trim() has returned so far.
   std::size_t returned_bytes() const { return m_returned_bytes; }
 
-  /// Where the rows of every page begin, by page id, for kernels. Valid until the next allocate or
-  /// trim.
+  /// Returns the addresses of all pages' rows, by page id, for kernels. Valid until the next
+  /// allocate or trim. May allocate and wait. Throws OutOfMemory.
   AddressView addresses();
-  /// The same for kernels that follow on `exec`, which as a rule is not waited for; but for another
-  /// instance that has written addresses since.
+  /// The same for later kernels of `exec`. Waits only if another instance has written addresses
+  /// since, or if the view must grow.
   AddressView addresses(const ExecutionSpace& exec);
-  /// Where their notes begin, as of the last call of addresses().
+  /// Returns the addresses of their notes as of the last call of addresses().
   AddressView note_addresses() const { return m_note_addresses; }
   PageAddress address(PageId page) const { return m_pages[page].address; }
 
@@ -147,7 +151,7 @@ class PagePool {
     int slab = -1;  // -1: an id without memory behind it, free for the next slab
   };
   struct Slab {
-    Kokkos::View<char*, MemorySpace> memory;  // empty once handed back
+    Kokkos::View<char*, MemorySpace> memory;  // empty once returned
     std::vector<PageId> pages;
     std::vector<PageId> free;
     // This slab's entry in m_slabs_with_free while it has none, so that no release allocates.
@@ -179,8 +183,8 @@ class PagePool {
   std::size_t m_last_stale = 0;
 };
 
-/// Hands memory that the host allocator holds but no longer uses back to the system (glibc keeps
-/// freed blocks otherwise). Does nothing where the C library has no such call.
+/// Returns unused memory of the host allocator to the system: glibc keeps freed blocks otherwise.
+/// Does nothing where the C library has no such call.
 void release_unused_host_memory();
 
 }  // namespace kvzap

@@ -2,7 +2,7 @@
 #include <kvzap/core/types.hpp>
 #include <stdexcept>
 
-#include "../../drivers/toml_file.hpp"
+#include "../../drivers/options/toml_file.hpp"
 #include "harness.hpp"
 
 namespace kvzap::fuzz {

@@ -1,6 +1,7 @@
 #include "linalg/gemm.hpp"
 
 #include "base/kokkos_compat.hpp"
+#include "linalg/host/blas_threads.hpp"
 #include "linalg/host/onednn.hpp"
 #include "linalg/product.hpp"
 #if !defined(KOKKOS_ENABLE_CUDA)
@@ -55,6 +56,7 @@ void gemm(const ExecutionSpace& exec, bool a_transposed, bool transposed, float 
   const char* const op_a = a_transposed ? "T" : "N";
   const char* const op_b = transposed ? "T" : "N";
   if (c.extent(1) == 1) return single_column(exec, a_transposed, transposed, alpha, a, b, beta, c);
+  expect_room_for_blas();
 #if KOKKOS_VERSION >= 40000
   KokkosBlas::gemm(exec, op_a, op_b, alpha, a, b, beta, c);
 #else

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "base/scratch.hpp"
+#include "linalg/host/blas_threads.hpp"
 #include "policy/row_math.hpp"
 
 extern "C" {
@@ -28,6 +29,7 @@ constexpr std::int64_t norms_tile_rows = 512;
 // length). Its columns are stored one after the other, as in LAPACK. Overwrites `a`.
 void triangular_factor(std::vector<double>& a, std::int64_t columns, std::int64_t length,
                        std::vector<double>& work, float* r) {
+  detail::expect_room_for_blas();
   const int m = static_cast<int>(length), n = static_cast<int>(columns);
   const std::int64_t rank = std::min(columns, length);
   std::vector<double> reflections(rank);

@@ -7,6 +7,8 @@
 #include <limits>
 #include <vector>
 
+#include "linalg/host/blas_threads.hpp"
+
 // LAPACK's Fortran names with 32-bit integers; the length of each text goes last.
 extern "C" {
 void dpotrf_(const char* uplo, const int* n, double* a, const int* lda, int* info, std::size_t);
@@ -31,6 +33,7 @@ CholeskyResult solve_cholesky(double* a, std::int64_t n, std::int64_t stride, do
   if (stride > std::numeric_limits<int>::max() || rows > std::numeric_limits<int>::max()) {
     throw Error(fmt::format("a system of {} unknowns does not fit LAPACK's integers", n));
   }
+  expect_room_for_blas();
   // The upper triangle, row after row, is the lower one column after column.
   const char* const lower = "L";
   const int size = static_cast<int>(n), lda = static_cast<int>(stride);
@@ -63,6 +66,7 @@ void solve_factored(const double* factor, std::int64_t n, std::int64_t stride, d
 
 void add_residuals(const double* z, std::int64_t rows, std::int64_t inputs, const double* w,
                    std::int64_t heads, double* errors, double* sums) {
+  expect_room_for_blas();
   const int count = static_cast<int>(rows), n = static_cast<int>(inputs);
   const int h = static_cast<int>(heads);
   const double one = 1, minus_one = -1;
@@ -73,6 +77,7 @@ void add_residuals(const double* z, std::int64_t rows, std::int64_t inputs, cons
 
 void add_symmetric_products(const double* z, std::int64_t rows, std::int64_t columns,
                             double* sums) {
+  expect_room_for_blas();
   const int n = static_cast<int>(columns), k = static_cast<int>(rows);
   const double one = 1;
   dsyrk_("L", "N", &n, &k, &one, z, &n, &one, sums, &n, 1, 1);

@@ -168,6 +168,15 @@ class Environment(TestCase):
             # No more than that: MPI prints nothing of its own.
             self.assertEqual(result.err.decode(), f'kvzap: error: {name} is "bogus"; expected {expected}\n')
 
+    def test_few_descriptors(self):
+        for limit in (5, 8, 11):
+            command = ["bash", "-c", f'ulimit -n {limit} && exec "$@"', "bash", KVZAP, "run", *map(str, PLAIN)]
+            result = run_command(command)
+            self.assertEqual(result.code, 1)
+            # Before MPI starts, whose libraries have words of their own for it.
+            self.assertEqual(result.err.decode(), "kvzap: error: limit of open files (ulimit -n): "
+                                                  f"expected at least 12, found {limit}\n")
+
 
 class Columns(TestCase):
     def text(self, *arguments, **environment):

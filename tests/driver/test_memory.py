@@ -99,11 +99,15 @@ class LittleAddressSpace(TestCase):
     """A process that gets no more memory says so and ends, whatever the libraries' threads wait for."""
 
     def test_ends_with_one_error(self):
+        texts = self.folder / "texts.jsonl"
+        texts.write_text(json.dumps({"text": 20 * "amber opal emerald garnet topaz "}) + "\n")
         for megabytes in (256, 288, 320, 352):
             for arguments in (
                 ["run", "-m", MODEL, "-p", "Hello", "-n", "4", "-t", "1", "-q"],
                 ["eval", "-m", MODEL, "--tasks", SOURCE / "inputs/eval/recall-256.jsonl", "--max-prompts", "1",
                  "--policies", "none", "-o", self.folder / f"eval{megabytes}", "-q"],
+                ["collect", "-m", MODEL, "-f", texts, "--min-tokens", "20", "-o",
+                 self.folder / f"pairs{megabytes}.h5", "-q"],
             ):
                 with self.subTest(megabytes=megabytes, command=arguments[0]):
                     limit = f'ulimit -v {megabytes * 1024} && exec "$@"'

@@ -1,12 +1,38 @@
 #include "linalg/host/blas_threads.hpp"
 
 #include <dlfcn.h>
+#include <sys/mman.h>
 
 #include <Kokkos_Core.hpp>
+#include <cstddef>
 #include <cstdlib>
 #include <initializer_list>
+#include <kvzap/core/types.hpp>
 
 namespace kvzap::detail {
+namespace {
+
+// OpenBLAS maps a buffer of this size for each thread, and asks forever if it gets none.
+constexpr std::size_t openblas_buffer_bytes = std::size_t{128} << 20;
+
+bool is_openblas() { return dlsym(RTLD_DEFAULT, "openblas_set_num_threads") != nullptr; }
+
+bool has_address_space(std::size_t bytes) {
+  void* const room =
+      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  return room != MAP_FAILED && munmap(room, bytes) == 0;
+}
+
+}  // namespace
+
+void expect_room_for_blas() {
+  [[maybe_unused]] static const bool found = [] {
+    if (is_openblas() && !has_address_space(openblas_buffer_bytes)) {
+      throw Error("out of memory: no room for 128 MiB of address space that OpenBLAS needs");
+    }
+    return true;
+  }();
+}
 
 void set_blas_threads(int threads) {
   // The system chooses the BLAS behind libblas.so at run time, so its setter is looked up and not
@@ -28,7 +54,13 @@ void set_blas_threads(int threads) {
         {"bli_thread_set_num_threads", "BLIS_NUM_THREADS"}}) {
     void* const found = dlsym(RTLD_DEFAULT, setter);
     if (!found) continue;
-    if (!std::getenv(variable)) reinterpret_cast<Setter>(found)(threads);
+    if (std::getenv(variable)) return;
+    // Each new thread takes its buffer at once.
+    if (threads > 1 && is_openblas() &&
+        !has_address_space(static_cast<std::size_t>(threads) * openblas_buffer_bytes)) {
+      threads = 1;
+    }
+    reinterpret_cast<Setter>(found)(threads);
     return;
   }
 }

@@ -1,5 +1,4 @@
-// HDF5's C interface with every return code checked, every handle closed, and its error stack as
-// text.
+// HDF5's C interface with checked return codes, closed handles and its error stack as text.
 #pragma once
 
 #include <fmt/format.h>
@@ -11,7 +10,7 @@
 
 namespace kvzap::detail {
 
-/// Switches HDF5's own printing of errors off for as long as it lives: they are thrown instead.
+/// Switches off HDF5's own error output while it exists: errors are thrown instead.
 class QuietHdf5 {
  public:
   QuietHdf5() {
@@ -27,8 +26,8 @@ class QuietHdf5 {
   void* m_data = nullptr;
 };
 
-/// What HDF5 says of the call that failed last, from the call itself down to the cause. Must be
-/// asked before the next HDF5 call, which clears it.
+/// Returns HDF5's messages about the last failed call, from the call itself down to the cause. Call
+/// it before the next HDF5 call, which clears them.
 inline std::string hdf5_failure(const char* call) {
   std::string text = fmt::format("{} failed", call);
   const H5E_walk2_t append = [](unsigned, const H5E_error2_t* error, void* target) -> herr_t {
@@ -41,7 +40,7 @@ inline std::string hdf5_failure(const char* call) {
   return text;
 }
 
-/// Passes the result of an HDF5 call through. Throws Error, naming `call`, if it is negative.
+/// Returns the result of an HDF5 call. Throws Error that names `call` if it is negative.
 template <class Code>
 Code checked_hdf5(Code code, const char* call) {
   if (code < 0) throw Error(hdf5_failure(call));
@@ -70,10 +69,10 @@ class Hdf5Handle {
     std::swap(m_close, other.m_close);
   }
 
-  // HDF5's functions take the handle as it is.
+  // HDF5's functions take the handle directly.
   // NOLINTNEXTLINE(google-explicit-constructor)
   operator hid_t() const { return m_id; }
-  /// Closes now; negative on failure, after which the handle is given up all the same.
+  /// Closes now. Negative on failure; the handle is released in any case.
   herr_t close() { return m_close(std::exchange(m_id, hid_t{-1})); }
 
  private:

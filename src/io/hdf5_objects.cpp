@@ -12,15 +12,15 @@
 namespace kvzap::detail {
 namespace {
 
-// HDF5 has no predefined 16-bit floating-point types (before version 2), but any layout of bits can
-// be described.
+// HDF5 has no predefined 16-bit floating-point types before version 2, but it can describe any bit
+// layout.
 Hdf5Handle float_type(DType dtype, H5T_order_t byte_order) {
   Hdf5Handle type(H5Tcopy(H5T_IEEE_F32LE), H5Tclose, "H5Tcopy");
   if (dtype != DType::f32) {
     const std::size_t mantissa = dtype == DType::f16 ? 10 : 7;
     const std::size_t exponent = 15 - mantissa;
     const std::size_t bias = (std::size_t{1} << (exponent - 1)) - 1;
-    // Fields first: they must lie within the precision at every step.
+    // Fields first: they must lie within the precision after every call.
     checked_hdf5(H5Tset_fields(type, 15, mantissa, exponent, 0, mantissa), "H5Tset_fields");
     checked_hdf5(H5Tset_precision(type, 16), "H5Tset_precision");
     checked_hdf5(H5Tset_ebias(type, bias), "H5Tset_ebias");
@@ -83,7 +83,7 @@ void write_attribute(hid_t object, const std::string& name, const std::string& v
 Hdf5Handle serial_access() {
   Hdf5Handle access = property_list(H5P_FILE_ACCESS);
 #if H5_VERSION_GE(1, 12, 1) || (H5_VERSION_GE(1, 10, 7) && !H5_VERSION_GE(1, 12, 0))
-  // Nobody else knows the file yet, and many parallel file systems have no locks.
+  // No other process knows the file yet, and many parallel file systems have no locks.
   checked_hdf5(H5Pset_file_locking(access, false, true), "H5Pset_file_locking");
 #endif
   return access;
@@ -107,7 +107,7 @@ Hdf5Handle open_together(const std::filesystem::path& path, const std::filesyste
                          const Communicator& comm, const std::string& kind) {
   CollectiveOutcome outcome;
   Hdf5Handle access;
-  // One rank needs no MPI-IO, which leaves a lock file behind a process that is killed.
+  // One rank needs no MPI-IO, which leaves a lock file behind if the process is killed.
   agree_on_file(
       comm, file,
       [&] { access = comm.size() > 1 ? property_list(H5P_FILE_ACCESS) : serial_access(); }, kind);

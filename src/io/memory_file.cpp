@@ -16,7 +16,7 @@
 namespace kvzap::detail {
 
 void write_fully(int descriptor, const void* data, std::int64_t bytes, std::int64_t begin) {
-  // The system writes no more than 2 GiB at once.
+  // The system writes at most 2 GiB per call.
   constexpr std::int64_t most = std::int64_t{1} << 30;
   const auto* source = static_cast<const char*>(data);
   while (bytes > 0) {
@@ -76,7 +76,7 @@ std::int64_t MemoryFile::bytes() const {
 void MemoryFile::punch([[maybe_unused]] std::int64_t begin,
                        [[maybe_unused]] std::int64_t bytes) const {
 #if defined(__linux__) && defined(FALLOC_FL_PUNCH_HOLE)
-  // What cannot be freed stays until the file goes.
+  // Bytes that cannot be freed stay until the file is freed.
   const int ignored =
       ::fallocate(m_descriptor, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, begin, bytes);
   static_cast<void>(ignored);

@@ -24,7 +24,7 @@ constexpr std::size_t head_bytes = 16 + 8 + 8 + 4 + 4;
 constexpr std::size_t extent_bytes = 8 + 8 + 4 + 4;
 constexpr std::size_t tail_bytes = 4 + 4 + 8;
 
-// Little-endian whatever the machine's order.
+// Little-endian on every machine.
 template <class Unsigned>
 void put(std::vector<char>& bytes, Unsigned value) {
   for (std::size_t i = 0; i < sizeof(value); ++i) {
@@ -48,7 +48,7 @@ std::int64_t size_of_file(int descriptor) {
   return static_cast<std::int64_t>(status.st_size);
 }
 
-// An extent's numbers as they stand in the file, or what is wrong with them.
+// Returns the numbers of an extent as in the file, or the error in them.
 std::int64_t signed_number(std::uint64_t value) {
   if (value > static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max())) {
     throw Error(fmt::format("its seal says {}, which no file offset is", value));
@@ -59,7 +59,7 @@ std::int64_t signed_number(std::uint64_t value) {
 }  // namespace
 
 void read_fully(int descriptor, void* data, std::int64_t bytes, std::int64_t begin) {
-  // The system reads no more than 2 GiB at once.
+  // The system reads at most 2 GiB per call.
   constexpr std::int64_t most = std::int64_t{1} << 30;
   auto* target = static_cast<char*>(data);
   while (bytes > 0) {

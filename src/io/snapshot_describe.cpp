@@ -60,7 +60,7 @@ constexpr const char* extent_names =
     "head_dim, window, page_rows, tokens, tokens of the context, whether there is a context, "
     "layers with recent queries, content";
 
-// What a rank knows: the extents, in which all agree; sums; then layer by layer.
+// The knowledge of one rank: the extents, which are equal on all; sums; then layer by layer.
 struct RankExtents {
   std::vector<std::int64_t> extents, sums, layers;
 };
@@ -123,7 +123,7 @@ std::string listed(const std::vector<std::int64_t>& numbers) {
   return text;
 }
 
-// Joins what all ranks know. Throws if this rank's extents are not rank 0's.
+// Combines the knowledge of all ranks. Throws if this rank's extents differ from rank 0's.
 SnapshotLayout joined_layout(const std::vector<RankExtents>& all, const HeadPartition& partition,
                              int rank) {
   const RankExtents& root = all[0];
@@ -157,8 +157,8 @@ SnapshotLayout joined_layout(const std::vector<RankExtents>& all, const HeadPart
     SnapshotGroup context;
     context.offsets.assign(n_heads + 1, 0);
     context.retained.assign(n_heads, 0);
-    // Ranks whose heads lost a row of the ring have emptied theirs; others need not have. The file
-    // has one ring for all, of which every head has every row.
+    // Ranks whose heads lost a row of the ring have emptied their ring; others may not have. The
+    // file has one ring for all, and every head has each of its rows.
     for (std::size_t r = 0; r < all.size(); ++r) {
       const std::vector<std::int64_t>& of = all[r].layers;
       const std::size_t at = next[r];
@@ -203,8 +203,8 @@ SnapshotLayout joined_layout(const std::vector<RankExtents>& all, const HeadPart
   return layout;
 }
 
-// The file can keep rows of a context's ring that other ranks have emptied only where the sequence
-// still has them, behind the rows that lie in pages.
+// If other ranks have emptied the context's ring, the file can store its rows only where the
+// sequence still has them, behind the rows in pages.
 template <class Value, PageOrder order>
 void check_context(KVCache<Value, order>& cache, SequenceId sequence,
                    const typename KVCache<Value, order>::Checkpoint& context,

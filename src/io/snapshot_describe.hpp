@@ -1,4 +1,4 @@
-// What all ranks' parts of a sequence are together.
+// Combines the parts of a sequence on all ranks.
 #pragma once
 
 #include <filesystem>
@@ -11,8 +11,8 @@
 
 namespace kvzap::detail {
 
-/// Layout of the file for this sequence. `context` may be null. Collective; throws AgreedError,
-/// naming `file`, for what begin_snapshot refuses.
+/// Returns the layout of the file for this sequence. `context` may be null. Collective; throws
+/// AgreedError that names `file` in the cases that begin_snapshot refuses.
 template <class Value, PageOrder order>
 SnapshotLayout describe_snapshot(const std::filesystem::path& file, KVCache<Value, order>& cache,
                                  SequenceId sequence, const HeadPartition& partition,

@@ -25,16 +25,16 @@ namespace {
 #error "rows go into the file as they lie in memory, which is little-endian"
 #endif
 
-// Rows are gathered in a buffer that stays in the processor's cache, where their checksum is taken
-// and from where the system copies them.
+// Rows are collected in a buffer that stays in the processor's cache. Their checksum is computed
+// there, and the system copies them from there.
 constexpr std::int64_t piece_bytes = std::int64_t{256} << 10;
 
-// So many bytes written, the disk is told to begin. Short runs are left to the end: their pages may
-// be written to again.
+// After this many written bytes, the disk is told to start. Short runs wait until the end: their
+// pages may be written again.
 constexpr std::int64_t flushed_bytes = std::int64_t{8} << 20;
 constexpr std::int64_t least_flushed_bytes = std::int64_t{1} << 20;
 
-// Whether taking space is writing it, as in memory: everything would be written twice.
+// Whether to allocate space means to write it, as in memory: everything would be written twice.
 bool is_in_memory([[maybe_unused]] int descriptor) {
 #ifdef __linux__
   struct statfs system = {};
@@ -45,7 +45,7 @@ bool is_in_memory([[maybe_unused]] int descriptor) {
 #endif
 }
 
-/// Tells the disk to begin with what was written, without waiting: an error shows in fsync.
+/// Tells the disk to start with the written bytes, without waiting: an error shows in fsync.
 class Flusher {
  public:
   explicit Flusher(int descriptor) : m_descriptor(descriptor) {}
@@ -80,7 +80,7 @@ std::int64_t place_of(const SnapshotLayout& layout, const std::vector<std::int64
          layout.first_row(group, kind, head) * layout.row_bytes(kind);
 }
 
-/// A writing that was given up.
+/// The writing was cancelled.
 class Stopped : public Error {
  public:
   Stopped() : Error("given up") {}
@@ -88,7 +88,7 @@ class Stopped : public Error {
 
 }  // namespace
 
-// Finds out early that there is no room; a full disk is an error later too.
+// Detects a lack of space early; a disk that fills up is an error later, too.
 void make_room(int descriptor, std::int64_t bytes) {
   if (!is_in_memory(descriptor)) return reserve(descriptor, 0, bytes);
   struct statvfs status = {};
@@ -117,7 +117,7 @@ void each_piece(const SnapshotLayout& layout, int group, RowKind kind, int head,
   const std::int64_t rows = layout.rows(group, kind, head);
   std::int64_t most = std::max<std::int64_t>(1, piece_bytes / layout.row_bytes(kind));
   if (kind == RowKind::recent_queries && rows > 0) {
-    // Whole query heads, which a compressed data set takes no part of.
+    // Whole query heads, because a compressed data set accepts no part of one.
     const std::int64_t tokens = layout.groups[group].query_tokens;
     most = std::max<std::int64_t>(most / tokens, 1) * tokens;
   }

@@ -1,5 +1,5 @@
-// What each rank does of its own heads' rows: writes them to their places in the file, and reads
-// them back.
+// The work of each rank on the rows of its own heads: it writes them to their places in the file,
+// and reads them back.
 #pragma once
 
 #include <atomic>
@@ -14,39 +14,41 @@
 
 namespace kvzap::detail {
 
-/// What one rank does of one head.
+/// The work of one rank on one head.
 struct HeadWork {
   int group = 0;
   int head = 0;  // of the model
-  /// The rows, for as long as they are held.
+  /// Returns the rows, which exist while the result is held.
   std::function<std::shared_ptr<const SnapshotHead>()> rows;
-  /// (kind of the group), once they are written.
+  /// (kind of the group), set once the rows are written.
   std::vector<std::uint32_t> crcs;
 };
 
-/// Takes room for so many bytes of a new file, or sees whether there is. Throws Error if not.
+/// Allocates this many bytes of a new file, or tests whether they are free. Throws Error if not.
 void make_room(int descriptor, std::int64_t bytes);
 
-/// Room for the rows of one piece, aligned for elements of any type.
+/// Returns a buffer for the rows of one piece, aligned for elements of any type.
 std::vector<std::max_align_t> piece_buffer(const SnapshotLayout& layout);
 
-/// Calls work(first row, rows) for rows that fit the buffer, piece by piece.
+/// Calls work(first row, rows) for runs of rows that fit the buffer.
 void each_piece(const SnapshotLayout& layout, int group, RowKind kind, int head,
                 const std::function<void(std::int64_t first, std::int64_t rows)>& work);
 
-/// Writes rows to where `places` (SnapshotStructure::places) has them, and notes their checksums.
-/// Touches neither Kokkos nor MPI nor HDF5, as the next one. Throws Error, also if `stop` is set.
+/// Writes rows to the places in `places` (SnapshotStructure::places), and records their checksums.
+/// Uses neither Kokkos nor MPI nor HDF5; nor does the next function. Throws Error, also if `stop`
+/// is set.
 void write_heads(const SnapshotLayout& layout, const std::vector<std::int64_t>& places,
                  std::vector<HeadWork>& works, int descriptor, const std::atomic<bool>& stop);
 
-/// Reads them again. Throws Error, naming data set and head, if they have other checksums.
+/// Reads the rows again. Throws Error that names data set and head if their checksums differ.
 void check_heads(const SnapshotLayout& layout, const std::vector<std::int64_t>& places,
                  const std::vector<HeadWork>& works, int descriptor, const std::atomic<bool>& stop);
 
-/// The same of everything but uncompressed rows: the seal and what it covers, compressed chunks.
+/// Does the same for everything but uncompressed rows: the seal and the bytes that it covers, and
+/// compressed chunks.
 void check_rest(int descriptor);
 
-/// fsync. Throws Error.
+/// Calls fsync. Throws Error.
 void bring_to_disk(int descriptor);
 
 }  // namespace kvzap::detail

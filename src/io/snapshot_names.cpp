@@ -1,4 +1,4 @@
-// Names that builds without HDF5 know too.
+// Names that builds without HDF5 also need.
 #include <fmt/format.h>
 
 #include <kvzap/engine/snapshot.hpp>

@@ -1,4 +1,4 @@
-// Snapshots of a build without HDF5: there are none, and one says so.
+// Snapshots in a build without HDF5: every function reports that there are none.
 #include <fmt/format.h>
 
 #include <kvzap/engine/snapshot.hpp>
@@ -37,7 +37,7 @@ std::vector<std::string> check_snapshot_writable(const std::filesystem::path& fi
   refuse(file);
 }
 
-// Nobody has a reader: none can be made.
+// There is no reader: none can be made.
 struct SnapshotReader::Impl {
   SnapshotHeader header;
 };

@@ -1,4 +1,4 @@
-// Attributes, groups and data sets of a snapshot, each checked as it is opened.
+// Attributes, groups and data sets of a snapshot, each checked when it is opened.
 #pragma once
 
 #include <fmt/format.h>
@@ -19,18 +19,18 @@ namespace kvzap::detail::snapshot_objects {
 
 inline constexpr std::int64_t largest = std::numeric_limits<std::int64_t>::max();
 
-/// Compressed content is at most this much larger than its bytes in the file: deflate gains no
+/// Limit on the size of inflated content relative to its bytes in the file: deflate compresses no
 /// more.
 inline constexpr std::int64_t most_gain = 1100;
 
-/// a * b of numbers that are not negative, or `largest`.
+/// Returns a * b of numbers that are not negative, or `largest`.
 inline std::int64_t product(std::int64_t a, std::int64_t b) {
   return b != 0 && a > largest / b ? largest : a * b;
 }
 
 const char* class_name(H5T_class_t type);
 
-/// Nothing if the attribute is of a kind that no snapshot has.
+/// Returns nothing if the attribute has a type that no snapshot has.
 std::optional<SnapshotAttribute> value_of(hid_t attribute);
 
 template <class Value>
@@ -51,10 +51,11 @@ Value attribute(hid_t object, const char* name, H5T_class_t expected) {
 
 std::int64_t integer(hid_t object, const char* name, std::int64_t least, std::int64_t most);
 std::string text(hid_t object, const char* name);
-/// All attributes of an object.
+/// Returns all attributes of an object.
 std::map<std::string, SnapshotAttribute> attributes(hid_t object);
 
-/// Whether `parent` itself has such an object: links to elsewhere would have other files read.
+/// Returns whether `parent` itself has such an object: external links would make HDF5 read other
+/// files.
 bool has_child(hid_t parent, const std::string& name, const std::string& path);
 Hdf5Handle open_group(hid_t parent, const std::string& name, const std::string& path);
 
@@ -63,15 +64,15 @@ struct OpenSet {
   std::vector<std::int64_t> extents;
 };
 
-/// `extents`: the expected ones; a negative one stands for any.
+/// `extents`: the expected ones; a negative one matches any.
 OpenSet open_set(hid_t parent, const std::string& name, const std::string& path, hid_t type,
                  const char* type_name, const std::vector<std::int64_t>& extents);
-/// Bytes of a data set's content.
+/// Returns the bytes of a data set's content.
 std::int64_t content_bytes(const OpenSet& set, std::size_t element_bytes);
-/// How the content lies in the file. Throws Error if it is in another file.
+/// Returns the layout of the content in the file. Throws Error if it is in another file.
 H5D_layout_t layout_of(const OpenSet& set, const Hdf5Handle& create, const std::string& path);
 
-// A small data set whose content is read at once. `file_bytes` bounds it.
+// Reads the content of a small data set at once. `file_bytes` limits it.
 template <class Element>
 std::vector<Element> content(hid_t parent, const std::string& name, const std::string& path,
                              hid_t file_type, hid_t memory_type, const char* type_name,

@@ -1,5 +1,5 @@
-// Rows as they stand in a snapshot, whether they are taken from where they lie (hosts) or were
-// brought to the host (devices).
+// Rows as stored in a snapshot. On hosts they are read in place; on devices they are first copied
+// to the host.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 
 namespace kvzap::detail {
 
-/// The rows of one head that go into one group of the file. Any thread of the host may read them.
+/// The rows of one head for one group of the file. Any thread of the host may read them.
 class SnapshotHead {
  public:
   /// The last `in_ring` of `rows` rows have not been judged.
@@ -24,13 +24,13 @@ class SnapshotHead {
   SnapshotHead& operator=(const SnapshotHead&) = delete;
   virtual ~SnapshotHead() = default;
 
-  /// Where the recent queries of this head's query heads lie.
+  /// Location of the recent queries of this head's query heads.
   void set_queries(const float* queries, std::int64_t row_elements) {
     m_queries = queries;
     m_query_row = row_elements;
   }
 
-  /// Rows begin … begin + count - 1 as they stand in the file.
+  /// Copies rows begin … begin + count - 1 in their form in the file.
   void copy(RowKind kind, std::int64_t begin, std::int64_t count, char* target) const {
     switch (kind) {
       case RowKind::judged:
@@ -61,7 +61,7 @@ class SnapshotHead {
   std::int64_t m_query_row = 0;
 };
 
-/// Calls work(Element{}) with the type of elements that `dtype` names.
+/// Calls work(Element{}) with the element type that `dtype` names.
 template <class Work>
 void with_element_of(DType dtype, const Work& work) {
   switch (dtype) {
@@ -74,12 +74,12 @@ void with_element_of(DType dtype, const Work& work) {
   }
 }
 
-/// Rows where they lie.
+/// Rows in place.
 template <class Value, PageOrder order>
 class RawHead final : public SnapshotHead {
  public:
   using Raw = typename KVCache<Value, order>::RawRows;
-  /// Without the first `skipped` rows; keys and values as `dtype`.
+  /// Skips the first `skipped` rows; keys and values as `dtype`.
   RawHead(Raw raw, std::int64_t skipped, std::int64_t in_ring, DType dtype)
       : SnapshotHead(raw.rows() - skipped, in_ring),
         m_raw(std::move(raw)),
@@ -111,7 +111,7 @@ class RawHead final : public SnapshotHead {
   DType m_dtype;
 };
 
-/// Rows that were brought to the host.
+/// Rows that were copied to the host.
 template <class Value, PageOrder order>
 class CopiedHead final : public SnapshotHead {
  public:

@@ -1,6 +1,6 @@
-// The HDF5 part of a snapshot, made in memory by rank 0 alone: HDF5 never sees the file on the
-// disk. It cannot recover from a write that fails, and its parallel drivers rest on MPI-IO, some of
-// whose components hang or write wrong bytes.
+// The HDF5 part of a snapshot. Rank 0 alone makes it in memory: HDF5 never accesses the file on the
+// disk. HDF5 cannot recover from a failed write, and its parallel drivers depend on MPI-IO, some
+// components of which hang or write wrong bytes.
 #pragma once
 
 #include <cstdint>
@@ -14,30 +14,31 @@
 
 namespace kvzap::detail {
 
-/// Bytes that the file will have at most, without compression: to see ahead whether there is room.
+/// Returns the largest possible size of the file in bytes, without compression, to check for space
+/// in advance.
 std::int64_t snapshot_bytes_at_most(const SnapshotLayout& layout, const SnapshotInfo& info);
 
-/// Type of a row's numbers in the file. `dtype` is that of keys and values.
+/// Returns the type of a row's numbers in the file. `dtype` is that of keys and values.
 Hdf5Handle type_of_rows(RowKind kind, DType dtype);
 
-/// Everything but rows. Any function throws Error.
+/// Everything but rows. Every function may throw Error.
 class SnapshotStructure {
  public:
-  /// All groups, attributes and data sets; rows have a place in the file, but no content.
+  /// Makes all groups, attributes and data sets; rows have a place in the file, but no content.
   SnapshotStructure(const SnapshotLayout& layout, const SnapshotInfo& info);
 
-  /// Byte of the file at which rows of group g and kind k begin: element g * n_row_kinds + k; -1:
-  /// nowhere, as there are none, or they are compressed.
+  /// Returns the byte of the file at which rows of group g and kind k begin: element g *
+  /// n_row_kinds + k. It is -1 if there are no such rows, or if they are compressed.
   const std::vector<std::int64_t>& places() const { return m_places; }
 
-  /// Of compressed rows: takes them in; each data set's from its first to its last.
+  /// Adds rows to a compressed data set; each data set gets its rows from first to last.
   void write_rows(int group, RowKind kind, std::int64_t first, std::int64_t rows, const void* data);
-  /// Moves what was compressed of a whole group from memory to where it belongs in the file.
+  /// Moves the compressed rows of a whole group from memory to their place in the file.
   void move_rows(int group, int descriptor);
 
   /// crcs: (kind of the group, KV head).
   void set_checksums(int group, const std::vector<std::uint32_t>& crcs);
-  /// Writes everything but rows, and the seal behind it, and cuts the file off there. Returns the
+  /// Writes everything but rows, followed by the seal, and truncates the file there. Returns the
   /// file's bytes.
   std::int64_t write(int descriptor);
 

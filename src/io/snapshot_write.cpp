@@ -1,5 +1,5 @@
-// Snapshots written: by each rank its own heads' rows, straight into the file, in a thread of its
-// own where the host can read rows where they lie; everything else by rank 0.
+// Writing of snapshots. Each rank writes its own heads' rows directly to the file, in a separate
+// thread if the host can read rows in place. Rank 0 writes everything else.
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <pthread.h>
@@ -38,7 +38,7 @@ using detail::SnapshotStructure;
 using detail::system_error;
 using detail::TemporaryFile;
 
-/// Work of this rank in a thread of its own. What it throws is kept.
+/// Work of this rank in a separate thread. Its exception is stored.
 class Worker {
  public:
   ~Worker() {
@@ -52,15 +52,15 @@ class Worker {
   bool is_busy() const { return m_busy.load(std::memory_order_acquire); }
   const std::string& failure() const { return m_failure; }
 
-  /// Set for work to be given up.
+  /// Set to cancel the work.
   using Stop = std::atomic<bool>;
 
-  /// Begins work(stop); without `in_thread` returns when it is done.
+  /// Begins work(stop); without `in_thread` it returns when the work is done.
   void start(std::function<void(const Stop& stop)> work, bool in_thread) {
     m_work = std::move(work);
     if (in_thread) {
       m_busy = true;
-      // Signals are for the thread that handles them.
+      // Another thread handles signals.
       sigset_t all;
       sigset_t before;
       ::sigfillset(&all);
@@ -73,7 +73,7 @@ class Worker {
           run();
           m_busy.store(false, std::memory_order_release);
         });
-      } catch (const std::exception&) {  // no thread to be had, or no memory for one
+      } catch (const std::exception&) {  // no thread, or no memory for one
         m_busy = false;
         in_thread = false;
       }
@@ -111,7 +111,7 @@ class Writing final : public SnapshotWriting {
     m_queries = info.recent_queries;
   }
 
-  /// Collective. The file with all that is not rows in it, but for checksums.
+  /// Creates the file with everything but rows and checksums. Collective.
   void create(const SnapshotInfo& info) {
     const detail::QuietHdf5 quiet;
     m_temporary.create();
@@ -121,7 +121,7 @@ class Writing final : public SnapshotWriting {
       if (m_descriptor->get() < 0) throw system_error("cannot be opened", errno);
       m_places.assign(m_layout.groups.size() * n_row_kinds, -1);
       if (!m_comm.is_root()) return;
-      // Compressed rows take less, nobody knows how much.
+      // Compressed rows take less space; the amount is unknown.
       if (m_layout.compress == 0) {
         detail::make_room(m_descriptor->get(), detail::snapshot_bytes_at_most(m_layout, info));
       }
@@ -132,12 +132,12 @@ class Writing final : public SnapshotWriting {
   }
 
   const SnapshotLayout& layout() const { return m_layout; }
-  /// Of a layer; null: none.
+  /// Queries of a layer; null: none.
   const SnapshotQueries* queries(int layer) const {
     return m_queries.empty() ? nullptr : &m_queries[layer];
   }
 
-  /// Rows begin to be written, by a thread if one may read them.
+  /// Begins to write rows, in a thread if a thread may read them.
   void write_rows(std::vector<HeadWork> works, bool in_thread) {
     m_works = std::move(works);
     m_worker = std::make_unique<Worker>();
@@ -148,7 +148,7 @@ class Writing final : public SnapshotWriting {
         in_thread);
   }
 
-  /// Collective: the same where rank 0 compresses them.
+  /// Does the same if rank 0 compresses them. Collective.
   void compress_rows(std::vector<HeadWork> works, const HeadPartition& partition) {
     const detail::QuietHdf5 quiet;
     m_checksums.resize(m_layout.groups.size());
@@ -159,7 +159,7 @@ class Writing final : public SnapshotWriting {
       const int layer = group % m_layout.n_layers();
       const auto kinds = m_layout.kinds(group);
       m_checksums[group].assign(kinds.size() * static_cast<std::size_t>(m_layout.n_kv_heads), 0);
-      std::string failure;  // of rank 0
+      std::string failure;  // on rank 0
       for (int head = 0; head < m_layout.n_kv_heads; ++head) {
         int owner = 0;
         for (int rank = 0; rank < m_comm.size(); ++rank) {
@@ -218,7 +218,7 @@ class Writing final : public SnapshotWriting {
  private:
   enum class Stage { rows, checks, done, failed };
 
-  // Collective: waits for this stage's work, and begins the next one.
+  // Waits for the work of this stage, and begins the next one. Collective.
   void next() {
     const detail::QuietHdf5 quiet;
     try {
@@ -256,7 +256,7 @@ class Writing final : public SnapshotWriting {
     });
   }
 
-  // Rank 0 writes checksums, and what is not rows.
+  // Rank 0 writes checksums, and everything but rows.
   void complete() {
     std::vector<std::int64_t> mine;
     for (const HeadWork& work : m_works) {
@@ -293,13 +293,13 @@ class Writing final : public SnapshotWriting {
     }
   }
 
-  // In a thread: touches neither HDF5 nor MPI.
+  // Runs in a thread: uses neither HDF5 nor MPI.
   void check(const Worker::Stop& stop) {
     const FileDescriptor again(m_temporary.path(), O_RDONLY | O_CLOEXEC);
     if (again.get() < 0) throw system_error("the new file cannot be opened", errno);
     if (m_comm.is_root()) detail::check_rest(again.get());
     detail::check_heads(m_layout, m_places, m_works, again.get(), stop);
-    // Of the descriptor that has written: it is the one that is told of every error.
+    // On the descriptor that has written, because it receives every error.
     detail::bring_to_disk(m_descriptor->get());
   }
 
@@ -317,11 +317,11 @@ class Writing final : public SnapshotWriting {
   std::int64_t m_file_bytes = 0;
   std::string m_failure;
   std::unique_ptr<FileDescriptor> m_descriptor;
-  // Last, so that its thread ends before anything that it uses.
+  // Last, so that its thread ends before the members that it uses.
   std::unique_ptr<Worker> m_worker;
 };
 
-// Rank 0's count. Collective.
+// Returns the options of rank 0. Collective.
 SnapshotOptions common_options(const SnapshotOptions& options, const Communicator& comm) {
   std::int64_t numbers[] = {static_cast<std::int64_t>(options.content), options.compress,
                             options.dtype ? static_cast<std::int64_t>(*options.dtype) : -1};
@@ -333,8 +333,8 @@ SnapshotOptions common_options(const SnapshotOptions& options, const Communicato
   return common;
 }
 
-// The rows of one head that go into one group of the file; on devices brought to the host when they
-// are asked for.
+// Returns the rows of one head for one group of the file. On devices they are copied to the host
+// when requested.
 template <class Value, PageOrder order>
 std::function<std::shared_ptr<const SnapshotHead>()> rows_of_head(
     KVCache<Value, order>& cache, SequenceId sequence,

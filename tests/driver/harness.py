@@ -30,7 +30,7 @@ PATIENCE = 600  # seconds
 
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
-# Tests start more ranks than there are cores, of which some of Kokkos' backends warn.
+# Tests start more ranks than there are cores; some of Kokkos' backends warn about this.
 os.environ["KOKKOS_DISABLE_WARNINGS"] = "1"
 
 

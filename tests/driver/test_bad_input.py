@@ -252,7 +252,7 @@ class Options(TestCase):
 
 class Unwritable(TestCase):
     def test_before_the_work_starts(self):
-        # The weights are bad: the output is found out before they are looked at.
+        # The weights are invalid, but the program checks the output first.
         model = self.copy(MODEL, "model")
         (model / "model.safetensors").write_bytes(b"bad")
         file = self.folder / "file"

@@ -107,7 +107,7 @@ class Tables(BenchCase):
     def test_columns(self):
         usual = ["model", "simd", "ranks", "test", "depth", "evicted", "t/s", "ms/token", "KV live", "peak RSS"]
         self.assertEqual(self.columns(), usual)
-        # What tells rows apart goes first.
+        # Columns that distinguish the rows come first.
         self.assertEqual(self.columns("-b", "1,2", "--evict-ratio", "0,0.5", "--skew", "1,2"),
                          ["model", "test", "depth", "batch", "evict ratio", "skew", "evicted", "t/s", "ms/token", "KV live"])
         long_name = self.copy(MODEL, "an-instruct-model-of-8B-parameters-with-a-long-name-and-then-some-more-letters-in-it")

@@ -81,12 +81,12 @@ class Conversations(ChatTest):
         self.assertEqual(self.ids(alone), self.ids(other))
         for one, two in zip(alone["answers"], other["answers"]):
             self.assertEqual(one["cache"]["kept_rows"], two["cache"]["kept_rows"])
-        # The first answer is a run's, which prunes as it goes on too.
+        # The first answer is that of a run, which also prunes while it generates.
         run = self.report("-m", MODEL, "--dtype", "f32", "-p", CASE["context"], "--question", CASE["question"],
                           *PRUNED, "--prune", "always")
         self.assertEqual(run["answers"][0]["ids"], alone["answers"][0]["ids"])
         self.assertEqual(run["answers"][0]["cache"]["kept_rows"], alone["answers"][0]["cache"]["kept_rows"])
-        # A conversation without a context: nothing but what is said could have been evicted.
+        # A conversation without a context: only messages and answers could have been evicted.
         lines = [CASE["context"][:400]] * 2
         said, _ = self.talk(*PRUNED, "-n", "8", "--ignore-eos", lines=lines)
         full, _ = self.talk("-n", "8", "--ignore-eos", lines=lines)
@@ -198,7 +198,7 @@ class Snapshots(ChatTest):
         result = chat("-n", "1", lines=[f"/save {self.folder}/cut\0.h5", "/load no\x1b[2J.h5", "/no\x1b[2J"])
         self.assertEqual((list(self.folder.glob("cut*")), result.err.count(b"\x1b")), ([], 0), result)
         self.assertIn("a file's name has no NUL", " ".join(result.errors), result)
-        # The report comes last, and would be there in place of the conversation.
+        # The report is written last, and would overwrite the conversation.
         report = self.folder / "report.json"
         result = chat("-n", "1", "--json", report, lines=[f"/save {self.folder}/./report.json", "Hello."])
         self.assertIn("--json names the same file", " ".join(result.errors), result)
@@ -215,7 +215,7 @@ class Snapshots(ChatTest):
             (self.folder / "talk.h5", PRUNED, "kvzap chat --resume"),
         ]:
             with self.subTest(file=file, arguments=arguments):
-                # The conversation goes on as if nothing had been said.
+                # The conversation continues as if nothing had been said.
                 result = chat("--dtype", "f32", "-n", "4", *arguments, "--json", self.folder / "r.json",
                               lines=["Hello.", f"/load {file}", "And you?"])
                 self.assertEqual(result.code, 0, result)

@@ -158,8 +158,8 @@ class GoingOn(CollectCase):
         self.assertEqual(self.weights(file), self.weights(whole))
 
     def test_asked_to_end(self):
-        # A file of its own for each signal: with the recovery file of a new one the program looks
-        # out for signals, and has all texts before it. SIGUSR1 goes through mpiexec unchanged.
+        # A new file for each signal: while its recovery file exists, the program handles signals,
+        # and all its earlier texts are complete. mpiexec passes on SIGUSR1 unchanged.
         ends = [(signal.SIGTERM, 0), (signal.SIGINT, 0), (signal.SIGUSR1, 0)]
         if MPIEXEC:
             ends.append((signal.SIGUSR1, 2))
@@ -260,7 +260,7 @@ class BadInput(CollectCase):
         # Without mpiexec, which lets its ranks die of SIGXFSZ.
         result = collect(*self.arguments(file, *everything), preexec_fn=limit)
         self.fail_with(result, "pairs.h5", "no room for")
-        # Once there is room it goes on.
+        # Once there is space, it continues.
         self.finish(file, *everything)
         self.assertEqual(self.weights(file), self.weights(whole))
 

@@ -100,7 +100,7 @@ class Agreement(EvalTestCase):
                     self.assertEqual(record["answers"], [report["answers"][0]["text"]])
                     expected = task["answer"] if isinstance(task["answer"], list) else [task["answer"]]
                     self.assertEqual(record["expected"], expected)
-                    # What goes while the model generates is known in the end.
+                    # Pairs that are evicted during generation are known only at the end.
                     always = setting["prune"] == "always"
                     state = report["answers"][0]["cache"] if always else report["context"]
                     self.assertAlmostEqual(record["evict_ratio"], state["evict_ratio"], places=12)

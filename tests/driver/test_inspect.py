@@ -262,7 +262,7 @@ class Text(InspectCase):
     def test_terminal(self):
         def on_terminal(**environment):
             ours, theirs = pty.openpty()
-            # Little, since nobody reads before the program is at its end.
+            # A short text, because it is only read after the program has ended.
             arguments = [KVZAP, "inspect", snapshot("b-short", CONTEXT[:80]), "--text", "--layer", "0"]
             with os.fdopen(ours, "rb", buffering=0) as terminal:
                 result = run_command(arguments, stdout=theirs,

@@ -72,7 +72,7 @@ class Ruler(MakeTasksTestCase):
         for flags in ([], ["--raw"]):
             row = self.rows("ruler", "--length", 700, "--per-task", 1, "--tasks", "niah_multikey_1", "-q", *flags)[0]
             (self.folder / "context.txt").write_text(row["context"])
-            # A run has no answer prefix; with --raw it goes on from the question.
+            # A run has no answer prefix; with --raw it continues from the question.
             question = row["question"] + (row["answer_prefix"] if flags else "")
             result = kvzap("-m", MODEL, "-f", self.folder / "context.txt", "--question", question, "-n", 1,
                            "--json", "-", "-q", *flags)

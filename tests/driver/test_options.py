@@ -97,8 +97,8 @@ class Prompt(TestCase):
             report = self.report("-m", model, "-p", context, *flags, "-n", "0")
             return report["context"]["tokens"], report["answers"][0]["question_tokens"]
 
-        # Only where the message begins: where the context ends the message goes on, and questions are
-        # taken as they are, as in kvpress' pipeline.
+        # Only where the message begins: at the end of the context the message continues, and
+        # questions are used unchanged, as in kvpress' pipeline.
         self.assertEqual(tokens(" \n one two"), tokens("one two"))
         self.assertEqual(tokens("\t one two", "three"), tokens("one two", "three"))
         self.assertNotEqual(tokens("one two \n\n", "three"), tokens("one two", "three"))
@@ -356,7 +356,7 @@ class DryRun(TestCase):
             else:
                 self.assertGreaterEqual(many * node["available_bytes"], node["needed_bytes"])
                 self.assertIn(f"{many} nodes like this one, with {ranks} rank", result.text)
-        # What is needed at once depends on when what stays is chosen.
+        # The peak memory depends on the moment when rows are chosen.
         def total(*more):
             return json.loads(self.succeed("-m", MODEL, "-c", "4096", "--dry-run", "--json", "-", *more).out)
 

@@ -657,7 +657,7 @@ class Eval(PlotCase):
         evaluation = Evaluation(self.out)
         ratios = Evaluation.records(evaluation, "snapkv@evict-ratio=0.5")
         self.assertEqual(ratios, {task: [0.5] * 10 for task in TASKS})
-        # A record that was cut off is left out, as kvzap eval does when it goes on.
+        # A truncated record is ignored, as kvzap eval does when it continues.
         records = self.out / "records.jsonl"
         records.write_bytes(records.read_bytes()[:-9])
         self.texts("spread.svg", self.out, "--kind", "spread")

@@ -73,7 +73,7 @@ class Rules(Sampling):
         report = self.report(*flags, "--repeat-penalty", 1)
         self.assertEqual(report["options"]["repeat_penalty"], 1)
         self.assertEqual(report["options"]["suppress_tokens"], both["fields"]["suppress_tokens"])
-        # What is frequent and what is there at all becomes rare.
+        # Frequent tokens, and tokens that are present at all, become rare.
         flags = self.flags(plain, MODELS / plain["model"])
         self.assertLess(len(set(plain["answer"])), len(plain["answer"]))
         for flag in ("--presence-penalty", "--frequency-penalty"):

@@ -668,7 +668,7 @@ class Errors(Shared):
                 self.bad({"prompt": "x", **changes}, param, PLAIN)
         self.bad({"max_tokens": 5}, "messages")
         self.bad({"max_tokens": 5}, "prompt", PLAIN)
-        # Asking for nothing is no error, nor are fields that nobody knows.
+        # An empty request field is no error, nor is an unknown field.
         status, _, body = self.ask("POST", CHAT, {**ASK, "tools": [], "logit_bias": {},
                                                   "response_format": {"type": "text"}, "user": "u", "stop": None,
                                                   "n": None, "metadata": {"a": 1}})
@@ -982,7 +982,7 @@ class Leaving(ServerTest):
             self.check_error(reply, 429)
             self.assertGreaterEqual(int(reply[1]["Retry-After"]), 1)
         self.assertEqual(self.server.metrics()["kvzap_requests_refused_total"], 2)
-        # One that waits goes away, and another one may.
+        # A waiting client leaves, so that another may wait.
         waiting.pop().close()
         self.server.wait_for("room", lambda s: s["waiting"] == 1)
         waiting.append(self.send(ASK))
@@ -1289,7 +1289,7 @@ class Hostile(ServerTest):
                 target = draw.choice([body["messages"][0], draw.choice(body["messages"][0]["content"])])
             for _ in range(draw.randrange(1, 4)):
                 target[draw.choice([*self.FIELDS, *target, "role", "content", "type", "text"])] = self.trash(draw)
-            # (No answer that lasts: what is asked for is given.)
+            # No endless answer: a whole number of max_tokens becomes 2.
             body["max_tokens"] = body.get("max_tokens") if not isinstance(body.get("max_tokens"), int) else 2
             if not body["max_tokens"] or "max_completion_tokens" in body:
                 body["max_completion_tokens"] = 2

@@ -170,7 +170,7 @@ class Page(TestCase):
         self.assertRegex(browser.value("document.getElementById('last-bytes').textContent"), r"^[\d.]+ [kM]B$")
         browser.wait_for("document.getElementById('prefixes').textContent >= '1'")
         self.assertRegex(browser.value("document.getElementById('taken').textContent"), r"^[\d.]+ [kM]B$")
-        # What was said before is in the cache.
+        # The earlier messages are in the cache.
         self.type(browser, "message", "And what else?")
         browser.value("document.getElementById('send').click()")
         note = browser.wait_for("document.querySelectorAll('.note')[1]?.textContent")

@@ -91,7 +91,7 @@ class Data(TestCase):
         self.assertTrue(numpy.isin(judged, (0, 1)).all())
         for begin, end in zip(offsets, offsets[1:]):
             self.assertTrue((numpy.diff(positions[begin:end]) > 0).all())
-            # What nobody has judged is among the newest.
+            # Rows that have not been judged are among the newest.
             self.assertTrue((positions[begin:end][judged[begin:end] == 0] >= group.attrs["ring_first"]).all())
         return offsets, positions, judged
 

@@ -90,7 +90,8 @@ class GoingOn(SnapshotTest):
         self.assertEqual(self.ids(later), self.ids(asked))
         self.assertEqual(later["context"], {**later["context"], "tokens": CASE["n_context"], "prefill_seconds": 0,
                                             "kept_rows": first["context"]["kept_rows"]})
-        # What rows do not depend on may be another, also where the snapshot is of an answer under way.
+        # Options that do not affect the rows can change, even if the snapshot has an unfinished
+        # answer.
         _, files = self.write_all(*ASK, *MLP_FLAGS, "-n", "6", "--ignore-eos", every=2)
         middle = files[max(files)]
         for flags in (["--dtype", "f32"], ["--dtype", "f16", "--page-rows", "7"],
@@ -243,8 +244,8 @@ class GoingOn(SnapshotTest):
 
 
 class Interrupted(SnapshotTest):
-    # Longer than what a pipe of 4096 bytes takes: the run waits for the signal. In f32, as so long an answer comes by tokens
-    # that are nearly as likely as others, and one rank goes on from what two have written.
+    # Longer than a pipe of 4096 bytes: the run waits for the signal. In f32, because a long answer
+    # has tokens that are nearly as likely as others, and one rank continues the work of two.
     FLAGS = ["-m", MODEL, "--dtype", "f32", "--token-ids", "-p", IDS, "--question", "5 6 7", "-n", "1100", "--ignore-eos",
              *MLP_FLAGS, "--prune", "always"]
 

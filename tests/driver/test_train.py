@@ -223,7 +223,7 @@ class BadInput(PairsCase):
 
         def limit():
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            # More than MPI's own files take, and less than a checkpoint of so many units.
+            # Larger than MPI's own files, and smaller than a checkpoint with this many units.
             resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 20, 16 << 20))
 
         result = train("mlp", self.pairs, "-o", folder, "--overwrite", "--epochs", "2", "--hidden", "8192",

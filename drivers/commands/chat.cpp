@@ -17,6 +17,7 @@
 #include "commands/chat_input.hpp"
 #include "commands/policy_setup.hpp"
 #include "commands/prompt.hpp"
+#include "commands/recorded_options.hpp"
 #include "commands/report.hpp"
 #include "commands/run.hpp"
 #include "commands/snapshots.hpp"

@@ -9,9 +9,9 @@
 
 #include "base/json_file.hpp"
 #include "commands/quantiles.hpp"
+#include "commands/recorded_options.hpp"
 #include "commands/report.hpp"
 #include "commands/setup.hpp"
-#include "commands/snapshots.hpp"
 #include "console/console.hpp"
 #include "console/progress.hpp"
 #include "options/options.hpp"

@@ -19,6 +19,7 @@
 #include "commands/model_loading.hpp"
 #include "commands/policy_setup.hpp"
 #include "commands/prompt.hpp"
+#include "commands/recorded_options.hpp"
 #include "commands/report.hpp"
 #include "commands/setup.hpp"
 #include "commands/snapshots.hpp"

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "commands/report.hpp"
-#include "commands/snapshots.hpp"
+#include "commands/resumed_run.hpp"
 #include "console/progress.hpp"
 #include "options/options.hpp"
 

@@ -1,0 +1,40 @@
+// A run that resumes from a snapshot: opens the file and checks that the run's options fit it.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <kvzap/core/communicator.hpp>
+#include <kvzap/engine/snapshot.hpp>
+#include <memory>
+#include <string>
+
+#include "commands/model_loading.hpp"
+#include "commands/prompt.hpp"
+#include "commands/run_state.hpp"
+#include "options/options.hpp"
+
+namespace kvzap::driver {
+
+/// The run that --resume continues.
+struct ResumedRun {
+  SnapshotReader reader;
+  RunState state;
+  ModelHashes hashes;  // on rank 0
+
+  /// Context and questions.
+  Prompt prompt() const;
+};
+
+/// Opens the snapshot of options.resume, if any, and sets the options that neither command line nor
+/// deck has set to the values recorded in the file. `app` is `kvzap run`, parsed into `options`.
+/// Collective. Throws AgreedError for a file from which no run can resume, given options with which
+/// its rows would differ, and another model, tokenizer or policy.
+std::unique_ptr<ResumedRun> open_resumed(CLI::App& app, RunOptions& options,
+                                         const Communicator& comm);
+/// Opens a snapshot for a run under way: of the same model and policy, with options under which its
+/// rows would be the same. `recorded`: the run's recorded_options; `info`: that of its own
+/// snapshots (on rank 0); `state`: its own. Collective. Throws AgreedError as open_resumed.
+std::unique_ptr<ResumedRun> open_fitting(const std::string& file, const std::string& recorded,
+                                         const SnapshotInfo& info, const RunState& state,
+                                         DType dtype, const Communicator& comm);
+
+}  // namespace kvzap::driver

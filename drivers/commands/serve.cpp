@@ -200,7 +200,7 @@ Setting Pruner::setting_of(const PruneWish& wish) const {
       setting.evict_ratio = *wish.evict_ratio;
     }
   }
-  // A wish for the server's own values is no wish, so that such requests share kept prompts.
+  // Such requests share kept prompts with requests without a wish.
   if (setting.threshold == m_cache.threshold) setting.threshold = m_standard.threshold;
   if (has_budget() && setting.evict_ratio == m_cache.policy->budget.evict_ratio) {
     setting.evict_ratio = m_standard.evict_ratio;

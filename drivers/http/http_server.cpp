@@ -427,7 +427,7 @@ void HttpServer::Impl::refuse(const Request& request, Response& response, int st
   if (has_body) response.set_header("Connection", "close");
 }
 
-/// False: the reply says why.
+/// Reads a body. Returns false if it refuses the request.
 bool HttpServer::Impl::read_body(const Request& request, Response& response,
                                  const httplib::ContentReader& reader, Body& body) {
   const auto start = Clock::now();

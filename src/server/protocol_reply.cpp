@@ -43,7 +43,7 @@ OrderedJson usage_of(const std::vector<Ending>& endings) {
 std::string event_of(const OrderedJson& json) { return "data: " + dump(json) + "\n\n"; }
 
 // JSON has no infinities.
-double number_of(float logprob) { return std::isfinite(logprob) ? logprob : -9999.0; }
+double json_number(float logprob) { return std::isfinite(logprob) ? logprob : -9999.0; }
 
 }  // namespace
 
@@ -129,7 +129,7 @@ struct ReplyWriter::Parts {
       const std::string text = text_of(token);
       OrderedJson one;
       one["token"] = text;
-      one["logprob"] = number_of(logprob);
+      one["logprob"] = json_number(logprob);
       // A token may be a part of a character.
       if (text.find("\xef\xbf\xbd") == std::string::npos) {
         one["bytes"] = std::vector<int>();
@@ -161,9 +161,9 @@ struct ReplyWriter::Parts {
     for (const TokenText& token : tokens) {
       const std::string text = text_of(token.token);
       json["tokens"].push_back(text);
-      json["token_logprobs"].push_back(number_of(token.logprob));
+      json["token_logprobs"].push_back(json_number(token.logprob));
       OrderedJson top = OrderedJson::object();
-      for (const auto& [id, logprob] : token.top) top[text_of(id)] = number_of(logprob);
+      for (const auto& [id, logprob] : token.top) top[text_of(id)] = json_number(logprob);
       json["top_logprobs"].push_back(std::move(top));
       json["text_offset"].push_back(offset);
       offset += text.size();

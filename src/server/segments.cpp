@@ -8,7 +8,7 @@
 namespace kvzap::server {
 namespace {
 
-std::string mark_of(std::size_t message) {
+std::string message_mark(std::size_t message) {
   return fmt::format("\x01kvzap-message-{}\x01", message);
 }
 
@@ -31,7 +31,7 @@ class Splitter {
         m_whole(model.chat_template->render(messages, thinking, true)) {
     // Marks in place of the contents show the template's own text between the messages.
     std::vector<ChatMessage> marked = messages;
-    for (std::size_t i = 0; i < marked.size(); ++i) marked[i].content = mark_of(i);
+    for (std::size_t i = 0; i < marked.size(); ++i) marked[i].content = message_mark(i);
     m_glue = model.chat_template->render(marked, thinking, true);
   }
 
@@ -50,7 +50,7 @@ class Splitter {
   /// Adds message `i` and the template's text before it. Returns false if the template drops or
   /// changes the message.
   bool add(std::size_t i) {
-    const std::string mark = mark_of(i);
+    const std::string mark = message_mark(i);
     const std::size_t found = m_glue.find(mark, m_place);
     if (found == std::string::npos) return false;
     const std::string between = m_glue.substr(m_place, found - m_place);
@@ -58,7 +58,7 @@ class Splitter {
     m_all += between;
     m_text += between;
     const bool is_last = i + 1 == m_messages.size();
-    const std::size_t next = is_last ? m_glue.size() : m_glue.find(mark_of(i + 1), m_place);
+    const std::size_t next = is_last ? m_glue.size() : m_glue.find(message_mark(i + 1), m_place);
     const std::string behind =
         next == std::string::npos ? m_glue.substr(m_place) : m_glue.substr(m_place, next - m_place);
     const std::optional<std::string> content = rendered(m_messages[i], behind);

@@ -64,7 +64,7 @@ void Scheduler::Impl::take_not_made(const std::vector<int>& handles) {
   }
 }
 
-/// Computes a sequence again that ran out of memory after its step.
+/// Queues a sequence again, or fails it, if it ran out of memory after its step.
 void Scheduler::Impl::take_lost(Sequence& sequence) {
   sequence.handle = -1;
   if (free_prefix() || m_running.size() > 1) {

@@ -13,21 +13,21 @@
 namespace kvzap::detail {
 namespace {
 
-/// The values of a tile's own tokens, the only rows that some of its queries see and others do not.
+/// The values of a tile's own tokens: the only rows that some of its queries see and others do not.
 template <class Value>
 struct OwnValues {
   const Value* values;  // of the tile's first token
   std::int64_t row_stride, head_stride, dim_stride;
   std::int64_t count;
   int* flags;  // (head, own token): whether one of its values is not finite
-  int* any;    // (head): whether one of those is
+  int* any;    // (head): whether any of those values is not finite
 
   KOKKOS_INLINE_FUNCTION float at(int head, std::int64_t own, int d) const {
     return static_cast<float>(values[own * row_stride + head * head_stride + d * dim_stride]);
   }
 };
 
-/// Notes which of a tile's own tokens have a value that is not finite.
+/// Flags the tile's own tokens that have a value that is not finite.
 template <class Value>
 void flag_values(const ExecutionSpace& exec, int kv_heads, int dim, const OwnValues<Value>& own) {
   Kokkos::parallel_for(
@@ -44,10 +44,10 @@ void flag_values(const ExecutionSpace& exec, int kv_heads, int dim, const OwnVal
       });
 }
 
-/// Scores (head, query row, panel) into weights, relative to the largest score so far, by which the
-/// sums so far are scaled; flagged values of the tile's own tokens are added to those sums. The
-/// query rows of a tile's token t see the rows of the panel before retained(head) + visible + t,
-/// the last of which is the token's own.
+/// Turns scores (head, query row, panel) into weights relative to the largest score so far, and
+/// rescales the sums so far. Adds flagged values of the tile's own tokens to those sums. The query
+/// rows of token t of the tile see the rows of the panel before retained(head) + visible + t; the
+/// last of these is the token's own row.
 template <class Value>
 void online_softmax(const ExecutionSpace& exec,
                     const Kokkos::View<const std::int64_t*, MemorySpace>& retained, int first_head,
@@ -97,7 +97,7 @@ void online_softmax(const ExecutionSpace& exec,
             Kokkos::parallel_for(Kokkos::ThreadVectorRange(team, rows.dim),
                                  [&](int d) { rows.sums[i * rows.dim + d] *= factor; });
           }
-          // (After this, all lanes see the weights that the others have written.)
+          // (After this, all lanes see the weights that the other lanes have written.)
           Kokkos::single(Kokkos::PerThread(team), [&] {
             rows.maximum[i] = largest;
             rows.weight[i] = rows.weight[i] * factor + sum;
@@ -141,7 +141,7 @@ void store_lse(const ExecutionSpace& exec, int kv_heads, int group, std::int64_t
       });
 }
 
-/// Elements of each buffer, enough for any number of KV heads, query heads and tokens up to these.
+/// Elements of each buffer, for at most these numbers of KV heads, query heads and tokens.
 struct PanelSizes {
   std::int64_t queries, keys, scores, rows, flags;
 
@@ -155,6 +155,28 @@ struct PanelSizes {
     flags = kv_heads * (tile + 1);
   }
 };
+
+// A product for each of `batch` heads, whose operands lie one head after the other without gaps.
+template <class Value>
+Product<Value> products(int batch, std::int64_t m, std::int64_t n, std::int64_t k, const Value* a,
+                        const Value* b, bool transposed, float* c) {
+  Product<Value> product;
+  product.m = m;
+  product.n = n;
+  product.k = k;
+  product.a = a;
+  product.a_stride = k;
+  product.a_step = m * k;
+  product.b = b;
+  product.b_stride = transposed ? k : n;
+  product.b_step = n * k;
+  product.transposed = transposed;
+  product.c = c;
+  product.c_stride = n;
+  product.c_step = m * n;
+  product.batch = batch;
+  return product;
+}
 
 }  // namespace
 
@@ -210,7 +232,7 @@ void PanelAttention<Value, order>::operator()(const ExecutionSpace& exec, const 
   reserve(kv_heads, group, dim, tokens);
   Value* weights;
   if constexpr (std::is_same_v<Value, float>) {
-    weights = m_scores.data();  // a weight takes its score's place
+    weights = m_scores.data();  // a weight replaces its score
   } else {
     weights = m_weights.data();
   }
@@ -235,7 +257,7 @@ void PanelAttention<Value, order>::operator()(const ExecutionSpace& exec, const 
     load_queries<Value>(exec, queries, kv_heads, first, rows, own_values.any, m_queries.data());
     flag_values(exec, kv_heads, dim, own_values);
 
-    // A head's rows are its retained rows, its ring and the new rows that the last token sees.
+    // A head's rows: its retained rows, its ring, and the new rows up to the tile's last token.
     const std::int64_t others = cached.ring_rows() + before + first + own;
     std::int64_t longest = 0;
     for (int h = 0; h < kv_heads; ++h) longest = std::max(longest, cached.bounds(h) + others);
@@ -252,43 +274,20 @@ void PanelAttention<Value, order>::operator()(const ExecutionSpace& exec, const 
         gather<Value, order>(exec, cached, new_keys, new_values, head, heads, begin, panel,
                              before + first, own, own_values.flags, m_keys.data(), m_values.data());
 
-        Product<Value> scores;
-        scores.m = rows.count;
-        scores.n = panel;
-        scores.k = dim;
-        scores.a = m_queries.data() + head * rows.count * dim;
-        scores.a_stride = dim;
-        scores.a_step = rows.count * dim;
-        scores.b = m_keys.data();
-        scores.b_stride = dim;
-        scores.b_step = panel * dim;
-        scores.transposed = true;
-        scores.c = m_scores.data();
-        scores.c_stride = panel;
-        scores.c_step = rows.count * panel;
+        Product<Value> scores = products<Value>(heads, rows.count, panel, dim,
+                                                m_queries.data() + head * rows.count * dim,
+                                                m_keys.data(), true, m_scores.data());
         scores.alpha = 1.0f / std::sqrt(static_cast<float>(dim));
-        scores.batch = heads;
         multiply(exec, scores);
 
         online_softmax<Value>(exec, cached.retained, head, heads, group,
                               cached.ring_rows() + before + first + 1 - begin, panel, rows,
                               own_values, m_scores.data(), weights);
 
-        Product<Value> sums;
-        sums.m = rows.count;
-        sums.n = dim;
-        sums.k = panel;
-        sums.a = weights;
-        sums.a_stride = panel;
-        sums.a_step = rows.count * panel;
-        sums.b = m_values.data();
-        sums.b_stride = dim;
-        sums.b_step = panel * dim;
-        sums.c = m_sums.data() + head * rows.count * dim;
-        sums.c_stride = dim;
-        sums.c_step = rows.count * dim;
+        Product<Value> sums =
+            products<Value>(heads, rows.count, dim, panel, weights, m_values.data(), false,
+                            m_sums.data() + head * rows.count * dim);
         sums.beta = 1;
-        sums.batch = heads;
         multiply(exec, sums);
         head = end;
       }

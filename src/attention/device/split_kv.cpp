@@ -9,7 +9,7 @@
 
 namespace kvzap::detail {
 
-/// Sums that belong to different rows and query heads.
+/// Sums of several rows and query heads.
 template <int count>
 struct PartialDots {
   float value[count];
@@ -32,41 +32,41 @@ struct Kokkos::reduction_identity<kvzap::detail::PartialDots<count>> {
 namespace kvzap::detail {
 namespace {
 
-// Rows that a team has at once: few, so that few heads fill a device, and many enough that what
-// they leave behind is small beside them.
+// Rows of a team at a time: few enough that few heads fill a device, and many enough that the
+// partial results are small beside them.
 constexpr int split_block_rows = 128;
 // Parts of a head: enough for a few heads to fill a device. Bounds the memory for parts.
 constexpr int most_parts = 512;
-// Spans that a kernel's arguments describe. More are described by a table in device memory, which
-// kernels write that have a part of it as their arguments.
+// The most spans that a kernel's arguments describe. More spans are described by a table in device
+// memory; upload kernels write it, each with a part of the table as its arguments.
 constexpr int spans_in_arguments = 4;
 constexpr int spans_in_upload = 6;
-// Spans whose parts need more than this in all take several launches.
+// Spans whose parts need more floats than this together take several launches.
 constexpr std::int64_t most_floats = std::int64_t{16} << 20;
-// Rows whose keys are multiplied at once, so that several loads are on their way.
+// Rows whose keys are multiplied at once, so that several loads are in flight.
 constexpr int rows_at_once = 4;
 // Threads and lanes of a team on a device.
 constexpr int team_threads = 128;
 constexpr TeamShape merge_shape{8, 32};
 
-/// The largest power of two up to 32 that `count` needs.
+/// Returns the smallest power of two that is at least `count`, but at most 32.
 int lanes_for(int count) {
   int lanes = 1;
   while (lanes < count && lanes < 32) lanes *= 2;
   return lanes;
 }
 
-/// Rows of each part of a head of `rows` rows.
+/// Returns the rows of each part of a head of `rows` rows.
 KOKKOS_INLINE_FUNCTION std::int64_t rows_of_part(std::int64_t rows) {
   const std::int64_t blocks = (rows + split_block_rows - 1) / split_block_rows;
   return (blocks + most_parts - 1) / most_parts * split_block_rows;
 }
-/// No head of up to `rows` rows has more parts.
+/// Returns a bound on the parts of a head of up to `rows` rows.
 std::int64_t parts_bound(std::int64_t rows) {
   return std::min<std::int64_t>(most_parts, (rows + split_block_rows - 1) / split_block_rows);
 }
 
-/// Where a span lies.
+/// The place of a span in memory.
 template <class Value>
 struct SplitSpan {
   const PageId* table;           // (head, page), row after row
@@ -77,19 +77,19 @@ struct SplitSpan {
   std::int32_t ring_rows;
   std::int32_t new_rows;
   std::int32_t query;
-  std::int32_t parts;       // no head has more
-  std::int32_t first_part;  // before it, all parts of the launch's other spans
+  std::int32_t parts;       // a bound for each head
+  std::int32_t first_part;  // number of parts of all earlier spans of the launch
 
   KOKKOS_INLINE_FUNCTION std::int64_t rows(int head) const {
     return retained[head] + ring_rows + new_rows;
   }
 };
 
-/// The spans of a launch, and what both kernels know of them.
+/// The spans of a launch, as both kernels use them.
 template <class Value>
 struct SplitSpans {
   SplitSpan<Value> few[spans_in_arguments];
-  const SplitSpan<Value>* many;  // instead of them, unless null
+  const SplitSpan<Value>* many;  // replaces `few` unless null
   float* partials;
   std::int32_t count;
   std::int32_t heads, group, dim;
@@ -97,7 +97,7 @@ struct SplitSpans {
   KOKKOS_INLINE_FUNCTION const SplitSpan<Value>& operator[](int i) const {
     return many ? many[i] : few[i];
   }
-  /// The span that a part belongs to, counted over all spans and heads.
+  /// Returns the span of a part, which is counted over all spans and heads.
   KOKKOS_INLINE_FUNCTION int span_of(int part) const {
     int first = 0, last = count - 1;
     while (first < last) {
@@ -110,7 +110,7 @@ struct SplitSpans {
     }
     return first;
   }
-  /// Of a part: maximum (group), weight (group), sums (group, dim).
+  /// Returns a part's maximum (group), weight (group) and sums (group, dim).
   KOKKOS_INLINE_FUNCTION float* partial(std::int64_t part) const {
     return partials + part * group * (dim + 2);
   }
@@ -159,7 +159,7 @@ struct PartScratch {
   }
 };
 
-/// One part per team. G: query heads at once.
+/// The first kernel: one part per team. G: query heads at once.
 template <class Value, int G>
 struct AttendParts {
   SplitSpans<Value> spans;
@@ -180,7 +180,7 @@ struct AttendParts {
     const Value* value;
     std::int64_t dim_stride;
   };
-  /// Row `row` of a head: pages, then ring, then the span's new rows.
+  /// Returns row `row` of a head: pages first, then ring, then the span's new rows.
   KOKKOS_INLINE_FUNCTION Row row_at(const SplitSpan<Value>& span, int head,
                                     std::int64_t row) const {
     const std::int64_t retained = span.retained[head];
@@ -246,14 +246,14 @@ struct AttendParts {
               }
             },
             scattered);
-        // Queries and addresses of rows are there for all threads.
+        // All threads see the queries and the addresses of rows.
         team.team_barrier();
         if (scattered == 0 && dim % width == 0) {
           attend<true>(team, own, count, row == begin, scratch);
         } else {
           attend<false>(team, own, count, row == begin, scratch);
         }
-        // Sums are complete, and what they were made from may be written again.
+        // The sums are complete; their inputs may be overwritten.
         team.team_barrier();
       }
       Kokkos::parallel_for(Kokkos::TeamThreadRange(team, own), [&](int g) {
@@ -267,31 +267,44 @@ struct AttendParts {
           partial[2 * group + (first + g) * dim + d] = sum;
         });
       });
-      // The next query heads write over what these were made from.
+      // The next query heads overwrite the inputs of these results.
       team.team_barrier();
     }
   }
 
-  /// Takes `count` rows into maximum, weight and sums. whole: every row is a sequence of aligned
+  /// Adds `count` rows to maximum, weight and sums. whole: every row is a sequence of aligned
   /// vectors. is_first: there were none before.
   template <bool whole>
   KOKKOS_INLINE_FUNCTION void attend(const TeamMember& team, int own, int count, bool is_first,
                                      const PartScratch<Value>& scratch) const {
+    score<whole>(team, count, scratch);
+    team.team_barrier();
+    weigh(team, own, count, is_first, scratch);
+    team.team_barrier();
+    add_values<whole>(team, own, count, is_first, scratch);
+  }
+
+  /// Reads vector v of the r-th row as floats.
+  template <bool whole>
+  KOKKOS_FORCEINLINE_FUNCTION void load(const PartScratch<Value>& scratch, const Value* row, int r,
+                                        int v, float* target) const {
+    if constexpr (whole) {
+      RowVector<Value>::load(row + v * width, target);
+    } else {
+      const std::int64_t stride = scratch.dim_strides[r];
+      for (int e = 0; e < width; ++e) {
+        const int d = v * width + e;
+        target[e] = d < spans.dim ? static_cast<float>(row[d * stride]) : 0.0f;
+      }
+    }
+  }
+
+  /// Computes scores: a thread has some rows, its lanes their dimensions.
+  template <bool whole>
+  KOKKOS_FORCEINLINE_FUNCTION void score(const TeamMember& team, int count,
+                                         const PartScratch<Value>& scratch) const {
     const int vectors = padded / width;
     const float scaling = 1.0f / math::sqrt(static_cast<float>(spans.dim));
-    const auto load = [&](const Value* row, int r, int v, float* target) {
-      if constexpr (whole) {
-        RowVector<Value>::load(row + v * width, target);
-      } else {
-        const std::int64_t stride = scratch.dim_strides[r];
-        for (int e = 0; e < width; ++e) {
-          const int d = v * width + e;
-          target[e] = d < spans.dim ? static_cast<float>(row[d * stride]) : 0.0f;
-        }
-      }
-    };
-
-    // Scores: a thread has some rows, its lanes their dimensions.
     using Dots = PartialDots<G * rows_at_once>;
     Kokkos::parallel_for(Kokkos::TeamThreadRange(team, (count + rows_at_once - 1) / rows_at_once),
                          [&](int block) {
@@ -303,7 +316,7 @@ struct AttendParts {
                                  float key[rows_at_once][width];
                                  for (int i = 0; i < rows_at_once; ++i) {
                                    const int r = r0 + i < count ? r0 + i : count - 1;
-                                   load(scratch.keys[r], r, v, key[i]);
+                                   load<whole>(scratch, scratch.keys[r], r, v, key[i]);
                                  }
                                  for (int g = 0; g < G; ++g) {
                                    float query[width];
@@ -327,9 +340,11 @@ struct AttendParts {
                              }
                            });
                          });
-    team.team_barrier();
+  }
 
-    // Weights, relative to the part's largest score so far.
+  /// Turns scores into weights relative to the part's largest score so far.
+  KOKKOS_FORCEINLINE_FUNCTION void weigh(const TeamMember& team, int own, int count, bool is_first,
+                                         const PartScratch<Value>& scratch) const {
     Kokkos::parallel_for(Kokkos::TeamThreadRange(team, own), [&](int g) {
       float* const scores = scratch.scores + g * split_block_rows;
       float before = minus_infinity;
@@ -359,9 +374,14 @@ struct AttendParts {
         scratch.factor[g] = factor;
       });
     });
-    team.team_barrier();
+  }
 
-    // Weighted sums: thread t of T takes rows t, t + T, t + 2 T …, every lane its dimensions.
+  /// Adds weighted values: thread t of T takes rows t, t + T, t + 2 T …, each lane some dimensions.
+  template <bool whole>
+  KOKKOS_FORCEINLINE_FUNCTION void add_values(const TeamMember& team, int own, int count,
+                                              bool is_first,
+                                              const PartScratch<Value>& scratch) const {
+    const int vectors = padded / width;
     const int threads = team.team_size();
     Kokkos::parallel_for(Kokkos::TeamThreadRange(team, threads), [&](int t) {
       Kokkos::parallel_for(Kokkos::ThreadVectorRange(team, vectors), [&](int v) {
@@ -374,7 +394,7 @@ struct AttendParts {
         }
         const auto add = [&](int r) {
           float value[width];
-          load(scratch.values[r], r, v, value);
+          load<whole>(scratch, scratch.values[r], r, v, value);
           for (int g = 0; g < G; ++g) {
             const float weight = g < own ? scratch.scores[g * split_block_rows + r] : 0.0f;
             for (int e = 0; e < width; ++e) sums[g][e] += weight * value[e];
@@ -398,7 +418,7 @@ struct AttendParts {
   }
 };
 
-/// One query head per team: league rank = (span, query head).
+/// The second kernel: one query head per team; league rank = (span, query head).
 template <class Value>
 struct MergeParts {
   SplitSpans<Value> spans;
@@ -507,12 +527,46 @@ void attend_parts(const ExecutionSpace& exec, const SplitSpans<Value>& spans, st
   Kokkos::parallel_for("kvzap::attention::split", policy, kernel);
 }
 
+// Reads each row once for up to 8 query heads of its group.
+template <class Value, PageOrder order>
+void attend_groups(const ExecutionSpace& exec, const SplitSpans<Value>& spans, std::int64_t parts,
+                   const CachedLayer<Value, order>& cached,
+                   const AttentionCall<Value, order>& call) {
+  if (call.group == 1) {
+    attend_parts<Value, 1>(exec, spans, parts, cached, call);
+  } else if (call.group == 2) {
+    attend_parts<Value, 2>(exec, spans, parts, cached, call);
+  } else if (call.group <= 4) {
+    attend_parts<Value, 4>(exec, spans, parts, cached, call);
+  } else {
+    attend_parts<Value, 8>(exec, spans, parts, cached, call);
+  }
+}
+
+template <class Value, PageOrder order>
+void merge_parts(const ExecutionSpace& exec, const SplitSpans<Value>& spans,
+                 const AttentionCall<Value, order>& call) {
+  MergeParts<Value> merge{spans,
+                          call.output.data(),
+                          call.wants_lse() ? call.lse.data() : nullptr,
+                          strides_of(call.output),
+                          static_cast<std::int64_t>(call.lse.stride(0)),
+                          static_cast<std::int64_t>(call.lse.stride(1)),
+                          0};
+  static_assert(sizeof(merge) <= most_arguments, "Kokkos would wait");
+  const auto bytes = [&](int threads) { return sizeof(float) * threads * call.dim; };
+  const TeamPolicy policy = team_policy(
+      exec, std::int64_t{spans.count} * call.kv_heads * call.group, merge_shape, merge, bytes);
+  merge.scratch_bytes = bytes(policy.team_size());
+  Kokkos::parallel_for("kvzap::attention::merge", policy, merge);
+}
+
 }  // namespace
 
 template <class Value, PageOrder order>
 std::size_t SplitKV<Value, order>::scratch_bytes(const AttentionExtents& extents) {
   const std::int64_t part = std::int64_t{extents.group} * (extents.head_dim + 2);
-  // Every head of a span has room for as many parts as the span's longest.
+  // Every head of a span has room for as many parts as the span's longest head.
   const std::int64_t head_parts = std::min(extents.single_rows / split_block_rows + extents.spans,
                                            extents.spans * parts_bound(extents.longest_single));
   const std::int64_t all = extents.kv_heads * head_parts * part;
@@ -551,7 +605,7 @@ void SplitKV<Value, order>::operator()(const ExecutionSpace& exec, const std::ve
     return i;
   };
   for (int begin = next_single(0); begin < n_spans;) {
-    // As many spans as have room for their parts.
+    // Takes as many spans as have room for their parts.
     std::int64_t parts = 0;
     int count = 0;
     int end = begin;
@@ -564,7 +618,7 @@ void SplitKV<Value, order>::operator()(const ExecutionSpace& exec, const std::ve
     }
     const auto room = static_cast<std::int64_t>(m_partials.extent(0));
     if (parts * part_size > room) {
-      // Twice as much at least: heads grow in every step, and taking memory waits for the device.
+      // At least twice as much: heads grow in every step, and an allocation waits for the device.
       reserve_scratch(m_partials, std::max(parts * part_size, std::min(2 * room, most_floats)),
                       "kvzap::attention::partials");
     }
@@ -616,29 +670,8 @@ void SplitKV<Value, order>::operator()(const ExecutionSpace& exec, const std::ve
     }
     launch.many = table;
 
-    const auto& cached = spans[begin].cached;
-    if (call.group == 1) {
-      attend_parts<Value, 1>(exec, launch, parts, cached, call);
-    } else if (call.group == 2) {
-      attend_parts<Value, 2>(exec, launch, parts, cached, call);
-    } else if (call.group <= 4) {
-      attend_parts<Value, 4>(exec, launch, parts, cached, call);
-    } else {
-      attend_parts<Value, 8>(exec, launch, parts, cached, call);
-    }
-    MergeParts<Value> merge{launch,
-                            call.output.data(),
-                            call.wants_lse() ? call.lse.data() : nullptr,
-                            strides_of(call.output),
-                            static_cast<std::int64_t>(call.lse.stride(0)),
-                            static_cast<std::int64_t>(call.lse.stride(1)),
-                            0};
-    static_assert(sizeof(merge) <= most_arguments, "Kokkos would wait");
-    const auto bytes = [&](int threads) { return sizeof(float) * threads * call.dim; };
-    const TeamPolicy policy = team_policy(exec, std::int64_t{count} * call.kv_heads * call.group,
-                                          merge_shape, merge, bytes);
-    merge.scratch_bytes = bytes(policy.team_size());
-    Kokkos::parallel_for("kvzap::attention::merge", policy, merge);
+    attend_groups(exec, launch, parts, spans[begin].cached, call);
+    merge_parts(exec, launch, call);
     begin = end;
   }
 }

@@ -13,12 +13,134 @@ namespace kvzap::detail {
 namespace {
 
 using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
-// Query rows and rows of a tile.
+// Query rows and keys of a tile.
 constexpr std::int64_t tile_queries = 512;
 constexpr std::int64_t gemm_tile_keys = 512;
 
 std::int64_t tile_tokens_of(int group, std::int64_t tokens) {
   return std::min(tokens, std::max<std::int64_t>(1, tile_queries / group));
+}
+
+/// A tile of query rows of one KV head. Row i belongs to token i / group of the tile and to query
+/// head i % group of the KV head.
+struct QueryTile {
+  Matrix queries, sums;    // (row, dim)
+  Vector maximum, weight;  // (row), of the softmax so far
+  int group;
+  std::int64_t first_query;  // row of its first token in the call's views
+  std::int64_t first_head;   // the first query head of the KV head
+  std::int64_t rows() const { return queries.extent(0); }
+};
+
+template <class Value, PageOrder order>
+void load_queries(const ExecutionSpace& exec, const AttentionCall<Value, order>& call,
+                  const QueryTile& tile) {
+  const auto queries = call.queries;
+  const int dim = call.dim;
+  const float scaling = 1.0f / std::sqrt(static_cast<float>(dim));
+  Kokkos::parallel_for(
+      "kvzap::attention::load_queries", Range(exec, 0, tile.rows()), KOKKOS_LAMBDA(std::int64_t i) {
+        for (int d = 0; d < dim; ++d) {
+          tile.queries(i, d) = scaling * queries(tile.first_query + i / tile.group,
+                                                 tile.first_head + i % tile.group, d);
+          tile.sums(i, d) = 0;
+        }
+        tile.maximum(i) = minus_infinity;
+        tile.weight(i) = 0;
+      });
+}
+
+// Adds a tile of rows (row, dim). The first token sees the first `visible` of them, each later
+// token one more. scores: scratch space (query row, row).
+void attend_tile(const ExecutionSpace& exec, const QueryTile& tile, const Matrix& k,
+                 const Matrix& v, const Matrix& s, std::int64_t visible) {
+  const auto rows = static_cast<std::int64_t>(k.extent(0));
+  const auto dim = static_cast<int>(k.extent(1));
+  const int group = tile.group;
+  const Matrix o = tile.sums;
+  const Vector row_maximum = tile.maximum;
+  const Vector row_weight = tile.weight;
+  multiply_nt(exec, 1, tile.queries, k, 0, s);
+  fence(exec, "kvzap::attention: host kernels read what the instance wrote");
+  host_for("kvzap::attention::softmax", tile.rows(), rows, [=](std::int64_t i) {
+    float* row = &s(i, 0);
+    const std::int64_t limit = std::min(rows, visible + i / group);
+    if (limit > 0) {
+      const float largest = std::max(row_maximum(i), max_of(row, limit));
+      if (largest > row_maximum(i)) {
+        const float factor = std::exp(row_maximum(i) - largest);
+        row_weight(i) *= factor;
+        scale(&o(i, 0), dim, factor);
+        row_maximum(i) = largest;
+      }
+      row_weight(i) += exp_shifted(row, limit, shift_of(largest));
+    }
+    std::fill(row + std::max<std::int64_t>(0, limit), row + rows, 0.0f);
+  });
+  // The product multiplies values that a token does not see by 0, which must give 0.
+  const std::int64_t seen_by_all = std::clamp<std::int64_t>(visible, 0, rows);
+  if (seen_by_all < rows && !all_finite(v.data() + seen_by_all * dim, (rows - seen_by_all) * dim)) {
+    host_for("kvzap::attention::finite_sums", tile.rows(), rows * dim, [=](std::int64_t i) {
+      const std::int64_t limit = std::min(rows, visible + i / group);
+      for (std::int64_t r = 0; r < limit; ++r) {
+        for (int d = 0; d < dim; ++d) o(i, d) += s(i, r) * v(r, d);
+      }
+    });
+    return;
+  }
+  multiply_nn(exec, 1, s, v, 1, o);
+}
+
+// Copies cached rows of a head, from row `begin` on, to keys and values (row, dim).
+template <class Value, PageOrder order>
+void load_cached(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cached, int head,
+                 std::int64_t begin, const Matrix& k, const Matrix& v) {
+  const RaggedLayer<Value, order> layer = cached;
+  const std::int64_t retained = layer.retained(head);
+  const std::int64_t pages = layer.pages(head);
+  const auto dim = static_cast<int>(k.extent(1));
+  Kokkos::parallel_for(
+      "kvzap::attention::load_cached", Range(exec, 0, k.extent(0)), KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t row = begin + i;
+        const bool in_page = row < retained;
+        const auto run = layer.span(head, in_page ? row / layer.page_rows : pages);
+        const std::int64_t offset =
+            (in_page ? row % layer.page_rows : row - retained) * run.row_stride;
+        load_row(run.keys + offset, run.dim_stride, &k(i, 0), dim);
+        load_row(run.values + offset, run.dim_stride, &v(i, 0), dim);
+      });
+}
+
+// The same for the call's new rows.
+template <class Value, PageOrder order>
+void load_new(const ExecutionSpace& exec, const AttentionCall<Value, order>& call, int head,
+              std::int64_t begin, const Matrix& k, const Matrix& v) {
+  const auto new_keys = call.new_keys;
+  const auto new_values = call.new_values;
+  const auto dim = static_cast<int>(k.extent(1));
+  Kokkos::parallel_for(
+      "kvzap::attention::load_new", Range(exec, 0, k.extent(0)), KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t row = begin + i;
+        load_row(&new_keys(row, head, 0), new_keys.stride(2), &k(i, 0), dim);
+        load_row(&new_values(row, head, 0), new_values.stride(2), &v(i, 0), dim);
+      });
+}
+
+template <class Value, PageOrder order>
+void store(const ExecutionSpace& exec, const QueryTile& tile,
+           const AttentionCall<Value, order>& call) {
+  const auto output = call.output;
+  const auto lse = call.lse;
+  const bool wants_lse = call.wants_lse();
+  const int dim = call.dim;
+  Kokkos::parallel_for(
+      "kvzap::attention::store", Range(exec, 0, tile.rows()), KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t token = tile.first_query + i / tile.group;
+        const std::int64_t query_head = tile.first_head + i % tile.group;
+        const float inverse = inverse_of(tile.weight(i));
+        for (int d = 0; d < dim; ++d) output(token, query_head, d) = tile.sums(i, d) * inverse;
+        if (wants_lse) lse(token, query_head) = log_sum_exp(tile.maximum(i), tile.weight(i));
+      });
 }
 
 }  // namespace
@@ -46,122 +168,40 @@ template <class Value, PageOrder order>
 void GemmTiles<Value, order>::operator()(const ExecutionSpace& exec,
                                          const AttentionSpan<Value, order>& span,
                                          const AttentionCall<Value, order>& call) {
-  const std::int64_t tokens = span.queries;
   const int dim = call.dim;
-  const int group = call.group;
-  const RaggedLayer<Value, order> cached = span.cached;  // NOLINT(cppcoreguidelines-slicing)
-  const auto query_view = call.queries;
-  const auto new_keys = call.new_keys;
-  const auto new_values = call.new_values;
-  const auto output = call.output;
-  const auto lse = call.lse;
-  const bool wants_lse = call.wants_lse();
-  const std::int64_t first_query = span.first_query;
-  const std::int64_t first_new = span.first_new;
-  const std::int64_t before = span.new_rows - tokens;
-  const float scaling = 1.0f / std::sqrt(static_cast<float>(dim));
-  const std::int64_t tile_tokens = tile_tokens_of(group, tokens);
-  reserve(group, dim, tokens);
-  const auto row_maximum = m_maximum;
-  const auto row_weight = m_weight;
+  const std::int64_t before = span.new_rows - span.queries;
+  const std::int64_t tile_tokens = tile_tokens_of(call.group, span.queries);
+  reserve(call.group, dim, span.queries);
   fence(exec, "kvzap::attention: the host reads lengths that the instance wrote");
-
+  const auto for_each_tile = [&](std::int64_t all, const QueryTile& tile, const auto& work) {
+    for (std::int64_t begin = 0; begin < all; begin += gemm_tile_keys) {
+      const std::int64_t rows = std::min(gemm_tile_keys, all - begin);
+      work(begin, Matrix(m_keys.data(), rows, dim), Matrix(m_values.data(), rows, dim),
+           Matrix(m_scores.data(), tile.rows(), rows));
+    }
+  };
   for (int head = 0; head < call.kv_heads; ++head) {
-    const std::int64_t retained = cached.retained(head);
-    const std::int64_t cached_rows = cached.rows(head);
-    const std::int64_t pages = cached.pages(head);
-    for (std::int64_t first = 0; first < tokens; first += tile_tokens) {
-      const std::int64_t tile = std::min(tile_tokens, tokens - first);
-      const Matrix q(m_queries.data(), tile * group, dim);
-      const Matrix o(m_sums.data(), tile * group, dim);
-      Kokkos::parallel_for(
-          "kvzap::attention::load_queries", Range(exec, 0, tile * group),
-          KOKKOS_LAMBDA(std::int64_t i) {
-            for (int d = 0; d < dim; ++d) {
-              q(i, d) = scaling * query_view(first_query + first + i / group,
-                                             std::int64_t{head} * group + i % group, d);
-              o(i, d) = 0;
-            }
-            row_maximum(i) = minus_infinity;
-            row_weight(i) = 0;
-          });
-
-      // Row i of the tile is token first + i / group. It sees every cached row and the new ones up
-      // to its own: `visible` is how many rows of a tile of rows the first token sees, each later
-      // token one more.
-      const auto attend_tile = [&](std::int64_t rows, std::int64_t visible) {
-        const Matrix k(m_keys.data(), rows, dim);
-        const Matrix v(m_values.data(), rows, dim);
-        const Matrix s(m_scores.data(), tile * group, rows);
-        multiply_nt(exec, 1, q, k, 0, s);
-        fence(exec, "kvzap::attention: host kernels read what the instance wrote");
-        host_for("kvzap::attention::softmax", tile * group, rows, [=](std::int64_t i) {
-          float* row = &s(i, 0);
-          const std::int64_t limit = std::min(rows, visible + i / group);
-          if (limit > 0) {
-            const float largest = std::max(row_maximum(i), max_of(row, limit));
-            if (largest > row_maximum(i)) {
-              const float factor = std::exp(row_maximum(i) - largest);
-              row_weight(i) *= factor;
-              scale(&o(i, 0), dim, factor);
-              row_maximum(i) = largest;
-            }
-            row_weight(i) += exp_shifted(row, limit, shift_of(largest));
-          }
-          std::fill(row + std::max<std::int64_t>(0, limit), row + rows, 0.0f);
-        });
-        // The product multiplies values that a token does not see by 0, which must give 0.
-        const std::int64_t seen_by_all = std::clamp<std::int64_t>(visible, 0, rows);
-        if (seen_by_all < rows &&
-            !all_finite(v.data() + seen_by_all * dim, (rows - seen_by_all) * dim)) {
-          host_for("kvzap::attention::finite_sums", tile * group, rows * dim, [=](std::int64_t i) {
-            const std::int64_t limit = std::min(rows, visible + i / group);
-            for (std::int64_t r = 0; r < limit; ++r) {
-              for (int d = 0; d < dim; ++d) o(i, d) += s(i, r) * v(r, d);
-            }
-          });
-          return;
-        }
-        multiply_nn(exec, 1, s, v, 1, o);
-      };
-
-      for (std::int64_t begin = 0; begin < cached_rows; begin += gemm_tile_keys) {
-        const std::int64_t rows = std::min(gemm_tile_keys, cached_rows - begin);
-        const Matrix k(m_keys.data(), rows, dim);
-        const Matrix v(m_values.data(), rows, dim);
-        Kokkos::parallel_for(
-            "kvzap::attention::load_cached", Range(exec, 0, rows), KOKKOS_LAMBDA(std::int64_t i) {
-              const std::int64_t row = begin + i;
-              const bool in_page = row < retained;
-              const auto run = cached.span(head, in_page ? row / cached.page_rows : pages);
-              const std::int64_t offset =
-                  (in_page ? row % cached.page_rows : row - retained) * run.row_stride;
-              load_row(run.keys + offset, run.dim_stride, &k(i, 0), dim);
-              load_row(run.values + offset, run.dim_stride, &v(i, 0), dim);
-            });
-        attend_tile(rows, rows);
-      }
-      const std::int64_t new_rows = before + first + tile;
-      for (std::int64_t begin = 0; begin < new_rows; begin += gemm_tile_keys) {
-        const std::int64_t rows = std::min(gemm_tile_keys, new_rows - begin);
-        const Matrix k(m_keys.data(), rows, dim);
-        const Matrix v(m_values.data(), rows, dim);
-        Kokkos::parallel_for(
-            "kvzap::attention::load_new", Range(exec, 0, rows), KOKKOS_LAMBDA(std::int64_t i) {
-              const std::int64_t row = first_new + begin + i;
-              load_row(&new_keys(row, head, 0), new_keys.stride(2), &k(i, 0), dim);
-              load_row(&new_values(row, head, 0), new_values.stride(2), &v(i, 0), dim);
-            });
-        attend_tile(rows, before + first + 1 - begin);
-      }
-      Kokkos::parallel_for(
-          "kvzap::attention::store", Range(exec, 0, tile * group), KOKKOS_LAMBDA(std::int64_t i) {
-            const std::int64_t token = first_query + first + i / group;
-            const std::int64_t query_head = std::int64_t{head} * group + i % group;
-            const float inverse = inverse_of(row_weight(i));
-            for (int d = 0; d < dim; ++d) output(token, query_head, d) = o(i, d) * inverse;
-            if (wants_lse) lse(token, query_head) = log_sum_exp(row_maximum(i), row_weight(i));
-          });
+    for (std::int64_t first = 0; first < span.queries; first += tile_tokens) {
+      const std::int64_t tokens = std::min(tile_tokens, span.queries - first);
+      const QueryTile tile = {Matrix(m_queries.data(), tokens * call.group, dim),
+                              Matrix(m_sums.data(), tokens * call.group, dim),
+                              m_maximum,
+                              m_weight,
+                              call.group,
+                              span.first_query + first,
+                              std::int64_t{head} * call.group};
+      load_queries(exec, call, tile);
+      for_each_tile(span.cached.rows(head), tile,
+                    [&](std::int64_t begin, const Matrix& k, const Matrix& v, const Matrix& s) {
+                      load_cached<Value, order>(exec, span.cached, head, begin, k, v);
+                      attend_tile(exec, tile, k, v, s, k.extent(0));
+                    });
+      for_each_tile(before + first + tokens, tile,
+                    [&](std::int64_t begin, const Matrix& k, const Matrix& v, const Matrix& s) {
+                      load_new(exec, call, head, span.first_new + begin, k, v);
+                      attend_tile(exec, tile, k, v, s, before + first + 1 - begin);
+                    });
+      store(exec, tile, call);
     }
   }
 }

@@ -5,6 +5,7 @@
 
 #include "base/kokkos_compat.hpp"
 #include "base/value_types.hpp"
+#include "model/model_weights.hpp"
 
 namespace kvzap {
 
@@ -189,7 +190,7 @@ void DecoderLayer<Value>::attention_mass(const TokenBlock& queries, MassReductio
 
 template <class Value>
 auto DecoderLayer<Value>::output_weights(int query_head) -> RowsView {
-  const auto& weights = m_model.layer(layer()).o;
+  const auto& weights = m_model.weights().layers[layer()].o;
   const std::int64_t dim = m_extents.head_dim;
   reserve_scratch(m_scratch.output_weights, dim * weights.outputs(),
                   "kvzap::policy::output_weights");

@@ -3,11 +3,11 @@
 
 #include <kvzap/core/cache.hpp>
 #include <kvzap/engine/decoder.hpp>
-#include <kvzap/engine/policy_step.hpp>
 #include <kvzap/model/model.hpp>
 
 #include "base/scratch.hpp"
 #include "cache/gather_rows.hpp"
+#include "engine/policy_step.hpp"
 #include "linalg/gemm.hpp"
 
 namespace kvzap::detail {

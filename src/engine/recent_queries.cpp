@@ -1,7 +1,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <kvzap/engine/policy_step.hpp>
+
+#include "engine/policy_step.hpp"
 
 namespace kvzap {
 namespace {

@@ -2,7 +2,8 @@
 #pragma once
 
 #include <cstdint>
-#include <kvzap/engine/policy_step.hpp>
+
+#include "engine/policy_step.hpp"
 
 namespace kvzap::detail {
 

@@ -4,6 +4,7 @@
 #include <kvzap/model/safetensors.hpp>
 
 #include "base/value_types.hpp"
+#include "model/model_weights.hpp"
 #include "model/weights.hpp"
 
 namespace kvzap {
@@ -18,7 +19,7 @@ Model<Value> Model<Value>::load(const std::filesystem::path& folder, const Model
   const detail::WeightSource source =
       files ? detail::WeightSource(*files) : detail::WeightSource(*random_seed);
 
-  Model model(config, partition, rank);
+  auto weights = std::make_shared<Weights>();
   const int ranks = partition.n_ranks();
   const std::int64_t hidden = config.hidden_size;
   const std::int64_t dim = config.head_dim;
@@ -34,14 +35,15 @@ Model<Value> Model<Value>::load(const std::filesystem::path& folder, const Model
   };
   report(0);
 
-  model.m_first_token = vocabulary.front().first;
+  weights->first_token = vocabulary.front().first;
   const std::vector<detail::TensorRows> embedding = {
       {"model.embed_tokens.weight", config.vocab_size, vocabulary}};
   const std::vector<detail::TensorRows> head = {{"lm_head.weight", config.vocab_size, vocabulary}};
-  model.m_embedding = source.matrix<Value>(embedding, hidden, all_hidden);
-  model.m_output_head = config.tie_word_embeddings ? Linear(model.m_embedding)
-                                                   : source.linear<Value>(head, hidden, all_hidden);
-  model.m_final_norm = source.vector({{"model.norm.weight", hidden, all_hidden}}, 1);
+  weights->embedding = source.matrix<Value>(embedding, hidden, all_hidden);
+  weights->output_head = config.tie_word_embeddings
+                             ? LinearWeights<Value>(weights->embedding)
+                             : source.linear<Value>(head, hidden, all_hidden);
+  weights->final_norm = source.vector({{"model.norm.weight", hidden, all_hidden}}, 1);
   report(1);
 
   for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) {
@@ -54,17 +56,17 @@ Model<Value> Model<Value>::load(const std::filesystem::path& folder, const Model
     const std::string attention = prefix + "self_attn.";
     const std::string mlp = prefix + "mlp.";
     const std::int64_t width = config.intermediate_size;
-    // Of each map of a group, in order: weights or biases by `what`.
-    const auto qkv = [&](const char* what) -> std::vector<detail::TensorRows> {
-      return {{attention + "q_proj." + what, q_size, q_rows},
-              {attention + "k_proj." + what, kv_size, kv_rows},
-              {attention + "v_proj." + what, kv_size, kv_rows}};
+    // The maps that form one matrix, in order; `kind` is "weight" or "bias".
+    const auto qkv = [&](const char* kind) -> std::vector<detail::TensorRows> {
+      return {{attention + "q_proj." + kind, q_size, q_rows},
+              {attention + "k_proj." + kind, kv_size, kv_rows},
+              {attention + "v_proj." + kind, kv_size, kv_rows}};
     };
-    const auto gate_up = [&](const char* what) -> std::vector<detail::TensorRows> {
-      return {{mlp + "gate_proj." + what, width, intermediate},
-              {mlp + "up_proj." + what, width, intermediate}};
+    const auto gate_up = [&](const char* kind) -> std::vector<detail::TensorRows> {
+      return {{mlp + "gate_proj." + kind, width, intermediate},
+              {mlp + "up_proj." + kind, width, intermediate}};
     };
-    Layer layer;
+    typename Weights::Layer layer;
     layer.input_norm = source.vector({{prefix + "input_layernorm.weight", hidden, all_hidden}}, 1);
     layer.attention_norm =
         source.vector({{prefix + "post_attention_layernorm.weight", hidden, all_hidden}}, 1);
@@ -88,10 +90,10 @@ Model<Value> Model<Value>::load(const std::filesystem::path& folder, const Model
         layer.down_bias = source.vector({{mlp + "down_proj.bias", hidden, all_hidden}}, 0);
       }
     }
-    model.m_layers.push_back(std::move(layer));
+    weights->layers.push_back(std::move(layer));
     report(l + 2);
   }
-  return model;
+  return Model(config, partition, rank, std::move(weights));
 }
 
 template <class Value>
@@ -101,13 +103,13 @@ std::size_t Model<Value>::bytes() const {
     ((bytes += views.size() * sizeof(typename std::decay_t<decltype(views)>::value_type)), ...);
   };
   const auto add_linear = [&](const auto&... weights) { ((bytes += weights.bytes()), ...); };
-  for (const Layer& l : m_layers) {
+  for (const auto& l : m_weights->layers) {
     add_linear(l.qkv, l.o, l.gate_up, l.down);
     add(l.input_norm, l.attention_norm, l.qkv_bias, l.o_bias, l.q_norm, l.k_norm, l.gate_up_bias,
         l.down_bias);
   }
-  add(m_final_norm, m_embedding);
-  if (!m_config.tie_word_embeddings) add_linear(m_output_head);
+  add(m_weights->final_norm, m_weights->embedding);
+  if (!m_config.tie_word_embeddings) add_linear(m_weights->output_head);
   return bytes;
 }
 

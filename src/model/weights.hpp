@@ -1,7 +1,6 @@
-// Cuts this rank's part out of a checkpoint's tensors, or makes it up from a seed.
+// Reads this rank's part of a checkpoint's tensors, or generates it from a seed.
 #pragma once
 
-#include <kvzap/core/linear_weights.hpp>
 #include <kvzap/core/types.hpp>
 #include <kvzap/model/safetensors.hpp>
 #include <optional>
@@ -11,13 +10,14 @@
 #include <vector>
 
 #include "linalg/gemm.hpp"
+#include "linalg/linear_weights.hpp"
 
 namespace kvzap::detail {
 
-/// Half-open index ranges, ascending; what a rank takes of a dimension.
+/// Half-open index ranges, ascending: a rank's part of a dimension.
 using Ranges = std::vector<std::pair<std::int64_t, std::int64_t>>;
 
-/// What a rank takes of the first dimension of a tensor.
+/// A rank's part of the first dimension of a tensor.
 struct TensorRows {
   std::string name;
   std::int64_t extent = 0;  // of the whole tensor
@@ -33,47 +33,48 @@ inline std::int64_t total(const Ranges& ranges) {
 class WeightSource {
  public:
   explicit WeightSource(const SafetensorsFolder& files) : m_files(&files) {}
-  /// Normally distributed weights of standard deviation 0.02; the value at an index depends on the
-  /// seed, the tensor's name and the index alone, not on how the tensor is split.
+  /// Normally distributed weights of standard deviation 0.02. The value at an index depends only on
+  /// the seed, the tensor's name and the index, not on the split over ranks.
   explicit WeightSource(std::uint64_t seed) : m_seed(seed) {}
 
-  /// Rows of one tensor after another's, of each the columns `column_ranges`. The whole shape of
-  /// each must be (extent, columns). Throws Error if a finite value overflows Value.
+  /// Returns the rows of all tensors in `parts`, one tensor after the other, with the columns
+  /// `column_ranges` of each. Each tensor must have the shape (extent, columns). Throws Error if a
+  /// finite value overflows Value.
   template <class Value>
   Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> matrix(
       const std::vector<TensorRows>& parts, std::int64_t columns,
       const Ranges& column_ranges) const;
 
-  /// The same, packed where that is worth it (packs_weights, few_outputs).
+  /// The same, packed if that is worth it (packs_weights, few_outputs).
   template <class Value>
   LinearWeights<Value> linear(const std::vector<TensorRows>& parts, std::int64_t columns,
                               const Ranges& column_ranges) const;
 
-  /// Elements of one tensor after another's, each of shape (extent), as float. `random_value`
-  /// stands in for every element when there is no checkpoint: 1 for norms, 0 for biases.
+  /// Returns the elements of all tensors in `parts`, each of shape (extent), as float. Without a
+  /// checkpoint every element is `random_value`: 1 for norms, 0 for biases.
   Kokkos::View<float*, MemorySpace> vector(const std::vector<TensorRows>& parts,
                                            float random_value) const;
 
  private:
-  /// Fills `target` with columns `column_ranges` of rows row_begin .. row_end.
+  /// Fills `target` with the columns `column_ranges` of rows row_begin .. row_end - 1.
   template <class Value>
   void read_rows(const TensorInfo* tensor, std::uint64_t key, std::int64_t columns,
                  std::int64_t row_begin, std::int64_t row_end, const Ranges& column_ranges,
                  Value* target) const;
 
-  /// Rows that lie one behind the other in a tensor, and in what is made of several.
+  /// Consecutive rows of a tensor that are also consecutive in the result.
   struct RowRun {
     const TensorInfo* tensor = nullptr;
     std::uint64_t key = 0;            // of random weights
     std::int64_t begin = 0, end = 0;  // in the tensor
-    std::int64_t first = 0;           // in the whole
+    std::int64_t first = 0;           // in the result
   };
   std::vector<RowRun> runs_of(const std::vector<TensorRows>& parts, std::int64_t columns) const;
   void release(const std::vector<RowRun>& runs) const;
 
   const SafetensorsFolder* m_files = nullptr;
   std::uint64_t m_seed = 0;
-  // Reading is logically const; where the next packed matrix goes is nobody's business.
+  // Reading is logically const; only the allocators' position changes.
   mutable std::tuple<PackedAllocator<float>, PackedAllocator<half>, PackedAllocator<bfloat16>>
       m_allocators;
 };

@@ -6,7 +6,6 @@
 #include <kvzap/core/attention.hpp>
 #include <kvzap/core/cache.hpp>
 #include <kvzap/core/communicator.hpp>
-#include <kvzap/engine/policy_step.hpp>
 #include <kvzap/engine/scorer.hpp>
 #include <kvzap/engine/step_batch.hpp>
 #include <kvzap/model/model.hpp>
@@ -94,6 +93,9 @@ class Decoder {
 
   void check(const StepBatch& batch) const;
   void reserve(const StepBatch& batch);
+  void plan(const StepBatch& batch);
+  void reserve_layers(const StepBatch& batch);
+  void reserve_outputs();
   void begin_cache_step(const StepBatch& batch);
   void place_rows(const StepBatch& batch);
   void choose_frequencies(const StepBatch& batch);

@@ -87,4 +87,10 @@ struct StepResult {
   std::vector<float> logits;
 };
 
+/// Seconds that the host has spent on this rank so far.
+struct PruneSeconds {
+  double scoring = 0;  // by a scorer or policy
+  double pruning = 0;  // choosing rows, and appending rows that an eviction rule judges
+};
+
 }  // namespace kvzap

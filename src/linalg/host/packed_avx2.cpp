@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <cstring>
-#include <kvzap/core/linear_weights.hpp>
 
 #include "base/simd.hpp"
 #include "linalg/host/packed_kernels.hpp"
+#include "linalg/linear_weights.hpp"
 
 #if KVZAP_X86
 #include <immintrin.h>
@@ -18,7 +18,7 @@ namespace kvzap::detail::avx2 {
 
 #if KVZAP_X86
 #define KVZAP_INLINE_AVX2 KVZAP_TARGET_AVX2 inline __attribute__((always_inline))
-// Of loops over registers: GCC would unroll them late, and store all sums in every step.
+// For loops over registers: GCC would unroll them late and store all sums in every step.
 #define KVZAP_UNROLL _Pragma("GCC unroll 16")
 
 namespace {
@@ -26,7 +26,7 @@ namespace {
 constexpr int block_outputs = LinearWeights<float>::block_outputs;
 constexpr int width = 8;
 
-// What of a block lies together for all outputs: a pair of inputs in bf16, one in the other types.
+// Inputs that a block stores together for all outputs: a pair in bf16, one in other types.
 template <class Value>
 constexpr int step_inputs = std::is_same_v<Value, bfloat16> ? 2 : 1;
 
@@ -46,13 +46,13 @@ KVZAP_INLINE_AVX2 __m256 load(const bfloat16* p) {
                                     : _mm256_and_si256(pairs, _mm256_set1_epi32(-0x10000)));
 }
 
-/// acc (Rows, 8 * Vectors) += x (Rows) * weights (8 * Vectors) for input number I of a step; `x` is
-/// that input of the first row.
+/// acc (Rows, 8 * Vectors) += x (Rows) * weights (8 * Vectors) for input number I of a step. `x`
+/// points to that input of the first row.
 template <int I, int Rows, int Vectors, class Value>
 KVZAP_INLINE_AVX2 void add_input(const float* x, std::int64_t x_stride, const Value* step,
                                  __m256 (&acc)[Rows][Vectors]) {
   constexpr int apart = width * step_inputs<Value>;
-  // Whatever of the two is less stays in registers beside the sums.
+  // The smaller of the two operands stays in registers beside the sums.
   if constexpr (Rows <= 3) {
     __m256 row[Rows];
     KVZAP_UNROLL for (int m = 0; m < Rows; ++m) row[m] = _mm256_broadcast_ss(x + m * x_stride);
@@ -72,8 +72,8 @@ KVZAP_INLINE_AVX2 void add_input(const float* x, std::int64_t x_stride, const Va
   }
 }
 
-/// The outputs first .. first + 8 * Vectors of a block for Rows rows over the steps begin .. end,
-/// added to `sums` (Rows, 64).
+/// Adds the outputs first .. first + 8 * Vectors - 1 of a block, for Rows rows over the steps begin
+/// .. end - 1, to `sums` (Rows, 64).
 template <int Rows, int Vectors, class Value>
 KVZAP_INLINE_AVX2 void add_steps(const float* x, std::int64_t x_stride, const Value* block,
                                  int first, std::int64_t begin, std::int64_t end, float* sums) {
@@ -96,8 +96,8 @@ KVZAP_INLINE_AVX2 void add_steps(const float* x, std::int64_t x_stride, const Va
   }
 }
 
-/// All outputs, as many at once as leave the sums in sixteen registers. (Inlined where the number
-/// of steps is known, GCC would unroll them, and run out of registers for addresses.)
+/// All outputs, as many at once as leave the sums in sixteen registers. (If this were inlined where
+/// the number of steps is known, GCC would unroll the loop and run out of registers for addresses.)
 template <int Rows, class Value>
 KVZAP_TARGET_AVX2 __attribute__((noinline)) void add_all(const float* x, std::int64_t x_stride,
                                                          const Value* block, std::int64_t begin,
@@ -108,9 +108,9 @@ KVZAP_TARGET_AVX2 __attribute__((noinline)) void add_all(const float* x, std::in
   }
 }
 
-/// Rows that take the weights straight from memory. Parts of a block take turns after every KiB, so
-/// that lines are read nearly in the order in which they lie: the processor's
-/// prefetcher then brings them at full speed, which asking for lines one by one would not reach.
+/// For rows that read the weights straight from memory. Parts of a block take turns after every
+/// KiB, so that lines are read nearly in memory order. The processor's prefetcher then reaches full
+/// speed; prefetching single lines would not.
 template <int Rows, class Value>
 KVZAP_TARGET_AVX2 void stream(const float* x, std::int64_t x_stride, const Value* block,
                               std::int64_t steps, float* sums) {
@@ -121,11 +121,11 @@ KVZAP_TARGET_AVX2 void stream(const float* x, std::int64_t x_stride, const Value
   }
 }
 
-// More rows share weights that have been widened into the first-level cache, so many inputs at a
+// More rows share weights that have been widened into the first-level cache, this many inputs at a
 // time.
 constexpr std::int64_t widened_inputs = 32;
 
-/// All 64 outputs of `count` <= widened_inputs inputs, input after input.
+/// Widens all 64 outputs of `count` <= widened_inputs inputs, input after input.
 template <class Value>
 KVZAP_TARGET_AVX2 void widen_inputs(const Value* source, std::int64_t count, float* wide) {
   constexpr int together = step_inputs<Value>;
@@ -156,7 +156,8 @@ KVZAP_TARGET_AVX2 void share(const float* x, std::int64_t x_stride, int n_rows, 
     const std::int64_t count = std::min(widened_inputs, padded_inputs - begin);
     const Value* source = block + begin * block_outputs;
     widen_inputs(source, count, wide);
-    // For the second-level cache, far enough ahead; behind the last block lies what is not read.
+    // Prefetches to the second-level cache, far enough ahead; lines behind the last block are not
+    // read.
     const Value* next = source + 2 * widened_inputs * block_outputs;
     for (int first = 0; first < block_outputs; first += 2 * width) {
       for (std::int64_t i = 0; i < widened_inputs * 2 * width; i += line) {
@@ -191,8 +192,8 @@ void product(const float* x, std::int64_t x_stride, int n_rows, const Value* blo
   const std::int64_t steps = padded_inputs / step_inputs<Value>;
   alignas(64) float sums[packed_product_rows * block_outputs];
   std::fill_n(sums, n_rows * block_outputs, 0.0f);
-  // Six rows are the most whose sums of 16 outputs stay in registers. Floats, which bring the
-  // memory's rate more rows, gain from being read in one stream earlier.
+  // Six rows are the most whose sums of 16 outputs stay in registers. With floats, five rows
+  // already gain from the other path, which reads the weights in one stream.
   constexpr int most_streamed = std::is_same_v<Value, float> ? 4 : 6;
   switch (n_rows <= most_streamed ? n_rows : 0) {
     case 1:
@@ -220,11 +221,11 @@ void product(const float* x, std::int64_t x_stride, int n_rows, const Value* blo
 }
 
 // A product of many rows: panels of 16 outputs by gemm_inputs inputs are widened into the
-// first-level cache, and all rows pass by, six at a time.
+// first-level cache, and all rows are multiplied by them, six at a time.
 constexpr int tile_rows = 6;
 constexpr int tile_outputs = 16;
 
-/// The inputs begin .. end of 16 outputs, input after input; begin and end are multiples of a step.
+/// Widens the inputs begin .. end - 1 of 16 outputs; begin and end are multiples of a step.
 template <class Value>
 KVZAP_TARGET_AVX2 void widen_panel(const Value* block, int first, std::int64_t begin,
                                    std::int64_t end, float* panel) {
@@ -239,8 +240,8 @@ KVZAP_TARGET_AVX2 void widen_panel(const Value* block, int first, std::int64_t b
   }
 }
 
-/// sums (Rows, 16) += x (Rows, count) * panel (count, 16), or = if `first`; rows of x lie
-/// gemm_inputs apart. count is a multiple of 8. Asks for the rows behind these meanwhile.
+/// sums (Rows, 16) += x (Rows, count) * panel (count, 16), or = if `first`. Rows of x are
+/// gemm_inputs apart. count is a multiple of 8. Prefetches the following rows meanwhile.
 template <int Rows>
 KVZAP_TARGET_AVX2 void multiply_tile(const float* x, const float* panel, std::int64_t count,
                                      bool first, float* sums) {
@@ -301,18 +302,18 @@ void gemm(const float* x, std::int64_t slice_stride, std::int64_t n_rows, const 
   constexpr std::int64_t line = 64 / sizeof(Value);
   constexpr std::int64_t slice_values = gemm_inputs * block_outputs;
   alignas(64) float panel[gemm_inputs * tile_outputs];
-  // Of a panel after the other, as rows of y may contend for the same sets of the caches.
+  // Panel after panel, as rows of y may contend for the same sets of the caches.
   alignas(64) float sums[gemm_rows * block_outputs];
   const std::int64_t panels = (outputs + tile_outputs - 1) / tile_outputs;
-  // Tiles of as many rows as the others, or one less, as few rows keep the multipliers waiting.
+  // Tiles have equal numbers of rows, give or take one: small tiles keep the multipliers waiting.
   const std::int64_t groups = (n_rows + tile_rows - 1) / tile_rows;
   const std::int64_t tiles = panels * groups;
   const std::int64_t asked_by_tile = (slice_values / line + tiles - 1) / tiles * line;
   for (std::int64_t begin = 0; begin < padded_inputs; begin += gemm_inputs) {
     const std::int64_t count = std::min(gemm_inputs, padded_inputs - begin);
     const float* slice = x + begin / gemm_inputs * slice_stride;
-    // The next slice of weights is asked for in the order in which it lies. (Behind the last one it
-    // is the next block's first, or not read.)
+    // Prefetches the next slice of weights in memory order. (Behind the last slice lies the first
+    // of the next block, or memory that is not read.)
     const Value* next = block + (begin + count) * block_outputs;
     for (std::int64_t p = 0; p < panels; ++p) {
       widen_panel(block, static_cast<int>(p) * tile_outputs, begin, begin + count, panel);

@@ -2,11 +2,11 @@
 
 #include <algorithm>
 #include <cstring>
-#include <kvzap/core/linear_weights.hpp>
 
 #include "base/simd.hpp"
 #include "linalg/host/packed_avx2.hpp"
 #include "linalg/host/row_kernels.hpp"
+#include "linalg/linear_weights.hpp"
 #include "linalg/rounded_rows.hpp"
 
 #if KVZAP_X86
@@ -25,8 +25,8 @@ constexpr int block_outputs = LinearWeights<float>::block_outputs;
 constexpr int width = 16;
 constexpr int vectors = block_outputs / width;
 
-// One step of a product goes through what of a block lies together for all outputs: a pair of
-// inputs in bf16, one input in the other types.
+// One step of a product reads the inputs that a block stores together for all outputs: a pair of
+// inputs in bf16, one input in other types.
 template <class Value>
 constexpr int step_inputs = std::is_same_v<Value, bfloat16> ? 2 : 1;
 
@@ -35,7 +35,7 @@ KVZAP_TARGET_AVX512 inline __m512 load(const half* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 
-/// Sums (Rows, 64) to registers and back.
+/// Loads sums (Rows, 64) to registers; store_sums writes them back.
 template <int Rows>
 KVZAP_TARGET_AVX512 inline __attribute__((always_inline)) void load_sums(
     const float* sums, __m512 (&acc)[Rows][vectors]) {
@@ -55,7 +55,7 @@ KVZAP_TARGET_AVX512 inline __attribute__((always_inline)) void store_sums(
   }
 }
 
-/// All outputs of a block for Rows rows over the steps begin .. end, added to `sums` (Rows, 64).
+/// Adds all outputs of a block for Rows rows over the steps begin .. end - 1 to `sums` (Rows, 64).
 template <int Rows, class Value>
 KVZAP_TARGET_AVX512 inline __attribute__((always_inline)) void add_steps(
     const float* x, std::int64_t x_stride, const Value* block, std::int64_t begin, std::int64_t end,
@@ -124,10 +124,10 @@ KVZAP_TARGET_AVX512_BF16 inline __attribute__((always_inline)) void add_steps(
   store_sums(acc, sums);
 }
 
-/// Steps after which groups of rows take turns; padding makes every number of steps a multiple.
+/// Steps after which groups of rows take turns; with padding, every number of steps is a multiple.
 constexpr std::int64_t turn = 16;
 
-/// First rows and the Second behind them, in turns.
+/// Multiplies First rows and the Second rows behind them, in turns.
 template <int First, int Second, class Value>
 KVZAP_TARGET_AVX512 void add_in_turns(const float* x, std::int64_t x_stride, const Value* block,
                                       std::int64_t begin, std::int64_t end, float* sums) {
@@ -148,7 +148,7 @@ KVZAP_TARGET_AVX512_BF16 void add_in_turns(const bfloat16* x, std::int64_t x_str
   }
 }
 
-/// The same in one go.
+/// The same in one pass.
 template <int Rows, class Value>
 KVZAP_TARGET_AVX512 void add_at_once(const float* x, std::int64_t x_stride, const Value* block,
                                      std::int64_t begin, std::int64_t end, float* sums) {
@@ -187,12 +187,12 @@ void add_some(const X* x, std::int64_t x_stride, int n_rows, const Value* block,
 template <class X, class Value>
 void product(const X* x, std::int64_t x_stride, int n_rows, const Value* block,
              std::int64_t padded_inputs, int outputs, float* y, std::int64_t y_stride) {
-  // Six rows are the most whose sums stay in registers. Up to that many take the weights in one
-  // uninterrupted pass from memory, which the processor's prefetcher follows at full speed (asking
-  // for lines one by one would not reach it). Seven and eight are as much arithmetic as memory lets
-  // one core do: two groups take turns after every few lines, so that neither ever waits for the
-  // other. More rows are bound by arithmetic, and the fewer turns the better, as long as the next
-  // group still finds the weights in the second-level cache.
+  // Six rows are the most whose sums stay in registers. Up to six rows read the weights from memory
+  // in one pass, which the processor's prefetcher follows at full speed; prefetching single lines
+  // would be slower. With seven and eight rows, arithmetic takes as long as memory on one core: two
+  // groups take turns after every few lines, so that neither waits for the other. More rows are
+  // bound by arithmetic. The fewer turns the better then, as long as the next group still finds the
+  // weights in the second-level cache.
   constexpr std::int64_t step_bytes = block_outputs * step_inputs<Value> * sizeof(Value);
   const std::int64_t steps = padded_inputs / step_inputs<Value>;
   const int group = n_rows <= 8 ? 8 : 6;
@@ -254,8 +254,8 @@ KVZAP_TARGET_AVX512 void widen_pairs(const bfloat16* block, std::int64_t padded_
   }
 }
 
-/// Columns k .. k + 16 of 16-bit pairs or 32-bit values of a row, as 32-bit words; zeros behind
-/// `inputs`.
+/// Columns k .. k + 15 of 16-bit pairs or 32-bit values of a row, as 32-bit words, with zeros
+/// behind `inputs`.
 template <class Value>
 KVZAP_TARGET_AVX512 inline __m512i load_words(const Value* row, std::int64_t k,
                                               std::int64_t inputs) {

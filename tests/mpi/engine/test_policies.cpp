@@ -12,6 +12,7 @@
 
 #include "allocations.hpp"
 #include "linalg/gemm.hpp"
+#include "model/model_weights.hpp"
 
 namespace kvzap {
 namespace {
@@ -690,7 +691,7 @@ class WeightReader final : public Policy {
   explicit WeightReader(std::shared_ptr<const Model<Value>> model) : m_model(std::move(model)) {}
   void score(PolicyLayer& layer, const ScoreView& scores) override {
     Kokkos::deep_copy(scores, 1.0F);
-    const LinearWeights<Value>& whole = m_model->layer(layer.layer()).o;
+    const LinearWeights<Value>& whole = m_model->weights().layers[layer.layer()].o;
     for (int q = 0; q < layer.heads() * group; ++q) {
       const auto found = on_host(layer.output_weights(q));
       const detail::Matrix x("kvzap::test::identity", dim, whole.inputs());

@@ -2,10 +2,10 @@
 // what another one, of the same or of fewer tokens, is given.
 #include <gtest/gtest.h>
 
-#include <kvzap/engine/policy_step.hpp>
 #include <string>
 #include <vector>
 
+#include "engine/policy_step.hpp"
 #include "unit/temporary_folder.hpp"
 
 namespace kvzap {

@@ -87,10 +87,4 @@ struct PolicyStep {
   std::vector<Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>> scores;
 };
 
-/// Seconds spent so far on this rank, the host's.
-struct PruneSeconds {
-  double scoring = 0;  // by a scorer or policy
-  double pruning = 0;  // choosing rows, and appending those that a rule judges
-};
-
 }  // namespace kvzap

@@ -1,0 +1,258 @@
+#include <map>
+#include <numeric>
+
+#include "base/stopwatch.hpp"
+#include "base/value_types.hpp"
+#include "engine/decoder_state.hpp"
+#include "engine/step_kernels.hpp"
+#include "model/model_weights.hpp"
+
+namespace kvzap {
+namespace {
+
+using detail::ConstMatrix;
+using detail::is_scored;
+using detail::Matrix;
+using detail::range;
+
+}  // namespace
+
+// Copies token ids and positions to the device and computes RoPE's angles there, in float as
+// transformers does.
+template <class Value>
+void Decoder<Value>::place_rows(const StepBatch& batch) {
+  Scratch& scratch = *m_scratch;
+  const std::int64_t count = batch.tokens().size();
+  locally([&] {
+    const auto host_ids = Kokkos::create_mirror_view(scratch.ids);
+    const auto host_positions = Kokkos::create_mirror_view(scratch.positions);
+    std::copy(batch.tokens().begin(), batch.tokens().end(), host_ids.data());
+    for (std::size_t s = 0; s < batch.spans().size(); ++s) {
+      const StepBatch::Span& span = batch.spans()[s];
+      std::int64_t* const own = host_positions.data() + span.first;
+      std::iota(own, own + span.count, scratch.first_positions[s]);
+    }
+    Kokkos::deep_copy(scratch.ids, host_ids);
+    Kokkos::deep_copy(scratch.positions, host_positions);
+    ConstMatrix frequencies(scratch.inverse_frequencies.data(), 1,
+                            scratch.inverse_frequencies.extent(0));
+    Kokkos::View<const std::int64_t*, MemorySpace> tables;
+    if (m_model.config().rope_depends_on_length()) {
+      choose_frequencies(batch);
+      frequencies = scratch.frequency_tables;
+      tables = scratch.tables;
+    }
+    detail::fill_angles(scratch.exec, count, scratch.positions, tables, frequencies,
+                        m_model.config().rope_attention_factor(), scratch.angles);
+  });
+  scratch.h = scratch.matrix(Scratch::residual, count, m_model.config().hidden_size);
+  scratch.pending = Matrix();
+}
+
+// Chooses RoPE's frequencies for each span, by the length of its sequence after the step.
+template <class Value>
+void Decoder<Value>::choose_frequencies(const StepBatch& batch) {
+  Scratch& scratch = *m_scratch;
+  const ModelConfig& config = m_model.config();
+  const RopeScaling& scaling = *config.rope_scaling;
+  const auto host_tables = Kokkos::create_mirror_view(scratch.tables);
+  std::map<std::int64_t, std::int64_t> table_of_length = {{0, 0}};
+  std::vector<float> rows = rope_inverse_frequencies(config);
+  for (std::size_t s = 0; s < batch.spans().size(); ++s) {
+    const StepBatch::Span& span = batch.spans()[s];
+    std::int64_t length = scratch.first_positions[s] + span.count;
+    if (length <= scaling.original_max_position_embeddings) length = 0;
+    // longrope has one table for all longer texts.
+    if (length > 0 && scaling.type == RopeType::longrope) {
+      length = scaling.original_max_position_embeddings + 1;
+    }
+    const auto [entry, is_new] =
+        table_of_length.emplace(length, static_cast<std::int64_t>(table_of_length.size()));
+    if (is_new) {
+      const std::vector<float> row = rope_inverse_frequencies(config, length);
+      rows.insert(rows.end(), row.begin(), row.end());
+    }
+    std::fill_n(host_tables.data() + span.first, span.count, entry->second);
+  }
+  Kokkos::deep_copy(scratch.tables, host_tables);
+  const std::int64_t pairs = config.head_dim / 2;
+  const auto count = static_cast<std::int64_t>(rows.size()) / pairs;
+  if (static_cast<std::int64_t>(scratch.frequency_tables.extent(0)) != count) {
+    scratch.frequency_tables = Matrix("kvzap::decoder::frequency_tables", count, pairs);
+  }
+  Kokkos::deep_copy(scratch.frequency_tables,
+                    Kokkos::View<const float**, Kokkos::LayoutRight, Kokkos::HostSpace>(
+                        rows.data(), count, pairs));
+}
+
+// Each rank fills the rows of its part of the vocabulary; the sum over ranks completes them.
+template <class Value>
+void Decoder<Value>::embed() {
+  Scratch& scratch = *m_scratch;
+  locally([&] {
+    detail::embed<Value>(scratch.exec, scratch.ids, m_model.weights().embedding,
+                         m_model.weights().first_token, scratch.h);
+  });
+  scratch.rank_sum(scratch.exec, m_comm, scratch.h);
+}
+
+// Calls the scorer once for all sequences: on the rows from the first scored span to the last one.
+template <class Value>
+void Decoder<Value>::score(const StepBatch& batch, int layer, const Rows& rows, const Matrix& x) {
+  Scratch& scratch = *m_scratch;
+  std::int64_t begin = rows.end, end = rows.begin;
+  for_each_span(batch, rows, [&](std::size_t s, std::int64_t first, std::int64_t last) {
+    if (!batch.spans()[s].rule.score) return;
+    begin = std::min(begin, first);
+    end = std::max(end, last);
+  });
+  if (begin >= end) return;
+  const auto own = range(begin, end);
+  const Matrix scores = new_scores(batch, layer);
+  // Not by `locally`: all ranks must call a scorer that communicates.
+  const detail::Stopwatch watch(m_seconds.scoring);
+  try {
+    m_scorer->score(scratch.exec, layer, Kokkos::subview(scratch.positions, own),
+                    Kokkos::subview(x, range(begin - rows.begin, end - rows.begin), Kokkos::ALL),
+                    Kokkos::subview(scores, Kokkos::ALL, own));
+  } catch (...) {
+    if (!m_failure) m_failure = std::current_exception();
+  }
+}
+
+// norm → score → q, k, v → norm and RoPE → attention → o → sum over ranks
+template <class Value>
+void Decoder<Value>::attention_block(const StepBatch& batch, int layer, const Rows& rows) {
+  Scratch& scratch = *m_scratch;
+  const ExecutionSpace& exec = scratch.exec;
+  const ModelConfig& config = m_model.config();
+  const auto& weights = m_model.weights().layers[layer];
+  const float eps = static_cast<float>(config.rms_norm_eps);
+  const std::int64_t m = rows.count();
+  const int dim = static_cast<int>(config.head_dim);
+  const std::int64_t kv_heads = m_cache.shape().heads[layer];
+  const std::int64_t q_heads = kv_heads * config.query_group();
+  const Matrix h = Kokkos::subview(scratch.h, range(rows.begin, rows.end), Kokkos::ALL);
+  const Matrix x = scratch.matrix(Scratch::normed, m, config.hidden_size);
+  auto rounded = decltype(scratch.linear.template room_for_rounded<Value>(1, 1))();
+  locally([&] {
+    rounded = scratch.linear.template room_for_rounded<Value>(m, config.hidden_size);
+    detail::add_and_norm(exec, h, scratch.pending, weights.input_norm, eps, x, rounded);
+    if (!m_observer) return;
+    for_each_span(batch, rows, [&](std::size_t s, std::int64_t begin, std::int64_t end) {
+      const StepBatch::Span& span = batch.spans()[s];
+      m_observer->attention_input(
+          span.sequence, layer, scratch.first_positions[s] + begin - span.first,
+          Kokkos::subview(x, range(begin - rows.begin, end - rows.begin), Kokkos::ALL));
+    });
+  });
+  if (scratch.scores) score(batch, layer, rows, x);
+
+  locally([&] {
+    const NewRows keys = new_rows(scratch.new_keys, batch, layer);
+    const NewRows values = new_rows(scratch.new_values, batch, layer);
+    const Matrix qkv = scratch.matrix(Scratch::projected, m, (q_heads + 2 * kv_heads) * dim);
+    scratch.linear(exec, x, rounded, weights.qkv, weights.qkv_bias, qkv);
+    detail::qk_norm_and_rope(exec, qkv, dim, kv_heads, weights.q_norm, weights.k_norm, eps,
+                             scratch.angles, rows.begin, keys.data() + rows.begin * kv_heads * dim,
+                             values.data() + rows.begin * kv_heads * dim);
+
+    const Matrix a = scratch.matrix(Scratch::attended, m, q_heads * dim);
+    using Queries = typename Attention<Value, engine_page_order>::QueryView;
+    using Heads = Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace>;
+    const Queries queries(qkv.data(), Kokkos::LayoutStride(m, qkv.extent(1), q_heads, dim, dim, 1));
+    const Heads attended(a.data(), m, q_heads, dim);
+    scratch.attention_spans.clear();
+    for_each_span(batch, rows, [&](std::size_t s, std::int64_t begin, std::int64_t end) {
+      const StepBatch::Span& span = batch.spans()[s];
+      scratch.attention_spans.push_back({m_cache.layer(span.sequence, layer), begin - rows.begin,
+                                         end - begin, span.first, end - span.first});
+    });
+    LogSumExpView lse;
+    if (m_policies->log_sum_exp) {
+      const Matrix kept(m_policies->scratch.lse.data(), m, q_heads);
+      lse = kept;
+    }
+    m_attention(exec, scratch.attention_spans, queries, keys, values, attended, m_attention_path,
+                lse);
+  });
+  // Before the next product overwrites the hidden states.
+  if (m_policies->any) observe(batch, layer, rows);
+  locally([&] {
+    scratch.linear(exec, scratch.matrix(Scratch::attended, m, q_heads * dim), weights.o,
+                   weights.o_bias, x);
+  });
+  scratch.rank_sum(exec, m_comm, x);
+}
+
+// norm → gate, up → SiLU → down → sum over ranks
+template <class Value>
+void Decoder<Value>::feed_forward_block(int layer, const Rows& rows, bool is_whole) {
+  Scratch& scratch = *m_scratch;
+  const ExecutionSpace& exec = scratch.exec;
+  const ModelConfig& config = m_model.config();
+  const auto& weights = m_model.weights().layers[layer];
+  const std::int64_t m = rows.count();
+  const std::int64_t width = weights.gate_up.outputs() / 2;
+  const Matrix h = Kokkos::subview(scratch.h, range(rows.begin, rows.end), Kokkos::ALL);
+  const Matrix x = scratch.matrix(Scratch::normed, m, config.hidden_size);
+  locally([&] {
+    auto rounded = scratch.linear.template room_for_rounded<Value>(m, config.hidden_size);
+    detail::add_and_norm(exec, h, x, weights.attention_norm,
+                         static_cast<float>(config.rms_norm_eps), x, rounded);
+    const Matrix gate_up = scratch.matrix(Scratch::gates, m, 2 * width);
+    scratch.linear(exec, x, rounded, weights.gate_up, weights.gate_up_bias, gate_up);
+    rounded = scratch.linear.template room_for_rounded<Value>(m, width);
+    const Matrix gated = scratch.matrix(Scratch::projected, m, width);
+    detail::silu_times(exec, gate_up, gated, rounded);
+    scratch.linear(exec, gated, rounded, weights.down, weights.down_bias, x);
+  });
+  scratch.rank_sum(exec, m_comm, x);
+  if (is_whole) {
+    scratch.pending = x;  // the next norm adds it; nothing overwrites it until then
+  } else {
+    locally([&] { detail::add(exec, h, x); });
+  }
+}
+
+template <class Value>
+void Decoder<Value>::append(const StepBatch& batch, int layer) {
+  const bool judges =
+      std::any_of(batch.spans().begin(), batch.spans().end(),
+                  [](const StepBatch::Span& span) { return span.rule.eviction.judge; });
+  double unjudged = 0;
+  const detail::Stopwatch watch(judges ? m_seconds.pruning : unjudged);
+  locally([&] {
+    Scratch& scratch = *m_scratch;
+    const NewRows keys = new_rows(scratch.new_keys, batch, layer);
+    const NewRows values = new_rows(scratch.new_values, batch, layer);
+    const Activations scores = new_scores(batch, layer);
+    if (m_observer) {
+      for (std::size_t s = 0; s < batch.spans().size(); ++s) {
+        const StepBatch::Span& span = batch.spans()[s];
+        if (!is_scored(span.rule)) continue;
+        m_observer->scores(
+            span.sequence, layer, scratch.first_positions[s],
+            Kokkos::subview(scores, Kokkos::ALL, range(span.first, span.first + span.count)));
+      }
+    }
+    const auto& spans = m_policies->any ? m_policies->append_spans : scratch.append_spans;
+    if (spans.empty()) return;
+    if (scratch.deferred) {
+      m_cache.append_deferred(scratch.exec, spans, layer, keys, values, scores);
+    } else {
+      m_cache.append(scratch.exec, spans, layer, keys, values, scores);
+    }
+  });
+}
+
+#define KVZAP_INSTANTIATE(Value)                                                     \
+  template void Decoder<Value>::place_rows(const StepBatch&);                        \
+  template void Decoder<Value>::embed();                                             \
+  template void Decoder<Value>::attention_block(const StepBatch&, int, const Rows&); \
+  template void Decoder<Value>::feed_forward_block(int, const Rows&, bool);          \
+  template void Decoder<Value>::append(const StepBatch&, int);
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
+#undef KVZAP_INSTANTIATE
+
+}  // namespace kvzap

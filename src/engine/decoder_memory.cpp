@@ -1,0 +1,191 @@
+#include "base/device_kernels.hpp"
+#include "base/value_types.hpp"
+#include "engine/decoder_state.hpp"
+#include "model/model_weights.hpp"
+
+namespace kvzap {
+namespace {
+
+using detail::block_tokens;
+using detail::is_scored;
+
+std::int64_t next_power_of_two(std::int64_t count) {
+  std::int64_t power = 1;
+  while (power < count) power *= 2;
+  return power;
+}
+
+}  // namespace
+
+// Reserves the memory of this step, except scratch space of products and the kept rows of long
+// spans.
+template <class Value>
+void Decoder<Value>::reserve(const StepBatch& batch) {
+  begin_policies(batch);
+  plan(batch);
+  reserve_layers(batch);
+  reserve_outputs();
+  if (std::any_of(batch.spans().begin(), batch.spans().end(),
+                  [](const StepBatch::Span& span) { return span.rule.score; })) {
+    m_scorer->reserve(std::min<std::int64_t>(batch.tokens().size(), block_tokens));
+  }
+  const auto& heads = m_cache.shape().heads;
+  m_attention.reserve(attention_extents(batch, *std::max_element(heads.begin(), heads.end())),
+                      m_attention_path);
+}
+
+// Lists what the step appends and which rows give outputs.
+template <class Value>
+void Decoder<Value>::plan(const StepBatch& batch) {
+  Scratch& scratch = *m_scratch;
+  const auto n_spans = static_cast<std::int64_t>(batch.spans().size());
+  const auto count = static_cast<std::int64_t>(batch.tokens().size());
+  scratch.scores = std::any_of(batch.spans().begin(), batch.spans().end(),
+                               [](const StepBatch::Span& span) { return is_scored(span.rule); });
+  // A decode step on a device waits only once, at its end.
+  scratch.deferred = count == n_spans && detail::uses_device_kernels() && !m_policies->any;
+  scratch.attention_spans.reserve(n_spans);
+  scratch.append_spans.clear();
+  scratch.sequences.clear();
+  scratch.first_positions.clear();
+  for (const StepBatch::Span& span : batch.spans()) {
+    scratch.append_spans.push_back(
+        {span.sequence, span.first, span.count, span.rule.eviction, is_scored(span.rule)});
+    scratch.sequences.push_back(span.sequence);
+    scratch.first_positions.push_back(m_cache.tokens(span.sequence, 0));
+  }
+  scratch.output_spans.clear();
+  scratch.output_rows.clear();
+  for (const StepOutput wanted : {StepOutput::argmax, StepOutput::logits}) {
+    for (std::int64_t s = 0; s < n_spans; ++s) {
+      const StepBatch::Span& span = batch.spans()[s];
+      if (span.output != wanted) continue;
+      scratch.output_spans.push_back(s);
+      scratch.output_rows.push_back(span.first + span.count - 1);
+    }
+    if (wanted == StepOutput::argmax) scratch.n_argmax = scratch.output_rows.size();
+  }
+  scratch.results.clear();
+  scratch.results.resize(n_spans);
+}
+
+// Reserves the buffers that blocks of tokens pass through, layer after layer.
+template <class Value>
+void Decoder<Value>::reserve_layers(const StepBatch& batch) {
+  Scratch& scratch = *m_scratch;
+  const ModelConfig& config = m_model.config();
+  const std::int64_t count = batch.tokens().size();
+  const std::int64_t hidden = config.hidden_size;
+  const std::int64_t dim = config.head_dim;
+  const std::int64_t m = std::min(count, block_tokens);
+  const std::int64_t outputs = scratch.output_rows.size();
+  const auto& weights = m_model.weights();
+  std::int64_t kv_heads = 0, projected = 0, attended = 0, gates = 0;
+  for (int l = 0; l < static_cast<int>(config.num_hidden_layers); ++l) {
+    const std::int64_t own = m_cache.shape().heads[l];
+    const std::int64_t gate_up = weights.layers[l].gate_up.outputs();
+    kv_heads = std::max(kv_heads, own);
+    attended = std::max(attended, own * config.query_group() * dim);
+    projected = std::max({projected, own * (config.query_group() + 2) * dim, gate_up / 2});
+    gates = std::max(gates, gate_up);
+  }
+  // The output head uses these buffers after the last layer.
+  projected = std::max(m * projected, outputs * weights.output_head.outputs());
+  attended = std::max(m * attended, outputs * hidden);
+  scratch.reserve(Scratch::residual, count * hidden);
+  scratch.reserve(Scratch::normed, m * hidden);
+  scratch.reserve(Scratch::projected, projected);
+  scratch.reserve(Scratch::attended, attended);
+  scratch.reserve(Scratch::gates, m * gates);
+  scratch.reserve_new_rows(count * kv_heads * dim, scratch.scores ? count * kv_heads : 0, m_meter);
+  scratch.rank_sum.reserve(m_comm, count * hidden);
+  detail::reserve_scratch(scratch.ids, count, "kvzap::decoder::ids");
+  detail::reserve_scratch(scratch.positions, count, "kvzap::decoder::positions");
+  if (config.rope_depends_on_length()) {
+    detail::reserve_scratch(scratch.tables, count, "kvzap::decoder::tables");
+  }
+  if (static_cast<std::int64_t>(scratch.angles.extent(0)) < count) {
+    scratch.angles = decltype(scratch.angles)();
+    scratch.angles = decltype(scratch.angles)(
+        Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::decoder::angles"), count, dim / 2,
+        2);
+  }
+}
+
+// Reserves the buffers of tokens and logits.
+template <class Value>
+void Decoder<Value>::reserve_outputs() {
+  Scratch& scratch = *m_scratch;
+  const std::int64_t hidden = m_model.config().hidden_size;
+  const std::int64_t vocabulary = m_model.config().vocab_size;
+  const std::int64_t outputs = scratch.output_rows.size();
+  const std::int64_t n_logits = outputs - scratch.n_argmax;
+  if (!outputs_lie_together()) {
+    scratch.reserve(Scratch::last_rows, outputs * hidden);
+    scratch.reserve(Scratch::last_added, outputs * hidden);
+    detail::reserve_scratch(scratch.device_rows, outputs, "kvzap::decoder::output_rows");
+  }
+  detail::reserve_scratch(scratch.argmax, scratch.n_argmax, "kvzap::decoder::argmax");
+  scratch.argmax_keys.resize(scratch.n_argmax + 1);
+  scratch.local_logits.resize(n_logits * m_model.weights().output_head.outputs());
+  if (m_comm.is_root()) {
+    scratch.gathered_logits.resize(m_comm.size() > 1 ? n_logits * vocabulary : 0);
+  }
+  scratch.logit_counts.resize(m_comm.size());
+  for (int r = 0; r < m_comm.size(); ++r) {
+    const auto [begin, end] = even_range(vocabulary, m_comm.size(), r);
+    scratch.logit_counts[r] = n_logits * (end - begin);
+  }
+  for (std::int64_t o = scratch.n_argmax; o < outputs && m_comm.is_root(); ++o) {
+    scratch.results[scratch.output_spans[o]].logits.resize(vocabulary);
+  }
+}
+
+// Bounds the extents of this step's calls of attention, as if no row had been evicted.
+template <class Value>
+AttentionExtents Decoder<Value>::attention_extents(const StepBatch& batch, int kv_heads) const {
+  const ModelConfig& config = m_model.config();
+  AttentionExtents extents;
+  extents.kv_heads = kv_heads;
+  extents.group = static_cast<int>(config.query_group());
+  extents.head_dim = static_cast<int>(config.head_dim);
+  extents.spans = batch.spans().size();
+  extents.tokens = std::min<std::int64_t>(batch.tokens().size(), block_tokens);
+  std::int64_t all = 0;
+  for (const StepBatch::Span& span : batch.spans()) {
+    const std::int64_t rows = m_cache.tokens(span.sequence, 0) + span.count;
+    all += rows;
+    extents.longest_single = std::max(extents.longest_single, rows);
+  }
+  // Powers of two, so that scratch space grows rarely.
+  extents.longest_single = next_power_of_two(extents.longest_single);
+  extents.single_rows = kv_heads * next_power_of_two(all);
+  return extents;
+}
+
+// Whether the rows of the outputs are consecutive, as with one span or with single tokens.
+template <class Value>
+bool Decoder<Value>::outputs_lie_together() const {
+  const auto& rows = m_scratch->output_rows;
+  for (std::size_t i = 1; i < rows.size(); ++i) {
+    if (rows[i] != rows[0] + static_cast<std::int64_t>(i)) return false;
+  }
+  return true;
+}
+
+template <class Value>
+void Decoder<Value>::begin_cache_step(const StepBatch& batch) {
+  std::vector<StepSpan> spans;
+  spans.reserve(batch.spans().size());
+  for (const StepBatch::Span& span : batch.spans()) spans.push_back({span.sequence, span.count});
+  m_cache.begin_step(m_scratch->exec, spans);
+}
+
+#define KVZAP_INSTANTIATE(Value)                                    \
+  template void Decoder<Value>::reserve(const StepBatch&);          \
+  template void Decoder<Value>::begin_cache_step(const StepBatch&); \
+  template bool Decoder<Value>::outputs_lie_together() const;
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
+#undef KVZAP_INSTANTIATE
+
+}  // namespace kvzap

@@ -1,0 +1,218 @@
+// The state of a decoder and of its step under way, for the sources that share it.
+#pragma once
+
+#include <algorithm>
+#include <exception>
+#include <kvzap/engine/decoder.hpp>
+#include <memory>
+#include <new>
+#include <utility>
+#include <vector>
+
+#include "base/kokkos_compat.hpp"
+#include "base/scratch.hpp"
+#include "engine/policy_layer.hpp"
+#include "engine/policy_step.hpp"
+#include "linalg/gemm.hpp"
+#include "parallel/all_reduce.hpp"
+
+namespace kvzap {
+namespace detail {
+
+// The most tokens whose activations exist at once. With this many, products run at full rate, and
+// activations stay small beside weights and cache.
+inline constexpr std::int64_t block_tokens = 512;
+
+/// Outcome of a step on one rank; that of the step is the largest over the ranks.
+enum Outcome : std::int64_t { done = 0, out_of_memory = 1, failed = 2 };
+
+inline Outcome outcome_of(const std::exception_ptr& failure) {
+  if (!failure) return Outcome::done;
+  try {
+    std::rethrow_exception(failure);
+  } catch (const std::bad_alloc&) {
+    return Outcome::out_of_memory;
+  } catch (const OutOfMemory&) {
+    return Outcome::out_of_memory;
+  } catch (...) {
+    return Outcome::failed;
+  }
+}
+
+/// Whether the span's new pairs get scores, by the scorer or a policy.
+inline bool is_scored(const StepRule& rule) {
+  return rule.score || (rule.policy && rule.policy->scores_rows());
+}
+
+inline std::pair<std::int64_t, std::int64_t> range(std::int64_t begin, std::int64_t end) {
+  return {begin, end};
+}
+
+}  // namespace detail
+
+/// A block of the step's rows that passes through a layer in one call.
+template <class Value>
+struct Decoder<Value>::Rows {
+  std::int64_t begin;
+  std::int64_t end;
+  std::int64_t count() const { return end - begin; }
+};
+
+template <class Value>
+struct Decoder<Value>::Scratch {
+  // Buffers of activations. They grow on demand and stay between steps, so that only a step longer
+  // than all before allocates.
+  enum Buffer { residual, normed, projected, attended, gates, last_rows, last_added, n_buffers };
+  std::vector<detail::Vector> buffers = std::vector<detail::Vector>(n_buffers);
+  Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace> angles;
+  Kokkos::View<TokenId*, MemorySpace> ids;
+  Kokkos::View<std::int64_t*, MemorySpace> positions;
+  // If RoPE depends on the length of the text: the frequencies of texts up to the original length.
+  detail::Vector inverse_frequencies;
+  // Only for such models: tables of frequencies (table, head_dim / 2), the first for texts up to
+  // the original length, and the table of each token (token).
+  detail::Matrix frequency_tables;
+  Kokkos::View<std::int64_t*, MemorySpace> tables;
+  // Keys and values of the step's tokens in the current layer: (token, head, dim).
+  Kokkos::View<Value*, MemorySpace> new_keys, new_values;
+  detail::Vector new_scores;  // (head, token)
+  MeteredBytes new_bytes;
+  detail::LinearMap linear;
+  detail::RankSum rank_sum;
+  std::vector<std::int64_t> logit_counts;  // of each rank
+
+  // The step under way.
+  ExecutionSpace exec;
+  detail::Matrix h;        // (token, hidden), the residual stream
+  detail::Matrix pending;  // output of the last layer that the next norm still has to add to h
+  bool scores = false;     // the tokens of at least one span are scored
+  bool deferred = false;   // the cache waits for its kernels once, at the end of the step
+  std::vector<std::int64_t> first_positions;  // of each span
+  std::vector<AttentionSpan<Value, engine_page_order>> attention_spans;
+  std::vector<AppendSpan> append_spans;
+  std::vector<SequenceId> sequences;
+  // Outputs: the spans that ask for one and the rows of their last tokens. Spans that ask for the
+  // argmax come first.
+  std::vector<std::int64_t> output_spans, output_rows;
+  std::int64_t n_argmax = 0;
+  Kokkos::View<std::int64_t*, MemorySpace> device_rows, argmax;
+  std::vector<std::int64_t> argmax_keys;  // (output), then the step's outcome
+  std::vector<float> local_logits, gathered_logits;
+  std::vector<StepResult> results;
+
+  detail::Matrix matrix(Buffer index, std::int64_t rows, std::int64_t columns) {
+    return detail::Matrix(buffers[index].data(), rows, columns);
+  }
+  void reserve(Buffer index, std::int64_t count) {
+    detail::reserve_scratch(buffers[index], count, "kvzap::decoder::activations");
+  }
+
+  void reserve_new_rows(std::int64_t values, std::int64_t n_scores, MemoryMeter* meter) {
+    if (static_cast<std::int64_t>(new_keys.extent(0)) < values) {
+      release_new_rows();
+      detail::reserve_scratch(new_keys, values, "kvzap::decoder::new_keys");
+      detail::reserve_scratch(new_values, values, "kvzap::decoder::new_values");
+      new_bytes = MeteredBytes(meter, 2 * values * sizeof(Value));
+    }
+    detail::reserve_scratch(new_scores, n_scores, "kvzap::decoder::scores");
+  }
+
+  void release() {
+    release_new_rows();
+    // Not = {}: Clang 14 would emit no destructor for these types.
+    angles = decltype(angles)();
+    tables = decltype(tables)();
+    ids = decltype(ids)();
+    positions = decltype(positions)();
+    h = detail::Matrix();
+    pending = detail::Matrix();
+    for (detail::Vector& buffer : buffers) buffer = {};
+  }
+
+  void release_new_rows() {
+    new_keys = {};
+    new_values = {};
+    new_scores = {};
+    new_bytes = {};
+  }
+};
+
+/// The policies of the step under way.
+template <class Value>
+struct Decoder<Value>::Policies {
+  using Layer = detail::DecoderLayer<Value>;
+
+  // One entry for each span of the step; null if its rule has no policy.
+  std::vector<PolicyStep*> steps;
+  std::vector<std::unique_ptr<Layer>> layers;
+  std::vector<PolicyNeeds> needs;
+  bool any = false;
+  bool log_sum_exp = false;
+  // The spans whose rows `append` stores; a policy that chooses stores its rows itself.
+  std::vector<AppendSpan> append_spans;
+  detail::PolicyScratch<Value> scratch;
+
+  /// Releases all memory after a failed step, the scores kept in PolicyStep included.
+  void release() {
+    layers.clear();
+    scratch.release();
+    for (PolicyStep* step : steps) {
+      if (step) step->scores.clear();
+    }
+    steps.clear();
+  }
+};
+
+// Runs work that does not communicate, unless an error has occurred before. After an error, this
+// rank still takes part in the collective calls up to the next agreement. If it left the step, the
+// others would wait for it.
+template <class Value>
+template <class Work>
+void Decoder<Value>::locally(const Work& work) {
+  if (m_failure) return;
+  try {
+    work();
+  } catch (...) {
+    m_failure = std::current_exception();
+  }
+}
+
+// Runs work that may communicate. With several ranks it therefore runs after an error too, on the
+// buffers as they are. Its own errors are not caught then and end the program, because the other
+// ranks may be waiting within it.
+template <class Value>
+template <class Work>
+void Decoder<Value>::by_policy(const Work& work) {
+  if (m_comm.size() == 1) return locally(work);
+  work();
+}
+
+// Calls visit(span, first row, end row) for the part of each span within `rows`.
+template <class Value>
+template <class Visit>
+void Decoder<Value>::for_each_span(const StepBatch& batch, const Rows& rows, const Visit& visit) {
+  for (std::size_t s = 0; s < batch.spans().size(); ++s) {
+    const StepBatch::Span& span = batch.spans()[s];
+    const std::int64_t begin = std::max(rows.begin, span.first);
+    const std::int64_t end = std::min(rows.end, span.first + span.count);
+    if (begin < end) visit(s, begin, end);
+  }
+}
+
+// Keys or values of the step's tokens in a layer: (token, head, dim).
+template <class Value>
+auto Decoder<Value>::new_rows(const Kokkos::View<Value*, MemorySpace>& rows, const StepBatch& batch,
+                              int layer) const -> NewRows {
+  return NewRows(rows.data(), batch.tokens().size(), m_cache.shape().heads[layer],
+                 m_model.config().head_dim);
+}
+
+// Scores of the step's tokens in a layer: (head, token).
+template <class Value>
+auto Decoder<Value>::new_scores(const StepBatch& batch, int layer) const -> Activations {
+  const bool exist = m_scratch->scores;
+  return Activations(m_scratch->new_scores.data(), exist ? m_cache.shape().heads[layer] : 0,
+                     exist ? batch.tokens().size() : 0);
+}
+
+}  // namespace kvzap

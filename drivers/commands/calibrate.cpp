@@ -200,54 +200,55 @@ void declare(CLI::App& app, CalibrateOptions& o) {
   declare_dtype(app, o.dtype, "value type of weights and cache", model);
   declare_random_weights(
       app, o.random_weights,
-      "make the model's weights up from this seed; the folder then needs config.json "
-      "and a tokenizer",
+      "random weights from this seed; the folder then needs only config.json and a tokenizer",
       model);
   declare_rope(app, o.rope, model);
   declare_threads(app, o.threads, model);
 
   const auto texts = "Texts";
-  app.add_option("-f,--file", o.file,
-                 "file of texts, each taken as a context of kvzap run: one per line, or a JSON "
-                 "object per line with a field \"text\"; required")
+  app.add_option(
+         "-f,--file", o.file,
+         "file of texts, each used as a context of kvzap run: one per line, or one JSON object "
+         "per line with a field \"text\"; required")
       ->type_name("FILE")
       ->group(texts);
-  app.add_option("--max-texts", o.max_texts, "use only so many of the first texts; default: all")
+  app.add_option("--max-texts", o.max_texts, "use only this number of first texts; default: all")
       ->group(texts);
-  app.add_flag("--raw", o.raw, "no chat template; BOS only where the tokenizer adds one")
+  app.add_flag("--raw", o.raw, "no chat template; BOS only if the tokenizer adds one")
       ->group(texts);
-  app.add_option(
-         "-c,--ctx-size", o.max_context,
-         "leave out texts of more tokens; default: the model's max_position_embeddings, or what "
-         "RoPE scaling makes of it (none with --random-weights)")
+  app.add_option("-c,--ctx-size", o.max_context,
+                 "leave out texts with more tokens; default: the model's longest context, with "
+                 "RoPE scaling "
+                 "(no limit with --random-weights)")
       ->group(texts);
 
   const auto thresholds = "Thresholds";
-  add_texts(app, "--evict-ratio", o.evict_ratios,
-            "evicted shares of all pairs after the context that thresholds are found for, on "
-            "average over the texts; above 0 and below 1, between commas")
+  add_texts(
+      app, "--evict-ratio", o.evict_ratios,
+      "find a threshold for each of these evict ratios of the context, as means over the texts; "
+      "above 0 and below 1, between commas")
       ->type_name("LIST")
       ->default_str(usual_ratios)
       ->group(thresholds);
   app.add_option("--window", o.window,
-                 "most recent tokens that are always kept, as the run will have it; at least 1")
+                 "always keep this number of most recent tokens, as the later run; at least 1")
       ->capture_default_str()
       ->group(thresholds);
-  app.add_option("--sink", o.sink, "first positions that are always kept, as the run will have it")
+  app.add_option("--sink", o.sink, "always keep this number of first positions, as the later run")
       ->capture_default_str()
       ->group(thresholds);
 
   const auto output = "Output";
   app.add_option("-o,--output", o.output,
                  "store the thresholds in this file; default: thresholds.json in the surrogate's "
-                 "folder, where kvzap run --evict-ratio looks them up")
+                 "folder, which kvzap run --evict-ratio reads")
       ->type_name("FILE")
       ->group(output);
   app.add_flag("--store,!--no-store", o.store,
                "store the thresholds, or only print them (default: store)")
       ->group(output);
   app.add_option("--json", o.json,
-                 "write a report, with the evict ratios of every text, to this file; - is standard "
+                 "write a report with the evict ratios of every text to this file; - is standard "
                  "output")
       ->type_name("FILE")
       ->group(output);

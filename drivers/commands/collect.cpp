@@ -37,18 +37,19 @@ void validate(const CollectOptions& o) {
   require(!o.model.empty(), "no model: give a folder with -m");
   require(!o.texts.empty(), "no texts: give a JSONL file with -f");
   const bool pairs = o.query_statistics.empty();
-  require(!pairs || !o.output.empty(),
-          "no output: give a file of pairs with -o, or one of statistics with --query-statistics");
+  require(
+      !pairs || !o.output.empty(),
+      "no output: give a file for pairs with -o, or one for statistics with --query-statistics");
   if (!pairs) {
     for (const char* option : {"--output", "--tokens-per-text", "--seed", "--compression"}) {
       require(!o.is_given(option),
-              fmt::format("{} has no meaning with --query-statistics, which writes no pairs and "
-                          "takes all tokens of a text but the first --sink",
+              fmt::format("{} has no effect with --query-statistics, which writes no pairs and "
+                          "uses all tokens of a text but the first --sink",
                           option));
     }
   }
   require(pairs || o.sink >= 0, fmt::format("--sink is {}; expected at least 0", o.sink));
-  require(!pairs || !o.is_given("--sink"), "--sink goes with --query-statistics alone");
+  require(!pairs || !o.is_given("--sink"), "--sink has no effect without --query-statistics");
   const CollectRules& r = o.rules;
   require(r.tokens_per_text >= 1,
           fmt::format("--tokens-per-text is {}; expected at least 1", r.tokens_per_text));
@@ -62,8 +63,8 @@ void validate(const CollectOptions& o) {
   require(o.compression >= 0 && o.compression <= 9,
           fmt::format("--compression is {}; expected 0 to 9", o.compression));
   require(pairs || r.min_tokens > o.sink,
-          fmt::format("--min-tokens is {}; expected more than --sink, {}, for the first tokens do "
-                      "not count",
+          fmt::format("--min-tokens is {}; expected more than --sink, {}: the first tokens do not "
+                      "count",
                       r.min_tokens, o.sink));
   require(!pairs || has_pairs_files,
           "collect -o writes HDF5; this kvzap was built without it (KVZAP_ENABLE_HDF5=OFF)");
@@ -92,7 +93,8 @@ PairsPlan plan_of(const CollectOptions& options, const ModelSetup& setup) {
   return plan;
 }
 
-/// What prefill of the longest text takes beside the weights, and `more` bytes of a rank.
+/// Throws Error unless the prefill of the longest text fits, with the weights and `more` bytes of a
+/// rank.
 void check_texts_fit(const CollectOptions& options, const ModelConfig& config,
                      const std::string& what, std::int64_t longest, std::int64_t more,
                      const Communicator& comm, int ranks_on_node) {
@@ -106,14 +108,14 @@ void check_texts_fit(const CollectOptions& options, const ModelConfig& config,
                fmt::format("weights and the longest text{}, {} tokens", what, longest));
 }
 
-/// Pairs of a text, once as the watcher takes them, once as they wait for a whole chunk.
+/// Bytes of a text's pairs, twice: as collected, and as they wait for a whole chunk.
 std::int64_t bytes_of_pairs(const CollectOptions& options, const ModelConfig& config,
                             std::int64_t most_pairs) {
   const auto value = static_cast<std::int64_t>(size_of(dtype_from_name(options.dtype)));
   return 2 * config.num_hidden_layers * most_pairs * config.hidden_size * value;
 }
 
-/// Sums of a rank, and the file's content, which is rank 0's.
+/// Bytes of a rank's sums and, on rank 0, of the file's content.
 std::int64_t bytes_of_moments(const ModelConfig& config, int ranks) {
   const std::int64_t per_head = config.num_hidden_layers * config.head_dim * (config.head_dim + 1);
   const std::int64_t group = config.num_attention_heads / config.num_key_value_heads;
@@ -146,7 +148,7 @@ void write_report(const CollectOptions& options, const nlohmann::ordered_json& j
   flush_stdout();
 }
 
-/// What both kinds of output need: the model's shape, and what to say to whom.
+/// Inputs that both kinds of output share.
 struct Work {
   const CollectOptions& options;
   const Communicator& comm;
@@ -164,14 +166,19 @@ struct Work {
   }
 };
 
-int collect_to_pairs(const Work& work) {
-  const CollectOptions& options = work.options;
-  const Communicator& comm = work.comm;
-  const ModelSetup& setup = work.setup;
-  PairsPlan plan = plan_of(options, setup);
+/// The texts of a file of pairs, and the largest of them; their plan is added to `plan`.
+/// Collective; rank 0 alone gets the texts.
+struct PairTexts {
   CollectTexts texts;
-  std::int64_t extents[2] = {0, 0};  // of the texts: most tokens, most pairs
-  comm.agree_on_root([&] {
+  std::int64_t most_tokens = 0;
+  std::int64_t most_pairs = 0;
+};
+
+PairTexts read_pair_texts(const Work& work, PairsPlan& plan) {
+  const CollectOptions& options = work.options;
+  PairTexts found;
+  std::int64_t extents[2] = {0, 0};
+  work.comm.agree_on_root([&] {
     check_writable(options.json);
     const Tokenizer tokenizer = Tokenizer::load(options.model);
     ChatTemplate chat_template;
@@ -181,20 +188,66 @@ int collect_to_pairs(const Work& work) {
       const std::string what = error.what();
       throw Error(what.substr(0, what.find("; --raw")));  // no option of this command
     }
-    texts =
-        read_collect_texts(options.texts, options.rules, tokenizer, chat_template, setup.config);
-    plan.command["the texts' hash"] = texts.hash;
+    found.texts = read_collect_texts(options.texts, options.rules, tokenizer, chat_template,
+                                     work.setup.config);
+    plan.command["the texts' hash"] = found.texts.hash;
     plan.command["the model's hash"] = hash_of_model(options.model, !options.random_weights);
-    plan.texts = texts.plan;
-    for (const CollectText& text : texts.texts) {
+    plan.texts = found.texts.plan;
+    for (const CollectText& text : found.texts.texts) {
       extents[0] = std::max(extents[0], static_cast<std::int64_t>(text.ids.size()));
       extents[1] = std::max(extents[1], static_cast<std::int64_t>(text.positions.size()));
     }
   });
-  comm.broadcast(extents, sizeof(extents), 0);
+  work.comm.broadcast(extents, sizeof(extents), 0);
+  found.most_tokens = extents[0];
+  found.most_pairs = extents[1];
+  return found;
+}
+
+/// Prints the result, and writes the report if one is asked for. On rank 0.
+void tell_pairs(const Work& work, const PairsPlan& plan, const CollectTexts& texts,
+                const PairsWriter& writer, const CollectResult& result, double seconds) {
+  const CollectOptions& options = work.options;
+  if (work.talks() && result.texts > 0) {
+    say("kvzap: {} pairs of {} texts in {:.1f} s ({:.0f} tokens/s); {} has {}\n", result.pairs,
+        result.texts, seconds, static_cast<double>(result.tokens) / seconds, options.output,
+        human_bytes(writer.bytes()));
+  }
+  if (options.json.empty()) return;
+  write_report(options, {{"kvzap", work.version},
+                         {"model", options.model},
+                         {"texts_file", options.texts},
+                         {"output", options.output},
+                         {"ranks", work.comm.size()},
+                         {"dtype", options.dtype},
+                         {"layers", plan.layers},
+                         {"hidden_size", plan.hidden_size},
+                         {"kv_heads", plan.kv_heads},
+                         {"complete", writer.safe_texts() == writer.planned_texts()},
+                         {"texts", writer.safe_texts()},
+                         {"planned_texts", writer.planned_texts()},
+                         {"skipped", skipped_json(texts)},
+                         {"file_bytes", writer.bytes()},
+                         {"this_run",
+                          {{"texts", result.texts},
+                           {"pairs", result.pairs},
+                           {"tokens", result.tokens},
+                           {"non_finite_scores", result.non_finite_scores},
+                           {"seconds", seconds},
+                           {"write_seconds", result.write_seconds},
+                           {"total_seconds", seconds_since(work.start)}}}});
+}
+
+int collect_to_pairs(const Work& work) {
+  const CollectOptions& options = work.options;
+  const Communicator& comm = work.comm;
+  const ModelSetup& setup = work.setup;
+  PairsPlan plan = plan_of(options, setup);
+  const PairTexts found = read_pair_texts(work, plan);
   comm.agree([&] {
-    check_texts_fit(options, setup.config, " with its repetition", extents[0],
-                    bytes_of_pairs(options, setup.config, extents[1]), comm, work.ranks_on_node);
+    check_texts_fit(options, setup.config, " with its repetition", found.most_tokens,
+                    bytes_of_pairs(options, setup.config, found.most_pairs), comm,
+                    work.ranks_on_node);
   });
 
   std::vector<std::vector<int>> heads;
@@ -203,7 +256,7 @@ int collect_to_pairs(const Work& work) {
   const SignalWatch watch;
   const auto writer = PairsWriter::open(options.output, plan, heads, comm);
   for (const std::string& note : writer->notes()) work.warn(note);
-  work.say_texts(writer->planned_texts(), texts);
+  work.say_texts(writer->planned_texts(), found.texts);
 
   Progress bar(work.talks(), options.progress);
   const ProgressCallback progress = [&](std::string_view what, std::int64_t done,
@@ -216,7 +269,7 @@ int collect_to_pairs(const Work& work) {
     result = with_value_type(plan.dtype, [&](auto value) {
       const auto model = load_model<decltype(value)>(setup, options.random_weights, comm, progress);
       return collect_pairs<decltype(value)>(
-          model, texts.texts, *writer, comm, [] { return caught_signal != 0; }, progress);
+          model, found.texts.texts, *writer, comm, [] { return caught_signal != 0; }, progress);
     });
   }
   const double seconds = seconds_since(collecting);
@@ -225,46 +278,14 @@ int collect_to_pairs(const Work& work) {
       result.stopped ? comm.all_reduce_max(std::int64_t{caught_signal}) : std::int64_t{0});
 
   if (result.stopped) {
-    work.warn(fmt::format("stopped by signal {}: {} has {} of {} texts; the same command goes on",
+    work.warn(fmt::format("stopped by signal {}: {} has {} of {} texts; the same command continues",
                           signal, options.output, writer->safe_texts(), writer->planned_texts()));
   }
   if (result.non_finite_scores > 0) {
-    work.warn(
-        fmt::format("warning: {} scores are no finite numbers; kvzap train leaves their pairs out",
-                    result.non_finite_scores));
+    work.warn(fmt::format("warning: {} scores are not finite; kvzap train leaves their pairs out",
+                          result.non_finite_scores));
   }
-  comm.agree_on_root([&] {
-    if (work.talks() && result.texts > 0) {
-      say("kvzap: {} pairs of {} texts in {:.1f} s ({:.0f} tokens/s); {} has {}\n", result.pairs,
-          result.texts, seconds, static_cast<double>(result.tokens) / seconds, options.output,
-          human_bytes(writer->bytes()));
-    }
-    if (options.json.empty()) return;
-    const nlohmann::ordered_json json = {
-        {"kvzap", work.version},
-        {"model", options.model},
-        {"texts_file", options.texts},
-        {"output", options.output},
-        {"ranks", comm.size()},
-        {"dtype", options.dtype},
-        {"layers", plan.layers},
-        {"hidden_size", plan.hidden_size},
-        {"kv_heads", plan.kv_heads},
-        {"complete", writer->safe_texts() == writer->planned_texts()},
-        {"texts", writer->safe_texts()},
-        {"planned_texts", writer->planned_texts()},
-        {"skipped", skipped_json(texts)},
-        {"file_bytes", writer->bytes()},
-        {"this_run",
-         {{"texts", result.texts},
-          {"pairs", result.pairs},
-          {"tokens", result.tokens},
-          {"non_finite_scores", result.non_finite_scores},
-          {"seconds", seconds},
-          {"write_seconds", result.write_seconds},
-          {"total_seconds", seconds_since(work.start)}}}};
-    write_report(options, json);
-  });
+  comm.agree_on_root([&] { tell_pairs(work, plan, found.texts, *writer, result, seconds); });
   return result.stopped ? 128 + signal : 0;
 }
 
@@ -309,7 +330,7 @@ int collect_to_statistics(const Work& work) {
   const auto signal = static_cast<int>(
       moments.stopped ? comm.all_reduce_max(std::int64_t{caught_signal}) : std::int64_t{0});
   if (moments.stopped) {
-    work.warn(fmt::format("stopped by signal {} after {} of {} texts: {} is not written", signal,
+    work.warn(fmt::format("stopped by signal {} after {} of {} texts: {} was not written", signal,
                           moments.texts, extents[0], options.query_statistics));
   }
   comm.agree_on_root([&] {
@@ -322,7 +343,7 @@ int collect_to_statistics(const Work& work) {
                            {"texts", std::to_string(moments.texts)},
                            {"queries", std::to_string(moments.queries)},
                            {"sink", std::to_string(options.sink)}});
-      work.warn(fmt::format("{} queries of {} texts in {:.1f} s ({:.0f} tokens/s); {} is written",
+      work.warn(fmt::format("{} queries of {} texts in {:.1f} s ({:.0f} tokens/s); wrote {}",
                             moments.queries, moments.texts, seconds,
                             static_cast<double>(moments.tokens) / seconds,
                             options.query_statistics));
@@ -361,61 +382,61 @@ void declare(CLI::App& app, CollectOptions& o) {
       ->type_name("DIR")
       ->group(input);
   app.add_option("-f,--file", o.texts,
-                 "JSONL file: an object per line with a field text and, for balanced sampling, a "
+                 "JSONL file: one object per line, with a field text and, for balanced sampling, a "
                  "field subset; required")
       ->type_name("FILE")
       ->group(input);
   declare_dtype(app, o.dtype, "value type of weights, and of hidden states in the file", input);
   declare_random_weights(app, o.random_weights,
-                         "make weights up from this seed: for trials of speed and space", input);
+                         "random weights from this seed: to try speed and memory", input);
   declare_rope(app, o.rope, input);
   declare_threads(app, o.threads, input);
   app.add_option("--layers", o.layers,
-                 "use only so many of the first layers: for trials; default: all")
+                 "use only this number of first layers, for trials; default: all")
       ->group(input);
 
   const auto sampling = "Sampling";
   app.add_option("--tokens-per-text", o.rules.tokens_per_text,
-                 "tokens of each text whose pairs are kept, drawn without replacement; all of a "
-                 "text with fewer")
+                 "tokens of each text to collect, drawn without replacement; shorter texts: all")
       ->capture_default_str()
       ->group(sampling);
-  app.add_option("--min-tokens", o.rules.min_tokens, "texts with fewer tokens are left out")
+  app.add_option("--min-tokens", o.rules.min_tokens, "leave out texts with fewer tokens")
       ->capture_default_str()
       ->group(sampling);
-  app.add_option("--max-tokens", o.rules.max_tokens, "texts with more tokens are left out")
+  app.add_option("--max-tokens", o.rules.max_tokens, "leave out texts with more tokens")
       ->capture_default_str()
       ->group(sampling);
   app.add_option("--per-subset", o.rules.per_subset,
-                 "texts of each subset at most, the first ones; all of those without a subset")
+                 "use only this number of first texts of each subset; texts without a subset: all")
       ->capture_default_str()
       ->group(sampling);
-  app.add_option("--max-texts", o.rules.max_texts, "texts in all, the first ones; 0: all")
+  app.add_option("--max-texts", o.rules.max_texts, "use only this number of first texts; 0: all")
       ->capture_default_str()
       ->group(sampling);
-  app.add_option("--seed", o.rules.seed, "of the draw of tokens")
+  app.add_option("--seed", o.rules.seed, "seed for the draw of tokens")
       ->capture_default_str()
       ->check(not_negative)
       ->group(sampling);
 
   const auto output = "Output";
   app.add_option("-o,--output", o.output,
-                 "HDF5 file of pairs; one that the same command has begun is continued; required, "
+                 "HDF5 file for the pairs; continues a file that the same command began; required, "
                  "or --query-statistics")
       ->type_name("FILE")
       ->group(output);
   app.add_option(
          "--query-statistics", o.query_statistics,
-         "instead of pairs: a safetensors file with mean and covariance of the queries, for "
-         "run --policy expected-attention:statistics=FILE; texts are run as they are, once, "
-         "and a run that is stopped writes none")
+         "write mean and covariance of the queries to this safetensors file, instead of pairs, for "
+         "run --policy expected-attention:statistics=FILE; runs each text once, without a "
+         "conversation; a stopped run writes no file")
       ->type_name("FILE")
       ->group(output);
   app.add_option("--sink", o.sink,
-                 "with --query-statistics: first tokens of each text whose queries do not count")
+                 "with --query-statistics: leave out the queries of this number of first tokens of "
+                 "each text")
       ->capture_default_str()
       ->group(output);
-  app.add_option("--compression", o.compression, "level of deflate, 0 (none) to 9")
+  app.add_option("--compression", o.compression, "deflate level, 0 (none) to 9")
       ->capture_default_str()
       ->group(output);
   app.add_option("--json", o.json, "write a report to this file; - is standard output")

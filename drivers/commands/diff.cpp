@@ -258,11 +258,13 @@ void compare(const DiffOptions& options, const std::string& version) {
 
 void declare(CLI::App& app, DiffOptions& o) {
   app.add_option("A.h5", o.first, "one snapshot")->required()->type_name("FILE");
-  app.add_option("B.h5", o.second, "another one, of the same text")->required()->type_name("FILE");
+  app.add_option("B.h5", o.second, "another snapshot of the same text")
+      ->required()
+      ->type_name("FILE");
   declare_view(app, o.view,
-               "print the text, with the tokens marked that A alone, B alone or neither keeps in "
-               "any head of those looked at: red, green, dimmed on a terminal, elsewhere between "
-               "[- -], {+ +}, [~ ~]");
+               "print the text and mark tokens that only A, only B or neither keeps in any of the "
+               "chosen heads: red, green, dimmed on a terminal, elsewhere between [- -], {+ +}, "
+               "[~ ~]");
 }
 
 void diff(const DiffOptions& options, const Communicator& comm, const std::string& version) {

@@ -480,15 +480,13 @@ void check_inspect(const InspectOptions& o) {
 }  // namespace
 
 void declare(CLI::App& app, InspectOptions& o) {
-  app.add_option("FILE.h5", o.file, "snapshot that kvzap run has written")
-      ->required()
-      ->type_name("FILE");
+  app.add_option("FILE.h5", o.file, "snapshot written by kvzap run")->required()->type_name("FILE");
   app.add_flag("--verify", o.verify,
-               "check all checksums: a line for whatever is damaged, and an exit status of 1 if "
-               "anything is");
+               "check all checksums: print a line for each damaged part, and exit with status 1 if "
+               "there is one");
   declare_view(app, o.view,
-               "print the text, with the tokens marked that no head of those looked at keeps: "
-               "dimmed on a terminal, elsewhere between [~ and ~]");
+               "print the text and mark tokens that none of the chosen heads keeps: dimmed on a "
+               "terminal, elsewhere between [~ and ~]");
 }
 
 void inspect(const InspectOptions& options, const Communicator& comm, const std::string& version) {

@@ -26,7 +26,7 @@ bool writes_html(const LeaderboardOptions& o) {
 }
 
 void check_leaderboard(const LeaderboardOptions& o) {
-  require(!o.evaluations.empty(), "no evaluations: give folders that kvzap eval has written");
+  require(!o.evaluations.empty(), "no evaluations: give folders written by kvzap eval");
   require(!fs::is_directory(o.output),
           fmt::format("-o {}: is a folder; expected a file", o.output));
   writes_html(o);
@@ -36,22 +36,23 @@ void check_leaderboard(const LeaderboardOptions& o) {
 }  // namespace
 
 void declare(CLI::App& app, LeaderboardOptions& o) {
-  app.add_option("evaluations", o.evaluations, "folders that kvzap eval has written; required")
+  app.add_option("evaluations", o.evaluations, "folders written by kvzap eval; required")
       ->type_name("DIR");
-  app.add_option("-o,--output", o.output,
-                 "write the page to this file, of the kind that its ending says: .md or .html; "
-                 "default: Markdown on standard output")
+  app.add_option(
+         "-o,--output", o.output,
+         "write the page to this file, as Markdown (.md) or HTML (.html); default: Markdown on "
+         "standard output")
       ->type_name("FILE");
-  app.add_option("--format", o.format, "kind of the page, whatever the file is called")
+  app.add_option("--format", o.format, "format of the page, whatever the name of the file")
       ->check(CLI::IsMember({"markdown", "html"}));
   app.add_option(
          "--task", o.task,
-         "the task whose figures stand first and whose accuracy gives the order; all: every "
-         "prompt counts once, and the tasks follow by themselves")
+         "show the results of this task first, and order rows by its accuracy; all: every prompt "
+         "counts once, and a column for each task follows")
       ->type_name("NAME")
       ->capture_default_str();
   app.add_option("--json", o.json,
-                 "write the joined rows to this file; - is standard output, in place of the page")
+                 "write the joined rows to this file; - is standard output, instead of the page")
       ->type_name("FILE");
   declare_deck(app, o.config, "");
 }

@@ -268,46 +268,51 @@ void declare(CLI::App& app, MakeTasksOptions& o) {
   };
   const auto tasks = "Tasks";
   app.add_option("kind,--kind", o.kind,
-                 "ruler (the 13 tasks of RULER, arXiv 2404.06654) or recall (those of the demo "
+                 "ruler (the 13 tasks of RULER, arXiv 2404.06654) or recall (tasks of the demo "
                  "model, for small models)")
       ->group(tasks);
   list("--length", o.lengths,
-       "tokens of each prompt, with what is generated, between commas; no prompt has more, and "
-       "each as few less as its parts allow. Required")
+       "length of each prompt in tokens, with the answer, between commas: the longest prompt of "
+       "whole parts that does not exceed it. Required")
       ->group(tasks);
-  list("--tasks", o.tasks, "make these alone, by name, between commas; default: all")->group(tasks);
-  app.add_option("--per-task", o.per_task, "prompts of each task and length")
+  list("--tasks", o.tasks, "make only the tasks of these names, between commas; default: all")
+      ->group(tasks);
+  app.add_option("--per-task", o.per_task, "prompts per task and length")
       ->capture_default_str()
       ->group(tasks);
-  app.add_option("--seed", o.seed, "of all draws; the same prompts for the same seed")
+  app.add_option("--seed", o.seed, "seed of all draws; the same seed gives the same prompts")
       ->check(not_negative)
       ->capture_default_str()
       ->group(tasks);
-  app.add_option("--haystack", o.haystack,
-                 "ruler: text that the needles of niah_single_2, niah_single_3, niah_multikey_1, "
-                 "niah_multivalue and niah_multiquery are hidden in; default: prose made up of "
-                 "random words. Each row's field haystack tells which")
+  app.add_option(
+         "--haystack", o.haystack,
+         "ruler: text in which niah_single_2, niah_single_3, niah_multikey_1, niah_multivalue "
+         "and niah_multiquery hide their needles; default: prose of random words. Each row "
+         "names it in the field haystack")
       ->type_name("FILE")
       ->group(tasks);
-  add_texts(app, "--qa", o.questions,
-            "ruler: questions for qa_1, in SQuAD's or HotpotQA's JSON; given again, those for "
-            "qa_2. Without them these tasks are left out")
+  add_texts(
+      app, "--qa", o.questions,
+      "ruler: file of questions for qa_1, in SQuAD's or HotpotQA's JSON; given again, for qa_2. "
+      "Tasks without a file are left out")
       ->type_name("FILE")
       ->group(tasks);
 
   const auto model = "Model";
-  app.add_option("-m,--model", o.model,
-                 "Hugging Face folder with the tokenizer and the chat template that tokens are "
-                 "counted with; required")
+  app.add_option(
+         "-m,--model", o.model,
+         "Hugging Face folder of the tokenizer and the chat template that count the tokens; "
+         "required")
       ->type_name("DIR")
       ->group(model);
-  app.add_flag("--raw", o.raw, "no chat template; BOS only where the tokenizer adds one")
+  app.add_flag("--raw", o.raw, "no chat template; BOS only if the tokenizer adds one")
       ->group(model);
 
   const auto output = "Output";
-  app.add_option("-o,--output", o.output,
-                 "JSONL file for kvzap eval --tasks, written whole or not at all; - is standard "
-                 "output. Required")
+  app.add_option(
+         "-o,--output", o.output,
+         "JSONL file for kvzap eval --tasks, written only if complete; - is standard output. "
+         "Required")
       ->type_name("FILE")
       ->group(output);
   declare_progress(app, o.progress, output);

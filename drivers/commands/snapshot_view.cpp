@@ -50,28 +50,28 @@ Markers markers_of(Mark mark) {
 }  // namespace
 
 void declare_view(CLI::App& app, ViewOptions& o, const std::string& text_help) {
-  app.add_option("--layer", o.layer, "this layer alone, counted from 0; default: all")
+  app.add_option("--layer", o.layer, "show only this layer, counted from 0; default: all")
       ->check(not_negative)
       ->type_name("INT");
-  app.add_option("--head", o.head, "this KV head alone, counted from 0; default: all")
+  app.add_option("--head", o.head, "show only this KV head, counted from 0; default: all")
       ->check(not_negative)
       ->type_name("INT");
   app.add_flag("--text", o.text, text_help);
   app.add_option("--color", o.color,
                  "how --text marks tokens: by colour (always), between markers (never), or by "
-                 "colour on a terminal alone (auto)")
+                 "colour on terminals only (auto)")
       ->check(CLI::IsMember({"auto", "always", "never"}))
       ->capture_default_str();
   app.add_option("-m,--model", o.model,
-                 "folder with the tokenizer for --text; default: the model's that the file names")
+                 "folder of the tokenizer for --text; default: the model that the file names")
       ->type_name("DIR");
-  app.add_flag("--json", o.json, "as JSON");
+  app.add_flag("--json", o.json, "print JSON");
   declare_progress(app, o.progress, "Options");
   declare_deck(app, o.config, "Options");
 }
 
 void check_view(const ViewOptions& o) {
-  require(o.model.empty() || o.text, "-m gives the tokenizer of --text, which is not asked for");
+  require(o.model.empty() || o.text, "-m has no effect without --text");
 }
 
 std::string HeadSelection::text() const {

@@ -31,7 +31,7 @@ void validate(const TrainOptions& o) {
           o.kind.empty()
               ? std::string("no kind of surrogate: give linear or mlp first")
               : fmt::format("'{}' is no kind of surrogate; expected linear or mlp", o.kind));
-  require(!o.pairs.empty(), "no pairs: give the file that kvzap collect has written");
+  require(!o.pairs.empty(), "no pairs: give a file written by kvzap collect");
   require(!o.output.empty(), "no output: give a folder with -o");
   require(!o.hidden || (*o.hidden >= 1 && *o.hidden <= (1 << 24)),
           fmt::format("--hidden is {}; expected 1 to {}", o.hidden.value_or(0), 1 << 24));
@@ -50,7 +50,7 @@ void validate(const TrainOptions& o) {
           fmt::format("--json and --plot both name the file {}", o.plot));
 }
 
-/// The command that makes the same surrogate again.
+/// The command that reproduces the surrogate.
 std::string command_of(const TrainOptions& o) {
   const auto quoted = [](const std::string& word) {
     if (!word.empty() && word.find_first_of(" \t\n'\"\\$`&|;<>()*?[]#~!{}") == std::string::npos) {
@@ -96,14 +96,14 @@ void print_table(const TrainingReport& report) {
                value_or_dash(layer.mse, 4), value_or_dash(layer.training_mse, 4), layer.dropped,
                layer.seconds);
   }
-  fmt::print("mean R2 {} on {} pairs kept back ({}), trained on {}\n",
+  fmt::print("mean R2 {} on {} validation pairs ({}), trained on {}\n",
              count > 0 ? fmt::format("{:.3f}", sum / static_cast<double>(count)) : "-",
              report.validation, report.split_by_text ? "whole texts" : "single pairs",
              report.training);
 }
 
-/// The script that draws, beside the program or in the sources that it was built from; else a
-/// command that is looked for where commands are.
+/// The plot script beside the program or in the sources of its build; else the command kvzap-plot
+/// of the search path.
 std::string plot_script() {
   std::error_code error;
   const fs::path program = fs::read_symlink("/proc/self/exe", error);
@@ -120,7 +120,7 @@ std::string plot_script() {
 void draw(const fs::path& folder, const std::string& image) {
   std::vector<std::string> words = {plot_script(), "train", (folder / "training.json").string(),
                                     "-o", image};
-  // Sources that were unpacked without their permissions still run by name.
+  // The script may lack its execute permission.
   if (fs::path(words[0]).extension() == ".py") words.insert(words.begin(), "python3");
   std::vector<char*> arguments;
   arguments.reserve(words.size() + 1);
@@ -151,7 +151,7 @@ void declare(CLI::App& app, TrainOptions& o) {
   app.add_option("kind,--kind", o.kind,
                  "linear (ridge regression) or mlp (Linear-GELU-Linear), for each layer")
       ->group(what);
-  app.add_option("pairs,--pairs", o.pairs, "file of pairs that kvzap collect has written")
+  app.add_option("pairs,--pairs", o.pairs, "file of pairs written by kvzap collect")
       ->type_name("FILE")
       ->group(what);
   app.add_option("-o,--output", o.output, "folder of the surrogate; required")
@@ -163,25 +163,25 @@ void declare(CLI::App& app, TrainOptions& o) {
       ->capture_default_str()
       ->group(what);
   app.add_option("--lr", o.learning_rate,
-                 "mlp: learning rate of AdamW in the first epoch; it goes to 0 along a cosine")
+                 "mlp: initial learning rate of AdamW, with cosine annealing to 0")
       ->capture_default_str()
       ->group(what);
   app.add_option("--batch", o.batch, "mlp: pairs of a step")->capture_default_str()->group(what);
-  app.add_option("--ridge", o.ridge, "linear: what is added to the diagonal of X^T X; 0 or more")
+  app.add_option("--ridge", o.ridge,
+                 "linear: ridge penalty, added to the diagonal of X^T X; 0 or more")
       ->capture_default_str()
       ->group(what);
   app.add_option("--validation", o.validation,
-                 "share of the pairs, whole texts if there are enough, that is kept back to tell "
-                 "how good the surrogate is; in [0, 1)")
+                 "share of the pairs for validation, by whole texts if there are enough; in [0, 1)")
       ->capture_default_str()
       ->group(what);
-  app.add_option("--seed", o.seed, "seed of the split, and of an mlp's first weights and batches")
+  app.add_option("--seed", o.seed, "seed of the split, and of an mlp's initial weights and batches")
       ->capture_default_str()
       ->check(not_negative)
       ->group(what);
   app.add_flag("--resume", o.resume,
-               "go on from the checkpoint in the folder, if there is one, to the same result; "
-               "SIGTERM, SIGINT and SIGUSR1 end training with one after the current batch")
+               "continue from the checkpoint in the folder, if any, to the same result; SIGTERM, "
+               "SIGINT and SIGUSR1 write one after the current batch and end the training")
       ->group(what);
 
   const auto output = "Output";
@@ -190,14 +190,14 @@ void declare(CLI::App& app, TrainOptions& o) {
       ->check(CLI::IsMember({"f32", "bf16"}))
       ->group(output);
   app.add_option("--model-name", o.model_name,
-                 "what the model card calls the model; default: as the pairs do")
+                 "name of the model in the model card; default: that of the pairs")
       ->type_name("NAME")
       ->group(output);
   app.add_flag("--overwrite", o.overwrite,
                "replace an earlier surrogate in the folder, once the new one is complete")
       ->group(output);
   app.add_option("--json", o.json,
-                 "write the report to this file too; - is standard output, instead of the table")
+                 "also write the report to this file; - is standard output, instead of the table")
       ->type_name("FILE")
       ->group(output);
   app.add_option("--plot", o.plot,
@@ -246,7 +246,7 @@ int train(const TrainOptions& options, const Communicator& comm, const std::stri
                               : "the normal equations of a layer");
   });
   comm.agree_on_root([&] {
-    // The folder itself may not be there yet.
+    // The folder itself may not exist yet.
     if (fs::path(options.json).parent_path() / "" != fs::path(options.output) / "") {
       check_writable(options.json);
     }
@@ -275,7 +275,7 @@ int train(const TrainOptions& options, const Communicator& comm, const std::stri
   }
   if (report.stopped) {
     if (comm.is_root() && !options.quiet) {
-      say("kvzap: stopped by signal {}; --resume goes on from the checkpoint in {}\n", signal,
+      say("kvzap: stopped by signal {}; --resume continues from the checkpoint in {}\n", signal,
           options.output);
     }
     return 128 + signal;

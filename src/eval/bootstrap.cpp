@@ -10,13 +10,13 @@
 namespace kvzap {
 namespace {
 
-// Uniform below `size`: the standard's distributions differ between libraries. Multiplying (Lemire,
-// arXiv 1805.10941, without the rejection) is off by less than size / 2^32.
+// Uniform below `size`; the standard's distributions differ between libraries. Multiplication
+// (Lemire, arXiv 1805.10941, without rejection) has a bias below size / 2^32.
 std::size_t bootstrap_index(std::mt19937_64& generator, std::size_t size) {
   return static_cast<std::size_t>(((generator() >> 32) * static_cast<std::uint64_t>(size)) >> 32);
 }
 
-// Between neighbours in order, as numpy.quantile does by default. `sorted` is not empty.
+// Linear interpolation, as the default of numpy.quantile. `sorted` is not empty.
 double bootstrap_quantile(const std::vector<double>& sorted, double share) {
   const double position = share * static_cast<double>(sorted.size() - 1);
   const auto below = static_cast<std::size_t>(position);
@@ -24,7 +24,7 @@ double bootstrap_quantile(const std::vector<double>& sorted, double share) {
   return sorted[below] + (position - static_cast<double>(below)) * (sorted[above] - sorted[below]);
 }
 
-// Of what is added to the first value, so that equal values give exactly that value.
+// Mean as an offset to the first value, so that equal values give exactly that value.
 template <class At>
 double bootstrap_mean_of(std::size_t count, double origin, At&& at) {
   double sum = 0;

@@ -1,4 +1,4 @@
-// The documents of a RULER question: those that hold the answer among others.
+// The documents of a RULER question: those with the answer, among others.
 #pragma once
 
 #include <fmt/format.h>
@@ -14,7 +14,7 @@
 
 namespace kvzap::detail {
 
-// What a document may be cut into: words, or parts of very long ones.
+// Pieces at which a document may be cut: words, or parts of very long words.
 inline std::size_t end_of_piece(std::string_view text, std::size_t begin) {
   constexpr std::size_t longest = 32;
   std::size_t end = text.find_first_of(" \t\r\n", begin + 1);
@@ -37,7 +37,7 @@ inline std::string_view first_pieces(std::string_view text, std::int64_t count) 
   return text.substr(0, end);
 }
 
-/// A question's documents and others in random order, of which the last taken may be cut.
+/// A question's documents and others in random order; the last one added may be cut.
 class DocumentMix {
  public:
   DocumentMix(const QuestionFile& file, const QuestionFile::Question& question, RowRandom random)
@@ -46,8 +46,8 @@ class DocumentMix {
       m_needed.push_back({m_random.bits(), document});
   }
 
-  /// With so many words, or pieces of long ones, of further documents; they begin again where there
-  /// are no more of them.
+  /// The documents with `words` pieces of further ones, which repeat from the first if they run
+  /// out.
   std::string text(std::int64_t pieces) {
     if (pieces > 0 && m_others.empty()) order_others();
     std::vector<Placed> placed = m_needed;
@@ -77,15 +77,15 @@ class DocumentMix {
 
  private:
   struct Placed {
-    std::uint64_t key;  // documents are in the order of their keys
+    std::uint64_t key;  // documents are ordered by it
     std::uint32_t document;
   };
 
-  /// Not before they are needed: whether a question fits at all is asked of many.
+  /// Drawn on demand: many questions are only tested for their least length.
   void order_others() {
     std::vector<char> is_taken(m_file.documents.size(), 0);
     for (const auto& needed : m_needed) is_taken[needed.document] = 1;
-    // As in RULER the rest of the article comes first, which is harder to tell from what is needed.
+    // As in RULER, the rest of the article comes first: it is the harder distractor.
     if (m_question.article) {
       for (const std::uint32_t other : m_file.articles[*m_question.article]) {
         if (is_taken[other] == 0) m_others.push_back(other);
@@ -108,7 +108,7 @@ class DocumentMix {
   RowRandom m_random;
   std::vector<Placed> m_needed;
   std::vector<std::uint32_t> m_others;
-  std::vector<Placed> m_drawn;  // of the others, as far as they were needed
+  std::vector<Placed> m_drawn;  // other documents, as far as needed
   std::vector<std::int64_t> m_pieces;
 };
 

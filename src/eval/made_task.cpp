@@ -38,7 +38,7 @@ std::int64_t PromptMeter::special_tokens(const std::vector<TokenId>& ids) const 
 
 std::int64_t PromptMeter::count(const std::vector<TokenId>& ids, std::int64_t special) const {
   if (special_tokens(ids) > special) {
-    // The template's own come first and last.
+    // The template adds special tokens at both ends.
     std::int64_t seen = 0;
     for (const TokenId id : ids) {
       if (!m_tokenizer.is_special(id) || ++seen <= special) continue;
@@ -75,9 +75,8 @@ FittedContext fit_context(const PromptMeter& meter, std::int64_t budget, std::in
   FittedContext fits = of_size(least);
   if (fits.tokens >= budget || least >= most) return fits;
 
-  // The secant through the last two sizes tells the next one; a small first step tells the slope.
-  // Where steps fall on the same side again, each goes twice as far beyond what the secant tells:
-  // few are left then even if tokens go up and down with each size.
+  // Secant method; a small first step gives the slope. While steps stay on the same side, each goes
+  // twice as far beyond the secant's size: so few steps remain even if tokens are not monotonic.
   std::int64_t too_large = most + 1, too_large_tokens = 0;
   constexpr std::int64_t least_step = 16, first_share = 32;
   std::int64_t guess =

@@ -1,5 +1,5 @@
-// What the makers of tasks share: counting tokens as an evaluation will have them, filling prompts
-// to a length, and random draws that are the same everywhere.
+// Shared by the task makers: token counts as in an evaluation, prompts filled to a length, and
+// random draws that are the same on every platform.
 #pragma once
 
 #include <cstdint>
@@ -18,35 +18,34 @@
 
 namespace kvzap::detail {
 
-/// A row of the file, and what is told of it beside the task itself.
+/// A row of the file: the task and further fields.
 struct MadeTask {
   Task task;
-  std::int64_t length = 0;  // asked for: tokens of the prompt and of what is generated
+  std::int64_t length = 0;  // requested: tokens of prompt and answer
   std::int64_t tokens = 0;  // of the prompt
-  std::string haystack;     // what the prompt was filled with
+  std::string haystack;     // name of the filler text
 };
 
 /// The row, without the newline.
 std::string to_json_line(const MadeTask& made);
 
-/// A length does not hold the least prompt of a task.
+/// The length is below that of the task's shortest prompt.
 class TooShort : public Error {
  public:
   using Error::Error;
 };
 
-/// A text has special tokens of the tokenizer written out in it: they would end the user's message,
-/// or worse.
+/// A text contains special tokens of the tokenizer, which would end the user's message, or worse.
 class SpecialText : public Error {
  public:
   using Error::Error;
 };
 
-/// Counts tokens of prompts in the way in which `kvzap eval` and `kvzap run` encode them: the
-/// context as the beginning of a user's message, the question and all behind it apart.
+/// Counts tokens of prompts as `kvzap eval` and `kvzap run` encode them: the context as the start
+/// of a user's message, and separately the question with all that follows.
 class PromptMeter {
  public:
-  /// Without `parts` there is no chat template (--raw). The tokenizer must outlive the meter.
+  /// Without `parts`: no chat template (--raw). The tokenizer must outlive the meter.
   PromptMeter(const Tokenizer& tokenizer, std::optional<ChatTemplate::Parts> parts);
 
   /// Both throw SpecialText.
@@ -63,29 +62,29 @@ class PromptMeter {
   std::int64_t m_special_of_question;
 };
 
-/// A context of a size, of whatever unit it is made.
+/// A context of a size, in units of the task.
 struct FittedContext {
   std::int64_t size = 0;
-  std::int64_t tokens = 0;  // more than was asked for if not even the least size fits
+  std::int64_t tokens = 0;  // above the budget if even the least size does not fit
   std::string text;
 };
 
-/// The largest size of `least` to `most` at which the context has at most `budget` tokens while
-/// that of the next size has more (tokens need not grow with each step of the size). A few contexts
-/// of about the size found are encoded, however large it is.
+/// Finds a size from `least` to `most` whose context has at most `budget` tokens while that of the
+/// next size has more. (Tokens need not grow with each step of the size.) Encodes only a few
+/// contexts of about the final size.
 FittedContext fit_context(const PromptMeter& meter, std::int64_t budget, std::int64_t least,
                           std::int64_t most,
                           const std::function<std::string(std::int64_t)>& context);
 
-/// Fills in `made` what fit_context finds: made.task has all but its context, which gets as long as
-/// made.length allows. Returns the size. Throws TooShort, naming the task and the least length.
+/// Fills the context of made.task, as long as made.length allows; the other fields are set. Returns
+/// the size. Throws TooShort, naming the task and the least length.
 std::int64_t fit_task(const PromptMeter& meter, MadeTask& made, std::int64_t least,
                       std::int64_t most, const std::function<std::string(std::int64_t)>& context);
 
-/// Draws of one row.
+/// Random draws of one row.
 class RowRandom {
  public:
-  /// Rows of other names have other draws.
+  /// Each name has its own sequence.
   explicit RowRandom(std::string_view name);
   RowRandom(std::uint64_t seed, std::string_view task, std::int64_t length, std::int64_t index);
 
@@ -117,13 +116,13 @@ class RowRandom {
   std::mt19937_64 m_random;
 };
 
-/// The first `count` words of a text in which single spaces and hyphens separate them.
+/// The first `count` words of a text, with single spaces and hyphens as separators.
 std::string_view first_words(std::string_view text, std::int64_t count);
-/// The words of such a text.
+/// All words of such a text.
 std::int64_t count_words(std::string_view text);
 
-/// The lines with needles at their places between them: needle i stands before line
-/// floor(places[i] * (lines.size() + 1)) - or behind the last -, those of one place in their order.
+/// The lines with needles between them: needle i is before line floor(places[i] * (lines.size() +
+/// 1)), or after the last line. Needles of one place keep their order.
 std::string with_needles(const std::vector<std::string_view>& lines,
                          const std::vector<std::string>& needles, const std::vector<double>& places,
                          std::string_view separator);

@@ -14,8 +14,8 @@
 namespace kvzap::detail {
 namespace {
 
-// What remains of a sentence in rouge_l: a table for two of them is to fit in memory, even if an
-// answer repeats one word until its budget ends.
+// Limit of a sentence's words in rouge_l: the table for two sentences must fit in memory, even if
+// an answer repeats one word to its end.
 constexpr std::size_t max_sentence_words = 8192;
 
 bool is_python_letter(char32_t c) {
@@ -37,7 +37,7 @@ bool is_cased(char32_t c) {
          category == UTF8PROC_CATEGORY_LT;
 }
 
-// Unicode's Case_Ignorable: marks and signs that may stand within a word.
+// Unicode's Case_Ignorable: marks and signs within a word.
 bool is_case_ignorable(char32_t c) {
   switch (utf8proc_category(static_cast<utf8proc_int32_t>(c))) {
     case UTF8PROC_CATEGORY_MN:
@@ -54,7 +54,7 @@ bool is_case_ignorable(char32_t c) {
   }
 }
 
-// A small sigma has another form at the end of a word (Unicode's Final_Sigma).
+// Small sigma has another form at the end of a word (Unicode's Final_Sigma).
 bool ends_cased_word(std::u32string_view text, std::size_t at) {
   std::size_t before = at, after = at + 1;
   while (before > 0 && is_case_ignorable(text[before - 1])) --before;
@@ -68,7 +68,7 @@ bool is_ascii_punctuation(char32_t c) {
          (c >= 0x7B && c <= 0x7E);
 }
 
-// The characters that InfiniteBench and LongBench take away from Chinese answers.
+// Characters that InfiniteBench and LongBench remove from Chinese answers.
 bool is_chinese_punctuation(char32_t c) {
   constexpr std::array<std::pair<char32_t, char32_t>, 15> ranges = {{{0x2013, 0x2014},
                                                                      {0x2018, 0x2019},
@@ -89,7 +89,7 @@ bool is_chinese_punctuation(char32_t c) {
                      [c](const auto& range) { return c >= range.first && c <= range.second; });
 }
 
-// The runs of characters of which `is_inside` holds.
+// Runs of characters for which `is_inside` is true.
 template <class IsInside>
 std::vector<std::u32string> character_runs_of(std::u32string_view text, IsInside&& is_inside) {
   std::vector<std::u32string> runs;
@@ -102,7 +102,7 @@ std::vector<std::u32string> character_runs_of(std::u32string_view text, IsInside
   return runs;
 }
 
-// Words of each sentence, as numbers that are equal where the words are.
+// Words of each sentence as numbers; equal words have equal numbers.
 using RougeSentence = std::vector<std::int32_t>;
 
 std::vector<RougeSentence> rouge_sentences_of(std::string_view text,
@@ -130,9 +130,8 @@ std::size_t different_rouge_words(const std::vector<RougeSentence>& sentences) {
   return words.size();
 }
 
-// The words of the longest common subsequence of `expected` and `found` go to `common`. Of several
-// as long the one that a walk from the ends finds which, where neither last word matters, shortens
-// `found`.
+// Adds the words of the longest common subsequence of `expected` and `found` to `common`. Ties:
+// walks back from the ends and shortens `found` first, as `rouge` does.
 void add_common_words(const RougeSentence& expected, const RougeSentence& found,
                       std::set<std::int32_t>& common) {
   const std::size_t columns = found.size() + 1;
@@ -231,8 +230,8 @@ std::vector<std::u32string> digit_runs(std::u32string_view text) {
 std::vector<std::u32string> squad_tokens(std::string_view text) {
   std::u32string kept = lowered(code_points(text));
   kept.erase(std::remove_if(kept.begin(), kept.end(), is_ascii_punctuation), kept.end());
-  // An article is a run of word characters, wherever it lies: what is no ASCII punctuation, such as
-  // a dash, still bounds it.
+  // An article is a run of word characters: characters that are not ASCII punctuation, such as a
+  // dash, also bound it.
   for (std::size_t begin = 0; begin < kept.size();) {
     std::size_t end = begin;
     while (end < kept.size() && is_python_word(kept[end])) ++end;
@@ -273,7 +272,7 @@ double rouge_l(std::string_view found, std::string_view expected) {
   std::vector<RougeSentence> found_sentences = rouge_sentences_of(found, vocabulary);
   std::vector<RougeSentence> expected_sentences = rouge_sentences_of(expected, vocabulary);
   if (found_sentences.empty() || expected_sentences.empty()) return 0;
-  // Each word gets its place among all in order, which is the same for equal words.
+  // The index of each word in the sorted list.
   std::vector<std::u32string> ordered = vocabulary;
   std::sort(ordered.begin(), ordered.end());
   for (std::vector<RougeSentence>* sentences : {&found_sentences, &expected_sentences}) {
@@ -300,7 +299,7 @@ double edit_similarity(std::string_view a, std::string_view b) {
   const std::u32string first = code_points(a), second = code_points(b);
   if (first == second) return 1;
   if (first.empty() || second.empty()) return 0;
-  // Row by row of the lengths of longest common subsequences.
+  // Lengths of longest common subsequences, row by row.
   std::vector<std::int64_t> row(second.size() + 1, 0);
   for (const char32_t c : first) {
     std::int64_t diagonal = 0;
@@ -310,7 +309,7 @@ double edit_similarity(std::string_view a, std::string_view b) {
       diagonal = above;
     }
   }
-  // In this order, as what lies half way between two percents depends on the rounding.
+  // Keep this order of operations: rounding decides values halfway between two percents.
   const auto total = static_cast<double>(first.size() + second.size());
   const double ratio = 1 - (total - 2 * static_cast<double>(row.back())) / total;
   return std::nearbyint(100 * ratio) / 100;

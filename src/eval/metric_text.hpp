@@ -1,5 +1,5 @@
-// Texts as the published scorers, which are written in Python, see them: as code points, lowered,
-// cut and normalised by the rules of Python's str. And what several of them count.
+// Texts as the published scorers, Python programs, see them: code points, lowered, split and
+// normalised by the rules of Python's str. Also the counts that several scorers share.
 #pragma once
 
 #include <string>
@@ -8,16 +8,16 @@
 
 namespace kvzap::detail {
 
-/// Code points; U+FFFD stands for what is not UTF-8.
+/// Code points; U+FFFD in place of invalid UTF-8.
 std::u32string code_points(std::string_view text);
-/// The reverse.
+/// UTF-8 of code points.
 std::string utf8_of(std::u32string_view text);
 
 /// str.isspace: Unicode's white space and U+001C to U+001F.
 bool is_python_space(char32_t c);
-/// What \w matches in re: letters and numbers of any kind, and the underscore.
+/// \w of re: letters and numbers of any kind, and the underscore.
 bool is_python_word(char32_t c);
-/// What \d matches in re: decimal digits of any script.
+/// \d of re: decimal digits of any script.
 bool is_python_digit(char32_t c);
 
 /// str.lower, with capital sigma and dotted capital I.
@@ -30,10 +30,10 @@ std::u32string_view stripped(std::u32string_view text);
 std::vector<std::u32string> digit_runs(std::u32string_view text);
 
 /// SQuAD's normalisation (Rajpurkar et al., arXiv 1606.05250): lower case, without ASCII
-/// punctuation and the articles a, an, the; cut at white space.
+/// punctuation and the articles a, an, the; split at white space.
 std::vector<std::u32string> squad_tokens(std::string_view text);
-/// The characters that are left in lower case without white space, ASCII and Chinese punctuation
-/// (InfiniteBench), each a token.
+/// The characters in lower case, without white space and without ASCII and Chinese punctuation
+/// (InfiniteBench); each is a token.
 std::vector<std::u32string> character_tokens(std::string_view text);
 
 /// 2 P R / (P + R) of two bags of tokens; 0 if they share none.
@@ -41,15 +41,15 @@ double bag_f1(std::vector<std::u32string> found, std::vector<std::u32string> exp
 
 /// ROUGE-L over sentences (Lin, "ROUGE: A Package for Automatic Evaluation of Summaries", 2004,
 /// section 3.2, with beta = 1), as the Python package `rouge` 1.0.1 counts it: sentences end at
-/// full stops, words are what white space separates, upper and lower case differ, and each word
-/// counts once: with U the set of words that lie in the longest common subsequence of any sentence
-/// of one text and any of the other, P = |U| / different words found, R = |U| / different words
-/// expected. 0 if either text has no sentence.
+/// full stops, words at white space, case matters, and each word counts once. With U the set of
+/// words in the longest common subsequence of any sentence of one text and any of the other, P =
+/// |U| / distinct words found and R = |U| / distinct words expected. 0 if either text has no
+/// sentence.
 double rouge_l(std::string_view found, std::string_view expected);
 
-/// 1 - (insertions and deletions that make one of the other) / (sum of both lengths), in code
-/// points and rounded to whole percents, half to even: fuzz.ratio / 100 of fuzzywuzzy over
-/// python-Levenshtein. 1 for two empty texts.
+/// 1 - (insertions and deletions between the texts) / (sum of both lengths), in code points,
+/// rounded to whole percents, half to even: fuzz.ratio / 100 of fuzzywuzzy with python-Levenshtein.
+/// 1 for two empty texts.
 double edit_similarity(std::string_view a, std::string_view b);
 
 }  // namespace kvzap::detail

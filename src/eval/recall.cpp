@@ -13,16 +13,16 @@
 namespace kvzap::detail {
 namespace {
 
-/// Which things are said in a prompt and asked for.
+/// Content of a task's prompts.
 struct RecallTask {
   const char* name;
-  bool facts;            // of what is in a house, instead of numbers
-  bool noise;            // filled with five sentences that come again and again
+  bool facts;            // about objects in a house, instead of numbers
+  bool noise;            // filled with five repeated sentences
   std::int64_t most;     // things
-  std::int64_t a_thing;  // for every so many tokens, up to the most; 1: as many as fit
+  std::int64_t a_thing;  // tokens per thing, up to `most`; 1: as many as fit
 };
 
-// As inputs/eval/recall-*.jsonl have them, which the demo model has not seen in training.
+// As in inputs/eval/recall-*.jsonl, which the demo model has not seen in training.
 constexpr std::array recall_tasks = {
     RecallTask{"niah_single_noise", false, true, 1, 24},
     RecallTask{"niah_single", false, false, 1, 24},
@@ -31,7 +31,7 @@ constexpr std::array recall_tasks = {
     RecallTask{"facts", true, false, 10, 24},
 };
 
-/// The demo model knows these words as whole tokens, and few others.
+/// Words that are whole tokens of the demo model.
 struct RecallWords {
   std::vector<std::string_view> nouns = words_of(
       "garden river bridge lantern harbor window basket mirror ladder blanket kettle "
@@ -87,7 +87,7 @@ std::string recall_sentence(RowRandom& random, bool noise) {
   return fmt::format("{} {} {} {}.", first, verb, preposition, thing());
 }
 
-/// What is said of one key, and how it is asked for.
+/// A statement about one key, and its question.
 struct RecallThing {
   std::string said;
   std::string question;
@@ -147,7 +147,7 @@ MadeTask make_recall(const PromptMeter& meter, std::uint64_t seed, const std::st
   made.task.max_new_tokens = 24;
   made.haystack = task.noise ? "noise" : "sentences";
 
-  std::deque<std::string> sentences;  // as many as it takes; they are viewed
+  std::deque<std::string> sentences;  // a deque, as views refer to them
   const auto context = [&](std::int64_t count, std::int64_t words) {
     std::vector<std::string_view> lines;
     for (std::size_t i = 0; words > 0; ++i) {

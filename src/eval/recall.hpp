@@ -1,4 +1,4 @@
-// Tasks that small models can do: the ones that the demo model was trained on.
+// Tasks for small models: those that the demo model was trained on.
 #pragma once
 
 #include <cstdint>

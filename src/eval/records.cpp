@@ -30,11 +30,11 @@ void read_field(const json& object, const char* name, Value& value) {
   try {
     value = found->get<Value>();
   } catch (const json::exception&) {
-    throw Error(fmt::format("{} is {}, which is of another type", name, described(*found)));
+    throw Error(fmt::format("{} is {}, a value of another type", name, described(*found)));
   }
 }
 
-/// Absent and null are both none.
+/// An absent field is null.
 void read_field(const json& object, const char* name, std::optional<double>& value) {
   const auto found = object.find(name);
   value.reset();
@@ -45,12 +45,12 @@ void read_field(const json& object, const char* name, std::optional<double>& val
 }
 
 bool is_beside_the_point(const std::string& path) {
-  // The model's files have hashes; where they lie does not matter.
+  // The model's files are compared by hashes, whatever the folder.
   return path == "version" || path == "model.folder" || path == "model.name" ||
          path == "options.surrogate";
 }
 
-/// What an entry of a list is called in messages.
+/// The name of a list's entry in messages.
 std::string name_of_entry(const json& entry, std::size_t index) {
   for (const char* key : {"label", "file"}) {
     if (!entry.is_object()) continue;
@@ -75,7 +75,7 @@ void add_object_differences(const json& there, const json& here, const std::stri
   }
 }
 
-/// Lists of named things differ by those that only one of them has, or by their order.
+/// Compares lists of named entries by name, then by order.
 void add_list_differences(const json& there, const json& here, const std::string& path,
                           std::vector<std::string>& found) {
   const std::size_t before = found.size();
@@ -87,12 +87,12 @@ void add_list_differences(const json& there, const json& here, const std::string
   const json old_entries = entries(there), new_entries = entries(here);
   for (const auto& [name, value] : old_entries.items()) {
     if (!new_entries.contains(name)) {
-      found.push_back(fmt::format("{}: {} is there only", path, name));
+      found.push_back(fmt::format("{}: {} is only in the recorded evaluation", path, name));
     }
   }
   for (const auto& [name, value] : new_entries.items()) {
     if (!old_entries.contains(name)) {
-      found.push_back(fmt::format("{}: {} is here only", path, name));
+      found.push_back(fmt::format("{}: {} is only in the given evaluation", path, name));
     } else {
       add_differences(old_entries.at(name), value, fmt::format("{}.{}", path, name), found);
     }
@@ -109,15 +109,15 @@ void add_differences(const json& there, const json& here, const std::string& pat
   const auto text = [](const json& value) {
     return value.is_null() ? std::string("absent") : value.dump();
   };
-  found.push_back(fmt::format("{} is {} there and {} here", path, text(there), text(here)));
+  found.push_back(fmt::format("{}: recorded {}, given {}", path, text(there), text(here)));
 }
 
-/// (Names of folders may be of any bytes.)
+/// Names of folders may have any bytes.
 std::string text_of(const ordered_json& description, int indent) {
   return description.dump(indent, ' ', false, ordered_json::error_handler_t::replace);
 }
 
-/// Whether a later line makes a torn one impossible: only the last lines can be.
+/// Whether later lines follow: only the last lines of a file can be torn.
 bool has_record(std::ifstream& stream) {
   for (std::string line; std::getline(stream, line);) {
     if (stream.eof()) return false;
@@ -209,14 +209,14 @@ EvaluationFolder::EvaluationFolder(fs::path folder) : m_folder(std::move(folder)
   fs::create_directories(m_folder, error);
   if (error) {
     throw Error(
-        fmt::format("-o {}: the folder cannot be made: {}", m_folder.string(), error.message()));
+        fmt::format("-o {}: the folder cannot be created: {}", m_folder.string(), error.message()));
   }
   const fs::path file = records_file();
   m_descriptor = ::open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
   if (m_descriptor < 0) throw system_error(file.string() + ": cannot be opened", errno);
   struct stat status = {};
   const bool is_regular = ::fstat(m_descriptor, &status) == 0 && S_ISREG(status.st_mode);
-  // Some file systems have no locks; what they cannot refuse goes on.
+  // Some file systems have no locks: go on without.
   const bool is_taken =
       is_regular && ::flock(m_descriptor, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK;
   if (is_regular && !is_taken) return;
@@ -233,19 +233,19 @@ void EvaluationFolder::begin(const ordered_json& description) {
   if (!fs::exists(file, ignored)) {
     struct stat status = {};
     if (::fstat(m_descriptor, &status) == 0 && status.st_size > 0) {
-      throw Error(fmt::format("{} has records, and {} is not there, which says of what",
-                              records_file().string(), file.string()));
+      throw Error(fmt::format("{}: expected the evaluation of {}, found no such file",
+                              file.string(), records_file().string()));
     }
-    // What the end of the run would overwrite is of another one, or of something else.
+    // The end of the run would overwrite another evaluation's files.
     for (const char* name : {"summary.json", "summary.csv"}) {
       if (!fs::exists(m_folder / name, ignored)) continue;
-      throw Error(fmt::format("{} is there, and {} is not, which says of what",
-                              (m_folder / name).string(), file.string()));
+      throw Error(fmt::format("{}: expected the evaluation of {}, found no such file",
+                              file.string(), (m_folder / name).string()));
     }
     write_text(file, text_of(description, 2) + "\n");
     return;
   }
-  // (Through text, as the other was: numbers then compare alike.)
+  // Through text, like the file: numbers then compare equal.
   const auto found =
       evaluation_differences(read_json_object(file), json::parse(text_of(description, -1)));
   if (found.empty()) return;
@@ -296,13 +296,13 @@ std::int64_t EvaluationFolder::read(const std::vector<std::string>& labels,
     if (prompt.size() < labels.size()) continue;
     if (!prompts.emplace(first.task_file, first.line).second) {
       throw Error(
-          fmt::format("{}prompt {}:{} is there twice", where(), first.task_file, first.line));
+          fmt::format("{}prompt {}:{} has two records", where(), first.task_file, first.line));
     }
     for (EvalRecord& record : prompt) take(std::move(record));
     prompt.clear();
     whole = position;
   }
-  // What cannot be read is not torn: nothing may be cut off then.
+  // After a read error the end may not be torn: cut nothing off.
   if (stream.bad()) throw Error(fmt::format("{}: reading failed", file.string()));
   struct stat status = {};
   if (::fstat(m_descriptor, &status) != 0) throw system_error(file.string(), errno);
@@ -340,11 +340,12 @@ void EvaluationFolder::append(const std::vector<std::string>& lines) {
     if (errno != EINTR) code = errno;
   }
   if (code != 0) {
-    // Should this fail too, the next run cuts it off.
+    // If this fails too, the next run cuts the lines off.
     [[maybe_unused]] const int ignored = ::ftruncate(m_descriptor, m_size);
     throw system_error(
-        fmt::format("{}: cannot be written; what is there is whole, and the same command goes on",
-                    records_file().string()),
+        fmt::format(
+            "{}: cannot be written; its records are complete, and the same command continues",
+            records_file().string()),
         code);
   }
   m_size += static_cast<std::int64_t>(text.size());

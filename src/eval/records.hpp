@@ -1,5 +1,5 @@
-// The folder of an evaluation: what is evaluated (evaluation.json), and a record of every prompt
-// under every setting (records.jsonl), from which a run that was interrupted goes on.
+// The folder of an evaluation: its description (evaluation.json), and a record of every prompt
+// under every setting (records.jsonl), from which an interrupted run continues.
 #pragma once
 
 #include <cstdint>
@@ -13,32 +13,32 @@
 
 namespace kvzap::detail {
 
-/// What became of a prompt under a setting: a line of records.jsonl.
+/// Result of a prompt under a setting: a line of records.jsonl.
 struct EvalRecord {
-  // Which prompt.
+  // The prompt.
   std::string task_file;
   std::int64_t line = 0;
   std::string id;
   std::string task;
   std::string metric;
-  // Which setting.
+  // The setting.
   std::string setting;  // its label
   std::string policy;
 
-  std::optional<double> score;       // mean of `scores`; none for a perplexity
-  std::vector<std::string> answers;  // of every try
+  std::optional<double> score;       // mean of `scores`; absent for a perplexity
+  std::vector<std::string> answers;  // one per try
   std::vector<double> scores;
   std::vector<std::string> expected;
 
   std::int64_t context_tokens = 0;
   std::int64_t question_tokens = 0;
   std::int64_t generated_tokens = 0;                 // of all tries, or of the continuation
-  double evict_ratio = 0;                            // reached, before the first generated token
+  double evict_ratio = 0;                            // before the first generated token
   std::vector<std::vector<std::int64_t>> kept_rows;  // [layer][KV head]
-  std::int64_t cache_tokens = 0;                     // that the cache had seen then, kept or not
+  std::int64_t cache_tokens = 0;                     // seen by the cache then, kept or evicted
   std::int64_t kv_bytes = 0;
-  std::int64_t full_kv_bytes = 0;  // had none been evicted
-  // The same behind the last token of the first try.
+  std::int64_t full_kv_bytes = 0;  // without evictions
+  // The same after the last token of the first try.
   std::int64_t kv_bytes_at_end = 0;
   std::int64_t full_kv_bytes_at_end = 0;
   double prefill_seconds = 0;
@@ -48,38 +48,38 @@ struct EvalRecord {
 
   /// Without the newline.
   std::string to_json_line() const;
-  /// Throws Error, naming the field, for what is no record.
+  /// Throws Error, naming the field, for anything but a record.
   static EvalRecord parse(const std::string& line);
 };
 
-/// Names of the fields in which two descriptions of evaluations differ, with both values. Where a
-/// prompt's result cannot depend on them, they may differ: the version, the model's folder.
+/// Names of the fields in which two descriptions of evaluations differ, with both values. Ignores
+/// fields on which no result depends: the version, the model's folder.
 std::vector<std::string> evaluation_differences(const nlohmann::json& there,
                                                 const nlohmann::json& here);
 
-/// The folder while it is written to. One process alone; two of them cannot have the same folder.
+/// The folder while it is written. Only one process can have a folder open.
 class EvaluationFolder {
  public:
-  /// Makes the folder if it is not there, and takes it for this process. Throws Error, naming the
-  /// file, if that fails or another process has it.
+  /// Creates the folder if needed, and locks it. Throws Error, naming the file, if that fails or
+  /// another process has it open.
   explicit EvaluationFolder(std::filesystem::path folder);
   ~EvaluationFolder();
   EvaluationFolder(const EvaluationFolder&) = delete;
   EvaluationFolder& operator=(const EvaluationFolder&) = delete;
 
-  /// Writes evaluation.json, or compares with the one that is there. Throws Error, naming what
-  /// differs, if that is of another evaluation.
+  /// Writes evaluation.json, or compares with an existing one. Throws Error, naming the
+  /// differences, if that describes another evaluation.
   void begin(const nlohmann::ordered_json& description);
 
-  /// Gives the records that are there to `take`, prompt by prompt. Of a prompt there have to be
-  /// records of all settings, in their order; one whose records end early is the last, torn when a
-  /// run was ended, and cut off. Returns the bytes that were. Throws Error, naming the line, for
-  /// anything else.
+  /// Passes the existing records to `take`, prompt by prompt. Each prompt needs records of all
+  /// settings, in their order. If those of the last prompt are incomplete, because a run was
+  /// killed, they are cut off. Returns the number of bytes cut off. Throws Error, naming the line,
+  /// for anything else.
   std::int64_t read(const std::vector<std::string>& labels,
                     const std::function<void(EvalRecord&&)>& take);
 
-  /// Appends lines so that they are on the disk when this returns. If that fails, none of them is
-  /// in the file; throws Error, naming it.
+  /// Appends lines and waits until they are on the disk. On failure the file has none of them, and
+  /// this throws Error, naming the file.
   void append(const std::vector<std::string>& lines);
 
   std::filesystem::path records_file() const { return m_folder / "records.jsonl"; }
@@ -91,7 +91,7 @@ class EvaluationFolder {
 
   std::filesystem::path m_folder;
   int m_descriptor = -1;
-  std::int64_t m_size = 0;  // of the records that are whole
+  std::int64_t m_size = 0;  // of the complete records
 };
 
 }  // namespace kvzap::detail

@@ -21,7 +21,7 @@ enum class RulerKind { needles, variables, common_words, frequent_words, questio
 enum class Haystack { noise, essay, needles };
 enum class Word { words, numbers, uuids };
 
-/// As RULER's scripts/synthetic.yaml has them.
+/// As in RULER's scripts/synthetic.yaml.
 struct RulerTask {
   const char* name = "";
   RulerKind kind = RulerKind::needles;
@@ -61,7 +61,7 @@ const RulerTask& ruler_task(const std::string& name) {
 
 constexpr std::string_view noise_line =
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.";
-// Any size that a fit may come to; a token is at least a character, mostly.
+// Largest size that a fit tries; nearly every token has a character.
 constexpr std::int64_t unlimited = std::int64_t{1} << 40;
 
 std::string random_letters(RowRandom& random, std::size_t count, char first) {
@@ -96,11 +96,11 @@ class NoWordsLeft : public Error {
   using Error::Error;
 };
 
-/// Draws until there is one that was not there before; an empty one does not count.
+/// Draws words without repetition; skips empty ones.
 class Distinct {
  public:
   explicit Distinct(std::function<std::string()> draw) : m_draw(std::move(draw)) {}
-  /// Throws NoWordsLeft where there are hardly any.
+  /// Throws NoWordsLeft if hardly any are left.
   const std::string& next() {
     constexpr int most_draws = 1000;
     for (int i = 0; i < most_draws; ++i) {
@@ -136,7 +136,7 @@ std::string enumeration(const std::vector<std::string>& words) {
   return text;
 }
 
-/// As many whole lines as `words` words make and the beginning of the next one.
+/// The whole lines that `words` words fill, and the beginning of the next one.
 std::vector<std::string_view> lines_of_words(
     std::int64_t words, const std::function<std::string_view(std::size_t)>& line) {
   std::vector<std::string_view> lines;
@@ -153,7 +153,7 @@ void make_needles(const RulerTask& task, const Prose& prose, const PromptMeter& 
   const auto drawn = [&](Word kind) {
     return Distinct([&random, &prose, in_prose, kind] {
       std::string word = random_word_of(random, kind);
-      // The answer must stand in the context once.
+      // The answer must be in the context only once.
       return in_prose && prose.has(word) ? std::string() : word;
     });
   };
@@ -222,8 +222,8 @@ void make_needles(const RulerTask& task, const Prose& prose, const PromptMeter& 
   made.haystack = task.haystack == Haystack::noise ? "noise" : "needles";
   std::vector<double> places;
   for (std::size_t i = 0; i < needles.size(); ++i) places.push_back(random.uniform());
-  std::deque<std::string> others;  // further lines, as many as it takes; they are viewed
-  // Fewer lines than are drawn may be used: what is drawn later must not depend on that.
+  std::deque<std::string> others;  // further lines; a deque, as views refer to them
+  // The number of lines used may be smaller: later draws must not depend on it.
   RowRandom of_others = random;
   Distinct other_keys([&] {
     std::string key = random_word_of(of_others, task.key);
@@ -290,7 +290,7 @@ std::string prefix_of_chain(const VariableChain& chain) {
 }
 
 void make_variables(const PromptMeter& meter, RowRandom& random, MadeTask& made) {
-  // A shorter chain of names comes first, with its answer.
+  // An example with a shorter chain and its answer comes first.
   constexpr std::size_t letters_of_example = 3, letters = 5;
   VariableChain example = draw_chain(random, letters_of_example);
   const VariableChain chain = draw_chain(random, letters);
@@ -331,7 +331,7 @@ constexpr std::string_view common_words_question =
 constexpr std::string_view common_words_prefix =
     " Answer: The top 10 words that appear most often in the list are:";
 
-/// Words of a list: single ones, or, as there are not enough of those for long lists, pairs of two.
+/// Words of a list: single ones, or pairs for lists with more entries than words.
 std::vector<std::string> words_for_lists(RowRandom& random, bool pairs) {
   std::vector<std::string> words;
   if (pairs) {
@@ -347,8 +347,8 @@ std::vector<std::string> words_for_lists(RowRandom& random, bool pairs) {
   return words;
 }
 
-/// Common words, each so often, and the first of the rest, each so often, up to `rest_entries` of
-/// them in all, in random order.
+/// Common words and the first of the rest, repeated as often as given, with `rest_entries` entries
+/// of the rest in total; in random order.
 std::string word_list(const std::vector<std::string>& common, int times,
                       const std::vector<std::string>& rest, int rest_times,
                       std::int64_t rest_entries, RowRandom random) {
@@ -361,7 +361,7 @@ std::string word_list(const std::vector<std::string>& common, int times,
   return numbered(words);
 }
 
-/// How often words are in a list, of which there are ten common ones and others.
+/// Repetitions of the ten common words and of the others in a list.
 struct WordCounts {
   int common;
   int other;
@@ -370,11 +370,11 @@ struct WordCounts {
   int example_common;
   int example_other;
 };
-// Those of RULER for lengths of at least 4096 tokens, and for shorter ones.
+// RULER's numbers for lengths of at least 4,096 tokens, and those for shorter ones.
 constexpr WordCounts long_list{30, 3, 30, 40, 10, 3};
 constexpr WordCounts short_list{6, 1, 10, 20, 3, 1};
 
-/// Whether there are words enough.
+/// Whether there are enough words.
 bool fit_common_words(const WordCounts& counts, bool pairs, const PromptMeter& meter,
                       RowRandom random, MadeTask& made) {
   constexpr std::size_t common_words = 10;
@@ -417,18 +417,18 @@ void make_common_words(const PromptMeter& meter, const RowRandom& random, MadeTa
     try {
       if (fit_common_words(*counts, pairs, meter, random, made)) return;
     } catch (const TooShort&) {
-      // Tokenizers that take each digit apart have no room for the long list in 4096 tokens.
+      // With tokenizers that split digits, the long list does not fit in 4,096 tokens.
       if (counts == &short_list) throw;
       counts = &short_list;
       if (fit_common_words(*counts, pairs, meter, random, made)) return;
     }
     if (pairs) break;
   }
-  throw Error(fmt::format("a length of {} takes more words than there are for cwe", made.length));
+  throw Error(fmt::format("a length of {} needs more words than cwe has", made.length));
 }
 
-/// How often word `rank` (from 1) is among `words` words: Zipf's law with RULER's alpha of 2, whose
-/// sum over all ranks is pi^2 / 6.
+/// Occurrences of word `rank` (from 1) among `words` words: Zipf's law with RULER's alpha of 2,
+/// whose sum over all ranks is pi^2 / 6.
 std::int64_t zipf_count(std::int64_t words, std::int64_t rank) {
   constexpr double zeta_of_2 = 1.6449340668482264;
   return static_cast<std::int64_t>(
@@ -445,8 +445,8 @@ std::int64_t zipf_total(std::int64_t words) {
 
 void make_frequent_words(const PromptMeter& meter, RowRandom& random, MadeTask& made) {
   constexpr std::size_t letters = 6;
-  constexpr std::string_view dots = "...";  // the most frequent word, which is not asked for
-  std::deque<std::string> words;            // they are viewed while it grows
+  constexpr std::string_view dots = "...";  // the most frequent word, not part of the answer
+  std::deque<std::string> words;            // a deque, as views refer to them
   Distinct coded([&] { return random_letters(random, letters, 'a'); });
   constexpr std::size_t asked = 3;
   while (words.size() < asked) words.push_back(coded.next());
@@ -461,7 +461,7 @@ void make_frequent_words(const PromptMeter& meter, RowRandom& random, MadeTask& 
   made.task.metric = "string_match_all";
 
   const std::uint64_t order = random.bits();
-  // From here on the fourth word is always more frequent than the fifth.
+  // From this size on the fourth word is more frequent than the fifth.
   constexpr std::int64_t least_words = 79;
   fit_task(meter, made, zipf_total(least_words), unlimited, [&](std::int64_t size) {
     std::int64_t low = least_words, high = 2 * size + least_words;
@@ -499,7 +499,7 @@ void set_question(const QuestionFile::Question& question, Task& task) {
   task.metric = "string_match_part";
 }
 
-/// Which of the files of questions a task takes.
+/// Index of a task's file of questions.
 std::size_t file_of(const std::string& task) { return task == "qa_1" ? 0 : 1; }
 
 }  // namespace

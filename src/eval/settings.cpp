@@ -30,9 +30,9 @@ bool has_modifier(const PolicySpec& spec, const char* name) {
                      [&](const auto& modifier) { return modifier.first->name == name; });
 }
 
-/// An entry with its own settings.
+/// An entry of the list, with its own settings.
 struct Entry {
-  std::string text;    // of the policy, as it was written
+  std::string text;    // of the policy, as given
   std::string policy;  // without escapes; empty: none
   bool has_amounts = false;
   std::vector<double> evict_ratios;
@@ -83,7 +83,7 @@ void read_setting(Entry& entry, const std::string& key, const std::string& value
     entry.prefill = one_of(value, PrefillMode::dense, PrefillMode::sparse, what);
   } else {
     const std::string nearest = nearest_name(key, setting_keys);
-    throw Error(fmt::format("{}: unknown setting; {}an @ is followed by one of {}", what,
+    throw Error(fmt::format("{}: unknown setting; {}expected one of {} after @", what,
                             nearest.empty() ? "" : "did you mean " + nearest + "? ",
                             fmt::join(setting_keys, ", ")));
   }
@@ -121,17 +121,17 @@ Entry read_entry(const std::string& text) {
   return entry;
 }
 
-/// The amounts of an entry that has given none.
+/// Default amounts of an entry.
 void add_general_amounts(Entry& entry, const PolicySpec& spec, const SettingsRequest& request) {
   const bool by_threshold = has_modifier(spec, "dms");
   if (!by_threshold) entry.evict_ratios = request.evict_ratios;
-  // A threshold is one of log scores as a surrogate predicts them; other scores are on scales of
-  // their own. Most modifiers say who shares a budget.
+  // Thresholds are log scores of a surrogate; other policies' scores have other scales. Most
+  // modifiers need a budget.
   const bool is_plain = spec.modifiers.empty() || (by_threshold && spec.modifiers.size() == 1);
   if (spec.info->name == "kvzap" && is_plain) entry.thresholds = request.thresholds;
 }
 
-/// Whether the policy says itself how much stays, so that there is one setting of it.
+/// Whether the policy has a built-in amount, and so one setting.
 bool has_own_amount(const PolicySpec& spec) {
   if (spec.info->has_own_budget || has_modifier(spec, "per-layer")) return true;
   return std::any_of(spec.modifiers.begin(), spec.modifiers.end(), [](const auto& modifier) {
@@ -139,7 +139,7 @@ bool has_own_amount(const PolicySpec& spec) {
   });
 }
 
-/// An entry's settings but for the amounts. What is set in general holds where it has a meaning.
+/// An entry's settings without the amounts. General settings apply if the policy can use them.
 EvalSetting setting_of(const Entry& entry, const PolicySpec& spec, const SettingsRequest& request,
                        bool is_budget) {
   const PolicyInfo& info = *spec.info;
@@ -220,7 +220,7 @@ std::vector<EvalSetting> parse_settings(const SettingsRequest& request) {
     }
     const bool own_amount = has_own_amount(spec);
     if (own_amount && entry.has_amounts) {
-      throw Error(where + "the policy says itself how much stays: it takes no other amount");
+      throw Error(where + "the policy has a built-in amount: it takes no other");
     }
     if (!own_amount && !entry.has_amounts) add_general_amounts(entry, spec, request);
 
@@ -265,7 +265,7 @@ std::vector<EvalSetting> parse_settings(const SettingsRequest& request) {
     if (!own_amount && entry.evict_ratios.empty() && entry.thresholds.empty() &&
         entry.keep_tokens.empty() && entry.kv_budgets.empty()) {
       throw Error(where +
-                  "nothing says how much is evicted: give --evict-ratios, or @evict-ratios=, "
+                  "no amount to evict: give --evict-ratios, or @evict-ratios=, "
                   "@thresholds=, @keep-tokens= or @kv-budget= behind the policy");
     }
   }

@@ -14,7 +14,7 @@ using nlohmann::ordered_json;
 
 constexpr const char* all_tasks = "all";
 
-/// A mean, from the values in an order that does not depend on when they were found.
+/// Mean of the values in a fixed order, so that it does not depend on the order of records.
 template <class Prompts, class Value>
 double sum_of(const Prompts& prompts, Value value) {
   double sum = 0;
@@ -22,7 +22,7 @@ double sum_of(const Prompts& prompts, Value value) {
   return sum;
 }
 
-/// JSON has no NaN, and tables need no more digits than a prompt in a million makes.
+/// Null for NaN, which JSON lacks; rounded to the effect of one prompt in a million.
 double rounded(double value) {
   constexpr double digits = 1e6;
   return std::round(value * digits) / digits;
@@ -69,13 +69,13 @@ std::string csv_field(const ordered_json& row, const char* column) {
   return found->is_string() ? csv_text(found->get<std::string>()) : found->dump();
 }
 
-/// Code points, each of which is taken to be one column.
+/// Number of code points, each assumed to be one column wide.
 std::size_t columns_of(const std::string& text) {
   return static_cast<std::size_t>(
       std::count_if(text.begin(), text.end(), [](char c) { return (c & 0xc0) != 0x80; }));
 }
 
-/// Cut into lines of at most so many columns.
+/// Split into lines of at most `width` columns.
 std::string in_lines(const std::string& text, std::size_t widest) {
   std::string lines;
   std::size_t column = 0;
@@ -90,8 +90,8 @@ std::string in_lines(const std::string& text, std::size_t widest) {
   return lines;
 }
 
-/// A label in a column of `width`; a longer one stands above its row, since any part of it may be
-/// what tells settings apart.
+/// A label in a column of `width`. A longer label is put on lines above its row: any part of it may
+/// distinguish settings.
 std::string label_column(const std::string& label, std::size_t width, std::size_t widest) {
   const std::size_t columns = columns_of(label);
   if (columns <= width) return label + std::string(width - columns, ' ');

@@ -1,4 +1,4 @@
-// What an evaluation has found: a row for every task and setting.
+// Results of an evaluation: a row for every task and setting.
 #pragma once
 
 #include <cstdint>
@@ -17,16 +17,15 @@ struct SummaryOptions {
   std::uint64_t seed = 0;    // of the bootstrap
   int resamples = 2000;      // of the bootstrap
   std::int64_t pass_k = 0;   // 0: no pass@k
-  std::int64_t prompts = 0;  // that there are to be in all
+  std::int64_t prompts = 0;  // of the complete evaluation
 };
 
-/// Gathers records, in any order, and makes the same summary of them.
+/// Summarises records; their order does not matter.
 class EvaluationSummary {
  public:
   EvaluationSummary(std::vector<EvalSetting> settings, SummaryOptions options);
 
-  /// Keeps a few numbers of it. Rows of tasks come in the order in which they are added, or as
-  /// `add_task` has it.
+  /// Adds a record. Tasks keep the order of their first record or of `add_task`.
   void add(const EvalRecord& record);
   void add_task(const std::string& task);
   std::int64_t prompts() const { return m_prompts; }
@@ -35,7 +34,7 @@ class EvaluationSummary {
   nlohmann::ordered_json rows() const;
   /// summary.csv: the same rows without keep ratios.
   std::string csv() const;
-  /// For people, at most 120 columns.
+  /// A table of at most 120 columns.
   std::string table() const;
 
  private:

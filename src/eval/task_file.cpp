@@ -26,17 +26,17 @@ namespace {
 using Json = nlohmann::json;
 using detail::JsonField;
 
-// A prompt of a million tokens takes about 5 MB.
+// A prompt of a million tokens has about 5 MB.
 constexpr std::size_t max_task_line_bytes = std::size_t{256} << 20;
 constexpr std::int64_t max_new_tokens_limit = 1 << 20;
 
-// Whose names the fields of a row have. What tells them apart is the field that holds the question.
+// A naming scheme of fields. The field of the question identifies it.
 struct TaskScheme {
   const char* name;
-  std::vector<const char*> questions;  // the first that there is
+  std::vector<const char*> questions;  // the first present one
   std::vector<const char*> answers;
   bool needs_context;
-  std::vector<const char*> foreign;  // fields of other schemes that mean what one of these means
+  std::vector<const char*> foreign;  // fields of other schemes with the same meaning
 };
 
 const std::array<TaskScheme, 4>& task_schemes() {
@@ -67,7 +67,7 @@ const std::array<TaskScheme, 4>& task_schemes() {
 
 enum TaskSchemeIndex { kvpress_rows, ruler_rows, longbench_rows, aime_rows };
 
-// Null stands for a field that is not there: that is how tables with gaps are written.
+// Null counts as absent: tables with gaps write it.
 bool row_has(const Json& row, const char* field) {
   const auto found = row.find(field);
   return found != row.end() && !found->is_null();
@@ -79,7 +79,7 @@ std::string row_field_list(const std::vector<const char*>& fields) {
   return list;
 }
 
-// Of one of `fields`; empty if there is none of them. Throws if there are two, as either may count.
+// The one of `fields` that is present, or empty. Throws if two are present.
 const char* only_row_field(const Json& row, const std::vector<const char*>& fields,
                            const std::string& where) {
   const char* only = "";
@@ -104,7 +104,7 @@ std::string row_text(const Json& row, const char* field, const std::string& wher
   return row_has(row, field) ? JsonField(row.at(field), where, field).string() : std::string();
 }
 
-// A string, or a number as it is written.
+// A string, or a number as text.
 std::string text_of_answer(const JsonField& field) {
   const Json& value = field.value();
   if (value.is_number()) return value.dump();
@@ -129,7 +129,7 @@ std::vector<std::string> row_answers_of(const JsonField& field) {
 
 std::int64_t max_new_tokens_of(const JsonField& field) {
   const Json& value = field.value();
-  // Tables with gaps hold whole numbers as floating point ones.
+  // Tables with gaps store whole numbers as floating point.
   const double number = value.is_number() ? value.get<double>() : 0;
   if (!(number >= 1) || !(number <= static_cast<double>(max_new_tokens_limit)) ||
       number != std::floor(number)) {
@@ -138,7 +138,7 @@ std::int64_t max_new_tokens_of(const JsonField& field) {
   return static_cast<std::int64_t>(number);
 }
 
-// What the row calls itself, of a text or a number.
+// The row's own id: a text or a number.
 std::string task_id_of(const Json& row, const std::string& where) {
   for (const char* name : {"id", "_id", "ID", "index"}) {
     if (!row_has(row, name)) continue;
@@ -158,7 +158,7 @@ std::string task_name_of(const std::filesystem::path& file) {
   return is_split && !folder.empty() ? folder : stem;
 }
 
-// With `replacement` for each of `placeholder`.
+// Replaces each `placeholder` by `replacement`.
 std::string template_filled_in(std::string_view text, std::string_view placeholder,
                                std::string_view replacement) {
   std::string filled;
@@ -195,8 +195,8 @@ void put_row_together(Task& task, const PromptTemplates& templates, const std::s
   task.question = template_filled_in(rest, input_placeholder, task.question);
 }
 
-// LongBench-v2 keeps the choices beside the question. Rows that were made from its own may have
-// them in the question as well.
+// LongBench-v2 has the choices beside the question. Converted rows may have them in the question as
+// well.
 void add_row_choices(Task& task, const Json& row, const std::string& where) {
   constexpr std::array<const char*, 4> fields = {"choice_A", "choice_B", "choice_C", "choice_D"};
   if (!row_has(row, fields[0])) return;
@@ -235,7 +235,7 @@ Task task_of(const Json& row, const std::string& where, const std::string& defau
   const char* const context = index == ruler_rows ? "input" : "context";
   const char* const question = only_row_field(row, scheme.questions, where);
   const char* const answer = only_row_field(row, scheme.answers, where);
-  // Other fields may be null, as data sets have them: the parts of a prompt may not.
+  // Data sets have null fields, but the parts of a prompt must not be null.
   for (const char* field : {context, question}) {
     if (row.contains(field) && row.at(field).is_null()) {
       throw Error(fmt::format("{}: {}: expected a string, found null", where, field));
@@ -249,8 +249,8 @@ Task task_of(const Json& row, const std::string& where, const std::string& defau
     throw Error(fmt::format("{}: {}: expected a prompt, found none", where, context));
   }
   if (*answer == '\0') {
-    throw Error(fmt::format("{}: {}: expected what the answer should be, found no such field",
-                            where, row_field_list(scheme.answers)));
+    throw Error(fmt::format("{}: {}: expected the answer, found no such field", where,
+                            row_field_list(scheme.answers)));
   }
   task.answers = row_answers_of({row.at(answer), where, answer});
   task.answer_prefix = row_text(row, "answer_prefix", where);
@@ -356,9 +356,9 @@ TaskFile read_tasks(const std::filesystem::path& file, bool keep_going,
       result.skipped.emplace_back(error.what());
     }
   };
-  // Block by block, so that a line that never ends cannot fill the memory.
+  // Block by block: an endless line must not fill the memory.
   std::vector<char> block(std::size_t{1} << 20);
-  bool is_open = false;  // a line has begun
+  bool is_open = false;  // within a line
   while (stream) {
     stream.read(block.data(), static_cast<std::streamsize>(block.size()));
     std::string_view bytes(block.data(), static_cast<std::size_t>(stream.gcount()));

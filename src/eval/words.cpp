@@ -108,7 +108,7 @@ constexpr std::string_view verb_list =
     "trust tumble understand unite unlock unpack vanish visit wait wake walk wander warn wash "
     "waste weave welcome whisper win wipe wish wonder work wrap wrestle write yawn yield";
 
-// Sentences in which A, N and V stand for an adjective, a noun and a verb.
+// Sentences; A, N and V are placeholders of an adjective, a noun and a verb.
 constexpr std::array prose_patterns = {
     "Nobody in the N could remember when the A N had been built.",
     "The A N stood beside the N until the N was A again.",
@@ -160,7 +160,7 @@ void append_sentence(std::string& text, std::string_view pattern, std::mt19937_6
     };
     const char c = pattern[i];
     const bool alone = !is_letter(i + 1) && (i == 0 || !is_letter(i - 1));
-    // The A that begins a sentence is an article.
+    // An A at the start of a sentence is an article.
     if (!alone || i == 0 || (c != 'A' && c != 'N' && c != 'V')) {
       text += c;
       continue;

@@ -1,4 +1,4 @@
-// English words, and prose made of them.
+// English words, and random prose.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 namespace kvzap::detail {
 
-/// What stands between single spaces. The words view the list.
+/// Words between single spaces, as views of the list.
 std::vector<std::string_view> words_of(std::string_view list);
 
 /// A few hundred words each, in lower case; no word is in two lists or twice in one.
@@ -16,8 +16,8 @@ const std::vector<std::string_view>& common_nouns();
 const std::vector<std::string_view>& adjectives();
 const std::vector<std::string_view>& verbs();
 
-/// At least so many words of sentences that are grammatical and tell of nothing; the same ones on
-/// every platform. There are no digits in them.
+/// At least `words` words of grammatical sentences without meaning and without digits; the same on
+/// every platform.
 std::string made_up_prose(std::size_t words);
 
 }  // namespace kvzap::detail

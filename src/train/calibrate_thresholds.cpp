@@ -31,7 +31,7 @@ double mean_of(const std::vector<double>& values) {
   return std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
 }
 
-// Takes the scores of one text's judged pairs.
+// Collects the scores of one text's judged pairs.
 class JudgedScores final : public StepObserver {
  public:
   explicit JudgedScores(const JudgedPairs& judged) : m_judged(judged) {}
@@ -45,7 +45,7 @@ class JudgedScores final : public StepObserver {
     const std::int64_t begin = std::max<std::int64_t>(0, m_judged.sink - first);
     const std::int64_t end = std::min(static_cast<std::int64_t>(scores.extent(1)), m_end - first);
     if (begin >= end) return;
-    // Packed first: other memory takes copies of what lies together alone.
+    // Packed first: copies between memory spaces need contiguous views.
     const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> packed(
         Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::calibrate::scores"),
         scores.extent(0), scores.extent(1));
@@ -78,7 +78,7 @@ EvictRatioCurves::EvictRatioCurves(std::int64_t pairs_per_token, const Communica
       m_comm(comm),
       m_most_scores(std::max<std::int64_t>(2, most_scores)) {}
 
-// How many scores of the text come before the i-th that is kept, in their order.
+// Rank, among all scores of the text, of the i-th kept score.
 std::int64_t EvictRatioCurves::Text::rank_of(std::size_t i) const {
   const auto kept = static_cast<std::int64_t>(scores.size());
   if (kept == count) return static_cast<std::int64_t>(i);
@@ -109,13 +109,13 @@ std::int64_t EvictRatioCurves::tokens() const {
   return sum;
 }
 
-// How many of this rank's scores are below the threshold.
+// Number of this rank's scores below the threshold.
 std::int64_t EvictRatioCurves::Text::below(float threshold) const {
   const auto found = std::lower_bound(scores.begin(), scores.end(), threshold);
   if (found == scores.end()) return count;
   const auto i = static_cast<std::size_t>(found - scores.begin());
   if (i == 0) return 0;
-  // scores[i - 1] < threshold <= scores[i]; those between the two are taken as evenly spread.
+  // scores[i - 1] < threshold <= scores[i]; scores in between are assumed to be evenly spread.
   const std::int64_t before = rank_of(i - 1) + 1;
   const std::int64_t between = rank_of(i) - before;
   if (between == 0) return before;
@@ -157,7 +157,7 @@ ThresholdTable::Row EvictRatioCurves::row(double evict_ratio) const {
   constexpr float last = std::numeric_limits<float>::max();
   const std::uint32_t lowest = place_of_float(-last), highest = place_of_float(last);
   const auto mean_at = [&](std::uint32_t place) { return mean(float_at_place(place)); };
-  // The lowest place where `reached` holds, which holds from there on to the highest.
+  // Binary search for the lowest position where `reached` is true; it is true from there on.
   const auto first_where = [&](const auto& reached) {
     std::uint32_t low = lowest, high = highest;
     while (low < high) {
@@ -172,8 +172,8 @@ ThresholdTable::Row EvictRatioCurves::row(double evict_ratio) const {
   };
   if (evict_ratio > mean_at(highest)) {
     throw AgreedError(fmt::format(
-        "an evict ratio of {} cannot be reached: {:.4f} is the largest on these texts, whose "
-        "windows and sinks stay; ask for less, give longer texts or a smaller --window",
+        "an evict ratio of {} cannot be reached: {:.4f} is the largest on these texts, as windows "
+        "and sinks stay; give a smaller ratio, longer texts or a smaller --window",
         evict_ratio, largest()));
   }
   std::uint32_t low = first_where([&](double mean) { return mean >= evict_ratio; });
@@ -182,8 +182,8 @@ ThresholdTable::Row EvictRatioCurves::row(double evict_ratio) const {
     reached = mean_at(low - 1);
     low = first_where([&](double mean) { return mean >= reached; });
   }
-  // In the middle of the thresholds that all evict the same, so that scores that differ in their
-  // last bits, as they do between numbers of ranks, are judged alike.
+  // The middle of all thresholds that evict the same pairs: scores that differ in their last bits,
+  // as between numbers of ranks, are then judged alike.
   const std::uint32_t above = first_where([&](double mean) { return mean > reached; });
   const std::uint32_t high = mean_at(above) > reached ? above - 1 : highest;
   ThresholdTable::Row row;
@@ -216,7 +216,7 @@ ScoredTexts score_texts(const std::shared_ptr<const Model<Value>>& model,
     if (text.empty()) throw Error("thresholds: a text has no tokens");
     tokens += static_cast<std::int64_t>(text.size());
   }
-  // Whatever leaves the ring goes at once: no more than one layer's pairs are ever there.
+  // Pairs are evicted as they leave the ring: at most one layer's pairs exist at a time.
   CacheOptions options;
   options.prune = PruneMode::prefill;
   options.window = 1;

@@ -36,7 +36,7 @@ void write_layer(const fs::path& file, const ordered_json& description,
 std::vector<float> floats_of(const SafetensorsFolder& files, const char* name) {
   const TensorInfo* const tensor = files.find(name);
   if (!tensor || tensor->stored_dtype != "F32" || tensor->shape.size() != 1) {
-    throw Error(fmt::format("it has no F32 vector {}", name));
+    throw Error(fmt::format("no F32 vector {}", name));
   }
   std::vector<float> values(tensor->bytes / sizeof(float));
   if (!values.empty()) std::memcpy(values.data(), tensor->data, tensor->bytes);
@@ -64,7 +64,7 @@ Value field_of(const nlohmann::json& object, const char* name) {
     return found->get<Value>();
   } catch (const nlohmann::json::exception&) {
     throw Error(
-        fmt::format("description: {} is {}, which is of another type", name, described(*found)));
+        fmt::format("description: {} is {}, a value of another type", name, described(*found)));
   }
 }
 
@@ -145,10 +145,10 @@ LayerCheckpoint read_checkpoint(const fs::path& folder, int layer) {
   const auto files = SafetensorsFolder::open(file);
   try {
     const TensorInfo* const description = files.find("description");
-    if (!description) throw Error("it has no description");
+    if (!description) throw Error("no description");
     const nlohmann::json value =
         parse_json({reinterpret_cast<const char*>(description->data), description->bytes}, what);
-    if (field_of<int>(value, "layer") != layer) throw Error("it is of another layer");
+    if (field_of<int>(value, "layer") != layer) throw Error("belongs to another layer");
     if (field_of<bool>(value, "done")) {
       TrainedLayer trained;
       SurrogateLayer& s = trained.surrogate;
@@ -175,7 +175,7 @@ LayerCheckpoint read_checkpoint(const fs::path& folder, int layer) {
       checkpoint.state = std::move(s);
     }
   } catch (const std::exception& error) {
-    throw Error(fmt::format("{}: damaged: {}; --overwrite begins anew", what, error.what()));
+    throw Error(fmt::format("{}: damaged: {}; --overwrite starts again", what, error.what()));
   }
   return checkpoint;
 }
@@ -186,7 +186,7 @@ std::vector<std::string> differences(const ordered_json& there, const ordered_js
   for (const auto& [name, value] : here.items()) {
     const ordered_json& other = there.contains(name) ? there.at(name) : absent;
     if (other != value) {
-      found.push_back(fmt::format("{} is {} there and {} here", name, other.dump(), value.dump()));
+      found.push_back(fmt::format("{}: recorded {}, given {}", name, other.dump(), value.dump()));
     }
   }
   return found;

@@ -1,5 +1,5 @@
-// What an unfinished training has left in its folder: folder/checkpoint/training.json says what is
-// trained from what, layer-N.safetensors how far layer N is.
+// Checkpoint of an unfinished training: folder/checkpoint/training.json describes the training,
+// layer-N.safetensors has the progress of layer N.
 #pragma once
 
 #include <filesystem>
@@ -11,7 +11,7 @@
 
 namespace kvzap::detail {
 
-/// A layer that is under way (MLP), or done.
+/// An unfinished layer (MLP), or a finished one.
 struct LayerCheckpoint {
   std::optional<MlpTrainer::State> state;
   std::optional<TrainedLayer> trained;
@@ -21,15 +21,15 @@ struct LayerCheckpoint {
 void write_checkpoint(const std::filesystem::path& folder, int layer,
                       const MlpTrainer::State& state);
 void write_checkpoint(const std::filesystem::path& folder, int layer, const TrainedLayer& trained);
-/// Empty if there is none. Throws Error, naming the file, for one that is damaged.
+/// Empty without a checkpoint. Throws Error, naming the file, for a damaged one.
 LayerCheckpoint read_checkpoint(const std::filesystem::path& folder, int layer);
 
 /// Names of the fields in which two descriptions of a training differ, with both values:
-/// "epochs is 15 there and 20 here".
+/// "epochs: recorded 15, given 20".
 std::vector<std::string> differences(const nlohmann::ordered_json& there,
                                      const nlohmann::ordered_json& here);
 
-/// A layer's report as JSON, whole, and back. Values that are not finite are null.
+/// A layer's report as JSON, and back. Values that are not finite are null.
 nlohmann::ordered_json report_json(const LayerReport& report);
 LayerReport report_from_json(const nlohmann::json& value);
 

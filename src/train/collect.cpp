@@ -72,7 +72,7 @@ Indices to_device(const std::vector<std::int64_t>& values) {
   return device;
 }
 
-// Memory that lasts from text to text.
+// Scratch memory, reused for each text.
 struct CollectScratch {
   detail::Vector mass;
   detail::Vector norms;
@@ -82,7 +82,7 @@ struct CollectScratch {
   policy::OutputNorms output_norms;
 };
 
-// Takes the pairs of one text out of its step, layer by layer.
+// Collects the pairs of one text from its step, layer by layer.
 template <class Value>
 class CollectWatcher final : public Policy {
  public:
@@ -195,7 +195,7 @@ class CollectWatcher final : public Policy {
     m_taken += rows.size();
   }
 
-  // Of the text's rows; others count nothing.
+  // Rows of the text; others do not count.
   void find_norms(PolicyLayer& layer) {
     const auto text = std::make_pair(m_text.text_begin, m_text.text_end);
     const std::int64_t group = layer.extents().group;
@@ -216,7 +216,7 @@ class CollectWatcher final : public Policy {
   bool m_has_norms = false;
 };
 
-// Rank 0's text on all ranks. Collective.
+// Broadcasts rank 0's text. Collective.
 CollectText share(const std::vector<CollectText>& texts, std::int64_t index,
                   const Communicator& comm) {
   CollectText text;

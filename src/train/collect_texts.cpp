@@ -18,7 +18,7 @@ namespace {
 
 constexpr const char* repeat_request = "\n\nRepeat the previous context exactly.";
 
-// As Python's str.strip(), which takes the information separators for white space too.
+// Python's str.strip(), which counts information separators as white space.
 bool is_python_space(std::int32_t c) {
   return (c >= 0x1c && c <= 0x1f) || detail::is_white_space(c);
 }
@@ -65,7 +65,7 @@ Line parse_line(const std::string& line, const std::string& where) {
   }
   Line result{text->get<std::string>(), has_subset ? subset->get<std::string>() : ""};
   if (result.subset.find('\0') != std::string::npos) {
-    throw Error(fmt::format("{}: field \"subset\" has a NUL in it", where));
+    throw Error(fmt::format("{}: field \"subset\" contains a NUL", where));
   }
   return result;
 }
@@ -96,11 +96,11 @@ std::vector<std::int64_t> sample(std::int64_t total, std::int64_t count, std::ui
   return all;
 }
 
-// What collecting makes of a text that is in a line of a file.
+// A text of a line of the file, prepared for collecting.
 struct TextForm {
-  /// What the rules count.
+  /// Tokens that the rules count.
   std::function<std::vector<TokenId>(const std::string& text)> encode;
-  /// What is run, without CollectText::positions.
+  /// The conversation, without CollectText::positions.
   std::function<CollectText(const std::vector<TokenId>& ids)> make;
   const char* how_often = "";  // ... the text is in it, for a message
 };
@@ -164,8 +164,7 @@ CollectTexts read_as(const std::filesystem::path& file, const CollectRules& rule
   }
   if (stream.bad()) throw Error(fmt::format("{}: reading failed", file.string()));
   if (result.lines == 0) {
-    throw Error(
-        fmt::format("{}: there is no text in it; expected a JSON object per line", file.string()));
+    throw Error(fmt::format("{}: there is no text in it; expected a JSON object per line", file.string()));
   }
   if (result.texts.empty()) {
     throw Error(
@@ -190,7 +189,7 @@ CollectText make_collect_text(std::string_view text, const Tokenizer& tokenizer,
                                     exchange.assistant + text.size()};
   std::int64_t* const targets[] = {&result.text_begin, &result.text_end, &result.repeat_begin,
                                    &result.repeat_end};
-  // A token begins where the whole characters of those before it end.
+  // A token begins after the complete characters of the tokens before it.
   Tokenizer::StreamDecoder decoder(tokenizer, false);
   std::size_t begin = 0, next = 0;
   std::string whole;
@@ -203,8 +202,7 @@ CollectText make_collect_text(std::string_view text, const Tokenizer& tokenizer,
   }
   whole += decoder.finish();
   if (whole != exchange.text || next != std::size(boundaries)) {
-    throw Error(
-        "the tokenizer does not give the text back, so that its tokens have no place in it");
+    throw Error("the tokenizer does not reproduce the text, so its tokens have no place in it");
   }
   return result;
 }
@@ -215,7 +213,7 @@ CollectTexts read_collect_texts(const std::filesystem::path& file, const Collect
   TextForm form;
   form.encode = [&](const std::string& text) { return tokenizer.encode(stripped(text)); };
   form.make = [&](const std::vector<TokenId>& ids) {
-    // As the tokenizer normalizes it: what tokens give back.
+    // As the tokenizer normalizes it: the text of the tokens.
     return make_collect_text(tokenizer.decode(ids, false), tokenizer, chat_template);
   };
   form.how_often = " twice";

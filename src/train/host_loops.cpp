@@ -1,5 +1,5 @@
-// Compiled with -fno-math-errno (CMakeLists.txt), without which GCC keeps a call of sqrt for
-// negative arguments in the loop, and the loop scalar.
+// Compiled with -fno-math-errno (CMakeLists.txt): without it, GCC calls sqrt for negative arguments
+// and does not vectorize the loop.
 #include "train/host_loops.hpp"
 
 #include <cmath>
@@ -12,8 +12,8 @@ namespace {
 
 KVZAP_BODY void gelu_and_slope_body(float* values, const float* bias, float* activation,
                                     std::int64_t count) {
-  // erf by Abramowitz and Stegun 7.1.26 (error below 1.5e-7); its exponential is that of the normal
-  // density, which the slope needs.
+  // erf by Abramowitz and Stegun 7.1.26 (error below 1.5e-7); its exponential is also that of the
+  // normal density in the slope.
   for (std::int64_t i = 0; i < count; ++i) {
     const float x = values[i] + bias[i];
     const float z = std::fabs(x) * 0.70710678f;
@@ -57,7 +57,7 @@ KVZAP_BODY double sum_of_squares_body(const float* values, std::int64_t count) {
 
 KVZAP_BODY void adamw_body(float* parameters, const float* gradient, float scale, float* first,
                            float* second, const AdamStep& step, std::int64_t count) {
-  // Copies: what is behind a reference might be what the loop writes.
+  // Copies, because the references could alias the output.
   const float beta2 = step.beta2, rest1 = 1.0f - step.beta1, rest2 = 1.0f - step.beta2;
   const float decay = step.decay, rate = step.rate, root = step.root, epsilon = step.epsilon;
   for (std::int64_t i = 0; i < count; ++i) {

@@ -1,5 +1,5 @@
-// Inner loops of training on the host, compiled for several instruction sets and chosen when the
-// program starts. The Kokkos kernels beside them (mlp_kernels.cpp) do the same on any backend.
+// Inner loops of training on the host, for several instruction sets; the program selects one at its
+// start. The Kokkos kernels in mlp_kernels.cpp do the same on any backend.
 #pragma once
 
 #include <cstdint>
@@ -13,10 +13,10 @@ void gelu_and_slope(float* values, const float* bias, float* activation, std::in
 /// values[i] *= factors[i]; sums[i] += values[i]
 void times_and_sum(float* values, const float* factors, float* sums, std::int64_t count);
 
-/// Sum of squares in double, in an order that depends on `count` alone.
+/// Sum of squares in double, in an order that depends only on `count`.
 double sum_of_squares(const float* values, std::int64_t count);
 
-/// Numbers of one step of AdamW.
+/// Constants of one step of AdamW.
 struct AdamStep {
   float decay;  // 1 - rate * weight decay
   float rate;   // learning rate / (1 - beta1^t)

@@ -9,7 +9,7 @@
 
 #include "linalg/host/blas_threads.hpp"
 
-// LAPACK's Fortran names with 32-bit integers; the length of each text goes last.
+// LAPACK's Fortran names with 32-bit integers; the lengths of texts are the last arguments.
 extern "C" {
 void dpotrf_(const char* uplo, const int* n, double* a, const int* lda, int* info, std::size_t);
 void dpotrs_(const char* uplo, const int* n, const int* nrhs, const double* a, const int* lda,
@@ -34,7 +34,7 @@ CholeskyResult solve_cholesky(double* a, std::int64_t n, std::int64_t stride, do
     throw Error(fmt::format("a system of {} unknowns does not fit LAPACK's integers", n));
   }
   expect_room_for_blas();
-  // The upper triangle, row after row, is the lower one column after column.
+  // The row-major upper triangle is the column-major lower one.
   const char* const lower = "L";
   const int size = static_cast<int>(n), lda = static_cast<int>(stride);
   std::vector<double> work(static_cast<std::size_t>(3 * n));
@@ -70,7 +70,7 @@ void add_residuals(const double* z, std::int64_t rows, std::int64_t inputs, cons
   const int count = static_cast<int>(rows), n = static_cast<int>(inputs);
   const int h = static_cast<int>(heads);
   const double one = 1, minus_one = -1;
-  // What lies row after row is, column after column, the transpose.
+  // A row-major matrix is the transpose of the column-major one.
   dgemm_("T", "N", &h, &count, &n, &minus_one, w, &n, z, &n, &one, errors, &h, 1, 1);
   dgemm_("N", "T", &n, &h, &count, &one, z, &n, errors, &h, &one, sums, &n, 1, 1);
 }

@@ -1,4 +1,4 @@
-// The finite pairs of a layer where kernels run: what an MLP trains on, epoch after epoch.
+// The finite pairs of a layer in kernels' memory, which an MLP reads in each epoch.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ struct LayerPairs {
   std::int64_t dropped = 0;
 };
 
-/// Reads them. Throws Error if memory is exhausted, and what PairSource::read throws.
+/// Reads the pairs. Throws Error if memory is exhausted, and the errors of PairSource::read.
 template <class Value>
 LayerPairs<Value> read_layer(const PairSource& source, int layer, const PairSplit& split);
 

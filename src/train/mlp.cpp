@@ -100,7 +100,7 @@ class TypedTrainer final : public MlpTrainer::Impl {
         m_step(m_inputs, m_hidden, m_heads, m_rows) {
     if (m_pairs.training.empty()) {
       throw Error(
-          fmt::format("layer {}: no pair is left to train on: {} had a value that is not finite",
+          fmt::format("layer {}: no training pairs are left: {} had a value that is not finite",
                       layer, m_pairs.dropped));
     }
     initialize();
@@ -162,7 +162,7 @@ class TypedTrainer final : public MlpTrainer::Impl {
       ++m_batch;
       m_step.update(exec, m_options.clip, adam_step(rate));
       if (progress) {
-        // Batches are launched, not done; a device has a few in its queue.
+        // Batches are launched asynchronously; a device has a few in its queue.
         progress(static_cast<double>(m_steps) /
                  (static_cast<double>(batches()) * m_options.epochs));
       }
@@ -322,7 +322,7 @@ TrainedLayer MlpTrainer::result() { return m_impl->result(); }
 std::int64_t MlpTrainer::bytes(const PairsInfo& info, const MlpOptions& options) {
   const auto pair = static_cast<std::int64_t>(size_of(info.dtype)) * info.hidden_size +
                     static_cast<std::int64_t>(sizeof(float)) * info.kv_heads;
-  // Rows in their order, in two forms while an epoch begins.
+  // The order of rows, in two forms at the start of an epoch.
   const auto indices = static_cast<std::int64_t>(3 * sizeof(std::int64_t));
   return info.pairs * (pair + indices) +
          MlpStep::bytes(info.hidden_size, hidden_units(info, options), info.kv_heads,

@@ -1,4 +1,4 @@
-// Kernels of a training step on any backend. Matrices lie row after row.
+// Kernels of a training step on any backend. Matrices are row-major.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ template <class Value>
 void gather_rows(const ExecutionSpace& exec, const StoredRows<Value>& source, const Order& order,
                  std::int64_t begin, const Matrix& target);
 
-/// x = values + bias of the column: activation = gelu(x), exact as torch.nn.GELU() has it, and
+/// x = values + bias of the column: activation = gelu(x), exact as torch.nn.GELU(), and
 /// values = gelu'(x).
 void gelu_with_slope(const ExecutionSpace& exec, const Matrix& values, const ConstVector& bias,
                      const Matrix& activation);
@@ -44,15 +44,15 @@ void add_bias_rows(const ExecutionSpace& exec, const Matrix& output, const Const
 void add_sum(const ExecutionSpace& exec, const Doubles& values, std::int64_t count,
              const Doubles& total);
 
-/// partial(i) = sum of squares of the i-th part of `values`; returns the number of parts, which
-/// depends on the length alone.
+/// partial(i) = sum of squares of part i of `values`; returns the number of parts, which depends
+/// only on the length.
 std::int64_t square_parts(const ExecutionSpace& exec, const ConstVector& values,
                           const Doubles& partial);
-/// Parts of a vector of this length.
+/// Number of parts of a vector of this length.
 std::int64_t parts_of(std::int64_t length);
 
-/// One step of AdamW with the gradient scaled down to the norm `clip` if it is longer, as
-/// torch.nn.utils.clip_grad_norm_ does; squares: what square_parts gave. clip <= 0: not at all.
+/// One step of AdamW. Scales the gradient down to the norm `clip` if it is larger, as
+/// torch.nn.utils.clip_grad_norm_ does; clip <= 0: never. squares: result of square_parts.
 void adamw_step(const ExecutionSpace& exec, const Vector& parameters, const ConstVector& gradient,
                 const Vector& first, const Vector& second, const Doubles& squares,
                 std::int64_t n_parts, double clip, const AdamStep& step);

@@ -8,12 +8,12 @@
 
 namespace kvzap::detail {
 
-/// The parameters of Linear(inputs, hidden), Linear(hidden, heads) and what a step of training
-/// needs beside them, for batches of up to `rows`. Parameters, gradient and moments are vectors of
-/// one order: weight1 (hidden, inputs), bias1 (hidden), weight2 (heads, hidden), bias2 (heads).
+/// Parameters of Linear(inputs, hidden) and Linear(hidden, heads), and the scratch memory of a
+/// training step for batches of up to `rows`. Parameters, gradient and moments are vectors with the
+/// order weight1 (hidden, inputs), bias1 (hidden), weight2 (heads, hidden), bias2 (heads).
 class MlpStep {
  public:
-  /// Everything 0. Throws what an allocation throws.
+  /// Initialises all to 0. Throws if memory is exhausted.
   MlpStep(std::int64_t inputs, std::int64_t hidden, std::int64_t heads, std::int64_t rows);
 
   std::int64_t size() const { return static_cast<std::int64_t>(m_parameters.extent(0)); }
@@ -22,8 +22,9 @@ class MlpStep {
   const Vector& first_moment() const { return m_first; }
   const Vector& second_moment() const { return m_second; }
 
-  /// Gradient of the mean, over `count` rows and all heads, of squared errors; the errors' sum is
-  /// added to loss(). Rows order(begin) .. order(begin + count - 1) of hidden states and scores.
+  /// Computes the gradient of the mean squared error over `count` rows and all heads, and adds the
+  /// sum of errors to loss(). Rows order(begin) … order(begin + count - 1) of hidden states and
+  /// scores.
   template <class Value>
   void differentiate(const ExecutionSpace& exec, const StoredRows<Value>& hidden,
                      const ConstMatrix& scores, const Order& order, std::int64_t begin,
@@ -35,10 +36,10 @@ class MlpStep {
   ConstMatrix predict(const ExecutionSpace& exec, const StoredRows<Value>& hidden,
                       const Order& order, std::int64_t begin, std::int64_t count);
 
-  /// (1): sum of squared errors of all calls of differentiate since it was last set.
+  /// (1): sum of squared errors of differentiate since the last reset.
   const Doubles& loss() const { return m_loss; }
 
-  /// Bytes of all of that.
+  /// Bytes of memory of all of these.
   static std::int64_t bytes(std::int64_t inputs, std::int64_t hidden, std::int64_t heads,
                             std::int64_t rows);
 
@@ -55,9 +56,9 @@ class MlpStep {
   std::int64_t m_inputs, m_hidden, m_heads;
   Vector m_parameters, m_gradient, m_first, m_second;
   Matrix m_x;           // (rows, inputs): the batch, widened
-  Matrix m_slope;       // (rows, hidden): before GELU, then its slope there
+  Matrix m_slope;       // (rows, hidden): input of GELU, then its slope
   Matrix m_activation;  // (rows, hidden)
-  Matrix m_back;        // (rows, hidden): gradient by the activation, then by what is before it
+  Matrix m_back;        // (rows, hidden): gradient by the activation, then by its input
   Matrix m_output;      // (rows, heads), then the gradient by it
   Doubles m_row_loss, m_loss, m_squares;
 };

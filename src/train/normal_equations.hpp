@@ -1,4 +1,4 @@
-// Sums of products of hidden states and scores, from which ridge regression is solved.
+// Sums of products of hidden states and scores, for ridge regression.
 #pragma once
 
 #include <cstdint>
@@ -10,38 +10,38 @@
 namespace kvzap::detail {
 
 /// Z^T Z for rows z = (hidden state - shift, scores - their shift, 1): X^T X, X^T y, y^T y and all
-/// sums at once. The shift takes away most of the means, which would otherwise cost the digits of
-/// the covariances. With up to `double_inputs` inputs everything is double. Above, products of
-/// `block_rows` rows are summed in float and these sums in double, in about half of the time. What
-/// is solved from them is a first approximation: hidden states hardly vary in some directions,
-/// where float sums leave two to three correct digits of the coefficients. train_ridge refines it.
+/// sums at once. The shift removes most of the means, which would otherwise cost digits of the
+/// covariances. With up to `double_inputs` inputs everything is double. Above, products of
+/// `block_rows` rows are summed in float and these sums in double, in about half of the time. The
+/// solution is then a first approximation, which train_ridge refines: hidden states hardly vary in
+/// some directions, where float sums leave two to three correct digits of the coefficients.
 class NormalEquations {
  public:
-  /// Rows of a block at most, whose products are summed in float above double_inputs. Shorter sums
-  /// would be little better, and adding them up costs memory traffic.
+  /// Limit of a block's rows, whose products are summed in float above double_inputs. Shorter sums
+  /// are hardly more accurate, and adding them costs memory traffic.
   static constexpr std::int64_t block_rows = 4096;
   static constexpr std::int64_t double_inputs = 1024;
   /// Columns of a tile: only tiles on and above the diagonal are computed.
   static constexpr std::int64_t tile = 1024;
 
-  /// shift (inputs + heads); everything is double, whatever the size, if `always_double`. Throws
-  /// what an allocation throws.
+  /// shift (inputs + heads); everything is double if `always_double`. Throws if memory is
+  /// exhausted.
   NormalEquations(std::int64_t inputs, std::int64_t heads, const std::vector<float>& shift,
                   bool always_double = false);
 
-  /// Adds the `rows` of a block, which lies where kernels run.
+  /// Adds the first `rows` rows of a block in kernels' memory.
   template <class Value>
   void add(const ExecutionSpace& exec, const StoredRows<Value>& hidden, const ConstMatrix& scores,
            const Order& rows);
 
-  /// Whether nothing was summed in float.
+  /// Whether all sums are in double.
   bool is_double() const { return m_is_double; }
   /// Columns: inputs + heads + 1.
   std::int64_t columns() const { return m_inputs + m_heads + 1; }
-  /// (columns, columns), row after row; its upper triangle is meaningful. On the host.
+  /// (columns, columns), row-major, on the host; only the upper triangle is set.
   Kokkos::View<double**, Kokkos::LayoutRight, Kokkos::HostSpace> sums() const;
 
-  /// Floating-point operations of a block of so many rows, as computed in float.
+  /// Floating-point operations of a block of `rows` rows in float.
   double flops(std::int64_t rows) const;
 
  private:

@@ -1,4 +1,4 @@
-// Files of pairs in a build without HDF5: there are none, and one says so.
+// Files of pairs in a build without HDF5: all functions throw.
 #include <fmt/format.h>
 
 #include <kvzap/lab/pairs.hpp>

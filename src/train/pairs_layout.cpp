@@ -11,20 +11,20 @@
 namespace kvzap::detail {
 namespace {
 
-// Beyond these a file is not ours, and sums of products would no longer fit 64 bits.
+// Limits of valid files; larger products would not fit 64 bits.
 constexpr std::int64_t most_hidden = std::int64_t{1} << 20;
 constexpr std::int64_t most_layers = std::int64_t{1} << 12;
 constexpr std::int64_t most_heads = std::int64_t{1} << 12;
 constexpr std::int64_t most_pairs = std::int64_t{1} << 40;
 // HDF5 holds whole chunks in memory.
 constexpr std::int64_t most_chunk_bytes = std::int64_t{256} << 20;
-// Deflate packs no better than 1032 to 1.
+// Deflate's best ratio is 1032 to 1.
 constexpr std::int64_t most_packed = 2048;
 
 Hdf5Handle open_attribute(hid_t object, const char* name) {
   if (checked_hdf5(H5Aexists(object, name), "H5Aexists") <= 0) {
-    throw Error(fmt::format(
-        "attribute '{}' is missing; expected a file that kvzap collect has made", name));
+    throw Error(
+        fmt::format("attribute '{}' is missing; expected a file made by kvzap collect", name));
   }
   Hdf5Handle attribute(H5Aopen(object, name, H5P_DEFAULT), H5Aclose, "H5Aopen");
   const Hdf5Handle space(H5Aget_space(attribute), H5Sclose, "H5Aget_space");
@@ -68,7 +68,7 @@ std::string text_attribute(hid_t object, const char* name) {
   return value.substr(0, value.find('\0'));
 }
 
-// Links within the file alone: others would read files that the user did not name.
+// Only links within the file: others would read files that the user did not name.
 void check_link(hid_t file, const std::string& name) {
   for (std::size_t end = name.find('/', 1);; end = name.find('/', end + 1)) {
     const std::string path = name.substr(0, end);
@@ -251,7 +251,7 @@ PairsLayout read_pairs_layout(hid_t file, std::int64_t file_bytes) {
   layout.metadata_bytes = integer("metadata_bytes", 0, std::numeric_limits<std::int64_t>::max());
   info.command = parse_command(text_attribute(root, "command"));
 
-  // Before anything is sized by what the file claims.
+  // Before any allocation by sizes from the file.
   const std::int64_t bytes_at_most =
       file_bytes > std::numeric_limits<std::int64_t>::max() / most_packed
           ? std::numeric_limits<std::int64_t>::max()

@@ -1,5 +1,5 @@
-// The HDF5 objects of a file of pairs, as the reader and the writer know them;
-// docs/reference/pairs-format.md tells users.
+// The HDF5 objects of a file of pairs, for reader and writer; docs/reference/pairs-format.md
+// describes them.
 #pragma once
 
 #include <cstdint>
@@ -13,18 +13,18 @@
 namespace kvzap::detail {
 
 constexpr std::int64_t pairs_version = 1;
-/// What messages call such a file.
+/// Name of such a file in messages.
 constexpr const char* pairs_kind = "pairs file";
 
-/// What a file says of itself, checked.
+/// The checked metadata of a file.
 struct PairsLayout {
   PairsInfo info;
-  /// Pairs that are in the file, in whole chunks (and the last one); those of the last ones may be
-  /// of a text that is not finished.
+  /// Pairs in the file, in whole chunks (and the last one); the last pairs may belong to an
+  /// unfinished text.
   std::int64_t written = 0;
-  /// Bytes at the beginning of the file that hold everything but data: all that changes in place.
+  /// Bytes at the start of the file with everything but data: all that changes in place.
   std::int64_t metadata_bytes = 0;
-  /// Extents of a chunk of hidden states; 0 if they are not in chunks.
+  /// Extents of a chunk of hidden states; 0 without chunks.
   std::int64_t chunk_pairs = 0;
   std::int64_t chunk_columns = 0;
   /// Without positions.
@@ -37,7 +37,7 @@ PairsLayout read_pairs_layout(hid_t file, std::int64_t file_bytes);
 /// "/layers/N/hidden" or "/layers/N/scores".
 std::string pairs_data_set(int layer, const char* name);
 
-/// A data set of whole numbers, elements begin … begin + count - 1.
+/// Elements begin … begin + count - 1 of a data set of whole numbers.
 std::vector<std::int64_t> read_integers(hid_t file, const std::string& name, std::int64_t begin,
                                         std::int64_t count);
 

@@ -1,4 +1,4 @@
-// What keeps a file of pairs whole when the process that writes it ends at any moment.
+// Keeps a file of pairs intact if the writing process dies at any moment.
 #pragma once
 
 #include <cstdint>
@@ -7,28 +7,27 @@
 
 namespace kvzap::detail {
 
-/// FILE.recovery: the beginning of FILE, where everything lies that HDF5 changes in place, as it
-/// was when the last text was finished. All that is written later is either there or behind what
-/// was the end of the file then, so that putting it back undoes whatever HDF5 had begun. It is
-/// replaced as a whole: the moment of its renaming is the moment at which texts count as finished.
-/// Used by one process alone; functions throw Error.
+/// FILE.recovery: the start of FILE, with everything that HDF5 changes in place, as of the last
+/// finished text. Later writes change only this part or append to the file, so that restoring the
+/// image undoes them. The image is replaced by renaming; this makes texts count as finished. Used
+/// by one process; functions throw Error.
 class PairsRecovery {
  public:
   explicit PairsRecovery(const std::filesystem::path& pairs_file);
 
-  /// Keeps bytes 0 … changing - 1 of `source`: the pairs file, or what will be renamed to it. Bytes
-  /// changing … fixed - 1, which never change, tell later whether file and image belong together.
+  /// Saves bytes 0 … changing - 1 of `source`: the pairs file, or the file that will be renamed to
+  /// it. Bytes changing … fixed - 1, which never change, identify the file that the image belongs
+  /// to.
   void save(const std::filesystem::path& source, std::int64_t changing, std::int64_t fixed);
-  /// Puts the image back, if there is one; returns whether there was. Throws Error, with the pairs
-  /// file left as it is, if the image is damaged, of another file or of more than there is of this
-  /// one.
+  /// Restores the image, if any, and returns whether there was one. Throws Error and leaves the
+  /// pairs file unchanged if the image is damaged, belongs to another file or exceeds this one.
   bool restore() const;
-  /// Removes the image, unless it is damaged or of another file.
+  /// Removes the image, unless it is damaged or belongs to another file.
   void remove() const;
 
  private:
   struct Image;
-  /// Throws Error if it is damaged. Absent: no such file.
+  /// Absent: no such file. Throws Error if it is damaged.
   std::optional<Image> read() const;
   bool belongs(const Image& image, int pairs_descriptor) const;
 
@@ -38,12 +37,10 @@ class PairsRecovery {
   bool m_is_hashed = false;
 };
 
-/// A writer's claim on a pairs file, for as long as it lives; it ends with the process at the
-/// latest.
+/// A writer's lock on a pairs file; released by the destructor or the end of the process.
 class PairsClaim {
  public:
-  /// Throws Error if another process has the claim. Where the file system has no such locks,
-  /// nothing is claimed.
+  /// Throws Error if another process has the lock. Has no effect on file systems without locks.
   explicit PairsClaim(const std::filesystem::path& file);
   ~PairsClaim();
   PairsClaim(const PairsClaim&) = delete;

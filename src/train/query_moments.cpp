@@ -16,7 +16,7 @@ namespace {
 using policy::QueryStatistics;
 using Range = detail::PolicyRange;
 
-/// Of one layer's query heads on this rank.
+/// Moments of one layer's query heads on this rank.
 struct Moments {
   /// (query head, head_dim)
   Kokkos::View<double**, Kokkos::LayoutRight, MemorySpace> mean;
@@ -57,7 +57,7 @@ void merge_moments(const ExecutionSpace& exec, double before, double count,
       });
 }
 
-/// Takes the queries of one text, layer by layer.
+/// Collects the queries of one text, layer by layer.
 class QueryWatcher final : public Policy {
  public:
   /// before: queries that moments have already.
@@ -94,7 +94,7 @@ std::int64_t counted(const std::vector<TokenId>& ids, std::int64_t sink) {
   return std::max<std::int64_t>(0, static_cast<std::int64_t>(ids.size()) - sink);
 }
 
-// Rank 0's text on all ranks. Collective.
+// Broadcasts rank 0's text. Collective.
 std::vector<TokenId> share_ids(const std::vector<CollectText>& texts, std::int64_t index,
                                const Communicator& comm) {
   std::vector<TokenId> ids;
@@ -122,14 +122,14 @@ bool all_finite(const std::vector<float>& values) {
   return std::all_of(values.begin(), values.end(), [](float x) { return std::isfinite(x); });
 }
 
-// Brings the ranks' heads together on rank 0. Collective.
+// Gathers the ranks' heads on rank 0. Collective.
 void gather_moments(const std::vector<Moments>& moments, const ModelConfig& config,
                     const HeadPartition& partition, const Communicator& comm,
                     QueryMoments& result) {
   const std::int64_t dim = config.head_dim;
   const std::int64_t group = config.num_attention_heads / config.num_key_value_heads;
   const double by = 1 / static_cast<double>(result.queries - 1);
-  // Every head is one rank's; the others add zeros, which is exact.
+  // Each head belongs to one rank; the others add zeros, which is exact.
   std::vector<float> mean, covariance;
   comm.agree([&] {
     mean.resize(static_cast<std::size_t>(config.num_attention_heads * dim));
@@ -174,8 +174,8 @@ QueryMoments collect_query_moments(const std::shared_ptr<const Model<Value>>& mo
     for (const CollectText& text : texts) queries += counted(text.ids, sink);
     if (queries < 2) {
       throw Error(fmt::format(
-          "texts have {} tokens behind the first {} of each; a covariance needs at least 2",
-          queries, sink));
+          "texts have {} tokens after the first {} of each; a covariance needs at least 2", queries,
+          sink));
     }
   });
   comm.broadcast(&total, sizeof(total), 0);

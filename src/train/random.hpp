@@ -1,5 +1,5 @@
-// Random numbers of training. They depend on the seed and on what they are for, never on what was
-// drawn before, so that layers can be trained anywhere and training can go on from any epoch.
+// Random numbers of training. They depend on the seed and their purpose, never on earlier draws: a
+// layer can be trained on any rank, and training can resume at any epoch.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace kvzap::detail {
 
 enum class RandomStream : std::uint64_t { split = 1, initial = 2, order = 3 };
 
-/// One of 2^64 seeds for the purpose (Steele, Lea and Flood's SplitMix64, OOPSLA 2014).
+/// A seed of 64 bits for a purpose (SplitMix64: Steele, Lea and Flood, OOPSLA 2014).
 inline std::uint64_t seed_of(std::uint64_t seed, RandomStream stream, std::uint64_t layer,
                              std::uint64_t epoch) {
   std::uint64_t state = seed;
@@ -25,8 +25,8 @@ inline std::uint64_t seed_of(std::uint64_t seed, RandomStream stream, std::uint6
   return state;
 }
 
-/// A whole number in [0, bound), each as likely as another. The standard library's distributions
-/// differ between implementations; its generator does not.
+/// Uniform whole number in [0, bound). The standard library's distributions differ between
+/// implementations; its generators do not.
 inline std::uint64_t below(std::mt19937_64& random, std::uint64_t bound) {
   const std::uint64_t rest = (~bound + 1) % bound;  // 2^64 mod bound
   std::uint64_t drawn = random();
@@ -34,12 +34,12 @@ inline std::uint64_t below(std::mt19937_64& random, std::uint64_t bound) {
   return drawn % bound;
 }
 
-/// In [0, 1), a multiple of 2^-53.
+/// Uniform in [0, 1), a multiple of 2^-53.
 inline double uniform(std::mt19937_64& random) {
   return static_cast<double>(random() >> 11) * 0x1p-53;
 }
 
-/// 0 .. count - 1 in an order that is as likely as any other (Fisher and Yates).
+/// A uniformly random permutation of 0 … count - 1 (Fisher and Yates).
 inline std::vector<std::int64_t> permutation(std::int64_t count, std::uint64_t seed) {
   std::vector<std::int64_t> order(static_cast<std::size_t>(count));
   std::iota(order.begin(), order.end(), std::int64_t{0});

@@ -18,7 +18,7 @@ using detail::Matrix;
 using detail::NormalEquations;
 using detail::Order;
 
-// A block of pairs as it was read, and those of its rows that count.
+// A block of pairs, and the rows that are used.
 template <class Value>
 class RidgeBlocks {
  public:
@@ -36,8 +36,8 @@ class RidgeBlocks {
 
   std::int64_t block() const { return m_block; }
 
-  /// Reads pairs from `begin` on; `rows` are those of the wanted kind that are finite. Returns how
-  /// many of that kind are not.
+  /// Reads pairs from `begin` on; `rows`: the finite ones of the wanted kind. Returns the number of
+  /// others of that kind.
   std::int64_t read(std::int64_t begin, std::int64_t count, bool validation) {
     const std::int64_t inputs = m_host_hidden.extent(1), heads = m_host_scores.extent(1);
     rows.clear();
@@ -55,7 +55,7 @@ class RidgeBlocks {
     return dropped;
   }
 
-  /// What was read, where kernels run.
+  /// The block in kernels' memory.
   void add_to(NormalEquations& equations, const ExecutionSpace& exec) {
     Kokkos::deep_copy(m_hidden, m_host_hidden);
     Kokkos::deep_copy(m_scores, m_host_scores);
@@ -65,7 +65,7 @@ class RidgeBlocks {
                               Kokkos::MemoryTraits<Kokkos::Unmanaged>>;
     Kokkos::deep_copy(order, Host(rows.data(), rows.size()));
     equations.add<Value>(exec, m_hidden, m_scores, order);
-    detail::fence(exec, "kvzap::ridge: the next block takes this one's place");
+    detail::fence(exec, "kvzap::ridge: the next block reuses this memory");
   }
 
   const Value* hidden(std::int64_t row) const { return &m_host_hidden(row, 0); }
@@ -86,7 +86,7 @@ class RidgeBlocks {
   Matrix::HostMirror m_host_scores;
 };
 
-// Means of the first pairs that count: near enough to all pairs' to take them off.
+// Means of the first used pairs, as the shift: close enough to those of all pairs.
 template <class Value>
 std::vector<float> ridge_shift(const RidgeBlocks<Value>& blocks, const PairsInfo& info) {
   constexpr std::size_t enough = 512;
@@ -106,7 +106,7 @@ std::vector<float> ridge_shift(const RidgeBlocks<Value>& blocks, const PairsInfo
   return shift;
 }
 
-// Scores that the surrogate predicts, in double: validation pairs are few.
+// The surrogate's predictions, in double: there are few validation pairs.
 template <class Value>
 void ridge_predict(const SurrogateLayer& s, const Value* hidden, std::vector<float>& predicted) {
   for (std::int64_t h = 0; h < s.outputs; ++h) {
@@ -138,7 +138,7 @@ struct RidgeSolution {
   detail::CholeskyResult cholesky;
 };
 
-// Centres the sums in place and solves them. Nothing but `cholesky` is there if that failed.
+// Centres the sums in place and solves. If that fails, only `cholesky` is set.
 RidgeSolution solve_ridge(const NormalEquations& equations, std::int64_t inputs, std::int64_t heads,
                           double alpha, double count) {
   RidgeSolution s;
@@ -227,8 +227,8 @@ class RidgeTraining {
   }
 
  private:
-  // Hands `use` every block that has training pairs; returns how many pairs were dropped, nothing
-  // if it was stopped. `begin` and `end`: the pass's share of the progress.
+  // Passes every block with training pairs to `use`. Returns the number of dropped pairs, or
+  // nothing if stopped. `begin` and `end`: the pass's share of the progress.
   template <class Use>
   std::optional<std::int64_t> for_training(double begin_share, double end_share, const Use& use) {
     std::int64_t dropped = 0;
@@ -260,7 +260,7 @@ class RidgeTraining {
     if (!dropped) return std::nullopt;
     if (!equations) {
       throw Error(
-          fmt::format("layer {}: no pair is left to train on: {} had a value that is not "
+          fmt::format("layer {}: no training pairs are left: {} had a value that is not "
                       "finite",
                       m_trained.report.layer, *dropped));
     }
@@ -269,13 +269,13 @@ class RidgeTraining {
     return equations;
   }
 
-  // Iterative refinement (Wilkinson): of what sums of float have left, the residuals of the normal
-  // equations are computed in double from the pairs themselves, and solved for with the factor
-  // that is there. A pass costs 2 heads / inputs of the sums' operations, and reading the pairs
-  // again. Returns whether it got there, nothing if it was stopped.
+  // Iterative refinement (Wilkinson) of the solution from float sums: computes the residuals of the
+  // normal equations in double from the pairs, and solves for the correction with the existing
+  // factor. A pass costs 2 heads / inputs of the sums' operations, and reading the pairs again.
+  // Returns whether it converged, or nothing if stopped.
   std::optional<bool> refine(RidgeSolution& s) {
     if (s.cholesky.failed_pivot > 0) return false;
-    // What a pass changes is about the error that was there, and it leaves about this share of it.
+    // A pass changes the weights by about their error, and leaves about this share of it.
     constexpr double enough = 3e-3;
     constexpr int passes = 4;
     for (int pass = 0; pass < passes; ++pass) {
@@ -286,7 +286,7 @@ class RidgeTraining {
     return false;
   }
 
-  // Returns the change of the weights relative to them, of the head where it is largest.
+  // Returns the largest relative change of the weights over heads.
   std::optional<double> refine_once(RidgeSolution& s) {
     const std::int64_t inputs = m_info.hidden_size, heads = m_info.kv_heads;
     constexpr std::int64_t rows_at_once = 256;
@@ -367,7 +367,7 @@ class RidgeTraining {
         solution.squares / (static_cast<double>(report.training) * static_cast<double>(heads));
   }
 
-  // Judges the result. Blocks without validation pairs are not read again. False if stopped.
+  // Validates the result; skips blocks without validation pairs. Returns false if stopped.
   bool validate() {
     LayerReport& report = m_trained.report;
     std::vector<float> oracle, predicted;

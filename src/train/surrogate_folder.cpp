@@ -88,7 +88,7 @@ std::string model_card(const TrainingReport& report, const TrainingOptions& o,
       "\n## How good it is\n\n"
       "Squared Pearson correlation of prediction and oracle, by KV head, and mean squared error, "
       "on "
-      "{} pairs that were kept back ({}); {} were trained on. Mean over layers and heads: "
+      "{} validation pairs ({}), after training on {}. Mean over layers and heads: "
       "{}.\n\n",
       report.validation, report.split_by_text ? "whole texts" : "single pairs", report.training,
       number(mean_r2(report.layers), 3));
@@ -167,8 +167,8 @@ void write_surrogate_folder(const fs::path& folder, const std::vector<SurrogateL
       add(name + ".2.weight", s.weight2, {s.outputs, s.hidden});
     }
   }
-  // Thresholds of an earlier surrogate in the folder are none of this one; but they stay with the
-  // earlier one if this one cannot be written.
+  // Thresholds of an earlier surrogate do not fit this one. Remove them only after the new
+  // surrogate is written.
   std::error_code ignored;
   const fs::path thresholds = ThresholdTable::file_in(folder);
   const fs::path aside = checkpoint_folder(folder) / "training.json.thresholds";

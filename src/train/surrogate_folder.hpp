@@ -1,4 +1,4 @@
-// The folder of a surrogate as it is published.
+// The published folder of a surrogate.
 #pragma once
 
 #include <filesystem>
@@ -8,17 +8,17 @@
 
 namespace kvzap::detail {
 
-/// Files that a finished training leaves in its folder.
+/// Files of a finished training.
 inline constexpr const char* surrogate_files[] = {"model.safetensors", "config.json", "README.md",
                                                   "training.json"};
 
-/// Writes them, each in one step, model.safetensors first. `layers` in order. One process alone.
-/// Throws Error, naming the file.
+/// Writes the files, each in one step, model.safetensors first. `layers` in order. No
+/// communication. Throws Error, naming the file.
 void write_surrogate_folder(const std::filesystem::path& folder,
                             const std::vector<SurrogateLayer>& layers, const TrainingReport& report,
                             const TrainingOptions& options, const PairsInfo& info);
 
-/// What is trained from what: the fields on which the result depends, by name.
+/// Description of a training: the fields on which the result depends, by name.
 std::string describe_training(const TrainingOptions& options, const PairsInfo& info);
 
 }  // namespace kvzap::detail

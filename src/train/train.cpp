@@ -21,7 +21,7 @@ fs::path description_file(const fs::path& folder) {
   return detail::checkpoint_folder(folder) / "training.json";
 }
 
-// A checkpoint is of the same training, or an Error says where it differs.
+// Throws Error, naming the differences, unless the checkpoint is of the same training.
 void check_same_training(const fs::path& folder, const std::string& here) {
   const fs::path file = description_file(folder);
   const std::vector<std::string> found =
@@ -29,12 +29,12 @@ void check_same_training(const fs::path& folder, const std::string& here) {
   if (found.empty()) return;
   std::string list;
   for (const std::string& difference : found) list += (list.empty() ? "" : ", ") + difference;
-  throw Error(fmt::format("{}: the checkpoint is of another training: {}; --overwrite begins anew",
+  throw Error(fmt::format("{}: the checkpoint is of another training: {}; --overwrite starts again",
                           file.string(), list));
 }
 
-// Whether a folder has nothing in it but what checkpoints of layers and their description are
-// named, unfinished files of theirs among it.
+// Whether a folder has only files with names of checkpoints of layers and their description,
+// including unfinished ones.
 bool has_checkpoints_alone(const fs::path& folder) {
   for (const fs::directory_entry& entry : fs::directory_iterator(folder)) {
     const std::string name = entry.path().filename().string();
@@ -43,14 +43,14 @@ bool has_checkpoints_alone(const fs::path& folder) {
   return true;
 }
 
-// Throws Error if --overwrite would replace what is not a surrogate: a model, say, whose files have
-// the same names.
+// Throws Error if --overwrite would replace anything but a surrogate, such as a model, whose files
+// have the same names.
 void check_replaceable(const fs::path& folder, bool has_checkpoint) {
   const fs::path checkpoint = detail::checkpoint_folder(folder);
   if (fs::exists(checkpoint) &&
       !(fs::is_directory(checkpoint) && has_checkpoints_alone(checkpoint))) {
     throw Error(
-        fmt::format("{}: it is not of kvzap train and would be removed; give another folder",
+        fmt::format("{}: is no file of kvzap train and would be removed; give another folder",
                     checkpoint.string()));
   }
   const fs::path config = folder / "config.json";
@@ -59,21 +59,21 @@ void check_replaceable(const fs::path& folder, bool has_checkpoint) {
     const auto type = content.find("model_type");
     if (type != content.end() && *type == "kvzap") return;
     throw Error(
-        fmt::format("{}: it is not of a surrogate (model_type is {}) and would be "
+        fmt::format("{}: belongs to no surrogate (model_type is {}) and would be "
                     "replaced; give another folder",
                     config.string(), type == content.end() ? "absent" : detail::described(*type)));
   }
-  if (has_checkpoint) return;  // of a training that ended while it wrote the files
+  if (has_checkpoint) return;  // the training was killed as it wrote the files
   for (const char* name : detail::surrogate_files) {
     if (!fs::exists(folder / name)) continue;
     throw Error(
-        fmt::format("{}: it is not of a surrogate (there is no config.json) and would be "
+        fmt::format("{}: belongs to no surrogate (no config.json) and would be "
                     "replaced; give another folder",
                     (folder / name).string()));
   }
 }
 
-// Whether there is nothing in the folder, or what a training left that was killed as it began.
+// Whether the folder is empty, or has only the files of a training that was killed at its start.
 bool is_as_good_as_empty(const fs::path& folder) {
   const fs::path checkpoint = detail::checkpoint_folder(folder);
   for (const fs::directory_entry& entry : fs::directory_iterator(folder)) {
@@ -97,13 +97,13 @@ void begin_folder(const fs::path& folder, const TrainingOptions& options,
   if (!is_empty && !options.overwrite) {
     if (options.resume) {
       throw Error(
-          fmt::format("{}: there is no checkpoint to go on from, but the folder is not "
-                      "empty; --overwrite begins anew",
+          fmt::format("{}: has no checkpoint to resume from, but is not empty; --overwrite "
+                      "starts again",
                       name));
     }
     throw Error(has_checkpoint
-                    ? fmt::format("{}: an earlier training has left a checkpoint; --resume goes on "
-                                  "from it, --overwrite begins anew",
+                    ? fmt::format("{}: has a checkpoint of an earlier training; --resume continues "
+                                  "from it, --overwrite starts again",
                                   name)
                     : fmt::format("{}: the folder is not empty; --overwrite replaces the surrogate "
                                   "in it once the new one is complete",
@@ -118,7 +118,7 @@ void begin_folder(const fs::path& folder, const TrainingOptions& options,
   detail::write_text(description_file(folder), description);
 }
 
-// Trains a layer from its checkpoint on, or from the start. Nothing if it was stopped.
+// Trains a layer from its checkpoint or from the start. Returns nothing if stopped.
 std::optional<TrainedLayer> train_layer(const PairSource& source, int layer, const PairSplit& split,
                                         const TrainingOptions& options, const fs::path& folder,
                                         const StopRequest& stop, const LayerProgress& progress) {
@@ -150,7 +150,7 @@ void broadcast_floats(std::vector<float>& values, int owner, const Communicator&
   comm.broadcast(values.data(), values.size() * sizeof(float), owner);
 }
 
-// Gives all ranks what `owner` has. Collective.
+// Broadcasts from `owner`. Collective.
 void share_layer(TrainedLayer& trained, int owner, const Communicator& comm) {
   SurrogateLayer& s = trained.surrogate;
   std::int64_t extents[] = {s.inputs, s.hidden, s.outputs};
@@ -189,8 +189,9 @@ std::vector<std::string> warnings_of(const std::vector<LayerReport>& layers,
         dropped, info.pairs * static_cast<std::int64_t>(layers.size())));
   }
   if (!info.is_complete()) {
-    warnings.push_back(fmt::format("the pairs are of {} of {} texts: collecting has not finished",
-                                   info.texts, info.planned_texts));
+    warnings.push_back(
+        fmt::format("the pairs are from {} of {} texts: kvzap collect has not finished", info.texts,
+                    info.planned_texts));
   }
   return warnings;
 }
@@ -216,7 +217,7 @@ TrainingReport train_surrogate(const PairSource& source, const TrainingOptions& 
   report.validation = split.validation;
   report.split_by_text = split.by_text;
   std::vector<SurrogateLayer> surrogates;
-  // A round is a layer on each rank: they take the same time, as layers are of one size.
+  // A round trains a layer on each rank; layers have one size and take the same time.
   const int rounds = (info.layers + comm.size() - 1) / comm.size();
   for (int round = 0; round < rounds; ++round) {
     const int first = round * comm.size();
@@ -229,7 +230,7 @@ TrainingReport train_surrogate(const PairSource& source, const TrainingOptions& 
       };
       trained = train_layer(source, layer, split, own, folder, stop, share);
     });
-    // One rank that has a layer left, or was told to stop while rounds are left, stops them all.
+    // A rank with an unfinished layer, or with a stop request and rounds left, stops all ranks.
     const bool is_unfinished = layer < info.layers && !trained;
     const bool is_told = round + 1 < rounds && stop && stop();
     report.stopped = comm.all_reduce_max(std::int64_t{is_unfinished || is_told ? 1 : 0}) > 0;

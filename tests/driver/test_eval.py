@@ -242,7 +242,7 @@ class GoingOn(EvalTestCase):
             resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, size))
             output, errors = process.communicate()
         self.fail_with(Result(process.returncode, output, errors), "records.jsonl: cannot be written",
-                       "the same command goes on", "File too large")
+                       "the same command continues", "File too large")
         text = (out / "records.jsonl").read_text()
         self.assertTrue(text.endswith("\n"))
         self.assertEqual(text.count("\n") % 5, 0)  # whole prompts
@@ -315,7 +315,7 @@ class BadInput(EvalTestCase):
                 (self.folder / "surrogate/config.json", "options.surrogate_hash", ("}", "}\n"))):
             before = file.read_text()
             file.write_text(before.replace(old, new))
-            self.fail_with(evaluate(*command), "has another evaluation", name + " is ")
+            self.fail_with(evaluate(*command), "has another evaluation", name + ": recorded ")
             file.write_text(before)
         self.done(evaluate(*command))
 
@@ -336,9 +336,9 @@ class BadInput(EvalTestCase):
         deck.write_text(f'tasks = ["{tasks}"]\npolicies = ["none", "knorm"]\nevict-ratios = "0.5"\nwindow = 64\n')
         self.done(evaluate("--config", deck, "-o", out))
         before = (out / "records.jsonl").read_bytes()
-        for arguments, part in ((["--window", "65"], "options.window is 64 there and 65 here"),
-                                (["--policies", "none;knorm;tova"], "tova@evict-ratio=0.5 is here only"),
-                                (["--per-task", "1"], "options.per_task is absent there and 1 here"),
+        for arguments, part in ((["--window", "65"], "options.window: recorded 64, given 65"),
+                                (["--policies", "none;knorm;tova"], "tova@evict-ratio=0.5 is only in the given evaluation"),
+                                (["--per-task", "1"], "options.per_task: recorded absent, given 1"),
                                 (["--dtype", "bf16"], "options.dtype")):
             self.fail_with(evaluate("--config", deck, "-o", out, *arguments, ranks=2 if "bf16" in arguments else 0),
                            "has another evaluation", part)

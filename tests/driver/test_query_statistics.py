@@ -153,7 +153,7 @@ class BadInput(QueryStatisticsCase):
 
     def test_options(self):
         for more, *parts in (
-            (["-o", "pairs.h5"], "--output has no meaning with --query-statistics"),
+            (["-o", "pairs.h5"], "--output has no effect with --query-statistics"),
             (["--tokens-per-text", 500], "--tokens-per-text has no meaning"),
             (["--seed", 0], "--seed has no meaning"),
             (["--compression", 1], "--compression has no meaning"),
@@ -168,7 +168,7 @@ class BadInput(QueryStatisticsCase):
         self.check("--seed has no meaning", more=["--config", deck])
         pairs = self.folder / "pairs.h5"
         result = collect("-m", MODEL, "-f", self.texts, "-o", pairs, "--sink", 4)
-        self.fail_with(result, "--sink goes with --query-statistics alone")
+        self.fail_with(result, "--sink has no effect without --query-statistics")
         result = collect("-m", MODEL, "-f", self.texts)
         self.fail_with(result, "no output: give", "-o", "--query-statistics")
         self.assertFalse(pairs.exists())

@@ -146,7 +146,7 @@ class Training(PairsCase):
         self.assertGreater(endings, 0)
         if (folder / "checkpoint").exists():
             self.fail_with(train(*options, "-o", folder), "checkpoint", "--resume", code=1)
-            self.fail_with(train(*options, "-o", folder, "--resume", "--seed", "7"), "seed is 0 there and 7 here",
+            self.fail_with(train(*options, "-o", folder, "--resume", "--seed", "7"), "seed: recorded 0, given 7",
                            code=1)
             self.succeed(*options, "-o", folder, "--resume")
         self.assertEqual((folder / "model.safetensors").read_bytes(), (whole / "model.safetensors").read_bytes())

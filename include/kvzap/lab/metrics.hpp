@@ -1,4 +1,4 @@
-// How answers are judged.
+// Metrics of answers.
 #pragma once
 
 #include <cstdint>
@@ -10,29 +10,29 @@
 
 namespace kvzap {
 
-/// A way to judge an answer.
+/// A metric of answers.
 struct MetricInfo {
   std::string name;    // "string_match_all"
-  std::string help;    // one line: what scores 1, and where it is from
-  bool needs_classes;  // Task::classes must be there
-  /// The text is given to the model word by word, and its likelihood is what counts: `score` is
-  /// empty, and the figure is a perplexity (lower is better), not an accuracy.
+  std::string help;    // one line: which answer scores 1, and the source
+  bool needs_classes;  // requires Task::classes
+  /// The metric is the perplexity of the given text (lower is better), not an accuracy: `score` is
+  /// empty.
   bool is_perplexity;
-  std::int64_t max_new_tokens;  // where a row gives none
-  /// In [0, 1], of what the model has written after Task::answer_prefix.
+  std::int64_t max_new_tokens;  // for rows without their own
+  /// Score in [0, 1] of the text that the model wrote after Task::answer_prefix.
   std::function<double(const Task& task, std::string_view answer)> score;
-  /// Throws Error, saying why, for a task that this metric cannot judge. May be empty.
+  /// Throws Error, with the reason, for a task that this metric cannot score. May be empty.
   std::function<void(const Task& task)> check;
 };
 
 /// All metrics, by name.
 const std::vector<MetricInfo>& metrics();
-/// The one that Task::metric names, or that belongs to Task::task (RULER's and LongBench's names),
-/// else string_match_all. Throws Error for an unknown name (with the nearest one) and where the
-/// task does not fit it.
+/// The metric that Task::metric names; without a name, that of the RULER or LongBench task of the
+/// name Task::task, else string_match_all. Throws Error for an unknown name (with the nearest one)
+/// and for a task that the metric cannot score.
 const MetricInfo& metric_of(const Task& task);
-/// Where a row gives none: what RULER and LongBench take for the task of that name, else what its
-/// metric says. Throws Error as metric_of.
+/// max_new_tokens of a row that gives none: RULER's or LongBench's number for the task of that
+/// name, else the metric's. Throws Error as metric_of.
 std::int64_t default_max_new_tokens(const Task& task);
 
 /// A mean and its bootstrap interval.
@@ -41,15 +41,15 @@ struct Interval {
   double low = 0;
   double high = 0;
 };
-/// The percentile bootstrap of the mean: `share` of the means of `resamples` samples drawn with
-/// replacement lie within. The same for a seed on every platform. NaN of no values, and
-/// where one is not finite.
+/// Percentile bootstrap of the mean: the interval that contains `share` of the means of `resamples`
+/// samples drawn with replacement. The same for a seed on every platform. NaN without values or if
+/// a value is not finite.
 Interval bootstrap_mean(const std::vector<double>& values, std::uint64_t seed, double share = 0.95,
                         int resamples = 2000);
 
-/// Probability that at least one of k tries is right, of n tries of which c were (Chen et al.,
-/// arXiv 2107.03374, equation 1): 1 - C(n - c, k) / C(n, k). Throws Error unless 1 <= k <= n and
-/// 0 <= c <= n.
+/// Probability that at least one of k tries is right, estimated from n tries with c right ones:
+/// 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374, equation 1). Throws Error unless
+/// 1 <= k <= n and 0 <= c <= n.
 double pass_at_k(std::int64_t n, std::int64_t c, std::int64_t k);
 
 }  // namespace kvzap

@@ -1,5 +1,5 @@
-// Training data of surrogates: hidden states that enter attention, and the log KVzip+ scores that
-// the oracle gives the pairs of their tokens. docs/reference/pairs-format.md describes the file.
+// Training data of surrogates: hidden states that enter attention, and the oracle's log KVzip+
+// scores of their tokens' pairs. docs/reference/pairs-format.md describes the file.
 #pragma once
 
 #include <cstdint>
@@ -14,11 +14,11 @@
 
 namespace kvzap {
 
-/// Whether this build can write and read files of pairs (KVZAP_ENABLE_HDF5). If not, what opens one
-/// throws AgreedError or Error, which says so.
+/// Whether this build can write and read files of pairs (KVZAP_ENABLE_HDF5). Without it, functions
+/// that open one throw AgreedError or Error.
 inline constexpr bool has_pairs_files = KVZAP_HAVE_HDF5;
 
-/// What a file of pairs says of itself.
+/// Metadata of a file of pairs.
 struct PairsInfo {
   std::string model;  // name or folder
   DType dtype = DType::bf16;
@@ -29,12 +29,11 @@ struct PairsInfo {
   std::int64_t texts = 0;
   /// (texts + 1): pairs of text t are text_begin[t] .. text_begin[t + 1] - 1. Empty if unknown.
   std::vector<std::int64_t> text_begin;
-  /// What the command that makes the file is to put into it; more than `texts` and `pairs` as long
-  /// as it has not finished.
+  /// Sizes of the complete file: larger than `texts` and `pairs` until its command has finished.
   std::int64_t planned_texts = 0;
   std::int64_t planned_pairs = 0;
-  /// What decided on the content (options, hash of the texts), by name: the same values give the
-  /// same pairs.
+  /// Everything that determines the content (options, hash of the texts), by name: the same values
+  /// give the same pairs.
   std::map<std::string, std::string> command;
 
   bool is_complete() const { return texts == planned_texts; }
@@ -49,9 +48,9 @@ class PairSource {
   virtual ~PairSource() = default;
 
   virtual const PairsInfo& info() const = 0;
-  /// Pairs begin … begin + count - 1 of a layer: `hidden` (count, hidden_size), values of type
-  /// info().dtype as they are stored; `scores` (count, kv_heads). Either may be null. One process
-  /// alone, no communication. Throws Error, naming file and data set.
+  /// Reads pairs begin … begin + count - 1 of a layer: `hidden` (count, hidden_size), of type
+  /// info().dtype; `scores` (count, kv_heads). Either may be null. No communication. Throws Error,
+  /// naming file and data set.
   virtual void read(int layer, std::int64_t begin, std::int64_t count, void* hidden,
                     float* scores) const = 0;
 };
@@ -59,26 +58,23 @@ class PairSource {
 /// A file of pairs, open to be read. Use it from one thread at a time (as HDF5).
 class PairsFile : public PairSource {
  public:
-  /// Reads what the file says of itself and checks it: the format and its version, types, extents
-  /// and filters of every data set, and that sizes agree and fit this machine. Pairs are those of
-  /// finished texts; a file whose command has not finished, or which another process is writing,
-  /// can be read as far as it goes. One process alone. Throws Error, naming the file, what is
-  /// wrong, what was expected and what was found.
+  /// Reads and checks the metadata: format and version; types, extents and filters of every data
+  /// set; sizes that agree and fit this machine. Has the pairs of finished texts, also while its
+  /// command is unfinished or still writing. No communication. Throws Error, naming the file and
+  /// the fault, with the expected and the found value.
   static std::unique_ptr<PairsFile> open(const std::filesystem::path& file);
 
-  /// (pairs): of pairs begin … begin + count - 1, the token's position within its text.
+  /// (count): the token positions of pairs begin … begin + count - 1 within their texts.
   virtual std::vector<std::int64_t> positions(std::int64_t begin, std::int64_t count) const = 0;
 };
 
-/// What will be in a file of pairs, before the first of them is there. The same on all ranks, but
-/// `texts`, which rank 0 alone needs.
+/// Planned content of a file of pairs. The same on all ranks, but only rank 0 needs `texts`.
 struct PairsPlan {
-  /// A text whose pairs are collected.
   struct Text {
     std::int64_t line = 0;                // in the file of texts, from 1
     std::string subset;                   // may be empty
-    std::int64_t tokens = 0;              // of the text, of which pairs are a sample
-    std::vector<std::int64_t> positions;  // of its pairs, within the text
+    std::int64_t tokens = 0;              // of the whole text
+    std::vector<std::int64_t> positions;  // of its pairs within the text
   };
 
   std::string model;
@@ -88,37 +84,35 @@ struct PairsPlan {
   int kv_heads = 0;
   std::vector<Text> texts;
   std::map<std::string, std::string> command;
-  /// Of deflate, 0 (none) to 9. Changes the file, not its data.
+  /// Deflate level, 0 (none) to 9.
   int compression = 1;
-  /// Extents of a chunk of hidden states; 0: chosen. A chunk is compressed and written at once.
+  /// Extents of an HDF5 chunk of hidden states, compressed and written as a whole; 0: chosen.
   std::int64_t chunk_pairs = 0;
   std::int64_t chunk_columns = 0;
-  /// Share of the time that making pairs last may take. What was appended since it was done last
-  /// is lost if the process is killed, and what fills no whole chunk.
+  /// Largest share of the time spent on flushes. A killed process loses pairs appended since the
+  /// last flush, and those of incomplete chunks.
   double flush_share = 0.05;
 };
 
-/// The pairs of one text, as this rank has them.
+/// This rank's part of the pairs of one text.
 struct TextPairs {
-  /// Of one layer.
   struct Layer {
-    /// (pair, hidden_size) values of the file's type, on all ranks alike.
+    /// (pair, hidden_size), of the file's type; the same on all ranks.
     std::vector<char> hidden;
-    /// (pair, head of this rank).
+    /// (pair, KV head of this rank).
     std::vector<float> scores;
   };
   std::vector<Layer> layers;
 };
 
-/// Makes a file of pairs, text by text, or goes on with one. What has been appended is safe against
-/// the end of the process at any moment: a file FILE.recovery keeps HDF5's own data of the last
-/// text that was finished, and goes when the file is complete. All functions are collective and
-/// throw AgreedError, but for the destructor, which gives up whatever was not flushed.
+/// Writes a file of pairs, text by text, or continues one. Flushed pairs survive a crash: until the
+/// file is complete, FILE.recovery keeps HDF5's own metadata of the last finished text. All
+/// functions are collective and throw AgreedError, except the destructor, which discards unflushed
+/// pairs.
 class PairsWriter {
  public:
-  /// Starts the file if there is none. If there is one, it must be of the same plan: what differs
-  /// is told, and the file left as it is. heads[rank]: the KV heads that the rank's scores belong
-  /// to, in their order.
+  /// Creates the file, or opens an existing one of the same plan; an error names the differences
+  /// and leaves the file unchanged. heads[rank]: the KV heads of the rank's scores, in their order.
   static std::unique_ptr<PairsWriter> open(const std::filesystem::path& file, const PairsPlan& plan,
                                            const std::vector<std::vector<int>>& heads,
                                            const Communicator& comm);

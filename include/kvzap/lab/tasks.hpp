@@ -1,4 +1,4 @@
-// Prompts with known answers: what `kvzap eval` reads and `kvzap make-tasks` writes.
+// Prompts with known answers: `kvzap make-tasks` writes them, `kvzap eval` reads them.
 #pragma once
 
 #include <cstdint>
@@ -14,11 +14,11 @@ struct Task {
   std::string task;     // "niah_single_1"; the file's stem if the row names none
   std::string context;  // may be empty if the question is not
   std::string question;
-  std::string answer_prefix;         // what the model's answer begins with, already written
+  std::string answer_prefix;         // start of the answer, given to the model
   std::vector<std::string> answers;  // expected; at least one
-  std::int64_t max_new_tokens = 0;   // 0: the row gives none, which the reader fills in by metric
+  std::int64_t max_new_tokens = 0;   // 0: by the metric, see default_max_new_tokens
   std::string metric;                // by name; empty: by the task's name, see metric_of
-  std::vector<std::string> classes;  // all answers that there are, for metrics that choose
+  std::vector<std::string> classes;  // all possible answers, for metrics of classes
   std::string id;                    // the row's own, or empty
   std::int64_t line = 0;             // in the file, from 1
 };
@@ -27,31 +27,31 @@ struct Task {
 struct TaskFile {
   std::filesystem::path file;
   std::vector<Task> tasks;
-  /// What was wrong with the lines that were left out ("FILE: line N: FIELD: …").
+  /// Errors of the lines that were skipped ("FILE: line N: FIELD: …").
   std::vector<std::string> skipped;
-  /// Of the file's bytes.
+  /// Hash of the file's bytes.
   std::uint64_t hash = 0;
 };
 
-/// How a task's prompts are put together from their parts, by the task's name: texts in which
-/// {context} and {input} stand for a row's fields, as in LongBench's config/dataset2prompt.json.
+/// Prompt templates by the task's name: texts with {context} and {input} in place of a row's
+/// fields, as in LongBench's config/dataset2prompt.json.
 using PromptTemplates = std::map<std::string, std::string>;
 
-/// Reads a JSON object of such texts. Throws Error for anything else, and for a text without
+/// Reads a JSON object of templates. Throws Error for any other content, and for a text without
 /// {context} and {input} or with more than one {context}.
 PromptTemplates read_prompt_templates(const std::filesystem::path& file);
 
-/// Reads a JSONL file; the fields of kvpress' evaluation, RULER, LongBench and AIME are recognised.
-/// A line that is no task is an Error naming file, line and field, or, with `keep_going`, left out
-/// and told of. Throws Error also if no line is left. Reads on this process alone.
+/// Reads a JSONL file with the fields of kvpress' evaluation, RULER, LongBench or AIME. A line that
+/// is no task throws Error, naming file, line and field; with `keep_going` it is skipped and listed
+/// in `skipped`. Throws Error if no task is left. No communication.
 ///
-/// Rows with LongBench's and AIME's own fields are put together by `templates`, if there are any:
-/// what stands up to {context} goes before the context, the rest becomes the question. Then every
-/// such row needs one for its task ("trec" also serves "trec_e").
+/// If `templates` is not empty, it must have a text for the task of every row with LongBench's or
+/// AIME's own fields ("trec" also serves "trec_e"). The text up to {context} is put before the
+/// context; the rest becomes the question.
 TaskFile read_tasks(const std::filesystem::path& file, bool keep_going,
                     const PromptTemplates& templates = {});
 
-/// A row as read_tasks takes it, without the newline.
+/// A row for read_tasks, without the newline.
 std::string to_json_line(const Task& task);
 
 }  // namespace kvzap

@@ -307,7 +307,7 @@ TEST(QueryMoments, NeedTwoQueries) {
     collect(model, {made_up(5, 1), made_up(4, 1)});
     FAIL();
   } catch (const AgreedError& error) {
-    EXPECT_NE(std::string(error.what()).find("1 tokens behind the first 4"), std::string::npos)
+    EXPECT_NE(std::string(error.what()).find("1 tokens after the first 4"), std::string::npos)
         << error.what();
   }
 }

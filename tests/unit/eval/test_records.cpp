@@ -99,7 +99,7 @@ TEST(EvalRecords, DamageInTheMiddleIsRefused) {
   folder.write("records.jsonl", text + prompt(2)[1] + "\n");
   expect_error([&] { read(open); }, {"records.jsonl:3: ", "expected the record of", "and none"});
   folder.write("records.jsonl", text + text);
-  expect_error([&] { read(open); }, {"records.jsonl:4: ", "tasks.jsonl:1 is there twice"});
+  expect_error([&] { read(open); }, {"records.jsonl:4: ", "tasks.jsonl:1 has two records"});
 }
 
 TEST(EvalRecords, AnotherEvaluationIsRefusedByName) {
@@ -126,13 +126,14 @@ TEST(EvalRecords, AnotherEvaluationIsRefusedByName) {
     other["settings"][1]["label"] = "tova@evict-ratio=0.5";
     expect_error(
         [&] { open.begin(other); },
-        {"has another evaluation", "model.hash is \"12\" there and \"13\" here",
-         "options.dtype is \"f32\" there and \"bf16\" here",
-         "options.top_k is absent there and 4 here", "tasks.x.jsonl.rows is 3 there and 4 here",
-         "settings: snapkv@evict-ratio=0.5 is there only"});
+        {"has another evaluation", "model.hash: recorded \"12\", given \"13\"",
+         "options.dtype: recorded \"f32\", given \"bf16\"",
+         "options.top_k: recorded absent, given 4", "tasks.x.jsonl.rows: recorded 3, given 4",
+         "settings: snapkv@evict-ratio=0.5 is only in the recorded evaluation"});
     other = here;
     other["settings"][0]["label"] = 3;  // as no kvzap eval writes it
-    expect_error([&] { open.begin(other); }, {"settings: none is there only", "1 is here only"});
+    expect_error([&] { open.begin(other); },
+                 {"settings: none is only in the recorded", "1 is only in the given"});
     ordered_json turned = here;
     std::swap(turned["settings"][0], turned["settings"][1]);
     expect_error([&] { open.begin(turned); }, {"settings are in another order"});
@@ -141,12 +142,13 @@ TEST(EvalRecords, AnotherEvaluationIsRefusedByName) {
   const EvaluationFolder again(folder.path() / "new" / "folder");  // the lock is gone
   folder.write("records.jsonl", "{}\n");
   EvaluationFolder without(folder.path());
-  expect_error([&] { without.begin(here); }, {"evaluation.json is not there"});
+  expect_error([&] { without.begin(here); },
+               {"evaluation.json: expected the evaluation of", "found no such file"});
   for (const char* name : {"summary.json", "summary.csv"}) {
     const TemporaryFolder own;
     own.write(name, "somebody's");
     EvaluationFolder open(own.path());
-    expect_error([&] { open.begin(here); }, {name, "evaluation.json is not, which says of what"});
+    expect_error([&] { open.begin(here); }, {name, "evaluation.json: expected the evaluation of"});
   }
 }
 

@@ -124,7 +124,7 @@ TEST(EvalSettings, MessagesNameTheEntryAndTheNearestName) {
   expect("knorm@keep-tokens=1.5", "expected whole numbers of at least 1");
   expect("simlayerkv@evict-ratios=0.5", "says itself how much stays");
   expect("none@prefill=sparse", "the full cache has no settings");
-  expect("knorm+dms", "nothing says how much is evicted");
+  expect("knorm+dms", "no amount to evict");
   expect(" ; ", "no policies");
   SettingsRequest without = request("kvzap");
   without.surrogate.clear();

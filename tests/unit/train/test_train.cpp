@@ -208,7 +208,7 @@ TEST_P(TrainFolder, IsNeverReplacedUnasked) {
   options.seed = 4;
   options.validation = 0.3;
   expect_error([&] { run(options, folder); },
-               {"another training", "seed is 3 there and 4 here", "validation is 0.2"});
+               {"another training", "seed: recorded 3, given 4", "validation: recorded 0.2"});
   options.seed = 3;
   options.validation = 0.2;
   EXPECT_FALSE(run(options, folder).stopped);

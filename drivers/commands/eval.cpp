@@ -3,14 +3,12 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdio>
 #include <filesystem>
 #include <functional>
 #include <kvzap/engine/comparison.hpp>
 #include <kvzap/engine/learn_from_texts.hpp>
 #include <kvzap/model/memory_plan.hpp>
-#include <limits>
 #include <map>
 #include <set>
 
@@ -18,6 +16,8 @@
 #include "base/temporary_file.hpp"
 #include "commands/eval_exchange.hpp"
 #include "commands/eval_prompts.hpp"
+#include "commands/eval_record.hpp"
+#include "commands/eval_settings.hpp"
 #include "commands/model_loading.hpp"
 #include "commands/policy_setup.hpp"
 #include "commands/setup.hpp"
@@ -25,11 +25,9 @@
 #include "console/progress.hpp"
 #include "console/signals.hpp"
 #include "eval/records.hpp"
-#include "eval/settings.hpp"
 #include "eval/summary.hpp"
 #include "options/options.hpp"
 #include "options/policy_options.hpp"
-#include "text/utf8.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -41,93 +39,6 @@ using detail::EvaluationFolder;
 using detail::EvaluationSummary;
 using nlohmann::ordered_json;
 
-std::string joined(const std::vector<std::string>& parts, const char* separator) {
-  return fmt::format("{}", fmt::join(parts, separator));
-}
-
-void validate_eval(const EvalOptions& o) {
-  require(!o.model.empty(), "no model: give a Hugging Face folder with -m");
-  require(!file_list(o.tasks).empty(), "no tasks: give JSONL files with --tasks");
-  const auto files = file_list(o.tasks);
-  for (const std::string& file : files) {
-    require(std::count(files.begin(), files.end(), file) == 1,
-            fmt::format("--tasks has {} twice", file));
-    // Records are found again by it.
-    require(detail::is_valid_utf8(file),
-            fmt::format("--tasks: {}: the file's name is not UTF-8", file));
-  }
-  require(detail::is_valid_utf8(joined(o.policies, ";")),
-          "--policies is not UTF-8, as settings' labels have to be");
-  require(!o.policies.empty(), "no policies: give a list such as --policies \"none;snapkv;h2o\"");
-  require(!o.output.empty(), "no output: give a folder with -o");
-  require(o.window >= 1 && o.window <= (1 << 24),
-          fmt::format("--window is {}; expected 1 to {}", o.window, 1 << 24));
-  require(o.sink >= 0, fmt::format("--sink is {}; expected 0 or more", o.sink));
-  require(o.chunk >= 1, fmt::format("--chunk is {}; expected at least 1", o.chunk));
-  const std::pair<const char*, const std::optional<std::int64_t>*> counts[] = {
-      {"-c", &o.max_context},
-      {"--max-prompts", &o.max_prompts},
-      {"--per-task", &o.per_task},
-      {"-n", &o.new_tokens}};
-  for (const auto& [flag, count] : counts) {
-    require(!*count || **count >= 1,
-            fmt::format("{} is {}; expected at least 1", flag, count->value_or(0)));
-  }
-  constexpr int most = 1 << 20;
-  require(!o.new_tokens || *o.new_tokens <= most,
-          fmt::format("-n is {}; expected at most {}", o.new_tokens.value_or(0), most));
-  require(o.surrogate.empty() || fs::is_directory(o.surrogate),
-          fmt::format("--surrogate {}: there is no such folder", o.surrogate));
-  const Sampler checks_its_options(o.sampling);
-  require(o.tries >= 1 && o.tries <= most,
-          fmt::format("--tries is {}; expected 1 to {}", o.tries, most));
-  require(o.tries == 1 || o.sampling.temperature > 0,
-          fmt::format("--tries {} needs --temp above 0: greedy answers are all alike", o.tries));
-  require(o.pass_k >= 0 && o.pass_k <= o.tries,
-          fmt::format("--pass-k is {}; expected 1 to --tries, {}, or 0", o.pass_k, o.tries));
-  require(o.batch >= 0, fmt::format("--batch is {}; expected 0 or more", o.batch));
-  require(o.bootstrap_samples >= 1 && o.bootstrap_samples <= (1 << 24),
-          fmt::format("--bootstrap-samples is {}; expected 1 to {}", o.bootstrap_samples, 1 << 24));
-  require(o.placement.empty() || o.parallel == "heads",
-          "--placement has no effect with --parallel prompts, where every rank has all heads");
-}
-
-std::vector<EvalSetting> settings_of(const EvalOptions& o) {
-  detail::SettingsRequest request;
-  request.policies = joined(o.policies, ";");
-  const std::string ratios =
-      o.evict_ratios.empty() ? "0,0.25,0.5,0.75,0.9" : joined(o.evict_ratios, ",");
-  request.evict_ratios = detail::parse_numbers(ratios, "--evict-ratios",
-                                               "numbers of at least 0 and less than 1", 0, 1);
-  if (!o.thresholds.empty()) {
-    constexpr double most = std::numeric_limits<float>::max();
-    request.thresholds = detail::parse_numbers(joined(o.thresholds, ","), "--thresholds",
-                                               "numbers in the range of float", -most, most);
-  }
-  if (o.prune_after == "question") request.prune_after = PruneMoment::question;
-  if (o.prune == "always") request.prune = PruneMode::always;
-  if (o.prefill == "sparse") request.prefill = PrefillMode::sparse;
-  request.surrogate = o.surrogate;
-  return parse_settings(request);
-}
-
-/// What `kvzap run` would be told for this setting.
-RunOptions run_options(const EvalOptions& o, const EvalSetting& setting) {
-  RunOptions run;
-  run.model = o.model;
-  run.dtype = o.dtype;
-  run.raw = o.raw;
-  run.quiet = o.quiet;
-  run.questions = {""};  // there is one
-  run.pruning = setting.pruning;
-  run.pruning.window = o.window;
-  run.pruning.sink = o.sink;
-  run.pruning.chunk = o.chunk;
-  if (setting.is_none()) return run;
-  run.pruning.policy = detail::policy_with_surrogate(setting.pruning.policy, o.surrogate);
-  return run;
-}
-
 std::string name_of_share(PrefillShare share) {
   switch (share) {
     case PrefillShare::context:
@@ -138,21 +49,6 @@ std::string name_of_share(PrefillShare share) {
       break;
   }
   return "none";
-}
-
-/// As `kvzap run` reports it: the cache after the context, where that has been pruned by then. The
-/// question's rows, all of which are there, are taken out.
-CacheReport without_question(CacheReport report, std::int64_t question) {
-  std::int64_t rows = 0, heads = 0;
-  for (auto& layer : report.kept) {
-    heads += static_cast<std::int64_t>(layer.size());
-    for (std::int64_t& kept : layer) rows += kept -= question;
-  }
-  const std::int64_t pair = report.full_bytes / std::max<std::int64_t>(1, heads * report.tokens);
-  report.tokens -= question;
-  report.full_bytes = heads * report.tokens * pair;
-  report.live_bytes = rows * pair;
-  return report;
 }
 
 /// An evaluation on all ranks.
@@ -177,7 +73,7 @@ class Evaluation {
     try {
       if (m_rounds > 0) signal = answer_all();
     } catch (const AgreedError&) {
-      // What is there is worth telling; a disk that is full may not take it.
+      // Summarise the records so far; on a full disk this may fail too.
       if (m_comm.is_root()) {
         try {
           write_summary();
@@ -191,14 +87,14 @@ class Evaluation {
   }
 
  private:
-  // 1. What can be checked before the work starts.
+  // 1. Checks before the work starts.
   void prepare();
-  // 2. The policies of all settings, and whether they go with every prompt.
+  // 2. The policies of all settings, and whether they suit every prompt.
   void load_policies();
   std::shared_ptr<PolicyChoice> load_policy(std::size_t index,
                                             const std::optional<RepeatPrompt>& repeat);
   void check_prompts(const std::optional<RepeatPrompt>& repeat) const;
-  // 3. What is done already.
+  // 3. Finished prompts, and the plan for the others.
   void open_folder();
   void add_policy_files(ordered_json& options) const;
   ordered_json description() const;
@@ -207,7 +103,7 @@ class Evaluation {
   std::vector<std::vector<std::size_t>> queues() const;
   void check_memory_of_ranks();
   std::size_t cache_limit() const;
-  // 4. The rest.
+  // 4. The other prompts.
   int answer_all();
   void on_workers(const std::function<void()>& work) const;
   template <class Value>
@@ -217,7 +113,7 @@ class Evaluation {
   std::vector<SettingAnswer> answer(Comparison& comparison, const EvalJob& job,
                                     Progress& bar) const;
   void record(const EvalPrompt& prompt, const std::vector<SettingAnswer>& answers);
-  // 5. What was found.
+  // 5. Results.
   ordered_json write_summary() const;
   void finish(int signal) const;
 
@@ -371,7 +267,7 @@ void Evaluation::check_prompts(const std::optional<RepeatPrompt>& repeat) const 
   }
 }
 
-// What policies read, without which their names do not say what they do.
+// Hashes of the files that policies read: names alone do not identify a policy.
 void Evaluation::add_policy_files(ordered_json& options) const {
   std::map<std::string, std::string> hashes;
   const auto add = [&](const auto& info, const PolicyArguments& arguments, bool is_own) {
@@ -389,7 +285,7 @@ void Evaluation::add_policy_files(ordered_json& options) const {
   };
   for (std::size_t i = 0; i < m_settings.size(); ++i) {
     if (!m_specs[i]) continue;
-    // With a surrogate of --surrogate the policy is another than the setting's.
+    // --surrogate changes the policy of the setting.
     add(*m_specs[i]->info, m_specs[i]->arguments,
         m_run_options[i].pruning.policy == m_settings[i].pruning.policy);
     for (const auto& [info, arguments] : m_specs[i]->modifiers) add(*info, arguments, true);
@@ -416,7 +312,7 @@ ordered_json Evaluation::description() const {
   const auto add = [&](const char* name, const auto& value) {
     if (value) options[name] = *value;
   };
-  // Folders of releases before have no such option, and go on.
+  // Absent if 0: folders of earlier versions lack this option and can be continued.
   if (o.sampling.min_p != 0) options["min_p"] = o.sampling.min_p;
   add("random_weights", o.random_weights);
   add("n_predict", o.new_tokens);
@@ -477,7 +373,7 @@ void Evaluation::open_folder() {
       m_summary->add(record);
     });
     if (torn > 0) {
-      warn(fmt::format("{}: a prompt that was torn when a run was ended has been cut off",
+      warn(fmt::format("{}: an incomplete prompt of a killed run has been cut off",
                        m_folder->records_file().string()));
     }
     for (std::size_t i = 0; i < m_prompts.prompts.size(); ++i) {
@@ -518,8 +414,8 @@ void Evaluation::print_plan() const {
   tell(PrefillShare::none, "each needs its own");
 }
 
-// Prompts that share a context follow one another on one worker; adjacent ones, which are mostly
-// alike, are answered at the same time.
+// Prompts with one context follow one another on one worker. Adjacent prompts, which mostly have
+// similar lengths, run at the same time.
 std::vector<std::vector<std::size_t>> Evaluation::queues() const {
   std::vector<std::vector<std::size_t>> queues(static_cast<std::size_t>(workers()));
   std::size_t worker = 0;
@@ -555,7 +451,7 @@ void Evaluation::check_memory_of_ranks() {
   });
 }
 
-// The weights are there. So many settings as fit decode together; one always may try.
+// Called with the weights loaded. Limits the settings that decode together; one may always try.
 std::size_t Evaluation::cache_limit() const {
   const std::int64_t available = available_bytes_of_node();
   if (available < 0) return 0;
@@ -569,7 +465,7 @@ std::size_t Evaluation::cache_limit() const {
       std::max(left - own.activations - own.attention, 3 * own.kv_full));
 }
 
-// What fails on one worker fails on all. (Ranks of the same worker agree by themselves.)
+// An error on one worker ends all. (Ranks of the same worker agree by themselves.)
 void Evaluation::on_workers(const std::function<void()>& work) const {
   if (workers() > 1) {
     m_comm.agree(work);
@@ -624,7 +520,7 @@ std::vector<EvalJob> Evaluation::jobs_of(
 
 std::vector<SettingAnswer> Evaluation::answer(Comparison& comparison, const EvalJob& job,
                                               Progress& bar) const try {
-  // Prompts that take long show what is going on within them.
+  // Show progress within prompts that take long.
   const auto start = detail::Clock::now();
   bar.restart();
   constexpr double patience = 3;  // seconds
@@ -652,53 +548,8 @@ void Evaluation::record(const EvalPrompt& prompt, const std::vector<SettingAnswe
   std::vector<EvalRecord> records;
   std::vector<std::string> lines;
   for (std::size_t i = 0; i < m_settings.size(); ++i) {
-    const SettingAnswer& answer = answers.at(i);
-    EvalRecord record;
-    record.task_file = prompt.file;
-    record.line = prompt.task.line;
-    record.id = prompt.task.id;
-    record.task = prompt.name;
-    record.metric = prompt.metric->name;
-    record.setting = m_settings[i].label;
-    record.policy = m_settings[i].is_none() ? "none" : m_settings[i].pruning.policy;
-    record.expected = prompt.task.answers;
-    record.context_tokens = static_cast<std::int64_t>(prompt.tokens.context.size());
-    record.question_tokens = static_cast<std::int64_t>(prompt.tokens.question.size());
-    // What is judged as it is generated is known in the end.
-    const Pruning& pruning = m_settings[i].pruning;
-    const CacheReport pruned = pruning.mode == PruneMode::always ? answer.cache
-                               : pruning.moment == PruneMoment::context
-                                   ? without_question(answer.pruned, record.question_tokens)
-                                   : answer.pruned;
-    record.evict_ratio = pruned.evict_ratio();
-    record.kept_rows = pruned.kept;
-    record.cache_tokens = pruned.tokens;
-    record.kv_bytes = pruned.live_bytes;
-    record.full_kv_bytes = pruned.full_bytes;
-    record.kv_bytes_at_end = answer.cache.live_bytes;
-    record.full_kv_bytes_at_end = answer.cache.full_bytes;
-    record.prefill_seconds = answer.prefill_seconds;
-    record.decode_seconds = answer.decode_seconds;
-    if (prompt.metric->is_perplexity) {
-      double nll = 0;
-      for (const double value : answer.log_probabilities) nll -= value;
-      record.generated_tokens = static_cast<std::int64_t>(answer.log_probabilities.size());
-      const double perplexity =
-          std::exp(nll / static_cast<double>(answer.log_probabilities.size()));
-      if (std::isfinite(nll)) record.nll = nll;
-      if (std::isfinite(perplexity)) record.perplexity = perplexity;
-    } else {
-      double sum = 0;
-      for (const auto& tokens : answer.tokens) {
-        record.generated_tokens += static_cast<std::int64_t>(tokens.size());
-        record.answers.push_back(m_tokenizer->decode(tokens));
-        record.scores.push_back(prompt.metric->score(prompt.task, record.answers.back()));
-        sum += record.scores.back();
-      }
-      record.score = sum / static_cast<double>(record.scores.size());
-    }
-    lines.push_back(record.to_json_line());
-    records.push_back(std::move(record));
+    records.push_back(record_of(prompt, m_settings[i], answers.at(i), *m_tokenizer));
+    lines.push_back(records.back().to_json_line());
   }
   m_folder->append(lines);
   for (const EvalRecord& record : records) m_summary->add(record);
@@ -782,8 +633,8 @@ void Evaluation::finish(int signal) const {
   if (m_options.json != "-") fmt::print("{}", m_summary->table());
   flush_stdout();
   if (signal != 0 && m_talks) {
-    say("kvzap: stopped by signal {}: {} has {} of {} prompts; the same command goes on\n", signal,
-        m_options.output, m_summary->prompts(), m_prompts.prompts.size());
+    say("kvzap: stopped by signal {}: {} has {} of {} prompts; the same command continues\n",
+        signal, m_options.output, m_summary->prompts(), m_prompts.prompts.size());
   }
 }
 

@@ -164,7 +164,8 @@ CollectTexts read_as(const std::filesystem::path& file, const CollectRules& rule
   }
   if (stream.bad()) throw Error(fmt::format("{}: reading failed", file.string()));
   if (result.lines == 0) {
-    throw Error(fmt::format("{}: there is no text in it; expected a JSON object per line", file.string()));
+    throw Error(
+        fmt::format("{}: there is no text in it; expected a JSON object per line", file.string()));
   }
   if (result.texts.empty()) {
     throw Error(

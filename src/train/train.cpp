@@ -50,7 +50,7 @@ void check_replaceable(const fs::path& folder, bool has_checkpoint) {
   if (fs::exists(checkpoint) &&
       !(fs::is_directory(checkpoint) && has_checkpoints_alone(checkpoint))) {
     throw Error(
-        fmt::format("{}: is no file of kvzap train and would be removed; give another folder",
+        fmt::format("{}: was not made by kvzap train and would be removed; give another folder",
                     checkpoint.string()));
   }
   const fs::path config = folder / "config.json";

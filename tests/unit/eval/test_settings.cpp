@@ -122,7 +122,7 @@ TEST(EvalSettings, MessagesNameTheEntryAndTheNearestName) {
   expect("snapkv@prune-after=answer", "is \"answer\"; expected context or question");
   expect("kvzap@thresholds=nan", "'nan'; expected numbers");
   expect("knorm@keep-tokens=1.5", "expected whole numbers of at least 1");
-  expect("simlayerkv@evict-ratios=0.5", "says itself how much stays");
+  expect("simlayerkv@evict-ratios=0.5", "has a built-in amount");
   expect("none@prefill=sparse", "the full cache has no settings");
   expect("knorm+dms", "no amount to evict");
   expect(" ; ", "no policies");

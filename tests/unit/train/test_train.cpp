@@ -226,16 +226,16 @@ TEST_P(TrainFolder, IsNeverReplacedIfItIsSomethingElse) {
   fs::create_directory(model);
   std::ofstream(model / "config.json") << R"({"model_type": "llama"})";
   std::ofstream(model / "model.safetensors") << "weights";
-  expect_error([&] { run(options, model); }, {"config.json", "not of a surrogate", "llama"});
+  expect_error([&] { run(options, model); }, {"config.json", "belongs to no surrogate", "llama"});
   fs::remove(model / "config.json");
-  expect_error([&] { run(options, model); }, {"model.safetensors", "not of a surrogate"});
+  expect_error([&] { run(options, model); }, {"model.safetensors", "belongs to no surrogate"});
   EXPECT_EQ(bytes_of(model / "model.safetensors"), "weights");
   EXPECT_EQ(names_in(model), std::set<std::string>{"model.safetensors"});
 
   const fs::path other = m_folder.path() / "other";
   fs::create_directories(other / "checkpoint");
   std::ofstream(other / "checkpoint/step-100.pt") << "days of work";
-  expect_error([&] { run(options, other); }, {"checkpoint", "not of kvzap train"});
+  expect_error([&] { run(options, other); }, {"checkpoint", "was not made by kvzap train"});
   EXPECT_EQ(bytes_of(other / "checkpoint/step-100.pt"), "days of work");
 }
 

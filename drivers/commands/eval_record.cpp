@@ -1,0 +1,74 @@
+#include "commands/eval_record.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+namespace kvzap::driver {
+namespace {
+
+/// The cache after the context, as `kvzap run` reports it: without the question's rows, all of
+/// which are kept.
+CacheReport without_question(CacheReport report, std::int64_t question) {
+  std::int64_t rows = 0, heads = 0;
+  for (auto& layer : report.kept) {
+    heads += static_cast<std::int64_t>(layer.size());
+    for (std::int64_t& kept : layer) rows += kept -= question;
+  }
+  const std::int64_t pair = report.full_bytes / std::max<std::int64_t>(1, heads * report.tokens);
+  report.tokens -= question;
+  report.full_bytes = heads * report.tokens * pair;
+  report.live_bytes = rows * pair;
+  return report;
+}
+
+}  // namespace
+
+detail::EvalRecord record_of(const EvalPrompt& prompt, const detail::EvalSetting& setting,
+                             const SettingAnswer& answer, const Tokenizer& tokenizer) {
+  detail::EvalRecord record;
+  record.task_file = prompt.file;
+  record.line = prompt.task.line;
+  record.id = prompt.task.id;
+  record.task = prompt.name;
+  record.metric = prompt.metric->name;
+  record.setting = setting.label;
+  record.policy = setting.is_none() ? "none" : setting.pruning.policy;
+  record.expected = prompt.task.answers;
+  record.context_tokens = static_cast<std::int64_t>(prompt.tokens.context.size());
+  record.question_tokens = static_cast<std::int64_t>(prompt.tokens.question.size());
+  // Generated tokens are judged too: the end has the final rows.
+  const Pruning& pruning = setting.pruning;
+  const CacheReport pruned = pruning.mode == PruneMode::always ? answer.cache
+                             : pruning.moment == PruneMoment::context
+                                 ? without_question(answer.pruned, record.question_tokens)
+                                 : answer.pruned;
+  record.evict_ratio = pruned.evict_ratio();
+  record.kept_rows = pruned.kept;
+  record.cache_tokens = pruned.tokens;
+  record.kv_bytes = pruned.live_bytes;
+  record.full_kv_bytes = pruned.full_bytes;
+  record.kv_bytes_at_end = answer.cache.live_bytes;
+  record.full_kv_bytes_at_end = answer.cache.full_bytes;
+  record.prefill_seconds = answer.prefill_seconds;
+  record.decode_seconds = answer.decode_seconds;
+  if (prompt.metric->is_perplexity) {
+    double nll = 0;
+    for (const double value : answer.log_probabilities) nll -= value;
+    record.generated_tokens = static_cast<std::int64_t>(answer.log_probabilities.size());
+    const double perplexity = std::exp(nll / static_cast<double>(answer.log_probabilities.size()));
+    if (std::isfinite(nll)) record.nll = nll;
+    if (std::isfinite(perplexity)) record.perplexity = perplexity;
+  } else {
+    double sum = 0;
+    for (const auto& tokens : answer.tokens) {
+      record.generated_tokens += static_cast<std::int64_t>(tokens.size());
+      record.answers.push_back(tokenizer.decode(tokens));
+      record.scores.push_back(prompt.metric->score(prompt.task, record.answers.back()));
+      sum += record.scores.back();
+    }
+    record.score = sum / static_cast<double>(record.scores.size());
+  }
+  return record;
+}
+
+}  // namespace kvzap::driver

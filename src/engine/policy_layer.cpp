@@ -22,10 +22,6 @@ Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> Policy::context_scores(
 namespace detail {
 namespace {
 
-std::pair<std::int64_t, std::int64_t> range(std::int64_t begin, std::int64_t end) {
-  return {begin, end};
-}
-
 // y(i, output) = weights(output, first + i).
 template <class Value>
 void take_inputs(const ExecutionSpace& exec, const LinearWeights<Value>& weights,
@@ -183,9 +179,10 @@ void DecoderLayer<Value>::attention_mass(const TokenBlock& queries, MassReductio
   span.cached = m_cache.layer(m_sequence, layer());
   span.queries = queries.count;
   span.new_rows = seen;
-  m_scratch.mass(exec(), span, queries.queries,
-                 Kokkos::subview(m_new_keys, range(0, seen), Kokkos::ALL, Kokkos::ALL),
-                 queries.log_sum_exp, reduction, mass, factors);
+  m_scratch.mass(
+      exec(), span, queries.queries,
+      Kokkos::subview(m_new_keys, std::make_pair(std::int64_t{0}, seen), Kokkos::ALL, Kokkos::ALL),
+      queries.log_sum_exp, reduction, mass, factors);
 }
 
 template <class Value>

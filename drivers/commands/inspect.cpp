@@ -21,43 +21,36 @@ namespace {
 
 using nlohmann::ordered_json;
 
-/// Of one head, or of a layer's heads together.
+/// Numbers of one head, or of all selected heads of a layer.
 struct KeptRows {
   std::int64_t kept = 0;
-  std::optional<std::int64_t> unjudged;  // absent: not recorded
-  std::int64_t unscored = 0;             // rows whose score is NaN
+  std::int64_t unjudged = 0;
+  std::int64_t unscored = 0;  // rows whose score is NaN
   Quantiles scores;
 };
 
 struct LayerRows {
   int layer = 0;
   KeptRows all;
-  std::vector<KeptRows> heads;  // those that are looked at
+  std::vector<KeptRows> heads;  // the selected ones
 };
 
 LayerRows read_layer(const SnapshotReader& reader, const HeadSelection& selection, int layer) {
   LayerRows result;
   result.layer = layer;
-  result.all.unjudged = 0;
   std::vector<float> scores_of_layer;
   for (int i = 0; i < selection.heads; ++i) {
     SnapshotRows rows = reader.rows(layer, selection.first_head + i, false);
     KeptRows head;
     head.kept = static_cast<std::int64_t>(rows.positions.size());
-    if (rows.judged.size() == rows.positions.size()) {
-      head.unjudged = std::count(rows.judged.begin(), rows.judged.end(), 0);
-    }
+    head.unjudged = std::count(rows.judged.begin(), rows.judged.end(), 0);
     head.unscored = std::count_if(rows.scores.begin(), rows.scores.end(),
                                   [](float score) { return std::isnan(score); });
     scores_of_layer.insert(scores_of_layer.end(), rows.scores.begin(), rows.scores.end());
     head.scores = quantiles_of(rows.scores);
     result.all.kept += head.kept;
     result.all.unscored += head.unscored;
-    if (head.unjudged && result.all.unjudged) {
-      *result.all.unjudged += *head.unjudged;
-    } else {
-      result.all.unjudged.reset();
-    }
+    result.all.unjudged += head.unjudged;
     result.heads.push_back(head);
   }
   result.all.scores = quantiles_of(scores_of_layer);
@@ -74,16 +67,12 @@ std::int64_t all_rows(const SnapshotHeader& header) {
   return tokens_seen(header) * header.n_layers * header.n_kv_heads;
 }
 
-/// Why `kvzap run --resume` would refuse the file; empty: it would not.
+/// The reasons for which `kvzap run --resume` refuses the file; empty if it accepts it.
 std::vector<std::string> obstacles_to_resuming(const SnapshotHeader& header) {
   std::vector<std::string> why;
-  if (header.format_version < 2) why.emplace_back("format version 1");
   if (header.content != SnapshotContent::all) why.emplace_back("no keys and values");
-  if (header.format_version >= 2 && header.info.token_ids.empty()) {
-    why.emplace_back("no token ids");
-  }
-  if (header.format_version >= 2 &&
-      (header.info.options.empty() || header.info.run_state.empty())) {
+  if (header.info.token_ids.empty()) why.emplace_back("no token ids");
+  if (header.info.options.empty() || header.info.run_state.empty()) {
     why.emplace_back("written by no run of kvzap");
   }
   return why;
@@ -121,7 +110,7 @@ std::string policy_text(const SnapshotHeader& header) {
                 further("prefill", "prefill "));
 }
 
-/// As one would give them, those that were left at their defaults too.
+/// The recorded options as flags, including those left at their defaults.
 std::string options_text(const std::string& recorded) {
   if (recorded.empty()) return "not recorded";
   std::string text;
@@ -153,8 +142,7 @@ std::string tokens_text(const SnapshotHeader& header) {
                 : fmt::format(": context {}, question and answer {}", info.context_tokens,
                               tokens - info.context_tokens);
   } else {
-    text += header.format_version < 2 ? " (which ones is not recorded in version 1)"
-                                      : " (which ones is not recorded)";
+    text += " (their ids are not recorded)";
   }
   if (closed_up(header) != 0) {
     text += fmt::format("; positions closed up to {} (+rerotate)", header.tokens);
@@ -186,8 +174,7 @@ std::string table_row(const std::string& layer, const std::string& head,
   const std::int64_t seen = tokens_seen(header) * heads;
   std::string text = fmt::format("{:>5} {:>5} {:>9} {:>9} {:>8} {:>8} {:>9}", layer, head,
                                  rows.kept, seen - rows.kept, percent(rows.kept, seen),
-                                 rows.unjudged ? fmt::format("{}", *rows.unjudged) : "?",
-                                 human_bytes(kv_bytes(header, rows.kept)));
+                                 rows.unjudged, human_bytes(kv_bytes(header, rows.kept)));
   for (std::size_t i = 0; i < quantile_names.size(); ++i) {
     text += rows.scores ? fmt::format(" {:>9.4g}", (*rows.scores)[i]) : fmt::format(" {:>9}", "-");
   }
@@ -234,9 +221,6 @@ std::string heading(const SnapshotReader& reader, const std::optional<std::int64
   if (unjudged) {
     line("unjudged",
          fmt::format("{} of the newest pairs, which no threshold has judged yet", *unjudged));
-  } else if (header.format_version < 2) {
-    line("unjudged", fmt::format("not recorded in version 1; pairs of the last {} tokens may be",
-                                 header.window));
   }
   const auto why = obstacles_to_resuming(header);
   line("resume",
@@ -244,8 +228,7 @@ std::string heading(const SnapshotReader& reader, const std::optional<std::int64
            ? std::string("can go on (kvzap run --resume)") +
                  (header.has_context ? "; has the context's state for further questions" : "")
            : fmt::format("cannot go on: {}", fmt::join(why, ", ")));
-  line("checksums", header.format_version < 2 ? "none in version 1"
-                                              : "those of what was read match; --verify: all");
+  line("checksums", "those of what was read match; --verify: all");
   return text;
 }
 
@@ -272,7 +255,7 @@ ordered_json rows_json(const SnapshotHeader& header, const KeptRows& rows, std::
                                                 : ordered_json(static_cast<double>(rows.kept) /
                                                                static_cast<double>(seen))},
                        {"kv_bytes", kv_bytes(header, rows.kept)},
-                       {"unjudged", rows.unjudged ? ordered_json(*rows.unjudged) : ordered_json()},
+                       {"unjudged", rows.unjudged},
                        {"unscored", rows.unscored}};
   json["scores"] = quantiles_json(rows.scores);
   return json;
@@ -356,14 +339,11 @@ void show_rows(const InspectOptions& options, const SnapshotReader& reader,
   std::optional<std::int64_t> unjudged;
   if (selection.is_all()) {
     unjudged = 0;
-    for (const LayerRows& layer : layers) {
-      unjudged = unjudged && layer.all.unjudged ? std::optional(*unjudged + *layer.all.unjudged)
-                                                : std::nullopt;
-    }
+    for (const LayerRows& layer : layers) *unjudged += layer.all.unjudged;
   }
   if (options.view.json) {
     ordered_json json = header_json(reader, version);
-    if (selection.is_all()) json["unjudged"] = unjudged ? ordered_json(*unjudged) : ordered_json();
+    if (unjudged) json["unjudged"] = *unjudged;
     json["layers"] = ordered_json::array();
     for (const LayerRows& layer : layers) {
       ordered_json one = {{"layer", layer.layer}};

@@ -109,10 +109,6 @@ void check_header(const SnapshotHeader& header, const std::string& snapshot) {
   const auto fail = [&](const std::string& what) {
     throw Error(fmt::format("{}: {}", snapshot, what));
   };
-  if (header.format_version < 2) {
-    fail(fmt::format("its format version is {}, which lacks what a run needs to go on; expected 2",
-                     header.format_version));
-  }
   if (header.content != SnapshotContent::all) {
     fail(
         fmt::format("its content is {}, for analyses; a run can go on from content all, with keys "

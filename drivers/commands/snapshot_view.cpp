@@ -152,8 +152,7 @@ std::string percent(std::int64_t part, std::int64_t whole) {
 Tokenizer tokenizer_of(const SnapshotReader& reader, const std::string& model) {
   const SnapshotHeader& header = reader.header();
   if (header.info.token_ids.empty()) {
-    throw Error(fmt::format("{}: has no token ids{}, which --text needs", place(reader),
-                            header.format_version < 2 ? " (format version 1)" : ""));
+    throw Error(fmt::format("{}: has no token ids, which --text needs", place(reader)));
   }
   const auto count = static_cast<std::int64_t>(header.info.token_ids.size());
   if (count < header.tokens) {

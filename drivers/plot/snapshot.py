@@ -92,7 +92,7 @@ def plot_snapshot(options, pyplot):
         layers = layers_of(options.layer, snapshot.n_layers)
         if options.kind == "scores" and not snapshot.has_scores:
             raise PlotError(f"{snapshot.name}: scores: expected a snapshot that has them, found content "
-                            f"{snapshot.content}" + (" of version 1" if snapshot.version == 1 else ""))
+                            f"{snapshot.content}")
         if options.kind == "text" and missing_text(snapshot):
             raise PlotError(f"{snapshot.name}: {'--kind ' if options.command == 'snapshot' else ''}text: "
                             f"{missing_text(snapshot)}")

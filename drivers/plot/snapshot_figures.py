@@ -35,7 +35,7 @@ class ScoreCounts:
             finite = numpy.isfinite(layer.scores)
             self.without += int((~finite).sum())
             # Version 1 does not tell which of the window nobody has judged.
-            judged = layer.judged if layer.judged is not None else layer.positions < snapshot.tokens - snapshot.window
+            judged = layer.judged
             for count, rows in zip(counts, (judged & finite, ~judged & finite)):
                 count[:] = numpy.histogram(layer.scores[rows], self.edges)[0]
             self.beyond += int(finite.sum() - counts.sum())
@@ -95,7 +95,7 @@ def draw_scores(axes, snapshot, layers, pyplot, bins):
         judged, newest = counts.counts.sum(axis=0) if alone else counts.counts[i]
         handles = [ax.stairs(judged, counts.edges, fill=True, color=KEPT, linewidth=0, label="kept"),
                    ax.stairs(judged + newest, counts.edges, baseline=judged, fill=True, color=NEWEST, linewidth=0,
-                             label="not yet judged" if snapshot.version > 1 else "newest")]
+                             label="not yet judged")]
         if snapshot.threshold is not None:
             handles.append(ax.axvline(snapshot.threshold, color=THRESHOLD, linewidth=1, linestyle=(0, (4, 1.5)),
                                       label=f"threshold {snapshot.threshold:g}"))

@@ -11,11 +11,11 @@ from .words import amount, setting_words
 
 
 class SnapshotLayer:
-    """What a layer of a snapshot has of its rows, but for keys and values."""
+    """The rows of a layer of a snapshot, without keys and values."""
 
     def __init__(self, number, offsets, positions, scores, judged):
         self.number, self.offsets, self.positions = number, offsets, positions
-        self.scores, self.judged = scores, judged  # None: the file has none
+        self.scores, self.judged = scores, judged  # scores: None if the file has none
 
     def heads(self):
         """The KV head of each row."""
@@ -25,7 +25,7 @@ class SnapshotLayer:
 
 
 class Snapshot:
-    """A snapshot of version 1 or 2, of any content (docs/reference/snapshot-format.md). Rows are read layer by layer."""
+    """A snapshot of any content (docs/reference/snapshot-format.md). Rows are read layer by layer."""
 
     def __init__(self, file):
         try:
@@ -53,11 +53,11 @@ class Snapshot:
 
     @contextlib.contextmanager
     def reading(self):
-        """What h5py throws at a file that is none of ours, or damaged, as an error of one line."""
+        """Turns exceptions of h5py for another program's file, or a damaged one, into errors of one line."""
         try:
             yield
         except (OSError, KeyError, ValueError, TypeError, AttributeError, RuntimeError, MemoryError) as error:
-            if getattr(error, "errno", None):  # HDF5's own words go on for lines
+            if getattr(error, "errno", None):  # the message of HDF5 has several lines
                 raise PlotError(f"{self.name}: {os.strerror(error.errno)}") from None
             what = " ".join(str(error.args[0] if error.args else error).split())
             raise PlotError(f"{self.name}: not a snapshot of kvzap: {what or type(error).__name__}") from None
@@ -74,7 +74,7 @@ class Snapshot:
         return value
 
     def words(self):
-        """setting_words of the run that wrote it."""
+        """setting_words of the run that wrote the file."""
         options = {}
         with contextlib.suppress(ValueError, PlotError, RecursionError):
             options = json.loads(self.text("options") or "{}")
@@ -87,7 +87,7 @@ class Snapshot:
         attributes = (self.file if at is None else at).attrs
         if name not in attributes and default is not None:
             return default
-        # Another program's file lacks the first that is asked for.
+        # In another program's file, the first attribute that is read is missing.
         self.expect(name in attributes, name, "an attribute of a snapshot of kvzap", "none")
         value = attributes[name]
         self.expect(getattr(value, "ndim", 1) == 0 and value.dtype.kind in "iu" and value >= least, name,
@@ -96,12 +96,12 @@ class Snapshot:
 
     def read_header(self):
         self.version = self.integer("kvzap_format_version", -(2**63))
-        self.expect(self.version in (1, 2), "kvzap_format_version", "1 or 2", self.version)
+        self.expect(self.version == 2, "kvzap_format_version", "2", self.version)
         self.tokens, self.n_layers, self.n_heads = (self.integer(n, 1) for n in ("tokens", "n_layers", "n_kv_heads"))
         self.window, self.sink = self.integer("window", 0, 0), self.integer("sink", 0, 0)
         self.model, self.prune, self.policy = (self.text(name) for name in ("model", "prune", "policy"))
         self.policy = self.policy or self.text("surrogate") and f"kvzap, {self.text('surrogate')}"
-        self.content = self.text("content") or "all"
+        self.content = self.text("content")
         self.expect(self.content in ("positions", "scores", "all"), "content", "positions, scores or all", self.content)
         threshold = self.file.attrs.get("threshold")
         self.expect(threshold is None or getattr(threshold, "ndim", 1) == 0 and threshold.dtype.kind in "fiu",
@@ -109,20 +109,16 @@ class Snapshot:
         # Without meaning if nothing was pruned or a budget chose the rows.
         has_threshold = threshold is not None and self.prune != "none" and "budget" not in self.file.attrs
         self.threshold = float(threshold) if has_threshold and math.isfinite(threshold) else None
-        # Version 1 does not tell that positions were closed up.
-        self.closed_up = self.integer("closed_up", 0, 0, self.file["state"]) if "state" in self.file else 0
+        self.expect("state" in self.file, "state", "a group", "none")
+        self.closed_up = self.integer("closed_up", 0, 0, self.file["state"])
         self.seen = self.tokens + self.closed_up
-        self.ids, self.context_tokens = None, None
-        if "token_ids" in self.file:
-            self.ids = self.array("token_ids", "i", None)
-            self.ids = self.ids if len(self.ids) else None
-            self.context_tokens = self.integer("context_tokens", 0, 0)
+        self.ids = self.array("token_ids", "i", None)  # empty: not known
+        self.context_tokens = self.integer("context_tokens", 0)
         self.expect("layers" in self.file, "layers", "a group", "none")
         groups = self.file["layers"]
         self.expect(len(groups) == self.n_layers, "layers", f"{self.n_layers} groups, as n_layers says", len(groups))
         self.array("layers/0/offsets", "iu", self.n_heads + 1)
-        # Nothing else in a snapshot of version 1 says that rows have scores.
-        self.has_scores = self.content != "positions" and "scores" in self.file["layers/0"]
+        self.has_scores = self.content != "positions"
 
     def array(self, path, kinds, rows):
         """A data set of one dimension, of the given kinds of numbers and length."""
@@ -132,7 +128,7 @@ class Snapshot:
                     "a data set of one dimension of " + ("numbers" if "f" in kinds else "integers"),
                     f"{getattr(data, 'dtype', 'a group')} {getattr(data, 'shape', '')}".strip())
         self.expect(rows is None or len(data) == rows, path, f"{rows} rows", len(data))
-        # A damaged extent: deflate makes 1032 bytes of one at most.
+        # Catches a damaged extent: deflate compresses 1032 bytes into one at most.
         self.expect(data.nbytes <= 1100 * os.path.getsize(self.name), path, "rows that fit the file",
                     f"{len(data)} of {data.dtype}")
         return data[...]
@@ -156,7 +152,7 @@ class Snapshot:
                 self.expect(rises.all(), f"{path}/positions", "positions that rise within a head",
                             f"row {int(rises.argmin()) + 1} does not")
             scores = self.array(f"{path}/scores", "f", rows) if self.has_scores else None
-            judged = self.array(f"{path}/judged", "iu", rows) != 0 if f"{path}/judged" in self.file else None
+            judged = self.array(f"{path}/judged", "iu", rows) != 0
             return SnapshotLayer(number, offsets, positions, scores, judged)
 
 

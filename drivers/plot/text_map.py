@@ -58,8 +58,8 @@ def kept_by(snapshot, layers):
 
 def missing_text(snapshot):
     """Why there can be no text; empty if there can."""
-    if snapshot.ids is None:
-        return "the file has no token ids" + (" (version 1)" if snapshot.version == 1 else "")
+    if not len(snapshot.ids):
+        return "the file has no token ids"
     if snapshot.closed_up:
         return "positions were closed up after evictions, so that the file does not tell which token a pair is of"
     if len(snapshot.ids) < snapshot.tokens:
@@ -93,8 +93,7 @@ def text_map(options, snapshot, layers, notes):
     different, which = numpy.unique(numpy.packbits(masks, axis=1), axis=0, return_inverse=True)
     newest = set()
     for layer in map(snapshot.layer, layers):
-        if layer.judged is not None:
-            newest.update(layer.positions[~layer.judged].tolist())
+        newest.update(layer.positions[~layer.judged].tolist())
     tokens = []
     for position, (piece, number) in enumerate(zip(pieces, ids)):
         if position == snapshot.context_tokens and position:

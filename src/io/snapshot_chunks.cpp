@@ -103,7 +103,7 @@ void SnapshotFile::find_chunks(RowSet& set, hid_t data_set, hid_t create,
                 {},
                 !as_is,
                 shuffles && (skipped & 1U) == 0};
-    const auto& extents = m_seal->extents;
+    const auto& extents = m_seal.extents;
     const auto extent =
         std::lower_bound(extents.begin(), extents.end(), found.place,
                          [](const SealedExtent& a, std::int64_t begin) { return a.begin < begin; });

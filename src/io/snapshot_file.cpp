@@ -36,18 +36,15 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Positions and numbers of heads are 32-bit numbers in a cache.
+// A cache counts positions and heads with 32 bits.
 constexpr std::int64_t largest_extent = std::numeric_limits<std::int32_t>::max();
 
-Hdf5Handle type_of_row(RowKind kind, DType dtype, bool is_version_1) {
-  if (!is_version_1 || kind != RowKind::positions) return type_of_rows(kind, dtype);
-  return {H5Tcopy(H5T_STD_I64LE), H5Tclose, "H5Tcopy"};
-}
+constexpr std::int64_t format_version = 2;
 
-std::string type_name_of_row(RowKind kind, DType dtype, bool is_version_1) {
+std::string type_name_of_row(RowKind kind, DType dtype) {
   switch (kind) {
     case RowKind::positions:
-      return is_version_1 ? "int64" : "int32";
+      return "int32";
     case RowKind::judged:
       return "uint8";
     case RowKind::keys:
@@ -60,10 +57,9 @@ std::string type_name_of_row(RowKind kind, DType dtype, bool is_version_1) {
   return "float32";
 }
 
-// What HDF5 says, cut to what it says first.
 Hdf5Handle open_file(const fs::path& file, int descriptor) {
   const Hdf5Handle access = serial_access();
-  // The file that was checked, whatever has got its name since.
+  // The name may lead to another file by now; the descriptor is of the one with the checked seal.
   const std::string same = fmt::format("/proc/self/fd/{}", descriptor);
   std::error_code ignored;
   const std::string path = fs::exists(same, ignored) ? same : file.string();
@@ -84,8 +80,7 @@ SnapshotFile::SnapshotFile(const fs::path& file)
   if (::fstat(m_descriptor.get(), &status) != 0) throw system_error("cannot be read", errno);
   if (!S_ISREG(status.st_mode)) throw Error("not a regular file");
   m_header.file_bytes = static_cast<std::int64_t>(status.st_size);
-  m_seal = read_seal(m_descriptor.get());
-  m_bytes = m_seal ? m_seal->sealed_bytes : m_header.file_bytes;
+  auto seal = read_seal(m_descriptor.get());
 
   const QuietHdf5 quiet;
   m_file = open_file(file, m_descriptor.get());
@@ -94,15 +89,17 @@ SnapshotFile::SnapshotFile(const fs::path& file)
     throw Error("not written by kvzap: an HDF5 file without attribute 'kvzap_format_version'");
   }
   m_header.format_version = attribute<std::int64_t>(root, "kvzap_format_version", H5T_INTEGER);
-  if (m_header.format_version != 1 && m_header.format_version != 2) {
-    throw Error(
-        fmt::format("format version {}; this kvzap reads 1 and 2", m_header.format_version));
+  if (m_header.format_version != format_version) {
+    throw Error(fmt::format("attribute 'kvzap_format_version': expected {}, found {}",
+                            format_version, m_header.format_version));
   }
-  if (m_header.format_version == 2 && !m_seal) {
+  if (!seal) {
     throw Error("truncated or changed since it was written: it does not end with a seal");
   }
+  m_seal = std::move(*seal);
+  m_bytes = m_seal.sealed_bytes;
   read_header(root);
-  if (m_header.format_version == 2) read_run(root);
+  read_run(root);
 
   const auto layers = static_cast<std::size_t>(m_header.n_layers);
   const auto read_groups = [&](hid_t parent, const std::string& path) {
@@ -118,7 +115,7 @@ SnapshotFile::SnapshotFile(const fs::path& file)
   read_groups(root, "/layers");
   for (const SnapshotGroup& group : m_layout.groups) {
     m_header.offsets.push_back(group.offsets);
-    if (m_header.format_version == 2) m_header.ring_first.push_back(group.ring_first);
+    m_header.ring_first.push_back(group.ring_first);
   }
   if (m_header.has_context) {
     const Hdf5Handle context = open_group(root, "context", "/context");
@@ -128,14 +125,13 @@ SnapshotFile::SnapshotFile(const fs::path& file)
     m_layout.context_counts.non_finite = integer(context, "non_finite", 0, largest);
     read_groups(context, "/context/layers");
   }
-  if (m_seal) check_coverage();
-  // Rows are read without HDF5.
+  check_coverage();
+  // SnapshotFile reads rows without HDF5.
   checked_hdf5(m_file.close(), "H5Fclose");
 }
 
 void SnapshotFile::read_header(hid_t root) {
   SnapshotHeader& header = m_header;
-  const bool is_version_1 = header.format_version == 1;
   header.n_layers = integer(root, "n_layers", 1, largest_extent);
   header.n_kv_heads = integer(root, "n_kv_heads", 1, largest_extent);
   header.head_dim = integer(root, "head_dim", 1, largest_extent);
@@ -147,33 +143,37 @@ void SnapshotFile::read_header(hid_t root) {
   header.info.prune = text(root, "prune");
   header.info.threshold = static_cast<float>(attribute<double>(root, "threshold", H5T_FLOAT));
   header.info.sink = attribute<std::int64_t>(root, "sink", H5T_INTEGER);
-  std::vector<const char*> known{"kvzap_format_version",
-                                 "n_layers",
-                                 "n_kv_heads",
-                                 "head_dim",
-                                 "window",
-                                 "page_rows",
-                                 "tokens",
-                                 "dtype",
-                                 "model",
-                                 "prune",
-                                 "threshold",
-                                 "sink"};
-  if (!is_version_1) {
-    header.content = snapshot_content_from_name(text(root, "content"));
-    header.compress = static_cast<int>(integer(root, "compress", 0, 9));
-    header.info.kvzap_version = text(root, "kvzap_version");
-    header.info.model_hash = text(root, "model_hash");
-    header.info.tokenizer_hash = text(root, "tokenizer_hash");
-    header.info.created = text(root, "created");
-    header.info.options = text(root, "options");
-    header.info.run_state = text(root, "run_state");
-    known.insert(known.end(),
-                 {"content", "compress", "kvzap_version", "model_hash", "tokenizer_hash", "created",
-                  "options", "run_state", "context_tokens"});
-  }
+  header.content = snapshot_content_from_name(text(root, "content"));
+  header.compress = static_cast<int>(integer(root, "compress", 0, 9));
+  header.info.kvzap_version = text(root, "kvzap_version");
+  header.info.model_hash = text(root, "model_hash");
+  header.info.tokenizer_hash = text(root, "tokenizer_hash");
+  header.info.created = text(root, "created");
+  header.info.options = text(root, "options");
+  header.info.run_state = text(root, "run_state");
+  static constexpr std::string_view known[] = {"kvzap_format_version",
+                                               "n_layers",
+                                               "n_kv_heads",
+                                               "head_dim",
+                                               "window",
+                                               "page_rows",
+                                               "tokens",
+                                               "dtype",
+                                               "model",
+                                               "prune",
+                                               "threshold",
+                                               "sink",
+                                               "content",
+                                               "compress",
+                                               "kvzap_version",
+                                               "model_hash",
+                                               "created",
+                                               "options",
+                                               "tokenizer_hash",
+                                               "run_state",
+                                               "context_tokens"};
   for (auto& [name, value] : attributes(root)) {
-    if (std::find(known.begin(), known.end(), name) == known.end()) {
+    if (std::find(std::begin(known), std::end(known), name) == std::end(known)) {
       header.info.further.emplace(name, std::move(value));
     }
   }
@@ -187,7 +187,7 @@ void SnapshotFile::read_header(hid_t root) {
   m_layout.n_kv_heads = header.n_kv_heads;
 }
 
-// What a run needs to go on, beside the cache.
+// A run needs these beside the cache to go on.
 void SnapshotFile::read_run(hid_t root) {
   SnapshotInfo& info = m_header.info;
   info.token_ids = content<TokenId>(root, "token_ids", "/token_ids", H5T_STD_I32LE,
@@ -213,7 +213,6 @@ void SnapshotFile::read_run(hid_t root) {
 void SnapshotFile::read_group(hid_t parent, const std::string& name, int group) {
   const bool is_context = group >= m_header.n_layers;
   const std::string path = fmt::format("{}/layers/{}", is_context ? "/context" : "", name);
-  const bool is_version_1 = m_header.format_version == 1;
   const Hdf5Handle handle = open_group(parent, name, path);
   SnapshotGroup& of = m_layout.groups[static_cast<std::size_t>(group)];
   const std::int64_t heads = m_header.n_kv_heads;
@@ -223,20 +222,17 @@ void SnapshotFile::read_group(hid_t parent, const std::string& name, int group) 
   };
 
   const std::int64_t tokens = is_context ? m_layout.context_tokens : m_header.tokens;
-  std::int64_t in_ring = 0;
-  if (!is_version_1) {
-    try {
-      of.ring_first = integer(handle, "ring_first", 0, tokens);
-    } catch (const Error& error) {
-      throw Error(fmt::format("group '{}': {}", path, error.what()));
-    }
-    in_ring = std::min(tokens - of.ring_first, m_header.window);
+  try {
+    of.ring_first = integer(handle, "ring_first", 0, tokens);
+  } catch (const Error& error) {
+    throw Error(fmt::format("group '{}': {}", path, error.what()));
   }
+  const std::int64_t in_ring = std::min(tokens - of.ring_first, m_header.window);
   of.offsets = integers("offsets", heads + 1);
   for (std::int64_t h = 0; h < heads; ++h) {
     const std::int64_t begin = of.offsets[static_cast<std::size_t>(h)];
     const std::int64_t end = of.offsets[static_cast<std::size_t>(h) + 1];
-    // (Differences of wild numbers may not be numbers.)
+    // Check the order first: the difference of arbitrary numbers may overflow.
     const bool in_order = begin >= 0 && end >= begin && (h > 0 || begin == 0);
     if (!in_order || end - begin < in_ring || end - begin > (is_context ? in_ring : tokens)) {
       throw Error(
@@ -265,39 +261,35 @@ void SnapshotFile::read_group(hid_t parent, const std::string& name, int group) 
     sets[static_cast<std::size_t>(kind)] = open_rows(handle, group, kind);
   };
   take(RowKind::positions);
-  const bool with_scores = is_version_1 ? has_child(handle, "scores", path + "/scores")
-                                        : m_header.content != SnapshotContent::positions;
-  if (with_scores) take(RowKind::scores);
-  if (!is_version_1) take(RowKind::judged);
+  if (m_header.content != SnapshotContent::positions) take(RowKind::scores);
+  take(RowKind::judged);
   if (m_header.content == SnapshotContent::all) {
     take(RowKind::keys);
     take(RowKind::values);
-    if (!is_version_1 && !is_context &&
-        has_child(handle, "recent_queries", path + "/recent_queries")) {
+    if (!is_context && has_child(handle, "recent_queries", path + "/recent_queries")) {
       m_header.has_recent_queries = m_layout.has_queries = true;
       take(RowKind::recent_queries);
     }
   }
-  if (!is_version_1) read_checksums(handle, group);
+  read_checksums(handle, group);
 }
 
 SnapshotFile::RowSet SnapshotFile::open_rows(hid_t parent, int group, RowKind kind) {
-  const bool is_version_1 = m_header.format_version == 1;
   const char* const name = detail::name_of(kind);
   const bool is_context = group >= m_header.n_layers;
   const std::string path =
       fmt::format("{}/layers/{}/{}", is_context ? "/context" : "",
                   is_context ? group - m_header.n_layers : std::int64_t{group}, name);
   SnapshotGroup& of = m_layout.groups[static_cast<std::size_t>(group)];
-  const Hdf5Handle type = type_of_row(kind, m_header.dtype, is_version_1);
+  const Hdf5Handle type = type_of_rows(kind, m_header.dtype);
   const std::size_t element = H5Tget_size(type);
   std::vector<std::int64_t> extents{of.offsets.back()};
   if (kind == RowKind::keys || kind == RowKind::values) extents.push_back(m_header.head_dim);
   if (kind == RowKind::recent_queries) extents = {-1, -1, m_header.head_dim};
-  OpenSet open = open_set(parent, name, path, type,
-                          type_name_of_row(kind, m_header.dtype, is_version_1).c_str(), extents);
+  OpenSet open =
+      open_set(parent, name, path, type, type_name_of_row(kind, m_header.dtype).c_str(), extents);
   if (kind == RowKind::recent_queries) {
-    // Of no tokens there are no heads either.
+    // Without tokens, the number of heads is 0 as well.
     const bool is_none = open.extents[0] == 0;
     if (open.extents[0] % m_header.n_kv_heads != 0 || is_none != (open.extents[1] == 0) ||
         open.extents[0] > largest_extent || open.extents[1] > m_header.tokens) {
@@ -374,8 +366,8 @@ void SnapshotFile::read_checksums(hid_t handle, int group) {
   }
 }
 
-// Every byte of the file is to have a checksum: what the seal leaves out must be rows, or have one
-// in the seal.
+// Every byte of the file needs a checksum. An extent that the seal leaves out has one in the seal,
+// or consists of rows.
 void SnapshotFile::check_coverage() const {
   std::vector<std::pair<std::int64_t, std::int64_t>> rows;
   for (const auto& sets : m_sets) {
@@ -390,11 +382,11 @@ void SnapshotFile::check_coverage() const {
   }
   std::sort(rows.begin(), rows.end());
   auto row = rows.begin();
-  for (const SealedExtent& extent : m_seal->extents) {
+  for (const SealedExtent& extent : m_seal.extents) {
     if (extent.crc) continue;
     std::int64_t covered = extent.begin;
     const std::int64_t end = extent.begin + extent.bytes;
-    // Both ascend, and a run of rows may reach over several extents.
+    // Rows and extents ascend, and one run of rows may cover several extents.
     while (row != rows.end() && row->second <= covered) ++row;
     for (auto r = row; r != rows.end() && r->first <= covered && covered < end; ++r) {
       covered = std::max(covered, r->second);

@@ -1,5 +1,5 @@
-// A snapshot that is there, of version 1 or 2: all but its rows read and checked, and rows as the
-// bytes that stand in the file.
+// An existing snapshot file. Opening it reads and checks everything but the rows; these are read
+// on demand, as bytes.
 #pragma once
 
 #include <array>
@@ -18,48 +18,48 @@
 
 namespace kvzap::detail {
 
-/// Errors here do not name the file.
+/// Reads one snapshot file. The messages of its errors do not name the file.
 class SnapshotFile {
  public:
-  /// Reads all but rows. Every size and offset is checked before it is used. Throws Error.
+  /// Reads everything but rows, and checks every size and offset before use. Throws Error.
   explicit SnapshotFile(const std::filesystem::path& file);
 
   const SnapshotHeader& header() const { return m_header; }
-  /// Groups are the layers, then those of the context.
+  /// Its groups are the layers, then the layers of the context.
   const SnapshotLayout& layout() const { return m_layout; }
-  /// Tells two files apart, or two states of one.
-  std::uint32_t fingerprint() const { return m_seal ? m_seal->crc : 0; }
+  /// Differs between two files, and between two states of one file.
+  std::uint32_t fingerprint() const { return m_seal.crc; }
 
   bool has(int group, RowKind kind) const { return set_of(group, kind).there; }
-  /// Bytes of a row in this file, rows counted as SnapshotLayout does.
+  /// Bytes of a row in this file. SnapshotLayout defines the rows of each kind.
   std::int64_t row_bytes(int group, RowKind kind) const { return set_of(group, kind).row_bytes; }
-  /// Where the first row lies in the file if all rows lie one behind the other; else negative.
+  /// Offset of the first row in the file; negative if the rows are in chunks.
   std::int64_t place(int group, RowKind kind) const { return set_of(group, kind).place; }
   int descriptor() const { return m_descriptor.get(); }
 
-  /// Reads rows begin … begin + count - 1 of a head. Checksums of compressed chunks are checked.
+  /// Reads rows begin … begin + count - 1 of a head, and checks checksums of compressed chunks.
   void read(int group, RowKind kind, int head, std::int64_t begin, std::int64_t count,
             void* target) const;
-  /// Reads all rows of a head into `buffer`, so many bytes at a time: take(begin, count, bytes)
-  /// gets rows begin … begin + count - 1. Throws Error if their checksum differs, behind the last
-  /// of them.
+  /// Reads all rows of a head into `buffer`, at most `bytes_at_once` bytes at a time, and calls
+  /// take(begin, count, bytes) with rows begin … begin + count - 1. After the last one, throws
+  /// Error if the checksum of all differs.
   using Take = std::function<void(std::int64_t begin, std::int64_t count, const char* bytes)>;
   void read_head(int group, RowKind kind, int head, std::int64_t bytes_at_once,
                  std::vector<char>& buffer, const Take& take) const;
-  /// Throws Error if the rows of a head, whose checksum is `found`, are to have another one.
+  /// Throws Error if the file has another checksum than `found` for the rows of a head.
   void check_crc(int group, RowKind kind, int head, std::uint32_t found) const;
-  /// Positions of a head. Throws Error if they are not what the layer's extents tell of them.
+  /// Positions of a head. Throws Error if they contradict the layer's extents.
   std::vector<std::int32_t> positions(int group, int head, std::vector<char>& buffer) const;
-  /// "layer 3, head 1", or the same of the context.
+  /// "layer 3, head 1", or "context, layer 3, head 1".
   std::string name_of_head(int group, int head) const;
 
-  /// Checks the seal, what it covers, and the compressed chunks; calls tell(sentence) for each that
-  /// is damaged.
+  /// Checks the seal, the bytes that it covers, and the compressed chunks. Calls tell(sentence) for
+  /// each damage.
   void check_sealed(const std::function<void(const std::string&)>& tell) const;
 
  private:
   struct Chunk {
-    std::int64_t first = 0;  // where it begins along the first extent
+    std::int64_t first = 0;  // its first index along the first extent
     std::int64_t place = 0, bytes = 0;
     std::optional<std::uint32_t> crc;
     bool is_deflated = false, is_shuffled = false;
@@ -69,7 +69,7 @@ class SnapshotFile {
     std::int64_t row_bytes = 0;
     std::int64_t place = -1;
     std::vector<std::int64_t> extents;
-    // Where compressed: chunks by `first`, and what each of them has once it is inflated.
+    // If compressed: the chunks in order of `first`, and the inflated size of each.
     std::int64_t element_bytes = 0;
     std::int64_t chunk_extent = 0;  // along the first extent
     std::int64_t chunk_bytes = 0;
@@ -91,14 +91,14 @@ class SnapshotFile {
 
   std::filesystem::path m_path;
   FileDescriptor m_descriptor;
-  std::int64_t m_bytes = 0;  // that HDF5 may use
-  std::optional<Seal> m_seal;
+  Seal m_seal;
+  std::int64_t m_bytes = 0;  // before the seal
   SnapshotHeader m_header;
   SnapshotLayout m_layout;
   Hdf5Handle m_file;                                    // while the header is read
   std::vector<std::array<RowSet, n_row_kinds>> m_sets;  // (group)
   std::vector<std::array<std::vector<std::uint32_t>, n_row_kinds>> m_crcs;  // (group): (head)
-  // The chunk read last: neighbouring rows are asked for next. And what it takes to read one.
+  // The chunk that was read last, since the next rows are usually in it, and buffers to read one.
   mutable const Chunk* m_inflated_of = nullptr;
   mutable std::vector<char> m_inflated, m_stored, m_shuffled;
 };

@@ -1,4 +1,4 @@
-// Rows of a snapshot's heads, read as the bytes that stand in the file, with their checksums.
+// Reads the rows of a snapshot's heads as they are in the file, and checks their checksums.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -45,7 +45,7 @@ void SnapshotFile::read_head(int group, RowKind kind, int head, std::int64_t byt
   const std::int64_t row_bytes = set_of(group, kind).row_bytes;
   std::int64_t most = std::max<std::int64_t>(1, bytes_at_once / row_bytes);
   if (kind == RowKind::recent_queries && rows > 0) {
-    // Whole query heads.
+    // Read whole query heads.
     const std::int64_t tokens = m_layout.groups[static_cast<std::size_t>(group)].query_tokens;
     most = std::max<std::int64_t>(most / tokens, 1) * tokens;
   }
@@ -70,7 +70,6 @@ void SnapshotFile::read_head(int group, RowKind kind, int head, std::int64_t byt
 
 void SnapshotFile::check_crc(int group, RowKind kind, int head, std::uint32_t found) const {
   const auto& crcs = m_crcs[static_cast<std::size_t>(group)][static_cast<std::size_t>(kind)];
-  if (crcs.empty()) return;  // version 1
   const std::uint32_t expected = crcs[static_cast<std::size_t>(head)];
   if (found != expected) {
     throw Error(fmt::format("{}: {} are damaged: checksum {:08x}; expected {:08x}",
@@ -80,28 +79,21 @@ void SnapshotFile::check_crc(int group, RowKind kind, int head, std::uint32_t fo
 
 std::vector<std::int32_t> SnapshotFile::positions(int group, int head,
                                                   std::vector<char>& buffer) const {
-  const bool is_version_1 = m_header.format_version == 1;
   const SnapshotGroup& of = m_layout.groups[static_cast<std::size_t>(group)];
   const std::int64_t rows = m_layout.rows(group, RowKind::positions, head);
   std::vector<std::int32_t> positions(static_cast<std::size_t>(rows));
   const std::int64_t tokens =
       group >= m_header.n_layers ? m_layout.context_tokens : m_header.tokens;
-  // Positions of newest rows are known: those of the ring.
-  const std::int64_t in_ring = is_version_1 ? 0 : std::min(tokens - of.ring_first, m_header.window);
+  // The newest rows are the ring's, without gaps: their positions are known.
+  const std::int64_t in_ring = std::min(tokens - of.ring_first, m_header.window);
   constexpr std::int64_t at_once = std::int64_t{1} << 20;
   std::string wrong;
   std::int64_t before = -1;
   read_head(group, RowKind::positions, head, at_once, buffer,
             [&](std::int64_t begin, std::int64_t count, const char* bytes) {
               for (std::int64_t i = 0; i < count; ++i) {
-                std::int64_t position = 0;
-                if (is_version_1) {
-                  std::memcpy(&position, bytes + i * 8, 8);
-                } else {
-                  std::int32_t narrow = 0;
-                  std::memcpy(&narrow, bytes + i * 4, 4);
-                  position = narrow;
-                }
+                std::int32_t position = 0;
+                std::memcpy(&position, bytes + i * 4, 4);
                 const std::int64_t row = begin + i;
                 const std::int64_t from_end = rows - row;
                 const bool right = from_end <= in_ring
@@ -114,7 +106,7 @@ std::vector<std::int32_t> SnapshotFile::positions(int group, int head,
                       row, position, before, tokens, in_ring);
                 }
                 before = position;
-                positions[static_cast<std::size_t>(row)] = static_cast<std::int32_t>(position);
+                positions[static_cast<std::size_t>(row)] = position;
               }
             });
   if (!wrong.empty()) throw Error(fmt::format("{}: {}", name_of_head(group, head), wrong));
@@ -131,10 +123,10 @@ void SnapshotFile::check_sealed(const std::function<void(const std::string&)>& t
   };
   attempt([&] {
     const auto seal = read_seal(m_descriptor.get());
-    if (!seal || seal->crc != m_seal->crc) throw Error("it has changed since it was opened");
+    if (!seal || seal->crc != m_seal.crc) throw Error("it has changed since it was opened");
   });
   std::vector<char> buffer;
-  for (const SealedExtent& extent : m_seal->extents) {
+  for (const SealedExtent& extent : m_seal.extents) {
     if (!extent.crc) continue;
     attempt([&] { read_chunk({0, extent.begin, extent.bytes, extent.crc}, buffer); });
   }

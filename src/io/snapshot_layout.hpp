@@ -1,4 +1,4 @@
-// What is in a snapshot of version 2, and how large it is: docs/reference/snapshot-format.md.
+// Contents and sizes of a snapshot: docs/reference/snapshot-format.md.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace kvzap::detail {
 
-/// Data sets of rows, in the order in which checksums stand.
+/// Data sets of rows, in the order of their checksums.
 enum class RowKind { positions, scores, judged, keys, values, recent_queries };
 inline constexpr int n_row_kinds = 6;
 /// The data set's name.
@@ -20,7 +20,7 @@ struct SnapshotGroup {
   std::int64_t ring_first = 0;
   std::vector<std::int64_t> offsets;   // (KV head + 1), rows
   std::vector<std::int64_t> retained;  // (KV head), of the context alone
-  // Recent queries: position of the first one, and how many; query heads of a KV head.
+  // Recent queries: position of the first token, number of tokens, query heads of a KV head.
   std::int64_t query_first = 0, query_tokens = 0, query_group = 0;
 };
 
@@ -45,8 +45,8 @@ struct SnapshotLayout {
   /// Data sets of rows that the group has.
   std::vector<RowKind> kinds(int group) const;
   std::vector<std::uint64_t> extents(int group, RowKind kind) const;
-  /// Rows here are what lies behind the first extents: those of recent_queries are a query head's
-  /// token each.
+  /// A row has the elements of the last extent. A row of recent_queries is one token of one query
+  /// head.
   std::int64_t row_bytes(RowKind kind) const;
   std::int64_t first_row(int group, RowKind kind, int head) const;
   std::int64_t rows(int group, RowKind kind, int head) const;

@@ -302,10 +302,6 @@ class SnapshotImport {
 template <class Value, PageOrder order>
 void check_loadable(const SnapshotHeader& header, const KVCache<Value, order>& cache,
                     const HeadPartition& partition, const Communicator& comm) {
-  if (header.format_version != 2) {
-    throw Error(fmt::format("format version {}: no run can go on from it; expected version 2",
-                            header.format_version));
-  }
   if (header.content != SnapshotContent::all) {
     throw Error(fmt::format(
         "it has {} alone, without keys and values: no run can go on from it",
@@ -389,13 +385,11 @@ SnapshotRows SnapshotReader::rows(int layer, int head, bool with_values) const {
                        widen_rows(DType::f32, bytes, count, rows.scores.data() + begin);
                      });
     }
-    if (from.has(layer, RowKind::judged)) {
-      rows.judged.resize(total);
-      from.read_head(layer, RowKind::judged, head, bytes_at_once, buffer,
-                     [&](std::int64_t begin, std::int64_t count, const char* bytes) {
-                       std::copy_n(bytes, count, rows.judged.begin() + begin);
-                     });
-    }
+    rows.judged.resize(total);
+    from.read_head(layer, RowKind::judged, head, bytes_at_once, buffer,
+                   [&](std::int64_t begin, std::int64_t count, const char* bytes) {
+                     std::copy_n(bytes, count, rows.judged.begin() + begin);
+                   });
     for (const RowKind kind : {RowKind::keys, RowKind::values}) {
       if (!with_values || !from.has(layer, kind)) continue;
       auto& elements = kind == RowKind::keys ? rows.keys : rows.values;
@@ -413,12 +407,6 @@ SnapshotRows SnapshotReader::rows(int layer, int head, bool with_values) const {
 std::vector<std::string> SnapshotReader::verify(
     const std::function<void(int layer, int layers)>& progress) const {
   const SnapshotFile& from = m_impl->file;
-  if (header().format_version == 1) {
-    throw Error(
-        fmt::format("snapshot {}: version 1 has no checksums, so that nothing can be told of "
-                    "it",
-                    file().string()));
-  }
   std::vector<std::string> damages;
   from.check_sealed([&](const std::string& sentence) { damages.push_back(sentence); });
   std::vector<char> buffer;
@@ -455,8 +443,8 @@ LoadedSnapshot<Value, order> load_snapshot(const SnapshotReader& reader,
                                            const HeadPartition& partition,
                                            const Communicator& comm) {
   const SnapshotFile& file = reader.impl().file;
-  const auto all = comm.all_gather({static_cast<std::int64_t>(file.fingerprint()),
-                                    file.header().file_bytes, file.header().format_version});
+  const auto all =
+      comm.all_gather({static_cast<std::int64_t>(file.fingerprint()), file.header().file_bytes});
   detail::agree_on_file(comm, reader.file(), [&] {
     if (std::any_of(all.begin(), all.end(), [&](const auto& one) { return one != all[0]; })) {
       throw Error("ranks have opened different files, or it was replaced meanwhile");

@@ -361,7 +361,7 @@ class Snapshots(PlotCase):
             "added_tokens": [{"id": 9, "content": "<|end|>", "special": True}]}))
         self.ids = ([9, 0, 1, 2, 3, 4, 5, 6, 7, 77] * self.TOKENS)[:self.TOKENS + 2]
 
-    def write(self, version=2, content="all", ids=True, closed_up=0, **attributes):
+    def write(self, content="all", ids=True, closed_up=0, **attributes):
         """A snapshot as docs/reference/snapshot-format.md has it, without keys and values; [layer][head]: (positions, scores,
         judged)."""
         import h5py
@@ -370,14 +370,12 @@ class Snapshots(PlotCase):
         random = numpy.random.default_rng(7)
         rows = []
         with h5py.File(self.snapshot, "w") as file:
-            values = {"kvzap_format_version": version, "model": str(self.model), "prune": "prefill", "sink": 1,
+            values = {"kvzap_format_version": 2, "model": str(self.model), "prune": "prefill", "sink": 1,
                       "threshold": numpy.float32(-3.4), "dtype": "bf16", "n_layers": self.LAYERS, "head_dim": 4,
-                      "n_kv_heads": self.HEADS, "window": self.WINDOW, "page_rows": 64, "tokens": self.TOKENS}
-            if version > 1:
-                values.update(content=content, kvzap_version="0", context_tokens=50, compress=0)
-                file.create_group("state").attrs["closed_up"] = closed_up
-                if ids:
-                    file["token_ids"] = numpy.array(self.ids, "<i4")
+                      "n_kv_heads": self.HEADS, "window": self.WINDOW, "page_rows": 64, "tokens": self.TOKENS,
+                      "content": content, "kvzap_version": "0", "context_tokens": 50, "compress": 0}
+            file.create_group("state").attrs["closed_up"] = closed_up
+            file["token_ids"] = numpy.array(self.ids if ids else [], "<i4")
             for name, value in {**values, **attributes}.items():
                 file.attrs[name] = numpy.int64(value) if isinstance(value, int) else value
             for n in range(self.LAYERS):
@@ -394,11 +392,10 @@ class Snapshots(PlotCase):
                     rows[-1].append((positions, scores, judged))
                 layer["offsets"] = numpy.cumsum([0, *(len(p) for p, _, _ in rows[-1])])
                 together = [numpy.concatenate(parts) for parts in zip(*rows[-1])]
-                layer["positions"] = together[0].astype("<i4" if version > 1 else "<i8")
+                layer["positions"] = together[0].astype("<i4")
                 if content != "positions":
                     layer["scores"] = together[1]
-                if version > 1:
-                    layer["judged"] = together[2].astype("u1")
+                layer["judged"] = together[2].astype("u1")
         return rows
 
     def page(self, *arguments, notes=()):
@@ -496,13 +493,12 @@ class Snapshots(PlotCase):
 
     def test_what_a_file_lacks(self):
         for arguments, missing, notes in (
-                ({"version": 1}, {"text"}, ["no text: the file has no token ids (version 1)"]),
                 ({"content": "scores"}, set(), []), ({"ids": False}, {"text"}, ["no text: the file has no token ids"]),
                 ({"content": "positions"}, {"scores"}, ["no histograms: the file has no scores"]),
                 ({"closed_up": 4}, {"text"}, ["no text: positions were closed up"])):
             with self.subTest(**arguments):
                 self.write(**arguments)
-                if "version" in arguments or "content" in arguments:
+                if "content" in arguments:
                     sections = self.page("--layer", "1", notes=notes).sections
                     self.assertEqual(set(sections), {"kept", "raster", "scores", "positions", "text"} - missing)
                 for kind in missing:
@@ -535,7 +531,8 @@ class Snapshots(PlotCase):
                     file[path] = values
             return change
 
-        expect("kvzap_format_version", "1 or 2", "3", kvzap_format_version=3)
+        for version in (1, 3):
+            expect("kvzap_format_version", "expected 2", f"found {version}", kvzap_format_version=version)
         expect("kvzap_format_version", "an integer", kvzap_format_version="2")
         expect("tokens", "an integer from 1", "found 0", tokens=0)
         expect("n_layers", "groups", n_layers=10**15)
@@ -556,6 +553,8 @@ class Snapshots(PlotCase):
         expect("layers/0/positions", "fit the file", change=lambda file: (
             replace("layers/0/positions", None)(file),
             file.create_dataset("layers/0/positions", (10**9,), "i4", chunks=(1000,))))
+        expect("token_ids", "found none", change=replace("token_ids", None))
+        expect("state", "found none", change=replace("state", None))
         expect("token_ids", "integers", change=replace("token_ids", [0.5]))
         expect("--layer", "0 to 4", '"5"', arguments=["--layer", "1,5"])
         expect("--layer", '"4-2"', arguments=["--layer", "4-2"])

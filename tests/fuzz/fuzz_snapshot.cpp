@@ -1,8 +1,7 @@
-// Snapshots. An input is no file but a list of edits to one of the files in snapshots/: attributes,
-// elements, extents and names are changed by HDF5 itself, rows and the seal byte by byte, and the
-// file is sealed again. So kvzap is asked about every number that it takes from a file, and HDF5
-// sees files that it has written. (HDF5 1.10 crashes on hostile files of another's making, before
-// kvzap is asked anything; what the seal is good for is damage.)
+// Fuzzes the reader of snapshots. An input is a list of edits to one of the files in snapshots/.
+// HDF5 itself changes attributes, elements, extents and names; the target changes rows and the seal
+// byte by byte, and seals the file again. So kvzap has to check every number of a file, and HDF5
+// sees only files that it wrote: HDF5 1.10 crashes on hostile files before kvzap reads anything.
 #include <fuzzer/FuzzedDataProvider.h>
 #include <hdf5.h>
 
@@ -33,7 +32,6 @@ struct Attribute {
 
 struct Base {
   std::string bytes;  // without its seal
-  bool is_sealed = false;
   std::vector<detail::SealedExtent> extents;
   std::vector<std::string> objects;  // paths
   std::vector<Attribute> attributes;
@@ -57,11 +55,10 @@ Base read_base(const std::string& file) {
   copy.assign(base.bytes);
   std::ifstream opened(copy.path());
   const detail::FileDescriptor descriptor(copy.path(), 0);
-  if (const auto seal = detail::read_seal(descriptor.get())) {
-    base.is_sealed = true;
-    base.extents = seal->extents;
-    base.bytes.resize(static_cast<std::size_t>(seal->sealed_bytes));
-  }
+  const auto seal = detail::read_seal(descriptor.get());
+  require(seal.has_value(), "a snapshot of snapshots/ has no seal");
+  base.extents = seal->extents;
+  base.bytes.resize(static_cast<std::size_t>(seal->sealed_bytes));
   const hid_t image = open_image(base.bytes);
   const auto visit = [](hid_t root, const char* name, const H5O_info_t*, void* target) -> herr_t {
     auto& into = *static_cast<Base*>(target);
@@ -85,7 +82,7 @@ Base read_base(const std::string& file) {
 const std::vector<Base>& bases() {
   static const std::vector<Base> all = [] {
     std::vector<Base> read;
-    for (const char* const name : {"all", "compressed", "positions", "version-1"}) {
+    for (const char* const name : {"all", "compressed", "positions"}) {
       read.push_back(read_base(std::string(KVZAP_FUZZ_FOLDER "/snapshots/") + name + ".h5"));
     }
     return read;
@@ -298,14 +295,14 @@ void read(const std::filesystem::path& file) {
   const detail::SnapshotFile snapshot(file);
   const SnapshotHeader& header = snapshot.header();
   require(header.n_layers > 0 && header.n_kv_heads > 0 && header.head_dim > 0, "empty extents");
-  if (header.format_version > 1) snapshot.check_sealed([](const std::string&) {});
+  snapshot.check_sealed([](const std::string&) {});
   std::vector<char> buffer;
   const int groups = static_cast<int>(snapshot.layout().groups.size());
   for (int group = 0; group < groups; ++group) {
     for (int kind = 0; kind < detail::n_row_kinds; ++kind) {
       if (!snapshot.has(group, static_cast<RowKind>(kind))) continue;
       for (int head = 0; head < std::min<std::int64_t>(header.n_kv_heads, 100); ++head) {
-        // What is wrong with one head's rows says nothing of the next one's.
+        // Read the next head also if this one is damaged.
         try {
           if (static_cast<RowKind>(kind) == RowKind::positions) {
             snapshot.positions(group, head, buffer);
@@ -346,7 +343,7 @@ void run_one(std::string_view input) {
   }
   std::string bytes = image_of(image);
   H5Fclose(image);
-  // Rows, also compressed ones, as anyone may write them.
+  // Change bytes of rows, also of compressed ones.
   const int flips = base.extents.empty() ? 0 : data.ConsumeIntegralInRange(0, 3);
   for (int i = 0; i < flips; ++i) {
     const auto& extent =
@@ -356,13 +353,11 @@ void run_one(std::string_view input) {
                         0, static_cast<std::size_t>(std::max<std::int64_t>(extent.bytes - 1, 0)));
     if (at < bytes.size()) bytes[at] = static_cast<char>(data.ConsumeIntegral<std::uint8_t>());
   }
-  if (base.is_sealed) {
-    append_seal(data, base, bytes);
-    // Damage: sealed bytes must not reach HDF5.
-    if (data.ConsumeIntegralInRange(0, 15) == 1) {
-      bytes[data.ConsumeIntegralInRange<std::size_t>(0, bytes.size() - 9)] ^=
-          static_cast<char>(data.ConsumeIntegralInRange(1, 255));
-    }
+  append_seal(data, base, bytes);
+  // Damage: the seal must keep the file away from HDF5.
+  if (data.ConsumeIntegralInRange(0, 15) == 1) {
+    bytes[data.ConsumeIntegralInRange<std::size_t>(0, bytes.size() - 9)] ^=
+        static_cast<char>(data.ConsumeIntegralInRange(1, 255));
   }
   static InputFile file;
   file.assign(bytes);

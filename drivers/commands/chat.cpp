@@ -26,7 +26,6 @@
 #include "options/one_file.hpp"
 #include "options/policy_options.hpp"
 #include "parallel/meet_asleep.hpp"
-#include "session/prompt.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -151,8 +150,8 @@ void Conversation::prepare() {
     m_suffix = m_run.tokenizer->encode(m_parts.suffix);
     m_between = m_run.tokenizer->encode(chat_template.between_turns());
   });
-  detail::broadcast_ids(m_suffix, m_comm);
-  detail::broadcast_ids(m_between, m_comm);
+  m_comm.broadcast(m_suffix, 0);
+  m_comm.broadcast(m_between, 0);
   adopt(m_run.state);
 }
 
@@ -304,7 +303,7 @@ void Conversation::answer(const std::string& text) {
     tell("kvzap: {}\n", error.what());
     return;
   }
-  detail::broadcast_ids(ids, m_comm);
+  m_comm.broadcast(ids, 0);
   AnsweredQuestion turn;
   turn.question = text;
   run_answer(turn, ids);

@@ -9,7 +9,7 @@ namespace {
 
 using Numbers = std::vector<std::int64_t>;
 
-/// Writes values one behind the other.
+/// Appends values to an array of integers.
 class Packer {
  public:
   void add(std::int64_t value) { m_numbers.push_back(value); }
@@ -36,7 +36,7 @@ class Packer {
   Numbers m_numbers;
 };
 
-/// Reads them in the same order.
+/// Reads the values of a Packer in their order.
 class Unpacker {
  public:
   explicit Unpacker(const Numbers& numbers) : m_numbers(numbers) {}
@@ -71,7 +71,7 @@ void broadcast(std::vector<EvalJob>& jobs, const Communicator& comm) {
       packer.add(job.file);
       packer.add(job.line);
       packer.add(std::int64_t{job.has_new_context});
-      // The rank that is to go on has the context.
+      // The rank that answers another question of the same context has it already.
       packer.add(job.has_new_context ? job.tokens.context : std::vector<TokenId>());
       packer.add(job.tokens.question);
       packer.add(job.tokens.continuation);
@@ -79,10 +79,7 @@ void broadcast(std::vector<EvalJob>& jobs, const Communicator& comm) {
     }
   }
   Numbers& numbers = packer.numbers();
-  auto count = static_cast<std::int64_t>(numbers.size());
-  comm.broadcast(&count, sizeof(count), 0);
-  numbers.resize(static_cast<std::size_t>(count));
-  comm.broadcast(numbers.data(), numbers.size() * sizeof(std::int64_t), 0);
+  comm.broadcast(numbers, 0);
   if (comm.is_root()) return;
   Unpacker unpacker(numbers);
   std::int64_t size = 0;

@@ -1,4 +1,4 @@
-// What ranks of `kvzap eval` tell one another: prompts, and what became of them.
+// Messages between the ranks of `kvzap eval`: prompts and answers.
 #pragma once
 
 #include <cstdint>
@@ -10,20 +10,21 @@
 
 namespace kvzap::driver {
 
-/// A prompt that one rank, or all ranks together, are to answer next.
+/// The next prompt of one rank, or of all ranks together.
 struct EvalJob {
   std::int64_t prompt = -1;  // its number; -1: none
-  std::int64_t file = 0;     // of its row: which of the files that were given
-  std::int64_t line = 0;
-  /// Else it follows the context of the job before.
+  std::int64_t file = 0;     // index of the task file
+  std::int64_t line = 0;     // in that file
+  /// If false, the prompt has the context of the job before.
   bool has_new_context = false;
   EvalTokens tokens;
 };
 
-/// Rank 0's jobs to all ranks. Collective.
+/// Copies rank 0's jobs to all ranks. Collective.
 void broadcast(std::vector<EvalJob>& jobs, const Communicator& comm);
 
-/// As numbers, bit by bit, and back. Stop reasons and seconds of the engine do not travel.
+/// Converts answers to integers, bit by bit, and back; without the engine's stop reasons and
+/// seconds.
 std::vector<std::int64_t> packed(const std::vector<SettingAnswer>& answers);
 std::vector<SettingAnswer> unpacked(const std::vector<std::int64_t>& numbers);
 

@@ -11,7 +11,6 @@
 #include "console/console.hpp"
 #include "options/policy_options.hpp"
 #include "session/model_setup.hpp"
-#include "session/prompt.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -88,9 +87,9 @@ std::optional<RepeatPrompt> share_repeat_prompt(
     }
     repeat_steps(context, repeat);  // throws if there is nothing to repeat
   });
-  detail::broadcast_ids(repeat.first, comm);
-  detail::broadcast_ids(repeat.later, comm);
-  detail::broadcast_ids(repeat.suffix, comm);
+  comm.broadcast(repeat.first, 0);
+  comm.broadcast(repeat.later, 0);
+  comm.broadcast(repeat.suffix, 0);
   comm.broadcast(&repeat.prefix, sizeof(repeat.prefix), 0);
   return repeat;
 }

@@ -111,11 +111,11 @@ void check_prompt(const Prompt& prompt, const ModelConfig& config, std::int64_t 
 
 /// Rank 0's to all ranks.
 void share(Prompt& prompt, const Communicator& comm) {
-  detail::broadcast_ids(prompt.context, comm);
+  comm.broadcast(prompt.context, 0);
   std::int64_t questions = prompt.questions.size();
   comm.broadcast(&questions, sizeof(questions), 0);
   prompt.questions.resize(questions);
-  for (auto& question : prompt.questions) detail::broadcast_ids(question, comm);
+  for (auto& question : prompt.questions) comm.broadcast(question, 0);
 }
 
 }  // namespace

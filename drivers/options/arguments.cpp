@@ -347,13 +347,6 @@ void check_files(const CLI::App& command) {
   }
 }
 
-void broadcast(std::string& text, const Communicator& comm, int root) {
-  std::int64_t size = static_cast<std::int64_t>(text.size());
-  comm.broadcast(&size, sizeof(size), root);
-  text.resize(size);
-  comm.broadcast(text.data(), text.size(), root);
-}
-
 }  // namespace
 
 Reading read_arguments(CommandLine& line, const std::vector<std::string>& arguments) {
@@ -402,7 +395,7 @@ void agree_on_reading(Reading& reading, const Communicator& comm) {
       std::find_if(all.begin(), all.end(), [](const auto& one) { return one[1] != 0; });
   if (failed != all.end()) {
     const int rank = static_cast<int>(failed - all.begin());
-    broadcast(reading.error, comm, rank);
+    comm.broadcast(reading.error, rank);
     if (rank > 0) reading.error = fmt::format("rank {}: {}", rank, reading.error);
   } else {
     const auto ending =
@@ -436,7 +429,7 @@ void check_same_on_ranks(const CommandLine& line, const Communicator& comm) {
   if (std::all_of(hashes.begin(), hashes.end(),
                   [&](const auto& hash) { return hash == hashes[0]; }))
     return;
-  broadcast(all, comm, 0);
+  comm.broadcast(all, 0);
   comm.agree([&] {
     const std::vector<std::string> root = decoded(all, 0);
     for (std::size_t i = 0; i < std::min(root.size(), own.size()); ++i) {

@@ -188,10 +188,7 @@ void TemporaryFile::create() {
         name = m_path.string();
       },
       m_kind);
-  std::int64_t length = static_cast<std::int64_t>(name.size());
-  m_comm.broadcast(&length, sizeof(length), 0);
-  name.resize(static_cast<std::size_t>(length));
-  m_comm.broadcast(name.data(), name.size(), 0);
+  m_comm.broadcast(name, 0);
   m_path = name;
   agree_on_file(
       m_comm, m_target,

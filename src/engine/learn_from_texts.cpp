@@ -91,12 +91,7 @@ std::vector<std::vector<TokenId>> read_texts(const std::filesystem::path& file,
   auto count = static_cast<std::int64_t>(texts.size());
   comm.broadcast(&count, sizeof(count), 0);
   texts.resize(static_cast<std::size_t>(count));
-  for (auto& ids : texts) {
-    auto size = static_cast<std::int64_t>(ids.size());
-    comm.broadcast(&size, sizeof(size), 0);
-    ids.resize(static_cast<std::size_t>(size));
-    comm.broadcast(ids.data(), ids.size() * sizeof(TokenId), 0);
-  }
+  for (auto& ids : texts) comm.broadcast(ids, 0);
   return texts;
 }
 

@@ -1,4 +1,4 @@
-// What all ranks agree on, by the calls that communicator_mpi.cpp or communicator_serial.cpp gives.
+// Agreement of ranks on errors. communicator_mpi.cpp or communicator_serial.cpp communicates.
 #include <fmt/format.h>
 
 #include <kvzap/core/communicator.hpp>
@@ -29,15 +29,12 @@ void Communicator::agree(const std::function<void()>& local_work, bool all_work)
     failed = true;
     message = "unknown error";
   }
-  // The lowest rank that failed, by a maximum of the negated.
+  // The lowest rank that failed is the maximum of the negated ranks.
   const int first = static_cast<int>(-all_reduce_max(std::int64_t{failed ? -m_rank : -m_size}));
   if (first == m_size) return;
-  std::int64_t length = static_cast<std::int64_t>(message.size());
-  broadcast(&length, sizeof(length), first);
-  message.resize(length);
-  broadcast(message.data(), message.size(), first);
+  broadcast(message, first);
   if (m_size > 1 && all_work) {
-    // An error of one rank alone is worth saying so: it points at that node, not at the input.
+    // Say so if only some ranks failed: this points at a node, not at the input.
     const std::int64_t failures = all_reduce_sum(static_cast<std::int64_t>(failed));
     if (failures < m_size) message += fmt::format(" (on rank {} of {})", first, m_size);
   }

@@ -4,13 +4,6 @@
 
 namespace kvzap::detail {
 
-void broadcast_ids(std::vector<TokenId>& ids, const Communicator& comm) {
-  std::int64_t count = ids.size();
-  comm.broadcast(&count, sizeof(count), 0);
-  ids.resize(count);
-  comm.broadcast(ids.data(), count * sizeof(TokenId), 0);
-}
-
 void check_ids(const std::vector<TokenId>& ids, const ModelConfig& config,
                const std::string& source) {
   for (const TokenId id : ids) {

@@ -1,15 +1,11 @@
 // Token ids of a context and of questions about it.
 #pragma once
 
-#include <kvzap/core/communicator.hpp>
 #include <kvzap/model/model_config.hpp>
 #include <string>
 #include <vector>
 
 namespace kvzap::detail {
-
-/// Sends rank 0's ids to all ranks. Collective.
-void broadcast_ids(std::vector<TokenId>& ids, const Communicator& comm);
 
 /// Throws Error, which names `source`, for an id outside the model's vocabulary.
 void check_ids(const std::vector<TokenId>& ids, const ModelConfig& config,

@@ -186,7 +186,7 @@ void Session::Impl::read(std::vector<TokenId> ids) {
     detail::check_ids(ids, setup->config, "read");
     check_tokens(static_cast<std::int64_t>(generator->context().size() + ids.size()));
   });
-  detail::broadcast_ids(ids, comm);
+  comm.broadcast(ids, 0);
   answered.clear();
   if (!has_context()) {
     comm.agree([&] {
@@ -214,7 +214,7 @@ std::string Session::Impl::ask(const std::string& question, const AskOptions& as
     detail::check_ids(ids, setup->config, "question");
     check_tokens(static_cast<std::int64_t>(generator->context().size() + ids.size()));
   });
-  detail::broadcast_ids(ids, comm);
+  comm.broadcast(ids, 0);
   // Rank 0's callback and length count.
   std::int64_t asked[] = {ask_options.max_new_tokens, ask_options.on_text ? 1 : 0};
   comm.broadcast(asked, sizeof(asked), 0);

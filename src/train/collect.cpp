@@ -221,21 +221,14 @@ CollectText share(const std::vector<CollectText>& texts, std::int64_t index,
                   const Communicator& comm) {
   CollectText text;
   if (comm.is_root()) text = texts.at(static_cast<std::size_t>(index));
-  std::int64_t numbers[] = {static_cast<std::int64_t>(text.ids.size()),
-                            static_cast<std::int64_t>(text.positions.size()),
-                            text.text_begin,
-                            text.text_end,
-                            text.repeat_begin,
-                            text.repeat_end};
+  std::int64_t numbers[] = {text.text_begin, text.text_end, text.repeat_begin, text.repeat_end};
   comm.broadcast(numbers, sizeof(numbers), 0);
-  text.ids.resize(static_cast<std::size_t>(numbers[0]));
-  text.positions.resize(static_cast<std::size_t>(numbers[1]));
-  text.text_begin = numbers[2];
-  text.text_end = numbers[3];
-  text.repeat_begin = numbers[4];
-  text.repeat_end = numbers[5];
-  comm.broadcast(text.ids.data(), text.ids.size() * sizeof(TokenId), 0);
-  comm.broadcast(text.positions.data(), text.positions.size() * sizeof(std::int64_t), 0);
+  text.text_begin = numbers[0];
+  text.text_end = numbers[1];
+  text.repeat_begin = numbers[2];
+  text.repeat_end = numbers[3];
+  comm.broadcast(text.ids, 0);
+  comm.broadcast(text.positions, 0);
   return text;
 }
 

@@ -275,10 +275,7 @@ class Hdf5PairsWriter final : public PairsWriter {
       const std::vector<std::int64_t> begins = text_begins(plan);
       numbers.insert(numbers.end(), begins.begin(), begins.end());
     });
-    auto count = static_cast<std::int64_t>(numbers.size());
-    m_comm.broadcast(&count, sizeof(count), 0);
-    numbers.resize(static_cast<std::size_t>(count));
-    m_comm.broadcast(numbers.data(), numbers.size() * sizeof(std::int64_t), 0);
+    m_comm.broadcast(numbers, 0);
     constexpr std::size_t extents = 7;
     m_texts = m_safe_texts = numbers[0];
     m_written = numbers[1];

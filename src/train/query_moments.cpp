@@ -99,10 +99,7 @@ std::vector<TokenId> share_ids(const std::vector<CollectText>& texts, std::int64
                                const Communicator& comm) {
   std::vector<TokenId> ids;
   if (comm.is_root()) ids = texts.at(static_cast<std::size_t>(index)).ids;
-  auto count = static_cast<std::int64_t>(ids.size());
-  comm.broadcast(&count, sizeof(count), 0);
-  ids.resize(static_cast<std::size_t>(count));
-  comm.broadcast(ids.data(), ids.size() * sizeof(TokenId), 0);
+  comm.broadcast(ids, 0);
   return ids;
 }
 

@@ -143,13 +143,6 @@ std::optional<TrainedLayer> train_layer(const PairSource& source, int layer, con
   return trained;
 }
 
-void broadcast_floats(std::vector<float>& values, int owner, const Communicator& comm) {
-  auto count = static_cast<std::int64_t>(values.size());
-  comm.broadcast(&count, sizeof(count), owner);
-  values.resize(static_cast<std::size_t>(count));
-  comm.broadcast(values.data(), values.size() * sizeof(float), owner);
-}
-
 // Broadcasts from `owner`. Collective.
 void share_layer(TrainedLayer& trained, int owner, const Communicator& comm) {
   SurrogateLayer& s = trained.surrogate;
@@ -159,14 +152,11 @@ void share_layer(TrainedLayer& trained, int owner, const Communicator& comm) {
   s.hidden = extents[1];
   s.outputs = extents[2];
   for (auto* values : {&s.weight1, &s.bias1, &s.weight2, &s.bias2}) {
-    broadcast_floats(*values, owner, comm);
+    comm.broadcast(*values, owner);
   }
   std::string text;
   if (comm.rank() == owner) text = detail::report_json(trained.report).dump();
-  auto length = static_cast<std::int64_t>(text.size());
-  comm.broadcast(&length, sizeof(length), owner);
-  text.resize(static_cast<std::size_t>(length));
-  comm.broadcast(text.data(), text.size(), owner);
+  comm.broadcast(text, owner);
   if (comm.rank() != owner) trained.report = detail::report_from_json(nlohmann::json::parse(text));
 }
 

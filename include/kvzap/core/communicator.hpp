@@ -2,9 +2,12 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <kvzap/config.hpp>
 #include <kvzap/core/types.hpp>
+#include <string>
+#include <type_traits>
 #include <vector>
 
 #if KVZAP_HAVE_MPI
@@ -62,6 +65,13 @@ class Communicator {
   void all_reduce_max(double* values, std::size_t count) const;
   /// Copies `bytes` bytes of the root's `data` to all ranks.
   void broadcast(void* data, std::size_t bytes, int root) const;
+  /// Copies the root's vector to all ranks. Its length may differ there before. Allocates.
+  template <class Value>
+  void broadcast(std::vector<Value>& values, int root) const {
+    broadcast_sequence(values, root);
+  }
+  /// Copies the root's string to all ranks. Allocates.
+  void broadcast(std::string& text, int root) const { broadcast_sequence(text, root); }
   /// Returns every rank's `values` on every rank, in rank order. Lengths may differ.
   std::vector<std::vector<std::int64_t>> all_gather(const std::vector<std::int64_t>& values) const;
   /// Concatenates every rank's `count` floats on the root; counts may differ. Returns an empty
@@ -87,6 +97,14 @@ class Communicator {
 
  private:
   void agree(const std::function<void()>& local_work, bool all_work) const;
+  template <class Sequence>
+  void broadcast_sequence(Sequence& values, int root) const {
+    static_assert(std::is_trivially_copyable_v<typename Sequence::value_type>);
+    auto count = static_cast<std::int64_t>(values.size());
+    broadcast(&count, sizeof(count), root);
+    values.resize(static_cast<std::size_t>(count));
+    broadcast(values.data(), values.size() * sizeof(typename Sequence::value_type), root);
+  }
 
 #if KVZAP_HAVE_MPI
   MPI_Comm m_comm;

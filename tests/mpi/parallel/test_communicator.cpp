@@ -83,6 +83,23 @@ TEST(Communicator, BroadcastsFromAnyRoot) {
   }
 }
 
+TEST(Communicator, BroadcastsVectorsAndStringsOfAnyLength) {
+  const auto comm = Communicator::world();
+  for (int root = 0; root < comm.size(); ++root) {
+    for (const std::size_t length : {0, 1, 1000}) {
+      const auto own = length + static_cast<std::size_t>(comm.rank());
+      const std::vector<double> numbers_of_root(length + static_cast<std::size_t>(root),
+                                                root + 0.5);
+      std::vector<double> numbers(own, comm.rank() + 0.5);
+      comm.broadcast(numbers, root);
+      EXPECT_EQ(numbers, numbers_of_root);
+      std::string text(own, static_cast<char>('a' + comm.rank()));
+      comm.broadcast(text, root);
+      EXPECT_EQ(text, std::string(numbers_of_root.size(), static_cast<char>('a' + root)));
+    }
+  }
+}
+
 TEST(Communicator, AllGathersUnequalLengths) {
   const auto comm = Communicator::world();
   // Rank r has r of them: rank 0 none.

@@ -84,11 +84,8 @@ void validate_calibration(const CalibrateOptions& o) {
 /// Tries whether the table can be stored, before minutes of work. Returns what was cleared away.
 std::vector<std::string> check_storable(const fs::path& file) {
   if (file.empty()) return {};
-  const auto self = Communicator::self();
   try {
-    detail::TemporaryFile probe(file, self, detail::DurableCalls::of_system(), "thresholds");
-    probe.create();
-    return probe.remove_leftovers();
+    return detail::check_file_writable(file, "thresholds");
   } catch (const Error& error) {
     throw Error(fmt::format("{}; -o FILE stores them elsewhere, --no-store nowhere", error.what()));
   }

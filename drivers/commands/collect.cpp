@@ -15,13 +15,13 @@
 #include <vector>
 
 #include "base/stopwatch.hpp"
+#include "base/temporary_file.hpp"
 #include "commands/model_loading.hpp"
 #include "commands/report.hpp"
 #include "commands/setup.hpp"
 #include "console/console.hpp"
 #include "console/progress.hpp"
 #include "console/signals.hpp"
-#include "model/safetensors_writer.hpp"
 #include "options/options.hpp"
 
 namespace kvzap::driver {
@@ -298,7 +298,7 @@ int collect_to_statistics(const Work& work) {
   comm.agree_on_root([&] {
     check_writable(options.json);
     for (const auto& note :
-         detail::check_safetensors_writable(options.query_statistics, statistics_option)) {
+         detail::check_file_writable(options.query_statistics, statistics_option)) {
       work.warn(note);
     }
     texts = read_plain_texts(options.texts, options.rules, Tokenizer::load(options.model), config);

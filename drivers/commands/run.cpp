@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "base/stopwatch.hpp"
+#include "base/temporary_file.hpp"
 #include "commands/dump.hpp"
 #include "commands/model_loading.hpp"
 #include "commands/policy_setup.hpp"
@@ -26,7 +27,6 @@
 #include "console/console.hpp"
 #include "console/progress.hpp"
 #include "console/signals.hpp"
-#include "model/safetensors_writer.hpp"
 #include "options/policy_options.hpp"
 
 namespace kvzap::driver {
@@ -324,7 +324,7 @@ void Run::check_options() {
 void Run::check_outputs() const {
   if (!m_options.dump.empty()) {
     m_comm.agree_on_root([&] {
-      for (const auto& note : detail::check_safetensors_writable(m_options.dump, "--dump")) {
+      for (const auto& note : detail::check_file_writable(m_options.dump, "--dump")) {
         warn(note);
       }
     });

@@ -64,21 +64,6 @@ std::int64_t available_bytes() {
   return available;
 }
 
-/// Returns the name under which a result is written before it gets its final name.
-fs::path temporary_name(fs::path target) {
-  target += fmt::format(".tmp-{}", static_cast<long>(getpid()));
-  return target;
-}
-
-/// Returns the target of a symbolic link; errors name the flag.
-fs::path target_of(const std::string& file, const std::string& flag) {
-  try {
-    return detail::target_of_links(file);
-  } catch (const Error& error) {
-    throw Error(fmt::format("{} {}: {}", flag, file, error.what()));
-  }
-}
-
 /// Returns whether `file` exists and is a pipe or a device, which a new file must not replace.
 bool is_special(const std::string& file) {
   std::error_code ignored;
@@ -182,10 +167,7 @@ void check_writable(const std::string& file) {
   }
   // Opening a pipe would wait for its reader.
   if (is_special(file)) return;
-  const fs::path probe = temporary_name(target_of(file, "--json"));
-  const bool opened = std::ofstream(probe).good();
-  fs::remove(probe, ignored);
-  if (!opened) throw Error(fmt::format("--json {}: no file can be created there", file));
+  detail::check_file_writable(file, "--json");
 }
 
 void write_whole(const std::string& file, const std::string& text, const std::string& flag) {
@@ -193,19 +175,14 @@ void write_whole(const std::string& file, const std::string& text, const std::st
     std::fwrite(text.data(), 1, text.size(), stdout);
     return;
   }
-  const bool in_place = is_special(file);
-  const fs::path target = in_place ? fs::path(file) : target_of(file, flag);
-  const fs::path temporary = in_place ? target : temporary_name(target);
-  std::ofstream stream(temporary, std::ios::binary);
+  if (!is_special(file)) {
+    detail::write_text(file, text, flag);
+    return;
+  }
+  std::ofstream stream(file, std::ios::binary);
   stream << text;
   stream.close();
-  std::error_code error;
-  if (stream && !in_place) fs::rename(temporary, target, error);
-  if (!stream || error) {
-    std::error_code ignored;
-    if (!in_place) fs::remove(temporary, ignored);
-    throw Error(fmt::format("{} {}: writing failed (is the disk full?)", flag, file));
-  }
+  if (!stream) throw Error(fmt::format("{} {}: writing failed (is the disk full?)", flag, file));
 }
 
 void flush_stdout() {

@@ -49,13 +49,12 @@ void reset_peak_rss();
 /// Tests whether the report can be written to the file of --json ("-" is standard output, "" none).
 /// Throws Error.
 void check_writable(const std::string& file);
-/// Writes a report there. It first writes a file beside the target and then replaces the target, so
-/// that an older file stays whole if the disk is full. Devices and pipes are written directly.
-/// Throws Error.
+/// Writes a report to the file, replacing an older one in one step (detail::replace_file), or to a
+/// device or pipe. Throws Error.
 void write_whole(const std::string& file, const std::string& text,
                  const std::string& flag = "--json");
 
-/// Throws Error if what was printed could not be written.
+/// Flushes standard output. Throws Error if a write failed.
 void flush_stdout();
 
 }  // namespace kvzap::driver

@@ -17,14 +17,9 @@ namespace fs = std::filesystem;
 
 /// A copy that appears once it is complete. One process alone.
 void copy_whole(const fs::path& from, const fs::path& to) {
-  const Communicator self = Communicator::self();
-  detail::TemporaryFile temporary(to, self);
-  temporary.create();
-  detail::agree_on_file(self, to, [&] {
-    temporary.remove_leftovers();
-    fs::copy_file(from, temporary.path(), fs::copy_options::overwrite_existing);
+  detail::replace_file(to, "snapshot", [&](const fs::path& path) {
+    fs::copy_file(from, path, fs::copy_options::overwrite_existing);
   });
-  temporary.move_to_target();
 }
 
 }  // namespace

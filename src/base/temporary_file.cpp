@@ -25,15 +25,19 @@ namespace fs = std::filesystem;
 // least every few seconds.
 constexpr std::int64_t seconds_of_day = std::int64_t{24} * 60 * 60;
 
+// The error of fsync; 0 if it succeeded.
+int error_of_sync(int descriptor) {
+  while (::fsync(descriptor) != 0) {
+    if (errno != EINTR) return errno;
+  }
+  return 0;
+}
+
 void file_to_disk(const fs::path& file) {
   // MPI-IO and HDF5 leave data in the caches of the node that wrote it.
   const FileDescriptor descriptor(file, O_RDWR | O_CLOEXEC);
   if (descriptor.get() < 0) throw system_error("cannot be opened", errno);
-  int code = 0;
-  do {
-    code = ::fsync(descriptor.get()) == 0 ? 0 : errno;
-  } while (code == EINTR);
-  if (code != 0) throw system_error("cannot be brought to the disk", code);
+  bring_to_disk(descriptor.get());
 }
 
 void folder_to_disk(const fs::path& folder) {
@@ -42,10 +46,7 @@ void folder_to_disk(const fs::path& folder) {
   // rename is then as durable as that file system makes it.
   if (descriptor.get() < 0 && errno == EACCES) return;
   if (descriptor.get() < 0) throw system_error("its folder cannot be opened", errno);
-  int code = 0;
-  do {
-    code = ::fsync(descriptor.get()) == 0 ? 0 : errno;
-  } while (code == EINTR);
+  const int code = error_of_sync(descriptor.get());
   if (code != 0 && code != EINVAL && code != ENOTSUP && code != EBADF) {
     throw system_error("its name cannot be brought to the disk", code);
   }
@@ -137,6 +138,12 @@ FileDescriptor::FileDescriptor(const fs::path& file, int flags)
 
 FileDescriptor::~FileDescriptor() {
   if (m_descriptor >= 0) ::close(m_descriptor);
+}
+
+void bring_to_disk(int descriptor) {
+  if (const int code = error_of_sync(descriptor)) {
+    throw system_error("cannot be brought to the disk", code);
+  }
 }
 
 DurableCalls DurableCalls::of_system() {
@@ -290,23 +297,49 @@ void TemporaryFile::move_to_target() {
       m_kind);
 }
 
-void write_text(const fs::path& file, const std::string& text) {
-  const std::string kind = "file";
+void replace_file(const fs::path& file, const std::string& kind,
+                  const std::function<void(const fs::path&)>& write) {
   const auto self = Communicator::self();
-  TemporaryFile temporary(file, self, DurableCalls::of_system(), kind);
-  temporary.create();
-  agree_on_file(
-      self, file,
-      [&] {
-        temporary.remove_leftovers();
-        std::ofstream stream(temporary.path(), std::ios::binary);
-        errno = 0;
-        stream << text;
-        stream.close();
-        if (!stream) throw system_error("cannot be written", errno == 0 ? EIO : errno);
-      },
-      kind);
-  temporary.move_to_target();
+  try {
+    TemporaryFile temporary(file, self, DurableCalls::of_system(), kind);
+    temporary.create();
+    agree_on_file(
+        self, file,
+        [&] {
+          temporary.remove_leftovers();
+          write(temporary.path());
+        },
+        kind);
+    temporary.move_to_target();
+  } catch (const AgreedError& error) {
+    throw Error(error.what());  // other ranks do not know of it
+  }
+}
+
+void write_file(const fs::path& file, const std::string& kind,
+                const std::function<void(std::ostream&)>& write) {
+  replace_file(file, kind, [&](const fs::path& path) {
+    std::ofstream stream(path, std::ios::binary);
+    errno = 0;  // streams write large blocks at once and the rest when the file is closed
+    write(stream);
+    stream.close();
+    if (!stream) throw system_error("cannot be written", errno == 0 ? EIO : errno);
+  });
+}
+
+void write_text(const fs::path& file, const std::string& text, const std::string& kind) {
+  write_file(file, kind, [&](std::ostream& stream) { stream << text; });
+}
+
+std::vector<std::string> check_file_writable(const fs::path& file, const std::string& kind) {
+  const auto self = Communicator::self();
+  try {
+    TemporaryFile temporary(file, self, DurableCalls::of_system(), kind);
+    temporary.create();
+    return temporary.remove_leftovers();
+  } catch (const AgreedError& error) {
+    throw Error(error.what());
+  }
 }
 
 }  // namespace kvzap::detail

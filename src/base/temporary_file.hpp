@@ -1,8 +1,9 @@
-// A file that appears under its name only once it is complete and on the disk.
+// Writes files that appear under their names only once they are complete and on the disk.
 #pragma once
 
 #include <filesystem>
 #include <functional>
+#include <iosfwd>
 #include <kvzap/core/communicator.hpp>
 #include <string>
 #include <vector>
@@ -35,6 +36,9 @@ class FileDescriptor {
 /// exists or not; else `file` itself. A file that replaces the target leaves the links unchanged.
 /// Throws Error for a circle of links.
 std::filesystem::path target_of_links(const std::filesystem::path& file);
+
+/// Calls fsync on an open file, again after a signal. Throws Error.
+void bring_to_disk(int descriptor);
 
 /// The calls that make a file durable. They throw on failure. Tests replace them.
 struct DurableCalls {
@@ -90,9 +94,26 @@ class TemporaryFile {
   bool m_exists = false;
 };
 
-/// Writes a text file that appears under its name once it is complete and on the disk. For one
-/// process alone. Throws Error that names the file.
-void write_text(const std::filesystem::path& file, const std::string& text);
+/// Replaces `file` in one step. `write` fills an empty file at the path that it gets, in the same
+/// folder. That file gets the name once it is on the disk. If anything fails, it is removed and an
+/// older file stays. Removes files that killed runs left behind. For one process, not collective.
+/// Throws Error "KIND FILE: …".
+void replace_file(const std::filesystem::path& file, const std::string& kind,
+                  const std::function<void(const std::filesystem::path&)>& write);
+
+/// Calls replace_file; `write` writes to a stream, whose errors are checked.
+void write_file(const std::filesystem::path& file, const std::string& kind,
+                const std::function<void(std::ostream&)>& write);
+
+/// Calls write_file with a text.
+void write_text(const std::filesystem::path& file, const std::string& text,
+                const std::string& kind = "file");
+
+/// Tests whether replace_file could replace `file`, before hours of work. Leaves the file as it is.
+/// Returns sentences about files that killed runs left behind (TemporaryFile::remove_leftovers).
+/// Throws Error "KIND FILE: …".
+std::vector<std::string> check_file_writable(const std::filesystem::path& file,
+                                             const std::string& kind);
 
 /// Returns a name for this node and for the PID namespace of this process.
 std::string node_name();

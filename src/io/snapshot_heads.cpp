@@ -197,12 +197,4 @@ void check_rest(int descriptor) {
   }
 }
 
-void bring_to_disk(int descriptor) {
-  int code = 0;
-  do {
-    code = ::fsync(descriptor) == 0 ? 0 : errno;
-  } while (code == EINTR);
-  if (code != 0) throw system_error("cannot be brought to the disk", code);
-}
-
 }  // namespace kvzap::detail

@@ -48,7 +48,4 @@ void check_heads(const SnapshotLayout& layout, const std::vector<std::int64_t>& 
 /// compressed chunks.
 void check_rest(int descriptor);
 
-/// Calls fsync. Throws Error.
-void bring_to_disk(int descriptor);
-
 }  // namespace kvzap::detail

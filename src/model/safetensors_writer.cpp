@@ -3,11 +3,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <fstream>
-#include <kvzap/core/communicator.hpp>
 #include <kvzap/core/types.hpp>
 #include <nlohmann/json.hpp>
+#include <ostream>
 #include <set>
 
 #include "base/temporary_file.hpp"
@@ -71,45 +69,19 @@ std::string header_of(const std::vector<const SafetensorsEntry*>& tensors,
 void write_safetensors(const fs::path& file, const std::vector<SafetensorsEntry>& tensors,
                        const std::map<std::string, std::string>& metadata,
                        const std::string& kind) {
-  const auto self = Communicator::self();
-  std::vector<const SafetensorsEntry*> order;
-  std::string header;
-  agree_on_file(
-      self, file,
-      [&] {
-        order = by_value_size(tensors);
-        header = header_of(order, metadata);
-      },
-      kind);
-  TemporaryFile temporary(file, self, DurableCalls::of_system(), kind);
-  temporary.create();
-  agree_on_file(
-      self, file,
-      [&] {
-        temporary.remove_leftovers();
-        std::ofstream stream(temporary.path(), std::ios::binary);
-        errno = 0;  // large tensors are written at once, small ones when the file is closed
-        const auto write = [&](const void* data, std::size_t bytes) {
-          stream.write(static_cast<const char*>(data), static_cast<std::streamsize>(bytes));
-        };
-        const std::uint64_t length = header.size();
-        write(&length, sizeof(length));
-        write(header.data(), header.size());
-        for (const SafetensorsEntry* tensor : order) {
-          if (const std::size_t bytes = bytes_of(*tensor); bytes > 0) write(tensor->data, bytes);
-        }
-        stream.close();
-        if (!stream) throw system_error("cannot be written", errno == 0 ? EIO : errno);
-      },
-      kind);
-  temporary.move_to_target();
-}
-
-std::vector<std::string> check_safetensors_writable(const fs::path& file, const std::string& kind) {
-  const auto self = Communicator::self();
-  TemporaryFile temporary(file, self, DurableCalls::of_system(), kind);
-  temporary.create();
-  return temporary.remove_leftovers();
+  write_file(file, kind, [&](std::ostream& stream) {
+    const std::vector<const SafetensorsEntry*> order = by_value_size(tensors);
+    const std::string header = header_of(order, metadata);
+    const auto write = [&](const void* data, std::size_t bytes) {
+      stream.write(static_cast<const char*>(data), static_cast<std::streamsize>(bytes));
+    };
+    const std::uint64_t length = header.size();
+    write(&length, sizeof(length));
+    write(header.data(), header.size());
+    for (const SafetensorsEntry* tensor : order) {
+      if (const std::size_t bytes = bytes_of(*tensor); bytes > 0) write(tensor->data, bytes);
+    }
+  });
 }
 
 }  // namespace kvzap::detail

@@ -28,10 +28,4 @@ void write_safetensors(const std::filesystem::path& file,
                        const std::map<std::string, std::string>& metadata,
                        const std::string& kind = "safetensors");
 
-/// Checks that write_safetensors could create a file at `file`, and leaves nothing behind. Removes
-/// the remains of killed runs there and returns a sentence for each. Throws Error that names the
-/// file.
-std::vector<std::string> check_safetensors_writable(const std::filesystem::path& file,
-                                                    const std::string& kind = "safetensors");
-
 }  // namespace kvzap::detail

@@ -1,9 +1,6 @@
 #include <fmt/format.h>
 
-#include <cerrno>
 #include <cmath>
-#include <fstream>
-#include <kvzap/core/communicator.hpp>
 #include <kvzap/engine/thresholds.hpp>
 #include <limits>
 
@@ -155,22 +152,8 @@ void ThresholdTable::write(const fs::path& file) const {
                               {"least", row.least},
                               {"most", row.most}});
   }
-  const auto self = Communicator::self();
-  detail::TemporaryFile temporary(file, self, detail::DurableCalls::of_system(), thresholds_kind);
-  temporary.create();
-  detail::agree_on_file(
-      self, file,
-      [&] {
-        temporary.remove_leftovers();
-        std::ofstream stream(temporary.path(), std::ios::binary);
-        stream << object.dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace)
-               << "\n";
-        errno = 0;
-        stream.close();
-        if (!stream) throw detail::system_error("cannot be written", errno == 0 ? EIO : errno);
-      },
-      thresholds_kind);
-  temporary.move_to_target();
+  const auto replace = nlohmann::ordered_json::error_handler_t::replace;
+  detail::write_text(file, object.dump(2, ' ', false, replace) + "\n", thresholds_kind);
 }
 
 double ThresholdTable::threshold(double evict_ratio) const {

@@ -9,7 +9,7 @@
 #include <cerrno>
 #include <cstring>
 #include <limits>
-#include <system_error>
+#include <ostream>
 #include <vector>
 
 #include "base/fnv.hpp"
@@ -55,14 +55,8 @@ void write_bytes(int descriptor, const void* data, std::size_t size, std::int64_
   }
 }
 
-void to_disk(int descriptor) {
-  while (::fsync(descriptor) != 0) {
-    if (errno != EINTR) throw system_error("cannot be brought to the disk", errno);
-  }
-}
-
-// Where the file ends of which these are the first bytes: HDF5's superblock, version 2 or 3, says
-// it in the third address. (H5Fget_eoa does not answer for files that ranks have open together.)
+// The end of the file whose first bytes these are: the third address of HDF5's superblock, version
+// 2 or 3. (H5Fget_eoa fails for files that ranks have open together.)
 std::int64_t end_of_file(const std::vector<char>& image) {
   constexpr std::size_t version = 8, address_bytes = 9, end = 28;
   std::uint64_t value = 0;
@@ -112,21 +106,10 @@ void PairsRecovery::save(const fs::path& source, std::int64_t changing, std::int
     m_is_hashed = true;
   });
   const Header header{magic, changing, fixed, m_fixed_hash, hash_of(image)};
-  fs::path temporary = m_path;
-  temporary += ".tmp";
-  naming(temporary, [&] {
-    const FileDescriptor file(temporary, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC);
-    if (file.get() < 0) throw system_error("cannot be created", errno);
-    write_bytes(file.get(), &header, sizeof(header), 0);
-    write_bytes(file.get(), image.data(), image.size(), sizeof(header));
-    to_disk(file.get());
+  write_file(m_path, "recovery file", [&](std::ostream& stream) {
+    stream.write(static_cast<const char*>(static_cast<const void*>(&header)), sizeof(header));
+    stream.write(image.data(), static_cast<std::streamsize>(image.size()));
   });
-  naming(m_path, [&] {
-    if (::rename(temporary.c_str(), m_path.c_str()) != 0) {
-      throw system_error("cannot be replaced", errno);
-    }
-  });
-  DurableCalls::of_system().sync_folder(m_path.parent_path());
 }
 
 std::optional<PairsRecovery::Image> PairsRecovery::read() const {
@@ -175,7 +158,7 @@ bool PairsRecovery::restore() const {
         size, end, m_path.string()));
   }
   write_bytes(to.get(), image->bytes.data(), image->bytes.size(), 0);
-  to_disk(to.get());
+  bring_to_disk(to.get());
   return true;
 }
 
@@ -185,20 +168,17 @@ void PairsRecovery::remove() const {
     const FileDescriptor of(m_pairs_file, O_RDONLY | O_CLOEXEC);
     if (image && (of.get() < 0 || !belongs(*image, of.get()))) return;
   } catch (const Error&) {
-    return;  // whatever it is, it is not this file's
+    return;  // it does not belong to this file
   }
   fs::remove(m_path);
-  fs::path temporary = m_path;
-  temporary += ".tmp";
-  fs::remove(temporary);
 }
 
 PairsClaim::PairsClaim(const fs::path& file)
     : m_descriptor(::open(file.c_str(), O_RDWR | O_CLOEXEC)) {
 #ifdef F_OFD_SETLK
   if (m_descriptor < 0) return;
-  // Of the open file and not of the process, whose other locks end when any descriptor of the file
-  // is closed; far behind all data, where neither HDF5 nor MPI-IO lock anything.
+  // The lock belongs to the open file. A lock of the process would end when any descriptor of the
+  // file is closed. It lies far after all data, where neither HDF5 nor MPI-IO lock bytes.
   struct flock lock = {};
   lock.l_type = F_WRLCK;
   lock.l_whence = SEEK_SET;

@@ -225,6 +225,50 @@ TEST_F(TemporaryFileTest, ALinkStandsForWhatItLeadsTo) {
   EXPECT_THROW(write_text(folder / "circle", "text"), Error);
 }
 
+TEST_F(TemporaryFileTest, ReplaceFileKeepsTheOldOneIfWritingFails) {
+  const fs::path file = m_folder.path() / "report";
+  write_text(file, "old");
+  const auto refuse = [&](const std::function<void(std::ostream&)>& write, const char* message) {
+    try {
+      write_file(file, "--json", write);
+      ADD_FAILURE() << message;
+    } catch (const Error& error) {
+      EXPECT_EQ(std::string(error.what()), "--json " + file.string() + ": " + message);
+      // Other ranks do not throw it.
+      EXPECT_EQ(dynamic_cast<const AgreedError*>(&error), nullptr);
+    }
+    std::string text;
+    std::ifstream(file) >> text;
+    EXPECT_EQ(text, "old");
+    EXPECT_EQ(std::distance(fs::directory_iterator(m_folder.path()), {}), 1);
+  };
+  refuse([](std::ostream& stream) { stream.setstate(std::ios::badbit); },
+         "cannot be written: Input/output error");
+  refuse(
+      [](std::ostream& stream) {
+        stream << "half";
+        throw Error("no more");
+      },
+      "no more");
+}
+
+TEST_F(TemporaryFileTest, ChecksWhetherAFileCanBeReplaced) {
+  const fs::path folder = m_folder.path();
+  EXPECT_TRUE(check_file_writable(folder / "report", "--json").empty());
+  EXPECT_TRUE(fs::is_empty(folder));
+  std::ofstream(folder / ("report.tmp-" + node_name() + "-999999999-0")) << "left";
+  EXPECT_EQ(check_file_writable(folder / "report", "--json").size(), 1u);
+  EXPECT_TRUE(fs::is_empty(folder));
+  for (const fs::path& target : {folder / "none" / "x", folder}) {
+    try {
+      check_file_writable(target, "--json");
+      ADD_FAILURE() << target;
+    } catch (const Error& error) {
+      EXPECT_EQ(std::string(error.what()).find("--json " + target.string() + ": "), 0u);
+    }
+  }
+}
+
 TEST_F(TemporaryFileTest, LeavesOtherFilesAlone) {
   std::set<std::string> others;
   for (const std::string name :

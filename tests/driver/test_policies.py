@@ -33,15 +33,6 @@ class Listing(TestCase):
         self.assertEqual((result.code, result.err), (0, b""), result)
         return result.text
 
-    def test_names(self):
-        text = self.listed()
-        for name in POLICIES:
-            self.assertRegex(text, rf"(?m)^  {name} ")
-        for name in MODIFIERS:
-            self.assertRegex(text, rf"(?m)^  \+{name} ")
-        self.assertIn("arXiv 2404.14469", text)
-        self.assertFalse([line for line in text.splitlines() if line != line.rstrip()])
-
     def test_json(self):
         whole = json.loads(self.listed("--json"))
         self.assertEqual((whole["format"], whole["format_version"]), ("kvzap.policies", 1))
@@ -58,7 +49,6 @@ class Listing(TestCase):
         self.assertTrue(by_name["finch"]["needs_question"])
         self.assertTrue(by_name["simlayerkv"]["has_own_budget"])
         self.assertTrue(by_name["knorm"]["judges_tokens"])
-        self.assertEqual(json.loads(self.listed("snapkv", "--json")), by_name["snapkv"])
 
     def check_parameter(self, parameter):
         self.assertTrue(parameter["help"])
@@ -77,17 +67,8 @@ class Listing(TestCase):
         if parameter["kind"] == "text" and parameter["choices"]:
             self.assertIn(default, parameter["choices"])
 
-    def test_one_in_full(self):
-        text = self.listed("snapkv")
-        self.assertTrue(text.startswith("snapkv\n"))
-        for part in ("paper ", "score ", "needs ", "cost ", "budget ", "decode ", "window=", "whole number"):
-            self.assertIn(part, text)
-        self.assertTrue(self.listed("ada").startswith("+ada\n"))
-        self.assertEqual(self.listed("+ada"), self.listed("ada"))
-
     def test_unknown(self):
         self.fail_with(policies("snpkv"), "'snpkv' is not a policy or modifier", "did you mean snapkv?", code=2)
-        self.fail_with(policies("zzzzzzzzzzz"), "kvzap policies lists them", code=2)
 
     def test_needs_nothing_to_be_started(self):
         environment = {**os.environ, "OMPI_MCA_btl": "none", "PMIX_MCA_gds": "none"}
@@ -114,79 +95,13 @@ class Options(TestCase):
         """Before weights are loaded, which this model does not have."""
         model = self.copy(MODEL, "model")
         (model / "model.safetensors").write_bytes(b"bad")
-        snapkv = ["--policy", "snapkv"]
-        half = ["--evict-ratio", "0.5"]
-        every = ["--decode-every", "4"]
-        for flags, *parts in [
-            (["--policy", "snpkv", *half], "snpkv", "did you mean snapkv?"),
-            (["--policy", "snapkv:windw=3", *half], "windw", "did you mean window?"),
-            (["--policy", "snapkv:window=0", *half], "window", '"0"', "from 1"),
-            (["--policy", "snapkv:window=wide", *half], "window", '"wide"', "whole number"),
-            (["--policy", "snapkv+adda", *half], "adda", "did you mean ada?"),
-            (["--policy", "ada", *half], "ada is a modifier"),
-            (["--policy", "snapkv+tova", *half], "snapkv and tova are both policies"),
-            (["--policy", "qfilter", *half], "qfilter needs"),
-            (["--policy", f"qfilter:filters={self.folder}/none", *half], "no such file"),
-            (snapkv, "--policy snapkv needs one of --threshold, --evict-ratio, --keep-tokens and --kv-budget"),
-            ([*snapkv, "--evict-ratio", "1"], "--evict-ratio is 1", "less than 1"),
-            ([*snapkv, "--evict-ratio", "-0.1"], "--evict-ratio is -0.1", "at least 0"),
-            ([*snapkv, "--evict-ratio", "nan"], "--evict-ratio is nan", "at least 0"),
-            ([*snapkv, "--evict-ratio", "half"], "--evict-ratio is half", "expected a number"),
-            ([*snapkv, "--keep-tokens", "0"], "--keep-tokens is 0", "at least 1"),
-            ([*snapkv, "--keep-tokens", "-5"], "--keep-tokens is -5", "at least 1"),
-            ([*snapkv, "--kv-budget", "much"], "--kv-budget is 'much'", "1.5GiB"),
-            ([*snapkv, "--kv-budget", "-5M"], "--kv-budget is '-5M'"),
-            ([*snapkv, "--kv-budget", "5X"], "--kv-budget is '5X'"),
-            ([*snapkv, "--kv-budget", "0"], "--kv-budget is '0'"),
-            ([*snapkv, "--kv-budget", "0x10"], "--kv-budget is '0x10'"),
-            ([*snapkv, "--kv-budget", "100"], "100 bytes", "below the minimum", "3072"),
-            ([*snapkv, *half, "--keep-tokens", "5"], "--evict-ratio and --keep-tokens", "give one of"),
-            ([*snapkv, *half, "--threshold", "5"], "--threshold and --evict-ratio", "give one of"),
-            ([*snapkv, "--keep-tokens", "5", "--kv-budget", "5M"], "--keep-tokens and --kv-budget"),
-            (half, "--evict-ratio has no effect without --dry-run, --policy or --surrogate"),
-            (["--keep-tokens", "5"], "--keep-tokens has no effect without"),
-            (["--kv-budget", "5M"], "--kv-budget has no effect without"),
-            (["--policy", "kvzap", *half], "--policy kvzap needs --surrogate DIR"),
-            ([*snapkv, *half, "--surrogate", MLP], "--surrogate is for --policy kvzap"),
-            (["--policy", f"kvzap:surrogate={MLP}", *half, "--surrogate", MLP], "both name a surrogate"),
-            (["--policy", "kvzap", "--surrogate", MLP], "--surrogate needs --threshold"),
-            ([*snapkv, *half, "--prune-after", "answer"], "answer", "{context,question}"),
-            (["--policy", "finch", *half], "--policy finch needs --prune-after question"),
-            (["--prune-after", "question"], "--prune-after question has no effect without --policy"),
-            (["--policy", "knorm", "--threshold", "-3", "--prune-after", "question"],
-             "--prune-after question needs a budget"),
-            (["--policy", "knorm+dms:threshold=-3", "--prune-after", "question"],
-             "--prune-after question needs a budget"),
-            (["--surrogate", MLP, "--threshold", "-3", "--prune-after", "question"],
-             "--prune-after question needs a budget"),
-            (["--policy", "simlayerkv", "--prune", "always"],
-             "--prune always does not go with --policy simlayerkv", "decides itself"),
-            ([*snapkv, *half, "--prune-after", "question", "--prefill", "sparse"], "--prefill dense"),
-            ([*snapkv, *half, *every], "--decode-every needs --decode-keep or --decode-evict-ratio"),
-            ([*snapkv, *half, *every, "--decode-keep", "0"], "--decode-keep is 0", "at least 1"),
-            ([*snapkv, *half, *every, "--decode-evict-ratio", "1"], "--decode-evict-ratio is 1", "less than 1"),
-            ([*snapkv, *half, *every, "--decode-keep", "9", "--decode-evict-ratio", "0.5"], "give one of them"),
-            ([*snapkv, *half, "--decode-keep", "9"], "--decode-keep has no effect without --decode-every"),
-            ([*snapkv, *half, "--decode-every", "-1", "--decode-keep", "9"], "--decode-every is -1"),
-            ([*snapkv, *half, *every, "--decode-keep", "9", "--prune", "none"], "no effect with --prune none"),
-            ([*every, "--decode-keep", "9"], "--decode-every has no effect without --policy"),
-            (["--policy", "snapkv+dms", "--threshold", "0.1", "--prune", "always"],
-             "--prune always does not go with --policy snapkv", "--decode-every"),
-            ([*snapkv, *half, "--prune", "always"], "--prune always needs a threshold", "--decode-every"),
-            (["--policy", "simlayerkv", *half], "--evict-ratio does not go with --policy simlayerkv"),
-            (["--dump", "-"], "--dump cannot be standard output"),
-            (["--dump", "x", "--json", "x"], "--json and --dump both name the file x"),
-            (["--dump", "x", "--snapshot", "x"], "--snapshot and --dump both name the file x"),
-        ]:
-            with self.subTest(flags=flags):
-                result = kvzap("-m", model, "-p", "one two three", "--question", "four", *flags)
-                self.assertNotIn("model.safetensors", str(result))
-                self.fail_with(result, *parts, code=1 if "expected a number" not in str(parts)
-                               and "{context" not in str(parts) else 2)
-        self.fail_with(kvzap("-m", model, "-p", "one", *snapkv, *half, "--prune-after", "question"),
-                       "--prune-after question needs --question")
-        for ranks in (2, 3):
-            self.fail_with(kvzap("-m", model, "-p", "one", "--policy", "snpkv", *half, ranks=ranks), "snapkv")
+        result = kvzap("-m", model, "-p", "one", "--policy", "snapkv", "--kv-budget", "100")
+        self.assertNotIn("model.safetensors", str(result))
+        self.fail_with(result, "100 bytes", "below the minimum", "3072", code=1)
+        for ranks in (0, 2, 3):
+            result = kvzap("-m", model, "-p", "one", "--policy", "snpkv", "--evict-ratio", "0.5", ranks=ranks)
+            self.assertNotIn("model.safetensors", str(result))
+            self.fail_with(result, "snpkv", "did you mean snapkv?", code=1)
 
     def test_texts_to_learn_from(self):
         """Before weights are loaded, too."""

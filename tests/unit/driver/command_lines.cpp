@@ -1,0 +1,67 @@
+#include "unit/driver/command_lines.hpp"
+
+#include <fmt/format.h>
+
+#include "base/quote.hpp"
+#include "commands/model_loading.hpp"
+#include "commands/setup.hpp"
+#include "options/bench_options.hpp"
+#include "options/policy_options.hpp"
+
+namespace kvzap::test {
+namespace {
+
+void check_run(driver::RunOptions& options) {
+  driver::resolve_pruning(options);
+  driver::validate(options);
+  policy_spec(options.pruning, driver::pruning_use(options), driver::flag_names());
+  const auto setup =
+      driver::set_up_model(options.model, options.layers, options.placement, 1, options.rope);
+  driver::context_limit(options.max_context, setup.config, options.random_weights.has_value());
+}
+
+void check_bench(const driver::BenchOptions& options) {
+  driver::tests_of(options);
+  driver::set_up_model(options.model, options.layers, "", 1, options.rope);
+}
+
+}  // namespace
+
+Outcome read(driver::CommandLine& line, const std::vector<std::string>& arguments) {
+  const driver::Reading reading = driver::read_arguments(line, arguments);
+  if (reading.ends) return {reading.status, detail::shown_message(reading.error), reading.out};
+  try {
+    driver::read_deck_of_command(line, Communicator::self());
+    if (line.run->parsed()) check_run(line.run_options);
+    if (line.bench->parsed()) check_bench(line.bench_options);
+  } catch (const Error& error) {
+    return {1, detail::shown_message(error.what()), ""};
+  }
+  return {};
+}
+
+Outcome read(const std::vector<std::string>& arguments) {
+  driver::CommandLine line;
+  return read(line, arguments);
+}
+
+void expect_errors(const std::vector<std::string>& command, const std::vector<BadLine>& lines) {
+  for (const BadLine& bad : lines) {
+    SCOPED_TRACE(fmt::format("{}", fmt::join(bad.flags, " ")));
+    std::vector<std::string> arguments = command;
+    arguments.insert(arguments.end(), bad.flags.begin(), bad.flags.end());
+    const Outcome outcome = read(arguments);
+    EXPECT_NE(outcome.status, 0);
+    if (bad.status != 0) {
+      EXPECT_EQ(outcome.status, bad.status);
+    }
+    for (const std::string& part : bad.parts) {
+      EXPECT_NE(outcome.error.find(part), std::string::npos)
+          << "'" << part << "' is not in: " << outcome.error;
+    }
+    EXPECT_EQ(outcome.error.find('\n'), std::string::npos);
+    EXPECT_EQ(outcome.out, "");
+  }
+}
+
+}  // namespace kvzap::test

@@ -70,6 +70,7 @@ class PairsFile : public PairSource {
 
 /// Planned content of a file of pairs. The same on all ranks, but only rank 0 needs `texts`.
 struct PairsPlan {
+  /// A text whose pairs are collected.
   struct Text {
     std::int64_t line = 0;                // in the file of texts, from 1
     std::string subset;                   // may be empty
@@ -96,6 +97,7 @@ struct PairsPlan {
 
 /// This rank's part of the pairs of one text.
 struct TextPairs {
+  /// The pairs of one layer.
   struct Layer {
     /// (pair, hidden_size), of the file's type; the same on all ranks.
     std::vector<char> hidden;

@@ -78,7 +78,7 @@ int run() {
   choice.budget.evict_ratio = 0.5;
 
   kvzap::CacheOptions options;
-  options.prune = kvzap::PruneMode::prefill;
+  options.pruning.mode = kvzap::PruneMode::prefill;
   options.policy = std::make_shared<const kvzap::PolicyChoice>(choice);
   const auto generator = kvzap::Generator::create<float>(model, nullptr, options, comm);
   generator->prefill(tokens, /*reusable*/ false);

@@ -57,9 +57,9 @@ int run() {
   const auto tokens = kvzap::Tokenizer::load(folder).encode(text);
 
   kvzap::CacheOptions options;
-  options.prune = kvzap::PruneMode::prefill;
-  options.threshold = 0.6f;
-  options.window = 64;
+  options.pruning.mode = kvzap::PruneMode::prefill;
+  options.pruning.amount.threshold = 0.6f;
+  options.pruning.window = 64;
   const auto generator =
       kvzap::Generator::create<float>(model, std::make_shared<Novelty>(), options, comm);
   generator->prefill(tokens, /*reusable*/ false);

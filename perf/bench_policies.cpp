@@ -112,8 +112,8 @@ class Bench {
 
   Cost run(const std::string& spec, PruneMoment after, std::int64_t tokens) const {
     CacheOptions options;
-    options.prune = spec.empty() ? PruneMode::none : PruneMode::prefill;
-    options.prune_after = after;
+    options.pruning.mode = spec.empty() ? PruneMode::none : PruneMode::prefill;
+    options.pruning.moment = after;
     if (!spec.empty()) {
       Budget budget;
       const PolicySpec parsed = parse_policy(spec);

@@ -479,7 +479,7 @@ void Conversation::load(const std::string& file) {
                                      dtype_from_name(m_run.options.dtype), m_comm);
     m_comm.agree([&] {
       const SnapshotHeader& header = loaded->reader.header();
-      const std::int64_t window = m_run.generator.engine().options().window;
+      const std::int64_t window = m_run.generator.engine().options().pruning.window;
       if (header.window != window) {
         throw Error(
             fmt::format("snapshot {}: its window is {}; expected {}", file, header.window, window));

@@ -16,7 +16,7 @@ Dump::Dump(const std::vector<TokenId>& context, std::size_t questions, const Cac
       m_partition(partition),
       m_context_tokens(static_cast<std::int64_t>(context.size())),
       m_has_many_questions(questions > 1),
-      m_is_after_question(cache.prune_after == PruneMoment::question),
+      m_is_after_question(cache.pruning.moment == PruneMoment::question),
       m_keeps_positions(!cache.policy || !cache.policy->rerotate),
       m_scores(partition.n_layers()) {
   for (int layer = 0; layer < partition.n_layers(); ++layer) {

@@ -91,8 +91,7 @@ class Evaluation {
   void prepare();
   // 2. The policies of all settings, and whether they suit every prompt.
   void load_policies();
-  std::shared_ptr<PolicyChoice> load_policy(std::size_t index,
-                                            const std::optional<RepeatPrompt>& repeat);
+  LoadedPruning load_setting(std::size_t index, const std::optional<RepeatPrompt>& repeat);
   void check_prompts(const std::optional<RepeatPrompt>& repeat) const;
   // 3. Finished prompts, and the plan for the others.
   void open_folder();
@@ -138,7 +137,7 @@ class Evaluation {
   std::vector<EvalSetting> m_settings;
   std::vector<RunOptions> m_run_options;           // of each setting
   std::vector<std::optional<PolicySpec>> m_specs;  // of each setting
-  std::vector<PruneSetting> m_prune;               // of each setting
+  std::vector<LoadedPruning> m_prune;              // of each setting
   std::vector<Texts> m_texts;                      // of each setting
   std::int64_t m_rounds = 0;                       // left, in each of which a worker has a prompt
 
@@ -197,21 +196,23 @@ void Evaluation::prepare() {
   if (left_out > 0) warn(fmt::format("{} prompts left out", left_out));
 }
 
-std::shared_ptr<PolicyChoice> Evaluation::load_policy(std::size_t index,
-                                                      const std::optional<RepeatPrompt>& repeat) {
+LoadedPruning Evaluation::load_setting(std::size_t index,
+                                       const std::optional<RepeatPrompt>& repeat) {
   const RunOptions& run = m_run_options[index];
+  if (!m_specs[index]) {
+    LoadedPruning full{run.pruning, nullptr};
+    full.pruning.mode = PruneMode::none;
+    return full;
+  }
   const PolicySpec& spec = *m_specs[index];
   // A surrogate may be large, and its scores do not depend on how many of them are used.
   if (spec.info->name == "kvzap" && spec.modifiers.empty()) {
     for (std::size_t i = 0; i < index; ++i) {
       if (!m_prune[i].policy || m_run_options[i].pruning.policy != run.pruning.policy) continue;
-      auto choice = std::make_shared<PolicyChoice>(*m_prune[i].policy);
-      choice->budget = run.pruning.budget();
-      choice->threshold = run.pruning.amount.threshold.value_or(0);
-      return choice;
+      return m_prune[i].with_amount_of(run.pruning);
     }
   }
-  return load_choice(run, spec, repeat, *m_setup, m_work);
+  return load_policy(run, spec.info->repeats_context ? repeat : std::nullopt, *m_setup, m_work);
 }
 
 void Evaluation::load_policies() {
@@ -226,14 +227,11 @@ void Evaluation::load_policies() {
   }
   for (std::size_t i = 0; i < m_settings.size(); ++i) {
     const EvalSetting& setting = m_settings[i];
-    PruneSetting prune;
-    prune.prune = setting.pruning.mode.value_or(PruneMode::prefill);
-    prune.prune_after = setting.pruning.moment;
-    prune.prefill = setting.pruning.prefill;
+    LoadedPruning prune;
     m_comm.agree([&] {
       try {
-        if (m_specs[i])
-          prune.policy = load_policy(i, m_specs[i]->info->repeats_context ? repeat : std::nullopt);
+        prune = load_setting(i, repeat);
+        prune.pruning.window = ring_rows(prune.pruning.window, m_longest);
       } catch (const Error& error) {
         throw Error(fmt::format("--policies: {}: {}", setting.label, error.what()));
       }
@@ -486,9 +484,7 @@ std::unique_ptr<Comparison> Evaluation::make_comparison(const ProgressCallback& 
     }
   });
   CacheOptions cache;
-  cache.window = ring_rows(m_options.window, m_longest);
-  cache.sink = m_options.sink;
-  cache.chunk = m_options.chunk;
+  cache.pruning.window = ring_rows(m_options.window, m_longest);
   cache.kv_limit = cache_limit();  // the weights of all ranks are there
   std::unique_ptr<Comparison> comparison;
   on_workers([&] {

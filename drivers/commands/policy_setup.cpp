@@ -52,12 +52,6 @@ RepeatPrompt repeat_prompt(const RunOptions& options, const Tokenizer& tokenizer
 
 }  // namespace
 
-ModelConfig whole_config(const ModelSetup& setup) {
-  ModelConfig whole = setup.config;
-  whole.num_hidden_layers = setup.all_layers;
-  return whole;
-}
-
 std::optional<RepeatPrompt> share_repeat_prompt(
     const RunOptions& options, const std::optional<PolicySpec>& spec, const Tokenizer* tokenizer,
     const std::vector<TokenId>& context, const ModelConfig& config, const Communicator& comm) {
@@ -94,22 +88,6 @@ std::optional<RepeatPrompt> share_repeat_prompt(
   return repeat;
 }
 
-std::shared_ptr<PolicyChoice> load_choice(const RunOptions& options, const PolicySpec& spec,
-                                          const std::optional<RepeatPrompt>& repeat,
-                                          const ModelSetup& setup, const Communicator& comm) {
-  const ModelConfig whole = whole_config(setup);
-  const PolicySetup policy_setup{whole, setup.partition_of_all_layers,
-                                 dtype_from_name(options.dtype), options.model, comm};
-  auto choice = std::make_shared<PolicyChoice>(
-      make_policy(spec, options.pruning.budget(), options.pruning.amount.threshold, policy_setup));
-  if (repeat) {
-    const std::int64_t chunk = choice->repeat.chunk;
-    choice->repeat = *repeat;
-    choice->repeat.chunk = chunk;
-  }
-  return choice;
-}
-
 Texts load_policy_texts(const RunOptions& options, const PolicyChoice* choice,
                         const Tokenizer* tokenizer, const ModelConfig& config,
                         const Communicator& comm) {
@@ -135,19 +113,19 @@ Texts load_policy_texts(const RunOptions& options, const PolicyChoice* choice,
   return texts;
 }
 
-CacheOptions cache_options(const RunOptions& options) {
-  CacheOptions cache = detail::cache_options(options.pruning);
-  cache.trim = options.trim;
-  cache.page_rows = options.page_rows;
-  return cache;
+LoadedPruning load_policy(const RunOptions& options, const std::optional<RepeatPrompt>& repeat,
+                          const ModelSetup& setup, const Communicator& comm) {
+  return detail::load_policy(options.pruning, setup, dtype_from_name(options.dtype), comm, repeat,
+                             pruning_use(options), flag_names());
 }
 
-LookedUpThreshold share_threshold(const RunOptions& options, bool talks, const Communicator& comm) {
-  LookedUpThreshold found;
-  comm.agree_on_root([&] { found = look_up_threshold(options); });
-  comm.broadcast(&found.threshold, sizeof(found.threshold), 0);
-  if (!talks) return found;
-  for (const auto& warning : found.warnings) say("kvzap: warning: {}\n", warning);
+std::optional<LookedUpThreshold> resolve_threshold(RunOptions& options, bool talks,
+                                                   const Communicator& comm) {
+  std::optional<bool> chat_template;
+  if (!options.token_ids) chat_template = !options.raw;
+  auto found = kvzap::resolve_threshold(options.pruning, comm, chat_template, flag_names());
+  if (!found || !talks) return found;
+  for (const auto& warning : found->warnings) say("kvzap: warning: {}\n", warning);
   return found;
 }
 

@@ -4,7 +4,7 @@
 
 #include <kvzap/core/communicator.hpp>
 #include <kvzap/engine/engine.hpp>
-#include <kvzap/engine/policies.hpp>
+#include <kvzap/engine/thresholds.hpp>
 #include <kvzap/model/tokenizer.hpp>
 #include <memory>
 #include <optional>
@@ -17,9 +17,6 @@
 
 namespace kvzap::driver {
 
-/// Of all layers, of which the first are used: that is what a policy's files are for.
-ModelConfig whole_config(const ModelSetup& setup);
-
 /// How the model is asked to repeat the context, if the policy wants that; the same on all ranks.
 /// Rank 0 has the context and the tokenizer, or loads one where the prompt is token ids.
 /// Collective. Throws AgreedError if there is nothing to repeat.
@@ -27,10 +24,9 @@ std::optional<RepeatPrompt> share_repeat_prompt(
     const RunOptions& options, const std::optional<PolicySpec>& spec, const Tokenizer* tokenizer,
     const std::vector<TokenId>& context, const ModelConfig& config, const Communicator& comm);
 
-/// Loads what the policy needs. Does not communicate.
-std::shared_ptr<PolicyChoice> load_choice(const RunOptions& options, const PolicySpec& spec,
-                                          const std::optional<RepeatPrompt>& repeat,
-                                          const ModelSetup& setup, const Communicator& comm);
+/// Loads the policy of the options' pruning, checked against all rules. Does not communicate.
+LoadedPruning load_policy(const RunOptions& options, const std::optional<RepeatPrompt>& repeat,
+                          const ModelSetup& setup, const Communicator& comm);
 
 /// Token ids of texts.
 using Texts = std::vector<std::vector<TokenId>>;
@@ -41,11 +37,8 @@ Texts load_policy_texts(const RunOptions& options, const PolicyChoice* choice,
                         const Tokenizer* tokenizer, const ModelConfig& config,
                         const Communicator& comm);
 
-/// What the options say of a cache, but for a policy that is to be loaded.
-CacheOptions cache_options(const RunOptions& options);
-
-/// The threshold that reaches --evict-ratio. Rank 0 alone reads the table, so that no rank has
-/// another threshold while somebody replaces the file; prints warnings if `talks`. Collective.
-LookedUpThreshold share_threshold(const RunOptions& options, bool talks, const Communicator& comm);
+/// kvzap::resolve_threshold for the options' pruning. Prints the warnings if `talks`. Collective.
+std::optional<LookedUpThreshold> resolve_threshold(RunOptions& options, bool talks,
+                                                   const Communicator& comm);
 
 }  // namespace kvzap::driver

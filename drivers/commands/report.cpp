@@ -287,15 +287,15 @@ ordered_json to_json(const RunReport& report, const RunOptions& options) {
   if (report.model.rope_scaling) json["model"]["rope_scaling"] = rope_json(report.model);
   const CacheOptions& cache = report.cache_options;
   json["options"] = {{"dtype", options.dtype},
-                     {"prune", name_of(cache.prune)},
-                     {"prefill", name_of(cache.prefill)},
+                     {"prune", name_of(cache.mode())},
+                     {"prefill", name_of(cache.pruning.prefill)},
                      {"prune_after", name_of(options.pruning.moment)},
                      {"window", options.pruning.window},
-                     {"sink", cache.sink},
+                     {"sink", cache.pruning.sink},
                      {"page_rows", cache.page_rows},
                      {"trim", cache.trim}};
   json["options"].update(sampling_json(options.sampling, options.sampling_flags));
-  if (cache.prefill == PrefillMode::sparse) json["options"]["chunk"] = cache.chunk;
+  if (cache.pruning.prefill == PrefillMode::sparse) json["options"]["chunk"] = cache.pruning.chunk;
   if (!report.surrogate_kind.empty()) {
     json["surrogate"] = {{"path", options.pruning.surrogate}, {"kind", report.surrogate_kind}};
   }
@@ -321,7 +321,7 @@ ordered_json to_json(const RunReport& report, const RunOptions& options) {
   json["answers"] = ordered_json::array();
   // After the question: what was spent on the first context is part of the first answer.
   const CacheReport nothing;
-  const bool is_after_question = cache.prune_after == PruneMoment::question;
+  const bool is_after_question = cache.pruning.moment == PruneMoment::question;
   const CacheReport* before = is_after_question ? &nothing : &report.context;
   for (const AnsweredQuestion& item : report.answers) {
     ordered_json answer = {{"question", item.question},
@@ -365,7 +365,7 @@ std::string to_text(const RunReport& report, const RunOptions& options) {
   const CacheReport& end =
       report.answers.empty() ? report.context : report.answers.back().answer.cache;
   line("");
-  if (report.cache_options.prune != PruneMode::none) {
+  if (report.cache_options.prunes()) {
     std::string budget = budget_text(options.pruning);
     if (report.looked_up) {
       budget += fmt::format(" for an evict ratio of {}, by {}", report.looked_up->evict_ratio,
@@ -382,7 +382,7 @@ std::string to_text(const RunReport& report, const RunOptions& options) {
     line(fmt::format(" mean  {:20.1f}%  {:13.1f}%", 100 * report.context.evict_ratio(),
                      100 * end.evict_ratio()));
   }
-  text += cache_text(end, report.cache_options.prune != PruneMode::none);
+  text += cache_text(end, report.cache_options.prunes());
   if (!report.policy.empty() && report.is_full_at_first) {
     line(
         "         note: the rows that stay are chosen over all layers, after the question or after "
@@ -396,7 +396,7 @@ std::string to_text(const RunReport& report, const RunOptions& options) {
       "memory   {} at the peak{}, {} of them weights", human_bytes(sum(report.peak_rss_bytes)),
       report.ranks == 1 ? " of the process" : fmt::format("s of {} ranks", report.ranks),
       human_bytes(sum(report.weight_bytes))));
-  if (report.cache_options.prune_after == PruneMoment::question) {
+  if (report.cache_options.pruning.moment == PruneMoment::question) {
     line(fmt::format("time     load {:.2f} s; the context of {} tokens is run with each question",
                      report.load_seconds, report.context_tokens));
   } else {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kvzap/engine/generate.hpp>
+#include <kvzap/engine/thresholds.hpp>
 #include <kvzap/model/memory_plan.hpp>
 #include <nlohmann/json.hpp>
 #include <string>

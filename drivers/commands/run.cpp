@@ -52,36 +52,10 @@ MemoryPlan plan(const RunOptions& options, const ModelConfig& config, std::int64
                      options.pruning.prefill == PrefillMode::sparse ? options.pruning.chunk : 0);
 }
 
-/// Loads what scores, before the weights: it is small, and whether it fits the model and its budget
-/// the context of `tokens` tokens is known before minutes of loading. Returns the scorer, if there
-/// is one; a policy goes into `cache`. Does not communicate.
-std::shared_ptr<Scorer> load_policy(const RunOptions& options,
-                                    const std::optional<PolicySpec>& spec,
-                                    const std::optional<RepeatPrompt>& repeat,
-                                    const ModelSetup& setup, std::int64_t tokens,
-                                    const Communicator& comm, CacheOptions& cache) {
-  if (cache.prune == PruneMode::none) return nullptr;
-  if (!spec)
-    return load_surrogate(options.pruning.surrogate, setup, dtype_from_name(options.dtype), comm);
-  const auto choice = load_choice(options, *spec, repeat, setup, comm);
-  check_budget(choice->budget, setup.config, dtype_from_name(options.dtype), tokens);
-  cache.policy = choice;
-  if (!choice->budget.has_amount()) cache.threshold = static_cast<float>(choice->threshold);
-  return choice->scorer;
-}
-
-/// Whether the cache is whole before anything is evicted of it.
-bool is_full_at_first(const CacheOptions& cache) {
-  return cache.prune == PruneMode::none ||
-         (cache.prefill == PrefillMode::dense && cache.policy &&
-          cache.policy->budget.has_amount() &&
-          (!cache.policy->budget.by_layer() || cache.policy->info->repeats_context));
-}
-
 template <class Value>
 std::unique_ptr<Generator> make_generator(const RunOptions& options, const CacheOptions& cache,
-                                          std::shared_ptr<Scorer> scorer, const Texts& texts,
-                                          const ModelSetup& setup, const Communicator& comm,
+                                          const Texts& texts, const ModelSetup& setup,
+                                          const Communicator& comm,
                                           const ProgressCallback& progress, RunReport& report) {
   auto start = Clock::now();
   std::unique_ptr<Generator> generator;
@@ -92,7 +66,8 @@ std::unique_ptr<Generator> make_generator(const RunOptions& options, const Cache
         Model<Value>::load(options.model, setup.config, setup.partition, comm.rank(),
                            options.random_weights, progress));
     weight_bytes = model->bytes();
-    generator = Generator::create<Value>(model, std::move(scorer), cache, comm);
+    const auto scorer = cache.policy ? cache.policy->scorer : nullptr;
+    generator = Generator::create<Value>(model, scorer, cache, comm);
   });
   for (const auto& rank : comm.all_gather({weight_bytes})) {
     report.weight_bytes.push_back(rank.front());
@@ -166,7 +141,7 @@ void dry_run(const RunOptions& options, const std::optional<PolicySpec>& spec,
   }
   if (tokens == 0) tokens = config.longest_context();
   const DType dtype = dtype_from_name(options.dtype);
-  const ModelConfig whole = whole_config(setup);
+  const ModelConfig whole = setup.whole_config();
   const PolicySetup policy_setup{whole, setup.partition_of_all_layers, dtype, options.model, comm};
   PlanReport report;
   report.tokens = tokens;
@@ -222,7 +197,7 @@ class Run {
   const ModelConfig& config() const { return m_setup->config; }
   const Tokenizer* tokenizer() const { return m_tokenizer ? &*m_tokenizer : nullptr; }
   bool is_after_question() const {
-    return m_report.cache_options.prune_after == PruneMoment::question;
+    return m_report.cache_options.pruning.moment == PruneMoment::question;
   }
   void warn(const std::string& what) const {
     if (m_talks) say("kvzap: warning: {}\n", what);
@@ -272,7 +247,6 @@ class Run {
   Prompt m_prompt;
   RunState m_state;        // all but its answers, which are the report's
   bool m_goes_on = false;  // with the questions of the run before
-  std::shared_ptr<Scorer> m_scorer;
   Texts m_texts;
   ProgressCallback m_progress;
   std::unique_ptr<Generator> m_generator;
@@ -287,17 +261,19 @@ class Run {
 void Run::check_options() {
   RunOptions& options = m_options;
   m_comm.agree([&] { validate(options); });
-  if (options.pruning.looks_up_threshold() && options.pruning.prunes() && !options.dry_run) {
-    // A run goes on with the threshold that it has begun with.
-    m_report.looked_up = m_resumed && m_resumed->state.looked_up
-                             ? m_resumed->state.looked_up
-                             : share_threshold(options, m_talks, m_comm);
-    options.pruning.amount.threshold = m_report.looked_up->threshold;
-    options.pruning.amount.evict_ratio.reset();  // which is no budget
+  if (m_resumed && m_resumed->state.looked_up) {
+    // A run goes on with the threshold that it began with.
+    m_report.looked_up = m_resumed->state.looked_up;
+    options.pruning.amount = {};
+    options.pruning.threshold(m_report.looked_up->threshold);
+  } else if (!options.dry_run) {
+    m_report.looked_up = resolve_threshold(options, m_talks, m_comm);
   }
   m_comm.agree([&] {
     m_spec = policy_spec(options.pruning, pruning_use(options), flag_names());
-    m_report.cache_options = cache_options(options);
+    m_report.cache_options.pruning = options.pruning;
+    m_report.cache_options.trim = options.trim;
+    m_report.cache_options.page_rows = options.page_rows;
     m_setup =
         set_up_model(options.model, options.layers, options.placement, m_comm.size(), options.rope);
     m_limit = context_limit(options.max_context, config(), options.random_weights.has_value());
@@ -358,7 +334,7 @@ void Run::take_prompt() {
 
 /// Every run that goes on with a snapshot has the ring of the run that has written it.
 void Run::set_up_ring(std::int64_t longest) {
-  int& window = m_report.cache_options.window;
+  int& window = m_report.cache_options.pruning.window;
   if (!m_resumed) {
     if (!m_options.snapshot.empty() || m_talk) {
       longest = m_options.random_weights ? std::numeric_limits<std::int64_t>::max()
@@ -387,9 +363,14 @@ void Run::set_up_policy() {
   const auto repeat =
       share_repeat_prompt(m_options, m_spec, tokenizer(), m_prompt.context, config(), m_comm);
   m_comm.agree([&] {
-    m_scorer = load_policy(m_options, m_spec, repeat, *m_setup, m_report.context_tokens, m_comm,
-                           m_report.cache_options);
-    m_report.is_full_at_first = is_full_at_first(m_report.cache_options);
+    // Before the weights: it is small, and its faults are known before minutes of loading.
+    CacheOptions& cache = m_report.cache_options;
+    cache.policy = load_policy(m_options, repeat, *m_setup, m_comm).policy;
+    if (cache.policy) {
+      check_budget(cache.policy->budget, config(), dtype_from_name(m_options.dtype),
+                   m_report.context_tokens);
+    }
+    m_report.is_full_at_first = cache.is_full_at_first();
   });
   const CacheOptions& cache = m_report.cache_options;
   const std::int64_t repeat_tokens =
@@ -405,8 +386,10 @@ void Run::set_up_policy() {
   m_texts = load_policy_texts(m_options, cache.policy.get(), tokenizer(), config(), m_comm);
   // Rows of a repeat stand behind the context's for a while.
   check_memory_of(m_report.context_tokens + repeat_tokens);
-  if (cache.prune != PruneMode::none) m_report.policy = m_options.pruning.policy_text(flag_names());
-  if (m_scorer && !m_options.pruning.surrogate.empty()) m_report.surrogate_kind = m_scorer->kind();
+  if (cache.prunes()) m_report.policy = m_options.pruning.policy_text(flag_names());
+  if (cache.policy && cache.policy->scorer && !m_options.pruning.surrogate.empty()) {
+    m_report.surrogate_kind = cache.policy->scorer->kind();
+  }
 }
 
 void Run::check_memory_of(std::int64_t tokens) const {
@@ -438,8 +421,8 @@ void Run::load() {
     if (!is_to_be_kept) stop_here_if_asked();
   };
   with_value_type(dtype_from_name(m_options.dtype), [&](auto zero) {
-    m_generator = make_generator<decltype(zero)>(m_options, m_report.cache_options, m_scorer,
-                                                 m_texts, *m_setup, m_comm, m_progress, m_report);
+    m_generator = make_generator<decltype(zero)>(m_options, m_report.cache_options, m_texts,
+                                                 *m_setup, m_comm, m_progress, m_report);
   });
 }
 
@@ -569,7 +552,7 @@ void Run::tell_again(std::size_t question) const {
 
 /// For the report, of the rows that the sequence has now. Collective.
 std::vector<Quantiles> Run::score_quantiles() const {
-  if (m_options.json.empty() || m_report.cache_options.prune == PruneMode::none) return {};
+  if (m_options.json.empty() || !m_report.cache_options.prunes()) return {};
   std::vector<Quantiles> layers;
   for (int layer = 0; layer < config().num_hidden_layers; ++layer) {
     std::vector<float> scores;

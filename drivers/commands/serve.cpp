@@ -34,11 +34,8 @@
 namespace kvzap::driver {
 namespace {
 
-using server::BadRequest;
 using server::Executor;
-using server::PruneWish;
 using server::Scheduler;
-using server::Setting;
 
 constexpr int most_port = 65535;
 constexpr std::size_t longest_key = 4096;
@@ -95,142 +92,6 @@ std::vector<std::string> read_keys(const std::string& file) {
   return keys;
 }
 
-/// Decides how requests are pruned: by the start options and, as far as these allow, by the
-/// request.
-class Pruner {
- public:
-  Pruner(const RunOptions& options, CacheOptions cache)
-      : m_options(options), m_cache(std::move(cache)) {
-    m_standard.prune = m_cache.prune;
-  }
-
-  const Setting& standard() const { return m_standard; }
-  /// Finds the modes that the engine supports. Rank 0 calls it once.
-  void take_modes(const Engine& engine) {
-    for (const PruneMode mode : {PruneMode::prefill, PruneMode::always}) {
-      if (!m_cache.policy) break;
-      Setting setting = m_standard;
-      setting.prune = mode;
-      try {
-        engine.check(prune_setting(setting));
-        m_modes.push_back(mode);
-      } catch (const Error&) {
-        // Requests for this mode are refused.
-      }
-    }
-  }
-
-  /// The setting for a request. Called by connection threads of rank 0.
-  Setting setting_of(const PruneWish& wish) const;
-  /// The engine's form of a setting. Called by all ranks.
-  PruneSetting prune_setting(const Setting& setting) const;
-  Executor::Traits traits_of(const Setting& setting) const;
-
- private:
-  bool has_budget() const { return m_cache.policy && m_cache.policy->budget.has_amount(); }
-  bool is_scorer_alone() const {
-    return m_cache.policy && m_cache.policy->scorer && !has_budget() && m_cache.decode_every == 0;
-  }
-
-  RunOptions m_options;
-  CacheOptions m_cache;
-  Setting m_standard;
-  std::vector<PruneMode> m_modes;
-};
-
-Setting Pruner::setting_of(const PruneWish& wish) const {
-  Setting setting = m_standard;
-  const bool has_amount = wish.threshold || wish.evict_ratio;
-  if (!m_cache.policy) {
-    const bool asks = has_amount || (wish.prune && *wish.prune != PruneMode::none);
-    if (asks) throw BadRequest("kvzap", "the server was started without a surrogate or policy");
-    return setting;
-  }
-  if (wish.prune) {
-    const bool is_there = *wish.prune == PruneMode::none ||
-                          std::find(m_modes.begin(), m_modes.end(), *wish.prune) != m_modes.end();
-    if (!is_there) {
-      throw BadRequest("kvzap.prune",
-                       fmt::format("kvzap.prune is {}, which policy {} does not support",
-                                   name_of(*wish.prune), m_cache.policy->name));
-    }
-    setting.prune = *wish.prune;
-  }
-  if (setting.prune == PruneMode::none) {
-    if (has_amount) {
-      throw BadRequest("kvzap", "kvzap has a threshold or an evict_ratio, but prune is none");
-    }
-    return setting;
-  }
-  if (wish.threshold) {
-    if (has_budget() || m_cache.policy->info->has_own_budget) {
-      throw BadRequest("kvzap.threshold",
-                       "the server prunes to a budget; expected kvzap.evict_ratio");
-    }
-    const double largest = std::numeric_limits<float>::max();
-    if (std::fabs(*wish.threshold) > largest) {
-      throw BadRequest("kvzap.threshold", "kvzap.threshold is outside the range of float");
-    }
-    setting.threshold = static_cast<float>(*wish.threshold);
-  }
-  if (wish.evict_ratio) {
-    if (!(*wish.evict_ratio >= 0 && *wish.evict_ratio < 1)) {
-      throw BadRequest("kvzap.evict_ratio", fmt::format("kvzap.evict_ratio is {}; expected 0 <= "
-                                                        "ratio < 1",
-                                                        *wish.evict_ratio));
-    }
-    if (!m_options.pruning.surrogate.empty() && m_options.pruning.policy.empty()) {
-      RunOptions looked_up = m_options;
-      looked_up.pruning.amount.threshold.reset();
-      looked_up.pruning.amount.evict_ratio = wish.evict_ratio;
-      try {
-        setting.threshold = static_cast<float>(look_up_threshold(looked_up).threshold);
-      } catch (const Error&) {
-        throw BadRequest("kvzap.evict_ratio",
-                         "the server has no calibrated threshold for this evict ratio");
-      }
-    } else if (m_cache.policy->budget.amount != Budget::Amount::evict_ratio) {
-      throw BadRequest("kvzap.evict_ratio", "the server does not prune to an evict ratio");
-    } else if (m_options.pruning.policy.find('+') != std::string::npos) {
-      throw BadRequest(
-          "kvzap.evict_ratio",
-          fmt::format("policy {} has modifiers, so a request cannot change its evict ratio",
-                      m_cache.policy->name));
-    } else {
-      setting.evict_ratio = *wish.evict_ratio;
-    }
-  }
-  // Such requests share kept prompts with requests without a wish.
-  if (setting.threshold == m_cache.threshold) setting.threshold = m_standard.threshold;
-  if (has_budget() && setting.evict_ratio == m_cache.policy->budget.evict_ratio) {
-    setting.evict_ratio = m_standard.evict_ratio;
-  }
-  return setting;
-}
-
-PruneSetting Pruner::prune_setting(const Setting& setting) const {
-  PruneSetting made;
-  made.prune = setting.prune;
-  made.prefill = m_cache.prefill;
-  if (setting.prune == PruneMode::none || !m_cache.policy) return made;
-  auto choice = std::make_shared<PolicyChoice>(*m_cache.policy);
-  if (!std::isnan(setting.threshold)) choice->threshold = setting.threshold;
-  if (setting.evict_ratio >= 0) choice->budget.evict_ratio = setting.evict_ratio;
-  made.policy = std::move(choice);
-  return made;
-}
-
-Executor::Traits Pruner::traits_of(const Setting& setting) const {
-  Executor::Traits traits;
-  if (setting.prune == PruneMode::none || !m_cache.policy || is_scorer_alone()) return traits;
-  // The engine decides the same for a sequence (can_hold, check_more_context).
-  const PolicyChoice& choice = *m_cache.policy;
-  traits.holds = false;
-  traits.goes_on = m_cache.prefill == PrefillMode::sparse && !choice.info->repeats_context &&
-                   choice.info->scores_again && !choice.info->has_own_budget && !choice.rerotate;
-  return traits;
-}
-
 /// Runs the command, from checks of the options to the end of the server.
 class Serving {
  public:
@@ -258,7 +119,6 @@ class Serving {
   std::optional<PolicySpec> m_spec;
   std::optional<RepeatPrompt> m_repeat;
   CacheOptions m_cache;
-  std::shared_ptr<PolicyChoice> m_choice;
   Texts m_texts;
   server::ServedModel m_model;
   std::unique_ptr<HttpServer> m_http;  // on rank 0
@@ -269,14 +129,12 @@ void Serving::check_options() {
     resolve_pruning(m_run);
     check(m_options);
   });
-  if (m_run.pruning.looks_up_threshold() && m_run.pruning.prunes()) {
-    m_run.pruning.amount.threshold = share_threshold(m_run, m_talks, m_comm).threshold;
-    m_run.pruning.amount.evict_ratio.reset();  // the threshold stands for it
-  }
+  resolve_threshold(m_run, m_talks, m_comm);
   m_comm.agree([&] {
-    policy_spec(m_run.pruning, pruning_use(m_run), flag_names());  // checks
-    if (m_run.pruning.prunes()) m_spec = parse_policy(m_run.pruning.policy_text(flag_names()));
-    m_cache = cache_options(m_run);
+    m_spec = policy_spec(m_run.pruning, pruning_use(m_run), flag_names());
+    if (!m_run.pruning.prunes()) m_spec.reset();
+    m_cache.pruning = m_run.pruning;
+    m_cache.page_rows = m_run.page_rows;
     m_cache.trim = false;  // the scheduler decides when
     m_setup = set_up_model(m_run.model, m_run.layers, m_run.placement, m_comm.size(), m_run.rope);
     m_model.max_tokens =
@@ -292,7 +150,7 @@ void Serving::check_options() {
   });
   const std::int64_t longest =
       m_model.max_tokens > 0 ? m_model.max_tokens : std::numeric_limits<std::int64_t>::max();
-  m_cache.window = ring_rows(m_cache.window, longest);
+  m_cache.pruning.window = ring_rows(m_cache.pruning.window, longest);
   m_options.scheduling.max_tokens = m_model.max_tokens;
   m_comm.agree_on_root([&] {
     print_notes(*m_setup, m_talks);
@@ -355,12 +213,9 @@ void Serving::load_policy() {
     });
   }
   m_repeat = share_repeat_prompt(m_run, m_spec, tokenizer, context, m_setup->config, m_comm);
-  m_comm.agree([&] { m_choice = load_choice(m_run, *m_spec, m_repeat, *m_setup, m_comm); });
-  m_texts = load_policy_texts(m_run, m_choice.get(), tokenizer, m_setup->config, m_comm);
-  m_cache.policy = m_choice;
-  if (!m_choice->budget.has_amount()) {
-    m_cache.threshold = static_cast<float>(m_choice->threshold);
-  }
+  m_comm.agree(
+      [&] { m_cache.policy = driver::load_policy(m_run, m_repeat, *m_setup, m_comm).policy; });
+  m_texts = load_policy_texts(m_run, m_cache.policy.get(), tokenizer, m_setup->config, m_comm);
 }
 
 /// Maximum bytes of this rank's rings and pages: its heads' share of --kv-memory, or most of the
@@ -391,7 +246,7 @@ std::unique_ptr<Engine> Serving::make_engine(Progress& bar) {
   };
   const auto model = load_model<Value>(*m_setup, m_run.random_weights, m_comm, progress);
   if (!m_texts.empty()) {
-    kvzap::calibrate<Value>(model, *m_choice, m_texts, m_comm, progress);
+    kvzap::calibrate<Value>(model, *m_cache.policy, m_texts, m_comm, progress);
   }
   bar.clear();
   // All ranks load their weights before any rank measures the free memory.
@@ -399,7 +254,8 @@ std::unique_ptr<Engine> Serving::make_engine(Progress& bar) {
   m_cache.kv_limit = kv_limit();
   std::unique_ptr<Engine> engine;
   m_comm.agree([&] {
-    engine = Engine::create<Value>(model, m_choice ? m_choice->scorer : nullptr, m_cache, m_comm);
+    const auto scorer = m_cache.policy ? m_cache.policy->scorer : nullptr;
+    engine = Engine::create<Value>(model, scorer, m_cache, m_comm);
     const std::size_t least =
         engine->bytes_per_sequence() +
         static_cast<std::size_t>(m_cache.page_rows) * engine->bytes_per_token();
@@ -414,17 +270,14 @@ std::unique_ptr<Engine> Serving::make_engine(Progress& bar) {
 }
 
 int Serving::run(Engine& engine) {
-  Pruner pruner(m_run, m_cache);
-  Executor executor(
-      engine, pruner.standard(),
-      [&](const Setting& setting) { return pruner.prune_setting(setting); },
-      [&](const Setting& setting) { return pruner.traits_of(setting); });
+  Executor executor(engine);
   if (!m_comm.is_root()) {
     executor.follow();
     return 0;
   }
-  pruner.take_modes(engine);
-  m_model.setting_of = [&](const PruneWish& wish) { return pruner.setting_of(wish); };
+  m_model.pruning_of = [&](const server::PruneWish& wish) {
+    return server::request_pruning(wish, engine.options());
+  };
   Scheduler scheduler(executor, m_options.scheduling);
   m_http->open(m_model, scheduler,
                m_cache.kv_limit > 0 ? std::optional<std::int64_t>(m_cache.kv_limit) : std::nullopt);
@@ -468,7 +321,7 @@ int Serving::operator()() {
   listen();
   load_policy();
   const MemoryPlan plan = plan_memory(m_setup->config, dtype_from_name(m_run.dtype), 1, 0,
-                                      m_comm.size(), m_cache.window);
+                                      m_comm.size(), m_cache.pruning.window);
   const int ranks_on_node = m_comm.ranks_on_node();
   m_comm.agree([&] {
     std::int64_t most = 0;

@@ -7,6 +7,7 @@
 #include <kvzap/core/communicator.hpp>
 #include <kvzap/engine/generate.hpp>
 #include <kvzap/engine/snapshot.hpp>
+#include <kvzap/engine/thresholds.hpp>
 #include <memory>
 #include <string>
 #include <vector>

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
-#include <kvzap/engine/thresholds.hpp>
 #include <limits>
 #include <vector>
 
@@ -75,53 +74,6 @@ PruningUse pruning_use(const RunOptions& o) {
   use.plans = o.dry_run;
   use.has_question = !o.questions.empty() || !o.resume.empty();
   return use;
-}
-
-std::string escaped_in_settings(const std::string& policy) {
-  std::string escaped;
-  for (const char c : policy) {
-    if (c == '@') escaped += '\\';
-    escaped += c;
-  }
-  return escaped;
-}
-
-LookedUpThreshold look_up_threshold(const RunOptions& o) {
-  const std::filesystem::path file = ThresholdTable::file_in(o.pruning.surrogate);
-  std::error_code ignored;
-  if (!std::filesystem::exists(file, ignored)) {
-    throw Error(
-        fmt::format("--evict-ratio {}: {}, the surrogate's table of thresholds, does not exist: "
-                    "make it with kvzap calibrate, or give --threshold, or --policy kvzap, which "
-                    "takes an evict ratio as a budget",
-                    *o.pruning.amount.evict_ratio, file.string()));
-  }
-  const ThresholdTable table = ThresholdTable::load(file);
-  LookedUpThreshold found;
-  found.evict_ratio = *o.pruning.amount.evict_ratio;
-  found.file = file.string();
-  try {
-    // As the cache compares.
-    found.threshold = static_cast<float>(table.threshold(*o.pruning.amount.evict_ratio));
-  } catch (const Error& error) {
-    throw Error(fmt::format("--evict-ratio: {}: {}", found.file, error.what()));
-  }
-  const auto differs = [&](const char* flag, std::int64_t of_table, std::int64_t of_run) {
-    if (of_table == of_run) return;
-    found.warnings.push_back(
-        fmt::format("{} was calibrated with {} {}, but {} is {}: the evicted share will differ",
-                    found.file, flag, of_table, flag, of_run));
-  };
-  differs("--window", table.window, o.pruning.window);
-  differs("--sink", table.sink, o.pruning.sink);
-  if (!o.token_ids && table.chat_template == o.raw) {
-    found.warnings.push_back(
-        fmt::format("{} was calibrated {} the chat template, but this run is {} it: the evicted "
-                    "share will differ",
-                    found.file, table.chat_template ? "with" : "without",
-                    table.chat_template ? "without" : "with"));
-  }
-  return found;
 }
 
 PlannedEviction planned_eviction(const RunOptions& o, const std::optional<PolicySpec>& spec,

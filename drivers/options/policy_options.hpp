@@ -22,21 +22,6 @@ void resolve_pruning(RunOptions& options);
 /// What a run, or its plan, asks of its pruning.
 PruningUse pruning_use(const RunOptions& options);
 
-/// A policy in front of settings: @ behind a backslash.
-std::string escaped_in_settings(const std::string& policy);
-
-/// A threshold that was looked up.
-struct LookedUpThreshold {
-  double evict_ratio = 0;  // that was asked for
-  double threshold = 0;
-  std::string file;
-  /// For the user: where the table was made for another run than this.
-  std::vector<std::string> warnings;
-};
-/// For a pruning that looks_up_threshold. One process alone. Throws Error, which has the
-/// table or how to make one.
-LookedUpThreshold look_up_threshold(const RunOptions& options);
-
 /// The share of a sequence's pairs that a plan takes as evicted.
 struct PlannedEviction {
   double ratio = 0;

@@ -13,11 +13,9 @@ namespace {
 
 using detail::Stopwatch;
 
-bool prunes(const PruneSetting& setting) {
-  return setting.policy && setting.prune != PruneMode::none;
-}
+bool prunes(const LoadedPruning& setting) { return setting.policy && setting.prunes(); }
 
-std::string name_of(const PruneSetting& setting) {
+std::string name_of(const LoadedPruning& setting) {
   return prunes(setting) ? setting.policy->name : "none";
 }
 
@@ -82,14 +80,15 @@ double log_probability(const std::vector<float>& logits, TokenId token) {
 
 }  // namespace
 
-PrefillShare prefill_share(const PruneSetting& setting) {
+PrefillShare prefill_share(const LoadedPruning& setting) {
   if (!prunes(setting)) return PrefillShare::context;
-  if (setting.prefill == PrefillMode::sparse) return PrefillShare::none;
-  return setting.prune_after == PruneMoment::question ? PrefillShare::whole : PrefillShare::context;
+  if (setting.pruning.prefill == PrefillMode::sparse) return PrefillShare::none;
+  return setting.pruning.moment == PruneMoment::question ? PrefillShare::whole
+                                                         : PrefillShare::context;
 }
 
 struct Comparison::State {
-  State(std::unique_ptr<Engine> the_engine, std::vector<PruneSetting> the_settings,
+  State(std::unique_ptr<Engine> the_engine, std::vector<LoadedPruning> the_settings,
         std::int64_t the_batch)
       : engine(std::move(the_engine)),
         settings(std::move(the_settings)),
@@ -97,7 +96,7 @@ struct Comparison::State {
         kept(*engine, settings.size() + 1) {}
 
   std::unique_ptr<Engine> engine;
-  std::vector<PruneSetting> settings;
+  std::vector<LoadedPruning> settings;
   std::int64_t batch;
   std::vector<TokenId> context;
   std::vector<TokenId> asked;  // the question under way
@@ -124,20 +123,26 @@ struct Comparison::State {
                    std::vector<Sampler>& samplers, const Job* first);
 };
 
-Comparison::Comparison(std::unique_ptr<Engine> engine, std::vector<PruneSetting> settings,
+Comparison::Comparison(std::unique_ptr<Engine> engine, std::vector<LoadedPruning> settings,
                        std::int64_t batch) {
-  if (engine->options().prune != PruneMode::none || engine->options().decode_every != 0) {
+  if (engine->options().prunes()) {
     throw Error("a comparison needs an engine that prunes nothing by itself");
   }
   if (settings.empty()) throw Error("there is nothing to compare: no setting is given");
-  if (batch < 0) throw Error(fmt::format("--batch is {}; expected 0 or more", batch));
-  for (const PruneSetting& setting : settings) engine->check(setting);
+  if (batch < 0) throw Error(fmt::format("batch is {}; expected 0 or more", batch));
+  for (const LoadedPruning& setting : settings) {
+    try {
+      engine->check(setting);
+    } catch (const Error& error) {
+      throw Error(fmt::format("{}: {}", name_of(setting), error.what()));
+    }
+  }
   m_state = std::make_unique<State>(std::move(engine), std::move(settings), batch);
 }
 
 Comparison::~Comparison() = default;
 
-const std::vector<PruneSetting>& Comparison::settings() const { return m_state->settings; }
+const std::vector<LoadedPruning>& Comparison::settings() const { return m_state->settings; }
 Engine& Comparison::engine() { return *m_state->engine; }
 
 // The logits are on rank 0.
@@ -189,7 +194,7 @@ void Comparison::State::prefill_sparse(std::size_t setting, const ProgressCallba
   {
     const Stopwatch watch(start.prefill_seconds);
     const auto count = static_cast<std::int64_t>(context.size());
-    const std::int64_t chunk = std::min(engine->options().chunk, count);
+    const std::int64_t chunk = std::min(settings[setting].pruning.chunk, count);
     const StepRule rule = engine->rule(start.sequence, StepPart::context);
     for (std::int64_t begin = 0; begin < count; begin += chunk) {
       const std::int64_t end = std::min(count, begin + chunk);
@@ -344,7 +349,7 @@ void Comparison::State::answer_wave(std::vector<Job>& jobs, const std::vector<To
     if (!first.empty() && first.back()->setting == job.setting) continue;
     first.push_back(&job);
     const Stopwatch watch(prune_seconds[j]);
-    const PruneSetting& setting = settings[job.setting];
+    const LoadedPruning& setting = settings[job.setting];
     const Start& start = from[job.setting];
     const bool is_pruned = prefill_share(setting) == PrefillShare::none;
     job.sequence =

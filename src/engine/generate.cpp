@@ -120,7 +120,7 @@ Generator::Generator(std::unique_ptr<Engine> engine) : m_engine(std::move(engine
 
 bool Generator::runs_whole() const {
   const CacheOptions& options = m_engine->options();
-  return options.policy && options.prune_after == PruneMoment::question;
+  return options.policy && options.pruning.moment == PruneMoment::question;
 }
 
 // As before prefill.
@@ -165,8 +165,7 @@ void Generator::run_context(const ProgressCallback& progress,
   const CacheOptions& options = m_engine->options();
   const auto count = static_cast<std::int64_t>(m_context.size());
   const StepRule rule = m_engine->rule(StepPart::context);
-  const bool repeats = options.prune != PruneMode::none && options.policy && options.policy->info &&
-                       options.policy->info->repeats_context;
+  const bool repeats = options.prunes() && options.policy && options.policy->info->repeats_context;
   const auto or_forget = [&](const auto& work) {
     try {
       work();
@@ -177,9 +176,10 @@ void Generator::run_context(const ProgressCallback& progress,
   };
   while (m_context_run < count) {
     const std::int64_t begin = m_context_run;
-    const std::int64_t end = options.prefill == PrefillMode::sparse && options.chunk < count - begin
-                                 ? begin + options.chunk
-                                 : count;
+    const std::int64_t end =
+        options.pruning.prefill == PrefillMode::sparse && options.pruning.chunk < count - begin
+            ? begin + options.pruning.chunk
+            : count;
     const auto chunk_progress = [&](std::string_view what, std::int64_t done, std::int64_t total) {
       // In tokens, so that chunks add up whatever their inner steps.
       if (progress) progress(what, begin + (end - begin) * done / total, count);
@@ -221,7 +221,7 @@ void Generator::check_finite(const std::vector<float>& logits) const {
 // The sequence is as it is to be before each answer.
 void Generator::keep_context() {
   if (!m_is_reusable) return;
-  if (m_engine->options().decode_every > 0) {
+  if (m_engine->options().pruning.decode.every > 0) {
     m_pristine = m_sequence;  // a sequence cannot be cut back past an eviction
   } else {
     m_checkpoint = m_engine->checkpoint(m_sequence);
@@ -234,7 +234,7 @@ void Generator::append_context(const std::vector<TokenId>& more) {
   const auto count = static_cast<std::int64_t>(m_context.size() + more.size()) - m_context_run;
   if (!runs_whole()) {
     // A context that sparse prefill has not ended yet is a longer one.
-    if (m_phase != Phase::context || m_engine->options().prefill != PrefillMode::sparse) {
+    if (m_phase != Phase::context || m_engine->options().pruning.prefill != PrefillMode::sparse) {
       m_engine->check_more_context(m_sequence, count);
     }
     if (m_pristine >= 0) {

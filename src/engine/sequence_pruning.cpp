@@ -2,14 +2,9 @@
 
 namespace kvzap::detail {
 
-bool uses_policy(const CacheOptions& options) {
-  return options.prune != PruneMode::none && options.policy && options.policy->make &&
-         !(options.policy->scorer && !options.policy->budget.has_amount() &&
-           options.decode_every == 0);
-}
-
-bool chooses_rows(const PolicyChoice& choice) {
-  return choice.budget.has_amount() || choice.info->has_own_budget;
+SequencePruning::SequencePruning(const LoadedPruning& loaded, const Scorer* scorer)
+    : LoadedPruning(loaded) {
+  uses_policy = prunes() && policy && !(is_judged_by_scorer() && policy->scorer.get() == scorer);
 }
 
 StepRule scorer_rule(bool judges, float threshold, std::int64_t sink) {
@@ -19,33 +14,22 @@ StepRule scorer_rule(bool judges, float threshold, std::int64_t sink) {
   return rule;
 }
 
-StepRule rule_of(const SequencePruning& pruning, std::int64_t sink, StepPart part,
-                 std::int64_t question) {
+StepRule rule_of(const SequencePruning& pruning, StepPart part, std::int64_t question) {
   const bool is_context =
       part == StepPart::context || part == StepPart::whole || part == StepPart::held;
-  const bool judges =
-      pruning.prune == PruneMode::always || (is_context && pruning.prune == PruneMode::prefill);
+  const PruneMode mode = pruning.mode();
+  const bool judges = mode == PruneMode::always || (is_context && mode == PruneMode::prefill);
   if (!pruning.uses_policy) {
-    StepRule rule = scorer_rule(judges, pruning.threshold, sink);
+    StepRule rule = scorer_rule(judges, pruning.threshold(), pruning.pruning.sink);
     if (part == StepPart::held) rule.eviction.judge = false;
     return rule;
   }
-  const PolicyChoice& choice = *pruning.policy;
   StepRule rule;
   rule.part = part;
   rule.question = question;
   // Without a budget a threshold decides, as pairs leave the window.
-  rule.eviction = {static_cast<float>(choice.threshold), sink, judges && !chooses_rows(choice)};
+  rule.eviction = {pruning.threshold(), pruning.pruning.sink, judges && !pruning.chooses_rows()};
   return rule;
-}
-
-CacheOptions with_setting(CacheOptions options, const PruneSetting& setting) {
-  options.policy = setting.prune == PruneMode::none ? nullptr : setting.policy;
-  options.prune = options.policy ? setting.prune : PruneMode::none;
-  options.prune_after = setting.prune_after;
-  options.prefill = setting.prefill;
-  if (options.policy) options.threshold = static_cast<float>(options.policy->threshold);
-  return options;
 }
 
 }  // namespace kvzap::detail

@@ -2,34 +2,24 @@
 #pragma once
 
 #include <cstdint>
-#include <kvzap/engine/engine.hpp>
-#include <memory>
+#include <kvzap/engine/pruning.hpp>
+#include <kvzap/engine/step_batch.hpp>
 
 namespace kvzap::detail {
 
-/// Whether a policy scores rows; with a threshold alone a scorer does what its policy would.
-bool uses_policy(const CacheOptions& options);
-
-/// Whether a budget or the policy itself chooses rows; otherwise a threshold judges them.
-bool chooses_rows(const PolicyChoice& choice);
-
-/// How a sequence is pruned.
-struct SequencePruning {
-  std::shared_ptr<const PolicyChoice> policy;
-  PruneMode prune = PruneMode::none;
-  PrefillMode prefill = PrefillMode::dense;
-  float threshold = 0;  // of the engine's scorer
+/// A pruning, and who scores by it in an engine.
+struct SequencePruning : LoadedPruning {
+  /// Whether the policy scores rows; otherwise the engine's scorer does, if anything is pruned.
   bool uses_policy = false;
+
+  /// `scorer`: the engine's, or null.
+  SequencePruning(const LoadedPruning& loaded, const Scorer* scorer);
 };
 
 /// The rule of a step that the engine's scorer judges.
 StepRule scorer_rule(bool judges, float threshold, std::int64_t sink);
 
 /// The rule of a step that reads `part`; `question`: the number of its last tokens that ask.
-StepRule rule_of(const SequencePruning& pruning, std::int64_t sink, StepPart part,
-                 std::int64_t question);
-
-/// The options of an engine that prunes all its sequences as `setting` says.
-CacheOptions with_setting(CacheOptions options, const PruneSetting& setting);
+StepRule rule_of(const SequencePruning& pruning, StepPart part, std::int64_t question);
 
 }  // namespace kvzap::detail

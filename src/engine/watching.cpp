@@ -29,8 +29,8 @@ CacheOptions watching_options(const std::string& name, PolicyMaker make) {
   watcher->make = std::move(make);
   watcher->threshold = 0.5;
   CacheOptions options;
-  options.prune = PruneMode::prefill;
-  options.window = 1;
+  options.pruning.mode = PruneMode::prefill;
+  options.pruning.window = 1;
   options.policy = watcher;
   return options;
 }

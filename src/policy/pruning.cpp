@@ -52,8 +52,12 @@ Choice read_choice(const std::string& value, const std::string& what,
   for (const Choice choice : choices) {
     if (name_of(choice) == value) return choice;
   }
-  throw Error(fmt::format("{} is \"{}\"; expected {} or {}", what, value, name_of(choices[0]),
-                          name_of(choices[1])));
+  std::string names;
+  for (const Choice choice : choices) {
+    if (!names.empty()) names += choice == choices.back() ? " or " : ", ";
+    names += name_of(choice);
+  }
+  throw Error(fmt::format("{} is \"{}\"; expected {}", what, value, names));
 }
 
 /// A setting behind an @ of a policy's text.
@@ -65,6 +69,7 @@ struct TextKey {
 const std::vector<TextKey>& text_keys() {
   using Text = const std::string&;
   static const std::vector<TextKey> keys = {
+      {"surrogate", [](Pruning& p, Text value, Text) { p.surrogate = value; }},
       {"threshold",
        [](Pruning& p, Text value, Text what) { p.threshold(read_number(value, what)); }},
       {"evict-ratio",
@@ -82,7 +87,8 @@ const std::vector<TextKey>& text_keys() {
        }},
       {"prune",
        [](Pruning& p, Text value, Text what) {
-         p.mode = read_choice<PruneMode>(value, what, {PruneMode::prefill, PruneMode::always});
+         p.mode = read_choice<PruneMode>(value, what,
+                                         {PruneMode::none, PruneMode::prefill, PruneMode::always});
        }},
       {"prune-after",
        [](Pruning& p, Text value, Text what) {
@@ -113,6 +119,22 @@ const std::vector<TextKey>& text_keys() {
 
 std::string_view name_of(PruningField field) {
   return field_names.at(static_cast<std::size_t>(field));
+}
+
+std::string_view name_of(PruneMode mode) {
+  switch (mode) {
+    case PruneMode::none:
+      return "none";
+    case PruneMode::prefill:
+      return "prefill";
+    case PruneMode::always:
+      return "always";
+  }
+  return "unknown";
+}
+
+std::string_view name_of(PrefillMode mode) {
+  return mode == PrefillMode::sparse ? "sparse" : "dense";
 }
 
 std::string_view name_of(PruneMoment moment) {
@@ -177,7 +199,8 @@ Pruning Pruning::parse(const std::string& text, Pruning pruning) {
     if (!seen.insert(key).second) {
       throw Error(fmt::format("{}: @{} is given twice", text, key));
     }
-    known->read(pruning, trimmed(parts[i].substr(equals + 1)), fmt::format("{}: @{}", text, key));
+    known->read(pruning, detail::without_escapes(trimmed(parts[i].substr(equals + 1)), "@"),
+                fmt::format("{}: @{}", text, key));
   }
   return pruning;
 }
@@ -210,10 +233,6 @@ bool Pruning::looks_up_threshold() const {
   return amount.evict_ratio && !surrogate.empty() && policy.empty();
 }
 
-bool Pruning::is_judged_by_surrogate() const {
-  return is_plain_kvzap() && (!amount.has_budget() || looks_up_threshold()) && decode.every == 0;
-}
-
 Budget Pruning::budget() const {
   Budget budget;
   if (amount.evict_ratio) {
@@ -230,26 +249,19 @@ Budget Pruning::budget() const {
 }
 
 std::string Pruning::text() const {
-  if (!has_policy()) return "none";
-  std::string text = policy.empty() ? "kvzap" : policy;
-  if (!surrogate.empty()) {
-    text = detail::with_argument(text, "surrogate=" + escaped_in_policy(surrogate));
-  }
-  std::string escaped;
-  for (const char c : text) {
-    if (c == '@') escaped += '\\';
-    escaped += c;
-  }
-  const auto add = [&](const char* key, const auto& value) {
-    escaped += fmt::format("@{}={}", key, value);
-  };
   const Pruning standard;
+  if (*this == standard) return "none";
+  std::string text = escaped_in_settings(policy);
+  const auto add = [&](const char* key, const auto& value) {
+    text += fmt::format("@{}={}", key, value);
+  };
+  if (!surrogate.empty()) add("surrogate", escaped_in_settings(surrogate));
   if (amount.threshold) add("threshold", *amount.threshold);
   if (amount.evict_ratio) add("evict-ratio", *amount.evict_ratio);
   if (amount.keep_tokens) add("keep-tokens", *amount.keep_tokens);
   if (amount.kv_bytes) add("kv-budget", *amount.kv_bytes);
   if (layerwise) add("layerwise", "on");
-  if (mode == PruneMode::always) add("prune", name_of(*mode));
+  if (mode) add("prune", name_of(*mode));
   if (moment != standard.moment) add("prune-after", name_of(moment));
   if (prefill != standard.prefill) add("prefill", name_of(prefill));
   if (chunk != standard.chunk) add("chunk", chunk);
@@ -258,7 +270,57 @@ std::string Pruning::text() const {
   if (decode.every != 0) add("decode-every", decode.every);
   if (decode.keep) add("decode-keep", *decode.keep);
   if (decode.evict_ratio) add("decode-evict-ratio", *decode.evict_ratio);
-  return escaped;
+  return text;
+}
+
+bool LoadedPruning::is_judged_by_scorer() const {
+  return policy && policy->scorer && !policy->budget.has_amount() && pruning.decode.every == 0;
+}
+
+bool LoadedPruning::chooses_rows() const {
+  return policy && (policy->budget.has_amount() || policy->info->has_own_budget);
+}
+
+float LoadedPruning::threshold() const {
+  return static_cast<float>(policy ? policy->threshold : pruning.amount.threshold.value_or(0));
+}
+
+bool LoadedPruning::is_full_at_first() const {
+  return !prunes() ||
+         (pruning.prefill == PrefillMode::dense && policy && policy->budget.has_amount() &&
+          (!policy->budget.by_layer() || policy->info->repeats_context));
+}
+
+LoadedPruning LoadedPruning::with_amount_of(const Pruning& other) const {
+  LoadedPruning made{other, policy};
+  if (!policy) return made;
+  PolicyChoice choice = *policy;
+  const Budget budget = other.budget();
+  choice.budget.amount = budget.amount;
+  choice.budget.evict_ratio = budget.evict_ratio;
+  choice.budget.keep_tokens = budget.keep_tokens;
+  choice.budget.bytes = budget.bytes;
+  if (other.amount.threshold) choice.threshold = *other.amount.threshold;
+  made.policy = std::make_shared<const PolicyChoice>(std::move(choice));
+  return made;
+}
+
+LoadedPruning load(const Pruning& pruning, const PolicySetup& setup,
+                   const std::optional<RepeatPrompt>& repeat, const PruningUse& use,
+                   const PruningNames& names) {
+  const std::optional<PolicySpec> spec = policy_spec(pruning, use, names);
+  if (!spec || !pruning.prunes()) return {pruning, nullptr};
+  if (pruning.looks_up_threshold()) {
+    throw Error(fmt::format("{} is reached by a threshold: look_up_threshold finds it",
+                            names(PruningField::evict_ratio)));
+  }
+  PolicyChoice choice = make_policy(*spec, pruning.budget(), pruning.amount.threshold, setup);
+  if (repeat) {
+    const std::int64_t chunk = choice.repeat.chunk;  // the policy's
+    choice.repeat = *repeat;
+    choice.repeat.chunk = chunk;
+  }
+  return {pruning, std::make_shared<const PolicyChoice>(std::move(choice))};
 }
 
 std::int64_t parse_bytes(const std::string& text, const std::string& what) {
@@ -291,6 +353,15 @@ std::int64_t parse_bytes(const std::string& text, const std::string& what) {
   constexpr double most = 9.2e18;  // of 64 bits
   if (!(bytes >= 1 && bytes <= most)) fail();
   return static_cast<std::int64_t>(bytes);
+}
+
+std::string escaped_in_settings(const std::string& policy) {
+  std::string escaped;
+  for (const char c : policy) {
+    if (c == '@') escaped += '\\';
+    escaped += c;
+  }
+  return escaped;
 }
 
 std::string escaped_in_policy(const std::string& value) {

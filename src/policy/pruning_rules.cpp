@@ -140,14 +140,18 @@ void check_decode(Rules& rules, const Pruning& p) {
                 });
 }
 
+void check_judge(Rules& rules, PruneMode mode, bool has_judge) {
+  rules.require(
+      mode == PruneMode::none || has_judge, Code::missing, {Field::surrogate, Field::policy}, [&] {
+        return fmt::format("{} {} needs {} DIR or {} NAME", rules.name(Field::prune), name_of(mode),
+                           rules.name(Field::surrogate), rules.name(Field::policy));
+      });
+}
+
 void check_presence(Rules& rules, const Pruning& p, const PruningUse& use) {
   const auto name = [&](Field field) { return rules.name(field); };
   const std::vector<Field> given = budget_fields(p);
-  rules.require(
-      !p.prunes() || p.has_policy(), Code::missing, {Field::surrogate, Field::policy}, [&] {
-        return fmt::format("{} {} needs {} DIR or {} NAME", name(Field::prune),
-                           name_of(p.mode_in_force()), name(Field::surrogate), name(Field::policy));
-      });
+  check_judge(rules, p.mode_in_force(), p.has_policy());
   rules.require(p.has_policy() || !p.amount.threshold, Code::no_effect,
                 {Field::threshold, Field::policy}, [&] {
                   return fmt::format("{} has no effect without {} or {}: no pair has a score",
@@ -177,6 +181,15 @@ void check_presence(Rules& rules, const Pruning& p, const PruningUse& use) {
                 });
 }
 
+void check_one_step(Rules& rules, const Pruning& p) {
+  rules.require(p.moment != PruneMoment::question || p.prefill == PrefillMode::dense,
+                Code::conflict, {Field::prefill, Field::prune_after}, [&] {
+                  return fmt::format(
+                      "{} question runs context and question as one step: it needs {} dense",
+                      rules.name(Field::prune_after), rules.name(Field::prefill));
+                });
+}
+
 void check_question(Rules& rules, const Pruning& p, const PruningUse& use) {
   if (p.moment != PruneMoment::question) return;
   const auto name = [&](Field field) { return rules.name(field); };
@@ -201,11 +214,7 @@ void check_question(Rules& rules, const Pruning& p, const PruningUse& use) {
                 });
   rules.require(use.has_question || use.plans, Code::missing, {Field::question, Field::prune_after},
                 [&] { return fmt::format("{} needs {}", after_question, name(Field::question)); });
-  rules.require(p.prefill == PrefillMode::dense, Code::conflict,
-                {Field::prefill, Field::prune_after}, [&] {
-                  return fmt::format("{} runs context and question as one step: it needs {} dense",
-                                     after_question, name(Field::prefill));
-                });
+  check_one_step(rules, p);
 }
 
 /// The names of the policies that --layerwise is for.
@@ -367,32 +376,9 @@ std::optional<PruningFault> find_general_fault(const Pruning& p, const PruningUs
   return rules.fault();
 }
 
-std::optional<PruningFault> find_policy_fault(const Pruning& p, const PruningUse& use,
-                                              const PolicySpec& spec, const PruningNames& names) {
-  Rules rules(names);
-  check_policy_amount(rules, p, use, spec);
-  if (rules.fault() || use.plans || !p.prunes()) return rules.fault();
-  return find_fault(p, *spec.info, p.amount.has_budget(),
-                    p.amount.threshold || has_modifier(spec, "dms"), names);
-}
-
-}  // namespace
-
-std::string Pruning::policy_text(const PruningNames& names) const {
-  Rules rules(names);
-  check_layerwise(rules, *this);
-  check_surrogate(rules, *this);
-  throw_fault(rules.fault());
-  if (!has_policy()) return "";
-  std::string text = policy.empty() ? "kvzap" : policy;
-  if (layerwise) text = detail::with_argument(text, "layerwise=on");
-  if (surrogate.empty()) return text;
-  return detail::with_argument(text, "surrogate=" + escaped_in_policy(surrogate));
-}
-
-std::optional<PruningFault> find_fault(const Pruning& p, const PolicyInfo& info, bool has_budget,
-                                       bool has_threshold, const PruningNames& names) {
-  Rules rules(names);
+/// The rules between a pruning and a policy. `has_budget`, `has_threshold`: what chooses rows.
+void check_policy(Rules& rules, const Pruning& p, const PolicyInfo& info, bool has_budget,
+                  bool has_threshold) {
   const auto name = [&](Field field) { return rules.name(field); };
   const std::string policy = name(Field::policy) + " " + info.name;
   if (info.repeats_context) check_repeating(rules, p, policy);
@@ -426,24 +412,69 @@ std::optional<PruningFault> find_fault(const Pruning& p, const PolicyInfo& info,
                       name(Field::prefill), policy);
                 });
   if (p.mode == PruneMode::always) check_always(rules, p, info, has_budget, policy);
+}
+
+std::optional<PruningFault> find_policy_fault(const Pruning& p, const PruningUse& use,
+                                              const PolicySpec& spec, const PruningNames& names) {
+  Rules rules(names);
+  check_policy_amount(rules, p, use, spec);
+  if (rules.fault() || use.plans || !p.prunes()) return rules.fault();
+  // An evict ratio that looks a threshold up is no budget.
+  const bool looks_up = p.looks_up_threshold();
+  check_policy(rules, p, *spec.info, p.amount.has_budget() && !looks_up,
+               p.amount.threshold || looks_up || has_modifier(spec, "dms"));
   return rules.fault();
+}
+
+}  // namespace
+
+std::string Pruning::policy_text(const PruningNames& names) const {
+  Rules rules(names);
+  check_layerwise(rules, *this);
+  check_surrogate(rules, *this);
+  throw_fault(rules.fault());
+  if (!has_policy()) return "";
+  std::string text = policy.empty() ? "kvzap" : policy;
+  if (layerwise) text = detail::with_argument(text, "layerwise=on");
+  if (surrogate.empty()) return text;
+  return detail::with_argument(text, "surrogate=" + escaped_in_policy(surrogate));
 }
 
 std::optional<PruningFault> find_fault(const Pruning& p, const PruningUse& use,
                                        const PruningNames& names) {
   if (auto fault = find_general_fault(p, use, names)) return fault;
-  if (!p.has_policy() || p.is_judged_by_surrogate()) return {};
+  if (!p.has_policy()) return {};
   return find_policy_fault(p, use, parse_policy(p.policy_text(names)), names);
+}
+
+std::optional<PruningFault> find_fault(const LoadedPruning& loaded, bool has_scorer,
+                                       const PruningNames& names) {
+  Rules rules(names);
+  const Pruning& p = loaded.pruning;
+  check_ranges(rules, p);
+  check_decode(rules, p);
+  check_judge(rules, loaded.mode(), loaded.policy || has_scorer);
+  if (rules.fault() || !loaded.prunes()) return rules.fault();
+  check_one_step(rules, p);
+  if (!loaded.chooses_rows()) check_threshold(rules, loaded.threshold());
+  if (loaded.policy) {
+    check_policy(rules, p, *loaded.policy->info, loaded.chooses_rows(), !loaded.chooses_rows());
+  }
+  return rules.fault();
 }
 
 void check(const Pruning& p, const PruningUse& use, const PruningNames& names) {
   throw_fault(find_fault(p, use, names));
 }
 
+void check(const LoadedPruning& loaded, bool has_scorer, const PruningNames& names) {
+  throw_fault(find_fault(loaded, has_scorer, names));
+}
+
 std::optional<PolicySpec> policy_spec(const Pruning& p, const PruningUse& use,
                                       const PruningNames& names) {
   throw_fault(find_general_fault(p, use, names));
-  if (!p.has_policy() || p.is_judged_by_surrogate()) return {};
+  if (!p.has_policy()) return {};
   PolicySpec spec = parse_policy(p.policy_text(names));
   throw_fault(find_policy_fault(p, use, spec, names));
   return spec;

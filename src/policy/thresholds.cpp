@@ -183,4 +183,57 @@ std::string ThresholdTable::text() const {
   return text;
 }
 
+LookedUpThreshold look_up_threshold(const Pruning& pruning, std::optional<bool> chat_template,
+                                    const PruningNames& names) {
+  const auto name = [&](PruningField field) { return names(field); };
+  const double ratio = pruning.amount.evict_ratio.value();
+  const fs::path file = ThresholdTable::file_in(pruning.surrogate);
+  std::error_code ignored;
+  if (!fs::exists(file, ignored)) {
+    throw Error(fmt::format(
+        "{} {}: {}, the surrogate's table of thresholds, does not exist: make it with kvzap "
+        "calibrate, or give {}, or {} kvzap, which takes an evict ratio as a budget",
+        name(PruningField::evict_ratio), ratio, file.string(), name(PruningField::threshold),
+        name(PruningField::policy)));
+  }
+  const ThresholdTable table = ThresholdTable::load(file);
+  LookedUpThreshold found;
+  found.evict_ratio = ratio;
+  found.file = file.string();
+  try {
+    found.threshold = static_cast<float>(table.threshold(ratio));  // as the cache compares
+  } catch (const Error& error) {
+    throw Error(
+        fmt::format("{}: {}: {}", name(PruningField::evict_ratio), found.file, error.what()));
+  }
+  const auto differs = [&](PruningField field, std::int64_t of_table, std::int64_t of_run) {
+    if (of_table == of_run) return;
+    found.warnings.push_back(
+        fmt::format("{} was calibrated with {} {}, but {} is {}: the evicted share will differ",
+                    found.file, name(field), of_table, name(field), of_run));
+  };
+  differs(PruningField::window, table.window, pruning.window);
+  differs(PruningField::sink, table.sink, pruning.sink);
+  if (chat_template && table.chat_template != *chat_template) {
+    found.warnings.push_back(fmt::format(
+        "{} was calibrated {} the chat template, but this run is {} it: the evicted "
+        "will differ",
+        found.file, table.chat_template ? "with" : "without", *chat_template ? "with" : "without"));
+  }
+  return found;
+}
+
+std::optional<LookedUpThreshold> resolve_threshold(Pruning& pruning, const Communicator& comm,
+                                                   std::optional<bool> chat_template,
+                                                   const PruningNames& names) {
+  if (!pruning.looks_up_threshold() || !pruning.prunes()) return {};
+  LookedUpThreshold found;
+  comm.agree_on_root([&] { found = look_up_threshold(pruning, chat_template, names); });
+  comm.broadcast(&found.threshold, sizeof(found.threshold), 0);
+  found.evict_ratio = *pruning.amount.evict_ratio;
+  pruning.amount = {};
+  pruning.threshold(found.threshold);
+  return found;
+}
+
 }  // namespace kvzap

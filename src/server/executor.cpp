@@ -5,44 +5,54 @@
 
 namespace kvzap::server {
 
-Executor::Executor(Engine& engine, const Setting& standard, Settings settings, TraitsOf traits)
-    : m_engine(engine),
-      m_standard(standard),
-      m_settings(std::move(settings)),
-      m_traits(std::move(traits)) {}
+Executor::Executor(Engine& engine, TraitsOf traits)
+    : m_engine(engine), m_standard(engine.options().pruning), m_traits(std::move(traits)) {
+  m_standard.mode = engine.options().mode();
+  if (!m_traits) m_traits = [this](const Pruning& pruning) { return traits_of(pruning); };
+}
 
-void Executor::create(const PlannedSequence& create) {
-  Sequence sequence;
-  if (create.source >= 0) {
-    const Sequence& source = m_sequences.at(create.source);
-    sequence = {m_engine.fork(source.id), source.setting};
-  } else {
-    sequence = {m_engine.add_sequence(), create.setting};
-    if (!(create.setting == m_standard)) {
-      try {
-        m_engine.set_pruning(sequence.id, m_settings(create.setting));
-      } catch (...) {
-        m_engine.free_sequence(sequence.id);
-        throw;
-      }
+/// As the engine decides for a sequence (Engine::can_hold, check_more_context).
+Executor::Traits Executor::traits_of(const Pruning& pruning) const {
+  const CacheOptions& options = m_engine.options();
+  Traits traits;
+  if (!pruning.prunes() || !options.policy || options.is_judged_by_scorer()) return traits;
+  const PolicyChoice& choice = *options.policy;
+  traits.holds = false;
+  traits.goes_on = pruning.prefill == PrefillMode::sparse && !choice.info->repeats_context &&
+                   choice.info->scores_again && !choice.info->has_own_budget && !choice.rerotate;
+  return traits;
+}
+
+void Executor::create(const PlannedSequence& wanted) {
+  if (wanted.source >= 0) {
+    m_sequences[wanted.handle] = m_engine.fork(m_sequences.at(wanted.source));
+    return;
+  }
+  const SequenceId sequence = m_engine.add_sequence();
+  if (wanted.pruning && *wanted.pruning != m_standard) {
+    try {
+      m_engine.set_pruning(sequence, m_engine.options().with_amount_of(*wanted.pruning));
+    } catch (...) {
+      m_engine.free_sequence(sequence);
+      throw;
     }
   }
-  m_sequences[create.handle] = sequence;
+  m_sequences[wanted.handle] = sequence;
 }
 
 void Executor::free(int handle) {
-  m_engine.free_sequence(m_sequences.at(handle).id);
+  m_engine.free_sequence(m_sequences.at(handle));
   m_sequences.erase(handle);
 }
 
 StepRule Executor::rule_of(const PlannedSpan& span) const {
-  return m_engine.rule(m_sequences.at(span.handle).id, span.part);
+  return m_engine.rule(m_sequences.at(span.handle), span.part);
 }
 
 void Executor::step(const Plan& plan, Outcome& outcome) {
   m_batch.clear();
   for (const PlannedSpan& span : plan.spans) {
-    m_batch.add(m_sequences.at(span.handle).id, span.tokens, rule_of(span), span.output);
+    m_batch.add(m_sequences.at(span.handle), span.tokens, rule_of(span), span.output);
   }
   try {
     outcome.results = m_engine.step(m_batch);
@@ -60,10 +70,10 @@ void Executor::step(const Plan& plan, Outcome& outcome) {
     return;
   }
   for (const PlannedSpan& span : plan.spans) {
-    const Sequence& sequence = m_sequences.at(span.handle);
+    const SequenceId sequence = m_sequences.at(span.handle);
     try {
-      if (span.ends_context && span.part == StepPart::held) m_engine.judge_context(sequence.id);
-      if (span.ends_context && span.part != StepPart::held) m_engine.end_context(sequence.id);
+      if (span.ends_context && span.part == StepPart::held) m_engine.judge_context(sequence);
+      if (span.ends_context && span.part != StepPart::held) m_engine.end_context(sequence);
     } catch (const AgreedError&) {
       free(span.handle);
       outcome.lost.push_back(span.handle);
@@ -83,7 +93,7 @@ Outcome Executor::operator()(const Plan& plan) {
   Outcome outcome;
   if (!plan.reports.empty()) {
     std::vector<SequenceId> ids;
-    for (const int handle : plan.reports) ids.push_back(m_sequences.at(handle).id);
+    for (const int handle : plan.reports) ids.push_back(m_sequences.at(handle));
     outcome.reports = m_engine.reports(ids);
   }
   for (const int handle : plan.frees) free(handle);

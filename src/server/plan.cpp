@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 
 namespace kvzap::server {
@@ -11,18 +10,6 @@ namespace {
 
 // Numbers in the first broadcast, with the message's length: 8 KiB.
 constexpr std::size_t first_numbers = 1024;
-
-std::int64_t bits_of(double value) {
-  std::int64_t bits = 0;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return bits;
-}
-
-double double_of(std::int64_t bits) {
-  double value = 0;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
 
 class Reader {
  public:
@@ -51,6 +38,27 @@ void append(std::vector<std::int64_t>& message, const std::vector<int>& values) 
   message.insert(message.end(), values.begin(), values.end());
 }
 
+// Eight bytes a number.
+void append(std::vector<std::int64_t>& message, const std::string& text) {
+  message.push_back(static_cast<std::int64_t>(text.size()));
+  for (std::size_t begin = 0; begin < text.size(); begin += sizeof(std::int64_t)) {
+    std::int64_t number = 0;
+    std::memcpy(&number, text.data() + begin, std::min(sizeof(number), text.size() - begin));
+    message.push_back(number);
+  }
+}
+
+std::string read_text(Reader& reader) {
+  const std::int64_t size = reader.next();
+  std::string text;
+  while (static_cast<std::int64_t>(text.size()) < size) {
+    const std::int64_t number = reader.next();
+    const std::size_t left = static_cast<std::size_t>(size) - text.size();
+    text.append(reinterpret_cast<const char*>(&number), std::min(sizeof(number), left));
+  }
+  return text;
+}
+
 std::vector<int> read_ints(Reader& reader) {
   std::vector<int> values(reader.next_count());
   for (int& value : values) value = reader.next_int();
@@ -59,12 +67,6 @@ std::vector<int> read_ints(Reader& reader) {
 
 }  // namespace
 
-bool Setting::operator==(const Setting& other) const {
-  const bool same_threshold =
-      threshold == other.threshold || (std::isnan(threshold) && std::isnan(other.threshold));
-  return prune == other.prune && same_threshold && evict_ratio == other.evict_ratio;
-}
-
 std::vector<std::int64_t> Plan::encode() const {
   std::vector<std::int64_t> message;
   message.push_back((trims ? 1 : 0) | (sleeps ? 2 : 0) | (ends ? 4 : 0));
@@ -72,9 +74,8 @@ std::vector<std::int64_t> Plan::encode() const {
   append(message, frees);
   message.push_back(static_cast<std::int64_t>(creates.size()));
   for (const PlannedSequence& create : creates) {
-    message.insert(message.end(),
-                   {create.handle, create.source, static_cast<std::int64_t>(create.setting.prune),
-                    bits_of(create.setting.threshold), bits_of(create.setting.evict_ratio)});
+    message.insert(message.end(), {create.handle, create.source});
+    append(message, create.pruning ? create.pruning->text() : std::string());
   }
   message.push_back(static_cast<std::int64_t>(spans.size()));
   for (const PlannedSpan& span : spans) {
@@ -100,9 +101,8 @@ Plan Plan::decode(const std::vector<std::int64_t>& message) {
   for (PlannedSequence& create : plan.creates) {
     create.handle = reader.next_int();
     create.source = reader.next_int();
-    create.setting.prune = static_cast<PruneMode>(reader.next());
-    create.setting.threshold = static_cast<float>(double_of(reader.next()));
-    create.setting.evict_ratio = double_of(reader.next());
+    const std::string pruning = read_text(reader);
+    if (!pruning.empty()) create.pruning = Pruning::parse(pruning);
   }
   plan.spans.resize(reader.next_count());
   for (PlannedSpan& span : plan.spans) {

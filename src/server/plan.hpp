@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <kvzap/server/executor.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,8 +24,8 @@ struct PlannedSpan {
 /// A new sequence: an empty one or a fork.
 struct PlannedSequence {
   int handle = -1;
-  int source = -1;  // -1: an empty sequence
-  Setting setting;  // of an empty sequence
+  int source = -1;                 // -1: an empty sequence
+  std::optional<Pruning> pruning;  // of an empty sequence; absent: the engine's
 };
 
 /// One message. Rank 0 chooses the handles of sequences. The executor acts in the order of members.

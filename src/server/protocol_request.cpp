@@ -336,7 +336,7 @@ ApiRequest parse_request(std::string_view body, bool is_chat, const ServedModel&
   GenerationRequest& generation = request.generation;
   generation.sampling = sampling_of(json, model);
   generation.choices = static_cast<int>(integer_of(json, "n", 1, model.max_choices, 1));
-  generation.setting = model.setting_of(wish_of(json));
+  generation.pruning = model.pruning_of(wish_of(json));
   request.stop = stops_of(json);
   if (!request.stop.empty() && !model.tokenizer) {
     throw BadRequest("stop", "stop needs a model with a tokenizer");

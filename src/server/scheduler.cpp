@@ -83,10 +83,11 @@ std::shared_ptr<Scheduler::Ticket> Scheduler::Impl::submit(GenerationRequest req
   prompt.erase(std::remove_if(prompt.begin(), prompt.end(),
                               [](const Segment& segment) { return segment.tokens.empty(); }),
                prompt.end());
+  if (!request.pruning) request.pruning = m_executor.standard();
   check(request, m_options, m_executor.engine().config().vocab_size);
   auto job = std::make_shared<Job>();
   job->prompt_tokens = tokens_of(prompt);
-  job->key = key_of(request.setting);
+  job->key = key_of(*request.pruning);
   for (const Segment& segment : prompt) append_segment(job->key, segment);
   job->open = request.choices;
   job->request = std::move(request);

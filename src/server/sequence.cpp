@@ -1,7 +1,7 @@
 #include "server/sequence.hpp"
 
 #include <cmath>
-#include <cstring>
+#include <string>
 
 namespace kvzap::server {
 namespace {
@@ -36,12 +36,9 @@ std::int64_t kv_bytes_of(const CacheReport& report) {
   return std::llround(static_cast<double>(report.full_bytes) * (1 - report.evict_ratio()));
 }
 
-PrefixKey key_of(const Setting& setting) {
-  PrefixKey key(4);
-  key[0] = static_cast<std::int32_t>(setting.prune);
-  std::memcpy(&key[1], &setting.threshold, sizeof(float));
-  std::memcpy(&key[2], &setting.evict_ratio, sizeof(double));
-  return key;
+PrefixKey key_of(const Pruning& pruning) {
+  const std::string text = pruning.text();
+  return {text.begin(), text.end()};
 }
 
 std::int64_t key_length(const Segment& segment) {
@@ -82,7 +79,7 @@ void Sequence::rewind() {
 }
 
 bool Sequence::skip(std::int64_t length) {
-  auto place = static_cast<std::int64_t>(key_of(request().setting).size());
+  auto place = static_cast<std::int64_t>(key_of(*request().pruning).size());
   std::int64_t count = 0;
   std::size_t s = 0, from = 0;
   for (; s < request().prompt.size() && place < length; ++s) {

@@ -12,8 +12,8 @@
 
 namespace kvzap::server {
 
-/// The beginning of a key. Sequences with different settings share no key.
-PrefixKey key_of(const Setting& setting);
+/// The beginning of a key. Sequences that are pruned differently share no key.
+PrefixKey key_of(const Pruning& pruning);
 /// Number of key elements of a segment: its tokens and marks.
 std::int64_t key_length(const Segment& segment);
 void append_segment(PrefixKey& key, const Segment& segment);

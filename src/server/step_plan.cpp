@@ -23,7 +23,7 @@ StepOutput output_of(const GenerationRequest& request) {
 
 /// Whether the states of a sequence are kept for others.
 bool Scheduler::Impl::keeps_states(const Sequence& sequence) const {
-  return m_options.keeps_prefixes && m_executor.can_go_on(sequence.request().setting);
+  return m_options.keeps_prefixes && m_executor.can_go_on(*sequence.request().pruning);
 }
 
 /// Bytes that a sequence is expected to take from the pool.
@@ -31,10 +31,10 @@ std::int64_t Scheduler::Impl::bytes_to_come(const Sequence& sequence) const {
   const Engine& engine = m_executor.engine();
   const CacheOptions& options = engine.options();
   const GenerationRequest& request = sequence.request();
-  const bool prunes = request.setting.prune != PruneMode::none;
+  const bool prunes = request.pruning->prunes();
   auto rows = static_cast<double>(sequence.prompt_left());
-  if (prunes && options.prefill == PrefillMode::sparse) {
-    rows = m_keep_ratio * rows + static_cast<double>(options.chunk);
+  if (prunes && options.pruning.prefill == PrefillMode::sparse) {
+    rows = m_keep_ratio * rows + static_cast<double>(options.pruning.chunk);
   }
   rows += static_cast<double>(
       std::min(headroom_tokens,
@@ -67,7 +67,7 @@ bool Scheduler::Impl::waits_for_prefix(const Sequence& sequence) {
     const auto has_run = static_cast<std::int64_t>(other->key.size());
     const std::int64_t beyond = std::max(there, has_run);
     if (common <= beyond) return false;
-    auto place = static_cast<std::int64_t>(key_of(other->request().setting).size());
+    auto place = static_cast<std::int64_t>(key_of(*other->request().pruning).size());
     for (const Segment& segment : other->request().prompt) {
       place += key_length(segment);
       if (place > common) return false;
@@ -94,9 +94,11 @@ bool Scheduler::Impl::begin(Sequence& sequence, Plan& plan) {
     if (sequence.skip(found.length)) break;
     found = m_tree.longest(whole, found.length - 1);
   }
-  if (found.state < 0) sequence.key = key_of(sequence.request().setting);
+  if (found.state < 0) sequence.key = key_of(*sequence.request().pruning);
   sequence.handle = new_handle();
-  plan.creates.push_back({sequence.handle, found.state, sequence.request().setting});
+  std::optional<Pruning> own = sequence.request().pruning;
+  if (own == m_executor.standard()) own.reset();
+  plan.creates.push_back({sequence.handle, found.state, std::move(own)});
   const std::lock_guard<std::mutex> lock(m_mutex);
   m_counts.cached_tokens += sequence.cached;
   leave_queue(*sequence.job);
@@ -107,7 +109,7 @@ bool Scheduler::Impl::begin(Sequence& sequence, Plan& plan) {
 /// is judged.
 void Scheduler::Impl::add_answer_span(Sequence& sequence, Room& room, Plan& plan) {
   const GenerationRequest& request = sequence.request();
-  const bool judges_all = request.setting.prune == PruneMode::always;
+  const bool judges_all = request.pruning->mode == PruneMode::always;
   const auto known = static_cast<std::int64_t>(sequence.answered.size() - sequence.fed);
   std::int64_t count = 1;
   if (known > 1 && !judges_all) count = std::min(known - 1, std::max<std::int64_t>(room.rows, 1));
@@ -129,7 +131,7 @@ bool Scheduler::Impl::add_span(Sequence& sequence, Room& room, Plan& plan) {
   }
   const Engine& engine = m_executor.engine();
   const GenerationRequest& request = sequence.request();
-  const bool judges_all = request.setting.prune == PruneMode::always;
+  const bool judges_all = request.pruning->mode == PruneMode::always;
   PlannedSpan span;
   span.handle = sequence.handle;
   const Segment& segment = request.prompt[sequence.segment];
@@ -137,13 +139,13 @@ bool Scheduler::Impl::add_span(Sequence& sequence, Room& room, Plan& plan) {
   const auto offset = static_cast<std::int64_t>(sequence.offset);
   std::int64_t count = std::min(left, room.rows);
   bool is_cut = false;
-  const bool prunes = request.setting.prune != PruneMode::none;
+  const bool prunes = request.pruning->prunes();
   switch (segment.kind) {
     case Segment::Kind::context:
       span.part = StepPart::context;
-      if (prunes && engine.options().prefill == PrefillMode::sparse) {
-        count = std::min(left, engine.options().chunk);
-      } else if (!m_executor.can_hold(request.setting)) {
+      if (prunes && engine.options().pruning.prefill == PrefillMode::sparse) {
+        count = std::min(left, engine.options().pruning.chunk);
+      } else if (!m_executor.can_hold(*request.pruning)) {
         count = left;
       } else {
         span.part = StepPart::held;

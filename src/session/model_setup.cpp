@@ -5,6 +5,12 @@
 
 namespace kvzap::detail {
 
+ModelConfig ModelSetup::whole_config() const {
+  ModelConfig whole = config;
+  whole.num_hidden_layers = all_layers;
+  return whole;
+}
+
 ModelSetup deal_model(const std::string& folder, ModelConfig config, std::int64_t layers,
                       std::vector<std::vector<std::int64_t>> kept, int ranks) {
   const std::int64_t all_layers = config.num_hidden_layers;
@@ -21,25 +27,16 @@ ModelSetup deal_model(const std::string& folder, ModelConfig config, std::int64_
 
 std::shared_ptr<Surrogate> load_surrogate(const std::string& folder, const ModelSetup& setup,
                                           DType dtype, const Communicator& comm) {
-  ModelConfig whole = setup.config;
-  whole.num_hidden_layers = setup.all_layers;
-  return std::make_shared<Surrogate>(
-      Surrogate::load(folder, whole, setup.partition_of_all_layers, comm.rank(), dtype, comm));
+  return std::make_shared<Surrogate>(Surrogate::load(
+      folder, setup.whole_config(), setup.partition_of_all_layers, comm.rank(), dtype, comm));
 }
 
-CacheOptions cache_options(const Pruning& pruning) {
-  CacheOptions cache;
-  cache.prune = pruning.mode_in_force();
-  cache.prefill = pruning.prefill;
-  cache.chunk = pruning.chunk;
-  cache.threshold = static_cast<float>(pruning.amount.threshold.value_or(0));
-  cache.window = pruning.window;
-  cache.sink = pruning.sink;
-  cache.prune_after = pruning.moment;
-  cache.decode_every = pruning.decode.every;
-  cache.decode_keep = pruning.decode.keep.value_or(0);
-  cache.decode_evict_ratio = pruning.decode.evict_ratio.value_or(0);
-  return cache;
+LoadedPruning load_policy(const Pruning& pruning, const ModelSetup& setup, DType dtype,
+                          const Communicator& comm, const std::optional<RepeatPrompt>& repeat,
+                          const PruningUse& use, const PruningNames& names) {
+  const ModelConfig whole = setup.whole_config();
+  const PolicySetup policy_setup{whole, setup.partition_of_all_layers, dtype, setup.folder, comm};
+  return load(pruning, policy_setup, repeat, use, names);
 }
 
 int ring_rows(int window, std::int64_t longest) {

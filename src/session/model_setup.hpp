@@ -26,6 +26,8 @@ struct ModelSetup {
   HeadPartition partition_of_all_layers;
 
   bool is_truncated() const { return config.num_hidden_layers < all_layers; }
+  /// The config with all layers: files of policies and surrogates are for the whole model.
+  ModelConfig whole_config() const;
 };
 
 /// Deals the KV heads of the model's first `layers` layers to ranks: evenly, or balanced by the
@@ -39,8 +41,10 @@ ModelSetup deal_model(const std::string& folder, ModelConfig config, std::int64_
 std::shared_ptr<Surrogate> load_surrogate(const std::string& folder, const ModelSetup& setup,
                                           DType dtype, const Communicator& comm);
 
-/// How a pruning fills and prunes a cache, but for the policy, which is to be loaded.
-CacheOptions cache_options(const Pruning& pruning);
+/// kvzap::load for this model. Does not communicate.
+LoadedPruning load_policy(const Pruning& pruning, const ModelSetup& setup, DType dtype,
+                          const Communicator& comm, const std::optional<RepeatPrompt>& repeat = {},
+                          const PruningUse& use = {}, const PruningNames& names = plain_names());
 
 /// Rows of the ring for sequences of at most `longest` tokens: a ring much longer than a sequence
 /// would only waste memory, as no pair ever leaves either.

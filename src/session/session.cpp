@@ -19,7 +19,6 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr const char* pruning_attribute = "session_pruning";
-constexpr const char* surrogate_attribute = "session_surrogate";
 constexpr const char* surrogate_hash_attribute = "session_surrogate_hash";
 constexpr const char* template_attribute = "session_chat_template";
 constexpr const char* thinking_attribute = "session_thinking";
@@ -62,9 +61,8 @@ struct Session::Impl {
   }
 
   void set_up(const fs::path& folder);
-  void look_up_threshold();
   void with_generator();
-  std::shared_ptr<PolicyChoice> make_choice() const;
+  LoadedPruning load_pruning() const;
   void read(std::vector<TokenId> ids);
   std::string ask(const std::string& question, const AskOptions& ask_options);
   std::string generate(const std::vector<TokenId>& ids, const AskOptions& ask_options,
@@ -121,51 +119,27 @@ void Session::Impl::set_up(const fs::path& folder) {
   });
   const int threads = options.threads > 0 ? options.threads : threads_of_rank(comm);
   set_threads(threads);
-  if (pruning.looks_up_threshold() && pruning.prunes()) look_up_threshold();
+  resolve_threshold(pruning, comm, options.chat_template);
 }
 
-/// Rank 0 alone reads the table, so that no rank has another threshold while it is replaced.
-void Session::Impl::look_up_threshold() {
-  float threshold = 0;
-  comm.agree_on_root([&] {
-    const ThresholdTable table = ThresholdTable::load(ThresholdTable::file_in(pruning.surrogate));
-    threshold = static_cast<float>(table.threshold(*pruning.amount.evict_ratio));
-  });
-  comm.broadcast(&threshold, sizeof(threshold), 0);
-  pruning.amount = {};
-  pruning.amount.threshold = threshold;
-}
-
-std::shared_ptr<PolicyChoice> Session::Impl::make_choice() const {
-  const auto spec = policy_spec(pruning);
-  if (!spec || !pruning.prunes()) return nullptr;
-  if (spec->info->repeats_context || spec->info->needs_question) {
+/// What the pruning needs, checked against the model.
+LoadedPruning Session::Impl::load_pruning() const {
+  LoadedPruning loaded = detail::load_policy(pruning, *setup, options.dtype, comm);
+  const PolicyInfo* const info = loaded.policy ? loaded.policy->info : nullptr;
+  if (info && (info->repeats_context || info->needs_question)) {
     // Both depend on the prompt's form, which a session learns only when it reads.
     throw Error(fmt::format(
-        "a session cannot prune by {} yet: the policy {}", spec->info->name,
-        spec->info->repeats_context ? "has the model repeat the context" : "needs the question"));
+        "a session cannot prune by {} yet: the policy {}", info->name,
+        info->repeats_context ? "has the model repeat the context" : "needs the question"));
   }
-  const PolicySetup policy_setup{setup->config, setup->partition_of_all_layers, options.dtype,
-                                 setup->folder, comm};
-  return std::make_shared<PolicyChoice>(
-      make_policy(*spec, pruning.budget(), pruning.amount.threshold, policy_setup));
+  loaded.pruning.window = detail::ring_rows(pruning.window, setup->config.longest_context());
+  return loaded;
 }
 
 void Session::Impl::with_generator() {
-  CacheOptions cache = detail::cache_options(pruning);
-  cache.window = detail::ring_rows(cache.window, setup->config.longest_context());
-  std::shared_ptr<Scorer> scorer;
-  std::shared_ptr<PolicyChoice> choice;
-  comm.agree([&] {
-    choice = make_choice();
-    if (choice) {
-      scorer = choice->scorer;
-      cache.policy = choice;
-      if (!choice->budget.has_amount()) cache.threshold = static_cast<float>(choice->threshold);
-    } else if (pruning.prunes()) {
-      scorer = detail::load_surrogate(pruning.surrogate, *setup, options.dtype, comm);
-    }
-  });
+  CacheOptions cache;
+  comm.agree([&] { static_cast<LoadedPruning&>(cache) = load_pruning(); });
+  const auto& choice = cache.policy;
   std::vector<std::vector<TokenId>> texts;
   if (choice && choice->calibration) {
     texts = read_texts(choice->calibration->texts(), tokenizer ? &*tokenizer : nullptr,
@@ -174,7 +148,9 @@ void Session::Impl::with_generator() {
   detail::with_value_type(options.dtype, [&](auto zero) {
     using Value = decltype(zero);
     const auto model = detail::load_model<Value>(*setup, std::nullopt, comm, {});
-    comm.agree([&] { generator = Generator::create<Value>(model, scorer, cache, comm); });
+    comm.agree([&] {
+      generator = Generator::create<Value>(model, choice ? choice->scorer : nullptr, cache, comm);
+    });
     if (!texts.empty()) calibrate<Value>(model, *choice, texts, comm);
   });
 }
@@ -269,14 +245,10 @@ SnapshotInfo Session::Impl::info() const {
   info.model = fs::absolute(setup->folder).string();
   info.model_hash = hashes.model;
   info.tokenizer_hash = hashes.tokenizer;
-  // The text would make the surrogate an argument of the policy, which then judges otherwise.
   Pruning recorded = pruning.prunes() ? pruning : Pruning::none();
-  const std::string surrogate = std::exchange(recorded.surrogate, {});
-  if (!surrogate.empty() && recorded.policy.empty()) recorded.policy = "kvzap";
+  if (!recorded.surrogate.empty()) recorded.surrogate = fs::absolute(recorded.surrogate).string();
   info.further[pruning_attribute] = recorded.text();
-  info.further[surrogate_attribute] =
-      surrogate.empty() ? surrogate : fs::absolute(surrogate).string();
-  info.further[surrogate_hash_attribute] = surrogate_hash(surrogate);
+  info.further[surrogate_hash_attribute] = surrogate_hash(recorded.surrogate);
   info.further[template_attribute] = std::int64_t{options.chat_template ? 1 : 0};
   info.further[thinking_attribute] = std::int64_t{options.thinking ? 1 : 0};
   if (options.system) info.further[system_attribute] = *options.system;
@@ -354,7 +326,6 @@ Session Session::resume(const fs::path& file, const Communicator& communicator,
     const SnapshotInfo& info = reader->header().info;
     try {
       pruning = Pruning::parse(attribute<std::string>(info, pruning_attribute));
-      pruning.surrogate = attribute<std::string>(info, surrogate_attribute);
       options.chat_template = attribute<std::int64_t>(info, template_attribute) != 0;
       options.thinking = attribute<std::int64_t>(info, thinking_attribute) != 0;
       options.system.reset();

@@ -218,9 +218,9 @@ ScoredTexts score_texts(const std::shared_ptr<const Model<Value>>& model,
   }
   // Pairs are evicted as they leave the ring: at most one layer's pairs exist at a time.
   CacheOptions options;
-  options.prune = PruneMode::prefill;
-  options.window = 1;
-  options.threshold = std::numeric_limits<float>::infinity();
+  options.pruning.mode = PruneMode::prefill;
+  options.pruning.window = 1;
+  options.pruning.threshold(std::numeric_limits<double>::infinity());
   const auto engine = Engine::create<Value>(model, scorer, options, comm);
   JudgedScores observer(judged);
   engine->set_observer(&observer);

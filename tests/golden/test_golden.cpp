@@ -223,9 +223,10 @@ TEST_P(Golden, EveryRun) {
           // kvzap-KIND.tauT.wW.MODE
           const auto tau = run.find(".tau"), window = run.find(".w"), mode = run.rfind('.');
           kind = run.substr(0, tau);
-          options.threshold = std::stof(run.substr(tau + 4, window - tau - 4));
-          options.window = std::stoi(run.substr(window + 2, mode - window - 2));
-          options.prune = run.substr(mode + 1) == "decode" ? PruneMode::always : PruneMode::prefill;
+          options.pruning.amount.threshold = std::stof(run.substr(tau + 4, window - tau - 4));
+          options.pruning.window = std::stoi(run.substr(window + 2, mode - window - 2));
+          options.pruning.mode =
+              run.substr(mode + 1) == "decode" ? PruneMode::always : PruneMode::prefill;
           auto& loaded = surrogates[kind];
           if (!loaded) {
             loaded = std::make_shared<Surrogate>(Surrogate::load(
@@ -256,7 +257,7 @@ TEST_P(Golden, EveryRun) {
           }
           different = compare_evicted(*generator, config, partition, comm,
                                       tensor<std::uint8_t>(file, run + ".evicted_after_prefill"),
-                                      n_context, recorder, options.threshold, what);
+                                      n_context, recorder, options.threshold(), what);
           if (different == 0) {
             EXPECT_NEAR(generator->report().evict_ratio(),
                         content["evict_ratio_after_prefill"].get<double>(), 1e-12)
@@ -285,9 +286,10 @@ TEST_P(Golden, EveryRun) {
           const std::int64_t tokens =
               tensor<std::uint8_t>(file, run + ".evicted_at_end").size() / (layers * heads);
           if (answer.cache.tokens == tokens) {
-            different += compare_evicted(*generator, config, partition, comm,
-                                         tensor<std::uint8_t>(file, run + ".evicted_at_end"),
-                                         tokens, recorder, options.threshold, what + " at the end");
+            different +=
+                compare_evicted(*generator, config, partition, comm,
+                                tensor<std::uint8_t>(file, run + ".evicted_at_end"), tokens,
+                                recorder, options.threshold(), what + " at the end");
           }
         }
         bool tied = false;

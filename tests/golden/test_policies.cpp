@@ -372,18 +372,19 @@ CacheOptions cache_options(const PolicyRun& run, const Variant& variant,
                            std::shared_ptr<const PolicyChoice> choice) {
   CacheOptions options;
   options.page_rows = variant.page_rows;
-  options.prune = PruneMode::prefill;
-  options.window = variant.window;
+  options.pruning.mode = PruneMode::prefill;
+  options.pruning.window = variant.window;
   if (run.has_threshold()) {
-    options.threshold = static_cast<float>(run.number());
-    options.window = run.entry["window"];
-    if (run.entry["prune"] == "always") options.prune = PruneMode::always;
+    options.pruning.amount.threshold = run.number();
+    options.pruning.window = run.entry["window"];
+    if (run.entry["prune"] == "always") options.pruning.mode = PruneMode::always;
   }
   options.policy = std::move(choice);
-  options.prune_after = run.after_question() ? PruneMoment::question : PruneMoment::context;
-  options.decode_every = run.entry.value("decode_every", std::int64_t{0});
-  options.decode_keep = run.entry.value("decode_keep", std::int64_t{0});
-  options.decode_evict_ratio = run.entry.value("decode_evict_ratio", 0.0);
+  options.pruning.moment = run.after_question() ? PruneMoment::question : PruneMoment::context;
+  Pruning::DecodeCuts& cuts = options.pruning.decode;
+  cuts.every = run.entry.value("decode_every", std::int64_t{0});
+  if (run.entry.contains("decode_keep")) cuts.keep = run.entry["decode_keep"];
+  if (run.entry.contains("decode_evict_ratio")) cuts.evict_ratio = run.entry["decode_evict_ratio"];
   return options;
 }
 

@@ -147,7 +147,7 @@ TEST_F(GoldenRopeLogits, OfTextsThatGrowBeyondTheOriginalLength) {
         Model<float>::load(rope_dir / "model", config, partition, comm.rank()));
     CacheOptions options;
     options.page_rows = 8;
-    options.window = 4;
+    options.pruning.window = 4;
     const auto engine = Engine::create<float>(model, nullptr, options, comm);
     const auto walkers = [&] {
       std::vector<Walker> made;

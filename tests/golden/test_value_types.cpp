@@ -49,9 +49,9 @@ std::vector<std::vector<TokenId>> answers(const std::vector<EvalPrompt>& prompts
   const auto model = std::make_shared<const Model<Value>>(
       Model<Value>::load(folder, config, partition, comm.rank()));
   CacheOptions options;
-  options.prune = pruned ? PruneMode::prefill : PruneMode::none;
-  options.threshold = -4.3f;
-  options.window = 32;
+  options.pruning.mode = pruned ? PruneMode::prefill : PruneMode::none;
+  options.pruning.amount.threshold = -4.3f;
+  options.pruning.window = 32;
   std::vector<std::vector<TokenId>> all;
   std::shared_ptr<Surrogate> surrogate;
   if (pruned) {

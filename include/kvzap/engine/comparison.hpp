@@ -19,7 +19,7 @@ enum class PrefillShare {
   none      // nothing: each setting has its own prefill
 };
 /// Returns the part that a setting shares. A full cache shares the context's prefill.
-PrefillShare prefill_share(const PruneSetting& setting);
+PrefillShare prefill_share(const LoadedPruning& setting);
 
 /// The answers under one setting.
 struct SettingAnswer {
@@ -71,11 +71,11 @@ struct ComparisonOptions {
 /// Every rank must make the same calls in the same order.
 class Comparison {
  public:
-  /// `engine` must not prune by itself (CacheOptions::prune is none). Its window, sink and chunk
-  /// apply to every setting. `batch`: largest number of sequences that generate together; 0: no
-  /// limit. Policies that learn from texts must have been calibrated. Throws Error that names the
-  /// setting if an engine with this setting alone would refuse it.
-  Comparison(std::unique_ptr<Engine> engine, std::vector<PruneSetting> settings,
+  /// `engine` must not prune by itself. Settings that prune have its window. `batch`: largest
+  /// number of sequences that generate together; 0: no limit. Policies that learn from texts must
+  /// have been calibrated. Throws Error that names the setting if an engine with this setting alone
+  /// would refuse it.
+  Comparison(std::unique_ptr<Engine> engine, std::vector<LoadedPruning> settings,
              std::int64_t batch = 0);
   ~Comparison();
 
@@ -91,7 +91,7 @@ class Comparison {
                                     const ComparisonOptions& options,
                                     const ProgressCallback& progress = {});
 
-  const std::vector<PruneSetting>& settings() const;
+  const std::vector<LoadedPruning>& settings() const;
   Engine& engine();
 
  private:

@@ -5,7 +5,7 @@
 #include <kvzap/core/communicator.hpp>
 #include <kvzap/core/head_partition.hpp>
 #include <kvzap/engine/decoder.hpp>
-#include <kvzap/engine/policies.hpp>
+#include <kvzap/engine/pruning.hpp>
 #include <kvzap/engine/scorer.hpp>
 #include <kvzap/engine/snapshot.hpp>
 #include <kvzap/engine/step_batch.hpp>
@@ -16,65 +16,14 @@
 
 namespace kvzap {
 
-/// Which pairs are judged.
-enum class PruneMode {
-  none,     // full cache
-  prefill,  // those of the context, once, all but its last `window`
-  always    // also those of questions and generated tokens, as they leave the window
-};
-
-/// When a policy with a budget chooses.
-enum class PruneMoment {
-  context,
-  question
-};  // after the context, or after context and question together (query-aware)
-
-/// How the context is processed.
-enum class PrefillMode {
-  dense,  // one step: every token attends to the whole context before it, then pairs are judged
-  sparse  // in chunks: a chunk attends to what earlier chunks left in the cache, and to itself
-};
-
-/// As the program's option --prune has it.
-std::string_view name_of(PruneMode mode);
-/// As the program's option --prefill has it.
-std::string_view name_of(PrefillMode mode);
-
-/// How the cache of a generator is filled and pruned.
-struct CacheOptions {
-  PruneMode prune = PruneMode::none;
-  PrefillMode prefill = PrefillMode::dense;
-  /// Tokens of a chunk in sparse prefill.
-  std::int64_t chunk = 2048;
-  /// Log score below which a pair is evicted.
-  float threshold = 0;
-  /// Most recent tokens that are always kept.
-  int window = 128;
-  /// First positions that are always kept.
-  std::int64_t sink = 0;
+/// How an engine fills and prunes its cache. The pruning is that of all sequences without one of
+/// their own (Engine::set_pruning). Its window is that of every sequence that is pruned.
+struct CacheOptions : LoadedPruning {
   /// Hand unused pool memory back to the system after the context and after each answer.
   bool trim = true;
   int page_rows = 64;
-  /// Bytes that rings and pages of this rank may take at most; 0: as many as there are.
+  /// Most bytes that rings and pages of this rank may take; 0: no limit.
   std::size_t kv_limit = 0;
-  /// The policy that scores; empty (make == nullptr): the Scorer alone, with `threshold`.
-  std::shared_ptr<const PolicyChoice> policy;
-  PruneMoment prune_after = PruneMoment::context;
-  /// Every so many steps after the context the cache is cut again, to decode_keep rows per head or,
-  /// if that is 0, to 1 - decode_evict_ratio of the tokens so far; 0: never.
-  std::int64_t decode_every = 0;
-  std::int64_t decode_keep = 0;
-  double decode_evict_ratio = 0;
-};
-
-/// How one sequence is pruned: what CacheOptions says of all sequences of an engine.
-struct PruneSetting {
-  /// Null: the full cache.
-  std::shared_ptr<const PolicyChoice> policy;
-  /// prefill, or always for policies that judge new tokens by themselves with a threshold.
-  PruneMode prune = PruneMode::prefill;
-  PruneMoment prune_after = PruneMoment::context;
-  PrefillMode prefill = PrefillMode::dense;
 };
 
 /// What a policy makes of the rows of a context that it does not prune.
@@ -121,8 +70,9 @@ class Engine {
     virtual ~Checkpoint() = default;
   };
 
-  /// `scorer` (as a rule a Surrogate) is needed unless options.prune is none. Weights and cache are
-  /// of type Value. Does not communicate. Throws Error if an option is out of range.
+  /// `scorer` (usually a Surrogate) judges pairs; without one every pruning needs a policy. Weights
+  /// and cache are of type Value. Does not communicate. Throws Error as check does, and if an
+  /// option is out of range.
   template <class Value>
   static std::unique_ptr<Engine> create(std::shared_ptr<const Model<Value>> model,
                                         std::shared_ptr<Scorer> scorer, const CacheOptions& options,
@@ -137,7 +87,7 @@ class Engine {
   /// Scores and judges by the options, or does neither.
   StepRule rule(bool judges) const;
   /// What the options have done to such tokens. `question`: see StepRule.
-  StepRule rule(StepPart part, std::int64_t question = 0) const;
+  virtual StepRule rule(StepPart part, std::int64_t question = 0) const = 0;
   /// The same for a sequence that may have a setting of its own.
   virtual StepRule rule(SequenceId sequence, StepPart part, std::int64_t question = 0) const = 0;
 
@@ -176,12 +126,14 @@ class Engine {
   /// to be freed.
   virtual void judge_context(SequenceId sequence) = 0;
 
-  /// Throws Error for a setting that the engine could not have as its options.
-  virtual void check(const PruneSetting& setting) const = 0;
-  /// An empty sequence is pruned by `setting`, not by the engine's options (of which window, sink
-  /// and decode_every hold for it too); forks of it likewise. Its spans need its own rule.
-  /// Collective. Throws Error, on every rank, as check does or for want of memory.
-  virtual void set_pruning(SequenceId sequence, const PruneSetting& setting) = 0;
+  /// Throws Error for a pruning that the engine cannot carry out: PruningError as kvzap::check
+  /// does, and Error for a window other than the engine's, or a policy that the model's RoPE
+  /// excludes.
+  virtual void check(const LoadedPruning& pruning) const = 0;
+  /// Prunes an empty sequence, and forks of it, by `pruning` in place of the engine's own. Its
+  /// spans need the rule of this sequence. Collective. Throws, on every rank, Error as check does,
+  /// AgreedOutOfMemory.
+  virtual void set_pruning(SequenceId sequence, const LoadedPruning& pruning) = 0;
 
   /// What `read` has found.
   struct Reading {
@@ -202,12 +154,12 @@ class Engine {
                        std::int64_t question,
                        const std::vector<std::shared_ptr<const PolicyChoice>>& policies,
                        StepOutput output, const ProgressCallback& progress = {}) = 0;
-  /// A fork of a sequence that holds all rows of a context, as `read` leaves it, as it would be had
-  /// `setting` pruned it: its rows, positions, and what becomes of tokens that follow. `scores` are
-  /// those that `read` has given for its policy (unused without one), of all rows. Only dense
-  /// prefill can be made up for, in an engine without decode_every. Collective. Throws, on every
-  /// rank, Error as check does, AgreedOutOfMemory; there is no new sequence then.
-  virtual SequenceId prune(SequenceId source, const PruneSetting& setting,
+  /// Returns a fork of a sequence, pruned as `pruning` says: the fork has the rows and positions,
+  /// and treats later tokens, as if it had been pruned in its own prefill. `source` holds all rows
+  /// of a context, as `read` leaves it; `scores` are those that `read` has returned for the policy
+  /// (unused without one). `pruning` needs dense prefill and no decode cuts. Collective. Throws, on
+  /// every rank, Error as check does, AgreedOutOfMemory; there is no new sequence then.
+  virtual SequenceId prune(SequenceId source, const LoadedPruning& pruning,
                            const ContextScores* scores) = 0;
 
   /// Hands unused pool memory back to the system; returns this rank's bytes.

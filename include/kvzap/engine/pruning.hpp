@@ -3,8 +3,8 @@
 
 #include <cstdint>
 #include <functional>
-#include <kvzap/engine/engine.hpp>
 #include <kvzap/engine/policies.hpp>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -12,8 +12,31 @@
 
 namespace kvzap {
 
+/// Which pairs are judged.
+enum class PruneMode {
+  none,     // full cache
+  prefill,  // those of the context, once, all but its last `window`
+  always    // also those of questions and generated tokens, as they leave the window
+};
+
+/// When a policy with a budget chooses.
+enum class PruneMoment {
+  context,  // after the context
+  question  // after context and question together (query-aware)
+};
+
+/// How the context is processed.
+enum class PrefillMode {
+  dense,  // one step: every token attends to the whole context before it, then pairs are judged
+  sparse  // in chunks: a chunk attends to the rows that earlier chunks left, and to itself
+};
+
+/// "none", "prefill" or "always".
+std::string_view name_of(PruneMode mode);
 /// "context" or "question".
 std::string_view name_of(PruneMoment moment);
+/// "dense" or "sparse".
+std::string_view name_of(PrefillMode mode);
 
 /// A part of a Pruning, for errors. The order is that of the text form.
 enum class PruningField {
@@ -122,11 +145,11 @@ struct Pruning {
   /// KVzap (arXiv 2601.07891) with the surrogate in this folder.
   static Pruning kvzap(std::string surrogate);
   /// Reads the text that --policy, decks and `kvzap eval` share: a policy, followed by settings,
-  /// each behind an at sign: threshold, evict-ratio, keep-tokens, kv-budget, prune, prune-after,
-  /// prefill, chunk, window, sink, decode-every, decode-keep, decode-evict-ratio, layerwise. "none"
-  /// is the full cache. A backslash before an at sign makes it part of the policy. Throws Error for
-  /// an unknown key (with the nearest one), a key given twice, and values out of their type. Fields
-  /// that the text does not name are those of `base`.
+  /// each behind an at sign: surrogate, threshold, evict-ratio, keep-tokens, kv-budget, prune,
+  /// prune-after, prefill, chunk, window, sink, decode-every, decode-keep, decode-evict-ratio,
+  /// layerwise. "none" is the full cache. A backslash before an at sign makes it part of the
+  /// policy. Throws Error for an unknown key (with the nearest one), a key given twice, and values
+  /// out of their type. Fields that the text does not name are those of `base`.
   static Pruning parse(const std::string& text, Pruning base = none());
 
   Pruning& threshold(double log_score);
@@ -148,15 +171,40 @@ struct Pruning {
   /// Whether the evict ratio stands for the threshold that `kvzap calibrate` has stored beside the
   /// surrogate (ThresholdTable): with a surrogate and no policy.
   bool looks_up_threshold() const;
-  /// Whether the surrogate alone scores and a threshold judges: no policy is made.
-  bool is_judged_by_surrogate() const;
   /// The amount as a budget; without one, Budget::Amount::none.
   Budget budget() const;
   /// The policy as parse_policy takes it, with the surrogate and layerwise put in; empty without a
   /// policy. Throws PruningError if these do not go together.
   std::string policy_text(const PruningNames& names = plain_names()) const;
-  /// The text that parse reads, without what is at its default. "none" for the full cache.
+  /// The text that parse reads back as an equal value. Leaves out defaults; "none" if all are.
   std::string text() const;
+};
+
+/// A Pruning whose policy is loaded: ready to run. `pruning.policy` need not name the policy, so
+/// that a program can bring one of its own.
+struct LoadedPruning {
+  Pruning pruning;
+  /// Null: the full cache, or the engine's scorer judges by pruning.amount.threshold.
+  std::shared_ptr<const PolicyChoice> policy;
+
+  /// The mode in force: without a mode, prefill with a policy and none without.
+  PruneMode mode() const {
+    return pruning.mode.value_or(policy ? PruneMode::prefill : pruning.mode_in_force());
+  }
+  bool prunes() const { return mode() != PruneMode::none; }
+  /// Whether policy->scorer and a threshold do all that the policy would. An engine with this
+  /// scorer then needs no policy.
+  bool is_judged_by_scorer() const;
+  /// Whether a budget or the policy itself chooses rows. Otherwise a threshold judges them.
+  bool chooses_rows() const;
+  /// Log score below which a pair is evicted, as the cache compares it.
+  float threshold() const;
+  /// Whether the whole cache exists before a row is evicted: nothing is evicted at all, or the
+  /// choice waits for all layers, or the model repeats the context first.
+  bool is_full_at_first() const;
+  /// The same policy with the amount of `other`, which names the same policy. The policy's files
+  /// are shared.
+  LoadedPruning with_amount_of(const Pruning& other) const;
 };
 
 /// What a Pruning is wanted for.
@@ -171,18 +219,26 @@ struct PruningUse {
 /// breaks. Throws Error where parse_policy does. Does not communicate.
 std::optional<PruningFault> find_fault(const Pruning& pruning, const PruningUse& use = {},
                                        const PruningNames& names = plain_names());
-/// The rules between a Pruning and a policy that is at hand, whatever its name in the registry.
-/// `has_budget`, `has_threshold`: what the policy's choice is made by.
-std::optional<PruningFault> find_fault(const Pruning& pruning, const PolicyInfo& info,
-                                       bool has_budget, bool has_threshold,
+/// The same rules for a policy that is at hand, whatever its name in the registry. `has_scorer`:
+/// whether the engine has a scorer, which can judge in place of a policy.
+std::optional<PruningFault> find_fault(const LoadedPruning& pruning, bool has_scorer,
                                        const PruningNames& names = plain_names());
 /// Throws PruningError for the first rule that is broken.
 void check(const Pruning& pruning, const PruningUse& use = {},
            const PruningNames& names = plain_names());
+void check(const LoadedPruning& pruning, bool has_scorer,
+           const PruningNames& names = plain_names());
 /// The policy that is to be made for the pruning, checked against all rules; none for the full
-/// cache and where the surrogate alone scores. Throws as check does.
+/// cache. Throws as check does.
 std::optional<PolicySpec> policy_spec(const Pruning& pruning, const PruningUse& use = {},
                                       const PruningNames& names = plain_names());
+/// Makes the policy that the pruning names, with its amount; the full cache has none. `repeat`:
+/// how a policy with PolicyInfo::repeats_context asks the model to repeat the context. Throws
+/// PruningError as check does, Error as make_policy does and for a pruning that still
+/// looks_up_threshold. Does not communicate.
+LoadedPruning load(const Pruning& pruning, const PolicySetup& setup,
+                   const std::optional<RepeatPrompt>& repeat = {}, const PruningUse& use = {},
+                   const PruningNames& names = plain_names());
 /// What a budget's counts are made of.
 Budget::Model budget_model(const ModelConfig& config, DType dtype);
 /// Throws Error, naming the least possible, if the budget is too small for `tokens` tokens.
@@ -192,7 +248,10 @@ void check_budget(const Budget& budget, const ModelConfig& config, DType dtype,
 /// Bytes of "512M", "1.5GiB", "2 GB" or "4096": k, M, G, T and P are powers of 1000, Ki, Mi, … of
 /// 1024, a B may follow. Throws Error naming `what` for anything else and for less than 1 byte.
 std::int64_t parse_bytes(const std::string& text, const std::string& what);
-/// The value of a policy's parameter as parse_policy takes it: , and + behind a backslash.
+/// The policy as Pruning::parse takes it: with a backslash before each @.
+std::string escaped_in_settings(const std::string& policy);
+/// The value of a policy's parameter as parse_policy takes it: with a backslash before each , and
+/// +.
 std::string escaped_in_policy(const std::string& value);
 
 }  // namespace kvzap

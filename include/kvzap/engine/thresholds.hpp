@@ -4,7 +4,10 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <kvzap/core/communicator.hpp>
 #include <kvzap/core/types.hpp>
+#include <kvzap/engine/pruning.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -45,5 +48,27 @@ struct ThresholdTable {
   /// Returns a readable table: a heading and one line for each row.
   std::string text() const;
 };
+
+/// A threshold from a table.
+struct LookedUpThreshold {
+  double evict_ratio = 0;  // that was asked for
+  double threshold = 0;
+  std::string file;
+  /// On rank 0: one line for each setting in which the table was made otherwise.
+  std::vector<std::string> warnings;
+};
+
+/// Finds the threshold for the evict ratio of a pruning that looks_up_threshold. `chat_template`:
+/// whether prompts are wrapped in one; absent: not known. Reads a file; does not communicate.
+/// Throws Error for a ratio outside the table, and if there is no table.
+LookedUpThreshold look_up_threshold(const Pruning& pruning, std::optional<bool> chat_template = {},
+                                    const PruningNames& names = plain_names());
+/// Replaces the evict ratio of a pruning that looks_up_threshold by its threshold; returns nothing
+/// and changes nothing for another pruning. Rank 0 alone reads the table, so that all ranks have
+/// the same threshold while somebody replaces the file. Collective. Throws AgreedError where
+/// look_up_threshold throws.
+std::optional<LookedUpThreshold> resolve_threshold(Pruning& pruning, const Communicator& comm,
+                                                   std::optional<bool> chat_template = {},
+                                                   const PruningNames& names = plain_names());
 
 }  // namespace kvzap

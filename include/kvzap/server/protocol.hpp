@@ -28,6 +28,11 @@ struct PruneWish {
   std::optional<PruneMode> prune;
 };
 
+/// Returns the pruning of a request on a server that prunes by `standard`. A wish for the server's
+/// own values returns the server's own pruning, so that such requests share kept prompts. Throws
+/// BadRequest if the server cannot prune that way.
+Pruning request_pruning(const PruneWish& wish, const LoadedPruning& standard);
+
 /// The model as the protocol sees it, and the values of fields that a request leaves out.
 struct ServedModel {
   std::string name;
@@ -42,8 +47,8 @@ struct ServedModel {
   /// Tokens of prompt and answer together; 0: no limit.
   std::int64_t max_tokens = 0;
   std::int64_t max_choices = 16;
-  /// Returns the setting for a wish. Throws BadRequest if the server cannot prune that way.
-  std::function<Setting(const PruneWish&)> setting_of;
+  /// See request_pruning.
+  std::function<Pruning(const PruneWish&)> pruning_of;
 };
 
 /// A request to /v1/chat/completions or /v1/completions.

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <kvzap/engine/sampler.hpp>
 #include <kvzap/server/executor.hpp>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -42,7 +43,8 @@ struct GenerationRequest {
   /// Number of likeliest tokens whose log probabilities are reported beside each token's own.
   /// Negative: no log probabilities.
   int top_logprobs = -1;
-  Setting setting;
+  /// Names the engine's policy, with an amount and a mode of its own. Absent: the engine's pruning.
+  std::optional<Pruning> pruning;
 };
 
 /// Natural logarithms of probabilities, before temperature, penalties and filters.

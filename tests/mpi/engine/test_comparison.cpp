@@ -149,10 +149,10 @@ class Comparisons : public ::testing::Test {
         model(std::make_shared<const Model<float>>(
             Model<float>::load("", config, partition, comm.rank(), 3))),
         files(comm) {
-    options.window = 8;
+    options.pruning.window = 8;
     options.page_rows = 4;
-    options.chunk = 37;
-    options.sink = 2;
+    options.pruning.chunk = 37;
+    options.pruning.sink = 2;
   }
 
   std::shared_ptr<const PolicyChoice> choice(const std::string& text,
@@ -175,16 +175,16 @@ class Comparisons : public ::testing::Test {
   void add(const std::string& text, std::optional<double> evict_ratio,
            std::optional<double> threshold = {}, PruneMode prune = PruneMode::prefill,
            PrefillMode prefill = PrefillMode::dense) {
-    PruneSetting setting;
+    LoadedPruning setting = options;
     setting.policy = choice(text, evict_ratio, threshold);
-    setting.prune = prune;
-    setting.prefill = prefill;
-    if (setting.policy->info->needs_question) setting.prune_after = PruneMoment::question;
+    setting.pruning.mode = prune;
+    setting.pruning.prefill = prefill;
+    if (setting.policy->info->needs_question) setting.pruning.moment = PruneMoment::question;
     settings.push_back(setting);
   }
   void add_question(const std::string& text, double evict_ratio) {
     add(text, evict_ratio);
-    settings.back().prune_after = PruneMoment::question;
+    settings.back().pruning.moment = PruneMoment::question;
   }
 
   /// A setting of each kind; with `stride`, every so many of them. (Ranks that wait for one another
@@ -219,7 +219,7 @@ class Comparisons : public ::testing::Test {
     add("snapkv", 0.5, {}, PruneMode::prefill, PrefillMode::sparse);
     add(files.text("kvzap"), {}, 0, PruneMode::always, PrefillMode::sparse);
     add("knorm+global", 0.5, {}, PruneMode::prefill, PrefillMode::sparse);
-    std::vector<PruneSetting> some;
+    std::vector<LoadedPruning> some;
     for (std::size_t s = 0; s < settings.size(); s += stride) some.push_back(settings[s]);
     settings = some;
   }
@@ -229,13 +229,9 @@ class Comparisons : public ::testing::Test {
     plain.kv_limit = kv_limit;
     return Engine::create<float>(model, nullptr, plain, comm);
   }
-  std::unique_ptr<Generator> generator(const PruneSetting& setting) const {
+  std::unique_ptr<Generator> generator(const LoadedPruning& setting) const {
     CacheOptions with = options;
-    with.policy = setting.policy;
-    with.prune = setting.policy ? setting.prune : PruneMode::none;
-    with.prune_after = setting.prune_after;
-    with.prefill = setting.prefill;
-    if (setting.policy) with.threshold = static_cast<float>(setting.policy->threshold);
+    static_cast<LoadedPruning&>(with) = setting;
     return Generator::create<float>(model, setting.policy ? setting.policy->scorer : nullptr, with,
                                     comm);
   }
@@ -250,17 +246,18 @@ class Comparisons : public ::testing::Test {
     }
     return rows;
   }
-  static std::string label(const PruneSetting& setting) {
+  static std::string label(const LoadedPruning& setting) {
     if (!setting.policy) return "none";
     return setting.policy->name + " " + setting.policy->budget.text() + " " +
-           std::string(name_of(setting.prune)) + " " + std::string(name_of(setting.prefill)) +
-           (setting.prune_after == PruneMoment::question ? " question" : "");
+           std::string(name_of(setting.mode())) + " " +
+           std::string(name_of(setting.pruning.prefill)) +
+           (setting.pruning.moment == PruneMoment::question ? " question" : "");
   }
 
   /// What generators of their own say, with the default options of `options`.
   std::vector<Answer> expected(const ComparisonOptions& how, const std::vector<TokenId>& text) {
     std::vector<Answer> answers;
-    for (const PruneSetting& setting : settings) {
+    for (const LoadedPruning& setting : settings) {
       const auto run = generator(setting);
       run->prefill(context, false);
       AnswerOptions one;
@@ -292,7 +289,7 @@ class Comparisons : public ::testing::Test {
   std::shared_ptr<const Model<float>> model;
   PolicyFiles files;
   CacheOptions options;
-  std::vector<PruneSetting> settings;
+  std::vector<LoadedPruning> settings;
   std::vector<TokenId> context = compared_tokens(130, 0);
   std::vector<TokenId> question = compared_tokens(9, 1);
   ComparisonOptions how;
@@ -305,8 +302,8 @@ TEST_F(Comparisons, PruneTheSameRows) {
   for (const PrefillShare share : {PrefillShare::context, PrefillShare::whole}) {
     const bool is_whole = share == PrefillShare::whole;
     std::vector<std::shared_ptr<const PolicyChoice>> shared;
-    std::vector<PruneSetting> members;
-    for (const PruneSetting& setting : settings) {
+    std::vector<LoadedPruning> members;
+    for (const LoadedPruning& setting : settings) {
       if (!setting.policy || prefill_share(setting) != share) continue;
       members.push_back(setting);
       shared.push_back(setting.policy);
@@ -351,7 +348,7 @@ TEST_F(Comparisons, SequencesHaveSettingsOfTheirOwn) {
   const auto engine = Engine::create<float>(model, scorer, options, comm);
   StepBatch step;
   std::vector<SequenceId> sequences;
-  for (const PruneSetting& setting : settings) {
+  for (const LoadedPruning& setting : settings) {
     sequences.push_back(engine->add_sequence());
     engine->set_pruning(sequences.back(), setting);
     step.add(sequences.back(), context, engine->rule(sequences.back(), StepPart::context),
@@ -424,17 +421,17 @@ TEST_F(Comparisons, AnswerAboutShortContexts) {
   const auto all_stays = std::make_shared<PolicyChoice>(*choice("keydiff+rerotate", 0.5));
   all_stays->budget.amount = Budget::Amount::keep_tokens;
   all_stays->budget.keep_tokens = 20;
-  settings.emplace_back();
+  settings.push_back(options);
   settings.back().policy = all_stays;
   settings.push_back(settings.back());
-  settings.back().prefill = PrefillMode::sparse;
+  settings.back().pruning.prefill = PrefillMode::sparse;
   add_question("tova", 0.5);
   for (const PruneMode prune : {PruneMode::prefill, PruneMode::always}) {
     add(files.text("kvzap"), {}, -0.5, prune);
     add("knorm+dms", {}, -0.55, prune);
   }
   how.max_new_tokens = 4;
-  options.chunk = 5;
+  options.pruning.chunk = 5;
   for (const int tokens : {1, 8, 9, 17}) {
     SCOPED_TRACE(tokens);
     context = compared_tokens(tokens, 0);
@@ -483,9 +480,9 @@ TEST_F(Comparisons, CountScoresThatAreNoNumbers) {
     odd->budget.evict_ratio = ratio.value_or(0);
     odd->budget.pool = pool;
     odd->threshold = 50;
-    settings.emplace_back();
+    settings.push_back(options);
     settings.back().policy = odd;
-    settings.back().prune = prune;
+    settings.back().pruning.mode = prune;
   };
   for (const auto pool : {Budget::Pool::head, Budget::Pool::layer, Budget::Pool::model}) {
     for (const double ratio : {0.3, 0.9}) add_odd(ratio, pool, PruneMode::prefill);
@@ -495,7 +492,7 @@ TEST_F(Comparisons, CountScoresThatAreNoNumbers) {
   how.max_new_tokens = 12;
   for (const std::int64_t sink : {0, 9}) {
     SCOPED_TRACE(sink);
-    options.sink = sink;
+    options.pruning.sink = sink;
     Comparison comparison(plain_engine(), settings);
     comparison.prefill(context);
     const auto answers = comparison.answer(question, how);
@@ -707,13 +704,14 @@ TEST_F(Comparisons, NeedScoresOfAllRows) {
   EXPECT_THROW(engine->prune(sequence, settings[0], &few), Error);
   engine->step(StepBatch(sequence, question, StepRule(), StepOutput::none));
   EXPECT_THROW(engine->prune(sequence, settings[0], reading.scores[0].get()), Error);
-  // Nor could later cuts go by what they need.
-  options.decode_every = 4;
-  const auto cutting = plain_engine();
-  const SequenceId other = cutting->add_sequence();
-  const auto read = cutting->read(other, context, 0, {settings[0].policy}, StepOutput::none);
-  EXPECT_THROW(cutting->prune(other, settings[0], read.scores[0].get()), Error);
-  options.decode_every = 0;
+  // A reading does not leave what later cuts need.
+  const SequenceId other = engine->add_sequence();
+  const auto read = engine->read(other, context, 0, {settings[0].policy}, StepOutput::none);
+  LoadedPruning cutting = settings[0];
+  cutting.pruning.decode.every = 4;
+  cutting.pruning.decode.keep = 20;
+  EXPECT_THROW(engine->prune(other, cutting, read.scores[0].get()), Error);
+  EXPECT_NO_THROW(engine->prune(other, settings[0], read.scores[0].get()));
   // Where frequencies depend on the length, no policy turns by them.
   ModelConfig grows = config;
   grows.rope_scaling = rope_scaling_by_factor(config, RopeType::dynamic, 2);
@@ -748,20 +746,20 @@ TEST_F(Comparisons, RefuseWhatEnginesRefuse) {
   settings.clear();
   add("finch", 0.5);
   EXPECT_EQ(refused(), "");
-  settings[0].prune_after = PruneMoment::context;
+  settings[0].pruning.moment = PruneMoment::context;
   EXPECT_NE(refused().find("finch"), std::string::npos) << refused();
   settings.clear();
   // By a budget and by a threshold alike: a generator would run the question with the context.
   for (const std::optional<double> ratio : {std::optional<double>(0.5), std::optional<double>()}) {
     add(files.text("kvzap"), ratio, ratio ? std::optional<double>() : std::optional<double>(0),
         PruneMode::prefill, PrefillMode::sparse);
-    settings.back().prune_after = PruneMoment::question;
-    EXPECT_NE(refused().find("--prefill dense"), std::string::npos) << refused();
+    settings.back().pruning.moment = PruneMoment::question;
+    EXPECT_NE(refused().find("prefill dense"), std::string::npos) << refused();
     settings.clear();
   }
   settings.emplace_back();
   CacheOptions pruning = options;
-  pruning.prune = PruneMode::prefill;
+  pruning.pruning.mode = PruneMode::prefill;
   pruning.policy = choice("knorm", 0.5);
   EXPECT_THROW(Comparison(Engine::create<float>(model, nullptr, pruning, comm), settings), Error);
   Comparison comparison(plain_engine(), settings);

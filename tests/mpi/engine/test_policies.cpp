@@ -195,8 +195,8 @@ class Policies : public testing::Test {
         partition(HeadPartition::even(layers, kv_heads, comm.size())),
         model(std::make_shared<const Model<float>>(
             Model<float>::load("", config, partition, comm.rank(), 3))) {
-    options.prune = PruneMode::prefill;
-    options.window = 8;
+    options.pruning.mode = PruneMode::prefill;
+    options.pruning.window = 8;
     options.page_rows = 4;
   }
 
@@ -336,8 +336,8 @@ TEST_F(Policies, ChooseFromShortContexts) {
 
 // True blocks: after each chunk the pool is cut to its share of the tokens so far.
 TEST_F(Policies, ChooseAfterEachChunk) {
-  options.prefill = PrefillMode::sparse;
-  options.chunk = 37;
+  options.pruning.prefill = PrefillMode::sparse;
+  options.pruning.chunk = 37;
   const int tokens = 150;
   for (const auto pool : {Budget::Pool::head, Budget::Pool::layer, Budget::Pool::model}) {
     const Budget budget = by_ratio(0.7, pool);
@@ -349,8 +349,8 @@ TEST_F(Policies, ChooseAfterEachChunk) {
     const auto run = generator();
     run->prefill(some_tokens(tokens), false);
     auto rows = everything(0);
-    for (std::int64_t begin = 0; begin < tokens; begin += options.chunk) {
-      const std::int64_t end = std::min<std::int64_t>(tokens, begin + options.chunk);
+    for (std::int64_t begin = 0; begin < tokens; begin += options.pruning.chunk) {
+      const std::int64_t end = std::min<std::int64_t>(tokens, begin + options.pruning.chunk);
       for (auto& [place, positions] : rows) {
         for (std::int64_t p = begin; p < end; ++p) positions.push_back(p);
       }
@@ -366,10 +366,15 @@ TEST_F(Policies, ChooseAfterEachChunk) {
 // Every n steps after the context, of which the question is one.
 TEST_F(Policies, ChooseWhileGenerating) {
   const int tokens = 60, question = 5, new_tokens = 12;
-  options.decode_every = 4;
+  options.pruning.decode.every = 4;
   for (const bool by_count : {true, false}) {
-    options.decode_keep = by_count ? 20 : 0;
-    options.decode_evict_ratio = by_count ? 0 : 0.75;
+    options.pruning.decode.keep.reset();
+    options.pruning.decode.evict_ratio.reset();
+    if (by_count) {
+      options.pruning.decode.keep = 20;
+    } else {
+      options.pruning.decode.evict_ratio = 0.75;
+    }
     PolicyNeeds needs;
     needs.recent = 9;
     seen = Seen();
@@ -411,7 +416,7 @@ TEST_F(Policies, JudgeByAThreshold) {
     auto choice = std::make_shared<PolicyChoice>(*probe(none, &seen));
     choice->threshold = 250;
     options.policy = choice;
-    options.prune = always ? PruneMode::always : PruneMode::prefill;
+    options.pruning.mode = always ? PruneMode::always : PruneMode::prefill;
     const auto run = generator();
     run->prefill(some_tokens(tokens), false);
     AnswerOptions how;
@@ -421,7 +426,7 @@ TEST_F(Policies, JudgeByAThreshold) {
     for (const auto& [place, positions] : kept(*run)) {
       std::vector<std::int64_t> expected;
       for (std::int64_t p = 0; p < end; ++p) {
-        const bool judged = p < (always ? end : tokens) - options.window;
+        const bool judged = p < (always ? end : tokens) - options.pruning.window;
         if (!judged || made_up_score(place.first, place.second, p) >= 250) expected.push_back(p);
       }
       EXPECT_EQ(positions, expected) << always;
@@ -432,8 +437,8 @@ TEST_F(Policies, JudgeByAThreshold) {
 // A policy that scores all rows: each is judged by the score that it has, wherever others went.
 TEST_F(Policies, JudgeByAThresholdInChunks) {
   const int tokens = 150;
-  options.prefill = PrefillMode::sparse;
-  options.chunk = 5;
+  options.pruning.prefill = PrefillMode::sparse;
+  options.pruning.chunk = 5;
   for (const bool judges_tokens : {true, false}) {
     auto choice = std::make_shared<PolicyChoice>(*probe(Budget(), &seen));
     choice->info = &probe_info(judges_tokens);
@@ -444,7 +449,7 @@ TEST_F(Policies, JudgeByAThresholdInChunks) {
     for (const auto& [place, positions] : kept(*run)) {
       std::vector<std::int64_t> expected;
       for (std::int64_t p = 0; p < tokens; ++p) {
-        const bool judged = p < tokens - options.window;
+        const bool judged = p < tokens - options.pruning.window;
         if (!judged || made_up_score(place.first, place.second, p) >= 250) expected.push_back(p);
       }
       EXPECT_EQ(positions, expected) << judges_tokens;
@@ -454,7 +459,7 @@ TEST_F(Policies, JudgeByAThresholdInChunks) {
 
 // Query-aware: context and question are one step.
 TEST_F(Policies, ChooseAfterTheQuestion) {
-  options.prune_after = PruneMoment::question;
+  options.pruning.moment = PruneMoment::question;
   const Budget budget = by_ratio(0.5, Budget::Pool::layer);
   options.policy = probe(budget, &seen);
   const auto run = generator();
@@ -477,11 +482,11 @@ TEST_F(Policies, ChooseAfterTheQuestion) {
 
 // The first `sink` positions stay, and count.
 TEST_F(Policies, KeepSinks) {
-  options.sink = 5;
+  options.pruning.sink = 5;
   const Budget budget = by_ratio(0.75);
   for (const bool is_sparse : {false, true}) {
-    options.prefill = is_sparse ? PrefillMode::sparse : PrefillMode::dense;
-    options.chunk = 30;
+    options.pruning.prefill = is_sparse ? PrefillMode::sparse : PrefillMode::dense;
+    options.pruning.chunk = 30;
     options.policy = probe(budget, &seen);
     const auto run = generator();
     run->prefill(some_tokens(100), false);
@@ -520,8 +525,8 @@ TEST_F(Policies, CountScoresThatAreNoNumbers) {
 
 // Newest rows score best, so that no cut takes any of the ring.
 TEST_F(Policies, CloseUpPositionsAfterChunks) {
-  options.prefill = PrefillMode::sparse;
-  options.chunk = 40;
+  options.pruning.prefill = PrefillMode::sparse;
+  options.pruning.chunk = 40;
   auto choice = std::make_shared<PolicyChoice>(*probe(by_ratio(0.5), &seen));
   struct Newest final : Policy {
     void score(PolicyLayer& layer, const ScoreView& scores) override {
@@ -569,10 +574,9 @@ TEST_F(Policies, KnowWhichQueriesAreRecent) {
   needs.recent = 30;
   needs.blocks = true;
   Budget none;
-  options.decode_every = 1;
-  options.decode_keep = 1000;
   for (const bool every_layer : {false, true}) {
-    options.decode_every = every_layer ? 1 : 0;
+    options.pruning.decode = {};
+    if (every_layer) options.pruning.decode = {1, 1000, {}};
     seen = Seen();
     auto choice = std::make_shared<PolicyChoice>(*probe(by_ratio(0.1), &seen, needs));
     options.policy = choice;
@@ -599,8 +603,8 @@ TEST_F(Policies, LeaveSequencesAsTheyWereWithoutMemory) {
   needs.recent = 30;
   needs.blocks = needs.log_sum_exp = true;
   options.policy = probe(by_ratio(0.1), &seen, needs);
-  options.decode_every = 2;
-  options.decode_keep = 1000;
+  options.pruning.decode.every = 2;
+  options.pruning.decode.keep = 1000;
   const auto undisturbed = Engine::create<float>(model, nullptr, options, comm);
   const SequenceId twin = undisturbed->add_sequence();
   const auto step = [&](Engine& engine, SequenceId sequence, int count, StepPart part) {
@@ -613,7 +617,7 @@ TEST_F(Policies, LeaveSequencesAsTheyWereWithoutMemory) {
   // On the last rank, for each head: two rings, another sequence's pages and half of its own.
   std::size_t heads = 0;
   for (int l = 0; l < layers; ++l) heads += partition.heads(l, comm.size() - 1).size();
-  const std::size_t ring = options.window * (2 * dim + 1) * sizeof(float);
+  const std::size_t ring = options.pruning.window * (2 * dim + 1) * sizeof(float);
   const std::size_t page = options.page_rows * (2 * dim + 2) * sizeof(float);
   if (comm.rank() == comm.size() - 1) options.kv_limit = heads * (2 * ring + (9 + 6) * page);
   const auto engine = Engine::create<float>(model, nullptr, options, comm);
@@ -796,18 +800,19 @@ TEST_F(Policies, AreRefusedWhereTheyHaveNoMeaning) {
   };
   options.policy = probe(by_ratio(0.5), &seen);
   EXPECT_EQ(refused(), "");
-  options.prune = PruneMode::always;
-  EXPECT_NE(refused().find("--decode-every"), std::string::npos);
-  options.decode_every = 3;
+  options.pruning.mode = PruneMode::always;
+  EXPECT_NE(refused().find("decode_every"), std::string::npos);
+  options.pruning.decode.every = 3;
+  options.pruning.decode.evict_ratio = 0.5;
   EXPECT_EQ(refused(), "");
   options.policy = probe(Budget(), &seen);
-  EXPECT_NE(refused().find("--prune prefill"), std::string::npos);
+  EXPECT_NE(refused().find("decode_every cuts"), std::string::npos);
   options.policy = probe(by_ratio(0.5), &seen);
-  options.decode_evict_ratio = 1;
-  EXPECT_NE(refused().find("[0, 1)"), std::string::npos);
-  options.decode_evict_ratio = 0.5;
-  options.prefill = PrefillMode::sparse;
-  options.prune_after = PruneMoment::question;
+  options.pruning.decode.evict_ratio = 1;
+  EXPECT_NE(refused().find("less than 1"), std::string::npos);
+  options.pruning.decode.evict_ratio = 0.5;
+  options.pruning.prefill = PrefillMode::sparse;
+  options.pruning.moment = PruneMoment::question;
   EXPECT_NE(refused().find("dense"), std::string::npos);
 }
 

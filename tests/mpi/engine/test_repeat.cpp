@@ -70,8 +70,8 @@ class Repeat : public ::testing::Test {
   Repeat()
       : comm(Communicator::world()),
         partition(HeadPartition::even(n_layers, n_heads, comm.size())) {
-    options.prune = PruneMode::prefill;
-    options.window = 8;
+    options.pruning.mode = PruneMode::prefill;
+    options.pruning.window = 8;
     options.page_rows = 4;
   }
 
@@ -94,7 +94,7 @@ class Repeat : public ::testing::Test {
   template <class Value>
   std::unique_ptr<Engine> engine(std::shared_ptr<const PolicyChoice> policy) {
     CacheOptions with = options;
-    if (!policy) with.prune = PruneMode::none;
+    if (!policy) with.pruning.mode = PruneMode::none;
     with.policy = std::move(policy);
     return Engine::create<Value>(model<Value>(), nullptr, with, comm);
   }
@@ -136,7 +136,7 @@ class Repeat : public ::testing::Test {
 // Rings shorter than the repeat, and longer than everything; all value types.
 TEST_F(Repeat, LeavesNothingInTheSequence) {
   for (const int window : {8, 1000}) {
-    options.window = window;
+    options.pruning.window = window;
     expect_nothing_left<float>("kvzip:chunk=40", DType::f32);
     expect_nothing_left<bfloat16>("kvzip-plus:chunk=64", DType::bf16);
     expect_nothing_left<half>("kvzip-plus", DType::f16);
@@ -239,7 +239,7 @@ TEST_F(Repeat, LeavesTheContextWithoutMemory) {
   const auto pages = [&](std::int64_t rows) {
     std::size_t heads = 0;
     for (int l = 0; l < n_layers; ++l) heads += partition.heads(l, comm.rank()).size();
-    const std::size_t ring = options.window * (2 * 16 + 1) * sizeof(float);
+    const std::size_t ring = options.pruning.window * (2 * 16 + 1) * sizeof(float);
     return heads * (3 * ring + (rows + 8) * (2 * 16 + 2) * sizeof(float));
   };
   options.kv_limit = pages(100);
@@ -313,18 +313,18 @@ TEST_F(Repeat, IsRefusedWhereItHasNoMeaning) {
   };
   const auto refused = [&] { return message_of([&] { engine<float>(choice("kvzip", 0.5)); }); };
   EXPECT_EQ(refused(), "");
-  options.prune = PruneMode::always;
-  EXPECT_NE(refused().find("--prune prefill"), std::string::npos);
-  options.prune = PruneMode::prefill;
-  options.prune_after = PruneMoment::question;
-  EXPECT_NE(refused().find("--prune-after context"), std::string::npos);
-  options.prune_after = PruneMoment::context;
-  options.prefill = PrefillMode::sparse;
-  EXPECT_NE(refused().find("--prefill sparse"), std::string::npos);
-  options.prefill = PrefillMode::dense;
-  options.decode_every = 4;
-  EXPECT_NE(refused().find("--decode-every"), std::string::npos);
-  options.decode_every = 0;
+  options.pruning.mode = PruneMode::always;
+  EXPECT_NE(refused().find("prune always"), std::string::npos);
+  options.pruning.mode = PruneMode::prefill;
+  options.pruning.moment = PruneMoment::question;
+  EXPECT_NE(refused().find("prune_after question"), std::string::npos);
+  options.pruning.moment = PruneMoment::context;
+  options.pruning.prefill = PrefillMode::sparse;
+  EXPECT_NE(refused().find("prefill sparse"), std::string::npos);
+  options.pruning.prefill = PrefillMode::dense;
+  options.pruning.decode = {4, 20, {}};
+  EXPECT_NE(refused().find("decode_every"), std::string::npos);
+  options.pruning.decode = {};
   const auto silent = choice("kvzip", 0.5);
   silent->repeat.first.clear();
   EXPECT_NE(message_of([&] { engine<float>(silent); }).find("nothing asks"), std::string::npos);

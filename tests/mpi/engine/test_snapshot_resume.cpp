@@ -127,16 +127,16 @@ class Resume : public testing::Test {
     const auto partition = HeadPartition::even(resumed_layers, resumed_heads, comm.size());
     const ModelConfig config = resumed_config();
     CacheOptions options;
-    options.prune = kind.prune;
-    options.prefill = kind.prefill;
-    options.prune_after = kind.moment;
-    options.chunk = 20;
-    options.window = 8;
-    options.sink = 1;
+    options.pruning.mode = kind.prune;
+    options.pruning.prefill = kind.prefill;
+    options.pruning.moment = kind.moment;
+    options.pruning.chunk = 20;
+    options.pruning.window = 8;
+    options.pruning.sink = 1;
     options.page_rows = page_rows;
     options.kv_limit = kv_limit;
-    options.decode_every = kind.decode_every;
-    options.decode_evict_ratio = kind.decode_every > 0 ? 0.5 : 0;
+    options.pruning.decode.every = kind.decode_every;
+    if (kind.decode_every > 0) options.pruning.decode.evict_ratio = 0.5;
     std::shared_ptr<Scorer> scorer;
     if (!kind.policy.empty()) {
       Budget budget;
@@ -152,7 +152,6 @@ class Resume : public testing::Test {
       choice->repeat.suffix = {8};
       choice->repeat.prefix = 2;
       options.policy = choice;
-      options.threshold = static_cast<float>(choice->threshold);
       scorer = choice->scorer;
     } else if (kind.prune != PruneMode::none) {
       scorer = std::make_shared<RandomScorer>(partition, comm.rank(), 0.5, 2, 7);

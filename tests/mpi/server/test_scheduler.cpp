@@ -95,11 +95,11 @@ class SchedulerTest : public ::testing::Test {
         model(std::make_shared<const Model<float>>(
             Model<float>::load("", served_config(), partition, comm.rank(), 3))),
         scorer(std::make_shared<HiddenScorer>(partition, comm.rank())) {
-    options.window = 8;
+    options.pruning.window = 8;
     options.page_rows = 4;
-    options.chunk = 16;
-    options.sink = 2;
-    options.threshold = 0.1F;
+    options.pruning.chunk = 16;
+    options.pruning.sink = 2;
+    options.pruning.amount.threshold = 0.1F;
     scheduling.max_batch_tokens = 24;
   }
 
@@ -125,11 +125,10 @@ class SchedulerTest : public ::testing::Test {
     request.prompt = {{Segment::Kind::context, asked.context, {}},
                       {Segment::Kind::question, asked.question, {}}};
     request.max_new_tokens = asked.new_tokens;
-    request.setting.prune = options.prune;
     return request;
   }
   std::unique_ptr<Engine> engine() const {
-    return Engine::create<float>(model, options.prune == PruneMode::none ? nullptr : scorer,
+    return Engine::create<float>(model, options.mode() == PruneMode::none ? nullptr : scorer,
                                  options, comm);
   }
   /// What a generator answers, on all ranks.
@@ -152,17 +151,7 @@ class SchedulerTest : public ::testing::Test {
   template <class Work>
   void serve(const Work& work) {
     const auto served = engine();
-    Setting standard;
-    standard.prune = options.prune;
-    Executor executor(
-        *served, standard,
-        [&](const Setting& setting) {
-          if (!settings) ADD_FAILURE() << "no setting of a request's own is expected";
-          return settings(setting);
-        },
-        [&](const Setting&) {
-          return Executor::Traits{holds, holds};
-        });
+    Executor executor(*served, [&](const Pruning&) { return Executor::Traits{holds, holds}; });
     if (comm.is_root()) {
       Scheduler scheduler(executor, scheduling);
       work(scheduler);
@@ -219,7 +208,6 @@ class SchedulerTest : public ::testing::Test {
   std::shared_ptr<Scorer> scorer;
   CacheOptions options;
   SchedulerOptions scheduling;
-  Executor::Settings settings;
   bool holds = true;
   SchedulerCounts last;
   std::mt19937 random{11};
@@ -229,8 +217,8 @@ TEST_F(SchedulerTest, AnswersAreThoseOfGenerators) {
   const std::vector<Asked> all = some_asked(14);
   for (const PruneMode prune : {PruneMode::none, PruneMode::prefill, PruneMode::always}) {
     for (const PrefillMode prefill : {PrefillMode::dense, PrefillMode::sparse}) {
-      options.prune = prune;
-      options.prefill = prefill;
+      options.pruning.mode = prune;
+      options.pruning.prefill = prefill;
       SCOPED_TRACE(std::string(name_of(prune)) + " " + std::string(name_of(prefill)));
       expect_answers(all, answers_of(all));
     }
@@ -240,7 +228,7 @@ TEST_F(SchedulerTest, AnswersAreThoseOfGenerators) {
 TEST_F(SchedulerTest, LittleMemoryDelaysAndChangesNothing) {
   const std::vector<Asked> all = some_asked(10);
   for (const PruneMode prune : {PruneMode::prefill, PruneMode::always}) {
-    options.prune = prune;
+    options.pruning.mode = prune;
     options.kv_limit = 0;
     const auto expected = answers_of(all);
     // Of each rank: about three of the longest prompts, had none been evicted.
@@ -259,8 +247,8 @@ TEST_F(SchedulerTest, MemoryThatRunsOutInTheMiddlePreemptsTheNewest) {
   for (int i = 0; i < 6; ++i) all.push_back({some(6 + i), some(3), 150});
   for (const PruneMode prune : {PruneMode::none, PruneMode::always}) {
     if (is_crowded() && prune == PruneMode::always) continue;
-    options.prune = prune;
-    options.threshold = -1000;  // all stay, each judged by itself
+    options.pruning.mode = prune;
+    options.pruning.amount.threshold = -1000;  // all stay, each judged by itself
     options.kv_limit = 0;
     const auto expected = answers_of(all);
     const auto measured = engine();
@@ -274,7 +262,7 @@ TEST_F(SchedulerTest, MemoryThatRunsOutInTheMiddlePreemptsTheNewest) {
 }
 
 TEST_F(SchedulerTest, WhatCanNeverFitFailsAlone) {
-  options.prune = PruneMode::none;
+  options.pruning.mode = PruneMode::none;
   const Asked small = {some(20), some(3), 5};
   const Answer expected = answer_of(small);
   const auto measured = engine();
@@ -296,8 +284,8 @@ TEST_F(SchedulerTest, PromptsThatBeginAlikeGoOnFromThere) {
   for (const PrefillMode prefill : {PrefillMode::dense, PrefillMode::sparse}) {
     for (const PruneMode prune : {PruneMode::prefill, PruneMode::always}) {
       if (is_crowded() && prune == PruneMode::always) continue;
-      options.prefill = prefill;
-      options.prune = prune;
+      options.pruning.prefill = prefill;
+      options.pruning.mode = prune;
       const std::vector<TokenId> document = some(100);
       std::vector<Asked> all;
       for (int i = 0; i < 5; ++i) all.push_back({document, some(4 + i), 6});
@@ -318,8 +306,8 @@ TEST_F(SchedulerTest, PromptsThatBeginAlikeGoOnFromThere) {
 
 TEST_F(SchedulerTest, ADocumentIsRunOnceForAllWhoAskAboutIt) {
   for (const PrefillMode prefill : {PrefillMode::dense, PrefillMode::sparse}) {
-    options.prefill = prefill;
-    options.prune = PruneMode::prefill;
+    options.pruning.prefill = prefill;
+    options.pruning.mode = PruneMode::prefill;
     const std::vector<TokenId> document = some(100);
     std::vector<Asked> all;
     std::int64_t questions = 0;
@@ -357,9 +345,9 @@ TEST_F(SchedulerTest, ADocumentIsRunOnceForAllWhoAskAboutIt) {
 }
 
 TEST_F(SchedulerTest, SparsePrefillSharesTheBeginningOfAContext) {
-  options.prefill = PrefillMode::sparse;
-  options.prune = PruneMode::prefill;
-  options.chunk = 1024;
+  options.pruning.prefill = PrefillMode::sparse;
+  options.pruning.mode = PruneMode::prefill;
+  options.pruning.chunk = 1024;
   std::vector<TokenId> begin = some(4200);
   const Asked first = {begin, some(3), 2};
   Asked second = {begin, some(3), 2};
@@ -380,7 +368,7 @@ TEST_F(SchedulerTest, SparsePrefillSharesTheBeginningOfAContext) {
 
 TEST_F(SchedulerTest, ContextsShareWhatTheyAreExpectedToBeginWith) {
   for (const PruneMode prune : {PruneMode::prefill, PruneMode::always}) {
-    options.prune = prune;
+    options.pruning.mode = prune;
     const std::vector<TokenId> system = some(40);
     std::vector<Asked> all;
     for (int i = 0; i < 4; ++i) {
@@ -407,7 +395,7 @@ TEST_F(SchedulerTest, ContextsShareWhatTheyAreExpectedToBeginWith) {
 
 TEST_F(SchedulerTest, AConversationGoesOnFromItsOwnCache) {
   for (const PruneMode prune : {PruneMode::none, PruneMode::prefill, PruneMode::always}) {
-    options.prune = prune;
+    options.pruning.mode = prune;
     const std::vector<TokenId> context = some(60), question = some(5), between = some(2),
                                more = some(7);
     // The same by a generator: what is said between messages is a question's.
@@ -444,7 +432,7 @@ TEST_F(SchedulerTest, AConversationGoesOnFromItsOwnCache) {
 }
 
 TEST_F(SchedulerTest, ChoicesDrawWithSeedsOfTheirOwn) {
-  options.prune = PruneMode::prefill;
+  options.pruning.mode = PruneMode::prefill;
   const Asked asked = {some(50), some(4), 15};
   SamplingOptions sampling;
   sampling.temperature = 0.8;
@@ -477,33 +465,20 @@ TEST_F(SchedulerTest, ChoicesDrawWithSeedsOfTheirOwn) {
 }
 
 TEST_F(SchedulerTest, RequestsMayHaveSettingsOfTheirOwn) {
-  options.prune = PruneMode::prefill;
+  options.pruning.mode = PruneMode::prefill;
   const Asked asked = {some(80), some(4), 8};
   std::map<float, Answer> expected;
   for (const float threshold : {-0.4F, 0.1F, 0.6F}) {
-    options.threshold = threshold;
+    options.pruning.amount.threshold = threshold;
     expected[threshold] = answer_of(asked);
   }
-  options.threshold = 0.1F;
-  settings = [&](const Setting& setting) {
-    PruneSetting made;
-    if (setting.prune == PruneMode::none) return made;
-    auto choice = std::make_shared<PolicyChoice>();
-    choice->name = "kvzap";
-    choice->info = &*std::find_if(policies().begin(), policies().end(),
-                                  [](const PolicyInfo& info) { return info.name == "kvzap"; });
-    choice->scorer = scorer;
-    choice->threshold = setting.threshold;
-    choice->make = [] { return std::unique_ptr<Policy>(); };
-    made.policy = choice;
-    made.prune = setting.prune;
-    return made;
-  };
+  options.pruning.amount.threshold = 0.1F;
   serve([&](Scheduler& scheduler) {
     for (const auto& [threshold, answer] : expected) {
       const auto heard = std::make_shared<Heard>();
       GenerationRequest request = request_of(asked);
-      request.setting.threshold = threshold;
+      request.pruning = options.pruning;
+      request.pruning->threshold(threshold);
       scheduler.submit(request, heard);
       while (scheduler.step()) {
       }
@@ -562,13 +537,11 @@ TEST_F(SchedulerTest, RefusesWhatCannotBeAnswered) {
 }
 
 TEST_F(SchedulerTest, ServesFromOtherThreads) {
-  options.prune = PruneMode::always;
+  options.pruning.mode = PruneMode::always;
   const std::vector<Asked> all = some_asked(8);
   const auto expected = answers_of(all);
   const auto served = engine();
-  Setting standard;
-  standard.prune = options.prune;
-  Executor executor(*served, standard, {}, [](const Setting&) { return Executor::Traits(); });
+  Executor executor(*served);
   if (!comm.is_root()) {
     executor.follow();
     return;

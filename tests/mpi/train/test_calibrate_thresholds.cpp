@@ -62,10 +62,10 @@ TEST(ScoreTexts, CurvesAreThoseOfRuns) {
     const auto threshold = static_cast<float>(row.threshold);
     const std::vector<double> expected = scored.curves.evict_ratios(threshold);
     CacheOptions options;
-    options.prune = PruneMode::prefill;
-    options.threshold = threshold;
-    options.window = judged.window;
-    options.sink = judged.sink;
+    options.pruning.mode = PruneMode::prefill;
+    options.pruning.amount.threshold = threshold;
+    options.pruning.window = judged.window;
+    options.pruning.sink = judged.sink;
     const auto engine = Engine::create<float>(model, scorer, options, comm);
     for (std::size_t t = 0; t < texts.size(); ++t) {
       const SequenceId sequence = engine->add_sequence();

@@ -153,10 +153,10 @@ std::pair<std::vector<float>, std::vector<std::vector<std::int64_t>>> run_on(
   auto model =
       std::make_shared<const Model<Value>>(Model<Value>::load("", config, partition, 0, 7));
   CacheOptions options;
-  options.prune = PruneMode::always;
-  options.prefill = prefill;
-  options.chunk = 200;
-  options.window = 32;
+  options.pruning.mode = PruneMode::always;
+  options.pruning.prefill = prefill;
+  options.pruning.chunk = 200;
+  options.pruning.window = 32;
   auto generator = Generator::create<Value>(
       model, std::make_shared<RandomScorer>(partition, 0, 0.6, 3, 5), options, comm);
   std::vector<TokenId> context(700);

@@ -11,11 +11,12 @@ namespace {
 using Code = PruningFault::Code;
 using Field = PruningField;
 
-Pruning kvzap_pruning() { return Pruning::kvzap("surrogate"); }
+// The rules look whether the folder is there.
+Pruning kvzap_pruning() { return Pruning::kvzap("."); }
 
 TEST(Pruning, WritesAndReadsItsText) {
   EXPECT_EQ(Pruning::none().text(), "none");
-  EXPECT_EQ(kvzap_pruning().threshold(-4).text(), "kvzap:surrogate=surrogate@threshold=-4");
+  EXPECT_EQ(kvzap_pruning().threshold(-4).text(), "@surrogate=.@threshold=-4");
   Pruning pruning = Pruning::parse("snapkv:window=32+ada@evict-ratio=0.5@prune-after=question");
   EXPECT_EQ(pruning.policy, "snapkv:window=32+ada");
   EXPECT_EQ(pruning.amount.evict_ratio, 0.5);
@@ -25,20 +26,21 @@ TEST(Pruning, WritesAndReadsItsText) {
   EXPECT_EQ(Pruning::parse("kvzap:surrogate=a\\@b").policy, "kvzap:surrogate=a@b");
 }
 
-// Any value that names its policy by text comes back from its own text.
+// Any value comes back from its own text.
 TEST(Pruning, ComesBackFromItsText) {
   std::mt19937 random(7);
   const auto draw = [&](int below) { return static_cast<int>(random() % below); };
   const char* const names[] = {"snapkv", "tova+ada", "kvzap:surrogate=x@y\\,z", "knorm+global"};
   for (int i = 0; i < 500; ++i) {
     Pruning pruning;
-    pruning.policy = names[draw(4)];
+    if (draw(5) != 0) pruning.policy = names[draw(4)];
+    if (draw(3) == 0) pruning.surrogate = "folder@2";
     if (draw(2) != 0) pruning.threshold(draw(100) / 7.0 - 9);
     if (draw(2) != 0) pruning.evict_ratio(draw(100) / 101.0);
     if (draw(2) != 0) pruning.keep_tokens(1 + draw(9999));
     if (draw(2) != 0) pruning.kv_bytes(1 + draw(999999));
     pruning.layerwise = draw(2) != 0;
-    if (draw(2) != 0) pruning.mode = PruneMode::always;
+    if (draw(2) != 0) pruning.mode = static_cast<PruneMode>(draw(3));
     pruning.moment = draw(2) != 0 ? PruneMoment::question : PruneMoment::context;
     pruning.prefill = draw(2) != 0 ? PrefillMode::sparse : PrefillMode::dense;
     pruning.chunk = 1 + draw(5000);
@@ -222,7 +224,6 @@ TEST(Pruning, MakesABudget) {
   EXPECT_EQ(Pruning::parse("tova@keep-tokens=7").budget().keep_tokens, 7);
   EXPECT_EQ(Pruning::parse("tova@kv-budget=7M").budget().bytes, 7000000);
   EXPECT_TRUE(kvzap_pruning().evict_ratio(0.5).looks_up_threshold());
-  EXPECT_TRUE(kvzap_pruning().threshold(0).is_judged_by_surrogate());
 }
 
 }  // namespace

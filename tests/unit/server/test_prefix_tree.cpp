@@ -109,15 +109,16 @@ TEST(Plan, MessagesAreReadAsTheyWereWritten) {
   plan.reports = {3, 1};
   plan.frees = {4};
   plan.trims = true;
-  plan.creates = {{7, -1, {PruneMode::always, -1.5F, 0.25}}, {8, 7, {}}};
+  const Pruning own = Pruning::parse("snapkv:window=32@evict-ratio=0.3@prune=always");
+  plan.creates = {{7, -1, own}, {8, 7, {}}};
   plan.spans = {{7, StepPart::held, StepOutput::none, true, 9, {1, 2, 3}},
                 {8, StepPart::generated, StepOutput::argmax, false, -1, {5}}};
   plan.ends = true;
   const auto message = plan.encode();
   const Plan read = Plan::decode(message);
   EXPECT_EQ(read.encode(), message);
-  EXPECT_EQ(read.creates[0].setting.threshold, -1.5F);
-  EXPECT_TRUE(read.creates[1].setting == Setting());
+  EXPECT_EQ(read.creates[0].pruning, own);
+  EXPECT_FALSE(read.creates[1].pruning);
   EXPECT_EQ(read.spans[0].tokens, (std::vector<TokenId>{1, 2, 3}));
   for (std::size_t size = 0; size < message.size(); ++size) {
     EXPECT_THROW(Plan::decode({message.begin(), message.begin() + size}), Error) << size;

@@ -23,12 +23,12 @@ ServedModel served() {
   model.chat_template = ChatTemplate::detect(folder);
   model.stop_ids = {1, 2};
   model.max_tokens = 4096;
-  model.setting_of = [](const PruneWish& wish) {
-    Setting setting;
-    setting.prune = wish.prune.value_or(PruneMode::prefill);
-    if (wish.threshold) setting.threshold = static_cast<float>(*wish.threshold);
+  model.pruning_of = [](const PruneWish& wish) {
+    Pruning pruning = Pruning::kvzap("surrogate");
+    pruning.mode = wish.prune.value_or(PruneMode::prefill);
+    pruning.amount.threshold = wish.threshold;
     if (wish.evict_ratio) throw BadRequest("kvzap.evict_ratio", "there is no budget");
-    return setting;
+    return pruning;
   };
   return model;
 }
@@ -55,8 +55,8 @@ TEST(Protocol, ChatHasDefaultsAndOptions) {
   EXPECT_EQ(request.generation.choices, 1);
   EXPECT_EQ(request.generation.top_logprobs, -1);
   EXPECT_EQ(request.generation.stop_ids, (std::vector<TokenId>{1, 2}));
-  EXPECT_EQ(request.generation.setting.prune, PruneMode::prefill);
-  EXPECT_TRUE(std::isnan(request.generation.setting.threshold));
+  EXPECT_EQ(request.generation.pruning->mode, PruneMode::prefill);
+  EXPECT_FALSE(request.generation.pruning->amount.threshold);
   std::int64_t prompt = 0;
   for (const Segment& segment : request.generation.prompt) {
     prompt += static_cast<std::int64_t>(segment.tokens.size());
@@ -89,8 +89,8 @@ TEST(Protocol, ChatHasDefaultsAndOptions) {
   EXPECT_TRUE(request.streams && request.includes_usage && request.has_logprobs);
   EXPECT_EQ(request.generation.top_logprobs, 4);
   EXPECT_TRUE(request.generation.stop_ids.empty());
-  EXPECT_EQ(request.generation.setting.threshold, -2.5F);
-  EXPECT_EQ(request.generation.setting.prune, PruneMode::none);
+  EXPECT_EQ(request.generation.pruning->amount.threshold, -2.5);
+  EXPECT_EQ(request.generation.pruning->mode, PruneMode::none);
 }
 
 TEST(Protocol, CompletionsTakeTextOrIds) {

@@ -1,0 +1,14 @@
+// The rules of an engine beside those that every LoadedPruning keeps.
+#pragma once
+
+#include <kvzap/engine/pruning.hpp>
+#include <kvzap/model/model_config.hpp>
+
+namespace kvzap::detail {
+
+/// Throws PruningError as check does. Throws Error for a policy that turns keys or queries to other
+/// positions, if the model's RoPE frequencies depend on the length of the sequence, and for one
+/// that lacks the prompt with which the model repeats the context.
+void check_for_engine(const LoadedPruning& pruning, bool has_scorer, const ModelConfig& config);
+
+}  // namespace kvzap::detail

@@ -1,0 +1,200 @@
+// A context that is read for many policies, and one that the model repeats.
+#include <fmt/format.h>
+
+#include "engine/joint_policy.hpp"
+#include "engine/policy_layer.hpp"
+#include "engine/typed_engine.hpp"
+
+namespace kvzap::detail {
+namespace {
+
+bool asks_alike(const RepeatPrompt& a, const RepeatPrompt& b) {
+  return a.first == b.first && a.later == b.later && a.suffix == b.suffix && a.prefix == b.prefix &&
+         a.chunk == b.chunk && a.overlap == b.overlap;
+}
+
+}  // namespace
+
+template <class Value>
+void TypedEngine<Value>::end_context(SequenceId sequence, const ProgressCallback& progress) {
+  SequenceState& state = m_states.at(sequence);
+  if (!state.pruning->uses_policy) return;
+  state.steps = 0;
+  if (state.pruning->policy->info->repeats_context) repeat_context(sequence, progress);
+  if (state.pruning->policy->rerotate) close_up(sequence);
+}
+
+template <class Value>
+Engine::Reading TypedEngine<Value>::read(
+    SequenceId sequence, const std::vector<TokenId>& tokens, std::int64_t question,
+    const std::vector<std::shared_ptr<const PolicyChoice>>& policies, StepOutput output,
+    const ProgressCallback& progress) {
+  auto& cache = m_decoder.cache();
+  const ModelConfig& config = m_model->config();
+  const Budget::Model counted = budget_model<Value>(config);
+  const auto count = static_cast<std::int64_t>(tokens.size());
+  // Those that score within the step, and those that have the context repeated alike.
+  std::vector<std::vector<std::size_t>> groups(1);
+  std::vector<std::unique_ptr<JointPolicy>> joint;
+  std::optional<RecentQueries> recent;
+  agree_on_memory(communicator(), [&] {
+    if (m_states.at(sequence).pruning->prunes() || this->tokens(sequence) > 0) {
+      throw Error(fmt::format("sequence {} is pruned or has tokens: it cannot be read for others",
+                              sequence));
+    }
+    for (std::size_t i = 0; i < policies.size(); ++i) {
+      const PolicyChoice& choice = *policies[i];
+      try {  // before the context is run for nothing
+        for (int l = 0; l < counted.layers && choice.budget.has_amount(); ++l) {
+          choice.budget.rows_per_head(counted, l, count);
+        }
+        if (choice.info->repeats_context) repeat_steps(tokens, choice.repeat);
+      } catch (const Error& error) {
+        throw Error(fmt::format("policy {}: {}", choice.name, error.what()));
+      }
+      std::size_t group = 0;
+      if (choice.info->repeats_context) {
+        for (group = 1; group < groups.size(); ++group) {
+          if (asks_alike(policies[groups[group].front()]->repeat, choice.repeat)) break;
+        }
+        groups.resize(std::max(groups.size(), group + 1));
+      }
+      groups[group].push_back(i);
+    }
+    for (const auto& group : groups) {
+      std::vector<std::shared_ptr<const PolicyChoice>> members;
+      members.reserve(group.size());
+      for (const std::size_t i : group) members.push_back(policies[i]);
+      joint.push_back(std::make_unique<JointPolicy>(members, counted));
+    }
+    joint[0]->reserve(cache.shape().heads, count);
+    const std::int64_t newest = joint[0]->needs().recent;
+    if (newest > 0) recent = recent_queries(newest, false);
+  });
+  PolicyStep step;
+  step.policy = joint[0].get();
+  step.recent = recent ? &*recent : nullptr;
+  step.question = question;
+  StepBatch batch(sequence, tokens, StepRule(), output);
+  if (!groups[0].empty()) batch.set_policy(0, &step);
+  Reading reading;
+  {
+    const Stopwatch watch(reading.step_seconds);
+    reading.result = std::move(m_decoder.step(batch, progress).front());
+  }
+  reading.scoring_seconds = joint[0]->seconds();
+  for (std::size_t g = 1; g < groups.size(); ++g) {
+    const PolicyChoice& choice = *policies[groups[g].front()];
+    double seconds = 0;
+    {
+      const Stopwatch watch(seconds);
+      repeat(
+          sequence, tokens, choice, [&] { return joint[g].get(); }, progress);
+      fence(ExecutionSpace(), "kvzap::engine: the repeat is timed");
+    }
+    m_repeat_seconds += seconds - joint[g]->seconds();
+    joint[g]->add_seconds(seconds - joint[g]->seconds());
+    joint[g]->take_context_scores(ExecutionSpace(), communicator(), counted.layers);
+  }
+  reading.scores.resize(policies.size());
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    for (std::size_t i = 0; i < groups[g].size(); ++i) {
+      reading.scores[groups[g][i]] = joint[g]->scores(i);
+    }
+  }
+  return reading;
+}
+
+template <class Value>
+void TypedEngine<Value>::repeat(SequenceId sequence, const std::vector<TokenId>& context,
+                                const PolicyChoice& choice, const std::function<Policy*()>& make,
+                                const ProgressCallback& progress) {
+  auto& cache = m_decoder.cache();
+  const std::vector<RepeatStep> steps = repeat_steps(context, choice.repeat);
+  std::int64_t all = 0;
+  for (const RepeatStep& repeat : steps) all += static_cast<std::int64_t>(repeat.tokens.size());
+  typename KVCache<Value, engine_page_order>::Checkpoint before;
+  Policy* policy = nullptr;
+  agree_on_memory(communicator(), [&] {
+    for (int l = 0; l < static_cast<int>(cache.shape().heads.size()); ++l) {
+      for (int h = 0; h < cache.shape().heads[l]; ++h) {
+        if (cache.rows(sequence, l, h) == static_cast<std::int64_t>(context.size())) continue;
+        throw Error(fmt::format("policy {}: sequence {} does not have all rows of its context",
+                                choice.name, sequence));
+      }
+    }
+    policy = make();
+    before = cache.checkpoint(sequence);
+  });
+  std::int64_t done = 0;
+  for (const RepeatStep& repeat : steps) {
+    PolicyStep step;
+    step.policy = policy;
+    step.only_observes = true;
+    step.repeats_begin = repeat.begin;
+    step.repeats_end = repeat.end;
+    const auto count = static_cast<std::int64_t>(repeat.tokens.size());
+    StepBatch batch(sequence, repeat.tokens, StepRule(), StepOutput::none);
+    batch.set_policy(0, &step);
+    m_decoder.step(batch, [&](std::string_view, std::int64_t part, std::int64_t parts) {
+      if (progress) progress("repeat", done + count * part / parts, all);
+    });
+    cache.restore(sequence, before);
+    done += count;
+  }
+}
+
+template <class Value>
+void TypedEngine<Value>::repeat_context(SequenceId sequence, const ProgressCallback& progress) {
+  SequenceState& state = m_states.at(sequence);
+  const PolicyChoice& choice = *state.pruning->policy;
+  auto& cache = m_decoder.cache();
+  const ExecutionSpace exec;
+  // The policy's own time in these steps is counted by the decoder.
+  const double scoring_before = m_decoder.seconds().scoring;
+  double seconds = 0;
+  LayerScores scores;
+  {
+    const Stopwatch watch(seconds);
+    std::unique_ptr<Policy> policy;
+    const auto make = [&] {
+      policy = choice.make();
+      return policy.get();
+    };
+    repeat(sequence, state.context, choice, make, progress);
+    for (int l = 0; l < static_cast<int>(cache.shape().heads.size()); ++l) {
+      scores.push_back(policy->context_scores(exec, communicator(), l));
+      if (m_observer) m_observer->scores(sequence, l, 0, scores.back());
+    }
+    fence(exec, "kvzap::engine: the repeat is timed");
+  }
+  m_repeat_seconds += seconds - (m_decoder.seconds().scoring - scoring_before);
+  const Stopwatch watch(m_evict_seconds);
+  agree_on_memory(communicator(), [&] {
+    for (std::size_t l = 0; l < scores.size(); ++l) {
+      cache.set_row_scores(exec, sequence, static_cast<int>(l), scores[l]);
+    }
+  });
+  state.budget = choice.budget;
+  cut(sequence, scores);
+  state.context = {};
+}
+
+// NOLINTBEGIN(bugprone-macro-parentheses): a type takes none
+#define KVZAP_INSTANTIATE(Value)                                                            \
+  template void TypedEngine<Value>::end_context(SequenceId sequence,                        \
+                                                const ProgressCallback& progress);          \
+  template Engine::Reading TypedEngine<Value>::read(                                        \
+      SequenceId sequence, const std::vector<TokenId>& tokens, std::int64_t question,       \
+      const std::vector<std::shared_ptr<const PolicyChoice>>& policies, StepOutput output,  \
+      const ProgressCallback& progress);                                                    \
+  template void TypedEngine<Value>::repeat(                                                 \
+      SequenceId sequence, const std::vector<TokenId>& context, const PolicyChoice& choice, \
+      const std::function<Policy*()>& make, const ProgressCallback& progress);              \
+  template void TypedEngine<Value>::repeat_context(SequenceId sequence,                     \
+                                                   const ProgressCallback& progress);
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
+#undef KVZAP_INSTANTIATE
+// NOLINTEND(bugprone-macro-parentheses)
+
+}  // namespace kvzap::detail

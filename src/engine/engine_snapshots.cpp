@@ -1,0 +1,190 @@
+// Sequences in files.
+#include <fmt/format.h>
+
+#include <array>
+
+#include "engine/fork_writing.hpp"
+#include "engine/typed_engine.hpp"
+
+namespace kvzap::detail {
+
+template <class Value>
+std::unique_ptr<SnapshotWriting> TypedEngine<Value>::begin_snapshot(
+    const std::filesystem::path& file, SnapshotInfo info, const SnapshotOptions& options,
+    SequenceId sequence, const Checkpoint* context) {
+  auto& cache = m_decoder.cache();
+  const auto state = describe(sequence, context, info);
+  const SequenceId copy =
+      on_all_ranks([&](std::optional<SequenceId>& made) { made = cache.fork(sequence); });
+  const auto free_copy = [&cache, copy] { cache.free_sequence(copy); };
+  try {
+    return std::make_unique<ForkWriting>(
+        kvzap::begin_snapshot(file, cache, copy, m_model->partition(), communicator(), info,
+                              options, state.get()),
+        state, free_copy);
+  } catch (...) {
+    free_copy();
+    throw;
+  }
+}
+
+template <class Value>
+std::vector<std::string> TypedEngine<Value>::write_snapshot(const std::filesystem::path& file,
+                                                            SnapshotInfo info,
+                                                            const SnapshotOptions& options,
+                                                            SequenceId sequence,
+                                                            const Checkpoint* context) {
+  const auto state = describe(sequence, context, info);
+  const auto writing =
+      kvzap::begin_snapshot(file, m_decoder.cache(), sequence, m_model->partition(), communicator(),
+                            info, options, state.get());
+  writing->finish();
+  return writing->notes();
+}
+
+template <class Value>
+Engine::Resumed TypedEngine<Value>::resume(const SnapshotReader& reader) {
+  auto loaded = load_snapshot(reader, m_decoder.cache(), m_model->partition(), communicator());
+  Resumed resumed;
+  resumed.sequence = loaded.sequence;
+  try {
+    agree_on_memory(communicator(), [&] {
+      m_states[loaded.sequence] = read_state(reader, "", loaded.recent_queries);
+      if (!loaded.context) return;
+      auto context = std::make_unique<TypedCheckpoint>();
+      context->cache_state = std::make_shared<const CacheState>(std::move(*loaded.context));
+      // Without cuts while the model generates no newer queries are taken after the context.
+      context->state = read_state(reader, "context_", loaded.recent_queries).copy({});
+      resumed.context = std::move(context);
+    });
+  } catch (...) {
+    free_sequence(loaded.sequence);
+    throw;
+  }
+  return resumed;
+}
+
+template <class Value>
+void TypedEngine<Value>::check_more_context(SequenceId sequence, std::int64_t count) const {
+  const SequenceState& state = m_states.at(sequence);
+  if (!state.pruning->uses_policy) return;
+  const PolicyChoice& choice = *state.pruning->policy;
+  const auto refuse = [&](const std::string& what) {
+    throw Error(fmt::format("policy {}: nothing can be added to a context that it has pruned: {}",
+                            choice.name, what));
+  };
+  if (choice.info->repeats_context) refuse("it has the model repeat the context as a whole");
+  if (!choice.info->scores_again || choice.info->has_own_budget) {
+    refuse("it cannot score again after each chunk");
+  }
+  if (choice.rerotate) refuse("it has closed up the positions");
+  if (state.recent && !state.recent->lasts() && count < state.recent->capacity()) {
+    refuse(
+        fmt::format("it scores by the {} newest tokens, of which {} are new, and without "
+                    "--prefill sparse earlier ones are not kept",
+                    state.recent->capacity(), count));
+  }
+}
+
+template <class Value>
+std::shared_ptr<const typename TypedEngine<Value>::CacheState> TypedEngine<Value>::describe(
+    SequenceId sequence, const Checkpoint* context, SnapshotInfo& info) {
+  const auto* const taken = dynamic_cast<const TypedCheckpoint*>(context);
+  const SequenceState& state = m_states.at(sequence);
+  const SequencePruning& pruning = *state.pruning;
+  std::array<std::int64_t, 2> non_finite = {state.non_finite, taken ? taken->state.non_finite : 0};
+  agree_on_memory(communicator(), [&] {
+    if (context && (!taken || taken->cache_state->sequence != sequence)) {
+      throw Error(fmt::format("the context is not a state of sequence {}", sequence));
+    }
+    if (state.recent && state.recent->lasts()) info.recent_queries = state.recent->to_host();
+  });
+  communicator().all_reduce_sum(non_finite.data(), non_finite.size());
+  const auto note = [&](const std::string& prefix, const SequenceState& of,
+                        std::int64_t of_all_ranks) {
+    info.state[prefix + "steps"] = of.steps;
+    info.state[prefix + "closed_up"] = of.closed_up;
+    info.state[prefix + "cut_non_finite"] = of_all_ranks;
+    info.state[prefix + "to_repeat"] = static_cast<std::int64_t>(of.context.size());
+  };
+  note("", state, non_finite[0]);
+  if (taken) note("context_", taken->state, non_finite[1]);
+  info.prune = name_of(pruning.mode());
+  info.further["prefill"] = std::string(name_of(pruning.pruning.prefill));
+  if (pruning.prunes()) {
+    info.sink = pruning.pruning.sink;
+    const bool has_budget = pruning.uses_policy && pruning.chooses_rows();
+    if (!has_budget) info.threshold = rule(sequence, StepPart::context, 0).eviction.threshold;
+    if (pruning.uses_policy) {
+      info.further["policy"] = pruning.policy->name;
+      if (has_budget) info.further["budget"] = pruning.policy->budget.text();
+    } else {
+      info.further["surrogate"] = m_scorer->kind();
+    }
+  }
+  return taken ? taken->cache_state : nullptr;
+}
+
+template <class Value>
+SequenceState TypedEngine<Value>::read_state(const SnapshotReader& reader,
+                                             const std::string& prefix,
+                                             const std::vector<SnapshotQueries>& recent) {
+  const SnapshotInfo& info = reader.header().info;
+  const auto refuse = [&](const std::string& what) {
+    throw Error(fmt::format("snapshot {}: {}", reader.file().string(), what));
+  };
+  const auto number = [&](const char* name) {
+    const auto found = info.state.find(prefix + name);
+    const std::int64_t value = found == info.state.end() ? 0 : found->second;
+    if (value < 0) refuse(fmt::format("/state: {}{} is {}", prefix, name, value));
+    return value;
+  };
+  SequenceState state = new_state(m_standard);
+  state.steps = number("steps");
+  state.closed_up = number("closed_up");
+  state.non_finite = communicator().is_root() ? number("cut_non_finite") : 0;
+  const std::int64_t to_repeat = number("to_repeat");
+  if (to_repeat > static_cast<std::int64_t>(info.token_ids.size())) {
+    refuse(fmt::format("the policy has yet to repeat {} tokens, and there are {} token_ids",
+                       to_repeat, info.token_ids.size()));
+  }
+  state.context.assign(info.token_ids.begin(), info.token_ids.begin() + to_repeat);
+  if (!state.recent || !state.recent->lasts()) return state;
+  const std::string& policy = m_standard->policy->name;
+  if (recent.empty()) {
+    refuse(
+        fmt::format("it has no newest queries, by which policy {} scores: it was written "
+                    "under another one",
+                    policy));
+  }
+  try {
+    state.recent->from_host(recent);
+  } catch (const OutOfMemory&) {
+    throw;
+  } catch (const Error& error) {
+    refuse(error.what());
+  }
+  return state;
+}
+
+// NOLINTBEGIN(bugprone-macro-parentheses): a type takes none
+#define KVZAP_INSTANTIATE(Value)                                                                \
+  template std::unique_ptr<SnapshotWriting> TypedEngine<Value>::begin_snapshot(                 \
+      const std::filesystem::path& file, SnapshotInfo info, const SnapshotOptions& options,     \
+      SequenceId sequence, const Engine::Checkpoint* context);                                  \
+  template std::vector<std::string> TypedEngine<Value>::write_snapshot(                         \
+      const std::filesystem::path& file, SnapshotInfo info, const SnapshotOptions& options,     \
+      SequenceId sequence, const Engine::Checkpoint* context);                                  \
+  template Engine::Resumed TypedEngine<Value>::resume(const SnapshotReader& reader);            \
+  template void TypedEngine<Value>::check_more_context(SequenceId sequence, std::int64_t count) \
+      const;                                                                                    \
+  template std::shared_ptr<const TypedEngine<Value>::CacheState> TypedEngine<Value>::describe(  \
+      SequenceId sequence, const Engine::Checkpoint* context, SnapshotInfo& info);              \
+  template SequenceState TypedEngine<Value>::read_state(                                        \
+      const SnapshotReader& reader, const std::string& prefix,                                  \
+      const std::vector<SnapshotQueries>& recent);
+KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
+#undef KVZAP_INSTANTIATE
+// NOLINTEND(bugprone-macro-parentheses)
+
+}  // namespace kvzap::detail

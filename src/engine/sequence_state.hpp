@@ -1,0 +1,43 @@
+// State of one sequence of an engine beside its rows in the cache.
+#pragma once
+
+#include <cstdint>
+#include <kvzap/engine/budget.hpp>
+#include <kvzap/engine/policy.hpp>
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "engine/policy_step.hpp"
+#include "engine/sequence_pruning.hpp"
+
+namespace kvzap::detail {
+
+/// State that a policy needs between steps.
+struct SequenceState {
+  std::shared_ptr<const SequencePruning> pruning;
+  std::unique_ptr<Policy> policy;
+  std::optional<RecentQueries> recent;
+  std::int64_t steps = 0;        // since the context, or since the last cut
+  std::int64_t closed_up = 0;    // tokens minus positions
+  std::int64_t non_finite = 0;   // rows that the last cut kept because their score is not finite
+  std::vector<TokenId> context;  // for a policy that will have it repeated
+  // Of the step under way.
+  PolicyStep step;
+  Budget budget;
+  bool cuts = false;  // choose rows after the step
+
+  /// Copies all but the policy object, which serves one sequence and holds nothing between steps.
+  SequenceState copy(SequenceState into) const {
+    if (recent) into.recent = recent->clone();
+    into.steps = steps;
+    into.closed_up = closed_up;
+    into.non_finite = non_finite;
+    into.context = context;
+    into.pruning = pruning;
+    return into;
+  }
+};
+
+}  // namespace kvzap::detail

@@ -1,0 +1,216 @@
+// An engine whose weights and cache have one type of values.
+#pragma once
+
+#include <functional>
+#include <kvzap/engine/engine.hpp>
+#include <kvzap/engine/snapshot.hpp>
+#include <map>
+#include <numeric>
+#include <optional>
+
+#include "base/stopwatch.hpp"
+#include "base/value_types.hpp"
+#include "engine/agree_on_memory.hpp"
+#include "engine/check_pruning.hpp"
+#include "engine/row_scores.hpp"
+#include "engine/sequence_state.hpp"
+
+namespace kvzap::detail {
+
+/// The members are defined in four files: engine.cpp (sequences, steps, reports), engine_cuts.cpp,
+/// engine_reading.cpp and engine_snapshots.cpp.
+template <class Value>
+class TypedEngine final : public Engine {
+ public:
+  TypedEngine(std::shared_ptr<const Model<Value>> model, std::shared_ptr<Scorer> scorer,
+              const CacheOptions& options, const Communicator& comm)
+      : Engine(options, comm),
+        m_model(std::move(model)),
+        m_scorer(std::move(scorer)),
+        m_decoder(*m_model, m_scorer.get(), comm, options.pruning.window, options.page_rows,
+                  &m_meter),
+        m_standard(pruning_of(options)) {
+    m_decoder.cache().set_limit(options.kv_limit);
+  }
+
+  const ModelConfig& config() const override { return m_model->config(); }
+  SequenceId add_sequence() override {
+    return on_all_ranks([&](std::optional<SequenceId>& made) {
+      made = m_decoder.cache().add_sequence();
+      m_states[*made] = new_state(m_standard);
+    });
+  }
+  SequenceId fork(SequenceId source) override {
+    return on_all_ranks([&](std::optional<SequenceId>& made) {
+      made = m_decoder.cache().fork(source);
+      const SequenceState& from = m_states.at(source);
+      m_states[*made] = from.copy(new_state(from.pruning));
+    });
+  }
+  void free_sequence(SequenceId sequence) override {
+    m_states.erase(sequence);
+    m_decoder.cache().free_sequence(sequence);
+  }
+
+  std::unique_ptr<Checkpoint> checkpoint(SequenceId sequence) override;
+  void restore(SequenceId sequence, const Checkpoint& checkpoint) override;
+  std::int64_t tokens(SequenceId sequence) const override {
+    return m_decoder.cache().tokens(sequence, 0);
+  }
+  StepRule rule(StepPart part, std::int64_t question) const override {
+    return rule_of(*m_standard, part, question);
+  }
+  StepRule rule(SequenceId sequence, StepPart part, std::int64_t question) const override {
+    return rule_of(*m_states.at(sequence).pruning, part, question);
+  }
+
+  std::vector<StepResult> step(const StepBatch& batch, const ProgressCallback& progress) override;
+  void end_context(SequenceId sequence, const ProgressCallback& progress) override;
+  bool can_hold(SequenceId sequence) const override {
+    return !m_states.at(sequence).pruning->uses_policy;
+  }
+  void judge_context(SequenceId sequence) override;
+
+  void check(const LoadedPruning& pruning) const override {
+    check_for_engine(pruning, m_scorer != nullptr, m_model->config());
+    if (pruning.prunes() && pruning.pruning.window != options().pruning.window) {
+      throw Error(fmt::format("window is {}; expected {}, the rows of the engine's rings",
+                              pruning.pruning.window, options().pruning.window));
+    }
+  }
+  void set_pruning(SequenceId sequence, const LoadedPruning& pruning) override {
+    agree_on_memory(communicator(), [&] {
+      check(pruning);
+      if (tokens(sequence) > 0) {
+        throw Error(fmt::format("sequence {} has tokens: it is too late to say how it is pruned",
+                                sequence));
+      }
+      m_states.at(sequence) = new_state(pruning_of(pruning));
+    });
+  }
+  Reading read(SequenceId sequence, const std::vector<TokenId>& tokens, std::int64_t question,
+               const std::vector<std::shared_ptr<const PolicyChoice>>& policies, StepOutput output,
+               const ProgressCallback& progress) override;
+  SequenceId prune(SequenceId source, const LoadedPruning& setting,
+                   const ContextScores* scores) override;
+
+  std::size_t trim() override { return m_decoder.cache().trim(); }
+  CacheReport report(SequenceId sequence) override { return reports({sequence}).front(); }
+  std::vector<CacheReport> reports(const std::vector<SequenceId>& sequences) override;
+
+  std::unique_ptr<SnapshotWriting> begin_snapshot(const std::filesystem::path& file,
+                                                  SnapshotInfo info, const SnapshotOptions& options,
+                                                  SequenceId sequence,
+                                                  const Checkpoint* context) override;
+  std::vector<std::string> write_snapshot(const std::filesystem::path& file, SnapshotInfo info,
+                                          const SnapshotOptions& options, SequenceId sequence,
+                                          const Checkpoint* context) override;
+  Resumed resume(const SnapshotReader& reader) override;
+  void check_more_context(SequenceId sequence, std::int64_t count) const override;
+
+  std::vector<std::int64_t> positions(SequenceId sequence, int layer, int head_on_rank) override {
+    return m_decoder.cache().positions(sequence, layer, head_on_rank);
+  }
+  std::vector<std::vector<float>> scores(SequenceId sequence, int layer) override;
+  CacheBytes bytes() const override { return m_decoder.cache().bytes(); }
+  std::size_t bytes_per_token() const override {
+    return heads_of_all_layers() *
+           page_row_bytes(m_decoder.cache().shape().head_dim, sizeof(Value));
+  }
+  std::size_t bytes_per_sequence() const override {
+    const CacheShape& shape = m_decoder.cache().shape();
+    return heads_of_all_layers() * shape.window * ring_row_bytes(shape.head_dim, sizeof(Value));
+  }
+  std::size_t free_bytes() const override { return m_decoder.cache().pool().free_bytes(); }
+  void set_observer(StepObserver* observer) override {
+    m_observer = observer;
+    m_decoder.set_observer(observer);
+  }
+  void set_attention_path(AttentionPath path) override { m_decoder.set_attention_path(path); }
+
+ private:
+  using CacheState = typename KVCache<Value, engine_page_order>::Checkpoint;
+  struct TypedCheckpoint final : Checkpoint {
+    std::shared_ptr<const CacheState> cache_state;  // shared with a snapshot that is being written
+    SequenceState state;
+  };
+
+  /// Adds the engine's state of the sequence to `info`. Collective. Returns the cache's part of
+  /// `context`; null without a context.
+  std::shared_ptr<const CacheState> describe(SequenceId sequence, const Checkpoint* context,
+                                             SnapshotInfo& info);
+  /// Reads the fields that `describe` wrote with this prefix.
+  SequenceState read_state(const SnapshotReader& reader, const std::string& prefix,
+                           const std::vector<SnapshotQueries>& recent);
+
+  std::size_t heads_of_all_layers() const {
+    const std::vector<int>& heads = m_decoder.cache().shape().heads;
+    return static_cast<std::size_t>(std::accumulate(heads.begin(), heads.end(), 0));
+  }
+  SequenceState new_state(const std::shared_ptr<const SequencePruning>& pruning) const;
+  RecentQueries recent_queries(std::int64_t count, bool every_layer) const;
+  std::shared_ptr<const SequencePruning> pruning_of(const LoadedPruning& pruning) const {
+    return std::make_shared<const SequencePruning>(pruning, m_scorer.get());
+  }
+  /// Null for a sequence without a policy, and for an id without a sequence.
+  SequenceState* state_with_policy(SequenceId sequence) {
+    const auto found = m_states.find(sequence);
+    return found == m_states.end() || !found->second.pruning->uses_policy ? nullptr
+                                                                          : &found->second;
+  }
+
+  /// Plans the policy's part in a span of m_batch.
+  void plan(std::size_t index);
+  /// Gives rows the scores that a step has left. Cuts the sequence if a cut is due.
+  void finish(const StepBatch::Span& span);
+  /// Has the model repeat the context while a policy, which `make` returns, observes. Leaves the
+  /// sequence as it was.
+  void repeat(SequenceId sequence, const std::vector<TokenId>& context, const PolicyChoice& choice,
+              const std::function<Policy*()>& make, const ProgressCallback& progress);
+  /// Has the context repeated for the sequence's own policy, and cuts the sequence by its scores.
+  void repeat_context(SequenceId sequence, const ProgressCallback& progress);
+
+  /// The layers among whose rows a choice is made by `scores`.
+  std::vector<ScoredLayer> scored_layers(SequenceId sequence, const LayerScores& scores);
+  /// Cuts to state.budget by scores that the rows have.
+  void cut(SequenceId sequence, const LayerScores& scores);
+  /// Chooses the rows that stay. Collective if choice_communicates.
+  void choose(SequenceId sequence, const std::vector<ScoredLayer>& layers,
+              const LayerScores& scores);
+  /// Evicts the other rows. `empties_ring`: leave no row in a ring, as close_up needs. `is_stored`:
+  /// the cache has the scores by which rows were chosen.
+  void evict(SequenceId sequence, const std::vector<ScoredLayer>& layers, bool empties_ring,
+             bool is_stored);
+  /// Throws Error unless `scores` has a score of each row of the sequence.
+  void check_scores(SequenceId sequence, const ContextScores* scores) const;
+  /// Judges the rows of a whole context, with the result of judging each as it left the window.
+  void judge(SequenceId sequence, const LayerScores& scores);
+  /// Closes up the positions of a sequence whose heads all have the same number of rows.
+  void close_up(SequenceId sequence);
+
+  /// Makes a new sequence on every rank or, with an error, on none. `make` sets it first.
+  template <class Make>
+  SequenceId on_all_ranks(const Make& make) {
+    std::optional<SequenceId> made;
+    try {
+      agree_on_memory(communicator(), [&] { make(made); });
+    } catch (...) {
+      if (made) free_sequence(*made);
+      throw;
+    }
+    return *made;
+  }
+
+  MemoryMeter m_meter;
+  std::shared_ptr<const Model<Value>> m_model;
+  std::shared_ptr<Scorer> m_scorer;
+  Decoder<Value> m_decoder;
+  std::shared_ptr<const SequencePruning> m_standard;  // of sequences without their own
+  std::map<SequenceId, SequenceState> m_states;
+  StepBatch m_batch;
+  StepObserver* m_observer = nullptr;
+  double m_evict_seconds = 0;
+  double m_repeat_seconds = 0;  // model time in steps that repeat contexts
+};
+
+}  // namespace kvzap::detail

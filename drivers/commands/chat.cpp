@@ -528,26 +528,15 @@ bool judges_what_is_said(const Pruning& pruning) {
 }  // namespace
 
 void declare_chat(CLI::App& app, RunOptions& options) {
-  options.chats = true;
-  // As many as fit, within reason.
-  options.new_tokens = 4096;
-  declare(app, options);
-  for (const char* name :
-       {"--question", "--raw", "--token-ids", "--prune-after", "--dump", "--dry-run", "--append",
-        "--snapshot", "--snapshot-every", "--snapshot-keep", "--snapshot-content",
-        "--snapshot-compress", "--snapshot-dtype"}) {
-    app.remove_option(app.get_option(name));
-  }
-  // (Snapshots of kvzap run have it among their options.)
-  app.add_option("--prune-after", options.pruning_texts.prune_after,
-                 "when a budget is met: after the context (after each question is for kvzap run, "
-                 "which then runs all of it anew)")
-      ->capture_default_str()
-      ->check(CLI::IsMember({"context"}))
-      ->group("Pruning");
+  options.new_tokens = 4096;  // as many as fit, within reason
+  declare_model(app, options);
+  declare_conversation(app, options, {"context"});
+  declare_resume(app, options);
   const auto describe = [&](const char* name, const char* text) {
     app.get_option(name)->description(text);
   };
+  describe("--prune-after",
+           "apply a budget after the context; kvzap run can also apply it after each question");
   describe("--prompt", "context that the first message goes on from");
   describe("--file", "file with it, taken whole");
   describe("--system",

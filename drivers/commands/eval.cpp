@@ -135,7 +135,7 @@ class Evaluation {
   int m_ranks_on_node = 1;
 
   std::vector<EvalSetting> m_settings;
-  std::vector<RunOptions> m_run_options;           // of each setting
+  std::vector<EngineOptions> m_engine_options;     // of each setting
   std::vector<std::optional<PolicySpec>> m_specs;  // of each setting
   std::vector<LoadedPruning> m_prune;              // of each setting
   std::vector<Texts> m_texts;                      // of each setting
@@ -159,10 +159,10 @@ void Evaluation::prepare() {
     m_limit = context_limit(m_options.max_context, config, m_options.random_weights.has_value());
     m_stop_ids = load_stop_ids(m_options.model, config.vocab_size);
     for (const EvalSetting& setting : m_settings) {
-      m_run_options.push_back(run_options(m_options, setting));
-      const RunOptions& run = m_run_options.back();
+      m_engine_options.push_back(engine_options(m_options, setting));
+      const EngineOptions& run = m_engine_options.back();
       try {
-        m_specs.push_back(policy_spec(run.pruning, pruning_use(run), flag_names()));
+        m_specs.push_back(policy_spec(run.pruning, {}, flag_names()));
       } catch (const Error& error) {
         throw Error(fmt::format("--policies: {}: {}", setting.label, error.what()));
       }
@@ -198,7 +198,7 @@ void Evaluation::prepare() {
 
 LoadedPruning Evaluation::load_setting(std::size_t index,
                                        const std::optional<RepeatPrompt>& repeat) {
-  const RunOptions& run = m_run_options[index];
+  const EngineOptions& run = m_engine_options[index];
   if (!m_specs[index]) {
     LoadedPruning full{run.pruning, nullptr};
     full.pruning.mode = PruneMode::none;
@@ -208,7 +208,7 @@ LoadedPruning Evaluation::load_setting(std::size_t index,
   // A surrogate may be large, and its scores do not depend on how many of them are used.
   if (spec.info->name == "kvzap" && spec.modifiers.empty()) {
     for (std::size_t i = 0; i < index; ++i) {
-      if (!m_prune[i].policy || m_run_options[i].pruning.policy != run.pruning.policy) continue;
+      if (!m_prune[i].policy || m_engine_options[i].pruning.policy != run.pruning.policy) continue;
       return m_prune[i].with_amount_of(run.pruning);
     }
   }
@@ -221,7 +221,7 @@ void Evaluation::load_policies() {
   for (std::size_t i = 0; i < m_settings.size() && !repeat; ++i) {
     const std::vector<TokenId> none;
     repeat =
-        share_repeat_prompt(m_run_options[i], m_specs[i], m_tokenizer ? &*m_tokenizer : nullptr,
+        share_repeat_prompt(m_engine_options[i], m_specs[i], m_tokenizer ? &*m_tokenizer : nullptr,
                             m_comm.is_root() ? m_prompts.prompts.front().tokens.context : none,
                             m_setup->config, m_comm);
   }
@@ -237,7 +237,7 @@ void Evaluation::load_policies() {
       }
     });
     m_prune.push_back(prune);
-    m_texts.push_back(load_policy_texts(m_run_options[i], prune.policy.get(),
+    m_texts.push_back(load_policy_texts(m_engine_options[i], prune.policy.get(),
                                         m_tokenizer ? &*m_tokenizer : nullptr, m_setup->config,
                                         m_comm));
   }
@@ -285,7 +285,7 @@ void Evaluation::add_policy_files(ordered_json& options) const {
     if (!m_specs[i]) continue;
     // --surrogate changes the policy of the setting.
     add(*m_specs[i]->info, m_specs[i]->arguments,
-        m_run_options[i].pruning.policy == m_settings[i].pruning.policy);
+        m_engine_options[i].pruning.policy == m_settings[i].pruning.policy);
     for (const auto& [info, arguments] : m_specs[i]->modifiers) add(*info, arguments, true);
   }
   if (!hashes.empty()) options["policy_files"] = hashes;

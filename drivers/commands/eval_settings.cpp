@@ -87,13 +87,12 @@ std::vector<detail::EvalSetting> settings_of(const EvalOptions& o) {
   return parse_settings(request);
 }
 
-RunOptions run_options(const EvalOptions& o, const detail::EvalSetting& setting) {
-  RunOptions run;
+EngineOptions engine_options(const EvalOptions& o, const detail::EvalSetting& setting) {
+  EngineOptions run;
   run.model = o.model;
   run.dtype = o.dtype;
   run.raw = o.raw;
   run.quiet = o.quiet;
-  run.questions = {""};  // there is one
   run.pruning = setting.pruning;
   run.pruning.window = o.window;
   run.pruning.sink = o.sink;

@@ -16,6 +16,6 @@ void validate_eval(const EvalOptions& options);
 std::vector<detail::EvalSetting> settings_of(const EvalOptions& options);
 
 /// The options of `kvzap run` for a setting.
-RunOptions run_options(const EvalOptions& options, const detail::EvalSetting& setting);
+EngineOptions engine_options(const EvalOptions& options, const detail::EvalSetting& setting);
 
 }  // namespace kvzap::driver

@@ -27,7 +27,7 @@ bool begins_with(const std::vector<TokenId>& ids, const std::vector<TokenId>& be
 /// How the model is asked to repeat the context: as a user's message within the chat template, or,
 /// without a template, after a line break. Ids that begin as the template does are taken as made by
 /// it; special tokens that the tokenizer puts in front of any text are never repeated.
-RepeatPrompt repeat_prompt(const RunOptions& options, const Tokenizer& tokenizer,
+RepeatPrompt repeat_prompt(const EngineOptions& options, const Tokenizer& tokenizer,
                            const std::vector<TokenId>& context) {
   if (!options.raw && !options.token_ids) {
     const auto parts = ChatTemplate::detect(options.model).parts(false);
@@ -53,7 +53,7 @@ RepeatPrompt repeat_prompt(const RunOptions& options, const Tokenizer& tokenizer
 }  // namespace
 
 std::optional<RepeatPrompt> share_repeat_prompt(
-    const RunOptions& options, const std::optional<PolicySpec>& spec, const Tokenizer* tokenizer,
+    const EngineOptions& options, const std::optional<PolicySpec>& spec, const Tokenizer* tokenizer,
     const std::vector<TokenId>& context, const ModelConfig& config, const Communicator& comm) {
   if (!spec || !spec->info->repeats_context || !options.pruning.prunes()) return {};
   RepeatPrompt repeat;
@@ -88,7 +88,7 @@ std::optional<RepeatPrompt> share_repeat_prompt(
   return repeat;
 }
 
-Texts load_policy_texts(const RunOptions& options, const PolicyChoice* choice,
+Texts load_policy_texts(const EngineOptions& options, const PolicyChoice* choice,
                         const Tokenizer* tokenizer, const ModelConfig& config,
                         const Communicator& comm) {
   if (!choice || !choice->calibration) return {};
@@ -113,13 +113,13 @@ Texts load_policy_texts(const RunOptions& options, const PolicyChoice* choice,
   return texts;
 }
 
-LoadedPruning load_policy(const RunOptions& options, const std::optional<RepeatPrompt>& repeat,
+LoadedPruning load_policy(const EngineOptions& options, const std::optional<RepeatPrompt>& repeat,
                           const ModelSetup& setup, const Communicator& comm) {
   return detail::load_policy(options.pruning, setup, dtype_from_name(options.dtype), comm, repeat,
-                             pruning_use(options), flag_names());
+                             {}, flag_names());
 }
 
-std::optional<LookedUpThreshold> resolve_threshold(RunOptions& options, bool talks,
+std::optional<LookedUpThreshold> resolve_threshold(EngineOptions& options, bool talks,
                                                    const Communicator& comm) {
   std::optional<bool> chat_template;
   if (!options.token_ids) chat_template = !options.raw;

@@ -21,11 +21,11 @@ namespace kvzap::driver {
 /// Rank 0 has the context and the tokenizer, or loads one where the prompt is token ids.
 /// Collective. Throws AgreedError if there is nothing to repeat.
 std::optional<RepeatPrompt> share_repeat_prompt(
-    const RunOptions& options, const std::optional<PolicySpec>& spec, const Tokenizer* tokenizer,
+    const EngineOptions& options, const std::optional<PolicySpec>& spec, const Tokenizer* tokenizer,
     const std::vector<TokenId>& context, const ModelConfig& config, const Communicator& comm);
 
 /// Loads the policy of the options' pruning, checked against all rules. Does not communicate.
-LoadedPruning load_policy(const RunOptions& options, const std::optional<RepeatPrompt>& repeat,
+LoadedPruning load_policy(const EngineOptions& options, const std::optional<RepeatPrompt>& repeat,
                           const ModelSetup& setup, const Communicator& comm);
 
 /// Token ids of texts.
@@ -33,12 +33,12 @@ using Texts = std::vector<std::vector<TokenId>>;
 
 /// The texts from which the policy learns, if it does. Rank 0 has the tokenizer, or loads one.
 /// Collective.
-Texts load_policy_texts(const RunOptions& options, const PolicyChoice* choice,
+Texts load_policy_texts(const EngineOptions& options, const PolicyChoice* choice,
                         const Tokenizer* tokenizer, const ModelConfig& config,
                         const Communicator& comm);
 
 /// kvzap::resolve_threshold for the options' pruning. Prints the warnings if `talks`. Collective.
-std::optional<LookedUpThreshold> resolve_threshold(RunOptions& options, bool talks,
+std::optional<LookedUpThreshold> resolve_threshold(EngineOptions& options, bool talks,
                                                    const Communicator& comm);
 
 }  // namespace kvzap::driver

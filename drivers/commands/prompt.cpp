@@ -64,10 +64,10 @@ std::vector<std::vector<TokenId>> question_ids(const RunOptions& options,
   return questions;
 }
 
-Prompt make_prompt(const RunOptions& options, const Tokenizer* tokenizer) {
+Prompt make_prompt(const RunOptions& options, const Tokenizer* tokenizer, bool may_be_empty) {
   const std::string text = options.prompt ? *options.prompt : read_whole(options.file);
   const std::string source = options.prompt ? "-p" : "-f " + options.file;
-  if (text.empty() && !options.chats) throw Error(fmt::format("{}: the prompt is empty", source));
+  if (text.empty() && !may_be_empty) throw Error(fmt::format("{}: the prompt is empty", source));
   Prompt prompt;
   prompt.questions = question_ids(options, tokenizer);
   if (options.token_ids) {
@@ -121,10 +121,11 @@ void share(Prompt& prompt, const Communicator& comm) {
 }  // namespace
 
 Prompt share_prompt(const RunOptions& options, const Tokenizer* tokenizer,
-                    const ModelConfig& config, std::int64_t limit, const Communicator& comm) {
+                    const ModelConfig& config, std::int64_t limit, const Communicator& comm,
+                    bool may_be_empty) {
   Prompt prompt;
   comm.agree_on_root([&] {
-    prompt = make_prompt(options, tokenizer);
+    prompt = make_prompt(options, tokenizer, may_be_empty);
     check_prompt(prompt, config, limit);
   });
   share(prompt, comm);

@@ -27,7 +27,8 @@ ChatTemplate::Parts template_of(const RunOptions& options);
 /// `limit`: largest number of tokens of context and question together; 0: no limit. Collective;
 /// throws AgreedError that names the flag.
 Prompt share_prompt(const RunOptions& options, const Tokenizer* tokenizer,
-                    const ModelConfig& config, std::int64_t limit, const Communicator& comm);
+                    const ModelConfig& config, std::int64_t limit, const Communicator& comm,
+                    bool may_be_empty = false);
 
 /// Does the same for a run that continues `recorded`: its context, followed by the tokens of
 /// --append, and the options' questions, or its own if there are none.

@@ -45,7 +45,7 @@ std::int64_t least_bytes(const MemoryPlan& plan, bool pruned) {
   return most;
 }
 
-MemoryPlan plan(const RunOptions& options, const ModelConfig& config, std::int64_t tokens,
+MemoryPlan plan(const EngineOptions& options, const ModelConfig& config, std::int64_t tokens,
                 int ranks, const PlannedEviction& eviction) {
   return plan_memory(config, dtype_from_name(options.dtype), tokens, eviction.ratio, ranks,
                      eviction.window,
@@ -260,7 +260,7 @@ class Run {
 
 void Run::check_options() {
   RunOptions& options = m_options;
-  m_comm.agree([&] { validate(options); });
+  m_comm.agree([&] { validate(options, !m_talk); });
   if (m_resumed && m_resumed->state.looked_up) {
     // A run goes on with the threshold that it began with.
     m_report.looked_up = m_resumed->state.looked_up;
@@ -320,7 +320,9 @@ void Run::take_prompt() {
     if (m_goes_on) m_report.answers = std::move(m_state.answers);
     if (!options.append.empty()) m_state.context.reset();
   } else {
-    m_prompt = share_prompt(options, tokenizer(), config(), m_limit, m_comm);
+    // A conversation may begin with the chat template alone.
+    m_prompt =
+        share_prompt(options, tokenizer(), config(), m_limit, m_comm, static_cast<bool>(m_talk));
   }
   if (!m_resumed || !options.questions.empty()) {
     m_state.texts = options.questions;

@@ -41,9 +41,10 @@ constexpr int most_port = 65535;
 constexpr std::size_t longest_key = 4096;
 
 void check(const ServeOptions& o) {
-  RunOptions run = o.run;
-  run.chats = true;  // there is no prompt
-  validate(run);
+  PruningUse use;
+  use.has_question = false;
+  validate(o, use);
+  check_sampling(o.sampling, o.sampling_flags);
   require(o.port >= 0 && o.port <= most_port,
           fmt::format("--port is {}; expected 0 (any) to {}", o.port, most_port));
   require(!o.host.empty(), "--host is empty; expected an address or a name");
@@ -96,8 +97,8 @@ std::vector<std::string> read_keys(const std::string& file) {
 class Serving {
  public:
   Serving(ServeOptions& options, const Communicator& comm)
-      : m_options(options), m_run(options.run), m_comm(comm), m_talks(comm.is_root()) {
-    if (m_run.quiet) m_talks = false;
+      : m_options(options), m_comm(comm), m_talks(comm.is_root()) {
+    if (m_options.quiet) m_talks = false;
   }
   int operator()();
 
@@ -111,7 +112,6 @@ class Serving {
   int run(Engine& engine);
 
   ServeOptions& m_options;
-  RunOptions& m_run;
   const Communicator& m_comm;
   bool m_talks;
   std::optional<StopWatch> m_watch;
@@ -126,27 +126,28 @@ class Serving {
 
 void Serving::check_options() {
   m_comm.agree([&] {
-    resolve_pruning(m_run);
+    resolve_pruning(m_options);
     check(m_options);
   });
-  resolve_threshold(m_run, m_talks, m_comm);
+  resolve_threshold(m_options, m_talks, m_comm);
   m_comm.agree([&] {
-    m_spec = policy_spec(m_run.pruning, pruning_use(m_run), flag_names());
-    if (!m_run.pruning.prunes()) m_spec.reset();
-    m_cache.pruning = m_run.pruning;
-    m_cache.page_rows = m_run.page_rows;
+    m_spec = policy_spec(m_options.pruning, PruningUse{}, flag_names());
+    if (!m_options.pruning.prunes()) m_spec.reset();
+    m_cache.pruning = m_options.pruning;
+    m_cache.page_rows = m_options.page_rows;
     m_cache.trim = false;  // the scheduler decides when
-    m_setup = set_up_model(m_run.model, m_run.layers, m_run.placement, m_comm.size(), m_run.rope);
+    m_setup = set_up_model(m_options.model, m_options.layers, m_options.placement, m_comm.size(),
+                           m_options.rope);
     m_model.max_tokens =
-        context_limit(m_run.max_context, m_setup->config, m_run.random_weights.has_value());
-    check_parts(m_run.model, !m_run.random_weights, !m_run.random_weights);
+        context_limit(m_options.max_context, m_setup->config, m_options.random_weights.has_value());
+    check_parts(m_options.model, !m_options.random_weights, !m_options.random_weights);
     const GenerationConfig rules =
-        rules_of_answers(m_run.model, m_setup->config.vocab_size, m_run.sampling_flags);
-    m_model.sampling = sampling_in_force(m_run.sampling, m_run.sampling_flags, rules);
+        rules_of_answers(m_options.model, m_setup->config.vocab_size, m_options.sampling_flags);
+    m_model.sampling = sampling_in_force(m_options.sampling, m_options.sampling_flags, rules);
     m_model.has_seed = m_options.seed.has_value();
     m_model.sampling.seed = m_options.seed.value_or(0);
     m_model.stop_ids = rules.stop_ids;
-    if (m_comm.is_root()) print_rules(rules, m_run.sampling_flags, m_talks);
+    if (m_comm.is_root()) print_rules(rules, m_options.sampling_flags, m_talks);
   });
   const std::int64_t longest =
       m_model.max_tokens > 0 ? m_model.max_tokens : std::numeric_limits<std::int64_t>::max();
@@ -154,22 +155,22 @@ void Serving::check_options() {
   m_options.scheduling.max_tokens = m_model.max_tokens;
   m_comm.agree_on_root([&] {
     print_notes(*m_setup, m_talks);
-    const std::filesystem::path folder = m_run.model;
+    const std::filesystem::path folder = m_options.model;
     const std::string own = folder.filename().empty() ? folder.parent_path().filename().string()
                                                       : folder.filename().string();
-    m_model.name = !m_options.alias.empty() ? m_options.alias : own.empty() ? m_run.model : own;
+    m_model.name = !m_options.alias.empty() ? m_options.alias : own.empty() ? m_options.model : own;
     m_model.created = static_cast<std::int64_t>(std::time(nullptr));
-    m_model.thinking = m_run.thinking == "on";
+    m_model.thinking = m_options.thinking == "on";
     m_model.max_choices = std::min<std::int64_t>(16, m_options.scheduling.max_sequences);
     std::error_code ignored;
-    if (std::filesystem::exists(folder / "tokenizer.json", ignored) || !m_run.random_weights) {
-      m_model.tokenizer = Tokenizer::load(m_run.model);
+    if (std::filesystem::exists(folder / "tokenizer.json", ignored) || !m_options.random_weights) {
+      m_model.tokenizer = Tokenizer::load(m_options.model);
     } else if (m_talks) {
       say("kvzap: note: no tokenizer: prompts and answers are token ids\n");
     }
     if (!m_model.tokenizer) return;
     try {
-      m_model.chat_template = ChatTemplate::detect(m_run.model);
+      m_model.chat_template = ChatTemplate::detect(m_options.model);
     } catch (const Error& error) {
       if (m_talks) say("kvzap: note: no /v1/chat/completions: {}\n", error.what());
     }
@@ -208,14 +209,14 @@ void Serving::load_policy() {
   std::vector<TokenId> context;
   if (tokenizer && m_spec->info->repeats_context) {
     m_comm.agree_on_root([&] {
-      const auto parts = ChatTemplate::detect(m_run.model).parts(false);
+      const auto parts = ChatTemplate::detect(m_options.model).parts(false);
       context = tokenizer->encode(parts.prefix + "a");
     });
   }
-  m_repeat = share_repeat_prompt(m_run, m_spec, tokenizer, context, m_setup->config, m_comm);
+  m_repeat = share_repeat_prompt(m_options, m_spec, tokenizer, context, m_setup->config, m_comm);
   m_comm.agree(
-      [&] { m_cache.policy = driver::load_policy(m_run, m_repeat, *m_setup, m_comm).policy; });
-  m_texts = load_policy_texts(m_run, m_cache.policy.get(), tokenizer, m_setup->config, m_comm);
+      [&] { m_cache.policy = driver::load_policy(m_options, m_repeat, *m_setup, m_comm).policy; });
+  m_texts = load_policy_texts(m_options, m_cache.policy.get(), tokenizer, m_setup->config, m_comm);
 }
 
 /// Maximum bytes of this rank's rings and pages: its heads' share of --kv-memory, or most of the
@@ -244,7 +245,7 @@ std::unique_ptr<Engine> Serving::make_engine(Progress& bar) {
     bar.update(what, done, total, what == "load" ? "" : "tokens");
     if (m_watch->signal() != 0) throw Error(stop_words);
   };
-  const auto model = load_model<Value>(*m_setup, m_run.random_weights, m_comm, progress);
+  const auto model = load_model<Value>(*m_setup, m_options.random_weights, m_comm, progress);
   if (!m_texts.empty()) {
     kvzap::calibrate<Value>(model, *m_cache.policy, m_texts, m_comm, progress);
   }
@@ -317,10 +318,10 @@ int Serving::run(Engine& engine) {
 int Serving::operator()() {
   m_watch.emplace(m_comm.is_root());
   check_options();
-  use_threads(m_run.threads, m_comm, m_talks);
+  use_threads(m_options.threads, m_comm, m_talks);
   listen();
   load_policy();
-  const MemoryPlan plan = plan_memory(m_setup->config, dtype_from_name(m_run.dtype), 1, 0,
+  const MemoryPlan plan = plan_memory(m_setup->config, dtype_from_name(m_options.dtype), 1, 0,
                                       m_comm.size(), m_cache.pruning.window);
   const int ranks_on_node = m_comm.ranks_on_node();
   m_comm.agree([&] {
@@ -328,10 +329,10 @@ int Serving::operator()() {
     for (const auto& rank : plan.ranks) most = std::max(most, rank.weights + rank.activations);
     check_memory(most, ranks_on_node, "weights");
   });
-  Progress bar(m_talks, m_run.progress);
+  Progress bar(m_talks, m_options.progress);
   std::unique_ptr<Engine> engine;
   try {
-    with_value_type(dtype_from_name(m_run.dtype),
+    with_value_type(dtype_from_name(m_options.dtype),
                     [&](auto zero) { engine = make_engine<decltype(zero)>(bar); });
   } catch (const Error& error) {
     if (!is_stop(error)) throw;
@@ -349,32 +350,11 @@ int Serving::operator()() {
 }  // namespace
 
 void declare_serve(CLI::App& app, ServeOptions& o) {
-  declare(app, o.run);
-  for (const char* name : {"--prompt",
-                           "--file",
-                           "--question",
-                           "--system",
-                           "--raw",
-                           "--token-ids",
-                           "--prune-after",
-                           "--dump",
-                           "--dry-run",
-                           "--append",
-                           "--resume",
-                           "--snapshot",
-                           "--snapshot-every",
-                           "--snapshot-keep",
-                           "--snapshot-content",
-                           "--snapshot-compress",
-                           "--snapshot-dtype",
-                           "--n-predict",
-                           "--ignore-eos",
-                           "--seed",
-                           "--json",
-                           "--json-token-ids",
-                           "--trim"}) {
-    app.remove_option(app.get_option(name));
-  }
+  declare_model(app, o);
+  declare_context(app, o);
+  declare_pruning(app, o);
+  declare_sampling(app, o.sampling, o.sampling_flags, "Generation");
+  declare_console(app, o);
   const auto describe = [&](const char* name, const char* text) {
     app.get_option(name)->description(text);
   };

@@ -12,9 +12,9 @@
 
 namespace kvzap::driver {
 
-struct ServeOptions {
-  /// The options of `kvzap run` that are not about a single prompt.
-  RunOptions run;
+struct ServeOptions : EngineOptions {
+  SamplingOptions sampling;
+  SamplingFlags sampling_flags;
   std::string host = "127.0.0.1";
   int port = 8080;
   std::string api_key_file;

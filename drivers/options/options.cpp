@@ -69,13 +69,17 @@ void declare_rope(CLI::App& app, RopeOptions& rope, const std::string& group) {
       ->group(group);
 }
 
-void declare_template(CLI::App& app, bool& raw, std::string& thinking, const std::string& group) {
-  app.add_flag("--raw", raw, "use no chat template; BOS only if the tokenizer adds one")
-      ->group(group);
+void declare_thinking(CLI::App& app, std::string& thinking, const std::string& group) {
   app.add_option("--thinking", thinking, "let a Qwen3 model think before it answers")
       ->capture_default_str()
       ->check(CLI::IsMember({"on", "off"}))
       ->group(group);
+}
+
+void declare_template(CLI::App& app, bool& raw, std::string& thinking, const std::string& group) {
+  app.add_flag("--raw", raw, "use no chat template; BOS only if the tokenizer adds one")
+      ->group(group);
+  declare_thinking(app, thinking, group);
 }
 
 void declare_filters(CLI::App& app, SamplingOptions& sampling, const std::string& group) {
@@ -111,12 +115,13 @@ void declare_deck(CLI::App& app, std::string& deck, const std::string& group) {
 
 namespace {
 
+// An unset variable of a script must not lead to a run without snapshots.
+std::string file_name(const std::string& text) {
+  return text.empty() ? "the name is empty; expected a file" : "";
+}
+
 void declare_snapshots(CLI::App& app, RunOptions& o) {
   const auto group = "Snapshots";
-  // An unset variable of a script must not lead to a run without snapshots.
-  const auto file_name = [](const std::string& text) {
-    return text.empty() ? "the name is empty; expected a file" : "";
-  };
   app.add_option(
          "--snapshot", o.snapshot,
          "write the cache to this HDF5 file after the context, and again if SIGTERM, SIGINT or "
@@ -145,13 +150,6 @@ void declare_snapshots(CLI::App& app, RunOptions& o) {
   app.add_option("--snapshot-dtype", o.snapshot_dtype,
                  "value type of keys and values in the file; default: the cache's")
       ->check(CLI::IsMember({"f32", "f16", "bf16"}))
-      ->group(group);
-  app.add_option("--resume", o.resume,
-                 "continue from this snapshot with its model, context and options, on any number "
-                 "of ranks. Options that do not affect its rows can be changed. Unfinished answers "
-                 "continue; with --question, the run answers that question instead")
-      ->check(file_name)
-      ->type_name("FILE")
       ->group(group);
   app.add_option("--append", o.append,
                  "file with more context, used verbatim, that follows the context of --resume; its "
@@ -204,7 +202,7 @@ void check_snapshot_options(const RunOptions& o) {
 
 }  // namespace
 
-void declare(CLI::App& app, RunOptions& o) {
+void declare_model(CLI::App& app, EngineOptions& o) {
   const auto model = "Model";
   app.add_option("-m,--model", o.model,
                  "Hugging Face folder: config.json, *.safetensors, tokenizer.json; required")
@@ -231,31 +229,19 @@ void declare(CLI::App& app, RunOptions& o) {
          "assign KV heads to ranks by the kept rows in this report (--json) of an earlier run")
       ->type_name("FILE")
       ->group(model);
+}
 
+void declare_context(CLI::App& app, EngineOptions& o) {
   const auto prompt = "Prompt";
-  app.add_option("-p,--prompt", o.prompt, "context; give either -p or -f")->group(prompt);
-  app.add_option("-f,--file", o.file, "file with the context, used verbatim; - is standard input")
-      ->type_name("FILE")
-      ->group(prompt);
-  add_texts(app, "--question", o.questions,
-            "question that follows the context. May be repeated: each question is answered from "
-            "the same pruned context, and its answer printed below a line \"[1] QUESTION\"")
-      ->group(prompt);
-  app.add_option("--system", o.system,
-                 "system message before the context; replaces that of the chat template")
-      ->type_name("TEXT")
-      ->group(prompt);
-  declare_template(app, o.raw, o.thinking, prompt);
-  app.add_flag("--token-ids", o.token_ids,
-               "read context and questions as token ids separated by white space, and print ids; "
-               "implies --raw")
-      ->group(prompt);
+  declare_thinking(app, o.thinking, prompt);
   app.add_option(
          "-c,--ctx-size", o.max_context,
          "longest sequence accepted, in tokens; default: the model's max_position_embeddings, "
          "extended by RoPE scaling (no limit with --random-weights)")
       ->group(prompt);
+}
 
+void declare_pruning(CLI::App& app, EngineOptions& o) {
   const auto pruning = "Pruning";
   app.add_option("--policy", o.pruning_texts.policy,
                  "policy that scores pairs, NAME[:key=value,...][+MODIFIER[:key=value,...]...]; "
@@ -283,12 +269,6 @@ void declare(CLI::App& app, RunOptions& o) {
                "apply the budget to each layer, instead of all layers together (kvzip, kvzip-plus "
                "and fastkvzip)")
       ->group(pruning);
-  app.add_option("--prune-after", o.pruning_texts.prune_after,
-                 "apply a budget after the context, or after context and question together: then "
-                 "the question decides which rows stay. Until then the cache is full")
-      ->capture_default_str()
-      ->check(CLI::IsMember({"context", "question"}))
-      ->group(pruning);
   app.add_option("--decode-every", o.pruning.decode.every,
                  "prune the cache again after every INT tokens that follow the context; 0: never")
       ->capture_default_str()
@@ -314,11 +294,41 @@ void declare(CLI::App& app, RunOptions& o) {
   app.add_option("--chunk", o.pruning.chunk, "tokens of a chunk in sparse prefill; at least 1")
       ->capture_default_str()
       ->group(pruning);
-  app.add_flag("--trim,!--no-trim", o.trim,
-               "return unused cache memory to the system, or keep it (default: return it)")
-      ->group(pruning);
   app.add_option("--page-rows", o.page_rows, "rows of a cache page; 1 to 1048576")
       ->capture_default_str()
+      ->group(pruning);
+}
+
+void declare_console(CLI::App& app, EngineOptions& o) {
+  const auto output = "Output";
+  declare_progress(app, o.progress, output);
+  app.add_flag("-q,--quiet", o.quiet, "print no progress and no report on standard error")
+      ->group(output);
+  declare_deck(app, o.config, output);
+}
+
+void declare_conversation(CLI::App& app, RunOptions& o, const std::vector<std::string>& moments) {
+  const auto prompt = "Prompt";
+  app.add_option("-p,--prompt", o.prompt, "context; give either -p or -f")->group(prompt);
+  app.add_option("-f,--file", o.file, "file with the context, used verbatim; - is standard input")
+      ->type_name("FILE")
+      ->group(prompt);
+  app.add_option("--system", o.system,
+                 "system message before the context; replaces that of the chat template")
+      ->type_name("TEXT")
+      ->group(prompt);
+  declare_context(app, o);
+
+  declare_pruning(app, o);
+  const auto pruning = "Pruning";
+  app.add_option("--prune-after", o.pruning_texts.prune_after,
+                 "apply a budget after the context, or after context and question together: then "
+                 "the question decides which rows stay. Until then the cache is full")
+      ->capture_default_str()
+      ->check(CLI::IsMember(moments))
+      ->group(pruning);
+  app.add_flag("--trim,!--no-trim", o.trim,
+               "return unused cache memory to the system, or keep it (default: return it)")
       ->group(pruning);
 
   const auto generation = "Generation";
@@ -334,8 +344,6 @@ void declare(CLI::App& app, RunOptions& o) {
       ->check(not_negative)
       ->group(generation);
 
-  declare_snapshots(app, o);
-
   const auto output = "Output";
   app.add_option("--json", o.json, "write a report to this file; - is standard output")
       ->type_name("FILE")
@@ -343,6 +351,36 @@ void declare(CLI::App& app, RunOptions& o) {
   app.add_flag("--json-token-ids", o.json_token_ids,
                "include the token ids of context and questions in that report")
       ->group(output);
+  declare_console(app, o);
+}
+
+void declare_resume(CLI::App& app, RunOptions& o) {
+  app.add_option("--resume", o.resume,
+                 "continue from this snapshot with its model, context and options, on any number "
+                 "of ranks. Options that do not affect its rows can be changed. Unfinished answers "
+                 "continue; with --question, the run answers that question instead")
+      ->check(file_name)
+      ->type_name("FILE")
+      ->group("Snapshots");
+}
+
+void declare(CLI::App& app, RunOptions& o) {
+  declare_model(app, o);
+  declare_conversation(app, o, {"context", "question"});
+  const auto prompt = "Prompt";
+  add_texts(app, "--question", o.questions,
+            "question that follows the context. May be repeated: each question is answered from "
+            "the same pruned context, and its answer printed below a line \"[1] QUESTION\"")
+      ->group(prompt);
+  app.add_flag("--raw", o.raw, "use no chat template; BOS only if the tokenizer adds one")
+      ->group(prompt);
+  app.add_flag("--token-ids", o.token_ids,
+               "read context and questions as token ids separated by white space, and print ids; "
+               "implies --raw")
+      ->group(prompt);
+  declare_snapshots(app, o);
+  declare_resume(app, o);
+  const auto output = "Output";
   app.add_option("--dump", o.dump,
                  "write token ids, the scores of the context, the evicted pairs and all logits to "
                  "this safetensors file")
@@ -353,20 +391,20 @@ void declare(CLI::App& app, RunOptions& o) {
          "print the memory that each rank needs for -c tokens and exit; default: the prompt's "
          "tokens plus -n; without a prompt, max_position_embeddings, extended by RoPE scaling")
       ->group(output);
-  declare_progress(app, o.progress, output);
-  app.add_flag("-q,--quiet", o.quiet, "print no progress and no report on standard error")
-      ->group(output);
-  declare_deck(app, o.config, output);
 }
 
-void validate(const RunOptions& o) {
-  check_snapshot_options(o);
+void validate(const EngineOptions& o, const PruningUse& use) {
   require(!o.model.empty(), "no model: give a Hugging Face folder with -m");
   check_page_rows(o.page_rows);
-  require(o.new_tokens >= 0, fmt::format("-n is {}; expected 0 or more", o.new_tokens));
   require(!o.max_context || *o.max_context >= 1,
           fmt::format("-c is {}; expected at least 1", o.max_context.value_or(0)));
-  check(o.pruning, pruning_use(o), flag_names());
+  check(o.pruning, use, flag_names());
+}
+
+void validate(const RunOptions& o, bool needs_prompt) {
+  check_snapshot_options(o);
+  validate(static_cast<const EngineOptions&>(o), pruning_use(o));
+  require(o.new_tokens >= 0, fmt::format("-n is {}; expected 0 or more", o.new_tokens));
   check_sampling(o.sampling, o.sampling_flags);
   require(!(o.prompt && !o.file.empty()), "-p and -f both set the prompt: give one of them");
   const char* const without_template = o.raw ? "--raw" : o.token_ids ? "--token-ids" : nullptr;
@@ -378,7 +416,7 @@ void validate(const RunOptions& o) {
   require(!o.json_token_ids || !o.json.empty(),
           "--json-token-ids has no effect without --json FILE");
   require(o.dump != "-", "--dump cannot be standard output");
-  if (o.dry_run || o.chats || !o.resume.empty()) return;
+  if (!needs_prompt || o.dry_run || !o.resume.empty()) return;
   require(o.prompt || !o.file.empty(), "no prompt: give one with -p TEXT or -f FILE");
 }
 

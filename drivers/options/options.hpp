@@ -23,51 +23,57 @@ struct PruningTexts {
   std::string prefill = "dense";
 };
 
-struct RunOptions {
+/// What every command needs that runs a model with a pruned cache.
+struct EngineOptions {
   std::string model;
+  std::string dtype = "bf16";
+  std::string placement;
+  std::optional<std::int64_t> threads;  // absent: the cores that this rank may use
+  std::optional<std::int64_t> layers;   // absent: all
+  RopeOptions rope;
+  std::optional<std::uint64_t> random_weights;
+
   /// Complete once resolve_pruning has read the texts.
   Pruning pruning;
   PruningTexts pruning_texts;
-  bool trim = true;
   int page_rows = 64;
-  std::string dtype = "bf16";
-  std::string placement;
-  std::optional<std::int64_t> threads;  // absent: the cores of this rank
-  std::optional<std::int64_t> layers;   // absent: all
-  RopeOptions rope;
+
+  bool token_ids = false;  // prompts are token ids
+  bool raw = false;        // no chat template
+  std::string thinking = "off";
+  std::optional<std::int64_t> max_context;  // absent: the model's
+
+  bool quiet = false;
+  ProgressStyle progress = ProgressStyle::automatic;
+  std::string config;
+};
+
+/// `kvzap run`. `kvzap chat` uses all but the questions, the dump and the snapshots' own options.
+struct RunOptions : EngineOptions {
+  bool trim = true;
 
   std::optional<std::string> prompt;
   std::string file;
   std::vector<std::string> questions;
   std::optional<std::string> system;
-  /// Set by `kvzap chat`: messages come later, so no prompt is needed.
-  bool chats = false;
-  bool token_ids = false;
-  bool raw = false;
-  std::string thinking = "off";
-  std::optional<std::int64_t> max_context;  // absent: the model's longest context
 
   std::int64_t new_tokens = 128;
   bool ignore_eos = false;
-  SamplingOptions sampling;  // penalties by the model: see sampling_in_force
+  SamplingOptions sampling;  // penalties as given; see sampling_in_force
   SamplingFlags sampling_flags;
 
-  std::optional<std::uint64_t> random_weights;
   std::string json;
   bool json_token_ids = false;
   std::string snapshot;
   std::optional<std::int64_t> snapshot_every;
   std::optional<std::int64_t> snapshot_keep;
   std::string snapshot_content;          // empty: all
-  std::optional<int> snapshot_compress;  // absent: depends on the content
+  std::optional<int> snapshot_compress;  // absent: the content's default
   std::string snapshot_dtype;            // empty: the cache's
   std::string resume;
   std::string append;
   std::string dump;
   bool dry_run = false;
-  bool quiet = false;
-  ProgressStyle progress = ProgressStyle::automatic;
-  std::string config;
 };
 
 /// A CLI11 check that refuses negative numbers: CLI11 reads -1 as the largest unsigned number.
@@ -88,7 +94,8 @@ void declare_random_weights(CLI::App& app, std::optional<std::uint64_t>& seed,
 void declare_threads(CLI::App& app, std::optional<std::int64_t>& threads, const std::string& group);
 /// --rope-scaling and --rope-scale.
 void declare_rope(CLI::App& app, RopeOptions& rope, const std::string& group);
-/// --raw and --thinking (on, off).
+/// --thinking (on, off), and --raw with it.
+void declare_thinking(CLI::App& app, std::string& thinking, const std::string& group);
 void declare_template(CLI::App& app, bool& raw, std::string& thinking, const std::string& group);
 /// --top-k, --top-p and --min-p.
 void declare_filters(CLI::App& app, SamplingOptions& sampling, const std::string& group);
@@ -97,6 +104,18 @@ void declare_protected(CLI::App& app, int& window, std::int64_t& sink, const std
 /// --config.
 void declare_deck(CLI::App& app, std::string& deck, const std::string& group);
 
+/// Options of EngineOptions, by groups: the model; thinking and -c; pruning.
+void declare_model(CLI::App& app, EngineOptions& options);
+void declare_context(CLI::App& app, EngineOptions& options);
+void declare_pruning(CLI::App& app, EngineOptions& options);
+/// --progress, -q and --config.
+void declare_console(CLI::App& app, EngineOptions& options);
+/// Options that `kvzap run` and `kvzap chat` share: the context, answers, the report.
+/// `moments`: values of --prune-after.
+void declare_conversation(CLI::App& app, RunOptions& options,
+                          const std::vector<std::string>& moments);
+/// --resume.
+void declare_resume(CLI::App& app, RunOptions& options);
 /// Declares every option of `kvzap run` on `app`; parsing fills `options`.
 void declare(CLI::App& app, RunOptions& options);
 
@@ -113,6 +132,8 @@ std::string nearest_option(const CLI::App& app, const std::string& name);
 std::string explain(const CLI::App& app, const CLI::ParseError& error);
 
 /// Throws Error that names the flag for options that are out of range or contradict one another.
-void validate(const RunOptions& options);
+void validate(const EngineOptions& options, const PruningUse& use);
+/// `needs_prompt`: without a snapshot to resume, a prompt must be given.
+void validate(const RunOptions& options, bool needs_prompt);
 
 }  // namespace kvzap::driver

@@ -25,7 +25,7 @@ bool chooses_over_layers(const PolicySpec& spec) {
 
 /// The budget of the flags with what modifiers that say how much stays make of it. (What others do
 /// is in whose favour rows go, or may need weights.)
-Budget planned_budget(const RunOptions& o, const std::optional<PolicySpec>& spec,
+Budget planned_budget(const EngineOptions& o, const std::optional<PolicySpec>& spec,
                       const PolicySetup& setup) {
   PolicyChoice choice;
   choice.budget = o.pruning.budget();
@@ -52,7 +52,7 @@ const PruningNames& flag_names() {
   return names;
 }
 
-void resolve_pruning(RunOptions& o) {
+void resolve_pruning(EngineOptions& o) {
   const PruningTexts& texts = o.pruning_texts;
   Pruning& pruning = o.pruning;
   if (!texts.kv_budget.empty()) pruning.kv_bytes(parse_bytes(texts.kv_budget, "--kv-budget"));
@@ -76,7 +76,7 @@ PruningUse pruning_use(const RunOptions& o) {
   return use;
 }
 
-PlannedEviction planned_eviction(const RunOptions& o, const std::optional<PolicySpec>& spec,
+PlannedEviction planned_eviction(const EngineOptions& o, const std::optional<PolicySpec>& spec,
                                  const PolicySetup& setup, const ModelConfig& config,
                                  std::int64_t tokens) {
   const Budget budget = planned_budget(o, spec, setup);

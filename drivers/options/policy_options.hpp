@@ -17,7 +17,7 @@ const PruningNames& flag_names();
 
 /// Reads the texts of the flags into options.pruning; what stands behind an @ of --policy comes on
 /// top. Again has no further effect. Throws Error naming the flag.
-void resolve_pruning(RunOptions& options);
+void resolve_pruning(EngineOptions& options);
 
 /// What a run, or its plan, asks of its pruning.
 PruningUse pruning_use(const RunOptions& options);
@@ -31,8 +31,8 @@ struct PlannedEviction {
   bool is_full_at_first = false;
 };
 /// `config` is of the layers in use, that of `setup` of the whole model.
-PlannedEviction planned_eviction(const RunOptions& options, const std::optional<PolicySpec>& spec,
-                                 const PolicySetup& setup, const ModelConfig& config,
-                                 std::int64_t tokens);
+PlannedEviction planned_eviction(const EngineOptions& options,
+                                 const std::optional<PolicySpec>& spec, const PolicySetup& setup,
+                                 const ModelConfig& config, std::int64_t tokens);
 
 }  // namespace kvzap::driver

@@ -3,13 +3,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdio>
-#include <functional>
 #include <kvzap/engine/generate.hpp>
 #include <kvzap/engine/learn_from_texts.hpp>
 #include <kvzap/engine/snapshot.hpp>
-#include <kvzap/model/memory_plan.hpp>
 #include <kvzap/model/tokenizer.hpp>
 #include <limits>
 #include <utility>
@@ -22,6 +19,7 @@
 #include "commands/prompt.hpp"
 #include "commands/recorded_options.hpp"
 #include "commands/report.hpp"
+#include "commands/run_plan.hpp"
 #include "commands/setup.hpp"
 #include "commands/snapshots.hpp"
 #include "console/console.hpp"
@@ -34,23 +32,6 @@ namespace {
 
 using detail::Clock;
 using detail::seconds_since;
-
-/// Weights and what prefill needs at least; how much pruning will keep is not known.
-std::int64_t least_bytes(const MemoryPlan& plan, bool pruned) {
-  std::int64_t most = 0;
-  for (const auto& rank : plan.ranks) {
-    most = std::max(most, rank.weights + rank.activations + rank.attention +
-                              (pruned ? rank.dense_layer : rank.kv_full));
-  }
-  return most;
-}
-
-MemoryPlan plan(const EngineOptions& options, const ModelConfig& config, std::int64_t tokens,
-                int ranks, const PlannedEviction& eviction) {
-  return plan_memory(config, dtype_from_name(options.dtype), tokens, eviction.ratio, ranks,
-                     eviction.window,
-                     options.pruning.prefill == PrefillMode::sparse ? options.pruning.chunk : 0);
-}
 
 template <class Value>
 std::unique_ptr<Generator> make_generator(const RunOptions& options, const CacheOptions& cache,
@@ -80,96 +61,6 @@ std::unique_ptr<Generator> make_generator(const RunOptions& options, const Cache
     report.texts = static_cast<std::int64_t>(texts.size());
   }
   return generator;
-}
-
-/// What a node with so many ranks needs, if all of them are on it, or at most.
-std::int64_t needed_on_node(const MemoryPlan& plan, bool is_full_at_first, int ranks_on_node) {
-  if (static_cast<int>(plan.ranks.size()) == ranks_on_node) {
-    return needed_bytes(plan, is_full_at_first);
-  }
-  std::int64_t most = 0;
-  for (const auto& rank : plan.ranks) {
-    most = std::max(most, needed_bytes(rank, is_full_at_first));
-  }
-  std::int64_t all = 0;
-  return __builtin_mul_overflow(most, ranks_on_node, &all)
-             ? std::numeric_limits<std::int64_t>::max()
-             : all;
-}
-
-/// Fills in what `report` has of nodes. Collective. `plan_for` plans for a number of ranks.
-void compare_with_nodes(PlanReport& report, const Communicator& comm,
-                        const std::function<MemoryPlan(int)>& plan_for) {
-  const bool is_full = report.eviction.is_full_at_first;
-  const auto all = comm.all_gather({report.ranks_on_node, available_bytes_of_node()});
-  double nodes = 0;
-  std::int64_t least_left = std::numeric_limits<std::int64_t>::max();
-  for (const auto& rank : all) {
-    const int ranks = static_cast<int>(rank[0]);
-    nodes += 1.0 / ranks;
-    const std::int64_t needed = needed_on_node(report.plan, is_full, ranks);
-    if (rank[1] - needed >= least_left) continue;
-    least_left = rank[1] - needed;
-    report.ranks_on_node = ranks;
-    report.needed_on_node = needed;
-    report.available_on_node = rank[1];
-  }
-  report.nodes = static_cast<int>(std::lround(nodes));
-  if (!report.is_known() || report.fits()) return;
-  comm.agree_on_root([&] {
-    const int most = report.most_ranks / report.ranks_on_node;
-    for (int n = report.nodes + 1; n <= most && report.nodes_that_fit == 0; ++n) {
-      const MemoryPlan plan = plan_for(n * report.ranks_on_node);
-      if (needed_on_node(plan, is_full, report.ranks_on_node) <= report.available_on_node) {
-        report.nodes_that_fit = n;
-      }
-    }
-  });
-}
-
-void dry_run(const RunOptions& options, const std::optional<PolicySpec>& spec,
-             const ModelSetup& setup, const Tokenizer* tokenizer, std::int64_t limit,
-             const Communicator& comm) {
-  const ModelConfig& config = setup.config;
-  std::int64_t tokens = options.max_context.value_or(0);
-  if (tokens == 0 && (options.prompt || !options.file.empty())) {
-    const Prompt prompt = share_prompt(options, tokenizer, config, limit, comm);
-    for (const auto& question : prompt.questions) {
-      tokens = std::max<std::int64_t>(tokens,
-                                      prompt.context.size() + question.size() + options.new_tokens);
-    }
-  }
-  if (tokens == 0) tokens = config.longest_context();
-  const DType dtype = dtype_from_name(options.dtype);
-  const ModelConfig whole = setup.whole_config();
-  const PolicySetup policy_setup{whole, setup.partition_of_all_layers, dtype, options.model, comm};
-  PlanReport report;
-  report.tokens = tokens;
-  report.most_ranks = static_cast<int>(config.num_key_value_heads);
-  report.ranks_on_node = comm.ranks_on_node();
-  comm.agree([&] {
-    report.eviction = planned_eviction(options, spec, policy_setup, config, tokens);
-    report.plan = plan(options, config, tokens, comm.size(), report.eviction);
-  });
-  compare_with_nodes(report, comm, [&](int ranks) {
-    return plan(options, config, tokens, ranks, report.eviction);
-  });
-  comm.agree_on_root([&] {
-    if (options.json != "-") {
-      const std::string text = to_text(report, config, dtype);
-      std::fwrite(text.data(), 1, text.size(), stdout);
-      if (spec && spec->info->repeats_context && options.pruning.prunes()) {
-        fmt::print(
-            "note: full at first; while the context is repeated, rows of up to {} more tokens and "
-            "of the prompt exist\n",
-            std::min(tokens, spec->arguments.integer("chunk")));
-      }
-    }
-    if (!options.json.empty()) {
-      write_whole(options.json, to_json(report, options).dump(2) + "\n");
-    }
-    flush_stdout();
-  });
 }
 
 /// One run, from its options to its report.
@@ -397,14 +288,14 @@ void Run::set_up_policy() {
 void Run::check_memory_of(std::int64_t tokens) const {
   const int ranks_on_node = m_comm.ranks_on_node();
   m_comm.agree([&] {
-    const MemoryPlan planned = plan(m_options, config(), tokens, m_comm.size(), {});
+    const MemoryPlan planned = plan_of(m_options, config(), tokens, m_comm.size(), {});
     check_memory(least_bytes(planned, !m_report.is_full_at_first), ranks_on_node,
                  "weights and cache (--dry-run prints the plan)");
     std::size_t most = 0;
     for (const auto& text : m_texts) most = std::max(most, text.size());
     if (most == 0) return;
     const MemoryPlan of_texts =
-        plan(m_options, config(), static_cast<std::int64_t>(most), m_comm.size(), {});
+        plan_of(m_options, config(), static_cast<std::int64_t>(most), m_comm.size(), {});
     check_memory(least_bytes(of_texts, true), ranks_on_node,
                  fmt::format("weights and the longest of the policy's texts, {} tokens", most));
   });

@@ -3,6 +3,7 @@
 
 #include <kvzap/core/types.hpp>
 #include <kvzap/engine/snapshot.hpp>
+#include <kvzap/engine/thresholds.hpp>
 #include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string>

@@ -11,6 +11,7 @@
 #include "base/decimal.hpp"
 #include "base/escaped_list.hpp"
 #include "base/nearest.hpp"
+#include "policy/pruning_text.hpp"
 
 namespace kvzap::detail {
 namespace {
@@ -178,21 +179,11 @@ std::vector<double> parse_numbers(const std::string& text, const std::string& wh
 }
 
 std::string policy_with_surrogate(const std::string& policy, const std::string& surrogate) {
-  const std::size_t name = std::min(policy.find_first_of(":+"), policy.size());
-  if (policy.substr(0, name) != "kvzap") return policy;
-  const std::string arguments = policy.substr(name, policy.find('+') - name);
-  if (arguments.find("surrogate=") != std::string::npos) return policy;
+  if (name_in(policy) != "kvzap" || has_argument(policy, "surrogate")) return policy;
   if (surrogate.empty()) {
     throw Error("kvzap needs a surrogate: give --surrogate DIR, or kvzap:surrogate=DIR");
   }
-  std::string folder;
-  for (const char c : surrogate) {
-    if (c == ',' || c == '+') folder += '\\';  // part of the name
-    folder += c;
-  }
-  const bool has_arguments = policy.compare(name, 1, ":") == 0;
-  return policy.substr(0, name) + ":surrogate=" + folder + (has_arguments ? "," : "") +
-         policy.substr(name + (has_arguments ? 1 : 0));
+  return with_argument(policy, "surrogate=" + escaped_in_policy(surrogate));
 }
 
 std::vector<EvalSetting> parse_settings(const SettingsRequest& request) {

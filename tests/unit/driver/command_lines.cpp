@@ -13,7 +13,7 @@ namespace {
 
 void check_run(driver::RunOptions& options) {
   driver::resolve_pruning(options);
-  driver::validate(options);
+  driver::validate(options, true);
   policy_spec(options.pruning, driver::pruning_use(options), driver::flag_names());
   const auto setup =
       driver::set_up_model(options.model, options.layers, options.placement, 1, options.rope);

@@ -6,6 +6,9 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <set>
 
 #include "base/temporary_file.hpp"
 
@@ -78,6 +81,46 @@ void write_attribute(hid_t object, const std::string& name, const std::string& v
   checked_hdf5(H5Tset_cset(type, H5T_CSET_UTF8), "H5Tset_cset");
   const char* const text = value.c_str();
   create_attribute(object, name, type, type, &text);
+}
+
+// Layout of a heap: "GCOL", version and 3 bytes, size (8 bytes), objects. Layout of an object:
+// index (2), references (2), 4 bytes, size (8), data up to a multiple of 8 bytes. Index 0 is the
+// free space, which reaches to the end (HDF5 File Format Specification 3.0, III.E).
+void check_global_heaps(const std::filesystem::path& file) {
+  constexpr std::size_t most = std::size_t{1} << 24, header = 16;
+  std::ifstream stream(file, std::ios::binary);
+  std::string bytes(most, '\0');
+  stream.read(bytes.data(), static_cast<std::streamsize>(most));
+  bytes.resize(static_cast<std::size_t>(stream.gcount()));
+  const auto number_at = [&](std::size_t place, std::size_t width) {
+    std::uint64_t number = 0;
+    std::memcpy(&number, bytes.data() + place, width);
+    return number;
+  };
+  for (std::size_t begin = 0; begin + header <= bytes.size(); begin += 8) {
+    if (bytes.compare(begin, 4, "GCOL") != 0) continue;
+    const auto fail = [&](const char* what) {
+      throw Error(fmt::format("the global heap at byte {} is damaged: {}", begin, what));
+    };
+    const std::uint64_t size = number_at(begin + 8, 8);
+    // A heap beyond the end of the file is an error of HDF5's own.
+    if (size > bytes.size() - begin) continue;
+    if (size < header) fail("its size is less than that of its header");
+    std::set<std::uint64_t> indices;
+    for (std::uint64_t place = header; place + header <= size;) {
+      const std::uint64_t index = number_at(begin + place, 2);
+      const std::uint64_t length = number_at(begin + place + 8, 8);
+      const std::uint64_t left = size - place;
+      if (index == 0) {
+        if (length != left) fail("its free space does not reach its end");
+        break;
+      }
+      if (length > left - header || !indices.insert(index).second) {
+        fail("an object does not fit it");
+      }
+      place += header + (length + 7) / 8 * 8;
+    }
+  }
 }
 
 Hdf5Handle serial_access() {

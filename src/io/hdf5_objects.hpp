@@ -25,6 +25,11 @@ void write_attribute(hid_t object, const std::string& name, float value);
 void write_attribute(hid_t object, const std::string& name, double value);
 void write_attribute(hid_t object, const std::string& name, const std::string& value);
 
+/// Checks the global heaps in the first 16 MiB of an HDF5 file, which hold texts of variable
+/// length. Heaps have no checksum, and HDF5 1.10 overruns its buffers where the size of an object
+/// is wrong. Throws Error, which does not name the file, for an object that does not fit its heap.
+void check_global_heaps(const std::filesystem::path& file);
+
 /// File access by this process alone.
 Hdf5Handle serial_access();
 

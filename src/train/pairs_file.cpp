@@ -16,6 +16,7 @@ class Hdf5Pairs final : public PairsFile {
  public:
   explicit Hdf5Pairs(fs::path file) : m_path(std::move(file)) {
     const detail::QuietHdf5 quiet;
+    detail::check_global_heaps(m_path);
     m_file = Hdf5Handle(H5Fopen(m_path.c_str(), H5F_ACC_RDONLY, detail::serial_access()), H5Fclose,
                         "H5Fopen");
     m_info =

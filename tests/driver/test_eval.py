@@ -345,11 +345,11 @@ class BadInput(EvalTestCase):
         model = self.copy(MODEL, "other", transformers_version="0")
         self.fail_with(evaluate("-m", model, "--config", deck, "-o", out), "model.config_hash")
         tasks.write_text(tasks.read_text().replace("the", "The"))
-        self.fail_with(evaluate("--config", deck, "-o", out), "hash is")
+        self.fail_with(evaluate("--config", deck, "-o", out), "hash: recorded")
         self.assertEqual((out / "records.jsonl").read_bytes(), before)
         # What is asked of the model may change with all the rows as they were.
         prompts, asked = self.folder / "prompts.json", self.folder / "asked"
-        for text, result in (("{context} {input}", None), ("{context}. {input}", "options.prompt_templates_hash is")):
+        for text, result in (("{context} {input}", None), ("{context}. {input}", "options.prompt_templates_hash: recorded")):
             prompts.write_text(json.dumps(dict.fromkeys(("hotpotqa", "trec", "passage_count"), text)))
             run = evaluate("--tasks", SOURCE / "tests/eval/longbench.jsonl", "--prompt-templates", prompts,
                            "--policies", "none", "-n", 1, "-o", asked)

@@ -121,7 +121,7 @@ class QueryStatistics(QueryStatisticsCase):
         self.assertEqual((result.code, result.out), (0, b""), result)
         self.assertIn(b"3 of 12 texts; left out: 9 beyond --max-texts", result.err)
         self.assertIn(b"queries of 3 texts in", result.err)
-        self.assertIn(b"queries.safetensors is written", result.err)
+        self.assertIn(b"wrote ", result.err)
 
     def test_asked_to_end(self):
         self.write_texts(400, words=400)
@@ -139,7 +139,7 @@ class QueryStatistics(QueryStatisticsCase):
             _, rest = process.communicate(timeout=PATIENCE)
             self.assertEqual(process.returncode, 128 + number, rest)
             self.assertIn(f"stopped by signal {int(number)} after".encode(), rest)
-            self.assertIn(b"queries.safetensors is not written", rest)
+            self.assertIn(b"queries.safetensors was not written", rest)
             self.assertEqual(self.file.read_bytes(), b"mine")
             self.assertEqual(self.left_over(), [self.file.name])
 
@@ -154,9 +154,9 @@ class BadInput(QueryStatisticsCase):
     def test_options(self):
         for more, *parts in (
             (["-o", "pairs.h5"], "--output has no effect with --query-statistics"),
-            (["--tokens-per-text", 500], "--tokens-per-text has no meaning"),
-            (["--seed", 0], "--seed has no meaning"),
-            (["--compression", 1], "--compression has no meaning"),
+            (["--tokens-per-text", 500], "--tokens-per-text has no effect"),
+            (["--seed", 0], "--seed has no effect"),
+            (["--compression", 1], "--compression has no effect"),
             (["--sink", -1], "--sink is -1; expected at least 0"),
             (["--sink", 20], "--min-tokens is 20; expected more than --sink, 20"),
             (["--max-tokens", 5], "--max-tokens is 5"),
@@ -165,7 +165,7 @@ class BadInput(QueryStatisticsCase):
             self.check(*parts, more=more, ranks=[0])
         deck = self.folder / "deck.toml"
         deck.write_text("seed = 1\n")
-        self.check("--seed has no meaning", more=["--config", deck])
+        self.check("--seed has no effect", more=["--config", deck])
         pairs = self.folder / "pairs.h5"
         result = collect("-m", MODEL, "-f", self.texts, "-o", pairs, "--sink", 4)
         self.fail_with(result, "--sink has no effect without --query-statistics")

@@ -355,7 +355,7 @@ class BadInput(EvalTestCase):
                            "--policies", "none", "-n", 1, "-o", asked)
             self.fail_with(run, result) if result else self.done(run)
         self.fail_with(evaluate("--config", deck, "-o", deck), "is a file; expected a folder")
-        self.fail_with(evaluate("--config", deck, "-o", deck / "out"), "cannot be made")
+        self.fail_with(evaluate("--config", deck, "-o", deck / "out"), "cannot be created")
 
 
 if __name__ == "__main__":

@@ -226,6 +226,7 @@ std::optional<PruningFault> find_fault(const LoadedPruning& pruning, bool has_sc
 /// Throws PruningError for the first rule that is broken.
 void check(const Pruning& pruning, const PruningUse& use = {},
            const PruningNames& names = plain_names());
+/// The same for a policy that is at hand.
 void check(const LoadedPruning& pruning, bool has_scorer,
            const PruningNames& names = plain_names());
 /// The policy that is to be made for the pruning, checked against all rules; none for the full

@@ -202,7 +202,7 @@ class Inspect(InspectCase):
             for flags in (["--verify"], ["--text"], []):
                 self.refuse("inspect", file, *flags, parts=parts)
             self.refuse("diff", file, file, parts=parts)
-            self.refuse("-m", MODEL, "--resume", file, parts=parts)
+            self.refuse("run", "-m", MODEL, "--resume", file, parts=parts)
 
     def test_verify(self):
         whole = snapshot("a")

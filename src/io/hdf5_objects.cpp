@@ -5,6 +5,7 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <fstream>
@@ -48,6 +49,49 @@ void create_attribute(hid_t object, const std::string& name, hid_t file_type, hi
   checked_hdf5(H5Awrite(attribute, memory_type, value), "H5Awrite");
 }
 
+// Layout of a heap: "GCOL", version and 3 bytes, size (8 bytes), objects. Layout of an object:
+// index (2), references (2), 4 bytes, size (8), data up to a multiple of 8 bytes. Index 0 is the
+// free space, which reaches to the end (HDF5 File Format Specification 3.0, III.E).
+void check_global_heaps(const std::filesystem::path& file) {
+  constexpr std::size_t most = std::size_t{1} << 24, header = 16;
+  std::error_code unreadable;  // an error of H5Fopen's
+  const std::uintmax_t all = std::filesystem::file_size(file, unreadable);
+  if (unreadable) return;
+  std::ifstream stream(file, std::ios::binary);
+  std::string bytes(std::min<std::uintmax_t>(all, most), '\0');
+  stream.read(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+  bytes.resize(static_cast<std::size_t>(stream.gcount()));
+  const auto number_at = [&](std::size_t place, std::size_t width) {
+    std::uint64_t number = 0;
+    std::memcpy(&number, bytes.data() + place, width);
+    return number;
+  };
+  for (std::size_t begin = 0; begin + header <= bytes.size(); begin += 8) {
+    if (bytes.compare(begin, 4, "GCOL") != 0) continue;
+    const auto fail = [&](const char* what) {
+      throw Error(fmt::format("the global heap at byte {} is damaged: {}", begin, what));
+    };
+    const std::uint64_t size = number_at(begin + 8, 8);
+    // A heap beyond the end of the file is an error of HDF5's own.
+    if (size > bytes.size() - begin) continue;
+    if (size < header) fail("its size is less than that of its header");
+    std::set<std::uint64_t> indices;
+    for (std::uint64_t place = header; place + header <= size;) {
+      const std::uint64_t index = number_at(begin + place, 2);
+      const std::uint64_t length = number_at(begin + place + 8, 8);
+      const std::uint64_t left = size - place;
+      if (index == 0) {
+        if (length != left) fail("its free space does not reach its end");
+        break;
+      }
+      if (length > left - header || !indices.insert(index).second) {
+        fail("an object does not fit it");
+      }
+      place += header + (length + 7) / 8 * 8;
+    }
+  }
+}
+
 }  // namespace
 
 Hdf5Handle simple_space(const std::vector<hsize_t>& extents) {
@@ -83,46 +127,6 @@ void write_attribute(hid_t object, const std::string& name, const std::string& v
   create_attribute(object, name, type, type, &text);
 }
 
-// Layout of a heap: "GCOL", version and 3 bytes, size (8 bytes), objects. Layout of an object:
-// index (2), references (2), 4 bytes, size (8), data up to a multiple of 8 bytes. Index 0 is the
-// free space, which reaches to the end (HDF5 File Format Specification 3.0, III.E).
-void check_global_heaps(const std::filesystem::path& file) {
-  constexpr std::size_t most = std::size_t{1} << 24, header = 16;
-  std::ifstream stream(file, std::ios::binary);
-  std::string bytes(most, '\0');
-  stream.read(bytes.data(), static_cast<std::streamsize>(most));
-  bytes.resize(static_cast<std::size_t>(stream.gcount()));
-  const auto number_at = [&](std::size_t place, std::size_t width) {
-    std::uint64_t number = 0;
-    std::memcpy(&number, bytes.data() + place, width);
-    return number;
-  };
-  for (std::size_t begin = 0; begin + header <= bytes.size(); begin += 8) {
-    if (bytes.compare(begin, 4, "GCOL") != 0) continue;
-    const auto fail = [&](const char* what) {
-      throw Error(fmt::format("the global heap at byte {} is damaged: {}", begin, what));
-    };
-    const std::uint64_t size = number_at(begin + 8, 8);
-    // A heap beyond the end of the file is an error of HDF5's own.
-    if (size > bytes.size() - begin) continue;
-    if (size < header) fail("its size is less than that of its header");
-    std::set<std::uint64_t> indices;
-    for (std::uint64_t place = header; place + header <= size;) {
-      const std::uint64_t index = number_at(begin + place, 2);
-      const std::uint64_t length = number_at(begin + place + 8, 8);
-      const std::uint64_t left = size - place;
-      if (index == 0) {
-        if (length != left) fail("its free space does not reach its end");
-        break;
-      }
-      if (length > left - header || !indices.insert(index).second) {
-        fail("an object does not fit it");
-      }
-      place += header + (length + 7) / 8 * 8;
-    }
-  }
-}
-
 Hdf5Handle serial_access() {
   Hdf5Handle access = property_list(H5P_FILE_ACCESS);
 #if H5_VERSION_GE(1, 12, 1) || (H5_VERSION_GE(1, 10, 7) && !H5_VERSION_GE(1, 12, 0))
@@ -130,6 +134,11 @@ Hdf5Handle serial_access() {
   checked_hdf5(H5Pset_file_locking(access, false, true), "H5Pset_file_locking");
 #endif
   return access;
+}
+
+Hdf5Handle open_to_read(const std::filesystem::path& file) {
+  check_global_heaps(file);
+  return {H5Fopen(file.c_str(), H5F_ACC_RDONLY, serial_access()), H5Fclose, "H5Fopen"};
 }
 
 void CollectiveOutcome::note(herr_t code, const char* call) {

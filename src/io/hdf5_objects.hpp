@@ -25,13 +25,14 @@ void write_attribute(hid_t object, const std::string& name, float value);
 void write_attribute(hid_t object, const std::string& name, double value);
 void write_attribute(hid_t object, const std::string& name, const std::string& value);
 
-/// Checks the global heaps in the first 16 MiB of an HDF5 file, which hold texts of variable
-/// length. Heaps have no checksum, and HDF5 1.10 overruns its buffers where the size of an object
-/// is wrong. Throws Error, which does not name the file, for an object that does not fit its heap.
-void check_global_heaps(const std::filesystem::path& file);
-
 /// File access by this process alone.
 Hdf5Handle serial_access();
+
+/// Opens a file to read it in this process alone. First checks the global heaps in its first
+/// 16 MiB, which hold texts of variable length: heaps have no checksum, and HDF5 1.10 overruns its
+/// buffers where the size of an object is wrong. Throws Error, which does not name the file, for an
+/// object that does not fit its heap and for a file that HDF5 cannot open.
+Hdf5Handle open_to_read(const std::filesystem::path& file);
 
 /// The outcome of collective HDF5 calls. Every rank makes each call, even after a failure, and the
 /// ranks compare their outcomes afterwards.

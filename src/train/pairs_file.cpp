@@ -16,9 +16,7 @@ class Hdf5Pairs final : public PairsFile {
  public:
   explicit Hdf5Pairs(fs::path file) : m_path(std::move(file)) {
     const detail::QuietHdf5 quiet;
-    detail::check_global_heaps(m_path);
-    m_file = Hdf5Handle(H5Fopen(m_path.c_str(), H5F_ACC_RDONLY, detail::serial_access()), H5Fclose,
-                        "H5Fopen");
+    m_file = detail::open_to_read(m_path);
     m_info =
         detail::read_pairs_layout(m_file, static_cast<std::int64_t>(fs::file_size(m_path))).info;
     m_type = detail::type_in_memory(m_info.dtype);

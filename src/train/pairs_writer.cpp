@@ -92,8 +92,7 @@ void compare(const detail::PairsLayout& layout, hid_t file, const PairsPlan& pla
 // Whether the file says so, which flush() has it say after everything else is on the disk.
 bool says_complete(const fs::path& path) {
   try {
-    const Hdf5Handle file(H5Fopen(path.c_str(), H5F_ACC_RDONLY, detail::serial_access()), H5Fclose,
-                          "H5Fopen");
+    const Hdf5Handle file = detail::open_to_read(path);
     return detail::read_pairs_layout(file, static_cast<std::int64_t>(fs::file_size(path)))
         .info.is_complete();
   } catch (const Error&) {
@@ -227,9 +226,7 @@ class Hdf5PairsWriter final : public PairsWriter {
       detail::write_structure(temporary.path(), plan);
       FixedRegion region{};
       {
-        const Hdf5Handle hdf5(
-            H5Fopen(temporary.path().c_str(), H5F_ACC_RDONLY, detail::serial_access()), H5Fclose,
-            "H5Fopen");
+        const Hdf5Handle hdf5 = detail::open_to_read(temporary.path());
         region = fixed_region(hdf5);
       }
       m_recovery.save(temporary.path(), region.begin, region.end);
@@ -246,8 +243,7 @@ class Hdf5PairsWriter final : public PairsWriter {
       m_claim.emplace(m_path);
       // A complete file needs nothing put back, and an older recovery file must not undo it.
       const bool restored = !says_complete(m_path) && m_recovery.restore();
-      const Hdf5Handle hdf5(H5Fopen(m_path.c_str(), H5F_ACC_RDONLY, detail::serial_access()),
-                            H5Fclose, "H5Fopen");
+      const Hdf5Handle hdf5 = detail::open_to_read(m_path);
       const auto size = static_cast<std::int64_t>(fs::file_size(m_path));
       const detail::PairsLayout layout = detail::read_pairs_layout(hdf5, size);
       compare(layout, hdf5, plan);

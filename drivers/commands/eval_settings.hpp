@@ -15,7 +15,7 @@ void validate_eval(const EvalOptions& options);
 /// All settings of the options. Throws Error as parse_settings does.
 std::vector<detail::EvalSetting> settings_of(const EvalOptions& options);
 
-/// The options of `kvzap run` for a setting.
+/// The options of the engine for a setting.
 EngineOptions engine_options(const EvalOptions& options, const detail::EvalSetting& setting);
 
 }  // namespace kvzap::driver

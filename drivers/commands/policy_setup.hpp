@@ -17,9 +17,9 @@
 
 namespace kvzap::driver {
 
-/// How the model is asked to repeat the context, if the policy wants that; the same on all ranks.
-/// Rank 0 has the context and the tokenizer, or loads one where the prompt is token ids.
-/// Collective. Throws AgreedError if there is nothing to repeat.
+/// Returns the prompt that asks the model to repeat the context, if the policy needs one. All ranks
+/// get the same prompt. Rank 0 has the context and the tokenizer; for prompts of token ids it loads
+/// the tokenizer. Collective. Throws AgreedError if there is nothing to repeat.
 std::optional<RepeatPrompt> share_repeat_prompt(
     const EngineOptions& options, const std::optional<PolicySpec>& spec, const Tokenizer* tokenizer,
     const std::vector<TokenId>& context, const ModelConfig& config, const Communicator& comm);
@@ -31,8 +31,8 @@ LoadedPruning load_policy(const EngineOptions& options, const std::optional<Repe
 /// Token ids of texts.
 using Texts = std::vector<std::vector<TokenId>>;
 
-/// The texts from which the policy learns, if it does. Rank 0 has the tokenizer, or loads one.
-/// Collective.
+/// Returns the texts from which the policy learns; none for other policies. Rank 0 has the
+/// tokenizer or loads it. Collective.
 Texts load_policy_texts(const EngineOptions& options, const PolicyChoice* choice,
                         const Tokenizer* tokenizer, const ModelConfig& config,
                         const Communicator& comm);

@@ -47,8 +47,7 @@ std::unique_ptr<Generator> make_generator(const RunOptions& options, const Cache
         Model<Value>::load(options.model, setup.config, setup.partition, comm.rank(),
                            options.random_weights, progress));
     weight_bytes = model->bytes();
-    const auto scorer = cache.policy ? cache.policy->scorer : nullptr;
-    generator = Generator::create<Value>(model, scorer, cache, comm);
+    generator = Generator::create<Value>(model, cache.scorer(), cache, comm);
   });
   for (const auto& rank : comm.all_gather({weight_bytes})) {
     report.weight_bytes.push_back(rank.front());
@@ -152,7 +151,8 @@ class Run {
 void Run::check_options() {
   RunOptions& options = m_options;
   m_comm.agree([&] { validate(options, !m_talk); });
-  if (m_resumed && m_resumed->state.looked_up) {
+  if (m_resumed && m_resumed->state.looked_up && options.pruning.looks_up_threshold() &&
+      options.pruning.prunes()) {
     // A run goes on with the threshold that it began with.
     m_report.looked_up = m_resumed->state.looked_up;
     options.pruning.amount = {};
@@ -280,8 +280,8 @@ void Run::set_up_policy() {
   // Rows of a repeat stand behind the context's for a while.
   check_memory_of(m_report.context_tokens + repeat_tokens);
   if (cache.prunes()) m_report.policy = m_options.pruning.policy_text(flag_names());
-  if (cache.policy && cache.policy->scorer && !m_options.pruning.surrogate.empty()) {
-    m_report.surrogate_kind = cache.policy->scorer->kind();
+  if (cache.scorer() && !m_options.pruning.surrogate.empty()) {
+    m_report.surrogate_kind = cache.scorer()->kind();
   }
 }
 

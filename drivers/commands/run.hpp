@@ -25,7 +25,7 @@ struct OpenRun {
   std::vector<TokenId> context;
   std::vector<TokenId> stop_ids;
   std::int64_t limit;  // of tokens; 0: none
-  /// What a snapshot of it says, all but its run_state, on rank 0.
+  /// Attributes of its snapshots, except run_state. On rank 0.
   SnapshotInfo info;
   RunState& state;
   RunReport& report;
@@ -33,10 +33,10 @@ struct OpenRun {
   const ProgressCallback& progress;
   const Communicator& comm;
 };
-/// What is done with it. May throw Interrupted on every rank.
+/// Uses an open run. May throw Interrupted on every rank.
 using Talk = std::function<void(OpenRun&)>;
 
-/// What a run says of itself.
+/// The description of a run in its report and snapshots.
 struct RunDescription {
   std::string version;
   std::string revision;  // of the sources

@@ -255,8 +255,7 @@ std::unique_ptr<Engine> Serving::make_engine(Progress& bar) {
   m_cache.kv_limit = kv_limit();
   std::unique_ptr<Engine> engine;
   m_comm.agree([&] {
-    const auto scorer = m_cache.policy ? m_cache.policy->scorer : nullptr;
-    engine = Engine::create<Value>(model, scorer, m_cache, m_comm);
+    engine = Engine::create<Value>(model, m_cache.scorer(), m_cache, m_comm);
     const std::size_t least =
         engine->bytes_per_sequence() +
         static_cast<std::size_t>(m_cache.page_rows) * engine->bytes_per_token();

@@ -23,7 +23,7 @@ struct PruningTexts {
   std::string prefill = "dense";
 };
 
-/// What every command needs that runs a model with a pruned cache.
+/// Options of every command that runs a model with a pruned cache.
 struct EngineOptions {
   std::string model;
   std::string dtype = "bf16";

@@ -122,7 +122,7 @@ void Session::Impl::set_up(const fs::path& folder) {
   resolve_threshold(pruning, comm, options.chat_template);
 }
 
-/// What the pruning needs, checked against the model.
+/// Loads the policy of the pruning and checks it against the model.
 LoadedPruning Session::Impl::load_pruning() const {
   LoadedPruning loaded = detail::load_policy(pruning, *setup, options.dtype, comm);
   const PolicyInfo* const info = loaded.policy ? loaded.policy->info : nullptr;
@@ -148,9 +148,7 @@ void Session::Impl::with_generator() {
   detail::with_value_type(options.dtype, [&](auto zero) {
     using Value = decltype(zero);
     const auto model = detail::load_model<Value>(*setup, std::nullopt, comm, {});
-    comm.agree([&] {
-      generator = Generator::create<Value>(model, choice ? choice->scorer : nullptr, cache, comm);
-    });
+    comm.agree([&] { generator = Generator::create<Value>(model, cache.scorer(), cache, comm); });
     if (!texts.empty()) calibrate<Value>(model, *choice, texts, comm);
   });
 }

@@ -1,4 +1,4 @@
-// A model with its cache and what prunes it, for any number of sequences.
+// A model with its pruned cache, for any number of sequences.
 #pragma once
 
 #include <filesystem>
@@ -16,8 +16,8 @@
 
 namespace kvzap {
 
-/// How an engine fills and prunes its cache. The pruning is that of all sequences without one of
-/// their own (Engine::set_pruning). Its window is that of every sequence that is pruned.
+/// How an engine fills and prunes its cache. The pruning applies to all sequences without one of
+/// their own (Engine::set_pruning). Every pruned sequence has its window.
 struct CacheOptions : LoadedPruning {
   /// Hand unused pool memory back to the system after the context and after each answer.
   bool trim = true;
@@ -26,11 +26,11 @@ struct CacheOptions : LoadedPruning {
   std::size_t kv_limit = 0;
 };
 
-/// What a policy makes of the rows of a context that it does not prune.
+/// Scores that a policy gives to the rows of a context without pruning it.
 struct ContextScores {
-  /// (head on this rank, position) of each layer.
+  /// Scores of each layer: (head on this rank, position).
   std::vector<Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>> layers;
-  /// That took on this rank, steps that repeat the context included.
+  /// Seconds of scoring on this rank, with the steps that repeat the context.
   double seconds = 0;
 };
 
@@ -38,30 +38,29 @@ struct ContextScores {
 struct CacheReport {
   std::int64_t tokens = 0;                      // seen so far, kept or not
   std::vector<std::vector<std::int64_t>> kept;  // rows, [layer][KV head]
-  std::int64_t non_finite_scores = 0;  // judged pairs kept because their score is no number
+  std::int64_t non_finite_scores = 0;  // judged pairs kept because their score is not finite
   // Bytes, summed over ranks.
-  std::int64_t full_bytes = 0;       // keys and values, had none been evicted
-  std::int64_t live_bytes = 0;       // keys and values of kept rows
-  std::int64_t allocated_bytes = 0;  // pages, in use or free, and rings
-  std::int64_t returned_bytes = 0;   // handed back to the system so far
-  std::int64_t peak_allocated_bytes =
-      0;  // most at any time, prefill's dense keys and values included
-  // Seconds so far of the whole engine, of the slowest rank.
+  std::int64_t full_bytes = 0;            // keys and values without eviction
+  std::int64_t live_bytes = 0;            // keys and values of kept rows
+  std::int64_t allocated_bytes = 0;       // pages, in use or free, and rings
+  std::int64_t returned_bytes = 0;        // handed back to the system so far
+  std::int64_t peak_allocated_bytes = 0;  // the maximum, with the dense keys and values of prefill
+  // Seconds of the whole engine so far, on the slowest rank.
   double score_seconds = 0;  // scoring pairs, and the steps of a repeated context
-  double prune_seconds = 0;  // choosing those that stay, and storing what was judged
+  double prune_seconds = 0;  // choosing rows, evicting the others, and storing scores
 
-  /// Evicted pairs / pairs had none been evicted.
+  /// Evicted pairs / all pairs that the sequence had.
   double evict_ratio(int layer) const;
   /// Mean over layers.
   double evict_ratio() const;
 };
 
-/// Drives a decoder whose type of values is chosen at run time: sequences come and go,
-/// each step takes any mix of them through the model. What a Generator and a server stand on. All
+/// Runs a model for any number of sequences, with a type of values that is chosen at run time. Each
+/// step takes any mix of sequences through the model. A Generator and a server are built on it. All
 /// ranks make the same calls in the same order.
 class Engine {
  public:
-  /// A state of a sequence to which it can be cut back.
+  /// A state to which a sequence can return.
   class Checkpoint {
    public:
     Checkpoint() = default;
@@ -84,46 +83,47 @@ class Engine {
   const CacheOptions& options() const { return m_options; }
   const Communicator& communicator() const { return m_comm; }
   virtual const ModelConfig& config() const = 0;
-  /// Scores and judges by the options, or does neither.
+  /// The rule of a step that the scorer scores and the options' threshold judges, or of a step
+  /// that does neither.
   StepRule rule(bool judges) const;
-  /// What the options have done to such tokens. `question`: see StepRule.
+  /// The rule that the engine's own pruning has for a part of a sequence. `question`: see StepRule.
   virtual StepRule rule(StepPart part, std::int64_t question = 0) const = 0;
-  /// The same for a sequence that may have a setting of its own.
+  /// The rule for a sequence that may have a pruning of its own.
   virtual StepRule rule(SequenceId sequence, StepPart part, std::int64_t question = 0) const = 0;
 
-  /// An empty sequence. Collective, as fork and checkpoint are. Throws AgreedOutOfMemory, as fork
-  /// and checkpoint do, on every rank if one of them has no memory.
+  /// Adds an empty sequence. `add_sequence`, `fork` and `checkpoint` are collective. They throw
+  /// AgreedOutOfMemory on every rank if one of them has no memory.
   virtual SequenceId add_sequence() = 0;
-  /// A second sequence with the same content, whose pages are shared.
+  /// Returns a second sequence with the same content. The two share pages.
   virtual SequenceId fork(SequenceId source) = 0;
   virtual void free_sequence(SequenceId sequence) = 0;
   virtual std::unique_ptr<Checkpoint> checkpoint(SequenceId sequence) = 0;
   /// As KVCache::restore.
   virtual void restore(SequenceId sequence, const Checkpoint& checkpoint) = 0;
-  /// Positions of a sequence so far, kept or not: its tokens, unless a policy has closed up its
-  /// positions.
+  /// Number of positions of a sequence so far, kept or not. It equals the number of tokens unless a
+  /// policy has closed up positions.
   virtual std::int64_t tokens(SequenceId sequence) const = 0;
 
-  /// As Decoder::step. Where a policy cuts a sequence after the step, that can fail for lack of
-  /// memory to copy pages shared with a fork: every rank throws an AgreedError that is no
-  /// StepOutOfMemory, and the step's tokens stay in the sequence, whose layers have been cut or
-  /// not. It is to be freed.
+  /// Runs a step as Decoder::step does, then cuts sequences whose policy cuts after the step. A cut
+  /// needs memory to copy pages that a fork shares. Without it every rank throws an AgreedError
+  /// that is not a StepOutOfMemory. The sequence then has the step's tokens, some of its layers may
+  /// be cut, and the caller must free it.
   virtual std::vector<StepResult> step(const StepBatch& batch,
                                        const ProgressCallback& progress = {}) = 0;
 
-  /// The context has been run, whole or in chunks: does what a policy does then. Collective. Where
-  /// the policy has the model repeat the context, what Engine::step says of errors holds, and
-  /// `progress` gets "repeat" and tokens.
+  /// Ends a context that has been run, whole or in chunks: a policy may then have the model repeat
+  /// it, and close up positions. Collective. A repeat throws as `step` does, and `progress` gets
+  /// "repeat" and tokens.
   virtual void end_context(SequenceId sequence, const ProgressCallback& progress = {}) = 0;
 
-  /// Whether a context of such a sequence can be run in parts (StepPart::held) and judged at its
-  /// end, as one dense step would be: with the engine's scorer and a threshold, or unpruned.
+  /// Whether a context of the sequence can run in parts (StepPart::held) and be judged at its end,
+  /// with the result of one dense step. This needs the engine's scorer and a threshold, or no
+  /// pruning.
   virtual bool can_hold(SequenceId sequence) const = 0;
-  /// Judges the pairs of a context that was run in parts, as StepPart::held, once its last part has
-  /// been run: all but the newest `window`. The same rows stay as after one dense step, and of
-  /// what was judged before all. Collective. Throws AgreedOutOfMemory if a rank has no memory to
-  /// copy pages that another sequence shares: layers have been judged or not, and the sequence is
-  /// to be freed.
+  /// Judges the pairs of a context whose last part has run as StepPart::held: all but the newest
+  /// `window`. The same rows stay as after one dense step; rows that were judged before stay, too.
+  /// Collective. Throws AgreedOutOfMemory if a rank has no memory to copy pages that another
+  /// sequence shares. Some layers may then be judged, and the caller must free the sequence.
   virtual void judge_context(SequenceId sequence) = 0;
 
   /// Throws Error for a pruning that the engine cannot carry out: PruningError as kvzap::check
@@ -135,21 +135,21 @@ class Engine {
   /// AgreedOutOfMemory.
   virtual void set_pruning(SequenceId sequence, const LoadedPruning& pruning) = 0;
 
-  /// What `read` has found.
+  /// The results of `read`.
   struct Reading {
     StepResult result;
-    /// Of each of the policies; equal ones have theirs in common.
+    /// Scores of each policy. Equal policies share theirs.
     std::vector<std::shared_ptr<const ContextScores>> scores;
-    /// That the step took on this rank, and of these what policies took to score in it: steps that
-    /// repeat the context are in neither.
+    /// Seconds of the step on this rank, and the part in which policies scored. Neither includes
+    /// the steps that repeat the context.
     double step_seconds = 0;
     double scoring_seconds = 0;
   };
-  /// Runs a context as the first step of a sequence that is not pruned, of whose tokens the last
-  /// `question` are a question's, and has it scored by `policies`, as each would score it if it
-  /// were the sequence's own. Those with PolicyInfo::repeats_context have the model repeat it, once
-  /// for all that ask alike. The sequence holds all rows afterwards. Collective. Throws what step
-  /// and end_context throw; the sequence is to be freed then.
+  /// Runs a context as the first step of a sequence that is not pruned. Its last `question` tokens
+  /// are a question. Each of `policies` scores it as the sequence's own policy would. Policies with
+  /// PolicyInfo::repeats_context have the model repeat it, once for all with equal prompts. The
+  /// sequence holds all rows afterwards. Collective. Throws the errors of `step` and `end_context`;
+  /// the caller must then free the sequence.
   virtual Reading read(SequenceId sequence, const std::vector<TokenId>& tokens,
                        std::int64_t question,
                        const std::vector<std::shared_ptr<const PolicyChoice>>& policies,
@@ -162,58 +162,59 @@ class Engine {
   virtual SequenceId prune(SequenceId source, const LoadedPruning& pruning,
                            const ContextScores* scores) = 0;
 
-  /// Hands unused pool memory back to the system; returns this rank's bytes.
+  /// Returns unused pool memory to the system, and the number of this rank's bytes to the caller.
   virtual std::size_t trim() = 0;
-  /// Kept rows of a sequence; bytes of the whole cache. Collective.
+  /// Reports the kept rows of a sequence and the bytes of the whole cache. Collective.
   virtual CacheReport report(SequenceId sequence) = 0;
-  /// Those of several sequences at once.
+  /// Reports of several sequences, with the communication of one. Collective.
   virtual std::vector<CacheReport> reports(const std::vector<SequenceId>& sequences) = 0;
 
-  /// Begins to write a sequence to a file, see kvzap::begin_snapshot, and all that the engine needs
-  /// to go on with it: fills info's prune, threshold, sink, recent_queries, and its own names in
-  /// `state` and `further`. `info` has the tokens of a context whose end is still to come if the
-  /// policy has the model repeat it (PolicyInfo::repeats_context). `context`: a checkpoint of this
-  /// sequence, written too. What is written is a fork, so that the sequence may go on; it is freed
-  /// when the file is in its place, when writing fails, or with the object that is returned, which
-  /// goes before the engine. Collective, as advance, finish and the end of that object are. Throws
-  /// AgreedOutOfMemory for want of memory for the fork, Error for a context of another sequence,
-  /// and what kvzap::begin_snapshot throws.
+  /// Begins to write a sequence to a file (kvzap::begin_snapshot), with all state that the engine
+  /// needs to continue it. Fills prune, threshold, sink and recent_queries of `info`, and names of
+  /// the engine in `state` and `further`. If the policy has the model repeat the context
+  /// (PolicyInfo::repeats_context) and the context has not ended, `info` must have its tokens.
+  /// `context`: a checkpoint of this sequence, which is written, too.
+  ///
+  /// The engine writes a fork, so the sequence can continue. It frees the fork when the file is
+  /// complete, when writing fails, or when the returned object ends. That object must end before
+  /// the engine. Collective, as are advance, finish and the end of that object. Throws
+  /// AgreedOutOfMemory without memory for the fork, Error for a context of another sequence, and
+  /// the errors of kvzap::begin_snapshot.
   virtual std::unique_ptr<SnapshotWriting> begin_snapshot(const std::filesystem::path& file,
                                                           SnapshotInfo info,
                                                           const SnapshotOptions& options,
                                                           SequenceId sequence,
                                                           const Checkpoint* context = nullptr) = 0;
-  /// The same without a fork, and waits for it: takes no memory of the cache. Returns what
-  /// kvzap::write_snapshot returns.
+  /// Writes a sequence to a file and returns when it is complete. Makes no fork and needs no memory
+  /// of the cache. Returns the notes of kvzap::write_snapshot.
   virtual std::vector<std::string> write_snapshot(const std::filesystem::path& file,
                                                   SnapshotInfo info, const SnapshotOptions& options,
                                                   SequenceId sequence,
                                                   const Checkpoint* context = nullptr) = 0;
-  /// The same with nothing but the model's name.
+  /// The same for callers that know only the model's name.
   std::vector<std::string> write_snapshot(const std::filesystem::path& file,
                                           const std::string& model_name, SequenceId sequence);
 
-  /// What `resume` makes of a file.
+  /// The result of `resume`.
   struct Resumed {
     SequenceId sequence = -1;
-    /// The state of the context, if the file has it beside that of the sequence.
+    /// The state of the context, if the file has one beside the state of the sequence.
     std::unique_ptr<Checkpoint> context;
   };
-  /// A new sequence that goes on where that of a snapshot was: its cache, counts and whatever the
-  /// policy will ask for. The engine has the options that the file was written under, but for the
-  /// type of values, pages, ranks and limits of memory. Collective; every rank has a reader of its
-  /// own of the same file. Throws, on every rank, what load_snapshot throws, and AgreedError if the
-  /// file lacks what the policy needs (it was written under another one). There is no new sequence
-  /// then.
+  /// Returns a new sequence that continues the sequence of a snapshot: its cache, counts and policy
+  /// state. The engine must have the options with which the file was written. The type of values,
+  /// pages, ranks and memory limits may differ. Collective; every rank has its own reader of the
+  /// same file. Throws on every rank the errors of load_snapshot, and AgreedError if the file lacks
+  /// state that the policy needs (another policy wrote it). There is then no new sequence.
   virtual Resumed resume(const SnapshotReader& reader) = 0;
-  /// Throws Error if no `count` tokens of context can follow a context that has come to its end: as
-  /// sparse prefill, this needs a policy that can score again after each chunk, and one that leaves
-  /// positions as they are.
+  /// Throws Error if `count` more tokens of context cannot follow a context that has ended. As in
+  /// sparse prefill, the policy must be able to score again after each chunk, and must not close up
+  /// positions.
   virtual void check_more_context(SequenceId sequence, std::int64_t count) const = 0;
 
-  /// Positions of the rows that a head on this rank still has, ascending; for tests and analyses.
+  /// Positions of the rows that a head on this rank has, ascending. For tests and analyses.
   virtual std::vector<std::int64_t> positions(SequenceId sequence, int layer, int head_on_rank) = 0;
-  /// Scores of those rows, in the same order, of each head on this rank; NaN: the row has none.
+  /// Scores of these rows of each head on this rank, in the same order. NaN: the row has no score.
   virtual std::vector<std::vector<float>> scores(SequenceId sequence, int layer) = 0;
   /// Bytes of this rank's part of the cache. Does not communicate.
   virtual CacheBytes bytes() const = 0;
@@ -221,7 +222,8 @@ class Engine {
   virtual std::size_t bytes_per_token() const = 0;
   /// Bytes of this rank's rings of one sequence.
   virtual std::size_t bytes_per_sequence() const = 0;
-  /// Bytes that this rank may still take within options().kv_limit; of free pages if there is none.
+  /// Bytes that this rank can still take within options().kv_limit; without a limit, the bytes of
+  /// free pages.
   virtual std::size_t free_bytes() const = 0;
   virtual void set_observer(StepObserver* observer) = 0;
   virtual void set_attention_path(AttentionPath path) = 0;

@@ -1,4 +1,4 @@
-// From a context and questions to answers: which steps run, what each of them prunes.
+// Answers from a context and questions: the steps that run, and the pruning of each.
 #pragma once
 
 #include <filesystem>
@@ -15,50 +15,51 @@ namespace kvzap {
 /// How one question is answered.
 struct AnswerOptions {
   std::int64_t max_new_tokens = 128;
-  /// Generation ends with one of these, which is part of the answer's tokens.
+  /// Generation ends with one of these ids, which becomes the answer's last token.
   std::vector<TokenId> stop_ids;
-  /// Positions that may be used at all; generation ends there. 0: no limit.
+  /// Largest number of positions, at which generation ends. 0: no limit.
   std::int64_t max_tokens = 0;
   SamplingOptions sampling;
   /// Called on every rank for each new token.
   std::function<void(TokenId)> on_token;
-  /// As that of Generator::prefill, in tokens, while the question runs: "question", or "prefill"
-  /// where the context runs with it.
+  /// Called while the question runs, with "question" (or "prefill" if the context runs with it) and
+  /// tokens, as in Generator::prefill.
   ProgressCallback progress;
-  /// Called before that with the logits (vocab_size) that the token is drawn from, on rank 0; with
-  /// none elsewhere. May be set on some ranks alone. Greedy answers are faster if none has it: then
-  /// no step hands out logits.
+  /// Called before on_token with the logits (vocab_size) from which the token is drawn on rank 0,
+  /// and with an empty vector elsewhere. It may be set on some ranks only. Greedy answers are
+  /// faster without it, because no step then returns logits.
   std::function<void(const std::vector<float>&)> on_logits;
 };
 
-/// Why an answer ends: an id of stop_ids, as many tokens as were asked for, or no position left.
+/// Why an answer ends: an id of stop_ids, the requested number of tokens, or no free position.
 enum class StopReason { stop_id, max_new_tokens, context_full };
 /// "stop_id", "max_new_tokens" or "context_full".
 std::string_view name_of(StopReason reason);
 
-/// What the model said, why it stopped, and how long that took.
+/// The tokens of an answer, the reason for its end, and its times.
 struct Answer {
   std::vector<TokenId> tokens;
   StopReason stop_reason = StopReason::max_new_tokens;
   std::int64_t question_tokens = 0;
-  double question_seconds = 0;  // 0 if the question was run before (resume_answer)
-  double decode_seconds = 0;    // of the steps after the question's, or since it went on
-  CacheReport pruned;           // before the first generated token, or before it went on
+  double question_seconds = 0;  // 0 if the question ran before (resume_answer)
+  double decode_seconds = 0;    // of the steps after the question, or since the answer resumed
+  CacheReport pruned;           // before the first generated token, or before it resumed
   CacheReport cache;            // at the end
 };
 
 /// One sequence of an engine: prefill once, then answer any number of questions about the context.
 /// All ranks make the same calls in the same order.
 ///
-/// Between its steps a generator can be written to a file, and another one, on as many ranks or
-/// others, goes on from there: with the rest of the context (prefill_rest), the answer under way
-/// (resume_answer) or another question (answer). An exception that a callback of the caller throws
-/// on all ranks interrupts it at such a point.
+/// Between its steps a generator can be written to a file. Another generator, on any number of
+/// ranks, continues from the file: with the rest of the context (prefill_rest), the current answer
+/// (resume_answer) or another question (answer). A callback of the caller interrupts a generator at
+/// such a point if it throws an exception on all ranks.
 class Generator {
  public:
   /// Does not communicate.
   explicit Generator(std::unique_ptr<Engine> engine);
-  /// With an engine of its own, as Engine::create.
+  /// Makes a generator with an engine of its own. Parameters and errors are those of
+  /// Engine::create.
   template <class Value>
   static std::unique_ptr<Generator> create(std::shared_ptr<const Model<Value>> model,
                                            std::shared_ptr<Scorer> scorer,
@@ -67,82 +68,83 @@ class Generator {
         Engine::create<Value>(std::move(model), std::move(scorer), options, comm));
   }
 
-  /// Runs the context and prunes. With `reusable`, its state is kept so that every answer starts
-  /// from it; otherwise only one question may follow. With PruneMoment::question nothing runs yet:
-  /// every answer runs the context together with its question. Called once, or after an error of a
-  /// step, which leaves nothing behind.
+  /// Runs the context and prunes it. With `reusable` the generator keeps the context's state, and
+  /// every answer starts from it; otherwise only one question may follow. With
+  /// PruneMoment::question nothing runs yet: every answer runs the context together with its
+  /// question. Call it once, or again after an error of a step, which leaves no sequence.
   ///
-  /// `after_chunk` is called where begin_snapshot may be: after each step of the context (of the
-  /// last one only where the policy then has the model repeat the context), and at its end. If it
-  /// throws, the context stays as far as it is, and prefill_rest goes on.
+  /// `after_chunk` is called at each point that allows begin_snapshot: after each step of the
+  /// context and at its end. After the last step it is called only if the policy then has the model
+  /// repeat the context. If it throws, the context keeps the tokens that have run, and prefill_rest
+  /// continues.
   ///
-  /// Throws AgreedError if the logits at the context's end are not finite (with `after_chunk` also
-  /// at that of any chunk): weights or activations overflow, and so do the cache's rows.
+  /// Throws AgreedError if the logits at the end of the context are not finite; with `after_chunk`
+  /// also at the end of any chunk. Weights or activations then overflow, and rows of the cache,
+  /// too.
   void prefill(const std::vector<TokenId>& context, bool reusable,
                const ProgressCallback& progress = {},
                const std::function<void()>& after_chunk = {});
-  /// Runs what is left of the context, if anything is.
+  /// Runs the rest of the context, if there is one.
   void prefill_rest(const ProgressCallback& progress = {},
                     const std::function<void()>& after_chunk = {});
-  /// Adds to the context, for prefill_rest: a chunk of sparse prefill, or several, that begin where
-  /// the context has ended so far. An answer under way is given up. Throws Error, and changes
-  /// nothing, as Engine::check_more_context does, if the state of the context is no more, or for no
-  /// tokens.
+  /// Appends tokens to the context for prefill_rest, as one or more chunks of sparse prefill.
+  /// Discards the current answer. Throws Error and changes nothing if Engine::check_more_context
+  /// throws, if the state of the context is gone, and for no tokens.
   void append_context(const std::vector<TokenId>& more);
-  /// Runs the question (possibly empty: the answer then continues the context) and generates.
-  /// Throws Error if the context is not all run, or if there was a question before and nothing has
-  /// kept the state of the context.
+  /// Runs the question and generates. With an empty question the answer continues the context.
+  /// Throws Error if some of the context has not run, and for a second question without a kept
+  /// state of the context.
   Answer answer(const std::vector<TokenId>& question, const AnswerOptions& options);
-  /// Goes on with the answer under way, or with one that has ended if `options` allow for more. The
-  /// answer has all of its tokens; on_token and on_logits get new ones alone. Random numbers go on
-  /// where they were if options.sampling has the same seed, else they begin anew. Throws Error if
-  /// there is none.
+  /// Continues the current answer, or an ended one if `options` allow more tokens. The answer has
+  /// all of its tokens; on_token and on_logits get only new ones. With the same seed in
+  /// options.sampling the random numbers continue; otherwise they start again. Throws Error without
+  /// an answer.
   Answer resume_answer(const AnswerOptions& options);
-  /// The question and its answer become a part of the context, with `more` (at least one token, as
-  /// what the chat template has between an answer and the next message) behind them: the next
-  /// answer starts from there, and nothing goes back to the state before. Runs `more`, and before
-  /// it the answer's last token, which has not been run so far, unless it is left out (a stop id
-  /// that the template has not). These are judged as a question is. May follow an answer that was
-  /// interrupted. Throws Error, and changes nothing, without an answer, for no tokens, and with
-  /// PruneMoment::question, which runs all anew with each question.
+  /// Makes the question and its answer part of the context, followed by `more`: at least one token,
+  /// such as the chat template's text between an answer and the next message. The next answer
+  /// starts from there; the earlier state is discarded. Runs the answer's last token, which has not
+  /// run yet, and `more`, and judges them as a question. `with_last_token` = false leaves the last
+  /// token out (a stop id that the template does not have). May follow an interrupted answer.
+  /// Throws Error and changes nothing without an answer, for no tokens, and with
+  /// PruneMoment::question, which runs the whole context with each question.
   void keep_answer(const std::vector<TokenId>& more, bool with_last_token = true);
-  /// Gives up everything that has been run: as before prefill.
+  /// Discards everything that has run. The state is that before prefill.
   void reset();
 
-  /// Begins to write the sequence, as it is, to a file; see Engine::begin_snapshot. May be called
-  /// from after_chunk, AnswerOptions::on_token, and between the functions above. Fills info's
-  /// token_ids, context_tokens, logits, and its own names in `state` and `further`. With answers
-  /// that start from one context, the state of the context is written too; where it is not a part
-  /// of the sequence (decode_every), in place of the sequence, and the answer under way is to be
-  /// asked for again. Throws Error before prefill, and after a step that has failed halfway.
+  /// Begins to write the sequence to a file; see Engine::begin_snapshot. Call it from after_chunk,
+  /// from AnswerOptions::on_token, or between the functions above. Fills token_ids, context_tokens
+  /// and logits of `info`, and its own names in `state` and `further`. If answers start from one
+  /// context, the file has the state of the context, too. With decode_every that state is not a
+  /// part of the sequence: the file then has it instead of the sequence, and the current answer
+  /// must be asked for again. Throws Error before prefill, and after a step that failed halfway.
   std::unique_ptr<SnapshotWriting> begin_snapshot(const std::filesystem::path& file,
                                                   SnapshotInfo info,
                                                   const SnapshotOptions& options);
-  /// The same, and waits for it; see Engine::write_snapshot.
+  /// Writes the sequence and returns when the file is complete; see Engine::write_snapshot.
   std::vector<std::string> write_snapshot(const std::filesystem::path& file, SnapshotInfo info,
                                           const SnapshotOptions& options);
-  /// The same with nothing but the model's name.
+  /// The same for callers that know only the model's name.
   std::vector<std::string> write_snapshot(const std::filesystem::path& file,
                                           const std::string& model_name);
-  /// Goes on from a file, in place of prefill, and of whatever was run before, which stays if this
-  /// fails. `reusable` is as there, where the file has the state of the context or is to have it.
-  /// Collective. Throws what Engine::resume throws, and AgreedError if the file is not one of
-  /// begin_snapshot.
+  /// Continues from a file instead of a prefill. Replaces everything that ran before, which stays
+  /// if this fails. `reusable`: as in `prefill`, for a file that has, or will have, the state of
+  /// the context. Collective. Throws the errors of Engine::resume, and AgreedError for a file that
+  /// begin_snapshot did not write.
   void resume(const SnapshotReader& reader, bool reusable);
 
-  /// The context, whole, and how many of its tokens have been run. (With PruneMoment::question it
-  /// runs with each question, and counts as run.)
+  /// The whole context, and the number of its tokens that have run. (With PruneMoment::question it
+  /// runs with each question and counts as run.)
   const std::vector<TokenId>& context() const { return m_context; }
   std::int64_t context_run() const { return m_context_run; }
-  /// Whether prefill_rest has nothing to do.
+  /// Whether the whole context has run.
   bool is_context_done() const { return m_phase != Phase::empty && m_phase != Phase::context; }
-  /// Whether an answer has begun and not come to its end.
+  /// Whether an answer has begun and not ended.
   bool is_answering() const { return m_phase == Phase::answering && !m_has_ended; }
-  /// Question and tokens of the answer under way, or of the last one.
+  /// Question and tokens of the current answer, or of the last one.
   const std::vector<TokenId>& question() const { return m_question; }
   const std::vector<TokenId>& answered() const { return m_answered; }
 
-  /// Empty as long as no sequence has been run.
+  /// Empty until a sequence has run.
   CacheReport report() { return m_sequence >= 0 ? m_engine->report(m_sequence) : CacheReport(); }
   std::vector<std::int64_t> positions(int layer, int head_on_rank) {
     return m_engine->positions(m_sequence, layer, head_on_rank);
@@ -156,7 +158,7 @@ class Generator {
   SequenceId sequence() const { return m_sequence; }
 
  private:
-  /// What has been run. In a file: its number.
+  /// The part that has run. A file has its number.
   enum class Phase : int {
     empty = 0,
     context = 1,  // some of the context

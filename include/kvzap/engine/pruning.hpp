@@ -199,6 +199,8 @@ struct LoadedPruning {
   bool chooses_rows() const;
   /// Log score below which a pair is evicted, as the cache compares it.
   float threshold() const;
+  /// The scorer that the policy brings for Engine::create; null without one.
+  std::shared_ptr<Scorer> scorer() const { return policy ? policy->scorer : nullptr; }
   /// Whether the whole cache exists before a row is evicted: nothing is evicted at all, or the
   /// choice waits for all layers, or the model repeats the context first.
   bool is_full_at_first() const;

@@ -45,7 +45,7 @@ class JudgedScores final : public StepObserver {
     const std::int64_t begin = std::max<std::int64_t>(0, m_judged.sink - first);
     const std::int64_t end = std::min(static_cast<std::int64_t>(scores.extent(1)), m_end - first);
     if (begin >= end) return;
-    // Packed first: copies between memory spaces need contiguous views.
+    // Copies between memory spaces need contiguous views, so the rows are packed first.
     const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> packed(
         Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::calibrate::scores"),
         scores.extent(0), scores.extent(1));
@@ -82,7 +82,7 @@ EvictRatioCurves::EvictRatioCurves(std::int64_t pairs_per_token, const Communica
 std::int64_t EvictRatioCurves::Text::rank_of(std::size_t i) const {
   const auto kept = static_cast<std::int64_t>(scores.size());
   if (kept == count) return static_cast<std::int64_t>(i);
-  // The first and the last are kept. (Split, because the product may not fit 64 bits.)
+  // Always keeps the first and the last score. The product may not fit 64 bits, so it is split.
   const std::int64_t steps = kept - 1, last = count - 1, place = static_cast<std::int64_t>(i);
   return place * (last / steps) + place * (last % steps) / steps;
 }
@@ -115,7 +115,7 @@ std::int64_t EvictRatioCurves::Text::below(float threshold) const {
   if (found == scores.end()) return count;
   const auto i = static_cast<std::size_t>(found - scores.begin());
   if (i == 0) return 0;
-  // scores[i - 1] < threshold <= scores[i]; scores in between are assumed to be evenly spread.
+  // Here scores[i - 1] < threshold <= scores[i]. Scores in between are assumed to be evenly spread.
   const std::int64_t before = rank_of(i - 1) + 1;
   const std::int64_t between = rank_of(i) - before;
   if (between == 0) return before;
@@ -124,7 +124,7 @@ std::int64_t EvictRatioCurves::Text::below(float threshold) const {
          static_cast<std::int64_t>(static_cast<double>(between) * (threshold - low) / (high - low));
 }
 
-// Pairs of each text over all ranks. Whole numbers, whose sum is the same on every rank.
+// Evicted pairs of each text over all ranks. The sums of whole numbers are the same on every rank.
 std::vector<std::int64_t> EvictRatioCurves::evicted(float threshold) const {
   std::vector<std::int64_t> counts;
   counts.reserve(m_texts.size());
@@ -157,7 +157,8 @@ ThresholdTable::Row EvictRatioCurves::row(double evict_ratio) const {
   constexpr float last = std::numeric_limits<float>::max();
   const std::uint32_t lowest = place_of_float(-last), highest = place_of_float(last);
   const auto mean_at = [&](std::uint32_t place) { return mean(float_at_place(place)); };
-  // Binary search for the lowest position where `reached` is true; it is true from there on.
+  // Binary search for the lowest position where `reached` is true. All higher positions must be
+  // true too.
   const auto first_where = [&](const auto& reached) {
     std::uint32_t low = lowest, high = highest;
     while (low < high) {
@@ -182,8 +183,8 @@ ThresholdTable::Row EvictRatioCurves::row(double evict_ratio) const {
     reached = mean_at(low - 1);
     low = first_where([&](double mean) { return mean >= reached; });
   }
-  // The middle of all thresholds that evict the same pairs: scores that differ in their last bits,
-  // as between numbers of ranks, are then judged alike.
+  // Takes the middle of all thresholds that evict the same pairs. Scores that differ in their last
+  // bits, for example between numbers of ranks, are then judged alike.
   const std::uint32_t above = first_where([&](double mean) { return mean > reached; });
   const std::uint32_t high = mean_at(above) > reached ? above - 1 : highest;
   ThresholdTable::Row row;

@@ -55,7 +55,7 @@ std::vector<Number> numbers_of(const nlohmann::json& values) {
   return numbers;
 }
 
-// A field of a description. Throws Error, naming it.
+// Reads a field of a description. Throws Error, naming the field.
 template <class Value>
 Value field_of(const nlohmann::json& object, const char* name) {
   const auto found = object.is_object() ? object.find(name) : object.end();

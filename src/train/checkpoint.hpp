@@ -1,4 +1,4 @@
-// Checkpoint of an unfinished training: folder/checkpoint/training.json describes the training,
+// Checkpoint of an unfinished training. folder/checkpoint/training.json describes the training;
 // layer-N.safetensors has the progress of layer N.
 #pragma once
 
@@ -21,15 +21,15 @@ struct LayerCheckpoint {
 void write_checkpoint(const std::filesystem::path& folder, int layer,
                       const MlpTrainer::State& state);
 void write_checkpoint(const std::filesystem::path& folder, int layer, const TrainedLayer& trained);
-/// Empty without a checkpoint. Throws Error, naming the file, for a damaged one.
+/// Returns an empty checkpoint if there is none. Throws Error, naming the file, if it is damaged.
 LayerCheckpoint read_checkpoint(const std::filesystem::path& folder, int layer);
 
-/// Names of the fields in which two descriptions of a training differ, with both values:
-/// "epochs: recorded 15, given 20".
+/// Returns the fields in which two descriptions of a training differ, with both values: "epochs:
+/// recorded 15, given 20".
 std::vector<std::string> differences(const nlohmann::ordered_json& there,
                                      const nlohmann::ordered_json& here);
 
-/// A layer's report as JSON, and back. Values that are not finite are null.
+/// Convert a layer's report to JSON and back. Values that are not finite become null.
 nlohmann::ordered_json report_json(const LayerReport& report);
 LayerReport report_from_json(const nlohmann::json& value);
 

@@ -39,7 +39,7 @@ void inverse_norms(const ExecutionSpace& exec, const TokenBlock::HiddenView& hid
   const auto columns = static_cast<std::int64_t>(hidden.extent(1));
   Kokkos::parallel_for(
       "kvzap::collect::inverse_norms", Range(exec, 0, count), KOKKOS_LAMBDA(const std::int64_t i) {
-        // Partial sums: a single one would lose digits in wide models.
+        // Partial sums: a single sum would lose digits in wide models.
         constexpr int lanes = 8;
         float sums[lanes] = {};
         for (std::int64_t c = 0; c < columns; ++c) {
@@ -169,7 +169,8 @@ class CollectWatcher final : public Policy {
         .hidden.resize(m_rows.extent(0) * layer.extents().hidden_size * sizeof(Value));
   }
 
-  // The collected positions in the block follow those of the blocks before.
+  // Copies the hidden states of the collected positions in the block, behind those of earlier
+  // blocks.
   void take_hidden(PolicyLayer& layer, const TokenBlock& block) {
     std::vector<std::int64_t> rows;
     for (std::size_t i = m_taken; i < m_text.positions.size(); ++i) {
@@ -195,7 +196,7 @@ class CollectWatcher final : public Policy {
     m_taken += rows.size();
   }
 
-  // Rows of the text; others do not count.
+  // Sets the norms of the text's rows only.
   void find_norms(PolicyLayer& layer) {
     const auto text = std::make_pair(m_text.text_begin, m_text.text_end);
     const std::int64_t group = layer.extents().group;

@@ -18,7 +18,7 @@ namespace {
 
 constexpr const char* repeat_request = "\n\nRepeat the previous context exactly.";
 
-// Python's str.strip(), which counts information separators as white space.
+// White space as Python's str.strip() defines it, which includes information separators.
 bool is_python_space(std::int32_t c) {
   return (c >= 0x1c && c <= 0x1f) || detail::is_white_space(c);
 }
@@ -78,7 +78,8 @@ std::uint64_t next_random(std::uint64_t& state) {
   return z ^ (z >> 31);
 }
 
-// `count` of 0 … total - 1, ascending: the beginning of a permutation that seed and line decide.
+// Returns `count` of the numbers 0 … total - 1, ascending: the beginning of a permutation that
+// depends on seed and line.
 std::vector<std::int64_t> sample(std::int64_t total, std::int64_t count, std::uint64_t seed,
                                  std::int64_t line) {
   std::vector<std::int64_t> all(static_cast<std::size_t>(total));
@@ -87,7 +88,7 @@ std::vector<std::int64_t> sample(std::int64_t total, std::int64_t count, std::ui
   std::uint64_t state = seed;
   state = next_random(state) ^ static_cast<std::uint64_t>(line);
   for (std::int64_t i = 0; i < count; ++i) {
-    // Bias of the remainder: below 2^-40 for texts of up to 2^24 tokens.
+    // The bias of the remainder is below 2^-40 for texts of up to 2^24 tokens.
     const auto left = static_cast<std::uint64_t>(total - i);
     std::swap(all[i], all[i + static_cast<std::int64_t>(next_random(state) % left)]);
   }
@@ -96,13 +97,13 @@ std::vector<std::int64_t> sample(std::int64_t total, std::int64_t count, std::ui
   return all;
 }
 
-// A text of a line of the file, prepared for collecting.
+// How the text of one line of the file becomes a conversation to collect from.
 struct TextForm {
-  /// Tokens that the rules count.
+  /// Returns the tokens that the token limits count.
   std::function<std::vector<TokenId>(const std::string& text)> encode;
-  /// The conversation, without CollectText::positions.
+  /// Returns the conversation without CollectText::positions.
   std::function<CollectText(const std::vector<TokenId>& ids)> make;
-  const char* how_often = "";  // ... the text is in it, for a message
+  const char* how_often = "";  // how often the text occurs, for a message
 };
 
 CollectTexts read_as(const std::filesystem::path& file, const CollectRules& rules,
@@ -214,7 +215,7 @@ CollectTexts read_collect_texts(const std::filesystem::path& file, const Collect
   TextForm form;
   form.encode = [&](const std::string& text) { return tokenizer.encode(stripped(text)); };
   form.make = [&](const std::vector<TokenId>& ids) {
-    // As the tokenizer normalizes it: the text of the tokens.
+    // The normalized text, which is the text that the tokens spell.
     return make_collect_text(tokenizer.decode(ids, false), tokenizer, chat_template);
   };
   form.how_often = " twice";

@@ -12,8 +12,8 @@ namespace {
 
 KVZAP_BODY void gelu_and_slope_body(float* values, const float* bias, float* activation,
                                     std::int64_t count) {
-  // erf by Abramowitz and Stegun 7.1.26 (error below 1.5e-7); its exponential is also that of the
-  // normal density in the slope.
+  // erf by Abramowitz and Stegun 7.1.26 (error below 1.5e-7). Its exponential is also the
+  // exponential of the normal density in the slope.
   for (std::int64_t i = 0; i < count; ++i) {
     const float x = values[i] + bias[i];
     const float z = std::fabs(x) * 0.70710678f;

@@ -1,19 +1,19 @@
-// Inner loops of training on the host, for several instruction sets; the program selects one at its
-// start. The Kokkos kernels in mlp_kernels.cpp do the same on any backend.
+// Inner loops of training on the host for several instruction sets. The program selects one set
+// when it starts. The Kokkos kernels in mlp_kernels.cpp compute the same on any backend.
 #pragma once
 
 #include <cstdint>
 
 namespace kvzap::detail {
 
-/// x = values[i] + bias[i]: activation[i] = gelu(x) (exact, within 3e-7 * (1 + |x|)) and values[i]
-/// = gelu'(x) = Phi(x) + x phi(x), within 4e-7 * (1 + |x|).
+/// With x = values[i] + bias[i], sets activation[i] = gelu(x), within 3e-7 * (1 + |x|) of the exact
+/// value. Sets values[i] = gelu'(x) = Phi(x) + x phi(x), within 4e-7 * (1 + |x|).
 void gelu_and_slope(float* values, const float* bias, float* activation, std::int64_t count);
 
 /// values[i] *= factors[i]; sums[i] += values[i]
 void times_and_sum(float* values, const float* factors, float* sums, std::int64_t count);
 
-/// Sum of squares in double, in an order that depends only on `count`.
+/// Returns the sum of squares in double. The order of summation depends only on `count`.
 double sum_of_squares(const float* values, std::int64_t count);
 
 /// Constants of one step of AdamW.
@@ -24,8 +24,8 @@ struct AdamStep {
   float beta1 = 0.9f, beta2 = 0.999f, epsilon = 1e-8f;
 };
 
-/// One step of AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2) in torch's form, with
-/// the gradient multiplied by `scale` first.
+/// Takes one step of AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2) in torch's form.
+/// Multiplies the gradient by `scale` first.
 void adamw(float* parameters, const float* gradient, float scale, float* first, float* second,
            const AdamStep& step, std::int64_t count);
 

@@ -9,7 +9,7 @@
 
 #include "linalg/host/blas_threads.hpp"
 
-// LAPACK's Fortran names with 32-bit integers; the lengths of texts are the last arguments.
+// LAPACK's Fortran names with 32-bit integers. The lengths of text arguments come last.
 extern "C" {
 void dpotrf_(const char* uplo, const int* n, double* a, const int* lda, int* info, std::size_t);
 void dpotrs_(const char* uplo, const int* n, const int* nrhs, const double* a, const int* lda,

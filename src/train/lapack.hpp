@@ -8,27 +8,27 @@ namespace kvzap::detail {
 /// Result of a factorization.
 struct CholeskyResult {
   std::int64_t failed_pivot = 0;  // 1-based; 0: none
-  double condition = 0;           // estimate, 1-norm; infinite if the factor is singular
+  double condition = 0;           // estimate in the 1-norm; infinite if the factor is singular
 };
 
-/// Solves a X = b for a symmetric positive definite `a` (n, n), row-major with `stride`; reads its
-/// upper triangle and replaces it by the factor. Each row of b (rows, n), row-major, is a
+/// Solves a X = b for a symmetric positive definite `a` (n, n), row-major with `stride`. Reads the
+/// upper triangle of `a` and replaces it by the factor. Each row of b (rows, n), row-major, is a
 /// right-hand side and is replaced by its solution. If a pivot fails, b is unchanged. Throws Error
-/// for n beyond LAPACK's integers.
+/// if n exceeds LAPACK's integers.
 CholeskyResult solve_cholesky(double* a, std::int64_t n, std::int64_t stride, double* b,
                               std::int64_t rows);
 
-/// The same with a factor of solve_cholesky.
+/// Solves with a factor that solve_cholesky computed.
 void solve_factored(const double* factor, std::int64_t n, std::int64_t stride, double* b,
                     std::int64_t rows);
 
-/// errors (rows, heads) -= z w^T, then sums (heads, inputs) += errors^T z, for z (rows, inputs) and
-/// w (heads, inputs); all row-major.
+/// Computes errors (rows, heads) -= z w^T, then sums (heads, inputs) += errors^T z, for z (rows,
+/// inputs) and w (heads, inputs). All are row-major.
 void add_residuals(const double* z, std::int64_t rows, std::int64_t inputs, const double* w,
                    std::int64_t heads, double* errors, double* sums);
 
-/// sums (columns, columns) += z^T z for z (rows, columns), both row-major; computes only the upper
-/// triangle.
+/// Computes sums (columns, columns) += z^T z for z (rows, columns), both row-major. Computes only
+/// the upper triangle.
 void add_symmetric_products(const double* z, std::int64_t rows, std::int64_t columns, double* sums);
 
 }  // namespace kvzap::detail

@@ -16,7 +16,7 @@ template <class Value>
 using HostRows = Kokkos::View<const Value**, Kokkos::LayoutRight, Kokkos::HostSpace,
                               Kokkos::MemoryTraits<Kokkos::Unmanaged>>;
 
-// Rows of a block that lies on the host go to `target` from row `begin` on.
+// Copies rows of a block on the host to `target`, from row `begin` on.
 template <class Target, class Value>
 void copy_block(const Target& target, std::int64_t begin, const Value* rows, std::int64_t count) {
   const auto columns = static_cast<std::int64_t>(target.extent(1));

@@ -1,4 +1,4 @@
-// The finite pairs of a layer in kernels' memory, which an MLP reads in each epoch.
+// The finite pairs of a layer in kernel memory. An MLP reads them in each epoch.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,8 @@ struct LayerPairs {
   std::int64_t dropped = 0;
 };
 
-/// Reads the pairs. Throws Error if memory is exhausted, and the errors of PairSource::read.
+/// Reads the pairs. Throws Error if memory is exhausted, and forwards the errors of
+/// PairSource::read.
 template <class Value>
 LayerPairs<Value> read_layer(const PairSource& source, int layer, const PairSplit& split);
 

@@ -51,7 +51,7 @@ std::int64_t hidden_units(const PairsInfo& info, const MlpOptions& o) {
   return o.hidden > 0 ? o.hidden : std::max<std::int64_t>(1, info.hidden_size / 8);
 }
 
-// (count) of a view as host values, and back.
+// Copies (count) of a view to host values and back.
 std::vector<float> values_of(const Vector& view) {
   const auto host = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), view);
   return {host.data(), host.data() + host.extent(0)};
@@ -162,13 +162,13 @@ class TypedTrainer final : public MlpTrainer::Impl {
       ++m_batch;
       m_step.update(exec, m_options.clip, adam_step(rate));
       if (progress) {
-        // Batches are launched asynchronously; a device has a few in its queue.
+        // Batches are launched asynchronously, so a device has a few in its queue.
         progress(static_cast<double>(m_steps) /
                  (static_cast<double>(batches()) * m_options.epochs));
       }
       if (m_batch < batches() && stop && stop()) break;
     }
-    const double sum = loss();  // waits
+    const double sum = loss();  // waits for the device
     m_seconds = before + detail::seconds_since(start);
     if (m_batch < batches()) return false;
     m_epoch_mse.push_back(sum / (static_cast<double>(rows) * static_cast<double>(m_heads)));
@@ -228,7 +228,7 @@ class TypedTrainer final : public MlpTrainer::Impl {
                                            static_cast<std::uint64_t>(m_layer), 0));
     std::vector<float> values;
     values.reserve(static_cast<std::size_t>(m_step.size()));
-    // torch.nn.Linear: weights and biases are uniform within 1 / sqrt(inputs).
+    // torch.nn.Linear draws weights and biases uniformly within 1 / sqrt(inputs).
     const auto draw = [&](std::int64_t count, std::int64_t inputs) {
       const double bound = 1 / std::sqrt(static_cast<double>(inputs));
       for (std::int64_t i = 0; i < count; ++i) {
@@ -322,7 +322,7 @@ TrainedLayer MlpTrainer::result() { return m_impl->result(); }
 std::int64_t MlpTrainer::bytes(const PairsInfo& info, const MlpOptions& options) {
   const auto pair = static_cast<std::int64_t>(size_of(info.dtype)) * info.hidden_size +
                     static_cast<std::int64_t>(sizeof(float)) * info.kv_heads;
-  // The order of rows, in two forms at the start of an epoch.
+  // The order of rows is in memory twice at the start of an epoch.
   const auto indices = static_cast<std::int64_t>(3 * sizeof(std::int64_t));
   return info.pairs * (pair + indices) +
          MlpStep::bytes(info.hidden_size, hidden_units(info, options), info.kv_heads,

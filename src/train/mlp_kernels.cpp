@@ -13,9 +13,9 @@ namespace {
 
 using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
 
-// Values of a part of a vector: their order of summation is the same whatever runs the parts.
+// Values in a part of a vector. The order of summation in a part does not depend on the backend.
 constexpr std::int64_t part_length = 4096;
-// Columns that one host thread sums over all rows: a few cache lines of each row.
+// Columns that one host thread sums over all rows. They take a few cache lines of each row.
 constexpr std::int64_t column_block = 64;
 
 bool by_host_loops() { return runs_on_host && !uses_device_kernels(); }
@@ -162,7 +162,7 @@ void adamw_step(const ExecutionSpace& exec, const Vector& parameters, const Cons
                 const Vector& first, const Vector& second, const Doubles& squares,
                 std::int64_t n_parts, double clip, const AdamStep& step) {
   const std::int64_t length = parameters.extent(0);
-  // squares(0) becomes the factor for the gradient, where the kernel after this one finds it.
+  // squares(0) becomes the gradient's factor, which the next kernel reads.
   Kokkos::parallel_for(
       "kvzap::train::clip", Range(exec, 0, 1), KOKKOS_LAMBDA(std::int64_t) {
         double sum = 0;

@@ -8,8 +8,8 @@
 
 namespace kvzap::detail {
 
-/// Parameters of Linear(inputs, hidden) and Linear(hidden, heads), and the scratch memory of a
-/// training step for batches of up to `rows`. Parameters, gradient and moments are vectors with the
+/// Parameters of Linear(inputs, hidden) and Linear(hidden, heads), with the scratch memory of a
+/// training step for batches of up to `rows`. Parameters, gradient and moments are vectors in the
 /// order weight1 (hidden, inputs), bias1 (hidden), weight2 (heads, hidden), bias2 (heads).
 class MlpStep {
  public:
@@ -22,24 +22,24 @@ class MlpStep {
   const Vector& first_moment() const { return m_first; }
   const Vector& second_moment() const { return m_second; }
 
-  /// Computes the gradient of the mean squared error over `count` rows and all heads, and adds the
-  /// sum of errors to loss(). Rows order(begin) … order(begin + count - 1) of hidden states and
-  /// scores.
+  /// Computes the gradient of the mean squared error over `count` rows and all heads. Adds the sum
+  /// of squared errors to loss(). Reads rows order(begin) … order(begin + count - 1) of hidden
+  /// states and scores.
   template <class Value>
   void differentiate(const ExecutionSpace& exec, const StoredRows<Value>& hidden,
                      const ConstMatrix& scores, const Order& order, std::int64_t begin,
                      std::int64_t count);
-  /// One step along the gradient.
+  /// Takes one step along the gradient.
   void update(const ExecutionSpace& exec, double clip, const AdamStep& step);
-  /// Outputs (count, heads) of rows order(begin) …; valid until the next call.
+  /// Returns the outputs (count, heads) of rows order(begin) …; valid until the next call.
   template <class Value>
   ConstMatrix predict(const ExecutionSpace& exec, const StoredRows<Value>& hidden,
                       const Order& order, std::int64_t begin, std::int64_t count);
 
-  /// (1): sum of squared errors of differentiate since the last reset.
+  /// (1): sum of squared errors that `differentiate` added since the last reset.
   const Doubles& loss() const { return m_loss; }
 
-  /// Bytes of memory of all of these.
+  /// Bytes of an object with these extents.
   static std::int64_t bytes(std::int64_t inputs, std::int64_t hidden, std::int64_t heads,
                             std::int64_t rows);
 
@@ -55,11 +55,11 @@ class MlpStep {
 
   std::int64_t m_inputs, m_hidden, m_heads;
   Vector m_parameters, m_gradient, m_first, m_second;
-  Matrix m_x;           // (rows, inputs): the batch, widened
+  Matrix m_x;           // (rows, inputs): the batch as float
   Matrix m_slope;       // (rows, hidden): input of GELU, then its slope
   Matrix m_activation;  // (rows, hidden)
-  Matrix m_back;        // (rows, hidden): gradient by the activation, then by its input
-  Matrix m_output;      // (rows, heads), then the gradient by it
+  Matrix m_back;    // (rows, hidden): gradient with respect to the activation, then to its input
+  Matrix m_output;  // (rows, heads), then the gradient with respect to it
   Doubles m_row_loss, m_loss, m_squares;
 };
 

@@ -17,7 +17,7 @@ namespace {
 using NormalRange = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
 using DoubleMatrix = Kokkos::View<double**, Kokkos::LayoutRight, MemorySpace>;
 
-// z (rows, inputs + heads + 1), see NormalEquations, in float or double.
+// Forms z (rows, inputs + heads + 1), see NormalEquations, in float or double.
 template <class Value, class Z>
 void normal_rows(const ExecutionSpace& exec, const StoredRows<Value>& hidden,
                  const ConstMatrix& scores, const Order& rows, const ConstVector& shift,
@@ -88,7 +88,7 @@ void add_tile(const ExecutionSpace& exec, const ConstMatrix& products, std::int6
       });
 }
 
-// Not a multiple of a memory page: columns of such a matrix share few sets of a cache.
+// Avoids multiples of a memory page: the columns of such a matrix share few cache sets.
 std::int64_t padded_columns(std::int64_t columns) { return (columns + 15) / 16 * 16; }
 
 }  // namespace
@@ -130,7 +130,7 @@ void NormalEquations::add(const ExecutionSpace& exec, const StoredRows<Value>& h
     const auto columns_of = [&](std::int64_t first, std::int64_t end) {
       return Matrix(Kokkos::subview(z, Kokkos::ALL, std::make_pair(first, end)));
     };
-    // The inputs in tiles; scores and the one are the last tile, a narrow one.
+    // The inputs are split into tiles. The last tile is narrow and has the scores and the one.
     for (std::int64_t row = 0; row < columns();) {
       const std::int64_t row_end = row < m_inputs ? std::min(row + tile, m_inputs) : columns();
       for (std::int64_t column = row; column < columns();) {

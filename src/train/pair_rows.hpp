@@ -1,4 +1,4 @@
-// Training reads pairs in blocks and skips those that are not finite.
+// Training reads pairs in blocks and skips pairs that are not finite.
 #pragma once
 
 #include <cstdint>
@@ -6,11 +6,11 @@
 
 namespace kvzap::detail {
 
-/// Whether all `count` values are finite, by their exponents.
+/// Returns whether all `count` values are finite. Looks at their exponents only.
 template <class Value>
 bool are_finite(const Value* values, std::int64_t count);
 
-/// Number of pairs in a block of about 64 MiB in the type of `info`, at least 256.
+/// Returns the number of pairs in a block of about 64 MiB in the type of `info`; at least 256.
 std::int64_t pairs_of_block(const PairsInfo& info);
 
 }  // namespace kvzap::detail

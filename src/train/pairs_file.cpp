@@ -53,8 +53,8 @@ class Hdf5Pairs final : public PairsFile {
     }
   }
 
-  // The data set that was read last stays open: its cache has the chunk in which the next read is
-  // likely to begin.
+  // Keeps the data set of the last read open. Its chunk cache has the chunk in which the next read
+  // is likely to begin.
   struct OpenDataSet {
     int layer = -1;
     Hdf5Handle handle;

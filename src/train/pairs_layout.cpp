@@ -68,7 +68,7 @@ std::string text_attribute(hid_t object, const char* name) {
   return value.substr(0, value.find('\0'));
 }
 
-// Only links within the file: others would read files that the user did not name.
+// Accepts only links within the file. Other links would read files that the user did not name.
 void check_link(hid_t file, const std::string& name) {
   for (std::size_t end = name.find('/', 1);; end = name.find('/', end + 1)) {
     const std::string path = name.substr(0, end);
@@ -89,7 +89,7 @@ Hdf5Handle open_data_set(hid_t file, const std::string& name) {
   return {H5Dopen2(file, name.c_str(), H5P_DEFAULT), H5Dclose, "H5Dopen2"};
 }
 
-// Opens a data set that has these extents and (where `type` is one) this type.
+// Opens a data set that has these extents and, if `type` is given, this type.
 Hdf5Handle checked_data_set(hid_t file, const std::string& name,
                             const std::vector<std::int64_t>& extents, hid_t type,
                             const std::string& type_name) {
@@ -132,7 +132,7 @@ Hdf5Handle checked_data_set(hid_t file, const std::string& name,
   return data_set;
 }
 
-// Extents of a data set's chunks; empty if it has none.
+// Returns the extents of a data set's chunks, or an empty vector if it has none.
 std::vector<std::int64_t> chunk_extents(hid_t data_set, const std::string& name) {
   const Hdf5Handle create(H5Dget_create_plist(data_set), H5Pclose, "H5Dget_create_plist");
   if (H5Pget_layout(create) != H5D_CHUNKED) return {};
@@ -251,7 +251,7 @@ PairsLayout read_pairs_layout(hid_t file, std::int64_t file_bytes) {
   layout.metadata_bytes = integer("metadata_bytes", 0, std::numeric_limits<std::int64_t>::max());
   info.command = parse_command(text_attribute(root, "command"));
 
-  // Before any allocation by sizes from the file.
+  // Checked before any allocation whose size comes from the file.
   const std::int64_t bytes_at_most =
       file_bytes > std::numeric_limits<std::int64_t>::max() / most_packed
           ? std::numeric_limits<std::int64_t>::max()

@@ -1,4 +1,4 @@
-// The HDF5 objects of a file of pairs, for reader and writer; docs/reference/pairs-format.md
+// The HDF5 objects of a file of pairs, for reader and writer. docs/reference/pairs-format.md
 // describes them.
 #pragma once
 
@@ -13,21 +13,22 @@
 namespace kvzap::detail {
 
 constexpr std::int64_t pairs_version = 1;
-/// Name of such a file in messages.
+/// Name of the format in messages.
 constexpr const char* pairs_kind = "pairs file";
 
 /// The checked metadata of a file.
 struct PairsLayout {
   PairsInfo info;
-  /// Pairs in the file, in whole chunks (and the last one); the last pairs may belong to an
-  /// unfinished text.
+  /// Pairs in the file: all whole chunks, and the last one if it is partial. The last pairs may
+  /// belong to an unfinished text.
   std::int64_t written = 0;
-  /// Bytes at the start of the file with everything but data: all that changes in place.
+  /// Bytes at the start of the file that hold everything but data. Only these bytes change in
+  /// place.
   std::int64_t metadata_bytes = 0;
-  /// Extents of a chunk of hidden states; 0 without chunks.
+  /// Extents of a chunk of hidden states; 0 if the data set is not chunked.
   std::int64_t chunk_pairs = 0;
   std::int64_t chunk_columns = 0;
-  /// Without positions.
+  /// The texts without their positions.
   std::vector<PairsPlan::Text> texts;
 };
 
@@ -37,12 +38,12 @@ PairsLayout read_pairs_layout(hid_t file, std::int64_t file_bytes);
 /// "/layers/N/hidden" or "/layers/N/scores".
 std::string pairs_data_set(int layer, const char* name);
 
-/// Elements begin … begin + count - 1 of a data set of whole numbers.
+/// Reads elements begin … begin + count - 1 of a data set of whole numbers.
 std::vector<std::int64_t> read_integers(hid_t file, const std::string& name, std::int64_t begin,
                                         std::int64_t count);
 
-/// Rows begin … begin + rows - 1 (and columns first … first + columns - 1, if the data set has
-/// two extents and `columns` is not 0) of a data set's space, selected.
+/// Selects rows begin … begin + rows - 1 of a data set's space. If the data set has two extents and
+/// `columns` is not 0, selects only columns first … first + columns - 1.
 void select_rows(hid_t space, std::int64_t begin, std::int64_t rows, std::int64_t first,
                  std::int64_t columns);
 

@@ -30,7 +30,7 @@ struct Header {
   std::uint64_t image_hash;
 };
 
-// Bytes begin … end - 1 of an open file.
+// Reads bytes begin … end - 1 of an open file.
 std::vector<char> read_bytes(int descriptor, std::int64_t begin, std::int64_t end) {
   std::vector<char> bytes(static_cast<std::size_t>(std::max<std::int64_t>(0, end - begin)));
   for (std::size_t done = 0; done < bytes.size();) {
@@ -55,8 +55,8 @@ void write_bytes(int descriptor, const void* data, std::size_t size, std::int64_
   }
 }
 
-// The end of the file whose first bytes these are: the third address of HDF5's superblock, version
-// 2 or 3. (H5Fget_eoa fails for files that ranks have open together.)
+// Returns the end of the file that begins with these bytes: the third address of HDF5's superblock,
+// version 2 or 3. (H5Fget_eoa fails for files that ranks have open together.)
 std::int64_t end_of_file(const std::vector<char>& image) {
   constexpr std::size_t version = 8, address_bytes = 9, end = 28;
   std::uint64_t value = 0;
@@ -168,7 +168,7 @@ void PairsRecovery::remove() const {
     const FileDescriptor of(m_pairs_file, O_RDONLY | O_CLOEXEC);
     if (image && (of.get() < 0 || !belongs(*image, of.get()))) return;
   } catch (const Error&) {
-    return;  // it does not belong to this file
+    return;  // the image belongs to another file
   }
   fs::remove(m_path);
 }
@@ -177,8 +177,8 @@ PairsClaim::PairsClaim(const fs::path& file)
     : m_descriptor(::open(file.c_str(), O_RDWR | O_CLOEXEC)) {
 #ifdef F_OFD_SETLK
   if (m_descriptor < 0) return;
-  // The lock belongs to the open file. A lock of the process would end when any descriptor of the
-  // file is closed. It lies far after all data, where neither HDF5 nor MPI-IO lock bytes.
+  // The lock belongs to the open file: a lock of the process would end when any descriptor of the
+  // file is closed. It lies far after all data, where neither HDF5 nor MPI-IO locks bytes.
   struct flock lock = {};
   lock.l_type = F_WRLCK;
   lock.l_whence = SEEK_SET;

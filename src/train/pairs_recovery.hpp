@@ -8,26 +8,27 @@
 namespace kvzap::detail {
 
 /// FILE.recovery: the start of FILE, with everything that HDF5 changes in place, as of the last
-/// finished text. Later writes change only this part or append to the file, so that restoring the
-/// image undoes them. The image is replaced by renaming; this makes texts count as finished. Used
-/// by one process; functions throw Error.
+/// finished text. Later writes change only this part or append to the file, so restoring the image
+/// undoes them. Renaming replaces the image and thereby marks texts as finished. One process uses
+/// it. The functions throw Error.
 class PairsRecovery {
  public:
   explicit PairsRecovery(const std::filesystem::path& pairs_file);
 
   /// Saves bytes 0 … changing - 1 of `source`: the pairs file, or the file that will be renamed to
-  /// it. Bytes changing … fixed - 1, which never change, identify the file that the image belongs
-  /// to.
+  /// it. Bytes changing … fixed - 1 never change; they identify the file to which the image
+  /// belongs.
   void save(const std::filesystem::path& source, std::int64_t changing, std::int64_t fixed);
-  /// Restores the image, if any, and returns whether there was one. Throws Error and leaves the
-  /// pairs file unchanged if the image is damaged, belongs to another file or exceeds this one.
+  /// Restores the image, if there is one, and returns whether there was one. Throws Error and
+  /// leaves the pairs file unchanged if the image is damaged, belongs to another file or is longer
+  /// than the pairs file.
   bool restore() const;
   /// Removes the image, unless it is damaged or belongs to another file.
   void remove() const;
 
  private:
   struct Image;
-  /// Absent: no such file. Throws Error if it is damaged.
+  /// Returns nothing if there is no image. Throws Error if it is damaged.
   std::optional<Image> read() const;
   bool belongs(const Image& image, int pairs_descriptor) const;
 
@@ -37,7 +38,7 @@ class PairsRecovery {
   bool m_is_hashed = false;
 };
 
-/// A writer's lock on a pairs file; released by the destructor or the end of the process.
+/// A writer's lock on a pairs file. The destructor or the end of the process releases it.
 class PairsClaim {
  public:
   /// Throws Error if another process has the lock. Has no effect on file systems without locks.

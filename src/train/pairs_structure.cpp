@@ -19,9 +19,9 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr std::int64_t standard_chunk_pairs = 1024;
-// A chunk is packed by one rank: a row of chunks keeps several of them busy.
+// One rank packs a chunk. A row of several chunks keeps several ranks busy.
 constexpr std::int64_t standard_chunk_columns = 512;
-// Data sets whose space is taken when they are written, behind everything that changes in place.
+// Data sets that HDF5 allocates when they are written, after everything that changes in place.
 constexpr const char* fixed_data_sets[] = {"/id",         "/positions",    "/texts/begin",
                                            "/texts/line", "/texts/tokens", "/texts/subset"};
 
@@ -30,8 +30,7 @@ std::string command_text(const PairsPlan& plan) {
       .dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
-// Without version 3 of the superblock, which would mark the file as open for as long as a process
-// that was killed did not close it.
+// Avoids version 3 of the superblock: it would mark the file as open after a writer was killed.
 Hdf5Handle creation_access() {
   Hdf5Handle access = serial_access();
   checked_hdf5(H5Pset_libver_bounds(access, H5F_LIBVER_V18, H5F_LIBVER_LATEST),
@@ -39,7 +38,7 @@ Hdf5Handle creation_access() {
   return access;
 }
 
-// With the index of chunks that is as long as it will ever be from the beginning.
+// Allocates the chunk index at its final length from the start.
 Hdf5Handle structure_access() {
   Hdf5Handle access = serial_access();
   checked_hdf5(H5Pset_libver_bounds(access, H5F_LIBVER_V110, H5F_LIBVER_LATEST),
@@ -72,7 +71,7 @@ struct Chunk {
 Chunk chunk_of(const PairsPlan& plan, std::int64_t planned_pairs) {
   std::int64_t pairs = plan.chunk_pairs, columns = plan.chunk_columns;
   if (pairs == 0) {
-    // A chunk for each text where texts have the same number of pairs.
+    // If all texts have the same number of pairs, a chunk holds one text.
     for (const auto& text : plan.texts) {
       pairs = std::max(pairs, static_cast<std::int64_t>(text.positions.size()));
     }
@@ -130,7 +129,7 @@ std::vector<char> packed_zeros(hid_t data_set) {
 
 namespace {
 
-// A first chunk makes HDF5 set up the index of all chunks.
+// Writing a first chunk makes HDF5 set up the index of all chunks.
 void write_first_chunk(hid_t data_set, const std::vector<char>& zeros) {
   const hsize_t origin[2] = {0, 0};
   checked_hdf5(H5Dwrite_chunk(data_set, H5P_DEFAULT, 0, origin, zeros.size(), zeros.data()),
@@ -145,7 +144,7 @@ void write_objects(hid_t file, const PairsPlan& plan, std::int64_t pairs) {
   };
   const auto creation = [] {
     Hdf5Handle create = property_list(H5P_DATASET_CREATE);
-    // The same pairs give the same bytes.
+    // Without times, the same pairs give the same bytes.
     checked_hdf5(H5Pset_obj_track_times(create, false), "H5Pset_obj_track_times");
     return create;
   };
@@ -154,8 +153,8 @@ void write_objects(hid_t file, const PairsPlan& plan, std::int64_t pairs) {
     checked_hdf5(H5Pset_chunk(create, static_cast<int>(extents.size()), extents.data()),
                  "H5Pset_chunk");
     if (plan.compression > 0) checked_hdf5(H5Pset_shuffle(create), "H5Pset_shuffle");
-    // Level 0 stores. A filter all the same: without one HDF5 takes the space of all chunks at
-    // once.
+    // Level 0 stores without compression. It still needs a filter: without one HDF5 allocates all
+    // chunks at once.
     checked_hdf5(H5Pset_deflate(create, static_cast<unsigned>(plan.compression)), "H5Pset_deflate");
     return create;
   };
@@ -207,8 +206,8 @@ void set_attribute(hid_t object, const char* name, std::int64_t value) {
   checked_hdf5(H5Awrite(attribute, H5T_NATIVE_INT64, &value), "H5Awrite");
 }
 
-// What tells this file from others, those of the same command too: their chunks lie elsewhere, so
-// that a recovery file of theirs would spoil this one.
+// Returns an id that distinguishes this file from all others, including files of the same command.
+// Their chunks lie elsewhere, so their recovery files would damage this file.
 std::int64_t new_id() {
   std::random_device device;
   const std::uint64_t high = device(), low = device();
@@ -236,7 +235,7 @@ void write_fixed_data(hid_t file, const PairsPlan& plan, const std::vector<std::
   checked_hdf5(H5Dwrite(data_set, type, H5S_ALL, H5S_ALL, H5P_DEFAULT, subsets.data()), "H5Dwrite");
 }
 
-// Room for everything but the chunks.
+// Reserves disk space for everything but the chunks.
 void reserve_structure(const fs::path& path, const PairsPlan& plan, std::int64_t pairs) {
   const Chunk chunk = chunk_of(plan, pairs);
   const std::int64_t chunks = (pairs / chunk.pairs + 1) * (plan.hidden_size / chunk.columns + 2);

@@ -1,4 +1,4 @@
-// A new file of pairs: attributes, data sets and everything else before the first pair.
+// Creates a file of pairs: attributes, data sets and everything else before the first pair.
 #pragma once
 
 #include <cstdint>
@@ -10,13 +10,13 @@
 
 namespace kvzap::detail {
 
-/// Index of each text's first pair, and the number of pairs: (text + 1).
+/// Returns the index of each text's first pair, then the number of pairs: (text + 1).
 std::vector<std::int64_t> text_begins(const PairsPlan& plan);
 
-/// A chunk of zeros, compressed for the filters of `data_set`, even if --compression is 0.
+/// Returns a chunk of zeros, compressed for the filters of `data_set`, even if --compression is 0.
 std::vector<char> packed_zeros(hid_t data_set);
 
-/// Fills an empty file. Only rank 0 calls it. Throws Error.
+/// Fills an empty file. Call it on rank 0 only. Throws Error.
 void write_structure(const std::filesystem::path& path, const PairsPlan& plan);
 
 /// Begin and end of the data written with the structure.

@@ -35,13 +35,13 @@ using detail::simple_space;
 using detail::text_begins;
 using detail::write_attribute;
 
-// Of hidden states that one rank hands to one collective write: bounds what MPI-IO and the filters
-// buffer.
+// Bytes of hidden states that a rank passes to one collective write. The limit bounds the buffers
+// of MPI-IO and the filters.
 constexpr std::int64_t max_transfer_bytes = std::int64_t{16} << 20;
 
-// ---- Going on with a file: rank 0 alone ---------------------------------------------------------
+// ---- Continuing a file: rank 0 alone ------------------------------------------------------------
 
-// Throws Error with what differs between the file and what is to be made.
+// Throws Error with the differences between the file and the plan.
 void compare(const detail::PairsLayout& layout, hid_t file, const PairsPlan& plan) {
   const PairsInfo& info = layout.info;
   std::vector<std::string> differences;
@@ -89,7 +89,7 @@ void compare(const detail::PairsLayout& layout, hid_t file, const PairsPlan& pla
   }
 }
 
-// Whether the file says so, which flush() has it say after everything else is on the disk.
+// Returns whether the file is marked as complete. flush() sets this mark after all else is on disk.
 bool says_complete(const fs::path& path) {
   try {
     const Hdf5Handle file = detail::open_to_read(path);
@@ -129,8 +129,8 @@ class Hdf5PairsWriter final : public PairsWriter {
 
   ~Hdf5PairsWriter() override {
     const detail::QuietHdf5 quiet;
-    // Closing is collective, and whoever ends here early may be alone. What HDF5 still writes when
-    // the program ends, the recovery file undoes.
+    // Closing is collective, but a rank that stops early may be alone. If HDF5 still writes when
+    // the program ends, the recovery file undoes it.
     if (!m_file) return;
     if (m_comm.size() == 1) {
       m_file.reset();
@@ -184,16 +184,16 @@ class Hdf5PairsWriter final : public PairsWriter {
     Hdf5Handle handle;
     std::int64_t columns;
     std::int64_t chunk_columns;
-    std::vector<char> zeros;  // a chunk of them, packed
+    std::vector<char> zeros;  // a packed chunk of zeros
   };
 
-  // What HDF5 has open.
+  // Open HDF5 handles.
   struct Files {
     Hdf5Handle file;
     Hdf5Handle root;
     Hdf5Handle transfer;
     Hdf5Handle hidden_type;
-    std::vector<DataSet> hidden;  // of each layer
+    std::vector<DataSet> hidden;  // one for each layer
     std::vector<DataSet> scores;
 
     herr_t close() {
@@ -204,7 +204,7 @@ class Hdf5PairsWriter final : public PairsWriter {
     }
   };
 
-  // Pairs of a layer that are not in a whole chunk yet: those from m_written on.
+  // Pairs of a layer, from m_written on, that do not yet fill a chunk.
   struct Pending {
     std::int64_t first_column = 0;
     std::int64_t columns = 0;
@@ -234,14 +234,14 @@ class Hdf5PairsWriter final : public PairsWriter {
     temporary.move_to_target();
   }
 
-  // Brings the file to the state after its last finished text and tells all ranks of it.
+  // Restores the file to the state after its last finished text and sends this state to all ranks.
   // Collective.
   void go_on(const PairsPlan& plan, bool is_old) {
     std::vector<std::int64_t> numbers;
     agree([&] {
       if (!m_comm.is_root()) return;
       m_claim.emplace(m_path);
-      // A complete file needs nothing put back, and an older recovery file must not undo it.
+      // A complete file needs no restoring, and an older recovery file must not overwrite it.
       const bool restored = !says_complete(m_path) && m_recovery.restore();
       const Hdf5Handle hdf5 = detail::open_to_read(m_path);
       const auto size = static_cast<std::int64_t>(fs::file_size(m_path));
@@ -288,7 +288,7 @@ class Hdf5PairsWriter final : public PairsWriter {
     deal_columns(plan.layers);
   }
 
-  // A row of chunks is dealt to ranks evenly; where it has fewer chunks than there are ranks,
+  // The chunks of a row are distributed evenly to ranks. If there are fewer chunks than ranks,
   // layers take turns.
   void deal_columns(int layers) {
     const std::int64_t chunks = (m_hidden_size + m_chunk_columns - 1) / m_chunk_columns;
@@ -349,7 +349,7 @@ class Hdf5PairsWriter final : public PairsWriter {
     }
   }
 
-  // (layer, pair, KV head): this rank's scores, zeros elsewhere, to be added up.
+  // (layer, pair, KV head): this rank's scores, and zeros elsewhere, for the sum over ranks.
   std::vector<float> spread_scores(const TextPairs& text, std::int64_t pairs) const {
     std::vector<float> all(m_pending.size() * static_cast<std::size_t>(pairs * m_kv_heads), 0.0F);
     const std::vector<int>& heads = m_heads[m_comm.rank()];
@@ -364,7 +364,7 @@ class Hdf5PairsWriter final : public PairsWriter {
     return all;
   }
 
-  // Adds a text's pairs to those that wait, but for those that are in the file already.
+  // Adds a text's pairs to the pending ones, except pairs that the file already has.
   void keep(const TextPairs& text, const std::vector<float>& scores, std::int64_t pairs) {
     const std::int64_t skip = std::clamp<std::int64_t>(m_written - m_text_begin[m_texts], 0, pairs);
     const auto value = static_cast<std::int64_t>(size_of(m_dtype));
@@ -383,7 +383,7 @@ class Hdf5PairsWriter final : public PairsWriter {
     }
   }
 
-  // Writes whole chunks and, after the last text, the rest. Collective.
+  // Writes whole chunks and, after the last text, the partial one. Collective.
   void write_chunks() {
     const std::int64_t last = m_text_begin[m_texts];
     const std::int64_t end =
@@ -395,7 +395,7 @@ class Hdf5PairsWriter final : public PairsWriter {
     reserve(end - m_written);
     const std::int64_t begin = m_written;
     for (std::int64_t first = begin; first < end; first += most) {
-      // The first rows fill up a chunk that a text before has begun.
+      // The first rows complete a chunk that an earlier text began.
       const std::int64_t rows = std::min(most, end - first);
       for (std::size_t l = 0; l < m_pending.size(); ++l) write_layer(l, first, rows, first - begin);
     }
@@ -417,14 +417,14 @@ class Hdf5PairsWriter final : public PairsWriter {
     try {
       take_room(pairs);
     } catch (const AgreedError&) {
-      // Gives back the room that was taken for earlier chunks and not filled.
+      // Gives back disk space that was reserved for earlier chunks and not used.
       flush_file();
       take_room(pairs);
     }
   }
 
-  // Writes all that HDF5 holds back and cuts the file to its length. HDF5's driver for MPI-IO cuts
-  // by itself; the one for a single process does not know that take_room made the file longer.
+  // Writes all data that HDF5 buffers and truncates the file to its length. HDF5's MPI-IO driver
+  // truncates by itself; the driver for one process does not know that take_room extended the file.
   // Collective.
   void flush_file() const {
     CollectiveOutcome outcome;
@@ -438,7 +438,7 @@ class Hdf5PairsWriter final : public PairsWriter {
     });
   }
 
-  // Room for pairs as large as they are unpacked. Collective.
+  // Reserves disk space for these pairs at their unpacked size. Collective.
   void take_room(std::int64_t pairs) const {
     agree([&] {
       if (!m_comm.is_root()) return;
@@ -447,13 +447,14 @@ class Hdf5PairsWriter final : public PairsWriter {
       const std::int64_t data = row * pairs * static_cast<std::int64_t>(m_pending.size());
       const detail::FileDescriptor descriptor(m_path, O_RDWR | O_CLOEXEC);
       if (descriptor.get() < 0) throw detail::system_error("cannot be opened", errno);
-      constexpr std::int64_t packed_worse = 500;  // deflate adds 5 bytes to 16 KiB at worst
+      constexpr std::int64_t packed_worse = 500;  // deflate adds at most 5 bytes to 16 KiB
       detail::reserve(descriptor.get(), static_cast<std::int64_t>(fs::file_size(m_path)),
                       data + data / packed_worse + (std::int64_t{1} << 16));
     });
   }
 
-  // Rows first … first + rows - 1 of the file, from row `offset` of those that wait. Collective.
+  // Writes rows first … first + rows - 1 of the file from the pending rows, beginning at row
+  // `offset`. Collective.
   void write_layer(std::size_t layer, std::int64_t first, std::int64_t rows, std::int64_t offset) {
     const Pending& pending = m_pending[layer];
     const auto value = static_cast<std::int64_t>(size_of(m_dtype));
@@ -464,7 +465,7 @@ class Hdf5PairsWriter final : public PairsWriter {
                pending.scores.data() + offset * heads);
   }
 
-  // Of each rank `columns` columns, or none. Collective.
+  // Each rank writes `columns` of its columns, or none. Collective.
   void write_rows(const DataSet& data_set, hid_t type, std::int64_t first, std::int64_t rows,
                   std::int64_t first_column, std::int64_t columns, const void* data) const {
     Hdf5Handle space, memory;
@@ -482,9 +483,9 @@ class Hdf5PairsWriter final : public PairsWriter {
     outcome.agree(m_comm, m_path, pairs_kind);
   }
 
-  // Gives chunks a place in the file, each its own, with zeros in it. Until it has one, HDF5 1.10
-  // takes all chunks of a collective write that have none for the same chunk, and waits forever for
-  // ranks to send their parts of it. Collective.
+  // Allocates each chunk in the file, with zeros in it. In a collective write, HDF5 1.10 takes all
+  // unallocated chunks for the same chunk, and waits forever for ranks to send their parts of it.
+  // Collective.
   void place_chunks(const DataSet& data_set, std::int64_t first, std::int64_t rows,
                     CollectiveOutcome& outcome) const {
     for (std::int64_t row = first / m_chunk_pairs * m_chunk_pairs; row < first + rows;
@@ -498,14 +499,14 @@ class Hdf5PairsWriter final : public PairsWriter {
     }
   }
 
-  // Makes what is written last. Collective.
+  // Marks the last written texts as finished. Collective.
   void flush() {
     std::int64_t texts = m_safe_texts;
     while (texts < m_texts && m_text_begin[texts + 1] <= m_written) ++texts;
     if (texts == m_safe_texts) return;
     const auto start = Clock::now();
     if (texts == m_planned_texts) {
-      // A file that says that it is complete must be.
+      // The data must be on disk before the file is marked as complete.
       flush_file();
       agree([&] { m_calls.sync_file(m_path); });
     }
@@ -522,7 +523,7 @@ class Hdf5PairsWriter final : public PairsWriter {
     note("written", m_written);
     outcome.agree(m_comm, m_path, pairs_kind);
     flush_file();
-    // Each node has written a part.
+    // Each node wrote a part of the file.
     agree([&] { m_calls.sync_file(m_path); });
     agree([&] {
       if (!m_comm.is_root()) return;
@@ -538,11 +539,11 @@ class Hdf5PairsWriter final : public PairsWriter {
   fs::path m_path;
   Communicator m_comm;
   detail::DurableCalls m_calls = detail::DurableCalls::of_system();
-  detail::PairsRecovery m_recovery;  // of rank 0, as the claim
+  detail::PairsRecovery m_recovery;  // on rank 0, like the claim
   std::optional<detail::PairsClaim> m_claim;
   std::vector<std::vector<int>> m_heads;
   double m_flush_share;
-  double m_flush_seconds = 0;  // that the last flush took
+  double m_flush_seconds = 0;  // duration of the last flush
   std::vector<std::string> m_notes;
   std::unique_ptr<Files> m_file;
   DType m_dtype = DType::bf16;
@@ -553,10 +554,10 @@ class Hdf5PairsWriter final : public PairsWriter {
   std::int64_t m_metadata_bytes = 0;
   std::int64_t m_fixed_bytes = 0;
   std::int64_t m_bytes = 0;
-  std::int64_t m_texts = 0;       // appended
-  std::int64_t m_safe_texts = 0;  // of which so many are finished for good
+  std::int64_t m_texts = 0;       // appended texts
+  std::int64_t m_safe_texts = 0;  // texts that no crash can undo
   std::int64_t m_planned_texts = 0;
-  std::int64_t m_written = 0;  // pairs
+  std::int64_t m_written = 0;  // written pairs
   std::vector<std::int64_t> m_text_begin;
   std::vector<Pending> m_pending;
   Clock::time_point m_flushed;

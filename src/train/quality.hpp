@@ -7,7 +7,7 @@
 
 namespace kvzap::detail {
 
-/// Fills in r2, mse_of_head, mse, validation, oracle and predicted of `report` from scores and
+/// Sets r2, mse_of_head, mse, validation, oracle and predicted of `report` from scores and
 /// predictions, both (pairs, heads).
 void judge(const std::vector<float>& oracle, const std::vector<float>& predicted,
            std::int64_t heads, LayerReport& report);

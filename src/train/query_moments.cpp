@@ -24,8 +24,8 @@ struct Moments {
   Kokkos::View<double***, Kokkos::LayoutRight, MemorySpace> products;
 };
 
-// Takes `count` queries with this mean and covariance (over count) to the `before` that moments
-// have (Chan, Golub, LeVeque 1983):
+// Merges `count` queries with this mean and covariance (over count) into moments of `before`
+// queries (Chan, Golub, LeVeque 1983):
 //   products += count C + before count / (before + count) delta delta^T
 //   mean += count / (before + count) delta, delta = their mean - mean
 void merge_moments(const ExecutionSpace& exec, double before, double count,
@@ -60,7 +60,7 @@ void merge_moments(const ExecutionSpace& exec, double before, double count,
 /// Collects the queries of one text, layer by layer.
 class QueryWatcher final : public Policy {
  public:
-  /// before: queries that moments have already.
+  /// before: queries that the moments already include.
   QueryWatcher(std::int64_t before, std::int64_t count, QueryStatistics& of_text,
                const std::vector<Moments>& moments)
       : m_before(before), m_count(count), m_of_text(of_text), m_moments(moments) {}
@@ -94,7 +94,7 @@ std::int64_t counted(const std::vector<TokenId>& ids, std::int64_t sink) {
   return std::max<std::int64_t>(0, static_cast<std::int64_t>(ids.size()) - sink);
 }
 
-// Broadcasts rank 0's text. Collective.
+// Broadcasts the tokens of rank 0's text. Collective.
 std::vector<TokenId> share_ids(const std::vector<CollectText>& texts, std::int64_t index,
                                const Communicator& comm) {
   std::vector<TokenId> ids;
@@ -126,7 +126,7 @@ void gather_moments(const std::vector<Moments>& moments, const ModelConfig& conf
   const std::int64_t dim = config.head_dim;
   const std::int64_t group = config.num_attention_heads / config.num_key_value_heads;
   const double by = 1 / static_cast<double>(result.queries - 1);
-  // Each head belongs to one rank; the others add zeros, which is exact.
+  // Each head belongs to one rank. The others add zeros, which is exact.
   std::vector<float> mean, covariance;
   comm.agree([&] {
     mean.resize(static_cast<std::size_t>(config.num_attention_heads * dim));
@@ -189,7 +189,7 @@ QueryMoments collect_query_moments(const std::shared_ptr<const Model<Value>>& mo
       moments.push_back(of_layer);
     }
   });
-  // No history: every text is one step.
+  // Without a history: every text is one step.
   QueryStatistics of_text(true, sink, 0);
   QueryMoments result;
   std::vector<TokenId> ids;

@@ -1,5 +1,5 @@
-// Random numbers of training. They depend on the seed and their purpose, never on earlier draws: a
-// layer can be trained on any rank, and training can resume at any epoch.
+// Random numbers of training. They depend on the seed and their purpose, never on earlier draws.
+// Any rank can train any layer, and training can resume at any epoch.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace kvzap::detail {
 
 enum class RandomStream : std::uint64_t { split = 1, initial = 2, order = 3 };
 
-/// A seed of 64 bits for a purpose (SplitMix64: Steele, Lea and Flood, OOPSLA 2014).
+/// Derives a 64-bit seed for a purpose (SplitMix64: Steele, Lea and Flood, OOPSLA 2014).
 inline std::uint64_t seed_of(std::uint64_t seed, RandomStream stream, std::uint64_t layer,
                              std::uint64_t epoch) {
   std::uint64_t state = seed;
@@ -25,7 +25,7 @@ inline std::uint64_t seed_of(std::uint64_t seed, RandomStream stream, std::uint6
   return state;
 }
 
-/// Uniform whole number in [0, bound). The standard library's distributions differ between
+/// Draws a uniform whole number in [0, bound). The standard library's distributions differ between
 /// implementations; its generators do not.
 inline std::uint64_t below(std::mt19937_64& random, std::uint64_t bound) {
   const std::uint64_t rest = (~bound + 1) % bound;  // 2^64 mod bound
@@ -34,12 +34,12 @@ inline std::uint64_t below(std::mt19937_64& random, std::uint64_t bound) {
   return drawn % bound;
 }
 
-/// Uniform in [0, 1), a multiple of 2^-53.
+/// Draws uniformly from [0, 1), in multiples of 2^-53.
 inline double uniform(std::mt19937_64& random) {
   return static_cast<double>(random() >> 11) * 0x1p-53;
 }
 
-/// A uniformly random permutation of 0 … count - 1 (Fisher and Yates).
+/// Draws a uniformly random permutation of 0 … count - 1 (Fisher and Yates).
 inline std::vector<std::int64_t> permutation(std::int64_t count, std::uint64_t seed) {
   std::vector<std::int64_t> order(static_cast<std::size_t>(count));
   std::iota(order.begin(), order.end(), std::int64_t{0});

@@ -36,8 +36,8 @@ class RidgeBlocks {
 
   std::int64_t block() const { return m_block; }
 
-  /// Reads pairs from `begin` on; `rows`: the finite ones of the wanted kind. Returns the number of
-  /// others of that kind.
+  /// Reads pairs from `begin` on. `rows` receives the finite pairs of the wanted kind. Returns how
+  /// many pairs of that kind are not finite.
   std::int64_t read(std::int64_t begin, std::int64_t count, bool validation) {
     const std::int64_t inputs = m_host_hidden.extent(1), heads = m_host_scores.extent(1);
     rows.clear();
@@ -55,7 +55,7 @@ class RidgeBlocks {
     return dropped;
   }
 
-  /// The block in kernels' memory.
+  /// Adds the block, copied to kernel memory, to the equations.
   void add_to(NormalEquations& equations, const ExecutionSpace& exec) {
     Kokkos::deep_copy(m_hidden, m_host_hidden);
     Kokkos::deep_copy(m_scores, m_host_scores);
@@ -86,7 +86,8 @@ class RidgeBlocks {
   Matrix::HostMirror m_host_scores;
 };
 
-// Means of the first used pairs, as the shift: close enough to those of all pairs.
+// Returns the means of the first used pairs as the shift. They are close enough to the means of all
+// pairs.
 template <class Value>
 std::vector<float> ridge_shift(const RidgeBlocks<Value>& blocks, const PairsInfo& info) {
   constexpr std::size_t enough = 512;
@@ -106,7 +107,7 @@ std::vector<float> ridge_shift(const RidgeBlocks<Value>& blocks, const PairsInfo
   return shift;
 }
 
-// The surrogate's predictions, in double: there are few validation pairs.
+// Computes the surrogate's predictions in double, which is cheap for the few validation pairs.
 template <class Value>
 void ridge_predict(const SurrogateLayer& s, const Value* hidden, std::vector<float>& predicted) {
   for (std::int64_t h = 0; h < s.outputs; ++h) {
@@ -128,17 +129,18 @@ void ridge_predict(const SurrogateLayer& s, const Value* hidden, std::vector<flo
   }
 }
 
-// The solution in double, for hidden states and scores without their shifts.
+// The solution in double, for hidden states and scores that were not shifted.
 struct RidgeSolution {
-  Kokkos::View<double**, Kokkos::LayoutRight, Kokkos::HostSpace> factor;  // Cholesky's, of inputs
-  std::vector<double> means;                                              // (inputs + heads)
-  std::vector<double> weights;                                            // (heads, inputs)
-  std::vector<double> intercepts;                                         // (heads)
-  double squares = 0;  // sum of squared errors, of all heads
+  // Cholesky factor, of inputs
+  Kokkos::View<double**, Kokkos::LayoutRight, Kokkos::HostSpace> factor;
+  std::vector<double> means;       // (inputs + heads)
+  std::vector<double> weights;     // (heads, inputs)
+  std::vector<double> intercepts;  // (heads)
+  double squares = 0;              // sum of squared errors over all heads
   detail::CholeskyResult cholesky;
 };
 
-// Centres the sums in place and solves. If that fails, only `cholesky` is set.
+// Centres the sums in place and solves. On failure it sets only `cholesky`.
 RidgeSolution solve_ridge(const NormalEquations& equations, std::int64_t inputs, std::int64_t heads,
                           double alpha, double count) {
   RidgeSolution s;
@@ -162,7 +164,7 @@ RidgeSolution solve_ridge(const NormalEquations& equations, std::int64_t inputs,
   for (std::int64_t h = 0; h < heads; ++h) {
     const double mean = s.means[inputs + h];
     double intercept = mean;
-    // |y - Xw|^2 = y.y - w.X^T y - alpha w.w, as (X^T X + alpha) w = X^T y
+    // |y - Xw|^2 = y.y - w.X^T y - alpha w.w, because (X^T X + alpha) w = X^T y
     double error = sums(inputs + h, inputs + h) - count * mean * mean;
     for (std::int64_t i = 0; i < inputs; ++i) {
       const double w = weights[h * inputs + i];
@@ -175,7 +177,7 @@ RidgeSolution solve_ridge(const NormalEquations& equations, std::int64_t inputs,
   return s;
 }
 
-// Ridge regression of one layer: reads pairs as often as it needs to.
+// Ridge regression of one layer. It may read the pairs several times.
 template <class Value>
 class RidgeTraining {
  public:
@@ -228,7 +230,7 @@ class RidgeTraining {
 
  private:
   // Passes every block with training pairs to `use`. Returns the number of dropped pairs, or
-  // nothing if stopped. `begin` and `end`: the pass's share of the progress.
+  // nothing if stopped. `begin` and `end` are the pass's range of the progress.
   template <class Use>
   std::optional<std::int64_t> for_training(double begin_share, double end_share, const Use& use) {
     std::int64_t dropped = 0;
@@ -269,13 +271,13 @@ class RidgeTraining {
     return equations;
   }
 
-  // Iterative refinement (Wilkinson) of the solution from float sums: computes the residuals of the
+  // Iterative refinement (Wilkinson) of the solution from float sums. Computes the residuals of the
   // normal equations in double from the pairs, and solves for the correction with the existing
-  // factor. A pass costs 2 heads / inputs of the sums' operations, and reading the pairs again.
+  // factor. A pass costs 2 heads / inputs of the sums' operations, and reads the pairs again.
   // Returns whether it converged, or nothing if stopped.
   std::optional<bool> refine(RidgeSolution& s) {
     if (s.cholesky.failed_pivot > 0) return false;
-    // A pass changes the weights by about their error, and leaves about this share of it.
+    // A pass changes the weights by about their error and leaves about this fraction of it.
     constexpr double enough = 3e-3;
     constexpr int passes = 4;
     for (int pass = 0; pass < passes; ++pass) {
@@ -343,7 +345,7 @@ class RidgeTraining {
       s.intercepts[h] += intercept;
       if (largest_step > 0) change = std::max(change, largest_step / largest);
     }
-    s.squares = squares;  // before this step, which changes them in second order
+    s.squares = squares;  // before this step, which changes them only in second order
     return change;
   }
 

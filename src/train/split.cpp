@@ -19,7 +19,7 @@ PairSplit split_pairs(const PairsInfo& info, double share, std::uint64_t seed) {
   split.training = info.pairs;
   if (share == 0) return split;
 
-  // Pairs of one text are similar: keep a text on one side of the split.
+  // Pairs of one text are similar, so a text stays on one side of the split.
   const std::int64_t texts = static_cast<std::int64_t>(info.text_begin.size()) - 1;
   split.by_text = texts >= 2 && static_cast<double>(texts) * share >= 1;
   const std::int64_t units = split.by_text ? texts : info.pairs;

@@ -167,7 +167,7 @@ void write_surrogate_folder(const fs::path& folder, const std::vector<SurrogateL
       add(name + ".2.weight", s.weight2, {s.outputs, s.hidden});
     }
   }
-  // Thresholds of an earlier surrogate do not fit this one. Remove them only after the new
+  // Thresholds of an earlier surrogate do not fit this one. They are removed only after the new
   // surrogate is written.
   std::error_code ignored;
   const fs::path thresholds = ThresholdTable::file_in(folder);

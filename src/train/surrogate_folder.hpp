@@ -12,13 +12,13 @@ namespace kvzap::detail {
 inline constexpr const char* surrogate_files[] = {"model.safetensors", "config.json", "README.md",
                                                   "training.json"};
 
-/// Writes the files, each in one step, model.safetensors first. `layers` in order. No
-/// communication. Throws Error, naming the file.
+/// Writes the files, each in one step and model.safetensors first. `layers` must be in order. Does
+/// not communicate. Throws Error, naming the file.
 void write_surrogate_folder(const std::filesystem::path& folder,
                             const std::vector<SurrogateLayer>& layers, const TrainingReport& report,
                             const TrainingOptions& options, const PairsInfo& info);
 
-/// Description of a training: the fields on which the result depends, by name.
+/// Returns the description of a training: the fields that determine the result, by name.
 std::string describe_training(const TrainingOptions& options, const PairsInfo& info);
 
 }  // namespace kvzap::detail

@@ -21,7 +21,7 @@ fs::path description_file(const fs::path& folder) {
   return detail::checkpoint_folder(folder) / "training.json";
 }
 
-// Throws Error, naming the differences, unless the checkpoint is of the same training.
+// Throws Error, naming the differences, if the checkpoint belongs to another training.
 void check_same_training(const fs::path& folder, const std::string& here) {
   const fs::path file = description_file(folder);
   const std::vector<std::string> found =
@@ -33,8 +33,8 @@ void check_same_training(const fs::path& folder, const std::string& here) {
                           file.string(), list));
 }
 
-// Whether a folder has only files with names of checkpoints of layers and their description,
-// including unfinished ones.
+// Returns whether a folder has only checkpoints of layers and their description, including
+// unfinished files.
 bool has_checkpoints_alone(const fs::path& folder) {
   for (const fs::directory_entry& entry : fs::directory_iterator(folder)) {
     const std::string name = entry.path().filename().string();
@@ -43,8 +43,8 @@ bool has_checkpoints_alone(const fs::path& folder) {
   return true;
 }
 
-// Throws Error if --overwrite would replace anything but a surrogate, such as a model, whose files
-// have the same names.
+// Throws Error if --overwrite would replace anything but a surrogate, for example a model, whose
+// files have the same names.
 void check_replaceable(const fs::path& folder, bool has_checkpoint) {
   const fs::path checkpoint = detail::checkpoint_folder(folder);
   if (fs::exists(checkpoint) &&
@@ -63,7 +63,7 @@ void check_replaceable(const fs::path& folder, bool has_checkpoint) {
                     "replaced; give another folder",
                     config.string(), type == content.end() ? "absent" : detail::described(*type)));
   }
-  if (has_checkpoint) return;  // the training was killed as it wrote the files
+  if (has_checkpoint) return;  // a training was killed while it wrote the files
   for (const char* name : detail::surrogate_files) {
     if (!fs::exists(folder / name)) continue;
     throw Error(
@@ -73,7 +73,8 @@ void check_replaceable(const fs::path& folder, bool has_checkpoint) {
   }
 }
 
-// Whether the folder is empty, or has only the files of a training that was killed at its start.
+// Returns whether the folder is empty, or has only the files of a training that was killed at its
+// start.
 bool is_as_good_as_empty(const fs::path& folder) {
   const fs::path checkpoint = detail::checkpoint_folder(folder);
   for (const fs::directory_entry& entry : fs::directory_iterator(folder)) {
@@ -143,7 +144,7 @@ std::optional<TrainedLayer> train_layer(const PairSource& source, int layer, con
   return trained;
 }
 
-// Broadcasts from `owner`. Collective.
+// Broadcasts the layer from `owner`. Collective.
 void share_layer(TrainedLayer& trained, int owner, const Communicator& comm) {
   SurrogateLayer& s = trained.surrogate;
   std::int64_t extents[] = {s.inputs, s.hidden, s.outputs};
@@ -207,7 +208,7 @@ TrainingReport train_surrogate(const PairSource& source, const TrainingOptions& 
   report.validation = split.validation;
   report.split_by_text = split.by_text;
   std::vector<SurrogateLayer> surrogates;
-  // A round trains a layer on each rank; layers have one size and take the same time.
+  // Each rank trains one layer in a round. Layers have one size and take the same time.
   const int rounds = (info.layers + comm.size() - 1) / comm.size();
   for (int round = 0; round < rounds; ++round) {
     const int first = round * comm.size();
@@ -220,7 +221,8 @@ TrainingReport train_surrogate(const PairSource& source, const TrainingOptions& 
       };
       trained = train_layer(source, layer, split, own, folder, stop, share);
     });
-    // A rank with an unfinished layer, or with a stop request and rounds left, stops all ranks.
+    // A rank stops all ranks if its layer is unfinished, or on a stop request while rounds are
+    // left.
     const bool is_unfinished = layer < info.layers && !trained;
     const bool is_told = round + 1 < rounds && stop && stop();
     report.stopped = comm.all_reduce_max(std::int64_t{is_unfinished || is_told ? 1 : 0}) > 0;

@@ -114,7 +114,8 @@ struct Implementations {
   bool host = false;      // HostAttention, GemmTiles
   bool by_tiles = false;  // HostAttention and GemmTiles take single queries too
   bool split = false;
-  bool panels = false;  // for spans of more than one query token if `split`, else for all spans
+  // for spans of more than one query token if `split`, otherwise for all spans
+  bool panels = false;
 };
 
 Implementations implementations(AttentionPath path) {
@@ -145,7 +146,7 @@ Implementations implementations(AttentionPath path) {
   return which;
 }
 
-/// Empties a vector when the scope ends, so that it holds no layer longer.
+/// Empties a vector when the scope ends, so that it does not keep layers alive.
 template <class Vector>
 class Emptied {
  public:

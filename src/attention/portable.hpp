@@ -6,7 +6,7 @@
 namespace kvzap::detail {
 
 /// A two-pass softmax for each (query token, query head) of one span, in float. Does not wait for
-/// its end.
+/// the kernels.
 template <class Value, PageOrder order>
 void attend_portable(const ExecutionSpace& exec, const AttentionSpan<Value, order>& span,
                      const AttentionCall<Value, order>& call);

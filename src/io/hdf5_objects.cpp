@@ -54,7 +54,7 @@ void create_attribute(hid_t object, const std::string& name, hid_t file_type, hi
 // free space, which reaches to the end (HDF5 File Format Specification 3.0, III.E).
 void check_global_heaps(const std::filesystem::path& file) {
   constexpr std::size_t most = std::size_t{1} << 24, header = 16;
-  std::error_code unreadable;  // an error of H5Fopen's
+  std::error_code unreadable;  // H5Fopen reports this error
   const std::uintmax_t all = std::filesystem::file_size(file, unreadable);
   if (unreadable) return;
   std::ifstream stream(file, std::ios::binary);
@@ -72,7 +72,7 @@ void check_global_heaps(const std::filesystem::path& file) {
       throw Error(fmt::format("the global heap at byte {} is damaged: {}", begin, what));
     };
     const std::uint64_t size = number_at(begin + 8, 8);
-    // A heap beyond the end of the file is an error of HDF5's own.
+    // HDF5 itself reports a heap beyond the end of the file.
     if (size > bytes.size() - begin) continue;
     if (size < header) fail("its size is less than that of its header");
     std::set<std::uint64_t> indices;

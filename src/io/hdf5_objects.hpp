@@ -28,10 +28,10 @@ void write_attribute(hid_t object, const std::string& name, const std::string& v
 /// File access by this process alone.
 Hdf5Handle serial_access();
 
-/// Opens a file to read it in this process alone. First checks the global heaps in its first
-/// 16 MiB, which hold texts of variable length: heaps have no checksum, and HDF5 1.10 overruns its
-/// buffers where the size of an object is wrong. Throws Error, which does not name the file, for an
-/// object that does not fit its heap and for a file that HDF5 cannot open.
+/// Opens a file for reading in this process alone. First checks the global heaps in its first 16
+/// MiB, which hold texts of variable length. Heaps have no checksum, and HDF5 1.10 overruns its
+/// buffers if the size of an object is wrong. Throws Error, which does not name the file, if an
+/// object does not fit its heap or HDF5 cannot open the file.
 Hdf5Handle open_to_read(const std::filesystem::path& file);
 
 /// The outcome of collective HDF5 calls. Every rank makes each call, even after a failure, and the
@@ -51,7 +51,7 @@ class CollectiveOutcome {
 Hdf5Handle open_together(const std::filesystem::path& path, const std::filesystem::path& file,
                          const Communicator& comm, const std::string& kind = "snapshot");
 
-/// Transfers in which all ranks take part, each with its own part.
+/// Transfer property list for collective transfers: all ranks take part, each with its own part.
 Hdf5Handle transfer_together(const Communicator& comm);
 
 /// Allocates disk space before anything is written: the bytes begin … begin + bytes - 1 of the

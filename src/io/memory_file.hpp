@@ -24,7 +24,7 @@ class MemoryFile {
   /// Returns a path under which this process can open it again.
   const std::filesystem::path& path() const { return m_path; }
   std::int64_t bytes() const;
-  /// Frees these bytes if the system allows it; they then read as 0.
+  /// Frees these bytes if the system allows it. They then read as 0.
   void punch(std::int64_t begin, std::int64_t bytes) const;
 
  private:

@@ -48,7 +48,7 @@ std::int64_t size_of_file(int descriptor) {
   return static_cast<std::int64_t>(status.st_size);
 }
 
-// Returns the numbers of an extent as in the file, or the error in them.
+// Converts a number of an extent. Throws Error if no file offset is as large.
 std::int64_t signed_number(std::uint64_t value) {
   if (value > static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max())) {
     throw Error(fmt::format("its seal says {}, which no file offset is", value));

@@ -13,7 +13,7 @@ namespace kvzap::detail {
 struct SealedExtent {
   std::int64_t begin = 0;
   std::int64_t bytes = 0;
-  /// Checksum of these bytes, for compressed chunks alone: `crc32c` has none of compressed rows.
+  /// Checksum of these bytes. Only compressed chunks have one: `crc32c` covers no compressed rows.
   std::optional<std::uint32_t> crc;
 };
 
@@ -27,7 +27,7 @@ struct Seal {
   std::vector<SealedExtent> extents;  // ascending, disjoint, within the sealed bytes
 };
 
-/// The seal as bytes. Throws Error if it would need more than 2^32.
+/// Returns the bytes of the seal. Throws Error if it would need more than 2^32.
 std::vector<char> seal_bytes(const Seal& seal);
 
 /// Reads exactly `bytes` bytes of an open file from offset `begin`. Throws Error, without the
@@ -39,9 +39,10 @@ void read_fully(int descriptor, void* data, std::int64_t bytes, std::int64_t beg
 std::uint32_t crc_beside(int descriptor, std::int64_t bytes,
                          const std::vector<SealedExtent>& extents);
 
-/// Reads the seal at the end of an open file; checks it and the bytes that it covers (not the
-/// extents). Returns nothing if the file does not end with a seal: another program's, or truncated.
-/// Throws Error, without the file's name, if the seal or a byte that it covers is damaged.
+/// Reads the seal at the end of an open file. Checks the seal and the bytes that it covers, but not
+/// the extents. Returns nothing if the file does not end with a seal, because another program wrote
+/// it or it is truncated. Throws Error, without the file's name, if the seal or a byte that it
+/// covers is damaged.
 std::optional<Seal> read_seal(int descriptor);
 
 }  // namespace kvzap::detail

@@ -1,4 +1,4 @@
-// Compressed rows of a snapshot: where their chunks lie, and their content inflated.
+// Compressed rows of a snapshot: finds their chunks in the file and inflates them.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <zlib.h>
@@ -22,8 +22,8 @@ constexpr std::int64_t most_chunk_bytes = std::int64_t{1} << 30;
 
 }  // namespace
 
-// Where the chunks of a compressed data set are: only filters that a snapshot has, and as many
-// chunks as the extents take, each of whole rows (whole query heads).
+// Finds the chunks of a compressed data set. Accepts only the filters that snapshots have, and
+// exactly the chunks that the extents require, each of whole rows (whole query heads).
 void SnapshotFile::find_chunks(RowSet& set, hid_t data_set, hid_t create,
                                const std::string& path) const {
 #if H5_VERSION_GE(1, 10, 5)
@@ -78,7 +78,7 @@ void SnapshotFile::find_chunks(RowSet& set, hid_t data_set, hid_t create,
   }
   set.chunk_extent = static_cast<std::int64_t>(chunk[0]);
   set.chunk_bytes = chunk_bytes;
-  // By where they begin: by their number each would be looked for from the first one on.
+  // Looks up chunks by coordinate. HDF5 would search for a chunk number from the first chunk on.
   std::vector<hsize_t> offset(rank, 0);
   for (hsize_t i = 0; i < count; ++i) {
     unsigned skipped = 0;
@@ -88,7 +88,7 @@ void SnapshotFile::find_chunks(RowSet& set, hid_t data_set, hid_t create,
                  "H5Dget_chunk_info_by_coord");
     const bool in_file = place < static_cast<haddr_t>(m_bytes) &&
                          bytes <= static_cast<hsize_t>(m_bytes) - static_cast<hsize_t>(place);
-    // What deflate would have made larger stands as it is.
+    // HDF5 stores a chunk unpacked if deflate would make it larger.
     const bool as_is = !deflates || (skipped & (1U << static_cast<unsigned>(filters - 1))) != 0;
     if (!in_file || bytes == 0 || (as_is && bytes != static_cast<hsize_t>(chunk_bytes)) ||
         chunk_bytes / most_gain > static_cast<std::int64_t>(bytes)) {
@@ -138,8 +138,8 @@ void SnapshotFile::read_chunk(const Chunk& chunk, std::vector<char>& stored) con
   }
 }
 
-// What shuffle and deflate have made a chunk of is undone here: HDF5 takes it that a chunk inflates
-// to what its extents say, and reads on behind the end of one that does not.
+// Undoes shuffle and deflate here. HDF5 assumes that a chunk inflates to the size that its extents
+// imply, and reads past the end of a shorter one.
 const std::vector<char>& SnapshotFile::inflated(const RowSet& set, const Chunk& chunk) const {
   if (m_inflated_of == &chunk) return m_inflated;
   m_inflated_of = nullptr;

@@ -60,7 +60,8 @@ constexpr const char* extent_names =
     "head_dim, window, page_rows, tokens, tokens of the context, whether there is a context, "
     "layers with recent queries, content";
 
-// The knowledge of one rank: the extents, which are equal on all; sums; then layer by layer.
+// A rank's share of the layout: extents, which are equal on all ranks, then sums, then layer by
+// layer.
 struct RankExtents {
   std::vector<std::int64_t> extents, sums, layers;
 };
@@ -123,7 +124,7 @@ std::string listed(const std::vector<std::int64_t>& numbers) {
   return text;
 }
 
-// Combines the knowledge of all ranks. Throws if this rank's extents differ from rank 0's.
+// Combines the shares of all ranks. Throws if this rank's extents differ from rank 0's.
 SnapshotLayout joined_layout(const std::vector<RankExtents>& all, const HeadPartition& partition,
                              int rank) {
   const RankExtents& root = all[0];
@@ -204,7 +205,7 @@ SnapshotLayout joined_layout(const std::vector<RankExtents>& all, const HeadPart
 }
 
 // If other ranks have emptied the context's ring, the file can store its rows only where the
-// sequence still has them, behind the rows in pages.
+// sequence still has them: behind the rows in pages.
 template <class Value, PageOrder order>
 void check_context(KVCache<Value, order>& cache, SequenceId sequence,
                    const typename KVCache<Value, order>::Checkpoint& context,

@@ -59,7 +59,8 @@ std::string type_name_of_row(RowKind kind, DType dtype) {
 
 Hdf5Handle open_file(const fs::path& file, int descriptor) {
   const Hdf5Handle access = serial_access();
-  // The name may lead to another file by now; the descriptor is of the one with the checked seal.
+  // The name may lead to another file by now. The descriptor belongs to the file whose seal was
+  // checked.
   const std::string same = fmt::format("/proc/self/fd/{}", descriptor);
   std::error_code ignored;
   const std::string path = fs::exists(same, ignored) ? same : file.string();
@@ -187,7 +188,7 @@ void SnapshotFile::read_header(hid_t root) {
   m_layout.n_kv_heads = header.n_kv_heads;
 }
 
-// A run needs these beside the cache to go on.
+// A run needs these as well as the cache to continue.
 void SnapshotFile::read_run(hid_t root) {
   SnapshotInfo& info = m_header.info;
   info.token_ids = content<TokenId>(root, "token_ids", "/token_ids", H5T_STD_I32LE,

@@ -1,5 +1,5 @@
-// An existing snapshot file. Opening it reads and checks everything but the rows; these are read
-// on demand, as bytes.
+// An existing snapshot file. Opening it reads and checks everything but the rows. Rows are read on
+// demand, as bytes.
 #pragma once
 
 #include <array>
@@ -27,7 +27,7 @@ class SnapshotFile {
   const SnapshotHeader& header() const { return m_header; }
   /// Its groups are the layers, then the layers of the context.
   const SnapshotLayout& layout() const { return m_layout; }
-  /// Differs between two files, and between two states of one file.
+  /// Differs between any two files, and between two states of one file.
   std::uint32_t fingerprint() const { return m_seal.crc; }
 
   bool has(int group, RowKind kind) const { return set_of(group, kind).there; }
@@ -40,17 +40,17 @@ class SnapshotFile {
   /// Reads rows begin … begin + count - 1 of a head, and checks checksums of compressed chunks.
   void read(int group, RowKind kind, int head, std::int64_t begin, std::int64_t count,
             void* target) const;
-  /// Reads all rows of a head into `buffer`, at most `bytes_at_once` bytes at a time, and calls
-  /// take(begin, count, bytes) with rows begin … begin + count - 1. After the last one, throws
-  /// Error if the checksum of all differs.
+  /// Reads all rows of a head into `buffer`, at most `bytes_at_once` bytes at a time. Calls
+  /// take(begin, count, bytes) with rows begin … begin + count - 1. After the last call, throws
+  /// Error if the checksum of all rows differs.
   using Take = std::function<void(std::int64_t begin, std::int64_t count, const char* bytes)>;
   void read_head(int group, RowKind kind, int head, std::int64_t bytes_at_once,
                  std::vector<char>& buffer, const Take& take) const;
-  /// Throws Error if the file has another checksum than `found` for the rows of a head.
+  /// Throws Error if the file's checksum of a head's rows differs from `found`.
   void check_crc(int group, RowKind kind, int head, std::uint32_t found) const;
-  /// Positions of a head. Throws Error if they contradict the layer's extents.
+  /// Returns the positions of a head. Throws Error if they contradict the layer's extents.
   std::vector<std::int32_t> positions(int group, int head, std::vector<char>& buffer) const;
-  /// "layer 3, head 1", or "context, layer 3, head 1".
+  /// Returns "layer 3, head 1" or "context, layer 3, head 1".
   std::string name_of_head(int group, int head) const;
 
   /// Checks the seal, the bytes that it covers, and the compressed chunks. Calls tell(sentence) for
@@ -95,10 +95,10 @@ class SnapshotFile {
   std::int64_t m_bytes = 0;  // before the seal
   SnapshotHeader m_header;
   SnapshotLayout m_layout;
-  Hdf5Handle m_file;                                    // while the header is read
+  Hdf5Handle m_file;                                    // open while the header is read
   std::vector<std::array<RowSet, n_row_kinds>> m_sets;  // (group)
   std::vector<std::array<std::vector<std::uint32_t>, n_row_kinds>> m_crcs;  // (group): (head)
-  // The chunk that was read last, since the next rows are usually in it, and buffers to read one.
+  // The chunk of the last read, because the next rows are usually in it, and buffers for a chunk.
   mutable const Chunk* m_inflated_of = nullptr;
   mutable std::vector<char> m_inflated, m_stored, m_shuffled;
 };

@@ -84,7 +84,7 @@ std::vector<std::int32_t> SnapshotFile::positions(int group, int head,
   std::vector<std::int32_t> positions(static_cast<std::size_t>(rows));
   const std::int64_t tokens =
       group >= m_header.n_layers ? m_layout.context_tokens : m_header.tokens;
-  // The newest rows are the ring's, without gaps: their positions are known.
+  // The newest rows are the ring's. They have no gaps, so their positions are known.
   const std::int64_t in_ring = std::min(tokens - of.ring_first, m_header.window);
   constexpr std::int64_t at_once = std::int64_t{1} << 20;
   std::string wrong;

@@ -29,12 +29,13 @@ namespace {
 // there, and the system copies them from there.
 constexpr std::int64_t piece_bytes = std::int64_t{256} << 10;
 
-// After this many written bytes, the disk is told to start. Short runs wait until the end: their
-// pages may be written again.
+// After this many written bytes, the disk is told to start. Short runs wait until the end, because
+// their pages may be written again.
 constexpr std::int64_t flushed_bytes = std::int64_t{8} << 20;
 constexpr std::int64_t least_flushed_bytes = std::int64_t{1} << 20;
 
-// Whether to allocate space means to write it, as in memory: everything would be written twice.
+// Returns whether the file system is in memory. There, allocating space writes it, so everything
+// would be written twice.
 bool is_in_memory([[maybe_unused]] int descriptor) {
 #ifdef __linux__
   struct statfs system = {};
@@ -80,7 +81,7 @@ std::int64_t place_of(const SnapshotLayout& layout, const std::vector<std::int64
          layout.first_row(group, kind, head) * layout.row_bytes(kind);
 }
 
-/// The writing was cancelled.
+/// Thrown if the write was cancelled.
 class Stopped : public Error {
  public:
   Stopped() : Error("given up") {}
@@ -88,7 +89,7 @@ class Stopped : public Error {
 
 }  // namespace
 
-// Detects a lack of space early; a disk that fills up is an error later, too.
+// Detects a lack of space early. The disk may still fill up later; then writing throws.
 void make_room(int descriptor, std::int64_t bytes) {
   if (!is_in_memory(descriptor)) return reserve(descriptor, 0, bytes);
   struct statvfs status = {};

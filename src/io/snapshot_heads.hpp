@@ -1,5 +1,4 @@
-// The work of each rank on the rows of its own heads: it writes them to their places in the file,
-// and reads them back.
+// Each rank writes the rows of its own heads to their places in the file, and reads them back.
 #pragma once
 
 #include <atomic>
@@ -18,7 +17,7 @@ namespace kvzap::detail {
 struct HeadWork {
   int group = 0;
   int head = 0;  // of the model
-  /// Returns the rows, which exist while the result is held.
+  /// Returns the rows. They exist while the result is held.
   std::function<std::shared_ptr<const SnapshotHead>()> rows;
   /// (kind of the group), set once the rows are written.
   std::vector<std::uint32_t> crcs;
@@ -35,8 +34,8 @@ void each_piece(const SnapshotLayout& layout, int group, RowKind kind, int head,
                 const std::function<void(std::int64_t first, std::int64_t rows)>& work);
 
 /// Writes rows to the places in `places` (SnapshotStructure::places), and records their checksums.
-/// Uses neither Kokkos nor MPI nor HDF5; nor does the next function. Throws Error, also if `stop`
-/// is set.
+/// Throws Error, also if `stop` is set. Neither this function nor check_heads uses Kokkos, MPI or
+/// HDF5.
 void write_heads(const SnapshotLayout& layout, const std::vector<std::int64_t>& places,
                  std::vector<HeadWork>& works, int descriptor, const std::atomic<bool>& stop);
 
@@ -44,8 +43,8 @@ void write_heads(const SnapshotLayout& layout, const std::vector<std::int64_t>& 
 void check_heads(const SnapshotLayout& layout, const std::vector<std::int64_t>& places,
                  const std::vector<HeadWork>& works, int descriptor, const std::atomic<bool>& stop);
 
-/// Does the same for everything but uncompressed rows: the seal and the bytes that it covers, and
-/// compressed chunks.
+/// Checks everything but uncompressed rows: the seal, the bytes that it covers, and compressed
+/// chunks.
 void check_rest(int descriptor);
 
 }  // namespace kvzap::detail

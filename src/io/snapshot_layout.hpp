@@ -1,4 +1,4 @@
-// Contents and sizes of a snapshot: docs/reference/snapshot-format.md.
+// Contents and sizes of a snapshot. docs/reference/snapshot-format.md describes the format.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ const char* name_of(RowKind kind);
 struct SnapshotGroup {
   std::int64_t ring_first = 0;
   std::vector<std::int64_t> offsets;   // (KV head + 1), rows
-  std::vector<std::int64_t> retained;  // (KV head), of the context alone
+  std::vector<std::int64_t> retained;  // (KV head), only in a context
   // Recent queries: position of the first token, number of tokens, query heads of a KV head.
   std::int64_t query_first = 0, query_tokens = 0, query_group = 0;
 };

@@ -155,7 +155,7 @@ OpenSet open_set(hid_t parent, const std::string& name, const std::string& path,
 
 std::int64_t content_bytes(const OpenSet& set, std::size_t element_bytes) {
   std::int64_t bytes = static_cast<std::int64_t>(element_bytes);
-  // Without an element there are no bytes, however large the other extents are.
+  // If any extent is 0 the data set has no bytes, however large the other extents are.
   if (std::find(set.extents.begin(), set.extents.end(), 0) != set.extents.end()) return 0;
   for (const std::int64_t extent : set.extents) bytes = product(bytes, extent);
   return bytes;

@@ -64,7 +64,7 @@ struct OpenSet {
   std::vector<std::int64_t> extents;
 };
 
-/// `extents`: the expected ones; a negative one matches any.
+/// `extents`: the expected extents. A negative one matches any.
 OpenSet open_set(hid_t parent, const std::string& name, const std::string& path, hid_t type,
                  const char* type_name, const std::vector<std::int64_t>& extents);
 /// Returns the bytes of a data set's content.

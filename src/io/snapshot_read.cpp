@@ -1,5 +1,5 @@
-// Snapshots read: by one process for who wants to look at them, by each rank for its own heads
-// where a cache is to go on from them.
+// Reads snapshots. One process reads a whole file to inspect it. Each rank reads its own heads to
+// continue with them in a cache.
 #include <fmt/format.h>
 #include <sys/uio.h>
 
@@ -41,12 +41,12 @@ using detail::SnapshotLayout;
 #error "rows are taken from the file as they lie there, little-endian"
 #endif
 
-// Rows that are read stay in the processor's cache until their checksum is taken and they are where
-// they go; a device gets more at once.
+// Rows stay in the processor's cache until their checksum is taken and they are copied to their
+// place. A device gets larger pieces.
 constexpr std::int64_t bytes_at_once =
     detail::runs_on_host ? std::int64_t{512} << 10 : std::int64_t{16} << 20;
 
-// work() with "snapshot FILE: " in front of what it throws.
+// Runs work() and puts "snapshot FILE: " in front of the message of any Error.
 template <class Work>
 auto about_file(const fs::path& file, const Work& work) -> decltype(work()) {
   try {
@@ -60,7 +60,7 @@ auto about_file(const fs::path& file, const Work& work) -> decltype(work()) {
   }
 }
 
-// Keys or values of rows as they stand in the file.
+// Converts keys or values to float from their form in the file.
 void widen_rows(DType dtype, const char* bytes, std::int64_t elements, float* target) {
   detail::with_element_of(dtype, [&](auto element) {
     using Element = decltype(element);
@@ -69,22 +69,21 @@ void widen_rows(DType dtype, const char* bytes, std::int64_t elements, float* ta
   });
 }
 
-// ---- Into a cache
-// --------------------------------------------------------------------------------
+// ---- Into a cache -------------------------------------------------------------------------------
 
-/// Reads runs of memory one behind the other from a file.
+/// Reads consecutive bytes of a file into several runs of memory.
 class ScatteredRead {
  public:
   ScatteredRead(int descriptor, std::int64_t begin) : m_descriptor(descriptor), m_begin(begin) {}
-  /// Goes on with the next `bytes` bytes of the file, into `target`.
+  /// Reads the next `bytes` bytes of the file into `target`.
   void add(void* target, std::int64_t bytes) {
-    // No system takes fewer at once.
+    // Every system accepts at least this many runs in one call.
     constexpr std::size_t most_runs = 1024;
     m_runs.push_back({target, static_cast<std::size_t>(bytes)});
     m_bytes += bytes;
     if (m_runs.size() == most_runs || m_bytes >= bytes_at_once) finish();
   }
-  /// Returns the checksum of all.
+  /// Returns the checksum of all bytes.
   std::uint32_t finish() {
     std::size_t first = 0;
     std::vector<iovec> left = m_runs;
@@ -212,7 +211,7 @@ class SnapshotImport {
   }
 
  private:
-  // What the context has in pages must be older than its ring.
+  // The context's rows in pages must be older than its ring.
   void check_context(int layer, int head, const std::vector<std::int32_t>& positions) const {
     if (!m_layout.has_context) return;
     const SnapshotGroup& group = m_layout.groups[m_layout.n_layers() + layer];
@@ -227,7 +226,7 @@ class SnapshotImport {
     }
   }
 
-  // Scores; and what no cache holds, but must be whole.
+  // Reads scores. Also reads rows that no cache stores, to check them.
   template <class Write>
   void take_rows(int group, int head, const Write& write) {
     m_file.read_head(group, RowKind::scores, head, bytes_at_once, m_buffer,
@@ -264,8 +263,8 @@ class SnapshotImport {
                      });
   }
 
-  // Keys and values of a head of the sequence: where rows lie in pages as they do in the file, from
-  // there straight to their places.
+  // Reads keys and values of a head of the sequence. Where rows have the same layout in pages as in
+  // the file, reads them directly into their pages.
   void elements(SequenceId id, int layer, int head, int local) {
     for (const RowKind kind : {RowKind::keys, RowKind::values}) {
       if constexpr (detail::runs_on_host && order == PageOrder::token_major) {
@@ -332,7 +331,7 @@ void check_loadable(const SnapshotHeader& header, const KVCache<Value, order>& c
   }
 }
 
-// Work of each rank by itself; want of memory on one of them is AgreedOutOfMemory on all.
+// Runs work on each rank. If memory is exhausted on one rank, throws AgreedOutOfMemory on all.
 template <class Work>
 void agree_on_loading(const Communicator& comm, const fs::path& file, const Work& work) {
   bool out_of_memory = false;
@@ -458,7 +457,7 @@ LoadedSnapshot<Value, order> load_snapshot(const SnapshotReader& reader,
       SnapshotImport<Value, order> from(file, cache, partition, comm.rank());
       from.sequence(loaded.sequence);
       const SnapshotLayout& layout = file.layout();
-      // Sums over ranks: the first one goes on from them.
+      // The counts are sums over ranks. Rank 0 continues from them.
       if (comm.is_root()) cache.import_counts(loaded.sequence, layout.counts);
       if (layout.has_context) {
         loaded.context.emplace(from.checkpoint(

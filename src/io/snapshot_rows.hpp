@@ -30,7 +30,7 @@ class SnapshotHead {
     m_query_row = row_elements;
   }
 
-  /// Copies rows begin … begin + count - 1 in their form in the file.
+  /// Copies rows begin … begin + count - 1 in the file's format.
   void copy(RowKind kind, std::int64_t begin, std::int64_t count, char* target) const {
     switch (kind) {
       case RowKind::judged:
@@ -74,12 +74,12 @@ void with_element_of(DType dtype, const Work& work) {
   }
 }
 
-/// Rows in place.
+/// Rows that are read in place.
 template <class Value, PageOrder order>
 class RawHead final : public SnapshotHead {
  public:
   using Raw = typename KVCache<Value, order>::RawRows;
-  /// Skips the first `skipped` rows; keys and values as `dtype`.
+  /// Skips the first `skipped` rows. Keys and values are converted to `dtype`.
   RawHead(Raw raw, std::int64_t skipped, std::int64_t in_ring, DType dtype)
       : SnapshotHead(raw.rows() - skipped, in_ring),
         m_raw(std::move(raw)),

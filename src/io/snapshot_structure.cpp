@@ -18,8 +18,8 @@ namespace {
 
 constexpr std::int64_t newest_version = 2;
 
-// Chunk of a compressed data set: large enough to compress well, and small enough to read one head
-// without much of its neighbours.
+// Bytes of a chunk of a compressed data set: enough to compress well, and little enough to read one
+// head without much of its neighbours.
 constexpr std::int64_t chunk_bytes = std::int64_t{256} << 10;
 
 // Bytes that one call copies.
@@ -39,7 +39,7 @@ std::string time_of_writing() {
   return {text, length};
 }
 
-// An attribute may take 65,536 bytes of an object's header at most, but text is stored elsewhere.
+// An attribute takes at most 65,536 bytes of an object's header. Texts are stored elsewhere.
 void write_root(hid_t root, const SnapshotLayout& layout, const SnapshotInfo& info) {
   write_attribute(root, "kvzap_format_version", newest_version);
   write_attribute(root, "kvzap_version", info.kvzap_version);
@@ -78,7 +78,8 @@ Hdf5Handle new_group(hid_t parent, const std::string& name) {
           "H5Gcreate2"};
 }
 
-// A contiguous run of bytes, whose place is known at once. The same cache gives the same bytes.
+// A contiguous layout, allocated at once, so that places are known and the same cache gives the
+// same bytes.
 Hdf5Handle in_one_run() {
   Hdf5Handle create = property_list(H5P_DATASET_CREATE);
   checked_hdf5(H5Pset_layout(create, H5D_CONTIGUOUS), "H5Pset_layout");
@@ -114,12 +115,12 @@ Hdf5Handle new_data_set(hid_t parent, const char* name, hid_t type,
           "H5Dcreate2"};
 }
 
-// A small data set with its content. `type` is used in the file and in memory.
+// Creates a small data set with its content. `type` is used in the file and in memory.
 Hdf5Handle content_set(hid_t parent, const char* name, hid_t file_type, hid_t memory_type,
                        const std::vector<hsize_t>& extents, const void* content) {
   const Hdf5Handle create = in_one_run();
   Hdf5Handle set = new_data_set(parent, name, file_type, extents, create);
-  // Without an element the pointer may be null, which HDF5 refuses.
+  // If any extent is 0 the pointer may be null, which HDF5 refuses.
   if (std::find(extents.begin(), extents.end(), 0) == extents.end()) {
     checked_hdf5(H5Dwrite(set, memory_type, H5S_ALL, H5S_ALL, H5P_DEFAULT, content), "H5Dwrite");
   }
@@ -138,7 +139,7 @@ std::int64_t bytes_in_memory_at_most(const SnapshotLayout& layout, const Snapsho
          static_cast<std::int64_t>(layout.groups.size()) * n_row_kinds * chunk_bytes;
 }
 
-// Copies bytes of one file to the same place of another; returns their checksum.
+// Copies bytes from one file to the same place in another. Returns their checksum.
 std::uint32_t copy_bytes(int from, int to, std::int64_t begin, std::int64_t end) {
   std::vector<char> buffer(static_cast<std::size_t>(std::min(copied_bytes, end - begin)));
   std::uint32_t crc = 0;
@@ -295,8 +296,8 @@ void SnapshotStructure::write_rows(int group, RowKind kind, std::int64_t first, 
   checked_hdf5(H5Dwrite(set, type, memory, space, H5P_DEFAULT, data), "H5Dwrite");
 }
 
-// Stays open until the next group: a chunk that is not full waits in the data set's cache. If it
-// were written twice, the file would have a hole.
+// Keeps the data set open until the next group. A chunk that is not full waits in the data set's
+// cache; writing it twice would leave a hole in the file.
 hid_t SnapshotStructure::open_rows(int group, RowKind kind) {
   if (m_open_group != group) m_open.clear();
   m_open_group = group;
@@ -349,8 +350,9 @@ void SnapshotStructure::set_checksums(int group, const std::vector<std::uint32_t
 
 std::int64_t SnapshotStructure::write(int descriptor) {
   close();
-  // Test whether HDF5 accepts it. Here and not on the file, whose bytes are compared with these:
-  // HDF5 1.10 crashes at the program's end if a file cannot be closed.
+  // Tests whether HDF5 accepts the file. The test reads the copy in memory: HDF5 1.10 crashes at
+  // the end of the program if a file cannot be closed. The bytes on disk are compared with this
+  // copy.
   Hdf5Handle hdf5(H5Fopen(m_memory.path().c_str(), H5F_ACC_RDONLY, memory_access()), H5Fclose,
                   "H5Fopen");
   Hdf5Handle layers(H5Gopen2(hdf5, "/layers", H5P_DEFAULT), H5Gclose, "H5Gopen2");

@@ -24,14 +24,14 @@ Hdf5Handle type_of_rows(RowKind kind, DType dtype);
 /// Everything but rows. Every function may throw Error.
 class SnapshotStructure {
  public:
-  /// Makes all groups, attributes and data sets; rows have a place in the file, but no content.
+  /// Creates all groups, attributes and data sets. Rows get a place in the file, but no content.
   SnapshotStructure(const SnapshotLayout& layout, const SnapshotInfo& info);
 
   /// Returns the byte of the file at which rows of group g and kind k begin: element g *
   /// n_row_kinds + k. It is -1 if there are no such rows, or if they are compressed.
   const std::vector<std::int64_t>& places() const { return m_places; }
 
-  /// Adds rows to a compressed data set; each data set gets its rows from first to last.
+  /// Adds rows to a compressed data set. Each data set must get its rows in order.
   void write_rows(int group, RowKind kind, std::int64_t first, std::int64_t rows, const void* data);
   /// Moves the compressed rows of a whole group from memory to their place in the file.
   void move_rows(int group, int descriptor);

@@ -1,5 +1,5 @@
-// Writing of snapshots. Each rank writes its own heads' rows directly to the file, in a separate
-// thread if the host can read rows in place. Rank 0 writes everything else.
+// Writes snapshots. Each rank writes its own heads' rows directly to the file, in a separate thread
+// if the host can read rows in place. Rank 0 writes everything else.
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <pthread.h>
@@ -55,7 +55,7 @@ class Worker {
   /// Set to cancel the work.
   using Stop = std::atomic<bool>;
 
-  /// Begins work(stop); without `in_thread` it returns when the work is done.
+  /// Begins work(stop). Without `in_thread` it returns when the work is done.
   void start(std::function<void(const Stop& stop)> work, bool in_thread) {
     m_work = std::move(work);
     if (in_thread) {
@@ -73,7 +73,7 @@ class Worker {
           run();
           m_busy.store(false, std::memory_order_release);
         });
-      } catch (const std::exception&) {  // no thread, or no memory for one
+      } catch (const std::exception&) {  // no thread, or no memory for a thread
         m_busy = false;
         in_thread = false;
       }
@@ -132,7 +132,7 @@ class Writing final : public SnapshotWriting {
   }
 
   const SnapshotLayout& layout() const { return m_layout; }
-  /// Queries of a layer; null: none.
+  /// Returns the queries of a layer, or null if there are none.
   const SnapshotQueries* queries(int layer) const {
     return m_queries.empty() ? nullptr : &m_queries[layer];
   }
@@ -299,7 +299,7 @@ class Writing final : public SnapshotWriting {
     if (again.get() < 0) throw system_error("the new file cannot be opened", errno);
     if (m_comm.is_root()) detail::check_rest(again.get());
     detail::check_heads(m_layout, m_places, m_works, again.get(), stop);
-    // On the descriptor that has written, because it receives every error.
+    // Uses the descriptor that was written to, because it receives every error.
     detail::bring_to_disk(m_descriptor->get());
   }
 

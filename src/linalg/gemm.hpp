@@ -25,14 +25,14 @@ void multiply_tn(const ExecutionSpace& exec, float alpha, const ConstMatrix& a,
 
 /// c (m, n) = op(a) (m, k) * op(b) (k, n) + beta * c, for products of millions of operations, as in
 /// training. On hosts oneDNN computes them if the build has it: its kernels use the widest
-/// instructions, also on processors that an older BLAS does not know. Otherwise it is the same as
-/// above.
+/// instructions, also on processors that an older BLAS does not know. Otherwise the functions above
+/// compute them.
 enum class Op { plain, transposed };
 void multiply_large(const ExecutionSpace& exec, Op op_a, const ConstMatrix& a, Op op_b,
                     const ConstMatrix& b, float beta, const Matrix& c);
 
 /// False if the environment has KVZAP_PACK=off, for tests and comparisons. Throws Error for any
-/// value but on and off.
+/// value other than on and off.
 bool may_pack_weights();
 /// Whether packing weights of this type at load is worth it: on a host with AVX2, or with AVX-512
 /// and oneDNN, if may_pack_weights().

@@ -27,11 +27,11 @@ using Rows = typename LinearWeights<Value>::Rows;
 
 // Widened weights of one panel: small enough to stay in the second-level cache.
 constexpr std::int64_t panel_bytes = std::int64_t{1} << 20;
-// The same for packed weights. oneDNN reads them block by block, so a larger panel reads x fewer
-// times.
+// The same size for packed weights. oneDNN reads them block by block, so a larger panel reads x
+// fewer times.
 constexpr std::int64_t packed_panel_bytes = std::int64_t{8} << 20;
 
-// A few rows on a device.
+// The kernel for a few rows on a device.
 template <class Value>
 void skinny(const ExecutionSpace& exec, const ConstMatrix& x, const Rows<Value>& weights,
             const Matrix& y) {
@@ -72,7 +72,8 @@ void widen_panel(const ExecutionSpace& exec, const Rows<Value>& weights, std::in
   }
 }
 
-// Inputs as they enter a product with weights of type Value: rounded to bf16 if those are bf16.
+// Converts inputs for a product with weights of type Value: bf16 weights need inputs rounded to
+// bf16.
 template <class Value, class X>
 void copy_inputs(const float* source, X* target, std::int64_t count) {
   if constexpr (std::is_same_v<Value, bfloat16> && std::is_same_v<X, float>) {
@@ -82,7 +83,7 @@ void copy_inputs(const float* source, X* target, std::int64_t count) {
   }
 }
 
-// Copies x (m, k) as it enters a product to `copy`: rows of `stride` values, padded with zeros.
+// Copies converted inputs x (m, k) to `copy`: rows of `stride` values, padded with zeros.
 template <class Value, class X>
 void copy_rows(const ConstMatrix& x, std::int64_t stride, Kokkos::View<X*, MemorySpace>& copy) {
   const std::int64_t rows = x.extent(0);
@@ -96,7 +97,7 @@ void copy_rows(const ConstMatrix& x, std::int64_t stride, Kokkos::View<X*, Memor
   });
 }
 
-// x as it enters a product of floats: with bf16 weights rounded to bf16 and widened again.
+// Returns x for a product of floats. With bf16 weights x is rounded to bf16 and widened again.
 template <class Value>
 ConstMatrix as_multiplied(const ExecutionSpace& exec, const ConstMatrix& x, Vector& scratch) {
   if constexpr (!std::is_same_v<Value, bfloat16>) return x;
@@ -176,8 +177,8 @@ void by_few_rows(const ConstMatrix& x, Kokkos::View<X*, MemorySpace>& scratch,
   few_rows(scratch.data(), stride, x.extent(0), weights, y);
 }
 
-// Multiplies many rows of x by few rows of weights: they change roles. x is read once, in memory
-// order, and rounded on the way if the weights are bf16.
+// Multiplies many rows of x by few rows of weights, with their roles exchanged. Reads x once, in
+// memory order, and rounds it on the way if the weights are bf16.
 template <class Value>
 void by_few_outputs(const ConstMatrix& x, const Rows<Value>& weights, const ConstVector& bias,
                     Vector& scratch, const Matrix& y) {
@@ -352,7 +353,7 @@ void by_packed_gemm(const ConstMatrix& x, const LinearWeights<Value>& weights,
   const Value* const values = weights.packed().data();
   const std::int64_t blocks = (outputs + block - 1) / block;
   const std::int64_t row_blocks = (rows + avx2::gemm_rows - 1) / avx2::gemm_rows;
-  // One group of rows takes all blocks in turn: weights are the smaller stream of the two.
+  // One group of rows passes over all blocks in turn, because the weights are the smaller stream.
   host_for("kvzap::linear::packed_gemm", row_blocks * blocks, [=](std::int64_t i) {
     const std::int64_t m = i / blocks * rows / row_blocks;
     const std::int64_t end = (i / blocks + 1) * rows / row_blocks;
@@ -430,7 +431,7 @@ bool keeps_type() { return has_product_library() || (runs_on_host && uses_device
 /// The kernel or library that multiplies x by the weights.
 enum class Route {
   own_type,        ///< a product whose operands have the weights' type
-  few_outputs,     ///< weights and x change roles
+  few_outputs,     ///< weights and x exchange roles
   few_bf16_rows,   ///< a few rows of x, rounded to bf16
   few_rows,        ///< a few rows of x as floats
   bf16_products,   ///< oneDNN, on bf16
@@ -588,7 +589,7 @@ void LinearMap::operator()(const ExecutionSpace& exec, const ConstMatrix& x,
   const std::int64_t inputs = weights.inputs();
   if (rows == 0 || weights.outputs() == 0) return;
   if (inputs == 0) {
-    Kokkos::deep_copy(exec, y, 0.0f);  // a gemm with no inner extent does not write its result
+    Kokkos::deep_copy(exec, y, 0.0f);  // a gemm with k = 0 does not write its result
     if (bias.extent(0) > 0) add_bias(exec, bias, y);
     return;
   }
@@ -599,7 +600,7 @@ void LinearMap::operator()(const ExecutionSpace& exec, const ConstMatrix& x,
   if (runs_on_host && route != Route::own_type) {
     fence(exec, "kvzap::linear: host kernels read what the instance wrote");
   }
-  // The routes under `if constexpr` exist for that type only.
+  // The routes under `if constexpr` exist only for that type.
   switch (route) {
     case Route::own_type:
       return by_own_type(exec, x, rounded, weights, bias, y);

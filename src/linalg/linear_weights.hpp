@@ -7,10 +7,12 @@
 namespace kvzap {
 
 /// Weights W (outputs n, inputs k) of y = x W^T, in one of two layouts. The rows layout is that of
-/// torch.nn.Linear: row after row. The packed layout is made once at load. It consists of blocks of
-/// 64 outputs; a block stores input after input (bf16: pair of inputs after pair), each for all 64
-/// outputs. It is padded with zeros to whole blocks of 64 outputs and 16 inputs (bf16: 32).
-/// Products with packed weights rearrange nothing, whether x has one row or thousands.
+/// torch.nn.Linear: row after row.
+///
+/// The packed layout is made once at load. It consists of blocks of 64 outputs; a block stores
+/// input after input (bf16: pair of inputs after pair), each for all 64 outputs. It is padded with
+/// zeros to whole blocks of 64 outputs and 16 inputs (bf16: 32). Products with packed weights
+/// rearrange nothing, whether x has one row or thousands.
 template <class Value>
 class LinearWeights {
  public:

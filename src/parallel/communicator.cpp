@@ -34,7 +34,7 @@ void Communicator::agree(const std::function<void()>& local_work, bool all_work)
   if (first == m_size) return;
   broadcast(message, first);
   if (m_size > 1 && all_work) {
-    // Say so if only some ranks failed: this points at a node, not at the input.
+    // Reports it if only some ranks failed: this points at a node, not at the input.
     const std::int64_t failures = all_reduce_sum(static_cast<std::int64_t>(failed));
     if (failures < m_size) message += fmt::format(" (on rank {} of {})", first, m_size);
   }

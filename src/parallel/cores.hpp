@@ -3,8 +3,8 @@
 
 namespace kvzap::detail {
 
-/// Returns the cores of the node that its container leaves to all ranks together: those that the
-/// container's first process may run on, limited by the quota of CPU time. At least 1.
+/// Returns the number of cores of the node that its container gives all ranks together: the cores
+/// on which the container's first process may run, limited by the quota of CPU time. At least 1.
 int cores_of_node();
 
 }  // namespace kvzap::detail

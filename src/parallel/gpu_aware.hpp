@@ -7,8 +7,7 @@
 namespace kvzap::detail {
 
 /// Answers of an MPI library for each kind of GPU; nothing if it has no query. `variable`: for a
-/// library without a query, whether the environment enables GPU support for the backend of this
-/// build.
+/// library without a query, whether the environment enables GPU support for this build's backend.
 struct GpuAnswers {
   std::optional<bool> cuda, rocm, level_zero;
   bool variable = false;

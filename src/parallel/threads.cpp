@@ -57,7 +57,8 @@ double quota() {
   return least;
 }
 
-/// Returns 0 if it is not set or not a number. If it is a list, the first number counts.
+/// Returns OMP_NUM_THREADS, or 0 if it is not set or not a number. Of a list, the first number
+/// counts.
 int omp_num_threads() {
   const char* text = std::getenv("OMP_NUM_THREADS");
   if (!text) return 0;

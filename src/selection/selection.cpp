@@ -21,7 +21,7 @@ constexpr int n_passes = 3;
 constexpr std::array<int, n_passes> pass_shift = {21, 10, 0};
 constexpr std::array<int, n_passes> pass_bits = {11, 11, 10};
 constexpr int n_bins = 1 << 11;
-// Histograms that exist at the same time, one for each pool: 1 MiB.
+// Most histograms that exist at the same time, one for each pool: 1 MiB.
 constexpr std::size_t max_group_pools = 64;
 // Rows that one work item reads. A work item on a host has its own histogram, which must not cost
 // more than its rows. A device needs many work items.
@@ -107,7 +107,7 @@ void count_on_host(const ExecutionSpace& exec, const Tiles& tiles, const Keys& p
       });
 }
 
-// A team for each tile.
+// Returns one team for each tile.
 Team teams_of(const ExecutionSpace& exec, const Tiles& tiles) {
   const detail::TeamShape shape = detail::team_shape({device_team_size, 1});
   return Team(exec, static_cast<int>(tiles.extent(0)), shape.threads, shape.lanes);
@@ -125,7 +125,8 @@ void count_on_device(const ExecutionSpace& exec, const Tiles& tiles, const Keys&
         const std::uint32_t prefix = prefixes(tile.slot);
         auto* const counts =
             static_cast<std::uint32_t*>(team.team_scratch(0).get_shmem_aligned(scratch_bytes, 16));
-        // Over threads and lanes: with threads alone, each lane would count.
+        // Loops over threads and lanes. A loop over threads alone would count each key once per
+        // lane.
         Kokkos::parallel_for(Kokkos::TeamVectorRange(team, int{n_bins}),
                              [&](int bin) { counts[bin] = 0; });
         team.team_barrier();  // before others count
@@ -174,7 +175,7 @@ struct Pool {
   std::int64_t rows = 0;
   std::int64_t keep = 0;
   bool is_shared = false;  // by ranks
-  // Results of the passes: the key of the keep-th largest score, from the top, and its place among
+  // Results of the passes: the key of the keep-th largest score, and the rank of that score among
   // the scores with that key.
   std::uint32_t key = 0;
   std::int64_t left = 0;
@@ -315,8 +316,8 @@ struct Buffers {
   }
 };
 
-// Finds the keys of the pools, and the last of their ties to stay. Counts the ties of this rank's
-// segments. Collective if the group is shared.
+// Finds the keys of the pools, and the last tie that each pool keeps. Counts the ties of this
+// rank's segments. Collective if the group is shared.
 void find_keys(const ExecutionSpace& exec, const Communicator& comm, const Group& group,
                Buffers& buffers) {
   const auto slots = std::make_pair(std::size_t{0}, group.pools.size());

@@ -11,7 +11,7 @@
 
 namespace kvzap::detail {
 
-// Query tokens of a tile: the most that a decoder runs through a layer at once.
+// Most query tokens of a tile: a decoder runs no more through a layer at once.
 inline constexpr std::int64_t tile_tokens = 512;
 // Rows of a panel. Fewer query rows allow more rows, as long as a panel's scores (4 bytes) and
 // weights (2) fit a large second-level cache.
@@ -79,8 +79,8 @@ void load_queries(const ExecutionSpace& exec, const QueryView& queries, int kv_h
 }
 
 /// Gathers the rows begin .. begin + panel - 1 of `heads` heads from `first_head` on, in order of
-/// position over cache and new rows. Rows behind a head's last one become zero, and so do flagged
-/// values of the tile's own tokens (the new rows from first_own on). keys, values: (head, row,
+/// position over cache and new rows. Rows past a head's last row become zero. So do flagged values
+/// of the tile's own tokens, which are the new rows from first_own on. keys, values: (head, row,
 /// dim); values may be null.
 template <class Value, PageOrder order, class RowsView>
 void gather(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cached,

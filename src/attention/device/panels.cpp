@@ -156,7 +156,7 @@ struct PanelSizes {
   }
 };
 
-// A product for each of `batch` heads, whose operands lie one head after the other without gaps.
+// Multiplies `batch` heads, whose operands lie one after the other without gaps.
 template <class Value>
 Product<Value> products(int batch, std::int64_t m, std::int64_t n, std::int64_t k, const Value* a,
                         const Value* b, bool transposed, float* c) {

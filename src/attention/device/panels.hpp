@@ -11,10 +11,10 @@ namespace kvzap::detail {
 /// product, updates a running softmax, and adds weighted sums by another product.
 ///
 /// Operands have the type Value (16-bit types use tensor cores), so queries and exponentials are
-/// rounded to it. Rows of half queries are first scaled by powers of two, as in LinearMap. A row of
-/// values that are not finite and that only some queries of a tile see is kept out of the product
-/// and added for those queries. Scratch space does not grow with the number of rows or tokens. Runs
-/// on any backend and does not wait.
+/// rounded to it. Rows of half queries are first scaled by powers of two, as in LinearMap. If only
+/// some queries of a tile see a row and its values are not finite, the row is left out of the
+/// product and added for those queries. Scratch space does not grow with the number of rows or
+/// tokens. Runs on any backend and does not wait.
 template <class Value, PageOrder order>
 class PanelAttention {
  public:

@@ -32,8 +32,8 @@ struct Kokkos::reduction_identity<kvzap::detail::PartialDots<count>> {
 namespace kvzap::detail {
 namespace {
 
-// Rows of a team at a time: few enough that few heads fill a device, and many enough that the
-// partial results are small beside them.
+// Rows of a team at a time: few enough that few heads fill a device, and many enough that partial
+// results are much smaller than the rows.
 constexpr int split_block_rows = 128;
 // Parts of a head: enough for a few heads to fill a device. Bounds the memory for parts.
 constexpr int most_parts = 512;
@@ -566,7 +566,7 @@ void merge_parts(const ExecutionSpace& exec, const SplitSpans<Value>& spans,
 template <class Value, PageOrder order>
 std::size_t SplitKV<Value, order>::scratch_bytes(const AttentionExtents& extents) {
   const std::int64_t part = std::int64_t{extents.group} * (extents.head_dim + 2);
-  // Every head of a span has room for as many parts as the span's longest head.
+  // Every head of a span gets space for the parts of the span's longest head.
   const std::int64_t head_parts = std::min(extents.single_rows / split_block_rows + extents.spans,
                                            extents.spans * parts_bound(extents.longest_single));
   const std::int64_t all = extents.kv_heads * head_parts * part;
@@ -605,7 +605,7 @@ void SplitKV<Value, order>::operator()(const ExecutionSpace& exec, const std::ve
     return i;
   };
   for (int begin = next_single(0); begin < n_spans;) {
-    // Takes as many spans as have room for their parts.
+    // Takes spans while there is space for their parts.
     std::int64_t parts = 0;
     int count = 0;
     int end = begin;
@@ -618,7 +618,8 @@ void SplitKV<Value, order>::operator()(const ExecutionSpace& exec, const std::ve
     }
     const auto room = static_cast<std::int64_t>(m_partials.extent(0));
     if (parts * part_size > room) {
-      // At least twice as much: heads grow in every step, and an allocation waits for the device.
+      // At least doubles the space: heads grow in every step, and an allocation waits for the
+      // device.
       reserve_scratch(m_partials, std::max(parts * part_size, std::min(2 * room, most_floats)),
                       "kvzap::attention::partials");
     }

@@ -24,8 +24,9 @@ class SplitKV {
   void operator()(const ExecutionSpace& exec, const std::vector<Span>& spans,
                   const AttentionCall<Value, order>& call);
 
-  /// Returns a bound that does not depend on the lengths of heads: about 64 MiB, or the need of one
-  /// span, 2 KiB x query heads x (head_dim + 2) at most.
+  /// reserve() allocates scratch space of scratch_bytes(), whatever the lengths of heads: about 64
+  /// MiB, or the need of one span if that is more. One span needs at most 2 KiB x query heads x
+  /// (head_dim + 2).
   void reserve(const AttentionExtents& extents);
   static std::size_t scratch_bytes(const AttentionExtents& extents);
 

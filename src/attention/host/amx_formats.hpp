@@ -11,8 +11,8 @@
 namespace kvzap::detail {
 
 /// Operations of a format. Packed: the type of a tile's values. headroom, large: see Kernels.
-/// round: rounds two vectors of 16 floats to all parts. take_apart: splits 32 values of rows
-/// likewise. sum_of: the sum of both vectors as rounded.
+/// round: rounds two vectors of 16 floats to all parts. take_apart: splits 32 values of rows into
+/// parts. sum_of: the sum of both vectors after rounding.
 template <class Format>
 struct AmxFormat;
 
@@ -67,8 +67,9 @@ struct AmxFormat<SplitHalfTiles> {
     const __m512 first_high = widen(_mm512_castsi512_si256(high));
     const __m512 second_high = widen(_mm512_extracti64x4_epi64(high, 1));
     const __mmask16 first_odd = not_finite(first_high), second_odd = not_finite(second_high);
-    // A value that is not finite is the low part; the high part holds only its sign. Products then
-    // equal those of the whole value, never infinity times 0 or infinity less infinity.
+    // A value that is not finite is stored in the low part; the high part has only its sign.
+    // Products then equal those of the whole value, and never become infinity times 0 or infinity
+    // minus infinity.
     const __m512 first_low =
         _mm512_mask_mov_ps(_mm512_sub_ps(first, first_high), first_odd, first_high);
     const __m512 second_low =

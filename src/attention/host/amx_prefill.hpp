@@ -34,8 +34,8 @@ struct HalfTiles {
 };
 
 /// half on processors whose AMX multiplies only bfloat16. Every value is the sum of two bfloat16:
-/// exact for rows, with a relative error of 2^-17 for queries and exponentials. Of the four
-/// products, that of the two low parts is left out; it is at most 2^-17 of the whole.
+/// exact for rows, with a relative error of 2^-17 for queries and exponentials. The product of the
+/// two low parts, at most 2^-17 of the whole, is left out.
 struct SplitHalfTiles {
   using Value = half;
   static constexpr int parts = 2;
@@ -79,10 +79,10 @@ class AmxPrefill {
   void finish(float* output, std::int64_t token_stride, std::int64_t head_stride,
               std::int64_t dim_stride, float* lse = nullptr, std::int64_t lse_token_stride = 0,
               std::int64_t lse_head_stride = 0);
-  /// The same result as RowAttention's, for a tile of one token: partial softmaxes, which can be
-  /// merged with those over other rows. maximum (group): an unscaled score to which the weights are
-  /// relative. weight (group): sum of exp(scaling * (score - maximum)). sums (group, dim): sum of
-  /// the same times the value. If no row has any weight: -infinity, 0 and 0.
+  /// Returns the same result as RowAttention, for a tile of one token: partial softmaxes, which can
+  /// be merged with those over other rows. maximum (group): an unscaled score to which the weights
+  /// are relative. weight (group): sum of exp(scaling * (score - maximum)). sums (group, dim): sum
+  /// of the same times the value. If no row has any weight: -infinity, 0 and 0.
   void finish(float* maximum, float* weight, float* sums);
 
  private:

@@ -328,7 +328,7 @@ KVZAP_TARGET_AVX2 void accumulate_avx2(const Value* values, std::int64_t stride,
           high[q * V + v] = add_two<G>(high[q * V + v], first.high, second.high, own + q);
         }
       } else {
-        // One half after the other: there are no registers for both.
+        // Works on one half after the other, because there are no registers for both.
         __m256 first = load_dims<is_part>(here, left).low;
         __m256 second = load_dims<is_part>(here + stride, left).low;
 #pragma GCC unroll 4

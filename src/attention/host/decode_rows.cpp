@@ -395,9 +395,9 @@ KVZAP_TARGET_AVX512_BF16 void accumulate_pairs(const bfloat16* values, std::int6
 /// Returns the lane of dim d in a block of 32 sums: unpacking splits each 8 neighbours in two.
 constexpr int lane_of_dim(int d) { return d / 4 % 2 * 16 + d / 8 * 4 + d % 4; }
 
-/// Calls accumulate for all queries and vectors of a row. It reads whole rows at a time, for as
-/// many queries as have room in registers: parts of rows are not read at the memory's full rate.
-/// For one query, which waits for nothing else, see rows_in_order.
+/// Calls accumulate for all queries and vectors of a row. Reads whole rows at a time, for as many
+/// queries as fit in registers: parts of rows are not read at the memory's full rate. For one
+/// query, which waits for nothing else, see rows_in_order.
 template <class Ops, int G>
 void accumulate_all(const typename Ops::Value* values, std::int64_t stride, int rows,
                     const float* weights, float* sums, int padded, int dim, Ahead& ahead) {
@@ -422,8 +422,8 @@ void accumulate_all(const typename Ops::Value* values, std::int64_t stride, int 
   }
 }
 
-// Vectors of 32 dims whose sums, for all G queries at once, have room in registers: rows that are
-// read in parts are then unpacked once. Rows are still read from memory as a whole.
+// Vectors of 32 dims whose sums, for all G queries at once, fit in registers. Rows that are read in
+// parts are then unpacked once, and are still read from memory as a whole.
 template <int G>
 constexpr int pair_vectors = G == 4 ? 3 : 4;
 
@@ -526,7 +526,7 @@ template <class Value>
 std::int64_t RowAttention<Value>::scratch_size(int group, int dim) {
   const std::int64_t queries = whole(group, 4);
   const std::int64_t padded = whole(dim, 32);
-  // Queries and sums; scores; maximum and weight; copies of keys and values.
+  // Space for queries and sums, scores, maximum and weight, and copies of keys and values.
   return 2 * queries * padded + queries * decode_block_rows + 2 * whole(queries, 16) * 4 +
          2 * whole(
                  decode_block_rows * static_cast<std::int64_t>(dim) * sizeof(Value) / sizeof(float),

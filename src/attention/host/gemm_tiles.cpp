@@ -50,8 +50,8 @@ void load_queries(const ExecutionSpace& exec, const AttentionCall<Value, order>&
       });
 }
 
-// Adds a tile of rows (row, dim). The first token sees the first `visible` of them, each later
-// token one more. scores: scratch space (query row, row).
+// Adds a tile of rows (row, dim). The first token sees the first `visible` of them, and each later
+// token sees one more. scores: scratch space (query row, row).
 void attend_tile(const ExecutionSpace& exec, const QueryTile& tile, const Matrix& k,
                  const Matrix& v, const Matrix& s, std::int64_t visible) {
   const auto rows = static_cast<std::int64_t>(k.extent(0));

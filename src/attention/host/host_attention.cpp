@@ -17,9 +17,9 @@ namespace {
 // The fewest rows of a work item: 512 KiB of bfloat16 keys and values of 128 dimensions.
 constexpr std::int64_t least_item_rows = 1024;
 
-/// Returns the rows of the work items of a head with `rows` rows. Long heads have longer items, as
-/// each item has a fixed cost. Only the length decides, so neither the number of threads nor other
-/// spans change the order of sums.
+/// Returns the rows of the work items of a head with `rows` rows. Long heads have longer items,
+/// because each item has a fixed cost. The result depends only on the length, so neither the number
+/// of threads nor other spans change the order of sums.
 constexpr std::int64_t item_rows(std::int64_t rows) {
   return std::clamp(rows / 8 / least_item_rows, std::int64_t{1}, std::int64_t{4}) * least_item_rows;
 }
@@ -48,8 +48,8 @@ bool uses_amx() {
   return visit_amx<Value>([](auto) {});
 }
 
-// From this many query heads of a KV head on, AmxPrefill takes rows of a single token too: half a
-// tile. With fewer, most of its products would be unused.
+// A KV head with at least this many query heads uses AmxPrefill for rows of a single token too:
+// half a tile. With fewer query heads, most of its products would be unused.
 constexpr int amx_group = 8;
 
 /// Whether AmxPrefill, not RowAttention, takes the row items. (It would have to copy each row of
@@ -282,7 +282,7 @@ void HostAttention<Value, order>::run(const std::vector<Span>& spans, const Call
   const std::int64_t needed = items.n_rows * items.partial;
   const auto room = static_cast<std::int64_t>(m_partials.extent(0));
   if (needed > room) {
-    // At least half as much again: heads grow in every step.
+    // Grows by at least half, because heads grow in every step.
     reserve_scratch(m_partials, std::max(needed, room + room / 2), "kvzap::attention::partials");
   }
   reserve_scratch(m_workspaces, workers() * items.space, "kvzap::attention::workspaces");

@@ -18,8 +18,8 @@ class HostAttention {
  public:
   using Span = AttentionSpan<Value, order>;
 
-  /// Computes attention of the spans with one query token, and of the longer ones if FlashPrefill
-  /// is available (avx2); it leaves out the others.
+  /// Computes attention of the spans with one query token. If FlashPrefill is available (avx2),
+  /// computes longer spans too; otherwise leaves them out.
   void operator()(const ExecutionSpace& exec, const std::vector<Span>& spans,
                   const AttentionCall<Value, order>& call, bool by_tiles);
 

@@ -6,9 +6,9 @@
 
 namespace kvzap::detail {
 
-/// A work item is a tile of a KV head's keys, which takes all queries: by TileMass, or, without
-/// AVX2, by gemm, one tile after the other. Results do not depend on the number of threads. Waits
-/// for `exec` at the start.
+/// A work item is a tile of a KV head's keys with all queries. TileMass computes it; without AVX2,
+/// gemm does, one tile after the other. Results do not depend on the number of threads. Waits for
+/// `exec` at the start.
 template <class Value, PageOrder order>
 class HostMass {
  public:

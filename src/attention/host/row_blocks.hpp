@@ -17,8 +17,8 @@ constexpr int decode_block_rows = 64;
 // Rows whose values are read from memory once and then again from the level-1 cache.
 constexpr int near_rows = 16;
 
-/// The same for rows that the processor's prefetcher brings without prefetch instructions. It
-/// follows only reads nearly in memory order, this many bytes at a time.
+/// Rows that the processor's prefetcher loads without prefetch instructions. It follows only reads
+/// nearly in memory order, this many bytes at a time.
 template <class Value>
 int rows_in_order(int dim, int bytes) {
   return std::clamp(bytes / (dim * static_cast<int>(sizeof(Value))), 1, near_rows);
@@ -32,8 +32,8 @@ constexpr int block_lanes = 16;
 #if KVZAP_X86
 namespace kvzap::detail {
 
-// Distance in bytes from reading to prefetching: many latencies of memory at its full rate. Into
-// the level-2 cache, as a level-1 cache would lose lines before they are read.
+// Distance in bytes from reading to prefetching: many latencies of memory at its full rate.
+// Prefetches into the level-2 cache, because a level-1 cache would lose lines before they are read.
 constexpr std::int64_t prefetch_distance = 16384;
 
 // Distance in bytes for kernels that read every row once in memory order. It is enough to lead the
@@ -61,9 +61,9 @@ struct Extent {
   }
 };
 
-/// Prefetches, with each step of a kernel, a share of the memory that is read prefetch_distance
-/// later, in ascending order: the rest of the kernel's current rows, then the first of the next
-/// rows. Does nothing if `steps` is 0.
+/// Spreads prefetches over the steps of a kernel. Prefetches the memory that is read
+/// prefetch_distance later, in ascending order: the rest of the kernel's current rows, then the
+/// first of the next rows. Does nothing if `steps` is 0.
 class Ahead {
  public:
   Ahead(Extent now, Extent later, std::int64_t steps) {
@@ -102,8 +102,8 @@ struct Blocks {
   float *scores, *maximum, *weight, *sums;
 };
 
-/// Whether `next` is empty, begins at the end of `run`, or begins so close behind it that the
-/// processor's prefetcher goes on.
+/// Whether the processor's prefetcher continues from `run` into `next`: `next` is empty, begins at
+/// the end of `run`, or begins close behind it.
 template <class Value>
 bool is_behind(const RowRun<Value>& next, const RowRun<Value>& run) {
   if (next.rows == 0) return true;
@@ -112,15 +112,15 @@ bool is_behind(const RowRun<Value>& next, const RowRun<Value>& run) {
   return begin >= end && begin - end < in_order_distance;
 }
 
-/// Takes a run's rows into blocks of G query heads, decode_block_rows at a time. Kernels: what is
-/// done with each block of rows and queries:
-///   Value; always_prefetches(dim): whether lines are asked for ahead wherever they lie,
+/// Processes a run's rows with blocks of G query heads, decode_block_rows at a time. Kernels
+/// defines the operations on a block of rows and queries:
+///   Value; always_prefetches(dim): whether to prefetch lines wherever they lie,
 ///   score_steps(rows), accumulate_steps(rows, dim): how often they step `ahead`,
 ///   queries_of(queries, block, padded): a block's queries,
-///   score(keys, stride, rows, queries, dim, scores, ahead): scores of the rows, in an order of the
-///   kernels' own,
-///   softmax(scores, rows, scaling, maximum, weight, sums, padded): replaces them by exponentials,
-///   and takes them into the running maximum and weight, for which the sums are rescaled,
+///   score(keys, stride, rows, queries, dim, scores, ahead): computes scores of the rows, in the
+///   kernels' own order,
+///   softmax(scores, rows, scaling, maximum, weight, sums, padded): replaces scores by
+///   exponentials, updates the running maximum and weight, and rescales the sums,
 ///   accumulate(values, stride, rows, weights, sums, padded, dim, ahead): adds weighted values.
 template <class Kernels, int G>
 void attend_blocks(const Blocks<typename Kernels::Value>& blocks,
@@ -128,10 +128,10 @@ void attend_blocks(const Blocks<typename Kernels::Value>& blocks,
                    const RowRun<typename Kernels::Value>& next) {
   using Value = typename Kernels::Value;
   const int dim = blocks.dim, padded = blocks.padded;
-  // The processor's own prefetcher brings rows that are read once in memory order, at the memory's
+  // The processor's own prefetcher loads rows that are read once in memory order at the memory's
   // full rate; prefetch instructions do not reach that rate. They help in three cases: the next
-  // page lies elsewhere; with several queries, the keys and values of a block do (longer pages); or
-  // there is more to compute than to read.
+  // page lies elsewhere; several queries read the keys and values of a block, which lie apart
+  // (longer pages); or there is more to compute than to read.
   const bool in_order = is_behind(next, run) && (G == 1 || run.rows <= decode_block_rows);
   const bool prefetches = Kernels::always_prefetches(dim) || blocks.count > 1 || !in_order;
   for (std::int64_t begin = 0; begin < run.rows; begin += decode_block_rows) {

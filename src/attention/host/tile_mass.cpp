@@ -44,7 +44,7 @@ KVZAP_TARGET_AVX512 void take_row(const float* scores, int count, float scaling,
   }
 }
 
-/// mass[k] = sum or maximum of mass[k] and tile[k] for k < count; also for some k behind.
+/// mass[k] = sum or maximum of mass[k] and tile[k] for k < count; also for some k >= count.
 KVZAP_TARGET_AVX512 void take_tile(const float* tile, int count, bool is_max, float* mass) {
   for (int k = 0; k < count; k += 16) {
     const __m512 p = _mm512_load_ps(tile + k);

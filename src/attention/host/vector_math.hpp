@@ -74,8 +74,9 @@ KVZAP_INLINE_AVX2 __m256 exp_nonpositive(__m256 x) {
   return _mm256_and_ps(normal, _mm256_mul_ps(p, _mm256_castsi256_ps(power)));
 }
 
-/// Returns 2^x within 2.2 units in the last place, 0 for -infinity, NaN for NaN. It is a polynomial
-/// on [0, 1); x - floor(x) and the multiplication by 2^floor(x) are one instruction each.
+/// Returns 2^x within 2.2 units in the last place, 0 for -infinity, NaN for NaN. Evaluates a
+/// polynomial on [0, 1); x - floor(x) and the multiplication by 2^floor(x) are one instruction
+/// each.
 KVZAP_INLINE_AVX512 __m512 exp2_of(__m512 x) {
   const __m512 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
   __m512 p = _mm512_set1_ps(0x1.ec320ap-10f);

@@ -76,8 +76,8 @@ constexpr cudaDataType_t type_of() {
 
 }  // namespace
 
-// cuBLAS stores matrices by columns. Its (n, m) matrix is our (m, n), so the operands change
-// places.
+// cuBLAS stores matrices by columns. Its (n, m) matrix is our (m, n), so the operands are
+// exchanged.
 template <class Value>
 void multiply(const Kokkos::Cuda& exec, const Product<Value>& p) {
   const cublasHandle_t handle = handle_of(exec.cuda_stream());

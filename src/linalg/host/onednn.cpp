@@ -36,12 +36,12 @@ using Key = std::tuple<memory::data_type, std::int64_t, std::int64_t, std::int64
 struct Primitive {
   memory::desc x, weights, bias, y;
   dnnl::matmul matmul;
-  // Not one of oneDNN's plain loops, a thousand times as slow. See has_fast_product.
+  // False for oneDNN's plain loops, which are a thousand times as slow. See has_fast_product.
   bool is_fast = false;
 };
 
-// The plan of a product: a primitive. Its rows of x and y may be contiguous where those of the
-// product are not.
+// The plan of a product: a primitive. Rows of x and y may be contiguous in the primitive even if
+// those of the product are not.
 struct Plan {
   Primitive primitive;
   bool copies_x = false, copies_y = false;
@@ -60,7 +60,7 @@ void bound_primitives() {
   dnnl::set_primitive_cache_capacity(static_cast<int>(max_plans));
 }
 
-// Never destroyed: oneDNN's own globals may be destroyed earlier.
+// Never destroyed, because oneDNN's own globals may be destroyed earlier.
 struct Library {
   Library() { bound_primitives(); }
 
@@ -148,7 +148,7 @@ const Plan& plan_of(const Product<Value>& p) {
   return library().plans.get(key, [&] { return make_plan(p); });
 }
 
-/// Only grows: a vector that is resized clears the new elements.
+/// Only grows: resizing to each count would clear elements again and again.
 template <class Element>
 Element* reserve(std::vector<Element>& buffer, std::int64_t count) {
   if (static_cast<std::int64_t>(buffer.size()) < count) buffer.resize(count);

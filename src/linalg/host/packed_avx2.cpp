@@ -18,7 +18,7 @@ namespace kvzap::detail::avx2 {
 
 #if KVZAP_X86
 #define KVZAP_INLINE_AVX2 KVZAP_TARGET_AVX2 inline __attribute__((always_inline))
-// For loops over registers: GCC would unroll them late and store all sums in every step.
+// For loops over registers. Without it, GCC unrolls them late and stores all sums in every step.
 #define KVZAP_UNROLL _Pragma("GCC unroll 16")
 
 namespace {
@@ -26,7 +26,7 @@ namespace {
 constexpr int block_outputs = LinearWeights<float>::block_outputs;
 constexpr int width = 8;
 
-// Inputs that a block stores together for all outputs: a pair in bf16, one in other types.
+// Inputs that a block stores together for all outputs: two in bf16, one in other types.
 template <class Value>
 constexpr int step_inputs = std::is_same_v<Value, bfloat16> ? 2 : 1;
 
@@ -96,8 +96,8 @@ KVZAP_INLINE_AVX2 void add_steps(const float* x, std::int64_t x_stride, const Va
   }
 }
 
-/// All outputs, as many at once as leave the sums in sixteen registers. (If this were inlined where
-/// the number of steps is known, GCC would unroll the loop and run out of registers for addresses.)
+/// All outputs, in groups whose sums fit in sixteen registers. (If this were inlined where the
+/// number of steps is known, GCC would unroll the loop and run out of registers for addresses.)
 template <int Rows, class Value>
 KVZAP_TARGET_AVX2 __attribute__((noinline)) void add_all(const float* x, std::int64_t x_stride,
                                                          const Value* block, std::int64_t begin,
@@ -108,7 +108,7 @@ KVZAP_TARGET_AVX2 __attribute__((noinline)) void add_all(const float* x, std::in
   }
 }
 
-/// For rows that read the weights straight from memory. Parts of a block take turns after every
+/// For rows that read the weights directly from memory. Parts of a block take turns after every
 /// KiB, so that lines are read nearly in memory order. The processor's prefetcher then reaches full
 /// speed; prefetching single lines would not.
 template <int Rows, class Value>
@@ -121,8 +121,8 @@ KVZAP_TARGET_AVX2 void stream(const float* x, std::int64_t x_stride, const Value
   }
 }
 
-// More rows share weights that have been widened into the first-level cache, this many inputs at a
-// time.
+// With more rows, weights are first widened into the first-level cache, this many inputs at a time,
+// and shared.
 constexpr std::int64_t widened_inputs = 32;
 
 /// Widens all 64 outputs of `count` <= widened_inputs inputs, input after input.
@@ -156,7 +156,7 @@ KVZAP_TARGET_AVX2 void share(const float* x, std::int64_t x_stride, int n_rows, 
     const std::int64_t count = std::min(widened_inputs, padded_inputs - begin);
     const Value* source = block + begin * block_outputs;
     widen_inputs(source, count, wide);
-    // Prefetches to the second-level cache, far enough ahead; lines behind the last block are not
+    // Prefetches to the second-level cache, far enough ahead. Lines behind the last block are not
     // read.
     const Value* next = source + 2 * widened_inputs * block_outputs;
     for (int first = 0; first < block_outputs; first += 2 * width) {
@@ -302,10 +302,10 @@ void gemm(const float* x, std::int64_t slice_stride, std::int64_t n_rows, const 
   constexpr std::int64_t line = 64 / sizeof(Value);
   constexpr std::int64_t slice_values = gemm_inputs * block_outputs;
   alignas(64) float panel[gemm_inputs * tile_outputs];
-  // Panel after panel, as rows of y may contend for the same sets of the caches.
+  // Works panel by panel, because rows of y may contend for the same sets of the caches.
   alignas(64) float sums[gemm_rows * block_outputs];
   const std::int64_t panels = (outputs + tile_outputs - 1) / tile_outputs;
-  // Tiles have equal numbers of rows, give or take one: small tiles keep the multipliers waiting.
+  // Tiles have equal numbers of rows, or one more: small tiles keep the multipliers waiting.
   const std::int64_t groups = (n_rows + tile_rows - 1) / tile_rows;
   const std::int64_t tiles = panels * groups;
   const std::int64_t asked_by_tile = (slice_values / line + tiles - 1) / tiles * line;

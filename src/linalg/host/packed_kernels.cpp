@@ -190,8 +190,8 @@ void product(const X* x, std::int64_t x_stride, int n_rows, const Value* block,
   // Six rows are the most whose sums stay in registers. Up to six rows read the weights from memory
   // in one pass, which the processor's prefetcher follows at full speed; prefetching single lines
   // would be slower. With seven and eight rows, arithmetic takes as long as memory on one core: two
-  // groups take turns after every few lines, so that neither waits for the other. More rows are
-  // bound by arithmetic. The fewer turns the better then, as long as the next group still finds the
+  // groups take turns after every few lines, so that neither waits for the other. Arithmetic limits
+  // the speed of more rows. Fewer turns are then better, as long as the next group still finds the
   // weights in the second-level cache.
   constexpr std::int64_t step_bytes = block_outputs * step_inputs<Value> * sizeof(Value);
   const std::int64_t steps = padded_inputs / step_inputs<Value>;
@@ -321,7 +321,7 @@ KVZAP_PACK_BLOCK(float)
 // NOLINTEND(bugprone-macro-parentheses)
 void pack_block(const half* rows, std::int64_t stride, int n_rows, std::int64_t inputs,
                 std::int64_t padded_inputs, half* block) {
-  // Once at load: a plain transposition by tiles that stay in the first-level cache.
+  // A plain transposition suffices for the load. Its tiles stay in the first-level cache.
   for (std::int64_t begin = 0; begin < padded_inputs; begin += 32) {
     const std::int64_t end = std::min(padded_inputs, begin + 32);
     for (int n = 0; n < block_outputs; ++n) {

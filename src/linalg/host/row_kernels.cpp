@@ -99,7 +99,7 @@ KVZAP_BODY void accumulate_rows_body(const Value* values, std::int64_t row_strid
   }
 }
 
-// By lanes: Clang has no reduction for the maximum of floats.
+// Keeps one maximum per lane, because Clang has no reduction for the maximum of floats.
 KVZAP_BODY float max_of_body(const float* values, std::int64_t count) {
   float partial[lanes];
   for (float& p : partial) p = values[0];

@@ -286,7 +286,8 @@ void float_products(const float* x, std::int64_t x_stride, int n_rows, const Val
                     std::int64_t weights_stride, std::int64_t outputs, std::int64_t inputs,
                     float* y, std::int64_t y_stride) {
 #if KVZAP_X86
-  // As many outputs at once as leave the sums in registers, one at a time at the end.
+  // Computes as many outputs at once as their sums fit in registers, and the remaining ones one at
+  // a time.
   const auto all_outputs = [&](auto at_once, const auto& some, const auto& one) {
     std::int64_t n = 0;
     for (; n + at_once <= outputs; n += at_once) {

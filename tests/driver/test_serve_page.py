@@ -307,7 +307,7 @@ class Page(TestCase):
         self.type(browser, "message", "a " * 5000)
         self.enter(browser)
         error = browser.wait_for("document.querySelector('.error.message')?.textContent")
-        self.assertIn("the context has room for", error)
+        self.assertIn("expected at most 4096, the length of the context", error)
 
 
 if __name__ == "__main__":

@@ -17,12 +17,12 @@ using detail::select_alone;
 
 using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
 
-// As Python's int(n * (1 - ratio)), so that counts equal those of kvpress.
+// Rounds as Python's int(n * (1 - ratio)), so that counts equal those of kvpress.
 std::int64_t kept_share(std::int64_t n, double ratio) {
   return static_cast<std::int64_t>(static_cast<double>(n) * (1 - ratio));
 }
 
-// At least one, unless there is no row to keep.
+// Keeps at least one row, unless there is none.
 std::int64_t at_least_one(std::int64_t kept, std::int64_t n) {
   return std::min(n, std::max<std::int64_t>(1, kept));
 }
@@ -40,7 +40,7 @@ std::int64_t heads_of(const Budget::Model& model) {
   return static_cast<std::int64_t>(model.layers) * model.kv_heads;
 }
 
-// Rows of a head that the amount alone gives. For `pyramid`, which rounds later, it may be a
+// Rows of a head that the amount alone implies. For `pyramid`, which rounds later, it may be a
 // fraction.
 double mean_rows(const Budget& budget, const Budget::Model& model, int layer, std::int64_t tokens) {
   const auto n = static_cast<double>(tokens);
@@ -72,7 +72,7 @@ std::int64_t pyramid_rows(const Budget& budget, const Budget::Model& model, int 
                           std::int64_t tokens) {
   const double mean = mean_rows(budget, model, layer, tokens);
   const auto round = [&](double rows) {
-    // To even, as Python does. A size in bytes must not be exceeded.
+    // Rounds to even, as Python does. A size in bytes must not be exceeded.
     const double whole =
         budget.amount == Budget::Amount::bytes ? std::floor(rows) : std::nearbyint(rows);
     return at_least_one(static_cast<std::int64_t>(whole), tokens);
@@ -91,13 +91,13 @@ std::int64_t pyramid_rows(const Budget& budget, const Budget::Model& model, int 
   return round(most - layer * step);
 }
 
-// A pool of `pool_rows` rows keeps a share of its own size.
+// Rows that a pool of `pool_rows` rows keeps, as a fraction of its own size.
 std::int64_t kept_of_pool(const Budget& budget, int layer, std::int64_t pool_rows) {
   const double evicted = static_cast<double>(pool_rows) * ratio_of(budget, layer);
   return pool_rows - static_cast<std::int64_t>(evicted);
 }
 
-// The number of groups that stay, where the rows of a group stay or are evicted together.
+// Number of groups to keep if the rows of a group stay or are evicted together.
 std::int64_t groups_kept(const Budget& budget, const Budget::Model& model, int layer,
                          std::int64_t tokens) {
   const std::int64_t groups = (tokens + budget.group - 1) / budget.group;
@@ -143,7 +143,7 @@ Segment segment_of(const ScoredLayer& layer, int head, std::int64_t begin, std::
   return segment;
 }
 
-// Chooses in every head, or in every part of a head, by itself.
+// Chooses rows in every head, or in every part of a head, by itself.
 void choose_by_head(const ExecutionSpace& exec, const Budget& budget, const Budget::Model& model,
                     std::int64_t tokens, const std::vector<ScoredLayer>& layers) {
   std::vector<Segment> segments;
@@ -166,7 +166,7 @@ void choose_by_head(const ExecutionSpace& exec, const Budget& budget, const Budg
   judge(exec, segments);
 }
 
-// Chooses where the heads of a layer, or of the model, compete.
+// Chooses rows when the heads of a layer, or of the model, compete.
 void choose_by_pool(const ExecutionSpace& exec, const Communicator& comm, const Budget& budget,
                     const Budget::Model& model, std::int64_t tokens,
                     const std::vector<ScoredLayer>& layers) {
@@ -203,7 +203,7 @@ void choose_by_pool(const ExecutionSpace& exec, const Communicator& comm, const 
     keep.push_back(std::min(rows, rows_of_pool[pool]));
   }
 
-  // Safe rows count as larger than all others: they are infinite in a copy of the scores.
+  // Safe rows count as larger than all others: a copy of the scores has infinity for them.
   Kokkos::View<float*, MemorySpace> marked;
   if (budget.safeguard > 0) {
     marked = Kokkos::View<float*, MemorySpace>(
@@ -257,8 +257,8 @@ void keep_groups(const ExecutionSpace& exec, const ScoredLayer& layer, std::int6
       });
 }
 
-// Chooses groups of rows of a layer, the same in all heads. Ranks exchange the sums of single
-// heads, so that every rank adds them in the same order.
+// Chooses groups of rows of a layer, the same in all heads. Ranks exchange each head's sums, so
+// that every rank adds them in the same order.
 void choose_groups(const ExecutionSpace& exec, const Communicator& comm, const Budget& budget,
                    const Budget::Model& model, std::int64_t tokens, const ScoredLayer& layer) {
   std::int64_t most_rows = 0;
@@ -380,7 +380,7 @@ std::int64_t Budget::rows_of_part(const Model& model, int layer, std::int64_t to
   if (rows == tokens && amount == Amount::evict_ratio && !pyramid) {
     return at_least_one(kept_share(end - begin, ratio_of(*this, layer)), end - begin);
   }
-  // Even shares that add up to the rows that the head keeps.
+  // Splits the rows that the head keeps evenly over its parts.
   const std::int64_t kept = std::min(rows, rows_per_head(model, layer, tokens));
   return kept * end / rows - kept * begin / rows;
 }

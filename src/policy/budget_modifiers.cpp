@@ -1,5 +1,6 @@
-// Modifiers that change how many rows stay and which rows compete: ada, global, pyramid, per-layer,
-// chunkkv, dms. And rerotate, which changes the positions of the rows that stay.
+// Modifiers that change the number of rows that stay and the rows that compete: ada, global,
+// pyramid, per-layer, chunkkv, dms. Also rerotate, which changes the positions of the rows that
+// stay.
 #include <fmt/format.h>
 
 #include <cmath>
@@ -25,7 +26,7 @@ void need_budget(const PolicyChoice& choice, const char* name, const char* why) 
                   name, why));
 }
 
-// Throws Error that modifier `name` has no meaning here if `condition` holds.
+// If `condition` holds, throws Error that modifier `name` has no meaning here.
 void refuse(bool condition, const char* name, const std::string& why) {
   if (condition) throw Error(fmt::format("{} has no meaning here: {}", name, why));
 }
@@ -81,10 +82,10 @@ std::vector<double> read_ratios(const std::string& file, std::int64_t layers) {
 }  // namespace
 
 /// AdaKV (arXiv 2407.11550), as in kvpress. The rows of all heads of a layer compete for kv_heads
-/// times the rows that one head would keep. In each head the best max(1, floor(alpha * that)) are
-/// safe (none if alpha is 0). With `pyramid`, which is applied before, the layer's mean decreases
-/// with depth (the paper's Ada-PyramidKV). Cost: two selections instead of one; a copy of the
-/// layer's scores.
+/// times the rows that one head would keep. In each head the best max(1, floor(alpha * that
+/// number)) rows are safe (none if alpha is 0). With `pyramid`, which is applied before, the
+/// layer's mean decreases with depth (the paper's Ada-PyramidKV). Cost: two selections instead of
+/// one, and a copy of the layer's scores.
 ModifierInfo ada() {
   ModifierInfo info;
   info.name = "ada";
@@ -107,9 +108,9 @@ ModifierInfo ada() {
 }
 
 /// All heads of all layers compete, as kvpress does for KVzip and FastKVzip. Of the model's rows,
-/// floor(rows * ratio) are evicted. kvpress has no safeguard there, so alpha is 0 by default;
-/// otherwise it has the meaning of `ada`. Scores must be comparable over layers, which those of
-/// policies that normalize by layer are not. Cost: the cache is whole until the last layer has its
+/// floor(rows * ratio) are evicted. kvpress has no safeguard there, so alpha is 0 by default.
+/// Otherwise it has the meaning of `ada`. Scores must be comparable over layers. Those of policies
+/// that normalize by layer are not. Cost: the cache stays whole until the last layer has its
 /// scores.
 ModifierInfo global() {
   ModifierInfo info;
@@ -140,7 +141,7 @@ ModifierInfo global() {
 
 /// PyramidKV's budget (arXiv 2406.02069) for the scores of any policy, in kvpress' form. Layer l of
 /// L keeps round(max - l (max - min) / (L - 1)) rows, where m = tokens (1 - ratio), min = m / beta
-/// and max = 2 m - min. If max exceeds tokens - window, it is set to that, and min = 2 m - max. If
+/// and max = 2 m - min. If max exceeds tokens - window, it is capped there, and min = 2 m - max. If
 /// min is below the window, or these values are out of order, every layer keeps round(m).
 ///
 /// kvpress differs from the paper: it applies the ratio to prompts of any length, and counts the
@@ -218,9 +219,9 @@ ModifierInfo per_layer() {
 
 /// ChunkKV (arXiv 2502.00299), as in kvpress: groups of `length` consecutive rows stay or are
 /// evicted together, in all heads of a layer. A group's score is the mean over its rows of the sum
-/// over the layer's heads. Of G groups (the last may be shorter) max(1, floor(G (1 - ratio))) stay.
-/// A sequence shorter than one group is pruned row by row. Like kvpress, this omits the paper's
-/// reuse of indices over layers.
+/// over the layer's heads. Of G groups, max(1, floor(G (1 - ratio))) stay; the last group may be
+/// shorter. A sequence shorter than one group is pruned row by row. Like kvpress, this omits the
+/// paper's reuse of indices over layers.
 ModifierInfo chunkkv() {
   ModifierInfo info;
   info.name = "chunkkv";
@@ -268,7 +269,7 @@ ModifierInfo dms() {
   return info;
 }
 
-/// Renumbers the positions of the rows that stay without gaps, and rotates their keys to them
+/// Renumbers the positions of the rows that stay without gaps, and rotates their keys accordingly
 /// (kvpress' KeyRerotationPress; FINCH, TACL 2024). Every head of every layer must keep the same
 /// number of rows, because a sequence has one length. So only budgets of single heads allow it.
 ModifierInfo rerotate() {

@@ -70,7 +70,7 @@ void weigh_values(const ExecutionSpace& exec, const ConstMatrix& values, const R
       });
 }
 
-// scores(head, first + r) += by * weights(r) * norms(r)^2, or = where `begins`.
+// scores(head, first + r) += by * weights(r) * norms(r)^2; `begins` replaces += by =.
 void add_scores(const ExecutionSpace& exec, std::int64_t rows, const RowVector& norms,
                 const RowVector& weights, std::int64_t first, float by, bool begins, int head,
                 const Policy::ScoreView& scores) {
@@ -81,8 +81,8 @@ void add_scores(const ExecutionSpace& exec, std::int64_t rows, const RowVector& 
       });
 }
 
-/// CapKV (arXiv 2604.25975), as in kvpress: rows stay for the capacity that they add, the volume
-/// that the weighted values span.
+/// CapKV (arXiv 2604.25975), as in kvpress: keeps the rows that add most capacity, the volume that
+/// the weighted values span.
 ///
 ///   s(r) = mean over the group of w_r v_r' A^-1 v_r,  A = I + sum_r (w_r + epsilon) v_r v_r',
 ///   w_r = exp(tau (cos(k_r, mu) - max_r cos(k_r, mu)))
@@ -95,7 +95,7 @@ void add_scores(const ExecutionSpace& exec, std::int64_t rows, const RowVector& 
 ///
 /// The paper uses k . mu instead of kvpress' cosine (`normalize=off`), a mean query without
 /// averaged RoPE, and no + 1 for the first rows. In steps that add fewer than `history` tokens to a
-/// longer sequence, the newest `history` tokens give mu.
+/// longer sequence, mu is computed from the newest `history` tokens.
 class Cap final : public Policy {
  public:
   explicit Cap(const CapParameters& parameters)
@@ -180,10 +180,10 @@ class Cap final : public Policy {
     const auto host = Kokkos::create_mirror_view(m_capacity);
     Kokkos::deep_copy(exec, host, m_capacity);
     detail::fence(exec, "kvzap::cap: the host factorizes");
-    // The identity keeps pivots at 1 or above, except for the rounding of the sums.
+    // The identity keeps pivots at 1 or above, apart from the rounding of the sums.
     if (!detail::invert_factor(host.data(), static_cast<std::int64_t>(host.extent(0)), 1, 1,
                                m_factor, host.data())) {
-      // Values that are not finite: their rows stay.
+      // If values are not finite, their rows stay.
       std::fill_n(host.data(), host.size(), std::nanf(""));
     }
     Kokkos::deep_copy(exec, m_capacity, host);

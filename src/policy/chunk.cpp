@@ -91,7 +91,7 @@ class Chunked final : public Policy {
   }
 
  private:
-  // The amount that the layer keeps now. It may differ while the model generates.
+  // The budget that the layer has now. It may change while the model generates.
   Budget budget_of(const PolicyLayer& layer) const {
     const PolicyLayer::Extents& extents = layer.extents();
     Budget budget = m_budget;
@@ -113,8 +113,8 @@ class Chunked final : public Policy {
 
 /// Scores and prunes parts of `length` consecutive rows one by one, as if each were a sequence
 /// (kvpress' ChunkPress; FINCH's setting, TACL 2024). Of a part of n rows, max(1, floor(n (1 -
-/// ratio))) stay; other budgets are divided evenly. A score that depends on neighbouring rows uses
-/// those of its own part. For policies that can score a part alone.
+/// ratio))) stay. Other budgets are divided evenly. A score that depends on neighbouring rows uses
+/// those of its own part. Only for policies that can score a part alone.
 ModifierInfo chunk() {
   ModifierInfo info;
   info.name = "chunk";
@@ -135,7 +135,7 @@ ModifierInfo chunk() {
           "heads cannot compete (ada, global, fastkvzip)");
     }
     choice.budget.chunk = arguments.integer("length");
-    // A score that depends on its row alone is the same in a part.
+    // In a part, a score that depends on its own row alone is the same.
     if (policy.judges_tokens && !choice.scores_are_marked) return;
     if (!policy.scores_parts) {
       throw Error(fmt::format(

@@ -18,17 +18,17 @@ void add_scaled(const ExecutionSpace& exec, const Policy::ScoreView& summands, d
       });
 }
 
-/// Leverage of keys and attention within chunks, combined: blending * leverage + non-causal. Each
-/// is standardized over all heads of the layer and all tokens but the first 8 and the last 4, which
+/// Combines leverage of keys and attention within chunks: blending * leverage + non-causal. Each is
+/// standardized over all heads of the layer and all tokens but the first 8 and the last 4, which
 /// have the largest score of the layer (Chari and Van Durme: "Compactor", arXiv 2507.08143). See
 /// policies leverage and non-causal.
 ///
 /// Cost: that of both, and a float per row of a layer.
 ///
 /// As in kvpress, blending is the evict ratio; the paper has a constant (blending=0.35). If tokens
-/// come in several steps, the tokens of each step are scored by themselves, and the last 4 of each
-/// step have the largest score. Rows keep the score of their step. Tokens that came one by one have
-/// the largest score of all.
+/// arrive in several steps, the tokens of each step are scored by themselves, and the last 4 of
+/// each step have the largest score. Rows keep the score of their step. Tokens that arrived one by
+/// one have the largest score of all.
 class Compactor final : public Policy {
  public:
   struct Options {
@@ -47,7 +47,7 @@ class Compactor final : public Policy {
   PolicyNeeds needs() const override {
     PolicyNeeds needs;
     needs.blocks = true;
-    // The queries of a step exist only during it.
+    // The queries of a step exist only during the step.
     needs.every_step = true;
     needs.frequencies = true;
     needs.budget = m_options.blending < 0;

@@ -44,8 +44,8 @@ void add_norms(const ExecutionSpace& exec, const Matrix& projected, std::int64_t
       });
 }
 
-// scores = largest where flagged, else (score + epsilon) * norm. Scores that are not finite stay
-// so.
+// scores = largest where flagged, else (score + epsilon) * norm. Scores that are not finite are
+// unchanged.
 void weigh(const ExecutionSpace& exec, const Flags& flags, int head, std::int64_t rows,
            float epsilon, const Vector& norms, const Policy::ScoreView& scores) {
   Kokkos::parallel_for(
@@ -53,7 +53,7 @@ void weigh(const ExecutionSpace& exec, const Flags& flags, int head, std::int64_
         const float score = scores(head, row);
         if (!EvictionRule::is_finite(score)) return;
         const float weighed = flags(head, row) != 0 ? largest : (score + epsilon) * norms(row);
-        // The product may overflow, and an infinite score would stay.
+        // The product may overflow. An infinite score would never be evicted.
         scores(head, row) = weighed > largest ? largest : weighed < -largest ? -largest : weighed;
       });
 }
@@ -104,7 +104,7 @@ class Critical final : public Policy {
 
   PolicyNeeds needs() const override {
     PolicyNeeds needs = m_inner->needs();
-    needs.budget = true;  // the first stage gets a share of it
+    needs.budget = true;  // the first stage gets a fraction of it
     return needs;
   }
   void observe(PolicyLayer& layer, const TokenBlock& block) override {
@@ -153,7 +153,7 @@ class Critical final : public Policy {
         mark(layer.exec(), flags, head, layer.rows(head), scores);
       }
     }
-    // The flags are freed.
+    // Wait before the flags are freed.
     detail::fence(layer.exec(), "kvzap::critical: scores are there");
   }
 
@@ -223,13 +223,13 @@ class Critical final : public Policy {
 }  // namespace
 
 /// CriticalKV (arXiv 2502.03805) over the scores of any policy, as in kvpress. In each head, the
-/// best max(1, floor(first * budget)) rows stay by their scores alone (they get the largest float).
+/// best max(1, floor(first * budget)) rows stay by their scores alone and get the largest float.
 /// The others get (score + epsilon) * mean over the group's query heads of the 1-norm of W_O v.
 ///
 /// With `ada` (kvpress' CriticalAdaKVPress), a head's budget is the number of rows that it would
 /// keep if heads competed by the policy's scores, with ada's safeguard. The first stage gets its
-/// share of it, and the second stage fills it. With `global`, the first stage gets its share of the
-/// even budget.
+/// fraction of this budget, and the second stage fills it. With `global`, the first stage gets its
+/// fraction of the even budget.
 ///
 /// Cost: the output projection of all rows; 512 * hidden_size floats.
 ModifierInfo critical() {

@@ -72,12 +72,13 @@ void finish(const ExecutionSpace& exec, std::int64_t rows, std::int64_t sink, co
       });
 }
 
-/// Shared by policies of several sequences: the projection of each layer.
+/// The projection of each layer. Policies of several sequences share it.
 class Projections {
  public:
   explicit Projections(std::uint32_t seed) : m_normals(seed) {}
 
-  /// (projected, head_dim): the transposed projection, the same for all heads, keys and values.
+  /// Returns (projected, head_dim): the transposed projection, the same for all heads, keys and
+  /// values.
   detail::Matrix of_layer(int layer, std::int64_t head_dim) {
     detail::Matrix& projection = m_layers[layer];
     if (projection.extent(0) == 0) {
@@ -99,9 +100,9 @@ class Projections {
   std::map<int, detail::Matrix> m_layers;
 };
 
-/// The leverage of a row in a CUR decomposition, estimated from norms: k² = ||k||² and v² = ||v||²,
-/// each divided by its sum over the surrounding window of rows, multiplied, and divided by the sum
-/// over all rows of the head. The first `sink` rows have the score 1 (Sengupta, Chaudhary,
+/// Estimates the leverage of a row in a CUR decomposition from norms. It divides k² = ||k||² and v²
+/// = ||v||² each by its sum over the surrounding window of rows, multiplies them, and divides by
+/// the sum over all rows of the head. The first `sink` rows have the score 1 (Sengupta, Chaudhary,
 /// Chakraborty: "CurDKV", arXiv 2509.15038).
 ///
 /// One pass over keys and values, (rows, head_dim) of each head; two floats per row. The random

@@ -19,7 +19,7 @@ namespace {
 
 using Range = detail::PolicyRange;
 
-// A pattern at a given ratio.
+// A pattern of heads for one ratio.
 struct Pattern {
   std::vector<std::vector<bool>> streaming;  // (layer, KV head)
   std::int64_t sink = 0;
@@ -35,8 +35,8 @@ std::int64_t size_field(const nlohmann::json& json, const char* field, const std
   return found->get<std::int64_t>();
 }
 
-// Returns (layer, KV head): the shares of full attention in a file of tab-separated numbers, one
-// line per layer.
+// Reads (layer, KV head), each head's share of full attention, from a file of tab-separated numbers
+// with one line per layer.
 std::vector<std::vector<double>> read_shares(const std::filesystem::path& file) {
   constexpr std::uintmax_t max_bytes = 4u << 20;
   std::istringstream stream(detail::read_text_file(file, max_bytes));
@@ -72,7 +72,7 @@ std::vector<std::vector<bool>> streaming_heads(const std::vector<std::vector<dou
   std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
     return shares[a / heads][a % heads] < shares[b / heads][b % heads];
   });
-  // To even, as Python rounds.
+  // Rounds to even, as Python does.
   const auto count =
       static_cast<std::size_t>(std::nearbyint(static_cast<double>(order.size()) * ratio));
   std::vector<std::vector<bool>> streaming(shares.size(), std::vector<bool>(heads, false));
@@ -170,7 +170,7 @@ void set_up_duo_attention(PolicyChoice& choice, const PolicyArguments& arguments
     }
     auto pattern = std::make_shared<Pattern>();
     pattern->streaming = streaming_heads(attention->scores(), ratio);
-    // As in kvpress.
+    // The values of kvpress.
     pattern->sink = 128;
     pattern->recent = 256;
     return std::make_unique<DuoAttention>(std::move(pattern));
@@ -180,19 +180,19 @@ void set_up_duo_attention(PolicyChoice& choice, const PolicyArguments& arguments
 }  // namespace
 
 /// DuoAttention (arXiv 2410.10819): retrieval heads keep every row, streaming heads the first
-/// `sink_size` positions and the last `recent_size`. A learned and published pattern decides which
-/// heads stream. It has the shares of full attention (layer, KV head); the smallest round(heads *
-/// ratio) stream. Equal shares are ordered by (layer, head); kvpress leaves their order to numpy's
+/// `sink_size` positions and the last `recent_size`. A learned and published pattern (layer, KV
+/// head) has each head's share of full attention. The round(heads * ratio) heads with the smallest
+/// shares stream. Equal shares are ordered by (layer, head); kvpress leaves their order to numpy's
 /// sort.
 ///
 /// With `texts` instead of a pattern, the scores of MeanAttention replace the shares. They come
 /// from running some texts. Streaming heads then have 128 and 256 positions. This is kvpress'
 /// on_the_fly_scoring, which the paper does not have. kvpress uses 50 chapters of BookSum; here the
-/// user gives the texts. As in kvpress, all of a text and all layers in use count.
+/// user supplies the texts. As in kvpress, all tokens of a text and all layers in use count.
 ///
 /// Scores (head, row) are 1 for rows that stay and 0 for others. The paper splits heads at a share
-/// of 0.5 or by a quantile; this has kvpress' number of them. Cost: a pass over positions; with
-/// texts, a prefill of each text before.
+/// of 0.5 or by a quantile; kvpress and this policy stream a fixed number of them. Cost: a pass
+/// over positions; with texts, a prefill of each text before.
 PolicyInfo duo_attention() {
   using Kind = PolicyParameter::Kind;
   PolicyInfo info;

@@ -33,7 +33,7 @@ struct ExpectedParameters {
   std::int64_t history = 256;
 };
 
-/// Statistics that were collected before, as kvpress' ExpectedAttentionStats saves them.
+/// Query statistics from a file, as kvpress' ExpectedAttentionStats saves them.
 class QueryStatisticsFile {
  public:
   QueryStatisticsFile(const std::string& file, const ModelConfig& config)
@@ -75,8 +75,8 @@ class QueryStatisticsFile {
 };
 
 // forms (d, group * d): covariance / (2 d) of each query head of KV head `head`, side by side. The
-// lower left quarter of each is added to the upper right one: k' F k stays the same, and the lower
-// left quarter need not be multiplied.
+// lower left quarter of each is added to the upper right one. k' F k stays the same, and the lower
+// left quarter needs no multiplication.
 void fill_forms(const ExecutionSpace& exec, const QueryStatistics::Covariances& covariances,
                 int head, int group, const Matrix& forms) {
   const std::int64_t first = static_cast<std::int64_t>(head) * group;
@@ -165,7 +165,7 @@ void write_scores(const ExecutionSpace& exec, const float* probabilities, std::i
 }
 
 /// Expected attention (Devoto et al., arXiv 2510.00636). Future queries resemble past ones and are
-/// normally distributed before RoPE. So the attention that they will give a row is known.
+/// normally distributed before RoPE, so the attention that they will give a row can be computed.
 ///
 ///   s(r) = (mean over the group of softmax_r(mu . k_r / sqrt(d) + k_r' C k_r / (2 d)) + epsilon)
 ///          * |v_r|
@@ -177,14 +177,14 @@ void write_scores(const ExecutionSpace& exec, const float* probabilities, std::i
 /// d^2 operations for the statistics and 1.5 rows d^2 for the scores; memory O(rows * group + heads
 /// d^2).
 ///
-/// In steps that add fewer than `history` tokens to a longer sequence, the newest `history` tokens
-/// give the statistics, as in kvpress' DecodingPress. There, however, the averaged rotation begins
-/// at the number of those tokens; here it begins at the next token's position. kvpress also
+/// In steps that add fewer than `history` tokens to a longer sequence, the statistics come from the
+/// newest `history` tokens, as in kvpress' DecodingPress. There, however, the averaged rotation
+/// begins at the number of those tokens; here it begins at the next token's position. kvpress also
 /// excludes the first `sink` of the newest tokens.
 ///
 /// With `statistics`, mu and C before RoPE come from a file (query_mean: layers, query heads, d;
 /// query_cov: layers, query heads, d, d), as kvpress' ExpectedAttentionStats saves them. kvpress
-/// rounds them to the model's type; here they are not rounded.
+/// rounds them to the model's type; this policy does not round them.
 class ExpectedAttention final : public Policy {
  public:
   ExpectedAttention(const ExpectedParameters& parameters,
@@ -220,7 +220,7 @@ class ExpectedAttention final : public Policy {
   }
 
  private:
-  // The layer's mean and covariance of future queries.
+  // Sets the layer's mean and covariance of future queries.
   void prepare(PolicyLayer& layer) {
     const ExecutionSpace& exec = layer.exec();
     std::int64_t end = 0;

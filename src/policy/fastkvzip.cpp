@@ -88,12 +88,12 @@ void score_gate(const ExecutionSpace& exec, const GateViews& views, const GateSh
 class Gates {
  public:
   virtual ~Gates() = default;
-  /// Fills scores (head on this rank, token) from hidden (token, hidden_size).
+  /// Sets scores (head on this rank, token) from hidden (token, hidden_size).
   virtual void score(const ExecutionSpace& exec, int layer, const detail::ConstMatrix& hidden,
                      const ScoreView& scores) = 0;
 };
 
-// Returns the parts of `heads` of a tensor whose first extent is the model's heads.
+// Returns the values for `heads` from a tensor whose first extent is the model's heads.
 ConstVector of_heads(const TensorInfo& tensor, const std::vector<int>& heads, const char* label) {
   const std::size_t part =
       tensor.bytes / size_of(tensor.dtype) / static_cast<std::size_t>(tensor.shape[0]);
@@ -219,12 +219,12 @@ std::shared_ptr<Gates> load(const std::string& path, const PolicySetup& setup) {
   throw Error("fastkvzip: unknown value type");
 }
 
-// The gates' scores of rows that score() set to 1 as the newest: in a later step they are no longer
-// the newest. Indexed by position, so that a step may start again after a failure or from a
-// checkpoint.
+// The gates' scores of rows that score() set to 1 because they were the newest. In a later step
+// they are no longer the newest. Indexed by position, so that a step may start again after a
+// failure or from a checkpoint.
 struct Protected {
   Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>
-      gates;  // (head, position - first): or NaN
+      gates;  // (head, position - first); NaN if none
   std::int64_t first = 0;
 };
 
@@ -236,7 +236,7 @@ void grow(const ExecutionSpace& exec, std::int64_t heads, std::int64_t first, st
   first = std::min(first, rows.first);
   end = std::max(end, rows.first + known);
   if (first == rows.first && end == rows.first + known) return;
-  // Half as much again, so that steps of one token do not copy all each time.
+  // Grows by half, so that steps of one token do not copy all scores each time.
   const std::int64_t columns = std::max(end - first, known + known / 2);
   const decltype(rows.gates) gates("kvzap::fastkvzip::protected", heads, columns);
   Kokkos::deep_copy(exec, gates, std::nanf(""));
@@ -302,7 +302,7 @@ class FastKvzip final : public Policy {
   PolicyNeeds needs() const override {
     PolicyNeeds needs;
     needs.blocks = true;
-    // Hidden states exist only during a step: to score again, the scores of all tokens are needed.
+    // Hidden states exist only during a step, so scoring again needs the scores of all tokens.
     needs.every_step = true;
     return needs;
   }
@@ -345,8 +345,8 @@ class FastKvzip final : public Policy {
 
 }  // namespace
 
-/// Fast KVzip (arXiv 2601.17668): a gate for each KV head, computed from the hidden state x that
-/// enters attention. For each of its queries g it has q_g = norm(Q_g x + c_g); with k = norm(K x),
+/// Fast KVzip (arXiv 2601.17668): a gate for each KV head scores rows from the hidden state x that
+/// enters attention. For each of its queries g it has q_g = norm(Q_g x + c_g). With k = norm(K x),
 ///   score = mean over g of 1 / (1 + sum over s of exp((b_s . q_g - k . q_g) / sqrt(d) - bias_g))
 /// with learned keys b_s. The first `sink` positions and the newest rows get 1. The newest rows are
 /// max(1, floor(T * window-ratio)) of T tokens, and `window` rows from 32000 tokens on. As in
@@ -362,8 +362,8 @@ class FastKvzip final : public Policy {
 /// sinks, d), b (heads, 1, g).
 ///
 /// Cost: products of hidden states with heads * (g + 1) * d outputs, and O(heads * g * sinks * d)
-/// per token; 4 bytes for each row of the step and for each row that was among the newest of a
-/// step.
+/// per token. Memory: 4 bytes for each row of the step and for each row that was among the newest
+/// of a step.
 PolicyInfo fastkvzip() {
   using Kind = PolicyParameter::Kind;
   PolicyInfo info;

@@ -32,8 +32,8 @@ void write_scores(const ExecutionSpace& exec, const RowVector& mass, std::int64_
       KOKKOS_LAMBDA(std::int64_t r) { scores(head, r) = factor * mass(r); });
 }
 
-/// FINCH (Corallo and Papotti, TACL 2024, 10.1162/tacl_a_00716): rows that the question attends to
-/// stay.
+/// FINCH (Corallo and Papotti, TACL 2024, 10.1162/tacl_a_00716): keeps the rows to which the
+/// question attends.
 ///
 ///   s(r) = mean over the question's tokens q and the group of n(q) p(q, r),  r a row before it
 ///
@@ -43,10 +43,10 @@ void write_scores(const ExecutionSpace& exec, const RowVector& mass, std::int64_
 /// head_dim), collected while context and question run as one step. Cost: 2 question rows head_dim
 /// operations per query head; see WindowAttention for memory.
 ///
-/// As in kvpress: one pass over all of the context, and a budget for each part of `chunk` rows if
-/// that is not 0. The paper runs the context chunk by chunk, each with the question behind it, so
-/// that later chunks see only the rows that stayed of earlier ones. Without `normalize`, n(q) is 1.
-/// kvpress and the paper renumber positions afterwards: add "+rerotate".
+/// As in kvpress: one pass over the whole context, and a budget for each part of `chunk` rows if
+/// that is not 0. The paper runs the context chunk by chunk, each followed by the question, so
+/// later chunks see only the earlier rows that stayed. Without `normalize`, n(q) is 1. kvpress and
+/// the paper renumber positions afterwards: add "+rerotate".
 ///
 /// A step without a question gives all rows the score 0.
 class Finch final : public Policy {
@@ -55,7 +55,7 @@ class Finch final : public Policy {
 
   PolicyNeeds needs() const override {
     PolicyNeeds needs;
-    // The length of the question varies: its queries are taken block by block.
+    // The length of the question varies, so its queries are taken block by block.
     needs.blocks = true;
     return needs;
   }
@@ -63,7 +63,7 @@ class Finch final : public Policy {
   void observe(PolicyLayer& layer, const TokenBlock& block) override {
     const auto& extents = layer.extents();
     if (extents.question == 0) return;
-    // Independent of the state that `score` left: a failed step may not have reached it.
+    // Does not rely on the state that `score` left: a failed step may not have reached it.
     if (block.first == extents.tokens - extents.new_tokens) {
       m_observed = 0;
       m_queries = {};
@@ -71,7 +71,7 @@ class Finch final : public Policy {
                           extents.question, static_cast<std::size_t>(layer.heads()) * extents.group,
                           extents.head_dim);
     }
-    // The question has the last of the step's tokens.
+    // The question is the last part of the step's tokens.
     const std::int64_t context = extents.new_tokens - extents.question;
     const std::int64_t begin = std::clamp<std::int64_t>(context - m_observed, 0, block.count);
     const std::int64_t target = m_observed + begin - context;
@@ -144,7 +144,7 @@ PolicyInfo finch() {
                       {},
                       "rows of a part of the context with its own budget; 0: one part"}};
   info.needs_question = true;
-  // While the model generates there is no question to score by.
+  // While the model generates there is no question from which to score.
   info.scores_again = false;
   info.make = [](const PolicyArguments& arguments, const PolicySetup&) -> PolicyMaker {
     const bool normalizes = arguments.flag("normalize");

@@ -49,8 +49,8 @@ void write_scores(const ExecutionSpace& exec, const H2OScore& score,
       });
 }
 
-/// H2O (Zhang et al., arXiv 2306.14048), as in kvpress' ObservedAttentionPress: rows that all
-/// queries so far gave much attention, heavy hitters, stay.
+/// H2O (Zhang et al., arXiv 2306.14048), as in kvpress' ObservedAttentionPress: keeps heavy
+/// hitters, the rows that got most attention from all queries so far.
 ///
 ///   s(r) = mean over the group of (sum over all queries q that see r of p(q, r)) / (number of
 ///   them)
@@ -80,7 +80,7 @@ class H2O final : public Policy {
 
   void observe(PolicyLayer& layer, const TokenBlock& block) override {
     const auto& extents = layer.extents();
-    // Independent of the state that `score` left: a failed step may not have reached it.
+    // Does not rely on the state that `score` left: a failed step may not have reached it.
     if (block.first == extents.tokens - extents.new_tokens) start(layer, block);
     m_end = block.first + block.count;
     if (layer.heads() > 0) layer.attention_mass(block, MassReduction::sum, m_mass);

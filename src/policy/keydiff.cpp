@@ -18,8 +18,8 @@ void inverse_norms(const ExecutionSpace& exec, const PolicyLayer::RowsView& keys
       });
 }
 
-// The anchor's length does not affect a cosine. It is scaled to 1 (kvpress: to that of a mean), so
-// that sums over many rows stay in range.
+// The anchor's length does not affect a cosine. It is scaled to length 1 (in kvpress, to the length
+// of a mean), so that sums over many rows stay in range.
 void unit_anchor(const ExecutionSpace& exec, const detail::ColumnSums::Sums& sums, std::int64_t dim,
                  const Floats& anchor) {
   Kokkos::parallel_for(
@@ -45,7 +45,7 @@ void negative_cosines(const ExecutionSpace& exec, const PolicyLayer::RowsView& k
       });
 }
 
-/// Keys that differ from the others stay: the score of a row is the negative cosine of the angle
+/// Keeps keys that differ from the others: the score of a row is the negative cosine of the angle
 /// between its key, after RoPE, and the mean of all keys of the head, each scaled to length 1 (Park
 /// et al.: "KeyDiff", arXiv 2504.15364).
 ///

@@ -12,13 +12,13 @@ void negative_norms(const ExecutionSpace& exec, const PolicyLayer::RowsView& key
       KOKKOS_LAMBDA(std::int64_t r) { scores(head, r) = -detail::norm(&keys(r, 0), dim); });
 }
 
-/// Keys of small norm get much attention: the score of a row is the negative Euclidean norm of its
-/// key (Devoto, Zhao, Scardapane and Minervini, arXiv 2406.11430). RoPE does not change norms.
+/// Keys of small norm get much attention, so the score of a row is the negative Euclidean norm of
+/// its key (Devoto, Zhao, Scardapane and Minervini, arXiv 2406.11430). RoPE does not change norms.
 ///
 /// One pass over the keys, (rows, head_dim) of each head; no extra memory.
 ///
-/// The paper does not prune the first two layers; kvpress does, and so does this (the modifier
-/// per-layer gives layers their own ratios).
+/// The paper does not prune the first two layers; kvpress does, and so does this policy (the
+/// modifier per-layer gives layers their own ratios).
 class KeyNorm final : public Policy {
  public:
   void score(PolicyLayer& layer, const ScoreView& scores) override {

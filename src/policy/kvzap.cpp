@@ -22,7 +22,7 @@ class Kvzap final : public Policy {
   PolicyNeeds needs() const override {
     PolicyNeeds needs;
     needs.blocks = true;
-    // Hidden states exist only during a step: to score again, the scores of all tokens are needed.
+    // Hidden states exist only during a step, so scoring again needs the scores of all tokens.
     needs.every_step = true;
     return needs;
   }

@@ -26,15 +26,15 @@ constexpr std::int64_t kvzip_least_queries = 64;
 // Columns that one work item reduces on a host.
 constexpr std::int64_t kvzip_slice = 512;
 
-/// Queries of one query head, one after the other, against all columns: the sinks, the chunk, and
-/// the rows of the repeat up to that of the last query.
+/// Queries of one query head, in order, against all columns: the sinks, the chunk, and the rows of
+/// the repeat up to the row of the last query.
 struct KvzipTile {
   float* logits;        // (query, column), unscaled; exponentials later
   float* factors;       // (query): factors of the exponentials
   const float* scales;  // (query): factors of the probabilities
   std::int64_t queries;
   std::int64_t columns;
-  std::int64_t seen;   // columns that the first query sees; each later one sees one more
+  std::int64_t seen;   // columns that the first query sees; each later query sees one more
   std::int64_t begin;  // first column of the chunk
   std::int64_t chunk;  // columns of the chunk
   float scaling;       // of logits
@@ -60,7 +60,7 @@ void kvzip_pack(const ExecutionSpace& exec, const TokenBlock::QueryView& queries
       });
 }
 
-// scales(i) = 1 / ||hidden(i, ·)||, or 1.
+// scales(i) = 1 / ||hidden(i, ·)||, or 1 without scaling.
 void kvzip_scales(const ExecutionSpace& exec, const TokenBlock& block, bool by_norm,
                   const Vector& scales) {
   const auto hidden = block.hidden;
@@ -187,7 +187,7 @@ void kvzip_reduce(const ExecutionSpace& exec, const KvzipTile& tile, float* larg
 }
 
 // scores(head, begin + c) = max(itself, largest(member, c) * norms(member, c)), over all members.
-// Without norms, largest alone.
+// Without norms, uses `largest` alone.
 void kvzip_merge(const ExecutionSpace& exec, const Matrix& largest, const Matrix& norms,
                  bool has_norms, int head, std::int64_t begin, const Matrix& scores) {
   const auto group = static_cast<std::int64_t>(largest.extent(0));
@@ -295,7 +295,7 @@ class Kvzip final : public Policy {
   template <class Value>
   using Keys = Kokkos::View<Value*, MemorySpace>;
 
-  /// keys (column, head_dim) = keys of the sinks, the chunk and the repeat.
+  /// Sets keys (column, head_dim) to the keys of the sinks, the chunk and the repeat.
   template <class Value>
   void gather(PolicyLayer& layer, int head, std::int64_t sink, std::int64_t repeated,
               Keys<Value>& keys) {
@@ -309,8 +309,8 @@ class Kvzip final : public Policy {
     kvzip_copy(layer.exec(), layer.keys(head, context, repeated), sink + chunk, keys);
   }
 
-  /// m_largest (query head of the group, column of the chunk) = the largest probability, divided by
-  /// ||h|| for KVzip+.
+  /// Sets m_largest (query head of the group, column of the chunk) to the largest probability,
+  /// divided by ||h|| for KVzip+.
   template <class Value>
   void pass(PolicyLayer& layer, int head, const TokenBlock& block, std::int64_t sink,
             std::int64_t columns, const Keys<Value>& keys) {
@@ -366,7 +366,7 @@ class Kvzip final : public Policy {
   KvzipOptions m_options;
   std::shared_ptr<OutputNorms> m_norms;
   std::vector<Matrix> m_scores;  // [layer] (head on this rank, position)
-  bool m_has_first = false;      // whether the first positions have theirs
+  bool m_has_first = false;      // whether the first positions have their scores
   // Scratch.
   detail::LinearMap m_product;
   Keys<float> m_keys;
@@ -425,15 +425,15 @@ PolicyInfo kvzip_info(bool plus) {
 
 /// KVzip (arXiv 2505.23416), as in kvpress. After the context, the model repeats it in chunks (see
 /// repeat_steps). The queries of a repeat attend, with their own softmax, to three groups of rows:
-/// the first `sink` positions (as far as they precede the chunk), the chunk's rows, and the repeat
-/// itself up to the query. Then
-///   score = max over all positions of the repeat and the query heads of the group of p.
+/// the first `sink` positions that precede the chunk, the chunk's rows, and the repeat itself up to
+/// the query. Then
+///   score = max of p over all positions of the repeat and all query heads of the group.
 /// The first `sink` positions get the largest of all scores plus 1. Positions of a chat template's
 /// prefix behind them are not repeated and score 0. The heads of all layers compete, and floor(rows
 /// * ratio) rows are evicted; with layerwise=on the heads of a layer compete.
 ///
-/// Products are those of attention: of bf16 values if the cache has them. Logits exist for a few
-/// dozen queries at a time; scores take 4 bytes per row and head.
+/// Products are those of attention: they use bf16 values if the cache has them. Logits exist for a
+/// few dozen queries at a time; scores take 4 bytes per row and head.
 ///
 /// Cost: a forward pass over the repeat, and per query head a product of its queries with up to
 /// sink + chunk + repeat keys.

@@ -17,8 +17,8 @@ struct Partitions {
   std::int64_t count = 0;
 };
 
-// ranges (partition, 2, dim): smallest and largest value of each dimension in partitions 1 … count
-// - 1.
+// Sets ranges (partition, 2, dim) to the smallest and largest value of each dimension in partitions
+// 1 … count - 1.
 void value_ranges(const ExecutionSpace& exec, const LagRows& rows, const Partitions& p,
                   const Floats& ranges) {
   const float infinity = std::numeric_limits<float>::infinity();
@@ -49,8 +49,8 @@ void value_ranges(const ExecutionSpace& exec, const LagRows& rows, const Partiti
       });
 }
 
-// deviations(row after the sink): standard deviation, as of a sample, over the dimensions of a row,
-// each scaled by the next partition's range.
+// Sets deviations(row after the sink) to the standard deviation, as of a sample, over the
+// dimensions of a row, each scaled by the next partition's range.
 void deviations(const ExecutionSpace& exec, const LagRows& rows, const Partitions& p,
                 const Floats& ranges, const Floats& result) {
   constexpr int lanes = 8;
@@ -109,8 +109,8 @@ void add_softmax(const ExecutionSpace& exec, const Partitions& p, const Floats& 
       });
 }
 
-// scores = rank of each score in its partition, in ascending order and equal ones by position,
-// divided by the size of a partition.
+// Sets scores to the rank of each score in its partition, divided by the size of a partition. Ranks
+// ascend; equal scores are ordered by position.
 void rank_in_partitions(const ExecutionSpace& exec, const Partitions& p, const Floats& copy,
                         int head, const Policy::ScoreView& scores) {
   const std::int64_t rows = (p.count - 1) * p.lag;
@@ -138,7 +138,8 @@ void fill_ends(const ExecutionSpace& exec, const Partitions& p, std::int64_t row
       KOKKOS_LAMBDA(std::int64_t r) { scores(head, r) = r >= p.sink && r < end ? 0.0f : 1.0f; });
 }
 
-// Too few rows to judge: 1 in the sink, then rising from 0, so that the newest stay.
+// With too few rows to judge, scores are 1 in the sink and then rise from 0, so that the newest
+// stay.
 void fill_short(const ExecutionSpace& exec, std::int64_t sink, std::int64_t rows, int head,
                 const Policy::ScoreView& scores) {
   Kokkos::parallel_for(
@@ -149,14 +150,16 @@ void fill_short(const ExecutionSpace& exec, std::int64_t sink, std::int64_t rows
       });
 }
 
-/// The deviation of a row's key and value, on the scale of the following partition of rows (Liang
-/// et al.: "LagKV", arXiv 2504.04704). Rows after the first `sink` ones form partitions of `lag`
-/// rows. A dimension x of a row is scaled to (x - min) / (max - min), with the smallest and largest
-/// value of the next partition in this dimension. The standard deviation over dimensions passes
-/// through a softmax over the partition's rows. The score of a row is the mean of its results for
-/// keys and values. With cross-scoring off, its rank in its partition, divided by lag, replaces it,
-/// so that each partition loses the same number of rows. The sink, the last partition and the rows
-/// after it have the score 1. If there are not two partitions, the newest rows stay (rising
+/// Scores the deviation of a row's key and value, on the scale of the following partition of rows
+/// (Liang et al.: "LagKV", arXiv 2504.04704). Rows after the first `sink` ones form partitions of
+/// `lag` rows. A dimension x of a row is scaled to (x - min) / (max - min), with the smallest and
+/// largest value of the next partition in this dimension. The standard deviation over dimensions
+/// passes through a softmax over the partition's rows. The score of a row is the mean of its
+/// results for keys and values.
+///
+/// With cross-scoring off, the rank of the score in its partition, divided by lag, replaces it, so
+/// that each partition loses the same number of rows. The sink, the last partition and the rows
+/// after it have the score 1. If there are fewer than two partitions, the newest rows stay (rising
 /// scores).
 ///
 /// Two passes over keys and values, (rows, head_dim) of each head, and lag comparisons per row; a

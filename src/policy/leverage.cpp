@@ -19,8 +19,8 @@ using Rows = PolicyLayer::RowsView;
 constexpr std::int64_t fine_positions = 128;
 
 // rows = keys, rotated back by their positions. The angle is the float that RoPE computes, position
-// * frequency. Sine and cosine of the exact product come from those of its coarse and its fine
-// part. The rounding of the angle is a small rotation, which is added.
+// * frequency. Sine and cosine of the exact product are combined from a coarse and a fine part. The
+// rounding of the angle adds a small rotation.
 void turn_back(const ExecutionSpace& exec, const Rows& keys, const Positions& positions,
                const Kokkos::View<const float*, MemorySpace>& frequencies, const float* coarse,
                const float* fine, const Matrix& rows) {
@@ -102,7 +102,7 @@ std::vector<float> invert_factors(const Communicator& comm, const std::vector<fl
                        [](float x) { return std::isfinite(x); });
   };
   const double first = 1e-2;
-  // Floats have no range for more tries.
+  // A float cannot represent more tries.
   for (double jitter = first; jitter < 1e38; jitter *= 10) {
     std::int64_t failed = 0;
     for (std::size_t begin = 0; begin < grams.size(); begin += n * n) {
@@ -213,17 +213,17 @@ void LeverageScores::operator()(PolicyLayer& layer, const std::vector<RowPart>& 
 namespace kvzap::policy {
 namespace {
 
-/// Rows whose keys, before RoPE, differ from the others of the head: approximate leverage scores
-/// (detail::LeverageScores), standardized over all heads of the layer (Chari and Van Durme:
+/// Keeps rows whose keys, before RoPE, differ from the others of the head: approximate leverage
+/// scores (detail::LeverageScores), standardized over all heads of the layer (Chari and Van Durme:
 /// "Compactor", arXiv 2507.08143).
 ///
 /// 2 * k * (head_dim + 2 k) operations per row for a sketch of dimension k; head_dim + k floats for
 /// each row of one head and k for each row of all heads of a layer.
 ///
 /// As in kvpress, a Cholesky factorization with 0.01 on the diagonal replaces the paper's
-/// decomposition. In float32, kvpress gives these scores after torch.manual_seed(seed). It computes
-/// keys from hidden states; here they come from the cache, rotated back, so that rows can be scored
-/// at any time.
+/// decomposition. In float32, kvpress computes these scores after torch.manual_seed(seed). It
+/// computes keys from hidden states. Here they come from the cache, rotated back, so that rows can
+/// be scored at any time.
 class Leverage final : public Policy {
  public:
   explicit Leverage(std::shared_ptr<detail::Sketches> sketches) : m_leverage(std::move(sketches)) {}

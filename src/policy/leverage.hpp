@@ -12,7 +12,7 @@
 
 namespace kvzap::detail {
 
-/// The Gaussian sketches of all layers, which policies of several sequences share. Not thread-safe.
+/// The Gaussian sketches of all layers. Policies of several sequences share them. Not thread-safe.
 class Sketches {
  public:
   /// `dimension`: columns of a sketch.
@@ -43,8 +43,8 @@ class LeverageScores {
  public:
   explicit LeverageScores(std::shared_ptr<Sketches> sketches) : m_sketches(std::move(sketches)) {}
 
-  /// Fills scores(head, row) of the parts; each part counts as all rows. Keys are rotated back by
-  /// their positions. ε is 0.01; it grows tenfold while a Cholesky factorization fails in any head
+  /// Sets scores(head, row) of the parts; each part counts as all rows. Keys are rotated back by
+  /// their positions. ε is 0.01. It grows tenfold while a Cholesky factorization fails in any head
   /// of the layer on any rank (kvpress gives up after five tries). Keys that are not finite give
   /// NaN. Collective; waits for the layer's exec.
   void operator()(PolicyLayer& layer, const std::vector<RowPart>& parts,

@@ -14,8 +14,8 @@ using Partial = Kokkos::View<double**, Kokkos::LayoutRight, MemorySpace>;
 // Rows that one work item adds up.
 constexpr std::int64_t summed_rows = 256;
 
-// partial(slice, :) = the sum over the slice's rows of keys (row, dim) before RoPE, where row r has
-// position r.
+// Sets partial(slice, :) to the sum over the slice's rows of keys (row, dim) before RoPE, where row
+// r has position r.
 //
 // With dimensions (d, d + dim/2) as a complex number k_r and w the rotation of one position, this
 // is the sum of k_r w^-r. Horner's rule needs no sine for each row, and doubles are exact enough.
@@ -50,8 +50,9 @@ void sum_turned_back(const ExecutionSpace& exec, const PolicyLayer::RowsView& ke
       });
 }
 
-// Returns the mean of the cumulative sum of attention from the last of `tokens` positions, if all
-// positions have this query and key (head_dim, before RoPE, which multiplies both by rope_scale).
+// Returns the mean of the cumulative sum of attention from the last of `tokens` positions if all
+// positions have this query and key. Both are (head_dim), before RoPE, which multiplies them by
+// rope_scale.
 double mean_cumulative_attention(const float* query, const double* key,
                                  const std::vector<double>& frequencies, double rope_scale,
                                  std::int64_t tokens) {
@@ -129,7 +130,7 @@ std::vector<double> MeanAttention::Watcher::mean_key(PolicyLayer& layer, int hea
   Kokkos::deep_copy(layer.exec(), sums, m_partial);
   detail::fence(layer.exec(), "kvzap::mean_attention: the host adds up");
   std::vector<double> mean(static_cast<std::size_t>(dim), 0.0);
-  const double scale = layer.extents().rope_scale;  // rotating back leaves it in the keys
+  const double scale = layer.extents().rope_scale;  // rotating back leaves this factor in the keys
   for (std::int64_t slice = 0; slice < slices; ++slice) {
     for (std::int64_t d = 0; d < dim; ++d) {
       mean[static_cast<std::size_t>(d)] += sums(slice, d) / (static_cast<double>(rows) * scale);
@@ -156,7 +157,7 @@ void MeanAttention::Watcher::score(PolicyLayer& layer, const ScoreView& scores) 
   std::vector<double> turns(frequencies.extent(0));
   for (std::size_t d = 0; d < turns.size(); ++d) turns[d] = host_frequencies(d);
   for (int head = 0; head < layer.heads(); ++head) {
-    // The rows are no longer needed. One stays, so that the cache has a row of each head.
+    // The rows are no longer needed. One row stays, because the cache needs a row in each head.
     fill_rows(layer.exec(), scores, head, {0, 1}, 1.0f);
     fill_rows(layer.exec(), scores, head, {1, layer.rows(head)}, 0.0f);
     const std::vector<double> key = mean_key(layer, head);
@@ -183,7 +184,7 @@ std::unique_ptr<Policy> MeanAttention::watch() {
 }
 
 void MeanAttention::finish(const Communicator& comm) {
-  // Other ranks have zeros where this rank has sums, so the result is the same on all ranks.
+  // Other ranks have zeros for this rank's heads, so the sum is the same on all ranks.
   comm.all_reduce_sum(m_sums.data(), m_sums.size());
   const auto heads = static_cast<std::size_t>(m_kv_heads);
   m_scores.assign(m_sums.size() / heads, std::vector<double>(heads));

@@ -1,4 +1,4 @@
-// The distance that each KV head looks back, from its mean query and key over a few texts.
+// Measures how far each KV head looks back, from its mean query and key over a few texts.
 #pragma once
 
 #include <kvzap/engine/policies.hpp>
@@ -7,8 +7,8 @@ namespace kvzap::policy {
 
 /// The scores that kvpress' duo_attention_on_the_fly computes instead of a learned pattern. For
 /// each text, of any length, it takes the mean over tokens of a head's queries and keys, before
-/// RoPE and after the norms that some models have there. Then each of `tokens` positions is given
-/// the mean query and the mean key, rotated by RoPE. With a_j the attention of the last query,
+/// RoPE and after the norms that some models have there. Then each of `tokens` positions gets the
+/// mean query and the mean key, rotated by RoPE. With a_j the attention of the last query,
 ///
 ///   score = mean over i of sum over j <= i of a_j.
 ///
@@ -17,7 +17,6 @@ namespace kvzap::policy {
 ///
 /// Cost beside running the texts: a pass over queries and keys, and tokens * head_dim operations
 /// per query head, layer and text. Memory: one block's queries and one head's keys.
-/// operations per query head, layer and text. Memory: one block's queries, one head's keys.
 class MeanAttention final : public Calibration {
  public:
   /// tokens: number of positions that get the means, >= 1.
@@ -39,7 +38,7 @@ class MeanAttention final : public Calibration {
   std::int64_t m_tokens;
   std::int64_t m_watched = 0;  // texts
   int m_kv_heads = 1;
-  std::vector<double> m_sums;  // (layer, KV head): over texts, of the heads on this rank
+  std::vector<double> m_sums;  // (layer, KV head): sums over texts for the heads on this rank
   std::vector<std::vector<double>> m_scores;
 };
 

@@ -43,7 +43,7 @@ void copy_rows(const ExecutionSpace& exec, const TokenBlock::HiddenView& hidden,
 }  // namespace
 
 NewScores::View NewScores::block(const PolicyLayer& layer, const TokenBlock& block) {
-  // A failed step may have left blocks behind.
+  // A failed step may have left scores of its blocks.
   if (m_layer != layer.layer() || block.first != m_next) m_count = 0;
   const auto heads = static_cast<std::size_t>(layer.heads());
   const std::int64_t tokens = layer.extents().new_tokens;
@@ -55,7 +55,7 @@ NewScores::View NewScores::block(const PolicyLayer& layer, const TokenBlock& blo
     reserve_scratch(m_scores, layer.heads() * tokens, "kvzap::new_scores");
   }
   m_layer = layer.layer();
-  // Without heads there is no memory to point into.
+  // Without heads there is no memory to which a pointer could point.
   float* const target = heads == 0 ? m_scores.data() : m_scores.data() + m_count;
   m_count += block.count;
   m_next = block.first + block.count;

@@ -10,10 +10,10 @@ class NewScores {
  public:
   using View = Kokkos::View<float**, Kokkos::LayoutStride, MemorySpace>;
 
-  /// Returns (head on this rank, token of the block): the place for the block's scores.
+  /// Returns the place for the block's scores: (head on this rank, token of the block).
   View block(const PolicyLayer& layer, const TokenBlock& block);
-  /// Fills the scores of all rows: those of the cached rows, NaN if none, then those of the step's
-  /// blocks. Throws Error if the blocks do not cover all of the step's tokens.
+  /// Sets the scores of all rows: first the scores of the cached rows (NaN if none), then those of
+  /// the step's blocks. Throws Error if the blocks do not cover all of the step's tokens.
   void fill(PolicyLayer& layer, const Policy::ScoreView& scores);
 
  private:

@@ -16,7 +16,7 @@ namespace {
 
 using Floats = Kokkos::View<float*, MemorySpace>;
 
-// The score that kvpress gives padded keys. It is not -infinity: they take part in the softmax.
+// The score that kvpress gives padded keys. It is not -infinity, so they take part in the softmax.
 constexpr float padded_score = -1e-9f;
 
 void copy_queries(const ExecutionSpace& exec, const TokenBlock::QueryView& queries,
@@ -127,7 +127,7 @@ void pool_neighbours(const ExecutionSpace& exec, const Floats& raw, std::int64_t
       });
 }
 
-// Rows begin … end - 1 have a score of this step.
+// Rows begin … end - 1 have a score from this step.
 struct Known {
   std::int64_t cached = 0;  // rows of earlier tokens
   std::int64_t begin = 0;
@@ -263,7 +263,7 @@ void complete_scores(PolicyLayer& layer, const TokenRange& scored,
     largest = std::max<double>(largest, of_head);
   }
   layer.comm().all_reduce_max(&largest, 1);
-  // The maximum of no scores.
+  // All scores may be missing; then no maximum exists.
   if (largest <= std::numeric_limits<float>::lowest()) largest = 0;
   for (int h = 0; h < layer.heads(); ++h) {
     fill_missing(layer.exec(), layer.cached_scores(h), known[h], layer.rows(h), h,
@@ -276,19 +276,20 @@ void complete_scores(PolicyLayer& layer, const TokenRange& scored,
 namespace kvzap::policy {
 namespace {
 
-/// Rows that get attention when all tokens of a chunk see one another. The score is the softmax of
-/// the products of the chunk's queries and keys, after RoPE, summed over queries, averaged over the
-/// group, and multiplied by the norm of the row's value. Then it is averaged over three
-/// neighbouring rows, and standardized over all heads of the layer (part of Chari and Van Durme:
-/// "Compactor", arXiv 2507.08143).
+/// Keeps rows that get attention when all tokens of a chunk see one another. The score is the
+/// softmax of the products of the chunk's queries and keys, after RoPE, summed over queries,
+/// averaged over the group, and multiplied by the norm of the row's value. Then it is averaged over
+/// three neighbouring rows, and standardized over all heads of the layer (part of Chari and Van
+/// Durme: "Compactor", arXiv 2507.08143).
 ///
-/// 4 * chunk * head_dim operations per query; the queries of a chunk and its products, (chunk,
-/// query heads, head_dim) and (chunk * group, chunk), and a float per row of the step.
+/// Cost: 4 * chunk * head_dim operations per query. Memory: the queries of a chunk and its
+/// products, (chunk, query heads, head_dim) and (chunk * group, chunk), and a float per row of the
+/// step.
 ///
 /// As in kvpress, products are not divided by sqrt(head_dim) (`scaled=on` does), and the last chunk
 /// is padded with keys of score 0 and with queries that give each key the same attention. kvpress
 /// scores only one prefill. Here, if more tokens follow, rows keep the score of their own step,
-/// standardized among its rows. Tokens that came one by one have the largest score of all.
+/// standardized among its rows. Tokens that arrived one by one have the largest score of all.
 class NonCausal final : public Policy {
  public:
   NonCausal(std::int64_t chunk, bool scaled) : m_attention(chunk, scaled) {}
@@ -296,7 +297,7 @@ class NonCausal final : public Policy {
   PolicyNeeds needs() const override {
     PolicyNeeds needs;
     needs.blocks = true;
-    // The queries of a step exist only during it.
+    // The queries of a step exist only during the step.
     needs.every_step = true;
     return needs;
   }

@@ -25,14 +25,14 @@ std::optional<Number> read_number(std::string_view text) {
   return number;
 }
 
-// "a, b, c"
+// Joins names: "a, b, c".
 std::string list_of(const std::vector<std::string>& names) {
   std::string list;
   for (const std::string& name : names) list += (list.empty() ? "" : ", ") + name;
   return list;
 }
 
-// The end of a sentence.
+// Returns the end of an error message: a name that is close to `name`, if there is one.
 std::string did_you_mean(std::string_view name, const std::vector<std::string>& names) {
   const std::string nearest = detail::nearest_name(name, names);
   return nearest.empty() ? "." : fmt::format("; did you mean {}?", nearest);
@@ -53,7 +53,7 @@ const Info* find(const std::vector<Info>& infos, std::string_view name) {
   return found == infos.end() ? nullptr : &*found;
 }
 
-// What values a parameter takes, for messages: "a whole number from 1 to 64".
+// Describes the values of a parameter for messages: "a whole number from 1 to 64".
 std::string expected(const PolicyParameter& parameter) {
   const bool at_least = std::isfinite(parameter.least) && parameter.least > -1e300;
   const bool at_most = std::isfinite(parameter.most) && parameter.most < 1e300;
@@ -111,7 +111,7 @@ void check(const std::string& what, const PolicyParameter& parameter, const std:
     throw Error(fmt::format("{}: {} is \"{}\"; expected {}", what, parameter.name, value,
                             expected(parameter)));
   }
-  // (A file that need not be given has a standard value such as "none".)
+  // A file parameter that may be omitted has a default such as "none".
   std::error_code ignored;
   if (parameter.kind == Kind::file && value != parameter.standard &&
       !std::filesystem::exists(value, ignored)) {
@@ -214,7 +214,7 @@ PolicySpec parse_policy(const std::string& text) {
     spec.modifiers.emplace_back(info,
                                 read_arguments(parts[i], "modifier " + modifier, info->parameters));
   }
-  // (Infos lie in one vector.)
+  // All infos lie in one vector, so their addresses have its order.
   std::sort(spec.modifiers.begin(), spec.modifiers.end(),
             [](const auto& a, const auto& b) { return a.first < b.first; });
   return spec;

@@ -60,7 +60,7 @@ Choice read_choice(const std::string& value, const std::string& what,
   throw Error(fmt::format("{} is \"{}\"; expected {}", what, value, names));
 }
 
-/// A setting behind an @ of a policy's text.
+/// A setting after the @ in a policy's text.
 struct TextKey {
   const char* name;
   void (*read)(Pruning&, const std::string& value, const std::string& what);

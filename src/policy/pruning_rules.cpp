@@ -1,5 +1,5 @@
-// The rulebook: which parts of a Pruning go together. Everybody who is told how to prune, by flags,
-// a request, a list of settings or code, asks here.
+// The rulebook: which parts of a Pruning can be combined. Flags, requests, lists of settings and
+// code all ask here.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -16,7 +16,7 @@ namespace {
 using Code = PruningFault::Code;
 using Field = PruningField;
 
-/// Collects the first rule that is broken.
+/// Collects the first rule that a Pruning breaks.
 class Rules {
  public:
   explicit Rules(const PruningNames& names) : m_names(names) {}
@@ -103,7 +103,7 @@ void check_ranges(Rules& rules, const Pruning& p) {
 
 void check_amounts(Rules& rules, const Pruning& p, const PruningUse& use) {
   std::vector<Field> given = budget_fields(p);
-  // A plan has no use for the threshold.
+  // A plan does not use the threshold.
   if (p.amount.threshold && !use.plans) given.insert(given.begin(), Field::threshold);
   rules.require(given.size() < 2, Code::several_amounts, given, [&] {
     return fmt::format("{} and {} each say how much is evicted: give one of {}, {}",
@@ -217,7 +217,7 @@ void check_question(Rules& rules, const Pruning& p, const PruningUse& use) {
   check_one_step(rules, p);
 }
 
-/// The names of the policies that --layerwise is for.
+/// The names of the policies that support --layerwise.
 std::string layerwise_policies() {
   std::string names;
   for (const PolicyInfo& info : policies()) {
@@ -253,7 +253,7 @@ void check_layerwise(Rules& rules, const Pruning& p) {
                 });
 }
 
-/// Which surrogate is meant.
+/// Checks that the Pruning names one surrogate.
 void check_surrogate(Rules& rules, const Pruning& p) {
   const auto name = [&](Field field) { return rules.name(field); };
   const std::string own = detail::name_in(p.policy.empty() ? "kvzap" : p.policy);
@@ -304,7 +304,7 @@ void check_always(Rules& rules, const Pruning& p, const PolicyInfo& info, bool h
         "{} always does not go with {}, which decides itself how much of the context stays",
         name(Field::prune), policy);
   });
-  // Which rows a cut moves out of the ring, unjudged, depends on the heads of the rank.
+  // A cut moves rows out of the ring, unjudged. Which rows these are depends on the rank's heads.
   rules.require(has_budget || p.decode.every == 0, Code::conflict,
                 {Field::prune, Field::decode_every}, [&] {
                   return fmt::format(
@@ -330,14 +330,14 @@ void check_always(Rules& rules, const Pruning& p, const PolicyInfo& info, bool h
                 });
 }
 
-/// Who says how much stays.
+/// Checks that exactly one setting determines the number of rows that stay.
 void check_policy_amount(Rules& rules, const Pruning& p, const PruningUse& use,
                          const PolicySpec& spec) {
   const auto name = [&](Field field) { return rules.name(field); };
   const std::string policy = name(Field::policy) + " " + spec.info->name;
   const std::vector<Field> given = budget_fields(p);
   if (!spec.info->has_own_budget) {
-    // A modifier may bring its threshold; make_policy knows.
+    // A modifier may supply its own threshold; make_policy checks that.
     const bool says_none = !p.amount.threshold && given.empty() && spec.modifiers.empty();
     rules.require(!p.prunes() || use.plans || !says_none, Code::missing,
                   {Field::evict_ratio, Field::threshold, Field::keep_tokens, Field::kv_budget},
@@ -362,7 +362,7 @@ void throw_fault(const std::optional<PruningFault>& fault) {
   if (fault) throw PruningError(*fault);
 }
 
-/// The rules that need no policy.
+/// Checks the rules that do not depend on a policy.
 std::optional<PruningFault> find_general_fault(const Pruning& p, const PruningUse& use,
                                                const PruningNames& names) {
   Rules rules(names);
@@ -376,7 +376,8 @@ std::optional<PruningFault> find_general_fault(const Pruning& p, const PruningUs
   return rules.fault();
 }
 
-/// The rules between a pruning and a policy. `has_budget`, `has_threshold`: what chooses rows.
+/// Checks the rules that combine a Pruning with a policy. `has_budget`, `has_threshold`: what
+/// selects rows.
 void check_policy(Rules& rules, const Pruning& p, const PolicyInfo& info, bool has_budget,
                   bool has_threshold) {
   const auto name = [&](Field field) { return rules.name(field); };
@@ -419,7 +420,7 @@ std::optional<PruningFault> find_policy_fault(const Pruning& p, const PruningUse
   Rules rules(names);
   check_policy_amount(rules, p, use, spec);
   if (rules.fault() || use.plans || !p.prunes()) return rules.fault();
-  // An evict ratio that looks a threshold up is no budget.
+  // An evict ratio that is converted to a threshold by a table is no budget.
   const bool looks_up = p.looks_up_threshold();
   check_policy(rules, p, *spec.info, p.amount.has_budget() && !looks_up,
                p.amount.threshold || looks_up || has_modifier(spec, "dms"));

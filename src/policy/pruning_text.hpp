@@ -6,12 +6,12 @@
 
 namespace kvzap::detail {
 
-/// The name in front of "name:key=value+modifier".
+/// Returns the name at the start of "name:key=value+modifier".
 inline std::string name_in(const std::string& policy) {
   return policy.substr(0, policy.find_first_of(":+"));
 }
 
-/// The text with another argument, "key=value", of the policy itself.
+/// Returns the text with a further argument, "key=value", for the policy itself.
 inline std::string with_argument(std::string policy, const std::string& argument) {
   const std::size_t name = name_in(policy).size();
   const bool has_arguments = policy.compare(name, 1, ":") == 0;
@@ -19,7 +19,7 @@ inline std::string with_argument(std::string policy, const std::string& argument
   return policy;
 }
 
-/// Whether the policy itself (not a modifier) is given this argument.
+/// Returns whether the policy itself (not a modifier) has this argument.
 inline bool has_argument(const std::string& policy, const std::string& key) {
   const std::string own = policy.substr(0, policy.find('+'));
   return own.find(":" + key + "=") != std::string::npos ||

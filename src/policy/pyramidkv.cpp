@@ -4,8 +4,8 @@
 namespace kvzap::policy {
 
 /// PyramidKV (Cai et al., arXiv 2406.02069): SnapKV's scores (snapkv.cpp: formula, shapes, cost),
-/// and a budget that decreases from the first layer to the last, Budget::pyramid with this policy's
-/// `window` and `beta`:
+/// and a budget that decreases from the first layer to the last. The budget is Budget::pyramid with
+/// this policy's `window` and `beta`:
 ///
 ///   n(layer) = n_max - layer (n_max - n_min) / (layers - 1),  n_min = r / beta,
 ///   n_max = 2 r - n_min,  r = tokens (1 - evict ratio)

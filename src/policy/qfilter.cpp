@@ -33,15 +33,15 @@ void negative_products(const ExecutionSpace& exec, const PolicyLayer::RowsView& 
       });
 }
 
-/// The queries of a head point in one direction, and keys along it get attention. The score of a
-/// row is minus the product of its key, after RoPE, with the head's filter, a direction learned
-/// from queries (Godey et al.: "Q-Filters", arXiv 2503.02812).
+/// The queries of a head point in one direction, and keys in that direction get attention. The
+/// score of a row is minus the product of its key, after RoPE, with the head's filter, a direction
+/// learned from queries (Godey et al.: "Q-Filters", arXiv 2503.02812).
 ///
 /// One pass over the keys, (rows, head_dim) of each head. Extra memory only for the filters,
 /// (layers, KV heads, head_dim). They are in `filters`, a safetensors file as published for a model
 /// (nthngdy/*_qfilt), under the name q_filters.
 ///
-/// kvpress rounds filters to the model's type; here they are floats, like the keys that policies
+/// kvpress rounds filters to the model's type. Here they are floats, like the keys that policies
 /// see.
 class QFilter final : public Policy {
  public:

@@ -14,8 +14,8 @@ using Angles = Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace>;
 using Frequencies = Kokkos::View<const float*, MemorySpace>;
 using Covariances = QueryStatistics::Covariances;
 
-// Tokens of a run. An angle combines that of the run with that of a place in it, because sines are
-// slow.
+// Tokens of a run. An angle is combined from the angle of the run and the angle within it, because
+// sines are slow.
 constexpr std::int64_t run = 32;
 
 // angles(t, :, d): the rotation of t's run combined with that of t within it.
@@ -230,10 +230,10 @@ void QueryStatistics::begin(PolicyLayer& layer) {
 
 void QueryStatistics::observe(PolicyLayer& layer, const TokenBlock& block) {
   const auto& extents = layer.extents();
-  // Independent of the state that `finish` left: a failed step may not have reached it.
+  // Does not rely on the state that `finish` left: a failed step may not have reached it.
   if (block.first == extents.tokens - extents.new_tokens) begin(layer);
   m_end = block.first + block.count;
-  // finish takes the newest tokens instead.
+  // `finish` reads the newest tokens instead.
   if (extents.new_tokens < std::min(m_history, extents.tokens)) return;
   add(layer, block);
 }
@@ -292,7 +292,7 @@ void QueryStatistics::finish(PolicyLayer& layer) {
 }
 
 void AverageRope::prepare(PolicyLayer& layer, std::int64_t begin, std::int64_t count) {
-  if (begin == m_begin && count == m_count) return;  // same as in the previous layer
+  if (begin == m_begin && count == m_count) return;  // unchanged since the previous layer
   const auto frequencies = layer.inverse_frequencies();
   if (m_mean.extent(0) != frequencies.extent(0)) {
     m_mean = Kokkos::View<double**, Kokkos::LayoutRight, MemorySpace>("kvzap::average_rope::mean",
@@ -323,7 +323,7 @@ void AverageRope::turn(const ExecutionSpace& exec,
                        const QueryStatistics::Covariances& covariances) const {
   const auto mean = m_mean;
   const auto half = static_cast<std::int64_t>(mean.extent(0));
-  // A pair of rows and a pair of columns at a time: the four numbers at their crossings.
+  // Processes a pair of rows and a pair of columns at a time: the four numbers where they cross.
   Kokkos::parallel_for(
       "kvzap::average_rope::covariances",
       RowRange(exec, 0, static_cast<std::int64_t>(covariances.extent(0)) * half * half),

@@ -9,10 +9,10 @@
 namespace kvzap::policy {
 
 /// Collects the mean of the queries before RoPE for the query heads of this rank and, if requested,
-/// their covariance (divided by the number of queries). They come from the tokens that a step adds.
-/// If it adds few to a longer sequence, they come from the newest tokens. The first tokens of the
-/// sequence are excluded, because their queries differ from all others. Queries are rotated back by
-/// the angle of their position, and divided by RoPE's factor. A policy that uses this needs
+/// their covariance (divided by the number of queries). The queries are those of the tokens that a
+/// step adds, or of the newest tokens if the step adds few to a longer sequence. The first tokens
+/// of the sequence are excluded, because their queries differ from all others. Queries are rotated
+/// back by the angle of their position, and divided by RoPE's factor. A policy that uses this needs
 /// PolicyNeeds::frequencies.
 ///
 /// Sums are float, around the mean of the first block, so that nothing cancels. Cost per query
@@ -24,8 +24,9 @@ class QueryStatistics {
   using Covariances =
       Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace>;  // (query head, head_dim, head_dim)
 
-  /// sink: tokens excluded at the start of the sequence. history: tokens whose queries count in
-  /// steps with fewer. PolicyNeeds::recent must equal it, and PolicyNeeds::blocks must be on.
+  /// sink: tokens excluded at the start of the sequence. history: number of newest tokens whose
+  /// queries count in steps with fewer tokens. PolicyNeeds::recent must equal it, and
+  /// PolicyNeeds::blocks must be on.
   QueryStatistics(bool has_covariance, std::int64_t sink, std::int64_t history)
       : m_has_covariance(has_covariance), m_sink(sink), m_history(history) {}
 

@@ -23,7 +23,7 @@ void hash_positions(const ExecutionSpace& exec, const PolicyLayer::PositionView&
       });
 }
 
-/// Every row gets a number in [0, 1) that depends only on the seed, the layer, the head's index in
+/// Gives every row a number in [0, 1) that depends only on the seed, the layer, the head's index in
 /// the model and the row's position. It is the same on any number of ranks, and in every step.
 ///
 /// One pass over positions, no extra memory.

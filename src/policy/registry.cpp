@@ -27,8 +27,8 @@ const std::vector<PolicyInfo>& policies() {
 }
 
 const std::vector<ModifierInfo>& modifiers() {
-  // First modifiers of the amount, then of the pools that share it, then of scores, and last of the
-  // rows that stay. Each modifier sees the settings of those before it.
+  // Order of application: modifiers of the amount, of the pools that share it, of scores, and of
+  // the rows that stay. Each modifier sees the settings of those before it.
   static const std::vector<ModifierInfo> all = {
       policy::dms(),      policy::per_layer(), policy::pyramid(),  //
       policy::ada(),      policy::global(),                        //
@@ -56,7 +56,7 @@ void check_amount(const Budget& budget) {
 }
 
 // In kvpress, PyramidKV's budget is part of its compression. A press that wraps it uses its scores
-// alone and compresses in its own way. `+pyramid` requests the decreasing budget there, too.
+// alone and compresses in its own way. There, too, `+pyramid` requests the decreasing budget.
 bool keeps_pyramid(const PolicySpec& spec) {
   return std::all_of(spec.modifiers.begin(), spec.modifiers.end(), [](const auto& modifier) {
     const std::string& name = modifier.first->name;

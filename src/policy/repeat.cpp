@@ -45,7 +45,7 @@ std::vector<RepeatStep> repeat_steps(const std::vector<TokenId>& context,
     step.end = std::min(tokens, begin + prompt.chunk);
     append_ids(step.tokens, steps.empty() ? prompt.first : prompt.later);
     if (!steps.empty()) {
-      // Not more than the previous chunk has: the prefix is not part of it.
+      // No more tokens than the previous chunk has: the prefix is not part of it.
       const std::int64_t from = std::max(steps.back().begin, begin - prompt.overlap);
       step.tokens.insert(step.tokens.end(), context.begin() + from, context.begin() + begin);
     }

@@ -63,7 +63,7 @@ double sum_of_powers(const ExecutionSpace& exec, const Policy::ScoreView& scores
   return sum;
 }
 
-// Sum over all heads of the layer. One rank computes each head's sum, and every rank adds them in
+// Sums over all heads of the layer. One rank computes each head's sum, and every rank adds them in
 // the order of heads. So the result does not depend on the placement.
 double sum_over_layer(const PolicyLayer& layer, const std::vector<RowPart>& parts,
                       const Policy::ScoreView& scores, double shift, int power) {

@@ -10,7 +10,7 @@
 namespace kvzap::detail {
 
 using PolicyRange = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
-/// Returns whether kernels with a form for hosts run in it.
+/// Returns whether to run the host form of kernels that have one.
 inline bool uses_host_kernels() { return runs_on_host && !uses_device_kernels(); }
 
 /// Rows begin … begin + count - 1 of a head.
@@ -53,7 +53,7 @@ void fill_turns(const ExecutionSpace& exec, std::int64_t first, std::int64_t str
                 std::int64_t count, const Kokkos::View<const float*, MemorySpace>& frequencies,
                 double scale, float* turns);
 
-/// Sums over the rows of a head. Holds scratch space.
+/// Sums over the rows of a head. Keeps scratch space.
 class ColumnSums {
  public:
   using Sums = Kokkos::View<const double*, MemorySpace>;
@@ -70,7 +70,8 @@ class ColumnSums {
 
 /// scores = (scores - mean) / max(standard deviation, 1e-6), over the parts of all heads of the
 /// layer on all ranks together. The deviation is that of a sample (n - 1, as in torch), and 0 for
-/// fewer than two rows. The same for any number of ranks. Collective; waits for the layer's exec.
+/// fewer than two rows. The result is the same for any number of ranks. Collective; waits for the
+/// layer's exec.
 void standardize(const PolicyLayer& layer, const std::vector<RowPart>& parts,
                  const Policy::ScoreView& scores);
 

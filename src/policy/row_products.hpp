@@ -7,7 +7,7 @@
 
 namespace kvzap::policy {
 
-/// products[r] = sum_d a(r, d) * (b[r * b_stride + d] + by * v[d]); b may be null, for zeros.
+/// products[r] = sum_d a(r, d) * (b[r * b_stride + d] + by * v[d]). A null b counts as zeros.
 void row_products(const ExecutionSpace& exec, const detail::ConstMatrix& a, const float* b,
                   std::int64_t b_stride, const float* v, float by, float* products);
 /// norms[r] = the Euclidean norm of a(r, :).

@@ -23,7 +23,7 @@ std::int64_t lower_bound(const ExecutionSpace& exec, const PolicyLayer::Position
                          std::int64_t position) {
   const auto count = static_cast<std::int64_t>(positions.extent(0));
   std::int64_t found = 0;
-  // One thread: a binary search.
+  // One thread does a binary search.
   Kokkos::parallel_reduce(
       "kvzap::policy::rows_before", RowRange(exec, 0, 1),
       KOKKOS_LAMBDA(std::int64_t, std::int64_t & result) {
@@ -64,7 +64,7 @@ void protect_rows(PolicyLayer& layer, const Policy::ScoreView& scores,
     max_of_rows(layer.exec(), scores, h, {rows[h].second, layer.rows(h)}, largest);
   }
   layer.comm().all_reduce_max(&largest, 1);
-  // The maximum of no scores, or of NaN alone.
+  // There may be no scores, or only NaN.
   if (largest <= std::numeric_limits<float>::lowest()) largest = 0;
   const auto value = static_cast<float>(largest + 1);
   for (int h = 0; h < layer.heads(); ++h) fill_rows(layer.exec(), scores, h, rows[h], value);

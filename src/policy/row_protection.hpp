@@ -1,4 +1,4 @@
-// Windows of rows that scores must not evict: finds these rows and protects them.
+// Finds windows of rows that scores must not evict, and protects these rows.
 #pragma once
 
 #include <kvzap/engine/policy.hpp>
@@ -16,8 +16,8 @@ using RowVector = Kokkos::View<float*, MemorySpace>;
 /// A range of rows of one head: [first, second).
 using Rows = std::pair<std::int64_t, std::int64_t>;
 
-/// Number of rows of a head at positions below `position`; these rows come first. Waits for the
-/// layer's instance.
+/// Returns the number of rows of a head at positions below `position`. These rows come first. Waits
+/// for the layer's instance.
 std::int64_t rows_before(PolicyLayer& layer, int head, std::int64_t position);
 
 /// scores(head, r) = value for the rows r of `rows`.

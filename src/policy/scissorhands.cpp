@@ -16,7 +16,7 @@ void write_scores(const ExecutionSpace& exec, const RowVector& counts, std::int6
       });
 }
 
-/// Scissorhands (Liu et al., arXiv 2305.17118, algorithm 2): importance persists. So a row can be
+/// Scissorhands (Liu et al., arXiv 2305.17118, algorithm 2): importance persists, so a row can be
 /// evicted if the queries of a history window gave it little attention.
 ///
 ///   s(r) = -mean over the group of #{q in history : q sees r and p(q, r) < 1 / t(q)}
@@ -28,10 +28,10 @@ void write_scores(const ExecutionSpace& exec, const RowVector& counts, std::int6
 ///
 /// The history has 400 tokens and the window 10, as in the paper's experiments. The paper stores
 /// the probabilities of the history's queries when they are computed. Here they are computed from
-/// the rows that exist when scores are needed; this is the same unless rows within the history were
-/// evicted. The paper decides for each query head. Here a group shares its pairs, so counts are
-/// averaged. The share of the budget that it drops at a time (m = 0.5 B) is set by the decode
-/// cadence. kvpress has no such press.
+/// the rows that exist when scores are needed. This is the same unless rows within the history were
+/// evicted. The paper decides for each query head. Here the query heads of a group share their
+/// pairs, so counts are averaged. The paper drops a fraction of the budget at a time (m = 0.5 B);
+/// here the decode cadence sets it. kvpress has no such press.
 class Scissorhands final : public Policy {
  public:
   Scissorhands(std::int64_t history, std::int64_t window) : m_history(history), m_window(window) {}

@@ -18,14 +18,14 @@ struct Segment {
   float mark = 0;
 };
 
-/// Fills the segments' cutoffs by select_top; see there for pools and orders (segment) and
+/// Sets the segments' cutoffs by select_top. See there for pools and orders (segment) and
 /// keep_of_pool (pool). Collective.
 void select(const ExecutionSpace& exec, const Communicator& comm,
             const std::vector<std::int64_t>& pools, const std::vector<std::int64_t>& orders,
             const std::vector<std::int64_t>& keep_of_pool, std::vector<Segment>& segments);
 
-/// Does the same where every segment is its own pool and keep (segment) of its rows stay.
-/// Communicates nothing.
+/// Does the same if every segment is its own pool and keep (segment) of its rows stay. Does not
+/// communicate.
 void select_alone(const ExecutionSpace& exec, const std::vector<std::int64_t>& keep,
                   std::vector<Segment>& segments);
 

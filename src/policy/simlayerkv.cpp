@@ -16,7 +16,7 @@ struct Shape {
   std::int64_t recent = 1024;
   std::int64_t initial = 4;
 
-  /// If a head has at most this many rows, all stay.
+  /// A head with at most this number of rows keeps all of them.
   std::int64_t always_kept() const { return initial + recent + last; }
 };
 
@@ -37,8 +37,8 @@ void write_scores(const ExecutionSpace& exec, std::int64_t rows, Rows dropped, i
       });
 }
 
-/// SimLayerKV (Zhang et al., arXiv 2410.13846): a layer whose newest queries attend only to the
-/// first and the newest rows is lazy, and keeps no others.
+/// SimLayerKV (Zhang et al., arXiv 2410.13846): a layer is lazy if its newest queries attend only
+/// to the first and the newest rows. A lazy layer keeps only these rows.
 ///
 ///   lazy  <=>  mean over the layer's query heads and the `last` newest queries of
 ///              (attention to the first `initial` rows + to the newest `recent` before the last)
@@ -49,9 +49,9 @@ void write_scores(const ExecutionSpace& exec, std::int64_t rows, Rows dropped, i
 /// head_dim operations per query head.
 ///
 /// As in kvpress: a lazy layer keeps its first `initial` and its newest `recent` - `last` rows.
-/// With lazy-threshold 1, or for heads of at most initial + recent + last rows, all stay. Its
-/// default, 1, evicts nothing: kvpress recommends 0.9 for Llama 3, 0.65 for Llama 2, 0.8 for
-/// Mistral, 0.85 for Qwen. The paper uses the last 32 queries during prefill (`last=32`).
+/// With lazy-threshold 1, or for heads of at most initial + recent + last rows, all stay. The
+/// default threshold, 1, evicts nothing: kvpress recommends 0.9 for Llama 3, 0.65 for Llama 2, 0.8
+/// for Mistral, 0.85 for Qwen. The paper uses the last 32 queries during prefill (`last=32`).
 class SimLayerKV final : public Policy {
  public:
   explicit SimLayerKV(const Shape& shape) : m_shape(shape) {}

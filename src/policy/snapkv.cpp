@@ -47,13 +47,13 @@ void pool_rows(const ExecutionSpace& exec, const RowVector& mass, std::int64_t r
 /// Cost: 2 w g rows head_dim operations per KV head of g query heads; see WindowAttention for
 /// memory.
 ///
-/// As in kvpress, the mean over the group is taken before rows are chosen; the paper chooses for
-/// each query head separately (here a group shares its pairs). The paper pools with a maximum in
-/// its retrieval test (`pooling=max`; here of the group's mean) and a mean elsewhere. Its windows
-/// have 16 to 32 tokens, its kernels 5 to 7.
+/// As in kvpress, the mean over the group is taken before rows are chosen. The paper chooses for
+/// each query head separately; here a group shares its pairs. The paper pools with a maximum in its
+/// retrieval test (`pooling=max`; here of the group's mean) and a mean elsewhere. Its windows have
+/// 16 to 32 tokens, its kernels 5 to 7.
 ///
-/// kvpress refuses sequences that are not longer than the window; here their window is the newer
-/// half of the sequence.
+/// kvpress refuses sequences that are not longer than the window. Here, the window of such a
+/// sequence is its newer half.
 class SnapKV final : public Policy {
  public:
   SnapKV(std::int64_t window, const Pooling& pooling) : m_window(window), m_pooling(pooling) {}

@@ -15,9 +15,9 @@ void sinks_and_newest(const ExecutionSpace& exec, std::int64_t rows, std::int64_
       });
 }
 
-/// Attention sinks and the newest rows stay. The first `sink` rows of a head have the score 1. Of
-/// the rows that follow, the oldest have 0, as many as the budget evicts, and the others have 1
-/// (Xiao, Tian, Chen, Han and Lewis: "StreamingLLM", arXiv 2309.17453).
+/// Keeps attention sinks and the newest rows. The first `sink` rows of a head have the score 1. Of
+/// the rows that follow, the budget evicts the oldest, which have 0; the others have 1 (Xiao, Tian,
+/// Chen, Han and Lewis: "StreamingLLM", arXiv 2309.17453).
 ///
 /// One pass over scores, no extra memory. Without a budget (with a threshold) all rows have 1.
 ///

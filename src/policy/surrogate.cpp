@@ -37,7 +37,7 @@ std::int64_t positive_integer(const nlohmann::json& json, const char* field,
   return found->get<std::int64_t>();
 }
 
-/// The code defines a surrogate's computation; a config with other settings belongs to other code.
+/// The code defines a surrogate's computation. A config with other settings belongs to other code.
 void check_kind(const nlohmann::json& json, const std::filesystem::path& file) {
   const auto expect = [&](const char* field, const nlohmann::json& wanted) {
     const auto found = json.find(field);

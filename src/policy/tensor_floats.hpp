@@ -17,7 +17,7 @@ void floats_as(const std::byte* source, std::int64_t count, float* target) {
   }
 }
 
-/// target[i] = value `first` + i of the tensor, i < count. Only for weights
+/// target[i] = value `first` + i of the tensor, for i < count. Only for weights
 /// (TensorInfo::is_weight).
 inline void floats_of(const TensorInfo& tensor, std::int64_t first, std::int64_t count,
                       float* target) {

@@ -16,7 +16,7 @@ using nlohmann::json;
 constexpr const char* thresholds_format = "kvzap.thresholds";
 constexpr const char* thresholds_kind = "thresholds";
 
-/// Fields of an object in the file, and messages that say which of them is wrong.
+/// Reads fields of an object in the file. Its error messages name the wrong field.
 class ThresholdFields {
  public:
   ThresholdFields(const json& object, fs::path file, std::string prefix)
@@ -46,7 +46,7 @@ class ThresholdFields {
   std::int64_t integer(const char* field, std::int64_t least, std::int64_t most) const {
     const std::string expected = fmt::format("a whole number from {} to {}", least, most);
     const json& value = at(field, expected);
-    // 2^63 and above are no std::int64_t.
+    // Numbers from 2^63 on do not fit std::int64_t.
     const bool fits = value.is_number_integer() &&
                       (!value.is_number_unsigned() ||
                        value.get<std::uint64_t>() <=
@@ -82,7 +82,7 @@ ThresholdTable::Row read_threshold_row(const ThresholdFields& fields,
     fields.fail("evict_ratio", fmt::format("a number above {} and below 1", floor));
   }
   row.threshold = fields.number("threshold");
-  // Scores are compared as floats: beyond them a threshold would evict all pairs, or none.
+  // Scores are compared as floats. A threshold outside their range would evict all pairs, or none.
   constexpr float most = std::numeric_limits<float>::max();
   if (std::abs(row.threshold) > most) {
     fields.fail("threshold", fmt::format("a number of size {} at most", most));
@@ -201,7 +201,8 @@ LookedUpThreshold look_up_threshold(const Pruning& pruning, std::optional<bool> 
   found.evict_ratio = ratio;
   found.file = file.string();
   try {
-    found.threshold = static_cast<float>(table.threshold(ratio));  // as the cache compares
+    // the float that the cache compares
+    found.threshold = static_cast<float>(table.threshold(ratio));
   } catch (const Error& error) {
     throw Error(
         fmt::format("{}: {}: {}", name(PruningField::evict_ratio), found.file, error.what()));

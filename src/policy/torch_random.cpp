@@ -34,7 +34,7 @@ std::vector<float> TorchNormals::draw(std::int64_t count) {
     box_muller(&values[i]);
   }
   if (count % block == 0) return values;
-  // torch draws the uniform numbers of the remainder, and then all of the last 16 once more.
+  // torch draws uniform numbers for the remainder, and then all of the last 16 once more.
   m_engine.discard(count - whole);
   float* const last = values.data() + values.size() - block;
   fill_block(m_engine, last);

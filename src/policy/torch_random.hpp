@@ -24,13 +24,14 @@ class TorchNormals {
   std::mt19937 m_engine;
 };
 
-/// The numbers of one call for each layer of a model, in the order of layers. They are torch's in a
-/// program that sets the seed, runs the model and draws nothing else.
+/// The numbers of one call for each layer of a model, in the order of layers. They equal those of
+/// torch in a program that sets the seed, runs the model and draws nothing else.
 class LayerNormals {
  public:
   explicit LayerNormals(std::uint32_t seed) : m_seed(seed), m_stream(seed) {}
 
-  /// Returns the numbers of a layer's call for `count`, which is the same for all layers.
+  /// Returns the numbers of a layer's call for `count` numbers. All layers must have the same
+  /// count.
   std::vector<float> draw(int layer, std::int64_t count);
 
  private:

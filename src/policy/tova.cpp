@@ -26,12 +26,12 @@ void take_by_position(const ExecutionSpace& exec, const PolicyLayer::PositionVie
       });
 }
 
-/// TOVA (Oren et al., arXiv 2401.06104): rows that the newest token attends to, the same for all
-/// heads of a layer.
+/// TOVA (Oren et al., arXiv 2401.06104): keeps rows to which the newest token attends, the same for
+/// all heads of a layer.
 ///
 ///   s(r) = mean over all query heads of the layer of p(newest query, r)
 ///
-/// A head that lacks a row (heads may have been pruned separately before) gives it no attention.
+/// Heads may have been pruned separately before. A head that lacks a row gives it no attention.
 /// Shapes: queries (1, query heads, head_dim); the sums of a layer have one number per position,
 /// and ranks add them up. Cost: 2 rows head_dim operations per query head, 8 bytes per position.
 ///

@@ -73,7 +73,8 @@ void find_seen(const ExecutionSpace& exec, const PolicyLayer::PositionView& posi
       });
 }
 
-// Turns logits into exp(logit - largest of the tile), 0 where a row is not seen.
+// Turns logits into exp(logit - largest of the tile), and into 0 for rows that the query does not
+// see.
 void exponentials(const ExecutionSpace& exec, const Tile& tile) {
   if (detail::uses_host_kernels()) {
     detail::host_for("kvzap::window_attention::exp", tile.queries, [=](std::int64_t q) {
@@ -121,8 +122,8 @@ void exponentials(const ExecutionSpace& exec, const Tile& tile) {
       });
 }
 
-// Turns the largest logits (tile, query) into the factors of a tile's exponentials. If these are to
-// be counted, turns them into limits instead.
+// Turns the largest logits (tile, query) into the factors of a tile's exponentials. For counting,
+// turns them into limits instead.
 void finish_factors(const ExecutionSpace& exec, std::int64_t tiles, std::int64_t queries, int group,
                     const Seen& seen, bool counts, bool by_rows_before, const float* sums,
                     float* largest) {  // NOLINT(readability-non-const-parameter): written
@@ -165,7 +166,7 @@ KVZAP_BODY void add_weighted_body(const float* values, std::int64_t stride, cons
   float sums[reduced_rows];
   for (int r = 0; r < count; ++r) sums[r] = 0;
   std::int64_t q = 0;
-  // Several queries at a time: each sum is read and written once for all of them.
+  // Processes several queries at a time, so that each sum is read and written once for all of them.
   for (; q + 4 <= queries; q += 4) {
     const float* const a = values + q * stride;
     const float* const b = a + stride;
@@ -196,8 +197,8 @@ KVZAP_KERNEL(void, count_below,
              (const float* values, float limit, std::int64_t count, float* result),
              (values, limit, count, result))
 
-// result(row) += the sum of factor * exponential, or the number of exponentials below their limit,
-// for the tile's rows; = where `begins`.
+// Adds the sum of factor * exponential, or the number of exponentials below their limit, to
+// result(row) for the tile's rows. `begins` replaces the old result.
 void reduce_tile(const ExecutionSpace& exec, const Tile& tile, bool counts, bool begins,
                  float* result) {
   const float* const factors = tile.largest;
@@ -311,7 +312,7 @@ void WindowAttention::reduce_some(PolicyLayer& layer, const PolicyLayer::RowsVie
   for (std::int64_t t = 0; t < tiles; ++t) {
     Tile tile = tile_at(t);
     if (!stored) {
-      // The same exponentials again; the factors of the first pass stay.
+      // Computes the same exponentials again with the factors of the first pass.
       tile.largest = m_sums.data();
       tile.sums = m_sums.data();
       multiply(tile);

@@ -40,8 +40,8 @@ namespace {
 
 constexpr int exit_failure = 1;
 
-/// Initializes Kokkos in the constructor and finalizes it in the destructor. Kokkos sees only its
-/// own flags: version 3.4 removes --help and --threads.
+/// Initializes Kokkos in the constructor and finalizes it in the destructor. Passes only Kokkos'
+/// own flags, because version 3.4 removes --help and --threads.
 class KokkosSession {
  public:
   explicit KokkosSession(std::vector<char*> arguments) {
@@ -90,8 +90,8 @@ bool has_company() {
 }
 
 /// Returns whether the command needs neither MPI nor Kokkos. A build makes the man page and the
-/// completion scripts, even on a machine where neither can start. (Several ranks may get different
-/// commands, and would wait.)
+/// completion scripts, even on a machine where neither can start. (With several ranks this is
+/// false: they might get different commands and wait for each other.)
 bool asks_for_document(const std::vector<std::string>& arguments) {
   if (has_company()) return false;
   const std::string command = arguments.empty() ? "" : arguments.front();
@@ -138,7 +138,7 @@ bool takes_turns_on_devices([[maybe_unused]] const std::vector<char*>& kokkos_ar
 #endif
 }
 
-/// Throws Error in a case in which MPI would end the process with its own message.
+/// Throws Error if MPI would otherwise end the process with its own message.
 void check_open_files() {
   constexpr rlim_t least = 12;
   rlimit limit = {};
@@ -169,7 +169,7 @@ int run_program(const char* name, const std::vector<std::string>& arguments,
   if (comm.size() > 1 && takes_turns_on_devices(kokkos_arguments)) {
     kokkos_arguments.push_back(map_devices.data());
   }
-  // Without it each rank would print the same warnings of Kokkos.
+  // Without this flag each rank would print the same warnings of Kokkos.
   std::string quiet = "--kokkos-disable-warnings";
   if (!comm.is_root()) kokkos_arguments.push_back(quiet.data());
   const KokkosSession kokkos(kokkos_arguments);
@@ -225,19 +225,19 @@ int main_status(int argc, char** argv) try {
       kvzap::driver::say("kvzap: error: {}\n", kvzap::detail::shown_message(error.what()));
     return exit_failure;
   } catch (const std::exception& error) {
-    // An error of this rank alone: the others wait in a collective call and must be ended.
+    // The error is on this rank alone. The others wait in a collective call and must be ended.
     std::string what = dynamic_cast<const std::bad_alloc*>(&error) ? "out of memory" : error.what();
     std::replace(what.begin(), what.end(), '\n', ' ');  // Kokkos' messages have several lines
     kvzap::driver::say("kvzap: error: rank {}: {}\n", comm.rank(),
                        kvzap::detail::shown_message(what));
     std::fflush(stderr);
-    // No other process waits for a single one. MPI's own end could print a banner, or wait for
-    // memory that does not exist.
+    // No other process waits for a single rank. MPI_Abort could print a banner, or wait for memory
+    // that does not exist.
     if (comm.size() == 1) std::_Exit(exit_failure);
     comm.abort(exit_failure);
   }
 } catch (const std::exception& error) {
-  // Before MPI has started, or if the message above could not be written.
+  // MPI has not started, or the message above could not be written.
   std::fprintf(stderr, "kvzap: error: %s\n", kvzap::detail::shown_message(error.what()).c_str());
   return exit_failure;
 } catch (...) {

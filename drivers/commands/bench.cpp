@@ -146,7 +146,8 @@ class Context {
     }
   }
 
-  /// Each sequence has its own rows: shared rows would be read from memory once for all.
+  /// Each sequence has its own rows. Shared rows would be read from memory only once for all of
+  /// them.
   void hold_sequences(int count) {
     auto& cache = m_decoder->cache();
     while (static_cast<int>(m_checkpoints.size()) > count) {
@@ -220,17 +221,18 @@ class Context {
   std::vector<typename Cache::Checkpoint> m_checkpoints;
 };
 
-/// Returns the signal that ended it, or 0.
+/// Runs all tests. Returns the signal that ended it, or 0.
 template <class Value>
 int measure_all(const BenchOptions& options, const ModelSetup& setup, int window,
                 const std::vector<BenchTest>& tests, BenchSystem& system,
                 const Communicator& comm) {
   const SignalWatch watch;
   Progress bar(comm.is_root() && !options.quiet, options.progress);
-  // The surrogate first: it is small, and a misfit shows before minutes of loading.
+  // Loads the surrogate first. It is small, and an error in it should appear before minutes of
+  // loading.
   std::shared_ptr<Surrogate> surrogate;
   std::optional<Model<Value>> model;
-  std::unique_ptr<BenchTable> table;  // set once a part of it is printed
+  std::unique_ptr<BenchTable> table;  // set once its beginning is printed
   const auto print = [&](const std::string& text) {
     comm.agree_on_root([&] {
       bar.clear();
@@ -261,7 +263,7 @@ int measure_all(const BenchOptions& options, const ModelSetup& setup, int window
     std::unique_ptr<Context<Value>> context;
     for (std::size_t i = 0; i < tests.size(); ++i) {
       if (!context || key_of(tests[i]) != key_of(tests[i - 1])) {
-        context.reset();  // before the next one takes its memory
+        context.reset();  // frees its memory before the next one allocates
         context = std::make_unique<Context<Value>>(*model, surrogate.get(), comm, options, window,
                                                    tests[i]);
       }

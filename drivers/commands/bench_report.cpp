@@ -20,7 +20,7 @@ double mean(const std::vector<double>& values) {
   return std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
 }
 
-/// Of a sample, as in llama-bench; 0 for one value.
+/// Standard deviation of a sample, as in llama-bench; 0 for one value.
 double standard_deviation(const std::vector<double>& values) {
   if (values.size() < 2) return 0;
   const double center = mean(values);
@@ -29,7 +29,7 @@ double standard_deviation(const std::vector<double>& values) {
   return std::sqrt(sum / static_cast<double>(values.size() - 1));
 }
 
-/// "4.41 M", "8.19 B".
+/// Formats a count: "4.41 M", "8.19 B".
 std::string human_count(std::int64_t count) {
   constexpr const char* units[] = {"", " K", " M", " B", " T"};
   double value = static_cast<double>(count);
@@ -94,8 +94,8 @@ class Markdown final : public BenchTable {
       take(given);
       return;
     }
-    // Columns that always identify a test; the others in the order of their use, while there is
-    // room.
+    // Columns that always identify a test come first. The others follow in order of use while the
+    // line has space for them.
     std::vector<std::string> wanted = {"test", "t/s", "depth"};
     if (any([](const auto& test) { return test.batch != 1; })) wanted.emplace_back("batch");
     if (any([](const auto& test) { return test.evict_ratio.value_or(0) != 0; })) {
@@ -146,7 +146,8 @@ class Markdown final : public BenchTable {
     m_columns = std::move(taken);
   }
 
-  /// Keeps as many of these columns as a line holds, the most wanted first, in their usual order.
+  /// Keeps as many of these columns as fit on a line, in their default order. Columns at the front
+  /// of the list are kept first.
   void take_what_fits(const std::vector<std::string>& wanted) {
     std::size_t left = most_characters - 1;  // a bar at the end
     std::vector<std::string> ids;
@@ -172,7 +173,7 @@ class Markdown final : public BenchTable {
   }
 
   static std::string padded(const Column& column, const std::string& text) {
-    // Characters, not bytes: ± has two bytes.
+    // Counts characters, not bytes: ± has two bytes.
     const auto length =
         static_cast<std::size_t>(std::count_if(text.begin(), text.end(), [](char c) {
           return (static_cast<unsigned char>(c) >> 6) != 2;

@@ -28,16 +28,16 @@ struct BenchResult {
   BenchTest test;
   /// Seconds of each repetition, on the slowest rank.
   std::vector<double> seconds;
-  // After the last repetition, summed over ranks.
+  // Values after the last repetition, summed over ranks.
   std::int64_t kept_rows = 0;
   std::int64_t full_rows = 0;  // without eviction
   std::int64_t kv_live_bytes = 0;
   std::int64_t kv_allocated_bytes = 0;
-  /// Over the repetitions; over the whole process if the system has no such figure.
+  /// Peak over the repetitions. If the system does not provide it, the peak of the whole process.
   std::int64_t peak_rss_bytes = 0;
 
   double evicted() const;
-  /// Returns the new tokens of all sequences per second, for each repetition.
+  /// Returns the new tokens per second of all sequences together, for each repetition.
   std::vector<double> tokens_per_second() const;
   /// Returns the mean time between two tokens of one sequence.
   double ms_per_token() const;

@@ -32,7 +32,7 @@ using Texts = std::vector<std::vector<TokenId>>;
 
 constexpr const char* usual_ratios = "0.5,0.66,0.75";
 
-/// Ascending, each once.
+/// Returns the requested evict ratios, ascending and without duplicates.
 std::vector<double> asked_ratios(const CalibrateOptions& o) {
   std::vector<double> ratios =
       real_numbers(o.evict_ratios, "--evict-ratio", usual_ratios, "a number above 0 and below 1",
@@ -42,13 +42,13 @@ std::vector<double> asked_ratios(const CalibrateOptions& o) {
   return ratios;
 }
 
-/// Where the table is stored; empty: nowhere.
+/// Returns the file that receives the table; empty if the table is not stored.
 fs::path table_file(const CalibrateOptions& o) {
   if (!o.store) return {};
   return o.output.empty() ? ThresholdTable::file_in(o.surrogate) : fs::path(o.output);
 }
 
-/// No output may take the place of another or of the texts.
+/// Throws Error if an output would replace another output or the texts.
 void check_outputs_differ(const CalibrateOptions& o) {
   const std::string table = table_file(o).string();
   const auto both_name = [](const std::string& a, const std::string& b) {
@@ -81,7 +81,8 @@ void validate_calibration(const CalibrateOptions& o) {
           fmt::format("-o {}: is a folder; expected a file", o.output));
 }
 
-/// Tries whether the table can be stored, before minutes of work. Returns what was cleared away.
+/// Checks that the table can be stored, before minutes of work. Returns the unfinished files that
+/// it removed.
 std::vector<std::string> check_storable(const fs::path& file) {
   if (file.empty()) return {};
   try {
@@ -91,7 +92,7 @@ std::vector<std::string> check_storable(const fs::path& file) {
   }
 }
 
-/// The texts as contexts of `kvzap run`, those of at most `limit` tokens (0: any).
+/// Reads the texts as contexts of `kvzap run`, only texts of at most `limit` tokens (0: no limit).
 Texts load_texts(const CalibrateOptions& o, const ModelConfig& config, std::int64_t limit,
                  bool talks, const Communicator& comm) {
   std::optional<Tokenizer> tokenizer;
@@ -150,7 +151,7 @@ ScoredTexts score(const CalibrateOptions& o, const ModelSetup& setup,
   throw Error("unknown value type");
 }
 
-/// The report. `by_row`: evict ratios of the texts for each row of the table.
+/// Makes the report. `by_row`: evict ratios of the texts for each row of the table.
 nlohmann::ordered_json to_json(const CalibrateOptions& o, const ThresholdTable& table,
                                const std::vector<std::vector<double>>& by_row, const Texts& texts,
                                const std::string& version) {
@@ -258,7 +259,7 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
                const std::string& version) {
   const bool talks = comm.is_root() && !options.quiet;
 
-  // 1. Check what can be checked before the work starts.
+  // 1. Check all inputs before the work starts.
   std::optional<ModelSetup> setup;
   std::int64_t limit = 0;
   comm.agree([&] {

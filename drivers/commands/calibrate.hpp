@@ -24,9 +24,9 @@ struct CalibrateOptions {
   std::string file;
   std::optional<std::int64_t> max_texts;  // absent: all
   bool raw = false;
-  std::optional<std::int64_t> max_context;  // absent: what the model was made for
+  std::optional<std::int64_t> max_context;  // absent: the longest context of the model
 
-  std::vector<std::string> evict_ratios;  // as given: numbers between commas
+  std::vector<std::string> evict_ratios;  // as given: numbers separated by commas
   int window = 128;
   std::int64_t sink = 0;
 
@@ -41,8 +41,8 @@ struct CalibrateOptions {
 /// Declares every option of the command on `app`; parsing fills `options`.
 void declare(CLI::App& app, CalibrateOptions& options);
 
-/// Carries out the command on all ranks. Throws AgreedError, on every rank alike, for whatever is
-/// wrong with the input; any other exception is one rank's own.
+/// Runs the command on all ranks. Throws AgreedError, equal on every rank, for errors in the input.
+/// Any other exception belongs to one rank.
 void calibrate(const CalibrateOptions& options, const Communicator& comm,
                const std::string& version);
 

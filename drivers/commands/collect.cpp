@@ -93,8 +93,8 @@ PairsPlan plan_of(const CollectOptions& options, const ModelSetup& setup) {
   return plan;
 }
 
-/// Throws Error unless the prefill of the longest text fits, with the weights and `more` bytes of a
-/// rank.
+/// Throws Error unless the prefill of the longest text fits in memory together with the weights and
+/// `more` bytes of a rank.
 void check_texts_fit(const CollectOptions& options, const ModelConfig& config,
                      const std::string& what, std::int64_t longest, std::int64_t more,
                      const Communicator& comm, int ranks_on_node) {
@@ -108,7 +108,8 @@ void check_texts_fit(const CollectOptions& options, const ModelConfig& config,
                fmt::format("weights and the longest text{}, {} tokens", what, longest));
 }
 
-/// Bytes of a text's pairs, twice: as collected, and as they wait for a whole chunk.
+/// Bytes of a text's pairs, counted twice: as collected, and while they wait for their chunk to
+/// fill.
 std::int64_t bytes_of_pairs(const CollectOptions& options, const ModelConfig& config,
                             std::int64_t most_pairs) {
   const auto value = static_cast<std::int64_t>(size_of(dtype_from_name(options.dtype)));
@@ -166,8 +167,8 @@ struct Work {
   }
 };
 
-/// The texts of a file of pairs, and the largest of them; their plan is added to `plan`.
-/// Collective; rank 0 alone gets the texts.
+/// The texts for a file of pairs, and their longest length. Reading them adds their plan to `plan`.
+/// Collective; only rank 0 gets the texts.
 struct PairTexts {
   CollectTexts texts;
   std::int64_t most_tokens = 0;
@@ -186,7 +187,7 @@ PairTexts read_pair_texts(const Work& work, PairsPlan& plan) {
       chat_template = ChatTemplate::detect(options.model);
     } catch (const Error& error) {
       const std::string what = error.what();
-      throw Error(what.substr(0, what.find("; --raw")));  // no option of this command
+      throw Error(what.substr(0, what.find("; --raw")));  // this command has no such option
     }
     found.texts = read_collect_texts(options.texts, options.rules, tokenizer, chat_template,
                                      work.setup.config);
@@ -204,7 +205,7 @@ PairTexts read_pair_texts(const Work& work, PairsPlan& plan) {
   return found;
 }
 
-/// Prints the result, and writes the report if one is asked for. On rank 0.
+/// Prints the result, and writes the report if one is requested. On rank 0.
 void tell_pairs(const Work& work, const PairsPlan& plan, const CollectTexts& texts,
                 const PairsWriter& writer, const CollectResult& result, double seconds) {
   const CollectOptions& options = work.options;
@@ -294,7 +295,7 @@ int collect_to_statistics(const Work& work) {
   const Communicator& comm = work.comm;
   const ModelConfig& config = work.setup.config;
   CollectTexts texts;
-  std::int64_t extents[2] = {0, 0};  // texts, tokens of the longest
+  std::int64_t extents[2] = {0, 0};  // number of texts, tokens of the longest text
   comm.agree_on_root([&] {
     check_writable(options.json);
     for (const auto& note :

@@ -1,5 +1,5 @@
-// `kvzap collect`: what texts tell of a model: hidden states and oracle scores, from which
-// surrogates are trained, or statistics of queries.
+// `kvzap collect`: runs texts through a model to collect hidden states and oracle scores, from
+// which surrogates are trained, or statistics of queries.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -19,7 +19,7 @@ struct CollectOptions {
   std::string model;
   std::string texts;
   std::string output;
-  std::string query_statistics;  // a file of them instead of pairs
+  std::string query_statistics;  // the file of statistics that replaces pairs
   std::int64_t sink = 4;
   std::string dtype = "bf16";
   std::optional<std::uint64_t> random_weights;
@@ -32,7 +32,7 @@ struct CollectOptions {
   bool quiet = false;
   ProgressStyle progress = ProgressStyle::automatic;
   std::string config;
-  /// Whether the command line or the deck has this option. Set by `declare`.
+  /// Returns whether the command line or the deck has this option. Set by `declare`.
   std::function<bool(const std::string& option)> is_given;
 };
 
@@ -40,9 +40,9 @@ struct CollectOptions {
 /// fills `options`.
 void declare(CLI::App& app, CollectOptions& options);
 
-/// Carries out the command on all ranks. Returns the exit status: 0, or 128 plus the number of the
-/// signal that has ended it after a text. Throws AgreedError, on every rank alike, for whatever is
-/// wrong with the input; any other exception is one rank's own.
+/// Runs the command on all ranks. Returns the exit status: 0, or 128 + the number of the signal
+/// that ended it after a text. Throws AgreedError, equal on every rank, for errors in the input.
+/// Any other exception belongs to one rank.
 int collect(const CollectOptions& options, const Communicator& comm, const std::string& version);
 
 }  // namespace kvzap::driver

@@ -42,7 +42,7 @@ struct CommandLine {
   CLI::App* completion;
   CLI::App* manual;
 
-  // Filled by parsing.
+  // Parsing sets these.
   RunOptions run_options;
   RunOptions chat_options;
   ServeOptions serve_options;
@@ -56,7 +56,7 @@ struct CommandLine {
   InspectOptions inspect_options;
   DiffOptions diff_options;
   std::string shell;
-  std::string policy;  // to show; empty: all
+  std::string policy;  // policy to show; empty: all
   bool policies_as_json = false;
 };
 

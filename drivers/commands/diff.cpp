@@ -26,7 +26,7 @@ struct Overlap {
     only_second += other.only_second;
     return *this;
   }
-  /// Share of the rows that either has which both have; 1 if neither has any.
+  /// Intersection over union of the rows that the snapshots keep; 1 if neither keeps any.
   double jaccard() const {
     const std::int64_t either = both + only_first + only_second;
     return either == 0 ? 1 : static_cast<double>(both) / static_cast<double>(either);
@@ -36,10 +36,10 @@ struct Overlap {
 struct LayerOverlap {
   int layer = 0;
   Overlap all;
-  std::vector<Overlap> heads;  // those that are looked at
+  std::vector<Overlap> heads;  // the selected heads
 };
 
-/// Heads that keep each token.
+/// Number of heads that keep each token.
 struct KeepingHeads {
   std::vector<std::int32_t> first, second;
 };
@@ -50,15 +50,15 @@ struct KeepingHeads {
       fmt::format("{} and {} cannot be compared: {}", a.file().string(), b.file().string(), what));
 }
 
-/// Tokens that are compared: the context's that have been run. What was asked and answered then is
-/// each run's own. A file that does not know which tokens are the context's counts whole.
+/// Returns the number of tokens to compare: the context's tokens that were run. Questions and
+/// answers differ between runs. If a file does not record its context, all its tokens count.
 std::int64_t context_of(const SnapshotHeader& header) {
   return header.info.token_ids.empty() ? header.tokens
                                        : std::min(header.info.context_tokens, header.tokens);
 }
 
-/// How many tokens are compared. Throws Error, naming what differs, unless both are of the same
-/// text and the same extents.
+/// Returns the number of tokens to compare. Throws Error, naming the difference, unless both
+/// snapshots have the same text and extents.
 std::int64_t compared_tokens(const SnapshotReader& a, const SnapshotReader& b) {
   const SnapshotHeader &ha = a.header(), &hb = b.header();
   const auto same = [&](std::int64_t in_a, std::int64_t in_b, const char* what) {
@@ -98,7 +98,7 @@ std::int64_t compared_tokens(const SnapshotReader& a, const SnapshotReader& b) {
 
 Overlap compare_head(const SnapshotReader& a, const SnapshotReader& b, int layer, int head,
                      std::int64_t tokens, KeepingHeads* keeping) {
-  // They ascend; those of question and answer stand behind the context's.
+  // Positions ascend. Those of question and answer follow the context's.
   const auto in_a = a.rows(layer, head, false).positions;
   const auto in_b = b.rows(layer, head, false).positions;
   Overlap overlap;
@@ -155,7 +155,7 @@ Mark mark_of(bool first, bool second) {
   return second ? Mark::second_only : Mark::dim;
 }
 
-/// Prints the text; a token counts as kept if any of the heads looked at keeps it.
+/// Prints the text. A token counts as kept if any selected head keeps it.
 void print_text(const Tokenizer& tokenizer, const std::vector<TokenId>& ids,
                 const KeepingHeads& keeping, const ViewOptions& view) {
   const bool color = uses_color(view.color);
@@ -164,7 +164,7 @@ void print_text(const Tokenizer& tokenizer, const std::vector<TokenId>& ids,
             : "tokens that only A keeps stand in [- -], only B in {+ +}, neither in [~ ~]");
   std::fflush(stderr);
   MarkedText output(color);
-  bool first = false, second = false;  // any part of the character that ends with this token
+  bool first = false, second = false;  // whether any token of the current character is kept
   const auto count = static_cast<std::int64_t>(keeping.first.size());
   for_each_piece(tokenizer, ids, count, [&](std::int64_t i, const std::string& text) {
     first = first || keeping.first[i] != 0;
@@ -180,7 +180,7 @@ void compare(const DiffOptions& options, const std::string& version) {
   const SnapshotReader a = open_to_view(options.first), b = open_to_view(options.second);
   const std::int64_t tokens = compared_tokens(a, b);
   const HeadSelection selection = select_heads(options.view, a);
-  // Whichever of the two has them.
+  // Either snapshot may have the token ids.
   const SnapshotReader& told = a.header().info.token_ids.empty() ? b : a;
   std::optional<Tokenizer> tokenizer;
   KeepingHeads keeping;

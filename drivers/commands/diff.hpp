@@ -1,4 +1,4 @@
-// `kvzap diff`: what two policies kept differently of the same text.
+// `kvzap diff`: the differences between the rows that two policies kept of the same text.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -17,8 +17,8 @@ struct DiffOptions {
 /// Declares every option of the command on `app`; parsing fills `options`.
 void declare(CLI::App& app, DiffOptions& options);
 
-/// Rank 0 alone does the work, and has one head's rows of both in memory at a time. Throws
-/// AgreedError, on every rank alike, for snapshots that cannot be compared.
+/// Runs the command. Rank 0 alone does the work, with one head's rows of both snapshots in memory
+/// at a time. Throws AgreedError, equal on every rank, for snapshots that cannot be compared.
 void diff(const DiffOptions& options, const Communicator& comm, const std::string& version);
 
 }  // namespace kvzap::driver

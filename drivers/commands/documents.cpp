@@ -26,7 +26,8 @@ std::string replaced(std::string text, const std::string& what, const std::strin
 
 // --- roff
 
-/// Text that roff shows as it is: a minus that can be copied, no escapes, no requests.
+/// Escapes text so that roff shows it unchanged: a minus that can be copied, no escapes, no
+/// requests.
 std::string roff(const std::string& text) {
   std::string out = replaced(replaced(text, "\\", "\\e"), "-", "\\-");
   if (!out.empty() && (out.front() == '.' || out.front() == '\'')) out = "\\&" + out;
@@ -66,7 +67,7 @@ std::string roff_options(const CLI::App& app) {
   return text;
 }
 
-/// Each with its paper, what it needs or does, and its keys.
+/// Lists the policies, each with its paper, its needs or effect, and its keys.
 std::string roff_policies() {
   std::string text;
   const auto add = [&](const std::string& name, const std::string& paper, const std::string& what,
@@ -74,7 +75,7 @@ std::string roff_policies() {
     text += ".TP\n\\fB" + roff(name) + "\\fR\n";
     if (!paper.empty()) text += roff(paper) + ".\n";
     text += roff(what) + ".\n";
-    // Lines may end behind a comma, and are not stretched.
+    // Lines may end after a comma, and are not stretched.
     if (!parameters.empty()) {
       text += ".na\nKeys: " + replaced(roff(parameters_text(parameters)), ",", ",\\:") + ".\n.ad\n";
     }
@@ -90,7 +91,7 @@ std::string roff_policies() {
 
 // --- shells
 
-/// The flags of an app, or the subcommands and flags of the program.
+/// Returns the flags of a command, or the subcommands and flags of the program.
 std::string words_of(const CLI::App& app) {
   std::vector<std::string> words;
   for (const CLI::App* command : commands_of(app)) words.push_back(command->get_name());
@@ -116,7 +117,7 @@ std::string bash_values(const Entry& entry) {
   }
 }
 
-/// Whether an argument without a flag is a file or a folder.
+/// Returns whether an argument without a flag is a file or a folder.
 bool takes_files(const CLI::App& command) {
   const std::vector<Entry> entries = entries_of(command);
   return std::any_of(entries.begin(), entries.end(), [](const Entry& entry) {
@@ -125,7 +126,7 @@ bool takes_files(const CLI::App& command) {
   });
 }
 
-/// Text inside a zsh _arguments specification in single quotes.
+/// Escapes text for a zsh _arguments specification in single quotes.
 std::string zsh_text(std::string text) {
   for (const char* special : {"\\", "[", "]", ":"}) {
     text = replaced(text, special, std::string("\\") + special);
@@ -152,7 +153,7 @@ std::string zsh_arguments(const CLI::App& app) {
   int position = 0;
   for (const Entry& entry : entries_of(app)) {
     if (entry.flags.empty()) {
-      // Two colons: it may be left out. (Behind a * they would mean something else.)
+      // Two colons make the argument optional. (After a * they would mean something else.)
       const std::string place =
           entry.repeats ? "*" : fmt::format("{}{}", ++position, entry.is_required ? "" : ":");
       text += fmt::format(" \\\n    '{}:{}:{}'", place, zsh_text(entry.name), zsh_action(entry));
@@ -164,7 +165,7 @@ std::string zsh_arguments(const CLI::App& app) {
     for (const std::string& flag : entry.flags) {
       const std::string others =
           entry.repeats ? "*" : fmt::format("({})", joined(entry.flags, " "));
-      // Both --option value and --option=value.
+      // Accepts both --option value and --option=value.
       const char* equals = !value.empty() && flag.rfind("--", 0) == 0 ? "=" : "";
       text += fmt::format(" \\\n    '{}{}{}[{}]{}'", others, flag, equals,
                           zsh_text(entry.description), value);

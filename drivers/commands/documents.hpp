@@ -1,5 +1,5 @@
-// Texts about the program that are made from its own table of options, so that they cannot be out
-// of date.
+// Documents about the program, made from its own table of options so that they are never out of
+// date.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -7,10 +7,10 @@
 
 namespace kvzap::driver {
 
-/// The man page kvzap(1) in the man macros of roff.
+/// Returns the man page kvzap(1) in the man macros of roff.
 std::string man_page(const CLI::App& app, const std::string& version);
-/// Completion of commands, options, and of values where the option says what they can be; also
-/// behind mpirun, mpiexec and srun.
+/// Returns a script that completes commands, options, and the values of options with a known set of
+/// values. It also works after mpirun, mpiexec and srun.
 std::string bash_completion(const CLI::App& app);
 std::string zsh_completion(const CLI::App& app);
 std::string fish_completion(const CLI::App& app);

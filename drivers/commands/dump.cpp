@@ -29,7 +29,7 @@ Dump::Dump(const std::vector<TokenId>& context, std::size_t questions, const Cac
 void Dump::scores(SequenceId /*sequence*/, int layer, std::int64_t first,
                   const ScoresView& scores) {
   if (!m_records || first >= m_context_tokens) return;
-  // Packed first: other memory takes copies of what lies together alone.
+  // Copies between memory spaces need contiguous views, so the rows are packed first.
   const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> packed(
       "kvzap::dump_scores", scores.extent(0), scores.extent(1));
   Kokkos::deep_copy(packed, scores);
@@ -39,7 +39,7 @@ void Dump::scores(SequenceId /*sequence*/, int layer, std::int64_t first,
   for (std::size_t head = 0; head < host.extent(0); ++head) {
     float* const row = m_scores[layer].data() + head * m_context_tokens + first;
     for (std::int64_t t = 0; t < count; ++t) {
-      // Where a row is gone and has no score any more, its last one stays.
+      // An evicted row has no score any more, so it keeps its last score.
       if (!std::isnan(host(head, t))) row[t] = host(head, t);
     }
   }
@@ -49,8 +49,8 @@ std::string Dump::numbered(const std::string& name) const {
   return m_has_many_questions ? fmt::format("{}.{}", name, m_answers) : name;
 }
 
-/// fill(layer, head on this rank, row of `tokens` floats) on every rank; take(place among all heads
-/// of all layers, row) on rank 0.
+/// On every rank, fill(layer, head on this rank, row of `tokens` floats) sets a row. On rank 0,
+/// take(index among all heads of all layers, row) receives it.
 template <class Fill, class Take>
 void Dump::gather(std::int64_t tokens, const Fill& fill, const Take& take) const {
   std::vector<float> mine, all;
@@ -155,12 +155,12 @@ void Dump::begin_answer(const std::vector<TokenId>& question, Generator& generat
 }
 
 void Dump::end_answer(Generator& generator, const Answer& answer) {
-  take_after_question(generator);  // if there was no token
+  take_after_question(generator);  // no token was generated
   add_evicted(numbered("evicted_at_end"), generator, answer.cache.tokens);
   const auto count = static_cast<std::int64_t>(answer.tokens.size());
   m_ids.push_back({numbered("generated"), {count}, answer.tokens});
   const std::int64_t width =
-      count == 0 ? 0 : static_cast<std::int64_t>(m_logits.size()) / count;  // rank 0 has them
+      count == 0 ? 0 : static_cast<std::int64_t>(m_logits.size()) / count;  // rank 0 has the logits
   m_floats.push_back({numbered("logits"), {count, width}, std::move(m_logits)});
   m_logits = {};
 }

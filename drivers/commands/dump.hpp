@@ -1,4 +1,4 @@
-// What `kvzap run --dump` writes: a run's tokens, scores, evictions and logits, for other programs.
+// The file of `kvzap run --dump`: a run's tokens, scores, evictions and logits, for other programs.
 #pragma once
 
 #include <kvzap/core/head_partition.hpp>
@@ -8,37 +8,38 @@
 
 namespace kvzap::driver {
 
-/// Gathers during a run what is then written to one safetensors file by rank 0:
+/// Collects data during a run. Rank 0 then writes them to one safetensors file:
 ///
 /// | tensor | type | shape |
 /// | --- | --- | --- |
 /// | context_ids | I32 | (context tokens) |
 /// | question_ids | I32 | (question tokens) |
-/// | scores | F32 | (layers, KV heads, context tokens): those given to pairs of the context when it
-///   was pruned, NaN where there was none |
+/// | scores | F32 | (layers, KV heads, context tokens): scores of the context's pairs when it was
+/// pruned, NaN without a score |
 /// | evicted_after_prefill | U8 | (layers, KV heads, context tokens) |
 /// | evicted_at_end | U8 | (layers, KV heads, tokens seen) |
 /// | generated | I32 | (new tokens) |
-/// | logits | F32 | (new tokens, vocabulary): what each was drawn from |
+/// | logits | F32 | (new tokens, vocabulary): the logits from which each token was drawn |
 ///
-/// With several questions, what depends on one of them has its number behind a point, from 1 on:
-/// question_ids.1, generated.2. What was pruned after the question (--prune-after question) depends
-/// on it, so that scores and evicted_after_prefill have numbers then too. Both evicted_… are left
-/// out if positions were closed up (+rerotate): they no longer tell which tokens stayed.
+/// With several questions, a tensor that depends on a question has the question's number after a
+/// point, from 1 on: question_ids.1, generated.2. Pruning after the question (--prune-after
+/// question) depends on it, so scores and evicted_after_prefill then have numbers too. If positions
+/// were renumbered (+rerotate), they no longer identify tokens, and both evicted_… tensors are left
+/// out.
 ///
 /// It observes the generator on every rank. All ranks make the same calls in the same order.
 class Dump final : public StepObserver {
  public:
-  /// `partition` outlives this object. Scores are recorded from the beginning.
+  /// `partition` must outlive this object. Scores are recorded from the beginning.
   Dump(const std::vector<TokenId>& context, std::size_t questions, const CacheOptions& cache,
        const HeadPartition& partition, const Communicator& comm);
 
   void scores(SequenceId sequence, int layer, std::int64_t first,
               const ScoresView& scores) override;
 
-  /// After the prefill.
+  /// Call it after the prefill.
   void take_prefill(Generator& generator);
-  /// Sets the callbacks that it needs on top of those that `options` has.
+  /// Adds the callbacks that it needs to those of `options`.
   void begin_answer(const std::vector<TokenId>& question, Generator& generator,
                     AnswerOptions& options);
   void end_answer(Generator& generator, const Answer& answer);

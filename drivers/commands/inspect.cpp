@@ -67,7 +67,8 @@ std::int64_t all_rows(const SnapshotHeader& header) {
   return tokens_seen(header) * header.n_layers * header.n_kv_heads;
 }
 
-/// The reasons for which `kvzap run --resume` refuses the file; empty if it accepts it.
+/// Returns the reasons for which `kvzap run --resume` refuses the file, or an empty list if it
+/// accepts the file.
 std::vector<std::string> obstacles_to_resuming(const SnapshotHeader& header) {
   std::vector<std::string> why;
   if (header.content != SnapshotContent::all) why.emplace_back("no keys and values");
@@ -110,7 +111,7 @@ std::string policy_text(const SnapshotHeader& header) {
                 further("prefill", "prefill "));
 }
 
-/// The recorded options as flags, including those left at their defaults.
+/// Formats the recorded options as flags, including options at their defaults.
 std::string options_text(const std::string& recorded) {
   if (recorded.empty()) return "not recorded";
   std::string text;

@@ -1,4 +1,4 @@
-// `kvzap inspect`: what a snapshot holds, and what its policy kept of the text.
+// `kvzap inspect`: shows the contents of a snapshot, and the tokens that its policy kept.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -18,8 +18,8 @@ struct InspectOptions {
 /// Declares every option of the command on `app`; parsing fills `options`.
 void declare(CLI::App& app, InspectOptions& options);
 
-/// Rank 0 alone does the work, and has one head's rows in memory at a time (with one layer's
-/// scores). Throws AgreedError, on every rank alike, for whatever is wrong with the input, and if
+/// Runs the command. Rank 0 alone does the work, with one head's rows (and one layer's scores) in
+/// memory at a time. Throws AgreedError, equal on every rank, for errors in the input, and if
 /// --verify finds damage.
 void inspect(const InspectOptions& options, const Communicator& comm, const std::string& version);
 

@@ -12,7 +12,7 @@ struct LeaderboardOptions {
   std::vector<std::string> evaluations;
   std::string task = "all";
   std::string output;  // empty: standard output
-  std::string format;  // markdown or html; empty: by the output's name
+  std::string format;  // markdown or html; empty: chosen by the output's name
   std::string json;
   std::string config;
 };
@@ -20,7 +20,7 @@ struct LeaderboardOptions {
 /// Declares every option of the command on `app`; parsing fills `options`.
 void declare(CLI::App& app, LeaderboardOptions& options);
 
-/// Rank 0 alone does the work. Throws AgreedError, on every rank alike.
+/// Runs the command. Rank 0 alone does the work. Throws AgreedError, equal on every rank.
 void leaderboard(const LeaderboardOptions& options, const Communicator& comm,
                  const std::string& version);
 

@@ -16,7 +16,7 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
-/// Keep ratios of every row make summaries of large models long.
+/// Keep ratios of every row make the summaries of large models long.
 constexpr std::uintmax_t max_summary_bytes = 1u << 30;
 /// Evict ratios that round to the same multiple of 1 / bands are comparable. The usual ratios
 /// (0.25, 0.5, 0.75, 0.9) lie well within their bands.
@@ -24,7 +24,7 @@ constexpr int bands = 8;
 
 // --- reading
 
-/// Fields of a file's objects, with messages that name file, field, expected and found.
+/// Reads fields of a file's objects. Messages name file, field, expected and found.
 class FieldReader {
  public:
   explicit FieldReader(std::string file) : m_file(std::move(file)) {}
@@ -90,7 +90,7 @@ void check_format(const FieldReader& reader, const json& object, const std::stri
   reader.expect(format_version == 1, "format_version", "1", format_version);
 }
 
-/// The options of the evaluation; absent if its folder has no evaluation.json.
+/// Reads the options of the evaluation; absent if its folder has no evaluation.json.
 OptionTexts read_options(const fs::path& folder) {
   const fs::path file = folder / "evaluation.json";
   std::error_code ignored;
@@ -115,7 +115,8 @@ void read_row(const FieldReader& reader, const json& row, const std::string& whe
   const TaskFigures figures = read_figures(reader, row, where + ".");
   const auto [at, is_new] = row_of.emplace(setting, evaluation.rows.size());
   if (is_new) evaluation.rows.push_back({0, setting, policy, {}});
-  // Rows of all prompts come last in a summary: they replace those of a task called "all".
+  // Rows of all prompts come last in a summary. They replace the rows of a task that is called
+  // "all".
   evaluation.rows[at->second].tasks.insert_or_assign(task, figures);
   evaluation.prompts[task] = figures.prompts;
   auto& tasks = evaluation.tasks;
@@ -167,7 +168,7 @@ LeaderboardEvaluation read_evaluation(const std::string& folder) {
 
 // --- joining
 
-/// "a, b and c"
+/// Joins names: "a, b and c".
 std::string listed(const std::vector<std::string>& names) {
   std::string text;
   for (std::size_t i = 0; i < names.size(); ++i) {
@@ -193,10 +194,10 @@ void name_apart(std::vector<LeaderboardEvaluation>& evaluations) {
   }
 }
 
-/// "window: 32 (A), 128 (B and C)" for options that differ between evaluations. Paths and the
+/// Lists options that differ between evaluations: "window: 32 (A), 128 (B and C)". Paths and the
 /// choice of prompts do not count.
 std::string differing_options(const std::vector<LeaderboardEvaluation>& evaluations) {
-  // The choice of prompts and the places of files do not change how good an answer is.
+  // The choice of prompts and the paths of files do not affect the quality of an answer.
   const std::set<std::string> ignored = {"per_task", "max_prompts", "surrogate",
                                          "prompt_templates"};
   std::set<std::string> names;
@@ -225,13 +226,13 @@ std::string differing_options(const std::vector<LeaderboardEvaluation>& evaluati
   return fmt::format("{}", fmt::join(differences, "; "));
 }
 
-/// Warnings about evaluations that are incomplete or not comparable.
+/// Warns about evaluations that are incomplete or not comparable.
 std::vector<std::string> notes_of(const std::vector<LeaderboardEvaluation>& evaluations) {
   std::vector<std::string> notes;
   for (const auto& e : evaluations) {
     if (!e.is_complete) notes.push_back(fmt::format("{} is incomplete.", e.name));
   }
-  std::map<std::string, std::set<std::string>> hashes;  // of the models of a name
+  std::map<std::string, std::set<std::string>> hashes;  // of the models with one name
   bool same_prompts = true;
   std::vector<std::string> without_options;
   const auto& first = evaluations.front();
@@ -270,7 +271,7 @@ std::vector<std::string> notes_of(const std::vector<LeaderboardEvaluation>& eval
   return notes;
 }
 
-/// Orders by ratio band, then the better result first; rows without accuracy come last.
+/// Orders by ratio band, then better results first. Rows without accuracy come last.
 bool is_before(const TaskFigures& a, const TaskFigures& b) {
   if (a.ratio_band() != b.ratio_band()) return a.ratio_band() < b.ratio_band();
   if (a.accuracy != b.accuracy) return a.accuracy > b.accuracy;
@@ -305,7 +306,7 @@ Leaderboard join_evaluations(const std::vector<std::string>& folders, const std:
                             nearest.empty() ? fmt::format("there are {}", listed(known))
                                             : fmt::format("did you mean {}?", nearest)));
   }
-  // With a single task, its column would repeat that of all prompts.
+  // With a single task, its column would repeat the column of all prompts.
   if (board.task == all_prompts && known.size() > 2) {
     board.tasks.assign(known.begin() + 1, known.end());
   }

@@ -1,4 +1,4 @@
-// The evaluations of `kvzap leaderboard`: read from their folders, joined and put in order.
+// Reads the evaluations of `kvzap leaderboard` from their folders, joins and orders them.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace kvzap::driver {
 
-/// Name of the summary's task that has every prompt.
+/// Name of the summary's task that contains every prompt.
 inline constexpr const char* all_prompts = "all";
 
 /// Results of one task under one setting.
@@ -49,15 +49,16 @@ struct LeaderboardEvaluation {
 struct Leaderboard {
   std::vector<LeaderboardEvaluation> evaluations;
   std::vector<std::string> tasks;    // columns
-  std::string task;                  // whose figures stand first and give the order
+  std::string task;                  // task whose figures come first and determine the order
   std::vector<LeaderboardRow> rows;  // in order
   std::vector<std::string> notes;
 
   bool has_evaluations() const { return evaluations.size() > 1; }
 };
 
-/// Reads the summary of each folder of `kvzap eval`; rows are ordered by the figures of `task`.
-/// Throws Error for a file that is no such summary, one folder twice, and an unknown task.
+/// Reads the summary in each folder of `kvzap eval`, and orders rows by the figures of `task`.
+/// Throws Error for a file that is no such summary, a folder that occurs twice, and an unknown
+/// task.
 Leaderboard join_evaluations(const std::vector<std::string>& folders, const std::string& task);
 
 }  // namespace kvzap::driver

@@ -18,7 +18,7 @@ using nlohmann::ordered_json;
 
 // --- cells
 
-/// A cell of the table: its text, and the number that it is sorted by.
+/// A cell of the table: its text, and the number by which it is sorted.
 struct TableCell {
   std::string text;
   std::optional<double> number;
@@ -36,7 +36,8 @@ std::string interval_of(const TaskFigures& f) {
   return f.low && f.high ? fmt::format("[{}, {}]", percent(*f.low), percent(*f.high)) : "";
 }
 
-/// Accuracy, with its interval in the cell or its tooltip; without accuracy, the perplexity.
+/// Shows accuracy, with its interval in the cell or its tooltip. Without accuracy, shows the
+/// perplexity.
 TableCell quality(const TaskFigures* f, bool with_interval) {
   if (f && f->accuracy) {
     const std::string interval = interval_of(*f);
@@ -51,14 +52,14 @@ TableCell quality(const TaskFigures* f, bool with_interval) {
   return {"-", std::nullopt, ""};
 }
 
-/// With three significant digits, more if the integer part has more.
+/// Formats three significant digits, or more if the integer part has more.
 std::string megabytes(double bytes) {
   const double value = bytes / 1e6;
   return value >= 100 ? fmt::format("{:.0f}", value)
                       : fmt::format("{:.{}f}", value, value >= 10 ? 1 : 2);
 }
 
-/// The setting's label without its policy: "evict-ratio=0.5, prune-after=question".
+/// Returns the setting's label without its policy: "evict-ratio=0.5, prune-after=question".
 std::string settings_text(const LeaderboardRow& row) {
   if (row.policy == "none") return "full cache";
   std::string text = row.setting;
@@ -144,13 +145,13 @@ std::string harmless(const std::string& text) {
 
 bool is_word(char c) { return std::isalnum(static_cast<unsigned char>(c)) != 0; }
 
-/// For a cell of a table.
+/// Escapes text for a cell of a Markdown table.
 std::string markdown(const std::string& raw) {
   const std::string text = harmless(raw);
   std::string out;
   for (std::size_t i = 0; i < text.size(); ++i) {
     const char c = text[i];
-    // An underscore within a word is no emphasis; names of tasks have many.
+    // An underscore within a word is no emphasis. Names of tasks contain many.
     const bool is_within_word =
         c == '_' && i > 0 && i + 1 < text.size() && is_word(text[i - 1]) && is_word(text[i + 1]);
     if (c == '<') {

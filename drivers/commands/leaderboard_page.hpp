@@ -9,7 +9,7 @@
 namespace kvzap::driver {
 
 std::string markdown_page(const Leaderboard& board);
-/// leaderboard.html with the notes and the table of `board`.
+/// Fills leaderboard.html with the notes and the table of `board`.
 std::string html_page(const Leaderboard& board, const std::string& version);
 nlohmann::ordered_json to_json(const Leaderboard& board, const std::string& version);
 

@@ -34,7 +34,7 @@ using detail::Clock;
 using detail::MadeTask;
 using detail::seconds_since;
 
-/// Ascending, each once.
+/// Returns the requested lengths, ascending and without duplicates.
 std::vector<std::int64_t> asked_lengths(const MakeTasksOptions& o) {
   constexpr double longest = 1 << 22;
   std::vector<std::int64_t> lengths;
@@ -53,7 +53,8 @@ const std::vector<std::string>& known_tasks(const MakeTasksOptions& o) {
   return o.kind == "ruler" ? detail::ruler_task_names() : detail::recall_task_names();
 }
 
-/// In the order in which the file has them, each once; empty: the user has named none.
+/// Returns the requested tasks in the order of the file, without duplicates; empty if the user has
+/// named none.
 std::vector<std::string> asked_tasks(const MakeTasksOptions& o) {
   std::vector<std::string> asked;
   for (const std::string& part : o.tasks) {
@@ -109,8 +110,8 @@ void validate_making(const MakeTasksOptions& o) {
   check_output(o);
 }
 
-/// Where rows go: to a file that appears with the last of them, or to standard output once all are
-/// made.
+/// Writes rows to a file that appears when the last row is written, or to standard output when all
+/// rows are made.
 class TaskWriter {
  public:
   explicit TaskWriter(const MakeTasksOptions& o) : m_name(o.output), m_self(Communicator::self()) {
@@ -157,11 +158,11 @@ class TaskWriter {
   std::string m_text;
 };
 
-/// What makes a row of a task, and which tasks there are.
+/// A source of rows: its tasks, and the function that makes a row of a task.
 struct TaskMaker {
   std::vector<std::string> tasks;
   std::function<MadeTask(const std::string& task, std::int64_t length, std::int64_t index)> make;
-  /// How many rows differ by more than what is around them.
+  /// Returns how many rows of a task differ in more than their surrounding text.
   std::function<std::int64_t(const std::string& task, std::int64_t length)> different_rows;
 };
 
@@ -236,7 +237,7 @@ void make_file(const MakeTasksOptions& o) {
       for (std::int64_t index = 0; index < o.per_task; ++index) {
         progress.update("prompts", done++, rows, "prompts");
         MadeTask made = maker.make(task, length, index);
-        // Scores are averaged by task.
+        // Scores are averaged by task, so each length is a task of its own.
         if (lengths.size() > 1) made.task.task += fmt::format("/{}", length);
         const std::int64_t too_short = length - made.tokens - made.task.max_new_tokens;
         all_short += too_short;

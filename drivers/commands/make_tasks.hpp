@@ -16,8 +16,8 @@ struct MakeTasksOptions {
   std::string model;
   bool raw = false;
 
-  std::vector<std::string> lengths;  // as given: numbers between commas
-  std::vector<std::string> tasks;    // names between commas; empty: all
+  std::vector<std::string> lengths;  // as given: numbers separated by commas
+  std::vector<std::string> tasks;    // names separated by commas; empty: all
   std::int64_t per_task = 50;
   std::uint64_t seed = 0;
   std::string haystack;
@@ -32,8 +32,8 @@ struct MakeTasksOptions {
 /// Declares every option of the command on `app`; parsing fills `options`.
 void declare(CLI::App& app, MakeTasksOptions& options);
 
-/// Rank 0 alone does the work. Throws AgreedError, on every rank alike, for whatever is wrong with
-/// the input.
+/// Runs the command. Rank 0 alone does the work. Throws AgreedError, equal on every rank, for
+/// errors in the input.
 void make_tasks(const MakeTasksOptions& options, const Communicator& comm,
                 const std::string& version);
 

@@ -15,7 +15,7 @@ Entry entry_of(const CLI::Option& option) {
   entry.group = option.get_group();
   entry.repeats = option.get_multi_option_policy() == CLI::MultiOptionPolicy::TakeAll;
   entry.is_required = option.get_required();
-  // "TEXT:{f32,bf16}", with the text of validators
+  // CLI11's type, such as "TEXT:{f32,bf16}", with the text of validators
   const std::string type = option.get_type_name();
   entry.type = type.substr(0, type.find(':'));
   if (entry.type == "UINT") entry.type = "INT";  // CLI11's word for unsigned integers
@@ -35,7 +35,7 @@ Entry entry_of(const CLI::Option& option) {
       }
     }
   } else if (entry.type == "POLICY") {
-    // The beginning of a policy's text.
+    // The option takes the text of a policy.
     entry.kind = ValueKind::policy;
     entry.choices = policy_names();
     if (entry.flags.empty()) {

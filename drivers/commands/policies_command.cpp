@@ -49,7 +49,7 @@ bool has_range(const PolicyParameter& p) {
   return p.kind == Kind::integer || p.kind == Kind::number;
 }
 
-/// Returns whether a bound is small enough to mean something.
+/// Returns whether the value is a real bound, not a placeholder for none.
 bool is_bound(double value) { return std::fabs(value) < 1e15; }
 
 std::string values_text(const PolicyParameter& p) {
@@ -67,8 +67,8 @@ std::string row(const std::string& name, const std::string& text, int width) {
   return text.empty() ? "" : fmt::format("  {:<{}} {}\n", name, width, text);
 }
 
-/// Returns "window=64", "surrogate=FILE" for a required parameter, "[file=FILE]" for an optional
-/// one.
+/// Returns "window=64", "surrogate=FILE" for a required parameter, and "[file=FILE]" for an
+/// optional one.
 std::string assignment(const PolicyParameter& p) {
   const std::string value =
       !p.standard.empty() ? p.standard : (p.kind == Kind::file ? "FILE" : "VALUE");
@@ -121,7 +121,7 @@ ordered_json to_json(const std::vector<PolicyParameter>& parameters) {
     json["default"] = p.standard.empty() ? ordered_json() : ordered_json(p.standard);
     json["required"] = p.standard.empty() && !p.optional;
     if (has_range(p)) {
-      // JSON has no infinity: null is no bound.
+      // JSON has no infinity: null means no bound.
       json["least"] = is_bound(p.least) ? ordered_json(p.least) : ordered_json();
       json["most"] = is_bound(p.most) ? ordered_json(p.most) : ordered_json();
     }
@@ -154,7 +154,7 @@ ordered_json to_json(const ModifierInfo& info) {
           {"parameters", to_json(info.parameters)}};
 }
 
-/// "+ada" and "ada" are the same modifier.
+/// Removes a leading +: "+ada" and "ada" are the same modifier.
 std::string plain(const std::string& name) {
   return name.rfind('+', 0) == 0 ? name.substr(1) : name;
 }

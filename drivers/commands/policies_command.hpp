@@ -1,4 +1,4 @@
-// `kvzap policies`: the values of --policy, from the library's own lists.
+// `kvzap policies`: lists the values of --policy, from the library's own tables.
 #pragma once
 
 #include <kvzap/engine/policies.hpp>
@@ -8,14 +8,15 @@
 
 namespace kvzap::driver {
 
-/// Names of all policies, and of all modifiers.
+/// Returns the names of all policies and all modifiers.
 std::vector<std::string> policy_names();
 std::vector<std::string> modifier_names();
 
-/// A CLI11 check that refuses names of neither; the message has the nearest name.
+/// A CLI11 check that refuses unknown names. The message has the nearest name.
 std::string known_policy(const std::string& name);
 
-/// Returns all of them in a few lines each, or the one called `name` in detail; empty: all.
+/// Describes the policy or modifier `name` in detail. Without a name, describes all of them in a
+/// few lines each.
 std::string policies_text(const std::string& name);
 /// Returns the same as JSON.
 nlohmann::ordered_json policies_json(const std::string& name);

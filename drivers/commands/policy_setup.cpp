@@ -15,7 +15,8 @@
 namespace kvzap::driver {
 namespace {
 
-/// Where `part` begins in `ids`: how many special tokens the tokenizer has put in front of it.
+/// Returns the index at which `part` begins in `ids`: the number of special tokens that the
+/// tokenizer adds before it.
 std::int64_t tokens_before(const std::vector<TokenId>& part, const std::vector<TokenId>& ids) {
   return std::search(ids.begin(), ids.end(), part.begin(), part.end()) - ids.begin();
 }
@@ -24,9 +25,10 @@ bool begins_with(const std::vector<TokenId>& ids, const std::vector<TokenId>& be
   return ids.size() >= begin.size() && std::equal(begin.begin(), begin.end(), ids.begin());
 }
 
-/// How the model is asked to repeat the context: as a user's message within the chat template, or,
-/// without a template, after a line break. Ids that begin as the template does are taken as made by
-/// it; special tokens that the tokenizer puts in front of any text are never repeated.
+/// Returns how to ask the model to repeat the context. With a chat template, the request is a
+/// user's message. Without one, it follows a line break. Ids that begin like the template are
+/// assumed to come from it. Special tokens that the tokenizer adds before any text are never
+/// repeated.
 RepeatPrompt repeat_prompt(const EngineOptions& options, const Tokenizer& tokenizer,
                            const std::vector<TokenId>& context) {
   if (!options.raw && !options.token_ids) {
@@ -40,7 +42,7 @@ RepeatPrompt repeat_prompt(const EngineOptions& options, const Tokenizer& tokeni
         return make_repeat_prompt(tokenizer, parts.prefix, parts.suffix);
       }
     } catch (const Error&) {
-      // No template, or none that is known: the ids are plain text.
+      // No chat template, or none that is known: the ids are plain text.
     }
   }
   RepeatPrompt prompt = make_repeat_prompt(tokenizer, "", "\n");
@@ -95,7 +97,7 @@ Texts load_policy_texts(const EngineOptions& options, const PolicyChoice* choice
   const std::filesystem::path file = choice->calibration->texts();
   std::optional<Tokenizer> own;
   comm.agree_on_root([&] {
-    if (tokenizer) return;  // else the prompt is token ids
+    if (tokenizer) return;  // otherwise the prompt is token ids
     try {
       own = Tokenizer::load(options.model);
     } catch (const Error& error) {

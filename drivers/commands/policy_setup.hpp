@@ -1,5 +1,5 @@
-// From what options say of a policy to the policy itself: its files, the prompt with which the
-// model repeats a context, the texts that it learns from.
+// Makes a policy from options: its files, the prompt with which the model repeats a context, and
+// the texts from which it learns.
 #pragma once
 
 #include <kvzap/core/communicator.hpp>
@@ -37,7 +37,8 @@ Texts load_policy_texts(const EngineOptions& options, const PolicyChoice* choice
                         const Tokenizer* tokenizer, const ModelConfig& config,
                         const Communicator& comm);
 
-/// kvzap::resolve_threshold for the options' pruning. Prints the warnings if `talks`. Collective.
+/// Calls kvzap::resolve_threshold for the options' pruning. Prints the warnings if `talks`.
+/// Collective.
 std::optional<LookedUpThreshold> resolve_threshold(EngineOptions& options, bool talks,
                                                    const Communicator& comm);
 

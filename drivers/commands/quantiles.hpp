@@ -14,14 +14,14 @@ inline constexpr std::array<const char*, 5> quantile_names = {"min", "q25", "med
 using Quantiles = std::optional<std::array<double, quantile_shares.size()>>;
 
 /// Returns quantiles, interpolated between the two nearest of the sorted values as numpy.quantile
-/// does by default; if one of these is infinite, the nearer one. Reorders `values`, and ignores
-/// NaN.
+/// does by default. If one of the two is infinite, returns the nearer one. Reorders `values`, and
+/// ignores NaN.
 Quantiles quantiles_of(std::vector<float>& values);
 
 /// Returns {"min": …, "q25": …, …}; null if there are none.
 nlohmann::ordered_json quantiles_json(const Quantiles& quantiles);
 
-/// Returns a number for JSON, which has no infinity: "inf", "-inf"; NaN is null.
+/// Converts a number for JSON, which has no infinity: "inf", "-inf"; NaN becomes null.
 nlohmann::ordered_json number_json(double value);
 
 }  // namespace kvzap::driver

@@ -27,7 +27,7 @@ std::vector<double> evict_ratios(const CacheReport& cache) {
   return ratios;
 }
 
-/// How much is evicted, and when again.
+/// Adds the budget and its moments.
 void add_budget(ordered_json& json, const Pruning& pruning) {
   const Pruning::Amount& amount = pruning.amount;
   // JSON has no infinity; a threshold of plus or minus infinity is written as text.
@@ -44,7 +44,7 @@ void add_budget(ordered_json& json, const Pruning& pruning) {
   if (pruning.decode.evict_ratio) json["decode_evict_ratio"] = *pruning.decode.evict_ratio;
 }
 
-/// The same for people; empty without a budget.
+/// Describes the budget and its moments for people; empty without a budget.
 std::string budget_text(const Pruning& pruning) {
   std::string text;
   const auto add = [&](const std::string& part) { text += (text.empty() ? "" : ", ") + part; };
@@ -98,7 +98,8 @@ Scaled scaled(std::int64_t bytes) {
   return result;
 }
 
-/// "3.2 MB → 0.7 MB (−78 %)": both in the larger one's unit, unless nothing would be left there.
+/// Formats "3.2 MB → 0.7 MB (−78 %)". Both use the larger one's unit, unless the smaller one would
+/// be 0 in it.
 std::string shrunk(std::int64_t full, std::int64_t live) {
   const Scaled before = scaled(full);
   const double after = static_cast<double>(live) / std::pow(1000, before.unit);
@@ -145,7 +146,7 @@ std::int64_t needed_of(const MemoryPlan::Rank& part, bool is_full_at_first) {
   return saturated_sum({part.weights, kv, part.activations, part.attention});
 }
 
-/// Whether the plan fits, and if not, what would.
+/// Says whether the plan fits and, if not, which memory or number of nodes would suffice.
 std::string node_text(const PlanReport& report) {
   const int ranks = report.ranks_on_node;
   const std::string of_ranks = fmt::format("{} rank{}", ranks, ranks == 1 ? "" : "s");
@@ -170,7 +171,7 @@ std::string node_text(const PlanReport& report) {
 
 double per_second(std::int64_t count, double seconds) { return seconds > 0 ? count / seconds : 0; }
 
-// Reports have the seconds since the beginning.
+// Returns the seconds spent since `before`. Reports count seconds from the beginning.
 double scoring_seconds(const CacheReport& cache, const CacheReport& before) {
   return std::max(0.0, cache.score_seconds - before.score_seconds);
 }
@@ -178,12 +179,13 @@ double pruning_seconds(const CacheReport& cache, const CacheReport& before) {
   return std::max(0.0, cache.prune_seconds - before.prune_seconds);
 }
 
-// The first new token comes from the question's step; only the later ones are decode steps.
+// The first new token belongs to the question's step. Only later tokens are decode steps.
 double decode_ms(const Answer& answer) {
   return answer.tokens.size() < 2 ? 0 : 1e3 * answer.decode_seconds / (answer.tokens.size() - 1);
 }
 
-/// What the run goes on with, what it has written, and whether it has come to its end.
+/// Adds the snapshot from which the run resumed, the snapshots that it wrote, and whether it
+/// reached its end.
 void add_snapshots(ordered_json& json, const RunReport& report) {
   if (report.resumed) {
     const ResumedFrom& from = *report.resumed;
@@ -252,7 +254,8 @@ std::string answer_heading(std::size_t number, const std::string& question) {
   bool is_blank_due = false;
   for (std::size_t i = 0; i < question.size(); ++i) {
     const auto byte = static_cast<unsigned char>(question[i]);
-    if (byte <= ' ' || byte == 0x7f) {  // line breaks and whatever moves a terminal's cursor
+    // line breaks and control characters, which move a terminal's cursor
+    if (byte <= ' ' || byte == 0x7f) {
       is_blank_due = !line.empty();
       continue;
     }
@@ -312,14 +315,15 @@ ordered_json to_json(const RunReport& report, const RunOptions& options) {
   json["context"] = cache_json(report.context, report.context_scores);
   if (options.json_token_ids) json["context"]["ids"] = report.context_ids;
   json["context"]["prefill_seconds"] = report.prefill_seconds;
-  // Parts of the prefill's; after the question of the first answer's.
+  // This is part of the prefill's time. With pruning after the question, it is part of the first
+  // answer's.
   json["context"]["scoring_seconds"] = report.context.score_seconds;
   json["context"]["pruning_seconds"] = report.context.prune_seconds;
   if (!report.policy.empty()) json["context"]["kv"]["full_at_first"] = report.is_full_at_first;
   json["context"]["prefill_tokens_per_second"] =
       per_second(report.prefill_tokens, report.prefill_seconds);
   json["answers"] = ordered_json::array();
-  // After the question: what was spent on the first context is part of the first answer.
+  // With pruning after the question, time spent on the first context belongs to the first answer.
   const CacheReport nothing;
   const bool is_after_question = cache.pruning.moment == PruneMoment::question;
   const CacheReport* before = is_after_question ? &nothing : &report.context;
@@ -358,7 +362,7 @@ ordered_json to_json(const RunReport& report, const RunOptions& options) {
 std::string to_text(const RunReport& report, const RunOptions& options) {
   std::string text;
   const auto line = [&](const std::string& what) { text += what + "\n"; };
-  // Stopped before there were any rows: what is there to say is how far it came.
+  // Without rows, the report only says how far the run came before it stopped.
   if (report.signal != 0 && report.context.kept.empty() && report.answers.empty()) {
     return "\n" + snapshots_text(report);
   }

@@ -19,13 +19,13 @@ struct AnsweredQuestion {
   std::string question;
   std::string text;
   Answer answer;
-  std::vector<Quantiles> scores;  // as RunReport::context_scores
-  /// A person has ended the answer (kvzap chat); this is then its stop reason.
+  std::vector<Quantiles> scores;  // see RunReport::context_scores
+  /// Whether a person has ended the answer (kvzap chat). The stop reason is then "interrupted".
   bool is_interrupted = false;
-  bool is_from_snapshot = false;  // an earlier run has answered it; its times are unknown
+  bool is_from_snapshot = false;  // answered by an earlier run, whose times are unknown
 };
 
-/// Returns the stop reason: that of kvzap::StopReason, or "interrupted".
+/// Returns the stop reason of kvzap::StopReason, or "interrupted".
 std::string_view stop_reason_of(const AnsweredQuestion& answered);
 
 /// A snapshot that a run has written.
@@ -34,7 +34,7 @@ struct WrittenSnapshot {
   std::int64_t tokens = 0;  // in the cache
   std::int64_t bytes = 0;
   double seconds = 0;          // until the file was in place
-  double waiting_seconds = 0;  // the part that the run waited for
+  double waiting_seconds = 0;  // seconds that the run waited for it
 };
 
 /// The snapshot that a run continues.
@@ -63,12 +63,12 @@ struct RunReport {
   CacheOptions cache_options;
   int ranks = 1;
   std::int64_t context_tokens = 0;
-  std::int64_t prefill_tokens = 0;  // the part that this run has run
+  std::int64_t prefill_tokens = 0;  // tokens that this run itself has run
   std::optional<ResumedFrom> resumed;
   std::vector<WrittenSnapshot> snapshots;
   int signal = 0;  // signal that ended the run early
-  /// The place where it ended: "load", "texts", "context", "repeat", "question" or "answer", steps
-  /// done (load: parts of the weights; else tokens) and steps in total.
+  /// The stage in which a signal ended it: "load", "texts", "context", "repeat", "question" or
+  /// "answer". Then the steps done and in total: parts of the weights for "load", otherwise tokens.
   std::string stopped_in;
   std::int64_t stopped_after = 0;
   std::int64_t stopped_of = 0;
@@ -89,10 +89,10 @@ struct RunReport {
   std::vector<std::int64_t> peak_rss_bytes;  // per rank
 };
 
-/// Returns "335.5 GB"; decimal units.
+/// Formats bytes in decimal units: "335.5 GB".
 std::string human_bytes(std::int64_t bytes);
 
-/// Returns "[2] What is that?", for answers to several questions: the question as one line,
+/// Returns the heading of one of several answers, "[2] What is that?": the question as one line,
 /// shortened.
 std::string answer_heading(std::size_t number, const std::string& question);
 
@@ -107,13 +107,13 @@ struct PlanReport {
   std::int64_t tokens = 0;
   PlannedEviction eviction;
   int most_ranks = 1;  // largest number of ranks for the model
-  /// The node with the least free memory of all nodes with ranks.
+  /// The number of nodes, and the node with the least free memory of all nodes with ranks.
   int nodes = 1;
   int ranks_on_node = 1;
   std::int64_t needed_on_node = 0;
   std::int64_t available_on_node = -1;  // -1: not known, as on a device
-  /// Smallest number of nodes like this one, with the same number of ranks each, that is enough; 0:
-  /// none. Only meaningful if the plan does not fit.
+  /// Smallest number of nodes like this one, with the same number of ranks each, that suffices; 0:
+  /// none. Only valid if the plan does not fit.
   int nodes_that_fit = 0;
 
   bool is_known() const { return available_on_node >= 0; }

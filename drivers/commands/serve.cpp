@@ -61,7 +61,7 @@ void check(const ServeOptions& o) {
   if (!o.kv_memory.empty()) parse_bytes(o.kv_memory, "--kv-memory");
 }
 
-/// Reads a file with one key a line.
+/// Reads a file with one key per line.
 std::vector<std::string> read_keys(const std::string& file) {
   if (file.empty()) return {};
   std::ifstream stream(file);
@@ -187,7 +187,7 @@ void Serving::listen() {
     http.api_keys = read_keys(m_options.api_key_file);
     http.logs = m_talks;
     http.logs_prompts = m_options.log_prompts;
-    // Connections for running and waiting requests, and some for status and metrics.
+    // Connections for running and waiting requests, and some more for status and metrics.
     constexpr std::int64_t others = 64, most = 8192;
     http.max_connections = static_cast<std::size_t>(std::min(
         most, m_options.scheduling.max_sequences + m_options.scheduling.max_queue + others));
@@ -297,7 +297,7 @@ int Serving::run(Engine& engine) {
   try {
     scheduler.run();
   } catch (const std::exception& error) {
-    // Other ranks wait for a plan, and connections for answers that never come.
+    // Other ranks would wait for a plan, and connections for answers that never come.
     say("kvzap: error: rank 0: {}\n", detail::shown_message(error.what()));
     m_comm.abort(1);
   }

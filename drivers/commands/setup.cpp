@@ -24,7 +24,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// Returns the number in a file of one line, or -1 ("max" in a cgroup's limit counts as none).
+/// Returns the number in a file of one line, or -1. "max" in a cgroup's limit counts as none.
 std::int64_t number_in(const fs::path& file) {
   std::int64_t number = -1;
   std::ifstream stream(file);
@@ -43,13 +43,13 @@ std::int64_t bytes_in(const char* file, const std::string& name) {
   return -1;
 }
 
-/// Returns the memory that processes on this node may still allocate, or -1 if the system does not
-/// tell. In a container or a batch job, the limit of its control group counts.
+/// Returns the memory that processes on this node may still allocate, or -1 if it is unknown. In a
+/// container or a batch job, the limit of its control group counts.
 std::int64_t available_bytes() {
   std::int64_t available = bytes_in("/proc/meminfo", "MemAvailable");
   std::ifstream groups("/proc/self/cgroup");
   for (std::string line; std::getline(groups, line);) {
-    if (line.rfind("0::/", 0) != 0) continue;  // version 2's one hierarchy
+    if (line.rfind("0::/", 0) != 0) continue;  // the only hierarchy of version 2
     for (fs::path group = fs::path(line.substr(3)).relative_path();; group = group.parent_path()) {
       const fs::path folder = "/sys/fs/cgroup" / group;
       const std::int64_t limit = number_in(folder / "memory.max");
@@ -114,7 +114,7 @@ std::int64_t available_bytes_of_node() { return detail::runs_on_host ? available
 void check_memory(std::int64_t bytes, int ranks_on_node, const std::string& purpose) {
   if (!detail::runs_on_host) return;
   const std::int64_t available = available_bytes();
-  // Divided, because the product may not fit 64 bits.
+  // Divides, because the product may not fit 64 bits.
   if (available < 0 || bytes <= available / ranks_on_node) return;
   throw Error(fmt::format(
       "not enough memory: {} rank{} on this node need{} {} {}for {}, {} are available",
@@ -146,7 +146,7 @@ void use_threads(std::optional<std::int64_t> asked, const Communicator& comm, bo
 }
 
 std::int64_t peak_rss_bytes() {
-  // getrusage still reports peaks from before a reset.
+  // getrusage would still report peaks from before a reset.
   const std::int64_t peak = bytes_in("/proc/self/status", "VmHWM");
   if (peak >= 0) return peak;
   rusage usage{};

@@ -1,5 +1,5 @@
-// Work that commands share before their own: load the model's configuration, assign it to ranks,
-// check memory, and measure the process.
+// Work that commands share before their own: they load the model's configuration, assign it to
+// ranks, check memory, and measure the process.
 #pragma once
 
 #include <kvzap/core/communicator.hpp>
@@ -23,16 +23,15 @@ ModelSetup set_up_model(const std::string& folder, std::optional<std::int64_t> l
                         const std::string& placement, int ranks, const RopeOptions& rope = {});
 
 /// Prints config.json's warnings to standard error, even with -q, because unknown fields may
-/// matter. If `talks`, also prints that layers are left out. For rank 0.
+/// matter. If `talks`, also reports omitted layers. For rank 0.
 void print_notes(const ModelSetup& setup, bool talks);
 
 /// Returns the memory that caches on this node's ranks may still allocate together; -1 if it is
 /// unknown, or if they are on a device.
 std::int64_t available_bytes_of_node();
 
-/// Throws Error if a run cannot fit in memory, before minutes are spent on it: the system would
-/// otherwise kill a rank without a message. `bytes`: memory that the largest rank needs for
-/// `purpose`.
+/// Throws Error if a run cannot fit in memory. Call it early: minutes later the system would kill a
+/// rank without a message. `bytes`: memory that the largest rank needs for `purpose`.
 void check_memory(std::int64_t bytes, int ranks_on_node, const std::string& purpose);
 
 /// Sets the number of threads: `asked`, or, if absent, the cores of this rank. Every rank of the

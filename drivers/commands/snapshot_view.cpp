@@ -18,7 +18,7 @@ std::string place(const SnapshotReader& reader) {
   return fmt::format("snapshot {}", reader.file().string());
 }
 
-/// A flag's number, checked against how many there are.
+/// Returns the number of a flag, checked against `count`.
 std::optional<int> chosen(const std::optional<std::int64_t>& value, const std::string& flag,
                           std::int64_t count, const std::string& what,
                           const SnapshotReader& reader) {
@@ -102,7 +102,7 @@ SnapshotReader open_to_view(const std::filesystem::path& file) {
     throw Error(fmt::format("{}: /state: closed_up is {}; expected 0 to {}", place(reader), closed,
                             most_tokens));
   }
-  // As floating-point numbers, which do not overflow.
+  // Uses floating-point numbers, which do not overflow.
   const double bytes =
       2.0 * static_cast<double>(tokens_seen(header)) * static_cast<double>(header.n_layers) *
       static_cast<double>(header.n_kv_heads) * static_cast<double>(header.head_dim) *
@@ -196,7 +196,7 @@ std::string printable(std::string_view text, bool keeps_lines) {
     const bool is_kept = keeps_lines && (byte == '\n' || byte == '\t');
     const auto next = i + 1 < text.size() ? static_cast<unsigned char>(text[i + 1]) : 0;
     if (byte < 0x20 && !is_kept) {
-      // U+2400 and those that follow are pictures of U+0000 and those that follow.
+      // U+2400 and the following characters are pictures of U+0000 and the following ones.
       out += "\xe2\x90";
       out += static_cast<char>(0x80 + byte);
     } else if (byte == 0x7f) {
@@ -242,7 +242,7 @@ void MarkedText::append(std::string_view text, Mark mark) {
   const std::string shown = printable(text, true);
   std::string_view left = shown;
   while (!left.empty()) {
-    // Pagers forget a colour at the end of a line.
+    // Pagers reset the colour at the end of a line.
     const bool breaks = m_uses_color && left.front() == '\n';
     if (breaks) end();
     if (!breaks && !m_is_open) begin(mark);
@@ -257,7 +257,7 @@ void MarkedText::append(std::string_view text, Mark mark) {
 void MarkedText::finish() {
   const bool ends_inside = m_is_open;
   end();
-  // A marker stands behind the line's end.
+  // A marker comes after the line's end.
   if (!m_at_line_begin || (ends_inside && !m_uses_color)) print("\n");
   m_mark = Mark::plain;
 }

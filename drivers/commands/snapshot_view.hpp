@@ -1,5 +1,5 @@
-// What `kvzap inspect` and `kvzap diff` share: which heads of a snapshot they look at, and how they
-// show the text that it is of.
+// Shared by `kvzap inspect` and `kvzap diff`: the choice of a snapshot's heads, and the display of
+// its text.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -22,19 +22,19 @@ struct ViewOptions {
   std::optional<std::int64_t> layer, head;  // absent: all
   bool text = false;
   std::string color = "auto";  // auto, always, never
-  std::string model;           // folder of the tokenizer; empty: the one that the file names
+  std::string model;           // folder of the tokenizer; empty: the folder that the file names
   bool json = false;
   ProgressStyle progress = ProgressStyle::automatic;
   std::string config;
 };
 
-/// Declares the flags of ViewOptions; `text_help` says what --text prints.
+/// Declares the flags of ViewOptions. `text_help` describes the output of --text.
 void declare_view(CLI::App& app, ViewOptions& options, const std::string& text_help);
 
 /// Throws Error for flags that contradict one another.
 void check_view(const ViewOptions& options);
 
-/// The layers and KV heads that a command looks at: a range of each.
+/// The selected layers and KV heads: a range of each.
 struct HeadSelection {
   int first_layer, layers;
   int first_head, heads;
@@ -43,52 +43,55 @@ struct HeadSelection {
 
   bool is_all() const { return all_layers && all_heads; }
   std::int64_t count() const { return std::int64_t{layers} * heads; }
-  /// "layer 7, head 2", "layer 7", "head 2 of all layers", "all layers and heads"
+  /// Returns "layer 7, head 2", "layer 7", "head 2 of all layers" or "all layers and heads".
   std::string text() const;
 };
 
-/// Throws Error, naming flag and expected range, if the snapshot has no such layer or head.
+/// Returns the selected layers and heads. Throws Error, naming flag and expected range, if the
+/// snapshot has no such layer or head.
 HeadSelection select_heads(const ViewOptions& options, const SnapshotReader& reader);
 
-/// A reader of a file whose numbers can be counted with. Throws Error, also for extents whose bytes
-/// no machine could hold, as a file without keys and values may claim them.
+/// Opens a file for reading. Throws Error also if its extents are too large for arithmetic or for
+/// any machine's memory, as a file without keys and values may claim.
 SnapshotReader open_to_view(const std::filesystem::path& file);
 
-/// Tokens that the sequence was given, however its positions are counted (see closed_up).
+/// Returns the number of tokens that the sequence received, even if positions were renumbered (see
+/// closed_up).
 std::int64_t tokens_seen(const SnapshotHeader& header);
-/// Positions fewer than tokens, where pruning closes gaps (+rerotate).
+/// Returns the number of positions that pruning has removed by renumbering (+rerotate).
 std::int64_t closed_up(const SnapshotHeader& header);
-/// Throws Error, saying why, if the file's positions do not tell which tokens stayed. `purpose`:
-/// "--text", "diff".
+/// Throws Error, giving the reason, if the file's positions do not identify the tokens that stayed.
+/// `purpose`: "--text", "diff".
 void require_positions_of_tokens(const SnapshotReader& reader, const std::string& purpose);
 
-/// Adds 1 to counts[position] for each row of the head; there are as many counts as the header has
-/// tokens.
+/// Adds 1 to counts[position] for each row of the head. `counts` must have one element per token of
+/// the header.
 void count_kept(const SnapshotReader& reader, int layer, int head,
                 std::vector<std::int32_t>& counts);
 
-/// Keys and values of so many rows, in the type in which the file has, or would have, them.
+/// Returns the bytes of keys and values for this number of rows, in the type of the file, even if
+/// the file has none.
 std::int64_t kv_bytes(const SnapshotHeader& header, std::int64_t rows);
 
-/// "42.1 %"; "-" of nothing.
+/// Formats "42.1 %", or "-" if `whole` is 0.
 std::string percent(std::int64_t part, std::int64_t whole);
 
-/// The tokenizer of a snapshot's text: of -m, or of the folder that the file names. Throws Error if
-/// the file has no token ids, if there is no tokenizer there, or if its hash is not the recorded
-/// one.
+/// Returns the tokenizer of a snapshot's text, from -m or from the folder that the file names.
+/// Throws Error if the file has no token ids, the folder has no tokenizer, or its hash differs from
+/// the recorded one.
 Tokenizer tokenizer_of(const SnapshotReader& reader, const std::string& model);
 
-/// Text of each of the first `count` ids, special tokens written out: take(id's place, text). Where
-/// several ids make one character, the last one has it, and the others "".
+/// Calls take(index, text) for each of the first `count` ids, with special tokens written out. If
+/// several ids make one character, the last one has it, and the others have "".
 void for_each_piece(const Tokenizer& tokenizer, const std::vector<TokenId>& ids, std::int64_t count,
                     const std::function<void(std::int64_t place, const std::string& text)>& take);
 
-/// What is said of a token by how it looks.
+/// The marking of a token.
 enum class Mark { plain, dim, first_only, second_only };
 
-/// Prints text to standard output, parts of it marked: by colour, or between markers ("[~" and "~]"
-/// for dim, "[-" and "-]" for first_only, "{+" and "+}" for second_only, as wdiff does). Control
-/// characters of the text are shown as pictures, so that it cannot do anything to a terminal.
+/// Prints text to standard output with marked parts. Marks are colours, or markers as in wdiff:
+/// "[~" and "~]" for dim, "[-" and "-]" for first_only, "{+" and "+}" for second_only. Control
+/// characters of the text are shown as pictures, so that they cannot affect a terminal.
 class MarkedText {
  public:
   explicit MarkedText(bool uses_color) : m_uses_color(uses_color) {}
@@ -102,15 +105,15 @@ class MarkedText {
   void end();
   bool m_uses_color;
   Mark m_mark = Mark::plain;
-  bool m_is_open = false;  // a colour has been turned on
+  bool m_is_open = false;  // whether a colour is on
   bool m_at_line_begin = true;
 };
 
-/// Whether text is to be coloured, by --color: auto is on a terminal, unless NO_COLOR is set
+/// Returns whether to colour text, by --color. `auto` colours on a terminal, unless NO_COLOR is set
 /// (no-color.org) or TERM is dumb.
 bool uses_color(const std::string& color);
 
-/// Text with control characters but for blank ones replaced by pictures of them.
+/// Replaces control characters, except blank ones, by pictures of them.
 std::string printable(std::string_view text, bool keeps_lines);
 
 }  // namespace kvzap::driver

@@ -15,7 +15,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// A copy that appears once it is complete. One process alone.
+/// Copies a file such that the copy appears only when it is complete. For one process alone.
 void copy_whole(const fs::path& from, const fs::path& to) {
   detail::replace_file(to, "snapshot", [&](const fs::path& path) {
     fs::copy_file(from, path, fs::copy_options::overwrite_existing);
@@ -36,7 +36,7 @@ Snapshots::Snapshots(const RunOptions& options, SnapshotInfo info, const Communi
   if (!options.snapshot_content.empty()) {
     m_how.content = snapshot_content_from_name(options.snapshot_content);
   }
-  // Keys and values hardly get smaller, what says where rows are does.
+  // Compression hardly shrinks keys and values, but it shrinks the rows' positions and scores.
   m_how.compress =
       options.snapshot_compress.value_or(m_how.content == SnapshotContent::all ? 0 : 6);
   if (!options.snapshot_dtype.empty()) m_how.dtype = dtype_from_name(options.snapshot_dtype);
@@ -90,7 +90,7 @@ void Snapshots::begin(Generator& generator, bool waits) {
   if (waits) end();
 }
 
-/// A file is in its place.
+/// Handles a snapshot that is in its place.
 void Snapshots::end() {
   WrittenSnapshot written;
   written.seconds = detail::seconds_since(m_start);
@@ -104,7 +104,7 @@ void Snapshots::end() {
       written.tokens = reader.header().tokens;
       written.bytes = reader.header().file_bytes;
     } catch (const Error& error) {
-      // Somebody takes snapshots away as soon as they are there: no reason to end the run.
+      // Another process may take snapshots away as soon as they appear. The run continues.
       tell({fmt::format("just written, and taken away or changed since: {}", error.what())});
     }
     remove_older();
@@ -118,7 +118,8 @@ void Snapshots::tell(const std::vector<std::string>& notes) const {
   for (const std::string& note : notes) say("kvzap: warning: {}\n", note);
 }
 
-/// Whether a file is a snapshot of this model, and of so many tokens as its name says.
+/// Returns whether a file is a snapshot of this model with the number of tokens that its name
+/// gives.
 bool Snapshots::is_ours(const fs::path& file, std::int64_t tokens) const {
   try {
     const SnapshotReader reader(file);
@@ -128,9 +129,9 @@ bool Snapshots::is_ours(const fs::path& file, std::int64_t tokens) const {
   }
 }
 
-/// A second name for the file that is about to be replaced, cache.4096.h5 for cache.h5, or a copy
-/// where the file system has no such names. Returns why there is none, if there ought to be: that
-/// is no reason to end a long run.
+/// Gives the file that is about to be replaced a second name, cache.4096.h5 for cache.h5, or makes
+/// a copy on file systems without hard links. Returns the reason if that fails; a long run should
+/// not end for it.
 std::string Snapshots::keep_older() const {
   if (m_options.snapshot_keep.value_or(1) == 1) return "";
   const fs::path file = m_options.snapshot;
@@ -138,7 +139,7 @@ std::string Snapshots::keep_older() const {
   try {
     tokens = SnapshotReader(file).header().tokens;
   } catch (const Error&) {
-    return "";  // there is none, or something else
+    return "";  // no file, or no snapshot
   }
   if (!is_ours(file, tokens)) return "";
   const fs::path older = file.parent_path() / fmt::format("{}.{}{}", file.stem().string(), tokens,
@@ -146,7 +147,7 @@ std::string Snapshots::keep_older() const {
   std::error_code failed;
   if (fs::equivalent(file, older, failed)) return "";
   if (is_ours(older, tokens)) fs::remove(older, failed);
-  // (A second name for a symbolic link would lead to what comes, not to what there is.)
+  // A hard link to a symbolic link would lead to the new file, not to the old one.
   fs::create_hard_link(detail::target_of_links(file), older, failed);
   if (!failed) return "";
   std::string what = failed.message();
@@ -162,7 +163,7 @@ std::string Snapshots::keep_older() const {
                      tokens, older.string(), what);
 }
 
-/// Leaves --snapshot-keep of them.
+/// Removes all older snapshots but the newest --snapshot-keep.
 void Snapshots::remove_older() const {
   if (!m_options.snapshot_keep) return;
   const fs::path file = m_options.snapshot;
@@ -170,7 +171,8 @@ void Snapshots::remove_older() const {
   const std::string begin = file.stem().string() + ".";
   const std::string end = file.extension().string();
   std::vector<std::pair<fs::file_time_type, fs::path>> older;
-  std::error_code failed;  // a folder that cannot be listed, a file that somebody has just removed
+  // ignored: the folder may not be readable, or another process has just removed a file
+  std::error_code failed;
   fs::directory_iterator entry(folder, failed);
   for (; !failed && entry != fs::directory_iterator(); entry.increment(failed)) {
     const std::string name = entry->path().filename().string();

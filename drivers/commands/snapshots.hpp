@@ -1,4 +1,4 @@
-// The snapshots that `kvzap run` writes, and when.
+// Writes the snapshots of `kvzap run`, and decides when.
 #pragma once
 
 #include <cstdint>
@@ -23,17 +23,18 @@ namespace kvzap::driver {
 /// calls in the same order.
 class Snapshots {
  public:
-  /// `info`: the parts that stay the same throughout the run. `run_state` is called on rank 0
-  /// alone, for each snapshot. Each written file is added to `written`, on every rank.
+  /// `info`: the attributes that do not change during the run. `run_state` is called on rank 0 for
+  /// each snapshot. Each written file is added to `written`, on every rank.
   Snapshots(const RunOptions& options, SnapshotInfo info, const Communicator& comm, Progress& bar,
             std::function<std::string()> run_state, std::vector<WrittenSnapshot>& written);
 
   bool is_on() const { return !m_options.snapshot.empty(); }
   /// Writes a snapshot now, as after the context's prefill. Waits until it is written, unless
-  /// --snapshot-every asks for more of them.
+  /// --snapshot-every requests more snapshots.
   void write(Generator& generator);
-  /// Call after each step of `tokens` tokens, with the cache whole: continues the snapshot being
-  /// written, or begins one that is due. After a signal, writes a last one and throws Interrupted.
+  /// Call it after each step of `tokens` tokens, when the cache is complete. Continues the snapshot
+  /// that is being written, or begins one that is due. After a signal, writes a last one and throws
+  /// Interrupted.
   void after_step(Generator& generator, std::int64_t tokens);
   /// Waits until the snapshot being written is complete.
   void finish();
@@ -54,9 +55,9 @@ class Snapshots {
   std::function<std::string()> m_run_state;
   std::vector<WrittenSnapshot>& m_written;
   std::unique_ptr<SnapshotWriting> m_writing;
-  detail::Clock::time_point m_start;  // of m_writing
+  detail::Clock::time_point m_start;  // start of m_writing
   double m_waiting_seconds = 0;
-  std::int64_t m_since = 0;  // tokens since the last one
+  std::int64_t m_since = 0;  // tokens since the last snapshot
 };
 
 }  // namespace kvzap::driver

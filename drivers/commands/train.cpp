@@ -50,7 +50,7 @@ void validate(const TrainOptions& o) {
           fmt::format("--json and --plot both name the file {}", o.plot));
 }
 
-/// The command that reproduces the surrogate.
+/// Returns the command that reproduces the surrogate.
 std::string command_of(const TrainOptions& o) {
   const auto quoted = [](const std::string& word) {
     if (!word.empty() && word.find_first_of(" \t\n'\"\\$`&|;<>()*?[]#~!{}") == std::string::npos) {
@@ -102,8 +102,8 @@ void print_table(const TrainingReport& report) {
              report.training);
 }
 
-/// The plot script beside the program or in the sources of its build; else the command kvzap-plot
-/// of the search path.
+/// Returns the plot script beside the program or in the source folder of its build, or the command
+/// kvzap-plot of the search path.
 std::string plot_script() {
   std::error_code error;
   const fs::path program = fs::read_symlink("/proc/self/exe", error);

@@ -1,4 +1,4 @@
-// `kvzap train`: a linear or MLP surrogate from what `kvzap collect` has gathered.
+// `kvzap train`: trains a linear or MLP surrogate from the pairs of `kvzap collect`.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -37,10 +37,10 @@ struct TrainOptions {
 /// Declares every option of the command on `app`; parsing fills `options`.
 void declare(CLI::App& app, TrainOptions& options);
 
-/// Carries out the command on all ranks. Returns the exit status: 0, or 128 + the number of the
-/// signal that ended training early (SIGTERM, SIGINT, SIGUSR1), after a checkpoint was written.
-/// Throws AgreedError, on every rank alike, for whatever is wrong with the input; any other
-/// exception is one rank's own.
+/// Runs the command on all ranks. Returns the exit status: 0, or 128 + the number of the signal
+/// that ended training early (SIGTERM, SIGINT, SIGUSR1), after a checkpoint was written. Throws
+/// AgreedError, equal on every rank, for errors in the input. Any other exception belongs to one
+/// rank.
 int train(const TrainOptions& options, const Communicator& comm, const std::string& version);
 
 }  // namespace kvzap::driver

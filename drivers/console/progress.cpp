@@ -29,7 +29,7 @@ std::string text_of_process(int process, const char* file) {
   return {std::istreambuf_iterator<char>(stream), {}};
 }
 
-/// proc(5): "process (name) state parent ..."; 0 if unknown.
+/// Returns the parent from proc(5)'s "process (name) state parent ..."; 0 if unknown.
 int parent_of(int process) {
   const std::string text = text_of_process(process, "stat");
   const std::size_t name_end = text.rfind(") ");
@@ -48,7 +48,7 @@ bool is_launcher(int process) {
          name.rfind("mpiexec.", 0) == 0 || name.rfind("mpirun.", 0) == 0;
 }
 
-/// Returns whether the launcher adds a prefix to each line, or passes on whole lines: it would
+/// Returns whether the launcher adds a prefix to each line, or forwards only whole lines. It would
 /// break a bar, which is part of a line.
 bool marks_lines(int launcher) {
   const std::string arguments = text_of_process(launcher, "cmdline");
@@ -81,8 +81,8 @@ bool has_open(int process, const fs::path& pipe) {
   return false;
 }
 
-/// Returns the launcher among the ancestors of this process. Its standard error is a terminal, to
-/// which it passes on the output of this process to `stream`.
+/// Returns the launcher among the ancestors of this process that forwards this process' output to
+/// `stream` to its own standard error, a terminal.
 std::optional<int> launcher_with_terminal(int stream) {
   struct stat status = {};
   if (fstat(stream, &status) != 0 || !(S_ISFIFO(status.st_mode) || S_ISSOCK(status.st_mode))) {
@@ -98,7 +98,7 @@ std::optional<int> launcher_with_terminal(int stream) {
     if (!is_launcher(process)) continue;
     if (marks_lines(process)) return std::nullopt;
     is_passed_on = is_passed_on || has_open(process, pipe);
-    if (!is_passed_on) return std::nullopt;  // another process in between reads it
+    if (!is_passed_on) return std::nullopt;  // another process reads the output first
     const fs::path terminal =
         fs::read_symlink(fmt::format("/proc/{}/fd/{}", process, STDERR_FILENO), failed);
     if (!failed && terminal.string().rfind("/dev/", 0) == 0) return process;
@@ -173,7 +173,8 @@ void Terminal::write(std::string_view text) const {
 
 std::string progress_line(std::string_view what, double share, std::string_view rate,
                           std::string_view left, int columns) {
-  // The last column stays free: after a character in it, a terminal may move to the next line.
+  // The last column stays free, because a terminal may move to the next line after a character in
+  // it.
   const auto room = static_cast<std::size_t>(std::max(columns - 1, 0));
   share = std::min(std::max(share, 0.0), 1.0);
   const std::string name = fmt::format("{:8} ", what);
@@ -259,7 +260,7 @@ void Progress::update(std::string_view what, std::int64_t done, std::int64_t tot
     const std::string line =
         progress_line(what, static_cast<double>(done) / static_cast<double>(total),
                       rate(now, done, unit), time_left(now, done, total), m_terminal->columns());
-    // First set the handler that erases the bar, because a signal may arrive right after.
+    // Sets the handler that erases the bar first, because a signal may arrive right after.
     if (!m_drawn) erase_bar_at_the_end();
     terminal_with_bar = m_terminal->descriptor();
     m_terminal->write(fmt::format("\r{}\033[K", line));

@@ -10,22 +10,23 @@
 
 namespace kvzap::driver {
 
-/// The form of progress: automatic (a bar on a terminal, else sparse lines), or always one of the
-/// two.
+/// The form of progress: automatic (a bar on a terminal, otherwise sparse lines), always one of the
+/// two, or none.
 enum class ProgressStyle { automatic, bar, lines, off };
 
 /// Declares --progress (auto, bar, lines, off).
 void declare_progress(CLI::App& app, ProgressStyle& style, const std::string& group);
 
 /// Returns a line of at most `columns` - 1 characters that shows progress: `what`, a bar, per cent,
-/// `rate` and time `left` (either may be empty). The least important parts are omitted if there is
-/// no room. `share` is in [0, 1].
+/// `rate` and time `left` (either may be empty). Omits the least important parts if the line is too
+/// short. `share` is in [0, 1].
 std::string progress_line(std::string_view what, double share, std::string_view rate,
                           std::string_view left, int columns);
 
 /// The terminal on which a person sees the standard error of this process. This is its own
-/// terminal, or, if standard error is a pipe to mpirun (or another launcher on this node), that of
-/// mpirun. Text on the latter appears at once, whatever output mpirun still has to pass on.
+/// terminal. If standard error is a pipe to mpirun (or another launcher on this node), it is the
+/// launcher's terminal. Text on the latter appears at once, whatever output mpirun still has to
+/// forward.
 class Terminal {
  public:
   /// Finds the terminal. If `forced`, standard error counts as a terminal in any case.
@@ -36,18 +37,18 @@ class Terminal {
 
   bool exists() const { return m_descriptor >= 0; }
   int descriptor() const { return m_descriptor; }
-  /// Returns whether this process may draw: not if the shell has put it, or its launcher, into the
-  /// background.
+  /// Returns whether this process may draw. It may not if the shell has put it, or its launcher,
+  /// into the background.
   bool is_ours() const;
-  /// Returns its width; if it reports none, that of $COLUMNS, or 80.
+  /// Returns its width. If the terminal reports none, returns $COLUMNS, or 80.
   int columns() const;
-  /// Writes text. Text that cannot be written is lost.
+  /// Writes text. Loses text that cannot be written.
   void write(std::string_view text) const;
 
  private:
   int m_descriptor = -1;
   bool m_owned = false;
-  int m_group = 0;  // process group that draws: ours, or the launcher's
+  int m_group = 0;  // process group that draws: this process's group or the launcher's
 };
 
 class Progress {
@@ -58,9 +59,9 @@ class Progress {
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
 
-  /// Reports that `done` of `total` steps of `what` are finished. Shows the rest with a rate, in
-  /// `unit`s, and an estimate of its time. A bar is redrawn at most ten times a second; work of
-  /// less than a tenth of a second has none. Without a terminal, a line is printed at most every
+  /// Reports that `done` of `total` steps of `what` are finished. Shows progress with a rate, in
+  /// `unit`s, and an estimate of the time left. A bar is redrawn at most ten times a second; work
+  /// of less than a tenth of a second has none. Without a terminal, a line is printed at most every
   /// ten seconds, and a last one if any was printed.
   void update(std::string_view what, std::int64_t done, std::int64_t total,
               std::string_view unit = "");
@@ -78,7 +79,7 @@ class Progress {
   std::string rate(Clock::time_point now, std::int64_t done, std::string_view unit) const;
   std::string time_left(Clock::time_point now, std::int64_t done, std::int64_t total) const;
   bool m_enabled;
-  std::optional<Terminal> m_terminal;  // for a bar; without one, lines
+  std::optional<Terminal> m_terminal;  // for a bar; absent if lines are printed
   bool m_drawn = false;
   bool m_line_printed = false;
   std::string m_what;

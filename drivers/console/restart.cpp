@@ -8,7 +8,8 @@
 namespace kvzap::driver {
 namespace {
 
-/// Set by the first process for the second: "blas" if OPENBLAS_NUM_THREADS is ours.
+/// The first process sets it for the second. "blas" says that kvzap itself set
+/// OPENBLAS_NUM_THREADS.
 constexpr const char* marker = "KVZAP_RESTARTED";
 
 void set_by_default(const char* name, const char* value) { setenv(name, value, 0); }
@@ -25,13 +26,13 @@ void restart_with_settings([[maybe_unused]] char** argv) {
     return;
   }
   // libgomp's threads otherwise spin for milliseconds after each loop. Two cores of Zen 3, -t 2:
-  // decode loses 0.2 % with 400 spins and 5 % with 300. Beside a busy process a run takes 1.3 times
-  // the CPU time of -t 1 with 400 spins, and 1.7 times with libgomp's 300,000.
+  // decode is 0.2 % slower with 400 spins and 5 % slower with 300. Beside a busy process a run
+  // takes 1.3 times the CPU time of -t 1 with 400 spins, and 1.7 times with libgomp's 300,000.
   if (!std::getenv("OMP_WAIT_POLICY")) set_by_default("GOMP_SPINCOUNT", "400");
-  // OpenBLAS' threads likewise; 2^15 cycles are 10 µs.
+  // OpenBLAS' threads spin likewise; 2^15 cycles are 10 µs.
   set_by_default("OPENBLAS_THREAD_TIMEOUT", "15");
   // OpenBLAS starts threads while it is loaded. Each thread retries to allocate 128 MB until it
-  // succeeds, and the process cannot end before: it hung if memory was short.
+  // succeeds, and the process cannot end before that. It hung if memory was short.
   const bool is_ours = !std::getenv(blas_threads);
   set_by_default(blas_threads, "1");
   setenv(marker, is_ours ? "blas" : "user", 1);

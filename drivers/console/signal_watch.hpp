@@ -1,4 +1,4 @@
-// Signals that end a server: the first lets it finish, the second ends it at once.
+// Handles signals that end a server: the first lets it finish, the second ends it at once.
 #pragma once
 
 #include <pthread.h>
@@ -14,9 +14,9 @@
 namespace kvzap::driver {
 
 /// While it exists, SIGTERM, SIGINT and SIGUSR1 are recorded. Its own thread handles them, or a
-/// thread of a library that does not block them; SignalWatch describes the danger of handlers for
-/// oneDNN's sgemm. Threads that start later do not receive them. A process may have one such object
-/// at a time.
+/// library's thread that does not block them; SignalWatch describes the danger of handlers for
+/// oneDNN's sgemm. Threads that start later do not receive these signals. A process may have one
+/// such object at a time.
 class StopWatch {
  public:
   /// Without `acts`, signals are caught and ignored: rank 0 decides for all.
@@ -25,12 +25,12 @@ class StopWatch {
   StopWatch(const StopWatch&) = delete;
   StopWatch& operator=(const StopWatch&) = delete;
 
-  /// Returns the first signal; 0: none yet.
+  /// Returns the first signal, or 0 if there was none yet.
   int signal() const { return m_signal; }
   /// Calls `drain` for the first signal, even one that came before. Calls `cut` for the second one,
   /// or `patience` seconds after the first. Each is called once, on a separate thread.
   void begin(std::function<void()> drain, std::function<void()> cut, double patience);
-  /// Ends the calls to both.
+  /// Ends the calls to both functions.
   void end();
   /// Returns whether `cut` was called.
   bool has_cut() const { return m_has_cut; }

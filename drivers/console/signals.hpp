@@ -17,7 +17,7 @@ namespace kvzap::driver {
 
 /// The last signal that a SignalWatch has recorded; 0: none.
 inline volatile std::sig_atomic_t caught_signal = 0;
-/// Time of the first one, in nanoseconds.
+/// Time of the first signal, in nanoseconds.
 inline std::atomic<std::int64_t> caught_at{0};
 /// The terminal with a progress bar that must be erased before the process ends; -1: none.
 inline volatile std::sig_atomic_t terminal_with_bar = -1;
@@ -55,7 +55,7 @@ inline std::int64_t monotonic_nanoseconds() {
 }
 
 extern "C" inline void note_signal(int signal) {
-  // mpirun kills its ranks about a second after it has passed on the signal, whatever they do then.
+  // mpirun kills its ranks about a second after it has forwarded the signal, whatever they do then.
   take_bar_away();
   constexpr std::int64_t second = 1'000'000'000;
   const std::int64_t at = monotonic_nanoseconds();
@@ -75,9 +75,9 @@ inline bool may_be_killed_soon() {
   return caught_signal != 0 && monotonic_nanoseconds() - caught_at < grace;
 }
 
-/// While it exists, signals that ask a program to end are only recorded. A signal that comes a
+/// While it exists, signals that ask a program to end are only recorded. A signal that arrives a
 /// second or more after the first (for SIGINT, which a person sends: a fifth of a second) ends the
-/// process at once, as without this object. A signal that comes sooner is not a second request:
+/// process at once, as without this object. A signal that arrives sooner is not a second request:
 /// timeout(1) sends its signal to the process and then to its process group, and launchers send it
 /// to a step and to its ranks.
 ///
@@ -110,7 +110,8 @@ class SignalWatch {
   SignalWatch& operator=(const SignalWatch&) = delete;
 
  private:
-  // mpirun ends its ranks soon after it has passed on SIGTERM or SIGINT; it only passes on SIGUSR1.
+  // mpirun ends its ranks soon after it has forwarded SIGTERM or SIGINT. It forwards SIGUSR1 and
+  // does nothing else.
   static constexpr std::array<int, 3> signals = {SIGTERM, SIGINT, SIGUSR1};
   // Room for the registers of any processor (AVX-512 and AMX: 11 KiB).
   std::vector<char> m_stack = std::vector<char>(std::size_t{64} << 10);
@@ -131,12 +132,12 @@ inline void stop_if_asked(const Communicator& comm) {
 }
 
 inline constexpr const char* stop_words = "stopped by a signal";
-/// Does the same for this rank alone, where an exception of one rank reaches all of them as an
-/// error with the same text: inside a step, or inside Communicator::agree. Throws Error.
+/// Does the same for this rank alone. Use it where an exception of one rank reaches all of them as
+/// an error with the same text: inside a step, or inside Communicator::agree. Throws Error.
 inline void stop_here_if_asked() {
   if (caught_signal != 0) throw Error(stop_words);
 }
-/// Returns whether an error is that one.
+/// Returns whether the error is the one that stop_here_if_asked throws.
 inline bool is_stop(const Error& error) {
   return std::string(error.what()).rfind(stop_words, 0) == 0;
 }

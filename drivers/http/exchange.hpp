@@ -1,4 +1,4 @@
-// The answers to one request, on their way from the scheduler's thread to the connection's thread.
+// Carries the answers to one request from the scheduler's thread to the connection's thread.
 #pragma once
 
 #include <chrono>

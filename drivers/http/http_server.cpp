@@ -274,7 +274,7 @@ HttpServer::Impl::Impl(const HttpOptions& options) : m_options(options) {
   m_server.set_exception_handler([](const Request&, Response& response, const auto&...) {
     reply(response, server_error, words_of(server_error));
   });
-  // Called when a reply has been written.
+  // Called after a reply was written.
   m_server.set_logger([](const Request&, const Response& response) {
     if (response.get_header_value("Connection") != "close") return;
     Socket::current().end();
@@ -334,7 +334,7 @@ HttpServer::Impl::Impl(const HttpOptions& options) : m_options(options) {
 
 HttpServer::Impl::~Impl() {
   m_server.end_connections();
-  // Wait for the streams: the library's `stop` cuts them off.
+  // Waits for the streams, because the library's `stop` cuts them off.
   const auto start = Clock::now();
   while (m_answering > 0 && seconds_since(start) < write_seconds) {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
@@ -416,7 +416,8 @@ bool HttpServer::Impl::is_key(const Request& request) const {
   return is_one;
 }
 
-/// Closes the connection: its unread body must not be taken for the next request.
+/// Refuses the request and closes the connection, so that its unread body is not taken for the next
+/// request.
 void HttpServer::Impl::refuse(const Request& request, Response& response, int status,
                               const std::string& what) {
   reply(response, status, what);
@@ -514,7 +515,7 @@ void HttpServer::Impl::complete(const Request& request, Response& response,
   answering->method_and_path = fmt::format("{} {}", request.method, request.path);
   answering->client = request.remote_addr;
   if (!asked.streams) return wait_for_all(*answering, response);
-  // A request that fails before its first event gets a status of its own.
+  // If a request fails before its first event, the reply has an error status.
   while (!answering->take() && seconds_since(answering->start) < sign_every) {
     if (const auto error = answering->exchange->error()) {
       return fail(error_status(*answering->exchange), *error);
@@ -621,7 +622,7 @@ void HttpServer::Impl::tokenize(const Request& request, Response& response,
   }
 }
 
-/// Seconds until there is room again, estimated from the mean time of a request.
+/// Returns the seconds until a slot is free, estimated from the mean time of a request.
 int HttpServer::Impl::retry_after() const {
   const Scheduler* const scheduler = m_scheduler;
   if (!scheduler) return 1;

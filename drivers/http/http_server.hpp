@@ -1,4 +1,4 @@
-// OpenAI's protocol over HTTP: between sockets and the scheduler.
+// OpenAI's protocol over HTTP, between sockets and the scheduler.
 #pragma once
 
 #include <cstdint>
@@ -15,11 +15,12 @@ struct HttpOptions {
   std::string host = "127.0.0.1";
   /// 0: any free port.
   int port = 8080;
-  /// Each key opens all paths; / and /health need none. Without keys all paths are open.
+  /// Each key gives access to all paths; / and /health need none. Without keys all paths are open.
   std::vector<std::string> api_keys;
-  /// Connections at once; others wait to be accepted.
+  /// Limit on simultaneous connections; others wait to be accepted.
   std::size_t max_connections = 1344;
-  /// Whether standard error gets one line for each request, and whether also the prompt.
+  /// Whether standard error gets one line for each request, and whether the line includes the
+  /// prompt.
   bool logs = true;
   bool logs_prompts = false;
 };
@@ -39,10 +40,10 @@ class HttpServer {
 
   int port() const;
   /// Passes requests to the scheduler from now on. `kv_memory`: bytes over all ranks; none: no
-  /// limit. The model and the scheduler outlive the server.
+  /// limit. The model and the scheduler must outlive the server.
   void open(const server::ServedModel& model, server::Scheduler& scheduler,
             std::optional<std::int64_t> kv_memory);
-  /// Reports on /health from now on that the server is shutting down.
+  /// From now on /health reports that the server is shutting down.
   void drain();
   /// Number of requests so far.
   std::int64_t requests() const;
@@ -52,7 +53,7 @@ class HttpServer {
   std::unique_ptr<Impl> m_impl;
 };
 
-/// Whether two texts are equal, in a time that does not depend on where they differ.
+/// Returns whether two texts are equal, in a time that does not depend on where they differ.
 bool equal_in_constant_time(const std::string& secret, const std::string& given);
 
 }  // namespace kvzap::driver

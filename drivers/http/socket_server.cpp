@@ -24,7 +24,7 @@ namespace {
 using detail::Clock;
 using detail::seconds_since;
 
-// Between two checks whether the server ends.
+// Time between two checks whether the server ends.
 constexpr int look_milliseconds = 250;
 constexpr double keep_alive_seconds = 30;
 // Limits of a request's head.
@@ -33,7 +33,7 @@ constexpr double head_seconds = 30;
 
 /// Runs one thread for each connection, because an answer may take long. The library deletes it.
 class Connections final : public httplib::TaskQueue {
-  // Some versions of the library return whether the queue has room.
+  // Some versions of the library return whether the queue has space.
   using Taken = decltype(std::declval<httplib::TaskQueue>().enqueue(std::function<void()>()));
 
  public:
@@ -192,7 +192,7 @@ bool SocketServer::process_and_close_socket(socket_t descriptor) {
         });
   }
   socket = Socket(-1);
-  // Forget the descriptor before closing it: the next connection may get the same number.
+  // Forgets the descriptor before closing it, because the next connection may get the same number.
   note(descriptor, false);
   ::shutdown(descriptor, SHUT_RDWR);
   ::close(descriptor);

@@ -1,4 +1,4 @@
-// cpp-httplib's server, with a thread for each connection, which knows its socket.
+// cpp-httplib's server with a thread for each connection. The thread knows its socket.
 #pragma once
 
 #include <httplib.h>
@@ -10,18 +10,18 @@
 
 namespace kvzap::driver {
 
-/// The socket of a connection. A copy names the same socket; nothing here closes it.
+/// The socket of a connection. A copy refers to the same socket. The destructor does not close it.
 class Socket {
  public:
   /// `descriptor`: -1 for none.
   explicit Socket(int descriptor) : m_descriptor(descriptor) {}
-  /// The socket of the connection that this thread serves.
+  /// Returns the socket of the connection that this thread serves.
   static Socket& current();
 
-  /// Whether the client has closed it.
+  /// Returns whether the client has closed the connection.
   bool is_closed() const;
-  /// Waits until the head of a request has come. Returns false if the connection shall close. The
-  /// library limits neither the size nor the time of a head, so a long or slow head ends the
+  /// Waits until the head of a request has arrived. Returns false if the connection should close.
+  /// The library limits neither the size nor the time of a head, so a long or slow head ends the
   /// connection. `idle`: seconds to wait for the first byte; `ends`: stops all waiting.
   bool wait_for_head(double idle, const std::atomic<bool>& ends) const;
   /// Ends the connection after reading the client's remaining bytes for up to a second. Closing a
@@ -38,7 +38,7 @@ class Socket {
 /// cpp-httplib's server. Each connection's thread finds its socket in Socket::current().
 class SocketServer final : public httplib::Server {
  public:
-  /// Serves at most `max_connections` at once; others wait to be accepted.
+  /// Serves at most `max_connections` at once. Other connections wait to be accepted.
   explicit SocketServer(std::size_t max_connections);
 
   /// Stops reading from all clients. Replies can still be written.

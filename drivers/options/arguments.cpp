@@ -33,7 +33,7 @@ struct KokkosFlag {
   int until = 1'000'000;  // exclusive
 };
 
-/// Flags of Kokkos 3.4 to 5. Flags with an end have a newer name.
+/// Flags of Kokkos 3.4 to 5. Flags with an `until` have a newer name.
 constexpr KokkosFlag kokkos_flags[] = {{"--kokkos-help", KokkosFlag::none},
                                        {"--kokkos-disable-warnings", KokkosFlag::none},
                                        {"--kokkos-print-configuration", KokkosFlag::none, 30700},
@@ -51,7 +51,8 @@ constexpr KokkosFlag kokkos_flags[] = {{"--kokkos-help", KokkosFlag::none},
                                        {"--kokkos-tools-args", KokkosFlag::text},
                                        {"--kokkos-tools-help", KokkosFlag::none}};
 
-/// Returns the error in a flag that begins with --kokkos-, or "". Kokkos itself would ignore it.
+/// Returns the error in a flag that begins with --kokkos-, or "". Kokkos itself would ignore the
+/// flag.
 std::string fault_of_kokkos_flag(const std::string& flag) {
   const std::string name = flag.substr(0, flag.find('='));
   std::vector<std::string> known;
@@ -61,7 +62,7 @@ std::string fault_of_kokkos_flag(const std::string& flag) {
       const std::string value = flag.substr(std::min(flag.size(), name.size() + 1));
       if (entry.value == KokkosFlag::none) return "";
       if (value.empty()) return fmt::format("{} needs a value; expected {}=VALUE", name, name);
-      int number = 0;  // Kokkos has no message for it, or one without the value
+      int number = 0;  // Kokkos reports a wrong value without naming it, or not at all
       const bool is_number =
           detail::read_whole(value, number) == detail::DecimalFault::none && number >= 0;
       return entry.value == KokkosFlag::number && !is_number
@@ -71,7 +72,7 @@ std::string fault_of_kokkos_flag(const std::string& flag) {
     }
     known.emplace_back(entry.name);
   }
-  // Compared without the common prefix, which would make all flags similar.
+  // Compares without the common prefix, which would make all flags similar.
   constexpr std::size_t prefix = std::string_view("--kokkos-").size();
   std::vector<std::string> ends;
   ends.reserve(known.size());
@@ -153,7 +154,7 @@ std::vector<std::string> sift(const CLI::App& app, const std::vector<std::string
   std::vector<std::string> own;
   const CLI::App* command = &app;
   bool is_value = false;
-  bool is_option = true;  // until --
+  bool is_option = true;  // false after --
   for (const std::string& argument : arguments) {
     const bool was_value = std::exchange(is_value, false);
     if (was_value || !is_option || argument.size() < 2 || argument.front() != '-') {
@@ -232,7 +233,7 @@ std::string encoded(const std::string& value) {
   return fmt::format("\n{}:{}", value.size(), value);
 }
 
-/// Reads texts that encoded() has concatenated, from `begin` on.
+/// Decodes texts that encoded() has concatenated, from `begin` on.
 std::vector<std::string> decoded(const std::string& text, std::size_t begin) {
   std::vector<std::string> values;
   while (begin < text.size()) {
@@ -333,7 +334,8 @@ void check_files(const CLI::App& command) {
   for (auto one = written.begin(); one != written.end(); ++one) {
     for (auto other = std::next(one); other != written.end(); ++other) check(*one, *other);
     for (const Named& input : read) {
-      // A snapshot may replace the one that it continues. Standard input is not standard output.
+      // A snapshot may replace the one from which its run resumed. Standard input is not standard
+      // output.
       if (input.file == "-" || (input.option == "resume" && one->option == "snapshot")) continue;
       check(*one, input);
     }
@@ -357,7 +359,7 @@ Reading read_arguments(CommandLine& line, const std::vector<std::string>& argume
     reading.error = message;
   };
   if (arguments.empty()) {
-    // As in git: help, and a status that tells a script that nothing was done.
+    // As in git: prints help, and returns a status that tells a script that nothing was done.
     reading.ends = true;
     reading.status = exit_usage;
     reading.out = line.app.help();

@@ -13,7 +13,7 @@ namespace kvzap::driver {
 struct Reading {
   /// Flags for Kokkos.
   std::vector<std::string> kokkos;
-  /// Nothing needs to run: --help, --version, or an error.
+  /// True for --help, --version and errors: there is nothing to run.
   bool ends = false;
   int status = 0;
   std::string out;    // for standard output
@@ -25,16 +25,15 @@ struct Reading {
 Reading read_arguments(CommandLine& line, const std::vector<std::string>& arguments);
 
 /// Combines the results of all ranks: the same text on all of them, and an error if one rank has
-/// one or asks for something else. Collective.
+/// one or a different request. Collective.
 void agree_on_reading(Reading& reading, const Communicator& comm);
 
 /// Reads the deck of the given command. Also checks that no option names a file that another option
 /// writes, even by another name. Collective; throws AgreedError.
 void read_deck_of_command(CommandLine& line, const Communicator& comm);
 
-/// Checks that all ranks have the same options: otherwise they would wait for one another for ever,
-/// or mix up their results. Throws AgreedError that names the first option that differs.
-/// Collective.
+/// Throws AgreedError that names the first option that differs between ranks. Such ranks would wait
+/// for one another forever, or mix up their results. Collective.
 void check_same_on_ranks(const CommandLine& line, const Communicator& comm);
 
 }  // namespace kvzap::driver

@@ -25,7 +25,7 @@ constexpr std::int64_t most_sequences = 65536;
                   flag, entry, expected));
 }
 
-/// Returns the entries of a list that was given in one or several parts; `usual` if it was not
+/// Returns the entries of a list that was given in one or several parts, or `usual` if it was not
 /// given.
 std::vector<std::string> listed_in(const std::vector<std::string>& parts, const char* flag,
                                    const char* usual) {
@@ -78,7 +78,7 @@ std::string BenchTest::name() const {
 }
 
 void declare(CLI::App& app, BenchOptions& o) {
-  // One part per flag, so that the next argument is not taken as another part; a flag may be
+  // Each flag takes one part, so that the next argument is not taken as another part. A flag may be
   // repeated.
   const auto add_list = [&](const std::string& name, std::vector<std::string>& parts,
                             const char* usual, const std::string& description) {

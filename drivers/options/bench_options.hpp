@@ -32,7 +32,7 @@ struct BenchOptions {
   std::vector<std::string> skews;
 
   std::string prune = "prefill";
-  std::string prefill;  // empty: sparse if pairs are evicted, else dense
+  std::string prefill;  // empty: sparse if pairs are evicted, otherwise dense
   std::int64_t chunk = 2048;
   int window = 128;
   int page_rows = 64;
@@ -57,7 +57,7 @@ struct BenchTest {
   std::int64_t depth = 0;
   /// Sequences that decode together.
   int batch = 1;
-  /// Evicted share that random scores aim at; absent with a surrogate.
+  /// Evict ratio that random scores aim at; absent with a surrogate.
   std::optional<double> evict_ratio;
   double skew = 1;
   /// Whether a prompt runs chunk by chunk (sparse prefill) instead of as a whole.
@@ -76,12 +76,12 @@ std::vector<double> real_numbers(const std::vector<std::string>& parts, const ch
                                  const char* usual, const char* expected,
                                  const std::function<bool(double)>& is_good);
 
-/// Returns the columns that the Markdown table can have, by the names of --columns, in their usual
-/// order.
+/// Returns the columns that the Markdown table can have, by the names of --columns, in their
+/// default order.
 const std::vector<std::string>& bench_column_names();
 
-/// Returns the columns that --columns names, in its order; empty: the most useful ones. Throws
-/// Error for an unknown name, and for --columns without a Markdown table.
+/// Returns the columns that --columns names, in its order, or the most useful ones if it is empty.
+/// Throws Error for an unknown name, and for --columns without a Markdown table.
 std::vector<std::string> columns_of(const BenchOptions& options);
 
 /// Declares every option of `kvzap bench` on `app`; parsing fills `options`.

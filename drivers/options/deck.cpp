@@ -18,7 +18,7 @@ void read_deck(CLI::App& app, const std::string& file) {
     return option && option->count() > 0;
   };
   const bool has_prompt = is_given("--prompt") || is_given("--file");
-  // The deck of a resumed run: context and questions are in the snapshot.
+  // If the deck resumes a run, context and questions are in the snapshot.
   const bool resumes = is_given("--resume");
   for (const TomlEntry& entry : deck) {
     const std::string& key = entry.key;

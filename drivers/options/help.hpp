@@ -7,8 +7,8 @@
 
 namespace kvzap::driver {
 
-/// Returns the columns for help: those of the environment variable COLUMNS or of the terminal on
-/// standard output, from 60 to 120; 80 if neither is known.
+/// Returns the columns for help: the value of COLUMNS or the width of the terminal on standard
+/// output, from 60 to 120; 80 if neither is known.
 int help_columns();
 
 /// An environment variable that the program reads, for its help and its man page.
@@ -19,7 +19,7 @@ struct EnvironmentVariable {
 const std::vector<EnvironmentVariable>& environment_variables();
 
 /// Writes help with lines of at most help_columns(): flags, their values, their meaning, defaults.
-/// It omits details that only the parser needs.
+/// Omits details that only the parser needs.
 class HelpFormatter : public CLI::FormatterBase {
  public:
   std::string make_help(const CLI::App* app, std::string name,

@@ -8,8 +8,8 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// Returns the place where a file of this name is or would be written. Links are followed, even to
-/// a file that does not exist yet.
+/// Returns the path at which a file of this name is or would be written. Follows links, even to a
+/// file that does not exist yet.
 fs::path place_of(const std::string& name) {
   std::error_code failed;
   fs::path path = fs::absolute(name, failed);

@@ -115,7 +115,7 @@ void declare_deck(CLI::App& app, std::string& deck, const std::string& group) {
 
 namespace {
 
-// An unset variable of a script must not lead to a run without snapshots.
+// Rejects an empty name: an unset variable of a script must not lead to a run without snapshots.
 std::string file_name(const std::string& text) {
   return text.empty() ? "the name is empty; expected a file" : "";
 }

@@ -14,7 +14,7 @@
 
 namespace kvzap::driver {
 
-/// Flags that are texts of parts of a Pruning.
+/// Flags whose texts describe parts of a Pruning.
 struct PruningTexts {
   std::string policy;
   std::string kv_budget;
@@ -33,7 +33,7 @@ struct EngineOptions {
   RopeOptions rope;
   std::optional<std::uint64_t> random_weights;
 
-  /// Complete once resolve_pruning has read the texts.
+  /// Valid once resolve_pruning has read the texts.
   Pruning pruning;
   PruningTexts pruning_texts;
   int page_rows = 64;
@@ -48,7 +48,8 @@ struct EngineOptions {
   std::string config;
 };
 
-/// `kvzap run`. `kvzap chat` uses all but the questions, the dump and the snapshots' own options.
+/// Options of `kvzap run`. `kvzap chat` uses all but the questions, the dump and the snapshots' own
+/// options.
 struct RunOptions : EngineOptions {
   bool trim = true;
 
@@ -81,7 +82,7 @@ std::string not_negative(const std::string& text);
 
 /// Throws Error with the message unless `good`.
 void require(bool good, const std::string& message);
-/// Checks that every command makes; throws Error that names the flag.
+/// Checks a threshold for any command. Throws Error that names the flag.
 void check_threshold(const std::optional<double>& threshold);
 void check_page_rows(int page_rows);
 
@@ -104,13 +105,13 @@ void declare_protected(CLI::App& app, int& window, std::int64_t& sink, const std
 /// --config.
 void declare_deck(CLI::App& app, std::string& deck, const std::string& group);
 
-/// Options of EngineOptions, by groups: the model; thinking and -c; pruning.
+/// Declare the options of EngineOptions, by groups: the model; thinking and -c; pruning.
 void declare_model(CLI::App& app, EngineOptions& options);
 void declare_context(CLI::App& app, EngineOptions& options);
 void declare_pruning(CLI::App& app, EngineOptions& options);
 /// --progress, -q and --config.
 void declare_console(CLI::App& app, EngineOptions& options);
-/// Options that `kvzap run` and `kvzap chat` share: the context, answers, the report.
+/// Declares the options that `kvzap run` and `kvzap chat` share: the context, answers, the report.
 /// `moments`: values of --prune-after.
 void declare_conversation(CLI::App& app, RunOptions& options,
                           const std::vector<std::string>& moments);
@@ -133,7 +134,8 @@ std::string explain(const CLI::App& app, const CLI::ParseError& error);
 
 /// Throws Error that names the flag for options that are out of range or contradict one another.
 void validate(const EngineOptions& options, const PruningUse& use);
-/// `needs_prompt`: without a snapshot to resume, a prompt must be given.
+/// Checks the options of a run. `needs_prompt`: without a snapshot to resume, a prompt must be
+/// given.
 void validate(const RunOptions& options, bool needs_prompt);
 
 }  // namespace kvzap::driver

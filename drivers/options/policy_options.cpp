@@ -11,8 +11,8 @@
 namespace kvzap::driver {
 namespace {
 
-/// Whether a budget is met over all layers together (Budget::Pool::model), as its policy, which
-/// may need weights to be made, will say.
+/// Returns whether all layers share the budget (Budget::Pool::model). Reads it from the policy's
+/// description, because making the policy may need weights.
 bool chooses_over_layers(const PolicySpec& spec) {
   const auto& parameters = spec.info->parameters;
   const bool may_by_layer =
@@ -23,8 +23,8 @@ bool chooses_over_layers(const PolicySpec& spec) {
                      [](const auto& modifier) { return modifier.first->name == "global"; });
 }
 
-/// The budget of the flags with what modifiers that say how much stays make of it. (What others do
-/// is in whose favour rows go, or may need weights.)
+/// Returns the budget of the flags, changed by the modifiers that determine the number of rows that
+/// stay. (Other modifiers only choose rows, or may need weights.)
 Budget planned_budget(const EngineOptions& o, const std::optional<PolicySpec>& spec,
                       const PolicySetup& setup) {
   PolicyChoice choice;
@@ -85,16 +85,16 @@ PlannedEviction planned_eviction(const EngineOptions& o, const std::optional<Pol
                               (!has_policy || o.pruning.looks_up_threshold());
   if (!budget.has_amount()) return {0, o.pruning.window, !o.pruning.prunes()};
   if (is_plain_ratio || tokens == 0) return {budget.evict_ratio, o.pruning.window, false};
-  // A budget's choice reaches the rows of the window too.
+  // A budget may also evict rows of the window.
   const Budget::Model model = budget_model(config, setup.dtype);
   std::int64_t rows = 0;
   for (int layer = 0; layer < model.layers; ++layer) {
     rows += budget.rows_per_head(model, layer, tokens);
   }
-  rows = (rows + model.layers - 1) / model.layers;  // on average
+  rows = (rows + model.layers - 1) / model.layers;  // rows per layer on average
   const auto evicted = static_cast<double>(tokens - rows);
   double ratio = evicted / static_cast<double>(tokens);
-  // The plan rounds down to whole rows, and the quotient may be a little too small.
+  // The plan rounds down to whole rows, and the quotient may be slightly too small.
   while (std::floor(ratio * static_cast<double>(tokens)) < evicted)
     ratio = std::nextafter(ratio, 1.0);
   const bool waits_for_all = spec && o.pruning.prefill == PrefillMode::dense &&

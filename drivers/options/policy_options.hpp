@@ -1,5 +1,5 @@
-// What the flags of `kvzap run` say of its eviction policy: --policy and --surrogate, the budget
-// and its moments.
+// The eviction policy in the flags of `kvzap run`: --policy and --surrogate, the budget and its
+// moments.
 #pragma once
 
 #include <kvzap/engine/policies.hpp>
@@ -15,22 +15,22 @@ namespace kvzap::driver {
 /// Names fields of a Pruning as flags: "--evict-ratio".
 const PruningNames& flag_names();
 
-/// Reads the texts of the flags into options.pruning; what stands behind an @ of --policy comes on
-/// top. Again has no further effect. Throws Error naming the flag.
+/// Reads the texts of the flags into options.pruning. Settings after an @ of --policy are applied
+/// on top. A second call changes nothing. Throws Error naming the flag.
 void resolve_pruning(EngineOptions& options);
 
-/// What a run, or its plan, asks of its pruning.
+/// Returns how a run, or its plan, uses its pruning, for the rules of find_fault.
 PruningUse pruning_use(const RunOptions& options);
 
-/// The share of a sequence's pairs that a plan takes as evicted.
+/// The evictions that a plan assumes.
 struct PlannedEviction {
   double ratio = 0;
-  /// Most recent tokens that stay whatever the ratio.
+  /// Most recent tokens that stay at any ratio.
   int window = 0;
-  /// Nothing is evicted before the whole cache has been there.
+  /// Whether the whole cache exists before the first eviction.
   bool is_full_at_first = false;
 };
-/// `config` is of the layers in use, that of `setup` of the whole model.
+/// Plans the evictions. `config` has the layers in use; `setup` has the config of the whole model.
 PlannedEviction planned_eviction(const EngineOptions& options,
                                  const std::optional<PolicySpec>& spec, const PolicySetup& setup,
                                  const ModelConfig& config, std::int64_t tokens);

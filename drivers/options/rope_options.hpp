@@ -10,7 +10,7 @@
 namespace kvzap::driver {
 
 struct RopeOptions {
-  std::string scaling;  // none, linear, dynamic or yarn; empty: that of config.json
+  std::string scaling;  // none, linear, dynamic or yarn; empty: the scaling of config.json
   std::optional<double> scale;
 };
 
@@ -18,13 +18,14 @@ struct RopeOptions {
 /// one option without the other, and for a factor outside [1, 1e6].
 void apply_rope(const RopeOptions& rope, ModelConfig& config);
 
-/// Returns the name of a model's longest context for messages: max_position_embeddings, unless RoPE
-/// scaling makes it longer.
+/// Returns the name of the setting that limits a model's context, for messages:
+/// max_position_embeddings, unless RoPE scaling extends it.
 std::string name_of_longest(const ModelConfig& config);
-/// Returns a hint for texts that are longer: a clause in parentheses, with a space before it.
+/// Returns a hint for texts that exceed the limit: a clause in parentheses, with a space before it.
 std::string hint_for_longer(const ModelConfig& config, std::int64_t tokens);
-/// Returns the longest sequence accepted, from -c (absent: the model's), or 0: no limit. With
-/// random weights only a sliding window limits it. Throws Error if -c exceeds the model's limit.
+/// Returns the longest sequence accepted, from -c (absent: the model's limit), or 0 for no limit.
+/// With random weights only a sliding window limits it. Throws Error if -c exceeds the model's
+/// limit.
 std::int64_t context_limit(const std::optional<std::int64_t>& max_context,
                            const ModelConfig& config, bool has_random_weights);
 

@@ -11,7 +11,7 @@
 namespace kvzap::driver {
 namespace {
 
-/// "repetition_penalty 1.05, 3 suppressed tokens".
+/// Describes the rules: "repetition_penalty 1.05, 3 suppressed tokens".
 std::string text_of_rules(const GenerationConfig& rules, bool with_penalty) {
   std::string text;
   const auto add = [&](const std::string& part) { text += (text.empty() ? "" : ", ") + part; };

@@ -1,4 +1,4 @@
-// The choice of tokens: options of the command line and settings of the model's files.
+// Sampling: options of the command line and settings of the model's files.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -12,7 +12,7 @@ namespace kvzap::driver {
 
 /// Sampling flags that SamplingOptions does not have.
 struct SamplingFlags {
-  std::optional<double> repeat_penalty;  // absent: that of generation_config.json
+  std::optional<double> repeat_penalty;  // absent: the penalty of generation_config.json
   bool greedy_plain = false;
 };
 
@@ -25,8 +25,8 @@ void declare_sampling(CLI::App& app, SamplingOptions& sampling, SamplingFlags& f
 /// Throws Error that names the flag for values out of range.
 void check_sampling(const SamplingOptions& sampling, const SamplingFlags& flags);
 
-/// Returns the settings of the model's files; with --greedy-plain only the tokens that end an
-/// answer. Throws the errors of GenerationConfig::load.
+/// Returns the settings of the model's files. With --greedy-plain returns only the tokens that end
+/// an answer. Throws the errors of GenerationConfig::load.
 GenerationConfig rules_of_answers(const std::string& folder, std::int64_t vocab_size,
                                   const SamplingFlags& flags);
 
@@ -34,11 +34,11 @@ GenerationConfig rules_of_answers(const std::string& folder, std::int64_t vocab_
 SamplingOptions sampling_in_force(SamplingOptions sampling, const SamplingFlags& flags,
                                   const GenerationConfig& rules);
 
-/// Prints on standard error which fields of the file are unknown, and, if `talks`, which fields
-/// change the answers. For rank 0.
+/// Prints the file's unknown fields on standard error, and, if `talks`, the fields that change the
+/// answers. For rank 0.
 void print_rules(const GenerationConfig& rules, const SamplingFlags& flags, bool talks);
 
-/// Returns a line about settings that a command ignores because it uses the model's logits alone;
+/// Returns a line about settings that a command ignores because it uses only the model's logits;
 /// empty if there are none.
 std::string rules_left_aside(const std::string& folder, std::int64_t vocab_size);
 

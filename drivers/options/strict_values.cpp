@@ -24,8 +24,8 @@ std::string quoted_value(const std::string& text) {
   return is_plain ? text : in_quotes(text);
 }
 
-/// Rewrites `text` such that CLI11 reads the same number: it would read 010 as octal. Returns the
-/// error in it, or "".
+/// Rewrites `text` such that CLI11 reads the same decimal number: it would read 010 as octal.
+/// Returns the error in it, or "".
 template <class T>
 std::string normalize_whole(std::string& text) {
   T number{};
@@ -56,7 +56,7 @@ std::string normalize_real(std::string& text) {
   }
 }
 
-/// CLI11 accepts any number as true.
+/// Returns the error in a flag's value. CLI11 itself accepts any number as true.
 std::string fault_of_flag(const std::string& text) {
   for (const char* value : {"true", "false", "on", "off", "yes", "no", "1", "0"}) {
     if (text == value) return "";
@@ -105,7 +105,8 @@ CLI::Option* add_texts(CLI::App& app, const std::string& names, std::vector<std:
 
 void make_strict(CLI::App& app) {
   for (CLI::Option* option : app.get_options()) {
-    // Otherwise "[a, b]" is a list, and the argument after a value is one more value.
+    // Otherwise CLI11 reads "[a, b]" as a list, and takes the argument after a value as one more
+    // value.
     if (option->get_positional()) continue;
     option->allow_extra_args(false);
     if (option->get_expected_max() == 0) {

@@ -14,8 +14,8 @@ CLI::Option* add_texts(CLI::App& app, const std::string& names, std::vector<std:
 
 /// Makes every option of `app` and of its subcommands take exactly the given value: texts
 /// unchanged, one for each flag, and decimal numbers within range, with no text before or after.
-/// Call it once all options are declared. The names of the options' types tell which are numbers;
-/// throws std::logic_error for an unknown type name.
+/// Call it once all options are declared. An option's type name tells whether it is a number.
+/// Throws std::logic_error for an unknown type name.
 void make_strict(CLI::App& app);
 
 /// Returns detail::in_quotes(text), with the length of a long text.

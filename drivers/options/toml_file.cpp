@@ -4,8 +4,8 @@
 #include <fmt/format.h>
 #include <sys/stat.h>
 // toml++'s assertions can fail on invalid input ("[a" and a control character) that it reports as
-// an error a few lines later. A deck must not end the program where toml++ is compiled here, as a
-// header-only library. (NDEBUG would turn its assertions into assumptions.)
+// an error a few lines later. Where toml++ is compiled here, as a header-only library, a deck must
+// not end the program. (NDEBUG would turn its assertions into assumptions.)
 #define TOML_ASSERT(expr) static_assert(true)
 #include <toml++/toml.h>
 #include <unistd.h>
@@ -28,7 +28,7 @@ std::optional<std::string> text_of(const toml::node& node) {
   return std::nullopt;
 }
 
-/// More than any prompt in a deck. The limit on values is low, because toml++ makes large objects
+/// Larger than any prompt in a deck. The limit on values is low, because toml++ makes large objects
 /// of them.
 constexpr std::size_t most_bytes = std::size_t{16} << 20;
 constexpr int most_values = 100'000;
@@ -67,8 +67,8 @@ std::string read_bytes(const std::string& file) {
 }
 
 /// Throws std::runtime_error if brackets or dotted names are nested deeper than in any deck. toml++
-/// makes a table of each and frees them by recursion, which could exhaust the stack. Skips strings
-/// and comments by TOML's rules.
+/// makes a table for each level and frees them by recursion, which could exhaust the stack. Skips
+/// strings and comments by TOML's rules.
 void check_nesting(std::string_view text, const std::string& file) {
   constexpr int most_levels = 16;
   int line = 1, brackets = 0, dots = 0, values = 0;

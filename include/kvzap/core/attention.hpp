@@ -45,14 +45,14 @@ struct AttentionSpan {
 /// sees.
 using LogSumExpView = Kokkos::View<float**, Kokkos::LayoutStride, MemorySpace>;
 
-/// Upper bounds on the calls of Attention, for Attention::reserve.
+/// Upper bounds on the extents of calls of Attention, for Attention::reserve.
 struct AttentionExtents {
-  int kv_heads = 0;                 // of any layer
-  int group = 1;                    // query heads per KV head
-  int head_dim = 1;                 // dimensions of a head
-  std::int64_t spans = 0;           // spans of one call
-  std::int64_t tokens = 0;          // query tokens of all spans of one call
-  std::int64_t single_rows = 0;     // rows that all heads of all spans of one query token see
+  int kv_heads = 0;              // of any layer
+  int group = 1;                 // query heads per KV head
+  int head_dim = 1;              // dimensions of a head
+  std::int64_t spans = 0;        // spans of one call
+  std::int64_t tokens = 0;       // query tokens of all spans of one call
+  std::int64_t single_rows = 0;  // rows that all heads of all spans of one query token see together
   std::int64_t longest_single = 0;  // rows that one head of such a span sees
 };
 

@@ -1,4 +1,4 @@
-// The attention that every pair of a layer gets from chosen queries.
+// The attention that every pair of a layer receives from selected queries.
 #pragma once
 
 #include <kvzap/core/attention.hpp>
@@ -11,7 +11,7 @@ template <class Value, PageOrder order>
 struct MassScratch;
 }
 
-/// The reduction of the probabilities that many queries give a pair to one number.
+/// How the probabilities that many queries give a pair are reduced to one number.
 enum class MassReduction { sum, max };
 
 /// Factors that multiply the probabilities before they are reduced; none may be negative. An empty
@@ -20,7 +20,7 @@ enum class MassReduction { sum, max };
 struct MassFactors {
   /// (query head, row): the factor of each row, in the row order of the mass.
   Kokkos::View<const float**, Kokkos::LayoutRight, MemorySpace> rows;
-  /// (M): the factor of each query token. A factor of 0 leaves a token out, unless one of its
+  /// (M): the factor of each query token. A factor of 0 omits a token, unless one of its
   /// probabilities is NaN.
   Kokkos::View<const float*, Kokkos::LayoutStride, MemorySpace> queries;
 };
@@ -50,13 +50,13 @@ class AttentionMass {
   /// accumulate, because the rows of a head keep their order, by position: retained rows, ring
   /// rows, then the span's new rows. Columns behind a head's rows are left unchanged.
   ///
-  /// queries: (M, query head, dim), as in Attention. To choose tokens that are not the last ones,
+  /// queries: (M, query head, dim), as in Attention. To select tokens that are not the last ones,
   /// let the span end with the last of them.
   /// new_keys: (C, KV head, dim).
   /// lse: (M, query head), from Attention.
   ///
-  /// Does not wait for `exec` on devices. Throws Error if extents do not fit, for example a mass
-  /// with fewer columns than the longest head has rows.
+  /// Does not wait for `exec` on devices. Throws Error if extents do not fit, for example if the
+  /// mass has fewer columns than the longest head has rows.
   void operator()(const ExecutionSpace& exec, const Span& span, const QueryView& queries,
                   const RowsView& new_keys, const LogSumExpView& lse, MassReduction reduction,
                   const MassView& mass, const MassFactors& factors = {});

@@ -1,4 +1,4 @@
-// The ranks that share one model, and the agreement that ends all ranks after an error on one.
+// The ranks that share one model, and the agreement on errors that ends all ranks together.
 #pragma once
 
 #include <cstddef>
@@ -37,7 +37,7 @@ class AgreedOutOfMemory : public AgreedError {
 class Communicator {
  public:
 #if KVZAP_HAVE_MPI
-  /// Switches the errors of `comm` to MPI_ERRORS_RETURN so that they can be reported.
+  /// Sets the error handler of `comm` to MPI_ERRORS_RETURN so that errors can be reported.
   explicit Communicator(MPI_Comm comm);
   MPI_Comm mpi() const { return m_comm; }
 #endif
@@ -65,7 +65,8 @@ class Communicator {
   void all_reduce_max(double* values, std::size_t count) const;
   /// Copies `bytes` bytes of the root's `data` to all ranks.
   void broadcast(void* data, std::size_t bytes, int root) const;
-  /// Copies the root's vector to all ranks. Its length may differ there before. Allocates.
+  /// Copies the root's vector to all ranks. Their vectors may have another length before.
+  /// Allocates.
   template <class Value>
   void broadcast(std::vector<Value>& values, int root) const {
     broadcast_sequence(values, root);

@@ -21,7 +21,7 @@ struct EvictionRule {
   /// Returns whether the pair at `position` stays. A NaN or infinite score keeps its pair: a
   /// surrogate that breaks down must not cost the model its context.
   KOKKOS_INLINE_FUNCTION bool keeps(float score, std::int64_t position) const {
-    // Without branches: kept and evicted pairs alternate at random, so branches would be
+    // Avoids branches: kept and evicted pairs alternate at random, so branches would be
     // mispredicted.
     return static_cast<bool>(static_cast<int>(!judge) | static_cast<int>(position < sink) |
                              static_cast<int>(!is_finite(score)) |
@@ -41,7 +41,7 @@ struct Cutoff {
   std::int64_t ties = 0;
 };
 
-/// Rows that no cutoff evicts.
+/// Rows that are exempt from cutoffs.
 struct EvictOptions {
   /// Rows at positions below this stay.
   std::int64_t sink = 0;

@@ -7,8 +7,8 @@
 
 namespace kvzap {
 
-/// Returns the half-open range of `total` items that part `part` of `parts` owns. Items are dealt
-/// evenly and in order; the first parts get the remainder.
+/// Returns the half-open range of `total` items that part `part` of `parts` owns. Items are
+/// distributed evenly and in order; the first parts get the remainder.
 std::pair<std::int64_t, std::int64_t> even_range(std::int64_t total, int parts, int part);
 
 /// An assignment of KV heads, each with its query group, to ranks. Every rank owns at least one

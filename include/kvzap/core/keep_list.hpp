@@ -1,5 +1,5 @@
-// Pruning of keys and values in the caller's own views: scores in, list of the kept pairs and
-// compacted rows out. For engines that have their own cache; KVCache prunes itself.
+// Prunes keys and values in the caller's own views. Input: scores. Output: a list of the kept
+// pairs, and compacted rows. For engines that have their own cache; KVCache prunes itself.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ struct KeepList {
   Kokkos::View<std::int32_t*, Space> heads;    // (rows), KV head of each row
   std::int64_t extent = 0;                     // number of tokens before pruning
   std::int64_t rows = 0;                       // kept rows, over all heads
-  std::int64_t judged = 0;                     // pairs that the rule was applied to
+  std::int64_t judged = 0;                     // pairs that the rule has judged
   std::int64_t non_finite = 0;  // judged pairs kept because the score is NaN or infinite
 };
 
@@ -33,9 +33,9 @@ inline void check_keep_list(bool good, const char* function, const std::string& 
 
 /// Judges every pair of T tokens and lists the pairs that stay.
 ///
-/// scores: (head, token), any layout, convertible to float. Token t is at position `first` + t; the
-/// sink protects positions. The last `window` tokens (or all T, if there are fewer) stay unjudged.
-/// The number of heads and T may be 0.
+/// scores: (head, token), any layout, convertible to float. Token t is at position `first` + t,
+/// which the rule's sink refers to. The last `window` tokens (or all T, if there are fewer) stay
+/// unjudged. The number of heads and T may be 0.
 ///
 /// Runs two kernels, and the host waits to read one count. Work is spread over (head, token), so
 /// heads of very different lengths do not slow it down. Allocates the list.
@@ -101,11 +101,12 @@ KeepList<typename Scores::memory_space> list_kept(const Exec& exec, const Scores
   return list;
 }
 
-/// Copies the kept rows of keys (or values) so that they lie one after the other.
+/// Copies the kept rows of keys (or values) to consecutive rows.
 ///
-/// rows: (token, head, dim), kept_rows: (kept row, dim), of any two layouts and one value type,
-/// with list.rows rows: head h's are kept_rows(list.offsets(h) … list.offsets(h + 1) - 1, ·), in
-/// order of position. The views must not overlap. Asynchronous on `exec`.
+/// rows: (token, head, dim). kept_rows: (kept row, dim), with list.rows rows. The views may have
+/// any two layouts, have one value type and must not overlap. Head h's rows are
+/// kept_rows(list.offsets(h) … list.offsets(h + 1) - 1, ·), in order of position. Asynchronous on
+/// `exec`.
 ///
 /// Throws Error on extents that do not fit the list or each other.
 template <class Exec, class Space, class Rows, class KeptRows>
@@ -136,7 +137,7 @@ void gather_kept(const Exec& exec, const KeepList<Space>& list, const Rows& rows
   if (list.rows == 0 || dim == 0) return;
   const auto tokens = list.tokens;
   const auto of_head = list.heads;
-  // The dimensions of a row belong together, in a cache line or in the threads of a warp.
+  // Keeps the dimensions of a row together, in a cache line or in the threads of a warp.
   using Policy =
       Kokkos::MDRangePolicy<Exec, Kokkos::Rank<2, Kokkos::Iterate::Right, Kokkos::Iterate::Right>,
                             Kokkos::IndexType<std::int64_t>>;

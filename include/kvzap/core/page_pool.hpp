@@ -52,8 +52,8 @@ class MeteredBytes {
   std::size_t m_bytes = 0;
 };
 
-/// Memory is exhausted, or the caller's limit is. The call that throws it has changed nothing: the
-/// caller can free memory and call again.
+/// Thrown if memory, or the caller's limit, is exhausted. The call that throws it has changed
+/// nothing: the caller can free memory and call again.
 class OutOfMemory : public Error {
  public:
   OutOfMemory(const std::string& what, std::size_t wanted, std::size_t free)
@@ -74,14 +74,14 @@ struct PageAddress {
   std::uintptr_t notes = 0;
 };
 
-/// Pages of one size in two parts: rows, which every decode step reads, and notes, which are few.
+/// Pages of one size in two parts: rows, which every decode step reads, and notes, which are small.
 ///
-/// Memory comes in slabs. The rows of a slab's pages lie one after the other, followed by all their
-/// notes: decode reads pages that were taken one after the other as one stream. Slabs grow with the
-/// pool, so that little memory is idle: a slab has a 128th of the pool, or a 64th once that fills
-/// huge pages. A page comes from the oldest slab with a free one, so that young slabs become empty
-/// and trim() can return them. allocate, retain and release cost O(log slabs). Only allocate takes
-/// memory.
+/// Memory is allocated in slabs. The rows of a slab's pages lie one after the other, followed by
+/// all their notes, so decode reads pages that were taken in sequence as one stream. Slabs grow
+/// with the pool, so that little memory is idle: a slab is a 128th of the pool, or a 64th once that
+/// fills huge pages. A page is taken from the oldest slab with a free one, so that young slabs
+/// become empty and trim() can return them. allocate, retain and release cost O(log slabs). Only
+/// allocate takes memory.
 ///
 /// Not thread-safe: one host thread uses a pool at a time. No function communicates.
 class PagePool {
@@ -89,9 +89,9 @@ class PagePool {
   using AddressView = Kokkos::View<std::uintptr_t*, MemorySpace>;
 
   /// Makes a pool without pages. row_bytes, the bytes of a page's rows, is rounded up to a multiple
-  /// of 64, which is also their alignment; note_bytes to a multiple of 8. `meter`, if given,
-  /// outlives the pool and counts every slab. `limit`: see set_limit. Throws Error if row_bytes is
-  /// 0.
+  /// of 64, which is also their alignment; note_bytes to a multiple of 8. If `meter` is given, it
+  /// counts every slab and must outlive the pool. `limit`: see set_limit. Throws Error if row_bytes
+  /// is 0.
   explicit PagePool(std::size_t row_bytes, MemoryMeter* meter = nullptr, std::size_t limit = 0,
                     std::size_t note_bytes = 0);
   ~PagePool();
@@ -103,9 +103,9 @@ class PagePool {
   /// Appends `count` such pages to `pages`, in the order of single calls of allocate. Throws
   /// OutOfMemory with pool and `pages` unchanged.
   void allocate(std::size_t count, std::vector<PageId>& pages);
-  /// Adds a reference: one more page list holds this page. Throws Error if the page is free.
+  /// Adds a reference: one more page list contains this page. Throws Error if the page is free.
   void retain(PageId page);
-  /// Removes a reference. Without references the page is free and reusable at once. Throws Error if
+  /// Removes a reference. A page without references is free and reusable at once. Throws Error if
   /// it is free already.
   void release(PageId page);
   int reference_count(PageId page) const { return m_pages[page].references; }
@@ -137,10 +137,10 @@ class PagePool {
   /// Returns the addresses of all pages' rows, by page id, for kernels. Valid until the next
   /// allocate or trim. May allocate and wait. Throws OutOfMemory.
   AddressView addresses();
-  /// The same for later kernels of `exec`. Waits only if another instance has written addresses
-  /// since, or if the view must grow.
+  /// Does the same for later kernels of `exec`. Waits only if another instance has written
+  /// addresses since, or if the view must grow.
   AddressView addresses(const ExecutionSpace& exec);
-  /// Returns the addresses of their notes as of the last call of addresses().
+  /// Returns the addresses of the pages' notes as of the last call of addresses().
   AddressView note_addresses() const { return m_note_addresses; }
   PageAddress address(PageId page) const { return m_pages[page].address; }
 
@@ -154,7 +154,8 @@ class PagePool {
     Kokkos::View<char*, MemorySpace> memory;  // empty once returned
     std::vector<PageId> pages;
     std::vector<PageId> free;
-    // This slab's entry in m_slabs_with_free while it has none, so that no release allocates.
+    // Stores this slab's entry of m_slabs_with_free while the slab has no free page, so that no
+    // release allocates.
     std::set<int>::node_type entry;
   };
 
@@ -176,15 +177,16 @@ class PagePool {
   std::size_t m_allocated_pages = 0;
   std::size_t m_returned_bytes = 0;
   AddressView m_addresses, m_note_addresses;
-  std::optional<ExecutionSpace> m_addresses_on;  // where they were last written, unless waited for
-  // Pages whose addresses have yet to be written there.
+  // the instance that last wrote them, unless it was waited for
+  std::optional<ExecutionSpace> m_addresses_on;
+  // The range of pages whose addresses the view lacks.
   static constexpr std::size_t none_stale = ~std::size_t{0};
   std::size_t m_first_stale = none_stale;
   std::size_t m_last_stale = 0;
 };
 
-/// Returns unused memory of the host allocator to the system: glibc keeps freed blocks otherwise.
-/// Does nothing where the C library has no such call.
+/// Returns unused memory of the host allocator to the system; glibc would keep freed blocks. Does
+/// nothing if the C library has no such call.
 void release_unused_host_memory();
 
 }  // namespace kvzap

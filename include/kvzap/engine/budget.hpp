@@ -22,8 +22,8 @@ struct ScoredLayer {
   Kokkos::View<std::uint8_t**, Kokkos::LayoutRight, MemorySpace> keep;
 };
 
-/// The number of rows that stay: the top share of a pool of rows. Counts follow kvpress: a head of
-/// n tokens keeps max(1, floor(n (1 - evict_ratio))).
+/// The number of rows that stay: the best rows of a pool. Counts follow kvpress: a head of n tokens
+/// keeps max(1, floor(n (1 - evict_ratio))).
 struct Budget {
   /// The set of rows that compete with each other.
   enum class Pool {
@@ -31,7 +31,7 @@ struct Budget {
     layer,  // rows of all heads of a layer ("ada", arXiv 2407.11550)
     model   // rows of all layers ("global")
   };
-  /// The unit of the amount; none: no budget, a threshold decides.
+  /// The unit of the amount. `none`: there is no budget, and a threshold decides.
   enum class Amount { none, evict_ratio, keep_tokens, bytes };
 
   Amount amount = Amount::none;
@@ -39,8 +39,8 @@ struct Budget {
   std::int64_t keep_tokens = 0;  // rows per head
   std::int64_t bytes = 0;        // of keys and values, over all layers and ranks
   Pool pool = Pool::head;
-  /// Pool::layer, Pool::model: every head keeps at least this share of the rows that Pool::head
-  /// would keep for it, and at least one row if the share is not 0.
+  /// Pool::layer, Pool::model: every head keeps at least this fraction of the rows that Pool::head
+  /// would keep for it, and at least one row if the fraction is not 0.
   double safeguard = 0.2;
   /// Pool::layer, Pool::model: the evict ratio counts the pool's rows, and floor(rows * ratio) are
   /// evicted (kvpress' KVzip and FastKVzip). Otherwise the pool keeps heads times the rows that one
@@ -56,10 +56,10 @@ struct Budget {
   /// Rows of one part of the sequence, each with its own budget (kvpress' ChunkPress); 0: no parts.
   std::int64_t chunk = 0;
   /// Rows that stay or are evicted together, in all heads of a layer (ChunkKV, arXiv 2502.00299);
-  /// 0: each row by itself.
+  /// 0: no groups.
   std::int64_t group = 0;
 
-  /// The sizes of the model that counts depend on.
+  /// The sizes of the model on which counts depend.
   struct Model {
     int layers = 1;
     int kv_heads = 1;            // of one layer, over all ranks
@@ -79,7 +79,7 @@ struct Budget {
   /// range is one part of the sequence, see `chunk`.
   std::int64_t rows_of_part(const Model& model, int layer, std::int64_t tokens, std::int64_t rows,
                             std::int64_t begin, std::int64_t end) const;
-  /// Returns the rows that the safeguard keeps of a head that would keep `rows` without
+  /// Returns how many rows the safeguard keeps in a head that would keep `rows` without
   /// competition.
   std::int64_t safe_rows(std::int64_t rows) const;
 

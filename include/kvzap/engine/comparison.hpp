@@ -26,17 +26,17 @@ struct SettingAnswer {
   /// Token ids of each try.
   std::vector<std::vector<TokenId>> tokens;
   std::vector<StopReason> stop_reasons;
-  /// The cache after pruning and the question, before the first generated token. These fields are
-  /// of this setting alone: full_bytes, live_bytes, score_seconds (the scoring of the context, even
-  /// if other settings share it) and prune_seconds.
+  /// The cache after pruning and the question, before the first generated token. full_bytes,
+  /// live_bytes, score_seconds and prune_seconds are those of this setting alone. score_seconds is
+  /// the scoring of the context, even if other settings share it.
   CacheReport pruned;
   /// The cache at the end of the first try, with the rows of the question and of the generated
   /// tokens. With PruneMode::always some of them have been evicted.
   CacheReport cache;
   /// Log probabilities (natural) of the continuation's tokens, if a continuation was given.
   std::vector<double> log_probabilities;
-  /// Seconds of the group's shared prefill without the scoring for other settings, plus the scoring
-  /// and pruning of this setting.
+  /// Seconds of the group's shared prefill, plus the scoring and pruning of this setting. Excludes
+  /// the scoring for other settings.
   double prefill_seconds = 0;
   /// Seconds of this setting in the later steps, the question's included, over all tries. The time
   /// of a step is divided evenly among its sequences.
@@ -62,11 +62,11 @@ struct ComparisonOptions {
 /// equal those of a Generator whose engine has the setting alone, up to the rounding of sums.
 ///
 /// The context's rows stay in memory while the context is in use. In addition, each distinct policy
-/// takes 4 bytes per row and KV head. Where policies depend on the question, their prefill of
-/// context and question takes memory once more while they answer. The answer of each setting is
+/// takes 4 bytes per row and KV head. If policies depend on the question, their prefill of context
+/// and question takes the same memory again while they answer. The answer of each setting is
 /// generated from a fork that evicts its own rows. Up to `batch` sequences run together. If the
-/// engine runs out of memory (CacheOptions::kv_limit), it halves that number. Memory that is free
-/// between contexts stays in the engine's pool; Engine::trim releases it.
+/// engine runs out of memory (CacheOptions::kv_limit), the comparison halves that number. Memory
+/// that is free between contexts stays in the engine's pool; Engine::trim releases it.
 ///
 /// Every rank must make the same calls in the same order.
 class Comparison {
@@ -79,8 +79,8 @@ class Comparison {
              std::int64_t batch = 0);
   ~Comparison();
 
-  /// Reads a context and forgets the one before. `progress` receives "prefill" and "repeat". Throws
-  /// the errors of Engine::step; then there is no context.
+  /// Reads a context and discards the previous one. `progress` receives "prefill" and "repeat".
+  /// Throws the errors of Engine::step; then there is no context.
   void prefill(const std::vector<TokenId>& context, const ProgressCallback& progress = {});
   /// Answers a question about the context under every setting. Returns the answers in the order of
   /// the settings. If the question is empty, the answer continues the context. May be called again.

@@ -30,8 +30,8 @@ class StepObserver {
                       const ScoresView& /*scores*/) {}
 };
 
-/// A rank had no memory for a step. Every rank throws this, and no sequence has changed on any
-/// rank. The caller can retry after it has freed memory: a sequence, or pages by eviction.
+/// Thrown if a rank had no memory for a step. Every rank throws it, and no sequence has changed on
+/// any rank. The caller can retry after it has freed memory: a sequence, or pages by eviction.
 class StepOutOfMemory : public AgreedOutOfMemory {
  public:
   using AgreedOutOfMemory::AgreedOutOfMemory;
@@ -48,19 +48,20 @@ class Decoder {
   using Cache = KVCache<Value, engine_page_order>;
 
   /// Makes a decoder with an empty cache of this `window` and `page_rows`. `scorer` may be null;
-  /// then no step may score. `meter` counts the memory of the cache; it may be null. model, scorer
+  /// then no step may score. `meter` counts the memory of the cache and may be null. model, scorer
   /// and meter must outlive the decoder.
   Decoder(const Model<Value>& model, Scorer* scorer, const Communicator& comm, int window,
           int page_rows, MemoryMeter* meter = nullptr);
   ~Decoder();
 
   /// Runs the batch's tokens through the model, layer by layer, and appends their pairs to the
-  /// cache. In each layer the tokens of a span attend to the rows in their sequence's cache and to
-  /// one another causally. Then their pairs are appended under the span's rule. If the rule has a
+  /// cache. Returns one result for each span.
+  ///
+  /// In each layer the tokens of a span attend causally to one another, and to the rows in their
+  /// sequence's cache. Then their pairs are appended under the span's rule. If the rule has a
   /// policy, the policy scores the rows; if the policy also chooses, only the rows that stay are
   /// stored. Beside the cache, keys and values of the step's tokens exist for one layer at a time.
-  /// The result of a span depends on other spans only through the order of sums in products.
-  /// Returns one result for each span.
+  /// Other spans change the result of a span only through the order of sums in products.
   ///
   /// Memory for all layers is reserved before the first one. The exception is the kept rows of
   /// spans longer than the window, whose number is known only layer by layer. After an error on any
@@ -68,7 +69,7 @@ class Decoder {
   ///
   /// Collective. Throws StepOutOfMemory if a rank runs out of memory. Throws Error for an empty
   /// batch, for a token id outside the vocabulary, for a span that scores without a scorer, and for
-  /// a policy that uses RoPE's frequencies where these depend on the length of the text.
+  /// a policy that uses RoPE's frequencies if these depend on the length of the text.
   std::vector<StepResult> step(const StepBatch& batch, const ProgressCallback& progress = {});
 
   Cache& cache() { return m_cache; }
@@ -138,7 +139,7 @@ class Decoder {
   std::unique_ptr<Scratch> m_scratch;
   std::unique_ptr<Policies> m_policies;
   PruneSeconds m_seconds;
-  std::exception_ptr m_failure;  // of this rank, in the step under way
+  std::exception_ptr m_failure;  // of this rank, in the current step
 };
 
 }  // namespace kvzap

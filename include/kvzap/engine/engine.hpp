@@ -16,13 +16,13 @@
 
 namespace kvzap {
 
-/// How an engine fills and prunes its cache. The pruning applies to all sequences without one of
-/// their own (Engine::set_pruning). Every pruned sequence has its window.
+/// How an engine fills and prunes its cache. The pruning applies to all sequences that have no
+/// pruning of their own (Engine::set_pruning). All sequences have the pruning's window.
 struct CacheOptions : LoadedPruning {
-  /// Hand unused pool memory back to the system after the context and after each answer.
+  /// Return unused pool memory to the system after the context and after each answer.
   bool trim = true;
   int page_rows = 64;
-  /// Most bytes that rings and pages of this rank may take; 0: no limit.
+  /// Limit on the bytes of this rank's rings and pages; 0: no limit.
   std::size_t kv_limit = 0;
 };
 
@@ -40,11 +40,12 @@ struct CacheReport {
   std::vector<std::vector<std::int64_t>> kept;  // rows, [layer][KV head]
   std::int64_t non_finite_scores = 0;  // judged pairs kept because their score is not finite
   // Bytes, summed over ranks.
-  std::int64_t full_bytes = 0;            // keys and values without eviction
-  std::int64_t live_bytes = 0;            // keys and values of kept rows
-  std::int64_t allocated_bytes = 0;       // pages, in use or free, and rings
-  std::int64_t returned_bytes = 0;        // handed back to the system so far
-  std::int64_t peak_allocated_bytes = 0;  // the maximum, with the dense keys and values of prefill
+  std::int64_t full_bytes = 0;       // keys and values without eviction
+  std::int64_t live_bytes = 0;       // keys and values of kept rows
+  std::int64_t allocated_bytes = 0;  // pages, in use or free, and rings
+  std::int64_t returned_bytes = 0;   // returned to the system so far
+  // the maximum, including the dense keys and values of prefill
+  std::int64_t peak_allocated_bytes = 0;
   // Seconds of the whole engine so far, on the slowest rank.
   double score_seconds = 0;  // scoring pairs, and the steps of a repeated context
   double prune_seconds = 0;  // choosing rows, evicting the others, and storing scores
@@ -56,8 +57,8 @@ struct CacheReport {
 };
 
 /// Runs a model for any number of sequences, with a type of values that is chosen at run time. Each
-/// step takes any mix of sequences through the model. A Generator and a server are built on it. All
-/// ranks make the same calls in the same order.
+/// step runs any mix of sequences through the model. A Generator and a server use it. All ranks
+/// make the same calls in the same order.
 class Engine {
  public:
   /// A state to which a sequence can return.
@@ -69,9 +70,9 @@ class Engine {
     virtual ~Checkpoint() = default;
   };
 
-  /// `scorer` (usually a Surrogate) judges pairs; without one every pruning needs a policy. Weights
-  /// and cache are of type Value. Does not communicate. Throws Error as check does, and if an
-  /// option is out of range.
+  /// Makes an engine. Its `scorer` (usually a Surrogate) judges pairs; without one every pruning
+  /// needs a policy. Weights and cache are of type Value. Does not communicate. Throws Error as
+  /// check does, and if an option is out of range.
   template <class Value>
   static std::unique_ptr<Engine> create(std::shared_ptr<const Model<Value>> model,
                                         std::shared_ptr<Scorer> scorer, const CacheOptions& options,
@@ -83,12 +84,13 @@ class Engine {
   const CacheOptions& options() const { return m_options; }
   const Communicator& communicator() const { return m_comm; }
   virtual const ModelConfig& config() const = 0;
-  /// The rule of a step that the scorer scores and the options' threshold judges, or of a step
-  /// that does neither.
+  /// Returns the rule of a step that the scorer scores and the options' threshold judges, or of a
+  /// step without either.
   StepRule rule(bool judges) const;
-  /// The rule that the engine's own pruning has for a part of a sequence. `question`: see StepRule.
+  /// Returns the rule of the engine's own pruning for a part of a sequence. `question`: see
+  /// StepRule.
   virtual StepRule rule(StepPart part, std::int64_t question = 0) const = 0;
-  /// The rule for a sequence that may have a pruning of its own.
+  /// Returns the rule for a sequence that may have a pruning of its own.
   virtual StepRule rule(SequenceId sequence, StepPart part, std::int64_t question = 0) const = 0;
 
   /// Adds an empty sequence. `add_sequence`, `fork` and `checkpoint` are collective. They throw
@@ -98,41 +100,41 @@ class Engine {
   virtual SequenceId fork(SequenceId source) = 0;
   virtual void free_sequence(SequenceId sequence) = 0;
   virtual std::unique_ptr<Checkpoint> checkpoint(SequenceId sequence) = 0;
-  /// As KVCache::restore.
+  /// Does the same as KVCache::restore.
   virtual void restore(SequenceId sequence, const Checkpoint& checkpoint) = 0;
-  /// Number of positions of a sequence so far, kept or not. It equals the number of tokens unless a
-  /// policy has closed up positions.
+  /// Returns the number of positions of a sequence so far, kept or not. It equals the number of
+  /// tokens unless a policy has renumbered positions.
   virtual std::int64_t tokens(SequenceId sequence) const = 0;
 
-  /// Runs a step as Decoder::step does, then cuts sequences whose policy cuts after the step. A cut
-  /// needs memory to copy pages that a fork shares. Without it every rank throws an AgreedError
-  /// that is not a StepOutOfMemory. The sequence then has the step's tokens, some of its layers may
-  /// be cut, and the caller must free it.
+  /// Runs a step as Decoder::step does, then cuts the sequences whose policy cuts after the step. A
+  /// cut needs memory to copy pages that a fork shares. Without this memory every rank throws an
+  /// AgreedError that is not a StepOutOfMemory. The sequence then has the step's tokens, some of
+  /// its layers may be cut, and the caller must free it.
   virtual std::vector<StepResult> step(const StepBatch& batch,
                                        const ProgressCallback& progress = {}) = 0;
 
-  /// Ends a context that has been run, whole or in chunks: a policy may then have the model repeat
-  /// it, and close up positions. Collective. A repeat throws as `step` does, and `progress` gets
+  /// Ends a context that has run, whole or in chunks. A policy may then have the model repeat it,
+  /// and renumber positions. Collective. A repeat throws as `step` does, and `progress` receives
   /// "repeat" and tokens.
   virtual void end_context(SequenceId sequence, const ProgressCallback& progress = {}) = 0;
 
-  /// Whether a context of the sequence can run in parts (StepPart::held) and be judged at its end,
-  /// with the result of one dense step. This needs the engine's scorer and a threshold, or no
-  /// pruning.
+  /// Returns whether a context of the sequence can run in parts (StepPart::held) and be judged at
+  /// its end, with the result of one dense step. This needs the engine's scorer and a threshold, or
+  /// no pruning.
   virtual bool can_hold(SequenceId sequence) const = 0;
   /// Judges the pairs of a context whose last part has run as StepPart::held: all but the newest
-  /// `window`. The same rows stay as after one dense step; rows that were judged before stay, too.
+  /// `window`. The same rows stay as after one dense step; rows that were judged earlier stay, too.
   /// Collective. Throws AgreedOutOfMemory if a rank has no memory to copy pages that another
   /// sequence shares. Some layers may then be judged, and the caller must free the sequence.
   virtual void judge_context(SequenceId sequence) = 0;
 
   /// Throws Error for a pruning that the engine cannot carry out: PruningError as kvzap::check
-  /// does, and Error for a window other than the engine's, or a policy that the model's RoPE
-  /// excludes.
+  /// does, and Error for a window other than the engine's or a policy that does not work with the
+  /// model's RoPE.
   virtual void check(const LoadedPruning& pruning) const = 0;
-  /// Prunes an empty sequence, and forks of it, by `pruning` in place of the engine's own. Its
-  /// spans need the rule of this sequence. Collective. Throws, on every rank, Error as check does,
-  /// AgreedOutOfMemory.
+  /// Prunes an empty sequence, and forks of it, by `pruning` instead of the engine's own pruning.
+  /// Its spans need the rule of this sequence. Collective. Throws, on every rank, Error as check
+  /// does, and AgreedOutOfMemory.
   virtual void set_pruning(SequenceId sequence, const LoadedPruning& pruning) = 0;
 
   /// The results of `read`.
@@ -154,44 +156,45 @@ class Engine {
                        std::int64_t question,
                        const std::vector<std::shared_ptr<const PolicyChoice>>& policies,
                        StepOutput output, const ProgressCallback& progress = {}) = 0;
-  /// Returns a fork of a sequence, pruned as `pruning` says: the fork has the rows and positions,
-  /// and treats later tokens, as if it had been pruned in its own prefill. `source` holds all rows
-  /// of a context, as `read` leaves it; `scores` are those that `read` has returned for the policy
-  /// (unused without one). `pruning` needs dense prefill and no decode cuts. Collective. Throws, on
-  /// every rank, Error as check does, AgreedOutOfMemory; there is no new sequence then.
+  /// Returns a fork of a sequence, pruned by `pruning`. The fork has the same rows and positions,
+  /// and treats later tokens in the same way, as if its own prefill had been pruned. `source` holds
+  /// all rows of a context, as `read` leaves it. `scores` are those that `read` returned for the
+  /// policy; they are not used without one. `pruning` needs dense prefill and no decode cuts.
+  /// Collective. Throws, on every rank, Error as check does, and AgreedOutOfMemory; there is then
+  /// no new sequence.
   virtual SequenceId prune(SequenceId source, const LoadedPruning& pruning,
                            const ContextScores* scores) = 0;
 
-  /// Returns unused pool memory to the system, and the number of this rank's bytes to the caller.
+  /// Returns unused pool memory to the system. Returns the number of this rank's bytes.
   virtual std::size_t trim() = 0;
   /// Reports the kept rows of a sequence and the bytes of the whole cache. Collective.
   virtual CacheReport report(SequenceId sequence) = 0;
-  /// Reports of several sequences, with the communication of one. Collective.
+  /// Returns reports of several sequences, with the communication of one. Collective.
   virtual std::vector<CacheReport> reports(const std::vector<SequenceId>& sequences) = 0;
 
   /// Begins to write a sequence to a file (kvzap::begin_snapshot), with all state that the engine
-  /// needs to continue it. Fills prune, threshold, sink and recent_queries of `info`, and names of
-  /// the engine in `state` and `further`. If the policy has the model repeat the context
+  /// needs to continue it. Sets prune, threshold, sink and recent_queries of `info`, and the
+  /// engine's names in `state` and `further`. If the policy has the model repeat the context
   /// (PolicyInfo::repeats_context) and the context has not ended, `info` must have its tokens.
   /// `context`: a checkpoint of this sequence, which is written, too.
   ///
   /// The engine writes a fork, so the sequence can continue. It frees the fork when the file is
-  /// complete, when writing fails, or when the returned object ends. That object must end before
-  /// the engine. Collective, as are advance, finish and the end of that object. Throws
-  /// AgreedOutOfMemory without memory for the fork, Error for a context of another sequence, and
-  /// the errors of kvzap::begin_snapshot.
+  /// complete, when writing fails, or when the returned object is destroyed. That object must not
+  /// outlive the engine. Collective, as are advance, finish and the destructor of that object.
+  /// Throws AgreedOutOfMemory without memory for the fork, Error for a context of another sequence,
+  /// and the errors of kvzap::begin_snapshot.
   virtual std::unique_ptr<SnapshotWriting> begin_snapshot(const std::filesystem::path& file,
                                                           SnapshotInfo info,
                                                           const SnapshotOptions& options,
                                                           SequenceId sequence,
                                                           const Checkpoint* context = nullptr) = 0;
-  /// Writes a sequence to a file and returns when it is complete. Makes no fork and needs no memory
-  /// of the cache. Returns the notes of kvzap::write_snapshot.
+  /// Writes a sequence to a file and returns when the file is complete. Makes no fork and needs no
+  /// memory of the cache. Returns the notes of kvzap::write_snapshot.
   virtual std::vector<std::string> write_snapshot(const std::filesystem::path& file,
                                                   SnapshotInfo info, const SnapshotOptions& options,
                                                   SequenceId sequence,
                                                   const Checkpoint* context = nullptr) = 0;
-  /// The same for callers that know only the model's name.
+  /// Does the same for callers that know only the model's name.
   std::vector<std::string> write_snapshot(const std::filesystem::path& file,
                                           const std::string& model_name, SequenceId sequence);
 
@@ -203,27 +206,29 @@ class Engine {
   };
   /// Returns a new sequence that continues the sequence of a snapshot: its cache, counts and policy
   /// state. The engine must have the options with which the file was written. The type of values,
-  /// pages, ranks and memory limits may differ. Collective; every rank has its own reader of the
+  /// pages, ranks and memory limits may differ. Collective; every rank needs its own reader of the
   /// same file. Throws on every rank the errors of load_snapshot, and AgreedError if the file lacks
   /// state that the policy needs (another policy wrote it). There is then no new sequence.
   virtual Resumed resume(const SnapshotReader& reader) = 0;
   /// Throws Error if `count` more tokens of context cannot follow a context that has ended. As in
-  /// sparse prefill, the policy must be able to score again after each chunk, and must not close up
+  /// sparse prefill, the policy must be able to score again after each chunk, and must not renumber
   /// positions.
   virtual void check_more_context(SequenceId sequence, std::int64_t count) const = 0;
 
-  /// Positions of the rows that a head on this rank has, ascending. For tests and analyses.
+  /// Returns the positions of the rows that a head on this rank has, ascending. For tests and
+  /// analyses.
   virtual std::vector<std::int64_t> positions(SequenceId sequence, int layer, int head_on_rank) = 0;
-  /// Scores of these rows of each head on this rank, in the same order. NaN: the row has no score.
+  /// Returns the scores of these rows of each head on this rank, in the same order. NaN: the row
+  /// has no score.
   virtual std::vector<std::vector<float>> scores(SequenceId sequence, int layer) = 0;
-  /// Bytes of this rank's part of the cache. Does not communicate.
+  /// Returns the bytes of this rank's part of the cache. Does not communicate.
   virtual CacheBytes bytes() const = 0;
-  /// Bytes of this rank's rows of one token in pages, over all layers.
+  /// Returns the bytes of this rank's rows of one token in pages, over all layers.
   virtual std::size_t bytes_per_token() const = 0;
-  /// Bytes of this rank's rings of one sequence.
+  /// Returns the bytes of this rank's rings of one sequence.
   virtual std::size_t bytes_per_sequence() const = 0;
-  /// Bytes that this rank can still take within options().kv_limit; without a limit, the bytes of
-  /// free pages.
+  /// Returns the bytes that this rank can still take within options().kv_limit; without a limit,
+  /// the bytes of free pages.
   virtual std::size_t free_bytes() const = 0;
   virtual void set_observer(StepObserver* observer) = 0;
   virtual void set_attention_path(AttentionPath path) = 0;

@@ -17,7 +17,7 @@ struct AnswerOptions {
   std::int64_t max_new_tokens = 128;
   /// Generation ends with one of these ids, which becomes the answer's last token.
   std::vector<TokenId> stop_ids;
-  /// Largest number of positions, at which generation ends. 0: no limit.
+  /// Generation ends at this number of positions. 0: no limit.
   std::int64_t max_tokens = 0;
   SamplingOptions sampling;
   /// Called on every rank for each new token.
@@ -42,7 +42,7 @@ struct Answer {
   StopReason stop_reason = StopReason::max_new_tokens;
   std::int64_t question_tokens = 0;
   double question_seconds = 0;  // 0 if the question ran before (resume_answer)
-  double decode_seconds = 0;    // of the steps after the question, or since the answer resumed
+  double decode_seconds = 0;    // of the steps after the question, or after the answer resumed
   CacheReport pruned;           // before the first generated token, or before it resumed
   CacheReport cache;            // at the end
 };
@@ -79,8 +79,8 @@ class Generator {
   /// continues.
   ///
   /// Throws AgreedError if the logits at the end of the context are not finite; with `after_chunk`
-  /// also at the end of any chunk. Weights or activations then overflow, and rows of the cache,
-  /// too.
+  /// also at the end of any chunk. In this case weights or activations overflow, and so do rows of
+  /// the cache.
   void prefill(const std::vector<TokenId>& context, bool reusable,
                const ProgressCallback& progress = {},
                const std::function<void()>& after_chunk = {});
@@ -89,41 +89,43 @@ class Generator {
                     const std::function<void()>& after_chunk = {});
   /// Appends tokens to the context for prefill_rest, as one or more chunks of sparse prefill.
   /// Discards the current answer. Throws Error and changes nothing if Engine::check_more_context
-  /// throws, if the state of the context is gone, and for no tokens.
+  /// throws, if the state of the context was discarded, or if there are no tokens.
   void append_context(const std::vector<TokenId>& more);
   /// Runs the question and generates. With an empty question the answer continues the context.
-  /// Throws Error if some of the context has not run, and for a second question without a kept
+  /// Throws Error if the context has not run completely, and for a second question without a kept
   /// state of the context.
   Answer answer(const std::vector<TokenId>& question, const AnswerOptions& options);
-  /// Continues the current answer, or an ended one if `options` allow more tokens. The answer has
-  /// all of its tokens; on_token and on_logits get only new ones. With the same seed in
+  /// Continues the current answer, or an ended one if `options` allow more tokens. The result has
+  /// all tokens of the answer; on_token and on_logits receive only new ones. With the same seed in
   /// options.sampling the random numbers continue; otherwise they start again. Throws Error without
   /// an answer.
   Answer resume_answer(const AnswerOptions& options);
   /// Makes the question and its answer part of the context, followed by `more`: at least one token,
   /// such as the chat template's text between an answer and the next message. The next answer
-  /// starts from there; the earlier state is discarded. Runs the answer's last token, which has not
-  /// run yet, and `more`, and judges them as a question. `with_last_token` = false leaves the last
-  /// token out (a stop id that the template does not have). May follow an interrupted answer.
-  /// Throws Error and changes nothing without an answer, for no tokens, and with
-  /// PruneMoment::question, which runs the whole context with each question.
+  /// starts from there; the earlier state is discarded.
+  ///
+  /// Runs the answer's last token, which has not run yet, and `more`, and judges them as a
+  /// question. `with_last_token` = false omits the last token (a stop id that the template does not
+  /// have). May follow an interrupted answer. Throws Error and changes nothing without an answer,
+  /// without tokens, and with PruneMoment::question, which runs the whole context with each
+  /// question.
   void keep_answer(const std::vector<TokenId>& more, bool with_last_token = true);
   /// Discards everything that has run. The state is that before prefill.
   void reset();
 
   /// Begins to write the sequence to a file; see Engine::begin_snapshot. Call it from after_chunk,
-  /// from AnswerOptions::on_token, or between the functions above. Fills token_ids, context_tokens
+  /// from AnswerOptions::on_token, or between the functions above. Sets token_ids, context_tokens
   /// and logits of `info`, and its own names in `state` and `further`. If answers start from one
   /// context, the file has the state of the context, too. With decode_every that state is not a
-  /// part of the sequence: the file then has it instead of the sequence, and the current answer
-  /// must be asked for again. Throws Error before prefill, and after a step that failed halfway.
+  /// part of the sequence. The file then has it instead of the sequence, and the current answer
+  /// must be requested again. Throws Error before prefill, and after a step that failed halfway.
   std::unique_ptr<SnapshotWriting> begin_snapshot(const std::filesystem::path& file,
                                                   SnapshotInfo info,
                                                   const SnapshotOptions& options);
   /// Writes the sequence and returns when the file is complete; see Engine::write_snapshot.
   std::vector<std::string> write_snapshot(const std::filesystem::path& file, SnapshotInfo info,
                                           const SnapshotOptions& options);
-  /// The same for callers that know only the model's name.
+  /// Does the same for callers that know only the model's name.
   std::vector<std::string> write_snapshot(const std::filesystem::path& file,
                                           const std::string& model_name);
   /// Continues from a file instead of a prefill. Replaces everything that ran before, which stays
@@ -144,12 +146,12 @@ class Generator {
   const std::vector<TokenId>& question() const { return m_question; }
   const std::vector<TokenId>& answered() const { return m_answered; }
 
-  /// Empty until a sequence has run.
+  /// Returns an empty report until a sequence has run.
   CacheReport report() { return m_sequence >= 0 ? m_engine->report(m_sequence) : CacheReport(); }
   std::vector<std::int64_t> positions(int layer, int head_on_rank) {
     return m_engine->positions(m_sequence, layer, head_on_rank);
   }
-  /// As Engine::scores.
+  /// Does the same as Engine::scores.
   std::vector<std::vector<float>> scores(int layer) { return m_engine->scores(m_sequence, layer); }
   void set_observer(StepObserver* observer) { m_engine->set_observer(observer); }
   void set_attention_path(AttentionPath path) { m_engine->set_attention_path(path); }
@@ -158,7 +160,7 @@ class Generator {
   SequenceId sequence() const { return m_sequence; }
 
  private:
-  /// The part that has run. A file has its number.
+  /// The part that has run. Files store its number.
   enum class Phase : int {
     empty = 0,
     context = 1,  // some of the context
@@ -187,18 +189,19 @@ class Generator {
   Phase m_phase = Phase::empty;
   bool m_is_reusable = false;
   SequenceId m_sequence = -1;  // until prefill
-  SequenceId m_pristine = -1;  // the context's, of which every answer is a fork
+  SequenceId m_pristine = -1;  // the sequence of the context; every answer is a fork of it
   std::vector<TokenId> m_context;
   std::int64_t m_context_run = 0;
   std::unique_ptr<Engine::Checkpoint> m_checkpoint;
   std::vector<float> m_context_logits;
-  // Of the sequence when what stands here was last all true; a step that fails halfway leaves more.
+  // Describes the sequence as of its last completed step. A step that fails halfway leaves more
+  // tokens.
   std::int64_t m_tokens = 0;
   std::vector<TokenId> m_question;
   std::vector<TokenId> m_answered;
-  bool m_has_ended = false;  // the answer
+  bool m_has_ended = false;  // whether the answer has ended
   std::optional<Sampler> m_sampler;
-  std::uint64_t m_seed = 0;  // that it began with
+  std::uint64_t m_seed = 0;  // the seed with which the answer began
 };
 
 }  // namespace kvzap

@@ -13,8 +13,8 @@ namespace kvzap {
 
 /// Returns the token ids of the texts in a file. The file has one text per line. If its first line
 /// begins with a brace, it has one JSON object per line, and the text is in the field `text`. Blank
-/// lines are skipped. Texts get no chat template, but the special tokens that the tokenizer adds to
-/// any text.
+/// lines are skipped. Texts get no chat template, but they get the special tokens that the
+/// tokenizer adds to any text.
 ///
 /// Rank 0 reads and tokenizes with its `tokenizer` (null on other ranks is allowed) and sends the
 /// ids to all ranks. Collective. Throws AgreedError if there is no tokenizer, if the file cannot be
@@ -33,9 +33,9 @@ std::vector<std::vector<TokenId>> read_texts(const std::filesystem::path& file,
 
 /// Runs each text through the model for `choice.calibration`, one after the other. Does nothing if
 /// the choice has no calibration. Call it before the first sequence of an engine with this choice.
-/// Keys and values of a text exist for one layer at a time; nothing of it stays. `progress`
-/// receives "texts" and the number of tokens. Collective: all ranks pass the same texts. Throws
-/// Error if there is no text or a text is empty, and the errors of Engine::step.
+/// Keys and values of a text exist for one layer at a time, and the cache is empty afterwards.
+/// `progress` receives "texts" and the number of tokens. Collective: all ranks pass the same texts.
+/// Throws Error if there is no text or a text is empty, and the errors of Engine::step.
 template <class Value>
 void calibrate(const std::shared_ptr<const Model<Value>>& model, const PolicyChoice& choice,
                const std::vector<std::vector<TokenId>>& texts, const Communicator& comm,

@@ -67,10 +67,10 @@ struct PolicyInfo {
   std::string paper;    // "SnapKV, arXiv 2404.14469"
   std::string formula;  // one line
   std::string needs;    // "keys", "attention of the last w queries", ...
-  std::string cost;     // order of time and extra memory
+  std::string cost;     // time and extra memory
   std::vector<PolicyParameter> parameters;
-  /// The score of a new token depends only on its own row and hidden state and never changes. So
-  /// with a threshold the token is judged as it leaves the window, and PruneMode::always works.
+  /// The score of a new token depends only on its own row and hidden state and never changes. So a
+  /// threshold judges the token as it leaves the window, and PruneMode::always works.
   bool judges_tokens = false;
   /// The policy scores the rows of one head without looking at other heads, and it can score any
   /// part of a sequence alone (for `chunk`).
@@ -80,17 +80,17 @@ struct PolicyInfo {
   bool scores_again = true;
   /// Scores depend on the question, so pruning must follow it (PruneMoment::question).
   bool needs_question = false;
-  /// The policy decides with scores of 1 and 0 and its own budget which rows stay. So it accepts no
-  /// amount and no threshold.
+  /// The policy itself chooses the rows that stay, with scores of 1 and 0. So it accepts no amount
+  /// and no threshold.
   bool has_own_budget = false;
-  /// The policy scores the context by how the model repeats it, in separate steps after the whole
+  /// The policy scores how the model repeats the context, in separate steps after the whole
   /// context: PolicyChoice::repeat, Policy::context_scores.
   bool repeats_context = false;
   /// Loads the policy's files and tables, once for all sequences.
   std::function<PolicyMaker(const PolicyArguments&, const PolicySetup&)> make;
   /// For policies that define more than scores (the shape of a budget, a scorer). Called instead of
-  /// `make`, with a choice whose budget has its amount; also sets PolicyChoice::make. Modifiers
-  /// follow it. May be empty.
+  /// `make`, with a choice whose budget has its amount. Also sets PolicyChoice::make. Modifiers are
+  /// applied afterwards. May be empty.
   std::function<void(PolicyChoice&, const PolicyArguments&, const PolicySetup&)> set_up;
 };
 
@@ -124,19 +124,19 @@ struct PolicyChoice {
   const PolicyInfo* info = nullptr;
   PolicyMaker make;
   Budget budget;
-  /// A pair with a score below this is evicted as it leaves the window; used if the budget has no
-  /// amount. While modifiers are applied it is NaN if none was given.
+  /// A pair with a score below this is evicted as it leaves the window. Used if the budget has no
+  /// amount. NaN while modifiers are applied, if no threshold was given.
   double threshold = 0;
   /// Renumber positions without gaps after the context is pruned, and rotate keys to them.
   bool rerotate = false;
   /// For policies that judge new tokens from hidden states alone, in one call for all sequences of
   /// a step (kvzap): the decoder's fast path with a threshold.
   std::shared_ptr<Scorer> scorer;
-  /// If set, run calibrate() before the first sequence; `make` depends on its results.
+  /// If set, call kvzap::calibrate before the first sequence; `make` depends on its results.
   std::shared_ptr<Calibration> calibration;
   /// The prompt by which a policy with PolicyInfo::repeats_context asks the model to repeat the
-  /// context. The policy sets the length of a chunk; the caller that makes the engine sets all else
-  /// with make_repeat_prompt.
+  /// context. The policy sets the length of a chunk. The caller that makes the engine sets
+  /// everything else with make_repeat_prompt.
   RepeatPrompt repeat;
   /// Some rows are marked with the largest finite score (critical).
   bool scores_are_marked = false;
@@ -171,7 +171,7 @@ struct PolicySpec {
 /// outside its range, and for a missing file.
 PolicySpec parse_policy(const std::string& text);
 
-/// Loads what the policy needs and returns it with its budget. Give an amount in `budget` or a
+/// Loads the policy's files and returns the policy with its budget. Give an amount in `budget` or a
 /// `threshold`, exactly one of the two, unless the policy or a modifier defines its own. Every rank
 /// must call it. Throws Error that gives the reason for files that do not fit the model and for
 /// combinations without meaning.

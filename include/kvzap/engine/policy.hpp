@@ -19,13 +19,13 @@ struct PolicyNeeds {
   /// PolicyLayer::recent returns this many newest tokens.
   std::int64_t recent = 0;
   /// The policy scores in every step, generated tokens included. PolicyLayer::cached_scores returns
-  /// its earlier scores, as running sums need them.
+  /// its earlier scores, which running sums need.
   bool every_step = false;
   /// The policy calls PolicyLayer::inverse_frequencies. It is refused for models whose frequencies
   /// depend on the length of the text (ModelConfig::rope_depends_on_length), because different
   /// frequencies have rotated their cached keys.
   bool frequencies = false;
-  /// Scores depend on the amount that stays: PolicyLayer::Extents::keep and evict_ratio.
+  /// Scores depend on the budget: PolicyLayer::Extents::keep and evict_ratio.
   bool budget = false;
 };
 
@@ -43,15 +43,14 @@ struct TokenBlock {
   HiddenView hidden;
   /// (token, query head on this rank, head_dim): queries after RoPE, unscaled.
   QueryView queries;
-  /// (token, query head): over the scores, scaled by 1/sqrt(head_dim), of all rows that the query
-  /// saw. Empty unless the policy needs it, and in PolicyLayer::recent.
+  /// (token, query head): log-sum-exp of the scores, scaled by 1/sqrt(head_dim), of all rows that
+  /// the query saw. Empty unless the policy needs it, and in PolicyLayer::recent.
   LogSumExpView log_sum_exp;
 };
 
 /// One layer of one sequence in a step, as the policy sees it. The rows of a head are those in its
 /// cache, then those of the step's tokens, in order of position. If a policy judges new tokens by
-/// themselves (PolicyInfo::judges_tokens, with a threshold), the rows are those of the step's
-/// tokens alone.
+/// themselves (PolicyInfo::judges_tokens, with a threshold), only the step's tokens have rows.
 class PolicyLayer {
  public:
   using RowsView = Kokkos::View<const float**, Kokkos::LayoutRight, MemorySpace>;
@@ -75,8 +74,8 @@ class PolicyLayer {
     /// step repeats the positions from repeats_begin up to, but not including, repeats_end.
     std::int64_t repeats_begin = 0, repeats_end = 0;
     std::vector<std::int64_t> rows;  // (head on this rank): cached ones, then the step's
-    /// Rows of each head that the budget will keep (the mean where heads compete), and the evict
-    /// ratio that corresponds to it. All rows and 0 if a threshold decides.
+    /// Rows of each head that the budget will keep (the mean if heads compete), and the evict ratio
+    /// that corresponds to it. If a threshold decides: all rows and 0.
     std::int64_t keep = 0;
     double evict_ratio = 0;
   };
@@ -147,8 +146,8 @@ class PolicyLayer {
 /// throws on one rank alone, the program ends.
 class Policy {
  public:
-  /// (head on this rank, row), with as many columns as the longest head has rows. Columns behind a
-  /// head's rows are ignored.
+  /// (head on this rank, row). The number of columns is the number of rows of the longest head.
+  /// Columns behind a head's rows are ignored.
   using ScoreView = Kokkos::View<float**, Kokkos::LayoutStride, MemorySpace>;
 
   Policy() = default;

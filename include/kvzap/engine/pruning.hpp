@@ -1,4 +1,4 @@
-// How a sequence is pruned, as one value: policy, amount, moment, and the rules that they keep.
+// How a sequence is pruned, as one value: policy, amount, moment, and the rules for combining them.
 #pragma once
 
 #include <cstdint>
@@ -12,14 +12,14 @@
 
 namespace kvzap {
 
-/// Which pairs are judged.
+/// The pairs that are judged.
 enum class PruneMode {
   none,     // full cache
-  prefill,  // those of the context, once, all but its last `window`
-  always    // also those of questions and generated tokens, as they leave the window
+  prefill,  // the pairs of the context, once, all but its last `window`
+  always    // also the pairs of questions and generated tokens, as they leave the window
 };
 
-/// When a policy with a budget chooses.
+/// The moment at which a policy with a budget chooses.
 enum class PruneMoment {
   context,  // after the context
   question  // after context and question together (query-aware)
@@ -31,11 +31,11 @@ enum class PrefillMode {
   sparse  // in chunks: a chunk attends to the rows that earlier chunks left, and to itself
 };
 
-/// "none", "prefill" or "always".
+/// Returns "none", "prefill" or "always".
 std::string_view name_of(PruneMode mode);
-/// "context" or "question".
+/// Returns "context" or "question".
 std::string_view name_of(PruneMoment moment);
-/// "dense" or "sparse".
+/// Returns "dense" or "sparse".
 std::string_view name_of(PrefillMode mode);
 
 /// A part of a Pruning, for errors. The order is that of the text form.
@@ -60,9 +60,9 @@ enum class PruningField {
   plan  // PruningUse::plans
 };
 
-/// How an error names a field. The program names its flags, a server the keys of a request.
+/// How an error names a field: the program names its flags, a server the keys of a request.
 using PruningNames = std::function<std::string(PruningField)>;
-/// The field's own name: "evict_ratio".
+/// Returns the field's own name, such as "evict_ratio".
 std::string_view name_of(PruningField field);
 /// Names every field by name_of.
 const PruningNames& plain_names();
@@ -71,19 +71,19 @@ const PruningNames& plain_names();
 struct PruningFault {
   enum class Code {
     out_of_range,     // a value is outside its range
-    several_amounts,  // two fields say how much is evicted, or by which surrogate
-    missing,          // a field that the others need is absent
+    several_amounts,  // two fields give an amount, or two fields give a surrogate
+    missing,          // a required field is absent
     no_effect,        // a field has no effect without another one
     conflict          // two fields, or a field and the policy, exclude each other
   };
   Code code = Code::conflict;
-  /// The fields that the rule is about, the one to change first.
+  /// The fields of the rule; the first one is the one to change first.
   std::vector<PruningField> fields;
   /// One line that names the fields.
   std::string text;
 };
 
-/// Thrown for a fault.
+/// Thrown by `check` and `load` if a Pruning breaks a rule.
 class PruningError : public Error {
  public:
   explicit PruningError(PruningFault fault) : Error(fault.text), m_fault(std::move(fault)) {}
@@ -93,29 +93,31 @@ class PruningError : public Error {
   PruningFault m_fault;
 };
 
-/// How a sequence is pruned. A value: it names files and loads none.
+/// How a sequence is pruned. It is a value: it names files and loads none.
 ///
 ///     Pruning::kvzap("KVzap-mlp-Qwen3-8B").threshold(-4)
 ///     Pruning::parse("snapkv:window=32+ada@evict-ratio=0.5@prune-after=question")
 struct Pruning {
-  /// How much is evicted. At most one is set, unless the policy itself says it (then none).
+  /// The amount to evict. At most one of these is set. None is set if the policy has its own
+  /// amount.
   struct Amount {
-    std::optional<double> threshold;          // log score; a pair that scores less is evicted
-    std::optional<double> evict_ratio;        // of the tokens that the sequence has seen, in [0, 1)
+    std::optional<double> threshold;  // log score; pairs with a lower score are evicted
+    // fraction of the tokens that the sequence has seen, in [0, 1)
+    std::optional<double> evict_ratio;
     std::optional<std::int64_t> keep_tokens;  // rows per head
-    std::optional<std::int64_t> kv_bytes;     // of keys and values, over all layers and ranks
+    std::optional<std::int64_t> kv_bytes;     // bytes of keys and values, over all layers and ranks
 
     bool operator==(const Amount& other) const;
     bool operator!=(const Amount& other) const { return !(*this == other); }
-    /// Whether a budget is given, that is, anything but a threshold.
+    /// Returns whether the amount is a budget: anything but a threshold.
     bool has_budget() const { return evict_ratio || keep_tokens || kv_bytes; }
   };
   /// The cuts while the model generates.
   struct DecodeCuts {
     std::int64_t every = 0;  // steps between two cuts; 0: no cuts
-    // One of these.
+    // Exactly one of the two amounts is set.
     std::optional<std::int64_t> keep;   // rows per head
-    std::optional<double> evict_ratio;  // of the tokens so far
+    std::optional<double> evict_ratio;  // fraction of the tokens so far
 
     bool operator==(const DecodeCuts& other) const;
     bool operator!=(const DecodeCuts& other) const { return !(*this == other); }
@@ -126,30 +128,31 @@ struct Pruning {
   /// Folder of the surrogate of kvzap; empty: `policy` names it, or needs none.
   std::string surrogate;
   Amount amount;
-  /// Layers have budgets of their own, for policies that would share one (kvzip).
+  /// Each layer has its own budget, for policies whose layers would share one (kvzip).
   bool layerwise = false;
-  /// Absent: prefill with a policy, none without.
+  /// Absent: `prefill` with a policy, `none` without one.
   std::optional<PruneMode> mode;
   PruneMoment moment = PruneMoment::context;
   PrefillMode prefill = PrefillMode::dense;
   /// Tokens of a chunk of sparse prefill.
   std::int64_t chunk = 2048;
-  /// Most recent tokens that a threshold never evicts.
+  /// Most recent tokens. A threshold never evicts them.
   int window = 128;
-  /// First positions that are never evicted.
+  /// First positions. They are never evicted.
   std::int64_t sink = 0;
   DecodeCuts decode;
 
-  /// The full cache.
+  /// Returns the pruning that keeps the full cache.
   static Pruning none() { return {}; }
-  /// KVzap (arXiv 2601.07891) with the surrogate in this folder.
+  /// Returns KVzap (arXiv 2601.07891) with the surrogate in this folder.
   static Pruning kvzap(std::string surrogate);
-  /// Reads the text that --policy, decks and `kvzap eval` share: a policy, followed by settings,
-  /// each behind an at sign: surrogate, threshold, evict-ratio, keep-tokens, kv-budget, prune,
-  /// prune-after, prefill, chunk, window, sink, decode-every, decode-keep, decode-evict-ratio,
-  /// layerwise. "none" is the full cache. A backslash before an at sign makes it part of the
-  /// policy. Throws Error for an unknown key (with the nearest one), a key given twice, and values
-  /// out of their type. Fields that the text does not name are those of `base`.
+  /// Parses the text that --policy, decks and `kvzap eval` use: a policy, followed by settings,
+  /// each after an at sign. Settings: surrogate, threshold, evict-ratio, keep-tokens, kv-budget,
+  /// prune, prune-after, prefill, chunk, window, sink, decode-every, decode-keep,
+  /// decode-evict-ratio, layerwise. "none" is the full cache. A backslash before an at sign makes
+  /// it part of the policy. Fields that the text does not name keep their values from `base`.
+  /// Throws Error for an unknown key (with the nearest one), a key that occurs twice, and values of
+  /// a wrong type.
   static Pruning parse(const std::string& text, Pruning base = none());
 
   Pruning& threshold(double log_score);
@@ -161,99 +164,102 @@ struct Pruning {
   bool operator!=(const Pruning& other) const { return !(*this == other); }
 
   bool has_policy() const { return !policy.empty() || !surrogate.empty(); }
-  /// The mode in force.
+  /// Returns the mode in force.
   PruneMode mode_in_force() const {
     return mode.value_or(has_policy() ? PruneMode::prefill : PruneMode::none);
   }
   bool prunes() const { return mode_in_force() != PruneMode::none; }
-  /// Whether the surrogate's scores are used as they are, without a modifier.
+  /// Returns whether the surrogate's scores are used unchanged, without a modifier.
   bool is_plain_kvzap() const;
-  /// Whether the evict ratio stands for the threshold that `kvzap calibrate` has stored beside the
-  /// surrogate (ThresholdTable): with a surrogate and no policy.
+  /// Returns whether the evict ratio stands for the threshold that `kvzap calibrate` has stored
+  /// beside the surrogate (ThresholdTable). This is so with a surrogate and no policy.
   bool looks_up_threshold() const;
-  /// The amount as a budget; without one, Budget::Amount::none.
+  /// Returns the amount as a budget. Without one, returns Budget::Amount::none.
   Budget budget() const;
-  /// The policy as parse_policy takes it, with the surrogate and layerwise put in; empty without a
-  /// policy. Throws PruningError if these do not go together.
+  /// Returns the policy's text for parse_policy, including the surrogate and layerwise; empty
+  /// without a policy. Throws PruningError if these cannot be combined.
   std::string policy_text(const PruningNames& names = plain_names()) const;
-  /// The text that parse reads back as an equal value. Leaves out defaults; "none" if all are.
+  /// Returns the text that `parse` reads back as an equal value. Omits defaults. Returns "none" if
+  /// all fields have their defaults.
   std::string text() const;
 };
 
-/// A Pruning whose policy is loaded: ready to run. `pruning.policy` need not name the policy, so
-/// that a program can bring one of its own.
+/// A Pruning whose policy is loaded and ready to run. `pruning.policy` need not name the policy, so
+/// a program can supply a policy of its own.
 struct LoadedPruning {
   Pruning pruning;
-  /// Null: the full cache, or the engine's scorer judges by pruning.amount.threshold.
+  /// Null for the full cache, and if the engine's scorer judges by pruning.amount.threshold.
   std::shared_ptr<const PolicyChoice> policy;
 
-  /// The mode in force: without a mode, prefill with a policy and none without.
+  /// Returns the mode in force: without a mode, `prefill` with a policy and `none` without one.
   PruneMode mode() const {
     return pruning.mode.value_or(policy ? PruneMode::prefill : pruning.mode_in_force());
   }
   bool prunes() const { return mode() != PruneMode::none; }
-  /// Whether policy->scorer and a threshold do all that the policy would. An engine with this
-  /// scorer then needs no policy.
+  /// Returns whether policy->scorer and a threshold give the same result as the policy. An engine
+  /// with this scorer then needs no policy.
   bool is_judged_by_scorer() const;
-  /// Whether a budget or the policy itself chooses rows. Otherwise a threshold judges them.
+  /// Returns whether a budget or the policy itself chooses rows. Otherwise a threshold judges them.
   bool chooses_rows() const;
-  /// Log score below which a pair is evicted, as the cache compares it.
+  /// Returns the log score below which a pair is evicted, as the float that the cache compares.
   float threshold() const;
-  /// The scorer that the policy brings for Engine::create; null without one.
+  /// Returns the policy's scorer for Engine::create, or null without one.
   std::shared_ptr<Scorer> scorer() const { return policy ? policy->scorer : nullptr; }
-  /// Whether the whole cache exists before a row is evicted: nothing is evicted at all, or the
-  /// choice waits for all layers, or the model repeats the context first.
+  /// Returns whether the whole cache exists before a row is evicted: nothing is evicted at all, or
+  /// the choice waits for all layers, or the model repeats the context first.
   bool is_full_at_first() const;
-  /// The same policy with the amount of `other`, which names the same policy. The policy's files
-  /// are shared.
+  /// Returns the same policy with the amount of `other`, which must name the same policy. The two
+  /// share the policy's files.
   LoadedPruning with_amount_of(const Pruning& other) const;
 };
 
-/// What a Pruning is wanted for.
+/// The use of a Pruning, on which the rules depend.
 struct PruningUse {
-  /// Memory is planned, nothing is run: no amount is needed, and a threshold has no effect.
+  /// Memory is planned and nothing is run: no amount is needed, and a threshold has no effect.
   bool plans = false;
-  /// A question is known together with the context.
+  /// The question is known together with the context.
   bool has_question = true;
 };
 
-/// The rules that every Pruning keeps, and those of its policy. Returns the first rule that it
-/// breaks. Throws Error where parse_policy does. Does not communicate.
+/// Returns the first rule that a pruning breaks: a general rule, or a rule of its policy. Throws
+/// Error where parse_policy does. Does not communicate.
 std::optional<PruningFault> find_fault(const Pruning& pruning, const PruningUse& use = {},
                                        const PruningNames& names = plain_names());
-/// The same rules for a policy that is at hand, whatever its name in the registry. `has_scorer`:
+/// Checks the same rules for a loaded policy, whatever its name in the registry. `has_scorer`:
 /// whether the engine has a scorer, which can judge in place of a policy.
 std::optional<PruningFault> find_fault(const LoadedPruning& pruning, bool has_scorer,
                                        const PruningNames& names = plain_names());
-/// Throws PruningError for the first rule that is broken.
+/// Throws PruningError for the first broken rule.
 void check(const Pruning& pruning, const PruningUse& use = {},
            const PruningNames& names = plain_names());
-/// The same for a policy that is at hand.
+/// Checks the same rules for a loaded policy.
 void check(const LoadedPruning& pruning, bool has_scorer,
            const PruningNames& names = plain_names());
-/// The policy that is to be made for the pruning, checked against all rules; none for the full
-/// cache. Throws as check does.
+/// Returns the parsed policy of a pruning, checked against all rules; nothing for the full cache.
+/// Throws as check does.
 std::optional<PolicySpec> policy_spec(const Pruning& pruning, const PruningUse& use = {},
                                       const PruningNames& names = plain_names());
-/// Makes the policy that the pruning names, with its amount; the full cache has none. `repeat`:
-/// how a policy with PolicyInfo::repeats_context asks the model to repeat the context. Throws
-/// PruningError as check does, Error as make_policy does and for a pruning that still
+/// Makes the policy that the pruning names, with its amount. The full cache has none. `repeat`: how
+/// a policy with PolicyInfo::repeats_context asks the model to repeat the context. Throws
+/// PruningError as check does, Error as make_policy does, and Error for a pruning that still
 /// looks_up_threshold. Does not communicate.
 LoadedPruning load(const Pruning& pruning, const PolicySetup& setup,
                    const std::optional<RepeatPrompt>& repeat = {}, const PruningUse& use = {},
                    const PruningNames& names = plain_names());
-/// What a budget's counts are made of.
+/// Returns the sizes from which a budget computes its counts.
 Budget::Model budget_model(const ModelConfig& config, DType dtype);
-/// Throws Error, naming the least possible, if the budget is too small for `tokens` tokens.
+/// Throws Error, naming the smallest possible budget, if the budget is too small for `tokens`
+/// tokens.
 void check_budget(const Budget& budget, const ModelConfig& config, DType dtype,
                   std::int64_t tokens);
 
-/// Bytes of "512M", "1.5GiB", "2 GB" or "4096": k, M, G, T and P are powers of 1000, Ki, Mi, … of
-/// 1024, a B may follow. Throws Error naming `what` for anything else and for less than 1 byte.
+/// Parses "512M", "1.5GiB", "2 GB" or "4096" as bytes: k, M, G, T and P are powers of 1000, Ki, Mi,
+/// … powers of 1024; a B may follow. Throws Error naming `what` for anything else and for less than
+/// 1 byte.
 std::int64_t parse_bytes(const std::string& text, const std::string& what);
-/// The policy as Pruning::parse takes it: with a backslash before each @.
+/// Escapes a policy for Pruning::parse: with a backslash before each @.
 std::string escaped_in_settings(const std::string& policy);
-/// The value of a policy's parameter as parse_policy takes it: with a backslash before each , and
+/// Escapes the value of a policy's parameter for parse_policy: with a backslash before each , and
 /// +.
 std::string escaped_in_policy(const std::string& value);
 

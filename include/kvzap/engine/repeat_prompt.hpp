@@ -16,8 +16,8 @@ struct RepeatPrompt {
   std::vector<TokenId> first;  // "\n\nRepeat the previous context exactly."
   /// "\n\nRepeat the part of the previous context exactly, starting with"
   std::vector<TokenId> later;
-  std::vector<TokenId> suffix;  // text of the chat template after a user's message
-  /// Tokens that the chat template puts at the beginning of the context; they are not repeated.
+  std::vector<TokenId> suffix;  // the chat template's text after a user's message
+  /// Tokens that the chat template puts at the beginning of the context. They are not repeated.
   std::int64_t prefix = 0;
   std::int64_t chunk = 2048;  // tokens repeated at a time
   std::int64_t overlap = 8;   // tokens of the previous chunk, shown after `later`

@@ -9,7 +9,7 @@
 
 namespace kvzap {
 
-/// Options of the choice of the next token.
+/// Options for choosing the next token.
 struct SamplingOptions {
   /// 0: greedy. Otherwise logits are divided by the temperature.
   double temperature = 0;
@@ -21,7 +21,8 @@ struct SamplingOptions {
   /// Keep the tokens with at least this fraction of the largest probability; 0 keeps all.
   double min_p = 0;
 
-  // The options below change logits before all others, greedy or not, based on earlier tokens.
+  // The options below change logits before all other options apply, in greedy decoding, too. They
+  // depend on earlier tokens.
 
   /// For each token of the prompt and the answer, a positive logit is divided by this penalty and
   /// any other is multiplied by it; 1 changes nothing. As transformers' repetition_penalty.
@@ -34,14 +35,15 @@ struct SamplingOptions {
   std::int64_t repeat_last_n = -1;
   /// Tokens that are never drawn.
   std::vector<TokenId> suppress_tokens = {};
-  /// Token sequences, none of them empty. The last token of a sequence is not drawn where the
+  /// Token sequences, none of them empty. The last token of a sequence is not drawn if the
   /// sequence's other tokens precede it. A sequence that is longer than the prompt and answer so
   /// far has no effect, as in transformers' bad_words_ids.
   std::vector<std::vector<TokenId>> bad_words = {};
 
   /// Returns whether an option may change logits.
   bool changes_logits() const;
-  /// Returns whether the next token is that with the largest logit, so that no logits are needed.
+  /// Returns whether the next token is the one with the largest logit, so that no logits are
+  /// needed.
   bool is_plain() const { return temperature == 0 && !changes_logits(); }
 };
 
@@ -86,11 +88,11 @@ class Sampler {
   SamplingOptions m_options;
   bool m_changes_logits = false;
   std::mt19937_64 m_random;
-  // What came before, its prompt first; empty where no option looks at it.
+  // Earlier tokens, with the prompt first. Empty if no option uses them.
   std::vector<TokenId> m_tokens;
   std::size_t m_prompt_tokens = 0;
-  std::unordered_map<TokenId, Count> m_counts;  // of those that penalties look at
-  // Of one call; kept because they are as long as the vocabulary.
+  std::unordered_map<TokenId, Count> m_counts;  // of the tokens that penalties use
+  // Buffer of one call. Kept because it is as long as the vocabulary.
   std::vector<float> m_changed;
   std::vector<TokenId> m_order;
   std::vector<double> m_cumulative;

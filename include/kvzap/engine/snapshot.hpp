@@ -1,5 +1,5 @@
 // Writes one sequence of a cache to an HDF5 file and reads it back, on any number of ranks. A run
-// goes on from such a file, and other programs analyse it. docs/reference/snapshot-format.md
+// can resume from the file, and other programs can analyse it. docs/reference/snapshot-format.md
 // describes the format.
 #pragma once
 
@@ -23,19 +23,20 @@ namespace kvzap {
 using SnapshotAttribute = std::variant<std::string, double, std::int64_t>;
 
 /// The parts of each row in a snapshot: its position; position and score; or everything, with key
-/// and value. A run can go on only from the last.
+/// and value. A run can resume only from the last.
 enum class SnapshotContent { positions, scores, all };
-/// "positions", "scores" or "all".
+/// Returns "positions", "scores" or "all".
 std::string_view name_of(SnapshotContent content);
-/// Throws Error for another name.
+/// Parses such a name. Throws Error for any other name.
 SnapshotContent snapshot_content_from_name(const std::string& name);
 
 /// How a snapshot is written.
 struct SnapshotOptions {
   SnapshotContent content = SnapshotContent::all;
-  /// Level of HDF5's deflate filter, 1 to 9, after its shuffle filter, for all rows; 0: none.
+  /// Level of HDF5's deflate filter, 1 to 9, after its shuffle filter, for all rows; 0: no
+  /// compression.
   int compress = 0;
-  /// Type of keys and values in the file; absent: the cache's.
+  /// Type of keys and values in the file; absent: the type of the cache.
   std::optional<DType> dtype;
 };
 
@@ -46,11 +47,11 @@ struct SnapshotQueries {
   std::vector<float> values;  // (query head on this rank, token, head_dim)
 };
 
-/// Facts about the run that the cache does not know.
+/// Facts about the run that the cache does not have.
 struct SnapshotInfo {
   /// Name or folder of the model that filled the cache.
   std::string model;
-  /// Hashes of the model's and the tokenizer's files; empty: not known.
+  /// Hashes of the model's and the tokenizer's files; empty: unknown.
   std::string model_hash;
   std::string tokenizer_hash;
   /// Version of the program.
@@ -59,34 +60,34 @@ struct SnapshotInfo {
   std::string created;
   /// Name of the pruning method; "none" if every pair was kept.
   std::string prune = "none";
-  /// Log score below which pairs were evicted, and the number of first positions that never are.
-  /// Without meaning if nothing was pruned.
+  /// Log score below which pairs were evicted, and the number of first positions that are never
+  /// evicted. Without meaning if nothing was pruned.
   float threshold = 0;
   std::int64_t sink = 0;
   /// JSON objects: the options of the run, and further state of the program. May be empty.
   std::string options;
   std::string run_state;
   /// Ids of all tokens that the run was given or generated: the whole context, run or not yet, then
-  /// question and answer. May be empty (not known).
+  /// question and answer. May be empty (unknown).
   std::vector<TokenId> token_ids;
-  /// Number of token_ids that are the context's.
+  /// Number of token_ids that belong to the context.
   std::int64_t context_tokens = 0;
-  /// (vocab_size): logits after the last token of the context; may be empty. Rank 0's count.
+  /// (vocab_size): logits after the last token of the context; may be empty. Rank 0's value counts.
   std::vector<float> logits;
   /// Integers of the engine and the generator, by name; attributes of the group /state.
   std::map<std::string, std::int64_t> state;
-  /// (layer); empty if no policy keeps any.
+  /// (layer); empty if no policy stores any.
   std::vector<SnapshotQueries> recent_queries;
   /// Further attributes, by name. A name that the format defines is an error.
   std::map<std::string, SnapshotAttribute> further;
 };
 
-/// Whether this build can write and read snapshots (KVZAP_ENABLE_HDF5). If not, the functions below
-/// throw AgreedError, and those of one process Error.
+/// Whether this build can write and read snapshots (KVZAP_ENABLE_HDF5). Otherwise the functions
+/// below throw: AgreedError if collective, Error if for one process.
 inline constexpr bool has_snapshots = KVZAP_HAVE_HDF5;
 
-/// A snapshot that is being written. Until it is finished, its sequence must not change: fork it to
-/// go on. Other sequences may change.
+/// A snapshot that is being written. Its sequence must not change until it is finished; to continue
+/// the sequence, fork it. Other sequences may change.
 class SnapshotWriting {
  public:
   SnapshotWriting() = default;
@@ -95,24 +96,24 @@ class SnapshotWriting {
   /// If the snapshot is not finished: waits for writes in progress and removes the unfinished file.
   virtual ~SnapshotWriting() = default;
 
-  /// Begins the next stage if all ranks have completed this one; does not wait for writes. Returns
+  /// Begins the next stage if all ranks have completed this one. Does not wait for writes. Returns
   /// whether the file is complete. Collective and cheap: call it after each step. Throws
   /// AgreedError as finish does.
   virtual bool advance() = 0;
   /// Waits until the file is complete. Collective. Every rank throws AgreedError, naming the file,
-  /// if a write fails or the file reads back differently; an older file is then still whole.
+  /// if a write fails or the file reads back differently. An older file is then still intact.
   virtual void finish() = 0;
-  /// Bytes of the file; 0 until it is finished.
+  /// Returns the bytes of the file; 0 until it is finished.
   virtual std::int64_t file_bytes() const = 0;
-  /// Sentences about files that killed runs left behind: see write_snapshot.
+  /// Returns sentences about files that killed runs left behind: see write_snapshot.
   virtual const std::vector<std::string>& notes() const = 0;
 };
 
 /// Begins to write all layers of one sequence to one HDF5 file. On host backends, a thread of each
-/// rank writes rows while the caller goes on; on devices, this returns once the rows are on the
-/// host. `context`, if given, is written too: a state to which a run that goes on can cut the
-/// sequence back. Collective. Rank 0's `file`, `info` (except recent_queries) and `options` count.
-/// Throws as write_snapshot does.
+/// rank writes rows while the caller continues. On devices, this function returns once the rows are
+/// on the host. If `context` is given it is written, too: the state to which a resumed run can cut
+/// the sequence back. Collective. Rank 0's `file`, `info` (except recent_queries) and `options`
+/// count. Throws as write_snapshot does.
 template <class Value, PageOrder order>
 std::unique_ptr<SnapshotWriting> begin_snapshot(
     const std::filesystem::path& file, KVCache<Value, order>& cache, SequenceId sequence,
@@ -120,20 +121,20 @@ std::unique_ptr<SnapshotWriting> begin_snapshot(
     const SnapshotOptions& options = {},
     const typename KVCache<Value, order>::Checkpoint* context = nullptr);
 
-/// Calls begin_snapshot and finish. Each rank writes its own heads' rows, and needs memory for at
-/// most one layer's rows beside the cache. An existing file is replaced in one step, once the new
-/// one is complete, reads back unchanged, and is on the disk. The file that a symbolic link leads
-/// to is replaced; the link stays.
+/// Calls begin_snapshot and finish. Each rank writes its own heads' rows. Beside the cache it needs
+/// memory for the rows of at most one layer. An existing file is replaced in one step, once the new
+/// one is complete, reads back unchanged, and is on the disk. If `file` is a symbolic link, its
+/// target is replaced and the link stays.
 ///
 /// Every rank throws AgreedError, naming the file, if the partition does not describe this cache,
 /// if ranks or layers disagree on extents or on the number of tokens, or if a write fails. An older
-/// file is then still whole, and the unfinished one (FILE.tmp-…) is removed. One exception: if the
-/// folder cannot be brought to the disk, the new file is in place but may not survive a power
+/// file is then still intact, and the unfinished one (FILE.tmp-…) is removed. One exception: if the
+/// folder cannot be written to the disk, the new file is in place but may not survive a power
 /// failure.
 ///
 /// A run that is killed while it writes leaves FILE.tmp-…, as large as a snapshot. The next run
-/// that writes or checks the same file removes it, unless the first may be alive. Returns a
-/// sentence about each such file on rank 0, and nothing on other ranks.
+/// that writes or checks the same file removes it, unless the first run may still be alive. Returns
+/// a sentence about each such file on rank 0, and nothing on other ranks.
 template <class Value, PageOrder order>
 std::vector<std::string> write_snapshot(const std::filesystem::path& file,
                                         KVCache<Value, order>& cache, SequenceId sequence,
@@ -141,11 +142,11 @@ std::vector<std::string> write_snapshot(const std::filesystem::path& file,
                                         const SnapshotInfo& info,
                                         const SnapshotOptions& options = {});
 
-/// Tests whether a snapshot can be created at `file` (rank 0's counts) and opened by all ranks.
-/// Call it before a long run. Leaves an existing file unchanged and no new one behind. Collective;
-/// every rank throws AgreedError, naming the file, if the test fails. Does not test the free space.
-/// Removes files that killed runs left behind, and returns sentences about them as write_snapshot
-/// does.
+/// Tests whether a snapshot can be created at `file` (rank 0's value counts) and opened by all
+/// ranks. Call it before a long run. Leaves an existing file unchanged and no new one behind. Does
+/// not test the free space. Removes files that killed runs left behind, and returns sentences about
+/// them as write_snapshot does. Collective; every rank throws AgreedError, naming the file, if the
+/// test fails.
 std::vector<std::string> check_snapshot_writable(const std::filesystem::path& file,
                                                  const Communicator& comm);
 
@@ -164,25 +165,27 @@ struct SnapshotHeader {
   SnapshotInfo info;                               // without recent_queries
   AppendCounts counts;                             // of the sequence, summed over ranks
   bool has_recent_queries = false;
-  bool has_context = false;  // a state to cut back to: begin_snapshot's `context`
+  // a state to which the sequence can be cut back: begin_snapshot's `context`
+  bool has_context = false;
   std::int64_t file_bytes = 0;
 };
 
 /// Rows of one head on the host, in order of position. Parts that the file does not have are empty.
 struct SnapshotRows {
   std::vector<std::int64_t> positions;
-  std::vector<float> scores;         // NaN: none
-  std::vector<std::uint8_t> judged;  // 0: one of the newest rows, not judged by the policy yet
-  std::vector<float> keys, values;   // (row, head_dim), converted
+  std::vector<float> scores;  // NaN: no score
+  // 0: one of the newest rows, which the policy has not judged yet
+  std::vector<std::uint8_t> judged;
+  std::vector<float> keys, values;  // (row, head_dim), converted
 };
 
 /// Reads a snapshot in one process. Checks every size and offset in the file against the others and
 /// the file's length before use.
 class SnapshotReader {
  public:
-  /// First checks the file's seal, which covers everything but rows. Throws Error ("snapshot FILE:
-  /// …", with what was expected and found) if the file is no snapshot, of another format version,
-  /// or damaged.
+  /// Opens a file. First checks the file's seal, which covers everything but rows. Throws Error
+  /// ("snapshot FILE: …", with expected and found) if the file is no snapshot, of another format
+  /// version, or damaged.
   explicit SnapshotReader(const std::filesystem::path& file);
   ~SnapshotReader();
   SnapshotReader(SnapshotReader&&) noexcept;
@@ -190,11 +193,11 @@ class SnapshotReader {
 
   const std::filesystem::path& file() const;
   const SnapshotHeader& header() const;
-  /// Rows of one head of the model; keys and values only if `with_values`. Throws Error, naming
-  /// layer, head and data set, if they cannot be read or a checksum differs.
+  /// Reads the rows of one head of the model; keys and values only if `with_values`. Throws Error,
+  /// naming layer, head and data set, if they cannot be read or a checksum differs.
   SnapshotRows rows(int layer, int head, bool with_values) const;
   /// Reads everything and checks all checksums. Returns a sentence for each part that is damaged or
-  /// cannot be read; none if the file is whole.
+  /// cannot be read. Returns nothing if the file is intact.
   std::vector<std::string> verify(
       const std::function<void(int layer, int layers)>& progress = {}) const;
 
@@ -211,17 +214,19 @@ struct LoadedSnapshot {
   SequenceId sequence = -1;
   /// The state to which the sequence can be cut back, if the file has one.
   std::optional<typename KVCache<Value, order>::Checkpoint> context;
-  /// (layer), of this rank's heads; empty if the file has none.
+  /// (layer), for this rank's heads; empty if the file has none.
   std::vector<SnapshotQueries> recent_queries;
 };
 
-/// Adds a sequence to the cache and fills it from the file. Every rank reads its own heads' rows,
-/// at most one layer's at a time, checks their checksums, and rounds keys and values to Value if
-/// the file has another type. Page size, page order and number of ranks may differ from those of
-/// the writer; the window must be the file's. Collective; every rank passes its own reader of the
-/// same file. Every rank throws AgreedError ("snapshot FILE: …"; AgreedOutOfMemory without memory)
-/// if the file has no keys and values, if its extents differ from the cache's, or if it cannot be
-/// read or is damaged. The cache then has no new sequence.
+/// Adds a sequence to the cache and fills it from the file. Every rank reads the rows of its own
+/// heads, at most one layer's at a time, and checks their checksums. Keys and values are rounded to
+/// Value if the file has another type. Page size, page order and number of ranks may differ from
+/// those of the writer; the window must be the file's.
+///
+/// Collective; every rank passes its own reader of the same file. Every rank throws AgreedError
+/// ("snapshot FILE: …"; AgreedOutOfMemory without memory) if the file has no keys and values, if
+/// its extents differ from the cache's, or if it cannot be read or is damaged. The cache then has
+/// no new sequence.
 template <class Value, PageOrder order>
 LoadedSnapshot<Value, order> load_snapshot(const SnapshotReader& reader,
                                            KVCache<Value, order>& cache,

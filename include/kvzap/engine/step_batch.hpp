@@ -15,8 +15,8 @@ enum class StepPart {
   context,    // the context, or a chunk of it
   question,   // a question about a context that was pruned before
   generated,  // a question about a context that is already pruned
-  whole,      // context and question in one; see StepRule::question
-  held        // a part of a context that is judged as one: Engine::judge_context
+  whole,      // context and question together; see StepRule::question
+  held        // a part of a context that is judged as a whole: Engine::judge_context
 };
 
 /// The treatment of a span's new pairs and of the pairs that they push out of the ring.
@@ -32,29 +32,29 @@ struct StepRule {
   PolicyStep* policy = nullptr;
 };
 
-/// The output that a span wants for the token after its last one.
+/// The requested output for the token after a span's last token.
 enum class StepOutput {
   none,    // none: a chunk of a prompt that continues
   argmax,  // the token with the largest logit, on every rank; no logits leave a device
   logits   // all logits, on rank 0
 };
 
-/// Spans of consecutive new tokens, each of another sequence and of any length. A batch can mix
-/// chunks of prompts with single tokens of decoding sequences. All spans run through the model
-/// together and read its weights once.
+/// Spans of consecutive new tokens of any length, each of another sequence. A batch can mix chunks
+/// of prompts with single tokens of decoding sequences. All spans run through the model together
+/// and read its weights once.
 class StepBatch {
  public:
   /// The tokens of one sequence.
   struct Span {
     SequenceId sequence = -1;
-    std::int64_t first = 0;  // row of its first token among all of the step's
+    std::int64_t first = 0;  // row of its first token among all tokens of the step
     std::int64_t count = 0;
     StepRule rule;
     StepOutput output = StepOutput::argmax;
   };
 
   StepBatch() = default;
-  /// A batch of one span.
+  /// Makes a batch of one span.
   StepBatch(SequenceId sequence, const std::vector<TokenId>& tokens, const StepRule& rule,
             StepOutput output) {
     add(sequence, tokens, rule, output);
@@ -83,7 +83,7 @@ struct StepResult {
   /// The token with the largest logit; ties give the smaller id. -1 if a logit is NaN or the
   /// largest is not finite, and if it was not requested.
   TokenId argmax = -1;
-  /// (vocab_size) on rank 0 if requested, else empty.
+  /// (vocab_size) on rank 0 if requested, otherwise empty.
   std::vector<float> logits;
 };
 

@@ -11,13 +11,14 @@ namespace kvzap {
 
 /// Returns the keep ratio of each KV head of a layer, ascending. Their mean is 1 - evict_ratio.
 /// With skew 1 all are equal. With skew s the largest is s times the smallest, geometrically spaced
-/// between. No ratio exceeds 1; if one would, the other heads make up the difference. Throws Error
-/// unless n_heads >= 1, 0 <= evict_ratio <= 1 and skew >= 1.
+/// between them. No ratio exceeds 1; if one would, the other heads make up the difference. Throws
+/// Error unless n_heads >= 1, 0 <= evict_ratio <= 1 and skew >= 1.
 std::vector<double> head_keep_ratios(int n_heads, double evict_ratio, double skew);
 
-/// Evicts a random share `evict_ratio` of all pairs at threshold 0. The score of a pair depends on
-/// seed, layer, KV head and position alone, so it is the same on any number of ranks. With skew > 1
-/// the heads of a layer keep unequal shares (head_keep_ratios), assigned to heads in random order.
+/// Evicts a random fraction `evict_ratio` of all pairs at threshold 0. The score of a pair depends
+/// on seed, layer, KV head and position alone, so it is the same on any number of ranks. With skew
+/// > 1 the heads of a layer keep unequal fractions (head_keep_ratios), assigned to heads in random
+/// order.
 class RandomScorer final : public Scorer {
  public:
   /// Throws Error as head_keep_ratios does, or if the partition has no such rank.

@@ -21,9 +21,9 @@ struct ThresholdTable {
   struct Row {
     double evict_ratio = 0;  // requested
     double threshold = 0;    // log score below which a pair is evicted
-    double mean = 0;         // over texts; the closest to evict_ratio that a threshold reaches
-    double deviation = 0;    // standard deviation over texts; 0 for one text
-    double least = 0;        // smallest of a text
+    double mean = 0;  // mean over texts; the nearest mean to evict_ratio that a threshold reaches
+    double deviation = 0;  // standard deviation over texts; 0 for one text
+    double least = 0;      // smallest value of a text
     double most = 0;
   };
   std::string model;
@@ -51,22 +51,22 @@ struct ThresholdTable {
 
 /// A threshold from a table.
 struct LookedUpThreshold {
-  double evict_ratio = 0;  // that was asked for
+  double evict_ratio = 0;  // requested evict ratio
   double threshold = 0;
   std::string file;
-  /// On rank 0: one line for each setting in which the table was made otherwise.
+  /// On rank 0: one line for each setting that differs from the table's.
   std::vector<std::string> warnings;
 };
 
-/// Finds the threshold for the evict ratio of a pruning that looks_up_threshold. `chat_template`:
-/// whether prompts are wrapped in one; absent: not known. Reads a file; does not communicate.
-/// Throws Error for a ratio outside the table, and if there is no table.
+/// Looks up the threshold for the evict ratio of a pruning that looks_up_threshold.
+/// `chat_template`: whether prompts are wrapped in one; absent: unknown. Reads a file; does not
+/// communicate. Throws Error for a ratio outside the table, and if there is no table.
 LookedUpThreshold look_up_threshold(const Pruning& pruning, std::optional<bool> chat_template = {},
                                     const PruningNames& names = plain_names());
-/// Replaces the evict ratio of a pruning that looks_up_threshold by its threshold; returns nothing
-/// and changes nothing for another pruning. Rank 0 alone reads the table, so that all ranks have
-/// the same threshold while somebody replaces the file. Collective. Throws AgreedError where
-/// look_up_threshold throws.
+/// Replaces the evict ratio of a pruning that looks_up_threshold by its threshold. For any other
+/// pruning it returns nothing and changes nothing. Rank 0 alone reads the table, so all ranks get
+/// the same threshold even if another process replaces the file. Collective. Throws AgreedError
+/// where look_up_threshold throws.
 std::optional<LookedUpThreshold> resolve_threshold(Pruning& pruning, const Communicator& comm,
                                                    std::optional<bool> chat_template = {},
                                                    const PruningNames& names = plain_names());

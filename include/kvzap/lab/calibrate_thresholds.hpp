@@ -1,4 +1,4 @@
-// Evict ratios that a surrogate's thresholds reach on texts.
+// The evict ratios of texts that a surrogate's thresholds give.
 #pragma once
 
 #include <cstdint>
@@ -14,9 +14,9 @@ namespace kvzap {
 /// Evict ratios of texts as functions of the threshold. Scores of a dense prefill do not depend on
 /// evictions, so one run of a text gives its whole curve.
 ///
-/// Each rank keeps the sorted scores of its KV heads. Of a text with more than `most_scores` it
-/// keeps that many, evenly spaced in their order, and interpolates: counts are then wrong by at
-/// most 1 / most_scores of the rank's pairs.
+/// Each rank keeps the sorted scores of its KV heads. If a text has more than `most_scores` scores,
+/// it keeps `most_scores` of them, evenly spaced in their order, and interpolates. Counts are then
+/// wrong by at most 1 / most_scores of the rank's pairs.
 class EvictRatioCurves {
  public:
   /// pairs_per_token: layers * KV heads, over all ranks.
@@ -30,14 +30,16 @@ class EvictRatioCurves {
   std::int64_t texts() const { return static_cast<std::int64_t>(m_texts.size()); }
   std::int64_t tokens() const;
 
-  /// The evict ratio of each text. Collective, like the functions below; the same on every rank.
+  /// Returns the evict ratio of each text. Collective, like the functions below; the same on every
+  /// rank.
   std::vector<double> evict_ratios(float threshold) const;
-  /// Mean over texts.
+  /// Returns the mean evict ratio over texts.
   double mean(float threshold) const;
-  /// The mean of a threshold above all scores: it evicts all but windows and sinks.
+  /// Returns the mean of a threshold above all scores: it evicts all but windows and sinks.
   double largest() const;
-  /// The threshold whose mean is nearest to `evict_ratio`, halfway between the two scores around
-  /// it. Throws AgreedError if the ratio is not in (0, 1) or is above largest(), and without texts.
+  /// Returns the threshold whose mean is nearest to `evict_ratio`, halfway between the two scores
+  /// around it. Throws AgreedError if the ratio is not in (0, 1) or is above largest(), and if
+  /// there are no texts.
   ThresholdTable::Row row(double evict_ratio) const;
 
  private:
@@ -56,7 +58,7 @@ class EvictRatioCurves {
   std::vector<Text> m_texts;
 };
 
-/// The pairs of a context that a threshold judges: all but these.
+/// The pairs of a context that a threshold does not judge. It judges all others.
 struct JudgedPairs {
   int window = 128;       // the most recent tokens
   std::int64_t sink = 0;  // the first positions
@@ -70,9 +72,9 @@ struct ScoredTexts {
 };
 
 /// Runs each text as a dense prefill, one after the other, and adds the scores of its judged pairs.
-/// The keys and values of one layer exist at a time. Collective: all ranks pass the same texts.
-/// Throws Error for an empty text, and the errors of Engine::step. `progress` gets "texts" and
-/// tokens.
+/// The keys and values of one layer exist at a time. `progress` receives "texts" and tokens.
+/// Collective: all ranks pass the same texts. Throws Error for an empty text, and the errors of
+/// Engine::step.
 template <class Value>
 ScoredTexts score_texts(const std::shared_ptr<const Model<Value>>& model,
                         const std::shared_ptr<Scorer>& scorer,

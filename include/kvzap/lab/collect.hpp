@@ -1,5 +1,5 @@
-// Data from texts that run through a model: training pairs of surrogates, scored by the attention
-// of a text's repetition to the text, and statistics of queries.
+// Collects data from texts that run through a model. These are training pairs of surrogates, scored
+// by the attention of a text's repetition to the text, and statistics of queries.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@
 
 namespace kvzap {
 
-/// Choice of texts from a file, and of their tokens.
+/// Rules that select texts from a file, and tokens from each text.
 struct CollectRules {
   std::int64_t tokens_per_text = 500;  // at most
   /// Length of a text in tokens, both ends included.
@@ -43,32 +43,34 @@ struct CollectText {
 /// The texts chosen from a file, and counts of the others.
 struct CollectTexts {
   std::vector<CollectText> texts;
-  std::vector<PairsPlan::Text> plan;  // of each
-  std::int64_t lines = 0;             // with a text
+  std::vector<PairsPlan::Text> plan;  // for each text
+  std::int64_t lines = 0;             // lines with a text
   std::int64_t too_short = 0;
-  std::int64_t too_long = 0;  // or too long for the model's context with the repetition
+  // texts that are too long, or too long for the model's context with the repetition
+  std::int64_t too_long = 0;
   std::int64_t over_subset = 0;
   std::int64_t over_max_texts = 0;
   std::string hash;  // of the file
 };
 
-/// Makes the conversation about `text`, which has no white space at its ends. A token belongs to
-/// the text or to the repetition if its first character does. Throws Error if the tokenizer does
-/// not reproduce the text, so that its tokens have no place in it.
+/// Makes the conversation about `text`, which must have no white space at its ends. A token belongs
+/// to the text or to the repetition if its first character does. Throws Error if decoding the
+/// tokens does not reproduce the text, because their places in it are then unknown.
 CollectText make_collect_text(std::string_view text, const Tokenizer& tokenizer,
                               const ChatTemplate& chat_template);
 
 /// Reads a file with one JSON object per line: the field `text` has the text, the optional field
-/// `subset` names its source. Skips blank lines and drops white space at a text's ends. The
+/// `subset` names its source. Skips blank lines and removes white space at a text's ends. The
 /// collected positions depend only on the seed and the line. Reads on this process; no
-/// communication. Throws Error, naming file and line, for any other content; and if no text is
-/// usable, with the reasons.
+/// communication. Throws Error, naming file and line, for any other content. Throws Error with the
+/// reasons if no text is usable.
 CollectTexts read_collect_texts(const std::filesystem::path& file, const CollectRules& rules,
                                 const Tokenizer& tokenizer, const ChatTemplate& chat_template,
                                 const ModelConfig& config);
 
-/// Reads texts to run without a conversation: with white space at their ends, after the tokens that
-/// the tokenizer adds in front (the rules count these). Their `positions` are empty.
+/// Reads texts to run without a conversation, including white space at their ends. Their ids begin
+/// with the tokens that the tokenizer adds in front, which count towards the rules. Their
+/// `positions` are empty.
 CollectTexts read_plain_texts(const std::filesystem::path& file, const CollectRules& rules,
                               const Tokenizer& tokenizer, const ModelConfig& config);
 
@@ -88,7 +90,7 @@ struct CollectResult {
 /// heads, with p the probability of full causal attention. -infinity, for log 0, and NaN are
 /// counted and written.
 ///
-/// Rank 0 passes the texts; every rank passes `stop`, which is asked after each text and ends all
+/// Rank 0 passes the texts. Every rank passes `stop`, which is called after each text and ends all
 /// ranks if one returns true. The keys and values of one layer exist at a time. Collective. Throws
 /// the errors of Engine::step and PairsWriter::append.
 template <class Value>
@@ -106,25 +108,26 @@ struct QueryMoments {
   std::int64_t queries = 0;  // of each head
   std::int64_t texts = 0;
   std::int64_t tokens = 0;  // run through the model
-  bool stopped = false;     // before the last text: mean and covariance are absent
+  bool stopped = false;     // stopped before the last text: mean and covariance are absent
 };
 
 /// Runs texts through the model and computes mean and covariance of the queries of all tokens but
-/// the first `sink` of each text, whose queries are outliers. All tokens count alike, as in
+/// the first `sink` of each text, whose queries are outliers. All tokens count equally, as in
 /// kvpress' ExpectedAttentionStats. Sums are in float within a text, around the mean of its first
 /// block (policy::QueryStatistics), and in double over texts (Chan, Golub and LeVeque 1983). Memory
-/// beside a prefill: 8 bytes per (layer, query head of the rank, head_dim, head_dim); on rank 0, at
-/// the end, 4 more bytes for those of all ranks.
+/// beside a prefill: 8 bytes per (layer, query head of the rank, head_dim, head_dim). On rank 0 the
+/// end needs 4 more bytes per element for all ranks.
 ///
-/// Rank 0 passes the texts, every rank `stop`, as for collect_pairs. Collective. Throws AgreedError
-/// for fewer than two queries and for queries that are not finite, and the errors of Engine::step.
+/// Rank 0 passes the texts, and every rank `stop`, as for collect_pairs. Collective. Throws
+/// AgreedError for fewer than two queries and for queries that are not finite, and the errors of
+/// Engine::step.
 template <class Value>
 QueryMoments collect_query_moments(const std::shared_ptr<const Model<Value>>& model,
                                    const std::vector<CollectText>& texts, std::int64_t sink,
                                    const Communicator& comm, const std::function<bool()>& stop,
                                    const ProgressCallback& progress = {});
 
-/// Writes the tensors query_mean and query_cov (F32) of a safetensors file, which policy
+/// Writes the tensors query_mean and query_cov (F32) to a safetensors file, which policy
 /// expected-attention reads (`statistics`). Replaces an existing file once the new one is complete.
 /// Writes on this process; no communication. Throws Error, naming the file.
 void write_query_moments(const std::filesystem::path& file, const QueryMoments& moments,

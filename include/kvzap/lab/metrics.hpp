@@ -1,4 +1,4 @@
-// Metrics of answers.
+// Metrics that score answers.
 #pragma once
 
 #include <cstdint>
@@ -13,26 +13,26 @@ namespace kvzap {
 /// A metric of answers.
 struct MetricInfo {
   std::string name;    // "string_match_all"
-  std::string help;    // one line: which answer scores 1, and the source
+  std::string help;    // one line: the answers that score 1, and the source
   bool needs_classes;  // requires Task::classes
   /// The metric is the perplexity of the given text (lower is better), not an accuracy: `score` is
   /// empty.
   bool is_perplexity;
-  std::int64_t max_new_tokens;  // for rows without their own
+  std::int64_t max_new_tokens;  // for rows that give none
   /// Score in [0, 1] of the text that the model wrote after Task::answer_prefix.
   std::function<double(const Task& task, std::string_view answer)> score;
   /// Throws Error, with the reason, for a task that this metric cannot score. May be empty.
   std::function<void(const Task& task)> check;
 };
 
-/// All metrics, by name.
+/// Returns all metrics, ordered by name.
 const std::vector<MetricInfo>& metrics();
-/// The metric that Task::metric names; without a name, that of the RULER or LongBench task of the
-/// name Task::task, else string_match_all. Throws Error for an unknown name (with the nearest one)
-/// and for a task that the metric cannot score.
+/// Returns the metric that Task::metric names. Without a name, returns the metric of the RULER or
+/// LongBench task named Task::task, or else string_match_all. Throws Error for an unknown name
+/// (with the nearest one) and for a task that the metric cannot score.
 const MetricInfo& metric_of(const Task& task);
-/// max_new_tokens of a row that gives none: RULER's or LongBench's number for the task of that
-/// name, else the metric's. Throws Error as metric_of.
+/// Returns max_new_tokens for a row that gives none: the number of the RULER or LongBench task of
+/// that name, or else the metric's. Throws Error as metric_of does.
 std::int64_t default_max_new_tokens(const Task& task);
 
 /// A mean and its bootstrap interval.
@@ -41,15 +41,15 @@ struct Interval {
   double low = 0;
   double high = 0;
 };
-/// Percentile bootstrap of the mean: the interval that contains `share` of the means of `resamples`
-/// samples drawn with replacement. The same for a seed on every platform. NaN without values or if
-/// a value is not finite.
+/// Percentile bootstrap of the mean: the interval that contains the fraction `share` of the means
+/// of `resamples` samples drawn with replacement. A seed gives the same interval on every platform.
+/// The result is NaN without values or if a value is not finite.
 Interval bootstrap_mean(const std::vector<double>& values, std::uint64_t seed, double share = 0.95,
                         int resamples = 2000);
 
-/// Probability that at least one of k tries is right, estimated from n tries with c right ones:
-/// 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374, equation 1). Throws Error unless
-/// 1 <= k <= n and 0 <= c <= n.
+/// Estimates the probability that at least one of k tries is right from n tries with c right ones:
+/// 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374, equation 1). Throws Error unless 1 <=
+/// k <= n and 0 <= c <= n.
 double pass_at_k(std::int64_t n, std::int64_t c, std::int64_t k);
 
 }  // namespace kvzap

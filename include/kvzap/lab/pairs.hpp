@@ -1,4 +1,4 @@
-// Training data of surrogates: hidden states that enter attention, and the oracle's log KVzip+
+// Training data of surrogates: the hidden states that enter attention, and the oracle's log KVzip+
 // scores of their tokens' pairs. docs/reference/pairs-format.md describes the file.
 #pragma once
 
@@ -29,7 +29,8 @@ struct PairsInfo {
   std::int64_t texts = 0;
   /// (texts + 1): pairs of text t are text_begin[t] .. text_begin[t + 1] - 1. Empty if unknown.
   std::vector<std::int64_t> text_begin;
-  /// Sizes of the complete file: larger than `texts` and `pairs` until its command has finished.
+  /// Sizes of the complete file. They exceed `texts` and `pairs` until the command that writes it
+  /// has finished.
   std::int64_t planned_texts = 0;
   std::int64_t planned_pairs = 0;
   /// Everything that determines the content (options, hash of the texts), by name: the same values
@@ -39,7 +40,7 @@ struct PairsInfo {
   bool is_complete() const { return texts == planned_texts; }
 };
 
-/// Pairs to train from, layer by layer; in a file or, in tests, in memory.
+/// Source of training pairs, read layer by layer: a file or, in tests, memory.
 class PairSource {
  public:
   PairSource() = default;
@@ -55,20 +56,21 @@ class PairSource {
                     float* scores) const = 0;
 };
 
-/// A file of pairs, open to be read. Use it from one thread at a time (as HDF5).
+/// A file of pairs, open for reading. Use it from one thread at a time (as HDF5).
 class PairsFile : public PairSource {
  public:
-  /// Reads and checks the metadata: format and version; types, extents and filters of every data
-  /// set; sizes that agree and fit this machine. Has the pairs of finished texts, also while its
-  /// command is unfinished or still writing. No communication. Throws Error, naming the file and
-  /// the fault, with the expected and the found value.
+  /// Opens a file and checks its metadata: format and version; types, extents and filters of every
+  /// data set; sizes that agree and fit this machine. Provides the pairs of finished texts, even
+  /// while its command is unfinished or still writing. No communication. Throws Error, naming the
+  /// file and the fault, with the expected and the found value.
   static std::unique_ptr<PairsFile> open(const std::filesystem::path& file);
 
-  /// (count): the token positions of pairs begin … begin + count - 1 within their texts.
+  /// Returns the token positions of pairs begin … begin + count - 1 within their texts: (count).
   virtual std::vector<std::int64_t> positions(std::int64_t begin, std::int64_t count) const = 0;
 };
 
-/// Planned content of a file of pairs. The same on all ranks, but only rank 0 needs `texts`.
+/// Planned content of a file of pairs. It must be the same on all ranks, but only rank 0 needs
+/// `texts`.
 struct PairsPlan {
   /// A text whose pairs are collected.
   struct Text {
@@ -87,11 +89,12 @@ struct PairsPlan {
   std::map<std::string, std::string> command;
   /// Deflate level, 0 (none) to 9.
   int compression = 1;
-  /// Extents of an HDF5 chunk of hidden states, compressed and written as a whole; 0: chosen.
+  /// Extents of an HDF5 chunk of hidden states, which is compressed and written as a whole. 0:
+  /// chosen by the writer.
   std::int64_t chunk_pairs = 0;
   std::int64_t chunk_columns = 0;
-  /// Largest share of the time spent on flushes. A killed process loses pairs appended since the
-  /// last flush, and those of incomplete chunks.
+  /// Largest fraction of the time that may be spent on flushes. If the process is killed, pairs
+  /// appended since the last flush and pairs of incomplete chunks are lost.
   double flush_share = 0.05;
 };
 
@@ -113,8 +116,9 @@ struct TextPairs {
 /// pairs.
 class PairsWriter {
  public:
-  /// Creates the file, or opens an existing one of the same plan; an error names the differences
-  /// and leaves the file unchanged. heads[rank]: the KV heads of the rank's scores, in their order.
+  /// Creates the file, or opens an existing one of the same plan. If the plans differ, the error
+  /// names the differences and the file is unchanged. heads[rank]: the KV heads of the rank's
+  /// scores, in order.
   static std::unique_ptr<PairsWriter> open(const std::filesystem::path& file, const PairsPlan& plan,
                                            const std::vector<std::vector<int>>& heads,
                                            const Communicator& comm);
@@ -122,20 +126,20 @@ class PairsWriter {
   PairsWriter& operator=(const PairsWriter&) = delete;
   virtual ~PairsWriter() = default;
 
-  /// Texts whose pairs need not be collected (again): append the next one.
+  /// Returns the number of texts whose pairs the writer has. Append the next text.
   virtual std::int64_t texts() const = 0;
-  /// Texts whose pairs will last if the process ends now. Fewer, as pairs go to the disk in whole
-  /// chunks.
+  /// Returns the number of texts whose pairs will survive if the process ends now. It may be lower
+  /// than texts(), because pairs are written to disk in whole chunks.
   virtual std::int64_t safe_texts() const = 0;
   virtual std::int64_t planned_texts() const = 0;
-  /// Bytes of the file so far.
+  /// Returns the bytes of the file so far.
   virtual std::int64_t bytes() const = 0;
-  /// What was found and done on opening, for people; on rank 0.
+  /// Returns messages for people about the state of the file when it was opened; on rank 0.
   virtual const std::vector<std::string>& notes() const = 0;
 
-  /// The pairs of text number texts().
+  /// Appends the pairs of text number texts().
   virtual void append(const TextPairs& text) = 0;
-  /// After the last text, or before it: what is not in a whole chunk is left out then.
+  /// Call it after the last text. If called earlier, pairs that do not fill a chunk are lost.
   virtual void close() = 0;
 
  protected:

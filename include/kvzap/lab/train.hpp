@@ -15,27 +15,28 @@
 
 namespace kvzap {
 
-/// One layer of a surrogate, in float, row-major. Linear if hidden is 0, else
+/// One layer of a surrogate, in float, row-major. Linear if hidden is 0, otherwise
 /// Linear-GELU(erf)-Linear.
 struct SurrogateLayer {
   std::int64_t inputs = 0;
   std::int64_t hidden = 0;
   std::int64_t outputs = 0;
-  std::vector<float> weight1, bias1;  // linear: (outputs, inputs), (outputs); else (hidden, inputs)
+  // linear: (outputs, inputs), (outputs); MLP: (hidden, inputs), (hidden)
+  std::vector<float> weight1, bias1;
   std::vector<float> weight2, bias2;  // MLP: (outputs, hidden), (outputs)
 };
 
-/// Split of the pairs into training and validation, chosen by the seed alone. Validates on whole
-/// texts if the source knows its texts and has at least 1 / share of them, else on single pairs; on
-/// at least one text or pair if share > 0.
+/// Split of the pairs into training and validation, chosen by the seed alone. Whole texts are
+/// validated if the source knows its texts and has at least 1 / share of them, otherwise single
+/// pairs. If share > 0, at least one text or pair is validated.
 struct PairSplit {
   std::vector<bool> is_validation;  // by pair
   std::int64_t training = 0;
   std::int64_t validation = 0;
   bool by_text = false;
 };
-/// `share`: approximate share of validation pairs, in [0, 1). Throws Error if it is outside this
-/// range, without pairs, or if no training pairs are left.
+/// Splits the pairs. `share`: approximate fraction of validation pairs, in [0, 1). Throws Error if
+/// it is outside this range, without pairs, or if no training pairs are left.
 PairSplit split_pairs(const PairsInfo& info, double share, std::uint64_t seed);
 
 /// Options of train_ridge.
@@ -57,19 +58,19 @@ struct MlpOptions {
 /// Results of a layer's training.
 struct LayerReport {
   int layer = 0;
-  /// By KV head: squared Pearson correlation on validation pairs; NaN where the oracle or the
+  /// By KV head: squared Pearson correlation on validation pairs. NaN if the oracle or the
   /// prediction does not vary, or without validation pairs.
   std::vector<double> r2;
-  std::vector<double> mse_of_head;  // mean squared error on validation pairs; NaN without
-  double mse = 0;                   // on validation pairs, mean over heads; NaN without
-  double training_mse = 0;          // of the last epoch, while it ran (MLP); of training pairs
-  double seconds = 0;               // with reading, over all runs that trained the layer
-  std::int64_t training = 0;        // pairs used
+  std::vector<double> mse_of_head;  // mean squared error on validation pairs; NaN without them
+  double mse = 0;                   // on validation pairs, mean over heads; NaN without them
+  double training_mse = 0;    // on training pairs; for an MLP, measured while the last epoch ran
+  double seconds = 0;         // including reading, over all runs that trained the layer
+  std::int64_t training = 0;  // pairs used
   std::int64_t validation = 0;
-  std::int64_t dropped = 0;  // pairs left out: they have a value that is not finite
+  std::int64_t dropped = 0;  // pairs that were left out because a value is not finite
   /// Linear: LAPACK's estimate of the condition number of X^T X + alpha, 1-norm; 0 for an MLP.
   double condition = 0;
-  std::vector<double> epoch_mse;  // MLP: of training pairs, while the epoch ran
+  std::vector<double> epoch_mse;  // MLP: on training pairs, while the epoch ran
   /// Some validation pairs, evenly spread, for a scatter plot: (sample, KV head).
   std::vector<float> oracle, predicted;
 };
@@ -80,33 +81,33 @@ struct TrainedLayer {
   LayerReport report;
 };
 
-/// Asked between blocks of pairs and between batches; returns true to stop.
+/// Called between blocks of pairs and between batches. Returns true to stop.
 using StopRequest = std::function<bool()>;
-/// Called between blocks and batches with the finished share of the layer's work, in [0, 1].
+/// Called between blocks and batches with the finished fraction of the layer's work, in [0, 1].
 using LayerProgress = std::function<void(double share)>;
 
-/// Limit of the validation pairs of a layer that a report keeps for a plot.
+/// Most validation pairs of a layer that a report keeps for a plot.
 inline constexpr std::int64_t max_plotted_pairs = 300;
 /// Condition numbers above this cause a warning: fewer than 4 of 16 digits are left.
 inline constexpr double ill_conditioned = 1e12;
 
-/// Ridge regression of one layer by normal equations. Up to 1,024 inputs: sums in double, one pass
-/// over the training pairs. Above: sums in float over 4,096 pairs at a time, then one or two passes
-/// that refine the solution in double; if float has too few digits for that, everything again in
-/// double. Memory: O(inputs^2). Returns nothing if `stop` returned true. No communication. Throws
-/// Error, naming the layer, if the Cholesky factor does not exist, and the errors of
-/// PairSource::read.
+/// Ridge regression of one layer by normal equations. With up to 1,024 inputs, sums are in double
+/// in one pass over the training pairs. With more inputs, sums are in float over 4,096 pairs at a
+/// time, and one or two passes then refine the solution in double. If float has too few digits for
+/// that, everything is computed again in double. Memory: O(inputs^2). Returns nothing if `stop`
+/// returned true. No communication. Throws Error, naming the layer, if the Cholesky factor does not
+/// exist, and the errors of PairSource::read.
 std::optional<TrainedLayer> train_ridge(const PairSource& source, int layer, const PairSplit& split,
                                         const RidgeOptions& options, const StopRequest& stop = {},
                                         const LayerProgress& progress = {});
 
-/// Bytes of memory that train_ridge needs for a layer of `info`.
+/// Returns the bytes of memory that train_ridge needs for a layer of `info`.
 std::int64_t ridge_bytes(const PairsInfo& info);
 
-/// Trains one layer's MLP by AdamW (Loshchilov and Hutter, arXiv 1711.05101) with torch's defaults;
-/// the loss is the mean squared error over the batch and the layer's KV heads. The gradient is
-/// clipped by the layer's norm; kvpress' trainer clips by that of all layers together. The result
-/// depends on source, options, layer and backend, and not on the number of ranks or on
+/// Trains one layer's MLP by AdamW (Loshchilov and Hutter, arXiv 1711.05101) with torch's defaults.
+/// The loss is the mean squared error over the batch and the layer's KV heads. The gradient is
+/// clipped by the layer's norm; kvpress' trainer clips by the norm of all layers together. The
+/// result depends on source, options, layer and backend, but not on the number of ranks or on
 /// interruptions.
 class MlpTrainer {
  public:
@@ -119,10 +120,10 @@ class MlpTrainer {
   MlpTrainer& operator=(const MlpTrainer&) = delete;
   ~MlpTrainer();
 
-  /// Everything that a checkpoint holds.
+  /// The state that a checkpoint stores.
   struct State {
-    std::int64_t epoch = 0;  // current
-    std::int64_t batch = 0;  // next of the epoch
+    std::int64_t epoch = 0;  // current epoch
+    std::int64_t batch = 0;  // next batch of the epoch
     std::int64_t step = 0;   // batches so far
     double loss = 0;         // sum over the epoch's pairs so far
     double seconds = 0;
@@ -133,14 +134,14 @@ class MlpTrainer {
   /// Continues from `state`. Throws Error if it does not fit.
   void restore(const State& state);
 
-  /// Trains to the end of the epoch, or of a batch once `stop` returns true. Returns whether the
-  /// epoch is complete.
+  /// Trains to the end of the epoch, or of the current batch once `stop` returns true. Returns
+  /// whether the epoch is complete.
   bool run_epoch(const StopRequest& stop = {}, const LayerProgress& progress = {});
   bool is_done() const;
-  /// The current layer, and its results on the validation pairs.
+  /// Returns the current layer, and its results on the validation pairs.
   TrainedLayer result();
 
-  /// Bytes of memory needed for all pairs of a layer of `info`.
+  /// Returns the bytes of memory needed for all pairs of a layer of `info`.
   static std::int64_t bytes(const PairsInfo& info, const MlpOptions& options);
 
   struct Impl;  // for each value type
@@ -155,10 +156,10 @@ struct TrainingOptions {
   RidgeOptions ridge;
   MlpOptions mlp_options;
   double validation = 0.05;
-  std::uint64_t seed = 0;    // of the split; of an MLP too
+  std::uint64_t seed = 0;    // of the split, and of an MLP
   DType dtype = DType::f32;  // of the published weights: f32 or bf16
   std::string pairs_file;    // for the model card
-  std::string model_name;    // for the model card; empty: that of the pairs
+  std::string model_name;    // for the model card; empty: the name in the pairs
   std::string command;       // for the model card
   std::string version;
   bool resume = false;     // from the checkpoint in the folder, if any
@@ -182,17 +183,18 @@ struct TrainingReport {
 
 /// Trains a surrogate of all layers, layer l on rank l modulo the number of ranks. Writes the
 /// folder that `kvzap run --surrogate` and kvpress' KVzapModel.from_pretrained read: config.json,
-/// model.safetensors, README.md, and training.json with the whole report. Each layer has a
-/// checkpoint in folder/checkpoint, written after each epoch and when `stop` returns true, and
-/// removed once the folder is complete. `resume` continues from it to the same result, bit for bit,
-/// with any number of ranks. Collective; every rank gets the whole report. Throws AgreedError for
-/// options out of range, a folder with other files, a checkpoint of other options or pairs, and
-/// errors of reading, training and writing.
+/// model.safetensors, README.md, and training.json with the whole report.
+///
+/// Each layer has a checkpoint in folder/checkpoint. It is written after each epoch and when `stop`
+/// returns true, and removed once the folder is complete. `resume` continues from it to the same
+/// result, bit for bit, with any number of ranks. Collective; every rank gets the whole report.
+/// Throws AgreedError for options out of range, a folder with other files, a checkpoint of other
+/// options or pairs, and errors of reading, training and writing.
 TrainingReport train_surrogate(const PairSource& source, const TrainingOptions& options,
                                const std::filesystem::path& folder, const Communicator& comm,
                                const StopRequest& stop = {}, const TrainingProgress& progress = {});
 
-/// The report as JSON text, as in training.json.
+/// Returns the report as JSON text, as in training.json.
 std::string training_json(const TrainingReport& report, const TrainingOptions& options,
                           const PairsInfo& info);
 

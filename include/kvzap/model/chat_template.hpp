@@ -27,10 +27,10 @@ struct ChatMessage {
   std::string content;
 };
 
-/// The text that transformers' apply_chat_template makes of messages. There is no Jinja
+/// Produces the text that transformers' apply_chat_template makes of messages. There is no Jinja
 /// interpreter. The template is evaluated for one user message with the generation prompt and
-/// without tools. A template whose branches this input does not decide is refused. Other messages
-/// are rendered as the published templates of the detected format render them.
+/// without tools. A template whose branches depend on other input is refused. Other messages are
+/// rendered as the published templates of the detected format render them.
 class ChatTemplate {
  public:
   /// The text that the template puts around a message.
@@ -45,7 +45,7 @@ class ChatTemplate {
     /// add_special_tokens: prefix contains the beginning-of-text token if the template writes one.
     std::string prompt(std::string_view user_text) const;
 
-    /// Returns the beginning of prompt() for a message that continues behind user_text, such as a
+    /// Returns the beginning of prompt() for a message that continues after user_text, such as a
     /// context that precedes its question: prefix and the text. If trim_content, only the beginning
     /// of the text is trimmed.
     std::string context(std::string_view user_text) const;
@@ -86,10 +86,10 @@ class ChatTemplate {
   /// special token that ends every message.
   std::string between_turns() const;
 
-  /// Returns an exchange without generation prompt. The text between and behind the messages is
-  /// that of the format's published templates. For Qwen3 this includes the empty block of thoughts
-  /// that its template puts before an answer without thoughts. `user` and `assistant` must not
-  /// begin or end with white space, because some templates strip it. Encode the text without
+  /// Returns an exchange without generation prompt. The text between and after the messages is that
+  /// of the format's published templates. For Qwen3 this includes the empty block of thoughts that
+  /// its template puts before an answer without thoughts. `user` and `assistant` must not begin or
+  /// end with white space, because some templates strip it. Encode the text without
   /// add_special_tokens.
   Exchange exchange(std::string_view user, std::string_view assistant) const;
 

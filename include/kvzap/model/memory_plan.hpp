@@ -39,9 +39,9 @@ struct MemoryPlan {
 /// tokens on `ranks` ranks.
 ///
 /// KV heads, with their query groups, are split evenly in contiguous ranges; the first ranks get
-/// one more head where the number does not divide evenly. The MLP's intermediate dimensions and the
-/// vocabulary rows of embedding and output head (one copy if tied) are split in the same way. Norms
-/// are on every rank, the biases of o and down on rank 0.
+/// one more head if the number does not divide evenly. The MLP's intermediate dimensions and the
+/// vocabulary rows of embedding and output head (one copy if tied) are split in the same way. Every
+/// rank has the norms. Rank 0 has the biases of o and down.
 ///
 /// Of each head's `tokens` rows, the fraction `evict_ratio` is evicted, rounded down to whole rows.
 /// At least min(tokens, window) rows stay.

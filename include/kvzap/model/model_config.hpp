@@ -35,7 +35,7 @@ struct RopeScaling {
   /// yarn, longrope: factor by which RoPE multiplies queries and keys beside rotating them. It
   /// comes from the file, or is derived as in transformers from factor, mscale and mscale_all_dim.
   double attention_factor = 1;
-  /// llama3.
+  /// llama3 only.
   double low_freq_factor = 0;
   double high_freq_factor = 0;
   /// yarn: a wavelength with more turns than beta_fast in the original length is unchanged; one
@@ -74,8 +74,8 @@ struct ModelConfig {
   double rope_theta = 0;
   /// Absent: RoPE without scaling.
   std::optional<RopeScaling> rope_scaling;
-  /// Value type that the checkpoint declares (dtype or torch_dtype). The stored weights take
-  /// precedence.
+  /// Value type that the checkpoint declares (dtype or torch_dtype). The type of the stored weights
+  /// takes precedence.
   std::optional<DType> dtype;
   /// The output head is the embedding table. False unless config.json sets it.
   bool tie_word_embeddings = false;
@@ -115,21 +115,21 @@ struct ModelConfig {
 };
 
 /// Reads the ids that end a generation: eos_token_id (one id or a list) of generation_config.json,
-/// else of config.json. Returns them without repetitions, in the order of the file; empty if
+/// or else of config.json. Returns them without repetitions, in the order of the file; empty if
 /// neither file has the field. Throws Error for a malformed file or an id outside [0, vocab_size).
 std::vector<TokenId> load_stop_ids(const std::filesystem::path& folder, std::int64_t vocab_size);
 
 /// The generation settings of a model that transformers' generate applies by default. They come
 /// from generation_config.json, or from fields of the same names in config.json if that file does
-/// not exist. Settings for sampling (do_sample, temperature, top_k, top_p, min_p and similar),
-/// lengths and output are left to the caller.
+/// not exist. The caller chooses sampling (do_sample, temperature, top_k, top_p, min_p and
+/// similar), lengths and output.
 struct GenerationConfig {
   /// See load_stop_ids.
   std::vector<TokenId> stop_ids;
   /// See SamplingOptions.
   double repetition_penalty = 1;
   std::vector<TokenId> suppress_tokens;
-  /// Without words that are a single stop id, which transformers leaves out too.
+  /// Excludes words that are a single stop id, as transformers does.
   std::vector<std::vector<TokenId>> bad_words;
   /// The file that was read; empty if there is none.
   std::string file;
@@ -148,8 +148,9 @@ struct GenerationConfig {
 };
 
 /// Returns the scaling that `type` (linear, dynamic or yarn) and `factor` alone define for a model.
-/// The original length is max_position_embeddings; all else has the defaults of transformers.
-/// Throws Error for other types, which need more than a factor, and for a factor outside [1, 1e6].
+/// The original length is max_position_embeddings; everything else has the defaults of
+/// transformers. Throws Error for other types, which need more than a factor, and for a factor
+/// outside [1, 1e6].
 RopeScaling rope_scaling_by_factor(const ModelConfig& config, RopeType type, double factor);
 
 /// Returns RoPE's inverse frequencies: head_dim / 2 values in radians per position, rope_theta^(-2i

@@ -1,4 +1,4 @@
-// Memory-mapped and fully checked reading of *.safetensors files, sharded or not.
+// Reads *.safetensors files, sharded or not, memory-mapped and fully checked.
 #pragma once
 
 #include <cstddef>
@@ -67,9 +67,9 @@ class SafetensorsFolder {
   /// accesses stay within the files.
   ///
   /// With a model.safetensors.index.json, the folder has exactly the tensors that the index lists,
-  /// from the files that it names. Otherwise it has those of model.safetensors, or else of all
-  /// *.safetensors, which must not share a tensor name. `folder` may also be the path of a single
-  /// file, which is then read alone.
+  /// from the files that it names. Otherwise it has the tensors of model.safetensors. If there is
+  /// no such file, it has those of all *.safetensors, which must not share a tensor name. `folder`
+  /// may also be the path of a single file, which is then read alone.
   ///
   /// Throws Error that names the file and the fault: no weights, a damaged or truncated file, or an
   /// index that names a missing file or tensor.

@@ -16,12 +16,12 @@ namespace kvzap {
 /// Byte-level BPE read from tokenizer.json. It produces the same ids as the Hugging Face tokenizers
 /// library.
 ///
-/// Supported are BPE models over the byte alphabet (merges as "a b" or ["a", "b"], ignore_merges),
-/// the normalizer NFC, the pre-tokenizers Split, Digits and a final ByteLevel, added tokens with
-/// all their flags, the post-processors ByteLevel and TemplateProcessing, the decoder ByteLevel,
-/// and Sequences of these. Truncation and padding settings of the file are ignored. The Unicode
-/// version of PCRE2 decides which characters are letters or numbers. So text in very new scripts
-/// may be split differently.
+/// It supports BPE models over the byte alphabet (merges as "a b" or ["a", "b"], ignore_merges) and
+/// the normalizer NFC. It supports the pre-tokenizers Split, Digits and a final ByteLevel, and
+/// added tokens with all their flags. It supports the post-processors ByteLevel and
+/// TemplateProcessing, the decoder ByteLevel, and Sequences of these. Truncation and padding
+/// settings of the file are ignored. The Unicode version of PCRE2 decides which characters are
+/// letters or numbers, so text in very new scripts may be split differently.
 ///
 /// Copies share one vocabulary. All const members may be called from several threads at once.
 class Tokenizer {

@@ -17,15 +17,15 @@ struct PlannedSpan;
 /// Scheduler; the other ranks call `follow`.
 class Executor {
  public:
-  /// Abilities of a sequence that is pruned in some way.
+  /// Abilities of a sequence that depend on its pruning.
   struct Traits {
     bool holds = true;    // a context may run in several steps (Engine::can_hold)
     bool goes_on = true;  // more context may follow, and other sequences may be forked from it
   };
   using TraitsOf = std::function<Traits(const Pruning&)>;
 
-  /// Requests are pruned by the engine's policy. `traits`: replaces the traits that follow from it,
-  /// for tests. The engine outlives the executor.
+  /// Makes an executor whose requests are pruned by the engine's policy. `traits` replaces the
+  /// default traits, for tests. The engine must outlive the executor.
   explicit Executor(Engine& engine, TraitsOf traits = {});
 
   /// Carries out one plan. The Scheduler and `follow` call it. Collective. Throws an error that
@@ -38,9 +38,9 @@ class Executor {
   Engine& engine() const { return m_engine; }
   /// The pruning of requests without one of their own. Its mode is set.
   const Pruning& standard() const { return m_standard; }
-  /// Whether a context that is pruned like this may run in several steps.
+  /// Returns whether a context with this pruning may run in several steps.
   bool can_hold(const Pruning& pruning) const { return m_traits(pruning).holds; }
-  /// Whether a sequence that is pruned like this takes more context, and others may be forked from
+  /// Returns whether a sequence with this pruning takes more context, and others may be forked from
   /// it.
   bool can_go_on(const Pruning& pruning) const { return m_traits(pruning).goes_on; }
   /// Number of sequences.

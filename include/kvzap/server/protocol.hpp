@@ -1,4 +1,4 @@
-// OpenAI's protocol: request bodies to generation requests, and answers to reply bodies.
+// OpenAI's protocol: converts request bodies to generation requests, and answers to reply bodies.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace kvzap::server {
 
-/// A request that the server answers with status 400. `field`: the field at fault, or "".
+/// Thrown for a request that the server answers with status 400. `field`: the invalid field, or "".
 class BadRequest : public Error {
  public:
   BadRequest(std::string of, const std::string& what) : Error(what), field(std::move(of)) {}
@@ -28,12 +28,12 @@ struct PruneWish {
   std::optional<PruneMode> prune;
 };
 
-/// Returns the pruning of a request on a server that prunes by `standard`. A wish for the server's
-/// own values returns the server's own pruning, so that such requests share kept prompts. Throws
-/// BadRequest if the server cannot prune that way.
+/// Returns the pruning of a request on a server that prunes by `standard`. A request for the
+/// server's own values gets the server's own pruning, so that such requests share kept prompts.
+/// Throws BadRequest if the server cannot prune that way.
 Pruning request_pruning(const PruneWish& wish, const LoadedPruning& standard);
 
-/// The model as the protocol sees it, and the values of fields that a request leaves out.
+/// The model as the protocol describes it, and the values of fields that a request omits.
 struct ServedModel {
   std::string name;
   std::int64_t created = 0;  // seconds since 1970
@@ -67,12 +67,13 @@ struct ApiRequest {
 /// fields and for features that are not supported (tools, logit_bias, …).
 ApiRequest parse_request(std::string_view body, bool is_chat, const ServedModel& model);
 
-/// The reply body to a request to /tokenize. Throws BadRequest.
+/// Returns the reply body to a request to /tokenize. Throws BadRequest.
 std::string tokenize(std::string_view body, const ServedModel& model);
-/// The reply body to a request to /detokenize. Throws BadRequest.
+/// Returns the reply body to a request to /detokenize. Throws BadRequest.
 std::string detokenize(std::string_view body, const ServedModel& model);
 
-/// The body of an error reply: {"error": {…}}. `type`: "invalid_request_error", "server_error", …
+/// Returns the body of an error reply: {"error": {…}}. `type`: "invalid_request_error",
+/// "server_error", …
 std::string error_body(const std::string& what, const std::string& type,
                        const std::string& field = {});
 
@@ -104,10 +105,10 @@ struct TokenText {
   std::vector<std::pair<TokenId, float>> top;
 };
 
-/// Writes the reply to one request. The model outlives it.
+/// Writes the reply to one request. The model must outlive it.
 class ReplyWriter {
  public:
-  /// `id`: of the scheduler's ticket. `created`: seconds since 1970.
+  /// `id`: the id of the scheduler's ticket. `created`: seconds since 1970.
   ReplyWriter(const ApiRequest& request, const ServedModel& model, std::int64_t id,
               std::int64_t created);
 
@@ -117,18 +118,18 @@ class ReplyWriter {
     std::vector<TokenText> tokens;
     Ending ending;
   };
-  /// The body of a reply that is not streamed, with one answer for each choice.
+  /// Returns the body of a reply that is not streamed, with one answer for each choice.
   std::string body(const std::vector<Whole>& answers) const;
 
-  /// The first event of a choice in a stream. All events are "data: …\n\n".
+  /// Returns the first event of a choice in a stream. All events are "data: …\n\n".
   std::string begin(int choice) const;
-  /// An event with new text of a choice. `tokens`: for log probabilities.
+  /// Returns an event with new text of a choice. `tokens`: for log probabilities.
   std::string piece(int choice, const std::string& text, const std::vector<TokenText>& tokens);
-  /// The last event of a choice.
+  /// Returns the last event of a choice.
   std::string end(int choice, const Ending& ending) const;
-  /// The event with token counts.
+  /// Returns the event with token counts.
   std::string usage(const std::vector<Ending>& endings) const;
-  /// The last event of a stream.
+  /// Returns the last event of a stream.
   static std::string done() { return "data: [DONE]\n\n"; }
 
  private:
@@ -143,12 +144,12 @@ class ReplyWriter {
   std::vector<std::size_t> m_offsets;  // bytes of text so far, of each choice
 };
 
-/// The body of /v1/models.
+/// Returns the body of /v1/models.
 std::string models_body(const ServedModel& model);
-/// The body of /kvzap/status. `kv_memory`: bytes over all ranks; none: no limit.
+/// Returns the body of /kvzap/status. `kv_memory`: bytes over all ranks; none: no limit.
 std::string status_body(const ServedModel& model, const Scheduler& scheduler,
                         std::optional<std::int64_t> kv_memory);
-/// The body of /metrics, in Prometheus' text format.
+/// Returns the body of /metrics, in Prometheus' text format.
 std::string metrics_text(const SchedulerCounts& counts, const ServedModel& model);
 
 }  // namespace kvzap::server

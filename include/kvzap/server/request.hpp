@@ -16,20 +16,20 @@ struct Segment {
   /// How the tokens of a segment are judged.
   enum class Kind {
     context,   // at the segment's end; in sparse prefill chunk by chunk
-    question,  // they run over the pruned context; PruneMode::always alone judges them
+    question,  // over the pruned context; only PruneMode::always judges them
     generated  // an earlier answer of the model, judged like one that it generates now
   };
   Kind kind = Kind::context;
   std::vector<TokenId> tokens;
-  /// Lengths of beginnings that other prompts are expected to share, ascending. For a context that
-  /// is judged as a whole: the scheduler also keeps the state of these beginnings, unjudged.
+  /// Lengths of beginnings that other prompts are expected to share, ascending. Used for a context
+  /// that is judged as a whole: the scheduler also keeps the unjudged state of these beginnings.
   std::vector<std::int64_t> cuts = {};
 };
 
-/// Number of tokens in all segments.
+/// Returns the number of tokens in all segments.
 std::int64_t tokens_of(const std::vector<Segment>& prompt);
 
-/// One prompt and how to answer it.
+/// One prompt, and how to answer it.
 struct GenerationRequest {
   /// Has at least one token.
   std::vector<Segment> prompt;
@@ -43,7 +43,8 @@ struct GenerationRequest {
   /// Number of likeliest tokens whose log probabilities are reported beside each token's own.
   /// Negative: no log probabilities.
   int top_logprobs = -1;
-  /// Names the engine's policy, with an amount and a mode of its own. Absent: the engine's pruning.
+  /// The pruning of this request: the engine's policy, with its own amount and mode. Absent: the
+  /// engine's pruning.
   std::optional<Pruning> pruning;
 };
 
@@ -79,8 +80,8 @@ class Listener {
   virtual bool on_token(int choice, TokenId token, const TokenLogprobs* logprobs) = 0;
   /// Receives the end of answer `choice`.
   virtual void on_end(int choice, const Ending& ending) = 0;
-  /// Receives an error, after which nothing else comes. `is_servers`: the server is at fault, not
-  /// the request.
+  /// Receives an error. Nothing else follows. `is_servers`: the server is at fault, not the
+  /// request.
   virtual void on_error(const std::string& what, bool is_servers) = 0;
 };
 

@@ -10,7 +10,7 @@
 
 namespace kvzap::server {
 
-/// Thrown when the queue has no room for a request, or the server stops.
+/// Thrown if the queue is full, or the server is stopping.
 class QueueFull : public Error {
  public:
   using Error::Error;
@@ -59,10 +59,11 @@ struct SequenceStatus {
 
 /// Serves many requests with one engine. Runs on rank 0; the other ranks call Executor::follow.
 ///
-/// Each step takes the next token of every decoding sequence, and prompt chunks in order of arrival
+/// Each step runs the next token of every decoding sequence, and prompt chunks in order of arrival
 /// up to max_batch_tokens. Prompt chunks get at least one eighth of the step. A prompt starts when
-/// the page pool is expected to hold its kept rows, at the keep ratio observed so far. It waits if
-/// another sequence is about to leave a state from which it can continue.
+/// the page pool is expected to have space for its kept rows, at the keep ratio observed so far. It
+/// waits if another sequence is about to leave a state from which it can continue.
+///
 /// When memory runs out, the scheduler frees the least recently used states of earlier prompts.
 /// Then it preempts the newest sequence, and computes it again later. An answer does not depend on
 /// the other sequences, except for the order of floating-point sums.
@@ -73,8 +74,8 @@ class Scheduler {
   /// A submitted request.
   class Ticket {
    public:
-    /// Cancels the request: its listener is not called after the current step. From any thread,
-    /// while the scheduler exists.
+    /// Cancels the request: its listener is not called after the current step. Call it from any
+    /// thread while the scheduler exists.
     void cancel();
     std::int64_t id() const { return m_id; }
 
@@ -85,17 +86,17 @@ class Scheduler {
     Impl* m_scheduler = nullptr;
   };
 
-  /// The executor outlives the scheduler. Throws Error for limits below 1.
+  /// The executor must outlive the scheduler. Throws Error for limits below 1.
   Scheduler(Executor& executor, const SchedulerOptions& options);
   ~Scheduler();
 
   /// Queues a request. From any thread. Throws QueueFull. Throws Error for a request that cannot be
   /// answered: no tokens, more than max_tokens, ids outside the vocabulary, invalid sampling.
   std::shared_ptr<Ticket> submit(GenerationRequest request, std::shared_ptr<Listener> listener);
-  /// Finishes the submitted requests and accepts no others: `submit` throws QueueFull. From any
-  /// thread.
+  /// Finishes the submitted requests and accepts no others: `submit` throws QueueFull. Call it from
+  /// any thread.
   void drain();
-  /// Ends all requests with an error, and then `run`. From any thread.
+  /// Ends all requests with an error, and then `run`. Call it from any thread.
   void stop();
 
   /// Serves until `drain` or `stop`, then ends the other ranks. Call it from the thread that drives
@@ -106,10 +107,10 @@ class Scheduler {
   /// Frees the kept states of prompts. Call it from the thread that calls `step`.
   void forget_prefixes();
 
-  /// From any thread.
+  /// Call it from any thread.
   SchedulerCounts counts() const;
-  /// From any thread. Calls at least every 5 seconds get states that are at most half a second and
-  /// one step old.
+  /// Call it from any thread. Calls at least every 5 seconds get states that are at most half a
+  /// second and one step old.
   std::vector<SequenceStatus> sequences() const;
 
  private:

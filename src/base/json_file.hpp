@@ -15,9 +15,10 @@ namespace kvzap::detail {
 /// Deepest nesting of objects and arrays. Files of model folders need less.
 inline constexpr int max_json_depth = 64;
 
-/// Returns the limit on the memory that the values of a JSON text may take: 3 × text + 38 MB. With
-/// the text, the total stays below 4 × text + 64 MB, also while the values are freed. Hostile texts
-/// would take 20 times their size; of the files of models, tokenizers come closest to the limit.
+/// Returns the limit on the memory that the values of a JSON text may take: 3 × text + 38 MB.
+/// Together with the text, the total stays below 4 × text + 64 MB, even while the values are freed.
+/// Hostile texts would take 20 times their size. Among the files of models, tokenizers come closest
+/// to the limit.
 std::size_t json_memory_limit(std::size_t text_bytes);
 
 /// Parses `text`; `what` names it in messages. Throws Error that gives the place if the text is not

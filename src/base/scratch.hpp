@@ -22,13 +22,13 @@ inline void before_allocation(std::size_t bytes) {
   if (allocation_hook) allocation_hook(bytes);
 }
 
-/// Reserves room for `size` elements in total, and more if it has to grow.
+/// Reserves space for `size` elements in total, and more if it has to grow.
 template <class Vector>
 void reserve_room(Vector& vector, std::size_t size) {
   if (vector.capacity() < size) vector.reserve(std::max(size, 2 * vector.capacity()));
 }
 
-/// Reserves room for `count` more elements.
+/// Reserves space for `count` more elements.
 template <class Vector>
 void reserve_more(Vector& vector, std::size_t count) {
   reserve_room(vector, vector.size() + count);

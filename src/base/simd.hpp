@@ -27,21 +27,21 @@ enum class SimdLevel {
 /// "amx_bf16_emulated" and "amx_emulated".
 const char* name_of(SimdLevel level);
 
-/// Returns the level of that name, or nothing if there is none. "amx" stands for amx_fp16 if the
-/// processor has it, else for amx_bf16.
+/// Returns the level of that name, or nothing if there is none. "amx" means amx_fp16 if the
+/// processor has it, otherwise amx_bf16.
 std::optional<SimdLevel> simd_level_named(std::string_view name);
 
 /// Returns the widest level that the processor has and the system lets this process use. The first
 /// call requests AMX's registers. It is never an emulated level.
 SimdLevel simd_level_of_processor();
 
-/// Returns whether the processor can run a level. It can run the emulated ones if it can run
+/// Returns whether the processor can run a level. It can run the emulated levels if it can run
 /// avx512_bf16.
 bool processor_has(SimdLevel level);
 
-/// Returns the level in use: the processor's, or a lower one that the environment variable
-/// KVZAP_SIMD names at the first call. Throws Error if it names no level, or one that the processor
-/// lacks.
+/// Returns the level in use: the processor's level, or a lower one that the environment variable
+/// KVZAP_SIMD names at the first call. Throws Error if the variable names no level, or a level that
+/// the processor lacks.
 SimdLevel simd_level();
 
 /// Selects another level from now on, for tests and benchmarks. Do not call it while kernels run.

@@ -83,7 +83,8 @@ std::optional<Writer> writer_of(std::string_view name) {
   return Writer{std::string(name.substr(0, begin == 0 ? 0 : middle)), *process};
 }
 
-// A zombie counts as dead: in containers without init nobody reaps it, so it would stay for ever.
+// A zombie counts as dead: in containers without init no process reaps it, so it would stay
+// forever.
 bool is_alive(std::int64_t process) {
   if (::kill(static_cast<pid_t>(process), 0) != 0 && errno == ESRCH) return false;
   std::ifstream stream(fmt::format("/proc/{}/stat", process));
@@ -229,12 +230,12 @@ void TemporaryFile::create_on_root() {
   m_exists = true;
 }
 
-// Which leftovers still have a writer? On this node the process id answers: a process that is gone
-// left a leftover. If another program has got that id, the file stays, which is harmless. Processes
-// of other nodes cannot be checked, so only time decides. It is measured against our own new file,
-// because both times come from the file server, whose clock may differ from ours. (A lock held by
-// the writer would be exact, but HDF5 takes its own locks, and on parallel file systems locks often
-// do not reach other nodes.)
+// Decides which leftovers still have a writer. On this node the process id answers: if the process
+// does not exist, the file is a leftover. If another program has got that id, the file stays, which
+// is harmless. Processes of other nodes cannot be checked, so only time decides. It is measured
+// against this run's new file, because both times come from the file server, whose clock may differ
+// from the local one. (A lock held by the writer would be exact, but HDF5 takes its own locks, and
+// on parallel file systems locks often do not reach other nodes.)
 std::vector<std::string> TemporaryFile::remove_leftovers() const {
   std::vector<std::string> notes;
   if (!m_exists) return notes;

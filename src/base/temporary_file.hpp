@@ -94,10 +94,10 @@ class TemporaryFile {
   bool m_exists = false;
 };
 
-/// Replaces `file` in one step. `write` fills an empty file at the path that it gets, in the same
-/// folder. That file gets the name once it is on the disk. If anything fails, it is removed and an
-/// older file stays. Removes files that killed runs left behind. For one process, not collective.
-/// Throws Error "KIND FILE: …".
+/// Replaces `file` in one step. `write` fills an empty file at the path that it receives, in the
+/// same folder. That file gets the name once it is on the disk. If anything fails, it is removed
+/// and an older file stays. Removes files that killed runs left behind. For one process, not
+/// collective. Throws Error "KIND FILE: …".
 void replace_file(const std::filesystem::path& file, const std::string& kind,
                   const std::function<void(const std::filesystem::path&)>& write);
 

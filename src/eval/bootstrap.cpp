@@ -10,13 +10,13 @@
 namespace kvzap {
 namespace {
 
-// Uniform below `size`; the standard's distributions differ between libraries. Multiplication
-// (Lemire, arXiv 1805.10941, without rejection) has a bias below size / 2^32.
+// Draws uniformly below `size`; the standard's distributions differ between libraries.
+// Multiplication (Lemire, arXiv 1805.10941, without rejection) has a bias below size / 2^32.
 std::size_t bootstrap_index(std::mt19937_64& generator, std::size_t size) {
   return static_cast<std::size_t>(((generator() >> 32) * static_cast<std::uint64_t>(size)) >> 32);
 }
 
-// Linear interpolation, as the default of numpy.quantile. `sorted` is not empty.
+// Interpolates linearly, as numpy.quantile does by default. `sorted` must not be empty.
 double bootstrap_quantile(const std::vector<double>& sorted, double share) {
   const double position = share * static_cast<double>(sorted.size() - 1);
   const auto below = static_cast<std::size_t>(position);
@@ -24,7 +24,8 @@ double bootstrap_quantile(const std::vector<double>& sorted, double share) {
   return sorted[below] + (position - static_cast<double>(below)) * (sorted[above] - sorted[below]);
 }
 
-// Mean as an offset to the first value, so that equal values give exactly that value.
+// Computes the mean as an offset from the first value, so that equal values give exactly that
+// value.
 template <class At>
 double bootstrap_mean_of(std::size_t count, double origin, At&& at) {
   double sum = 0;
@@ -73,7 +74,7 @@ double pass_at_k(std::int64_t n, std::int64_t c, std::int64_t k) {
                     k, n, c));
   }
   if (n - c < k) return 1;
-  // C(n - c, k) / C(n, k) factor by factor, since the binomials themselves overflow.
+  // Multiplies C(n - c, k) / C(n, k) factor by factor, because the binomials themselves overflow.
   double none_right = 1;
   for (std::int64_t i = n - c + 1; i <= n; ++i) {
     none_right *= 1 - static_cast<double>(k) / static_cast<double>(i);

@@ -14,7 +14,7 @@
 
 namespace kvzap::detail {
 
-// Pieces at which a document may be cut: words, or parts of very long words.
+// Returns the end of a piece at which a document may be cut: a word, or a part of a very long word.
 inline std::size_t end_of_piece(std::string_view text, std::size_t begin) {
   constexpr std::size_t longest = 32;
   std::size_t end = text.find_first_of(" \t\r\n", begin + 1);
@@ -37,7 +37,7 @@ inline std::string_view first_pieces(std::string_view text, std::int64_t count) 
   return text.substr(0, end);
 }
 
-/// A question's documents and others in random order; the last one added may be cut.
+/// A question's documents among others, in random order. The last added document may be cut.
 class DocumentMix {
  public:
   DocumentMix(const QuestionFile& file, const QuestionFile::Question& question, RowRandom random)
@@ -46,8 +46,8 @@ class DocumentMix {
       m_needed.push_back({m_random.bits(), document});
   }
 
-  /// The documents with `words` pieces of further ones, which repeat from the first if they run
-  /// out.
+  /// Returns the documents with `words` pieces of other documents, which repeat from the first one
+  /// if they run out.
   std::string text(std::int64_t pieces) {
     if (pieces > 0 && m_others.empty()) order_others();
     std::vector<Placed> placed = m_needed;
@@ -77,11 +77,11 @@ class DocumentMix {
 
  private:
   struct Placed {
-    std::uint64_t key;  // documents are ordered by it
+    std::uint64_t key;  // determines the order of documents
     std::uint32_t document;
   };
 
-  /// Drawn on demand: many questions are only tested for their least length.
+  /// Draws on demand: many questions are only tested for their shortest length.
   void order_others() {
     std::vector<char> is_taken(m_file.documents.size(), 0);
     for (const auto& needed : m_needed) is_taken[needed.document] = 1;
@@ -108,7 +108,7 @@ class DocumentMix {
   RowRandom m_random;
   std::vector<Placed> m_needed;
   std::vector<std::uint32_t> m_others;
-  std::vector<Placed> m_drawn;  // other documents, as far as needed
+  std::vector<Placed> m_drawn;  // other documents, drawn as far as needed
   std::vector<std::int64_t> m_pieces;
 };
 

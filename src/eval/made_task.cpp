@@ -11,7 +11,8 @@
 namespace kvzap::detail {
 namespace {
 
-// An identifier of five parts takes some thirty tokens: too many for one word.
+// Separators within words. An identifier of five parts takes some thirty tokens, too many for one
+// word.
 constexpr std::string_view word_ends = " -";
 
 }  // namespace
@@ -75,8 +76,9 @@ FittedContext fit_context(const PromptMeter& meter, std::int64_t budget, std::in
   FittedContext fits = of_size(least);
   if (fits.tokens >= budget || least >= most) return fits;
 
-  // Secant method; a small first step gives the slope. While steps stay on the same side, each goes
-  // twice as far beyond the secant's size: so few steps remain even if tokens are not monotonic.
+  // Secant method. A small first step gives the slope. While steps stay on the same side, each
+  // overshoots the secant's size twice as far, so few steps remain even if tokens are not
+  // monotonic.
   std::int64_t too_large = most + 1, too_large_tokens = 0;
   constexpr std::int64_t least_step = 16, first_share = 32;
   std::int64_t guess =

@@ -26,23 +26,23 @@ struct MadeTask {
   std::string haystack;     // name of the filler text
 };
 
-/// The row, without the newline.
+/// Returns the row, without the newline.
 std::string to_json_line(const MadeTask& made);
 
-/// The length is below that of the task's shortest prompt.
+/// Thrown if the length is below that of the task's shortest prompt.
 class TooShort : public Error {
  public:
   using Error::Error;
 };
 
-/// A text contains special tokens of the tokenizer, which would end the user's message, or worse.
+/// Thrown if a text contains special tokens of the tokenizer, which could end the user's message.
 class SpecialText : public Error {
  public:
   using Error::Error;
 };
 
 /// Counts tokens of prompts as `kvzap eval` and `kvzap run` encode them: the context as the start
-/// of a user's message, and separately the question with all that follows.
+/// of a user's message, and separately the question with everything after it.
 class PromptMeter {
  public:
   /// Without `parts`: no chat template (--raw). The tokenizer must outlive the meter.
@@ -65,7 +65,7 @@ class PromptMeter {
 /// A context of a size, in units of the task.
 struct FittedContext {
   std::int64_t size = 0;
-  std::int64_t tokens = 0;  // above the budget if even the least size does not fit
+  std::int64_t tokens = 0;  // exceeds the budget if even the smallest size does not fit
   std::string text;
 };
 
@@ -76,22 +76,22 @@ FittedContext fit_context(const PromptMeter& meter, std::int64_t budget, std::in
                           std::int64_t most,
                           const std::function<std::string(std::int64_t)>& context);
 
-/// Fills the context of made.task, as long as made.length allows; the other fields are set. Returns
-/// the size. Throws TooShort, naming the task and the least length.
+/// Fills the context of made.task, as far as made.length allows. The caller has set the other
+/// fields. Returns the size. Throws TooShort, naming the task and the shortest possible length.
 std::int64_t fit_task(const PromptMeter& meter, MadeTask& made, std::int64_t least,
                       std::int64_t most, const std::function<std::string(std::int64_t)>& context);
 
 /// Random draws of one row.
 class RowRandom {
  public:
-  /// Each name has its own sequence.
+  /// Each name has its own sequence of random numbers.
   explicit RowRandom(std::string_view name);
   RowRandom(std::uint64_t seed, std::string_view task, std::int64_t length, std::int64_t index);
 
   std::uint64_t below(std::uint64_t bound) { return detail::below(m_random, bound); }
   double uniform() { return detail::uniform(m_random); }
   std::uint64_t bits() { return m_random(); }
-  /// In [low, high].
+  /// Draws from [low, high].
   std::int64_t between(std::int64_t low, std::int64_t high) {
     return low + static_cast<std::int64_t>(below(static_cast<std::uint64_t>(high - low + 1)));
   }
@@ -103,7 +103,7 @@ class RowRandom {
   void shuffle(std::vector<T>& values) {
     for (std::size_t i = values.size(); i > 1; --i) std::swap(values[i - 1], values[below(i)]);
   }
-  /// `count` of the values, in random order; count <= values.size().
+  /// Returns `count` of the values, in random order; count <= values.size().
   template <class T>
   std::vector<T> sample(std::vector<T> values, std::size_t count) {
     for (std::size_t i = 0; i < count; ++i)
@@ -116,13 +116,14 @@ class RowRandom {
   std::mt19937_64 m_random;
 };
 
-/// The first `count` words of a text, with single spaces and hyphens as separators.
+/// Returns the first `count` words of a text whose words are separated by single spaces and
+/// hyphens.
 std::string_view first_words(std::string_view text, std::int64_t count);
-/// All words of such a text.
+/// Counts the words of such a text.
 std::int64_t count_words(std::string_view text);
 
-/// The lines with needles between them: needle i is before line floor(places[i] * (lines.size() +
-/// 1)), or after the last line. Needles of one place keep their order.
+/// Returns the lines with needles between them. Needle i is before line floor(places[i] *
+/// (lines.size() + 1)), or after the last line. Needles at the same place keep their order.
 std::string with_needles(const std::vector<std::string_view>& lines,
                          const std::vector<std::string>& needles, const std::vector<double>& places,
                          std::string_view separator);

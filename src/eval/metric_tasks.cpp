@@ -17,9 +17,10 @@ constexpr std::string_view no_word_cutting =
 constexpr std::string_view no_such_metric =
     "its published metric is none of kvzap's; name a metric in the row";
 
-// RULER: scripts/synthetic.yaml and scripts/{data,eval}/synthetic/constants.py, by the name up to
-// the first underscore. LongBench: dataset2metric in eval.py, config/dataset2maxlen.json.
-// InfiniteBench: src/compute_scores.py and src/eval_utils.py. LooGLE: as kvpress' evaluation does.
+// Sources. RULER: scripts/synthetic.yaml and scripts/{data,eval}/synthetic/constants.py, by the
+// name up to the first underscore. LongBench: dataset2metric in eval.py,
+// config/dataset2maxlen.json. InfiniteBench: src/compute_scores.py and src/eval_utils.py. LooGLE:
+// kvpress' evaluation.
 constexpr std::array<NamedTask, 9> ruler_tasks = {
     {{"niah", "string_match_all", 128},
      {"vt", "string_match_all", 30},

@@ -14,8 +14,8 @@
 namespace kvzap::detail {
 namespace {
 
-// Limit of a sentence's words in rouge_l: the table for two sentences must fit in memory, even if
-// an answer repeats one word to its end.
+// Limit on the words of a sentence in rouge_l: the table for two sentences must fit in memory, even
+// if an answer repeats one word to its end.
 constexpr std::size_t max_sentence_words = 8192;
 
 bool is_python_letter(char32_t c) {
@@ -89,7 +89,7 @@ bool is_chinese_punctuation(char32_t c) {
                      [c](const auto& range) { return c >= range.first && c <= range.second; });
 }
 
-// Runs of characters for which `is_inside` is true.
+// Returns the runs of characters for which `is_inside` is true.
 template <class IsInside>
 std::vector<std::u32string> character_runs_of(std::u32string_view text, IsInside&& is_inside) {
   std::vector<std::u32string> runs;

@@ -1,5 +1,5 @@
-// Texts as the published scorers, Python programs, see them: code points, lowered, split and
-// normalised by the rules of Python's str. Also the counts that several scorers share.
+// Texts as the published scorers, which are Python programs, see them: code points, lowered, split
+// and normalized by the rules of Python's str. Also has the counts that several scorers share.
 #pragma once
 
 #include <string>

@@ -28,7 +28,7 @@ using detail::stripped;
                               : detail::utf8_of(code_points(found.substr(0, most))) + "..."));
 }
 
-// The best score over the expected answers.
+// Returns the best score over the expected answers.
 template <class Score>
 double best_of_answers(const Task& task, Score&& score) {
   double best = 0;
@@ -41,7 +41,7 @@ bool is_one_of_answers(const Task& task, std::u32string_view found) {
                      [&](const std::string& expected) { return found == code_points(expected); });
 }
 
-// The part of an answer that LongBench scores.
+// Returns the part of an answer that LongBench scores.
 std::string_view judged_part(const Task& task, std::string_view answer) {
   if (!detail::judges_first_line(task.task)) return answer;
   answer.remove_prefix(std::min(answer.find_first_not_of('\n'), answer.size()));
@@ -61,7 +61,7 @@ double is_one_answer_held(const Task& task, std::string_view answer) {
   return share_of_answers_held(task, answer) > 0 ? 1 : 0;
 }
 
-// An empty text is part of every text.
+// Rejects an empty expected answer, because an empty text is part of every text.
 void check_no_empty_answer(const Task& task) {
   for (const std::string& expected : task.answers) {
     if (expected.empty()) reject_answer("string_match", "a text that is not empty", expected);
@@ -95,9 +95,9 @@ double score_rouge_l(const Task& task, std::string_view answer) {
   });
 }
 
-// A class counts as named if its name is in the answer, unless it is part of the expected name. As
-// the published scorer removes such names from the list that it iterates over, it skips the name
-// after each; this does the same, to be comparable with published results.
+// A class counts as named if its name is in the answer, unless it is part of the expected name. The
+// published scorer removes such names from the list over which it iterates, and so skips the name
+// after each of them. This function does the same, for comparable results.
 double score_classification(const Task& task, std::string_view answer) {
   const std::string_view judged = judged_part(task, answer);
   std::vector<std::string_view> all_named;
@@ -123,7 +123,7 @@ void check_classification(const Task& task) {
   reject_answer("classification", "one of all_classes", task.answers.front());
 }
 
-// The first line without the mark of a comment or of a code fence.
+// Scores the first line without the mark of a comment or of a code fence.
 double score_code_similarity(const Task& task, std::string_view answer) {
   answer.remove_prefix(std::min(answer.find_first_not_of('\n'), answer.size()));
   std::string_view judged;
@@ -141,7 +141,7 @@ double score_code_similarity(const Task& task, std::string_view answer) {
       task, [&](const std::string& expected) { return detail::edit_similarity(judged, expected); });
 }
 
-// Share of the answer's numbers that equal `expected`.
+// Returns the fraction of the answer's numbers that equal `expected`.
 double share_of_numbers(std::string_view answer, std::u32string_view expected) {
   const auto numbers = detail::digit_runs(code_points(answer));
   if (numbers.empty()) return 0;
@@ -163,7 +163,7 @@ void check_digits(const Task& task, std::string_view metric) {
   }
 }
 
-// The digits after the first `word` that has digits; empty if none has.
+// Returns the digits after the first `word` that digits follow; empty if there is none.
 std::u32string number_behind(std::u32string_view text, std::u32string_view word) {
   for (std::size_t at = text.find(word); at != std::u32string_view::npos;
        at = text.find(word, at + 1)) {
@@ -222,7 +222,7 @@ void check_one_word(const Task& task) {
 
 bool is_choice(char32_t c) { return c >= U'A' && c <= U'D'; }
 
-// The last separate letter from A to D in the first line with one; 0 if there is none.
+// Returns the last separate letter from A to D in the first line with one, or 0 if there is none.
 char32_t lone_choice(std::u32string_view text) {
   char32_t last = 0;
   for (std::size_t i = 0; i < text.size(); ++i) {
@@ -234,7 +234,7 @@ char32_t lone_choice(std::u32string_view text) {
   return last;
 }
 
-// InfiniteBench's rules for longbook_choice_eng, one after another, until one decides.
+// Applies InfiniteBench's rules for longbook_choice_eng, one after another, until one decides.
 bool is_choice_right(const Task& task, std::u32string_view answer) {
   const auto is_right = [&](std::u32string_view found) { return is_one_of_answers(task, found); };
   std::u32string text(stripped(answer));
@@ -294,8 +294,8 @@ double score_stated_choice(const Task& task, std::string_view answer) {
   return 0;
 }
 
-// The content of the last \boxed{...}, without white space and $; up to the answer's end if the
-// brace is not closed. False if there is no \boxed.
+// Returns in `content` the text of the last \boxed{...}, without white space and $. If the brace is
+// not closed, the text extends to the answer's end. Returns false if there is no \boxed.
 bool last_boxed(std::string_view answer, std::u32string& content) {
   constexpr std::string_view begin = "boxed{";
   const std::size_t at = answer.rfind(begin);
@@ -326,7 +326,8 @@ double score_boxed_text(const Task& task, std::string_view answer) {
   });
 }
 
-// Without +, leading zeros and surrounding white space; empty unless `text` is an integer.
+// Removes +, leading zeros and surrounding white space. Returns an empty text unless `text` is an
+// integer.
 std::u32string integer_of(std::u32string_view text) {
   text = stripped(text);
   const bool is_negative = !text.empty() && text.front() == U'-';
@@ -365,7 +366,7 @@ void check_continuation(const Task& task) {
   if (task.answers.front().empty()) reject_answer("perplexity", "a continuation", "");
 }
 
-// Other names of metrics.
+// Resolves other names of metrics.
 std::string metric_name_of(std::string_view name) {
   constexpr std::array<std::pair<std::string_view, std::string_view>, 9> names = {
       {{"string_match_any", "string_match_part"},

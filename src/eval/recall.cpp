@@ -16,13 +16,13 @@ namespace {
 /// Content of a task's prompts.
 struct RecallTask {
   const char* name;
-  bool facts;            // about objects in a house, instead of numbers
+  bool facts;            // facts about objects in a house, instead of numbers
   bool noise;            // filled with five repeated sentences
-  std::int64_t most;     // things
-  std::int64_t a_thing;  // tokens per thing, up to `most`; 1: as many as fit
+  std::int64_t most;     // most statements
+  std::int64_t a_thing;  // tokens per statement, up to `most`; 1: as many statements as fit
 };
 
-// As in inputs/eval/recall-*.jsonl, which the demo model has not seen in training.
+// The settings of inputs/eval/recall-*.jsonl, which the demo model has not seen in training.
 constexpr std::array recall_tasks = {
     RecallTask{"niah_single_noise", false, true, 1, 24},
     RecallTask{"niah_single", false, false, 1, 24},
@@ -162,7 +162,7 @@ MadeTask make_recall(const PromptMeter& meter, std::uint64_t seed, const std::st
   };
   std::int64_t count = std::clamp<std::int64_t>(length / task.a_thing, 1, task.most);
   if (count > 1) {
-    // As many as fit beside two sentences.
+    // The number of statements that fit beside two sentences.
     constexpr std::int64_t two_sentences = 16;
     const std::int64_t budget =
         length - made.task.max_new_tokens - meter.question_tokens(made.task.question, "");

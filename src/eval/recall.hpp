@@ -1,4 +1,4 @@
-// Tasks for small models: those that the demo model was trained on.
+// Tasks for small models: the tasks on which the demo model was trained.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace kvzap::detail {
 
 const std::vector<std::string>& recall_task_names();
 
-/// Row `index` of the task at the length. Throws TooShort.
+/// Makes row `index` of the task at the length. Throws TooShort.
 MadeTask make_recall(const PromptMeter& meter, std::uint64_t seed, const std::string& task,
                      std::int64_t length, std::int64_t index);
 

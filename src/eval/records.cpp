@@ -22,7 +22,7 @@ namespace fs = std::filesystem;
 using nlohmann::json;
 using nlohmann::ordered_json;
 
-/// A field of a record. Throws Error, naming it.
+/// Reads a field of a record. Throws Error, naming the field.
 template <class Value>
 void read_field(const json& object, const char* name, Value& value) {
   const auto found = object.find(name);
@@ -45,7 +45,7 @@ void read_field(const json& object, const char* name, std::optional<double>& val
 }
 
 bool is_beside_the_point(const std::string& path) {
-  // The model's files are compared by hashes, whatever the folder.
+  // The model's files are compared by hashes, independent of the folder.
   return path == "version" || path == "model.folder" || path == "model.name" ||
          path == "options.surrogate";
 }
@@ -216,7 +216,7 @@ EvaluationFolder::EvaluationFolder(fs::path folder) : m_folder(std::move(folder)
   if (m_descriptor < 0) throw system_error(file.string() + ": cannot be opened", errno);
   struct stat status = {};
   const bool is_regular = ::fstat(m_descriptor, &status) == 0 && S_ISREG(status.st_mode);
-  // Some file systems have no locks: go on without.
+  // Some file systems have no locks. The evaluation continues without one.
   const bool is_taken =
       is_regular && ::flock(m_descriptor, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK;
   if (is_regular && !is_taken) return;
@@ -236,7 +236,7 @@ void EvaluationFolder::begin(const ordered_json& description) {
       throw Error(fmt::format("{}: expected the evaluation of {}, found no such file",
                               file.string(), records_file().string()));
     }
-    // The end of the run would overwrite another evaluation's files.
+    // At its end this run would overwrite another evaluation's files.
     for (const char* name : {"summary.json", "summary.csv"}) {
       if (!fs::exists(m_folder / name, ignored)) continue;
       throw Error(fmt::format("{}: expected the evaluation of {}, found no such file",
@@ -245,7 +245,7 @@ void EvaluationFolder::begin(const ordered_json& description) {
     write_text(file, text_of(description, 2) + "\n");
     return;
   }
-  // Through text, like the file: numbers then compare equal.
+  // Converts to text and back, like the file, so that numbers compare equal.
   const auto found =
       evaluation_differences(read_json_object(file), json::parse(text_of(description, -1)));
   if (found.empty()) return;
@@ -302,7 +302,7 @@ std::int64_t EvaluationFolder::read(const std::vector<std::string>& labels,
     prompt.clear();
     whole = position;
   }
-  // After a read error the end may not be torn: cut nothing off.
+  // After a read error the last line may be complete, so nothing is cut off.
   if (stream.bad()) throw Error(fmt::format("{}: reading failed", file.string()));
   struct stat status = {};
   if (::fstat(m_descriptor, &status) != 0) throw system_error(file.string(), errno);

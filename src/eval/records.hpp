@@ -22,7 +22,7 @@ struct EvalRecord {
   std::string task;
   std::string metric;
   // The setting.
-  std::string setting;  // its label
+  std::string setting;  // label of the setting
   std::string policy;
 
   std::optional<double> score;       // mean of `scores`; absent for a perplexity
@@ -35,10 +35,10 @@ struct EvalRecord {
   std::int64_t generated_tokens = 0;                 // of all tries, or of the continuation
   double evict_ratio = 0;                            // before the first generated token
   std::vector<std::vector<std::int64_t>> kept_rows;  // [layer][KV head]
-  std::int64_t cache_tokens = 0;                     // seen by the cache then, kept or evicted
+  std::int64_t cache_tokens = 0;  // tokens that the cache had seen then, kept or evicted
   std::int64_t kv_bytes = 0;
   std::int64_t full_kv_bytes = 0;  // without evictions
-  // The same after the last token of the first try.
+  // The same values after the last token of the first try.
   std::int64_t kv_bytes_at_end = 0;
   std::int64_t full_kv_bytes_at_end = 0;
   double prefill_seconds = 0;
@@ -46,18 +46,18 @@ struct EvalRecord {
   std::optional<double> perplexity;
   std::optional<double> nll;  // sum over the continuation's tokens, in nats
 
-  /// Without the newline.
+  /// Returns the line, without the newline.
   std::string to_json_line() const;
-  /// Throws Error, naming the field, for anything but a record.
+  /// Parses a line. Throws Error, naming the field, for anything but a record.
   static EvalRecord parse(const std::string& line);
 };
 
-/// Names of the fields in which two descriptions of evaluations differ, with both values. Ignores
-/// fields on which no result depends: the version, the model's folder.
+/// Returns the names of the fields in which two descriptions of evaluations differ, with both
+/// values. Ignores the version and the model's folder, which affect no result.
 std::vector<std::string> evaluation_differences(const nlohmann::json& there,
                                                 const nlohmann::json& here);
 
-/// The folder while it is written. Only one process can have a folder open.
+/// The folder while it is being written. Only one process can have a folder open.
 class EvaluationFolder {
  public:
   /// Creates the folder if needed, and locks it. Throws Error, naming the file, if that fails or
@@ -68,7 +68,7 @@ class EvaluationFolder {
   EvaluationFolder& operator=(const EvaluationFolder&) = delete;
 
   /// Writes evaluation.json, or compares with an existing one. Throws Error, naming the
-  /// differences, if that describes another evaluation.
+  /// differences, if the existing file describes another evaluation.
   void begin(const nlohmann::ordered_json& description);
 
   /// Passes the existing records to `take`, prompt by prompt. Each prompt needs records of all
@@ -91,7 +91,7 @@ class EvaluationFolder {
 
   std::filesystem::path m_folder;
   int m_descriptor = -1;
-  std::int64_t m_size = 0;  // of the complete records
+  std::int64_t m_size = 0;  // bytes of the complete records
 };
 
 }  // namespace kvzap::detail

@@ -21,7 +21,7 @@ enum class RulerKind { needles, variables, common_words, frequent_words, questio
 enum class Haystack { noise, essay, needles };
 enum class Word { words, numbers, uuids };
 
-/// As in RULER's scripts/synthetic.yaml.
+/// The parameters of a task in RULER's scripts/synthetic.yaml.
 struct RulerTask {
   const char* name = "";
   RulerKind kind = RulerKind::needles;
@@ -61,7 +61,7 @@ const RulerTask& ruler_task(const std::string& name) {
 
 constexpr std::string_view noise_line =
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.";
-// Largest size that a fit tries; nearly every token has a character.
+// Largest size that a fit tries. Nearly every token has a character.
 constexpr std::int64_t unlimited = std::int64_t{1} << 40;
 
 std::string random_letters(RowRandom& random, std::size_t count, char first) {
@@ -76,7 +76,7 @@ std::string random_digits(RowRandom& random, int digits) {
   return std::to_string(random.between(low, 10 * low - 1));
 }
 
-/// Version 4 of RFC 9562.
+/// Returns a UUID of version 4 (RFC 9562).
 std::string random_uuid(RowRandom& random) {
   const std::uint64_t high = (random.bits() & ~std::uint64_t{0xF000}) | 0x4000u;
   const std::uint64_t low = (random.bits() & ~(std::uint64_t{3} << 62)) | (std::uint64_t{2} << 62);
@@ -100,7 +100,7 @@ class NoWordsLeft : public Error {
 class Distinct {
  public:
   explicit Distinct(std::function<std::string()> draw) : m_draw(std::move(draw)) {}
-  /// Throws NoWordsLeft if hardly any are left.
+  /// Returns a word. Throws NoWordsLeft if hardly any are left.
   const std::string& next() {
     constexpr int most_draws = 1000;
     for (int i = 0; i < most_draws; ++i) {
@@ -127,7 +127,7 @@ std::string needle_line(Word kind, std::string_view key, std::string_view value)
   return fmt::format("One of the special magic {} for {} is: {}.", plural_of(kind), key, value);
 }
 
-/// "a", "a, and b", "a, b, and c".
+/// Joins words: "a", "a, and b", "a, b, and c".
 std::string enumeration(const std::vector<std::string>& words) {
   std::string text = words.front();
   for (std::size_t i = 1; i < words.size(); ++i) {
@@ -136,7 +136,7 @@ std::string enumeration(const std::vector<std::string>& words) {
   return text;
 }
 
-/// The whole lines that `words` words fill, and the beginning of the next one.
+/// Returns the whole lines that `words` words fill, and the beginning of the next line.
 std::vector<std::string_view> lines_of_words(
     std::int64_t words, const std::function<std::string_view(std::size_t)>& line) {
   std::vector<std::string_view> lines;
@@ -153,7 +153,7 @@ void make_needles(const RulerTask& task, const Prose& prose, const PromptMeter& 
   const auto drawn = [&](Word kind) {
     return Distinct([&random, &prose, in_prose, kind] {
       std::string word = random_word_of(random, kind);
-      // The answer must be in the context only once.
+      // The answer must occur only once in the context.
       return in_prose && prose.has(word) ? std::string() : word;
     });
   };
@@ -314,7 +314,7 @@ void make_variables(const PromptMeter& meter, RowRandom& random, MadeTask& made)
            [&](std::int64_t words) { return shown.text + text_of_chain(chain, words); });
 }
 
-/// "1. word 2. word ..."
+/// Numbers words: "1. word 2. word ...".
 std::string numbered(const std::vector<std::string>& words) {
   std::string text;
   for (std::size_t i = 0; i < words.size(); ++i) {
@@ -331,7 +331,8 @@ constexpr std::string_view common_words_question =
 constexpr std::string_view common_words_prefix =
     " Answer: The top 10 words that appear most often in the list are:";
 
-/// Words of a list: single ones, or pairs for lists with more entries than words.
+/// Returns words for a list: single ones, or pairs if the list has more entries than there are
+/// words.
 std::vector<std::string> words_for_lists(RowRandom& random, bool pairs) {
   std::vector<std::string> words;
   if (pairs) {
@@ -347,8 +348,8 @@ std::vector<std::string> words_for_lists(RowRandom& random, bool pairs) {
   return words;
 }
 
-/// Common words and the first of the rest, repeated as often as given, with `rest_entries` entries
-/// of the rest in total; in random order.
+/// Returns common words and the first of the other words, repeated as given, in random order.
+/// `rest_entries` is the total number of entries of the other words.
 std::string word_list(const std::vector<std::string>& common, int times,
                       const std::vector<std::string>& rest, int rest_times,
                       std::int64_t rest_entries, RowRandom random) {
@@ -365,16 +366,16 @@ std::string word_list(const std::vector<std::string>& common, int times,
 struct WordCounts {
   int common;
   int other;
-  std::int64_t least_others;  // different ones
+  std::int64_t least_others;  // distinct other words
   std::size_t example_words;
   int example_common;
   int example_other;
 };
-// RULER's numbers for lengths of at least 4,096 tokens, and those for shorter ones.
+// RULER's numbers for lengths of at least 4,096 tokens, and for shorter ones.
 constexpr WordCounts long_list{30, 3, 30, 40, 10, 3};
 constexpr WordCounts short_list{6, 1, 10, 20, 3, 1};
 
-/// Whether there are enough words.
+/// Returns whether there are enough words.
 bool fit_common_words(const WordCounts& counts, bool pairs, const PromptMeter& meter,
                       RowRandom random, MadeTask& made) {
   constexpr std::size_t common_words = 10;
@@ -427,8 +428,8 @@ void make_common_words(const PromptMeter& meter, const RowRandom& random, MadeTa
   throw Error(fmt::format("a length of {} needs more words than cwe has", made.length));
 }
 
-/// Occurrences of word `rank` (from 1) among `words` words: Zipf's law with RULER's alpha of 2,
-/// whose sum over all ranks is pi^2 / 6.
+/// Returns how often word `rank` (from 1) occurs among `words` words: Zipf's law with RULER's alpha
+/// of 2, whose sum over all ranks is pi^2 / 6.
 std::int64_t zipf_count(std::int64_t words, std::int64_t rank) {
   constexpr double zeta_of_2 = 1.6449340668482264;
   return static_cast<std::int64_t>(
@@ -499,7 +500,7 @@ void set_question(const QuestionFile::Question& question, Task& task) {
   task.metric = "string_match_part";
 }
 
-/// Index of a task's file of questions.
+/// Returns the index of a task's file of questions.
 std::size_t file_of(const std::string& task) { return task == "qa_1" ? 0 : 1; }
 
 }  // namespace

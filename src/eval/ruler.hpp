@@ -15,23 +15,24 @@
 
 namespace kvzap::detail {
 
-/// Endless text that hides needles: after its last word it starts again.
+/// A filler text that hides needles. After its last word it starts again.
 class Prose {
  public:
-  /// made_up_prose, long enough for 131,072 tokens of common tokenizers.
+  /// Returns made_up_prose, long enough for 131,072 tokens of common tokenizers.
   static Prose built_in();
-  /// Throws Error, naming the file, if it cannot be read, is larger than 256 MiB, has no words or
-  /// is not UTF-8.
+  /// Reads a file. Throws Error, naming the file, if it cannot be read, is larger than 256 MiB, has
+  /// no words or is not UTF-8.
   static Prose of_file(const std::filesystem::path& file);
   /// Any white space separates words. A word of more than 32 bytes (some languages write no spaces)
-  /// becomes several pieces, joined without a space.
+  /// becomes several pieces, which are joined without a space.
   Prose(std::string_view text, std::string name);
 
   const std::string& name() const { return m_name; }
   bool has(std::string_view text) const { return m_text.find(text) != std::string::npos; }
 
-  /// `words` words from the beginning of sentence `first` (modulo their number), with needles
-  /// between sentences: needle i after the share depths[i] of them, ascending.
+  /// Returns `words` words from the beginning of sentence `first` (modulo their number), with
+  /// needles between sentences. Needle i comes after the fraction depths[i] of the sentences;
+  /// depths must ascend.
   std::string with_needles(std::uint64_t first, std::int64_t words,
                            const std::vector<std::string>& needles,
                            const std::vector<double>& depths) const;
@@ -57,8 +58,9 @@ struct QuestionFile {
     std::optional<std::uint32_t> article;  // of related documents
   };
   std::string name;
-  std::vector<std::string> documents;                // each once
-  std::vector<std::vector<std::uint32_t>> articles;  // their documents, each once
+  std::vector<std::string> documents;  // distinct texts
+  // the documents of each article, without duplicates
+  std::vector<std::vector<std::uint32_t>> articles;
   std::vector<Question> questions;
 };
 
@@ -68,27 +70,29 @@ struct QuestionFile {
 /// and if no question is left.
 QuestionFile read_questions(const std::filesystem::path& file);
 
-/// Names of the tasks, in the order of the paper.
+/// Returns the names of the tasks, in the order of the paper.
 const std::vector<std::string>& ruler_task_names();
 
 /// Makes rows. A row depends only on the arguments, not on earlier rows.
 class Ruler {
  public:
-  /// `questions`: for qa_1 and qa_2, or fewer. The meter must outlive the maker.
+  /// `questions`: the files for qa_1 and qa_2; they may be missing. The meter must outlive the
+  /// maker.
   Ruler(const PromptMeter& meter, Prose prose, std::vector<QuestionFile> questions,
         std::uint64_t seed);
 
   bool can_make(const std::string& task) const;
 
-  /// Row `index` of the task at the length. Throws TooShort.
+  /// Makes row `index` of the task at the length. Throws TooShort.
   MadeTask make(const std::string& task, std::int64_t length, std::int64_t index);
 
-  /// After `make`: number of rows with different questions, if known to be limited.
+  /// Returns, after `make`, the number of rows with different questions, if it is known to be
+  /// limited.
   std::int64_t different_rows(const std::string& task, std::int64_t length) const;
 
  private:
   void fill(MadeTask& made, std::int64_t index);
-  /// The question of row `index`.
+  /// Returns the question of row `index`.
   const QuestionFile::Question& question(const std::string& task, std::int64_t length,
                                          std::int64_t index);
 

@@ -33,7 +33,7 @@ bool is_end_of_sentence(std::string_view word) {
 }  // namespace
 
 Prose::Prose(std::string_view text, std::string name) : m_name(std::move(name)) {
-  // Words without any end of a sentence are cut after so many of them.
+  // Words without any end of a sentence are cut after this number of words.
   constexpr std::size_t longest_sentence = 100;
   constexpr std::size_t longest_piece = 32;
   constexpr std::string_view spaces = " \t\r\n\v\f";
@@ -57,8 +57,8 @@ Prose::Prose(std::string_view text, std::string name) : m_name(std::move(name)) 
     add(word);
     begin = text.find_first_not_of(spaces, end);
   }
-  // It begins again behind its last word: a short text without a full stop must not be one endless
-  // sentence, at whose ends all needles would stand.
+  // The last word ends a sentence, because the text starts again after it. Otherwise a short text
+  // without a full stop would be one endless sentence, and all needles would be at its ends.
   if (!m_ends_sentence.empty()) m_ends_sentence.back() = 1;
 }
 
@@ -123,7 +123,7 @@ std::string Prose::with_needles(std::uint64_t first, std::int64_t words,
     if (text.empty()) {
       bytes.remove_prefix(bytes.front() == ' ' ? 1 : 0);
     } else if (is_first && bytes.front() != ' ') {
-      text += ' ';  // behind a needle, in a word that was cut
+      text += ' ';  // after a needle, within a word that was cut
     }
     text += bytes;
     is_first = m_ends_sentence[piece] != 0;

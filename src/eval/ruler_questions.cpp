@@ -49,7 +49,8 @@ class Documents {
   std::unordered_map<std::string, std::uint32_t> m_indices;
 };
 
-/// Each once; none without a word, which almost any answer would have in it.
+/// Returns the distinct answers. Omits answers without a word, which almost any answer would
+/// contain.
 std::vector<std::string> squad_answers(const JsonField& list) {
   std::vector<std::string> answers;
   std::unordered_set<std::string_view> seen;
@@ -83,8 +84,9 @@ void add_squad_article(const JsonField& article, Documents& documents, QuestionF
       file.questions.push_back(std::move(question));
     }
   }
-  // Once for all its questions: kept with each, they would take memory that grows with the square
-  // of an article's paragraphs, and whole collections are written as one article.
+  // Stored once for all questions of the article. A copy for each question would take memory that
+  // grows with the square of an article's paragraphs, and whole collections are written as one
+  // article.
   std::sort(of_article.begin(), of_article.end());
   of_article.erase(std::unique(of_article.begin(), of_article.end()), of_article.end());
   file.articles.push_back(std::move(of_article));

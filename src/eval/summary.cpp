@@ -14,7 +14,8 @@ using nlohmann::ordered_json;
 
 constexpr const char* all_tasks = "all";
 
-/// Mean of the values in a fixed order, so that it does not depend on the order of records.
+/// Returns the mean of the values in a fixed order, so that it does not depend on the order of
+/// records.
 template <class Prompts, class Value>
 double sum_of(const Prompts& prompts, Value value) {
   double sum = 0;
@@ -22,7 +23,7 @@ double sum_of(const Prompts& prompts, Value value) {
   return sum;
 }
 
-/// Null for NaN, which JSON lacks; rounded to the effect of one prompt in a million.
+/// Returns null for NaN, which JSON lacks. Rounds to the effect of one prompt in a million.
 double rounded(double value) {
   constexpr double digits = 1e6;
   return std::round(value * digits) / digits;
@@ -75,7 +76,7 @@ std::size_t columns_of(const std::string& text) {
       std::count_if(text.begin(), text.end(), [](char c) { return (c & 0xc0) != 0x80; }));
 }
 
-/// Split into lines of at most `width` columns.
+/// Splits a text into lines of at most `width` columns.
 std::string in_lines(const std::string& text, std::size_t widest) {
   std::string lines;
   std::size_t column = 0;
@@ -90,8 +91,8 @@ std::string in_lines(const std::string& text, std::size_t widest) {
   return lines;
 }
 
-/// A label in a column of `width`. A longer label is put on lines above its row: any part of it may
-/// distinguish settings.
+/// Puts a label in a column of `width`. A longer label is put on lines above its row, because any
+/// part of it may distinguish settings.
 std::string label_column(const std::string& label, std::size_t width, std::size_t widest) {
   const std::size_t columns = columns_of(label);
   if (columns <= width) return label + std::string(width - columns, ' ');

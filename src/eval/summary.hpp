@@ -17,10 +17,10 @@ struct SummaryOptions {
   std::uint64_t seed = 0;    // of the bootstrap
   int resamples = 2000;      // of the bootstrap
   std::int64_t pass_k = 0;   // 0: no pass@k
-  std::int64_t prompts = 0;  // of the complete evaluation
+  std::int64_t prompts = 0;  // of the whole evaluation
 };
 
-/// Summarises records; their order does not matter.
+/// Summarizes records. Their order does not matter.
 class EvaluationSummary {
  public:
   EvaluationSummary(std::vector<EvalSetting> settings, SummaryOptions options);
@@ -30,11 +30,11 @@ class EvaluationSummary {
   void add_task(const std::string& task);
   std::int64_t prompts() const { return m_prompts; }
 
-  /// summary.json without its head: {"prompts", "complete", "rows": […]}.
+  /// Returns summary.json without its head: {"prompts", "complete", "rows": […]}.
   nlohmann::ordered_json rows() const;
-  /// summary.csv: the same rows without keep ratios.
+  /// Returns summary.csv: the same rows without keep ratios.
   std::string csv() const;
-  /// A table of at most 120 columns.
+  /// Returns a table of at most 120 columns.
   std::string table() const;
 
  private:

@@ -30,7 +30,7 @@ using detail::JsonField;
 constexpr std::size_t max_task_line_bytes = std::size_t{256} << 20;
 constexpr std::int64_t max_new_tokens_limit = 1 << 20;
 
-// A naming scheme of fields. The field of the question identifies it.
+// A naming scheme of fields. The field of the question identifies the scheme.
 struct TaskScheme {
   const char* name;
   std::vector<const char*> questions;  // the first present one
@@ -67,7 +67,7 @@ const std::array<TaskScheme, 4>& task_schemes() {
 
 enum TaskSchemeIndex { kvpress_rows, ruler_rows, longbench_rows, aime_rows };
 
-// Null counts as absent: tables with gaps write it.
+// Returns whether the row has the field. Null counts as absent, because tables with gaps write it.
 bool row_has(const Json& row, const char* field) {
   const auto found = row.find(field);
   return found != row.end() && !found->is_null();
@@ -79,7 +79,7 @@ std::string row_field_list(const std::vector<const char*>& fields) {
   return list;
 }
 
-// The one of `fields` that is present, or empty. Throws if two are present.
+// Returns the one of `fields` that is present, or "". Throws if two are present.
 const char* only_row_field(const Json& row, const std::vector<const char*>& fields,
                            const std::string& where) {
   const char* only = "";
@@ -104,7 +104,7 @@ std::string row_text(const Json& row, const char* field, const std::string& wher
   return row_has(row, field) ? JsonField(row.at(field), where, field).string() : std::string();
 }
 
-// A string, or a number as text.
+// Returns a string, or a number as text.
 std::string text_of_answer(const JsonField& field) {
   const Json& value = field.value();
   if (value.is_number()) return value.dump();
@@ -138,7 +138,7 @@ std::int64_t max_new_tokens_of(const JsonField& field) {
   return static_cast<std::int64_t>(number);
 }
 
-// The row's own id: a text or a number.
+// Returns the row's id, a text or a number.
 std::string task_id_of(const Json& row, const std::string& where) {
   for (const char* name : {"id", "_id", "ID", "index"}) {
     if (!row_has(row, name)) continue;
@@ -356,7 +356,7 @@ TaskFile read_tasks(const std::filesystem::path& file, bool keep_going,
       result.skipped.emplace_back(error.what());
     }
   };
-  // Block by block: an endless line must not fill the memory.
+  // Reads block by block, because an endless line must not fill the memory.
   std::vector<char> block(std::size_t{1} << 20);
   bool is_open = false;  // within a line
   while (stream) {

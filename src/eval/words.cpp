@@ -142,7 +142,7 @@ constexpr std::array prose_patterns = {
     "So the N was left where it was, under the A N.",
 };
 
-/// Whether "an" is said before the word.
+/// Returns whether the word takes the article "an".
 bool begins_with_a_vowel(std::string_view word) {
   return word == "honest" || word == "heir" || word == "hour" ||
          (std::string_view("aeio").find(word.front()) != std::string_view::npos) ||

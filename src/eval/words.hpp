@@ -8,16 +8,16 @@
 
 namespace kvzap::detail {
 
-/// Words between single spaces, as views of the list.
+/// Returns the words of a list that are separated by single spaces, as views of the list.
 std::vector<std::string_view> words_of(std::string_view list);
 
-/// A few hundred words each, in lower case; no word is in two lists or twice in one.
+/// Lists of a few hundred words each, in lower case. No word occurs twice, in one list or in two.
 const std::vector<std::string_view>& common_nouns();
 const std::vector<std::string_view>& adjectives();
 const std::vector<std::string_view>& verbs();
 
-/// At least `words` words of grammatical sentences without meaning and without digits; the same on
-/// every platform.
+/// Returns at least `words` words of grammatical sentences without meaning and without digits. The
+/// text is the same on every platform.
 std::string made_up_prose(std::size_t words);
 
 }  // namespace kvzap::detail

@@ -85,7 +85,7 @@ std::vector<double> factors_of_longrope(ConfigFields& fields, const std::string&
   }
   std::vector<double> factors;
   for (const json& factor : *value) {
-    // Smaller values would give absurd frequencies, or none that are floats.
+    // Smaller values would give absurd frequencies, or frequencies that are no floats.
     if (!factor.is_number() || !(factor.get<double>() >= 1 / max_rope_factor) ||
         !(factor.get<double>() <= max_rope_factor)) {
       fields.fail(field, expected, json_text(factor));

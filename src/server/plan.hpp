@@ -1,4 +1,5 @@
-// The message in which rank 0 tells all ranks of a server their next step, and its outcome.
+// The message in which rank 0 tells all ranks of a server their next step, and the outcome of the
+// step.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +15,7 @@ struct PlannedSpan {
   int handle = -1;
   StepPart part = StepPart::other;
   StepOutput output = StepOutput::none;
-  /// The span ends a context, which is judged now (StepPart::held), or its policy is told.
+  /// The span ends a context. A held context (StepPart::held) is judged now, and a policy is told.
   bool ends_context = false;
   /// Fork the sequence after the span, under this handle; -1: no fork.
   int keep_as = -1;
@@ -51,7 +52,7 @@ void share(Plan& plan, const Communicator& comm);
 
 /// The outcome of a plan: equal on all ranks, except for logits.
 struct Outcome {
-  /// Sequences that could not be created for lack of memory. The step is left out then.
+  /// Sequences that could not be created for lack of memory. The step is then omitted.
   std::vector<int> not_made;
   /// The step ran out of memory and changed no sequence.
   bool out_of_memory = false;

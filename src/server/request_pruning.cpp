@@ -1,4 +1,4 @@
-// How a request is pruned: by the server's policy, with an amount and a mode of its own.
+// The pruning of a request: the server's policy, with the request's own amount and mode.
 #include <fmt/format.h>
 
 #include <kvzap/engine/thresholds.hpp>
@@ -7,7 +7,7 @@
 namespace kvzap::server {
 namespace {
 
-/// Fields of a request that a Pruning has, as clients name them.
+/// Returns the name that clients use for a field of a Pruning.
 std::string request_name(PruningField field) {
   const bool is_of_request = field == PruningField::prune || field == PruningField::threshold ||
                              field == PruningField::evict_ratio;

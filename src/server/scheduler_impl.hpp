@@ -33,7 +33,7 @@ class Scheduler::Impl {
 
  private:
   using Sequences = std::vector<std::unique_ptr<Sequence>>;
-  /// Room of a step for prompts.
+  /// The space that a step has left for prompts.
   struct Room {
     std::int64_t rows = 0;
     bool has_chunk = false;

@@ -85,8 +85,9 @@ class Splitter {
     return true;
   }
 
-  /// The content as the template writes it: as it is, without blanks around it or without thoughts.
-  /// `behind`: the template's text after it. None if the template changes the content otherwise.
+  /// Returns the content as the template writes it: unchanged, without blanks around it or without
+  /// thoughts. `behind`: the template's text after it. Returns nothing if the template changes the
+  /// content in another way.
   std::optional<std::string> rendered(const ChatMessage& message, const std::string& behind) const {
     const auto fits = [&](const std::string& content) {
       return m_whole.compare(m_all.size(), content.size(), content) == 0 &&

@@ -1,4 +1,5 @@
-// A request under way, its sequences, and the keys under which the prefix tree keeps their states.
+// A request in progress, its sequences, and the keys under which the prefix tree keeps their
+// states.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +13,7 @@
 
 namespace kvzap::server {
 
-/// The beginning of a key. Sequences that are pruned differently share no key.
+/// Returns the beginning of a key. Sequences with different prunings share no key.
 PrefixKey key_of(const Pruning& pruning);
 /// Number of key elements of a segment: its tokens and marks.
 std::int64_t key_length(const Segment& segment);
@@ -26,7 +27,7 @@ std::int64_t longest_start(const PrefixKey& prompt);
 /// Bytes of the kept rows, over all ranks.
 std::int64_t kv_bytes_of(const CacheReport& report);
 
-/// A request under way.
+/// A request in progress.
 struct Job {
   GenerationRequest request;
   std::shared_ptr<Listener> listener;

@@ -123,7 +123,7 @@ void Scheduler::Impl::add_answer_span(Sequence& sequence, Room& room, Plan& plan
   plan.spans.push_back(std::move(span));
 }
 
-/// Adds the next tokens of a sequence. Returns false if there is no room for them.
+/// Adds the next tokens of a sequence. Returns false if the step has no space for them.
 bool Scheduler::Impl::add_span(Sequence& sequence, Room& room, Plan& plan) {
   if (sequence.is_prompt_run()) {
     add_answer_span(sequence, room, plan);

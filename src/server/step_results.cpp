@@ -280,7 +280,7 @@ bool Scheduler::Impl::make_room() {
   return true;
 }
 
-/// Frees a sequence. It is computed again when there is room.
+/// Frees a sequence. It is computed again when there is memory.
 void Scheduler::Impl::preempt(Sequence& sequence) {
   if (sequence.handle >= 0) m_to_free.push_back(sequence.handle);
   sequence.rewind();

@@ -226,9 +226,9 @@ std::string heading(const SnapshotReader& reader, const std::optional<std::int64
   const auto why = obstacles_to_resuming(header);
   line("resume",
        why.empty()
-           ? std::string("can go on (kvzap run --resume)") +
+           ? std::string("possible (kvzap run --resume)") +
                  (header.has_context ? "; has the context's state for further questions" : "")
-           : fmt::format("cannot go on: {}", fmt::join(why, ", ")));
+           : fmt::format("not possible: {}", fmt::join(why, ", ")));
   line("checksums", "those of what was read match; --verify: all");
   return text;
 }

@@ -190,14 +190,16 @@ void check_snapshot_options(const RunOptions& o) {
           "--append needs --resume FILE, because it adds to that context; give the context of a "
           "new run with -p or -f");
   if (o.resume.empty()) return;
-  require(!o.prompt && o.file.empty(),
-          fmt::format("{} does not go with --resume, which takes its context from the snapshot; "
-                      "--append FILE adds to it",
-                      o.prompt ? "-p" : "-f"));
-  require(!o.dry_run, "--dry-run does not go with --resume: it plans a new run");
-  require(o.dump.empty(),
-          "--dump does not go with --resume: the snapshot's run has computed the scores of the "
-          "context");
+  require(
+      !o.prompt && o.file.empty(),
+      fmt::format("{} cannot be combined with --resume, which takes its context from the snapshot; "
+                  "--append FILE adds to it",
+                  o.prompt ? "-p" : "-f"));
+  require(!o.dry_run, "--dry-run cannot be combined with --resume: it plans a new run");
+  require(
+      o.dump.empty(),
+      "--dump cannot be combined with --resume: the snapshot's run has computed the scores of the "
+      "context");
 }
 
 }  // namespace
@@ -408,11 +410,13 @@ void validate(const RunOptions& o, bool needs_prompt) {
   check_sampling(o.sampling, o.sampling_flags);
   require(!(o.prompt && !o.file.empty()), "-p and -f both set the prompt: give one of them");
   const char* const without_template = o.raw ? "--raw" : o.token_ids ? "--token-ids" : nullptr;
-  require(!o.system || !without_template,
-          fmt::format("--system does not go with {}: only a chat template has a system message",
-                      without_template ? without_template : ""));
-  require(!o.system || o.resume.empty(),
-          "--system does not go with --resume: the snapshot has the beginning of the context");
+  require(
+      !o.system || !without_template,
+      fmt::format("--system cannot be combined with {}: only a chat template has a system message",
+                  without_template ? without_template : ""));
+  require(
+      !o.system || o.resume.empty(),
+      "--system cannot be combined with --resume: the snapshot has the beginning of the context");
   require(!o.json_token_ids || !o.json.empty(),
           "--json-token-ids has no effect without --json FILE");
   require(o.dump != "-", "--dump cannot be standard output");

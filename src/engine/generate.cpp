@@ -41,7 +41,7 @@ RunState read_state(const SnapshotInfo& info) {
     const auto found = info.state.find(name);
     if (found == info.state.end()) {
       throw Error(fmt::format(
-          "/state lacks {}: a run can go on from what a run has written, not from a cache alone",
+          "/state lacks {}: a run can resume from the file of a run, not from a cache alone",
           name));
     }
     value = found->second;
@@ -156,7 +156,7 @@ void Generator::prefill(const std::vector<TokenId>& context, bool reusable,
 
 void Generator::prefill_rest(const ProgressCallback& progress,
                              const std::function<void()>& after_chunk) {
-  if (m_phase == Phase::empty) throw Error("there is no context to go on with; prefill or resume");
+  if (m_phase == Phase::empty) throw Error("there is no context to continue; prefill or resume");
   if (m_phase == Phase::context) run_context(progress, after_chunk);
 }
 
@@ -363,7 +363,7 @@ Answer Generator::answer(const std::vector<TokenId>& question, const AnswerOptio
 
 Answer Generator::resume_answer(const AnswerOptions& options) {
   if (m_phase != Phase::answering) throw Error("there is no answer under way");
-  if (m_answered.empty()) throw Error("the answer has no token to go on from");
+  if (m_answered.empty()) throw Error("the answer has no token from which to continue");
   check_whole();
   Sampler sampler(options.sampling);
   if (m_sampler && m_seed == options.sampling.seed) sampler.set_state(m_sampler->state());

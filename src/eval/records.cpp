@@ -314,7 +314,7 @@ std::int64_t EvaluationFolder::read(const std::vector<std::string>& labels,
 
 void EvaluationFolder::cut(std::int64_t size) const {
   if (::ftruncate(m_descriptor, size) != 0) {
-    throw system_error(records_file().string() + ": what is torn cannot be cut off", errno);
+    throw system_error(records_file().string() + ": the incomplete end cannot be cut off", errno);
   }
 }
 

@@ -51,7 +51,7 @@ std::int64_t size_of_file(int descriptor) {
 // Converts a number of an extent. Throws Error if no file offset is as large.
 std::int64_t signed_number(std::uint64_t value) {
   if (value > static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max())) {
-    throw Error(fmt::format("its seal says {}, which no file offset is", value));
+    throw Error(fmt::format("its seal has {}, which is no file offset", value));
   }
   return static_cast<std::int64_t>(value);
 }
@@ -177,7 +177,7 @@ std::optional<Seal> read_seal(int descriptor) {
   }
   const std::uint32_t content = crc_beside(descriptor, sealed, seal.extents);
   if (content != seal.crc) {
-    throw Error(fmt::format("what is not rows is damaged: checksum {:08x}; expected {:08x}",
+    throw Error(fmt::format("bytes outside the rows are damaged: checksum {:08x}; expected {:08x}",
                             content, seal.crc));
   }
   return seal;

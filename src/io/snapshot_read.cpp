@@ -303,7 +303,7 @@ void check_loadable(const SnapshotHeader& header, const KVCache<Value, order>& c
                     const HeadPartition& partition, const Communicator& comm) {
   if (header.content != SnapshotContent::all) {
     throw Error(fmt::format(
-        "it has {} alone, without keys and values: no run can go on from it",
+        "it has {} alone, without keys and values: no run can resume from it",
         header.content == SnapshotContent::scores ? "positions and scores" : "positions"));
   }
   const CacheShape& shape = cache.shape();

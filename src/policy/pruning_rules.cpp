@@ -242,8 +242,9 @@ void check_layerwise(Rules& rules, const Pruning& p) {
     return p.policy.empty()
                ? fmt::format("{} has no effect without {} ({})", name(Field::layerwise),
                              name(Field::policy), layerwise_policies())
-               : fmt::format("{} does not go with {} {}; it is for {}", name(Field::layerwise),
-                             name(Field::policy), own, layerwise_policies());
+               : fmt::format("{} cannot be combined with {} {}; it applies to {}",
+                             name(Field::layerwise), name(Field::policy), own,
+                             layerwise_policies());
   });
   rules.require(!detail::has_argument(p.policy, "layerwise"), Code::several_amounts,
                 {Field::layerwise, Field::policy}, [&] {
@@ -267,7 +268,7 @@ void check_surrogate(Rules& rules, const Pruning& p) {
     return;
   }
   rules.require(own == "kvzap", Code::conflict, {Field::surrogate, Field::policy}, [&] {
-    return fmt::format("{0} is for {1} kvzap; {1} {2} has no use for it", name(Field::surrogate),
+    return fmt::format("{0} is for {1} kvzap; {1} {2} does not use it", name(Field::surrogate),
                        name(Field::policy), own);
   });
   rules.require(!names_one, Code::several_amounts, {Field::surrogate, Field::policy}, [&] {
@@ -280,18 +281,19 @@ void check_repeating(Rules& rules, const Pruning& p, const std::string& policy) 
   const auto name = [&](Field field) { return rules.name(field); };
   rules.require(!p.amount.threshold, Code::conflict, {Field::threshold, Field::policy}, [&] {
     return fmt::format(
-        "{} does not go with {}, which keeps a share of all pairs, whatever their scores: give {}",
+        "{} cannot be combined with {}, which keeps a share of all pairs, whatever their scores: "
+        "give {}",
         name(Field::threshold), policy, several_budgets(rules, "or"));
   });
-  rules.require(p.moment != PruneMoment::question, Code::conflict,
-                {Field::prune_after, Field::policy}, [&] {
-                  return fmt::format(
-                      "{} question does not go with {}: the model repeats the context before any "
-                      "question",
-                      name(Field::prune_after), policy);
-                });
+  rules.require(
+      p.moment != PruneMoment::question, Code::conflict, {Field::prune_after, Field::policy}, [&] {
+        return fmt::format(
+            "{} question cannot be combined with {}: the model repeats the context before any "
+            "question",
+            name(Field::prune_after), policy);
+      });
   rules.require(p.mode != PruneMode::always, Code::conflict, {Field::prune, Field::policy}, [&] {
-    return fmt::format("{} always does not go with {}, which scores the context alone",
+    return fmt::format("{} always cannot be combined with {}, which scores the context alone",
                        name(Field::prune), policy);
   });
 }
@@ -300,9 +302,8 @@ void check_always(Rules& rules, const Pruning& p, const PolicyInfo& info, bool h
                   const std::string& policy) {
   const auto name = [&](Field field) { return rules.name(field); };
   rules.require(!info.has_own_budget, Code::conflict, {Field::prune, Field::policy}, [&] {
-    return fmt::format(
-        "{} always does not go with {}, which decides itself how much of the context stays",
-        name(Field::prune), policy);
+    return fmt::format("{} always cannot be combined with {}, which sets its own amount",
+                       name(Field::prune), policy);
   });
   // A cut moves rows out of the ring, unjudged. Which rows these are depends on the rank's heads.
   rules.require(has_budget || p.decode.every == 0, Code::conflict,
@@ -312,13 +313,13 @@ void check_always(Rules& rules, const Pruning& p, const PolicyInfo& info, bool h
                       "them: give one of the two",
                       name(Field::prune), policy, name(Field::decode_every));
                 });
-  rules.require(has_budget || info.judges_tokens, Code::conflict, {Field::prune, Field::policy},
-                [&] {
-                  return fmt::format(
-                      "{} always does not go with {}, which cannot judge new tokens one by one: "
-                      "leave it out, and cut the cache with {} N instead",
-                      name(Field::prune), policy, name(Field::decode_every));
-                });
+  rules.require(
+      has_budget || info.judges_tokens, Code::conflict, {Field::prune, Field::policy}, [&] {
+        return fmt::format(
+            "{} always cannot be combined with {}, which cannot judge new tokens one by one: "
+            "leave it out, and cut the cache with {} N instead",
+            name(Field::prune), policy, name(Field::decode_every));
+      });
   rules.require(!has_budget || p.decode.every > 0, Code::conflict, {Field::prune, Field::threshold},
                 [&] {
                   const std::vector<Field> given = budget_fields(p);
@@ -349,11 +350,11 @@ void check_policy_amount(Rules& rules, const Pruning& p, const PruningUse& use,
   }
   const Field amount = given.empty() ? Field::threshold : given.front();
   rules.require(!p.amount.threshold && given.empty(), Code::conflict, {amount, Field::policy}, [&] {
-    return fmt::format("{} does not go with {}, which decides itself how much stays", name(amount),
+    return fmt::format("{} cannot be combined with {}, which sets its own amount", name(amount),
                        policy);
   });
   rules.require(p.decode.every == 0, Code::conflict, {Field::decode_every, Field::policy}, [&] {
-    return fmt::format("{} does not go with {}, which decides itself how much stays",
+    return fmt::format("{} cannot be combined with {}, which sets its own amount",
                        name(Field::decode_every), policy);
   });
 }
@@ -395,23 +396,25 @@ void check_policy(Rules& rules, const Pruning& p, const PolicyInfo& info, bool h
                       "whatever the question",
                       name(Field::prune_after), several_budgets(rules, "and"), policy);
                 });
-  rules.require(p.decode.every == 0 || info.scores_again, Code::conflict,
-                {Field::decode_every, Field::policy}, [&] {
-                  return fmt::format(
-                      "{} does not go with {}, which cannot score again while the model generates",
-                      name(Field::decode_every), policy);
-                });
+  rules.require(
+      p.decode.every == 0 || info.scores_again, Code::conflict,
+      {Field::decode_every, Field::policy}, [&] {
+        return fmt::format(
+            "{} cannot be combined with {}, which cannot score again while the model generates",
+            name(Field::decode_every), policy);
+      });
   rules.require(p.decode.every == 0 || !info.has_own_budget, Code::conflict,
                 {Field::decode_every, Field::policy}, [&] {
-                  return fmt::format("{} does not go with {}, which decides itself how much stays",
+                  return fmt::format("{} cannot be combined with {}, which sets its own amount",
                                      name(Field::decode_every), policy);
                 });
-  rules.require(p.prefill == PrefillMode::dense || (info.scores_again && !info.has_own_budget),
-                Code::conflict, {Field::prefill, Field::policy}, [&] {
-                  return fmt::format(
-                      "{} sparse does not go with {}, which cannot score again after each chunk",
-                      name(Field::prefill), policy);
-                });
+  rules.require(
+      p.prefill == PrefillMode::dense || (info.scores_again && !info.has_own_budget),
+      Code::conflict, {Field::prefill, Field::policy}, [&] {
+        return fmt::format(
+            "{} sparse cannot be combined with {}, which cannot score again after each chunk",
+            name(Field::prefill), policy);
+      });
   if (p.mode == PruneMode::always) check_always(rules, p, info, has_budget, policy);
 }
 

@@ -154,7 +154,7 @@ bool PairsRecovery::restore() const {
   if (end > size) {
     throw Error(fmt::format(
         "it has {} bytes, fewer than the {} that it had when {} was written: was it copied before "
-        "it? Move the latter away to go on without it, if this file was closed in order",
+        "it? If this file was closed in order, move the latter away to continue without it",
         size, end, m_path.string()));
   }
   write_bytes(to.get(), image->bytes.data(), image->bytes.size(), 0);

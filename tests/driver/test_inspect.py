@@ -159,7 +159,7 @@ class Inspect(InspectCase):
         report = self.json_of("inspect", file)
         text = self.show("inspect", file).text
         for part in (f"surrogate  {MLP}, hash {report['attributes']['surrogate_hash']}\n", f"snapshot   {file}", "format     version 2", "threshold -3.4", "window 32",
-                     "6 layers, 4 KV heads, head_dim 32", "can go on (kvzap run --resume)",
+                     "6 layers, 4 KV heads, head_dim 32", "possible (kvzap run --resume)",
                      f"{report['kept']} of {report['kept'] + report['evicted']} pairs"):
             self.assertIn(part, text)
         rows = [line.split() for line in text.split("layer  head")[1].splitlines()[1:]]

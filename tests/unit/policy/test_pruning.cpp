@@ -140,7 +140,7 @@ std::vector<Case> cases() {
        {false, false}},
       {Code::conflict,
        {Field::surrogate, Field::policy},
-       "surrogate is for policy kvzap; policy snapkv has no use for it",
+       "surrogate is for policy kvzap; policy snapkv does not use it",
        changed(half, [](Pruning& p) { p.surrogate = "s"; })},
       {Code::missing,
        {Field::surrogate, Field::policy},
@@ -153,8 +153,8 @@ std::vector<Case> cases() {
        Pruning::parse("snapkv")},
       {Code::conflict,
        {Field::decode_every, Field::policy},
-       "decode_every does not go with policy kvzip, which cannot score again while the model "
-       "generates",
+       "decode_every cannot be combined with policy kvzip, which cannot score again while the "
+       "model generates",
        changed(Pruning::parse("kvzip@evict-ratio=0.5"),
                [](Pruning& p) {
                  p.decode.every = 4;
@@ -162,8 +162,8 @@ std::vector<Case> cases() {
                })},
       {Code::conflict,
        {Field::prune, Field::policy},
-       "prune always does not go with policy tova, which cannot judge new tokens one by one: leave "
-       "it out, and cut the cache with decode_every N instead",
+       "prune always cannot be combined with policy tova, which cannot judge new tokens one by "
+       "one: leave it out, and cut the cache with decode_every N instead",
        Pruning::parse("tova@threshold=0@prune=always")},
       {Code::conflict,
        {Field::prune, Field::threshold},
@@ -172,7 +172,8 @@ std::vector<Case> cases() {
        Pruning::parse("knorm@keep-tokens=9@prune=always")},
       {Code::conflict,
        {Field::layerwise, Field::policy},
-       "layerwise does not go with policy snapkv; it is for fastkvzip, kvzip, kvzip-plus",
+       "layerwise cannot be combined with policy snapkv; it applies to fastkvzip, kvzip, "
+       "kvzip-plus",
        changed(half, [](Pruning& p) { p.layerwise = true; })},
   };
 }

@@ -1,4 +1,4 @@
-// Agreement of all ranks about work that may run out of memory.
+// Agreement of all ranks on work that may run out of memory.
 #pragma once
 
 #include <fmt/format.h>
@@ -9,7 +9,7 @@
 
 namespace kvzap::detail {
 
-/// Work of each rank by itself. Throws AgreedOutOfMemory on all of them if one has no memory.
+/// Runs work on each rank. Throws AgreedOutOfMemory on all ranks if one of them runs out of memory.
 template <class Work>
 void agree_on_memory(const Communicator& comm, const Work& work) {
   bool out_of_memory = false;

@@ -58,7 +58,7 @@ std::string kokkos_kernels_version() {
 #ifdef KOKKOSKERNELS_VERSION
   return version_text(KOKKOSKERNELS_VERSION);
 #else
-  return "of the same release";  // 3.4 does not say
+  return "of the same release";  // version 3.4 does not name the release
 #endif
 }
 
@@ -101,7 +101,7 @@ std::string mpi_library() {
   char text[MPI_MAX_LIBRARY_VERSION_STRING] = "";
   int length = 0;
   MPI_Get_library_version(text, &length);
-  // What follows the first comma or line is the packager's own.
+  // Text after the first comma or line is the packager's.
   const std::string name(text, length);
   return name.substr(0, name.find_first_of(",\n"));
 #else
@@ -111,7 +111,7 @@ std::string mpi_library() {
 
 std::string blas_library() {
 #ifdef KOKKOSKERNELS_ENABLE_TPL_BLAS
-  // Which BLAS is behind libblas.so is the system's choice at run time, so it is asked, not known.
+  // At run time the system chooses the BLAS behind libblas.so, so this process asks for it.
   if (void* found = dlsym(RTLD_DEFAULT, "openblas_get_config")) {
     const std::string config = reinterpret_cast<char* (*)()>(found)();
     // "OpenBLAS 0.3.21 NO_LAPACK DYNAMIC_ARCH ..."

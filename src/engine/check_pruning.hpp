@@ -1,4 +1,4 @@
-// The rules of an engine beside those that every LoadedPruning keeps.
+// The rules that an engine adds to those of every LoadedPruning.
 #pragma once
 
 #include <kvzap/engine/pruning.hpp>
@@ -6,9 +6,9 @@
 
 namespace kvzap::detail {
 
-/// Throws PruningError as check does. Throws Error for a policy that turns keys or queries to other
-/// positions, if the model's RoPE frequencies depend on the length of the sequence, and for one
-/// that lacks the prompt with which the model repeats the context.
+/// Throws PruningError as check does. Throws Error for a policy that rotates keys or queries to
+/// other positions, if the model's RoPE frequencies depend on the length of the sequence. Throws
+/// Error for a policy that lacks the prompt with which the model repeats the context.
 void check_for_engine(const LoadedPruning& pruning, bool has_scorer, const ModelConfig& config);
 
 }  // namespace kvzap::detail

@@ -39,7 +39,7 @@ std::vector<StepResult> TypedEngine<Value>::step(const StepBatch& batch,
   if (!any) return m_decoder.step(batch, progress);
   m_batch = batch;
   for (std::size_t s = 0; s < batch.spans().size(); ++s) plan(s);
-  // (Others' steps have been given by the caller.)
+  // For other spans the caller has set the step.
   const auto planned = [&](const StepBatch::Span& span) {
     SequenceState* const state = state_with_policy(span.sequence);
     return state && span.rule.policy == &state->step ? state : nullptr;
@@ -48,7 +48,7 @@ std::vector<StepResult> TypedEngine<Value>::step(const StepBatch& batch,
   try {
     results = m_decoder.step(m_batch, progress);
   } catch (...) {
-    // In the middle of a layer a policy may have begun to sum up. Between steps it holds nothing.
+    // In the middle of a layer a policy may have partial sums. Between steps it holds nothing.
     for (const StepBatch::Span& span : m_batch.spans()) {
       if (SequenceState* const state = planned(span))
         state->policy = state->pruning->policy->make();
@@ -94,7 +94,7 @@ std::vector<CacheReport> TypedEngine<Value>::reports(const std::vector<SequenceI
   communicator().all_reduce_max(seconds.data(), seconds.size());
 
   std::vector<CacheReport> reports(sequences.size());
-  std::vector<std::size_t> next(all.size(), 0);  // value of each rank
+  std::vector<std::size_t> next(all.size(), 0);  // index of the next value of each rank
   for (std::size_t i = 0; i < sequences.size(); ++i) {
     CacheReport& report = reports[i];
     report.tokens = cache.tokens(sequences[i], 0) + m_states.at(sequences[i]).closed_up;
@@ -146,7 +146,7 @@ SequenceState TypedEngine<Value>::new_state(
   state.policy = pruning->policy->make();
   const PolicyNeeds needs = state.policy->needs();
   if (needs.recent > 0) {
-    // Whether rows are scored in several steps, so that the newest tokens of a step are too few.
+    // With several scoring steps, the newest tokens of one step may be too few.
     state.recent =
         recent_queries(needs.recent, pruning->pruning.decode.every > 0 ||
                                          pruning->pruning.prefill == PrefillMode::sparse);

@@ -1,4 +1,4 @@
-// The cuts of a sequence: which rows stay, and after which steps.
+// Cuts a sequence: chooses the rows that stay, after the steps that require it.
 #include <fmt/format.h>
 
 #include <limits>
@@ -9,8 +9,8 @@
 namespace kvzap::detail {
 namespace {
 
-/// Rows per head that a cut leaves after `tokens` tokens. A question as long as this is a reason
-/// to cut at once, as in kvpress' DecodingPress.
+/// Returns the rows per head that a cut leaves after `tokens` tokens. A question of at least this
+/// length is cut at once, as in kvpress' DecodingPress.
 std::int64_t decode_target(const Pruning::DecodeCuts& cuts, std::int64_t tokens) {
   if (cuts.keep) return *cuts.keep;
   return std::max<std::int64_t>(
@@ -45,7 +45,8 @@ SequenceId TypedEngine<Value>::prune(SequenceId source, const LoadedPruning& set
                                      const ContextScores* scores) {
   const bool prunes = setting.policy && setting.prunes();
   const bool chooses = prunes && setting.chooses_rows();
-  // If each layer is chosen before the next one runs, no row of it waits in a ring.
+  // An engine that chooses in each layer before the next one runs leaves no row of the context in a
+  // ring.
   const bool empties_ring =
       chooses && (setting.policy->rerotate ||
                   (setting.policy->budget.by_layer() && !setting.policy->info->repeats_context));
@@ -64,7 +65,7 @@ SequenceId TypedEngine<Value>::prune(SequenceId source, const LoadedPruning& set
       throw Error(fmt::format("sequence {} is pruned already", source));
     }
     if (setting.pruning.decode.every > 0) {
-      // A reading leaves neither the newest queries nor the rows' scores, which later cuts need.
+      // A reading stores neither the newest queries nor the rows' scores, which later cuts need.
       throw Error("decode_every needs a sequence that is pruned in its own prefill");
     }
     if (prunes) check_scores(source, scores);
@@ -132,13 +133,13 @@ void TypedEngine<Value>::plan(std::size_t index) {
     if (!state.cuts && span.rule.eviction.judge) {
       step.scores_all = false;
     } else if (!state.cuts && !(needs.every_step && cuts.every > 0)) {
-      // Without a cut to come no one asks for their queries.
+      // If no cut follows, the queries are not needed.
       if (!step.recent || cuts.every == 0) return;
       step.only_watches = true;
     }
   }
-  // Cached rows get new scores when the step is over. With a threshold they keep the one that
-  // they got in their own step, by which they are judged once.
+  // Cached rows get new scores after the step. With a threshold they keep the score of their own
+  // step, by which they are judged once.
   step.keeps_scores = !step.only_watches && step.scores_all && !step.chooses &&
                       (state.cuts || (before > 0 && !span.rule.eviction.judge));
   m_batch.set_policy(index, &step);
@@ -149,7 +150,7 @@ void TypedEngine<Value>::finish(const StepBatch::Span& span) {
   SequenceState& state = m_states.at(span.sequence);
   if (!state.step.keeps_scores) return;
   const Stopwatch watch(m_evict_seconds);
-  const auto scores = std::move(state.step.scores);  // which go in any case
+  const auto scores = std::move(state.step.scores);  // dropped even if the rest fails
   state.step.scores.clear();
   auto& cache = m_decoder.cache();
   const ExecutionSpace exec;
@@ -245,7 +246,7 @@ void TypedEngine<Value>::judge(SequenceId sequence, const LayerScores& scores) {
   const ExecutionSpace exec;
   const EvictionRule eviction = rule(sequence, StepPart::context, 0).eviction;
   if (state.pruning->mode() == PruneMode::always) {
-    // Those of the window are judged later.
+    // Rows of the window keep their scores, because they are judged later.
     for (std::size_t l = 0; l < scores.size(); ++l) {
       cache.set_row_scores(exec, sequence, static_cast<int>(l), scores[l]);
     }
@@ -264,7 +265,7 @@ void TypedEngine<Value>::close_up(SequenceId sequence) {
   SequenceState& state = m_states.at(sequence);
   auto& cache = m_decoder.cache();
   const std::int64_t before = cache.tokens(sequence, 0);
-  // A rank without any head cannot know how many.
+  // A rank without heads does not know the number of rows.
   std::int64_t rows = 0;
   for (int l = 0; l < static_cast<int>(cache.shape().heads.size()); ++l) {
     if (cache.shape().heads[l] > 0) rows = cache.rows(sequence, l, 0);
@@ -274,7 +275,7 @@ void TypedEngine<Value>::close_up(SequenceId sequence) {
     cache.close_up(ExecutionSpace(), sequence, m_decoder.inverse_frequencies(), rows);
   });
   state.closed_up += before - cache.tokens(sequence, 0);
-  // Their queries have been turned to positions that are no more.
+  // The stored queries were rotated for positions that no longer exist.
   if (state.recent) state.recent->restart(cache.tokens(sequence, 0));
 }
 

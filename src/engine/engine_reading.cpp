@@ -1,4 +1,4 @@
-// A context that is read for many policies, and one that the model repeats.
+// Reads a context for many policies, and lets the model repeat a context.
 #include <fmt/format.h>
 
 #include "engine/joint_policy.hpp"
@@ -33,7 +33,8 @@ Engine::Reading TypedEngine<Value>::read(
   const ModelConfig& config = m_model->config();
   const Budget::Model counted = budget_model<Value>(config);
   const auto count = static_cast<std::int64_t>(tokens.size());
-  // Those that score within the step, and those that have the context repeated alike.
+  // The first group has the policies that score within the step. Each other group has policies with
+  // equal repeats of the context.
   std::vector<std::vector<std::size_t>> groups(1);
   std::vector<std::unique_ptr<JointPolicy>> joint;
   std::optional<RecentQueries> recent;
@@ -44,7 +45,7 @@ Engine::Reading TypedEngine<Value>::read(
     }
     for (std::size_t i = 0; i < policies.size(); ++i) {
       const PolicyChoice& choice = *policies[i];
-      try {  // before the context is run for nothing
+      try {  // fails before the context runs
         for (int l = 0; l < counted.layers && choice.budget.has_amount(); ++l) {
           choice.budget.rows_per_head(counted, l, count);
         }
@@ -150,7 +151,7 @@ void TypedEngine<Value>::repeat_context(SequenceId sequence, const ProgressCallb
   const PolicyChoice& choice = *state.pruning->policy;
   auto& cache = m_decoder.cache();
   const ExecutionSpace exec;
-  // The policy's own time in these steps is counted by the decoder.
+  // The decoder counts the policy's own time in these steps.
   const double scoring_before = m_decoder.seconds().scoring;
   double seconds = 0;
   LayerScores scores;

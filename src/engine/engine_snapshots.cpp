@@ -1,4 +1,4 @@
-// Sequences in files.
+// Writes sequences to files and reads them back.
 #include <fmt/format.h>
 
 #include <array>
@@ -53,7 +53,8 @@ Engine::Resumed TypedEngine<Value>::resume(const SnapshotReader& reader) {
       if (!loaded.context) return;
       auto context = std::make_unique<TypedCheckpoint>();
       context->cache_state = std::make_shared<const CacheState>(std::move(*loaded.context));
-      // Without cuts while the model generates no newer queries are taken after the context.
+      // Without cuts during decoding, no newer queries are stored after the context, so both states
+      // have the same ones.
       context->state = read_state(reader, "context_", loaded.recent_queries).copy({});
       resumed.context = std::move(context);
     });

@@ -1,4 +1,4 @@
-// A snapshot of a fork that is written beside the engine's steps.
+// A snapshot of a fork that is written while the engine continues.
 #pragma once
 
 #include <functional>
@@ -10,10 +10,10 @@
 
 namespace kvzap::detail {
 
-/// Writes a fork, which is freed as soon as nobody reads it any more.
+/// Writes a fork, and frees it as soon as no thread reads it any more.
 class ForkWriting final : public SnapshotWriting {
  public:
-  /// `context` is read, too, while this lives.
+  /// `context` is read, too, until this object is destroyed.
   ForkWriting(std::unique_ptr<SnapshotWriting> writing, std::shared_ptr<const void> context,
               std::function<void()> free_fork)
       : m_context(std::move(context)),
@@ -22,7 +22,7 @@ class ForkWriting final : public SnapshotWriting {
   ForkWriting(const ForkWriting&) = delete;
   ForkWriting& operator=(const ForkWriting&) = delete;
   ~ForkWriting() override {
-    m_writing.reset();  // waits
+    m_writing.reset();  // waits for the writing thread
     free_fork();
   }
 

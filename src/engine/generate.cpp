@@ -12,14 +12,14 @@ namespace {
 using detail::Clock;
 using detail::seconds_since;
 
-/// What a generator says of itself in a snapshot, beside token ids and logits.
+/// The generator's state in a snapshot, beside token ids and logits.
 struct RunState {
   std::int64_t phase = 0;
   std::int64_t whole = 0;  // every question runs the context
   std::int64_t context_run = 0;
   std::int64_t question_tokens = 0;
   std::int64_t answer_ended = 0;
-  std::int64_t seed = 0;  // an unsigned number's bits
+  std::int64_t seed = 0;  // the bits of an unsigned number
 
   template <class Visit>
   static void each(RunState& state, const Visit& visit) {
@@ -32,7 +32,7 @@ struct RunState {
   }
 };
 
-/// Root attribute: text of Sampler::state.
+/// Root attribute with the text of Sampler::state.
 const char* const sampler_name = "sampler";
 
 RunState read_state(const SnapshotInfo& info) {
@@ -49,10 +49,11 @@ RunState read_state(const SnapshotInfo& info) {
   return state;
 }
 
-/// Tokens that an answer has put into the cache: the last one is generated from and not run.
+/// Returns how many tokens of an answer are in the cache. The last token has been sampled but not
+/// run.
 std::int64_t run_of(std::int64_t answered) { return std::max<std::int64_t>(0, answered - 1); }
 
-/// The state, checked against everything else that the file says of the run.
+/// Returns the state, checked against everything else in the file.
 RunState check_state(const SnapshotHeader& header, bool runs_whole, std::int64_t vocab_size) {
   const SnapshotInfo& info = header.info;
   const RunState state = read_state(info);
@@ -113,7 +114,7 @@ struct Generator::SnapshotParts {
   SnapshotInfo info;
   SequenceId sequence = -1;
   const Engine::Checkpoint* context = nullptr;
-  bool is_temporary = false;  // the sequence
+  bool is_temporary = false;  // whether the sequence is temporary
 };
 
 Generator::Generator(std::unique_ptr<Engine> engine) : m_engine(std::move(engine)) {}
@@ -123,7 +124,7 @@ bool Generator::runs_whole() const {
   return options.policy && options.pruning.moment == PruneMoment::question;
 }
 
-// As before prefill.
+// Returns to the state before prefill.
 void Generator::forget() {
   if (m_pristine >= 0 && m_pristine != m_sequence) m_engine->free_sequence(m_pristine);
   if (m_sequence >= 0) m_engine->free_sequence(m_sequence);
@@ -181,7 +182,7 @@ void Generator::run_context(const ProgressCallback& progress,
             ? begin + options.pruning.chunk
             : count;
     const auto chunk_progress = [&](std::string_view what, std::int64_t done, std::int64_t total) {
-      // In tokens, so that chunks add up whatever their inner steps.
+      // Reports tokens, so that chunks add up, whatever the steps within them.
       if (progress) progress(what, begin + (end - begin) * done / total, count);
     };
     or_forget([&] {
@@ -190,8 +191,8 @@ void Generator::run_context(const ProgressCallback& progress,
                             : after_chunk ? StepOutput::argmax
                                           : StepOutput::none);
       StepResult result = std::move(m_engine->step(batch, chunk_progress).front());
-      // Rows of weights that are not finite would take the place of a good snapshot. They show in
-      // the logits, which cost one row of the output head.
+      // If weights are not finite, their rows must not replace a good snapshot. The logits show it,
+      // at the cost of one row of the output head.
       if (end == count) check_finite(result.logits);
       if (end < count && after_chunk && result.argmax < 0) throw_not_finite();
       m_context_logits = std::move(result.logits);
@@ -210,7 +211,7 @@ void Generator::run_context(const ProgressCallback& progress,
   if (after_chunk) after_chunk();
 }
 
-// Rank 0 has the logits; all throw.
+// Rank 0 has the logits. All ranks throw.
 void Generator::check_finite(const std::vector<float>& logits) const {
   const Communicator& comm = m_engine->communicator();
   TokenId best = comm.is_root() ? Sampler({})(logits) : 0;
@@ -218,7 +219,7 @@ void Generator::check_finite(const std::vector<float>& logits) const {
   if (best < 0) throw_not_finite();
 }
 
-// The sequence is as it is to be before each answer.
+// The sequence has the state from which each answer starts.
 void Generator::keep_context() {
   if (!m_is_reusable) return;
   if (m_engine->options().pruning.decode.every > 0) {
@@ -233,7 +234,7 @@ void Generator::append_context(const std::vector<TokenId>& more) {
   if (m_phase == Phase::empty) throw Error("there is no context to add to; prefill or resume");
   const auto count = static_cast<std::int64_t>(m_context.size() + more.size()) - m_context_run;
   if (!runs_whole()) {
-    // A context that sparse prefill has not ended yet is a longer one.
+    // If sparse prefill has not ended the context yet, more context only extends it.
     if (m_phase != Phase::context || m_engine->options().pruning.prefill != PrefillMode::sparse) {
       m_engine->check_more_context(m_sequence, count);
     }
@@ -306,12 +307,12 @@ void Generator::keep_answer(const std::vector<TokenId>& more, bool with_last_tok
   keep_context();
 }
 
-// A step that has failed halfway may have left tokens that nothing here knows of.
+// A step that failed halfway may have left tokens that the generator does not know.
 void Generator::check_whole() const {
   if (m_engine->tokens(m_sequence) == m_tokens) return;
   throw Error(
       fmt::format("a step has failed halfway and left {} tokens in the cache; expected {}: the "
-                  "sequence cannot be gone on with",
+                  "sequence cannot continue",
                   m_engine->tokens(m_sequence), m_tokens));
 }
 
@@ -322,7 +323,7 @@ void Generator::check_context_is_kept() const {
       "beside that of the answer");
 }
 
-// The sequence as it was after the context.
+// Returns the sequence to its state after the context.
 void Generator::begin_answer() {
   if (m_phase == Phase::empty) throw Error("there is no context; prefill or resume");
   if (m_phase == Phase::context) {
@@ -331,7 +332,7 @@ void Generator::begin_answer() {
                     "before an answer",
                     m_context_run, m_context.size()));
   }
-  // Without memory for the new sequence the old one is gone all the same.
+  // The old sequence is freed even if there is no memory for a new one.
   const auto leave = [&](SequenceId rest) {
     if (m_sequence != rest) m_engine->free_sequence(m_sequence);
     m_sequence = rest;
@@ -373,14 +374,14 @@ Answer Generator::resume_answer(const AnswerOptions& options) {
   return generate(options, true);
 }
 
-// The question, unless the answer has begun before, and new tokens.
+// Runs the question, unless the answer has begun before, and generates tokens.
 Answer Generator::generate(const AnswerOptions& options, bool resumes) {
   const Communicator& comm = m_engine->communicator();
-  // On all ranks; -1 if there is none.
+  // Returns the drawn token on all ranks, or -1 if there is none.
   const auto draw = [&](const std::vector<float>& logits) {
     if (options.on_logits) options.on_logits(logits);
     TokenId token = comm.is_root() ? (*m_sampler)(logits) : 0;
-    // The model's own logits may be as they should.
+    // The model's own logits may be valid.
     constexpr TokenId none_left = -2;
     if (token < 0 && options.sampling.changes_logits() && Sampler({})(logits) >= 0) {
       token = none_left;
@@ -394,7 +395,7 @@ Answer Generator::generate(const AnswerOptions& options, bool resumes) {
     }
     return token;
   };
-  // Any rank may want to see logits; all take part in bringing them together.
+  // Any rank may request logits; all ranks take part in gathering them.
   const bool greedy =
       comm.all_reduce_max(options.on_logits ? 1 : 0) == 0 && options.sampling.is_plain();
   const StepOutput output = greedy ? StepOutput::argmax : StepOutput::logits;
@@ -413,7 +414,7 @@ Answer Generator::generate(const AnswerOptions& options, bool resumes) {
     const auto results = run(tokens, part, output);
     return greedy ? results.front().argmax : draw(results.front().logits);
   };
-  // What stands in the members is all true.
+  // From here on, the members describe the sequence.
   const auto note = [&] {
     m_phase = Phase::answering;
     m_tokens = m_engine->tokens(m_sequence);
@@ -422,7 +423,7 @@ Answer Generator::generate(const AnswerOptions& options, bool resumes) {
     return std::find(options.stop_ids.begin(), options.stop_ids.end(), token) !=
            options.stop_ids.end();
   };
-  // Which tokens came before is not part of its state: they are here.
+  // The sampler's state does not include earlier tokens; the generator has them.
   m_sampler->append_prompt(m_context);
   m_sampler->append_prompt(m_question);
   for (const TokenId token : m_answered) m_sampler->append(token);
@@ -447,7 +448,7 @@ Answer Generator::generate(const AnswerOptions& options, bool resumes) {
   start = Clock::now();
   bool has_stopped = resumes && is_stop(m_answered.back());
   while (!has_stopped && static_cast<std::int64_t>(m_answered.size()) < options.max_new_tokens) {
-    // The last token that fits is still generated from, not the one after it.
+    // The last token that fits is still used to generate a token, but that token is not run.
     const bool feeds = !m_answered.empty();
     if (feeds && options.max_tokens > 0 && m_engine->tokens(m_sequence) >= options.max_tokens) {
       answer.stop_reason = StopReason::context_full;
@@ -470,7 +471,7 @@ Answer Generator::generate(const AnswerOptions& options, bool resumes) {
   return answer;
 }
 
-// Context and question in one step, after which the policy chooses.
+// Runs context and question in one step, after which the policy chooses.
 std::vector<StepResult> Generator::run_whole(const std::vector<TokenId>& question,
                                              StepOutput output, const ProgressCallback& progress) {
   std::vector<TokenId> tokens = m_context;
@@ -489,7 +490,7 @@ std::vector<StepResult> Generator::run_whole(const std::vector<TokenId>& questio
   return results;
 }
 
-// What is written, and of what. Collective where a sequence is made for it.
+// Returns the sequence to write, and its context. Collective if a sequence must be made for it.
 Generator::SnapshotParts Generator::snapshot_parts(SnapshotInfo info) {
   if (m_phase == Phase::empty) throw Error("there is no context yet that could be written");
   SnapshotParts parts;

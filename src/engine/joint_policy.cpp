@@ -11,8 +11,8 @@
 namespace kvzap::detail {
 namespace {
 
-/// A layer as one of several policies sees it: with a budget of its own, and as many recent tokens
-/// as it has asked for.
+/// A layer as one of several policies sees it: with its own budget, and with the number of recent
+/// tokens that it requested.
 class MemberLayer final : public PolicyLayer {
  public:
   MemberLayer(PolicyLayer& whole, const Budget* budget, const Budget::Model& model,

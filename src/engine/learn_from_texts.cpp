@@ -12,7 +12,7 @@
 namespace kvzap {
 namespace {
 
-// The text in a line of a file of JSON objects.
+// Returns the text in a line of a file of JSON objects.
 std::string text_of(const std::string& line, const std::string& where) {
   constexpr auto expected = "expected a JSON object with a field \"text\", as in the first line";
   const auto fail = [&](const std::string& found) {
@@ -31,7 +31,7 @@ std::string text_of(const std::string& line, const std::string& where) {
   return text->get<std::string>();
 }
 
-// Of each text in the file.
+// Returns the token ids of each text in the file.
 std::vector<std::vector<TokenId>> tokenize(const std::filesystem::path& file,
                                            const TextEncoder& encode, const ModelConfig& config,
                                            std::int64_t most) {

@@ -65,7 +65,7 @@ void keep_marked(const ExecutionSpace& exec, const ScoredLayer& layer) {
       });
 }
 
-// Rows are in order of position, and these have never been evicted: they are the first ones.
+// Rows are in order of position and none has been evicted, so the sinks are the first rows.
 void mark_sinks(const ExecutionSpace& exec, std::int64_t sink, const Matrix& scores) {
   const std::int64_t count = std::min<std::int64_t>(sink, scores.extent(1));
   Kokkos::parallel_for(
@@ -128,7 +128,7 @@ auto DecoderLayer<Value>::gather(int head, std::int64_t begin, std::int64_t coun
   const int dim = m_extents.head_dim;
   reserve_scratch(room, count * dim, "kvzap::policy::rows");
   const Matrix out(room.data(), count, dim);
-  // Rows that are not shown come before all others.
+  // Hidden rows precede all others.
   const std::int64_t hidden = m_step->scores_all ? 0 : m_cache.rows(m_sequence, layer(), head);
   gather_rows<Value, engine_page_order>(exec(), m_cache.layer(m_sequence, layer()), head,
                                         values ? m_new_values : m_new_keys, hidden + begin, count,
@@ -150,7 +150,7 @@ auto DecoderLayer<Value>::positions(int head, std::int64_t begin, std::int64_t c
 template <class Value>
 auto DecoderLayer<Value>::cached_scores(int head) -> Kokkos::View<const float*, MemorySpace> {
   const std::int64_t most = std::max<std::int64_t>(0, most_rows() - m_extents.new_tokens);
-  // (Layers of other sequences share the room.)
+  // Layers of other sequences share the memory.
   if ((!m_has_scores || m_scratch.cached_scores_of != this) && m_step->scores_all) {
     reserve_scratch(m_scratch.cached_scores, heads() * most, "kvzap::policy::cached_scores");
     m_cache.row_scores(exec(), m_sequence, layer(),

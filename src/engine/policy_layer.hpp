@@ -12,7 +12,7 @@
 
 namespace kvzap::detail {
 
-/// What a budget's counts are made of.
+/// Returns the sizes from which a budget computes its counts.
 template <class Value>
 Budget::Model budget_model(const ModelConfig& config) {
   return {
@@ -20,21 +20,20 @@ Budget::Model budget_model(const ModelConfig& config) {
       2 * static_cast<std::int64_t>(config.head_dim) * static_cast<std::int64_t>(sizeof(Value))};
 }
 
-/// Fills `keep` of the layers as `budget` has it; without an amount the policy has chosen by
-/// itself, and rows that score above 0 stay. The first `sink` positions come before all others,
-/// whatever they score: `scores`, those of `layers`, are overwritten there. Collective if
-/// choice_communicates.
+/// Sets `keep` of the layers by `budget`. If the budget has no amount, the policy itself has
+/// chosen, and rows that score above 0 stay. The first `sink` positions precede all others,
+/// whatever their scores; their `scores` are overwritten. Collective if choice_communicates.
 void choose_rows(const ExecutionSpace& exec, const Communicator& comm, const Budget& budget,
                  const Budget::Model& model, std::int64_t tokens, std::int64_t sink,
                  const std::vector<ScoredLayer>& layers, const std::vector<Matrix>& scores);
 
-/// Whether choose_rows exchanges anything between ranks.
+/// Returns whether choose_rows communicates.
 inline bool choice_communicates(const Budget& budget) {
   return budget.has_amount() && (budget.pool != Budget::Pool::head || budget.group != 0);
 }
 
-/// Tells a policy how many of a layer's rows `budget` will keep of `tokens` that the sequence has
-/// seen; null or without an amount: all. extents.layer and tokens are there.
+/// Tells a policy how many rows of a layer `budget` will keep of the `tokens` that the sequence has
+/// seen: all if `budget` is null or has no amount. extents.layer and extents.tokens must be set.
 void set_keep(const Budget* budget, const Budget::Model& model, std::int64_t tokens,
               PolicyLayer::Extents& extents);
 
@@ -51,7 +50,7 @@ struct PolicyScratch {
   Kokkos::View<std::uint8_t*, MemorySpace> keep;  // (head, row)
   AttentionMass<Value, engine_page_order> mass;
 
-  /// What grows with the tokens.
+  /// Frees the memory that grows with the tokens.
   void release() {
     keys = {};
     values = {};
@@ -82,14 +81,14 @@ class DecoderLayer final : public PolicyLayer {
     m_extents.head_dim = static_cast<int>(config.head_dim);
     m_extents.hidden_size = config.hidden_size;
     m_extents.rope_scale = config.rope_attention_factor();
-    // So that show takes no memory.
+    // Reserves memory, so that `show` allocates none.
     m_extents.heads.reserve(m_extents.kv_heads);
     m_extents.rows.reserve(m_extents.kv_heads);
   }
 
-  /// Shows a layer: `step` is what happens there to `sequence`, to which new_tokens are added.
+  /// Shows a layer of `sequence`, to which `step` adds new_tokens tokens.
   void show(const PolicyStep& step, SequenceId sequence, int layer, std::int64_t new_tokens);
-  /// (token of the span, head, dim) of the layer.
+  /// Sets the new rows of the layer: (token of the span, head, dim).
   void set_new_rows(const NewRows& keys, const NewRows& values) {
     m_new_keys = keys;
     m_new_values = values;
@@ -115,7 +114,7 @@ class DecoderLayer final : public PolicyLayer {
   }
 
  private:
-  /// Of a head, before this step's: 0 where they are not shown.
+  /// Rows of a head before this step; 0 if they are not shown.
   std::int64_t cached_rows(int head) const { return rows(head) - m_extents.new_tokens; }
   RowsView gather(int head, std::int64_t begin, std::int64_t count, bool values, Vector& room);
 
@@ -125,8 +124,8 @@ class DecoderLayer final : public PolicyLayer {
   Vector m_frequencies;
   const PolicyStep* m_step = nullptr;
   SequenceId m_sequence = -1;
-  std::int64_t m_first_new = 0;  // position
-  bool m_has_scores = false;     // of this layer's cached rows
+  std::int64_t m_first_new = 0;  // position of the first new token
+  bool m_has_scores = false;     // whether this layer's cached rows have scores
   NewRows m_new_keys, m_new_values;
 };
 

@@ -9,7 +9,7 @@ namespace {
 
 using Queries = Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace>;
 
-// to(slot of the block's token i, head, dim) = its query, from token `begin` on.
+// to(slot of the block's token i, head, dim) = the token's query, from token `begin` on.
 void store(const ExecutionSpace& exec, const TokenBlock& block, std::int64_t begin,
            std::int64_t capacity, int head_dim, const Queries& to) {
   const auto queries = block.queries;
@@ -76,7 +76,7 @@ void RecentQueries::take(const ExecutionSpace& exec, int layer, const TokenBlock
   if (taken.layer != layer || block.first > taken.end) {
     taken.begin = block.first;
   } else if (block.first < taken.end) {
-    // A step that came to nothing has taken the slots of the oldest ones.
+    // A failed step has overwritten the slots of the oldest tokens.
     taken.begin = std::min(block.first, std::max(taken.begin, taken.end - m_capacity));
   }
   taken.layer = layer;
@@ -92,11 +92,12 @@ void RecentQueries::restart(std::int64_t position) {
 TokenBlock RecentQueries::newest(const ExecutionSpace& exec, int layer, std::int64_t tokens) {
   const Taken& taken = of(layer);
   TokenBlock block;
-  // At least the last token: policies go on beside a rank that has failed to take it.
+  // Returns at least the last token, because policies continue on other ranks if one rank failed to
+  // store it.
   block.count = std::max<std::int64_t>(1, std::min(m_capacity, tokens - taken.begin));
   block.first = tokens - block.count;
   const int heads = m_query_heads[layer];
-  // Of as many heads as the layer has: ranks may own more of one layer than of another.
+  // Uses only the layer's heads: a rank may own more heads in one layer than in another.
   const Queries ordered(m_ordered.data(), m_capacity, heads, m_head_dim);
   put_in_order(exec, taken.queries, block.first, block.count, heads, m_head_dim, ordered);
   block.queries = Kokkos::subview(ordered, std::pair<std::int64_t, std::int64_t>(0, block.count),

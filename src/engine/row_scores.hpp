@@ -1,4 +1,4 @@
-// Scores of a sequence's rows as the engine cuts by them.
+// Scores of a sequence's rows, by which the engine cuts.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace kvzap::detail {
 
 using LayerScores = decltype(PolicyStep::scores);
 
-/// Scores of the first rows, which a choice overwrites to mark them (sinks).
+/// Copies the scores of the first rows, which a choice overwrites to mark sinks.
 LayerScores copy_first(const ExecutionSpace& exec, const LayerScores& scores, std::int64_t sink);
 
 /// Writes the copies of `copy_first` back.
@@ -20,7 +20,7 @@ std::int64_t count_non_finite(const ExecutionSpace& exec, const ScoredLayer& lay
                               std::int64_t end);
 
 /// Sets `keep` to the rows of [0, end) of each head that `rule` keeps, by their positions, and to
-/// all rows behind them.
+/// all rows after them.
 void judge_rows(const ExecutionSpace& exec, const ScoredLayer& layer, const EvictionRule& rule,
                 std::int64_t end);
 

@@ -12,11 +12,11 @@
 namespace kvzap {
 namespace {
 
-// Tokens that are put in order at first, and by how many times more if they do not suffice.
+// Number of tokens that are sorted first, and the factor by which it grows if they do not suffice.
 constexpr std::size_t first_sorted = 256;
 constexpr std::size_t growth = 8;
 
-// Penalties beyond this say nothing more, and their products stay floats.
+// Larger penalties have no further effect. Within this limit products stay floats.
 constexpr double largest_penalty = 1e6;
 
 void check_penalties(const SamplingOptions& options) {
@@ -74,7 +74,7 @@ Sampler::Sampler(const SamplingOptions& options)
   check_forbidden(options);
 }
 
-// Tokens of the prompt are all there before the first of the answer.
+// Appends a token. All tokens of the prompt precede the first of the answer.
 void Sampler::take(TokenId token) {
   const std::size_t index = m_tokens.size();
   m_tokens.push_back(token);
@@ -176,8 +176,8 @@ TokenId Sampler::operator()(const std::vector<float>& original) {
   std::iota(m_order.begin(), m_order.end(), 0);
   const bool limited =
       m_options.top_k > 0 && m_options.top_k < static_cast<std::int64_t>(m_order.size());
-  // The most probable tokens in order, as many as it takes, and the sums of their weights. Few hold
-  // nearly all of the probability, so that sorting the others would be most of the work.
+  // Sorts only as many of the most probable tokens as needed, and sums their weights. A few tokens
+  // have nearly all of the probability, so sorting the others would be most of the work.
   m_cumulative.clear();
   const auto sort_up_to = [&](std::size_t count) {
     const auto begin = m_order.begin() + static_cast<std::ptrdiff_t>(m_cumulative.size());

@@ -1,4 +1,4 @@
-// State of one sequence of an engine beside its rows in the cache.
+// State of one sequence of an engine, beside its rows in the cache.
 #pragma once
 
 #include <cstdint>
@@ -22,13 +22,14 @@ struct SequenceState {
   std::int64_t steps = 0;        // since the context, or since the last cut
   std::int64_t closed_up = 0;    // tokens minus positions
   std::int64_t non_finite = 0;   // rows that the last cut kept because their score is not finite
-  std::vector<TokenId> context;  // for a policy that will have it repeated
-  // Of the step under way.
+  std::vector<TokenId> context;  // for a policy that repeats it
+  // Of the current step.
   PolicyStep step;
   Budget budget;
-  bool cuts = false;  // choose rows after the step
+  bool cuts = false;  // whether to choose rows after the step
 
-  /// Copies all but the policy object, which serves one sequence and holds nothing between steps.
+  /// Copies everything but the policy object, which serves one sequence and holds nothing between
+  /// steps.
   SequenceState copy(SequenceState into) const {
     if (recent) into.recent = recent->clone();
     into.steps = steps;

@@ -17,7 +17,7 @@ using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t
 using Team = Kokkos::TeamPolicy<ExecutionSpace>;
 using Member = typename Team::member_type;
 
-// Threads of a team that has one row, or one head of a token.
+// Threads of a team that processes one row, or one head of a token.
 constexpr int row_threads = 256;
 constexpr int head_threads = 64;
 
@@ -26,10 +26,10 @@ Team teams_of(const ExecutionSpace& exec, std::int64_t count, int threads) {
   return Team(exec, static_cast<int>(count), shape.threads, shape.lanes);
 }
 
-/// Whether a step may call the host's own loops.
+/// Returns whether a step may call the host's own loops.
 bool on_host() { return runs_on_host && !uses_device_kernels(); }
 
-// Keys of logits: the order of floats as that of integers, above the token, which counts down.
+// Keys of logits. The upper bits order as the floats do; the lower bits decrease with the token.
 constexpr int token_bits = 31;
 constexpr std::int64_t largest_token = (std::int64_t{1} << token_bits) - 1;
 constexpr std::int64_t nan_key = std::numeric_limits<std::int64_t>::max();
@@ -180,7 +180,7 @@ void qk_norm_and_rope(const ExecutionSpace& exec, const Matrix& qkv, int dim, st
         float* const x = &qkv(token, head * dim);
         const std::int64_t kv_head =
             head < q_heads + kv_heads ? head - q_heads : head - q_heads - kv_heads;
-        const std::int64_t target = token * kv_size + kv_head * dim;  // of k and v
+        const std::int64_t target = token * kv_size + kv_head * dim;  // place in keys and values
         if (head >= q_heads + kv_heads) {
           Kokkos::parallel_for(Kokkos::TeamThreadRange(team, dim),
                                [&](int d) { values[target + d] = Value(x[d]); });
@@ -256,7 +256,7 @@ void argmax(const ExecutionSpace& exec, const ConstMatrix& y, std::int64_t first
             const Kokkos::View<std::int64_t*, MemorySpace>& keys) {
   const std::int64_t rows = y.extent(0);
   const std::int64_t count = y.extent(1);
-  // Parts of a row, so that one row fills a device too.
+  // Splits a row into parts, so that one row also fills a device.
   constexpr std::int64_t part = 4096;
   const std::int64_t parts = (count + part - 1) / part;
   Kokkos::deep_copy(exec, keys, no_key);

@@ -1,5 +1,5 @@
-// What a decoder's step does between products and attention: each kernel in a form of its own for
-// hosts, row by row, and in one for devices.
+// Kernels of a decoder's step between products and attention. Each has a form for hosts, row by
+// row, and a form for devices.
 #pragma once
 
 #include <kvzap/core/types.hpp>
@@ -10,29 +10,29 @@ namespace kvzap::detail {
 
 using Angles = Kokkos::View<const float***, Kokkos::LayoutRight, MemorySpace>;
 
-/// h (token, hidden) = rows of this rank's part of the embedding, which begins at `first_token`, or
-/// zeros for tokens of other ranks.
+/// Sets h (token, hidden) to rows of this rank's part of the embedding, which begins at
+/// `first_token`, or to zeros for tokens of other ranks.
 template <class Value>
 void embed(const ExecutionSpace& exec, const Kokkos::View<const TokenId*, MemorySpace>& ids,
            const Kokkos::View<const Value**, Kokkos::LayoutRight, MemorySpace>& embedding,
            std::int64_t first_token, const Matrix& h);
 
-/// target (i, column) = source (rows(i), column) for as many rows as target has.
+/// target (i, column) = source (rows(i), column), for each row of target.
 void gather_rows(const ExecutionSpace& exec, const ConstMatrix& source,
                  const Kokkos::View<const std::int64_t*, MemorySpace>& rows, const Matrix& target);
 
 /// angles (token, dim / 2, 2) = cosine and sine of position times frequency, both times `scale`.
-/// frequencies (table, dim / 2), of which token t has row tables(t); without tables (an empty view)
-/// all have the first.
+/// Token t uses row tables(t) of frequencies (table, dim / 2). Without tables (an empty view) all
+/// tokens use the first row.
 void fill_angles(const ExecutionSpace& exec, std::int64_t tokens,
                  const Kokkos::View<const std::int64_t*, MemorySpace>& positions,
                  const Kokkos::View<const std::int64_t*, MemorySpace>& tables,
                  const ConstMatrix& frequencies, float scale,
                  const Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace>& angles);
 
-/// h (token, hidden) += summand, unless that is empty; x = h / sqrt(mean(h^2) + eps) * weight, row
-/// by row (Zhang and Sennrich, arXiv 1910.07467), and `rounded` the same where it exists. x and
-/// summand may be the same.
+/// h (token, hidden) += summand, unless that is empty. Then x = h / sqrt(mean(h^2) + eps) * weight,
+/// row by row (Zhang and Sennrich, arXiv 1910.07467), and `rounded` = x if it exists. x and summand
+/// may be the same.
 template <class Value>
 void add_and_norm(const ExecutionSpace& exec, const Matrix& h, const ConstMatrix& summand,
                   const ConstVector& weight, float eps, const Matrix& x,
@@ -41,29 +41,28 @@ void add_and_norm(const ExecutionSpace& exec, const Matrix& h, const ConstMatrix
 /// h += summand
 void add(const ExecutionSpace& exec, const Matrix& h, const ConstMatrix& summand);
 
-/// Turns what the projections gave into queries, keys and values. qkv (token, (query heads + 2 KV
-/// heads) * dim): every head of q and k gets an RMS norm if the model has one, then RoPE (Su et
-/// al., arXiv 2104.09864) in the layout of transformers, where dimension d is rotated with d + dim
-/// / 2; q in place. keys, values: (token, KV head, dim), one after the other. Row i takes the
-/// angles of first + i.
+/// Turns the projections qkv (token, (query heads + 2 KV heads) * dim) into queries, keys and
+/// values. Every head of q and k gets an RMS norm if the model has one. Then RoPE (Su et al., arXiv
+/// 2104.09864) rotates dimension d with d + dim / 2, as in transformers. q is rotated in place.
+/// keys, values: (token, KV head, dim), one after the other. Row i uses the angles of first + i.
 template <class Value>
 void qk_norm_and_rope(const ExecutionSpace& exec, const Matrix& qkv, int dim, std::int64_t kv_heads,
                       const ConstVector& q_norm, const ConstVector& k_norm, float eps,
                       const Angles& angles, std::int64_t first, Value* keys, Value* values);
 
 /// gated (token, width) = silu(gate) * up of gate_up (token, 2 * width), with silu(x) = x / (1 +
-/// exp(-x)). Where `rounded` exists the result is there, and what `gated` holds is unspecified.
+/// exp(-x)). If `rounded` exists it receives the result, and the content of `gated` is unspecified.
 template <class Value>
 void silu_times(const ExecutionSpace& exec, const ConstMatrix& gate_up, const Matrix& gated,
                 const RoundedRows<Value>& rounded);
 
-/// keys (row) = a number that grows with the largest logit of y (row, token) and, among equal ones,
-/// falls with the token, so that the largest over ranks names the token: see token_of_key. The
-/// rows' first token is `first_token`.
+/// keys (row) = a number that increases with the largest logit of y (row, token) and, for equal
+/// logits, decreases with the token. So the largest key over ranks identifies the token: see
+/// token_of_key. The rows' first token is `first_token`.
 void argmax(const ExecutionSpace& exec, const ConstMatrix& y, std::int64_t first_token,
             const Kokkos::View<std::int64_t*, MemorySpace>& keys);
 
-/// The token of a key, or -1 if a logit was NaN or the largest is not finite.
+/// Returns the token of a key, or -1 if a logit was NaN or the largest is not finite.
 TokenId token_of_key(std::int64_t key);
 
 }  // namespace kvzap::detail

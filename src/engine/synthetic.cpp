@@ -12,7 +12,7 @@ namespace kvzap {
 namespace {
 
 constexpr std::int64_t chunk_tokens = 1024;
-// Chunks start at multiples of this many values, so that rows stay aligned for vector loads.
+// Chunks start at multiples of this number of values, so that rows stay aligned for vector loads.
 constexpr std::int64_t place_values = 16;
 constexpr std::int64_t places = 4096;
 
@@ -24,7 +24,7 @@ KOKKOS_INLINE_FUNCTION std::uint64_t mix(std::uint64_t x) {
   return x ^ (x >> 31);
 }
 
-/// In (0, 1], exact in float.
+/// Maps bits to (0, 1], exactly in float.
 KOKKOS_INLINE_FUNCTION float uniform(std::uint64_t bits) {
   return static_cast<float>((bits >> 40) + 1) * 0x1p-24f;
 }
@@ -39,7 +39,8 @@ Kokkos::View<Value*, MemorySpace> normal_values(std::int64_t count, std::uint64_
   Kokkos::View<Value*, MemorySpace> values(
       Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::fill_random::values"), count);
   const auto host = Kokkos::create_mirror_view(values);
-  for (std::int64_t i = 0; i < count; i += 2) {  // Box and Muller's method gives pairs
+  // Box and Muller's method gives two numbers at a time
+  for (std::int64_t i = 0; i < count; i += 2) {
     const float radius = std::sqrt(-2.0f * std::log(uniform(mix(seed + i))));
     const float angle = 6.2831853f * uniform(mix(seed + i + 1));
     host(i) = Value(radius * std::cos(angle));
@@ -71,8 +72,8 @@ std::vector<double> head_keep_ratios(int n_heads, double evict_ratio, double ske
   for (int h = 0; h < n_heads; ++h) {
     ratios[h] = n_heads == 1 ? 1.0 : std::pow(skew, static_cast<double>(h) / (n_heads - 1));
   }
-  // Heads that would keep more than everything keep everything, from the longest on; what is left
-  // to keep is scaled for those before.
+  // Heads whose ratio would exceed 1 keep everything, beginning with the longest. The remaining
+  // rows are distributed over the other heads.
   double left = n_heads * (1 - evict_ratio);
   for (int below = n_heads; below > 0; --below) {
     const double sum = std::accumulate(ratios.begin(), ratios.begin() + below, 0.0);
@@ -179,7 +180,7 @@ void fill_random(KVCache<Value, order>& cache, SequenceId sequence, std::int64_t
   const CacheShape& shape = cache.shape();
   const std::int64_t chunk = std::min(tokens, chunk_tokens);
   const std::int64_t most_heads = *std::max_element(shape.heads.begin(), shape.heads.end());
-  // One half for keys and one for values.
+  // One half holds keys and one holds values.
   const std::int64_t half_pool = chunk * most_heads * shape.head_dim + places * place_values;
   const auto pool = normal_values<Value>(2 * half_pool, mix(seed));
 
@@ -192,7 +193,7 @@ void fill_random(KVCache<Value, order>& cache, SequenceId sequence, std::int64_t
   const ExecutionSpace exec;
   using Rows = typename KVCache<Value, order>::RowsView;
   using Range = std::pair<std::int64_t, std::int64_t>;
-  // Chunk by chunk and not layer by layer: a scorer may expect tokens in order.
+  // Proceeds chunk by chunk, not layer by layer, because a scorer may expect tokens in order.
   for (std::int64_t done = 0; done < tokens; done += chunk) {
     const std::int64_t count = std::min(chunk, tokens - done);
     for (std::size_t l = 0; l < shape.heads.size(); ++l) {

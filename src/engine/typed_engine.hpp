@@ -136,7 +136,7 @@ class TypedEngine final : public Engine {
   };
 
   /// Adds the engine's state of the sequence to `info`. Collective. Returns the cache's part of
-  /// `context`; null without a context.
+  /// `context`, or null without a context.
   std::shared_ptr<const CacheState> describe(SequenceId sequence, const Checkpoint* context,
                                              SnapshotInfo& info);
   /// Reads the fields that `describe` wrote with this prefix.
@@ -152,7 +152,7 @@ class TypedEngine final : public Engine {
   std::shared_ptr<const SequencePruning> pruning_of(const LoadedPruning& pruning) const {
     return std::make_shared<const SequencePruning>(pruning, m_scorer.get());
   }
-  /// Null for a sequence without a policy, and for an id without a sequence.
+  /// Returns null for a sequence without a policy, and for an id without a sequence.
   SequenceState* state_with_policy(SequenceId sequence) {
     const auto found = m_states.find(sequence);
     return found == m_states.end() || !found->second.pruning->uses_policy ? nullptr
@@ -161,34 +161,34 @@ class TypedEngine final : public Engine {
 
   /// Plans the policy's part in a span of m_batch.
   void plan(std::size_t index);
-  /// Gives rows the scores that a step has left. Cuts the sequence if a cut is due.
+  /// Stores the scores that a step has left. Cuts the sequence if a cut is due.
   void finish(const StepBatch::Span& span);
-  /// Has the model repeat the context while a policy, which `make` returns, observes. Leaves the
-  /// sequence as it was.
+  /// Lets the model repeat the context while a policy, which `make` returns, observes. Restores the
+  /// sequence afterwards.
   void repeat(SequenceId sequence, const std::vector<TokenId>& context, const PolicyChoice& choice,
               const std::function<Policy*()>& make, const ProgressCallback& progress);
-  /// Has the context repeated for the sequence's own policy, and cuts the sequence by its scores.
+  /// Repeats the context for the sequence's own policy, and cuts the sequence by its scores.
   void repeat_context(SequenceId sequence, const ProgressCallback& progress);
 
-  /// The layers among whose rows a choice is made by `scores`.
+  /// Returns the layers and their rows for a choice by `scores`.
   std::vector<ScoredLayer> scored_layers(SequenceId sequence, const LayerScores& scores);
-  /// Cuts to state.budget by scores that the rows have.
+  /// Cuts to the pruning's budget by the scores of the rows.
   void cut(SequenceId sequence, const LayerScores& scores);
   /// Chooses the rows that stay. Collective if choice_communicates.
   void choose(SequenceId sequence, const std::vector<ScoredLayer>& layers,
               const LayerScores& scores);
-  /// Evicts the other rows. `empties_ring`: leave no row in a ring, as close_up needs. `is_stored`:
-  /// the cache has the scores by which rows were chosen.
+  /// Evicts the other rows. `empties_ring`: leave no row in a ring, which close_up requires.
+  /// `is_stored`: the cache has the scores by which rows were chosen.
   void evict(SequenceId sequence, const std::vector<ScoredLayer>& layers, bool empties_ring,
              bool is_stored);
-  /// Throws Error unless `scores` has a score of each row of the sequence.
+  /// Throws Error unless `scores` has a score for each row of the sequence.
   void check_scores(SequenceId sequence, const ContextScores* scores) const;
-  /// Judges the rows of a whole context, with the result of judging each as it left the window.
+  /// Judges the rows of a whole context. The result equals judging each row as it left the window.
   void judge(SequenceId sequence, const LayerScores& scores);
-  /// Closes up the positions of a sequence whose heads all have the same number of rows.
+  /// Renumbers the positions of a sequence whose heads all have the same number of rows.
   void close_up(SequenceId sequence);
 
-  /// Makes a new sequence on every rank or, with an error, on none. `make` sets it first.
+  /// Makes a new sequence on every rank or, after an error, on none. `make` must set it first.
   template <class Make>
   SequenceId on_all_ranks(const Make& make) {
     std::optional<SequenceId> made;

@@ -9,7 +9,7 @@
 namespace kvzap::detail {
 namespace {
 
-// What watches texts decides by itself which rows stay, so that no budget has to choose any.
+// A policy that watches texts itself chooses the rows that stay, so it needs no budget.
 const PolicyInfo& watching_info() {
   static const PolicyInfo info = [] {
     PolicyInfo made;

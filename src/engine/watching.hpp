@@ -1,4 +1,4 @@
-// Engines that run texts for what a policy sees of them, and keep next to nothing.
+// Engines that run texts for a policy that observes them, and keep almost no rows.
 #pragma once
 
 #include <kvzap/engine/engine.hpp>
@@ -7,11 +7,12 @@
 
 namespace kvzap::detail {
 
-/// For an Engine whose prefill steps a policy of this name watches: rows with a score of 0 go,
-/// those with 1 stay, and so does each head's newest.
+/// Returns options for an Engine whose prefill steps are watched by a policy of this name. Rows
+/// with a score of 0 are evicted. Rows with 1 and each head's newest row stay.
 CacheOptions watching_options(const std::string& name, PolicyMaker make);
 
-/// scores (head, row): the first row of each head stays, for a layer that keeps none would be none.
+/// Sets scores (head, row) such that the first row of each head stays, because a layer must keep a
+/// row.
 void keep_first_row(const ExecutionSpace& exec, const Policy::ScoreView& scores);
 
 }  // namespace kvzap::detail

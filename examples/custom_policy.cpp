@@ -1,6 +1,6 @@
-// An eviction policy of one's own: half of the context's pairs go by the norms of their values, in
-// prefill of a whole model, and nothing in kvzap has to be changed for it.
-// docs/developers/policies.md explains it.
+// An eviction policy of one's own, used without a change to kvzap. It evicts half of the context's
+// pairs by the norms of their values, in prefill of a whole model. docs/developers/policies.md
+// explains it.
 #include <Kokkos_Core.hpp>
 #include <cmath>
 #include <cstdio>

@@ -1,5 +1,5 @@
-// A scorer of one's own: pairs of tokens that are like the one before them are evicted, in prefill
-// of a whole model, and nothing in kvzap has to be changed for it.
+// A scorer of one's own, used without a change to kvzap. It evicts pairs of tokens that resemble
+// the token before them, in prefill of a whole model.
 #include <Kokkos_Core.hpp>
 #include <cstdio>
 #include <fstream>
@@ -25,7 +25,7 @@ class Novelty final : public kvzap::Scorer {
         "novelty::score", Kokkos::RangePolicy<kvzap::ExecutionSpace>(exec, 0, hidden.extent(0)),
         KOKKOS_LAMBDA(std::int64_t token) {
           float novelty =
-              1;  // the first of a block, or of a sequence's part, has nothing before it
+              1;  // the first token of a block, or of a sequence's part, has none before it
           if (token > 0 && positions(token) == positions(token - 1) + 1) {
             float dot = 0, mine = 0, theirs = 0;
             for (std::size_t i = 0; i < width; ++i) {

@@ -1,7 +1,9 @@
-// The whole loop of an engine that has model code of its own and takes from kvzap the cache and the
-// attention over it: several sequences, all layers; prefill, then decode -> score -> append -> next
-// step, pruned at each; a fork, a checkpoint to go back to, and memory that goes back to the
-// system.
+// The loop of an engine with its own model code. kvzap provides the cache and the attention over
+// it.
+//
+// The example runs several sequences with all layers: prefill, then decode -> score -> append ->
+// next step, with pruning in each step. It also forks a sequence, restores a checkpoint, and
+// returns memory to the system.
 #include <Kokkos_Core.hpp>
 #include <algorithm>
 #include <cmath>
@@ -16,8 +18,8 @@ namespace {
 
 using kvzap::ExecutionSpace;
 using kvzap::MemorySpace;
-// What keys and values are stored as: float, kvzap::half or kvzap::bfloat16. Queries, scores and
-// what attention returns are float with all of them.
+// Type of stored keys and values: float, kvzap::half or kvzap::bfloat16. Queries, scores and
+// attention's output are float in any case.
 using Value = float;
 constexpr auto order = kvzap::PageOrder::token_major;
 
@@ -41,7 +43,7 @@ Matrix random_matrix(const std::string& label, int rows, int columns, std::mt199
 
 struct Layer {
   Matrix queries, keys, values, output;
-  Matrix scores;  // what predicts, from the state that enters attention, how much a pair matters
+  Matrix scores;  // predicts from the state that enters attention how much a pair matters
 };
 
 struct Model {
@@ -60,8 +62,7 @@ struct Model {
   }
 };
 
-/// y (row, N) = x (row, K) * weights (N, K)^T, added to y or in its place; an engine has a library
-/// for this.
+/// y (row, N) = x (row, K) * weights (N, K)^T, or y += it. An engine has a library for this.
 void multiply(const ExecutionSpace& exec, const Matrix& x, const Matrix& weights, const Matrix& y,
               bool adds = false) {
   const auto depth = x.extent(1);
@@ -93,7 +94,7 @@ KOKKOS_INLINE_FUNCTION float rope_angle(std::int64_t position, int d) {
   return static_cast<float>(position) * powf(10000, -2.0f * static_cast<float>(d) / head_dim);
 }
 
-/// heads (row, head, dim) = flat (row, head * dim), turned by RoPE if the row's position is given.
+/// heads (row, head, dim) = flat (row, head * dim), rotated by RoPE if the row's position is given.
 template <class Out>
 void shape_heads(const ExecutionSpace& exec, const Matrix& flat, const Out& heads,
                  const Kokkos::View<const std::int64_t*, MemorySpace>& positions = {}) {
@@ -123,7 +124,7 @@ Kokkos::View<const T*, MemorySpace> on_device(const std::vector<T>& host) {
   return copy;
 }
 
-/// x (row, width) = the rows of the table that the tokens name.
+/// Returns x (row, width), the rows of the table for these tokens.
 Matrix embed(const ExecutionSpace& exec, const Matrix& table, const std::vector<int>& tokens) {
   const Matrix x("x", tokens.size(), width);
   const auto ids = on_device(tokens);
@@ -146,7 +147,7 @@ void transpose(const ExecutionSpace& exec, const Matrix& by_row, const Matrix& s
 
 // ---- The engine: steps of any mix of sequences over one cache -----------------------------------
 
-/// What a sequence does in a step: tokens to run. All of a prompt, or the last generated one.
+/// The tokens that a sequence runs in a step: a whole prompt, or the last generated token.
 struct Work {
   kvzap::SequenceId sequence;
   std::vector<int> tokens;
@@ -161,7 +162,7 @@ class Engine {
 
   /// Runs one step and returns the logits (one row per piece of work) of the last tokens.
   std::vector<std::vector<float>> step(const std::vector<Work>& work) {
-    // Rows of all sequences lie behind one another: one pass over the weights for all of them.
+    // The rows of all sequences are consecutive, so one pass over the weights serves all of them.
     std::vector<int> tokens;
     std::vector<std::int64_t> positions;
     std::vector<kvzap::StepSpan> step_spans;
@@ -184,7 +185,7 @@ class Engine {
     const Heads queries("queries", n, n_heads, head_dim), output("output", n, n_heads, head_dim);
     const Rows keys("keys", n, n_kv_heads, head_dim), values("values", n, n_kv_heads, head_dim);
 
-    // Memory for the step is taken here, for all layers: OutOfMemory leaves everything as it was.
+    // Takes the memory of the step for all layers. OutOfMemory leaves everything unchanged.
     m_cache.begin_step(m_exec, step_spans);
     for (int l = 0; l < n_layers; ++l) {
       const Layer& layer = m_model.layers[l];
@@ -196,7 +197,8 @@ class Engine {
       multiply(m_exec, normed, layer.values, flat_kv);
       shape_heads(m_exec, flat_kv, values);
 
-      // Decode: every sequence's new tokens over the rows it still has, and over each other.
+      // Decode attention: every sequence's new tokens attend to the rows that it still has, and to
+      // each other.
       std::vector<kvzap::AttentionSpan<Value, order>> spans;
       for (const kvzap::AppendSpan& span : append_spans) {
         spans.push_back({m_cache.layer(span.sequence, l), span.first_row, span.rows, span.first_row,
@@ -205,8 +207,8 @@ class Engine {
       m_attention(m_exec, spans, queries, keys, values, output);
       multiply(m_exec, Matrix(output.data(), n, n_heads * head_dim), layer.output, x, true);
 
-      // Score the new pairs from what has entered attention, and append them: what leaves the
-      // window by this is judged by its score and stays, or is dropped for good.
+      // Scores the new pairs from the input of attention and appends them. Pairs that leave the
+      // window are judged by their scores, and stay or are dropped.
       multiply(m_exec, normed, layer.scores, scores_by_row);
       transpose(m_exec, scores_by_row, scores);
       m_cache.append(m_exec, append_spans, l, keys, values, scores);
@@ -242,14 +244,14 @@ class Engine {
   kvzap::Attention<Value, order> m_attention;
 };
 
-// ---- What should come out: the same model over plain lists --------------------------------------
+// ---- The expected result: the same model over plain lists ---------------------------------------
 
 using HostMatrix = typename Matrix::HostMirror;
 HostMatrix on_host(const Matrix& matrix) {
   return Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, matrix);
 }
 
-/// One sequence, token by token; every head has a list of its pairs.
+/// Runs one sequence, token by token. Every head has a list of its pairs.
 class Reference {
  public:
   Reference(const Model& model, const kvzap::EvictionRule& rule, int window)
@@ -269,7 +271,7 @@ class Reference {
       for (int l = 0; l < n_layers; ++l) run_layer(l, x);
       ++m_tokens;
     }
-    // As the cache does: who has left the window is judged, once.
+    // As in the cache, a pair that leaves the window is judged once.
     for (auto& pairs : m_pairs) {
       const auto goes = [&](Pair& pair) {
         if (pair.is_judged || pair.position >= m_tokens - m_window) return false;
@@ -307,7 +309,7 @@ class Reference {
     for (double& value : x) value /= std::sqrt(sum / width + 1e-6);
     return x;
   }
-  /// Head `head` of `flat`, turned.
+  /// Returns head `head` of `flat`, rotated.
   std::vector<double> turned(const std::vector<double>& flat, int head) const {
     std::vector<double> result(head_dim);
     for (int d = 0; d < head_dim / 2; ++d) {
@@ -353,7 +355,7 @@ class Reference {
   std::vector<HostLayer> m_layers;
   kvzap::EvictionRule m_rule;
   std::int64_t m_window, m_tokens = 0;
-  std::vector<std::vector<Pair>> m_pairs;  // of each layer's heads
+  std::vector<std::vector<Pair>> m_pairs;  // for each layer's heads
 };
 
 // ---- The loop -----------------------------------------------------------------------------------
@@ -362,7 +364,7 @@ int likeliest(const std::vector<float>& logits) {
   return static_cast<int>(std::max_element(logits.begin(), logits.end()) - logits.begin());
 }
 
-/// A sequence of the engine, its last token, and what should come of it.
+/// A sequence of the engine, its last token, and the expected result.
 struct Client {
   kvzap::SequenceId sequence;
   int last;
@@ -374,7 +376,7 @@ int run() {
   std::mt19937 random(1);
   const Model model(random);
   kvzap::EvictionRule rule;
-  rule.threshold = 0;  // about half of these scores are below
+  rule.threshold = 0;  // about half of these scores are lower
   rule.judge = true;
   Engine engine(model, rule);
   auto& cache = engine.cache();
@@ -402,7 +404,8 @@ int run() {
     compare(logits[i], clients.back().reference.step(prompts[i].tokens));
   }
 
-  // A second answer to the third prompt, from its second token on another one: pages are shared.
+  // A second answer to the third prompt, from its second token on with another token. The two share
+  // pages.
   const auto pages_before = cache.bytes().allocated;
   Client twin = clients.back();
   twin.sequence = cache.fork(twin.sequence);
@@ -411,7 +414,7 @@ int run() {
   std::printf("a fork took %zu bytes, of %zu\n", cache.bytes().allocated - pages_before,
               pages_before);
 
-  // Decode: one token of each sequence a step.
+  // Decode: one token of each sequence per step.
   const auto decode = [&](int steps) {
     for (int i = 0; i < steps; ++i) {
       std::vector<Work> work;
@@ -426,7 +429,7 @@ int run() {
   };
   decode(40);
 
-  // Ten tokens on trial, as speculative decoding has them, taken back, and run again.
+  // Ten tokens on trial, as in speculative decoding, then undone and run again.
   const Client before = clients[0];
   const auto checkpoint = cache.checkpoint(before.sequence);
   decode(10);
@@ -436,7 +439,7 @@ int run() {
   decode(10);
   const bool repeats = clients[0].answer == tried.answer;
 
-  // The rows of each head are those that the lists have.
+  // Each head must have the same rows as the lists.
   bool same_rows = true;
   for (const Client& client : clients) {
     std::printf("sequence %d: %lld tokens, rows of each head:", client.sequence,
@@ -451,8 +454,8 @@ int run() {
     std::printf("\n");
   }
 
-  // Two of them are through: their pages are free for others at once, and trim gives what nobody
-  // needs back to the system.
+  // Two sequences are finished. Their pages are free for others at once, and trim returns unused
+  // memory to the system.
   const auto bytes = cache.bytes();
   cache.free_sequence(clients[2].sequence);
   cache.free_sequence(clients[3].sequence);

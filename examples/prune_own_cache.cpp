@@ -1,5 +1,5 @@
-// Scores and prunes a KV cache that belongs to the caller: views go in, a list of the kept pairs
-// and compacted views come out. kvzap allocates nothing that stays.
+// Scores and prunes a KV cache that belongs to the caller. Input: views. Output: a list of the kept
+// pairs, and compacted views. kvzap allocates nothing that stays.
 #include <Kokkos_Core.hpp>
 #include <algorithm>
 #include <cstdio>
@@ -12,7 +12,8 @@ namespace {
 
 using kvzap::MemorySpace;
 
-// Some engine's layer: keys and values side by side, (token, key or value, KV head, dim), bfloat16.
+// A layer of another engine: keys and values side by side, (token, key or value, KV head, dim),
+// bfloat16.
 using EngineLayer = Kokkos::View<kvzap::bfloat16****, Kokkos::LayoutRight, MemorySpace>;
 
 int run() {
@@ -31,7 +32,8 @@ int run() {
   auto surrogate =
       kvzap::Surrogate::load(models + "kvzap-linear-recall-4m", model, partition, /*rank*/ 0);
 
-  // What the engine has: hidden states that enter attention, and the layer's cache. Made up here.
+  // The engine's data: hidden states that enter attention, and the layer's cache. Random numbers
+  // here.
   std::mt19937 random(1);
   std::normal_distribution<float> normal;
   Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> hidden("hidden", tokens,
@@ -55,7 +57,7 @@ int run() {
   surrogate.score(exec, layer, positions, hidden, scores);
   const auto host_scores = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, scores);
 
-  // 2. Which pairs stay. The threshold is one that evicts three quarters of these.
+  // 2. The pairs that stay. The threshold evicts three quarters of these.
   std::vector<float> sorted(host_scores.data(), host_scores.data() + host_scores.size());
   const auto quantile = sorted.begin() + static_cast<std::ptrdiff_t>(sorted.size() * 3 / 4);
   std::nth_element(sorted.begin(), quantile, sorted.end());
@@ -65,7 +67,7 @@ int run() {
   rule.judge = true;
   const auto list = kvzap::list_kept(exec, scores, rule, window);
 
-  // 3. The kept rows one after the other, head after head, in a view of the caller.
+  // 3. The kept rows, consecutive and head after head, in a view of the caller.
   EngineLayer pruned("pruned", list.rows, 2, 1, dim);
   for (int part : {0, 1}) {  // keys, values
     kvzap::gather_kept(exec, list,
@@ -74,7 +76,7 @@ int run() {
   }
   exec.fence();
 
-  // Check against a loop that says the same.
+  // Checks the result against a plain loop.
   const auto offsets = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, list.offsets);
   const auto result = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, pruned);
   std::printf("%d tokens, %d KV heads, threshold %.2f\n", tokens, heads, rule.threshold);

@@ -1,4 +1,4 @@
-// A cache whose KV heads keep different numbers of rows, and a decode step's attention over it.
+// A cache whose KV heads keep different numbers of rows, and attention over it in a decode step.
 #include <Kokkos_Core.hpp>
 #include <cmath>
 #include <cstdio>
@@ -28,15 +28,15 @@ int run() {
   const int tokens = 2000, heads = 4, group = 2, dim = 64;
   std::mt19937 random(1);
 
-  // One layer. The most recent 128 tokens of a head always stay; older ones are kept in pages
-  // of 64.
+  // One layer. The most recent 128 tokens of a head always stay; older ones are stored in pages of
+  // 64.
   kvzap::CacheShape shape;
   shape.heads = {heads};
   shape.head_dim = dim;
   kvzap::KVCache<float, order> cache(shape);
   const auto sequence = cache.add_sequence();
 
-  // Scores that differ by head: head 0 keeps nearly nothing, head 3 nearly everything.
+  // Scores that differ by head: head 0 keeps almost nothing, head 3 almost everything.
   Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> scores("scores", heads, tokens);
   auto host_scores = Kokkos::create_mirror_view(scores);
   std::normal_distribution<float> normal;
@@ -45,7 +45,7 @@ int run() {
   }
   Kokkos::deep_copy(scores, host_scores);
 
-  // Prefill: what leaves the window with a score below 0 is dropped, and its memory never taken.
+  // Prefill: pairs that leave the window with a score below 0 are dropped, and take no memory.
   kvzap::EvictionRule rule;
   rule.threshold = 0;
   rule.judge = true;
@@ -53,7 +53,7 @@ int run() {
   const Rows values = random_rows("values", tokens, heads, dim, random);
   const auto counts = cache.append(exec, sequence, 0, keys, values, scores, rule);
 
-  // A decode step: one token's queries over what is left and over its own key and value.
+  // A decode step: one token's queries over the kept rows and over its own key and value.
   const Rows queries = random_rows("queries", 1, heads * group, dim, random);
   const Rows new_keys = random_rows("new keys", 1, heads, dim, random);
   const Rows new_values = random_rows("new values", 1, heads, dim, random);
@@ -72,7 +72,7 @@ int run() {
   std::printf("bytes: %zu live, %zu allocated; all of it would be %zu\n", cache.bytes().live,
               cache.bytes().allocated, 2 * sizeof(float) * tokens * heads * dim);
 
-  // Check against a plain softmax over the rows that the cache says it has.
+  // Checks the result against a plain softmax over the rows that the cache reports.
   const auto q = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, queries);
   const auto k = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, new_keys);
   const auto v = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, new_values);

@@ -1,5 +1,5 @@
-// A cache whose KV heads are dealt to the ranks of an MPI program, and one HDF5 file that all of
-// them write. Usage: mpirun -n 2 sharded_snapshot [FILE.h5]
+// A cache whose KV heads are distributed over the ranks of an MPI program, and one HDF5 file that
+// all of them write. Usage: mpirun -n 2 sharded_snapshot [FILE.h5]
 #include <Kokkos_Core.hpp>
 #include <cstdio>
 #include <filesystem>
@@ -14,7 +14,7 @@ using kvzap::MemorySpace;
 constexpr int layers = 3, heads = 6, dim = 32, tokens = 500;
 constexpr auto order = kvzap::PageOrder::token_major;
 
-/// The same score on any number of ranks; later heads keep less.
+/// Returns the same score on any number of ranks. Later heads keep less.
 float score_of(int layer, int head, int token) {
   const unsigned mixed = (layer * 7919u + head * 104729u + token) * 2654435761u;
   return static_cast<float>((mixed >> 16) % 1000) / 1000.0f - 0.1f * static_cast<float>(head);
@@ -25,7 +25,7 @@ int run(const std::string& file) {
   const auto comm = kvzap::Communicator::world();
   const auto partition = kvzap::HeadPartition::even(layers, heads, comm.size());
 
-  // This rank's part: as many heads of each layer as the partition gives it.
+  // This rank's part: the heads of each layer that the partition assigns to it.
   kvzap::CacheShape shape;
   for (int l = 0; l < layers; ++l) {
     shape.heads.push_back(static_cast<int>(partition.heads(l, comm.rank()).size()));
@@ -58,7 +58,7 @@ int run(const std::string& file) {
     cache.append(exec, sequence, l, rows, rows, scores, rule);
   }
 
-  // All ranks together: what is kept, and what one process would have kept.
+  // Compares the rows of all ranks with those that one process would keep.
   bool good = true;
   std::int64_t all = 0;
   for (int h = 0; h < heads; ++h) {
@@ -111,7 +111,7 @@ int main(int argc, char** argv) {
     Kokkos::ScopeGuard kokkos(argc, argv);
     try {
       status = run(argc > 1 ? argv[1] : "kvzap-example.h5");
-    } catch (const kvzap::AgreedError& error) {  // every rank has it
+    } catch (const kvzap::AgreedError& error) {  // every rank has this error
       if (kvzap::Communicator::world().is_root()) {
         std::fprintf(stderr, "sharded_snapshot: %s\n", error.what());
       }

@@ -1,6 +1,6 @@
-// Attention: decode in bytes of keys and values read per second, prefill in floating-point
-// operations per second (4 head_dim for each pair of a query and a key that it sees; 2 head_dim for
-// the mass of attention). Every rank has a cache of its own.
+// Speed of attention. Decode: bytes of keys and values read per second. Prefill: floating-point
+// operations per second, 4 head_dim for each pair of a query and a key that it sees (2 head_dim for
+// attention mass). Every rank has a cache of its own.
 #include <algorithm>
 #include <cstdint>
 #include <kvzap/core/attention.hpp>
@@ -33,10 +33,10 @@ void fill(const View& view) {
   Kokkos::deep_copy(view, host);
 }
 
-/// How the pages of a head lie.
+/// How the pages of a head lie in memory.
 enum class Placement {
-  in_order,  // one behind the other, as a prefill takes them from the pool
-  scattered  // anywhere, as after much freeing and taking: the worst that can be
+  in_order,  // one after the other, as a prefill takes them from the pool
+  scattered  // anywhere, as after many allocations and releases: the worst case
 };
 
 /// A layer whose heads have the given numbers of retained rows, in pages of one allocation, and an
@@ -57,7 +57,7 @@ struct PagedLayer {
     }
     const std::int64_t total = std::accumulate(pages.begin(), pages.end(), std::int64_t{0});
     const std::int64_t page_size = std::int64_t{2} * page_rows * dim;
-    // On huge pages, as the slabs of a PagePool are.
+    // Uses huge pages, as the slabs of a PagePool do.
     storage = Kokkos::View<Value*, MemorySpace>(
         Kokkos::view_alloc(Kokkos::WithoutInitializing, "storage"), total * page_size);
     kvzap::detail::advise_huge_pages(storage.data(), total * page_size * sizeof(Value));
@@ -99,7 +99,7 @@ struct PagedLayer {
   }
 };
 
-/// (a, b, c), row-major, as the strided views that attention takes.
+/// Returns (a, b, c), row-major, as the strided views that attention takes.
 template <class Value>
 Kokkos::View<Value***, Kokkos::LayoutStride, MemorySpace> array(std::int64_t a, std::int64_t b,
                                                                 std::int64_t c) {
@@ -113,7 +113,7 @@ constexpr std::int64_t decode_bytes = std::int64_t{288} << 20;
 
 enum class Lengths { uniform, skewed };
 
-/// `bytes`: read by each rank.
+/// `bytes`: bytes that each rank reads.
 void report_decode(benchmark::State& state, double bytes, const std::function<void()>& work) {
   work();
   const Yardstick limit(Limit::read);
@@ -121,7 +121,7 @@ void report_decode(benchmark::State& state, double bytes, const std::function<vo
   report_bytes(state, seconds, bytes * world().size(), limit);
 }
 
-/// One query token over decode_heads KV heads whose rows take decode_bytes in all.
+/// One query token over decode_heads KV heads whose rows take decode_bytes in total.
 template <class Value>
 void decode(benchmark::State& state, int dim, int group, int page_rows, Lengths lengths,
             Placement placement) {
@@ -129,7 +129,7 @@ void decode(benchmark::State& state, int dim, int group, int page_rows, Lengths 
   const std::int64_t rows = decode_bytes / row_bytes / decode_heads;
   std::vector<std::int64_t> retained(decode_heads, rows);
   if (lengths == Lengths::skewed) {
-    // Half of the heads have 16 times the rows of the others; as many bytes in all.
+    // Half of the heads have 16 times the rows of the others. The total bytes are the same.
     for (int h = 0; h < decode_heads; ++h) retained[h] = (h % 2 ? 2 : 32) * rows / 17;
   }
   if (page_rows == 0) page_rows = static_cast<int>(rows);  // a page per head
@@ -178,7 +178,7 @@ void prefill(benchmark::State& state, int group, std::int64_t tokens, std::int64
     attention(exec, cache.layer, queries, new_rows, new_rows, output, AttentionPath::flash_prefill);
   };
   work();
-  // 16-bit floats other than bf16 are multiplied as float.
+  // 16-bit floats other than bf16 are multiplied as floats.
   const Yardstick limit(std::is_same_v<Value, bfloat16> ? Limit::gemm_bf16 : Limit::gemm_f32);
   const double seconds = time_iterations(state, work);
   const double pairs = static_cast<double>(tokens) *
@@ -256,7 +256,7 @@ void add_prefill(const std::string& type, int repetitions) {
   }
   add("mass/" + type + "/tokens:512/cached:8192", 4, repetitions,
       [=](benchmark::State& state) { mass<Value>(state, 512, 8192); });
-  // A chunk of a sparse prefill over what is retained of 16384 rows, at three keep ratios.
+  // A chunk of a sparse prefill over the retained part of 16384 rows, at three keep ratios.
   for (int percent : {100, 50, 25}) {
     add("prefill_sparse/" + type + "/keep_percent:" + std::to_string(percent), 1, repetitions,
         [=](benchmark::State& state) { prefill<Value>(state, 4, 2048, 16384 * percent / 100); });

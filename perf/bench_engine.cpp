@@ -1,5 +1,5 @@
-// Whole steps of a model with random weights: decoding at given depths of the cache, prefill,
-// growth with the context, many sequences, loading. What is in the cache is made up from a seed.
+// Whole steps of a model with random weights: decode at given depths of the cache, prefill, growth
+// with the context, many sequences, loading. The cache has random contents from a seed.
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <unistd.h>
@@ -22,7 +22,7 @@ namespace {
 
 constexpr std::int64_t chunk_tokens = 2048;  // of sparse prefill
 
-/// What has been evicted from a cache.
+/// How a cache was pruned.
 struct Variant {
   const char* name;
   double evict_ratio;
@@ -32,7 +32,7 @@ constexpr Variant full{"full", 0, 1};
 constexpr Variant evicted{"evict75", 0.75, 1};
 constexpr Variant skewed{"evict75_skew16", 0.75, 16};
 
-/// The one model and the one cache that exist at a time, made when a benchmark first needs them.
+/// The only model and the only cache at a time. Both are made when a benchmark first needs them.
 class Stage {
  public:
   const Engine& engine(const std::filesystem::path& folder, std::int64_t layers,
@@ -46,7 +46,7 @@ class Stage {
     return *m_engine;
   }
 
-  /// An empty decoder whose scorer evicts as `variant` has it.
+  /// Returns an empty decoder whose scorer evicts as `variant` says.
   Engine::Decoder& decoder(const Variant& variant) {
     m_checkpoint.reset();
     m_decoder.reset();
@@ -57,8 +57,8 @@ class Stage {
     return *m_decoder;
   }
 
-  /// A sequence that has seen `tokens` tokens, of which `variant` is left: the one of the call
-  /// before, if it had no more, filled up.
+  /// Returns a sequence that has seen `tokens` tokens and was pruned by `variant`. Extends the
+  /// sequence of the last call if that is shorter.
   std::pair<Engine::Decoder*, SequenceId> filled(const Variant& variant, std::int64_t tokens) {
     if (!m_checkpoint || m_variant != variant.name || m_depth > tokens) {
       decoder(variant);
@@ -81,8 +81,8 @@ class Stage {
                 m_engine->model().config().hidden_size, EvictionRule{0, 0, is_judged}, 2);
   }
 
-  /// A decoder that scores by an MLP, and `sequences` of them that have seen `tokens` tokens, of
-  /// which `variant` is left.
+  /// Returns a decoder that scores by an MLP, and `sequences` sequences that have seen `tokens`
+  /// tokens and were pruned by `variant`.
   std::pair<Engine::Decoder*, std::vector<SequenceId>> served(const Variant& variant, int sequences,
                                                               std::int64_t tokens) {
     m_checkpoint.reset();
@@ -96,7 +96,7 @@ class Stage {
     m_surrogate = std::make_unique<Surrogate>(
         Surrogate::load(files.path() / "mlp", config, m_engine->partition(), world().rank(),
                         DTypeOf<Engine::Value>::value, world()));
-    world_barrier();  // rank 0 removes the files when all have read them
+    world_barrier();  // rank 0 removes the files after all ranks have read them
     m_decoder = m_engine->decoder(m_surrogate.get());
     std::vector<SequenceId> ids;
     for (int i = 0; i < sequences; ++i) {
@@ -131,7 +131,7 @@ void report_kv(benchmark::State& state, const KVBytes& kv) {
   state.counters["kv_allocated_over_live"] = kv.allocated / kv.live;
 }
 
-/// One token after another; the bound is reading all weights and the whole cache once.
+/// Runs one token after another. The limit is reading all weights and the whole cache once.
 void run_decode(benchmark::State& state, Stage& stage, const Variant& variant,
                 std::int64_t context) {
   const auto [decoder, sequence] = stage.filled(variant, context);
@@ -191,7 +191,7 @@ void run_prefill(benchmark::State& state, Stage& stage, const Engine& engine, bo
   report_kv(state, kv);
 }
 
-/// `sequences` sequences decode a token each in one step.
+/// `sequences` sequences decode one token each in one step.
 void run_batch(benchmark::State& state, Stage& stage, const Variant& variant,
                std::int64_t sequences, std::int64_t context) {
   Engine::Decoder& decoder = stage.decoder(variant);
@@ -210,8 +210,8 @@ void run_batch(benchmark::State& state, Stage& stage, const Variant& variant,
   report_kv(state, kv);
 }
 
-/// What a server does: `sequences` of them decode a token each in one step, scored by an MLP and
-/// judged.
+/// The work of a server: `sequences` sequences decode one token each in one step, scored by an MLP
+/// and judged.
 void run_served(benchmark::State& state, Stage& stage, int sequences, std::int64_t context) {
   const auto [decoder, ids] = stage.served(evicted, sequences, context);
   const StepRule rule{true, EvictionRule{0, 0, true}};
@@ -224,9 +224,9 @@ void run_served(benchmark::State& state, Stage& stage, int sequences, std::int64
   report_kv(state, kv_bytes(*decoder));
 }
 
-/// A chunk of a prompt beside sequences that decode, in one step, against the two apart. The bound
-/// of a mixed step: the chunk alone, and the products of the decoding rows, which is what a step of
-/// as many sequences takes whose contexts are short.
+/// A chunk of a prompt and sequences that decode, in one step, compared with the two in separate
+/// steps. The limit of a mixed step is the chunk alone, and the products of the decoding rows,
+/// measured as a step of the same number of sequences with short contexts.
 void run_mixed(benchmark::State& state, Stage& stage, int sequences, std::int64_t chunk,
                std::int64_t context) {
   auto [decoder, ids] = stage.served(evicted, sequences + 1, context);
@@ -270,7 +270,7 @@ void run_mixed(benchmark::State& state, Stage& stage, int sequences, std::int64_
   state.counters["over_chunk_and_decode"] = sums[0] / (sums[1] + sums[2]);
 }
 
-/// How many sequences of `context` tokens fit into `budget` bytes of KV memory of all ranks.
+/// Counts the sequences of `context` tokens that fit into `budget` bytes of KV memory of all ranks.
 void run_capacity(benchmark::State& state, Stage& stage, const Variant& variant,
                   std::int64_t context, double budget) {
   std::int64_t fitting = 0;
@@ -286,7 +286,7 @@ void run_capacity(benchmark::State& state, Stage& stage, const Variant& variant,
   state.counters["sequences"] = static_cast<double>(fitting);
 }
 
-/// A checkpoint in bf16 of the shapes that `config` has, its values of no interest.
+/// Writes a checkpoint in bf16 with the shapes of `config` and arbitrary values.
 void write_checkpoint(const std::filesystem::path& folder, const ModelConfig& config) {
   std::vector<std::pair<std::string, std::vector<std::int64_t>>> tensors;
   const std::int64_t hidden = config.hidden_size;
@@ -354,8 +354,8 @@ void write_checkpoint(const std::filesystem::path& folder, const ModelConfig& co
   if (!file.flush()) throw Error("cannot write " + (folder / "model.safetensors").string());
 }
 
-/// Reads `bytes` of a file, this rank's share of it by position, into memory never touched before:
-/// what loading cannot beat.
+/// Reads this rank's share of `bytes` of a file, by position, into memory that was never touched.
+/// Loading cannot be faster.
 void read_share(const std::filesystem::path& path, std::int64_t bytes) {
   const int file = open(path.c_str(), O_RDONLY);
   char* target = static_cast<char*>(std::malloc(bytes));
@@ -370,7 +370,7 @@ void read_share(const std::filesystem::path& path, std::int64_t bytes) {
   close(file);
 }
 
-/// Loading from the page cache, against reading as many bytes from it.
+/// Loads from the page cache, and compares with reading the same bytes from it.
 void run_load(benchmark::State& state, const std::filesystem::path& config_folder,
               const std::filesystem::path& files) {
   const ModelConfig config = ModelConfig::load(config_folder);
@@ -432,7 +432,7 @@ void register_benchmarks(const Options& options) {
     }
   }
 
-  // What a server's steps are made of.
+  // The steps of a server.
   const std::int64_t served_context = quick ? 1024 : 4096;
   for (const int sequences : {1, 16}) {
     add(fmt::format("engine/served/{}/evict75/mlp/context:{}/sequences:{}", model, served_context,
@@ -464,7 +464,7 @@ void register_benchmarks(const Options& options) {
     prefill("prefill", 0, false, 8192, 3);
   }
 
-  // Growth, on few layers: the times of layers add up.
+  // Growth, on few layers, because the times of layers add up.
   const std::int64_t few = quick ? 2 : 4;
   const std::int64_t longest = quick ? 4096 : 16384;
   for (const bool is_sparse : {false, true}) {

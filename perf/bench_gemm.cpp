@@ -1,5 +1,5 @@
-// The linear maps of a layer, at the extents that one rank has of them: blocks of prefill against
-// the rate of matrix products, the few rows of decode against the bandwidth of reading the weights.
+// The linear maps of a layer, with the extents of one rank. Blocks of prefill are compared with the
+// rate of matrix products, the few rows of decode with the bandwidth of reading the weights.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -16,7 +16,7 @@
 namespace kvzap::perf {
 namespace {
 
-// Weights that one pass goes through, so that none is left in the caches from the pass before.
+// Weights that one pass reads, so that none remain in the caches from the pass before.
 constexpr std::int64_t cycle_bytes = std::int64_t{256} << 20;
 
 struct Shape {
@@ -25,7 +25,8 @@ struct Shape {
   std::int64_t inputs;
 };
 
-/// As Model splits them over ranks; of k and v, and of gate and up, which are alike, one.
+/// Returns the shapes as Model splits them over ranks. Of k and v, and of gate and up, which are
+/// equal, it returns one.
 std::vector<Shape> shapes_of(const ModelConfig& config) {
   const std::int64_t ranks = world().size();
   const std::int64_t q = config.num_attention_heads * config.head_dim / ranks;
@@ -39,7 +40,7 @@ std::vector<Shape> shapes_of(const ModelConfig& config) {
           {"down", hidden, intermediate}};
 }
 
-/// As the model's loader allocates them: on huge pages.
+/// Allocates on huge pages, as the model's loader does.
 template <class Value>
 typename LinearWeights<Value>::Rows plain_rows(std::int64_t outputs, std::int64_t inputs) {
   const typename LinearWeights<Value>::Rows rows(
@@ -67,7 +68,7 @@ LinearWeights<Value> random_weights(const Shape& shape, detail::PackedAllocator<
   return LinearWeights<Value>(rows);
 }
 
-/// The same values in memory of their own.
+/// Copies the values to separate memory.
 template <class Value>
 LinearWeights<Value> copy_of(const LinearWeights<Value>& weights,
                              detail::PackedAllocator<Value>& allocate) {
@@ -81,7 +82,7 @@ LinearWeights<Value> copy_of(const LinearWeights<Value>& weights,
   return LinearWeights<Value>(rows);
 }
 
-/// As many matrices of one shape as make up cycle_bytes; made when first used.
+/// Matrices of one shape that together have cycle_bytes; made at first use.
 template <class Value>
 class Cycle {
  public:
@@ -124,7 +125,7 @@ void run(benchmark::State& state, Cycle<Value>& cycle, std::int64_t rows) {
   const double bytes = static_cast<double>(shape.outputs) * shape.inputs * sizeof(Value);
   const bool is_decode = rows <= 16;
   const double per_iteration = is_decode ? static_cast<double>(cycle.matrices().size()) : 1;
-  linear(exec, x, cycle.next(), detail::ConstVector(), y);  // grows its scratch
+  linear(exec, x, cycle.next(), detail::ConstVector(), y);  // first call: the scratch memory grows
   const Yardstick limit(is_decode                         ? Limit::read
                         : std::is_same_v<Value, bfloat16> ? Limit::gemm_bf16
                                                           : Limit::gemm_f32);

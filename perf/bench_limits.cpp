@@ -1,4 +1,4 @@
-// The limits that the other programs state their shares of, with their spread.
+// The limits to which the other programs compare, with their spread.
 #include <fmt/format.h>
 
 #include <memory>
@@ -10,7 +10,7 @@ namespace kvzap::perf {
 void register_benchmarks(const Options& options) {
   const auto kernels = std::make_shared<std::unique_ptr<LimitKernels>>();
   const int repetitions = options.quick ? 5 : 15;
-  // `work` of one rank in one pass; a counter of that name per second and all ranks.
+  // `work` of one rank in one pass; the counter `name` is per second over all ranks.
   const auto limit = [&](const std::string& name, double work, const char* unit,
                          double (LimitKernels::*pass)()) {
     add("limit/" + name, 1, repetitions, [=](benchmark::State& state) {

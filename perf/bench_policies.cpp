@@ -1,6 +1,6 @@
-// What eviction policies cost beside the dense prefill that they prune: scoring, choosing and
-// storing what stays, memory beyond it. Some layers of a model with random weights; all have the
-// same cost.
+// The cost of eviction policies beside the dense prefill that they prune: scoring, choosing and
+// storing rows, and additional memory. Uses some layers of a model with random weights, because all
+// layers have the same cost.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -29,7 +29,7 @@ struct Case {
   PruneMoment after = PruneMoment::context;
 };
 
-/// Files that some policies want, of random numbers.
+/// Files of random numbers that some policies need.
 struct Files {
   TemporaryFolder folder;
 
@@ -77,7 +77,7 @@ struct Files {
   }
 };
 
-/// Bytes that this process has held at most since reset_peak; 0 where the system does not tell.
+/// Returns the peak bytes of this process since reset_peak, or 0 if the system does not report it.
 double peak_bytes() {
   std::ifstream status("/proc/self/status");
   std::string line;
@@ -123,7 +123,7 @@ class Bench {
       }
       const PolicySetup setup{m_model->config(), m_partition, DType::bf16, m_folder, world()};
       PolicyChoice choice = make_policy(parsed, budget, std::nullopt, setup);
-      // As many tokens as Qwen3's tokenizer and template make.
+      // The number of tokens that Qwen3's tokenizer and template produce.
       choice.repeat.first.assign(7, 1);
       choice.repeat.later.assign(12, 1);
       choice.repeat.suffix.assign(9, 1);
@@ -162,7 +162,7 @@ class Bench {
   std::unique_ptr<Files> m_files;
 };
 
-// Dense prefill right before, so that both meet the machine in the same state.
+// Runs a dense prefill directly before, so that both run with the machine in the same state.
 void measure(benchmark::State& state, const Bench& bench, const Case& which, std::int64_t tokens) {
   std::vector<Cost> dense, pruned;
   for (auto _ : state) {

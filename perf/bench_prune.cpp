@@ -1,8 +1,8 @@
-// Speed of eviction: rows that leave the window are admitted or dropped, a decode step's single
-// row, and compaction of retained rows, beside what the machine allows: a plain copy, and a bare
-// gather of the same random rows.
+// Speed of eviction: admission or drop of rows that leave the window, a decode step's single row,
+// and compaction of retained rows. The limits are a plain copy, and a bare gather of the same
+// random rows.
 //
-// Bytes are those of rows that move, read and written. On each rank one layer of 8 KV heads,
+// Bytes are those of rows that move, read and written. Each rank has one layer of 8 KV heads,
 // head_dim 128, bfloat16.
 #include <algorithm>
 #include <cstring>
@@ -37,7 +37,7 @@ constexpr EvictionRule judging{0.0f, 0, true};
 using Bytes = Kokkos::View<char*, MemorySpace>;
 using Scores = Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>;
 
-/// Times `work`; `bytes` are read and written by each rank.
+/// Times `work`. `bytes`: bytes that each rank reads and writes.
 void time_moves(benchmark::State& state, std::size_t bytes, const std::function<void()>& work,
                 const std::function<void()>& before = {}) {
   const Yardstick limit(Limit::copy);
@@ -59,8 +59,8 @@ void stream_pieces(char* target, const char* source, std::size_t bytes) {
 }
 #endif
 
-/// Copies whole cache lines past the caches, which is what copies of this size want. Both begin on
-/// a line.
+/// Copies whole cache lines past the caches, the fastest way for copies of this size. Both
+/// addresses begin on a line.
 void stream(char* target, const char* source, std::size_t bytes) {
 #if KVZAP_X86
   if (detail::simd_level() >= detail::SimdLevel::avx512) {
@@ -73,7 +73,7 @@ void stream(char* target, const char* source, std::size_t bytes) {
 #endif
 }
 
-/// On huge pages, as the library's own memory of this size is.
+/// Allocates on huge pages, as the library does for memory of this size.
 template <class Value>
 Kokkos::View<Value*, MemorySpace> array(const std::string& label, std::size_t count) {
   const Kokkos::View<Value*, MemorySpace> view(
@@ -83,12 +83,12 @@ Kokkos::View<Value*, MemorySpace> array(const std::string& label, std::size_t co
   return view;
 }
 
-/// On a cache line, as the pages of a cache are.
+/// Aligns to a cache line, as the pages of a cache are.
 char* aligned(const Bytes& bytes) {
   return reinterpret_cast<char*>((reinterpret_cast<std::uintptr_t>(bytes.data()) + 63) / 64 * 64);
 }
 
-/// Scores (head, token) of which a share `keep` is not negative.
+/// Returns scores (head, token), of which a fraction `keep` is not negative.
 Scores random_scores(std::int64_t tokens, double keep) {
   RandomScorer scorer(HeadPartition::even(1, heads, 1), 0, 1 - keep, 1, 7);
   const Scores scores("scores", heads, tokens);
@@ -101,9 +101,9 @@ Scores random_scores(std::int64_t tokens, double keep) {
   return scores;
 }
 
-/// The yardstick of admission: the rows that an append of so many tokens keeps, their numbers known
-/// beforehand, gathered into two arrays per head. Its order of tokens and the distance of its
-/// prefetches are the best of those tried.
+/// The limit of admission: gathers the rows that an append of this many tokens keeps into two
+/// arrays per head, with their numbers known in advance. Its order of tokens and the distance of
+/// its prefetches are the best of those tried.
 void bare_gather(benchmark::State& state, std::int64_t tokens, double keep) {
   constexpr std::int64_t token_block = 256;
   constexpr std::int64_t ahead = 12;
@@ -115,7 +115,7 @@ void bare_gather(benchmark::State& state, std::int64_t tokens, double keep) {
       if (scores(h, t) >= 0) kept[h].push_back(static_cast<std::int32_t>(t));
     }
     total += kept[h].size();
-    // Past the end the last row is fetched again.
+    // After the end, the last row is prefetched again.
     kept[h].resize(kept[h].size() + ahead, kept[h].empty() ? 0 : kept[h].back());
   }
   const std::size_t token_bytes = heads * row_bytes;
@@ -183,8 +183,8 @@ std::int64_t retained(const Cache& cache, SequenceId id) {
   return n;
 }
 
-/// A prefill's rows leave the window. `fresh`: into memory that the pool has yet to get from the
-/// system; otherwise into pages that an earlier sequence has left.
+/// A prefill's rows leave the window. `fresh`: into memory that the pool must still get from the
+/// system. Otherwise into pages of an earlier sequence.
 void admission(benchmark::State& state, std::int64_t tokens, double keep, bool fresh) {
   const Prefill prefill(tokens, keep);
   const ExecutionSpace exec;
@@ -202,7 +202,7 @@ void admission(benchmark::State& state, std::int64_t tokens, double keep, bool f
   });
 }
 
-/// One token for one layer, once the window is full; one in four of the rows that leave it stays.
+/// Appends one token to one layer with a full window. One in four of the rows that leave it stays.
 void decode_append(benchmark::State& state) {
   constexpr int appends = 1000;
   const ExecutionSpace exec;
@@ -227,7 +227,7 @@ void decode_append(benchmark::State& state) {
   state.counters["append_ns"] = 1e9 * seconds / appends;
 }
 
-/// Retained rows are evicted at random from a layer that keeps all its tokens.
+/// Evicts random retained rows from a layer that keeps all its tokens.
 void compaction(benchmark::State& state, std::int64_t tokens, double keep_ratio) {
   const Prefill prefill(tokens, 1);
   const auto scores = random_scores(tokens, keep_ratio);
@@ -250,8 +250,8 @@ void compaction(benchmark::State& state, std::int64_t tokens, double keep_ratio)
       state, bytes, [&] { cache.compact(exec, id, 0, keep); }, refill);
 }
 
-/// Cutoffs that keep a quarter of 36 layers' 8 heads of `tokens` tokens, all together or each head
-/// by itself, beside std::nth_element over as many scores.
+/// Finds cutoffs that keep a quarter of 36 layers' 8 heads of `tokens` tokens, over all heads or
+/// for each head alone. Compares with std::nth_element over the same number of scores.
 void selection(benchmark::State& state, std::int64_t tokens, bool of_heads) {
   constexpr std::int64_t n_heads = 36 * 8;
   const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> all("scores", n_heads, tokens);

@@ -1,6 +1,6 @@
-// What scoring costs: KVzap's surrogates on one layer of Qwen3-8B, beside that layer's prefill and
-// decoding. Random weights; the vocabulary is cut, so that neither embedding nor output head weighs
-// in. A layer scored and unscored, and the scorer alone, are timed in turn.
+// The cost of scoring: KVzap's surrogates on one layer of Qwen3-8B, beside that layer's prefill and
+// decode. Weights are random. The vocabulary is small, so that embedding and output head take
+// little time. A layer scored and unscored, and the scorer alone, are timed in turn.
 #include <fmt/format.h>
 
 #include <kvzap/engine/surrogate.hpp>
@@ -27,7 +27,7 @@ struct Fixture {
       surrogates.push_back(Surrogate::load(files.path() / kind, config, engine.partition(),
                                            world().rank(), DTypeOf<Engine::Value>::value, world()));
     }
-    // Rank 0 removes the files only when all have read them.
+    // Rank 0 removes the files after all ranks have read them.
     world_barrier();
   }
 
@@ -35,7 +35,7 @@ struct Fixture {
   std::vector<Surrogate> surrogates;
 };
 
-/// Asks for scores as the decoder does, block by block.
+/// Requests scores as the decoder does, block by block.
 class Scoring {
  public:
   Scoring(Surrogate& surrogate, const Engine& engine, std::int64_t tokens)
@@ -64,16 +64,16 @@ class Scoring {
   Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> m_scores;  // (head, token)
 };
 
-/// Three times in turn, so that a change of the machine's speed meets all of them and each finds
-/// the caches as a layer leaves them: the layer without scores, scoring alone (which is the time of
-/// the benchmark), the layer with scores.
+/// Times three variants in turn: the layer without scores, scoring alone (the time of the
+/// benchmark), and the layer with scores. So changes of the machine's speed affect all of them, and
+/// each finds the caches as a layer leaves them.
 void run(benchmark::State& state, Fixture& fixture, Surrogate& surrogate, std::int64_t context,
          std::int64_t tokens) {
   const auto plain = fixture.engine.decoder();
   const auto scored = fixture.engine.decoder(&surrogate);
   const auto ids = fixture.engine.tokens(tokens);
   Scoring scoring(surrogate, fixture.engine, tokens);
-  // Nothing is evicted, so that both layers do the same but for the scores.
+  // Nothing is evicted, so the two layers differ only in the scores.
   const StepRule with_scores{true, EvictionRule::keep_all()};
   const auto filled = [&](Engine::Decoder& decoder) {
     const SequenceId sequence = decoder.cache().add_sequence();

@@ -1,8 +1,10 @@
-// Speed of snapshots: a cache of many heads of uneven lengths written and read, beside plain
-// parallel writes and reads of as many bytes in the same folder, as `dd` has them; what memory they
-// take beside the cache; and what a snapshot that is being written costs the steps meanwhile.
+// Speed of snapshots: a cache of many heads of uneven lengths is written and read. The limits are
+// plain parallel writes and reads of the same number of bytes in the same folder, as `dd` does
+// them. Also measures the memory beside the cache, and the cost for steps while a snapshot is
+// written.
 //
-// Files lie in the system's temporary folder: TMPDIR names another one. GB/s are the file's bytes.
+// Files are in the system's temporary folder; TMPDIR names another one. GB/s count the file's
+// bytes.
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <unistd.h>
@@ -30,13 +32,14 @@ namespace fs = std::filesystem;
 using Value = Engine::Value;
 using Cache = Engine::Decoder::Cache;
 
-// As in bench_engine: a quarter of the pairs is left, of some heads 16 times as many as of others.
+// As in bench_engine, a quarter of the pairs stays, and some heads keep 16 times the pairs of
+// others.
 constexpr double evict_ratio = 0.75;
 constexpr double skew = 16;
 
-// What `dd bs=8M` takes at a time.
+// The size of a transfer in `dd bs=8M`.
 constexpr std::size_t piece_bytes = std::size_t{8} << 20;
-// What plain writes write, over and over: more than processors cache.
+// The source that plain writes repeat: more than processors cache.
 constexpr std::size_t source_bytes = std::size_t{256} << 20;
 
 using Fresh = Kokkos::View<char*, Kokkos::HostSpace>;
@@ -65,7 +68,8 @@ struct Share {
   std::int64_t begin, end;
 };
 
-/// Calls transfer(offset in the share, offset in the file, bytes), which returns how many it did.
+/// Calls transfer(offset in the share, offset in the file, bytes), which returns the number of
+/// transferred bytes.
 void each_piece(const Share& share,
                 const std::function<ssize_t(std::int64_t, std::int64_t, std::size_t)>& transfer) {
   for (std::int64_t at = share.begin; at < share.end;) {
@@ -77,7 +81,7 @@ void each_piece(const Share& share,
   }
 }
 
-/// All ranks write one new file of so many bytes, each its share of it, and bring it to the disk.
+/// All ranks write one new file, each its share, and bring it to the disk.
 void plain_write(const fs::path& file, std::int64_t bytes, const std::vector<char>& source) {
   if (world().is_root()) const Descriptor created(file, O_WRONLY | O_CREAT | O_TRUNC);
   world_barrier();
@@ -98,8 +102,8 @@ void plain_read(const fs::path& file, std::int64_t bytes, std::vector<char>& buf
   });
 }
 
-/// The same into memory never touched before, as a new cache's is, which whoever keeps what is read
-/// pays for.
+/// Reads into memory that was never touched, as in a new cache. Any reader that keeps the data pays
+/// for this.
 void plain_read_fresh(const fs::path& file, std::int64_t bytes, Fresh& fresh) {
   const Descriptor descriptor(file, O_RDONLY);
   const Share share(bytes);
@@ -110,7 +114,7 @@ void plain_read_fresh(const fs::path& file, std::int64_t bytes, Fresh& fresh) {
   });
 }
 
-/// The system forgets what it holds of a file in memory, as far as it is on the disk.
+/// Lets the system drop its cached pages of a file, as far as they are on the disk.
 void forget(const fs::path& file) {
   if (world().is_root()) {
     const Descriptor descriptor(file, O_RDONLY);
@@ -119,7 +123,7 @@ void forget(const fs::path& file) {
   world_barrier();
 }
 
-/// Nothing is on its way to the disk any more.
+/// Waits until no data are on their way to the disk.
 void settle() {
   if (world().is_root()) ::sync();
   world_barrier();
@@ -133,16 +137,16 @@ double status_bytes(const std::string& key) {
   return 0;
 }
 
-/// Most memory that this process takes while `work` runs, above what it has before or after it,
-/// whichever is more: what is made stays.
+/// Returns the peak memory of this process while `work` runs, above its memory before or after
+/// `work`, whichever is larger, because results stay.
 double memory_beside(const std::function<void()>& work) {
   const double before = status_bytes("VmRSS");
-  std::ofstream("/proc/self/clear_refs") << "5";  // the peak begins anew
+  std::ofstream("/proc/self/clear_refs") << "5";  // resets the peak
   work();
   return status_bytes("VmHWM") - std::max(before, status_bytes("VmRSS"));
 }
 
-/// A cache and a sequence of uneven heads in it.
+/// A cache with a sequence of uneven heads.
 struct Filled {
   Filled(const ModelConfig& config, std::int64_t tokens)
       : partition(HeadPartition::even(static_cast<int>(config.num_hidden_layers),
@@ -165,7 +169,7 @@ struct Filled {
     shape.page_rows = Engine::page_rows;
     return shape;
   }
-  /// Keys and values of the layer with most rows, of all ranks.
+  /// Returns the bytes of keys and values of the layer with most rows, over all ranks.
   double largest_layer_bytes() const {
     double largest = 0;
     for (int l = 0; l < partition.n_layers(); ++l) {
@@ -191,8 +195,8 @@ SnapshotInfo some_info() {
   return info;
 }
 
-/// Times `work` and `plain` in turn, each beginning with `before`; what is reported is `work`, with
-/// the rate of `plain` as the limit.
+/// Times `work` and `plain` in turn, each after `before`. Reports `work`, with the rate of `plain`
+/// as the limit.
 void time_beside(benchmark::State& state, double bytes, const std::function<void()>& work,
                  const std::function<void()>& plain, const std::function<void()>& before) {
   const auto timed = [&](const std::function<void()>& what) {
@@ -206,7 +210,7 @@ void time_beside(benchmark::State& state, double bytes, const std::function<void
   for (auto _ : state) {
     const double first = timed(plain);
     const double ours = timed(work);
-    // Disks, above all shared ones, change from one second to the next.
+    // Disks, above all shared ones, vary from one second to the next.
     plain_seconds += 0.5 * (first + timed(plain));
     work_seconds += ours;
     state.SetIterationTime(ours);
@@ -253,7 +257,7 @@ void report_memory(benchmark::State& state, double beside, const Filled& filled)
   state.counters["layer_MB"] = 1e-6 * filled.largest_layer_bytes();
 }
 
-/// Neither file is there when a measurement begins.
+/// Neither file exists when a measurement begins.
 void run_write(benchmark::State& state, Stage& stage, Filled& filled,
                const SnapshotOptions& options) {
   const fs::path file = stage.folder() / "cache.h5", plain = stage.folder() / "plain";
@@ -278,7 +282,7 @@ void run_write(benchmark::State& state, Stage& stage, Filled& filled,
   report_memory(state, beside, filled);
 }
 
-/// A new cache for each, as in a run that goes on from the file. `cold`: from the disk.
+/// Makes a new cache for each measurement, as a resumed run does. `cold`: reads from the disk.
 void run_read(benchmark::State& state, Stage& stage, const Filled& filled, bool cold) {
   const fs::path file = stage.folder() / "cache.h5";
   write_snapshot(file, *filled.cache, filled.sequence, filled.partition, world(), some_info());
@@ -320,8 +324,8 @@ void run_read(benchmark::State& state, Stage& stage, const Filled& filled, bool 
   report_memory(state, beside, filled);
 }
 
-/// Decode steps while a snapshot is written, and without. A fork of the sequence is written, as by
-/// a run that makes one every so many tokens.
+/// Runs decode steps while a snapshot is written, and without. Writes a fork of the sequence, as a
+/// run with regular snapshots does.
 void run_background(benchmark::State& state, Stage& stage, const fs::path& model,
                     std::int64_t tokens, int steps) {
   stage.clear();

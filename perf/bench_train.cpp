@@ -1,5 +1,5 @@
 // Training of surrogates: sums of ridge regression, and steps of an MLP, at the sizes of published
-// models. A layer of 1.2 M pairs is what arXiv 2601.07891 trains on (section 3).
+// models. arXiv 2601.07891 trains each layer on 1.2 M pairs (section 3).
 #include <fmt/format.h>
 
 #include <cmath>
@@ -18,7 +18,7 @@ constexpr double published_pairs = 1.2e6;
 constexpr int published_epochs = 15;
 constexpr std::int64_t heads = 8;
 
-/// Pairs in memory, more than caches hold; every rank has its own.
+/// Pairs in memory, more than caches hold. Every rank has its own.
 struct Pairs {
   Pairs(std::int64_t count, std::int64_t inputs)
       : hidden("kvzap::perf::hidden", count, inputs),
@@ -43,7 +43,7 @@ struct Pairs {
   Kokkos::View<std::int64_t*, MemorySpace> order;
 };
 
-/// One block of pairs into the normal equations: widened, products, sums.
+/// Adds one block of pairs to the normal equations: widening, products, sums.
 void ridge(benchmark::State& state, std::int64_t inputs) {
   constexpr std::int64_t rows = detail::NormalEquations::block_rows;
   const Pairs pairs(rows, inputs);
@@ -58,7 +58,7 @@ void ridge(benchmark::State& state, std::int64_t inputs) {
   state.counters["s_per_layer_1.2M"] = seconds / static_cast<double>(rows) * published_pairs;
 }
 
-/// One step: gather and widen the batch, forward, backward, clip, AdamW.
+/// Runs one step: gather and widen the batch, forward, backward, clip, AdamW.
 void mlp(benchmark::State& state, std::int64_t inputs, std::int64_t hidden, std::int64_t batch) {
   const std::int64_t batches = 16;
   const Pairs pairs(batches * batch, inputs);

@@ -27,7 +27,8 @@ namespace {
 std::optional<Communicator> the_world;
 int most_repetitions = Options().repetitions;
 
-/// What add_context told Google Benchmark, which does not hand it to reporters of one's own.
+/// The values that were passed to add_context. Google Benchmark does not pass them to custom
+/// reporters.
 std::vector<std::pair<std::string, std::string>>& context() {
   static std::vector<std::pair<std::string, std::string>> entries;
   return entries;
@@ -39,8 +40,8 @@ double median(std::vector<double> values) {
   return n % 2 == 1 ? values[n / 2] : 0.5 * (values[n / 2 - 1] + values[n / 2]);
 }
 
-/// One line for each benchmark: the median, smallest and largest of its repetitions and the medians
-/// of its counters. Silent on all ranks but the first.
+/// Prints one line for each benchmark: the median, smallest and largest of its repetitions and the
+/// medians of its counters. Silent on all ranks but the first.
 class Table : public benchmark::BenchmarkReporter {
  public:
   explicit Table(bool is_silent) : m_is_silent(is_silent) {}
@@ -103,7 +104,7 @@ void add_context() {
   add("onednn", detail::onednn::is_available() ? detail::onednn::version() : "none");
 }
 
-/// Takes our own options out of the arguments.
+/// Removes this project's options from the arguments.
 Options parse(int& argc, char** argv) {
   Options options;
   int kept = 1;
@@ -123,7 +124,7 @@ Options parse(int& argc, char** argv) {
     } else if (const char* folder = value("--configs")) {
       options.configs = folder;
     } else if (argument.rfind("--benchmark_out", 0) == 0 && !world().is_root()) {
-      // One rank writes the file.
+      // Only one rank writes the file.
     } else {
       argv[kept++] = argv[i];
     }
@@ -245,7 +246,7 @@ int main(int argc, char** argv) {
     kvzap::perf::the_world = kvzap::Communicator::world();
     status = kvzap::perf::run(argc, argv);
   } catch (const std::exception& error) {
-    // Others may wait for this rank.
+    // Other ranks may wait for this one.
     std::fprintf(stderr, "%s\n", error.what());
     kvzap::Communicator::world().abort(1);
   }

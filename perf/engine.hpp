@@ -1,4 +1,4 @@
-// A model of random weights with its cache, as the benchmarks of whole steps use it.
+// A model of random weights with its cache, for benchmarks of whole steps.
 #pragma once
 
 #include <cstdint>
@@ -21,16 +21,16 @@ class Engine {
   static constexpr int window = 128;
   static constexpr int page_rows = 64;
 
-  /// Of the model's layers the first `layers` (0: all); vocabulary of `vocabulary` tokens (0: the
-  /// model's own).
+  /// Uses the first `layers` layers of the model (0: all), and a vocabulary of `vocabulary` tokens
+  /// (0: the model's own).
   Engine(const std::filesystem::path& folder, std::int64_t layers, std::int64_t vocabulary = 0);
 
   const Model<Value>& model() const { return m_model; }
   const HeadPartition& partition() const { return m_model.partition(); }
 
-  /// A decoder without any sequence. `scorer` outlives it.
+  /// Returns a decoder without sequences. `scorer` must outlive it.
   std::unique_ptr<Decoder> decoder(Scorer* scorer = nullptr) const;
-  /// The same tokens on all ranks.
+  /// Returns the same tokens on all ranks.
   std::vector<TokenId> tokens(std::int64_t count) const;
 
  private:
@@ -40,15 +40,15 @@ class Engine {
   Model<Value> m_model;
 };
 
-/// Writes a surrogate of small random weights as published: hidden_dim 0 for a linear one.
+/// Writes a surrogate of small random weights in the published form; hidden_dim 0 for a linear one.
 void write_surrogate(const std::filesystem::path& folder, const ModelConfig& config,
                      std::int64_t hidden_dim);
 
-/// Bytes of all ranks' weights that a step of few tokens reads: everything but an embedding table
-/// of its own, of which it reads a row. Collective.
+/// Returns the bytes of all ranks' weights that a step of few tokens reads. Excludes a separate
+/// embedding table, of which it reads one row. Collective.
 double weight_bytes_of_step(const Model<Engine::Value>& model);
 
-/// Bytes of keys and values of all ranks, and of the rank that has most of them.
+/// Bytes of keys and values of all ranks, and of the rank with most of them.
 struct KVBytes {
   double live;
   double allocated;

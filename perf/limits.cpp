@@ -30,7 +30,7 @@ constexpr std::int64_t gemm_m = 1024, gemm_n = 2048, gemm_k = 2048;
 constexpr std::int64_t prefetch_floats = 1024;
 
 // Eight running sums hide the latency of the additions. Prefetches bridge the ends of memory pages,
-// at which the processor's own stop.
+// at which the processor's prefetcher stops.
 #if defined(__x86_64__)
 KVZAP_TARGET_AVX512 float read_all_avx512(const float* values, std::int64_t count) {
   __m512 sums[8];
@@ -94,8 +94,8 @@ void stream_copy(const char* source, char* target, std::size_t bytes) {
 }
 #endif
 
-/// Zeroed memory of the system. `huge`: in the largest pages that it gives; reading small ones is a
-/// good deal slower, whatever the kernel. `touch`: present from the start.
+/// Zeroed memory of the system. `huge`: in the largest pages that the system provides; reading
+/// small ones is much slower with any kernel. `touch`: present from the start.
 class SystemMemory {
  public:
   explicit SystemMemory(std::size_t bytes, bool huge, bool touch) : m_bytes(bytes) {
@@ -125,7 +125,7 @@ double seconds_of(const Work& work) {
 }
 
 #ifdef KVZAP_HAVE_ONEDNN
-// c = a * b with b in the layout that oneDNN likes best.
+// c = a * b with b in the layout that oneDNN prefers.
 class Product {
  public:
   explicit Product(dnnl::memory::data_type type)
@@ -142,7 +142,7 @@ class Product {
     const dnnl::matmul::primitive_desc description(dnnl::matmul::desc(a, b, c), m_engine);
 #endif
     m_product = dnnl::matmul(description);
-    // Ones, since operands of zeros or denormals might run at another speed.
+    // Uses ones, because operands of zeros or denormals might run at another speed.
     const auto ones = [&](const Memory::desc& desc) {
       Memory memory(desc, m_engine);
       if (type == Memory::data_type::bf16) {
@@ -170,7 +170,8 @@ class Product {
   std::unordered_map<int, dnnl::memory> m_arguments;
 };
 
-/// None where oneDNN has no such product for the processor, or for what it is limited to.
+/// Returns nothing if oneDNN has no such product for the processor, or for its instruction-set
+/// limit.
 std::unique_ptr<Product> bf16_product() {
   try {
     return std::make_unique<Product>(dnnl::memory::data_type::bf16);
@@ -227,7 +228,8 @@ double LimitKernels::copy() {
 }
 
 double LimitKernels::fresh() {
-  // Not touched before: the time has the system's zeroing of pages in it, as loading weights has.
+  // The memory was not touched before, so the time includes the system's zeroing of pages, as when
+  // weights are loaded.
   const SystemMemory target(working_set / 2, true, false);
   return seconds_of([&] { std::memcpy(target.data(), m_buffers->memory.data(), working_set / 2); });
 }
@@ -275,7 +277,7 @@ namespace {
 
 std::unique_ptr<LimitKernels> the_kernels;
 
-// Work of one rank in a pass over a limit, and the pass.
+// The work of one rank in a pass over a limit, and the pass.
 struct Pass {
   double work;
   double (LimitKernels::*seconds)();

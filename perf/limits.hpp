@@ -1,4 +1,4 @@
-// What the machine can do at best: the yardstick of every benchmark.
+// The best rates that the machine can reach: the yardstick of every benchmark.
 #pragma once
 
 #include <cstddef>
@@ -10,23 +10,24 @@ namespace kvzap::perf {
 enum class Limit {
   read,      // bytes/s: sum of a working set beyond the last-level cache, in huge pages
   copy,      // bytes/s, read + written, with streaming stores
-  fresh,     // bytes/s, each counted once, copied into memory never touched before
+  fresh,     // bytes/s, each byte counted once, copied into memory that was never touched
   gemm_f32,  // flop/s: product of 1024 x 2048 x 2048 on each rank
-  gemm_bf16  // flop/s: the same with bf16 operands and an f32 result; without such instructions
-             // gemm_f32
+  // flop/s: the same with bf16 operands and an f32 result; f32's rate without such instructions
+  gemm_bf16
+  // gemm_f32
 };
 
-/// The best of some passes. Collective.
+/// Returns the best rate of some passes. Collective.
 double measure_limit(Limit limit, int passes);
-/// Frees what measure_limit works on; to be called before Kokkos ends.
+/// Frees the memory of measure_limit. Call it before Kokkos ends.
 void release_limits();
 
-/// A limit measured before and after something else, so that the two meet the same state of the
-/// machine: memory, above all, is shared with whoever else runs on it. Collective.
+/// A limit measured before and after a benchmark, so that the two meet the machine in the same
+/// state: its memory, above all, is shared with other programs. Collective.
 class Yardstick {
  public:
   explicit Yardstick(Limit limit);
-  /// Measures again; the larger of both.
+  /// Measures again. Returns the larger of the two rates.
   double rate() const;
 
  private:
@@ -44,16 +45,17 @@ class LimitKernels {
 
   double read();  // working_set bytes on each rank, in the largest pages the system gives
   double read_small_pages();  // the same in its usual pages, as plain allocations have them
-  double copy();              // reads working_set / 2 on each rank and writes as much
+  double copy();              // reads working_set / 2 on each rank and writes the same amount
   double fresh();             // copies working_set / 2 on each rank
   double gemm_f32();          // gemm_flops on each rank
   double gemm_bf16();         // gemm_flops on each rank
-  /// Sum over ranks of `count` floats, in place, `times` in a row; returns the seconds of one.
+  /// Sums `count` floats over ranks, in place, `times` times. Returns the seconds of one sum.
   double all_reduce(std::size_t count, int times);
 
   static constexpr std::size_t working_set = std::size_t{512} << 20;
   static constexpr double gemm_flops = 2.0 * 1024 * 2048 * 2048;
-  /// Without oneDNN, products are measured through Kokkos Kernels, and bf16's limit is f32's.
+  /// Returns whether the build has oneDNN. Without it, products are measured through Kokkos
+  /// Kernels, and the limit of bf16 is that of f32.
   static bool has_onednn();
 
  private:

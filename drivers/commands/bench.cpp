@@ -53,9 +53,9 @@ BenchSystem describe_system(const ModelSetup& setup, int ranks) {
   return system;
 }
 
-/// Returns the memory that the largest rank needs for a test: weights, activations of a step, kept
-/// rows of all sequences, copies of their rings, and a prompt's keys and values in one layer. With
-/// a surrogate the number of kept rows is unknown and omitted.
+/// Returns the memory that the largest rank needs for a test. It is the sum of weights, activations
+/// of a step, kept rows of all sequences, copies of their rings, and a prompt's keys and values in
+/// one layer. With a surrogate the number of kept rows is unknown and omitted.
 std::int64_t bytes_of(const BenchTest& test, const BenchOptions& options, const ModelSetup& setup,
                       int window, int ranks) {
   const std::int64_t batch = test.batch;

@@ -76,10 +76,10 @@ inline bool may_be_killed_soon() {
 }
 
 /// While it exists, signals that ask a program to end are only recorded. A signal that arrives a
-/// second or more after the first (for SIGINT, which a person sends: a fifth of a second) ends the
-/// process at once, as without this object. A signal that arrives sooner is not a second request:
-/// timeout(1) sends its signal to the process and then to its process group, and launchers send it
-/// to a step and to its ranks.
+/// second or more after the first ends the process at once, as without this object. For SIGINT,
+/// which a person sends, a fifth of a second suffices. A signal that arrives sooner is not a second
+/// request. For example, timeout(1) sends its signal to the process and then to its process group,
+/// and launchers send it to a step and to its ranks.
 ///
 /// Handlers run on their own stack. oneDNN's sgemm temporarily points the stack pointer into a heap
 /// buffer, and a handler on that stack would overwrite other memory. (Another thread of this

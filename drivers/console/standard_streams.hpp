@@ -13,7 +13,7 @@ namespace kvzap::driver {
 /// writing such an output fails as if it were closed; messages are lost.
 ///
 /// A pipe without a reader (SIGPIPE) and a file beyond the user's size limit (SIGXFSZ) become
-/// errors of the write call, so that the writer can report them and remove unfinished files.
+/// errors of the write call. The writer can then report them and remove unfinished files.
 inline void prepare_standard_streams() {
   constexpr int modes[] = {O_WRONLY, O_RDONLY, O_RDWR};
   for (int stream = 0; stream < 3; ++stream) {

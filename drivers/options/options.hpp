@@ -121,9 +121,9 @@ void declare_resume(CLI::App& app, RunOptions& options);
 void declare(CLI::App& app, RunOptions& options);
 
 /// Sets the options that the deck `file` (TOML) names and the command line did not. Keys are the
-/// long flags without their dashes. Throws Error that names file, line and key: for an unknown key
-/// (with the nearest valid one), for a value of the wrong type or out of range, and for text that
-/// is not TOML.
+/// long flags without their dashes. Throws Error that names file, line and key for an unknown key
+/// (with the nearest valid one), and for a value of the wrong type or out of range. Text that is
+/// not TOML is an error, too.
 void read_deck(CLI::App& app, const std::string& file);
 
 /// Returns the long option name of `app` that is most similar to `name`, or "" if none is similar.

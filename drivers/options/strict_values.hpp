@@ -12,10 +12,10 @@ namespace kvzap::driver {
 CLI::Option* add_texts(CLI::App& app, const std::string& names, std::vector<std::string>& texts,
                        const std::string& help);
 
-/// Makes every option of `app` and of its subcommands take exactly the given value: texts
-/// unchanged, one for each flag, and decimal numbers within range, with no text before or after.
-/// Call it once all options are declared. An option's type name tells whether it is a number.
-/// Throws std::logic_error for an unknown type name.
+/// Makes every option of `app` and of its subcommands take exactly the given value. Texts are
+/// unchanged, one for each flag. Numbers are decimal and within range, with no text before or
+/// after. Call it once all options are declared. An option's type name tells whether it is a
+/// number. Throws std::logic_error for an unknown type name.
 void make_strict(CLI::App& app);
 
 /// Returns detail::in_quotes(text), with the length of a long text.

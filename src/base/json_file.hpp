@@ -22,8 +22,8 @@ inline constexpr int max_json_depth = 64;
 std::size_t json_memory_limit(std::size_t text_bytes);
 
 /// Parses `text`; `what` names it in messages. Throws Error that gives the place if the text is not
-/// one JSON value (or has a NUL byte), if its nesting is deeper than max_json_depth, if an object
-/// repeats a key (parsers disagree on which value counts), or if its values exceed
+/// one JSON value, has a NUL byte, or is nested deeper than max_json_depth. An object that repeats
+/// a key is an error, because parsers disagree on which value counts. So are values that exceed
 /// json_memory_limit.
 nlohmann::json parse_json(std::string_view text, const std::string& what);
 

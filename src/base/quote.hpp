@@ -8,8 +8,8 @@
 namespace kvzap::detail {
 
 /// Returns `text` with escapes for all characters that a terminal would act on or that would end a
-/// C string: \n, \t, \r, and \xNN for other control characters and for bytes that are not UTF-8. A
-/// text of more than `max_bytes` is cut at a character and ends in "…".
+/// C string. The escapes are \n, \t, \r, and \xNN for other control characters and for bytes that
+/// are not UTF-8. A text of more than `max_bytes` is cut at a character and ends in "…".
 std::string shown(std::string_view text, std::size_t max_bytes = 80);
 
 /// Returns shown(text) in single quotes.

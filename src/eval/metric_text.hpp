@@ -40,11 +40,10 @@ std::vector<std::u32string> character_tokens(std::string_view text);
 double bag_f1(std::vector<std::u32string> found, std::vector<std::u32string> expected);
 
 /// ROUGE-L over sentences (Lin, "ROUGE: A Package for Automatic Evaluation of Summaries", 2004,
-/// section 3.2, with beta = 1), as the Python package `rouge` 1.0.1 counts it: sentences end at
-/// full stops, words at white space, case matters, and each word counts once. With U the set of
-/// words in the longest common subsequence of any sentence of one text and any of the other, P =
-/// |U| / distinct words found and R = |U| / distinct words expected. 0 if either text has no
-/// sentence.
+/// section 3.2, with beta = 1), as the Python package `rouge` 1.0.1 counts it. Sentences end at
+/// full stops, words at white space, case matters, and each word counts once. U is the set of words
+/// in the longest common subsequence of any sentence of one text and any of the other. P = |U| /
+/// distinct words found and R = |U| / distinct words expected. 0 if either text has no sentence.
 double rouge_l(std::string_view found, std::string_view expected);
 
 /// 1 - (insertions and deletions between the texts) / (sum of both lengths), in code points,

@@ -17,10 +17,12 @@ struct SealedExtent {
   std::optional<std::uint32_t> crc;
 };
 
-/// The seal. Little-endian: "KVZAP-SEAL-2\\0\\0\\0\\0" (16 bytes); u64 bytes before the seal; u64
-/// number of extents; u32 CRC32C of all bytes before the seal without the extents; u32 0; then for
-/// each extent u64 begin, u64 bytes, u32 has a CRC, u32 CRC32C; then u32 CRC32C of the seal up to
-/// here; u32 bytes of the whole seal (a multiple of 8 up to 2^32); "KVZAPEND" (8 bytes).
+/// The seal. Little-endian:
+/// - "KVZAP-SEAL-2\\0\\0\\0\\0" (16 bytes); u64 bytes before the seal; u64 number of extents
+/// - u32 CRC32C of all bytes before the seal without the extents; u32 0
+/// - for each extent: u64 begin, u64 bytes, u32 has a CRC, u32 CRC32C
+/// - u32 CRC32C of the seal up to here; u32 bytes of the whole seal (a multiple of 8 up to 2^32)
+/// - "KVZAPEND" (8 bytes)
 struct Seal {
   std::int64_t sealed_bytes = 0;
   std::uint32_t crc = 0;

@@ -3,8 +3,9 @@
 
 namespace kvzap::detail {
 
-/// Returns the number of cores of the node that its container gives all ranks together: the cores
-/// on which the container's first process may run, limited by the quota of CPU time. At least 1.
+/// Returns the number of cores that the container gives all ranks of the node together. These are
+/// the cores on which the container's first process may run, limited by the quota of CPU time. At
+/// least 1.
 int cores_of_node();
 
 }  // namespace kvzap::detail

@@ -19,7 +19,7 @@ void add_scaled(const ExecutionSpace& exec, const Policy::ScoreView& summands, d
 }
 
 /// Combines leverage of keys and attention within chunks: blending * leverage + non-causal. Each is
-/// standardized over all heads of the layer and all tokens but the first 8 and the last 4, which
+/// standardized over all heads of the layer and all tokens but the first 8 and the last 4. These
 /// have the largest score of the layer (Chari and Van Durme: "Compactor", arXiv 2507.08143). See
 /// policies leverage and non-causal.
 ///

@@ -170,12 +170,12 @@ void write_scores(const ExecutionSpace& exec, const float* probabilities, std::i
 ///   s(r) = (mean over the group of softmax_r(mu . k_r / sqrt(d) + k_r' C k_r / (2 d)) + epsilon)
 ///          * |v_r|
 ///
-/// mu and C are the mean and covariance of the queries before RoPE without the first `sink` tokens,
-/// rotated by RoPE's rotation averaged over the next `future-positions` positions; d is head_dim.
-/// Rows of the first `sink` positions are excluded and get the layer's largest score + 1. Shapes:
-/// mu (query heads, head_dim), C (query heads, head_dim, head_dim). Cost per query head: 1.5 tokens
-/// d^2 operations for the statistics and 1.5 rows d^2 for the scores; memory O(rows * group + heads
-/// d^2).
+/// mu and C are the mean and covariance of the queries before RoPE without the first `sink` tokens.
+/// They are rotated by RoPE's rotation averaged over the next `future-positions` positions; d is
+/// head_dim. Rows of the first `sink` positions are excluded and get the layer's largest score + 1.
+/// Shapes: mu (query heads, head_dim), C (query heads, head_dim, head_dim). Cost per query head:
+/// 1.5 tokens d^2 operations for the statistics and 1.5 rows d^2 for the scores; memory O(rows *
+/// group + heads d^2).
 ///
 /// In steps that add fewer than `history` tokens to a longer sequence, the statistics come from the
 /// newest `history` tokens, as in kvpress' DecodingPress. There, however, the averaged rotation

@@ -37,8 +37,8 @@ void write_scores(const ExecutionSpace& exec, const RowVector& mass, std::int64_
 ///
 ///   s(r) = mean over the question's tokens q and the group of n(q) p(q, r),  r a row before it
 ///
-/// Here p are the softmax probabilities of the query over all rows that it sees, and n(q) is the
-/// number of rows before its own: a later query divides its attention among more rows. The
+/// Here p are the softmax probabilities of the query over all rows that it sees. n(q) is the number
+/// of rows before its own, because a later query divides its attention among more rows. The
 /// question's own rows have the layer's largest score + 1. Shapes: queries (question, query heads,
 /// head_dim), collected while context and question run as one step. Cost: 2 question rows head_dim
 /// operations per query head; see WindowAttention for memory.

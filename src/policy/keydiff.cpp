@@ -45,9 +45,9 @@ void negative_cosines(const ExecutionSpace& exec, const PolicyLayer::RowsView& k
       });
 }
 
-/// Keeps keys that differ from the others: the score of a row is the negative cosine of the angle
-/// between its key, after RoPE, and the mean of all keys of the head, each scaled to length 1 (Park
-/// et al.: "KeyDiff", arXiv 2504.15364).
+/// Keeps keys that differ from the others. The score of a row is the negative cosine of the angle
+/// between its key, after RoPE, and the mean of all keys of the head. The keys of the mean are
+/// scaled to length 1 (Park et al.: "KeyDiff", arXiv 2504.15364).
 ///
 /// Two passes over the keys, (rows, head_dim) of each head; one float per row.
 ///

@@ -424,13 +424,13 @@ PolicyInfo kvzip_info(bool plus) {
 }  // namespace
 
 /// KVzip (arXiv 2505.23416), as in kvpress. After the context, the model repeats it in chunks (see
-/// repeat_steps). The queries of a repeat attend, with their own softmax, to three groups of rows:
-/// the first `sink` positions that precede the chunk, the chunk's rows, and the repeat itself up to
-/// the query. Then
-///   score = max of p over all positions of the repeat and all query heads of the group.
-/// The first `sink` positions get the largest of all scores plus 1. Positions of a chat template's
-/// prefix behind them are not repeated and score 0. The heads of all layers compete, and floor(rows
-/// * ratio) rows are evicted; with layerwise=on the heads of a layer compete.
+/// repeat_steps). The queries of a repeat attend, with their own softmax, to three groups of rows.
+/// These are the first `sink` positions that precede the chunk, the chunk's rows, and the repeat
+/// itself up to the query. Then
+///   score = max of p over all positions of the repeat and all query heads of the group. The first
+///   `sink` positions get the largest of all scores plus 1. Positions of a chat template's prefix
+///   behind them are not repeated and score 0. The heads of all layers compete, and floor(rows *
+///   ratio) rows are evicted; with layerwise=on the heads of a layer compete.
 ///
 /// Products are those of attention: they use bf16 values if the cache has them. Logits exist for a
 /// few dozen queries at a time; scores take 4 bytes per row and head.
@@ -439,10 +439,10 @@ PolicyInfo kvzip_info(bool plus) {
 /// sink + chunk + repeat keys.
 PolicyInfo kvzip() { return kvzip_info(false); }
 
-/// KVzip+ (KVzap, arXiv 2601.07891, eq. 2, as in kvpress): as KVzip, with
-///   score = max of p * ||W_O v|| / ||h||,
-/// where v is the pair's value, W_O the part of the output projection for the query head's output,
-/// and h the input of attention at the repeat's position.
+/// KVzip+ (KVzap, arXiv 2601.07891, equation 2, as in kvpress): the same as KVzip, with
+///   score = max of p * ||W_O v|| / ||h||.
+/// Here v is the pair's value, and W_O is the part of the output projection for the query head's
+/// output. h is the input of attention at the repeat's position.
 PolicyInfo kvzip_plus() { return kvzip_info(true); }
 
 }  // namespace kvzap::policy

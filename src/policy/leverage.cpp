@@ -217,8 +217,8 @@ namespace {
 /// scores (detail::LeverageScores), standardized over all heads of the layer (Chari and Van Durme:
 /// "Compactor", arXiv 2507.08143).
 ///
-/// 2 * k * (head_dim + 2 k) operations per row for a sketch of dimension k; head_dim + k floats for
-/// each row of one head and k for each row of all heads of a layer.
+/// Cost: 2 * k * (head_dim + 2 k) operations per row for a sketch of dimension k. Memory: head_dim
+/// + k floats for each row of one head and k for each row of all heads of a layer.
 ///
 /// As in kvpress, a Cholesky factorization with 0.01 on the diagonal replaces the paper's
 /// decomposition. In float32, kvpress computes these scores after torch.manual_seed(seed). It

@@ -277,19 +277,19 @@ namespace kvzap::policy {
 namespace {
 
 /// Keeps rows that get attention when all tokens of a chunk see one another. The score is the
-/// softmax of the products of the chunk's queries and keys, after RoPE, summed over queries,
-/// averaged over the group, and multiplied by the norm of the row's value. Then it is averaged over
-/// three neighbouring rows, and standardized over all heads of the layer (part of Chari and Van
-/// Durme: "Compactor", arXiv 2507.08143).
+/// softmax of the products of the chunk's queries and keys, after RoPE, summed over queries and
+/// averaged over the group. It is multiplied by the norm of the row's value. Then it is averaged
+/// over three neighbouring rows, and standardized over all heads of the layer (part of Chari and
+/// Van Durme: "Compactor", arXiv 2507.08143).
 ///
 /// Cost: 4 * chunk * head_dim operations per query. Memory: the queries of a chunk and its
 /// products, (chunk, query heads, head_dim) and (chunk * group, chunk), and a float per row of the
 /// step.
 ///
-/// As in kvpress, products are not divided by sqrt(head_dim) (`scaled=on` does), and the last chunk
-/// is padded with keys of score 0 and with queries that give each key the same attention. kvpress
-/// scores only one prefill. Here, if more tokens follow, rows keep the score of their own step,
-/// standardized among its rows. Tokens that arrived one by one have the largest score of all.
+/// As in kvpress, products are not divided by sqrt(head_dim); `scaled=on` divides them. The last
+/// chunk is padded with keys of score 0 and with queries that give each key the same attention.
+/// kvpress scores only one prefill. Here, if more tokens follow, rows keep the score of their own
+/// step, standardized among its rows. Tokens that arrived one by one have the largest score of all.
 class NonCausal final : public Policy {
  public:
   NonCausal(std::int64_t chunk, bool scaled) : m_attention(chunk, scaled) {}

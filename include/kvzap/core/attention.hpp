@@ -64,12 +64,12 @@ struct AttentionExtents {
 /// in float, and exp is accurate to 2 units in the last place. For scores of order 1 the result is
 /// within 1e-5 of exact arithmetic over the stored rows.
 ///
-/// bfloat16 rows on processors with a dot product of bfloat16 pairs: the paths rows (for
-/// token-major pages) and flash_prefill round queries and exponentials to bfloat16, each by at most
-/// 2^-9 of its value. Weights are normalized by the sum of the rounded exponentials. The result is
-/// then within 2 (2^-9 + d), where d = 2^-9 sum_i |q_i k_i| / sqrt(head_dim) bounds the change of
-/// the scores. For scores of order 1 this is within 2^-7. With AMX, weights exceed 1 before they
-/// are normalized: sums of values beyond 2^80 may overflow.
+/// bfloat16 rows on processors with a dot product of bfloat16 pairs: two paths round queries and
+/// exponentials to bfloat16, each by at most 2^-9 of its value. They are flash_prefill and, for
+/// token-major pages, rows. Weights are normalized by the sum of the rounded exponentials. The
+/// result is then within 2 (2^-9 + d), where d = 2^-9 sum_i |q_i k_i| / sqrt(head_dim) bounds the
+/// change of the scores. For scores of order 1 this is within 2^-7. With AMX, weights exceed 1
+/// before they are normalized: sums of values beyond 2^80 may overflow.
 ///
 /// half rows on processors with AMX: flash_prefill rounds queries and exponentials, and so does
 /// rows where a KV head has 8 query heads or more. AMX's products of half round them by 2^-11, as
@@ -87,8 +87,8 @@ struct AttentionExtents {
 /// log-sum-exp of its query head NaN. So a NaN in a query reaches only that query head's output,
 /// and a NaN in a key reaches every query that sees its row, and no other. Values are multiplied by
 /// their weights even where a weight is 0. So a NaN in a value reaches exactly the queries that see
-/// its row, in its dimension, and an infinite value makes the same elements infinite or NaN.
-/// makes the same elements infinite or NaN.
+/// its row, in its dimension, and an infinite value makes the same elements infinite or NaN. makes
+/// the same elements infinite or NaN.
 template <class Value, PageOrder order>
 class Attention {
  public:

@@ -26,14 +26,14 @@ struct MassFactors {
 };
 
 /// A second pass over attention. For each pair of a KV head it computes the sum or the maximum of
-/// the softmax probabilities that the query heads of its group give it, over the tokens of a span.
-/// It works tile by tile: scratch space does not grow with the number of rows or tokens. Scores are
-/// the products that the paths flash_prefill and panels compute, with the same rounding. Scores of
-/// other paths differ within the bounds that Attention states.
+/// its softmax probabilities, over the group's query heads and the tokens of a span. It works tile
+/// by tile: scratch space does not grow with the number of rows or tokens. Scores are the products
+/// that the paths flash_prefill and panels compute, with the same rounding. Scores of other paths
+/// differ within the bounds that Attention states.
 ///
 /// A query whose log-sum-exp is -infinity contributes nothing. A score of -infinity has probability
 /// 0. A score or a log-sum-exp that is NaN makes the mass of its rows NaN. After Attention, these
-/// are all rows that the query sees.
+///    are all rows that the query sees.
 template <class Value, PageOrder order>
 class AttentionMass {
  public:

@@ -37,8 +37,8 @@ struct ScoreSegment {
 /// are all on one rank, the call communicates only to exchange extents and for one agreement. Waits
 /// for `exec`. Allocates.
 ///
-/// Throws AgreedError if `keep_of_pool` differs over ranks or is not within [0, rows of the pool],
-/// if a segment's pool is not in it, or if two segments of a pool have the same order.
+/// Throws AgreedError if `keep_of_pool` differs over ranks, lacks a segment's pool, or is not
+/// within [0, rows of the pool]. Throws it also if two segments of a pool have the same order.
 std::vector<Cutoff> select_top(const ExecutionSpace& exec, const Communicator& comm,
                                const std::vector<ScoreSegment>& mine,
                                const std::vector<std::int64_t>& keep_of_pool);

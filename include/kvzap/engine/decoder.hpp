@@ -68,8 +68,9 @@ class Decoder {
   /// rank, the sequences are in their state before the step, on every rank.
   ///
   /// Collective. Throws StepOutOfMemory if a rank runs out of memory. Throws Error for an empty
-  /// batch, for a token id outside the vocabulary, for a span that scores without a scorer, and for
-  /// a policy that uses RoPE's frequencies if these depend on the length of the text.
+  /// batch, for a token id outside the vocabulary, and for a span that scores without a scorer.
+  /// Throws Error for a policy that uses RoPE's frequencies if these depend on the length of the
+  /// text.
   std::vector<StepResult> step(const StepBatch& batch, const ProgressCallback& progress = {});
 
   Cache& cache() { return m_cache; }

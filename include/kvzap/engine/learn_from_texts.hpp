@@ -18,7 +18,8 @@ namespace kvzap {
 ///
 /// Rank 0 reads and tokenizes with its `tokenizer` (null on other ranks is allowed) and sends the
 /// ids to all ranks. Collective. Throws AgreedError if there is no tokenizer, if the file cannot be
-/// read, has no text or has a malformed line, or if a token is not in the model's vocabulary.
+/// read, or if it has no text or a malformed line. A token outside the model's vocabulary is an
+/// error, too.
 std::vector<std::vector<TokenId>> read_texts(const std::filesystem::path& file,
                                              const Tokenizer* tokenizer, const ModelConfig& config,
                                              const Communicator& comm);

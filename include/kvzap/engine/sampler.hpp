@@ -53,10 +53,10 @@ struct SamplingOptions {
 /// the same draws on every platform.
 class Sampler {
  public:
-  /// Throws Error that names the option if temperature < 0, top_k < 0, top_p outside (0, 1], min_p
-  /// outside [0, 1], repetition_penalty outside [1e-6, 1e6], another penalty beyond 1e6 in size,
-  /// repeat_last_n < -1, any of them is NaN, a suppressed token is negative, or a bad word is empty
-  /// or has a negative token.
+  /// Throws Error that names the option if one is NaN or out of range. The ranges are temperature
+  /// >= 0, top_k >= 0, top_p in (0, 1], min_p in [0, 1], and repetition_penalty in [1e-6, 1e6]. The
+  /// other penalties have a size of at most 1e6, and repeat_last_n is at least -1. Suppressed
+  /// tokens and tokens of bad words must not be negative, and a bad word must not be empty.
   explicit Sampler(const SamplingOptions& options);
 
   /// Appends tokens of the prompt, in parts or whole. Call it before any `append`.

@@ -126,11 +126,11 @@ std::unique_ptr<SnapshotWriting> begin_snapshot(
 /// one is complete, reads back unchanged, and is on the disk. If `file` is a symbolic link, its
 /// target is replaced and the link stays.
 ///
-/// Every rank throws AgreedError, naming the file, if the partition does not describe this cache,
-/// if ranks or layers disagree on extents or on the number of tokens, or if a write fails. An older
-/// file is then still intact, and the unfinished one (FILE.tmp-…) is removed. One exception: if the
-/// folder cannot be written to the disk, the new file is in place but may not survive a power
-/// failure.
+/// Every rank throws AgreedError, naming the file, if a write fails, or if the partition does not
+/// describe this cache. It is also thrown if ranks or layers disagree on extents or on the number
+/// of tokens. An older file is then still intact, and the unfinished one (FILE.tmp-…) is removed.
+/// One exception: if the folder cannot be written to the disk, the new file is in place but may not
+/// survive a power failure.
 ///
 /// A run that is killed while it writes leaves FILE.tmp-…, as large as a snapshot. The next run
 /// that writes or checks the same file removes it, unless the first run may still be alive. Returns

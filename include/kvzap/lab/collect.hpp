@@ -84,10 +84,10 @@ struct CollectResult {
   bool stopped = false;
 };
 
-/// Runs texts through the model, from text writer.texts() on, and appends their pairs: the hidden
-/// states that enter attention at the collected positions, and the KVzip+ score of each KV head.
-/// This is log max of p * |W_O v| / |h| over the repetition's positions and the group's query
-/// heads, with p the probability of full causal attention. -infinity, for log 0, and NaN are
+/// Runs texts through the model, from text writer.texts() on, and appends their pairs. A pair has
+/// the hidden state that enters attention at a collected position, and the KVzip+ score of each KV
+/// head. The score is log max of p * |W_O v| / |h| over the repetition's positions and the group's
+/// query heads, with p the probability of full causal attention. -infinity, for log 0, and NaN are
 /// counted and written.
 ///
 /// Rank 0 passes the texts. Every rank passes `stop`, which is called after each text and ends all

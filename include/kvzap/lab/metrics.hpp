@@ -47,9 +47,9 @@ struct Interval {
 Interval bootstrap_mean(const std::vector<double>& values, std::uint64_t seed, double share = 0.95,
                         int resamples = 2000);
 
-/// Estimates the probability that at least one of k tries is right from n tries with c right ones:
-/// 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374, equation 1). Throws Error unless 1 <=
-/// k <= n and 0 <= c <= n.
+/// Estimates the probability that at least one of k tries is right, from n tries with c right ones.
+/// It is 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374, equation 1). Throws Error unless
+/// 1 <= k <= n and 0 <= c <= n.
 double pass_at_k(std::int64_t n, std::int64_t c, std::int64_t k);
 
 }  // namespace kvzap

@@ -52,8 +52,8 @@ struct MemoryPlan {
 /// The scratch space of attention is that of this machine's kernels, for one sequence. Kokkos must
 /// be initialized.
 ///
-/// Throws Error if evict_ratio is not in [0, 1), if ranks < 1 or ranks > KV heads, if tokens,
-/// window or step_tokens is negative, or if a number of bytes does not fit 64 bits.
+/// Throws Error if evict_ratio is not in [0, 1), if ranks < 1 or ranks > KV heads, or if tokens,
+/// window or step_tokens is negative. A number of bytes that does not fit 64 bits is an error, too.
 MemoryPlan plan_memory(const ModelConfig& config, DType dtype, std::int64_t tokens,
                        double evict_ratio, int ranks, int window, std::int64_t step_tokens = 0);
 

@@ -16,9 +16,10 @@ namespace kvzap {
 /// Reports the progress of a long operation: its name, steps done, steps in total. May be empty.
 using ProgressCallback = std::function<void(std::string_view, std::int64_t, std::int64_t)>;
 
-/// Weights of one rank, split as in Megatron-LM (arXiv 1909.08053): q, k and v by rows (heads), o
-/// by the matching columns, gate and up by rows, down by columns, embedding and output head by rows
-/// of the vocabulary. Norms are replicated. Copies share the weights.
+/// Weights of one rank, split as in Megatron-LM (arXiv 1909.08053). q, k and v are split by rows
+/// (heads), and o by the matching columns. gate and up are split by rows, down by columns,
+/// embedding and output head by rows of the vocabulary. Norms are replicated. Copies share the
+/// weights.
 template <class Value>
 class Model {
  public:

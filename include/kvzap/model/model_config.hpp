@@ -105,12 +105,12 @@ struct ModelConfig {
   /// num_key_value_heads.
   std::int64_t query_group() const { return num_attention_heads / num_key_value_heads; }
 
-  /// Reads `folder`/config.json. Throws Error that names file, field, expected and found value: for
-  /// missing or malformed fields, for sizes out of bounds, and for every feature that would change
-  /// the result and is not supported. Such features are other architectures, RoPE types other than
-  /// default and those of RopeType, quantization, experts, soft capping and multipliers. If
-  /// `folder` is not a model folder, the error says what to do: for a name on the Hugging Face hub,
-  /// for a GGUF file, and for a file inside a model folder.
+  /// Reads `folder`/config.json. Throws Error that names file, field, expected and found value. It
+  /// does so for missing or malformed fields, for sizes out of bounds, and for every unsupported
+  /// feature that would change the result. Such features are other architectures, RoPE types other
+  /// than default and those of RopeType, quantization, experts, soft capping and multipliers. If
+  /// `folder` is a name on the Hugging Face hub, a GGUF file or a file inside a model folder, the
+  /// error says how to proceed.
   static ModelConfig load(const std::filesystem::path& folder);
 };
 
@@ -141,9 +141,9 @@ struct GenerationConfig {
     return repetition_penalty != 1 || !suppress_tokens.empty() || !bad_words.empty();
   }
 
-  /// Reads the settings from `folder`. Throws Error that names file and field: for malformed
-  /// fields, for ids outside [0, vocab_size), and for every other field that would change greedy
-  /// answers (such as no_repeat_ngram_size, min_new_tokens, forced_bos_token_id, num_beams).
+  /// Reads the settings from `folder`. Throws Error that names file and field for malformed fields
+  /// and for ids outside [0, vocab_size). Every other field that would change greedy answers is an
+  /// error, too, such as no_repeat_ngram_size, min_new_tokens, forced_bos_token_id and num_beams.
   static GenerationConfig load(const std::filesystem::path& folder, std::int64_t vocab_size);
 };
 

@@ -7,8 +7,8 @@
 namespace kvzap::detail {
 
 /// Softmax attention of many query tokens. It works on one tile of tokens and one panel of rows of
-/// every head at a time: it gathers the panel's keys and values, computes scores by one batched
-/// product, updates a running softmax, and adds weighted sums by another product.
+/// every head at a time. It gathers the panel's keys and values and computes scores by one batched
+/// product. Then it updates a running softmax, and adds weighted sums by another product.
 ///
 /// Operands have the type Value (16-bit types use tensor cores), so queries and exponentials are
 /// rounded to it. Rows of half queries are first scaled by powers of two, as in LinearMap. If only

@@ -134,8 +134,8 @@ void AmxPrefill<Format>::copy_sums(std::int64_t row, float factor, float* target
 ///
 /// Weights are 2^(scaling score - shift). The first shift of a row is its largest score with the
 /// first 32 keys, less `headroom`. It is raised only where weights exceed `large`. Float and
-/// bfloat16 have enough exponents, so no maximum of later scores is needed. Half has few: the
-/// largest score starts at 2^6, which leaves most of its range below, and any weight is far from
+/// bfloat16 have enough exponents, so no maximum of later scores is needed. Half has few. The
+/// largest score starts at 2^6, which leaves most of its range below. Any weight is far from
 /// overflow while 16 sums of weights are at most 2^15. (A weight that overflows makes its sum
 /// infinite.)
 template <class Format>

@@ -110,10 +110,15 @@ class AmxPrefill {
   std::int64_t m_visible = 0;
   int m_staged = 0;     // rows that wait for their tile to be full
   bool m_first = true;  // only staged rows so far
-  // Tiles are stored in the order of reading: queries [32 rows][step][part][row half], keys [32
-  // keys][step][part][key half], values [step][32 keys][part][column half], scores [32 keys][row
-  // half][key half], weights [32 keys][part][row half], sums [32 rows][step][row half][column
-  // half]. A word of a tile of keys has two dims of a key; one of values has two keys of a column.
+  // Tiles are stored in the order of reading:
+  // - queries [32 rows][step][part][row half]
+  // - keys [32 keys][step][part][key half]
+  // - values [step][32 keys][part][column half]
+  // - scores [32 keys][row half][key half]
+  // - weights [32 keys][part][row half]
+  // - sums [32 rows][step][row half][column half]
+  //
+  // A word of a tile of keys has two dims of a key; one of values has two keys of a column.
   char* m_queries;
   char* m_keys;
   char* m_values;

@@ -129,9 +129,9 @@ void attend_blocks(const Blocks<typename Kernels::Value>& blocks,
   using Value = typename Kernels::Value;
   const int dim = blocks.dim, padded = blocks.padded;
   // The processor's own prefetcher loads rows that are read once in memory order at the memory's
-  // full rate; prefetch instructions do not reach that rate. They help in three cases: the next
-  // page lies elsewhere; several queries read the keys and values of a block, which lie apart
-  // (longer pages); or there is more to compute than to read.
+  // full rate; prefetch instructions do not reach that rate. They help in three cases. The next
+  // page lies elsewhere; or several queries read the keys and values of a block, which lie apart
+  // (longer pages); or computing takes longer than reading.
   const bool in_order = is_behind(next, run) && (G == 1 || run.rows <= decode_block_rows);
   const bool prefetches = Kernels::always_prefetches(dim) || blocks.count > 1 || !in_order;
   for (std::int64_t begin = 0; begin < run.rows; begin += decode_block_rows) {

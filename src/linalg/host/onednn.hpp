@@ -62,8 +62,8 @@ void multiply(const Gemm& gemm);
 
 /// The most plans that are kept: those of the latest products. A plan is oneDNN's primitive and the
 /// buffers for its operands. A layer has about six products, each with the rows of a full block of
-/// tokens, of a last block and of decode steps, so a run reuses some dozens of plans. Prompts of
-/// any length and a server's chunks would add six for each new number of rows.
+/// tokens, of a last block and of decode steps. So a run reuses a few dozen plans. Prompts of any
+/// length and a server's chunks would add six for each new number of rows.
 ///
 /// A plan takes about 40 kB. By default oneDNN keeps 1,024 primitives, which grow a server by 50 MB
 /// in its first hour. It is told to keep no more than this number, unless

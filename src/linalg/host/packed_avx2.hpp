@@ -24,8 +24,8 @@ inline constexpr std::int64_t gemm_inputs = 256;
 inline constexpr std::int64_t gemm_rows = 144;
 
 /// y[m * y_stride + n] = sum_k x(m, k) * weights[n, k] + bias[n] (0 if bias is null) for n_rows <=
-/// gemm_rows rows of x and the n < `outputs` <= 64 of one packed block, accumulated in float. x is
-/// stored in slices of gemm_inputs inputs: x(m, k) is at x[k / gemm_inputs * slice_stride + m *
+/// gemm_rows rows of x and the n < `outputs` <= 64 of one packed block. Sums are float. x is stored
+/// in slices of gemm_inputs inputs: x(m, k) is at x[k / gemm_inputs * slice_stride + m *
 /// gemm_inputs + k % gemm_inputs]. Zeros follow the last input up to `padded_inputs`.
 void packed_gemm(const float* x, std::int64_t slice_stride, std::int64_t n_rows,
                  const bfloat16* block, std::int64_t padded_inputs, int outputs, const float* bias,

@@ -14,7 +14,6 @@ enum class Limit {
   gemm_f32,  // flop/s: product of 1024 x 2048 x 2048 on each rank
   // flop/s: the same with bf16 operands and an f32 result; f32's rate without such instructions
   gemm_bf16
-  // gemm_f32
 };
 
 /// Returns the best rate of some passes. Collective.

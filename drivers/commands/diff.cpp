@@ -161,7 +161,7 @@ void print_text(const Tokenizer& tokenizer, const std::vector<TokenId>& ids,
   const bool color = uses_color(view.color);
   say("kvzap: note: {}\n",
       color ? "tokens that only A keeps are red, only B green, neither dimmed"
-            : "tokens that only A keeps stand in [- -], only B in {+ +}, neither in [~ ~]");
+            : "tokens that only A keeps are in [- -], only B in {+ +}, neither in [~ ~]");
   std::fflush(stderr);
   MarkedText output(color);
   bool first = false, second = false;  // whether any token of the current character is kept

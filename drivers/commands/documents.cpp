@@ -212,8 +212,8 @@ std::string man_page(const CLI::App& app, const std::string& version) {
     text += ".TP\n\\fB" + roff(variable.name) + "\\fR\n" + roff(variable.description) + ".\n";
   }
   text +=
-      ".SH EXIT STATUS\n0 on success, 1 on an error, 2 on a command line that makes no sense. An "
-      "error is one line on standard error. Commands that keep what they have done (eval, collect, "
+      ".SH EXIT STATUS\n0 on success, 1 on an error, 2 on an invalid command line. An "
+      "error is one line on standard error. Commands that save unfinished work (eval, collect, "
       "run with \\-\\-snapshot) end with 128 plus the number of SIGTERM, SIGINT or SIGUSR1; "
       "serve does so if it has cut requests off.\n"
       ".SH EXAMPLE\n.EX\nkvzap run \\-m Qwen3\\-8B \\-\\-surrogate KVzap\\-mlp\\-Qwen3\\-8B "

@@ -229,7 +229,7 @@ std::string heading(const SnapshotReader& reader, const std::optional<std::int64
            ? std::string("possible (kvzap run --resume)") +
                  (header.has_context ? "; has the context's state for further questions" : "")
            : fmt::format("not possible: {}", fmt::join(why, ", ")));
-  line("checksums", "those of what was read match; --verify: all");
+  line("checksums", "those of the data that were read match; --verify checks all");
   return text;
 }
 
@@ -408,7 +408,7 @@ void show_text(const InspectOptions& options, const SnapshotReader& reader,
   const bool color = uses_color(options.view.color);
   say("kvzap: note: {}: {} of {} tokens are kept{}; {}\n", selection.text(), kept, header.tokens,
       selection.count() == 1 ? "" : " by any head",
-      color ? "the others are dimmed" : "the others stand in [~ ~]");
+      color ? "the others are dimmed" : "the others are in [~ ~]");
   std::fflush(stderr);
   MarkedText output(color);
   std::int32_t kept_parts = 0;  // of the character that ends with this token

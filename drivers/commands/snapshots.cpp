@@ -105,7 +105,7 @@ void Snapshots::end() {
       written.bytes = reader.header().file_bytes;
     } catch (const Error& error) {
       // Another process may take snapshots away as soon as they appear. The run continues.
-      tell({fmt::format("just written, and taken away or changed since: {}", error.what())});
+      tell({fmt::format("just written, but removed or changed since: {}", error.what())});
     }
     remove_older();
   });

@@ -271,7 +271,7 @@ void Generator::reset() {
 }
 
 void Generator::keep_answer(const std::vector<TokenId>& more, bool with_last_token) {
-  if (m_phase != Phase::answering) throw Error("there is no answer that could be kept");
+  if (m_phase != Phase::answering) throw Error("there is no answer to keep");
   if (runs_whole()) {
     throw Error("the context runs anew with each question: no answer can become a part of it");
   }
@@ -363,7 +363,7 @@ Answer Generator::answer(const std::vector<TokenId>& question, const AnswerOptio
 }
 
 Answer Generator::resume_answer(const AnswerOptions& options) {
-  if (m_phase != Phase::answering) throw Error("there is no answer under way");
+  if (m_phase != Phase::answering) throw Error("there is no answer in progress");
   if (m_answered.empty()) throw Error("the answer has no token from which to continue");
   check_whole();
   Sampler sampler(options.sampling);

@@ -82,8 +82,8 @@ class TypedEngine final : public Engine {
     agree_on_memory(communicator(), [&] {
       check(pruning);
       if (tokens(sequence) > 0) {
-        throw Error(fmt::format("sequence {} has tokens: it is too late to say how it is pruned",
-                                sequence));
+        throw Error(
+            fmt::format("sequence {} has tokens: its pruning cannot change any more", sequence));
       }
       m_states.at(sequence) = new_state(pruning_of(pruning));
     });

@@ -134,7 +134,7 @@ std::optional<Seal> read_seal(int descriptor) {
   const std::size_t whole = get<std::uint32_t>(tail + 4);
   if (whole < least || (whole - least) % extent_bytes != 0 ||
       static_cast<std::int64_t>(whole) > file_bytes) {
-    throw Error(fmt::format("its seal is damaged: it says that it has {} bytes, of {} of the file",
+    throw Error(fmt::format("its seal is damaged: its length is {} bytes, and the file has {}",
                             whole, file_bytes));
   }
   std::vector<char> bytes(whole);

@@ -319,7 +319,7 @@ SnapshotFile::RowSet SnapshotFile::open_rows(hid_t parent, int group, RowKind ki
   const H5D_layout_t layout = layout_of(open, create, path);
   if (layout == H5D_CHUNKED) {
     if (bytes / most_gain > m_bytes) {
-      throw Error(fmt::format("data set '{}' has {} bytes, too many for what a file of {} can hold",
+      throw Error(fmt::format("data set '{}' has {} bytes, more than a file of {} bytes can hold",
                               path, bytes, m_bytes));
     }
     set.element_bytes = static_cast<std::int64_t>(element);

@@ -257,8 +257,8 @@ class Hdf5PairsWriter final : public PairsWriter {
                                       layout.info.planned_texts,
                                       layout.info.is_complete() ? ": there is nothing to do"
                                       : restored
-                                          ? "; going on after what was finished when its run ended"
-                                          : "; going on"));
+                                          ? "; continuing after the texts that its run had finished"
+                                          : "; continuing"));
       }
       if (layout.info.is_complete()) m_recovery.remove();
       numbers = {layout.info.texts,

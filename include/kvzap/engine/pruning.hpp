@@ -115,7 +115,7 @@ struct Pruning {
   /// The cuts while the model generates.
   struct DecodeCuts {
     std::int64_t every = 0;  // steps between two cuts; 0: no cuts
-    // Exactly one of the two amounts is set.
+    // With cuts, exactly one of these is set.
     std::optional<std::int64_t> keep;   // rows per head
     std::optional<double> evict_ratio;  // fraction of the tokens so far
 

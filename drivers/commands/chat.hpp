@@ -9,13 +9,13 @@
 
 namespace kvzap::driver {
 
-/// Declares the options of `kvzap chat`: those of `kvzap run` that a conversation has a use for,
+/// Declares the options of `kvzap chat`: the options of `kvzap run` that apply to a conversation,
 /// with defaults of its own.
 void declare_chat(CLI::App& app, RunOptions& options);
 
-/// Carries out the command on all ranks: rank 0 reads messages and commands from standard input,
-/// answers go to standard output, all else to standard error. `app`: parsed into `options`. Returns
-/// the exit status, as run.
+/// Runs the command on all ranks. Rank 0 reads messages and commands from standard input. Answers
+/// are written to standard output, everything else to standard error. `app`: parsed into `options`.
+/// Returns the exit status as run does.
 int chat(CLI::App& app, RunOptions& options, const Communicator& comm, const std::string& version,
          const std::string& revision);
 

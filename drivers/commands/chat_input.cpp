@@ -16,7 +16,7 @@ namespace {
 
 constexpr std::string_view quotes = "\"\"\"";
 
-// Of a message: more than any model's context holds.
+// Limit on a message: more than any model's context holds.
 constexpr std::size_t most_bytes = std::size_t{64} << 20;
 
 void check_length(std::size_t bytes) {
@@ -45,7 +45,7 @@ LineReader::Outcome LineReader::read(std::string& line) {
     if (caught_signal != 0) return Outcome::signal;
     if (take(line)) return Outcome::line;
     if (m_ended) return Outcome::end;
-    // poll ends at a signal, and now and then: one may come just before it.
+    // poll ends at a signal, and after this time, because a signal may arrive just before it.
     constexpr int patience = 200;  // milliseconds
     pollfd input = {m_descriptor, POLLIN, 0};
     const int ready = poll(&input, 1, patience);

@@ -1,4 +1,4 @@
-// What a person types, or a file has: lines, messages of several lines, commands.
+// Input of `kvzap chat` from a terminal or a file: lines, messages of several lines, commands.
 #pragma once
 
 #include <optional>
@@ -7,18 +7,17 @@
 
 namespace kvzap::driver {
 
-/// Lines of a descriptor, read as they come: a signal that SignalWatch has noted is seen while
-/// nothing comes.
+/// Reads lines of a descriptor. While it waits for input, it notices signals that SignalWatch has
+/// recorded.
 class LineReader {
  public:
   enum class Outcome { line, end, signal };
 
   explicit LineReader(int descriptor) : m_descriptor(descriptor) {}
-  /// The next line without its end ("\n" or "\r\n"); one that the input ends in without an end
-  /// counts. Throws Error if reading fails, and for a line of
-  /// more than 64 MiB.
+  /// Reads the next line without its end ("\n" or "\r\n"). The last line may lack an end. Throws
+  /// Error if reading fails, and for a line of more than 64 MiB.
   Outcome read(std::string& line);
-  /// Gives up what has been read of a line.
+  /// Discards a line that was read in part.
   void forget() { m_rest.clear(); }
 
  private:
@@ -29,17 +28,17 @@ class LineReader {
   bool m_ended = false;
 };
 
-/// Puts messages together: a line is one, unless it ends with a backslash, which stands for a line
-/// break (the next line follows), or begins with """: then all up to the next """ at a line's end
-/// is one.
+/// Combines lines into messages. A line is a message, with two exceptions. If it ends with a
+/// backslash, the message continues in the next line. If it begins with """, all text up to the
+/// next """ at a line's end is one message.
 class MessageBuilder {
  public:
-  /// A message, if the line completes one.
+  /// Returns a message, if the line completes one.
   std::optional<std::string> add(std::string_view line);
-  /// What there is so far, at the input's end; empty: nothing.
+  /// Returns the incomplete message at the input's end; empty if there is none.
   std::string finish();
   bool is_open() const { return m_open; }
-  /// Whether the last message was between """, so that no command is looked for in it.
+  /// Returns whether the last message was between """, so that it is no command.
   bool is_quoted() const { return m_quoted; }
   void forget() { *this = MessageBuilder(); }
 

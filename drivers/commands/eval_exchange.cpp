@@ -71,7 +71,7 @@ void broadcast(std::vector<EvalJob>& jobs, const Communicator& comm) {
       packer.add(job.file);
       packer.add(job.line);
       packer.add(std::int64_t{job.has_new_context});
-      // The rank that answers another question of the same context has it already.
+      // The rank that answers another question about the same context has the context already.
       packer.add(job.has_new_context ? job.tokens.context : std::vector<TokenId>());
       packer.add(job.tokens.question);
       packer.add(job.tokens.continuation);

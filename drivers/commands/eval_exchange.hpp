@@ -12,10 +12,10 @@ namespace kvzap::driver {
 
 /// The next prompt of one rank, or of all ranks together.
 struct EvalJob {
-  std::int64_t prompt = -1;  // its number; -1: none
+  std::int64_t prompt = -1;  // number of the prompt; -1: none
   std::int64_t file = 0;     // index of the task file
   std::int64_t line = 0;     // in that file
-  /// If false, the prompt has the context of the job before.
+  /// If false, the prompt has the context of the previous job.
   bool has_new_context = false;
   EvalTokens tokens;
 };
@@ -23,8 +23,7 @@ struct EvalJob {
 /// Copies rank 0's jobs to all ranks. Collective.
 void broadcast(std::vector<EvalJob>& jobs, const Communicator& comm);
 
-/// Converts answers to integers, bit by bit, and back; without the engine's stop reasons and
-/// seconds.
+/// Converts answers to integers, bit by bit, and back. Omits the engine's stop reasons and seconds.
 std::vector<std::int64_t> packed(const std::vector<SettingAnswer>& answers);
 std::vector<SettingAnswer> unpacked(const std::vector<std::int64_t>& numbers);
 

@@ -13,7 +13,7 @@
 namespace kvzap::driver {
 namespace {
 
-/// Makes token ids of rows.
+/// Converts rows to token ids.
 class Encoder {
  public:
   Encoder(const EvalOptions& options, const Tokenizer& tokenizer, const ModelConfig& config,
@@ -22,7 +22,7 @@ class Encoder {
     if (!options.raw) m_parts = ChatTemplate::detect(options.model).parts(options.thinking == "on");
   }
 
-  /// Throws Error for a row that this model cannot have.
+  /// Throws Error for a row that does not fit this model.
   EvalTokens operator()(const Task& task, const MetricInfo& metric) const {
     EvalTokens tokens;
     if (m_options.raw) {
@@ -39,7 +39,8 @@ class Encoder {
       tokens.new_tokens = m_options.new_tokens.value_or(task.max_new_tokens);
     }
     if (tokens.context.empty()) {
-      // Without a template nothing may stand before the question: its first token then does.
+      // Without a template there may be no text before the question. The context must then supply
+      // the first token.
       if (tokens.question.empty()) throw Error("context and question: have no tokens");
       tokens.context.push_back(tokens.question.front());
       tokens.question.erase(tokens.question.begin());
@@ -85,7 +86,7 @@ void name_tasks(std::vector<EvalPrompt>& prompts) {
   }
   for (EvalPrompt& prompt : prompts) {
     prompt.name = prompt.task.task;
-    // The summary calls all tasks together so.
+    // The summary uses this name for all tasks together.
     const bool is_taken = prompt.name == "all";
     if (!is_taken && files_of_task[prompt.name].size() == 1) continue;
     const std::string name = stem(prompt.file);
@@ -120,7 +121,7 @@ EvalPrompts read_eval_prompts(const EvalOptions& options, const Tokenizer& token
   if (!templates.empty()) {
     made.templates_hash = fmt::format("{:016x}", detail::fnv1a(nlohmann::json(templates).dump()));
   }
-  std::map<std::string, std::int64_t> of_task;  // of the file
+  std::map<std::string, std::int64_t> of_task;  // number of prompts by task of the file
   const auto is_enough = [&] {
     return options.max_prompts &&
            static_cast<std::int64_t>(made.prompts.size()) >= *options.max_prompts;

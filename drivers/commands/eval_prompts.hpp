@@ -1,4 +1,4 @@
-// The prompts of `kvzap eval`: which rows of which files, as token ids.
+// The prompts of `kvzap eval`: selects rows of files and converts them to token ids.
 #pragma once
 
 #include <kvzap/lab/metrics.hpp>
@@ -13,11 +13,12 @@
 
 namespace kvzap::driver {
 
-/// What a model gets of a prompt.
+/// The tokens of a prompt.
 struct EvalTokens {
   std::vector<TokenId> context;
-  std::vector<TokenId> question;      // with what the chat template puts behind it
-  std::vector<TokenId> continuation;  // whose likelihood is taken; empty: an answer is generated
+  std::vector<TokenId> question;  // including the chat template's text after it
+  // text whose likelihood is measured; empty: an answer is generated
+  std::vector<TokenId> continuation;
   std::int64_t new_tokens = 0;
 };
 
@@ -28,27 +29,30 @@ struct EvalPrompt {
   const MetricInfo* metric = nullptr;
   EvalTokens tokens;
 
-  /// "FILE: line N"
+  /// Returns "FILE: line N".
   std::string where() const;
 };
 
 struct EvalPrompts {
-  std::vector<EvalPrompt> prompts;            // in the order of the files
-  std::vector<std::string> left_out;          // what was wrong with them
-  std::vector<nlohmann::ordered_json> files;  // {"file", "rows", "hash"}, rows that are used
-  std::string templates_hash;                 // of what --prompt-templates says; empty without it
+  std::vector<EvalPrompt> prompts;    // in the order of the files
+  std::vector<std::string> left_out;  // errors of prompts that were left out
+  // {"file", "rows", "hash"} of each file; "rows": number of prompts used
+  std::vector<nlohmann::ordered_json> files;
+  std::string templates_hash;  // hash of the texts of --prompt-templates; empty without them
 };
 
-/// Reads the tasks, in the order of the files, and makes token ids of them: the chat template's
-/// prefix and the context; the question, the template's suffix and the answer's prefix. One process
-/// alone. Throws Error, naming file and line, for prompts longer than `limit` (0: none) and other
-/// bad rows, unless they are to be left out; and if no prompt is left. Tasks of one name in several
-/// files (such as one task at several lengths) are tasks of their own: FILE'S-STEM/TASK. So is one
-/// called "all", a name that summaries use.
+/// Reads the tasks, in the order of the files, and converts them to token ids. The context follows
+/// the chat template's prefix. The question is followed by the template's suffix and the answer's
+/// prefix. For one process alone. Throws Error, naming file and line, for prompts longer than
+/// `limit` (0: none) and other bad rows, unless they are to be left out. Throws Error if no prompt
+/// is left.
+///
+/// If several files have tasks of one name (such as one task at several lengths), each is a
+/// separate task FILE'S-STEM/TASK. So is a task called "all", a name that summaries use.
 EvalPrompts read_eval_prompts(const EvalOptions& options, const Tokenizer& tokenizer,
                               const ModelConfig& config, std::int64_t limit);
 
-/// Entries between commas, given in one or several parts.
+/// Returns entries that are separated by commas and given in one or several parts.
 std::vector<std::string> file_list(const std::vector<std::string>& parts);
 
 }  // namespace kvzap::driver

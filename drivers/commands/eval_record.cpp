@@ -6,8 +6,8 @@
 namespace kvzap::driver {
 namespace {
 
-/// The cache after the context, as `kvzap run` reports it: without the question's rows, all of
-/// which are kept.
+/// Returns the cache after the context, as `kvzap run` reports it: without the question's rows, all
+/// of which are kept.
 CacheReport without_question(CacheReport report, std::int64_t question) {
   std::int64_t rows = 0, heads = 0;
   for (auto& layer : report.kept) {
@@ -36,7 +36,7 @@ detail::EvalRecord record_of(const EvalPrompt& prompt, const detail::EvalSetting
   record.expected = prompt.task.answers;
   record.context_tokens = static_cast<std::int64_t>(prompt.tokens.context.size());
   record.question_tokens = static_cast<std::int64_t>(prompt.tokens.question.size());
-  // Generated tokens are judged too: the end has the final rows.
+  // Generated tokens are judged, too, so the rows are final only at the end.
   const Pruning& pruning = setting.pruning;
   const CacheReport pruned = pruning.mode == PruneMode::always ? answer.cache
                              : pruning.moment == PruneMoment::context

@@ -30,8 +30,8 @@ Prompt share_prompt(const RunOptions& options, const Tokenizer* tokenizer,
                     const ModelConfig& config, std::int64_t limit, const Communicator& comm,
                     bool may_be_empty = false);
 
-/// Does the same for a run that continues `recorded`: its context, followed by the tokens of
-/// --append, and the options' questions, or its own if there are none.
+/// Returns the prompt of a run that continues `recorded`: its context, followed by the tokens of
+/// --append. The questions are those of the options, or else those of `recorded`.
 Prompt share_longer_prompt(const Prompt& recorded, const RunOptions& options,
                            const Tokenizer* tokenizer, const ModelConfig& config,
                            std::int64_t limit, const Communicator& comm);

@@ -18,7 +18,7 @@ namespace fs = std::filesystem;
 using nlohmann::json;
 using nlohmann::ordered_json;
 
-/// Valid JSON text for any bytes in a file name or a question.
+/// Returns valid JSON text for any bytes in a file name or a question.
 std::string dumped(const ordered_json& value) {
   return value.dump(-1, ' ', false, json::error_handler_t::replace);
 }
@@ -27,30 +27,30 @@ ordered_json value_of(const CLI::Option& option, const std::string& text) {
   if (is_flag(option)) return text == "true";
   const std::string type = option.get_type_name().substr(0, option.get_type_name().find(':'));
   const bool is_number = type == "INT" || type == "UINT" || type == "FLOAT" || type == "SEED";
-  // Infinity stays text: JSON has no such number.
+  // Infinity stays a text, because JSON has no such number.
   if (is_number && json::accept(text)) return ordered_json::parse(text);
   return text;
 }
 
-/// --prune in force: its default depends on other options.
+/// Returns --prune in force. Its default depends on other options.
 std::string prune_of(const RunOptions& options) {
   return std::string(kvzap::name_of(options.pruning.mode_in_force()));
 }
 
-/// The absolute path of a file or folder; the path as given if it cannot be made absolute.
+/// Returns the absolute path of a file or folder, or the given path if it cannot be made absolute.
 std::string absolute(const std::string& file) {
   std::error_code failed;
   const fs::path path = fs::absolute(file, failed).lexically_normal();
   return file.empty() || failed ? file : path.string();
 }
 
-/// Whether an argument of a policy is a file name, and not a standard word such as "none".
+/// Returns whether an argument of a policy is a file name, and not a standard word such as "none".
 bool names_file(const PolicyParameter& parameter, const std::string& value) {
   return parameter.kind == PolicyParameter::Kind::file && !value.empty() &&
          value != parameter.standard;
 }
 
-/// "name:key=value,…" with absolute paths.
+/// Returns "name:key=value,…" with absolute paths.
 std::string with_absolute_paths(const std::string& part,
                                 const std::vector<PolicyParameter>& parameters) {
   const std::size_t colon = part.find(':');
@@ -72,7 +72,7 @@ std::string with_absolute_paths(const std::string& part,
   return text;
 }
 
-/// --policy with absolute paths.
+/// Returns --policy with absolute paths.
 std::string absolute_policy(const RunOptions& options) {
   const std::string& given = options.pruning_texts.policy;
   PolicySpec spec;

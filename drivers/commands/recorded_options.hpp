@@ -10,41 +10,42 @@
 
 namespace kvzap::driver {
 
-/// Whether snapshots record this option. They leave out inputs, outputs and the machine's settings.
+/// Returns whether snapshots record this option. They omit inputs, outputs and the machine's
+/// settings.
 bool is_recorded(const std::string& name);
-/// Whether a run may resume with another value of this option: the cache's rows do not depend on
-/// it.
+/// Returns whether a run may resume with another value of this option, because the cache's rows do
+/// not depend on it.
 bool may_change(const std::string& name);
 /// The flags that name the policy. They are compared by the policy's identity, not by their text.
 inline constexpr const char* policy_flags[] = {"policy", "surrogate", "layerwise"};
 bool names_policy(const std::string& name);
 
 bool is_flag(const CLI::Option& option);
-/// The first long name, without dashes; empty if there is none.
+/// Returns the first long name, without dashes; empty if there is none.
 std::string long_name(const CLI::Option& option);
-/// The option's value as text, or its default; empty if it has neither.
+/// Returns the option's value as text, or its default; empty if it has neither.
 std::string option_text(const CLI::Option& option);
 
-/// The options that shape a run, as JSON: {"long flag": value}, without those of inputs, outputs
-/// and machine. `app` is `kvzap run`, parsed into `options`.
+/// Returns the options that shape a run, as JSON: {"long flag": value}, without options for inputs,
+/// outputs and the machine. `app` is `kvzap run`, parsed into `options`.
 std::string recorded_options(const CLI::App& app, const RunOptions& options);
 
-/// Every option of a run, as JSON: {"long flag": value in force, or null}. `app` is `kvzap run`,
-/// parsed into `options`.
+/// Returns every option of a run, as JSON: {"long flag": value in force, or null}. `app` is `kvzap
+/// run`, parsed into `options`.
 std::string options_in_force(const CLI::App& app, const RunOptions& options);
 
-/// Policy and arguments, with hashes in place of file names; empty if nothing is pruned. Reads
-/// those files. Throws Error as parse_policy does.
+/// Returns policy and arguments, with hashes in place of file names; empty if nothing is pruned.
+/// Reads those files. Throws Error as parse_policy does.
 std::string identity_of_policy(const Pruning& pruning);
 
 /// Attributes of a snapshot that name the surrogate which scored its rows.
 inline constexpr const char* surrogate_folder_attribute = "surrogate_folder";
 inline constexpr const char* surrogate_hash_attribute = "surrogate_hash";
 
-/// Text of an attribute in info.further; empty if the snapshot has none.
+/// Returns the text of an attribute in info.further; empty if the snapshot has none.
 std::string further_text(const SnapshotInfo& info, const char* name);
 
-/// The surrogate of a run, whichever option names it.
+/// The surrogate of a run, given by any option.
 struct SurrogateIdentity {
   std::string folder;  // absolute; empty without a surrogate
   std::string hash;    // as in identity_of_policy

@@ -33,7 +33,7 @@ bool is_same_value(const std::string& a, const std::string& b) {
   return !a.empty() && !b.empty() && *end_of_a == '\0' && *end_of_b == '\0' && x == y;
 }
 
-/// Throws Error for options of `app` that were given and that the snapshot's rows do not fit.
+/// Throws Error for given options of `app` that do not fit the snapshot's rows.
 void check_given(const CLI::App& app, const json& recorded, const std::string& snapshot) {
   for (const CLI::Option* option : app.get_options()) {
     const std::string name = long_name(*option);
@@ -48,7 +48,8 @@ void check_given(const CLI::App& app, const json& recorded, const std::string& s
   }
 }
 
-/// The same for those that name the policy, which may be found under another name.
+/// Throws Error for given options of the policy that do not fit. The same policy may have another
+/// path.
 void check_given_policy(const CLI::App& app, const RunOptions& options, const json& recorded,
                         const RunState& state, const std::string& snapshot) {
   const auto there = [&](const char* name) {
@@ -59,7 +60,7 @@ void check_given_policy(const CLI::App& app, const RunOptions& options, const js
   Pruning named = given.empty() ? before : Pruning::parse(given);
   Pruning settings = named;
   settings.policy = before.policy;
-  const bool is_set_alike = settings == before;  // by what stands behind an @
+  const bool is_set_alike = settings == before;  // an @ of --policy has changed the setting
   named.surrogate =
       options.pruning.surrogate.empty() ? there("surrogate") : options.pruning.surrogate;
   named.layerwise = app.get_option("--layerwise")->count() == 0 ? there("layerwise") == "true"
@@ -83,7 +84,7 @@ void check_given_policy(const CLI::App& app, const RunOptions& options, const js
   }
 }
 
-/// Gives options that were not given the values that the file has of them.
+/// Sets options that were not given to their values in the file.
 void restore_options(CLI::App& app, const json& recorded, const std::string& snapshot) {
   for (const auto& [name, value] : recorded.items()) {
     CLI::Option* option = is_recorded(name) ? app.get_option_no_throw("--" + name) : nullptr;
@@ -104,7 +105,7 @@ void restore_options(CLI::App& app, const json& recorded, const std::string& sna
   }
 }
 
-/// Throws Error for what no run can go on from, whatever its options.
+/// Throws Error if no run can resume from the file, whatever its options.
 void check_header(const SnapshotHeader& header, const std::string& snapshot) {
   const auto fail = [&](const std::string& what) {
     throw Error(fmt::format("{}: {}", snapshot, what));
@@ -126,7 +127,8 @@ void check_header(const SnapshotHeader& header, const std::string& snapshot) {
   }
 }
 
-/// Every rank has opened a file by this name; somebody may have replaced it meanwhile.
+/// Throws if the ranks' files differ. All ranks opened the same name, but the file may have been
+/// replaced meanwhile.
 void check_same_file(const SnapshotHeader& header, const std::string& snapshot,
                      const Communicator& comm) {
   const SnapshotInfo& info = header.info;
@@ -135,12 +137,12 @@ void check_same_file(const SnapshotHeader& header, const std::string& snapshot,
                                 info.options, info.run_state));
   for (const auto& other : comm.all_gather({static_cast<std::int64_t>(hash)})) {
     if (other.front() == static_cast<std::int64_t>(hash)) continue;
-    // The same on all ranks, as all of them see all hashes and none fits all.
+    // All ranks reach this, because they compare the same hashes.
     throw AgreedError(snapshot + ": ranks do not see the same file; has it just been replaced?");
   }
 }
 
-/// Throws Error if the folder's model or tokenizer is another than the snapshot's.
+/// Throws Error if the folder's model or tokenizer differs from the snapshot's.
 void check_model(const RunOptions& options, const SnapshotInfo& info, const ModelHashes& found,
                  const std::string& snapshot) {
   const auto check = [&](const char* what, const std::string& hash, const std::string& expected) {
@@ -152,7 +154,8 @@ void check_model(const RunOptions& options, const SnapshotInfo& info, const Mode
   check("tokenizer", found.tokenizer, info.tokenizer_hash);
 }
 
-/// Throws Error if the folder's generation_config.json has changed: answers would end elsewhere.
+/// Throws Error if the folder's generation_config.json has changed, because answers would end
+/// elsewhere.
 void check_generation(const RunOptions& options, const RunState& state, const ModelHashes& found,
                       const std::string& snapshot) {
   if (!state.generation || *state.generation == found.generation) return;
@@ -161,7 +164,7 @@ void check_generation(const RunOptions& options, const RunState& state, const Mo
                           options.model, shown(*state.generation), shown(found.generation)));
 }
 
-/// Throws Error if the folder's surrogate is another than the snapshot's.
+/// Throws Error if the folder's surrogate differs from the snapshot's.
 void check_surrogate(const RunOptions& options, const SnapshotInfo& info,
                      const std::string& snapshot) {
   const std::string expected = further_text(info, surrogate_hash_attribute);
@@ -170,7 +173,7 @@ void check_surrogate(const RunOptions& options, const SnapshotInfo& info,
   try {
     found = identity_of_surrogate(options.pruning);
   } catch (const Error&) {
-    return;  // identity_of_policy will throw the same
+    return;  // identity_of_policy will throw the same error
   }
   if (found.folder.empty() || found.hash == expected) return;
   throw Error(fmt::format("{}: {} has another surrogate: its hash is {}; expected {}, that of {}",
@@ -186,7 +189,7 @@ json parsed(const std::string& text, const std::string& snapshot, const char* at
   return value;
 }
 
-/// Opens it on all ranks; `recorded` gets its options. Collective.
+/// Opens the file on all ranks. `recorded` receives its options. Collective.
 std::unique_ptr<ResumedRun> open_run(const std::string& file, json& recorded,
                                      const Communicator& comm) {
   const std::string snapshot = "snapshot " + file;
@@ -219,7 +222,7 @@ Prompt ResumedRun::prompt() const {
 
 std::unique_ptr<ResumedRun> open_resumed(CLI::App& app, RunOptions& options,
                                          const Communicator& comm) {
-  // (validate refuses the other two.)
+  // `validate` refuses the other two.
   if (options.resume.empty() || options.resume == "-" || options.dry_run) {
     comm.agree([&] { resolve_pruning(options); });
     return nullptr;

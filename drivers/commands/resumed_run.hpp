@@ -20,19 +20,20 @@ struct ResumedRun {
   RunState state;
   ModelHashes hashes;  // on rank 0
 
-  /// Context and questions.
+  /// Returns context and questions.
   Prompt prompt() const;
 };
 
-/// Opens the snapshot of options.resume, if any, and sets the options that neither command line nor
+/// Opens the snapshot of options.resume, if any. Sets the options that neither command line nor
 /// deck has set to the values recorded in the file. `app` is `kvzap run`, parsed into `options`.
-/// Collective. Throws AgreedError for a file from which no run can resume, given options with which
-/// its rows would differ, and another model, tokenizer or policy.
+/// Collective. Throws AgreedError for a file from which no run can resume, for given options that
+/// would change its rows, and for another model, tokenizer or policy.
 std::unique_ptr<ResumedRun> open_resumed(CLI::App& app, RunOptions& options,
                                          const Communicator& comm);
-/// Opens a snapshot for a run under way: of the same model and policy, with options under which its
-/// rows would be the same. `recorded`: the run's recorded_options; `info`: that of its own
-/// snapshots (on rank 0); `state`: its own. Collective. Throws AgreedError as open_resumed.
+/// Opens a snapshot for a current run. It must have the same model and policy, and options under
+/// which its rows would be the same. `recorded`: the run's recorded_options; `info`: that of its
+/// own snapshots (on rank 0); `state`: its own. Collective. Throws AgreedError as open_resumed
+/// does.
 std::unique_ptr<ResumedRun> open_fitting(const std::string& file, const std::string& recorded,
                                          const SnapshotInfo& info, const RunState& state,
                                          DType dtype, const Communicator& comm);

@@ -129,14 +129,14 @@ class Run {
   RunReport m_report;
 
   std::optional<ModelSetup> m_setup;
-  std::optional<Tokenizer> m_tokenizer;  // on rank 0, unless token ids are all there is
+  std::optional<Tokenizer> m_tokenizer;  // on rank 0, unless all input and output is token ids
   GenerationConfig m_rules;
   std::vector<TokenId> m_stop_ids;
   std::int64_t m_limit = 0;
   std::optional<PolicySpec> m_spec;
   Prompt m_prompt;
-  RunState m_state;        // all but its answers, which are the report's
-  bool m_goes_on = false;  // with the questions of the run before
+  RunState m_state;        // except the answers, which are in the report
+  bool m_goes_on = false;  // whether the run continues with the questions of the earlier run
   Texts m_texts;
   ProgressCallback m_progress;
   std::unique_ptr<Generator> m_generator;
@@ -146,14 +146,14 @@ class Run {
   SnapshotInfo m_info;  // of snapshots
 };
 
-// 1. What can be checked before the work starts.
+// 1. Checks before the work starts.
 
 void Run::check_options() {
   RunOptions& options = m_options;
   m_comm.agree([&] { validate(options, !m_talk); });
   if (m_resumed && m_resumed->state.looked_up && options.pruning.looks_up_threshold() &&
       options.pruning.prunes()) {
-    // A run goes on with the threshold that it began with.
+    // A resumed run keeps the threshold with which it began.
     m_report.looked_up = m_resumed->state.looked_up;
     options.pruning.amount = {};
     options.pruning.threshold(m_report.looked_up->threshold);
@@ -225,7 +225,8 @@ void Run::take_prompt() {
   m_report.context_tokens = static_cast<std::int64_t>(m_prompt.context.size());
 }
 
-/// Every run that goes on with a snapshot has the ring of the run that has written it.
+/// Sets the length of the ring. A resumed run must have the ring of the run that wrote the
+/// snapshot.
 void Run::set_up_ring(std::int64_t longest) {
   int& window = m_report.cache_options.pruning.window;
   if (!m_resumed) {
@@ -256,7 +257,8 @@ void Run::set_up_policy() {
   const auto repeat =
       share_repeat_prompt(m_options, m_spec, tokenizer(), m_prompt.context, config(), m_comm);
   m_comm.agree([&] {
-    // Before the weights: it is small, and its faults are known before minutes of loading.
+    // Loads the policy before the weights: it is small, and its errors should appear before minutes
+    // of loading.
     CacheOptions& cache = m_report.cache_options;
     cache.policy = load_policy(m_options, repeat, *m_setup, m_comm).policy;
     if (cache.policy) {
@@ -277,7 +279,7 @@ void Run::set_up_policy() {
                     config().longest_context()));
   }
   m_texts = load_policy_texts(m_options, cache.policy.get(), tokenizer(), config(), m_comm);
-  // Rows of a repeat stand behind the context's for a while.
+  // Rows of a repeat temporarily follow those of the context.
   check_memory_of(m_report.context_tokens + repeat_tokens);
   if (cache.prunes()) m_report.policy = m_options.pruning.policy_text(flag_names());
   if (cache.scorer() && !m_options.pruning.surrogate.empty()) {
@@ -301,7 +303,7 @@ void Run::check_memory_of(std::int64_t tokens) const {
   });
 }
 
-// 2. This rank's share of the weights, and what the policy learns from its texts.
+// 2. Loading: this rank's share of the weights, and the texts from which the policy learns.
 
 void Run::load() {
   m_progress = [this](std::string_view what, std::int64_t done, std::int64_t total) {
@@ -309,7 +311,7 @@ void Run::load() {
     m_report.stopped_in = what == "prefill" ? "context" : what;
     m_report.stopped_after = done;
     m_report.stopped_of = total;
-    // (A context that a snapshot is to hold runs to its end or to that of a chunk.)
+    // With a snapshot, the context first runs to its end or to the end of a chunk.
     const bool is_to_be_kept = !m_options.snapshot.empty() && what != "load" && what != "texts";
     if (!is_to_be_kept) stop_here_if_asked();
   };
@@ -350,9 +352,9 @@ void Run::set_up_snapshots() {
   m_snapshots.emplace(m_options, std::move(info), m_comm, m_bar, run_state, m_report.snapshots);
 }
 
-// 3. The context: run and pruned, or read.
+// 3. The context: run and pruned, or read from a snapshot.
 
-/// What has been run before comes from the snapshot.
+/// Restores the earlier run's work from the snapshot.
 void Run::go_on(bool reusable) {
   const SnapshotHeader& header = m_resumed->reader.header();
   ResumedFrom from;
@@ -381,8 +383,8 @@ void Run::go_on(bool reusable) {
 }
 
 void Run::run_context() {
-  // An answer that is interrupted leaves a context that other questions may be asked about. (With
-  // --decode-every that would take a second cache, for as long as there is one question.)
+  // After an interrupted answer, other questions about the context may follow. (With --decode-every
+  // this would take a second cache even for a single question.)
   const bool is_kept = m_snapshots->is_on() && m_options.pruning.decode.every == 0;
   const bool reusable = !m_talk && (m_prompt.questions.size() > 1 || is_kept);
   if (m_resumed) go_on(reusable);
@@ -390,7 +392,7 @@ void Run::run_context() {
   std::int64_t done = before;
   const auto after_chunk = [&] {
     if (!m_snapshots->is_on()) stop_if_asked();
-    // What comes after the context is written when all is known of it.
+    // The snapshot at the end of the context is written later, with the complete run state.
     if (m_generator->is_context_done()) return m_snapshots->finish();
     m_snapshots->after_step(*m_generator, m_generator->context_run() - done);
     done = m_generator->context_run();
@@ -423,9 +425,9 @@ void Run::run_context() {
   if (m_dump) m_dump->take_prefill(*m_generator);
 }
 
-// 4. Each question, from the same pruned context; tokens are printed as they come.
+// 4. Questions: each starts from the same pruned context. Tokens are printed as they are generated.
 
-/// One answer stands alone, for scripts; several say what they are answers to.
+/// Prints a heading if there are several answers. A single answer is printed alone, for scripts.
 void Run::begin_answer(std::size_t question) const {
   if (!prints() || m_prompt.questions.size() < 2) return;
   const std::string heading = fmt::format("{}{}\n", question > 0 ? "\n" : "",
@@ -434,7 +436,7 @@ void Run::begin_answer(std::size_t question) const {
   std::fflush(stdout);
 }
 
-/// What the run before has answered.
+/// Prints an answer of the earlier run.
 void Run::tell_again(std::size_t question) const {
   if (!prints()) return;
   const AnsweredQuestion& answered = m_report.answers[question];
@@ -443,7 +445,7 @@ void Run::tell_again(std::size_t question) const {
   std::fwrite("\n", 1, 1, stdout);
 }
 
-/// For the report, of the rows that the sequence has now. Collective.
+/// Returns the quantiles of the current rows' scores for the report. Collective.
 std::vector<Quantiles> Run::score_quantiles() const {
   if (m_options.json.empty() || !m_report.cache_options.prunes()) return {};
   std::vector<Quantiles> layers;
@@ -460,14 +462,14 @@ std::vector<Quantiles> Run::score_quantiles() const {
   return layers;
 }
 
-/// At the first token: what a run that goes on cannot find out any more.
+/// Recorded at the first token, because a resumed run cannot recompute it.
 void Run::note_context_after_question() {
   if (!is_after_question() || m_state.context) return;
   m_report.context = m_generator->report();
   m_state.context = m_report.context;
 }
 
-/// Whether the answer ends with this token.
+/// Returns whether the answer ends with this token.
 bool Run::is_last(TokenId token) const {
   const auto answered = static_cast<std::int64_t>(m_generator->answered().size());
   const auto& stops = m_stop_ids;
@@ -500,14 +502,15 @@ void Run::answer(std::size_t question) {
     if (decoder) emit(decoder->finish());
     if (prints()) std::fwrite("\n", 1, 1, stdout);
   };
-  auto tokens = static_cast<std::int64_t>(ids.size());  // that the first new one stands for
+  // tokens that the first new token adds to the cache
+  auto tokens = static_cast<std::int64_t>(ids.size());
   AnswerOptions options;
   options.max_new_tokens = m_options.new_tokens;
   options.stop_ids = m_stop_ids;
   options.max_tokens = m_limit;
   options.sampling = m_options.sampling;
   options.progress = m_progress;
-  // What there is of it is told where a signal ends it.
+  // If a signal ends the answer, the report has the part that exists.
   const auto note_unfinished = [&] {
     answered.answer.tokens = m_generator->answered();
     m_report.unfinished = answered;
@@ -525,7 +528,7 @@ void Run::answer(std::size_t question) {
     }
     write_due();
     m_snapshots->after_step(*m_generator, 1 + std::exchange(tokens, 0));
-    // What is said of the cache at an answer's end is not of what a snapshot holds of it.
+    // The report of the cache at an answer's end must not include memory that a snapshot holds.
     if (is_last(token)) m_snapshots->finish();
   };
   if (m_dump) m_dump->begin_answer(ids, *m_generator, options);
@@ -557,7 +560,7 @@ void Run::write_due() {
 
 void Run::answer_all() {
   m_is_snapshot_due = m_snapshots->is_on();
-  // The answer to a question that is no longer asked is not kept.
+  // The answer to a question that is no longer asked is discarded.
   const bool has_other_answer = !m_goes_on && !m_generator->answered().empty();
   if (!is_after_question() && !has_other_answer) {
     write_due();
@@ -568,17 +571,17 @@ void Run::answer_all() {
   m_snapshots->finish();
 }
 
-/// In place of the questions.
+/// Runs the conversation in place of the questions.
 void Run::talk_on() {
   OpenRun open{m_options, *m_generator, tokenizer(), m_prompt.context, m_stop_ids, m_limit, m_info,
                m_state,   m_report,     m_bar,       m_progress,       m_comm};
   m_talk(open);
 }
 
-// 5. What there is to say.
+// 5. The report.
 
-/// Among what a signal may end is an answer that nobody can read any more, with nothing else to be
-/// written of it.
+/// Stops after a signal. Also stops if standard output has failed and there is no other output,
+/// because then nobody can read the answer.
 void Run::stop_if_asked() const {
   const bool is_lost =
       prints() && std::ferror(stdout) != 0 && m_options.json.empty() && m_options.dump.empty();
@@ -601,12 +604,12 @@ void Run::write_dump() {
                                  {"policy", m_report.policy.empty() ? "none" : m_report.policy}});
 }
 
-/// Options that were worked out.
+/// Adds the options that were computed.
 void Run::note_flags() {
   auto flags = nlohmann::ordered_json::parse(m_report.flags);
   if (m_report.looked_up) {
     flags["threshold"] = number_json(m_report.looked_up->threshold);
-    // Both together would be two ways to say how much is evicted.
+    // The two options exclude each other.
     flags["evict-ratio"] = nullptr;
   }
   if (m_limit > 0) flags["ctx-size"] = m_limit;
@@ -614,7 +617,8 @@ void Run::note_flags() {
   m_report.flags = flags.dump();
   if (!m_options.json_token_ids) return;
   m_report.context_ids = m_prompt.context;
-  if (!m_talk) m_report.question_ids = m_prompt.questions;  // else it has noted them
+  // a conversation has recorded its questions itself
+  if (!m_talk) m_report.question_ids = m_prompt.questions;
 }
 
 void Run::tell() {
@@ -640,7 +644,7 @@ void Run::tell() {
 
 int Run::operator()() {
   check_options();
-  // What is planned, and made, has room for each thread.
+  // Set first, because memory is planned and allocated for each thread.
   use_threads(m_options.threads, m_comm, m_talks);
   m_report.machine = describe_machine();
   if (m_options.dry_run) {
@@ -649,8 +653,8 @@ int Run::operator()() {
   }
   check_outputs();
   take_prompt();
-  // From when nobody is asked to type any more to the end: the second of timeout's signals must not
-  // cut off what there is to say.
+  // Signals are recorded from here on, when no more input is requested, to the end. A second signal
+  // of timeout(1) must not cut off the report.
   const SignalWatch watch;
   try {
     set_up_policy();

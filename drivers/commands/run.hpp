@@ -1,4 +1,4 @@
-// `kvzap run`: a checkpoint, a prompt, a pruned cache, an answer.
+// `kvzap run`: answers questions about a prompt with a pruned cache.
 #pragma once
 
 #include <functional>
@@ -24,7 +24,7 @@ struct OpenRun {
   const Tokenizer* tokenizer;  // on rank 0
   std::vector<TokenId> context;
   std::vector<TokenId> stop_ids;
-  std::int64_t limit;  // of tokens; 0: none
+  std::int64_t limit;  // most tokens; 0: no limit
   /// Attributes of its snapshots, except run_state. On rank 0.
   SnapshotInfo info;
   RunState& state;
@@ -39,15 +39,15 @@ using Talk = std::function<void(OpenRun&)>;
 /// The description of a run in its report and snapshots.
 struct RunDescription {
   std::string version;
-  std::string revision;  // of the sources
-  std::string recorded;  // of recorded_options
-  std::string flags;     // of options_in_force
+  std::string revision;  // revision of the sources
+  std::string recorded;  // see recorded_options
+  std::string flags;     // see options_in_force
 };
 
-/// Carries out the command on all ranks. `resumed`: of open_resumed; `talk`: in place of the
-/// options' questions, and of the report to a person. Returns the exit status, 128 + the number of
-/// the signal that has ended the run early, its snapshot written. Throws AgreedError, on every rank
-/// alike, for whatever is wrong with the input; any other exception is one rank's own.
+/// Runs the command on all ranks. `resumed`: the result of open_resumed. `talk` replaces the
+/// options' questions, and the report to a person. Returns the exit status, 128 + the number of a
+/// signal that ended the run early; a snapshot is then written. Throws AgreedError, equal on every
+/// rank, for errors in the input. Any other exception belongs to one rank.
 int run(const RunOptions& options, const RunDescription& description,
         std::unique_ptr<ResumedRun> resumed, const Communicator& comm, const Talk& talk = {});
 

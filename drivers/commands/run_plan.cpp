@@ -14,7 +14,8 @@
 namespace kvzap::driver {
 namespace {
 
-/// Bytes that ranks_on_node ranks need: exactly if these are all ranks, else at most.
+/// Returns the bytes that ranks_on_node ranks need. The result is exact if these are all ranks,
+/// otherwise an upper bound.
 std::int64_t needed_on_node(const MemoryPlan& plan, bool is_full_at_first, int ranks_on_node) {
   if (static_cast<int>(plan.ranks.size()) == ranks_on_node) {
     return needed_bytes(plan, is_full_at_first);

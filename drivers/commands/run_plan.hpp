@@ -12,15 +12,17 @@
 
 namespace kvzap::driver {
 
-/// The plan for `tokens` tokens on `ranks` ranks. `config`: of the layers in use.
+/// Returns the plan for `tokens` tokens on `ranks` ranks. `config` has the layers in use.
 MemoryPlan plan_of(const EngineOptions& options, const ModelConfig& config, std::int64_t tokens,
                    int ranks, const PlannedEviction& eviction);
 
-/// Bytes that the largest rank needs at least: weights and prefill. `pruned`: only one layer's keys
-/// and values are dense at a time, and nothing is known of the rows that stay.
+/// Returns a lower bound of the bytes that the largest rank needs: weights and prefill. `pruned`:
+/// only one layer's keys and values are dense at a time, and the number of rows that stay is
+/// unknown.
 std::int64_t least_bytes(const MemoryPlan& plan, bool pruned);
 
-/// --dry-run: prints the plan and writes the report of --json. Collective. Throws AgreedError.
+/// Carries out --dry-run: prints the plan and writes the report of --json. Collective. Throws
+/// AgreedError.
 void dry_run(const RunOptions& options, const std::optional<PolicySpec>& spec,
              const ModelSetup& setup, const Tokenizer* tokenizer, std::int64_t limit,
              const Communicator& comm);

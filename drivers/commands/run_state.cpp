@@ -24,7 +24,7 @@ ordered_json json_of(const CacheReport& cache) {
           {"peak_allocated_bytes", cache.peak_allocated_bytes}};
 }
 
-/// Leaves out the seconds, which were another process's.
+/// Omits the seconds, which another process measured.
 CacheReport cache_of(const json& value, const SnapshotHeader& header) {
   CacheReport cache;
   value.at("tokens").get_to(cache.tokens);
@@ -55,7 +55,7 @@ StopReason reason_from_name(const std::string& name) {
       fmt::format("stop_reason is {}; expected stop_id, max_new_tokens or context_full", name));
 }
 
-/// Bytes of the same rows with values of another type.
+/// Converts bytes of the same rows to another value type.
 void convert(CacheReport& cache, DType from, DType to) {
   for (std::int64_t* bytes : {&cache.full_bytes, &cache.live_bytes, &cache.allocated_bytes,
                               &cache.returned_bytes, &cache.peak_allocated_bytes}) {
@@ -100,7 +100,7 @@ RunState read_run_state(const json& value, const SnapshotHeader& header) {
     state.looked_up.emplace();
     found.at("evict_ratio").get_to(state.looked_up->evict_ratio);
     found.at("file").get_to(state.looked_up->file);
-    // As text: it may be infinite.
+    // Stored as text, because it may be infinite.
     state.looked_up->threshold = std::strtod(found.at("value").get<std::string>().c_str(), nullptr);
   }
   return state;
@@ -132,7 +132,7 @@ std::string to_json_text(const RunState& state) {
                           {"value", fmt::format("{}", state.looked_up->threshold)},
                           {"file", state.looked_up->file}};
   }
-  // Questions may have any bytes.
+  // Questions may contain any bytes.
   return value.dump(-1, ' ', false, json::error_handler_t::replace);
 }
 

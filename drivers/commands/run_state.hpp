@@ -16,7 +16,8 @@ namespace kvzap::driver {
 
 /// Progress of a run, without its cache and the unfinished answer.
 struct RunState {
-  /// Texts of the questions, empty for the chat template's end alone, and their token ids.
+  /// Texts of the questions and their token ids. A text is empty if the question is only the end of
+  /// the chat template.
   std::vector<std::string> texts;
   std::vector<std::vector<TokenId>> questions;
   /// The finished answers, in order.
@@ -25,20 +26,20 @@ struct RunState {
   std::optional<CacheReport> context;
   /// Value type in which these reports count bytes.
   DType dtype = DType::f32;
-  /// identity_of_policy.
+  /// See identity_of_policy.
   std::string policy;
   /// Hash of the model's generation_config.json; "" if it has none. Absent in older snapshots.
   std::optional<std::string> generation;
   std::optional<LookedUpThreshold> looked_up;
 };
 
-/// Text of the snapshot's attribute run_state.
+/// Returns the text of the snapshot's attribute run_state.
 std::string to_json_text(const RunState& state);
-/// Reads it back. Throws Error, or the JSON library's exceptions, for a state that does not fit
+/// Parses it. Throws Error, or the JSON library's exceptions, for a state that does not fit
 /// `header`.
 RunState read_run_state(const nlohmann::json& value, const SnapshotHeader& header);
 
-/// Counts bytes as those of values of type `to`.
+/// Converts the byte counts to values of type `to`.
 void convert(RunState& state, DType to);
 
 }  // namespace kvzap::driver

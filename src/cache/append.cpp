@@ -112,7 +112,7 @@ std::int64_t KVCache<Value, order>::saved_row(const Sequence& sequence, const La
 }
 
 // An append in phases. It takes the memory for all spans before it changes anything. After that
-// nothing fails on hosts; on devices the launch of a kernel can.
+// nothing fails on hosts; on devices the launch of a kernel can fail.
 template <class Value, PageOrder order>
 class KVCache<Value, order>::Append {
  public:
@@ -142,7 +142,7 @@ class KVCache<Value, order>::Append {
       detail::or_out_of_memory("an append", 0, m_cache.m_pool, [&] { borrow(loan); });
     }
     admit(loan);
-    // Last, after all that can fail on hosts.
+    // Changes lengths last, after all operations that can fail on hosts.
     for (std::size_t i = 0; i < m_n; ++i) {
       if (moves(i)) m_mover.fill_ring(m_exec, rows_of(i));
     }

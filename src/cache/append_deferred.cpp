@@ -20,7 +20,7 @@ struct SpanArgs {
   std::int64_t table_stride;  // of heads
   std::int64_t row;           // of keys, values and scores
   std::int32_t saved_rows;
-  std::int32_t token;  // its position
+  std::int32_t token;  // position of the token
   std::int32_t ring_first;
   float threshold;
   std::int32_t sink;
@@ -109,7 +109,8 @@ void launch(const ExecutionSpace& exec, int spans, const StepKernel<Value, order
       kernel);
 }
 
-/// Writes the kernel's arguments, which are arguments of this kernel themselves: nothing waits.
+/// Writes the kernel's arguments to memory. They are arguments of this kernel themselves, so
+/// nothing waits.
 template <class Value>
 struct WriteArgs {
   static constexpr int most = 3;
@@ -180,7 +181,7 @@ class KVCache<Value, order>::DeferredAppend {
 
   Sequence& sequence(std::size_t span) const { return *m_work.called[span]; }
   LayerStore& layer(std::size_t span) const { return sequence(span).layers[m_layer]; }
-  // Whether a row leaves the ring.
+  // Returns whether a row leaves the ring.
   bool exits(std::size_t span) const {
     return layer(span).tokens - layer(span).ring_first >= m_cache.m_shape.window;
   }
@@ -201,7 +202,8 @@ class KVCache<Value, order>::DeferredAppend {
     loan.take(m_exec, missing);
   }
 
-  // Every head whose ring a row leaves gets room for it; kernels write new pages to the tables.
+  // Gives a page to every head that may need one for the row that leaves its ring. A kernel writes
+  // new pages to the tables.
   void link_pages(PageLoan& loan) {
     NewEntries entries;
     for (std::size_t i = 0; i < m_n; ++i) {
@@ -246,7 +248,7 @@ class KVCache<Value, order>::DeferredAppend {
     args.scored = m_spans[i].scored ? 1 : 0;
     if (own.step < 0 || !exits(i)) return;
     const StepState& state = m_cache.m_step[own.step];
-    // Rows that came within the step need no copy.
+    // Rows that were appended within the step need no copy.
     if (store.tokens - m_cache.m_shape.window >= state.tokens[m_layer]) return;
     const std::int64_t row =
         m_cache.saved_row(own, store, m_layer) - store.first_head * state.saved_rows;
@@ -255,8 +257,8 @@ class KVCache<Value, order>::DeferredAppend {
     args.saved_rows = static_cast<std::int32_t>(state.saved_rows);
   }
 
-  // Brings the arguments to the kernel's memory, unless they are there already, as in all layers of
-  // a step but the first.
+  // Copies the arguments to the kernel's memory, unless they are there already. This happens only
+  // in the first layer of a step.
   void write_args() {
     if (m_work.span_args_on) {
       detail::follow(*m_work.span_args_on, m_exec, "kvzap::append: arguments are in use elsewhere");
@@ -348,7 +350,7 @@ void KVCache<Value, order>::defer_spans(const ExecutionSpace& exec, const Append
   for (std::size_t i = 0; i < n; ++i) ++m_work->called[i]->layers[layer].tokens;
 }
 
-// Makes room for the arguments of `n` sequences, beside those that were last written.
+// Reserves memory for the arguments of `n` sequences, beside the arguments that were written last.
 template <class Value, PageOrder order>
 void KVCache<Value, order>::reserve_args(std::size_t n) {
   if (n <= std::size_t{StepKernel<Value, order>::most_own}) return;

@@ -1,4 +1,4 @@
-// Appends whose verdicts are known: the caller's flags say which rows of a prompt stay.
+// Appends with known verdicts: the caller's flags select the rows of a prompt that stay.
 #include "cache/cache_impl.hpp"
 
 namespace kvzap {
@@ -26,7 +26,7 @@ class KVCache<Value, order>::KeptAppend {
         m_heads(cache.m_shape.heads[layer]),
         m_keep(keep) {
     m_rows.step = cache.step_of(m_layer, layer, keys.extent(0));
-    // To the mover, all rows leave a ring that none has entered.
+    // For the mover, all rows leave a ring that no row has entered.
     m_rows.step.exits = m_rows.step.count;
     m_rows.keys = RowsRef<Value>::of(keys, 0);
     m_rows.values = RowsRef<Value>::of(values, 0);
@@ -78,8 +78,8 @@ class KVCache<Value, order>::KeptAppend {
     loan.take(m_exec, missing - of_stock, of_stock);
   }
 
-  // The layer's pages in the stock, which suffice if all rows that can leave the ring stay. If
-  // later rows of the step can leave the new ring, these pages have room for them too.
+  // Returns the layer's pages in the stock. They suffice if all rows that can leave the ring stay.
+  // If later rows of the step can leave the new ring, these pages have space for them, too.
   std::size_t pages_of_step() const {
     if (!m_cache.draws_on_stock(m_sequence)) return 0;
     const StepState& state = m_cache.m_step[m_sequence.step];

@@ -1,4 +1,4 @@
-// The host's books of a cache: sequences, page lists and tables, lengths, and the order of
+// The host's bookkeeping of a cache: sequences, page lists and tables, lengths, and the order of
 // execution-space instances.
 #include <numeric>
 
@@ -90,7 +90,7 @@ void KVCache<Value, order>::note_releases(const ExecutionSpace& exec) {
 // -------------------------------------------------------------------------------------------------
 // Lengths that only kernels know.
 
-// Brings the lengths to the host. Const, because the content of the cache does not change.
+// Copies the lengths to the host. Const, because the content of the cache does not change.
 template <class Value, PageOrder order>
 void KVCache<Value, order>::settle(SequenceId sequence) const {
   KVCache& self = const_cast<KVCache&>(*this);
@@ -105,7 +105,7 @@ void KVCache<Value, order>::settle(Sequence& sequence) {
   take_lengths(sequence);
 }
 
-// Adopts lengths that have arrived on the host.
+// Stores lengths that were copied to the host.
 template <class Value, PageOrder order>
 void KVCache<Value, order>::take_lengths(Sequence& sequence) {
   sequence.pending = false;
@@ -202,7 +202,7 @@ bool KVCache<Value, order>::shares_last_page(const LayerStore& layer, int head) 
          m_pool.reference_count(layer.pages[head].back()) > 1;
 }
 
-// Returns the pages that `more_rows` more rows of a head need, and reserves room in its page list.
+// Returns the pages that `more_rows` more rows of a head need. Reserves space in its page list.
 template <class Value, PageOrder order>
 auto KVCache<Value, order>::list_room(LayerStore& layer, int head, std::int64_t more_rows) const
     -> PageNeeds {
@@ -229,7 +229,7 @@ void KVCache<Value, order>::take_pages(const ExecutionSpace& exec, Sequence& seq
     if (sequence.step >= 0) {
       m_replaced.push_back({sequence.step, layer_index, head, pages.back()});
     } else {
-      // The list that keeps the page may change it in place from now on.
+      // The other list may now change the page in place.
       m_pool.release(pages.back());
       note_releases(exec);
     }
@@ -269,7 +269,7 @@ void KVCache<Value, order>::write_entries(Sequence& sequence, const LayerStore& 
   }
 }
 
-// Makes room in the table for `pages` pages per head.
+// Makes the table wide enough for `pages` pages per head.
 template <class Value, PageOrder order>
 void KVCache<Value, order>::widen_table(const ExecutionSpace& exec, Sequence& sequence,
                                         std::size_t pages) {

@@ -6,8 +6,8 @@ namespace {
 
 using detail::Range;
 
-/// Turns the keys of all heads of all layers, `rows` each, and numbers their rows. A single kernel
-/// does all of it, so that a failed launch changes nothing.
+/// Rotates the keys of all heads of all layers, `rows` each, and renumbers their rows. A single
+/// kernel does all of it, so that a failed launch changes nothing.
 template <class Value, PageOrder order>
 void turn_keys(const ExecutionSpace& exec, std::int64_t heads, std::int64_t rows,
                const detail::Block<order>& block, const PagePool::AddressView& addresses,

@@ -1,4 +1,4 @@
-// Read access to the rows of a cache, for kernels and for the host; their scores.
+// Read access to the rows of a cache, for kernels and for the host, and access to their scores.
 #include <numeric>
 
 #include "cache/cache_impl.hpp"

@@ -19,7 +19,7 @@ struct HeadRows {
   Block<order> page_block, ring_block;
   bool values;
 
-  /// The run that begins at row `row`: at most `left` rows.
+  /// Returns the run that begins at row `row`: at most `left` rows.
   struct Run {
     const Value* data;
     std::int64_t rows, row_stride, dim_stride;
@@ -79,7 +79,7 @@ template <class Value, PageOrder order>
 void gather_by_kernel(const ExecutionSpace& exec, const HeadRows<Value, order>& rows,
                       std::int64_t begin, std::int64_t count, std::int64_t dim,
                       const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>& out) {
-  // One dimension of a row per thread: neighbours read and write neighbouring bytes.
+  // One thread per dimension of a row: neighbouring threads read and write neighbouring bytes.
   Kokkos::parallel_for(
       "kvzap::gather_rows", Range(exec, 0, count * dim), KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t row = i / dim;

@@ -10,9 +10,9 @@ namespace kvzap::detail {
 /// dim).
 ///
 /// A head's rows are its retained rows and the rows of the ring, both in order of position,
-/// followed by new_rows, (token, head, dim): keys or values of tokens that the cache does not have
-/// yet (an empty view: none). Reads count * head_dim elements. Does not wait. Throws Error if `out`
-/// is not (at least count, head_dim).
+/// followed by new_rows. new_rows (token, head, dim) are keys or values of tokens that the cache
+/// does not have yet; the view may be empty. Reads count * head_dim elements. Does not wait. Throws
+/// Error if `out` is not (at least count, head_dim).
 template <class Value, PageOrder order>
 void gather_rows(const ExecutionSpace& exec, const RaggedLayer<Value, order>& cached, int head,
                  const Kokkos::View<const Value***, Kokkos::LayoutStride, MemorySpace>& new_rows,

@@ -1,4 +1,4 @@
-// The row mover of hosts: loops over rows. Where many rows move, it streams them in batches.
+// The row mover of hosts: loops over rows. If many rows move, it streams them in batches.
 #include <array>
 #include <cstring>
 #include <numeric>
@@ -156,14 +156,14 @@ void parallel_on_host([[maybe_unused]] const char* label, [[maybe_unused]] std::
   if constexpr (runs_on_host) host_for(label, n, work);
 }
 
-/// Returns whether `bytes` are enough for lists of rows and non-temporal stores to pay.
+/// Returns whether `bytes` are enough for lists of rows and non-temporal stores to pay off.
 bool use_streams(std::int64_t bytes) {
   const RowPath path = row_path();
   return path == RowPath::streaming || (path == RowPath::automatic && bytes >= streaming_bytes);
 }
 
-/// Judges `n` pairs with positions first, first + 1, …, and scores `stride` apart. Lists the kept
-/// ones in `kept` by their numbers, number, number + 1, …; returns how many.
+/// Judges `n` pairs with positions first, first + 1, …, and scores `stride` apart. Lists the
+/// numbers of the kept pairs, starting at `number`, in `kept`. Returns how many were kept.
 std::int64_t judge_run(const float* scores, std::int64_t stride, std::int64_t n, std::int64_t first,
                        std::int32_t number, const EvictionRule& rule, std::int32_t* kept,
                        std::int64_t& non_finite) {
@@ -181,7 +181,7 @@ std::int64_t judge_run(const float* scores, std::int64_t stride, std::int64_t n,
                                 number + static_cast<std::int32_t>(i), kept + n_kept, non_finite);
 }
 
-/// Lists the exits of a head that `rule` keeps; returns how many. ring_scores: (head, window).
+/// Lists the exits of a head that `rule` keeps. Returns their number. ring_scores: (head, window).
 std::int64_t judge_head(const AppendStep& step, int head, const float* ring_scores,
                         const ScoresRef& scores, const EvictionRule& rule, std::int32_t* kept,
                         std::int64_t& non_finite) {
@@ -213,8 +213,8 @@ std::int64_t judge_head(const AppendStep& step, int head, const float* ring_scor
   return n;
 }
 
-/// Lists the flagged ones of a head's first `rows` rows; returns how many, and the first row
-/// without a flag (or their end) in `first`.
+/// Lists the flagged rows among a head's first `rows` rows. Returns their number. Sets `first` to
+/// the first row without a flag, or to the end.
 std::int64_t list_flagged(const FlagsView& keep, int head, std::int64_t rows, std::int32_t* kept,
                           std::int64_t& first) {
   std::int64_t n = 0;
@@ -226,7 +226,7 @@ std::int64_t list_flagged(const FlagsView& keep, int head, std::int64_t rows, st
       n += flags[row * stride] != 0 ? 1 : 0;
     }
   }
-  // Up to the first evicted row, each row's number is its place in the list.
+  // Up to the first evicted row, each row's number equals its index in the list.
   first = std::partition_point(kept, kept + n,
                                [&](const std::int32_t& row) { return row == &row - kept; }) -
           kept;

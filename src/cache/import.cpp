@@ -13,7 +13,7 @@ using detail::Range;
 
 namespace {
 
-/// Copies of the host's rows for kernels. Views that are not to be written are empty.
+/// Copies of the host's rows for kernels. Views that must not be written are empty.
 template <class Value>
 struct ArrivedRows {
   Kokkos::View<std::int32_t*, MemorySpace> positions;

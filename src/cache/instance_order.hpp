@@ -7,7 +7,7 @@
 
 namespace kvzap::detail {
 
-/// Number of waits for an instance because another one took over, for tests.
+/// Number of waits for another instance, for tests.
 inline int instance_waits = 0;
 /// Treats every instance as different, for tests: some backends have only one.
 inline bool instances_differ = false;

@@ -9,7 +9,7 @@ namespace {
 
 using Total = Kokkos::View<std::int64_t, MemorySpace, Kokkos::MemoryTraits<Kokkos::Unmanaged>>;
 
-/// The score of a row that leaves the ring, or passes by.
+/// The score of a row that leaves the ring or never enters it.
 struct ExitScore {
   AppendStep step;
   const float* ring_scores;
@@ -103,14 +103,14 @@ void count_listed(const ExecutionSpace& exec, const ScoresRef& scores, const Kep
       Total(kept.non_finite));
 }
 
-/// `most`: the listed rows of the head with the most.
+/// `most`: largest number of listed rows of any head.
 template <class Value, PageOrder order>
 void admit_listed(const ExecutionSpace& exec, const SpanRows<Value>& span, std::int64_t most,
                   const KeptPart& kept, const std::int64_t* retained, const PagesRef& pages) {
   const AppendStep step = span.step;
   const Block<order> ring_block{step.window, step.dim};
   const Block<order> page_block{step.page_rows, step.dim};
-  // One dimension of a row per thread: neighbours read and write neighbouring bytes.
+  // One thread per dimension of a row: neighbouring threads read and write neighbouring bytes.
   Kokkos::parallel_for(
       "kvzap::append::admit", Range(exec, 0, step.heads * most * step.dim),
       KOKKOS_LAMBDA(std::int64_t i) {
@@ -148,7 +148,7 @@ void admit_listed(const ExecutionSpace& exec, const SpanRows<Value>& span, std::
       });
 }
 
-/// One dimension of a row per thread.
+/// One thread per dimension of a row.
 template <class Value, PageOrder order>
 void save_exits(const ExecutionSpace& exec, const AppendStep& step, const RingRef<Value>& ring,
                 const SavedRows<Value>& saved, bool back) {
@@ -197,8 +197,8 @@ void write_ring(const ExecutionSpace& exec, const SpanRows<Value>& span) {
       });
 }
 
-/// One dimension of a head per thread, in ascending order of rows: no element is overwritten before
-/// it has been read.
+/// One thread per dimension of a head, in ascending order of rows, so that no element is
+/// overwritten before it has been read.
 template <class Value, PageOrder order>
 void compact_columns(const ExecutionSpace& exec, const Block<order>& block, const KeptPart& kept,
                      const PagesRef& from, const PagesRef& to) {

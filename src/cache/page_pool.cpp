@@ -17,8 +17,8 @@ namespace {
 constexpr std::size_t page_alignment = 64;
 constexpr std::size_t note_alignment = 8;
 constexpr std::size_t largest_slab_bytes = std::size_t{4} << 20;
-// A new slab adds this part of the pool: the largest part that is idle while the pool grows. Twice
-// as much where that fills huge pages.
+// A new slab adds this fraction of the pool: the largest fraction that is idle while the pool
+// grows. Twice as much if that fills huge pages.
 constexpr std::size_t slab_fraction = 128;
 constexpr std::size_t huge_slab_fraction = 64;
 }  // namespace
@@ -57,7 +57,8 @@ void PagePool::claim(std::size_t bytes) {
   m_claimed += bytes;
 }
 
-// Adds a slab and returns its index. wanted_bytes: what the caller needs, for the message.
+// Adds a slab and returns its index. wanted_bytes: the bytes that the caller needs, for the
+// message.
 int PagePool::grow(std::size_t wanted_bytes) {
   const std::size_t most = std::max<std::size_t>(1, largest_slab_bytes / page_bytes());
   const bool fills_huge_pages =
@@ -89,7 +90,8 @@ int PagePool::grow(std::size_t wanted_bytes) {
     slab.memory = Kokkos::View<char*, MemorySpace>(
         Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::page_pool::slab"),
         bytes + (huge ? 2 : 1) * alignment);
-    // All that can fail comes before any change. trim and release need room in these lists.
+    // Everything that can fail happens before any change. trim and release need space in these
+    // lists.
     slab.pages.reserve(count);
     slab.free.reserve(count);
     detail::reserve_more(m_pages, count);
@@ -142,7 +144,7 @@ int PagePool::grow(std::size_t wanted_bytes) {
   return index;
 }
 
-// Takes a page of the oldest slab with a free one. There must be one.
+// Takes a page from the oldest slab with a free one. There must be one.
 PageId PagePool::take() {
   const auto oldest = m_slabs_with_free.begin();
   Slab& slab = m_slabs[*oldest];
@@ -174,19 +176,20 @@ void PagePool::allocate(std::size_t count, std::vector<PageId>& pages) {
   } catch (const std::bad_alloc&) {
     throw OutOfMemory("out of memory: no room for a list of pages", wanted, free_bytes());
   }
-  // Free pages of old slabs are taken first: in the end only the last new slab can have free pages.
+  // Free pages of old slabs are taken first, so in the end only the last new slab can have free
+  // pages.
   const std::size_t before = pages.size();
   const PageId* const first_new = pages.data() + before;
   try {
     while (pages.size() < before + count) pages.push_back(allocate());
   } catch (...) {
-    // Drop the slabs that this call has added. All of them are full of pages of this call, by which
-    // they are found.
+    // Frees the slabs that this call has added. They are full of pages of this call, which identify
+    // them.
     const std::size_t taken = pages.size() - before;
     for (std::size_t i = 0; i < taken; ++i) release(first_new[i]);
     for (std::size_t i = idle; i < taken; ++i) {
       const int slab = m_pages[first_new[i]].slab;
-      if (slab < 0) continue;  // with an earlier page
+      if (slab < 0) continue;  // its slab was freed with an earlier page
       const std::size_t bytes = drop(slab);
       if (m_meter) m_meter->subtract(bytes);
     }

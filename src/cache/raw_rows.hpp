@@ -1,4 +1,4 @@
-// Reads and writes the rows of a head in order of position, on any thread of the host: no function
+// Reads and writes the rows of a head in order of position, on any thread of the host. No function
 // here runs a Kokkos kernel.
 #pragma once
 
@@ -73,7 +73,7 @@ template <class Value, PageOrder order>
 class RawReader {
  public:
   using Raw = typename KVCache<Value, order>::RawRows;
-  /// `raw` outlives the reader.
+  /// `raw` must outlive the reader.
   explicit RawReader(const Raw& raw) : m_raw(raw) {}
 
   /// Reads rows begin … begin + count - 1, as do the next two functions.
@@ -135,7 +135,7 @@ template <class Value, PageOrder order>
 class RawWriter {
  public:
   using Raw = typename KVCache<Value, order>::RawRows;
-  /// `raw` outlives the writer.
+  /// `raw` must outlive the writer.
   explicit RawWriter(const Raw& raw) : m_raw(raw) {}
 
   /// Writes rows begin … begin + count - 1, as do the next functions. Ring rows need no positions.
@@ -187,7 +187,7 @@ class RawWriter {
  private:
   void transpose(const Value* source, std::int64_t rows, Value* target,
                  std::int64_t capacity) const {
-    constexpr std::int64_t block = 32;  // as RawReader's
+    constexpr std::int64_t block = 32;  // the same as RawReader's
     const std::int64_t dim = m_raw.dim;
     for (std::int64_t r = 0; r < rows; r += block) {
       const std::int64_t n = std::min(block, rows - r);

@@ -18,7 +18,8 @@ constexpr std::size_t line_bytes = 64;
 KVZAP_BODY void prefetch_row([[maybe_unused]] const char* row,
                              [[maybe_unused]] std::size_t row_bytes) {
 #if defined(__GNUC__)
-  // Into the second-level cache: the first one is too small for a dozen rows of keys and values.
+  // Prefetches into the second-level cache: the first one is too small for a dozen rows of keys and
+  // values.
   for (std::size_t b = 0; b < row_bytes; b += line_bytes) __builtin_prefetch(row + b, 0, 2);
 #endif
 }
@@ -63,7 +64,7 @@ KVZAP_TARGET_AVX512 std::int64_t list_retained_avx512(const float* scores, std::
     const __mmask16 odd =
         _mm512_cmpeq_epi32_mask(_mm512_and_si512(_mm512_castps_si512(score), exponent), exponent);
     const __mmask16 keep = odd | _mm512_cmp_ps_mask(score, limit, _CMP_GE_OQ);
-    // Writes all sixteen. There is room: at most one number per score has been listed.
+    // Writes all sixteen. This is safe, because at most one number per score has been listed.
     _mm512_storeu_si512(kept + n_kept, _mm512_maskz_compress_epi32(keep, numbers));
     n_kept += __builtin_popcount(keep);
     odd_scores += __builtin_popcount(odd);

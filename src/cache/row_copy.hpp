@@ -9,8 +9,8 @@ namespace kvzap::detail {
 
 /// Lists the scores that keep their pair, as EvictionRule::keeps does behind the sink.
 ///
-/// Scores 0 … n - 1 have the numbers first, first + 1, …. Writes the numbers of those that are at
-/// least `threshold`, NaN or infinite to `kept`, which has room for n. Adds the number of NaN and
+/// Scores 0 … n - 1 have the numbers first, first + 1, …. Writes the numbers of scores that are at
+/// least `threshold`, NaN or infinite to `kept`, which has space for n. Adds the number of NaN and
 /// infinite scores to non_finite. Returns the length of the list.
 std::int64_t list_retained(const float* scores, std::int64_t n, float threshold, std::int32_t first,
                            std::int32_t* kept, std::int64_t& non_finite);
@@ -24,10 +24,10 @@ enum class RowPath {
 };
 
 RowPath row_path();
-/// Sets the path, for tests and benchmarks. Not while kernels run.
+/// Sets the path, for tests and benchmarks. Do not call it while kernels run.
 void set_row_path(RowPath path);
 
-/// Rows are streamed from this number of bytes on. A decode step moves far fewer, and so many bytes
+/// Rows are streamed from this number of bytes on. A decode step moves far fewer. A larger amount
 /// would not stay in a near cache for the next reader.
 inline constexpr std::int64_t streaming_bytes = std::int64_t{256} * 1024;
 

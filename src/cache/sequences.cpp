@@ -131,7 +131,7 @@ SequenceId KVCache<Value, order>::fork(const ExecutionSpace& exec, SequenceId so
     copy_elements(exec, copy.rings.data(), from.rings.data(), from.rings.size());
     copy_elements(exec, copy.ring_scores.data(), from.ring_scores.data(), from.ring_scores.size());
     insert(id, std::move(copy));
-    // After the last step that can fail.
+    // After the last operation that can fail.
     for (const LayerStore& layer : from.layers) {
       for (const auto& list : layer.pages) {
         for (PageId page : list) m_pool.retain(page);

@@ -1,9 +1,9 @@
-// Steps: all memory is taken before the first append, and cancel_step undoes the appends.
+// Steps: memory is taken before the first append, and cancel_step undoes the appends.
 #include "cache/cache_impl.hpp"
 
 namespace kvzap {
 
-// Notes the state of a step's sequences and takes all that its appends need.
+// Records the state of a step's sequences and takes all memory that its appends need.
 template <class Value, PageOrder order>
 class KVCache<Value, order>::StepPreparation {
  public:
@@ -79,7 +79,7 @@ class KVCache<Value, order>::StepPreparation {
     m_cache.widen_table(m_exec, sequence, longest);
   }
 
-  // Room to list the kept rows of the layer with the most.
+  // Reserves space to list the kept rows of the layer with the most.
   void reserve_lists(std::size_t n) {
     std::int64_t most_exits = 0;
     std::int64_t most_heads = 0;
@@ -158,7 +158,7 @@ void KVCache<Value, order>::close_step() {
   m_in_step = false;
 }
 
-// Returns rings and lengths of a sequence to its state before the step.
+// Restores rings and lengths of a sequence to their state before the step.
 template <class Value, PageOrder order>
 void KVCache<Value, order>::bring_back(const StepState& state, Sequence& sequence) {
   const auto& mover = detail::row_mover<Value, order>();

@@ -94,7 +94,7 @@ std::string hash_of_policy_file(const fs::path& file) {
     files.push_back(file / "config.json");
   } else {
     files.push_back(file);
-    // A pattern of duo-attention: its config.json is in the same folder.
+    // config.json of a pattern of duo-attention is in the same folder.
     if (file.extension() == ".tsv") files.push_back(file.parent_path() / "config.json");
   }
   return hash_of_files(files);

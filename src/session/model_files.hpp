@@ -11,8 +11,8 @@ namespace kvzap::detail {
 std::vector<std::filesystem::path> weight_files(const std::filesystem::path& folder);
 
 /// Returns a hash that distinguishes models. It covers the text files that affect the results of a
-/// model. Of each file of weights it covers the name, the size and evenly spaced parts. (To read
-/// all of it would take longer than to load this rank's share; training changes all tensors.)
+/// model. Of each file of weights it covers the name, the size and evenly spaced parts. (Reading
+/// all weights would take longer than loading this rank's share, and training changes all tensors.)
 std::string hash_of_model(const std::filesystem::path& folder, bool with_weights);
 
 /// The files of hash_of_model in three groups. First, config.json and weights, which determine the

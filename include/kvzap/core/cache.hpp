@@ -79,17 +79,17 @@ struct RaggedLayer {
   }
 };
 
-/// Such a layer with the bounds that the host knows without waiting for kernels. Kernels get the
-/// base alone.
+/// A layer together with bounds that the host knows without waiting for kernels. Kernels receive
+/// only the base class.
 template <class Value, PageOrder order>
 struct CachedLayer : RaggedLayer<Value, order> {
-  /// (head): an upper bound of its retained rows.
+  /// (head): an upper bound of the head's retained rows.
   Kokkos::View<const std::int64_t*, Kokkos::HostSpace> bounds;
 };
 
 /// Counts of an append, summed over this rank's heads of the layer.
 struct AppendCounts {
-  std::int64_t judged = 0;   // pairs that a rule or the caller's flags decided on
+  std::int64_t judged = 0;   // pairs that a rule or the caller's flags judged
   std::int64_t evicted = 0;  // judged pairs that were dropped
   std::int64_t non_finite =
       0;  // judged pairs that were kept although their score is NaN or infinite
@@ -100,10 +100,10 @@ struct CompactCounts {
   std::int64_t judged = 0;      // rows before
   std::int64_t evicted = 0;     // rows dropped
   std::int64_t moved = 0;       // kept rows that now lie elsewhere
-  std::int64_t non_finite = 0;  // kept rows whose score is NaN or infinite; counted by evict alone
+  std::int64_t non_finite = 0;  // kept rows whose score is NaN or infinite; only evict counts them
 };
 
-/// The part of an append's rows that one sequence gets.
+/// The part of an append's rows that belongs to one sequence.
 struct AppendSpan {
   SequenceId sequence = -1;
   /// Rows first_row … first_row + rows - 1 of keys and values, and the same columns of scores.
@@ -151,16 +151,16 @@ struct PagesRef;
 ///
 /// No function communicates: every rank has its own part.
 ///
-/// Execution-space instances: a function that takes an instance runs its kernels there. They run
-/// after all that the cache did for the sequence on other instances (the function waits for those
-/// if necessary), and pages that it frees are not written on another instance before. Kernels of
-/// the caller that read a layer must run on the instance of the next call for the sequence. A
-/// function that takes no instance uses ExecutionSpace().
+/// Execution-space instances: a function that takes an instance runs its kernels there, after all
+/// that the cache did for the sequence on other instances (it waits for those if necessary). Pages
+/// that it frees are not written on another instance before. Kernels of the caller that read a
+/// layer must run on the instance of the next call for the sequence. A function that takes no
+/// instance uses ExecutionSpace().
 ///
 /// A function that throws leaves the cache unchanged. Every function throws Error for an unknown
 /// sequence, layer or head.
 ///
-/// Value: float, half or bfloat16. order: how the rows of a page and of the ring lie in memory.
+/// Value: float, half or bfloat16. order: the memory order of the rows of a page and of the ring.
 template <class Value, PageOrder order>
 class KVCache {
  public:
@@ -172,15 +172,15 @@ class KVCache {
   using PositionsOut = Kokkos::View<std::int64_t**, Kokkos::LayoutStride, MemorySpace>;
   using Layer = CachedLayer<Value, order>;
 
-  /// Makes an empty cache. `meter`, if given, outlives it. `limit`: see set_limit. Throws Error if
-  /// an extent of the shape is not positive (a rank may own no head of a layer).
+  /// Makes an empty cache. If `meter` is given it must outlive the cache. `limit`: see set_limit.
+  /// Throws Error if an extent of the shape is not positive (a rank may own no head of a layer).
   explicit KVCache(const CacheShape& shape, MemoryMeter* meter = nullptr, std::size_t limit = 0);
   ~KVCache();
   KVCache(const KVCache&) = delete;
   KVCache& operator=(const KVCache&) = delete;
 
-  /// Adds an empty sequence. Throws OutOfMemory. A failed call uses up an id too, as does a failed
-  /// fork: ranks that make the same calls get the same ids, whichever of them has no memory.
+  /// Adds an empty sequence. Throws OutOfMemory. Like a failed fork, a failed call uses up an id.
+  /// So ranks that make the same calls get the same ids, even if one of them has no memory.
   SequenceId add_sequence();
   /// Adds a second sequence with the same content. The two share pages, which are copied when one
   /// of them writes into them; rings are copied. Throws OutOfMemory.
@@ -199,10 +199,11 @@ class KVCache {
   ///
   /// Each sequence occurs once. A layer gets its rows by any number of calls of append,
   /// append_deferred and append_kept. The step takes the memory of all layers now, so that no
-  /// append fails within the step. Exceptions: a span that moves more than `window` rows per head
-  /// out of a ring, and append_kept, take pages when the number of kept rows is known. Until
-  /// end_step or cancel_step the sequences cannot be forked, freed, checkpointed, restored,
-  /// compacted or evicted from. Throws OutOfMemory; Error within another step or for invalid spans.
+  /// append fails within the step. Two exceptions take pages only when the number of kept rows is
+  /// known: append_kept, and a span that moves more than `window` rows per head out of a ring.
+  /// Until end_step or cancel_step the sequences cannot be forked, freed, checkpointed, restored,
+  /// compacted or evicted from. Throws OutOfMemory, and Error within another step or for invalid
+  /// spans.
   void begin_step(const ExecutionSpace& exec, const std::vector<StepSpan>& spans);
   /// Ends the step and frees the pages that it did not need. Does not wait.
   void end_step();
@@ -224,27 +225,27 @@ class KVCache {
                       const RowsView& keys, const RowsView& values, const ScoresView& scores,
                       const EvictionRule& rule);
 
-  /// Appends the first rows of a layer, of which the caller's flags say which to keep.
+  /// Appends the first rows of a layer, and keeps those that the caller's flags select.
   ///
-  /// keep(h, r), (head, row): whether row r of head h stays. Kept rows go directly into pages, with
-  /// positions and scores; the others are never copied. Afterwards the ring is empty and begins
-  /// anew, so that no later append judges these rows. Within a step it takes the pages that the
-  /// step lacks. Returns all pairs as judged, and as non-finite the kept pairs with such scores
-  /// (none if `scores` is empty). Throws Error for extents that do not fit or if the layer has had
-  /// rows; OutOfMemory.
+  /// keep(h, r), (head, row): whether row r of head h stays. Kept rows are copied directly into
+  /// pages, with positions and scores; the others are never copied. Afterwards the ring is empty
+  /// and begins anew, so that no later append judges these rows. Within a step it takes the pages
+  /// that the step lacks. Returns all pairs as judged, and as non-finite the kept pairs with such
+  /// scores (none if `scores` is empty). Throws Error for extents that do not fit or if the layer
+  /// has had rows, and OutOfMemory.
   AppendCounts append_kept(const ExecutionSpace& exec, SequenceId id, int layer,
                            const RowsView& keys, const RowsView& values, const ScoresView& scores,
                            const FlagsView& keep);
 
   /// Appends one token to each sequence with one kernel and without waiting, for devices.
   ///
-  /// Heads that may need a page get it in advance. Only the kernels know which rows they kept,
-  /// until collect, or another function that needs the lengths of heads, brings the numbers to the
-  /// host. If the last append of a sequence ran on another instance, the call waits for that one.
-  /// Throws as append does.
+  /// Heads that may need a page get it in advance. Only the kernels know which rows they kept.
+  /// collect, or another function that needs the lengths of heads, copies these numbers to the
+  /// host. If the last append of a sequence ran on another instance, the call waits for that
+  /// instance. Throws as append does.
   void append_deferred(const ExecutionSpace& exec, const std::vector<AppendSpan>& spans, int layer,
                        const RowsView& keys, const RowsView& values, const ScoresView& scores);
-  /// The same for one sequence. The token has a score unless `scores` is empty.
+  /// Does the same for one sequence. The token has a score unless `scores` is empty.
   void append_deferred(const ExecutionSpace& exec, SequenceId sequence, int layer,
                        const RowsView& keys, const RowsView& values, const ScoresView& scores,
                        const EvictionRule& rule);
@@ -273,34 +274,37 @@ class KVCache {
   ///
   /// `ties` counts the oldest of all rows of the head, whether or not `options` keeps them. If a
   /// row of any head's ring is evicted, all kept ring rows move into pages and the ring begins
-  /// anew, so that no later append judges them. Otherwise as compact. Throws Error if there is not
-  /// one cutoff per head, or a cutoff is NaN; OutOfMemory.
+  /// anew, so that no later append judges them. Everything else is as for compact. Throws Error if
+  /// there is not one cutoff per head or a cutoff is NaN, and OutOfMemory.
   CompactCounts evict(const ExecutionSpace& exec, SequenceId id, int layer,
                       const std::vector<Cutoff>& cutoffs, const EvictOptions& options = {});
   /// Evicts rows of pages and ring by flags. keep(h, i): whether row i of head h, in order of
   /// position, stays; there may be more columns than rows. With `empties_ring` the kept rows leave
-  /// the ring even if none of it is evicted. Otherwise as evict by cutoffs.
+  /// the ring even if none of them is evicted. Everything else is as for evict by cutoffs.
   CompactCounts evict(const ExecutionSpace& exec, SequenceId id, int layer, const FlagsView& keep,
                       bool empties_ring = false);
 
-  /// Renumbers the rows of all layers to positions 0, 1, 2, … and turns their keys to match.
+  /// Renumbers the rows of all layers to positions 0, 1, 2, … and rotates their keys accordingly.
   ///
-  /// Row i of every head turns by RoPE's angles from its old position p to i: by
-  /// (i - p) * inverse_frequencies(j) for dimensions j and j + head_dim / 2. (FINCH, Corallo and
-  /// Papotti, arXiv 2408.00167, section 3.2, and kvpress' KeyRerotationPress; computed in float
-  /// from the stored key and rounded once.) Every head of every layer must have the same number of
-  /// rows, n, and empty rings, as after append_kept or an eviction that took rows of the ring. The
-  /// next token gets position n, and `tokens` becomes n: read the number of appended tokens before.
+  /// Row i of every head rotates by RoPE's angles from its old position p to i: by (i - p) *
+  /// inverse_frequencies(j) for dimensions j and j + head_dim / 2. The rotation is computed in
+  /// float from the stored key and rounded once. (FINCH, Corallo and Papotti, arXiv 2408.00167,
+  /// section 3.2, and kvpress' KeyRerotationPress.)
+  ///
+  /// Every head of every layer must have the same number of rows, n, and empty rings, as after
+  /// append_kept or an eviction of ring rows. The next token gets position n, and `tokens` becomes
+  /// n: read the number of appended tokens before.
+  ///
   /// If `rows` is not negative, n must equal it; a rank without heads needs it. Pages that another
   /// sequence shares are copied first. Checkpoints of the sequence become void. Returns n. Throws
-  /// Error if heads differ, a ring has rows, or there are not head_dim / 2 frequencies;
+  /// Error if heads differ, a ring has rows, or there are not head_dim / 2 frequencies; throws
   /// OutOfMemory.
   std::int64_t close_up(const ExecutionSpace& exec, SequenceId id,
                         const Kokkos::View<const float*, MemorySpace>& inverse_frequencies,
                         std::int64_t rows = -1);
 
-  /// Writes the scores of head h's rows, in order of position, to scores(h, 0), scores(h, 1), …,
-  /// and their positions likewise, unless that view is empty. Does not wait. Throws Error if the
+  /// Writes the scores of head h's rows, in order of position, to scores(h, 0), scores(h, 1), ….
+  /// Writes their positions likewise, unless that view is empty. Does not wait. Throws Error if the
   /// views do not have one row per head and a column for each row of the longest head.
   void row_scores(const ExecutionSpace& exec, SequenceId sequence, int layer,
                   const ScoresOut& scores, const PositionsOut& positions = {});
@@ -310,7 +314,7 @@ class KVCache {
                       const ScoresView& scores);
 
   /// A state of a sequence to which restore returns: copies of the rings, and lengths of the page
-  /// lists. Scores in pages that set_row_scores has changed since stay changed.
+  /// lists. Does not include scores in pages: changes by set_row_scores stay.
   struct Checkpoint {
     SequenceId sequence = -1;
     std::int64_t id = -1;
@@ -334,14 +338,14 @@ class KVCache {
     restore(ExecutionSpace(), sequence, checkpoint);
   }
 
-  /// Returns free memory of the pool to the system. Returns the bytes.
+  /// Returns free memory of the pool to the system. Returns the number of bytes.
   std::size_t trim();
 
   /// Returns a layer for kernels. Valid until the cache changes (its memory stays readable even
   /// then); after append_deferred, for kernels on the same instance.
   Layer layer(SequenceId sequence, int layer);
-  /// Returns the number of tokens appended so far, kept or not; after close_up, counted from the
-  /// rows that were left.
+  /// Returns the number of tokens appended so far, kept or not. After close_up it counts from the
+  /// remaining rows.
   std::int64_t tokens(SequenceId sequence, int layer) const;
   /// Returns the number of rows that head `head` (index on this rank) holds.
   std::int64_t rows(SequenceId sequence, int layer, int head) const;
@@ -394,7 +398,7 @@ class KVCache {
   /// layer has had tokens, or for extents that no cache has; OutOfMemory.
   void import_layer(const ExecutionSpace& exec, SequenceId id, int layer, std::int64_t tokens,
                     std::int64_t ring_first, const std::vector<std::int64_t>& rows);
-  /// Rows of one head in host memory. A null pointer: do not write these.
+  /// Rows of one head in host memory. Rows with a null pointer are not written.
   struct ImportedRows {
     const std::int32_t* positions = nullptr;  // ignored for ring rows
     const float* scores = nullptr;
@@ -466,14 +470,15 @@ class KVCache {
     typename Counts::HostMirror host_lengths;
     std::int64_t evicted_before = 0;  // the collected part of those totals
     std::int64_t non_finite_before = 0;
-    AppendCounts collected;              // since the last call of collect
-    AppendCounts total;                  // of all appends; deferred ones once collected
-    bool pending = false;                // deferred appends have not been collected
-    std::optional<ExecutionSpace> last;  // where the cache last worked on the sequence
-    std::int64_t call = -1;              // the last call of append or begin_step that named it
-    int step = -1;                       // its index in m_step
+    AppendCounts collected;  // since the last call of collect
+    AppendCounts total;      // of all appends; deferred ones once collected
+    bool pending = false;    // deferred appends have not been collected
+    // the instance on which the cache last worked on the sequence
+    std::optional<ExecutionSpace> last;
+    std::int64_t call = -1;  // the last call of append or begin_step that had it as an argument
+    int step = -1;           // its index in m_step
     MeteredBytes ring_bytes;
-    std::set<std::int64_t> checkpoints;  // those that restore still accepts, oldest first
+    std::set<std::int64_t> checkpoints;  // checkpoints that restore still accepts, oldest first
   };
   // The state of a sequence before the step, and its share of the step.
   struct StepState {
@@ -485,11 +490,11 @@ class KVCache {
     std::vector<std::int64_t> retained;    // (head)
     AppendCounts total;
     AppendCounts collected;
-    // Rows that leave the ring are saved first: head h's are rows first_saved + h * saved_rows, …
+    // Rows that leave the ring are saved first. Head h's rows are first_saved + h * saved_rows, …
     std::int64_t first_saved = 0;
     std::int64_t saved_rows = 0;
   };
-  // A page that a step has replaced by an own copy.
+  // A page that a step has replaced by its own copy.
   struct Replaced {
     int step;
     int layer;
@@ -498,9 +503,9 @@ class KVCache {
   };
   // Pages that a head needs for more rows.
   struct PageNeeds {
-    std::size_t listed;   // the length of its list with them
-    std::size_t missing;  // pages to take: those that the list lacks, and a copy of a shared one
-    bool shares_last;     // whether it needs that copy of its last page
+    std::size_t listed;   // the length of its list including these pages
+    std::size_t missing;  // pages to take: those missing in the list, and a copy of a shared page
+    bool shares_last;     // whether the last page must be copied
   };
   // Defined in src/cache/cache_impl.hpp.
   struct Workspace;
@@ -579,7 +584,7 @@ class KVCache {
   std::size_t m_n_step = 0;                          // sequences of the step
   std::vector<StepState> m_step;                     // their states, and those of earlier steps
   std::vector<PageId> m_stock;                       // pages taken for the step, next one last
-  std::vector<Replaced> m_replaced;                  // each still holds its page
+  std::vector<Replaced> m_replaced;                  // each entry still owns its page
   Kokkos::View<Value*, MemorySpace> m_saved;         // (row, 2 * dim)
   Kokkos::View<float*, MemorySpace> m_saved_scores;  // (row)
   std::unique_ptr<Workspace> m_work;

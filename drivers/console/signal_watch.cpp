@@ -1,11 +1,16 @@
 #include "console/signal_watch.hpp"
 
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <poll.h>
 
+#include <cerrno>
 #include <chrono>
+#include <cstring>
 #include <kvzap/core/types.hpp>
 #include <utility>
+
+#include "base/start_thread.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -24,7 +29,9 @@ extern "C" void tell_stop_watch(int signal) {
 }  // namespace
 
 StopWatch::StopWatch(bool acts) : m_acts(acts) {
-  if (pipe2(m_pipe.data(), O_CLOEXEC | O_NONBLOCK) != 0) throw Error("a pipe cannot be made");
+  if (pipe2(m_pipe.data(), O_CLOEXEC | O_NONBLOCK) != 0) {
+    throw Error(fmt::format("a pipe for signals cannot be made: {}", std::strerror(errno)));
+  }
   told = m_pipe[1];
   sigset_t mask;
   sigemptyset(&mask);
@@ -37,7 +44,7 @@ StopWatch::StopWatch(bool acts) : m_acts(acts) {
     sigaddset(&mask, signals[i]);
   }
   // Only one thread of this program handles signals.
-  m_thread = std::thread([this] { watch(); });
+  m_thread = detail::start_thread("watches for signals", [this] { watch(); });
   pthread_sigmask(SIG_BLOCK, &mask, &m_mask_before);
 }
 

@@ -17,6 +17,7 @@
 #include <utility>
 
 #include "base/quote.hpp"
+#include "base/start_thread.hpp"
 #include "base/stopwatch.hpp"
 #include "console/console.hpp"
 #include "http/exchange.hpp"
@@ -329,7 +330,8 @@ HttpServer::Impl::Impl(const HttpOptions& options) : m_options(options) {
   }
   // By default five connections wait to be accepted, and further clients retry after a second.
   if (m_socket >= 0) ::listen(m_socket, SOMAXCONN);
-  m_listener = std::thread([this] { m_server.listen_after_bind(); });
+  m_listener =
+      detail::start_thread("accepts connections", [this] { m_server.listen_after_bind(); });
 }
 
 HttpServer::Impl::~Impl() {

@@ -12,6 +12,7 @@
 #include <functional>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -45,7 +46,11 @@ class Connections final : public httplib::TaskQueue {
     // The library accepts no further connection until this one has a thread.
     m_room.wait(lock, [&] { return m_work.size() < m_idle || m_threads.size() < m_most; });
     m_work.push_back(std::move(work));
-    if (m_work.size() > m_idle) m_threads.emplace_back([this] { run(); });
+    try {
+      if (m_work.size() > m_idle) m_threads.emplace_back([this] { run(); });
+    } catch (const std::system_error&) {
+      // The system refuses another thread, so the connection waits for one that exists.
+    }
     m_wake.notify_one();
     return Taken(true);
   }

@@ -37,6 +37,9 @@ inline std::string hdf5_failure(const char* call) {
   };
   H5Ewalk2(H5E_DEFAULT, H5E_WALK_DOWNWARD, append, &text);
   H5Eclear2(H5E_DEFAULT);
+  for (const char* cause : {"memory allocation failed", "unable to allocate memory"}) {
+    if (text.find(cause) != std::string::npos) return fmt::format("out of memory in {}", call);
+  }
   return text;
 }
 

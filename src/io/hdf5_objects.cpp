@@ -11,6 +11,7 @@
 #include <fstream>
 #include <set>
 
+#include "base/address_space.hpp"
 #include "base/temporary_file.hpp"
 
 namespace kvzap::detail {
@@ -99,7 +100,13 @@ Hdf5Handle simple_space(const std::vector<hsize_t>& extents) {
           "H5Screate_simple"};
 }
 
-Hdf5Handle property_list(hid_t kind) { return {H5Pcreate(kind), H5Pclose, "H5Pcreate"}; }
+Hdf5Handle property_list(hid_t kind) {
+  // HDF5 1.10 crashes if it gets no memory while it creates or opens a file; each file has such a
+  // list. Its largest block takes 1 MiB.
+  constexpr std::size_t least_bytes = std::size_t{16} << 20;
+  if (kind == H5P_FILE_ACCESS) expect_address_space(least_bytes, "HDF5");
+  return {H5Pcreate(kind), H5Pclose, "H5Pcreate"};
+}
 
 Hdf5Handle type_in_file(DType dtype) { return float_type(dtype, H5T_ORDER_LE); }
 Hdf5Handle type_in_memory(DType dtype) { return float_type(dtype, H5Tget_order(H5T_NATIVE_FLOAT)); }

@@ -1,13 +1,13 @@
 #include "linalg/host/blas_threads.hpp"
 
 #include <dlfcn.h>
-#include <sys/mman.h>
 
 #include <Kokkos_Core.hpp>
 #include <cstddef>
 #include <cstdlib>
 #include <initializer_list>
-#include <kvzap/core/types.hpp>
+
+#include "base/address_space.hpp"
 
 namespace kvzap::detail {
 namespace {
@@ -17,19 +17,11 @@ constexpr std::size_t openblas_buffer_bytes = std::size_t{128} << 20;
 
 bool is_openblas() { return dlsym(RTLD_DEFAULT, "openblas_set_num_threads") != nullptr; }
 
-bool has_address_space(std::size_t bytes) {
-  void* const room =
-      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  return room != MAP_FAILED && munmap(room, bytes) == 0;
-}
-
 }  // namespace
 
 void expect_room_for_blas() {
   [[maybe_unused]] static const bool found = [] {
-    if (is_openblas() && !has_address_space(openblas_buffer_bytes)) {
-      throw Error("out of memory: no room for 128 MiB of address space that OpenBLAS needs");
-    }
+    if (is_openblas()) expect_address_space(openblas_buffer_bytes, "OpenBLAS");
     return true;
   }();
 }

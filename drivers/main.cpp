@@ -249,8 +249,8 @@ int main_status(int argc, char** argv) try {
 int main(int argc, char** argv) {
   const int status = main_status(argc, argv);
   if (status == 0) return 0;
-  // Skips the exit handlers of libraries: OpenBLAS' handler waits for its threads, which retry to
-  // allocate memory, and so for ever if there is none.
+  // Skips the exit handlers of libraries. OpenBLAS' handler waits for its threads, which retry to
+  // allocate memory, and would wait forever if there is none.
   std::cout.flush();
   std::fflush(nullptr);
   std::_Exit(status);

@@ -257,8 +257,7 @@ class KVCache<Value, order>::DeferredAppend {
     args.saved_rows = static_cast<std::int32_t>(state.saved_rows);
   }
 
-  // Copies the arguments to the kernel's memory, unless they are there already. This happens only
-  // in the first layer of a step.
+  // Copies the arguments to the kernel's memory. Only the first layer of a step needs this.
   void write_args() {
     if (m_work.span_args_on) {
       detail::follow(*m_work.span_args_on, m_exec, "kvzap::append: arguments are in use elsewhere");

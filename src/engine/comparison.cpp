@@ -57,7 +57,7 @@ struct Start {
   double prune_seconds = 0;  // in the prefill
 };
 
-/// An answer under way.
+/// An answer in progress.
 struct Job {
   std::size_t setting = 0;
   int attempt = 0;
@@ -99,7 +99,7 @@ struct Comparison::State {
   std::vector<LoadedPruning> settings;
   std::int64_t batch;
   std::vector<TokenId> context;
-  std::vector<TokenId> asked;  // the question under way
+  std::vector<TokenId> asked;  // the current question
   Borrowed kept;               // the context's sequences
   std::vector<Start> starts;   // (setting); empty yet for settings that read the question too
 

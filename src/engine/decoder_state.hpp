@@ -1,4 +1,4 @@
-// The state of a decoder and of its step under way, for the sources that share it.
+// The state of a decoder and of its current step, for the sources that share it.
 #pragma once
 
 #include <algorithm>
@@ -81,7 +81,7 @@ struct Decoder<Value>::Scratch {
   detail::RankSum rank_sum;
   std::vector<std::int64_t> logit_counts;  // of each rank
 
-  // The step under way.
+  // The current step.
   ExecutionSpace exec;
   detail::Matrix h;        // (token, hidden), the residual stream
   detail::Matrix pending;  // output of the last layer that the next norm still has to add to h
@@ -137,7 +137,7 @@ struct Decoder<Value>::Scratch {
   }
 };
 
-/// The policies of the step under way.
+/// The policies of the current step.
 template <class Value>
 struct Decoder<Value>::Policies {
   using Layer = detail::DecoderLayer<Value>;

@@ -377,8 +377,8 @@ std::optional<PruningFault> find_general_fault(const Pruning& p, const PruningUs
   return rules.fault();
 }
 
-/// Checks the rules that combine a Pruning with a policy. `has_budget`, `has_threshold`: what
-/// selects rows.
+/// Checks the rules that combine a Pruning with a policy. `has_budget`, `has_threshold`: whether
+/// one of them selects rows.
 void check_policy(Rules& rules, const Pruning& p, const PolicyInfo& info, bool has_budget,
                   bool has_threshold) {
   const auto name = [&](Field field) { return rules.name(field); };

@@ -171,8 +171,8 @@ struct Pruning {
   bool prunes() const { return mode_in_force() != PruneMode::none; }
   /// Returns whether the surrogate's scores are used unchanged, without a modifier.
   bool is_plain_kvzap() const;
-  /// Returns whether the evict ratio stands for the threshold that `kvzap calibrate` has stored
-  /// beside the surrogate (ThresholdTable). This is so with a surrogate and no policy.
+  /// Returns whether the evict ratio selects the threshold that `kvzap calibrate` has stored beside
+  /// the surrogate (ThresholdTable). This is so with a surrogate and no policy.
   bool looks_up_threshold() const;
   /// Returns the amount as a budget. Without one, returns Budget::Amount::none.
   Budget budget() const;

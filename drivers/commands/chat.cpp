@@ -36,12 +36,12 @@ using detail::seconds_since;
 const char* const help_text =
     "/stats      tokens, kept rows, evict ratio, bytes, tokens/s\n"
     "/save FILE  write the conversation to an HDF5 file\n"
-    "/load FILE  go on with such a file, in place of this conversation\n"
-    "/reset      begin anew, from the context\n"
-    "/help       this\n"
+    "/load FILE  continue such a file instead of this conversation\n"
+    "/reset      start again from the context\n"
+    "/help       print this list\n"
     "/exit       leave, as Ctrl-D does\n"
-    "A line is a message. One that ends with \\ goes on in the next, and all between\n"
-    "\"\"\" and \"\"\" is one, commands included. Ctrl-C ends an answer, twice leaves.\n";
+    "A line is a message. After a \\ at its end, the message continues in the next line.\n"
+    "All text between \"\"\" and \"\"\" is one message. Ctrl-C ends an answer; twice leaves.\n";
 
 /// What a person wants next.
 enum class Wish : std::int64_t { say, stats, save, load, reset, help, unknown, leave, stop };
@@ -294,8 +294,8 @@ void Conversation::answer(const std::string& text) {
       const std::int64_t after = static_cast<std::int64_t>(m_between.size()) + 1;
       if (m_run.limit > 0 && tokens() + size + after > m_run.limit) {
         throw Error(fmt::format(
-            "the context is full: {} tokens of {}, and the message has {}; /reset begins anew, "
-            "/save FILE keeps what there is",
+            "the context is full: {} tokens of {}, and the message has {}; /reset starts again, "
+            "/save FILE keeps the conversation",
             tokens(), m_run.limit, size));
       }
     });
@@ -366,8 +366,8 @@ void Conversation::run_answer(AnsweredQuestion& turn, const std::vector<TokenId>
   if (signal == 0) {
     if (m_run.report.answers.back().answer.stop_reason == StopReason::context_full) {
       tell(
-          "kvzap: the context is full: {} tokens of {}; /reset begins anew, /save FILE keeps what "
-          "there is\n",
+          "kvzap: the context is full: {} tokens of {}; /reset starts again, /save FILE keeps the "
+          "conversation\n",
           tokens(), m_run.limit);
     }
     return;
@@ -537,31 +537,33 @@ void declare_chat(CLI::App& app, RunOptions& options) {
   };
   describe("--prune-after",
            "apply a budget after the context; kvzap run can also apply it after each question");
-  describe("--prompt", "context that the first message goes on from");
-  describe("--file", "file with it, taken whole");
-  describe("--system",
-           "system message, in place of the chat template's own; /reset begins with it too");
-  describe("--random-weights", "make weights up from this seed");
+  describe("--prompt", "context before the first message");
+  describe("--file", "file with the context, used verbatim");
+  describe(
+      "--system",
+      "system message before the context; replaces that of the chat template, also after /reset");
+  describe("--random-weights", "generate random weights from this seed");
   describe("--evict-ratio",
            "budget: evicted share of all pairs of the context, in [0, 1); with --surrogate and "
-           "without --policy the threshold that kvzap calibrate has found for it");
-  describe("--n-predict", "most tokens of an answer; 0 or more");
-  describe("--prune",
-           "what is judged: none, prefill (the context of -p or -f) or always (by a threshold, all "
-           "that is typed and answered too); default: always where there is a threshold, else "
-           "prefill with a policy, none without");
+           "without --policy: the threshold that kvzap calibrate has stored for this ratio");
+  describe("--n-predict", "largest number of tokens of an answer; 0 or more");
+  describe(
+      "--prune",
+      "tokens to judge: none, prefill (the context of -p or -f) or always (with a threshold: also "
+      "messages and answers); default: always with a threshold, otherwise prefill with a "
+      "policy, none without");
   describe("--seed", "seed of the sampler, the same for each answer");
-  describe("--resume",
-           "go on with this snapshot of /save or of kvzap run, by its options, as /load does "
-           "within a conversation");
-  describe("--quiet", "no prompts, no progress and no report on standard error");
+  describe(
+      "--resume",
+      "continue this snapshot of /save or of kvzap run with its options, as /load does within a "
+      "conversation");
+  describe("--quiet", "print no prompts, no progress and no report on standard error");
 }
 
 int chat(CLI::App& app, RunOptions& options, const Communicator& comm, const std::string& version,
          const std::string& revision) {
   comm.agree([&] {
-    require(options.file != "-",
-            "-f - is standard input, from which the conversation comes: name a file");
+    require(options.file != "-", "-f - is standard input, which has the conversation: name a file");
   });
   auto resumed = open_resumed(app, options, comm);
   comm.agree([&] {
@@ -571,8 +573,8 @@ int chat(CLI::App& app, RunOptions& options, const Communicator& comm, const std
     const bool has_context = options.prompt || !options.file.empty() || resumed;
     require(!pruning.prunes() || pruning.mode == PruneMode::always || pruning.decode.every > 0 ||
                 has_context,
-            "a budget is met where a context ends, and there is none: give one with -p or -f, a "
-            "--threshold in place of the budget, or --decode-every N");
+            "a budget is met at the end of a context, and there is none: give one with -p or -f, a "
+            "--threshold instead of the budget, or --decode-every N");
   });
   // The context is what the chat template begins with.
   if (!options.prompt && options.file.empty() && !resumed) options.prompt = "";

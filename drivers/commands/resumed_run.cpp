@@ -91,7 +91,7 @@ void restore_options(CLI::App& app, const json& recorded, const std::string& sna
     if (!option) {
       throw Error(
           fmt::format("{}: options: --{} is no option of this version of kvzap that a run "
-                      "could go on with",
+                      "could resume with",
                       snapshot, name));
     }
     if (option->count() > 0) continue;
@@ -112,7 +112,7 @@ void check_header(const SnapshotHeader& header, const std::string& snapshot) {
   };
   if (header.content != SnapshotContent::all) {
     fail(
-        fmt::format("its content is {}, for analyses; a run can go on from content all, with keys "
+        fmt::format("its content is {}, for analyses; a run can resume from content all, with keys "
                     "and values",
                     kvzap::name_of(header.content)));
   }
@@ -285,7 +285,7 @@ std::unique_ptr<ResumedRun> open_fitting(const std::string& file, const std::str
       if (is_same_value(there, here)) continue;
       throw Error(
           fmt::format("{} was made {}, and this conversation {}; kvzap chat --resume {} "
-                      "goes on with it as it is",
+                      "continues it with its own options",
                       snapshot, told(name, there), told(name, here), file));
     }
     const auto check = [&](const char* what, const std::string& found,

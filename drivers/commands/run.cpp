@@ -274,7 +274,7 @@ void Run::set_up_policy() {
       m_report.context_tokens + repeat_tokens > config().longest_context()) {
     warn(
         fmt::format("the repeat of the context ends at position {}, and the model's {} is {}: "
-                    "what it scores there may mean little",
+                    "its scores there may mean little",
                     m_report.context_tokens + repeat_tokens, name_of_longest(config()),
                     config().longest_context()));
   }

@@ -104,7 +104,7 @@ class Conversations(ChatTest):
 
     def test_full_context(self):
         _, result = self.talk("-c", "64", "--ignore-eos", lines=["Hello.", "Hello.", "/stats"])
-        self.assertIn("the context is full: 64 tokens of 64; /reset begins anew", result.err.decode())
+        self.assertIn("the context is full: 64 tokens of 64; /reset starts again", result.err.decode())
         self.assertIn("and the message has", result.err.decode())
         report, result = self.talk("-c", "64", "--ignore-eos", lines=["Hello.", "/reset", "Hello.", "x " * 64])
         self.assertEqual(*self.ids(report))
@@ -133,7 +133,7 @@ class Commands(ChatTest):
     def test_errors(self):
         for arguments, words in [
             (["-f", "-"], "-f - is standard input"),
-            (["--policy", "knorm", "--evict-ratio", "0.5"], "a budget is met where a context ends"),
+            (["--policy", "knorm", "--evict-ratio", "0.5"], "a budget is met at the end of a context"),
             (["--question", "x"], "unknown option --question"),
             (["--resume", self.folder / "none.h5"], "none.h5"),
             (["-p", "x", "--prune-after", "question"], "--prune-after"),

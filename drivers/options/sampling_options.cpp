@@ -2,11 +2,13 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <utility>
 
 #include "console/console.hpp"
 #include "options/options.hpp"
+#include "session/model_setup.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -61,15 +63,33 @@ void declare_sampling(CLI::App& app, SamplingOptions& sampling, SamplingFlags& f
       ->group(group);
 }
 
+const SamplingNames& sampling_flag_names() {
+  static const SamplingNames names = [](std::string_view field) {
+    if (field == "temperature") return std::string("--temp");
+    if (field == "repetition_penalty") return std::string("--repeat-penalty");
+    std::string flag = "--" + std::string(field);
+    std::replace(flag.begin(), flag.end(), '_', '-');
+    return flag;
+  };
+  return names;
+}
+
 void check_sampling(const SamplingOptions& sampling, const SamplingFlags& flags) {
   SamplingOptions checked = sampling;
   checked.repetition_penalty = flags.repeat_penalty.value_or(1);
-  const Sampler checks_its_options(checked);
+  check(checked, sampling_flag_names());
 }
 
 GenerationConfig rules_of_answers(const std::string& folder, std::int64_t vocab_size,
                                   const SamplingFlags& flags) {
-  if (!flags.greedy_plain) return GenerationConfig::load(folder, vocab_size);
+  if (!flags.greedy_plain) {
+    try {
+      return GenerationConfig::load(folder, vocab_size);
+    } catch (const Error& error) {
+      throw Error(
+          fmt::format("{} (--greedy-plain ignores all fields but eos_token_id)", error.what()));
+    }
+  }
   GenerationConfig rules;
   rules.stop_ids = load_stop_ids(folder, vocab_size);
   return rules;
@@ -77,9 +97,8 @@ GenerationConfig rules_of_answers(const std::string& folder, std::int64_t vocab_
 
 SamplingOptions sampling_in_force(SamplingOptions sampling, const SamplingFlags& flags,
                                   const GenerationConfig& rules) {
-  sampling.repetition_penalty = flags.repeat_penalty.value_or(rules.repetition_penalty);
-  sampling.suppress_tokens = rules.suppress_tokens;
-  sampling.bad_words = rules.bad_words;
+  sampling = detail::with_rules(std::move(sampling), rules);
+  sampling.repetition_penalty = flags.repeat_penalty.value_or(sampling.repetition_penalty);
   return sampling;
 }
 

@@ -22,6 +22,9 @@ struct SamplingFlags {
 void declare_sampling(CLI::App& app, SamplingOptions& sampling, SamplingFlags& flags,
                       const std::string& group);
 
+/// Names fields of SamplingOptions as flags: "--top-k".
+const SamplingNames& sampling_flag_names();
+
 /// Throws Error that names the flag for values out of range.
 void check_sampling(const SamplingOptions& sampling, const SamplingFlags& flags);
 

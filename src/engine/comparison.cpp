@@ -255,7 +255,7 @@ std::vector<SettingAnswer> Comparison::answer(const std::vector<TokenId>& questi
   State& state = *m_state;
   if (state.context.empty()) throw Error("answer was called before prefill");
   if (options.tries < 1) {
-    throw Error(fmt::format("--tries is {}; expected at least 1", options.tries));
+    throw Error(fmt::format("tries is {}; expected at least 1", options.tries));
   }
   const Sampler checked(options.sampling);
   for (const TokenId token : options.continuation) {
@@ -427,7 +427,7 @@ void Comparison::State::take_tokens(std::vector<Job*>& active, const ComparisonO
     Job& job = *active[i];
     if (next[i] < 0) {
       throw AgreedError(fmt::format(
-          "policy {}: the logits are not finite: weights or activations overflow (try --dtype bf16 "
+          "policy {}: the logits are not finite: weights or activations overflow (try dtype bf16 "
           "or f32, or check the checkpoint)",
           name_of(settings[job.setting])));
     }

@@ -70,8 +70,8 @@ RunState check_state(const SnapshotHeader& header, bool runs_whole, std::int64_t
     throw Error(fmt::format("context_tokens is {}, and there are {} token_ids", context, ids));
   }
   check(state.whole == (runs_whole ? 1 : 0),
-        "/state: whole (1: the context runs with each question, --prune-after question)",
-        state.whole, runs_whole ? 1 : 0);
+        "/state: whole (1: the context runs with each question, prune_after question)", state.whole,
+        runs_whole ? 1 : 0);
   if (state.context_run < 0 || state.context_run > context) {
     throw Error(fmt::format("/state: context_run is {} of {} tokens", state.context_run, context));
   }
@@ -104,7 +104,7 @@ namespace {
 
 [[noreturn]] void throw_not_finite() {
   throw AgreedError(
-      "the logits are not finite: weights or activations overflow (try --dtype "
+      "the logits are not finite: weights or activations overflow (try dtype "
       "bf16 or f32, or check the checkpoint)");
 }
 
@@ -390,8 +390,8 @@ Answer Generator::generate(const AnswerOptions& options, bool resumes) {
     if (token == none_left) {
       throw AgreedError(
           "no token is left that may follow: suppress_tokens and bad_words_ids forbid all that the "
-          "model has (--greedy-plain leaves generation_config.json's aside), or penalties take "
-          "logits past float's range");
+          "model has (generation_config.json may name them), or penalties take logits past float's "
+          "range");
     }
     return token;
   };

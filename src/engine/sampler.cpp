@@ -19,22 +19,22 @@ constexpr std::size_t growth = 8;
 // Larger penalties have no further effect. Within this limit products stay floats.
 constexpr double largest_penalty = 1e6;
 
-void check_penalties(const SamplingOptions& options) {
+void check_penalties(const SamplingOptions& options, const SamplingNames& name) {
   if (!(options.repetition_penalty >= 1 / largest_penalty &&
         options.repetition_penalty <= largest_penalty)) {
-    throw Error(fmt::format("--repeat-penalty is {}; expected {} to {} (1: none)",
+    throw Error(fmt::format("{} is {}; expected {} to {} (1: none)", name("repetition_penalty"),
                             options.repetition_penalty, 1 / largest_penalty, largest_penalty));
   }
-  for (const auto& [flag, penalty] : {std::pair("--presence-penalty", options.presence_penalty),
-                                      {"--frequency-penalty", options.frequency_penalty}}) {
+  for (const auto& [field, penalty] : {std::pair("presence_penalty", options.presence_penalty),
+                                       {"frequency_penalty", options.frequency_penalty}}) {
     if (!(std::fabs(penalty) <= largest_penalty)) {
-      throw Error(fmt::format("{} is {}; expected {} to {} (0: none)", flag, penalty,
+      throw Error(fmt::format("{} is {}; expected {} to {} (0: none)", name(field), penalty,
                               -largest_penalty, largest_penalty));
     }
   }
   if (options.repeat_last_n < -1) {
-    throw Error(fmt::format("--repeat-last-n is {}; expected 0 or more, or -1 for all tokens",
-                            options.repeat_last_n));
+    throw Error(fmt::format("{} is {}; expected 0 or more, or -1 for all tokens",
+                            name("repeat_last_n"), options.repeat_last_n));
   }
 }
 
@@ -57,21 +57,30 @@ bool SamplingOptions::changes_logits() const {
   return (has_penalty && repeat_last_n != 0) || !suppress_tokens.empty() || !bad_words.empty();
 }
 
-Sampler::Sampler(const SamplingOptions& options)
-    : m_options(options), m_changes_logits(options.changes_logits()), m_random(options.seed) {
+void check(const SamplingOptions& options, const SamplingNames& names) {
+  const SamplingNames name =
+      names ? names : [](std::string_view field) { return std::string(field); };
   if (!(options.temperature >= 0) || !std::isfinite(options.temperature)) {
-    throw Error(fmt::format("--temp is {}; expected 0 or more", options.temperature));
+    throw Error(
+        fmt::format("{} is {}; expected 0 or more", name("temperature"), options.temperature));
   }
-  if (options.top_k < 0)
-    throw Error(fmt::format("--top-k is {}; expected 0 or more", options.top_k));
+  if (options.top_k < 0) {
+    throw Error(fmt::format("{} is {}; expected 0 or more", name("top_k"), options.top_k));
+  }
   if (!(options.top_p > 0 && options.top_p <= 1)) {
-    throw Error(fmt::format("--top-p is {}; expected more than 0 and at most 1", options.top_p));
+    throw Error(
+        fmt::format("{} is {}; expected more than 0 and at most 1", name("top_p"), options.top_p));
   }
   if (!(options.min_p >= 0 && options.min_p <= 1)) {
-    throw Error(fmt::format("--min-p is {}; expected 0 to 1", options.min_p));
+    throw Error(fmt::format("{} is {}; expected 0 to 1", name("min_p"), options.min_p));
   }
-  check_penalties(options);
+  check_penalties(options, name);
   check_forbidden(options);
+}
+
+Sampler::Sampler(const SamplingOptions& options)
+    : m_options(options), m_changes_logits(options.changes_logits()), m_random(options.seed) {
+  check(options);
 }
 
 // Appends a token. All tokens of the prompt precede the first of the answer.

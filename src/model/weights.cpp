@@ -55,7 +55,7 @@ void convert(const std::byte* source, Value* target, std::int64_t count,
       if constexpr (std::is_same_v<Value, half>) {
         if (std::fabs(wide[i]) >= 65520.0f && std::isfinite(wide[i])) {
           throw Error(
-              fmt::format("{}: tensor {}: {} overflows f16 (largest 65504); use --dtype bf16 "
+              fmt::format("{}: tensor {}: {} overflows f16 (largest 65504); use dtype bf16 "
                           "or f32",
                           tensor.file, tensor.name, wide[i]));
         }

@@ -39,6 +39,13 @@ LoadedPruning load_policy(const Pruning& pruning, const ModelSetup& setup, DType
   return load(pruning, policy_setup, repeat, use, names);
 }
 
+SamplingOptions with_rules(SamplingOptions sampling, const GenerationConfig& rules) {
+  sampling.repetition_penalty = rules.repetition_penalty;
+  sampling.suppress_tokens = rules.suppress_tokens;
+  sampling.bad_words = rules.bad_words;
+  return sampling;
+}
+
 int ring_rows(int window, std::int64_t longest) {
   constexpr std::int64_t small_ring = 1024;
   return static_cast<int>(std::min<std::int64_t>(window, std::max(small_ring, longest)));

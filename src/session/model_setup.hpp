@@ -4,6 +4,7 @@
 #include <kvzap/core/communicator.hpp>
 #include <kvzap/core/head_partition.hpp>
 #include <kvzap/engine/pruning.hpp>
+#include <kvzap/engine/sampler.hpp>
 #include <kvzap/engine/surrogate.hpp>
 #include <kvzap/model/model.hpp>
 #include <kvzap/model/model_config.hpp>
@@ -45,6 +46,10 @@ std::shared_ptr<Surrogate> load_surrogate(const std::string& folder, const Model
 LoadedPruning load_policy(const Pruning& pruning, const ModelSetup& setup, DType dtype,
                           const Communicator& comm, const std::optional<RepeatPrompt>& repeat = {},
                           const PruningUse& use = {}, const PruningNames& names = plain_names());
+
+/// The options with the rules of the model's generation_config.json: repetition_penalty,
+/// suppress_tokens and bad_words.
+SamplingOptions with_rules(SamplingOptions sampling, const GenerationConfig& rules);
 
 /// Rows of the ring for sequences of at most `longest` tokens: a ring much longer than a sequence
 /// would only waste memory, as no pair ever leaves either.

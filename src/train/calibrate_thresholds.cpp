@@ -174,7 +174,7 @@ ThresholdTable::Row EvictRatioCurves::row(double evict_ratio) const {
   if (evict_ratio > mean_at(highest)) {
     throw AgreedError(fmt::format(
         "an evict ratio of {} cannot be reached: {:.4f} is the largest on these texts, as windows "
-        "and sinks stay; give a smaller ratio, longer texts or a smaller --window",
+        "and sinks stay; give a smaller ratio, longer texts or a smaller window",
         evict_ratio, largest()));
   }
   std::uint32_t low = first_where([&](double mean) { return mean >= evict_ratio; });

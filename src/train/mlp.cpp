@@ -175,7 +175,7 @@ class TypedTrainer final : public MlpTrainer::Impl {
     if (!std::isfinite(m_epoch_mse.back())) {
       throw Error(
           fmt::format("layer {}: training diverged in epoch {}: the error is not finite; "
-                      "a smaller --lr may help",
+                      "a smaller learning rate may help",
                       m_layer, m_epoch + 1));
     }
     m_batch = 0;

@@ -147,7 +147,7 @@ void gather_moments(const std::vector<Moments>& moments, const ModelConfig& conf
       if (!all_finite(mean) || !all_finite(covariance)) {
         throw Error(fmt::format(
             "the queries of layer {} are not all finite numbers, or their squares are not; "
-            "expected a value type that holds them (--dtype)",
+            "expected a value type that holds them, such as f32",
             l));
       }
       result.mean.insert(result.mean.end(), mean.begin(), mean.end());

@@ -216,7 +216,7 @@ class RidgeTraining {
     if (solution.cholesky.failed_pivot > 0) {
       throw Error(fmt::format(
           "layer {}: X^T X + {} is not positive definite (pivot {} of {}): hidden "
-          "states of {} pairs depend linearly on one another; a larger --ridge makes "
+          "states of {} pairs depend linearly on one another; a larger ridge makes "
           "the system solvable",
           report.layer, m_alpha, solution.cholesky.failed_pivot, inputs, report.training));
     }

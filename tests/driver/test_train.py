@@ -189,7 +189,7 @@ class BadInput(PairsCase):
                 self.fail_with(train(*arguments), *parts, code=1)
                 self.assertFalse(folder.exists())
         self.fail_with(train("mlp", pairs, "-o", folder, "--epoch", "3"), "--epoch", "--epochs", code=2)
-        self.fail_with(train("mlp", pairs, "-o", folder, "--lr", "1e30"), "layer", "diverged", "--lr", code=1)
+        self.fail_with(train("mlp", pairs, "-o", folder, "--lr", "1e30"), "layer", "diverged", "learning rate", code=1)
 
     def test_files(self):
         folder = self.folder / "s"
@@ -211,7 +211,7 @@ class BadInput(PairsCase):
         self.assertEqual(train("linear", self.pairs, "-o", folder).code, 0)
         before = {path.name: path.read_bytes() for path in folder.iterdir()}
         for more in ((), ("--resume",)):
-            self.fail_with(train("mlp", self.pairs, "-o", folder, *more), "not empty", "--overwrite", code=1)
+            self.fail_with(train("mlp", self.pairs, "-o", folder, *more), "not empty", "set overwrite", code=1)
             self.assertEqual({path.name: path.read_bytes() for path in folder.iterdir()}, before)
         self.assertEqual(train("mlp", self.pairs, "-o", folder, "--epochs", "1", "--overwrite").code, 0)
         self.check_surrogate(folder, 32)

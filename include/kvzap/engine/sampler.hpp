@@ -1,9 +1,11 @@
 // Choice of the next token from the logits.
 #pragma once
 
+#include <functional>
 #include <kvzap/core/types.hpp>
 #include <random>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
 
@@ -47,16 +49,22 @@ struct SamplingOptions {
   bool is_plain() const { return temperature == 0 && !changes_logits(); }
 };
 
+/// How an error names an option, given the name of its field.
+using SamplingNames = std::function<std::string(std::string_view field)>;
+/// Throws Error that names the option if one is NaN or out of range. The ranges are temperature >=
+/// 0, top_k >= 0, top_p in (0, 1], min_p in [0, 1], and repetition_penalty in [1e-6, 1e6]. The
+/// other penalties have a size of at most 1e6, and repeat_last_n is at least -1. Suppressed tokens
+/// and tokens of bad words must not be negative, and a bad word must not be empty. `names`: absent
+/// for the names of the fields.
+void check(const SamplingOptions& options, const SamplingNames& names = {});
+
 /// Draws tokens. Logits change in the order repetition penalty, frequency and presence penalty, bad
 /// words, suppressed tokens. Filters apply in the order temperature, top-k, top-p, min-p. This is
 /// the order of transformers, which has no frequency and presence penalties. The same seed gives
 /// the same draws on every platform.
 class Sampler {
  public:
-  /// Throws Error that names the option if one is NaN or out of range. The ranges are temperature
-  /// >= 0, top_k >= 0, top_p in (0, 1], min_p in [0, 1], and repetition_penalty in [1e-6, 1e6]. The
-  /// other penalties have a size of at most 1e6, and repeat_last_n is at least -1. Suppressed
-  /// tokens and tokens of bad words must not be negative, and a bad word must not be empty.
+  /// Throws Error as check does.
   explicit Sampler(const SamplingOptions& options);
 
   /// Appends tokens of the prompt, in parts or whole. Call it before any `append`.

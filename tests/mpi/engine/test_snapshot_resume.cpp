@@ -553,7 +553,7 @@ TEST_F(Resume, RefusesWhatCannotGoOn) {
 
   // Written under other options.
   const auto by_question = generator(kinds()[18], world);
-  expect_refused(resume(*by_question, middle), {"middle.h5", "--prune-after question"});
+  expect_refused(resume(*by_question, middle), {"middle.h5", "prune_after question"});
   const auto by_queries = generator(kinds()[9], world);
   expect_refused(resume(*by_queries, chunk), {"chunk.h5", "newest queries", "another"});
   EXPECT_EQ(by_queries->report().live_bytes, 0);

@@ -249,7 +249,7 @@ TEST_F(CollectTextsTest, AreRefused) {
   EXPECT_SAYS(error("{\"text\": \"\xff\"}"), "not valid JSON");
   CollectRules rules;
   EXPECT_SAYS(error("{\"text\": \"a b c\"}", rules), "none of its 1 texts can be used: 1 have");
-  EXPECT_SAYS(error("{\"text\": \"a b c\"}", rules), "--min-tokens");
+  EXPECT_SAYS(error("{\"text\": \"a b c\"}", rules), "min_tokens");
   try {
     read(recall, m_folder / "none", all_of_each());
     FAIL();

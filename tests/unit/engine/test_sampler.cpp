@@ -144,6 +144,22 @@ TEST(Sampler, SortsOnlyWhatItNeeds) {
   }
 }
 
+TEST(Sampler, ErrorsNameTheFieldOrTheCallersOption) {
+  const auto error_of = [](const SamplingNames& names) -> std::string {
+    SamplingOptions options;
+    options.top_k = -1;
+    try {
+      check(options, names);
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "";
+  };
+  EXPECT_EQ(error_of({}), "top_k is -1; expected 0 or more");
+  EXPECT_EQ(error_of([](std::string_view field) { return "--" + std::string(field); }),
+            "--top_k is -1; expected 0 or more");
+}
+
 TEST(Sampler, SeedsDecide) {
   const std::vector<float> logits(1000, 0.0f);
   const auto draws = [&](std::uint64_t seed) {
@@ -158,12 +174,12 @@ TEST(Sampler, SeedsDecide) {
 
 TEST(Sampler, RefusesOptionsOutOfRange) {
   const double nan = std::nan("");
-  test::expect_error([] { Sampler({-1.0, 0, 1.0, 0}); }, {"--temp", "-1"});
-  test::expect_error([&] { Sampler({nan, 0, 1.0, 0}); }, {"--temp", "nan"});
-  test::expect_error([] { Sampler({1.0, -2, 1.0, 0}); }, {"--top-k", "-2"});
-  test::expect_error([] { Sampler({1.0, 0, 0.0, 0}); }, {"--top-p", "0"});
-  test::expect_error([] { Sampler({1.0, 0, 1.5, 0}); }, {"--top-p", "1.5"});
-  test::expect_error([&] { Sampler({1.0, 0, nan, 0}); }, {"--top-p", "nan"});
+  test::expect_error([] { Sampler({-1.0, 0, 1.0, 0}); }, {"temperature", "-1"});
+  test::expect_error([&] { Sampler({nan, 0, 1.0, 0}); }, {"temperature", "nan"});
+  test::expect_error([] { Sampler({1.0, -2, 1.0, 0}); }, {"top_k", "-2"});
+  test::expect_error([] { Sampler({1.0, 0, 0.0, 0}); }, {"top_p", "0"});
+  test::expect_error([] { Sampler({1.0, 0, 1.5, 0}); }, {"top_p", "1.5"});
+  test::expect_error([&] { Sampler({1.0, 0, nan, 0}); }, {"top_p", "nan"});
 }
 
 // Another sampler, with other options too, goes on with the same random numbers.
@@ -291,16 +307,16 @@ TEST(Sampler, RefusesPenaltiesOutOfRange) {
   };
   const double nan = std::nan("");
   for (const double value : {0.0, -1.0, 1e7, nan}) {
-    refuse([&](SamplingOptions& o) { o.repetition_penalty = value; }, "--repeat-penalty");
+    refuse([&](SamplingOptions& o) { o.repetition_penalty = value; }, "repetition_penalty");
   }
   for (const double value : {1e7, -1e7, nan}) {
-    refuse([&](SamplingOptions& o) { o.presence_penalty = value; }, "--presence-penalty");
-    refuse([&](SamplingOptions& o) { o.frequency_penalty = value; }, "--frequency-penalty");
+    refuse([&](SamplingOptions& o) { o.presence_penalty = value; }, "presence_penalty");
+    refuse([&](SamplingOptions& o) { o.frequency_penalty = value; }, "frequency_penalty");
   }
   for (const double value : {-0.1, 1.1, nan}) {
-    refuse([&](SamplingOptions& o) { o.min_p = value; }, "--min-p");
+    refuse([&](SamplingOptions& o) { o.min_p = value; }, "min_p");
   }
-  refuse([](SamplingOptions& o) { o.repeat_last_n = -2; }, "--repeat-last-n");
+  refuse([](SamplingOptions& o) { o.repeat_last_n = -2; }, "repeat_last_n");
   refuse([](SamplingOptions& o) { o.bad_words = {{1}, {}}; }, "bad_words_ids");
   refuse([](SamplingOptions& o) { o.suppress_tokens = {-1}; }, "suppress_tokens");
 }

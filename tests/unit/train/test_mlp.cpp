@@ -270,7 +270,7 @@ TEST(Mlp, RefusesOptionsThatMakeNoSense) {
   expect_error(with([](MlpOptions& o) { o.learning_rate = -1; }), {"learning rate is -1"});
   MlpOptions wild = quick();
   wild.learning_rate = 1e30;
-  expect_error([&] { train(pairs, 0, wild); }, {"layer 0", "diverged", "--lr"});
+  expect_error([&] { train(pairs, 0, wild); }, {"layer 0", "diverged", "learning rate"});
   MlpTrainer trainer(pairs, 0, split, quick());
   MlpTrainer::State state = trainer.state();
   state.batch = 3;

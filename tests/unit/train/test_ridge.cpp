@@ -251,7 +251,7 @@ TEST(Ridge, TellsASystemThatCannotBeSolved) {
   EXPECT_TRUE(train_ridge(pairs, 0, no_validation(pairs), {}));
   for (std::int64_t p = 0; p < 100; ++p) pairs.hidden(0, p, 5) = 0.5f;
   expect_error([&] { train_ridge(pairs, 0, no_validation(pairs), {0}); },
-               {"layer 0", "not positive definite", "--ridge"});
+               {"layer 0", "not positive definite", "larger ridge"});
   const auto nearly = train_ridge(pairs, 0, no_validation(pairs), {1e-11});
   ASSERT_TRUE(nearly);
   EXPECT_GT(nearly->report.condition, ill_conditioned);

@@ -188,7 +188,7 @@ TEST_P(TrainFolder, IsNeverReplacedUnasked) {
   TrainingOptions options = quick(GetParam());
   fs::create_directory(folder);
   std::ofstream(folder / "notes.txt") << "mine";
-  expect_error([&] { run(options, folder); }, {"surrogate", "not empty", "--overwrite"});
+  expect_error([&] { run(options, folder); }, {"surrogate", "not empty", "set overwrite"});
   options.resume = true;
   expect_error([&] { run(options, folder); }, {"no checkpoint"});
   options.resume = false;
@@ -203,7 +203,7 @@ TEST_P(TrainFolder, IsNeverReplacedUnasked) {
   EXPECT_TRUE(run(options, folder, [&] { return asked++ >= 1; }).stopped);
   EXPECT_EQ(bytes_of(folder / "model.safetensors"), before);
   options.overwrite = false;
-  expect_error([&] { run(options, folder); }, {"checkpoint", "--resume", "--overwrite"});
+  expect_error([&] { run(options, folder); }, {"checkpoint", "resume", "overwrite"});
   options.resume = true;
   options.seed = 4;
   options.validation = 0.3;

@@ -153,14 +153,14 @@ void Evaluation::prepare() {
   m_comm.agree([&] {
     validate_eval(m_options);
     m_settings = settings_of(m_options);
-    m_setup = set_up_model(m_options.model, std::nullopt, m_options.placement, m_work.size(),
+    m_setup = set_up_model(m_options.model, m_options.layers, m_options.placement, m_work.size(),
                            m_options.rope);
     const ModelConfig& config = m_setup->config;
     m_limit = context_limit(m_options.max_context, config, m_options.random_weights.has_value());
     m_stop_ids = load_stop_ids(m_options.model, config.vocab_size);
     for (const EvalSetting& setting : m_settings) {
-      m_engine_options.push_back(engine_options(m_options, setting));
-      const EngineOptions& run = m_engine_options.back();
+      EngineOptions& run = m_engine_options.emplace_back(m_options);
+      run.pruning = setting.pruning;
       try {
         m_specs.push_back(policy_spec(run.pruning, {}, flag_names()));
       } catch (const Error& error) {
@@ -208,7 +208,11 @@ LoadedPruning Evaluation::load_setting(std::size_t index,
   // A surrogate may be large, and its scores do not depend on how many of them are used.
   if (spec.info->name == "kvzap" && spec.modifiers.empty()) {
     for (std::size_t i = 0; i < index; ++i) {
-      if (!m_prune[i].policy || m_engine_options[i].pruning.policy != run.pruning.policy) continue;
+      const Pruning& other = m_settings[i].pruning;
+      if (!m_prune[i].policy || other.policy != run.pruning.policy ||
+          other.surrogate != run.pruning.surrogate) {
+        continue;
+      }
       return m_prune[i].with_amount_of(run.pruning);
     }
   }
@@ -283,9 +287,9 @@ void Evaluation::add_policy_files(ordered_json& options) const {
   };
   for (std::size_t i = 0; i < m_settings.size(); ++i) {
     if (!m_specs[i]) continue;
-    // --surrogate changes the policy of the setting.
+    const std::string& surrogate = m_settings[i].pruning.surrogate;
     add(*m_specs[i]->info, m_specs[i]->arguments,
-        m_engine_options[i].pruning.policy == m_settings[i].pruning.policy);
+        surrogate.empty() || surrogate != m_options.pruning.surrogate);
     for (const auto& [info, arguments] : m_specs[i]->modifiers) add(*info, arguments, true);
   }
   if (!hashes.empty()) options["policy_files"] = hashes;
@@ -299,9 +303,9 @@ ordered_json Evaluation::description() const {
                           {"raw", o.raw},
                           {"thinking", o.thinking},
                           {"max_context", m_limit},
-                          {"window", o.window},
-                          {"sink", o.sink},
-                          {"chunk", o.chunk},
+                          {"window", o.pruning.window},
+                          {"sink", o.pruning.sink},
+                          {"chunk", o.pruning.chunk},
                           {"tries", o.tries},
                           {"temperature", o.sampling.temperature},
                           {"top_k", o.sampling.top_k},
@@ -440,7 +444,7 @@ void Evaluation::check_memory_of_ranks() {
   use_threads(m_options.threads, m_comm, m_comm.is_root() && !m_options.quiet);
   m_comm.agree([&] {
     const MemoryPlan plan = plan_memory(m_setup->config, dtype_from_name(m_options.dtype),
-                                        m_longest, 0, m_work.size(), m_options.window);
+                                        m_longest, 0, m_work.size(), m_options.pruning.window);
     std::int64_t most = 0;
     for (const auto& rank : plan.ranks) {
       most = std::max(most, rank.weights + rank.activations + rank.attention + rank.kv_full);
@@ -454,7 +458,7 @@ std::size_t Evaluation::cache_limit() const {
   const std::int64_t available = available_bytes_of_node();
   if (available < 0) return 0;
   const MemoryPlan plan = plan_memory(m_setup->config, dtype_from_name(m_options.dtype), m_longest,
-                                      0, m_work.size(), m_options.window);
+                                      0, m_work.size(), m_options.pruning.window);
   const auto& own = plan.ranks[static_cast<std::size_t>(m_work.rank())];
   constexpr double share = 0.9;  // steps take some too
   const auto left =
@@ -484,7 +488,7 @@ std::unique_ptr<Comparison> Evaluation::make_comparison(const ProgressCallback& 
     }
   });
   CacheOptions cache;
-  cache.pruning.window = ring_rows(m_options.window, m_longest);
+  cache.pruning.window = ring_rows(m_options.pruning.window, m_longest);
   cache.kv_limit = cache_limit();  // the weights of all ranks are there
   std::unique_ptr<Comparison> comparison;
   on_workers([&] {

@@ -10,26 +10,15 @@
 #include <string>
 #include <vector>
 
-#include "console/progress.hpp"
-#include "options/rope_options.hpp"
+#include "options/options.hpp"
 
 namespace kvzap::driver {
 
-struct EvalOptions {
-  std::string model;
-  std::string surrogate;
-  std::string dtype = "bf16";
-  std::optional<std::uint64_t> random_weights;
-  std::optional<std::int64_t> threads;
-  RopeOptions rope;
-  std::string placement;
-
+/// `pruning` and its texts hold for every setting that does not say otherwise.
+struct EvalOptions : EngineOptions {
   // Lists; each may be given in several parts.
   std::vector<std::string> tasks;
   std::string prompt_templates;
-  bool raw = false;
-  std::string thinking = "off";
-  std::optional<std::int64_t> max_context;  // absent: what the model was made for
   std::optional<std::int64_t> max_prompts;
   std::optional<std::int64_t> per_task;
   bool keep_going = false;
@@ -37,12 +26,6 @@ struct EvalOptions {
   std::vector<std::string> policies;
   std::vector<std::string> evict_ratios;
   std::vector<std::string> thresholds;
-  std::string prune_after = "context";
-  std::string prune = "prefill";
-  std::string prefill = "dense";
-  std::int64_t chunk = 2048;
-  int window = 128;
-  std::int64_t sink = 0;
 
   std::optional<std::int64_t> new_tokens;  // absent: as the tasks say
   SamplingOptions sampling;
@@ -54,9 +37,6 @@ struct EvalOptions {
   std::string output;
   int bootstrap_samples = 2000;
   std::string json;
-  bool quiet = false;
-  ProgressStyle progress = ProgressStyle::automatic;
-  std::string config;
 };
 
 /// Declares every option of the command on `app`; parsing fills `options`.

@@ -7,28 +7,6 @@
 namespace kvzap::driver {
 namespace {
 
-void declare_model(CLI::App& app, EvalOptions& o) {
-  const auto model = "Model";
-  app.add_option("-m,--model", o.model, "Hugging Face folder; required")
-      ->type_name("DIR")
-      ->group(model);
-  app.add_option("--surrogate", o.surrogate,
-                 "KVzap surrogate folder, for policies kvzap that name none")
-      ->type_name("DIR")
-      ->group(model);
-  declare_dtype(app, o.dtype, "value type of weights and cache", model);
-  declare_random_weights(app, o.random_weights,
-                         "random weights from this seed, for trials; the folder then needs only "
-                         "config.json and a tokenizer",
-                         model);
-  declare_rope(app, o.rope, model);
-  declare_threads(app, o.threads, model);
-  app.add_option("--placement", o.placement,
-                 "distribute KV heads over ranks by the kept rows in this --json file of kvzap run")
-      ->type_name("FILE")
-      ->group(model);
-}
-
 void declare_tasks(CLI::App& app, EvalOptions& o) {
   const auto tasks = "Tasks";
   add_texts(app, "--tasks", o.tasks,
@@ -61,8 +39,8 @@ void declare_settings(CLI::App& app, EvalOptions& o) {
   const auto settings = "Settings";
   add_texts(app, "--policies", o.policies,
             "policies of kvzap run --policy, or none, between semicolons; each may have its own "
-            "settings, as in snapkv@evict-ratios=0.5,0.75@prune-after=question (evict-ratios, "
-            "thresholds, keep-tokens, kv-budget, prune-after, prune, prefill); required")
+            "settings, as in snapkv@evict-ratios=0.5,0.75@prune-after=question. Amounts "
+            "(evict-ratios, thresholds, keep-tokens, kv-budget) are lists; required")
       ->type_name("POLICY;...")
       ->group(settings);
   add_texts(app, "--evict-ratios", o.evict_ratios,
@@ -74,30 +52,30 @@ void declare_settings(CLI::App& app, EvalOptions& o) {
             "thresholds of kvzap, between commas, in addition to its evict ratios; default: none")
       ->type_name("LIST")
       ->group(settings);
-  app.add_option("--prune-after", o.prune_after,
+  app.add_option("--prune-after", o.pruning_texts.prune_after,
                  "when to prune to a budget, for policies that can do both: after the context, or "
                  "after context and question")
       ->capture_default_str()
       ->check(CLI::IsMember({"context", "question"}))
       ->group(settings);
   app.add_option(
-         "--prune", o.prune,
+         "--prune", o.pruning_texts.prune,
          "tokens that thresholds judge: prefill (the context) or always (also questions and "
          "generated tokens, if the policy can)")
-      ->capture_default_str()
+      ->default_str("prefill")
       ->check(CLI::IsMember({"prefill", "always"}))
       ->group(settings);
   app.add_option(
-         "--prefill", o.prefill,
+         "--prefill", o.pruning_texts.prefill,
          "dense: full attention over the context, then pruning; sparse: chunk by chunk, over "
          "the rows that earlier chunks kept, if the policy can")
       ->capture_default_str()
       ->check(CLI::IsMember({"dense", "sparse"}))
       ->group(settings);
-  app.add_option("--chunk", o.chunk, "tokens of a chunk of sparse prefill; at least 1")
+  app.add_option("--chunk", o.pruning.chunk, "tokens of a chunk of sparse prefill; at least 1")
       ->capture_default_str()
       ->group(settings);
-  declare_protected(app, o.window, o.sink, settings);
+  declare_protected(app, o.pruning.window, o.pruning.sink, settings);
 }
 
 void declare_generation(CLI::App& app, EvalOptions& o) {
@@ -149,9 +127,6 @@ void declare_output(CLI::App& app, EvalOptions& o) {
                  "also write the summary to this file; - is standard output, instead of the table")
       ->type_name("FILE")
       ->group(output);
-  declare_progress(app, o.progress, output);
-  app.add_flag("-q,--quiet", o.quiet, "no progress and no notes on standard error")->group(output);
-  declare_deck(app, o.config, output);
 }
 
 }  // namespace
@@ -162,6 +137,16 @@ void declare(CLI::App& app, EvalOptions& o) {
   declare_settings(app, o);
   declare_generation(app, o);
   declare_output(app, o);
+  declare_console(app, o);
+  const auto describe = [&](const char* name, const char* text) {
+    app.get_option(name)->description(text);
+  };
+  describe("--model", "Hugging Face folder; required");
+  describe("--surrogate", "KVzap surrogate folder, for policies kvzap that name none");
+  describe("--random-weights",
+           "random weights from this seed, for trials; the folder then needs only config.json and "
+           "a tokenizer");
+  describe("--quiet", "no progress and no notes on standard error");
 }
 
 }  // namespace kvzap::driver

@@ -3,11 +3,14 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <filesystem>
 #include <limits>
 #include <utility>
 
 #include "commands/eval_prompts.hpp"
+#include "options/bench_options.hpp"
+#include "options/policy_options.hpp"
 #include "text/utf8.hpp"
 
 namespace kvzap::driver {
@@ -36,10 +39,11 @@ void validate_eval(const EvalOptions& o) {
           "--policies is not UTF-8, as settings' labels have to be");
   require(!o.policies.empty(), "no policies: give a list such as --policies \"none;snapkv;h2o\"");
   require(!o.output.empty(), "no output: give a folder with -o");
-  require(o.window >= 1 && o.window <= (1 << 24),
-          fmt::format("--window is {}; expected 1 to {}", o.window, 1 << 24));
-  require(o.sink >= 0, fmt::format("--sink is {}; expected 0 or more", o.sink));
-  require(o.chunk >= 1, fmt::format("--chunk is {}; expected at least 1", o.chunk));
+  Pruning of_all;
+  of_all.window = o.pruning.window;
+  of_all.sink = o.pruning.sink;
+  of_all.chunk = o.pruning.chunk;
+  check(of_all, {}, flag_names());
   const std::pair<const char*, const std::optional<std::int64_t>*> counts[] = {
       {"-c", &o.max_context},
       {"--max-prompts", &o.max_prompts},
@@ -52,9 +56,10 @@ void validate_eval(const EvalOptions& o) {
   constexpr int most = 1 << 20;
   require(!o.new_tokens || *o.new_tokens <= most,
           fmt::format("-n is {}; expected at most {}", o.new_tokens.value_or(0), most));
-  require(o.surrogate.empty() || fs::is_directory(o.surrogate),
-          fmt::format("--surrogate {}: there is no such folder", o.surrogate));
-  const Sampler checks_its_options(o.sampling);
+  const std::string& surrogate = o.pruning.surrogate;
+  require(surrogate.empty() || fs::is_directory(surrogate),
+          fmt::format("--surrogate {}: there is no such folder", surrogate));
+  check(o.sampling, sampling_flag_names());
   require(o.tries >= 1 && o.tries <= most,
           fmt::format("--tries is {}; expected 1 to {}", o.tries, most));
   require(o.tries == 1 || o.sampling.temperature > 0,
@@ -71,35 +76,23 @@ void validate_eval(const EvalOptions& o) {
 std::vector<detail::EvalSetting> settings_of(const EvalOptions& o) {
   detail::SettingsRequest request;
   request.policies = joined(o.policies, ";");
-  const std::string ratios =
-      o.evict_ratios.empty() ? "0,0.25,0.5,0.75,0.9" : joined(o.evict_ratios, ",");
-  request.evict_ratios = detail::parse_numbers(ratios, "--evict-ratios",
-                                               "numbers of at least 0 and less than 1", 0, 1);
+  request.evict_ratios = real_numbers(o.evict_ratios, "--evict-ratios", "0,0.25,0.5,0.75,0.9",
+                                      "a number of at least 0 and less than 1",
+                                      [](double ratio) { return ratio >= 0 && ratio < 1; });
   if (!o.thresholds.empty()) {
     constexpr double most = std::numeric_limits<float>::max();
-    request.thresholds = detail::parse_numbers(joined(o.thresholds, ","), "--thresholds",
-                                               "numbers in the range of float", -most, most);
+    request.thresholds =
+        real_numbers(o.thresholds, "--thresholds", "", "a number in the range of float",
+                     [](double threshold) { return std::fabs(threshold) <= most; });
   }
-  if (o.prune_after == "question") request.prune_after = PruneMoment::question;
-  if (o.prune == "always") request.prune = PruneMode::always;
-  if (o.prefill == "sparse") request.prefill = PrefillMode::sparse;
-  request.surrogate = o.surrogate;
-  return parse_settings(request);
-}
-
-EngineOptions engine_options(const EvalOptions& o, const detail::EvalSetting& setting) {
-  EngineOptions run;
-  run.model = o.model;
-  run.dtype = o.dtype;
-  run.raw = o.raw;
-  run.quiet = o.quiet;
-  run.pruning = setting.pruning;
-  run.pruning.window = o.window;
-  run.pruning.sink = o.sink;
-  run.pruning.chunk = o.chunk;
-  if (setting.is_none()) return run;
-  run.pruning.policy = detail::policy_with_surrogate(setting.pruning.policy, o.surrogate);
-  return run;
+  EngineOptions general = o;
+  resolve_pruning(general);
+  request.general = general.pruning;
+  try {
+    return parse_settings(request, flag_names());
+  } catch (const Error& error) {
+    throw Error(fmt::format("--policies: {}", error.what()));
+  }
 }
 
 }  // namespace kvzap::driver

@@ -9,6 +9,7 @@
 #include "base/decimal.hpp"
 #include "base/nearest.hpp"
 #include "options/options.hpp"
+#include "options/policy_options.hpp"
 #include "options/strict_values.hpp"
 
 namespace kvzap::driver {
@@ -35,7 +36,9 @@ std::vector<std::string> listed_in(const std::vector<std::string>& parts, const 
     if (part.empty()) throw Error(fmt::format("{}: the list is empty", flag));
     for (std::size_t begin = 0; begin <= part.size();) {
       const std::size_t end = std::min(part.find(',', begin), part.size());
-      entries.push_back(part.substr(begin, end - begin));
+      const std::size_t first = std::min(part.find_first_not_of(' ', begin), end);
+      const std::size_t last = part.find_last_not_of(' ', end - 1) + 1;
+      entries.push_back(first < end ? part.substr(first, last - first) : "");
       begin = end + 1;
     }
   }
@@ -216,9 +219,6 @@ std::vector<std::string> columns_of(const BenchOptions& o) {
 std::vector<BenchTest> tests_of(const BenchOptions& o) {
   columns_of(o);  // throws for unknown columns
   require(!o.model.empty(), "no model: give a Hugging Face folder with -m");
-  require(o.window >= 1 && o.window <= (1 << 24),
-          fmt::format("--window is {}; expected 1 to {}", o.window, 1 << 24));
-  require(o.chunk >= 1, fmt::format("--chunk is {}; expected at least 1", o.chunk));
   check_page_rows(o.page_rows);
   require(o.repetitions >= 1 && o.repetitions <= 1'000'000,
           fmt::format("-r is {}; expected 1 to 1000000", o.repetitions));
@@ -228,7 +228,11 @@ std::vector<BenchTest> tests_of(const BenchOptions& o) {
               ? "--surrogate needs --threshold, the log score below which a pair is evicted"
               : "--threshold has no effect without --surrogate: --evict-ratio sets the share that "
                 "random scores evict");
-  check_threshold(o.threshold);
+  Pruning pruning = Pruning::kvzap(o.surrogate);
+  pruning.amount.threshold = o.threshold;
+  pruning.window = o.window;
+  pruning.chunk = o.chunk;
+  check(pruning, {}, flag_names());
   require(!has_surrogate || o.evict_ratios.empty(),
           "--evict-ratio and --surrogate: with a surrogate, --threshold decides which pairs are "
           "evicted");

@@ -3,8 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cmath>
-#include <limits>
 
 #include "base/nearest.hpp"
 #include "options/policy_options.hpp"
@@ -18,14 +16,6 @@ std::string not_negative(const std::string& text) {
 
 void require(bool good, const std::string& message) {
   if (!good) throw Error(message);
-}
-
-void check_threshold(const std::optional<double>& threshold) {
-  if (!threshold) return;
-  require(!std::isnan(*threshold), "--threshold is NaN; expected a number (no score is below NaN)");
-  require(std::isinf(*threshold) || std::fabs(*threshold) <= std::numeric_limits<float>::max(),
-          fmt::format("--threshold is {}; expected a number in the range of float, or inf or -inf",
-                      *threshold));
 }
 
 void check_page_rows(int page_rows) {

@@ -82,8 +82,7 @@ std::string not_negative(const std::string& text);
 
 /// Throws Error with the message unless `good`.
 void require(bool good, const std::string& message);
-/// Checks a threshold for any command. Throws Error that names the flag.
-void check_threshold(const std::optional<double>& threshold);
+/// Throws Error that names the flag.
 void check_page_rows(int page_rows);
 
 /// Declares options of several commands: --dtype (f32, bf16, f16), --random-weights.

@@ -4,21 +4,14 @@
 
 #include <algorithm>
 #include <cmath>
-#include <functional>
-#include <limits>
 #include <set>
+#include <utility>
 
-#include "base/decimal.hpp"
 #include "base/escaped_list.hpp"
-#include "base/nearest.hpp"
 #include "policy/pruning_text.hpp"
 
 namespace kvzap::detail {
 namespace {
-
-constexpr double infinity = std::numeric_limits<double>::infinity();
-const std::vector<std::string> setting_keys = {
-    "evict-ratios", "thresholds", "keep-tokens", "kv-budget", "prune-after", "prune", "prefill"};
 
 std::string trimmed(const std::string& text) {
   const std::size_t begin = text.find_first_not_of(" \t\r\n");
@@ -31,105 +24,59 @@ bool has_modifier(const PolicySpec& spec, const char* name) {
                      [&](const auto& modifier) { return modifier.first->name == name; });
 }
 
-/// An entry of the list, with its own settings.
+/// An entry of the list, in texts that Pruning::parse takes.
 struct Entry {
-  std::string text;    // of the policy, as given
-  std::string policy;  // without escapes; empty: none
-  bool has_amounts = false;
-  std::vector<double> evict_ratios;
-  std::vector<double> thresholds;
-  std::vector<std::int64_t> keep_tokens;
-  std::vector<std::string> kv_budgets;
-  std::optional<PruneMoment> prune_after;
-  std::optional<PruneMode> prune;
-  std::optional<PrefillMode> prefill;
+  std::string text;   // whole, as given
+  std::string label;  // of the policy, as given
+  std::string policy;
+  std::string settings;              // that are no amounts: "@prune=always"
+  std::vector<std::string> amounts;  // "@threshold=-4"
+  std::set<std::string> keys;        // of all settings
 };
 
-template <class Choice>
-Choice one_of(const std::string& value, Choice first, Choice second, const std::string& where) {
-  if (value == name_of(first)) return first;
-  if (value == name_of(second)) return second;
-  throw Error(fmt::format("{} is \"{}\"; expected {} or {}", where, value, name_of(first),
-                          name_of(second)));
-}
-
-void read_setting(Entry& entry, const std::string& key, const std::string& value,
-                  const std::string& where) {
-  const std::string what = where + key;
-  if (key == "evict-ratios" || key == "evict-ratio") {
-    entry.has_amounts = true;
-    entry.evict_ratios = parse_numbers(value, what, "numbers of at least 0 and less than 1", 0, 1);
-  } else if (key == "thresholds" || key == "threshold") {
-    entry.has_amounts = true;
-    entry.thresholds = parse_numbers(value, what, "numbers", -infinity, infinity);
-  } else if (key == "keep-tokens") {
-    entry.has_amounts = true;
-    constexpr double most = 9e15;  // below, every whole number is a double
-    for (const double number : parse_numbers(value, what, "whole numbers of at least 1", 1, most)) {
-      if (number != std::floor(number)) {
-        throw Error(fmt::format("{} is {}; expected whole numbers of at least 1", what, number));
-      }
-      entry.keep_tokens.push_back(static_cast<std::int64_t>(number));
-    }
-  } else if (key == "kv-budget") {
-    entry.has_amounts = true;
-    for (const std::string& size : split_unescaped(value, ',')) {
-      entry.kv_budgets.push_back(trimmed(size));
-    }
-  } else if (key == "prune-after") {
-    entry.prune_after = one_of(value, PruneMoment::context, PruneMoment::question, what);
-  } else if (key == "prune") {
-    entry.prune = one_of(value, PruneMode::prefill, PruneMode::always, what);
-  } else if (key == "prefill") {
-    entry.prefill = one_of(value, PrefillMode::dense, PrefillMode::sparse, what);
-  } else {
-    const std::string nearest = nearest_name(key, setting_keys);
-    throw Error(fmt::format("{}: unknown setting; {}expected one of {} after @", what,
-                            nearest.empty() ? "" : "did you mean " + nearest + "? ",
-                            fmt::join(setting_keys, ", ")));
-  }
-}
-
-/// Plural and singular forms are one key.
-std::string canonical_key(const std::string& key) {
-  return key == "evict-ratio" || key == "threshold" ? key + "s" : key;
-}
-
+/// Splits the lists of amounts.
 Entry read_entry(const std::string& text) {
-  const std::vector<std::string> parts = split_unescaped(text, '@');
   Entry entry;
-  entry.text = trimmed(parts[0]);
-  entry.policy = without_escapes(entry.text, ";@");
-  const std::string where = fmt::format("--policies: {}: ", text);
-  std::set<std::string> seen;
+  entry.text = text;
+  entry.label = trimmed(split_unescaped(text, '@').front());
+  const std::vector<std::string> parts = split_unescaped(without_escapes(text, ";"), '@');
+  entry.policy = trimmed(parts.front());
   for (std::size_t i = 1; i < parts.size(); ++i) {
     const std::size_t equals = parts[i].find('=');
-    if (equals == std::string::npos) {
-      throw Error(fmt::format("{}\"@{}\" is not @key=value", where, parts[i]));
+    std::string key = trimmed(parts[i].substr(0, equals));
+    if (key == "evict-ratios" || key == "thresholds") key.pop_back();
+    const bool is_new = entry.keys.insert(key).second;
+    const bool is_amount =
+        key == "evict-ratio" || key == "threshold" || key == "keep-tokens" || key == "kv-budget";
+    if (!is_amount || equals == std::string::npos) {
+      entry.settings += "@" + parts[i];
+      continue;
     }
-    const std::string key = trimmed(parts[i].substr(0, equals));
-    read_setting(entry, key, trimmed(parts[i].substr(equals + 1)), where + "@");
-    if (!seen.insert(canonical_key(key)).second) {
-      throw Error(fmt::format("{}@{} is given twice", where, key));
+    if (!is_new) throw Error(fmt::format("{}: @{} is given twice", text, key));
+    for (const std::string& value : split_unescaped(parts[i].substr(equals + 1), ',')) {
+      entry.amounts.push_back("@" + key + "=" + trimmed(value));
     }
-  }
-  if (entry.policy == "none") {
-    if (parts.size() > 1) {
-      throw Error(where + "the full cache has no settings of its own");
-    }
-    entry.policy.clear();
   }
   return entry;
 }
 
 /// Default amounts of an entry.
-void add_general_amounts(Entry& entry, const PolicySpec& spec, const SettingsRequest& request) {
+std::vector<std::string> general_amounts(const PolicySpec& spec, const SettingsRequest& request) {
+  std::vector<std::string> amounts;
   const bool by_threshold = has_modifier(spec, "dms");
-  if (!by_threshold) entry.evict_ratios = request.evict_ratios;
+  if (!by_threshold) {
+    for (const double ratio : request.evict_ratios) {
+      amounts.push_back(fmt::format("@evict-ratio={}", ratio));
+    }
+  }
   // Thresholds are log scores of a surrogate; other policies' scores have other scales. Most
   // modifiers need a budget.
   const bool is_plain = spec.modifiers.empty() || (by_threshold && spec.modifiers.size() == 1);
-  if (spec.info->name == "kvzap" && is_plain) entry.thresholds = request.thresholds;
+  if (spec.info->name != "kvzap" || !is_plain) return amounts;
+  for (const double threshold : request.thresholds) {
+    amounts.push_back(fmt::format("@threshold={}", threshold));
+  }
+  return amounts;
 }
 
 /// Whether the policy has a built-in amount, and so one setting.
@@ -140,129 +87,126 @@ bool has_own_amount(const PolicySpec& spec) {
   });
 }
 
-/// An entry's settings without the amounts. General settings apply if the policy can use them.
-EvalSetting setting_of(const Entry& entry, const PolicySpec& spec, const SettingsRequest& request,
-                       bool is_budget) {
-  const PolicyInfo& info = *spec.info;
-  EvalSetting setting;
-  Pruning& pruning = setting.pruning;
-  pruning.policy = entry.policy;
-  if (entry.prune_after) {
-    pruning.moment = *entry.prune_after;
-  } else if (info.needs_question ||
-             (request.prune_after == PruneMoment::question && !info.repeats_context && is_budget)) {
-    pruning.moment = PruneMoment::question;
+/// A policy kvzap that names no surrogate gets the general one.
+Pruning with_general_surrogate(Pruning pruning, const Pruning& general) {
+  if (name_in(pruning.policy) == "kvzap" && !has_argument(pruning.policy, "surrogate") &&
+      pruning.surrogate.empty()) {
+    pruning.surrogate = general.surrogate;
   }
-  const bool judges = !is_budget && info.judges_tokens && !info.has_own_budget;
-  pruning.mode = entry.prune.value_or(judges ? request.prune : PruneMode::prefill);
-  const bool scores_chunks =
-      info.scores_again && !info.has_own_budget && pruning.moment == PruneMoment::context;
-  pruning.prefill = entry.prefill.value_or(scores_chunks ? request.prefill : PrefillMode::dense);
-  return setting;
+  return pruning;
+}
+
+/// The entry's pruning with one of its amounts. General settings apply if the policy can use them.
+Pruning pruning_of(const Entry& entry, const std::string& amount, const PolicySpec& spec,
+                   const Pruning& general) {
+  Pruning base = general;
+  base.surrogate.clear();
+  base.mode.reset();
+  Pruning pruning =
+      with_general_surrogate(Pruning::parse(entry.policy + entry.settings + amount, base), general);
+  const PolicyInfo& info = *spec.info;
+  const bool is_budget = pruning.amount.has_budget() || has_modifier(spec, "per-layer");
+  if (entry.keys.count("prune-after") == 0) {
+    const bool can_wait = is_budget && !info.repeats_context;
+    const bool waits = info.needs_question || (can_wait && general.moment == PruneMoment::question);
+    pruning.moment = waits ? PruneMoment::question : PruneMoment::context;
+  }
+  if (!pruning.mode) {
+    const bool judges = !is_budget && info.judges_tokens && !info.has_own_budget;
+    pruning.mode = judges && general.mode ? *general.mode : PruneMode::prefill;
+  }
+  if (entry.keys.count("prefill") == 0) {
+    const bool scores_chunks =
+        info.scores_again && !info.has_own_budget && pruning.moment == PruneMoment::context;
+    if (!scores_chunks) pruning.prefill = PrefillMode::dense;
+  }
+  return pruning;
+}
+
+/// The entry that gives this setting again, whatever the general values. `policy`: as given.
+std::string label_of(const EvalSetting& setting, const std::string& policy, const PolicySpec& spec,
+                     const Pruning& general) {
+  const Pruning standard;
+  Pruning rest = setting.pruning;
+  rest.policy.clear();
+  if (rest.surrogate == general.surrogate) rest.surrogate.clear();
+  if (!setting.kv_budget.empty()) rest.amount.kv_bytes.reset();
+  if (rest.mode == PruneMode::prefill) rest.mode.reset();
+  if (spec.info->needs_question) rest.moment = standard.moment;
+  rest.window = standard.window;
+  rest.sink = standard.sink;
+  rest.chunk = standard.chunk;
+  std::string label = policy;
+  if (!setting.kv_budget.empty()) label += "@kv-budget=" + setting.kv_budget;
+  return rest == standard ? label : label + rest.text();
+}
+
+std::vector<EvalSetting> settings_of(Entry entry, const SettingsRequest& request,
+                                     const PruningNames& names) {
+  const auto fail = [&](const std::string& what) {
+    throw Error(fmt::format("{}: {}", entry.text, what));
+  };
+  EvalSetting none;
+  none.label = "none";
+  none.pruning.window = request.general.window;
+  const std::string first = entry.amounts.empty() ? "" : entry.amounts.front();
+  const Pruning named = Pruning::parse(entry.policy + entry.settings + first);
+  if (entry.policy == "none") return {none};
+  if (named.policy.empty()) fail("there is no policy; expected its name, or none");
+  for (const PruningField field : {PruningField::window, PruningField::sink, PruningField::chunk}) {
+    const std::string key(name_of(field));
+    if (entry.keys.count(key) > 0) {
+      fail(fmt::format("@{} is the same for all settings: give {}", key, names(field)));
+    }
+  }
+  PolicySpec spec;
+  try {
+    spec = parse_policy(with_general_surrogate(named, request.general).policy_text(names));
+  } catch (const Error& error) {
+    fail(error.what());
+  }
+  const bool own_amount = has_own_amount(spec);
+  if (own_amount && !entry.amounts.empty()) {
+    fail("the policy has a built-in amount: it takes no other");
+  }
+  if (own_amount) {
+    entry.amounts = {""};
+  } else if (entry.amounts.empty()) {
+    entry.amounts = general_amounts(spec, request);
+  }
+  if (entry.amounts.empty()) {
+    fail(
+        "no amount to evict: give evict ratios for all policies, or @evict-ratios=, @thresholds=, "
+        "@keep-tokens= or @kv-budget= behind the policy");
+  }
+  std::vector<EvalSetting> settings;
+  for (const std::string& amount : entry.amounts) {
+    EvalSetting setting;
+    setting.pruning = pruning_of(entry, amount, spec, request.general);
+    const Pruning::Amount& found = setting.pruning.amount;
+    if (found.threshold && !std::isfinite(*found.threshold)) {
+      fail(fmt::format("{}; expected a finite threshold", amount));
+    }
+    if (found.kv_bytes) setting.kv_budget = amount.substr(amount.find('=') + 1);
+    setting.label = label_of(setting, entry.label, spec, request.general);
+    settings.push_back(found.evict_ratio == 0.0 ? none : std::move(setting));
+  }
+  return settings;
 }
 
 }  // namespace
 
-std::vector<double> parse_numbers(const std::string& text, const std::string& what,
-                                  const std::string& expected, double least, double below) {
-  std::vector<double> numbers;
-  for (const std::string& part : split_unescaped(text, ',')) {
-    const std::string entry = trimmed(part);
-    double number = 0;
-    if (detail::read_real(entry, number) != detail::DecimalFault::none || !std::isfinite(number) ||
-        number < least || number >= below) {
-      throw Error(fmt::format("{}: '{}'; expected {} between commas", what, entry, expected));
-    }
-    numbers.push_back(number == 0 ? 0 : number);  // no -0 in labels
-  }
-  return numbers;
-}
-
-std::string policy_with_surrogate(const std::string& policy, const std::string& surrogate) {
-  if (name_in(policy) != "kvzap" || has_argument(policy, "surrogate")) return policy;
-  if (surrogate.empty()) {
-    throw Error("kvzap needs a surrogate: give --surrogate DIR, or kvzap:surrogate=DIR");
-  }
-  return with_argument(policy, "surrogate=" + escaped_in_policy(surrogate));
-}
-
-std::vector<EvalSetting> parse_settings(const SettingsRequest& request) {
+std::vector<EvalSetting> parse_settings(const SettingsRequest& request, const PruningNames& names) {
   std::vector<EvalSetting> settings;
   std::set<std::string> labels;
-  const auto add = [&](EvalSetting setting, const std::string& label) {
-    setting.label = label;
-    if (labels.insert(label).second) settings.push_back(std::move(setting));
-  };
-  const auto add_none = [&] { add(EvalSetting(), "none"); };
   for (const std::string& part : split_unescaped(request.policies, ';')) {
     const std::string text = trimmed(part);
     if (text.empty()) continue;
-    Entry entry = read_entry(text);
-    if (entry.policy.empty()) {
-      add_none();
-      continue;
-    }
-    const std::string where = fmt::format("--policies: {}: ", text);
-    PolicySpec spec;
-    try {
-      spec = parse_policy(policy_with_surrogate(entry.policy, request.surrogate));
-    } catch (const Error& error) {
-      throw Error(where + error.what());
-    }
-    const bool own_amount = has_own_amount(spec);
-    if (own_amount && entry.has_amounts) {
-      throw Error(where + "the policy has a built-in amount: it takes no other");
-    }
-    if (!own_amount && !entry.has_amounts) add_general_amounts(entry, spec, request);
-
-    const auto add_amount = [&](const std::string& amount, bool is_budget,
-                                const std::function<void(EvalSetting&)>& set) {
-      EvalSetting setting = setting_of(entry, spec, request, is_budget);
-      set(setting);
-      std::string label = entry.text + amount;
-      const Pruning& pruning = setting.pruning;
-      if (pruning.moment == PruneMoment::question && !spec.info->needs_question) {
-        label += "@prune-after=question";
-      }
-      if (pruning.mode == PruneMode::always) label += "@prune=always";
-      if (pruning.prefill == PrefillMode::sparse) label += "@prefill=sparse";
-      add(std::move(setting), label);
-    };
-    if (own_amount) {
-      add_amount("", has_modifier(spec, "per-layer"), [](EvalSetting&) {});
-    }
-    for (const double ratio : entry.evict_ratios) {
-      if (ratio == 0) {
-        add_none();
-        continue;
-      }
-      add_amount(fmt::format("@evict-ratio={}", ratio), true,
-                 [&](EvalSetting& setting) { setting.pruning.evict_ratio(ratio); });
-    }
-    for (const double threshold : entry.thresholds) {
-      add_amount(fmt::format("@threshold={}", threshold), false,
-                 [&](EvalSetting& setting) { setting.pruning.threshold(threshold); });
-    }
-    for (const std::int64_t tokens : entry.keep_tokens) {
-      add_amount(fmt::format("@keep-tokens={}", tokens), true,
-                 [&](EvalSetting& setting) { setting.pruning.keep_tokens(tokens); });
-    }
-    for (const std::string& size : entry.kv_budgets) {
-      add_amount("@kv-budget=" + size, true, [&](EvalSetting& setting) {
-        setting.kv_budget = size;
-        setting.pruning.kv_bytes(parse_bytes(size, where + "@kv-budget"));
-      });
-    }
-    if (!own_amount && entry.evict_ratios.empty() && entry.thresholds.empty() &&
-        entry.keep_tokens.empty() && entry.kv_budgets.empty()) {
-      throw Error(where +
-                  "no amount to evict: give --evict-ratios, or @evict-ratios=, "
-                  "@thresholds=, @keep-tokens= or @kv-budget= behind the policy");
+    for (EvalSetting& setting : settings_of(read_entry(text), request, names)) {
+      if (labels.insert(setting.label).second) settings.push_back(std::move(setting));
     }
   }
-  if (settings.empty()) {
-    throw Error("no policies: give a list such as --policies \"none;kvzap;snapkv\"");
-  }
+  if (settings.empty()) throw Error("no policies; expected a list such as \"none;kvzap;snapkv\"");
   return settings;
 }
 

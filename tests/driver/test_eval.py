@@ -284,7 +284,7 @@ class BadInput(EvalTestCase):
         for arguments, parts in (
             (["--tries", "2"], ["--tries 2 needs --temp"]),
             (["--pass-k", "2"], ["--pass-k is 2"]),
-            (["--evict-ratios", "0.5,1"], ["--evict-ratios: '1'"]),
+            (["--evict-ratios", "0.5,1"], ["--evict-ratios has the entry '1'"]),
             (["--batch", "-1"], ["--batch"]),
             (["--placement", "x", "--parallel", "prompts"], ["--placement"]),
             (["--policy", "x"], ["did you mean --polic"]),
@@ -296,7 +296,7 @@ class BadInput(EvalTestCase):
         self.refuse(policies="none;snapkw", parts=["did you mean snapkv"])
         self.refuse(policies="kvzap", parts=["--policies: kvzap: ", "--surrogate"])
         self.refuse(policies="snapkv@prune=always@evict-ratio=0.5", parts=["--policies: snapkv@", "--prune always"])
-        self.refuse(policies="snapkv@evict-ratoi=0.5", parts=["did you mean evict-ratios"])
+        self.refuse(policies="snapkv@evict-ratoi=0.5", parts=["--policies: snapkv@", "did you mean evict-ratio"])
         deck = self.folder / "deck.toml"
         deck.write_text("polices = \"none\"\n")
         self.refuse("--config", deck, parts=["deck.toml:1: polices: unknown key; did you mean 'policies'"])

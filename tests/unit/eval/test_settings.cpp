@@ -19,7 +19,7 @@ SettingsRequest request(const std::string& policies) {
   SettingsRequest made;
   made.policies = policies;
   made.evict_ratios = {0, 0.5, 0.75};
-  made.surrogate = ".";
+  made.general.surrogate = ".";
   return made;
 }
 
@@ -80,15 +80,15 @@ TEST(EvalSettings, GeneralMomentsHoldForThePoliciesThatTheyGoWith) {
   SettingsRequest always = request("kvzap;snapkv;kvzip");
   always.evict_ratios = {0.5};
   always.thresholds = {-4};
-  always.prune = kvzap::PruneMode::always;
-  always.prefill = kvzap::PrefillMode::sparse;
+  always.general.mode = kvzap::PruneMode::always;
+  always.general.prefill = kvzap::PrefillMode::sparse;
   EXPECT_EQ(labels(always),
             (Labels{"kvzap@evict-ratio=0.5@prefill=sparse",
                     "kvzap@threshold=-4@prune=always@prefill=sparse",
                     "snapkv@evict-ratio=0.5@prefill=sparse", "kvzip@evict-ratio=0.5"}));
   SettingsRequest question = request("finch;snapkv;kvzip");
   question.evict_ratios = {0.5};
-  question.prune_after = kvzap::PruneMoment::question;
+  question.general.moment = kvzap::PruneMoment::question;
   EXPECT_EQ(labels(question),
             (Labels{"finch@evict-ratio=0.5", "snapkv@evict-ratio=0.5@prune-after=question",
                     "kvzip@evict-ratio=0.5"}));
@@ -112,31 +112,36 @@ TEST(EvalSettings, MessagesNameTheEntryAndTheNearestName) {
     const std::string message = error_of(request(policies));
     EXPECT_NE(message.find(part), std::string::npos) << policies << ": " << message;
   };
-  expect("none;snapkw", "--policies: snapkw: ");
+  expect("none;snapkw", "snapkw: ");
   expect("none;snapkw", "did you mean snapkv?");
-  expect("snapkv@evict-ratoi=0.5", "did you mean evict-ratios?");
-  expect("snapkv@evict-ratios=0.5,1", "'1'; expected numbers of at least 0 and less than 1");
-  expect("snapkv@evict-ratios=", "@evict-ratios: ''");
+  expect("snapkv@evict-ratoi=0.5", "did you mean evict-ratio?");
+  expect("snapkv@evict-ratios=", "@evict-ratio is ''");
   expect("snapkv@evict-ratios=0.5@evict-ratio=0.25", "given twice");
   expect("snapkv@half", "is not @key=value");
   expect("snapkv@prune-after=answer", "is \"answer\"; expected context or question");
-  expect("kvzap@thresholds=nan", "'nan'; expected numbers");
-  expect("knorm@keep-tokens=1.5", "expected whole numbers of at least 1");
+  expect("kvzap@thresholds=nan", "@threshold=nan; expected a finite threshold");
+  expect("knorm@keep-tokens=1.5", "@keep-tokens is '1.5'; expected a whole number");
   expect("simlayerkv@evict-ratios=0.5", "has a built-in amount");
   expect("none@prefill=sparse", "the full cache has no settings");
   expect("knorm+dms", "no amount to evict");
+  expect("snapkv@sink=4", "@sink is the same for all settings: give sink");
+  expect("@prune=always", "there is no policy");
   expect(" ; ", "no policies");
   SettingsRequest without = request("kvzap");
-  without.surrogate.clear();
-  EXPECT_NE(error_of(without).find("give --surrogate DIR"), std::string::npos);
+  without.general.surrogate.clear();
+  EXPECT_NE(error_of(without).find("needs surrogate DIR"), std::string::npos);
 }
 
-TEST(EvalSettings, TheSurrogateIsPutIn) {
-  using kvzap::detail::policy_with_surrogate;
-  EXPECT_EQ(policy_with_surrogate("kvzap", "a,b"), "kvzap:surrogate=a\\,b");
-  EXPECT_EQ(policy_with_surrogate("kvzap+ada:alpha=0", "d"), "kvzap:surrogate=d+ada:alpha=0");
-  EXPECT_EQ(policy_with_surrogate("kvzap:surrogate=e", "d"), "kvzap:surrogate=e");
-  EXPECT_EQ(policy_with_surrogate("snapkv", "d"), "snapkv");
+TEST(EvalSettings, EntriesTakeTheSettingsOfPruningTexts) {
+  const auto settings = parse_settings(request(
+      "kvzap@threshold=-4;kvzap@threshold=-4@surrogate=..;kvzip@layerwise=on@evict-ratio=0.5;"
+      "tova@evict-ratio=0.5@prefill=sparse@decode-every=8@decode-keep=64"));
+  ASSERT_EQ(settings.size(), 4u);
+  EXPECT_EQ(settings[0].pruning.surrogate, ".");
+  EXPECT_EQ(settings[1].pruning.surrogate, "..");
+  EXPECT_EQ(settings[1].label, "kvzap@surrogate=..@threshold=-4");
+  EXPECT_TRUE(settings[2].pruning.layerwise);
+  EXPECT_EQ(settings[3].label, "tova@evict-ratio=0.5@prefill=sparse@decode-every=8@decode-keep=64");
 }
 
 }  // namespace

@@ -6,7 +6,6 @@
 #include <cstdio>
 #include <filesystem>
 #include <kvzap/lab/calibrate_thresholds.hpp>
-#include <kvzap/model/chat_template.hpp>
 #include <kvzap/model/memory_plan.hpp>
 #include <kvzap/model/model.hpp>
 #include <kvzap/model/tokenizer.hpp>
@@ -14,6 +13,7 @@
 
 #include "base/stopwatch.hpp"
 #include "base/temporary_file.hpp"
+#include "commands/prompt.hpp"
 #include "commands/setup.hpp"
 #include "console/console.hpp"
 #include "console/progress.hpp"
@@ -96,13 +96,13 @@ std::vector<std::string> check_storable(const fs::path& file) {
 Texts load_texts(const CalibrateOptions& o, const ModelConfig& config, std::int64_t limit,
                  bool talks, const Communicator& comm) {
   std::optional<Tokenizer> tokenizer;
-  ChatTemplate::Parts parts;
+  detail::PromptForm form;
   comm.agree_on_root([&] {
     tokenizer = Tokenizer::load(o.model);
-    if (!o.raw) parts = ChatTemplate::detect(o.model).parts(false);
+    form = prompt_form(o.model, o.raw);
   });
   const TextEncoder encode = [&](const std::string& text) {
-    return o.raw ? tokenizer->encode(text, true) : tokenizer->encode(parts.context(text));
+    return form.context(*tokenizer, text);
   };
   Texts texts = read_texts(o.file, encode, config, comm, o.max_texts.value_or(0));
   if (limit == 0) return texts;

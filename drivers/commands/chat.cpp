@@ -146,7 +146,7 @@ int Conversation::agreed_signal() const {
 void Conversation::prepare() {
   m_comm.agree_on_root([&] {
     const ChatTemplate chat_template = ChatTemplate::detect(m_run.options.model);
-    m_parts = template_of(m_run.options);
+    m_parts = *prompt_form(m_run.options).parts;
     m_suffix = m_run.tokenizer->encode(m_parts.suffix);
     m_between = m_run.tokenizer->encode(chat_template.between_turns());
   });

@@ -182,13 +182,7 @@ PairTexts read_pair_texts(const Work& work, PairsPlan& plan) {
   work.comm.agree_on_root([&] {
     check_writable(options.json);
     const Tokenizer tokenizer = Tokenizer::load(options.model);
-    ChatTemplate chat_template;
-    try {
-      chat_template = ChatTemplate::detect(options.model);
-    } catch (const Error& error) {
-      const std::string what = error.what();
-      throw Error(what.substr(0, what.find("; --raw")));  // this command has no such option
-    }
+    const ChatTemplate chat_template = ChatTemplate::detect(options.model);
     found.texts = read_collect_texts(options.texts, options.rules, tokenizer, chat_template,
                                      work.setup.config);
     plan.command["the texts' hash"] = found.texts.hash;

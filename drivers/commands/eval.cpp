@@ -216,7 +216,8 @@ LoadedPruning Evaluation::load_setting(std::size_t index,
       return m_prune[i].with_amount_of(run.pruning);
     }
   }
-  return load_policy(run, spec.info->repeats_context ? repeat : std::nullopt, *m_setup, m_work);
+  return load_policy(run, spec, spec.info->repeats_context ? repeat : std::nullopt, *m_setup,
+                     m_work);
 }
 
 void Evaluation::load_policies() {

@@ -4,11 +4,11 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <kvzap/model/chat_template.hpp>
 #include <map>
 #include <set>
 
 #include "base/fnv.hpp"
+#include "commands/prompt.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -18,20 +18,17 @@ class Encoder {
  public:
   Encoder(const EvalOptions& options, const Tokenizer& tokenizer, const ModelConfig& config,
           std::int64_t limit)
-      : m_options(options), m_tokenizer(tokenizer), m_config(config), m_limit(limit) {
-    if (!options.raw) m_parts = ChatTemplate::detect(options.model).parts(options.thinking == "on");
-  }
+      : m_options(options),
+        m_tokenizer(tokenizer),
+        m_config(config),
+        m_limit(limit),
+        m_form(prompt_form(options.model, options.raw, options.thinking == "on")) {}
 
   /// Throws Error for a row that does not fit this model.
   EvalTokens operator()(const Task& task, const MetricInfo& metric) const {
     EvalTokens tokens;
-    if (m_options.raw) {
-      tokens.context = m_tokenizer.encode(task.context, true);
-    } else {
-      tokens.context = m_tokenizer.encode(m_parts.context(task.context));
-    }
-    const std::string suffix = m_options.raw ? "" : m_parts.suffix;
-    tokens.question = m_tokenizer.encode(task.question + suffix + task.answer_prefix);
+    tokens.context = m_form.context(m_tokenizer, task.context);
+    tokens.question = m_form.question(m_tokenizer, task.question, task.answer_prefix);
     if (metric.is_perplexity) {
       tokens.continuation = m_tokenizer.encode(task.answers.front());
       if (tokens.continuation.empty()) throw Error("answer: the continuation has no tokens");
@@ -72,7 +69,7 @@ class Encoder {
   const Tokenizer& m_tokenizer;
   const ModelConfig& m_config;
   std::int64_t m_limit;
-  ChatTemplate::Parts m_parts;
+  detail::PromptForm m_form;
 };
 
 void name_tasks(std::vector<EvalPrompt>& prompts) {

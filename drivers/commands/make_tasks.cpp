@@ -16,6 +16,7 @@
 #include "base/nearest.hpp"
 #include "base/stopwatch.hpp"
 #include "base/temporary_file.hpp"
+#include "commands/prompt.hpp"
 #include "commands/setup.hpp"
 #include "console/console.hpp"
 #include "console/progress.hpp"
@@ -221,9 +222,7 @@ void warn_of_repeated(const MakeTasksOptions& o, const TaskMaker& maker, const s
 void make_file(const MakeTasksOptions& o) {
   const auto start = Clock::now();
   const auto tokenizer = Tokenizer::load(o.model);
-  std::optional<ChatTemplate::Parts> parts;
-  if (!o.raw) parts = ChatTemplate::detect(o.model).parts(false);
-  const detail::PromptMeter meter(tokenizer, parts);
+  const detail::PromptMeter meter(tokenizer, prompt_form(o.model, o.raw).parts);
   const TaskMaker maker = o.kind == "ruler" ? ruler_maker(o, meter) : recall_maker(o, meter);
   TaskWriter writer(o);
 

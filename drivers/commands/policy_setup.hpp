@@ -24,9 +24,11 @@ std::optional<RepeatPrompt> share_repeat_prompt(
     const EngineOptions& options, const std::optional<PolicySpec>& spec, const Tokenizer* tokenizer,
     const std::vector<TokenId>& context, const ModelConfig& config, const Communicator& comm);
 
-/// Loads the policy of the options' pruning, checked against all rules. Does not communicate.
-LoadedPruning load_policy(const EngineOptions& options, const std::optional<RepeatPrompt>& repeat,
-                          const ModelSetup& setup, const Communicator& comm);
+/// Loads the policy of the options' pruning, of which `spec` is the policy_spec. Does not
+/// communicate.
+LoadedPruning load_policy(const EngineOptions& options, const std::optional<PolicySpec>& spec,
+                          const std::optional<RepeatPrompt>& repeat, const ModelSetup& setup,
+                          const Communicator& comm);
 
 /// Token ids of texts.
 using Texts = std::vector<std::vector<TokenId>>;

@@ -10,15 +10,23 @@
 #include "base/quote.hpp"
 #include "base/text_file.hpp"
 #include "commands/policy_setup.hpp"
-#include "session/prompt.hpp"
 
 namespace kvzap::driver {
 
-ChatTemplate::Parts template_of(const RunOptions& options) {
-  const ChatTemplate chat_template = ChatTemplate::detect(options.model);
-  const bool thinking = options.thinking == "on";
-  return options.system ? chat_template.parts(thinking, *options.system)
-                        : chat_template.parts(thinking);
+detail::PromptForm prompt_form(const std::string& folder, bool raw, bool thinking,
+                               const std::optional<std::string>& system) {
+  if (raw) return {};
+  try {
+    return detail::PromptForm::of_template(folder, thinking, system);
+  } catch (const Error& error) {
+    throw Error(fmt::format("{}; --raw feeds the prompt to the model without a chat template",
+                            error.what()));
+  }
+}
+
+detail::PromptForm prompt_form(const RunOptions& options) {
+  return prompt_form(options.model, options.raw || options.token_ids, options.thinking == "on",
+                     options.system);
 }
 
 namespace {
@@ -51,15 +59,14 @@ std::vector<TokenId> parse_ids(const std::string& text, const std::string& what)
   return ids;
 }
 
-/// The ids of the options' questions; of none, if there are none.
+/// Returns the ids of the options' questions, if there are any.
 std::vector<std::vector<TokenId>> question_ids(const RunOptions& options,
+                                               const detail::PromptForm& form,
                                                const Tokenizer* tokenizer) {
-  const bool has_template = !options.token_ids && !options.raw && !options.questions.empty();
-  const std::string suffix = has_template ? template_of(options).suffix : "";
   std::vector<std::vector<TokenId>> questions;
   for (const auto& question : options.questions) {
     questions.push_back(options.token_ids ? parse_ids(question, "--question")
-                                          : tokenizer->encode(question + suffix));
+                                          : form.question(*tokenizer, question));
   }
   return questions;
 }
@@ -69,15 +76,11 @@ Prompt make_prompt(const RunOptions& options, const Tokenizer* tokenizer, bool m
   const std::string source = options.prompt ? "-p" : "-f " + options.file;
   if (text.empty() && !may_be_empty) throw Error(fmt::format("{}: the prompt is empty", source));
   Prompt prompt;
-  prompt.questions = question_ids(options, tokenizer);
-  if (options.token_ids) {
-    prompt.context = parse_ids(text, source);
-  } else if (options.raw) {
-    prompt.context = tokenizer->encode(text, true);
-  } else {
-    const auto parts = template_of(options);
-    prompt.context = tokenizer->encode(parts.context(text));
-    if (options.questions.empty()) prompt.questions.push_back(tokenizer->encode(parts.suffix));
+  const detail::PromptForm form = prompt_form(options);
+  prompt.questions = question_ids(options, form, tokenizer);
+  prompt.context = options.token_ids ? parse_ids(text, source) : form.context(*tokenizer, text);
+  if (prompt.questions.empty() && form.parts) {
+    prompt.questions.push_back(form.question(*tokenizer, ""));
   }
   if (prompt.context.empty()) throw Error(fmt::format("{}: the prompt has no tokens", source));
   if (prompt.questions.empty()) prompt.questions.emplace_back();
@@ -137,7 +140,9 @@ Prompt share_longer_prompt(const Prompt& recorded, const RunOptions& options,
                            std::int64_t limit, const Communicator& comm) {
   Prompt prompt = recorded;
   comm.agree_on_root([&] {
-    if (!options.questions.empty()) prompt.questions = question_ids(options, tokenizer);
+    if (!options.questions.empty()) {
+      prompt.questions = question_ids(options, prompt_form(options), tokenizer);
+    }
     if (!options.append.empty()) {
       const auto more = appended_ids(options, tokenizer);
       prompt.context.insert(prompt.context.end(), more.begin(), more.end());

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <kvzap/core/communicator.hpp>
-#include <kvzap/model/chat_template.hpp>
 #include <kvzap/model/model_config.hpp>
 #include <kvzap/model/tokenizer.hpp>
 #include <optional>
@@ -10,6 +9,7 @@
 #include <vector>
 
 #include "options/options.hpp"
+#include "session/prompt.hpp"
 
 namespace kvzap::driver {
 
@@ -19,9 +19,12 @@ struct Prompt {
   std::vector<std::vector<TokenId>> questions;
 };
 
-/// Returns the text that the chat template of the options' model puts around a user's message, with
-/// the options' system message. Throws Error as ChatTemplate::detect does.
-ChatTemplate::Parts template_of(const RunOptions& options);
+/// Returns the form of the folder's chat template, or of texts alone if `raw`. Throws Error, which
+/// names --raw, as ChatTemplate::detect does.
+detail::PromptForm prompt_form(const std::string& folder, bool raw, bool thinking = false,
+                               const std::optional<std::string>& system = {});
+/// Returns the form of the options' prompt.
+detail::PromptForm prompt_form(const RunOptions& options);
 
 /// Returns the prompt of the options. Rank 0 alone reads and tokenizes it; all ranks get its ids.
 /// `limit`: largest number of tokens of context and question together; 0: no limit. Collective;

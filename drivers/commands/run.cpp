@@ -39,17 +39,10 @@ std::unique_ptr<Generator> make_generator(const RunOptions& options, const Cache
                                           const Communicator& comm,
                                           const ProgressCallback& progress, RunReport& report) {
   auto start = Clock::now();
+  const auto model = load_model<Value>(setup, options.random_weights, comm, progress);
   std::unique_ptr<Generator> generator;
-  std::shared_ptr<const Model<Value>> model;
-  std::int64_t weight_bytes = 0;
-  comm.agree([&] {
-    model = std::make_shared<const Model<Value>>(
-        Model<Value>::load(options.model, setup.config, setup.partition, comm.rank(),
-                           options.random_weights, progress));
-    weight_bytes = model->bytes();
-    generator = Generator::create<Value>(model, cache.scorer(), cache, comm);
-  });
-  for (const auto& rank : comm.all_gather({weight_bytes})) {
+  comm.agree([&] { generator = Generator::create<Value>(model, cache.scorer(), cache, comm); });
+  for (const auto& rank : comm.all_gather({static_cast<std::int64_t>(model->bytes())})) {
     report.weight_bytes.push_back(rank.front());
   }
   report.load_seconds = seconds_since(start);
@@ -150,7 +143,7 @@ class Run {
 
 void Run::check_options() {
   RunOptions& options = m_options;
-  m_comm.agree([&] { validate(options, !m_talk); });
+  m_comm.agree([&] { m_spec = validate(options, !m_talk); });
   if (m_resumed && m_resumed->state.looked_up && options.pruning.looks_up_threshold() &&
       options.pruning.prunes()) {
     // A resumed run keeps the threshold with which it began.
@@ -161,7 +154,6 @@ void Run::check_options() {
     m_report.looked_up = resolve_threshold(options, m_talks, m_comm);
   }
   m_comm.agree([&] {
-    m_spec = policy_spec(options.pruning, pruning_use(options), flag_names());
     m_report.cache_options.pruning = options.pruning;
     m_report.cache_options.trim = options.trim;
     m_report.cache_options.page_rows = options.page_rows;
@@ -260,7 +252,7 @@ void Run::set_up_policy() {
     // Loads the policy before the weights: it is small, and its errors should appear before minutes
     // of loading.
     CacheOptions& cache = m_report.cache_options;
-    cache.policy = load_policy(m_options, repeat, *m_setup, m_comm).policy;
+    cache.policy = load_policy(m_options, m_spec, repeat, *m_setup, m_comm).policy;
     if (cache.policy) {
       check_budget(cache.policy->budget, config(), dtype_from_name(m_options.dtype),
                    m_report.context_tokens);

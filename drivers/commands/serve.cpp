@@ -40,10 +40,10 @@ using server::Scheduler;
 constexpr int most_port = 65535;
 constexpr std::size_t longest_key = 4096;
 
-void check(const ServeOptions& o) {
+std::optional<PolicySpec> check(const ServeOptions& o) {
   PruningUse use;
   use.has_question = false;
-  validate(o, use);
+  const auto spec = validate(o, use);
   check_sampling(o.sampling, o.sampling_flags);
   require(o.port >= 0 && o.port <= most_port,
           fmt::format("--port is {}; expected 0 (any) to {}", o.port, most_port));
@@ -59,6 +59,7 @@ void check(const ServeOptions& o) {
   require(o.drain_seconds >= 0 && std::isfinite(o.drain_seconds),
           fmt::format("--drain-seconds is {}; expected 0 or more", o.drain_seconds));
   if (!o.kv_memory.empty()) parse_bytes(o.kv_memory, "--kv-memory");
+  return spec;
 }
 
 /// Reads a file with one key per line.
@@ -117,7 +118,6 @@ class Serving {
   std::optional<StopWatch> m_watch;
   std::optional<ModelSetup> m_setup;
   std::optional<PolicySpec> m_spec;
-  std::optional<RepeatPrompt> m_repeat;
   CacheOptions m_cache;
   Texts m_texts;
   server::ServedModel m_model;
@@ -127,11 +127,10 @@ class Serving {
 void Serving::check_options() {
   m_comm.agree([&] {
     resolve_pruning(m_options);
-    check(m_options);
+    m_spec = check(m_options);
   });
   resolve_threshold(m_options, m_talks, m_comm);
   m_comm.agree([&] {
-    m_spec = policy_spec(m_options.pruning, PruningUse{}, flag_names());
     if (!m_options.pruning.prunes()) m_spec.reset();
     m_cache.pruning = m_options.pruning;
     m_cache.page_rows = m_options.page_rows;
@@ -205,17 +204,11 @@ void Serving::listen() {
 void Serving::load_policy() {
   if (!m_spec) return;
   const Tokenizer* const tokenizer = m_model.tokenizer ? &*m_model.tokenizer : nullptr;
-  // The prompt that repeats a context does not depend on its text, so any text will do.
-  std::vector<TokenId> context;
-  if (tokenizer && m_spec->info->repeats_context) {
-    m_comm.agree_on_root([&] {
-      const auto parts = ChatTemplate::detect(m_options.model).parts(false);
-      context = tokenizer->encode(parts.prefix + "a");
-    });
-  }
-  m_repeat = share_repeat_prompt(m_options, m_spec, tokenizer, context, m_setup->config, m_comm);
-  m_comm.agree(
-      [&] { m_cache.policy = driver::load_policy(m_options, m_repeat, *m_setup, m_comm).policy; });
+  const auto repeat =
+      share_repeat_prompt(m_options, m_spec, tokenizer, {}, m_setup->config, m_comm);
+  m_comm.agree([&] {
+    m_cache.policy = driver::load_policy(m_options, m_spec, repeat, *m_setup, m_comm).policy;
+  });
   m_texts = load_policy_texts(m_options, m_cache.policy.get(), tokenizer, m_setup->config, m_comm);
 }
 

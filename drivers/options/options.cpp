@@ -385,17 +385,17 @@ void declare(CLI::App& app, RunOptions& o) {
       ->group(output);
 }
 
-void validate(const EngineOptions& o, const PruningUse& use) {
+std::optional<PolicySpec> validate(const EngineOptions& o, const PruningUse& use) {
   require(!o.model.empty(), "no model: give a Hugging Face folder with -m");
   check_page_rows(o.page_rows);
   require(!o.max_context || *o.max_context >= 1,
           fmt::format("-c is {}; expected at least 1", o.max_context.value_or(0)));
-  check(o.pruning, use, flag_names());
+  return policy_spec(o.pruning, use, flag_names());
 }
 
-void validate(const RunOptions& o, bool needs_prompt) {
+std::optional<PolicySpec> validate(const RunOptions& o, bool needs_prompt) {
   check_snapshot_options(o);
-  validate(static_cast<const EngineOptions&>(o), pruning_use(o));
+  const auto spec = validate(static_cast<const EngineOptions&>(o), pruning_use(o));
   require(o.new_tokens >= 0, fmt::format("-n is {}; expected 0 or more", o.new_tokens));
   check_sampling(o.sampling, o.sampling_flags);
   require(!(o.prompt && !o.file.empty()), "-p and -f both set the prompt: give one of them");
@@ -410,8 +410,9 @@ void validate(const RunOptions& o, bool needs_prompt) {
   require(!o.json_token_ids || !o.json.empty(),
           "--json-token-ids has no effect without --json FILE");
   require(o.dump != "-", "--dump cannot be standard output");
-  if (!needs_prompt || o.dry_run || !o.resume.empty()) return;
-  require(o.prompt || !o.file.empty(), "no prompt: give one with -p TEXT or -f FILE");
+  require(!needs_prompt || o.dry_run || !o.resume.empty() || o.prompt || !o.file.empty(),
+          "no prompt: give one with -p TEXT or -f FILE");
+  return spec;
 }
 
 std::string explain(const CLI::App& app, const CLI::ParseError& error) {

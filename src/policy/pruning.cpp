@@ -305,10 +305,9 @@ LoadedPruning LoadedPruning::with_amount_of(const Pruning& other) const {
   return made;
 }
 
-LoadedPruning load(const Pruning& pruning, const PolicySetup& setup,
-                   const std::optional<RepeatPrompt>& repeat, const PruningUse& use,
+LoadedPruning load(const Pruning& pruning, const std::optional<PolicySpec>& spec,
+                   const PolicySetup& setup, const std::optional<RepeatPrompt>& repeat,
                    const PruningNames& names) {
-  const std::optional<PolicySpec> spec = policy_spec(pruning, use, names);
   if (!spec || !pruning.prunes()) return {pruning, nullptr};
   if (pruning.looks_up_threshold()) {
     throw Error(fmt::format("{} is reached by a threshold: look_up_threshold finds it",

@@ -31,12 +31,12 @@ std::shared_ptr<Surrogate> load_surrogate(const std::string& folder, const Model
       folder, setup.whole_config(), setup.partition_of_all_layers, comm.rank(), dtype, comm));
 }
 
-LoadedPruning load_policy(const Pruning& pruning, const ModelSetup& setup, DType dtype,
-                          const Communicator& comm, const std::optional<RepeatPrompt>& repeat,
-                          const PruningUse& use, const PruningNames& names) {
+LoadedPruning load_policy(const Pruning& pruning, const std::optional<PolicySpec>& spec,
+                          const ModelSetup& setup, DType dtype, const Communicator& comm,
+                          const std::optional<RepeatPrompt>& repeat, const PruningNames& names) {
   const ModelConfig whole = setup.whole_config();
   const PolicySetup policy_setup{whole, setup.partition_of_all_layers, dtype, setup.folder, comm};
-  return load(pruning, policy_setup, repeat, use, names);
+  return load(pruning, spec, policy_setup, repeat, names);
 }
 
 SamplingOptions with_rules(SamplingOptions sampling, const GenerationConfig& rules) {

@@ -2,7 +2,120 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <filesystem>
+#include <kvzap/engine/learn_from_texts.hpp>
+
 namespace kvzap::detail {
+namespace {
+
+/// Returns the number of special tokens that the tokenizer has put before `part` in `ids`.
+std::int64_t tokens_before(const std::vector<TokenId>& part, const std::vector<TokenId>& ids) {
+  return std::search(ids.begin(), ids.end(), part.begin(), part.end()) - ids.begin();
+}
+
+bool begins_with(const std::vector<TokenId>& ids, const std::vector<TokenId>& begin) {
+  return ids.size() >= begin.size() && std::equal(begin.begin(), begin.end(), ids.begin());
+}
+
+RepeatPrompt repeat_prompt(const std::string& folder, PromptSource source,
+                           const Tokenizer& tokenizer, const std::vector<TokenId>& context) {
+  if (source == PromptSource::chat_template) {
+    const auto parts = ChatTemplate::detect(folder).parts(false);
+    return make_repeat_prompt(tokenizer, parts.prefix, parts.suffix);
+  }
+  if (source == PromptSource::token_ids) {
+    try {
+      const auto parts = ChatTemplate::detect(folder).parts(false);
+      if (!parts.prefix.empty() && begins_with(context, tokenizer.encode(parts.prefix))) {
+        return make_repeat_prompt(tokenizer, parts.prefix, parts.suffix);
+      }
+    } catch (const Error&) {
+      // No template, or an unknown one: the ids are plain text.
+    }
+  }
+  RepeatPrompt prompt = make_repeat_prompt(tokenizer, "", "\n");
+  const std::vector<TokenId> marked = tokenizer.encode("a", true);
+  const std::int64_t special = tokens_before(tokenizer.encode("a"), marked);
+  if (context.empty() || begins_with(context, {marked.begin(), marked.begin() + special})) {
+    prompt.prefix = special;
+  }
+  return prompt;
+}
+
+/// Loads the folder's tokenizer if there is none. `purpose`: begins the message of an error.
+const Tokenizer& tokenizer_of(const Tokenizer* tokenizer, std::optional<Tokenizer>& own,
+                              const std::string& folder, const std::string& purpose) {
+  if (tokenizer) return *tokenizer;
+  try {
+    own = Tokenizer::load(folder);
+  } catch (const Error& error) {
+    throw Error(fmt::format("{}: {}", purpose, error.what()));
+  }
+  return *own;
+}
+
+}  // namespace
+
+PromptForm PromptForm::of_template(const std::string& folder, bool thinking,
+                                   const std::optional<std::string>& system) {
+  const ChatTemplate chat_template = ChatTemplate::detect(folder);
+  return {system ? chat_template.parts(thinking, *system) : chat_template.parts(thinking)};
+}
+
+std::vector<TokenId> PromptForm::context(const Tokenizer& tokenizer,
+                                         const std::string& text) const {
+  return parts ? tokenizer.encode(parts->context(text)) : tokenizer.encode(text, true);
+}
+
+std::vector<TokenId> PromptForm::question(const Tokenizer& tokenizer, const std::string& text,
+                                          const std::string& answer) const {
+  return tokenizer.encode(text + (parts ? parts->suffix : "") + answer);
+}
+
+std::optional<RepeatPrompt> share_repeat_prompt(const std::optional<PolicySpec>& spec,
+                                                const std::string& folder, PromptSource source,
+                                                const Tokenizer* tokenizer,
+                                                const std::vector<TokenId>& context,
+                                                const ModelConfig& config, const Communicator& comm,
+                                                const PruningNames& names) {
+  if (!spec || !spec->info->repeats_context) return {};
+  RepeatPrompt repeat;
+  comm.agree_on_root([&] {
+    const std::string policy = fmt::format("{} {}", names(PruningField::policy), spec->info->name);
+    std::optional<Tokenizer> own;
+    const Tokenizer& encoder =
+        tokenizer_of(tokenizer, own, folder,
+                     policy +
+                         ": the model is asked to repeat the context in words, which needs its "
+                         "tokenizer");
+    repeat = repeat_prompt(folder, source, encoder, context);
+    for (const auto* ids : {&repeat.first, &repeat.later, &repeat.suffix}) {
+      check_ids(*ids, config, policy + ": the prompt that repeats the context");
+    }
+    if (!context.empty()) repeat_steps(context, repeat);  // throws if there is nothing to repeat
+  });
+  comm.broadcast(repeat.first, 0);
+  comm.broadcast(repeat.later, 0);
+  comm.broadcast(repeat.suffix, 0);
+  comm.broadcast(&repeat.prefix, sizeof(repeat.prefix), 0);
+  return repeat;
+}
+
+std::vector<std::vector<TokenId>> read_policy_texts(const PolicyChoice* policy,
+                                                    const std::string& folder,
+                                                    const Tokenizer* tokenizer,
+                                                    const ModelConfig& config,
+                                                    const Communicator& comm) {
+  if (!policy || !policy->calibration) return {};
+  const std::filesystem::path file = policy->calibration->texts();
+  std::optional<Tokenizer> own;
+  comm.agree_on_root([&] {
+    tokenizer = &tokenizer_of(tokenizer, own, folder,
+                              file.string() + ": these texts need the model's tokenizer");
+  });
+  return read_texts(file, tokenizer, config, comm);
+}
 
 void check_ids(const std::vector<TokenId>& ids, const ModelConfig& config,
                const std::string& source) {

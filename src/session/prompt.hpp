@@ -1,11 +1,61 @@
-// Token ids of a context and of questions about it.
+// Token ids of a context and of questions about it, and the prompt that repeats a context.
 #pragma once
 
+#include <kvzap/core/communicator.hpp>
+#include <kvzap/engine/policies.hpp>
+#include <kvzap/engine/pruning.hpp>
+#include <kvzap/engine/repeat_prompt.hpp>
+#include <kvzap/model/chat_template.hpp>
 #include <kvzap/model/model_config.hpp>
+#include <kvzap/model/tokenizer.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
 namespace kvzap::detail {
+
+/// A context and a question behind it, as the parts of one message of the user.
+struct PromptForm {
+  /// Text of the chat template around the message; absent: none, the texts stand alone.
+  std::optional<ChatTemplate::Parts> parts;
+
+  /// Returns the form of the folder's chat template. `system`: its system message, if not the
+  /// template's own. Throws Error as ChatTemplate::detect does.
+  static PromptForm of_template(const std::string& folder, bool thinking,
+                                const std::optional<std::string>& system = {});
+
+  /// Returns the ids of a text that begins the message, and of all that stands before it.
+  std::vector<TokenId> context(const Tokenizer& tokenizer, const std::string& text) const;
+  /// Returns the ids of a text, possibly an empty one, that ends the message, and of the template's
+  /// text behind it. `answer`: text that begins the answer.
+  std::vector<TokenId> question(const Tokenizer& tokenizer, const std::string& text,
+                                const std::string& answer = "") const;
+};
+
+/// The source of a context's ids.
+enum class PromptSource { chat_template, text, token_ids };
+
+/// Returns the prompt that asks the model to repeat the context, if the policy needs one and `spec`
+/// is there: a user's message within the folder's chat template, or, without a template, text after
+/// a line break. Ids that begin as the template does count as made by it; special tokens that the
+/// tokenizer puts before any text are never repeated. An empty context is one that is not known
+/// yet. Rank 0 has the context and the tokenizer; it loads the tokenizer if that is null.
+/// Collective. Throws AgreedError if there is no tokenizer or nothing to repeat.
+std::optional<RepeatPrompt> share_repeat_prompt(const std::optional<PolicySpec>& spec,
+                                                const std::string& folder, PromptSource source,
+                                                const Tokenizer* tokenizer,
+                                                const std::vector<TokenId>& context,
+                                                const ModelConfig& config, const Communicator& comm,
+                                                const PruningNames& names = plain_names());
+
+/// Returns the texts from which the policy learns; none for other policies and without a policy.
+/// Rank 0 has the tokenizer; it loads the folder's if that is null. Collective. Throws AgreedError
+/// as read_texts does.
+std::vector<std::vector<TokenId>> read_policy_texts(const PolicyChoice* policy,
+                                                    const std::string& folder,
+                                                    const Tokenizer* tokenizer,
+                                                    const ModelConfig& config,
+                                                    const Communicator& comm);
 
 /// Throws Error, which names `source`, for an id outside the model's vocabulary.
 void check_ids(const std::vector<TokenId>& ids, const ModelConfig& config,

@@ -1,6 +1,5 @@
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <exception>
 #include <kvzap/core/threads.hpp>
 #include <kvzap/engine/learn_from_texts.hpp>
@@ -62,7 +61,6 @@ struct Session::Impl {
 
   void set_up(const fs::path& folder);
   void with_generator();
-  LoadedPruning load_pruning() const;
   void read(std::vector<TokenId> ids);
   std::string ask(const std::string& question, const AskOptions& ask_options);
   std::string generate(const std::vector<TokenId>& ids, const AskOptions& ask_options,
@@ -79,10 +77,11 @@ struct Session::Impl {
   Communicator comm;
   Pruning pruning;
   SessionOptions options;
+  std::optional<PolicySpec> spec;  // of the pruning, if it prunes
   std::optional<detail::ModelSetup> setup;
   std::optional<Tokenizer> tokenizer;         // on rank 0
   std::optional<ChatTemplate> chat_template;  // on rank 0
-  ChatTemplate::Parts parts;                  // empty without a chat template
+  detail::PromptForm form;                    // on rank 0
   std::vector<TokenId> stop_ids;
   std::int64_t limit = 0;
   std::unique_ptr<Generator> generator;
@@ -91,7 +90,8 @@ struct Session::Impl {
 
 void Session::Impl::set_up(const fs::path& folder) {
   comm.agree([&] {
-    check(pruning);
+    spec = policy_spec(pruning);
+    if (!pruning.prunes()) spec.reset();
     if (options.threads < 0) {
       throw Error(fmt::format("threads is {}; expected 0 or more", options.threads));
     }
@@ -105,46 +105,35 @@ void Session::Impl::set_up(const fs::path& folder) {
     }
     const GenerationConfig rules = GenerationConfig::load(folder, setup->config.vocab_size);
     stop_ids = rules.stop_ids;
-    options.sampling.repetition_penalty = rules.repetition_penalty;
-    options.sampling.suppress_tokens = rules.suppress_tokens;
-    options.sampling.bad_words = rules.bad_words;
-    const Sampler checks_its_options(options.sampling);
+    options.sampling = detail::with_rules(options.sampling, rules);
+    check(options.sampling);
   });
   comm.agree_on_root([&] {
     tokenizer = Tokenizer::load(folder);
     if (!options.chat_template) return;
     chat_template = ChatTemplate::detect(folder);
-    parts = options.system ? chat_template->parts(options.thinking, *options.system)
-                           : chat_template->parts(options.thinking);
+    form = detail::PromptForm::of_template(folder.string(), options.thinking, options.system);
   });
   const int threads = options.threads > 0 ? options.threads : threads_of_rank(comm);
   set_threads(threads);
   resolve_threshold(pruning, comm, options.chat_template);
 }
 
-/// Loads the policy of the pruning and checks it against the model.
-LoadedPruning Session::Impl::load_pruning() const {
-  LoadedPruning loaded = detail::load_policy(pruning, *setup, options.dtype, comm);
-  const PolicyInfo* const info = loaded.policy ? loaded.policy->info : nullptr;
-  if (info && (info->repeats_context || info->needs_question)) {
-    // Both depend on the prompt's form, which a session learns only when it reads.
-    throw Error(fmt::format(
-        "a session cannot prune by {} yet: the policy {}", info->name,
-        info->repeats_context ? "has the model repeat the context" : "needs the question"));
-  }
-  loaded.pruning.window = detail::ring_rows(pruning.window, setup->config.longest_context());
-  return loaded;
-}
-
 void Session::Impl::with_generator() {
+  const auto source =
+      options.chat_template ? detail::PromptSource::chat_template : detail::PromptSource::text;
+  const Tokenizer* const encoder = tokenizer ? &*tokenizer : nullptr;
+  const auto repeat =
+      detail::share_repeat_prompt(spec, setup->folder, source, encoder, {}, setup->config, comm);
   CacheOptions cache;
-  comm.agree([&] { static_cast<LoadedPruning&>(cache) = load_pruning(); });
+  comm.agree([&] {
+    static_cast<LoadedPruning&>(cache) =
+        detail::load_policy(pruning, spec, *setup, options.dtype, comm, repeat);
+    cache.pruning.window = detail::ring_rows(pruning.window, setup->config.longest_context());
+  });
   const auto& choice = cache.policy;
-  std::vector<std::vector<TokenId>> texts;
-  if (choice && choice->calibration) {
-    texts = read_texts(choice->calibration->texts(), tokenizer ? &*tokenizer : nullptr,
-                       setup->config, comm);
-  }
+  const auto texts =
+      detail::read_policy_texts(choice.get(), setup->folder, encoder, setup->config, comm);
   detail::with_value_type(options.dtype, [&](auto zero) {
     using Value = decltype(zero);
     const auto model = detail::load_model<Value>(*setup, std::nullopt, comm, {});
@@ -184,7 +173,7 @@ std::string Session::Impl::ask(const std::string& question, const AskOptions& as
       throw Error(
           fmt::format("max_new_tokens is {}; expected at least 1", ask_options.max_new_tokens));
     }
-    ids = tokenizer->encode(question + parts.suffix);
+    ids = form.question(*tokenizer, question);
     detail::check_ids(ids, setup->config, "question");
     check_tokens(static_cast<std::int64_t>(generator->context().size() + ids.size()));
   });
@@ -266,9 +255,8 @@ void Session::read(const std::string& text) {
   m_impl->comm.agree_on_root([&] {
     const bool is_first = !m_impl->has_context();
     if (text.empty()) throw Error("there is nothing to read: the text is empty");
-    ids = !is_first                       ? m_impl->tokenizer->encode(text)
-          : m_impl->options.chat_template ? m_impl->tokenizer->encode(m_impl->parts.context(text))
-                                          : m_impl->tokenizer->encode(text, true);
+    const Tokenizer& tokenizer = *m_impl->tokenizer;
+    ids = is_first ? m_impl->form.context(tokenizer, text) : tokenizer.encode(text);
   });
   m_impl->read(std::move(ids));
 }
@@ -282,7 +270,7 @@ void Session::read(const std::vector<ChatMessage>& messages) {
       throw Error("the last message is not the user's; the question continues it");
     }
     const std::string text = m_impl->chat_template->render(messages, m_impl->options.thinking);
-    const std::string& suffix = m_impl->parts.suffix;
+    const std::string& suffix = m_impl->form.parts->suffix;
     if (text.size() < suffix.size() ||
         text.compare(text.size() - suffix.size(), suffix.size(), suffix) != 0) {
       throw Error("the chat template does not end the messages as it ends one message");

@@ -26,13 +26,9 @@ using detail::jinja::quote_literal;
 using detail::jinja::starts_with;
 using detail::jinja::trimmed;
 
-constexpr std::string_view raw_hint =
-    "; --raw feeds the prompt to the model without a chat template";
-
 [[noreturn]] void fail(const std::string& where, std::string_view expected,
                        std::string_view found) {
-  throw Error(fmt::format("{}: expected {}, found {}{}", where, expected, detail::shown(found, 300),
-                          raw_hint));
+  throw Error(fmt::format("{}: expected {}, found {}", where, expected, detail::shown(found, 300)));
 }
 
 // Templates of published models have at most 20 KB.
@@ -83,20 +79,10 @@ ChatFormat format_of(const std::string& where, const ChatTemplate::Parts& thinki
 
 // ---- Files --------------------------------------------------------------------------------------
 
-// Returns the result of `read`; its errors say how to run without the file.
-template <class Read>
-auto with_hint(Read read) {
-  try {
-    return read();
-  } catch (const Error& error) {
-    throw Error(std::string(error.what()) + std::string(raw_hint));
-  }
-}
-
 // Returns nothing if the file does not exist.
 std::optional<std::string> read_file(const std::filesystem::path& path, std::size_t max_bytes) {
   if (!std::filesystem::is_regular_file(path)) return std::nullopt;
-  return with_hint([&] { return detail::read_text_file(path, max_bytes); });
+  return detail::read_text_file(path, max_bytes);
 }
 
 // Jinja reads \r\n and \r as \n.
@@ -214,9 +200,7 @@ ChatTemplate ChatTemplate::detect(const std::filesystem::path& folder) {
 
   Json config = Json::object();
   if (std::filesystem::is_regular_file(config_path)) {
-    config = with_hint([&] {
-      return detail::parse_json(detail::read_text_file(config_path), config_path.string());
-    });
+    config = detail::parse_json(detail::read_text_file(config_path), config_path.string());
     if (!config.is_object()) fail(config_path.string(), "an object", config.type_name());
   }
 

@@ -239,12 +239,12 @@ void check(const LoadedPruning& pruning, bool has_scorer,
 /// Throws as check does.
 std::optional<PolicySpec> policy_spec(const Pruning& pruning, const PruningUse& use = {},
                                       const PruningNames& names = plain_names());
-/// Makes the policy that the pruning names, with its amount. The full cache has none. `repeat`: how
-/// a policy with PolicyInfo::repeats_context asks the model to repeat the context. Throws
-/// PruningError as check does, Error as make_policy does, and Error for a pruning that still
-/// looks_up_threshold. Does not communicate.
-LoadedPruning load(const Pruning& pruning, const PolicySetup& setup,
-                   const std::optional<RepeatPrompt>& repeat = {}, const PruningUse& use = {},
+/// Makes the policy that the pruning names, with its amount. The full cache has none. `spec`: of
+/// policy_spec, which has checked the pruning. `repeat`: how a policy with
+/// PolicyInfo::repeats_context asks the model to repeat the context. Throws Error as make_policy
+/// does, and for a pruning that still looks_up_threshold. Does not communicate.
+LoadedPruning load(const Pruning& pruning, const std::optional<PolicySpec>& spec,
+                   const PolicySetup& setup, const std::optional<RepeatPrompt>& repeat = {},
                    const PruningNames& names = plain_names());
 /// Returns the sizes from which a budget computes its counts.
 Budget::Model budget_model(const ModelConfig& config, DType dtype);

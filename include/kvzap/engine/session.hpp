@@ -56,10 +56,12 @@ struct SessionReport {
 ///     session.read(text);
 ///     std::string answer = session.ask("What was decided?");
 ///
-/// Each answer starts from the context alone. All ranks make the same calls in the same order, and
-/// every call but `answer` is collective. Texts, messages and ids of rank 0 count; the other ranks
-/// may pass empty ones. Kokkos (and MPI, in a build with it) must be initialized before the first
-/// Session and finalized after the last. Every error is an Error with the same text on all ranks.
+/// Each answer starts from the context alone. A pruning after the question (PruneMoment::question)
+/// reads the context with each question: the cache is empty until the first answer. All ranks make
+/// the same calls in the same order, and every call but `answer` is collective. Texts, messages and
+/// ids of rank 0 count; the other ranks may pass empty ones. Kokkos (and MPI, in a build with it)
+/// must be initialized before the first Session and finalized after the last. Every error is an
+/// Error with the same text on all ranks.
 class Session {
  public:
   /// Loads the model and whatever the pruning needs. Throws AgreedError if the folder, the pruning
@@ -77,7 +79,8 @@ class Session {
   /// Reads a conversation, the last message of which is the user's and is continued by `ask`. Only
   /// as the first reading of a session with a chat template.
   void read(const std::vector<ChatMessage>& messages);
-  /// Reads token ids as they are.
+  /// Reads token ids as they are. With a policy that has the model repeat the context (kvzip), they
+  /// begin as the chat template does.
   void read(const std::vector<TokenId>& ids);
 
   /// Asks a question, possibly an empty one, and returns the answer's text on rank 0 (empty text

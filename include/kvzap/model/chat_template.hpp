@@ -61,8 +61,7 @@ class ChatTemplate {
 
   /// Reads the template from folder/chat_template.jinja, or else from chat_template in
   /// folder/tokenizer_config.json: a string, or the entry "default" of a list of {name, template}.
-  /// Throws Error if there is no template, or if its output is not that of a known ChatFormat; the
-  /// message names the option --raw.
+  /// Throws Error if there is no template, or if its output is not that of a known ChatFormat.
   static ChatTemplate detect(const std::filesystem::path& folder);
 
   ChatFormat format() const { return m_format; }

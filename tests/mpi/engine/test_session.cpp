@@ -97,6 +97,20 @@ TEST_F(SessionTest, RefusesBadInput) {
   EXPECT_THROW(session.read(std::vector<TokenId>{-1}), AgreedError);
 }
 
+// The policies that depend on the question, and those that have the model repeat the context.
+TEST_F(SessionTest, PrunesByTheQuestionAndByARepeat) {
+  for (const char* text : {"snapkv@evict-ratio=0.25@prune-after=question",
+                           "finch@evict-ratio=0.25@prune-after=question", "kvzip@evict-ratio=0.25",
+                           "kvzip-plus@evict-ratio=0.25"}) {
+    Session session = open(Pruning::parse(text));
+    session.read(context);
+    const std::string answer = session.ask(question, ask);
+    EXPECT_EQ(session.ask(question, ask), answer) << text;
+    EXPECT_NEAR(session.report().cache.evict_ratio(), 0.25, 0.1) << text;
+    EXPECT_EQ(session.report().context_tokens, golden["n_context"].get<std::int64_t>());
+  }
+}
+
 TEST_F(SessionTest, GoesOnFromAFile) {
   if (!has_snapshots) GTEST_SKIP() << "built without HDF5";
   const test::SharedFolder folder;

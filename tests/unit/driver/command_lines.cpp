@@ -14,7 +14,6 @@ namespace {
 void check_run(driver::RunOptions& options) {
   driver::resolve_pruning(options);
   driver::validate(options, true);
-  policy_spec(options.pruning, driver::pruning_use(options), driver::flag_names());
   const auto setup =
       driver::set_up_model(options.model, options.layers, options.placement, 1, options.rope);
   driver::context_limit(options.max_context, setup.config, options.random_weights.has_value());

@@ -41,7 +41,7 @@ ChatTemplate detect(const std::string& source, const Json& config = bos_config) 
 }
 
 void expect_refused(const std::string& source, std::initializer_list<std::string_view> parts = {}) {
-  expect_error([&] { detect(source); }, {"chat_template.jinja", "--raw", "expected", "found"});
+  expect_error([&] { detect(source); }, {"chat_template.jinja", "expected", "found"});
   expect_error([&] { detect(source); }, parts);
 }
 
@@ -200,9 +200,9 @@ TEST(ChatTemplate, TakesVariantsOfSpelling) {
 TEST(ChatTemplate, RefusesMissingTemplates) {
   const TemporaryFolder folder;
   expect_error([&] { ChatTemplate::detect(folder.path()); },
-               {"chat_template.jinja", "tokenizer_config.json", "--raw"});
+               {"chat_template.jinja", "tokenizer_config.json"});
   folder.write("tokenizer_config.json", "{}");
-  expect_error([&] { ChatTemplate::detect(folder.path()); }, {"neither", "--raw"});
+  expect_error([&] { ChatTemplate::detect(folder.path()); }, {"neither"});
 }
 
 TEST(ChatTemplate, RefusesBrokenConfigs) {
@@ -215,13 +215,13 @@ TEST(ChatTemplate, RefusesBrokenConfigs) {
         R"({"chat_template": "x", "bos_token": 5})",
         R"({"chat_template": "x", "bos_token": {"special": true}})"}) {
     folder.write("tokenizer_config.json", content);
-    expect_error([&] { ChatTemplate::detect(folder.path()); }, {"tokenizer_config.json", "--raw"});
+    expect_error([&] { ChatTemplate::detect(folder.path()); }, {"tokenizer_config.json"});
   }
 }
 
 TEST(ChatTemplate, RefusesLlama3WithoutBosToken) {
   const std::string llama3 = golden_cases()[5]["template"];
-  expect_error([&] { detect(llama3, Json::object()); }, {"--raw"});
+  expect_error([&] { detect(llama3, Json::object()); }, {"expected"});
 }
 
 TEST(ChatTemplate, RefusesOtherFamilies) {
@@ -354,12 +354,12 @@ TEST(ChatTemplate, TakesLittleMemory) {
     for (int i = 0; i < 2000; ++i) many += statement;
     expect_refused(many + chatml, {"one that copies more than 67108864 bytes"});
   }
-  expect_refused(std::string(200 << 10, ' ') + chatml, {"at most 131072 bytes", "--raw"});
+  expect_refused(std::string(200 << 10, ' ') + chatml, {"at most 131072 bytes"});
   const TemporaryFolder folder;
   folder.write("tokenizer_config.json",
                Json{{"chat_template", std::string(200 << 10, ' ') + chatml}}.dump());
   expect_error([&] { ChatTemplate::detect(folder.path()); },
-               {"tokenizer_config.json: chat_template", "at most 131072 bytes", "--raw"});
+               {"tokenizer_config.json: chat_template", "at most 131072 bytes"});
 }
 
 // A hostile file can have megabytes where a message quotes it, and control characters.
@@ -376,7 +376,6 @@ TEST(ChatTemplate, MessagesStayShortAndPlain) {
       const std::string message = error.what();
       EXPECT_LT(message.size(), 900u);
       EXPECT_EQ(message.find('\x1b'), std::string::npos);
-      EXPECT_NE(message.find("--raw"), std::string::npos);
     }
   }
 }

@@ -27,7 +27,7 @@ struct EvalOptions : EngineOptions {
   std::vector<std::string> evict_ratios;
   std::vector<std::string> thresholds;
 
-  std::optional<std::int64_t> new_tokens;  // absent: as the tasks say
+  std::optional<std::int64_t> new_tokens;  // absent: the number of the task
   SamplingOptions sampling;
   int tries = 1;
   std::int64_t pass_k = 0;
@@ -42,9 +42,9 @@ struct EvalOptions : EngineOptions {
 /// Declares every option of the command on `app`; parsing fills `options`.
 void declare(CLI::App& app, EvalOptions& options);
 
-/// Carries out the command on all ranks. Returns the exit status: 0, or 128 + the number of the
-/// signal that ended it early, after the prompt under way was written. Throws AgreedError, on every
-/// rank alike, for whatever is wrong with the input; any other exception is one rank's own.
+/// Runs the command on all ranks. Returns the exit status: 0, or 128 + the number of the signal
+/// that ended it early, after the current prompt was written. Throws AgreedError, equal on every
+/// rank, for errors in the input. Any other exception belongs to one rank.
 int evaluate(const EvalOptions& options, const Communicator& comm, const std::string& version);
 
 }  // namespace kvzap::driver

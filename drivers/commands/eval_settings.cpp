@@ -31,7 +31,7 @@ void validate_eval(const EvalOptions& o) {
   for (const std::string& file : files) {
     require(std::count(files.begin(), files.end(), file) == 1,
             fmt::format("--tasks has {} twice", file));
-    // Records are found again by it.
+    // Records are found by this name, so it must be valid UTF-8.
     require(detail::is_valid_utf8(file),
             fmt::format("--tasks: {}: the file's name is not UTF-8", file));
   }

@@ -11,7 +11,7 @@ namespace kvzap::driver {
 /// Throws Error, naming the flag, for options that are out of range or contradict one another.
 void validate_eval(const EvalOptions& options);
 
-/// All settings of the options. Throws Error as parse_settings does.
+/// Returns all settings of the options. Throws Error as parse_settings does.
 std::vector<detail::EvalSetting> settings_of(const EvalOptions& options);
 
 }  // namespace kvzap::driver

@@ -31,7 +31,7 @@ detail::PromptForm prompt_form(const RunOptions& options) {
 
 namespace {
 
-// More than any model's context holds: what never ends, such as /dev/zero, ends here.
+// Larger than any model's context. Reading an endless file, such as /dev/zero, stops here.
 constexpr std::uintmax_t most_text = std::uintmax_t{1} << 30;
 
 std::string read_whole(const std::string& file) {
@@ -87,11 +87,11 @@ Prompt make_prompt(const RunOptions& options, const Tokenizer* tokenizer, bool m
   return prompt;
 }
 
-/// What --append adds to a context.
+/// Returns the token ids that --append adds to a context.
 std::vector<TokenId> appended_ids(const RunOptions& options, const Tokenizer* tokenizer) {
   const std::string source = "--append " + options.append;
   const std::string text = read_whole(options.append);
-  // Within the user's message, as the context before it.
+  // The text belongs to the user's message, like the context before it.
   auto ids = options.token_ids ? parse_ids(text, source) : tokenizer->encode(text);
   if (ids.empty()) throw Error(fmt::format("{}: the file has no tokens", source));
   return ids;
@@ -112,7 +112,7 @@ void check_prompt(const Prompt& prompt, const ModelConfig& config, std::int64_t 
   }
 }
 
-/// Rank 0's to all ranks.
+/// Sends rank 0's prompt to all ranks.
 void share(Prompt& prompt, const Communicator& comm) {
   comm.broadcast(prompt.context, 0);
   std::int64_t questions = prompt.questions.size();

@@ -19,8 +19,8 @@ struct Prompt {
   std::vector<std::vector<TokenId>> questions;
 };
 
-/// Returns the form of the folder's chat template, or of texts alone if `raw`. Throws Error, which
-/// names --raw, as ChatTemplate::detect does.
+/// Returns the form of the folder's chat template, or the form without a template if `raw`. Throws
+/// Error, which names --raw, as ChatTemplate::detect does.
 detail::PromptForm prompt_form(const std::string& folder, bool raw, bool thinking = false,
                                const std::optional<std::string>& system = {});
 /// Returns the form of the options' prompt.

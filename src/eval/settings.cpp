@@ -24,12 +24,12 @@ bool has_modifier(const PolicySpec& spec, const char* name) {
                      [&](const auto& modifier) { return modifier.first->name == name; });
 }
 
-/// An entry of the list, in texts that Pruning::parse takes.
+/// An entry of the list, as texts for Pruning::parse.
 struct Entry {
-  std::string text;   // whole, as given
-  std::string label;  // of the policy, as given
+  std::string text;   // the whole entry, as given
+  std::string label;  // the policy, as given
   std::string policy;
-  std::string settings;              // that are no amounts: "@prune=always"
+  std::string settings;              // settings other than amounts: "@prune=always"
   std::vector<std::string> amounts;  // "@threshold=-4"
   std::set<std::string> keys;        // of all settings
 };
@@ -60,7 +60,7 @@ Entry read_entry(const std::string& text) {
   return entry;
 }
 
-/// Default amounts of an entry.
+/// Returns the default amounts of an entry.
 std::vector<std::string> general_amounts(const PolicySpec& spec, const SettingsRequest& request) {
   std::vector<std::string> amounts;
   const bool by_threshold = has_modifier(spec, "dms");
@@ -79,7 +79,7 @@ std::vector<std::string> general_amounts(const PolicySpec& spec, const SettingsR
   return amounts;
 }
 
-/// Whether the policy has a built-in amount, and so one setting.
+/// Returns whether the policy has a built-in amount, and so one setting.
 bool has_own_amount(const PolicySpec& spec) {
   if (spec.info->has_own_budget || has_modifier(spec, "per-layer")) return true;
   return std::any_of(spec.modifiers.begin(), spec.modifiers.end(), [](const auto& modifier) {
@@ -87,7 +87,7 @@ bool has_own_amount(const PolicySpec& spec) {
   });
 }
 
-/// A policy kvzap that names no surrogate gets the general one.
+/// Gives a policy kvzap without a surrogate the general one.
 Pruning with_general_surrogate(Pruning pruning, const Pruning& general) {
   if (name_in(pruning.policy) == "kvzap" && !has_argument(pruning.policy, "surrogate") &&
       pruning.surrogate.empty()) {
@@ -96,7 +96,8 @@ Pruning with_general_surrogate(Pruning pruning, const Pruning& general) {
   return pruning;
 }
 
-/// The entry's pruning with one of its amounts. General settings apply if the policy can use them.
+/// Returns the entry's pruning with one of its amounts. General settings apply if the policy can
+/// use them.
 Pruning pruning_of(const Entry& entry, const std::string& amount, const PolicySpec& spec,
                    const Pruning& general) {
   Pruning base = general;
@@ -123,7 +124,8 @@ Pruning pruning_of(const Entry& entry, const std::string& amount, const PolicySp
   return pruning;
 }
 
-/// The entry that gives this setting again, whatever the general values. `policy`: as given.
+/// Returns the entry that gives this setting again, whatever the general values. `policy`: as
+/// given.
 std::string label_of(const EvalSetting& setting, const std::string& policy, const PolicySpec& spec,
                      const Pruning& general) {
   const Pruning standard;

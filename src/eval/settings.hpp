@@ -12,7 +12,7 @@ namespace kvzap::detail {
 
 /// A pruning with a name.
 struct EvalSetting {
-  /// Unique; as an entry it gives this setting again: "snapkv@evict-ratio=0.5".
+  /// Unique. As an entry it gives this setting again: "snapkv@evict-ratio=0.5".
   std::string label;
   Pruning pruning;
   /// The text of the budget in bytes.
@@ -27,15 +27,15 @@ struct SettingsRequest {
   std::string policies;
   std::vector<double> evict_ratios;
   std::vector<double> thresholds;
-  /// Moment, mode, prefill and surrogate are for policies that can use them; an entry's own
-  /// settings take precedence. Window, sink and chunk are those of all settings.
+  /// Moment, mode, prefill and surrogate apply to policies that can use them; an entry's own
+  /// settings take precedence. All settings have this window, sink and chunk.
   Pruning general;
 };
 
-/// All settings, each once, in the order of the request. An entry is a text of Pruning::parse,
-/// which may have several amounts (evict-ratios, thresholds, keep-tokens, kv-budget): lists between
-/// commas, which replace the general ones. Each amount is a setting. A backslash before ; or @
-/// makes the character part of the policy.
+/// Returns all settings, without duplicates, in the order of the request. An entry is a text of
+/// Pruning::parse, which may have several amounts (evict-ratios, thresholds, keep-tokens,
+/// kv-budget): lists separated by commas, which replace the general ones. Each amount is a setting.
+/// A backslash before ; or @ makes the character part of the policy.
 ///
 /// Every policy with a budget gets the evict ratios; kvzap also gets the thresholds; a policy with
 /// a built-in budget has one setting. An evict ratio of 0 is the full cache, "none", for any
@@ -46,7 +46,7 @@ struct SettingsRequest {
 std::vector<EvalSetting> parse_settings(const SettingsRequest& request,
                                         const PruningNames& names = plain_names());
 
-/// {"label", "policy", the amount, "prune_after", "prune", "prefill"}.
+/// Returns {"label", "policy", the amount, "prune_after", "prune", "prefill"}.
 nlohmann::ordered_json to_json(const EvalSetting& setting);
 
 }  // namespace kvzap::detail

@@ -1,4 +1,4 @@
-// A model folder made ready for a number of ranks: its layers, its heads' places, its weights.
+// Prepares a model folder for a number of ranks: layers, assignment of heads, weights.
 #pragma once
 
 #include <kvzap/core/communicator.hpp>
@@ -15,34 +15,35 @@
 
 namespace kvzap::detail {
 
-/// A model, or the first layers of one, dealt to ranks.
+/// A model, or its first layers, with its heads assigned to ranks.
 struct ModelSetup {
   std::string folder;
-  /// num_hidden_layers is that of the layers in use.
+  /// num_hidden_layers counts the layers in use.
   ModelConfig config;
   HeadPartition partition;
   /// Layers that config.json declares.
   std::int64_t all_layers;
-  /// As `partition` where that has the layer.
+  /// Equals `partition` in the layers in use.
   HeadPartition partition_of_all_layers;
 
   bool is_truncated() const { return config.num_hidden_layers < all_layers; }
-  /// The config with all layers: files of policies and surrogates are for the whole model.
+  /// Returns the config with all layers, because files of policies and surrogates belong to the
+  /// whole model.
   ModelConfig whole_config() const;
 };
 
-/// Deals the KV heads of the model's first `layers` layers to ranks: evenly, or balanced by the
-/// rows that each head has kept in an earlier run ([layer][KV head]; empty: evenly). `config` has
-/// all layers; `layers` is 1 to their number. Throws Error as HeadPartition does.
+/// Assigns the KV heads of the model's first `layers` layers to ranks: evenly, or balanced by the
+/// rows that each head kept in an earlier run. `kept`: [layer][KV head]; empty: evenly. `config`
+/// has all layers; `layers` is 1 to their number. Throws Error as HeadPartition does.
 ModelSetup deal_model(const std::string& folder, ModelConfig config, std::int64_t layers,
                       std::vector<std::vector<std::int64_t>> kept, int ranks);
 
-/// This rank's part of a surrogate of the whole model, of which the first layers are used. Does not
-/// communicate.
+/// Loads this rank's part of a surrogate of the whole model. Only the first layers are used. Does
+/// not communicate.
 std::shared_ptr<Surrogate> load_surrogate(const std::string& folder, const ModelSetup& setup,
                                           DType dtype, const Communicator& comm);
 
-/// kvzap::load for this model. Does not communicate.
+/// Calls kvzap::load for this model. Does not communicate.
 LoadedPruning load_policy(const Pruning& pruning, const std::optional<PolicySpec>& spec,
                           const ModelSetup& setup, DType dtype, const Communicator& comm,
                           const std::optional<RepeatPrompt>& repeat = {},
@@ -52,11 +53,11 @@ LoadedPruning load_policy(const Pruning& pruning, const std::optional<PolicySpec
 /// suppress_tokens and bad_words.
 SamplingOptions with_rules(SamplingOptions sampling, const GenerationConfig& rules);
 
-/// Rows of the ring for sequences of at most `longest` tokens: a ring much longer than a sequence
-/// would only waste memory, as no pair ever leaves either.
+/// Returns the rows of the ring for sequences of at most `longest` tokens. A longer ring would only
+/// waste memory, because no pair would ever leave it.
 int ring_rows(int window, std::int64_t longest);
 
-/// This rank's share of the weights. Collective.
+/// Loads this rank's share of the weights. Collective.
 template <class Value>
 std::shared_ptr<const Model<Value>> load_model(const ModelSetup& setup,
                                                std::optional<std::uint64_t> random_weights,
@@ -70,7 +71,7 @@ std::shared_ptr<const Model<Value>> load_model(const ModelSetup& setup,
   return model;
 }
 
-/// work(value) with a value of the type that --dtype names.
+/// Calls work(value) with a value of the type `dtype`.
 template <class Work>
 auto with_value_type(DType dtype, const Work& work) {
   switch (dtype) {

@@ -43,7 +43,8 @@ RepeatPrompt repeat_prompt(const std::string& folder, PromptSource source,
   return prompt;
 }
 
-/// Loads the folder's tokenizer if there is none. `purpose`: begins the message of an error.
+/// Returns the tokenizer, or loads the folder's if there is none. `purpose`: begins the message of
+/// an error.
 const Tokenizer& tokenizer_of(const Tokenizer* tokenizer, std::optional<Tokenizer>& own,
                               const std::string& folder, const std::string& purpose) {
   if (tokenizer) return *tokenizer;

@@ -14,9 +14,9 @@
 
 namespace kvzap::detail {
 
-/// A context and a question behind it, as the parts of one message of the user.
+/// A context and the question after it, as the parts of one message of the user.
 struct PromptForm {
-  /// Text of the chat template around the message; absent: none, the texts stand alone.
+  /// Text of the chat template around the message. Absent: there is no template.
   std::optional<ChatTemplate::Parts> parts;
 
   /// Returns the form of the folder's chat template. `system`: its system message, if not the
@@ -24,10 +24,10 @@ struct PromptForm {
   static PromptForm of_template(const std::string& folder, bool thinking,
                                 const std::optional<std::string>& system = {});
 
-  /// Returns the ids of a text that begins the message, and of all that stands before it.
+  /// Returns the ids of a text that begins the message, and of everything before it.
   std::vector<TokenId> context(const Tokenizer& tokenizer, const std::string& text) const;
   /// Returns the ids of a text, possibly an empty one, that ends the message, and of the template's
-  /// text behind it. `answer`: text that begins the answer.
+  /// text after it. `answer`: text that begins the answer.
   std::vector<TokenId> question(const Tokenizer& tokenizer, const std::string& text,
                                 const std::string& answer = "") const;
 };
@@ -36,10 +36,12 @@ struct PromptForm {
 enum class PromptSource { chat_template, text, token_ids };
 
 /// Returns the prompt that asks the model to repeat the context, if the policy needs one and `spec`
-/// is there: a user's message within the folder's chat template, or, without a template, text after
-/// a line break. Ids that begin as the template does count as made by it; special tokens that the
-/// tokenizer puts before any text are never repeated. An empty context is one that is not known
-/// yet. Rank 0 has the context and the tokenizer; it loads the tokenizer if that is null.
+/// is given. It is a user's message within the folder's chat template, or, without a template, text
+/// after a line break.
+///
+/// Ids that begin as the template does are assumed to come from it. Special tokens that the
+/// tokenizer adds before any text are never repeated. An empty context means that the context is
+/// not known yet. Rank 0 has the context and the tokenizer; it loads the tokenizer if that is null.
 /// Collective. Throws AgreedError if there is no tokenizer or nothing to repeat.
 std::optional<RepeatPrompt> share_repeat_prompt(const std::optional<PolicySpec>& spec,
                                                 const std::string& folder, PromptSource source,

@@ -142,7 +142,7 @@ void Session::Impl::with_generator() {
   });
 }
 
-/// Rank 0's ids count.
+/// Reads rank 0's ids on all ranks.
 void Session::Impl::read(std::vector<TokenId> ids) {
   comm.agree_on_root([&] {
     if (ids.empty()) throw Error("there is nothing to read: no tokens");
@@ -178,7 +178,7 @@ std::string Session::Impl::ask(const std::string& question, const AskOptions& as
     check_tokens(static_cast<std::int64_t>(generator->context().size() + ids.size()));
   });
   comm.broadcast(ids, 0);
-  // Rank 0's callback and length count.
+  // Rank 0's callback and length are used.
   std::int64_t asked[] = {ask_options.max_new_tokens, ask_options.on_text ? 1 : 0};
   comm.broadcast(asked, sizeof(asked), 0);
   AskOptions agreed = ask_options;
@@ -192,7 +192,7 @@ std::string Session::Impl::generate(const std::vector<TokenId>& ids, const AskOp
   std::optional<Tokenizer::StreamDecoder> decoder;
   if (tokenizer) decoder.emplace(*tokenizer);
   std::exception_ptr failure;
-  /// Whether the caller wants no more.
+  /// Passes text to the caller. Returns whether the caller wants the answer to stop.
   const auto emit = [&](const std::string& piece) {
     text += piece;
     if (!streams || piece.empty()) return false;

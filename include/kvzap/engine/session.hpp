@@ -20,7 +20,7 @@ namespace kvzap {
 struct SessionOptions {
   /// Type of weights and cache.
   DType dtype = DType::bf16;
-  /// Threads of this rank; 0: as many as it has cores for.
+  /// Threads of this rank; 0: the number of its cores.
   int threads = 0;
   /// Most tokens of context, question and answer together; 0: the model's longest context.
   std::int64_t max_context = 0;
@@ -64,42 +64,44 @@ struct SessionReport {
 /// Error with the same text on all ranks.
 class Session {
  public:
-  /// Loads the model and whatever the pruning needs. Throws AgreedError if the folder, the pruning
-  /// or an option is not valid.
+  /// Loads the model and the files that the pruning needs. Throws AgreedError if the folder, the
+  /// pruning or an option is not valid.
   Session(const std::filesystem::path& folder, const Pruning& pruning,
           const Communicator& communicator, const SessionOptions& options = {});
   ~Session();
   Session(Session&&) noexcept;
   Session& operator=(Session&&) noexcept;
 
-  /// Reads text as the beginning of the user's message, or, called again, as more of it. Throws
-  /// AgreedError for an empty text, too many tokens, or a pruning that allows no more context.
+  /// Reads text as the beginning of the user's message. A further call adds text to the message.
+  /// Throws AgreedError for an empty text, too many tokens, or a pruning that allows no more
+  /// context.
   void read(const std::string& text);
   void read(const char* text) { read(std::string(text)); }
-  /// Reads a conversation, the last message of which is the user's and is continued by `ask`. Only
-  /// as the first reading of a session with a chat template.
+  /// Reads a conversation. Its last message must be the user's, and `ask` continues it. Only
+  /// allowed as the first reading of a session with a chat template.
   void read(const std::vector<ChatMessage>& messages);
-  /// Reads token ids as they are. With a policy that has the model repeat the context (kvzip), they
-  /// begin as the chat template does.
+  /// Reads token ids unchanged. With a policy that lets the model repeat the context (kvzip), they
+  /// must begin as the chat template does.
   void read(const std::vector<TokenId>& ids);
 
   /// Asks a question, possibly an empty one, and returns the answer's text on rank 0 (empty text
   /// elsewhere). With a chat template the question ends the user's message. Throws AgreedError
   /// before the first `read`, for too many tokens, and if `on_text` throws.
   std::string ask(const std::string& question, const AskOptions& options = {});
-  /// Tokens of the last answer, the same on all ranks. After a stop by `on_text`: those so far.
+  /// Returns the tokens of the last answer, the same on all ranks. After a stop by `on_text`,
+  /// returns the tokens up to the stop.
   const std::vector<TokenId>& answer() const;
 
-  /// The context before an answer, and the last answer's sequence after one.
+  /// Reports the context before the first answer, and the last answer's sequence afterwards.
   SessionReport report();
 
   /// Writes context and cache to an HDF5 file. Throws AgreedError before the first `read` and if
   /// the file cannot be written.
   void save(const std::filesystem::path& file);
-  /// Goes on from a file of `save`, on any number of ranks. Pruning, dtype, chat template, thinking
-  /// and system message come from the file, the rest from `options`. `folder`: where the model is
-  /// now; empty: where it was. Throws AgreedError for another file, or if model, tokenizer or
-  /// surrogate have changed.
+  /// Continues from a file of `save`, on any number of ranks. Pruning, dtype, chat template,
+  /// thinking and system message come from the file, everything else from `options`. `folder`: the
+  /// model's present folder; empty: the recorded one. Throws AgreedError for another file, or if
+  /// model, tokenizer or surrogate have changed.
   static Session resume(const std::filesystem::path& file, const Communicator& communicator,
                         SessionOptions options = {}, const std::filesystem::path& folder = {});
 

@@ -126,7 +126,7 @@ class Thresholds(WithSurrogate):
 
         for ranks in (0, 2):
             refuse([*self.asked, *EXACT, "--evict-ratio", "0.5,0.99"], "0.99 cannot be reached", "is the largest",
-                   "--window", ranks=ranks)
+                   "smaller window", ranks=ranks)
             refuse([*self.given, "-f", self.folder / "none"], "none: cannot be read", ranks=ranks)
         refuse(["--surrogate", self.surrogate, "-f", self.texts], "no model")
         refuse(["-m", MODEL, "-f", self.texts], "no surrogate")

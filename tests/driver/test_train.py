@@ -145,7 +145,7 @@ class Training(PairsCase):
             self.assertEqual(files_of(folder), ["checkpoint"])
         self.assertGreater(endings, 0)
         if (folder / "checkpoint").exists():
-            self.fail_with(train(*options, "-o", folder), "checkpoint", "--resume", code=1)
+            self.fail_with(train(*options, "-o", folder), "checkpoint", "set resume", code=1)
             self.fail_with(train(*options, "-o", folder, "--resume", "--seed", "7"), "seed: recorded 0, given 7",
                            code=1)
             self.succeed(*options, "-o", folder, "--resume")

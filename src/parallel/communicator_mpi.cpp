@@ -8,6 +8,7 @@
 #include <string>
 
 #include "parallel/mpi_session.hpp"
+#include "parallel/node_memory.hpp"
 
 namespace kvzap {
 namespace {
@@ -32,14 +33,30 @@ int narrow(std::size_t count, const char* call) {
 // rank).
 constexpr std::size_t max_piece = std::size_t{1} << 22;
 
-template <class Value>
-void sum_in_pieces(Value* values, std::size_t count, MPI_Datatype type, const Communicator& comm) {
+template <class Value, class Combine>
+void reduce(Value* values, std::size_t count, MPI_Datatype type, MPI_Op operation,
+            const Combine& combine, const Communicator& comm) {
   if (comm.size() == 1) return;
+  if (detail::NodeMemory* const node = detail::NodeMemory::of(comm.mpi())) {
+    return node->reduce(values, count, combine);
+  }
   for (std::size_t begin = 0; begin < count; begin += max_piece) {
     const int piece = narrow(std::min(max_piece, count - begin), "MPI_Allreduce");
-    check(MPI_Allreduce(MPI_IN_PLACE, values + begin, piece, type, MPI_SUM, comm.mpi()),
+    check(MPI_Allreduce(MPI_IN_PLACE, values + begin, piece, type, operation, comm.mpi()),
           "MPI_Allreduce");
   }
+}
+
+template <class Value>
+void sum(Value* values, std::size_t count, MPI_Datatype type, const Communicator& comm) {
+  reduce(
+      values, count, type, MPI_SUM, [](Value a, Value b) { return a + b; }, comm);
+}
+
+template <class Value>
+void maximum(Value* values, std::size_t count, MPI_Datatype type, const Communicator& comm) {
+  reduce(
+      values, count, type, MPI_MAX, [](Value a, Value b) { return std::max(a, b); }, comm);
 }
 
 }  // namespace
@@ -53,7 +70,11 @@ Communicator::Communicator(MPI_Comm comm) : m_comm(comm) {
 Communicator Communicator::world() { return Communicator(MPI_COMM_WORLD); }
 Communicator Communicator::self() { return Communicator(MPI_COMM_SELF); }
 
-void Communicator::barrier() const { check(MPI_Barrier(m_comm), "MPI_Barrier"); }
+void Communicator::barrier() const {
+  detail::NodeMemory* const node = m_size > 1 ? detail::NodeMemory::of(m_comm) : nullptr;
+  if (node) return node->meet();
+  check(MPI_Barrier(m_comm), "MPI_Barrier");
+}
 
 void Communicator::abort(int status) const {
   // Without a launcher there are no other ranks to end, and MPI_Abort would print eight lines.
@@ -74,19 +95,19 @@ int Communicator::ranks_on_node() const {
 }
 
 void Communicator::all_reduce_sum(float* values, std::size_t count) const {
-  sum_in_pieces(values, count, MPI_FLOAT, *this);
+  sum(values, count, MPI_FLOAT, *this);
 }
 
 void Communicator::all_reduce_sum(std::int64_t* values, std::size_t count) const {
-  sum_in_pieces(values, count, MPI_INT64_T, *this);
+  sum(values, count, MPI_INT64_T, *this);
 }
 
 void Communicator::all_reduce_sum(double* values, std::size_t count) const {
-  sum_in_pieces(values, count, MPI_DOUBLE, *this);
+  sum(values, count, MPI_DOUBLE, *this);
 }
 
 std::int64_t Communicator::all_reduce_sum(std::int64_t value) const {
-  check(MPI_Allreduce(MPI_IN_PLACE, &value, 1, MPI_INT64_T, MPI_SUM, m_comm), "MPI_Allreduce");
+  all_reduce_sum(&value, 1);
   return value;
 }
 
@@ -96,23 +117,22 @@ std::int64_t Communicator::all_reduce_max(std::int64_t value) const {
 }
 
 void Communicator::all_reduce_max(std::int64_t* values, std::size_t count) const {
-  if (m_size == 1) return;
-  check(MPI_Allreduce(MPI_IN_PLACE, values, narrow(count, "MPI_Allreduce"), MPI_INT64_T, MPI_MAX,
-                      m_comm),
-        "MPI_Allreduce");
+  maximum(values, count, MPI_INT64_T, *this);
 }
 
 void Communicator::all_reduce_max(double* values, std::size_t count) const {
-  if (m_size == 1) return;
-  check(MPI_Allreduce(MPI_IN_PLACE, values, narrow(count, "MPI_Allreduce"), MPI_DOUBLE, MPI_MAX,
-                      m_comm),
-        "MPI_Allreduce");
+  maximum(values, count, MPI_DOUBLE, *this);
 }
 
 void Communicator::broadcast(void* data, std::size_t bytes, int root) const {
+  if (m_size == 1) return;
+  auto* const begin_of_data = static_cast<char*>(data);
+  if (detail::NodeMemory* const node = detail::NodeMemory::of(m_comm)) {
+    return node->broadcast(begin_of_data, bytes, root);
+  }
   for (std::size_t begin = 0; begin < bytes; begin += max_piece) {
     const int piece = narrow(std::min(max_piece, bytes - begin), "MPI_Bcast");
-    check(MPI_Bcast(static_cast<char*>(data) + begin, piece, MPI_BYTE, root, m_comm), "MPI_Bcast");
+    check(MPI_Bcast(begin_of_data + begin, piece, MPI_BYTE, root, m_comm), "MPI_Bcast");
   }
 }
 

@@ -1062,6 +1062,21 @@ class Ending(ServerTest):
         server = self.start(*PRUNED)  # nobody has asked for anything
         self.stop(server)
 
+    def test_idle_ranks_sleep(self):
+        server = self.start(*PRUNED, ranks=2)
+        self.assertEqual(text_of(server.post(CHAT, ASK)), CASE["expected"])
+
+        def seconds():
+            times = [pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13]
+                     for pid in descendants(server.process.pid)]
+            return sum(int(ticks) for pair in times for ticks in pair) / os.sysconf("SC_CLK_TCK")
+
+        time.sleep(0.2)  # until the step after the answer is over
+        before = seconds()
+        time.sleep(2)
+        self.assertLess(seconds() - before, 0.5)
+        self.stop(server)
+
     def test_what_runs_is_finished(self):
         for ranks in (0, 2):
             server = self.start(*PRUNED, "--max-sequences", "1", ranks=ranks)

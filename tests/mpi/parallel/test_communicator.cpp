@@ -3,14 +3,18 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
+#include <functional>
 #include <kvzap/core/communicator.hpp>
 #include <kvzap/core/threads.hpp>
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace {
@@ -149,6 +153,46 @@ void expect_same_everywhere(const Communicator& comm, const std::string& text) {
   const std::vector<std::int64_t> letters(text.begin(), text.end());
   for (const auto& theirs : comm.all_gather(letters)) EXPECT_EQ(theirs, letters);
 }
+
+// Ranks of one node, up to eight, share memory. MPI libraries spin instead.
+TEST(Communicator, WaitingRanksSleep) {
+  const auto comm = Communicator::world();
+  if (comm.size() < 2 || comm.size() > 8 || comm.ranks_on_node() < comm.size()) GTEST_SKIP();
+  const auto expect_sleep = [&](const std::function<void()>& wait) {
+    comm.barrier();
+    if (comm.is_root()) std::this_thread::sleep_for(std::chrono::milliseconds(500));
+    const std::clock_t start = std::clock();
+    wait();
+    const double seconds = static_cast<double>(std::clock() - start) / CLOCKS_PER_SEC;
+    EXPECT_LT(seconds, 0.25);
+  };
+  std::vector<float> values(1000);
+  expect_sleep([&] { comm.barrier(); });
+  expect_sleep([&] { comm.all_reduce_sum(values.data(), values.size()); });
+  expect_sleep([&] { comm.broadcast(values.data(), values.size() * sizeof(float), 0); });
+  expect_sleep([&] { comm.agree([] {}); });
+}
+
+#if KVZAP_HAVE_MPI
+TEST(Communicator, EachCommunicatorHasItsOwnState) {
+  const auto world = Communicator::world();
+  for (int colors = 1; colors <= world.size(); ++colors) {
+    MPI_Comm part = MPI_COMM_NULL;
+    MPI_Comm_split(world.mpi(), world.rank() % colors, world.rank(), &part);
+    {
+      const Communicator comm(part);
+      for (int i = 0; i < 3; ++i) {
+        EXPECT_EQ(comm.all_reduce_sum(std::int64_t{1}), comm.size());
+        std::vector<double> numbers(20000, world.rank());
+        comm.all_reduce_max(numbers.data(), numbers.size());
+        EXPECT_EQ(numbers.back(), world.rank() % colors + (comm.size() - 1) * colors);
+      }
+    }
+    MPI_Comm_free(&part);
+    EXPECT_EQ(world.all_reduce_max(std::int64_t{world.rank()}), world.size() - 1);
+  }
+}
+#endif
 
 TEST(Agree, RunsTheWorkOnEveryRank) {
   const auto comm = Communicator::world();

@@ -43,7 +43,7 @@ const char* const help_text =
     "A line is a message. After a \\ at its end, the message continues in the next line.\n"
     "All text between \"\"\" and \"\"\" is one message. Ctrl-C ends an answer; twice leaves.\n";
 
-/// What a person wants next.
+/// The next action that the user requests.
 enum class Wish : std::int64_t { say, stats, save, load, reset, help, unknown, leave, stop };
 
 struct Command {
@@ -51,7 +51,7 @@ struct Command {
   std::string text;
 };
 
-/// A line that is no message has a command and perhaps a file.
+/// Reads a line that is no message: a command and perhaps a file.
 Command command_of(const std::string& line) {
   const std::size_t end = std::min(line.find_first_of(" \t"), line.size());
   const std::size_t begin = line.find_first_not_of(" \t", end);
@@ -72,11 +72,11 @@ Command command_of(const std::string& line) {
   return {Wish::unknown, name};
 }
 
-/// What the system would take for a shorter name is none.
+/// Returns whether the text can be a file name. The system would cut it at a NUL.
 bool is_file_name(const std::string& text) { return text.find('\0') == std::string::npos; }
 
-/// A conversation from its first message to its end. All ranks take the same steps; rank 0 reads,
-/// prints, and tells the others what is wanted.
+/// A conversation from its first message to its end. All ranks take the same steps. Rank 0 reads,
+/// prints, and sends commands to the other ranks.
 class Conversation {
  public:
   Conversation(OpenRun& run, std::string recorded)
@@ -89,8 +89,8 @@ class Conversation {
   void operator()();
 
  private:
-  /// Whether there is somebody who types: at this process's terminal, or at that of mpirun, which
-  /// passes standard input on.
+  /// Returns whether a person types the input: at this process's terminal, or at that of mpirun,
+  /// which forwards standard input.
   static bool is_typed() {
     return isatty(STDIN_FILENO) != 0 || (isatty(STDERR_FILENO) == 0 && Terminal(false).exists());
   }
@@ -127,17 +127,18 @@ class Conversation {
   LineReader m_input;
   MessageBuilder m_builder;
   bool m_prompts;
-  int m_interrupts = 0;  // Ctrl-C without anything said since
+  int m_interrupts = 0;  // number of Ctrl-C since the last message
 
   ChatTemplate::Parts m_parts;     // on rank 0
-  std::vector<TokenId> m_suffix;   // behind a message of the user
+  std::vector<TokenId> m_suffix;   // after a message of the user
   std::vector<TokenId> m_between;  // between an answer and the next message
-  std::size_t m_earlier = 0;       // answers of conversations before this one
+  std::size_t m_earlier = 0;       // answers of earlier conversations
 };
 
-/// Tells ranks apart from their own signals: the largest of them, on every rank.
+/// Returns the signal that ends the conversation, on every rank: the largest signal of any rank.
 int Conversation::agreed_signal() const {
-  // An answer that nobody can read any more, with nothing else to be written of it, is none.
+  // If standard output has failed and there is no other output, the answer is lost, and the
+  // conversation ends.
   const bool is_lost = prints() && std::ferror(stdout) != 0 && m_run.options.json.empty();
   const int wish = caught_signal != 0 ? static_cast<int>(caught_signal) : is_lost ? SIGPIPE : 0;
   return static_cast<int>(m_comm.all_reduce_max(std::int64_t{wish}));
@@ -155,7 +156,7 @@ void Conversation::prepare() {
   adopt(m_run.state);
 }
 
-/// Goes on with what a snapshot's run has asked and answered; the generator has its cache.
+/// Continues with the questions and answers of a snapshot's run. The generator has its cache.
 void Conversation::adopt(RunState state) {
   const std::vector<AnsweredQuestion>& answers = m_run.report.answers;
   const std::size_t count = answers.size() - m_earlier;
@@ -171,7 +172,7 @@ void Conversation::adopt(RunState state) {
   ids.insert(ids.end(), state.questions.begin(), state.questions.end());
   m_run.state = std::move(state);
   if (!is_open) return;
-  // An answer that was under way is what there is of it.
+  // An unfinished answer ends here.
   if (generator.is_answering()) {
     AnsweredQuestion turn;
     turn.question = text;
@@ -186,7 +187,7 @@ void Conversation::adopt(RunState state) {
   end_turn();
 }
 
-/// On rank 0: the next message or command.
+/// Returns the next message or command. On rank 0.
 Command Conversation::read() {
   const bool is_terminal = isatty(STDIN_FILENO) != 0;
   m_builder.forget();
@@ -217,7 +218,7 @@ Command Conversation::read() {
   }
 }
 
-/// The same on every rank.
+/// Returns the same message or command on every rank.
 Command Conversation::next() {
   Command command;
   std::optional<Error> failure;
@@ -238,7 +239,8 @@ Command Conversation::next() {
   command.wish = static_cast<Wish>(sizes[0]);
   command.text.resize(static_cast<std::size_t>(sizes[1]));
   m_comm.broadcast(command.text.data(), command.text.size(), 0);
-  // Launchers send Ctrl-C to all ranks. What rank 0 has dealt with is not to end the next answer.
+  // Launchers send Ctrl-C to all ranks. A signal that rank 0 has handled must not end the next
+  // answer.
   if (!m_comm.is_root() && command.wish != Wish::stop && caught_signal == SIGINT) forget_signals();
   return command;
 }
@@ -309,7 +311,7 @@ void Conversation::answer(const std::string& text) {
   run_answer(turn, ids);
 }
 
-/// Streams the answer; keeps it, however it ends.
+/// Streams the answer, and keeps it even if it is interrupted.
 void Conversation::run_answer(AnsweredQuestion& turn, const std::vector<TokenId>& ids) {
   Generator& generator = m_run.generator;
   std::optional<Tokenizer::StreamDecoder> decoder;
@@ -326,7 +328,7 @@ void Conversation::run_answer(AnsweredQuestion& turn, const std::vector<TokenId>
   AnswerOptions options;
   options.max_new_tokens = m_run.options.new_tokens;
   options.stop_ids = m_run.stop_ids;
-  // The last token and what follows it have room too.
+  // Leaves space for the last token and the text after it.
   if (m_run.limit > 0) {
     options.max_tokens = m_run.limit - static_cast<std::int64_t>(m_between.size()) - 1;
   }
@@ -386,13 +388,13 @@ void Conversation::note(AnsweredQuestion turn, const std::vector<TokenId>& ids) 
   m_run.report.answers.push_back(std::move(turn));
 }
 
-/// The answer becomes a part of the context, in which the next message of the user has begun: that
-/// is what a snapshot holds, whether it is of this moment or of a later one.
+/// Makes the answer a part of the context, in which the user's next message has begun. A snapshot
+/// holds this state, whenever it is written.
 void Conversation::end_turn() {
   Generator& generator = m_run.generator;
   const std::vector<TokenId>& said = generator.answered();
   const auto& stops = m_run.stop_ids;
-  // The template ends it with a token of its own, which as a rule is the same.
+  // The template ends the answer with its own token, which is usually the same.
   const bool has_end =
       !said.empty() && (said.back() == m_between.front() ||
                         std::find(stops.begin(), stops.end(), said.back()) != stops.end());
@@ -423,7 +425,7 @@ void Conversation::stats() {
   for (std::size_t i = m_earlier; i < m_run.report.answers.size(); ++i) {
     const Answer& answer = m_run.report.answers[i].answer;
     if (answer.decode_seconds <= 0) continue;
-    // The first token is the question's.
+    // The first token belongs to the question's step.
     generated += std::max<std::int64_t>(0, static_cast<std::int64_t>(answer.tokens.size()) - 1);
     seconds += answer.decode_seconds;
   }
@@ -516,7 +518,8 @@ void Conversation::reset() {
   tell("kvzap: a new conversation, {} tokens of context\n", tokens());
 }
 
-/// By a threshold every pair is judged as it leaves the window, whoever has said it.
+/// Returns whether a threshold judges every pair as it leaves the window, including pairs of
+/// messages and answers.
 bool judges_what_is_said(const Pruning& pruning) {
   const bool has_budget = pruning.amount.has_budget() && !pruning.looks_up_threshold();
   if (!pruning.prunes() || has_budget || pruning.decode.every > 0) return false;
@@ -528,7 +531,7 @@ bool judges_what_is_said(const Pruning& pruning) {
 }  // namespace
 
 void declare_chat(CLI::App& app, RunOptions& options) {
-  options.new_tokens = 4096;  // as many as fit, within reason
+  options.new_tokens = 4096;  // enough for any answer
   declare_model(app, options);
   declare_conversation(app, options, {"context"});
   declare_resume(app, options);
@@ -569,14 +572,14 @@ int chat(CLI::App& app, RunOptions& options, const Communicator& comm, const std
   comm.agree([&] {
     Pruning& pruning = options.pruning;
     if (!pruning.mode && judges_what_is_said(pruning)) pruning.mode = PruneMode::always;
-    // Otherwise a context of a few tokens would be all that is ever pruned.
+    // Without a context, a budget would prune only the few tokens of the chat template.
     const bool has_context = options.prompt || !options.file.empty() || resumed;
     require(!pruning.prunes() || pruning.mode == PruneMode::always || pruning.decode.every > 0 ||
                 has_context,
             "a budget is met at the end of a context, and there is none: give one with -p or -f, a "
             "--threshold instead of the budget, or --decode-every N");
   });
-  // The context is what the chat template begins with.
+  // The context is the beginning of the chat template.
   if (!options.prompt && options.file.empty() && !resumed) options.prompt = "";
   const RunDescription description{version, revision, recorded_options(app, options),
                                    options_in_force(app, options)};

@@ -73,7 +73,7 @@ class Evaluation {
     try {
       if (m_rounds > 0) signal = answer_all();
     } catch (const AgreedError&) {
-      // Summarise the records so far; on a full disk this may fail too.
+      // Summarizes the records so far. On a full disk this may fail, too.
       if (m_comm.is_root()) {
         try {
           write_summary();
@@ -89,11 +89,11 @@ class Evaluation {
  private:
   // 1. Checks before the work starts.
   void prepare();
-  // 2. The policies of all settings, and whether they suit every prompt.
+  // 2. Loads the policies of all settings, and checks that they suit every prompt.
   void load_policies();
   LoadedPruning load_setting(std::size_t index, const std::optional<RepeatPrompt>& repeat);
   void check_prompts(const std::optional<RepeatPrompt>& repeat) const;
-  // 3. Finished prompts, and the plan for the others.
+  // 3. Reads finished prompts, and plans the others.
   void open_folder();
   void add_policy_files(ordered_json& options) const;
   ordered_json description() const;
@@ -102,7 +102,7 @@ class Evaluation {
   std::vector<std::vector<std::size_t>> queues() const;
   void check_memory_of_ranks();
   std::size_t cache_limit() const;
-  // 4. The other prompts.
+  // 4. Runs the other prompts.
   int answer_all();
   void on_workers(const std::function<void()>& work) const;
   template <class Value>
@@ -123,7 +123,7 @@ class Evaluation {
 
   const EvalOptions& m_options;
   const Communicator& m_comm;  // all ranks
-  Communicator m_work;         // those that share a model with this one
+  Communicator m_work;         // the ranks that share a model with this one
   const std::string& m_version;
   const std::vector<std::string> m_files;
   bool m_talks;
@@ -131,7 +131,7 @@ class Evaluation {
   std::optional<ModelSetup> m_setup;
   std::int64_t m_limit = 0;
   std::vector<TokenId> m_stop_ids;
-  std::int64_t m_longest = 0;  // tokens of a prompt with its answer
+  std::int64_t m_longest = 0;  // most tokens of a prompt with its answer
   int m_ranks_on_node = 1;
 
   std::vector<EvalSetting> m_settings;
@@ -139,7 +139,7 @@ class Evaluation {
   std::vector<std::optional<PolicySpec>> m_specs;  // of each setting
   std::vector<LoadedPruning> m_prune;              // of each setting
   std::vector<Texts> m_texts;                      // of each setting
-  std::int64_t m_rounds = 0;                       // left, in each of which a worker has a prompt
+  std::int64_t m_rounds = 0;  // remaining rounds; in each round a worker has one prompt
 
   // On rank 0.
   std::optional<Tokenizer> m_tokenizer;
@@ -205,7 +205,7 @@ LoadedPruning Evaluation::load_setting(std::size_t index,
     return full;
   }
   const PolicySpec& spec = *m_specs[index];
-  // A surrogate may be large, and its scores do not depend on how many of them are used.
+  // A surrogate may be large, and its scores do not depend on the number of policies that use them.
   if (spec.info->name == "kvzap" && spec.modifiers.empty()) {
     for (std::size_t i = 0; i < index; ++i) {
       const Pruning& other = m_settings[i].pruning;
@@ -221,7 +221,7 @@ LoadedPruning Evaluation::load_setting(std::size_t index,
 }
 
 void Evaluation::load_policies() {
-  // The same prompt for all policies and contexts.
+  // All policies and contexts have the same prompt.
   std::optional<RepeatPrompt> repeat;
   for (std::size_t i = 0; i < m_settings.size() && !repeat; ++i) {
     const std::vector<TokenId> none;
@@ -417,8 +417,8 @@ void Evaluation::print_plan() const {
   tell(PrefillShare::none, "each needs its own");
 }
 
-// Prompts with one context follow one another on one worker. Adjacent prompts, which mostly have
-// similar lengths, run at the same time.
+// Distributes the prompts. Prompts with one context follow one another on one worker. Adjacent
+// prompts, which usually have similar lengths, run at the same time.
 std::vector<std::vector<std::size_t>> Evaluation::queues() const {
   std::vector<std::vector<std::size_t>> queues(static_cast<std::size_t>(workers()));
   std::size_t worker = 0;
@@ -454,21 +454,23 @@ void Evaluation::check_memory_of_ranks() {
   });
 }
 
-// Called with the weights loaded. Limits the settings that decode together; one may always try.
+// Returns the limit on cache memory. Called with the weights loaded. It limits the settings that
+// decode together; one setting may always try.
 std::size_t Evaluation::cache_limit() const {
   const std::int64_t available = available_bytes_of_node();
   if (available < 0) return 0;
   const MemoryPlan plan = plan_memory(m_setup->config, dtype_from_name(m_options.dtype), m_longest,
                                       0, m_work.size(), m_options.pruning.window);
   const auto& own = plan.ranks[static_cast<std::size_t>(m_work.rank())];
-  constexpr double share = 0.9;  // steps take some too
+  constexpr double share = 0.9;  // steps need memory, too
   const auto left =
       static_cast<std::int64_t>(share * static_cast<double>(available)) / m_ranks_on_node;
   return static_cast<std::size_t>(
       std::max(left - own.activations - own.attention, 3 * own.kv_full));
 }
 
-// An error on one worker ends all. (Ranks of the same worker agree by themselves.)
+// Runs work on all workers. An error on one worker ends all. (Ranks of the same worker agree by
+// themselves.)
 void Evaluation::on_workers(const std::function<void()>& work) const {
   if (workers() > 1) {
     m_comm.agree(work);
@@ -490,7 +492,7 @@ std::unique_ptr<Comparison> Evaluation::make_comparison(const ProgressCallback& 
   });
   CacheOptions cache;
   cache.pruning.window = ring_rows(m_options.pruning.window, m_longest);
-  cache.kv_limit = cache_limit();  // the weights of all ranks are there
+  cache.kv_limit = cache_limit();  // all ranks have loaded their weights
   std::unique_ptr<Comparison> comparison;
   on_workers([&] {
     comparison = std::make_unique<Comparison>(Engine::create<Value>(model, nullptr, cache, m_work),
@@ -559,7 +561,7 @@ void Evaluation::record(const EvalPrompt& prompt, const std::vector<SettingAnswe
 int Evaluation::answer_all() {
   check_memory_of_ranks();
   Progress bar(m_talks, m_options.progress),
-      within(m_talks, m_options.progress);  // of all prompts, of one
+      within(m_talks, m_options.progress);  // of all prompts; of one prompt
   const ProgressCallback progress = [&](std::string_view what, std::int64_t done,
                                         std::int64_t total) {
     bar.update(what, done, total, what == "load" ? "" : "tokens");

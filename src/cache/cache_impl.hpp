@@ -1,5 +1,5 @@
-// Shared by the sources of KVCache: memory that it keeps between calls, pages on loan, and how
-// failed allocations become OutOfMemory.
+// Shared by the sources of KVCache: memory that it keeps between calls, pages on loan, and the
+// conversion of failed allocations to OutOfMemory.
 #pragma once
 
 #include <fmt/format.h>
@@ -42,7 +42,7 @@ View allocate_view(const char* label, Extents... extents) {
   return View(Kokkos::view_alloc(Kokkos::WithoutInitializing, std::string(label)), extents...);
 }
 
-/// Calls work(). Throws OutOfMemory if work() fails for want of memory.
+/// Calls work(). Throws OutOfMemory if work() fails for lack of memory.
 template <class Work>
 auto or_out_of_memory(const char* what, std::size_t wanted, const PagePool& pool, const Work& work)
     -> decltype(work()) {
@@ -73,8 +73,8 @@ struct KVCache<Value, order>::Workspace {
   // Pages on loan: those not handed out yet, the next one last, and those handed out.
   std::vector<PageId> fresh;
   std::vector<PageId> lent;
-  // Arguments of the kernel of append_deferred: on the device, as they were last written there, and
-  // those of the current call.
+  // Arguments of the kernel of append_deferred: the arguments that were last written to the device,
+  // and those of the current call.
   Kokkos::View<char*, MemorySpace> span_args;
   std::vector<char> written_args;
   std::size_t n_written = 0;  // sequences
@@ -83,13 +83,13 @@ struct KVCache<Value, order>::Workspace {
 };
 
 /// Pages that a call has taken for its page lists. Without commit(), the destructor returns them to
-/// the pool or to the stock of the step, and cuts the page lists of the call back to the rows that
-/// they hold. A cache has one loan at a time.
+/// the pool or to the stock of the step. It also cuts the page lists of the call back to the rows
+/// that they hold. A cache has one loan at a time.
 template <class Value, PageOrder order>
 class KVCache<Value, order>::PageLoan {
  public:
-  /// `layer`: the layer of the called sequences whose lists get the pages at their ends; -1: the
-  /// caller undoes its lists.
+  /// `layer`: the layer of the called sequences at whose lists' ends the pages are added; -1: the
+  /// caller restores its lists.
   explicit PageLoan(KVCache& cache, int layer = -1)
       : m_cache(cache), m_work(*cache.m_work), m_layer(layer) {}
   PageLoan(const PageLoan&) = delete;
@@ -105,7 +105,7 @@ class KVCache<Value, order>::PageLoan {
       }
       for (PageId page : m_work.lent) give_back(page);
     }
-    // After a commit too: two sequences that shared a page do not both need a copy of it.
+    // Also after a commit: if two sequences shared a page, only one of them needs a copy.
     for (PageId page : m_work.fresh) give_back(page);
     m_work.lent.clear();
     m_work.fresh.clear();
@@ -124,7 +124,7 @@ class KVCache<Value, order>::PageLoan {
     m_borrowed += of_stock;
     m_cache.m_pool.addresses(exec);
   }
-  /// Hands a page out: one of those taken, or of the stock. Cannot fail.
+  /// Hands out a page from the loan or from the stock. Cannot fail.
   PageId next(bool of_stock = false) {
     std::vector<PageId>& from = of_stock ? m_cache.m_stock : m_work.fresh;
     const PageId page = from.back();
@@ -133,19 +133,19 @@ class KVCache<Value, order>::PageLoan {
     m_borrowed += of_stock ? 1 : 0;
     return page;
   }
-  /// The page handed out last stays where it is even without commit().
+  /// Keeps the page that was handed out last in place, even without commit().
   void keep_last(bool of_stock = false) {
     m_work.lent.pop_back();
     m_borrowed -= of_stock ? 1 : 0;
   }
-  /// All pages handed out stay where they are.
+  /// Keeps all pages that were handed out in place.
   void commit() {
     m_committed = true;
     m_borrowed = 0;
   }
 
  private:
-  // The stock has room: it had these pages. Any are as good as those that it lent.
+  // The stock has space, because it had these pages. Any pages can replace those that it lent.
   void give_back(PageId page) {
     if (m_borrowed == 0) return m_cache.m_pool.release(page);
     m_cache.m_stock.push_back(page);
@@ -155,7 +155,7 @@ class KVCache<Value, order>::PageLoan {
   KVCache& m_cache;
   Workspace& m_work;
   int m_layer;
-  std::size_t m_borrowed = 0;  // of the stock's pages
+  std::size_t m_borrowed = 0;  // number of the stock's pages on loan
   bool m_committed = false;
 };
 

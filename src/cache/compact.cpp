@@ -1,4 +1,4 @@
-// Later eviction: rows that were kept once are judged again.
+// Later eviction: judges rows again that were kept once.
 #include "base/team.hpp"
 #include "cache/cache_impl.hpp"
 #include "cache/layer_rows.hpp"
@@ -224,7 +224,7 @@ CompactCounts KVCache<Value, order>::rearrange_judged(const ExecutionSpace& exec
   return done;
 }
 
-// Keeps the flagged rows of a layer, in phases. Ring rows take part if they have flags; the kept
+// Keeps the flagged rows of a layer, in phases. If ring rows have flags they take part; the kept
 // ones then follow the retained rows in pages. After the pages are taken, nothing fails on hosts.
 template <class Value, PageOrder order>
 class KVCache<Value, order>::Rearrangement {
@@ -240,7 +240,7 @@ class KVCache<Value, order>::Rearrangement {
         m_keep(keep),
         m_keep_of_ring(keep_of_ring),
         m_with_ring(keep_of_ring.extent(1) > 0) {
-    // To the mover, an append of no tokens through which all rows leave the ring.
+    // For the mover, this is an append of no tokens through which all rows leave the ring.
     m_ring.step = cache.step_of(m_layer, layer, 0);
     m_ring.step.exits = m_with_ring ? m_ring.step.in_ring : 0;
     m_ring.ring = {m_layer.ring.data(), m_layer.ring_scores.data()};
@@ -292,14 +292,15 @@ class KVCache<Value, order>::Rearrangement {
   std::int64_t rows_after(int head) const {
     return m_kept.host_counts[head] + m_ring_kept.host_counts[head];
   }
-  // The first page that is written: the one with the head's first evicted row. If no row moves, the
-  // end of the list.
+  // Returns the first page that is written: the page with the head's first evicted row. If no row
+  // moves, returns the end of the list.
   std::size_t first_written_page(int head) const {
     return rows_after(head) == first_written(head)
                ? m_lists[head].size()
                : static_cast<std::size_t>(first_written(head) / m_cache.m_shape.page_rows);
   }
-  // Written pages that another list shares are replaced; the others are written in place.
+  // Returns whether the page is replaced. Written pages that another list shares are replaced; the
+  // others are written in place.
   bool is_replaced(int head, std::size_t page) const {
     const std::vector<PageId>& list = m_layer.pages[head];
     return page >= list.size() || m_cache.m_pool.reference_count(list[page]) > 1;
@@ -386,7 +387,7 @@ class KVCache<Value, order>::Rearrangement {
   detail::KeptPart m_ring_kept = {};
   std::vector<std::vector<PageId>> m_lists;  // the pages afterwards
   std::size_t m_missing = 0;                 // pages to take
-  std::size_t m_widest = 0;                  // of the lists
+  std::size_t m_widest = 0;                  // length of the longest list
 };
 
 template <class Value, PageOrder order>
@@ -396,7 +397,7 @@ CompactCounts KVCache<Value, order>::rearrange(const ExecutionSpace& exec, Seque
   return Rearrangement(*this, exec, sequence, layer, keep, keep_of_ring).run();
 }
 
-// Replaces the shared pages of a layer by copies of its own.
+// Replaces the shared pages of a layer by copies.
 template <class Value, PageOrder order>
 void KVCache<Value, order>::own_pages(const ExecutionSpace& exec, Sequence& sequence,
                                       int layer_index) {

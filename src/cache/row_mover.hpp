@@ -1,5 +1,5 @@
-// Lists rows by verdict and moves them between the caller's views, rings and pages: by loops of the
-// host, or by kernels of any backend.
+// Lists rows by verdict and moves them between the caller's views, rings and pages, by host loops
+// or by kernels of any backend.
 #pragma once
 
 #include <kvzap/core/cache.hpp>
@@ -63,7 +63,7 @@ struct RowsRef {
   }
 };
 
-/// The same for scores, (head, row). Without data, no row has a score.
+/// Scores of the caller, (head, row), in the same form. Without data, no row has a score.
 struct ScoresRef {
   const float* data = nullptr;
   std::int64_t head_stride = 0, row_stride = 0;
@@ -81,8 +81,8 @@ struct ScoresRef {
 };
 
 /// Extents of one span's append to a layer. The rows that leave the ring ("exits") have positions
-/// first … first + exits - 1. The older ones are in the ring; the younger ones pass by, if more
-/// than a window of rows arrives at once.
+/// first … first + exits - 1. Older exits are in the ring. If more than a window of rows arrives at
+/// once, younger exits never enter it.
 struct AppendStep {
   int heads = 0;
   int dim = 0;
@@ -107,7 +107,7 @@ struct RingRef {
   float* scores = nullptr;
 };
 
-/// One span's append to a layer: its extents, the ring, and the rows that arrive.
+/// One span's append to a layer: its extents, the ring, and the new rows.
 template <class Value>
 struct SpanRows {
   AppendStep step;
@@ -116,7 +116,7 @@ struct SpanRows {
   ScoresRef scores;
 };
 
-/// Copies of ring rows that cancel_step brings back: row i of head h is copy h * head_rows + i, for
+/// Copies of ring rows that cancel_step restores. Row i of head h is copy h * head_rows + i, for
 /// the first `count` rows that leave the ring.
 template <class Value>
 struct SavedRows {
@@ -135,7 +135,7 @@ struct PagesRef {
   const PageId* table;  // (head, page), for kernels
   std::int64_t table_stride;
 
-  /// On the host.
+  /// Returns the address of a page, on the host.
   PageAddress at(int head, std::int64_t page) const { return pool->address((*lists)[head][page]); }
   KOKKOS_INLINE_FUNCTION PageId id(std::int64_t head, std::int64_t page) const {
     return table[head * table_stride + page];
@@ -152,13 +152,13 @@ struct HeadCounts {
 /// The host lists head h's from rows[h * extent] on, kernels from rows[begins[h]] on.
 struct KeptPart {
   int heads;
-  std::int64_t extent;  // room for a head's rows
+  std::int64_t extent;  // space for a head's rows
   std::int32_t* rows;
   std::int64_t* begins;       // (head), for kernels
   std::int64_t* counts;       // (head)
   std::int64_t* firsts;       // (head), of flags alone: the first row that is not kept
   std::int64_t* non_finite;   // one number: scores that are not finite
-  std::int64_t* host_counts;  // the same on the host, once KeptRows::fetch has run
+  std::int64_t* host_counts;  // the counts on the host, after KeptRows::fetch
   std::int64_t* host_firsts;
   std::int64_t* host_non_finite;
 
@@ -168,7 +168,7 @@ struct KeptPart {
 /// Memory for such lists. An entry has a list; further entries hold sums.
 class KeptRows {
  public:
-  /// Makes room for so many rows and entries; what was listed is lost if that takes memory.
+  /// Reserves space for this number of rows and entries. If that allocates, earlier lists are lost.
   void reserve(std::int64_t rows, std::int64_t entries) {
     reserve_scratch(m_rows, rows, "kvzap::cache::kept");
     if (m_entries >= entries) return;
@@ -179,7 +179,8 @@ class KeptRows {
     m_host_numbers = Kokkos::create_mirror_view(m_numbers);
     m_entries = entries;
   }
-  /// The lists of entries first_entry … first_entry + heads - 1, which begin at row first_row.
+  /// Returns the lists of entries first_entry … first_entry + heads - 1, which begin at row
+  /// first_row.
   KeptPart part(std::int64_t first_entry, int heads, std::int64_t first_row, std::int64_t extent,
                 std::int64_t non_finite_entry) const {
     std::int64_t* const counts = m_numbers.data();
@@ -195,7 +196,7 @@ class KeptRows {
             host + m_entries + first_entry,
             host + non_finite_entry};
   }
-  /// Brings counts, firsts and sums to the host, after what was launched on `exec`. Waits.
+  /// Copies counts, firsts and sums to the host, after the work on `exec`. Waits.
   void fetch(const ExecutionSpace& exec, const char* why) const {
     fence(exec, why);
     Kokkos::deep_copy(m_host_numbers, m_numbers);
@@ -208,8 +209,8 @@ class KeptRows {
   std::int64_t m_entries = 0;
 };
 
-/// Lists and moves the rows of one layer of one sequence. Nothing here takes memory of the cache or
-/// changes its books.
+/// Lists and moves the rows of one layer of one sequence. It neither allocates memory of the cache
+/// nor changes its bookkeeping.
 template <class Value, PageOrder order>
 class RowMover {
  public:
@@ -218,14 +219,14 @@ class RowMover {
   RowMover& operator=(const RowMover&) = delete;
   virtual ~RowMover() = default;
 
-  /// Whether kernels do the work, so that the host must fetch what they list.
+  /// Returns whether kernels do the work, so that the host must fetch their lists.
   virtual bool runs_kernels() const = 0;
 
   /// Lists the exits that `rule` keeps, and counts those whose score is not finite.
   virtual void judge(const ExecutionSpace& exec, const SpanRows<Value>& span,
                      const EvictionRule& rule, const KeptPart& kept) const = 0;
-  /// Lists the flagged ones of each head's first `rows` rows, keep(head, row); without `rows`, of
-  /// kept.extent rows.
+  /// Lists the flagged rows, keep(head, row), among each head's first `rows` rows. Without `rows`,
+  /// uses kept.extent rows.
   virtual void select(const ExecutionSpace& exec, const FlagsView& keep, const HeadCounts& rows,
                       const KeptPart& kept) const = 0;
   /// Counts the listed rows whose score, (head, row), is not finite.
@@ -234,13 +235,14 @@ class RowMover {
   /// Copies the listed exits into pages, behind the `retained` rows of their heads.
   virtual void admit(const ExecutionSpace& exec, const SpanRows<Value>& span, const KeptPart& kept,
                      const HeadCounts& retained, const PagesRef& pages) const = 0;
-  /// Copies rows that are about to leave the ring, or brings them `back`.
+  /// Copies rows that are about to leave the ring, or restores them if `back`.
   virtual void save(const ExecutionSpace& exec, const SpanRows<Value>& span,
                     const SavedRows<Value>& saved, bool back) const = 0;
-  /// Writes the last rows to arrive into the ring slots of those that left.
+  /// Writes the newest rows into the ring slots of the rows that left.
   virtual void fill_ring(const ExecutionSpace& exec, const SpanRows<Value>& span) const = 0;
   /// Moves the listed rows of pages `from` to the front of pages `to`, which may be the same pages.
-  /// Rows before a head's first dropped one are not copied: those of its page lie in both.
+  /// Rows before a head's first dropped one are not copied: both `from` and `to` have those of its
+  /// page.
   virtual void compact(const ExecutionSpace& exec, const Block<order>& block, const KeptPart& kept,
                        const PagesRef& from, const PagesRef& to) const = 0;
 };
@@ -250,7 +252,7 @@ const RowMover<Value, order>& host_row_mover();
 template <class Value, PageOrder order>
 const RowMover<Value, order>& kernel_row_mover();
 
-/// The mover for this backend and the row path in force.
+/// Returns the mover for this backend and the row path in force.
 template <class Value, PageOrder order>
 const RowMover<Value, order>& row_mover() {
   if constexpr (runs_on_host) {

@@ -27,7 +27,7 @@ StepRule rule_of(const SequencePruning& pruning, StepPart part, std::int64_t que
   StepRule rule;
   rule.part = part;
   rule.question = question;
-  // Without a budget a threshold decides, as pairs leave the window.
+  // Without a budget, a threshold judges pairs as they leave the window.
   rule.eviction = {pruning.threshold(), pruning.pruning.sink, judges && !pruning.chooses_rows()};
   return rule;
 }

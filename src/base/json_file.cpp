@@ -192,6 +192,14 @@ nlohmann::json parse_json(std::string_view text, const std::string& what) {
   return builder.take();
 }
 
+nlohmann::json parse_json_object(std::string_view text, const std::string& what) {
+  nlohmann::json value = parse_json(text, what);
+  if (!value.is_object()) {
+    throw Error(fmt::format("{}: expected a JSON object, found {}", what, value.type_name()));
+  }
+  return value;
+}
+
 std::string read_text_file(const std::filesystem::path& file, std::uintmax_t max_bytes) {
   const std::string what = file.string();
   std::error_code status;
@@ -213,12 +221,7 @@ std::string read_text_file(const std::filesystem::path& file, std::uintmax_t max
 }
 
 nlohmann::json read_json_object(const std::filesystem::path& file, std::uintmax_t max_bytes) {
-  const std::string what = file.string();
-  nlohmann::json value = parse_json(read_text_file(file, max_bytes), what);
-  if (!value.is_object()) {
-    throw Error(fmt::format("{}: expected a JSON object, found {}", what, value.type_name()));
-  }
-  return value;
+  return parse_json_object(read_text_file(file, max_bytes), file.string());
 }
 
 std::string described(const nlohmann::json& value) {

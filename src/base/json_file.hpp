@@ -27,6 +27,10 @@ std::size_t json_memory_limit(std::size_t text_bytes);
 /// json_memory_limit.
 nlohmann::json parse_json(std::string_view text, const std::string& what);
 
+/// Calls parse_json for a text that must contain an object. Throws Error "WHAT: …" for other
+/// values.
+nlohmann::json parse_json_object(std::string_view text, const std::string& what);
+
 /// Returns the contents of a regular file. Throws Error if it is missing, not regular or larger
 /// than `max_bytes`, or if reading fails.
 std::string read_text_file(const std::filesystem::path& file, std::uintmax_t max_bytes = 64u << 20);

@@ -1,57 +1,37 @@
 #include <fmt/format.h>
 
-#include <fstream>
 #include <kvzap/engine/learn_from_texts.hpp>
 #include <nlohmann/json.hpp>
 #include <string>
 
-#include "base/json_file.hpp"
+#include "base/line_reader.hpp"
 #include "base/value_types.hpp"
 #include "engine/watching.hpp"
+#include "text/json_field.hpp"
 
 namespace kvzap {
 namespace {
 
-// Returns the text in a line of a file of JSON objects.
-std::string text_of(const std::string& line, const std::string& where) {
-  constexpr auto expected = "expected a JSON object with a field \"text\", as in the first line";
-  const auto fail = [&](const std::string& found) {
-    throw Error(fmt::format("{}: {}; {}", where, found, expected));
-  };
-  nlohmann::json json;
-  try {
-    json = detail::parse_json(line, where);
-  } catch (const Error& error) {
-    throw Error(fmt::format("{}; {}", error.what(), expected));
-  }
-  if (!json.is_object()) fail(fmt::format("JSON of type {}", json.type_name()));
-  const auto text = json.find("text");
-  if (text == json.end()) fail("no field \"text\"");
-  if (!text->is_string()) fail(fmt::format("field \"text\" is of type {}", text->type_name()));
-  return text->get<std::string>();
+// The text in a line of a file of JSON objects.
+std::string text_of(const detail::LineReader& reader) {
+  const nlohmann::json row =
+      reader.object("expected an object with a field \"text\", as in the first line");
+  return detail::JsonField(row, reader.where()).member("text").string();
 }
 
-// Returns the token ids of each text in the file.
+// The token ids of each text in the file; with `most` above 0, of at most so many texts.
 std::vector<std::vector<TokenId>> tokenize(const std::filesystem::path& file,
                                            const TextEncoder& encode, const ModelConfig& config,
                                            std::int64_t most) {
-  std::ifstream stream(file, std::ios::binary);
-  if (!stream || std::filesystem::is_directory(file)) {
-    throw Error(fmt::format("{}: cannot be read; expected a file of texts", file.string()));
-  }
-  constexpr const char* blanks = " \t\r\n\v\f";
+  detail::LineReader reader(file, "a file of texts");
   std::vector<std::vector<TokenId>> texts;
   bool is_json = false;
-  std::int64_t number = 0;
-  for (std::string line; std::getline(stream, line);) {
-    if (most > 0 && static_cast<std::int64_t>(texts.size()) == most) break;
-    ++number;
-    if (!line.empty() && line.back() == '\r') line.pop_back();
-    const std::size_t begin = line.find_first_not_of(blanks);
-    if (begin == std::string::npos) continue;
-    const std::string where = fmt::format("{}: line {}", file.string(), number);
-    if (texts.empty()) is_json = line[begin] == '{';
-    std::vector<TokenId> ids = encode(is_json ? text_of(line, where) : line);
+  while ((most <= 0 || static_cast<std::int64_t>(texts.size()) < most) && reader.next_text()) {
+    std::string line = reader.line();
+    if (line.back() == '\r') line.pop_back();
+    const std::string where = reader.where();
+    if (texts.empty()) is_json = line[line.find_first_not_of(" \t\v\f\r")] == '{';
+    std::vector<TokenId> ids = encode(is_json ? text_of(reader) : line);
     if (ids.empty()) throw Error(fmt::format("{}: the text has no tokens", where));
     for (const TokenId id : ids) {
       if (id >= config.vocab_size) {
@@ -61,7 +41,6 @@ std::vector<std::vector<TokenId>> tokenize(const std::filesystem::path& file,
     }
     texts.push_back(std::move(ids));
   }
-  if (stream.bad()) throw Error(fmt::format("{}: reading failed", file.string()));
   if (texts.empty()) {
     throw Error(fmt::format("{}: there is no text in it; expected one per line", file.string()));
   }

@@ -8,11 +8,11 @@
 
 #include <cerrno>
 #include <cmath>
-#include <fstream>
 #include <kvzap/core/types.hpp>
 #include <set>
 
 #include "base/json_file.hpp"
+#include "base/line_reader.hpp"
 #include "base/temporary_file.hpp"
 
 namespace kvzap::detail {
@@ -117,12 +117,12 @@ std::string text_of(const ordered_json& description, int indent) {
   return description.dump(indent, ' ', false, ordered_json::error_handler_t::replace);
 }
 
-/// Whether later lines follow: only the last lines of a file can be torn.
-bool has_record(std::ifstream& stream) {
-  for (std::string line; std::getline(stream, line);) {
-    if (stream.eof()) return false;
+/// Whether a whole record follows. Then a damaged line before it is no interrupted write.
+bool has_record(LineReader& reader) {
+  while (reader.next()) {
+    if (!reader.has_end()) return false;
     try {
-      EvalRecord::parse(line);
+      EvalRecord::parse(reader.line());
       return true;
     } catch (const Error&) {
     }
@@ -162,10 +162,7 @@ std::string EvalRecord::to_json_line() const {
 }
 
 EvalRecord EvalRecord::parse(const std::string& line) {
-  const json object = parse_json(line, "record");
-  if (!object.is_object()) {
-    throw Error(fmt::format("expected a record, a JSON object, found {}", described(object)));
-  }
+  const json object = parse_json_object(line, "record");
   EvalRecord record;
   read_field(object, "task_file", record.task_file);
   read_field(object, "line", record.line);
@@ -263,47 +260,44 @@ void EvaluationFolder::begin(const ordered_json& description) {
 std::int64_t EvaluationFolder::read(const std::vector<std::string>& labels,
                                     const std::function<void(EvalRecord&&)>& take) {
   const fs::path file = records_file();
-  std::ifstream stream(file, std::ios::binary);
-  if (!stream) throw Error(fmt::format("{}: cannot be read", file.string()));
+  LineReader reader(file, "records of kvzap eval");
   std::set<std::pair<std::string, std::int64_t>> prompts;
   std::vector<EvalRecord> prompt;
-  std::int64_t position = 0, whole = 0, number = 0;
-  for (std::string line; std::getline(stream, line);) {
-    ++number;
-    const auto where = [&] { return fmt::format("{}:{}: ", file.string(), number); };
+  std::int64_t position = 0, whole = 0;
+  while (reader.next()) {
+    const std::string where = reader.where();
     std::string wrong;
     try {
-      if (stream.eof()) throw Error("the line has no end");
-      prompt.push_back(EvalRecord::parse(line));
+      if (!reader.has_end()) throw Error("the line has no end");
+      prompt.push_back(EvalRecord::parse(reader.line()));
     } catch (const Error& error) {
       wrong = error.what();
     }
     if (!wrong.empty()) {
-      if (has_record(stream)) {
-        throw Error(fmt::format("{}damaged, and records follow: {}", where(), wrong));
+      if (has_record(reader)) {
+        throw Error(fmt::format("{}: damaged, and records follow: {}", where, wrong));
       }
       break;
     }
-    position += static_cast<std::int64_t>(line.size()) + 1;
+    position += static_cast<std::int64_t>(reader.line().size()) + 1;
     const EvalRecord& first = prompt.front();
     const EvalRecord& last = prompt.back();
     const std::string& label = labels[prompt.size() - 1];
     if (last.task_file != first.task_file || last.line != first.line || last.setting != label) {
-      throw Error(fmt::format("{}expected the record of {}:{} and {}, found that of {}:{} and {}",
-                              where(), first.task_file, first.line, label, last.task_file,
-                              last.line, last.setting));
+      throw Error(fmt::format("{}: expected the record of {}:{} and {}, found that of {}:{} and {}",
+                              where, first.task_file, first.line, label, last.task_file, last.line,
+                              last.setting));
     }
     if (prompt.size() < labels.size()) continue;
     if (!prompts.emplace(first.task_file, first.line).second) {
       throw Error(
-          fmt::format("{}prompt {}:{} has two records", where(), first.task_file, first.line));
+          fmt::format("{}: prompt {}:{} has two records", where, first.task_file, first.line));
     }
     for (EvalRecord& record : prompt) take(std::move(record));
     prompt.clear();
     whole = position;
   }
-  // After a read error the last line may be complete, so nothing is cut off.
-  if (stream.bad()) throw Error(fmt::format("{}: reading failed", file.string()));
+  // If reading failed, the reader has thrown: an unreadable line must not be cut off.
   struct stat status = {};
   if (::fstat(m_descriptor, &status) != 0) throw system_error(file.string(), errno);
   const std::int64_t torn = status.st_size - whole;

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <fstream>
 #include <kvzap/core/types.hpp>
 #include <kvzap/lab/metrics.hpp>
 #include <kvzap/lab/tasks.hpp>
@@ -13,8 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "base/fnv.hpp"
 #include "base/json_file.hpp"
+#include "base/line_reader.hpp"
 #include "base/nearest.hpp"
 #include "eval/metric_tasks.hpp"
 #include "text/json_field.hpp"
@@ -285,10 +284,7 @@ Task task_of_line(std::string_view line, const std::string& where, const std::st
   if (!detail::is_valid_utf8(line)) {
     throw Error(fmt::format("{}: expected UTF-8, found other bytes", where));
   }
-  const Json row = detail::parse_json(line, where);
-  if (!row.is_object()) {
-    throw Error(fmt::format("{}: expected a JSON object, found {}", where, row.type_name()));
-  }
+  const Json row = detail::parse_json_object(line, where);
   Task task = task_of(row, where, default_name, templates);
   try {
     const std::int64_t default_tokens = default_max_new_tokens(task);
@@ -326,56 +322,27 @@ PromptTemplates read_prompt_templates(const std::filesystem::path& file) {
 
 TaskFile read_tasks(const std::filesystem::path& file, bool keep_going,
                     const PromptTemplates& templates) {
-  std::ifstream stream(file, std::ios::binary);
-  std::error_code status;
-  if (!stream || std::filesystem::is_directory(file, status)) {
-    throw Error(fmt::format("{}: cannot be read; expected a file with a JSON object in each line",
-                            file.string()));
-  }
+  detail::LineReader reader(file, "a file with a JSON object in each line", max_task_line_bytes);
   TaskFile result;
   result.file = file;
-  result.hash = detail::fnv_start;
   const std::string default_name = task_name_of(file);
-  std::int64_t number = 0;
-  std::string line;
-  const auto finish_line = [&] {
-    ++number;
-    std::string_view text = line;
+  while (reader.next_text()) {
+    std::string_view text = reader.line();
     constexpr std::string_view byte_order_mark = "\xEF\xBB\xBF";
-    if (number == 1 && text.substr(0, byte_order_mark.size()) == byte_order_mark) {
+    if (reader.number() == 1 && text.substr(0, byte_order_mark.size()) == byte_order_mark) {
       text.remove_prefix(byte_order_mark.size());
+      if (text.find_first_not_of(" \t\r\v\f") == std::string_view::npos) continue;
     }
-    if (text.find_first_not_of(" \t\r\n\v\f") == std::string_view::npos) return;
-    const std::string where = fmt::format("{}: line {}", file.string(), number);
     try {
-      Task task = task_of_line(text, where, default_name, templates);
-      task.line = number;
+      Task task = task_of_line(text, reader.where(), default_name, templates);
+      task.line = reader.number();
       result.tasks.push_back(std::move(task));
     } catch (const Error& error) {
       if (!keep_going) throw;
       result.skipped.emplace_back(error.what());
     }
-  };
-  // Reads block by block, because an endless line must not fill the memory.
-  std::vector<char> block(std::size_t{1} << 20);
-  bool is_open = false;  // within a line
-  while (stream) {
-    stream.read(block.data(), static_cast<std::streamsize>(block.size()));
-    std::string_view bytes(block.data(), static_cast<std::size_t>(stream.gcount()));
-    result.hash = detail::fnv1a(bytes, result.hash);
-    while (!bytes.empty()) {
-      const std::size_t end = bytes.find('\n');
-      const std::string_view part = bytes.substr(0, end);
-      if (line.size() <= max_task_line_bytes) line.append(part);
-      is_open = end == std::string_view::npos;
-      bytes.remove_prefix(is_open ? bytes.size() : end + 1);
-      if (is_open) continue;
-      finish_line();
-      line.clear();
-    }
   }
-  if (stream.bad()) throw Error(fmt::format("{}: reading failed", file.string()));
-  if (is_open) finish_line();
+  result.hash = reader.hash();
   if (result.tasks.empty()) {
     throw Error(fmt::format("{}: expected a task in each line, found {}", file.string(),
                             result.skipped.empty()

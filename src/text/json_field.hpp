@@ -21,7 +21,7 @@ std::string abbreviated(std::string_view text);
 /// throws Error with that name if the value has another type. The value must outlive this object.
 class JsonField {
  public:
-  JsonField(const nlohmann::json& value, std::string file, std::string name)
+  JsonField(const nlohmann::json& value, std::string file, std::string name = "")
       : m_value(&value), m_file(std::move(file)), m_name(std::move(name)) {}
 
   const nlohmann::json& value() const { return *m_value; }

@@ -1,7 +1,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <fstream>
 #include <functional>
 #include <kvzap/lab/collect.hpp>
 #include <map>
@@ -10,7 +9,8 @@
 #include <optional>
 
 #include "base/fnv.hpp"
-#include "base/json_file.hpp"
+#include "base/line_reader.hpp"
+#include "text/json_field.hpp"
 #include "text/utf8.hpp"
 
 namespace kvzap {
@@ -42,31 +42,12 @@ struct Line {
   std::string subset;
 };
 
-Line parse_line(const std::string& line, const std::string& where) {
-  constexpr auto expected = "expected a JSON object with a field \"text\"";
-  const auto fail = [&](const std::string& found) {
-    throw Error(fmt::format("{}: {}; {}", where, found, expected));
-  };
-  nlohmann::json json;
-  try {
-    json = detail::parse_json(line, where);
-  } catch (const Error& error) {
-    throw Error(fmt::format("{}; {}", error.what(), expected));
-  }
-  if (!json.is_object()) fail(fmt::format("JSON of type {}", json.type_name()));
-  const auto text = json.find("text");
-  if (text == json.end()) fail("no field \"text\"");
-  if (!text->is_string()) fail(fmt::format("field \"text\" is of type {}", text->type_name()));
-  const auto subset = json.find("subset");
-  const bool has_subset = subset != json.end() && !subset->is_null();
-  if (has_subset && !subset->is_string()) {
-    throw Error(fmt::format("{}: field \"subset\" is of type {}; expected a text", where,
-                            subset->type_name()));
-  }
-  Line result{text->get<std::string>(), has_subset ? subset->get<std::string>() : ""};
-  if (result.subset.find('\0') != std::string::npos) {
-    throw Error(fmt::format("{}: field \"subset\" contains a NUL", where));
-  }
+Line parse_line(const detail::LineReader& reader) {
+  const nlohmann::json json = reader.object("expected an object with a field \"text\"");
+  const detail::JsonField row(json, reader.where());
+  const detail::JsonField subset = row.member("subset");
+  Line result{row.member("text").string(), subset.is_null() ? "" : subset.string()};
+  if (result.subset.find('\0') != std::string::npos) subset.fail("a string without NUL");
   return result;
 }
 
@@ -108,20 +89,12 @@ struct TextForm {
 
 CollectTexts read_as(const std::filesystem::path& file, const CollectRules& rules,
                      const TextForm& form, const ModelConfig& config) {
-  std::ifstream stream(file, std::ios::binary);
-  if (!stream || std::filesystem::is_directory(file)) {
-    throw Error(fmt::format("{}: cannot be read; expected a file of texts", file.string()));
-  }
+  detail::LineReader reader(file, "a file of texts");
   CollectTexts result;
   std::map<std::string, std::int64_t> of_subset;
-  std::uint64_t hash = detail::fnv_start;
-  std::int64_t number = 0;
-  for (std::string line; std::getline(stream, line);) {
-    ++number;
-    hash = detail::fnv1a("\n", detail::fnv1a(line, hash));
-    if (line.find_first_not_of(" \t\r\n\v\f") == std::string::npos) continue;
-    const std::string where = fmt::format("{}: line {}", file.string(), number);
-    const Line parsed = parse_line(line, where);
+  while (reader.next_text()) {
+    const std::string where = reader.where();
+    const Line parsed = parse_line(reader);
     ++result.lines;
     if (rules.max_texts > 0 && static_cast<std::int64_t>(result.texts.size()) == rules.max_texts) {
       ++result.over_max_texts;
@@ -159,11 +132,11 @@ CollectTexts read_as(const std::filesystem::path& file, const CollectRules& rule
     }
     ++of_subset[parsed.subset];
     made.positions =
-        sample(made.text_end - made.text_begin, rules.tokens_per_text, rules.seed, number);
-    result.plan.push_back({number, parsed.subset, made.text_end - made.text_begin, made.positions});
+        sample(made.text_end - made.text_begin, rules.tokens_per_text, rules.seed, reader.number());
+    result.plan.push_back(
+        {reader.number(), parsed.subset, made.text_end - made.text_begin, made.positions});
     result.texts.push_back(std::move(made));
   }
-  if (stream.bad()) throw Error(fmt::format("{}: reading failed", file.string()));
   if (result.lines == 0) {
     throw Error(
         fmt::format("{}: there is no text in it; expected a JSON object per line", file.string()));
@@ -176,7 +149,9 @@ CollectTexts read_as(const std::filesystem::path& file, const CollectRules& rule
                     file.string(), result.lines, result.too_short, rules.min_tokens,
                     result.too_long, rules.max_tokens, config.longest_context(), form.how_often));
   }
-  result.hash = fmt::format("{:016x}", hash);
+  // A missing newline at the end of the file makes no difference.
+  result.hash =
+      fmt::format("{:016x}", reader.has_end() ? reader.hash() : detail::fnv1a("\n", reader.hash()));
   return result;
 }
 

@@ -41,9 +41,9 @@ TEST_F(Texts, JsonObjects) {
                                                       m_tokenizer.encode("{3", true)};
   EXPECT_EQ(read("\n{\"text\": \"one\\ntwo\", \"n\": 1}\n  {\"text\": \"{3\"}\n"), expected);
   refuse("{\"text\": \"one\"}\ntwo\n", {"texts: line 2: not valid JSON", "as in the first line"});
-  refuse("{\"text\": \"one\"}\n\n[1]\n", {"line 3: JSON of type array"});
-  refuse("{\"txt\": \"one\"}", {"line 1: no field \"text\""});
-  refuse("{\"text\": 5}", {"line 1: field \"text\" is of type number"});
+  refuse("{\"text\": \"one\"}\n\n[1]\n", {"line 3: expected a JSON object, found array"});
+  refuse("{\"txt\": \"one\"}", {"line 1: text: expected a string, found null"});
+  refuse("{\"text\": 5}", {"line 1: text: expected a string, found 5"});
   refuse("{\"text\": \"\"}", {"line 1: the text has no tokens"});
 }
 

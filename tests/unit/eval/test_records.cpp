@@ -95,11 +95,12 @@ TEST(EvalRecords, DamageInTheMiddleIsRefused) {
   for (const auto& line : prompt(1)) text += line + "\n";
   folder.write("records.jsonl", "damaged\n" + text);
   EvaluationFolder open(folder.path());
-  expect_error([&] { read(open); }, {"records.jsonl:1: ", "records follow"});
+  expect_error([&] { read(open); }, {"records.jsonl: line 1: ", "records follow"});
   folder.write("records.jsonl", text + prompt(2)[1] + "\n");
-  expect_error([&] { read(open); }, {"records.jsonl:3: ", "expected the record of", "and none"});
+  expect_error([&] { read(open); },
+               {"records.jsonl: line 3: ", "expected the record of", "and none"});
   folder.write("records.jsonl", text + text);
-  expect_error([&] { read(open); }, {"records.jsonl:4: ", "tasks.jsonl:1 has two records"});
+  expect_error([&] { read(open); }, {"records.jsonl: line 4: ", "tasks.jsonl:1 has two records"});
 }
 
 TEST(EvalRecords, AnotherEvaluationIsRefusedByName) {

@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
+#include "base/json_field.hpp"
 #include "base/json_file.hpp"
 #include "base/nearest.hpp"
 
@@ -14,6 +15,7 @@ namespace kvzap::driver {
 namespace {
 
 namespace fs = std::filesystem;
+using detail::JsonField;
 using nlohmann::json;
 
 /// Keep ratios of every row make the summaries of large models long.
@@ -24,70 +26,49 @@ constexpr int bands = 8;
 
 // --- reading
 
-/// Reads fields of a file's objects. Messages name file, field, expected and found.
-class FieldReader {
- public:
-  explicit FieldReader(std::string file) : m_file(std::move(file)) {}
+/// A number from 0 to 1, with room for rounding errors.
+double share_of(const JsonField& object, const char* name) {
+  constexpr double rounding = 1e-9;
+  const JsonField field = object.member(name);
+  const double value = field.value().is_number() ? field.number() : -1;
+  if (!(value >= -rounding && value <= 1 + rounding)) field.fail("a number from 0 to 1");
+  return value;
+}
 
-  void expect(bool holds, const std::string& field, const std::string& expected,
-              const json& found) const {
-    if (holds) return;
-    throw Error(fmt::format("{}: {}: expected {}, found {}", m_file, field, expected,
-                            found.is_null() ? "nothing" : detail::described(found)));
-  }
-  std::string text(const json& object, const char* name, const std::string& where) const {
-    const json& value = at(object, name);
-    expect(value.is_string(), where + name, "text", value);
-    return value.get<std::string>();
-  }
-  double number(const json& object, const char* name, const std::string& where, double most) const {
-    const json& value = at(object, name);
-    const bool good = value.is_number() && value.get<double>() >= -rounding &&
-                      value.get<double>() <= most * (1 + rounding);
-    expect(good, where + name, most == 1 ? "a number from 0 to 1" : "a number that is not negative",
-           value);
-    return value.get<double>();
-  }
-  std::optional<double> maybe_number(const json& object, const char* name, const std::string& where,
-                                     double most) const {
-    if (at(object, name).is_null()) return std::nullopt;
-    return number(object, name, where, most);
-  }
-  static const json& at(const json& object, const char* name) {
-    static const json nothing;
-    const auto found = object.find(name);
-    return found == object.end() ? nothing : *found;
-  }
+double amount_of(const JsonField& object, const char* name) {
+  const JsonField field = object.member(name);
+  const double value = field.value().is_number() ? field.number() : -1;
+  if (!(value >= 0)) field.fail("a number that is not negative");
+  return value;
+}
 
- private:
-  static constexpr double rounding = 1e-9;
-  std::string m_file;
-};
+template <class Read>
+std::optional<double> if_there(const JsonField& object, const char* name, const Read& read) {
+  if (object.member(name).is_null()) return std::nullopt;
+  return read(object, name);
+}
 
-constexpr double any_size = 1e300;
-
-TaskFigures read_figures(const FieldReader& reader, const json& row, const std::string& where) {
+TaskFigures read_figures(const JsonField& row) {
   TaskFigures f;
-  f.prompts = static_cast<std::int64_t>(reader.number(row, "prompts", where, 1e15));
-  f.accuracy = reader.maybe_number(row, "accuracy", where, 1);
-  f.low = reader.maybe_number(row, "accuracy_low", where, 1);
-  f.high = reader.maybe_number(row, "accuracy_high", where, 1);
-  f.perplexity = reader.maybe_number(row, "perplexity", where, any_size);
-  f.evict_ratio = reader.number(row, "evict_ratio_mean", where, 1);
-  f.least = reader.number(row, "evict_ratio_min", where, 1);
-  f.most = reader.number(row, "evict_ratio_max", where, 1);
-  f.kv_bytes = reader.number(row, "kv_bytes", where, any_size);
-  f.full_kv_bytes = reader.number(row, "full_kv_bytes", where, any_size);
-  f.seconds = reader.number(row, "prefill_seconds", where, any_size) +
-              reader.number(row, "decode_seconds", where, any_size);
+  f.prompts = static_cast<std::int64_t>(row.member("prompts").number(0, 1e15));
+  f.accuracy = if_there(row, "accuracy", share_of);
+  f.low = if_there(row, "accuracy_low", share_of);
+  f.high = if_there(row, "accuracy_high", share_of);
+  f.perplexity = if_there(row, "perplexity", amount_of);
+  f.evict_ratio = share_of(row, "evict_ratio_mean");
+  f.least = share_of(row, "evict_ratio_min");
+  f.most = share_of(row, "evict_ratio_max");
+  f.kv_bytes = amount_of(row, "kv_bytes");
+  f.full_kv_bytes = amount_of(row, "full_kv_bytes");
+  f.seconds = amount_of(row, "prefill_seconds") + amount_of(row, "decode_seconds");
   return f;
 }
 
-void check_format(const FieldReader& reader, const json& object, const std::string& format) {
-  const json& found = FieldReader::at(object, "format");
-  reader.expect(found == format, "format", "\"" + format + "\"", found);
-  const json& format_version = FieldReader::at(object, "format_version");
-  reader.expect(format_version == 1, "format_version", "1", format_version);
+void check_format(const JsonField& file, const std::string& format) {
+  const JsonField found = file.member("format");
+  if (found.value() != format) found.fail("\"" + format + "\"");
+  const JsonField version = file.member("format_version");
+  if (version.value() != 1) version.fail("1");
 }
 
 /// Reads the options of the evaluation; absent if its folder has no evaluation.json.
@@ -95,24 +76,23 @@ OptionTexts read_options(const fs::path& folder) {
   const fs::path file = folder / "evaluation.json";
   std::error_code ignored;
   if (!fs::exists(file, ignored)) return {};
-  const json evaluation = detail::read_json_object(file);
-  const FieldReader reader(file.string());
-  check_format(reader, evaluation, "kvzap.evaluation");
-  const json& options = FieldReader::at(evaluation, "options");
-  reader.expect(options.is_object(), "options", "an object", options);
+  const json content = detail::read_json_object(file);
+  const JsonField evaluation(content, file.string());
+  check_format(evaluation, "kvzap.evaluation");
+  const JsonField options = evaluation.member("options").object();
   std::map<std::string, std::string> texts;
-  for (const auto& item : options.items()) {
+  for (const auto& item : options.value().items()) {
     texts[item.key()] = item.value().dump(-1, ' ', false, json::error_handler_t::replace);
   }
   return texts;
 }
 
-void read_row(const FieldReader& reader, const json& row, const std::string& where,
-              LeaderboardEvaluation& evaluation, std::map<std::string, std::size_t>& row_of) {
-  const std::string task = reader.text(row, "task", where + ".");
-  const std::string setting = reader.text(row, "setting", where + ".");
-  const std::string policy = reader.text(row, "policy", where + ".");
-  const TaskFigures figures = read_figures(reader, row, where + ".");
+void read_row(const JsonField& row, LeaderboardEvaluation& evaluation,
+              std::map<std::string, std::size_t>& row_of) {
+  const std::string task = row.member("task").string();
+  const std::string setting = row.member("setting").string();
+  const std::string policy = row.member("policy").string();
+  const TaskFigures figures = read_figures(row);
   const auto [at, is_new] = row_of.emplace(setting, evaluation.rows.size());
   if (is_new) evaluation.rows.push_back({0, setting, policy, {}});
   // Rows of all prompts come last in a summary. They replace the rows of a task that is called
@@ -127,9 +107,9 @@ void read_row(const FieldReader& reader, const json& row, const std::string& whe
 
 LeaderboardEvaluation read_evaluation(const std::string& folder) {
   const fs::path file = fs::path(folder) / "summary.json";
-  const json summary = detail::read_json_object(file, max_summary_bytes);
-  const FieldReader reader(file.string());
-  check_format(reader, summary, "kvzap.evaluation_summary");
+  const json content = detail::read_json_object(file, max_summary_bytes);
+  const JsonField summary(content, file.string());
+  check_format(summary, "kvzap.evaluation_summary");
 
   LeaderboardEvaluation evaluation;
   evaluation.folder = folder;
@@ -138,30 +118,20 @@ LeaderboardEvaluation read_evaluation(const std::string& folder) {
   if (path == "." || path == "..") path = fs::absolute(folder).lexically_normal();
   if (!path.has_filename()) path = path.parent_path();
   evaluation.name = path.filename().string();
-  const json& model = FieldReader::at(summary, "model");
-  reader.expect(model.is_object(), "model", "an object", model);
-  evaluation.model = reader.text(model, "name", "model.");
-  const json& hash = FieldReader::at(model, "config_hash");
-  if (!hash.is_null()) evaluation.config_hash = reader.text(model, "config_hash", "model.");
-  const json& complete = FieldReader::at(summary, "complete");
-  reader.expect(complete.is_null() || complete.is_boolean(), "complete", "true or false", complete);
-  evaluation.is_complete = complete.is_null() || complete.get<bool>();
-  const json& files = FieldReader::at(summary, "tasks");
-  reader.expect(files.is_null() || files.is_array(), "tasks", "a list", files);
-  for (std::size_t i = 0; i < files.size(); ++i) {
-    const std::string where = fmt::format("tasks[{}]", i);
-    reader.expect(files[i].is_object(), where, "an object", files[i]);
-    evaluation.hashes.insert(reader.text(files[i], "hash", where + "."));
+  const JsonField model = summary.member("model");
+  evaluation.model = model.member("name").string();
+  const JsonField hash = model.member("config_hash");
+  if (!hash.is_null()) evaluation.config_hash = hash.string();
+  evaluation.is_complete = summary.member("complete").boolean(true);
+  const JsonField files = summary.member("tasks");
+  for (std::size_t i = 0; !files.is_null() && i < files.array_size(); ++i) {
+    evaluation.hashes.insert(files.element(i).member("hash").string());
   }
 
-  const json& rows = FieldReader::at(summary, "rows");
-  reader.expect(rows.is_array() && !rows.empty(), "rows", "a list that is not empty", rows);
+  const JsonField rows = summary.member("rows");
+  if (!rows.value().is_array() || rows.value().empty()) rows.fail("a list that is not empty");
   std::map<std::string, std::size_t> row_of;
-  for (std::size_t i = 0; i < rows.size(); ++i) {
-    const std::string where = fmt::format("rows[{}]", i);
-    reader.expect(rows[i].is_object(), where, "an object", rows[i]);
-    read_row(reader, rows[i], where, evaluation, row_of);
-  }
+  for (std::size_t i = 0; i < rows.array_size(); ++i) read_row(rows.element(i), evaluation, row_of);
   evaluation.options = read_options(folder);
   return evaluation;
 }

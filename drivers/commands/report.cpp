@@ -8,6 +8,7 @@
 #include <limits>
 #include <numeric>
 
+#include "base/json_field.hpp"
 #include "base/json_file.hpp"
 
 namespace kvzap::driver {
@@ -528,33 +529,22 @@ ordered_json to_json(const PlanReport& report, const RunOptions& options) {
 std::vector<std::vector<std::int64_t>> read_kept_rows(const std::string& file,
                                                       const ModelConfig& model) {
   const auto json = detail::read_json_object(file);
-  const auto fail = [&](const std::string& what) -> void {
-    throw Error(fmt::format("{}: field context.kept_rows: {}", file, what));
-  };
-  const nlohmann::json::json_pointer pointer("/context/kept_rows");
-  if (!json.contains(pointer)) fail("missing; expected the report (--json) of an earlier run");
-  const auto& rows = json.at(pointer);
+  const auto rows = detail::JsonField(json, file).member("context").member("kept_rows");
+  if (rows.is_null()) rows.fail("the report (--json) of an earlier run");
   const auto layers = static_cast<std::size_t>(model.num_hidden_layers);
   const auto heads = static_cast<std::size_t>(model.num_key_value_heads);
-  if (!rows.is_array() || rows.size() != layers) {
-    fail(fmt::format("expected {} layers as in the model, found {}", layers,
-                     rows.is_array() ? fmt::format("{}", rows.size()) : rows.type_name()));
+  if (rows.array_size() != layers) {
+    detail::throw_unexpected(rows.where(), fmt::format("{} layers as in the model", layers),
+                             fmt::format("{}", rows.array_size()));
   }
-  std::vector<std::vector<std::int64_t>> kept;
-  for (const auto& layer : rows) {
-    if (!layer.is_array() || layer.size() != heads) {
-      fail(fmt::format("layer {}: expected {} KV heads as in the model, found {}", kept.size(),
-                       heads,
-                       layer.is_array() ? fmt::format("{}", layer.size()) : layer.type_name()));
+  std::vector<std::vector<std::int64_t>> kept(layers);
+  for (std::size_t l = 0; l < layers; ++l) {
+    const detail::JsonField layer = rows.element(l);
+    if (layer.array_size() != heads) {
+      detail::throw_unexpected(layer.where(), fmt::format("{} KV heads as in the model", heads),
+                               fmt::format("{}", layer.array_size()));
     }
-    kept.emplace_back();
-    for (const auto& count : layer) {
-      if (!count.is_number_integer() || count.get<std::int64_t>() < 0) {
-        fail(fmt::format("layer {}: expected whole numbers, found {}", kept.size() - 1,
-                         detail::described(count)));
-      }
-      kept.back().push_back(count.get<std::int64_t>());
-    }
+    for (std::size_t h = 0; h < heads; ++h) kept[l].push_back(layer.element(h).integer(0));
   }
   return kept;
 }

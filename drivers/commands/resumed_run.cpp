@@ -182,11 +182,7 @@ void check_surrogate(const RunOptions& options, const SnapshotInfo& info,
 }
 
 json parsed(const std::string& text, const std::string& snapshot, const char* attribute) {
-  json value = detail::parse_json(text, fmt::format("{}: {}", snapshot, attribute));
-  if (!value.is_object()) {
-    throw Error(fmt::format("{}: {}: expected a JSON object", snapshot, attribute));
-  }
-  return value;
+  return detail::parse_json_object(text, fmt::format("{}: {}", snapshot, attribute));
 }
 
 /// Opens the file on all ranks. `recorded` receives its options. Collective.

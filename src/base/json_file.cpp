@@ -176,6 +176,26 @@ class Builder final : public nlohmann::json_sax<Json> {
   std::size_t m_spent = 0;
 };
 
+// Appends at least the first `longest` bytes of the value as JSON, without the memory for all of
+// it.
+void append_dump(std::string& text, const Json& value, std::size_t longest) {
+  if (!value.is_structured()) {
+    text +=
+        value.is_string() ? Json(shown(value.get_ref<const std::string&>())).dump() : value.dump();
+    return;
+  }
+  text += value.is_array() ? '[' : '{';
+  const char* comma = "";
+  for (const auto& [key, element] : value.items()) {
+    text += comma;
+    if (value.is_object()) text += Json(shown(key)).dump() + ":";
+    append_dump(text, element, longest);
+    if (text.size() > longest) return;
+    comma = ",";
+  }
+  text += value.is_array() ? ']' : '}';
+}
+
 }  // namespace
 
 std::size_t json_memory_limit(std::size_t text_bytes) { return 3 * text_bytes + (38u << 20); }
@@ -226,9 +246,11 @@ nlohmann::json read_json_object(const std::filesystem::path& file, std::uintmax_
 
 std::string described(const nlohmann::json& value) {
   if (value.is_string()) return in_quotes(value.get_ref<const std::string&>());
-  if (value.is_number() || value.is_boolean() || value.is_null()) return value.dump();
-  if (value.is_array()) return fmt::format("an array of {}", value.size());
-  return "an object";
+  if (!value.is_structured()) return value.dump();
+  constexpr std::size_t longest = 80;
+  std::string text;
+  append_dump(text, value, longest);
+  return shown(text, longest);
 }
 
 }  // namespace kvzap::detail

@@ -35,13 +35,11 @@ nlohmann::json parse_json_object(std::string_view text, const std::string& what)
 /// than `max_bytes`, or if reading fails.
 std::string read_text_file(const std::filesystem::path& file, std::uintmax_t max_bytes = 64u << 20);
 
-/// Reads and parses a JSON file that must contain an object. Throws Error if it is missing or
-/// larger than `max_bytes`, or if it contains anything else.
+/// Calls read_text_file and parse_json_object.
 nlohmann::json read_json_object(const std::filesystem::path& file,
                                 std::uintmax_t max_bytes = 64u << 20);
 
-/// Returns a description of a value for messages: a short value unchanged, a long text shortened
-/// and quoted, arrays and objects by their kind only.
+/// A value for messages: a string in single quotes, others as JSON. Long ones are shortened.
 std::string described(const nlohmann::json& value);
 
 }  // namespace kvzap::detail

@@ -4,10 +4,10 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
+#include "base/json_field.hpp"
 #include "base/line_reader.hpp"
 #include "base/value_types.hpp"
 #include "engine/watching.hpp"
-#include "text/json_field.hpp"
 
 namespace kvzap {
 namespace {

@@ -7,10 +7,10 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <cmath>
 #include <kvzap/core/types.hpp>
 #include <set>
 
+#include "base/json_field.hpp"
 #include "base/json_file.hpp"
 #include "base/line_reader.hpp"
 #include "base/temporary_file.hpp"
@@ -22,26 +22,19 @@ namespace fs = std::filesystem;
 using nlohmann::json;
 using nlohmann::ordered_json;
 
-/// Reads a field of a record. Throws Error, naming the field.
-template <class Value>
-void read_field(const json& object, const char* name, Value& value) {
-  const auto found = object.find(name);
-  if (found == object.end()) throw Error(fmt::format("{} is missing", name));
-  try {
-    value = found->get<Value>();
-  } catch (const json::exception&) {
-    throw Error(fmt::format("{} is {}, a value of another type", name, described(*found)));
-  }
+void read(const JsonField& field, std::string& value) { value = field.string(); }
+void read(const JsonField& field, std::int64_t& value) { value = field.integer(); }
+void read(const JsonField& field, double& value) { value = field.number(); }
+
+void read(const JsonField& field, std::optional<double>& value) {
+  value.reset();
+  if (!field.is_null()) value = field.number();
 }
 
-/// An absent field is null.
-void read_field(const json& object, const char* name, std::optional<double>& value) {
-  const auto found = object.find(name);
-  value.reset();
-  if (found == object.end() || found->is_null()) return;
-  double number = 0;
-  read_field(object, name, number);
-  value = number;
+template <class Value>
+void read(const JsonField& field, std::vector<Value>& values) {
+  values.resize(field.array_size());
+  for (std::size_t i = 0; i < values.size(); ++i) read(field.element(i), values[i]);
 }
 
 bool is_beside_the_point(const std::string& path) {
@@ -162,33 +155,34 @@ std::string EvalRecord::to_json_line() const {
 }
 
 EvalRecord EvalRecord::parse(const std::string& line) {
-  const json object = parse_json_object(line, "record");
+  const json content = parse_json_object(line, "record");
+  const JsonField object(content, "record");
   EvalRecord record;
-  read_field(object, "task_file", record.task_file);
-  read_field(object, "line", record.line);
-  read_field(object, "id", record.id);
-  read_field(object, "task", record.task);
-  read_field(object, "metric", record.metric);
-  read_field(object, "setting", record.setting);
-  read_field(object, "policy", record.policy);
-  read_field(object, "score", record.score);
-  read_field(object, "answers", record.answers);
-  read_field(object, "scores", record.scores);
-  read_field(object, "expected", record.expected);
-  read_field(object, "context_tokens", record.context_tokens);
-  read_field(object, "question_tokens", record.question_tokens);
-  read_field(object, "generated_tokens", record.generated_tokens);
-  read_field(object, "evict_ratio", record.evict_ratio);
-  read_field(object, "kept_rows", record.kept_rows);
-  read_field(object, "cache_tokens", record.cache_tokens);
-  read_field(object, "kv_bytes", record.kv_bytes);
-  read_field(object, "full_kv_bytes", record.full_kv_bytes);
-  read_field(object, "kv_bytes_at_end", record.kv_bytes_at_end);
-  read_field(object, "full_kv_bytes_at_end", record.full_kv_bytes_at_end);
-  read_field(object, "prefill_seconds", record.prefill_seconds);
-  read_field(object, "decode_seconds", record.decode_seconds);
-  read_field(object, "perplexity", record.perplexity);
-  read_field(object, "nll", record.nll);
+  read(object.member("task_file"), record.task_file);
+  read(object.member("line"), record.line);
+  read(object.member("id"), record.id);
+  read(object.member("task"), record.task);
+  read(object.member("metric"), record.metric);
+  read(object.member("setting"), record.setting);
+  read(object.member("policy"), record.policy);
+  read(object.member("score"), record.score);
+  read(object.member("answers"), record.answers);
+  read(object.member("scores"), record.scores);
+  read(object.member("expected"), record.expected);
+  read(object.member("context_tokens"), record.context_tokens);
+  read(object.member("question_tokens"), record.question_tokens);
+  read(object.member("generated_tokens"), record.generated_tokens);
+  read(object.member("evict_ratio"), record.evict_ratio);
+  read(object.member("kept_rows"), record.kept_rows);
+  read(object.member("cache_tokens"), record.cache_tokens);
+  read(object.member("kv_bytes"), record.kv_bytes);
+  read(object.member("full_kv_bytes"), record.full_kv_bytes);
+  read(object.member("kv_bytes_at_end"), record.kv_bytes_at_end);
+  read(object.member("full_kv_bytes_at_end"), record.full_kv_bytes_at_end);
+  read(object.member("prefill_seconds"), record.prefill_seconds);
+  read(object.member("decode_seconds"), record.decode_seconds);
+  read(object.member("perplexity"), record.perplexity);
+  read(object.member("nll"), record.nll);
   return record;
 }
 

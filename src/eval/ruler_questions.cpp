@@ -5,9 +5,9 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "base/json_field.hpp"
 #include "base/json_file.hpp"
 #include "eval/ruler.hpp"
-#include "text/json_field.hpp"
 #include "text/utf8.hpp"
 
 namespace kvzap::detail {

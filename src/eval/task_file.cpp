@@ -12,11 +12,11 @@
 #include <utility>
 #include <vector>
 
+#include "base/json_field.hpp"
 #include "base/json_file.hpp"
 #include "base/line_reader.hpp"
 #include "base/nearest.hpp"
 #include "eval/metric_tasks.hpp"
-#include "text/json_field.hpp"
 #include "text/utf8.hpp"
 
 namespace kvzap {

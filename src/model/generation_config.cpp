@@ -14,7 +14,7 @@ namespace kvzap {
 
 namespace fs = std::filesystem;
 using detail::ConfigFields;
-using detail::json_text;
+using detail::described;
 using detail::max_size;
 using nlohmann::json;
 
@@ -24,7 +24,7 @@ TokenId token_of(const ConfigFields& fields, const char* field, const json& id,
                  std::int64_t vocab_size) {
   if (!id.is_number_unsigned() ||
       id.get<std::uint64_t>() >= static_cast<std::uint64_t>(vocab_size)) {
-    fields.fail(field, fmt::format("a whole number from 0 to {}", vocab_size - 1), json_text(id));
+    fields.fail(field, fmt::format("a whole number from 0 to {}", vocab_size - 1), described(id));
   }
   return id.get<TokenId>();
 }
@@ -47,7 +47,7 @@ bool read_stop_ids(ConfigFields& fields, std::int64_t vocab_size, std::vector<To
 
 std::vector<TokenId> read_tokens(const ConfigFields& fields, const char* field, const json& value,
                                  std::int64_t vocab_size) {
-  if (!value.is_array()) fields.fail(field, "an array of token ids", json_text(value));
+  if (!value.is_array()) fields.fail(field, "an array of token ids", described(value));
   std::vector<TokenId> tokens;
   for (const json& id : value) tokens.push_back(token_of(fields, field, id, vocab_size));
   return tokens;
@@ -58,7 +58,7 @@ std::vector<std::vector<TokenId>> read_bad_words(ConfigFields& fields, std::int6
   const json* const value = fields.get(field);
   std::vector<std::vector<TokenId>> words;
   if (value == nullptr) return words;
-  if (!value->is_array()) fields.fail(field, "an array of arrays of token ids", json_text(*value));
+  if (!value->is_array()) fields.fail(field, "an array of arrays of token ids", described(*value));
   for (const json& word : *value) {
     words.push_back(read_tokens(fields, field, word, vocab_size));
     if (words.back().empty()) fields.fail(field, "words of one token or more", "[]");
@@ -71,7 +71,8 @@ void refuse_generation_fields(ConfigFields& fields) {
   const auto expect = [&](const char* field, const char* expected, auto is_neutral) {
     const json* const value = fields.get(field);
     if (value == nullptr || is_neutral(*value)) return;
-    fields.fail(field, fmt::format("{} (not supported)", expected), json_text(*value));
+    fields.fail(field, fmt::format("{} (not supported; --greedy-plain ignores it)", expected),
+                described(*value));
   };
   for (const char* field : {"no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length",
                             "min_new_tokens", "penalty_alpha"}) {

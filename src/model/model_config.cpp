@@ -16,7 +16,7 @@ namespace kvzap {
 
 namespace fs = std::filesystem;
 using detail::ConfigFields;
-using detail::json_text;
+using detail::described;
 using detail::max_size;
 using nlohmann::json;
 
@@ -53,12 +53,12 @@ const Architecture& read_architecture(ConfigFields& fields) {
   const json* const value = fields.get("architectures");
   if (value == nullptr) fields.fail("architectures", expected, "none");
   if (!value->is_array() || value->size() != 1 || !value->front().is_string()) {
-    fields.fail("architectures", expected, json_text(*value));
+    fields.fail("architectures", expected, described(*value));
   }
   const auto& name = value->front().get_ref<const std::string&>();
   const auto found = std::find_if(architectures.begin(), architectures.end(),
                                   [&](const Architecture& known) { return known.name == name; });
-  if (found == architectures.end()) fields.fail("architectures", expected, json_text(*value));
+  if (found == architectures.end()) fields.fail("architectures", expected, described(*value));
   fields.require("model_type", std::string(found->model_type));
   return *found;
 }
@@ -129,7 +129,7 @@ void read_dtype(ConfigFields& fields, ModelConfig& config) {
   } else if (*name == "bfloat16") {
     config.dtype = DType::bf16;
   } else {
-    fields.fail(field, "float32, float16 or bfloat16", "\"" + *name + "\"");
+    fields.fail(field, "float32, float16 or bfloat16", detail::in_quotes(*name));
   }
 }
 
@@ -138,13 +138,13 @@ bool read_layer_types(ConfigFields& fields, const json& types, bool has_window,
                       const ModelConfig& config) {
   if (!types.is_array() || types.size() != static_cast<std::size_t>(config.num_hidden_layers)) {
     fields.fail("layer_types", fmt::format("an array of {} names", config.num_hidden_layers),
-                json_text(types));
+                described(types));
   }
   bool slides = false;
   for (const json& type : types) {
     if (type == "full_attention") continue;
     if (!has_window || type != "sliding_attention") {
-      fields.fail("layer_types", "only \"full_attention\"", json_text(type));
+      fields.fail("layer_types", "only \"full_attention\"", described(type));
     }
     slides = true;
   }

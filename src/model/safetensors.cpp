@@ -1,3 +1,4 @@
+#include "base/json_field.hpp"
 #include "base/json_file.hpp"
 #include "base/quote.hpp"
 
@@ -343,13 +344,9 @@ SafetensorsFolder::Tensors SafetensorsFolder::map_file(const fs::path& file) {
 void SafetensorsFolder::open_index(const fs::path& folder, const fs::path& index) {
   const std::string index_text = index.string();
   const json content = detail::read_json_object(index, max_header_bytes);
-  const auto weight_map = content.find("weight_map");
-  if (weight_map == content.end() || !weight_map->is_object()) {
-    throw Error(fmt::format("{}: weight_map: expected an object, found {}", index_text,
-                            weight_map == content.end() ? "none" : weight_map->type_name()));
-  }
+  const detail::JsonField weight_map = detail::JsonField(content, index_text).member("weight_map");
   std::map<std::string, Tensors> shards;
-  for (const auto& [name, value] : weight_map->items()) {
+  for (const auto& [name, value] : weight_map.object().value().items()) {
     if (!value.is_string()) {
       throw Error(fmt::format("{}: weight_map: tensor {}: expected a file name, found {}",
                               index_text, detail::in_quotes(name, 200), value.type_name()));

@@ -8,6 +8,7 @@
 #include <numeric>
 #include <sstream>
 
+#include "base/json_field.hpp"
 #include "base/json_file.hpp"
 #include "base/quote.hpp"
 #include "policy/mean_attention.hpp"
@@ -26,17 +27,8 @@ struct Pattern {
   std::int64_t recent = 0;
 };
 
-std::int64_t size_field(const nlohmann::json& json, const char* field, const std::string& file) {
-  const auto found = json.find(field);
-  if (found == json.end() || !found->is_number_integer() || found->get<std::int64_t>() < 0) {
-    throw Error(fmt::format("{}: field {} is {}; expected a whole number of at least 0", file,
-                            field, found == json.end() ? "missing" : detail::described(*found)));
-  }
-  return found->get<std::int64_t>();
-}
-
-// Reads (layer, KV head), each head's share of full attention, from a file of tab-separated numbers
-// with one line per layer.
+// Returns (layer, KV head): the shares of full attention in a file of tab-separated numbers, one
+// line per layer.
 std::vector<std::vector<double>> read_shares(const std::filesystem::path& file) {
   constexpr std::uintmax_t max_bytes = 4u << 20;
   std::istringstream stream(detail::read_text_file(file, max_bytes));
@@ -87,9 +79,10 @@ Pattern read_pattern(const std::filesystem::path& path, double ratio, const Mode
   const auto file = std::filesystem::is_directory(path) ? path / "full_attention_heads.tsv" : path;
   const auto config_file = folder / "config.json";
   const nlohmann::json json = detail::read_json_object(config_file);
+  const detail::JsonField fields(json, config_file.string());
   Pattern pattern;
-  pattern.sink = size_field(json, "sink_size", config_file.string());
-  pattern.recent = size_field(json, "recent_size", config_file.string());
+  pattern.sink = fields.member("sink_size").integer(0);
+  pattern.recent = fields.member("recent_size").integer(0);
 
   const std::vector<std::vector<double>> shares = read_shares(file);
   const auto heads = static_cast<std::size_t>(model.num_key_value_heads);

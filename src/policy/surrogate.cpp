@@ -10,6 +10,7 @@
 
 #include "base/device_kernels.hpp"
 #include "base/host_threads.hpp"
+#include "base/json_field.hpp"
 #include "base/json_file.hpp"
 #include "base/kokkos_compat.hpp"
 #include "base/scratch.hpp"
@@ -22,22 +23,7 @@
 namespace kvzap {
 namespace {
 
-std::int64_t positive_integer(const nlohmann::json& json, const char* field,
-                              const std::filesystem::path& file) {
-  const auto found = json.find(field);
-  if (found == json.end()) {
-    throw Error(
-        fmt::format("{}: field {} is missing; expected a positive integer", file.string(), field));
-  }
-  if (!found->is_number_integer() || found->get<std::int64_t>() < 1 ||
-      found->get<std::int64_t>() > std::numeric_limits<std::int32_t>::max()) {
-    throw Error(fmt::format("{}: field {} is {}; expected a positive integer", file.string(), field,
-                            detail::described(*found)));
-  }
-  return found->get<std::int64_t>();
-}
-
-/// The code defines a surrogate's computation. A config with other settings belongs to other code.
+/// The code defines a surrogate's computation; a config with other settings belongs to other code.
 void check_kind(const nlohmann::json& json, const std::filesystem::path& file) {
   const auto expect = [&](const char* field, const nlohmann::json& wanted) {
     const auto found = json.find(field);
@@ -229,8 +215,10 @@ Surrogate Surrogate::load(const std::filesystem::path& folder, const ModelConfig
   detail::check_folder(folder, "a surrogate's folder: config.json and model.safetensors");
   const auto json = detail::read_json_object(file);
   check_kind(json, file);
+  const detail::JsonField fields(json, file.string());
+  constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
   const auto expect = [&](const char* field, std::int64_t wanted, const char* of_model) {
-    const std::int64_t found = positive_integer(json, field, file);
+    const std::int64_t found = fields.member(field).integer(1, most);
     if (found != wanted) {
       throw Error(
           fmt::format("{}: field {} is {}, but the model's {} is {}: the surrogate was made "
@@ -242,11 +230,8 @@ Surrogate Surrogate::load(const std::filesystem::path& folder, const ModelConfig
   expect("output_dim", model.num_key_value_heads, "num_key_value_heads");
   expect("n_modules", model.num_hidden_layers, "num_hidden_layers");
 
-  std::int64_t hidden_dim = 0;
-  const auto hidden = json.find("hidden_dim");
-  if (hidden != json.end() && !hidden->is_null()) {
-    hidden_dim = positive_integer(json, "hidden_dim", file);
-  }
+  const detail::JsonField hidden = fields.member("hidden_dim");
+  const std::int64_t hidden_dim = hidden.is_null() ? 0 : hidden.integer(1, most);
   const auto files = SafetensorsFolder::open(folder);
   const auto make = [&](auto value) -> std::unique_ptr<Layers> {
     return std::make_unique<TypedLayers<decltype(value)>>(files, model, partition, rank, hidden_dim,

@@ -4,6 +4,7 @@
 #include <kvzap/engine/thresholds.hpp>
 #include <limits>
 
+#include "base/json_field.hpp"
 #include "base/json_file.hpp"
 #include "base/temporary_file.hpp"
 
@@ -11,89 +12,36 @@ namespace kvzap {
 namespace {
 
 namespace fs = std::filesystem;
+using detail::JsonField;
 using nlohmann::json;
 
 constexpr const char* thresholds_format = "kvzap.thresholds";
 constexpr const char* thresholds_kind = "thresholds";
 
-/// Reads fields of an object in the file. Its error messages name the wrong field.
-class ThresholdFields {
- public:
-  ThresholdFields(const json& object, fs::path file, std::string prefix)
-      : m_object(object), m_file(std::move(file)), m_prefix(std::move(prefix)) {}
+double share_of(const JsonField& row, const char* name) { return row.member(name).number(0, 1); }
 
-  [[noreturn]] void fail(const char* field, const std::string& expected) const {
-    const auto found = m_object.find(field);
-    throw Error(fmt::format("{}: {}{}: expected {}, found {}", m_file.string(), m_prefix, field,
-                            expected,
-                            found == m_object.end() ? "nothing" : detail::described(*found)));
-  }
-  const json& at(const char* field, const std::string& expected) const {
-    const auto found = m_object.find(field);
-    if (found == m_object.end()) fail(field, expected);
-    return *found;
-  }
-  std::string text(const char* field) const {
-    const json& value = at(field, "text");
-    if (!value.is_string()) fail(field, "text");
-    return value.get<std::string>();
-  }
-  bool flag(const char* field) const {
-    const json& value = at(field, "true or false");
-    if (!value.is_boolean()) fail(field, "true or false");
-    return value.get<bool>();
-  }
-  std::int64_t integer(const char* field, std::int64_t least, std::int64_t most) const {
-    const std::string expected = fmt::format("a whole number from {} to {}", least, most);
-    const json& value = at(field, expected);
-    // Numbers from 2^63 on do not fit std::int64_t.
-    const bool fits = value.is_number_integer() &&
-                      (!value.is_number_unsigned() ||
-                       value.get<std::uint64_t>() <=
-                           static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max()));
-    if (!fits || value.get<std::int64_t>() < least || value.get<std::int64_t>() > most) {
-      fail(field, expected);
-    }
-    return value.get<std::int64_t>();
-  }
-  double number(const char* field) const {
-    const json& value = at(field, "a number");
-    if (!value.is_number() || !std::isfinite(value.get<double>())) fail(field, "a number");
-    return value.get<double>();
-  }
-  double share(const char* field) const {
-    const double value = number(field);
-    if (value < 0 || value > 1) fail(field, "a number from 0 to 1");
-    return value;
-  }
-
- private:
-  const json& m_object;
-  fs::path m_file;
-  std::string m_prefix;
-};
-
-ThresholdTable::Row read_threshold_row(const ThresholdFields& fields,
-                                       const ThresholdTable::Row* before) {
+ThresholdTable::Row read_threshold_row(const JsonField& field, const ThresholdTable::Row* before) {
   ThresholdTable::Row row;
-  row.evict_ratio = fields.number("evict_ratio");
+  const JsonField ratio = field.member("evict_ratio");
+  row.evict_ratio = ratio.number();
   const double floor = before ? before->evict_ratio : 0;
   if (!(row.evict_ratio > floor && row.evict_ratio < 1)) {
-    fields.fail("evict_ratio", fmt::format("a number above {} and below 1", floor));
+    ratio.fail(fmt::format("a number above {} and below 1", floor));
   }
-  row.threshold = fields.number("threshold");
-  // Scores are compared as floats. A threshold outside their range would evict all pairs, or none.
+  const JsonField threshold = field.member("threshold");
+  row.threshold = threshold.number();
+  // Scores are compared as floats: a larger threshold would evict all pairs, or none.
   constexpr float most = std::numeric_limits<float>::max();
   if (std::abs(row.threshold) > most) {
-    fields.fail("threshold", fmt::format("a number of size {} at most", most));
+    threshold.fail(fmt::format("a number of size {} at most", most));
   }
   if (before && row.threshold < before->threshold) {
-    fields.fail("threshold", fmt::format("at least {}, that of the row before", before->threshold));
+    threshold.fail(fmt::format("at least {}, that of the row before", before->threshold));
   }
-  row.mean = fields.share("mean");
-  row.deviation = fields.share("deviation");
-  row.least = fields.share("least");
-  row.most = fields.share("most");
+  row.mean = share_of(field, "mean");
+  row.deviation = share_of(field, "deviation");
+  row.least = share_of(field, "least");
+  row.most = share_of(field, "most");
   return row;
 }
 
@@ -105,30 +53,29 @@ fs::path ThresholdTable::file_in(const fs::path& surrogate) {
 
 ThresholdTable ThresholdTable::load(const fs::path& file) {
   const json object = detail::read_json_object(file);
-  const ThresholdFields fields(object, file, "");
-  if (fields.text("format") != thresholds_format) {
-    fields.fail("format", fmt::format("\"{}\"", thresholds_format));
+  const JsonField fields(object, file.string());
+  if (const JsonField format = fields.member("format"); format.string() != thresholds_format) {
+    format.fail(fmt::format("\"{}\"", thresholds_format));
   }
-  fields.integer("format_version", 1, 1);
+  fields.member("format_version").integer(1, 1);
   ThresholdTable table;
-  table.model = fields.text("model");
-  const std::string dtype = fields.text("dtype");
-  if (dtype != "f32" && dtype != "bf16" && dtype != "f16") fields.fail("dtype", "f32, bf16 or f16");
-  table.dtype = dtype_from_name(dtype);
-  table.chat_template = fields.flag("chat_template");
-  constexpr std::int64_t most = std::numeric_limits<std::int64_t>::max();
-  table.texts = fields.integer("texts", 1, most);
-  table.tokens = fields.integer("tokens", 1, most);
-  table.window = static_cast<int>(fields.integer("window", 1, 1 << 24));
-  table.sink = fields.integer("sink", 0, most);
-  const std::string expected_rows = "a list of objects that is not empty";
-  const json& rows = fields.at("rows", expected_rows);
-  if (!rows.is_array() || rows.empty()) fields.fail("rows", expected_rows);
-  for (const json& row : rows) {
-    if (!row.is_object()) fields.fail("rows", expected_rows);
-    const ThresholdFields of_row(row, file, fmt::format("rows[{}].", table.rows.size()));
+  table.model = fields.member("model").string();
+  const JsonField dtype = fields.member("dtype");
+  const std::string& name = dtype.string();
+  if (name != "f32" && name != "bf16" && name != "f16") dtype.fail("f32, bf16 or f16");
+  table.dtype = dtype_from_name(name);
+  table.chat_template = fields.member("chat_template").boolean();
+  table.texts = fields.member("texts").integer(1);
+  table.tokens = fields.member("tokens").integer(1);
+  table.window = static_cast<int>(fields.member("window").integer(1, 1 << 24));
+  table.sink = fields.member("sink").integer(0);
+  const JsonField rows = fields.member("rows");
+  if (!rows.value().is_array() || rows.value().empty()) {
+    rows.fail("a list of objects that is not empty");
+  }
+  for (std::size_t i = 0; i < rows.array_size(); ++i) {
     table.rows.push_back(
-        read_threshold_row(of_row, table.rows.empty() ? nullptr : &table.rows.back()));
+        read_threshold_row(rows.element(i), table.rows.empty() ? nullptr : &table.rows.back()));
   }
   return table;
 }

@@ -11,7 +11,7 @@
 #include <string_view>
 #include <vector>
 
-#include "text/json_field.hpp"
+#include "base/json_field.hpp"
 
 namespace kvzap::detail {
 

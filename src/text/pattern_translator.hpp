@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "text/json_field.hpp"
+#include "base/json_field.hpp"
 
 namespace kvzap::detail {
 

@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "text/json_field.hpp"
+#include "base/json_field.hpp"
 #include "text/pattern.hpp"
 
 namespace kvzap::detail {

@@ -12,9 +12,9 @@
 #include <unordered_set>
 #include <vector>
 
+#include "base/json_field.hpp"
 #include "text/added_tokens.hpp"
 #include "text/bpe.hpp"
-#include "text/json_field.hpp"
 #include "text/pre_tokenizer.hpp"
 
 namespace kvzap {

@@ -6,6 +6,7 @@
 #include <kvzap/model/safetensors.hpp>
 #include <limits>
 
+#include "base/json_field.hpp"
 #include "base/json_file.hpp"
 #include "base/temporary_file.hpp"
 #include "model/safetensors_writer.hpp"
@@ -43,29 +44,18 @@ std::vector<float> floats_of(const SafetensorsFolder& files, const char* name) {
   return values;
 }
 
-// JSON has no NaN.
-double number_of(const nlohmann::json& value) {
-  return value.is_null() ? std::numeric_limits<double>::quiet_NaN() : value.get<double>();
-}
-template <class Number>
-std::vector<Number> numbers_of(const nlohmann::json& values) {
-  std::vector<Number> numbers;
-  for (const nlohmann::json& value : values)
-    numbers.push_back(static_cast<Number>(number_of(value)));
-  return numbers;
+// JSON has no NaN: the writer stores null.
+double number_of(const JsonField& field) {
+  return field.is_null() ? std::numeric_limits<double>::quiet_NaN() : field.number();
 }
 
-// Reads a field of a description. Throws Error, naming the field.
-template <class Value>
-Value field_of(const nlohmann::json& object, const char* name) {
-  const auto found = object.is_object() ? object.find(name) : object.end();
-  if (found == object.end()) throw Error(fmt::format("description: {} is missing", name));
-  try {
-    return found->get<Value>();
-  } catch (const nlohmann::json::exception&) {
-    throw Error(
-        fmt::format("description: {} is {}, a value of another type", name, described(*found)));
+template <class Number>
+std::vector<Number> numbers_of(const JsonField& list) {
+  std::vector<Number> numbers(list.array_size());
+  for (std::size_t i = 0; i < numbers.size(); ++i) {
+    numbers[i] = static_cast<Number>(number_of(list.element(i)));
   }
+  return numbers;
 }
 
 }  // namespace
@@ -96,25 +86,29 @@ ordered_json report_json(const LayerReport& r) {
           {"sample", {{"oracle", rows(r.oracle)}, {"predicted", rows(r.predicted)}}}};
 }
 
-LayerReport report_from_json(const nlohmann::json& value) {
+LayerReport report_from_json(const JsonField& value) {
   LayerReport r;
-  r.layer = value.at("layer").get<int>();
-  r.r2 = numbers_of<double>(value.at("r2"));
-  r.mse = number_of(value.at("mse"));
-  r.mse_of_head = numbers_of<double>(value.at("mse_of_head"));
-  r.training_mse = number_of(value.at("training_mse"));
-  r.seconds = number_of(value.at("seconds"));
-  r.training = value.at("training_pairs").get<std::int64_t>();
-  r.validation = value.at("validation_pairs").get<std::int64_t>();
-  r.dropped = value.at("dropped_pairs").get<std::int64_t>();
-  r.condition = number_of(value.at("condition"));
-  r.epoch_mse = numbers_of<double>(value.at("epoch_mse"));
-  for (const nlohmann::json& row : value.at("sample").at("oracle")) {
-    for (const float number : numbers_of<float>(row)) r.oracle.push_back(number);
-  }
-  for (const nlohmann::json& row : value.at("sample").at("predicted")) {
-    for (const float number : numbers_of<float>(row)) r.predicted.push_back(number);
-  }
+  r.layer = static_cast<int>(value.member("layer").integer(0, std::numeric_limits<int>::max()));
+  r.r2 = numbers_of<double>(value.member("r2"));
+  r.mse = number_of(value.member("mse"));
+  r.mse_of_head = numbers_of<double>(value.member("mse_of_head"));
+  r.training_mse = number_of(value.member("training_mse"));
+  r.seconds = number_of(value.member("seconds"));
+  r.training = value.member("training_pairs").integer(0);
+  r.validation = value.member("validation_pairs").integer(0);
+  r.dropped = value.member("dropped_pairs").integer(0);
+  r.condition = number_of(value.member("condition"));
+  r.epoch_mse = numbers_of<double>(value.member("epoch_mse"));
+  const JsonField sample = value.member("sample");
+  const auto read_rows = [&](const char* name, std::vector<float>& values) {
+    const JsonField rows = sample.member(name);
+    for (std::size_t i = 0; i < rows.array_size(); ++i) {
+      const std::vector<float> row = numbers_of<float>(rows.element(i));
+      values.insert(values.end(), row.begin(), row.end());
+    }
+  };
+  read_rows("oracle", r.oracle);
+  read_rows("predicted", r.predicted);
   return r;
 }
 
@@ -146,29 +140,30 @@ LayerCheckpoint read_checkpoint(const fs::path& folder, int layer) {
   try {
     const TensorInfo* const description = files.find("description");
     if (!description) throw Error("no description");
-    const nlohmann::json value =
+    const nlohmann::json content =
         parse_json({reinterpret_cast<const char*>(description->data), description->bytes}, what);
-    if (field_of<int>(value, "layer") != layer) throw Error("belongs to another layer");
-    if (field_of<bool>(value, "done")) {
+    const JsonField value(content, "description");
+    if (value.member("layer").integer() != layer) throw Error("belongs to another layer");
+    if (value.member("done").boolean()) {
       TrainedLayer trained;
       SurrogateLayer& s = trained.surrogate;
-      s.inputs = field_of<std::int64_t>(value, "inputs");
-      s.hidden = field_of<std::int64_t>(value, "hidden");
-      s.outputs = field_of<std::int64_t>(value, "outputs");
+      s.inputs = value.member("inputs").integer(0);
+      s.hidden = value.member("hidden").integer(0);
+      s.outputs = value.member("outputs").integer(0);
       s.weight1 = floats_of(files, "weight1");
       s.bias1 = floats_of(files, "bias1");
       s.weight2 = floats_of(files, "weight2");
       s.bias2 = floats_of(files, "bias2");
-      trained.report = report_from_json(value.at("report"));
+      trained.report = report_from_json(value.member("report"));
       checkpoint.trained = std::move(trained);
     } else {
       MlpTrainer::State s;
-      s.epoch = field_of<std::int64_t>(value, "epoch");
-      s.batch = field_of<std::int64_t>(value, "batch");
-      s.step = field_of<std::int64_t>(value, "step");
-      s.loss = number_of(value.at("loss"));
-      s.seconds = field_of<double>(value, "seconds");
-      s.epoch_mse = numbers_of<double>(value.at("epoch_mse"));
+      s.epoch = value.member("epoch").integer(0);
+      s.batch = value.member("batch").integer(0);
+      s.step = value.member("step").integer(0);
+      s.loss = number_of(value.member("loss"));
+      s.seconds = value.member("seconds").number();
+      s.epoch_mse = numbers_of<double>(value.member("epoch_mse"));
       s.parameters = floats_of(files, "parameters");
       s.first_moment = floats_of(files, "first_moment");
       s.second_moment = floats_of(files, "second_moment");

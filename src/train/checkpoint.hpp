@@ -9,6 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "base/json_field.hpp"
+
 namespace kvzap::detail {
 
 /// An unfinished layer (MLP), or a finished one.
@@ -17,7 +19,7 @@ struct LayerCheckpoint {
   std::optional<TrainedLayer> trained;
 };
 
-/// Replaces a layer's checkpoint in one step. Throws Error, naming the file.
+/// Replaces a layer's checkpoint in one step. Throws Error that names the file.
 void write_checkpoint(const std::filesystem::path& folder, int layer,
                       const MlpTrainer::State& state);
 void write_checkpoint(const std::filesystem::path& folder, int layer, const TrainedLayer& trained);
@@ -31,9 +33,9 @@ std::vector<std::string> differences(const nlohmann::ordered_json& there,
 
 /// Convert a layer's report to JSON and back. Values that are not finite become null.
 nlohmann::ordered_json report_json(const LayerReport& report);
-LayerReport report_from_json(const nlohmann::json& value);
+LayerReport report_from_json(const JsonField& value);
 
-/// folder/checkpoint
+/// Returns folder/checkpoint.
 std::filesystem::path checkpoint_folder(const std::filesystem::path& folder);
 
 }  // namespace kvzap::detail

@@ -9,8 +9,8 @@
 #include <optional>
 
 #include "base/fnv.hpp"
+#include "base/json_field.hpp"
 #include "base/line_reader.hpp"
-#include "text/json_field.hpp"
 #include "text/utf8.hpp"
 
 namespace kvzap {

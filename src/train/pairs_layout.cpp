@@ -5,6 +5,7 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 
+#include "base/json_field.hpp"
 #include "base/json_file.hpp"
 #include "base/quote.hpp"
 
@@ -148,19 +149,11 @@ std::vector<std::int64_t> chunk_extents(hid_t data_set, const std::string& name)
 }
 
 std::map<std::string, std::string> parse_command(const std::string& text) {
-  const nlohmann::json json = parse_json(text, "attribute 'command'");
-  if (!json.is_object()) {
-    throw Error(
-        fmt::format("attribute 'command': expected a JSON object, found {}", described(json)));
-  }
+  const std::string where = "attribute 'command'";
+  const nlohmann::json json = parse_json_object(text, where);
+  const JsonField fields(json, where);
   std::map<std::string, std::string> command;
-  for (const auto& [name, value] : json.items()) {
-    if (!value.is_string()) {
-      throw Error(fmt::format("attribute 'command': {}: expected a text, found {}", in_quotes(name),
-                              described(value)));
-    }
-    command[name] = value.get<std::string>();
-  }
+  for (const auto& [name, value] : json.items()) command[name] = fields.named(value, name).string();
   return command;
 }
 

@@ -160,7 +160,9 @@ void share_layer(TrainedLayer& trained, int owner, const Communicator& comm) {
   std::string text;
   if (comm.rank() == owner) text = detail::report_json(trained.report).dump();
   comm.broadcast(text, owner);
-  if (comm.rank() != owner) trained.report = detail::report_from_json(nlohmann::json::parse(text));
+  if (comm.rank() != owner) {
+    trained.report = detail::report_from_json({nlohmann::json::parse(text), "report"});
+  }
 }
 
 std::vector<std::string> warnings_of(const std::vector<LayerReport>& layers,

@@ -225,12 +225,13 @@ class Placement(TestCase):
     def test_wrong_file(self):
         file = self.folder / "earlier.json"
         for content, part in [
-            ("{}", "context.kept_rows: missing"),
+            ("{}", "context: expected an object, found none"),
             ('{"context": {"kept_rows": [[1, 2, 3, 4]]}}', "expected 6 layers as in the model, found 1"),
             (json.dumps({"context": {"kept_rows": 6 * [[1]]}}), "expected 4 KV heads"),
             (json.dumps({"context": {"kept_rows": 6 * [[1, 2, 3, "x"]]}}), "found 'x'"),
             (json.dumps({"context": {"kept_rows": 6 * [[1, 2, 3, -1]]}}), "found -1"),
-            (json.dumps({"context": []}), "missing"),
+            (json.dumps({"context": []}), "context: expected an object, found []"),
+            (json.dumps({"context": {}}), "context.kept_rows: expected the report (--json)"),
             ("{", "not valid JSON"),
         ]:
             file.write_text(content)

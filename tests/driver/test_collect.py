@@ -198,7 +198,7 @@ class BadInput(CollectCase):
         for content, *parts in (
             ("", "there is no text in it"),
             ('{"text": "a"}\nwords\n', "texts.jsonl: line 2", "not valid JSON"),
-            ('{"words": "a"}', "line 1: text: expected a string, found null"),
+            ('{"words": "a"}', "line 1: text: expected a string, found none"),
             ('{"text": "a b"}', "none of its 1 texts can be used", "1 have fewer than 20 tokens"),
         ):
             self.texts.write_text(content)

@@ -226,7 +226,7 @@ class BadInput(MakeTasksTestCase):
             "deep": (deep, "nested too deeply"),
             "twice": (b'{"data": [], "data": []}', "'data' is given more than once"),
             "number": (b"3", "expected an object with"),
-            "other": ({"rows": []}, "data: expected an array, found null"),
+            "other": ({"rows": []}, "data: expected an array, found none"),
             "nothing": ({"data": []}, "expected questions with answers, found none"),
             "article": ({"data": [7]}, "data[0]: expected an object, found 7"),
             "context": (with_paragraph(context=None), "data[0].paragraphs[0].context: expected a string"),

@@ -117,7 +117,7 @@ class Options(TestCase):
 
         for ranks in (0, 2):
             refuse("\n", file, "there is no text in it", ranks=ranks)
-        refuse('{"text": "one"}\n{"words": "two"}\n', f"{file}: line 2: text: expected a string, found null")
+        refuse('{"text": "one"}\n{"words": "two"}\n', f"{file}: line 2: text: expected a string, found none")
         refuse("one", "tokens", '"0"', "from 1", more=",tokens=0")
         refuse("one", "needs only one of pattern=FILE", "texts=FILE", more=f",pattern={model}")
         self.fail_with(kvzap("-m", model, "-p", "one", "--policy", "duo-attention"), "pattern=FILE", "texts=FILE")

@@ -243,7 +243,7 @@ TEST_F(CollectTextsTest, AreRefused) {
   EXPECT_SAYS(error("\n\n"), "there is no text in it");
   EXPECT_SAYS(error("{\"text\": \"a b c\"}\nplain words\n"), "line 2: not valid JSON");
   EXPECT_SAYS(error("[1]"), "line 1: expected a JSON object, found array");
-  EXPECT_SAYS(error("{\"words\": 1}"), "line 1: text: expected a string, found null");
+  EXPECT_SAYS(error("{\"words\": 1}"), "line 1: text: expected a string, found none");
   EXPECT_SAYS(error("{\"text\": 1}"), "line 1: text: expected a string, found 1");
   EXPECT_SAYS(error("{\"text\": \"a\", \"subset\": 1}"),
               "line 1: subset: expected a string, found 1");

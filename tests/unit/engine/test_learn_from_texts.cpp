@@ -42,7 +42,7 @@ TEST_F(Texts, JsonObjects) {
   EXPECT_EQ(read("\n{\"text\": \"one\\ntwo\", \"n\": 1}\n  {\"text\": \"{3\"}\n"), expected);
   refuse("{\"text\": \"one\"}\ntwo\n", {"texts: line 2: not valid JSON", "as in the first line"});
   refuse("{\"text\": \"one\"}\n\n[1]\n", {"line 3: expected a JSON object, found array"});
-  refuse("{\"txt\": \"one\"}", {"line 1: text: expected a string, found null"});
+  refuse("{\"txt\": \"one\"}", {"line 1: text: expected a string, found none"});
   refuse("{\"text\": 5}", {"line 1: text: expected a string, found 5"});
   refuse("{\"text\": \"\"}", {"line 1: the text has no tokens"});
 }

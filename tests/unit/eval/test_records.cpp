@@ -66,7 +66,8 @@ TEST(EvalRecords, ComeBackAsTheyWere) {
   EXPECT_EQ(again.kept_rows, made.kept_rows);
   EXPECT_FALSE(again.perplexity);
   EXPECT_EQ(again.answers[0], "a \"quoted\"\nanswer \xef\xbf\xbd");
-  expect_error([] { EvalRecord::parse("{\"task_file\": 3}"); }, {"task_file is 3"});
+  expect_error([] { EvalRecord::parse("{\"task_file\": 3}"); },
+               {"task_file: expected a string, found 3"});
 }
 
 TEST(EvalRecords, ATornPromptIsCutOffWhereverItTore) {

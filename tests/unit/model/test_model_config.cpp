@@ -197,13 +197,13 @@ INSTANTIATE_TEST_SUITE_P(
     testing::Values(
         Refusal{"GPT2LMHeadModel", "", "architectures", "LlamaForCausalLM",
                 "[\"GPT2LMHeadModel\"]"},
-        Refusal{llama, R"("model_type":"granite")", "model_type", "\"llama\"", "\"granite\""},
-        Refusal{llama, R"("hidden_act":"gelu")", "hidden_act", "\"silu\"", "\"gelu\""},
+        Refusal{llama, R"("model_type":"granite")", "model_type", "'llama'", "'granite'"},
+        Refusal{llama, R"("hidden_act":"gelu")", "hidden_act", "'silu'", "'gelu'"},
         Refusal{llama, R"("rope_scaling":{"rope_type":"yran","factor":4.0})",
                 "rope_scaling.rope_type", "default, linear, dynamic, yarn, longrope or llama3",
-                "\"yran\""},
+                "'yran'"},
         Refusal{llama, R"("rope_scaling":{"type":"su","factor":4.0})", "rope_scaling.type",
-                "longrope", "\"su\""},
+                "longrope", "'su'"},
         Refusal{llama, R"("rope_scaling":{"factor":4.0})", "rope_scaling.rope_type", "linear",
                 "none"},
         Refusal{llama, R"("rope_scaling":{"rope_type":"llama3"})", "rope_scaling.factor",
@@ -235,7 +235,7 @@ INSTANTIATE_TEST_SUITE_P(
                 R"("high_freq_factor":4,"original_max_position_embeddings":64})",
                 "rope_scaling.factor", "a number from", "1e+300"},
         Refusal{qwen3, R"("layer_types":["full_attention","sliding_attention"])", "layer_types",
-                "full_attention", "\"sliding_attention\""},
+                "full_attention", "'sliding_attention'"},
         Refusal{qwen3, R"("layer_types":["full_attention"])", "layer_types", "array of 2", "["},
         Refusal{llama, R"("quantization_config":{"bits":4})", "quantization_config", "none", "{"},
         Refusal{llama, R"("attn_logit_softcapping":50.0)", "attn_logit_softcapping", "none", "50"},
@@ -253,12 +253,11 @@ INSTANTIATE_TEST_SUITE_P(
         Refusal{llama, R"("head_dim":0)", "head_dim", "a whole number from 1", "0"},
         Refusal{llama, R"("head_dim":1000000)", "head_dim", "a whole number from 1", "1000000"},
         Refusal{llama, R"("rms_norm_eps":-1e-6)", "rms_norm_eps", "a number above 0", "-1e-06"},
-        Refusal{llama, R"("rms_norm_eps":"small")", "rms_norm_eps", "a number above 0",
-                "\"small\""},
+        Refusal{llama, R"("rms_norm_eps":"small")", "rms_norm_eps", "a number above 0", "'small'"},
         Refusal{llama, R"("tie_word_embeddings":"yes")", "tie_word_embeddings", "true or false",
-                "\"yes\""},
+                "'yes'"},
         Refusal{llama, R"("attention_bias":1)", "attention_bias", "true or false", "1"},
-        Refusal{llama, R"("torch_dtype":"float64")", "torch_dtype", "bfloat16", "\"float64\""},
+        Refusal{llama, R"("torch_dtype":"float64")", "torch_dtype", "bfloat16", "'float64'"},
         Refusal{llama, R"("dtype":16)", "dtype", "a string", "16"}));
 
 TEST(ModelConfig, EssentialSizesAreRequiredAndBounded) {
@@ -273,7 +272,7 @@ TEST(ModelConfig, EssentialSizesAreRequiredAndBounded) {
                                                           {"0", "0"},
                                                           {"-5", "-5"},
                                                           {"2.5", "2.5"},
-                                                          {"\"8\"", "\"8\""},
+                                                          {"\"8\"", "'8'"},
                                                           {"99999999999", "99999999999"},
                                                           {"1e300", "1e+300"},
                                                           {"[1]", "[1]"}}) {
@@ -669,7 +668,7 @@ TEST(GenerationConfig, EverythingElseThatWouldChangeAnswersIsRefused) {
            {"force_words_ids", "[[1]]"},
            {"stop_strings", "[\"a\"]"},
            {"watermarking_config", "{\"bias\":2}"},
-           {"dola_layers", "\"low\""},
+           {"dola_layers", "3"},
            {"token_healing", "true"}}) {
     expect_error(
         [&, key = field, text = value] { load_generation("\"" + key + "\":" + text); },

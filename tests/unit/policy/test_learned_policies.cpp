@@ -306,7 +306,7 @@ TEST_F(LearnedPolicies, PatternsThatDoNotFit) {
   };
   m_folder.write("full_attention_heads.tsv", "0.9\t0.1\n0.2\t0.7\n");
   m_folder.write("config.json", R"({"sink_size": 2})");
-  expect("recent_size is missing");
+  expect("config.json: recent_size: expected a whole number from 0, found none");
   m_folder.write("config.json", R"({"sink_size": 2, "recent_size": 3})");
   m_folder.write("full_attention_heads.tsv", "0.9\t0.1\n");
   expect("1 layers, but the model's num_hidden_layers is 2");

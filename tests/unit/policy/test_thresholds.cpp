@@ -147,7 +147,7 @@ TEST_F(Thresholds, MalformedFiles) {
   refuse(with("window", std::int64_t{1} << 40), "window", "a whole number from 1 to 16777216");
   refuse(with("sink", -1), "sink", "a whole number from 0");
   refuse(with("rows", json::array()), "rows", "a list");
-  refuse(with("rows", {1}), "rows", "a list of objects");
+  refuse(with("rows", {1}), "rows[0]", "an object");
   for (const char* field : {"evict_ratio", "threshold", "mean", "deviation", "least", "most"}) {
     refuse(with_row(1, field, nullptr), std::string("rows[1].") + field, "a number");
     refuse(with_row(1, field, "0.6"), std::string("rows[1].") + field, "a number");

@@ -160,7 +160,7 @@ const std::vector<char>& SnapshotFile::inflated(const RowSet& set, const Chunk& 
     m_inflated = m_stored;
   }
   if (chunk.is_shuffled && set.element_bytes > 1) {
-    // The first bytes of all elements, then their second bytes, and so on.
+    // The file has the first bytes of all elements, then their second bytes, and so on.
     m_shuffled = m_inflated;
     const auto width = static_cast<std::size_t>(set.element_bytes);
     const std::size_t count = m_shuffled.size() / width;

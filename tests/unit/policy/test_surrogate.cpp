@@ -191,9 +191,9 @@ TEST(Surrogate, ConfigMustFitTheModel) {
   expect(32, kv_heads, layers, {"input_dim is 32", "hidden_size is 24"});
   expect(hidden_size, 8, layers, {"output_dim is 8", "num_key_value_heads is 5"});
   expect(hidden_size, kv_heads, 4, {"n_modules is 4", "num_hidden_layers is 3"});
-  expect(-1, kv_heads, layers, {"input_dim is -1", "positive"});
+  expect(-1, kv_heads, layers, {"input_dim: expected a whole number from 1", "found -1"});
   folder.folder.write("config.json", config_json(hidden_size, "0", kv_heads, layers));
-  expect_error([&] { folder.load(); }, {"hidden_dim is 0", "positive"});
+  expect_error([&] { folder.load(); }, {"hidden_dim: expected a whole number from 1", "found 0"});
   folder.folder.write("config.json", R"({"output_dim": 5, "n_modules": 3})");
   expect_error([&] { folder.load(); }, {"config.json", "input_dim", "missing"});
 }

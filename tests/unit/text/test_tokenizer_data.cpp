@@ -50,7 +50,7 @@ TEST(Tokenizer, RefusesMissingOrBrokenFiles) {
     expect_error([&] { Tokenizer::load(folder.path()); }, {"tokenizer.json", "an object"});
   }
   folder.write("tokenizer.json", "{}");
-  expect_error([&] { Tokenizer::load(folder.path()); }, {"model", "an object", "null"});
+  expect_error([&] { Tokenizer::load(folder.path()); }, {"model", "an object", "found none"});
   const TemporaryFolder directory;
   std::filesystem::create_directory(directory.path() / "tokenizer.json");
   expect_error([&] { Tokenizer::load(directory.path()); }, {"tokenizer.json", "no readable file"});

@@ -195,7 +195,7 @@ TEST(Surrogate, ConfigMustFitTheModel) {
   folder.folder.write("config.json", config_json(hidden_size, "0", kv_heads, layers));
   expect_error([&] { folder.load(); }, {"hidden_dim: expected a whole number from 1", "found 0"});
   folder.folder.write("config.json", R"({"output_dim": 5, "n_modules": 3})");
-  expect_error([&] { folder.load(); }, {"config.json", "input_dim", "missing"});
+  expect_error([&] { folder.load(); }, {"config.json", "input_dim", "found none"});
 }
 
 TEST(Surrogate, TensorsMustHaveTheConfiguredShape) {

@@ -7,53 +7,26 @@
 #include "engine/typed_engine.hpp"
 
 namespace kvzap::detail {
-namespace {
-
-/// Returns the rows per head that a cut leaves after `tokens` tokens. A question of at least this
-/// length is cut at once, as in kvpress' DecodingPress.
-std::int64_t decode_target(const Pruning::DecodeCuts& cuts, std::int64_t tokens) {
-  if (cuts.keep) return *cuts.keep;
-  return std::max<std::int64_t>(
-      1, static_cast<std::int64_t>(tokens * (1 - cuts.evict_ratio.value_or(0))));
-}
-
-}  // namespace
-
 template <class Value>
 void TypedEngine<Value>::judge_context(SequenceId sequence) {
   const SequencePruning& pruning = *m_states.at(sequence).pruning;
-  if (!pruning.prunes()) return;
+  EvictionMoment moment;
+  moment.when = EvictionMoment::When::context_held;
+  const EvictionPlan plan = plan_eviction(pruning, moment);
   const Stopwatch watch(m_evict_seconds);
-  auto& cache = m_decoder.cache();
-  const ExecutionSpace exec;
   agree_on_memory(communicator(), [&] {
-    if (!can_hold(sequence)) {
+    if (pruning.prunes() && !can_hold(sequence)) {
       throw Error(fmt::format("policy {}: a context cannot be judged after its steps",
                               pruning.policy->name));
     }
-    const Cutoff cutoff = {pruning.threshold(), std::numeric_limits<std::int64_t>::max()};
-    for (std::size_t l = 0; l < cache.shape().heads.size(); ++l) {
-      const std::vector<Cutoff> cutoffs(cache.shape().heads[l], cutoff);
-      cache.evict(exec, sequence, static_cast<int>(l), cutoffs,
-                  {pruning.pruning.sink, pruning.pruning.window});
-    }
   });
+  evict(sequence, plan, {}, true);
 }
 
 template <class Value>
 SequenceId TypedEngine<Value>::prune(SequenceId source, const LoadedPruning& setting,
                                      const ContextScores* scores) {
-  const bool prunes = setting.policy && setting.prunes();
-  const bool chooses = prunes && setting.chooses_rows();
-  // An engine that chooses in each layer before the next one runs leaves no row of the context in a
-  // ring.
-  const bool empties_ring =
-      chooses && (setting.policy->rerotate ||
-                  (setting.policy->budget.by_layer() && !setting.policy->info->repeats_context));
-  const bool communicates = chooses && choice_communicates(setting.policy->budget);
-  const ExecutionSpace exec;
-  std::vector<ScoredLayer> layers;
-  LayerScores first;  // other settings share the scores
+  EvictionPlan plan;
   const SequenceId sequence = on_all_ranks([&](std::optional<SequenceId>& made) {
     check(setting);
     if (setting.pruning.prefill != PrefillMode::dense) {
@@ -68,26 +41,21 @@ SequenceId TypedEngine<Value>::prune(SequenceId source, const LoadedPruning& set
       // A reading stores neither the newest queries nor the rows' scores, which later cuts need.
       throw Error("decode_every needs a sequence that is pruned in its own prefill");
     }
-    if (prunes) check_scores(source, scores);
+    if (setting.policy && setting.prunes()) check_scores(source, scores);
     made = m_decoder.cache().fork(source);
-    SequenceState& state = m_states[*made] = new_state(pruning_of(setting));
-    if (!prunes) return;
-    if (!chooses) return judge(*made, scores->layers);
-    state.budget = setting.policy->budget;
-    layers = scored_layers(*made, scores->layers);
-    first = copy_first(exec, scores->layers, setting.pruning.sink);
-    if (communicates) return;
-    choose(*made, layers, scores->layers);
-    put_back(exec, first, scores->layers);
-    evict(*made, layers, empties_ring, false);
+    const SequenceState& state = m_states[*made] = new_state(pruning_of(setting));
+    if (!setting.policy) return;
+    EvictionMoment moment;
+    moment.when = EvictionMoment::When::context_read;
+    plan = plan_eviction(*state.pruning, moment);
+    if (setting.chooses_rows() || setting.mode() != PruneMode::always) return;
+    // Later steps judge the rows of the window.
+    set_row_scores(*made, scores->layers);
   });
+  if (plan.door == Door::none) return sequence;
   try {
-    if (communicates) {
-      choose(sequence, layers, scores->layers);
-      put_back(exec, first, scores->layers);
-      agree_on_memory(communicator(), [&] { evict(sequence, layers, empties_ring, false); });
-    }
-    if (prunes && setting.policy->rerotate) close_up(sequence);
+    evict(sequence, plan, scores->layers, false);
+    if (setting.policy->rerotate) close_up(sequence);
   } catch (...) {
     free_sequence(sequence);
     throw;
@@ -110,38 +78,29 @@ void TypedEngine<Value>::plan(std::size_t index) {
   step.recent = state.recent ? &*state.recent : nullptr;
   step.question = span.rule.question;
   step.closed_up = state.closed_up;
-  state.cuts = false;
-  const bool is_context = span.rule.part == StepPart::context || span.rule.part == StepPart::whole;
-  if (is_context && state.pruning->chooses_rows()) {
-    state.budget = choice.budget;
-    step.budget = &state.budget;
-    step.chooses = before == 0 && state.budget.by_layer();
-    state.cuts = !step.chooses;
-  } else if (is_context) {
-    step.scores_all = !choice.info->judges_tokens;
-  } else {
-    const std::int64_t tokens = before + state.closed_up + span.count;
-    const Pruning::DecodeCuts& cuts = state.pruning->pruning.decode;
-    state.budget = choice.budget;
-    state.budget.amount = cuts.keep ? Budget::Amount::keep_tokens : Budget::Amount::evict_ratio;
-    state.budget.keep_tokens = cuts.keep.value_or(0);
-    state.budget.evict_ratio = cuts.evict_ratio.value_or(0);
-    state.budget.layer_ratios.clear();
-    step.budget = &state.budget;
-    state.cuts = cuts.every > 0 &&
-                 (state.steps + 1 >= cuts.every || span.count >= decode_target(cuts, tokens));
-    if (!state.cuts && span.rule.eviction.judge) {
-      step.scores_all = false;
-    } else if (!state.cuts && !(needs.every_step && cuts.every > 0)) {
-      // If no cut follows, the queries are not needed.
-      if (!step.recent || cuts.every == 0) return;
-      step.only_watches = true;
-    }
+  EvictionMoment moment;
+  moment.part = span.rule.part;
+  moment.count = span.count;
+  moment.tokens = before + state.closed_up;
+  moment.steps = state.steps;
+  state.plan = plan_eviction(*state.pruning, moment);
+  const Door door = state.plan.door;
+  step.budget = &state.plan.budget;
+  step.chooses = door == Door::append_kept;
+  if (span.rule.part == StepPart::context || span.rule.part == StepPart::whole) {
+    step.scores_all = state.pruning->chooses_rows() || !choice.info->judges_tokens;
+  } else if (door == Door::append) {
+    step.scores_all = false;
+  } else if (door == Door::none) {
+    const bool cuts_later = state.pruning->pruning.decode.every > 0;
+    step.only_watches = !(needs.every_step && cuts_later);
+    // Without a cut to come no one asks for their queries.
+    if (step.only_watches && !(step.recent && cuts_later)) return;
   }
   // Cached rows get new scores after the step. With a threshold they keep the score of their own
   // step, by which they are judged once.
   step.keeps_scores = !step.only_watches && step.scores_all && !step.chooses &&
-                      (state.cuts || (before > 0 && !span.rule.eviction.judge));
+                      (door == Door::evict_by_flags || (before > 0 && door != Door::append));
   m_batch.set_policy(index, &step);
 }
 
@@ -150,17 +109,17 @@ void TypedEngine<Value>::finish(const StepBatch::Span& span) {
   SequenceState& state = m_states.at(span.sequence);
   if (!state.step.keeps_scores) return;
   const Stopwatch watch(m_evict_seconds);
-  const auto scores = std::move(state.step.scores);  // dropped even if the rest fails
+  const LayerScores scores = std::move(state.step.scores);  // released in any case
   state.step.scores.clear();
-  auto& cache = m_decoder.cache();
-  const ExecutionSpace exec;
-  const int layers = static_cast<int>(scores.size());
-  agree_on_memory(communicator(), [&] {
-    for (int l = 0; l < layers; ++l) {
-      cache.set_row_scores(exec, span.sequence, l, scores[l]);
-    }
-  });
-  if (state.cuts) cut(span.sequence, scores);
+  agree_on_memory(communicator(), [&] { set_row_scores(span.sequence, scores); });
+  evict(span.sequence, state.plan, scores, true);
+}
+
+template <class Value>
+void TypedEngine<Value>::set_row_scores(SequenceId sequence, const LayerScores& scores) {
+  for (std::size_t l = 0; l < scores.size(); ++l) {
+    m_decoder.cache().set_row_scores(ExecutionSpace(), sequence, static_cast<int>(l), scores[l]);
+  }
 }
 
 template <class Value>
@@ -183,46 +142,80 @@ std::vector<ScoredLayer> TypedEngine<Value>::scored_layers(SequenceId sequence,
 }
 
 template <class Value>
-void TypedEngine<Value>::cut(SequenceId sequence, const LayerScores& scores) {
-  const bool empties_ring = m_states.at(sequence).pruning->policy->rerotate;
-  std::vector<ScoredLayer> layers;
-  if (!choice_communicates(m_states.at(sequence).budget)) {
-    agree_on_memory(communicator(), [&] {
-      layers = scored_layers(sequence, scores);
-      choose(sequence, layers, scores);
-      evict(sequence, layers, empties_ring, true);
-    });
-    return;
+void TypedEngine<Value>::evict(SequenceId sequence, const EvictionPlan& plan,
+                               const LayerScores& scores, bool is_stored) {
+  switch (plan.door) {
+    case Door::none:
+    case Door::append:
+    case Door::append_kept:
+      return;  // the decoder's step is the place
+    case Door::evict_by_flags:
+      return evict_by_flags(sequence, plan, scores, is_stored);
+    case Door::evict_by_cutoffs:
+      return evict_by_cutoffs(sequence);
   }
-  agree_on_memory(communicator(), [&] { layers = scored_layers(sequence, scores); });
-  choose(sequence, layers, scores);
-  agree_on_memory(communicator(), [&] { evict(sequence, layers, empties_ring, true); });
 }
 
 template <class Value>
-void TypedEngine<Value>::choose(SequenceId sequence, const std::vector<ScoredLayer>& layers,
-                                const LayerScores& scores) {
-  const SequenceState& state = m_states.at(sequence);
-  const std::int64_t tokens = m_decoder.cache().tokens(sequence, 0) + state.closed_up;
-  choose_rows(ExecutionSpace(), communicator(), state.budget,
-              budget_model<Value>(m_model->config()), tokens, state.pruning->pruning.sink, layers,
-              scores);
+void TypedEngine<Value>::evict_by_cutoffs(SequenceId sequence) {
+  const SequencePruning& pruning = *m_states.at(sequence).pruning;
+  auto& cache = m_decoder.cache();
+  const Cutoff cutoff = {pruning.threshold(), std::numeric_limits<std::int64_t>::max()};
+  agree_on_memory(communicator(), [&] {
+    for (std::size_t l = 0; l < cache.shape().heads.size(); ++l) {
+      const std::vector<Cutoff> cutoffs(cache.shape().heads[l], cutoff);
+      cache.evict(ExecutionSpace(), sequence, static_cast<int>(l), cutoffs,
+                  {pruning.pruning.sink, pruning.pruning.window});
+    }
+  });
 }
 
 template <class Value>
-void TypedEngine<Value>::evict(SequenceId sequence, const std::vector<ScoredLayer>& layers,
-                               bool empties_ring, bool is_stored) {
+void TypedEngine<Value>::evict_by_flags(SequenceId sequence, const EvictionPlan& plan,
+                                        const LayerScores& scores, bool is_stored) {
   SequenceState& state = m_states.at(sequence);
+  const SequencePruning& pruning = *state.pruning;
   auto& cache = m_decoder.cache();
   const ExecutionSpace exec;
   const std::int64_t tokens = cache.tokens(sequence, 0);
-  state.non_finite = 0;
-  for (const ScoredLayer& layer : layers) {
-    const std::int64_t stored =
-        cache.evict(exec, sequence, layer.layer, layer.keep, empties_ring).non_finite;
-    state.non_finite += is_stored ? stored : count_non_finite(exec, layer, tokens);
-  }
-  state.steps = 0;
+  const std::int64_t sink = pruning.pruning.sink;
+  const bool by_budget = pruning.chooses_rows();
+  const bool communicates = by_budget && choice_communicates(plan.budget);
+  // A threshold does not judge the window.
+  const std::int64_t end =
+      by_budget ? tokens : std::max<std::int64_t>(0, tokens - pruning.pruning.window);
+  std::vector<ScoredLayer> layers;
+  LayerScores first;  // the caller's scores serve other prunings too
+  const auto choose = [&] {
+    if (by_budget) {
+      choose_rows(exec, communicator(), plan.budget, budget_model<Value>(m_model->config()),
+                  tokens + state.closed_up, sink, layers, scores);
+      put_back(exec, first, scores);
+      return;
+    }
+    for (const ScoredLayer& layer : layers) {
+      judge_rows(exec, layer, {pruning.threshold(), sink, true}, end);
+    }
+  };
+  const auto remove = [&] {
+    state.non_finite = 0;
+    for (const ScoredLayer& layer : layers) {
+      const std::int64_t stored =
+          cache.evict(exec, sequence, layer.layer, layer.keep, plan.empties_ring).non_finite;
+      state.non_finite += is_stored ? stored : count_non_finite(exec, layer, end);
+    }
+    state.steps = 0;
+  };
+  agree_on_memory(communicator(), [&] {
+    layers = scored_layers(sequence, scores);
+    if (!is_stored) first = copy_first(exec, scores, sink);
+    if (communicates) return;
+    choose();
+    remove();
+  });
+  if (!communicates) return;
+  choose();
+  agree_on_memory(communicator(), remove);
 }
 
 template <class Value>
@@ -236,27 +229,6 @@ void TypedEngine<Value>::check_scores(SequenceId sequence, const ContextScores* 
   if (!fits) {
     throw Error(fmt::format("there are no scores of the {} rows of sequence {} to prune by",
                             tokens(sequence), sequence));
-  }
-}
-
-template <class Value>
-void TypedEngine<Value>::judge(SequenceId sequence, const LayerScores& scores) {
-  SequenceState& state = m_states.at(sequence);
-  auto& cache = m_decoder.cache();
-  const ExecutionSpace exec;
-  const EvictionRule eviction = rule(sequence, StepPart::context, 0).eviction;
-  if (state.pruning->mode() == PruneMode::always) {
-    // Rows of the window keep their scores, because they are judged later.
-    for (std::size_t l = 0; l < scores.size(); ++l) {
-      cache.set_row_scores(exec, sequence, static_cast<int>(l), scores[l]);
-    }
-  }
-  const std::int64_t judged = cache.tokens(sequence, 0) - state.pruning->pruning.window;
-  if (judged <= 0) return;
-  for (const ScoredLayer& layer : scored_layers(sequence, scores)) {
-    judge_rows(exec, layer, eviction, judged);
-    state.non_finite += count_non_finite(exec, layer, judged);
-    cache.evict(exec, sequence, layer.layer, layer.keep);
   }
 }
 
@@ -288,15 +260,12 @@ void TypedEngine<Value>::close_up(SequenceId sequence) {
   template void TypedEngine<Value>::finish(const StepBatch::Span& span);                           \
   template std::vector<ScoredLayer> TypedEngine<Value>::scored_layers(SequenceId sequence,         \
                                                                       const LayerScores& scores);  \
-  template void TypedEngine<Value>::cut(SequenceId sequence, const LayerScores& scores);           \
-  template void TypedEngine<Value>::choose(                                                        \
-      SequenceId sequence, const std::vector<ScoredLayer>& layers, const LayerScores& scores);     \
-  template void TypedEngine<Value>::evict(SequenceId sequence,                                     \
-                                          const std::vector<ScoredLayer>& layers,                  \
-                                          bool empties_ring, bool is_stored);                      \
+  template void TypedEngine<Value>::evict(SequenceId sequence, const EvictionPlan& plan,           \
+                                          const LayerScores& scores, bool is_stored);              \
   template void TypedEngine<Value>::check_scores(SequenceId sequence, const ContextScores* scores) \
       const;                                                                                       \
-  template void TypedEngine<Value>::judge(SequenceId sequence, const LayerScores& scores);         \
+  template void TypedEngine<Value>::set_row_scores(SequenceId sequence,                            \
+                                                   const LayerScores& scores);                     \
   template void TypedEngine<Value>::close_up(SequenceId sequence);
 KVZAP_FOR_EACH_VALUE(KVZAP_INSTANTIATE)
 #undef KVZAP_INSTANTIATE

@@ -171,13 +171,10 @@ void TypedEngine<Value>::repeat_context(SequenceId sequence, const ProgressCallb
   }
   m_repeat_seconds += seconds - (m_decoder.seconds().scoring - scoring_before);
   const Stopwatch watch(m_evict_seconds);
-  agree_on_memory(communicator(), [&] {
-    for (std::size_t l = 0; l < scores.size(); ++l) {
-      cache.set_row_scores(exec, sequence, static_cast<int>(l), scores[l]);
-    }
-  });
-  state.budget = choice.budget;
-  cut(sequence, scores);
+  agree_on_memory(communicator(), [&] { set_row_scores(sequence, scores); });
+  EvictionMoment moment;
+  moment.when = EvictionMoment::When::context_repeated;
+  evict(sequence, plan_eviction(*state.pruning, moment), scores, true);
   state.context = {};
 }
 

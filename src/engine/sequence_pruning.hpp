@@ -1,4 +1,4 @@
-// The pruning of one sequence, and the rules of a step that follow from it.
+// How one sequence is pruned, and the plan that follows from it at each moment.
 #pragma once
 
 #include <cstdint>
@@ -7,20 +7,55 @@
 
 namespace kvzap::detail {
 
-/// A pruning, and the component that scores for it in an engine.
+/// A pruning, and who scores by it in an engine.
 struct SequencePruning : LoadedPruning {
-  /// Whether the policy scores rows. Otherwise the engine's scorer does, if anything is pruned.
+  /// Whether the policy scores rows; otherwise the engine's scorer does, if anything is pruned.
   bool uses_policy = false;
 
   /// `scorer`: the engine's, or null.
   SequencePruning(const LoadedPruning& loaded, const Scorer* scorer);
 };
 
+/// A moment at which rows of a sequence can leave the cache.
+struct EvictionMoment {
+  enum class When {
+    step,              // tokens are appended
+    context_held,      // a context whose steps had StepPart::held is complete
+    context_repeated,  // the model has repeated the context
+    context_read       // the sequence is a fork of a full one, whose scores are known
+  };
+  When when = When::step;
+  /// Of a step: its part, its tokens, those that the sequence has seen before, and the steps since
+  /// the context or the last cut.
+  StepPart part = StepPart::other;
+  std::int64_t count = 0, tokens = 0, steps = 0;
+};
+
+/// The function of KVCache through which rows leave.
+enum class Door {
+  none,             // no row leaves
+  append,           // a threshold judges pairs as they leave the ring
+  append_kept,      // a budget chooses from a layer's first rows before they are stored
+  evict_by_flags,   // rows are chosen from all that are stored, by a budget or a threshold
+  evict_by_cutoffs  // a threshold judges all rows that are stored, by their stored scores
+};
+
+/// How rows leave at a moment.
+struct EvictionPlan {
+  Door door = Door::none;
+  /// For append_kept and evict_by_flags. Policies see it in each step that can lead to a cut.
+  Budget budget;
+  /// evict_by_flags leaves no row in a ring.
+  bool empties_ring = false;
+};
+
+/// Decides how rows leave the cache: the only place that chooses between KVCache's functions.
+EvictionPlan plan_eviction(const SequencePruning& pruning, const EvictionMoment& moment);
+
 /// The rule of a step that the engine's scorer judges.
 StepRule scorer_rule(bool judges, float threshold, std::int64_t sink);
 
-/// Returns the rule of a step that reads `part`. `question`: number of tokens at its end that
-/// belong to the question.
+/// The rule of a step that reads `part`; `question`: the number of its last tokens that ask.
 StepRule rule_of(const SequencePruning& pruning, StepPart part, std::int64_t question);
 
 }  // namespace kvzap::detail

@@ -2,9 +2,7 @@
 #pragma once
 
 #include <cstdint>
-#include <kvzap/engine/budget.hpp>
 #include <kvzap/engine/policy.hpp>
-
 #include <memory>
 #include <optional>
 #include <vector>
@@ -25,8 +23,7 @@ struct SequenceState {
   std::vector<TokenId> context;  // for a policy that repeats it
   // Of the current step.
   PolicyStep step;
-  Budget budget;
-  bool cuts = false;  // whether to choose rows after the step
+  EvictionPlan plan;
 
   /// Copies everything but the policy object, which serves one sequence and holds nothing between
   /// steps.

@@ -170,22 +170,20 @@ class TypedEngine final : public Engine {
   /// Repeats the context for the sequence's own policy, and cuts the sequence by its scores.
   void repeat_context(SequenceId sequence, const ProgressCallback& progress);
 
-  /// Returns the layers and their rows for a choice by `scores`.
+  /// Gives rows their scores, without an agreement between ranks.
+  void set_row_scores(SequenceId sequence, const LayerScores& scores);
+  /// Pairs layers with their scores; `keep` is still without values.
   std::vector<ScoredLayer> scored_layers(SequenceId sequence, const LayerScores& scores);
-  /// Cuts to the pruning's budget by the scores of the rows.
-  void cut(SequenceId sequence, const LayerScores& scores);
-  /// Chooses the rows that stay. Collective if choice_communicates.
-  void choose(SequenceId sequence, const std::vector<ScoredLayer>& layers,
-              const LayerScores& scores);
-  /// Evicts the other rows. `empties_ring`: leave no row in a ring, which close_up requires.
-  /// `is_stored`: the cache has the scores by which rows were chosen.
-  void evict(SequenceId sequence, const std::vector<ScoredLayer>& layers, bool empties_ring,
+  /// Evicts rows by a plan, outside of steps. `scores`: of all rows, for evict_by_flags.
+  /// `is_stored`: the cache has these scores. Collective.
+  void evict(SequenceId sequence, const EvictionPlan& plan, const LayerScores& scores,
              bool is_stored);
-  /// Throws Error unless `scores` has a score for each row of the sequence.
+  void evict_by_flags(SequenceId sequence, const EvictionPlan& plan, const LayerScores& scores,
+                      bool is_stored);
+  void evict_by_cutoffs(SequenceId sequence);
+  /// Throws Error unless `scores` has a score of each row of the sequence.
   void check_scores(SequenceId sequence, const ContextScores* scores) const;
-  /// Judges the rows of a whole context. The result equals judging each row as it left the window.
-  void judge(SequenceId sequence, const LayerScores& scores);
-  /// Renumbers the positions of a sequence whose heads all have the same number of rows.
+  /// Closes up the positions of a sequence whose heads all have the same number of rows.
   void close_up(SequenceId sequence);
 
   /// Makes a new sequence on every rank or, after an error, on none. `make` must set it first.

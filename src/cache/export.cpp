@@ -146,7 +146,7 @@ auto KVCache<Value, order>::host_rows(const Checkpoint& checkpoint, int layer, i
       Kokkos::HostSpace{}, Kokkos::subview(checkpoint.rings, own, Kokkos::ALL));
   const auto scores = Kokkos::create_mirror_view_and_copy(
       Kokkos::HostSpace{}, Kokkos::subview(checkpoint.ring_scores, own, Kokkos::ALL));
-  RawRows raw;
+  detail::RawRows<Value> raw;
   raw.ring = ring.data();
   raw.ring_scores = scores.data();
   detail::set_ring_extents(raw, m_shape, checkpoint.tokens[layer], checkpoint.ring_first[layer]);
@@ -167,52 +167,6 @@ auto KVCache<Value, order>::host_rows(const Checkpoint& checkpoint, int layer, i
 template <class Value, PageOrder order>
 std::int64_t KVCache<Value, order>::ring_first(SequenceId sequence, int layer) const {
   return store(sequence, layer).ring_first;
-}
-
-template <class Value, PageOrder order>
-auto KVCache<Value, order>::raw_rows(SequenceId sequence, int layer_index, int head) -> RawRows {
-  RawRows raw;
-  if constexpr (!detail::runs_on_host) {
-    throw Error("cache: the host cannot read rows where they lie on a device");
-  } else {
-    settle(sequence);
-    const LayerStore& from = store(sequence, layer_index);
-    checked_head(layer_index, head);
-    const ExecutionSpace exec;
-    enter(exec, sequence_at(sequence));
-    detail::fence(exec, "kvzap::raw_rows: the host reads rows");
-    raw.retained = from.retained(head);
-    const std::int64_t pages = (raw.retained + m_shape.page_rows - 1) / m_shape.page_rows;
-    for (std::int64_t p = 0; p < pages; ++p) {
-      raw.pages.push_back(m_pool.address(from.pages[head][p]));
-    }
-    raw.rings = sequence_at(sequence).rings;
-    raw.all_ring_scores = sequence_at(sequence).ring_scores;
-    raw.ring = &from.ring(head, 0);
-    raw.ring_scores = &from.ring_scores(head, 0);
-    detail::set_ring_extents(raw, m_shape, from.tokens, from.ring_first);
-  }
-  return raw;
-}
-
-template <class Value, PageOrder order>
-auto KVCache<Value, order>::raw_rows(const Checkpoint& checkpoint, int layer, int head) const
-    -> RawRows {
-  RawRows raw;
-  if constexpr (!detail::runs_on_host) {
-    throw Error("cache: the host cannot read rows where they lie on a device");
-  } else {
-    checked_head(layer, head);
-    const int index = std::accumulate(m_shape.heads.begin(), m_shape.heads.begin() + layer, head);
-    const ExecutionSpace exec;
-    detail::fence(exec, "kvzap::raw_rows: the checkpoint's copies are made");
-    raw.rings = checkpoint.rings;
-    raw.all_ring_scores = checkpoint.ring_scores;
-    raw.ring = &checkpoint.rings(index, 0);
-    raw.ring_scores = &checkpoint.ring_scores(index, 0);
-    detail::set_ring_extents(raw, m_shape, checkpoint.tokens[layer], checkpoint.ring_first[layer]);
-  }
-  return raw;
 }
 
 template <class Value, PageOrder order>
@@ -276,8 +230,6 @@ void KVCache<Value, order>::set_row_scores(const ExecutionSpace& exec, SequenceI
   template std::int64_t KVCache<Value, order>::ring_rows(const Checkpoint&, int) const;          \
   template std::int64_t KVCache<Value, order>::retained_rows(const Checkpoint&, int, int) const; \
   template std::int64_t KVCache<Value, order>::ring_first(SequenceId, int) const;                \
-  template auto KVCache<Value, order>::raw_rows(SequenceId, int, int)->RawRows;                  \
-  template auto KVCache<Value, order>::raw_rows(const Checkpoint&, int, int) const->RawRows;     \
   template std::vector<std::int64_t> KVCache<Value, order>::positions(SequenceId, int, int);     \
   template void KVCache<Value, order>::row_scores(const ExecutionSpace&, SequenceId, int,        \
                                                   const ScoresOut&, const PositionsOut&);        \

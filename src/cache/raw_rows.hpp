@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "cache/cache_impl.hpp"
+#include "cache/row_access.hpp"
 #include "linalg/host/row_kernels.hpp"
 
 namespace kvzap::detail {
@@ -72,7 +73,7 @@ void set_ring_extents(Raw& raw, const CacheShape& shape, std::int64_t tokens,
 template <class Value, PageOrder order>
 class RawReader {
  public:
-  using Raw = typename KVCache<Value, order>::RawRows;
+  using Raw = RawRows<Value>;
   /// `raw` must outlive the reader.
   explicit RawReader(const Raw& raw) : m_raw(raw) {}
 
@@ -134,7 +135,7 @@ class RawReader {
 template <class Value, PageOrder order>
 class RawWriter {
  public:
-  using Raw = typename KVCache<Value, order>::RawRows;
+  using Raw = RawRows<Value>;
   /// `raw` must outlive the writer.
   explicit RawWriter(const Raw& raw) : m_raw(raw) {}
 

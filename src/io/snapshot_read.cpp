@@ -129,7 +129,7 @@ class SnapshotImport {
   SnapshotImport(const SnapshotFile& file, Cache& cache, const HeadPartition& partition, int rank)
       : m_file(file),
         m_layout(file.layout()),
-        m_cache(cache),
+        m_access(cache),
         m_partition(partition),
         m_rank(rank) {}
 
@@ -140,16 +140,16 @@ class SnapshotImport {
       std::vector<std::int64_t> rows;
       rows.reserve(heads.size());
       for (const int head : heads) rows.push_back(m_layout.rows(layer, RowKind::keys, head));
-      m_cache.import_layer(m_exec, id, layer, m_layout.tokens, group.ring_first, rows);
+      m_access.import_layer(m_exec, id, layer, m_layout.tokens, group.ring_first, rows);
       for (std::size_t h = 0; h < heads.size(); ++h) {
         const int local = static_cast<int>(h);
         const auto positions = m_file.positions(layer, heads[h], m_buffer);
         check_context(layer, heads[h], positions);
-        typename Cache::ImportedRows imported;
+        detail::ImportedRows<Value> imported;
         imported.positions = positions.data();
-        m_cache.import_rows(m_exec, id, layer, local, 0, rows[h], imported);
+        m_access.import_rows(m_exec, id, layer, local, 0, rows[h], imported);
         take_rows(layer, heads[h], [&](auto begin, auto count, const auto& some) {
-          m_cache.import_rows(m_exec, id, layer, local, begin, count, some);
+          m_access.import_rows(m_exec, id, layer, local, begin, count, some);
         });
         elements(id, layer, heads[h], local);
       }
@@ -170,14 +170,14 @@ class SnapshotImport {
       }
     }
     Checkpoint checkpoint =
-        m_cache.import_checkpoint(m_exec, id, tokens, ring_first, retained, counts);
+        m_access.import_checkpoint(m_exec, id, tokens, ring_first, retained, counts);
     for (int layer = 0; layer < n_layers; ++layer) {
       const std::vector<int>& heads = m_partition.heads(layer, m_rank);
       for (std::size_t h = 0; h < heads.size(); ++h) {
         const int group = n_layers + layer;
         m_file.positions(group, heads[h], m_buffer);
         const auto write = [&](auto begin, auto count, const auto& some) {
-          m_cache.import_rows(m_exec, checkpoint, layer, static_cast<int>(h), begin, count, some);
+          m_access.import_rows(m_exec, checkpoint, layer, static_cast<int>(h), begin, count, some);
         };
         take_rows(group, heads[h], write);
         take_elements(group, heads[h], RowKind::keys, write);
@@ -231,7 +231,7 @@ class SnapshotImport {
   void take_rows(int group, int head, const Write& write) {
     m_file.read_head(group, RowKind::scores, head, bytes_at_once, m_buffer,
                      [&](std::int64_t begin, std::int64_t count, const char* bytes) {
-                       typename Cache::ImportedRows some;
+                       detail::ImportedRows<Value> some;
                        some.scores = static_cast<const float*>(static_cast<const void*>(bytes));
                        write(begin, count, some);
                      });
@@ -257,7 +257,7 @@ class SnapshotImport {
                          });
                          values = m_converted.data();
                        }
-                       typename Cache::ImportedRows some;
+                       detail::ImportedRows<Value> some;
                        (kind == RowKind::keys ? some.keys : some.values) = values;
                        write(begin, count, some);
                      });
@@ -269,7 +269,7 @@ class SnapshotImport {
     for (const RowKind kind : {RowKind::keys, RowKind::values}) {
       if constexpr (detail::runs_on_host && order == PageOrder::token_major) {
         if (m_layout.dtype == DTypeOf<Value>::value && m_file.place(layer, kind) >= 0) {
-          const auto raw = m_cache.raw_rows(id, layer, local);
+          const auto raw = m_access.raw_rows(id, layer, local);
           ScatteredRead read(m_file.descriptor(),
                              m_file.place(layer, kind) + m_layout.first_row(layer, kind, head) *
                                                              m_file.row_bytes(layer, kind));
@@ -283,14 +283,14 @@ class SnapshotImport {
         }
       }
       take_elements(layer, head, kind, [&](auto begin, auto count, const auto& some) {
-        m_cache.import_rows(m_exec, id, layer, local, begin, count, some);
+        m_access.import_rows(m_exec, id, layer, local, begin, count, some);
       });
     }
   }
 
   const SnapshotFile& m_file;
   const SnapshotLayout& m_layout;
-  Cache& m_cache;
+  detail::RowAccess<Value, order> m_access;
   const HeadPartition& m_partition;
   int m_rank;
   ExecutionSpace m_exec;
@@ -458,7 +458,8 @@ LoadedSnapshot<Value, order> load_snapshot(const SnapshotReader& reader,
       from.sequence(loaded.sequence);
       const SnapshotLayout& layout = file.layout();
       // The counts are sums over ranks. Rank 0 continues from them.
-      if (comm.is_root()) cache.import_counts(loaded.sequence, layout.counts);
+      if (comm.is_root())
+        detail::RowAccess<Value, order>(cache).import_counts(loaded.sequence, layout.counts);
       if (layout.has_context) {
         loaded.context.emplace(from.checkpoint(
             loaded.sequence, comm.is_root() ? layout.context_counts : AppendCounts{}));

@@ -78,7 +78,7 @@ void with_element_of(DType dtype, const Work& work) {
 template <class Value, PageOrder order>
 class RawHead final : public SnapshotHead {
  public:
-  using Raw = typename KVCache<Value, order>::RawRows;
+  using Raw = RawRows<Value>;
   /// Skips the first `skipped` rows. Keys and values are converted to `dtype`.
   RawHead(Raw raw, std::int64_t skipped, std::int64_t in_ring, DType dtype)
       : SnapshotHead(raw.rows() - skipped, in_ring),

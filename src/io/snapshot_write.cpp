@@ -354,8 +354,9 @@ std::function<std::shared_ptr<const SnapshotHead>()> rows_of_head(
     queries = all->values.data() + local_head * of.query_group * of.query_tokens * dim;
   }
   if constexpr (detail::runs_on_host) {
-    auto raw = is_of_context ? cache.raw_rows(*context, layer, local_head)
-                             : cache.raw_rows(sequence, layer, local_head);
+    detail::RowAccess<Value, order> access(cache);
+    auto raw = is_of_context ? access.raw_rows(*context, layer, local_head)
+                             : access.raw_rows(sequence, layer, local_head);
     const std::int64_t skipped = raw.rows() - rows;
     auto made =
         std::make_shared<detail::RawHead<Value, order>>(std::move(raw), skipped, in_ring, dtype);

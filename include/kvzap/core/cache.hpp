@@ -140,6 +140,8 @@ struct CacheBytes {
 namespace detail {
 struct AppendStep;
 struct PagesRef;
+template <class Value, PageOrder order>
+class RowAccess;
 }  // namespace detail
 
 /// A cache of any number of sequences that share one page pool.
@@ -368,62 +370,8 @@ class KVCache {
   /// Returns the number of rows that a head had in pages at a checkpoint.
   std::int64_t retained_rows(const Checkpoint& checkpoint, int layer, int head) const;
 
-  /// The memory of one head's rows, for a host thread that reads them while other sequences of the
-  /// cache continue. Valid until the sequence changes or is freed.
-  struct RawRows {
-    std::vector<PageAddress> pages;  // all full but for the last
-    std::int64_t retained = 0;       // rows in pages
-    const Value* ring = nullptr;     // 2 * window * dim
-    const float* ring_scores = nullptr;
-    std::int64_t tokens = 0, ring_first = 0, ring_rows = 0;
-    int window = 1, page_rows = 1, dim = 1;
-    // Keep a checkpoint's ring alive. Release them only on a thread that may call Kokkos.
-    Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace> rings;
-    Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> all_ring_scores;
-
-    std::int64_t rows() const { return retained + ring_rows; }
-  };
-  /// Returns the memory of a head's rows. Waits. Throws Error on device backends, where the host
-  /// cannot read rows in place.
-  RawRows raw_rows(SequenceId sequence, int layer, int head);
-  /// Returns the memory of the ring rows that a checkpoint holds; no pages.
-  RawRows raw_rows(const Checkpoint& checkpoint, int layer, int head) const;
   /// Returns the first position of the layer's ring: see RaggedLayer::ring_first.
   std::int64_t ring_first(SequenceId sequence, int layer) const;
-
-  /// Gives an empty layer of a sequence the extents of a saved cache.
-  ///
-  /// Head h gets rows[h] rows of `tokens` tokens; the newest min(tokens - ring_first, window) are
-  /// in the ring. Their content is undefined until import_rows has written it. Throws Error if the
-  /// layer has had tokens, or for extents that no cache has; OutOfMemory.
-  void import_layer(const ExecutionSpace& exec, SequenceId id, int layer, std::int64_t tokens,
-                    std::int64_t ring_first, const std::vector<std::int64_t>& rows);
-  /// Rows of one head in host memory. Rows with a null pointer are not written.
-  struct ImportedRows {
-    const std::int32_t* positions = nullptr;  // ignored for ring rows
-    const float* scores = nullptr;
-    const Value* keys = nullptr;  // (row, head_dim)
-    const Value* values = nullptr;
-  };
-  /// Writes the head's rows begin … begin + count - 1 after import_layer, while no other sequence
-  /// shares its pages. Throws Error for rows that the head does not have; OutOfMemory.
-  void import_rows(const ExecutionSpace& exec, SequenceId id, int layer, int head,
-                   std::int64_t begin, std::int64_t count, const ImportedRows& rows);
-  /// Sets the value that counts(id) returns.
-  void import_counts(SequenceId id, const AppendCounts& counts);
-  /// Makes a checkpoint of an earlier state of a saved sequence.
-  ///
-  /// tokens, ring_first: (layer). retained: (head of any layer). The content of its rings is
-  /// undefined until import_rows has written it. Throws Error if the sequence cannot be cut back to
-  /// such a state; OutOfMemory.
-  Checkpoint import_checkpoint(const ExecutionSpace& exec, SequenceId id,
-                               const std::vector<std::int64_t>& tokens,
-                               const std::vector<std::int64_t>& ring_first,
-                               const std::vector<std::int64_t>& retained,
-                               const AppendCounts& counts);
-  /// Writes ring rows begin … begin + count - 1 of such a checkpoint, counted from the oldest.
-  void import_rows(const ExecutionSpace& exec, const Checkpoint& checkpoint, int layer, int head,
-                   std::int64_t begin, std::int64_t count, const ImportedRows& rows);
 
   /// Returns the bytes of this rank's part. Waits if deferred appends are pending.
   CacheBytes bytes() const;
@@ -435,6 +383,9 @@ class KVCache {
   std::vector<SequenceId> sequences() const;
 
  private:
+  /// Snapshots read and write rows through it.
+  friend class detail::RowAccess<Value, order>;
+
   using PageTable = Kokkos::View<PageId**, Kokkos::LayoutRight, MemorySpace>;
   using Counts = Kokkos::View<std::int64_t*, MemorySpace>;
   using HostCounts = Kokkos::View<std::int64_t*, Kokkos::HostSpace>;
@@ -562,7 +513,6 @@ class KVCache {
   CompactCounts rearrange_judged(const ExecutionSpace& exec, Sequence& sequence, int layer,
                                  const FlagsView& keep, const FlagsView& keep_of_ring,
                                  const Counts& totals, bool empties_ring = false);
-  void check_extents(int layer, std::int64_t tokens, std::int64_t ring_first) const;
   std::int64_t check_row_scores(SequenceId sequence, int layer, std::size_t heads,
                                 std::size_t columns);
   void own_pages(const ExecutionSpace& exec, Sequence& sequence, int layer);

@@ -7,6 +7,7 @@
 #include <limits>
 #include <vector>
 
+#include "cache/row_access.hpp"
 #include "unit/temporary_folder.hpp"
 
 namespace kvzap {
@@ -26,11 +27,12 @@ CacheShape two_layers() {
 
 TEST(CacheImport, RefusesWhatNoCacheHas) {
   Cache cache(two_layers());
+  detail::RowAccess<float, PageOrder::dim_major> access(cache);
   const SequenceId id = cache.add_sequence();
   const ExecutionSpace exec;
   const auto refuse = [&](int layer, std::int64_t tokens, std::int64_t ring_first,
                           const std::vector<std::int64_t>& rows, std::string_view part) {
-    expect_error([&] { cache.import_layer(exec, id, layer, tokens, ring_first, rows); }, {part});
+    expect_error([&] { access.import_layer(exec, id, layer, tokens, ring_first, rows); }, {part});
     EXPECT_EQ(cache.pool().pages_in_use(), 0U);
   };
   constexpr std::int64_t too_many = std::int64_t{1} << 31;
@@ -45,41 +47,42 @@ TEST(CacheImport, RefusesWhatNoCacheHas) {
   refuse(0, 9, 0, {10, 4}, "head 0 of layer 0 with 10 rows");
   refuse(1, 9, 0, {4}, "rows of 1 heads");
 
-  cache.import_layer(exec, id, 1, 9, 5, {});
-  cache.import_layer(exec, id, 0, 9, 5, {9, 4});
+  access.import_layer(exec, id, 1, 9, 5, {});
+  access.import_layer(exec, id, 0, 9, 5, {9, 4});
   EXPECT_EQ(cache.pool().pages_in_use(), 3U);
   EXPECT_EQ(cache.rows(id, 0, 0), 9);
   EXPECT_EQ(cache.rows(id, 0, 1), 4);
   EXPECT_EQ(cache.tokens(id, 1), 9);
-  expect_error([&] { cache.import_layer(exec, id, 0, 9, 5, {9, 4}); }, {"has had 9 tokens"});
+  expect_error([&] { access.import_layer(exec, id, 0, 9, 5, {9, 4}); }, {"has had 9 tokens"});
 
   const std::vector<float> scores(10, 1.0f);
-  Cache::ImportedRows rows;
+  detail::ImportedRows<float> rows;
   rows.scores = scores.data();
   constexpr std::int64_t most = std::numeric_limits<std::int64_t>::max();
-  expect_error([&] { cache.import_rows(exec, id, 0, 0, 0, 10, rows); }, {"10 rows from row 0"});
-  expect_error([&] { cache.import_rows(exec, id, 0, 1, 4, 1, rows); }, {"the head has 4"});
-  expect_error([&] { cache.import_rows(exec, id, 0, 1, -1, 1, rows); }, {"from row -1"});
-  expect_error([&] { cache.import_rows(exec, id, 0, 1, 1, most, rows); }, {"from row 1"});
-  expect_error([&] { cache.import_rows(exec, id, 0, 2, 0, 1, rows); }, {"no head 2"});
-  expect_error([&] { cache.import_rows(exec, 7, 0, 0, 0, 1, rows); }, {"no sequence 7"});
+  expect_error([&] { access.import_rows(exec, id, 0, 0, 0, 10, rows); }, {"10 rows from row 0"});
+  expect_error([&] { access.import_rows(exec, id, 0, 1, 4, 1, rows); }, {"the head has 4"});
+  expect_error([&] { access.import_rows(exec, id, 0, 1, -1, 1, rows); }, {"from row -1"});
+  expect_error([&] { access.import_rows(exec, id, 0, 1, 1, most, rows); }, {"from row 1"});
+  expect_error([&] { access.import_rows(exec, id, 0, 2, 0, 1, rows); }, {"no head 2"});
+  expect_error([&] { access.import_rows(exec, 7, 0, 0, 0, 1, rows); }, {"no sequence 7"});
   cache.begin_step(exec, {{id, 1}});
-  expect_error([&] { cache.import_rows(exec, id, 0, 0, 0, 1, rows); }, {"in a step"});
+  expect_error([&] { access.import_rows(exec, id, 0, 0, 0, 1, rows); }, {"in a step"});
   cache.cancel_step();
-  cache.import_rows(exec, id, 0, 0, 0, 9, rows);
+  access.import_rows(exec, id, 0, 0, 0, 9, rows);
   EXPECT_EQ(cache.host_rows(id, 0, 0).scores, std::vector<float>(9, 1.0f));
 }
 
 TEST(CacheImport, RefusesCheckpointsThatTheSequenceCannotHaveHad) {
   Cache cache(two_layers());
+  detail::RowAccess<float, PageOrder::dim_major> access(cache);
   const SequenceId id = cache.add_sequence();
   const ExecutionSpace exec;
-  cache.import_layer(exec, id, 0, 9, 0, {9, 5});
-  cache.import_layer(exec, id, 1, 9, 0, {});
+  access.import_layer(exec, id, 0, 9, 0, {9, 5});
+  access.import_layer(exec, id, 1, 9, 0, {});
   const auto refuse = [&](const std::vector<std::int64_t>& tokens,
                           const std::vector<std::int64_t>& ring_first,
                           const std::vector<std::int64_t>& retained, std::string_view part) {
-    expect_error([&] { cache.import_checkpoint(exec, id, tokens, ring_first, retained, {}); },
+    expect_error([&] { access.import_checkpoint(exec, id, tokens, ring_first, retained, {}); },
                  {part});
   };
   refuse({6}, {0, 0}, {2, 0}, "tokens of 1 layers");
@@ -88,13 +91,13 @@ TEST(CacheImport, RefusesCheckpointsThatTheSequenceCannotHaveHad) {
   refuse({6, 6}, {0, 7}, {2, 0}, "from position 7");
   refuse({6, 6}, {0, 0}, {2, 2}, "2 retained rows in layer 0, head 1");
   refuse({6, 6}, {0, 0}, {-1, 0}, "-1 retained rows");
-  const auto checkpoint = cache.import_checkpoint(exec, id, {6, 6}, {0, 0}, {2, 0}, {4, 2, 1});
-  Cache::ImportedRows rows;
+  const auto checkpoint = access.import_checkpoint(exec, id, {6, 6}, {0, 0}, {2, 0}, {4, 2, 1});
+  detail::ImportedRows<float> rows;
   const std::vector<float> scores{1, 2, 3, 4, 5};
   rows.scores = scores.data();
-  expect_error([&] { cache.import_rows(exec, checkpoint, 0, 0, 0, 5, rows); }, {"the head has 4"});
-  expect_error([&] { cache.import_rows(exec, checkpoint, 1, 0, 0, 1, rows); }, {"no head 0"});
-  for (int head : {0, 1}) cache.import_rows(exec, checkpoint, 0, head, 0, 4, rows);
+  expect_error([&] { access.import_rows(exec, checkpoint, 0, 0, 0, 5, rows); }, {"the head has 4"});
+  expect_error([&] { access.import_rows(exec, checkpoint, 1, 0, 0, 1, rows); }, {"no head 0"});
+  for (int head : {0, 1}) access.import_rows(exec, checkpoint, 0, head, 0, 4, rows);
   cache.restore(id, checkpoint);
   EXPECT_EQ(cache.host_rows(id, 0, 1).scores, (std::vector<float>{1, 2, 3, 4}));
   EXPECT_EQ(cache.host_rows(id, 0, 1).positions, (std::vector<std::int64_t>{2, 3, 4, 5}));
@@ -105,13 +108,14 @@ TEST(CacheImport, RefusesCheckpointsThatTheSequenceCannotHaveHad) {
 
 TEST(CacheImport, WithoutRoomLeavesTheSequenceEmpty) {
   Cache cache(two_layers());
+  detail::RowAccess<float, PageOrder::dim_major> access(cache);
   const SequenceId id = cache.add_sequence();
   cache.set_limit(1);
-  EXPECT_THROW(cache.import_layer(ExecutionSpace(), id, 0, 900, 0, {900, 900}), OutOfMemory);
+  EXPECT_THROW(access.import_layer(ExecutionSpace(), id, 0, 900, 0, {900, 900}), OutOfMemory);
   EXPECT_EQ(cache.tokens(id, 0), 0);
   EXPECT_EQ(cache.rows(id, 0, 0), 0);
   cache.set_limit(0);
-  cache.import_layer(ExecutionSpace(), id, 0, 900, 0, {900, 900});
+  access.import_layer(ExecutionSpace(), id, 0, 900, 0, {900, 900});
   EXPECT_EQ(cache.rows(id, 0, 0), 900);
 }
 

@@ -1,0 +1,319 @@
+// Rows of the host become a sequence again, and the host reads rows in place.
+#include "cache/row_access.hpp"
+
+#include <numeric>
+
+#include "cache/cache_impl.hpp"
+#include "cache/layer_rows.hpp"
+#include "cache/raw_rows.hpp"
+
+namespace kvzap::detail {
+namespace {
+
+/// Copies of the host's rows for kernels. Views that must not be written are empty.
+template <class Value>
+struct ArrivedRows {
+  Kokkos::View<std::int32_t*, MemorySpace> positions;
+  Kokkos::View<float*, MemorySpace> scores;
+  Kokkos::View<Value*, MemorySpace> keys;
+  Kokkos::View<Value*, MemorySpace> values;
+};
+
+template <class Element>
+Kokkos::View<Element*, MemorySpace> bring_to_kernels(const ExecutionSpace& exec, const char* label,
+                                                     const Element* source, std::int64_t count) {
+  using Target = Kokkos::View<Element*, MemorySpace>;
+  if (!source) return {};
+  auto target = allocate_view<Target>(label, count);
+  Kokkos::deep_copy(
+      exec, target,
+      Kokkos::View<const Element*, Kokkos::HostSpace, Kokkos::MemoryTraits<Kokkos::Unmanaged>>(
+          source, count));
+  return target;
+}
+
+template <class Value>
+void write_rows(const ExecutionSpace& exec, const LayerRows<Value>& rows, int head,
+                std::int64_t begin, std::int64_t count, const ArrivedRows<Value>& arrived) {
+  Kokkos::parallel_for(
+      "kvzap::import_rows", Range(exec, 0, count), KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t row = begin + i;
+        const auto found = rows.at(head, row);
+        if (arrived.scores.extent(0) > 0) *found.score = arrived.scores(i);
+        if (arrived.positions.extent(0) > 0 && row < rows.retained[head]) {
+          const PageId page = rows.table[head * rows.table_stride + row / rows.page_rows];
+          page_positions(rows.note_addresses[page])[row % rows.page_rows] = arrived.positions(i);
+        }
+        for (int d = 0; d < rows.dim; ++d) {
+          const std::int64_t from = i * rows.dim + d;
+          if (arrived.keys.extent(0) > 0) {
+            const_cast<Value*>(found.key)[d * found.dim_stride] = arrived.keys(from);
+          }
+          if (arrived.values.extent(0) > 0) {
+            const_cast<Value*>(found.value)[d * found.dim_stride] = arrived.values(from);
+          }
+        }
+      });
+}
+
+void check_range(std::int64_t begin, std::int64_t count, std::int64_t rows) {
+  if (begin < 0 || count < 0 || begin > rows || count > rows - begin) {
+    throw Error(fmt::format("cache import_rows: {} rows from row {} on; the head has {}", count,
+                            begin, rows));
+  }
+}
+
+template <class Value, PageOrder order, class Rows>
+void write_raw(const RawRows<Value>& raw, std::int64_t begin, std::int64_t count,
+               const Rows& rows) {
+  const RawWriter<Value, order> writer(raw);
+  if (rows.positions) writer.positions(begin, count, rows.positions);
+  if (rows.scores) writer.scores(begin, count, rows.scores);
+  if (rows.keys) writer.elements(false, begin, count, rows.keys);
+  if (rows.values) writer.elements(true, begin, count, rows.values);
+}
+
+}  // namespace
+
+template <class Value, PageOrder order>
+void RowAccess<Value, order>::check_extents(int layer, std::int64_t tokens,
+                                            std::int64_t ring_first) const {
+  m_cache.check_layer(layer);
+  // Pages hold positions as 32-bit numbers.
+  if (tokens < 0 || tokens > std::numeric_limits<std::int32_t>::max() || ring_first < 0 ||
+      ring_first > tokens) {
+    throw Error(fmt::format("cache: layer {} cannot have {} tokens and a ring from position {} on",
+                            layer, tokens, ring_first));
+  }
+}
+
+template <class Value, PageOrder order>
+void RowAccess<Value, order>::import_layer(const ExecutionSpace& exec, SequenceId id,
+                                           int layer_index, std::int64_t tokens,
+                                           std::int64_t ring_first,
+                                           const std::vector<std::int64_t>& rows) {
+  m_cache.check_outside_step(id, "import_layer");
+  check_extents(layer_index, tokens, ring_first);
+  Sequence& sequence = m_cache.sequence_at(id);
+  LayerStore& layer = sequence.layers[layer_index];
+  const int heads = m_cache.m_shape.heads[layer_index];
+  if (layer.tokens != 0) {
+    throw Error(
+        fmt::format("cache import_layer: layer {} of sequence {} has had {} tokens; expected none",
+                    layer_index, id, layer.tokens));
+  }
+  const std::int64_t in_ring = std::min<std::int64_t>(tokens - ring_first, m_cache.m_shape.window);
+  if (static_cast<int>(rows.size()) != heads) {
+    throw Error(fmt::format("cache import_layer: rows of {} heads; layer {} has {} on this rank",
+                            rows.size(), layer_index, heads));
+  }
+  for (int h = 0; h < heads; ++h) {
+    if (rows[h] < in_ring || rows[h] > tokens) {
+      throw Error(fmt::format(
+          "cache import_layer: head {} of layer {} with {} rows; expected {} (its ring's) to {}", h,
+          layer_index, rows[h], in_ring, tokens));
+    }
+  }
+  m_cache.settle(sequence);
+  m_cache.enter(exec, sequence);
+  typename Cache::PageLoan loan(m_cache, layer_index);
+  m_cache.m_work->called.clear();
+  or_out_of_memory("an import", 0, m_cache.m_pool, [&] {
+    m_cache.m_work->called.push_back(&sequence);
+    std::size_t missing = 0;
+    std::size_t longest = 0;
+    for (int h = 0; h < heads; ++h) {
+      const auto needs = m_cache.list_room(layer, h, rows[h] - in_ring);
+      missing += needs.missing;
+      longest = std::max(longest, needs.listed);
+    }
+    m_cache.widen_table(exec, sequence, longest);
+    loan.take(exec, missing);
+  });
+  for (int h = 0; h < heads; ++h) {
+    m_cache.take_pages(exec, sequence, layer_index, h, rows[h] - in_ring, loan, false);
+    m_cache.write_entries(sequence, layer, h, 0);
+  }
+  m_cache.upload_table(exec, sequence, layer);
+  loan.commit();
+  layer.tokens = tokens;
+  layer.ring_first = ring_first;
+  for (int h = 0; h < heads; ++h) layer.retained(h) = rows[h] - in_ring;
+  m_cache.upload_lengths(exec, layer);
+}
+
+template <class Value, PageOrder order>
+void RowAccess<Value, order>::import_rows(const ExecutionSpace& exec, SequenceId id,
+                                          int layer_index, int head, std::int64_t begin,
+                                          std::int64_t count, const ImportedRows<Value>& rows) {
+  m_cache.check_outside_step(id, "import_rows");
+  check_range(begin, count, m_cache.rows(id, layer_index, head));
+  if (count == 0) return;
+  if constexpr (runs_on_host) {
+    if (!use_portable_path()) {
+      write_raw<Value, order>(raw_rows(id, layer_index, head), begin, count, rows);
+      return;
+    }
+  }
+  m_cache.enter(exec, m_cache.sequence_at(id));
+  const std::int64_t dim = m_cache.m_shape.head_dim;
+  or_out_of_memory("an import", count * page_row_bytes(m_cache.m_shape.head_dim, sizeof(Value)),
+                   m_cache.m_pool, [&] {
+                     const ArrivedRows<Value> arrived{
+                         bring_to_kernels(exec, "kvzap::import::positions", rows.positions, count),
+                         bring_to_kernels(exec, "kvzap::import::scores", rows.scores, count),
+                         bring_to_kernels(exec, "kvzap::import::keys", rows.keys, count * dim),
+                         bring_to_kernels(exec, "kvzap::import::values", rows.values, count * dim)};
+                     const auto target = LayerRows<Value>::of(
+                         m_cache.layer(id, layer_index),
+                         m_cache.store(id, layer_index).ring_scores.data(), order);
+                     write_rows(exec, target, head, begin, count, arrived);
+                     fence(exec, "kvzap::import_rows: the host's copies may go");
+                   });
+}
+
+template <class Value, PageOrder order>
+void RowAccess<Value, order>::import_counts(SequenceId id, const AppendCounts& counts) {
+  m_cache.settle(id);
+  m_cache.sequence_at(id).total = counts;
+}
+
+template <class Value, PageOrder order>
+auto RowAccess<Value, order>::import_checkpoint(const ExecutionSpace& exec, SequenceId id,
+                                                const std::vector<std::int64_t>& tokens,
+                                                const std::vector<std::int64_t>& ring_first,
+                                                const std::vector<std::int64_t>& retained,
+                                                const AppendCounts& counts) -> Checkpoint {
+  m_cache.check_outside_step(id, "import_checkpoint");
+  m_cache.settle(id);
+  Sequence& sequence = m_cache.sequence_at(id);
+  if (tokens.size() != sequence.layers.size() || ring_first.size() != sequence.layers.size() ||
+      static_cast<int>(retained.size()) != m_cache.all_heads()) {
+    throw Error(fmt::format(
+        "cache import_checkpoint: tokens of {} layers, ring_first of {}, retained rows of {} "
+        "heads; expected {}, {} and {}",
+        tokens.size(), ring_first.size(), retained.size(), sequence.layers.size(),
+        sequence.layers.size(), m_cache.all_heads()));
+  }
+  for (std::size_t l = 0; l < sequence.layers.size(); ++l) {
+    const LayerStore& layer = sequence.layers[l];
+    check_extents(static_cast<int>(l), tokens[l], ring_first[l]);
+    if (tokens[l] > layer.tokens) {
+      throw Error(
+          fmt::format("cache import_checkpoint: {} tokens in layer {}; the sequence itself has {}",
+                      tokens[l], l, layer.tokens));
+    }
+    for (std::size_t h = 0; h < layer.pages.size(); ++h) {
+      const std::int64_t held = retained[layer.first_head + h];
+      if (held < 0 || held > layer.retained(h)) {
+        throw Error(fmt::format(
+            "cache import_checkpoint: {} retained rows in layer {}, head {}; the sequence itself "
+            "has {}",
+            held, l, h, layer.retained(h)));
+      }
+    }
+  }
+  return or_out_of_memory("a checkpoint", m_cache.ring_bytes(), m_cache.m_pool, [&] {
+    m_cache.enter(exec, sequence);
+    Checkpoint checkpoint;
+    checkpoint.sequence = id;
+    checkpoint.tokens = tokens;
+    checkpoint.ring_first = ring_first;
+    checkpoint.retained = retained;
+    checkpoint.counts = counts;
+    checkpoint.rings = allocate_view<typename Cache::Rings>(
+        "kvzap::checkpoint::rings", sequence.rings.extent(0), sequence.rings.extent(1));
+    checkpoint.ring_scores = allocate_view<typename Cache::RingScores>(
+        "kvzap::checkpoint::ring_scores", sequence.ring_scores.extent(0),
+        sequence.ring_scores.extent(1));
+    sequence.checkpoints.insert(m_cache.m_next_checkpoint);
+    checkpoint.id = m_cache.m_next_checkpoint++;
+    checkpoint.bytes = MeteredBytes(m_cache.m_meter, m_cache.ring_bytes());
+    return checkpoint;
+  });
+}
+
+template <class Value, PageOrder order>
+void RowAccess<Value, order>::import_rows(const ExecutionSpace& exec, const Checkpoint& checkpoint,
+                                          int layer, int head, std::int64_t begin,
+                                          std::int64_t count, const ImportedRows<Value>& rows) {
+  m_cache.check_layer(layer);
+  m_cache.checked_head(layer, head);
+  check_range(begin, count, m_cache.ring_rows(checkpoint, layer));
+  if (count == 0) return;
+  // A ring is small: the host changes a copy of the whole ring.
+  const int index =
+      std::accumulate(m_cache.m_shape.heads.begin(), m_cache.m_shape.heads.begin() + layer, head);
+  const auto ring = Kokkos::subview(checkpoint.rings, index, Kokkos::ALL);
+  const auto scores = Kokkos::subview(checkpoint.ring_scores, index, Kokkos::ALL);
+  fence(exec, "kvzap::import_rows: the checkpoint is made");
+  or_out_of_memory("an import", m_cache.ring_bytes(), m_cache.m_pool, [&] {
+    const auto host_ring = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, ring);
+    const auto host_scores = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, scores);
+    RawRows<Value> raw;
+    raw.ring = host_ring.data();
+    raw.ring_scores = host_scores.data();
+    set_ring_extents(raw, m_cache.m_shape, checkpoint.tokens[layer], checkpoint.ring_first[layer]);
+    write_raw<Value, order>(raw, begin, count, rows);
+    if constexpr (!runs_on_host) {
+      Kokkos::deep_copy(exec, ring, host_ring);
+      Kokkos::deep_copy(exec, scores, host_scores);
+      fence(exec, "kvzap::import_rows: the host's copies may go");
+    }
+  });
+}
+
+template <class Value, PageOrder order>
+auto RowAccess<Value, order>::raw_rows(SequenceId sequence, int layer_index, int head)
+    -> RawRows<Value> {
+  RawRows<Value> raw;
+  if constexpr (!runs_on_host) {
+    throw Error("cache: the host cannot read rows where they lie on a device");
+  } else {
+    m_cache.settle(sequence);
+    const LayerStore& from = m_cache.store(sequence, layer_index);
+    m_cache.checked_head(layer_index, head);
+    const ExecutionSpace exec;
+    m_cache.enter(exec, m_cache.sequence_at(sequence));
+    fence(exec, "kvzap::raw_rows: the host reads rows");
+    raw.retained = from.retained(head);
+    const std::int64_t pages =
+        (raw.retained + m_cache.m_shape.page_rows - 1) / m_cache.m_shape.page_rows;
+    for (std::int64_t p = 0; p < pages; ++p) {
+      raw.pages.push_back(m_cache.m_pool.address(from.pages[head][p]));
+    }
+    raw.rings = m_cache.sequence_at(sequence).rings;
+    raw.all_ring_scores = m_cache.sequence_at(sequence).ring_scores;
+    raw.ring = &from.ring(head, 0);
+    raw.ring_scores = &from.ring_scores(head, 0);
+    set_ring_extents(raw, m_cache.m_shape, from.tokens, from.ring_first);
+  }
+  return raw;
+}
+
+template <class Value, PageOrder order>
+auto RowAccess<Value, order>::raw_rows(const Checkpoint& checkpoint, int layer, int head) const
+    -> RawRows<Value> {
+  RawRows<Value> raw;
+  if constexpr (!runs_on_host) {
+    throw Error("cache: the host cannot read rows where they lie on a device");
+  } else {
+    m_cache.checked_head(layer, head);
+    const int index =
+        std::accumulate(m_cache.m_shape.heads.begin(), m_cache.m_shape.heads.begin() + layer, head);
+    const ExecutionSpace exec;
+    fence(exec, "kvzap::raw_rows: the checkpoint's copies are made");
+    raw.rings = checkpoint.rings;
+    raw.all_ring_scores = checkpoint.ring_scores;
+    raw.ring = &checkpoint.rings(index, 0);
+    raw.ring_scores = &checkpoint.ring_scores(index, 0);
+    set_ring_extents(raw, m_cache.m_shape, checkpoint.tokens[layer], checkpoint.ring_first[layer]);
+  }
+  return raw;
+}
+
+#define KVZAP_INSTANTIATE(Value, order) template class RowAccess<Value, order>;
+KVZAP_FOR_EACH_CACHE(KVZAP_INSTANTIATE)
+#undef KVZAP_INSTANTIATE
+
+}  // namespace kvzap::detail

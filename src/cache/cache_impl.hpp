@@ -94,6 +94,7 @@ class KVCache<Value, order>::PageLoan {
       : m_cache(cache), m_work(*cache.m_work), m_layer(layer) {}
   PageLoan(const PageLoan&) = delete;
   PageLoan& operator=(const PageLoan&) = delete;
+  // NOLINTNEXTLINE(bugprone-exception-escape): pages on loan are in use, so the pool takes them
   ~PageLoan() {
     if (!m_committed) {
       for (std::size_t i = 0; m_layer >= 0 && i < m_work.called.size(); ++i) {

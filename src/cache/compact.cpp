@@ -277,9 +277,10 @@ class KVCache<Value, order>::Rearrangement {
     detail::KeptRows& kept = m_cache.m_work->kept;
     const std::int64_t longest = most_retained(m_layer, m_heads);
     const std::int64_t in_ring = m_ring.step.exits;
-    kept.reserve(m_heads * (longest + in_ring), 2 * std::int64_t{m_heads} + 1);
-    m_kept = kept.part(0, m_heads, 0, longest, 2 * m_heads);
-    m_ring_kept = kept.part(m_heads, m_heads, m_heads * longest, in_ring, 2 * m_heads);
+    const std::int64_t totals = 2 * std::int64_t{m_heads};
+    kept.reserve(m_heads * (longest + in_ring), totals + 1);
+    m_kept = kept.part(0, m_heads, 0, longest, totals);
+    m_ring_kept = kept.part(m_heads, m_heads, m_heads * longest, in_ring, totals);
     m_mover.select(m_exec, m_keep, {m_layer.retained.data(), m_layer.device_retained.data()},
                    m_kept);
     m_mover.select(m_exec, m_keep_of_ring, {}, m_ring_kept);

@@ -71,8 +71,7 @@ void refuse_generation_fields(ConfigFields& fields) {
   const auto expect = [&](const char* field, const char* expected, auto is_neutral) {
     const json* const value = fields.get(field);
     if (value == nullptr || is_neutral(*value)) return;
-    fields.fail(field, fmt::format("{} (not supported; --greedy-plain ignores it)", expected),
-                described(*value));
+    fields.fail(field, fmt::format("{} (not supported)", expected), described(*value));
   };
   for (const char* field : {"no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length",
                             "min_new_tokens", "penalty_alpha"}) {

@@ -168,15 +168,15 @@ Pruning Pruning::kvzap(std::string surrogate) {
   return pruning;
 }
 
-Pruning Pruning::parse(const std::string& text, Pruning pruning) {
+Pruning Pruning::parse(const std::string& text, Pruning base) {
   const std::vector<std::string> parts = detail::split_unescaped(text, '@');
-  pruning.policy = detail::without_escapes(trimmed(parts[0]), "@");
-  if (pruning.policy == "none") {
+  base.policy = detail::without_escapes(trimmed(parts[0]), "@");
+  if (base.policy == "none") {
     if (parts.size() > 1) {
       throw Error(fmt::format("{}: the full cache has no settings of its own", text));
     }
-    pruning.policy.clear();
-    return pruning;
+    base.policy.clear();
+    return base;
   }
   std::set<std::string> seen;
   for (std::size_t i = 1; i < parts.size(); ++i) {
@@ -190,6 +190,7 @@ Pruning Pruning::parse(const std::string& text, Pruning pruning) {
         std::find_if(keys.begin(), keys.end(), [&](const TextKey& k) { return key == k.name; });
     if (known == keys.end()) {
       std::vector<std::string> names;
+      names.reserve(keys.size());
       for (const TextKey& k : keys) names.emplace_back(k.name);
       const std::string nearest = detail::nearest_name(key, names);
       throw Error(fmt::format("{}: @{}: unknown setting; {}an @ is followed by one of {}", text,
@@ -199,10 +200,10 @@ Pruning Pruning::parse(const std::string& text, Pruning pruning) {
     if (!seen.insert(key).second) {
       throw Error(fmt::format("{}: @{} is given twice", text, key));
     }
-    known->read(pruning, detail::without_escapes(trimmed(parts[i].substr(equals + 1)), "@"),
+    known->read(base, detail::without_escapes(trimmed(parts[i].substr(equals + 1)), "@"),
                 fmt::format("{}: @{}", text, key));
   }
-  return pruning;
+  return base;
 }
 
 Pruning& Pruning::threshold(double log_score) {

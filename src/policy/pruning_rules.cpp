@@ -451,18 +451,18 @@ std::optional<PruningFault> find_fault(const Pruning& p, const PruningUse& use,
   return find_policy_fault(p, use, parse_policy(p.policy_text(names)), names);
 }
 
-std::optional<PruningFault> find_fault(const LoadedPruning& loaded, bool has_scorer,
+std::optional<PruningFault> find_fault(const LoadedPruning& pruning, bool has_scorer,
                                        const PruningNames& names) {
   Rules rules(names);
-  const Pruning& p = loaded.pruning;
+  const Pruning& p = pruning.pruning;
   check_ranges(rules, p);
   check_decode(rules, p);
-  check_judge(rules, loaded.mode(), loaded.policy || has_scorer);
-  if (rules.fault() || !loaded.prunes()) return rules.fault();
+  check_judge(rules, pruning.mode(), pruning.policy || has_scorer);
+  if (rules.fault() || !pruning.prunes()) return rules.fault();
   check_one_step(rules, p);
-  if (!loaded.chooses_rows()) check_threshold(rules, loaded.threshold());
-  if (loaded.policy) {
-    check_policy(rules, p, *loaded.policy->info, loaded.chooses_rows(), !loaded.chooses_rows());
+  if (!pruning.chooses_rows()) check_threshold(rules, pruning.threshold());
+  if (pruning.policy) {
+    check_policy(rules, p, *pruning.policy->info, pruning.chooses_rows(), !pruning.chooses_rows());
   }
   return rules.fault();
 }
@@ -471,8 +471,8 @@ void check(const Pruning& p, const PruningUse& use, const PruningNames& names) {
   throw_fault(find_fault(p, use, names));
 }
 
-void check(const LoadedPruning& loaded, bool has_scorer, const PruningNames& names) {
-  throw_fault(find_fault(loaded, has_scorer, names));
+void check(const LoadedPruning& pruning, bool has_scorer, const PruningNames& names) {
+  throw_fault(find_fault(pruning, has_scorer, names));
 }
 
 std::optional<PolicySpec> policy_spec(const Pruning& p, const PruningUse& use,

@@ -158,8 +158,10 @@ struct PanelSizes {
 
 // Multiplies `batch` heads, whose operands lie one after the other without gaps.
 template <class Value>
-Product<Value> products(int batch, std::int64_t m, std::int64_t n, std::int64_t k, const Value* a,
-                        const Value* b, bool transposed, float* c) {
+Product<Value> products(
+    int batch, std::int64_t m, std::int64_t n, std::int64_t k, const Value* a, const Value* b,
+    bool transposed,
+    float* c) {  // NOLINT(readability-non-const-parameter): the product writes it
   Product<Value> product;
   product.m = m;
   product.n = n;
